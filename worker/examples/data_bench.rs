@@ -1,4 +1,4 @@
-//! Benchmarks building token caches: reads, renders and tokenizes files, and prints the time, the
+//! Benchmark of building token caches: reads, renders and tokenizes files, and prints the time, the
 //! digest of the data and the peak memory.
 //!
 //!     cargo run --release -p worker --example data_bench -- tokenizer.json rounds [chat:]file…
@@ -7,7 +7,7 @@ use jobspec::{DataSource, DataSpec, LossTargets, RecordFormat, TokenizerSpec};
 use std::{fs, path::Path, time::Instant};
 use worker::data::{Dataset, Split};
 
-/// Returns a data section with one source of this file.
+/// Returns the data section of a job that has `file` as its only source.
 fn create_data_spec(tokenizer: &str, file: &str) -> DataSpec {
     let (file, is_chat) = file.strip_prefix("chat:").map_or((file, false), |file| (file, true));
     let source = DataSource {

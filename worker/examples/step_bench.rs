@@ -1,5 +1,5 @@
-//! Benchmarks training steps of the model of docs/benchmarks in one process, without launcher and
-//! data. Prints tokens per second, GFLOP/s and peak memory.
+//! Benchmark of training steps of the model in docs/benchmarks, in one process, without the
+//! launcher and with made-up data. Prints tokens per second, GFLOP/s and peak memory.
 //!
 //!     cargo run --release -p worker --example step_bench -- [threads] [micro] [stage] [recompute]
 #![allow(clippy::unwrap_used, reason = "a benchmark that panics has failed")]

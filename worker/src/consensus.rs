@@ -1,5 +1,5 @@
-//! Exchanges values between ranks with the same outcome on each: every rank gets the values of all
-//! ranks, or every rank fails.
+//! Exchanges values between ranks so that all ranks have the same outcome: every rank gets the
+//! values of all ranks, or every rank fails.
 use crate::{
     error::{Error, Result},
     zero::collective_queue::CollectiveQueue,
@@ -14,7 +14,7 @@ const WINDOW_BYTES: usize = 4 << 20;
 /// The largest number of bytes that [`broadcast_bytes`] accepts. More bytes are an error.
 const MAX_BROADCAST_BYTES: u64 = 256 << 20;
 
-/// Sends this rank's value to all ranks. Returns the values of all ranks, in rank order.
+/// Sends this rank's value `mine` to all ranks, and returns the values of all ranks in rank order.
 /// Collective: every rank must call it.
 ///
 /// # Errors
@@ -30,15 +30,15 @@ pub fn all_gather_values<T: Serialize + DeserializeOwned>(
     values_or_abort(results)
 }
 
-/// Returns this rank's value `mine` if no rank has an error. Errors are handled as in
-/// [`all_gather_values`]. Collective: every rank must call it.
+/// Returns this rank's value `mine`, or fails on every rank if any rank has an error. Errors are
+/// handled as in [`all_gather_values`]. Collective: every rank must call it.
 pub fn require_on_all_ranks<T>(queue: &CollectiveQueue, mine: Result<T>) -> Result<T> {
     all_gather_values(queue, mine.as_ref().map(|_| ()).map_err(Clone::clone))?;
     mine
 }
 
-/// Sends this rank's value to all ranks on the caller's thread. Returns the values of all ranks, in
-/// rank order. Used before a [`CollectiveQueue`] exists.
+/// Sends this rank's value to all ranks with `comm` directly, and returns the values of all ranks
+/// in rank order. Used before a [`CollectiveQueue`] exists.
 ///
 /// Errors are handled as in [`all_gather_values`]. Collective: every rank must call it.
 pub fn exchange_values_without_queue<T: Serialize + DeserializeOwned>(
@@ -50,13 +50,13 @@ pub fn exchange_values_without_queue<T: Serialize + DeserializeOwned>(
     values_or_abort(decode_reports(&reports)?)
 }
 
-/// Extracts the values from `results`, which contains one result per rank. If ranks have errors,
-/// returns the error of the lowest such rank, marked as aborted by that rank.
+/// Extracts the values from `results`, one result per rank. If ranks have errors, returns the error
+/// of the lowest such rank, marked as aborted by that rank.
 pub fn values_or_abort<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
     results.into_iter().enumerate().map(|(rank, value)| value.map_err(|e| e.into_peer_error(rank))).collect()
 }
 
-/// Sends this rank's value or error to all ranks. Returns the values and errors of all ranks, in
+/// Sends this rank's value or error to all ranks, and returns the values and errors of all ranks in
 /// rank order. Fails only if the exchange fails.
 ///
 /// Collective: every rank must call it.
@@ -68,8 +68,8 @@ pub fn all_gather_results<T: Serialize + DeserializeOwned>(
     decode_reports(&queue.run_and_wait(move |comm| comm.all_gather_bytes(&bytes))?)
 }
 
-/// Exchanges the error that each rank found. Every rank returns the error of the lowest rank that
-/// found any, or `None`.
+/// Exchanges the errors that ranks found. Returns the same on every rank: the error of the lowest
+/// rank that found one, or `None`.
 ///
 /// Collective: every rank must call it.
 pub fn exchange_first_error(queue: &CollectiveQueue, mine: Option<Error>) -> Result<Option<Error>> {
@@ -136,7 +136,7 @@ pub fn broadcast_bytes(queue: &CollectiveQueue, root: usize, mine: Result<Vec<u8
     Ok(received)
 }
 
-/// Builds the error of a rank that did not send the bytes that it announced.
+/// Builds the error of a broadcast whose sender `rank` did not send the bytes that it announced.
 fn build_invalid_broadcast_error(rank: usize, message: String) -> Error {
     Diagnostic::error(codes::training::PEER_REPORT_INVALID, message).with_field("rank", rank).into()
 }

@@ -26,7 +26,8 @@ impl Error {
         Diagnostic::error(code, message).into()
     }
 
-    /// Creates the error of a rank that ends because another rank or the agent ended the job.
+    /// Creates the error of a rank that ends because the job was ended, by another rank or by the
+    /// agent.
     pub fn aborted(diagnostic: Diagnostic) -> Self {
         Error { diagnostic, aborted: true }
     }
@@ -48,7 +49,7 @@ impl Error {
         self.diagnostic.code()
     }
 
-    /// Returns the exit status with which the worker process ends because of this error.
+    /// Returns the exit status with which this error ends the worker process.
     pub fn to_worker_exit(&self) -> WorkerExit {
         if self.aborted {
             return WorkerExit::Aborted;
@@ -103,20 +104,21 @@ pub(crate) fn build_checkpoint_error(code: Code, path: &Path, message: String) -
     Diagnostic::error(code, message).with_subject(path.display().to_string())
 }
 
-/// Converts an error of reading a checkpoint. The result always has the category `Checkpoint` (exit
-/// code 4), because every cause makes this checkpoint unusable.
+/// Converts an error of reading a checkpoint to an error of this rank. The result always has the
+/// category `Checkpoint` (exit code 4), because every cause makes this checkpoint unusable.
 pub(crate) fn to_unreadable_checkpoint_error(error: CkptError) -> Error {
     Diagnostic::from(error).with_category(Category::Checkpoint).into()
 }
 
-/// Converts an error of writing to the checkpoint directory. The result always has the category
-/// `Cluster` (exit code 3), because the storage is at fault and not a checkpoint.
+/// Converts an error of writing to the checkpoint directory to an error of this rank. The result
+/// always has the category `Cluster` (exit code 3), because the storage is at fault and not a
+/// checkpoint.
 pub(crate) fn to_unwritable_checkpoint_error(error: CkptError) -> Error {
     Diagnostic::from(error).with_category(Category::Cluster).into()
 }
 
-/// Combines all mistakes of the `train` section into one error. Several mistakes become details of
-/// a summary.
+/// Combines all mistakes in the job's `train` section into one error. Several mistakes become
+/// details of a summary.
 pub(crate) fn combine_train_mistakes(mut mistakes: Vec<Diagnostic>) -> Error {
     if mistakes.len() == 1 {
         return mistakes.remove(0).into();
@@ -126,13 +128,13 @@ pub(crate) fn combine_train_mistakes(mut mistakes: Vec<Diagnostic>) -> Error {
     mistakes.into_iter().fold(summary, Diagnostic::with_detail).into()
 }
 
-/// Converts an error of reading the pretrained adapters that `key` names. The result always has the
-/// category `Job` (exit code 2), because the job names the directory.
+/// Converts an error of reading the pretrained adapters in the directory that the key `key` names.
+/// The result always has the category `Job` (exit code 2), because the job names the directory.
 pub(crate) fn to_unreadable_adapters_error(error: CkptError, key: &str) -> Diagnostic {
     Diagnostic::from(error).with_category(Category::Job).with_subject(key)
 }
 
-/// Builds the error of a thread for `purpose` that could not be started.
+/// Builds the error that a thread for `purpose` could not be started.
 pub(crate) fn build_thread_start_error(purpose: &str, error: &std::io::Error) -> Error {
     let message = format!("cannot start the {purpose} thread");
     let diagnostic = Diagnostic::error(codes::training::WORKER_THREAD_FAILED, message);

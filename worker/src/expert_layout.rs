@@ -1,4 +1,4 @@
-//! [`ExpertLayout`]: which rank has which expert. [`SendPlan`] and [`RecvPlan`]: the order of the
+//! [`ExpertLayout`]: which rank has which expert. Also [`SendPlan`] and [`RecvPlan`], the order of
 //! rows that ranks dispatch to experts and receive for them.
 //!
 //! With an expert-parallel size of N, N neighbouring ranks form a group, and rank r has index `r %
@@ -13,14 +13,14 @@ use diagnostic::{Diagnostic, codes};
 use jobspec::{ExpertPlacement, ExpertsSpec};
 use std::{collections::BTreeMap, ops::Range};
 
-/// The key of the job's section about experts.
+/// The key of job.yaml for the section about experts.
 const EXPERTS_KEY: &str = "train.experts";
-/// The key of the expert-parallel size in the job.
+/// The key of job.yaml for the number of ranks among which the experts of a layer are divided.
 const PARALLEL_SIZE_KEY: &str = "train.experts.expert_parallel_size";
-/// The key of the placement of experts in the job.
+/// The key of job.yaml that selects which rank gets which experts.
 const PLACEMENT_KEY: &str = "train.experts.placement";
 
-/// The assignment of the experts of each MoE layer to the ranks of an expert-parallel group.
+/// Which experts of each mixture-of-experts layer each rank of an expert-parallel group has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExpertLayout {
     /// The expert-parallel size: the number of ranks of a group.
@@ -30,8 +30,8 @@ pub struct ExpertLayout {
 }
 
 impl ExpertLayout {
-    /// Creates the layout that `train.experts` describes, for a model on `world` ranks. Returns
-    /// `None` if the model has no experts.
+    /// Creates the layout that `train.experts` describes, for a model that is trained on `world`
+    /// ranks. Returns `None` if the model has no experts.
     ///
     /// # Errors
     ///
@@ -64,7 +64,7 @@ impl ExpertLayout {
         Ok(Some(ExpertLayout { parallel, layers: placed? }))
     }
 
-    /// Creates the layout with every expert on every rank. Returns `None` if the model has no
+    /// Creates the layout in which every rank has every expert. Returns `None` if the model has no
     /// experts.
     pub fn for_replicated_experts(model: &Model) -> Option<Self> {
         let sparse = MoeModel::from_model(model)?;
@@ -73,27 +73,27 @@ impl ExpertLayout {
         Some(ExpertLayout { parallel: 1, layers })
     }
 
-    /// Returns the experts of `layer` on the rank with index `index` of each group, in ascending
-    /// order.
+    /// Returns the experts of `layer` that the rank number `index` of each expert-parallel group
+    /// has, in ascending order.
     pub fn list_experts_on(&self, layer: usize, index: usize) -> &[usize] {
         self.layers.get(&layer).map_or(&[], |ranks| &ranks[index])
     }
 
-    /// Returns the experts of `layer` in the order in which rows are dispatched, which is rank by
-    /// rank.
+    /// Returns the experts of `layer` in the order in which rows are dispatched to them, which is
+    /// rank by rank.
     pub fn list_experts_in_dispatch_order(&self, layer: usize) -> Vec<usize> {
         self.layers.get(&layer).map(|ranks| ranks.concat()).unwrap_or_default()
     }
 
-    /// Returns the ranks of the group that contains `rank`.
+    /// Returns the ranks of the expert-parallel group that contains `rank`.
     pub fn list_group_ranks(&self, rank: usize) -> Range<usize> {
         let first = rank / self.parallel * self.parallel;
         first..first + self.parallel
     }
 }
 
-/// Builds the error of an expert-parallel size that does not divide `count`, the number of `things`
-/// (workers or experts).
+/// Builds the error that the expert-parallel size `parallel` does not divide `count`, the number of
+/// `things` (workers or experts).
 fn build_invalid_parallel_size_error(parallel: usize, things: &str, count: usize) -> Diagnostic {
     let message = format!("`{PARALLEL_SIZE_KEY}` {parallel} does not divide the number of {things}, {count}");
     Diagnostic::error(codes::training::EXPERT_PARALLEL_SIZE_INVALID, message)
@@ -102,8 +102,8 @@ fn build_invalid_parallel_size_error(parallel: usize, things: &str, count: usize
         .with_field(things, count)
 }
 
-/// Determines the experts of `layer` on each rank of a group. Fails if the job's placement is not
-/// valid.
+/// Determines which experts of `layer` each rank of an expert-parallel group gets. Fails if the
+/// job's placement is not valid.
 fn place_experts(spec: &ExpertsSpec, sparse: MoeModel, layer: usize) -> diagnostic::Result<Vec<Vec<usize>>> {
     let (experts, parallel) = (sparse.expert_shape().experts, spec.expert_parallel_size as usize);
     let named = match &spec.placement {
@@ -146,8 +146,8 @@ fn place_experts(spec: &ExpertsSpec, sparse: MoeModel, layer: usize) -> diagnost
     Ok(ranks)
 }
 
-/// Builds the dense units of the model, followed by its expert units. Each MoE layer has one expert
-/// unit for each rank of an expert-parallel group.
+/// Builds the parameter units of the model without experts, followed by the units of the experts.
+/// Each MoE layer has one unit of experts for each rank of an expert-parallel group.
 pub fn build_units_with_experts(model: &Model, layout: Option<&ExpertLayout>) -> Vec<ParamUnit> {
     let mut units = model.param_units();
     let (Some(sparse), Some(layout)) = (MoeModel::from_model(model), layout) else { return units };
@@ -169,8 +169,8 @@ pub fn build_units_with_experts(model: &Model, layout: Option<&ExpertLayout>) ->
     units
 }
 
-/// The order in which the rows of one micro-batch are dispatched: sorted by expert, and for each
-/// expert in the order of the tokens.
+/// The order in which the tokens of one micro-batch are dispatched: by expert, and for each expert
+/// in the order of the tokens.
 #[derive(Default)]
 pub struct SendPlan {
     /// For each dispatched row, the index of its token.
@@ -182,9 +182,9 @@ pub struct SendPlan {
 }
 
 impl SendPlan {
-    /// Replaces the plan by the dispatch of each token to its chosen experts. `chosen` contains
-    /// `per_token` experts for each token, and `order` lists all experts in the order in which
-    /// their rows are dispatched.
+    /// Replaces this plan by one that dispatches each token to its chosen experts. `chosen`
+    /// contains `per_token` experts for each token, and `order` lists all experts in the order in
+    /// which their rows are dispatched.
     pub fn sort_choices(&mut self, chosen: &[u32], per_token: usize, order: &[usize]) {
         let mut position = vec![0; order.len()];
         order.iter().enumerate().for_each(|(i, &e)| position[e] = i);
@@ -211,7 +211,7 @@ impl SendPlan {
         choices
     }
 
-    /// Makes the plan empty: no row is dispatched to any of the `experts` experts.
+    /// Makes this plan empty, so that no row is dispatched to any of the `experts` experts.
     pub fn clear(&mut self, experts: usize) {
         self.row_tokens.clear();
         self.choice_rows.clear();
@@ -220,7 +220,8 @@ impl SendPlan {
     }
 }
 
-/// The numbers of rows that a rank receives from each rank of its group for each of its experts.
+/// How many rows a rank receives for each of its experts from each rank of its expert-parallel
+/// group.
 #[derive(Default)]
 pub struct RecvPlan {
     experts: usize,
@@ -229,8 +230,8 @@ pub struct RecvPlan {
 }
 
 impl RecvPlan {
-    /// Creates a plan for `experts` experts. `counts` are the numbers of rows, ordered by sender,
-    /// then by expert.
+    /// Creates a plan for receiving rows for `experts` experts. `counts` are the numbers of rows,
+    /// ordered by sender, then by expert.
     pub fn new(experts: usize, counts: Vec<usize>) -> Self {
         RecvPlan { experts, counts }
     }
@@ -245,7 +246,7 @@ impl RecvPlan {
         self.counts.len().checked_div(self.experts).unwrap_or(0)
     }
 
-    /// Returns the number of rows that the sender with the index `sender` sends.
+    /// Returns the number of rows that the sender number `sender` sends.
     pub fn count_rows_from(&self, sender: usize) -> usize {
         let first = sender * self.experts;
         self.counts.get(first..first + self.experts).map_or(0, |c| c.iter().sum())
@@ -257,8 +258,8 @@ impl RecvPlan {
         (0..self.experts).flat_map(of_expert).collect()
     }
 
-    /// Computes, for each expert, the range of its rows when rows are sorted by expert, then by
-    /// sender.
+    /// Computes for each expert the range of its rows, if the received rows are sorted by expert
+    /// and then by sender.
     pub fn compute_expert_ranges(&self) -> Vec<Range<usize>> {
         let counts = self.sort_counts_by_expert();
         let offsets = compute_start_offsets(&counts);
@@ -270,8 +271,8 @@ impl RecvPlan {
         (0..self.experts).map(range).collect()
     }
 
-    /// Computes, for each expert, the range of its rows from `sender` when rows are sorted by
-    /// expert, then by sender.
+    /// Computes for each expert the range of its rows from `sender`, if the received rows are
+    /// sorted by expert and then by sender.
     pub fn compute_expert_ranges_from(&self, sender: usize) -> Vec<Range<usize>> {
         let counts = self.sort_counts_by_expert();
         let offsets = compute_start_offsets(&counts);
@@ -282,7 +283,7 @@ impl RecvPlan {
         (0..self.experts).map(range).collect()
     }
 
-    /// Lists the blocks of received rows. A block contains the rows from one sender for one expert.
+    /// Lists the blocks of received rows, in which all rows have one sender and one expert.
     ///
     /// Each item is the block's range in the order in which rows are received (by sender, then by
     /// expert), and the index of the block's first row after rows are sorted by expert, then by
@@ -298,7 +299,8 @@ impl RecvPlan {
     }
 }
 
-/// Computes the exclusive prefix sums of `counts`.
+/// Computes the index at which each of several consecutive parts begins: the exclusive prefix sums
+/// of `counts`.
 fn compute_start_offsets(counts: &[usize]) -> Vec<usize> {
     let next = |offset: &mut usize, n: &usize| {
         let start = *offset;

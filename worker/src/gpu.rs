@@ -1,5 +1,5 @@
-//! CUDA libraries: the directories that are searched for them, the cache of compiled kernels, and
-//! the errors of a GPU that cannot be used.
+//! Where CUDA libraries are searched for, where compiled kernels are cached, and the errors of
+//! unusable GPUs.
 use comm::nccl::{NcclError, NcclLibrary};
 use device::cuda::{AttentionBackend, CudaError, CudaLibrary, LibrarySearchPaths};
 use diagnostic::{Category, Diagnostic};
@@ -7,8 +7,8 @@ use jobspec::{AttentionKernels, TrainSpec, env};
 use protocol::probe::LibraryReport;
 use std::path::{Path, PathBuf};
 
-/// Collects the paths in which CUDA libraries are searched for: the directories that the job
-/// configures, relative to `workdir`, and then those that the environment of this process names.
+/// Collects the directories in which CUDA libraries are searched for: those that the job
+/// configures, then those that the environment names.
 pub(crate) fn collect_library_search_paths(configured: &[PathBuf], workdir: &Path) -> LibrarySearchPaths {
     let path_list = |name: &str| -> Vec<PathBuf> {
         std::env::var_os(name).map(|list| std::env::split_paths(&list).collect()).unwrap_or_default()
@@ -26,8 +26,8 @@ pub(crate) fn collect_library_search_paths(configured: &[PathBuf], workdir: &Pat
     }
 }
 
-/// Finds Python installation prefixes: that of the first `python3` on the PATH, before and after
-/// resolving links, and that of the user's own packages (`~/.local`).
+/// Finds the directories under which Python packages are installed: those of the first `python3` on
+/// the PATH, before and after resolving links, and that of the user's own packages (`~/.local`).
 fn find_python_prefixes() -> Vec<PathBuf> {
     let path = std::env::var_os(env::PATH).unwrap_or_default();
     let python = std::env::split_paths(&path).map(|dir| dir.join("python3")).find(|file| file.is_file());
@@ -41,8 +41,8 @@ fn find_python_prefixes() -> Vec<PathBuf> {
     prefixes
 }
 
-/// Tries to open each library that training opens: the libraries of one GPU, and NCCL for several
-/// GPUs. Returns the version or the error of each.
+/// Tries to open each library that training on GPUs opens, including NCCL for several GPUs. Returns
+/// the version or the error of each.
 pub(crate) fn probe_libraries(paths: &LibrarySearchPaths) -> Vec<LibraryReport> {
     let report = |name: &str, required, result: diagnostic::Result<_>| LibraryReport {
         name: name.to_owned(),
@@ -58,14 +58,15 @@ pub(crate) fn probe_libraries(paths: &LibrarySearchPaths) -> Vec<LibraryReport> 
     gpu_libraries.chain([report("NCCL", false, nccl)]).collect()
 }
 
-/// Returns the directory of compiled kernels, or `None` if the environment names no home directory.
+/// Returns the directory in which compiled kernels are cached, or `None` if the environment names
+/// no home directory.
 pub(crate) fn find_kernel_cache_directory() -> Option<PathBuf> {
     let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let cache = absolute(env::XDG_CACHE_HOME).or_else(|| Some(absolute(env::HOME)?.join(".cache")))?;
     Some(cache.join("launch/kernels"))
 }
 
-/// Returns the implementation of attention that a job selects.
+/// Returns which implementation of attention the job selects for GPUs.
 pub(crate) fn select_attention_backend(train: &TrainSpec) -> AttentionBackend {
     match train.attention {
         AttentionKernels::Cudnn => AttentionBackend::Cudnn,
@@ -74,14 +75,14 @@ pub(crate) fn select_attention_backend(train: &TrainSpec) -> AttentionBackend {
     }
 }
 
-/// Converts the error of a GPU, or of a library that it needs, to a diagnostic with exit code 3.
+/// Converts the error of a GPU, or of a library for GPUs, to a diagnostic with exit code 3.
 pub(crate) fn to_unusable_gpu_error(error: CudaError) -> Diagnostic {
     let diagnostic = Diagnostic::from(error).with_category(Category::Cluster);
     let message = format!("cannot use a GPU: {}", diagnostic.message());
     diagnostic.with_message(message)
 }
 
-/// The help text for errors of NCCL.
+/// The help text for errors of NCCL, which advises how to communicate through host memory instead.
 pub(crate) const HOST_MEMORY_HELP: &str =
     "set `cluster.comm_backend: host`, whose collectives use host memory";
 

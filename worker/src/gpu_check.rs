@@ -1,5 +1,5 @@
-//! `launch gpu-check`: compares the operations and training of a GPU with the CPU and measures
-//! their speed. Needs a driver, NVRTC and cuBLASLt. `scripts/gpu-check` runs this command.
+//! Implements `launch gpu-check`, which compares a GPU's operations and training with the CPU and
+//! measures their speed. Needs a driver, NVRTC and cuBLASLt. `scripts/gpu-check` runs this command.
 mod check_job;
 mod curves;
 mod op_speed;
@@ -20,9 +20,10 @@ use std::{path::Path, sync::Arc, time::Instant};
 use throughput::{measure_and_print_speed, measure_model, profile_model};
 use timed_models::describe_models;
 
-/// The number of random shapes of each family of operations.
+/// The number of random shapes with which each family of operations is compared.
 const ROUNDS: usize = 40;
-/// The number of random shapes of each family of operations with `--quick`.
+/// The number of random shapes with which each family of operations is compared if `--quick` is
+/// given.
 const QUICK_ROUNDS: usize = 2;
 /// The options of `launch gpu-check`.
 #[derive(Clone, Copy, Debug)]
@@ -120,7 +121,7 @@ fn run_and_print_checks(
     Ok(agrees)
 }
 
-/// Prints the GPU, its memory and the versions of its libraries.
+/// Prints the GPU's name, its memory, and the versions of its libraries.
 fn print_properties(cuda: &Cuda) -> Result<(), CudaError> {
     let (gpu, libraries) = (cuda.properties(), cuda.loaded_libraries());
     let (free, total) = cuda.query_memory_info()?;
@@ -139,7 +140,7 @@ fn print_properties(cuda: &Cuda) -> Result<(), CudaError> {
     Ok(())
 }
 
-/// Opens the GPU with cuDNN's attention, or returns `None` if cuDNN is not available. Prints the
+/// Opens the GPU with cuDNN for attention, or returns `None` if cuDNN is not available. Prints the
 /// version of cuDNN, or why it is not available.
 fn open_with_cudnn(paths: &LibrarySearchPaths, device: usize) -> Result<Option<Cuda>, CudaError> {
     let cudnn = cuda::query_library_versions(paths).into_iter().find(|(name, _)| *name == "cuDNN");
@@ -156,8 +157,8 @@ fn open_with_cudnn(paths: &LibrarySearchPaths, device: usize) -> Result<Option<C
     Ok(Some(cuda))
 }
 
-/// Compares every operation on the GPU with the CPU and prints a table of the errors. Returns
-/// whether all operations agree.
+/// Compares every operation on the GPU with the CPU as the reference and prints a table of the
+/// errors. Returns whether all operations agree.
 fn compare_and_print_ops(cuda: &Cuda, cudnn: Option<&Cuda>, rounds: usize) -> bool {
     println!("| operation, compared with the CPU | shapes | f32 error | bf16 error | f16 error | result |");
     println!("|---|---|---|---|---|---|");

@@ -1,4 +1,5 @@
-//! Selects the parameters that are trained, and the optimizer's parameter groups, by name patterns.
+//! Selects by name patterns which parameters are trained, and divides them into the optimizer's
+//! parameter groups.
 //!
 //! Each pattern must match a parameter. With low-rank adapters only the adapters are trained. A
 //! tied matrix is one parameter with two names, and a pattern that matches either name selects the
@@ -13,23 +14,23 @@ use diagnostic::{Diagnostic, codes};
 use globset::{Glob, GlobMatcher};
 use jobspec::{OptimizerSpec, Precision, TrainSpec};
 
-/// The key of the patterns that freeze parameters.
+/// The key of job.yaml for the patterns of parameters that are not trained.
 const FREEZE_KEY: &str = "train.freeze";
-/// The key of the patterns that select the trained parameters.
+/// The key of job.yaml for the patterns of parameters that alone are trained.
 const TRAIN_ONLY_KEY: &str = "train.train_only";
-/// The key of the parameter groups.
+/// The key of job.yaml for the optimizer's parameter groups.
 const GROUPS_KEY: &str = "train.optimizer.groups";
-/// The key of the LoRA targets.
+/// The key of job.yaml for the names of matrices that get LoRA adapters.
 const LORA_TARGETS_KEY: &str = "train.lora.targets";
-/// The key of the precision.
+/// The key of job.yaml for the precision of the training.
 const PRECISION_KEY: &str = "train.precision";
-/// The key of the patterns that exempt parameters from weight decay.
+/// The key of job.yaml for the patterns of parameters that are exempt from weight decay.
 const NO_DECAY_KEY: &str = "train.optimizer.no_decay";
-/// The key that names the directory of pretrained adapters.
+/// The key of job.yaml for the directory of pretrained LoRA adapters.
 pub const LORA_FROM_KEY: &str = "train.lora.from";
 
-/// Adds the job's adapters to the model and sets the precision of its matmuls. Returns the model's
-/// units, in which each parameter is marked as trained or frozen.
+/// Adds the job's LoRA adapters to the model and sets the precision of its matmuls. Returns the
+/// model's parameter units, in which each parameter is marked as trained or frozen.
 ///
 /// # Errors
 ///
@@ -94,21 +95,21 @@ pub fn mark_trained(
     if mistakes.is_empty() { Ok(()) } else { Err(mistakes) }
 }
 
-/// Returns the index of the first dense unit that has a trained parameter, or whose layer has
-/// trained experts. Units with lower indices need no gradient.
+/// Returns the index of the first parameter unit that needs a gradient. A layer's unit needs one
+/// also if only the layer's experts are trained. Units with lower indices need no gradient.
 pub fn find_first_trained_unit<'a>(units: impl Iterator<Item = &'a ParamUnit>) -> usize {
     let dense_index =
         |(i, u): (usize, &ParamUnit)| u.has_any_trained().then(|| u.expert_layer().map_or(i, |l| l + 1));
     units.enumerate().filter_map(dense_index).min().unwrap_or(0)
 }
 
-/// Returns the first layer that needs a backward pass. All parameters before this layer are frozen.
+/// Returns the first layer that needs a backward pass, because all parameters before it are frozen.
 pub fn find_first_backward_layer(units: &[ParamUnit]) -> usize {
     let layers = units.iter().filter(|u| !u.holds_experts()).count().saturating_sub(2);
     find_first_trained_unit(units.iter()).saturating_sub(1).min(layers)
 }
 
-/// The compiled name patterns of one key.
+/// The compiled name patterns of one key of job.yaml.
 struct NamePatterns(Vec<GlobMatcher>);
 
 impl NamePatterns {
@@ -163,13 +164,13 @@ impl NamePatterns {
     }
 }
 
-/// Returns whether the pattern matches the parameter's name or, for a tied matrix, its alias.
+/// Returns whether `pattern` matches the parameter's name or, for a tied matrix, its alias.
 fn matches_name_or_alias(pattern: &GlobMatcher, name: &str, ties: &[TiedWeight]) -> bool {
     let matches_alias = |t: &TiedWeight| t.target == name && pattern.is_match(&t.alias);
     pattern.is_match(name) || ties.iter().any(matches_alias)
 }
 
-/// The name and the hyper-parameters with which the optimizer updates one parameter group.
+/// The optimizer settings of one parameter group, and the name of the group.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GroupHyperparams {
     /// The name of the group: `decay` or `no_decay`, or `group 1` or `group 1 no_decay` for entry 1
@@ -187,7 +188,7 @@ pub struct GroupHyperparams {
     pub weight_decay: f64,
 }
 
-/// The optimizer's parameter groups. Each group has at least one trained parameter.
+/// The optimizer's parameter groups, each of which has at least one trained parameter.
 pub struct ParamGroups {
     /// The hyper-parameters of each group.
     pub hyperparams: Vec<GroupHyperparams>,
@@ -241,7 +242,7 @@ pub fn assign_groups(
     Ok(ParamGroups { hyperparams: groups, group_indices: group_of })
 }
 
-/// Determines the hyper-parameters of a parameter that `rule` (an index into `optimizer.groups`)
+/// Determines the optimizer settings of a parameter that `rule`, an index into `optimizer.groups`,
 /// selects.
 fn resolve_group_hyperparams(spec: &OptimizerSpec, rule: Option<usize>, no_decay: bool) -> GroupHyperparams {
     let default_decay = if no_decay { 0.0 } else { spec.weight_decay };

@@ -1,5 +1,5 @@
-//! [`ParamUnit`], [`ParamSpec`]: names, shapes and initialisation of parameters, and their grouping
-//! into units. Values are stored elsewhere.
+//! [`ParamUnit`] and [`ParamSpec`]: names, shapes and initial distributions of parameters, and
+//! their division into units that are gathered together. Values are stored elsewhere.
 //!
 //! A parameter is identified by its Hugging Face name. A [`ParamUnit`] is the group of parameters
 //! that is gathered, used and reduced together: one flat vector, its tensors one after another
@@ -31,7 +31,7 @@ pub struct ParamSpec {
 }
 
 impl ParamSpec {
-    /// Returns the number of elements: the product of the shape.
+    /// Returns the number of elements of the tensor.
     pub fn len(&self) -> usize {
         self.shape.iter().product()
     }
@@ -42,7 +42,7 @@ impl ParamSpec {
     }
 }
 
-/// The owner ranks of a unit, which share its elements: `first`, `first + stride`, …
+/// The ranks that own a parameter unit and share its elements: `first`, `first + stride`, …
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OwnerRanks {
     /// The lowest owner, which is less than `stride`.
@@ -52,20 +52,20 @@ pub struct OwnerRanks {
 }
 
 impl OwnerRanks {
-    /// Every rank is an owner.
+    /// The ownership of a unit in which every rank is an owner.
     pub const ALL: OwnerRanks = OwnerRanks { first: 0, stride: 1 };
 
-    /// Returns whether `rank` is an owner.
+    /// Returns whether `rank` owns a part of the unit.
     pub fn contains(&self, rank: usize) -> bool {
         rank % self.stride == self.first
     }
 
-    /// Returns the number of owners among the ranks below `rank`.
+    /// Returns how many of the ranks below `rank` own a part of the unit.
     pub fn count_below(&self, rank: usize) -> usize {
         (rank + self.stride - 1 - self.first) / self.stride
     }
 
-    /// Returns whether every rank is an owner.
+    /// Returns whether every rank owns a part of the unit.
     pub fn includes_all(&self) -> bool {
         self.stride == 1
     }
@@ -87,7 +87,8 @@ pub struct ParamUnit {
     trained: Vec<bool>,
 }
 
-/// The layer of an expert unit, and the canonical order of its tensors.
+/// What only units of experts have: the number of their layer, and the canonical order of their
+/// tensors.
 #[derive(Clone, Debug, PartialEq)]
 struct ExpertTensors {
     layer: usize,
@@ -110,8 +111,8 @@ impl ParamUnit {
         ParamUnit { name: name.into(), params, owners: OwnerRanks::ALL, experts: None, offsets, trained }
     }
 
-    /// Creates a unit of experts of `layer` that only `owners` have. `positions` orders the tensors
-    /// of all experts independently of the ranks that own them.
+    /// Creates a parameter unit of experts of `layer`, which only the ranks `owners` have.
+    /// `positions` orders the tensors of all experts independently of the ranks that own them.
     ///
     /// # Panics
     ///
@@ -131,7 +132,7 @@ impl ParamUnit {
         }
     }
 
-    /// Returns the layer whose experts the unit contains, or `None` for a dense unit.
+    /// Returns the layer whose experts the unit contains, or `None` for a unit without experts.
     pub fn expert_layer(&self) -> Option<usize> {
         self.experts.as_ref().map(|e| e.layer)
     }
@@ -141,7 +142,7 @@ impl ParamUnit {
         self.experts.is_some()
     }
 
-    /// Decides by name which tensors are trained.
+    /// Marks each tensor as trained or frozen: `trained` decides by the tensor's name.
     ///
     /// Gradients and optimizer states then have the layout of the *trained vector*: only the
     /// trained tensors, in the order of the flat vector.
@@ -164,13 +165,13 @@ impl ParamUnit {
         !self.trained.contains(&false)
     }
 
-    /// Returns whether a range of the flat vector contains elements of a trained tensor.
+    /// Returns whether the range `flat` of the flat vector contains elements of a trained tensor.
     pub fn has_trained_in(&self, flat: std::ops::Range<usize>) -> bool {
         self.list_segments(flat).iter().any(|s| self.trained[s.param])
     }
 
-    /// Computes the index among the unit's trained elements (the trained vector) that corresponds
-    /// to index `flat` of the flat vector.
+    /// Converts an index in the flat vector to the index in the trained vector, which consists of
+    /// the trained elements only.
     pub fn compute_trained_offset(&self, flat: usize) -> usize {
         self.list_trained_segments(0..flat).iter().map(|s| s.flat.len()).sum()
     }
@@ -181,13 +182,13 @@ impl ParamUnit {
         self.compute_trained_offset(self.len())
     }
 
-    /// Computes the range of the trained vector, which has only the trained tensors, that
-    /// corresponds to a range of the flat vector.
+    /// Converts a range of the flat vector to the range of the trained vector, which consists of
+    /// the trained elements only.
     pub fn compute_trained_range(&self, flat: std::ops::Range<usize>) -> std::ops::Range<usize> {
         self.compute_trained_offset(flat.start)..self.compute_trained_offset(flat.end)
     }
 
-    /// Lists the segments of trained tensors in a range of the flat vector. See
+    /// Lists the parts of trained tensors inside the range `flat` of the flat vector. See
     /// [`ParamUnit::list_segments`].
     pub fn list_trained_segments(&self, flat: std::ops::Range<usize>) -> Vec<Segment> {
         let mut segments = self.list_segments(flat);
@@ -200,8 +201,8 @@ impl ParamUnit {
         self.params.iter().zip(&self.trained).filter(|(_, trained)| **trained).map(|(p, _)| p)
     }
 
-    /// Converts a vector with the layout of the flat vector to the trained vector, in place. Moves
-    /// the trained tensors to the front of `flat_vector`.
+    /// Moves the elements of the trained tensors to the front of `flat_vector`, which thus becomes
+    /// a trained vector.
     pub fn pack_trained(&self, ops: &dyn Ops, mut flat_vector: ViewMut) {
         let mut end = 0;
         for s in self.list_trained_segments(0..self.len()) {
@@ -221,12 +222,12 @@ impl ParamUnit {
         self.len() == 0
     }
 
-    /// Returns the range of tensor `i` in the flat vector.
+    /// Returns the range of tensor number `i` in the flat vector.
     pub fn tensor_range(&self, i: usize) -> std::ops::Range<usize> {
         self.offsets[i]..self.offsets[i + 1]
     }
 
-    /// Lists the parts of tensors inside a range of the flat vector, in order.
+    /// Lists the parts of tensors inside the range `flat` of the flat vector, in order.
     pub fn list_segments(&self, flat: std::ops::Range<usize>) -> Vec<Segment> {
         (0..self.params.len())
             .filter_map(|i| {
@@ -252,7 +253,7 @@ pub fn list_tensors_in_canonical_order(units: &[ParamUnit]) -> Vec<(usize, usize
     tensors(false).chain(of_experts).collect()
 }
 
-/// The part of one tensor inside a range of its unit's flat vector.
+/// A part of one tensor, inside a range of the flat vector of its parameter unit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// The index of the tensor in [`ParamUnit::params`].

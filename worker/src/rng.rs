@@ -1,5 +1,5 @@
-//! Counter-based random numbers: every number is a pure function of the run's seed, its purpose,
-//! and logical ids.
+//! Random numbers that are computed from a counter: each is a pure function of the run's seed, its
+//! purpose, and logical ids.
 //!
 //! A number does not depend on rank, thread, shard, micro-batch or order of calls, so any number of
 //! workers and any sharding get the same numbers. The generator is Philox4x32-10 (Salmon et al.,
@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 pub use device::philox::philox4x32_10;
 
-/// The purpose of random numbers. Different purposes never share numbers.
+/// What random numbers are used for. Different purposes never share numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Purpose {
     /// Initial parameter values; the scope is the parameter's name.
@@ -30,8 +30,8 @@ pub enum Purpose {
 }
 
 impl Purpose {
-    /// Returns the name that is hashed into the random generator's key. A changed name changes the
-    /// numbers of every run.
+    /// Returns the name of this purpose, which is hashed into the random generator's key. A changed
+    /// name changes the numbers of every run.
     pub fn name(self) -> &'static str {
         match self {
             Purpose::Init => "init",
@@ -50,16 +50,16 @@ pub struct RandomStream {
     key: [u32; 2],
 }
 
-/// Bits of a block's number in a counter: 2⁴³ blocks of four elements.
+/// How many bits of the generator's counter hold the number of a block of four elements.
 const BLOCK_BITS: u32 = 43;
-/// Bits of a sample's number in a counter.
+/// How many bits of the generator's counter hold the number of a sample.
 const SAMPLE_BITS: u32 = 43;
-/// Bits of a step's number in a counter.
+/// How many bits of the generator's counter hold the number of a step.
 const STEP_BITS: u32 = 42;
 
 impl RandomStream {
-    /// Creates the stream of a scope: a parameter's name, a layer or a prompt, depending on the
-    /// purpose.
+    /// Creates a stream of random numbers. Depending on the purpose, `scope` is a parameter's name,
+    /// a layer or a prompt.
     pub fn new(run_seed: u64, purpose: Purpose, scope: &str) -> Self {
         let mut hasher = blake3::Hasher::new_derive_key("launch 2026 random stream v1");
         hasher.update(&run_seed.to_le_bytes());
@@ -74,7 +74,8 @@ impl RandomStream {
         }
     }
 
-    /// Returns the Philox key, for operations that compute the numbers of this stream themselves.
+    /// Returns the stream's key for the Philox generator, for operations that compute the numbers
+    /// of this stream themselves.
     pub fn key(&self) -> [u32; 2] {
         self.key
     }
@@ -119,11 +120,11 @@ fn compute_box_muller(a: u32, b: u32) -> (f64, f64) {
     (radius * cos, radius * sin)
 }
 
-/// The number of elements that a thread fills at a time.
+/// The number of elements that a thread fills with random numbers at a time.
 const CHUNK_ELEMENTS: usize = 1 << 16;
 
-/// Fills `out` with the elements from `first_element` on of a tensor of normal values with mean 0
-/// and standard deviation `std`.
+/// Fills `out` with a part of a random tensor whose values are normal with mean 0 and standard
+/// deviation `std`. The part begins at the tensor's element `first_element`.
 ///
 /// Element i is a function of (seed, purpose, tensor name, i), so every partition of the tensor
 /// gets the same values.
@@ -133,8 +134,9 @@ pub fn fill_normal(out: &mut [f32], seed: u64, purpose: Purpose, tensor: &str, f
     fill_blocks(out, first_element, |block| stream.compute_normals(block).map(|z| (z * std) as f32));
 }
 
-/// Fills `out` with the elements from `first_element` on of a tensor of uniform values in [low,
-/// high]. Every partition of the tensor gets the same values, as with [`fill_normal`].
+/// Fills `out` with a part of a random tensor whose values are uniform in [low, high]. The part
+/// begins at the tensor's element `first_element`. Every partition of the tensor gets the same
+/// values, as with [`fill_normal`].
 pub fn fill_uniform(
     out: &mut [f32],
     seed: u64,
@@ -149,8 +151,8 @@ pub fn fill_uniform(
     fill_blocks(out, first_element, |block| stream.compute_uniforms(block).map(|u| (low + u * width) as f32));
 }
 
-/// Fills `out` from blocks of four elements, which `values` computes by their number. The first and
-/// the last block may be used in part.
+/// Fills `out` with the elements of a tensor that begin at `first_element`. `values` computes
+/// blocks of four elements by their number, and the first and last block may be used in part.
 fn fill_blocks(out: &mut [f32], first_element: u64, values: impl Fn(u64) -> [f32; 4] + Sync) {
     out.par_chunks_mut(CHUNK_ELEMENTS).enumerate().for_each(|(i, chunk)| {
         let mut element = first_element + (i * CHUNK_ELEMENTS) as u64;
@@ -171,7 +173,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Compares Philox4x32-10 with the known-answer vectors of the Random123 library.
+    /// Checks the generator Philox4x32-10 against the known-answer vectors of the Random123
+    /// library.
     #[test]
     fn philox_matches_known_answers() {
         let ones = 0xffff_ffff;
@@ -210,7 +213,8 @@ mod tests {
         }
     }
 
-    /// Compares initial weights with recorded values. Changing them would change every loss curve.
+    /// Checks that initial weights equal recorded values, because a change would change every loss
+    /// curve.
     #[test]
     fn initial_values_do_not_change_between_versions() {
         let mut out = [0.0f32; 6];

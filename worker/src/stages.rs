@@ -1,6 +1,6 @@
-//! Builds the trainer of a rank in stages. Each stage has its own type, so that nothing can be used
-//! before it exists: [`ResolvedSpec`], [`BuiltModel`], [`ShardedModel`], [`UninitializedTrainer`],
-//! [`RunningTrainer`].
+//! Builds the trainer of a rank in stages, each with a separate type, so that nothing can be used
+//! before it exists. The stages are [`ResolvedSpec`], [`BuiltModel`], [`ShardedModel`],
+//! [`UninitializedTrainer`] and [`RunningTrainer`].
 mod initial_values;
 mod resolve;
 
@@ -32,21 +32,22 @@ use initial_values::initialise_unit;
 use jobspec::{Precision, TrainSpec};
 use std::sync::Arc;
 
-/// Build stage 1: the `train` section, completed by the tokenizer and the directories that the
-/// section names.
+/// Stage 1 of building a trainer: the `train` section, completed by what the tokenizer and the
+/// named directories determine.
 pub struct ResolvedSpec {
     train: TrainSpec,
 }
 
-/// Build stage 2: the model and the names and shapes of its parameters, without values.
+/// Stage 2 of building a trainer: the model with the names and shapes of its parameters, but
+/// without values.
 pub struct BuiltModel {
     train: TrainSpec,
     model: Model,
     trained_count: u64,
 }
 
-/// Build stage 3: the model with this rank's shard of every parameter allocated and filled with
-/// zeros.
+/// Stage 3 of building a trainer: the model, and zeroed memory for this rank's shard of every
+/// parameter.
 pub struct ShardedModel {
     train: TrainSpec,
     model: Arc<Model>,
@@ -55,8 +56,9 @@ pub struct ShardedModel {
     expert_layout: Option<ExpertLayout>,
 }
 
-/// Build stage 4: a complete trainer whose parameters have no values yet. The values are then
-/// loaded from a checkpoint or initialised, and the trainer becomes a [`RunningTrainer`].
+/// Stage 4 of building a trainer: a complete trainer whose parameters have no values yet. The
+/// values are then loaded from a checkpoint or initialised, and the trainer becomes a
+/// [`RunningTrainer`].
 pub struct UninitializedTrainer {
     /// The state that computes the steps.
     pub trainer: Trainer,
@@ -95,8 +97,8 @@ impl BuiltModel {
         self.trained_count
     }
 
-    /// Allocates this rank's shard of each unit, filled with zeros. Collective: every rank must
-    /// call it.
+    /// Allocates zeroed memory for this rank's shard of each parameter unit. Collective: every rank
+    /// must call it.
     pub fn shard_model(self, comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> Result<ShardedModel> {
         let train = self.train;
         let queue = CollectiveQueue::new(comm, ops.clone())
@@ -167,12 +169,13 @@ impl ShardedModel {
 }
 
 impl UninitializedTrainer {
-    /// Returns the resolved `train` section.
+    /// Returns the `train` section, completed by what the tokenizer and the named directories
+    /// determine.
     pub fn train_spec(&self) -> &TrainSpec {
         &self.train
     }
 
-    /// Initialises the parameters whose names `selects` accepts.
+    /// Fills the parameters whose names `selects` accepts with random initial values.
     pub fn initialise_params(&self, selects: impl Fn(&str) -> bool) {
         let (engine, ops) = (&self.trainer.engine, self.trainer.ops.as_ref());
         for u in 0..engine.shards.len() {
@@ -180,13 +183,14 @@ impl UninitializedTrainer {
         }
     }
 
-    /// Initialises all parameters and starts at step 0.
+    /// Fills all parameters with random initial values, and starts the run at step 0.
     pub fn start_fresh(self) -> RunningTrainer {
         self.initialise_params(|_| true);
         self.start_at(Cursor::default())
     }
 
-    /// Starts at `position` with the parameters and states that were loaded or initialised.
+    /// Starts the run at `position`, with the parameters and states that were loaded or initialised
+    /// before.
     pub fn start_at(self, position: Cursor) -> RunningTrainer {
         RunningTrainer::new(self.trainer, self.train, position)
     }

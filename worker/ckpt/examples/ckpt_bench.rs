@@ -1,5 +1,5 @@
-//! Measures the rates in GB/s of saving, loading, verifying and gathering checkpoints. Compares
-//! saving and loading with plain O_DIRECT writes and reads of equal size.
+//! Benchmark of saving, loading, verifying and gathering checkpoints, which prints rates in GB/s.
+//! Saving and loading are compared with plain O_DIRECT writes and reads of equal size.
 //!
 //! `cargo run -p ckpt --release --example ckpt_bench -- DIR [GIB] [ROUNDS]`
 use ckpt::{
@@ -42,8 +42,8 @@ fn main() -> Result<(), Error> {
     result
 }
 
-/// Runs `rounds` rounds of plain write, save, plain read, load, verify and gather, and prints the
-/// rates. Uses one thread per rank.
+/// Measures `rounds` times each operation (plain write, save, plain read, load, verify, gather) and
+/// prints the rates. Uses one thread per rank.
 ///
 /// # Errors
 /// Fails if an operation fails, the loaded data differ from `data`, or the checkpoint is damaged.
@@ -123,8 +123,9 @@ fn run_on_each_part<T: Send>(
     })
 }
 
-/// Writes about `bytes.len()` bytes to a new file with O_DIRECT and syncs the file. Writes the
-/// first block of `bytes` repeatedly. Rounds the last block down to a multiple of 4096 bytes.
+/// Writes a new file of about `bytes.len()` bytes with O_DIRECT and syncs it, for comparison with
+/// saving. Writes the first block of `bytes` repeatedly. Rounds the last block down to a multiple
+/// of 4096 bytes.
 fn write_direct(path: &Path, bytes: &[u8]) -> Result<(), Error> {
     let _ = std::fs::remove_file(path);
     let file = OpenOptions::new().write(true).create_new(true).custom_flags(libc::O_DIRECT).open(path)?;
@@ -139,8 +140,8 @@ fn write_direct(path: &Path, bytes: &[u8]) -> Result<(), Error> {
     Ok(())
 }
 
-/// Reads `len` bytes of a file with O_DIRECT into a buffer, and discards them. Rounds the last
-/// block down to a multiple of 4096 bytes.
+/// Reads `len` bytes of a file with O_DIRECT and discards them, for comparison with loading. Rounds
+/// the last block down to a multiple of 4096 bytes.
 fn read_direct(path: &Path, len: usize) -> Result<(), Error> {
     let file = OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path)?;
     let mut buffer = MmapMut::map_anon(IO_BLOCK_BYTES)?;
@@ -151,8 +152,8 @@ fn read_direct(path: &Path, len: usize) -> Result<(), Error> {
     Ok(())
 }
 
-/// Saves the concatenated parts as one weight `w`, with one rank and one thread per part. Returns
-/// the path of the checkpoint.
+/// Saves the concatenation of `parts` as the only weight of a checkpoint. Each part is saved by one
+/// rank in a separate thread. Returns the path of the checkpoint.
 fn save_checkpoint(dir: &Path, parts: &[&[f32]], step: u64) -> Result<std::path::PathBuf, Error> {
     let total: usize = parts.iter().map(|p| p.len()).sum();
     let world = parts.len() as u32;
@@ -196,9 +197,8 @@ fn save_checkpoint(dir: &Path, parts: &[&[f32]], step: u64) -> Result<std::path:
     Ok(commit_save(staging, facts, reports)?.path)
 }
 
-/// Loads the weight `w` from the checkpoint at `path`, which [`save_checkpoint`] wrote, with one
-/// thread per part. Overwrites `parts` with consecutive elements of the weight. The length of each
-/// part determines how many elements the part receives.
+/// Loads the weight that [`save_checkpoint`] wrote from the checkpoint at `path`, with one thread
+/// per part. Overwrites `parts` with consecutive elements of the weight, as many as each part has.
 fn load_checkpoint(path: &Path, parts: &mut [Vec<f32>]) -> Result<(), Error> {
     std::thread::scope(|s| {
         let mut at = 0;

@@ -1,5 +1,5 @@
-//! Reads every floating-point tensor of a checkpoint into memory, verifies the read bytes, and
-//! prints seconds, bytes and GB/s, for comparison with `torch.load`.
+//! Benchmark that reads and verifies every floating-point tensor of a checkpoint, and prints
+//! seconds, bytes and GB/s, for comparison with `torch.load`.
 //!
 //! `cargo run -p ckpt --release --example read_all -- DIR [ROUNDS]`
 use ckpt::{OpenedCheckpoint, ReadRequest, TensorInfo, TensorSource};
@@ -34,8 +34,8 @@ fn main() -> Result<(), Error> {
     Ok(())
 }
 
-/// Reads all F32, BF16 and F16 tensors as F32 and verifies the read bytes, with one thread per
-/// core. Returns one memory map per tensor.
+/// Reads all F32, BF16 and F16 tensors of a checkpoint as F32 and verifies them, with one thread
+/// per core. Returns one memory map per tensor.
 fn read_tensors(source: &dyn TensorSource) -> Result<Vec<MmapMut>, Error> {
     let float = |t: &TensorInfo| matches!(t.dtype, ckpt::Dtype::F32 | ckpt::Dtype::BF16 | ckpt::Dtype::F16);
     let infos: Vec<TensorInfo> = source.tensors().into_iter().filter(float).collect();

@@ -1,5 +1,4 @@
-//! Creates a ZeRO-2 checkpoint of any size in sparse files: almost all elements are zeros, stored
-//! as holes.
+//! Creates a ZeRO-2 checkpoint of any size for tests, in sparse files that take little disk space.
 //!
 //! Such a checkpoint serves to measure the memory and time of operations on large checkpoints with
 //! little disk space.
@@ -11,14 +10,15 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// Number of elements of each weight except the last one, which may be smaller.
+/// Number of elements of each weight of the test checkpoint, except the last one, which may be
+/// smaller.
 const WEIGHT_ELEMENTS: u64 = 64 << 20;
-/// Bytes per parameter: FP32 weight, both moments of Adam, and the module's BF16 weight.
+/// Bytes that the test checkpoint has per parameter: FP32 weight, both moments of Adam, and the
+/// module's BF16 weight.
 const BYTES_PER_PARAM: u64 = 14;
-/// Distance in elements between the nonzero elements of the flat group, which is the array of all
-/// weights one after another.
+/// Every how many elements of the concatenated weights an element is not zero.
 const NONZERO_DISTANCE: u64 = 10_000_019;
-/// Alignment of the data of zip members in bytes, as `torch.save` aligns them.
+/// Alignment in bytes of the data of zip members, which `torch.save` uses.
 const ZIP_ALIGNMENT: u64 = 64;
 
 #[allow(dead_code)] // tests include this file without `main`
@@ -38,13 +38,13 @@ pub(crate) fn list_weight_shapes(elements: u64) -> Vec<[u64; 2]> {
     whole.chain((rest != 0).then_some([1, rest])).collect()
 }
 
-/// Computes element `i` of all weights (`role` 0), all first moments (1) or all second moments (2),
-/// each concatenated to one array.
+/// Computes element `i` of the test data: of the concatenated weights (`role` 0), first moments (1)
+/// or second moments (2).
 pub(crate) fn compute_value(i: u64, role: u64) -> f32 {
     if i.is_multiple_of(NONZERO_DISTANCE) { (3 * (i / NONZERO_DISTANCE) + role + 1) as f32 } else { 0.0 }
 }
 
-/// Writes a checkpoint of `ranks` ranks with `elements` parameters to the directory `dir`. Writes
+/// Writes a checkpoint of `ranks` ranks with `elements` parameters to the directory `dir`. Includes
 /// Adam's moments if `moments` is true.
 ///
 /// # Panics
@@ -82,7 +82,7 @@ pub(crate) fn write_checkpoint(dir: &Path, elements: u64, ranks: u64, moments: b
     std::fs::write(dir.join("latest"), "global_step3")
 }
 
-/// A tensor storage that consists of zeros, except for a few F32 numbers.
+/// The content of a tensor's storage that consists of zeros, except for a few F32 numbers.
 struct SparseStorage {
     bytes: u64,
     /// Byte offset and little-endian bytes of each nonzero number, in ascending order of offsets.
@@ -90,7 +90,7 @@ struct SparseStorage {
 }
 
 impl SparseStorage {
-    /// Makes the storage of the elements `range` of the concatenated array with the role `role`
+    /// Creates the storage that holds the elements `range` of the test data with the role `role`
     /// (see [`compute_value`]).
     fn new(range: std::ops::Range<u64>, role: u64) -> SparseStorage {
         let first = range.start.next_multiple_of(NONZERO_DISTANCE);
@@ -99,7 +99,7 @@ impl SparseStorage {
         SparseStorage { bytes: 4 * (range.end - range.start), nonzero_values: marked.map(mark).collect() }
     }
 
-    /// Computes the CRC-32 of the whole storage without producing its zeros.
+    /// Computes the CRC-32 of the whole storage without producing its zeros in memory.
     fn compute_crc(&self) -> u32 {
         let (mut crc, mut at) = (Hasher::new(), 0);
         for (place, bytes) in &self.nonzero_values {
@@ -190,10 +190,10 @@ fn write_torch_file(path: &Path, root: &str, pickle: &[u8], storages: Vec<Sparse
     file.write_all_at(&directory, start)
 }
 
-/// A writer of pickle protocol 2, which supports only the opcodes that torch files need.
+/// Encodes Python values as a pickle of protocol 2, with only those opcodes that torch files need.
 struct PickleWriter(Vec<u8>);
 
-/// A function that writes one value.
+/// A function that writes one value to a pickle.
 type WriteValue<'a> = &'a dyn Fn(&mut PickleWriter);
 
 impl PickleWriter {
@@ -229,8 +229,9 @@ impl PickleWriter {
         self.0.push(b'e');
     }
 
-    /// Writes a contiguous tensor of the shape `shape`. The tensor begins at element `offset` of
-    /// the storage with number `storage`, which has `stored` elements and the torch class `class`.
+    /// Writes a reference to a contiguous tensor of the shape `shape`. The tensor begins at element
+    /// `offset` of the storage with number `storage`, which has `stored` elements and the torch
+    /// class `class`.
     fn write_tensor(&mut self, class: &str, storage: u64, stored: u64, offset: u64, shape: &[u64]) {
         self.0.extend(b"ctorch._utils\n_rebuild_tensor_v2\n((");
         self.write_text("storage");
@@ -259,8 +260,8 @@ fn write_none(p: &mut PickleWriter) {
     p.0.push(b'N');
 }
 
-/// Encodes the pickle of a rank's optimizer file. `part` is the number of elements that the rank
-/// stores. The pickle refers to Adam's moments if `moments` is true.
+/// Encodes the content of a rank's optimizer file as a pickle. `part` is the number of elements
+/// that the rank stores. The pickle refers to Adam's moments if `moments` is true.
 fn encode_optimizer_pickle(part: u64, ranks: u64, moments: bool) -> Vec<u8> {
     let flat = |role: u64| move |p: &mut PickleWriter| p.write_tensor("FloatStorage", role, part, 0, &[part]);
     let (weights, first, second) = (flat(0), flat(1), flat(2));
@@ -291,8 +292,8 @@ fn encode_optimizer_pickle(part: u64, ranks: u64, moments: bool) -> Vec<u8> {
     encode_dict(&[("optimizer_state_dict", &optimizer), ("ds_version", &|p| p.write_text("0.19.8"))])
 }
 
-/// Encodes the pickle of the model file. `shapes` are the shapes of the weights, and `elements` is
-/// the number of elements of all weights.
+/// Encodes the content of the model file as a pickle. `shapes` are the shapes of the weights, and
+/// `elements` is the number of elements of all weights.
 fn encode_model_pickle(shapes: &[[u64; 2]], elements: u64, ranks: u64) -> Vec<u8> {
     let named = |p: &mut PickleWriter, value: &dyn Fn(&mut PickleWriter, usize)| {
         p.0.extend(b"}(");

@@ -1,5 +1,4 @@
-//! Compares two checkpoints of any formats, ZeRO stages and numbers of ranks: first the names,
-//! shapes and dtypes of the tensors, then every element.
+//! Compares two checkpoints, whose formats, ZeRO stages and numbers of ranks may differ.
 //!
 //! Elements are streamed. Each thread holds two windows of 4 MiB, whatever the size of the
 //! checkpoints.
@@ -18,9 +17,9 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
-/// Maximum number of elements of each checkpoint that a thread compares at a time.
+/// Maximum number of elements of each checkpoint that a thread reads and compares at a time.
 const WINDOW_ELEMENTS: u64 = 1 << 20;
-/// Maximum number of threads that compare.
+/// Maximum number of threads that compare two checkpoints.
 const THREADS_MAX: usize = 16;
 
 /// One of the two checkpoints that are compared.
@@ -32,7 +31,7 @@ pub struct DiffSide<'a> {
     pub ties: &'a [TiedWeight],
 }
 
-/// Options of [`diff_checkpoints`].
+/// Options of [`diff_checkpoints`], such as the tensors to compare.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DiffOptions {
     /// Whether to compare only weights and buffers, and ignore optimizer states.
@@ -82,7 +81,7 @@ impl DiffReport {
     }
 }
 
-/// An integer tensor with different elements.
+/// The result for an integer tensor whose elements differ.
 #[derive(Clone, Debug, Serialize)]
 pub struct IntegerTensorDiff {
     /// `role/name` in `a`.
@@ -97,7 +96,7 @@ pub struct IntegerTensorDiff {
     pub differing: u64,
 }
 
-/// A floating-point tensor with different elements.
+/// The result for a floating-point tensor whose elements differ.
 #[derive(Clone, Debug, Serialize)]
 pub struct FloatTensorDiff {
     /// `role/name` in `a`.
@@ -109,7 +108,7 @@ pub struct FloatTensorDiff {
     pub values: ElementDiff,
 }
 
-/// A tensor whose shapes differ.
+/// The result for a tensor whose shapes differ.
 #[derive(Clone, Debug, Serialize)]
 pub struct ShapeDiff {
     /// `role/name` in `a`.
@@ -120,7 +119,7 @@ pub struct ShapeDiff {
     pub b: Vec<u64>,
 }
 
-/// A tensor whose dtypes differ.
+/// The result for a tensor whose dtypes differ.
 #[derive(Clone, Debug, Serialize)]
 pub struct DtypeDiff {
     /// `role/name` in `a`.
@@ -169,19 +168,20 @@ pub fn diff_checkpoints(
     Ok(report)
 }
 
-/// Formats an alias and its target as `role/alias = role/target`.
+/// Formats a tied weight's alias and its stored tensor as `role/alias = role/target`.
 fn format_alias(alias: &TensorInfo, target: &TensorInfo) -> String {
     format!("{} = {}", alias.label(), target.label())
 }
 
-/// A tensor of `a` and the corresponding tensor of `b`, with equal shapes.
+/// A tensor of checkpoint `a` and the corresponding tensor of checkpoint `b`, which have equal
+/// shapes.
 struct TensorPair {
     a: TensorInfo,
     b: TensorInfo,
 }
 
-/// Pairs the tensors of both checkpoints by role and name. Returns the pairs whose elements can be
-/// compared, and a report of all other differences.
+/// Finds for each tensor the tensor of the other checkpoint with the same role and name. Returns
+/// the pairs whose elements can be compared, and a report of all other differences.
 fn pair_tensors(a: DiffSide<'_>, b: DiffSide<'_>, options: &DiffOptions) -> (DiffReport, Vec<TensorPair>) {
     let is_compared = |t: &TensorInfo| !options.weights_only || !t.role.is_optimizer_state();
     let tensors =
@@ -221,14 +221,14 @@ fn pair_tensors(a: DiffSide<'_>, b: DiffSide<'_>, options: &DiffOptions) -> (Dif
     (report, pairs)
 }
 
-/// The tensors of one checkpoint, indexed by role and name, and the aliases of tied weights.
+/// An index of one checkpoint's tensors by role and name, including the aliases of tied weights.
 struct TensorIndex<'a> {
     tensors_by_name: HashMap<(TensorRole, &'a str), &'a TensorInfo>,
     aliases: HashMap<&'a str, &'a str>,
 }
 
 impl<'a> TensorIndex<'a> {
-    /// Indexes `tensors`, and the aliases in `ties`.
+    /// Creates an index of `tensors`, which also contains the aliases in `ties`.
     fn new(tensors: &'a [TensorInfo], ties: &'a [TiedWeight]) -> TensorIndex<'a> {
         TensorIndex {
             tensors_by_name: tensors.iter().map(|t| ((t.role, t.name.as_str()), t)).collect(),
@@ -249,8 +249,8 @@ impl<'a> TensorIndex<'a> {
 }
 
 impl DiffReport {
-    /// Adds differences in dtype and shape of two tensors to this report. Returns a pair of both
-    /// tensors if their elements can be compared, otherwise `None`.
+    /// Adds differences in the dtype and shape of two tensors to this report. Returns them as a
+    /// pair if their elements can be compared, otherwise `None`.
     fn pair_if_comparable(&mut self, a: &TensorInfo, b: &TensorInfo) -> Option<TensorPair> {
         if a.dtype != b.dtype {
             self.dtypes.push(DtypeDiff { tensor: a.label(), a: a.dtype, b: b.dtype });
@@ -295,14 +295,15 @@ fn compare_bytes(
     Ok(first.map(|first| IntegerTensorDiff { tensor: pair.a.label(), shape, dtype, first, differing }))
 }
 
-/// A range of elements that both tensors of one pair have. `pair` is the index of the pair.
+/// A range of elements of two tensors that are compared. `pair` is the index of the pair of
+/// tensors.
 struct PairSpan {
     pair: usize,
     range: Range<u64>,
 }
 
-/// Divides the elements of all pairs into windows of at most [`WINDOW_ELEMENTS`] elements, in
-/// order.
+/// Divides the elements of all pairs into groups of at most [`WINDOW_ELEMENTS`] elements, in order.
+/// One thread compares a group at a time.
 fn divide_into_windows(pairs: &[TensorPair]) -> Vec<Vec<PairSpan>> {
     let (mut windows, mut open, mut free) = (Vec::new(), Vec::new(), WINDOW_ELEMENTS);
     for (pair, info) in pairs.iter().map(|p| &p.a).enumerate() {

@@ -1,4 +1,4 @@
-//! Fault points: numbered places in the code at which a test can kill the process with SIGKILL.
+//! Fault points: places in the code at which a test can kill the process with SIGKILL.
 //!
 //! [`pass_point`] is called before and after every write, truncate, fsync, rename, mkdir and unlink
 //! of this crate. Until [`arm_fault_points`] is called, a call costs one relaxed atomic load.
@@ -12,29 +12,29 @@ static KILLED_POINT: AtomicU64 = AtomicU64::new(0);
 /// The names of the fault points that were passed, in order.
 static PASSED_POINTS: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
 
-/// Starts counting the fault points that this process passes, again from 1. The point with the
-/// number `n` kills the process with SIGKILL. If `n` is 0, points are only counted.
+/// Starts to count the fault points that this process passes, from 1, so that the one with the
+/// number `n` kills it with SIGKILL. If `n` is 0, points are only counted.
 pub fn arm_fault_points(n: u64) {
     KILLED_POINT.store(n, Ordering::Relaxed);
     PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner).clear();
     ARE_POINTS_ARMED.store(true, Ordering::Release);
 }
 
-/// Returns the number of points that were passed since the call of [`arm_fault_points`], or 0
+/// Returns the number of fault points that were passed since the call of [`arm_fault_points`], or 0
 /// without such a call.
 pub fn count_passed_points() -> u64 {
     PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner).len() as u64
 }
 
-/// Returns the names of the points that were passed since [`arm_fault_points`] was called, in
-/// order.
+/// Returns the names of the fault points that were passed since the call of [`arm_fault_points`],
+/// in order.
 pub fn list_passed_points() -> Vec<&'static str> {
     PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
-/// Passes a fault point. Does nothing before a call of [`arm_fault_points`]. After such a call,
-/// records the point, and kills the process if this call selected the number of the point. `name`
-/// is the operation that follows or precedes the point.
+/// Marks a place in the code at which a test may kill the process. Does nothing before a call of
+/// [`arm_fault_points`]. After such a call, records the point, and kills the process if this call
+/// selected the number of the point. `name` is the operation that follows or precedes the point.
 #[inline]
 pub fn pass_point(name: &'static str) {
     if ARE_POINTS_ARMED.load(Ordering::Relaxed) {
@@ -43,8 +43,8 @@ pub fn pass_point(name: &'static str) {
 }
 
 #[cold]
-/// Appends a point to the list of passed points. Kills the process with SIGKILL if the number of
-/// the point is the one that [`arm_fault_points`] selected.
+/// Adds a fault point to the list of passed points, and kills the process with SIGKILL if
+/// [`arm_fault_points`] selected its number.
 fn record_point(name: &'static str) {
     let mut passed = PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner);
     passed.push(name);
@@ -53,7 +53,7 @@ fn record_point(name: &'static str) {
     }
 }
 
-/// Runs `op` between two fault points with the name `name`. Returns the result of `op`.
+/// Runs `op` between two fault points, both with the name `name`, and returns its result.
 pub(crate) fn run_between_points<T>(name: &'static str, op: impl FnOnce() -> T) -> T {
     pass_point(name);
     let result = op();

@@ -1,5 +1,5 @@
-//! Measures the bandwidth of collectives between processes, each pinned to a processor, compared
-//! with memcpy in one process.
+//! Benchmark that measures the bandwidth of collectives between processes. Each process is pinned
+//! to a processor, and the results are compared with memcpy in one process.
 //!
 //! Run `cargo run -p comm --release --example comm_bench [-- WORLD [FILTER]]`. FILTER selects rows
 //! by a part of their name. Ranks are pinned only if there are enough processors.
@@ -24,10 +24,12 @@ use std::{
 };
 
 const MIB: usize = 1 << 20;
-/// The message sizes of the columns, in bytes.
+/// The sizes of the messages that the benchmark measures, in bytes. Each size is one column of the
+/// printed table.
 const MESSAGE_BYTES: [usize; 4] = [MIB, 8 * MIB, 64 * MIB, 256 * MIB];
 
-/// The parsed command line: `WORLD FILTER`, followed by `RANK DESCRIPTOR` in the process of a rank.
+/// The parsed command line of the benchmark: `WORLD FILTER`. In the process of a rank, the rank and
+/// the file descriptor of the shared memory follow.
 struct BenchArgs {
     world: usize,
     filter: String,
@@ -65,8 +67,8 @@ fn spawn_ranks(args: &BenchArgs) {
     assert!(succeeded, "a rank failed");
 }
 
-/// Joins the group as rank `rank`, pinned to one processor if there are enough, and measures every
-/// row of the table.
+/// Joins the group as rank `rank` and measures every row of the benchmark's table. Pins the process
+/// to one processor if the machine has enough.
 fn run_rank(rank: usize, world: usize, fd: i32) {
     if std::thread::available_parallelism().expect("the number of processors is known").get() >= world {
         let mut cpus = CpuSet::new();
@@ -132,8 +134,8 @@ fn print_on_rank_0(rank: usize, line: &str) {
     }
 }
 
-/// Measures the collective `name` at every message size and prints one row of the table. Skips rows
-/// whose name does not contain the filter.
+/// Measures the collective `name` at every message size and prints the results as one row of the
+/// table. Does nothing if the command line's filter is not a part of `name`.
 ///
 /// `make(bytes)` returns the operation to time for a message size. Bandwidth counts the fraction
 /// `share` of the message's bytes.

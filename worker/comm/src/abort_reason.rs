@@ -1,5 +1,5 @@
-//! [`AbortReason`]: why a group of ranks was aborted, and the encoding in which the reason reaches
-//! every rank.
+//! [`AbortReason`]: why a group of ranks was aborted, and the encoding of this reason for
+//! transmission to every rank.
 //!
 //! An abort is shared through the header of a shared memory segment and in frames between hosts.
 //! Both carry the bytes of [`AbortReason::encode`]: kind (u8), rank (u32), observer (u32),
@@ -7,7 +7,7 @@
 use diagnostic::{Code, Diagnostic, codes::collective as codes, quantity::format_seconds};
 use std::time::Duration;
 
-/// Size in bytes of the fixed fields of an encoded abort reason, which precede the text.
+/// Size in bytes of the encoded abort reason without its text, which follows these fixed fields.
 pub(crate) const FIXED_BYTES: usize = 1 + 4 + 4 + 8;
 
 /// Why a group was aborted. Every rank receives the first reason that was given.

@@ -1,5 +1,5 @@
-//! [`CollectiveCall`]: the description of one call of a collective. Ranks compare their
-//! descriptions to detect calls that do not match.
+//! [`CollectiveCall`]: a summary of one call of a collective, which ranks compare to detect that
+//! they made different calls.
 use crate::{
     call_error::{ArgumentError, CallMismatch, CallSummary, TransferUnit},
     collective_kind::CollectiveKind,
@@ -8,7 +8,7 @@ use std::{fmt, ops::Range};
 
 type Result<T> = std::result::Result<T, ArgumentError>;
 
-/// The rank of a communicator and the number of ranks in its group.
+/// One member of a group: its rank, and the number of ranks in the group.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GroupPosition {
     pub(crate) rank: usize,
@@ -36,8 +36,8 @@ impl BufferShape {
     }
 }
 
-/// One call of a collective: the kind, the call number and the arguments that must be equal on all
-/// ranks.
+/// A summary of one call of a collective: its kind, its number in the sequence of calls, and the
+/// arguments that must be equal on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CollectiveCall {
     pub(crate) kind: CollectiveKind,
@@ -61,22 +61,22 @@ impl fmt::Display for CollectiveCall {
 }
 
 impl CollectiveCall {
-    /// Describes a call of `kind`, with the call number 0. The description contains `elements` and
-    /// a hash of `agreed`, the numbers on which all ranks must agree. Calls that differ in either
-    /// do not match.
+    /// Summarizes a call of `kind` with `elements` elements and a hash of `agreed`, the numbers
+    /// that must be equal on all ranks. Calls that differ in either do not match. The call number
+    /// is 0 until it is set.
     fn new(kind: CollectiveKind, elements: usize, agreed: impl IntoIterator<Item = usize>) -> Self {
         let (elements, digest) = (elements as u64, hash_arguments(agreed));
         CollectiveCall { kind, number: 0, elements, digest, element_bytes: size_of::<f32>() }
     }
 
-    /// Returns this call with the element size, in bytes, added to the arguments that must be equal
+    /// Returns this summary with the element size `bytes` added to the arguments that must be equal
     /// on all ranks.
     fn with_element_size(self, bytes: usize) -> Self {
         let digest = hash_arguments([self.digest as usize, bytes]);
         CollectiveCall { digest, element_bytes: bytes, ..self }
     }
 
-    /// Returns this call with the call number `number`.
+    /// Returns this summary with the call number `number`, which counts the calls of a group.
     pub(crate) fn with_number(self, number: u64) -> Self {
         CollectiveCall { number, ..self }
     }
@@ -192,8 +192,8 @@ impl CollectiveCall {
         CollectiveCall::new(CollectiveKind::Barrier, 0, [])
     }
 
-    /// Encodes the call in three 64-bit words, for comparison and for shared memory. The kind of
-    /// the collective is the low byte of the first word.
+    /// Encodes the summary of a call in three 64-bit words, for comparison and for shared memory.
+    /// The kind of the collective is the low byte of the first word.
     pub(crate) fn to_words(self) -> [u64; 3] {
         [self.number << 8 | self.kind as u64, self.elements, self.digest]
     }
@@ -214,9 +214,9 @@ impl CollectiveCall {
         Err(CallMismatch::Call { rank, call, peer, peer_call })
     }
 
-    /// Fails if the number of bytes that rank `from` sends to rank `to` (`sent`) differs from the
-    /// number that `to` expects. The error states numbers of elements if these differ, and numbers
-    /// of bytes otherwise.
+    /// Fails if `sent`, the number of bytes that rank `from` sends to rank `to`, differs from
+    /// `expected`, the number that `to` waits for. The error states numbers of elements if these
+    /// differ, and numbers of bytes otherwise.
     pub(crate) fn check_byte_transfer(
         &self,
         from: usize,
@@ -235,16 +235,16 @@ impl CollectiveCall {
     }
 }
 
-/// Decodes a call encoded by [`CollectiveCall::to_words`], for an error message. Never fails, also
-/// if a faulty peer wrote invalid words.
+/// Decodes the summary that [`CollectiveCall::to_words`] encoded, for an error message. Invalid
+/// words of a faulty peer also give a summary, so decoding never fails.
 fn decode_call_summary(words: [u64; 3]) -> CallSummary {
     let kind_number = words[0] & 0xff;
     let collective = CollectiveKind::ALL.into_iter().find(|kind| *kind as u64 == kind_number);
     CallSummary { collective, call_number: words[0] >> 8, elements: words[1] }
 }
 
-/// Fails if the number of elements that rank `from` sends to rank `to` (`sent`) differs from the
-/// number that `to` expects.
+/// Fails if `sent`, the number of elements that rank `from` sends to rank `to`, differs from
+/// `expected`, the number that `to` waits for.
 pub(crate) fn check_transfer_lengths(
     from: usize,
     to: usize,
@@ -284,8 +284,8 @@ pub(crate) fn compute_even_share(len: usize, rank: usize, world: usize) -> Range
     start..start + quotient + usize::from(rank < remainder)
 }
 
-/// Sums the list `counts`, called `name` in errors. Fails if the list does not have `world` entries
-/// or if the sum does not fit the address space.
+/// Adds up the list `counts` of numbers of elements per rank. `name` is the list's name in errors.
+/// Fails if the list does not have `world` entries or if the sum does not fit the address space.
 fn sum_counts(
     collective: CollectiveKind,
     name: &'static str,
@@ -302,8 +302,8 @@ fn sum_counts(
         .ok_or(ArgumentError::CountsOverflow { collective, counts: name })
 }
 
-/// Fails if the argument `buffer` does not have `expected` elements. `required` names the expected
-/// length in the error, such as `counts[rank]`.
+/// Fails if a buffer has `len` elements instead of `expected`. The error uses the name `buffer`,
+/// and `required` as the formula of the expected length, such as `counts[rank]`.
 fn check_buffer_len(
     collective: CollectiveKind,
     buffer: &'static str,
@@ -326,8 +326,8 @@ fn check_equal_element_sizes(collective: CollectiveKind, recv: BufferShape, send
     Err(ArgumentError::ElementSize { collective, send_bytes, recv_bytes })
 }
 
-/// Hashes a list of numbers with a multiply-xor hash and the finalizer of splitmix64. Lists with
-/// different contents have different hashes with near certainty.
+/// Hashes a list of numbers to 64 bits with a multiply-xor hash and the finalizer of splitmix64.
+/// Lists with different contents have different hashes with near certainty.
 fn hash_arguments(list: impl IntoIterator<Item = usize>) -> u64 {
     list.into_iter().fold(0x9e37_79b9_7f4a_7c15, |h, v| {
         let mut x = (h.rotate_left(5) ^ v as u64).wrapping_add(0x9e37_79b9_7f4a_7c15);

@@ -1,9 +1,9 @@
-//! [`ArgumentError`] and [`CallMismatch`]: errors about the arguments of a collective, within one
-//! call or between the calls of two ranks.
+//! [`ArgumentError`] and [`CallMismatch`]: errors about the arguments of collectives, either within
+//! one call or between the calls of two ranks.
 use crate::collective_kind::CollectiveKind;
 use diagnostic::Diagnostic;
 
-/// An argument of a collective that contradicts the other arguments or the group.
+/// Error: an argument of a collective contradicts the other arguments or does not fit the group.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ArgumentError {
     /// The `send` and the `recv` buffer have elements of different sizes.
@@ -83,7 +83,7 @@ pub enum ArgumentError {
     },
 }
 
-/// How the calls of two ranks differ.
+/// How the calls that two ranks made in the same collective differ.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CallMismatch {
     /// Two ranks called different collectives, or one collective with different arguments.
@@ -166,7 +166,8 @@ pub enum CallMismatch {
     },
 }
 
-/// The call of a rank, as the rank announced it to its peers.
+/// A description of one rank's call of a collective, decoded for an error message from what the
+/// rank announced to its peers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallSummary {
     /// The collective that was called, or `None` if the peer sent a number that stands for no
@@ -186,7 +187,7 @@ impl std::fmt::Display for CallSummary {
     }
 }
 
-/// The unit of the amounts in [`CallMismatch::Transfer`].
+/// The unit in which [`CallMismatch::Transfer`] gives the amounts of data: elements or bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TransferUnit {
     /// The amounts are numbers of elements.

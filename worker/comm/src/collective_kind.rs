@@ -1,8 +1,9 @@
-//! [`CollectiveKind`]: identifies a collective in descriptions of calls and in errors.
+//! [`CollectiveKind`]: which collective was called, for comparing the calls of ranks and for
+//! errors.
 use std::fmt;
 
-/// Identifies a collective of [`Comm`](crate::Comm). Ranks exchange the variant's number to detect
-/// calls that do not match.
+/// Which collective of [`Comm`](crate::Comm) was called. Ranks exchange the variant's number to
+/// detect calls that do not match.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CollectiveKind {
     /// A call of [`Comm::all_gather`](crate::Comm::all_gather).

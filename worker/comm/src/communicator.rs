@@ -1,12 +1,13 @@
-//! [`Comm`]: the collectives that every transport implements.
+//! [`Comm`]: the trait with all collectives, which every transport (threads, shared memory, TCP,
+//! NCCL) implements.
 use crate::abort_reason::AbortReason;
 use crate::call_error::CallMismatch;
 use crate::error::{CommError, Result};
 use crate::shared_window::SharedWindow;
 use device::{Dtype, View, ViewMut};
 
-/// A callback that receives the pieces of [`Comm::reduce_scatter_ordered`] as `(source rank, index
-/// of the partial vector on that rank, piece)`.
+/// A callback for [`Comm::reduce_scatter_ordered`], which is called with `(source rank, index of
+/// the partial vector on that rank, piece)` for each received piece.
 ///
 /// The callback may call [`Comm::abort`], but no collective. The address of a piece is a multiple
 /// of 4 bytes, the alignment of `f32`, and not of more.
@@ -29,8 +30,9 @@ pub trait Comm: Send + Sync {
     /// elements may have any type, but must have the same type on all ranks.
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()>;
 
-    /// Passes part r of every partial vector of every rank to the `sink` of rank r, in the order
-    /// (source rank, index of the partial vector).
+    /// Distributes vectors that the receivers sum themselves: passes part r of every vector in the
+    /// `partials` of every rank to the `sink` of rank r. The order is (source rank, index of the
+    /// vector).
     ///
     /// A rank may pass any number of `partials`, each `Σ counts` long. The collective sums nothing;
     /// the caller reduces the pieces in the order in which they arrive.
@@ -109,7 +111,7 @@ pub trait Comm: Send + Sync {
         gathered.into_iter().enumerate().map(to_numbers).collect()
     }
 
-    /// Allocates zeroed memory that all ranks share and that holds `counts[r]` elements of each
+    /// Allocates zeroed memory that all ranks can access. It holds `counts[r]` elements of each
     /// rank r, in rank order.
     ///
     /// Each rank writes its own elements and reads those of all ranks. The ranks must call a
@@ -124,8 +126,8 @@ pub trait Comm: Send + Sync {
     /// Blocks until every rank of the group has called `barrier`.
     fn barrier(&self) -> Result<()>;
 
-    /// Aborts the group with the text `reason`. Every waiting and later call on every reachable
-    /// rank returns [`crate::CommError::Aborted`]. Callable from any thread.
+    /// Aborts the group for a reason that `reason` describes. Every waiting and later call on every
+    /// reachable rank returns [`crate::CommError::Aborted`]. Callable from any thread.
     fn abort(&self, reason: &str);
 
     /// Returns the reason of the group's abort, or `None` if this rank knows of no abort. Does not

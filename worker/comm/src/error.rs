@@ -143,13 +143,13 @@ impl CommError {
         }
     }
 
-    /// Returns a function for `map_err` that wraps an I/O error in [`CommError::Transport`].
-    /// `operation` names the failed operation.
+    /// Returns a function that wraps an I/O error in [`CommError::Transport`], for use with
+    /// `map_err`. `operation` names the failed operation.
     pub(crate) fn from_failed_operation(operation: &'static str) -> impl Fn(std::io::Error) -> CommError {
         move |error| CommError::Transport { operation, error: error.to_string() }
     }
 
-    /// Returns the abort reason with which `rank` informs its peers of this error.
+    /// Returns the abort reason that `rank` sends to its peers after this error.
     pub(crate) fn to_abort_reason(&self, rank: usize) -> AbortReason {
         match self {
             CommError::Aborted(reason) => reason.clone(),

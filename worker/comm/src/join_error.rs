@@ -3,7 +3,7 @@
 use crate::message_text::format_ranks;
 use std::net::SocketAddr;
 
-/// Why the description of a group, or of this rank's place in the group, is invalid.
+/// Why the description of a group of ranks is invalid, or this rank's number or addresses in it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GroupError {
     /// The number of ranks is 0 or above [`crate::MAX_WORLD`].

@@ -1,4 +1,4 @@
-//! Limits of groups and of their collectives.
+//! Limits on the size of groups and of what their collectives transfer.
 
 /// The largest number of bytes that one rank may pass to [`crate::Comm::all_gather_bytes`].
 pub const MAX_GATHER_BYTES: usize = 16 << 20;

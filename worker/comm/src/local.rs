@@ -33,13 +33,12 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 /// overflow.
 const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// The largest number of elements of an all-reduce that takes one exchange, in which every rank
-/// computes the whole sum. A larger all-reduce takes two exchanges, and each rank sums only its
-/// share.
+/// The largest number of elements for which every rank of an all-reduce computes the whole sum, in
+/// one exchange. A larger all-reduce takes two exchanges, and each rank sums only its share.
 const MAX_SINGLE_EXCHANGE_LEN: usize = 1024;
 
-/// Creates the communicators of `world` ranks, indexed by rank. Each communicator is meant for one
-/// thread.
+/// Creates a group of `world` ranks in this process and returns their communicators, indexed by
+/// rank. Each communicator is meant for one thread.
 ///
 /// # Panics
 ///
@@ -48,8 +47,9 @@ pub fn create_group(world: usize) -> Vec<LocalComm> {
     create_group_with_timeout(world, DEFAULT_TIMEOUT)
 }
 
-/// Creates the communicators of `world` ranks, as [`create_group`] does. A collective fails on
-/// every rank if a peer does not enter it within `timeout`.
+/// Creates a group of `world` ranks in this process and returns their communicators, as
+/// [`create_group`] does. A collective fails on every rank if a peer does not enter it within
+/// `timeout`.
 pub fn create_group_with_timeout(world: usize, timeout: Duration) -> Vec<LocalComm> {
     assert!(
         (1..=crate::MAX_WORLD).contains(&world),
@@ -96,8 +96,9 @@ impl LocalComm {
         })
     }
 
-    /// Sends `send_counts[r]` elements of `send` to each rank r and receives `recv_counts[r]`
-    /// elements from rank r in `recv`. `shapes` are the shapes of `recv` and `send`.
+    /// Runs an all-to-all: sends `send_counts[r]` elements of `send` to each rank r, and receives
+    /// `recv_counts[r]` elements from rank r in `recv`. `recv_shape` and `send_shape` describe the
+    /// two buffers.
     fn exchange_parts(
         &self,
         [recv_shape, send_shape]: [BufferShape; 2],

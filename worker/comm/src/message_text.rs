@@ -1,6 +1,6 @@
-//! Formats lists of ranks for messages.
+//! Formats lists of ranks for error messages.
 
-/// Formats ranks for a message, such as `ranks 1, 3 of 4`.
+/// Formats a list of ranks for an error message, such as `ranks 1, 3 of 4`.
 pub(crate) fn format_ranks(ranks: &[usize], world: usize) -> String {
     let numbers: Vec<String> = ranks.iter().map(usize::to_string).collect();
     let noun = if ranks.len() == 1 { "rank" } else { "ranks" };

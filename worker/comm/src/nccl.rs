@@ -1,5 +1,5 @@
-//! NCCL, opened at run time: [`NcclComm`] for collectives, on top of [`NcclGroup`] and
-//! [`NcclLibrary`].
+//! NCCL, loaded at run time: [`NcclComm`] runs collectives through an [`NcclGroup`], which calls
+//! the [`NcclLibrary`].
 //!
 //! Every communicator is non-blocking. A call never waits inside the library. Every wait is a loop
 //! in this module that polls the communicator for errors, aborts and the timeout. So a peer that

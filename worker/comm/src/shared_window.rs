@@ -1,5 +1,5 @@
-//! [`SharedWindow`]: memory that the ranks of a group share, so that each rank reads the data of
-//! its peers without a copy.
+//! [`SharedWindow`]: memory in which each rank of a group writes its elements and reads those of
+//! all ranks, without copies.
 use device::{Buf, Dtype, View};
 use std::{ops::Range, ptr::NonNull, sync::Arc};
 
@@ -10,8 +10,8 @@ pub(crate) trait WindowMemory: Send + Sync {
     fn release_pages(&self, bytes: Range<usize>);
 }
 
-/// One rank's access to a shared window: its own elements to write and the elements of all ranks to
-/// read.
+/// One rank's access to memory that all ranks of a group share: it writes its own elements and
+/// reads those of all ranks.
 pub struct SharedWindow {
     /// This rank's elements of the window. Only this rank writes them.
     pub owned: Buf,
@@ -28,8 +28,8 @@ pub struct SharedView {
 }
 
 impl SharedWindow {
-    /// Creates one rank's access to the window at the address `start`, in which `counts[r]`
-    /// elements belong to rank r.
+    /// Creates one rank's access to a shared window at the address `start`. `counts[r]` elements of
+    /// the window belong to rank r.
     ///
     /// # Safety
     ///
@@ -67,8 +67,8 @@ impl SharedView {
         self.elements.view()
     }
 
-    /// Releases the pages of the peers' elements, so that they no longer count as memory of this
-    /// process. The next access maps them again.
+    /// Unmaps the pages that hold only peers' elements, so that they no longer count as memory of
+    /// this process. The next access maps them again.
     pub fn release_peer_pages(&self) {
         let end = self.elements.len() * self.elements.dtype().size();
         self.memory.release_pages(0..self.owned_bytes.start);

@@ -1,4 +1,4 @@
-//! [`ShmComm`]: collectives between processes of one host, which share one memory segment.
+//! [`ShmComm`]: collectives among processes of one host, through a shared memory segment.
 //!
 //! A collective is a series of *rounds*. In a round every rank fills its slot of the staging
 //! memory, enters the round, waits until all have entered it, and reads what it needs from the
@@ -50,8 +50,9 @@ pub fn abort_group(fd: BorrowedFd<'_>, reason: &str) -> Result<()> {
 }
 
 impl ShmComm {
-    /// Sends `send_counts[r]` elements of `send` to each rank r and receives `recv_counts[r]`
-    /// elements from rank r in `recv`. `shapes` are the shapes of `recv` and `send`.
+    /// Runs an all-to-all: sends `send_counts[r]` elements of `send` to each rank r, and receives
+    /// `recv_counts[r]` elements from rank r in `recv`. `recv_shape` and `send_shape` describe the
+    /// two buffers.
     fn exchange_parts(
         &self,
         [recv_shape, send_shape]: [BufferShape; 2],

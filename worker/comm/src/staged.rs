@@ -1,4 +1,5 @@
-//! [`StagedComm`]: collectives of buffers in GPU memory through pinned host memory.
+//! [`StagedComm`]: collectives of buffers in GPU memory, which are copied to pinned host memory for
+//! the transfer.
 //!
 //! Data is copied to the host, transferred by a transport between host memories, and copied back.
 //! Ranks that share a GPU, or whose GPUs cannot reach each other, thus train with the same bits as
@@ -14,8 +15,8 @@ pub struct StagedComm {
     buffers: Mutex<StagingBuffers>,
 }
 
-/// The staging buffers of a [`StagedComm`], reused by all calls. Each grows to the size of the
-/// largest collective so far.
+/// The buffers in host memory through which a [`StagedComm`] copies data, reused by all calls. Each
+/// grows to the size of the largest collective so far.
 #[derive(Default)]
 struct StagingBuffers {
     send: PinnedBuffers,
@@ -74,8 +75,8 @@ impl StagedComm {
         self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs the collective `f` with a host buffer of the length of `recv`, and copies the result to
-    /// `recv`. If `recv` is in host memory, runs `f` with `recv` itself.
+    /// Runs the collective `f`, which writes a host buffer as long as `recv`, and copies the result
+    /// to `recv`. If `recv` is in host memory, runs `f` with `recv` itself.
     fn run_with_host_recv(
         &self,
         staging: &mut PinnedBuffers,

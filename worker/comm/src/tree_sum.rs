@@ -12,12 +12,12 @@
 //! Additions are in f32 and none is skipped. So the bits of a sum depend only on the ranks' values,
 //! and not on how messages are divided into chunks or which rank computes the sum.
 
-/// The number of elements that are summed at a time if a sum needs intermediate sums, so that these
-/// stay in the first-level cache.
+/// The number of elements that are summed at a time, so that intermediate sums stay in the
+/// first-level cache.
 const BLOCK_LEN: usize = 512;
 
-/// Stores the sum of `parts[r][i]` over all ranks r in `out[i]`, added in the order of the tree.
-/// Every part is as long as `out`.
+/// Stores the sum of `parts[r][i]` over all ranks r in `out[i]`, in the fixed order of a binary
+/// tree over ranks. Every part is as long as `out`.
 pub(crate) fn tree_sum(out: &mut [f32], parts: &[&[f32]]) {
     match parts {
         [] => out.fill(0.0),
@@ -31,8 +31,8 @@ pub(crate) fn tree_sum(out: &mut [f32], parts: &[&[f32]]) {
     }
 }
 
-/// Stores the sum of `parts[r][start + i]` over all ranks r in `out[i]`, added in the order of the
-/// tree. `out` has at most [`BLOCK_LEN`] elements.
+/// Stores the sum of `parts[r][start + i]` over all ranks r in `out[i]`, in the fixed order of a
+/// binary tree over ranks. `out` has at most [`BLOCK_LEN`] elements.
 fn sum_block(out: &mut [f32], parts: &[&[f32]], start: usize) {
     let n = out.len();
     let block = |r: usize| &parts[r][start..start + n];
@@ -74,8 +74,8 @@ fn add_to_slice(out: &mut [f32], b: &[f32]) {
 mod tests {
     use super::tree_sum;
 
-    /// Computes the sum of `values` in the order of the tree with an explicit binary counter, as
-    /// the reference for [`tree_sum`].
+    /// Computes the sum of `values` in the fixed order of a binary tree, with a different
+    /// algorithm, as the reference for [`tree_sum`].
     fn compute_binary_counter_sum(values: &[f32]) -> f32 {
         let mut stack: Vec<(usize, f32)> = Vec::new();
         for &v in values {

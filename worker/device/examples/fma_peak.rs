@@ -1,5 +1,5 @@
-//! `fma_peak THREADS SECONDS` measures the peak of f32 multiply-add in GFLOP/s, which benchmarks
-//! compare with.
+//! Prints the machine's peak rate of `f32` multiply-adds in GFLOP/s, with which benchmarks compare.
+//! Run as `fma_peak THREADS SECONDS`.
 mod peak_flops;
 
 use std::{env, time::Duration};

@@ -1,4 +1,5 @@
-//! Measures every CPU op at the shapes of a small Llama, compared with the machine's peak.
+//! Measures every op of the CPU backend with the shapes of a small Llama model, and compares the
+//! rates with the machine's peak.
 //!
 //! `cargo run -p device --release --example ops_bench [-- [THREADS…] [--rows N] [--only TEXT]
 //! [--level NAME]]`
@@ -123,7 +124,7 @@ struct TransformerLayer {
     activated: Buf,
 }
 
-/// Output and input dimensions of the matrices of a layer: qkv, o, gate_up, down.
+/// The shapes (outputs, inputs) of the weights of a layer: qkv, o, gate_up, down.
 const MATRICES: [(usize, usize); 4] =
     [(3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)];
 
@@ -370,7 +371,7 @@ fn measure_fastest_run(mut run: impl FnMut()) -> f64 {
     best
 }
 
-/// Benchmarks of every op with `m` rows.
+/// Benchmarks of every op of the CPU backend, on inputs of `m` rows.
 struct OpsBench<'a> {
     cpu: &'a Cpu,
     peak: f64,
@@ -435,9 +436,9 @@ impl OpsBench<'_> {
         }
     }
 
-    /// Measures the grouped matmuls of a layer with eight experts, of which each row uses two. The
-    /// experts' matrices are read from memory each time, because other matrices are used in
-    /// between.
+    /// Measures the grouped matmuls of a mixture-of-experts layer, in which each row uses two of
+    /// eight experts. The experts' matrices are read from memory each time, because other matrices
+    /// are used in between.
     fn bench_experts(&self) {
         let (cpu, rows, width) = (self.cpu, 2 * self.m, 512);
         for (name, n, k) in [("experts gate_up", 2 * width, HIDDEN), ("experts down", HIDDEN, width)] {

@@ -31,8 +31,8 @@ impl Dtype {
     }
 }
 
-/// Frees the memory of a [`Buf`] whose memory does not come from the Rust allocator. Dropping the
-/// buffer calls [`MemoryOwner::release`].
+/// Owner of memory that does not come from the Rust allocator, such as GPU memory. It frees the
+/// memory of a dropped [`Buf`].
 pub(crate) trait MemoryOwner: Send + Sync {
     /// Frees the memory of a dropped buffer: `bytes` bytes at `address`.
     fn release(&self, address: u64, bytes: usize);
@@ -42,7 +42,8 @@ impl MemoryOwner for huge_pages::BufferMapping {
     fn release(&self, _: u64, _: usize) {}
 }
 
-/// Address, number and type of consecutive elements in host or GPU memory.
+/// Location, length and type of consecutive elements in host or GPU memory. No lifetime protects
+/// the memory.
 #[derive(Clone, Copy)]
 struct ElementRange {
     ptr: *mut u8,
@@ -127,7 +128,7 @@ unsafe impl Send for Buf {}
 unsafe impl Sync for Buf {}
 
 impl Buf {
-    /// Creates a buffer from the memory at `ptr`, which belongs to `owner`, or to the Rust
+    /// Creates a buffer of `len` elements at `ptr`. The memory belongs to `owner`, or to the Rust
     /// allocator if there is no owner.
     fn new(
         ptr: NonNull<u8>,
@@ -187,8 +188,8 @@ impl Buf {
         Buf::new(ptr, len, dtype, true, Some(owner))
     }
 
-    /// Creates a buffer from `len` elements of host memory at `ptr`. The buffer holds `owner`,
-    /// which keeps the memory allocated, and drops `owner` when the buffer is dropped.
+    /// Creates a buffer of `len` elements of host memory at `ptr`, which stays valid while `owner`
+    /// exists. The buffer drops `owner` when it is dropped.
     ///
     /// # Safety
     ///
@@ -201,8 +202,8 @@ impl Buf {
         dtype: Dtype,
         len: usize,
     ) -> Self {
-        /// Keeps the owner of externally allocated memory alive as long as a buffer uses the
-        /// memory.
+        /// Wrapper that keeps the owner of externally allocated memory alive as long as a buffer
+        /// uses the memory.
         struct SharedOwner(
             #[allow(dead_code, reason = "held to be dropped with the buffer")] Arc<dyn Send + Sync>,
         );
@@ -368,8 +369,8 @@ impl<'a> ViewMut<'a> {
         (ViewMut { elements: first, life: PhantomData }, ViewMut { elements: second, life: PhantomData })
     }
 
-    /// Borrows a range of the view, which becomes usable again when the borrow ends. Panics if the
-    /// range is out of bounds.
+    /// Borrows a range of the view for writing. The view can be used again when the borrow ends.
+    /// Panics if the range is out of bounds.
     pub fn slice_mut(&mut self, r: Range<usize>) -> ViewMut<'_> {
         self.reborrow().slice(r)
     }

@@ -39,8 +39,8 @@ macro_rules! dynamic_library {
         };
 
         impl $library {
-            /// Looks up every function of the library. Fails with the first function that is
-            /// missing.
+            /// Looks up every declared function in the opened library. Fails with the first
+            /// function that is missing.
             $visibility fn resolve(
                 library: libloading::Library,
             ) -> std::result::Result<Self, $crate::dynamic_library::MissingFunction> {

@@ -16,8 +16,8 @@ pub enum Fp8Format {
     E5M2,
 }
 
-/// Exponent of the smallest scale. With this scale, every fp8 number times the scale, and the
-/// product of two scales, is a normal `f32`.
+/// Exponent (of 2) of the smallest scale of an fp8 matrix. With this scale, every fp8 number times
+/// the scale, and the product of two scales, is a normal `f32`.
 const SMALLEST_SCALE_EXPONENT: i32 = -60;
 
 impl Fp8Format {
@@ -89,7 +89,8 @@ mod tests {
 
     const FORMATS: [Fp8Format; 2] = [Fp8Format::E4M3, Fp8Format::E5M2];
 
-    /// Returns the number that an fp8 code represents by the definition of the format, in `f64`.
+    /// Returns the number that the fp8 `code` represents, computed in `f64` from the definition of
+    /// the format.
     fn decode_by_definition(format: Fp8Format, code: u8) -> f64 {
         let (mantissa, bias) = if format == Fp8Format::E4M3 { (3, 7) } else { (2, 15) };
         let sign = if code & 0x80 == 0 { 1.0 } else { -1.0 };
@@ -120,8 +121,8 @@ mod tests {
         }
     }
 
-    /// Compares every bfloat16 with a search through all numbers for the nearest one. If two are
-    /// equally near, the one with the even code is expected.
+    /// Checks for every bfloat16 number that the conversion to fp8 returns the nearest fp8 number,
+    /// and the even one of two that are equally near.
     #[test]
     fn every_bf16_rounds_to_the_nearest_even() {
         for format in FORMATS {

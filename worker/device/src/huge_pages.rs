@@ -1,4 +1,4 @@
-//! Host memory of large buffers, in huge pages if the kernel provides them.
+//! Allocates host memory for large buffers, in huge pages if the kernel provides them.
 //!
 //! Matmuls of weight gradients are 5 to 8 % slower with small pages (docs/benchmarks/cpu.md).
 //! Huge pages are only requested for the part of a buffer that fills them completely, so a buffer

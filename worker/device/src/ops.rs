@@ -1,5 +1,6 @@
-//! [`Ops`]: the operations of which models and optimizers consist. Each group of ops is a trait.
-//! The method for the backward pass of an op follows the method for its forward pass.
+//! [`Ops`]: the operations of which models and optimizers consist, as traits that each backend
+//! implements. Each group of ops is a trait. The method for the backward pass of an op follows the
+//! method for its forward pass.
 //!
 //! Matrices are row-major, and `y[m, n]` denotes a matrix of `m` rows and `n` columns. Weights have
 //! the layout of Hugging Face, `w[out, in]`. Once its scratch memory is allocated, an op allocates

@@ -1,9 +1,9 @@
-//! [`Storage`]: the memory that a backend computes in, and copies between it and the host's memory.
+//! [`Storage`]: the memory in which a backend computes, and copies between it and host memory.
 use crate::buffer::{Buf, Dtype, View, ViewMut};
 use diagnostic::Diagnostic;
 use std::{any::Any, fmt, ops::Range, sync::Arc, time::Duration};
 
-/// Memory and streams of a backend.
+/// The memory and the streams of a backend.
 ///
 /// Calls from all threads, together with the calls of [`crate::Ops`], take effect in the order in
 /// which they are made. The exception is a thread in [`Storage::with_separate_stream`]. The calls
@@ -17,23 +17,24 @@ use std::{any::Any, fmt, ops::Range, sync::Arc, time::Duration};
 pub trait Storage: Send + Sync {
     /// Returns true if the backend computes in the host's memory.
     fn is_host(&self) -> bool;
-    /// Returns the first failure of this backend, if a call has failed.
+    /// Fails with the first failure of this backend, if one of its calls has failed.
     fn status(&self) -> Result<(), DeviceError> {
         Ok(())
     }
-    /// Allocates `len` zeros in the memory in which ops compute. `purpose` names the use of the
-    /// memory in errors, such as `gradients`. If the memory is full, records the failure and
-    /// returns a buffer without memory, which later calls do not access.
+    /// Allocates `len` zeros in the memory in which ops compute. Errors name `purpose` as the use
+    /// of the memory, such as `gradients`. If the memory is full, records the failure and returns a
+    /// buffer without memory, which later calls do not access.
     fn zeroed_for(&self, purpose: &'static str, dtype: Dtype, len: usize) -> Buf;
-    /// Allocates `len` zeros, as [`Storage::zeroed_for`] does, for the current step.
+    /// Allocates `len` zeros with [`Storage::zeroed_for`], for use in the current step.
     fn zeroed(&self, dtype: Dtype, len: usize) -> Buf {
         self.zeroed_for("this step", dtype, len)
     }
-    /// Allocates a staging buffer of `len` zeros on the host. Copies between this buffer and the
-    /// backend are fast: on GPUs its memory is pinned. If there is no pinned memory, records the
-    /// failure and returns pageable memory.
+    /// Allocates a buffer of `len` zeros in host memory for fast copies to and from the backend,
+    /// which is pinned memory for GPUs. If there is no pinned memory, records the failure and
+    /// returns pageable memory.
     fn alloc_staging(&self, dtype: Dtype, len: usize) -> Buf;
-    /// Allocates a staging buffer, as [`Storage::alloc_staging`] does. Does not record a failure.
+    /// Allocates a staging buffer with [`Storage::alloc_staging`], but returns an error instead of
+    /// recording a failure. Does not record a failure.
     fn try_alloc_staging(&self, dtype: Dtype, len: usize) -> Result<Buf, DeviceError> {
         Ok(self.alloc_staging(dtype, len))
     }
@@ -96,9 +97,10 @@ pub trait Storage: Send + Sync {
         let done = copies.filter(|event| event.0.is_some()).last().unwrap_or_default();
         Download { bufs: to, done, status: self.status() }
     }
-    /// Records the duration of the training step that has just ended. A backend that can run steps
-    /// in several ways compares their durations and chooses the fastest way. Returns a notice of
-    /// the backend that was not returned before, such as the choice, or `None`.
+    /// Records the duration of the training step that has just ended, and returns a notice for the
+    /// user if there is one. A backend that can run steps in several ways compares their durations
+    /// and chooses the fastest way. Returns a notice of the backend that was not returned before,
+    /// such as the choice, or `None`.
     fn record_step_duration(&self, _duration: Duration) -> Option<BackendNotice> {
         None
     }
@@ -120,8 +122,8 @@ pub trait Storage: Send + Sync {
         buf
     }
 
-    /// Returns `x` itself if it is on the host. Otherwise copies `x` to `staging`, which is
-    /// replaced if it is too small or has another type, and returns the copy.
+    /// Returns `x` itself if it is in host memory, otherwise a copy in `staging`. The buffer
+    /// `staging` is replaced if it is too small or has another type.
     fn to_host<'a>(&self, x: View<'a>, staging: &'a mut Buf) -> View<'a> {
         if x.is_on_host() {
             return x;
@@ -133,8 +135,8 @@ pub trait Storage: Send + Sync {
         staging.view().slice(0..x.len())
     }
 
-    /// Returns `x` itself if it is in the memory in which ops compute. Otherwise copies `x` to
-    /// `buf`, which is replaced if it is too small or has another type, and returns the copy.
+    /// Returns `x` itself if it is in the memory in which ops compute, otherwise a copy in `buf`.
+    /// The buffer `buf` is replaced if it is too small or has another type.
     fn to_device<'a>(&self, x: View<'a>, buf: &'a mut Buf) -> View<'a> {
         if x.is_on_host() == self.is_host() {
             return x;
@@ -147,8 +149,8 @@ pub trait Storage: Send + Sync {
     }
 }
 
-/// Message of a backend for the user: a decision that was made during training, or a feature that
-/// does not work. The job continues.
+/// Message of a backend for the user, about a decision during training or about a feature that does
+/// not work. The job continues.
 #[derive(Clone, Debug, PartialEq)]
 pub enum BackendNotice {
     /// CUDA graphs are off, because each call keeps the GPU busy for so long that graphs would not
@@ -240,7 +242,7 @@ impl Event {
         Event(Some(Arc::new(event)))
     }
 
-    /// Returns true for the default event, for which no wait is ever needed.
+    /// Returns whether this is the default event, for which no wait is ever needed.
     pub fn is_immediate(&self) -> bool {
         self.0.is_none()
     }
@@ -259,7 +261,7 @@ impl Event {
     }
 }
 
-/// Asynchronous copies to the host that are in progress, and the buffers that they fill.
+/// Copies to host memory that are in progress, and the host buffers that they fill.
 pub struct Download {
     bufs: Vec<Buf>,
     done: Event,
@@ -291,7 +293,7 @@ impl Drop for Download {
     }
 }
 
-/// Failure of a call of a backend, with the diagnostic for the user.
+/// Failure of a backend's call, as a diagnostic for the user.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error(transparent)]
 pub struct DeviceError(#[from] pub Diagnostic);

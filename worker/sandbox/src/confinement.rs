@@ -1,4 +1,4 @@
-//! Confines a sandbox process with resource limits, Landlock and seccomp.
+//! Restricts what a sandbox process can do, with resource limits, Landlock and seccomp.
 use crate::{
     limits::{ARENA_BYTES, RequestLimits, SERVICE_STACKS_BYTES, STACK_BYTES, SandboxSettings},
     system_calls::build_filters,
@@ -9,10 +9,12 @@ use landlock::{
 use nix::sys::resource::{Resource, UsageWho, getrusage, setrlimit};
 use std::io;
 
-/// Limit on the open files of a sandbox process: its socket, and the files that it receives.
+/// Limit on the open files of a sandbox process, which needs its socket and the files that it
+/// receives.
 const MAX_OPEN_FILES: u64 = 64;
 
-/// The kernel facilities that confine a sandbox process, in addition to resource limits.
+/// Which kernel facilities (Landlock, seccomp) confine a sandbox process, in addition to resource
+/// limits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Confinement {
     /// True if Landlock denies access to every path and to the network.
@@ -22,8 +24,7 @@ pub struct Confinement {
 }
 
 impl Confinement {
-    /// Returns the names of the facilities that the kernel lacks: `Landlock`, `seccomp`, both or
-    /// none.
+    /// Returns the names of the facilities that the kernel lacks, among `Landlock` and `seccomp`.
     pub fn missing(self) -> Vec<&'static str> {
         let facilities = [(self.landlock, "Landlock"), (self.seccomp, "seccomp")];
         facilities.into_iter().filter(|(present, _)| !present).map(|(_, name)| name).collect()
@@ -41,9 +42,9 @@ impl Confinement {
     }
 }
 
-/// Confines this process: sets its resource limits, and denies all access and system calls that a
-/// sandbox process does not need. Returns the kernel facilities in use, and the limiter of single
-/// requests. Fails if a resource limit cannot be set.
+/// Confines this process: sets its resource limits, and denies the access and the system calls that
+/// a sandbox process does not need. Returns the kernel facilities in use, and the object that
+/// limits single requests. Fails if a resource limit cannot be set.
 ///
 /// Landlock and seccomp confine this thread and the threads that it starts later, so the process
 /// must not have other threads that interpret untrusted input.
@@ -57,8 +58,8 @@ pub(crate) fn confine(settings: &SandboxSettings) -> io::Result<(Confinement, Re
     Ok((Confinement { landlock, seccomp }, limiter))
 }
 
-/// Sets the resource limits that hold until the process ends. Returns the limiter of single
-/// requests.
+/// Sets the resource limits of this process that hold until it ends. Returns the object that limits
+/// single requests.
 fn limit_resources(settings: &SandboxSettings) -> io::Result<RequestLimiter> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let threads = u64::from(settings.threads);
@@ -83,7 +84,7 @@ fn limit_resources(settings: &SandboxSettings) -> io::Result<RequestLimiter> {
     Ok(RequestLimiter { idle_bytes, memory_bytes })
 }
 
-/// Returns the value, in bytes, of the field `field` in `status`, the content of /proc/self/status.
+/// Returns the value in bytes of the line `field` in `status`, the content of /proc/self/status.
 fn find_status_bytes(status: &str, field: &str) -> io::Result<u64> {
     let size = status.lines().find_map(|line| line.strip_prefix(field)?.strip_suffix("kB"));
     let kibibytes = size.and_then(|size| size.trim().parse::<u64>().ok());
@@ -99,7 +100,7 @@ pub(crate) struct RequestLimiter {
 }
 
 impl RequestLimiter {
-    /// Sets the limits of memory and CPU time for the next request.
+    /// Sets the limits of memory and CPU time for the next request of the sandbox process.
     pub(crate) fn limit_request(&self, limits: &RequestLimits) -> io::Result<()> {
         let memory = limits.memory_bytes.saturating_add(self.idle_bytes).min(self.memory_bytes);
         setrlimit(Resource::RLIMIT_DATA, memory, self.memory_bytes)?;

@@ -1,4 +1,5 @@
-//! [`limit_cpu_time`]: limits the CPU time that one thread spends on a part of a request.
+//! [`limit_cpu_time`]: ends a sandbox process if one of its threads spends too much CPU time on a
+//! part of a request.
 use std::{
     sync::{
         Mutex, PoisonError,
@@ -8,10 +9,10 @@ use std::{
     time::Duration,
 };
 
-/// Interval between two checks whether limited work has exceeded its CPU time.
+/// Interval between two checks of whether work has exceeded its limit of CPU time.
 const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Work that runs on a thread with a limit of CPU time.
+/// Work that runs on a thread, and the CPU time that it may use.
 struct LimitedWork {
     id: u64,
     /// The clock of the thread's CPU time.
@@ -24,21 +25,20 @@ struct LimitedWork {
 /// All work with a limit of CPU time that is running in this process.
 static RUNNING: Mutex<Vec<LimitedWork>> = Mutex::new(Vec::new());
 
-/// Runs `work` on this thread with a limit of CPU time. If the work needs more CPU time than
-/// `limit`, the sandbox process ends with
-/// [`SandboxError::OutOfCpuTime`](crate::SandboxError::OutOfCpuTime). Outside of a sandbox process,
-/// the limit has no effect.
+/// Runs `work` on this thread, and ends the sandbox process with
+/// [`SandboxError::OutOfCpuTime`](crate::SandboxError::OutOfCpuTime) if it needs more CPU time than
+/// `limit`. Outside of a sandbox process, the limit has no effect.
 pub fn limit_cpu_time<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
     let _registered = Registration::new(limit);
     work()
 }
 
-/// The entry of limited work in [`RUNNING`]. Dropping this value removes the entry, also after a
-/// panic.
+/// The entry of a piece of work in [`RUNNING`], the list of work with a limit of CPU time. Dropping
+/// this value removes the entry, also after a panic.
 struct Registration(u64);
 
 impl Registration {
-    /// Adds an entry for work of this thread that may use `limit` of CPU time from now on.
+    /// Adds an entry for work that begins now on this thread and may use `limit` of CPU time.
     fn new(limit: Duration) -> Self {
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
@@ -70,7 +70,7 @@ pub(crate) fn watch_cpu_time(report: impl Fn(Duration) -> std::convert::Infallib
     }
 }
 
-/// Returns the clock of the CPU time of this thread.
+/// Returns the clock that measures the CPU time of this thread.
 fn find_thread_clock() -> libc::clockid_t {
     let mut clock = libc::CLOCK_THREAD_CPUTIME_ID;
     // SAFETY: the thread is this thread, and `clock` is valid for the write. After a failure
@@ -79,7 +79,8 @@ fn find_thread_clock() -> libc::clockid_t {
     clock
 }
 
-/// Reads a clock of CPU time. Returns zero if the thread of the clock has ended.
+/// Reads the CPU time that `clock`, the clock of a thread, shows. Returns zero if the thread of the
+/// clock has ended.
 fn read_clock(clock: libc::clockid_t) -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` is valid for the write. After a failure `time` is unchanged.

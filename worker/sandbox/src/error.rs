@@ -1,7 +1,7 @@
-//! [`SandboxError`]: why a sandbox process gave no result.
+//! [`SandboxError`]: why a sandbox process returned no result for a request.
 use std::{io, time::Duration};
 
-/// The reason why a sandbox process gave no result.
+/// The reason why a sandbox process returned no result for a request.
 #[derive(Debug, thiserror::Error)]
 pub enum SandboxError {
     /// The process did not start.
@@ -54,7 +54,7 @@ pub enum SandboxError {
     InvalidReply,
 }
 
-/// Why a request to a sandbox process failed, and in which step of the request.
+/// Why a request to a sandbox process failed, and at which step of its work.
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
 pub struct SandboxFailure {
@@ -79,7 +79,7 @@ impl SandboxError {
         }
     }
 
-    /// Adds the number of the step in which the error occurred.
+    /// Adds `step`, the number of the step at which this error occurred.
     pub(crate) fn in_step(self, step: u64) -> SandboxFailure {
         SandboxFailure { step, error: self }
     }

@@ -1,6 +1,6 @@
-//! The frames between a caller and its sandbox process: a header with the length of the body, and
-//! the body. Numbers are little-endian. The sandbox process trusts the caller. The caller checks
-//! each header before it reads the body.
+//! Encodes and decodes the messages between a sandbox process and its caller. A message is a header
+//! with the length of the body, and the body. Numbers are little-endian. The sandbox process trusts
+//! the caller. The caller checks each header before it reads the body.
 use crate::{
     error::SandboxError,
     limits::{RequestLimits, SandboxSettings},
@@ -11,15 +11,16 @@ use std::time::Duration;
 pub(crate) const REQUEST_HEADER_BYTES: usize = 32;
 /// Size of the header of a reply, in bytes.
 pub(crate) const REPLY_HEADER_BYTES: usize = 16;
-/// Size in bytes of the settings, which the caller sends first.
+/// Size in bytes of the settings, the first message from the caller to the sandbox process.
 pub(crate) const SETTINGS_BYTES: usize = 16;
 /// Limit on the length of a panic message in a reply, in bytes.
 pub(crate) const MAX_PANIC_BYTES: usize = 4096;
-/// Limit on the progress reports per request. The caller rejects a reply after more reports as
-/// invalid.
+/// Limit on the progress reports that a sandbox process may send per request. The caller rejects a
+/// reply after more reports as invalid.
 const MAX_PROGRESS_REPORTS: u32 = 64;
 
-/// The kind of a reply. The header of the reply has the number of the kind.
+/// What a reply of a sandbox process contains, such as a result or an error. The header of the
+/// reply has the number of the kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReplyKind {
     /// The result of the request.
@@ -36,7 +37,7 @@ pub(crate) enum ReplyKind {
 }
 
 impl ReplyKind {
-    /// Returns the kind with this number.
+    /// Returns the kind of reply with the number `number`, or `None` if there is no such kind.
     fn from_number(number: u64) -> Option<Self> {
         let kinds = [
             ReplyKind::Result,
@@ -49,7 +50,7 @@ impl ReplyKind {
     }
 }
 
-/// Decodes the little-endian number in the bytes from `at` to `at + 8`.
+/// Decodes the little-endian 64-bit number in `bytes` that begins at index `at`.
 fn read_u64(bytes: &[u8], at: usize) -> u64 {
     let mut number = [0; 8];
     number.copy_from_slice(&bytes[at..at + 8]);
@@ -95,7 +96,7 @@ pub(crate) fn encode_reply_header(kind: ReplyKind, length: usize) -> [u8; REPLY_
     encode_u64s([kind as u64, length as u64])
 }
 
-/// Decodes the replies of a sandbox process as their bytes arrive.
+/// Decodes the replies of a sandbox process while their bytes arrive.
 #[derive(Debug, Default)]
 pub struct FrameDecoder {
     header: Vec<u8>,
@@ -114,7 +115,7 @@ impl FrameDecoder {
     }
 
     /// Returns the buffer to which the caller must append the bytes that arrive next, and the
-    /// largest number of bytes that it may append.
+    /// largest number of bytes to append.
     pub(crate) fn buffer(&mut self) -> (&mut Vec<u8>, usize) {
         match self.body {
             None => {

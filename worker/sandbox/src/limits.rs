@@ -1,4 +1,4 @@
-//! The limits of a sandbox process: those that hold for its life, and those of one request.
+//! The limits of a sandbox process: those for its whole life, and those for one request.
 use std::time::Duration;
 
 /// Stack size in bytes of each thread of a sandbox process that interprets files. Deeper recursion
@@ -9,18 +9,18 @@ pub const STACK_BYTES: usize = 4 << 20;
 pub(crate) const SERVICE_STACK_BYTES: usize = 512 << 10;
 /// Total size in bytes of the stacks of all service threads.
 pub(crate) const SERVICE_STACKS_BYTES: u64 = 4 * SERVICE_STACK_BYTES as u64;
-/// Address space that an allocator reserves for each thread without using it, in bytes.
+/// Address space in bytes that a memory allocator may reserve for each thread without using it.
 pub(crate) const ARENA_BYTES: u64 = 128 << 20;
-/// Limit on the requests that wait in the sandbox process while it handles another request.
+/// Limit on the requests that wait in a sandbox process while it handles another one.
 pub(crate) const REQUESTS_QUEUED: usize = 2;
-/// Longest wait for a reply, not counting the additional [`WAIT_PER_CPU_TIME`]. The limit of CPU
-/// time ends a process that computes, so this limit ends only a process that is blocked.
+/// The longest wait for a reply of a sandbox process, if the request may use no CPU time. The limit
+/// of CPU time ends a process that computes, so this limit ends only a process that is blocked.
 pub(crate) const WAIT_BASE: Duration = Duration::from_secs(60);
-/// Seconds by which the longest wait for a reply grows for each second of CPU time that the request
+/// Seconds by which the wait for a reply may be longer for each second of CPU time that the request
 /// may use.
 pub(crate) const WAIT_PER_CPU_TIME: u32 = 8;
 
-/// The settings with which a sandbox process starts: its threads and its largest memory.
+/// The settings with which a sandbox process starts: its number of threads and its largest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SandboxSettings {
     /// Number of threads that compute.
@@ -29,7 +29,7 @@ pub struct SandboxSettings {
     pub memory_bytes: u64,
 }
 
-/// The limits of one request: CPU time, memory and size of the reply.
+/// The limits of one request to a sandbox process: CPU time, memory and size of the reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestLimits {
     /// CPU time that all threads together may use, rounded up to seconds.
@@ -41,7 +41,7 @@ pub struct RequestLimits {
 }
 
 impl RequestLimits {
-    /// Returns the limit of CPU time, rounded up to whole seconds, and at least 1.
+    /// Returns the limit of CPU time in whole seconds, rounded up, at least 1.
     pub(crate) fn cpu_seconds(&self) -> u64 {
         (self.cpu.as_secs() + u64::from(self.cpu.subsec_nanos() > 0)).max(1)
     }

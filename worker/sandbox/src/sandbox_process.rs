@@ -1,4 +1,4 @@
-//! [`SandboxProcess`]: the caller's side of a sandbox process.
+//! [`SandboxProcess`]: starts a sandbox process, sends it requests and receives its replies.
 use crate::{
     confinement::Confinement,
     error::{SandboxError, SandboxFailure},
@@ -29,12 +29,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Longest single wait for the socket. A longer pause, during which this process itself was
-/// stopped, counts only as this long.
+/// The longest single wait for the sandbox process's socket. A longer pause, during which this
+/// process itself was stopped, counts only as this long.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// How long the caller waits for a sandbox process to end after the process has closed its socket.
+/// How long the caller waits until a sandbox process that has closed its socket has ended.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
-/// Interval between two checks whether a process has ended.
+/// Interval between two checks of whether a sandbox process has ended.
 const END_POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// The limits that apply while the sandbox process starts, before it interprets any file.
 const START_LIMITS: RequestLimits =
@@ -53,7 +53,7 @@ pub struct SandboxCommand {
     pub variables: Vec<(OsString, OsString)>,
 }
 
-/// A running sandbox process. Dropping the value ends the process.
+/// A running sandbox process, as its caller sees it. Dropping the value ends the process.
 ///
 /// Requests are answered in order. A caller may send requests before it has received the replies to
 /// earlier ones. After an error other than [`SandboxError::Panicked`] and
@@ -121,7 +121,7 @@ impl SandboxProcess {
         Ok(())
     }
 
-    /// Returns which kernel facilities confine the process.
+    /// Returns which kernel facilities (Landlock, seccomp) confine the sandbox process.
     pub fn confinement(&self) -> Confinement {
         self.confinement
     }
@@ -173,8 +173,8 @@ impl SandboxProcess {
         }
     }
 
-    /// Waits for the socket and decodes the replies that have arrived. Queues a failure after these
-    /// replies, because they may arrive together with the end of the process.
+    /// Waits for the socket, and decodes the replies that have arrived. Queues a failure after
+    /// these replies, because they may arrive together with the end of the process.
     fn wait_and_read(&mut self, events: PollFlags) {
         if let Err(failure) = self.wait_for_socket(events).and_then(|()| self.read_replies()) {
             self.has_failed = true;
@@ -183,8 +183,8 @@ impl SandboxProcess {
         }
     }
 
-    /// Waits until bytes have arrived or can be sent. Kills the process if the wait for the next
-    /// reply takes too long.
+    /// Waits until bytes have arrived at the socket or can be sent. Kills the process if the wait
+    /// for the next reply takes too long.
     fn wait_for_socket(&mut self, events: PollFlags) -> Result<(), SandboxFailure> {
         loop {
             let began = Instant::now();
@@ -242,7 +242,7 @@ impl SandboxProcess {
         self.socket.shutdown(std::net::Shutdown::Both).expect("the socket is open");
     }
 
-    /// Waits for the end of a process that closed its socket, and returns the reason of the end.
+    /// Waits for the end of a sandbox process that closed its socket, and returns why it ended.
     fn find_end_reason(&mut self, limits: &RequestLimits) -> SandboxError {
         let deadline = Instant::now() + END_TIMEOUT;
         while Instant::now() < deadline {
@@ -276,7 +276,8 @@ impl Drop for SandboxProcess {
     }
 }
 
-/// Returns the reason for which a process ended while it handled a request with these limits.
+/// Returns why a sandbox process ended with `status` while it handled a request with the limits
+/// `limits`.
 fn explain_end(status: ExitStatus, limits: &RequestLimits) -> SandboxError {
     let signal = status.signal().map(Signal::try_from);
     match signal {

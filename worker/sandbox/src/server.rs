@@ -36,26 +36,26 @@ use std::{
 
 /// The exit code of a sandbox process whose caller closed the socket.
 const DONE: u8 = 0;
-/// The exit code of a sandbox process that cannot start, cannot reach its caller, or exceeded a
-/// limit that it reported.
+/// The exit code of a sandbox process that cannot start or cannot reach its caller, or whose
+/// exceeded limit was already reported.
 const FAILED: u8 = 1;
 
 /// The message and the source location of the last panic.
 static LAST_PANIC: Mutex<String> = Mutex::new(String::new());
 
-/// A callback that reports that the step with the given number of the current request begins. An
-/// error of the request names the last reported step.
+/// A callback that reports to the caller that the step with the given number of the current request
+/// begins. An error of the request names the last reported step.
 pub type ReportStep<'a> = dyn FnMut(u64) + 'a;
 
 /// Interprets requests in the sandbox process.
 pub trait RequestHandler {
-    /// Returns the reply to a request. `file` is the file that came with the request. A panic
-    /// becomes an error of the caller, and the handler then gets the next request. No work with a
-    /// limit of CPU time may run during a call of `report_step`.
+    /// Interprets the request `request` and returns the reply. `file` is the file that came with
+    /// the request. A panic becomes an error of the caller, and the handler then gets the next
+    /// request. No work with a limit of CPU time may run during a call of `report_step`.
     fn handle(&mut self, request: &[u8], file: Option<File>, report_step: &mut ReportStep) -> Vec<u8>;
 }
 
-/// A request that has arrived, with its file and its limits.
+/// A request that the sandbox process has received, with its file and its limits.
 struct Request {
     body: Vec<u8>,
     file: Option<File>,
@@ -96,8 +96,8 @@ fn serve_socket(
     answer_requests(&socket, &requests, &limiter, handler.as_mut())
 }
 
-/// Sends the limit of CPU time that was exceeded, and ends the process. The thread that answers
-/// requests sends nothing meanwhile, because limited work still runs.
+/// Reports to the caller that work exceeded its limit of CPU time, and ends the sandbox process.
+/// The thread that answers requests sends nothing meanwhile, because limited work still runs.
 fn exit_out_of_cpu_time(socket: &UnixStream, limit: Duration) -> Infallible {
     // Without the reply, the caller reports that the process ended.
     _ = send_reply(socket, ReplyKind::OutOfCpuTime, &limit.as_secs().to_le_bytes());
@@ -109,9 +109,9 @@ fn spawn_thread(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<(
     thread::Builder::new().name(name.to_owned()).stack_size(SERVICE_STACK_BYTES).spawn(run).map(drop)
 }
 
-/// Ignores the signals that a terminal or a batch system sends to all processes of a job, because
-/// the caller decides when this process ends. Restores the default action of the signals of a
-/// crash, so that the caller sees the signal.
+/// Prepares signal handling: ignores the signals that a terminal or a batch system sends to all
+/// processes of a job, because the caller decides when this process ends. Restores the default
+/// action of the signals of a crash, so that the caller sees the signal.
 fn prepare_signals() {
     let ignored =
         [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2];
@@ -125,7 +125,8 @@ fn prepare_signals() {
     }
 }
 
-/// Records the message and the source location of a panic for the reply.
+/// Records the message and the source location of a panic, which the reply to the request then
+/// contains.
 fn record_panic(info: &panic::PanicHookInfo) {
     let payload = info.payload();
     let text = payload.downcast_ref::<&str>().copied();
@@ -172,8 +173,8 @@ fn read_request(socket: &mut UnixStream) -> io::Result<Request> {
     Ok(Request { body, file, limits })
 }
 
-/// Reads bytes of a header into `buffer`. Returns their number, and the file that came with them,
-/// if there is one.
+/// Reads bytes of a request's header into `buffer`. Returns their number, and the file that came
+/// with them, if there is one.
 fn receive_with_file(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usize, Option<File>)> {
     let mut control = cmsg_space!(RawFd);
     let mut parts = [IoSliceMut::new(buffer)];

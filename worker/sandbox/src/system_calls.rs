@@ -5,8 +5,8 @@ use seccompiler::{
 };
 use std::collections::BTreeMap;
 
-/// System calls that a sandbox process may use with any arguments: memory, threads, time, its
-/// socket and the files that it received. They open no path and create no process, socket or file.
+/// System calls that a sandbox process may use with any arguments. They open no path and create no
+/// process, socket or file.
 const ALLOWED: &[i64] = &[
     libc::SYS_brk,
     libc::SYS_clock_getres,
@@ -61,9 +61,9 @@ const MISSING: [i64; 2] = [libc::SYS_clone3, libc::SYS_statx];
 /// The option `PR_SET_VMA` of the system call `prctl`, with which allocators name their memory.
 const PR_SET_VMA: u64 = 0x5356_4d41;
 
-/// Builds the two seccomp filters of a sandbox process. The process must apply both, in this order.
-/// For each system call, the kernel then takes the strictest answer. System calls that no rule
-/// allows fail with EPERM.
+/// Builds the two seccomp filters of a sandbox process, which must be applied in the returned
+/// order. The process must apply both, in this order. For each system call, the kernel then takes
+/// the strictest answer. System calls that no rule allows fail with EPERM.
 pub(crate) fn build_filters() -> Result<[BpfProgram; 2], BackendError> {
     let arch = TargetArch::try_from(std::env::consts::ARCH)?;
     let argument = |number, expected| {

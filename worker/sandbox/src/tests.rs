@@ -1,5 +1,5 @@
-//! Tests of a sandbox process whose handler misbehaves on request, as a library could with an
-//! untrusted file.
+//! Tests in which a sandbox process misbehaves as a library could do with an untrusted file: it
+//! panics, loops, or uses too much memory.
 use super::*;
 use std::{
     fs::{self, File},
@@ -10,10 +10,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Name of the environment variable that only the sandbox process of a test has.
+/// Name of the environment variable by which a process recognizes that it is the sandbox process of
+/// a test.
 const IS_SANDBOX: &str = "LAUNCH_TEST_IS_SANDBOX";
 
-/// The main function of the sandbox process that other tests start. Does nothing if run as a test.
+/// The main function of the sandbox process that other tests start. Does nothing when it runs as a
+/// test.
 #[test]
 fn run_sandbox() {
     if std::env::var_os(IS_SANDBOX).is_some() {
@@ -21,7 +23,7 @@ fn run_sandbox() {
     }
 }
 
-/// A handler that executes the operation that a request names, such as a panic or an endless loop.
+/// A request handler that does what the request names, such as a panic or an endless loop.
 struct TestHandler;
 
 impl RequestHandler for TestHandler {
@@ -92,13 +94,13 @@ impl RequestHandler for TestHandler {
     }
 }
 
-/// Calls itself `depth` times.
+/// Calls itself `depth` times, to use up the stack.
 fn recurse(depth: usize) -> usize {
     let bytes = std::hint::black_box([1u8; 256]);
     if depth == 0 { 0 } else { recurse(depth - 1) + bytes.len() }
 }
 
-/// The limits of most requests in these tests.
+/// The limits that most requests in these tests have.
 const LIMITS: RequestLimits =
     RequestLimits { cpu: Duration::from_secs(2), memory_bytes: 64 << 20, reply_bytes: 1 << 20 };
 
@@ -148,7 +150,7 @@ fn many_large_requests_may_be_pending() {
     }
 }
 
-/// A check of the error that a request ends with.
+/// A function that checks whether a request failed with the expected error.
 type ErrorCheck = fn(&SandboxError) -> bool;
 
 #[test]
@@ -183,7 +185,8 @@ fn exceeded_limits_and_crashes_end_the_sandbox_with_their_reason() {
     }
 }
 
-/// Replies may arrive together with the end of the process.
+/// Checks that replies which arrive together with the end of the process are received before the
+/// error.
 #[test]
 fn replies_before_a_crash_are_received_however_late_they_are_read() {
     let mut sandbox = start_sandbox();

@@ -1,5 +1,5 @@
-//! The mapping between a rank's trainer and a checkpoint: which ranges of which tensors the rank
-//! writes and reads, under which names and roles.
+//! Maps a rank's trainer to a checkpoint: which ranges of which tensors the rank writes and reads,
+//! under which names and roles.
 use crate::{
     consensus::exchange_first_error,
     error::{Error, Result, build_checkpoint_error, to_unreadable_checkpoint_error},
@@ -97,8 +97,8 @@ fn list_frozen_names(units: &[ParamUnit]) -> Vec<String> {
     frozen.map(|(u, i)| units[u].params[i].name.clone()).collect()
 }
 
-/// Finds the trained parameters that lack an optimizer state among `tensors`, the tensors of a
-/// checkpoint. The states of these parameters start at zero.
+/// Finds the trained parameters for which `tensors`, the tensors of a checkpoint, lack an optimizer
+/// state. These states then start at zero.
 pub fn find_params_without_state(
     tensors: &[TensorInfo],
     units: &[ParamUnit],
@@ -126,9 +126,9 @@ pub struct OwnedRange<'a> {
     pub values: View<'a>,
 }
 
-/// Lists all ranges of weights and optimizer states that this rank owns, for writing a checkpoint.
-/// `params` must contain a read lock on the resident parameters of each unit, in the order of the
-/// units.
+/// Lists all ranges of weights and optimizer states that this rank owns, with their values, for
+/// writing a checkpoint. `params` must contain a read lock on the resident parameters of each unit,
+/// in the order of the units.
 pub fn list_owned_ranges<'a>(
     engine: &'a ZeroEngine,
     optimizer: &'a Optimizer,
@@ -198,9 +198,9 @@ pub fn require_compatible(ckpt: &Checkpoint, units: &[ParamUnit], optimizer: &Op
     Ok(())
 }
 
-/// Copies each rank's owned parameters and optimizer states to the ranks that store replicas. Every
-/// rank must first have read its owned ranges from a checkpoint. Collective: every rank must call
-/// it.
+/// Copies the parameters and optimizer states that each rank has read from a checkpoint to the
+/// ranks that store replicas. Every rank must first have read its owned ranges from a checkpoint.
+/// Collective: every rank must call it.
 pub fn sync_replicas(ready: &mut UninitializedTrainer) -> Result<()> {
     let (engine, optimizer) = (&mut ready.trainer.engine, &mut ready.trainer.optimizer);
     for u in 0..engine.shards.len() {
@@ -213,7 +213,7 @@ pub fn sync_replicas(ready: &mut UninitializedTrainer) -> Result<()> {
     Ok(engine.wait_param_gather()?)
 }
 
-/// The parts of a checkpoint that are read into the trainer.
+/// Which parameters and optimizer states of a checkpoint are read into the trainer.
 pub struct ReadPlan<'a> {
     /// The checkpoint, of any format.
     pub source: &'a dyn TensorSource,
@@ -224,11 +224,11 @@ pub struct ReadPlan<'a> {
     pub with_states: bool,
     /// Names of the parameters whose states are not read, so that they start at zero.
     pub reset_states: &'a HashSet<String>,
-    /// Filter that returns whether to read the parameter with the given name.
+    /// Returns whether the parameter with the given name is read.
     pub selects: fn(&str) -> bool,
 }
 
-/// Reads this rank's ranges of the weights and optimizer states of every parameter unit.
+/// Reads the ranges of all weights and optimizer states that this rank owns.
 ///
 /// Values in device memory or in 16 bits are first read into a host buffer, one unit at a time.
 pub fn read_owned_ranges(
@@ -243,7 +243,7 @@ pub fn read_owned_ranges(
         .try_for_each(|u| read_units(ready, u..(u + at_once).min(count), reading))
 }
 
-/// Reads each rank's owned tensor ranges on that rank, and copies them to the ranks that store
+/// Reads on each rank the tensor ranges that the rank owns, and copies them to the ranks that store
 /// replicas. If a rank cannot read its ranges, returns the error of the lowest such rank, and
 /// copies nothing. Collective: every rank must call it.
 pub fn read_on_all_ranks(ready: &mut UninitializedTrainer, reading: &ReadPlan) -> Result<Option<Error>> {
@@ -254,7 +254,7 @@ pub fn read_on_all_ranks(ready: &mut UninitializedTrainer, reading: &ReadPlan) -
     }
 }
 
-/// Reads this rank's ranges of the parameter units with indices `units`, with one request to the
+/// Reads this rank's ranges of the parameter units with the indices `units`, in one request to the
 /// checkpoint.
 fn read_units(
     ready: &mut UninitializedTrainer,
@@ -299,15 +299,15 @@ fn read_units(
     Ok(())
 }
 
-/// Access of the host to values of a device as `f32`: in place, or through a copy that is written
-/// back.
+/// Access of host code to a tensor as `f32`: in place, or through a copy that is written back.
 enum HostValues<'a> {
     InPlace(&'a mut [f32]),
     Copy { values: Buf, target: ViewMut<'a> },
 }
 
 impl<'a> HostValues<'a> {
-    /// Gives the host access to `target`: in place for fp32 in host memory, otherwise in a copy.
+    /// Gives host code access to `target` as `f32`: in place if it is fp32 in host memory,
+    /// otherwise in a copy.
     fn new(ops: &dyn Ops, target: ViewMut<'a>) -> Self {
         let current = target.as_view();
         if current.dtype() != Dtype::F32 {
@@ -331,8 +331,8 @@ impl<'a> HostValues<'a> {
     }
 
     /// Copies the values back to their original memory if `self` is a copy, rounded to the type of
-    /// that memory. Elements that the caller did not change keep their bits, because the copy
-    /// represents 16-bit values exactly.
+    /// that memory. Unchanged elements keep their bits, because the copy represents 16-bit values
+    /// exactly.
     fn write_back(self, ops: &dyn Ops) {
         if let HostValues::Copy { values, target } = self {
             copy_or_cast(ops, target, values.view());
@@ -340,8 +340,8 @@ impl<'a> HostValues<'a> {
     }
 }
 
-/// Builds one read request for each of `segments`, the parts of a unit's tensors that are read.
-/// `values` is the memory for the elements of all segments, in the order of the segments.
+/// Builds one read request for each of `segments`, the parts of a unit's tensors to read. `values`
+/// is the memory for the elements of all segments, in the order of the segments.
 fn build_read_requests<'a>(
     unit: &'a ParamUnit,
     role: TensorRole,
@@ -361,8 +361,8 @@ fn build_read_requests<'a>(
     requests.collect()
 }
 
-/// Gathers the owners' ranges of the replicated optimizer states of parameter unit `u` on every
-/// rank. Collective: every rank must call it.
+/// Copies the replicated optimizer states of parameter unit `u` from the ranks that own them to
+/// every rank. Collective: every rank must call it.
 fn sync_replicated_states(
     ops: &dyn Ops,
     engine: &ZeroEngine,

@@ -1,5 +1,5 @@
-//! [`StorageTopology`]: the groups of ranks that see the same checkpoint directory, detected with
-//! probe files.
+//! [`StorageTopology`]: which ranks see the same checkpoint directory, as detected with probe
+//! files.
 use crate::{
     consensus::all_gather_values,
     error::{Error, Result, to_unwritable_checkpoint_error},
@@ -18,15 +18,15 @@ use std::{
 /// The size of a probe file in bytes.
 const NONCE_BYTES: usize = 32;
 
-/// The name and the content of the probe file that one rank of a host wrote into its checkpoint
-/// directory.
+/// A probe file, which one rank of a host writes into the checkpoint directory: its name and
+/// content.
 #[derive(Clone, Serialize, Deserialize)]
 struct ProbeFile {
     name: String,
     nonce: Vec<u8>,
 }
 
-/// The path of a probe file, which is removed when the guard is dropped.
+/// Guard that removes a probe file when dropped.
 struct ProbeGuard(PathBuf);
 
 impl Drop for ProbeGuard {
@@ -36,7 +36,8 @@ impl Drop for ProbeGuard {
     }
 }
 
-/// The groups of ranks that see the same checkpoint directory.
+/// Which ranks see the same checkpoint directory, because it may be on a shared or on a local file
+/// system.
 #[derive(Clone)]
 pub struct StorageTopology {
     /// For each rank, the leader of its directory, which is the lowest rank that sees the
@@ -47,7 +48,7 @@ pub struct StorageTopology {
 }
 
 impl StorageTopology {
-    /// Returns the topology in which all `world` ranks see one directory.
+    /// Returns the topology of `world` ranks that all see the same directory.
     pub fn for_shared_directory(world: usize) -> Self {
         StorageTopology { leaders: vec![0; world], hosts: Vec::new() }
     }
@@ -68,19 +69,20 @@ impl StorageTopology {
         self.find_directory_leader(rank) == rank
     }
 
-    /// Returns, for each checkpoint directory, the host of its leader, ordered by leader. The slice
-    /// is empty if all ranks see one directory.
+    /// Returns for each checkpoint directory the host of its leader, the lowest rank that sees it,
+    /// ordered by leader. The slice is empty if all ranks see one directory.
     pub fn hosts(&self) -> &[StorageHost] {
         &self.hosts
     }
 
-    /// Returns, for each rank, the index of its host in [`StorageTopology::hosts`].
+    /// Returns for each rank the index of its directory in [`StorageTopology::hosts`].
     pub fn list_host_indices(&self) -> Vec<usize> {
         let leaders = self.list_directory_leaders();
         self.leaders.iter().map(|k| leaders.binary_search(k).unwrap_or(0)).collect()
     }
 
-    /// Returns the leaders of all directories, in ascending order.
+    /// Returns the leaders of all checkpoint directories, in ascending order. A leader is the
+    /// lowest rank that sees its directory.
     pub fn list_directory_leaders(&self) -> Vec<usize> {
         let by_rank = self.leaders.iter().enumerate();
         by_rank.filter(|(rank, leader)| rank == *leader).map(|(rank, _)| rank).collect()
@@ -153,14 +155,14 @@ pub fn detect_topology(
     }
 }
 
-/// Builds an error of `checkpoint.dir`, with the message `checkpoint directory ROOT <what>`.
+/// Builds an error about `checkpoint.dir`, with the message `checkpoint directory ROOT <what>`.
 fn build_directory_error(code: Code, root: &Path, what: &str) -> Diagnostic {
     Diagnostic::error(code, format!("checkpoint directory {} {what}", root.display()))
         .with_subject("checkpoint.dir")
         .with_field("path", root.display().to_string())
 }
 
-/// Builds the error of `checkpoint.require_shared`. The error names two hosts that see different
+/// Builds the error that `checkpoint.require_shared` is set but two hosts see different
 /// directories.
 fn build_not_shared_error(root: &Path, leaders: &[usize], names: &[String]) -> Diagnostic {
     let name = |rank: usize| names.get(rank).cloned().unwrap_or_default();
@@ -171,7 +173,7 @@ fn build_not_shared_error(root: &Path, leaders: &[usize], names: &[String]) -> D
         .with_help("put it on storage that all hosts share, or set `checkpoint.require_shared: false`")
 }
 
-/// Returns the error of two host-local directories with the same identifier, or `None` if all
+/// Returns an error if two host-local directories have the same identifier, or `None` if all
 /// identifiers differ.
 fn find_duplicate_id_error(root: &Path, hosts: &[StorageHost]) -> Option<Diagnostic> {
     hosts.iter().enumerate().find_map(|(i, host)| {

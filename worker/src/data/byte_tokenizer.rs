@@ -1,5 +1,5 @@
-//! The embedded tokenizer of 256 byte values and one end-of-document token, and its form as the
-//! files of a Hugging Face tokenizer.
+//! The built-in byte tokenizer, with 256 byte values and an end-of-document token as its
+//! vocabulary. Also the files that describe it to Hugging Face libraries.
 //!
 //! GPT-2's byte-level scheme represents each byte by one printable character. The vocabulary maps
 //! each of these characters to the value of its byte and has no merges. Every implementation of
@@ -11,7 +11,7 @@ use serde_json::json;
 pub(crate) const VOCAB_SIZE: u32 = 257;
 /// The id of the byte tokenizer's end-of-document token.
 pub(crate) const EOD_TOKEN: u32 = 256;
-/// The text of the end-of-document token.
+/// The text that represents the byte tokenizer's end-of-document token.
 pub(crate) const EOD_TOKEN_TEXT: &str = "<|endoftext|>";
 
 /// Returns the tokens of a text, which are its bytes.
@@ -25,8 +25,7 @@ pub(crate) fn decode(tokens: &[u32]) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Returns the character by which GPT-2's byte-level scheme represents a byte: the character with
-/// the byte's value if it is printable, otherwise the next free character from U+0100.
+/// Returns the printable character by which GPT-2's byte-level scheme represents `byte`.
 fn map_byte_to_character(byte: u8) -> char {
     let printable = |b: u8| matches!(b, 33..=126 | 161..=172 | 174..=255);
     if printable(byte) {
@@ -115,7 +114,7 @@ mod tests {
         assert_eq!(ids, [97, 256, 98]);
     }
 
-    /// Asserts that a text is encoded as its bytes and decoded without loss.
+    /// Checks that the tokenizer `t` encodes `text` as its bytes and decodes them without loss.
     fn assert_round_trip(t: &Tokenizer, text: &str) {
         let encoded = t.encode_fast(text, true).unwrap();
         let want: Vec<u32> = text.bytes().map(u32::from).collect();

@@ -1,5 +1,5 @@
-//! Compares rendered chats with the output of transformers, and records of Parquet files with those
-//! that pyarrow wrote. The golden files are in tests/golden/data.
+//! Tests that compare rendered chats with the output of transformers, and Parquet records with
+//! those that pyarrow wrote. The expected files are in tests/golden/data.
 use super::{
     dataset::Dataset,
     interpreter::{
@@ -26,7 +26,7 @@ fn open_golden_tokenizer() -> TextTokenizer {
 }
 
 #[derive(serde::Deserialize)]
-/// One chat of chats.json with the output of transformers.
+/// One chat in the test file chats.json, with the text that transformers renders for it.
 struct GoldenChatCase {
     name: String,
     /// The source of the chat template.
@@ -43,13 +43,13 @@ struct GoldenChatCase {
 }
 
 #[derive(serde::Deserialize)]
-/// The input of a [`GoldenChatCase`].
+/// The input part of a [`GoldenChatCase`]: the messages and settings of a chat.
 struct GoldenChatInput {
     messages: Value,
     tools: Option<Value>,
 }
 
-/// Reads all cases of chats.json.
+/// Reads all test cases of the file chats.json.
 fn read_golden_cases() -> Vec<GoldenChatCase> {
     let text = std::fs::read_to_string(golden_file_path("chats.json")).unwrap();
     let cases: Vec<GoldenChatCase> = serde_json::from_str(&text).unwrap();
@@ -57,15 +57,16 @@ fn read_golden_cases() -> Vec<GoldenChatCase> {
     cases
 }
 
-/// The special tokens of the golden tokenizer.
+/// The special tokens of the tokenizer in tests/golden/data.
 const SPECIAL_TOKENS: [(&str, &str); 2] = [("bos_token", "<s>"), ("eos_token", "</s>")];
 
-/// Compiles a chat template with the special tokens of the golden tokenizer.
+/// Compiles a chat template in a sandbox process, with the special tokens of the tokenizer in
+/// tests/golden/data.
 fn compile_template(source: &str) -> CompiledTemplate {
     CompiledTemplate::new(source, &SPECIAL_TOKENS).unwrap()
 }
 
-/// Converts the chat of a case to a record.
+/// Converts the chat of a test case to a record.
 fn create_chat_record(case: &GoldenChatCase) -> ChatRecord {
     ChatRecord { messages: case.chat.messages.clone(), tools: case.chat.tools.clone() }
 }
@@ -122,8 +123,8 @@ fn chats_have_the_text_tokens_and_loss_mask_of_transformers() {
     }
 }
 
-/// Without generation tags, the assistant's text is located by rendering fewer messages. The
-/// located ranges contain at least the text between the tags.
+/// Checks that the assistant's text is found in a template without generation tags. The located
+/// ranges contain at least the text between the tags.
 #[test]
 fn assistant_text_is_located_without_generation_tags() {
     const TAG_END: &str = "generation %}";
@@ -213,8 +214,8 @@ fn endless_templates_are_stopped() {
     assert!(!syntax.is_endless && syntax.line == Some(1), "{syntax}");
 }
 
-/// Reads a Parquet file and returns its documents. For a chat, returns only the ranges that count
-/// for the loss, joined by `|`.
+/// Reads a Parquet file and returns its documents. Of a chat, returns only the parts that count for
+/// the loss, joined by `|`.
 fn read_rows(
     path: &Path,
     field: &str,
@@ -251,7 +252,8 @@ fn parquet_files_have_the_texts_that_pyarrow_wrote() {
     assert_eq!(replies, ["4, of course.|Sure:\n  1. é\n  2. 🦀 \n", "4, of course.", "4, of course."]);
 }
 
-/// Creates the data section of one golden file, with the golden tokenizer and the first template.
+/// Creates the data section of a job with one file of tests/golden/data, its tokenizer and its
+/// first chat template.
 fn create_golden_spec(dir: &Path, name: &str, format: RecordFormat, field: &str) -> DataSpec {
     std::fs::write(dir.join("t.jinja"), &read_golden_cases()[0].template).unwrap();
     DataSpec {
@@ -273,8 +275,8 @@ fn create_golden_spec(dir: &Path, name: &str, format: RecordFormat, field: &str)
     }
 }
 
-/// Tokenizes Parquet files in the sandbox process, with both tokenizers. Their tokens are those of
-/// a JSON lines file with the same texts.
+/// Checks that a Parquet file and a JSON lines file with the same texts give the same tokens, with
+/// both tokenizers.
 #[test]
 fn parquet_files_have_the_tokens_of_json_lines_files() {
     let dir = tempfile::tempdir().unwrap();
@@ -324,8 +326,9 @@ fn unusable_parquet_files_are_errors_with_field_and_row() {
     assert_eq!(text, (codes::DATA_FORMAT_NOT_CHAT, None, None));
 }
 
-/// Changes single bytes of Parquet files. Each damaged file gives texts, an error or a panic, which
-/// the sandbox process converts to an error.
+/// Checks that a Parquet file with a changed byte gives texts or an error, and never ends the
+/// sandbox process. Each damaged file gives texts, an error or a panic, which the sandbox process
+/// converts to an error.
 #[test]
 fn damaged_parquet_files_are_errors() {
     let dir = tempfile::tempdir().unwrap();
@@ -363,7 +366,7 @@ fn compressed_files_are_rejected_with_a_remedy() {
     }
 }
 
-/// Reads chats from files into samples. Only the assistant's tokens are labels, each exactly once.
+/// Checks that in samples of chats only the assistant's tokens are labels, each exactly once.
 #[test]
 fn only_the_assistants_tokens_count_for_the_loss() {
     let dir = tempfile::tempdir().unwrap();

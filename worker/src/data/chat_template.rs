@@ -1,4 +1,5 @@
-//! [`ChatTemplate`]: the chat template of a data source, which the sandbox process renders.
+//! [`ChatTemplate`]: the chat template of a data source, with which the sandbox process renders
+//! chats.
 use super::{
     error::{ChatTemplateProblem, DataError, Step},
     interpreter::{Interpreter, TemplateSource},
@@ -7,10 +8,10 @@ use super::{
 use jobspec::LossTargets;
 use std::path::{Path, PathBuf};
 
-/// Largest size of a chat template, in bytes.
+/// Largest accepted size of a chat template, in bytes.
 const MAX_TEMPLATE_BYTES: usize = 1 << 20;
 
-/// A chat template that is loaded in the sandbox process.
+/// A chat template that the sandbox process has compiled.
 pub(crate) struct ChatTemplate {
     /// The file with the template.
     path: PathBuf,
@@ -44,7 +45,7 @@ impl ChatTemplate {
         Self::compile(path, template, loss_on, tokenizer.interpreter())
     }
 
-    /// Compiles a template in the sandbox process.
+    /// Compiles the chat template `template` in the sandbox process.
     fn compile(
         path: PathBuf,
         template: TemplateSource,
@@ -61,7 +62,7 @@ impl ChatTemplate {
         }
     }
 
-    /// Returns the file with the template.
+    /// Returns the path of the file from which the template was read.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
@@ -71,7 +72,7 @@ impl ChatTemplate {
         self.loss_on
     }
 
-    /// Returns the digest of the template's source, special tokens and loss setting. Templates with
+    /// Returns a digest of the template's source, special tokens and loss setting. Templates with
     /// equal digests render equal chats equally.
     pub(crate) fn digest(&self) -> &[u8; 32] {
         &self.digest
@@ -94,7 +95,7 @@ fn compute_digest(template: &TemplateSource, loss_on: LossTargets) -> [u8; 32] {
     *hasher.finalize().as_bytes()
 }
 
-/// Reads the template file of a job.
+/// Reads the file of a chat template that the job names.
 fn read_template_file(path: &Path) -> Result<String, ChatTemplateProblem> {
     match read_text_file(path, MAX_TEMPLATE_BYTES as u64) {
         Ok(Some(source)) => Ok(source),

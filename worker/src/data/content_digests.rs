@@ -21,20 +21,21 @@ use std::{
 /// The BLAKE3 digest of a file's content.
 pub(crate) type ContentDigest = [u8; 32];
 
-/// Digests of file contents by file identity.
+/// An index of known files: the digest of the content for the identity of each file.
 type DigestIndex = HashMap<FileIdentity, ContentDigest>;
 
-/// File name of the digest index in the cache directory.
+/// Name of the file in the cache directory that stores the digests of data files.
 const INDEX_FILE_NAME: &str = "contents";
-/// Largest digest index that is read, in bytes.
+/// Largest size in bytes of a stored index of digests. A larger file is ignored.
 const MAX_INDEX_BYTES: u64 = 256 << 20;
-/// Largest number of files in the digest index.
+/// Largest number of files in the stored index of digests.
 const MAX_INDEX_ENTRIES: usize = 1 << 20;
-/// The least time between two changes of a file after which their modification times differ on
+/// The time after which a second change of a file certainly gives it another modification time, on
 /// every file system.
 const FILE_TIME_RESOLUTION: Duration = Duration::from_secs(3);
 
-/// Device, inode, size in bytes, modification time in ns and change time in ns of a file.
+/// What identifies an unchanged file: device, inode, size in bytes, modification time in ns and
+/// change time in ns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct FileIdentity([i128; 5]);
 
@@ -51,8 +52,8 @@ impl FileIdentity {
         ])
     }
 
-    /// Returns whether the last change of the file was long enough before `now` that another change
-    /// would have other times.
+    /// Returns whether the file's last change is so long before `now` that a further change would
+    /// give the file other times.
     fn is_settled(&self, now: SystemTime) -> bool {
         let before = now.checked_sub(FILE_TIME_RESOLUTION).and_then(|t| t.duration_since(UNIX_EPOCH).ok());
         before.is_some_and(|b| self.0[3].max(self.0[4]) < b.as_nanos() as i128)
@@ -80,13 +81,13 @@ pub(crate) fn find_or_compute_digests(
     Ok(hashed.into_iter().map(|(_, digest)| digest).collect())
 }
 
-/// Deletes the index, so that the next start hashes every file again.
+/// Deletes the index of digests in `cache_dir`, so that the next start hashes every file again.
 pub(crate) fn delete_digest_index(cache_dir: &Path) {
     let _ = fs::remove_file(cache_dir.join(INDEX_FILE_NAME));
 }
 
-/// Returns the identity of a file and the digest of its content. Hashes the file if `index` lacks
-/// its identity. Fails if the file changes while it is hashed.
+/// Returns the identity of the file at `path` and the digest of its content. Hashes the file if
+/// `index` lacks its identity. Fails if the file changes while it is hashed.
 fn find_or_compute_digest(
     path: &Path,
     index: &DigestIndex,
@@ -113,8 +114,8 @@ fn find_or_compute_digest(
     Ok((before, *hasher.finalize().as_bytes()))
 }
 
-/// Reads the digest index of the cache directory. Returns an empty index if the file is absent or
-/// damaged.
+/// Reads the index of digests in the cache directory. Returns an empty index if the file is absent
+/// or damaged.
 fn read_digest_index(cache_dir: &Path) -> DigestIndex {
     let Ok(file) = File::open(cache_dir.join(INDEX_FILE_NAME)) else { return HashMap::new() };
     let mut text = String::new();
@@ -124,7 +125,7 @@ fn read_digest_index(cache_dir: &Path) -> DigestIndex {
     parse_digest_index(&text).unwrap_or_default()
 }
 
-/// Parses the text of a digest index. Returns `None` if its checksum or a line is wrong.
+/// Parses the text of a stored index of digests. Returns `None` if its checksum or a line is wrong.
 fn parse_digest_index(text: &str) -> Option<DigestIndex> {
     let (head, body) = text.split_once('\n')?;
     if blake3::Hash::from_hex(head.strip_prefix("launch contents v1 ")?).ok()?
@@ -141,8 +142,8 @@ fn parse_digest_index(text: &str) -> Option<DigestIndex> {
         .collect()
 }
 
-/// Replaces the index file by an index of the `new` files followed by the `known` ones. Leaves out
-/// the last files if there are more than [`MAX_INDEX_ENTRIES`] in total.
+/// Writes the index of digests: the `new` files, followed by the `known` ones. Leaves out the last
+/// files if there are more than [`MAX_INDEX_ENTRIES`] in total.
 fn write_digest_index(
     cache_dir: &Path,
     known: DigestIndex,
@@ -168,13 +169,14 @@ fn write_digest_index(
 pub(crate) mod tests {
     use super::*;
 
-    /// Writes an index that has a wrong digest for `file`.
+    /// Writes an index of digests in which the digest of `file` is wrong.
     pub(crate) fn write_index_with_wrong_digest(file: &DataFile, cache: &Path) {
         let id = FileIdentity::from_metadata(&fs::metadata(&file.path).unwrap());
         write_digest_index(cache, HashMap::new(), &[(id, [7; 32])]).unwrap();
     }
 
-    /// Returns a time at which all files of the test are old enough for the index.
+    /// Returns a time in the future, at which all files of the test are old enough for the index of
+    /// digests.
     fn get_later_time() -> SystemTime {
         SystemTime::now() + Duration::from_secs(60)
     }

@@ -1,4 +1,5 @@
-//! [`Dataset`]: the training or evaluation samples of a job, with access by position in the run.
+//! [`Dataset`]: the training or evaluation samples of a job, which are accessed by their position
+//! in the run.
 use super::{
     chat_template::ChatTemplate,
     content_digests,
@@ -26,7 +27,7 @@ pub struct Dataset {
     warnings: Vec<Diagnostic>,
 }
 
-/// The samples of one data source.
+/// Reads the samples of one data source from its token cache.
 struct SourceSampleReader {
     /// The source's name in job.yaml; empty if the data are not a mixture.
     name: String,
@@ -35,8 +36,8 @@ struct SourceSampleReader {
 }
 
 impl Dataset {
-    /// Opens the data of one side of the held-out split. Reads and tokenizes the files first if no
-    /// token cache exists. Relative paths start at `workdir`.
+    /// Opens the training or the evaluation data of a job. Reads and tokenizes the files first if
+    /// no token cache exists. Relative paths start at `workdir`.
     ///
     /// `Split::Train` selects every source without its held-out share. `Split::HeldOut` selects
     /// `eval_files` if there are any, otherwise the held-out share of every source. Blocks while
@@ -52,8 +53,8 @@ impl Dataset {
         Self::open_with(spec, eval_files, split, workdir, &tokenizer)
     }
 
-    /// Opens the data like [`Dataset::open`], with a tokenizer that is already open. It must be the
-    /// tokenizer of the data section.
+    /// Opens the data as [`Dataset::open`] does, but with `tokenizer`, which is already open. It
+    /// must be the tokenizer of the data section.
     pub fn open_with(
         spec: &DataSpec,
         eval_files: Option<&[String]>,
@@ -80,7 +81,7 @@ impl Dataset {
         Ok(Self::with_sources(opened, MixtureSchedule::new(&weights), spec, warnings))
     }
 
-    /// Creates a data set of open sources, and computes its digest.
+    /// Creates a data set from open `sources`, and computes its digest.
     fn with_sources(
         sources: Vec<SourceSampleReader>,
         schedule: MixtureSchedule,
@@ -110,7 +111,7 @@ impl Dataset {
         self.sources.iter().map(|s| s.packer.len()).sum()
     }
 
-    /// Creates the order in which a run uses the samples. If `shuffle` is set, the samples of each
+    /// Creates the order in which a run reads the samples. If `shuffle` is set, the samples of each
     /// source have another order in each epoch.
     pub fn create_sample_order(&self, seed: u64, shuffle: bool) -> SampleOrder {
         let permutation =
@@ -144,7 +145,7 @@ impl Dataset {
         &self.warnings
     }
 
-    /// Writes `micro` consecutive samples of the run, from position `first_position` on, to
+    /// Writes `micro` consecutive samples of the run, the first at position `first_position`, to
     /// `tokens`, `labels` and `starts`.
     ///
     /// Each slice has shape `[micro, seq_len]`. `labels` are the next tokens or [`IGNORE_INDEX`].
@@ -177,8 +178,8 @@ impl Dataset {
         }
     }
 
-    /// Counts the labels other than [`super::IGNORE_INDEX`] in the `count` samples of the run from
-    /// `first_position` on.
+    /// Counts the labels other than [`super::IGNORE_INDEX`] in `count` consecutive samples of the
+    /// run, the first at position `first_position`.
     pub fn count_targets(&self, order: &SampleOrder, first_position: u64, count: u64) -> u64 {
         let targets = |position| {
             let (source, _, sample) = order.locate_sample(position);
@@ -190,7 +191,8 @@ impl Dataset {
 }
 
 impl SourceSampleReader {
-    /// Cuts the stream of a token cache into samples. Fails if the stream is shorter than a sample.
+    /// Divides the tokens of a token cache into samples. Fails if the stream is shorter than a
+    /// sample.
     fn new(name: String, cache: TokenCache, spec: &DataSpec, split: Split) -> Result<Self, DataError> {
         let packer = Packer::new(&cache, spec.seq_len, spec.pack, cache.header.eod);
         if packer.len() == 0 {
@@ -205,7 +207,7 @@ impl SourceSampleReader {
     }
 }
 
-/// Opens the token cache of one source, and builds the cache first if necessary.
+/// Opens the token cache of one data source, which is built first if necessary.
 fn open_source_cache(
     spec: &DataSpec,
     source: &DataSource,

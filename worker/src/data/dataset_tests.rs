@@ -1,4 +1,4 @@
-//! Tests of data sets, from files to samples.
+//! Tests of data sets, from data files to samples.
 use super::{dataset::Dataset, *};
 use diagnostic::{Code, Diagnostic, codes::data as codes};
 use jobspec::{DataSource, DataSpec, LossTargets, RecordFormat, TokenizerSpec};
@@ -20,7 +20,7 @@ fn create_data_spec(files: &[&str], seq_len: u32) -> DataSpec {
     }
 }
 
-/// Returns an unnamed text source of these files.
+/// Returns a text source without a name, with the files `files`.
 fn create_text_source(files: Vec<String>) -> DataSource {
     DataSource {
         name: String::new(),
@@ -32,7 +32,7 @@ fn create_text_source(files: Vec<String>) -> DataSource {
     }
 }
 
-/// Creates a temporary directory with files of these names and contents.
+/// Creates a temporary directory with the given files (names and contents).
 fn create_directory_with(files: &[(&str, &str)]) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     for (name, text) in files {
@@ -41,7 +41,7 @@ fn create_directory_with(files: &[(&str, &str)]) -> tempfile::TempDir {
     dir
 }
 
-/// Opens the training side of the data in `dir`.
+/// Opens the training data in `dir`, without the held-out part.
 fn open_train_data(spec: &DataSpec, dir: &tempfile::TempDir) -> Result<Dataset, DataError> {
     Dataset::open(spec, None, Split::Train, dir.path())
 }
@@ -51,10 +51,11 @@ fn expect_open_error(result: Result<Dataset, DataError>) -> DataError {
     result.err().expect("opening the data failed")
 }
 
-/// Tokens, labels and starts of several samples.
+/// Several samples: their tokens, their labels, and the position at which the document of each
+/// token starts.
 type SampleBatch = [Vec<u32>; 3];
 
-/// Returns `micro` samples from position `first` on, and asserts that their targets are counted
+/// Reads `micro` samples, the first at position `first`, and checks that their labels are counted
 /// correctly.
 fn read_batch(data: &Dataset, order: &SampleOrder, first: u64, micro: usize) -> SampleBatch {
     let [mut tokens, mut labels, mut starts] = [0; 3].map(|_| vec![0; micro * data.seq_len]);
@@ -186,7 +187,7 @@ fn the_estimate_counts_files_bytes_and_tokens() {
     assert_eq!(e.to_diagnostic().subject(), Some("train.data.tokenizer"));
 }
 
-/// One run of the preflight check reports several files with invalid first records, and reads no
+/// Checks that one preflight check reports all files whose first record is invalid, and reads no
 /// further records.
 #[test]
 fn the_first_record_of_each_file_is_checked() {
@@ -239,7 +240,7 @@ fn the_first_record_of_each_file_is_checked() {
     );
 }
 
-/// The tokenizer.json of the embedded tokenizer produces the same stream as the embedded tokenizer.
+/// Checks that the built-in tokenizer and its tokenizer.json produce the same tokens.
 #[test]
 fn the_embedded_tokenizer_equals_its_file() {
     let dir = create_directory_with(&[("a.txt", "Größe 🦀\n\n  x"), ("b.txt", "more")]);
@@ -257,7 +258,7 @@ fn the_embedded_tokenizer_equals_its_file() {
     );
 }
 
-/// Creates a mixture of three sources of different sizes, and returns its directory and data
+/// Creates a data set of three sources with different sizes, and returns its directory and data
 /// section.
 fn create_mixture() -> (tempfile::TempDir, DataSpec) {
     let lines = |name: &str, n: usize| -> String {
@@ -330,7 +331,7 @@ fn an_error_in_a_source_has_its_name() {
     assert_eq!(e.to_diagnostic().subject(), Some("train.eval.files"));
 }
 
-/// Renders every kind of error in the form that users see.
+/// Checks the texts that users see for every kind of data error.
 #[test]
 fn errors_render_with_message_cause_and_help() {
     let io = || std::io::Error::from(std::io::ErrorKind::PermissionDenied);
@@ -438,8 +439,8 @@ fn an_epoch_visits_every_sample_once_and_epochs_differ() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// A run that is stopped after any number of steps and resumed with another number of workers
-    /// and another micro-batch has the same samples in the same micro-batches.
+    /// Checks that a run which is stopped and resumed with other numbers of workers and
+    /// micro-batches reads the same samples.
     #[test]
     fn a_resume_with_another_world_size_continues_exactly(
         pack: bool,

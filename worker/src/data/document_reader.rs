@@ -1,5 +1,5 @@
-//! Reads data files as a stream of documents. Memory holds one segment of a text file, or one line
-//! of a JSON lines file.
+//! Reads data files as a stream of documents, one segment of a text file or one line of a JSON
+//! lines file at a time.
 //!
 //! - A text file is one document.
 //! - Each record of a `.jsonl`, `.ndjson` or `.parquet` file is one document. `train.data.field`
@@ -24,14 +24,16 @@ use std::{
     path::Path,
 };
 
-/// Longest piece of a text file that is assigned to one side of the split, in bytes.
+/// Longest piece of a text file that is assigned as a whole to the training or the evaluation data,
+/// in bytes.
 pub(crate) const PIECE_BYTES: usize = 16 << 10;
-/// Longest segment of a text file that is passed to the tokenizer in one call, in bytes. Longer
+/// Longest part of a text file that is passed to the tokenizer in one call, in bytes. Longer
 /// documents are cut after a newline, or otherwise between characters. The text of a record is
 /// never cut and may be longer.
 const SEGMENT_BYTES: usize = 256 << 10;
 
-/// The options with which the records of a data source are converted to text.
+/// How the records of a data source are converted to text: field, chat template and further
+/// options.
 #[derive(Clone, Copy)]
 pub(crate) struct RecordReadOptions<'a> {
     /// The field or column of a record with the text or messages.
@@ -78,19 +80,19 @@ fn get_lower_case_extension(path: &Path) -> String {
     path.extension().and_then(|e| e.to_str()).unwrap_or("").to_ascii_lowercase()
 }
 
-/// A callback that receives the parts of documents in order, with their lines if the file consists
-/// of records. An error ends the reading.
+/// A callback that receives the parts of documents in order, with their line numbers if the file
+/// has records. An error ends the reading.
 pub(crate) type DocumentPartSink<'a> =
     dyn FnMut(DocumentPart, Option<RecordPosition>) -> Result<(), DataError> + 'a;
 
-/// A data file that was opened for reading.
+/// A data file that was opened for reading, and its format.
 pub(crate) struct OpenDataFile {
     pub(crate) file: File,
     pub(crate) format: DataFileFormat,
 }
 
-/// Reads a text or JSON lines file and passes its documents to `sink`. Returns the BLAKE3 hash of
-/// the bytes that were read, with which the caller can detect that the file changed.
+/// Reads a text or JSON lines file and passes the parts of its documents to `sink`. Returns the
+/// BLAKE3 hash of the bytes that were read, with which the caller can detect that the file changed.
 pub(crate) fn read_documents(
     data: OpenDataFile,
     path: &Path,
@@ -112,7 +114,7 @@ pub(crate) fn read_documents(
     Ok(input.hasher.finalize())
 }
 
-/// Converts one line to a document, and passes the document to `sink` if `filter` accepts its text.
+/// Converts one line of a file to a document, and passes it to `sink` if `filter` accepts its text.
 /// The filter is not applied to a chat, whose text is not known.
 fn emit_record(
     line: u64,
@@ -156,8 +158,8 @@ pub(crate) fn open_data_file(path: &Path, options: RecordReadOptions) -> Result<
     }
 }
 
-/// Reads the first piece of a text file. Returns false if the file is empty, and fails if the piece
-/// is not UTF-8.
+/// Reads the first piece of a text file and checks that it is UTF-8. Returns false if the file is
+/// empty, and fails if the piece is not UTF-8.
 pub(crate) fn read_first_text_piece(input: &mut impl Read, path: &Path) -> Result<bool, DataError> {
     let mut bytes = vec![0; PIECE_BYTES];
     let n = read_until_full(input, &mut bytes).map_err(|source| DataError::unreadable(path, source))?;
@@ -189,7 +191,7 @@ fn reject_compressed_file(path: &Path) -> Result<(), DataError> {
     Err(DataError::CompressedFile { path: path.to_path_buf(), extension, remedy })
 }
 
-/// Computes the BLAKE3 hash of a whole file, whatever its read position.
+/// Computes the BLAKE3 hash of a whole file, independently of its current read position.
 pub(crate) fn hash_file(file: &File) -> io::Result<blake3::Hash> {
     let (mut hasher, mut buffer, mut offset) = (blake3::Hasher::new(), vec![0; 1 << 18], 0);
     loop {
@@ -222,7 +224,7 @@ impl<R: Read> Read for HashingReader<R> {
 /// A callback that receives the parts of the documents of a text file in order.
 type TextPartSink<'a> = dyn FnMut(DocumentPart) -> Result<(), DataError> + 'a;
 
-/// Joins adjacent accepted pieces of a text file into segments and documents.
+/// Joins pieces of a text file to segments and documents, and passes them to a callback.
 struct DocumentAssembler<'a, 'b> {
     /// Text of the current document that was not passed to the sink yet.
     pending: String,
@@ -232,7 +234,7 @@ struct DocumentAssembler<'a, 'b> {
 }
 
 impl DocumentAssembler<'_, '_> {
-    /// Appends an accepted piece to the current document.
+    /// Appends a piece of the text file to the current document.
     fn add_piece(&mut self, piece: &str) -> Result<(), DataError> {
         if self.pending.len() + piece.len() > SEGMENT_BYTES {
             self.flush_pending_text()?;
@@ -242,7 +244,7 @@ impl DocumentAssembler<'_, '_> {
         Ok(())
     }
 
-    /// Passes the pending text to the sink as one segment, if there is any.
+    /// Passes the text collected so far to the callback as one segment, if there is any.
     fn flush_pending_text(&mut self) -> Result<(), DataError> {
         if self.pending.is_empty() {
             return Ok(());
@@ -250,16 +252,16 @@ impl DocumentAssembler<'_, '_> {
         (self.sink)(DocumentPart::Text(std::mem::take(&mut self.pending)))
     }
 
-    /// Passes the pending text and the end of the current document to the sink. Does nothing if the
-    /// document has no text.
+    /// Ends the current document: passes the text collected so far and the end of the document to
+    /// the callback. Does nothing if the document has no text.
     fn end_document(&mut self) -> Result<(), DataError> {
         self.flush_pending_text()?;
         if std::mem::take(&mut self.has_text) { (self.sink)(DocumentPart::End) } else { Ok(()) }
     }
 }
 
-/// Reads a text file piece by piece, and passes the accepted pieces to `sink` as documents. A
-/// rejected piece ends the current document.
+/// Reads a text file piece by piece, and passes the pieces that `filter` accepts to `sink` as
+/// documents. A rejected piece ends the current document.
 fn read_text_documents(
     input: &mut impl Read,
     path: &Path,
@@ -319,8 +321,9 @@ fn read_until_full(input: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize
     Ok(n)
 }
 
-/// Returns the length in bytes of the first piece of `bytes`. The caller must pass more than
-/// [`PIECE_BYTES`] bytes, or the whole rest of the file.
+/// Returns the length in bytes of the first piece of `bytes`, the unit that is assigned to training
+/// or evaluation data. The caller must pass more than [`PIECE_BYTES`] bytes, or the whole rest of
+/// the file.
 fn find_first_piece_length(bytes: &[u8]) -> usize {
     if bytes.len() <= PIECE_BYTES {
         return bytes.len();
@@ -345,7 +348,8 @@ mod tests {
     use serde_json::error::Category;
     use std::fs;
 
-    /// Writes a file with this name and content, and returns the documents that are read from it.
+    /// Writes a file with the given name and content, and returns the documents that are read from
+    /// it.
     fn write_and_read_documents(
         name: &str,
         content: &[u8],
@@ -492,7 +496,7 @@ mod tests {
     }
 
     proptest! {
-        /// Any bytes give documents or an error, never a panic.
+        /// Checks that a file of any bytes gives documents or an error, and never a panic.
         #[test]
         fn any_bytes_are_read_or_rejected(
             bytes in proptest::collection::vec(any::<u8>(), 0..200),

@@ -28,14 +28,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Number of requests that are sent before the first reply: one that the sandbox process
-/// interprets, and one that waits.
+/// Number of requests that are sent to the sandbox process before a reply is awaited, so that it
+/// always has work.
 const REQUESTS_SENT: usize = 2;
-/// Longest time for the search for the document that made a batch fail, in which documents are
-/// interpreted one by one.
+/// Longest time for which the documents of a failed batch are interpreted one by one, to find the
+/// one that failed.
 const SEARCH_TIME: Duration = Duration::from_secs(5);
 
-/// Tokenizes documents in order and writes their tokens to a token cache.
+/// Sends documents to the sandbox process in order, and writes the tokens that it returns to a
+/// token cache.
 pub(crate) struct DocumentTokenizer<'a> {
     tokenizer: &'a TextTokenizer,
     options: RecordReadOptions<'a>,
@@ -50,14 +51,14 @@ pub(crate) struct DocumentTokenizer<'a> {
     cache_path: &'a Path,
 }
 
-/// Parts of documents that are sent together.
+/// Parts of documents that are sent to the sandbox process in one request.
 #[derive(Default)]
 struct Batch {
     parts: Vec<BatchPart>,
     bytes: usize,
 }
 
-/// A part of a document, with the place where it was read.
+/// A part of a document, and the file and position where it was read.
 struct BatchPart {
     part: DocumentPart,
     path: Arc<Path>,
@@ -65,7 +66,8 @@ struct BatchPart {
 }
 
 impl BatchPart {
-    /// Returns the document to interpret, or `None` for the end of a document.
+    /// Returns the part as a document for the sandbox process, or `None` if it is the end of a
+    /// document.
     fn as_document(&self) -> Option<Document<'_>> {
         match &self.part {
             DocumentPart::Text(text) => Some(Document::Text(text)),
@@ -76,8 +78,8 @@ impl BatchPart {
 }
 
 impl<'a> DocumentTokenizer<'a> {
-    /// Creates a tokenizer of documents that writes to `writer`. `cache_path` is for error
-    /// messages.
+    /// Creates a tokenizer of documents that writes to the token cache `writer`. Errors name the
+    /// cache by `cache_path`.
     pub(crate) fn new(
         tokenizer: &'a TextTokenizer,
         options: RecordReadOptions<'a>,
@@ -90,8 +92,8 @@ impl<'a> DocumentTokenizer<'a> {
         DocumentTokenizer { tokenizer, options, filter, stream, batch, sent, writer, cache_path }
     }
 
-    /// Adds a part of a document that is to be tokenized. After an error, the documents whose
-    /// tokens are not written are dropped.
+    /// Adds a part of a document, which is then tokenized in a batch. After an error, the documents
+    /// whose tokens are not written are dropped.
     pub(crate) fn push(
         &mut self,
         part: DocumentPart,
@@ -129,19 +131,20 @@ impl<'a> DocumentTokenizer<'a> {
         flushed.inspect_err(|_| self.drop_documents())
     }
 
-    /// Drops all documents whose tokens were not written, sent or not.
+    /// Drops all documents whose tokens are not written yet, whether they were sent or not.
     fn drop_documents(&mut self) {
         self.batch = Batch::default();
         self.sent.clear();
     }
 
-    /// Returns the writer of the token cache. All documents must have been written.
+    /// Ends the tokenizing and returns the writer of the token cache. All documents must have been
+    /// written.
     pub(crate) fn into_writer(self) -> TokenCacheWriter {
         self.writer
     }
 
-    /// Sends the current batch to the sandbox process. Receives the results of an older batch if
-    /// too many are pending.
+    /// Sends the collected parts of documents to the sandbox process as one batch. Receives the
+    /// results of an older batch if too many are pending.
     fn send_batch(&mut self) -> Result<(), DataError> {
         let batch = std::mem::take(&mut self.batch);
         if batch.parts.is_empty() {
@@ -165,7 +168,7 @@ impl<'a> DocumentTokenizer<'a> {
         sent.or_else(|failure| self.recover(failure))
     }
 
-    /// Receives the results of the oldest batch, and writes its tokens.
+    /// Receives the results of the oldest batch, and writes its tokens to the token cache.
     fn receive_batch(&mut self) -> Result<(), DataError> {
         let results = match self.stream.receive::<Vec<DocumentResult>>() {
             Ok(results) => results,
@@ -175,8 +178,8 @@ impl<'a> DocumentTokenizer<'a> {
         self.write_batch(&batch, results)
     }
 
-    /// Interprets the oldest batch again after the sandbox process failed on this batch, and sends
-    /// the other batches again.
+    /// Repeats the oldest batch after the sandbox process failed on it, and sends the later batches
+    /// again.
     fn recover(&mut self, failure: InterpreterFailure) -> Result<(), DataError> {
         let sent = std::mem::take(&mut self.sent);
         let mut batches = sent.into_iter();
@@ -186,7 +189,7 @@ impl<'a> DocumentTokenizer<'a> {
         batches.try_for_each(|batch| self.send(batch))
     }
 
-    /// Interprets the documents of a batch one by one after the sandbox process failed on the
+    /// Interprets the documents of a batch one by one, after the sandbox process failed on the
     /// batch. Returns the results if no document fails alone.
     fn interpret_one_by_one(
         &mut self,
@@ -215,7 +218,8 @@ impl<'a> DocumentTokenizer<'a> {
         }
     }
 
-    /// Returns the error of a record during whose interpretation the sandbox process failed.
+    /// Returns the error for a record, given the `failure` of the sandbox process while it
+    /// interpreted this record.
     fn to_record_error(&self, failure: InterpreterFailure, part: &BatchPart, is_exact: bool) -> DataError {
         let first_step = match part.part {
             DocumentPart::ChatLine(_) => Step::RenderChats,
@@ -226,8 +230,8 @@ impl<'a> DocumentTokenizer<'a> {
         to_data_error(failure, first_step, &part.path, records, rules)
     }
 
-    /// Returns the path of the file that a step of interpretation uses: the tokenizer or the chat
-    /// template. Returns `None` if the step uses no file.
+    /// Returns the path of the file that the sandbox process used in `step`: the tokenizer or the
+    /// chat template. Returns `None` if the step uses no file.
     fn find_step_file(&self, step: Step) -> Option<&Path> {
         match step {
             Step::RenderChats => self.options.chat_template.map(|template| template.path()),
@@ -264,7 +268,7 @@ impl<'a> DocumentTokenizer<'a> {
         Ok(())
     }
 
-    /// Writes the tokens of one interpreted document, or of one part of it, to the token cache. If
+    /// Writes the tokens of one document, or of one part of a document, to the token cache. If
     /// `is_whole` is set, the document ends after these tokens.
     fn write_result(
         &mut self,
@@ -304,7 +308,7 @@ impl<'a> DocumentTokenizer<'a> {
         written.map_err(|source| self.unwritable_cache_error(source))
     }
 
-    /// Creates the error that the token cache cannot be written.
+    /// Creates the error that the token cache cannot be written, because of `source`.
     fn unwritable_cache_error(&self, source: io::Error) -> DataError {
         DataError::cache_unusable(self.cache_path, CacheOperation::Write, source)
     }
@@ -341,8 +345,8 @@ impl<'a> DocumentTokenizer<'a> {
         Ok(())
     }
 
-    /// Returns the error of a Parquet file on which the sandbox process failed, at or after the row
-    /// `first_row`.
+    /// Returns the error for a Parquet file, given the `failure` of the sandbox process at or after
+    /// the row `first_row`.
     fn to_rows_error(&self, failure: InterpreterFailure, path: &Path, first_row: u64) -> DataError {
         let range = RecordRange { first: RecordPosition::Row(first_row), is_exact: false };
         let rules = failure.step.and_then(|step| self.find_step_file(step));
@@ -350,7 +354,7 @@ impl<'a> DocumentTokenizer<'a> {
     }
 }
 
-/// Returns the number of documents of a batch, without the ends of documents.
+/// Returns the number of documents in a batch. Parts that only end a document are not counted.
 fn count_documents(batch: &Batch) -> usize {
     batch.parts.iter().filter(|part| part.as_document().is_some()).count()
 }

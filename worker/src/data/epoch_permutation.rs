@@ -1,4 +1,4 @@
-//! [`EpochPermutation`]: the order of the samples of one data source in every epoch.
+//! [`EpochPermutation`]: the shuffled order of one data source's samples, different in every epoch.
 //!
 //! The order is a pure function of the seed, the source's name, the number of samples and the
 //! position. One number is therefore the whole cursor, and a run uses the same samples for any
@@ -8,11 +8,11 @@ use crate::rng::{Purpose, RandomStream};
 /// Largest number of samples of a data source.
 const MAX_SAMPLES: u64 = 1 << 48;
 
-/// Number of rounds of the Feistel network. Four rounds give a pseudo-random permutation of large
-/// domains; tiny domains need more.
+/// Number of rounds of the Feistel network that shuffles sample numbers. Four rounds give a
+/// pseudo-random permutation of large domains; tiny domains need more.
 const FEISTEL_ROUNDS: u64 = 8;
 
-/// The order of `n` samples over an unlimited number of epochs.
+/// The order of a data source's samples, over any number of epochs.
 ///
 /// If shuffled, each epoch is a keyed Feistel permutation of `0..4^k`, the smallest such domain
 /// with at least `n` elements. Cycle walking restricts the permutation to `0..n`: a result outside
@@ -47,8 +47,8 @@ impl EpochPermutation {
         self.samples
     }
 
-    /// Returns the epoch and the sample at `index`. The index counts the samples of this source
-    /// since the beginning of the run.
+    /// Returns in which epoch the sample at `index` is, and which sample it is. The index counts
+    /// the samples of this source since the beginning of the run.
     pub(crate) fn locate_sample(&self, index: u64) -> (u64, u64) {
         let (epoch, position) = (index / self.samples, index % self.samples);
         let Some(stream) = &self.stream else { return (epoch, position) };
@@ -59,8 +59,8 @@ impl EpochPermutation {
         (epoch, sample)
     }
 
-    /// Applies the Feistel network to an index: a bijection of `0..2^(2 * half_bits)` that depends
-    /// on the epoch.
+    /// Permutes the numbers `0..2^(2 * half_bits)` by a Feistel network that depends on the epoch,
+    /// and returns the image of `index`.
     fn permute_index(&self, stream: &RandomStream, epoch: u64, index: u64) -> u64 {
         let mask = (1u64 << self.half_bits) - 1;
         let (mut left, mut right) = (index >> self.half_bits, index & mask);
@@ -122,8 +122,8 @@ mod tests {
         assert_eq!(seen.len(), 6);
     }
 
-    /// The positions and successors of samples show no pattern: the chi-square statistic over 16 ×
-    /// 16 regions stays near its mean.
+    /// Checks that shuffled orders show no pattern: the chi-square statistic of positions and
+    /// successors stays near its mean.
     #[test]
     fn shuffling_spreads_samples_evenly() {
         let n = 1 << 14;
@@ -143,7 +143,8 @@ mod tests {
     }
 
     proptest! {
-        /// In orders too large to list, sample numbers are in range and distinct.
+        /// Checks that shuffled orders of many samples contain only valid sample numbers, without
+        /// repetition.
         #[test]
         fn large_orders_are_injective(n in 1u64..=MAX_SAMPLES, seed: u64, start: u64) {
             let order = EpochPermutation::new(seed, "", n, true);
@@ -155,8 +156,8 @@ mod tests {
         }
     }
 
-    /// The order must never change: a resumed run continues in the order of the version that began
-    /// it.
+    /// Checks that shuffled orders equal recorded ones, because a resumed run must continue in the
+    /// order of the version that began it.
     #[test]
     fn the_order_equals_recorded_values() {
         assert_eq!(list_epoch_samples(&EpochPermutation::new(1234, "", 10, true), 0), RECORDED_SMALL_ORDER);

@@ -20,7 +20,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The reason why training data, a tokenizer or the token cache cannot be used.
+/// Why training data, a tokenizer or the token cache cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DataError {
@@ -231,23 +231,24 @@ pub enum DataError {
     },
 }
 
-/// Formats the position of a record after the path of its file.
+/// Formats the line or row of a record in the form that follows the path of a file.
 fn format_position(position: &Option<RecordPosition>) -> String {
     position.map_or_else(String::new, |position| format!(":{position}"))
 }
 
 impl DataError {
-    /// Creates the error of a data file or directory that cannot be read.
+    /// Creates the error that the data file or directory at `path` cannot be read.
     pub(crate) fn unreadable(path: &Path, source: io::Error) -> DataError {
         DataError::Unreadable { path: path.to_path_buf(), source }
     }
 
-    /// Creates the error of a record that cannot be used.
+    /// Creates the error that the record at `position` of the file at `path` cannot be used,
+    /// because of `problem`.
     pub(crate) fn invalid_record(path: &Path, position: RecordPosition, problem: RecordProblem) -> DataError {
         DataError::InvalidRecord { path: path.to_path_buf(), position, problem }
     }
 
-    /// Creates the error of a token cache that cannot be read or written.
+    /// Creates the error that the token cache at `path` cannot be read or written.
     pub(super) fn cache_unusable(path: &Path, operation: CacheOperation, source: io::Error) -> DataError {
         DataError::CacheUnusable { path: path.to_path_buf(), operation, source }
     }
@@ -257,8 +258,7 @@ impl DataError {
         matches!(self, DataError::Uninterpretable(_) | DataError::SandboxUnavailable { .. })
     }
 
-    /// Returns whether the error is about data files, rather than a tokenizer or a chat template
-    /// without data.
+    /// Returns whether the error is about data files, not about a tokenizer or a chat template.
     pub(crate) fn is_about_data_files(&self) -> bool {
         match self {
             DataError::Uninterpretable(failure) => failure.records.is_some(),
@@ -391,7 +391,7 @@ impl DataError {
         }
     }
 
-    /// Returns the help for the error, unless the diagnostic of its problem has the help.
+    /// Returns the help text for the error, unless the cause of the error has its own help text.
     fn find_help(&self) -> Option<Cow<'static, str>> {
         let help = match self {
             DataError::NoFilesGiven => "name files or patterns, such as files: [\"docs/**/*.md\"]",

@@ -1,4 +1,4 @@
-//! Expands the patterns of a job to data files.
+//! Expands the file patterns of a job, such as `data/*.jsonl`, to the data files that they match.
 //!
 //! A pattern is a path, absolute or relative to the workdir. `*`, `?` and `[a-z]` match within one
 //! name, `{a,b}` stands for either alternative, and `**` for any number of directories. Wildcards
@@ -56,7 +56,7 @@ pub(crate) fn expand_patterns(patterns: &[String], workdir: &Path) -> Result<Vec
     Ok(unique)
 }
 
-/// Appends the files that one pattern matches to `found`, possibly with duplicates.
+/// Appends the files that `pattern` matches to `found`, which may then contain duplicates.
 fn expand_pattern(pattern: &str, workdir: &Path, found: &mut Vec<DataFile>) -> Result<(), DataError> {
     let invalid = |problem| DataError::InvalidPattern { pattern: pattern.into(), problem };
     if pattern.is_empty() || pattern.contains('\0') {
@@ -84,8 +84,8 @@ fn expand_pattern(pattern: &str, workdir: &Path, found: &mut Vec<DataFile>) -> R
     Ok(())
 }
 
-/// Reads the metadata of the file or directory at a path, after following links. Returns `None` if
-/// the path leads to no file.
+/// Reads the metadata of the file or directory at `path`, following symbolic links. Returns `None`
+/// if the path leads to no file.
 fn read_metadata(path: &Path) -> Result<Option<fs::Metadata>, DataError> {
     match fs::metadata(path) {
         Ok(meta) => Ok(Some(meta)),
@@ -96,8 +96,8 @@ fn read_metadata(path: &Path) -> Result<Option<fs::Metadata>, DataError> {
     }
 }
 
-/// Expands the braces of a pattern. Returns one pattern without braces for each combination of
-/// alternatives.
+/// Expands the braces of a pattern, such as `{a,b}`, to one pattern without braces for each
+/// combination of alternatives.
 fn expand_braces(pattern: &str) -> Result<Vec<String>, PatternProblem> {
     let mut done = Vec::new();
     let mut todo = vec![pattern.to_string()];
@@ -141,8 +141,8 @@ fn find_first_braces(p: &str) -> Result<Option<(usize, usize, Vec<usize>)>, Patt
     open.map_or(Ok(None), |_| Err(PatternProblem::UnclosedBrace))
 }
 
-/// The part of a pattern between two slashes. A part matches one name of a path or, if the part is
-/// `**`, any number of names.
+/// The part of a file pattern between two slashes. A part matches one name of a path or, if the
+/// part is `**`, any number of names.
 enum PatternPart {
     /// Matches this name only.
     Name(OsString),
@@ -153,7 +153,7 @@ enum PatternPart {
     AnyDirectories,
 }
 
-/// Splits a pattern without braces into its parts.
+/// Splits a file pattern without braces into its parts between slashes.
 fn parse_pattern_parts(pattern: &str) -> Result<Vec<PatternPart>, PatternProblem> {
     let mut parts = Vec::new();
     for name in pattern.split('/').filter(|n| !n.is_empty() && *n != ".") {
@@ -171,7 +171,7 @@ fn parse_pattern_parts(pattern: &str) -> Result<Vec<PatternPart>, PatternProblem
     Ok(parts)
 }
 
-/// The search of the directory tree for the files that one pattern matches.
+/// The search of a directory tree for the files that match one pattern.
 struct PatternSearch<'a> {
     parts: &'a [PatternPart],
     /// Device, inode and index of the pattern's part for every directory that was entered. A
@@ -214,7 +214,7 @@ impl PatternSearch<'_> {
     }
 
     /// Handles a path whose last component matches a part of the pattern. Adds a file if the part
-    /// is the last one, and searches a directory for the parts from `next` on.
+    /// is the last one, and searches a directory for the parts with index `next` and higher.
     fn visit_matched_path(&mut self, path: PathBuf, is_last: bool, next: usize) -> Result<(), DataError> {
         match read_metadata(&path)? {
             Some(meta) if meta.is_file() && is_last => self.found.push(DataFile { path, bytes: meta.len() }),
@@ -245,7 +245,7 @@ mod tests {
     use proptest::prelude::*;
     use std::os::unix::fs::symlink;
 
-    /// Creates a directory with these files, each with its name as content.
+    /// Creates a temporary directory with the given files, each of which contains its name.
     fn create_file_tree(files: &[&str]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         for f in files {
@@ -256,7 +256,7 @@ mod tests {
         dir
     }
 
-    /// Expands the patterns in `dir`, and returns the paths of the files relative to `dir`.
+    /// Expands `patterns` in `dir`, and returns the paths of the matched files relative to `dir`.
     fn list_matched_files(dir: &tempfile::TempDir, patterns: &[&str]) -> Result<Vec<String>, DataError> {
         let patterns: Vec<String> = patterns.iter().map(|p| p.to_string()).collect();
         let files = expand_patterns(&patterns, dir.path())?;

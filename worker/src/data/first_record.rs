@@ -14,8 +14,8 @@ use jobspec::LossTargets;
 use sandbox::SandboxError;
 use std::{fs::File, path::Path};
 
-/// Returns whether a data file has a record, or any text if it is a text file. Reads only the first
-/// record or piece, and fails if this record or piece is invalid.
+/// Returns whether a data file contains a record, or any text if it is a text file. Reads only the
+/// first record or piece, and fails if this record or piece is invalid.
 pub(crate) fn has_record(
     path: &Path,
     options: RecordReadOptions,
@@ -29,7 +29,7 @@ pub(crate) fn has_record(
     }
 }
 
-/// Returns whether a JSON lines file has a record. Fails if the first record is invalid.
+/// Returns whether a JSON lines file contains a record. Fails if the first record is invalid.
 fn has_line(
     file: &mut File,
     path: &Path,
@@ -53,7 +53,7 @@ fn has_line(
     Ok(found)
 }
 
-/// Returns whether a Parquet file has a row. Fails if the file or its first row is invalid.
+/// Returns whether a Parquet file contains a row. Fails if the file or its first row is invalid.
 fn has_row(
     file: &File,
     path: &Path,
@@ -83,7 +83,8 @@ fn has_row(
     }
 }
 
-/// Returns the options with which the sandbox process checks a record without tokenizing it.
+/// Returns the options with which the sandbox process only checks a record and does not tokenize
+/// it.
 fn check_options(options: RecordReadOptions<'_>) -> DocumentOptions<'_> {
     DocumentOptions {
         field: options.field,
@@ -93,7 +94,7 @@ fn check_options(options: RecordReadOptions<'_>) -> DocumentOptions<'_> {
     }
 }
 
-/// Fails with the error of a checked record if the record is not valid.
+/// Fails if `result`, the sandbox process's result of checking a record, is an error.
 fn check_result(result: DocumentResult, path: &Path, position: RecordPosition) -> Result<(), DataError> {
     match result {
         DocumentResult::Valid | DocumentResult::Skipped => Ok(()),

@@ -1,5 +1,5 @@
-//! Reads the records of JSON lines files. Each line is an object, and one field of the object is
-//! the document.
+//! Reads JSON lines files, in which each line is an object and one field of the object is a text or
+//! a chat.
 use super::{
     error::{DataError, RecordPosition, RecordProblem},
     record::{ChatRecord, TOOLS_FIELD},
@@ -15,17 +15,17 @@ use std::{
 
 /// Longest line of a JSON lines file, in bytes. A longer line is an error.
 pub(crate) const MAX_LINE_BYTES: usize = 16 << 20;
-/// Largest number of fields that an error lists.
+/// Largest number of field names that an error message lists.
 const FIELDS_LISTED: usize = 8;
-/// An error lists only names of fields that are shorter than this number of bytes.
+/// Length in bytes from which the name of a field is left out of error messages.
 const LISTED_NAME_BYTES: usize = 64;
 
 /// A callback that receives the number of a line, from 1, and its text.
 pub(crate) type LineSink<'a> = dyn FnMut(u64, &str) -> Result<(), DataError> + 'a;
 
-/// Reads the records of a JSON lines file and passes their lines to `sink`. Ends without error
-/// after `limit` records or at the end of the file. Skips blank lines. Keeps only one line in
-/// memory. `path` is for error messages.
+/// Reads a JSON lines file and passes the number and text of each line that is not blank to `sink`.
+/// Ends without error after `limit` records or at the end of the file. Skips blank lines. Keeps
+/// only one line in memory. `path` is for error messages.
 pub(crate) fn read_json_lines(
     input: &mut impl Read,
     path: &Path,
@@ -74,8 +74,8 @@ pub(crate) fn parse_chat_record(line: &str, field: &str) -> Result<ChatRecord, R
     Ok(ChatRecord { messages, tools: tools.filter(|t| !t.is_none()) })
 }
 
-/// Parses a JSON object and returns the value of a required field and of an optional one. Skips all
-/// other fields.
+/// Parses a JSON object and returns the values of two fields, of which the second is optional.
+/// Skips all other fields.
 fn parse_two_fields<'de, T: Deserialize<'de>>(
     line: &'de str,
     required: &str,

@@ -1,4 +1,4 @@
-//! [`LossMaskedText`]: a text of which only parts count for the loss.
+//! [`LossMaskedText`]: a text, and which parts of it count for the loss.
 use super::token_cache::NO_LOSS_BIT;
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! Assigns each position of a run to a data source of the mixture and to a sample of that source.
+//! Assigns each position of a run to a data source of the mixture, and to a sample of that source.
 //! The assignment is a pure function of the weights and the position, so that no cursor per source
 //! has to be stored.
 //!
@@ -8,10 +8,11 @@
 //! of a source are used in the order of its [`EpochPermutation`], epoch after epoch.
 use super::epoch_permutation::EpochPermutation;
 
-/// Largest number of positions of a cycle. Shares that need a longer cycle are rounded.
+/// Largest number of positions after which the sources take turns in the same order again. Shares
+/// that need a longer cycle are rounded.
 const MAX_CYCLE: u64 = 1 << 16;
 
-/// The cycle of positions in which the data sources of a mixture take turns.
+/// The repeating order in which the data sources of a mixture take turns.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct MixtureSchedule {
     /// Number of positions of each source in the cycle.
@@ -22,8 +23,8 @@ pub(crate) struct MixtureSchedule {
 }
 
 impl MixtureSchedule {
-    /// Computes the cycle for data sources with these weights. The caller must pass 1 to 256
-    /// weights, all above 0.
+    /// Computes the order in which data sources with the weights `weights` take turns. The caller
+    /// must pass 1 to 256 weights, all above 0.
     pub(crate) fn new(weights: &[f64]) -> Self {
         let cycle_counts = convert_weights_to_counts(weights);
         let length: u64 = cycle_counts.iter().sum();
@@ -39,7 +40,7 @@ impl MixtureSchedule {
         MixtureSchedule { cycle_counts, cycle }
     }
 
-    /// Returns the number of positions that each source has in one cycle.
+    /// Returns how many positions each source has in one cycle of the repeating order.
     pub(crate) fn cycle_counts(&self) -> &[u64] {
         &self.cycle_counts
     }
@@ -54,8 +55,9 @@ impl MixtureSchedule {
     }
 }
 
-/// Converts weights to the integer counts of a cycle. The counts are exact if the weights have at
-/// most four decimal places and the cycle is not too long; otherwise they are rounded.
+/// Converts the weights of sources to the numbers of positions that they get in one cycle. The
+/// counts are exact if the weights have at most four decimal places and the cycle is not too long;
+/// otherwise they are rounded.
 fn convert_weights_to_counts(weights: &[f64]) -> Vec<u64> {
     let sum: f64 = weights.iter().sum();
     for scale in [1.0, 10.0, 100.0, 1_000.0, 10_000.0] {
@@ -79,7 +81,7 @@ fn compute_gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { compute_gcd(b, a % b) }
 }
 
-/// Selects the source of a position (from 1) in the cycle by Tijdeman's algorithm: the eligible
+/// Selects the source of `position` (from 1) in the cycle by Tijdeman's algorithm: the eligible
 /// source with the earliest deadline, or the first of several. `served` is the number of earlier
 /// positions that each source got.
 fn select_source(counts: &[u64], served: &[u64], position: u64, length: u64) -> usize {
@@ -98,7 +100,7 @@ fn select_source(counts: &[u64], served: &[u64], position: u64, length: u64) -> 
     (0..counts.len()).filter(is_eligible).reduce(earlier).unwrap_or(0)
 }
 
-/// The order in which a run uses the samples of all sources.
+/// The order in which a run reads the samples of all data sources.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SampleOrder {
     schedule: MixtureSchedule,
@@ -107,19 +109,20 @@ pub struct SampleOrder {
 }
 
 impl SampleOrder {
-    /// Combines the order of the sources with the order of the samples within each source.
+    /// Combines the order in which sources take turns with the order of the samples within each
+    /// source.
     pub(crate) fn new(schedule: MixtureSchedule, sources: Vec<EpochPermutation>) -> Self {
         SampleOrder { schedule, sources }
     }
 
-    /// Returns the number of samples in an epoch of each source.
+    /// Returns for each source the number of samples in one epoch.
     pub(crate) fn source_lengths(&self) -> impl Iterator<Item = u64> {
         self.sources.iter().map(EpochPermutation::epoch_len)
     }
 
-    /// Returns the source, the source's epoch and the sample's number in the source for a position
-    /// of the run. The position is `step * global batch size + number of the micro-batch *
-    /// micro-batch size + index in the micro-batch`.
+    /// Returns for a position of the run which sample is read there: the source, the source's
+    /// epoch, and the sample's number in the source. The position is `step * global batch size +
+    /// number of the micro-batch * micro-batch size + index in the micro-batch`.
     pub fn locate_sample(&self, position: u64) -> (usize, u64, u64) {
         let (source, index) = self.schedule.locate_source(position);
         let (epoch, sample) = self.sources[source].locate_sample(index);
@@ -156,8 +159,8 @@ mod tests {
     }
 
     proptest! {
-        /// The samples of each source follow one another, and after any number of positions each
-        /// source has had its share within one sample.
+        /// Checks that the samples of each source follow one another, and that at every position
+        /// each source has had its share within one sample.
         #[test]
         fn shares_hold_at_every_position(
             weights in proptest::collection::vec(prop_oneof![1u32..5, 1u32..2000], 1..9),

@@ -1,4 +1,4 @@
-//! [`Packer`]: cuts a token stream into samples of `seq_len` inputs.
+//! [`Packer`]: divides a stream of tokens into samples of `seq_len` inputs.
 //!
 //! A sample is a pure function of the stream and the number of the sample.
 //!
@@ -24,10 +24,11 @@ use super::token_cache::{NO_LOSS_BIT, TokenStream};
 /// PyTorch's cross-entropy.
 pub const IGNORE_INDEX: u32 = u32::MAX;
 
-/// Number of documents between two entries of the index of unpacked samples.
+/// Every how many documents the index of unpacked samples has an entry.
 const INDEX_STRIDE: u64 = 128;
 
-/// The division of a token stream into samples, packed or not.
+/// Divides a stream of tokens into samples. Packed samples cross the boundaries of documents,
+/// unpacked ones do not.
 #[derive(Debug)]
 pub(crate) struct Packer {
     /// Number of inputs of a sample.
@@ -41,7 +42,7 @@ pub(crate) struct Packer {
     unpacked_index: Option<Vec<u64>>,
 }
 
-/// The output buffers for one sample, each of `seq_len` elements.
+/// The buffers into which one sample is written, each of `seq_len` elements.
 pub(crate) struct SampleBuffers<'a> {
     /// The input tokens.
     pub(crate) tokens: &'a mut [u32],
@@ -52,8 +53,7 @@ pub(crate) struct SampleBuffers<'a> {
 }
 
 impl Packer {
-    /// Divides a stream into samples of `seq_len` inputs, at least 1. Samples are packed if `pack`
-    /// is set.
+    /// Prepares the division of `stream` into samples of `seq_len` inputs, packed if `pack` is set.
     pub(crate) fn new(stream: &impl TokenStream, seq_len: u32, pack: bool, eod: u32) -> Self {
         let (documents, seq_len) = (stream.documents(), u64::from(seq_len));
         if pack {
@@ -79,7 +79,7 @@ impl Packer {
         self.samples
     }
 
-    /// Writes sample `s` of the stream to the buffers.
+    /// Writes the tokens, labels and starts of sample `s` to the buffers `out`.
     pub(crate) fn write_sample(&self, stream: &impl TokenStream, s: u64, out: SampleBuffers) {
         let SampleBuffers { tokens, labels, starts } = out;
         let raw = SampleBuffers { tokens: &mut *tokens, labels: &mut *labels, starts };
@@ -148,8 +148,8 @@ impl Packer {
         }
     }
 
-    /// Locates the unpacked sample `s`. Returns the start and the end of its inputs in the token
-    /// stream. `index` is the content of `unpacked_index`.
+    /// Returns the start and the end of the inputs of unpacked sample `s` in the token stream.
+    /// `index` is the content of `unpacked_index`.
     fn locate_unpacked_sample(&self, stream: &impl TokenStream, index: &[u64], s: u64) -> (u64, u64) {
         let entry = index.partition_point(|&before| before <= s) - 1;
         let mut document = entry as u64 * INDEX_STRIDE;
@@ -167,9 +167,9 @@ impl Packer {
     }
 }
 
-/// Returns the number of samples that document `d` gives if samples are not packed: the length of
-/// the document divided by `seq_len`, rounded up. The length does not include the document's EOD,
-/// because the EOD is a label but not an input.
+/// Returns the number of samples that document `d` gives if samples are not packed: its length
+/// divided by `seq_len`, rounded up. The length does not include the end-of-document token, which
+/// is a label but not an input.
 fn count_pieces(stream: &impl TokenStream, d: u64, seq_len: u64) -> u64 {
     (stream.document_offset(d + 1) - 1 - stream.document_offset(d)).div_ceil(seq_len)
 }
@@ -197,7 +197,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// A token stream in memory.
+    /// A stream of tokens in memory, for tests.
     struct MemoryStream {
         tokens: Vec<u32>,
         offsets: Vec<u64>,
@@ -206,8 +206,8 @@ mod tests {
     const EOD: u32 = 99;
 
     impl MemoryStream {
-        /// Creates documents of these lengths, not counting the EODs. Every token but EOD is
-        /// unique.
+        /// Creates documents with the given lengths, which do not include the end-of-document
+        /// token. Every other token is unique.
         fn new(lengths: &[usize]) -> Self {
             let (mut tokens, mut offsets) = (Vec::new(), vec![0]);
             for &n in lengths {
@@ -235,7 +235,8 @@ mod tests {
         }
     }
 
-    /// Tokens, labels and starts of one sample.
+    /// One sample: its tokens, its labels, and the position at which the document of each token
+    /// starts.
     type SampleVectors = [Vec<u32>; 3];
 
     /// Returns tokens, labels and starts of sample `s` of a stream.
@@ -250,7 +251,7 @@ mod tests {
         [tokens, labels, starts]
     }
 
-    /// Returns all samples of a stream, and asserts that their targets are counted correctly.
+    /// Reads all samples of a stream, and checks that their labels are counted correctly.
     fn read_every_sample(stream: &MemoryStream, seq_len: u32, pack: bool) -> Vec<SampleVectors> {
         let packer = Packer::new(stream, seq_len, pack, EOD);
         (0..packer.len())
@@ -302,8 +303,8 @@ mod tests {
         }
     }
 
-    /// Asserts that label and start of every input follow from the stream. Holds for packed and
-    /// unpacked samples.
+    /// Checks that the labels and starts of a sample, packed or not, are those that follow from the
+    /// stream. Holds for packed and unpacked samples.
     fn assert_inputs_match_stream(stream: &MemoryStream, sample: &SampleVectors) {
         let [tokens, labels, starts] = sample;
         for i in 0..tokens.len() {

@@ -11,15 +11,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Average number of bytes of English text per token, roughly.
+/// Rough number of bytes of English text per token, for estimates.
 const BYTES_PER_TOKEN: u64 = 4;
-/// Largest number of files per source of which the first record is checked. A job may have millions
-/// of files.
+/// Largest number of files per data source whose first record the preflight check reads. A job may
+/// have millions of files.
 const FILES_CHECKED: usize = 1000;
-/// Largest number of invalid files per source that are reported.
+/// Largest number of invalid files per data source that the preflight check reports.
 const FILES_REPORTED: usize = 4;
-/// Time after which no further first records are checked. A job checks all records when it reads
-/// them.
+/// Time after which the preflight check reads no further first records. A job checks all records
+/// when it reads them.
 const CHECK_TIME: Duration = Duration::from_secs(5);
 
 /// The size of the training data, estimated from the sizes of the files.
@@ -49,10 +49,9 @@ pub struct DataReport {
     pub confinement: Option<Confinement>,
 }
 
-/// Checks the tokenizer, the chat template, and the names, sizes and first records of the files of
-/// every source and of `eval_files`. Then estimates the size of the training data. Writes no file.
-/// Reports all errors that are found without reading all records. Relative paths start at
-/// `workdir`.
+/// Checks the data section of a job without writing a file, and estimates the size of the training
+/// data. Checks the tokenizer, the chat template, and the names, sizes and first records of all
+/// files. Reports all errors that are found in this way. Relative paths start at `workdir`.
 pub fn check_data(spec: &DataSpec, eval_files: &[String], workdir: &Path) -> DataReport {
     let mut report =
         DataReport { estimate: None, errors: Vec::new(), eval_errors: Vec::new(), confinement: None };
@@ -94,7 +93,7 @@ pub fn check_data(spec: &DataSpec, eval_files: &[String], workdir: &Path) -> Dat
     report
 }
 
-/// Checks the files of data sources.
+/// Checks the files of the data sources of a job.
 struct SourceChecker<'a> {
     spec: &'a DataSpec,
     workdir: &'a Path,
@@ -109,8 +108,8 @@ struct SourceChecker<'a> {
 }
 
 impl SourceChecker<'_> {
-    /// Checks the names, sizes and first records of the files of `train.eval.files`. Returns all
-    /// errors that are about these files.
+    /// Checks the names, sizes and first records of `files`, the files of `train.eval.files`, and
+    /// returns all errors.
     fn check_eval_files(&mut self, files: &[String]) -> Vec<DataError> {
         let source = match dataset::create_eval_source(self.spec, files) {
             Ok(source) => source,

@@ -1,10 +1,10 @@
-//! [`ChatRecord`]: a chat of a data file.
+//! [`ChatRecord`]: a record of a data file that contains a chat.
 use minijinja::Value;
 
-/// The field or column of a chat record with the tools that the assistant may call.
+/// The field or column of a chat record that lists the tools which the assistant may call.
 pub(crate) const TOOLS_FIELD: &str = "tools";
 
-/// A chat of a data file: messages and tools.
+/// A record of a data file that contains a chat: its messages and tools.
 #[derive(Clone, Debug)]
 pub(crate) struct ChatRecord {
     /// A list of messages, each an object with `role` and `content`.

@@ -1,7 +1,7 @@
-//! [`Split`]: the division of the data into training data and held-out data.
+//! [`Split`]: the division of the data into training data and data that is held out for evaluation.
 use serde::{Deserialize, Serialize};
 
-/// A side of the held-out split.
+/// One part of the data: training data, or data that is held out for evaluation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Split {
     /// The data that the model is trained on.
@@ -10,7 +10,7 @@ pub enum Split {
     HeldOut,
 }
 
-/// Selects the pieces of text that are read: all, or one side of the held-out split.
+/// Which pieces of text are read: all, only training data, or only held-out data.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum SplitFilter {
     /// Accepts every piece.
@@ -30,7 +30,8 @@ impl SplitFilter {
     }
 }
 
-/// Returns whether a piece of text belongs to the held-out share, a number from 0 to 1.
+/// Returns whether `piece` is among the share `share` (0 to 1) of the text that is held out for
+/// evaluation.
 pub(super) fn is_held_out(piece: &str, share: f64) -> bool {
     let digest = blake3::derive_key("launch 2026 held-out split v1", piece.as_bytes());
     let mut first = [0; 8];

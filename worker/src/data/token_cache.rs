@@ -1,4 +1,4 @@
-//! [`TokenCache`]: the token stream of one source in a memory-mapped file.
+//! [`TokenCache`]: the tokens of one data source in a memory-mapped file.
 //!
 //! ```text
 //! header   256 bytes: magic, version, width, vocab_size, eod, tokens, documents, key, body digest,
@@ -26,20 +26,20 @@ use std::{
 
 /// The first bytes of a token cache file.
 const MAGIC: [u8; 8] = *b"LNCHTOKS";
-/// The version of the file format, and of how documents are split and tokenized. The key of every
-/// cache depends on the version.
+/// The version of the file format of token caches, which also counts changes in how documents are
+/// split and tokenized. The key of every cache depends on the version.
 pub(crate) const FORMAT_VERSION: u32 = 2;
 /// The bit that marks a token as not counting for the loss. Only set in streams with a loss mask.
 pub(crate) const NO_LOSS_BIT: u32 = 1 << 31;
-/// Size of the header, in bytes.
+/// Size of a token cache's header, in bytes.
 const HEADER_BYTES: usize = 256;
-/// Size of the blocks in which the body is hashed, in bytes. Several threads can check the blocks.
-/// The digest of the body is the digest of the blocks' digests.
+/// Size of the blocks of a token cache that are hashed separately, in bytes. Several threads can
+/// check the blocks. The digest of the body is the digest of the blocks' digests.
 const BLOCK_BYTES: usize = 1 << 20;
 /// Number of aligned bytes that Linux maps at a page fault (fault-around).
 const FAULT_AROUND_BYTES: usize = 64 << 10;
 
-/// The header of a token cache file.
+/// The header of a token cache file: what it contains, and how it was made.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct TokenCacheHeader {
     /// The vocabulary size. Every token id is below this number.
@@ -111,13 +111,13 @@ impl TokenCacheHeader {
         if self.vocab_size <= 1 << 16 && !self.has_loss_mask { 2 } else { 4 }
     }
 
-    /// Returns the bits of a stored token that are not part of its id.
+    /// Returns which bits of a stored token are flags and not part of its id.
     fn flag_mask(&self) -> u32 {
         if self.has_loss_mask { NO_LOSS_BIT } else { 0 }
     }
 
-    /// Computes the position of the document offsets in the body, and the length of the body, both
-    /// in bytes. Returns `None` if no file can be so long.
+    /// Computes the length of a token cache after its header, and where in it the document offsets
+    /// begin, in bytes. Returns `None` if no file can be so long.
     fn compute_body_layout(&self) -> Option<(u64, u64)> {
         let offsets =
             self.tokens.checked_mul(self.token_width_bytes() as u64)?.checked_next_multiple_of(8)?;
@@ -126,12 +126,12 @@ impl TokenCacheHeader {
     }
 }
 
-/// Reads a little-endian number of up to 4 bytes.
+/// Reads a little-endian number from up to 4 bytes.
 fn read_le_u32(bytes: &[u8]) -> u32 {
     bytes.iter().rev().fold(0, |n, &b| n << 8 | u32::from(b))
 }
 
-/// Reads a little-endian number of up to 8 bytes.
+/// Reads a little-endian number from up to 8 bytes.
 fn read_le_u64(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |n, &b| n << 8 | u64::from(b))
 }
@@ -144,7 +144,7 @@ pub(crate) struct TokenCache {
     offsets_at: usize,
 }
 
-/// The reason why a token cache was not opened.
+/// Why a token cache was not opened.
 #[derive(Debug)]
 pub(crate) enum CacheOpenError {
     /// The file exists but cannot be used.
@@ -195,10 +195,10 @@ impl TokenCache {
         Ok(cache)
     }
 
-    /// Removes the pages of a byte range of the file from the resident memory of this process. The
-    /// range stays readable: a later access loads the page again, usually from the system's page
-    /// cache. Without this call the resident memory of a rank would grow up to the size of the
-    /// cache file.
+    /// Removes the pages of a byte range of the token cache from the resident memory of this
+    /// process. The range stays readable: a later access loads the page again, usually from the
+    /// system's page cache. Without this call the resident memory of a rank would grow up to the
+    /// size of the cache file.
     fn release_pages(&self, at: usize, len: usize) {
         let from = at / FAULT_AROUND_BYTES * FAULT_AROUND_BYTES;
         let to = (at + len).next_multiple_of(FAULT_AROUND_BYTES).min(self.map.len());
@@ -222,9 +222,9 @@ impl TokenCache {
     }
 }
 
-/// Checks the digest of the body of `length` bytes, and that every token is below vocab_size. Reads
-/// the file instead of mapping it, so that a large cache does not add to the resident memory of the
-/// process.
+/// Checks the digest of a token cache after its header, and that every token is below the
+/// vocabulary size. Reads the file instead of mapping it, so that a large cache does not add to the
+/// resident memory of the process.
 fn check_body_digest_and_tokens(
     file: &File,
     header: &TokenCacheHeader,
@@ -253,14 +253,15 @@ fn check_body_digest_and_tokens(
     }
 }
 
-/// A stream of tokens with document boundaries, which [`super::packer::Packer`] cuts into samples.
+/// A stream of tokens with boundaries of documents, which [`super::packer::Packer`] divides into
+/// samples.
 pub(crate) trait TokenStream {
     /// Returns the number of documents.
     fn documents(&self) -> u64;
     /// Returns the position of the first token of document `d`, or the end of the stream for
     /// `d = documents()`.
     fn document_offset(&self, d: u64) -> u64;
-    /// Copies the tokens `from .. from + out.len()` to `out`, [`NO_LOSS_BIT`] bits included.
+    /// Copies the tokens `from .. from + out.len()` to `out`, with their [`NO_LOSS_BIT`].
     fn read_tokens(&self, from: u64, out: &mut [u32]);
     /// Returns whether tokens may have the bit [`NO_LOSS_BIT`].
     fn has_loss_mask(&self) -> bool;
@@ -294,7 +295,7 @@ impl TokenStream for TokenCache {
     }
 }
 
-/// The error of a token id that is not below the vocabulary size.
+/// Error: a token id is not below the vocabulary size.
 #[derive(Debug, thiserror::Error)]
 #[error("token id {token} is beyond the vocabulary of {vocab_size}")]
 struct TokenOutOfVocabulary {
@@ -317,7 +318,8 @@ pub(crate) struct TokenCacheWriter {
 }
 
 impl TokenCacheWriter {
-    /// Creates a writer, and writes a placeholder of the header to the beginning of `file`.
+    /// Creates a writer of a token cache, and reserves space for the header at the beginning of
+    /// `file`.
     pub(crate) fn new(mut file: File, vocab_size: u32, eod: u32, has_loss_mask: bool) -> io::Result<Self> {
         file.seek(SeekFrom::Start(0))?;
         file.write_all(&[0; HEADER_BYTES])?;
@@ -331,7 +333,7 @@ impl TokenCacheWriter {
     }
 
     /// Appends tokens to the current document. Fails if a token, without the bit [`NO_LOSS_BIT`],
-    /// is not below vocab_size.
+    /// is not below the vocabulary size.
     pub(crate) fn push_tokens(&mut self, tokens: &[u32]) -> io::Result<()> {
         let (mask, vocab_size) = (self.header.flag_mask(), self.header.vocab_size);
         if let Some(&token) = tokens.iter().find(|&&t| t & !mask >= vocab_size) {
@@ -356,8 +358,8 @@ impl TokenCacheWriter {
         Ok(())
     }
 
-    /// Appends an end-of-document token, and ends the current document. Does nothing if the
-    /// document has no tokens.
+    /// Appends an end-of-document token, and begins a new document. Does nothing if the document
+    /// has no tokens.
     pub(crate) fn end_document(&mut self) -> io::Result<()> {
         if self.offsets.last() == Some(&self.header.tokens) {
             return Ok(());
@@ -369,7 +371,7 @@ impl TokenCacheWriter {
         Ok(())
     }
 
-    /// Hashes and writes the current block.
+    /// Hashes the tokens collected so far and writes them to the file as one block.
     fn end_block(&mut self) -> io::Result<()> {
         self.digests.push(*blake3::hash(&self.block).as_bytes());
         self.out.write_all(&self.block)?;
@@ -377,7 +379,7 @@ impl TokenCacheWriter {
         Ok(())
     }
 
-    /// Writes the document offsets and the header, and syncs the file.
+    /// Completes the token cache: writes the document offsets and the header, and syncs the file.
     pub(crate) fn finish(mut self, key: [u8; 32]) -> io::Result<()> {
         self.block.resize(self.block.len().next_multiple_of(8), 0);
         let offsets = std::mem::take(&mut self.offsets);
@@ -409,7 +411,7 @@ mod tests {
 
     const KEY: [u8; 32] = [3; 32];
 
-    /// Writes a cache of these documents, and returns its path.
+    /// Writes a token cache with the given documents, and returns its path.
     fn write_cache(dir: &Path, vocab_size: u32, documents: &[&[u32]]) -> PathBuf {
         let path = dir.join("x.tokens");
         let mut writer =
@@ -424,7 +426,8 @@ mod tests {
         path
     }
 
-    /// Opens a damaged cache, and returns the damage. Panics if the cache is intact.
+    /// Opens a damaged token cache, and returns what is wrong with it. Panics if the cache is
+    /// intact.
     fn expect_damage(path: &Path) -> CacheDamage {
         match TokenCache::open(path, &KEY) {
             Err(CacheOpenError::Damaged(damage)) => damage,
@@ -490,7 +493,7 @@ mod tests {
         assert!(matches!(absent, Some(CacheOpenError::Io(e)) if e.kind() == io::ErrorKind::NotFound));
     }
 
-    /// Files with valid digests and invalid content are rejected.
+    /// Checks that token caches with valid digests but invalid content are rejected.
     #[test]
     fn forged_files_are_rejected() {
         let dir = tempfile::tempdir().unwrap();

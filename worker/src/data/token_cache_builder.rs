@@ -28,16 +28,16 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// Longest wait for another process that builds the same cache. After this time the waiting process
-/// builds the cache, too.
+/// The longest wait for another process that builds the same token cache. After it, the waiting
+/// process builds the cache, too.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(15 * 60);
-/// Time between two attempts to acquire the lock of a cache.
+/// Time between two attempts to acquire the lock of a token cache.
 const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Number of caches that are kept in a directory. If there are more, the least recently used ones
-/// are deleted.
+/// Number of token caches that are kept in a directory. The least recently used ones beyond this
+/// number are deleted.
 const CACHES_KEPT: usize = 16;
 
-/// The inputs that determine the content of a token cache.
+/// Everything that determines the content of a token cache: files, tokenizer, template and options.
 pub(crate) struct TokenCacheInputs<'a> {
     /// The files in order, without empty ones.
     pub(crate) files: &'a [DataFile],
@@ -52,12 +52,12 @@ pub(crate) struct TokenCacheInputs<'a> {
 }
 
 impl TokenCacheInputs<'_> {
-    /// Returns whether only some of the tokens count for the loss.
+    /// Returns whether only some tokens of the cache count for the loss.
     fn masks_loss(&self) -> bool {
         self.format.chat_template.is_some_and(|c| c.has_loss_mask())
     }
 
-    /// Computes the key of the cache by hashing all inputs. Equal keys imply equal token streams.
+    /// Computes the key of the token cache, a hash of all inputs. Equal keys imply equal tokens.
     pub(crate) fn compute_key(&self) -> [u8; 32] {
         let mut hasher = blake3::Hasher::new_derive_key("launch 2026 token cache key v1");
         hasher.update(&token_cache::FORMAT_VERSION.to_le_bytes());
@@ -89,9 +89,9 @@ impl TokenCacheInputs<'_> {
     }
 }
 
-/// Opens the token cache of `inputs` in `directory`, and builds the cache first if the file does
-/// not exist or is damaged. Adds a warning to `warnings` if the file is damaged. Blocks while
-/// another process builds the cache.
+/// Opens the token cache for `inputs` in `directory`, and builds it first if the file is missing or
+/// damaged. Adds a warning to `warnings` if the file is damaged. Blocks while another process
+/// builds the cache.
 pub(crate) fn open_or_build_cache(
     inputs: &TokenCacheInputs,
     directory: &Path,
@@ -126,8 +126,8 @@ pub(crate) fn open_or_build_cache(
     })
 }
 
-/// Opens the cache file at `path`. Returns `None` if the file does not exist or is damaged. Adds a
-/// warning to `warnings` if the file is damaged.
+/// Opens the token cache at `path` if the file exists and is intact. Returns `None` if the file
+/// does not exist or is damaged. Adds a warning to `warnings` if the file is damaged.
 fn open_intact_cache(
     path: &Path,
     key: &[u8; 32],
@@ -152,7 +152,7 @@ fn open_intact_cache(
     }
 }
 
-/// Creates the directory of the caches, and a .gitignore in it that excludes all files.
+/// Creates the directory of the token caches, and a .gitignore in it that excludes all files.
 fn create_cache_directory(directory: &Path) -> Result<(), DataError> {
     let error = |source| DataError::cache_unusable(directory, CacheOperation::Create, source);
     fs::create_dir_all(directory).map_err(error)?;
@@ -163,7 +163,8 @@ fn create_cache_directory(directory: &Path) -> Result<(), DataError> {
     Ok(())
 }
 
-/// The outcome of the wait for the lock of a cache: open the finished cache, or build it.
+/// What a process must do after it waited for the lock of a token cache: open the finished cache,
+/// or build it.
 enum BuildLockOutcome {
     /// Another process has built the cache.
     AlreadyBuilt(Box<TokenCache>),
@@ -172,9 +173,9 @@ enum BuildLockOutcome {
     MustBuild(Option<File>),
 }
 
-/// Blocks until no other process builds the cache, or until [`LOCK_TIMEOUT`] has passed. In the
-/// second case this process must build the cache without the lock. `path` is the lock file. `open`
-/// opens the finished cache, and returns `None` if there is none.
+/// Blocks until no other process builds the token cache, or until [`LOCK_TIMEOUT`] has passed. In
+/// the second case this process must build the cache without the lock. `path` is the lock file.
+/// `open` opens the finished cache, and returns `None` if there is none.
 fn wait_for_build_lock(
     path: &Path,
     mut open: impl FnMut() -> Result<Option<TokenCache>, DataError>,
@@ -200,8 +201,8 @@ fn wait_for_build_lock(
     }
 }
 
-/// Removes the temporary files of killed builders, and all but the [`CACHES_KEPT`] most recently
-/// used caches. Ignores errors, because stale files only take disk space.
+/// Removes the temporary files of killed processes, and the least recently used token caches beyond
+/// [`CACHES_KEPT`]. Ignores errors, because stale files only take disk space.
 ///
 /// `current_stem` is the file name of this process's cache without extension. This cache is never
 /// removed. `is_locked` states whether this process holds the lock of this cache.
@@ -229,13 +230,14 @@ fn remove_stale_files(directory: &Path, current_stem: &str, is_locked: bool) {
     }
 }
 
-/// Returns whether no process holds the lock of the cache with this stem. Returns false if the
-/// cache has no lock file.
+/// Returns whether no process holds the lock of the token cache whose file name begins with `stem`.
+/// Returns false if the cache has no lock file.
 fn is_cache_unlocked(directory: &Path, stem: &str) -> bool {
     File::open(directory.join(format!("{stem}.lock"))).is_ok_and(|f| f.try_lock().is_ok())
 }
 
-/// Tokenizes all files into a temporary file in `directory` and renames the file to `path`.
+/// Builds a token cache: tokenizes all files to a temporary file in `directory`, and renames it to
+/// `path`.
 fn build_cache(
     inputs: &TokenCacheInputs,
     key: [u8; 32],
@@ -256,7 +258,7 @@ fn build_cache(
     File::open(directory).and_then(|d| d.sync_all()).map_err(error)
 }
 
-/// The path of a file that is removed on drop. After a rename there is no file to remove.
+/// Guard that removes a temporary file when dropped. After a rename there is no file to remove.
 struct TemporaryFile(PathBuf);
 
 impl Drop for TemporaryFile {
@@ -265,9 +267,8 @@ impl Drop for TemporaryFile {
     }
 }
 
-/// Reads and tokenizes all files in order, and writes the tokens to `writer`, which is returned.
-/// `path` is the path of the cache file for error messages. Fails if a file no longer matches its
-/// digest.
+/// Tokenizes all files in order, writes the tokens to `writer` and returns it. `path` is the path
+/// of the cache file for error messages. Fails if a file no longer matches its digest.
 fn tokenize_files(
     inputs: &TokenCacheInputs,
     writer: TokenCacheWriter,
@@ -288,7 +289,7 @@ fn tokenize_files(
     Ok(documents.into_writer())
 }
 
-/// Reads and tokenizes one file. Returns the hash of its content.
+/// Tokenizes the file at `path` and returns the hash of its content.
 fn tokenize_file(
     inputs: &TokenCacheInputs,
     path: &Path,
@@ -312,7 +313,8 @@ mod tests {
     use crate::data::{content_digests, file_patterns, token_cache::TokenStream};
     use std::sync::Barrier;
 
-    /// Opens or builds the cache of all .txt files in `dir`. Returns the cache and the warnings.
+    /// Opens or builds the token cache of all .txt files in `dir`. Returns the cache and the
+    /// warnings.
     fn open_cache_of_text_files(
         dir: &Path,
         filter: SplitFilter,
@@ -332,7 +334,7 @@ mod tests {
         open_or_build_cache(&inputs, &cache, &mut warnings).map(|c| (c, warnings))
     }
 
-    /// Creates a directory with the files a.txt and b.txt.
+    /// Creates a temporary directory with the files a.txt and b.txt.
     fn write_two_text_files() -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("a.txt"), "hello").unwrap();
@@ -340,7 +342,7 @@ mod tests {
         dir
     }
 
-    /// Lists the files with this extension in the cache directory.
+    /// Lists the files in the cache directory whose extension is `kind`.
     fn list_cache_files(dir: &Path, kind: &str) -> Vec<PathBuf> {
         let paths = fs::read_dir(dir.join("cache")).unwrap().map(|e| e.unwrap().path());
         paths.filter(|p| p.extension().is_some_and(|e| e == kind)).collect()

@@ -27,14 +27,16 @@ use std::{
     sync::Arc,
 };
 
-/// Largest tokenizer.json, in bytes.
+/// Largest accepted size of a tokenizer.json, in bytes.
 const MAX_TOKENIZER_BYTES: u64 = 64 << 20;
-/// Largest companion file, in bytes. Companion files may contain chat templates.
+/// Largest accepted size of a tokenizer's companion file, in bytes. Companion files may contain
+/// chat templates.
 const MAX_COMPANION_BYTES: u64 = 16 << 20;
-/// The path that errors name for an embedded tokenizer.
+/// The name of the built-in tokenizer in errors, in place of a path.
 const EMBEDDED_PATH: &str = "bytes";
 
-/// The tokenizer of a job: embedded or from a file. The sandbox process interprets the file.
+/// The tokenizer of a job: the built-in byte tokenizer, or one from a file that the sandbox process
+/// interprets.
 pub struct TextTokenizer {
     /// The Hugging Face tokenizer. Absent for the embedded tokenizer, whose tokens are 256 byte
     /// values and one end-of-document token.
@@ -51,17 +53,19 @@ struct FileTokenizer {
 }
 
 impl TextTokenizer {
-    /// Returns the embedded tokenizer.
+    /// Returns the built-in byte tokenizer.
     pub fn bytes() -> Self {
         Self::bytes_with(Interpreter::new(rayon::current_num_threads()))
     }
 
-    /// Returns the embedded tokenizer with an interpreter for chat templates and Parquet files.
+    /// Returns the built-in byte tokenizer with `interpreter`, which interprets chat templates and
+    /// Parquet files.
     fn bytes_with(interpreter: Arc<Interpreter>) -> Self {
         TextTokenizer { file: None, interpreter }
     }
 
-    /// Loads the tokenizer of a job. A relative path starts at `workdir`.
+    /// Loads the tokenizer that the job names, in a sandbox process. A relative path starts at
+    /// `workdir`.
     ///
     /// The end-of-document token is the `eos_token` of tokenizer_config.json in the same directory,
     /// otherwise the `eos_token` of special_tokens_map.json. If neither file names one, the first
@@ -83,22 +87,22 @@ impl TextTokenizer {
         Ok(TextTokenizer { file, interpreter })
     }
 
-    /// Returns whether the tokenizer is embedded.
+    /// Returns whether this is the built-in byte tokenizer.
     pub(crate) fn is_embedded(&self) -> bool {
         self.file.is_none()
     }
 
-    /// Returns the interpreter that has loaded the tokenizer.
+    /// Returns the interpreter (sandbox process) that has loaded the tokenizer.
     pub(crate) fn interpreter(&self) -> &Interpreter {
         &self.interpreter
     }
 
-    /// Ends the sandbox process until it is needed again.
+    /// Ends the sandbox process of the tokenizer, which is started again when it is needed.
     pub fn end_sandbox_process(&self) {
         self.interpreter.end_process();
     }
 
-    /// Returns the path of tokenizer.json. Returns `None` for the embedded tokenizer.
+    /// Returns the path of tokenizer.json, or `None` for the built-in tokenizer.
     pub(crate) fn path(&self) -> Option<&Path> {
         self.file.as_ref().map(|file| file.path.as_path())
     }
@@ -146,7 +150,8 @@ impl TextTokenizer {
         }
     }
 
-    /// Returns the error of a failed request that involves only the tokenizer, and no data file.
+    /// Returns the error for the `failure` of a request in `step`, which involved only the
+    /// tokenizer and no data file.
     fn to_tokenizer_error(&self, failure: InterpreterFailure, step: Step) -> DataError {
         let path = self.path().unwrap_or(Path::new(EMBEDDED_PATH));
         to_data_error(failure, step, path, None, None)
@@ -169,8 +174,7 @@ impl TextTokenizer {
         }
     }
 
-    /// Computes the digest of the tokenizer. Tokenizers with equal digests encode equal texts
-    /// equally.
+    /// Returns a digest of the tokenizer. Tokenizers with equal digests encode equal texts equally.
     pub fn digest(&self) -> [u8; 32] {
         let mut hasher = blake3::Hasher::new_derive_key("launch 2026 tokenizer v1");
         match &self.file {
@@ -182,8 +186,8 @@ impl TextTokenizer {
         *hasher.finalize().as_bytes()
     }
 
-    /// Returns name and content of the files with which
-    /// `transformers.AutoTokenizer.from_pretrained` loads this tokenizer from a model directory.
+    /// Returns the names and contents of files from which `transformers.AutoTokenizer` loads this
+    /// tokenizer.
     pub fn build_hf_files(&self) -> Vec<(String, String)> {
         let Some(file) = &self.file else { return byte_tokenizer::build_hf_tokenizer_files() };
         let mut files = file.files.to_vec();
@@ -218,9 +222,9 @@ impl FileTokenizer {
     }
 }
 
-/// Returns the error of a request that failed while the file at `path` was interpreted. `step` is
-/// the first work of the request. `rules` is the tokenizer or chat template with which a record was
-/// interpreted.
+/// Returns the error for the `failure` of a request, during which the file at `path` was
+/// interpreted. `step` is the first work of the request. `rules` is the tokenizer or chat template
+/// with which a record was interpreted.
 pub(crate) fn to_data_error(
     failure: InterpreterFailure,
     step: Step,
@@ -240,13 +244,13 @@ pub(crate) fn to_data_error(
     }
 }
 
-/// Builds the error of the tokenizer's file at `path`, which cannot be used.
+/// Returns the error that `problem` makes the tokenizer's file at `path` unusable.
 fn invalid_tokenizer_error(path: &Path, problem: TokenizerProblem) -> DataError {
     DataError::InvalidTokenizer { path: path.to_path_buf(), problem }
 }
 
-/// Reads a file of a tokenizer. Returns `None` if the file does not exist. Fails if the file has
-/// more than `limit` bytes.
+/// Reads one of a tokenizer's files. Returns `None` if the file does not exist. Fails if the file
+/// has more than `limit` bytes.
 fn read_tokenizer_file(path: &Path, limit: u64) -> Result<Option<String>, DataError> {
     read_text_file(path, limit)
         .map_err(|problem| invalid_tokenizer_error(path, TokenizerProblem::FileUnreadable(problem)))
@@ -280,14 +284,15 @@ mod tests {
     use serde_json::Value;
     use std::fs;
 
-    /// Returns a tokenizer.json with the words a, b, c (ids 0, 1, 2), followed by these special
-    /// tokens.
+    /// Returns the text of a tokenizer.json with the words a, b, c (ids 0, 1, 2) and the special
+    /// tokens `specials`.
     fn build_tokenizer_json(specials: &[&str]) -> String {
         build_tokenizer_json_with_vocab(specials, serde_json::json!({"a": 0, "b": 1, "c": 2}))
     }
 
-    /// Returns a tokenizer.json with these words and special tokens. The special tokens have the
-    /// ids from 3. The file also has truncation, padding and post-processing that must be ignored.
+    /// Returns the text of a tokenizer.json with the words `vocab` and the special tokens
+    /// `specials`, which have the ids from 3. The file also has truncation, padding and
+    /// post-processing, which must be ignored.
     fn build_tokenizer_json_with_vocab(specials: &[&str], vocab: Value) -> String {
         let special = |(i, t)| {
             serde_json::json!({"id": i + 3, "content": t, "single_word": false, "lstrip": false, "rstrip": false,
@@ -307,7 +312,7 @@ mod tests {
         .to_string()
     }
 
-    /// Opens the tokenizer in a directory with files of these names and contents.
+    /// Opens a tokenizer in a temporary directory with the given files (names and contents).
     fn open_tokenizer_files(files: &[(&str, &str)]) -> Result<TextTokenizer, DataError> {
         let dir = tempfile::tempdir().unwrap();
         for (name, text) in files {
@@ -316,8 +321,8 @@ mod tests {
         TextTokenizer::open(&TokenizerSpec::File("tokenizer.json".into()), dir.path())
     }
 
-    /// Opens an invalid tokenizer of these files. Returns the name of the invalid file and the
-    /// problem. Panics if the tokenizer is valid.
+    /// Opens an invalid tokenizer that consists of `files`. Returns the name of the invalid file
+    /// and the problem. Panics if the tokenizer is valid.
     fn expect_tokenizer_problem(files: &[(&str, &str)]) -> (String, TokenizerProblem) {
         match open_tokenizer_files(files) {
             Err(DataError::InvalidTokenizer { path, problem }) => {

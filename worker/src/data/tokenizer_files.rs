@@ -1,12 +1,12 @@
-//! The names of the files of a tokenizer, and of the tokens that usually end a document.
+//! The file names of Hugging Face tokenizers, and the tokens that usually end a document.
 
-/// The file of a Hugging Face tokenizer.
+/// The name of the main file of a Hugging Face tokenizer.
 pub(crate) const TOKENIZER_FILE: &str = "tokenizer.json";
-/// The companion file of a tokenizer that names the end-of-sequence token.
+/// The name of the file next to tokenizer.json that names the end-of-sequence token.
 pub(crate) const TOKENIZER_CONFIG_FILE: &str = "tokenizer_config.json";
-/// The companion file with the chat template.
+/// The name of the file next to tokenizer.json that contains the chat template.
 pub(crate) const CHAT_TEMPLATE_FILE: &str = "chat_template.jinja";
-/// Names of the companion files, which are in the directory of the tokenizer.json.
+/// The names of the files next to tokenizer.json that are read, too.
 pub(crate) const COMPANION_FILES: [&str; 3] =
     [TOKENIZER_CONFIG_FILE, "special_tokens_map.json", CHAT_TEMPLATE_FILE];
 /// Texts of special tokens that usually end a document, in order of preference. The first one that

@@ -18,10 +18,11 @@ use std::{
     sync::Arc,
 };
 
-/// A function that opens the GPU. Each run and each rank opens the GPU separately.
+/// A function that opens the GPU, called once for each run and each rank.
 pub(super) type OpenGpu<'a> = &'a (dyn Fn() -> diagnostic::Result<Arc<Cuda>> + Sync);
 
-/// A source of generated samples, whose tokens are computed from the number of the sample.
+/// A source of samples whose tokens are computed from the number of the sample, in place of data
+/// files.
 struct GeneratedSamples {
     vocab: u32,
 }
@@ -38,8 +39,8 @@ impl SampleSource for GeneratedSamples {
     }
 }
 
-/// Builds a job that trains `model`, the keys of `train.model` as YAML. `rest` sets further keys of
-/// `train`, separated by spaces; all other keys have their defaults.
+/// Builds a job that trains a model. `model` is the section `train.model` as YAML. `rest` sets
+/// further keys of `train`, separated by spaces; all other keys have their defaults.
 pub(super) fn build_check_job(model: &str, rest: &str) -> diagnostic::Result<JobSpec> {
     let text = format!("name: gpu-check\ntrain: {{data: {{files: [none]}}, model: {{{model}}}}}\n");
     let set: Vec<String> = rest.split_whitespace().map(|s| format!("train.{s}")).collect();
@@ -59,7 +60,7 @@ pub(super) fn require_train_section(job: &JobSpec) -> diagnostic::Result<&TrainS
     })
 }
 
-/// Builds a trainer for the job. Collective: every rank must call it.
+/// Builds the trainer of one rank for the section `train`. Collective: every rank must call it.
 pub(super) fn build_trainer(
     train: &TrainSpec,
     comm: Arc<dyn Comm>,
@@ -69,14 +70,14 @@ pub(super) fn build_trainer(
     parameters.shard_model(comm, ops)?.create_optimizer()
 }
 
-/// Runs one step on generated samples. Returns the loss and the gradient norm.
+/// Runs one training step on generated samples. Returns the loss and the gradient norm.
 pub(super) fn take_step(running: &mut RunningTrainer) -> Result<(f64, f64), Error> {
     let source = GeneratedSamples { vocab: running.train_spec().model.vocab_size };
     let (outcome, _) = running.run_step(&source, RankStepReport::default())?;
     Ok((outcome.loss, outcome.grad_norm))
 }
 
-/// Runs a part of `launch gpu-check`. Converts a panic, which is a bug of this program, to an
+/// Runs a part of `launch gpu-check`, and converts a panic, which is a bug of this program, to an
 /// internal error. Every error has the category `Failed`, because the GPU was usable.
 pub(super) fn run_check<T>(check: impl FnOnce() -> diagnostic::Result<T>) -> diagnostic::Result<T> {
     let result = catch_unwind(AssertUnwindSafe(check)).unwrap_or_else(|panic| {

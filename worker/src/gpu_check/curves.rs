@@ -17,7 +17,7 @@ use std::{panic::resume_unwind, sync::Arc, time::Duration};
 /// The longest wait until the ranks of a training check have joined the NCCL communicator.
 const NCCL_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The loss and the gradient norm of each step.
+/// The results of a training run: the loss and the gradient norm of each step.
 type TrainingCurve = Vec<(f64, f64)>;
 
 /// Trains for `steps` steps from initial weights. Returns the loss and the gradient norm of each
@@ -34,7 +34,7 @@ fn train_for_curve(
     })
 }
 
-/// The transport between ranks that are threads of this process.
+/// How ranks that are threads of this process exchange data.
 #[derive(Clone, Copy)]
 enum RankTransport<'a> {
     HostMemory,
@@ -75,14 +75,15 @@ fn train_on_gpu_for_curve(
     Ok(first)
 }
 
-/// A model whose curves are compared, with the keys of `train.model` and further keys of `train`.
+/// A model that is trained for the comparison, with the keys of `train.model` and further keys of
+/// `train`.
 struct CurveCase {
     name: &'static str,
     model: &'static str,
     rest: &'static str,
 }
 
-/// The models whose curves are compared.
+/// The models whose losses are compared between GPU and CPU.
 const CURVE_CASES: [CurveCase; 2] = [
     CurveCase {
         name: "Llama of the quickstart",
@@ -95,15 +96,15 @@ const CURVE_CASES: [CurveCase; 2] = [
         rest: "data.seq_len=128 batch.global=8 batch.micro=2",
     },
 ];
-/// The small models whose curves are compared in tests.
+/// The small models whose losses are compared between GPU and CPU in tests.
 const TINY_CURVE_CASES: [CurveCase; 1] = [CurveCase {
     name: "a tiny Llama",
     model: "vocab_size: 257, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2, tie_word_embeddings: true",
     rest: "data.seq_len=6 batch.global=4 batch.micro=1",
 }];
 
-/// Trains all cases on the GPU and on the CPU, and prints a table of the differences. Returns
-/// whether all curves agree.
+/// Trains all models on the GPU and on the CPU, and prints a table of the differences in their
+/// losses. Returns whether all agree.
 pub(super) fn compare_and_print_curves(
     open: OpenGpu,
     nccl: Option<&NcclLibrary>,
@@ -136,8 +137,8 @@ pub(super) fn compare_and_print_curves(
     agrees
 }
 
-/// Compares one model in one precision over several numbers of ranks and transports, and prints the
-/// rows. Returns whether all agree.
+/// Compares the losses of one model in one precision over several numbers of ranks and transports,
+/// and prints a table row for each. Returns whether all agree.
 fn compare_and_print_rows(
     name: &str,
     precision: &str,
@@ -179,7 +180,7 @@ fn compare_and_print_rows(
     agrees
 }
 
-/// Computes the largest relative difference between the losses of two curves.
+/// Computes the largest relative difference between the losses of two training runs.
 fn compute_loss_error(a: &TrainingCurve, b: &TrainingCurve) -> f64 {
     a.iter().zip(b).map(|((a, _), (b, _))| ((a - b) / b).abs()).fold(0.0, f64::max)
 }

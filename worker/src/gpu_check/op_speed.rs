@@ -10,9 +10,9 @@ use device::{
 };
 use std::time::{Duration, Instant};
 
-/// The duration for which an operation is repeated while it is timed.
+/// How long an operation is repeated while it is timed.
 const TIMED_DURATION: Duration = Duration::from_millis(300);
-/// An operation to time, with the amount of work from which its rate is computed.
+/// An operation to time, and its amount of work, from which its rate is computed.
 struct TimedOp<'a> {
     name: String,
     /// The number of floating-point operations or bytes of one call.
@@ -73,8 +73,8 @@ fn prepare_timed_matmul<'a>(cuda: &'a Cuda, m: usize, n: usize, k: usize) -> Res
     })
 }
 
-/// The attention shapes of GPT-2 and of Llama-3.1-8B: sequences, tokens, query heads, key heads,
-/// and head size.
+/// The attention shapes of GPT-2 and of Llama-3.1-8B, which are timed: sequences, tokens, query
+/// heads, key heads, head size.
 const ATTENTION_SHAPES: [[usize; 5]; 2] = [[8, 1024, 12, 12, 64], [2, 2048, 32, 8, 128]];
 
 /// Prepares the forward and the backward pass of bf16 attention for timing.
@@ -118,7 +118,8 @@ fn prepare_timed_attention<'a>(
     ])
 }
 
-/// Prepares memory-bound operations for timing: an addition, RMSNorm and AdamW.
+/// Prepares operations for timing whose speed depends on the memory bandwidth: an addition, RMSNorm
+/// and AdamW.
 fn prepare_memory_bound_ops(cuda: &Cuda) -> Result<[TimedOp<'_>; 3], CudaError> {
     const N: usize = 64 << 20;
     let (m, d) = (8192, 4096);
@@ -159,7 +160,7 @@ fn prepare_memory_bound_ops(cuda: &Cuda) -> Result<[TimedOp<'_>; 3], CudaError> 
     ])
 }
 
-/// Allocates zeroed buffers of these lengths, in elements, on the GPU.
+/// Allocates zeroed buffers of the lengths `lens` (in elements) in GPU memory.
 fn allocate_buffers<const N: usize>(
     cuda: &Cuda,
     dtype: Dtype,

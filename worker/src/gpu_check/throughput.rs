@@ -1,5 +1,5 @@
-//! Measures the speed of training on a GPU, for `launch gpu-check`. Models have random weights, and
-//! the data are generated.
+//! Measures the speed of training on a GPU with random weights and generated data, for `launch
+//! gpu-check`.
 use super::{
     check_job::{OpenGpu, build_trainer, run_check, take_step},
     timed_models::{TimedModel, find_model_by_number, select_timed_models},
@@ -24,11 +24,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The dense bf16 operations per second of GPUs, from NVIDIA's data sheets (SXM).
+/// The peak rates of GPUs in dense bf16 operations per second, from NVIDIA's data sheets (SXM).
 const PEAK_BF16_FLOPS: [(&str, f64); 4] =
     [("H100", 989.5e12), ("H200", 989.5e12), ("A100", 312e12), ("B200", 2250e12)];
 
-/// Measures and prints speed, memory and the cost of saving for each model.
+/// Measures and prints for each model the speed and the memory of its training, and the cost of
+/// saving.
 pub(super) fn measure_and_print_speed(open: OpenGpu, tiny: bool) {
     println!(
         "| training, bf16 and AdamW | tokens/s | TFLOP/s | MFU (bf16 peak) | GPU memory | save: blocked, total, slowdown |"
@@ -43,8 +44,8 @@ pub(super) fn measure_and_print_speed(open: OpenGpu, tiny: bool) {
     println!();
 }
 
-/// Measures speed and memory of training the model with the number `number`. Returns the measured
-/// values as JSON.
+/// Measures the speed and the memory of training model number `number`. Returns the measured values
+/// as JSON.
 pub(super) fn measure_model(open: OpenGpu, tiny: bool, number: usize) -> diagnostic::Result<Value> {
     let timed = &TimedModel { saves: false, ..*find_model_by_number(tiny, number)? };
     let (cuda, duration) = (open()?, select_timed_models(tiny).1);
@@ -55,7 +56,7 @@ pub(super) fn measure_model(open: OpenGpu, tiny: bool, number: usize) -> diagnos
     }))
 }
 
-/// The measured speed, peak memory and cost of saving of one model's training.
+/// What was measured of one model's training: speed, peak memory and cost of saving.
 struct Measurement {
     tokens_per_s: f64,
     /// Floating-point operations per second.
@@ -69,7 +70,7 @@ struct Measurement {
 }
 
 impl Measurement {
-    /// Formats the measured values as cells of a table row, separated by ` | `.
+    /// Formats the measurement as the cells of a table row, separated by ` | `.
     fn to_table_cells(&self) -> String {
         let mfu = self.mfu.map_or_else(|| "?".to_owned(), |mfu| format!("{:.1} %", 100.0 * mfu));
         let memory = self.memory as f64 / f64::from(1 << 30);
@@ -78,7 +79,7 @@ impl Measurement {
     }
 }
 
-/// Builds the model on the GPU and runs the first steps.
+/// Builds the model on the GPU and runs the first steps, which are not timed.
 fn warm_up_model(timed: &TimedModel, cuda: Arc<Cuda>) -> diagnostic::Result<WarmModel> {
     let (job, spec) = timed.build_spec()?;
     if spec.precision == Precision::Fp8 {
@@ -102,7 +103,7 @@ fn warm_up_model(timed: &TimedModel, cuda: Arc<Cuda>) -> diagnostic::Result<Warm
     Ok(WarmModel { job, spec, cuda, running })
 }
 
-/// A trainer that has run its first steps on an open GPU.
+/// A trainer that has already run the first steps, which are slower, on an open GPU.
 struct WarmModel {
     job: JobSpec,
     spec: TrainSpec,
@@ -110,7 +111,7 @@ struct WarmModel {
     running: RunningTrainer,
 }
 
-/// Prints the time of each operation in a step of the model with this number.
+/// Prints how long each operation of a training step takes, for model number `number`.
 pub(super) fn profile_model(open: OpenGpu, tiny: bool, number: usize) -> diagnostic::Result<()> {
     let timed = find_model_by_number(tiny, number)?;
     let cuda = open()?;
@@ -136,7 +137,8 @@ pub(super) fn profile_model(open: OpenGpu, tiny: bool, number: usize) -> diagnos
     })
 }
 
-/// Measures speed, memory and, if [`TimedModel::saves`] is set, the cost of saving.
+/// Measures the speed and the memory of training, and the cost of saving if [`TimedModel::saves`]
+/// is set.
 fn measure_training(
     timed: &TimedModel,
     cuda: Arc<Cuda>,
@@ -154,8 +156,8 @@ fn measure_training(
     Ok(Measurement { tokens_per_s, flops, mfu, memory, save })
 }
 
-/// Runs steps until `is_enough` accepts their number and time. Returns the mean seconds of one
-/// step.
+/// Runs training steps until `is_enough` accepts their number and total time. Returns the mean
+/// seconds of one step.
 fn time_steps(
     running: &mut RunningTrainer,
     is_enough: &mut dyn FnMut(u32, Duration) -> bool,
@@ -169,7 +171,7 @@ fn time_steps(
     Ok(began.elapsed().as_secs_f64() / f64::from(steps.max(1)))
 }
 
-/// A directory that is removed when this object is dropped.
+/// Guard that removes a temporary directory when dropped.
 struct TemporaryDirectory(PathBuf);
 
 impl Drop for TemporaryDirectory {
@@ -179,8 +181,8 @@ impl Drop for TemporaryDirectory {
     }
 }
 
-/// Measures one checkpoint save while training continues. Returns the text of the table cell about
-/// saving. `step_seconds` is the time of a step without saving.
+/// Measures one checkpoint save while training continues, and returns the text of the table cell
+/// about it. `step_seconds` is the time of a step without saving.
 fn measure_save(
     running: &mut RunningTrainer,
     job: &JobSpec,
@@ -206,7 +208,7 @@ fn measure_save(
     Ok(format!("{:.0} ms, {:.1} s, {slowdown:.1} %", 1e3 * blocked, saved.seconds))
 }
 
-/// Creates the saver of a checkpoint in `directory`.
+/// Creates the object that saves checkpoints of the training in `directory`.
 fn build_checkpoint_saver(running: &RunningTrainer, job: &JobSpec, directory: &Path) -> CheckpointSaver {
     let (trainer, train, digest) = (&running.trainer, running.train_spec(), "generated".to_owned());
     let metadata = RunMetadata::new(trainer, train, job, digest, (Vec::new(), 0));

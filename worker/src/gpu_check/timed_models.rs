@@ -1,4 +1,4 @@
-//! [`TimedModel`]: the models whose training `launch gpu-check` times.
+//! [`TimedModel`]: a model whose training `launch gpu-check` times, and the list of these models.
 use super::check_job::{build_check_job, require_train_section};
 use crate::{model, stages::resolve_model};
 use diagnostic::{Diagnostic, codes};
@@ -6,7 +6,7 @@ use jobspec::{JobSpec, OffloadTarget, RecomputeMode, TrainSpec, ZeroSpec};
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// A model whose training is timed.
+/// A model whose training `launch gpu-check` times, with its settings.
 pub(super) struct TimedModel {
     pub(super) name: &'static str,
     /// Keys of `train.model`.
@@ -28,12 +28,12 @@ const BATCH_32X1024: &str = "data.seq_len=1024 batch.global=32 batch.micro=32";
 const BATCH_4X16X1024: &str = "data.seq_len=1024 batch.global=64 batch.micro=16";
 const BATCH_4X8X2048: &str = "data.seq_len=2048 batch.global=32 batch.micro=8";
 
-/// Defines a model that is timed without saving and offloading.
+/// Defines a model for timing, without saving and without offloading.
 const fn define_timed_model(name: &'static str, model: &'static str, rest: &'static str) -> TimedModel {
     TimedModel { name, model, rest, saves: false, offload: false }
 }
 
-/// The models that are timed, with the settings of each.
+/// The models whose training is timed, with their settings.
 const TIMED_MODELS: [TimedModel; 15] = [
     TimedModel { saves: true, ..define_timed_model("GPT-2 124M, 32 × 1024", GPT2, BATCH_32X1024) },
     define_timed_model("Qwen2.5-0.5B, 4 × (16 × 1024)", QWEN_05B, BATCH_4X16X1024),
@@ -139,7 +139,7 @@ pub(super) fn select_timed_models(tiny: bool) -> (&'static [TimedModel], Duratio
     if tiny { (&TINY_TIMED_MODELS, Duration::ZERO) } else { (&TIMED_MODELS, Duration::from_secs(10)) }
 }
 
-/// Finds the model with this number, counted from 0. Fails if there is none.
+/// Finds the timed model number `number`, counted from 0. Fails if there is none.
 pub(super) fn find_model_by_number(tiny: bool, number: usize) -> diagnostic::Result<&'static TimedModel> {
     let models = select_timed_models(tiny).0;
     models.get(number).ok_or_else(|| {
@@ -173,7 +173,7 @@ pub(super) fn describe_models(tiny: bool) -> diagnostic::Result<Value> {
 }
 
 impl TimedModel {
-    /// Builds the job and its `train` section.
+    /// Builds the job that trains the model, and returns it with its `train` section.
     pub(super) fn build_spec(&self) -> diagnostic::Result<(JobSpec, TrainSpec)> {
         let job = build_check_job(self.model, &format!("precision=bf16 zero.stage=0 {}", self.rest))?;
         let mut spec = require_train_section(&job)?.clone();

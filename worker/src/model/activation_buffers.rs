@@ -1,12 +1,13 @@
-//! [`BufferSpec`] and [`ActivationBuffers`]: the buffers for activations and scratch values that a
-//! model declares.
+//! [`BufferSpec`] and [`ActivationBuffers`]: a model declares the buffers that it needs for
+//! activations and scratch values, and gets them allocated.
 //!
 //! A *buffer set* ([`declare_buffer_set`]) is a struct with one field for each buffer. The struct
 //! is generic. With [`BufferSpec`] as its parameter, the struct declares the buffers. With
 //! references to [`Buf`], the struct gives access to them.
 use device::{Buf, Dtype, Ops};
 
-/// The name, the length and the element type of an activation or scratch buffer.
+/// The declaration of a buffer for activations or scratch values: its name, length and element
+/// type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BufferSpec {
     /// The name of the field in the buffer set; empty until the set lists its buffers.
@@ -18,35 +19,36 @@ pub struct BufferSpec {
 }
 
 impl BufferSpec {
-    /// Declares a buffer with elements of the compute dtype.
+    /// Declares a buffer of `len` elements in the data type in which the model computes.
     pub(super) fn compute(len: usize) -> Self {
         BufferSpec { name: "", len, is_f32: false }
     }
 
-    /// Declares a buffer with elements that are f32 in every precision.
+    /// Declares a buffer of `len` elements that are f32, whatever the precision of the model.
     pub(super) fn f32(len: usize) -> Self {
         BufferSpec { name: "", len, is_f32: true }
     }
 
-    /// Returns the type of the elements if `compute` is the compute dtype.
+    /// Returns the element type of the buffer, if the model computes in the data type `compute`.
     fn dtype(self, compute: Dtype) -> Dtype {
         if self.is_f32 { Dtype::F32 } else { compute }
     }
 
-    /// Computes the size of the buffer in bytes if `compute` is the compute dtype.
+    /// Returns the size of the buffer in bytes, if the model computes in the data type `compute`.
     pub fn count_bytes(self, compute: Dtype) -> usize {
         self.len * self.dtype(compute).size()
     }
 }
 
-/// Buffers that a model declared, in the order of their declaration.
+/// The allocated buffers that a model declared, in the order of their declaration.
 pub struct ActivationBuffers {
     names: Vec<&'static str>,
     buffers: Vec<Buf>,
 }
 
 impl ActivationBuffers {
-    /// Allocates one zeroed buffer for each of `specs`. `compute` is the compute dtype.
+    /// Allocates a zeroed buffer for each declaration in `specs`, for a model that computes in the
+    /// data type `compute`.
     pub fn new(ops: &dyn Ops, specs: &[BufferSpec], compute: Dtype) -> Self {
         let allocate = |spec: &BufferSpec| ops.zeroed_for("activations", spec.dtype(compute), spec.len);
         ActivationBuffers {
@@ -55,7 +57,8 @@ impl ActivationBuffers {
         }
     }
 
-    /// Returns the buffer of this name, or `None` if the model has not declared such a buffer.
+    /// Returns the buffer with the name `name`, or `None` if the model has not declared such a
+    /// buffer.
     pub fn find_buffer(&self, name: &str) -> Option<&Buf> {
         self.names.iter().position(|n| *n == name).map(|i| &self.buffers[i])
     }
@@ -80,7 +83,7 @@ impl ActivationBuffers {
     }
 }
 
-/// Lists the buffers that a set declares, each with the name of its field.
+/// Returns the declarations of a set's buffers, each with the name of its field.
 pub(super) fn list_buffers<S: BufferSet<BufferSpec>>(set: S) -> Vec<BufferSpec> {
     let (mut specs, mut names) = (Vec::new(), Vec::new());
     set.append_fields(&mut specs);
@@ -149,14 +152,14 @@ mod tests {
     use device::Cpu;
 
     declare_buffer_set! {
-        /// The buffers of an inner set.
+        /// A set of buffers for tests, which another set contains.
         struct InnerBuffers {
             third,
         }
     }
 
     declare_buffer_set! {
-        /// The buffers of a set that contains another one.
+        /// A set of buffers for tests that contains another set.
         struct OuterBuffers {
             first,
             second,

@@ -1,4 +1,4 @@
-//! [`ModelSizes`] and [`TiedWeight`]: the sizes of a model, and the second names of its tensors.
+//! [`ModelSizes`], the sizes of a model, and [`TiedWeight`], a second name of one of its tensors.
 
 /// The sizes of a decoder-only transformer: vocabulary, width, layers and heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,4 +1,4 @@
-//! The inputs and outputs of a model's blocks: embedding, layers, head.
+//! The inputs and outputs of a model's blocks, which are the embedding, the layers and the head.
 //!
 //! Shapes: `rows` is the number of tokens of the micro-batch, `hidden` the width of the residual
 //! stream.
@@ -19,8 +19,8 @@ pub struct LayerInput<'a> {
     pub layer: usize,
 }
 
-/// The buffers of a layer's forward and backward pass: the values that the layer saves, and scratch
-/// memory.
+/// The buffers of a layer's forward and backward pass: values saved between the two passes, and
+/// scratch memory.
 pub struct LayerBuffers<'a> {
     /// The values that the layer's forward pass saves for its backward pass.
     pub saved: &'a mut ActivationBuffers,
@@ -28,7 +28,8 @@ pub struct LayerBuffers<'a> {
     pub scratch: &'a mut ActivationBuffers,
 }
 
-/// The input of the head, which computes logits or the loss from the output of the last layer.
+/// The input of the model's head, which computes logits or the loss from the output of the last
+/// layer.
 pub struct HeadInput<'a> {
     /// The compute backend.
     pub ops: &'a dyn Ops,
@@ -41,7 +42,8 @@ pub struct HeadInput<'a> {
     pub x: View<'a>,
 }
 
-/// The output buffers of the head's backward pass. The backward pass overwrites all buffers.
+/// The buffers to which the backward pass of the model's head writes its gradients. The backward
+/// pass overwrites all buffers.
 pub struct HeadGrads<'a> {
     /// The gradient of the head's input, `[rows, hidden]`.
     pub dx: ViewMut<'a>,

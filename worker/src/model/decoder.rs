@@ -1,4 +1,4 @@
-//! The decoder-only transformer of all model families: [`Model`].
+//! [`Model`]: the decoder-only transformer, which implements all model families.
 //!
 //! [`DecoderConfig`] has the options in which families differ: RMSNorm or LayerNorm, rotary
 //! embedding or learned positions, the activation of the MLP, experts, and names of tensors.

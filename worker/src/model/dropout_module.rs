@@ -1,4 +1,5 @@
-//! [`DropoutModule`]: dropout during training, with masks that do not depend on ranks.
+//! [`DropoutModule`]: dropout during training, with masks that do not depend on the number of
+//! ranks.
 //!
 //! A mask is a function of the run's seed, the module, the sample's number in the run and the
 //! position in the sample (docs/numerics.md). The backward pass recomputes the mask.
@@ -9,7 +10,7 @@ use device::{
     ops::{AttentionDropout, SampleDropout},
 };
 
-/// A dropout module of a model: its rate and its stream of random numbers.
+/// A dropout module of a model: its rate, and the random stream from which its masks are drawn.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DropoutModule {
     rate: f64,
@@ -23,20 +24,21 @@ impl DropoutModule {
         DropoutModule { rate, stream: RandomStream::new(seed, Purpose::Dropout, name) }
     }
 
-    /// Returns the number of the batch's first sample, or `None` if no element is dropped.
+    /// Returns the number of the first sample in `batch`, or `None` if the module drops no
+    /// elements.
     fn first_sample_with_dropout(&self, batch: &MicroBatch) -> Option<u64> {
         batch.first_sample.filter(|_| self.rate > 0.0)
     }
 
-    /// Returns the parameters of dropout of attention probabilities, or `None` if no element is
-    /// dropped.
+    /// Returns the parameters with which attention ops drop probabilities, or `None` if no element
+    /// is dropped.
     pub(super) fn create_attention_dropout(&self, batch: &MicroBatch) -> Option<AttentionDropout> {
         let first = self.first_sample_with_dropout(batch)?;
         Some(AttentionDropout { key: self.stream.key(), probability: self.rate, first_sequence: first })
     }
 
-    /// Returns the parameters of dropout of rows with this width, or `None` if no element is
-    /// dropped.
+    /// Returns the parameters with which ops drop elements of rows of width `width`, or `None` if
+    /// no element is dropped.
     fn create_row_dropout(&self, batch: &MicroBatch, width: usize) -> Option<SampleDropout> {
         let first = self.first_sample_with_dropout(batch)?;
         Some(SampleDropout {
@@ -54,8 +56,8 @@ impl DropoutModule {
         }
     }
 
-    /// Returns the gradient of the module's input, computed in `buffer` from `dy`, `[rows, width]`,
-    /// the gradient of its output. Returns `dy` itself if no element is dropped.
+    /// Returns the gradient of the module's input. `dy`, `[rows, width]`, is the gradient of its
+    /// output, and `buffer` is used for the result. Returns `dy` itself if no element is dropped.
     pub(super) fn dropout_backward<'a>(
         &self,
         ops: &dyn Ops,

@@ -149,7 +149,7 @@ pub enum ModelError {
 /// The result of building or configuring a model.
 pub type Result<T> = std::result::Result<T, ModelError>;
 
-/// Formats each entry as `` `key: value` ``, separated by commas.
+/// Formats configuration entries for a message, each as `` `key: value` ``, separated by commas.
 fn format_entries(entries: &[(String, String)]) -> String {
     entries.iter().map(|(key, value)| format!("`{key}: {value}`")).collect::<Vec<_>>().join(", ")
 }

@@ -1,4 +1,4 @@
-//! [`MODEL_FAMILIES`]: the supported model families, one module for each.
+//! [`MODEL_FAMILIES`]: the list of supported model families. Each family has a module.
 mod gemma;
 mod gpt2;
 mod llama;
@@ -11,7 +11,7 @@ mod qwen3_moe;
 
 use super::family::ModelFamily;
 
-/// The supported model families.
+/// The supported model families, such as Llama and Qwen 3.
 pub const MODEL_FAMILIES: &[ModelFamily] = &[
     gemma::GEMMA2,
     gemma::GEMMA3,

@@ -15,7 +15,7 @@ pub struct ModelFamily {
     pub name: &'static str,
     /// The class of transformers that `architectures` of config.json names.
     pub architecture: &'static str,
-    /// Reads the sizes and options of a model. Rejects unsupported values.
+    /// Reads the sizes and options of a model from its config.json. Rejects unsupported values.
     pub(super) read_config: fn(&HfConfigFields) -> Result<DecoderConfig>,
     /// Returns the config.json of a model that job.yaml describes, without the names of the family.
     pub(super) list_config_keys: fn(&ModelSpec) -> Map<String, Value>,

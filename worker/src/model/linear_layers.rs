@@ -1,5 +1,5 @@
-//! [`LinearLayers`]: the matmuls of the layers' matrices with biases and LoRA adapters, in the
-//! precision of the job.
+//! [`LinearLayers`]: the matmuls with the layers' weight matrices, including biases, LoRA adapters
+//! and fp8.
 use super::{
     activation_buffers::BufferSpec,
     blocks::LayerInput,
@@ -14,8 +14,8 @@ use super::{
 use crate::params::ParamUnit;
 use device::{View, ViewMut};
 
-/// The matmuls of the weight matrices of all layers, with their precision, biases and LoRA
-/// adapters.
+/// Computes the matmuls with the weight matrices of all layers, including precision, biases and
+/// LoRA adapters.
 pub(super) struct LinearLayers {
     pub(super) format: LinearFormat,
     /// The LoRA adapters of each layer; empty without LoRA.
@@ -33,7 +33,7 @@ impl LinearLayers {
         LinearLayers { format, adapters: Vec::new(), needs_grad: Vec::new() }
     }
 
-    /// Adds adapters to the targeted matrices of the layers.
+    /// Adds LoRA adapters to those matrices of the layers that `lora` selects.
     ///
     /// # Errors
     ///
@@ -48,7 +48,8 @@ impl LinearLayers {
         Ok(())
     }
 
-    /// Switches the matmuls to FP8. `sizes` are config key and size of each dimension.
+    /// Switches the matmuls of the layers to fp8. `sizes` are the config key and the value of each
+    /// dimension.
     ///
     /// # Errors
     ///
@@ -59,12 +60,13 @@ impl LinearLayers {
         Ok(())
     }
 
-    /// Returns whether the layers have adapters.
+    /// Returns whether the layers have LoRA adapters.
     pub(super) fn has_adapters(&self) -> bool {
         !self.adapters.is_empty()
     }
 
-    /// Returns the unit of a layer with the parameters of the layer's adapters appended.
+    /// Returns `unit`, the parameter unit of layer number `layer`, with the parameters of the
+    /// layer's LoRA adapters appended.
     pub(super) fn append_adapter_params(&self, layer: usize, unit: ParamUnit) -> ParamUnit {
         match self.adapters.get(layer) {
             Some(adapters) => adapters.append_params(unit),
@@ -72,13 +74,13 @@ impl LinearLayers {
         }
     }
 
-    /// Declares the scratch buffers of the adapters for micro-batches of `rows` rows.
+    /// Declares the scratch buffers of the LoRA adapters for micro-batches of `rows` rows.
     pub(super) fn declare_scratch(&self, rows: usize) -> LoraScratchBuffers<BufferSpec> {
         declare_lora_scratch(&self.adapters, rows)
     }
 
-    /// Restricts the backward pass to the gradients of matrices that are trained, at least in part.
-    /// `layers` are the units of the layers, and `linears` their matmuls by
+    /// Restricts the backward pass to the gradients of matrices that are trained at least in part.
+    /// `layers` are the parameter units of the layers, and `linears` their matmuls by
     /// [`LinearLayout::index`].
     pub(super) fn set_trained_params(&mut self, layers: &[ParamUnit], linears: [&LinearLayout; 4]) {
         let is_trained = |unit: &ParamUnit, linear: &LinearLayout| {
@@ -88,14 +90,15 @@ impl LinearLayers {
         self.needs_grad = layers.iter().map(needs_grad).collect();
     }
 
-    /// Returns the matmul with the layout `layout` in the layer of `input`.
+    /// Returns the matmul with the layout `layout` for the layer of `input`.
     pub(super) fn select<'a>(&'a self, input: &'a LayerInput, layout: &'a LinearLayout) -> Linear<'a> {
         Linear { layers: self, input, layout }
     }
 }
 
-/// One matmul of a layer's weight matrices, with its biases and adapters. In the functions, `x` is
-/// the input of the matmul, `y` the output, and `g` the gradient of the layer's unit.
+/// A matmul with one of a layer's weight matrices, including its biases and LoRA adapters. In the
+/// functions, `x` is the input of the matmul, `y` the output, and `g` the gradient of the layer's
+/// unit.
 #[derive(Clone, Copy)]
 pub(super) struct Linear<'a> {
     layers: &'a LinearLayers,
@@ -104,12 +107,12 @@ pub(super) struct Linear<'a> {
 }
 
 impl Linear<'_> {
-    /// Returns the adapters of the layer, or `None` without LoRA.
+    /// Returns the LoRA adapters of the layer, or `None` without LoRA.
     fn adapters(&self) -> Option<&LayerAdapters> {
         self.layers.adapters.get(self.input.layer)
     }
 
-    /// Computes the output `y`, with bias and adapters.
+    /// Computes the output `y` of the matmul for the input `x`, with bias and LoRA adapters.
     pub(super) fn forward(&self, x: View, mut y: ViewMut, lora: &mut LoraScratch) {
         let (input, layout) = (self.input, self.layout);
         let w = input.params.slice(layout.weight.clone());
@@ -120,7 +123,8 @@ impl Linear<'_> {
         }
     }
 
-    /// Adds the sum of the rows of `dy` to the gradient of the bias, if there is a bias.
+    /// Adds the sum of the rows of `dy`, the gradient of the output, to the gradient of the bias,
+    /// if there is a bias.
     pub(super) fn backward_bias(&self, g: &mut ViewMut, dy: View) {
         if let Some(bias) = &self.layout.bias {
             let (rows, outputs) = (self.input.batch.rows(), self.layout.outputs());
@@ -128,7 +132,7 @@ impl Linear<'_> {
         }
     }
 
-    /// Writes the gradient of the matrix to `g`, if the gradient is needed.
+    /// Writes the gradient of the weight matrix to `g`, if it is needed.
     pub(super) fn backward_weight(&self, g: &mut ViewMut, (x, dy): (View, View)) {
         let (input, layout) = (self.input, self.layout);
         let needs_grad = self.layers.needs_grad.get(input.layer).is_none_or(|needs| needs[layout.index]);
@@ -138,14 +142,15 @@ impl Linear<'_> {
         }
     }
 
-    /// Writes the gradients of the adapters' parameters to `g`.
+    /// Writes the gradients of the LoRA adapters' parameters to `g`.
     pub(super) fn backward_adapters(&self, g: &mut ViewMut, x_and_dy: (View, View), lora: &mut LoraScratch) {
         if let Some(adapters) = self.adapters() {
             adapters.backward_weight(self.layout.index, self.input, g, x_and_dy, lora);
         }
     }
 
-    /// Writes the gradient of `x` to `dx`. Must follow [`Linear::backward_adapters`].
+    /// Computes the gradient of the matmul's input and writes it to `dx`. Must follow
+    /// [`Linear::backward_adapters`].
     pub(super) fn backward_input(&self, mut dx: ViewMut, dy: View, lora: &mut LoraScratch) {
         let (input, layout) = (self.input, self.layout);
         let w = input.params.slice(layout.weight.clone());
@@ -155,8 +160,8 @@ impl Linear<'_> {
         }
     }
 
-    /// Computes all gradients of the matmul except that of the bias. Writes those of matrix and
-    /// adapters to `g`, and that of `x` to `dx`.
+    /// Computes all gradients of the matmul except that of the bias. Writes the gradients of the
+    /// matrix and the adapters to `g`, and that of the input to `dx`.
     pub(super) fn backward(
         &self,
         g: &mut ViewMut,

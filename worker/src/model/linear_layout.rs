@@ -1,9 +1,10 @@
-//! [`LinearLayout`]: the layout of a layer's matrices in the flat vector of the layer's unit.
+//! [`LinearLayout`]: where a layer's weight matrices are, in the flat vector of the layer's
+//! parameter unit.
 use super::{blocks::LayerInput, linear_precision::MatmulSizes};
 use std::ops::Range;
 
-/// The matrices of a layer that one matmul computes together, such as those of q, k and v. They
-/// have a common input, and their outputs are adjacent columns.
+/// Weight matrices of a layer that are computed together in one matmul, such as those of q, k and
+/// v. They have a common input, and their outputs are adjacent columns.
 #[derive(Debug)]
 pub(super) struct LinearLayout {
     /// The range of the matrices in the flat vector.
@@ -19,7 +20,7 @@ pub(super) struct LinearLayout {
 }
 
 impl LinearLayout {
-    /// Returns the width of the common output of all matrices.
+    /// Returns the total number of outputs of all matrices.
     pub(super) fn outputs(&self) -> usize {
         self.modules.iter().map(|(_, outputs)| outputs).sum()
     }
@@ -30,7 +31,7 @@ impl LinearLayout {
     }
 }
 
-/// The matmuls of a layer that can have adapters.
+/// The matmuls of a layer whose matrices can have LoRA adapters.
 pub(super) struct LayerLinears {
     /// The prefix of the matrices' names, with a trailing dot.
     pub(super) prefix: String,
@@ -41,7 +42,7 @@ pub(super) struct LayerLinears {
 }
 
 impl LayerLinears {
-    /// Returns the full names of the matrices.
+    /// Returns the full names of all matrices of the layer that can have LoRA adapters.
     pub(super) fn matrix_names(&self) -> impl Iterator<Item = String> {
         let modules = self.linears.iter().flat_map(|linear| &linear.modules);
         modules.map(|(name, _)| format!("{}{name}", self.prefix))

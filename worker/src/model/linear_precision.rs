@@ -1,12 +1,12 @@
-//! [`LinearFormat`]: computes the matmuls of a layer's matrices in the compute dtype or in FP8.
-//! The matmuls of adapters, routers and experts are always in the compute dtype.
+//! [`LinearFormat`]: computes the matmuls with a layer's weight matrices, in the usual data type or
+//! in fp8. The matmuls of adapters, routers and experts are always in the compute dtype.
 use super::error::{ModelError, Result};
 use device::{
     Buf, Fp8Format, Ops, View, ViewMut,
     ops::{FP8_COLUMN_MULTIPLE, Fp8Operand, WriteMode},
 };
 
-/// The precision in which the matmuls of a layer's matrices are computed.
+/// The precision in which the matmuls with a layer's weight matrices are computed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum LinearPrecision {
     /// The dtype of weights and activations.
@@ -17,7 +17,8 @@ pub(super) enum LinearPrecision {
     Fp8,
 }
 
-/// The precision of the matmuls of a layer's matrices, and the storage order of the matrices.
+/// The precision of the matmuls with a layer's weight matrices, and the order in which the matrices
+/// are stored.
 ///
 /// The input `x` is `[m, inp]`, and the output `y` is `[m, out]`. The weight `w` is `[out, inp]`,
 /// or `[inp, out]` if it is transposed.
@@ -31,14 +32,14 @@ pub(super) struct LinearFormat {
 /// The sizes of a matmul: number of rows, inputs per row, outputs per row.
 pub(super) type MatmulSizes = (usize, usize, usize);
 
-/// Wraps `x` as an operand of an FP8 matmul with the format `format`. The operand is read
-/// transposed if `transposed` is set.
+/// Wraps `x` as an operand of an fp8 matmul, which rounds it to the format `format`. The operand is
+/// read transposed if `transposed` is set.
 fn create_fp8_operand(x: View<'_>, format: Fp8Format, transposed: bool) -> Fp8Operand<'_> {
     Fp8Operand { x, format, transposed }
 }
 
-/// Checks that FP8 matmuls support the dimensions of a model. `sizes` has the config key and the
-/// size of each dimension.
+/// Checks that fp8 matmuls support the dimensions of a model. `sizes` are the config key and the
+/// value of each dimension.
 ///
 /// # Errors
 ///
@@ -55,7 +56,7 @@ pub(super) fn check_fp8_sizes(sizes: &[(&str, usize)]) -> Result<()> {
 }
 
 impl LinearFormat {
-    /// Computes `y = x · wᵀ + bias`.
+    /// Computes the output of a linear layer: `y = x · wᵀ + bias`.
     pub(super) fn forward(
         self,
         ops: &dyn Ops,
@@ -80,8 +81,9 @@ impl LinearFormat {
         }
     }
 
-    /// Returns the gradient `dy` in the form in which the matmuls of the backward pass read it. If
-    /// the backend rounds operands, writes the rounded gradient to `buffer`, once for both matmuls.
+    /// Returns the gradient `dy` of the output in the form that both matmuls of the backward pass
+    /// take. If the backend rounds operands, writes the rounded gradient to `buffer`, once for both
+    /// matmuls.
     pub(super) fn round_gradient<'a>(self, ops: &dyn Ops, dy: View<'a>, buffer: &'a mut Buf) -> View<'a> {
         match self.precision {
             LinearPrecision::ComputeDtype => ops.as_matmul_operand(dy, buffer),
@@ -89,7 +91,7 @@ impl LinearFormat {
         }
     }
 
-    /// Computes the gradient of the input, `dx = dy · w`.
+    /// Computes the gradient of a linear layer's input, `dx = dy · w`.
     pub(super) fn backward_input(
         self,
         ops: &dyn Ops,
@@ -109,7 +111,8 @@ impl LinearFormat {
         ops.fp8_matmul(dx, dy, w, m, inp, out, WriteMode::Overwrite);
     }
 
-    /// Computes the gradient of the weight, `dw = dyᵀ · x`, in the storage order of the weight.
+    /// Computes the gradient of a linear layer's weight, `dw = dyᵀ · x`, in the storage order of
+    /// the weight.
     pub(super) fn backward_weight(
         self,
         ops: &dyn Ops,
@@ -140,12 +143,12 @@ mod tests {
 
     const SHAPE: MatmulSizes = (5, 16, 32);
 
-    /// Generates deterministic values from -1 to about 1.
+    /// Generates test values from −1 to about 1, which depend only on `seed` and the index.
     fn generate_values(len: usize, seed: usize) -> Vec<f32> {
         (0..len).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 1000.0 - 1.0).collect()
     }
 
-    /// Quantizes a matrix to FP8 and back. Returns a function from row and column to the element.
+    /// Rounds a matrix to fp8, and returns a function from (row, column) to the rounded element.
     fn quantize_matrix(x: &[f32], format: Fp8Format, columns: usize) -> impl Fn(usize, usize) -> f64 {
         let scale = format.compute_scale(x.iter().fold(0.0, |most, x| x.abs().max(most)));
         let values: Vec<f64> =
@@ -153,7 +156,7 @@ mod tests {
         move |row, column| values[row * columns + column]
     }
 
-    /// Asserts that each element is the sum over `p < depth` of `term(row, column, p)`.
+    /// Checks that each element of `actual` is the sum over `p < depth` of `term(row, column, p)`.
     #[track_caller]
     fn assert_elements_equal_sums_over_depth(
         actual: &Buf,
@@ -170,7 +173,8 @@ mod tests {
         }
     }
 
-    /// Weights and activations are rounded to E4M3 and gradients to E5M2 for both storage orders.
+    /// Checks that fp8 matmuls equal their definition on rounded operands: weights and activations
+    /// in E4M3, gradients in E5M2.
     #[test]
     fn every_matmul_equals_its_definition_on_quantized_operands() {
         let (m, inp, out) = SHAPE;

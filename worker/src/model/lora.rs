@@ -1,6 +1,6 @@
-//! [`LayerAdapters`]: low-rank adapters of frozen matrices (LoRA, Hu et al. 2021). With an adapter,
-//! a matmul computes `y = W·x + s·B·A·dropout(x)` with `s = alpha / rank`, or `alpha / √rank` for
-//! rsLoRA (Kalajdzievski 2023).
+//! [`LayerAdapters`]: low-rank adapters of frozen weight matrices (LoRA, Hu et al. 2021). With an
+//! adapter, a matmul computes `y = W·x + s·B·A·dropout(x)` with `s = alpha / rank`, or `alpha /
+//! √rank` for rsLoRA (Kalajdzievski 2023).
 //!
 //! An adapter consists of the two parameters `….q_proj.lora_A.weight`, `[rank, in]`, and
 //! `….q_proj.lora_B.weight`, `[out, rank]`. These are the names of PEFT without the prefix of
@@ -26,7 +26,7 @@ use device::{
 use jobspec::{LoraSpec, LoraTargets};
 use std::ops::Range;
 
-/// The configuration of the LoRA adapters of a model.
+/// Which matrices of a model get LoRA adapters, and with which rank, factor and dropout.
 #[derive(Clone, Debug)]
 pub struct LoraConfig {
     /// The section `train.lora`. If the section names an adapter directory, values of the
@@ -37,7 +37,7 @@ pub struct LoraConfig {
 }
 
 impl LoraConfig {
-    /// Returns whether the module of this name gets an adapter.
+    /// Returns whether the module with the name `module` gets a LoRA adapter.
     fn has_adapter(&self, module: &str) -> bool {
         match &self.spec.targets {
             LoraTargets::AllLinear => true,
@@ -68,13 +68,14 @@ impl LoraConfig {
     }
 }
 
-/// Returns whether target `name` selects the module. This is the case if the names are equal, or
-/// the module's name ends with a dot and the target's name, as in PEFT.
+/// Returns whether the LoRA target `name` selects the module `module`. This is the case if the
+/// names are equal, or the module's name ends with a dot and the target's name, as in PEFT.
 fn matches_target(module: &str, name: &str) -> bool {
     module.strip_suffix(name).is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }
 
-/// The layout and random numbers of the LoRA adapter of one matrix.
+/// The LoRA adapter of one matrix: where its parameters are stored, and the random numbers for its
+/// dropout.
 struct LoraAdapter {
     /// The range of A in the flat vector of the layer's unit.
     a: Range<usize>,
@@ -86,7 +87,7 @@ struct LoraAdapter {
     rng: RandomStream,
 }
 
-/// The LoRA adapters of the matrices that one matmul computes together.
+/// The LoRA adapters of those matrices that are computed together in one matmul.
 struct LoraAdapterGroup {
     /// The width of the input.
     inputs: usize,
@@ -124,7 +125,7 @@ declare_buffer_set! {
     }
 }
 
-/// Mutable references to the scratch buffers of adapters, for the computation of one block.
+/// References to the scratch buffers of LoRA adapters, for the computation of one block.
 pub(super) type LoraScratch<'a> = LoraScratchBuffers<&'a mut Buf>;
 
 /// Creates the LoRA adapters of each layer.
@@ -142,7 +143,7 @@ pub(super) fn create_layer_adapters(
     Ok(layers.iter().map(|layer| LayerAdapters::new(lora, layer)).collect())
 }
 
-/// Declares the scratch buffers of the adapters of these layers for `rows` rows.
+/// Declares the scratch buffers that the LoRA adapters in `layers` need for `rows` rows.
 pub(super) fn declare_lora_scratch(layers: &[LayerAdapters], rows: usize) -> LoraScratchBuffers<BufferSpec> {
     let mut lengths = [0; 5];
     for adapters in layers {
@@ -159,8 +160,8 @@ pub(super) fn declare_lora_scratch(layers: &[LayerAdapters], rows: usize) -> Lor
 }
 
 impl LayerAdapters {
-    /// Creates the adapters of a layer, and lays out their parameters after the other tensors of
-    /// the layer's unit.
+    /// Creates the LoRA adapters of one layer, and places their parameters after the other tensors
+    /// of the layer's parameter unit.
     fn new(lora: &LoraConfig, layer: &LayerLinears) -> Self {
         let (spec, mut params, mut at) = (&lora.spec, Vec::new(), layer.unit_len);
         let rank = spec.rank as usize;
@@ -195,13 +196,15 @@ impl LayerAdapters {
         LayerAdapters { groups, params, rank, scale, dropout_rate: spec.dropout.unwrap_or(0.0) }
     }
 
-    /// Returns the unit of a layer with the parameters of the adapters appended.
+    /// Returns `unit`, the parameter unit of the layer, with the parameters of the LoRA adapters
+    /// appended.
     pub(super) fn append_params(&self, unit: ParamUnit) -> ParamUnit {
         ParamUnit::new(unit.name, unit.params.into_iter().chain(self.params.iter().cloned()).collect())
     }
 
-    /// Adds the outputs of the adapters of group `group`, the matrices that one matmul computes, to
-    /// `y`, `[rows, width]`. `x`, `[rows, in]`, is the input of the matmul.
+    /// Adds the outputs of LoRA adapters to `y`, `[rows, width]`, the output of a matmul. `x`,
+    /// `[rows, in]`, is its input, and `group` is the index of the group of matrices that it
+    /// computes.
     pub(super) fn forward(
         &self,
         group: usize,
@@ -220,10 +223,10 @@ impl LayerAdapters {
         }
     }
 
-    /// Computes the gradients of the LoRA matrices A and B of all adapters of a group, and writes
-    /// them to `grads`, the gradient of the layer's unit. `x` is the group's input, and `dy` the
-    /// gradient of its output. Keeps the gradients of `A·dropout(x)` in `s` for
-    /// [`LayerAdapters::backward_input`].
+    /// Computes the gradients of the LoRA matrices A and B of all adapters in group `group`, and
+    /// writes them to `grads`, the gradient of the layer's unit. `x` is the input of the group's
+    /// matmul, and `dy` the gradient of its output. Keeps the gradients of `A·dropout(x)` in `s`
+    /// for [`LayerAdapters::backward_input`].
     pub(super) fn backward_weight(
         &self,
         group: usize,
@@ -251,8 +254,9 @@ impl LayerAdapters {
         }
     }
 
-    /// Adds the gradient of the input that flows through the adapters of a group to `dx`, `[rows,
-    /// in]`. Must immediately follow [`LayerAdapters::backward_weight`] of that group.
+    /// Adds the part of the input's gradient that flows through the adapters in group `group` to
+    /// `dx`, `[rows, in]`. Must immediately follow [`LayerAdapters::backward_weight`] of that
+    /// group.
     pub(super) fn backward_input(
         &self,
         group: usize,
@@ -275,8 +279,9 @@ impl LayerAdapters {
         }
     }
 
-    /// Writes `A·dropout(x)` of one adapter to `s.low_rank`. Returns whether elements were dropped;
-    /// in this case, writes the input after dropout to `s.input`.
+    /// Computes the inner activation `A·dropout(x)` of one LoRA adapter, and writes it to
+    /// `s.low_rank`. Returns whether elements were dropped; in this case, writes the input after
+    /// dropout to `s.input`.
     fn compute_low_rank_activation(
         &self,
         g: &LoraAdapterGroup,
@@ -300,8 +305,8 @@ impl LayerAdapters {
         has_dropout
     }
 
-    /// Writes `s·B` to the rows of `padded_b` that correspond to the adapter's columns, and zeros
-    /// to all other rows.
+    /// Writes the scaled LoRA matrix B (`s·B`) to those rows of `padded_b` that correspond to the
+    /// adapter's columns, and zeros to all other rows.
     fn write_scaled_padded_b(
         &self,
         ops: &dyn Ops,
@@ -316,15 +321,15 @@ impl LayerAdapters {
         ops.scale(b, self.scale);
     }
 
-    /// Returns whether dropout applies to the inputs of the adapters in this micro-batch. Only
+    /// Returns whether dropout applies to the inputs of the LoRA adapters in this micro-batch. Only
     /// micro-batches of training have dropout.
     fn has_dropout(&self, batch: &MicroBatch) -> bool {
         batch.first_sample.is_some() && self.dropout_rate > 0.0
     }
 
-    /// Returns the dropout of an adapter's input, `[rows, inputs]`. The mask depends on the run's
-    /// seed, the module, the sample's number in the run and the position in the sample. The mask
-    /// does not depend on rank or micro-batch.
+    /// Returns the dropout of a LoRA adapter's input, `[rows, inputs]`. The mask depends on the
+    /// run's seed, the module, the sample's number in the run and the position in the sample. The
+    /// mask does not depend on rank or micro-batch.
     fn create_adapter_dropout(&self, ad: &LoraAdapter, inputs: usize, batch: &MicroBatch) -> SampleDropout {
         SampleDropout {
             key: ad.rng.key(),

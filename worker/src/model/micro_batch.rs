@@ -39,7 +39,7 @@ impl MicroBatch {
         self.window_starts.extend(self.starts.iter().enumerate().map(window_start));
     }
 
-    /// Counts the positions whose label counts for the loss.
+    /// Counts the positions of the micro-batch whose label counts for the loss.
     pub fn count_targets(&self) -> u64 {
         self.labels.iter().filter(|&&l| l != device::ops::IGNORE_LABEL).count() as u64
     }

@@ -1,5 +1,5 @@
 //! Mixture-of-experts layers: the computation of experts on rows that are sorted by expert, and the
-//! losses of routers ([`RouterStats`]).
+//! losses that train routers ([`RouterStats`]).
 //!
 //! Experts may be on other ranks than the tokens, so a layer is computed in parts: attention and
 //! router, token dispatch, experts, return of the rows, and weighted sum. The model computes the
@@ -11,7 +11,7 @@ use device::{
 use jobspec::ExpertsSpec;
 use std::ops::Range;
 
-/// The sizes of the experts of a layer, equal in all layers with experts.
+/// The sizes of the experts of a layer, which are equal in all layers with experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertShape {
     /// The number of experts of a layer.
@@ -34,7 +34,7 @@ impl ExpertShape {
         3 * self.intermediate * self.hidden
     }
 
-    /// Returns the shape of the router's ops for `m` rows.
+    /// Returns the shape with which the router's ops are called for `m` rows.
     fn to_router_shape(self, m: usize) -> RouterShape {
         RouterShape {
             m,
@@ -44,20 +44,20 @@ impl ExpertShape {
         }
     }
 
-    /// Returns the groups of the first grouped matmul: for each expert, its rows and its matrix of
-    /// gate and up, `[2·intermediate, hidden]`.
+    /// Returns the arguments of the experts' first grouped matmul: for each expert, its rows and
+    /// its matrix of gate and up, `[2·intermediate, hidden]`.
     fn build_gate_up_groups(&self, rows: &[Range<usize>]) -> Vec<RowGroup> {
         self.build_expert_groups(rows, 0)
     }
 
-    /// Returns the groups of the second grouped matmul: for each expert, its rows and its matrix of
-    /// the down projection, `[hidden, intermediate]`.
+    /// Returns the arguments of the experts' second grouped matmul: for each expert, its rows and
+    /// its matrix of the down projection, `[hidden, intermediate]`.
     fn build_down_groups(&self, rows: &[Range<usize>]) -> Vec<RowGroup> {
         self.build_expert_groups(rows, 2 * self.intermediate * self.hidden)
     }
 
-    /// Returns one group of a grouped matmul for each expert: the expert's range of `rows`, and the
-    /// offset of its matrix in the flat vector of all experts. `offset` is the offset of the matrix
+    /// Returns the arguments of a grouped matmul: for each expert, its range of `rows`, and where
+    /// its matrix begins in the flat vector of all experts. `offset` is where the matrix begins
     /// among the parameters of one expert.
     fn build_expert_groups(&self, rows: &[Range<usize>], offset: usize) -> Vec<RowGroup> {
         let group = |(i, r): (usize, &Range<usize>)| RowGroup {
@@ -68,7 +68,8 @@ impl ExpertShape {
     }
 }
 
-/// The coefficients of the losses that affect only routers.
+/// The factors with which the losses that affect only routers (load-balancing loss and z-loss) are
+/// weighted.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RouterLossCoefficients {
     /// The coefficient of the load-balancing loss, `router_aux_loss_coef` of transformers (Switch
@@ -79,8 +80,8 @@ pub struct RouterLossCoefficients {
     pub z: f64,
 }
 
-/// The output of a layer's router for one micro-batch. A row belongs to one token of the
-/// micro-batch. Every buffer is f32.
+/// What a layer's router computes for one micro-batch: probabilities, selected experts and their
+/// weights. A row belongs to one token of the micro-batch. Every buffer is f32.
 pub struct RouterOutput {
     /// The softmax of the router's logits, `[rows, experts]`.
     pub probs: Buf,
@@ -94,7 +95,7 @@ pub struct RouterOutput {
 }
 
 impl RouterOutput {
-    /// Allocates the buffers for micro-batches of `m` tokens.
+    /// Allocates the router's output buffers for micro-batches of `m` tokens.
     pub fn new(ops: &dyn Ops, shape: ExpertShape, m: usize) -> Self {
         let floats = |len| ops.zeroed(Dtype::F32, len);
         RouterOutput {
@@ -105,7 +106,8 @@ impl RouterOutput {
         }
     }
 
-    /// Computes the total number of elements of all buffers for micro-batches of `m` tokens.
+    /// Returns the total number of elements of the router's output buffers for micro-batches of `m`
+    /// tokens.
     pub fn count_elements(shape: ExpertShape, m: usize) -> usize {
         m * (shape.experts + 2 * shape.per_token + 1)
     }
@@ -167,8 +169,8 @@ pub struct ExpertInputs<'a> {
     pub rows: View<'a>,
 }
 
-/// Computes the forward pass of the experts `e` (SwiGLU). Writes the outputs of the gate and up
-/// projections to `gate_up`, `[rows, 2·intermediate]`.
+/// Computes the outputs of the experts `e`, whose activation is SwiGLU. Writes the outputs of the
+/// gate and up projections to `gate_up`, `[rows, 2·intermediate]`.
 ///
 /// If `out` is `Some`, also writes the outputs of the experts to its first view, `[rows, hidden]`.
 /// Its second view is scratch memory, `[rows, intermediate]`. If `out` is `None`, computes only
@@ -226,9 +228,9 @@ pub fn compute_expert_activation(ops: &dyn Ops, shape: ExpertShape, gate_up: Vie
     ops.swiglu_forward(act, gate_up, gate_up.len() / (2 * f), f);
 }
 
-/// Computes the gradients of the inputs of the experts `e`, one row for each token that was
-/// dispatched to an expert (`b.drows`). Also computes, for each of these rows, the gradient of the
-/// factor by which the router multiplies the expert's output (`b.dweights`).
+/// Computes the gradients of the inputs of the experts `e`, and writes them to `b.drows`, one row
+/// for each token that was dispatched to an expert. Also computes the gradient of the factor by
+/// which the router multiplies each expert output (`b.dweights`).
 ///
 /// Does not compute gradients of parameters. The caller must then pass `b.act` and `b.dgate_up` to
 /// [`compute_expert_gradients`], which computes those of the experts' parameters.
@@ -295,8 +297,8 @@ pub fn compute_expert_gradients(
     ops.grouped_backward_weight(grads, g.dy, g.act, &downs, d, f);
 }
 
-/// The number of times that the routers of all layers selected each expert in one micro-batch, and
-/// the sums from which the router losses are computed.
+/// How often the routers of all layers selected each expert in one micro-batch, and the sums from
+/// which the router losses are computed.
 ///
 /// The load-balancing loss is that of transformers' `load_balancing_loss_func`: `experts · Σ_e f_e
 /// · P_e` over the rows of all layers together. `f_e` is the number of selections of expert e per
@@ -312,7 +314,8 @@ pub struct RouterStats {
     host_buffers: [Buf; 2],
 }
 
-/// The router statistics of one layer, summed over the tokens of the micro-batch.
+/// How often one layer's router selected each expert in the micro-batch, and the sums for the
+/// router losses.
 #[derive(Clone)]
 struct LayerRouterStats {
     /// For each expert, the number of tokens for which the router selected the expert.
@@ -340,8 +343,8 @@ impl RouterStats {
         }
     }
 
-    /// Records the router's output of the `index`-th MoE layer, and replaces the previous
-    /// statistics of that layer. Copies the output to the host.
+    /// Adds the router's output of the MoE layer number `index` to the statistics, in place of the
+    /// previous output of that layer. Copies the output to the host.
     pub fn record_layer(&mut self, ops: &dyn Ops, index: usize, routing: &RouterOutput) {
         let [probs, lse] = &mut self.host_buffers;
         let (probs, lse) = (ops.to_host(routing.probs.view(), probs), ops.to_host(routing.lse.view(), lse));
@@ -355,7 +358,7 @@ impl RouterStats {
         t.lse_squares = lse.host().iter().map(|&l| f64::from(l) * f64::from(l)).sum();
     }
 
-    /// Returns, for each MoE layer, how often each expert was selected.
+    /// Returns for each MoE layer how often each expert was selected.
     pub fn selection_counts(&self) -> impl Iterator<Item = &[u64]> {
         self.layers.iter().map(|t| t.selection_counts.as_slice())
     }
@@ -365,8 +368,8 @@ impl RouterStats {
         (self.rows * self.layers.len()) as f64
     }
 
-    /// Returns `f_e` for each expert e: the average number of selections of the expert per token
-    /// and MoE layer. The sum over all experts is the number of experts per token.
+    /// Returns for each expert the average number of its selections per token and MoE layer. The
+    /// sum over all experts is the number of experts per token.
     fn mean_selections_by_expert(&self) -> impl Iterator<Item = f64> {
         let selections = |e: usize| self.layers.iter().map(|t| t.selection_counts[e]).sum::<u64>() as f64;
         (0..self.shape.experts).map(move |e| selections(e) / self.total_rows())
@@ -383,10 +386,9 @@ impl RouterStats {
             + self.coefficients.z * squares / self.total_rows()
     }
 
-    /// Computes the gradient of the router losses, as two values for the backward pass. The first
-    /// is the gradient of `scale` × [`RouterStats::compute_loss`] with respect to the probabilities
-    /// of a row, which is equal for all rows. The second is the factor of Σ lse² in the scaled
-    /// loss.
+    /// Computes the gradient of the router losses as two values for the backward pass. The first is
+    /// the gradient of `scale` × [`RouterStats::compute_loss`] with respect to the probabilities of
+    /// a row, which is equal for all rows. The second is the factor of Σ lse² in the scaled loss.
     pub fn compute_loss_gradient(&self, scale: f64) -> (Vec<f32>, f32) {
         let factor = scale * self.coefficients.aux * self.shape.experts as f64 / self.total_rows();
         let balance = self.mean_selections_by_expert().map(|share| (factor * share) as f32).collect();
@@ -394,8 +396,8 @@ impl RouterStats {
     }
 }
 
-/// Returns the coefficients that `train.experts` specifies. `model_aux` is the coefficient of the
-/// load-balancing loss if `train.experts` does not set one.
+/// Returns the factors of the router losses that `train.experts` specifies. `model_aux` is the
+/// coefficient of the load-balancing loss if `train.experts` does not set one.
 pub(super) fn select_router_loss_coefficients(spec: &ExpertsSpec, model_aux: f64) -> RouterLossCoefficients {
     RouterLossCoefficients { aux: spec.aux_loss.unwrap_or(model_aux), z: spec.z_loss }
 }

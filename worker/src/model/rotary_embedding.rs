@@ -1,5 +1,6 @@
-//! Rotary position embedding (RoPE, Su et al. 2021). [`RopeConfig`] has the frequencies, scaled as
-//! by `ROPE_INIT_FUNCTIONS` of transformers, and [`RopeTables`] the tables of cos and sin.
+//! Rotary position embedding (RoPE, Su et al. 2021). [`RopeConfig`] describes the frequencies,
+//! scaled as by `ROPE_INIT_FUNCTIONS` of transformers. [`RopeTables`] are the tables of cos and
+//! sin.
 use super::{
     error::{ModelError, Result},
     hf_config::{HfConfigFields, format_short_value, invalid_value_error, shorten_text},
@@ -7,14 +8,15 @@ use super::{
 use device::{Buf, Ops, View};
 use serde_json::{Map, Value};
 
-/// The frequencies of a rotary embedding: base `theta` and scaling.
+/// The frequencies of a rotary embedding: the base `theta`, and how they are scaled for longer
+/// sequences.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct RopeConfig {
     theta: f64,
     scaling: RopeScaling,
 }
 
-/// The scaling of the frequencies theta^(-2i/head_dim) for longer sequences.
+/// How the frequencies theta^(-2i/head_dim) of a rotary embedding are scaled for longer sequences.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum RopeScaling {
     None,
@@ -24,8 +26,7 @@ enum RopeScaling {
     Yarn(YarnScaling),
 }
 
-/// The scaling of Llama 3.1, `_compute_llama3_parameters` of transformers: low frequencies are
-/// divided by `factor`, high ones are unchanged, and those between are interpolated.
+/// The scaling of frequencies in Llama 3.1 (`_compute_llama3_parameters` of transformers).
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Llama3Scaling {
     factor: f64,
@@ -34,9 +35,8 @@ struct Llama3Scaling {
     original_max_position_embeddings: f64,
 }
 
-/// YaRN (Peng et al. 2023), `_compute_yarn_parameters` of transformers: frequencies with few turns
-/// within the original positions are divided by `factor`, those with many turns are unchanged, and
-/// those between are interpolated. Attention scores grow by `attention_factor²`.
+/// The scaling of frequencies by YaRN (Peng et al. 2023; `_compute_yarn_parameters` of
+/// transformers). Attention scores grow by `attention_factor²`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct YarnScaling {
     factor: f64,
@@ -53,13 +53,13 @@ struct YarnScaling {
 }
 
 impl RopeConfig {
-    /// Creates a config with base `theta` and without scaling.
+    /// Creates the config of a rotary embedding with base `theta` and without scaling.
     pub(super) fn unscaled(theta: f64) -> Self {
         RopeConfig { theta, scaling: RopeScaling::None }
     }
 
-    /// Reads the rotary embedding from `rope_parameters` (transformers 5), or from
-    /// `rope_theta` and `rope_scaling` (transformers 4).
+    /// Reads the rotary embedding from config.json: from `rope_parameters` (transformers 5), or
+    /// from `rope_theta` and `rope_scaling` (transformers 4).
     pub(super) fn from_fields(fields: &HfConfigFields) -> Result<Self> {
         let theta = fields.read_positive_number("rope_theta", 10000.0)?;
         let (old, new) = (fields.read_value("rope_scaling"), fields.read_value("rope_parameters"));
@@ -73,8 +73,8 @@ impl RopeConfig {
         }
     }
 
-    /// Parses `value`, the value of config key `key`, which is `rope_scaling` or `rope_parameters`.
-    /// `theta` is the default of `rope_theta`.
+    /// Parses `value`, the value of the key `key` of config.json, which is `rope_scaling` or
+    /// `rope_parameters`. `theta` is the default of `rope_theta`.
     pub(super) fn parse_config_value(key: &str, value: &Value, theta: f64) -> Result<Self> {
         const COMMON_KEYS: [&str; 3] = ["rope_type", "type", "rope_theta"];
         const TYPES: [&str; 5] = ["default", "dynamic", "linear", "llama3", "yarn"];
@@ -135,7 +135,7 @@ impl RopeConfig {
         }
     }
 
-    /// Returns the factor by which cos and sin are multiplied.
+    /// Returns the factor by which cos and sin are multiplied, which is 1 except with YaRN.
     fn cos_sin_factor(&self) -> f32 {
         match self.scaling {
             RopeScaling::Yarn(rule) => rule.attention_factor as f32,
@@ -145,7 +145,7 @@ impl RopeConfig {
 }
 
 impl YarnScaling {
-    /// The config keys that this scaling rule reads.
+    /// The keys in config.json from which the YaRN scaling is read.
     const KEYS: &[&str] = &[
         "factor",
         "original_max_position_embeddings",
@@ -157,8 +157,8 @@ impl YarnScaling {
         "truncate",
     ];
 
-    /// Reads the scaling rule from `map`, the value of config key `key`. `number` returns the
-    /// number at a key of `map`, and fails if the key is absent.
+    /// Reads the YaRN scaling from `map`, the value of the key `key` of config.json. `number`
+    /// returns the number at a key of `map`, and fails if the key is absent.
     fn parse_config_map(
         key: &str,
         map: &Map<String, Value>,
@@ -206,12 +206,12 @@ impl YarnScaling {
 }
 
 impl Llama3Scaling {
-    /// The config keys that this scaling rule reads.
+    /// The keys in config.json from which the Llama 3 scaling is read.
     const KEYS: &[&str] =
         &["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"];
 
-    /// Reads the scaling rule from `map`, the value of config key `key`. `number` returns the
-    /// number at a key of `map`, and fails if the key is absent.
+    /// Reads the Llama 3 scaling from `map`, the value of the key `key` of config.json. `number`
+    /// returns the number at a key of `map`, and fails if the key is absent.
     fn parse_config_map(
         key: &str,
         map: &Map<String, Value>,
@@ -249,7 +249,7 @@ impl Llama3Scaling {
     }
 }
 
-/// Tables with cos and sin of the angle of every position and pair of elements of a head,
+/// Tables of cos and sin for rotary embedding, for every position and pair of elements of a head,
 /// `[positions, head_dim/2]` each.
 pub(super) struct RopeTables {
     cos: Buf,
@@ -258,7 +258,7 @@ pub(super) struct RopeTables {
 }
 
 impl RopeTables {
-    /// Computes the tables for positions below `positions`.
+    /// Computes the tables of cos and sin for positions below `positions`.
     pub(super) fn new(rope: &RopeConfig, positions: usize, head_dim: usize) -> Self {
         let half_head_dim = head_dim / 2;
         let (mut cos, mut sin) =
@@ -275,7 +275,8 @@ impl RopeTables {
         RopeTables { cos, sin, half_head_dim }
     }
 
-    /// Moves the tables to the device of `ops`. Does nothing if the device is the host.
+    /// Moves the tables of cos and sin to the device of `ops`. Does nothing if the device is the
+    /// host.
     pub(super) fn move_to_device(&mut self, ops: &dyn Ops) {
         if !ops.is_host() {
             (self.cos, self.sin) =
@@ -283,7 +284,7 @@ impl RopeTables {
         }
     }
 
-    /// Returns cos and sin of the first `t` positions, `[t, head_dim/2]` each.
+    /// Returns the tables of cos and sin for the first `t` positions, `[t, head_dim/2]` each.
     pub(super) fn slice_first_positions(&self, t: usize) -> (View<'_>, View<'_>) {
         let n = t * self.half_head_dim;
         (self.cos.view().slice(0..n), self.sin.view().slice(0..n))
@@ -330,8 +331,8 @@ mod tests {
         assert_eq!(unsupported(yarn(json!({"finetuned": true}))), entry("finetuned", "true"));
     }
 
-    /// Dynamic scaling affects only sequences longer than `max_position_embeddings`, which are not
-    /// trained.
+    /// Checks that dynamic scaling changes nothing, because it affects only sequences longer than
+    /// `max_position_embeddings`, which are not trained.
     #[test]
     fn dynamic_scaling_equals_no_scaling() {
         let read =

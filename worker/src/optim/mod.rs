@@ -1,4 +1,4 @@
-//! The optimizer: states of the shards that this rank updates, and their update rules.
+//! The optimizer: update rules, and the optimizer states for the parameters that this rank updates.
 mod rules;
 pub mod schedule;
 mod state_staging;
@@ -27,7 +27,7 @@ use std::{collections::HashMap, io, ops::Range, path::PathBuf};
 use stochastic_bf16::{StochasticUpdate, update_in_f32};
 use update_rule::UpdateInputs;
 
-/// Parameters with equal hyper-parameters, in the form that checkpoints store.
+/// Parameters with equal optimizer settings, in the form that checkpoints store.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct ParamGroup {
     /// The name of the group: `decay` or `no_decay`, or `group 1` or `group 1 no_decay` for entry 1
@@ -47,7 +47,7 @@ pub struct ParamGroup {
     pub params: Vec<String>,
 }
 
-/// The inputs of an update that change with every step.
+/// What every update in a step needs and what changes with every step, such as the learning rate.
 #[derive(Clone, Copy, Debug)]
 pub struct StepInputs {
     /// The learning rate of this step for groups with an `lr_scale` of 1.
@@ -59,8 +59,7 @@ pub struct StepInputs {
     pub grad_scale: f32,
 }
 
-/// The optimizer for the ranges of parameter units that this rank updates, with their optimizer
-/// states.
+/// The optimizer of one rank, with the optimizer states for the parameters that this rank updates.
 pub struct Optimizer {
     spec: OptimizerSpec,
     /// The hyper-parameters of each group.
@@ -76,7 +75,7 @@ pub struct Optimizer {
     staging: StateStagingBuffers,
 }
 
-/// How the optimizer updates one parameter.
+/// How the optimizer updates one parameter: by which method, and with which settings.
 struct ParamUpdate {
     /// The index of the parameter's group.
     group: usize,
@@ -101,7 +100,7 @@ impl ParamUpdate {
 }
 
 impl Optimizer {
-    /// Creates zero states for the given range of each unit.
+    /// Creates the optimizer with states that are zero, for a range of each parameter unit.
     ///
     /// `rounding_seed` is the run's seed if bf16 weights have no master weights and are rounded
     /// stochastically.
@@ -141,7 +140,8 @@ impl Optimizer {
         })
     }
 
-    /// Sets the step lags of the named parameters, and 0 for all others.
+    /// Sets for each parameter in `lags` by how many updates its optimizer step is behind the run's
+    /// step, and 0 for all others.
     ///
     /// The bias correction of a parameter depends on the parameter's number of updates, which is
     /// smaller than the step if the parameter was frozen for a while.
@@ -150,8 +150,8 @@ impl Optimizer {
         params.for_each(|(p, update)| update.step_lag = lags.get(&p.name).copied().unwrap_or(0));
     }
 
-    /// Returns the trained parameters that lag behind the steps of the run, with the number of
-    /// missing updates.
+    /// Returns by name the trained parameters that missed updates of the run, with the number of
+    /// missed updates.
     pub fn collect_step_lags(&self, units: &[ParamUnit]) -> HashMap<String, u64> {
         let lags = units.iter().zip(&self.params).flat_map(|(u, updates)| {
             let trained = (0..u.params.len()).filter(|&i| u.is_trained(i));
@@ -165,23 +165,24 @@ impl Optimizer {
         &self.units[u]
     }
 
-    /// Starts to copy offloaded states of parameter unit `u` to the device, so that the next update
-    /// need not wait for the whole copy.
+    /// Starts to copy the optimizer states of parameter unit `u` from offload storage to the
+    /// device, so that the next update need not wait for the whole copy.
     pub fn prefetch_states(&mut self, ops: &dyn Ops, u: usize) {
         let Some(st) = self.units.get_mut(u) else { return };
         st.roles.iter().for_each(|states| states.vector.read_ahead());
         self.staging.prefetch(ops, u, st);
     }
 
-    /// Starts to copy the updated states of parameter unit `u` back to their offload storage.
+    /// Starts to copy the updated optimizer states of parameter unit `u` from the device back to
+    /// their offload storage.
     pub fn write_back_states(&mut self, ops: &dyn Ops, u: usize) {
         let Some(st) = self.units.get_mut(u) else { return };
         self.staging.write_back(ops, u, st);
         self.evict_states(u);
     }
 
-    /// Allows the operating system to write file-backed states of parameter unit `u` to their file
-    /// and to free their memory.
+    /// Allows the operating system to write the optimizer states of parameter unit `u` to their
+    /// file and to free their memory, if they are in a file.
     pub fn evict_states(&self, u: usize) {
         self.units.get(u).into_iter().flat_map(|st| &st.roles).for_each(|states| states.vector.evict_pages());
     }
@@ -221,15 +222,15 @@ impl Optimizer {
         ParamGroup { name, lr: self.spec.lr * n.lr_scale, betas, eps, momentum, weight_decay, params }
     }
 
-    /// Returns whether the update of a parameter of parameter unit `u` needs the gradient of the
-    /// whole tensor.
+    /// Returns whether an update in parameter unit `u` needs the gradient of a whole tensor, and
+    /// not only of this rank's shard.
     pub fn needs_whole_gradient(&self, u: usize, unit: &ParamUnit) -> bool {
         (0..unit.params.len()).any(|i| unit.is_trained(i) && self.params[u][i].method.direction.is_some())
     }
 
-    /// Prepares the update of the parameters of unit `u` that need the gradient of the
-    /// whole tensor. On entry, `grad` is the gradient of the trained elements in this rank's range
-    /// of the unit. Overwrites the elements of these parameters.
+    /// Prepares the updates of those parameters of unit `u` that need the gradient of the whole
+    /// tensor. On entry, `grad` is the gradient of the trained elements in this rank's range of the
+    /// unit. Overwrites the elements of these parameters.
     ///
     /// If the range is not the whole unit, the caller must afterwards gather the changed `grad` of
     /// all ranks, and pass it to [`Optimizer::update_unit`].
@@ -299,7 +300,7 @@ impl Optimizer {
     }
 }
 
-/// Builds the error of offload storage that cannot be created.
+/// Builds the error that offload storage for optimizer states could not be created.
 fn build_offload_error(offload: Option<&OffloadTarget>, e: &io::Error) -> Diagnostic {
     let directory =
         offload.cloned().map(|offload| PathBuf::from(offload).display().to_string()).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! The table of optimizers: one module for each, which implements [`UpdateRule`].
+//! The list of optimizers. Each has a module, which implements [`UpdateRule`].
 mod adafactor;
 mod adamw;
 mod lion;
@@ -10,7 +10,7 @@ use crate::params::ParamUnit;
 use ckpt::TensorRole;
 use jobspec::{OptimizerName, OptimizerSpec};
 
-/// Returns the update rule of an optimizer.
+/// Returns the update rule of the optimizer with the name `name`.
 fn select_rule(name: OptimizerName) -> &'static dyn UpdateRule {
     match name {
         OptimizerName::Adamw => &adamw::AdamW,
@@ -21,13 +21,14 @@ fn select_rule(name: OptimizerName) -> &'static dyn UpdateRule {
     }
 }
 
-/// Lists the roles of the optimizer's states, in the order in which checkpoints store them.
+/// Lists the kinds of states that an optimizer keeps for each parameter, in the order in which
+/// checkpoints store them.
 pub fn list_state_roles(spec: &OptimizerSpec) -> Vec<TensorRole> {
     select_rule(spec.name).list_state_roles(spec)
 }
 
-/// Selects the update method of each parameter of each unit. The method of a frozen parameter is
-/// meaningless.
+/// Selects for each parameter of each unit the method by which the optimizer updates it. The method
+/// of a frozen parameter is meaningless.
 pub(crate) fn select_update_methods(spec: &OptimizerSpec, units: &[ParamUnit]) -> Vec<Vec<UpdateMethod>> {
     let head = units.iter().filter(|u| !u.holds_experts()).count().saturating_sub(1);
     let rule = select_rule(spec.name);

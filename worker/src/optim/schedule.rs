@@ -1,5 +1,5 @@
-//! The learning rate as a function of the step. The formulas are those of the `get_*_schedule*`
-//! functions of transformers, with `min_lr` as the lower limit.
+//! Learning rate schedules: the learning rate as a function of the step. The formulas are those of
+//! the `get_*_schedule*` functions of transformers, with `min_lr` as the lower limit.
 //!
 //! `s` is the step about to be computed, from 0. `w` is the number of warm-up steps, and `T` is
 //! `train.steps`. During warm-up (`s < w`) the rate is `lr · s/w`, for wsd `min_lr + (lr − min_lr)
@@ -18,7 +18,7 @@
 //! rest of the decay follows the warm-up.
 use jobspec::{ScheduleName, ScheduleSpec};
 
-/// Computes the learning rate of step `step` of `total_steps`. Steps are counted from 0.
+/// Computes the learning rate of the step number `step` of `total_steps`. Steps are counted from 0.
 pub fn compute_learning_rate(spec: &ScheduleSpec, base_lr: f64, total_steps: u64, step: u64) -> f64 {
     let warm = spec.warmup_steps;
     let above = |floor: f64, factor: f64| floor + (base_lr - floor) * factor;
@@ -42,8 +42,8 @@ pub fn compute_learning_rate(spec: &ScheduleSpec, base_lr: f64, total_steps: u64
     }
 }
 
-/// Computes the fraction of the way from step `from` to step `to` that `step` has covered, at most
-/// 1.
+/// Returns how much of the way from step `from` to step `to` has been covered at `step`, as a
+/// fraction of at most 1.
 fn compute_progress(step: u64, from: u64, to: u64) -> f64 {
     if step >= to {
         return 1.0;
@@ -51,8 +51,8 @@ fn compute_progress(step: u64, from: u64, to: u64) -> f64 {
     step.saturating_sub(from) as f64 / (to - from) as f64
 }
 
-/// Computes half a cosine wave, which falls from 1 at 0 to 0 at 1. `libm` gives the same bits on
-/// every machine.
+/// Computes half a cosine wave, which falls from 1 at `progress` = 0 to 0 at `progress` = 1. `libm`
+/// gives the same bits on every machine.
 fn compute_half_cosine(progress: f64) -> f64 {
     0.5 * (1.0 + libm::cos(std::f64::consts::PI * progress))
 }
@@ -61,7 +61,7 @@ fn compute_half_cosine(progress: f64) -> f64 {
 mod tests {
     use super::*;
 
-    /// Computes the learning rate of every step of a schedule with base rate 1.
+    /// Computes the learning rates of all steps of a schedule whose base rate is 1.
     fn compute_rates(
         name: ScheduleName,
         warmup_steps: u64,
@@ -73,7 +73,7 @@ mod tests {
         (0..=total + 1).map(|s| compute_learning_rate(&spec, 1.0, total, s)).collect()
     }
 
-    /// Asserts that learning rates are equal up to rounding.
+    /// Checks that two lists of learning rates are equal up to rounding.
     fn assert_close(got: &[f64], want: &[f64]) {
         assert_eq!(got.len(), want.len());
         for (i, (g, w)) in got.iter().zip(want).enumerate() {
@@ -95,7 +95,7 @@ mod tests {
         assert_close(&compute_rates(ScheduleName::Linear, 0, 0.2, 0, 4), &[1.0, 0.8, 0.6, 0.4, 0.2, 0.2]);
     }
 
-    /// The expected rates follow from cos(π/6) = √3/2 and cos(π/3) = ½.
+    /// Checks a cosine schedule against rates that follow from cos(π/6) = √3/2 and cos(π/3) = ½.
     #[test]
     fn a_cosine_schedule_decays_to_the_minimum() {
         let h = 3f64.sqrt() / 2.0;
@@ -126,7 +126,8 @@ mod tests {
         }
     }
 
-    /// Compares with the values of transformers 5.23 (LambdaLR with lr 3e-4).
+    /// Checks that the schedules have the same rates as those of transformers 5.23 (LambdaLR with
+    /// lr 3e-4).
     #[test]
     fn rates_equal_those_of_transformers() {
         let lr = |name, min_lr, decay_steps, step| {
@@ -148,8 +149,7 @@ mod tests {
         }
     }
 
-    /// The step and its learning rates for cosine (min_lr 3e-5), linear and wsd (50 decay steps,
-    /// min_lr 3e-5), with 20 warm-up steps of 200.
+    /// Expected learning rates: a step, and its rates with a cosine, a linear and a wsd schedule.
     const GOLDEN: &[(u64, f64, f64, f64)] = &[
         (0, 0.0, 0.0, 2.9999999999999997e-05),
         (1, 1.4999999999999999e-05, 1.4999999999999999e-05, 4.35e-05),

@@ -1,14 +1,14 @@
-//! [`StateStagingBuffers`]: device memory in which offloaded optimizer states are updated. While
-//! the states of one unit are updated, the states of the next unit are copied in and the states of
-//! the previous unit are copied out.
+//! [`StateStagingBuffers`]: device memory in which optimizer states are updated that are otherwise
+//! stored elsewhere (offloaded). While the states of one unit are updated, the states of the next
+//! unit are copied in and the states of the previous unit are copied out.
 use super::unit_states::{DeviceStates, RoleStates, UnitStates};
 use device::{Buf, Dtype, Ops, storage::Event};
 
-/// Two staging buffers for optimizer states, used alternately.
+/// Two buffers in device memory for offloaded optimizer states, used alternately.
 #[derive(Default)]
 pub(super) struct StateStagingBuffers([StateStagingBuffer; 2]);
 
-/// Device memory for the optimizer states of one unit.
+/// A buffer in device memory for the optimizer states of one parameter unit.
 #[derive(Default)]
 struct StateStagingBuffer {
     /// The states of each role.
@@ -20,8 +20,8 @@ struct StateStagingBuffer {
 }
 
 impl StateStagingBuffers {
-    /// Allocates buffers for the optimizer states of the largest offloaded parameter unit. The
-    /// buffers are empty if no states are offloaded.
+    /// Allocates buffers that are large enough for the optimizer states of every offloaded
+    /// parameter unit. The buffers are empty if no states are offloaded.
     pub(super) fn new(ops: &dyn Ops, units: &[UnitStates]) -> Self {
         let mut lens = vec![0; units.first().map_or(0, |st| st.roles.len())];
         for st in units.iter().filter(|st| st.is_offloaded(ops)) {
@@ -34,8 +34,8 @@ impl StateStagingBuffers {
         StateStagingBuffers([buffer(), buffer()])
     }
 
-    /// Starts to copy the states of parameter unit `u` to a buffer. Does nothing if the states are
-    /// not offloaded or already in a buffer.
+    /// Starts to copy the optimizer states of parameter unit `u` from offload storage to a device
+    /// buffer. Does nothing if the states are not offloaded or already in a buffer.
     pub(super) fn prefetch(&mut self, ops: &dyn Ops, u: usize, st: &mut UnitStates) {
         if !st.is_offloaded(ops) || self.0.iter().any(|buffer| buffer.unit == Some(u)) {
             return;
@@ -52,8 +52,9 @@ impl StateStagingBuffers {
         buffer.unit = Some(u);
     }
 
-    /// Returns the states of parameter unit `u` in the memory of the backend. Copies offloaded
-    /// states to this memory if [`StateStagingBuffers::prefetch`] has not done so.
+    /// Returns the optimizer states of parameter unit `u` in the memory in which the backend
+    /// computes. Copies offloaded states to this memory if [`StateStagingBuffers::prefetch`] has
+    /// not done so.
     pub(super) fn fetch_to_device<'a>(
         &'a mut self,
         ops: &dyn Ops,
@@ -74,8 +75,8 @@ impl StateStagingBuffers {
         })
     }
 
-    /// Starts to copy the updated states of parameter unit `u` back to their storage, and frees
-    /// their buffer.
+    /// Starts to copy the updated optimizer states of parameter unit `u` from their device buffer
+    /// back to offload storage.
     pub(super) fn write_back(&mut self, ops: &dyn Ops, u: usize, st: &mut UnitStates) {
         let Some(buffer) = self.0.iter_mut().find(|buffer| buffer.unit == Some(u)) else { return };
         for (states, vector) in st.roles.iter_mut().zip(&buffer.vectors) {

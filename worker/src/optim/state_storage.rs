@@ -1,4 +1,5 @@
-//! [`StateVector`]: optimizer states in device memory, in host memory, or in a mapped file.
+//! [`StateVector`]: a vector of optimizer states, which is stored in device memory, in host memory,
+//! or in a mapped file.
 //!
 //! A mapped file is unlinked directly after its creation. So no file remains however a run ends,
 //! and no other process can truncate the file. The disk space is reserved on creation, so a full
@@ -14,14 +15,14 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-/// A vector of optimizer states: one element for each trained element.
+/// A vector of optimizer states of one kind, with one element for each trained element.
 pub struct StateVector {
     storage: StateStorage,
     /// The event that completes with the last copy from or to offloaded states.
     last_copy: Event,
 }
 
-/// The memory or the file that stores the elements of a [`StateVector`].
+/// Where the elements of a [`StateVector`] are stored.
 enum StateStorage {
     Memory(Buf),
     File { map: MmapMut, len: usize },
@@ -31,8 +32,8 @@ enum StateStorage {
 static FILE_COUNTER: AtomicU64 = AtomicU64::new(0);
 
 impl StateVector {
-    /// Allocates `len` zeros in the memory of the backend, or in the storage that `offload`
-    /// selects.
+    /// Allocates `len` optimizer states that are zero, in the backend's memory or in the storage
+    /// that `offload` selects.
     pub fn zeroed(ops: &dyn Ops, len: usize, offload: Option<&OffloadTarget>) -> io::Result<Self> {
         let storage = match offload.filter(|_| len > 0) {
             None => StateStorage::Memory(ops.zeroed_for("the optimizer's states", Dtype::F32, len)),
@@ -59,26 +60,26 @@ impl StateVector {
         self.len() == 0
     }
 
-    /// Waits for running copies, and returns the states for reading. The states are invalid if the
-    /// status of the backend is a failure.
+    /// Waits for running copies, and returns the optimizer states for reading. The states are
+    /// invalid if the status of the backend is a failure.
     pub fn view(&self) -> View<'_> {
         self.wait_for_copies();
         self.unsynchronized_view()
     }
 
-    /// Waits for running copies, and returns the states for writing.
+    /// Waits for running copies, and returns the optimizer states for writing.
     pub fn view_mut(&mut self) -> ViewMut<'_> {
         self.wait_for_copies();
         self.unsynchronized_view_mut()
     }
 
-    /// Blocks until no copy is running. A failure of a copy is recorded in the status of the
-    /// backend.
+    /// Blocks until no copy of the optimizer states is running. A failure of a copy is recorded in
+    /// the status of the backend.
     fn wait_for_copies(&self) {
         let _ = self.last_copy.synchronize();
     }
 
-    /// Returns the states for reading, possibly while a copy is running.
+    /// Returns the optimizer states for reading without waiting, even if a copy is running.
     fn unsynchronized_view(&self) -> View<'_> {
         match &self.storage {
             StateStorage::Memory(buf) => buf.view(),
@@ -86,7 +87,7 @@ impl StateVector {
         }
     }
 
-    /// Returns the states for writing, possibly while a copy is running.
+    /// Returns the optimizer states for writing without waiting, even if a copy is running.
     fn unsynchronized_view_mut(&mut self) -> ViewMut<'_> {
         match &mut self.storage {
             StateStorage::Memory(buf) => buf.view_mut(),
@@ -94,29 +95,30 @@ impl StateVector {
         }
     }
 
-    /// Returns whether the states are stored in other memory than the backend computes in.
+    /// Returns whether the optimizer states are stored outside of the memory in which the backend
+    /// computes.
     pub fn is_offloaded(&self, ops: &dyn Ops) -> bool {
         !self.is_empty() && self.unsynchronized_view().is_on_host() != ops.is_host()
     }
 
-    /// Starts to copy the states to `to` in the memory of the backend. The copy waits for the event
-    /// `free`, after which `to` may be overwritten. Returns the event that completes with the copy.
+    /// Starts to copy the optimizer states to `to` in the memory of the backend, after the event
+    /// `free`, at which `to` may be overwritten. Returns the event that completes with the copy.
     pub fn start_copy_in(&mut self, ops: &dyn Ops, to: ViewMut, free: &Event) -> Event {
         let after = [self.last_copy.clone(), free.clone()];
         self.last_copy = ops.copy_async(to, self.unsynchronized_view(), &after);
         self.last_copy.clone()
     }
 
-    /// Starts to copy the updated states `from` back to their storage. Returns the event that
-    /// completes with the copy.
+    /// Starts to copy the updated optimizer states `from` back to their storage. Returns the event
+    /// that completes with the copy.
     pub fn start_copy_out(&mut self, ops: &dyn Ops, from: View) -> Event {
         let after = [self.last_copy.clone()];
         self.last_copy = ops.copy_async(self.unsynchronized_view_mut(), from, &after);
         self.last_copy.clone()
     }
 
-    /// Advises the operating system to read the states from their file, because they are used soon.
-    /// Does nothing for states in memory.
+    /// Advises the operating system to read the optimizer states from their file, because they are
+    /// used soon. Does nothing for states in memory.
     pub fn read_ahead(&self) {
         if let StateStorage::File { map, .. } = &self.storage {
             // only advice: without it pages are read when they are accessed
@@ -124,8 +126,8 @@ impl StateVector {
         }
     }
 
-    /// Starts to write the states to their file and releases their pages. Does nothing for states
-    /// in memory.
+    /// Starts to write the optimizer states to their file, and releases their memory pages. Does
+    /// nothing for states in memory.
     pub fn evict_pages(&self) {
         if let StateStorage::File { map, .. } = &self.storage {
             self.wait_for_copies();
@@ -146,7 +148,8 @@ impl Drop for StateVector {
     }
 }
 
-/// Creates a file in `directory` and unlinks it. Creates the directory if necessary.
+/// Creates a file in `directory` that has no name, so that it disappears when it is closed. Creates
+/// the directory if necessary.
 fn create_unlinked_file(directory: &Path) -> io::Result<File> {
     fs::create_dir_all(directory)?;
     let number = FILE_COUNTER.fetch_add(1, Ordering::Relaxed);
@@ -161,7 +164,7 @@ mod tests {
     use super::*;
     use device::Cpu;
 
-    /// Reads how many kilobytes of files below `directory` are resident in memory.
+    /// Reads how many kilobytes of the mapped files below `directory` are resident in memory.
     fn read_resident_kilobytes(directory: &Path) -> u64 {
         let maps = fs::read_to_string("/proc/self/smaps").expect("smaps");
         let mut is_below = false;

@@ -1,5 +1,5 @@
-//! [`StochasticUpdate`]: updates of bf16 weights without master weights. Updates are computed in
-//! fp32 and rounded stochastically, so that updates smaller than half a bf16 step are not lost.
+//! [`StochasticUpdate`]: updates bf16 weights without fp32 master weights. Updates are rounded
+//! stochastically, so that updates smaller than half a bf16 step are not lost.
 use super::unit_states::UnitStates;
 use crate::{
     params::{ParamUnit, Segment},
@@ -8,10 +8,10 @@ use crate::{
 use device::{Buf, Dtype, Ops, ViewMut, ops::StochasticRounding};
 use std::ops::Range;
 
-/// The largest number of elements that are converted to fp32 at a time.
+/// The largest number of weights that are converted to fp32 at a time for an update.
 const MAX_CHUNK_ELEMENTS: usize = 1 << 22;
 
-/// The buffer and the random numbers for updates of bf16 weights in fp32.
+/// What updates of bf16 weights in fp32 need: a buffer, and random numbers for the rounding.
 pub(super) struct StochasticUpdate {
     /// For each unit and parameter, the key of the parameter's random numbers.
     keys: Vec<Vec<[u32; 2]>>,
@@ -19,8 +19,8 @@ pub(super) struct StochasticUpdate {
     chunk: Buf,
 }
 
-/// Computes the length of the fp32 buffer that updates of these ranges of units need: the length of
-/// their longest trained segment, at most [`MAX_CHUNK_ELEMENTS`].
+/// Computes the length of the fp32 buffer for updates of bf16 weights: the length of the longest
+/// trained segment in `ranges`, at most [`MAX_CHUNK_ELEMENTS`].
 pub fn compute_update_chunk_len<'a>(ranges: impl Iterator<Item = (&'a ParamUnit, Range<usize>)>) -> usize {
     let largest = |(unit, range): (&ParamUnit, Range<usize>)| {
         unit.list_trained_segments(range).iter().map(|s| s.flat.len()).max().unwrap_or(0)
@@ -29,8 +29,8 @@ pub fn compute_update_chunk_len<'a>(ranges: impl Iterator<Item = (&'a ParamUnit,
 }
 
 impl StochasticUpdate {
-    /// Allocates the fp32 buffer for the update ranges of `states`. Random numbers derive from
-    /// `seed`.
+    /// Allocates the fp32 buffer for the updates of the ranges of `states`. Random numbers derive
+    /// from `seed`.
     pub(super) fn new(ops: &dyn Ops, seed: u64, units: &[ParamUnit], states: &[UnitStates]) -> Self {
         let key = |name: &str| RandomStream::new(seed, Purpose::StochasticRounding, name).key();
         let keys = units.iter().map(|u| u.params.iter().map(|p| key(&p.name)).collect()).collect();
@@ -66,8 +66,8 @@ impl StochasticUpdate {
     }
 }
 
-/// Updates `p`, the elements of a segment, by calls of `update` with fp32 values and the range of
-/// these values in `p`.
+/// Updates the weights `p` of a segment by calls of `update`, which gets fp32 values and their
+/// range in `p`.
 ///
 /// If `rounding` is `Some`, `p` has bf16 weights, and `update` is called for each chunk
 /// ([`StochasticUpdate::update_in_chunks`]). If `rounding` is `None`, `update` is called once, with
@@ -92,8 +92,8 @@ mod tests {
     use super::*;
     use device::{Cpu, ops::VectorOps};
 
-    /// Adds 1/1000 to the elements of a tensor in the range `elements`, in chunks of `chunk_len`.
-    /// Returns the bits of the results.
+    /// Adds 1/1000 to a range of a test tensor, in chunks of `chunk_len` elements. Returns the bits
+    /// of the rounded results.
     fn update_and_round(chunk_len: usize, elements: Range<usize>) -> Vec<u16> {
         let cpu = Cpu::new(2);
         let key = RandomStream::new(3, Purpose::StochasticRounding, "w").key();

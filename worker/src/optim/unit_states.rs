@@ -1,4 +1,4 @@
-//! [`UnitStates`]: the optimizer states of one parameter unit, by role.
+//! [`UnitStates`]: the optimizer states that this rank has for one parameter unit.
 use super::state_storage::StateVector;
 use crate::params::{ParamSpec, ParamUnit, Segment};
 use ckpt::TensorRole;
@@ -6,7 +6,7 @@ use device::{Buf, Dtype, Ops, View, ViewMut};
 use jobspec::OffloadTarget;
 use std::{io, ops::Range};
 
-/// The optimizer states of one unit on this rank.
+/// The optimizer states that this rank has for one parameter unit.
 pub struct UnitStates {
     /// The range of the unit's flat vector that this rank updates.
     pub range: Range<usize>,
@@ -14,14 +14,15 @@ pub struct UnitStates {
     pub(super) roles: Vec<RoleStates>,
 }
 
-/// The optimizer states of one role, such as the first moment, of all trained parameters of a unit.
+/// The optimizer states of one kind, such as the first moment, for all trained parameters of a
+/// parameter unit.
 pub struct RoleStates {
     pub(super) layout: StateLayout,
     pub(super) vector: StateVector,
 }
 
-/// The order in which a state vector contains the states of parameters: first the sharded ones,
-/// then the replicated ones. In these segments, `flat` is the range in the state vector.
+/// Where a state vector contains the states of each parameter: first all sharded states, then the
+/// replicated ones. In these segments, `flat` is the range in the state vector.
 pub(super) struct StateLayout {
     role: TensorRole,
     sharded: Vec<Segment>,
@@ -29,7 +30,8 @@ pub(super) struct StateLayout {
 }
 
 impl StateLayout {
-    /// Lays out the states of the trained parameters in a range of the unit's flat vector.
+    /// Lays out the states of one kind for the trained parameters in a range of the unit's flat
+    /// vector.
     pub(super) fn new(role: TensorRole, unit: &ParamUnit, range: Range<usize>) -> Self {
         let (mut sharded, mut replicated) = (Vec::new(), Vec::new());
         for part in unit.list_trained_segments(range) {
@@ -51,7 +53,7 @@ impl StateLayout {
         StateLayout { role, sharded, replicated }
     }
 
-    /// Returns the number of elements of all sharded states.
+    /// Returns the number of elements of all sharded states in the vector.
     fn sharded_len(&self) -> usize {
         self.sharded.last().map_or(0, |s| s.flat.end)
     }
@@ -61,8 +63,8 @@ impl StateLayout {
         self.replicated.last().map_or(self.sharded_len(), |s| s.flat.end)
     }
 
-    /// Lists the parts of sharded states that belong to the range `shard` of the unit. They are
-    /// adjacent in the state vector.
+    /// Lists the parts of the sharded states that belong to the range `shard` of the parameter
+    /// unit. They are adjacent in the state vector.
     fn list_sharded(&self, unit: &ParamUnit, shard: Range<usize>) -> Vec<Segment> {
         let in_vector = |part: Segment| {
             let i = self.sharded.binary_search_by_key(&part.param, |s| s.param).ok()?;
@@ -73,13 +75,15 @@ impl StateLayout {
     }
 }
 
-/// Returns whether a state is sharded with its parameter.
+/// Returns whether a state of the kind `role` is sharded like its parameter, and not replicated on
+/// every rank.
 fn is_sharded(role: TensorRole, param: &ParamSpec) -> bool {
     role.state_shape(&param.shape).is_some_and(|shape| shape.len() == param.shape.len())
 }
 
 impl UnitStates {
-    /// Allocates zero states with the given roles for a range of a unit.
+    /// Allocates optimizer states of the given kinds that are zero, for a range of a parameter
+    /// unit.
     ///
     /// # Errors
     ///
@@ -110,26 +114,27 @@ impl UnitStates {
         &mut self.roles
     }
 
-    /// Returns whether any state is stored in other memory than the backend computes in.
+    /// Returns whether any of the states is stored outside of the memory in which the backend
+    /// computes.
     pub(super) fn is_offloaded(&self, ops: &dyn Ops) -> bool {
         self.roles.iter().any(|states| states.vector.is_offloaded(ops))
     }
 }
 
 impl RoleStates {
-    /// Returns the role of these optimizer states, such as the first moment.
+    /// Returns which kind of optimizer states these are, such as the first moment.
     pub fn role(&self) -> TensorRole {
         self.layout.role
     }
 
-    /// Returns all optimizer states of this role: the sharded ones in the order of the parameters,
-    /// then the others.
+    /// Returns all states of this kind: the sharded ones in the order of the parameters, then the
+    /// replicated ones.
     pub fn view(&self) -> View<'_> {
         self.vector.view()
     }
 
-    /// Lists the parts of states that the owner of the range `shard` of the unit writes to
-    /// checkpoints. The owner of a parameter's first element writes its replicated states.
+    /// Lists the parts of the states that the owner of the range `shard` writes to checkpoints. The
+    /// owner of a parameter's first element writes its replicated states.
     pub fn list_written(&self, unit: &ParamUnit, shard: Range<usize>) -> Vec<Segment> {
         let begins_in_shard = |s: &&Segment| shard.contains(&unit.tensor_range(s.param).start);
         let replicated = self.layout.replicated.iter().filter(begins_in_shard).cloned();
@@ -150,13 +155,13 @@ impl RoleStates {
         [(part, sharded.slice(range)), (self.layout.replicated.clone(), replicated)]
     }
 
-    /// Returns whether any state of the unit with this role is sharded, on any rank.
+    /// Returns whether any state of this kind is sharded, on any rank.
     pub fn is_any_sharded(&self, unit: &ParamUnit) -> bool {
         unit.list_trained_params().any(|p| is_sharded(self.layout.role, p))
     }
 
-    /// Copies the sharded states of the range `shard` to a new vector with the layout of this range
-    /// of the trained vector.
+    /// Copies the sharded states of the range `shard` to a new vector, in which they have the order
+    /// of the trained elements of this range.
     pub fn pack_trained(&self, ops: &dyn Ops, unit: &ParamUnit, shard: Range<usize>) -> Buf {
         let trained = unit.compute_trained_range(shard.clone());
         let mut packed = ops.zeroed(Dtype::F32, trained.len());
@@ -168,8 +173,8 @@ impl RoleStates {
         packed
     }
 
-    /// Overwrites the sharded states with those in `whole`, which has the layout of the unit's
-    /// trained vector.
+    /// Replaces the sharded states by those in `whole`, which has one element for each trained
+    /// element of the parameter unit.
     pub fn unpack_trained(&mut self, ops: &dyn Ops, unit: &ParamUnit, whole: View) {
         for s in &self.layout.sharded {
             let start = find_trained_offset(unit, s);
@@ -179,31 +184,33 @@ impl RoleStates {
     }
 }
 
-/// Finds the index in the unit's trained vector of the first element of a sharded state.
+/// Returns the index of the first element of the sharded state `s` among the unit's trained
+/// elements.
 fn find_trained_offset(unit: &ParamUnit, s: &Segment) -> usize {
     unit.compute_trained_offset(unit.tensor_range(s.param).start + s.elements.start)
 }
 
-/// Counts the elements of the states with these roles for a range of the unit's flat vector.
+/// Counts the elements of the optimizer states of the kinds `roles` for a range of the unit's flat
+/// vector.
 pub fn count_state_elements(roles: &[TensorRole], unit: &ParamUnit, range: Range<usize>) -> usize {
     roles.iter().map(|&role| StateLayout::new(role, unit, range.clone()).len()).sum()
 }
 
-/// The states of one unit in the memory of the backend.
+/// The optimizer states of one parameter unit, in the memory in which the backend computes.
 pub(super) struct DeviceStates<'a>(pub(super) Vec<(&'a StateLayout, ViewMut<'a>)>);
 
 impl DeviceStates<'_> {
-    /// Borrows this rank's part of the sharded states of a parameter.
+    /// Returns the sharded states of a parameter: those parts that this rank has.
     pub(super) fn select_sharded(&mut self, param: usize) -> StateViews<'_> {
         self.select(param, |layout| &layout.sharded)
     }
 
-    /// Borrows the replicated states of a parameter.
+    /// Returns the replicated states of a parameter.
     pub(super) fn select_replicated(&mut self, param: usize) -> StateViews<'_> {
         self.select(param, |layout| &layout.replicated)
     }
 
-    /// Borrows the states of a parameter in the segments that `list` selects: the sharded or the
+    /// Returns the states of a parameter in the segments that `list` selects, the sharded or the
     /// replicated ones.
     fn select(&mut self, param: usize, list: fn(&StateLayout) -> &[Segment]) -> StateViews<'_> {
         let mut views = Vec::new();
@@ -217,11 +224,11 @@ impl DeviceStates<'_> {
     }
 }
 
-/// States of one parameter, by role.
+/// The states of one parameter, each with its kind.
 pub(crate) struct StateViews<'a>(Vec<(TensorRole, ViewMut<'a>)>);
 
 impl<'a> StateViews<'a> {
-    /// Takes the state with this role.
+    /// Removes the state of the kind `role` from this set and returns it.
     ///
     /// # Panics
     ///

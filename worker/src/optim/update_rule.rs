@@ -8,15 +8,16 @@ use jobspec::OptimizerSpec;
 /// An optimizer: which states it keeps, and how it updates each parameter. `rules.rs` lists all
 /// optimizers.
 pub(super) trait UpdateRule {
-    /// Lists the roles of the optimizer's states, in the order in which checkpoints store them.
-    /// [`TensorRole::state_shape`] determines which parameters have a state, and its shape.
+    /// Lists the kinds of states that the optimizer keeps for each parameter, in the order in which
+    /// checkpoints store them. [`TensorRole::state_shape`] determines which parameters have a
+    /// state, and its shape.
     ///
     /// A state with as many dimensions as its parameter is sharded with the parameter. Another
     /// state is replicated: each rank that updates a part of the parameter keeps the whole state.
     fn list_state_roles(&self, spec: &OptimizerSpec) -> Vec<TensorRole>;
 
-    /// Selects the method for a parameter with this shape. `is_in_layer` is false for the embedding
-    /// and the head.
+    /// Selects the method by which a parameter with the shape `shape` is updated. `is_in_layer` is
+    /// false for the embedding and the head.
     fn select_method(&self, shape: &[usize], is_in_layer: bool) -> UpdateMethod;
 }
 
@@ -31,15 +32,15 @@ pub(crate) struct UpdateMethod {
     pub update: ElementwiseUpdate,
 }
 
-/// A function that updates the elements `p` and their sharded states. `g` is the gradient or the
-/// direction of these elements.
+/// A function that updates the elements `p` of a parameter and their sharded states. `g` is the
+/// gradient or the direction of these elements.
 pub(super) type ElementwiseUpdate =
     fn(ops: &dyn Ops, p: ViewMut, g: View, states: StateViews, inputs: &UpdateInputs<'_>);
 
 /// The part of an optimizer's update that needs the gradient of a whole tensor, such as Muon's
 /// orthogonalization.
 pub(crate) trait TensorDirection: Sync {
-    /// Returns the purpose that out-of-memory errors name for the memory of directions, such as
+    /// Returns what out-of-memory errors name as the use of the memory for directions, such as
     /// `Muon matrices`.
     fn memory_label(&self) -> &'static str;
 
@@ -48,8 +49,7 @@ pub(crate) trait TensorDirection: Sync {
     fn count_allocated_elements(&self, shape: &[usize]) -> usize;
 
     /// Replaces the gradient of consecutive elements by their part of the input of
-    /// [`TensorDirection::compute_direction`], which covers the whole tensor. Updates the sharded
-    /// states of these elements.
+    /// [`TensorDirection::compute_direction`]. Updates the sharded states of these elements.
     fn prepare_gradient(&self, ops: &dyn Ops, g: ViewMut, states: StateViews, inputs: &UpdateInputs<'_>);
 
     /// Computes the direction of the update from `prepared`, the prepared gradient of the whole
@@ -66,7 +66,8 @@ pub(crate) trait TensorDirection: Sync {
     ) -> Buf;
 }
 
-/// The inputs of the update of one parameter in addition to its gradient and states.
+/// What the update of one parameter needs in addition to its gradient and states, such as the
+/// learning rate.
 pub(crate) struct UpdateInputs<'a> {
     /// The optimizer's settings in the job.
     pub spec: &'a OptimizerSpec,

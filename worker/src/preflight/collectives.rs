@@ -1,4 +1,4 @@
-//! Estimates the memory of collectives, in addition to the data that they transfer.
+//! Estimates how much memory collectives need, in addition to the data that they transfer.
 use super::memory::MemoryPlan;
 use crate::{
     runtime::STAGING_BYTES,
@@ -6,11 +6,13 @@ use crate::{
 };
 use device::Dtype;
 
-/// The number of bytes that an all-gather reads from the two staging slots of one peer.
+/// The number of bytes in one peer's shared memory (its two staging slots) that an all-gather
+/// reads.
 const PEER_CHUNK_BYTES: usize = 1 << 20;
 
 impl MemoryPlan<'_> {
-    /// Computes the bytes of the buffers for messages to and from the owners of an expert unit.
+    /// Computes the bytes of the buffers in which a rank exchanges messages with the ranks that own
+    /// experts.
     pub(super) fn count_moe_message_bytes(&self, policy: ShardingPolicy, rank: usize, dtype: Dtype) -> u64 {
         let schedule = self.build_micro_batch_schedule(policy);
         let (mut gathered, mut sent, mut received) = (0, 0, 0);
@@ -28,17 +30,17 @@ impl MemoryPlan<'_> {
         (sent + 4 * received) as u64
     }
 
-    /// Computes the number of elements in the copy of an updated shard that this rank sends to
-    /// other ranks. Returns 0 if parameters are sharded or there is one rank.
+    /// Computes the number of elements in the copy of an updated shard that a rank sends to other
+    /// ranks. Returns 0 if parameters are sharded or there is one rank.
     pub(super) fn count_shard_elements_in_flight(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         let is_sent = !policy.shard_parameters && self.world > 1;
         let largest = self.list_shard_lengths(rank).into_iter().max().unwrap_or(0) as u64;
         if is_sent { largest } else { 0 }
     }
 
-    /// Computes the bytes of memory that collectives add to this rank's resident memory. These are
-    /// the shared memory that the rank reads and writes, and the private buffer in which a
-    /// reduction assembles pieces that are larger than a staging slot.
+    /// Computes the bytes by which collectives increase a rank's resident memory. These are the
+    /// shared memory that the rank reads and writes, and the private buffer in which a reduction
+    /// assembles pieces that are larger than a staging slot.
     pub(super) fn count_collective_staging_bytes(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         if self.world == 1 {
             return 0;

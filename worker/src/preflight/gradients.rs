@@ -1,5 +1,5 @@
-//! Estimates the peak memory of gradients: their sums, and the buffers that are written and
-//! reduced.
+//! Estimates the peak memory of gradients: of their sums, and of the buffers in which they are
+//! computed and reduced.
 use super::memory::MemoryPlan;
 use crate::{
     param_groups::find_first_backward_layer,
@@ -15,8 +15,8 @@ use crate::{
 use std::collections::VecDeque;
 
 impl MemoryPlan<'_> {
-    /// Computes the peak number of gradient elements. Buffers are reused by the same rules as in
-    /// the engine's buffer pools.
+    /// Computes the largest number of gradient elements that a rank has in memory at one time.
+    /// Buffers are reused by the same rules as in the engine's buffer pools.
     pub(super) fn count_gradient_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         let gradients = match policy.shard_gradients && self.world > 1 {
             true => self.count_sharded_gradient_elements(policy, rank),
@@ -25,8 +25,8 @@ impl MemoryPlan<'_> {
         gradients as u64
     }
 
-    /// Computes the peak number of elements if a rank keeps complete gradients until the last
-    /// micro-batch.
+    /// Computes the largest number of gradient elements in memory if a rank keeps complete
+    /// gradients until the last micro-batch.
     fn count_full_gradient_elements(&self, policy: ShardingPolicy, rank: usize) -> usize {
         let s = self.build_micro_batch_schedule(policy);
         let full: usize = self.list_units_of_rank(rank).map(ParamUnit::trained_len).sum();
@@ -46,8 +46,8 @@ impl MemoryPlan<'_> {
             + mixed
     }
 
-    /// Computes the peak number of elements if gradients are reduced to their owners in each
-    /// backward pass.
+    /// Computes the largest number of gradient elements in memory if gradients are reduced to their
+    /// owners in each backward pass.
     ///
     /// The elements are one partial sum of the shard for each level of the tree, and the gradients
     /// in flight.
@@ -113,8 +113,8 @@ impl MemoryPlan<'_> {
     }
 }
 
-/// A model of the gradient buffers between the backward pass of a unit and the end of its
-/// reduction.
+/// A simulation of the gradient buffers between the backward pass of a unit and the end of its
+/// reduction, for the memory estimate.
 #[derive(Default)]
 struct GradientBuffers {
     pool: BufferPoolEstimate,

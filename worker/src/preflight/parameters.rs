@@ -1,5 +1,5 @@
-//! Estimates the peak memory of other ranks' parameters, which are gathered into buffers or mapped
-//! from shared memory.
+//! Estimates the peak memory of those parameters that a rank gets from other ranks, in buffers or
+//! through shared memory.
 use super::memory::MemoryPlan;
 use crate::{
     model::MoeModel,
@@ -15,8 +15,8 @@ use jobspec::{HostSelection, WorkersPerHost};
 use std::collections::{HashMap, VecDeque};
 
 impl MemoryPlan<'_> {
-    /// Returns the index of the head's unit. Also returns, for each layer, the index of its unit,
-    /// and that of the expert unit with a shard of this rank.
+    /// Returns the index of the output layer's unit. Also returns for each layer the index of its
+    /// unit, and that of the unit of experts with a shard of this rank.
     pub(super) fn list_layer_units(&self, rank: usize) -> (usize, Vec<Vec<usize>>) {
         let head = self.model.sizes().layers + 1;
         let is_moe = |l: usize| MoeModel::from_model(self.model).is_some_and(|s| s.is_moe_layer(l));
@@ -27,7 +27,7 @@ impl MemoryPlan<'_> {
         (head, (1..head).map(|u| units(u, experts.pop_if(|_| is_moe(u - 1)))).collect())
     }
 
-    /// Returns the units in the order in which a step gathers them.
+    /// Returns the parameter units in the order in which a training step gathers them.
     fn list_units_in_gather_order(&self, rank: usize) -> Vec<usize> {
         let (head, layers) = self.list_layer_units(rank);
         let forward = layers.iter().flatten().copied();
@@ -36,8 +36,9 @@ impl MemoryPlan<'_> {
         std::iter::once(0).chain(forward).chain([head]).chain(tied).chain(backward).collect()
     }
 
-    /// Computes the peak number of elements of gathered parameters on a rank. Simulates the gathers
-    /// of a step with the prefetch and the gather retention of the engine.
+    /// Computes the largest number of elements of gathered parameters that a rank has in memory at
+    /// one time. Simulates the gathers of a step with the prefetch and the gather retention of the
+    /// engine.
     pub(super) fn estimate_peak_gathered_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         let casts = self.casts_on_gather(policy);
         if !policy.shard_parameters || (self.world == 1 && !casts) {
@@ -82,7 +83,8 @@ impl MemoryPlan<'_> {
         (pool.allocated + cast_shard) as u64
     }
 
-    /// Returns each fetch, and whether its unit is still in use when the next unit is fetched.
+    /// Returns for each fetch of a parameter unit whether the unit is still in use when the next
+    /// unit is fetched.
     ///
     /// The unit is still in use if it is the head's unit with a tied embedding or, in a backward
     /// pass, a layer's unit with its experts.
@@ -98,7 +100,7 @@ impl MemoryPlan<'_> {
         overlaps.collect()
     }
 
-    /// Returns whether parameters are cast to 16 bits when they are gathered.
+    /// Returns whether parameters are converted to 16 bits when they are gathered.
     pub(super) fn casts_on_gather(&self, policy: ShardingPolicy) -> bool {
         casts_on_gather(policy, ParamDtypes::for_job(self.train), !self.job.cluster.trains_on_gpus())
     }
@@ -114,9 +116,9 @@ impl MemoryPlan<'_> {
         one_host && !cluster.trains_on_gpus()
     }
 
-    /// Computes the peak number of elements of other ranks' shards that are mapped at the same
-    /// time while the units of `fetches` are used. `peer_elements` returns, for the index of a
-    /// unit, the number of the unit's elements that other ranks own.
+    /// Computes the largest number of elements of other ranks' shards that are mapped at one time
+    /// while the units of `fetches` are used. `peer_elements` returns, for the index of a unit, the
+    /// number of the unit's elements that other ranks own.
     fn count_mapped_peer_elements(
         &self,
         fetches: &[PlannedFetch],

@@ -1,10 +1,12 @@
-//! Fault points for tests: kills a worker at a chosen point, and counts the points that it passed.
+//! Fault injection for tests: kills a worker at a chosen point of its run, and counts the points
+//! that it passed.
 use crate::error::Result;
 use diagnostic::{Diagnostic, codes};
 use jobspec::env;
 use protocol::control::WorkerInit;
 
-/// For tests: kills the worker of the rank at its N-th fault point if `LAUNCH_FAULT=RANK:N` is set.
+/// Makes this process kill itself at its N-th fault point if the test variable
+/// `LAUNCH_FAULT=RANK:N` names its rank.
 pub(super) fn arm_fault_point(init: &WorkerInit) -> Result<()> {
     let Some(value) = std::env::var_os(env::LAUNCH_FAULT) else { return Ok(()) };
     let parsed = value
@@ -21,8 +23,8 @@ pub(super) fn arm_fault_point(init: &WorkerInit) -> Result<()> {
     Ok(())
 }
 
-/// For tests: appends a line to the file that `LAUNCH_FAULT_COUNT` names. The line contains the
-/// rank and the number of fault points that the rank passed.
+/// Appends this rank and the number of fault points that it passed to the file that the test
+/// variable `LAUNCH_FAULT_COUNT` names.
 pub(super) fn record_fault_points(init: &WorkerInit) {
     let Some(path) = std::env::var_os(env::LAUNCH_FAULT_COUNT) else { return };
     let line = format!("{} {}\n", init.rank, ckpt::fault_points::count_passed_points());

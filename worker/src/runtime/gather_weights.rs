@@ -10,9 +10,9 @@ use ckpt::{Checkpoint, GatherOptions};
 use protocol::event::Event;
 use std::{ops::ControlFlow, path::Path, sync::Arc};
 
-/// Writes the weights of the last checkpoint to `weights` below `root`, on rank 0. A stop request
-/// to rank 0 ends the gather early, and leaves `weights` unchanged. Returns whether the gather is
-/// complete. Collective: every rank must call it.
+/// Writes the weights of the run's last checkpoint to the directory `weights` below `root`, on rank
+/// 0. A stop request to rank 0 ends the gather early, and leaves `weights` unchanged. Returns
+/// whether the gather is complete. Collective: every rank must call it.
 pub(super) fn gather_last_checkpoint_weights(
     session: &AgentSession,
     queue: &Arc<CollectiveQueue>,
@@ -40,14 +40,15 @@ pub(super) fn gather_last_checkpoint_weights(
     Ok(all_gather_values(queue, gathered)?.into_iter().all(|is_complete| is_complete))
 }
 
-/// Writes the weights of the checkpoint at `path`, of which this rank can read every shard.
+/// Writes the weights of the checkpoint at `path` to the directory `weights` below `root`, if this
+/// rank can read every shard.
 fn gather_shared_checkpoint(session: &AgentSession, path: &Path, root: &Path) -> Result<bool> {
     let checkpoint = Checkpoint::open(path).map_err(to_unreadable_checkpoint_error)?;
     write_weights(session, &checkpoint, checkpoint.facts().step, root)
 }
 
-/// Writes the weights of `source` to `weights` below `root`, and reports the event. Returns false
-/// after a stop request.
+/// Writes the weights of `source` to the directory `weights` below `root`, and reports the event.
+/// Returns false after a stop request.
 fn write_weights(
     session: &AgentSession,
     source: &dyn ckpt::TensorSource,

@@ -1,5 +1,5 @@
-//! Connects the ranks of several hosts through TCP: selects the address to listen on, exchanges the
-//! addresses, and joins the group.
+//! Connects ranks on several hosts by TCP: selects the address on which a rank listens, exchanges
+//! the addresses, and joins the group.
 use super::session::AgentSession;
 use crate::error::{Error, Result};
 use comm::{
@@ -49,8 +49,8 @@ pub(super) fn connect_ranks_of_hosts(
     Ok(Arc::new(endpoint.join(&group, memory, TcpLimits { shm, ..TcpLimits::default() }, &stopper)?))
 }
 
-/// Builds the group to join from the controller's list of peers. Fails if the list does not fit
-/// this rank.
+/// Builds the description of the group that this rank joins, from the controller's list of peers.
+/// Fails if the list does not fit this rank.
 fn build_peer_group(init: &WorkerInit, peers: WorkerPeers) -> Result<GroupSpec> {
     let rank = init.rank as usize;
     let is_on_this_host =
@@ -73,8 +73,8 @@ fn build_peer_group(init: &WorkerInit, peers: WorkerPeers) -> Result<GroupSpec> 
     Ok(GroupSpec { rank, members, run: init.run.clone(), attempt: init.attempt, key: peers.key.0 })
 }
 
-/// Raises the soft limit of open files to two connections per peer and the other files that a
-/// worker opens.
+/// Raises this process's limit of open files so that two connections per peer and the worker's
+/// other files fit.
 fn raise_open_file_limit(world: usize) -> Result<()> {
     let needed = 2 * world as u64 + 256;
     let error = |message: String| {
@@ -103,8 +103,8 @@ struct InterfaceAddress {
     loopback: bool,
 }
 
-/// Finds the address to listen on among the addresses of this host. Also returns the reason for the
-/// selection.
+/// Finds the address of this host on which the rank listens for its peers, as `wanted` selects it.
+/// Also returns the reason for the selection.
 fn find_listen_address(wanted: &InterfaceSelector) -> Result<(IpAddr, String)> {
     let interfaces = getifaddrs().map_err(|e| {
         let message = "cannot list the network addresses of this host";
@@ -127,8 +127,8 @@ fn find_listen_address(wanted: &InterfaceSelector) -> Result<(IpAddr, String)> {
     Ok(select_address(wanted, ssh.as_deref(), &addresses)?)
 }
 
-/// Selects the address to listen on from `addresses`. Also returns the reason for the selection.
-/// `ssh` is the value of `SSH_CONNECTION`.
+/// Selects from `addresses` the one on which the rank listens for its peers. Also returns the
+/// reason for the selection. `ssh` is the value of `SSH_CONNECTION`.
 fn select_address(
     wanted: &InterfaceSelector,
     ssh: Option<&str>,
@@ -168,8 +168,8 @@ fn select_address(
     }
 }
 
-/// Builds the error of a `cluster.interface` that matches no address. The error lists the addresses
-/// of this host.
+/// Builds the error that the `cluster.interface` of the job matches no address of this host. The
+/// error lists the host's addresses.
 fn build_interface_not_found_error(name: &str, addresses: &[InterfaceAddress]) -> Diagnostic {
     let list: Vec<String> = addresses.iter().map(|a| format!("{} on {}", a.address, a.interface)).collect();
     let message = format!("no address of this host matches `cluster.interface: {name}`");
@@ -202,8 +202,8 @@ mod tests {
         .to_vec()
     }
 
-    /// Selects an address by a value of `cluster.interface`. Returns the address and the reason as
-    /// text.
+    /// Selects a listen address with `wanted` as the value of `cluster.interface`. Returns the
+    /// address and the reason as text.
     fn select_for_test(
         wanted: &str,
         ssh: Option<&str>,
@@ -216,8 +216,8 @@ mod tests {
         select_address(&wanted, ssh, addresses).map(|(address, reason)| (address.to_string(), reason))
     }
 
-    /// Returns the address that a value of `cluster.interface` selects. Panics if the selection
-    /// fails.
+    /// Returns the listen address that `wanted`, a value of `cluster.interface`, selects. Panics if
+    /// the selection fails.
     fn expect_selected(wanted: &str, addresses: &[InterfaceAddress]) -> String {
         select_for_test(wanted, None, addresses).unwrap().0
     }

@@ -1,4 +1,5 @@
-//! Connects the ranks of a job: threads of one process, processes of one host, or hosts.
+//! Connects the ranks of a job, which may be threads of one process, processes of one host, or on
+//! several hosts.
 use super::{
     network,
     session::{AgentSession, take_inherited_descriptor},
@@ -16,14 +17,14 @@ use std::{
     sync::Arc,
 };
 
-/// The bytes of shared memory for one message of a rank. Larger messages are sent in windows of
-/// this size.
+/// The size in bytes of a rank's staging slot in shared memory. Larger messages are sent in several
+/// parts.
 ///
 /// The size is small because the memory of each rank includes the staging memory of every rank.
 pub(crate) const STAGING_BYTES: usize = 1 << 20;
 
-/// Connects the ranks of the job. From then on the session aborts the collectives if the agent
-/// requests it. Collective: every rank must call it.
+/// Connects this rank to the other ranks of the job. From then on, collectives are aborted if the
+/// agent requests it. Collective: every rank must call it.
 pub(super) fn connect_to_other_ranks(
     session: &Arc<AgentSession>,
     read: UnixStream,
@@ -50,8 +51,8 @@ pub(super) fn connect_to_other_ranks(
     Ok(comm)
 }
 
-/// Takes the descriptor of the shared memory that this process inherited. Returns `None` if no
-/// shared memory was inherited.
+/// Takes over the file descriptor of the shared memory that this process inherited, or returns
+/// `None` if it inherited none.
 fn take_inherited_shared_memory() -> Result<Option<OwnedFd>> {
     take_inherited_descriptor(env::LAUNCH_SHM_FD)
 }

@@ -1,4 +1,5 @@
-//! [`RankDevice`]: the CPU or GPU of a rank, and its communicator.
+//! [`RankDevice`]: the CPU or GPU on which a rank computes. Also creates the communicator that fits
+//! the device.
 use super::session::AgentSession;
 use crate::{
     error::Result,
@@ -25,7 +26,7 @@ use std::{sync::Arc, time::Duration};
 /// The longest wait until all ranks have joined the NCCL communicator.
 const NCCL_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// The device that a rank computes on.
+/// The CPU or GPU on which a rank computes.
 pub(super) enum RankDevice {
     Cpu(Arc<Cpu>),
     Gpu(Arc<Cuda>, LibrarySearchPaths),
@@ -67,8 +68,8 @@ impl RankDevice {
         }
     }
 
-    /// Returns the communicator that the engine uses. `hosts` is the communicator that transfers
-    /// data from and to host memory.
+    /// Returns the communicator for data in the memory of this device. `hosts` is the communicator
+    /// that transfers data between host memories.
     ///
     /// On a CPU, returns `hosts`. On a GPU, returns either `hosts` with copies between GPU memory
     /// and host memory, or an NCCL communicator, which is set up through `hosts`. An abort of the
@@ -114,7 +115,7 @@ impl RankDevice {
     }
 }
 
-/// Applies the keys of the `train` section that concern the GPU to `cuda`.
+/// Applies those keys of the job's `train` section that concern GPUs to `cuda`.
 fn configure_gpu(cuda: &Cuda, train: &TrainSpec, paths: &LibrarySearchPaths) -> Result<()> {
     if train.precision == Precision::Fp8 {
         cuda.require_fp8()

@@ -1,4 +1,5 @@
-//! [`SampleSets`]: the training and evaluation samples of a run, in their order.
+//! [`SampleSets`]: the training and evaluation samples of a run, in the order in which it reads
+//! them.
 use super::{
     session::AgentSession,
     training_loop::{DecodeGeneration, HeldOutEval},
@@ -15,7 +16,7 @@ use diagnostic::{Diagnostic, codes};
 use jobspec::{GenerationSpec, TrainSpec};
 use protocol::{control::WorkerInit, event::Event};
 
-/// A data set and the order in which the run uses its samples.
+/// A data set, and the order in which the run reads its samples.
 pub(super) struct OrderedSamples {
     data: Dataset,
     order: SampleOrder,
@@ -75,8 +76,8 @@ impl SampleSets {
         }
     }
 
-    /// Opens the training data and the held-out data on this rank, and determines the order of
-    /// their samples.
+    /// Opens the training data and the held-out data on this rank, and determines in which order
+    /// samples are read.
     fn open_on_this_rank(train: &TrainSpec, init: &WorkerInit, tokenizer: &TextTokenizer) -> Result<Self> {
         let (spec, workdir) = (&train.data, &init.workdir);
         let open = |files, split| {
@@ -95,7 +96,7 @@ impl SampleSets {
         Ok(SampleSets { train, eval, digest })
     }
 
-    /// Sends the warnings from opening the data to the controller, on rank 0.
+    /// Sends warnings that occurred while the data were opened to the controller, from rank 0.
     pub(super) fn send_data_warnings(&self, session: &AgentSession, is_leader: bool) -> Result<()> {
         if !is_leader {
             return Ok(());
@@ -107,8 +108,7 @@ impl SampleSets {
         Ok(())
     }
 
-    /// Returns the evaluation of the run and its request to generate text, or `None` if the job
-    /// does not evaluate.
+    /// Returns how the run evaluates and generates text, or `None` if the job does not evaluate.
     pub(super) fn prepare_evaluation<'a>(
         &'a self,
         train: &'a TrainSpec,
@@ -123,7 +123,7 @@ impl SampleSets {
     }
 }
 
-/// Builds the request that generates text after an evaluation, and the function that decodes the
+/// Builds the request to generate text after an evaluation, and the function that decodes the
 /// generated tokens.
 ///
 /// Decoded text ends before the first end-of-document token.

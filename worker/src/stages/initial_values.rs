@@ -1,4 +1,4 @@
-//! Initialises the parameters of a new model.
+//! Fills the parameters of a new model with random initial values.
 use crate::{
     params::{ParamInit, ParamUnit, Segment},
     rng::{Purpose, fill_normal, fill_uniform},
@@ -7,7 +7,8 @@ use crate::{
 use device::{Dtype, Ops, View};
 use std::ops::Range;
 
-/// Initialises this rank's elements of the selected parameters of unit `u`.
+/// Fills this rank's elements of those parameters of unit `u` that `selects` accepts with initial
+/// values.
 ///
 /// A value depends only on the seed and the logical element, so the weights are the same for every
 /// sharding. Afterwards, a 16-bit compute copy is valid only for the selected parameters.
@@ -44,11 +45,12 @@ pub(super) fn initialise_unit(
     }
 }
 
-/// The number of elements of the host buffer through which initial values pass.
+/// The number of elements of the buffer in host memory through which initial values are copied to
+/// the device.
 const INIT_BUFFER_ELEMENTS: usize = 1 << 20;
 
-/// Writes the initial values of a flat range of a unit to `out`. Skips parameters that are not
-/// selected.
+/// Writes the initial values of a range of a unit's flat vector to `out`. Skips parameters that
+/// `selects` does not accept.
 fn fill_initial_values(
     unit: &ParamUnit,
     range: Range<usize>,

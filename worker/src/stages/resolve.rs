@@ -1,10 +1,10 @@
-//! Completes the `train` section with the sizes and settings of the directories that it names.
+//! Completes the `train` section of a job with the settings in the directories that it names.
 use crate::{model, param_groups::LORA_FROM_KEY};
 use ckpt::peft::AdapterConfig;
 use diagnostic::{Diagnostic, codes};
 use jobspec::{LoraSpec, LoraTargets, ModelSpec};
 
-/// Completes the `train.model` section with the sizes of the model directory, or with those that
+/// Completes the `train.model` section with sizes: those of the model directory, or those that
 /// follow from a tokenizer with `vocab` tokens and samples of `seq_len` tokens.
 ///
 /// # Errors

@@ -1,5 +1,5 @@
-//! [`MicroBatchActivations`]: the activation buffers of one micro-batch, allocated once and used by
-//! every step. [`ActivationPlan`]: their sizes.
+//! [`MicroBatchActivations`] and [`ActivationPlan`]: the activation buffers of one micro-batch,
+//! which every step reuses, and their sizes.
 use crate::{
     model::{ActivationBuffers, BufferSpec, LayerBuffers, Model},
     param_groups::find_first_backward_layer,
@@ -9,7 +9,7 @@ use crate::{
 use device::{Buf, Dtype, Ops, View, ViewMut};
 use jobspec::{RecomputeMode, TrainSpec};
 
-/// The numbers and sizes of the buffers of a [`MicroBatchActivations`].
+/// How many activation buffers a [`MicroBatchActivations`] has, and how large they are.
 pub struct ActivationPlan {
     /// The type of all buffers except statistics, which are `f32`.
     dtype: Dtype,
@@ -26,8 +26,8 @@ pub struct ActivationPlan {
 }
 
 impl ActivationPlan {
-    /// Plans the buffers for the job's `train` section. `units` are the units of the model with the
-    /// trained parameters marked.
+    /// Plans the activation buffers for the job's `train` section. `units` are the units of the
+    /// model with the trained parameters marked.
     pub fn new(model: &Model, train: &TrainSpec, units: &[ParamUnit]) -> Self {
         let (b, t) = (train.batch.micro as usize, train.data.seq_len as usize);
         let (sizes, first_backward_layer) = (model.sizes(), find_first_backward_layer(units));
@@ -47,7 +47,7 @@ impl ActivationPlan {
         }
     }
 
-    /// Computes the total size of the buffers in bytes, for the memory estimate.
+    /// Computes the total size of the activation buffers in bytes, for the memory estimate.
     pub fn count_bytes(&self) -> u64 {
         let bytes =
             |buffers: &[BufferSpec]| -> usize { buffers.iter().map(|b| b.count_bytes(self.dtype)).sum() };
@@ -56,7 +56,7 @@ impl ActivationPlan {
     }
 }
 
-/// The activation buffers of one micro-batch, between the tokens and the loss.
+/// All activation buffers of one micro-batch, from the tokens to the loss.
 pub struct MicroBatchActivations {
     /// The inputs of the layers, followed by the input of the head. Each is `[rows, hidden]`.
     pub layer_inputs: Vec<Buf>,
@@ -76,7 +76,7 @@ pub struct MicroBatchActivations {
     first_backward_layer: usize,
 }
 
-/// The activations that the passes of one layer read and write.
+/// The activation buffers that the forward and the backward pass of one layer use.
 pub struct LayerActivations<'a> {
     /// The input of the layer, `[rows, hidden]`.
     pub x: View<'a>,
@@ -89,7 +89,7 @@ pub struct LayerActivations<'a> {
 }
 
 impl MicroBatchActivations {
-    /// Allocates the buffers that `plan` lists.
+    /// Allocates the activation buffers that `plan` lists.
     pub fn new(ops: &dyn Ops, plan: &ActivationPlan) -> Self {
         let allocate = |dtype, len| ops.zeroed_for("activations", dtype, len);
         let set = |specs: &[BufferSpec]| ActivationBuffers::new(ops, specs, plan.dtype);
@@ -104,8 +104,8 @@ impl MicroBatchActivations {
         }
     }
 
-    /// Returns the activations of layer `l`. Layers without a backward pass share the saved buffers
-    /// of the first layer that has one.
+    /// Returns the activation buffers of layer number `l`. Layers without a backward pass share the
+    /// saved buffers of the first layer that has one.
     pub fn select_layer(&mut self, l: usize) -> LayerActivations<'_> {
         let set = l.saturating_sub(self.first_backward_layer).min(self.saved.len() - 1);
         let (before, after) = self.layer_inputs.split_at_mut(l + 1);

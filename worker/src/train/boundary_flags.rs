@@ -1,5 +1,5 @@
-//! The boundary flags, which ranks exchange with the losses of a step. A flag that one rank sets
-//! applies to all ranks.
+//! Flags that ranks exchange at the end of each step, such as the request to stop. A flag that one
+//! rank sets applies to all ranks.
 
 /// Set if a rank was asked to save a checkpoint and stop.
 pub const STOP: u64 = 1;

@@ -1,5 +1,5 @@
-//! Expert parallelism: dispatches rows of tokens to the ranks of their experts and combines the
-//! results. Exchanges run in the background until they are waited for.
+//! Expert parallelism: sends the rows of tokens to the ranks of their experts, and the results
+//! back. Exchanges run in the background until they are waited for.
 use super::moe::layer_plan::MoeLayerPlan;
 use crate::{
     error::{Error, Result},
@@ -14,10 +14,10 @@ use device::{Buf, Dtype, Ops, View, ViewMut};
 use diagnostic::codes;
 use std::{ops::Range, sync::Arc};
 
-/// The plans of which rows of one layer this rank sends and receives.
+/// Which rows of one layer a rank sends, and which rows it receives.
 type DispatchPlan<'a> = (&'a SendPlan, &'a RecvPlan);
 
-/// The kind of values that an exchange transfers.
+/// What the rows of an exchange contain, such as activations or gradients.
 #[derive(Clone, Copy)]
 pub(super) enum Payload {
     /// A vector of the width of the residual stream for each token and expert: inputs, outputs or
@@ -28,7 +28,7 @@ pub(super) enum Payload {
     Weights,
 }
 
-/// Exchanges rows between the tokens of this rank and the ranks of their experts.
+/// Sends rows of this rank's tokens to the ranks of their experts, and receives the results.
 pub(super) struct TokenDispatcher {
     ops: Arc<dyn Ops>,
     queue: Arc<CollectiveQueue>,
@@ -44,7 +44,7 @@ pub(super) struct TokenDispatcher {
     weights: PayloadBuffers,
 }
 
-/// The send and receive buffers for one kind of payload. A running exchange owns the buffers.
+/// The buffers for sending and receiving rows of one kind. A running exchange owns them.
 struct PayloadBuffers {
     /// The rows of this rank's tokens, sorted by the rank that has the expert of the row.
     packed: Buf,
@@ -59,9 +59,9 @@ impl PayloadBuffers {
         PayloadBuffers { packed: ops.zeroed(dtype, 0), received: ops.zeroed(dtype, 0), pending: None }
     }
 
-    /// Starts an exchange: from `packed` of each sender to `received` of each receiver or, if
-    /// `back` is set, from `received` to `packed`. The pair contains the numbers of elements that
-    /// this rank sends to each rank and receives from each rank.
+    /// Starts an exchange from `packed` of each sender to `received` of each receiver or, if `back`
+    /// is set, in the opposite direction. The pair contains the numbers of elements that this rank
+    /// sends to each rank and receives from each rank.
     fn start_exchange(
         &mut self,
         queue: &CollectiveQueue,
@@ -78,8 +78,7 @@ impl PayloadBuffers {
         }));
     }
 
-    /// Waits for the running exchange and takes its buffers back. Returns immediately if no
-    /// exchange is running.
+    /// Waits for the running exchange, if any, and takes its buffers back.
     fn wait_for_exchange(&mut self) -> Result<()> {
         if let Some(ticket) = self.pending.take() {
             (self.packed, self.received) = ticket.wait()?;
@@ -110,7 +109,8 @@ impl TokenDispatcher {
         TokenDispatcher { ops, queue, world, rank, group, max_rows, width, rows, weights }
     }
 
-    /// Returns the buffers of a payload, and the number of elements of one row of the payload.
+    /// Returns the buffers for rows of the kind `payload`, and the number of elements in one of
+    /// these rows.
     fn select_buffers(&mut self, payload: Payload) -> (&mut PayloadBuffers, usize) {
         match payload {
             Payload::Rows => (&mut self.rows, self.width),
@@ -123,8 +123,8 @@ impl TokenDispatcher {
         self.group.len() == 1
     }
 
-    /// Returns one count for each rank of the world: `counts[i]` for rank i of the group, and 0 for
-    /// all other ranks.
+    /// Extends counts for the ranks of the expert-parallel group to one count for each rank of the
+    /// world.
     fn spread_counts_over_ranks(&self, counts: impl Iterator<Item = usize>) -> Vec<usize> {
         let mut by_rank = vec![0; self.world];
         self.group.clone().zip(counts).for_each(|(rank, n)| by_rank[rank] = n);
@@ -160,9 +160,9 @@ impl TokenDispatcher {
         }
     }
 
-    /// Starts to send the rows of this rank's tokens to the ranks that have their experts. Calls
-    /// `fill` before it returns. `fill` must write the rows to the given view in the order of the
-    /// send plan. The caller must then call [`TokenDispatcher::wait_for_dispatched_rows`].
+    /// Starts to send the rows of this rank's tokens to the ranks that have their experts. Before
+    /// it returns, calls `fill` to write the rows to the given view in the order of the send plan.
+    /// The caller must then call [`TokenDispatcher::wait_for_dispatched_rows`].
     ///
     /// If this rank has every expert, resizes `to`, calls `fill` with `to`, and sends nothing.
     /// Otherwise `to` does not change.
@@ -239,9 +239,9 @@ impl TokenDispatcher {
         buffers.start_exchange(&queue, true, (received, sent));
     }
 
-    /// Waits for the results for this rank's tokens that [`TokenDispatcher::start_combine`] of all
-    /// ranks sends, and returns them in the order of the send plan. Further calls return the same
-    /// results until the next dispatch of this payload.
+    /// Waits for the results for this rank's tokens, which [`TokenDispatcher::start_combine`] of
+    /// all ranks sends, and returns them in the order of the send plan. Further calls return the
+    /// same results until the next dispatch of this payload.
     ///
     /// If this rank has every expert, returns the rows of `from`, which must be the argument that
     /// was given to `start_combine`. Otherwise `from` is not used.
@@ -258,7 +258,8 @@ impl TokenDispatcher {
         Ok(combined.view().slice(0..sending.row_tokens.len() * width))
     }
 
-    /// Computes the number of elements that are sent to each rank, and received from each rank.
+    /// Computes how many elements of a layer's exchange are sent to each rank, and received from
+    /// each rank.
     fn count_elements_by_rank(
         &self,
         layer: &MoeLayerPlan,

@@ -1,10 +1,11 @@
-//! Evaluates held-out samples between two steps. A stop request ends an evaluation early.
+//! Evaluates the model on held-out samples between two training steps. A stop request ends an
+//! evaluation early.
 use super::step::{RankStepReport, SampleSource, StepOutcome, Trainer};
 use crate::{consensus::is_any_true, error::Result};
 
 impl Trainer {
-    /// Computes the mean loss over `micro_batches` micro-batches of held-out samples, the first of
-    /// which is sample `first`. Every rank gets the result.
+    /// Computes the mean loss over `micro_batches` micro-batches of held-out samples, beginning
+    /// with sample `first`. Every rank gets the result.
     ///
     /// Calls `is_stopping` before each micro-batch. Returns `None` without further micro-batches if
     /// the result is true on any rank. Collective: every rank must call it.
@@ -38,9 +39,9 @@ impl Trainer {
         self.exchange_losses(&mine, micro_batches, RankStepReport::default()).map(Some)
     }
 
-    /// Cancels the sequence of forward passes in progress if `is_stopping` is true on any rank.
-    /// Returns whether it was cancelled, which is the same on every rank. Collective: every rank
-    /// must call it between the same two forward passes.
+    /// Cancels the sequence of forward passes in progress if `is_stopping` is true on any rank, and
+    /// returns whether it did, which is the same on every rank. Collective: every rank must call it
+    /// between the same two forward passes.
     pub(super) fn cancel_pass_if_any(&mut self, is_stopping: bool) -> Result<bool> {
         let is_cancelled = is_any_true(self.engine.queue(), is_stopping)?;
         if is_cancelled {

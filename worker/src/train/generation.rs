@@ -1,6 +1,6 @@
-//! Generates a few tokens after an evaluation (`train.eval.sample`), as a plausibility check next
-//! to the eval loss. Each token needs a whole forward pass, so this is not meant for serving a
-//! model.
+//! Generates a few tokens after an evaluation (`train.eval.sample`), as a plausibility check in
+//! addition to the eval loss. Each token needs a whole forward pass, so this is not meant for
+//! serving a model.
 use super::step::{HeadGuards, Trainer};
 use crate::{
     error::Result,
@@ -9,8 +9,8 @@ use crate::{
 };
 use device::{Buf, Dtype, ops::IGNORE_LABEL};
 
-/// A prompt, the number of tokens to generate after the prompt, and the settings that select
-/// tokens.
+/// A request to generate text: a prompt, the number of tokens to generate, and the settings by
+/// which tokens are selected.
 #[derive(Clone, Debug)]
 pub struct GenerationRequest {
     /// The tokens of the prompt, at least one.
@@ -24,7 +24,7 @@ pub struct GenerationRequest {
 }
 
 impl GenerationRequest {
-    /// Creates a request whose random numbers derive from the run's seed.
+    /// Creates a request to generate text, whose random numbers are derived from the run's seed.
     pub fn new(prompt: Vec<u32>, tokens: u32, temperature: f64, seed: u64) -> Self {
         GenerationRequest {
             prompt,
@@ -34,7 +34,7 @@ impl GenerationRequest {
         }
     }
 
-    /// Selects the `i`-th token after the prompt from its logits. `step` is the step of the run.
+    /// Selects the token number `i` after the prompt by its logits. `step` is the step of the run.
     fn choose_token(&self, logits: &[f32], i: u64, step: u64) -> u32 {
         let better = |best: usize, x: usize| if logits[x] > logits[best] { x } else { best };
         let likeliest = (1..logits.len()).fold(0, better);
@@ -56,8 +56,8 @@ impl GenerationRequest {
         likeliest as u32
     }
 
-    /// Generates the tokens after the prompt. Returns these tokens on rank 0, and no tokens on
-    /// other ranks. The context is the last `train.data.seq_len` tokens.
+    /// Generates the tokens that follow the prompt. Returns them on rank 0, and no tokens on other
+    /// ranks. The context is the last `train.data.seq_len` tokens.
     ///
     /// Calls `is_stopping` before each token. Returns `None` without further tokens if the result
     /// is true on any rank. Collective: every rank must call it.
@@ -98,8 +98,8 @@ impl GenerationRequest {
     }
 }
 
-/// Replaces the micro-batch by one whose first sequence begins with `tokens`. The tokens do not
-/// attend to the padding that follows.
+/// Replaces the trainer's micro-batch by one whose first sequence begins with `tokens`. The tokens
+/// do not attend to the padding that follows.
 fn set_prompt(trainer: &mut Trainer, tokens: &[u32]) {
     let b = &mut trainer.batch;
     b.tokens.fill(0);
@@ -111,7 +111,8 @@ fn set_prompt(trainer: &mut Trainer, tokens: &[u32]) {
     }
 }
 
-/// Computes the logits of `row` from the input of the head, and stores them in `out`.
+/// Computes the logits of the row number `row` from the input of the output layer, and stores them
+/// in `out`.
 fn compute_row_logits(trainer: &mut Trainer, guards: HeadGuards, row: usize, out: &mut Buf) {
     let (w, model, ops) = (&mut trainer.activations, &trainer.model, trainer.ops.as_ref());
     let d = model.sizes().hidden;

@@ -1,15 +1,15 @@
-//! The dynamic loss scale of fp16: the loss is multiplied by a power of two, so that small
-//! gradients do not underflow. The scale is halved when a gradient overflows, which skips the step,
-//! and doubled after many steps without overflow. Every rank computes the same gradient norm and so
-//! the same scale.
+//! [`LossScale`]: the factor by which the loss is multiplied in fp16, so that small gradients do
+//! not underflow. The scale is halved when a gradient overflows, which skips the step, and doubled
+//! after many steps without overflow. Every rank computes the same gradient norm and so the same
+//! scale.
 use diagnostic::{Diagnostic, codes};
 use jobspec::LossScaleSpec;
 use serde::{Deserialize, Serialize};
 
-/// The largest loss scale, which is finite in `f32`.
+/// The largest factor by which the loss may be multiplied. It is finite in `f32`.
 const MAX_SCALE: f64 = (1u64 << 60) as f64;
 
-/// The part of a loss scale that checkpoints store.
+/// The part of a loss scale that checkpoints store, so that a resumed run continues with it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LossScaleState {
     /// The factor by which the loss is multiplied, a power of two.
@@ -20,8 +20,8 @@ pub struct LossScaleState {
     pub skipped: u64,
 }
 
-/// The dynamic loss scale of a run: the factor by which the loss is multiplied, and the rules that
-/// change this factor.
+/// The factor by which the loss is multiplied in fp16, and the rules by which the factor changes
+/// during the run.
 pub struct LossScale {
     /// The settings of the loss scale. `None` for a precision without loss scale; the factor is
     /// then always 1.
@@ -70,7 +70,8 @@ impl LossScale {
         Ok(())
     }
 
-    /// Records a step without overflow. Doubles the scale after `loss_scale_window` such steps.
+    /// Records a step whose gradients did not overflow. Doubles the scale after `loss_scale_window`
+    /// such steps.
     pub fn record_step(&mut self) {
         let Some(spec) = &self.spec else { return };
         self.state.steps += 1;

@@ -1,5 +1,5 @@
-//! [`MoeTrainer`]: the state of mixture-of-experts layers in a step: plans, saved activations, and
-//! the buffers of the passes.
+//! [`MoeTrainer`]: what the training of mixture-of-experts layers needs: plans, saved activations
+//! and buffers.
 pub(super) mod layer_plan;
 mod passes;
 
@@ -17,7 +17,8 @@ use jobspec::{RecomputeMode, TrainSpec};
 use layer_plan::{MoeLayerPlan, plan_moe_layers};
 use std::sync::Arc;
 
-/// The state of a trainer for MoE layers: plans, saved activations and the dispatcher.
+/// What a trainer needs for mixture-of-experts layers: plans, saved activations and the dispatcher
+/// of tokens.
 pub struct MoeTrainer {
     shape: ExpertShape,
     /// The plan of each layer, or `None` for a dense layer.
@@ -40,7 +41,7 @@ struct SavedMoeLayer {
     gate_up: Buf,
 }
 
-/// Buffers that all MoE layers share. The buffers grow as the routing requires.
+/// Buffers that all MoE layers share, and that grow when the routers send more rows.
 struct MoeWorkspace {
     /// In the forward pass, the outputs of this rank's experts. In the backward pass, the gradients
     /// of the layer's output for the tokens of these rows.
@@ -60,7 +61,7 @@ struct MoeWorkspace {
 }
 
 impl MoeWorkspace {
-    /// Creates empty buffers. `dtype` is the element type of rows.
+    /// Creates empty buffers for rows with elements of type `dtype`.
     fn new(ops: &dyn Ops, dtype: Dtype) -> Self {
         let rows = || ops.zeroed(dtype, 0);
         MoeWorkspace {
@@ -77,8 +78,8 @@ impl MoeWorkspace {
 }
 
 impl MoeTrainer {
-    /// Creates the state for MoE layers and micro-batches of `rows` tokens. Returns `None` for a
-    /// dense model.
+    /// Creates what a trainer needs for MoE layers and micro-batches of `rows` tokens. Returns
+    /// `None` for a dense model.
     pub fn new(
         ops: &Arc<dyn Ops>,
         model: &Model,
@@ -111,7 +112,8 @@ impl MoeTrainer {
         })
     }
 
-    /// Returns the parameter unit of this rank's experts of layer `l`, or `None` for a dense layer.
+    /// Returns the index of the parameter unit with this rank's experts of layer `l`, or `None` for
+    /// a layer without experts.
     pub fn unit(&self, l: usize) -> Option<usize> {
         self.layers[l].as_ref().map(|layer| layer.unit)
     }
@@ -122,14 +124,13 @@ impl MoeTrainer {
         self.router_stats.compute_loss()
     }
 
-    /// Returns how often the last micro-batch of this rank selected each expert, for each MoE
-    /// layer.
+    /// Returns for each MoE layer how often the last micro-batch of this rank selected each expert.
     pub fn expert_counts(&self) -> Vec<Vec<u64>> {
         self.router_stats.selection_counts().map(<[u64]>::to_vec).collect()
     }
 
-    /// Returns the plan, the saved activations and the shared state of layer `l`. Panics if the
-    /// layer is dense.
+    /// Returns the plan, the saved activations and the shared buffers of layer `l`. Panics if the
+    /// layer has no experts.
     fn select_layer(
         &mut self,
         l: usize,
@@ -140,7 +141,8 @@ impl MoeTrainer {
     }
 }
 
-/// Returns the number of sets of saved activations for `count` MoE layers.
+/// Returns how many sets of saved activations `count` MoE layers need, which depends on
+/// recomputation.
 fn count_saved_sets(count: usize, recompute: RecomputeMode) -> usize {
     if recompute == RecomputeMode::None { count } else { count.min(1) }
 }

@@ -1,9 +1,11 @@
-//! [`RunningTrainer`]: a trainer at a position of the run. Runs the steps and counts them.
+//! [`RunningTrainer`]: a trainer that knows its position in the run, and that runs and counts the
+//! steps.
 use super::step::{RankStepReport, SampleSource, StepOutcome, Trainer};
 use crate::{error::Result, optim::schedule::compute_learning_rate};
 use jobspec::{ReloadTrain, TrainSpec};
 
-/// A trainer with initialized parameters and a position in the run, which runs training steps.
+/// A trainer whose parameters have values and which knows its position in the run, so that it can
+/// run training steps.
 pub struct RunningTrainer {
     /// The state that computes the steps.
     pub trainer: Trainer,
@@ -12,7 +14,7 @@ pub struct RunningTrainer {
     pub position: Cursor,
 }
 
-/// The progress of a run, as checkpoints store it.
+/// How far a run has progressed, as checkpoints store it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Cursor {
     /// The number of optimizer steps done.
@@ -28,7 +30,7 @@ pub struct Cursor {
 }
 
 impl RunningTrainer {
-    /// Creates a trainer for the resolved `train` section that continues at `position`.
+    /// Creates a trainer that continues the run at `position`.
     pub fn new(trainer: Trainer, train: TrainSpec, position: Cursor) -> Self {
         RunningTrainer { trainer, train, position }
     }
@@ -73,14 +75,14 @@ impl RunningTrainer {
         self.position.step >= self.train.steps
     }
 
-    /// Applies new values of the keys that may change while a job runs.
+    /// Applies the new values of keys that the user changed in the job file while the job runs.
     pub fn apply_reloaded_values(&mut self, values: &ReloadTrain) {
         self.train.steps = values.steps;
         self.train.schedule.min_lr = values.min_lr;
         self.train.schedule.decay_steps = values.decay_steps;
     }
 
-    /// Returns the resolved `train` section, with reloaded values.
+    /// Returns the `train` section with all values that were completed or changed since the start.
     pub fn train_spec(&self) -> &TrainSpec {
         &self.train
     }

@@ -1,6 +1,6 @@
-//! [`Trainer`]: one optimizer step, from tokens to updated parameters. The forward pass fetches,
-//! computes and releases each unit. The backward pass also reduces the gradient of each unit. The
-//! update follows the backward passes.
+//! [`Trainer`]: runs one optimizer step on a rank, from tokens to updated parameters. The forward
+//! pass fetches, computes and releases each unit. The backward pass also reduces the gradient of
+//! each unit. The update follows the backward passes.
 use super::{
     activations::{LayerActivations, MicroBatchActivations},
     loss_scale::LossScale,
@@ -22,15 +22,15 @@ use diagnostic::codes;
 use jobspec::RecomputeMode;
 use std::sync::Arc;
 
-/// A source of training or evaluation samples. The number of a sample in the run alone determines
-/// its contents.
+/// A source of training or evaluation samples, which it finds by their number in the run. The
+/// number of a sample in the run alone determines its contents.
 pub trait SampleSource {
-    /// Fills the vectors of `batch` with the samples that start at number `first`. Each vector has
-    /// one element per token.
+    /// Fills the vectors of `batch` with consecutive samples, beginning with sample number `first`.
+    /// Each vector has one element per token.
     fn fill(&self, first: u64, batch: &mut MicroBatch) -> Result<()>;
 }
 
-/// The state that computes steps on one rank: the model, its sharded parameters, and the buffers.
+/// Computes the training steps of one rank. Owns the model, its sharded parameters and the buffers.
 pub struct Trainer {
     /// The architecture of the model.
     pub model: Arc<Model>,
@@ -58,7 +58,7 @@ pub struct Trainer {
     pub(crate) update_after: Event,
 }
 
-/// The values that a rank sends to the other ranks once per step, in addition to its losses. In a
+/// What each rank sends to the other ranks once per step, in addition to its losses. In a
 /// [`StepOutcome`], the combined reports of all ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RankStepReport {
@@ -86,7 +86,7 @@ pub struct StepOutcome {
     pub skipped: bool,
 }
 
-/// Access to the parameters of the head and, with tied embeddings, of the embedding.
+/// Access to the gathered parameters of the output layer and, if tied to it, of the embedding.
 pub(super) type HeadGuards<'a> = (&'a ParamsGuard, Option<&'a ParamsGuard>);
 
 /// The summed loss of one micro-batch in nats, and the number of its target tokens.
@@ -97,8 +97,8 @@ pub(super) struct MicroBatchLoss {
 }
 
 impl Trainer {
-    /// Makes the next update wait for the event `saved`. A save reads parameters and optimizer
-    /// states until this event completes.
+    /// Makes the next update of the parameters wait for the event `saved`, until which a save reads
+    /// parameters and optimizer states.
     pub fn delay_update_until(&mut self, saved: Event) {
         self.update_after = saved;
     }
@@ -108,7 +108,8 @@ impl Trainer {
         self.activations.layer_inputs.len() - 1
     }
 
-    /// Returns the index of the head's parameter unit. Units of experts have higher indices.
+    /// Returns the index of the parameter unit of the output layer. Units of experts have higher
+    /// indices.
     pub(super) fn head_unit(&self) -> usize {
         self.count_layers() + 1
     }
@@ -150,7 +151,8 @@ impl Trainer {
         self.exchange_losses(&mine, self.engine.schedule.micro_batches, report)
     }
 
-    /// Loads the micro-batch that begins with sample `first`.
+    /// Fills the trainer's micro-batch with samples from `source`, beginning with sample number
+    /// `first`.
     pub(super) fn load_micro_batch(&mut self, source: &dyn SampleSource, first: u64) -> Result<()> {
         source.fill(first, &mut self.batch)?;
         self.batch.first_sample = self.batch.first_sample.map(|_| first);
@@ -160,8 +162,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Lists the parameter units in the order in which one round fetches them: the forward pass
-    /// and, if `backward` is set, the backward pass.
+    /// Lists the parameter units in the order in which one forward pass, and one backward pass if
+    /// `backward` is set, gathers them.
     pub(super) fn plan_pass_order(&self, backward: bool) -> Vec<usize> {
         let (head, tied) = (self.head_unit(), self.model.has_tied_embeddings());
         let layer = |l: usize| std::iter::once(l + 1).chain(self.expert_unit(l));
@@ -178,7 +180,7 @@ impl Trainer {
         order
     }
 
-    /// Returns the index of the lowest unit with trained parameters.
+    /// Returns the lowest index of a parameter unit that has trained parameters.
     fn find_lowest_trained_unit(&self) -> usize {
         find_first_trained_unit(self.engine.shards.iter().map(|s| &s.unit))
     }
@@ -188,8 +190,8 @@ impl Trainer {
         self.engine.shards[u].unit.has_any_trained()
     }
 
-    /// Runs the forward pass from the tokens to the input of the head. If `compute` is false, this
-    /// rank only takes part in collectives.
+    /// Runs the forward pass, from the tokens to the input of the output layer. If `compute` is
+    /// false, this rank only takes part in collectives.
     pub(super) fn run_forward(&mut self, compute: bool) -> Result<()> {
         let guard = self.engine.fetch_params(0)?;
         if compute {
@@ -212,8 +214,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Runs the forward pass of dense layer `l`. If `output` is false, only writes the saved
-    /// activations.
+    /// Runs the forward pass of layer number `l`, which has no experts. If `output` is false, only
+    /// writes the saved activations.
     fn run_layer_forward(&mut self, l: usize, guard: &ParamsGuard, output: bool) {
         let (model, ops, batch) = (&self.model, self.ops.as_ref(), &self.batch);
         let LayerActivations { x, y, mut buffers, .. } = self.activations.select_layer(l);
@@ -223,7 +225,8 @@ impl Trainer {
         });
     }
 
-    /// Runs the head and the backward pass, and starts to reduce the gradients of every unit.
+    /// Runs the output layer with the loss and then the backward pass, and starts to reduce the
+    /// gradients of every unit.
     fn run_backward(&mut self, round: usize, compute: bool) -> Result<()> {
         let head = self.head_unit();
         let tied = self.model.has_tied_embeddings();
@@ -256,8 +259,8 @@ impl Trainer {
         Ok(self.engine.reduce_gradient(0, round, embedding_grad)?)
     }
 
-    /// Adds the gradient of the embedding to `from_head`, the gradient from a tied head, or to
-    /// zeros if the head is not tied. Returns the sum.
+    /// Adds the gradient of the embedding to `from_head`, the gradient from an output layer that is
+    /// tied to it, or to zeros if there is none. Returns the sum.
     fn run_embedding_backward(&mut self, from_head: Option<Buf>) -> Buf {
         let len = self.engine.shards[0].unit.len();
         let mut grad = from_head.unwrap_or_else(|| {
@@ -271,8 +274,8 @@ impl Trainer {
         grad
     }
 
-    /// Runs the backward pass of dense layer `l`. Writes the gradient of the layer's parameters to
-    /// `grad`.
+    /// Runs the backward pass of layer number `l`, which has no experts. Writes the gradient of the
+    /// layer's parameters to `grad`.
     fn run_layer_backward(&mut self, l: usize, guard: &ParamsGuard, grad: &mut Buf) {
         let (model, ops, batch) = (&self.model, self.ops.as_ref(), &self.batch);
         let g = grad.view_mut().slice(0..self.engine.shards[l + 1].unit.len());
@@ -283,9 +286,9 @@ impl Trainer {
         });
     }
 
-    /// Computes the loss of every row. If `grads` contains gradient buffers for head and embedding,
-    /// also runs the head's backward pass. If `compute` is false, this rank only takes part in
-    /// collectives.
+    /// Computes the loss of every row. If `grads` contains gradient buffers for the output layer
+    /// and the embedding, also runs the output layer's backward pass. If `compute` is false, this
+    /// rank only takes part in collectives.
     pub(super) fn run_head(
         &mut self,
         grads: Option<(&mut Buf, Option<&mut Buf>)>,
@@ -298,8 +301,8 @@ impl Trainer {
         })
     }
 
-    /// Fetches the parameters of the head, runs `run` with access to them, and releases them.
-    /// Collective: every rank must call it.
+    /// Gathers the parameters of the output layer, runs `run` with access to them, and releases
+    /// them. Collective: every rank must call it.
     pub(super) fn with_head_params(&mut self, run: impl FnOnce(&mut Trainer, HeadGuards)) -> Result<()> {
         let head = self.engine.fetch_params(self.head_unit())?;
         let tied = self.model.has_tied_embeddings();
@@ -311,7 +314,7 @@ impl Trainer {
     }
 
     /// Computes the loss of every row and, if `grads` contains gradient buffers, the backward pass
-    /// of the head.
+    /// of the output layer.
     fn compute_head_loss(&mut self, guards: HeadGuards, grads: Option<(&mut Buf, Option<&mut Buf>)>) {
         let scale = self.loss_scale.factor() / (self.global_batch() as f32 * self.batch.seq_len as f32);
         let unit_len = |u: usize| self.engine.shards[u].unit.len();
@@ -331,8 +334,8 @@ impl Trainer {
         });
     }
 
-    /// Returns the summed loss and the number of target tokens of the micro-batch that was just
-    /// computed.
+    /// Returns the summed loss and the number of target tokens of the current micro-batch, whose
+    /// loss was just computed.
     pub(super) fn sum_micro_batch_loss(&mut self) -> Result<MicroBatchLoss> {
         let losses = self.ops.to_host(self.activations.row_losses.view(), &mut self.activations.host_losses);
         self.ops.status()?;
@@ -379,8 +382,8 @@ impl Trainer {
         Ok(StepOutcome { loss, targets, report: combined, ..StepOutcome::default() })
     }
 
-    /// Computes the factor that turns the summed gradient into the gradient of the mean loss over
-    /// `targets`.
+    /// Computes the factor that converts the gradient of the summed loss to that of the mean loss
+    /// over `targets` tokens.
     fn compute_mean_scale(&self, targets: u64) -> f64 {
         let positions = self.global_batch() * self.batch.seq_len as u64;
         if targets == 0 { 0.0 } else { positions as f64 / targets as f64 }
@@ -418,8 +421,8 @@ impl Trainer {
         Ok(outcome)
     }
 
-    /// Updates the parameters of unit `u` with the gradient of this rank's shard. Starts
-    /// to distribute the updated parameters to other ranks.
+    /// Updates the parameters of unit `u` with `owned`, the gradient of this rank's shard, and
+    /// starts to distribute them to other ranks.
     fn update_unit_parameters(&mut self, u: usize, owned: Buf, step_params: StepInputs) -> Result<()> {
         if !self.is_trained_unit(u) {
             return Ok(());
@@ -447,10 +450,10 @@ impl Trainer {
         Ok(())
     }
 
-    /// Prepares the gradient of this rank's range of parameter unit `u`, if updates of the unit
-    /// need the gradient of whole tensors. Returns the prepared gradient of all owners, gathered as
-    /// one trained vector of the unit. Returns `None` if no rank has another part of this vector,
-    /// or if no update needs the vector.
+    /// Prepares the gradient of this rank's range of parameter unit `u`, if updates need the
+    /// gradient of whole tensors. Returns the prepared gradients of all owners, gathered as one
+    /// trained vector of the unit. Returns `None` if no rank has another part of this vector, or if
+    /// no update needs the vector.
     ///
     /// Collective: every rank must call it.
     fn gather_prepared_gradient(
@@ -472,8 +475,8 @@ impl Trainer {
         Ok(Some(self.engine.gather_trained(u, ops.clone_to_device(grad.view()), whole)?))
     }
 
-    /// Computes the L2 norm of the summed gradient. The sums over fixed blocks of tensors are added
-    /// in a fixed order.
+    /// Computes the L2 norm of the summed gradient of all parameters on all ranks. The sums over
+    /// fixed blocks of tensors are added in a fixed order.
     fn compute_gradient_norm(&self, owned: &[Buf]) -> Result<f64> {
         let mut parts = Vec::new();
         for (u, g) in owned.iter().enumerate() {
@@ -491,8 +494,8 @@ impl Trainer {
         Ok(sum_in_fixed_order(&self.order_block_sums(&gathered)?).sqrt())
     }
 
-    /// Orders the block sums of all ranks tensor by tensor, so that their order does not depend on
-    /// the placement of experts.
+    /// Orders the sums of squares that all ranks computed by tensor, independently of which rank
+    /// has which experts.
     fn order_block_sums(&self, gathered: &[Vec<u8>]) -> Result<Vec<f64>> {
         let mut readers: Vec<_> = gathered.iter().map(|b| b.chunks_exact(8)).collect();
         let units = self.engine.clone_units();
@@ -515,7 +518,7 @@ impl Trainer {
     }
 }
 
-/// Builds the error of a peer whose report does not have the expected form.
+/// Builds the error that a peer's step report does not have the expected form.
 fn invalid_report_error(message: &str) -> Error {
     Error::new(codes::training::PEER_REPORT_INVALID, message)
 }

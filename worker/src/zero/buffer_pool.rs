@@ -1,7 +1,7 @@
-//! [`BufferPool`]: a pool that reuses the buffers of gathered parameters and whole gradients.
+//! [`BufferPool`]: reuses the buffers for gathered parameters and whole gradients.
 use device::{Buf, Dtype, Ops, ViewMut, storage::Event};
 
-/// The granularity of [`resize_buffer`]: the allocated length is a multiple of this many elements.
+/// The number of which the length of every allocated buffer is a multiple, in elements.
 const GROWTH_ELEMENTS: usize = 1024;
 
 /// Returns the first `len` elements of `buf`, with unspecified content. Replaces `buf` by a longer
@@ -16,8 +16,8 @@ pub fn resize_buffer<'a>(ops: &dyn Ops, purpose: &'static str, buf: &'a mut Buf,
     buf.view_mut().slice(0..len)
 }
 
-/// A pool of buffers of one element type and any length. Reuses the smallest free buffer that is
-/// long enough, and allocates a buffer if there is none.
+/// Reuses buffers of one element type that may have any length. Reuses the smallest free buffer
+/// that is long enough, and allocates a buffer if there is none.
 pub struct BufferPool {
     dtype: Dtype,
     /// What the buffers are for, in errors.
@@ -65,7 +65,7 @@ impl BufferPool {
     }
 }
 
-/// A model of a [`BufferPool`] without memory, which counts the elements that the pool would
+/// A simulation of a [`BufferPool`] without memory, which counts the elements that the pool would
 /// allocate. Used by the memory estimate.
 #[derive(Default, Clone)]
 pub struct BufferPoolEstimate {
@@ -75,8 +75,7 @@ pub struct BufferPoolEstimate {
 }
 
 impl BufferPoolEstimate {
-    /// Takes a free buffer of at least `len` elements, or counts a new one as allocated. Returns
-    /// the length of the buffer.
+    /// Simulates taking a buffer of at least `len` elements, and returns the length of the buffer.
     pub fn take(&mut self, len: usize) -> usize {
         match find_best_fit(self.free.iter().copied(), len) {
             Some(i) => self.free.swap_remove(i),
@@ -87,7 +86,7 @@ impl BufferPoolEstimate {
         }
     }
 
-    /// Gives a buffer of `len` elements back to the pool.
+    /// Simulates giving a buffer of `len` elements back to the pool.
     pub fn give_back(&mut self, len: usize) {
         self.free.push(len);
     }

@@ -18,14 +18,16 @@ use std::sync::{
 };
 use std::{thread::JoinHandle, time::Instant};
 
-/// The largest number of queued collectives. Submitting another one blocks the caller.
+/// The largest number of collectives that may wait in the queue. Submitting another one blocks the
+/// caller.
 const QUEUE_LIMIT: usize = 64;
 
-/// A submitted collective: the closure that the communication thread calls with the communicator.
+/// The closure that runs a submitted collective. The communication thread calls it with the
+/// communicator.
 type CollectiveJob = Box<dyn FnOnce(&dyn Comm) + Send>;
 
-/// The queue of the communication thread, which runs collectives in the order of their submission.
-/// With one rank, collectives run on the caller's thread.
+/// A queue of collectives, which a separate thread runs in the order of their submission. With one
+/// rank, collectives run on the caller's thread.
 pub struct CollectiveQueue {
     comm: Arc<dyn Comm>,
     ops: Arc<dyn Ops>,
@@ -53,7 +55,7 @@ impl<T> PendingCollective<T> {
     }
 }
 
-/// Counts the time in which computation waited for collectives.
+/// Counts for how long computation waited for collectives.
 struct ExposedWaits {
     ops: Arc<dyn Ops>,
     /// The counted time if operations are synchronous. Otherwise the backend counts the time.
@@ -158,7 +160,7 @@ impl CollectiveQueue {
     }
 }
 
-/// Runs `f`. Aborts the group if `f` panics. Returns whether `f` completed.
+/// Runs `f`, and aborts the group of ranks if `f` panics. Returns whether `f` completed.
 fn run_or_abort_peers(comm: &dyn Comm, f: impl FnOnce()) -> bool {
     catch_unwind(AssertUnwindSafe(f))
         .map_err(|panic| comm.abort(&extract_panic_message(panic.as_ref())))

@@ -1,5 +1,5 @@
-//! [`ZeroEngine`]: the parameters and gradients of every unit on this rank, sharded or whole, and
-//! the collectives that gather and reduce them.
+//! [`ZeroEngine`]: this rank's parameters and gradients, and the collectives that gather and reduce
+//! them.
 //!
 //! A forward or backward pass fetches the parameters of a unit before their use and releases them
 //! afterwards. The backward pass reduces gradients, `finish_gradient` completes their sums, and the
@@ -25,13 +25,13 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
 };
 
-/// The allocation label of the buffers of gathered units, for out-of-memory errors.
+/// What out-of-memory errors name as the use of the memory for gathered parameters.
 const GATHERED_PARAMETERS: &str = "gathered parameters";
-/// The largest number of reductions in flight. One reduction runs while the gradient of the next
-/// block is computed.
+/// The largest number of gradient reductions that run at the same time as the computation. One
+/// reduction runs while the gradient of the next block is computed.
 pub const REDUCTIONS_IN_FLIGHT: usize = 1;
 
-/// The state of one parameter unit on this rank.
+/// This rank's shard of one parameter unit, its gradient, and the state of its collectives.
 pub struct UnitShard {
     /// The names, shapes and layout of the unit's parameters.
     pub unit: ParamUnit,
@@ -55,8 +55,8 @@ pub struct UnitShard {
 }
 
 impl UnitShard {
-    /// Allocates this rank's shard of `unit`, filled with zeros. Collective: every rank must call
-    /// it with the same unit.
+    /// Allocates zeroed memory for this rank's shard of `unit`. Collective: every rank must call it
+    /// with the same unit.
     fn new(
         unit: ParamUnit,
         policy: ShardingPolicy,
@@ -103,7 +103,7 @@ impl UnitShard {
     }
 }
 
-/// The element types of parameters for computation and for updates.
+/// The element types of parameters: for forward and backward passes, and for updates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ParamDtypes {
     /// The type that forward and backward passes compute with.
@@ -113,7 +113,7 @@ pub struct ParamDtypes {
 }
 
 impl ParamDtypes {
-    /// Returns the types that a job's `train` section selects.
+    /// Returns the element types that a job's `train` section selects.
     pub fn for_job(train: &TrainSpec) -> Self {
         let compute = match train.precision {
             Precision::Fp32 => Dtype::F32,
@@ -123,14 +123,15 @@ impl ParamDtypes {
         ParamDtypes { compute, updated: if train.rounds_stochastically() { compute } else { Dtype::F32 } }
     }
 
-    /// Returns whether fp32 master weights exist in addition to the parameters for computation.
+    /// Returns whether fp32 master weights are kept in addition to the parameters for forward and
+    /// backward passes.
     pub fn has_masters(&self) -> bool {
         self.compute != self.updated
     }
 }
 
-/// Returns whether the 16-bit parameters are cast from their master weights for each use instead of
-/// being stored.
+/// Returns whether 16-bit parameters are computed from the master weights before each use, and not
+/// stored.
 ///
 /// This is the case on GPUs at stage 3, where parameters are gathered for each use anyway. Casting
 /// saves two bytes per parameter, and takes little time compared with the gather.
@@ -138,7 +139,7 @@ pub fn casts_on_gather(policy: ShardingPolicy, weights: ParamDtypes, on_host: bo
     policy.shard_parameters && weights.has_masters() && !on_host
 }
 
-/// Access to the whole parameters of a unit. The access ends with [`ZeroEngine::release_params`].
+/// Access to the gathered parameters of a unit, until [`ZeroEngine::release_params`] ends it.
 pub enum ParamsGuard {
     /// The unit with this index, whose whole parameters are always stored on this rank.
     Resident(usize),
@@ -148,8 +149,8 @@ pub enum ParamsGuard {
     Shared(PlannedFetch),
 }
 
-/// The ZeRO engine of one rank, which gathers parameters before their use and reduces gradients
-/// afterwards.
+/// Stores one rank's shards of parameters and gradients (ZeRO), gathers parameters before their
+/// use, and reduces gradients afterwards.
 pub struct ZeroEngine {
     /// The state of every unit, in the order of the model.
     pub shards: Arc<Vec<UnitShard>>,
@@ -197,8 +198,8 @@ fn lock_ignoring_poison<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl ZeroEngine {
-    /// Allocates this rank's shards of every unit, filled with zeros. Collective: every rank must
-    /// call it with the same units.
+    /// Allocates zeroed memory for this rank's shards of every parameter unit. Collective: every
+    /// rank must call it with the same units.
     ///
     /// `prefetch` and `max_live` are the values of `train.zero` in the job. `micro_batches` is the
     /// number of micro-batches of a global batch.
@@ -252,7 +253,7 @@ impl ZeroEngine {
         self.world
     }
 
-    /// Returns the queue of collectives. The engine submits its collectives to this queue, too.
+    /// Returns the queue in which all collectives of this rank run, including those of the engine.
     pub fn queue(&self) -> &Arc<CollectiveQueue> {
         &self.queue
     }
@@ -268,7 +269,7 @@ impl ZeroEngine {
         self.shards[u].trained_counts[self.rank]
     }
 
-    /// Copies the descriptions of all units, in the order of their indices.
+    /// Returns copies of the descriptions of all parameter units, in the order of their indices.
     pub fn clone_units(&self) -> Vec<ParamUnit> {
         self.shards.iter().map(|shard| shard.unit.clone()).collect()
     }
@@ -278,14 +279,15 @@ impl ZeroEngine {
         self.weights
     }
 
-    /// Returns the range of parameter unit `u`'s flat vector that this rank always stores in the
-    /// form that the optimizer updates. With master weights, this rank updates exactly this range.
+    /// Returns the range of parameter unit `u`'s flat vector that this rank always has in the
+    /// precision that the optimizer updates. With master weights, this rank updates exactly this
+    /// range.
     pub fn resident_range(&self, u: usize) -> Range<usize> {
         self.select_stored_range(u, self.policy.shards_updated_params(self.weights.has_masters()))
     }
 
-    /// Returns the range of parameter unit `u`'s flat vector that this rank always stores in the
-    /// form that forward and backward passes use.
+    /// Returns the range of parameter unit `u`'s flat vector that this rank always has in the
+    /// precision of forward and backward passes.
     pub fn compute_range(&self, u: usize) -> Range<usize> {
         self.select_stored_range(u, self.policy.shard_parameters)
     }
@@ -295,15 +297,17 @@ impl ZeroEngine {
         self.select_stored_range(u, self.policy.shard_optimizer)
     }
 
-    /// Returns the range of parameter unit `u`'s flat vector that this rank stores: its shard if
-    /// `sharded`, otherwise the whole unit on its owners.
+    /// Returns the range of parameter unit `u`'s flat vector that this rank stores. If `sharded`,
+    /// this is the rank's shard. Otherwise, it is the whole unit on ranks that own a part of it,
+    /// and empty on others.
     fn select_stored_range(&self, u: usize, sharded: bool) -> Range<usize> {
         let unit = &self.shards[u].unit;
         if sharded || !unit.owners.contains(self.rank) { self.owned_range(u) } else { 0..unit.len() }
     }
 
-    /// Writes `values` to the compute copy of parameter unit `u`, rounded to its type, starting at
-    /// element `at` of [`ZeroEngine::compute_range`]. Does nothing if no compute copy is stored.
+    /// Writes `values` to the 16-bit copy of parameter unit `u` for forward and backward passes,
+    /// starting at element `at` of [`ZeroEngine::compute_range`]. Does nothing if no such copy is
+    /// stored.
     pub fn update_compute_copy(&self, u: usize, at: usize, values: View) {
         if let Some(compute_copy) = &self.shards[u].compute_copy {
             copy_or_cast(
@@ -314,15 +318,15 @@ impl ZeroEngine {
         }
     }
 
-    /// Writes `values` into the parameters of unit `u` that the optimizer updates,
+    /// Writes `values` to the parameters of unit `u` in the precision that the optimizer updates,
     /// starting at element `at` of [`ZeroEngine::resident_range`]. Rounds to the nearest value if
     /// the parameters have 16 bits.
     pub fn write_resident(&self, u: usize, at: usize, values: View) {
         copy_or_cast(self.ops.as_ref(), self.params_mut(u).view_mut().slice(at..at + values.len()), values);
     }
 
-    /// Casts the resident master weights of parameter unit `u` to the compute copy. Does nothing if
-    /// no compute copy is stored.
+    /// Converts the master weights of parameter unit `u` to the 16-bit copy for forward and
+    /// backward passes. Does nothing if no such copy is stored.
     ///
     /// If several ranks store the whole unit, all of them must have changed the unit equally.
     pub fn refresh_compute_copy(&self, u: usize) {
@@ -349,8 +353,8 @@ impl ZeroEngine {
 
     // --- parameters ---------------------------------------------------------------------------
 
-    /// Starts a pass that fetches units in the order `order`, so that gathers can start ahead of
-    /// their use. Panics if the previous pass was not finished.
+    /// Starts a pass that uses the parameter units in the order `order`, which the engine needs to
+    /// gather ahead of use. Panics if the previous pass was not finished.
     pub fn begin_pass(&mut self, order: impl IntoIterator<Item = usize>) {
         assert!(
             self.upcoming.is_empty() && self.pending_gathers.is_empty(),
@@ -365,21 +369,22 @@ impl ZeroEngine {
         self.pass_barrier = is_shared.then(|| self.queue.submit(|comm: &dyn Comm| comm.barrier()));
     }
 
-    /// Returns whether parameter unit `u` must be gathered, or cast from its master weights, before
-    /// each use.
+    /// Returns whether parameter unit `u` must be gathered, or converted from its master weights,
+    /// before each use.
     fn needs_gather(&self, u: usize) -> bool {
         let is_shared =
             self.policy.shard_parameters && self.shards[u].unit.owners.count_below(self.world) > 1;
         is_shared || self.casts_on_gather()
     }
 
-    /// Returns whether this engine casts parameters from their master weights for each use.
+    /// Returns whether this engine computes 16-bit parameters from the master weights before each
+    /// use.
     fn casts_on_gather(&self) -> bool {
         casts_on_gather(self.policy, self.weights, self.ops.is_host())
     }
 
-    /// Makes the whole parameters of unit `u` available. Starts the next gathers. Waits
-    /// for the gather of `u` if its parameters were not retained.
+    /// Makes the whole parameters of unit `u` available: waits for the gather of `u` if its
+    /// parameters were not retained. Also starts the next gathers.
     pub fn fetch_params(&mut self, u: usize) -> Result<ParamsGuard> {
         if !self.needs_gather(u) {
             return Ok(ParamsGuard::Resident(u));
@@ -405,7 +410,7 @@ impl ZeroEngine {
         Ok(ParamsGuard::Gathered(fetch, gather.wait()?))
     }
 
-    /// Starts to gather the whole parameters of unit `u` into a buffer of the pool.
+    /// Starts to gather the whole parameters of unit `u` into a buffer.
     fn submit_gather(&self, u: usize) -> PendingCollective<Buf> {
         let (shards, len) = (self.shards.clone(), self.shards[u].unit.len());
         let mut whole = lock_ignoring_poison(&self.param_pool).take(self.ops.as_ref(), len);
@@ -432,7 +437,7 @@ impl ZeroEngine {
         })
     }
 
-    /// Runs `f` on the whole parameters of a unit that `guard` gives access to.
+    /// Runs `f` on the whole parameters of the unit to which `guard` gives access.
     pub fn with_params<T>(&self, guard: &ParamsGuard, f: impl FnOnce(View) -> T) -> T {
         match guard {
             ParamsGuard::Resident(u) => f(lock_for_reading(self.shards[*u].compute_params()).view()),
@@ -445,8 +450,8 @@ impl ZeroEngine {
         }
     }
 
-    /// Runs `f` on the whole parameters of the unit of `first` and of the unit of `second`, if
-    /// there is one.
+    /// Runs `f` on the whole parameters of one unit or of two: that of `first`, and that of
+    /// `second` if there is one.
     pub fn with_params_of_units<T>(
         &self,
         (first, second): (&ParamsGuard, Option<&ParamsGuard>),
@@ -458,7 +463,7 @@ impl ZeroEngine {
         })
     }
 
-    /// Releases fetched parameters, or retains them for their next use.
+    /// Ends the access to gathered parameters, which are freed or retained for their next use.
     pub fn release_params(&self, guard: ParamsGuard) {
         match guard {
             ParamsGuard::Resident(_) => {}
@@ -473,7 +478,7 @@ impl ZeroEngine {
         }
     }
 
-    /// Ends a pass before all of its fetches have happened. Waits for the gathers that have
+    /// Ends a pass early, before all units of its order were used. Waits for the gathers that have
     /// started. Every fetched unit must have been released. Collective: every rank must call it at
     /// the same point of the pass.
     pub fn cancel_pass(&mut self) -> Result<()> {
@@ -491,8 +496,8 @@ impl ZeroEngine {
         Ok(())
     }
 
-    /// Starts to distribute the owners' updated shards of parameter unit `u` to every rank that
-    /// stores the unit. [`ZeroEngine::wait_param_gather`] waits for the result.
+    /// Starts to distribute the updated shards of parameter unit `u` to every rank that stores the
+    /// unit. [`ZeroEngine::wait_param_gather`] waits for the result.
     ///
     /// Collective: every rank must call it.
     pub fn start_param_gather(&mut self, u: usize) {
@@ -515,22 +520,23 @@ impl ZeroEngine {
         }));
     }
 
-    /// Waits for every gather that [`ZeroEngine::start_param_gather`] started.
+    /// Waits until the updated parameters are distributed, for every call of
+    /// [`ZeroEngine::start_param_gather`].
     pub fn wait_param_gather(&mut self) -> Result<()> {
         self.pending_param_gathers.drain(..).try_for_each(PendingCollective::wait)
     }
 }
 
 impl UnitShard {
-    /// Returns the parameters that forward and backward passes use: the 16-bit compute copy if one
-    /// is stored, otherwise the parameters that the optimizer updates.
+    /// Returns the parameters for forward and backward passes: the 16-bit copy if one is stored,
+    /// otherwise the parameters that the optimizer updates.
     fn compute_params(&self) -> &RwLock<Buf> {
         self.compute_copy.as_ref().unwrap_or(&self.params)
     }
 
-    /// Casts the resident parameters to the matching elements of the compute copy. The resident
-    /// parameters cover the flat range `resident`, and the compute copy covers `computed`. Does
-    /// nothing if no compute copy is stored.
+    /// Converts the stored parameters to the 16-bit copy for forward and backward passes, where the
+    /// two overlap. The resident parameters cover the flat range `resident`, and the compute copy
+    /// covers `computed`. Does nothing if no compute copy is stored.
     fn refresh_compute_copy(&self, ops: &dyn Ops, resident: Range<usize>, computed: Range<usize>) {
         let Some(compute_copy) = &self.compute_copy else { return };
         let (mut to, from) = (lock_for_writing(compute_copy), lock_for_reading(&self.params));
@@ -539,8 +545,9 @@ impl UnitShard {
         ops.cast(to.view_mut().slice(within(&computed)), from.view().slice(within(&resident)));
     }
 
-    /// Gathers the shards of all owner ranks into `values`, which stores the flat range `stored` of
-    /// the unit. Before the call, `values` contains only this rank's shard, the flat range `owned`.
+    /// Gathers the shards of all ranks that own a part of the unit into `values`, the range
+    /// `stored` of the unit's flat vector. Before the call, `values` contains only this rank's
+    /// shard, the range `owned`.
     fn gather_in_place(
         &self,
         comm: &dyn Comm,
@@ -562,8 +569,8 @@ impl UnitShard {
     }
 }
 
-/// Copies `values` to `to`, possibly between host and device. Rounds to the nearest value if `to`
-/// has a narrower type.
+/// Copies `values` to `to`, between host and device if necessary. Rounds to the nearest value if
+/// `to` has a narrower type.
 pub(crate) fn copy_or_cast(ops: &dyn Ops, to: ViewMut, values: View) {
     if to.dtype() == values.dtype() {
         return ops.copy(to, values);

@@ -1,8 +1,9 @@
-//! [`plan_fetches`] decides which gathered parameters are retained between two uses in a pass,
-//! within `train.zero.max_live_parameters`.
+//! [`plan_fetches`]: decides which gathered parameters stay in memory between two uses, within
+//! `train.zero.max_live_parameters`.
 use std::collections::{BTreeMap, HashMap};
 
-/// One use of a unit's parameters within a pass.
+/// One use of a unit's gathered parameters within a pass, and whether they stay in memory until the
+/// next use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlannedFetch {
     /// The index of the unit.
@@ -14,7 +15,8 @@ pub struct PlannedFetch {
     pub is_kept: bool,
 }
 
-/// Plans the fetches of a pass that uses units in `order`.
+/// Plans in which uses of a pass each unit is gathered and retained. The pass uses units in the
+/// order `order`.
 ///
 /// At most `limit` elements are retained at a time. Units whose next use is soonest have
 /// precedence. `len` returns the number of elements of a unit.
@@ -57,8 +59,8 @@ pub fn plan_fetches(
 mod tests {
     use super::*;
 
-    /// Returns the units whose parameters were retained when they are used, for a forward and
-    /// backward pass over units of 10 elements.
+    /// Returns the units whose parameters are still in memory when a forward and backward pass uses
+    /// them, with units of 10 elements and the limit `limit`.
     fn retained_units(limit: u64) -> Vec<usize> {
         let order = [0, 1, 2, 3, 4, 3, 2, 1, 0];
         plan_fetches(order, |_| 10, limit).iter().filter(|f| f.is_retained).map(|f| f.unit).collect()

@@ -1,5 +1,5 @@
-//! [`MicroBatchSums`]: the fixed-order sum of gradients over micro-batches. The order is a binary
-//! tree over `0..L` for `L` micro-batches. The tree does not depend on the number of ranks.
+//! [`MicroBatchSums`]: sums gradients over micro-batches in a fixed order. The order is a binary
+//! tree over `0..L` for `L` micro-batches, which does not depend on the number of ranks.
 //!
 //! A partial sum covers an aligned range of micro-batches whose length is a power of two. Partial
 //! sums are pushed in the order of the micro-batches, and two siblings merge immediately, so at
@@ -10,7 +10,8 @@
 //! range is added. The bits of that sum depend on how micro-batches are distributed over ranks.
 use device::{Buf, Dtype, Ops, View};
 
-/// An aligned range of micro-batches: `len` is a power of two, and `start` is a multiple of `len`.
+/// A range of micro-batches that is a node of the summation tree: `len` is a power of two, and
+/// `start` is a multiple of `len`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MicroBatchRange {
     /// The first micro-batch of the range.
@@ -20,13 +21,13 @@ pub struct MicroBatchRange {
 }
 
 impl MicroBatchRange {
-    /// Creates the range that covers only the micro-batch `start`.
+    /// Creates the range with the single micro-batch `start`.
     pub fn from_index(start: usize) -> Self {
         MicroBatchRange { start, len: 1 }
     }
 
-    /// Returns the range that covers `self` and `right`. Returns `None` if they are not the left
-    /// and the right child of one node of the tree.
+    /// Returns the range that covers `self` and `right`, if they are the left and the right child
+    /// of one node of the summation tree. Returns `None` otherwise.
     pub fn join_sibling_range(self, right: MicroBatchRange) -> Option<MicroBatchRange> {
         let siblings = self.len == right.len
             && self.start.is_multiple_of(2 * self.len)
@@ -34,23 +35,24 @@ impl MicroBatchRange {
         siblings.then_some(MicroBatchRange { start: self.start, len: 2 * self.len })
     }
 
-    /// Returns the range that covers `self` and `right`. Returns `None` if `right` does not begin
-    /// where `self` ends.
+    /// Returns the range that covers `self` and `right`, if `right` begins where `self` ends.
+    /// Returns `None` otherwise.
     fn join_adjacent_range(self, right: MicroBatchRange) -> Option<MicroBatchRange> {
         let len = self.len + right.len;
         (right.start == self.start + self.len).then_some(MicroBatchRange { start: self.start, len })
     }
 }
 
-/// Returns the ranges that remain after the micro-batches of `range` were pushed one by one and
-/// merged.
+/// Returns the ranges into which the micro-batches of `range` are merged when they are summed one
+/// by one in the fixed order.
 pub fn merge_into_aligned_ranges(range: std::ops::Range<usize>) -> Vec<MicroBatchRange> {
     let mut kept = Vec::new();
     range.for_each(|s| push_and_merge(&mut kept, MicroBatchRange::from_index(s)));
     kept
 }
 
-/// Pushes `top` onto the ranges in `kept`, and merges siblings as far as possible.
+/// Appends the range `top` to the ranges in `kept`, and merges siblings of the summation tree as
+/// far as possible.
 fn push_and_merge(kept: &mut Vec<MicroBatchRange>, mut top: MicroBatchRange) {
     while let Some(merged) = kept.last().and_then(|left| left.join_sibling_range(top)) {
         kept.pop();
@@ -59,8 +61,8 @@ fn push_and_merge(kept: &mut Vec<MicroBatchRange>, mut top: MicroBatchRange) {
     kept.push(top);
 }
 
-/// The sum of vectors of one length over micro-batches, as partial sums that wait for their
-/// siblings.
+/// The sum of vectors over micro-batches, kept as partial sums until they can be added in the fixed
+/// order.
 pub struct MicroBatchSums {
     len: usize,
     in_arrival_order: bool,
@@ -69,19 +71,19 @@ pub struct MicroBatchSums {
 }
 
 impl MicroBatchSums {
-    /// Creates an empty fixed-order sum of vectors with `len` elements.
+    /// Creates an empty sum of vectors with `len` elements, which are added in the fixed order.
     pub fn new(len: usize) -> Self {
         MicroBatchSums { len, in_arrival_order: false, stack: Vec::new(), free_buffers: Vec::new() }
     }
 
-    /// Creates an empty sum that keeps one vector, to which each pushed vector is added
-    /// immediately. Vectors are therefore summed in the order in which they are pushed.
+    /// Creates an empty sum of vectors with `len` elements, which are added in the order in which
+    /// they arrive.
     pub fn with_arrival_order(len: usize) -> Self {
         MicroBatchSums { in_arrival_order: true, ..MicroBatchSums::new(len) }
     }
 
-    /// Returns the range that results if `right` is added to the last partial sum now, or `None` if
-    /// `right` has to wait.
+    /// Returns the range of micro-batches that the last partial sum will cover if `right` is added
+    /// to it now, or `None` if `right` has to wait.
     fn compute_merged_range(&self, right: MicroBatchRange) -> Option<MicroBatchRange> {
         let (left, _) = self.stack.last()?;
         if self.in_arrival_order { left.join_adjacent_range(right) } else { left.join_sibling_range(right) }
@@ -92,7 +94,7 @@ impl MicroBatchSums {
         self.len
     }
 
-    /// Returns whether no partial sum is kept.
+    /// Returns whether no vector has been added to the sum.
     pub fn is_empty(&self) -> bool {
         self.stack.is_empty()
     }
@@ -141,7 +143,8 @@ impl MicroBatchSums {
         self.stack.push((range, sum));
     }
 
-    /// Returns the partial sums and their ranges, in the order of their micro-batches.
+    /// Returns the partial sums and the ranges of micro-batches that they cover, in the order of
+    /// the micro-batches.
     pub fn partials(&self) -> impl Iterator<Item = (MicroBatchRange, View<'_>)> {
         self.stack.iter().map(|(r, b)| (*r, b.view()))
     }
@@ -170,7 +173,7 @@ impl MicroBatchSums {
     }
 }
 
-/// Sums one number per micro-batch, such as losses, in the order of the tree.
+/// Sums one number per micro-batch, such as its loss, in the fixed order of the summation tree.
 pub fn sum_in_fixed_order(micro_batches: &[f64]) -> f64 {
     let mut stack: Vec<(MicroBatchRange, f64)> = Vec::new();
     for (s, &x) in micro_batches.iter().enumerate() {
@@ -191,8 +194,7 @@ pub fn sum_in_fixed_order(micro_batches: &[f64]) -> f64 {
     sum
 }
 
-/// Counts the largest number of buffers in use while `ranges` are summed: the partial sums and the
-/// next range.
+/// Counts the largest number of buffers in use while the vectors for `ranges` are summed.
 ///
 /// If `owned` is set, ranges are added with [`MicroBatchSums::push_owned`] and each has a buffer.
 /// Otherwise they are added with [`MicroBatchSums::push`], and a range whose left sibling is the
@@ -214,8 +216,8 @@ mod tests {
     use device::Cpu;
     use proptest::prelude::*;
 
-    /// Computes the sum by its recursive definition: the left part has the largest power of two
-    /// below `n`.
+    /// Computes the fixed-order sum by its recursive definition, as the reference of the tests: the
+    /// left part has the largest power of two below `n`.
     fn compute_recursive_sum(x: &[f64]) -> f64 {
         match x.len() {
             0 => 0.0,

@@ -1,5 +1,5 @@
-//! ZeRO: which rank owns which shard of every parameter unit, and how shards are gathered and
-//! reduced.
+//! ZeRO: divides parameters, gradients and optimizer states among ranks, and gathers and reduces
+//! them when they are needed.
 //!
 //! This module works on parameter units and does not know model families.
 pub mod buffer_pool;
@@ -13,8 +13,8 @@ pub mod partition;
 use jobspec::TrainSpec;
 use micro_batch_sums::MicroBatchSums;
 
-/// Which of optimizer states, gradients and parameters are sharded among ranks, and the order in
-/// which gradients are summed.
+/// Whether optimizer states, gradients and parameters are divided among ranks, and in which order
+/// gradients are summed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShardingPolicy {
     /// The ZeRO stage, for messages and checkpoints.
@@ -32,7 +32,7 @@ pub struct ShardingPolicy {
 }
 
 impl ShardingPolicy {
-    /// Returns the policy of ZeRO stage 0, 1, 2 or 3.
+    /// Returns what ZeRO stage `stage` (0, 1, 2 or 3) divides among ranks.
     pub fn for_stage(stage: u8) -> Self {
         ShardingPolicy {
             stage,
@@ -53,7 +53,8 @@ impl ShardingPolicy {
         }
     }
 
-    /// Creates empty sums over micro-batches of gradients with `len` elements.
+    /// Creates an empty sum of gradients with `len` elements over micro-batches, in the order of
+    /// this policy.
     fn new_gradient_sums(&self, len: usize) -> MicroBatchSums {
         if self.sums_in_arrival_order {
             MicroBatchSums::with_arrival_order(len)
@@ -70,15 +71,15 @@ impl ShardingPolicy {
         ShardingPolicy { shard_gradients: self.shard_gradients || parallel > 1, ..self }
     }
 
-    /// Returns whether a rank keeps only the updated parameters of the shards that it owns. If
-    /// `masters` is set, the updated parameters are the fp32 master weights, which are sharded like
-    /// optimizer states.
+    /// Returns whether a rank keeps only those updated parameters that it owns. If `masters` is
+    /// set, the updated parameters are the fp32 master weights, which are sharded like optimizer
+    /// states.
     pub fn shards_updated_params(&self, masters: bool) -> bool {
         if masters { self.shard_optimizer } else { self.shard_parameters }
     }
 }
 
-/// The assignment of the micro-batches of a global batch to ranks and rounds (docs/numerics.md).
+/// Which micro-batches of a global batch each rank computes, and in which round (docs/numerics.md).
 ///
 /// The sum over micro-batches is one fixed tree, so the assignment does not affect any bit. The
 /// assignment decides which partial sums must be kept. With sharded gradients, consecutive
@@ -96,14 +97,14 @@ pub struct MicroBatchSchedule {
 }
 
 impl MicroBatchSchedule {
-    /// Returns the number of forward and backward passes of each rank per step. The number is equal
-    /// on every rank.
+    /// Returns how many micro-batches (rounds of a forward and backward pass) a rank computes per
+    /// step. The number is equal on every rank.
     pub fn count_rounds(&self) -> usize {
         self.micro_batches.div_ceil(self.world)
     }
 
-    /// Returns the micro-batch that `rank` computes in `round`. Returns `None` if the rank only
-    /// takes part in collectives.
+    /// Returns the micro-batch that `rank` computes in `round`, or `None` if it only takes part in
+    /// collectives.
     pub fn find_micro_batch(&self, rank: usize, round: usize) -> Option<usize> {
         if self.interleaved {
             let s = round * self.world + rank;

@@ -1,4 +1,4 @@
-//! Gathers and reductions of units that only some ranks own, such as experts. Each gather or
+//! Gathers and reduces parameter units that only some ranks own, such as experts. Each gather or
 //! reduction is one `all_to_all` of all ranks, in which ranks that do not own the unit send and
 //! receive nothing. So every rank runs the same sequence of collectives.
 use super::{
@@ -12,7 +12,7 @@ use comm::{Comm, Result};
 use device::{Buf, Dtype, Ops, View, ViewMut};
 use std::ops::Range;
 
-/// The allocation label of the buffers of an exchange, for out-of-memory errors.
+/// What out-of-memory errors name as the use of the memory for such exchanges.
 const EXCHANGED: &str = "exchanged parameters and gradients";
 
 /// Reusable send and receive buffers for gathering and reducing parameter units that only some
@@ -36,8 +36,8 @@ impl ExchangeBuffers {
         resize_buffer(ops, EXCHANGED, ensure_dtype(ops, &mut self.sent_rounded, dtype), len)
     }
 
-    /// Takes a buffer that begins with a copy of `owned`. Must be followed by
-    /// [`ExchangeBuffers::give_back_copy`].
+    /// Copies `owned` to the beginning of a reusable buffer, and returns the buffer. Must be
+    /// followed by [`ExchangeBuffers::give_back_copy`].
     ///
     /// The buffer is reused because the allocator would keep several buffers if each unit allocated
     /// one.
@@ -53,8 +53,8 @@ impl ExchangeBuffers {
         self.owned = copy;
     }
 
-    /// Gathers the owners' shards of a unit into `whole` on each owner. Collective: every rank must
-    /// call it.
+    /// Gathers a unit from the ranks that own a part of it into `whole` on each of these ranks.
+    /// Collective: every rank must call it.
     ///
     /// `shard_lengths` are the lengths of all ranks' shards, and `owned` is this rank's shard. On
     /// ranks that do not own the unit, `owned` and `whole` are empty.
@@ -83,8 +83,8 @@ impl ExchangeBuffers {
         comm.all_to_all(whole, &received, send.as_view(), &sent)
     }
 
-    /// Exchanges the owners' partial sums of a unit's gradients: each owner receives its shard of
-    /// every partial sum. Passes the shards to `sink` in the order of the micro-batches.
+    /// Sends each partial sum of a unit's gradients to the ranks that own parts of the unit. Passes
+    /// the shards to `sink` in the order of the micro-batches.
     ///
     /// Collective: every rank must call it.
     pub(super) fn exchange_partial_sums(
@@ -137,8 +137,8 @@ impl ExchangeBuffers {
     }
 }
 
-/// Ensures that `buf` has elements of the type `dtype`, and returns `buf`. Replaces a buffer that
-/// is empty or has another type by an empty buffer of this backend.
+/// Ensures that `buf` is a buffer of this backend with elements of the type `dtype`, and returns
+/// it. Replaces a buffer that is empty or has another type by an empty buffer of this backend.
 fn ensure_dtype<'a>(ops: &dyn Ops, buf: &'a mut Buf, dtype: Dtype) -> &'a mut Buf {
     if buf.is_empty() || buf.dtype() != dtype {
         *buf = ops.zeroed(dtype, 0);
@@ -146,8 +146,7 @@ fn ensure_dtype<'a>(ops: &dyn Ops, buf: &'a mut Buf, dtype: Dtype) -> &'a mut Bu
     buf
 }
 
-/// Computes the number of elements of [`ExchangeBuffers`] that a unit needs, for the memory
-/// estimate.
+/// Computes the lengths of the send and receive buffers that a unit needs, for the memory estimate.
 ///
 /// The results are three numbers of elements: those that a gather of the unit's parameters sends,
 /// those that a reduction of the unit's gradients sends, and those that this reduction receives.
@@ -171,7 +170,8 @@ pub fn compute_exchange_buffer_lengths(
     (gathered, sent * unit.trained_len(), received * own_trained)
 }
 
-/// Returns the micro-batches that the group of `rank` computes in `round`.
+/// Returns the micro-batches that the ranks in the expert-parallel group of `rank` compute in
+/// `round`.
 fn list_group_micro_batches(
     schedule: &MicroBatchSchedule,
     owners: OwnerRanks,
@@ -184,8 +184,8 @@ fn list_group_micro_batches(
     micro_batches.first().map_or(0..0, |&a| a..a + micro_batches.len())
 }
 
-/// Returns the ranges of micro-batches that the group of `rank` computes in `round`, merged as far
-/// as possible.
+/// Returns the micro-batches that the ranks in the group of `rank` compute in `round`, as ranges
+/// that are merged as far as possible.
 pub(super) fn list_group_ranges(
     schedule: &MicroBatchSchedule,
     owners: OwnerRanks,
@@ -195,8 +195,8 @@ pub(super) fn list_group_ranges(
     merge_into_aligned_ranges(list_group_micro_batches(schedule, owners, rank, round))
 }
 
-/// Returns the peak number of buffers in which the group of `rank` sums a unit's gradients over the
-/// micro-batches of a round. The memory estimate uses the result.
+/// Returns the largest number of buffers in which the group of `rank` sums a unit's gradients in
+/// one round. The memory estimate uses the result.
 pub fn count_peak_group_buffers(schedule: &MicroBatchSchedule, owners: OwnerRanks, rank: usize) -> usize {
     let buffers_in_round = |round| {
         count_peak_buffers(
@@ -207,8 +207,8 @@ pub fn count_peak_group_buffers(schedule: &MicroBatchSchedule, owners: OwnerRank
     (0..schedule.count_rounds()).map(buffers_in_round).max().unwrap_or(0)
 }
 
-/// Returns the peak number of buffers in which an owner sums a unit's gradients during a step. The
-/// memory estimate uses the result.
+/// Returns the largest number of buffers in which a rank sums the gradients of a unit that it owns,
+/// during a step. The memory estimate uses the result.
 pub fn count_peak_owner_buffers(schedule: &MicroBatchSchedule, owners: OwnerRanks) -> usize {
     let ranks = || (0..schedule.world).filter(|&r| owners.contains(r));
     let ranges = (0..schedule.count_rounds())
@@ -220,8 +220,8 @@ pub fn count_peak_owner_buffers(schedule: &MicroBatchSchedule, owners: OwnerRank
 mod tests {
     use super::*;
 
-    /// Counts the buffers of a group and of an owner in a step of `micro_batches` micro-batches on
-    /// four ranks, of which every `stride`-th owns the unit.
+    /// Counts the buffers in which a group and an owner sum gradients, for a step of
+    /// `micro_batches` micro-batches on four ranks, of which every `stride`-th owns the unit.
     fn count_peak_buffers_of_both(micro_batches: usize, stride: usize) -> (usize, usize) {
         let (schedule, owners) = (
             MicroBatchSchedule { micro_batches, world: 4, interleaved: true },

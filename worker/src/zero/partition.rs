@@ -1,4 +1,4 @@
-//! [`Partition`]: which rank owns which elements of a unit's flat vector.
+//! [`Partition`]: which rank owns which elements of a parameter unit's flat vector.
 //!
 //! Shards end only at multiples of [`NORM_BLOCK_LEN`] inside a tensor or at the end of a tensor.
 //! Each block that is summed for the gradient norm therefore belongs to one rank, and its sum has
@@ -7,7 +7,7 @@ use crate::params::ParamUnit;
 use device::ops::NORM_BLOCK_LEN;
 use std::ops::Range;
 
-/// The division of one unit into shards: rank r owns the elements `cuts[r]..cuts[r+1]`.
+/// Which rank owns which elements of one parameter unit: rank r owns `cuts[r]..cuts[r+1]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Partition {
     cuts: Vec<usize>,
@@ -15,8 +15,8 @@ pub struct Partition {
 }
 
 impl Partition {
-    /// Divides `unit` into shards of nearly equal size for its owners among `world` ranks. The
-    /// shards of other ranks are empty.
+    /// Divides `unit` into shards of nearly equal size, one for each of `world` ranks that may own
+    /// a part of it. The shards of other ranks are empty.
     pub fn new(unit: &ParamUnit, world: usize) -> Self {
         let len = unit.len();
         let parts = unit.owners.count_below(world);
@@ -30,7 +30,7 @@ impl Partition {
         Partition { cuts, counts }
     }
 
-    /// Returns the elements that `rank` owns.
+    /// Returns the range of the unit's elements that `rank` owns.
     pub fn range(&self, rank: usize) -> Range<usize> {
         self.cuts[rank]..self.cuts[rank + 1]
     }
@@ -41,8 +41,8 @@ impl Partition {
     }
 }
 
-/// Returns the allowed boundary nearest to element `at`, or the lower one of two that are equally
-/// near.
+/// Returns the allowed boundary between shards that is nearest to element `at`, or the lower one of
+/// two that are equally near.
 fn find_nearest_cut(unit: &ParamUnit, at: usize) -> usize {
     let tensor = (0..unit.params.len()).map(|i| unit.tensor_range(i)).find(|r| r.contains(&at));
     let Some(r) = tensor else { return unit.len() };
@@ -57,7 +57,7 @@ mod tests {
     use crate::params::{ParamInit, ParamSpec};
     use proptest::prelude::*;
 
-    /// Creates a parameter unit of vectors with these numbers of elements.
+    /// Creates a parameter unit of vectors with the lengths `sizes`.
     fn make_unit(sizes: &[usize]) -> ParamUnit {
         let spec = |(i, &n): (usize, &usize)| ParamSpec {
             name: format!("p{i}"),

@@ -9,15 +9,15 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::{HashMap, HashSet};
 
-/// Limit on the number of JSON values in a config.
+/// Limit on the number of JSON values in a model's config.
 pub(crate) const CONFIG_VALUES_MAX: usize = 1 << 18;
-/// Limit on the number of JSON values in each part of the training state that has entries for all
-/// weights.
+/// Limit on the number of JSON values in those parts of the training state that have entries for
+/// all weights.
 const STATE_VALUES_MAX: usize = 2 * TENSORS_MAX;
 /// Limit on the number of text files that are stored with a checkpoint.
 const TEXT_FILES_MAX: usize = 64;
 
-/// Name, role, dtype and shape of a whole tensor, whose elements several files may store.
+/// Name, role, dtype and shape of a tensor as a whole. Several files may store its elements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorInfo {
     /// Name in the Hugging Face model.
@@ -47,7 +47,7 @@ impl TensorInfo {
     }
 }
 
-/// Name and shape of one tensor of the model.
+/// Name and shape of one weight or buffer of a model.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct WeightShape {
@@ -58,7 +58,7 @@ pub struct WeightShape {
     pub shape: Vec<u64>,
 }
 
-/// A tied weight: `alias` is another name of the weight `target`, so that only `target` is stored.
+/// A tied weight: a weight that has a second name, `alias`, and is stored only as `target`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TiedWeight {
@@ -68,7 +68,7 @@ pub struct TiedWeight {
     pub target: String,
 }
 
-/// Description of the model whose tensors a checkpoint stores. Readers check the tensors against
+/// Description of the model whose weights a checkpoint stores. Readers check the tensors against
 /// this description, and an export writes a Hugging Face directory from it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -107,8 +107,8 @@ pub struct TextFile {
     pub text: String,
 }
 
-/// Facts about a run and its state that a manifest records. The caller of a save provides these
-/// facts.
+/// What a manifest records about the run that wrote the checkpoint, and about its state. The caller
+/// of a save provides these facts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunFacts {
@@ -145,8 +145,8 @@ pub struct RunFacts {
     pub job: Value,
 }
 
-/// Key under which the cursor stores step lags. The value is an object that maps the name of a
-/// weight to the number of updates by which the weight is behind the step of the run.
+/// The key under which a checkpoint's cursor stores for each weight by how many updates it is
+/// behind the run's step.
 pub(crate) const STEP_LAG_KEY: &str = "late";
 
 /// Fails if `tensors` has an invalid or repeated name, or a shape with too many dimensions or
@@ -197,7 +197,7 @@ impl ModelSpec {
     /// for `other`. Each text gives the name and shape there, or states that the weight is missing.
     /// Returns `None` if both have the same weights, in any order.
     pub(crate) fn find_first_difference(&self, other: &[WeightShape]) -> Option<(String, String, String)> {
-        /// Indexes tensors by their names.
+        /// Returns an index of the tensors by their names.
         fn index_by_name(tensors: &[WeightShape]) -> HashMap<&str, &WeightShape> {
             tensors.iter().map(|w| (w.name.as_str(), w)).collect()
         }
@@ -213,8 +213,8 @@ impl ModelSpec {
 }
 
 impl RunFacts {
-    /// Returns the update count of a trained weight: the step of the run minus the step lag of the
-    /// weight. A weight that was never frozen has no step lag.
+    /// Returns how many updates a weight has had: the step of the run, minus the updates that it
+    /// missed while it was frozen.
     pub(crate) fn count_updates(&self, weight: &str) -> u64 {
         self.step.saturating_sub(self.cursor[STEP_LAG_KEY][weight].as_u64().unwrap_or(0))
     }

@@ -1,13 +1,13 @@
-//! [`PassthroughState`]: objects of a checkpoint that [`crate::TrainingState`] cannot represent. A
-//! conversion copies these objects unchanged.
+//! [`PassthroughState`]: parts of a checkpoint that [`crate::TrainingState`] cannot represent, and
+//! that a conversion copies unchanged.
 use super::model::RunFacts;
 use super::training_state::ParamGroupInfo;
 use crate::codec::pickle::PythonObject;
 use crate::tensor::Dtype;
 use std::collections::BTreeMap;
 
-/// The state of a checkpoint that a conversion copies unchanged, in addition to
-/// [`crate::TrainingState`]. Fields that the format of the checkpoint lacks are empty.
+/// Parts of a checkpoint that [`crate::TrainingState`] cannot represent, and that a conversion
+/// copies unchanged. Fields that the format of the checkpoint lacks are empty.
 #[derive(Clone, Debug, Default)]
 pub struct PassthroughState {
     /// The parameter groups in the order of the optimizer, including values that JSON cannot
@@ -42,18 +42,20 @@ pub struct PassthroughState {
 }
 
 impl PassthroughState {
-    /// Returns the entry `key` of DeepSpeed's model file, or `None` if there is no such entry.
+    /// Returns the entry with the key `key` of DeepSpeed's model file, or `None` if there is no
+    /// such entry.
     pub(crate) fn model_entry(&self, key: &str) -> Option<&PythonObject> {
         self.model_entries.iter().find(|(k, _)| k == key).map(|(_, value)| value)
     }
 
-    /// Returns the entry `key` of DeepSpeed's optimizer file, or `None` if there is no such entry.
+    /// Returns the entry with the key `key` of DeepSpeed's optimizer file, or `None` if there is no
+    /// such entry.
     pub(crate) fn optimizer_entry(&self, key: &str) -> Option<&PythonObject> {
         self.optimizer_entries.iter().find(|(k, _)| k == key).map(|(_, value)| value)
     }
 }
 
-/// A parameter group of the optimizer, with hyper-parameters of any type.
+/// A parameter group of the optimizer, whose hyper-parameters may be any Python objects.
 #[derive(Clone, Debug, Default)]
 pub struct ParamGroup {
     /// Names of the parameters in the order of the optimizer. Empty if the names are unknown.
@@ -65,8 +67,8 @@ pub struct ParamGroup {
 }
 
 impl ParamGroup {
-    /// Converts a group of a [`crate::TrainingState`]. `steps` has the update counts by the names
-    /// of weights.
+    /// Converts a parameter group of a [`crate::TrainingState`]. `steps` has the update counts by
+    /// the names of weights.
     pub(crate) fn from_info(group: &ParamGroupInfo, steps: &BTreeMap<String, u64>) -> ParamGroup {
         ParamGroup {
             names: group.names.clone(),
@@ -75,7 +77,7 @@ impl ParamGroup {
         }
     }
 
-    /// Converts hyper-parameters from JSON to the Python objects that torch stores. Leaves out the
+    /// Converts hyper-parameters from JSON to the Python objects that torch stores, without the
     /// name of the group.
     fn options_from_json(hyper: &serde_json::Map<String, serde_json::Value>) -> Vec<(String, PythonObject)> {
         // only groups of native checkpoints have a name

@@ -1,4 +1,5 @@
-//! [`TensorSource`]: the interface to the tensors and the state of a checkpoint of any format.
+//! [`TensorSource`]: the interface through which tensors and state are read from a checkpoint of
+//! any format.
 use super::model::{TensorInfo, TextFile};
 use super::passthrough::PassthroughState;
 use super::training_state::TrainingState;
@@ -21,9 +22,9 @@ pub struct ReadRequest<'a> {
     pub out: &'a mut [f32],
 }
 
-/// Makes the requests that fill `buffer` with the elements of `spans`, one span after another, and
-/// resizes the buffer. A span is a range of elements of a tensor. A span without a tensor is filled
-/// with zeros.
+/// Creates read requests that fill `buffer` with the elements of `spans`, one span after another,
+/// and resizes the buffer to fit. A span is a range of elements of a tensor. A span without a
+/// tensor is filled with zeros.
 pub(crate) fn request_spans<'a>(
     spans: impl Iterator<Item = (Option<&'a TensorInfo>, Range<u64>)> + Clone,
     buffer: &'a mut Vec<f32>,
@@ -44,8 +45,8 @@ pub(crate) fn request_spans<'a>(
     requests
 }
 
-/// A checkpoint of any format. Any range of elements of its floating-point tensors can be read as
-/// F32.
+/// The interface through which tensors and state are read from a checkpoint of any format. Any
+/// range of elements of its floating-point tensors can be read as F32.
 pub trait TensorSource: Sync {
     /// Returns the path of the checkpoint.
     fn path(&self) -> &Path;
@@ -83,15 +84,15 @@ pub trait TensorSource: Sync {
         Err(CkptError::unsupported(self.path(), UnsupportedFeature::NotFloat { tensor }))
     }
 
-    /// Skips elements of the tensor `info` that are in a hole of a sparse file, and therefore zero,
-    /// starting at `start`. Returns the index of the first element that may differ from zero, or
-    /// the number of elements. By default returns `start`.
+    /// Skips zeros of the tensor `info` that need not be read, because they are in a hole of a
+    /// sparse file. Returns the index of the first element that may differ from zero, or the number
+    /// of elements. By default returns `start`.
     fn skip_zeros(&self, info: &TensorInfo, start: u64) -> Result<u64> {
         let _ = info;
         Ok(start)
     }
 
-    /// Reads the passthrough state, which a conversion copies unchanged.
+    /// Returns those parts of the checkpoint that a conversion copies unchanged.
     fn read_passthrough(&self) -> Result<PassthroughState> {
         Ok(PassthroughState::default())
     }
@@ -100,13 +101,12 @@ pub trait TensorSource: Sync {
     /// this number.
     fn completed_steps(&self) -> Option<u64>;
 
-    /// Returns the default dtype for an export of the weights: BF16 for a native checkpoint whose
-    /// weights are all stored as BF16, F32 otherwise.
+    /// Returns the dtype in which the weights are exported unless the user selects one.
     fn weights_dtype(&self) -> Dtype {
         Dtype::F32
     }
 
-    /// Returns the training state without the tensors.
+    /// Returns the state for resuming the training, without its tensors.
     fn training_state(&self) -> TrainingState;
 
     /// Returns true for a checkpoint that has weights and no part of a training state.
@@ -120,8 +120,8 @@ pub trait TensorSource: Sync {
         None
     }
 
-    /// Returns the number of tokens trained on, or `None` if the checkpoint does not record this
-    /// number.
+    /// Returns the number of tokens on which the model was trained, or `None` if the checkpoint
+    /// does not record it.
     fn tokens(&self) -> Option<u64> {
         None
     }

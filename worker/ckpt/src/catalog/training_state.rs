@@ -1,11 +1,12 @@
-//! [`TrainingState`]: a training state without its tensors, in a form common to all formats.
+//! [`TrainingState`]: the state for resuming a training without its tensors, in a form common to
+//! all checkpoint formats.
 use super::model::TiedWeight;
 use diagnostic::quantity::format_count;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
-/// A parameter group of the optimizer, with hyper-parameters as JSON.
+/// A parameter group of the optimizer, whose hyper-parameters are given as JSON.
 ///
 /// A group is serialized as one object with the hyper-parameters and the key `params`, the names of
 /// the weights.
@@ -20,8 +21,8 @@ pub struct ParamGroupInfo {
     pub names: Vec<String>,
 }
 
-/// A training state without its tensors. Values that the checkpoint does not record are `None`,
-/// null or empty.
+/// The state for resuming a training, without its tensors. Values that the checkpoint does not
+/// record are `None`, null or empty.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct TrainingState {
     /// Number of completed steps, including skipped ones.
@@ -50,7 +51,8 @@ pub struct TrainingState {
     pub buffers: Vec<String>,
 }
 
-/// The state of the dynamic loss scale of FP16 training.
+/// The state of the dynamic loss scale of FP16 training: the scale, and the number of steps since
+/// it last changed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LossScale {
     /// The factor by which the loss is multiplied.
@@ -77,9 +79,8 @@ impl TrainingState {
         Some(format!("{name} has {updates} updates{others}, but the run is at step {run}"))
     }
 
-    /// Parses the dynamic loss scale from `loss_scaler`, in the form of DeepSpeed's
-    /// `DynamicLossScaler`, torch's `GradScaler` or a native checkpoint. Returns `None` if there is
-    /// no loss scale or a constant one.
+    /// Parses the state of the dynamic loss scale from `loss_scaler`. Returns `None` if there is no
+    /// loss scale or a constant one.
     pub fn parse_loss_scale(&self) -> Option<LossScale> {
         let number = |key: &str| self.loss_scaler.get(key).and_then(Value::as_f64);
         let count = |key: &str| number(key).filter(|n| (0.0..9e15).contains(n)).map(|n| n as u64);

@@ -1,5 +1,5 @@
-//! Reads the JSON files of checkpoints, with limits on the number of values that untrusted text can
-//! make in memory.
+//! Reads the JSON files of checkpoints, with limits on the number of values, because the text is
+//! untrusted.
 use super::disk::Directory;
 use crate::error::{CkptError, Result};
 use serde::de::{self, DeserializeOwned, DeserializeSeed, MapAccess, SeqAccess, Visitor};
@@ -37,7 +37,8 @@ pub(crate) fn parse_object<T: DeserializeOwned>(text: &[u8]) -> serde_json::Resu
     }
 }
 
-/// A JSON value that contains at most `N` values, itself included.
+/// A JSON value that is rejected during deserialization if it contains more than `N` values, itself
+/// included.
 pub(crate) struct LimitedValue<const N: usize>(pub(crate) Value);
 
 impl<'de, const N: usize> Deserialize<'de> for LimitedValue<N> {
@@ -46,14 +47,15 @@ impl<'de, const N: usize> Deserialize<'de> for LimitedValue<N> {
     }
 }
 
-/// Deserializes a value as [`LimitedValue`] does. For the attribute `deserialize_with` of a field.
+/// Deserializes a JSON value that contains at most `N` values. For the attribute `deserialize_with`
+/// of a field.
 pub(crate) fn deserialize_value<'de, D: Deserializer<'de>, const N: usize>(
     d: D,
 ) -> std::result::Result<Value, D::Error> {
     LimitedValue::<N>::deserialize(d).map(|value| value.0)
 }
 
-/// Deserializes an optional value as [`deserialize_value`] does.
+/// Deserializes an optional JSON value that contains at most `N` values.
 pub(crate) fn deserialize_optional_value<'de, D: Deserializer<'de>, const N: usize>(
     d: D,
 ) -> std::result::Result<Option<Value>, D::Error> {
@@ -67,11 +69,11 @@ pub(crate) fn deserialize_list<'de, D: Deserializer<'de>, T: Deserialize<'de>, c
     d.deserialize_seq(ListVisitor::<T, N>(PhantomData))
 }
 
-/// Deserializes an optional list as [`deserialize_list`] does.
+/// Deserializes an optional list of at most `N` items.
 pub(crate) fn deserialize_optional_list<'de, D: Deserializer<'de>, T: Deserialize<'de>, const N: usize>(
     d: D,
 ) -> std::result::Result<Option<Vec<T>>, D::Error> {
-    /// Deserializes a list of at most `N` items, or `None` from null.
+    /// A serde visitor that deserializes a list of at most `N` items, or null as `None`.
     struct OptionVisitor<T, const N: usize>(PhantomData<T>);
     impl<'de, T: Deserialize<'de>, const N: usize> Visitor<'de> for OptionVisitor<T, N> {
         type Value = Option<Vec<T>>;
@@ -103,7 +105,7 @@ pub(crate) fn deserialize_map<'de, D: Deserializer<'de>, T: Deserialize<'de>, co
     d.deserialize_map(MapVisitor::<T, N>(PhantomData))
 }
 
-/// Collects at most `N` items of a list.
+/// A serde visitor that collects at most `N` items of a list, and otherwise fails.
 struct ListVisitor<T, const N: usize>(PhantomData<T>);
 
 impl<'de, T: Deserialize<'de>, const N: usize> Visitor<'de> for ListVisitor<T, N> {
@@ -125,7 +127,8 @@ impl<'de, T: Deserialize<'de>, const N: usize> Visitor<'de> for ListVisitor<T, N
     }
 }
 
-/// Collects at most `N` entries of an object. Of equal keys, the last one wins.
+/// A serde visitor that collects at most `N` entries of an object, and otherwise fails. Of equal
+/// keys, the last one wins.
 struct MapVisitor<T, const N: usize>(PhantomData<T>);
 
 impl<'de, T: Deserialize<'de>, const N: usize> Visitor<'de> for MapVisitor<T, N> {
@@ -147,7 +150,7 @@ impl<'de, T: Deserialize<'de>, const N: usize> Visitor<'de> for MapVisitor<T, N>
     }
 }
 
-/// Deserializes a value and counts the values in it.
+/// Deserializes a JSON value and counts the values in it, to enforce a limit.
 #[derive(Clone, Copy)]
 struct ValueSeed<'a> {
     /// Number of values that may still be made.
@@ -233,7 +236,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// A struct with every kind of limited field.
+    /// A struct for tests that has a field of every kind of limited value.
     #[derive(Debug, PartialEq, Deserialize)]
     struct Limited {
         #[serde(default, deserialize_with = "deserialize_list::<_, _, 2>")]

@@ -1,4 +1,5 @@
-//! Codecs: reads and writes files, pickles, zip containers, torch files and safetensors files.
+//! Reads and writes the file formats of checkpoints: pickles, zip containers, torch files and
+//! safetensors files.
 pub(crate) mod disk;
 pub(crate) mod json;
 pub(crate) mod narrow;

@@ -1,9 +1,9 @@
-//! [`NarrowingBuffers`]: converts F32 values to 16-bit dtypes.
+//! [`NarrowingBuffers`]: converts F32 values to 16-bit dtypes, in reusable buffers.
 use crate::tensor::Dtype;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-/// Buffers for the conversion of values to 16-bit dtypes, which the caller reuses.
+/// Reusable buffers in which F32 values are converted to 16-bit dtypes.
 #[derive(Default)]
 pub(crate) struct NarrowingBuffers {
     bf16: Vec<bf16>,
@@ -30,9 +30,9 @@ impl NarrowingBuffers {
     }
 }
 
-/// Finds the index of the first finite value in `wide` that is infinite in `narrow`, the bytes of
-/// the values after the conversion to `dtype`. Returns `None` if there is no such value, or the
-/// dtype does not have 16 bits.
+/// Finds a finite value that overflowed in the conversion of `wide` to `dtype`, whose result is
+/// `narrow`, and returns its index. Returns `None` if there is no such value, or the dtype does not
+/// have 16 bits.
 pub(crate) fn find_overflow(dtype: Dtype, wide: &[f32], narrow: &[u8]) -> Option<usize> {
     let infinity = match dtype {
         Dtype::BF16 => bf16::INFINITY.to_bits(),

@@ -1,10 +1,10 @@
-//! Recognizes placeholders: files that a failed download or checkout left in place of the real
-//! files.
+//! Recognizes placeholders, which are small files that a failed download or checkout left in place
+//! of the real files.
 use crate::error::Placeholder;
 
-/// Recognizes a placeholder by the first bytes of a file of `size` bytes. `read_at(offset, buffer)`
-/// must fill the buffer with the bytes at the offset. Returns `None` for other files, and if the
-/// bytes cannot be read.
+/// Recognizes by its first bytes whether a file of `size` bytes is a placeholder that a failed
+/// download or checkout left. `read_at(offset, buffer)` must fill the buffer with the bytes at the
+/// offset. Returns `None` for other files, and if the bytes cannot be read.
 pub(crate) fn detect_placeholder(
     size: u64,
     read_at: &mut impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,

@@ -1,4 +1,4 @@
-//! Reads and writes headers of safetensors files. A file has the header length (8 bytes,
+//! Reads and writes the headers of safetensors files. A file has the header length (8 bytes,
 //! little-endian), a JSON header, and the bytes of the tensors without gaps.
 use super::disk::Directory;
 use super::json::deserialize_map;
@@ -15,7 +15,7 @@ use std::os::unix::fs::FileExt;
 /// Limit on the number of entries in `__metadata__` of a header.
 const METADATA_ENTRIES_MAX: usize = 1 << 16;
 
-/// The description of one tensor in a safetensors file.
+/// The description of one tensor in the header of a safetensors file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SafetensorsEntry {
     /// Name of the tensor.
@@ -37,7 +37,7 @@ pub(crate) struct SafetensorsHeader {
     pub metadata: BTreeMap<String, String>,
 }
 
-/// Result of reading or writing a header.
+/// The result of reading or writing the header of a safetensors file.
 type Result<T> = std::result::Result<T, SafetensorsError>;
 
 /// Opens the safetensors file `name` in `directory` and reads its header. Returns the header and
@@ -51,8 +51,8 @@ pub(crate) fn open_header(
     Ok((header.map_err(|error| CkptError::damaged(directory.path(), name, error))?, size))
 }
 
-/// Reads the header of a file of `size` bytes. `read_at(offset, buffer)` must fill the buffer with
-/// the bytes at the offset.
+/// Reads the header of a safetensors file of `size` bytes. `read_at(offset, buffer)` must fill the
+/// buffer with the bytes at the offset.
 ///
 /// # Errors
 /// Fails if the header is invalid, or does not describe exactly the bytes of the file.
@@ -81,13 +81,13 @@ pub(crate) fn read_header(
     raw.validate(8 + length, size)
 }
 
-/// The header as the file stores it, unchecked.
+/// The header of a safetensors file as the file stores it, not checked yet.
 struct RawHeader {
     entries: Vec<(String, RawEntry)>,
     metadata: BTreeMap<String, String>,
 }
 
-/// The description of a tensor as the file stores it, unchecked.
+/// The description of a tensor in a safetensors header as the file stores it, not checked yet.
 #[derive(Deserialize)]
 struct RawEntry {
     dtype: RawDtype,
@@ -97,7 +97,8 @@ struct RawEntry {
     data_offsets: (u64, u64),
 }
 
-/// The dtype of a tensor in a header. For an unknown dtype, the beginning of its name.
+/// The dtype of a tensor in a safetensors header. Of an unknown dtype, the beginning of its name is
+/// kept.
 enum RawDtype {
     Known(Dtype),
     Unknown(Box<str>),
@@ -123,9 +124,8 @@ impl<'de> Deserialize<'de> for RawDtype {
 }
 
 impl RawHeader {
-    /// Converts the entries, and fails if they do not describe exactly the bytes of the file.
-    /// `data` is the offset of the first byte after the header, and `size` the file's size in
-    /// bytes.
+    /// Checks that the header describes exactly the bytes of the file, and converts it. `data` is
+    /// the offset of the first byte after the header, and `size` the file's size in bytes.
     fn validate(self, data: u64, size: u64) -> Result<SafetensorsHeader> {
         let mut entries = Vec::with_capacity(self.entries.len());
         for (name, raw) in self.entries {
@@ -170,7 +170,7 @@ impl RawHeader {
     }
 }
 
-/// Fails if two entries have the same name.
+/// Fails if two tensors of the file have the same name.
 fn check_unique_names(entries: &[SafetensorsEntry]) -> Result<()> {
     let mut names: Vec<&str> = entries.iter().map(|e| e.name.as_str()).collect();
     names.sort_unstable();
@@ -212,7 +212,8 @@ impl<'de> Deserialize<'de> for RawHeader {
     }
 }
 
-/// Deserializes `__metadata__`, which may have at most [`METADATA_ENTRIES_MAX`] entries.
+/// Deserializes the entry `__metadata__` of a header, which may have at most
+/// [`METADATA_ENTRIES_MAX`] entries.
 struct MetadataSeed;
 
 impl<'de> de::DeserializeSeed<'de> for MetadataSeed {
@@ -223,7 +224,7 @@ impl<'de> de::DeserializeSeed<'de> for MetadataSeed {
     }
 }
 
-/// A tensor of a file that is to be written.
+/// The name, dtype and shape of a tensor that is to be written to a safetensors file.
 pub(crate) struct PlannedTensor<'a> {
     pub(crate) name: String,
     pub(crate) dtype: Dtype,
@@ -231,15 +232,15 @@ pub(crate) struct PlannedTensor<'a> {
 }
 
 impl PlannedTensor<'_> {
-    /// Returns the size of the tensor's data in bytes. The caller must have checked that the size
-    /// does not overflow.
+    /// Returns the size of the tensor's elements in bytes. The caller must have checked that the
+    /// size does not overflow.
     pub(crate) fn bytes(&self) -> u64 {
         count_elements(self.shape).unwrap_or(0) * self.dtype.size()
     }
 }
 
-/// Encodes the beginning of a file with these consecutive tensors. The result is the header length
-/// and the JSON header, padded to a multiple of 8 bytes.
+/// Encodes the header of a safetensors file in which `tensors` follow one another. The result is
+/// the header length and the JSON header, padded to a multiple of 8 bytes.
 ///
 /// # Errors
 /// Fails if the header exceeds [`SAFETENSORS_HEADER_MAX`].
@@ -274,15 +275,16 @@ pub(crate) fn encode_header(metadata: &[(&str, String)], tensors: &[PlannedTenso
     Ok(bytes)
 }
 
-/// Encodes the header of a rank's shard in a native checkpoint. `world` is the number of ranks.
+/// Encodes the header of the file in which rank `rank` stores its part of a native checkpoint.
+/// `world` is the number of ranks.
 pub(crate) fn encode_shard_header(rank: u32, world: u32, pieces: &[PlannedTensor<'_>]) -> Result<Vec<u8>> {
     let metadata =
         [("format", "launch shard".to_owned()), ("rank", rank.to_string()), ("world", world.to_string())];
     encode_header(&metadata, pieces)
 }
 
-/// Returns the name `role/name@start` of a piece in a native shard. `start` is the index of the
-/// piece's first element in the tensor.
+/// Returns the name `role/name@start` under which a rank's file of a native checkpoint stores a
+/// part of a tensor. `start` is the index of the piece's first element in the tensor.
 pub(crate) fn piece_key(role: TensorRole, name: &str, start: u64) -> String {
     format!("{role}/{name}@{start}")
 }
@@ -301,7 +303,7 @@ mod tests {
         })
     }
 
-    /// Makes a file with the header `json` and `data` bytes of tensors.
+    /// Creates a safetensors file in memory with the header `json` and `data` bytes of tensors.
     fn make_file(json: &str, data: usize) -> Vec<u8> {
         let mut f = (json.len() as u64).to_le_bytes().to_vec();
         f.extend_from_slice(json.as_bytes());
@@ -353,7 +355,7 @@ mod tests {
         let t = |shape: &str, offsets: &str| {
             format!("{{\"a\":{{\"dtype\":\"F32\",\"shape\":{shape},\"data_offsets\":{offsets}}}}}")
         };
-        /// A check of the error that a malformed file causes.
+        /// A function that checks the error with which a malformed file is rejected.
         type Check = fn(&SafetensorsError) -> bool;
         let extent: Check = |e| matches!(e, SafetensorsError::Extent { .. });
         let json: Check = |e| matches!(e, SafetensorsError::Json(_));

@@ -1,19 +1,19 @@
-//! [`JsonSeal`]: the BLAKE3 hash at the beginning of a JSON file. The hash is computed over the
-//! whole file, with zeros in place of the hash. It detects every flipped bit, but is not a
+//! [`JsonSeal`]: a BLAKE3 hash at the beginning of a JSON file, which detects every flipped bit of
+//! the file. The hash is computed over the whole file, with zeros in place of the hash. It is not a
 //! signature.
 use crate::hash::Hash;
 use std::ops::Range;
 
-/// Number of hex digits of the hash.
+/// Number of hexadecimal digits of the hash in a sealed JSON file.
 const DIGITS: usize = 64;
 
-/// The position of the hash in a JSON text.
+/// Where a JSON text contains the hash that protects it.
 pub(crate) struct JsonSeal {
     /// The text before the hash, with which the file must begin.
     start: &'static str,
 }
 
-/// Why a sealed text is rejected.
+/// Why a JSON text that should contain a matching hash is rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SealError {
     /// The text is too short for a hash.
@@ -23,17 +23,17 @@ pub(crate) enum SealError {
 }
 
 impl JsonSeal {
-    /// The seal of a text without spaces.
+    /// The position of the hash in a JSON text without spaces.
     pub(crate) const COMPACT: JsonSeal = JsonSeal { start: "{\"blake3\":\"" };
-    /// The seal of an indented text.
+    /// The position of the hash in an indented JSON text.
     pub(crate) const INDENTED: JsonSeal = JsonSeal { start: "{\n  \"blake3\": \"" };
 
-    /// Returns a hash of zeros, which the text must contain before it is sealed.
+    /// Returns the hash of zeros that a JSON text must contain before its hash is computed.
     pub(crate) fn empty_hash() -> String {
         "0".repeat(DIGITS)
     }
 
-    /// Returns the byte range of the hash.
+    /// Returns the byte range of the hash's digits in the JSON text.
     fn digits(&self) -> Range<usize> {
         self.start.len()..self.start.len() + DIGITS
     }
@@ -43,8 +43,8 @@ impl JsonSeal {
         text.starts_with(self.start.as_bytes()) && text.len() > self.digits().end
     }
 
-    /// Computes the hash of the text and writes the hash into the text. Does nothing if the text is
-    /// too short.
+    /// Computes the hash of the text and writes it to its place in the text. Does nothing if the
+    /// text is too short.
     pub(crate) fn seal(&self, text: &mut [u8]) {
         if text.get_mut(self.digits()).map(|hex| hex.fill(b'0')).is_some() {
             let hash = Hash::digest(text).to_hex();
@@ -52,7 +52,7 @@ impl JsonSeal {
         }
     }
 
-    /// Verifies the hash of the text, and replaces the hash by zeros. Returns the hash.
+    /// Verifies the hash in the text, and replaces it by zeros. Returns the hash.
     pub(crate) fn unseal(&self, text: &mut [u8]) -> Result<String, SealError> {
         let stored = text.get(self.digits()).ok_or(SealError::Truncated)?.to_owned();
         text[self.digits()].fill(b'0');

@@ -1,5 +1,5 @@
-//! [`TorchFile`]: reads files of `torch.save`. Such a file is a zip container with a pickle of the
-//! values and one member per storage, or has the legacy format.
+//! [`TorchFile`]: reads files that `torch.save` wrote. Such a file is a zip container with a pickle
+//! of the values and one member per storage, or has the legacy format.
 //!
 //! Tensors become byte ranges of the file. This module does not read the data of tensors.
 use super::disk::Directory;
@@ -14,7 +14,8 @@ use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
-/// Classes and functions that describe tensors. The pickle of every torch file may name them.
+/// Python classes and functions by which pickles describe tensors. The pickle of every torch file
+/// may name them.
 pub(crate) const TENSOR_GLOBALS: &[&str] = &[
     "collections.OrderedDict",
     "torch._utils._rebuild_tensor",
@@ -36,7 +37,7 @@ pub(crate) const TENSOR_GLOBALS: &[&str] = &[
     "torch.ShortStorage",
     "torch.storage.UntypedStorage",
 ];
-/// The dtypes that a pickle may name as globals.
+/// The dtypes that a pickle may name, such as `torch.float32`.
 pub(crate) const DTYPE_GLOBALS: &[&str] = &[
     "torch.bfloat16",
     "torch.bool",
@@ -54,8 +55,8 @@ pub(crate) const DTYPE_GLOBALS: &[&str] = &[
     "torch.uint64",
     "torch.uint8",
 ];
-/// Classes and functions of plain values that programs save in addition to tensors. The reader
-/// never calls them.
+/// Python classes and functions of plain values that programs save in addition to tensors. The
+/// reader never calls them.
 pub(crate) const PLAIN_GLOBALS: &[&str] = &[
     "__builtin__.set",
     "__builtin__.complex",
@@ -80,13 +81,14 @@ pub(crate) const PLAIN_GLOBALS: &[&str] = &[
     "pathlib.PosixPath",
     "torch.device",
 ];
-/// Files of up to this many bytes are read into memory as a whole.
+/// Size in bytes up to which a torch file is read into memory as a whole.
 const SMALL_FILE_BYTES: u64 = 64 << 10;
-/// Limit on the elements of a tensor that has more elements than its storage. Programs save small
-/// buffers in this way, such as an expanded mask.
+/// Limit on the number of elements of a tensor that has more elements than its storage (an expanded
+/// tensor). Programs save small buffers in this way, such as an expanded mask.
 const EXPANDED_ELEMENTS_MAX: u64 = 1 << 20;
 
-/// The values in a torch file, and the byte ranges of its storages.
+/// The contents of a torch file: its values, and the byte ranges of the storages to which tensors
+/// refer.
 pub(crate) struct TorchFile {
     /// Size of the file in bytes.
     pub(crate) size: u64,
@@ -100,7 +102,7 @@ pub(crate) struct TorchFile {
     tree: PickleTree,
 }
 
-/// A tensor in a torch file: a strided view of one storage.
+/// A tensor in a torch file: a range of elements of one storage, with strides.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct TensorView {
     pub(crate) dtype: Dtype,
@@ -119,8 +121,8 @@ impl TensorView {
         count_elements(&self.shape).unwrap_or(0)
     }
 
-    /// Returns the member, the offset, the shape and the strides. Tensors of one file with equal
-    /// locations share their elements.
+    /// Returns which elements of the file the tensor consists of: the member, the offset, the shape
+    /// and the strides. Tensors of one file with equal locations share their elements.
     pub(crate) fn location(&self) -> (usize, u64, &[u64], &[u64]) {
         (self.member, self.offset, &self.shape, &self.strides)
     }
@@ -137,8 +139,8 @@ impl TensorView {
 }
 
 impl TorchFile {
-    /// Opens the torch file `name` and parses its pickle, which may name only the classes and
-    /// functions in `globals`. Does not read the storages.
+    /// Opens the torch file `name` in `directory` and parses its pickle, which may name only the
+    /// classes and functions in `globals`. Does not read the storages.
     ///
     /// # Errors
     /// Fails if the file is missing or damaged, or if the pickle names another class or function.
@@ -208,7 +210,8 @@ impl TorchFile {
         Ok(TorchFile::from_parts(size, root, members, tree))
     }
 
-    /// Makes a [`TorchFile`] from its parts. The members in the directory `data` are the storages.
+    /// Creates a [`TorchFile`] from its parts. The members in the container's directory `data` are
+    /// the storages.
     fn from_parts(size: u64, root: String, members: Vec<ZipMember>, tree: PickleTree) -> TorchFile {
         let keys = if root.is_empty() { "data/".to_owned() } else { format!("{root}/data/") };
         let key = |(i, m): (usize, &ZipMember)| Some((m.name.strip_prefix(&keys)?.to_owned(), i));
@@ -288,10 +291,10 @@ impl TorchFile {
         Ok(TensorView { dtype, shape, strides, member, offset })
     }
 
-    /// Parses `('storage', class, key, device, elements[, view])`, where a view is `(key, first
-    /// element, elements)`. Returns the dtype, the index of the storage's member, and the range of
-    /// elements that the tensor may use. `untyped` is the dtype of the tensor if the storage is
-    /// untyped, and `None` otherwise.
+    /// Parses the description of a storage, `('storage', class, key, device, elements[, view])`,
+    /// where a view is `(key, first element, elements)`. Returns the dtype, the index of the
+    /// storage's member, and the range of elements that the tensor may use. `untyped` is the dtype
+    /// of the tensor if the storage is untyped, and `None` otherwise.
     fn resolve_storage(
         &self,
         id: PickleItems<'_>,
@@ -356,10 +359,11 @@ pub(crate) fn parse_dtype(global: &str) -> Option<Dtype> {
 /// Result of reading a torch file.
 type Result<T> = std::result::Result<T, TorchFileError>;
 
-/// The error for a tensor whose description has an unknown form.
+/// The error for a tensor that a pickle describes in an unknown way.
 const UNKNOWN_FORM: TorchFileError = TorchFileError::UnknownTensorForm;
 
-/// Returns the dtype of a storage class, U8 for untyped storages, and `None` for other classes.
+/// Returns the dtype of the elements of the storage class `class`: U8 for untyped storages, and
+/// `None` for unknown classes.
 fn storage_dtype(class: &str) -> Option<Dtype> {
     match class {
         UNTYPED => Some(Dtype::U8),
@@ -367,8 +371,8 @@ fn storage_dtype(class: &str) -> Option<Dtype> {
     }
 }
 
-/// Reads the content of a member. Fails if the member has more than `max` bytes, or does not match
-/// its CRC-32.
+/// Reads the content of a member of the container. Fails if the member has more than `max` bytes,
+/// or does not match its CRC-32.
 fn read_member(
     member: &ZipMember,
     max: u64,
@@ -408,7 +412,7 @@ mod tests {
         p
     }
 
-    /// Packs a pickle and the bytes of one storage into a torch file, and reads the file.
+    /// Creates a torch file from a pickle and the bytes of one storage, and reads it.
     fn open_container(pickle: &[u8], data: &[u8]) -> Result<TorchFile> {
         let file =
             crate::tests::pack_zip(&[("x/data.pkl", pickle), ("x/byteorder", b"little"), ("x/data/0", data)]);
@@ -427,7 +431,8 @@ mod tests {
         )
     }
 
-    /// Returns the view of the tensor that a pickle describes. The storage has the bytes `data`.
+    /// Returns the tensor that `pickle` describes in a torch file whose only storage has the bytes
+    /// `data`.
     fn parse_view(pickle: &[u8], data: &[u8]) -> Result<TensorView> {
         let file = open_container(pickle, data)?;
         let view = file.parse_tensor(file.value())?;

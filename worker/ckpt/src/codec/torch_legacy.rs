@@ -1,31 +1,32 @@
-//! Reads the format of `torch.save` before PyTorch 1.6, which
-//! `_use_new_zipfile_serialization=False` still selects. A file has consecutive pickles and then
-//! the storages, each after its number of elements. The format has no checksums.
+//! Reads files that `torch.save` wrote before PyTorch 1.6, or that it writes with
+//! `_use_new_zipfile_serialization=False`. A file has consecutive pickles and then the storages,
+//! each after its number of elements. The format has no checksums.
 use super::pickle::{self, PickleTree, PickleView};
 use super::zip::ZipMember;
 use crate::error::{PickleError, TorchFileError};
 use crate::format_constants::PICKLE_BYTES_MAX;
 use std::collections::HashMap;
 
-/// The first bytes of a legacy file, which are a pickle of the magic number.
+/// The first bytes of a torch file in the legacy format: the pickle of a magic number.
 pub(crate) const MAGIC: &[u8] =
     &[0x80, 0x02, 0x8a, 0x0a, 0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19, 0x2e];
 /// The only version of the legacy format.
 const FORMAT_VERSION: i64 = 1001;
-/// Bytes that are read first to parse a pickle. Longer pickles need further reads, since the file
-/// does not state their length.
+/// Number of bytes that are read first to parse a pickle of a file in the legacy format. Longer
+/// pickles need further reads, since the file does not state their length.
 const FIRST_READ_BYTES: u64 = 64 << 10;
-/// Limit on the number of storages of a file.
+/// Limit on the number of storages of a file in the legacy format.
 const STORAGES_MAX: usize = 1 << 20;
 
-/// The values of a legacy file, and the byte ranges of its storages.
+/// The contents of a torch file in the legacy format: its values, and the byte ranges of its
+/// storages.
 pub(super) struct LegacyFile {
     pub(super) tree: PickleTree,
     /// The storages, as members without CRC-32s.
     pub(super) members: Vec<ZipMember>,
 }
 
-/// Result of reading a legacy file.
+/// The result of reading a torch file in the legacy format.
 type Result<T> = std::result::Result<T, TorchFileError>;
 
 /// Reads the values of a file of `size` bytes that begins with [`MAGIC`], and locates the storages.
@@ -67,7 +68,7 @@ pub(super) fn parse_legacy_file(
     }
 }
 
-/// Locates the data of the storage `key`. At offset `at`, the file has the number of elements, and
+/// Finds the data of the storage `key`. At offset `at`, the file has the number of elements, and
 /// then the data of `bytes` bytes. Moves `at` to the end of the data.
 ///
 /// # Errors
@@ -98,7 +99,7 @@ fn locate_storage(
     Ok(ZipMember { name: format!("data/{key}"), data: start..end, crc: None })
 }
 
-/// Lists the storages that the pickled values refer to, by key. The value of each key is the
+/// Lists by key the storages to which the pickled values refer. The value of each key is the
 /// storage's number of elements and its size in bytes. `width(class)` must return the bytes per
 /// element of a storage class, or `None` for an unknown class.
 fn list_described_storages(

@@ -1,5 +1,6 @@
-//! [`TorchWriter`]: writes files in the format of `torch.save`. A file is a zip container of stored
-//! (uncompressed) members, each aligned to 64 bytes, with CRC-32s in the central directory.
+//! [`TorchWriter`]: writes files in the format of `torch.save`, a zip container with a pickle and
+//! the storages of tensors. A file is a zip container of stored (uncompressed) members, each
+//! aligned to 64 bytes, with CRC-32s in the central directory.
 //!
 //! Storages are streamed to the disk. The CRC-32 and size of a member are known only after its
 //! bytes were written, and follow the bytes in a data descriptor.
@@ -8,19 +9,19 @@ use super::pickle::{self, PythonObject};
 use crate::error::{CkptError, Result};
 use std::path::PathBuf;
 
-/// Alignment of each member's data in the file, in bytes.
+/// Alignment in bytes of each member's data in a torch file.
 const ALIGNMENT: u64 = 64;
-/// Sizes and offsets of at least this number of bytes need zip64 fields.
+/// The smallest size or offset in bytes that is stored in a zip64 field.
 const ZIP64_MIN: u64 = u32::MAX as u64;
-/// Bytes of a member's local header, without the name and the extra field.
+/// Size in bytes of the header before a member's data, without the name and the extra field.
 const LOCAL_HEADER_BYTES: u64 = 30;
 /// Flags of every member, which state that a data descriptor follows and that the name is UTF-8.
 const MEMBER_FLAGS: u16 = 0x0808;
-/// Minimum size in bytes of a file that is written with direct I/O. Direct I/O does not make
-/// smaller files faster.
+/// The smallest file that is written with direct I/O, in bytes. Direct I/O does not make smaller
+/// files faster.
 const DIRECT_FILE_MIN: u64 = 1 << 20;
 
-/// A completed member, as the central directory lists it.
+/// What the central directory of the container lists about a completed member.
 struct WrittenMember {
     name: String,
     /// Offset of the local header in the file.
@@ -45,8 +46,8 @@ pub(crate) struct TorchWriter {
 }
 
 impl TorchWriter {
-    /// Creates a file, and writes the pickle of `value` and the other members before the storages.
-    /// The caller must write every storage of `value` after this call. `size` is the approximate
+    /// Creates a torch file that contains `value`, and writes everything that precedes the
+    /// storages. The caller must then write every storage of `value`. `size` is the approximate
     /// size of the complete file in bytes. `root` is the directory inside of the container, which
     /// torch names after the file without its extension.
     ///
@@ -68,7 +69,7 @@ impl TorchWriter {
         Ok(writer)
     }
 
-    /// Creates a file without members. The caller must add every member with
+    /// Creates a torch file without members. The caller must add every member with
     /// [`TorchWriter::begin_member`], except `version` and `.data/serialization_id`, which
     /// [`TorchWriter::finish`] writes. `size` is the approximate size of the complete file in
     /// bytes.
@@ -83,30 +84,30 @@ impl TorchWriter {
         Ok(TorchWriter { out, root: root.into(), at: 0, members: Vec::new(), storages: 0, open: None })
     }
 
-    /// Appends bytes to the file, without adding them to the CRC-32 or the size of the open member.
+    /// Appends bytes to the file that belong to no member, such as headers.
     fn write_bytes(&mut self, bytes: &[u8]) -> Result<()> {
         self.out.write(bytes)?;
         self.at += bytes.len() as u64;
         Ok(())
     }
 
-    /// Writes the whole member `name` with the content `bytes`.
+    /// Writes a member with the name `name` and the content `bytes`.
     fn write_member(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
         self.begin_member(name)?;
         self.write(bytes)?;
         self.end_member()
     }
 
-    /// Begins the member of the next storage. The caller must write the storages in the order of
-    /// their indices, and end each member before the next one begins.
+    /// Begins the member that contains the next storage. The caller must write the storages in the
+    /// order of their indices, and end each member before the next one begins.
     pub(crate) fn begin_storage(&mut self) -> Result<()> {
         let name = format!("data/{}", self.storages);
         self.storages += 1;
         self.begin_member(&name)
     }
 
-    /// Begins the member `name` in the root directory of the container. The caller must have ended
-    /// the previous member.
+    /// Begins a member with the name `name` in the root directory of the container. The caller must
+    /// have ended the previous member.
     pub(crate) fn begin_member(&mut self, name: &str) -> Result<()> {
         let name = format!("{}/{name}", self.root);
         let at = self.at;
@@ -164,9 +165,9 @@ impl TorchWriter {
         self.write_bytes(&descriptor)
     }
 
-    /// Writes the members `version` and `.data/serialization_id`, and then the central directory.
-    /// The caller must have ended the previous member. The file is durable only after its file
-    /// system has been synced. Returns the size and the hash of the file.
+    /// Completes the file: writes the remaining members and the central directory. The caller must
+    /// have ended the previous member. The file is durable only after its file system has been
+    /// synced. Returns the size and the hash of the file.
     pub(crate) fn finish(mut self) -> Result<WrittenFile> {
         self.write_member("version", b"3\n")?;
         let id = self.members.iter().fold(crc32fast::Hasher::new(), |mut h, m| {
@@ -188,7 +189,7 @@ impl TorchWriter {
     }
 }
 
-/// Appends a member's entry in the central directory to `out`.
+/// Appends the entry that the central directory has for a member to `out`.
 fn append_directory_entry(out: &mut Vec<u8>, m: &WrittenMember) {
     let wide = m.size >= ZIP64_MIN || m.at >= ZIP64_MIN;
     let mut extra = Vec::new();
@@ -224,9 +225,9 @@ fn append_directory_entry(out: &mut Vec<u8>, m: &WrittenMember) {
     out.extend(extra);
 }
 
-/// Encodes the end records, which follow the central directory. The directory has `length` bytes at
-/// offset `start` and `count` entries. Includes zip64 records only if `start` or `count` needs
-/// them.
+/// Encodes the records at the end of a zip container, which locate the central directory. The
+/// directory has `length` bytes at offset `start` and `count` entries. Includes zip64 records only
+/// if `start` or `count` needs them.
 pub(crate) fn encode_end_records(start: u64, length: u64, count: u64) -> Vec<u8> {
     let mut out = Vec::new();
     if start >= ZIP64_MIN || count >= u64::from(u16::MAX) {

@@ -1,5 +1,5 @@
-//! Reads zip containers that torch writes. Such containers have stored (uncompressed) members,
-//! zip64 sizes, and CRC-32s in the central directory.
+//! Reads the directory of zip containers that torch writes. Such containers have stored
+//! (uncompressed) members, zip64 sizes, and CRC-32s in the central directory.
 use super::disk::read_file_crc;
 use super::placeholder;
 use crate::error::ZipError;
@@ -8,17 +8,18 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 
-/// Limit on the comment after the end record, in bytes.
+/// Limit on the length in bytes of the comment at the end of a zip container.
 const COMMENT_MAX: u64 = u16::MAX as u64;
-/// Bytes of the end record, without its comment.
+/// Size in bytes of the record at the end of a zip container, without its comment.
 const END_RECORD_BYTES: u64 = 22;
-/// Bytes of the record that locates the zip64 end record.
+/// Size in bytes of the record that states where the zip64 end record is.
 const ZIP64_LOCATOR_BYTES: u64 = 20;
-/// Bytes of an entry of the central directory, without the name, the extra field and the comment.
+/// Size in bytes of an entry of the central directory, without the name, the extra field and the
+/// comment.
 const DIRECTORY_ENTRY_BYTES: usize = 46;
-/// Bytes of a member's local header, without the name and the extra field.
+/// Size in bytes of the header before a member's data, without the name and the extra field.
 const LOCAL_HEADER_BYTES: usize = 30;
-/// Limit on the number of members of a container.
+/// Limit on the number of members of a zip container.
 const MEMBERS_MAX: usize = 2 * TENSORS_MAX;
 
 /// One member of a zip container.
@@ -37,8 +38,8 @@ impl ZipMember {
         self.data.end - self.data.start
     }
 
-    /// Reads the content from `file` in pieces of the size of `buffer`. Returns true if the content
-    /// matches the CRC-32, or if the member has no CRC-32.
+    /// Returns true if the content of the member in `file` matches its CRC-32, or if the member has
+    /// no CRC-32. Reads the content in pieces of the size of `buffer`.
     pub(crate) fn matches_crc(&self, file: &File, buffer: &mut [u8]) -> io::Result<bool> {
         let crc = read_file_crc(file, self.data.clone(), buffer)?;
         Ok(self.crc.is_none_or(|expected| crc == expected))
@@ -48,9 +49,9 @@ impl ZipMember {
 /// Result of reading a zip container.
 type Result<T> = std::result::Result<T, ZipError>;
 
-/// Reads the central directory of a zip container of `size` bytes. `read_at(offset, buffer)` must
-/// fill the buffer with the bytes at the offset. Returns the members, sorted by the offsets of
-/// their contents.
+/// Reads the list of members from the central directory of a zip container of `size` bytes.
+/// `read_at(offset, buffer)` must fill the buffer with the bytes at the offset. Returns the
+/// members, sorted by the offsets of their contents.
 ///
 /// # Errors
 /// Fails if the directory is invalid, or if members overlap, are outside of the container, are
@@ -91,22 +92,22 @@ pub(crate) fn read_members(
     Ok(members)
 }
 
-/// Reads the little-endian u16 at byte offset `at`. Returns 0 if `bytes` is too short.
+/// Reads a little-endian u16 from `bytes` at offset `at`, or returns 0 if `bytes` is too short.
 fn read_u16_zero_padded(bytes: &[u8], at: usize) -> u64 {
     bytes.get(at..at + 2).map_or(0, |b| u64::from(u16::from_le_bytes([b[0], b[1]])))
 }
 
-/// Reads the little-endian u32 at byte offset `at`. Missing 16-bit halves count as 0.
+/// Reads a little-endian u32 from `bytes` at offset `at`. Missing 16-bit halves count as 0.
 fn read_u32_zero_padded(bytes: &[u8], at: usize) -> u64 {
     read_u16_zero_padded(bytes, at) | read_u16_zero_padded(bytes, at + 2) << 16
 }
 
-/// Reads the little-endian u64 at byte offset `at`. Missing 16-bit quarters count as 0.
+/// Reads a little-endian u64 from `bytes` at offset `at`. Missing 16-bit quarters count as 0.
 fn read_u64_zero_padded(bytes: &[u8], at: usize) -> u64 {
     read_u32_zero_padded(bytes, at) | read_u32_zero_padded(bytes, at + 4) << 32
 }
 
-/// Locates the central directory of a container of `size` bytes. Returns its byte range, and the
+/// Finds the central directory of a zip container of `size` bytes. Returns its byte range, and the
 /// number of members that the end record states.
 fn locate_directory(
     size: u64,
@@ -260,8 +261,8 @@ mod tests {
     use crate::tests::pack_zip;
     use proptest::prelude::*;
 
-    /// Reads the members of a container in memory, and asserts that no read reaches beyond the end
-    /// of the container.
+    /// Reads the members of a zip container in memory, and checks that no read reaches beyond its
+    /// end.
     fn parse_container(file: &[u8]) -> Result<Vec<ZipMember>> {
         read_members(file.len() as u64, |at, out| {
             let end = at as usize + out.len();
@@ -271,7 +272,7 @@ mod tests {
         })
     }
 
-    /// Returns the bytes of a valid container with three members.
+    /// Returns the bytes of a valid zip container with three members.
     fn make_valid_container() -> Vec<u8> {
         pack_zip(&[("a/data.pkl", b"N."), ("a/data/0", b"12345678"), ("a/version", b"3\n")])
     }
@@ -291,8 +292,8 @@ mod tests {
         assert_eq!(parse_container(&commented).expect("comments are allowed").len(), 3);
     }
 
-    /// Replaces some bytes of the first entry of a valid container's central directory, starting at
-    /// byte `at` of the entry. Returns the error of reading the container.
+    /// Overwrites bytes of a valid zip container, from byte `at` of the first entry of its central
+    /// directory. Returns the error of reading the container.
     fn expect_patched_rejection(at: usize, bytes: &[u8]) -> ZipError {
         let mut file = make_valid_container();
         let entry = file.windows(4).position(|w| w == b"PK\x01\x02").expect("a directory") + at;

@@ -1,4 +1,4 @@
-//! Converts a checkpoint to another format.
+//! Converts a checkpoint to another format, ZeRO stage or number of ranks.
 use super::file_plan::{self, OutputPlan};
 use super::notice::ConvertNotice;
 use super::options::{ConvertOptions, ConvertTarget};
@@ -10,7 +10,7 @@ use crate::codec::disk;
 use crate::error::{CkptError, Result};
 use std::path::{Path, PathBuf};
 
-/// The result of a conversion.
+/// The result of a conversion, for the user.
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct ConvertReport {
     /// The output directory.
@@ -31,8 +31,8 @@ pub struct ConvertReport {
     pub notices: Vec<ConvertNotice>,
 }
 
-/// Converts `source` and writes the result to the directory `out`. Calls `progress` with the number
-/// of written bytes and the total number.
+/// Converts the checkpoint `source` and writes the result to the directory `out`. Calls `progress`
+/// with the number of written bytes and the total number.
 ///
 /// `out` is either complete or absent. An existing directory `out` is replaced if `out` is empty,
 /// or if `force` is set and an earlier conversion wrote `out`. Files that a killed conversion of
@@ -63,9 +63,9 @@ pub fn convert_checkpoint(
     }
 }
 
-/// Converts `source` to a DeepSpeed or universal checkpoint, and writes and syncs its files to the
-/// existing directory `dir`. The caller publishes or removes the directory. Adds no companion
-/// files.
+/// Converts the checkpoint `source` to a DeepSpeed or universal checkpoint in the existing
+/// directory `dir`, and syncs the files. The caller publishes or removes the directory. Adds no
+/// companion files.
 pub(crate) fn convert_into_directory(
     source: &dyn TensorSource,
     dir: &Path,
@@ -82,7 +82,8 @@ pub(crate) fn convert_into_directory(
     Ok(make_report(dir.to_owned(), state, &plan, 0))
 }
 
-/// Reads the state of `source`, and plans the files of the result without companion files.
+/// Reads the state of the checkpoint `source`, and plans the files of the result of a conversion.
+/// Links to other files of the source are not planned.
 fn plan_conversion(source: &dyn TensorSource, options: &ConvertOptions) -> Result<(SourceState, OutputPlan)> {
     options.check_limits()?;
     source.require_weights()?;
@@ -112,8 +113,8 @@ fn make_report(path: PathBuf, state: SourceState, plan: &OutputPlan, reused: u64
     }
 }
 
-/// Writes all planned files, for a native target also the manifest, and publishes the output
-/// directory. Returns the number of reused files and the final path of the directory.
+/// Writes all planned files of a conversion, and publishes the output directory. Returns the number
+/// of reused files and the final path of the directory.
 fn write_output(
     source: &dyn TensorSource,
     state: &mut SourceState,

@@ -1,4 +1,4 @@
-//! Plans a ZeRO checkpoint in DeepSpeed's layout, for any stage and number of ranks.
+//! Plans the files of a ZeRO checkpoint in DeepSpeed's layout, as the result of a conversion.
 use super::file_plan::{FileContent, FilePlan, OutputPlan, StorageBuilder, StorageSpan};
 use super::notice::ConvertNotice;
 use super::options::ConvertOptions;
@@ -16,8 +16,8 @@ const DYNAMIC_LOSS_SCALER_CLASS: &str = "deepspeed.runtime.fp16.loss_scaler.Dyna
 const STAGE_ENUM_CLASS: &str = "deepspeed.runtime.zero.config.ZeroStageEnum";
 const FRAGMENT_CLASS: &str = "deepspeed.utils.tensor_fragment.fragment_address";
 
-/// The parameters that DeepSpeed flattens into one array. These are all parameters of a group at
-/// stages 1 and 2, and the parameters of a sub-group at stage 3.
+/// The parameters that DeepSpeed concatenates in one flat array. These are all parameters of a
+/// group at stages 1 and 2, and the parameters of a sub-group at stage 3.
 struct FlatGroup {
     /// Index of the parameter group.
     group: usize,
@@ -27,8 +27,9 @@ struct FlatGroup {
     step: f64,
 }
 
-/// Plans a ZeRO checkpoint: the optimizer and model files of every rank, and `latest`. Also adds
-/// missing options to the parameter groups in `state`, and notices for the user.
+/// Plans the files of a ZeRO checkpoint in DeepSpeed's layout: the optimizer and model files of
+/// every rank, and `latest`. Also adds missing options to the parameter groups in `state`, and
+/// notices for the user.
 ///
 /// # Errors
 /// Fails if the parameters of a group had different numbers of updates.
@@ -59,8 +60,8 @@ pub(super) fn plan_deepspeed(state: &mut SourceState, options: &ConvertOptions) 
     Ok(OutputPlan { files, stage: Some(stage), world })
 }
 
-/// Adds the default values of options that torch's AdamW requires in every group. Does nothing for
-/// other optimizers.
+/// Adds the options that torch's AdamW requires in every parameter group, with their default
+/// values, where the source lacks them. Does nothing for other optimizers.
 pub(super) fn add_default_options(state: &mut SourceState) {
     let adam = state.roles.contains(&TensorRole::ExpAvg);
     for group in &mut state.groups {
@@ -80,8 +81,9 @@ pub(super) fn add_default_options(state: &mut SourceState) {
     }
 }
 
-/// Divides the parameter groups into flat groups. At stage 3 splits each group into sub-groups of
-/// `sub_group_size` elements per rank, by DeepSpeed's algorithm.
+/// Divides the parameters of each group into the flat arrays in which DeepSpeed stores them. At
+/// stage 3 splits each group into sub-groups of `sub_group_size` elements per rank, by DeepSpeed's
+/// algorithm.
 ///
 /// # Errors
 /// Fails if the parameters of a flat group had different numbers of updates.
@@ -122,8 +124,8 @@ impl FlatGroup {
     }
 }
 
-/// Returns, for each weight in `weights`, the index of its tensor with the role `role`. Skips
-/// weights without such a tensor.
+/// Returns for each weight in `weights` the index of its tensor with the role `role`. Skips weights
+/// without such a tensor.
 fn find_role_tensors(state: &SourceState, weights: &[usize], role: TensorRole) -> Vec<usize> {
     match role {
         TensorRole::Weight => weights.to_vec(),
@@ -131,9 +133,9 @@ fn find_role_tensors(state: &SourceState, weights: &[usize], role: TensorRole) -
     }
 }
 
-/// Plans the elements `range` of the concatenation of `tensors`, which are indices of source
-/// tensors. Returns the spans of source tensors that fill the range. If the range ends after the
-/// last tensor, zeros fill the rest.
+/// Plans from which source tensors a range of an output array is filled. The array is the
+/// concatenation of `tensors` (indices of source tensors), and `range` are its elements. If the
+/// range ends after the last tensor, zeros fill the rest.
 fn plan_concatenated_spans(state: &SourceState, tensors: &[usize], range: Range<u64>) -> Vec<StorageSpan> {
     let inside = intersect_concatenation(state, tensors, range.clone());
     let mut spans: Vec<StorageSpan> =
@@ -143,9 +145,9 @@ fn plan_concatenated_spans(state: &SourceState, tensors: &[usize], range: Range<
     spans
 }
 
-/// Splits the elements `range` of the concatenation of `tensors`, which are indices of source
-/// tensors, at the boundaries of the tensors. Returns for each tensor in the range its index, the
-/// position of its first such element within the range, and its elements in the range.
+/// Divides a range of the concatenation of `tensors` (indices of source tensors) at the boundaries
+/// of the tensors. Returns for each tensor in the range its index, the position of its first such
+/// element within the range, and its elements in the range.
 fn intersect_concatenation(
     state: &SourceState,
     tensors: &[usize],
@@ -163,8 +165,8 @@ fn intersect_concatenation(
     found
 }
 
-/// Returns the spans that make up a rank's slice of a tensor at stage 3. Zeros pad the slice to the
-/// length that all ranks store.
+/// Returns from which elements a rank's slice of a tensor at stage 3 is filled. Zeros pad the slice
+/// to the length that all ranks store.
 fn plan_rank_slice(state: &SourceState, tensor: usize, rank: u32) -> Vec<StorageSpan> {
     let (count, share) = (state.element_count(tensor), count_elements_per_rank(state, tensor));
     let from = (u64::from(rank) * share).min(count);
@@ -172,8 +174,7 @@ fn plan_rank_slice(state: &SourceState, tensor: usize, rank: u32) -> Vec<Storage
     vec![StorageSpan::Elements(tensor, from..to), StorageSpan::Zeros(share - (to - from))]
 }
 
-/// Makes DeepSpeed's loss scaler: a dynamic one with default settings if the source has a loss
-/// scale, otherwise a static one with scale 1.
+/// Creates the loss scaler object that DeepSpeed expects in its files.
 fn make_loss_scaler(state: &SourceState) -> PythonObject {
     let Some(LossScale { scale, steps }) = state.loss_scale else {
         let attributes = [("cur_scale", PythonObject::Float(1.0)), ("dynamic", PythonObject::Bool(false))];
@@ -196,8 +197,8 @@ fn make_loss_scaler(state: &SourceState) -> PythonObject {
     PythonObject::instance(DYNAMIC_LOSS_SCALER_CLASS, attributes)
 }
 
-/// Returns the value of the entry `key` for DeepSpeed's optimizer file. Takes the value from the
-/// source, or the default of this key if the source lacks the entry.
+/// Returns the value that DeepSpeed's optimizer file has for the key `key`. Takes the value from
+/// the source, or the default of this key if the source lacks the entry.
 fn make_optimizer_field(state: &SourceState, key: &str) -> PythonObject {
     state.passthrough.optimizer_entry(key).cloned().unwrap_or_else(|| match key {
         "loss_scaler" => make_loss_scaler(state),
@@ -206,23 +207,23 @@ fn make_optimizer_field(state: &SourceState, key: &str) -> PythonObject {
     })
 }
 
-/// Adds the limit of the gradient norm to `optimizer`, the value of an optimizer file, if the
-/// source has this limit. A source of stage 3 does not have this limit. No default is added, since
-/// at stages 1 and 2 DeepSpeed would use the default instead of the limit in its config.
+/// Adds the limit of the gradient norm to `optimizer`, the dict of an optimizer file, if the source
+/// records it. A source of stage 3 does not have this limit. No default is added, since at stages 1
+/// and 2 DeepSpeed would use the default instead of the limit in its config.
 fn add_clipping(state: &SourceState, optimizer: &mut PythonObject) {
     if let Some(clip) = state.passthrough.optimizer_entry("clip_grad") {
         optimizer.set("clip_grad", clip.clone());
     }
 }
 
-/// Makes the object by which DeepSpeed stores a ZeRO stage.
+/// Returns the Python object by which DeepSpeed stores the ZeRO stage `stage`.
 fn make_zero_stage(stage: u8) -> PythonObject {
     PythonObject::Call { function: STAGE_ENUM_CLASS.into(), args: vec![PythonObject::Int(stage.into())] }
 }
 
-/// Makes the `state_dict` of torch's optimizer, and adds the storages of its tensors to `storages`.
-/// `spans(flat, role)` must return the elements that the rank stores of the tensors of this role in
-/// a flat group.
+/// Creates the `state_dict` of torch's optimizer, and adds the storages of its tensors to
+/// `storages`. `spans(flat, role)` must return the elements that the rank stores of the tensors of
+/// this role in a flat group.
 fn make_optimizer_state(
     state: &SourceState,
     flats: &[FlatGroup],
@@ -253,8 +254,9 @@ fn make_optimizer_state(
     ])
 }
 
-/// Plans a rank's optimizer file of stage 1 or 2. The file stores a piece of each flat group. The
-/// flat group is padded, so that the pieces of all ranks have equal sizes.
+/// Plans the optimizer file of one rank in a checkpoint of ZeRO stage 1 or 2. The file stores a
+/// piece of each flat group. The flat group is padded, so that the pieces of all ranks have equal
+/// sizes.
 fn plan_stage12_optimizer_file(
     state: &SourceState,
     flats: &[FlatGroup],
@@ -312,10 +314,10 @@ fn plan_stage12_optimizer_file(
     finish_optimizer_file(state, storages, optimizer, path)
 }
 
-/// Makes the address of each parameter in one rank's piece of a flat group. `weights` are the
-/// parameters of the flat group, and `range` is the range of its elements in the piece. An address
-/// is the position of the parameter's first element in the piece, and the number of its elements in
-/// the piece. Leaves out parameters without elements in the piece.
+/// Returns the address of each parameter in one rank's piece of a flat array: the position of its
+/// first element in the piece, and the number of its elements there. `weights` are the parameters
+/// of the flat array, and `range` is the range of its elements in the piece. Leaves out parameters
+/// without elements in the piece.
 fn make_fragment_addresses(state: &SourceState, weights: &[usize], range: Range<u64>) -> PythonObject {
     let address = |(weight, start, elements): (usize, u64, Range<u64>)| {
         let address = [
@@ -328,7 +330,8 @@ fn make_fragment_addresses(state: &SourceState, weights: &[usize], range: Range<
     PythonObject::ordered_dict_from_pairs(inside.into_iter().map(address))
 }
 
-/// Plans a rank's optimizer file of stage 3, which stores a slice of each parameter.
+/// Plans the optimizer file of one rank in a checkpoint of ZeRO stage 3, which stores a slice of
+/// each parameter.
 fn plan_stage3_optimizer_file(state: &SourceState, flats: &[FlatGroup], rank: u32, path: String) -> FilePlan {
     let mut storages = StorageBuilder::default();
     let slices = |flat: &FlatGroup, role: TensorRole| -> Vec<StorageSpan> {
@@ -353,9 +356,9 @@ fn plan_stage3_optimizer_file(state: &SourceState, flats: &[FlatGroup], rank: u3
     finish_optimizer_file(state, storages, optimizer, path)
 }
 
-/// Plans the optimizer file at `path`. The file contains the dict `optimizer` together with
-/// DeepSpeed's config and version. `storages` are the storages to which tensors in `optimizer`
-/// refer.
+/// Plans the optimizer file at `path` from its content `optimizer`, a Python dict. The file
+/// contains the dict `optimizer` together with DeepSpeed's config and version. `storages` are the
+/// storages to which tensors in `optimizer` refer.
 fn finish_optimizer_file(
     state: &SourceState,
     mut storages: StorageBuilder,
@@ -370,7 +373,7 @@ fn finish_optimizer_file(
     storages.into_file(path, value)
 }
 
-/// Makes the DeepSpeed config of the result: the config of the source, with the stage and the batch
+/// Returns the DeepSpeed config of the result: that of the source, with the stage and the batch
 /// size of the result.
 fn make_deepspeed_config(state: &SourceState) -> PythonObject {
     let source = state.passthrough.model_entry("ds_config");
@@ -391,20 +394,20 @@ fn make_deepspeed_config(state: &SourceState) -> PythonObject {
     config
 }
 
-/// Makes an ordered dict from the name of each weight in `weights` to its shape.
+/// Returns a Python dict with the shape of each weight in `weights` by its name, in order.
 pub(super) fn make_shape_dict(state: &SourceState, weights: &[usize]) -> PythonObject {
     PythonObject::ordered_dict_from_pairs(
         weights.iter().map(|&w| (state.tensor_name(w), PythonObject::Size(state.tensors[w].shape.clone()))),
     )
 }
 
-/// Makes a dict from the alias of each tied weight to the name of the stored weight.
+/// Returns a Python dict with the name of the stored weight for the alias of each tied weight.
 fn make_tie_dict(state: &SourceState) -> PythonObject {
     PythonObject::dict_from_pairs(state.ties.iter().map(|t| (&t.alias, PythonObject::from_text(&t.target))))
 }
 
-/// Chooses the dtype of a weight in the `module` entry of a model file. Frozen weights keep their
-/// stored dtype. Trained weights get the dtype in which the model computes.
+/// Chooses the dtype in which a model file stores a weight. Frozen weights keep their stored dtype.
+/// Trained weights get the dtype in which the model computes.
 fn choose_module_dtype(state: &SourceState, weight: usize) -> Dtype {
     match state.frozen.binary_search(&weight).is_ok() {
         true => state.tensors[weight].dtype,
@@ -412,8 +415,8 @@ fn choose_module_dtype(state: &SourceState, weight: usize) -> Dtype {
     }
 }
 
-/// Adds a whole source tensor to `storages`, and returns the Python tensor that refers to it. A
-/// floating-point tensor is converted to `dtype`. Other tensors keep their dtype.
+/// Adds all elements of a source tensor to `storages`, and returns the Python tensor that refers to
+/// them. A floating-point tensor is converted to `dtype`. Other tensors keep their dtype.
 pub(super) fn add_full_tensor(
     state: &SourceState,
     storages: &mut StorageBuilder,
@@ -428,8 +431,8 @@ pub(super) fn add_full_tensor(
     }
 }
 
-/// Makes the module's `state_dict`: weights (empty tensors at stage 3), aliases, and buffers. The
-/// entries have the order of the module if known, otherwise the order of the source's tensors.
+/// Creates the `state_dict` of the model: weights (empty tensors at stage 3), aliases, and buffers.
+/// The entries have the order of the module if known, otherwise the order of the source's tensors.
 fn make_module_dict(state: &SourceState, storages: &mut StorageBuilder) -> PythonObject {
     let mut found: Vec<(String, PythonObject)> = Vec::new();
     let weights = state.groups.iter().flat_map(|g| g.weights.iter()).chain(&state.frozen);
@@ -463,8 +466,9 @@ fn make_module_dict(state: &SourceState, storages: &mut StorageBuilder) -> Pytho
     PythonObject::ordered_dict_from_pairs(found)
 }
 
-/// Plans a rank's model file. At stage 3 every rank has a model file, which stores a slice of each
-/// frozen weight. At stages 1 and 2 there is one file, which stores whole weights.
+/// Plans the model file of one rank in DeepSpeed's layout. At stage 3 every rank has a model file,
+/// which stores a slice of each frozen weight. At stages 1 and 2 there is one file, which stores
+/// whole weights.
 fn plan_model_file(state: &SourceState, flats: &[FlatGroup], rank: u32, path: String) -> FilePlan {
     let mut storages = StorageBuilder::default();
     let module = make_module_dict(state, &mut storages);
@@ -489,8 +493,8 @@ fn plan_model_file(state: &SourceState, flats: &[FlatGroup], rank: u32, path: St
     storages.into_file(path, PythonObject::dict_from_pairs(pairs))
 }
 
-/// Makes the entries of a model file: `module`, the shapes of the parameters in each of `groups`,
-/// the frozen weights with their stored values, and the entries of the engine.
+/// Returns the entries of a model file: `module`, the shapes of the parameters in each of `groups`,
+/// the frozen weights with their stored values, and the entries of DeepSpeed's engine.
 pub(super) fn make_model_entries(
     state: &SourceState,
     storages: &mut StorageBuilder,
@@ -511,13 +515,13 @@ pub(super) fn make_model_entries(
     pairs
 }
 
-/// Makes a Python list of the names of `tensors`.
+/// Returns a Python list with the names of `tensors`.
 fn make_name_list(state: &SourceState, tensors: &[usize]) -> PythonObject {
     PythonObject::List(tensors.iter().map(|&t| PythonObject::from_text(state.tensor_name(t))).collect())
 }
 
-/// Makes the entries of a model file that DeepSpeed's engine and the training program store, such
-/// as step counters, scheduler and config.
+/// Returns the entries of a model file that belong to DeepSpeed's engine and the training program,
+/// such as step counters, scheduler and config.
 fn make_engine_entries(state: &SourceState, storages: &mut StorageBuilder) -> Vec<(String, PythonObject)> {
     let mut pairs = vec![("lr_scheduler".to_owned(), storages.adopt_value(&state.passthrough.scheduler))];
     for key in ["data_sampler", "random_ltd"] {

@@ -1,19 +1,19 @@
-//! [`FilePlan`]: the planned values of one output file of a conversion, and the elements of source
-//! tensors that the file stores.
+//! [`FilePlan`]: what one output file of a conversion will contain: values, and elements of source
+//! tensors.
 use crate::codec::pickle::{PythonObject, StoredTensor};
 use crate::tensor::Dtype;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// The plan of one output file of a conversion: its path and its content.
+/// What one output file of a conversion will contain, and its path.
 pub(super) struct FilePlan {
     /// Path in the output directory, with `/` between names.
     pub(super) path: String,
     pub(super) content: FileContent,
 }
 
-/// The content of a planned file.
+/// What a planned output file will contain: a torch file, a shard, a small file, or a link.
 pub(super) enum FileContent {
     /// A file in the zip format of `torch.save`.
     Torch(TorchFilePlan),
@@ -25,7 +25,8 @@ pub(super) enum FileContent {
     LinkTo(PathBuf),
 }
 
-/// A piece of a native shard: a range of a source tensor's elements, stored as `dtype`.
+/// A range of a source tensor's elements that a file of a native checkpoint will store, with the
+/// dtype `dtype`.
 #[derive(Clone)]
 pub(super) struct PlannedPiece {
     /// Index of the source tensor.
@@ -47,20 +48,21 @@ impl PlannedPiece {
     }
 }
 
-/// The planned content of a torch file: its Python value, and the storages to which tensors in the
-/// value refer.
+/// What a torch file will contain: its Python value, and the storages to which tensors in the value
+/// refer.
 pub(super) struct TorchFilePlan {
     pub(super) value: PythonObject,
     pub(super) storages: Vec<PlannedStorage>,
 }
 
-/// A planned storage of a torch file: a flat array to which tensors of the file refer.
+/// A storage that a torch file will contain, a flat array to which tensors of the file refer.
 pub(super) struct PlannedStorage {
     pub(super) dtype: Dtype,
     pub(super) spans: Vec<StorageSpan>,
 }
 
-/// The source of consecutive elements of a storage.
+/// From where consecutive elements of a storage are filled: from a source tensor, or with other
+/// values.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum StorageSpan {
     /// Elements of the source tensor with this index, converted to the storage's dtype.
@@ -87,7 +89,8 @@ impl PlannedStorage {
 }
 
 impl StorageSpan {
-    /// Returns the number of elements of this part of a storage with elements of `dtype`.
+    /// Returns the number of elements that this part of a storage has, if the storage has the dtype
+    /// `dtype`.
     fn element_count(&self, dtype: Dtype) -> u64 {
         match self {
             StorageSpan::Elements(_, range) => range.end - range.start,
@@ -123,14 +126,14 @@ impl TorchFilePlan {
     }
 }
 
-/// A builder that collects the storages of one torch file while the caller builds the Python value
-/// that the file contains.
+/// Collects the storages of one torch file while the caller builds the Python value that refers to
+/// them.
 #[derive(Default)]
 pub(super) struct StorageBuilder(Vec<PlannedStorage>);
 
 impl StorageBuilder {
-    /// Adds a storage with the elements of `spans`, and returns a tensor of the shape `shape` that
-    /// refers to the storage.
+    /// Adds a storage that is filled from `spans`, and returns a tensor of the shape `shape` that
+    /// refers to it.
     pub(super) fn add_tensor(
         &mut self,
         dtype: Dtype,
@@ -149,8 +152,8 @@ impl StorageBuilder {
         })
     }
 
-    /// Adds an F32 storage with the elements of `spans`, and returns a one-dimensional tensor of
-    /// all elements.
+    /// Adds an F32 storage that is filled from `spans`, and returns a one-dimensional tensor of all
+    /// its elements.
     pub(super) fn add_flat_tensor(&mut self, spans: Vec<StorageSpan>) -> PythonObject {
         let n = spans.iter().map(|s| s.element_count(Dtype::F32)).sum();
         self.add_tensor(Dtype::F32, vec![n], spans)
@@ -162,8 +165,8 @@ impl StorageBuilder {
         self.add_tensor(Dtype::F32, Vec::new(), vec![StorageSpan::Bytes(bytes)])
     }
 
-    /// Copies a value of another file for this file. Tensors in the value get storages in this
-    /// file.
+    /// Converts a value from another torch file for this one. Tensors in the value get storages in
+    /// this file.
     pub(super) fn adopt_value(&mut self, value: &PythonObject) -> PythonObject {
         let pairs = |this: &mut StorageBuilder, pairs: &[(PythonObject, PythonObject)]| {
             pairs.iter().map(|(k, v)| (k.clone(), this.adopt_value(v))).collect()
@@ -186,7 +189,7 @@ impl StorageBuilder {
     }
 }
 
-/// The planned files of a converted checkpoint.
+/// The files that a conversion will write.
 pub(super) struct OutputPlan {
     pub(super) files: Vec<FilePlan>,
     pub(super) stage: Option<u8>,

@@ -1,5 +1,4 @@
-//! Plans the conversion to a native checkpoint, from an external one or from a native one with
-//! another number of ranks.
+//! Plans the files of a native checkpoint as the result of a conversion.
 use super::file_plan::{FileContent, FilePlan, OutputPlan, PlannedPiece};
 use super::notice::ConvertNotice;
 use super::param_groups::WeightGroup;
@@ -14,8 +13,8 @@ use serde_json::{Map, Value, json};
 use std::collections::HashSet;
 use std::path::Path;
 
-/// Plans a native checkpoint: shards with an equal part of every tensor, and `latest`. Leaves out
-/// integer buffers, with a notice in `state`. Does not plan the manifest, which
+/// Plans a native checkpoint: one file per rank, with an equal part of every tensor, and `latest`.
+/// Leaves out integer buffers, with a notice in `state`. Does not plan the manifest, which
 /// [`write_native_manifest`] writes.
 pub(super) fn plan_native(state: &mut SourceState) -> OutputPlan {
     let world = u64::from(state.world);
@@ -53,8 +52,8 @@ pub(super) fn plan_native(state: &mut SourceState) -> OutputPlan {
     OutputPlan { files, stage: Some(state.stage), world: state.world }
 }
 
-/// Chooses the dtype of a tensor in the shards: BF16 for a BF16 weight of a native source, since
-/// such a source has no F32 master weights, and F32 otherwise.
+/// Chooses the dtype in which a native checkpoint stores a tensor: BF16 for a BF16 weight of a
+/// native source, which has no F32 master weights, and F32 otherwise.
 fn choose_shard_dtype(state: &SourceState, tensor: usize) -> Dtype {
     let TensorInfo { role, dtype, .. } = &state.tensors[tensor];
     let is_bf16_master =
@@ -62,8 +61,8 @@ fn choose_shard_dtype(state: &SourceState, tensor: usize) -> Dtype {
     if is_bf16_master { Dtype::BF16 } else { Dtype::F32 }
 }
 
-/// Writes the manifest of a converted checkpoint. `dir` is the output directory, `done` the result
-/// of writing all shards.
+/// Writes the manifest of a converted native checkpoint. `dir` is the output directory, and `done`
+/// the result of writing all shards.
 pub(super) fn write_native_manifest(
     state: &mut SourceState,
     plan: &OutputPlan,
@@ -75,9 +74,9 @@ pub(super) fn write_native_manifest(
     write_manifest(&dir.join(step_dir_name(state.step)), facts, shards, None).map(|_| ())
 }
 
-/// Makes the facts for the manifest. Copies the facts of a native source with the new number of
-/// ranks, and derives facts from an external source. Adds a notice to `state` if the source's data
-/// order is unknown.
+/// Returns what the manifest records about the run that wrote the checkpoint. Copies the facts of a
+/// native source with the new number of ranks, and derives facts from an external source. Adds a
+/// notice to `state` if the source's data order is unknown.
 fn make_run_facts(state: &mut SourceState, plan: &OutputPlan) -> RunFacts {
     let program = format!("launch {}", env!("CARGO_PKG_VERSION"));
     let stage = plan.stage.unwrap_or(state.stage);
@@ -139,7 +138,8 @@ fn make_run_facts(state: &mut SourceState, plan: &OutputPlan) -> RunFacts {
     }
 }
 
-/// Computes the step lag of each weight by name, in updates. Leaves out weights without a step lag.
+/// Maps each weight's name to the number of updates by which its optimizer step is behind the
+/// checkpoint's step. Leaves out weights without a step lag.
 fn compute_step_lags(state: &SourceState) -> Map<String, Value> {
     let updates = state.groups.iter().chain(&state.ungrouped).flat_map(|g| g.weights.iter().zip(&g.steps));
     let behind = updates
@@ -147,14 +147,14 @@ fn compute_step_lags(state: &SourceState) -> Map<String, Value> {
     behind.filter(|(_, late)| *late > 0).map(|(name, late)| (name, late.into())).collect()
 }
 
-/// Encodes all parameter groups in the form of a native manifest.
+/// Encodes all parameter groups in the form that a native manifest has.
 fn encode_groups(state: &SourceState) -> Value {
     state.groups.iter().map(|g| encode_group(state, g)).collect()
 }
 
-/// Encodes a parameter group in the form of a native manifest. Keeps the hyper-parameters of the
-/// source, except that `lr` becomes `initial_lr`, the learning rate without the schedule, if the
-/// source has this value. Adds hyper-parameters that a native manifest requires and the source
+/// Encodes a parameter group in the form that a native manifest has. Keeps the hyper-parameters of
+/// the source, except that `lr` becomes `initial_lr`, the learning rate without the schedule, if
+/// the source has this value. Adds hyper-parameters that a native manifest requires and the source
 /// lacks, with the value 0.
 fn encode_group(state: &SourceState, group: &WeightGroup) -> Value {
     let mut json: Map<String, Value> = group.options.iter().map(|(k, v)| (k.clone(), v.to_json())).collect();

@@ -1,9 +1,9 @@
-//! [`ConvertNotice`]: a notice to the user about a conversion.
+//! [`ConvertNotice`]: something about a conversion that the user must know.
 use serde::{Serialize, Serializer};
 use std::fmt;
 
-/// A notice about missing information in the source, a limit of the target format, or an action
-/// that the user must take. A notice is serialized as its text.
+/// Something about a conversion that the user must know: missing information, a limit of the target
+/// format, or a necessary action. A notice is serialized as its text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ConvertNotice {

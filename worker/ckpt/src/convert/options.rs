@@ -3,7 +3,7 @@ use crate::error::{CkptError, OptionProblem, Result};
 use crate::tensor::Dtype;
 use std::collections::BTreeMap;
 
-/// The format that a conversion writes.
+/// The format into which a checkpoint is converted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ConvertTarget {
     /// A native checkpoint of `launch`.
@@ -41,14 +41,13 @@ pub struct ConvertOptions {
     pub force: bool,
 }
 
-/// Minimum of [`ConvertOptions::memory`], in bytes.
+/// The least memory in bytes that [`ConvertOptions::memory`] may allow.
 const MEMORY_MIN: u64 = 64 << 20;
-/// Maximum number of ranks of a result.
+/// The largest number of ranks for which a checkpoint can be converted.
 pub(super) const WORLD_MAX: u32 = 65_536;
 
 impl ConvertOptions {
-    /// Makes the default options for a target: stage, number of ranks and dtype of the source,
-    /// sub-groups of 10⁹ elements, and 512 MiB of memory.
+    /// Returns the default options for converting to `target`.
     pub fn new(target: ConvertTarget) -> ConvertOptions {
         ConvertOptions {
             target,

@@ -22,19 +22,21 @@ use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// Disk space that a conversion needs in addition to tensors, in bytes. Covers headers, pickles and
-/// rounding up to file system blocks.
+/// Disk space in bytes that a conversion needs in addition to tensors, for headers, pickles and
+/// rounding up to whole blocks.
 const OVERHEAD_BYTES: u64 = 16 << 20;
 const TASK_FILE: &str = ".task.json";
-/// Limit on the number of JSON values in `.task.json`.
+/// Limit on the number of JSON values in `.task.json`, the file that describes an unfinished
+/// conversion.
 const TASK_VALUES_MAX: usize = 100;
 const DONE_FILE: &str = ".done";
-/// Maximum size of `.done` in bytes.
+/// Limit on the size in bytes of `.done`, the list of files that an unfinished conversion has
+/// completed.
 const DONE_BYTES_MAX: u64 = 1 << 30;
-/// Maximum depth of the subdirectories of a source that its fingerprint covers.
+/// How many levels of subdirectories of the source are checked for changes.
 const DEPTH_MAX: u32 = 4;
 
-/// The record of a file that a conversion has finished. `.done` has one record per line.
+/// The record of a file that a conversion has completed, one line of the file `.done`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct FinishedFile {
     pub(super) path: String,
@@ -45,7 +47,7 @@ pub(super) struct FinishedFile {
     pub(super) shard: Option<ShardReport>,
 }
 
-/// The directory to which a conversion writes.
+/// The directory to which a conversion writes, with the record of completed files.
 pub(super) struct ConvertOutput {
     pub(super) dir: PathBuf,
     path: PathBuf,
@@ -58,8 +60,9 @@ pub(super) struct ConvertOutput {
 }
 
 impl ConvertOutput {
-    /// Creates and locks the hidden directory next to `out`, or reuses one that an interrupted
-    /// conversion with an equal task left. `bytes` is the size of all tensors to write.
+    /// Creates and locks the hidden directory next to `out` in which a conversion writes. If an
+    /// interrupted conversion with the same source and options left such a directory, reuses it.
+    /// `bytes` is the size of all tensors to write.
     ///
     /// # Errors
     /// Fails if `out` can't be replaced, another conversion is writing to `out`, or the file system
@@ -98,21 +101,21 @@ impl ConvertOutput {
         Ok(output)
     }
 
-    /// Creates an output in the existing directory `dir`, which the caller publishes or removes.
-    /// Fails if the file system has too little space for `bytes`.
+    /// Uses the existing directory `dir` as the output of a conversion. The caller publishes or
+    /// removes it. Fails if the file system has too little space for `bytes`.
     pub(super) fn open_existing_directory(dir: &Path, bytes: u64) -> Result<ConvertOutput> {
         require_space(dir, bytes)?;
         let (dir, path) = (dir.to_owned(), dir.to_owned());
         Ok(ConvertOutput { dir, path, finished_before: HashMap::new(), record: None, _lock: None })
     }
 
-    /// Returns the record of `path` if an interrupted conversion had finished that file.
+    /// Returns the record of the file `path` if an interrupted conversion had completed it.
     pub(super) fn find_finished(&self, path: &str) -> Option<&FinishedFile> {
         self.finished_before.get(path)
     }
 
-    /// Appends `text` to `.done`. Does nothing if the output is a directory of the caller, which
-    /// has no `.done`.
+    /// Appends `text` to `.done`, the list of completed files. Does nothing if the output is a
+    /// directory of the caller, which has no `.done`.
     fn append_to_done_file(&mut self, text: &str) -> Result<()> {
         match &mut self.record {
             Some(file) => {
@@ -122,15 +125,16 @@ impl ConvertOutput {
         }
     }
 
-    /// Appends a finished file to `.done`, so that a later conversion can reuse the file.
+    /// Appends the record of a completed file to `.done`, so that a later conversion can reuse the
+    /// file.
     pub(super) fn record_finished(&mut self, file: &FinishedFile) -> Result<()> {
         let line = serde_json::to_string(file).map_err(CkptError::invalid_save)?;
         self.append_to_done_file(&(line + "\n"))
     }
 
-    /// Writes the list of files to `converted.json`, syncs all files, and renames the hidden
-    /// directory to its final path. Removes the directory that previously had this path. Returns
-    /// the final path. `files` are the records of the planned files.
+    /// Completes the output: writes the list of files to `converted.json`, syncs all files, and
+    /// renames the hidden directory to its final path. Removes the directory that previously had
+    /// this path. Returns the final path. `files` are the records of the planned files.
     pub(super) fn publish(&mut self, files: &[FinishedFile]) -> Result<PathBuf> {
         disk::unlink(&self.dir.join(DONE_FILE))?;
         disk::unlink(&self.dir.join(TASK_FILE))?;
@@ -144,17 +148,16 @@ impl ConvertOutput {
         Ok(self.path.clone())
     }
 
-    /// Removes the hidden directory. The caller does so if the conversion failed. Ignores errors of
-    /// the removal.
+    /// Removes the hidden directory of a failed conversion, ignoring errors.
     pub(super) fn discard(&mut self) {
         // a failure is harmless: the next conversion reuses or removes the directory
         let _ = disk::remove_tree(&self.dir);
     }
 }
 
-/// Lists the files in the directory tree `dir`, with hashes, for the record of the conversion. The
-/// files `latest` and `latest_universal` get no hash, because a later save replaces them. The
-/// shards of native checkpoints get no hash, because the manifest has their hashes.
+/// Lists all files of the output directory `dir` with their hashes, for the record of the
+/// conversion. The files `latest` and `latest_universal` get no hash, because a later save replaces
+/// them. The shards of native checkpoints get no hash, because the manifest has their hashes.
 fn list_recorded_files(dir: &Path, finished: &[FinishedFile]) -> Result<Vec<RecordedFile>> {
     let hashes: HashMap<&str, RecordedContent> = finished
         .iter()
@@ -170,8 +173,8 @@ fn list_recorded_files(dir: &Path, finished: &[FinishedFile]) -> Result<Vec<Reco
     Ok(files)
 }
 
-/// Opens the file `.done` for appending, and creates the file if it does not exist. Does not follow
-/// a symbolic link, and does not wait for the reader of a FIFO.
+/// Opens the list of completed files, `.done`, for appending. Does not follow a symbolic link, and
+/// does not wait for the reader of a FIFO.
 fn open_done_file(path: &Path) -> Result<File> {
     let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
     let opened = OpenOptions::new().append(true).create(true).custom_flags(flags.bits()).open(path);
@@ -184,22 +187,22 @@ fn require_space(dir: &Path, bytes: u64) -> Result<()> {
     disk::require_free_bytes(dir, bytes.saturating_add(bytes / 500).saturating_add(OVERHEAD_BYTES))
 }
 
-/// Reads the task of an interrupted conversion from its hidden directory `dir`. Returns `None` if
-/// there is no valid task.
+/// Reads what the interrupted conversion with the hidden directory `dir` was to do. Returns `None`
+/// if there is no valid description.
 fn read_task(dir: &Path) -> Option<Value> {
     let task = read_json::<LimitedValue<TASK_VALUES_MAX>>(&Directory::open(dir).ok()?, TASK_FILE, 1 << 20);
     task.ok().map(|task| task.0)
 }
 
-/// Reads `.done` in `dir`, and returns the records of finished files by path. Ignores truncated
-/// lines.
+/// Reads the list of completed files, `.done`, in `dir`, and returns the records by path. Ignores
+/// truncated lines.
 fn read_finished_files(dir: &Path) -> HashMap<String, FinishedFile> {
     let text = Directory::open(dir).and_then(|f| f.read_file(DONE_FILE, DONE_BYTES_MAX)).unwrap_or_default();
     let lines = text.split(|&b| b == b'\n').filter_map(|l| serde_json::from_slice::<FinishedFile>(l).ok());
     lines.map(|f| (f.path.clone(), f)).collect()
 }
 
-/// Makes the task of a conversion: everything that determines the output, as JSON. This is the
+/// Returns a JSON description of everything that determines the output of a conversion. This is the
 /// version of launch, the source with a fingerprint of its files, and the options.
 fn describe_task(source: &dyn TensorSource, options: &ConvertOptions) -> Result<Value> {
     let path = source.path().canonicalize().map_err(CkptError::io("look at", source.path()))?;
@@ -217,8 +220,8 @@ fn describe_task(source: &dyn TensorSource, options: &ConvertOptions) -> Result<
     }))
 }
 
-/// Computes a digest of the paths, sizes and modification times of all files in a directory tree,
-/// down to a depth of [`DEPTH_MAX`].
+/// Computes a digest of the paths, sizes and modification times of all files below `path`, at most
+/// [`DEPTH_MAX`] levels deep.
 pub(crate) fn compute_fingerprint(path: &Path) -> Result<String> {
     let line = |(path, size, seconds, nanoseconds): disk::FileState| {
         format!("{} {size} {seconds} {nanoseconds}", path.display())

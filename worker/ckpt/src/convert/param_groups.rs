@@ -1,5 +1,5 @@
-//! Assigns weights to the optimizer's parameter groups. The checkpoint records the assignment, or
-//! the options provide it.
+//! Assigns weights to the optimizer's parameter groups, as the checkpoint records or the options
+//! state.
 use super::options::{ConvertOptions, ConvertTarget};
 use crate::catalog::{ParamGroup, PassthroughState, TensorInfo, TensorSource, TrainingState};
 use crate::codec::pickle::PythonObject;
@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 type GroupResult<T> = std::result::Result<T, ConvertError>;
 
-/// A parameter group whose weights are given as indices of tensors.
+/// A parameter group of the optimizer, with its weights as indices of tensors.
 pub(super) struct WeightGroup {
     /// Indices of the weights' tensors, in the order of the optimizer.
     pub(super) weights: Vec<usize>,
@@ -20,14 +20,14 @@ pub(super) struct WeightGroup {
     pub(super) options: Vec<(String, PythonObject)>,
 }
 
-/// The parameter groups of an optimizer, and the trained weights without a group.
+/// The parameter groups of an optimizer, and the trained weights that are in no group.
 pub(super) struct GroupSet<G> {
     pub(super) groups: Vec<G>,
     /// Trained weights whose group is unknown.
     pub(super) ungrouped: Option<G>,
 }
 
-/// Trained weights that a checkpoint doesn't assign to its parameter groups.
+/// Trained weights that a checkpoint does not assign to its parameter groups.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UngroupedWeights {
     /// Names of the weights.
@@ -36,7 +36,7 @@ pub struct UngroupedWeights {
     pub groups: usize,
 }
 
-/// Finds the trained weights that the source doesn't assign to a parameter group.
+/// Finds the trained weights that the source does not assign to a parameter group.
 /// [`ConvertOptions::groups`] can assign these weights.
 ///
 /// # Errors
@@ -51,8 +51,9 @@ pub fn find_ungrouped_weights(source: &dyn TensorSource) -> Result<UngroupedWeig
     Ok(UngroupedWeights { names, groups: groups.len() })
 }
 
-/// Returns the parameter groups of a checkpoint, possibly without names of weights. Takes the
-/// groups out of `passthrough`, or makes them from `state` if `passthrough` has no groups.
+/// Returns the parameter groups of a checkpoint, in which the names of weights may be missing.
+/// Takes the groups out of `passthrough`, or makes them from `state` if `passthrough` has no
+/// groups.
 pub(super) fn take_listed_groups(
     state: &TrainingState,
     passthrough: &mut PassthroughState,
@@ -73,21 +74,21 @@ fn find_trained_weights(tensors: &[TensorInfo]) -> Vec<String> {
     weights.map(|t| t.name.clone()).collect()
 }
 
-/// Returns whether there is at most one group, and no group lists names. All trained weights then
-/// belong to a single group.
+/// Returns whether all trained weights belong to a single group: there is at most one group, and no
+/// group lists names.
 fn is_single_unnamed_group(groups: &[ParamGroup]) -> bool {
     groups.len() <= 1 && groups.iter().all(|g| g.names.is_empty())
 }
 
-/// Returns the names of the trained weights that no group lists.
+/// Returns the names of the trained weights that are listed in no group.
 fn find_weights_without_group(groups: &[ParamGroup], trained: &[String]) -> Vec<String> {
     let grouped: HashSet<&str> = groups.iter().flat_map(|g| g.names.iter().map(String::as_str)).collect();
     trained.iter().filter(|name| !grouped.contains(name.as_str())).cloned().collect()
 }
 
-/// Assigns the trained weights that no group lists to `groups`, and records their update counts
-/// from `steps`. If there is a single group without names, this group gets all these weights.
-/// Otherwise `options.groups` assigns them. If `options.groups` is empty, returns them as
+/// Assigns the trained weights that are listed in no group to `groups`, and records their update
+/// counts from `steps`. If there is a single group without names, this group gets all these
+/// weights. Otherwise `options.groups` assigns them. If `options.groups` is empty, returns them as
 /// ungrouped, which only a native target allows.
 ///
 /// # Errors
@@ -163,9 +164,9 @@ fn check_group_options(
     }
 }
 
-/// Sorts the weights of a group into the order in which the model registers its parameters.
-/// `orders` are the orders that are possible for the model. If more than one order of these weights
-/// is possible, or `orders` lack a weight, returns false and leaves a group of several weights
+/// Sorts the weights of a group in the order in which the model registers its parameters. `orders`
+/// are the orders that are possible for the model. If more than one order of these weights is
+/// possible, or `orders` lack a weight, returns false and leaves a group of several weights
 /// unsorted.
 fn sort_by_registration(group: &mut ParamGroup, orders: &[Vec<&str>]) -> bool {
     let steps: HashMap<&str, Option<f64>> =
@@ -184,7 +185,8 @@ fn sort_by_registration(group: &mut ParamGroup, orders: &[Vec<&str>]) -> bool {
 }
 
 impl GroupSet<ParamGroup> {
-    /// Replaces the names of weights by indices of tensors. Unknown update counts become `step`.
+    /// Replaces the names of the weights by the indices of their tensors. Unknown update counts
+    /// become `step`.
     ///
     /// # Errors
     /// Fails if `index` lacks the tensor of a weight, or its optimizer state of a role in `roles`.

@@ -1,13 +1,13 @@
-//! Verifies files that a killed conversion had finished. Such a file is reused only if every byte
-//! is unchanged since it was written.
+//! Checks that files which a killed conversion had completed are unchanged, so that they can be
+//! reused. Such a file is reused only if every byte is unchanged since it was written.
 use crate::codec::disk::BLOCK;
 use crate::hash::{FileHasher, Hash};
 use crate::save::ShardReport;
 use std::fs;
 use std::os::unix::fs::FileExt;
 
-/// Reads a torch file of `size` bytes. Returns whether its hash is `expected`. Returns `None` if
-/// the file can't be read.
+/// Returns whether a torch file of `size` bytes has the hash `expected`. Returns `None` if the file
+/// cannot be read.
 pub(super) fn is_torch_file_intact(file: &fs::File, size: u64, expected: Hash) -> Option<bool> {
     let (mut hasher, mut buffer, mut at) = (FileHasher::default(), vec![0u8; BLOCK], 0);
     while at < size {
@@ -19,8 +19,8 @@ pub(super) fn is_torch_file_intact(file: &fs::File, size: u64, expected: Hash) -
     Some(hasher.finish() == expected)
 }
 
-/// Reads a native shard of `size` bytes. Returns whether every block matches its hash in the report
-/// `shard`. Returns `None` if the file can't be read.
+/// Returns whether every block of a native shard of `size` bytes matches its hash in the report
+/// `shard`. Returns `None` if the file cannot be read.
 pub(super) fn is_shard_intact(file: &fs::File, size: u64, shard: &ShardReport) -> Option<bool> {
     let mut buffer = vec![0u8; BLOCK];
     let mut at = 0;

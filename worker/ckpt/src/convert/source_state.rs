@@ -1,4 +1,5 @@
-//! [`SourceState`]: the training state of a source, in the form from which every target is planned.
+//! [`SourceState`]: what a conversion reads from its source, in a form from which the files of
+//! every target format are planned.
 use super::notice::ConvertNotice;
 use super::options::{ConvertOptions, ConvertTarget, WORLD_MAX};
 use super::param_groups::{self, GroupSet, WeightGroup};
@@ -12,17 +13,16 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::PathBuf;
 
-/// Limit on the number of pieces (ranks × tensors) of a conversion whose options do not set the
-/// number of ranks.
+/// Limit on ranks × tensors for a conversion, unless its options set the number of ranks.
 const SOURCE_PIECES_MAX: u64 = 4 << 20;
-/// Number of pieces that [`SOURCE_PIECES_MAX`] counts for the files of one rank, in addition to one
-/// piece per tensor.
+/// The cost of one rank's files in the unit of [`SOURCE_PIECES_MAX`], in addition to 1 for each
+/// tensor.
 const PIECES_PER_RANK: u64 = 64;
-/// The DeepSpeed version that is written if the source doesn't contain one.
+/// The DeepSpeed version that a converted checkpoint states if the source does not state one.
 const DEEPSPEED_VERSION: &str = "0.19.8";
 
-/// The tensors and the training state of a source, completed with the options of the conversion.
-/// Fields refer to tensors by their indices in `tensors`.
+/// The tensors and the training state of a conversion's source, completed with the options. Fields
+/// refer to tensors by their indices in `tensors`.
 pub(super) struct SourceState {
     pub(super) path: PathBuf,
     pub(super) tensors: Vec<TensorInfo>,
@@ -64,7 +64,8 @@ pub(super) struct SourceState {
 }
 
 impl SourceState {
-    /// Collects the state of `source` and completes it with `options`.
+    /// Reads the state of the checkpoint `source` and completes it with the options of the
+    /// conversion.
     ///
     /// # Errors
     /// Fails if the target needs something that neither the source nor the options provide.
@@ -138,7 +139,7 @@ impl SourceState {
         }
     }
 
-    /// Finds the index of the tensor that stores the optimizer state `role` of the tensor with the
+    /// Finds the index of the tensor that stores the optimizer state `role` of the weight with the
     /// index `weight`.
     pub(super) fn find_state_index(&self, weight: usize, role: TensorRole) -> Option<usize> {
         self.index.get(&(role, self.tensors[weight].name.clone())).copied()
@@ -154,16 +155,15 @@ impl SourceState {
         &self.tensors[tensor].name
     }
 
-    /// Chooses the tag of a ZeRO checkpoint: the tag of the source if it is a valid directory name,
-    /// otherwise a tag such as `global_step10` with the step.
+    /// Chooses the name of the directory of a ZeRO checkpoint, its tag.
     pub(super) fn choose_tag(&self) -> String {
         let tag =
             self.passthrough.tag.as_ref().filter(|t| is_plain_file_name(t) && !t.ends_with("_universal"));
         tag.cloned().unwrap_or_else(|| format!("global_step{}", self.step))
     }
 
-    /// Returns the update count that the weights at the positions `members` of `group` share.
-    /// Returns the step of the source if there are no such weights.
+    /// Returns the update count that the weights at the positions `members` of `group` have in
+    /// common. Returns the step of the source if there are no such weights.
     ///
     /// # Errors
     /// Fails with [`ConvertError::UpdatesDiffer`] if the update counts of two weights differ.
@@ -187,7 +187,8 @@ impl SourceState {
     }
 }
 
-/// Returns the number of ranks of the result: that of the options, or of the source, or 1.
+/// Returns for how many ranks the result is written: the number in the options, else that of the
+/// source, else 1.
 ///
 /// # Errors
 /// Fails if the options have no number of ranks and that of the source is too large for `tensors`
@@ -205,10 +206,9 @@ fn choose_world(options: &ConvertOptions, state: &TrainingState, tensors: usize)
     }
 }
 
-/// Determines the frozen weights and the weights that were frozen at the save, as indices of
-/// tensors. A weight is frozen if no group in `groups` contains it and the source has a training
-/// state. A weight was frozen at the save if no group contains it, or if the source lists it as
-/// frozen.
+/// Determines which weights are frozen, and which were frozen when the checkpoint was saved. A
+/// weight is frozen if no group in `groups` contains it and the source has a training state. A
+/// weight was frozen at the save if no group contains it, or if the source lists it as frozen.
 fn find_frozen_weights<'a>(
     source: &dyn TensorSource,
     tensors: &[TensorInfo],
@@ -232,15 +232,14 @@ fn find_tensors(tensors: &[TensorInfo], role: TensorRole) -> impl Iterator<Item 
     (0..tensors.len()).filter(move |&i| tensors[i].role == role)
 }
 
-/// Returns the roles of optimizer states that at least one tensor has.
+/// Returns the kinds of optimizer states that at least one tensor has.
 fn find_optimizer_roles(tensors: &[TensorInfo]) -> Vec<TensorRole> {
     let roles = TensorRole::ALL.into_iter().filter(|r| r.is_optimizer_state());
     roles.filter(|&role| tensors.iter().any(|t| t.role == role)).collect()
 }
 
-/// Chooses the step of a native checkpoint: the largest update count of a weight, since a native
-/// run counts only steps that updated weights. Returns `steps` if there are no update counts. Adds
-/// a notice if the result differs from `steps`.
+/// Chooses the step of a native checkpoint, the largest update count of a weight. Returns `steps`
+/// if there are no update counts. Adds a notice if the result differs from `steps`.
 fn choose_step_from_updates<'a>(
     steps: u64,
     groups: impl Iterator<Item = &'a WeightGroup>,
@@ -255,11 +254,11 @@ fn choose_step_from_updates<'a>(
     updates
 }
 
-/// Determines the step of the source. If the source has only weights and the target is native,
-/// returns 0 and adds a notice to `notices`. `roles` are the roles of the source's optimizer
-/// states. `has_groups` states whether the source has parameter groups. A source with groups and
-/// without optimizer states is valid for a native target, since SGD without momentum keeps no
-/// states.
+/// Determines how many optimizer steps the source had completed. If the source has only weights and
+/// the target is native, returns 0 and adds a notice to `notices`. `roles` are the roles of the
+/// source's optimizer states. `has_groups` states whether the source has parameter groups. A source
+/// with groups and without optimizer states is valid for a native target, since SGD without
+/// momentum keeps no states.
 ///
 /// # Errors
 /// Fails if the source isn't a training state that the target can store.

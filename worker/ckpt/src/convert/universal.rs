@@ -1,5 +1,5 @@
-//! Plans a checkpoint in DeepSpeed's universal format: a directory per parameter, and a model file
-//! for each of DeepSpeed's two loaders, so that ZeRO stages 1, 2 and 3 load the checkpoint.
+//! Plans the files of a checkpoint in DeepSpeed's universal format, which ZeRO stages 1, 2 and 3
+//! can load.
 //!
 //! The loader of stage 3 copies the hyper-parameters in `optimizer_state_dict` of the optimizer
 //! file to every group. This entry therefore has only hyper-parameters that are equal in all
@@ -14,11 +14,11 @@ use crate::error::{CkptError, ConvertError, Result};
 use crate::tensor::Dtype;
 use std::collections::HashSet;
 
-/// Maximum length of the name of a parameter's directory in bytes.
+/// Maximum length in bytes of a parameter's name, which becomes the name of a directory.
 const PARAMETER_NAME_MAX: usize = 200;
 
-/// Plans the files of a universal checkpoint. Also adds missing options to the parameter groups in
-/// `state`, and notices for the user.
+/// Plans the files of a checkpoint in DeepSpeed's universal format. Also adds missing options to
+/// the parameter groups in `state`, and notices for the user.
 ///
 /// # Errors
 /// Fails if the name of a parameter can't be a directory name.
@@ -51,8 +51,8 @@ pub(super) fn plan_universal(state: &mut SourceState) -> Result<OutputPlan> {
     Ok(OutputPlan { files, stage: None, world: state.world })
 }
 
-/// Returns the name of a parameter's directory, which is the name of the weight. Fails if this name
-/// is too long, starts with a dot, or contains a path separator.
+/// Returns the name of the directory for a parameter, which is the name of the weight. Fails if
+/// this name is too long, starts with a dot, or contains a path separator.
 fn checked_parameter_dir(state: &SourceState, weight: usize) -> Result<&str> {
     let name = state.tensor_name(weight);
     match name.len() > PARAMETER_NAME_MAX || name.contains(['/', '\\']) || name.starts_with('.') {
@@ -84,8 +84,9 @@ fn plan_parameter_files(state: &SourceState, dir: &str, weight: usize, step: f64
     files
 }
 
-/// Plans the file with the hyper-parameters of all groups, for both loaders. The file has no loss
-/// scaler, so that DeepSpeed keeps the scaler of the run that loads the checkpoint.
+/// Plans the file with the hyper-parameters of all groups, which both of DeepSpeed's loaders read.
+/// The file has no loss scaler, so that DeepSpeed keeps the scaler of the run that loads the
+/// checkpoint.
 fn plan_universal_optimizer_file(state: &SourceState, path: String) -> FilePlan {
     let mut storages = StorageBuilder::default();
     let groups: Vec<PythonObject> = state
@@ -122,7 +123,7 @@ fn plan_universal_optimizer_file(state: &SourceState, path: String) -> FilePlan 
     storages.into_file(path, value)
 }
 
-/// Plans a model file with the values that are in no parameter directory: frozen weights, buffers
+/// Plans a model file with everything that is in no parameter's directory: frozen weights, buffers
 /// and the state of DeepSpeed's engine.
 fn plan_universal_model_file(state: &SourceState, path: String) -> FilePlan {
     let mut storages = StorageBuilder::default();

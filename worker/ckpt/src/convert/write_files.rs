@@ -1,6 +1,6 @@
-//! Writes planned files in parallel. For each worker thread, a second thread reads ahead, and a
-//! third one writes the values that the worker converted. The memory per worker doesn't depend on
-//! the size of the files.
+//! Writes the planned files of a conversion in parallel. For each worker thread, a second thread
+//! reads ahead, and a third one writes the values that the worker converted. The memory per worker
+//! doesn't depend on the size of the files.
 use super::file_plan::{FileContent, FilePlan, PlannedPiece, StorageSpan, TorchFilePlan, sum_bytes};
 use super::output::{ConvertOutput, FinishedFile};
 use super::resume_check::{is_shard_intact, is_torch_file_intact};
@@ -25,19 +25,19 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-/// Number of windows of one worker: one is being read, one waits, and one is being written.
+/// Number of buffers of one worker: one is being read, one waits, and one is being written.
 const WINDOWS_PER_WORKER: usize = 3;
-/// Memory of one worker in bytes. Covers its windows, a converted window, three buffers of the
-/// writing thread, and one buffer for verifying the source.
+/// Memory in bytes that a conversion needs for each worker. Covers its windows, a converted window,
+/// three buffers of the writing thread, and one buffer for verifying the source.
 const WORKER_BYTES: u64 = 18 << 20;
-/// Memory that a conversion needs in addition to [`WORKER_BYTES`] for each worker, in bytes.
+/// Memory in bytes that a conversion needs in addition to that of its workers.
 const BASE_BYTES: u64 = 8 << 20;
-/// Maximum number of workers, each of which writes one file at a time.
+/// Maximum number of workers of a conversion, each of which writes one file at a time.
 const WORKERS_MAX: usize = 32;
 /// Maximum interval between calls of the progress callback.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The result of [`write_planned_files`].
+/// The result of writing all files of a conversion.
 pub(super) struct WrittenFiles {
     /// Number of files that were reused, since an interrupted conversion had finished them.
     pub(super) reused: u64,
@@ -45,7 +45,7 @@ pub(super) struct WrittenFiles {
     pub(super) files: Vec<FinishedFile>,
 }
 
-/// The state that all workers share.
+/// What all workers of a conversion share: the source, the plan, and the progress.
 struct SharedWriteState<'a> {
     source: &'a dyn TensorSource,
     tensors: &'a [TensorInfo],
@@ -70,8 +70,8 @@ struct SharedWriteState<'a> {
     windows: Mutex<Vec<Vec<f32>>>,
 }
 
-/// Writes all planned files into the output directory in several threads, and verifies the bytes
-/// that were read from the source. Uses at most `memory` bytes. Reuses intact files for which
+/// Writes all planned files to the output directory in several threads, and verifies the bytes that
+/// were read from the source. Uses at most `memory` bytes. Reuses unchanged files for which
 /// `output` has a record. Calls `progress` with the number of written bytes and the total number.
 pub(super) fn write_planned_files(
     source: &dyn TensorSource,
@@ -127,9 +127,10 @@ pub(super) fn write_planned_files(
     Ok(done)
 }
 
-/// Receives the record of each finished file until all workers have ended. Adds new files to
-/// `.done` of `output`, and counts reused files and collects all records in `done`. Returns at
-/// the first error. Calls `progress` after each file, and at least every [`PROGRESS_INTERVAL`].
+/// Receives the record of each completed file, until all workers have ended or an error occurs.
+/// Adds new files to `.done` of `output`, and counts reused files and collects all records in
+/// `done`. Returns at the first error. Calls `progress` after each file, and at least every
+/// [`PROGRESS_INTERVAL`].
 fn collect_finished(
     receiver: &Receiver<Result<(FinishedFile, bool)>>,
     output: &mut ConvertOutput,
@@ -153,9 +154,10 @@ fn collect_finished(
     }
 }
 
-/// Computes the largest number of workers that fit into `memory` bytes, but at least 1. The result
-/// is at most `files`, at most [`WORKERS_MAX`], and at most one more than the number of cores. The
-/// additional worker uses the disk while another one ends a file and begins the next.
+/// Returns the number of workers for a conversion of `files` files with `memory` bytes of memory,
+/// at least 1. The result is at most `files`, at most [`WORKERS_MAX`], and at most one more than
+/// the number of cores. The additional worker uses the disk while another one ends a file and
+/// begins the next.
 fn compute_worker_count(memory: u64, files: usize) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     let affordable = (memory.saturating_sub(BASE_BYTES) / WORKER_BYTES) as usize;
@@ -177,8 +179,9 @@ fn make_parent_dirs(dir: &Path, files: &[FilePlan]) -> Result<()> {
 }
 
 impl SharedWriteState<'_> {
-    /// Writes one file after another until every file is taken or the conversion is stopped. Sends
-    /// the record of each file, and whether the file was reused. Ends after an error.
+    /// The main function of a worker: writes one file after another, until no file is left or the
+    /// conversion is stopped. Sends the record of each file, and whether the file was reused. Ends
+    /// after an error.
     fn run_worker(&self, sender: &SyncSender<Result<(FinishedFile, bool)>>) {
         while !self.stop.load(Ordering::Relaxed) {
             let Some((file, earlier)) = self.files.get(self.next.fetch_add(1, Ordering::Relaxed)) else {
@@ -192,8 +195,8 @@ impl SharedWriteState<'_> {
         }
     }
 
-    /// Writes one file, or reuses a file that matches the record `earlier`. Returns the record of
-    /// the file, and whether the file was reused.
+    /// Writes one file, or reuses an existing file that matches the record `earlier`. Returns the
+    /// record of the file, and whether the file was reused.
     fn write_file(&self, file: &FilePlan, earlier: Option<&FinishedFile>) -> Result<(FinishedFile, bool)> {
         if let Some(earlier) = earlier.filter(|e| self.is_intact(file, e)) {
             self.bytes.fetch_add(file.bytes(), Ordering::Relaxed);
@@ -227,7 +230,7 @@ impl SharedWriteState<'_> {
         Ok((done, false))
     }
 
-    /// Returns whether a file that an interrupted conversion had finished still matches its record
+    /// Returns whether a file that an interrupted conversion had completed still matches its record
     /// `earlier`. Reads and verifies every byte of the tensors. Returns false for links and small
     /// files, which are cheap to write again.
     fn is_intact(&self, file: &FilePlan, earlier: &FinishedFile) -> bool {
@@ -312,8 +315,8 @@ impl SharedWriteState<'_> {
         Ok(ShardReport { rank, world: self.world, file, bytes, blocks, pieces: reports })
     }
 
-    /// Passes each step with its data to `sink`, in order. A second thread reads the data ahead if
-    /// there is more than one window.
+    /// Passes each write step and its data to `sink`, in order. A second thread reads the data
+    /// ahead if there is more than one window.
     fn stream_steps(
         &self,
         steps: &[WriteStep<'_>],
@@ -370,22 +373,22 @@ impl SharedWriteState<'_> {
         })
     }
 
-    /// Locks the pool of unused windows, also after a thread panicked while it held the lock.
+    /// Locks the pool of unused buffers, even if another thread panicked while it held the lock.
     fn lock_window_pool(&self) -> std::sync::MutexGuard<'_, Vec<Vec<f32>>> {
         self.windows.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a window from the pool, or makes a new one if the pool is empty.
+    /// Takes a buffer from the pool, or allocates one if the pool is empty.
     fn take_window(&self) -> Vec<f32> {
         self.lock_window_pool().pop().unwrap_or_default()
     }
 
-    /// Puts a window into the pool for reuse.
+    /// Returns a buffer to the pool for reuse.
     fn return_window(&self, window: Vec<f32>) {
         self.lock_window_pool().push(window);
     }
 
-    /// Passes a step with its data to `sink`, and adds the written bytes to the progress.
+    /// Passes a write step and its data to `sink`, and adds the written bytes to the progress.
     fn deliver_step(
         &self,
         step: &WriteStep<'_>,
@@ -397,8 +400,8 @@ impl SharedWriteState<'_> {
         Ok(())
     }
 
-    /// Reads the source data of a step. A step with a window reads into `buffer`, which the result
-    /// contains. The bytes are verified later, by [`TensorSource::verify_reads`].
+    /// Reads the data of a write step from the source. A step with a window reads into `buffer`,
+    /// which the result contains. The bytes are verified later, by [`TensorSource::verify_reads`].
     fn read_step_data(&self, step: &WriteStep<'_>, mut buffer: Vec<f32>) -> Result<StepData> {
         match step {
             WriteStep::Window { parts, .. } => {

@@ -1,15 +1,16 @@
-//! [`WriteStep`]: the steps by which a planned storage is written, in windows of a fixed size.
+//! [`WriteStep`]: the steps in which a storage of a torch file is converted and written, each with
+//! a limited number of elements.
 use super::file_plan::StorageSpan;
 use crate::tensor::Dtype;
 use std::ops::Range;
 
-/// Maximum number of elements of a window: 2 MiB of F32.
+/// Maximum number of elements that one step converts: 2 MiB of F32.
 pub(super) const WINDOW_ELEMENTS: usize = 512 << 10;
 
-/// A part of a window: the index of a source tensor, or `None` for zeros, and a range of elements.
+/// A part of a step's elements: a range of a source tensor, given by its index, or zeros (`None`).
 pub(super) type WindowPart = (Option<usize>, Range<u64>);
 
-/// One step of writing a storage.
+/// One step in which a part of a storage is written.
 pub(super) enum WriteStep<'p> {
     /// Begin the storage.
     Begin,
@@ -23,7 +24,7 @@ pub(super) enum WriteStep<'p> {
     End,
 }
 
-/// The data that was read from the source for one step.
+/// The data that was read from the source for one write step.
 pub(super) enum StepData {
     Values(Vec<f32>),
     Bytes(Vec<u8>),
@@ -31,8 +32,8 @@ pub(super) enum StepData {
 }
 
 impl WriteStep<'_> {
-    /// Returns the number of elements of a window, or the number of bytes of a raw step. Returns 0
-    /// for other steps.
+    /// Returns the number of elements that the step converts, or the number of bytes that it
+    /// copies. Returns 0 for other steps.
     pub(super) fn element_count(&self) -> usize {
         match self {
             WriteStep::Window { elements, .. } => *elements,
@@ -52,7 +53,7 @@ impl WriteStep<'_> {
     }
 }
 
-/// Plans the steps that write one storage of the dtype `dtype`.
+/// Plans the steps that write one storage of the dtype `dtype`, which is filled from `spans`.
 pub(super) fn plan_storage_steps(dtype: Dtype, spans: &[StorageSpan]) -> Vec<WriteStep<'_>> {
     let mut steps = vec![WriteStep::Begin];
     for span in spans {
@@ -77,9 +78,8 @@ pub(super) fn plan_storage_steps(dtype: Dtype, spans: &[StorageSpan]) -> Vec<Wri
     steps
 }
 
-/// Adds the steps that write the elements `rest` of a source tensor, converted to `dtype`, to
-/// `steps`. Writes zeros if `tensor` is `None`. If the last step is a window with free elements,
-/// fills this window first.
+/// Adds steps to `steps` that write the elements `rest` of a source tensor, converted to `dtype`,
+/// or zeros if `tensor` is `None`. If the last step has room for further elements, fills it first.
 fn push_elements(steps: &mut Vec<WriteStep<'_>>, dtype: Dtype, tensor: Option<usize>, mut rest: Range<u64>) {
     while !rest.is_empty() {
         if !matches!(steps.last(), Some(WriteStep::Window { elements, .. }) if *elements < WINDOW_ELEMENTS) {

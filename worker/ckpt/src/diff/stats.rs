@@ -2,7 +2,7 @@
 use half::{bf16, f16};
 use serde::Serialize;
 
-/// The values of one element in both tensors.
+/// One element of two tensors: its index, and its value in both tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct ElementPair {
     /// Row-major index of the element in the tensor.
@@ -13,8 +13,8 @@ pub struct ElementPair {
     pub b: f32,
 }
 
-/// A cast to a 16-bit dtype, rounding to nearest with ties to even, that turns one tensor into the
-/// other.
+/// A conversion to a 16-bit dtype that turns one tensor exactly into the other. It rounds to
+/// nearest, ties to even.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum RoundingCast {
     /// `b` is `a` rounded to bfloat16.
@@ -28,7 +28,7 @@ pub enum RoundingCast {
 }
 
 impl RoundingCast {
-    /// Every cast.
+    /// All conversions that are tried.
     const ALL: [RoundingCast; 4] = [
         RoundingCast::BIsBf16OfA,
         RoundingCast::BIsF16OfA,
@@ -36,8 +36,8 @@ impl RoundingCast {
         RoundingCast::AIsF16OfB,
     ];
 
-    /// Returns whether this cast turns one value into exactly the bits of the other value. The
-    /// direction of the cast determines whether `a` or `b` is cast.
+    /// Returns whether this conversion turns one value into exactly the bits of the other. The kind
+    /// of conversion determines whether `a` or `b` is converted.
     fn explains_pair(self, a: f32, b: f32) -> bool {
         let bf16 = |x: f32| bf16::from_f32(x).to_f32().to_bits();
         let f16 = |x: f32| f16::from_f32(x).to_f32().to_bits();
@@ -77,7 +77,7 @@ pub struct ElementDiff {
     pub cast: Option<RoundingCast>,
 }
 
-/// Statistics of the differences between two tensors over a range of their elements. Statistics of
+/// Statistics of the differences between two tensors in a range of their elements. Statistics of
 /// consecutive ranges can be joined.
 #[derive(Default)]
 pub(super) struct DiffStats {
@@ -110,7 +110,7 @@ impl DiffStats {
         stats
     }
 
-    /// Adds one element to all statistics except the casts.
+    /// Adds one element of both tensors to all statistics except the conversions.
     fn add_element_pair(&mut self, at: ElementPair) {
         let finite = at.a.is_finite() && at.b.is_finite();
         self.finite += u64::from(finite);
@@ -131,15 +131,15 @@ impl DiffStats {
         }
     }
 
-    /// Determines which casts do not turn every element of one slice into the element of the other,
-    /// and stores the results in `refuted`.
+    /// Finds the conversions that do not turn every element of one slice into that of the other,
+    /// and adds them to `refuted`.
     fn refute_casts(&mut self, a: &[f32], b: &[f32]) {
         for (refuted, cast) in self.refuted.iter_mut().zip(RoundingCast::ALL) {
             *refuted = !a.iter().zip(b).all(|(&x, &y)| cast.explains_pair(x, y));
         }
     }
 
-    /// Adds the statistics `next`, whose range of elements follows the range of `self`.
+    /// Adds the statistics `next` of the range of elements that follows the range of `self`.
     pub(super) fn append_range(&mut self, next: DiffStats) {
         self.elements += next.elements;
         self.differing += next.differing;

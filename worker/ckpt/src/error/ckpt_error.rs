@@ -11,7 +11,7 @@ use std::error::Error;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Result of this crate's operations, with [`CkptError`] as the error.
+/// The result of this crate's operations: a value, or a [`CkptError`].
 pub type Result<T> = std::result::Result<T, CkptError>;
 
 /// Why a checkpoint cannot be written, read, converted or gathered.
@@ -176,30 +176,30 @@ pub enum CkptError {
 }
 
 impl CkptError {
-    /// Returns a function that wraps an error of a system call in [`CkptError::Io`]. `action`
-    /// completes the sentence "cannot … PATH".
+    /// Returns a function that wraps an I/O error in [`CkptError::Io`], for use with `map_err`.
+    /// `action` completes the sentence "cannot … PATH".
     pub(crate) fn io<E: Into<io::Error>>(action: &'static str, path: &Path) -> impl FnOnce(E) -> CkptError {
         let path = path.to_owned();
         move |error| CkptError::Io { action, path, source: error.into() }
     }
 
-    /// Wraps a problem of the data given to a save in [`CkptError::InvalidSave`].
+    /// Wraps `problem`, a problem of the data that a save was given, in [`CkptError::InvalidSave`].
     pub(crate) fn invalid_save(problem: impl Into<SaveProblem>) -> CkptError {
         CkptError::InvalidSave(problem.into())
     }
 
-    /// Wraps a problem of an option in [`CkptError::InvalidOption`].
+    /// Wraps `problem`, a problem of an option, in [`CkptError::InvalidOption`].
     pub(crate) fn invalid_option(problem: OptionProblem) -> CkptError {
         CkptError::InvalidOption { problem }
     }
 
-    /// Returns [`CkptError::Internal`]. `what` describes the unexpected state.
+    /// Returns the error [`CkptError::Internal`]. `what` describes the unexpected state.
     pub(crate) fn internal(what: &'static str) -> CkptError {
         CkptError::Internal { what }
     }
 
-    /// Returns [`CkptError::Damaged`] for the file `file` of the checkpoint at `path`, without
-    /// naming a block or tensors.
+    /// Returns the error [`CkptError::Damaged`] for the file `file` of the checkpoint at `path`,
+    /// without naming a block or tensors.
     pub(crate) fn damaged(
         path: &Path,
         file: impl Into<String>,
@@ -208,18 +208,19 @@ impl CkptError {
         CkptError::from_damage(path, Damage::for_file(file, reason))
     }
 
-    /// Returns [`CkptError::Damaged`] for the damage `damage` of the checkpoint at `path`.
+    /// Returns the error [`CkptError::Damaged`] for the damage `damage` of the checkpoint at
+    /// `path`.
     pub(crate) fn from_damage(path: &Path, damage: Damage) -> CkptError {
         CkptError::Damaged { path: path.to_owned(), damage: Box::new(damage) }
     }
 
-    /// Returns [`CkptError::NoSuchTensor`] for the tensor `name` of the role `role`.
+    /// Returns the error that the checkpoint at `path` has no tensor `name` with the role `role`.
     pub(crate) fn no_such_tensor(path: &Path, role: TensorRole, name: &str) -> CkptError {
         CkptError::NoSuchTensor { path: path.to_owned(), tensor: tensor_label(role, name) }
     }
 
-    /// Returns [`CkptError::RangeOutsideTensor`] for a request of the elements of `tensor` up to
-    /// the index `requested`. `tensor` is `role/name`, and has `elements` elements.
+    /// Returns the error that elements of `tensor` up to the index `requested` were requested,
+    /// although it has only `elements` elements. `tensor` is `role/name`.
     pub(crate) fn range_outside_tensor(
         path: &Path,
         tensor: String,
@@ -229,22 +230,22 @@ impl CkptError {
         CkptError::RangeOutsideTensor { path: path.to_owned(), tensor, elements, requested }
     }
 
-    /// Returns [`CkptError::Missing`] for the missing part `part` of the checkpoint at `path`.
+    /// Returns the error that the part `part` of the checkpoint at `path` is missing.
     pub(crate) fn missing(path: &Path, part: impl Into<MissingPart>) -> CkptError {
         CkptError::Missing { path: path.to_owned(), part: part.into() }
     }
 
-    /// Returns [`CkptError::Unsupported`] for the feature `feature` of the checkpoint at `path`.
+    /// Returns the error that the feature `feature` of the checkpoint at `path` is not supported.
     pub(crate) fn unsupported(path: &Path, feature: impl Into<UnsupportedFeature>) -> CkptError {
         CkptError::Unsupported { path: path.to_owned(), feature: feature.into() }
     }
 
-    /// Returns [`CkptError::NotACheckpoint`] for the directory at `path`.
+    /// Returns the error that the directory at `path` is not a checkpoint that can be read.
     pub(crate) fn not_a_checkpoint(path: &Path, diagnosis: Diagnosis) -> CkptError {
         CkptError::NotACheckpoint { path: path.to_owned(), diagnosis }
     }
 
-    /// Returns [`CkptError::OutputRejected`] for the output path `path`.
+    /// Returns the error that the output path `path` cannot be used.
     pub(crate) fn output_rejected(path: &Path, problem: OutputProblem) -> CkptError {
         CkptError::OutputRejected { path: path.to_owned(), problem }
     }

@@ -1,4 +1,4 @@
-//! Conversions (`From`) of texts and library errors to the error types of this module.
+//! Conversions (`From`) of texts and library errors to this crate's error types.
 use super::adapter_config::AdapterConfigError;
 use super::damage::DamageReason;
 use super::dcp::DcpError;

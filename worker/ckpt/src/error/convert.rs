@@ -2,8 +2,8 @@
 use crate::tensor::TensorRole;
 use diagnostic::{Code, codes::checkpoint as codes};
 
-/// The reason for which a conversion is rejected. In most cases neither the source nor the options
-/// contain information that the target format needs.
+/// Why a conversion is rejected, usually because neither the source nor the options contain
+/// information that the target format needs.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConvertError {

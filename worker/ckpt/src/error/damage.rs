@@ -29,13 +29,13 @@ pub struct Damage {
     pub reason: DamageReason,
 }
 
-/// Serializes a damage reason as its message text, which becomes the field `why`.
+/// Serializes why a file is damaged as a message text, for the field `why`.
 fn serialize_as_text<S: Serializer>(reason: &DamageReason, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(&shorten(reason.to_string()))
 }
 
 impl Damage {
-    /// Returns the damage of the file `file`, without a block and without tensors.
+    /// Describes the damage of the file `file`, without naming a block or tensors.
     pub(crate) fn for_file(file: impl Into<String>, reason: impl Into<DamageReason>) -> Damage {
         Damage { file: file.into(), block: None, tensors: Vec::new(), reason: reason.into() }
     }

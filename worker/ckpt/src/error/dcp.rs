@@ -1,10 +1,10 @@
-//! [`DcpError`]: why a torch distributed checkpoint is rejected.
+//! [`DcpError`]: why a checkpoint of torch's distributed checkpointing (DCP) is rejected.
 use super::optimizer_state::InvalidStep;
 use super::pickle::PickleError;
 use super::torch_file::TorchFileError;
 use crate::tensor::{Dtype, InvalidTensorName};
 
-/// Why a torch distributed checkpoint is rejected.
+/// Why a checkpoint of torch's distributed checkpointing (DCP) is rejected.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DcpError {

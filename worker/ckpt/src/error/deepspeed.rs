@@ -143,7 +143,7 @@ pub enum DeepSpeedError {
     InvalidLatest,
 }
 
-/// Why flat tensors do not match the shapes of their parameters.
+/// Why the flat arrays in DeepSpeed's files do not match the shapes of their parameters.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayoutError {

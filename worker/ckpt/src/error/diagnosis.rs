@@ -149,8 +149,8 @@ impl Diagnosis {
         }
     }
 
-    /// Returns advice on how to get a readable checkpoint. Returns `None` for a diagnosis without
-    /// advice.
+    /// Returns advice on how to get a readable checkpoint, or `None` if there is none for this
+    /// diagnosis.
     pub fn help(&self) -> Option<String> {
         use Diagnosis::*;
         Some(match self {
@@ -172,7 +172,7 @@ impl Diagnosis {
     }
 }
 
-/// Formats `candidates` as a list with commas. Appends "and N more" if `more` is not 0.
+/// Formats the names `candidates` as a list with commas. Appends "and N more" if `more` is not 0.
 fn format_candidates(candidates: &[String], more: usize) -> String {
     match more {
         0 => candidates.join(", "),

@@ -46,8 +46,8 @@ impl CkptError {
         }
     }
 
-    /// Returns advice for the user, as help texts of the diagnostic. The list is empty if no
-    /// general advice exists for this error.
+    /// Returns advice for the user, as the help texts of the error's diagnostic. The list is empty
+    /// if no general advice exists for this error.
     pub fn help(&self) -> Vec<String> {
         use CkptError::*;
         let text = match self {

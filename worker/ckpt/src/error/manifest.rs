@@ -1,8 +1,8 @@
-//! [`ManifestError`]: the reason for which a manifest or the data of a save is rejected.
+//! [`ManifestError`]: why a manifest of a native checkpoint, or the data of a save, is rejected.
 use crate::tensor::{CoverageError, Dtype, InvalidTensorName};
 use std::ops::Range;
 
-/// The reason for which a manifest, or the data of a save, is rejected.
+/// Why a manifest of a native checkpoint, or the data of a save, is rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ManifestError {

@@ -1,10 +1,11 @@
-//! [`MissingPart`]: a part of a checkpoint that does not exist.
+//! [`MissingPart`]: a part of a checkpoint that is missing, for errors.
 use super::text::{format_names, format_ranks};
 use diagnostic::quantity::format_count;
 use serde::Serialize;
 use std::ops::Range;
 
-/// A shard that is in the checkpoint directory of another host.
+/// A rank's file of a checkpoint that is on another host, in a directory that this host does not
+/// see.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct RemoteShard {
     /// Name of the shard's file.
@@ -13,7 +14,7 @@ pub struct RemoteShard {
     pub host: String,
 }
 
-/// A part of a checkpoint that does not exist, such as a file or a tensor.
+/// A part of a checkpoint that is missing, such as a file or a tensor.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MissingPart {
@@ -96,7 +97,7 @@ pub enum MissingPart {
     Other(String),
 }
 
-/// Formats shards with their hosts as a list, of which at most three are shown.
+/// Formats missing shards and the hosts that have them as a list, of which at most three are shown.
 pub(crate) fn format_remote_shards(shards: &[RemoteShard]) -> String {
     const LISTED: usize = 3;
     let list: Vec<String> =
@@ -107,8 +108,8 @@ pub(crate) fn format_remote_shards(shards: &[RemoteShard]) -> String {
     }
 }
 
-/// Formats the checkpoints that could be used instead, as a remark at the end of a message. The
-/// remark is empty if there are none.
+/// Formats a remark at the end of a message, which lists the checkpoints that could be used
+/// instead. The remark is empty if there are none.
 fn format_present(present: &[String]) -> String {
     match present.is_empty() {
         true => String::new(),
@@ -116,7 +117,7 @@ fn format_present(present: &[String]) -> String {
     }
 }
 
-/// Formats the ranks whose files are missing: `file of rank 3`, `files of ranks 3 and 4`.
+/// Formats which ranks' files are missing, such as `file of rank 3` or `files of ranks 3 and 4`.
 fn format_files_of_ranks(ranks: &[u32]) -> String {
     match ranks {
         [rank] => format!("file of rank {rank}"),

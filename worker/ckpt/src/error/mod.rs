@@ -1,4 +1,4 @@
-//! [`CkptError`]: why a checkpoint cannot be written, read, converted or gathered.
+//! The error types of this crate, in particular [`CkptError`].
 //!
 //! Every error has a stable code ([`CkptError::code`]). Callers of this crate convert an error to a
 //! [`diagnostic::Diagnostic`], which has the message, structured fields, and advice as help texts.

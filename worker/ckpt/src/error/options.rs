@@ -1,4 +1,4 @@
-//! Why an option or an output path is rejected.
+//! [`OptionProblem`] and [`OutputProblem`]: why an option or an output path is rejected.
 use crate::tensor::Dtype;
 use std::path::PathBuf;
 
@@ -102,8 +102,8 @@ pub enum OutputProblem {
     NoName,
 }
 
-/// Formats a size of memory in MiB: `64 MiB`, `0.5 MiB`. Rounds down, so that a size below a limit
-/// is shown as less than the limit.
+/// Formats a size in bytes as MiB, such as `64 MiB` or `0.5 MiB`. Rounds down, so that a size below
+/// a limit is shown as less than the limit.
 fn format_mebibytes(bytes: u64) -> String {
     let tenths = (bytes as f64 * 10.0 / f64::from(1 << 20)).floor();
     format!("{} MiB", tenths / 10.0)

@@ -141,7 +141,7 @@ fn format_opcode(opcode: u8) -> String {
     format!("0x{opcode:02x} ({name})")
 }
 
-/// Why a value cannot be written as a pickle.
+/// Why a Python value cannot be written as a pickle.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum EncodeError {

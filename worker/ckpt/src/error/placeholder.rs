@@ -1,6 +1,7 @@
-//! [`Placeholder`]: a small file that has the name of a weights file but not its content.
+//! [`Placeholder`]: a small file that a failed download or checkout left in place of a weights
+//! file.
 
-/// A file that a failed download or checkout left in place of the real file.
+/// A small file that a failed download or checkout left in place of the real file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Placeholder {
     /// A pointer of Git LFS, which names the real file by its hash.

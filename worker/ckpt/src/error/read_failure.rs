@@ -1,7 +1,7 @@
-//! [`ReadFailure`]: an I/O error that can be cloned and compared.
+//! [`ReadFailure`]: a copy of an I/O error, which unlike the original can be cloned and compared.
 use std::io;
 
-/// An I/O error that can be cloned and compared: the kind and the text of the original.
+/// A copy of an I/O error, which unlike the original can be cloned and compared: its kind and text.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct ReadFailure {

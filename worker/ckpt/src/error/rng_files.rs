@@ -6,7 +6,7 @@ use crate::format_constants::{CPU_STATE_BYTES, CUDA_STATE_BYTES, SCHEDULER_FILE,
 use crate::stream_kind::StreamKind;
 use diagnostic::{Code, codes::checkpoint as codes};
 
-/// Why the content of an RNG state file is rejected.
+/// Why the content of a file with random generator states (RNG) is rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RngStateError {
@@ -106,7 +106,7 @@ pub enum RngStateError {
     Read(#[from] ReadFailure),
 }
 
-/// A contradiction between the RNG state files of a checkpoint directory.
+/// A contradiction between the files with random generator states (RNG) in a checkpoint directory.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RngFilesError {
@@ -137,10 +137,11 @@ pub enum RngFilesError {
     OtherProgram,
 }
 
-/// The largest number of ranks that [`ReconcileError::NotReplicated`] lists.
+/// The largest number of ranks that the message of [`ReconcileError::NotReplicated`] lists.
 const RANKS_LISTED: usize = 8;
 
-/// Why the streams of the old ranks can't be assigned to the new ranks.
+/// Why the random generator states of the ranks that saved a checkpoint cannot be assigned to
+/// another number of ranks.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReconcileError {
@@ -230,7 +231,8 @@ fn format_ranks(ranks: &[usize]) -> String {
     ranks.iter().take(RANKS_LISTED).map(usize::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// Why `scheduler.bin`, whose counter depends on the number of processes, can't be rescaled.
+/// Why Accelerate's `scheduler.bin`, whose step counter depends on the number of processes, cannot
+/// be adapted to another number.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RescaleError {

@@ -1,4 +1,4 @@
-//! Formats lists of names and ranks for messages, and shortens texts of untrusted files.
+//! Formats lists of names and ranks for messages, and shortens texts from untrusted files.
 
 /// Limit on the number of ranks that a message lists.
 pub(crate) const RANKS_LISTED_MAX: usize = 16;
@@ -6,8 +6,8 @@ pub(crate) const RANKS_LISTED_MAX: usize = 16;
 /// Limit on the number of characters that a message quotes from one text of an untrusted file.
 const TEXT_CHARS_MAX: usize = 600;
 
-/// Shortens a text to [`TEXT_CHARS_MAX`] characters, since an untrusted file may contain texts of
-/// any length. The end of a shortened text is `…`.
+/// Shortens a text from an untrusted file to [`TEXT_CHARS_MAX`] characters, for a message. The end
+/// of a shortened text is `…`.
 pub(crate) fn shorten(mut text: String) -> String {
     if let Some((at, _)) = text.char_indices().nth(TEXT_CHARS_MAX) {
         text.truncate(at);

@@ -1,10 +1,10 @@
-//! [`UnsupportedFeature`]: a property of a checkpoint that an operation does not support.
+//! [`UnsupportedFeature`]: what is not supported about a checkpoint, for errors.
 use super::adapter_config::AdapterConfigError;
 use super::convert::ConvertError;
 use super::rng_files::{ReconcileError, RescaleError};
 use crate::tensor::Dtype;
 
-/// A property of a checkpoint that an operation does not support.
+/// What an operation does not support about a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum UnsupportedFeature {

@@ -1,5 +1,5 @@
-//! Views of a checkpoint with low-rank adapters. One view has only the adapters, for a PEFT
-//! directory. The other view is the model with merged adapters.
+//! Views of a checkpoint with LoRA adapters. One view has only the adapters, for a PEFT directory.
+//! The other one is the model whose matrices contain the adapters (merged).
 use crate::catalog::{ReadRequest, TensorInfo, TensorSource, TextFile, TrainingState};
 use crate::error::{CkptError, DamageReason, OptionProblem, Result};
 use crate::format_constants::ADAPTER_CONFIG_FILE;
@@ -13,14 +13,14 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
 
-/// A view of a checkpoint that has adapters. The view shows only the adapters, or the model with
-/// the adapters merged into its matrices.
+/// A checkpoint with LoRA adapters, presented as one that has only the adapters or as one whose
+/// matrices contain them (merged).
 pub(super) struct AdapterView<'a> {
     inner: &'a dyn TensorSource,
     content: ViewContent,
 }
 
-/// The tensors of an [`AdapterView`].
+/// Which tensors an [`AdapterView`] presents: the adapters, or the merged model.
 enum ViewContent {
     /// The adapters alone, with the tensor names of PEFT's files, and the text files next to them.
     Adapters { texts: Vec<TextFile> },
@@ -34,9 +34,8 @@ enum ViewContent {
     },
 }
 
-/// Opens a view of the tensors to gather from a checkpoint with adapters. The view is the model
-/// with merged adapters if `merge` is true, and has only the adapters otherwise. Returns `None` if
-/// the checkpoint has no adapters.
+/// Presents a checkpoint with LoRA adapters for gathering: with merged matrices if `merge` is true,
+/// otherwise with only the adapters. Returns `None` if the checkpoint has no adapters.
 ///
 /// # Errors
 /// Fails if `merge` is true and the checkpoint has no adapters, if the adapter config is not
@@ -71,15 +70,16 @@ pub(super) fn open_adapter_view(inner: &dyn TensorSource, merge: bool) -> Result
     Ok(Some(AdapterView { inner, content }))
 }
 
-/// The shape of the adapter of one matrix: A is `[rank, in_features]`, B is `[out_features, rank]`.
+/// The shape of the LoRA adapter of one matrix: A is `[rank, in_features]`, B is `[out_features,
+/// rank]`.
 struct AdapterShape {
     rank: usize,
     in_features: usize,
     out_features: usize,
 }
 
-/// Collects the shapes of the adapters of `inner`, by the names of the matrices that they adapt.
-/// Fails if the shape of an adapter does not match its matrix or the rank in `config`.
+/// Returns the shapes of the LoRA adapters of `inner`, by the names of the adapted matrices. Fails
+/// if the shape of an adapter does not match its matrix or the rank in `config`.
 fn collect_adapters(
     inner: &dyn TensorSource,
     config: &AdapterConfig,
@@ -112,9 +112,9 @@ fn collect_adapters(
 }
 
 impl AdapterShape {
-    /// Reads the adapter of the matrix `name` from `source`, and adds `scale` × B · A to `values`,
-    /// which are elements of the matrix starting at element `start`. Transposes B · A if the matrix
-    /// is `[in, out]`.
+    /// Adds the LoRA adapter of the matrix `name`, `scale` × B · A, to `values`, which are elements
+    /// of the matrix starting at element `start`. Reads the adapter from `source`. Transposes B · A
+    /// if the matrix is `[in, out]`.
     fn add_to_matrix(
         &self,
         source: &dyn TensorSource,
@@ -155,9 +155,9 @@ impl AdapterShape {
     }
 }
 
-/// Computes a part of one row of a matmul and adds `scale` × the result to `values`, which are the
-/// columns `range` of the row. `left` is the same row of the left matrix, and `right` is the whole
-/// right matrix with `columns` columns. `sums` is scratch memory with at least as many elements as
+/// Computes a part of one row of a matmul and adds `scale` × the result to `values`, the columns
+/// `range` of the row. `left` is the same row of the left matrix, and `right` is the whole right
+/// matrix with `columns` columns. `sums` is scratch memory with at least as many elements as
 /// `range`, and is overwritten.
 fn add_matmul_row(
     values: &mut [f32],

@@ -1,4 +1,4 @@
-//! Gathers the weights and buffers of a checkpoint into a Hugging Face directory.
+//! Gathers the weights and buffers of a checkpoint in a Hugging Face directory.
 use super::adapters;
 use super::output::GatherOutput;
 use super::plan::{GatherOptions, GatherPlan, GatheredFile, MODEL_STEM};
@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-/// The result of a gather.
+/// The result of gathering a checkpoint's weights, for the user.
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct GatherReport {
     /// The output directory.
@@ -114,7 +114,7 @@ fn write_text_files(dir: &Path, files: &[GatheredFile], texts: &[(String, String
     Ok(())
 }
 
-/// Lists the written files for the record of the gather.
+/// Lists the written files for the record that is stored in the directory.
 fn list_recorded_files(files: &[GatheredFile], texts: &[(String, String)]) -> Vec<RecordedFile> {
     let weights = files.iter().map(|f| (&f.name, RecordedContent { bytes: f.bytes, blake3: f.blake3 }));
     let texts = texts.iter().map(|(name, text)| (name, RecordedContent::from_text(text.as_bytes())));

@@ -1,12 +1,13 @@
-//! The output directory of a gather, which has a hidden name until all files are complete.
+//! [`GatherOutput`]: the directory to which a gather writes, which has a hidden name until all
+//! files are complete.
 use crate::codec::disk::{self, DirLock, Directory};
 use crate::error::{CkptError, Result};
 use crate::save::output_record::GATHER_MARKER;
 use crate::save::resolve_output_path;
 use std::path::{Path, PathBuf};
 
-/// Disk space that a gather needs in addition to the tensors, in bytes: for headers, and for
-/// rounding up to whole blocks of the file system.
+/// Disk space in bytes that a gather needs in addition to the tensors, for headers and rounding up
+/// to whole blocks.
 const OVERHEAD_BYTES: u64 = 4 << 20;
 
 /// The hidden directory to which a gather writes, and the final path of that directory. Dropping

@@ -1,4 +1,4 @@
-//! [`GatherPlan`]: the files that a gather writes, and their contents.
+//! [`GatherPlan`]: which files a gather writes, and which tensors each of them contains.
 use super::save_order;
 use crate::catalog::{TensorInfo, TensorSource};
 use crate::codec::disk::Directory;
@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::path::Path;
 
-/// Maximum number of elements that are converted at a time: 4 MiB of F32.
+/// Maximum number of elements that a gather converts at a time: 4 MiB of F32.
 const WINDOW_ELEMENTS: usize = 1 << 20;
 const CONFIG_FILE: &str = "config.json";
 /// Common beginning of the names of weight files.

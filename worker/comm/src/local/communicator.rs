@@ -1,4 +1,4 @@
-//! [`LocalComm`]: the communicator of one rank of a group of threads.
+//! [`LocalComm`]: the communicator of one rank, in a group whose ranks are threads of one process.
 use super::group::LocalGroup;
 use crate::{
     CommError, Result,
@@ -7,7 +7,7 @@ use crate::{
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The communicator of one rank of a group of threads.
+/// The communicator of one rank, in a group whose ranks are threads of one process.
 ///
 /// Dropping it leaves the group: peers that need this rank then get [`CommError::Aborted`].
 pub struct LocalComm {
@@ -18,7 +18,7 @@ pub struct LocalComm {
     pub(super) call_state: Mutex<LocalCallState>,
 }
 
-/// How many collectives and exchanges one rank has begun.
+/// The number of collectives that one rank has begun, and the number of their data exchanges.
 pub(super) struct LocalCallState {
     /// Number of collectives called so far.
     pub(super) calls: u64,

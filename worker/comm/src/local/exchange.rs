@@ -1,4 +1,4 @@
-//! The exchanges among the threads of a group ([`LocalComm`]).
+//! How the threads of a group ([`LocalComm`]) let each other read their buffers.
 //!
 //! In an exchange every rank publishes the addresses of its data, waits until all have published,
 //! reads its peers' memory, and waits until all have finished reading. The second wait makes the
@@ -18,8 +18,8 @@ use std::{
     time::Instant,
 };
 
-/// Counts this rank as a reader of its peers' memory until dropped. Dropping it, on return or
-/// during a panic, blocks until no peer reads this rank's memory any more.
+/// Guard that counts this rank as a reader of its peers' memory until it is dropped. Dropping it,
+/// on return or during a panic, blocks until no peer reads this rank's memory any more.
 struct ReadGuard<'a> {
     comm: &'a LocalComm,
     exchange: u64,
@@ -59,9 +59,9 @@ impl Drop for ReadGuard<'_> {
 }
 
 impl LocalComm {
-    /// Runs one exchange: publishes `contribution`, waits for every rank, checks that all made the
-    /// same call, and lets `read` read the contributions of all ranks. Returns when no rank reads
-    /// any more.
+    /// Runs one exchange of a collective: publishes `contribution`, waits for every rank, checks
+    /// that all made the same call, and lets `read` read the contributions of all ranks. Returns
+    /// when no rank reads any more.
     pub(super) fn exchange_contributions(
         &self,
         call_state: &mut LocalCallState,
@@ -83,8 +83,8 @@ impl LocalComm {
         }
     }
 
-    /// Publishes `contribution` and waits until all ranks have published theirs for this exchange.
-    /// Returns the contributions of all ranks. On success this rank counts as a reader.
+    /// Publishes this rank's `contribution` to an exchange, waits until all ranks have published
+    /// theirs, and returns all contributions. On success this rank counts as a reader.
     fn publish_and_wait_for_peers(
         &self,
         exchange: u64,
@@ -137,8 +137,8 @@ impl LocalComm {
         self.wait_for_readers(state, CommError::Aborted(reason))
     }
 
-    /// Waits until no rank reads the memory of its peers any more, and then fails with `error`. The
-    /// group must be aborted, so that no further rank begins to read.
+    /// Waits until no rank of an aborted group reads the memory of its peers any more, and then
+    /// fails with `error`.
     fn wait_for_readers<T>(&self, mut state: MutexGuard<'_, GroupState>, error: CommError) -> Result<T> {
         while state.readers > 0 {
             state = self.group.wait_for_change(state, Instant::now() + self.group.timeout);
@@ -146,7 +146,8 @@ impl LocalComm {
         Err(error)
     }
 
-    /// Builds the error of a rank that waited for the ranks in `missing`.
+    /// Builds the timeout error of this rank's `call`, for which the ranks in `missing` did not
+    /// arrive.
     fn build_timeout_error(&self, call: &CollectiveCall, missing: Vec<usize>) -> CommError {
         let GroupPosition { rank, world } = self.position;
         let (collective, call_number, timeout) = (call.kind, call.number, self.group.timeout);

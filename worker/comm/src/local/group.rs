@@ -1,4 +1,4 @@
-//! [`LocalGroup`]: the state that the ranks of a group of threads share.
+//! [`LocalGroup`]: the state shared by the ranks of a group whose ranks are threads of one process.
 use super::{local_window::LocalWindow, published_slice::PublishedSlice};
 use crate::{AbortReason, call::CollectiveCall};
 use std::{
@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The state that the ranks of a group of threads share.
+/// The state shared by the ranks of a group whose ranks are threads of one process.
 pub(super) struct LocalGroup {
     pub(super) timeout: Duration,
     pub(super) state: Mutex<GroupState>,
@@ -14,8 +14,7 @@ pub(super) struct LocalGroup {
     pub(super) changed: Condvar,
 }
 
-/// The state of a group that its lock protects: the progress of every rank, and why the group was
-/// aborted.
+/// The lock-protected state of a group: the progress of every rank, and why the group was aborted.
 pub(super) struct GroupState {
     pub(super) contributions: Vec<Option<Arc<Contribution>>>,
     /// By rank: the number of the last exchange that the rank entered.
@@ -31,7 +30,7 @@ pub(super) struct GroupState {
     pub(super) aborted: Option<AbortReason>,
 }
 
-/// The data of one rank that its peers read in one exchange.
+/// What one rank publishes in one exchange for its peers to read: its call and its data.
 pub(super) struct Contribution {
     pub(super) call: CollectiveCall,
     pub(super) slices: Vec<PublishedSlice>,
@@ -62,8 +61,8 @@ impl LocalGroup {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Releases the lock of the group's state until a rank changes the state, at most until
-    /// `deadline`. Returns the lock, locked again.
+    /// Sleeps until another rank changes the group's state, at most until `deadline`. The lock
+    /// `state` is released meanwhile, and returned locked again.
     pub(super) fn wait_for_change<'a>(
         &self,
         state: MutexGuard<'a, GroupState>,
@@ -80,7 +79,7 @@ impl LocalGroup {
         self.changed.notify_all();
     }
 
-    /// Records that `rank` has left the group: from now on, peers that wait for this rank fail.
+    /// Records that `rank` has left the group: peers that wait for this rank now or later fail.
     /// Aborts the group if the calling thread is panicking.
     pub(super) fn leave(&self, rank: usize) {
         let mut state = self.lock_state();

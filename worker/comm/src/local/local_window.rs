@@ -1,4 +1,5 @@
-//! [`LocalWindow`]: the memory of a shared window of the threads of one process.
+//! [`LocalWindow`]: the memory of a shared window ([`crate::Comm::shared_window`]) if all ranks are
+//! threads of one process.
 use crate::shared_window::WindowMemory;
 use device::{Buf, Dtype};
 use std::{ops::Range, ptr::NonNull};
@@ -27,7 +28,7 @@ impl LocalWindow {
 }
 
 impl WindowMemory for LocalWindow {
-    /// Does nothing: the window is ordinary memory of this process, which counts once for all
-    /// ranks.
+    /// Does nothing, because the window's pages are counted only once: all ranks are threads of
+    /// this process.
     fn release_pages(&self, _: Range<usize>) {}
 }

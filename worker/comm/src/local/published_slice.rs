@@ -13,15 +13,15 @@ unsafe impl Send for PublishedSlice {}
 unsafe impl Sync for PublishedSlice {}
 
 impl PublishedSlice {
-    /// Describes a slice of `f32` elements, which peers can then read with
+    /// Publishes a slice of `f32` elements, which peers can then read with
     /// [`PublishedSlice::as_f32`].
     pub(super) fn from_f32(x: &[f32]) -> Self {
         let (address, bytes) = (x.as_ptr().cast(), size_of_val(x));
         PublishedSlice { address, bytes, element_bytes: size_of::<f32>() }
     }
 
-    /// Describes the bytes of a slice of elements with `element_bytes` bytes each, which peers can
-    /// then read with [`PublishedSlice::as_bytes`].
+    /// Publishes the bytes `x` of elements with `element_bytes` bytes each, which peers can then
+    /// read with [`PublishedSlice::as_bytes`].
     pub(super) fn from_bytes(x: &[u8], element_bytes: usize) -> Self {
         PublishedSlice { address: x.as_ptr(), bytes: x.len(), element_bytes }
     }

@@ -1,5 +1,5 @@
-//! The NCCL functions that this crate calls, all of which NCCL has since version 2.18. Their types
-//! are those of the crate `cudarc`.
+//! Bindings of the NCCL functions that this crate calls. All of them exist since NCCL 2.18. Their
+//! types are those of the crate `cudarc`.
 use cudarc::nccl::sys::*;
 use std::ffi::{c_char, c_int, c_void};
 
@@ -36,7 +36,7 @@ pub(super) fn create_non_blocking_config() -> ncclConfig_t {
 }
 
 device::dynamic_library! {
-    /// The functions of an opened NCCL library, `libnccl.so.2`.
+    /// The NCCL functions that this crate calls, looked up in the opened library `libnccl.so.2`.
     pub(super) struct NcclFunctions: cudarc::nccl::sys, ncclResult_t;
     fn ncclGetVersion(version: *mut c_int);
     fn ncclGetUniqueId(id: *mut ncclUniqueId);

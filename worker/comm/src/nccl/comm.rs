@@ -1,4 +1,4 @@
-//! [`NcclComm`]: collectives of buffers in GPU memory by NCCL.
+//! [`NcclComm`]: the collectives of one rank, which run in NCCL for buffers in GPU memory.
 //!
 //! Everything else uses a transport between host memories: lengths, reports, barriers, aborts, and
 //! buffers in host memory.
@@ -22,7 +22,8 @@ use std::{
     time::Duration,
 };
 
-/// The communicator of one rank with a GPU, on top of NCCL.
+/// The communicator of one rank whose buffers may be in GPU memory: NCCL transfers GPU memory,
+/// another transport the rest.
 pub struct NcclComm {
     group: NcclGroup,
     /// The transport for everything that NCCL does not transfer: buffers in host memory, and all
@@ -34,9 +35,9 @@ pub struct NcclComm {
 }
 
 impl NcclComm {
-    /// Creates an NCCL communicator between the ranks of `host_comm`, each with its GPU. Every rank
-    /// of `host_comm` must call this function, because it is a collective. Fails if a rank does not
-    /// join within `timeout`.
+    /// Creates an NCCL communicator among the ranks of `host_comm`, each of which has a GPU. Every
+    /// rank of `host_comm` must call this function, because it is a collective. Fails if a rank
+    /// does not join within `timeout`.
     ///
     /// `timeout` does not apply to the collectives of the returned communicator. Their timeout is
     /// [`DEFAULT_TIMEOUT`], which is long enough for NCCL to connect two ranks when they first
@@ -54,14 +55,14 @@ impl NcclComm {
         Ok(NcclComm { group, host_comm, cuda, received: Mutex::default() })
     }
 
-    /// Returns the CUDA stream of the calling thread, after enqueueing GPU work that the thread has
-    /// recorded but not launched. Fails if the GPU has failed, so that no invalid data is sent.
+    /// Launches the GPU work that the calling thread has recorded, and returns the CUDA stream on
+    /// which it runs. Fails if the GPU has failed, so that no invalid data is sent.
     fn flushed_stream(&self) -> Result<CudaStream> {
         Ok(CudaStream(self.cuda.flushed_stream()?))
     }
 
-    /// Enqueues the `sends` to peers and the `receives` from peers, all of elements of type
-    /// `dtype`. NCCL runs all of them at the same time.
+    /// Enqueues several sends to peers and receives from peers, all of elements of type `dtype`.
+    /// NCCL runs all of them at the same time.
     fn exchange_parts(&self, sends: &[PeerBuffer], receives: &[PeerBuffer], dtype: Dtype) -> Result<()> {
         if sends.is_empty() && receives.is_empty() {
             return Ok(());

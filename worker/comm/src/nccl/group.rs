@@ -1,4 +1,5 @@
-//! [`NcclGroup`]: one rank's NCCL communicator.
+//! [`NcclGroup`]: the wrapper of an `ncclComm_t`, NCCL's communicator of one rank. It adds timeouts
+//! and aborts.
 use super::binding::{ID_BYTES, IN_PROGRESS, NcclFunctions, SUCCESS, Status, create_non_blocking_config};
 use super::library::NcclLibrary;
 use crate::abort_reason::AbortReason;
@@ -15,11 +16,10 @@ use std::{
 
 /// The first delay between two polls of a communicator. The delay grows with every poll.
 const MIN_POLL_DELAY: Duration = Duration::from_micros(20);
-/// The largest delay between two polls of a communicator.
+/// The upper limit of the delay between two polls of a communicator, which grows with every poll.
 const MAX_POLL_DELAY: Duration = Duration::from_millis(2);
 
-/// Sleeps between two polls of a communicator. Each sleep is longer than the one before, and the
-/// total is limited by a timeout.
+/// Sleeps between two polls of a communicator, longer each time, until a timeout has expired.
 struct PollBackoff {
     deadline: Instant,
     timeout: Duration,
@@ -43,8 +43,8 @@ impl PollBackoff {
     }
 }
 
-/// NCCL's handle of a communicator, and the reason of its abort. A lock protects this state, and is
-/// held only for calls that do not wait.
+/// The lock-protected state of a communicator: NCCL's handle, and the error with which it was
+/// aborted. A lock protects this state, and is held only for calls that do not wait.
 struct CommunicatorState {
     /// NCCL's handle of the communicator; null after the communicator was aborted.
     comm: ncclComm_t,
@@ -54,7 +54,8 @@ struct CommunicatorState {
 // SAFETY: a communicator may be used from any thread, one at a time, which the lock ensures.
 unsafe impl Send for CommunicatorState {}
 
-/// One rank's NCCL communicator. Its collectives enqueue work on a CUDA stream and return.
+/// Wrapper of an `ncclComm_t`, NCCL's communicator of one rank (not a bracket of `ncclGroupStart`
+/// and `ncclGroupEnd`). Its collectives enqueue work on a CUDA stream and return.
 pub struct NcclGroup {
     nccl: NcclLibrary,
     state: Mutex<CommunicatorState>,
@@ -98,8 +99,9 @@ impl NcclGroup {
         Ok(group)
     }
 
-    /// Creates an NCCL communicator between the ranks of `host_comm`. Every rank of `host_comm`
-    /// must call this function, because it is a collective. An abort of `host_comm` ends the wait.
+    /// Creates an NCCL communicator among the ranks of `host_comm`, which transfers the NCCL id to
+    /// all of them. Every rank of `host_comm` must call this function, because it is a collective.
+    /// An abort of `host_comm` ends the wait.
     ///
     /// Either all ranks get a communicator or none does. `timeout` applies to this call and to
     /// every later wait, until [`NcclGroup::set_timeout`]. The rank uses the GPU of the calling
@@ -176,8 +178,8 @@ impl NcclGroup {
         }
     }
 
-    /// Calls a function of NCCL with this communicator. Fails if the communicator was aborted. A
-    /// failed call aborts the communicator.
+    /// Calls the NCCL function `f` with this communicator. `function` is its name for errors. Fails
+    /// if the communicator was aborted. A failed call aborts the communicator.
     fn call_function(
         &self,
         function: &str,
@@ -242,8 +244,8 @@ impl NcclGroup {
         }
     }
 
-    /// Calls a function of NCCL that enqueues work on a stream, and waits until NCCL has accepted
-    /// the call.
+    /// Calls the NCCL function `f`, which enqueues work on a stream, and waits until NCCL has
+    /// accepted the call.
     fn enqueue_call(
         &self,
         function: &str,

@@ -1,4 +1,5 @@
-//! [`ShmComm`]: the communicator of one rank, and the rounds of its collectives.
+//! [`ShmComm`]: the communicator of one rank, in a group of processes that share a memory segment.
+//! Also the steps (rounds) of its collectives.
 use super::limits::ShmLimits;
 use super::segment::Segment;
 use super::wait::{WaitError, store_words};
@@ -13,8 +14,8 @@ use std::{
     sync::{Mutex, MutexGuard, atomic::Ordering},
 };
 
-/// Limit on the bytes that a rank publishes in one round of a streaming collective. If a staging
-/// slot is smaller, the size of the slot is the limit.
+/// Limit on the bytes that a rank writes to the shared memory in one step of a collective that
+/// moves data chunk by chunk. If a staging slot is smaller, the size of the slot is the limit.
 pub(super) const MAX_CHUNK_BYTES: usize = 512 << 10;
 
 /// The number of `f32` elements in a cache line.
@@ -39,7 +40,7 @@ pub struct ShmComm {
     pub(super) call_state: Mutex<ShmCallState>,
 }
 
-/// Maps ranks within a segment to ranks of the job, because error messages name ranks of the job.
+/// Maps the ranks of a host, numbered from 0, to ranks of the job, which error messages name.
 #[derive(Clone, Debug)]
 pub(crate) struct JobRanks {
     /// By rank within the segment: the rank within the job.
@@ -48,7 +49,8 @@ pub(crate) struct JobRanks {
     pub(crate) world: usize,
 }
 
-/// How many collectives and rounds one rank has begun, and its reusable memory.
+/// What changes with each call of a communicator: the number of collectives and rounds that the
+/// rank has begun, and reusable memory.
 pub(crate) struct ShmCallState {
     /// Number of collectives called so far.
     pub(super) calls: u64,
@@ -62,14 +64,16 @@ pub(crate) struct ShmCallState {
 }
 
 impl ShmCallState {
-    /// Returns the index of this rank's staging slot for the next round: 0 or 1, alternating.
+    /// Returns which of this rank's two staging slots the next round uses, 0 or 1. Rounds alternate
+    /// between them.
     pub(super) fn next_slot(&self) -> usize {
         ((self.rounds + 1) % 2) as usize
     }
 }
 
 impl ShmComm {
-    /// Joins a group of `world` ranks as rank `rank`, and returns when all ranks have joined.
+    /// Joins the group that shares the memory file `fd`, as rank `rank` of `world`. Returns when
+    /// all ranks have joined.
     ///
     /// `fd` is one memfd that every rank inherited, of size 0 at first. Fails if a rank does not
     /// join within `limits.join_timeout`, or if ranks disagree about `world` or the staging size.
@@ -77,8 +81,8 @@ impl ShmComm {
         ShmComm::join_host_group(fd, rank, limits, JobRanks { ranks: (0..world).collect(), world })
     }
 
-    /// Joins the group of the ranks of one host of a job. This rank is `rank` within the segment
-    /// and `job_ranks.ranks[rank]` within the job.
+    /// Joins the group of one host's ranks in a job that spans several hosts. This rank is `rank`
+    /// within the segment and `job_ranks.ranks[rank]` within the job.
     pub(crate) fn join_host_group(
         fd: OwnedFd,
         rank: usize,
@@ -113,7 +117,7 @@ impl ShmComm {
         }
     }
 
-    /// Converts `rank`, a rank within the segment, to the rank within the job.
+    /// Converts `rank`, the number of a rank within this host's group, to its rank within the job.
     pub(super) fn to_job_rank(&self, rank: usize) -> usize {
         self.job_ranks.ranks[rank]
     }
@@ -123,7 +127,7 @@ impl ShmComm {
         self.segment.header().abort_reason().map_or(Ok(()), |reason| Err(CommError::Aborted(reason)))
     }
 
-    /// Leaves the group cleanly. From now on, peers that wait for this rank fail.
+    /// Marks this rank as having left the group. Peers that wait for this rank now or later fail.
     pub(crate) fn leave(&self) {
         self.segment.rank_status(self.position.rank).has_left.store(1, Ordering::SeqCst);
         self.segment.header().wake_sleepers();
@@ -167,7 +171,7 @@ impl ShmComm {
         self.abort_on_error(CommError::Mismatch(mismatch))
     }
 
-    /// Converts ranks within the segment to ranks within the job.
+    /// Converts numbers of ranks within this host's group to their ranks within the job.
     pub(super) fn to_job_ranks(&self, ranks: Vec<usize>) -> Vec<usize> {
         ranks.into_iter().map(|rank| self.to_job_rank(rank)).collect()
     }
@@ -205,15 +209,15 @@ impl ShmComm {
         }
     }
 
-    /// Aborts the group because the peer `rank` (a rank within the segment) left although
-    /// `collective` needs it. Returns the error of the collective.
+    /// Aborts the group because the peer `rank` left while `collective` needed it, and returns the
+    /// error of the collective.
     pub(super) fn abort_on_departed_peer(&self, rank: usize, collective: String) -> CommError {
         let reason = AbortReason::PeerLeft { rank: self.to_job_rank(rank), collective };
         self.abort_on_error(CommError::Aborted(reason))
     }
 
-    /// Enters the next round of the collective `call`. From now on peers may read this rank's
-    /// staging slot.
+    /// Publishes the data that this rank has prepared for the next round of `call`. From now on
+    /// peers may read this rank's staging slot.
     pub(super) fn enter_round(&self, call_state: &mut ShmCallState, call: &CollectiveCall) {
         call_state.rounds += 1;
         self.segment.enter_round(self.position.rank, call_state.rounds, call.to_words());
@@ -243,19 +247,21 @@ impl ShmComm {
         (1..world).map(move |i| (rank + i) % world)
     }
 
-    /// Returns how many `f32` elements a rank publishes in one round of a streaming collective.
+    /// Returns how many `f32` elements a rank writes to the shared memory in one round of a
+    /// collective that moves data chunk by chunk.
     pub(super) fn count_chunk_elements(&self) -> usize {
         MAX_CHUNK_BYTES.min(self.segment.layout.staging_bytes) / size_of::<f32>()
     }
 
-    /// Returns how many `f32` elements a rank publishes for each peer in one round, if every peer
+    /// Returns how many `f32` elements a rank can write for each peer in one round, if every peer
     /// gets different data. The result is a multiple of a cache line.
     pub(super) fn count_peer_chunk_elements(&self) -> usize {
         (self.count_chunk_elements() / (self.position.world - 1)) & !(CACHE_LINE_ELEMENTS - 1)
     }
 
-    /// Computes the position in `owner`'s staging slot at which the chunk for rank `dest` begins.
-    /// The chunks for the peers have length `chunk` each; the result has the unit of `chunk`.
+    /// Computes where in the staging slot of rank `owner` the data for rank `dest` begins, if each
+    /// peer gets `chunk` elements or bytes. The chunks for the peers have length `chunk` each; the
+    /// result has the unit of `chunk`.
     pub(super) fn compute_peer_chunk_offset(&self, owner: usize, dest: usize, chunk: usize) -> usize {
         (dest - usize::from(dest > owner)) * chunk
     }

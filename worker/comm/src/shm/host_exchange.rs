@@ -1,6 +1,6 @@
-//! Exchanges data among the ranks of one host. Data moves through the staging slots chunk by chunk,
-//! one round per chunk. Such an exchange is also a step of collectives that span several hosts.
-//! Lengths and offsets are in bytes.
+//! Data exchanges among the ranks of one host through shared memory, chunk by chunk. Data moves
+//! through the staging slots chunk by chunk, one round per chunk. Such an exchange is also a step
+//! of collectives that span several hosts. Lengths and offsets are in bytes.
 //!
 //! Ranks in this module are ranks within the segment, which are local ranks of the job. Every
 //! function of [`ShmComm`] that exchanges data runs at least one round, so it is also a barrier of
@@ -54,9 +54,9 @@ impl ShmComm {
         self.call_state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gathers `send` from all ranks in chunks, one round per chunk. Calls `take(rank, offset,
-    /// chunk)` for every chunk of every rank, including this one. `offset` is the position of the
-    /// chunk within the bytes of `rank`.
+    /// Lets every rank read the bytes `send` of all ranks, in chunks, with one round per chunk.
+    /// Calls `take(rank, offset, chunk)` for every chunk of every rank, including this one;
+    /// `offset` is the chunk's position in that rank's bytes.
     ///
     /// Rank r sends `lens[r]` bytes. All ranks must pass the same `lens`.
     pub(super) fn gather_chunks(
@@ -91,8 +91,8 @@ impl ShmComm {
         }
     }
 
-    /// Gathers `buf` on all ranks of the host. Before the call, each rank r has only the bytes
-    /// `ranges[r]`; afterwards, every rank has all ranges.
+    /// Completes `buf` on all ranks of the host: each rank r initially has only the bytes
+    /// `ranges[r]`, and every rank then has all ranges.
     ///
     /// All ranks pass the same `ranges`.
     pub(crate) fn replicate_ranges(
@@ -207,9 +207,9 @@ impl ShmComm {
     }
 }
 
-/// Divides one chunk of a byte stream into contiguous ranges. The stream consists of `ranges`, one
-/// after another, and the chunk is its `len` bytes starting at `offset`. Calls `visit(position in
-/// the chunk, range)` for each contiguous range of the chunk.
+/// Divides one chunk of a byte stream into contiguous ranges of memory. The stream consists of
+/// `ranges`, one after another, and the chunk is its `len` bytes starting at `offset`. Calls
+/// `visit(position in the chunk, range)` for each contiguous range of the chunk.
 fn visit_ranges(
     ranges: &[Range<usize>],
     offset: usize,

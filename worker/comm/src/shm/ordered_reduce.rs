@@ -1,5 +1,5 @@
-//! The ordered reduce-scatter of [`ShmComm`], which delivers whole pieces of the peers' partial
-//! vectors in the order (rank, index).
+//! The reduce-scatter of [`ShmComm`] that leaves the sums to the receiver: each rank gets its piece
+//! of every vector, in the order (source rank, index).
 //!
 //! *Staged*: if every rank's pieces for its peers fit into its staging slot, one round publishes
 //! them, and the sink reads them in the slot without a copy. A slot contains, for each partial
@@ -16,19 +16,19 @@ use crate::{AbortReason, CallMismatch, PartialSink, Result, call::CollectiveCall
 use device::Buf;
 use std::ops::Range;
 
-/// Limit on the total size of the pieces that a rank assembles in one window, as a multiple of its
+/// Limit on the elements that a rank collects in its private buffer at a time, as a multiple of its
 /// staging size.
 const WINDOW_FACTOR: usize = 8;
 
-/// The largest number of partial vectors that one rank may pass to an ordered reduce-scatter.
+/// The largest number of vectors that one rank may pass to one ordered reduce-scatter.
 const MAX_PARTIALS: u64 = 1 << 16;
 
-/// The partial vectors that belong to one window: for each rank, a range of indices of that rank's
-/// partial vectors.
+/// Which vectors of the ranks are exchanged together: for each rank, a range of indices of the
+/// vectors that it passed.
 pub(crate) type PartialRanges = Vec<Range<usize>>;
 
-/// Aborts the group if dropped during a panic of the caller's sink, so that peers do not wait for
-/// this rank.
+/// Guard that aborts the group if the caller's callback panics, so that peers do not wait for this
+/// rank.
 struct AbortOnPanic<'a>(&'a ShmComm);
 
 impl Drop for AbortOnPanic<'_> {
@@ -41,8 +41,8 @@ impl Drop for AbortOnPanic<'_> {
 }
 
 impl ShmComm {
-    /// Runs an ordered reduce-scatter in a group of two or more ranks. The caller must have checked
-    /// the lengths of the partial vectors.
+    /// Runs a reduce-scatter in which the receiver sums the pieces, in a group of two or more
+    /// ranks. The caller must have checked the lengths of the vectors.
     pub(super) fn reduce_scatter_ordered_rounds(
         &self,
         call_state: &mut ShmCallState,
@@ -78,16 +78,16 @@ impl ShmComm {
         Ok(())
     }
 
-    /// Computes the index in `owner`'s staging slot, in elements, at which the piece of partial
-    /// vector `i` for rank `dest` begins.
+    /// Computes the index of an element in `owner`'s staging slot: where the piece of vector `i`
+    /// for rank `dest` begins.
     fn compute_staged_offset(&self, owner: usize, i: usize, dest: usize, counts: &[usize]) -> usize {
         let lower = (0..dest).filter(|&r| r != owner);
         let before: usize = lower.map(|r| round_up_to_cache_line(counts[r])).sum();
         i * count_staged_elements(owner, counts) + before
     }
 
-    /// Copies the pieces of this rank's partial vectors for all peers to this rank's staging slot
-    /// `slot`.
+    /// Copies the pieces of this rank's `partials` for all peers to its staging slot `slot`, where
+    /// the peers read them.
     fn stage_partials(&self, slot: usize, partials: &[&[f32]], counts: &[usize]) {
         let rank = self.position.rank;
         let starts = crate::call::compute_offsets(counts);
@@ -101,8 +101,8 @@ impl ShmComm {
         }
     }
 
-    /// Passes this rank's part of every partial vector to the sink, in the order (rank, index).
-    /// Reads the peers' pieces directly in their staging slots.
+    /// Passes this rank's piece of every vector of every rank to the caller's `sink`, in the order
+    /// (rank, index). Reads the peers' pieces directly in their staging slots.
     fn deliver_staged(
         &self,
         slot: usize,
@@ -128,8 +128,8 @@ impl ShmComm {
         }
     }
 
-    /// Sends this rank's pieces of one window to its peers, receives the pieces of the peers in the
-    /// private buffer, and then passes the pieces for this rank to the sink.
+    /// Exchanges the pieces of a range of vectors with the peers, and then passes the pieces for
+    /// this rank to the caller's callback. A private buffer collects the peers' pieces.
     fn deliver_window(
         &self,
         call_state: &mut ShmCallState,
@@ -171,7 +171,8 @@ impl ShmComm {
         received
     }
 
-    /// Runs the publish rounds of a window, in which this rank sends and receives pieces.
+    /// Exchanges the pieces of a range of vectors with the peers, in as many rounds as the longest
+    /// transfer needs.
     ///
     /// The pieces of a rank for one peer form one stream, which is sent in chunks. The stream from
     /// rank r is stored in `recv` from `recv_starts[r]` on.
@@ -218,35 +219,35 @@ impl ShmComm {
     }
 }
 
-/// Computes how many elements of its staging slot `rank` needs for one partial vector. Each piece
-/// is padded to whole cache lines.
+/// Computes how many elements of its staging slot `rank` needs for its pieces of one vector. Each
+/// piece is padded to whole cache lines.
 fn count_staged_elements(rank: usize, counts: &[usize]) -> usize {
     let total: usize = counts.iter().map(|&n| round_up_to_cache_line(n)).sum();
     total - round_up_to_cache_line(counts[rank])
 }
 
-/// Returns whether one staging slot of `staging` bytes can hold the pieces that `rank` sends, if
-/// `rank` passes `partials` partial vectors.
+/// Returns whether the pieces that `rank` sends for `partials` vectors fit into a staging slot of
+/// `staging` bytes.
 fn fits_staging(rank: usize, partials: usize, counts: &[usize], staging: usize) -> bool {
     let slot = staging / size_of::<f32>();
     count_staged_elements(rank, counts).checked_mul(partials).is_some_and(|n| n <= slot)
 }
 
-/// Returns whether the pieces of every rank fit into a staging slot of `staging` bytes. Rank r
-/// passes `partial_counts[r]` partial vectors.
+/// Returns whether the pieces of every rank fit into a staging slot of `staging` bytes, if rank r
+/// sends pieces of `partial_counts[r]` vectors.
 fn all_fit_staging(partial_counts: &[usize], counts: &[usize], staging: usize) -> bool {
     partial_counts.iter().enumerate().all(|(rank, &n)| fits_staging(rank, n, counts, staging))
 }
 
-/// Computes the largest number of elements that a rank may assemble in one window, if staging slots
+/// Computes how many elements a rank may collect in its private buffer at a time, if staging slots
 /// have `staging` bytes.
 fn compute_max_window_elements(counts: &[usize], staging: usize) -> usize {
     let largest = counts.iter().copied().max().unwrap_or(0);
     (WINDOW_FACTOR * staging / size_of::<f32>()).max(largest.saturating_mul(2))
 }
 
-/// Computes how many elements `rank` assembles in private memory during an ordered reduce-scatter.
-/// Memory estimates use the result.
+/// Computes how many elements of private memory `rank` needs to collect the pieces of an ordered
+/// reduce-scatter, for memory estimates.
 ///
 /// Rank r passes `partial_counts[r]` partial vectors, and rank s gets `counts[s]` elements of each
 /// partial vector. The result is 0 if the pieces of every rank fit into `staging` bytes.
@@ -266,8 +267,9 @@ pub fn count_assembly_elements(
     windows.map(peer_partials).max().unwrap_or(0_usize) * counts[rank]
 }
 
-/// Fills `to` with the elements of a stream that begin at element `offset`. The stream consists of
-/// the elements `start..start + count` of each partial vector, one partial vector after another.
+/// Copies a section of a stream of elements to `to`, starting at element `offset` of the stream.
+/// The stream consists of the elements `start..start + count` of each of `partials`, one after
+/// another.
 fn copy_from_stream(mut to: &mut [f32], partials: &[&[f32]], start: usize, count: usize, mut offset: usize) {
     while !to.is_empty() {
         let (i, skip) = (offset / count, offset % count);
@@ -284,9 +286,9 @@ fn round_up_to_cache_line(n: usize) -> usize {
     n.next_multiple_of(CACHE_LINE_ELEMENTS)
 }
 
-/// Divides the partial vectors of all ranks, in the order (rank, index), into windows in which no
-/// rank assembles more than `max_elements`. A partial vector that exceeds the limit gets a window
-/// for itself.
+/// Divides the vectors of all ranks, in the order (rank, index), into consecutive parts. Each part
+/// makes no rank collect more than `max_elements`. A vector that exceeds the limit is a part by
+/// itself.
 pub(crate) fn partition_into_windows(
     partial_counts: &[usize],
     counts: &[usize],
@@ -322,8 +324,7 @@ pub(crate) fn partition_into_windows(
 mod tests {
     use super::*;
 
-    /// Lists the partial vectors of all windows as pairs (rank, index), in the order of the
-    /// windows.
+    /// Lists the vectors of all `windows` as pairs (rank, index), in the order of the windows.
     fn list_partials(windows: &[PartialRanges]) -> Vec<(usize, usize)> {
         let of_window = |w: &PartialRanges| -> Vec<(usize, usize)> {
             w.iter().enumerate().flat_map(|(r, is)| is.clone().map(move |i| (r, i))).collect()

@@ -1,5 +1,5 @@
-//! [`Segment`]: the shared memory of a group, with its layout, its mapping and typed access to its
-//! parts.
+//! [`Segment`]: the shared memory through which the processes of a group communicate, with its
+//! layout, mapping and typed access.
 //!
 //! ```text
 //! 0      header        identity (magic with layout version, world, staging), event count, abort
@@ -37,7 +37,8 @@ const MAGIC: u64 = u64::from_le_bytes(*b"launchS\x02");
 const PAGE_BYTES: usize = 4096;
 const RANK_STATUS_BYTES: usize = 128;
 
-/// The first page of the segment: the identity of the group, the event count and the abort reason.
+/// The first page of a group's shared memory: the group's identity, a counter of wake-ups, and the
+/// abort reason.
 #[repr(C)]
 pub(super) struct SegmentHeader {
     magic: AtomicU64,
@@ -143,12 +144,13 @@ impl Drop for FileMapping {
     }
 }
 
-/// The mapping of a shared window, which is stored after the segment.
+/// The mapping of a shared window ([`crate::Comm::shared_window`]), which follows the segment in
+/// its file.
 pub(super) struct WindowMapping(FileMapping);
 
 impl WindowMapping {
-    /// Maps the window of `len` bytes at `position`, which must be a multiple of the page size.
-    /// Enlarges the file so that it contains the window and one unused page.
+    /// Maps a window of `len` bytes that begins at byte `position` of the file, a multiple of the
+    /// page size. Enlarges the file so that it contains the window and one unused page.
     pub(super) fn open(fd: BorrowedFd<'_>, position: usize, len: usize) -> Result<Self> {
         ensure_file_size(fd, position + len.next_multiple_of(PAGE_BYTES) + PAGE_BYTES)?;
         Ok(WindowMapping(FileMapping::new(fd, position, len.max(1))?))
@@ -198,7 +200,7 @@ impl HeaderMapping {
     }
 }
 
-/// A mapping of the whole shared memory segment of a group, with the segment's layout.
+/// A process's mapping of the shared memory of a group, with the layout of its parts.
 pub(super) struct Segment {
     mapping: FileMapping,
     pub(super) layout: SegmentLayout,
@@ -223,9 +225,9 @@ impl Segment {
         Ok(segment)
     }
 
-    /// Compares this rank's world size and staging size with the values in the header, and stores
-    /// the values if this rank is the first. Fails if a value or the size of the file differs from
-    /// that of the peers.
+    /// Compares this rank's world size and staging size with the values that its peers stored in
+    /// the header. The first rank stores the values. Fails if a value or the size of the file
+    /// differs from that of the peers.
     fn check_group_identity(&self, fd: BorrowedFd<'_>) -> Result<()> {
         let SegmentLayout { world, staging_bytes, size, .. } = self.layout;
         set_or_compare_word(&self.header().world, world as u64, "world size")?;
@@ -243,15 +245,15 @@ impl Segment {
         unsafe { self.mapping.base.cast().as_ref() }
     }
 
-    /// Returns the published state of `rank`.
+    /// Returns the state that `rank` has published in the shared memory.
     pub(super) fn rank_status(&self, rank: usize) -> &RankStatus {
         assert!(rank < self.layout.world);
         // SAFETY: inside the rank statuses, aligned to 128, made of atomics.
         unsafe { self.mapping.base.add(PAGE_BYTES + rank * RANK_STATUS_BYTES).cast().as_ref() }
     }
 
-    /// Returns the table of `2 × world` words in which `rank` publishes lengths and counts for its
-    /// peers, in rounds that use the slot `slot`.
+    /// Returns the table in which `rank` publishes lengths and counts for its peers, in rounds that
+    /// use the staging slot `slot`. The table has `2 × world` words.
     pub(super) fn number_table(&self, rank: usize, slot: usize) -> &[AtomicU64] {
         let (world, words) = (self.layout.world, 2 * self.layout.world);
         assert!(rank < world && slot < 2);
@@ -260,9 +262,9 @@ impl Segment {
         unsafe { std::slice::from_raw_parts(self.mapping.base.add(offset).cast().as_ptr(), words) }
     }
 
-    /// Computes where a new shared window of `bytes` bytes is stored in the file. `window_bytes` is
-    /// the space that earlier windows take after the segment. Returns the position of the new
-    /// window, and the space that all windows then take.
+    /// Computes where in the file a new shared window of `bytes` bytes begins, and how much space
+    /// all windows then take. `window_bytes` is the space that earlier windows take after the
+    /// segment.
     pub(super) fn compute_window_position(
         &self,
         window_bytes: usize,
@@ -277,8 +279,8 @@ impl Segment {
         }
     }
 
-    /// Returns the address of byte `start` of a rank's staging slot. Panics if the slot does not
-    /// contain `len` bytes from there on.
+    /// Returns the address of the `len` bytes that begin at byte `start` of a rank's staging slot.
+    /// Panics if the slot does not contain `len` bytes from there on.
     fn locate_slot_bytes(&self, rank: usize, slot: usize, start: usize, len: usize) -> NonNull<u8> {
         let SegmentLayout { world, staging_bytes, slots, .. } = self.layout;
         assert!(rank < world && slot < 2 && start <= staging_bytes && len <= staging_bytes - start);
@@ -407,7 +409,8 @@ mod tests {
         }
     }
 
-    /// A process that shrinks the file would end the ranks with SIGBUS.
+    /// Checks that the shared memory file of a group cannot be shrunk, which would end the ranks
+    /// with SIGBUS.
     #[test]
     fn the_memory_of_a_group_cannot_shrink() {
         use nix::sys::memfd::{MFdFlags, memfd_create};

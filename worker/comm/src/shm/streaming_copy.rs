@@ -4,7 +4,7 @@
 //! An ordinary store first reads the cache line that it overwrites. In a large gather, these reads
 //! are a third of the memory traffic.
 
-/// The smallest destination of a collective, in bytes, for which copies that bypass the caches are
+/// The smallest destination, in bytes, for which copies that bypass the processor caches are
 /// faster.
 pub(super) const MIN_STREAMING_BYTES: usize = 24 << 20;
 

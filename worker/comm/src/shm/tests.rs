@@ -1,5 +1,5 @@
-//! Tests of [`ShmComm`] with ranks that are threads, each with a separate mapping: segments that
-//! are rejected, and peers that break the protocol.
+//! Tests of [`ShmComm`], with threads as ranks: invalid shared memory is rejected, and peers that
+//! break the protocol cause errors.
 use super::*;
 use crate::{CommError, GroupError, SharedMemoryError, abort_reason::FIXED_BYTES, call::GroupPosition};
 use device::Buf;
@@ -15,14 +15,14 @@ fn create_memfd() -> OwnedFd {
     memfd_create("comm-test", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap()
 }
 
-/// Returns limits with the smallest staging memory and timeouts that no test reaches.
+/// Returns test limits: the smallest staging memory, and timeouts that no test reaches.
 fn make_test_limits() -> ShmLimits {
     let timeout = Duration::from_secs(30);
     ShmLimits { join_timeout: timeout, collective_timeout: timeout, staging_bytes: 4096 }
 }
 
-/// Joins `world` ranks and runs `f` as each of them, in one thread per rank. Returns the results by
-/// rank.
+/// Joins `world` ranks, one thread each, and runs `f` with the communicator of each. Returns the
+/// results by rank.
 fn run_ranks<T: Send>(world: usize, limits: ShmLimits, f: impl Fn(ShmComm) -> T + Sync) -> Vec<T> {
     let fd = create_memfd();
     thread::scope(|s| {
@@ -39,8 +39,8 @@ fn expect_join_error(fd: &OwnedFd, rank: usize, world: usize, limits: ShmLimits)
     ShmComm::join(fd.try_clone().unwrap(), rank, world, limits).err().unwrap()
 }
 
-/// Returns the name of the header field that two ranks disagree about. Panics if `error` is any
-/// other error.
+/// Returns the name of the field in which the settings of two ranks differ, according to `error`.
+/// Panics if `error` is any other error.
 fn expect_mismatched_field(error: &CommError) -> &'static str {
     match error {
         CommError::SharedMemory(SharedMemoryError::HeaderMismatch { field, .. }) => field,
@@ -171,9 +171,8 @@ fn a_panic_in_a_sink_unblocks_the_peers() {
     assert!(errors.iter().all(|e| *e == expected), "{errors:?}");
 }
 
-/// Runs the collective `honest` as rank 0 of two, while rank 1 breaks the protocol: it enters the
-/// rounds of `call`, but publishes `number` where rank 0 reads a length. Returns the error of rank
-/// 0.
+/// Runs the collective `honest` as rank 0 of two ranks and returns its error. Rank 1 breaks the
+/// protocol: it takes part in `call`, but publishes `number` where rank 0 reads a length.
 fn run_with_invalid_length(
     number: u64,
     call: CollectiveCall,

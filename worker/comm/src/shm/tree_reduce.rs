@@ -7,8 +7,8 @@ use crate::{
     tree_sum::tree_sum,
 };
 
-/// The largest size, in bytes, of an all-reduce that takes one round, in which every rank computes
-/// the whole sum. A larger all-reduce takes several rounds, and each rank sums only its share.
+/// The largest size, in bytes, of an all-reduce in which every rank computes the whole sum, in one
+/// round. A larger all-reduce takes several rounds, and each rank sums only its share.
 const MAX_SINGLE_ROUND_BYTES: usize = 16 << 10;
 
 impl ShmComm {
@@ -46,8 +46,8 @@ impl ShmComm {
         Ok(())
     }
 
-    /// Replaces `x` by its sum over all ranks, block by block. Takes one round per block and one
-    /// more round.
+    /// Replaces `x` by its sum over all ranks, block by block. Each rank computes a share of each
+    /// block's sum. Takes one round per block and one more round.
     ///
     /// In each round a rank publishes the peers' shares of a block in the first half of its slot.
     /// In the second half it publishes the sum of this rank's share of the previous block.

@@ -56,7 +56,8 @@ pub(super) enum WaitError {
 }
 
 impl SegmentHeader {
-    /// Increments the event count and wakes every sleeper.
+    /// Wakes every rank that sleeps in a wait for its peers, and changes the event count so that
+    /// ranks about to sleep do not.
     pub(super) fn wake_sleepers(&self) {
         self.event_count.fetch_add(1, SeqCst);
         futex_wake(&self.event_count);
@@ -147,7 +148,7 @@ impl Segment {
     }
 
     /// Blocks until `has_arrived(rank)` is true for every rank. Fails if the group is aborted or
-    /// `timeout` expires. Spins before the first sleep if `can_spin` is set.
+    /// `timeout` expires. If `can_spin` is set, busy-waits briefly before it sleeps.
     ///
     /// If `fail_on_leave` is set, a rank that left without having arrived is an error.
     fn wait_for_ranks(

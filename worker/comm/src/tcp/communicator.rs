@@ -1,4 +1,4 @@
-//! [`TcpComm`]: the communicator of one rank of a group on several hosts, and the steps of its
+//! [`TcpComm`]: the communicator of one rank, in a group on several hosts. Also the steps of its
 //! collectives.
 use super::network_step::{DataConnection, NetworkStep, PeerTransfer, SendSource};
 use super::peer_monitor::GroupHealth;
@@ -38,7 +38,7 @@ impl Default for TcpLimits {
     }
 }
 
-/// The communicator of one rank of a group on several hosts.
+/// The communicator of one rank, in a group on several hosts.
 ///
 /// Dropping it leaves the group: peers that need this rank then get [`CommError::Aborted`].
 pub struct TcpComm {
@@ -54,7 +54,8 @@ pub struct TcpComm {
     pub(super) monitor: Option<JoinHandle<()>>,
 }
 
-/// How many collectives one rank has begun, its connections, and its reusable memory.
+/// What changes with each call of a communicator: the number of collectives that the rank has
+/// begun, its connections, and reusable memory.
 pub(super) struct TcpCallState {
     /// Number of collectives called so far.
     pub(super) calls: u64,
@@ -75,8 +76,8 @@ fn reserve_scratch(scratch: &mut Buf, len: usize) -> &mut [f32] {
     &mut scratch.host_mut()[..len]
 }
 
-/// Aborts the group if dropped during a panic of the caller's sink, so that peers do not wait for
-/// this rank.
+/// Guard that aborts the group if the caller's callback panics, so that peers do not wait for this
+/// rank.
 pub(super) struct AbortOnPanic<'a>(pub(super) &'a TcpComm);
 
 impl Drop for AbortOnPanic<'_> {
@@ -140,8 +141,8 @@ impl TcpComm {
         step.run(connections, buf, transfers).map_err(|error| self.abort_on_error(error))
     }
 
-    /// Runs a replication step, which gathers `buf` on all ranks. Before the call, each rank r has
-    /// only the bytes `parts[r]`; afterwards, every rank has all parts.
+    /// Completes `buf` on all ranks over the network: each rank r initially has only the bytes
+    /// `parts[r]`, and every rank then has all parts.
     pub(super) fn replicate(
         &self,
         connections: &mut [Option<DataConnection>],
@@ -168,8 +169,8 @@ impl TcpComm {
             .map_err(|error| self.abort_on_error(error))
     }
 
-    /// Runs an exchange step, which sends `messages[r]` to each rank r and receives the message of
-    /// rank r in `buf[recv_ranges[r]]`.
+    /// Exchanges messages among all ranks: sends `messages[r]` to each rank r, and receives the
+    /// message of rank r in `buf[recv_ranges[r]]`.
     ///
     /// The entries for this rank itself are ignored.
     pub(super) fn exchange_messages(
@@ -209,15 +210,15 @@ impl TcpComm {
         Ok(numbers)
     }
 
-    /// Computes the largest length of the private buffer in `f32` elements, if the largest piece
-    /// has `largest_piece` elements.
+    /// Computes the largest length of the private buffer for received pieces, in `f32` elements.
+    /// `largest_piece` is the length of the largest piece.
     pub(super) fn compute_scratch_elements(&self, largest_piece: usize) -> usize {
         let window = WINDOW_FACTOR * self.limits.shm.staging_bytes / size_of::<f32>();
         window.max(largest_piece.saturating_mul(2))
     }
 
-    /// Sends and receives the pieces of one window of an ordered reduce-scatter, and then passes
-    /// the received pieces to the sink.
+    /// Exchanges the pieces of one part of an ordered reduce-scatter with the peers, and then
+    /// passes the received pieces to the caller's callback.
     pub(super) fn exchange_window(
         &self,
         call_state: &mut TcpCallState,

@@ -26,11 +26,11 @@ use std::{
 /// Limit on the connections that are accepted in a row, before the handshakes of accepted
 /// connections advance.
 const MAX_ACCEPTED_AT_ONCE: usize = 256;
-/// The largest number of connections from unknown addresses that are not authenticated yet. A peer
-/// may connect from a different address than that on which it listens.
+/// The largest number of unauthenticated connections from addresses of no known peer. A peer may
+/// connect from a different address than that on which it listens.
 const MAX_PENDING_UNKNOWN: usize = 32;
-/// Number of unauthenticated connections from one peer's address that are kept in addition to those
-/// that the ranks at this address need.
+/// How many more unauthenticated connections are kept from one peer's address than the ranks at
+/// this address need.
 const SPARE_PENDING: usize = 8;
 /// The time limit of one handshake, from the new connection to the WELCOME message.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -89,8 +89,8 @@ impl ConnectionSetup<'_> {
         set_tcp_user_timeout(stream, self.silence_timeout)
     }
 
-    /// Builds the timeout error of a rank whose peers in `missing` did not join. `missing` may list
-    /// a rank twice, once per connection.
+    /// Builds the timeout error of a rank whose peers in `missing` did not join in time. `missing`
+    /// may list a rank twice, once per connection.
     fn build_join_timeout_error(
         &self,
         mut missing: Vec<usize>,
@@ -290,7 +290,7 @@ fn set_tcp_user_timeout(stream: &TcpStream, timeout: Duration) -> std::io::Resul
     Ok(setsockopt(stream, TcpUserTimeout, &ms)?)
 }
 
-/// For each source address, the limit on unauthenticated connections. Because of these limits, a
+/// Limits on unauthenticated connections, one for each source address. Because of these limits, a
 /// program that opens many connections cannot displace those from other addresses.
 struct PendingQuotas(HashMap<IpAddr, usize>);
 
@@ -316,8 +316,8 @@ impl PendingQuotas {
         self.0.get(&source).map_or((None, MAX_PENDING_UNKNOWN), |quota| (Some(source), *quota))
     }
 
-    /// Adds `connection` to the queue `pending`. If the address now has more connections than its
-    /// quota, closes the oldest of them.
+    /// Adds `connection` to the queue `pending`. If its source address now has more pending
+    /// connections than its quota, closes the oldest of them.
     fn add(&self, connection: PendingConnection, pending: &mut VecDeque<PendingConnection>) {
         let (source, quota) = self.find(connection.source);
         let is_counted = |other: &PendingConnection| self.find(other.source).0 == source;
@@ -360,7 +360,7 @@ impl From<std::io::Error> for ConnectAttemptError {
     }
 }
 
-/// An accepted connection that is not authenticated yet.
+/// An accepted connection whose peer is not authenticated yet, and the progress of its handshake.
 struct PendingConnection {
     stream: TcpStream,
     source: IpAddr,
@@ -373,7 +373,7 @@ struct PendingConnection {
     expected: Option<(Hello, blake3::Hash, blake3::Hash)>,
 }
 
-/// Result of advancing the acceptor's side of a handshake.
+/// What one attempt to advance the acceptor's side of a handshake led to.
 enum HandshakeProgress {
     Waiting,
     Failed,
@@ -381,7 +381,7 @@ enum HandshakeProgress {
 }
 
 impl PendingConnection {
-    /// Creates a handshake that has not begun.
+    /// Wraps a new connection from `source`, whose handshake has not begun.
     fn new(stream: TcpStream, source: IpAddr) -> Self {
         PendingConnection {
             stream,
@@ -422,8 +422,8 @@ impl PendingConnection {
         }
     }
 
-    /// Answers the received HELLO with a CHALLENGE, which accepts or rejects the connection.
-    /// Returns whether the handshake continues.
+    /// Answers the connector's HELLO message with a CHALLENGE message, which accepts or rejects the
+    /// connection. Returns whether the handshake continues.
     fn send_challenge(&mut self, id: &RankIdentity) -> bool {
         let Some(hello) = hs::check_hello(id, &self.hello) else { return false };
         let Ok(nonce) = hs::generate_nonce() else { return false };
@@ -441,7 +441,7 @@ impl PendingConnection {
 mod tests {
     use super::*;
 
-    /// Accepts a connection that comes from `source`.
+    /// Creates the pending side of a test connection, as if it came from the address `source`.
     fn create_pending(listener: &TcpListener, source: [u8; 4]) -> PendingConnection {
         TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         PendingConnection::new(listener.accept().unwrap().0, source.into())

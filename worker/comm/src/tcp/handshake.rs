@@ -1,5 +1,5 @@
-//! The handshake in which two ranks prove to each other that they belong to one attempt of one run.
-//! This module encodes and checks messages, but does no input or output.
+//! The handshake in which two ranks prove to each other that they belong to the same attempt of the
+//! same run. This module encodes and checks messages, but does no input or output.
 //!
 //! ```text
 //! connector                                             acceptor
@@ -14,20 +14,22 @@
 //! occupies only one small buffer. Only a peer with the key can reject a connection for good.
 use crate::RejectReason;
 
-/// The first eight bytes of a HELLO and of a CHALLENGE, which identify the protocol.
+/// The first eight bytes of a connector's first message (HELLO) and of the answer (CHALLENGE),
+/// which identify the protocol.
 const MAGIC: [u8; 8] = *b"launchtc";
 /// The version of the protocol between ranks. Ranks with different versions reject each other.
 const VERSION: u32 = 3;
-/// The value of a CHALLENGE's answer field that accepts the HELLO.
+/// The value in the acceptor's answer (CHALLENGE) that accepts the connection.
 const ACCEPTED: u32 = 0;
 
-/// Size in bytes of a nonce, of a MAC and of the key.
+/// Size in bytes of the key, of a nonce, and of a message authentication code (MAC).
 pub(super) const SECRET_BYTES: usize = 32;
-/// Size of a HELLO in bytes.
+/// Size in bytes of HELLO, the first message of a handshake.
 pub(super) const HELLO_BYTES: usize = 8 + 4 + 4 + SECRET_BYTES + 4 + 4 + 4 + SECRET_BYTES;
-/// Size of a CHALLENGE without its MAC, in bytes.
+/// Size in bytes of CHALLENGE, the answer to a HELLO, without its message authentication code
+/// (MAC).
 const ANSWER_BYTES: usize = 8 + 4 + SECRET_BYTES;
-/// Size of a CHALLENGE in bytes.
+/// Size in bytes of CHALLENGE, the answer to a HELLO, with its message authentication code (MAC).
 pub(super) const CHALLENGE_BYTES: usize = ANSWER_BYTES + SECRET_BYTES;
 
 /// The purpose of a connection between two ranks.
@@ -54,18 +56,19 @@ pub(super) struct RankIdentity {
     pub(super) world: u32,
 }
 
-/// The numbers that represent reject reasons in the answer field of a CHALLENGE.
+/// The numbers that represent reject reasons in CHALLENGE, the acceptor's answer to a HELLO.
 const REJECTION_NUMBERS: [(u32, RejectReason); 3] =
     [(1, RejectReason::OtherVersion), (2, RejectReason::OtherAttempt), (3, RejectReason::UnexpectedRank)];
 
-/// The decoded HELLO of a connector: its rank, and the kind of the connection.
+/// The content of HELLO, a connector's first message: its rank, and the kind of the connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) from: u32,
     pub(super) kind: ConnectionKind,
 }
 
-/// Encodes the HELLO that the rank with the identity `id` sends to rank `to`.
+/// Encodes HELLO, the first message of a handshake, which the rank with the identity `id` sends to
+/// rank `to`.
 pub(super) fn encode_hello(
     id: &RankIdentity,
     to: u32,
@@ -84,9 +87,9 @@ pub(super) fn encode_hello(
     out
 }
 
-/// Decodes and checks a HELLO that the acceptor with the identity `id` received. Fails with the
-/// reject reason if the HELLO does not match `id`. Returns `None` if the bytes belong to another
-/// protocol, so that the acceptor must not answer.
+/// Decodes and checks HELLO, a connector's first message, which the acceptor with the identity `id`
+/// received. Fails with the reject reason if the HELLO does not match `id`. Returns `None` if the
+/// bytes belong to another protocol, so that the acceptor must not answer.
 pub(super) fn check_hello(
     id: &RankIdentity,
     hello: &[u8; HELLO_BYTES],
@@ -118,8 +121,8 @@ pub(super) fn check_hello(
     })
 }
 
-/// Encodes the CHALLENGE with which an acceptor answers a HELLO: acceptance or rejection, a nonce,
-/// and a MAC.
+/// Encodes CHALLENGE, the acceptor's answer to a HELLO: acceptance or rejection, a nonce, and a
+/// message authentication code (MAC).
 pub(super) fn encode_challenge(
     id: &RankIdentity,
     hello: &[u8; HELLO_BYTES],
@@ -137,7 +140,7 @@ pub(super) fn encode_challenge(
     out
 }
 
-/// The answer in a CHALLENGE.
+/// What an acceptor answers to a connector's HELLO: acceptance or a reject reason.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ChallengeAnswer {
     /// A peer with the key accepts the connection.
@@ -151,8 +154,8 @@ pub(super) enum ChallengeAnswer {
     OtherProtocol,
 }
 
-/// Decodes the answer in the CHALLENGE that the connector with the identity `id` received after its
-/// `hello`.
+/// Decodes CHALLENGE, the acceptor's answer, which the connector with the identity `id` received
+/// after its `hello`.
 pub(super) fn decode_challenge(
     id: &RankIdentity,
     hello: &[u8; HELLO_BYTES],
@@ -177,22 +180,23 @@ pub(super) fn decode_challenge(
     }
 }
 
-/// Computes the MAC of a CHALLENGE. Comparing two MACs takes constant time.
+/// Computes the message authentication code (MAC) of CHALLENGE, the acceptor's answer to a HELLO.
+/// Comparing two MACs takes constant time.
 fn compute_answer_mac(id: &RankIdentity, hello: &[u8; HELLO_BYTES], answer: &[u8]) -> blake3::Hash {
     let mut hasher = blake3::Hasher::new_keyed(&id.key);
     hasher.update(b"launch challenge").update(hello).update(answer).finalize()
 }
 
-/// The side of a handshake that computes a MAC. The sides use different prefixes, so a MAC cannot
-/// be reflected to its sender.
+/// Which side of a handshake computes a message authentication code (MAC). The sides use different
+/// prefixes, so a MAC cannot be reflected to its sender.
 #[derive(Clone, Copy)]
 pub(super) enum HandshakeSide {
     Connector,
     Acceptor,
 }
 
-/// Computes the MAC with which one side proves that it knows the key. The MAC covers HELLO and
-/// CHALLENGE, and comparing two MACs takes constant time.
+/// Computes the message authentication code (MAC) with which one side of a handshake proves that it
+/// knows the key. The MAC covers HELLO and CHALLENGE, and comparing two MACs takes constant time.
 pub(super) fn compute_mac(
     id: &RankIdentity,
     side: HandshakeSide,

@@ -1,4 +1,5 @@
-//! [`NetworkStep`]: one step of a collective, over all data connections at the same time.
+//! [`NetworkStep`]: sends and receives the messages of one step of a collective, over all
+//! connections at the same time.
 //!
 //! The calling thread sends and receives on whichever connection is ready next. Data moves directly
 //! between the caller's memory and the kernel's socket buffers.
@@ -48,7 +49,7 @@ impl DataConnection {
     }
 }
 
-/// Location of the bytes of an outgoing message.
+/// Where the bytes of an outgoing message are stored.
 pub(super) enum SendSource<'a> {
     /// A range of the receive buffer. The step must not receive into this range.
     Buffer(Range<usize>),
@@ -115,7 +116,8 @@ enum TransferError {
     Mismatch(CallMismatch),
 }
 
-/// One network step of a collective: its call and its timeout.
+/// Sends and receives the messages of one step of a collective over the network. Holds the step's
+/// call and timeout.
 pub(super) struct NetworkStep<'a> {
     pub(super) topology: &'a Topology,
     pub(super) health: &'a GroupHealth,
@@ -125,8 +127,8 @@ pub(super) struct NetworkStep<'a> {
 }
 
 impl NetworkStep<'_> {
-    /// Sends and receives the messages of all `transfers`. Blocks until all are complete or one of
-    /// them fails. After an error the caller must abort the group.
+    /// Sends and receives the messages of all `transfers`, and blocks until all are complete or one
+    /// fails. After an error the caller must abort the group.
     pub(super) fn run(
         &self,
         connections: &mut [Option<DataConnection>],

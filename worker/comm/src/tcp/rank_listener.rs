@@ -26,7 +26,7 @@ const LISTEN_BACKLOG: i32 = 1024;
 /// Size in bytes of the secret key with which the ranks of a job authenticate each other.
 pub const KEY_BYTES: usize = SECRET_BYTES;
 
-/// The host and the addresses of one rank.
+/// One rank of a group: the host on which it runs, and the addresses at which peers connect to it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GroupMember {
     /// A number that identifies the host of the rank. Ranks of one host have equal numbers.
@@ -57,7 +57,7 @@ pub struct RankListener {
     listener: TcpListener,
 }
 
-/// A handle that aborts a group from any thread, also while the group is being joined.
+/// Handle with which any thread can abort a group, also while this rank is still joining it.
 #[derive(Clone)]
 pub struct AbortHandle(Arc<GroupHealth>);
 

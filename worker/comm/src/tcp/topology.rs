@@ -1,4 +1,5 @@
-//! [`Topology`]: which rank is on which host, and which rank receives data for its host.
+//! [`Topology`]: which rank is on which host, and which rank of a host receives the data that other
+//! hosts send to it.
 //!
 //! Each rank has a *counterpart* on every other host: the rank whose local rank is the same, modulo
 //! the number of ranks of that host. Data that every rank needs is sent once to each other host, to
@@ -6,7 +7,7 @@
 //! the same time, even if the hosts have different numbers of ranks.
 use crate::GroupError;
 
-/// The assignment of a group's ranks to hosts, from the point of view of one rank.
+/// Which rank of a group is on which host, from the point of view of one rank.
 #[derive(Clone, Debug)]
 pub(crate) struct Topology {
     pub(crate) rank: usize,
@@ -74,8 +75,7 @@ impl Topology {
         (1..world).map(move |i| (me + i) % world).filter(|r| !self.is_local(*r))
     }
 
-    /// Returns the rank on `host` that receives the data of `rank` on behalf of all ranks of
-    /// `host`.
+    /// Returns the rank on `host` to which `rank` sends data that all ranks of `host` need.
     fn find_receiver_on_host(&self, rank: usize, host: usize) -> usize {
         if self.host_by_rank[rank] == host {
             return rank;
@@ -84,8 +84,8 @@ impl Topology {
         ranks[self.local_rank_of[rank] % ranks.len()]
     }
 
-    /// Returns whether rank `from` sends data that every rank needs directly to rank `to`, because
-    /// `to` is the counterpart of `from`. The two must be on different hosts.
+    /// Returns whether rank `from` sends data that every rank needs directly to rank `to` on
+    /// another host. Rank `to` then shares the data with its host.
     pub(crate) fn sends_replica_to(&self, from: usize, to: usize) -> bool {
         self.find_receiver_on_host(from, self.host_by_rank[to]) == to
     }

@@ -6,15 +6,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Number of multiply-adds that each chain computes in one measurement.
+/// Number of multiply-adds in each sequence of dependent multiply-adds (a chain) of one
+/// measurement.
 const FMAS_PER_CHAIN: usize = 20_000;
 
-/// Function that computes independent chains of multiply-adds on registers and returns their sum.
+/// Function that computes several independent sequences of dependent multiply-adds (chains) in
+/// registers, and returns their sum.
 type Chains = fn(f32) -> f32;
 
-/// Measures multiply-adds on `threads` threads for the duration `time`, and returns the best rate
-/// in FLOP/s, summed over all threads. `instruction_set` begins with the name of the instruction
-/// set that is measured, as [`device::Cpu::describe`] returns it.
+/// Measures the peak rate of multiply-adds on `threads` threads during `time`, and returns the best
+/// rate in FLOP/s of all threads together. `instruction_set` begins with the name of the
+/// instruction set that is measured, as [`device::Cpu::describe`] returns it.
 pub(crate) fn measure_peak_flops(instruction_set: &str, threads: usize, time: Duration) -> f64 {
     let (run_chains, flops) = select_chains(instruction_set);
     let (barrier, end) = (Barrier::new(threads), Instant::now() + time);
@@ -35,8 +37,8 @@ pub(crate) fn measure_peak_flops(instruction_set: &str, threads: usize, time: Du
     (threads * flops) as f64 / best
 }
 
-/// Returns the function for an instruction set, and the number of floating-point operations of one
-/// call.
+/// Returns the function that measures multiply-adds with `instruction_set`, and the number of
+/// floating-point operations of one call.
 fn select_chains(instruction_set: &str) -> (Chains, usize) {
     #[cfg(target_arch = "x86_64")]
     if instruction_set.starts_with("avx512") {
@@ -50,7 +52,8 @@ fn select_chains(instruction_set: &str) -> (Chains, usize) {
     (run_portable_chains, 2 * FMAS_PER_CHAIN * PORTABLE_CHAINS)
 }
 
-/// Number of independent chains of the portable function: enough to hide the latency.
+/// Number of independent sequences of multiply-adds (chains) without vector instructions: enough to
+/// hide their latency.
 const PORTABLE_CHAINS: usize = 64;
 
 /// Computes chains of multiply-adds with the baseline instructions of the target, and returns their
@@ -68,8 +71,8 @@ mod x86 {
     use super::FMAS_PER_CHAIN;
     use std::arch::x86_64::*;
 
-    /// Number of independent chains in a measurement: enough to hide the latency, and few enough
-    /// for the registers.
+    /// Number of independent sequences of multiply-adds (chains) with AVX-512: enough to hide their
+    /// latency, few enough for the registers.
     pub(super) const AVX512_CHAINS: usize = 12;
     pub(super) const AVX2_CHAINS: usize = 12;
 

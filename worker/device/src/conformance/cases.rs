@@ -1,5 +1,5 @@
-//! Conformance cases: functions that run an op and its backward pass on the GPU and on the CPU for
-//! one shape, and compare the results. The cases of experts and fp8 have separate modules.
+//! Conformance cases: functions that run an op and its backward pass for one shape on the GPU and
+//! on the CPU, and compare the results. The cases of experts and fp8 have separate modules.
 use super::comparison::{
     Backends, CaseResult, CaseRng, MaxErrors, make_f32_buffer, make_nan_values, make_typed_buffer,
 };
@@ -12,8 +12,8 @@ use crate::ops::{
 };
 use std::cell::RefCell;
 
-/// Compares the matmuls of linear and Conv1D layers on the GPU with the CPU, with and without bias:
-/// `m` rows, `n` outputs and `k` inputs.
+/// Compares the matmuls of linear and Conv1D layers on the GPU with the CPU as the reference, with
+/// and without bias: `m` rows, `n` outputs and `k` inputs.
 pub(super) fn compare_matmuls(backends: &Backends, seed: u64, m: usize, n: usize, k: usize) -> CaseResult {
     let mut errors = MaxErrors::default();
     let mut rng = CaseRng::new(seed);
@@ -60,7 +60,8 @@ pub(super) fn compare_matmuls(backends: &Backends, seed: u64, m: usize, n: usize
     Ok(errors)
 }
 
-/// Compares RMSNorm, LayerNorm and bias on the GPU with the CPU, on `m` rows of `d` elements.
+/// Compares RMSNorm, LayerNorm and bias on the GPU with the CPU as the reference, on `m` rows of
+/// `d` elements.
 pub(super) fn compare_norms(backends: &Backends, seed: u64, m: usize, d: usize) -> CaseResult {
     let mut errors = MaxErrors::default();
     let mut rng = CaseRng::new(seed);
@@ -81,7 +82,8 @@ pub(super) fn compare_norms(backends: &Backends, seed: u64, m: usize, d: usize) 
     Ok(errors)
 }
 
-/// Compares RMSNorm and its backward pass on the GPU with the CPU, on `m` rows of `d` elements.
+/// Compares RMSNorm and its backward pass on the GPU with the CPU as the reference, on `m` rows of
+/// `d` elements.
 fn compare_rms_norm(
     backends: &Backends,
     rng: &mut CaseRng,
@@ -109,7 +111,8 @@ fn compare_rms_norm(
     })
 }
 
-/// Compares LayerNorm and its backward pass on the GPU with the CPU, on `m` rows of `d` elements.
+/// Compares LayerNorm and its backward pass on the GPU with the CPU as the reference, on `m` rows
+/// of `d` elements.
 fn compare_layer_norm(
     backends: &Backends,
     rng: &mut CaseRng,
@@ -146,7 +149,8 @@ fn compare_layer_norm(
     )
 }
 
-/// Compares RMSNorm of heads and rotary position embeddings on the GPU with the CPU.
+/// Compares RMSNorm of heads and rotary position embeddings on the GPU with the CPU as the
+/// reference.
 pub(super) fn compare_head_norm_and_rope(
     backends: &Backends,
     seed: u64,
@@ -190,7 +194,8 @@ pub(super) fn compare_head_norm_and_rope(
     Ok(errors)
 }
 
-/// Compares SwiGLU, GeGLU and GELU on the GPU with the CPU, on `m` rows of `f` elements.
+/// Compares SwiGLU, GeGLU and GELU on the GPU with the CPU as the reference, on `m` rows of `f`
+/// elements.
 pub(super) fn compare_activations(backends: &Backends, seed: u64, m: usize, f: usize) -> CaseResult {
     let mut errors = MaxErrors::default();
     let mut rng = CaseRng::new(seed);
@@ -222,13 +227,13 @@ pub(super) fn compare_activations(backends: &Backends, seed: u64, m: usize, f: u
     Ok(errors)
 }
 
-/// Returns the dropout settings of an attention case: probability 0.3, and a key and first sequence
-/// (below 2⁴²) that consist of bits of the random number `first`.
+/// Derives the dropout settings of an attention case from the bits of the random number `first`.
+/// The probability is 0.3.
 pub(super) fn derive_dropout(first: u64) -> AttentionDropout {
     AttentionDropout { key: [first as u32, 5], probability: 0.3, first_sequence: first >> 22 }
 }
 
-/// Compares attention on the GPU with the CPU, over documents of random lengths.
+/// Compares attention on the GPU with the CPU as the reference, over documents of random lengths.
 pub(super) fn compare_document_attention(
     backends: &Backends,
     seed: u64,
@@ -240,8 +245,8 @@ pub(super) fn compare_document_attention(
     compare_attention_with_starts(backends, seed, shape, &starts)
 }
 
-/// Compares sliding-window attention on the GPU with the CPU: every query attends to itself and up
-/// to `window − 1` positions before it.
+/// Compares sliding-window attention on the GPU with the CPU as the reference: every query attends
+/// to itself and up to `window − 1` positions before it.
 pub(super) fn compare_windowed_attention(
     backends: &Backends,
     seed: u64,
@@ -253,16 +258,16 @@ pub(super) fn compare_windowed_attention(
     compare_attention_with_starts(backends, seed, shape, &starts)
 }
 
-/// Compares attention on the GPU with the CPU. Each query attends to a random number of positions
-/// before it.
+/// Compares attention on the GPU with the CPU as the reference. Each query attends to a random
+/// number of positions before it.
 pub(super) fn compare_ragged_attention(backends: &Backends, seed: u64, shape: AttentionShape) -> CaseResult {
     let mut rng = CaseRng::new(seed);
     let starts: Vec<u32> = (0..shape.b * shape.t).map(|i| rng.draw_below(i % shape.t + 1) as u32).collect();
     compare_attention_with_starts(backends, seed, shape, &starts)
 }
 
-/// Compares attention on the GPU with the CPU, where `starts[i]` is the first position to which
-/// query `i` attends.
+/// Compares attention on the GPU with the CPU as the reference, where `starts[i]` is the first
+/// position to which query `i` attends.
 fn compare_attention_with_starts(
     backends: &Backends,
     seed: u64,
@@ -288,7 +293,7 @@ fn compare_attention_with_starts(
     Ok(errors)
 }
 
-/// Compares the classifier on the GPU with the CPU, with and without gradients.
+/// Compares the classifier on the GPU with the CPU as the reference, with and without gradients.
 pub(super) fn compare_classifier(backends: &Backends, seed: u64, shape: ClassifierShape) -> CaseResult {
     let ClassifierShape { m, d, v, .. } = shape;
     let mut errors = MaxErrors::default();
@@ -316,8 +321,8 @@ pub(super) fn compare_classifier(backends: &Backends, seed: u64, shape: Classifi
     Ok(errors)
 }
 
-/// Compares the token embedding on the GPU with the CPU, for `m` tokens, `d` elements per token and
-/// a vocabulary of `v`.
+/// Compares the token embedding on the GPU with the CPU as the reference, for `m` tokens, `d`
+/// elements per token and a vocabulary of `v`.
 pub(super) fn compare_embedding(backends: &Backends, seed: u64, m: usize, d: usize, v: usize) -> CaseResult {
     let mut errors = MaxErrors::default();
     let mut rng = CaseRng::new(seed);
@@ -335,7 +340,8 @@ pub(super) fn compare_embedding(backends: &Backends, seed: u64, m: usize, d: usi
     Ok(errors)
 }
 
-/// Compares elementwise ops and optimizers on the GPU with the CPU, on vectors of `n` elements.
+/// Compares elementwise ops and optimizers on the GPU with the CPU as the reference, on vectors of
+/// `n` elements.
 pub(super) fn compare_vectors_and_optimizers(backends: &Backends, seed: u64, n: usize) -> CaseResult {
     let mut errors = MaxErrors::default();
     let mut rng = CaseRng::new(seed);
@@ -388,8 +394,8 @@ pub(super) fn compare_vectors_and_optimizers(backends: &Backends, seed: u64, n: 
     Ok(errors)
 }
 
-/// Compares stochastic rounding on the GPU with the CPU bit by bit, for usual numbers, numbers of
-/// every exponent, infinities and NaN.
+/// Compares stochastic rounding on the GPU with the CPU as the reference bit by bit, for usual
+/// numbers, numbers of every exponent, infinities and NaN.
 fn compare_stochastic_rounding(backends: &Backends, rng: &mut CaseRng, n: usize) -> CaseResult {
     let values: Vec<f32> = (0..n)
         .map(|i| match i % 3 {
@@ -465,8 +471,8 @@ fn compare_vector_ops(backends: &Backends, rng: &mut CaseRng, n: usize) -> CaseR
     Ok(errors)
 }
 
-/// Compares sums that ops return to the host: the pairs in `sums` are the CPU's sum and the GPU's
-/// sum. Fails, with the name `case`, if a relative error is larger than `tolerance`.
+/// Compares sums that ops return to the host. `sums` are pairs of the CPU's sum and the GPU's sum.
+/// Fails, with the name `case`, if a relative error is larger than `tolerance`.
 fn compare_sums(case: String, sums: Vec<Vec<f64>>, tolerance: f64) -> Result<(), ConformanceError> {
     for pair in sums.as_chunks::<2>().0 {
         let [cpu, gpu] = pair.clone();

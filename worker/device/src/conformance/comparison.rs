@@ -3,8 +3,8 @@ use super::error::ConformanceError;
 use crate::ops::{Ops, VectorOps, WriteMode};
 use crate::{Buf, Cpu, Cuda, Dtype, View, ViewMut, storage::Storage};
 
-/// Largest relative errors of a family of ops on the GPU, one for each element type. Errors are
-/// relative to the largest expected value of a buffer.
+/// The largest relative errors of a family of ops on the GPU compared with the CPU, one for each
+/// element type. Errors are relative to the largest expected value of a buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct MaxErrors {
     /// Largest error of cases in `f32`.
@@ -26,27 +26,27 @@ impl std::ops::AddAssign for MaxErrors {
 /// Result of one conformance case: its largest errors, or its failure.
 pub(super) type CaseResult = Result<MaxErrors, ConformanceError>;
 
-/// Initial values of one input or output buffer of a conformance case.
+/// The values with which a conformance case fills one input or output buffer before the op runs.
 pub(super) struct CaseBuffer {
     values: Vec<f32>,
     /// True if the buffer has the element type of the run. False if the buffer is always `f32`.
     varies_type: bool,
 }
 
-/// Creates a buffer of a conformance case that has the element type under test, such as activations
-/// or weights.
+/// Describes a buffer of a conformance case whose element type is the one under test, such as
+/// activations or weights.
 pub(super) fn make_typed_buffer(values: Vec<f32>) -> CaseBuffer {
     CaseBuffer { values, varies_type: true }
 }
 
-/// Creates a buffer of a conformance case that is `f32` whatever element type is tested, such as
-/// statistics, weight gradients or optimizer states.
+/// Describes a buffer of a conformance case that is `f32` whatever element type is under test, such
+/// as statistics, weight gradients or optimizer states.
 pub(super) fn make_f32_buffer(values: Vec<f32>) -> CaseBuffer {
     CaseBuffer { values, varies_type: false }
 }
 
-/// Returns `len` NaNs to fill an output before an op runs, so that elements that the op does not
-/// write are detected.
+/// Returns `len` NaNs, with which an output is filled before an op runs. Elements that the op fails
+/// to write are thus detected.
 pub(super) fn make_nan_values(len: usize) -> Vec<f32> {
     vec![f32::NAN; len]
 }
@@ -78,9 +78,9 @@ pub(super) struct Backends<'a> {
 }
 
 impl Backends<'_> {
-    /// Runs operations on both backends and compares all buffers afterwards. The CPU computes in
-    /// `f32` on values that were rounded to the GPU's element type. `case` names the case in
-    /// errors.
+    /// Runs the operations of a conformance case on both backends and then compares all buffers.
+    /// The CPU computes in `f32` on values that were rounded to the GPU's element type. `case`
+    /// names the case in errors.
     pub(super) fn compare<const N: usize>(
         &self,
         case: &str,

@@ -1,4 +1,4 @@
-//! [`ConformanceError`]: how the result of a GPU differs from the CPU's.
+//! [`ConformanceError`]: how the result of an operation on a GPU differs from the CPU's result.
 use crate::fp8::Fp8Format;
 use crate::ops::{RouterShape, StochasticRounding};
 use crate::storage::DeviceError;
@@ -6,7 +6,7 @@ use crate::{Dtype, storage::extract_panic_message};
 use diagnostic::{Code, Diagnostic, codes::device as codes, codes::run::INTERNAL};
 use std::any::Any;
 
-/// Reason why an operation on a GPU does not conform to its reference on the CPU.
+/// Why an operation on a GPU does not conform to the reference, the same operation on the CPU.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum ConformanceError {
     /// A buffer of the GPU's result differs from the CPU's buffer by more than the tolerance.
@@ -71,7 +71,8 @@ pub enum ConformanceError {
 }
 
 impl ConformanceError {
-    /// Converts the payload of a panic in an operation to an error.
+    /// Converts the payload of a panic, which an operation raised during the comparison, to an
+    /// error.
     pub(super) fn from_panic(panic: &(dyn Any + Send)) -> Self {
         ConformanceError::OpFailed(DeviceError(Diagnostic::error(INTERNAL, extract_panic_message(panic))))
     }

@@ -1,12 +1,12 @@
-//! Conformance cases of experts: the router, row ops and grouped matmuls on one shape, compared
-//! with the CPU.
+//! Conformance cases of experts: the router, ops on the rows of tokens, and grouped matmuls on one
+//! shape, compared with the CPU.
 use super::comparison::{Backends, CaseResult, CaseRng, make_f32_buffer, make_nan_values, make_typed_buffer};
 use super::error::ConformanceError;
 use crate::ops::{RouterBackwardInputs, RouterShape, RowGroup, WriteMode};
 use std::cell::RefCell;
 
 /// Compares the router and the row ops of experts (gather, combine, dot, scale) on the GPU with the
-/// CPU.
+/// CPU as the reference.
 pub(super) fn compare_expert_ops(
     backends: &Backends,
     seed: u64,
@@ -27,7 +27,8 @@ pub(super) fn compare_expert_ops(
     Ok(errors)
 }
 
-/// Compares both passes of the router on the GPU with the CPU. Both must choose the same experts.
+/// Compares both passes of the router on the GPU with the CPU as the reference. Both must choose
+/// the same experts.
 fn compare_router(backends: &Backends, rng: &mut CaseRng, shape: RouterShape) -> CaseResult {
     let RouterShape { m, experts, experts_per_token, .. } = shape;
     let (balance, z) = (rng.draw_vector(experts), 0.3);
@@ -67,8 +68,8 @@ fn compare_router(backends: &Backends, rng: &mut CaseRng, shape: RouterShape) ->
     Ok(errors)
 }
 
-/// Compares the row ops of experts (gather, combine, dot, scale) on the GPU with the CPU, for `m`
-/// tokens of `d` elements each, and `per_token` experts for each token.
+/// Compares the row ops of experts (gather, combine, dot, scale) on the GPU with the CPU as the
+/// reference, for `m` tokens of `d` elements each, and `per_token` experts for each token.
 fn compare_expert_rows(
     backends: &Backends,
     rng: &mut CaseRng,
@@ -101,7 +102,8 @@ fn compare_expert_rows(
     )
 }
 
-/// Compares grouped matmuls on the GPU with the CPU, over groups of the given numbers of rows.
+/// Compares grouped matmuls on the GPU with the CPU as the reference, over groups of the given
+/// numbers of rows.
 pub(super) fn compare_grouped_matmul(
     backends: &Backends,
     seed: u64,

@@ -65,8 +65,8 @@ pub(super) fn compare_fixed_cases(backends: &Backends) -> impl Iterator<Item = C
     cases.map(|(seed, case)| case.compare(backends, seed))
 }
 
-/// Returns conformance cases at the limits of kernels, each with its seed: rows longer than a
-/// thread block, the widest heads, documents that cross tiles, and more blocks than one launch has.
+/// Returns conformance cases whose shapes are at the limits of kernels, each with the seed of its
+/// values.
 fn list_boundary_cases(backends: &Backends) -> Vec<(u64, FixedCase)> {
     // The tiles of the backward kernel take 137 KiB of shared memory for heads of 256 elements.
     // Only data-centre GPUs have that much; others have 99 KiB.
@@ -97,8 +97,8 @@ fn list_boundary_cases(backends: &Backends) -> Vec<(u64, FixedCase)> {
     ]
 }
 
-/// Returns conformance cases, each with its seed, for kernels that load eight elements at once. The
-/// length of their rows is a multiple of eight.
+/// Returns conformance cases for kernels that load eight elements at once, each with the seed of
+/// its values. The length of their rows is a multiple of eight.
 ///
 /// The lengths cover one warp, each thread of a block, several vectors per thread, and rows that do
 /// not fit into registers. Further cases have heads of such lengths, and sums over more rows than a
@@ -122,8 +122,8 @@ fn list_vectorised_cases() -> Vec<(u64, FixedCase)> {
     ]
 }
 
-/// Returns conformance cases of attention over several tiles that are entirely, partly or not
-/// visible, each with its seed.
+/// Returns conformance cases of attention over several tiles, which are entirely, partly or not
+/// visible. Each case has the seed of its values.
 ///
 /// The heads have every size for which a kernel exists and sizes between them. The cases cover
 /// groups of 1 to 8 heads, softcap and dropout. With windows of 95 and 79, the mask must hide

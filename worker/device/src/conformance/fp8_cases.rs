@@ -1,5 +1,5 @@
-//! Conformance cases of fp8: matmuls, and the rounding of every operand bit by bit, compared with
-//! the CPU.
+//! Conformance cases of fp8: matmuls, and the rounding of operands, which must equal the CPU's bit
+//! by bit.
 use super::comparison::{
     Backends, CaseResult, CaseRng, MaxErrors, make_f32_buffer, make_nan_values, make_typed_buffer,
 };
@@ -8,20 +8,21 @@ use crate::Buf;
 use crate::fp8::Fp8Format;
 use crate::ops::{FP8_COLUMN_MULTIPLE, Fp8Operand, Ops, WriteMode};
 
-/// Tolerated relative error of sums in `f32`. Tensor cores keep fewer bits of fp8 sums than `f32`
-/// has. Wrong rounding of an operand causes larger errors.
+/// The largest tolerated relative error between the fp8 sums of the GPU and those of the CPU in
+/// `f32`. Tensor cores keep fewer bits of fp8 sums than `f32` has. Wrong rounding of an operand
+/// causes larger errors.
 const SUM_TOLERANCE: f64 = 2e-3;
 
-/// The fp8 formats of the left and the right operand, for each kind of matmul of a layer: forward
-/// pass, backward pass, and backward pass of a Conv1D weight.
+/// The fp8 formats of the left and right operands of a layer's matmuls: in the forward pass, the
+/// backward pass, and the backward pass of a Conv1D weight.
 const OPERAND_FORMATS: [[Fp8Format; 2]; 3] = [
     [Fp8Format::E4M3, Fp8Format::E4M3],
     [Fp8Format::E5M2, Fp8Format::E4M3],
     [Fp8Format::E4M3, Fp8Format::E5M2],
 ];
 
-/// Compares fp8 matmuls on the GPU with the CPU, for operands in every layout and results of every
-/// type.
+/// Compares fp8 matmuls on the GPU with the CPU as the reference, for operands in every layout and
+/// results of every type.
 pub(super) fn compare_matmuls(backends: &Backends, seed: u64, m: usize, n: usize, k: usize) -> CaseResult {
     let mut errors = MaxErrors::default();
     let mut rng = CaseRng::new(seed);
@@ -50,8 +51,8 @@ pub(super) fn compare_matmuls(backends: &Backends, seed: u64, m: usize, n: usize
     Ok(errors)
 }
 
-/// Compares the GPU's fp8 rounding of every bf16 number, in matrices of several magnitudes, with
-/// the CPU bit by bit. A matmul with the identity matrix returns the rounded operand.
+/// Compares the rounding of every bf16 number to fp8 on the GPU bit by bit with the CPU, in
+/// matrices of several magnitudes. A matmul with the identity matrix returns the rounded operand.
 pub(super) fn compare_operand_rounding(backends: &Backends) -> CaseResult {
     let n = FP8_COLUMN_MULTIPLE;
     let identity: Vec<f32> = (0..n * n).map(|i| f32::from(u8::from(i % (n + 1) == 0))).collect();

@@ -1,4 +1,4 @@
-//! Conformance of a GPU's operations with the CPU backend.
+//! Checks that the results of a GPU's operations conform to those of the CPU backend.
 //!
 //! Every operation runs on both backends, with odd, tiny and large shapes, in every element type,
 //! on buffers with any alignment, and with outputs that are filled with NaN beforehand. Tests run
@@ -31,8 +31,8 @@ pub struct FamilyReport {
     pub failure: Option<ConformanceError>,
 }
 
-/// The runs of each conformance case: element type, offset of the buffers in their memory (in
-/// elements), and tolerated relative error.
+/// The settings in which each conformance case runs: element type, offset of the buffers in their
+/// allocations (in elements), and tolerated relative error.
 ///
 /// The errors stem from rounding: operands are rounded once before an operation, and results once
 /// after the operation. Values that the forward pass keeps for the backward pass are also rounded
@@ -45,8 +45,8 @@ const RUN_TOLERANCES: [(Dtype, usize, f64); 5] = [
     (Dtype::F16, 0, 3e-3),
 ];
 
-/// Compares every family of operations on the GPU with the CPU. Each family runs on `rounds` random
-/// shapes. Further shapes select the kernels' special cases. `seed` determines shapes and values.
+/// Compares every family of operations on the GPU with the CPU, each on `rounds` random shapes and
+/// on shapes that select the kernels' special cases. `seed` determines shapes and values.
 pub fn compare_ops_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -> Vec<FamilyReport> {
     let backends = Backends { cpu: Cpu::new(1), cuda, runs: &RUN_TOLERANCES };
     let backends = &backends;

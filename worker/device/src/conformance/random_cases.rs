@@ -7,8 +7,8 @@ use crate::ops::{AttentionShape, ClassifierShape};
 /// the errors.
 type RandomCase = fn(&Backends, &mut CaseRng) -> CaseResult;
 
-/// The families of ops that run on every GPU, with the name of each. The position of a family
-/// contributes to the seed of its shapes and values.
+/// The names of the families of ops that are compared on every GPU, with the function that compares
+/// each. The position of a family contributes to the seed of its shapes and values.
 pub(super) const FAMILIES: [(&str, RandomCase); 9] = [
     ("matmul", compare_random_matmuls),
     ("norms, bias", compare_random_norms),
@@ -21,26 +21,26 @@ pub(super) const FAMILIES: [(&str, RandomCase); 9] = [
     ("vectors, optimizers", compare_random_vectors_and_optimizers),
 ];
 
-/// Compares the matmuls of a random shape on the GPU with the CPU.
+/// Compares the matmuls of a random shape on the GPU with the CPU as the reference.
 fn compare_random_matmuls(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let (seed, [m, n, k]) = rng.draw_case([40, 40, 40]);
     cases::compare_matmuls(backends, seed, m, n, k)
 }
 
-/// Compares RMSNorm, LayerNorm and bias of a random shape on the GPU with the CPU.
+/// Compares RMSNorm, LayerNorm and bias of a random shape on the GPU with the CPU as the reference.
 fn compare_random_norms(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let (seed, [m, d]) = rng.draw_case([150, 90]);
     cases::compare_norms(backends, seed, m, d)
 }
 
 /// Compares RMSNorm of heads and rotary position embeddings of a random shape on the GPU with the
-/// CPU.
+/// CPU as the reference.
 fn compare_random_head_norm_and_rope(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let (seed, [rows, heads, head_dim, b]) = rng.draw_case([40, 5, 40, 3]);
     cases::compare_head_norm_and_rope(backends, seed, rows, heads, head_dim, b)
 }
 
-/// Compares SwiGLU, GeGLU and GELU of a random shape on the GPU with the CPU.
+/// Compares SwiGLU, GeGLU and GELU of a random shape on the GPU with the CPU as the reference.
 fn compare_random_activations(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let (seed, [m, f]) = rng.draw_case([20, 300]);
     cases::compare_activations(backends, seed, m, f)
@@ -63,7 +63,8 @@ fn compare_random_attention(backends: &Backends, rng: &mut CaseRng) -> CaseResul
     cases::compare_document_attention(backends, rng.draw_number(), shape)
 }
 
-/// Compares the classifier of a random shape on the GPU with the CPU. Some shapes also use softcap.
+/// Compares the classifier of a random shape on the GPU with the CPU as the reference. Some shapes
+/// also use softcap.
 fn compare_random_classifier(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let softcap = (rng.draw_below(2) == 0).then_some(3.0);
     let (seed, [m, d, v]) = rng.draw_case([40, 40, 200]);
@@ -71,7 +72,7 @@ fn compare_random_classifier(backends: &Backends, rng: &mut CaseRng) -> CaseResu
 }
 
 /// Compares the router, the row ops of experts and grouped matmuls of random shapes on the GPU with
-/// the CPU.
+/// the CPU as the reference.
 fn compare_random_expert_ops(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let count = rng.draw_in_range(1, 70);
     let (seed, [m, per_token, d]) = rng.draw_case([30, 5, 50]);
@@ -82,19 +83,20 @@ fn compare_random_expert_ops(backends: &Backends, rng: &mut CaseRng) -> CaseResu
     Ok(errors)
 }
 
-/// Compares the token embedding of a random shape on the GPU with the CPU.
+/// Compares the token embedding of a random shape on the GPU with the CPU as the reference.
 fn compare_random_embedding(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let (seed, [m, d, v]) = rng.draw_case([120, 70, 50]);
     cases::compare_embedding(backends, seed, m, d, v)
 }
 
-/// Compares elementwise ops and optimizers on vectors of a random length on the GPU with the CPU.
+/// Compares elementwise ops and optimizers on vectors of a random length on the GPU with the CPU as
+/// the reference.
 fn compare_random_vectors_and_optimizers(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let (seed, [n]) = rng.draw_case([9000]);
     cases::compare_vectors_and_optimizers(backends, seed, n)
 }
 
-/// Compares the fp8 matmuls of a random shape on the GPU with the CPU.
+/// Compares the fp8 matmuls of a random shape on the GPU with the CPU as the reference.
 pub(super) fn compare_random_fp8_matmuls(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let (seed, [m, n, k]) = rng.draw_case([70, 4, 50]);
     fp8_cases::compare_matmuls(backends, seed, m, 16 * n, k)

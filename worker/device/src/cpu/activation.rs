@@ -66,7 +66,7 @@ impl ActivationOps for Cpu {
     }
 }
 
-/// Computes `y = activation(gate)·up` for `m` rows of `f` elements.
+/// Computes a gated linear unit for `m` rows of `f` elements: `y = activation(gate)·up`.
 fn gated_forward(cpu: &Cpu, op: &str, activation: Activation, y: ViewMut, gate_up: View, [m, f]: [usize; 2]) {
     expect_lens(op, [("y", y.len(), m * f), ("gate_up", gate_up.len(), m * 2 * f)]);
     let gate_up = InputElements::from(gate_up);
@@ -76,8 +76,8 @@ fn gated_forward(cpu: &Cpu, op: &str, activation: Activation, y: ViewMut, gate_u
     });
 }
 
-/// Computes the gradient of [`gated_forward`]: writes the gradient to `dgate_up` and replaces `dy`
-/// by the output `y`.
+/// Computes the gradient of the gated linear unit [`gated_forward`], and writes it to `dgate_up`.
+/// Recomputes the output `y` of the forward pass in place of `dy`.
 fn gated_backward(
     cpu: &Cpu,
     op: &str,
@@ -121,9 +121,10 @@ fn sigmoid<S: Simd>(s: S, x: S::V) -> S::V {
     s.div(one, s.add(one, exp(s, s.sub(s.splat(0.0), x))))
 }
 
-/// An activation function and its derivative, computed in SIMD lanes: SiLU or GELU.
+/// An activation function of the CPU backend and its derivative, computed in SIMD lanes.
 trait ActivationFunction {
-    /// Returns the function's value and derivative in each lane.
+    /// Computes the activation function and its derivative at `x` in each lane, and returns (value,
+    /// derivative).
     fn differentiate<S: Simd>(s: S, x: S::V) -> (S::V, S::V);
 }
 
@@ -172,8 +173,8 @@ fn compute_gelu_gradient<S: Simd>(s: S, dx: &mut [f32], dy: &mut [f32], x: &[f32
     }
 }
 
-/// Computes `y = activation(gate)·up` for each row of `gate_up`, which has `f` gates and then `f`
-/// ups.
+/// Computes a gated linear unit, `y = activation(gate)·up`, for each row of `gate_up`. A row has
+/// `f` gates and then `f` ups.
 #[inline(always)]
 fn activate_gate_rows<S: Simd>(s: S, activation: Activation, y: &mut [f32], gate_up: &[f32], f: usize) {
     match activation {
@@ -182,7 +183,8 @@ fn activate_gate_rows<S: Simd>(s: S, activation: Activation, y: &mut [f32], gate
     }
 }
 
-/// Computes the gradients of gate and up, and replaces `dy` by the output of the forward pass.
+/// Computes the gradients of a gated linear unit with respect to gate and up, and replaces `dy` by
+/// the output of the forward pass.
 #[inline(always)]
 fn differentiate_gate_rows<S: Simd>(
     s: S,
@@ -198,7 +200,7 @@ fn differentiate_gate_rows<S: Simd>(
     }
 }
 
-/// Computes `y = A(gate)·up` for each row of `gate_up`, with the activation function `A`.
+/// Computes a gated linear unit, `y = A(gate)·up`, for each row of `gate_up`.
 #[inline(always)]
 fn activate_rows<S: Simd, A: ActivationFunction>(s: S, y: &mut [f32], gate_up: &[f32], f: usize) {
     for row in 0..y.len() / f.max(1) {
@@ -210,8 +212,8 @@ fn activate_rows<S: Simd, A: ActivationFunction>(s: S, y: &mut [f32], gate_up: &
     }
 }
 
-/// Computes the gradients of gate and up for the activation function `A`, and replaces `dy` by the
-/// output of the forward pass.
+/// Computes the gradients of a gated linear unit for the activation function `A`, and replaces `dy`
+/// by the output of the forward pass.
 #[inline(always)]
 fn differentiate_rows<S: Simd, A: ActivationFunction>(
     s: S,

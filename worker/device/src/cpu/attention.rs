@@ -65,7 +65,7 @@ impl AttentionOps for Cpu {
     }
 }
 
-/// The tile of queries that one task of the forward pass computes.
+/// A block of queries of one head, whose attention one parallel task of the forward pass computes.
 struct QueryTile {
     g: AttentionLayout,
     /// Index of the sequence in the batch.
@@ -76,8 +76,7 @@ struct QueryTile {
     rows: Range<usize>,
 }
 
-/// Returns the number of `f32` elements of the forward pass's scratch memory per task: queries,
-/// outputs, sums, and the scores of a strip.
+/// Returns how many `f32` elements of scratch memory a task of attention's forward pass needs.
 fn compute_scratch_len(g: AttentionLayout) -> usize {
     let rows = QUERY_TILE + MAX_TILE_ROWS;
     rows * g.padded * 2 + MAX_TILE_ROWS * KEY_TILE + rows * LANES + 4 * READ_SLACK
@@ -92,8 +91,8 @@ multiversion! {
     )
 }
 
-/// Packs the transposed keys and the values of one key head, tile after tile. Task number `task`
-/// determines sequence and head.
+/// Packs the keys and the values of one key head of one sequence for the micro-kernel, tile after
+/// tile. The keys are transposed. `task` is the index of the sequence and head.
 #[inline(always)]
 fn pack_key_head<S: Simd>(s: S, dst: &mut [f32], qkv: InputElements, g: AttentionLayout, task: usize) {
     let AttentionShape { t, kv_heads, head_dim, .. } = g.shape;
@@ -114,8 +113,8 @@ fn pack_key_head<S: Simd>(s: S, dst: &mut [f32], qkv: InputElements, g: Attentio
     }
 }
 
-/// State of the online softmax for a strip of queries. A strip has as many queries as a micro tile
-/// has rows.
+/// The running maxima, sums and outputs of the online softmax, for a strip of queries. A strip has
+/// as many queries as a micro tile has rows.
 struct OnlineSoftmaxState<'a> {
     /// Scores of the current tile, later their exponentials: rows of `KEY_TILE` elements.
     scores: &'a mut [f32],
@@ -201,8 +200,7 @@ fn divide_by_sum<S: Simd>(s: S, o: &mut [f32], out: &[f32], total: f32) {
     }
 }
 
-/// Positions of a strip of queries and of a tile of keys, from which masking and dropout are
-/// computed.
+/// Which queries and keys a block of attention scores belongs to, for masking and dropout.
 struct TileMask<'a> {
     /// Position of the strip's first query.
     q0: usize,
@@ -215,7 +213,8 @@ struct TileMask<'a> {
 }
 
 impl OnlineSoftmaxState<'_> {
-    /// Adds a tile of keys and values to the online softmax of the strip.
+    /// Adds the contribution of a tile of keys and values to the running results of a strip of
+    /// queries.
     #[inline(always)]
     fn add_key_tile<S: Simd>(self, s: S, g: AttentionLayout, q: &[f32], kv: &[f32], visibility: TileMask) {
         let head_dim = g.shape.head_dim;

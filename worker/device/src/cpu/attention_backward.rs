@@ -54,8 +54,9 @@ pub(crate) fn differentiate_attention(
     unsafe { dqkv.update_as_f32(0..dqkv.len(), PriorContents::Ignored, work) };
 }
 
-/// Scratch matrices of one task of the backward pass, which computes one key head. Matrices of
-/// queries are `[QUERY_TILE, padded]`, and matrices of keys `[KEY_TILE, padded]`.
+/// The scratch matrices of one task of attention's backward pass, which computes one key head of
+/// one sequence. Matrices of queries are `[QUERY_TILE, padded]`, and matrices of keys `[KEY_TILE,
+/// padded]`.
 struct KeyHeadScratch<'a> {
     /// Σ_j dO·O for each query of the group's heads.
     delta: &'a mut [f32],
@@ -222,7 +223,8 @@ struct KeyHeadTask<'a> {
     kv: usize,
 }
 
-/// Positions of a tile of queries of one head and of a tile of keys.
+/// The position of a tile of queries and of a tile of keys, whose attention scores are computed
+/// together.
 struct TilePair<'a> {
     h: usize,
     q0: usize,
@@ -240,7 +242,8 @@ impl TilePair<'_> {
 }
 
 impl KeyHeadTask<'_> {
-    /// Computes `delta` (Σ dO·O) for all queries of the heads that share the key head.
+    /// Computes the row sums `delta` = Σ dO·O of outputs and their gradients, for all queries of
+    /// the heads that share a key head.
     #[inline(always)]
     fn compute_delta<S: Simd>(&self, s: S, delta: &mut [f32]) {
         let AttentionShape { t, heads, head_dim, .. } = self.g.shape;
@@ -256,7 +259,7 @@ impl KeyHeadTask<'_> {
         }
     }
 
-    /// Copies the tile of keys and values that begins at `k0` to the scratch matrices.
+    /// Copies the tile of keys and values whose first key is `k0` to the scratch matrices.
     #[inline(always)]
     fn load_keys<S: Simd>(&self, s: S, tiles: &mut KeyHeadScratch, k0: usize) {
         let g = self.g;
@@ -359,7 +362,8 @@ impl KeyHeadTask<'_> {
         }
     }
 
-    /// Computes `dq = ds·k`, `dk += dsᵀ·q` and `dv += pᵀ·dO`.
+    /// Computes the gradients of a pair of tiles of queries and keys: `dq = ds·k`, `dk += dsᵀ·q`
+    /// and `dv += pᵀ·dO`.
     #[inline(always)]
     fn compute_gradients<S: Simd>(&self, s: S, tiles: &mut KeyHeadScratch, pair: &TilePair) {
         let (padded, nvecs) = (self.g.padded, self.g.padded / LANES);

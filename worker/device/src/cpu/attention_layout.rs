@@ -1,17 +1,18 @@
-//! [`AttentionLayout`]: the sizes of an attention op. Also functions of both passes that copy heads
-//! and mask scores.
+//! [`AttentionLayout`]: the sizes of an attention op. Also functions that copy heads and mask
+//! scores, for the forward and the backward pass.
 use super::attention_dropout::KEY_TILE;
 use super::elements::{Element, InputElements, with_elements};
 use super::simd::{LANES, Simd, load_array, store_array, store_lanes, tanh};
 use crate::ops::AttentionShape;
 use std::ops::Range;
 
-/// Number of queries in a tile.
+/// Number of queries in a tile, the block of queries that attention processes at a time.
 pub(crate) const QUERY_TILE: usize = 64;
 /// Number of elements past the end of a scratch matrix that the micro-kernel may read if the number
 /// of rows is not a multiple of its tile.
 pub(crate) const READ_SLACK: usize = 16;
-/// Maximum number of rows of a micro tile on any instruction set.
+/// Maximum number of rows of the tile of a matmul that is computed in registers, on any instruction
+/// set.
 pub(crate) const MAX_TILE_ROWS: usize = 8;
 
 /// Shape of an attention op, and sizes that follow from the shape.
@@ -28,8 +29,8 @@ pub(crate) struct AttentionLayout {
 }
 
 impl AttentionLayout {
-    /// Computes the layout of an attention. Panics if the shape or an argument that forward and
-    /// backward pass share is invalid. `o`, `lse` and `qkv` are lengths, and `op` is the op's name
+    /// Checks the lengths of an attention op's arguments and computes its layout. Panics if the
+    /// shape or an argument is invalid. `o`, `lse` and `qkv` are lengths, and `op` is the op's name
     /// in panics.
     pub(crate) fn new(
         op: &str,

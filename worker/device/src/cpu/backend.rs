@@ -53,9 +53,9 @@ impl Cpu {
         self.scratch.bytes()
     }
 
-    /// Divides `0..rows` into ranges, runs `work` on them in parallel, and returns when all ranges
-    /// are done. Processing a row is assumed to cost as much as copying `width` elements. Ranges
-    /// are so long that each costs about as much as copying 16 Ki elements.
+    /// Runs `work` on ranges of `0..rows` in parallel, and returns when all rows are done.
+    /// Processing a row is assumed to cost as much as copying `width` elements. Ranges are so long
+    /// that each costs about as much as copying 16 Ki elements.
     pub(super) fn run_over_rows(&self, rows: usize, width: usize, work: impl Fn(Range<usize>) + Sync) {
         let per_task = ((16 << 10) / width.max(1)).max(1);
         self.pool.run(rows.div_ceil(per_task), &|task| {

@@ -47,7 +47,7 @@ fn add_bias_simd<S: Simd>(s: S, y: &mut [f32], bias: &[f32]) {
     }
 }
 
-/// Adds the rows of `dy` to the row `sum` elementwise, in order.
+/// Adds all rows of `dy` to the row `sum`, in order and elementwise.
 #[inline(always)]
 fn sum_rows_simd<S: Simd>(s: S, sum: &mut [f32], dy: &[f32]) {
     for row in dy.chunks_exact(sum.len().max(1)) {

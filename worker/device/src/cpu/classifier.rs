@@ -1,4 +1,5 @@
-//! The classifier: output layer and cross-entropy loss, with gradients, for chunks of rows.
+//! The classifier (output layer and cross-entropy loss in one op) on the CPU, with gradients. Rows
+//! are processed in chunks.
 //!
 //! The logits of a chunk are processed in blocks of the vocabulary, so that each block is read
 //! while it is in the cache. The forward pass computes a block and updates maximum and sum of each
@@ -16,18 +17,19 @@ use crate::buffer::{View, ViewMut};
 use crate::ops::{ClassifierGrads, ClassifierOps, ClassifierShape, IGNORE_LABEL, WriteMode};
 use std::ops::Range;
 
-/// Maximum number of logits in a chunk, unless the chunk has the minimum number of rows. The number
-/// of rows of a chunk depends on the vocabulary alone.
+/// Maximum number of logits that are in memory at a time, unless a chunk has the minimum number of
+/// rows. The number of rows of a chunk depends on the vocabulary alone.
 const MAX_CHUNK_LOGITS: usize = 4 << 20;
-/// Maximum number of rows of a chunk.
+/// Maximum number of rows of a chunk, the rows whose logits are in memory at a time.
 const MAX_CHUNK_ROWS: usize = 512;
-/// Minimum number of rows of a chunk. Fewer rows would be too slow, because each chunk packs `w`
-/// twice, and reads and writes the whole gradient of `w`.
+/// Minimum number of rows of a chunk, the rows whose logits are in memory at a time. Fewer rows
+/// would be too slow, because each chunk packs `w` twice, and reads and writes the whole gradient
+/// of `w`.
 const MIN_CHUNK_ROWS: usize = 256;
-/// Number of columns of a block of the vocabulary.
+/// Number of columns of the logits that are processed at a time, so that they stay in the cache.
 const VOCAB_BLOCK: usize = 512;
 
-/// Returns the number of rows per chunk of the CPU's classifier, for `m` rows in total and a
+/// Returns the number of rows whose logits are in memory at a time, for `m` rows in total and a
 /// vocabulary of `v`. Only the logits of one chunk are in memory at a time.
 pub fn choose_classifier_chunk_rows(m: usize, v: usize) -> usize {
     (MAX_CHUNK_LOGITS / v.max(1)).clamp(MIN_CHUNK_ROWS, MAX_CHUNK_ROWS).min(m)
@@ -87,8 +89,8 @@ struct ClassifierBackwardOutputs<'a> {
     scale: f32,
 }
 
-/// Statistics of a row's logits, updated block by block: the maximum, the sum of exponentials, and
-/// the logit of the row's label.
+/// What the loss of a row needs of its logits: the maximum, the sum of exponentials, and the logit
+/// of the row's label. Updated block by block.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 struct LogitStatistics {
@@ -101,9 +103,9 @@ struct LogitStatistics {
 }
 
 impl LogitStatistics {
-    /// Size of the statistics in elements of `f32`.
+    /// Size of a row's statistics, in `f32` elements.
     const FLOATS: usize = size_of::<Self>() / size_of::<f32>();
-    /// Statistics of a row before its first logit.
+    /// The statistics of a row of logits before the first logit is added.
     const EMPTY: Self = LogitStatistics { max: f64::NEG_INFINITY, total: 0.0, label_logit: 0.0 };
 
     /// Returns the cross-entropy loss of the row: `log Σ e^logit − logit of the label`.
@@ -112,7 +114,7 @@ impl LogitStatistics {
     }
 }
 
-/// Chunk of rows whose logits are in memory at the same time.
+/// Some rows of the classifier, whose logits are in memory at the same time.
 struct ClassifierChunk<'a> {
     cpu: &'a Cpu,
     x: InputElements<'a>,
@@ -122,7 +124,7 @@ struct ClassifierChunk<'a> {
 }
 
 impl ClassifierChunk<'_> {
-    /// Returns the column ranges of the blocks of the vocabulary.
+    /// Returns the ranges of columns of the vocabulary that are processed at a time.
     fn vocab_blocks(&self) -> impl Iterator<Item = Range<usize>> {
         let v = self.shape.v;
         (0..v).step_by(VOCAB_BLOCK).map(move |start| start..(start + VOCAB_BLOCK).min(v))
@@ -134,7 +136,7 @@ impl ClassifierChunk<'_> {
         block.start * self.shape.d..block.end * self.shape.d
     }
 
-    /// Computes the chunk's logits, and the statistics of each row.
+    /// Computes the logits of this chunk of rows, and the statistics of each row for the loss.
     fn forward(&self, logits: &mut [f32], statistics: &mut [LogitStatistics]) {
         let ClassifierShape { m, d, v, .. } = self.shape;
         statistics.fill(LogitStatistics::EMPTY);
@@ -158,8 +160,8 @@ impl ClassifierChunk<'_> {
         }
     }
 
-    /// Replaces `logits` by dlogits, and computes `dx = dlogits·w` for the chunk's rows and `dw
-    /// (=|+=) dlogitsᵀ·x`. `first` is the chunk's first row.
+    /// Computes the classifier's gradients for this chunk of rows: replaces `logits` by dlogits,
+    /// and computes `dx = dlogits·w` and `dw (=|+=) dlogitsᵀ·x`. `first` is the chunk's first row.
     fn backward(
         &self,
         logits: &mut [f32],
@@ -175,7 +177,8 @@ impl ClassifierChunk<'_> {
         unsafe { dx.update_as_f32(first * d..(first + m) * d, PriorContents::Ignored, work) };
     }
 
-    /// Computes the gradients of the chunk, one block of the vocabulary after another.
+    /// Computes the classifier's gradients for this chunk of rows, one block of the vocabulary
+    /// after another.
     fn backward_blocks(
         &self,
         logits: &mut [f32],
@@ -255,8 +258,8 @@ fn softcap_each_logit<S: Simd>(s: S, x: &mut [f32], cap: f32) {
     }
 }
 
-/// Updates the maximum and the sum of exponentials of a row's statistics with some of the row's
-/// logits. A NaN makes the sum NaN.
+/// Updates the maximum and the sum of exponentials in the statistics of a row with further logits
+/// of the row. A NaN makes the sum NaN.
 ///
 /// The exponentials of these logits are summed in 16 lanes of `f32`. Their sum is added to the
 /// row's total in `f64`.

@@ -1,4 +1,5 @@
-//! [`InputElements`] and [`OutputElements`]: arguments of ops with any element type.
+//! [`InputElements`] and [`OutputElements`]: the inputs and outputs of ops on the CPU, with any
+//! element type.
 //!
 //! Ops compute in `f32` and round each result once, to nearest, ties to even. A task converts the
 //! range that it needs. For `f32` elements, this is the slice itself. For 16-bit elements, it is a
@@ -16,7 +17,7 @@ use crate::buffer::{Dtype, View, ViewMut};
 use crate::ops::WriteMode;
 use std::ops::{Deref, DerefMut, Range};
 
-/// A 16-bit floating-point format of buffers.
+/// A 16-bit floating-point format: bf16 or IEEE half precision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HalfFormat {
     /// bfloat16.
@@ -287,7 +288,7 @@ impl Deref for F32Input<'_> {
     }
 }
 
-/// Whether a task reads the previous contents of the elements that it writes.
+/// Whether a task reads the previous contents of the output elements that it writes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PriorContents {
     /// The task overwrites the elements without reading them.
@@ -312,7 +313,7 @@ pub(crate) struct OutputElements<'a> {
     elements: OutputSlices<'a>,
 }
 
-/// Storage of an op's output by element type, with the number of elements.
+/// The memory of an op's output, by element type.
 enum OutputSlices<'a> {
     F32(DisjointSlices<'a, f32>, usize),
     Half(HalfFormat, DisjointSlices<'a, u16>, usize),
@@ -366,8 +367,8 @@ impl<'a> OutputElements<'a> {
     }
 
     /// Runs `work` on the elements with indices in `r` as `f32`. `work` may use all threads. If the
-    /// elements are 16-bit, `work` gets an `f32` copy, whose elements are rounded and stored in the
-    /// output afterwards. The copy has arbitrary content unless `prior` is [`PriorContents::Read`].
+    /// elements are 16-bit, `work` gets an `f32` copy, which is then rounded to the output. The
+    /// copy has arbitrary content unless `prior` is [`PriorContents::Read`].
     ///
     /// # Safety
     ///
@@ -430,8 +431,8 @@ impl DerefMut for F32Output<'_> {
 }
 
 impl F32Output<'_> {
-    /// Rounds the values of a 16-bit output now, so that the task continues with the same rounded
-    /// values that later ops will read.
+    /// Rounds the values that a task wrote to a 16-bit output now, so that the task continues with
+    /// the rounded values.
     pub(crate) fn round_now(&mut self) {
         if let F32Output::Converted { instruction_set, format, wide, to } = self {
             round(*instruction_set, *format, to, &wide[..to.len()]);
@@ -474,8 +475,8 @@ impl Cpu {
 mod tests {
     use super::*;
 
-    /// Returns the bits of the 16-bit number that is nearest to `x`, ties to even. `numbers` are
-    /// all candidates in rising order, with their bits.
+    /// Returns the bits of the 16-bit number that is nearest to `x`, ties to even. The candidates
+    /// are `numbers`, all numbers in rising order with their bits.
     fn find_nearest_half_bits(x: f32, numbers: &[(f64, u16)]) -> u16 {
         let x = f64::from(x);
         let i = numbers.partition_point(|(v, _)| *v < x);

@@ -1,5 +1,5 @@
-//! Ops on rows that are sent to experts and return: gather, weighted sums, scaling and dot
-//! products.
+//! Ops on the rows of tokens that are sent to experts and return: gather, weighted sums, scaling
+//! and dot products.
 use super::backend::Cpu;
 use super::elements::{Element, InputElements, with_elements};
 use super::instruction_set::multiversion;
@@ -57,7 +57,8 @@ impl RowOps for Cpu {
     }
 }
 
-/// Copies rows for the op `op`: `y[i] = x[rows[i]]`, for rows of `d` elements.
+/// Copies the rows of `x` that `rows` selects: `y[i] = x[rows[i]]`, for rows of `d` elements. `op`
+/// is the op's name in panics.
 pub(super) fn copy_selected_rows(cpu: &Cpu, op: &str, y: ViewMut, x: View, rows: &[u32], d: usize) {
     expect_lens(op, [("y", y.len(), rows.len() * d)]);
     let x = InputElements::from(x);
@@ -68,7 +69,7 @@ pub(super) fn copy_selected_rows(cpu: &Cpu, op: &str, y: ViewMut, x: View, rows:
     });
 }
 
-/// Arguments of [`RowOps::combine_rows`] other than the output.
+/// A weighted sum of selected rows: the arguments of [`RowOps::combine_rows`] without the output.
 #[derive(Clone, Copy)]
 pub(crate) struct WeightedRowSum<'a> {
     /// The matrix whose rows are summed.
@@ -91,16 +92,17 @@ multiversion! {
     fn dot = dot_simd(a: &[f32], b: &[f32]) -> f32
 }
 
-/// Computes the weighted sum of the rows of `sum.x` that the terms with indices in `terms` select.
-/// Overwrites `y` with the result or adds the result to `y`, as `sum.write` states.
+/// Computes a weighted sum of rows of `sum.x`, which the terms with indices in `terms` select, and
+/// writes it to `y`. Overwrites `y` with the result or adds the result to `y`, as `sum.write`
+/// states.
 #[inline(always)]
 fn sum_selected_rows_simd<S: Simd>(s: S, y: &mut [f32], terms: std::ops::Range<usize>, sum: WeightedRowSum) {
     with_elements!(sum.x, x => sum_selected_elements(s, y, x, terms, sum));
 }
 
-/// Computes the weighted sum of the rows of `x` that the terms with indices in `terms` select, in
-/// the order of the terms. Overwrites `y` with the result or adds the result to `y`, as `sum.write`
-/// states. `x` is `sum.x` with elements of type `E`.
+/// Computes a weighted sum of the rows of `x` that the terms with indices in `terms` select, in the
+/// order of the terms. Overwrites `y` or adds to it, as `sum.write` states. `x` is `sum.x` with
+/// elements of type `E`.
 #[inline(always)]
 fn sum_selected_elements<S: Simd, E: Element>(
     s: S,

@@ -1,5 +1,5 @@
-//! Matmul in fp8, the reference for GPUs: operands are rounded to fp8, converted to bfloat16, and
-//! multiplied as bfloat16.
+//! Matmul with operands that are rounded to fp8, as the reference for GPUs. The rounded operands
+//! are multiplied as bfloat16.
 //!
 //! An fp8 number times its scale is exactly a bfloat16, because it has at most four significant
 //! bits and scales are at least 2⁻⁶⁰. (Values from 2¹²⁸·15/16 on, which round to 2¹²⁸, become
@@ -42,8 +42,8 @@ impl Fp8Ops for Cpu {
     }
 }
 
-/// Rounds a matrix to fp8 and returns the rounded elements as bf16, stored in `buffer`. Each `f32`
-/// of `buffer` receives two bf16.
+/// Rounds a matrix to fp8 and returns the rounded elements as bf16 numbers, which are stored in
+/// `buffer`. Each `f32` of `buffer` receives two bf16.
 fn round_to_fp8<'a>(cpu: &Cpu, buffer: &'a mut [f32], matrix: Fp8Operand) -> InputElements<'a> {
     let (x, format) = (InputElements::from(matrix.x), matrix.format);
     let scale = format.compute_scale(find_largest_magnitude(cpu, x));
@@ -57,7 +57,7 @@ fn round_to_fp8<'a>(cpu: &Cpu, buffer: &'a mut [f32], matrix: Fp8Operand) -> Inp
     InputElements::Half(HalfFormat::Bf16, to)
 }
 
-/// Returns the largest magnitude of the finite elements, or 0 if no element is finite.
+/// Returns the largest magnitude of the finite elements of `x`, or 0 if no element is finite.
 fn find_largest_magnitude(cpu: &Cpu, x: InputElements) -> f32 {
     let tasks = x.len().div_ceil(ELEMENTS_PER_TASK);
     let mut maxima = cpu.scratch.take(tasks);

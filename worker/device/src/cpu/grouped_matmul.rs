@@ -74,7 +74,7 @@ impl GroupedMatmulOps for Cpu {
     }
 }
 
-/// Panics unless the groups' rows are in order without overlap, and all rows and matrices are in
+/// Panics unless the groups' rows are in order without overlap and all rows and matrices are in
 /// bounds. `k` is the length of a row, `matrix_len` that of a matrix.
 #[track_caller]
 fn check_groups(groups: &[RowGroup], x_len: usize, k: usize, weights_len: usize, matrix_len: usize) {

@@ -1,4 +1,4 @@
-//! [`InstructionSet`]: the instruction sets for which the kernels of the CPU backend are compiled.
+//! [`InstructionSet`]: which vector instructions the kernels of the CPU backend use.
 #[cfg(target_arch = "x86_64")]
 use super::x86;
 

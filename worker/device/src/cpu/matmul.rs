@@ -1,4 +1,5 @@
-//! Matmul: `y = x·wᵀ` and the gradients of `x` and `w`, all as `c[m,n] (=|+=) a·b`.
+//! Matmul on the CPU: `y = x·wᵀ` and the gradients of `x` and `w`, all computed as `c[m,n] (=|+=)
+//! a·b`.
 //!
 //! **Order of summation.** The depth `k` is divided into blocks of equal length, which depends on
 //! `k` alone. Each element is the sum of its blocks' chains in rising order
@@ -19,19 +20,20 @@ use crate::buffer::View;
 use crate::ops::WriteMode;
 use std::ops::Range;
 
-/// Maximum number of terms in a block of the depth. A strip of the left operand then takes 16 KiB
-/// of the L1 cache.
+/// Maximum number of terms of each sum that a matmul adds in one pass. A strip of the left operand
+/// then takes 16 KiB of the L1 cache.
 const MAX_DEPTH_BLOCK: usize = 512;
-/// Number of elements of the smaller operand that are packed at a time for all tasks.
+/// Number of elements of the smaller operand that are packed at a time, for all tasks to read.
 const SHARED_PACKED_LEN: usize = 1 << 20;
-/// Number of elements of the larger operand that one task packs at a time: half of an L2 cache.
+/// Number of elements of the larger operand that one task packs at a time. They take half of an L2
+/// cache.
 const TASK_PACKED_LEN: usize = 96 << 10;
-/// Number of elements of the right operand's panels that stay in the L2 cache while strips of the
-/// left operand are multiplied by them. The rest of the cache holds the result and prefetched
+/// Number of elements of the packed right operand that stay in the L2 cache while they are
+/// multiplied by strips of the left operand. The rest of the cache holds the result and prefetched
 /// elements.
 const RESIDENT_PANELS_LEN: usize = 48 << 10;
 
-/// Shape of one matmul, and how the result is written.
+/// The shape of one matmul, and whether the result is overwritten or added to.
 #[derive(Clone, Copy)]
 pub(crate) struct MatmulShape {
     /// Number of rows of the result.
@@ -46,7 +48,8 @@ pub(crate) struct MatmulShape {
     pub(crate) write: WriteMode,
 }
 
-/// Returns the number of rows and columns of the micro tile that an instruction set computes.
+/// Returns how many rows and columns of a result the micro-kernel of an instruction set computes at
+/// a time.
 fn get_micro_tile_shape(instruction_set: InstructionSet) -> (usize, usize) {
     match instruction_set {
         #[cfg(target_arch = "x86_64")]
@@ -59,8 +62,8 @@ fn get_micro_tile_shape(instruction_set: InstructionSet) -> (usize, usize) {
     }
 }
 
-/// Returns the number of terms in each block of a depth of `k` terms. The last block may be
-/// shorter.
+/// Returns how many terms of each sum a matmul adds in one pass, if a sum has `k` terms. The last
+/// block may be shorter.
 fn choose_depth_block_len(k: usize) -> usize {
     k.div_ceil(k.div_ceil(MAX_DEPTH_BLOCK))
 }
@@ -124,10 +127,11 @@ pub(crate) fn matmul_f32(cpu: &Cpu, c: &mut [f32], a: Operand, b: Operand, shape
     }
 }
 
-/// Number of elements of a 16-bit result that are summed in `f32` at a time.
+/// Number of elements of a 16-bit result that are computed in `f32` at a time, before they are
+/// rounded.
 const F32_BLOCK_LEN: usize = 1 << 20;
-/// Minimum number of rows of a 16-bit result that are summed in `f32` at a time. With fewer rows,
-/// packing the right operand again for each block would be too slow.
+/// Minimum number of rows of a 16-bit result that are computed in `f32` at a time, before they are
+/// rounded. With fewer rows, packing the right operand again for each block would be too slow.
 const MIN_BLOCK_ROWS: usize = 256;
 
 /// Computes the matmul `c[i,j] (=|+=) Σ_p a(i,p)·b(j,p)` with a result of any element type. Each
@@ -152,7 +156,7 @@ pub(crate) fn matmul_with_bias(
     unsafe { matmul_row_blocks(cpu, &c, 0, a, b, bias.as_deref(), shape) }
 }
 
-/// Computes a matmul like [`matmul`], with a result that begins at element `first` of `c`.
+/// Computes the matmul [`matmul`], but writes the result to `c` starting at element `first`.
 ///
 /// # Safety
 ///
@@ -171,7 +175,7 @@ pub(crate) unsafe fn matmul_at_offset(
 }
 
 /// Computes a matmul in blocks of rows, adds `bias` to each row if there is one, and rounds each
-/// block when it is complete.
+/// complete block to the type of `c`.
 ///
 /// # Safety
 ///
@@ -202,8 +206,9 @@ unsafe fn matmul_row_blocks(
     }
 }
 
-/// An operand of a matmul that may be packed. Consists of the elements, the number of rows (left
-/// operand) or columns (right operand), and the number of rows or columns per panel.
+/// An operand of a matmul that may be packed, that is, copied in the order in which the
+/// micro-kernel reads it. Consists of the elements, the number of rows (left operand) or columns
+/// (right operand), and the number of rows or columns per panel.
 #[derive(Clone, Copy)]
 struct PackableOperand<'a> {
     operand: Operand<'a>,
@@ -211,7 +216,8 @@ struct PackableOperand<'a> {
     width: usize,
 }
 
-/// Packs some rows or columns of the operand that all tasks read into `packed`, on all threads.
+/// Packs a range of the rows or columns of the operand that all tasks read into `packed`, on all
+/// threads.
 fn pack_shared_operand(
     cpu: &Cpu,
     packed: &mut [f32],
@@ -242,8 +248,8 @@ fn pack_shared_operand(
     });
 }
 
-/// One pass of a matmul: one block of the depth and one range of the operand whose packed panels
-/// all tasks share. A pass includes all rows or columns of the other operand.
+/// One pass of a matmul: a range of the terms of each sum, and a range of the operand that is
+/// packed once for all tasks. A pass includes all rows or columns of the other operand.
 struct MatmulPass<'a> {
     c: &'a DisjointSlices<'a, f32>,
     ldc: usize,
@@ -260,9 +266,9 @@ struct MatmulPass<'a> {
 }
 
 impl MatmulPass<'_> {
-    /// Computes this pass of the matmul: runs one task for each block of the operand that is not
-    /// shared, and returns when all tasks are done. If there are fewer blocks than threads, the
-    /// panels of the shared operand are divided into groups, too.
+    /// Computes this pass of the matmul in parallel tasks, and returns when all are done. Each task
+    /// computes one block of the operand that is not shared. If there are fewer blocks than
+    /// threads, the panels of the shared operand are divided into groups, too.
     fn run(&self, cpu: &Cpu, shared_width: usize) {
         let (width, k) = (self.other.width, self.depth.len());
         let panels = self.other.count.div_ceil(width);
@@ -342,15 +348,16 @@ impl<'a> UnpackedOperand<'a> {
         }
     }
 
-    /// Returns the address of element `first` for the micro-kernel, which reads `lines` runs of
-    /// `len` elements from there, `stride` elements apart. Panics if a run is out of bounds.
+    /// Returns the address of element `first` of the operand for the micro-kernel, which reads
+    /// `lines` runs of `len` elements from there. The runs are `stride` elements apart. Panics if a
+    /// run is out of bounds.
     fn get_run_address(&self, first: usize, lines: usize, len: usize) -> *const f32 {
         self.data[first..first + (lines - 1) * self.stride + len].as_ptr()
     }
 }
 
-/// The operands that the micro-kernel reads without packing: the left operand `a` and the right
-/// operand `b`. A packed operand is `None`.
+/// The operands of a matmul that the micro-kernel reads in place, without packing. An operand that
+/// is packed is `None`.
 #[derive(Clone, Copy)]
 struct UnpackedOperands<'a> {
     a: Option<UnpackedOperand<'a>>,
@@ -365,7 +372,7 @@ impl UnpackedOperands<'_> {
     }
 }
 
-/// Memory from which a matmul task reads one operand: packed panels, or the operand itself.
+/// From where a matmul task reads one operand: packed panels, or the operand itself.
 #[derive(Clone, Copy)]
 enum OperandSource<'a> {
     /// Packed panels of the block's rows or columns.
@@ -375,7 +382,7 @@ enum OperandSource<'a> {
     InPlace(UnpackedOperand<'a>, usize, usize),
 }
 
-/// Block of the result that one task computes.
+/// The block of a matmul's result that one task computes.
 #[derive(Clone, Copy)]
 struct ResultBlock {
     c: *mut f32,
@@ -390,7 +397,7 @@ multiversion! {
     fn multiply_block = multiply_block_tiles(t: ResultBlock, a: OperandSource, b: OperandSource)
 }
 
-/// Computes a block of the result, one micro tile after another.
+/// Computes a block of a matmul's result, one tile of the micro-kernel after another.
 #[inline(always)]
 fn multiply_block_tiles<S: Simd>(s: S, t: ResultBlock, a: OperandSource, b: OperandSource) {
     let resident = (RESIDENT_PANELS_LEN / (t.k * S::TILE_COLUMNS)).max(1);
@@ -445,9 +452,9 @@ fn multiply_block_tiles<S: Simd>(s: S, t: ResultBlock, a: OperandSource, b: Oper
     }
 }
 
-/// Computes a micro tile and writes a part of it to `t.c`: `rows` rows, starting with row
-/// `rows_above` of the tile, and of each row the first `columns` elements. A tile that is not
-/// written completely is first computed in a buffer.
+/// Computes a tile of the result and writes a part of it to `t.c`: `rows` rows from row
+/// `rows_above` of the tile, and the first `columns` elements of each. A tile that is not written
+/// completely is first computed in a buffer.
 ///
 /// # Safety
 ///

@@ -1,4 +1,4 @@
-//! Implementation of [`MatmulOps`] on the CPU.
+//! Implementation of [`MatmulOps`] on the CPU: checks the arguments and computes the matmuls.
 use super::backend::Cpu;
 use super::matmul::{MatmulShape, matmul, matmul_with_bias};
 use super::packing::Operand;

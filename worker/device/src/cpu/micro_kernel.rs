@@ -1,4 +1,4 @@
-//! The matmul micro-kernel: computes a tile of a few rows × a few vectors of the result in
+//! The matmul micro-kernel: computes a small tile of the result, a few rows × a few vectors, in
 //! registers.
 //!
 //! Each element of the result is one chain `acc = a·b + acc` over the depth in rising order, which
@@ -6,7 +6,7 @@
 //! on nothing else, so a matmul may be divided into tiles in any way.
 use super::simd::{LANES, MicroTile, Simd};
 
-/// Computes a micro tile of `MR` rows × `NV` vectors.
+/// Computes a tile of a matmul's result in registers: `MR` rows × `NV` vectors.
 ///
 /// # Safety
 ///
@@ -74,8 +74,9 @@ unsafe fn compute_tile_with_strides<S: Simd, const MR: usize, const NV: usize>(
     }
 }
 
-/// Multiplies small matrices in scratch memory. The result has `rows` rows, which must be a
-/// multiple of [`Simd::TILE_ROWS`], and `nvecs` vectors per row. `t` describes the operands.
+/// Multiplies two small matrices in scratch memory with the micro-kernel. The result has `rows`
+/// rows, which must be a multiple of [`Simd::TILE_ROWS`], and `nvecs` vectors per row. `t`
+/// describes the operands.
 ///
 /// # Safety
 ///

@@ -1,4 +1,4 @@
-//! Updates of AdamW, SGD and Lion, and Nesterov momentum.
+//! Optimizers on the CPU: updates of AdamW, SGD and Lion, and Nesterov momentum.
 //!
 //! The updates use no fused multiply-add, so every machine computes the same bits. This costs no
 //! time, because updates are limited by memory bandwidth.
@@ -12,7 +12,8 @@ use crate::ops::{
     expect_lens,
 };
 
-/// Wraps an `f32` vector as rows of one element, of which parallel tasks update different ranges.
+/// Wraps an `f32` vector as an output of rows with one element, so that parallel tasks can update
+/// different ranges.
 fn to_element_rows(x: ViewMut<'_>) -> SliceRows<'_, f32> {
     SliceRows::new(x.host(), 1)
 }

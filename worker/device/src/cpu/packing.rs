@@ -1,4 +1,4 @@
-//! Packing: copies of matmul operands in the order in which the micro-kernel reads them.
+//! Packing: copies operands of a matmul in the order in which the micro-kernel reads them.
 //!
 //! A packed panel has `panel_width` rows of the left operand, or columns of the right operand.
 //! Element `i` of the panel at depth `p` is at `panel[p·panel_width + i]`.
@@ -7,9 +7,9 @@ use super::instruction_set::multiversion;
 use super::simd::{LANES, Simd};
 use std::ops::Range;
 
-/// Operand of a matmul. Element (i, p) is at `data[i·row_stride + p·depth_stride]`. i counts rows
-/// of the left operand or columns of the right operand, and p counts the terms of the sum. One of
-/// the strides must be 1.
+/// An operand of a matmul. Element `p` of row `i` (left operand) or column `i` (right operand) is
+/// at `data[i·row_stride + p·depth_stride]`, and `p` counts the terms of the sums. One of the
+/// strides must be 1.
 #[derive(Clone, Copy)]
 pub(crate) struct Operand<'a> {
     /// The elements of the operand, of any type.
@@ -47,7 +47,8 @@ struct TypedOperand<'a, E> {
     depth: usize,
 }
 
-/// Block of a matmul operand that one call packs.
+/// The block of a matmul operand that one call packs: its first element, and its numbers of rows
+/// and terms.
 #[derive(Clone)]
 pub(crate) struct PackBlock {
     /// Index of the first row (left operand) or column (right operand).
@@ -61,8 +62,8 @@ pub(crate) struct PackBlock {
 }
 
 impl PackBlock {
-    /// Returns the number of elements of the packed panels. This includes the surplus that a
-    /// transposed strip of 8 rows writes past a narrower panel.
+    /// Returns the number of `f32` elements that the packed block takes. This includes the surplus
+    /// that a transposed strip of 8 rows writes past a narrower panel.
     pub(crate) fn packed_len(&self) -> usize {
         let surplus = if self.panel_width.is_multiple_of(8) { 0 } else { 8 };
         self.rows.next_multiple_of(self.panel_width) * self.depth.len() + surplus
@@ -75,7 +76,8 @@ multiversion! {
     pub(crate) fn pack = pack_block(dst: &mut [f32], src: Operand, block: PackBlock)
 }
 
-/// Packs a block of a matmul operand with elements of any type into panels.
+/// Copies a block of a matmul operand, with elements of any type, into panels in the micro-kernel's
+/// order.
 #[inline(always)]
 fn pack_block<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: PackBlock) {
     assert!(dst.len() >= block.packed_len(), "the packed panels do not fit into their buffer");
@@ -83,7 +85,8 @@ fn pack_block<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: PackBlock) {
     with_elements!(data, data => pack_elements(s, dst, TypedOperand { data, row, depth }, block));
 }
 
-/// Packs a block of a matmul operand with elements of type `E` into panels.
+/// Copies a block of a matmul operand, with elements of type `E`, into panels in the micro-kernel's
+/// order.
 #[inline(always)]
 fn pack_elements<S: Simd, E: Element>(s: S, dst: &mut [f32], src: TypedOperand<E>, block: PackBlock) {
     let panels = block.rows.div_ceil(block.panel_width);
@@ -99,15 +102,16 @@ fn pack_elements<S: Simd, E: Element>(s: S, dst: &mut [f32], src: TypedOperand<E
     }
 }
 
-/// Number of elements of neighbouring panels that are copied together. They are whole cache lines
-/// of the source, and belong to few panels that are written at the same time.
+/// Number of elements that are copied together when several panels are packed at the same time.
+/// They are whole cache lines of the source, and belong to few panels that are written at the same
+/// time.
 const ELEMENTS_PER_COPY: usize = 32;
 
-/// How many rows ahead of the copied row the source is prefetched.
+/// How many rows ahead of the copied row the source of a packing is prefetched.
 const PREFETCH_ROWS: usize = 12;
 
-/// Packs panels of an operand with row stride 1, where rows `i` and `i + 1` are neighbours in
-/// memory at each depth.
+/// Packs an operand whose row stride is 1, so that the elements of neighbouring rows are neighbours
+/// in memory.
 #[inline(always)]
 fn copy_panels<S: Simd, E: Element>(
     s: S,
@@ -162,8 +166,8 @@ fn widen_elements<E: Element>(to: &mut [f32], from: &[E]) {
     to.iter_mut().zip(from).for_each(|(to, x)| *to = x.to_f32());
 }
 
-/// Packs one panel of an operand that is contiguous along the depth. Blocks of 8 × 8 elements are
-/// transposed, and the remaining elements are copied one by one.
+/// Packs one panel of an operand whose rows are contiguous in memory, by transposing blocks of 8 ×
+/// 8 elements. The remaining elements are copied one by one.
 #[inline(always)]
 fn transpose_panel<S: Simd, E: Element>(
     s: S,

@@ -11,7 +11,7 @@ pub(crate) struct Portable;
 /// `f32::mul_add` would be a slow library call.
 const HAS_FMA: bool = cfg!(target_arch = "aarch64");
 
-/// Returns an array with `f(i)` in lane `i`.
+/// Returns a vector whose lane `i` is `f(i)`.
 #[inline(always)]
 fn build_lanes(f: impl Fn(usize) -> f32) -> [f32; LANES] {
     core::array::from_fn(f)

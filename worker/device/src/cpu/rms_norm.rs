@@ -98,7 +98,8 @@ multiversion! {
     pub(super) fn differentiate = differentiate_rows(dx: &mut [f32], dw: &mut [f32], inputs: RmsNormBackwardRows, write: WriteMode)
 }
 
-/// Computes RMSNorm of each row, and writes the reciprocal root mean square of each row to `rstd`.
+/// Computes RMSNorm of each row of `x`, and writes the reciprocal root mean square of each row to
+/// `rstd`.
 #[inline(always)]
 fn normalize_rows<S: Simd>(s: S, y: &mut [f32], rstd: &mut [f32], x: &[f32], w: &[f32], eps: f32) {
     let d = w.len();
@@ -113,7 +114,8 @@ fn normalize_rows<S: Simd>(s: S, y: &mut [f32], rstd: &mut [f32], x: &[f32], w: 
     }
 }
 
-/// Adds `delta` to `x` in place, and computes RMSNorm of each row of the sum.
+/// Adds `delta` to `x` in place, and computes RMSNorm of each row of the sum, as transformers with
+/// residual connections need.
 #[inline(always)]
 fn add_normalize_rows<S: Simd>(
     s: S,

@@ -1,5 +1,5 @@
-//! The router of a layer with experts: softmax over the experts, the selection for each row, and
-//! the gradients of both.
+//! The router of a mixture-of-experts layer: softmax over the experts, the selection of experts for
+//! each row, and the gradients of both.
 use super::backend::Cpu;
 use super::instruction_set::multiversion;
 use super::row_outputs::SliceRows;
@@ -79,8 +79,8 @@ fn select_experts(chosen: &mut [u32], probs: &[f32]) {
     }
 }
 
-/// Adds to `dprobs`, the gradient of the router's probabilities, the part that comes from the
-/// weights of the selected experts.
+/// Adds to `dprobs`, the gradient of the router's probabilities, the gradient that flows through
+/// the weights of the selected experts.
 fn add_weight_gradients(
     dprobs: &mut [f32],
     dweights: &[f32],

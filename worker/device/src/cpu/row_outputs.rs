@@ -1,4 +1,4 @@
-//! [`RowOutputs`]: the outputs of an op, divided by rows among parallel tasks.
+//! [`RowOutputs`]: the outputs of an op, whose rows parallel tasks write.
 use super::backend::Cpu;
 use super::disjoint_slices::DisjointSlices;
 use super::elements::{F32Output, OutputElements, PriorContents};
@@ -6,16 +6,16 @@ use crate::buffer::ViewMut;
 use crate::ops::WriteMode;
 use std::ops::Range;
 
-/// Number of rows in each partial sum of a sum over rows. The partial sums are then added in the
-/// order of the rows.
+/// Number of rows in each partial sum, when an op sums over all rows. The partial sums are then
+/// added in the order of the rows.
 const ROWS_PER_PARTIAL_SUM: usize = 32;
 
 /// One or more outputs of an op, of which parallel tasks write different rows.
 pub(crate) trait RowOutputs: Sync {
-    /// The rows that one task writes.
+    /// The type of the rows that one task writes.
     type Rows;
 
-    /// Returns the rows with the given indices, for writing.
+    /// Returns the rows of the outputs with indices in `rows`, for writing.
     ///
     /// # Safety
     ///
@@ -23,8 +23,8 @@ pub(crate) trait RowOutputs: Sync {
     unsafe fn get_rows(&self, rows: &Range<usize>) -> Self::Rows;
 }
 
-/// An output of any element type, divided into rows that tasks write as `f32`. The rows may be
-/// limited to some columns.
+/// An output of any element type, whose rows parallel tasks write as `f32`. The rows may be limited
+/// to some columns.
 pub(crate) struct ElementRows<'a> {
     elements: OutputElements<'a>,
     /// Index of the first row's first element.
@@ -48,7 +48,7 @@ impl<'a> RowOutputs for ElementRows<'a> {
     }
 }
 
-/// A slice, divided into rows that parallel tasks write.
+/// A slice whose rows parallel tasks write.
 pub(crate) struct SliceRows<'a, T> {
     slices: DisjointSlices<'a, T>,
     width: usize,
@@ -89,8 +89,8 @@ impl<A: RowOutputs, B: RowOutputs, C: RowOutputs> RowOutputs for (A, B, C) {
 }
 
 impl Cpu {
-    /// Divides an output into rows of `width` elements, which tasks overwrite or add to as `write`
-    /// states.
+    /// Divides the output `y` into rows of `width` elements, which tasks overwrite or add to as
+    /// `write` states.
     pub(super) fn written_rows<'a>(
         &'a self,
         y: ViewMut<'a>,
@@ -100,18 +100,19 @@ impl Cpu {
         ElementRows { elements: self.as_output(y), first: 0, width, stride: width, prior: write.into() }
     }
 
-    /// Divides an output into rows of `width` elements, which tasks overwrite without reading them.
+    /// Divides the output `y` into rows of `width` elements, which tasks overwrite without reading
+    /// them.
     pub(super) fn overwritten_rows<'a>(&'a self, y: ViewMut<'a>, width: usize) -> ElementRows<'a> {
         self.written_rows(y, width, WriteMode::Overwrite)
     }
 
-    /// Divides an output into rows of `width` elements, which tasks read and write.
+    /// Divides the output `y` into rows of `width` elements, which tasks read and write.
     pub(super) fn updated_rows<'a>(&'a self, y: ViewMut<'a>, width: usize) -> ElementRows<'a> {
         self.written_rows(y, width, WriteMode::Accumulate)
     }
 
-    /// Selects some columns of an output whose rows have `stride` elements, for tasks that read and
-    /// write one row at a time.
+    /// Selects a range of columns of the output `y`, whose rows have `stride` elements, for tasks
+    /// that read and write one row at a time.
     pub(super) fn updated_columns<'a>(
         &'a self,
         y: ViewMut<'a>,
@@ -122,9 +123,8 @@ impl Cpu {
         ElementRows { first, width, stride, ..self.updated_rows(y, 0) }
     }
 
-    /// Divides the outputs into blocks of rows, runs `work` on the blocks in parallel, and returns
-    /// when all blocks are done. Processing a row is assumed to cost as much as copying `cost`
-    /// elements.
+    /// Runs `work` on blocks of the outputs' rows in parallel, and returns when all rows are done.
+    /// Processing a row is assumed to cost as much as copying `cost` elements.
     pub(super) fn write_rows<O: RowOutputs>(
         &self,
         rows: usize,

@@ -1,4 +1,4 @@
-//! [`ScratchPool`]: scratch memory that is reused by later calls.
+//! [`ScratchPool`]: temporary memory for ops on the CPU, which later ops reuse.
 use crate::{buffer::Buf, huge_pages};
 use std::{
     ops::{Deref, DerefMut},
@@ -8,10 +8,10 @@ use std::{
     },
 };
 
-/// The smallest number of elements of a scratch buffer that is rounded up to whole huge pages.
+/// The smallest scratch buffer whose size is rounded up to whole huge pages, in elements.
 const HUGE_PAGE_MIN_LEN: usize = 64 << 10;
 
-/// Pool of `f32` buffers that ops borrow for the duration of a task.
+/// Pool of `f32` buffers that ops on the CPU borrow as temporary memory.
 #[derive(Default)]
 pub(crate) struct ScratchPool {
     free: Mutex<Vec<Buf>>,

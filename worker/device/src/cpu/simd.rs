@@ -1,4 +1,4 @@
-//! [`Simd`]: a vector of 16 `f32` lanes on every instruction set.
+//! [`Simd`]: operations on a vector of 16 `f32` lanes, which each instruction set implements.
 //!
 //! The vector is one zmm register with AVX-512, two ymm registers with AVX2, and an array
 //! elsewhere.
@@ -10,11 +10,13 @@
 /// Number of lanes of a vector ([`Simd::V`]) on every instruction set.
 pub(crate) const LANES: usize = 16;
 
-/// Number of elements of the largest micro tile of any instruction set: rows × vectors × lanes.
+/// Number of elements of the largest tile that the micro-kernel of any instruction set computes:
+/// rows × vectors × lanes.
 pub(crate) const MAX_TILE_LEN: usize = 8 * 3 * LANES;
 
-/// Operands of one micro tile. The micro-kernel computes `c[i·c_row_stride + j] (=|+=) Σ_p
-/// a[i·a_row_stride + p·a_depth_stride] · b[p·b_row_stride + j]`.
+/// The operands and the result of one tile of a matmul that the micro-kernel computes. The
+/// micro-kernel computes `c[i·c_row_stride + j] (=|+=) Σ_p a[i·a_row_stride + p·a_depth_stride] ·
+/// b[p·b_row_stride + j]`.
 pub(crate) struct MicroTile {
     /// Number of terms in the sum of each element.
     pub(crate) depth: usize,
@@ -41,11 +43,11 @@ pub(crate) struct MicroTile {
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// A vector of 16 `f32` lanes.
     type V: Copy;
-    /// Number of rows of the matmul micro tile.
+    /// Number of rows of the tile of a matmul that the micro-kernel computes in registers.
     const TILE_ROWS: usize;
-    /// Number of vectors in a row of the matmul micro tile.
+    /// Number of vectors in a row of the tile that the micro-kernel computes in registers.
     const TILE_VECTORS: usize;
-    /// Number of columns of the matmul micro tile.
+    /// Number of elements in a row of the tile that the micro-kernel computes in registers.
     const TILE_COLUMNS: usize = Self::TILE_VECTORS * LANES;
 
     /// Returns a vector whose lanes are all `x`.
@@ -103,8 +105,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
 
     /// Prefetches the cache line at `p`, which may be an invalid address.
     fn prefetch(self, p: *const f32);
-    /// Computes a micro tile of [`Simd::TILE_ROWS`] rows and `nv` vectors, at most
-    /// [`Simd::TILE_VECTORS`].
+    /// Computes a tile of a matmul in registers, with [`Simd::TILE_ROWS`] rows and `nv` vectors per
+    /// row, at most [`Simd::TILE_VECTORS`].
     ///
     /// # Safety
     ///

@@ -4,14 +4,15 @@ use super::simd::Simd;
 use crate::ops::StochasticRounding;
 use crate::philox::compute_random_words_of_16_blocks;
 
-/// Number of elements whose random numbers come from the same 16 Philox blocks.
+/// Number of elements that are rounded with the random numbers of the same 16 blocks of the Philox
+/// generator.
 const ELEMENTS_PER_DRAW: usize = 64;
 
 multiversion! {
     pub(super) fn round_range = round_vectors(to: &mut [u16], from: &[f32], rounding: StochasticRounding)
 }
 
-/// Rounds a range of elements to bf16 stochastically, up to 64 elements at a time.
+/// Rounds the numbers of `from` to bf16 stochastically and writes their bits to `to`.
 #[inline(always)]
 fn round_vectors<S: Simd>(_: S, mut to: &mut [u16], mut from: &[f32], rounding: StochasticRounding) {
     let mut element = rounding.first_element;

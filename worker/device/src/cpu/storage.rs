@@ -1,4 +1,4 @@
-//! [`Storage`] of the CPU backend, whose memory is the host's.
+//! The implementation of [`Storage`] by the CPU backend: all memory is host memory.
 use super::backend::Cpu;
 use crate::{
     buffer::{Buf, Dtype, View, ViewMut},

@@ -10,11 +10,11 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 
-/// Number of times that a helper polls for a new task set, and a caller for the end of the last
-/// task, before it blocks. The polling takes some 10 µs.
+/// Number of times that a thread polls for work, or for the end of work, before it blocks. The
+/// polling takes some 10 µs.
 const SPIN_ITERATIONS: usize = 1000;
 
-/// Helper threads that run the tasks of a task set together with the calling thread.
+/// The threads of the CPU backend. They run the tasks of an op together with the calling thread.
 pub(crate) struct ThreadPool {
     shared: Arc<PoolState>,
     helpers: Vec<JoinHandle<()>>,
@@ -22,7 +22,7 @@ pub(crate) struct ThreadPool {
     task_set_turn: Mutex<()>,
 }
 
-/// State that callers and helpers share.
+/// The state of a thread pool that the calling threads and the helper threads share.
 struct PoolState {
     slot: Mutex<TaskSetSlot>,
     /// Number of task sets that callers have posted so far. It changes only while `slot` is locked.
@@ -35,7 +35,7 @@ struct PoolState {
     helpers_done: Condvar,
 }
 
-/// The current task set, if there is one, and the helpers' reports about it.
+/// The current task set of a thread pool, if there is one, and the helper threads' progress on it.
 #[derive(Default)]
 struct TaskSetSlot {
     /// The task set that helpers may join.
@@ -47,12 +47,12 @@ struct TaskSetSlot {
     panic: Option<Box<dyn Any + Send>>,
 }
 
-/// A function and the number of tasks for which it is called. Both pointers are valid while the
-/// task set is in the slot or a helper is active.
+/// A unit of parallel work: a function, and the number of tasks for which it is called. Both
+/// pointers are valid while the task set is in the slot or a helper is active.
 #[derive(Clone, Copy)]
 struct TaskSet {
     run: *const (dyn Fn(usize) + Sync),
-    /// Address of the counter with the index of the next task that no thread has begun.
+    /// Address of the counter whose value is the index of the first task that no thread has begun.
     next: *const AtomicUsize,
     /// Number of tasks in the task set.
     tasks: usize,
@@ -62,7 +62,8 @@ struct TaskSet {
 unsafe impl Send for TaskSet {}
 
 impl ThreadPool {
-    /// Starts `threads − 1` helpers. Panics if the system cannot start another thread.
+    /// Creates a pool of `threads` threads: the caller's, and `threads − 1` helper threads that are
+    /// started now. Panics if the system cannot start another thread.
     pub(crate) fn new(threads: usize) -> Self {
         let shared = Arc::new(PoolState {
             slot: Mutex::default(),
@@ -128,8 +129,8 @@ impl Drop for ThreadPool {
     }
 }
 
-/// Closes the current task set when dropped, also if a task panicked, so that no helper uses its
-/// pointers any more.
+/// Guard that closes the current task set when dropped, so that no helper thread uses its pointers
+/// any more.
 struct CloseTaskSetOnDrop<'a>(&'a PoolState);
 
 impl Drop for CloseTaskSetOnDrop<'_> {
@@ -154,7 +155,7 @@ impl TaskSet {
 }
 
 impl PoolState {
-    /// Locks the slot with the current task set.
+    /// Locks the pool's slot, which contains the current task set.
     fn lock(&self) -> MutexGuard<'_, TaskSetSlot> {
         // No thread panics while it holds the lock.
         self.slot.lock().unwrap_or_else(PoisonError::into_inner)
@@ -188,7 +189,7 @@ impl PoolState {
         }
     }
 
-    /// Runs tasks of each task set until the pool ends. This is the main function of a helper.
+    /// The main function of a helper thread: runs tasks of each task set until the pool ends.
     fn run_helper(&self) {
         let mut last_number = 0;
         while let Some((task_set_number, task_set)) = self.wait_for_task_set(last_number) {

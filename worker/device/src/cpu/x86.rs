@@ -1,4 +1,4 @@
-//! [`Simd`] for x86-64: [`Avx512`] and [`Avx2`].
+//! Implementations of [`Simd`] for x86-64: [`Avx512`] and [`Avx2`].
 use super::micro_kernel;
 use super::simd::{LANES, MicroTile, Simd};
 use core::arch::x86_64::*;
@@ -26,7 +26,8 @@ pub(crate) struct Avx512(());
 pub(crate) struct Avx2(());
 
 impl Avx512 {
-    /// Creates a value without checking that the machine has the instructions.
+    /// Creates a value of this type, which stands for the right to use AVX-512, without checking
+    /// the machine.
     ///
     /// # Safety
     ///
@@ -38,7 +39,8 @@ impl Avx512 {
 }
 
 impl Avx2 {
-    /// Creates a value without checking that the machine has the instructions.
+    /// Creates a value of this type, which stands for the right to use AVX2, without checking the
+    /// machine.
     ///
     /// # Safety
     ///

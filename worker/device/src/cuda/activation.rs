@@ -7,11 +7,12 @@ use crate::buffer::{Dtype, View, ViewMut};
 use crate::ops::{ActivationOps, RopeOps, RopeShape, expect_lens};
 use std::ffi::CStr;
 
-/// Names of the kernels that compute one function: for bf16, and for any types.
+/// The names of the kernels that compute one function: the kernel for bf16, and the kernel for any
+/// element types.
 type KernelNames = [&'static CStr; 2];
 
 /// Returns the name of the bf16 kernel if all tensors are bf16 and can be accessed as vectors of
-/// eight elements. Otherwise returns the name of the kernel for any types.
+/// eight elements, otherwise the name of the kernel for any types.
 fn select_kernel<const N: usize>(
     [bf16, general]: KernelNames,
     width: usize,
@@ -90,8 +91,8 @@ fn gated_forward(cuda: &Cuda, names: KernelNames, y: ViewMut, gate_up: View, [m,
     cuda.launch(ACTIVATION, name, Work::RowBlocks { rows: m, width: f }, &[&y, &gate_up, &f]);
 }
 
-/// Computes the gradient of the gated activation, and overwrites `dy` with the output of the
-/// forward pass.
+/// Computes the gradient of [`gated_forward`] on the GPU, and overwrites `dy` with the output of
+/// the forward pass.
 fn gated_backward(
     cuda: &Cuda,
     names: KernelNames,

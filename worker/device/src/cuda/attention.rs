@@ -10,18 +10,20 @@ use crate::buffer::{Dtype, View, ViewMut};
 use crate::ops::{AttentionOps, AttentionShape, expect_lens};
 use std::ffi::CStr;
 
-/// Number of queries or keys per block of a kernel of attention.cu. This is `TILE` of attention.cu.
+/// Number of queries or keys that one block of a kernel of attention.cu processes at a time. This
+/// is `TILE` of attention.cu.
 const TILE_ROWS: usize = 32;
 /// Number of threads per block of a kernel of attention.cu.
 const THREADS_PER_BLOCK: u32 = 128;
 /// Maximum head dimension of the kernels of attention.cu. This is `MAX_HEAD_DIM` of attention.cu.
 const MAX_HEAD_DIM: usize = 256;
 
-/// Number of queries or keys per block of a kernel of flash.cu. This is `BLOCK_ROWS` of flash.cu.
+/// Number of queries or keys that one block of a kernel of flash.cu processes. This is `BLOCK_ROWS`
+/// of flash.cu.
 const FLASH_TILE_ROWS: usize = 128;
-/// Maximum number of bytes of shared memory that a block of a flash.cu kernel needs in addition to
-/// rows of queries, keys, values or gradients. The bytes contain the statistics of two steps of 64
-/// such rows, and `BlockState`.
+/// Maximum number of bytes of shared memory that a block of flash.cu needs in addition to its rows
+/// of queries, keys, values or gradients. The bytes contain the statistics of two steps of 64 such
+/// rows, and `BlockState`.
 const FLASH_EXTRA_SHARED_BYTES: usize = 2 * 3 * 64 * 4 + 128;
 
 /// Kernel argument with shape, scale and dropout of an attention. The layout is that of `Attention`
@@ -60,9 +62,9 @@ impl AttentionArg {
     }
 }
 
-/// Returns the work of a kernel of attention.cu with one block per tile, head and sequence.
-/// Shared memory holds `row_tiles` tiles of rows and `score_tiles` tiles of scores. Panics if the
-/// GPU has too little shared memory.
+/// Returns the grid and the shared memory of a kernel of attention.cu, which has one block per
+/// tile, head and sequence. Shared memory holds `row_tiles` tiles of rows and `score_tiles` tiles
+/// of scores. Panics if the GPU has too little shared memory.
 fn build_tiled_work(
     cuda: &Cuda,
     s: AttentionShape,
@@ -86,8 +88,8 @@ fn build_tiled_work(
     Work::Config(LaunchConfig { grid, block: [THREADS_PER_BLOCK, 1, 1], shared })
 }
 
-/// Kernel argument with the order in which a kernel's blocks are scheduled. The layout is that of
-/// `BlockOrder` in flash.cu.
+/// Kernel argument with the order in which the blocks of a flash.cu kernel process heads and tiles.
+/// The layout is that of `BlockOrder` in flash.cu.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct BlockOrder {
@@ -104,9 +106,9 @@ struct BlockOrder {
 // SAFETY: struct BlockOrder of flash.cu.
 unsafe impl KernelArg for BlockOrder {}
 
-/// Launch parameters of the variants of a flash.cu kernel. The first index is 0 for heads of at
-/// most 64 elements and 1 for heads of at most 128. The second index is 1 for attention with a
-/// softcap or dropout.
+/// The variants of one kernel of flash.cu, with the launch parameters of each. The first index is 0
+/// for heads of at most 64 elements and 1 for heads of at most 128. The second index is 1 for
+/// attention with a softcap or dropout.
 struct FlashKernel {
     names: [[&'static CStr; 2]; 2],
     /// Number of warps per block of each variant.
@@ -119,14 +121,15 @@ struct FlashKernel {
     is_by_keys: bool,
 }
 
-/// Variants of the forward kernel of flash.cu.
+/// The variants of the kernel of flash.cu for the forward pass.
 const FLASH_FORWARD: FlashKernel = FlashKernel {
     names: [[c"flash_forward_64", c"flash_forward_64_any"], [c"flash_forward_128", c"flash_forward_128_any"]],
     warps: [[4, 4], [4, 8]],
     rows: [[256, 256], [256, 256]],
     is_by_keys: false,
 };
-/// Variants of the backward kernel whose blocks own queries and compute their gradients.
+/// The variants of the kernel of flash.cu that computes the gradients of queries. Each of its
+/// blocks processes some queries.
 const FLASH_BACKWARD_Q: FlashKernel = FlashKernel {
     names: [
         [c"flash_backward_q_64", c"flash_backward_q_64_any"],
@@ -136,8 +139,8 @@ const FLASH_BACKWARD_Q: FlashKernel = FlashKernel {
     rows: [[256, 256], [256, 256]],
     is_by_keys: false,
 };
-/// Variants of the backward kernel whose blocks own keys, and compute the gradients of keys and
-/// values.
+/// The variants of the kernel of flash.cu that computes the gradients of keys and values. Each of
+/// its blocks processes some keys.
 const FLASH_BACKWARD_KV: FlashKernel = FlashKernel {
     names: [
         [c"flash_backward_kv_64", c"flash_backward_kv_64_any"],
@@ -149,8 +152,8 @@ const FLASH_BACKWARD_KV: FlashKernel = FlashKernel {
 };
 
 impl FlashKernel {
-    /// Enqueues the variant of the kernel for this shape. The kernel receives `arguments`, then the
-    /// shape and the order of the blocks.
+    /// Enqueues the variant of this kernel that fits the attention shape `s`. The kernel receives
+    /// `arguments`, then the shape and the order of the blocks.
     fn launch(&self, cuda: &Cuda, s: AttentionShape, arguments: &[&dyn KernelArg]) {
         let dim_index = usize::from(s.head_dim > 64);
         let variant = usize::from(s.softcap.is_some() || s.dropout.is_some());
@@ -169,8 +172,9 @@ impl FlashKernel {
         cuda.launch(FLASH, self.names[dim_index][variant], Work::Config(config), &arguments);
     }
 
-    /// Returns the order in which blocks are scheduled for this shape. All blocks of a head read
-    /// the same rows, so heads are scheduled in groups whose rows fit into half of the L2 cache.
+    /// Returns the order in which the kernel's blocks process heads and tiles for the attention
+    /// shape `s`. All blocks of a head read the same rows, so heads are scheduled in groups whose
+    /// rows fit into half of the L2 cache.
     fn compute_block_order(&self, s: AttentionShape, l2_cache_bytes: usize) -> BlockOrder {
         let tiles = s.t.div_ceil(FLASH_TILE_ROWS);
         let group = s.heads / s.kv_heads;
@@ -189,7 +193,8 @@ fn uses_tensor_cores(dtypes: &[Dtype], s: AttentionShape) -> bool {
     s.head_dim <= 128 && dtypes.iter().all(|dtype| *dtype == Dtype::Bf16)
 }
 
-/// Panics if an argument of the op `op` does not fit the shape, or if the shape exceeds the grid.
+/// Panics if an argument of an attention op does not fit the shape `s`, or if the shape is too
+/// large for a grid of blocks.
 fn check_arguments(op: &str, o: usize, lse: usize, qkv: usize, starts: &[u32], s: AttentionShape) {
     s.check_arguments(op, o, lse, qkv, starts);
     let AttentionShape { b, heads, .. } = s;
@@ -259,9 +264,10 @@ impl AttentionOps for Cuda {
     }
 }
 
-/// Enqueues a pass of attention on cuDNN and returns true. Returns false if cuDNN is not used or
-/// was not selected for this shape. The caller must then launch the built-in kernels, also if this
-/// call ran them with `run_built_in` to time them.
+/// Enqueues a pass of attention on cuDNN and returns true, or returns false if the built-in kernels
+/// must compute it. Returns false if cuDNN is not used or was not selected for this shape. The
+/// caller must then launch the built-in kernels, also if this call ran them with `run_built_in` to
+/// time them.
 fn try_run_on_cudnn(
     cuda: &Cuda,
     is_bf16: bool,

@@ -1,4 +1,4 @@
-//! [`Cuda`]: the backend for one GPU, with the functions by which ops allocate memory and enqueue
+//! [`Cuda`]: the backend for one GPU, and functions with which its ops allocate memory and enqueue
 //! work.
 use super::bindings::{Address, driver_sys::CUstream};
 use super::compile::{KernelModules, KernelSource, Nvrtc};
@@ -60,15 +60,14 @@ impl MemoryOwner for Gpu {
     }
 }
 
-/// Owner of an empty placeholder buffer, which takes the place of a buffer that could not be
-/// allocated.
+/// The owner of an empty buffer, which stands in for a buffer that could not be allocated.
 pub(super) struct NoMemory;
 
 impl MemoryOwner for NoMemory {
     fn release(&self, _: u64, _: usize) {}
 }
 
-/// Frees the pinned host memory of a buffer when the buffer is dropped.
+/// Owner of a buffer in pinned host memory. It frees the memory when the buffer is dropped.
 pub(super) struct PinnedOwner(pub(super) Arc<Gpu>);
 
 impl MemoryOwner for PinnedOwner {
@@ -80,7 +79,8 @@ impl MemoryOwner for PinnedOwner {
 impl Ops for Cuda {}
 
 impl Cuda {
-    /// Opens a GPU and every library that training needs. Kernels are not compiled yet.
+    /// Opens the GPU with number `index` and every library that training needs. Kernels are not
+    /// compiled yet.
     ///
     /// `index` is the GPU's number among those that the driver shows this process, from 0. Compiled
     /// kernels are cached in the directory `cache`, if one is given.
@@ -139,14 +139,15 @@ impl Cuda {
         self.kernels.load_all_modules(&self.gpu)
     }
 
-    /// Enables the autotuning of matmuls: from now on, cuBLASLt's algorithms are timed for each new
-    /// matmul, and the fastest is used. Choices are stored in the directory of the kernel cache.
+    /// Enables the autotuning of matmuls: from now on, cuBLASLt's algorithms for each new matmul
+    /// are timed, and the fastest is used. Choices are stored in the directory of the kernel cache.
     /// GPUs and hosts may make different choices, and then differ in the last bits of results.
     pub fn enable_matmul_autotuning(&self) {
         self.cublas_lt.enable_autotuning(&self.gpu, self.kernels.cache_directory());
     }
 
-    /// Selects the attention backend that is used from now on. Must be called at most once.
+    /// Selects whether attention is computed by cuDNN or by the built-in kernels from now on. Must
+    /// be called at most once.
     ///
     /// With [`AttentionBackend::Cudnn`], fails if cuDNN cannot be opened. With
     /// [`AttentionBackend::Auto`], the built-in kernels are used in that case. The call then
@@ -168,8 +169,7 @@ impl Cuda {
         Ok(None)
     }
 
-    /// Returns the error of the first compiled kernels that could not be written to the cache.
-    /// Returns `None` if there was no such error.
+    /// Returns the first error of writing compiled kernels to the cache on disk, if there was one.
     pub fn kernel_cache_error(&self) -> Option<&CudaError> {
         self.kernels.cache_error()
     }
@@ -194,19 +194,19 @@ impl Cuda {
         Ok(self.gpu.with_stream(CUstream::cast)?)
     }
 
-    /// Returns the first failure of a GPU call and clears it. Calls after a failure are skipped
-    /// until the failure is cleared. The conformance comparison uses this to continue after a
-    /// failure.
+    /// Returns the first failure of a GPU call and clears it. Until it is cleared, all later calls
+    /// are skipped. The conformance comparison uses this to continue after a failure.
     pub fn take_status(&self) -> std::result::Result<(), DeviceError> {
         self.gpu.status.take()
     }
 
-    /// Starts to measure the GPU time of every call.
+    /// Starts to measure the GPU time of each operation that is enqueued from now on.
     pub fn start_profiling(&self) {
         self.profile.start();
     }
 
-    /// Stops measuring, waits for the measured calls, and returns their times, longest first.
+    /// Stops measuring GPU times, waits for the measured operations, and returns their times,
+    /// longest first.
     pub fn stop_profiling(&self) -> Result<Vec<ProfileEntry>> {
         self.profile.stop()
     }
@@ -227,9 +227,9 @@ impl Cuda {
             .unwrap_or_else(|| DeviceMemory::without_memory(&self.gpu))
     }
 
-    /// Uploads a host input, and returns its GPU address, which is valid for the duration of one
-    /// op. An input that was uploaded recently is not sent again. An op has at most one input of
-    /// each name.
+    /// Copies an integer input of a kernel from host memory to the GPU, and returns its GPU
+    /// address, which is valid for the duration of one op. An input that was uploaded recently is
+    /// not sent again. An op has at most one input of each name.
     pub(super) fn upload_input<T: bytemuck::Pod>(&self, name: &'static str, input: &[T]) -> Address {
         let mut by_stream = self.lock_host_inputs();
         let inputs = by_stream.entry((self.gpu.stream().addr(), thread::current().id())).or_default();
@@ -237,14 +237,14 @@ impl Cuda {
         self.gpu.attempt(upload).unwrap_or(0)
     }
 
-    /// Locks the map of host input caches.
+    /// Locks the map of the caches that hold recently uploaded kernel inputs.
     pub(super) fn lock_host_inputs(&self) -> MutexGuard<'_, HashMap<(usize, ThreadId), HostInputCache>> {
         // a panic does not leave the map in an invalid state
         self.host_inputs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Enqueues a kernel on this thread's stream, with as many threads as the work needs. Without
-    /// work, launches nothing.
+    /// Enqueues the kernel `name` on this thread's stream, with as many blocks and threads as
+    /// `work` needs. Without work, launches nothing.
     pub(super) fn launch(
         &self,
         source: KernelSource,
@@ -268,7 +268,7 @@ impl Cuda {
         self.gpu.attempt(|| self.cublas_lt.has_algorithm(&self.gpu, matmul)).unwrap_or(false)
     }
 
-    /// Makes a call, and measures its GPU time under the name `name` if profiling is on.
+    /// Makes a GPU call, and measures its GPU time under the name `name` if measuring is enabled.
     pub(super) fn run_profiled(&self, name: impl FnOnce() -> String, call: impl FnOnce() -> Result<()>) {
         self.gpu.attempt(|| self.profile.run(&self.gpu, name, call));
     }
@@ -288,7 +288,7 @@ pub(super) fn choose_row_threads(width: usize) -> u32 {
     width.div_ceil(8).next_multiple_of(32).clamp(32, THREADS_PER_BLOCK) as u32
 }
 
-/// Amount of work of a kernel launch, from which the numbers of blocks and threads follow.
+/// How much a kernel launch has to do, from which the numbers of blocks and threads follow.
 pub(super) enum Work {
     /// This number of elements. Each thread processes one element at a time.
     Elements(usize),
@@ -305,8 +305,8 @@ pub(super) enum Work {
 }
 
 impl Work {
-    /// Returns the launch configuration for the work of the kernel `name` on a GPU with this number
-    /// of multiprocessors. Panics if there are too many rows for a grid.
+    /// Returns the numbers of blocks and threads with which the kernel `name` is launched for this
+    /// work. Panics if there are too many rows for a grid.
     fn choose_launch_config(self, name: &CStr, multiprocessors: usize) -> LaunchConfig {
         let blocks_of_rows = |blocks: usize| match u32::try_from(blocks) {
             Ok(blocks) => [blocks, 1, 1],

@@ -1,5 +1,5 @@
-//! The classifier: logits, cross-entropy and their gradients, one chunk of rows at a time, so that
-//! the full logits are never in memory.
+//! The classifier (output layer and cross-entropy loss in one op) on the GPU. Logits are computed
+//! for one chunk of rows at a time, so that the full logits are never in memory.
 use super::backend::{Cuda, Work};
 use super::compile::CLASSIFIER;
 use super::launch::KernelArg;
@@ -9,17 +9,17 @@ use crate::buffer::{Dtype, View, ViewMut};
 use crate::ops::{ClassifierGrads, ClassifierOps, ClassifierShape, WriteMode};
 use crate::storage::Storage;
 
-/// Maximum number of logits in a chunk, unless the chunk has the minimum number of rows. Chunks are
-/// large because each chunk reads and writes the whole gradient of the matrix, and because matmuls
-/// are efficient with many rows.
+/// Maximum number of logits that are in memory at a time, unless a chunk has the minimum number of
+/// rows. Chunks are large because each chunk reads and writes the whole gradient of the matrix, and
+/// because matmuls are efficient with many rows.
 const MAX_CHUNK_LOGITS: usize = 256 << 20;
-/// Minimum number of rows in a chunk.
+/// Minimum number of rows of a chunk, the rows whose logits are in memory at a time.
 const MIN_CHUNK_ROWS: usize = 1024;
 /// Alignment of rows of logits, in elements. Matmuls are slow on rows that are not aligned to 16
 /// bytes.
 const ROW_ALIGNMENT: usize = 64;
 
-/// Returns the number of rows per chunk of the GPU's classifier, for `m` rows of `v` logits in
+/// Returns the number of rows whose logits are in memory at a time, for `m` rows of `v` logits in
 /// total.
 fn choose_chunk_rows(m: usize, v: usize) -> usize {
     (MAX_CHUNK_LOGITS / v.max(1)).max(MIN_CHUNK_ROWS).min(m)

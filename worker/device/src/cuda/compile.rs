@@ -1,5 +1,4 @@
-//! Compilation of the kernels with NVRTC for the GPU's exact architecture, and the kernel cache on
-//! disk.
+//! Compiles the CUDA kernels with NVRTC for the GPU's exact architecture, and caches them on disk.
 use super::bindings::{NvrtcApi, nvrtcProgram};
 use super::context::GpuContext;
 use super::disk_cache;
@@ -15,7 +14,7 @@ use std::{
     sync::{Mutex, OnceLock, PoisonError},
 };
 
-/// A source file of kernels: its name and text.
+/// A CUDA source file that contains kernels: its name and text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct KernelSource {
     pub(super) file: &'static str,
@@ -42,7 +41,7 @@ pub(super) const ELEMENTWISE: KernelSource = source!("elementwise.cu");
 pub(super) const NORM: KernelSource = source!("norm.cu");
 /// Kernels of activation functions and rotary position embedding.
 pub(super) const ACTIVATION: KernelSource = source!("activation.cu");
-/// Kernels of the embedding, the router, and rows of experts.
+/// Kernels of the token embedding, the router, and ops on the rows of tokens that experts process.
 pub(super) const EXPERT_ROWS: KernelSource = source!("expert_rows.cu");
 /// Kernels of the cross-entropy loss.
 pub(super) const CLASSIFIER: KernelSource = source!("classifier.cu");
@@ -50,13 +49,13 @@ pub(super) const CLASSIFIER: KernelSource = source!("classifier.cu");
 pub(super) const ATTENTION: KernelSource = source!("attention.cu");
 /// Kernels of bf16 attention on tensor cores.
 pub(super) const FLASH: KernelSource = source!("flash.cu");
-/// Kernels that quantize fp8 operands.
+/// Kernels that quantize the operands of matmuls to fp8.
 pub(super) const FP8: KernelSource = source!("fp8.cu");
 /// Every kernel source of this crate.
 pub(super) const SOURCES: [KernelSource; 8] =
     [ELEMENTWISE, NORM, ACTIVATION, EXPERT_ROWS, CLASSIFIER, ATTENTION, FLASH, FP8];
 
-/// Compiler options in addition to the architecture. Option 177 suppresses the warning about a
+/// Options for NVRTC in addition to the architecture. Option 177 suppresses the warning about a
 /// function of a header that a source does not use.
 const OPTIONS: [&CStr; 2] = [c"--std=c++17", c"--diag-suppress=177"];
 
@@ -136,7 +135,7 @@ impl Nvrtc {
     }
 }
 
-/// A source that NVRTC compiles (`nvrtcProgram`). Dropping it destroys NVRTC's program.
+/// A program that NVRTC compiles (`nvrtcProgram`), which is destroyed when this value is dropped.
 struct NvrtcProgram<'a> {
     nvrtc: &'a Nvrtc,
     handle: nvrtcProgram,
@@ -177,11 +176,12 @@ fn to_c_string(text: &str) -> CString {
 
 // --- the cache ----------------------------------------------------------------------------------
 
-/// The first bytes of a cache file with a compiled image.
+/// The first bytes of a file in the kernel cache, which identify a compiled kernel image.
 const IMAGE_MAGIC: &disk_cache::Magic = b"launch kernels 1";
 
-/// Returns the file name of a compiled image in the kernel cache. The name depends on everything
-/// that determines the image: source, headers, options, architecture and NVRTC's version.
+/// Returns the name of the file in the kernel cache that holds the compiled image of `source`. The
+/// name depends on everything that determines the image: source, headers, options, architecture and
+/// NVRTC's version.
 fn compute_cache_file_name(source: KernelSource, architecture: &str, version: (u32, u32)) -> String {
     let mut hasher = blake3::Hasher::new();
     for part in HEADERS.map(|(_, text)| text).into_iter().chain([source.text, architecture]) {
@@ -241,8 +241,9 @@ impl KernelModules {
         &self.nvrtc
     }
 
-    /// Returns the kernel `name` of a source. Compiles and loads the source first if needed. The
-    /// kernel can be launched with up to `shared` bytes of dynamic shared memory per block.
+    /// Returns the kernel `name` of a source file, which is compiled and loaded first if necessary.
+    /// Compiles and loads the source first if needed. The kernel can be launched with up to
+    /// `shared` bytes of dynamic shared memory per block.
     pub(super) fn get_or_load_function(
         &self,
         gpu: &GpuContext,
@@ -267,8 +268,7 @@ impl KernelModules {
         self.cache.clone()
     }
 
-    /// Returns the error of the first image that could not be written to the cache. Returns `None`
-    /// if there was no such error.
+    /// Returns the first error of writing a compiled image to the cache, if there was one.
     pub(super) fn cache_error(&self) -> Option<&CudaError> {
         self.cache_error.get()
     }
@@ -290,7 +290,7 @@ impl KernelModules {
         Ok(self.modules[index].get_or_init(|| module))
     }
 
-    /// Reads the compiled image of a source from the kernel cache. If the image is missing,
+    /// Returns the compiled image of a source file from the kernel cache. If the image is missing,
     /// compiles the source and writes the image to the cache.
     fn load_or_compile_image(&self, source: KernelSource, architecture: &str) -> Result<Vec<u8>> {
         let name = compute_cache_file_name(source, architecture, self.nvrtc.version);

@@ -1,5 +1,5 @@
-//! [`GpuContext`]: the context and streams of one open GPU, and calls that are issued to a stream
-//! immediately.
+//! [`GpuContext`]: the CUDA context and streams of one open GPU, and calls that bypass the
+//! recording of CUDA graphs.
 use super::bindings::{
     Address, DriverApi,
     driver_sys::{
@@ -16,10 +16,10 @@ use std::{
     sync::atomic::AtomicU64,
 };
 
-/// Lowest supported compute capability: Ampere. Older GPUs have no bf16.
+/// The lowest supported compute capability: 8.0, Ampere. Older GPUs have no bf16.
 const MIN_CAPABILITY: (u32, u32) = (8, 0);
 
-/// Context and streams of one open GPU.
+/// The CUDA context and the streams of one open GPU.
 pub(super) struct GpuContext {
     pub(super) driver: DriverApi,
     pub(super) device: CUdevice,
@@ -48,8 +48,8 @@ thread_local! {
 }
 
 impl GpuContext {
-    /// Opens the GPU with this index among those that the driver shows this process. Fails if the
-    /// GPU is older than Ampere.
+    /// Opens the GPU with number `index` among those that the driver shows this process. Fails if
+    /// the GPU is older than Ampere.
     pub(super) fn open(paths: &LibrarySearchPaths, index: usize) -> Result<GpuContext> {
         let (driver, version, driver_path) = open_driver(paths)?;
         let device = get_device(&driver, index)?;

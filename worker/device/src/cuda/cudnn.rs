@@ -1,4 +1,4 @@
-//! Attention by cuDNN: one graph of operations per shape, which the library compiles for the GPU.
+//! Attention by cuDNN: a graph of operations for each shape, which cuDNN compiles for the GPU.
 //!
 //! The operations are the ones that NVIDIA's cuDNN frontend generates for attention. The library
 //! recognizes a graph by its form, and rejects every other form as not supported.
@@ -26,8 +26,8 @@ pub(super) fn query_library_version(paths: &LibrarySearchPaths) -> Result<(Strin
     Ok((cudnn.format_version(), cudnn.path))
 }
 
-/// Returns the bytes that cuDNN's plans for the forward and the backward pass of attention need in
-/// addition to their operands. A value is `None` if there is no plan.
+/// Returns how many bytes of workspace cuDNN needs for the forward and the backward pass of
+/// attention. A value is `None` if there is no plan.
 ///
 /// The GPU need not exist: `properties` describes it, as JSON in cuDNN's form.
 pub fn compute_cudnn_plan_workspaces(

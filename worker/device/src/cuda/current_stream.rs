@@ -1,24 +1,24 @@
-//! The CUDA stream to which the calls of a thread are issued.
+//! Which CUDA stream a thread's GPU calls are issued to.
 use super::bindings::driver_sys::CUstream;
 use super::context::GpuContext;
 use std::cell::Cell;
 
-/// The separate stream of a thread, and the main stream of the GPU to which it belongs. `None` if
-/// the thread uses the main stream.
+/// Which stream a thread uses: a separate stream, paired with the main stream of its GPU, or `None`
+/// for the main stream.
 pub(super) type ThreadStreamSetting = Option<(CUstream, CUstream)>;
 
 thread_local! {
-    /// This thread's stream.
+    /// The CUDA stream that this thread uses for its GPU calls.
     static THREAD_STREAM: Cell<ThreadStreamSetting> = const { Cell::new(None) };
 }
 
-/// Sets this thread's stream to a previous setting.
+/// Makes this thread use the stream of a previous `setting` again.
 pub(super) fn restore_thread_stream(setting: ThreadStreamSetting) {
     THREAD_STREAM.set(setting);
 }
 
 impl GpuContext {
-    /// Returns the stream to which this thread's calls are issued.
+    /// Returns the CUDA stream to which this thread's GPU calls are issued.
     pub(super) fn stream(&self) -> CUstream {
         match THREAD_STREAM.get() {
             Some((stream, main)) if main == self.main_stream => stream,
@@ -26,8 +26,8 @@ impl GpuContext {
         }
     }
 
-    /// Makes `stream`, a stream of this GPU, this thread's stream. Returns the previous setting,
-    /// for [`restore_thread_stream`].
+    /// Makes `stream`, a stream of this GPU, the stream of this thread's GPU calls. Returns the
+    /// previous setting, for [`restore_thread_stream`].
     pub(super) fn set_thread_stream(&self, stream: CUstream) -> ThreadStreamSetting {
         THREAD_STREAM.replace(Some((stream, self.main_stream)))
     }
@@ -35,7 +35,7 @@ impl GpuContext {
     /// Runs `f` while `stream`, a stream of this GPU, is this thread's stream. Restores the
     /// previous stream afterwards.
     pub(super) fn run_on_stream<T>(&self, stream: CUstream, f: impl FnOnce() -> T) -> T {
-        /// Restores this thread's previous stream when dropped.
+        /// Guard that restores this thread's previous stream when dropped.
         struct StreamRestorer(ThreadStreamSetting);
         impl Drop for StreamRestorer {
             fn drop(&mut self) {

@@ -1,4 +1,4 @@
-//! Cache files for compiled kernels and chosen matmul algorithms, which other processes reuse.
+//! Files in which compiled kernels and chosen matmul algorithms are cached for other processes.
 //!
 //! A file is used only if it is complete and its hash is right.
 use std::{

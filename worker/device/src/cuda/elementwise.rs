@@ -87,8 +87,8 @@ impl VectorOps for Cuda {
         out.copy_from_slice(&self.sum_squares_by_block_concat(&[x]));
     }
 
-    /// Returns the sums of squares of the blocks of all vectors. Launches one kernel per vector,
-    /// and waits once for all of them.
+    /// Returns the sums of squares of the blocks of all `vectors`, in one list. Launches one kernel
+    /// per vector, and waits once for all of them.
     fn sum_squares_by_block_concat(&self, vectors: &[View]) -> Vec<f64> {
         let count = |x: &View| x.len().div_ceil(NORM_BLOCK_LEN);
         let mut out = vec![0.0f64; vectors.iter().map(count).sum()];
@@ -105,7 +105,7 @@ impl VectorOps for Cuda {
     }
 }
 
-/// Converts `len` elements of `x` to the type of `y`: `y = x`.
+/// Converts `len` elements of `x` to the element type of `y` and stores them in `y`.
 pub(super) fn convert_elements(cuda: &Cuda, y: TensorArg, x: TensorArg, len: usize) {
     cuda.launch(ELEMENTWISE, c"cast", Work::ElementsBy8(len), &[&y, &x, &len]);
 }

@@ -5,7 +5,7 @@ use cudarc::driver::sys::CUresult;
 use diagnostic::{Code, Diagnostic, codes::device as codes};
 use std::path::PathBuf;
 
-/// Status of `cuInit` on a machine that shows this process no GPU.
+/// Status that `cuInit` returns on a machine on which this process can use no GPU.
 const NO_DEVICE: i32 = CUresult::CUDA_ERROR_NO_DEVICE as i32;
 
 /// Error of opening a GPU or one of its libraries, or of work on the GPU.
@@ -133,7 +133,7 @@ fn to_gib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 30)
 }
 
-/// Joins the reasons why library files were rejected into one line.
+/// Formats the rejected library files and the reasons of their rejection as one line for messages.
 fn list_rejected_libraries(rejected: &[RejectedLibrary]) -> String {
     rejected.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
 }
@@ -163,8 +163,8 @@ impl CudaError {
         matches!(self, CudaError::Call { status, .. } if *status == code as i32)
     }
 
-    /// Returns this error with another name for the function that failed, such as one with the
-    /// purpose of the call.
+    /// Returns this error with `name` in place of the name of the function that failed, such as a
+    /// name with the purpose of the call.
     pub(super) fn with_function(mut self, name: impl Into<String>) -> Self {
         if let CudaError::Call { function, .. } = &mut self {
             *function = name.into();
@@ -172,7 +172,7 @@ impl CudaError {
         self
     }
 
-    /// Returns this error with `memory_purpose` as the purpose of the memory, if it is an
+    /// Returns this error with `memory_purpose` as what the memory was for, if this is an
     /// out-of-memory error. Returns other errors unchanged.
     pub(super) fn with_purpose(mut self, memory_purpose: &'static str) -> Self {
         if let CudaError::OutOfMemory { purpose, .. } = &mut self {

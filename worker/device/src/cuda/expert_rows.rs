@@ -1,4 +1,5 @@
-//! Ops on rows on a GPU: the embedding, and gathering and combining the rows of experts.
+//! Ops on the rows of matrices on a GPU: the token embedding, and gathering and combining the rows
+//! of tokens that experts process.
 use super::backend::{Cuda, Work};
 use super::compile::EXPERT_ROWS;
 use super::tensor_arg::TensorArg;
@@ -10,8 +11,8 @@ impl EmbeddingOps for Cuda {
         gather_selected_rows(self, "embedding_forward", x, w, tokens, d);
     }
 
-    /// Adds the gradient of each token's rows to the weight's gradient. One block sums all rows of
-    /// a token, in their order.
+    /// Adds the gradient of each token's rows to the token's row of the weight's gradient. One
+    /// block of threads sums all rows of a token, in their order.
     fn embedding_backward(&self, dw: ViewMut, dx: View, tokens: &[u32], d: usize) {
         let op = "embedding_backward";
         expect_lens(op, [("dx", dx.len(), tokens.len() * d)]);
@@ -68,7 +69,8 @@ impl RowOps for Cuda {
     }
 }
 
-/// Gathers rows for the op `op`: `y[i] = x[rows[i]]`.
+/// Gathers the rows of `x` that `rows` selects: `y[i] = x[rows[i]]`. `op` is the op's name in
+/// errors.
 fn gather_selected_rows(cuda: &Cuda, op: &'static str, y: ViewMut, x: View, rows: &[u32], d: usize) {
     expect_lens(op, [("y", y.len(), rows.len() * d)]);
     check_row_indices(op, rows, x.len(), d);
@@ -84,7 +86,7 @@ fn check_row_indices(op: &str, indices: &[u32], len: usize, d: usize) {
     assert!(outside.is_none() || d == 0, "{op}: row {outside:?} is not below {available}");
 }
 
-/// Rows of a batch, grouped by their token.
+/// The row numbers of a batch, grouped by the token of each row.
 #[derive(Debug, PartialEq)]
 struct RowsByToken {
     /// Each token once, in increasing order.
@@ -96,7 +98,7 @@ struct RowsByToken {
     order: Vec<u32>,
 }
 
-/// Groups the rows of a batch by token. `tokens[i]` is the token of row `i`.
+/// Groups the row numbers of a batch by token. `tokens[i]` is the token of row `i`.
 fn group_by_token(tokens: &[u32]) -> RowsByToken {
     let mut order: Vec<u32> = (0..tokens.len() as u32).collect();
     order.sort_by_key(|&row| tokens[row as usize]); // stable

@@ -1,5 +1,6 @@
-//! Matmuls in fp8 on a GPU. Operands are quantized by kernels. The quantized operands are
-//! contiguous along the summed dimension, as cuBLASLt requires, and their scales stay on the GPU.
+//! Matmuls in fp8 on a GPU: kernels quantize the operands, and cuBLASLt multiplies them. Operands
+//! are quantized by kernels. The quantized operands are contiguous along the summed dimension, as
+//! cuBLASLt requires, and their scales stay on the GPU.
 use super::backend::{Cuda, Work};
 use super::compile::FP8;
 use super::launch::{KernelArg, LaunchConfig};
@@ -11,17 +12,17 @@ use crate::buffer::{Dtype, ViewMut};
 use crate::fp8::Fp8Format;
 use crate::ops::{Fp8Operand, Fp8Ops, WriteMode};
 
-/// Alignment of fp8 operands that cuBLASLt requires: 16 bytes for addresses, and multiples of 16
-/// terms for sums.
+/// Alignment of fp8 operands that cuBLASLt requires: addresses in bytes, and the number of terms of
+/// each sum.
 const ALIGNMENT: usize = 16;
-/// Maximum number of threads of a block. The kernel that transposes a tile has exactly this number
-/// of threads.
+/// Maximum number of threads per block of the kernels that quantize to fp8. The kernel that
+/// transposes a tile has exactly this number of threads.
 const MAX_THREADS_PER_BLOCK: usize = 256;
-/// Number of elements of a transposed tile along the summed dimension. This is `TILE_DEPTH` of
-/// fp8.cu.
+/// Number of elements, along the summed dimension, of the tiles in which a matrix is transposed.
+/// This is `TILE_DEPTH` of fp8.cu.
 const TILE_DEPTH: usize = 128;
-/// Number of elements of a transposed tile across the summed dimension. This is `TILE_WIDTH` of
-/// fp8.cu.
+/// Number of elements, across the summed dimension, of the tiles in which a matrix is transposed.
+/// This is `TILE_WIDTH` of fp8.cu.
 const TILE_WIDTH: usize = 32;
 
 impl Fp8Ops for Cuda {
@@ -61,8 +62,8 @@ impl Fp8Ops for Cuda {
     }
 }
 
-/// A matrix in fp8: the rows of the left operand or the columns of the right one. Each row or
-/// column is contiguous along the sum and padded with zeros.
+/// An operand of a matmul, quantized to fp8: the rows of the left operand or the columns of the
+/// right one. Each row or column is contiguous along the sum and padded with zeros.
 struct QuantizedMatrix {
     format: Fp8Format,
     elements: DeviceMemory,
@@ -71,8 +72,9 @@ struct QuantizedMatrix {
 }
 
 impl QuantizedMatrix {
-    /// Quantizes an operand: `count` rows or columns of `k` terms each. If `is_contiguous`, each is
-    /// a row of the matrix in memory. Otherwise the matrix is transposed.
+    /// Quantizes an operand of a matmul to fp8: `count` rows (left) or columns (right) of `k` terms
+    /// each. If `is_contiguous`, each is a row of the matrix in memory. Otherwise the matrix is
+    /// transposed.
     fn new(cuda: &Cuda, matrix: Fp8Operand, is_contiguous: bool, count: usize, k: usize) -> Self {
         let (format, x, depth) = (matrix.format, TensorArg::from(matrix.x), k.next_multiple_of(ALIGNMENT));
         let scales = compute_scales(cuda, x, count * k, format);
@@ -91,8 +93,8 @@ impl QuantizedMatrix {
     }
 }
 
-/// Computes the scale of a matrix and its reciprocal on the GPU. `len` is the number of elements of
-/// the matrix.
+/// Computes the fp8 scale of the matrix `x` and the reciprocal of the scale, both in GPU memory.
+/// `len` is the number of elements of the matrix.
 fn compute_scales(cuda: &Cuda, x: TensorArg, len: usize, format: Fp8Format) -> DeviceMemory {
     let count = len.div_ceil(8 * MAX_THREADS_PER_BLOCK).min(cuda.properties().multiprocessor_count * 4);
     let [parts, scales] = [count, 2].map(|len| cuda.alloc_scratch(len * size_of::<f32>()));
@@ -103,7 +105,7 @@ fn compute_scales(cuda: &Cuda, x: TensorArg, len: usize, format: Fp8Format) -> D
     scales
 }
 
-/// Returns the work of a kernel that consists of `blocks` blocks of about `threads` threads each,
+/// Returns the launch size of a kernel with `blocks` blocks of about `threads` threads each,
 /// rounded up to whole warps.
 fn build_work(blocks: usize, threads: usize) -> Work {
     let threads = threads.next_multiple_of(32).min(MAX_THREADS_PER_BLOCK);

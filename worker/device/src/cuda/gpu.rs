@@ -1,4 +1,4 @@
-//! [`Gpu`]: one open GPU, and the calls that are enqueued on a thread's stream.
+//! [`Gpu`]: one open GPU, and functions that enqueue calls on the current thread's stream.
 use super::bindings::{Address, driver_sys::CUstream};
 use super::context::GpuContext;
 use super::error::Result;
@@ -13,7 +13,7 @@ use std::{
     sync::{Arc, MutexGuard},
 };
 
-/// Operation name in errors for work that failed after it was enqueued.
+/// The name in errors of an operation that failed on the GPU after it was enqueued.
 pub(super) const GPU_WORK: &str = "work on the GPU";
 
 /// One open GPU: its context, and the calls that wait to be issued to its main stream.
@@ -45,8 +45,8 @@ impl Drop for Gpu {
 }
 
 impl Gpu {
-    /// Opens the GPU with this index among those that the driver shows this process. Fails if the
-    /// GPU is older than Ampere.
+    /// Opens the GPU with number `index` among those that the driver shows this process. Fails if
+    /// the GPU is older than Ampere.
     pub(super) fn open(paths: &LibrarySearchPaths, index: usize) -> Result<Arc<Gpu>> {
         Ok(Arc::new(Gpu {
             context: GpuContext::open(paths, index)?,
@@ -56,13 +56,13 @@ impl Gpu {
     }
 
     /// Locks the state of CUDA graphs if this thread's calls are recorded for a graph. Returns
-    /// `None` if they are issued immediately.
+    /// `None` if the calls are issued immediately.
     pub(super) fn lock_if_recording(&self) -> Option<MutexGuard<'_, GraphState>> {
         (self.graphs.is_on() && self.stream() == self.main_stream).then(|| self.graphs.lock())
     }
 
-    /// Issues every recorded call, and then runs `f` with this thread's stream. With graphs on, no
-    /// other thread uses the main stream meanwhile.
+    /// Issues every recorded call to the GPU, and then runs `f` with this thread's stream. With
+    /// graphs on, no other thread uses the main stream meanwhile.
     pub(super) fn with_stream<T>(&self, f: impl FnOnce(CUstream) -> T) -> Result<T> {
         self.make_current()?;
         let mut recording = self.lock_if_recording();
@@ -70,8 +70,8 @@ impl Gpu {
         Ok(f(self.stream()))
     }
 
-    /// Enqueues a call on this thread's stream: records the call with `record`, or issues it
-    /// immediately with `issue`.
+    /// Enqueues a call on this thread's stream: records the call with `record` if CUDA graphs are
+    /// on, otherwise issues it with `issue`.
     pub(super) fn enqueue(
         &self,
         record: impl FnOnce(&mut CallBatch),
@@ -88,15 +88,15 @@ impl Gpu {
         }
     }
 
-    /// Makes a call for an op that cannot return an error, and returns the call's value. Records a
-    /// failure in the status of the GPU. Returns `None` if the call failed, or was not made because
-    /// an earlier one failed.
+    /// Makes a GPU call on behalf of an op that cannot return an error, and returns the call's
+    /// value. Records a failure in the status of the GPU. Returns `None` if the call failed, or was
+    /// not made because an earlier one failed.
     pub(super) fn attempt<T>(&self, call: impl FnOnce() -> Result<T>) -> Option<T> {
         if self.status.has_failed() { None } else { self.status.record(call()) }
     }
 
-    /// Turns graphs on or off for the main stream, and issues the recorded calls. No other thread
-    /// may use the stream meanwhile.
+    /// Turns CUDA graphs on or off for the main stream, and issues the calls that were recorded for
+    /// a graph. No other thread may use the stream meanwhile.
     pub(super) fn set_graphs_enabled(&self, on: bool) -> Result<()> {
         self.make_current()?;
         self.graphs.lock().set_enabled(self, on)
@@ -125,7 +125,7 @@ impl Gpu {
         })?
     }
 
-    /// Copies from the GPU address `at` to `bytes` on the host, and blocks until the copy is
+    /// Copies the GPU memory at address `at` to `bytes` on the host, and blocks until the copy is
     /// complete.
     pub(super) fn download_blocking(&self, bytes: &mut [u8], at: Address) -> Result<()> {
         if !bytes.is_empty() {

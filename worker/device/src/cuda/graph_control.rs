@@ -1,5 +1,5 @@
-//! Turns CUDA graphs on or off, measures whether they are faster, and returns notices of the
-//! backend after a step.
+//! Turns CUDA graphs on or off, measures whether they are faster, and returns the backend's notices
+//! for the user after a step.
 use super::backend::Cuda;
 use super::cudnn::CudnnAttention;
 use super::error::CudaError;
@@ -18,24 +18,26 @@ impl Cuda {
         self.gpu.attempt(|| self.gpu.set_graphs_enabled(on));
     }
 
-    /// Starts to measure whether CUDA graphs are faster. The next steps run without graphs, the
-    /// following steps with graphs.
+    /// Starts to measure whether training steps are faster with CUDA graphs. The next steps run
+    /// without graphs, the following steps with graphs.
     pub fn start_graph_autotuning(&self) {
         *self.lock_graph_tuner() = Some(GraphAutotuner::default());
     }
 
-    /// Returns counts of graph launches and of calls that were issued one by one, so far.
+    /// Returns how many CUDA graphs were launched and how many GPU calls were issued one by one, so
+    /// far.
     pub fn graph_stats(&self) -> GraphStats {
         self.gpu.graphs.lock().stats()
     }
 
-    /// Locks the graph autotuner. It is `None` if nothing is measured.
+    /// Locks the measurement of whether CUDA graphs are faster. It is `None` if nothing is
+    /// measured.
     fn lock_graph_tuner(&self) -> MutexGuard<'_, Option<GraphAutotuner>> {
         self.graph_autotuner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Records the duration of a training step, and returns the next notice of the graph autotuner
-    /// or of cuDNN for the user. Implements [`crate::Storage::record_step_duration`].
+    /// Records the duration of a training step, and returns the next notice for the user about CUDA
+    /// graphs or cuDNN. Implements [`crate::Storage::record_step_duration`].
     pub(super) fn take_notice_after_step(&self, duration: Duration) -> Option<BackendNotice> {
         let mut tuner = self.lock_graph_tuner();
         if let Some(error) = self.gpu.graphs.lock().take_disable_reason() {

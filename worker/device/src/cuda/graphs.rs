@@ -1,4 +1,5 @@
-//! CUDA graphs: the calls that a step repeats are issued to the main stream as one launch.
+//! CUDA graphs: GPU calls are recorded in batches, and a batch that repeats is issued as one launch
+//! of a graph.
 //!
 //! With graphs on, kernels, matmuls, fills and copies within the GPU are recorded into a
 //! [`CallBatch`] instead of being issued. A batch ends at [`MAX_BATCH_CALLS`] calls, or at anything
@@ -28,25 +29,27 @@ use std::{
     },
 };
 
-/// Minimum number of calls of a batch that becomes a graph. Shorter batches are issued call by
-/// call.
+/// Minimum number of recorded GPU calls of which a CUDA graph is made. Shorter batches are issued
+/// call by call.
 const MIN_BATCH_CALLS: usize = 4;
-/// Maximum number of calls of a batch. The limit keeps the GPU busy while the next calls are
-/// recorded. It also limits the number of calls that cannot be in a graph because one call of the
-/// batch differs each time.
+/// Maximum number of GPU calls that are recorded before they are issued. The limit keeps the GPU
+/// busy while the next calls are recorded. It also limits the number of calls that cannot be in a
+/// graph because one call of the batch differs each time.
 const MAX_BATCH_CALLS: usize = 64;
-/// Maximum number of cached graphs. The graph whose last launch is the longest ago is evicted
-/// first.
+/// Maximum number of cached CUDA graphs. A new graph evicts the one whose last launch is the
+/// longest ago.
 const MAX_GRAPHS: usize = 512;
-/// Maximum number of batches whose hashes are remembered after their first occurrence.
+/// Maximum number of batches of recorded calls whose hashes are remembered, so that a second
+/// occurrence is recognized.
 const MAX_SEEN_HASHES: usize = 4096;
-/// Maximum number of batches that are remembered completely, to be compared with similar batches.
+/// Maximum number of batches of recorded calls that are kept in full, so that similar batches can
+/// be compared with them.
 const MAX_UNMATCHED_BATCHES: usize = 256;
-/// Maximum number of graphs that were evicted before their second launch. When it is reached, no
-/// more graphs are created, because the batches do not repeat.
+/// Maximum number of CUDA graphs that were evicted before their second launch. Beyond this limit,
+/// no more graphs are created, because the batches do not repeat.
 const MAX_WASTED_GRAPHS: usize = 64;
 
-/// Statistics of CUDA graphs: how calls were issued to the main stream while graphs were on.
+/// Statistics of CUDA graphs: how many calls were issued in graphs and how many one by one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GraphStats {
     /// True if CUDA graphs are on now.
@@ -63,7 +66,7 @@ pub struct GraphStats {
     pub direct_calls: u64,
 }
 
-/// Recorded calls of the main stream, and the graphs that replace them.
+/// The GPU calls recorded for the main stream, and the CUDA graphs that replace repeated calls.
 pub(super) struct Graphs {
     /// True if CUDA graphs are on for the main stream. The graph state has the same flag.
     on: Arc<AtomicBool>,
@@ -72,7 +75,7 @@ pub(super) struct Graphs {
     state: Mutex<GraphState>,
 }
 
-/// A cached CUDA graph, and the batch of calls that it executes.
+/// A cached CUDA graph, and the batch of recorded calls that it replaces.
 struct CachedGraph {
     batch: CallBatch,
     graph: ExecutableGraph,
@@ -82,8 +85,8 @@ struct CachedGraph {
     launches: u64,
 }
 
-/// Recorded calls, cached graphs and scratch memory of the main stream, protected by the lock of
-/// [`Graphs`].
+/// The lock-protected state of [`Graphs`]: recorded calls, cached CUDA graphs, and scratch memory
+/// of the main stream.
 #[derive(Default)]
 pub(super) struct GraphState {
     on: Arc<AtomicBool>,
@@ -125,26 +128,27 @@ impl Graphs {
         self.on.load(Relaxed)
     }
 
-    /// Returns the number of calls that were enqueued on any stream so far, in graphs or one by
+    /// Returns the number of GPU calls that were enqueued on any stream so far, in graphs or one by
     /// one.
     pub(super) fn count_calls(&self) -> u64 {
         self.calls.load(Relaxed)
     }
 
-    /// Counts a call that is being enqueued.
+    /// Counts one GPU call that is being enqueued.
     pub(super) fn add_call(&self) {
         self.calls.fetch_add(1, Relaxed);
     }
 
-    /// Locks the recorded calls and CUDA graphs of the main stream. A panic of another thread may
-    /// leave the batch incomplete, but then the worker ends.
+    /// Locks the state of the main stream: its recorded calls and its CUDA graphs. A panic of
+    /// another thread may leave the batch incomplete, but then the worker ends.
     pub(super) fn lock(&self) -> MutexGuard<'_, GraphState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl GraphState {
-    /// Turns graphs on or off for the main stream, and issues the recorded calls.
+    /// Turns CUDA graphs on or off for the main stream, and issues the calls that were recorded for
+    /// a graph.
     pub(super) fn set_enabled(&mut self, gpu: &GpuContext, on: bool) -> Result<()> {
         let flushed = self.flush_batch(gpu);
         self.on.store(on, Relaxed);
@@ -155,20 +159,21 @@ impl GraphState {
         flushed
     }
 
-    /// Drops recorded calls and graphs when the GPU is closed. Recorded calls are not issued,
-    /// because the memory to which they would write has been freed.
+    /// Drops the recorded calls and the CUDA graphs, because the GPU is closed. Recorded calls are
+    /// not issued, because the memory to which they would write has been freed.
     pub(super) fn discard(&mut self, gpu: &GpuContext) {
         self.batch.clear();
         self.destroy_graphs(gpu);
         self.release_idle_blocks(gpu);
     }
 
-    /// Takes the error that turned graphs off. Returns `None` if no error did, and at later calls.
+    /// Returns the error that turned CUDA graphs off, if there was one, at the first call only.
     pub(super) fn take_disable_reason(&mut self) -> Option<CudaError> {
         self.disable_reason.take()
     }
 
-    /// Returns counts of graph launches and of calls that were issued one by one, so far.
+    /// Returns how many CUDA graphs were launched and how many GPU calls were issued one by one, so
+    /// far.
     pub(super) fn stats(&self) -> GraphStats {
         GraphStats { enabled: self.is_on(), cached_graphs: self.graphs.len(), ..self.stats }
     }
@@ -196,12 +201,13 @@ impl GraphState {
         }
     }
 
-    /// Issues the recorded calls if the batch is full or graphs are off.
+    /// Issues the recorded calls if the batch has its maximum length or CUDA graphs are off.
     pub(super) fn flush_full_batch(&mut self, gpu: &GpuContext) -> Result<()> {
         if self.batch.len() >= MAX_BATCH_CALLS || !self.is_on() { self.flush_batch(gpu) } else { Ok(()) }
     }
 
-    /// Issues the recorded calls as a graph if one exists or can be built, otherwise call by call.
+    /// Issues the recorded calls as a CUDA graph if one exists or can be built, otherwise call by
+    /// call.
     fn issue_batch(&mut self, gpu: &GpuContext) -> Result<()> {
         if !self.is_on() || self.batch.len() < MIN_BATCH_CALLS {
             return self.issue_directly(gpu);
@@ -214,8 +220,8 @@ impl GraphState {
         if has_graph && self.launch_graph(gpu, hash) { Ok(()) } else { self.issue_directly(gpu) }
     }
 
-    /// Captures or updates a CUDA graph for the recorded batch, which has no graph with its hash
-    /// yet. Returns false if the batch must be issued call by call.
+    /// Creates a CUDA graph for the recorded batch with the hash `hash`, or changes the graph of a
+    /// similar batch. Returns false if the batch must be issued call by call.
     ///
     /// If the batch has occurred before, a new graph is captured. Otherwise, if a graph exists for
     /// a similar batch (one with an equal structure hash), that graph is updated. Otherwise, a new
@@ -239,7 +245,7 @@ impl GraphState {
         self.wasted_graphs < MAX_WASTED_GRAPHS && self.capture_graph(gpu, hash, structure_hash)
     }
 
-    /// Remembers a batch without a graph, so that a similar batch with other arguments can be
+    /// Remembers the recorded batch, which has no CUDA graph, so that a similar batch can be
     /// recognized later.
     fn remember_unmatched(&mut self, structure_hash: u64) {
         if self.unmatched_batches.len() >= MAX_UNMATCHED_BATCHES {
@@ -276,7 +282,8 @@ impl GraphState {
         self.batch.issue_all(gpu)
     }
 
-    /// Remembers the hash of a batch. Returns true if a batch with this hash occurred before.
+    /// Remembers the hash of a batch of recorded calls, and returns whether a batch with this hash
+    /// occurred before.
     fn mark_seen(&mut self, hash: u64) -> bool {
         if self.seen_hashes.remove(&hash) {
             return true;
@@ -288,8 +295,8 @@ impl GraphState {
         false
     }
 
-    /// Launches the graph with this hash. If the driver cannot launch it, turns graphs off and
-    /// returns false.
+    /// Launches the CUDA graph of the batch with the hash `hash`. If the driver cannot launch it,
+    /// turns graphs off and returns false.
     fn launch_graph(&mut self, gpu: &GpuContext, hash: u64) -> bool {
         let Some(cached) = self.graphs.get_mut(&hash) else { return false };
         if let Err(error) = cached.graph.launch(gpu) {
@@ -304,7 +311,8 @@ impl GraphState {
         true
     }
 
-    /// Captures the recorded calls into a graph. If that fails, turns graphs off and returns false.
+    /// Captures the recorded calls as a CUDA graph. If that fails, turns graphs off and returns
+    /// false.
     fn capture_graph(&mut self, gpu: &GpuContext, hash: u64, structure_hash: u64) -> bool {
         match ExecutableGraph::capture(gpu, &self.batch) {
             Ok(graph) => {
@@ -324,7 +332,7 @@ impl GraphState {
         }
     }
 
-    /// Destroys the cached graph whose last launch is the longest ago.
+    /// Destroys the cached CUDA graph whose last launch is the longest ago.
     fn evict_oldest_graph(&mut self, gpu: &GpuContext) {
         let oldest = self.graphs.iter().min_by_key(|(_, cached)| cached.last_launch).map(|(hash, _)| *hash);
         if let Some(evicted) = oldest.and_then(|hash| self.graphs.remove(&hash)) {
@@ -334,8 +342,8 @@ impl GraphState {
         }
     }
 
-    /// Allocates a range of scratch memory, and a new block if no block has enough space. Returns
-    /// `None` if the GPU has no memory left for another block.
+    /// Allocates `bytes` bytes of scratch memory in the blocks of GPU memory that this stream owns,
+    /// or in a new block. Returns `None` if the GPU has no memory left for another block.
     pub(super) fn allocate_scratch(&mut self, gpu: &GpuContext, bytes: usize) -> Result<Option<Address>> {
         if let Some(at) = self.arena.allocate(bytes) {
             return Ok(Some(at));
@@ -355,8 +363,8 @@ impl GraphState {
         Ok(self.arena.allocate(bytes))
     }
 
-    /// Frees a range of scratch memory. With graphs off, also returns unused blocks to the driver's
-    /// pool.
+    /// Frees the range of scratch memory at the address `at`. With graphs off, also returns unused
+    /// blocks to the driver's pool.
     pub(super) fn free_scratch_range(&mut self, gpu: &GpuContext, at: Address) {
         self.arena.free_range(at);
         if !self.is_on() {
@@ -364,7 +372,7 @@ impl GraphState {
         }
     }
 
-    /// Returns the blocks of scratch memory that are not in use to the driver's pool.
+    /// Returns the unused blocks of scratch memory to the driver's memory pool.
     pub(super) fn release_idle_blocks(&mut self, gpu: &GpuContext) {
         let idle = self.arena.take_idle_blocks();
         if !idle.is_empty() {
@@ -380,8 +388,8 @@ impl GraphState {
         self.on.load(Relaxed)
     }
 
-    /// Turns graphs off permanently because of `error`. The scratch memory stays, because recorded
-    /// calls use it.
+    /// Turns CUDA graphs off permanently because of `error`. The scratch memory stays, because
+    /// recorded calls use it.
     fn disable_graphs(&mut self, gpu: &GpuContext, error: CudaError) {
         self.disable_reason = Some(error);
         self.on.store(false, Relaxed);
@@ -397,8 +405,8 @@ impl GraphState {
     }
 }
 
-/// Returns true if so few kernels (`changed`) of the batch changed that updating a graph is cheaper
-/// than issuing the calls.
+/// Returns whether updating a CUDA graph for `batch` is cheaper than issuing the calls one by one.
+/// `changed` are the indices of the kernels that differ.
 fn is_worth_updating(changed: &[usize], batch: &CallBatch) -> bool {
     3 * changed.len() <= batch.len()
 }

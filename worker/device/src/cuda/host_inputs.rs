@@ -1,5 +1,5 @@
-//! [`HostInputCache`]: integer inputs of kernels that come from the host, such as tokens, labels
-//! and document starts.
+//! [`HostInputCache`]: keeps integer inputs of kernels (tokens, labels, document starts) on the
+//! GPU, so that unchanged inputs are not uploaded again.
 //!
 //! An input has a name and keeps its GPU address from one micro-batch to the next. Kernels that
 //! read the input are therefore launched with the same arguments each time, which CUDA graphs need.
@@ -14,20 +14,20 @@ use std::{
     sync::Arc,
 };
 
-/// Maximum number of slots for inputs of one name and size. More than one slot is needed if layers
-/// alternate between inputs.
+/// Maximum number of copies on the GPU that are kept for inputs of one name and size. More than one
+/// slot is needed if layers alternate between inputs.
 const MAX_SLOTS_PER_INPUT: usize = 4;
-/// Number of consecutive uploads after which a slot is added, if each of them restores the input
-/// that the previous upload has overwritten.
+/// Number of consecutive uploads after which one more copy is kept, if each upload restores an
+/// input that the upload before has overwritten.
 const ALTERNATIONS_BEFORE_NEW_SLOT: u32 = 2;
-/// Number of overwritten inputs whose host memory is kept. A driver that reads the host's memory
-/// asynchronously may still read them.
+/// Number of overwritten inputs that are kept in host memory, because the driver may still read
+/// them asynchronously.
 const KEPT_UPLOADS: usize = 8;
-/// Minimum size of a slot in bytes. Sizes are powers of two.
+/// Minimum size in bytes of the GPU memory for one input. Sizes are powers of two.
 const MIN_SLOT_BYTES: usize = 256;
 
-/// Host inputs of one thread in one stream, and their copies on the GPU. Streams do not share a
-/// cache, because an upload in one stream is not visible in another.
+/// The integer inputs that one thread uploaded for kernels in one stream, and their copies on the
+/// GPU. Streams do not share a cache, because an upload in one stream is not visible in another.
 #[derive(Default)]
 pub(super) struct HostInputCache {
     /// Slots by name and slot size in bytes.
@@ -36,7 +36,7 @@ pub(super) struct HostInputCache {
     recent_uploads: VecDeque<Vec<u8>>,
 }
 
-/// GPU memory for the inputs of one name and size.
+/// The GPU memory for several inputs of one name and size.
 #[derive(Default)]
 struct InputSlots {
     /// GPU memory of each slot, and a copy of the slot's content.
@@ -50,7 +50,7 @@ struct InputSlots {
 }
 
 impl HostInputCache {
-    /// Uploads the input `input` with the name `name`, unless a copy on the GPU already has this
+    /// Uploads `input`, the kernel input called `name`, unless a copy on the GPU already has this
     /// content. Returns its GPU address, which is valid until another input of this name is
     /// uploaded. The address of an empty input is 0.
     pub(super) fn upload_if_changed(

@@ -1,4 +1,5 @@
-//! Loads kernels of a GPU, prepares their launch configurations and arguments, and launches them.
+//! Loads compiled kernels into a GPU, and launches them with their arguments and launch
+//! configurations.
 use super::bindings::{
     Address,
     driver_sys::{CUfunction, CUfunction_attribute, CUmodule, CUstream},
@@ -10,10 +11,11 @@ use std::{
     ptr,
 };
 
-/// A loaded image of one kernel source. It stays loaded as long as the context exists.
+/// The compiled kernels of one source file, loaded into a GPU. They stay loaded as long as the CUDA
+/// context exists.
 pub(super) struct KernelModule(CUmodule);
 
-/// A handle of a kernel in a loaded module, which can be launched.
+/// A handle of a loaded kernel, with which it can be launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct KernelFunction(pub(super) CUfunction);
 
@@ -53,7 +55,7 @@ unsafe impl KernelArg for f32 {}
 unsafe impl KernelArg for Address {}
 
 impl KernelModule {
-    /// Loads a binary image that was compiled for this GPU from the kernel source `file`.
+    /// Loads `image`, the compiled kernels of the source `file`, into the GPU.
     pub(super) fn load(gpu: &GpuContext, file: &str, image: &[u8]) -> Result<KernelModule> {
         gpu.make_current()?;
         let mut module = ptr::null_mut();
@@ -84,7 +86,7 @@ impl KernelFunction {
         unsafe { gpu.driver.cuFuncSetAttribute(self.0, attribute, bytes as c_int) }
     }
 
-    /// Launches the kernel on `stream` immediately.
+    /// Launches the kernel on `stream` immediately, without recording it for a CUDA graph.
     ///
     /// # Safety
     ///

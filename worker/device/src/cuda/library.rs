@@ -1,5 +1,5 @@
-//! [`CudaLibrary`]: the libraries of CUDA, their file names, and the reasons for which a library
-//! file is rejected.
+//! [`CudaLibrary`]: the CUDA libraries that are opened at run time, with their file names. Also the
+//! reasons for rejecting a library file.
 use std::{fmt, path::PathBuf};
 
 /// A library of CUDA that this program opens at run time.

@@ -1,4 +1,4 @@
-//! Checks of CUDA's libraries on this machine, without opening a GPU.
+//! Checks whether CUDA's libraries can be used on this machine, without opening a GPU.
 use super::compile::{Nvrtc, SOURCES};
 use super::error::Result;
 use super::library::CudaLibrary;
@@ -6,7 +6,7 @@ use super::library_search::LibrarySearchPaths;
 use super::{cudnn, matmul, properties};
 use std::path::PathBuf;
 
-/// Checks that the driver shows a GPU to this process, and that all libraries for training on a GPU
+/// Checks that the driver shows this process a GPU, and that all libraries for training on a GPU
 /// can be opened. Does not open the GPU.
 pub fn check_driver_and_libraries(paths: &LibrarySearchPaths) -> Result<()> {
     let (driver, _) = properties::query_driver_version_with_gpu(paths)?;
@@ -16,8 +16,8 @@ pub fn check_driver_and_libraries(paths: &LibrarySearchPaths) -> Result<()> {
     Ok(())
 }
 
-/// Returns the name of each library that training on one GPU opens, with the version and path of
-/// the library. If a library cannot be used, returns its error instead. cuDNN is optional.
+/// Returns for each library that training on a GPU opens its name, and its version and path or the
+/// error of opening it. cuDNN is optional.
 pub fn query_library_versions(paths: &LibrarySearchPaths) -> [(&'static str, Result<(String, PathBuf)>); 4] {
     let driver = properties::query_driver_version(paths);
     let paths =

@@ -27,7 +27,8 @@ pub struct LibrarySearchPaths {
     pub driver_cuda_major: Option<u32>,
 }
 
-/// System directories that are searched after the directories of the dynamic loader.
+/// System directories in which CUDA's libraries are searched for, after the directories of the
+/// dynamic loader.
 const SYSTEM_DIRECTORIES: [&str; 6] = [
     "/usr/lib/x86_64-linux-gnu",
     "/usr/lib/aarch64-linux-gnu",
@@ -38,11 +39,11 @@ const SYSTEM_DIRECTORIES: [&str; 6] = [
 ];
 /// Directories into which CUDA toolkits are usually installed.
 const DEFAULT_TOOLKIT_ROOTS: [&str; 3] = ["/usr/local/cuda", "/usr/local/cuda-13", "/usr/local/cuda-12"];
-/// Maximum number of entries that are read from a directory.
+/// Maximum number of entries that are read from a directory that may contain CUDA's libraries.
 const MAX_ENTRIES: usize = 4096;
 
-/// Text that stands for the dynamic loader in the searched directories that
-/// [`CudaError::LibraryNotFound`] lists.
+/// Text that stands for the dynamic loader's directories in the list of searched directories of
+/// [`CudaError::LibraryNotFound`].
 const LOADER_ENTRY: &str = "the dynamic loader's directories";
 
 /// An open library and the path at which it was found.
@@ -60,7 +61,7 @@ fn parse_major_version(file_name: &str) -> Option<u32> {
 }
 
 impl LibrarySearchPaths {
-    /// Returns a copy of the paths for a driver that implements this major version of CUDA.
+    /// Returns a copy of the paths that prefers the libraries for a driver of CUDA version `major`.
     pub(super) fn with_driver_version(&self, major: u32) -> LibrarySearchPaths {
         LibrarySearchPaths { driver_cuda_major: Some(major), ..self.clone() }
     }
@@ -132,8 +133,8 @@ impl LibrarySearchPaths {
         })
     }
 
-    /// Returns a rejection for the file at `path`, which requires a newer driver. Returns `None` if
-    /// the file does not exist.
+    /// Returns the rejection of the library file at `path`, whose version is too new for the
+    /// driver, or `None` if there is no such file.
     fn reject_newer(&self, path: PathBuf) -> Option<RejectedLibrary> {
         let driver_cuda_major = self.driver_cuda_major.filter(|_| path.exists())?;
         Some(RejectedLibrary { path, reason: RejectReason::NewerThanDriver { driver_cuda_major } })
@@ -159,7 +160,7 @@ fn list_nvidia_package_directories(prefix: &Path) -> Vec<PathBuf> {
     directories
 }
 
-/// Returns the paths of a directory's entries, sorted. Returns no paths if the directory cannot be
+/// Returns the paths of the entries of `directory`, sorted, or no paths if the directory cannot be
 /// read.
 fn list_sorted_entries(directory: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(directory) else { return Vec::new() };
@@ -168,8 +169,8 @@ fn list_sorted_entries(directory: &Path) -> Vec<PathBuf> {
     paths
 }
 
-/// Opens the library at `path`. Returns `None` if no file exists there or opening it fails. A
-/// failure is added to `rejected`.
+/// Opens the library file at `path`. If opening fails, adds the reason to `rejected` and returns
+/// `None`.
 fn open_library_file(path: &Path, rejected: &mut Vec<RejectedLibrary>) -> Option<OpenLibrary> {
     if !path.exists() {
         return None;
@@ -185,8 +186,8 @@ fn open_library_file(path: &Path, rejected: &mut Vec<RejectedLibrary>) -> Option
     }
 }
 
-/// If `path` is NVRTC, opens the library `libnvrtc-builtins` in the same directory, which NVRTC
-/// needs. The library stays open as long as the process lives.
+/// Opens the library `libnvrtc-builtins`, which NVRTC needs, from the directory of `path` if `path`
+/// is NVRTC. The library stays open as long as the process lives.
 ///
 /// NVRTC opens `libnvrtc-builtins` by its bare file name. If the library is not in a directory of
 /// the dynamic loader, this only works if the library is already open.
@@ -203,7 +204,7 @@ fn preload_nvrtc_builtins(path: &Path) {
     }
 }
 
-/// Returns the dynamic loader's own message of an error.
+/// Returns the dynamic loader's own message about `error`.
 fn format_loader_error(error: &libloading::Error) -> String {
     std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }

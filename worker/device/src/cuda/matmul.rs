@@ -1,5 +1,5 @@
-//! Matmuls by cuBLASLt. The algorithm for each shape is chosen once, by the library's heuristic or
-//! by timing.
+//! Matmuls on a GPU by cuBLASLt. The algorithm for each shape is chosen once, by the library's
+//! heuristic or by timing.
 //!
 //! cuBLASLt is column-major. A row-major matmul is requested as its transpose, with the operands
 //! exchanged.
@@ -29,9 +29,9 @@ use std::{
     sync::{Arc, Mutex, OnceLock, PoisonError},
 };
 
-/// Maximum size in bytes of the workspace of a matmul.
+/// Maximum size in bytes of the GPU memory that cuBLASLt may use as the workspace of a matmul.
 pub const MATMUL_WORKSPACE_BYTES: usize = 32 << 20;
-/// The opened cuBLASLt library, and the plans created so far.
+/// The opened cuBLASLt library, and the plans of matmuls that were created so far.
 pub(super) struct CublasLt {
     lt: Arc<LtHandle>,
     pub(super) path: PathBuf,
@@ -92,8 +92,8 @@ impl CublasLt {
         Ok(self.get_or_create_plan(gpu, matmul)?.is_some())
     }
 
-    /// Returns the stored plan for a matmul, or creates and stores a plan. Returns `None` if the
-    /// library has no algorithm.
+    /// Returns the plan (algorithm and descriptors) for a matmul, which is created and stored at
+    /// the first request. Returns `None` if the library has no algorithm.
     fn get_or_create_plan(&self, gpu: &Arc<Gpu>, matmul: &Matmul) -> Result<Option<Arc<MatmulPlan>>> {
         let key = matmul.plan_key();
         let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
@@ -105,8 +105,8 @@ impl CublasLt {
         Ok(plan)
     }
 
-    /// Creates the plan for a matmul. Times the algorithms if autotuning is enabled. Returns `None`
-    /// if the library has no algorithm.
+    /// Creates the plan (algorithm and descriptors) for a matmul. Times the algorithms if
+    /// autotuning is enabled. Returns `None` if the library has no algorithm.
     fn create_plan(&self, gpu: &Arc<Gpu>, matmul: &Matmul, key: &Key) -> Result<Option<MatmulPlan>> {
         let lt = &self.lt.library;
         let mut plan = MatmulPlan {
@@ -189,8 +189,9 @@ impl CublasLt {
         Ok(candidates.filter(|one| one.workspace <= MATMUL_WORKSPACE_BYTES).collect())
     }
 
-    /// Runs a matmul several times with this algorithm and returns the seconds of all timed runs
-    /// together. Returns `None` if the algorithm fails, or if there is no memory to try it.
+    /// Runs a matmul several times with the algorithm `candidate`, and returns the seconds of all
+    /// timed runs together. Returns `None` if the algorithm fails, or if there is no memory to try
+    /// it.
     ///
     /// If `matmul.add` is true, the runs write to temporary memory, and `c` keeps its content.
     /// Otherwise they overwrite `c`, whose content is unspecified afterwards.

@@ -1,5 +1,5 @@
-//! [`MatmulOperand`], and matmuls of operands with any element types: the choice of the type that
-//! cuBLASLt computes with, and the conversion of operands and results.
+//! [`MatmulOperand`], and matmuls of operands with any element types. Chooses the type that
+//! cuBLASLt computes with, and converts operands and results.
 use super::backend::Cuda;
 use super::bindings::Address;
 use super::elementwise::convert_elements;
@@ -35,7 +35,8 @@ impl MatmulOperand {
         MatmulOperand { transposed: true, ..Self::from_rows(v, stride) }
     }
 
-    /// Returns the operand's address and layout, without its element type.
+    /// Returns the operand's address and layout in the form that [`Matmul`] takes, without its
+    /// element type.
     pub(super) fn to_matrix_ref(self) -> MatrixRef {
         MatrixRef { at: self.at, stride: self.stride, transposed: self.transposed }
     }
@@ -51,7 +52,7 @@ impl MatmulOperand {
     }
 }
 
-/// Computes the matmul `c[m, n] (=|+=) a[m, k] · b[k, n]`. `sizes` is `[m, n, k]`.
+/// Computes the matmul `c[m, n] (=|+=) a[m, k] · b[k, n]` on the GPU. `sizes` is `[m, n, k]`.
 ///
 /// cuBLASLt needs operands of one type and a result of that type or f32. If one operand is bf16 and
 /// the other f32, the f32 operand is rounded to bf16, so that tensor cores are used. This affects
@@ -74,8 +75,9 @@ pub(super) fn matmul(
     }
 }
 
-/// Computes [`matmul`] with both operands converted to `dtype`. Returns false without computing
-/// anything if the operands are 16-bit and unaligned and cuBLASLt has no algorithm for them.
+/// Computes the matmul [`matmul`] with both operands converted to `dtype`. Returns false without
+/// computing anything if the operands are 16-bit and unaligned and cuBLASLt has no algorithm for
+/// them.
 fn matmul_with_operand_type(
     dtype: Dtype,
     cuda: &Cuda,
@@ -118,7 +120,7 @@ fn select_operand_type(a: Dtype, b: Dtype) -> Dtype {
     }
 }
 
-/// Computes `y[m, n] = a[m, k] · b[k, n] + bias[n]`.
+/// Computes the matmul with bias `y[m, n] = a[m, k] · b[k, n] + bias[n]` on the GPU.
 ///
 /// cuBLASLt adds the bias and rounds the result once if everything has one type, the bias is
 /// aligned to 16 bytes, and no matrix is a vector. Otherwise a kernel adds the bias to the rounded
@@ -147,8 +149,8 @@ pub(super) fn matmul_with_bias(
     if cuda.has_matmul_algorithm(&request) { cuda.run_matmul(&request) } else { run_separately() }
 }
 
-/// Handles a matmul that has nothing to compute, because `m`, `n` or `k` is 0. Returns true if so,
-/// otherwise returns false without doing anything. If only `k` is 0, the matmul is a matrix of
+/// Completes a matmul that has nothing to multiply, because `m`, `n` or `k` is 0. Returns true if
+/// so, otherwise returns false without doing anything. If only `k` is 0, the matmul is a matrix of
 /// zeros. It is then written to `c`, unless `write` is [`WriteMode::Accumulate`].
 pub(super) fn finish_empty_matmul(
     cuda: &Cuda,
@@ -163,8 +165,8 @@ pub(super) fn finish_empty_matmul(
     len == 0 || k == 0
 }
 
-/// Runs a matmul that can write only f32, and stores its `len` elements in `c`, which may have
-/// another type.
+/// Runs `run`, a matmul that can write only f32, and stores its `len` elements in `c`, which may
+/// have another type.
 ///
 /// `run` receives f32 scratch memory with the layout of `c`, and the flag `add`. If `add` is false,
 /// `run` must overwrite the scratch memory with the matmul. If `add` is true, the scratch memory
@@ -186,9 +188,10 @@ pub(super) fn run_with_f32_result(
     convert_elements(cuda, c.to_tensor_arg(), sum.to_tensor_arg(), len);
 }
 
-/// Converts a matmul operand to the element type `dtype`. Returns the converted operand, and the
-/// GPU memory that contains the converted elements. The caller must keep that memory until the
-/// matmul is enqueued. Returns `x` itself and no memory if `x` has the type already.
+/// Converts the matmul operand `x` to the element type `dtype`, in new GPU memory if necessary.
+/// Returns the converted operand, and the GPU memory that contains the converted elements. The
+/// caller must keep that memory until the matmul is enqueued. Returns `x` itself and no memory if
+/// `x` has the type already.
 fn convert_operand(
     cuda: &Cuda,
     x: MatmulOperand,

@@ -1,4 +1,4 @@
-//! Implementation of [`MatmulOps`] and [`GroupedMatmulOps`] on a GPU.
+//! Implementations of [`MatmulOps`] and [`GroupedMatmulOps`] on a GPU.
 use super::backend::Cuda;
 use super::matmul_operand::{MatmulOperand, matmul, matmul_with_bias};
 use crate::buffer::{Buf, Dtype, View, ViewMut};

@@ -38,9 +38,9 @@ impl Gpu {
         Ok(DeviceMemory { gpu: self.clone(), at: result?, bytes, is_scratch: false })
     }
 
-    /// Allocates uninitialized memory for the duration of one op. The memory must be dropped in the
-    /// stream in which it is used. With CUDA graphs on, the same sequence of requests in the main
-    /// stream gets the same addresses.
+    /// Allocates uninitialized GPU memory for the duration of one op. The memory must be dropped in
+    /// the stream in which it is used. With CUDA graphs on, the same sequence of requests in the
+    /// main stream gets the same addresses.
     pub(super) fn allocate_scratch(self: &Arc<Self>, bytes: usize) -> Result<DeviceMemory> {
         if bytes > 0
             && let Some(mut state) = self.lock_if_recording()
@@ -53,8 +53,8 @@ impl Gpu {
         self.allocate(bytes)
     }
 
-    /// Frees memory from [`Gpu::allocate`] after the work that this thread has enqueued on
-    /// its stream so far.
+    /// Frees memory that [`Gpu::allocate`] returned, as soon as the work that this thread has
+    /// enqueued on its stream so far is complete.
     pub(super) fn free(&self, at: Address, bytes: usize) {
         if self.make_current().is_ok() {
             let mut recording = self.lock_if_recording();
@@ -65,7 +65,7 @@ impl Gpu {
         }
     }
 
-    /// Returns unused scratch memory of the main stream to the driver's pool.
+    /// Returns unused scratch memory of the main stream to the driver's memory pool.
     fn release_idle_scratch(&self) {
         self.graphs.lock().release_idle_blocks(self);
     }
@@ -86,14 +86,14 @@ impl DeviceMemory {
         self.at
     }
 
-    /// Returns an empty range, which ops get after a failure. Their GPU calls are skipped, so they
-    /// need no memory.
+    /// Returns an empty range of GPU memory, which ops get after a failure. Their GPU calls are
+    /// skipped, so they need no memory.
     pub(super) fn without_memory(gpu: &Arc<Gpu>) -> DeviceMemory {
         DeviceMemory { gpu: gpu.clone(), at: 0, bytes: 0, is_scratch: false }
     }
 
-    /// Gives up ownership and returns the GPU address. The caller must free the memory with
-    /// [`Gpu::free`]. Must not be called for scratch memory.
+    /// Returns the GPU address of the range without freeing its memory, which the caller must free
+    /// with [`Gpu::free`]. Must not be called for scratch memory.
     pub(super) fn into_address(mut self) -> Address {
         self.bytes = 0;
         self.at

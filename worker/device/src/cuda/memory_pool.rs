@@ -1,4 +1,4 @@
-//! GPU memory of the driver's pool, and pinned host memory.
+//! Allocates GPU memory from the driver's memory pool, and pinned host memory.
 use super::bindings::{
     Address,
     driver_sys::{CU_MEMHOSTALLOC_PORTABLE, CUstream},
@@ -21,7 +21,7 @@ impl GpuContext {
         Ok((free, total))
     }
 
-    /// Allocates memory from the driver's pool, in the order of `stream`.
+    /// Allocates `bytes` bytes from the driver's memory pool, in the order of `stream`.
     pub(super) fn allocate_from_pool(&self, bytes: usize, stream: CUstream) -> Result<Address> {
         let mut at = 0;
         // SAFETY: writes one address.
@@ -31,7 +31,8 @@ impl GpuContext {
         Ok(at)
     }
 
-    /// Returns `bytes` bytes at `at` to the driver's pool, in the order of `stream`.
+    /// Returns `bytes` bytes at the address `at` to the driver's memory pool, in the order of
+    /// `stream`.
     pub(super) fn free_to_pool(&self, at: Address, bytes: usize, stream: CUstream) {
         self.allocated_bytes.fetch_sub(bytes as u64, Relaxed);
         // SAFETY: the address came from the pool and is freed once. An error here belongs to
@@ -39,19 +40,20 @@ impl GpuContext {
         let _ = unsafe { (self.driver.cuMemFreeAsync)(at, stream) };
     }
 
-    /// Returns the free memory of the driver's pool to the operating system.
+    /// Returns the free memory of the driver's memory pool to the operating system.
     pub(super) fn trim_pool(&self) -> Result<()> {
         let pool = get_default_pool(&self.driver, self.device)?;
         // SAFETY: the pool belongs to the device.
         unsafe { self.driver.cuMemPoolTrimTo(pool, 0) }
     }
 
-    /// Returns the largest number of bytes that this process had allocated at one time.
+    /// Returns the largest number of bytes of GPU memory that this process had allocated at one
+    /// time.
     pub(super) fn peak_bytes(&self) -> u64 {
         self.peak_allocated_bytes.load(Relaxed)
     }
 
-    /// Allocates uninitialized pinned memory on the host, at least one byte.
+    /// Allocates `bytes` bytes of uninitialized pinned host memory, at least one byte.
     pub(super) fn allocate_pinned(&self, bytes: usize) -> Result<NonNull<u8>> {
         self.make_current()?;
         let mut at = ptr::null_mut();
@@ -65,8 +67,8 @@ impl GpuContext {
         })
     }
 
-    /// Frees pinned host memory from [`GpuContext::allocate_pinned`]. No copy may use the memory
-    /// any more.
+    /// Frees pinned host memory that [`GpuContext::allocate_pinned`] returned. No copy may use the
+    /// memory any more.
     pub(super) fn free_pinned(&self, at: Address) {
         if self.make_current().is_ok() {
             // SAFETY: freed once. Errors cannot be handled here.

@@ -11,13 +11,15 @@ use crate::ops::{
 };
 use std::ffi::CStr;
 
-/// Number of rows that a thread block sums. This is `ROWS_PER_PARTIAL_SUM` of norm.cu.
+/// Number of rows that one block of threads adds when a kernel sums over rows. This is
+/// `ROWS_PER_PARTIAL_SUM` of norm.cu.
 const ROWS_PER_PARTIAL_SUM: usize = 64;
-/// Number of columns that a thread block sums. This is `COLUMNS_PER_BLOCK` of norm.cu.
+/// Number of columns that one block of threads processes when a kernel sums over rows. This is
+/// `COLUMNS_PER_BLOCK` of norm.cu.
 const COLUMNS_PER_BLOCK: usize = 256;
 
-/// Layout of rows, or of heads within rows, in a tensor. The layout of this type is that of
-/// `RowLayout` in norm.cu.
+/// Kernel argument: where the rows of a tensor, or the heads within its rows, are stored. The
+/// layout of this type is that of `RowLayout` in norm.cu.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct RowLayout {
@@ -53,9 +55,10 @@ impl RowLayout {
     }
 }
 
-/// Selects the kernel for rows of `d` elements. If the tensors can be accessed as vectors of eight
-/// elements, returns the kernel `one` for up to one vector per thread, or the kernel `up_to_four`
-/// for up to four. Returns the kernel `general` otherwise, and for longer rows.
+/// Returns which of three kernels processes rows of `d` elements the fastest. If the tensors can be
+/// accessed as vectors of eight elements, returns the kernel `one` for up to one vector per thread,
+/// or the kernel `up_to_four` for up to four. Returns the kernel `general` otherwise, and for
+/// longer rows.
 fn select_kernel(
     d: usize,
     tensors: &[(TensorArg, Dtype)],
@@ -69,12 +72,12 @@ fn select_kernel(
     }
 }
 
-/// Pairs each tensor with bf16 as the element type that [`are_vectorizable`] requires.
+/// Pairs each tensor with the type bf16, as the argument of [`are_vectorizable`].
 fn require_bf16<const N: usize>(tensors: [TensorArg; N]) -> [(TensorArg, Dtype); N] {
     tensors.map(|tensor| (tensor, Dtype::Bf16))
 }
 
-/// Factor by which each row is multiplied before [`sum_rows`] sums the rows.
+/// By what factor [`sum_rows`] multiplies each row before it sums the rows.
 #[derive(Clone, Copy)]
 enum RowFactor {
     One,

@@ -1,4 +1,4 @@
-//! Updates of optimizers on a GPU.
+//! Updates of parameters by optimizers (AdamW, SGD, Lion, Nesterov momentum) on a GPU.
 use super::backend::{Cuda, Work};
 use super::bindings::Address;
 use super::compile::ELEMENTWISE;

@@ -1,4 +1,5 @@
-//! Profiling: GPU time between two timed events around each call, summed by the call's name.
+//! Profiling: measures the GPU time of each call between two events, and sums it by the call's
+//! name.
 use super::error::Result;
 use super::gpu::Gpu;
 use super::streams::CudaEvent;
@@ -21,7 +22,7 @@ pub struct ProfileEntry {
     pub seconds: f64,
 }
 
-/// Calls that were profiled since profiling was started.
+/// The GPU calls that were measured since profiling was started.
 #[derive(Default)]
 pub(super) struct Profile {
     is_on: AtomicBool,
@@ -51,7 +52,8 @@ impl Profile {
         Ok(entries)
     }
 
-    /// Runs `call`, and measures its GPU time under the name `name` if profiling is on.
+    /// Runs `call`, which enqueues GPU work, and measures its GPU time under the name `name` if
+    /// profiling is on.
     pub(super) fn run(
         &self,
         gpu: &Arc<Gpu>,

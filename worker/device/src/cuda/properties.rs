@@ -1,4 +1,4 @@
-//! [`GpuProperties`], and the functions that open the driver and query its version, GPUs and error
+//! [`GpuProperties`], and functions that open the CUDA driver and query its version, GPUs and error
 //! messages.
 use super::bindings::{
     DriverApi,
@@ -12,7 +12,7 @@ use std::{
     path::PathBuf,
 };
 
-/// Version of the oldest supported driver, CUDA 12.0, as `cuDriverGetVersion` reports it.
+/// The oldest supported version of the CUDA driver, 12.0, as `cuDriverGetVersion` reports it.
 const MIN_DRIVER_VERSION: i32 = 12000;
 /// Lowest compute capability with fp8 tensor cores: Ada.
 const MIN_FP8_CAPABILITY: (u32, u32) = (8, 9);
@@ -93,7 +93,7 @@ pub(super) fn query_driver_version_with_gpu(paths: &LibrarySearchPaths) -> Resul
     Ok(split_version(version))
 }
 
-/// Returns the driver's handle of the GPU with this index. Fails if there is no such GPU.
+/// Returns the driver's handle of the GPU with number `index`. Fails if there is no such GPU.
 pub(super) fn get_device(driver: &DriverApi, index: usize) -> Result<CUdevice> {
     let (mut count, mut device) = (0, 0);
     // SAFETY: writes one integer.
@@ -154,13 +154,14 @@ pub(super) fn query_properties(
     })
 }
 
-/// Splits a version of the driver into major and minor version: (12, 9) for 12090.
+/// Splits a version number that the driver reports into major and minor version: 12090 becomes (12,
+/// 9).
 fn split_version(version: i32) -> (u32, u32) {
     let version = version.max(0) as u32;
     (version / 1000, version % 1000 / 10)
 }
 
-/// Formats a version of the driver, such as `12.9` for 12090.
+/// Formats a version number that the driver reports: 12090 becomes `12.9`.
 fn format_version(version: i32) -> String {
     let (major, minor) = split_version(version);
     format!("{major}.{minor}")

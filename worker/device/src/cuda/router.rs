@@ -1,4 +1,4 @@
-//! The router of a layer with experts on a GPU.
+//! The router of a mixture-of-experts layer on a GPU.
 use super::backend::{Cuda, Work};
 use super::compile::EXPERT_ROWS;
 use super::launch::{KernelArg, LaunchConfig};
@@ -6,8 +6,8 @@ use super::tensor_arg::{TensorArg, f32_gpu_address};
 use crate::buffer::{View, ViewMut};
 use crate::ops::{RouterBackwardInputs, RouterOps, RouterShape};
 
-/// Maximum number of experts of a router. A warp of the router kernel holds the scores of all
-/// experts in registers.
+/// Maximum number of experts among which the router kernels can select. A warp of the router kernel
+/// holds the scores of all experts in registers.
 const MAX_EXPERTS: usize = 1024;
 
 impl RouterOps for Cuda {
@@ -57,8 +57,8 @@ impl RouterOps for Cuda {
     }
 }
 
-/// Returns the work of a router kernel: one warp per row. Panics if the GPU does not support the
-/// number of experts.
+/// Returns the launch size of a router kernel: one warp per row. Panics if the GPU does not support
+/// the number of experts.
 fn assign_warp_to_each_row(RouterShape { m, experts, .. }: RouterShape) -> Work {
     assert!(experts <= MAX_EXPERTS, "router: {experts} experts exceed the GPU's maximum of {MAX_EXPERTS}");
     Work::Config(LaunchConfig { grid: [m as u32, 1, 1], block: [32, 1, 1], shared: 0 })

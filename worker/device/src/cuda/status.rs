@@ -1,4 +1,4 @@
-//! [`DeviceStatus`]: the first failure of a GPU.
+//! [`DeviceStatus`]: remembers the first failure of a GPU, for ops that cannot return errors.
 use super::error::CudaError;
 use crate::storage::DeviceError;
 use std::sync::{
@@ -6,8 +6,8 @@ use std::sync::{
     atomic::{AtomicBool, Ordering::Relaxed},
 };
 
-/// The first failure of a GPU call whose op cannot return an error. Later calls of the GPU's
-/// backend do nothing.
+/// The first failure of a GPU call in an op that cannot return an error. After it, the GPU's
+/// backend ignores all calls.
 #[derive(Default)]
 pub(super) struct DeviceStatus {
     /// True if `failure` is set. Read before every call.
@@ -16,24 +16,24 @@ pub(super) struct DeviceStatus {
 }
 
 impl DeviceStatus {
-    /// Returns true if a call has failed.
+    /// Returns true if a GPU call has failed.
     pub(super) fn has_failed(&self) -> bool {
         self.has_failed.load(Relaxed)
     }
 
-    /// Returns the value of `result`. If `result` is an error, returns `None`, and records the
-    /// error unless an earlier one was recorded.
+    /// Returns the value of `result`, the result of a GPU call. If `result` is an error, returns
+    /// `None`, and records the error unless an earlier one was recorded.
     pub(super) fn record<T>(&self, result: Result<T, CudaError>) -> Option<T> {
         result.map_err(|error| self.record_failure(error.into())).ok()
     }
 
-    /// Records a failure, unless an earlier one was recorded.
+    /// Records `failure` as the GPU's failure, unless an earlier one was recorded.
     pub(super) fn record_failure(&self, failure: DeviceError) {
         self.lock().get_or_insert(failure);
         self.has_failed.store(true, Relaxed);
     }
 
-    /// Fails with the first failure, if there was one.
+    /// Fails with the first failure of a GPU call, if there was one.
     pub(super) fn check(&self) -> Result<(), DeviceError> {
         if !self.has_failed() {
             return Ok(());
@@ -47,7 +47,7 @@ impl DeviceStatus {
         self.lock().take().map_or(Ok(()), Err)
     }
 
-    /// Locks the recorded failure.
+    /// Locks the recorded first failure.
     fn lock(&self) -> MutexGuard<'_, Option<DeviceError>> {
         // no code panics while it holds the lock
         self.failure.lock().unwrap_or_else(PoisonError::into_inner)

@@ -1,4 +1,4 @@
-//! Implementation of [`Storage`] on a GPU.
+//! Implementation of [`Storage`] on a GPU: memory, copies and streams.
 use super::backend::{Cuda, NoMemory, PinnedOwner};
 use super::streams;
 use super::tensor_arg::gpu_address;
@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-/// A thread's separate stream, and the host inputs that are cached for this stream. Dropping it
+/// A thread's separate stream, and the kernel inputs that are cached for this stream. Dropping it
 /// frees both.
 struct ThreadStreamGuard<'a>(&'a Cuda, streams::ThreadStream);
 

@@ -1,4 +1,4 @@
-//! Separate CUDA streams of threads, and the events with which streams wait for each other.
+//! Separate CUDA streams of threads, and the CUDA events with which streams wait for each other.
 use super::bindings::{
     Address,
     driver_sys::{CUevent, CUevent_flags, CUresult, CUstream},
@@ -15,9 +15,8 @@ use std::{
 };
 
 impl Gpu {
-    /// Creates a stream of the highest priority. Until the returned value is dropped, this thread's
-    /// calls are issued to that stream. The stream is meant for short work for which other streams
-    /// wait.
+    /// Creates a CUDA stream of the highest priority, and makes it this thread's stream until the
+    /// returned value is dropped. The stream is meant for short work for which other streams wait.
     pub(super) fn create_thread_stream(self: &Arc<Self>) -> Result<ThreadStream> {
         self.make_current()?;
         let (mut least, mut greatest) = (0, 0);
@@ -34,12 +33,12 @@ impl Gpu {
         self.record_event_with_flags(CUevent_flags::CU_EVENT_DISABLE_TIMING)
     }
 
-    /// Records an event that also measures the time at which the event is reached.
+    /// Records a CUDA event that also measures the time at which the GPU reaches it.
     pub(super) fn record_timed_event(self: &Arc<Self>) -> Result<CudaEvent> {
         self.record_event_with_flags(CUevent_flags::CU_EVENT_DEFAULT)
     }
 
-    /// Records an event that is created with these flags.
+    /// Records a CUDA event that is created with the flags `flags`.
     fn record_event_with_flags(self: &Arc<Self>, flags: CUevent_flags) -> Result<CudaEvent> {
         self.make_current()?;
         let mut event = CudaEvent { gpu: self.clone(), handle: ptr::null_mut() };
@@ -73,8 +72,8 @@ pub(super) struct ThreadStream {
     gpu: Arc<Gpu>,
     stream: CUstream,
     previous: ThreadStreamSetting,
-    /// Prevents the value from being sent to another thread. It must be dropped in the thread that
-    /// created it.
+    /// Makes this type unusable in other threads, because the thread that created the value must
+    /// drop it.
     not_send: PhantomData<*const ()>,
 }
 
@@ -115,15 +114,16 @@ impl CudaEvent {
         &self.gpu
     }
 
-    /// Makes this thread's stream wait for the event. The host does not block.
+    /// Makes this thread's stream wait for the event, without blocking the host. The host does not
+    /// block.
     pub(super) fn make_stream_wait(&self) -> Result<()> {
         let gpu = &self.gpu;
         // SAFETY: event and stream live.
         gpu.with_stream(|stream| unsafe { gpu.driver.cuStreamWaitEvent(stream, self.handle, 0) })?
     }
 
-    /// Blocks until the event is reached. Errors of the work before the event are returned here at
-    /// the latest.
+    /// Blocks until the GPU has reached the event. Errors of the work before the event are returned
+    /// here at the latest.
     pub(super) fn synchronize(&self) -> Result<()> {
         self.gpu.make_current()?;
         // SAFETY: the event lives.

@@ -1,4 +1,4 @@
-//! [`TensorArg`]: a tensor in GPU memory as an argument of kernels.
+//! [`TensorArg`]: a tensor in GPU memory in the form that kernels take as an argument.
 use super::bindings::Address;
 use super::launch::KernelArg;
 use crate::buffer::{Dtype, View, ViewMut};
@@ -38,7 +38,8 @@ impl From<&ViewMut<'_>> for TensorArg {
     }
 }
 
-/// Returns the number that represents an element type in the kernels (common.cuh).
+/// Returns the number that represents an element type in kernel arguments, as common.cuh defines
+/// it.
 pub(super) fn dtype_code(dtype: Dtype) -> i64 {
     match dtype {
         Dtype::F32 => 0,
@@ -62,9 +63,9 @@ pub(super) fn f32_gpu_address(v: View) -> Address {
     gpu_address(v)
 }
 
-/// Returns true if a kernel for exactly these element types can access all tensors as vectors of
-/// eight elements. Each tensor must have its type, begin at a multiple of 16 bytes, and have rows
-/// of a multiple of eight elements. The name of such a kernel ends in the type.
+/// Returns whether a kernel for the given element types can access all tensors as vectors of eight
+/// elements. Each tensor must have its type, begin at a multiple of 16 bytes, and have rows of a
+/// multiple of eight elements. The name of such a kernel ends in the type.
 pub(super) fn are_vectorizable(width: usize, tensors: &[(TensorArg, Dtype)]) -> bool {
     let is_aligned = |(tensor, dtype): &(TensorArg, Dtype)| {
         tensor.at.is_multiple_of(16) && tensor.dtype == dtype_code(*dtype)

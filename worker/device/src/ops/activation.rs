@@ -1,7 +1,7 @@
-//! Ops of activation functions: GELU, and the gated linear units SwiGLU and GeGLU.
+//! Activation functions as ops: GELU, and the gated linear units SwiGLU and GeGLU.
 use crate::buffer::{View, ViewMut};
 
-/// Forward and backward pass of SwiGLU, GeGLU and GELU.
+/// Ops for SwiGLU, GeGLU and GELU, with their backward passes.
 pub trait ActivationOps {
     /// Computes SwiGLU (Shazeer, 2020): `y[m,f] = silu(gate)·up`. Each row of `gate_up[m, 2f]` has
     /// the gate, then up.

@@ -1,4 +1,4 @@
-//! [`WriteMode`], and checks of the lengths of arguments.
+//! [`WriteMode`], and functions that check the lengths of an op's arguments.
 
 /// Whether an op overwrites its output (`=`) or adds to its output (`+=`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -9,8 +9,8 @@ pub enum WriteMode {
     Accumulate,
 }
 
-/// Panics unless each argument of the op `op` has the length that the shape requires. An argument
-/// is given by its name, its length and the required length.
+/// Panics unless each of `arguments` (name, length, required length) has the required length. `op`
+/// is the op's name in the panic.
 #[track_caller]
 pub(crate) fn expect_lens<const N: usize>(op: &str, arguments: [(&str, usize, usize); N]) {
     for (name, len, expected) in arguments {
@@ -18,7 +18,7 @@ pub(crate) fn expect_lens<const N: usize>(op: &str, arguments: [(&str, usize, us
     }
 }
 
-/// Panics unless the argument `name` of the op `op` has the length that the shape requires.
+/// Panics unless the argument `name` of the op `op` has the length `expected`.
 #[track_caller]
 pub(crate) fn expect_len(op: &str, name: &str, len: usize, expected: usize) {
     assert!(len == expected, "{op}: {name} has {len} elements, but the shape needs {expected}");

@@ -1,8 +1,8 @@
-//! Attention, and the rotary position embedding of its queries and keys.
+//! Attention as an op, and the rotary position embedding of its queries and keys.
 use super::arguments::expect_lens;
 use crate::buffer::{View, ViewMut};
 
-/// Forward and backward pass of rotary position embedding.
+/// Ops for rotary position embedding: the rotation and its backward pass.
 pub trait RopeOps {
     /// Applies rotary position embedding (Su et al., 2021) in the "rotate half" form of Hugging
     /// Face, in place. The tables `cos` and `sin` are `[t, head_dim/2]`.
@@ -40,7 +40,7 @@ impl RopeShape {
     }
 }
 
-/// Forward and backward pass of causal grouped-query attention.
+/// Ops for causal grouped-query attention: the forward and the backward pass.
 pub trait AttentionOps {
     /// Computes causal grouped-query attention with memory linear in `t` (Dao et al.,
     /// "FlashAttention", 2022).
@@ -135,7 +135,8 @@ pub struct AttentionDropout {
 }
 
 impl AttentionDropout {
-    /// Returns the threshold below which a random word drops its probability.
+    /// Returns the limit below which a random 32-bit word means that its attention probability is
+    /// dropped.
     pub(crate) fn drop_threshold(&self) -> u32 {
         (self.probability * 4_294_967_296.0) as u32
     }

@@ -1,8 +1,9 @@
-//! Experts: the router that selects them, and ops on the rows that are sent to them.
+//! Ops for mixtures of experts: the router that selects the experts, and ops on the rows of tokens
+//! that are sent to them.
 use super::arguments::{WriteMode, expect_len};
 use crate::buffer::{View, ViewMut};
 
-/// Forward and backward pass of the router of a layer with experts.
+/// Ops for the router of a mixture-of-experts layer: the forward and the backward pass.
 pub trait RouterOps {
     /// Selects the experts of each token from the router's `logits[m, experts]`.
     ///
@@ -34,7 +35,8 @@ pub trait RouterOps {
     );
 }
 
-/// Shape of a router. A router selects the experts of each token.
+/// Sizes of a router: the numbers of rows, of experts, and of experts that are selected for each
+/// row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RouterShape {
     /// Number of tokens. The logits of each token are one row.
@@ -48,9 +50,9 @@ pub struct RouterShape {
 }
 
 impl RouterShape {
-    /// Panics if the number of experts per token is invalid, or if the length of an argument of
-    /// the op `op` does not fit the shape. `matrices` have a row of experts for each token, and
-    /// `lists` a row of selected experts.
+    /// Panics if the number of experts per token is invalid, or if an argument of the op `op` has a
+    /// wrong length for the shape. `matrices` have an element per token and expert, and `lists` one
+    /// per token and selected expert.
     pub(crate) fn check_arguments(
         &self,
         op: &str,
@@ -69,8 +71,7 @@ impl RouterShape {
     }
 }
 
-/// Inputs of [`RouterOps::router_backward`] in addition to the gradient of the chosen experts'
-/// weights.
+/// Inputs of [`RouterOps::router_backward`] other than the gradient that flows in.
 #[derive(Clone, Copy)]
 pub struct RouterBackwardInputs<'a> {
     /// Probabilities that the forward pass computed, `[m, experts]`.
@@ -98,9 +99,9 @@ impl RouterBackwardInputs<'_> {
     }
 }
 
-/// Ops on rows that are sent to experts and return.
+/// Ops on the rows of tokens that are sent to experts and return.
 pub trait RowOps {
-    /// Gathers rows: `y[i, d] = x[rows[i], d]`.
+    /// Gathers the rows of `x` that `rows` selects: `y[i, d] = x[rows[i], d]`.
     fn gather_rows(&self, y: ViewMut, x: View, rows: &[u32], d: usize);
     /// Computes weighted sums of rows: `y[m, d] (=|+=) Σ_k weights[m, k] · x[row_indices[m, k],
     /// d]`, in the order of `k`. If `weights` is `None`, every weight is 1.

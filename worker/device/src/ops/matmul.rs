@@ -1,4 +1,5 @@
-//! Matmuls: of linear and Conv1D layers, in fp8, and of groups of rows.
+//! Matmuls as ops: of linear and Conv1D layers, in fp8, and of groups of rows with separate
+//! matrices.
 use super::arguments::{WriteMode, expect_lens};
 use crate::buffer::{Buf, View, ViewMut};
 use crate::fp8::Fp8Format;
@@ -57,17 +58,16 @@ pub trait MatmulOps {
     fn conv1d_backward_weight(&self, dw: ViewMut, dy: View, x: View, m: usize, inp: usize, out: usize) {
         self.matmul_backward_weight(dw, x, dy, m, inp, out, WriteMode::Overwrite);
     }
-    /// Converts `x` to the element type in which this backend multiplies it. Returns `x` itself if
-    /// the type is right already. Otherwise returns a copy in `buf`, rounded to the type of `buf`,
-    /// which must have the length of `x`. Converting a gradient before several matmuls rounds it
-    /// only once.
+    /// Converts `x` to the element type in which this backend multiplies, in the buffer `buf`.
+    /// Returns `x` itself if it has the type already. `buf` must have the length of `x`. Converting
+    /// a gradient before several matmuls rounds it only once.
     fn as_matmul_operand<'a>(&self, x: View<'a>, buf: &'a mut Buf) -> View<'a> {
         let _ = buf;
         x
     }
 }
 
-/// Matmuls whose operands are rounded to fp8.
+/// Ops for matmuls whose operands are rounded to fp8.
 pub trait Fp8Ops {
     /// Computes an fp8 matmul: `c[m,n] (=|+=) a[m,k] · b[k,n]`.
     ///
@@ -101,13 +101,13 @@ pub struct Fp8Operand<'a> {
     pub transposed: bool,
 }
 
-/// Divisor of the number of columns of every fp8 matmul's result, because cuBLASLt requires result
-/// rows whose size is a multiple of 16 bytes.
+/// Number of which the columns of every fp8 matmul's result are a multiple, because cuBLASLt
+/// requires result rows of a multiple of 16 bytes.
 pub const FP8_COLUMN_MULTIPLE: usize = 16;
 
 impl Fp8Operand<'_> {
-    /// Panics unless the matmul `c[m,n] = a[m,k] · b[k,n]` of these operands meets the requirements
-    /// of [`Fp8Ops::fp8_matmul`]. `c` is the length of the result.
+    /// Panics unless `a` and `b` meet the requirements of [`Fp8Ops::fp8_matmul`] for the matmul
+    /// `c[m,n] = a[m,k] · b[k,n]`. `c` is the length of the result.
     #[track_caller]
     pub(crate) fn check_matmul(c: usize, a: &Self, b: &Self, [m, n, k]: [usize; 3]) {
         let op = "fp8_matmul";
@@ -120,7 +120,7 @@ impl Fp8Operand<'_> {
     }
 }
 
-/// Grouped matmuls: each group of rows is multiplied by a separate matrix.
+/// Ops for grouped matmuls, in which each group of rows is multiplied by a separate matrix.
 pub trait GroupedMatmulOps {
     /// Computes a grouped matmul. For each group: `y[rows, n] = x[rows, k] · w[n, k]ᵀ`, where the
     /// matrix begins at element `matrix_offset` of `w`. Empty groups cost nothing.
@@ -142,8 +142,8 @@ pub trait GroupedMatmulOps {
     );
 }
 
-/// Consecutive rows that a grouped matmul multiplies by one matrix: the tokens of one expert and
-/// the expert's weight.
+/// Consecutive rows that a grouped matmul multiplies by one matrix, such as the tokens of one
+/// expert and the expert's weight.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RowGroup {
     /// The group's rows. Groups are sorted by their rows and do not overlap.
@@ -153,12 +153,13 @@ pub struct RowGroup {
 }
 
 impl RowGroup {
-    /// Returns the range of the elements of the group's rows, which have `width` elements each.
+    /// Returns the index range of the elements of the group's rows, which have `width` elements
+    /// each.
     pub(crate) fn elements(&self, width: usize) -> Range<usize> {
         self.rows.start * width..self.rows.end * width
     }
 
-    /// Returns the range of the elements of the group's matrix, which has `len` elements.
+    /// Returns the index range of the elements of the group's matrix, which has `len` elements.
     pub(crate) fn matrix(&self, len: usize) -> Range<usize> {
         self.matrix_offset..self.matrix_offset + len
     }

@@ -1,8 +1,8 @@
-//! RMSNorm, LayerNorm and bias.
+//! Normalizations as ops (RMSNorm, LayerNorm), and the bias.
 use super::arguments::{WriteMode, expect_lens};
 use crate::buffer::{View, ViewMut};
 
-/// RMSNorm of rows (Zhang and Sennrich, 2019).
+/// Ops for RMSNorm (Zhang and Sennrich, 2019): the forward and the backward pass.
 pub trait RmsNormOps {
     /// Computes RMSNorm (Zhang and Sennrich, 2019) of each row: `y[m,d] = x·rstd·w`, where
     /// `rstd[m] = 1/√(mean(x²) + eps)`.
@@ -36,7 +36,7 @@ pub trait RmsNormOps {
     );
 }
 
-/// RMSNorm of the heads inside wider rows, as Qwen3 applies it to queries and keys.
+/// Ops for the RMSNorm of each head inside wider rows, as Qwen3 applies it to queries and keys.
 pub trait HeadNormOps {
     /// Computes RMSNorm of each head separately, in place on `x[rows, stride]`, with one weight
     /// `w[head_dim]` for all heads. Stores the heads before the norm in `raw[rows, heads·head_dim]`
@@ -86,8 +86,8 @@ impl HeadLayout {
         self.heads * self.head_dim
     }
 
-    /// Panics if the heads do not fit the rows, or if a length does not fit the layout: of the
-    /// matrix `x`, the heads before the norm (`raw`), their statistics (`rstd`) and the weight.
+    /// Panics if the heads do not fit the rows, or if the length of an argument of the op `op` does
+    /// not fit this layout.
     pub(crate) fn check_norm_lengths(&self, op: &str, x: usize, raw: usize, rstd: usize, w: usize) {
         let HeadLayout { rows, first_column, heads, head_dim, stride } = *self;
         assert!(head_dim > 0, "{op}: head_dim is 0");
@@ -100,7 +100,7 @@ impl HeadLayout {
     }
 }
 
-/// LayerNorm of rows (Ba et al., 2016).
+/// Ops for LayerNorm (Ba et al., 2016): the forward and the backward pass.
 pub trait LayerNormOps {
     /// Computes LayerNorm of each row: `y[m,d] = (x − mean)·rstd·w + b`, where
     /// `rstd = 1/√(mean((x − mean)²) + eps)`. Stores mean and rstd of each row in `stats[m,2]`.
@@ -133,7 +133,7 @@ pub trait LayerNormOps {
     );
 }
 
-/// Parameters of a LayerNorm over rows of `d` elements.
+/// The parameters of a LayerNorm: weight, bias and epsilon.
 #[derive(Clone, Copy)]
 pub struct LayerNormParams<'a> {
     /// Weight of each column, `[d]`.
@@ -144,7 +144,7 @@ pub struct LayerNormParams<'a> {
     pub eps: f32,
 }
 
-/// A bias: a vector that is added to every row.
+/// Ops for a bias, a vector that is added to every row.
 pub trait BiasOps {
     /// Adds a bias to every row: `y[m,n] += bias[n]`.
     fn bias_forward(&self, y: ViewMut, bias: View, m: usize, n: usize);

@@ -1,7 +1,7 @@
 //! Ops that update parameters: AdamW, SGD, Lion, and Muon's Nesterov momentum.
 use crate::buffer::{View, ViewMut};
 
-/// Updates of AdamW, SGD and Lion, and Muon's momentum.
+/// Ops for optimizers: updates of AdamW, SGD and Lion, and Muon's momentum.
 pub trait OptimizerOps {
     /// Updates parameters `p` with AdamW and the gradient `g`. Also updates the optimizer state:
     /// the first moment `exp_avg` and the second moment `exp_avg_sq`.
@@ -71,8 +71,8 @@ pub struct LionHyperparams {
     pub grad_scale: f32,
 }
 
-/// Coefficients of one AdamW update, computed in `f64` and rounded once, as torch does. The layout
-/// is that of `AdamWScalars` in elementwise.cu.
+/// The factors of one AdamW update that follow from its hyper-parameters, computed in `f64` and
+/// rounded once, as torch does. The layout is that of `AdamWScalars` in elementwise.cu.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct AdamWCoefficients {
@@ -99,7 +99,7 @@ pub(crate) struct AdamWCoefficients {
 }
 
 impl AdamWHyperparams {
-    /// Computes the coefficients of update number `step`. Panics if the number is 0.
+    /// Computes the factors of update number `step`. Panics if the number is 0.
     pub(crate) fn compute_coefficients(&self) -> AdamWCoefficients {
         assert!(self.step > 0, "adamw: the step is 0, but steps count from 1");
         let (weight, t) = ((1.0 - self.beta1) as f32, self.step as f64);
@@ -118,8 +118,8 @@ impl AdamWHyperparams {
     }
 }
 
-/// Coefficients of one Lion update, computed in `f64` and rounded once. The layout is that of
-/// `LionScalars` in elementwise.cu.
+/// The factors of one Lion update that follow from its hyper-parameters, computed in `f64` and
+/// rounded once. The layout is that of `LionScalars` in elementwise.cu.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct LionCoefficients {
@@ -140,7 +140,7 @@ pub(crate) struct LionCoefficients {
 }
 
 impl LionHyperparams {
-    /// Computes the coefficients of one Lion update.
+    /// Computes the factors of one Lion update that follow from its hyper-parameters.
     pub(crate) fn compute_coefficients(&self) -> LionCoefficients {
         LionCoefficients {
             grad_scale: self.grad_scale,

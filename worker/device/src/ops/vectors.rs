@@ -1,21 +1,22 @@
-//! Elementwise ops, dropout, rounding and sums of squares.
+//! Elementwise ops on vectors, dropout, rounding to bf16, and sums of squares.
 use crate::buffer::{Dtype, View, ViewMut};
 
-/// Ops on vectors, and the transposition of matrices.
+/// Ops on vectors (arithmetic, rounding, dropout, sums), and the transposition of matrices.
 pub trait VectorOps {
-    /// Converts elements to the type of `y`: `y = x`. If `y` has fewer bits, elements are rounded
-    /// to nearest, ties to even.
+    /// Converts the elements of `x` to the type of `y` and stores them in `y`. If `y` has fewer
+    /// bits, elements are rounded to nearest, ties to even.
     fn cast(&self, y: ViewMut, x: View);
     /// Rounds `f32` to bf16 stochastically, so that the expected value of `y` is `x`. Values that
     /// bf16 can represent stay unchanged, including infinities and NaN. Finite values stay finite.
     fn round_stochastically(&self, y: ViewMut, x: View, rounding: &StochasticRounding);
-    /// Adds elementwise: `y += x`.
+    /// Adds the elements of `x` to those of `y`: `y += x`.
     fn add(&self, y: ViewMut, x: View);
-    /// Multiplies every element by a number: `y *= s`.
+    /// Multiplies every element of `y` by the number `s`.
     fn scale(&self, y: ViewMut, s: f32);
-    /// Adds a number to every element: `y += s`.
+    /// Adds the number `s` to every element of `y`.
     fn add_scalar(&self, y: ViewMut, s: f32);
-    /// Computes `y = a·y + b·x`. Both products and the sum are rounded.
+    /// Computes the weighted sum of two vectors in place: `y = a·y + b·x`. Both products and the
+    /// sum are rounded.
     fn axpby(&self, y: ViewMut, a: f32, x: View, b: f32);
     /// Limits elements smoothly to ±`cap`: `y = cap·tanh(y / cap)`.
     fn softcap(&self, y: ViewMut, cap: f32);
@@ -30,7 +31,7 @@ pub trait VectorOps {
     /// and overwrites `out` with the sums, one per block. The last block may be shorter. The
     /// elements of a block are summed in `f64`, in one fixed order.
     fn sum_squares_by_block(&self, out: &mut [f64], x: View);
-    /// Returns the sums of [`VectorOps::sum_squares_by_block`] for several vectors, concatenated.
+    /// Returns the sums of [`VectorOps::sum_squares_by_block`] for several vectors, in one list.
     fn sum_squares_by_block_concat(&self, vectors: &[View]) -> Vec<f64> {
         let count = |x: &View| x.len().div_ceil(NORM_BLOCK_LEN);
         let mut sums = vec![0.0; vectors.iter().map(count).sum()];
@@ -44,11 +45,11 @@ pub trait VectorOps {
     }
 }
 
-/// Number of consecutive elements whose squares form one partial sum of the gradient norm. Sharding
-/// does not change these blocks, and therefore does not change the norm.
+/// Number of consecutive elements whose squares are summed to one term of the gradient norm.
+/// Sharding does not change these blocks, and therefore does not change the norm.
 pub const NORM_BLOCK_LEN: usize = 4096;
 
-/// Dropout of a vector that consists of consecutive samples of equal length.
+/// Dropout for a vector that consists of consecutive samples of equal length.
 ///
 /// Element `i` of a sample takes word `i mod 4` of the Philox block `⌊i / 4⌋` at the step 0
 /// ([`crate::philox::compute_random_words`]). The element is dropped if the word is below
@@ -66,7 +67,7 @@ pub struct SampleDropout {
 }
 
 impl SampleDropout {
-    /// Returns the threshold below which a random word drops its element.
+    /// Returns the limit below which a random word means that its element is dropped.
     pub(crate) fn drop_threshold(&self) -> u64 {
         (self.probability * 4_294_967_296.0) as u64
     }
@@ -77,8 +78,9 @@ impl SampleDropout {
     }
 }
 
-/// Random numbers of stochastic rounding for a range of a tensor. A value between two neighbouring
-/// bf16 numbers becomes the number with the larger magnitude with a probability of `(|value| −
+/// The source of random numbers for the stochastic rounding of a range of a tensor. A value between
+/// two neighbouring bf16 numbers becomes the number with the larger magnitude with a probability of
+/// `(|value| −
 /// |lower|) / (|upper| − |lower|)`, where `|lower|` and `|upper|` are the magnitudes of the two
 /// numbers.
 ///

@@ -1,8 +1,8 @@
-//! Ops over the vocabulary: the token embedding, and the output layer with its loss.
+//! Ops over the vocabulary: the token embedding, and the classifier (output layer with its loss).
 use super::arguments::{WriteMode, expect_lens};
 use crate::buffer::{View, ViewMut};
 
-/// Forward and backward pass of the token embedding.
+/// Ops for the token embedding: the forward and the backward pass.
 pub trait EmbeddingOps {
     /// Looks up token embeddings: `x[m,d] = w[tokens[m], d]`. Every token must be below the number
     /// of rows of `w`.
@@ -12,7 +12,7 @@ pub trait EmbeddingOps {
     fn embedding_backward(&self, dw: ViewMut, dx: View, tokens: &[u32], d: usize);
 }
 
-/// The classifier: output layer and cross-entropy loss in one op.
+/// Ops for the classifier, which computes the output layer and the cross-entropy loss together.
 pub trait ClassifierOps {
     /// Computes the cross-entropy loss of the logits `x[m,d] · w[v,d]ᵀ` in chunks of rows, so that
     /// only the logits of one chunk are in memory.
@@ -47,7 +47,8 @@ pub struct ClassifierShape {
 /// Label of a position that has no loss, such as a token of a prompt.
 pub const IGNORE_LABEL: u32 = u32::MAX;
 
-/// Outputs of the backward pass of [`ClassifierOps::compute_classifier_loss`].
+/// The gradients that [`ClassifierOps::compute_classifier_loss`] computes, and where it writes
+/// them.
 pub struct ClassifierGrads<'a> {
     /// Gradient of the classifier's input, `[m, d]`; overwritten.
     pub dx: ViewMut<'a>,

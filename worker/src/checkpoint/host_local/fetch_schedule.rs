@@ -1,11 +1,10 @@
-//! [`FetchSchedule`]: which rank sends which blocks of a checkpoint to which rank, in rounds of
-//! limited memory. Every rank computes the same schedule.
+//! [`FetchSchedule`]: plans which rank sends which blocks of a checkpoint to which other rank, in
+//! rounds of limited memory. Every rank computes the same schedule.
 use ckpt::BlockRange;
 use diagnostic::{Diagnostic, codes};
 use std::{collections::VecDeque, ops::Range};
 
-/// The largest number of blocks (of 1 MiB) that a rank sends in one round, and that it receives in
-/// one round.
+/// The largest number of blocks (1 MiB each) that a rank sends, and that it receives, in one round.
 pub(super) const ROUND_BLOCKS: u64 = 8;
 
 /// Consecutive blocks that one rank sends to another.
@@ -16,7 +15,7 @@ pub(super) struct BlockTransfer {
     pub(super) run: BlockRange,
 }
 
-/// The blocks that ranks are missing, from which the transfers are planned round by round.
+/// Plans round by round how ranks get the blocks of checkpoint files that they are missing.
 pub(super) struct FetchSchedule<'h> {
     missing: Vec<VecDeque<BlockRange>>,
     holders: &'h [Vec<usize>],
@@ -76,8 +75,7 @@ impl<'h> FetchSchedule<'h> {
 }
 
 /// Selects the rank that sends the next blocks of a file to rank `to`. `holders` are the ranks that
-/// have the file, and `sends` contains the number of blocks that each rank already sends in this
-/// round.
+/// have the file. `sends` is the number of blocks that each rank already sends in this round.
 ///
 /// Returns the holder that sends the fewest blocks, or `None` if every holder already sends
 /// [`ROUND_BLOCKS`]. Ties are broken by the receiver's rank, so that different receivers prefer

@@ -1,4 +1,4 @@
-//! Checks and loads pretrained adapters, from the directory that `train.lora.from` names.
+//! Opens and loads the pretrained adapters in the directory that `train.lora.from` names.
 use super::weight_match::TensorMismatches;
 use crate::{
     checkpoint::mapping::{ReadPlan, read_owned_ranges, sync_replicas},
@@ -52,8 +52,8 @@ pub fn open_matching_adapters(
     Err(mismatches.add_fields(error))
 }
 
-/// Loads pretrained adapters if `train.lora.from` names a directory: each rank reads its owned
-/// ranges. Collective: every rank must call it.
+/// Loads the pretrained adapters if `train.lora.from` names a directory. Each rank reads the ranges
+/// that it owns. Collective: every rank must call it.
 pub(super) fn load_adapters(ready: &mut UninitializedTrainer) -> Result<()> {
     let Some(directory) = ready.train_spec().lora.as_ref().and_then(|l| l.from.clone()) else {
         return Ok(());

@@ -1,4 +1,4 @@
-//! Notices about differences between a job and the checkpoint that it resumes from. The job's
+//! Notices about differences between a job and the checkpoint from which it resumes. The job's
 //! values apply, and every difference is reported.
 use super::weight_match::format_names;
 use crate::{optim::ParamGroup, params::ParamUnit, stages::UninitializedTrainer};
@@ -11,7 +11,7 @@ use std::{
     path::Path,
 };
 
-/// Returns the notice about a checkpoint without training state.
+/// Returns the notice that the checkpoint at `path` has weights but no training state.
 pub(super) fn format_weights_only_notice(path: &Path) -> String {
     format!(
         "{} holds only weights: the optimizer, the learning rate and the data start at step 0",
@@ -19,7 +19,8 @@ pub(super) fn format_weights_only_notice(path: &Path) -> String {
     )
 }
 
-/// Returns a notice if fp32 weights are rounded to bf16, or if bf16 weights become fp32.
+/// Returns a notice if resuming changes the precision of the weights: from fp32 to bf16, or from
+/// bf16 to fp32.
 pub(super) fn find_master_weight_notice(
     ready: &UninitializedTrainer,
     tensors: &[TensorInfo],
@@ -39,8 +40,8 @@ pub(super) fn find_master_weight_notice(
     }
 }
 
-/// Returns notices about parameters that are trained in the job and frozen in the checkpoint, or
-/// the reverse.
+/// Returns notices about parameters that the job trains but the checkpoint's job did not, or the
+/// reverse.
 pub(super) fn collect_frozen_parameter_notices(
     units: &[ParamUnit],
     tensors: &[TensorInfo],
@@ -76,7 +77,8 @@ pub(super) fn collect_frozen_parameter_notices(
     notices
 }
 
-/// Returns notices about settings that differ from those of the job that wrote the checkpoint.
+/// Returns notices about settings that differ between this job and the job that wrote the
+/// checkpoint.
 pub(super) fn collect_job_setting_notices(
     ready: &UninitializedTrainer,
     facts: &RunFacts,
@@ -137,8 +139,8 @@ pub(super) fn collect_job_setting_notices(
     notices
 }
 
-/// Returns a notice if the expert-parallel size or the placement of experts changes. `stored` is
-/// the `train.experts` section of the checkpoint's job.
+/// Returns a notice if this job places the experts on ranks differently from the job that wrote the
+/// checkpoint. `stored` is the `train.experts` section of the checkpoint's job.
 fn find_expert_placement_notice(ready: &UninitializedTrainer, stored: &Value) -> Option<String> {
     ready.trainer.experts.as_ref()?;
     let experts = &ready.train_spec().experts;
@@ -153,8 +155,8 @@ fn find_expert_placement_notice(ready: &UninitializedTrainer, stored: &Value) ->
     })
 }
 
-/// Returns a notice about the hyper-parameters of one parameter group that differ between job and
-/// checkpoint, or `None` if all are equal.
+/// Compares the hyper-parameters of one parameter group of the job with those in the checkpoint.
+/// Returns a notice about the differences, or `None` if there are none.
 fn compare_groups(ours: &ParamGroup, stored: &ParamGroup) -> Option<String> {
     let betas = |group: &ParamGroup| format!("{:?}", [group.betas.0, group.betas.1]);
     let fields = [

@@ -1,5 +1,5 @@
-//! [`PretrainedModel`]: the Hugging Face directory that `train.model.from` names, with the initial
-//! weights and the files that checkpoints keep.
+//! [`PretrainedModel`]: the Hugging Face directory that `train.model.from` names. It provides the
+//! initial weights and files that checkpoints keep.
 use super::{
     adapters::load_adapters, external::load_weights, resume_point::EventSink,
     weight_match::list_weight_shapes,
@@ -16,11 +16,11 @@ use diagnostic::{Category, Diagnostic, codes};
 use serde_json::Value;
 use std::path::Path;
 
-/// The key of the job that names the model directory.
+/// The key of job.yaml that names the directory of the pretrained model.
 const MODEL_FROM: &str = "train.model.from";
 
-/// Starts a run at step 0, with the weights of the pretrained model or initial values. Adapters get
-/// initial values, or the values from `train.lora.from`.
+/// Starts a run at step 0 with the weights of the pretrained model, or with random initial weights.
+/// Adapters get initial values, or the values from `train.lora.from`.
 ///
 /// Collective: every rank must call it.
 pub fn start_from_model(
@@ -39,14 +39,15 @@ pub fn start_from_model(
     Ok(ready.start_at(Cursor::default()))
 }
 
-/// An open model directory. [`PretrainedModel::load_pretrained_weights`] reads its weights.
+/// The open directory of a pretrained model. [`PretrainedModel::load_pretrained_weights`] reads its
+/// weights.
 pub struct PretrainedModel {
     source: Box<ExternalCheckpoint>,
 }
 
 impl PretrainedModel {
-    /// Opens the directory and checks that all ranks see the same configuration in it. Returns
-    /// `None` if the job names no directory.
+    /// Opens the directory of the pretrained model, and checks that all ranks see the same
+    /// configuration in it. Returns `None` if the job names no directory.
     ///
     /// Collective: every rank must call it.
     pub fn open(directory: Option<&Path>, comm: &dyn Comm) -> Result<Option<PretrainedModel>> {
@@ -72,7 +73,7 @@ impl PretrainedModel {
         Ok(Some(PretrainedModel { source }))
     }
 
-    /// Loads the weights of the model directory: each rank reads the tensor ranges that it owns.
+    /// Loads the weights of the pretrained model. Each rank reads the tensor ranges that it owns.
     /// Collective: every rank must call it.
     pub fn load_pretrained_weights(
         &mut self,
@@ -101,7 +102,8 @@ impl PretrainedModel {
     }
 }
 
-/// Opens a model directory. Fails if `directory` itself is not a Hugging Face directory.
+/// Opens the directory of a pretrained model. Fails if `directory` itself is not a Hugging Face
+/// directory.
 fn open(directory: &Path) -> diagnostic::Result<Box<ExternalCheckpoint>> {
     let invalid = |what: &str, help: String| {
         let message = format!("{} {what}", directory.display());

@@ -1,5 +1,5 @@
-//! [`match_weights`] determines which tensors of an external checkpoint fill which of the job's
-//! parameters.
+//! [`match_weights`]: decides which tensor of an external checkpoint fills which parameter of the
+//! job's model.
 use crate::{
     error::{Result, build_checkpoint_error, to_unreadable_checkpoint_error},
     model::{Model, TiedWeight},
@@ -15,11 +15,11 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 
 /// The largest number of names that one message lists.
 const MAX_LISTED: usize = 4;
-/// The number of elements that are compared at a time.
+/// The number of elements of two stored weights that are read and compared at a time.
 const COMPARED_ELEMENTS: usize = 1 << 18;
 
-/// The match of an external checkpoint with the job's model: how the checkpoint's tensors are
-/// named, and which optimizer states the checkpoint has.
+/// Which tensors of an external checkpoint the job uses: how they are named, and which optimizer
+/// states there are.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct WeightMatch {
     /// Maps a weight's name in the job to its name in the checkpoint. Contains only weights whose
@@ -45,7 +45,7 @@ pub(super) struct ModelRequirements<'a> {
     pub(super) model: &'a Model,
     /// The optimizer whose states are needed, or `None` if only weights are needed.
     pub(super) optimizer: Option<&'a OptimizerSpec>,
-    /// Filter that returns whether the parameter with the given name is needed.
+    /// Returns whether the parameter with the given name is needed.
     pub(super) selects: fn(&str) -> bool,
 }
 
@@ -58,7 +58,7 @@ pub(super) fn format_names<S: AsRef<str>>(names: &[S]) -> String {
     }
 }
 
-/// Lists the names and shapes of the model's weights.
+/// Lists the names and shapes of all weights of the model.
 pub(super) fn list_weight_shapes(ready: &UninitializedTrainer) -> Vec<(String, Vec<u64>)> {
     let params = ready.trainer.engine.shards.iter().flat_map(|s| &s.unit.params);
     params.map(|p| (p.name.clone(), p.shape.iter().map(|&n| n as u64).collect())).collect()
@@ -77,7 +77,7 @@ pub(super) fn list_trained_names(ready: &UninitializedTrainer) -> HashSet<String
     names
 }
 
-/// Matches the checkpoint's tensors to the model's parameters by name.
+/// Finds for each parameter of the model the checkpoint's tensor of the same name.
 ///
 /// # Errors
 ///
@@ -139,12 +139,13 @@ fn find_stored_name<'a>(
     [Some(name), unprefixed, tied_in_checkpoint, tied_in_job].into_iter().flatten().find(is_stored)
 }
 
-/// Returns the `model_type` in a `config.json`.
+/// Returns the `model_type` that a `config.json` states, if any.
 pub(super) fn read_model_type(config: &Map<String, Value>) -> Option<&str> {
     config.get("model_type").and_then(Value::as_str)
 }
 
-/// The names of the tensors of a checkpoint or adapter directory that do not fit the job's model.
+/// The names of the tensors that do not fit the job's model, in a checkpoint or an adapter
+/// directory.
 #[derive(Default)]
 pub(super) struct TensorMismatches {
     pub(super) missing: Vec<String>,
@@ -183,7 +184,8 @@ impl TensorMismatches {
     }
 }
 
-/// Fails if tensors of an external checkpoint do not fit the job's model, which has this family.
+/// Fails if `mismatches` contains tensors of the external checkpoint that do not fit the job's
+/// model.
 fn reject_mismatches(source: &ExternalCheckpoint, mismatches: TensorMismatches, family: &str) -> Result<()> {
     let mut parts = mismatches.describe();
     if parts.is_empty() {
@@ -208,8 +210,8 @@ fn reject_mismatches(source: &ExternalCheckpoint, mismatches: TensorMismatches, 
     Err(error.with_help(help).into())
 }
 
-/// Determines whether the checkpoint has the optimizer's states, and which trained parameters have
-/// no states because they are frozen in the checkpoint.
+/// Finds out whether the checkpoint has the optimizer's states, and which parameters lack them
+/// because the checkpoint's job did not train them.
 ///
 /// Fails if another optimizer state is missing, or if the training state has no optimizer state.
 fn match_optimizer_states(
@@ -277,8 +279,7 @@ fn build_incomplete_state_error(source: &ExternalCheckpoint, missing: &[String])
         .with_help("use another checkpoint, or resume from its weights (`launch ckpt gather`)")
 }
 
-/// Reads the tied weights that the checkpoint stores under both names, and fails if their values
-/// differ.
+/// Fails if the checkpoint stores a tied weight under both of its names with different values.
 pub(super) fn check_alias_values(source: &ExternalCheckpoint, matched: &WeightMatch) -> Result<()> {
     let tensors = source.tensors();
     let elements = |name: &str| {

@@ -1,5 +1,5 @@
-//! [`InterpretationError`]: the error of a file that a library could not interpret, or not within
-//! limits.
+//! [`InterpretationError`]: a library in the sandbox process failed to interpret a file, or
+//! exceeded a limit.
 use super::{
     keys::{CHAT_TEMPLATE_KEY, FILES_KEY, TOKENIZER_KEY},
     problems::RecordPosition,
@@ -8,7 +8,7 @@ use diagnostic::{Diagnostic, codes::data as codes};
 use sandbox::SandboxError;
 use std::{fmt, path::PathBuf};
 
-/// The kind of work that a sandbox process did when it failed.
+/// What a sandbox process was doing when it failed, such as loading a tokenizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// Load a tokenizer.
@@ -26,7 +26,7 @@ pub enum Step {
 }
 
 impl Step {
-    /// Returns the kind of work with this number, or `None` for an unknown number.
+    /// Returns the kind of work with the number `number`, or `None` for an unknown number.
     pub(crate) fn from_number(number: u64) -> Option<Self> {
         const STEPS: [Step; 6] = [
             Step::LoadTokenizer,
@@ -39,7 +39,8 @@ impl Step {
         STEPS.into_iter().find(|step| *step as u64 == number)
     }
 
-    /// Returns the work as a verb with its object, to which the path of a file is appended.
+    /// Returns this kind of work as a verb with its object, to which a message appends the path of
+    /// a file.
     fn describe(self) -> &'static str {
         match self {
             Step::LoadTokenizer => "load the tokenizer",
@@ -62,8 +63,7 @@ impl Step {
     }
 }
 
-/// The record that a library interpreted when it failed, or the first of several records that it
-/// may have interpreted.
+/// Which record a library was interpreting when it failed, or the first of several such records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RecordRange {
     /// The record, or the first of several.
@@ -72,8 +72,7 @@ pub struct RecordRange {
     pub is_exact: bool,
 }
 
-/// The error of a file that a library could not interpret, or not within the limits of the sandbox
-/// process.
+/// Error: a library in the sandbox process failed to interpret a file, or exceeded a limit.
 #[derive(Debug)]
 pub struct InterpretationError {
     /// The work of the library.

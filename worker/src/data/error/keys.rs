@@ -1,14 +1,14 @@
-//! The keys of job.yaml that errors in the data are about.
+//! The keys of job.yaml that errors about training data name as their subject.
 
-/// The key of the data files: the subject of errors in records and files.
+/// The key of job.yaml for the data files, which errors about records and files name.
 pub(crate) const FILES_KEY: &str = "train.data.files";
-/// The key of the tokenizer.
+/// The key of job.yaml for the tokenizer.
 pub(crate) const TOKENIZER_KEY: &str = "train.data.tokenizer";
-/// The key of the chat template.
+/// The key of job.yaml for the chat template.
 pub(crate) const CHAT_TEMPLATE_KEY: &str = "train.data.chat_template";
-/// The key of the length of a sample, in tokens.
+/// The key of job.yaml for the length of a sample, in tokens.
 pub(crate) const SEQUENCE_LENGTH_KEY: &str = "train.data.seq_len";
-/// The key of the held-out share.
+/// The key of job.yaml for the share of the data that is held out for evaluation.
 pub(crate) const HELD_OUT_KEY: &str = "train.data.held_out";
-/// The key of the directory of the token cache.
+/// The key of job.yaml for the directory of the token cache.
 pub(crate) const CACHE_KEY: &str = "train.data.cache";

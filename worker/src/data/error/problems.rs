@@ -1,4 +1,4 @@
-//! The causes in a [`super::DataError`]: the problems of a pattern, record, template, tokenizer
+//! The causes of a [`super::DataError`]: problems of a file pattern, record, template, tokenizer
 //! file or token cache.
 use crate::data::tokenizer_files::{KNOWN_EOD_TOKENS, TOKENIZER_CONFIG_FILE};
 use diagnostic::{Diagnostic, codes::data as codes};
@@ -37,7 +37,7 @@ pub enum PatternProblem {
     Wildcard(globset::ErrorKind),
 }
 
-/// The line or row of a record in its file.
+/// Where a record is in its file: its line or row number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordPosition {
     /// A line of a JSON lines file, from 1.
@@ -47,7 +47,8 @@ pub enum RecordPosition {
 }
 
 impl RecordPosition {
-    /// Returns name and value of the diagnostic's field: `line` or `row`, and the number.
+    /// Returns the name and the value with which a diagnostic states this position: `line` or
+    /// `row`, and the number.
     pub(super) fn diagnostic_field(self) -> (&'static str, u64) {
         match self {
             RecordPosition::Line(number) => ("line", number),
@@ -72,7 +73,7 @@ enum JsonErrorCategory {
     Eof,
 }
 
-/// The reason why a record of a JSON lines or Parquet file cannot be used.
+/// Why a record of a JSON lines or Parquet file cannot be used.
 #[derive(Clone, Debug, PartialEq, thiserror::Error, Serialize, Deserialize)]
 pub enum RecordProblem {
     /// The line is not a JSON object whose field has the expected type.
@@ -172,7 +173,7 @@ impl RecordProblem {
     }
 }
 
-/// The help for a Parquet file that cannot be decoded.
+/// The help text for a Parquet file that cannot be decoded.
 const DAMAGED_FILE_HELP: &str = "write the file again; it is damaged or cut off";
 
 /// The reason why a Parquet file as a whole cannot be used.
@@ -226,7 +227,7 @@ impl ParquetProblem {
     }
 }
 
-/// An error from rendering or compiling a chat template.
+/// The error of a chat template that could not be compiled or rendered.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TemplateFailure {
     /// Whether the template needs too many instructions.
@@ -249,7 +250,7 @@ impl fmt::Display for TemplateFailure {
 
 impl std::error::Error for TemplateFailure {}
 
-/// The reason why a chat cannot be rendered to a text with a loss mask.
+/// Why a chat cannot be rendered to a text whose loss-relevant parts are known.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum ChatProblem {
     /// The messages are not a list.
@@ -325,7 +326,7 @@ impl ChatProblem {
     }
 }
 
-/// The reason why a chat template cannot be loaded.
+/// Why a chat template cannot be loaded.
 #[derive(Clone, Debug, PartialEq, thiserror::Error, Serialize, Deserialize)]
 pub enum ChatTemplateProblem {
     /// The file of `train.data.chat_template` does not exist.
@@ -458,7 +459,7 @@ impl TokenizerProblem {
     }
 }
 
-/// The operation on the token cache that failed.
+/// Which operation on the token cache failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CacheOperation {
     /// Create the directory.
@@ -482,7 +483,7 @@ impl fmt::Display for CacheOperation {
     }
 }
 
-/// The reason why a file of the token cache is not used.
+/// Why a file of the token cache is not used, but rebuilt.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CacheDamage {
     /// The file is shorter than a header.

@@ -1,4 +1,4 @@
-//! [`Interpreter`]: the caller's side of the sandbox process that interprets data.
+//! [`Interpreter`]: starts the sandbox process that interprets data, and sends it requests.
 use super::{
     limits::{documents_limits, input_limits, largest_memory_bytes},
     message::{
@@ -16,7 +16,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// The first argument of `launch` that makes the process a sandbox process.
+/// The first command-line argument of `launch` with which the process becomes a sandbox process.
 pub const SANDBOX_ROLE: &str = "sandbox";
 
 /// The reason why the sandbox process did not answer a request.
@@ -40,21 +40,22 @@ impl From<SandboxError> for InterpreterFailure {
     }
 }
 
-/// The source of a chat template, with the name and text of its special tokens.
+/// A chat template as text, with the names and texts of its special tokens.
 #[derive(Clone, Debug)]
 pub(crate) struct TemplateSource {
     pub(crate) source: String,
     pub(crate) special_tokens: Vec<(String, String)>,
 }
 
-/// The sandbox process that interprets data. The process starts at the first request, and again
-/// after a failure, with the same tokenizer and template.
+/// Interprets data (tokenizers, chat templates, documents) in a sandbox process. The process starts
+/// at the first request, and again after a failure, with the same tokenizer and template.
 pub(crate) struct Interpreter {
     threads: usize,
     state: Mutex<InterpreterState>,
 }
 
-/// The running sandbox process, and the tokenizer and the template that a new process must load.
+/// The running sandbox process, and the tokenizer and the chat template that a restarted process
+/// must load.
 #[derive(Default)]
 struct InterpreterState {
     process: Option<SandboxProcess>,
@@ -65,12 +66,13 @@ struct InterpreterState {
 }
 
 impl Interpreter {
-    /// Creates an interpreter whose sandbox process has `threads` threads. Starts no process.
+    /// Creates an interpreter whose sandbox process will have `threads` threads. The process is not
+    /// started yet.
     pub(crate) fn new(threads: usize) -> Arc<Self> {
         Arc::new(Interpreter { threads: threads.max(1), state: Mutex::default() })
     }
 
-    /// Loads a tokenizer, which replaces the previous one.
+    /// Loads a tokenizer from `files` in the sandbox process, in place of the previous tokenizer.
     pub(crate) fn load_tokenizer(
         &self,
         files: &Arc<[TokenizerFile]>,
@@ -82,7 +84,7 @@ impl Interpreter {
         Ok(reply)
     }
 
-    /// Compiles a chat template, which replaces the previous one.
+    /// Compiles a chat template in the sandbox process, in place of the previous template.
     pub(crate) fn compile_template(
         &self,
         template: TemplateSource,
@@ -104,14 +106,14 @@ impl Interpreter {
         self.open_stream().interpret_document(document, options)
     }
 
-    /// Converts tokens to text in the sandbox process.
+    /// Converts tokens to text, in the sandbox process.
     pub(crate) fn decode_tokens(&self, tokens: &[u32]) -> Result<DecodeTokensReply, InterpreterFailure> {
         let request = Request::DecodeTokens { tokens: TokenList(tokens.to_vec()) };
         self.open_stream().call(&request, &input_limits(size_of_val(tokens)))
     }
 
-    /// Returns the facilities of the kernel that confine the process. Returns `None` if no process
-    /// was started yet.
+    /// Returns which kernel facilities confine the sandbox process, or `None` if no process was
+    /// started yet.
     pub(crate) fn confinement(&self) -> Option<Confinement> {
         self.lock().confinement
     }
@@ -121,7 +123,7 @@ impl Interpreter {
         self.lock().process = None;
     }
 
-    /// Returns the number of threads of the process.
+    /// Returns the number of threads of the sandbox process.
     pub(crate) fn threads(&self) -> usize {
         self.threads
     }
@@ -131,19 +133,19 @@ impl Interpreter {
         RequestStream { threads: self.threads, state: self.lock() }
     }
 
-    /// Locks the state of the interpreter.
+    /// Locks the state of the sandbox process.
     fn lock(&self) -> MutexGuard<'_, InterpreterState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Returns the request that loads a tokenizer, and its limits.
+/// Returns the request that loads a tokenizer from `files`, and the limits of the request.
 fn build_load_request(files: &[TokenizerFile]) -> (Request<'_>, RequestLimits) {
     let limits = input_limits(files.iter().map(|(_, text)| text.len()).sum());
     (Request::LoadTokenizer { files: borrow_pairs(files) }, limits)
 }
 
-/// Returns the request that compiles a chat template, and its limits.
+/// Returns the request that compiles a chat template, and the limits of the request.
 fn build_compile_request(template: &TemplateSource) -> (Request<'_>, RequestLimits) {
     let special_tokens = borrow_pairs(&template.special_tokens);
     let request = Request::CompileTemplate { source: &template.source, special_tokens };
@@ -227,7 +229,7 @@ impl Drop for RequestStream<'_> {
 }
 
 impl InterpreterState {
-    /// Starts a process, and loads the tokenizer and the template again.
+    /// Starts a sandbox process, and loads the current tokenizer and chat template in it.
     fn start_process(&self, threads: usize) -> Result<SandboxProcess, InterpreterFailure> {
         let settings =
             SandboxSettings { threads: threads as u32, memory_bytes: largest_memory_bytes(MAX_LINE_BYTES) };

@@ -1,44 +1,53 @@
-//! The limits of requests to the sandbox process.
+//! Limits of memory, time and size for the requests to the sandbox process.
 use sandbox::RequestLimits;
 use std::time::Duration;
 
-/// Memory of the sandbox process for a tokenizer, a template and short documents, in bytes. The
-/// largest tokenizers in use, with 262,144 tokens, need half of it. The small tokenizers of the
-/// tests reach a lower limit sooner.
+/// Memory that the sandbox process may use for a tokenizer, a template and short documents, in
+/// bytes. The largest tokenizers in use, with 262,144 tokens, need half of it. The small tokenizers
+/// of the tests reach a lower limit sooner.
 const MEMORY_BYTES: u64 = if cfg!(test) { 256 << 20 } else { 896 << 20 };
-/// Size of the documents that [`MEMORY_BYTES`] suffices for, in bytes.
+/// Total size in bytes of the documents for which [`MEMORY_BYTES`] is enough. More text needs
+/// additional memory.
 const SHORT_DOCUMENTS_BYTES: u64 = 1 << 20;
-/// Memory in bytes for each byte of text that is tokenized at the same time. Measured: 170 bytes.
+/// Memory that the sandbox process may use in addition for each byte of text that is tokenized at
+/// the same time, in bytes. 170 bytes were measured.
 const MEMORY_PER_TEXT_BYTE: u64 = 192;
-/// CPU time for one document or another small piece of work. The tests wait for a shorter time.
+/// CPU time that the sandbox process may use for one document or another small piece of work. The
+/// tests wait for a shorter time.
 const CPU_TIME: Duration = Duration::from_millis(if cfg!(test) { 1500 } else { 3000 });
-/// CPU time per MiB of text. Measured: 1 s for tokenizing.
+/// CPU time that the sandbox process may use in addition for each MiB of text. Tokenizing was
+/// measured to take 1 s.
 const CPU_TIME_PER_MIB: Duration = Duration::from_secs(8);
-/// CPU time per MiB of a tokenizer's files. Measured: 0.05 s.
+/// CPU time that the sandbox process may use in addition for each MiB of a tokenizer's files.
+/// Loading was measured to take 0.05 s.
 const LOAD_CPU_TIME_PER_MIB: Duration = Duration::from_millis(150);
-/// CPU time for all documents of a request together, in addition to [`CPU_TIME_PER_MIB`].
+/// CPU time that the sandbox process may use for all documents of a request together, in addition
+/// to [`CPU_TIME_PER_MIB`].
 const CPU_TIME_PER_REQUEST: Duration = Duration::from_secs(8);
-/// Size of a reply without tokens, in bytes. Replies may contain a chat template.
+/// Largest size of a reply without tokens, in bytes. Replies may contain a chat template.
 const REPLY_BYTES: u64 = 4 << 20;
-/// Size of a reply per byte of text, in bytes. A token has 4 bytes, and few tokenizers produce more
-/// tokens than the text has bytes.
+/// Bytes by which a reply may be larger for each byte of text in the request. A token has 4 bytes,
+/// and few tokenizers produce more tokens than the text has bytes.
 const REPLY_BYTES_PER_TEXT_BYTE: u64 = 16;
-/// Size of the text of a request for documents, in bytes. Only a single document may be longer.
+/// Largest size of the text in a request for documents, in bytes. Only a single document may be
+/// longer.
 pub(crate) const REQUEST_TEXT_BYTES: usize = 4 << 20;
 /// Largest number of records of a reply to a request for rows.
 pub(crate) const RECORDS_PER_REPLY: u64 = 1 << 16;
 
-/// Returns the limit of CPU time for interpreting one document of `bytes` bytes.
+/// Returns the CPU time that the sandbox process may use for one document of `bytes` bytes.
 pub(super) fn document_cpu_time(bytes: usize) -> Duration {
     CPU_TIME + scale_cpu_time(CPU_TIME_PER_MIB, bytes as u64)
 }
 
-/// Returns the limit of CPU time for input of `bytes` bytes, at `per_mib` for each MiB.
+/// Returns the CPU time that the sandbox process may use for `bytes` bytes of input, at `per_mib`
+/// for each MiB.
 fn scale_cpu_time(per_mib: Duration, bytes: u64) -> Duration {
     Duration::from_nanos((per_mib.as_nanos() as u64).saturating_mul(bytes) >> 20)
 }
 
-/// Returns the limits of a request that loads files of this size, or converts this many bytes.
+/// Returns the limits of a request that loads files of `bytes` bytes in total, or converts this
+/// many bytes.
 pub(super) fn input_limits(bytes: usize) -> RequestLimits {
     RequestLimits {
         cpu: CPU_TIME + scale_cpu_time(LOAD_CPU_TIME_PER_MIB, bytes as u64),
@@ -62,13 +71,14 @@ pub(crate) fn documents_limits(sizes: impl Iterator<Item = usize>, threads: usiz
     }
 }
 
-/// Returns the limits of a request for rows of a Parquet file, whose size is not known.
+/// Returns the limits of a request for rows of a Parquet file, whose sizes are not known.
 pub(crate) fn rows_limits(threads: usize) -> RequestLimits {
     let size = REQUEST_TEXT_BYTES / threads.max(2);
     documents_limits(std::iter::repeat_n(size, threads.max(2)), threads)
 }
 
-/// Returns the largest memory of any request, in bytes.
+/// Returns the largest memory, in bytes, that any request may use if the longest document has
+/// `longest_document` bytes.
 pub(super) fn largest_memory_bytes(longest_document: usize) -> u64 {
     MEMORY_BYTES + MEMORY_PER_TEXT_BYTE * (longest_document + REQUEST_TEXT_BYTES) as u64
 }

@@ -60,7 +60,7 @@ pub(crate) enum Request<'a> {
     },
 }
 
-/// A document that the sandbox process interprets.
+/// A document that the sandbox process is asked to interpret: a text or a chat.
 #[derive(Clone, Copy, Serialize, Deserialize)]
 pub(crate) enum Document<'a> {
     /// Text, which is only tokenized.
@@ -78,7 +78,7 @@ impl<'a> Document<'a> {
     }
 }
 
-/// The options with which documents are interpreted.
+/// How the sandbox process interprets documents, for example whether it tokenizes them.
 #[derive(Clone, Copy, Serialize, Deserialize)]
 pub(crate) struct DocumentOptions<'a> {
     /// The field or column with the text or the messages.
@@ -118,13 +118,14 @@ pub(crate) struct RowsReply {
 
 /// The reply to [`Request::OpenParquet`].
 pub(crate) type OpenParquetReply = Result<(), ParquetProblem>;
-/// The reply to [`Request::LoadTokenizer`]: the name of a file and its problem if the tokenizer is
-/// invalid.
+/// The reply to [`Request::LoadTokenizer`]: information about the tokenizer, or the name of an
+/// invalid file and its problem.
 pub(crate) type LoadTokenizerReply = Result<TokenizerInfo, (String, TokenizerProblem)>;
-/// The reply to [`Request::CompileTemplate`].
+/// The reply to the request [`Request::CompileTemplate`]: success, or why the chat template is
+/// invalid.
 pub(crate) type CompileTemplateReply = Result<(), TemplateFailure>;
 
-/// The reply to [`Request::DecodeTokens`].
+/// The reply to the request [`Request::DecodeTokens`]: the text, or why there is none.
 #[derive(Serialize, Deserialize)]
 pub(crate) enum DecodeTokensReply {
     /// The text of the tokens.
@@ -133,7 +134,8 @@ pub(crate) enum DecodeTokensReply {
     Failed(String),
 }
 
-/// Properties of a loaded tokenizer: its vocabulary size, special tokens and chat template.
+/// What the sandbox process reports about a tokenizer that it loaded: vocabulary size, special
+/// tokens and chat template.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct TokenizerInfo {
     /// The vocabulary size. Every token id is less than this size.
@@ -148,7 +150,7 @@ pub(crate) struct TokenizerInfo {
     pub(crate) chat_template: Result<Option<(String, String)>, ChatTemplateProblem>,
 }
 
-/// Tokens that are encoded as bytes.
+/// A list of tokens that is serialized as one byte string.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct TokenList(pub(crate) Vec<u32>);
 
@@ -165,7 +167,7 @@ impl<'de> Deserialize<'de> for TokenList {
     }
 }
 
-/// A serde visitor that converts bytes to tokens.
+/// A serde visitor that deserializes a byte string as a list of tokens.
 struct TokenVisitor;
 
 impl Visitor<'_> for TokenVisitor {

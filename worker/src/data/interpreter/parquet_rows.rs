@@ -1,5 +1,5 @@
-//! [`ParquetRows`]: the rows of a Parquet file as records. Memory holds one page of each column
-//! that is read.
+//! [`ParquetRows`]: reads the rows of a Parquet file as records. Memory holds one page of each
+//! column that is read.
 use crate::data::{
     error::{ParquetProblem, RecordProblem},
     record::{ChatRecord, TOOLS_FIELD},
@@ -13,13 +13,14 @@ use parquet::{
 };
 use std::{fs::File, sync::Arc};
 
-/// Largest number of columns of a Parquet file. More columns are an error.
+/// Largest number of columns that a Parquet file may have. A file with more columns is an error.
 const MAX_COLUMNS: usize = 4096;
-/// Deepest nesting of the values of a chat. Deeper nesting is an error.
+/// Deepest nesting that the values of a chat in a Parquet file may have. Deeper nesting is an
+/// error.
 const MAX_DEPTH: usize = 32;
-/// Largest number of columns that an error lists.
+/// Largest number of column names that an error message lists.
 const COLUMNS_LISTED: usize = 8;
-/// Approximate size of a value in addition to its text, in bytes.
+/// Estimated size in bytes of a value in memory, in addition to its text.
 const VALUE_BYTES: usize = 64;
 
 /// The content of one row of a Parquet file: a text or a chat.
@@ -30,7 +31,7 @@ pub(crate) enum RowRecord {
     Chat(ChatRecord, usize),
 }
 
-/// The rows of an open Parquet file, in order.
+/// Reads the rows of an open Parquet file in order, as records.
 pub(crate) struct ParquetRows {
     rows: RowIter<'static>,
     field: String,
@@ -48,7 +49,7 @@ impl ParquetRows {
         Ok(ParquetRows { rows, field: field.to_owned(), is_chat })
     }
 
-    /// Converts a row to a record.
+    /// Converts a row of the Parquet file to the text or the chat that it contains.
     fn convert_row(&self, row: Row) -> Result<RowRecord, RecordProblem> {
         let (mut content, mut tools) = (None, None);
         for (name, field) in row.into_columns() {
@@ -85,8 +86,8 @@ impl Iterator for ParquetRows {
     }
 }
 
-/// Returns the part of a schema with the columns that are read: the column of the text or chat, and
-/// the tools of a chat. Fails if the column is missing or the file has too many columns.
+/// Returns the part of the file's schema that has only the columns to read: the text or the chat,
+/// and the tools of a chat. Fails if the column is missing or the file has too many columns.
 fn select_read_columns(schema: &Type, field: &str, is_chat: bool) -> Result<Type, ParquetProblem> {
     let columns = schema.get_fields();
     if columns.len() > MAX_COLUMNS {

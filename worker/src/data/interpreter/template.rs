@@ -1,4 +1,4 @@
-//! [`CompiledTemplate`]: renders a chat as text, and locates the assistant's replies in the text.
+//! [`CompiledTemplate`]: renders a chat as text, and finds the assistant's replies in the text.
 //!
 //! A template is Jinja with the settings of `transformers`: `trim_blocks`, `lstrip_blocks`,
 //! `raise_exception`, the methods of Python's strings, and `tojson` with Python's spacing.
@@ -19,10 +19,10 @@ use minijinja::{Environment, Error, ErrorKind, Value, context, syntax::SyntaxCon
 use regex::Regex;
 use std::collections::BTreeMap;
 
-/// Largest number of template instructions per rendering. A rendering that needs more fails, so
-/// that endless loops end.
+/// Largest number of template instructions that one rendering may execute. A rendering that needs
+/// more fails, so that endless loops end.
 const MAX_INSTRUCTIONS: u64 = 10_000_000;
-/// Deepest nesting of lists and objects that `tojson` writes.
+/// Deepest nesting of lists and objects that the template filter `tojson` writes.
 const MAX_JSON_DEPTH: usize = 500;
 /// Private-use character that stands for `{% generation %}` in rendered text. A chat that contains
 /// the character is rejected.
@@ -30,7 +30,7 @@ const GENERATION_BEGIN: char = '\u{F70A1}';
 /// Private-use character that stands for `{% endgeneration %}` in rendered text. A chat that
 /// contains the character is rejected.
 const GENERATION_END: char = '\u{F70A2}';
-/// The name of the chat template within the template engine.
+/// The name of the chat template in the template engine.
 const TEMPLATE_NAME: &str = "chat";
 
 /// A compiled chat template, with the special tokens that are available to the template.
@@ -51,8 +51,9 @@ impl CompiledTemplate {
         Ok(CompiledTemplate { environment, special_tokens: special_tokens.into(), has_generation_tags })
     }
 
-    /// Renders a chat as text, with the ranges that count for the loss. Fails if the messages are
-    /// invalid, the template fails, or the assistant has no text although only its text counts.
+    /// Renders a chat as text, and determines which ranges of the text count for the loss. Fails if
+    /// the messages are invalid, the template fails, or the assistant has no text although only its
+    /// text counts.
     pub(crate) fn render_chat(
         &self,
         chat: &ChatRecord,
@@ -96,7 +97,7 @@ impl CompiledTemplate {
         self.environment.get_template(TEMPLATE_NAME).and_then(|t| t.render(context)).map_err(failed)
     }
 
-    /// Locates the text of each assistant message in `text`, the rendered chat. Renders the chat
+    /// Finds the text of each assistant message in `text`, the rendered chat. Renders the chat
     /// twice for each such message: with the messages before it, and with the messages up to and
     /// including it. Fails if these texts are not prefixes of `text`.
     fn locate_replies_by_prefixes(
@@ -183,8 +184,8 @@ fn replace_generation_tags(source: &str) -> (String, bool) {
     (replaced.into_owned(), has_tags)
 }
 
-/// Removes [`GENERATION_BEGIN`] and [`GENERATION_END`] from rendered text, and returns the text
-/// with the ranges that were enclosed by them.
+/// Removes the marks of generation tags from rendered text, and returns the text with the ranges
+/// that the marks enclosed.
 fn strip_generation_tags(rendered: &str) -> Result<LossMaskedText, ChatProblem> {
     let mut text = String::with_capacity(rendered.len());
     let (mut loss_ranges, mut open) = (Vec::new(), None);
@@ -215,8 +216,8 @@ fn to_template_failure(e: &Error) -> TemplateFailure {
     }
 }
 
-/// Implements the Jinja filter `tojson` of `transformers`: the spacing of Python's `json.dumps`
-/// without escaped HTML.
+/// Implements the template filter `tojson` as in `transformers`: the spacing of Python's
+/// `json.dumps` without escaped HTML.
 fn format_json_filter(value: Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     _ = options.get::<Option<bool>>("ensure_ascii")?;

@@ -14,12 +14,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Environment variable of the sandbox process of the tests.
+/// Environment variable by which a process recognizes that it is the sandbox process of a test.
 pub(super) const IS_SANDBOX: &str = "LAUNCH_TEST_IS_SANDBOX";
-/// Longest time for a job's error. The target is 10 s. The tests share the machine with others.
+/// The longest time that a job may take to report an error in these tests. The target is 10 s. The
+/// tests share the machine with others.
 const LONGEST_TIME: Duration = Duration::from_secs(30);
 
-/// The sandbox process of the tests. Does nothing in a usual run of the tests.
+/// Runs the sandbox process of the tests. Does nothing in a usual run of the tests.
 #[test]
 fn run_sandbox() {
     if std::env::var_os(IS_SANDBOX).is_some() {
@@ -41,7 +42,7 @@ fn build_tokenizer_json(normalizer: Value, pre_tokenizer: Value, model: Option<V
     .to_string()
 }
 
-/// Returns a data section with one source.
+/// Returns a data section with `file` as its only source.
 fn create_spec(file: &str, format: RecordFormat, tokenizer: TokenizerSpec) -> DataSpec {
     let source = DataSource {
         name: String::new(),
@@ -63,8 +64,8 @@ fn create_spec(file: &str, format: RecordFormat, tokenizer: TokenizerSpec) -> Da
     }
 }
 
-/// Opens data that must fail, and returns the error. Panics if the error takes longer than
-/// [`LONGEST_TIME`].
+/// Opens data that must fail, and returns the error. Panics if the data are opened or the error
+/// takes longer than [`LONGEST_TIME`].
 fn expect_error(spec: &DataSpec, dir: &Path) -> DataError {
     let began = Instant::now();
     let error = Dataset::open(spec, None, Split::Train, dir).err().expect("an error");
@@ -72,7 +73,8 @@ fn expect_error(spec: &DataSpec, dir: &Path) -> DataError {
     error
 }
 
-/// Returns the step, the line or row, and the name of the exceeded limit of an error.
+/// Returns what an error states: the step of the work, the line or row, and the name of the
+/// exceeded limit.
 fn summarize(error: &DataError) -> (Step, Option<u64>, Option<&'static str>) {
     let DataError::Uninterpretable(failure) = error else { panic!("{error:?}") };
     let position = failure.records.map(|range| match range {
@@ -81,8 +83,8 @@ fn summarize(error: &DataError) -> (Step, Option<u64>, Option<&'static str>) {
     (failure.step, position, failure.error.exceeded_limit().map(|(name, _)| name))
 }
 
-/// Checks templates that ended a process, or took gigabytes of memory, before templates were
-/// rendered in a sandbox.
+/// Checks that each template which needs too much time or memory ends with an error that names the
+/// limit and the record.
 #[test]
 fn untrusted_templates_exceed_a_limit_and_name_their_record() {
     let nested_list = format!("{{% set x = {}1{} %}}{{{{ x }}}}", "[".repeat(5000), "]".repeat(5000));
@@ -147,7 +149,8 @@ fn a_check_of_a_job_with_an_untrusted_template_ends_soon() {
     assert!(confinement.landlock && confinement.seccomp, "the kernel of the tests has both");
 }
 
-/// Checks tokenizers that panicked, or took minutes or gigabytes, before they ran in a sandbox.
+/// Checks that each tokenizer which panics or needs too much time or memory ends with an error that
+/// names the record.
 #[test]
 fn untrusted_tokenizers_are_errors_that_name_their_record() {
     let slow_regex = json!({"type": "Split", "pattern": {"Regex": r"x(?!(x*)(x*)\2q)"}, "behavior": "Isolated", "invert": false});
@@ -191,7 +194,7 @@ fn untrusted_tokenizers_are_errors_that_name_their_record() {
     assert!(matches!(open(nested), DataError::InvalidTokenizer { .. } | DataError::Uninterpretable(_)));
 }
 
-/// The process is started again after a failure, with the same tokenizer.
+/// Checks that the sandbox process is started again after a failure, with the same tokenizer.
 #[test]
 fn an_interpreter_recovers_from_a_failure() {
     let dir = tempfile::tempdir().unwrap();
@@ -212,7 +215,8 @@ fn an_interpreter_recovers_from_a_failure() {
     }
 }
 
-/// A stream that is dropped with pending requests leaves no reply for the next stream.
+/// Checks that a stream of requests which is dropped with pending requests leaves no reply for the
+/// next stream.
 #[test]
 fn an_abandoned_stream_does_not_affect_the_next_one() {
     let interpreter = Interpreter::new(2);
@@ -235,7 +239,8 @@ fn an_abandoned_stream_does_not_affect_the_next_one() {
     assert_eq!(tokens_of("b"), [98]);
 }
 
-/// Documents that succeed one by one are used although their batch exceeded a limit.
+/// Checks that the tokens of many batches are written in the order of the documents, also if a
+/// batch exceeds a limit and its documents are repeated one by one.
 #[test]
 fn many_batches_have_the_tokens_of_their_documents_in_order() {
     let dir = tempfile::tempdir().unwrap();

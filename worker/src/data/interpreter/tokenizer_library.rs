@@ -1,4 +1,4 @@
-//! [`LibraryTokenizer`]: a tokenizer.json with its companion files, interpreted by the crate
+//! [`LibraryTokenizer`]: a tokenizer.json with its companion files, in the form of the crate
 //! `tokenizers`.
 use super::message::{LoadTokenizerReply, TokenizerInfo};
 use crate::data::{
@@ -8,10 +8,10 @@ use crate::data::{
 };
 use serde_json::Value;
 
-/// Largest vocabulary size.
+/// Largest accepted size of a vocabulary, in tokens.
 const MAX_VOCAB_SIZE: u32 = 1 << 24;
 
-/// A tokenizer of the crate `tokenizers`.
+/// A tokenizer loaded by the crate `tokenizers`.
 pub(super) struct LibraryTokenizer {
     inner: tokenizers::Tokenizer,
 }
@@ -26,7 +26,8 @@ impl LibraryTokenizer {
         }
     }
 
-    /// Loads a tokenizer. An error has the name of the invalid file.
+    /// Loads a tokenizer from `files`, pairs of the name and the content of a file. An error has
+    /// the name of the invalid file.
     fn try_load<'a>(files: &[(&'a str, &str)]) -> Result<(Self, TokenizerInfo), (&'a str, TokenizerProblem)> {
         let Some(((name, text), companions)) = files.split_first() else {
             return Err((TOKENIZER_FILE, TokenizerProblem::FileMissing));
@@ -55,13 +56,13 @@ impl LibraryTokenizer {
         Ok((LibraryTokenizer { inner }, info))
     }
 
-    /// Converts a text to tokens.
+    /// Converts `text` to token ids.
     pub(super) fn encode(&self, text: &str) -> tokenizers::Result<Vec<u32>> {
         Ok(self.inner.encode_fast(text, false)?.get_ids().to_vec())
     }
 
-    /// Converts a text to tokens. Calls `mask` with each token and the range of its bytes, and
-    /// collects the results.
+    /// Converts a text to tokens, and returns the results of calling `mask` with each token and the
+    /// range of its bytes.
     pub(super) fn encode_masked(
         &self,
         masked: &LossMaskedText,
@@ -72,8 +73,9 @@ impl LibraryTokenizer {
         Ok(spans.map(|(&token, &(from, to))| mask(token, from, to)).collect())
     }
 
-    /// Converts tokens to text. Omits special tokens, and tokens that the tokenizer does not have,
-    /// because a model may have more token ids than its tokenizer.
+    /// Converts token ids to text, without special and unknown tokens. Omits special tokens, and
+    /// tokens that the tokenizer does not have, because a model may have more token ids than its
+    /// tokenizer.
     pub(super) fn decode(&self, tokens: &[u32]) -> tokenizers::Result<String> {
         let is_known = |id: &u32| self.inner.id_to_token(*id).is_some();
         let known: Vec<u32> = tokens.iter().copied().filter(is_known).collect();
@@ -81,7 +83,8 @@ impl LibraryTokenizer {
     }
 }
 
-/// Parses the companion files that are JSON. An error has the name of the file.
+/// Parses those of the tokenizer's companion files that are JSON. An error contains the name of the
+/// file.
 fn parse_companions<'a>(
     companions: &[(&'a str, &str)],
 ) -> Result<Vec<(&'a str, Value)>, (&'a str, TokenizerProblem)> {

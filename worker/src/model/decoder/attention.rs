@@ -1,5 +1,5 @@
-//! Forward and backward pass of the first half of a decoder layer: norm, projections of q, k and v,
-//! norms of q and k, rotation, attention, output projection, and norm or dropout of the output.
+//! Forward and backward pass of the attention half of a decoder layer, from the norm of the layer's
+//! input to the output projection.
 use super::{
     decoder_buffers::{SavedBuffers, ScratchBuffers},
     model::Model,
@@ -11,8 +11,8 @@ use device::{
 };
 
 impl Model {
-    /// Returns shape, scale, softcap and dropout of the layer's attention, as the attention ops
-    /// need them.
+    /// Returns the shape, scale, softcap and dropout of the attention in the layer of `input`, in
+    /// the form that attention ops take.
     fn create_attention_shape(&self, input: &LayerInput) -> AttentionShape {
         let (batch, sizes) = (input.batch, self.config.sizes);
         let divisor = if self.config.scales_by_layer_index { (input.layer + 1) as f64 } else { 1.0 };
@@ -24,12 +24,13 @@ impl Model {
         }
     }
 
-    /// Returns whether the layer attends only to a sliding window.
+    /// Returns whether attention in the layer of `input` is limited to a sliding window.
     fn is_sliding_layer(&self, input: &LayerInput) -> bool {
         self.config.sliding_layers.get(input.layer).is_some_and(|is_sliding| *is_sliding)
     }
 
-    /// Returns, for each token, the first position to which the token attends in this layer.
+    /// Returns for each token the first position to which the token attends in the layer of
+    /// `input`.
     fn attention_starts<'a>(&self, input: &LayerInput<'a>) -> &'a [u32] {
         if self.is_sliding_layer(input) { &input.batch.window_starts } else { &input.batch.starts }
     }
@@ -89,10 +90,10 @@ impl Model {
         }
     }
 
-    /// Computes the gradients of a layer's attention, from its output projection to the norm of the
-    /// layer's input. Writes the parameter gradients to `g`, the gradient of the layer's unit. `dx`
-    /// is the gradient of the residual stream after attention on entry, and of the layer's input on
-    /// return.
+    /// Computes the backward pass of a layer's attention half, from the output projection to the
+    /// norm of the layer's input. Writes the parameter gradients to `g`, the gradient of the
+    /// layer's unit. `dx` is the gradient of the residual stream after attention on entry, and of
+    /// the layer's input on return.
     pub(super) fn attention_backward(
         &self,
         input: &LayerInput,

@@ -15,20 +15,20 @@ use device::{
 };
 
 impl Model {
-    /// Declares the buffers in which a layer's forward pass saves values for its backward pass. The
-    /// micro-batch has `b` sequences of `t` tokens.
+    /// Declares the buffers in which a layer's forward pass saves values for its backward pass, for
+    /// micro-batches of `b` sequences of `t` tokens.
     pub fn saved_buffers(&self, b: usize, t: usize) -> Vec<BufferSpec> {
         list_buffers(SavedBuffers::declare(&self.config, b, t))
     }
 
-    /// Declares the scratch buffers that all blocks share. The micro-batch has `b` sequences of `t`
-    /// tokens.
+    /// Declares the scratch buffers that all blocks share, for micro-batches of `b` sequences of
+    /// `t` tokens.
     pub fn scratch_buffers(&self, b: usize, t: usize) -> Vec<BufferSpec> {
         let lora = self.linears.declare_scratch(b * t);
         list_buffers(ScratchBuffers::declare(&self.config, b * t, lora))
     }
 
-    /// Moves constants, such as the tables of rotary embedding, to the device of `ops`.
+    /// Moves the model's constants, such as the tables of rotary embedding, to the device of `ops`.
     pub fn move_to_device(&mut self, ops: &dyn Ops) {
         for tables in [&mut self.rope_tables, &mut self.sliding_rope_tables].into_iter().flatten() {
             tables.move_to_device(ops);
@@ -77,17 +77,17 @@ impl Model {
         }
     }
 
-    /// Computes the forward pass of a dense layer. Writes the output to `y`, `[rows, hidden]`, and
-    /// values for the backward pass to `buffers`. If `y` is `None`, computes only the saved values
-    /// (recomputation).
+    /// Computes the forward pass of one decoder layer whose MLP is dense (not a mixture of
+    /// experts). Writes the output to `y`, `[rows, hidden]`, and values for the backward pass to
+    /// `buffers`. If `y` is `None`, computes only the saved values (recomputation).
     pub fn layer_forward(&self, input: &LayerInput, y: Option<ViewMut>, buffers: &mut LayerBuffers) {
         self.attention_forward(input, buffers);
         self.mlp_forward(input, y, buffers);
     }
 
-    /// Computes the gradients of a dense layer. `dx`, `[rows, hidden]`, is the gradient of the
-    /// layer's output on entry and of its input on return. Overwrites `grads`, the gradient of the
-    /// layer's unit.
+    /// Computes the backward pass of one decoder layer whose MLP is dense (not a mixture of
+    /// experts). `dx`, `[rows, hidden]`, is the gradient of the layer's output on entry and of its
+    /// input on return. Overwrites `grads`, the gradient of the layer's unit.
     pub fn layer_backward(
         &self,
         input: &LayerInput,
@@ -102,8 +102,8 @@ impl Model {
         self.attention_backward(input, &mut grads, dx, buffers);
     }
 
-    /// Returns the norm of the head's input and the head's matrix, `[vocab, hidden]`. The matrix is
-    /// the embedding if head and embedding are tied.
+    /// Returns the norm before the output layer, and the matrix of the output layer, `[vocab,
+    /// hidden]`. The matrix is the embedding if the two are tied.
     fn select_head_params<'a>(&self, input: &HeadInput<'a>, factors: &'a mut Buf) -> (RowNorm<'a>, View<'a>) {
         let (norm_len, matrix_len) = (self.config.norm_len(), self.vocab_matrix_len());
         let norm = self.create_row_norm(input.ops, input.params, 0..norm_len, factors);
@@ -114,7 +114,8 @@ impl Model {
         (norm, matrix)
     }
 
-    /// Computes the logits `out`, `[vocab]`, of the only row of the head's input.
+    /// Computes the logits of one row, the only row of `input`, and writes them to `out`,
+    /// `[vocab]`.
     pub fn compute_logits(&self, input: &HeadInput, mut out: ViewMut, scratch: &mut ActivationBuffers) {
         let (d, v) = (self.config.sizes.hidden, self.config.sizes.vocab);
         let ScratchBuffers { norm: normed, norm_factors, head_stats, .. } = scratch.borrow_set_mut();
@@ -127,8 +128,8 @@ impl Model {
         }
     }
 
-    /// Computes the cross-entropy `loss`, `[rows]`, of `labels` from the head's input. Also
-    /// computes the backward pass if `grads` are given.
+    /// Computes the cross-entropy loss of each row of `input` with its label, and writes it to
+    /// `loss`, `[rows]`. Also computes the backward pass if `grads` are given.
     pub fn compute_head_loss(
         &self,
         input: &HeadInput,

@@ -1,4 +1,5 @@
-//! The buffer sets of a decoder: [`SavedBuffers`] and [`ScratchBuffers`].
+//! [`SavedBuffers`] and [`ScratchBuffers`]: the buffers that a decoder needs for its forward and
+//! backward pass.
 use super::decoder_config::{DecoderConfig, NormKind, QkNorm};
 use crate::model::{
     activation_buffers::{BufferSpec, declare_buffer_set},
@@ -6,9 +7,9 @@ use crate::model::{
 };
 
 declare_buffer_set! {
-    /// The values that the forward pass of a layer saves for its backward pass. `qkv` is the width
-    /// of q, k and v together. Buffers of absent norms are empty. The statistics of a row are 1/rms
-    /// for RMSNorm, and mean and 1/σ for LayerNorm.
+    /// The values that a layer's forward pass saves for its backward pass. `qkv` is the width of q,
+    /// k and v together. Buffers of absent norms are empty. The statistics of a row are 1/rms for
+    /// RMSNorm, and mean and 1/σ for LayerNorm.
     pub(super) struct SavedBuffers {
         /// The statistics of the layer's input, `[rows, statistics]`.
         attention_in_stats,
@@ -40,7 +41,7 @@ declare_buffer_set! {
 }
 
 declare_buffer_set! {
-    /// The scratch buffers that all blocks share.
+    /// The scratch buffers that all blocks of a decoder share.
     pub(super) struct ScratchBuffers {
         /// Normalized rows, `[rows, hidden]`.
         norm,
@@ -97,7 +98,8 @@ impl SavedBuffers<BufferSpec> {
 }
 
 impl ScratchBuffers<BufferSpec> {
-    /// Declares the buffers for micro-batches of `m` rows, with these scratch buffers of adapters.
+    /// Declares the scratch buffers for micro-batches of `m` rows, including the scratch buffers of
+    /// LoRA adapters.
     pub(super) fn declare(config: &DecoderConfig, m: usize, lora: LoraScratchBuffers<BufferSpec>) -> Self {
         let sizes = config.sizes;
         let qk_norm_width = match config.qk_norm {

@@ -13,10 +13,10 @@ use crate::{
 use jobspec::ModelSpec;
 use serde_json::{Map, Value, json};
 
-/// The config key of the dropout rate of attention probabilities.
+/// The key of config.json for the dropout rate of attention probabilities.
 const ATTENTION_DROPOUT: &str = "attention_dropout";
 
-/// The names of config keys in all families except GPT-2.
+/// The names of keys in config.json, which are the same for all model families except GPT-2.
 pub(in crate::model) const DECODER_KEY_NAMES: ConfigKeyNames = ConfigKeyNames {
     dropout_rates: &[ATTENTION_DROPOUT],
     max_positions: "max_position_embeddings",
@@ -24,7 +24,7 @@ pub(in crate::model) const DECODER_KEY_NAMES: ConfigKeyNames = ConfigKeyNames {
     intermediate_size: "intermediate_size",
 };
 
-/// The names of the tensors and modules of a model in its files. Names of modules of a layer do not
+/// The names of a model's tensors and modules in its files. Names of modules of a layer do not
 /// contain the name of the layer.
 pub(in crate::model) struct TensorNames {
     /// The embedding.
@@ -50,7 +50,7 @@ pub(in crate::model) struct TensorNames {
 }
 
 impl TensorNames {
-    /// The names of all families except GPT-2.
+    /// The names of tensors and modules in files of Llama and all other families except GPT-2.
     const LLAMA: TensorNames = TensorNames {
         embedding: "model.embed_tokens",
         layers: "model.layers",
@@ -64,7 +64,7 @@ impl TensorNames {
     };
 }
 
-/// The names of the norms of a layer, within the layer's module. An absent norm is `None`.
+/// The names of a layer's norms, relative to the layer's module. An absent norm is `None`.
 #[derive(Clone, Copy)]
 pub(in crate::model) struct LayerNorms {
     /// The norm of the input of attention.
@@ -78,7 +78,7 @@ pub(in crate::model) struct LayerNorms {
 }
 
 impl LayerNorms {
-    /// The norms of Llama: the inputs of attention and MLP are normalized.
+    /// The norms of a layer of Llama, where the inputs of attention and MLP are normalized.
     const PRE_NORM: LayerNorms = LayerNorms {
         attention_in: Some("input_layernorm"),
         attention_out: None,
@@ -87,7 +87,7 @@ impl LayerNorms {
     };
 }
 
-/// The kind of all norms of a model except the norms of q and k, which are always RMSNorms.
+/// The kind of a model's norms: RMSNorm or LayerNorm. Norms of q and k are always RMSNorms.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(in crate::model) enum NormKind {
     /// RMSNorm, which multiplies by the weight.
@@ -107,7 +107,8 @@ pub(in crate::model) enum QkNorm {
     AllHeads,
 }
 
-/// The computation between the two matmuls of an MLP.
+/// What is computed between the two matmuls of an MLP: a gated linear unit or an activation
+/// function.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(in crate::model) enum Activation {
     /// SwiGLU (Shazeer 2020): SiLU of the gate, multiplied by up.
@@ -127,7 +128,7 @@ pub(in crate::model) struct LearnedPositions {
     pub(in crate::model) count: usize,
 }
 
-/// A dropout module of a model.
+/// The name and rate of a dropout module of a model.
 #[derive(Clone, Copy)]
 pub(in crate::model) struct DropoutConfig {
     /// The rate, from 0 to below 1.
@@ -204,14 +205,15 @@ pub(in crate::model) struct DecoderConfig {
 }
 
 impl DecoderConfig {
-    /// Reads the config keys that all families share, and checks that their values are consistent.
+    /// Reads those keys of config.json that all decoder families share, and checks that their
+    /// values are consistent.
     pub(in crate::model) fn from_fields(fields: &HfConfigFields) -> Result<Self> {
         fields.require_one_of("hidden_act", &[json!("silu"), json!("swish")])?;
         Self::from_fields_and_rope(fields, RopeConfig::from_fields(fields)?)
     }
 
-    /// Reads the config keys that all families share, except `hidden_act` and the keys of the
-    /// rotary embedding. `rope` is the rotary embedding.
+    /// Reads those keys of config.json that all decoder families share, except `hidden_act` and the
+    /// keys of the rotary embedding, which is `rope`.
     pub(in crate::model) fn from_fields_and_rope(fields: &HfConfigFields, rope: RopeConfig) -> Result<Self> {
         let attention_dropout = fields.read_dropout_rate(ATTENTION_DROPOUT, 0.0)?;
         fields.require_one_of("pretraining_tp", &[json!(1)])?;
@@ -296,58 +298,65 @@ impl DecoderConfig {
         }
     }
 
-    /// Returns whether this layer has experts instead of a dense MLP.
+    /// Returns whether layer number `layer` has experts instead of a dense MLP.
     pub(super) fn is_moe_layer(&self, layer: usize) -> bool {
         self.moe.as_ref().is_some_and(|moe| moe.moe_layers.get(layer).is_some_and(|is_moe| *is_moe))
     }
 
-    /// Returns the width of the activation of dense layers, or 0 if every layer has experts.
+    /// Returns the width of the activation of layers with a dense MLP, or 0 if every layer has
+    /// experts.
     pub(super) fn dense_mlp_width(&self) -> usize {
         let has_dense_layers = (0..self.sizes.layers).any(|l| !self.is_moe_layer(l));
         if has_dense_layers { self.intermediate_size } else { 0 }
     }
 
-    /// Returns the width of gate and up together in dense layers, or 0 if every layer has experts.
+    /// Returns the width of gate and up together in layers with a dense MLP, or 0 if every layer
+    /// has experts.
     pub(super) fn gate_up_width(&self) -> usize {
         self.names.gate_up.len() * self.dense_mlp_width()
     }
 
-    /// Returns the initial weights of a norm, which make the norm multiply by 1: zeros if the norm
-    /// adds one to its weight, otherwise ones.
+    /// Returns how the weights of a norm are initialized so that the norm multiplies by 1: with
+    /// zeros if the norm adds one to its weight, otherwise with ones.
     pub(super) fn initial_norm_weights(&self) -> ParamInit {
         if self.norm_kind == NormKind::RmsAddOne { ParamInit::Zeros } else { ParamInit::Ones }
     }
 
-    /// Returns the number of parameters of a norm of the residual stream.
+    /// Returns the number of parameters of one norm of the residual stream: its weight, and its
+    /// bias if it has one.
     pub(super) fn norm_len(&self) -> usize {
         self.sizes.hidden * if self.norm_kind == NormKind::Layer { 2 } else { 1 }
     }
 
-    /// Returns the number of statistics that a norm of the residual stream saves for each row.
+    /// Returns how many numbers per row a norm of the residual stream saves for its backward pass.
     pub(super) fn norm_stats(&self) -> usize {
         if self.norm_kind == NormKind::Layer { 2 } else { 1 }
     }
 
-    /// Returns the prefix of the names of the tensors of a layer, without a trailing dot.
+    /// Returns what the names of the tensors of layer number `layer` begin with, without a trailing
+    /// dot.
     pub(super) fn layer_prefix(&self, layer: usize) -> String {
         format!("{}.{layer}", self.names.layers)
     }
 
-    /// Reads the config key `attention_bias`, which adds biases to all projections of attention.
+    /// Reads the key `attention_bias` of config.json, which adds biases to all projections of
+    /// attention.
     pub(in crate::model) fn read_attention_bias(&mut self, fields: &HfConfigFields) -> Result<()> {
         self.has_qkv_bias = fields.read_flag("attention_bias")?;
         self.has_o_bias = self.has_qkv_bias;
         Ok(())
     }
 
-    /// Reads the config key `sliding_window`. If the key is set, every layer attends to the window.
+    /// Reads the key `sliding_window` of config.json, which limits the attention of every layer to
+    /// a sliding window.
     pub(in crate::model) fn read_sliding_window(&mut self, fields: &HfConfigFields) -> Result<()> {
         self.sliding_window = fields.read_optional_size("sliding_window")?.map(|w| w as usize);
         self.sliding_layers.fill(self.sliding_window.is_some());
         Ok(())
     }
 
-    /// Reads the config keys that select the sliding-window layers of Qwen models.
+    /// Reads the keys of config.json that select which layers of Qwen models attend to a sliding
+    /// window.
     pub(in crate::model) fn read_sliding_layers(&mut self, fields: &HfConfigFields) -> Result<()> {
         const FIRST_LAYER: &str = "max_window_layers";
         let enabled = fields.read_flag("use_sliding_window")?;
@@ -361,7 +370,7 @@ impl DecoderConfig {
         self.read_layer_types(fields)
     }
 
-    /// Reads the config key `layer_types`. If the key is set, its value replaces the selection of
+    /// Reads the key `layer_types` of config.json, which, if set, replaces the selection of
     /// sliding-window layers that other keys made.
     pub(in crate::model) fn read_layer_types(&mut self, fields: &HfConfigFields) -> Result<()> {
         const KEY: &str = "layer_types";
@@ -384,8 +393,9 @@ impl DecoderConfig {
     }
 }
 
-/// Reads `pad_token_id`. A negative number counts from the end of the vocabulary, as in
-/// `padding_idx` of `torch.nn.Embedding`. Returns `None` if there is no padding token.
+/// Reads the key `pad_token_id` of config.json, or returns `None` if there is no padding token. A
+/// negative number counts from the end of the vocabulary, as in `padding_idx` of
+/// `torch.nn.Embedding`.
 fn read_padding_token(fields: &HfConfigFields, vocab_size: usize) -> Option<u32> {
     let id = fields.read_value("pad_token_id")?.as_i64()?;
     let id = if id < 0 { id.checked_add(vocab_size as i64)? } else { id };

@@ -1,4 +1,4 @@
-//! [`DecoderMoeConfig`]: the experts of a decoder, read from config.json.
+//! [`DecoderMoeConfig`]: the sizes and names of the experts of a decoder, read from config.json.
 use crate::model::{
     architecture::ModelSizes,
     error::Result,
@@ -10,7 +10,8 @@ use jobspec::ExpertsSpec;
 /// The largest number of experts that a layer may have.
 const EXPERTS_MAX: u32 = 1 << 16;
 
-/// The sizes, layers and names of the experts of a decoder.
+/// The experts of a decoder: their sizes, the layers that have them, and the names of their
+/// tensors.
 pub(in crate::model) struct DecoderMoeConfig {
     /// The sizes of each expert.
     pub(in crate::model) shape: ExpertShape,
@@ -22,7 +23,7 @@ pub(in crate::model) struct DecoderMoeConfig {
     pub(in crate::model) names: ExpertTensorNames,
 }
 
-/// The parts of the names of router and expert tensors that differ between model families.
+/// What differs between model families in the names of router and expert tensors.
 pub(in crate::model) struct ExpertTensorNames {
     /// The name of the module with router and experts within a layer, such as `mlp`.
     pub(in crate::model) block: &'static str,
@@ -31,9 +32,9 @@ pub(in crate::model) struct ExpertTensorNames {
 }
 
 impl DecoderMoeConfig {
-    /// Reads the config keys that families with experts share. Gives every layer `count` experts of
-    /// width `intermediate`; a family with dense layers marks the dense layers afterwards.
-    /// `count_key` is the config key of the count.
+    /// Reads the keys of config.json that all families with experts share. Gives every layer
+    /// `count` experts of width `intermediate`; a family with dense layers marks these afterwards.
+    /// `count_key` is the key of the number of experts.
     pub(in crate::model) fn from_fields(
         fields: &HfConfigFields,
         (count_key, count): (&str, u32),

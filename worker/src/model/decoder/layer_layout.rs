@@ -1,4 +1,5 @@
-//! [`DecoderLayerSpans`]: the layout of a decoder layer's tensors in the flat vector of its unit.
+//! [`DecoderLayerSpans`]: where the tensors of a decoder layer are, in the flat vector of the
+//! layer's parameter unit (the parameters that are gathered together).
 //!
 //! The matrices of q, k and v are adjacent and computed as one matmul, and so are the matrices of
 //! gate and up. The biases of such matrices are adjacent, too. The bias of a norm follows its
@@ -10,8 +11,9 @@ use crate::{
 };
 use std::ops::Range;
 
-/// The ranges of a layer's tensors in the flat vector of the layer's unit, in elements. A tensor
-/// that the model family does not have is `None`.
+/// The ranges of a layer's tensors in the flat vector of the layer's parameter unit (the parameters
+/// that are gathered together). Ranges count elements. A tensor that the model family does not have
+/// is `None`.
 pub(super) struct DecoderLayerSpans {
     /// The parameters of the norm before attention.
     pub(super) attention_in_norm: Option<Range<usize>>,
@@ -34,20 +36,20 @@ pub(super) struct DecoderLayerSpans {
 }
 
 impl DecoderLayerSpans {
-    /// Returns the four matmuls of a dense layer: qkv, o, gate_up and down, in the order of
-    /// [`LinearLayout::index`].
+    /// Returns the four matmuls of a layer with a dense MLP: qkv, o, gate_up and down, in the order
+    /// of [`LinearLayout::index`].
     pub(super) fn list_linears(&self) -> [&LinearLayout; 4] {
         [&self.qkv, &self.o, &self.gate_up, &self.down]
     }
 
-    /// Converts the layout to its four matmuls: qkv, o, gate_up and down. Those of the MLP have no
-    /// matrices in a layer with experts.
+    /// Converts the layout to the layer's four matmuls: qkv, o, gate_up and down. Those of the MLP
+    /// have no matrices in a layer with experts.
     pub(super) fn into_linears(self) -> [LinearLayout; 4] {
         [self.qkv, self.o, self.gate_up, self.down]
     }
 
-    /// Returns the ranges of norms and biases. Ops add to the gradients of these tensors, so the
-    /// gradients must be cleared before the backward pass.
+    /// Returns the ranges of the layer's norms and biases. Ops add to the gradients of these
+    /// tensors, so the gradients must be cleared before the backward pass.
     pub(super) fn list_accumulated_spans(&self) -> impl Iterator<Item = Range<usize>> {
         let biases = self.list_linears().map(|linear| &linear.bias);
         let norms =
@@ -57,7 +59,7 @@ impl DecoderLayerSpans {
     }
 }
 
-/// A builder that lays out the tensors of a layer one after another.
+/// A builder that assigns the tensors of a layer to consecutive ranges of a flat vector.
 struct LayerLayoutBuilder<'a> {
     config: &'a DecoderConfig,
     /// The prefix of the tensors' names, without a trailing dot.
@@ -68,7 +70,7 @@ struct LayerLayoutBuilder<'a> {
 }
 
 impl LayerLayoutBuilder<'_> {
-    /// Adds a tensor, and returns its range in the flat vector.
+    /// Adds a tensor of the layer, and returns its range in the flat vector.
     fn add_tensor(&mut self, name: &str, shape: Vec<usize>, init: ParamInit) -> Range<usize> {
         let spec = ParamSpec { name: format!("{}.{name}", self.prefix), shape, init };
         let from = self.len;
@@ -77,13 +79,13 @@ impl LayerLayoutBuilder<'_> {
         from..self.len
     }
 
-    /// Adds the weight of a norm, and returns its range.
+    /// Adds the weight of a norm, and returns its range in the flat vector.
     fn add_norm_weight(&mut self, name: &str, width: usize) -> Range<usize> {
         self.add_tensor(&format!("{name}.weight"), vec![width], self.config.initial_norm_weights())
     }
 
-    /// Adds the parameters of a norm of the residual stream, and returns their range. Returns
-    /// `None` and adds nothing if the layer has no such norm.
+    /// Adds the parameters of a norm of the residual stream, and returns their range in the flat
+    /// vector. Returns `None` and adds nothing if the layer has no such norm.
     fn add_row_norm(&mut self, name: Option<&str>) -> Option<Range<usize>> {
         let (name, width) = (name?, self.config.sizes.hidden);
         let mut span = self.add_norm_weight(name, width);
@@ -93,7 +95,7 @@ impl LayerLayoutBuilder<'_> {
         Some(span)
     }
 
-    /// Adds matrices with a common input of width `inputs`, and then their biases if `has_biases`
+    /// Adds matrices that have a common input of width `inputs`, and their biases if `has_biases`
     /// is set. `modules` are name and output width of each matrix, and `index` is the index of the
     /// matmul in the layer.
     fn add_linear(
@@ -121,8 +123,8 @@ impl LayerLayoutBuilder<'_> {
     }
 }
 
-/// Builds the unit of a layer and its layout. The unit contains all tensors of the layer except
-/// experts. If `layer_number` is `None`, builds the unit of layer 0 as a dense layer.
+/// Builds the parameter unit of a layer and its layout. The unit contains all tensors of the layer
+/// except experts. If `layer_number` is `None`, builds the unit of layer 0 as a dense layer.
 pub(super) fn build_layer_unit(
     config: &DecoderConfig,
     layer_number: Option<usize>,

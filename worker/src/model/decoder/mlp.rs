@@ -1,5 +1,5 @@
-//! Forward and backward pass of the second half of a dense decoder layer: residual addition, norm,
-//! MLP, norm or dropout of the output, residual addition.
+//! Forward and backward pass of the MLP half of a decoder layer without experts: residual addition,
+//! norm, MLP, and residual addition.
 use super::{
     decoder_buffers::{SavedBuffers, ScratchBuffers},
     decoder_config::Activation,
@@ -9,7 +9,8 @@ use crate::model::blocks::{LayerBuffers, LayerInput};
 use device::{View, ViewMut};
 
 impl Model {
-    /// Computes the activation `act`, `[rows, intermediate]`, from gate and up.
+    /// Computes the activation of the MLP from gate and up, and writes it to `act`, `[rows,
+    /// intermediate]`.
     fn activation_forward(&self, input: &LayerInput, act: ViewMut, gate_up: View) {
         let (ops, m, f) = (input.ops, input.batch.rows(), self.config.intermediate_size);
         match self.config.activation {
@@ -19,8 +20,8 @@ impl Model {
         }
     }
 
-    /// Computes the gradients of gate and up. `dact` is the gradient of the activation on entry,
-    /// and the activation itself on return.
+    /// Computes the gradients of the MLP's gate and up. `dact` is the gradient of the activation on
+    /// entry, and the activation itself on return.
     fn activation_backward(&self, input: &LayerInput, dgate_up: ViewMut, dact: ViewMut, gate_up: View) {
         let (ops, m, f) = (input.ops, input.batch.rows(), self.config.intermediate_size);
         match self.config.activation {
@@ -64,9 +65,9 @@ impl Model {
         }
     }
 
-    /// Computes the gradients of the MLP. Writes the parameter gradients to `g`, the gradient of
-    /// the layer's unit. `dx` is the gradient of the layer's output on entry, and of the residual
-    /// stream after attention on return.
+    /// Computes the backward pass of a layer's MLP half. Writes the parameter gradients to `g`, the
+    /// gradient of the layer's unit. `dx` is the gradient of the layer's output on entry, and of
+    /// the residual stream after attention on return.
     pub(super) fn mlp_backward(
         &self,
         input: &LayerInput,

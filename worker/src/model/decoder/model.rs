@@ -1,4 +1,4 @@
-//! [`Model`]: a decoder-only transformer, its parameters and names, and its options for training.
+//! [`Model`]: a decoder-only transformer with its parameters, names and options for training.
 use super::{
     decoder_config::{DecoderConfig, DropoutConfig},
     layer_layout::{DecoderLayerSpans, build_layer_unit},
@@ -21,10 +21,11 @@ use jobspec::ExpertsSpec;
 use serde_json::{Map, Value};
 use std::ops::Range;
 
-/// The stored name of the head's matrix. The matrix is not stored if it is tied to the embedding.
+/// The name of the output layer's matrix in files, where it is absent if it is tied to the
+/// embedding.
 const LM_HEAD_NAME: &str = "lm_head.weight";
 
-/// A decoder-only transformer with its config.
+/// A decoder-only transformer of any supported model family, described by its config.
 ///
 /// A model describes its parameter units, and computes one block at a time from the parameters that
 /// are passed to it.
@@ -56,7 +57,7 @@ pub struct Model {
     pub(super) layer_dropout: Vec<LayerDropout>,
 }
 
-/// The dropout modules of a layer.
+/// The dropout modules of one layer, for attention and the two branches.
 pub(super) struct LayerDropout {
     /// The dropout of attention probabilities.
     pub(super) attention: DropoutModule,
@@ -104,15 +105,16 @@ impl Model {
     }
 
     /// Returns the range of the router's matrix, `[experts, hidden]`, in the flat vector of a layer
-    /// with experts. The range is empty for a dense model.
+    /// with experts. The range is empty if the model has no experts.
     pub(super) fn router_span(&self) -> Range<usize> {
         let at = self.spans.gate_up.weight.start;
         let experts = self.config.moe.as_ref().map_or(0, |moe| moe.shape.experts);
         at..at + experts * self.config.sizes.hidden
     }
 
-    /// Returns the number of elements of the embedding's matrix and of the head's matrix,
-    /// `[vocab, hidden]` each. Learned positions follow the embedding's matrix in its unit.
+    /// Returns the number of elements of the matrix of the embedding, which is also that of the
+    /// output layer: `[vocab, hidden]`. Learned positions follow the embedding's matrix in its
+    /// unit.
     pub(super) fn vocab_matrix_len(&self) -> usize {
         self.config.sizes.vocab * self.config.sizes.hidden
     }
@@ -127,7 +129,8 @@ impl Model {
         self.config.sizes
     }
 
-    /// Returns the parameter units: embedding, layers, head. Experts are in separate units
+    /// Returns the parameter units of the model: the embedding, each layer, and the head. A unit is
+    /// gathered as a whole. Experts are in separate units
     /// ([`crate::model::MoeModel::expert_params`]).
     pub fn param_units(&self) -> Vec<ParamUnit> {
         let (config, d) = (&self.config, self.config.sizes.hidden);
@@ -169,12 +172,13 @@ impl Model {
         self.config.ties_embeddings
     }
 
-    /// Returns the stored name of the embedding matrix.
+    /// Returns the name of the embedding matrix in files.
     fn embedding_name(&self) -> String {
         format!("{}.weight", self.config.names.embedding)
     }
 
-    /// Returns the second names of tied weights, with the names under which the tensors are stored.
+    /// Returns the second names of tied weights, with the names under which files store the
+    /// tensors.
     pub fn tied_weights(&self) -> Vec<TiedWeight> {
         let tie = TiedWeight { alias: LM_HEAD_NAME.into(), target: self.embedding_name() };
         if self.has_tied_embeddings() { vec![tie] } else { Vec::new() }
@@ -186,14 +190,14 @@ impl Model {
         self.config.has_transposed_matrices
     }
 
-    /// Returns the prefix of stored names that is absent in files of the model without its head
-    /// (`base_model_prefix` in transformers).
+    /// Returns the prefix of tensor names that is absent in files of the model without its output
+    /// layer (`base_model_prefix` in transformers).
     pub fn base_model_prefix(&self) -> Option<&'static str> {
         self.config.names.base_prefix
     }
 
-    /// Returns whether the tensor of this name is a constant. Older checkpoints contain constants;
-    /// they are not loaded.
+    /// Returns whether `name` is a constant that older checkpoints store among the tensors.
+    /// Constants are not loaded.
     pub fn is_constant_tensor(&self, name: &str) -> bool {
         let names = &self.config.names;
         let prefix = names.base_prefix.unwrap_or_default();
@@ -209,8 +213,8 @@ impl Model {
         self.config.sliding_window.filter(|_| self.config.sliding_layers.contains(&true))
     }
 
-    /// Computes the floating-point operations of matmuls per token in forward and backward pass,
-    /// without recomputation, for sequences of `t` tokens.
+    /// Computes how many floating-point operations the matmuls of the forward and backward pass
+    /// need per token, without recomputation, for sequences of `t` tokens.
     pub fn compute_flops_per_token(&self, t: usize) -> f64 {
         let sizes = self.config.sizes;
         let matrix_elements = self.matrix_elements as f64 + (sizes.vocab * sizes.hidden) as f64;
@@ -259,7 +263,7 @@ impl Model {
         ])
     }
 
-    /// Sets the run's seed, which selects the dropout masks. The seed of a new model is 0.
+    /// Sets the run's seed, from which the dropout masks are derived. The seed of a new model is 0.
     pub fn set_dropout_seed(&mut self, seed: u64) {
         let config = &self.config;
         let module = |prefix: &str, dropout: Option<DropoutConfig>| {
@@ -278,9 +282,9 @@ impl Model {
         self.embedding_dropout = module("", config.embedding_dropout);
     }
 
-    /// Restricts the backward pass to the gradients of trained parameters. `units` are those of
-    /// [`Model::param_units`] with the trained parameters marked. Gradients of other parameters
-    /// have unspecified values.
+    /// Restricts the backward pass to the gradients of the parameters that `units` marks as
+    /// trained. `units` are those of [`Model::param_units`] with the trained parameters marked.
+    /// Gradients of other parameters have unspecified values.
     pub fn set_trained_params(&mut self, units: &[ParamUnit]) {
         let layers = &units[1..units.len() - 1];
         self.linears.set_trained_params(layers, self.spans.list_linears());
@@ -293,8 +297,8 @@ impl Model {
         };
     }
 
-    /// Sets the coefficients of the router losses that `train.experts` specifies. Has no effect on
-    /// a dense model.
+    /// Sets the coefficients with which the job's `train.experts` weights the router losses. Has no
+    /// effect on a dense model.
     pub fn set_router_losses(&mut self, spec: &ExpertsSpec) {
         if let Some(moe) = &mut self.config.moe {
             moe.losses = select_router_loss_coefficients(spec, moe.losses.aux);

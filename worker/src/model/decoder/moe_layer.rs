@@ -1,7 +1,7 @@
-//! [`MoeModel`]: the mixture-of-experts layers of a [`Model`]. This module computes the second half
-//! of such a layer except the experts: residual addition, norm and router, and the weighted sum of
-//! the experts' outputs. The formulas are those of `MixtralSparseMoeBlock` and
-//! `Qwen3MoeSparseMoeBlock` of transformers.
+//! [`MoeModel`]: the mixture-of-experts layers of a [`Model`], apart from the experts' own
+//! computation. This module computes the second half of such a layer except the experts: residual
+//! addition, norm and router, and the weighted sum of the experts' outputs. The formulas are those
+//! of `MixtralSparseMoeBlock` and `Qwen3MoeSparseMoeBlock` of transformers.
 use super::{
     decoder_buffers::{SavedBuffers, ScratchBuffers},
     decoder_moe_config::DecoderMoeConfig,
@@ -15,7 +15,7 @@ use crate::model::{
 use crate::params::{ParamInit, ParamSpec};
 use device::{Ops, View, ViewMut, ops::WriteMode};
 
-/// A model with mixture-of-experts layers.
+/// View of a [`Model`] that has mixture-of-experts layers, with the functions for these layers.
 #[derive(Clone, Copy)]
 pub struct MoeModel<'a> {
     model: &'a Model,
@@ -33,7 +33,7 @@ impl<'a> MoeModel<'a> {
         self.config.shape
     }
 
-    /// Returns whether this layer has experts instead of a dense MLP.
+    /// Returns whether layer number `layer` has experts instead of a dense MLP.
     pub fn is_moe_layer(&self, layer: usize) -> bool {
         self.model.config.is_moe_layer(layer)
     }
@@ -49,7 +49,7 @@ impl<'a> MoeModel<'a> {
         self.config.losses
     }
 
-    /// Returns the tensors of one expert: gate, up, down.
+    /// Returns the tensors of expert number `expert` in `layer`: gate, up, down.
     pub fn expert_params(&self, layer: usize, expert: usize) -> Vec<ParamSpec> {
         let DecoderMoeConfig { shape: s, names, .. } = self.config;
         let [gate, up, down] = names.matrices;
@@ -67,8 +67,8 @@ impl<'a> MoeModel<'a> {
         ]
     }
 
-    /// Computes attention and router of a layer. Writes the router's output to `routing`.
-    /// [`MoeModel::normed_rows`] then returns the input rows of the experts.
+    /// Computes the attention and the router of a layer with experts. Writes the router's output to
+    /// `routing`. [`MoeModel::normed_rows`] then returns the input rows of the experts.
     pub fn route_forward(&self, input: &LayerInput, routing: &mut RouterOutput, buffers: &mut LayerBuffers) {
         let model = self.model;
         model.attention_forward(input, buffers);
@@ -89,9 +89,10 @@ impl<'a> MoeModel<'a> {
         norm.view()
     }
 
-    /// Computes the output `y` of a layer, `[tokens, hidden]`. The output of a token is the
-    /// residual stream plus the sum of the outputs of the token's experts, each multiplied by the
-    /// router's factor for this expert ([`RouterOutput::weights`]).
+    /// Computes the output `y` of a layer with experts, `[tokens, hidden]`, from the experts'
+    /// outputs `rows`. The output of a token is the residual stream plus the sum of the outputs of
+    /// the token's experts, each multiplied by the router's factor for this expert
+    /// ([`RouterOutput::weights`]).
     ///
     /// `rows` contains one output row for each token and each of its experts. `choice_rows`,
     /// `[tokens, per_token]`, contains the indices in `rows` of the outputs for each token.
@@ -111,9 +112,9 @@ impl<'a> MoeModel<'a> {
         ops.add(y, residual.view());
     }
 
-    /// Computes the gradients of router and attention of a layer. `dx`, `[rows, hidden]`, is the
-    /// gradient of the layer's output on entry and of its input on return. Overwrites `g`, the
-    /// gradient of the layer's unit.
+    /// Computes the backward pass of the router and the attention of a layer with experts. `dx`,
+    /// `[rows, hidden]`, is the gradient of the layer's output on entry and of its input on return.
+    /// Overwrites `g`, the gradient of the layer's unit.
     pub fn route_backward(
         &self,
         input: &LayerInput,

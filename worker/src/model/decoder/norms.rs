@@ -1,5 +1,4 @@
-//! The norms of a [`Model`]: the norms of the inputs and outputs of attention and MLP, and the
-//! norms of q and k.
+//! The norms of a [`Model`]: those before and after attention and MLP, and those of q and k.
 use super::{
     decoder_config::{NormKind, QkNorm},
     model::Model,
@@ -26,7 +25,7 @@ impl Model {
         buffer.view().slice(0..n)
     }
 
-    /// Returns the norm of rows whose parameters are at `span` in `params`, the flat vector of a
+    /// Returns the norm whose parameters are at `span` in `params`, the flat vector of a parameter
     /// unit. `buffer` may be overwritten with the norm's factors.
     pub(super) fn create_row_norm<'a>(
         &self,
@@ -41,8 +40,8 @@ impl Model {
         RowNorm { ops, factors, bias, span, eps: self.config.norm_eps }
     }
 
-    /// Returns the norm of a layer whose parameters are at `span`, or `None` if the family has no
-    /// such norm. `buffer` may be overwritten with the norm's factors.
+    /// Returns the norm whose parameters are at `span` in the layer of `input`, or `None` if the
+    /// family has no such norm. `buffer` may be overwritten with the norm's factors.
     pub(super) fn find_norm<'a>(
         &self,
         input: &LayerInput<'a>,
@@ -52,8 +51,8 @@ impl Model {
         span.map(|span| self.create_row_norm(input.ops, input.params, span.clone(), buffer))
     }
 
-    /// Returns the norm of the input of attention or the MLP. The parameters are as in
-    /// [`Model::find_norm`].
+    /// Returns the norm that is applied to the input of attention or of the MLP. The parameters are
+    /// as in [`Model::find_norm`].
     pub(super) fn find_input_norm<'a>(
         &self,
         input: &LayerInput<'a>,
@@ -63,7 +62,7 @@ impl Model {
         InputNorm { ops: input.ops, norm: self.find_norm(input, span, buffer) }
     }
 
-    /// Computes the gradients of the norm or of the dropout that follows attention or the MLP. The
+    /// Computes the backward pass of what follows attention or the MLP: a norm or dropout. The
     /// norm's parameters are at `span` in the layer's parameters. `dy` is the gradient of the
     /// output, and `(x, stats)` are the norm's input and its statistics. Writes the gradients of
     /// the parameters to `g`, the gradient of the layer's unit.
@@ -87,8 +86,8 @@ impl Model {
         buffer.view()
     }
 
-    /// Returns the layout of the normalized parts of q, and of those of k, within rows of q, k and
-    /// v. A part is a head, or all heads of a token.
+    /// Returns how the parts of q and of k that are normalized separately are laid out in the rows
+    /// of q, k and v. A part is a head, or all heads of a token.
     fn normalized_part_layouts(&self, rows: usize, extent: QkNorm) -> [HeadLayout; 2] {
         let sizes = self.config.sizes;
         let layout = |first_column, heads: usize| {
@@ -102,7 +101,7 @@ impl Model {
     }
 
     /// Normalizes q and k in `qkv` in place. Writes the values before the norms to `raw` and their
-    /// 1/rms to `rstd`, for the backward pass. Does nothing if the family has no q/k norms.
+    /// 1/rms to `rstd`, for the backward pass. Does nothing if the family has no norms of q and k.
     pub(super) fn qk_norm_forward(
         &self,
         input: &LayerInput,
@@ -122,8 +121,8 @@ impl Model {
         }
     }
 
-    /// Computes the gradients of the norms of q and k. On entry, `dqkv` contains the gradients of
-    /// the norms' outputs; on return, those of their inputs. Adds the gradients of the norms'
+    /// Computes the backward pass of the norms of q and k. On entry, `dqkv` contains the gradients
+    /// of the norms' outputs; on return, those of their inputs. Adds the gradients of the norms'
     /// weights to `g`, the gradient of the layer's unit. Does nothing if the family has no q/k
     /// norms.
     pub(super) fn qk_norm_backward(

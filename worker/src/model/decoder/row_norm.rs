@@ -1,11 +1,12 @@
-//! [`RowNorm`]: RMSNorm or LayerNorm of the rows of the residual stream.
+//! [`RowNorm`]: an RMSNorm or LayerNorm that is applied to the rows of the residual stream.
 use device::{
     Buf, Ops, View, ViewMut,
     ops::{LayerNormParams, WriteMode},
 };
 use std::ops::Range;
 
-/// A norm of the rows of the residual stream, or of a branch of this stream, with its parameters.
+/// A norm with its parameters, which is applied to the rows of the residual stream or of one of its
+/// branches.
 pub(super) struct RowNorm<'a> {
     pub(super) ops: &'a dyn Ops,
     /// The factors by which the norm multiplies the normalized elements.
@@ -63,24 +64,24 @@ impl RowNorm<'_> {
     }
 }
 
-/// The norm of the input of attention or of the MLP. Some families have no such norm.
+/// The norm of the input of attention or of the MLP, or no norm in families that have none there.
 pub(super) struct InputNorm<'a> {
     pub(super) ops: &'a dyn Ops,
     pub(super) norm: Option<RowNorm<'a>>,
 }
 
 impl InputNorm<'_> {
-    /// Returns the input of attention or the MLP for rows `x` of the residual stream. Writes the
-    /// normalized rows to `normed` and their statistics to `stats`, and returns `normed`. Returns
-    /// `x` itself if there is no norm.
+    /// Normalizes the rows `x` of the residual stream, as the input of attention or of the MLP.
+    /// Writes the normalized rows to `normed` and their statistics to `stats`, and returns
+    /// `normed`. Returns `x` itself if there is no norm.
     pub(super) fn forward<'x>(&self, x: View<'x>, normed: &'x mut Buf, stats: &mut Buf) -> View<'x> {
         let Some(norm) = &self.norm else { return x };
         norm.forward(normed.view_mut(), stats.view_mut(), x);
         normed.view()
     }
 
-    /// Adds the layer's input `x` to `residual`, and returns the input of the MLP or the router, as
-    /// [`InputNorm::forward`] does.
+    /// Adds the layer's input `x` to `residual`, and normalizes the sum as [`InputNorm::forward`]
+    /// does. The result is the input of the MLP or the router.
     pub(super) fn add_forward<'x>(
         &self,
         residual: &'x mut Buf,
@@ -96,9 +97,9 @@ impl InputNorm<'_> {
         normed.view()
     }
 
-    /// Adds the gradient of rows `x` of the residual stream to `dx`. `dy` is the gradient of the
-    /// rows that [`InputNorm::forward`] returned for `x`. Adds the gradients of the norm's
-    /// parameters to `g`, the gradient of the layer's unit.
+    /// Computes the backward pass of [`InputNorm::forward`]: adds the gradient of the rows `x` to
+    /// `dx`. `dy` is the gradient of the rows that [`InputNorm::forward`] returned for `x`. Adds
+    /// the gradients of the norm's parameters to `g`, the gradient of the layer's unit.
     pub(super) fn backward(&self, g: &mut ViewMut, dx: ViewMut, dy: View, x_and_stats: (View, View)) {
         match &self.norm {
             None => self.ops.add(dx, dy),

@@ -16,7 +16,7 @@ use crate::model::{
 use jobspec::ModelSpec;
 use serde_json::{Map, Value, json};
 
-/// The norms of a layer of both families.
+/// The names of the norms of a layer, which are the same in Gemma 2 and Gemma 3.
 const NORMS: LayerNorms = LayerNorms {
     attention_in: Some("input_layernorm"),
     attention_out: Some("post_attention_layernorm"),
@@ -73,9 +73,9 @@ pub(super) const GEMMA3: ModelFamily = ModelFamily {
     key_names: DECODER_KEY_NAMES,
 };
 
-/// Reads the config keys that Gemma 2 and 3 share. `rope` is the rotary embedding of layers with
-/// full attention. Every `pattern`-th layer has full attention, unless the config key `layer_types`
-/// overrides this pattern.
+/// Reads those keys of config.json that Gemma 2 and Gemma 3 share. `rope` is the rotary embedding
+/// of layers with full attention. Every `pattern`-th layer has full attention, unless the config
+/// key `layer_types` overrides this pattern.
 fn read_gemma_config(fields: &HfConfigFields, rope: RopeConfig, pattern: usize) -> Result<DecoderConfig> {
     let gelu = json!("gelu_pytorch_tanh");
     fields.require_one_of("hidden_act", std::slice::from_ref(&gelu))?;
@@ -101,8 +101,8 @@ fn read_gemma_config(fields: &HfConfigFields, rope: RopeConfig, pattern: usize) 
     Ok(config)
 }
 
-/// Reads the softcap of config key `key`. Returns `None` if the value is null, and `default` if the
-/// key is absent.
+/// Reads the softcap from the key `key` of config.json. Returns `None` if the value is null, and
+/// `default` if the key is absent.
 fn read_softcap(fields: &HfConfigFields, key: &'static str, default: Option<f64>) -> Result<Option<f32>> {
     let default = if fields.contains_key(key) { None } else { default };
     match fields.read_optional_number(key)?.or(default) {
@@ -111,9 +111,9 @@ fn read_softcap(fields: &HfConfigFields, key: &'static str, default: Option<f64>
     }
 }
 
-/// Reads the rotary embeddings of layers with full attention and of sliding-window layers. The
-/// config keys are `rope_parameters` (transformers 5), or `rope_theta`, `rope_scaling` and
-/// `rope_local_base_freq` (transformers 4).
+/// Reads the rotary embeddings from config.json: that of layers with full attention and that of
+/// sliding-window layers. The config keys are `rope_parameters` (transformers 5), or `rope_theta`,
+/// `rope_scaling` and `rope_local_base_freq` (transformers 4).
 fn read_rope_configs(fields: &HfConfigFields) -> Result<(RopeConfig, Option<RopeConfig>)> {
     const NEW: &str = "rope_parameters";
     const OLD: &str = "rope_scaling";

@@ -20,11 +20,11 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
     key_names: KEY_NAMES,
 };
 
-/// The config keys of the dropout rates of attention probabilities, of the embedding, and of the
-/// branches that are added to the residual stream.
+/// The keys of config.json for the dropout rates of attention probabilities, of the embedding, and
+/// of the branches of the residual stream.
 const DROPOUT_KEYS: [&str; 3] = ["attn_pdrop", "embd_pdrop", "resid_pdrop"];
 
-/// The names of config keys of GPT-2.
+/// The names of the keys in the config.json of GPT-2.
 const KEY_NAMES: ConfigKeyNames = ConfigKeyNames {
     dropout_rates: &DROPOUT_KEYS,
     max_positions: "n_positions",
@@ -32,12 +32,12 @@ const KEY_NAMES: ConfigKeyNames = ConfigKeyNames {
     intermediate_size: "n_inner",
 };
 
-/// The norms of a layer.
+/// The names of the norms of a GPT-2 layer.
 const NORMS: LayerNorms =
     LayerNorms { attention_in: Some("ln_1"), attention_out: None, mlp_in: Some("ln_2"), mlp_out: None };
 
-/// The names of the model's tensors. `attn.bias` is the causal mask, and `attn.masked_bias` the
-/// score of masked positions.
+/// The names of the tensors and modules in files of GPT-2. `attn.bias` is the causal mask, and
+/// `attn.masked_bias` the score of masked positions.
 const NAMES: TensorNames = TensorNames {
     embedding: "transformer.wte",
     layers: "transformer.h",
@@ -50,8 +50,7 @@ const NAMES: TensorNames = TensorNames {
     constants: &["attn.bias", "attn.masked_bias"],
 };
 
-/// Config keys of GPT-2 without effect on training: heads for other tasks, and settings of
-/// transformers' attention in 16 bits.
+/// Keys in the config.json of GPT-2 that have no effect on training.
 const IGNORED_KEYS: [&str; 10] = [
     "n_special",
     "predict_special_tokens",
@@ -65,7 +64,7 @@ const IGNORED_KEYS: [&str; 10] = [
     "n_ctx",
 ];
 
-/// Reads the config keys of GPT-2, and checks that their values are consistent.
+/// Reads the keys in the config.json of GPT-2, and checks that their values are consistent.
 fn read_config(fields: &HfConfigFields) -> Result<DecoderConfig> {
     let activations = [json!("gelu_new"), json!("gelu_pytorch_tanh")];
     fields.require_one_of("activation_function", &activations)?;

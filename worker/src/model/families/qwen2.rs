@@ -1,5 +1,5 @@
-//! The model family Qwen 2 and 2.5. The projections of q, k and v have biases, and some layers may
-//! attend to a sliding window.
+//! The model family Qwen2, which includes Qwen 2.5. The projections of q, k and v have biases, and
+//! some layers may attend to a sliding window.
 use crate::model::{
     decoder::{DECODER_KEY_NAMES, DecoderConfig, list_decoder_config_keys},
     family::ModelFamily,

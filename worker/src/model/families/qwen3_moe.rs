@@ -21,7 +21,7 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
     key_names: DECODER_KEY_NAMES,
 };
 
-/// Reads the config keys of the family.
+/// Reads the config.json of a Qwen 3 MoE model.
 fn read_config(fields: &HfConfigFields) -> Result<DecoderConfig> {
     let mut config = DecoderConfig::from_fields(fields)?;
     config.read_attention_bias(fields)?;
@@ -49,7 +49,7 @@ fn read_config(fields: &HfConfigFields) -> Result<DecoderConfig> {
     Ok(config)
 }
 
-/// Returns the config.json of a model that job.yaml describes.
+/// Returns the config.json of a Qwen 3 MoE model that job.yaml describes.
 fn list_config_keys(spec: &ModelSpec) -> Map<String, Value> {
     let family_keys = json!({
         "attention_bias": false,
@@ -67,8 +67,8 @@ fn list_config_keys(spec: &ModelSpec) -> Map<String, Value> {
     list_decoder_config_keys(spec, family_keys)
 }
 
-/// Reads the number of experts of a layer from `num_experts`, or from `num_local_experts` of newer
-/// versions of transformers. Fails if both keys are absent or have different values.
+/// Reads the number of experts of a layer from `num_experts`, or from `num_local_experts`, its name
+/// in newer versions of transformers. Fails if both keys are absent or have different values.
 fn read_expert_count(fields: &HfConfigFields) -> Result<u32> {
     match (fields.read_optional_size("num_experts")?, fields.read_optional_size("num_local_experts")?) {
         (Some(a), Some(b)) if a != b => {
@@ -79,8 +79,8 @@ fn read_expert_count(fields: &HfConfigFields) -> Result<u32> {
     }
 }
 
-/// Reads `mlp_only_layers`, the numbers of the layers without experts. Each number must be below
-/// `layers`.
+/// Reads `mlp_only_layers` from config.json, the numbers of the layers that have no experts. Each
+/// number must be below `layers`.
 fn read_mlp_only_layers(fields: &HfConfigFields, layers: usize) -> Result<Vec<usize>> {
     const KEY: &str = "mlp_only_layers";
     let Some(value) = fields.read_value(KEY) else { return Ok(Vec::new()) };

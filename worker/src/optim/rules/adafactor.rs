@@ -1,5 +1,5 @@
-//! Adafactor (Shazeer and Stern, 2018): estimates the second moments of a matrix from the means of
-//! its rows and columns, and limits the root mean square of each update.
+//! The optimizer Adafactor (Shazeer and Stern, 2018), which estimates the second moments of a
+//! matrix from the means of its rows and columns.
 //!
 //! The formula is that of `Adafactor` of transformers with `scale_parameter=False`,
 //! `relative_step=False` and `warmup_init=False`: the job's learning rate applies unchanged.
@@ -26,7 +26,7 @@ impl UpdateRule for Adafactor {
     }
 }
 
-/// The purpose of the memory for directions.
+/// What out-of-memory errors name as the use of the memory for Adafactor's updates.
 const MEMORY_LABEL: &str = "Adafactor updates";
 
 impl TensorDirection for Adafactor {
@@ -38,8 +38,9 @@ impl TensorDirection for Adafactor {
         2 * shape.iter().product::<usize>() + if shape.len() == 2 { shape[0] + shape[1] } else { 0 }
     }
 
-    /// Scales the gradient. For a parameter that is not a matrix, also updates the second moments,
-    /// and divides the gradient by their roots.
+    /// Multiplies the gradient of consecutive elements by the step's gradient scale. For a
+    /// parameter that is not a matrix, also updates the second moments, and divides the gradient by
+    /// their roots.
     fn prepare_gradient(
         &self,
         ops: &dyn Ops,
@@ -75,10 +76,9 @@ impl TensorDirection for Adafactor {
     }
 }
 
-/// Updates the row and column means of the squared gradient `g[rows, columns]`. Returns the
-/// gradient divided by the roots of the second moments that follow from these means. The estimated
-/// second moment of an element is the mean of its row times that of its column, divided by the mean
-/// over all rows.
+/// Updates the row and column means of the squared gradient `g[rows, columns]`, and returns the
+/// gradient divided by the roots of the estimated second moments. The estimate for an element is
+/// the mean of its row times that of its column, divided by the mean over all rows.
 fn normalize_matrix(
     ops: &dyn Ops,
     g: View,
@@ -111,8 +111,8 @@ fn update_row_means(ops: &dyn Ops, means: ViewMut, g: View, len: usize, inputs: 
     ops.axpby(means, (1.0 - one_minus_beta2) as f32, squares.view(), one_minus_beta2 as f32);
 }
 
-/// Divides each row of `x[rows, len]` by `√(mean / unit(means))`, where `mean` is the row's element
-/// of `means`.
+/// Divides each row of `x[rows, len]` by the square root of `mean / unit(means)`, where `mean` is
+/// the row's element of `means`.
 fn divide_rows_by_roots(ops: &dyn Ops, x: ViewMut, means: View, len: usize, unit: impl Fn(&[f32]) -> f64) {
     let means = ops.clone_to_host(means);
     let unit = unit(means.host());
@@ -121,8 +121,8 @@ fn divide_rows_by_roots(ops: &dyn Ops, x: ViewMut, means: View, len: usize, unit
     ops.scale_rows(x, factors.view(), len);
 }
 
-/// Updates consecutive elements with Adafactor: by their part of the tensor's direction or, with
-/// `beta1`, by the moving average of the directions.
+/// Applies an Adafactor update to consecutive elements: subtracts their part of the tensor's
+/// direction or, with `beta1`, the moving average of the directions.
 fn update(ops: &dyn Ops, p: ViewMut, direction: View, mut states: StateViews, inputs: &UpdateInputs<'_>) {
     let keep = (1.0 - inputs.lr * inputs.group.weight_decay) as f32;
     let Some(beta1) = inputs.spec.beta1 else { return ops.axpby(p, keep, direction, -1.0) };

@@ -1,6 +1,5 @@
-//! Muon (Jordan et al. 2024): updates a matrix along its orthogonalized momentum, computed by five
-//! Newton–Schulz iterations in fp32. AdamW updates the embedding, the head and everything that is
-//! not a matrix.
+//! The optimizer Muon (Jordan et al. 2024), which updates a matrix along its orthogonalized
+//! momentum. AdamW updates the embedding, the head and everything that is not a matrix.
 //!
 //! The formula is that of torch.optim.Muon with Nesterov momentum and
 //! `adjust_lr_fn="match_rms_adamw"`: the learning rate is multiplied by 0.2·√max(rows, columns), so
@@ -16,18 +15,19 @@ use jobspec::OptimizerSpec;
 
 /// The number of Newton–Schulz iterations of one orthogonalization.
 const NEWTON_SCHULZ_STEPS: usize = 5;
-/// The coefficients of the iteration's polynomial a·x + b·x³ + c·x⁵.
+/// The coefficients of the polynomial a·x + b·x³ + c·x⁵, which one Newton–Schulz iteration applies
+/// to the singular values.
 const COEFFICIENTS: (f32, f32, f32) = (3.4445, -4.7750, 2.0315);
-/// The lower limit of the norm by which a matrix is divided.
+/// The smallest norm by which a matrix is divided before its orthogonalization.
 const MIN_NORM: f64 = 1e-7;
 
 /// Implements [`UpdateRule`] for the optimizer Muon.
 pub(super) struct Muon;
 
 impl UpdateRule for Muon {
-    /// Lists the roles of Muon's momentum and of AdamW's moments. The first moment of AdamW has
-    /// another role than in a job with AdamW, so that checkpoints of the two optimizers are not
-    /// confused.
+    /// Lists the kinds of states that Muon keeps: its momentum, and AdamW's moments for the
+    /// parameters that AdamW updates. The first moment of AdamW has another role than in a job with
+    /// AdamW, so that checkpoints of the two optimizers are not confused.
     fn list_state_roles(&self, _: &OptimizerSpec) -> Vec<TensorRole> {
         vec![TensorRole::Momentum, TensorRole::ExpAvgSq]
     }
@@ -56,7 +56,7 @@ impl TensorDirection for Muon {
         2 * small * small + 2 * small * large
     }
 
-    /// Updates the momentum, and overwrites the gradient with the Nesterov momentum.
+    /// Updates the momentum with the gradient, and replaces the gradient by the Nesterov momentum.
     fn prepare_gradient(&self, ops: &dyn Ops, g: ViewMut, mut states: StateViews, inputs: &UpdateInputs<'_>) {
         ops.nesterov_momentum(states.take(TensorRole::Momentum), g, inputs.group.momentum, inputs.grad_scale);
     }
@@ -72,7 +72,7 @@ impl TensorDirection for Muon {
     }
 }
 
-/// Updates elements of a matrix along its orthogonalized momentum `direction`.
+/// Updates consecutive elements of a matrix along `direction`, the orthogonalized momentum.
 fn update_matrix(ops: &dyn Ops, p: ViewMut, direction: View, _: StateViews, inputs: &UpdateInputs<'_>) {
     let larger_side = inputs.shape[0].max(inputs.shape[1]) as f64;
     let keep = (1.0 - inputs.lr * inputs.group.weight_decay) as f32;
@@ -115,7 +115,7 @@ mod tests {
     use super::*;
     use device::cpu::Cpu;
 
-    /// Orthogonalizes a matrix in host memory.
+    /// Orthogonalizes a matrix in host memory with the CPU backend, for tests.
     fn run_orthogonalize(ops: &dyn Ops, x: &[f32], rows: usize, columns: usize) -> Vec<f32> {
         orthogonalize(ops, x.into(), rows, columns).host().to_vec()
     }

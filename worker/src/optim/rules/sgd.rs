@@ -20,7 +20,7 @@ impl UpdateRule for Sgd {
     }
 }
 
-/// Applies an SGD update to the consecutive elements `p` and their states. Either all parameters
+/// Applies an SGD update to the consecutive elements `p` and their momentum. Either all parameters
 /// have momentum, or none.
 fn update(ops: &dyn Ops, p: ViewMut, g: View, mut states: StateViews, inputs: &UpdateInputs<'_>) {
     let (momentum, weight_decay) = (inputs.group.momentum, inputs.group.weight_decay);

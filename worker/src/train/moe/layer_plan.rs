@@ -1,10 +1,10 @@
-//! [`MoeLayerPlan`]: the distribution of a layer's experts over the ranks of a group.
+//! [`MoeLayerPlan`]: which rank of an expert-parallel group has which experts of a layer.
 use crate::{
     expert_layout::ExpertLayout,
     model::{Model, MoeModel},
 };
 
-/// The distribution of the experts of one layer over the ranks of an expert-parallel group.
+/// Which rank of an expert-parallel group has which experts of one layer.
 #[derive(Clone)]
 pub(in crate::train) struct MoeLayerPlan {
     /// The number of MoE layers before this layer.
@@ -17,8 +17,8 @@ pub(in crate::train) struct MoeLayerPlan {
     pub(in crate::train) per_rank: Vec<usize>,
 }
 
-/// Plans every layer for the rank with index `number` in its expert-parallel group. The plan of a
-/// dense layer is `None`.
+/// Plans every layer for the rank number `number` of its expert-parallel group. The plan of a layer
+/// without experts is `None`.
 ///
 /// The units of experts follow the model's other units: layer by layer, one unit for each rank of a
 /// group.

@@ -24,14 +24,15 @@ use device::Buf;
 use jobspec::RecomputeMode;
 
 impl Trainer {
-    /// Returns the parameter unit of this rank's experts of layer `l`, or `None` if the layer is
-    /// dense.
+    /// Returns the index of the parameter unit with this rank's experts of layer `l`, or `None` if
+    /// the layer has no experts.
     pub(in crate::train) fn expert_unit(&self, l: usize) -> Option<usize> {
         self.experts.as_ref().and_then(|e| e.unit(l))
     }
 
-    /// Runs the forward pass of an MoE layer. If `compute` is false, this rank has no micro-batch,
-    /// and its experts only compute rows of other ranks.
+    /// Runs the forward pass of an MoE layer, including the exchange of rows with other ranks. If
+    /// `compute` is false, this rank has no micro-batch, and its experts only compute rows of other
+    /// ranks.
     pub(in crate::train) fn run_moe_layer_forward(
         &mut self,
         l: usize,
@@ -147,10 +148,10 @@ impl Trainer {
         Ok(self.engine.reduce_gradient(l + 1, round, grad)?)
     }
 
-    /// Dispatches the gradients of the layer's output to the experts of each token, and runs the
+    /// Sends the gradients of the layer's output to the experts of each token, and runs the
     /// backward pass of this rank's experts. Then starts to send back the gradients of the experts'
-    /// inputs and of the router's factors.
-    /// [`Trainer::wait_for_combined_gradients`] waits for them.
+    /// inputs and of the router's factors, for which [`Trainer::wait_for_combined_gradients`]
+    /// waits.
     fn run_experts_backward(&mut self, l: usize, guard: &ParamsGuard) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let shape = x.shape;
@@ -189,9 +190,9 @@ impl Trainer {
         Ok(())
     }
 
-    /// Computes the gradients of the parameters of this rank's experts, and starts to reduce the
-    /// gradients to their owners. Each micro-batch whose tokens this rank received has a separate
-    /// gradient.
+    /// Computes the gradients of the parameters of this rank's experts, and starts to reduce them
+    /// to the ranks that own the parameters. Each micro-batch whose tokens this rank received has a
+    /// separate gradient.
     fn reduce_expert_gradients(&mut self, l: usize, unit: usize, round: usize, compute: bool) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let shape = x.shape;

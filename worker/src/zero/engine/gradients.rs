@@ -1,5 +1,5 @@
-//! Gradients of every unit: buffers for the backward pass, sums over micro-batches, and reduction
-//! to their owners.
+//! Gradients of the parameter units: buffers for the backward pass, sums over micro-batches, and
+//! reduction to the ranks that own the parameters.
 use super::super::{
     MicroBatchSchedule, ShardingPolicy,
     micro_batch_sums::{MicroBatchRange, MicroBatchSums, merge_into_aligned_ranges},
@@ -21,8 +21,9 @@ impl ZeroEngine {
         }
     }
 
-    /// Returns the trained elements of the whole gradient of parameter unit `u`. If some elements
-    /// are frozen, packs the trained ones into another buffer and gives `whole` back to the pool.
+    /// Returns only the trained elements of `whole`, the whole gradient of parameter unit `u`. If
+    /// some elements are frozen, packs the trained ones into another buffer and gives `whole` back
+    /// to the pool.
     fn extract_trained_gradient(&self, u: usize, mut whole: Buf) -> Buf {
         let shard = &self.shards[u];
         if shard.unit.is_all_trained() {
@@ -36,13 +37,14 @@ impl ZeroEngine {
         packed
     }
 
-    /// Returns whether a further gradient of parameter unit `u` is added to the existing sum,
-    /// without a separate partial sum.
+    /// Returns whether another gradient of parameter unit `u` is added directly to the existing
+    /// sum.
     fn accumulates_in_place(&self, u: usize) -> bool {
         self.policy.sums_in_arrival_order && !lock_ignoring_poison(&self.shards[u].grads).is_empty()
     }
 
-    /// Adds the whole gradient of one micro-batch to this rank's sums of parameter unit `u`.
+    /// Adds `gradient`, the whole gradient of parameter unit `u` for one micro-batch, to this
+    /// rank's sums.
     fn add_to_sums(&self, u: usize, micro_batch: usize, mut gradient: Buf) {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
         if !self.accumulates_in_place(u) {
@@ -65,13 +67,14 @@ impl ZeroEngine {
         lock_ignoring_poison(&self.gradient_pool).give_back(gradient);
     }
 
-    /// Returns whether gradients are reduced to their owners during the backward pass.
+    /// Returns whether gradients are reduced to the ranks that own the parameters already during
+    /// the backward pass.
     fn reduces_during_backward(&self) -> bool {
         self.policy.shard_gradients && self.world > 1
     }
 
-    /// Starts to reduce the whole gradient of parameter unit `u` for one micro-batch. Frozen
-    /// parameters are not reduced.
+    /// Starts to reduce the whole gradient of parameter unit `u` for one micro-batch to the ranks
+    /// that own the parameters. Frozen parameters are not reduced.
     ///
     /// Collective: every rank must call it for every unit and round. `gradient` is `None` if the
     /// rank has no micro-batch in the round.
@@ -110,8 +113,8 @@ impl ZeroEngine {
         })
     }
 
-    /// Submits a reduction of gradients to the collective queue. Waits until at most
-    /// [`REDUCTIONS_IN_FLIGHT`] reductions are running.
+    /// Queues a reduction of gradients, and waits until at most [`REDUCTIONS_IN_FLIGHT`] reductions
+    /// are running.
     fn submit_reduction(
         &mut self,
         reduce: impl FnOnce(&dyn Comm) -> Result<()> + Send + 'static,
@@ -123,9 +126,9 @@ impl ZeroEngine {
         Ok(())
     }
 
-    /// Takes an empty [`MicroBatchSums`] for gradients of parameter unit `u`.
-    /// [`ZeroEngine::push_micro_batch_gradient`] adds gradients in the order of the micro-batches,
-    /// and [`ZeroEngine::reduce_partial_sums`] reduces the sums.
+    /// Takes an empty sum for the gradients of parameter unit `u`, to be filled in the order of the
+    /// micro-batches. [`ZeroEngine::push_micro_batch_gradient`] adds gradients in the order of the
+    /// micro-batches, and [`ZeroEngine::reduce_partial_sums`] reduces the sums.
     pub fn take_partial_sums(&self, u: usize) -> MicroBatchSums {
         let len = self.shards[u].unit.trained_len();
         let Some((pooled, last_use)) = lock_ignoring_poison(&self.micro_batch_sums_pool).pop() else {
@@ -135,8 +138,8 @@ impl ZeroEngine {
         if pooled.len() == len { pooled } else { MicroBatchSums::new(len) }
     }
 
-    /// Adds the gradient of parameter unit `u` for one micro-batch to `partial_sums`. `write`
-    /// computes the gradient of the whole unit.
+    /// Computes the gradient of parameter unit `u` for one micro-batch with `write`, and adds it to
+    /// `partial_sums`.
     ///
     /// Frozen parameters are left out. `write` is not called if the whole unit is frozen.
     pub fn push_micro_batch_gradient(
@@ -160,8 +163,8 @@ impl ZeroEngine {
         partial_sums.push_owned(ops, MicroBatchRange::from_index(micro_batch), gradient);
     }
 
-    /// Starts to reduce `partial_sums` to the owners of parameter unit `u`, which only some ranks
-    /// own. The sums cover the micro-batches that this rank's group computed in `round`.
+    /// Starts to reduce `partial_sums` to the ranks that own parameter unit `u`, if only some ranks
+    /// own it. The sums cover the micro-batches that this rank's group computed in `round`.
     ///
     /// Collective: every rank must call it for one of its units in every round. The sums are empty
     /// if the rank's group computed no micro-batch in the round.
@@ -200,9 +203,8 @@ impl ZeroEngine {
         })
     }
 
-    /// Waits for all reductions, and returns the summed gradient of the trained elements in this
-    /// rank's shard of parameter unit `u`. Collective: every rank must call it after the last
-    /// round.
+    /// Waits for all reductions, and returns the summed gradient of this rank's shard of parameter
+    /// unit `u`, without frozen elements. Collective: every rank must call it after the last round.
     pub fn finish_gradient(&mut self, u: usize) -> Result<Buf> {
         for t in self.pending_reductions.drain(..) {
             t.wait()?;
@@ -231,14 +233,15 @@ impl ZeroEngine {
         })
     }
 
-    /// Gives the buffer of a finished gradient of parameter unit `u` back for reuse.
+    /// Takes back the buffer of a gradient of parameter unit `u` that is no longer needed, for
+    /// reuse.
     pub fn recycle_gradient(&self, u: usize, gradient: Buf) {
         lock_ignoring_poison(&self.shards[u].grads).recycle_buffer(gradient);
     }
 
-    /// Gathers the finished gradient of parameter unit `u` from the shards of all ranks, and
-    /// returns the whole gradient. `owned` is the gradient of this rank's shard, as
-    /// [`ZeroEngine::finish_gradient`] returns it. Collective: every rank must call it.
+    /// Gathers the summed gradient of parameter unit `u` from all ranks, and returns the whole
+    /// gradient. `owned` is the gradient of this rank's shard, as [`ZeroEngine::finish_gradient`]
+    /// returns it. Collective: every rank must call it.
     pub fn gather_gradient(&self, u: usize, owned: Buf) -> Result<Buf> {
         if self.world == 1 {
             return Ok(owned);
@@ -253,10 +256,10 @@ impl ZeroEngine {
         self.gather_trained(u, owned, whole)
     }
 
-    /// Gathers a vector with the layout of parameter unit `u`'s trained vector into `whole`, and
-    /// returns `whole`. `owned` is this rank's shard of the vector. `whole` must have the length of
-    /// the whole vector on owner ranks, and be empty on other ranks. Collective: every rank must
-    /// call it.
+    /// Gathers a vector with one element per trained element of parameter unit `u` into `whole`,
+    /// and returns `whole`. `owned` is this rank's shard of the vector. `whole` must have the
+    /// length of the whole vector on ranks that own a part of the unit, and be empty on others.
+    /// Collective: every rank must call it.
     pub fn gather_trained(&self, u: usize, owned: Buf, mut whole: Buf) -> Result<Buf> {
         let (shards, ops, buffers) = (self.shards.clone(), self.ops.clone(), self.exchange.clone());
         self.queue.run_and_wait(move |comm: &dyn Comm| {
@@ -272,7 +275,7 @@ impl ZeroEngine {
     }
 }
 
-/// Returns the range of micro-batches that the `index`-th partial sum of rank `from` covers.
+/// Returns the range of micro-batches that the partial sum number `index` of rank `from` covers.
 fn find_partial_sum_range(
     policy: ShardingPolicy,
     schedule: MicroBatchSchedule,

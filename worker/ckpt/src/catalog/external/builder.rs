@@ -1,4 +1,5 @@
-//! [`ExternalCheckpointBuilder`]: collects the files, tensors and facts of an external checkpoint.
+//! [`ExternalCheckpointBuilder`]: collects what is found in the directory of another program's
+//! checkpoint: files, tensors and facts.
 use super::checkpoint::ExternalCheckpoint;
 use super::facts::{ExternalFacts, StatePart};
 use super::stored_files::StoredFiles;
@@ -12,14 +13,15 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::Path;
 use std::sync::Arc;
 
-/// The only classes and functions that the pickles of torch files may name.
+/// The only Python classes and functions that the pickles of torch files may refer to.
 pub(crate) const GLOBALS: &[&[&str]] = &[TENSOR_GLOBALS, DTYPE_GLOBALS, PLAIN_GLOBALS];
 
 /// Names of the weights that the reader of a checkpoint trains. The names identify optimizer states
 /// that a file stores only by number.
 pub(crate) type TrainedNames = HashSet<String>;
 
-/// The files, tensors and facts that were found in a directory so far.
+/// What was found so far in the directory of another program's checkpoint: files, tensors and
+/// facts.
 pub(crate) struct ExternalCheckpointBuilder {
     pub(crate) directory: Arc<Directory>,
     /// The weights that the reader trains; `None` if unknown.
@@ -41,9 +43,9 @@ impl ExternalCheckpointBuilder {
         })
     }
 
-    /// Opens a torch file and adds it to the files of the checkpoint. Returns the file's index in
-    /// [`StoredFiles`], and the parsed file. `globals` lists the classes and functions that the
-    /// file may name.
+    /// Opens a torch file of the directory and adds it to the files of the checkpoint. Returns the
+    /// file's index in [`StoredFiles`], and the parsed file. `globals` lists the classes and
+    /// functions that the file may name.
     pub(crate) fn add_torch_file(
         &mut self,
         name: &str,
@@ -54,7 +56,7 @@ impl ExternalCheckpointBuilder {
     }
 
     /// Fails if `count` further tensors would exceed the limit of [`TENSORS_MAX`] tensors per
-    /// checkpoint. `name` is the file with these tensors.
+    /// checkpoint. `name` is the file that contains them.
     pub(crate) fn require_tensor_capacity(&self, name: &str, count: usize) -> Result<()> {
         match self.entries.len().saturating_add(count) > TENSORS_MAX {
             true => Err(self.damaged(name, DamageReason::TooManyTensors { limit: TENSORS_MAX })),
@@ -82,15 +84,15 @@ impl ExternalCheckpointBuilder {
         self.facts.notices.push(line.into());
     }
 
-    /// Records the notice `notice`, which states why the optimizer state is ignored. The first such
-    /// notice also becomes the reason in the facts.
+    /// Records that the optimizer state is ignored. `notice` states the reason to the user. The
+    /// first such notice also becomes the reason in the facts.
     pub(crate) fn record_skipped_optimizer(&mut self, notice: String) {
         self.facts.ignored_optimizer.get_or_insert_with(|| notice.clone());
         self.add_notice(notice);
     }
 
-    /// Adds a notice that optimizer states with unknown keys are ignored. `keys` are these keys.
-    /// Does nothing without keys.
+    /// Adds a notice that the optimizer states with the unknown keys `keys` are ignored, unless
+    /// there are none.
     pub(crate) fn report_unknown_states<'k>(&mut self, keys: impl IntoIterator<Item = &'k String>) {
         let keys: BTreeSet<&String> = keys.into_iter().collect();
         if !keys.is_empty() {
@@ -112,15 +114,15 @@ impl ExternalCheckpointBuilder {
         self.entries.sort_by_key(|e| position.get(e.info.name.as_str()).copied().unwrap_or(usize::MAX));
     }
 
-    /// Builds the checkpoint in the builder's directory. Lists the optimizer state as missing in
-    /// the facts if no tensor is an optimizer state.
+    /// Completes the checkpoint that was found in the builder's directory. Lists the optimizer
+    /// state as missing in the facts if no tensor is an optimizer state.
     pub(crate) fn finish(self) -> Result<ExternalCheckpoint> {
         let path = self.directory.path().to_owned();
         self.finish_with_paths(&path, &path)
     }
 
-    /// Builds the checkpoint as [`ExternalCheckpointBuilder::finish`] does. `path` is the path of
-    /// the checkpoint, and `root` the directory with its config and tokenizer.
+    /// Completes the checkpoint as [`ExternalCheckpointBuilder::finish`] does. `path` is the path
+    /// of the checkpoint, and `root` the directory with its config and tokenizer.
     pub(crate) fn finish_with_paths(mut self, path: &Path, root: &Path) -> Result<ExternalCheckpoint> {
         if !self.entries.iter().any(|e| e.info.role.is_optimizer_state()) {
             self.facts.missing.insert(0, StatePart::OptimizerState);

@@ -1,4 +1,4 @@
-//! [`ExternalCheckpoint`]: a checkpoint written by another program, which is read in place.
+//! [`ExternalCheckpoint`]: reads a checkpoint of another program from its original files.
 use super::crc_check;
 use super::facts::{ExternalFacts, StatePart};
 use super::stored_files::{PartRead, StoredFiles};
@@ -19,17 +19,18 @@ use std::path::{Path, PathBuf};
 
 /// Name of the file with the model config.
 const CONFIG_FILE: &str = "config.json";
-/// Limit on the size of `config.json` in bytes.
+/// Limit on the size of a model's `config.json` in bytes.
 const CONFIG_BYTES_MAX: u64 = 64 << 20;
-/// Limit on the size of all text files that are exported with the weights, in bytes.
+/// Limit on the total size in bytes of the text files that are exported with the weights.
 const TEXT_BYTES_MAX: u64 = 128 << 20;
-/// Limit on the total size of all tensors, as a multiple of the total size of all files. Tensors
+/// Limit on the total size of all tensors, as a multiple of the total size of their files. Tensors
 /// may share stored bytes, so their total size may exceed that of the files.
 const SHARED_BYTES_FACTOR: u64 = 2;
-/// Bytes by which the total size of all tensors may exceed the limit that [`SHARED_BYTES_FACTOR`]
-/// sets. A small checkpoint can need them for an expanded mask, for example.
+/// How many bytes all tensors may have in addition to the multiple of the files' size that
+/// [`SHARED_BYTES_FACTOR`] allows. A small checkpoint can need them for an expanded mask, for
+/// example.
 const SHARED_BYTES_MAX: u64 = 256 << 20;
-/// Text files that a Hugging Face directory has next to the weights.
+/// Names of the text files that a Hugging Face directory may contain in addition to the weights.
 const TEXT_FILES: [&str; 8] = [
     "generation_config.json",
     "tokenizer.json",
@@ -41,7 +42,7 @@ const TEXT_FILES: [&str; 8] = [
     "chat_template.jinja",
 ];
 
-/// An open checkpoint of another program.
+/// An open checkpoint that another program wrote.
 pub struct ExternalCheckpoint {
     path: PathBuf,
     pub(super) facts: ExternalFacts,
@@ -66,8 +67,8 @@ impl fmt::Debug for ExternalCheckpoint {
 }
 
 impl ExternalCheckpoint {
-    /// Makes a checkpoint of the tensors `entries`, and reads `config.json` and the tokenizer from
-    /// the directory `root`.
+    /// Creates a checkpoint with the tensors `entries`, and reads `config.json` and the tokenizer
+    /// from the directory `root`.
     ///
     /// # Errors
     /// Fails if a tensor is invalid, the tensors exceed a limit, or a file of `root` is invalid.
@@ -106,13 +107,15 @@ impl ExternalCheckpoint {
         })
     }
 
-    /// Sets the state that a conversion copies unchanged, and returns the checkpoint.
+    /// Sets those parts of the state that a conversion copies unchanged, and returns the
+    /// checkpoint.
     pub(crate) fn with_passthrough(mut self, passthrough: PassthroughState) -> ExternalCheckpoint {
         self.passthrough = passthrough;
         self
     }
 
-    /// Returns the facts that the checkpoint records, or that were derived from its files.
+    /// Returns the facts that the checkpoint records or that follow from its files, such as its
+    /// step.
     pub fn facts(&self) -> &ExternalFacts {
         &self.facts
     }
@@ -124,12 +127,12 @@ impl ExternalCheckpoint {
         self
     }
 
-    /// Adds the warnings `lines` to the facts, after the existing warnings.
+    /// Appends the warnings `lines` to those in the facts.
     pub(crate) fn add_warnings(&mut self, lines: Vec<String>) {
         self.facts.warnings.extend(lines);
     }
 
-    /// Inserts notices before the existing notices in the facts.
+    /// Inserts the notices `lines` before those in the facts.
     pub(crate) fn prepend_notices(&mut self, mut lines: Vec<String>) {
         lines.append(&mut self.facts.notices);
         self.facts.notices = lines;
@@ -140,22 +143,22 @@ impl ExternalCheckpoint {
         self.store.files.iter().map(|f| (f.name.as_str(), f.size))
     }
 
-    /// Returns the tensor of this name and role. Fails with [`CkptError::NoSuchTensor`] if the
-    /// checkpoint does not have the tensor.
+    /// Returns the tensor with the name `name` and the role `role`. Fails with
+    /// [`CkptError::NoSuchTensor`] if the checkpoint does not have the tensor.
     fn find_tensor(&self, name: &str, role: TensorRole) -> Result<&ExternalTensor> {
         let index = self.index.get(&(role, name.to_owned()));
         index.map(|&i| &self.entries[i]).ok_or_else(|| CkptError::no_such_tensor(&self.path, role, name))
     }
 
-    /// Splits all requests into reads of stored parts of tensors.
+    /// Divides all read requests into reads of single parts of files.
     fn resolve_requests<'a>(&'a self, requests: &'a mut [ReadRequest<'_>]) -> Result<Vec<PartRead<'a>>> {
         let mut parts = Vec::new();
         requests.iter_mut().try_for_each(|request| self.resolve_request(request, &mut parts))?;
         Ok(parts)
     }
 
-    /// Splits a request into reads, and appends these reads to `parts`. Each stored part of the
-    /// tensor that has some of the requested elements gets one read.
+    /// Divides a read request into reads of single parts of files, and appends these to `parts`.
+    /// Each stored part of the tensor that has some of the requested elements gets one read.
     ///
     /// # Errors
     ///
@@ -281,8 +284,8 @@ impl TensorSource for ExternalCheckpoint {
     }
 }
 
-/// Indexes the tensors `entries` by role and name, and checks them. `path` is the path of the
-/// checkpoint, for errors.
+/// Checks the tensors `entries`, and creates an index of them by role and name. `path` is the path
+/// of the checkpoint, for errors.
 ///
 /// # Errors
 /// Fails if a tensor's name or shape is invalid, its parts do not cover it exactly once, or two

@@ -1,4 +1,5 @@
-//! Verifies the CRC-32 of every byte of an external checkpoint with several threads.
+//! Verifies the CRC-32 checksums of all files of another program's checkpoint, with several
+//! threads.
 //!
 //! Threads take pieces of files from a queue, so that one large file is verified as fast as many
 //! small ones. There is one thread more than CPU cores, so that the disk does not wait for the
@@ -10,17 +11,19 @@ use crate::error::{Damage, Result};
 use crate::parallel;
 use std::ops::Range;
 
-/// Bytes per piece, the unit of work of a thread. A span that would have more than [`PIECES_MAX`]
-/// pieces is split into larger pieces.
+/// Bytes of a file that a thread verifies as one unit of work. A span that would have more than
+/// [`PIECES_MAX`] pieces is split into larger pieces.
 const PIECE_BYTES: u64 = 8 << 20;
-/// Limit on the number of pieces of a span, since a sparse file may have any size.
+/// Limit on the number of units of work into which a span of a file is divided, because a sparse
+/// file may have any size.
 const PIECES_MAX: u64 = 1 << 20;
-/// Limit on the number of threads. More threads would only wait for the disk.
+/// Limit on the number of threads that verify checksums. More threads would only wait for the disk.
 const THREADS_MAX: usize = 16;
-/// Minimum bytes per thread. Starting a thread for fewer bytes costs more than it saves.
+/// Minimum number of bytes for which a further thread is started. Starting a thread for fewer bytes
+/// costs more than it saves.
 const THREAD_MIN_BYTES: u64 = 1 << 20;
 
-/// A piece of a [`CrcSpan`], which one thread reads.
+/// A part of a [`CrcSpan`] that one thread reads as one unit of work.
 struct SpanPiece {
     /// Index of the file in [`StoredFiles`].
     file: usize,
@@ -30,8 +33,8 @@ struct SpanPiece {
     bytes: Range<u64>,
 }
 
-/// Splits the byte range `bytes` of a span into pieces of [`PIECE_BYTES`], or into larger pieces if
-/// there would be more than [`PIECES_MAX`] of them.
+/// Divides the byte range `bytes` of a span into pieces of [`PIECE_BYTES`], or into larger pieces
+/// if there would be more than [`PIECES_MAX`].
 fn split_into_pieces(file: usize, span: usize, bytes: Range<u64>) -> impl Iterator<Item = SpanPiece> {
     let end = bytes.end;
     let size = PIECE_BYTES.max((end - bytes.start).div_ceil(PIECES_MAX));
@@ -41,8 +44,7 @@ fn split_into_pieces(file: usize, span: usize, bytes: Range<u64>) -> impl Iterat
 
 /// Verifies the CRC-32 of every [`CrcSpan`] of every file in `store`, except files for which `skip`
 /// is true. Returns the number of verified bytes, the number of spans, and a [`Damage`] for each
-/// span whose content does not match its CRC-32. A damage names the tensors of `entries` in its
-/// span.
+/// span whose CRC-32 is wrong. A damage names the tensors of `entries` in its span.
 ///
 /// # Errors
 /// Fails if a file cannot be read. A wrong CRC-32 is damage, not an error.
@@ -73,9 +75,9 @@ pub(crate) fn verify_all_spans(
     Ok((bytes, spans.len() as u64, damaged.into_iter().map(damage).collect()))
 }
 
-/// Verifies each [`CrcSpan`] from which bytes were read without verification. If `every_span` is
-/// true, verifies all other unverified spans, too. Reads only the bytes that were not read before,
-/// and marks the spans as verified.
+/// Completes the verification of every [`CrcSpan`] from which bytes were read unverified, and of
+/// all other unverified spans if `every_span` is true. Reads only the bytes that were not read
+/// before, and marks the spans as verified.
 ///
 /// # Errors
 /// Fails at the first span whose content does not match its CRC-32, with an error that names the
@@ -132,8 +134,8 @@ fn compute_crcs<'a>(store: &'a StoredFiles, pieces: &[SpanPiece]) -> Result<Vec<
     parallel::map_indices(thread_count(bytes), pieces.len(), no_file, compute).into_iter().collect()
 }
 
-/// Returns the number of threads that verify `bytes` bytes. This is the number of CPU cores plus 1,
-/// at most [`THREADS_MAX`], and less if a thread would get fewer than [`THREAD_MIN_BYTES`].
+/// Returns with how many threads `bytes` bytes are verified. This is the number of CPU cores plus
+/// 1, at most [`THREADS_MAX`], and less if a thread would get fewer than [`THREAD_MIN_BYTES`].
 fn thread_count(bytes: u64) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     (cores + 1).min(THREADS_MAX).min((bytes / THREAD_MIN_BYTES) as usize + 1)
@@ -147,8 +149,8 @@ mod tests {
     use crate::error::DamageReason;
     use std::sync::Arc;
 
-    /// Writes `bytes` to a file in `dir` and makes a store with this file. Its spans are the byte
-    /// ranges `spans` with their CRC-32s.
+    /// Writes `bytes` to a file in `dir` and creates a store with this file. The spans of the file
+    /// are the byte ranges `spans` with their CRC-32s.
     fn make_store(dir: &std::path::Path, bytes: &[u8], spans: &[Range<u64>]) -> StoredFiles {
         std::fs::write(dir.join("file"), bytes).expect("write");
         let directory = Arc::new(Directory::open(dir).expect("there"));
@@ -161,8 +163,8 @@ mod tests {
         store
     }
 
-    /// Flips a bit on either side of the boundaries between pieces and between spans, and checks
-    /// that exactly the span with the bit is reported. Also truncates the file.
+    /// Checks that a flipped bit at a boundary between pieces or spans is reported for exactly the
+    /// span that contains it. Also truncates the file.
     #[test]
     fn damage_in_a_large_file_is_found_in_the_right_span() {
         let dir = tempfile::tempdir().expect("a directory");

@@ -1,9 +1,9 @@
-//! [`ExternalFacts`]: the recorded and derived facts about a checkpoint of another program.
+//! [`ExternalFacts`]: what is known about another program's checkpoint in addition to its tensors.
 use crate::catalog::training_state::TrainingState;
 use serde::{Serialize, Serializer};
 use std::fmt;
 
-/// A part of a full training state that a checkpoint may lack.
+/// A part of the state for resuming a training that a checkpoint may lack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StatePart {
     /// States of the optimizer, such as Adam's moments.
@@ -42,7 +42,8 @@ impl Serialize for StatePart {
     }
 }
 
-/// Facts that a checkpoint of another program records, or that were derived from its files.
+/// What is known about another program's checkpoint in addition to its tensors: what it records,
+/// and what follows from its files.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct ExternalFacts {
     /// The program and layout, such as `DeepSpeed` or `HF Trainer with DeepSpeed`.

@@ -1,5 +1,5 @@
-//! [`FusedExperts`]: maps between experts that are stored as one tensor per layer (fused) and as
-//! one tensor per expert.
+//! [`FusedExperts`]: translates between experts stored as one tensor per layer (fused) and experts
+//! stored as one tensor each.
 //!
 //! Recent versions of transformers train fused experts, while files of weights store each expert
 //! separately. `experts.gate_up_proj` has the shape [experts, 2 × width, hidden], with the gate of
@@ -10,12 +10,13 @@ use crate::tensor::count_elements;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
-/// Names of an expert's matrices (gate, up, down), by model family.
+/// Names of an expert's three matrices (gate, up, down) in files of the supported model families.
 const MATRIX_NAMES: [[&str; 3]; 2] = [["gate_proj", "up_proj", "down_proj"], ["w1", "w3", "w2"]];
-/// The part of a weight's name that denotes the MoE layer, in files of Mixtral and in the model.
+/// The part of a weight's name that stands for the mixture-of-experts layer: first in files of
+/// Mixtral, then in the model.
 const MOE_MODULE_NAMES: (&str, &str) = (".block_sparse_moe.", ".mlp.");
 
-/// The part of a fused tensor that files store under a separate name.
+/// A part of a fused tensor, which files store as a separate tensor.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct FusedMember {
     /// Name under which files store the member.
@@ -25,7 +26,7 @@ pub(crate) struct FusedMember {
     pub(crate) elements: Range<u64>,
 }
 
-/// The weights of a model with fused experts, and how files store them.
+/// Which weights of a model are fused, and as which tensors files store them.
 #[derive(Debug, Default)]
 pub(crate) struct FusedExperts {
     /// Name and shape of each weight of the model.
@@ -34,14 +35,14 @@ pub(crate) struct FusedExperts {
     members: HashMap<String, Vec<FusedMember>>,
 }
 
-/// Name and shape of the expert matrices of a layer, by expert and index into a row of
-/// [`MATRIX_NAMES`].
+/// Names and shapes of the expert matrices of a layer, by the number of the expert and the index
+/// into a row of [`MATRIX_NAMES`].
 type LayerMatrices<'a> = BTreeMap<(u64, usize), ShapedWeight<'a>>;
 
 impl FusedExperts {
-    /// Derives the model's weights from the weights in files, by fusing the experts of each layer
-    /// into two tensors. Returns `None` if the files have no separate experts, or if experts are
-    /// missing or differ in shape.
+    /// Derives the weights of a model with fused experts from the weights in files, if the files
+    /// have a separate tensor for each expert. Returns `None` if they have no separate experts, or
+    /// if experts are missing or differ in shape.
     pub(crate) fn detect(weights: &[ShapedWeight<'_>]) -> Option<FusedExperts> {
         let mut fused = FusedExperts::default();
         let mut layers: BTreeMap<String, LayerMatrices<'_>> = BTreeMap::new();
@@ -85,8 +86,8 @@ impl FusedExperts {
         Some(fused)
     }
 
-    /// Adds a weight of the model. Files store this weight as the weights `parts`. Returns `None`
-    /// if the number of elements overflows.
+    /// Adds a weight of the model, which files store as the separate weights `parts`. Returns
+    /// `None` if the number of elements overflows.
     fn add_weight(&mut self, name: String, shape: Vec<u64>, parts: Vec<ShapedWeight<'_>>) -> Option<()> {
         if parts.len() > 1 || parts.first().is_some_and(|(part, _)| *part != name) {
             let (mut members, mut at) = (Vec::with_capacity(parts.len()), 0u64);
@@ -101,13 +102,13 @@ impl FusedExperts {
         Some(())
     }
 
-    /// Returns the members of the model's weight `name`, or `None` if files store the weight under
-    /// the same name.
+    /// Returns the parts as which files store the model's weight `name`, or `None` if they store it
+    /// as one tensor of this name.
     pub(crate) fn members(&self, name: &str) -> Option<&[FusedMember]> {
         self.members.get(name).map(Vec::as_slice)
     }
 
-    /// Iterates over the names under which files store the model's weight `name`.
+    /// Iterates over the names of the tensors as which files store the model's weight `name`.
     pub(crate) fn stored_names<'a>(&'a self, name: &'a str) -> impl Iterator<Item = String> + 'a {
         let members = self.members(name);
         let unchanged = members.is_none().then(|| name.to_owned());
@@ -129,8 +130,8 @@ pub(crate) fn parse_expert_matrix(name: &str) -> Option<(&str, u64, usize)> {
 mod tests {
     use super::*;
 
-    /// Lists the names and shapes of one layer's weights as files store them, with separate
-    /// experts.
+    /// Lists the names and shapes of one layer's weights in files that store each expert
+    /// separately.
     fn list_weights(matrices: [&str; 3], module: &str, experts: u64) -> Vec<(String, Vec<u64>)> {
         let mut weights = vec![
             (format!("model.layers.0.{module}.gate.weight"), vec![experts, 4]),
@@ -144,7 +145,7 @@ mod tests {
         weights
     }
 
-    /// Calls [`FusedExperts::detect`] with owned names and shapes.
+    /// Calls [`FusedExperts::detect`] with `weights`, given as owned names and shapes.
     fn fuse_experts(weights: &[(String, Vec<u64>)]) -> Option<FusedExperts> {
         FusedExperts::detect(&weights.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect::<Vec<_>>())
     }

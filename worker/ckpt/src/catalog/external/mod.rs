@@ -1,4 +1,5 @@
-//! External checkpoints: facts, files, and the parts of files that hold each tensor.
+//! Checkpoints of other programs: what they contain, and where in their files each tensor is
+//! stored.
 mod builder;
 mod checkpoint;
 mod crc_check;

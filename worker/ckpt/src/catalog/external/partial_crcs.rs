@@ -1,5 +1,5 @@
-//! [`PartialCrcs`]: combines the CRC-32s of pieces of a file, which were read in any order, into
-//! the CRC-32 of a whole span.
+//! [`PartialCrcs`]: computes the CRC-32 of a span of a file from the CRC-32s of its pieces, which
+//! are read in any order.
 //!
 //! A conversion therefore reads each byte only once.
 use crate::codec::disk::combine_crcs;
@@ -7,11 +7,12 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// CRC-32s of pieces of one span, by the offset of each piece. Adjacent pieces are merged.
+/// The CRC-32s of those pieces of a span that have been read, by the offset of each piece. Adjacent
+/// pieces are merged.
 #[derive(Default)]
 pub(super) struct PartialCrcs(Mutex<BTreeMap<u64, CrcPiece>>);
 
-/// A piece of a span with its CRC-32.
+/// A piece of a span that was read: where it ends, and its CRC-32.
 #[derive(Clone, Copy)]
 struct CrcPiece {
     /// Offset of the piece's end in the file.
@@ -70,7 +71,7 @@ impl PartialCrcs {
         gaps
     }
 
-    /// Returns the CRC-32 of `span`, or `None` if the pieces do not cover the whole span.
+    /// Returns the CRC-32 of `span`, or `None` if the pieces do not cover the whole span yet.
     pub(super) fn whole_crc(&self, span: Range<u64>) -> Option<u32> {
         if span.is_empty() {
             return Some(0);

@@ -1,5 +1,5 @@
-//! [`StoredFiles`]: reads parts of tensors in the files of an external checkpoint, and verifies the
-//! CRC-32 of each span of a file.
+//! [`StoredFiles`]: reads parts of tensors from the files of another program's checkpoint, and
+//! verifies their CRC-32s.
 use super::partial_crcs::PartialCrcs;
 use super::strided_cache::StridedCache;
 use super::tensor_part::{ExternalTensor, TensorPart};
@@ -19,10 +19,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Bytes of 16-bit floats that are read and converted at a time.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// Index of a file in [`StoredFiles`], and index of a span in the file.
+/// The place of a span: the index of its file in [`StoredFiles`], and its index in the file.
 pub(super) type SpanPlace = (usize, usize);
 
-/// The files of an external checkpoint that hold tensors.
+/// The files of another program's checkpoint that contain tensors.
 #[derive(Default)]
 pub(crate) struct StoredFiles {
     pub(crate) files: Vec<StoredFile>,
@@ -30,7 +30,7 @@ pub(crate) struct StoredFiles {
     strided: StridedCache,
 }
 
-/// A file of an external checkpoint, and its spans that hold tensors.
+/// A file of another program's checkpoint, and the spans of the file that contain tensors.
 pub(crate) struct StoredFile {
     directory: Arc<Directory>,
     pub(crate) name: String,
@@ -38,8 +38,8 @@ pub(crate) struct StoredFile {
     pub(super) spans: Vec<CrcSpan>,
 }
 
-/// Consecutive bytes of a file with one CRC-32. A span is a zip member of a torch file, a storage
-/// of a legacy torch file, or a safetensors tensor.
+/// Consecutive bytes of a file for which the file stores one CRC-32. A span is a zip member of a
+/// torch file, a storage of a legacy torch file, or a safetensors tensor.
 pub(super) struct CrcSpan {
     /// Name of the zip member or of the tensor.
     name: String,
@@ -53,7 +53,7 @@ pub(super) struct CrcSpan {
 }
 
 impl CrcSpan {
-    /// Returns true if the span needs no verification any more.
+    /// Returns true if the bytes of the span need no further verification.
     pub(super) fn is_verified(&self) -> bool {
         self.verified.load(Ordering::Acquire)
     }
@@ -64,7 +64,7 @@ impl CrcSpan {
     }
 }
 
-/// The step of a parameter as a file stores it, which is a number or a tensor with one element.
+/// The optimizer step of a parameter as a file stores it: a number, or a tensor with one element.
 pub(crate) enum StepValue {
     Number(f64),
     Tensor(TensorView),
@@ -85,8 +85,8 @@ impl StoredFile {
         StoredFile { directory, name, size, spans: Vec::new() }
     }
 
-    /// Adds a span for each of `members`, which are zip members or storages. Returns the index of
-    /// the first added span.
+    /// Adds a span for each of `members`, which are zip members or tensor storages. Returns the
+    /// index of the first added span.
     pub(crate) fn add_spans(&mut self, members: Vec<ZipMember>) -> usize {
         let first = self.spans.len();
         self.spans.extend(members.into_iter().map(|m| CrcSpan {
@@ -99,7 +99,7 @@ impl StoredFile {
         first
     }
 
-    /// Returns true if every byte of the file's tensors has a CRC-32.
+    /// Returns true if the file stores a CRC-32 for every byte of its tensors.
     pub(crate) fn has_checksums(&self) -> bool {
         self.spans.iter().all(|span| span.crc.is_some() || span.bytes.is_empty())
     }
@@ -109,7 +109,7 @@ impl StoredFile {
         &self.directory
     }
 
-    /// Opens the file for reads at any offset. The reads use the buffers of `scratch`.
+    /// Opens the file for reads at any offset, which use the buffers of `scratch`.
     ///
     /// # Errors
     /// Fails if the size has changed since the checkpoint was opened.
@@ -131,8 +131,8 @@ impl StoredFile {
         open.compute_crc(bytes).map_err(|e| self.read_error(e))
     }
 
-    /// Fills `out` with bytes of `span`, starting at offset `at` of the file. Records the CRC-32 of
-    /// the bytes if the span is not verified yet.
+    /// Reads bytes of `span` from offset `at` of the file to `out`. Records the CRC-32 of the bytes
+    /// if the span is not verified yet.
     fn read_and_record_crc(
         &self,
         open: &mut OffsetReader<'_>,
@@ -150,7 +150,7 @@ impl StoredFile {
         Ok(())
     }
 
-    /// Fills `out` with the bytes that start at offset `at` of the file, without verification.
+    /// Reads the bytes that begin at offset `at` of the file to `out`, without verification.
     fn read_bytes(&self, open: &mut OffsetReader<'_>, at: u64, out: &mut [u8]) -> Result<()> {
         open.read_into(at, out, |_| {}).map_err(|e| self.read_error(e))
     }
@@ -166,8 +166,8 @@ impl StoredFile {
 }
 
 impl StoredFiles {
-    /// Adds the file `name` of `size` bytes in `directory`, with a span for each member. Returns
-    /// the index of the file.
+    /// Adds the file `name` of `size` bytes in `directory`, and a span for each of its members.
+    /// Returns the index of the file.
     pub(crate) fn add_file(
         &mut self,
         directory: &Arc<Directory>,
@@ -181,23 +181,23 @@ impl StoredFiles {
         self.files.len() - 1
     }
 
-    /// Returns the [`Damage`] of a span whose content does not match its CRC-32. `tensors` are the
-    /// labels of the tensors with a part in the span.
+    /// Returns the [`Damage`] of a span whose CRC-32 is wrong. `tensors` are the labels of the
+    /// tensors with a part in the span.
     pub(super) fn crc_damage(&self, (file, span): SpanPlace, tensors: Vec<String>) -> Damage {
         let stored = &self.files[file];
         let reason = DamageReason::CrcMismatch { member: stored.spans[span].name.clone() };
         Damage { file: stored.name.clone(), block: None, tensors, reason }
     }
 
-    /// Returns [`CkptError::Damaged`] for a span whose content does not match its CRC-32. The error
-    /// names the tensors of `entries` that have a part in the span.
+    /// Returns the error [`CkptError::Damaged`] for a span whose CRC-32 is wrong. The error names
+    /// the tensors of `entries` that have a part in the span.
     pub(super) fn crc_error(&self, span: SpanPlace, entries: &[ExternalTensor]) -> CkptError {
         let tensors = list_tensors_in_spans(&[span], entries).remove(&span).unwrap_or_default();
         CkptError::from_damage(self.files[span.0].directory.path(), self.crc_damage(span, tensors))
     }
 
-    /// Reads all requested parts in the order of their files and offsets. Verifies the span of a
-    /// part before the part is read if `checked` is true or the part is not contiguous. An error
+    /// Carries out all read requests, in the order of their files and offsets. Verifies the span of
+    /// a part before the part is read if `checked` is true or the part is not contiguous. An error
     /// about a span names the tensors of `entries` in the span.
     ///
     /// If `checked` is false, the caller must verify the read spans after the last read with
@@ -248,9 +248,9 @@ impl StoredFiles {
         Ok(())
     }
 
-    /// Returns the content of the whole span of a part that is not contiguous. Reads the span if it
-    /// is not in the cache. Returns `None` for contiguous parts, and if the span is too large for
-    /// the cache. The caller must have verified the span.
+    /// Returns the content of the whole span in which a part that is not contiguous is stored, from
+    /// the cache or else from the file. Returns `None` for contiguous parts, and if the span is too
+    /// large for the cache. The caller must have verified the span.
     fn load_strided_span(&self, part: &TensorPart, open: &mut OffsetReader<'_>) -> Result<Option<Arc<[u8]>>> {
         if part.strided.is_none() {
             return Ok(None);
@@ -288,7 +288,7 @@ impl StoredFiles {
         })
     }
 
-    /// Skips the elements at the start of `range` that are in a hole of a sparse file, and
+    /// Skips elements that need not be read, because they are in a hole of a sparse file and
     /// therefore zero. Returns the index of the first other element, or the end of `range`. Skips
     /// nothing if the part is not contiguous.
     pub(super) fn skip_zeros(&self, part: &TensorPart, dtype: Dtype, range: Range<u64>) -> Result<u64> {
@@ -301,7 +301,7 @@ impl StoredFiles {
         Ok(range.end.min(range.start + (data.start - first) / size))
     }
 
-    /// Reads the step of a parameter that is stored in the file with index `file`.
+    /// Reads the optimizer step of a parameter, which is stored in the file with index `file`.
     pub(crate) fn read_step(&self, file: usize, step: &StepValue) -> Result<f64> {
         match step {
             StepValue::Number(number) => Ok(*number),
@@ -324,7 +324,7 @@ impl StoredFiles {
     }
 }
 
-/// Lists, for each of `spans`, the tensors among `entries` that have a part in the span.
+/// Lists for each of `spans` the tensors among `entries` that have a part in it.
 pub(super) fn list_tensors_in_spans(
     spans: &[SpanPlace],
     entries: &[ExternalTensor],
@@ -341,7 +341,7 @@ pub(super) fn list_tensors_in_spans(
     found
 }
 
-/// Reads the elements of the request `w` from the span `span`, and stores them as F32 in `w.out`.
+/// Reads the elements that `w` requests from the span `span`, and stores them as F32 in `w.out`.
 /// `buffer` is scratch memory, whose content is overwritten.
 fn read_part(
     file: &StoredFile,
@@ -376,7 +376,7 @@ fn read_part(
     })
 }
 
-/// Fills `out` with the bytes of `content` that begin at offset `at`.
+/// Copies the bytes of `content` that begin at offset `at` to `out`.
 fn copy_bytes(content: &[u8], at: u64, out: &mut [u8]) -> Result<()> {
     let outside = || CkptError::internal("an element is outside of its span");
     let at = usize::try_from(at).map_err(|_| outside())?;
@@ -385,8 +385,8 @@ fn copy_bytes(content: &[u8], at: u64, out: &mut [u8]) -> Result<()> {
     Ok(())
 }
 
-/// Copies the elements of the request `w` from `content`, the content of their span, and stores
-/// them as F32 in `w.out`.
+/// Copies the elements that `w` requests from `content`, the content of their span, to `w.out` as
+/// F32.
 fn copy_strided_part(content: &[u8], w: &mut PartRead<'_>) -> Result<()> {
     let size = w.dtype.size();
     let (mut done, mut bytes) = (0, Vec::new());

@@ -1,18 +1,19 @@
-//! [`StridedCache`]: the contents of spans whose tensors are not contiguous.
+//! [`StridedCache`]: caches the contents of file spans whose tensors are not contiguous, because
+//! these are read as a whole.
 //!
 //! Such a tensor is read element by element, which would need a system call for each element. The
 //! cache holds whole spans in memory instead.
 use crate::error::Result;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Limit on the size of all cached spans in bytes. Larger spans are not cached.
+/// Limit on the total size of the cache in bytes. Spans that are larger are not cached.
 const BYTES_MAX: u64 = 256 << 20;
 
-/// A cache of the contents of spans of files, with a limit on the total size.
+/// A cache of the contents of spans of files, with a limit on its total size.
 #[derive(Default)]
 pub(super) struct StridedCache(Mutex<Vec<CachedSpan>>);
 
-/// The content of a span.
+/// A span in the cache: its place and its content.
 struct CachedSpan {
     /// Index of the file in `StoredFiles`, and index of the span in the file.
     place: (usize, usize),

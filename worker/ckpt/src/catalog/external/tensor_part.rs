@@ -1,5 +1,5 @@
-//! [`ExternalTensor`] and [`TensorPart`]: a tensor of an external checkpoint, and consecutive
-//! elements of the tensor that are stored in one file.
+//! [`ExternalTensor`] and [`TensorPart`]: a tensor of another program's checkpoint, and where
+//! consecutive elements of it are stored.
 use crate::catalog::model::TensorInfo;
 use crate::codec::safetensors::SafetensorsEntry;
 use crate::codec::torch_file::TensorView;
@@ -8,7 +8,7 @@ use crate::tensor::{Dtype, TensorRole, count_elements};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A tensor, and the parts of files that hold its elements.
+/// A tensor of another program's checkpoint, and the parts of files that hold its elements.
 pub(crate) struct ExternalTensor {
     pub(crate) info: TensorInfo,
     /// The parts, sorted by their first element. Together the parts cover the tensor.
@@ -16,8 +16,8 @@ pub(crate) struct ExternalTensor {
 }
 
 impl ExternalTensor {
-    /// Returns a tensor whose elements are all elements of the view `view`, in order. `file` is the
-    /// index of the view's file in `StoredFiles`.
+    /// Returns a tensor whose elements are those of the view `view`, in order. `file` is the index
+    /// of the view's file in `StoredFiles`.
     pub(crate) fn from_whole_view(
         name: &str,
         role: TensorRole,
@@ -27,8 +27,8 @@ impl ExternalTensor {
         ExternalTensor::from_view_elements(name, role, &view.shape, file, view, 0..view.elements())
     }
 
-    /// Returns a tensor of the shape `shape` whose elements are the elements `taken` of the view
-    /// `view`. `file` is the index of the view's file in `StoredFiles`.
+    /// Returns a tensor of the shape `shape` whose elements are the range `taken` of the elements
+    /// of `view`. `file` is the index of the view's file in `StoredFiles`.
     pub(crate) fn from_view_elements(
         name: &str,
         role: TensorRole,
@@ -71,7 +71,7 @@ impl ExternalTensor {
     }
 }
 
-/// Consecutive elements of a tensor, which are stored in one file.
+/// Consecutive elements of a tensor that one file stores, and where.
 #[derive(Clone, Debug)]
 pub(crate) struct TensorPart {
     /// Index of the first element in the tensor.
@@ -91,7 +91,7 @@ pub(crate) struct TensorPart {
     pub(super) strided: Option<Arc<StridedLayout>>,
 }
 
-/// The layout of a view that is not contiguous.
+/// The shape and the strides of a part whose elements are not contiguous in the file.
 #[derive(Debug)]
 pub(super) struct StridedLayout {
     shape: Vec<u64>,
@@ -99,9 +99,9 @@ pub(super) struct StridedLayout {
 }
 
 impl TensorPart {
-    /// Makes a part of a tensor from the elements `taken` of the view `view`. The first of these
-    /// elements has the index `start` in the tensor. `file` is the index of the view's file in
-    /// `StoredFiles`.
+    /// Creates a part of a tensor from the range `taken` of the elements of `view`. The first of
+    /// these elements has the index `start` in the tensor. `file` is the index of the view's file
+    /// in `StoredFiles`.
     pub(crate) fn new(file: usize, view: &TensorView, taken: Range<u64>, start: u64) -> TensorPart {
         let contiguous = view.is_contiguous();
         let strided = || Arc::new(StridedLayout { shape: view.shape.clone(), strides: view.strides.clone() });
@@ -116,7 +116,7 @@ impl TensorPart {
         }
     }
 
-    /// Makes a part of another tensor, which shares stored elements with this tensor. `taken` are
+    /// Creates a part of another tensor, which shares stored elements with this tensor. `taken` are
     /// the indices of the shared elements in this tensor, and must be in this part. The first of
     /// these elements has the index `start` in the other tensor.
     pub(crate) fn slice(&self, taken: Range<u64>, start: u64) -> TensorPart {
@@ -129,13 +129,13 @@ impl TensorPart {
         part
     }
 
-    /// Returns the range of elements of the tensor that this part holds.
+    /// Returns the range of the tensor's elements that this part holds.
     pub(crate) fn element_range(&self) -> Range<u64> {
         self.start..self.start.saturating_add(self.count)
     }
 
-    /// Calls `run(first, count)` for each run of consecutive elements in the elements `range` of
-    /// the tensor. `first` is the index of the run's first element in the span.
+    /// Calls `run(first, count)` for each group of the tensor's elements in `range` that are
+    /// consecutive in the file. `first` is the index of the group's first element in the span.
     ///
     /// # Errors
     /// Fails with the first error that `run` returns, and makes no further calls.
@@ -161,8 +161,7 @@ impl TensorPart {
 }
 
 impl StridedLayout {
-    /// Returns the position of the element `index` of the view, in elements from the start of the
-    /// view.
+    /// Returns where element `index` of the view is stored, in elements from the start of the view.
     fn locate_element(&self, mut index: u64) -> u64 {
         let mut position = 0;
         for (&size, &stride) in self.shape.iter().zip(&self.strides).rev() {
@@ -179,14 +178,14 @@ mod tests {
     use crate::tensor::Dtype;
     use proptest::prelude::*;
 
-    /// Makes a part from the elements `taken` of a view. The part's first element is element 100 of
-    /// the tensor.
+    /// Creates a part from the range `taken` of the elements of a view. The part's first element is
+    /// element 100 of the tensor.
     fn make_part(shape: &[u64], strides: &[u64], offset: u64, taken: Range<u64>) -> TensorPart {
         let (shape, strides) = (shape.to_vec(), strides.to_vec());
         TensorPart::new(0, &TensorView { dtype: Dtype::F32, shape, strides, member: 0, offset }, taken, 100)
     }
 
-    /// Lists the positions within the span at which the elements `range` of the tensor are stored.
+    /// Lists where in the span the elements `range` of the tensor are stored.
     fn list_positions(part: &TensorPart, range: Range<u64>) -> Vec<u64> {
         let mut positions = Vec::new();
         let result = part.for_each_run(range, |at, n| {

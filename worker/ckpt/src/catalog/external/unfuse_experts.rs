@@ -1,4 +1,4 @@
-//! Splits experts that a file stores as one tensor per layer (fused) into one tensor per expert.
+//! Divides experts that a file stores as one tensor per layer (fused) into one tensor per expert.
 use super::checkpoint::ExternalCheckpoint;
 use super::facts::ExternalFacts;
 use super::fused_experts::{FusedExperts, FusedMember};
@@ -8,11 +8,11 @@ use crate::tensor::element_ranges;
 use std::collections::HashMap;
 
 impl ExternalCheckpoint {
-    /// Splits fused expert tensors, and their optimizer states, into the per-expert tensors that
-    /// `weights` lists by name and shape. Renames other weights whose names differ between a model
-    /// with fused experts and `weights`. A tensor that exists in both forms stays fused, so that
-    /// readers of `weights` reject it as an unexpected tensor. Does nothing if `weights` lists no
-    /// separate experts, or lists experts that cannot be fused.
+    /// Divides fused expert tensors and their optimizer states into the tensors of single experts
+    /// that `weights` lists by name and shape. Renames other weights whose names differ between a
+    /// model with fused experts and `weights`. A tensor that exists in both forms stays fused, so
+    /// that readers of `weights` reject it as an unexpected tensor. Does nothing if `weights` lists
+    /// no separate experts, or lists experts that cannot be fused.
     pub fn unfuse_experts(&mut self, weights: &[(String, Vec<u64>)]) {
         let Some(fused) = FusedExperts::detect(&borrow_weights(weights)) else { return };
         let shapes: HashMap<&str, &[u64]> = borrow_weights(&fused.weights).into_iter().collect();
@@ -38,7 +38,7 @@ impl ExternalCheckpoint {
     }
 }
 
-/// Returns the part `member` of the fused tensor `entry` as a separate tensor.
+/// Returns that part of the fused tensor `entry` that `member` describes, as a separate tensor.
 fn extract_expert_tensor(entry: &ExternalTensor, member: &FusedMember) -> ExternalTensor {
     let mut info = entry.info.clone();
     (info.name, info.shape) = (member.name.clone(), member.shape.clone());
@@ -53,7 +53,7 @@ fn extract_expert_tensor(entry: &ExternalTensor, member: &FusedMember) -> Extern
 }
 
 impl ExternalFacts {
-    /// Replaces the name of each fused weight by the names of its members, in the parameter groups,
+    /// Replaces the name of each fused weight by the names of its parts, in the parameter groups,
     /// the steps and the list of frozen weights.
     fn rename_weights(&mut self, fused: &FusedExperts) {
         let stored_names = |name: &String| fused.stored_names(name).collect::<Vec<_>>();
@@ -74,7 +74,7 @@ mod tests {
     use crate::{ReadRequest, TensorRole, TensorSource};
     use serde_json::{Map, json};
 
-    /// Writes weights of these names and shapes to `model.safetensors` in a new temporary
+    /// Writes weights with the given names and shapes to `model.safetensors` in a new temporary
     /// directory. The elements of each tensor count up from 0.
     fn write_weights(tensors: &[(&str, &[u64])]) -> tempfile::TempDir {
         let (mut header, mut data) = (Map::new(), Vec::new());

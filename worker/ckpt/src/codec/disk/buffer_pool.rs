@@ -1,4 +1,4 @@
-//! [`DiskBufferPool`]: reusable buffers in huge pages.
+//! [`DiskBufferPool`]: a pool of buffers for reading and writing files, in huge pages.
 //!
 //! A disk request is a list of contiguous ranges of physical memory. 2 MiB are 512 ranges in pages
 //! of 4 KiB, and one range in a huge page. On the disk of docs/benchmarks/checkpoints.md, huge
@@ -9,7 +9,7 @@ use std::io;
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Bytes of a huge page on x86-64, and on AArch64 with pages of 4 KiB.
+/// Size of a huge page in bytes, on x86-64 and on AArch64 with pages of 4 KiB.
 const HUGE_PAGE: usize = 2 << 20;
 
 /// Memory that begins at a multiple of the huge page size.
@@ -50,7 +50,7 @@ impl DerefMut for AlignedBuffer {
     }
 }
 
-/// A pool of buffers of equal size. Clones share the pool.
+/// A pool of buffers of equal size for reading and writing files. Clones share the pool.
 #[derive(Clone)]
 pub(crate) struct DiskBufferPool {
     size: usize,

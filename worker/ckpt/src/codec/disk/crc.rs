@@ -1,11 +1,12 @@
-//! Computes CRC-32s of files, without reading the holes of sparse files.
+//! Computes CRC-32s of files without reading the holes of sparse files, which consist of zeros.
 use super::sparse::find_data;
 use crc32fast::Hasher;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 
-/// Zeros whose CRC-32 is computed directly. The CRC-32 of longer runs of zeros is derived from it.
+/// A block of zeros whose CRC-32 is computed directly, and from which those of longer runs of zeros
+/// are derived.
 const ZEROS: [u8; 4096] = [0; 4096];
 
 /// Computes the CRC-32 of two concatenated byte sequences from their CRC-32s. `second_bytes` is the
@@ -35,8 +36,7 @@ fn compute_crc_of_zeros(bytes: u64) -> u32 {
 }
 
 /// Computes the CRC-32 of the byte range `bytes` of `file`. `hash_data(range, hasher)` must add the
-/// bytes of a range to the hasher. Holes of the file, which consist of zeros, are not passed to
-/// `hash_data`.
+/// bytes of a range to the hasher, and is not called for holes of the file, which consist of zeros.
 ///
 /// # Errors
 /// Fails with the first error that `hash_data` returns.

@@ -14,7 +14,8 @@ pub(crate) fn hash_file(directory: &Directory, name: &str, scratch: &ReadBuffers
     Ok((size, hash_open_file(&mut reader, size)?))
 }
 
-/// Computes the hash of an open file of `size` bytes. Reads the holes of a sparse file as zeros.
+/// Computes the hash of the open file in `reader`, which has `size` bytes. Reads the holes of a
+/// sparse file as zeros.
 ///
 /// # Errors
 /// Fails if the file has fewer bytes, or a read fails.

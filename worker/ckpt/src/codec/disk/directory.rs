@@ -1,5 +1,5 @@
-//! Creates, locks, syncs and removes directories, and opens files in them without following
-//! symbolic links.
+//! Functions on directories: creates, locks, syncs and removes them, and opens the files in them
+//! without following symbolic links.
 use crate::error::{CkptError, DamageReason, Diagnosis, MissingPart, Result};
 use crate::fault_points;
 use nix::errno::Errno;
@@ -15,8 +15,8 @@ use std::path::{Path, PathBuf};
 /// Limit on the number of files of one checkpoint.
 pub(crate) const FILES_MAX: usize = 1 << 20;
 
-/// Opens a directory. Symbolic links are followed. A FIFO or device at the path is an error, and is
-/// not opened.
+/// Opens the directory at `path`. Symbolic links are followed. A FIFO or device at the path is an
+/// error, and is not opened.
 fn open_directory(path: &Path) -> io::Result<File> {
     let flags = OFlag::O_DIRECTORY | OFlag::O_NONBLOCK;
     fs::OpenOptions::new().read(true).custom_flags(flags.bits()).open(path)
@@ -95,7 +95,7 @@ pub(crate) fn parent_dir(path: &Path) -> PathBuf {
     }
 }
 
-/// Syncs a directory, which makes its entries (created, renamed and removed names) durable.
+/// Syncs a directory, which makes created, renamed and removed entries durable.
 pub(crate) fn sync_dir(path: &Path) -> Result<()> {
     let dir = open_directory(path).map_err(CkptError::io("open directory", path))?;
     fault_points::run_between_points("fsync directory", || dir.sync_all())
@@ -139,11 +139,12 @@ pub(crate) fn remove_tree(path: &Path) -> Result<()> {
     }
 }
 
-/// Path, size in bytes, and modification time (seconds, nanoseconds) of a file.
+/// The state of a file, by which changes are detected: path, size in bytes, and modification time
+/// (seconds, nanoseconds).
 pub(crate) type FileState = (PathBuf, u64, i64, i64);
 
-/// Lists the states of the files in the directory tree `path`, sorted by path. Descends at most
-/// `depth` levels of subdirectories. Skips files that are removed meanwhile.
+/// Lists the sizes and modification times of the files in the directory tree `path`, sorted by
+/// path. Descends at most `depth` levels of subdirectories. Skips files that are removed meanwhile.
 ///
 /// # Errors
 /// Fails if a directory cannot be listed, or there are more than [`FILES_MAX`] files and
@@ -205,7 +206,7 @@ pub(crate) fn lock_dir(path: &Path) -> Result<DirLock> {
     }
 }
 
-/// An open directory, whose files are accessed by relative name. Symbolic links are rejected.
+/// An open directory in which files are accessed by relative names. Symbolic links are rejected.
 pub(crate) struct Directory {
     fd: File,
     path: PathBuf,
@@ -258,8 +259,8 @@ impl Directory {
         Ok(self.stat_entry(name)?.is_some())
     }
 
-    /// Queries the metadata of the entry `name` without following a symbolic link. Returns
-    /// `None` if the entry or a directory of its path does not exist.
+    /// Returns the metadata of the entry `name`, without following a symbolic link. Returns `None`
+    /// if the entry or a directory of its path does not exist.
     fn stat_entry(&self, name: &str) -> Result<Option<FileStat>> {
         let found = match self.open_parent(name)? {
             Some((inner, last)) => {
@@ -274,9 +275,9 @@ impl Directory {
         }
     }
 
-    /// Opens the subdirectory that contains the last component of the relative path `name`. Returns
-    /// this subdirectory (an inner `None` stands for `self`) and the last component. Returns `None`
-    /// if a subdirectory does not exist.
+    /// Opens the subdirectory in which the last component of the relative path `name` is located.
+    /// Returns this subdirectory (an inner `None` stands for `self`) and the last component.
+    /// Returns `None` if a subdirectory does not exist.
     ///
     /// # Errors
     /// Fails if a component is a symbolic link or not a directory, or the path points outside of
@@ -394,7 +395,7 @@ impl Directory {
         Ok(names)
     }
 
-    /// Lists the names of the subdirectories for which `parse_number` returns a number, lowest
+    /// Lists the names of those subdirectories for which `parse_number` returns a number, lowest
     /// number first.
     pub(crate) fn list_numbered_directories(
         &self,

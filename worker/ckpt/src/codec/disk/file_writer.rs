@@ -1,5 +1,5 @@
-//! [`FileWriter`]: writes a new file in large aligned windows. A thread writes a window while the
-//! caller fills and hashes the next window.
+//! [`FileWriter`]: writes a new file in large aligned pieces (windows), on a separate thread. A
+//! thread writes a window while the caller fills and hashes the next window.
 use super::buffer_pool::{AlignedBuffer, DiskBufferPool};
 use super::units::{ALIGN, BLOCK, disable_direct_io};
 use crate::error::{CkptError, Result};
@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
-/// Whether writes use the page cache.
+/// Whether files are written through the page cache or directly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum IoMode {
     /// Writes with O_DIRECT, which bypasses the page cache, if the file system supports it.
@@ -22,7 +22,7 @@ pub(crate) enum IoMode {
     Buffered,
 }
 
-/// What a [`FileWriter`] hashes.
+/// Which hashes a [`FileWriter`] computes of what it writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Hashing {
     /// Nothing.
@@ -33,7 +33,7 @@ pub(crate) enum Hashing {
     File,
 }
 
-/// A file that a [`FileWriter`] wrote.
+/// Description of a file that a [`FileWriter`] has written: its size and its hashes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct WrittenFile {
     /// Size in bytes.
@@ -44,7 +44,7 @@ pub(crate) struct WrittenFile {
     pub(crate) digest: Option<Hash>,
 }
 
-/// The hashes of the bytes that were written so far.
+/// The hashes of what has been written to a file so far.
 enum Hashes {
     Off,
     Blocks(Vec<Hash>),
@@ -52,7 +52,7 @@ enum Hashes {
 }
 
 impl Hashes {
-    /// Starts with the hashes of an empty file, of the kind that `hashing` requests.
+    /// Creates the hashes of an empty file, of the kind that `hashing` requests.
     fn new(hashing: Hashing) -> Hashes {
         match hashing {
             Hashing::Off => Hashes::Off,
@@ -80,13 +80,14 @@ impl Hashes {
     }
 }
 
-/// Windows in memory per file: one is filled, one waits, one is written.
+/// Number of buffers in memory per file that is written: one is filled, one waits, one is written.
 const WINDOWS_PER_FILE: usize = 3;
-/// Bytes per window when many files are written simultaneously. Windows of this size are only a
-/// little slower than windows of [`super::WINDOW`] bytes, and need a quarter of the memory.
+/// Size in bytes of the buffers through which a file is written, if many files are written at the
+/// same time. Windows of this size are only a little slower than windows of [`super::WINDOW`]
+/// bytes, and need a quarter of the memory.
 pub(crate) const SMALL_WINDOW: usize = 2 << 20;
 
-/// A file to which windows are appended.
+/// A file to which the contents of filled buffers (windows) are appended.
 struct OutputFile {
     file: File,
     /// True while the file is written with O_DIRECT.
@@ -96,8 +97,8 @@ struct OutputFile {
 }
 
 impl OutputFile {
-    /// Creates a file. Falls back to writes through the page cache if the file system does not
-    /// support O_DIRECT.
+    /// Creates a file for writing, with O_DIRECT if `io_mode` requests it. Falls back to writes
+    /// through the page cache if the file system does not support O_DIRECT.
     ///
     /// # Errors
     /// Fails if the path exists.
@@ -163,7 +164,7 @@ impl OutputFile {
     }
 }
 
-/// How a [`FileWriter`] writes its windows: on the calling thread, or on a separate one.
+/// On which thread a [`FileWriter`] writes: on the calling one, or on a separate one.
 enum WindowWriter {
     /// The calling thread writes. Used for files of up to one window.
     Inline(OutputFile),
@@ -197,7 +198,7 @@ pub(crate) struct FileWriter {
 }
 
 impl FileWriter {
-    /// Creates a file. Computes the hashes that `hashing` requests.
+    /// Creates a file at `path`. The writer computes the hashes that `hashing` requests.
     ///
     /// # Errors
     /// Fails if the path exists.
@@ -205,7 +206,7 @@ impl FileWriter {
         FileWriter::with_buffers(path, io_mode, hashing, DiskBufferPool::default())
     }
 
-    /// Creates a file as [`FileWriter::create`] does, with windows that are taken from the pool
+    /// Creates a file as [`FileWriter::create`] does, with buffers that are taken from the pool
     /// `buffers` and returned there.
     pub(crate) fn with_buffers(
         path: PathBuf,
@@ -247,12 +248,12 @@ impl FileWriter {
         Ok(())
     }
 
-    /// Hashes the last `n` bytes that were copied to the window, if hashes were requested.
+    /// Hashes the last `n` bytes that were copied to the current buffer, if hashes were requested.
     fn hash_block(&mut self, n: usize) {
         self.hashes.add_block(&self.window[self.filled - n..self.filled]);
     }
 
-    /// Passes the filled window to the writing thread, and continues with an empty one. Starts the
+    /// Passes the filled buffer to the writing thread, and continues with an empty one. Starts the
     /// thread at the first call. Blocks while all other windows wait to be written.
     fn send_window(&mut self) -> io::Result<()> {
         if let WindowWriter::Inline(_) = self.writer
@@ -280,7 +281,7 @@ impl FileWriter {
             .unwrap_or_else(|| io::Error::other("the writing thread ended early")))
     }
 
-    /// Waits until the writing thread has written all sent windows and has ended. Returns the file.
+    /// Waits until the writing thread has written everything and has ended, and returns the file.
     fn wait_for_writes(&mut self) -> io::Result<OutputFile> {
         match std::mem::replace(&mut self.writer, WindowWriter::Closed) {
             WindowWriter::Inline(output) => Ok(output),
@@ -294,7 +295,7 @@ impl FileWriter {
         }
     }
 
-    /// Writes the remaining bytes and makes the file durable.
+    /// Writes the remaining bytes, and makes the file durable.
     pub(crate) fn finish(self) -> Result<WrittenFile> {
         self.finish_file(true)
     }
@@ -305,7 +306,7 @@ impl FileWriter {
         self.finish_file(false)
     }
 
-    /// Writes the remaining bytes, returns the window to the pool and, with `sync`, makes the file
+    /// Writes the remaining bytes, returns the buffer to its pool and, with `sync`, makes the file
     /// durable.
     fn finish_file(mut self, sync: bool) -> Result<WrittenFile> {
         if !self.filled.is_multiple_of(BLOCK) {
@@ -321,8 +322,8 @@ impl FileWriter {
     }
 }
 
-/// Starts a thread that appends every window it receives to `output` and sends the window back for
-/// reuse.
+/// Starts a thread that appends the contents of each buffer that it receives to `output`, and sends
+/// the buffer back for reuse.
 fn spawn_writer_thread(mut output: OutputFile) -> io::Result<WindowWriter> {
     let (full, inbox) = sync_channel::<(AlignedBuffer, usize)>(WINDOWS_PER_FILE);
     let (outbox, empty) = sync_channel(WINDOWS_PER_FILE);
@@ -353,8 +354,8 @@ mod tests {
     use super::*;
     use crate::codec::disk::units::WINDOW;
 
-    /// Writes a file of `len` bytes in pieces of different sizes, with windows of `window` bytes.
-    /// Asserts that the file has the right content, and that the returned hashes are right.
+    /// Writes a file of `len` bytes in pieces of different sizes, through buffers of `window`
+    /// bytes. Checks the content of the file and the returned hashes.
     fn assert_written_file(dir: &std::path::Path, io_mode: IoMode, window: usize, len: usize) {
         let bytes: Vec<u8> =
             (0..len).map(|i| (i as u32).wrapping_mul(0x9E37_79B9).to_le_bytes()[3]).collect();

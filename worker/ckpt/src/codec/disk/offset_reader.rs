@@ -1,4 +1,4 @@
-//! [`OffsetReader`]: reads at any offset of a file.
+//! [`OffsetReader`]: reads a file at any offset, with direct I/O where that is faster.
 //!
 //! Bytes in the page cache are copied from the cache. Other bytes are read with direct I/O, so that
 //! a checkpoint that is read once does not evict other pages.
@@ -15,14 +15,15 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 
-/// Bytes per direct read: the size of a huge page, which is contiguous physical memory.
+/// Size in bytes of one read with direct I/O: a huge page, which is contiguous physical memory.
 const DIRECT_READ_BYTES: usize = 2 << 20;
-/// Bytes per read from the page cache: few enough to stay in the CPU cache until they are used.
+/// Size in bytes of one read from the page cache. The bytes stay in the CPU cache until they are
+/// used.
 const CACHED_READ_BYTES: usize = 256 << 10;
-/// Minimum size in bytes of a range that is read with direct I/O.
+/// The smallest range that is read with direct I/O, in bytes.
 const DIRECT_READ_MIN: u64 = 256 << 10;
 
-/// Buffers for the reads of [`OffsetReader`]s, reused from file to file.
+/// Buffers for reading files at any offset, which are reused from file to file.
 pub(crate) struct ReadBuffers {
     buffers: DiskBufferPool,
 }
@@ -45,7 +46,7 @@ pub(crate) struct OffsetReader<'a> {
     scratch: &'a ReadBuffers,
 }
 
-/// The second handle to the file of an [`OffsetReader`], which is opened with O_DIRECT.
+/// The second file descriptor of an [`OffsetReader`], which is opened with O_DIRECT.
 enum DirectFile {
     /// The file has not been opened with O_DIRECT yet.
     Unopened,
@@ -180,8 +181,8 @@ impl<'a> OffsetReader<'a> {
         Ok(())
     }
 
-    /// Reads the byte range `bytes` with direct I/O, passes the bytes to `sink` in one call, and
-    /// returns true. The caller must limit the range with [`direct_read_end`].
+    /// Reads the byte range `bytes` with direct I/O and passes its bytes to `sink` in one call.
+    /// Returns true if that was possible. The caller must limit the range with [`direct_read_end`].
     ///
     /// Returns false without a call of `sink` if the range is small, at least half of it is cached,
     /// or the file system does not support O_DIRECT. The caller must then read through the page
@@ -269,13 +270,13 @@ mod tests {
     use super::*;
     use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
-    /// Returns `len` bytes that differ from their neighbours.
+    /// Returns test content of `len` bytes, each of which differs from its neighbours.
     fn make_content(len: usize) -> Vec<u8> {
         (0..len).map(|i| (i as u32).wrapping_mul(0x9E37_79B9).to_le_bytes()[3]).collect()
     }
 
-    /// Reads various ranges of a cached file, an uncached file and a file in tmpfs, and compares
-    /// every range with the bytes that were written.
+    /// Checks that reads of a cached file, an uncached file and a file in tmpfs return the bytes
+    /// that were written.
     #[test]
     fn cached_and_direct_reads_are_equal() {
         let dirs = [tempfile::tempdir(), tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir())];

@@ -1,17 +1,18 @@
-//! Sizes in which files are read and written, and the switch from direct to cached I/O.
+//! Sizes of the pieces in which files are read and written, and the switch from direct to cached
+//! I/O.
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use std::fs::File;
 use std::io;
 
-/// Bytes per block. Each block has its own hash.
+/// Size in bytes of a block of a file. Each block has its own hash.
 pub(crate) const BLOCK: usize = 1 << 20;
-/// Bytes per window, the unit in which files are read and written.
+/// Size in bytes of a window, the unit in which files are read and written.
 pub(crate) const WINDOW: usize = 8 << 20;
 /// Required alignment of offsets, lengths and memory for O_DIRECT, in bytes.
 pub(crate) const ALIGN: usize = 4096;
 
-/// Turns O_DIRECT off for an open file. Some file systems accept the flag when the file is opened,
-/// but reject a direct read or write.
+/// Turns O_DIRECT off for the open file `file`. Some file systems accept the flag when the file is
+/// opened, but reject a direct read or write.
 pub(super) fn disable_direct_io(file: &File) -> io::Result<()> {
     let flags = OFlag::from_bits_retain(fcntl(file, FcntlArg::F_GETFL)?);
     fcntl(file, FcntlArg::F_SETFL(flags - OFlag::O_DIRECT))?;

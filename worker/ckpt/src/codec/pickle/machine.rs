@@ -1,15 +1,16 @@
-//! [`PickleMachine`]: the virtual machine that turns the opcodes of a pickle into values.
+//! [`PickleMachine`]: executes the opcodes of a pickle, which build a tree of values and never run
+//! Python code.
 use super::tree::{
     MEMO_MAX, NodeIndex, PickleCall, PickleNode, PickleTree, PickleValue, TextRange, VALUES_MAX,
 };
 use crate::error::PickleError;
 use crate::format_constants::PICKLE_BYTES_MAX;
 
-/// Result of executing opcodes.
+/// The result of executing pickle opcodes.
 type Result<T> = std::result::Result<T, PickleError>;
 
-/// Parses a pickle that fills `input`. `globals` lists the classes and functions that the pickle
-/// may name, as `module.name`.
+/// Parses a pickle that takes all of `input`. `globals` lists the classes and functions that the
+/// pickle may name, as `module.name`.
 ///
 /// # Errors
 /// Fails if the pickle is invalid, exceeds a limit, names another class or function, or ends before
@@ -48,7 +49,8 @@ pub(crate) fn parse_first_pickle(input: &[u8], globals: &[&[&'static str]]) -> R
     Ok((tree, at))
 }
 
-/// The state of the virtual machine while it executes a pickle.
+/// The state of the machine that executes the opcodes of a pickle: input, stack, memo and tree of
+/// values.
 struct PickleMachine<'a> {
     input: &'a [u8],
     /// Offset of the next opcode or argument in `input`.
@@ -81,7 +83,7 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Executes one opcode, and takes its arguments from the input.
+    /// Executes the opcode `op`, whose arguments are read from the input.
     fn execute_opcode(&mut self, op: u8) -> Result<()> {
         match op {
             0x80 => self.check_protocol(),
@@ -159,8 +161,8 @@ impl<'a> PickleMachine<'a> {
         Ok(())
     }
 
-    /// Adds `n`, the number of values that are pushed or copied, to the count of values. Fails if
-    /// the count exceeds [`VALUES_MAX`].
+    /// Adds `n` to the number of values that the pickle has pushed or copied. Fails if the number
+    /// exceeds [`VALUES_MAX`].
     fn count_values(&mut self, n: usize) -> Result<()> {
         self.pushed = self.pushed.saturating_add(n);
         match self.pushed > VALUES_MAX {
@@ -169,7 +171,7 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Adds a node to the tree and pushes a reference to it.
+    /// Adds a node to the tree of values and pushes a reference to it.
     fn push_node(&mut self, node: PickleNode) -> Result<()> {
         let id = NodeIndex::try_from(self.nodes.len()).map_err(|_| PickleError::SizeOverflow)?;
         self.push(PickleValue::Node(id))?;
@@ -197,7 +199,8 @@ impl<'a> PickleMachine<'a> {
         Ok(value)
     }
 
-    /// Returns the node of a value, or `None` if the value is not a node.
+    /// Returns the node to which a value refers, or `None` if the value is not a reference to a
+    /// node.
     fn node(&self, value: PickleValue) -> Option<&PickleNode> {
         match value {
             PickleValue::Node(id) => self.nodes.get(id as usize),
@@ -205,8 +208,8 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Returns the node on top of the stack without popping it. Fails if the value on top is not a
-    /// node.
+    /// Returns the node to which the value on top of the stack refers, without popping the value.
+    /// Fails if the value on top is not a node.
     fn peek_node(&mut self) -> Result<&mut PickleNode> {
         match self.peek()? {
             PickleValue::Node(id) => self.nodes.get_mut(id as usize).ok_or(PickleError::StackUnderflow),
@@ -366,7 +369,7 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Stores the value on top of the stack as the memo entry `index`.
+    /// Stores the value on top of the stack in the pickle's memo, under the number `index`.
     fn store_memo(&mut self, index: usize) -> Result<()> {
         let value = self.peek()?;
         if index >= MEMO_MAX {
@@ -380,7 +383,7 @@ impl<'a> PickleMachine<'a> {
         Ok(())
     }
 
-    /// Pushes the value of the memo entry `index`.
+    /// Pushes the value that the pickle's memo has under the number `index`.
     fn push_memo(&mut self, index: usize) -> Result<()> {
         let known = self.memo.get(index).copied().flatten();
         self.push(known.ok_or(PickleError::UnknownMemoEntry { index })?)
@@ -396,13 +399,14 @@ impl<'a> PickleMachine<'a> {
         std::str::from_utf8(&rest[..end]).map_err(|_| PickleError::InvalidUtf8 { at: self.at })
     }
 
-    /// Takes two lines with a module and a name from the input, and pushes the global they name.
+    /// Takes two lines with a module and a name from the input, and pushes the class or function
+    /// that they name.
     fn push_global_from_lines(&mut self) -> Result<()> {
         let (module, name) = (self.take_line()?, self.take_line()?);
         self.push_global(module, name)
     }
 
-    /// Pops a name and a module, and pushes the global they name.
+    /// Pops a name and a module, and pushes the class or function that they name.
     fn push_global_from_stack(&mut self) -> Result<()> {
         let (name, module) = (self.pop()?, self.pop()?);
         let text = |v| match self.node(v) {
@@ -470,7 +474,7 @@ impl<'a> PickleMachine<'a> {
             PickleNode::List(v) | PickleNode::Tuple(v) => Some(v.as_slice()),
             _ => None,
         };
-        /// The error for arguments that are not pairs.
+        /// The error for arguments of `OrderedDict` that are not pairs.
         const NOT_PAIRS: PickleError =
             PickleError::WrongType("makes an OrderedDict from values that are not pairs");
         let list = match values(args).ok_or(NOT_PAIRS)? {
@@ -526,7 +530,7 @@ impl<'a> PickleMachine<'a> {
     }
 }
 
-/// Groups alternating keys and values into pairs. Fails if the last key has no value.
+/// Groups `values`, alternating keys and values, into pairs. Fails if the last key has no value.
 fn pair_up(values: &[PickleValue]) -> Result<Vec<(PickleValue, PickleValue)>> {
     let (pairs, rest) = values.as_chunks::<2>();
     match rest.is_empty() {

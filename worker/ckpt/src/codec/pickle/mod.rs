@@ -1,4 +1,4 @@
-//! Reads and writes pickles as torch files contain them, without executing anything.
+//! Reads and writes the pickles in torch files. Reading executes no Python code.
 //!
 //! The caller lists the classes and functions that a pickle may name. Any other name is rejected.
 //! The result is a tree of plain values in which dicts keep their order. Shared values stay shared,

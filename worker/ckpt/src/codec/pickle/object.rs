@@ -1,10 +1,11 @@
-//! [`PythonObject`]: an owned Python value that is read from one torch file and written to another.
+//! [`PythonObject`]: a Python value in memory, which is read from one torch file and written to
+//! another.
 use super::tree::{PickleCall, PickleNode, PickleValue, PickleView, parse_shape};
 use crate::tensor::Dtype;
 use serde_json::Value as Json;
 use std::sync::Arc;
 
-/// A Python value of a kind that pickles in torch files contain.
+/// A Python value of one of the kinds that torch files contain.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub enum PythonObject {
     /// `None`.
@@ -60,7 +61,7 @@ pub enum PythonObject {
     },
 }
 
-/// A contiguous tensor that begins at the start of a storage of a torch file.
+/// A contiguous tensor of a torch file that begins at the start of its storage.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StoredTensor {
     /// Index of the storage in its file.
@@ -71,8 +72,8 @@ pub struct StoredTensor {
     pub(crate) shape: Vec<u64>,
 }
 
-/// Classes that pickles instantiate with `__new__` without arguments. Objects of all other classes
-/// become recorded calls.
+/// Python classes of which pickles create objects with `__new__` without arguments. Objects of all
+/// other classes become recorded calls.
 const NEW_WITHOUT_ARGS_CLASSES: [&str; 3] = [
     "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -90,21 +91,22 @@ impl PythonObject {
         PythonObject::Int(n as i64)
     }
 
-    /// Makes a Python `dict` of pairs of a string key and a value.
+    /// Creates a Python `dict` from pairs of a string key and a value.
     pub(crate) fn dict_from_pairs<K: Into<String>>(
         pairs: impl IntoIterator<Item = (K, PythonObject)>,
     ) -> PythonObject {
         PythonObject::Dict(pairs.into_iter().map(|(k, v)| (PythonObject::Str(k.into()), v)).collect())
     }
 
-    /// Makes a Python `OrderedDict` of pairs of a string key and a value.
+    /// Creates a Python `OrderedDict` from pairs of a string key and a value.
     pub(crate) fn ordered_dict_from_pairs<K: Into<String>>(
         pairs: impl IntoIterator<Item = (K, PythonObject)>,
     ) -> PythonObject {
         PythonObject::OrderedDict(pairs.into_iter().map(|(k, v)| (PythonObject::Str(k.into()), v)).collect())
     }
 
-    /// Makes an instance of the class `class`, as `module.name`, with these attributes.
+    /// Creates an instance of the class `class`, given as `module.name`, with the attributes
+    /// `attributes`.
     pub(crate) fn instance<K: Into<String>>(
         class: &str,
         attributes: impl IntoIterator<Item = (K, PythonObject)>,
@@ -113,8 +115,8 @@ impl PythonObject {
         PythonObject::Instance { class: class.to_owned(), state }
     }
 
-    /// Returns the value of the string key `key` of a dict, or `None` if the key is missing or the
-    /// object is not a dict.
+    /// Returns the value that a dict has for the string key `key`, or `None` if the key is missing
+    /// or the object is not a dict.
     pub(crate) fn get(&self, key: &str) -> Option<&PythonObject> {
         match self {
             PythonObject::Dict(pairs) | PythonObject::OrderedDict(pairs) => pairs
@@ -219,7 +221,7 @@ impl PickleView<'_> {
         })
     }
 
-    /// Copies a recorded call into a [`PythonObject`], as [`PickleView::to_object`] does.
+    /// Copies a recorded call to a [`PythonObject`], as [`PickleView::to_object`] does.
     fn call_to_object(
         self,
         call: &PickleCall,

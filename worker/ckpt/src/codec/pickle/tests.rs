@@ -1,4 +1,4 @@
-//! Tests with malformed and malicious pickles.
+//! Tests in which malformed and malicious pickles are rejected.
 use super::tree::{MEMO_MAX, VALUES_MAX};
 use super::*;
 use crate::error::PickleError;
@@ -6,17 +6,19 @@ use proptest::prelude::*;
 
 const GLOBALS: &[&[&str]] = &[&["collections.OrderedDict", "torch.Size"]];
 
-/// Parses a pickle that must be rejected, and returns the error. Panics if the pickle is accepted.
+/// Parses the pickle `input`, which must be rejected, and returns the error. Panics if the pickle
+/// is accepted.
 fn expect_rejection(input: &[u8]) -> PickleError {
     parse_pickle(input, GLOBALS).expect_err("rejected")
 }
 
-/// Returns the error that the parser must report for a pickle with the forbidden global `name`.
+/// Returns the error with which a pickle must be rejected that names the class or function `name`.
 fn forbidden_global_error(name: &str) -> PickleError {
     PickleError::ForbiddenGlobal { name: name.into() }
 }
 
-/// Returns the error that the parser must report for a pickle with an unsupported opcode.
+/// Returns the error with which a pickle must be rejected that contains the unsupported opcode
+/// `opcode`.
 fn unsupported_opcode_error(opcode: char) -> PickleError {
     PickleError::UnsupportedOpcode { opcode: opcode as u8 }
 }

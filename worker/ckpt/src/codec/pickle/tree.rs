@@ -1,26 +1,27 @@
-//! [`PickleTree`]: the values of a pickle.
+//! [`PickleTree`]: all values of a parsed pickle.
 use crate::error::PickleError;
 use crate::format_constants::{NAME_BYTES_MAX, PICKLE_DEPTH_MAX};
 use crate::tensor::DIMENSIONS_MAX;
 use serde_json::{Map, Number, Value as Json};
 
-/// Limit on the number of values that one pickle may push to the stack.
+/// Limit on the number of values that one pickle may push to the machine's stack.
 pub(crate) const VALUES_MAX: usize = 8 << 20;
-/// Limit on the entries of the memo, in which a pickle stores values that it uses again.
+/// Limit on the number of values that a pickle may store in its memo for later use.
 pub(crate) const MEMO_MAX: usize = 4 << 20;
-/// Limit on the size of all values if each use of a shared value is counted. Every reader that
-/// follows the values from the root is bounded by this limit. The unit is a value, or 8 bytes of
-/// text.
+/// Limit on the total size of a pickle's values if each use of a shared value is counted. The unit
+/// is a value, or 8 bytes of text. The limit bounds the work of every reader that follows the
+/// values from the root.
 const EXPANDED_MAX: usize = 16 << 20;
-/// Number of bytes of text that count as one value for [`EXPANDED_MAX`].
+/// Number of bytes of text that count as one value for the limit [`EXPANDED_MAX`].
 const TEXT_BYTES_PER_VALUE: u32 = 8;
-/// Limit on the number of values that one conversion to JSON includes.
+/// Limit on the number of values that are converted to JSON at a time.
 const JSON_MAX: usize = 100_000;
 
-/// Index of a [`PickleNode`] in its [`PickleTree`].
+/// Number of a [`PickleNode`] in its [`PickleTree`].
 pub(crate) type NodeIndex = u32;
 
-/// A value of a pickle. A value that does not fit into a machine word refers to a [`PickleNode`].
+/// A value of a pickle: a small value itself, or a reference to a [`PickleNode`]. A value that does
+/// not fit into a machine word refers to a [`PickleNode`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum PickleValue {
     None,
@@ -30,7 +31,7 @@ pub(crate) enum PickleValue {
     Node(NodeIndex),
 }
 
-/// A value of a pickle that does not fit into a machine word.
+/// A value of a pickle that does not fit into a machine word, such as a list.
 #[derive(Debug)]
 pub(crate) enum PickleNode {
     /// A text, as a range of the texts of the tree.
@@ -61,7 +62,7 @@ pub(crate) struct PickleCall {
     pub(super) state: PickleValue,
 }
 
-/// The byte range of a text in the texts of a tree.
+/// The byte range of a string of the pickle in the tree's common text buffer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TextRange {
     pub(super) start: u32,
@@ -75,7 +76,7 @@ impl TextRange {
     }
 }
 
-/// All values of one pickle, whose nodes refer to each other by index.
+/// All values of one parsed pickle. Nodes refer to each other by their numbers.
 #[derive(Debug)]
 pub(crate) struct PickleTree {
     pub(super) nodes: Vec<PickleNode>,
@@ -85,12 +86,13 @@ pub(crate) struct PickleTree {
 }
 
 impl PickleTree {
-    /// Returns a view of the value that was pickled, which contains all other values.
+    /// Returns the value that was pickled, which contains all other values of the tree.
     pub(crate) fn root_value(&self) -> PickleView<'_> {
         PickleView { tree: self, value: self.root }
     }
 
-    /// Iterates over the ids by which the pickle refers to data outside of the pickle.
+    /// Iterates over the ids by which the pickle refers to data outside of it, such as tensor
+    /// storages.
     pub(crate) fn persistent_ids(&self) -> impl Iterator<Item = PickleView<'_>> {
         self.nodes.iter().filter_map(|node| match node {
             PickleNode::Persistent(value) => Some(PickleView { tree: self, value: *value }),
@@ -132,8 +134,8 @@ impl PickleTree {
         Ok(())
     }
 
-    /// Computes the height and the size of `node` from those of its children, which must be known.
-    /// Fails if the size exceeds [`EXPANDED_MAX`].
+    /// Computes the nesting height and the size of `node` from those of its children, which must be
+    /// known. Fails if the size exceeds [`EXPANDED_MAX`].
     fn compute_extent(&self, node: &PickleNode, extents: &[NodeExtent]) -> Result<NodeExtent, PickleError> {
         let text = match node {
             PickleNode::Str(range) => range.length / TEXT_BYTES_PER_VALUE,
@@ -157,7 +159,7 @@ impl PickleTree {
     }
 }
 
-/// The height and the size of a node, which [`PickleTree::check_structure`] computes depth first.
+/// The nesting height and the size of a node, which [`PickleTree::check_structure`] computes.
 #[derive(Clone, Copy)]
 enum NodeExtent {
     Unvisited,
@@ -173,7 +175,8 @@ enum NodeExtent {
 }
 
 impl PickleNode {
-    /// Returns the `i`-th child value in a fixed order, or `None` if the node has fewer children.
+    /// Returns child number `i` of the node, in a fixed order, or `None` if the node has fewer
+    /// children.
     fn child(&self, i: usize) -> Option<PickleValue> {
         match self {
             PickleNode::Str(_) | PickleNode::Bytes | PickleNode::BigInt | PickleNode::Global(_) => None,
@@ -185,7 +188,8 @@ impl PickleNode {
     }
 }
 
-/// A value together with its tree. Accessors return `None` if the value has another type.
+/// A value together with its tree, through which the value is read. Accessors return `None` if the
+/// value has another type.
 #[derive(Clone, Copy)]
 pub(crate) struct PickleView<'t> {
     tree: &'t PickleTree,
@@ -198,7 +202,8 @@ impl<'t> PickleView<'t> {
         PickleView { value, ..self }
     }
 
-    /// Returns the node of the value, or `None` if the value fits into a machine word.
+    /// Returns the node to which the value refers, or `None` if the value itself fits into a
+    /// machine word.
     pub(super) fn node(self) -> Option<&'t PickleNode> {
         match self.value {
             PickleValue::Node(id) => self.tree.nodes.get(id as usize),
@@ -309,7 +314,7 @@ impl<'t> PickleView<'t> {
         }
     }
 
-    /// Converts the value to JSON for display. Objects become the name of their class. After
+    /// Converts the value to JSON, for display. Objects become the name of their class. After
     /// [`JSON_MAX`] values, the rest becomes null or is left out.
     pub(crate) fn to_json(self) -> Json {
         let mut left = JSON_MAX;
@@ -328,7 +333,7 @@ impl<'t> PickleView<'t> {
         Some(map)
     }
 
-    /// Converts the key of a dict to text, as JSON requires.
+    /// Converts the key of a dict to text, because keys of JSON objects are strings.
     fn to_json_key(self) -> String {
         match self.as_str() {
             Some(text) => text.to_owned(),
@@ -368,7 +373,7 @@ impl<'t> PickleView<'t> {
     }
 }
 
-/// The items of a list or tuple.
+/// The items of a list or tuple in a parsed pickle.
 #[derive(Clone, Copy)]
 pub(crate) struct PickleItems<'t> {
     tree: &'t PickleTree,

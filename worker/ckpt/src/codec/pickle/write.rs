@@ -1,12 +1,12 @@
-//! Writes pickles as `torch.save` does: protocol 2, with the opcodes that `torch.save` uses.
+//! Writes pickles like those of `torch.save`: protocol 2, with the same opcodes.
 use super::object::{PythonObject, StoredTensor};
 use crate::error::EncodeError;
 use crate::tensor::Dtype;
 
-/// Items per SETITEMS or APPENDS opcode, equal to the batch size of Python's pickler.
+/// Number of items that one SETITEMS or APPENDS opcode adds. Python's pickler uses the same number.
 const BATCH_ITEMS: usize = 1000;
 
-/// Result of encoding a value.
+/// The result of encoding a value as a pickle.
 type Result<T> = std::result::Result<T, EncodeError>;
 
 /// Encodes a value as a complete pickle.
@@ -38,7 +38,8 @@ pub(crate) fn torch_storage_class(dtype: Dtype) -> Option<&'static str> {
     })
 }
 
-/// Writes any value except a literal tensor, which must have been moved to a storage.
+/// Writes any value except a tensor with literal elements, which must have been moved to a storage
+/// before.
 fn write_object(out: &mut Vec<u8>, value: &PythonObject) -> Result<()> {
     match value {
         PythonObject::None => out.push(b'N'),
@@ -83,7 +84,7 @@ fn write_object(out: &mut Vec<u8>, value: &PythonObject) -> Result<()> {
     Ok(())
 }
 
-/// Writes an integer with the shortest opcode.
+/// Writes an integer with the shortest opcode that can encode it.
 fn write_int(out: &mut Vec<u8>, i: i64) {
     if let Ok(b) = u8::try_from(i) {
         out.extend([b'K', b]);
@@ -99,7 +100,7 @@ fn write_int(out: &mut Vec<u8>, i: i64) {
     }
 }
 
-/// Writes text of at most 4 GiB.
+/// Writes a string. Fails if it has more than 4 GiB.
 fn write_text(out: &mut Vec<u8>, s: &str) -> Result<()> {
     let len = u32::try_from(s.len()).map_err(|_| EncodeError::TextTooLong)?;
     out.push(b'X');
@@ -139,7 +140,7 @@ fn write_tuple(out: &mut Vec<u8>, items: &[PythonObject]) -> Result<()> {
     Ok(())
 }
 
-/// Writes the opcodes that set the items of the dict on top of the stack.
+/// Writes the opcodes that add the pairs `pairs` to the dict on top of the machine's stack.
 fn write_items(out: &mut Vec<u8>, pairs: &[(PythonObject, PythonObject)]) -> Result<()> {
     for batch in pairs.chunks(BATCH_ITEMS) {
         out.push(b'(');
@@ -166,7 +167,7 @@ fn write_global(out: &mut Vec<u8>, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// Writes the call of a function with positional arguments.
+/// Writes the call of the function `function` with positional arguments.
 fn write_call(out: &mut Vec<u8>, function: &str, args: &[PythonObject]) -> Result<()> {
     write_global(out, function)?;
     write_tuple(out, args)?;
@@ -179,7 +180,8 @@ fn write_integer_tuple(out: &mut Vec<u8>, sizes: &[u64]) -> Result<()> {
     write_tuple(out, &sizes.iter().map(|&n| PythonObject::from_count(n)).collect::<Vec<_>>())
 }
 
-/// Writes `_rebuild_tensor_v2(storage, 0, size, stride, False, OrderedDict())`.
+/// Writes a reference to a tensor: the call `_rebuild_tensor_v2(storage, 0, size, stride, False,
+/// OrderedDict())`.
 fn write_tensor(out: &mut Vec<u8>, t: &StoredTensor) -> Result<()> {
     let class = torch_storage_class(t.dtype).ok_or(EncodeError::NoStorageClass(t.dtype))?;
     write_global(out, "torch._utils._rebuild_tensor_v2")?;
@@ -218,7 +220,7 @@ mod tests {
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     ]];
 
-    /// Encodes a value, parses the pickle, and converts the result back to a [`PythonObject`].
+    /// Encodes a value as a pickle, parses it, and converts the result back to a [`PythonObject`].
     /// Returns `None` if the result cannot be converted.
     fn encode_and_parse(value: &PythonObject) -> Option<PythonObject> {
         let bytes = encode_pickle(value).expect("encode");

@@ -50,7 +50,7 @@ cuda_library! {
 }
 
 impl CublasLtApi {
-    /// Returns cuBLASLt's text of a status code.
+    /// Returns cuBLASLt's description of the status code `status`.
     fn describe_status(&self, status: Status) -> String {
         // SAFETY: returns a static string or null.
         unsafe { read_text((self.cublasLtGetStatusString)(status)) }

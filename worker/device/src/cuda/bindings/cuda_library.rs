@@ -35,7 +35,7 @@ macro_rules! cuda_library {
         }
 
         impl $library {
-            /// Opens the library and looks up its functions. Returns the path of the library, too.
+            /// Opens the library, looks up its functions, and returns them with the library's path.
             pub(in crate::cuda) fn open(paths: &LibrarySearchPaths) -> Result<(Self, PathBuf), CudaError> {
                 let OpenLibrary { library, path } = paths.open(CudaLibrary::$kind)?;
                 match Self::resolve(library) {
@@ -65,7 +65,7 @@ macro_rules! cuda_library {
 }
 pub(super) use cuda_library;
 
-/// Copies a C string of a library. Returns `unknown error` if the pointer is null.
+/// Copies a C string that a library returned. A null pointer becomes `unknown error`.
 ///
 /// # Safety
 ///

@@ -76,7 +76,7 @@ cuda_library! {
 }
 
 impl DriverApi {
-    /// Returns the driver's name and text of a status code.
+    /// Returns the CUDA driver's name and description of the status code `status`.
     fn describe_status(&self, status: Status) -> String {
         let (mut name, mut text) = (ptr::null(), ptr::null());
         // SAFETY: writes one pointer each, to a static string or null.

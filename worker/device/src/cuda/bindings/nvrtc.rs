@@ -29,7 +29,7 @@ cuda_library! {
 }
 
 impl NvrtcApi {
-    /// Returns NVRTC's text of a status code.
+    /// Returns NVRTC's description of the status code `status`.
     fn describe_status(&self, status: Status) -> String {
         // SAFETY: returns a static string or null.
         unsafe { read_text((self.nvrtcGetErrorString)(status)) }

@@ -1,4 +1,4 @@
-//! Attention as graphs of cuDNN's operations, in the layout of
+//! Describes attention to cuDNN as graphs of its operations, with tensors laid out as in
 //! [`crate::ops::AttentionOps::attention_forward`].
 use super::super::bindings::cudnn_sys::{
     cudnnBackendAttributeName_t, cudnnBackendDescriptorType_t, cudnnDataType_t::*, cudnnPointwiseMode_t::*,
@@ -30,18 +30,18 @@ const D_Q_ID: i64 = 10;
 const D_K_ID: i64 = 11;
 const D_V_ID: i64 = 12;
 const KEEP_SCALE_ID: i64 = 13;
-/// Id of the tensor with Σ dO·O for each query, which the backward pass computes.
+/// Id of the tensor in cuDNN's graph that holds Σ dO·O for each query, which the backward pass
+/// computes.
 const DOTS_ID: i64 = 14;
-/// Id of the fp32 buffer in which the gradient of the queries is accumulated.
+/// Id of the fp32 tensor in cuDNN's graph in which the gradient of the queries is accumulated.
 const D_Q_SUMS_ID: i64 = 15;
 
-/// Maximum head dimension that the backward pass supports.
+/// Maximum head dimension that cuDNN's backward pass of attention supports.
 const MAX_HEAD_DIM: usize = 128;
-/// Divisor of every supported head dimension.
+/// Number of which every head dimension that cuDNN supports is a multiple.
 const HEAD_DIM_STEP: usize = 8;
 
-/// Attention mask: the keys to which a query attends, among the keys at or before the position of
-/// the query.
+/// Which keys a query attends to, among the keys at or before the query's position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum AttentionMask {
     /// All keys up to the query's position.
@@ -51,9 +51,8 @@ pub(super) enum AttentionMask {
 }
 
 impl AttentionMask {
-    /// Returns the attention mask that `starts`, the first visible key of each query, describes for
-    /// sequences of `t` tokens. Returns `None` if no mask fits, for example if a sequence has
-    /// several documents.
+    /// Returns cuDNN's mask for `starts`, the first visible key of each query, in sequences of `t`
+    /// tokens. Returns `None` if no mask fits, for example if a sequence has several documents.
     fn from_starts(starts: &[u32], t: usize) -> Option<AttentionMask> {
         let first = starts.get(..t)?;
         let window = first.iter().position(|start| *start > 0);
@@ -96,7 +95,8 @@ pub(in super::super) struct AttentionPass {
     pub(super) is_backward: bool,
 }
 
-/// GPU addresses of the operands of an attention pass. Operands that only the other pass has are 0.
+/// GPU addresses of the tensors of an attention pass. Addresses of tensors that only the other pass
+/// has are 0.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in super::super) struct AttentionOperands {
     pub(in super::super) qkv: Address,
@@ -114,7 +114,7 @@ impl AttentionOperands {
     }
 }
 
-/// A tensor of `f32` that a pass needs in addition to its operands.
+/// A temporary `f32` tensor that a pass of cuDNN's attention needs in addition to its operands.
 pub(super) struct ExtraTensor {
     pub(super) id: i64,
     pub(super) elements: usize,
@@ -138,14 +138,14 @@ impl AttentionTensorLayout {
         AttentionTensorLayout { b, t, heads, kv_heads, dim }
     }
 
-    /// Returns the dimensions of a tensor with a vector for each token and head: `[b, heads, t,
+    /// Returns the dimensions of a tensor with one vector for each token and head: `[b, heads, t,
     /// dim]`.
     fn rows(&self, heads: i64) -> [i64; 4] {
         [self.b, heads, self.t, self.dim]
     }
 
-    /// Returns the strides for the dimensions of [`AttentionTensorLayout::rows`]. In memory, each
-    /// token is a row of `width` elements, and the heads of a row are adjacent.
+    /// Returns the strides of a tensor with the dimensions [`AttentionTensorLayout::rows`], in
+    /// which each token is a row of `width` elements. The heads of a row are adjacent.
     fn strides(&self, width: i64) -> [i64; 4] {
         [self.t * width, self.dim, width, 1]
     }
@@ -160,7 +160,8 @@ impl AttentionTensorLayout {
         [self.b, self.heads, self.t, self.t]
     }
 
-    /// Returns the dimensions of a tensor with one element per query.
+    /// Returns the dimensions of a tensor with one element for each query and head: `[b, heads, t,
+    /// 1]`.
     fn per_query(&self) -> [i64; 4] {
         [self.b, self.heads, self.t, 1]
     }
@@ -192,7 +193,7 @@ impl AttentionPass {
         Ok(AttentionPass { shape, mask, is_backward })
     }
 
-    /// Returns the id and address of each tensor of the graph that is an operand.
+    /// Returns the id and address of each of the pass's operands that is a tensor of cuDNN's graph.
     pub(super) fn list_operand_tensors(&self, at: &AttentionOperands) -> Vec<(i64, Address)> {
         let s = self.shape;
         let size = size_of::<u16>() as u64;
@@ -224,8 +225,8 @@ impl AttentionPass {
         }
     }
 
-    /// Returns cuDNN's execution plans for the pass on the GPU, the library's best guess first.
-    /// There are none if cuDNN does not support the pass.
+    /// Returns cuDNN's execution plans for this pass, best guess first, or none if cuDNN does not
+    /// support the pass.
     pub(super) fn create_plans(
         &self,
         cudnn: &Cudnn,
@@ -233,7 +234,7 @@ impl AttentionPass {
         cudnn.with_handle(|handle| create_attention_plans(&cudnn.library, self, PlanTarget::Handle(handle)))
     }
 
-    /// Returns the bytes of GPU memory that cuDNN's first plan for the pass needs in addition to
+    /// Returns how many bytes of GPU memory cuDNN's first plan for this pass needs in addition to
     /// the operands. `properties` describes the GPU, which this machine need not have, as JSON in
     /// cuDNN's form. Returns `None` if there is no plan.
     pub(super) fn compute_plan_workspace(&self, cudnn: &Cudnn, properties: &str) -> Result<Option<usize>> {
@@ -246,8 +247,9 @@ impl AttentionPass {
         Ok(plan.map(|plan| plan.workspace + sums))
     }
 
-    /// Waits for the pass and downloads its results as f32. The results of the forward pass are
-    /// output and log-sum-exp, and those of the backward pass the gradients of q, k and v.
+    /// Waits for the attention pass to complete and downloads its results as f32. The results of
+    /// the forward pass are output and log-sum-exp, and those of the backward pass the gradients of
+    /// q, k and v.
     pub(super) fn download_results(&self, gpu: &Gpu, at: &AttentionOperands) -> Result<[Vec<f32>; 3]> {
         let s = self.shape;
         let rows = s.b * s.t;
@@ -273,7 +275,7 @@ impl AttentionPass {
         Ok([download_bf16(at.o, rows * queries)?, lse, Vec::new()])
     }
 
-    /// Returns the ids and values of the scalars that the graph reads from the host.
+    /// Returns the ids and values of the scalars that cuDNN's graph reads from host memory.
     fn list_scalars(&self) -> Vec<(i64, f32)> {
         let mut scalars = vec![(SCALE_ID, self.shape.scale), (MASK_VALUE_ID, f32::NEG_INFINITY)];
         if let AttentionMask::Window(window) = self.mask {
@@ -307,7 +309,8 @@ impl AttentionPass {
     }
 }
 
-/// Returns an upper bound of the bytes that cuDNN needs for a pass in addition to its operands.
+/// Returns an upper bound of the bytes that cuDNN needs for a pass of attention in addition to its
+/// operands.
 ///
 /// The backward pass needs fp32 sums of the queries' gradients, the gradients of keys and values by
 /// query head, and on GPUs before Hopper a second set of sums. cuDNN 9.19 reports these sizes for
@@ -318,7 +321,8 @@ pub fn estimate_cudnn_workspace_bytes(s: AttentionShape) -> usize {
     queries * (s.head_dim * (2 * size_of::<f32>() + gradients) + 2 * size_of::<f32>())
 }
 
-/// Returns cuDNN's execution plans for a pass, the one that cuDNN expects to be the fastest first.
+/// Returns cuDNN's execution plans for a pass of attention. The plan that cuDNN expects to be the
+/// fastest comes first.
 fn create_attention_plans(
     library: &Arc<CudnnApi>,
     pass: &AttentionPass,
@@ -333,8 +337,8 @@ fn create_attention_plans(
     create_graph_plans(graph, pass.list_scalars(), target)
 }
 
-/// Adds the tensor of queries, keys or values within `qkv`, or within the gradient of `qkv`, to the
-/// graph.
+/// Adds the tensor of queries, keys or values to the graph, as a part of `qkv` or of the gradient
+/// of `qkv`.
 fn add_qkv_rows(
     g: &mut OperationGraph,
     id: i64,
@@ -344,7 +348,7 @@ fn add_qkv_rows(
     g.add_tensor(TensorLocation::Device(id), CUDNN_DATA_BFLOAT16, l.rows(heads), l.strides(l.qkv_width()))
 }
 
-/// Adds the transposed tensor of keys or values within `qkv` to the graph. Tokens are columns.
+/// Adds the tensor of keys or values to the graph, transposed so that tokens are columns.
 fn add_qkv_columns(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Result<GraphTensor> {
     let ([b, h, t, d], [x, y, z, w]) = (l.rows(l.kv_heads), l.strides(l.qkv_width()));
     g.add_tensor(TensorLocation::Device(id), CUDNN_DATA_BFLOAT16, [b, h, d, t], [x, y, w, z])
@@ -458,8 +462,8 @@ fn add_backward(g: &mut OperationGraph, pass: &AttentionPass) -> Result<()> {
     g.add_pointwise(CUDNN_POINTWISE_IDENTITY, sums, None, d_q)
 }
 
-/// Adds the gradient of keys or values to the graph: `a · b` for each query head, summed over the
-/// query heads that share a key head.
+/// Adds the gradient of keys or values to the graph. Computes `a · b` for each query head, and sums
+/// over the query heads that share a key head.
 fn add_kv_gradient(
     g: &mut OperationGraph,
     l: &AttentionTensorLayout,

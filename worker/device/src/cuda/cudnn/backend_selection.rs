@@ -1,5 +1,5 @@
-//! [`CudnnAttention`]: decides for each attention shape whether cuDNN or this program's kernels
-//! compute it, by the job's setting and by timing.
+//! [`CudnnAttention`]: decides for each attention shape whether cuDNN or the built-in kernels
+//! compute it. The decision follows the job's setting and timing.
 use super::super::error::{CudaError, Result};
 use super::super::gpu::Gpu;
 use super::super::library_search::LibrarySearchPaths;
@@ -32,11 +32,11 @@ pub enum AttentionBackend {
     Cudnn,
 }
 
-/// Properties by which attention passes differ: sizes, bits of the scale, mask, and whether the
-/// pass is the backward pass.
+/// What distinguishes attention passes with different plans: sizes, bits of the scale, mask, and
+/// whether the pass is the backward pass.
 type PassKey = ([usize; 5], u32, AttentionMask, bool);
 
-/// The opened cuDNN library, and the plans selected so far.
+/// The opened cuDNN library, and the execution plans that were selected so far for attention.
 pub(in super::super) struct CudnnAttention {
     backend: AttentionBackend,
     cudnn: Arc<Cudnn>,
@@ -47,7 +47,7 @@ pub(in super::super) struct CudnnAttention {
     notices: Mutex<VecDeque<BackendNotice>>,
 }
 
-/// Reason why a plan of cuDNN is not used.
+/// Why a plan of cuDNN for attention is not used.
 #[derive(Debug, thiserror::Error)]
 enum PlanRejection {
     #[error("cuDNN has no plan")]
@@ -62,7 +62,7 @@ enum PlanRejection {
     NotTimed,
 }
 
-/// Returns the key under which the plan of a pass is stored in `CudnnAttention::plans`.
+/// Returns the key of a pass in `CudnnAttention::plans`, the map of selected plans.
 fn compute_pass_key(pass: &AttentionPass) -> PassKey {
     let s = pass.shape;
     ([s.b, s.t, s.heads, s.kv_heads, s.head_dim], s.scale.to_bits(), pass.mask, pass.is_backward)
@@ -85,7 +85,8 @@ impl CudnnAttention {
         }
     }
 
-    /// Removes and returns the oldest notice that has not been reported to the user yet.
+    /// Removes and returns the oldest notice for the user about the choice of attention kernels, if
+    /// there is one.
     pub(in super::super) fn take_notice(&self) -> Option<BackendNotice> {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
     }
@@ -115,8 +116,8 @@ impl CudnnAttention {
         Ok(true)
     }
 
-    /// Returns the plan for a pass, and selects the plan at the first call. Returns `None` if the
-    /// built-in kernels are used.
+    /// Returns the plan for a pass, which the first call selects. Returns `None` if the built-in
+    /// kernels compute the pass.
     fn select_plan(
         &self,
         gpu: &Arc<Gpu>,
@@ -189,8 +190,8 @@ impl CudnnAttention {
         Ok((cudnn_seconds < built_in_seconds).then_some(plan))
     }
 
-    /// Runs and times a plan, and returns the seconds of a run. Fails if the plan does not work or
-    /// its results differ from `expected`.
+    /// Runs and times a plan of cuDNN, and returns the seconds of a run. Fails if the plan does not
+    /// work or its results differ from `expected`.
     fn check_and_time_plan(
         &self,
         gpu: &Arc<Gpu>,
@@ -210,7 +211,8 @@ impl CudnnAttention {
         Ok((seconds.ok_or(PlanRejection::NotTimed)?, plan))
     }
 
-    /// Queues the warning that an attention does not use cuDNN because its plans were rejected.
+    /// Queues a warning for the user: cuDNN does not compute this attention, because its plans were
+    /// rejected.
     fn report_rejection(&self, pass: &AttentionPass, rejection: &PlanRejection) {
         let attention = pass.describe();
         let message = format!("{attention} does not use cuDNN");
@@ -221,8 +223,8 @@ impl CudnnAttention {
         self.push_notice(BackendNotice::Degraded(warning));
     }
 
-    /// Enqueues the execution plan of an attention pass on this thread's stream, with scratch
-    /// memory for its workspace and for tensors that only cuDNN needs.
+    /// Enqueues the execution plan of an attention pass on this thread's stream, and allocates the
+    /// scratch memory that it needs.
     fn enqueue_plan(
         &self,
         gpu: &Arc<Gpu>,
@@ -253,19 +255,19 @@ impl CudnnAttention {
         gpu.enqueue(|batch| batch.push_plan(prepared), |stream| direct.issue(stream))
     }
 
-    /// Queues a notice, which [`CudnnAttention::take_notice`] returns later.
+    /// Queues a notice for the user, which [`CudnnAttention::take_notice`] returns later.
     fn push_notice(&self, notice: BackendNotice) {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).push_back(notice);
     }
 
-    /// Creates the error of an attention that cuDNN cannot compute.
+    /// Returns the error that cuDNN cannot compute `attention`.
     fn unsupported_error(&self, attention: String) -> CudaError {
         CudaError::AttentionUnsupported { version: self.cudnn.format_version(), attention }
     }
 }
 
-/// Returns the largest difference of any result, relative to the largest expected value of that
-/// result. Returns infinity if one value is finite where the other is not.
+/// Returns the largest difference between `results` and `expected`, relative to the largest
+/// expected value of each tensor. Returns infinity if one value is finite where the other is not.
 fn compute_relative_difference(results: &[Vec<f32>; 3], expected: &[Vec<f32>; 3]) -> f64 {
     let difference = |(result, expected): (&Vec<f32>, &Vec<f32>)| {
         let finite = expected.iter().map(|x| x.abs()).filter(|x| x.is_finite());
@@ -280,7 +282,8 @@ fn compute_relative_difference(results: &[Vec<f32>; 3], expected: &[Vec<f32>; 3]
     results.iter().zip(expected).map(difference).fold(0.0, f64::max)
 }
 
-/// Returns the mean seconds of a run over [`TIMED_RUNS`] timed runs. Returns `None` if a run fails.
+/// Returns the mean duration of `run` over [`TIMED_RUNS`] timed runs, in seconds. Returns `None` if
+/// a run fails.
 fn measure_seconds(gpu: &Arc<Gpu>, run: impl Fn() -> bool) -> Result<Option<f64>> {
     if !run() {
         return Ok(None);

@@ -1,4 +1,5 @@
-//! [`Descriptor`]: an object of cuDNN's backend API. Its attributes are set before it is finalized.
+//! [`Descriptor`]: an object of cuDNN's backend API, such as a tensor or an operation. Its
+//! attributes are set before it is finalized.
 use super::super::bindings::CudnnApi;
 use super::super::bindings::cudnn_sys::{
     cudnnBackendAttributeName_t, cudnnBackendAttributeType_t, cudnnBackendDescriptor_t,
@@ -8,7 +9,8 @@ use super::super::bindings::cudnn_sys::{
 use super::super::error::Result;
 use std::{ffi::c_void, ptr, sync::Arc};
 
-/// Maximum number of engine configurations that are requested from the heuristics for one graph.
+/// Maximum number of engine configurations (ways to compute a graph) that cuDNN's heuristics are
+/// asked for.
 const MAX_ENGINE_CONFIGS: i64 = 4;
 
 /// A Rust type whose values can be set as an attribute of a cuDNN descriptor.
@@ -17,7 +19,7 @@ const MAX_ENGINE_CONFIGS: i64 = 4;
 ///
 /// Values must have the memory layout that cuDNN expects for [`AttributeValue::TYPE`].
 pub(super) unsafe trait AttributeValue {
-    /// cuDNN's number of the type.
+    /// The number by which cuDNN identifies the type.
     const TYPE: cudnnBackendAttributeType_t;
 }
 
@@ -125,8 +127,8 @@ impl Descriptor {
         Ok(value[0])
     }
 
-    /// Reads the engine configurations that the heuristics of this descriptor suggest, best guess
-    /// first.
+    /// Returns the engine configurations (ways to compute a graph) that the heuristics of this
+    /// descriptor suggest, best guess first.
     pub(super) fn query_engine_configs(&self) -> Result<Vec<Descriptor>> {
         let kind = cudnnBackendDescriptorType_t::CUDNN_BACKEND_ENGINECFG_DESCRIPTOR;
         let mut configs = (0..MAX_ENGINE_CONFIGS)

@@ -1,4 +1,4 @@
-//! [`ExecutionPlan`]: a graph of operations that cuDNN has compiled for a GPU, and its execution.
+//! [`ExecutionPlan`]: compiles a graph of operations with cuDNN for a GPU, and executes it.
 use super::super::bindings::cudnn_sys::{
     cudnnBackendAttributeName_t::*, cudnnBackendDescriptorType_t::*, cudnnBackendHeurMode_t, cudnnHandle_t,
 };
@@ -9,11 +9,11 @@ use super::library::Cudnn;
 use super::operation_graph::OperationGraph;
 use std::{ffi::c_void, ptr, sync::Arc};
 
-/// Status codes of requests that cuDNN does not support: `CUDNN_STATUS_NOT_SUPPORTED` and its
+/// Status codes with which cuDNN rejects unsupported requests: `CUDNN_STATUS_NOT_SUPPORTED` and its
 /// sub-codes.
 const NOT_SUPPORTED: std::ops::Range<i32> = 3000..4000;
 
-/// The GPU for which an execution plan is compiled.
+/// The GPU for which cuDNN compiles an execution plan: the open GPU, or a described one.
 pub(super) enum PlanTarget {
     /// The GPU to which this cuDNN handle belongs.
     Handle(cudnnHandle_t),
@@ -32,14 +32,15 @@ pub(super) struct ExecutionPlan {
     _source: Arc<PlanSource>,
 }
 
-/// Descriptors from which plans are created. cuDNN may read them as long as the plans live.
+/// The descriptors from which execution plans were created. cuDNN may read them as long as the
+/// plans exist.
 struct PlanSource {
     _graph_descriptor: Descriptor,
     graph: OperationGraph,
 }
 
-/// Returns cuDNN's execution plans for a graph, the library's best guess first. There are none if
-/// cuDNN does not support the graph. Each plan is compiled when the iterator reaches it.
+/// Returns cuDNN's execution plans for a graph of operations, best guess first, or none if cuDNN
+/// does not support the graph. Each plan is compiled when the iterator reaches it.
 pub(super) fn create_graph_plans(
     graph: OperationGraph,
     scalars: Vec<(i64, f32)>,
@@ -56,8 +57,8 @@ pub(super) fn create_graph_plans(
     Ok(configs.into_iter().filter_map(compile))
 }
 
-/// Converts the error of a request that cuDNN does not support to `None`. Fails with any other
-/// error.
+/// Returns `None` instead of the error with which cuDNN rejects an unsupported request. Fails with
+/// any other error.
 fn ok_if_supported<T>(result: Result<T>) -> Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),
@@ -66,8 +67,8 @@ fn ok_if_supported<T>(result: Result<T>) -> Result<Option<T>> {
     }
 }
 
-/// Returns the descriptor of the whole operation graph, and the engine configurations that cuDNN's
-/// heuristics suggest.
+/// Returns the descriptor of the whole graph, and the engine configurations (ways to compute it)
+/// that cuDNN's heuristics suggest.
 fn query_engine_configs(
     graph: &OperationGraph,
     target: &PlanTarget,
@@ -90,7 +91,7 @@ fn query_engine_configs(
     Ok((descriptor, configs))
 }
 
-/// Compiles the execution plan of an engine configuration.
+/// Compiles the execution plan for `config`, one of the engine configurations that cuDNN suggested.
 fn compile_plan(
     source: &Arc<PlanSource>,
     config: Descriptor,
@@ -111,7 +112,7 @@ fn compile_plan(
     Ok(ExecutionPlan { plan, workspace, scalars, _config: config, _source: source.clone() })
 }
 
-/// An execution plan with the addresses of its tensors and its workspace for one execution.
+/// One execution of a plan: the plan, the addresses of its tensors, and its workspace.
 #[derive(Clone)]
 pub(in super::super) struct PreparedPlan {
     pub(super) cudnn: Arc<Cudnn>,
@@ -130,7 +131,8 @@ impl PartialEq for PreparedPlan {
 }
 
 impl PreparedPlan {
-    /// Issues the plan with its addresses to a stream immediately.
+    /// Issues this execution of the plan to `stream` immediately, without recording it for a CUDA
+    /// graph.
     pub(in super::super) fn issue(&self, stream: CUstream) -> Result<()> {
         let on_device = |(id, at): &(i64, Address)| (*id, ptr::without_provenance(*at as usize));
         let on_host = |(id, value): &(i64, Box<f32>)| (*id, ptr::from_ref(&**value).cast::<c_void>());
@@ -152,8 +154,8 @@ impl PreparedPlan {
         })
     }
 
-    /// Returns words that depend on the plan and its addresses, from which a hash of a batch of
-    /// calls is computed. The words of different plans may be equal, but rarely are.
+    /// Returns words that depend on the plan and its addresses, for hashing a batch of GPU calls.
+    /// The words of different plans may be equal, but rarely are.
     pub(in super::super) fn hash_words(&self) -> impl Iterator<Item = u64> {
         let plan = Arc::as_ptr(&self.plan).addr() as u64;
         self.tensors.iter().map(|(_, at)| *at).chain([self.workspace, plan])

@@ -9,8 +9,8 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// Oldest supported version, 9.10. It is the first version whose graphs accept an infinite mask
-/// value.
+/// The oldest supported version of cuDNN, 9.10. It is the first version whose graphs accept an
+/// infinite mask value.
 const MIN_VERSION: usize = 91_000;
 
 /// The opened cuDNN library, with a handle for one GPU.
@@ -74,8 +74,8 @@ impl Cudnn {
         format!("{}.{}.{}", v / 10_000, v / 100 % 100, v % 100)
     }
 
-    /// Runs `f` with the cuDNN handle, which is locked meanwhile. Panics if cuDNN was opened
-    /// without a GPU.
+    /// Runs `f` with the handle of cuDNN for the GPU, which is locked meanwhile. Panics if cuDNN
+    /// was opened without a GPU.
     pub(super) fn with_handle<T>(&self, f: impl FnOnce(cudnnHandle_t) -> Result<T>) -> Result<T> {
         let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
         handle.as_ref().map_or_else(|| unreachable!("cuDNN was opened without a GPU"), |h| f(h.handle))

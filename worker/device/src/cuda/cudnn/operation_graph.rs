@@ -1,4 +1,4 @@
-//! [`OperationGraph`]: builds a graph of cuDNN's operations on tensors of four dimensions.
+//! [`OperationGraph`]: builds a graph of cuDNN's operations on four-dimensional tensors.
 use super::super::bindings::CudnnApi;
 use super::super::bindings::cudnn_sys::{
     cudnnBackendAttributeName_t::{self, *},
@@ -13,10 +13,11 @@ use std::sync::Arc;
 
 /// Alignment in bytes that cuDNN may assume for tensors in GPU memory.
 pub(super) const ALIGNMENT: i64 = 16;
-/// The first id of virtual tensors.
+/// The first id that is given to virtual tensors, which have no memory.
 const FIRST_VIRTUAL_ID: i64 = 100;
 
-/// Where the elements of a tensor are stored: in GPU memory, on the host, or not at all.
+/// Where the elements of a tensor are stored: in GPU memory, on the host, or nowhere (a virtual
+/// tensor).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TensorLocation {
     /// The elements are in GPU memory, at the address that is bound to this id.
@@ -29,7 +30,7 @@ pub(super) enum TensorLocation {
     Virtual,
 }
 
-/// A tensor of an operation graph, as an operand or a result of operations.
+/// A tensor of a cuDNN operation graph, which operations read or write.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GraphTensor {
     index: usize,
@@ -56,7 +57,7 @@ impl OperationGraph {
         OperationGraph { library: library.clone(), tensors: Vec::new(), operations: Vec::new() }
     }
 
-    /// Adds a tensor with these dimensions and strides (in elements) to the graph.
+    /// Adds a tensor with the given dimensions and strides (in elements) to the graph.
     pub(super) fn add_tensor(
         &mut self,
         location: TensorLocation,
@@ -81,7 +82,8 @@ impl OperationGraph {
         Ok(GraphTensor { index, dims, strides })
     }
 
-    /// Adds a contiguous virtual tensor to the graph.
+    /// Adds a contiguous tensor without memory (a virtual tensor) to the graph, for an intermediate
+    /// result.
     pub(super) fn add_virtual_tensor(
         &mut self,
         data_type: cudnnDataType_t,
@@ -90,7 +92,8 @@ impl OperationGraph {
         self.add_tensor(TensorLocation::Virtual, data_type, dims, compute_packed_strides(dims))
     }
 
-    /// Adds a tensor of one `f32` on the host to the graph. Its value is bound to `id`.
+    /// Adds a tensor of one `f32` to the graph, whose value cuDNN reads from the host under the id
+    /// `id`.
     pub(super) fn add_host_scalar(&mut self, id: i64) -> Result<GraphTensor> {
         self.add_tensor(TensorLocation::Host(id), CUDNN_DATA_FLOAT, [1; 4], [1; 4])
     }
@@ -114,7 +117,7 @@ impl OperationGraph {
         Ok(())
     }
 
-    /// Adds an elementwise operation. Only the mode that computes indices has an axis.
+    /// Adds an elementwise operation to the graph. Only the mode that computes indices has an axis.
     fn add_elementwise(
         &mut self,
         mode: cudnnPointwiseMode_t,
@@ -132,7 +135,8 @@ impl OperationGraph {
         self.add_operation(CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR, descriptor, tensors)
     }
 
-    /// Adds the operation `y = mode(x, b)`. Modes with one operand have no `b`.
+    /// Adds the elementwise operation `y = mode(x, b)` to the graph. Modes with one operand have no
+    /// `b`.
     pub(super) fn add_pointwise(
         &mut self,
         mode: cudnnPointwiseMode_t,
@@ -148,8 +152,8 @@ impl OperationGraph {
         self.add_elementwise(mode, precision, None, &tensors)
     }
 
-    /// Adds the operation `mode(x, b)` and returns its result, a virtual tensor with the dimensions
-    /// of `x`.
+    /// Adds the elementwise operation `mode(x, b)` to the graph, and returns its result. The result
+    /// is a virtual tensor with the dimensions of `x`.
     pub(super) fn add_apply(
         &mut self,
         mode: cudnnPointwiseMode_t,
@@ -163,7 +167,7 @@ impl OperationGraph {
     }
 
     /// Adds the operation that computes the index of each element of `x` along `axis`, and returns
-    /// its result, a virtual tensor of integers.
+    /// its result.
     pub(super) fn add_index(&mut self, x: GraphTensor, axis: i64) -> Result<GraphTensor> {
         let y = self.add_virtual_tensor(CUDNN_DATA_INT32, x.dims)?;
         let tensors = [(CUDNN_ATTR_OPERATION_POINTWISE_XDESC, x), (CUDNN_ATTR_OPERATION_POINTWISE_YDESC, y)];
@@ -171,8 +175,8 @@ impl OperationGraph {
         Ok(y)
     }
 
-    /// Adds the operation that selects `x` where `condition` is true, otherwise `other`. Returns
-    /// its result, a virtual tensor.
+    /// Adds the operation that selects `x` where `condition` is true and `other` elsewhere. Returns
+    /// its result.
     pub(super) fn add_select(
         &mut self,
         condition: GraphTensor,
@@ -190,8 +194,8 @@ impl OperationGraph {
         Ok(y)
     }
 
-    /// Adds the matmul `c = a · b` over the last two dimensions. If `b` has fewer heads than `a`,
-    /// several heads of `a` share one head of `b`.
+    /// Adds the matmul `c = a · b` over the last two dimensions to the graph. If `b` has fewer
+    /// heads than `a`, several heads of `a` share one head of `b`.
     pub(super) fn add_matmul(&mut self, a: GraphTensor, b: GraphTensor, c: GraphTensor) -> Result<()> {
         let descriptor = Descriptor::new(&self.library, CUDNN_BACKEND_MATMUL_DESCRIPTOR)?
             .set(CUDNN_ATTR_MATMUL_COMP_TYPE, &[CUDNN_DATA_FLOAT])?;
@@ -206,7 +210,8 @@ impl OperationGraph {
         )
     }
 
-    /// Adds the operation that reduces `x` to `y`, over the dimensions in which `y` is smaller.
+    /// Adds the operation that reduces `x` to `y` to the graph, over the dimensions in which `y` is
+    /// smaller.
     pub(super) fn add_reduce(
         &mut self,
         operator: cudnnReduceTensorOp_t,
@@ -223,8 +228,8 @@ impl OperationGraph {
         )
     }
 
-    /// Adds the operation that exchanges the last two dimensions of `x`, and returns its result, a
-    /// virtual tensor of type `data_type`.
+    /// Adds the operation that exchanges the last two dimensions of `x`, and returns its result
+    /// with elements of type `data_type`.
     pub(super) fn add_transpose(
         &mut self,
         data_type: cudnnDataType_t,

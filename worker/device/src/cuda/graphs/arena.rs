@@ -1,5 +1,5 @@
-//! [`ScratchArena`]: scratch memory in which the same sequence of requests gets the same addresses,
-//! by first fit in a few large blocks.
+//! [`ScratchArena`]: allocates scratch memory in a few large blocks, so that equal sequences of
+//! requests get equal addresses.
 //!
 //! The arena only records which ranges are allocated, for one stream. A freed range is reusable
 //! immediately, because the stream executes calls in order.
@@ -9,23 +9,23 @@ use super::super::bindings::Address;
 /// alignment.
 const ALIGNMENT: usize = 256;
 
-/// Address and size of a block of GPU memory from the driver's memory pool, in which the arena
-/// allocates ranges.
+/// The address and the size of a block of GPU memory that the arena got from the driver's memory
+/// pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in super::super) struct PoolBlock {
     pub(in super::super) at: Address,
     pub(in super::super) bytes: usize,
 }
 
-/// A block and the offsets and lengths of its allocated ranges, in order.
+/// A block of GPU memory, and the offsets and lengths of the ranges that are allocated in it.
 struct ArenaBlock {
     block: PoolBlock,
     ranges: Vec<(usize, usize)>,
 }
 
 impl ArenaBlock {
-    /// Returns the first gap of at least `bytes` bytes between allocated ranges: the index of the
-    /// range that follows the gap, and the gap's offset.
+    /// Finds the first gap of at least `bytes` bytes in the block, and returns the index of the
+    /// next allocated range and the gap's offset.
     fn find_gap(&self, bytes: usize) -> Option<(usize, usize)> {
         let mut end = 0;
         for (i, (start, len)) in self.ranges.iter().enumerate() {
@@ -38,7 +38,7 @@ impl ArenaBlock {
     }
 }
 
-/// Allocator for the scratch memory of one stream.
+/// Allocator for the scratch memory of one CUDA stream.
 #[derive(Default)]
 pub(in super::super) struct ScratchArena {
     blocks: Vec<ArenaBlock>,
@@ -49,8 +49,8 @@ pub(in super::super) struct ScratchArena {
 }
 
 impl ScratchArena {
-    /// Allocates a range of a block and returns its address. Returns `None` if no block has a large
-    /// enough gap.
+    /// Allocates a range of `bytes` bytes in one of the blocks and returns its address. Returns
+    /// `None` if no block has a large enough gap.
     pub(in super::super) fn allocate(&mut self, bytes: usize) -> Option<Address> {
         let bytes = bytes.next_multiple_of(ALIGNMENT);
         if self.live_bytes == 0 && self.blocks.len() > 1 {
@@ -77,11 +77,11 @@ impl ScratchArena {
         }
     }
 
-    /// Returns how to get memory for a range of `bytes` bytes that fits into no block. Removes
-    /// blocks without allocated ranges from the arena and returns them, with the size in bytes of a
-    /// new block. The caller must release the returned blocks to the driver, and then allocate the
-    /// new block and pass it to [`ScratchArena::add_block`]. In the long run a single large block
-    /// remains.
+    /// Plans how to get memory for a range of `bytes` bytes that fits into no block: which blocks
+    /// to release, and how large a new block must be. Removes blocks without allocated ranges from
+    /// the arena and returns them, with the size in bytes of a new block. The caller must release
+    /// the returned blocks to the driver, and then allocate the new block and pass it to
+    /// [`ScratchArena::add_block`]. In the long run a single large block remains.
     pub(in super::super) fn plan_growth(&mut self, bytes: usize) -> (Vec<PoolBlock>, usize) {
         let (bytes, capacity) = (bytes.next_multiple_of(ALIGNMENT), self.capacity());
         // If the capacity would suffice but is fragmented, one block must be larger than the
@@ -96,12 +96,12 @@ impl ScratchArena {
         (self.take_idle_blocks(), self.peak_bytes)
     }
 
-    /// Adds a new block without allocated ranges.
+    /// Adds a new block of GPU memory, in which nothing is allocated yet.
     pub(in super::super) fn add_block(&mut self, block: PoolBlock) {
         self.blocks.push(ArenaBlock { block, ranges: Vec::new() });
     }
 
-    /// Removes and returns the blocks without allocated ranges.
+    /// Removes the blocks in which nothing is allocated, and returns them.
     pub(in super::super) fn take_idle_blocks(&mut self) -> Vec<PoolBlock> {
         let (idle, used) = std::mem::take(&mut self.blocks).into_iter().partition(|b| b.ranges.is_empty());
         self.blocks = used;
@@ -118,8 +118,8 @@ impl ScratchArena {
 mod tests {
     use super::*;
 
-    /// Allocates a range. If no block has a gap, adds a new block at a higher address. Returns the
-    /// address and the number of calls to the driver.
+    /// Allocates `bytes` bytes in `arena` as the backend does: if no block has a gap, adds a new
+    /// block at an address above `top`. Returns the address and the number of calls to the driver.
     fn allocate(arena: &mut ScratchArena, top: &mut Address, bytes: usize) -> (Address, usize) {
         if let Some(at) = arena.allocate(bytes) {
             return (at, 0);

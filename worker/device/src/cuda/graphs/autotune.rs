@@ -1,21 +1,21 @@
-//! [`GraphAutotuner`]: measures whether steps are faster with CUDA graphs.
+//! [`GraphAutotuner`]: measures whether training steps are faster with or without CUDA graphs.
 use std::time::Duration;
 
-/// Number of steps at the beginning of each phase that are not counted. In these steps, algorithms
-/// are chosen and graphs are captured.
+/// Number of steps at the beginning of each phase of the measurement that are not timed. In these
+/// steps, algorithms are chosen and graphs are captured.
 const WARM_UP_STEPS: usize = 5;
-/// Number of steps of each phase that are counted.
+/// Number of steps of each phase of the measurement that are timed.
 const COUNTED_STEPS: usize = 9;
-/// Number of steps of a phase. The first phase runs without graphs, the second with graphs.
+/// Number of steps in each of the two phases of the measurement: first without CUDA graphs, then
+/// with graphs.
 const STEPS_PER_PHASE: usize = WARM_UP_STEPS + COUNTED_STEPS;
 
-/// The least GPU time per call, in seconds, for which graphs are not tried. Issuing a call takes
+/// The GPU time per call, in seconds, from which CUDA graphs are not tried. Issuing a call takes
 /// some µs, so a GPU with such long calls never waits for the next one. Large models also need the
 /// memory that graphs would take.
 const LONG_CALL_SECONDS: f64 = 100e-6;
 
-/// Measures the durations of steps without graphs and of the following steps with graphs, and
-/// decides which are faster.
+/// Times training steps without CUDA graphs and then with graphs, and decides which are faster.
 #[derive(Default)]
 pub(in super::super) struct GraphAutotuner {
     step_seconds: Vec<f64>,
@@ -23,7 +23,7 @@ pub(in super::super) struct GraphAutotuner {
     calls_before: u64,
 }
 
-/// Decision of the autotuner after a training step.
+/// What the backend must do with CUDA graphs after a training step was timed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in super::super) enum GraphTuningDecision {
     /// Run the next step like the last one.
@@ -67,8 +67,8 @@ impl GraphAutotuner {
     }
 }
 
-/// Returns the median of the durations. Evaluations, saves and other jobs prolong single steps,
-/// which would distort the mean.
+/// Returns the median of `seconds`, the durations of training steps. Evaluations, saves and other
+/// jobs prolong single steps, which would distort the mean.
 fn compute_median(seconds: &[f64]) -> f64 {
     let mut sorted = seconds.to_vec();
     sorted.sort_by(f64::total_cmp);

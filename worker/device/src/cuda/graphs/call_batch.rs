@@ -1,5 +1,5 @@
-//! [`CallBatch`]: recorded calls of a stream, in order: kernels with their arguments, matmuls,
-//! cuDNN plans, fills and copies.
+//! [`CallBatch`]: a list of recorded GPU calls, which can be issued one by one or become a CUDA
+//! graph.
 use super::super::bindings::{Address, driver_sys::CUDA_KERNEL_NODE_PARAMS};
 use super::super::context::GpuContext;
 use super::super::cudnn::execution_plan::PreparedPlan;
@@ -35,8 +35,8 @@ enum RecordedCall {
     },
 }
 
-/// GPU calls that were recorded for a stream, in their order. Equal batches do the same work at the
-/// same addresses.
+/// A list of GPU calls that were recorded for a stream, in their order. Equal batches do the same
+/// work at the same addresses.
 #[derive(Clone, Default, PartialEq)]
 pub(in super::super) struct CallBatch {
     calls: Vec<RecordedCall>,
@@ -116,8 +116,8 @@ impl CallBatch {
         self.issue_each(gpu, |_| ())
     }
 
-    /// Issues every call to the main stream. After each call, calls `f` with true if the call was a
-    /// kernel.
+    /// Issues every call to the main stream, and calls `f` after each one. The argument of `f` is
+    /// true if the call was a kernel.
     pub(super) fn issue_each(&self, gpu: &GpuContext, mut f: impl FnMut(bool)) -> Result<()> {
         for call in &self.calls {
             match call {
@@ -138,16 +138,15 @@ impl CallBatch {
         Ok(())
     }
 
-    /// Returns pointers to the recorded arguments of a kernel, as the driver's launch function
-    /// requires.
+    /// Returns pointers to the recorded arguments of a kernel, in the form that the driver's launch
+    /// function requires.
     fn build_argument_pointers(&self, arguments: &Range<usize>) -> Vec<*mut c_void> {
         let start = |at: &usize| ptr::from_ref(&self.words[*at]).cast_mut().cast();
         self.starts[arguments.clone()].iter().map(start).collect()
     }
 
-    /// Returns the indices of the kernels whose argument values or launch configuration (grid,
-    /// block, shared memory) differ in `other`. Returns `None` if the batches differ in anything
-    /// else.
+    /// Compares two batches and returns the indices of the kernels whose arguments or launch
+    /// configurations differ. Returns `None` if the batches differ in anything else.
     pub(super) fn find_changed_kernels(&self, other: &CallBatch) -> Option<Vec<usize>> {
         if self.calls.len() != other.calls.len()
             || self.starts != other.starts
@@ -173,14 +172,14 @@ impl CallBatch {
         Some(changed)
     }
 
-    /// Returns the words in which the arguments of a kernel are recorded.
+    /// Returns the recorded arguments of a kernel as 64-bit words.
     fn argument_words(&self, arguments: &Range<usize>) -> &[u64] {
         let start = |i: usize| self.starts.get(i).copied().unwrap_or(self.words.len());
         &self.words[start(arguments.start)..start(arguments.end)]
     }
 
-    /// Runs `f` with the CUDA graph node parameters of the call with this index. Returns `None` if
-    /// the call is not a kernel.
+    /// Runs `f` with the parameters of the recorded call number `call` in the form of a CUDA
+    /// graph's kernel node. Returns `None` if the call is not a kernel.
     pub(super) fn with_kernel_node<T>(
         &self,
         call: usize,
@@ -219,8 +218,8 @@ impl CallBatch {
         hash
     }
 
-    /// Returns a hash of the batch's calls without the arguments and grids of kernels. Similar
-    /// batches have equal hashes.
+    /// Returns a hash of the recorded calls that ignores the arguments and grids of kernels, so
+    /// that similar batches have equal hashes.
     pub(super) fn compute_structure_hash(&self) -> u64 {
         let mut hash = self.calls.len() as u64;
         for call in &self.calls {
@@ -240,7 +239,7 @@ impl CallBatch {
     }
 }
 
-/// Mixes each of the words into `hash`.
+/// Mixes each of `words` into `hash`.
 fn mix_into_hash(hash: &mut u64, words: impl IntoIterator<Item = u64>) {
     for word in words {
         *hash = (hash.rotate_left(5) ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15);

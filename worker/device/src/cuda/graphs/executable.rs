@@ -1,11 +1,13 @@
-//! [`ExecutableGraph`]: a batch of calls that was captured as a CUDA graph.
+//! [`ExecutableGraph`]: a CUDA graph made from a batch of recorded GPU calls, which is launched as
+//! a whole.
 use super::super::bindings::driver_sys::{CUgraph, CUgraphExec, CUgraphNode, CUstreamCaptureMode};
 use super::super::context::GpuContext;
 use super::super::error::Result;
 use super::call_batch::CallBatch;
 use std::{mem::MaybeUninit, ptr};
 
-/// A CUDA graph that can be launched. It must be released with [`ExecutableGraph::destroy`].
+/// A CUDA graph that is ready to be launched. It must be released with
+/// [`ExecutableGraph::destroy`].
 pub(super) struct ExecutableGraph {
     executable: CUgraphExec,
     /// The captured graph, to which the nodes belong.
@@ -15,7 +17,7 @@ pub(super) struct ExecutableGraph {
 }
 
 impl ExecutableGraph {
-    /// Captures the calls of a batch without executing them, and instantiates the graph.
+    /// Captures the recorded calls of `batch` as a CUDA graph, without executing them.
     pub(super) fn capture(gpu: &GpuContext, batch: &CallBatch) -> Result<ExecutableGraph> {
         let driver = &gpu.driver;
         // In relaxed mode a library may load a kernel at its first call.
@@ -44,19 +46,19 @@ impl ExecutableGraph {
         }
     }
 
-    /// Launches the graph on the main stream, which executes all its calls in order.
+    /// Launches the CUDA graph on the main stream, which executes all its calls in order.
     pub(super) fn launch(&self, gpu: &GpuContext) -> Result<()> {
         // SAFETY: graph and stream live. The batch's memory is allocated, as its calls would need.
         unsafe { gpu.driver.cuGraphLaunch(self.executable, gpu.main_stream) }
     }
 
-    /// Returns true if the graph nodes of all calls with these indices are known.
+    /// Returns whether the graph's nodes for the recorded calls with the indices `calls` are known.
     pub(super) fn has_nodes(&self, calls: &[usize]) -> bool {
         calls.iter().all(|call| self.nodes.get(*call).is_some_and(|node| !node.is_null()))
     }
 
-    /// Replaces the kernels of the calls with these indices by the kernels of `batch`, from the
-    /// next launch on.
+    /// Replaces the kernels with the indices `calls` in the graph by those of `batch`, for all
+    /// later launches.
     pub(super) fn update_kernels(&self, gpu: &GpuContext, batch: &CallBatch, calls: &[usize]) -> Result<()> {
         for call in calls {
             // SAFETY: a node of the source graph, which lives; the driver copies the arguments.

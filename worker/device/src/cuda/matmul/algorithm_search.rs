@@ -21,10 +21,10 @@ pub(super) const MAX_CANDIDATES: usize = 12;
 /// Number of timed runs of each algorithm, after one run that is not timed.
 pub(super) const TIMED_RUNS: usize = 4;
 
-/// The first bytes of a cache file with a stored choice of an algorithm.
+/// The first bytes of a cache file that stores which algorithm was chosen for a matmul.
 const ALGORITHM_MAGIC: &disk_cache::Magic = b"launch product 1";
 
-/// An algorithm of cuBLASLt that can compute a matmul.
+/// One of cuBLASLt's algorithms that can compute a certain matmul.
 #[derive(Clone, Copy)]
 pub(super) struct AlgorithmCandidate {
     pub(super) algorithm: cublasLtMatmulAlgo_t,
@@ -49,13 +49,13 @@ impl AlgorithmCandidate {
         }
     }
 
-    /// Returns the bytes of the algorithm, in the memory layout of cuBLASLt.
+    /// Returns cuBLASLt's representation of the algorithm as bytes, for storing it in a file.
     fn bytes(&self) -> &[u8] {
         bytemuck::cast_slice(&self.algorithm.data)
     }
 }
 
-/// Search for the fastest algorithms of matmuls on one GPU.
+/// Finds the fastest algorithms of matmuls on one GPU, and stores the choices on disk.
 pub(super) struct AlgorithmSearch {
     /// Directory of stored choices of algorithms. `None` if choices are not stored.
     directory: Option<PathBuf>,
@@ -73,10 +73,10 @@ impl AlgorithmSearch {
         }
     }
 
-    /// Finds the fastest of the candidates for a matmul. Returns the stored choice if it is among
-    /// the candidates. Otherwise times the candidates with `time`, stores the fastest one, and
-    /// returns it. Returns the first candidate if none can be timed. `matmul` identifies the
-    /// matmul.
+    /// Returns the fastest of `candidates`, the algorithms for the matmul that `matmul` identifies.
+    /// Returns the stored choice if it is among the candidates. Otherwise times the candidates with
+    /// `time`, stores the fastest one, and returns it. Returns the first candidate if none can be
+    /// timed. `matmul` identifies the matmul.
     pub(super) fn find_fastest(
         &self,
         matmul: &str,
@@ -108,15 +108,16 @@ impl AlgorithmSearch {
         Ok(best)
     }
 
-    /// Returns the name of the cache file with the choice for a matmul on this platform.
+    /// Returns the name of the cache file that stores the chosen algorithm of a matmul for this GPU
+    /// and library version.
     fn compute_file_name(&self, matmul: &str) -> String {
         let hash = blake3::hash(format!("{}\n{matmul}", self.platform).as_bytes()).to_hex();
         format!("product-{}.algorithm", &hash[..32])
     }
 }
 
-/// Blocks until no other process searches with this directory, and locks it until the returned file
-/// is dropped. Returns `None` if the directory cannot be locked.
+/// Locks the cache directory against searches of other processes, until the returned file is
+/// dropped. Returns `None` if the directory cannot be locked.
 fn lock_directory(directory: &Path) -> Option<File> {
     fs::create_dir_all(directory).ok()?;
     let file = File::options().create(true).append(true).open(directory.join("products.lock")).ok()?;
@@ -124,8 +125,8 @@ fn lock_directory(directory: &Path) -> Option<File> {
     Some(file)
 }
 
-/// Reads the stored choice of an algorithm, and returns the candidate that matches it. Returns
-/// `None` if the file is invalid or names no candidate.
+/// Reads the chosen algorithm from the cache file at `path`, and returns the one of `candidates`
+/// that equals it. Returns `None` if the file is invalid or names no candidate.
 fn read_stored_choice(path: &Path, candidates: &[AlgorithmCandidate]) -> Option<AlgorithmCandidate> {
     let algorithm = disk_cache::read_cache_file(path, ALGORITHM_MAGIC)?;
     candidates.iter().find(|one| one.bytes() == algorithm).copied()

@@ -1,10 +1,10 @@
-//! cuBLASLt's descriptors of matmuls and of the algorithms that may be used.
+//! cuBLASLt's descriptors: of matmuls, and of limits on the algorithms that may be used.
 use super::super::bindings::{Address, CublasLtApi, cublas_lt_sys::*};
 use super::super::error::Result;
 use std::{ffi::c_int, ptr, sync::Arc};
 
-/// GPU addresses of scales and bias. They are part of a matmul's descriptor and may differ from
-/// call to call.
+/// GPU addresses of scales and bias, which cuBLASLt takes in a matmul's descriptor although they
+/// differ from call to call.
 #[derive(Clone, Copy)]
 pub(super) struct CallPointers {
     /// GPU addresses of the scales of `a` and `b`; `None` unless the operands are fp8.
@@ -70,14 +70,15 @@ impl Drop for MatmulDescriptor {
     }
 }
 
-/// Limits of the algorithms that the heuristic may suggest.
+/// cuBLASLt's descriptor of limits on the algorithms that its heuristic may suggest.
 pub(super) struct AlgorithmPreference<'a> {
     library: &'a CublasLtApi,
     pub(super) handle: cublasLtMatmulPreference_t,
 }
 
 impl<'a> AlgorithmPreference<'a> {
-    /// Creates a preference for cuBLASLt's choice of an algorithm, without limits.
+    /// Creates a descriptor of limits on cuBLASLt's choice of an algorithm. It contains no limits
+    /// yet.
     pub(super) fn new(library: &'a CublasLtApi) -> Result<Self> {
         let mut handle = ptr::null_mut();
         // SAFETY: writes one handle.
@@ -85,7 +86,7 @@ impl<'a> AlgorithmPreference<'a> {
         Ok(AlgorithmPreference { library, handle })
     }
 
-    /// Sets an attribute of the preference.
+    /// Sets an attribute of this descriptor, such as the maximum size of the workspace.
     pub(super) fn set_attribute(
         &self,
         attribute: cublasLtMatmulPreferenceAttributes_t,

@@ -1,4 +1,5 @@
-//! [`PreparedMatmul`]: a matmul with its plan and workspace, ready to be issued to a stream.
+//! [`PreparedMatmul`]: a matmul with its algorithm, addresses and workspace, ready to be issued to
+//! a stream.
 use super::super::bindings::{
     Address, CublasLtApi,
     cublas_lt_sys::{cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatrixLayout_t},
@@ -28,8 +29,8 @@ impl Drop for LtHandle {
 }
 
 impl LtHandle {
-    /// Issues a matmul to `stream` immediately. The last argument has the algorithm, the address of
-    /// its workspace, and the size of the workspace in bytes.
+    /// Issues a matmul to `stream` immediately, without recording it for a CUDA graph. The last
+    /// argument is the algorithm, and the address and the size in bytes of its workspace.
     pub(super) fn issue_matmul(
         &self,
         stream: CUstream,
@@ -66,8 +67,7 @@ impl LtHandle {
     }
 }
 
-/// Execution plan of matmuls: descriptors and the chosen algorithm, which all matmuls of one key
-/// share.
+/// What all matmuls with equal properties share: cuBLASLt's descriptors and the chosen algorithm.
 pub(super) struct MatmulPlan {
     pub(super) library: Arc<CublasLtApi>,
     pub(super) descriptor: MatmulDescriptor,
@@ -110,7 +110,7 @@ impl PartialEq for PreparedMatmul {
 }
 
 impl PreparedMatmul {
-    /// Issues the matmul to a stream immediately.
+    /// Issues the matmul to `stream` immediately, without recording it for a CUDA graph.
     pub(in super::super) fn issue(&self, stream: CUstream) -> Result<()> {
         let PreparedMatmul { lt, matmul, plan, workspace } = self;
         // The plan's descriptor is shared between threads, so addresses need a separate one.
@@ -124,8 +124,8 @@ impl PreparedMatmul {
         lt.issue_matmul(stream, matmul, descriptor, plan.layouts, algorithm)
     }
 
-    /// Returns words that depend on the matmul and its addresses, from which a hash of a batch of
-    /// calls is computed. The words of different matmuls may be equal, but rarely are.
+    /// Returns words that depend on the matmul and its addresses, for hashing a batch of GPU calls.
+    /// The words of different matmuls may be equal, but rarely are.
     pub(in super::super) fn hash_words(&self) -> [u64; 6] {
         let Matmul { m, n, a, b, c, .. } = self.matmul;
         [m as u64, n as u64, a.at, b.at, c.at, self.workspace]

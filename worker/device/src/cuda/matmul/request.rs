@@ -1,4 +1,5 @@
-//! [`Matmul`]: a matmul that is requested from cuBLASLt, and the key of its plan.
+//! [`Matmul`]: the description of a matmul that cuBLASLt must compute, and the key under which its
+//! plan is stored.
 use super::super::bindings::{Address, cublas_lt_sys::cudaDataType};
 use super::descriptors::CallPointers;
 use crate::buffer::Dtype;
@@ -19,8 +20,8 @@ pub(in super::super) struct MatrixRef {
     pub(in super::super) transposed: bool,
 }
 
-/// A matmul `c[m, n] (=|+=) a[m, k] · b[k, n] (+ bias[n])`. Matrices are row-major unless they are
-/// transposed.
+/// A description of the matmul `c[m, n] (=|+=) a[m, k] · b[k, n] (+ bias[n])` for cuBLASLt.
+/// Matrices are row-major unless they are transposed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in super::super) struct Matmul {
     pub(in super::super) m: usize,
@@ -48,7 +49,7 @@ pub(in super::super) enum InputFormat {
 }
 
 impl Matmul {
-    /// Returns the key under which the plan of this matmul is stored.
+    /// Returns the key under which the plan (algorithm and descriptors) of this matmul is stored.
     pub(super) fn plan_key(&self) -> Key {
         Key {
             sizes: [self.m, self.n, self.k, self.a.stride, self.b.stride, self.c.stride],
@@ -107,7 +108,8 @@ impl InputFormat {
     }
 }
 
-/// The properties of a matmul that decide which algorithm is the fastest.
+/// The properties of a matmul that decide which algorithm is the fastest, as the key of stored
+/// plans.
 ///
 /// The `Debug` text of the key is hashed into the names of stored choices. Renaming the type or a
 /// field would discard all stored choices.
