@@ -1,5 +1,5 @@
-//! [`struct@Hash`]: a BLAKE3 hash, as `b3sum` prints it. Text formats serialize the hash as hex
-//! digits, and binary formats as 32 bytes.
+//! [`struct@Hash`]: a BLAKE3 hash, and its text form, which is that of `b3sum`. Text formats
+//! serialize the hash as hex digits, and binary formats as 32 bytes.
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::fmt;
 
@@ -19,7 +19,7 @@ impl Hash {
     }
 }
 
-/// Computes the hash of bytes that arrive in parts.
+/// Computes the BLAKE3 hash of bytes that arrive in parts.
 #[derive(Default)]
 pub(crate) struct FileHasher(blake3::Hasher);
 
@@ -59,7 +59,7 @@ impl<'de> Deserialize<'de> for Hash {
     }
 }
 
-/// Deserializes a hash from hex digits, or from its 32 bytes.
+/// A serde visitor that deserializes a hash from hex digits, or from its 32 bytes.
 struct HashVisitor;
 
 impl de::Visitor<'_> for HashVisitor {

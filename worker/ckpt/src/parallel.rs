@@ -1,4 +1,4 @@
-//! Runs fallible work on numbered items with several threads.
+//! Runs a function that may fail on numbered items, with several threads.
 use crate::error::Result;
 use std::sync::atomic::{AtomicUsize, Ordering};
 

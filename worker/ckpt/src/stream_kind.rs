@@ -1,8 +1,9 @@
-//! [`StreamKind`]: a kind of random number generator that training programs save per rank.
+//! [`StreamKind`]: which random generator a state belongs to: Python's, NumPy's, or torch's on CPU
+//! or GPU.
 use serde::Serialize;
 use std::fmt;
 
-/// A random number generator that has a stream in each rank's file.
+/// A random generator whose state training programs save for each rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StreamKind {
@@ -17,12 +18,12 @@ pub enum StreamKind {
 }
 
 impl StreamKind {
-    /// Every kind, in the order in which RNG state files store the streams.
+    /// All random generators, in the order in which files store their states.
     pub const ALL: [StreamKind; 4] =
         [StreamKind::Python, StreamKind::Numpy, StreamKind::TorchCpu, StreamKind::TorchCuda];
 
-    /// Returns the name that tables show. The name is also hashed into the seed of a new stream, so
-    /// it must never change.
+    /// Returns the name of the random generator that tables show. The name is also hashed into the
+    /// seed of a new stream, so it must never change.
     pub fn name(self) -> &'static str {
         match self {
             StreamKind::Python => "python",

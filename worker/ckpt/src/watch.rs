@@ -1,4 +1,4 @@
-//! [`CheckpointWatch`]: reports new checkpoints of any program in a directory.
+//! [`CheckpointWatch`]: watches a directory and reports new checkpoints of any program.
 //!
 //! The caller polls the directory after changes and while checkpoints are being written. A poll
 //! lists the directory and calls stat on every file. An external checkpoint is complete if no file
@@ -15,12 +15,12 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Maximum depth of the subdirectories of a checkpoint whose files are checked for changes.
+/// How many levels of subdirectories of a checkpoint are checked for changes.
 const DEPTH_MAX: u32 = 4;
 
-/// Returns true for a part of a training state that programs write last. A save may still be in
-/// progress while such a part is missing. If `is_deepspeed` is true, DeepSpeed wrote the
-/// checkpoint, which then has no separate scheduler file and no RNG states.
+/// Returns true for a part of a training state that programs write last, so that a save may still
+/// be in progress while it is missing. If `is_deepspeed` is true, DeepSpeed wrote the checkpoint,
+/// which then has no separate scheduler file and no random generator states.
 fn is_written_late(part: &StatePart, is_deepspeed: bool) -> bool {
     match part {
         StatePart::OptimizerState => true,
@@ -51,7 +51,7 @@ pub enum DirectoryStatus {
     },
 }
 
-/// A new or changed directory with its status.
+/// The report that a directory is new or has changed, with its status.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DirectoryReport {
     /// Path of the directory.
@@ -61,7 +61,7 @@ pub struct DirectoryReport {
     pub status: DirectoryStatus,
 }
 
-/// The state of a directory at the previous poll.
+/// What the previous poll found in a directory, and since when it has not changed.
 struct DirectoryState {
     /// Names, sizes and modification times of the files.
     snapshot: Vec<FileState>,
@@ -71,8 +71,8 @@ struct DirectoryState {
     reported: bool,
 }
 
-/// A watch of a directory, which reports each complete checkpoint in the directory once. The
-/// directory may not exist yet, and may be removed and recreated.
+/// Watches a directory, and reports each complete checkpoint in it once. The directory may not
+/// exist yet, and may be removed and recreated.
 pub struct CheckpointWatch {
     root: PathBuf,
     settle: Duration,
@@ -132,9 +132,10 @@ impl CheckpointWatch {
     }
 }
 
-/// Determines the status of a directory in which no file has changed for `quiet`. Returns `None`
-/// while a save may still be in progress. This is so until `quiet` reaches `settle` for a complete
-/// external checkpoint, and `limit` for an incomplete one. A native checkpoint always has a status.
+/// Determines whether a directory in which no file has changed for `quiet` is a complete
+/// checkpoint. Returns `None` while a save may still be in progress. This is so until `quiet`
+/// reaches `settle` for a complete external checkpoint, and `limit` for an incomplete one. A native
+/// checkpoint always has a status.
 fn determine_status(
     path: &Path,
     quiet: Duration,

@@ -15,7 +15,7 @@ use std::path::Path;
 /// Maximum number of elements that a gather converts at a time: 4 MiB of F32.
 const WINDOW_ELEMENTS: usize = 1 << 20;
 const CONFIG_FILE: &str = "config.json";
-/// Common beginning of the names of weight files.
+/// What the names of all weight files begin with.
 pub(super) const MODEL_STEM: &str = "model";
 pub(super) const GENERATION_CONFIG_FILE: &str = "generation_config.json";
 const INDEX_FILE: &str = "model.safetensors.index.json";
@@ -42,7 +42,7 @@ impl Default for GatherOptions {
     }
 }
 
-/// A weight file that a gather wrote.
+/// A weight file that a gather has written: its name and size.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct GatheredFile {
     /// Name in the output directory.
@@ -59,7 +59,7 @@ pub(super) fn encode_pretty_json(value: &impl serde::Serialize) -> Result<String
     Ok(text + "\n")
 }
 
-/// The tensors that a gather writes, and their division among files.
+/// Which tensors a gather writes, and to which files.
 pub(super) struct GatherPlan {
     pub(super) dtype: Dtype,
     pub(super) tensors: Vec<TensorInfo>,
@@ -70,8 +70,8 @@ pub(super) struct GatherPlan {
 }
 
 impl GatherPlan {
-    /// Selects the weights and floating-point buffers of the checkpoint, and divides these tensors
-    /// among files whose names begin with `stem`.
+    /// Selects the weights and floating-point buffers of the checkpoint, and divides them among
+    /// files whose names begin with `stem`.
     ///
     /// # Errors
     /// Fails if the dtype in `options` isn't F32, BF16 or F16.
@@ -107,7 +107,7 @@ impl GatherPlan {
         Ok(GatherPlan { dtype, tensors, files, bytes: sum_sizes(&sizes), integer_buffers: left_out })
     }
 
-    /// Encodes the safetensors header of the file with index `file`.
+    /// Encodes the safetensors header of the planned file with index `file`.
     pub(super) fn encode_header(&self, file: usize) -> Result<Vec<u8>> {
         let tensor = |&i: &usize| {
             let t = &self.tensors[i];
@@ -117,7 +117,7 @@ impl GatherPlan {
         safetensors::encode_header(&[("format", "pt".to_owned())], &planned).map_err(CkptError::invalid_save)
     }
 
-    /// Divides the tensors of one file into windows of at most [`WINDOW_ELEMENTS`] elements, in the
+    /// Divides the tensors of one file into groups of at most [`WINDOW_ELEMENTS`] elements, in the
     /// order in which they are written.
     pub(super) fn divide_into_windows(&self, file: usize) -> Vec<GatherWindow> {
         let mut windows = vec![GatherWindow::default()];
@@ -137,8 +137,8 @@ impl GatherPlan {
         windows
     }
 
-    /// Makes the names and contents of all text files: configs, index, and files that the
-    /// checkpoint stores.
+    /// Returns the names and contents of all text files that the gather writes: configs, index, and
+    /// files that the checkpoint stores.
     ///
     /// # Errors
     /// Fails if the checkpoint stores a file with the name of the record ([`GATHER_MARKER`]).
@@ -158,8 +158,8 @@ impl GatherPlan {
         Ok(texts)
     }
 
-    /// Makes `config.json` with the gathered dtype. Also makes `generation_config.json` if the
-    /// checkpoint doesn't store this file. Returns names and contents of the files.
+    /// Returns the names and contents of the config files: `config.json` with the gathered dtype,
+    /// and `generation_config.json` if the checkpoint does not store this file.
     fn make_config_files(
         &self,
         checkpoint: &dyn TensorSource,
@@ -181,8 +181,8 @@ impl GatherPlan {
         Ok(texts)
     }
 
-    /// Makes the content of [`INDEX_FILE`]: a map from the name of each tensor to its file name,
-    /// and the total numbers of parameters and bytes.
+    /// Returns the content of [`INDEX_FILE`]: the file of each tensor by its name, and the total
+    /// numbers of parameters and bytes.
     fn make_weight_index(&self) -> Value {
         let file_of = |(name, group): &(String, Vec<usize>)| {
             group.iter().map(|&i| (self.tensors[i].name.clone(), name.clone())).collect::<Vec<_>>()
@@ -225,7 +225,7 @@ impl GatherPlan {
     }
 }
 
-/// A window: consecutive elements of one file, from one or more tensors.
+/// Consecutive elements of one output file, from one or more tensors, which are converted together.
 #[derive(Default)]
 pub(super) struct GatherWindow {
     /// Indices of tensors, each with a range of the tensor's elements.
@@ -235,8 +235,8 @@ pub(super) struct GatherWindow {
 }
 
 impl GatherWindow {
-    /// Adds the names of tensors with NaN or infinite values in this window to `names`. `values`
-    /// are the elements of the window.
+    /// Adds the names of tensors that have NaN or infinite values among `values`, the elements of
+    /// this window, to `names`.
     pub(super) fn collect_non_finite_names(
         &self,
         plan: &GatherPlan,
@@ -274,7 +274,8 @@ fn derive_generation_config(config: &Map<String, Value>) -> Option<BTreeMap<Stri
     Some(generation)
 }
 
-/// Returns the sum of sizes, or `u64::MAX` if the sum overflows. Sparse files may have any size.
+/// Returns the sum of `sizes`, or `u64::MAX` if the sum overflows, because sparse files may have
+/// any size.
 fn sum_sizes(sizes: &[u64]) -> u64 {
     sizes.iter().fold(0, |sum, size| sum.saturating_add(*size))
 }

@@ -1,5 +1,6 @@
-//! The order in which transformers' `save_pretrained` writes tensors. A gather uses this order, so
-//! that each shard begins at the same tensor as a shard of transformers.
+//! The order in which `save_pretrained` of transformers writes tensors, which a gather reproduces.
+//! A gather uses this order, so that each shard begins at the same tensor as a shard of
+//! transformers.
 //!
 //! Tensors are in the order of modules in the model's code. Models whose fused experts transformers
 //! 5 splits are an exception: all tensors are sorted by name, and matrices that were one tensor
@@ -7,7 +8,7 @@
 use crate::catalog::{TensorInfo, parse_expert_matrix};
 use std::{collections::HashMap, ops::Range};
 
-/// Modules of a decoder layer, in the order of the model's code.
+/// The modules of a decoder layer, in the order in which the model's code defines them.
 const LAYER_MODULES: [&str; 13] = [
     "self_attn.q_proj.",
     "self_attn.k_proj.",
@@ -24,8 +25,8 @@ const LAYER_MODULES: [&str; 13] = [
     "post_feedforward_layernorm.",
 ];
 
-/// Splits a tensor's name after the prefix of its layer, such as `model.layers.3.`. Returns `None`
-/// if the tensor is in no layer.
+/// Splits the name of a tensor into the prefix of its layer, such as `model.layers.3.`, and the
+/// rest. Returns `None` if the tensor is in no layer.
 fn split_layer_prefix(name: &str) -> Option<(&str, &str)> {
     let number = name.find(".layers.")? + ".layers.".len();
     let end = number + name[number..].find('.')? + 1;
@@ -80,9 +81,9 @@ fn compute_sort_key(name: &str) -> (Vec<NamePart<'_>>, usize, u64) {
     (parts, which, number)
 }
 
-/// Sorts tensors into the order of `save_pretrained`. In a mixture of experts, sorts all tensors by
-/// name. Otherwise sorts the tensors within each layer whose modules are all known, and leaves
-/// other tensors in place.
+/// Sorts tensors in the order in which `save_pretrained` of transformers writes them. In a mixture
+/// of experts, sorts all tensors by name. Otherwise sorts the tensors within each layer whose
+/// modules are all known, and leaves other tensors in place.
 pub(super) fn sort_as_save_pretrained(mut tensors: Vec<TensorInfo>) -> Vec<TensorInfo> {
     if tensors.iter().any(|t| parse_split_expert(&t.name).is_some()) {
         tensors.sort_by(|a, b| compute_sort_key(&a.name).cmp(&compute_sort_key(&b.name)));

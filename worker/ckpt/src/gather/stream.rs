@@ -1,4 +1,4 @@
-//! Streams weights from a checkpoint into files. Several threads read ahead, and the calling thread
+//! Copies weights from a checkpoint to files. Several threads read ahead, and the calling thread
 //! converts the elements and writes the files.
 use super::plan::{GatherPlan, GatherWindow, GatheredFile};
 use crate::catalog::{TensorSource, request_spans};
@@ -11,16 +11,17 @@ use std::path::Path;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Number of windows that circulate between the reading threads and the converting thread.
+/// Number of buffers that circulate between the reading threads and the converting thread.
 const WINDOW_COUNT: usize = 6;
-/// Number of threads that read. The disk serves one thread while another one verifies its bytes.
+/// Number of threads that read the checkpoint. The disk serves one thread while another one
+/// verifies its bytes.
 const READER_COUNT: usize = 3;
 
-/// A message from a reading thread: the number of a window, and the window with its elements or an
-/// error.
+/// A message from a reading thread: the number of a window (a group of elements), and the window
+/// with its elements or an error.
 type WindowResult = (usize, Result<(GatherWindow, Vec<f32>)>);
 
-/// Writes the weight files of `plan` to the directory `dir`. Returns the files, and the names of
+/// Writes the planned weight files to the directory `dir`. Returns the files, and the names of
 /// tensors with NaN or infinite values. Calls `progress` with the number of written bytes and the
 /// total number. Returns `None` if `progress` returns [`ControlFlow::Break`].
 pub(super) fn write_weights(
@@ -88,7 +89,7 @@ fn lock_mutex<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A receiver that restores the order of windows that were read concurrently.
+/// Receives windows (groups of elements) that several threads read, and returns them in order.
 struct OrderedWindows {
     inbox: Receiver<WindowResult>,
     next_window: usize,
@@ -96,7 +97,7 @@ struct OrderedWindows {
 }
 
 impl OrderedWindows {
-    /// Waits for the next window in order, and returns it with its elements.
+    /// Waits for the next window (group of elements) in order, and returns it with its elements.
     ///
     /// # Errors
     /// Fails if reading this window failed, or the reading threads ended early.
@@ -113,8 +114,8 @@ impl OrderedWindows {
     }
 }
 
-/// Reads the elements of a window into `buffer`, and returns both. The bytes are verified later, by
-/// [`TensorSource::verify_reads`].
+/// Reads the elements of `window` from the checkpoint to a buffer, and returns both. The bytes are
+/// verified later, by [`TensorSource::verify_reads`].
 fn read_window(
     checkpoint: &dyn TensorSource,
     plan: &GatherPlan,
@@ -126,7 +127,7 @@ fn read_window(
     Ok((window, buffer))
 }
 
-/// Converts the elements `values` of a window to the dtype of `plan`, and passes the bytes to
+/// Converts `values`, the elements of a window, to the dtype of `plan`, and passes their bytes to
 /// `writer`.
 ///
 /// # Errors

@@ -1,4 +1,4 @@
-//! Layouts of checkpoints: which files a program writes, and what they contain.
+//! The layouts of checkpoints: which files each program writes, and what they contain.
 pub(crate) mod dcp;
 pub(crate) mod deepspeed;
 pub(crate) mod hf;

@@ -16,15 +16,15 @@ use std::path::Path;
 
 /// The prefix of tensor names in PEFT's files.
 pub const PEFT_NAME_PREFIX: &str = "base_model.model.";
-/// Common beginning of the names of the files with an adapter's weights.
+/// What the names of files with an adapter's weights begin with.
 pub(crate) const ADAPTER_MODEL_STEM: &str = "adapter_model";
-/// End of the name of a LoRA matrix A.
+/// What the name of a LoRA matrix A ends with.
 const LORA_A_SUFFIX: &str = ".lora_A.weight";
-/// End of the name of a LoRA matrix B.
+/// What the name of a LoRA matrix B ends with.
 const LORA_B_SUFFIX: &str = ".lora_B.weight";
-/// Maximum size of the configuration file in bytes.
+/// Maximum size in bytes of an `adapter_config.json`.
 const CONFIG_BYTES_MAX: u64 = 1 << 20;
-/// Maximum rank of an adapter.
+/// Maximum accepted rank of a LoRA adapter.
 const LORA_RANK_MAX: u64 = 1 << 16;
 
 /// Returns true for the name of a LoRA matrix A or B.
@@ -32,21 +32,21 @@ pub fn is_lora_matrix(name: &str) -> bool {
     name.ends_with(LORA_A_SUFFIX) || name.ends_with(LORA_B_SUFFIX)
 }
 
-/// Returns the names of the LoRA matrices A and B of a weight. Returns `None` if the name of the
-/// weight does not end in `.weight`.
+/// Returns the names of the LoRA matrices A and B for the weight `weight`. Returns `None` if its
+/// name does not end in `.weight`.
 pub(crate) fn lora_matrix_names(weight: &str) -> Option<[String; 2]> {
     let module = weight.strip_suffix(".weight")?;
     Some([format!("{module}{LORA_A_SUFFIX}"), format!("{module}{LORA_B_SUFFIX}")])
 }
 
-/// Returns the name of the weight that a LoRA matrix adapts. Returns `None` for the name of another
-/// tensor.
+/// Returns the name of the weight that the LoRA matrix `adapter` adapts. Returns `None` if
+/// `adapter` is not the name of a LoRA matrix.
 pub(crate) fn adapted_weight_name(adapter: &str) -> Option<String> {
     let module = adapter.strip_suffix(LORA_A_SUFFIX).or_else(|| adapter.strip_suffix(LORA_B_SUFFIX))?;
     Some(format!("{module}.weight"))
 }
 
-/// The settings in `adapter_config.json` that influence the arithmetic or are exported.
+/// The settings in `adapter_config.json` that influence the computation or are exported.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AdapterConfig {
     /// Rank of the LoRA matrices.
@@ -65,7 +65,7 @@ pub struct AdapterConfig {
     pub fan_in_fan_out: bool,
 }
 
-/// Keys of `adapter_config.json` that do not influence the arithmetic and are ignored.
+/// Keys of `adapter_config.json` that do not influence the computation and are ignored.
 const IRRELEVANT_SETTINGS: &[&str] = &[
     "auto_mapping",
     "base_model_name_or_path",
@@ -91,7 +91,7 @@ const KNOWN_SETTINGS: &[&str] = &[
 ];
 
 impl AdapterConfig {
-    /// Reads and parses `adapter_config.json` in a directory.
+    /// Reads and parses the file `adapter_config.json` in the directory `directory`.
     ///
     /// # Errors
     /// Fails with [`CkptError::Damaged`] if the file is not a JSON object. Fails with
@@ -198,7 +198,8 @@ impl AdapterConfig {
     }
 }
 
-/// Parses `target_modules`, which must be a list of at least one name. Returns the sorted names.
+/// Parses the setting `target_modules`, which must be a list of at least one name. Returns the
+/// sorted names.
 fn parse_target_modules(v: Option<&Value>) -> std::result::Result<Vec<String>, AdapterConfigError> {
     let wrong = |v: &Value| AdapterConfigError::invalid("target_modules", v, "a list of names");
     let v = v.ok_or(AdapterConfigError::NoTargets)?;
@@ -212,8 +213,8 @@ fn parse_target_modules(v: Option<&Value>) -> std::result::Result<Vec<String>, A
     Ok(names)
 }
 
-/// Opens the PEFT adapters in the directory `path`. Removes [`PEFT_NAME_PREFIX`] from the names of
-/// the tensors.
+/// Opens the LoRA adapters in PEFT's format in the directory `path`. Removes [`PEFT_NAME_PREFIX`]
+/// from the names of the tensors.
 ///
 /// # Errors
 /// Fails if the file of adapter weights is missing or damaged, or has tensors other than LoRA

@@ -1,4 +1,4 @@
-//! Recognizes the program that wrote a checkpoint by its layout, and opens the checkpoint.
+//! Finds out which program wrote a checkpoint from its files, and opens the checkpoint.
 use super::diagnose::diagnose_directory;
 use crate::catalog::{ExternalCheckpoint, ExternalCheckpointBuilder, StatePart, TrainedNames};
 use crate::codec::disk::{Directory, exists};
@@ -7,26 +7,26 @@ use crate::layout::hf::{companion_files, module_order, optimizer_state, weights}
 use crate::layout::{dcp, deepspeed};
 use std::path::{Path, PathBuf};
 
-/// Directory of the weights in FSDP's sharded checkpoints.
+/// Name of the directory with the weights in sharded FSDP checkpoints of Accelerate.
 const FSDP_MODEL_DIR: &str = "pytorch_model_fsdp_0";
-/// Directory of the optimizer state in FSDP's sharded checkpoints.
+/// Name of the directory with the optimizer state in sharded FSDP checkpoints of Accelerate.
 const FSDP_OPTIMIZER_DIR: &str = "optimizer_0";
-/// Names of the optimizer files of HF Trainer and Accelerate.
+/// Names of the files in which HF Trainer and Accelerate store the optimizer state.
 const OPTIMIZER_FILES: [&str; 2] = ["optimizer.pt", "optimizer.bin"];
 /// Limit on the number of checkpoints in one directory that are tried, newest first, until one can
 /// be opened. If all of these attempts fail, opening the directory fails, and the error states how
 /// many checkpoints were not tried.
 const ATTEMPTS_MAX: usize = 16;
 
-/// Opens the checkpoint of another program at `path`. The path may be a file of weights, a
-/// checkpoint directory, or a directory with checkpoints. Of several checkpoints, opens the newest
-/// that can be opened. Returns `None` if there is no checkpoint.
+/// Opens the checkpoint of another program at `path`, which may be a file of weights, a checkpoint
+/// directory, or a directory with checkpoints. Of several checkpoints, opens the newest that can be
+/// opened. Returns `None` if there is no checkpoint.
 pub(crate) fn open_external_checkpoint(path: &Path) -> Result<Option<ExternalCheckpoint>> {
     open_external_for_training(path, None)
 }
 
 /// Opens the checkpoint of another program at `path` as [`open_external_checkpoint`] does, for a
-/// reader that trains the weights `trained`. If optimizer states are only numbered and some weights
+/// run that trains the weights `trained`. If optimizer states are only numbered and some weights
 /// were frozen, the states are assigned to the trained weights, provided that their shapes match.
 pub(crate) fn open_external_for_training(
     path: &Path,
@@ -53,7 +53,7 @@ pub(crate) fn open_external_for_training(
     if inside.is_empty() { Ok(None) } else { open_newest_readable(&path, &inside, trained).map(Some) }
 }
 
-/// Returns true if the directory itself, not a subdirectory, has files of a training state.
+/// Returns true if the directory itself, not a subdirectory, has files for resuming a training.
 fn has_training_state(path: &Path, directory: &Directory) -> Result<bool> {
     for name in ["latest", "latest_universal", dcp::METADATA_FILE, FSDP_MODEL_DIR, FSDP_OPTIMIZER_DIR]
         .iter()
@@ -83,7 +83,7 @@ fn open_directory(path: &Path, trained: Option<&TrainedNames>) -> Result<Option<
     }
 }
 
-/// Opens a single file of weights as a checkpoint.
+/// Opens a single file of weights as if it were a checkpoint.
 ///
 /// # Errors
 /// Fails if the file name does not have a suffix of weights files, such as `.safetensors`, or if
@@ -102,8 +102,8 @@ fn open_weights_file(path: &Path) -> Result<ExternalCheckpoint> {
     builder.finish().map(ExternalCheckpoint::into_single_file)
 }
 
-/// Adds the weights, the optimizer state and the companion files that torch programs write to the
-/// builder. Returns false if the directory has no weights.
+/// Reads the weights, the optimizer state and the companion files that torch programs write, and
+/// adds them to the builder. Returns false if the directory has no weights.
 fn add_torch_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<bool> {
     let directory = builder.directory.clone();
     builder.facts.tag = directory.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -162,7 +162,8 @@ fn add_torch_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<bool>
     Ok(true)
 }
 
-/// Adds a torch distributed checkpoint whose files are directly in the builder's directory.
+/// Reads the torch distributed checkpoint (DCP) whose files are directly in the builder's
+/// directory.
 fn add_distributed_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<()> {
     dcp::add_dcp_directory(builder, "")?;
     check_state_shapes(builder)?;
@@ -217,17 +218,16 @@ fn check_state_shapes(builder: &ExternalCheckpointBuilder) -> Result<()> {
     Ok(())
 }
 
-/// Parses the step or epoch in a name such as `checkpoint-20`, `checkpoint_20`, `step-20`,
-/// `step_20`, `epoch_3` or `global_step20_universal`. Returns `None` for other names.
+/// Returns the step or epoch that the name of a checkpoint contains. Returns `None` for other
+/// names.
 fn parse_step_in_name(name: &str) -> Option<u64> {
     let universal = || name.strip_suffix("_universal").and_then(|n| n.strip_prefix("global_step"));
     let prefixes = ["checkpoint-", "checkpoint_", "step-", "step_", "epoch_"];
     prefixes.iter().find_map(|p| name.strip_prefix(p)).or_else(universal)?.parse().ok()
 }
 
-/// Opens the newest checkpoint that can be opened among the subdirectories `names` of `path`.
-/// `names` are in ascending order of their steps. Notices of the checkpoint list the skipped
-/// subdirectories.
+/// Opens the newest readable checkpoint among the subdirectories `names` of `path`, which are in
+/// ascending order of their steps. Notices of the checkpoint list the skipped subdirectories.
 ///
 /// # Errors
 ///

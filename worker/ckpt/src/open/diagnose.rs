@@ -1,4 +1,4 @@
-//! Diagnoses why a path has no readable checkpoint.
+//! Finds the probable reason why a path has no readable checkpoint.
 use crate::codec::disk::{Directory, exists};
 use crate::error::{CkptError, Diagnosis};
 use crate::format_constants::MANIFEST_FILE;
@@ -12,11 +12,12 @@ use std::path::Path;
 const SEARCHED_SUBDIRECTORIES_MAX: usize = 256;
 /// Maximum number of subdirectories that a message lists by name. The message counts the others.
 const LISTED_CANDIDATES_MAX: usize = 4;
-/// Names of files whose presence shows that a directory is a checkpoint or contains checkpoints.
+/// Names of files that exist only in checkpoints or in directories with checkpoints.
 const MARKER_FILES: [&str; 6] =
     [MANIFEST_FILE, "latest", "latest_universal", "trainer_state.json", ".metadata", "random_states_0.pkl"];
 
-/// Diagnoses a directory that no reader recognized as a checkpoint, from the names of its entries.
+/// Finds the probable reason why no reader recognized the directory at `path` as a checkpoint, from
+/// the names of its entries.
 pub(crate) fn diagnose_directory(path: &Path) -> Diagnosis {
     let names = match Directory::open(path).and_then(|f| f.list_names()) {
         Ok(names) if names.is_empty() => return Diagnosis::Empty,
@@ -44,7 +45,7 @@ pub(crate) fn diagnose_directory(path: &Path) -> Diagnosis {
     }
 }
 
-/// Makes the diagnosis of a directory that could not be listed.
+/// Returns the diagnosis that a directory could not be listed, because of `error`.
 fn diagnose_unreadable(error: CkptError) -> Diagnosis {
     match error {
         CkptError::NotACheckpoint { diagnosis, .. } => diagnosis,
@@ -52,7 +53,8 @@ fn diagnose_unreadable(error: CkptError) -> Diagnosis {
     }
 }
 
-/// Diagnoses why the directory that `latest` names could not be opened as a checkpoint.
+/// Finds the reason why the directory that the file `latest` names could not be opened as a
+/// checkpoint.
 fn diagnose_latest(path: &Path) -> Diagnosis {
     let named = Directory::open(path)
         .and_then(|directory| deepspeed::read_latest(&directory, deepspeed::LATEST_FILE));
@@ -70,8 +72,8 @@ fn diagnose_latest(path: &Path) -> Diagnosis {
     }
 }
 
-/// Searches the subdirectories `names` of `path`, and the subdirectories one level below, for
-/// checkpoints. Searches at most [`SEARCHED_SUBDIRECTORIES_MAX`] directories.
+/// Searches the subdirectories `names` of `path`, and their subdirectories, for checkpoints.
+/// Searches at most [`SEARCHED_SUBDIRECTORIES_MAX`] directories.
 fn search_subdirectories(path: &Path, names: &[String]) -> Diagnosis {
     let mut search = SubdirectorySearch::default();
     let mut candidates = Vec::new();

@@ -1,4 +1,4 @@
-//! [`OpenedCheckpoint`]: an open checkpoint of any format.
+//! [`OpenedCheckpoint`]: an open checkpoint, native or of another program.
 use super::detect::open_external_for_training;
 use super::diagnose::diagnose_directory;
 use crate::catalog::{ExternalCheckpoint, TensorSource};
@@ -9,7 +9,7 @@ use crate::layout::native::{Checkpoint, list_checkpoints};
 use std::collections::HashSet;
 use std::path::Path;
 
-/// The newest readable checkpoint of a directory.
+/// The newest readable checkpoint of a directory, and which newer ones were skipped.
 #[derive(Debug)]
 pub struct NewestCheckpoint {
     /// The newest checkpoint that could be opened.
@@ -44,7 +44,7 @@ pub fn open_newest(path: &Path) -> Result<NewestCheckpoint> {
     }
 }
 
-/// An open checkpoint of any format.
+/// An open checkpoint, native or of another program.
 #[derive(Debug)]
 pub enum OpenedCheckpoint {
     /// A native checkpoint, with the errors of newer checkpoints that were skipped.
@@ -54,7 +54,7 @@ pub enum OpenedCheckpoint {
 }
 
 impl OpenedCheckpoint {
-    /// Returns the common interface to the tensors and the state of any format.
+    /// Returns the interface through which tensors and state are read, whatever the format.
     pub fn source(&self) -> &dyn TensorSource {
         match self {
             OpenedCheckpoint::Native(newest) => &newest.checkpoint,

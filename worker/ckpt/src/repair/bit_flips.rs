@@ -1,5 +1,5 @@
-//! Repairs single flipped bits in the members of torch files. The CRC-32 of a member identifies the
-//! flipped bit.
+//! Repairs single flipped bits in torch files, which the CRC-32s of the zip members reveal. The
+//! CRC-32 of a member identifies the flipped bit.
 use super::repair_dir::RepairDir;
 use crate::codec::disk::Directory;
 use crate::codec::zip::{self, ZipMember};
@@ -9,13 +9,14 @@ use std::os::unix::fs::FileExt;
 
 /// The polynomial of CRC-32 (IEEE 802.3), lowest bit first.
 const POLYNOMIAL: u32 = 0xEDB8_8320;
-/// Maximum size in bytes of a member that is searched for a flipped bit. Damage of many bits looks
-/// like a single flipped bit with a probability of 8 × size / 2³², one in a thousand for this size.
+/// Maximum size in bytes of a zip member that is searched for a flipped bit. Damage of many bits
+/// looks like a single flipped bit with a probability of 8 × size / 2³², one in a thousand for this
+/// size.
 const MEMBER_BYTES_MAX: u64 = 512 << 10;
 
-/// Finds the single flipped bit of a message of `len` bytes. `difference` is the XOR of the CRC-32s
-/// before and after the flip. Returns the index of the byte and the mask of the bit. Returns `None`
-/// if no single bit explains the difference.
+/// Finds the single flipped bit that explains a wrong CRC-32 of a message of `len` bytes.
+/// `difference` is the XOR of the CRC-32s before and after the flip. Returns the index of the byte
+/// and the mask of the bit. Returns `None` if no single bit explains the difference.
 pub(super) fn find_flipped_bit(difference: u32, len: u64) -> Option<(u64, u8)> {
     let mut reg = POLYNOMIAL;
     for back in 0..len.checked_mul(8)? {
@@ -69,8 +70,8 @@ pub(super) fn revert_bit_flips(repair_dir: &mut RepairDir, name: &str) -> Result
     Ok(())
 }
 
-/// Formats the line for the user about a repaired bit, with the probability that other damage looks
-/// like a single flipped bit. `at` is the index of the byte in the member.
+/// Formats the line that reports a repaired bit to the user, with the probability that other damage
+/// looks like a single flipped bit. `at` is the index of the byte in the member.
 fn describe_reverted_flip(name: &str, member: &ZipMember, at: u64, mask: u8) -> String {
     let chance = 8.0 * member.size() as f64 / (1u64 << 32) as f64 * 1e6;
     format!(

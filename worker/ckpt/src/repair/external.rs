@@ -1,5 +1,5 @@
-//! Repairs external checkpoints: flipped bits, DeepSpeed's files, weights and RNG state files. Of
-//! several checkpoints, repairs the newest one that can be completed.
+//! Repairs checkpoints of other programs: flipped bits, DeepSpeed's files, weights and random
+//! generator states. Of several checkpoints, repairs the newest one that can be completed.
 use super::loss::{RepairLoss, format_reason};
 use super::repair_dir::{RepairDir, join_subpath, list_files_recursively};
 use super::sound::open_if_sound;
@@ -11,14 +11,14 @@ use crate::open::open_external_checkpoint;
 use crate::rng_files::{missing_ranks, rank_files};
 use std::path::Path;
 
-/// Maximum depth of the subdirectories that are searched for torch files.
+/// How many levels of subdirectories are searched for torch files.
 const DEPTH_MAX: u32 = 4;
-/// File name extensions of torch files.
+/// What the names of torch files end with.
 const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".pkl"];
 
-/// Repairs the external checkpoint in `repair_dir`. If `repair_dir` contains several numbered
-/// checkpoints, repairs the newest one that can be completed, removes the newer ones, and keeps the
-/// older ones unchanged.
+/// Repairs the checkpoint of another program in `repair_dir`. If `repair_dir` contains several
+/// numbered checkpoints, repairs the newest one that can be completed, removes the newer ones, and
+/// keeps the older ones unchanged.
 pub(super) fn repair_external(repair_dir: &mut RepairDir) -> Result<()> {
     let checkpoints = Directory::open(&repair_dir.dir)?.list_numbered_directories(parse_checkpoint_name)?;
     if checkpoints.is_empty() || is_deepspeed_checkpoint(&repair_dir.dir)? {
@@ -60,8 +60,8 @@ fn is_deepspeed_checkpoint(path: &Path) -> Result<bool> {
 }
 
 /// Repairs the checkpoint in the subdirectory `directory` of `repair_dir`: flipped bits,
-/// DeepSpeed's tags, universal checkpoints, weights and RNG state files. Reports repairs and losses
-/// in `repair_dir`.
+/// DeepSpeed's files, universal checkpoints, weights and random generator states. Reports repairs
+/// and losses in `repair_dir`.
 fn repair_checkpoint(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let mut files = Vec::new();
     list_files_recursively(&repair_dir.dir, directory, DEPTH_MAX, &mut files)?;
@@ -110,8 +110,8 @@ fn repair_latest_tag(repair_dir: &mut RepairDir, directory: &str) -> Result<()> 
     Ok(())
 }
 
-/// Creates the RNG state files of ranks that lack such a file, if the number of ranks is known.
-/// Reports the created files.
+/// Creates files with random generator states for ranks that lack such a file, if the number of
+/// ranks is known. Reports the created files.
 fn repair_rng_files(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let path = repair_dir.dir.join(directory);
     // without a checkpoint, RNG streams are useless

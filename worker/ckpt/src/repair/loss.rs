@@ -1,8 +1,8 @@
-//! [`RepairLoss`]: a file or checkpoint that a repair could not rebuild.
+//! [`RepairLoss`]: the report that a repair could not rebuild a file or checkpoint.
 use crate::error::{CkptError, DamageReason};
 use std::fmt;
 
-/// A file or checkpoint that a repair could not rebuild.
+/// The report that a repair could not rebuild a file or checkpoint.
 pub(super) struct RepairLoss {
     /// Path of the lost file or checkpoint. Empty if the reasons name the file.
     pub(super) subject: String,
@@ -14,12 +14,12 @@ pub(super) struct RepairLoss {
 }
 
 impl RepairLoss {
-    /// Makes a loss without a remark.
+    /// Creates the report that `subject` could not be rebuilt, without a remark.
     pub(super) fn new(subject: impl Into<String>, reasons: Vec<String>) -> RepairLoss {
         RepairLoss { subject: subject.into(), reasons, remark: String::new() }
     }
 
-    /// Returns the loss with the remark `remark`.
+    /// Returns the report with the remark `remark`.
     pub(super) fn with_remark(mut self, remark: impl Into<String>) -> RepairLoss {
         self.remark = remark.into();
         self
@@ -39,8 +39,8 @@ impl fmt::Display for RepairLoss {
     }
 }
 
-/// Formats an error as the reason of a loss. If the error is about damage or a missing part of a
-/// checkpoint, leaves out the path of the checkpoint.
+/// Formats an error as the reason why something could not be rebuilt. If the error is about damage
+/// or a missing part of a checkpoint, leaves out the path of the checkpoint.
 pub(super) fn format_reason(error: &CkptError) -> String {
     match error {
         CkptError::Damaged { damage, .. } => damage.to_string(),

@@ -1,5 +1,5 @@
-//! Replaces lost model files of ZeRO stage 3 by copies of another rank's model file. The model
-//! files of all ranks are equal if no weights are frozen.
+//! Replaces lost model files of a ZeRO stage 3 checkpoint by copies of another rank's model file.
+//! The model files of all ranks are equal if no weights are frozen.
 use crate::codec::disk::{self, Directory, DiskBufferPool, SMALL_WINDOW};
 use crate::codec::torch_file::TorchFile;
 use crate::codec::torch_writer::TorchWriter;
@@ -9,10 +9,10 @@ use crate::verify::scan;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// Bytes of a member that are copied at a time.
+/// Number of bytes of a zip member that are copied at a time.
 const CHUNK_BYTES: u64 = 1 << 20;
 
-/// A lost model file, and an equal file of another rank.
+/// A model file that is lost, and a file of another rank with equal content.
 #[derive(Debug)]
 pub(crate) struct ReplacementFile {
     /// Name of the lost file.
@@ -23,7 +23,7 @@ pub(crate) struct ReplacementFile {
     pub(crate) has_buffers: bool,
 }
 
-/// Finds the missing and damaged model files in the tag directory `path`, each with a file that can
+/// Finds the missing and damaged model files of a DeepSpeed checkpoint, each with a file that can
 /// replace it. Returns an empty list if no file is lost, the stage is not 3, no model file is
 /// readable, or optimizer files are missing.
 ///
@@ -74,7 +74,7 @@ pub(crate) fn find_replacements(path: &Path) -> Result<Vec<ReplacementFile>> {
         .collect())
 }
 
-/// Model files of a tag that are missing or damaged.
+/// The model files of a DeepSpeed checkpoint that are missing or damaged.
 #[derive(Debug)]
 pub(crate) struct LostModelFiles {
     /// ZeRO stage of the checkpoint.
@@ -85,9 +85,9 @@ pub(crate) struct LostModelFiles {
     pub(crate) files: Vec<String>,
 }
 
-/// Finds the missing and damaged model files in the tag directory `path`. The optimizer files
-/// determine which model files must exist. Returns `None` if no file is lost, or no optimizer file
-/// is readable.
+/// Finds the missing and damaged model files of the DeepSpeed checkpoint in the directory `path`.
+/// The optimizer files determine which model files must exist. Returns `None` if no file is lost,
+/// or no optimizer file is readable.
 pub(crate) fn find_lost_model_files(path: &Path) -> Result<Option<LostModelFiles>> {
     let directory = Directory::open(path)?;
     let names = TagFiles::list(&directory)?;
@@ -117,8 +117,8 @@ pub(crate) fn find_lost_model_files(path: &Path) -> Result<Option<LostModelFiles
     Ok((!files.is_empty()).then_some(LostModelFiles { stage, world, files }))
 }
 
-/// Writes the lost file of `donor` to the tag directory `path`, as a copy of the members of the
-/// equal file. Removes a damaged file of this name first. The new file is not durable on return.
+/// Writes the lost file of `donor` to the directory `path`, as a copy of the members of the equal
+/// file. Removes a damaged file of this name first. The new file is not durable on return.
 pub(crate) fn write_replacement(path: &Path, donor: &ReplacementFile) -> Result<()> {
     let directory = Directory::open(path)?;
     let (file, size) = directory.open_file(&donor.source_file, nix::fcntl::OFlag::empty())?;

@@ -14,7 +14,7 @@ use serde::Serialize;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// Options of [`repair_checkpoints`]: where the result is written.
+/// Options of [`repair_checkpoints`], which state where the result is written.
 #[derive(Clone, Debug, Default)]
 pub struct RepairOptions {
     /// The directory to create. `None` means `NAME.repaired` next to the original `NAME`.
@@ -24,7 +24,7 @@ pub struct RepairOptions {
     pub in_place: bool,
 }
 
-/// The result of a repair.
+/// The result of a repair, for the user.
 #[derive(Clone, Debug, Serialize)]
 pub struct RepairReport {
     /// The directory with the result. If the original needed no repair, the path of the original.
@@ -93,7 +93,7 @@ pub fn repair_checkpoints(path: &Path, options: &RepairOptions) -> Result<Repair
     Ok(report)
 }
 
-/// Publishes the repaired copy as `target` if the repair changed something, and completes `report`.
+/// Renames the repaired copy to `target` if the repair changed something, and completes `report`.
 /// An incomplete repair does not replace the original.
 fn publish_result(
     repair_dir: &RepairDir,
@@ -116,8 +116,8 @@ fn publish_result(
     Ok(())
 }
 
-/// Chooses the path of the result. With `in_place`, the result has this path only until it replaces
-/// the original.
+/// Chooses the path of the repaired copy. With `in_place`, the result has this path only until it
+/// replaces the original.
 ///
 /// # Errors
 /// Fails if the path of the result exists or is inside of the original. With `in_place`, also fails
@@ -140,9 +140,9 @@ fn choose_target_path(original: &Path, name: &str, options: &RepairOptions) -> R
     Ok(target)
 }
 
-/// Renames the result to `target`. With `in_place`, renames the result further to `original`, and
-/// the original to `NAME.before-repair`. At every moment both directories are complete under a
-/// visible name. Returns the new path of the original if the original was renamed.
+/// Renames the repaired copy to `target`. With `in_place`, renames the result further to
+/// `original`, and the original to `NAME.before-repair`. At every moment both directories are
+/// complete under a visible name. Returns the new path of the original if the original was renamed.
 fn rename_result(
     result: &Path,
     target: &Path,
@@ -172,8 +172,8 @@ fn update_records(repair_dir: &RepairDir) -> Result<()> {
     Ok(())
 }
 
-/// Verifies the repaired copy, and adds damage and non-finite values to the losses of the repair.
-/// Returns whether the repaired copy is sound.
+/// Verifies the repaired copy, and reports damage and non-finite values that remain. Returns
+/// whether the repaired copy is sound.
 fn verify_result(repair_dir: &mut RepairDir) -> Result<bool> {
     let report = match verify_checkpoints(&repair_dir.dir) {
         Ok(report) => report,
@@ -207,8 +207,8 @@ fn list_tensors_with_non_finite_values(report: &VerifyReport) -> Result<Vec<Stri
     Ok(lines)
 }
 
-/// Converts damage that was not repaired to a loss for the report. The file is the subject of the
-/// loss only if a part is missing, because the text of other damage already names the file.
+/// Converts damage that could not be repaired to an entry of the report. The file is the subject of
+/// the loss only if a part is missing, because the text of other damage already names the file.
 fn convert_damage_to_loss(damage: &Damage) -> RepairLoss {
     match &damage.reason {
         DamageReason::PartMissing(_) => {
@@ -218,8 +218,7 @@ fn convert_damage_to_loss(damage: &Damage) -> RepairLoss {
     }
 }
 
-/// Adds `loss` to the losses of the repair. Does nothing if other losses already contain all of its
-/// reasons.
+/// Adds `loss` to the report of the repair, unless other entries already state all of its reasons.
 fn add_loss_if_new(repair_dir: &mut RepairDir, loss: RepairLoss) {
     let is_known = |reason: &String| repair_dir.lost.iter().any(|l| l.reasons.contains(reason));
     if !loss.reasons.iter().all(is_known) {

@@ -1,4 +1,4 @@
-//! [`RepairDir`]: the hidden copy in which a checkpoint is repaired.
+//! [`RepairDir`]: the hidden copy of a checkpoint in which the repair takes place.
 use super::loss::RepairLoss;
 use crate::codec::disk::{self, Directory};
 use crate::error::{CkptError, Result};
@@ -7,7 +7,7 @@ use std::fs::OpenOptions;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The hidden copy in which a checkpoint is repaired, and the results of the repair so far.
+/// The hidden copy of a checkpoint in which the repair takes place, and what was repaired so far.
 pub(super) struct RepairDir {
     /// The directory to repair, which is never modified.
     pub(super) original: PathBuf,
@@ -48,15 +48,16 @@ impl RepairDir {
         disk::write_file(to, content).map(drop)
     }
 
-    /// Returns the path of a directory next to the hidden copy, for intermediate results. Does not
-    /// create the directory. Dropping the returned value removes the directory.
+    /// Returns the path of a temporary directory next to the hidden copy, for intermediate results.
+    /// Does not create the directory. Dropping the returned value removes the directory.
     pub(super) fn temp_dir(&self) -> TempDir {
         let mut name = self.dir.file_name().unwrap_or_default().to_owned();
         name.push(".aside");
         TempDir(self.dir.with_file_name(name))
     }
 
-    /// Replaces the path and the name of the hidden copy in `lines` by those of the original.
+    /// Replaces the path and the name of the hidden copy by those of the original in `lines`, which
+    /// are shown to the user.
     pub(super) fn restore_original_paths(&self, lines: impl Iterator<Item = String>) -> Vec<String> {
         let (hidden, shown) = (self.dir.display().to_string(), self.original.display().to_string());
         let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -65,7 +66,7 @@ impl RepairDir {
     }
 }
 
-/// The path of a temporary directory, which is removed when this value is dropped.
+/// Guard that removes a temporary directory when dropped.
 pub(super) struct TempDir(pub(super) PathBuf);
 
 impl Drop for TempDir {
@@ -75,8 +76,8 @@ impl Drop for TempDir {
     }
 }
 
-/// Joins `directory`, the path of a subdirectory, and `name`. An empty `directory` stands for the
-/// directory that contains the subdirectories.
+/// Joins `directory`, the relative path of a subdirectory, and `name` to one relative path. An
+/// empty `directory` stands for the directory that contains the subdirectories.
 pub(super) fn join_subpath(directory: &str, name: &str) -> String {
     if directory.is_empty() { name.to_owned() } else { format!("{directory}/{name}") }
 }

@@ -1,12 +1,12 @@
-//! Opens a checkpoint only if it is sound.
+//! Opens a checkpoint only if every byte is intact and all values are finite.
 use super::loss::format_reason;
 use crate::catalog::ExternalCheckpoint;
 use crate::open::{diagnose_directory, open_external_checkpoint};
 use crate::verify::{find_non_finite_values, verify_opened_checkpoint};
 use std::path::Path;
 
-/// Opens the external checkpoint at `path` and verifies that it is sound: every byte is intact, and
-/// all values are finite.
+/// Opens the checkpoint of another program at `path` if every byte is intact and all values are
+/// finite. Otherwise, returns the problems.
 ///
 /// # Errors
 /// Fails if the checkpoint isn't sound, with the list of reasons as lines for the user.

@@ -1,4 +1,4 @@
-//! Repairs universal checkpoints from ZeRO checkpoints of the same training state.
+//! Repairs DeepSpeed's universal checkpoints with the ZeRO checkpoints of the same training state.
 use super::loss::RepairLoss;
 use super::repair_dir::{RepairDir, join_subpath, list_files_recursively};
 use super::sound::open_if_sound;
@@ -12,7 +12,7 @@ use crate::layout::deepspeed::{self, LATEST_UNIVERSAL_FILE, UNIVERSAL_SUFFIX};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// Maximum number of sibling directories that are searched for a ZeRO checkpoint.
+/// Maximum number of neighbouring directories that are searched for a ZeRO checkpoint.
 const SIBLINGS_MAX: usize = 64;
 /// Names of the files that are compared to decide whether two universal checkpoints have the same
 /// training state.
@@ -53,7 +53,7 @@ pub(super) fn repair_universal(repair_dir: &mut RepairDir, directory: &str) -> R
 }
 
 /// Repairs the universal checkpoint `tag` if needed. Returns whether the checkpoint is sound
-/// afterwards. Reports a checkpoint that isn't sound as lost.
+/// afterwards. If not, reports it as lost.
 fn repair_universal_tag(repair_dir: &mut RepairDir, tag: &str) -> Result<bool> {
     let Err(why) = open_if_sound(&repair_dir.dir.join(tag)) else { return Ok(true) };
     let before = repair_dir.rebuilt.len();
@@ -77,9 +77,9 @@ fn find_zero_checkpoints(repair_dir: &RepairDir, tag: &str) -> Result<Vec<Extern
     find_related_checkpoints(repair_dir, tag, name, deepspeed::is_tag_directory)
 }
 
-/// Finds the sound checkpoints of one kind that belong to the tag `tag`, next to the tag and in
-/// sibling directories. `derive_name` derives the name of such a checkpoint from that of the tag,
-/// and `is_kind` recognizes the kind.
+/// Finds the sound checkpoints of one kind that belong to the checkpoint `tag`, next to it and in
+/// neighbouring directories. `derive_name` derives the name of such a checkpoint from that of the
+/// tag, and `is_kind` recognizes the kind.
 pub(super) fn find_related_checkpoints(
     repair_dir: &RepairDir,
     tag: &str,
@@ -92,9 +92,9 @@ pub(super) fn find_related_checkpoints(
     Ok(paths.filter(|p| exists(p) && is_kind(p)).filter_map(|p| open_if_sound(&p).ok()).collect())
 }
 
-/// Lists the paths at which a directory `name` that belongs to the tag `tag` may be. One path is
-/// next to the tag. The others are in the directories next to the one that contains the tag. The
-/// paths may not exist.
+/// Lists the paths at which a directory `name` may be that belongs to the checkpoint `tag`. One
+/// path is next to the tag. The others are in the directories next to the one that contains the
+/// tag. The paths may not exist.
 fn list_candidate_paths(repair_dir: &RepairDir, tag: &str, name: &str) -> Result<Vec<PathBuf>> {
     let at = repair_dir.original.join(tag);
     let mut places =
@@ -108,9 +108,9 @@ fn list_candidate_paths(repair_dir: &RepairDir, tag: &str, name: &str) -> Result
     Ok(places)
 }
 
-/// Converts `source` to a universal checkpoint, and copies from the result the files that the
-/// universal checkpoint `tag` lacks. Copies nothing and returns false if the remaining files belong
-/// to another training state, or if no file is missing.
+/// Copies the files that the universal checkpoint `tag` lacks from a conversion of `source`. Copies
+/// nothing and returns false if the remaining files belong to another training state, or if no file
+/// is missing.
 fn copy_missing_files(repair_dir: &mut RepairDir, tag: &str, source: &ExternalCheckpoint) -> Result<bool> {
     let temp = repair_dir.temp_dir();
     if convert_checkpoint(source, &temp.0, &ConvertOptions::new(ConvertTarget::Universal), |_, _| ()).is_err()

@@ -1,5 +1,5 @@
-//! Repairs weights in Hugging Face's layout: rebuilds a lost index from the headers of the shards,
-//! and gathers lost weights from the training state.
+//! Repairs weights in Hugging Face's layout: rebuilds a lost index, or gathers lost weights from
+//! the training state.
 use super::loss::{RepairLoss, format_reason};
 use super::repair_dir::{RepairDir, join_subpath};
 use super::sound::open_if_sound;
@@ -18,16 +18,16 @@ use std::collections::BTreeMap;
 
 const SINGLE_FILE: &str = "model.safetensors";
 const INDEX_FILE: &str = "model.safetensors.index.json";
-/// The reason that the report gives for gathering weights that are missing.
+/// The text with which the report explains that missing weights were gathered.
 const MISSING_REASON: &str = "the weights are missing";
-/// Maximum number of safetensors files among which weights are divided.
+/// Maximum number of safetensors files that the weights of a model may have.
 const SHARDS_MAX: u64 = 100_000;
-/// Names of files with weights in other layouts. A directory with such a file needs no safetensors
-/// file.
+/// Names of files that contain weights in other layouts than safetensors. A directory with such a
+/// file needs no safetensors file.
 const OTHER_WEIGHT_FILES: [&str; 4] =
     ["pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.safetensors", "adapter_model.bin"];
 
-/// The condition of the safetensors weights in a directory.
+/// Whether the safetensors weights in a directory are complete, and what can be repaired.
 enum WeightsCondition {
     /// All weight files exist and have valid headers, and the index is right.
     Sound,
@@ -40,9 +40,9 @@ enum WeightsCondition {
     None,
 }
 
-/// Repairs the weights in the subdirectory `directory` of `repair_dir`. Rebuilds the index, or
-/// gathers the weights from the DeepSpeed state in `directory`. Reports a loss if there is no such
-/// state.
+/// Repairs the Hugging Face weights in the subdirectory `directory` of `repair_dir`. Rebuilds the
+/// index, or gathers the weights from the DeepSpeed state in `directory`. Reports a loss if there
+/// is no such state.
 pub(super) fn repair_weights(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let path = repair_dir.dir.join(directory);
     let opened = Directory::open(&path)?;
@@ -72,8 +72,8 @@ pub(super) fn repair_weights(repair_dir: &mut RepairDir, directory: &str) -> Res
     }
 }
 
-/// Writes an index of weights to the subdirectory `directory` of `repair_dir`, and reports the
-/// index as rebuilt. `map` is the file by tensor name, and `bytes` the total size of the tensors.
+/// Writes an index of weights to the subdirectory `directory` of `repair_dir`, and reports that it
+/// was rebuilt. `map` is the file by tensor name, and `bytes` the total size of the tensors.
 fn write_index(
     repair_dir: &mut RepairDir,
     directory: &str,
@@ -123,9 +123,9 @@ fn regather_from_deepspeed(repair_dir: &mut RepairDir, directory: &str, why: &st
     regather_weights(repair_dir, directory, &state, dtype, "from DeepSpeed's state", why)
 }
 
-/// Replaces the weight files in the subdirectory `directory` of `repair_dir` by weights gathered
-/// from `source`. Adds a line about each new file to the report, with the origin `from` of the
-/// weights and the reason `why`.
+/// Returns the number of a safetensors file and the number of all files from a name such as
+/// `model-00001-of-00003.safetensors`. Adds a line about each new file to the report, with the
+/// origin `from` of the weights and the reason `why`.
 fn regather_weights(
     repair_dir: &mut RepairDir,
     directory: &str,
@@ -160,8 +160,8 @@ fn regather_weights(
     Ok(())
 }
 
-/// Parses the name of a shard, such as `model-00001-of-00003.safetensors`. Returns the number of
-/// the shard and the number of shards. Returns `None` for other names.
+/// Finds out from their headers whether the safetensors weights in a directory are complete.
+/// Returns the number of the shard and the number of shards. Returns `None` for other names.
 fn parse_shard_name(name: &str) -> Option<(u64, u64)> {
     let (number, count) = name.strip_prefix("model-")?.strip_suffix(".safetensors")?.split_once("-of-")?;
     Some((number.parse().ok()?, count.parse().ok()?))

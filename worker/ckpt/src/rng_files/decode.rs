@@ -1,4 +1,4 @@
-//! Decodes one rank's RNG state file, which is untrusted input.
+//! Decodes a file with the random generator states (RNG) of one rank, which is untrusted input.
 use super::streams::{
     MersenneTwister, NumpyModule, NumpyRngState, PythonRngState, RankRngStates, RngFormat, TorchCpuState,
     TorchCudaState, TorchCudaStates,
@@ -13,13 +13,15 @@ use nix::fcntl::OFlag;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-/// Limit on the size of an RNG state file, in bytes. A usual file has 14 kB plus 16 bytes per GPU.
+/// Limit on the size in bytes of a file with random generator states. A usual file has 14 kB plus
+/// 16 bytes per GPU.
 const FILE_MAX: u64 = 16 << 20;
-/// Limit on the size of the storage of a state, in bytes. Each state is stored separately.
+/// Limit on the size in bytes of the storage of one generator's state. Each state is stored
+/// separately.
 const STORAGE_MAX: u64 = 64 << 10;
-/// Limit on the number of GPUs whose states one rank may have.
+/// Limit on the number of GPUs whose generator states one rank may have.
 const DEVICES_MAX: usize = 1024;
-/// Classes and functions that the pickles may name, which describe tensors and NumPy arrays.
+/// Python classes and functions that the pickles may name, which describe tensors and NumPy arrays.
 const GLOBALS: &[&[&str]] = &[
     TENSOR_GLOBALS,
     &[
@@ -31,11 +33,11 @@ const GLOBALS: &[&[&str]] = &[
     ],
 ];
 
-/// Result of decoding. The error does not name the file yet.
+/// The result of decoding a part of the file. An error does not contain the name of the file yet.
 type DecodeResult<T> = std::result::Result<T, RngStateError>;
 
-/// Reads and validates the RNG state file `name`. Returns the states, and the program whose keys
-/// the file's dict has.
+/// Reads the file `name` with the random generator states of one rank, and checks them. Returns the
+/// states, and the program whose keys the file's dict has.
 ///
 /// # Errors
 /// Fails if the file is missing, too large or damaged, or if a state is invalid.
@@ -86,7 +88,7 @@ pub(super) fn read_rank_file(directory: &Directory, name: &str) -> Result<(RngFo
     Ok((format, states().map_err(damaged)?))
 }
 
-/// Decodes a pickled value of Python's `random.getstate()`.
+/// Decodes the state of Python's random generator, a pickled value of `random.getstate()`.
 fn decode_python_state(value: PickleView<'_>) -> DecodeResult<PythonRngState> {
     let unusual = || RngStateError::UnknownLayout { generator: "Python's random" };
     let items = value.as_items().ok_or_else(unusual)?;
@@ -116,7 +118,8 @@ fn decode_python_state(value: PickleView<'_>) -> DecodeResult<PythonRngState> {
     })
 }
 
-/// Converts the position of a Mersenne Twister. Fails if the position is beyond its 624 words.
+/// Converts the position that a Mersenne Twister's state contains, and fails if it is beyond the
+/// 624 words.
 fn check_twister_position(position: u64) -> DecodeResult<u32> {
     match u32::try_from(position) {
         Ok(p) if p as usize <= TWISTER_WORDS => Ok(p),
@@ -124,8 +127,8 @@ fn check_twister_position(position: u64) -> DecodeResult<u32> {
     }
 }
 
-/// Decodes a pickled value of `numpy.random.get_state()`. Also returns the NumPy module that the
-/// pickled array names.
+/// Decodes the state of NumPy's random generator, a pickled value of `numpy.random.get_state()`.
+/// Also returns the NumPy module that the pickled array names.
 fn decode_numpy_state(value: PickleView<'_>) -> DecodeResult<(NumpyModule, NumpyRngState)> {
     let unusual = || RngStateError::UnknownLayout { generator: "NumPy" };
     let items = value.as_items().ok_or_else(unusual)?;
@@ -144,9 +147,9 @@ fn decode_numpy_state(value: PickleView<'_>) -> DecodeResult<(NumpyModule, Numpy
     Ok((names, NumpyRngState { twister: MersenneTwister { words, position }, has_gauss, cached_gaussian }))
 }
 
-/// Decodes a NumPy array of 624 little-endian u32. Also returns the NumPy module that the pickle of
-/// the array names. Returns `None` for any other value. Pickle protocol 2 stores the bytes of the
-/// array as Latin-1 text.
+/// Decodes the words of a Mersenne Twister, a pickled NumPy array of 624 little-endian u32. Also
+/// returns the NumPy module that the pickle of the array names. Returns `None` for any other value.
+/// Pickle protocol 2 stores the bytes of the array as Latin-1 text.
 fn decode_twister_words(value: PickleView<'_>) -> Option<(NumpyModule, Box<[u32; TWISTER_WORDS]>)> {
     let (function, _, state) = value.as_object()?;
     let names = match function {
@@ -174,8 +177,9 @@ fn decode_twister_words(value: PickleView<'_>) -> Option<(NumpyModule, Box<[u32;
     Some((names, words))
 }
 
-/// Decodes one CUDA state or a list of CUDA states. `bytes(value)` must return the content of the
-/// tensor that `value` describes. Fails if the list has more than [`DEVICES_MAX`] states.
+/// Decodes the state of one CUDA generator, or a list of such states. `bytes(value)` must return
+/// the content of the tensor that `value` describes. Fails if the list has more than
+/// [`DEVICES_MAX`] states.
 fn decode_cuda_states(
     value: PickleView<'_>,
     bytes: impl Fn(PickleView<'_>) -> DecodeResult<Vec<u8>>,
@@ -193,8 +197,8 @@ fn decode_cuda_states(
     }
 }
 
-/// Returns the bytes of a one-dimensional tensor of at most [`CPU_STATE_BYTES`] bytes (u8). Fails
-/// for any other value, or if the tensor's zip member does not match its CRC-32.
+/// Returns the bytes of a tensor that contains a generator's state. Fails for any other value, or
+/// if the tensor's zip member does not match its CRC-32.
 fn read_tensor_bytes(reader: &File, file: &TorchFile, value: PickleView<'_>) -> DecodeResult<Vec<u8>> {
     let unusual = || RngStateError::UnknownLayout { generator: "torch" };
     let view = file.parse_tensor(value)?.ok_or_else(unusual)?;

@@ -1,13 +1,14 @@
-//! Encodes one rank's RNG state file with the bytes that `torch.save` writes for the same values.
+//! Encodes a file with the random generator states (RNG) of one rank, with the same bytes as
+//! `torch.save`.
 use super::streams::{NumpyModule, NumpyRngState, PythonRngState, RankRngStates, RngFormat, TorchCudaStates};
 use crate::codec::torch_writer::encode_end_records;
 
 /// Alignment of tensor data in the file, in bytes.
 const ALIGNMENT: usize = 64;
 
-/// Returns the bytes of the RNG state file of one rank, in the format of the program `writer`.
-/// `stem` is the file name without its extension, which torch uses as the name of the directory
-/// inside of the zip.
+/// Returns the bytes of the file with the random generator states of one rank, in the format of the
+/// program `writer`. `stem` is the file name without its extension, which torch uses as the name of
+/// the directory inside of the zip.
 pub(super) fn encode_rank_file(writer: RngFormat, stem: &str, states: &RankRngStates) -> Vec<u8> {
     let mut pickle = PickleWriter { out: vec![0x80, 2, b'}', b'('], storages: Vec::new() };
     let [python, numpy, cpu, cuda] = match writer {
@@ -45,7 +46,7 @@ pub(super) fn encode_rank_file(writer: RngFormat, stem: &str, states: &RankRngSt
     zip.finish(&pickle.storages)
 }
 
-/// A pickle of protocol 2 under construction.
+/// Encodes a pickle of protocol 2, value by value.
 pub(super) struct PickleWriter {
     /// The opcodes written so far.
     pub(super) out: Vec<u8>,
@@ -54,14 +55,14 @@ pub(super) struct PickleWriter {
 }
 
 impl PickleWriter {
-    /// Writes text as UTF-8, after its length as a u32.
+    /// Writes a string: its length as a u32 and its UTF-8 bytes.
     pub(super) fn write_text(&mut self, text: &str) {
         self.out.push(b'X');
         self.out.extend((text.len() as u32).to_le_bytes());
         self.out.extend(text.as_bytes());
     }
 
-    /// Writes an integer with a short opcode, as Python's pickler does.
+    /// Writes an integer with the opcode that Python's pickler uses for it.
     pub(super) fn write_int(&mut self, n: i64) {
         match (u8::try_from(n), i32::try_from(n)) {
             (Ok(n), _) => self.out.extend([b'K', n]),
@@ -87,7 +88,7 @@ impl PickleWriter {
         self.out.extend(format!("c{module}\n{name}\n").as_bytes());
     }
 
-    /// Writes a state as the value of Python's `random.getstate()`.
+    /// Writes the state of Python's random generator in the form of `random.getstate()`.
     fn write_python_state(&mut self, state: &PythonRngState) {
         self.write_int(3);
         self.out.push(b'(');
@@ -101,8 +102,8 @@ impl PickleWriter {
         self.out.push(0x87);
     }
 
-    /// Writes a state as the value of `numpy.random.get_state()`. The pickled array names the NumPy
-    /// module `names`.
+    /// Writes the state of NumPy's random generator in the form of `numpy.random.get_state()`. The
+    /// pickled array names the NumPy module `names`.
     fn write_numpy_state(&mut self, state: &NumpyRngState, names: NumpyModule) {
         self.out.push(b'(');
         self.write_text("MT19937");
@@ -125,8 +126,8 @@ impl PickleWriter {
         self.out.push(b't');
     }
 
-    /// Writes bytes as Latin-1 text with a call that encodes the text, since protocol 2 has no
-    /// opcode for bytes.
+    /// Writes a byte string as Latin-1 text with a call that encodes the text, because protocol 2
+    /// has no opcode for bytes.
     fn write_latin1_bytes(&mut self, bytes: &[u8]) {
         self.write_global("_codecs", "encode");
         let text: String = bytes.iter().map(|&b| char::from(b)).collect();
@@ -135,7 +136,7 @@ impl PickleWriter {
         self.out.extend(b"\x86R");
     }
 
-    /// Writes a one-dimensional tensor of u8, and adds its bytes as a new storage.
+    /// Writes a one-dimensional tensor of u8, and keeps its bytes as a storage of the file.
     fn write_tensor(&mut self, bytes: &[u8]) {
         let (key, len) = (self.storages.len().to_string(), bytes.len() as i64);
         self.storages.push(bytes.to_vec());
@@ -154,7 +155,7 @@ impl PickleWriter {
     }
 }
 
-/// A zip under construction, with stored (uncompressed) members in torch's layout.
+/// Encodes a zip file with stored (uncompressed) members in the layout of torch.
 pub(super) struct ZipWriter {
     /// The directory inside of the zip that contains every member.
     root: String,

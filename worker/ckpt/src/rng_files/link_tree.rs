@@ -1,12 +1,12 @@
-//! Duplicates a directory tree with hard links, or with copies where hard links are not possible.
+//! Duplicates a directory tree with hard links, or with copies where links are not possible.
 use crate::codec::disk::{self, Directory, exists};
 use crate::error::{CkptError, DamageReason, Result};
 use std::path::Path;
 use std::{fs, io};
 
-/// Limit on the nesting of directories, in levels.
+/// Limit on the nesting of directories in a tree that is duplicated, in levels.
 const DEPTH_MAX: u32 = 16;
-/// Limit on the number of files and directories in one tree.
+/// Limit on the number of files and directories in a tree that is duplicated.
 const ENTRIES_MAX: usize = 1 << 20;
 
 /// Creates the directory `to` with links to or copies of every file in `from` and its
@@ -21,8 +21,9 @@ pub(crate) fn link_or_copy_tree(from: &Path, to: &Path, skip: &dyn Fn(&str) -> b
     link_or_copy_subtree(from, to, skip, DEPTH_MAX, &mut left)
 }
 
-/// Duplicates one directory and its subdirectories. Leaves out the entries of the directory itself
-/// whose names satisfy `skip`. Subtracts the number of duplicated entries from `left`.
+/// Duplicates one directory of the tree and its subdirectories. Leaves out the entries of the
+/// directory itself whose names satisfy `skip`. Subtracts the number of duplicated entries from
+/// `left`.
 ///
 /// # Errors
 ///
@@ -74,7 +75,7 @@ fn link_or_copy(source: &Path, target: &Path) -> Result<()> {
     copied.sync_all().map_err(CkptError::io("fsync", target))
 }
 
-/// A hidden directory in which a result is built before it is renamed to its final name. Dropping
+/// A hidden directory in which a result is built, before it is renamed to its final name. Dropping
 /// the value removes the directory if `dir` still exists.
 pub(crate) struct ScratchDir {
     /// Path of the scratch directory, which may not exist yet.
@@ -82,9 +83,9 @@ pub(crate) struct ScratchDir {
 }
 
 impl ScratchDir {
-    /// Chooses the path of a scratch directory for `name` in `parent`, without creating the
-    /// directory. Removes every existing scratch directory for `name`. The caller must hold the
-    /// lock of `parent`, so that only killed processes can have left such directories behind.
+    /// Chooses the path of a hidden directory for building `name` in `parent`, without creating it.
+    /// Removes every existing scratch directory for `name`. The caller must hold the lock of
+    /// `parent`, so that only killed processes can have left such directories behind.
     pub(crate) fn new(parent: &Path, name: &str) -> Result<ScratchDir> {
         let prefix = format!(".saving-{name}-");
         for left in Directory::open(parent)?.list_names()?.iter().filter(|n| n.starts_with(&prefix)) {

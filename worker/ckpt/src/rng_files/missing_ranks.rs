@@ -1,4 +1,5 @@
-//! Creates RNG state files for ranks whose files were lost, from the files of the other ranks.
+//! Creates files with random generator states (RNG) for ranks whose files were lost, from the files
+//! of the other ranks.
 use super::rank_files::{parse_rank_file_name, rank_file_name};
 use super::reconcile::{ReconcileOptions, ReconcilePolicy, RngDecision, reconcile_rng_states};
 use super::streams::{RankRngStates, RngFormat, TorchCudaStates};
@@ -8,13 +9,13 @@ use crate::error::{CkptError, Result, RngFilesError};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Limit on the number of ranks of a checkpoint for which lost RNG state files are created. A
-/// single file name can claim any rank, and the states of all lower ranks are then created in
-/// memory (10 kB each). The limit is therefore lower than that for reading, which requires a file
-/// of every rank.
+/// Limit on the number of ranks of a checkpoint for which lost files with random generator states
+/// are created. A single file name can claim any rank, and the states of all lower ranks are then
+/// created in memory (10 kB each). The limit is therefore lower than that for reading, which
+/// requires a file of every rank.
 const CREATED_RANKS_MAX: u32 = 1 << 14;
 
-/// The RNG state files that were created.
+/// Result: the files with random generator states that were created.
 pub(crate) struct FilledRngFiles {
     /// Names of the created files, in the order of ranks.
     pub(crate) files: Vec<String>,
@@ -22,9 +23,9 @@ pub(crate) struct FilledRngFiles {
     pub(crate) decision: RngDecision,
 }
 
-/// Creates an RNG state file for each rank below `world` that has no valid file, and replaces
-/// invalid files. Valid files stay unchanged. Returns `None` if every rank has a valid file, or if
-/// no rank has one.
+/// Creates a file with random generator states for each rank below `world` that has no valid one,
+/// and replaces invalid files. Valid files stay unchanged. Returns `None` if every rank has a valid
+/// file, or if no rank has one.
 ///
 /// The streams are assigned by the rule for a changed number of ranks ([`reconcile_rng_states`]). A
 /// stream that all other ranks share is copied. A stream that differs between ranks is reseeded
@@ -87,7 +88,8 @@ pub(crate) fn create_missing_rng_files(path: &Path, world: u32, step: u64) -> Re
     Ok(Some(FilledRngFiles { files, decision }))
 }
 
-/// Returns the largest number of GPUs that a rank saw, or `None` if no rank saved a list of states.
+/// Returns the largest number of GPUs that a rank saw, or `None` if no rank saved a list of CUDA
+/// generator states.
 fn count_visible_gpus(old: &[RankRngStates]) -> Option<u32> {
     let lists = old.iter().filter_map(|s| match &s.cuda {
         Some(TorchCudaStates::PerDevice(devices)) => u32::try_from(devices.len()).ok(),

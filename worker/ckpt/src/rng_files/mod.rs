@@ -1,6 +1,5 @@
-//! Reads and writes the RNG state files of HF Trainer (`rng_state_R.pth`) and Accelerate
-//! (`random_states_R.pkl`), and assigns their RNG streams to another number of ranks. Python loads
-//! the written files.
+//! Reads and writes the random generator states (RNG) that HF Trainer and Accelerate save for each
+//! rank, and adapts them to another number of ranks. Python loads the written files.
 //!
 //! - [`streams`]: the content of one rank's file, validated as untrusted input.
 //! - `decode`, `encode`: read and write one file, in the container of `torch.save`.

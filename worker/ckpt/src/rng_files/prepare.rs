@@ -1,5 +1,5 @@
-//! Prepares the checkpoint `NAME` of HF Trainer or Accelerate for M ranks, as a directory
-//! `launch-wM/NAME` next to the checkpoint.
+//! Prepares a checkpoint of HF Trainer or Accelerate for another number of ranks, in a directory
+//! next to the checkpoint.
 //!
 //! Files that don't depend on the number of ranks become hard links. RNG states are assigned by the
 //! rule in [`super::reconcile`], DeepSpeed's state is resharded, and counters of processes are
@@ -22,7 +22,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Directory of the optimizer state in FSDP's sharded checkpoints.
+/// Name of the directory with the optimizer state in sharded FSDP checkpoints of Accelerate.
 const FSDP_OPTIMIZER_DIR: &str = "optimizer_0";
 
 /// Where a prepared checkpoint is written.
@@ -36,7 +36,7 @@ pub enum PrepareDestination {
     InPlace,
 }
 
-/// A checkpoint that is ready for the requested number of ranks.
+/// A checkpoint from which the requested number of ranks can resume.
 #[derive(Clone, Debug)]
 pub struct PreparedCheckpoint {
     /// The directory to resume from. This is the original checkpoint if it fits unchanged.
@@ -51,14 +51,14 @@ pub struct PreparedCheckpoint {
 }
 
 impl PreparedCheckpoint {
-    /// Returns the original checkpoint in `dir`, which fits unchanged.
+    /// Returns the original checkpoint in `dir`, which already fits the requested number of ranks.
     fn unchanged(dir: &Path, lines: Vec<String>) -> PreparedCheckpoint {
         PreparedCheckpoint { path: dir.to_owned(), decision: None, lines, is_reused: false }
     }
 }
 
-/// Writes a copy of a checkpoint whose RNG states are assigned to exactly `options.world` ranks.
-/// All other files are hard links to the original files.
+/// Writes a copy of a checkpoint whose random generator states are assigned to exactly
+/// `options.world` ranks. All other files are hard links to the original files.
 ///
 /// # Errors
 /// Fails if the checkpoint has no valid RNG states, the rule forbids the assignment, or the
@@ -86,7 +86,7 @@ pub fn prepare_rng(
     Ok(PreparedCheckpoint { path, decision: Some(decision), lines, is_reused: false })
 }
 
-/// Makes a directory from which an unmodified script of HF Trainer or Accelerate resumes with
+/// Prepares a directory from which an unmodified script of HF Trainer or Accelerate resumes with
 /// `options.world` ranks. Returns the original if it fits unchanged.
 ///
 /// # Errors
@@ -126,8 +126,8 @@ pub fn prepare_resume(dir: &Path, options: &ReconcileOptions) -> Result<Prepared
     rewrite_for_world(dir, &checkpoint, old_world, options, resharded, record)
 }
 
-/// Builds the prepared directory for another number of ranks, or with reseeded RNG states.
-/// `resharded` is DeepSpeed's state, or `None` if no state must be resharded.
+/// Builds the prepared directory, either for another number of ranks or with newly seeded random
+/// generators. `resharded` is DeepSpeed's state, or `None` if no state must be resharded.
 fn rewrite_for_world(
     dir: &Path,
     checkpoint: &ProgramCheckpoint,
@@ -189,8 +189,8 @@ fn rewrite_for_world(
     Ok(PreparedCheckpoint { path, decision, lines: vec![record.summary], is_reused: false })
 }
 
-/// Finds the newest complete `checkpoint-N` in an output directory of HF Trainer. Also returns a
-/// message for the user about each newer checkpoint that was skipped as incomplete.
+/// Finds the newest complete checkpoint (`checkpoint-N`) in an output directory of HF Trainer. Also
+/// returns a message for the user about each newer checkpoint that was skipped as incomplete.
 ///
 /// # Errors
 /// Fails if the directory exists and can't be listed.
@@ -216,8 +216,9 @@ pub fn find_newest_complete(dir: &Path) -> Result<(Option<PathBuf>, Vec<String>)
     Ok((None, lines))
 }
 
-/// Checks that a `checkpoint-N` is complete. HF Trainer writes `trainer_state.json` last, so that
-/// file must exist and be of step `step`. The RNG states must be readable.
+/// Checks that a checkpoint of HF Trainer (`checkpoint-N`) is complete. HF Trainer writes
+/// `trainer_state.json` last, so that file must exist and be of step `step`. The RNG states must be
+/// readable.
 fn check_complete(path: &Path, step: u64) -> Result<()> {
     match read_global_step(&Directory::open(path)?)? {
         Some(found) if found == step => {}
@@ -233,7 +234,7 @@ fn check_complete(path: &Path, step: u64) -> Result<()> {
     ProgramCheckpoint::open(path).map(drop)
 }
 
-/// A checkpoint directory of HF Trainer or Accelerate.
+/// A checkpoint of HF Trainer or Accelerate, and the random generator states of its ranks.
 struct ProgramCheckpoint {
     /// Name of the checkpoint directory.
     name: String,
@@ -248,7 +249,7 @@ struct ProgramCheckpoint {
 }
 
 impl ProgramCheckpoint {
-    /// Opens the checkpoint in `dir` and reads its RNG states.
+    /// Opens the checkpoint in `dir` and reads the random generator states of its ranks.
     ///
     /// # Errors
     /// Fails if `dir` does not exist, isn't a checkpoint of these programs, or is damaged.
@@ -272,8 +273,8 @@ impl ProgramCheckpoint {
         Ok(ProgramCheckpoint { name, parent: disk::parent_dir(&absolute), stored, state, step })
     }
 
-    /// Returns the number of ranks that saved the checkpoint, or `None` if the files of the
-    /// checkpoint don't show the number.
+    /// Returns the number of ranks that saved the checkpoint, or `None` if its files do not show
+    /// the number.
     fn world(&self) -> Option<u32> {
         let world = self.state.as_ref().and_then(|s| s.facts().state.world);
         world.or(self.stored.as_ref().map(|s| s.ranks.len() as u32))
@@ -293,17 +294,17 @@ impl ProgramCheckpoint {
         }
     }
 
-    /// Finds the directory that an earlier start prepared for `world` ranks, with its record.
-    /// Returns `None` if no such directory has a valid record. The caller must check that the
-    /// record matches the original checkpoint and the options.
+    /// Finds the directory that an earlier start prepared from this checkpoint for `world` ranks,
+    /// with its record. Returns `None` if no such directory has a valid record. The caller must
+    /// check that the record matches the original checkpoint and the options.
     fn find_earlier_result(&self, world: u32) -> Option<(PathBuf, reshard::PreparedRecord)> {
         let path = sibling_path(&self.parent, world, &self.name);
         let record = reshard::PreparedRecord::read(&path)?;
         Some((path, record))
     }
 
-    /// Assigns the stored RNG states to `options.world` ranks, with the step of this checkpoint and
-    /// the next generation.
+    /// Assigns the stored random generator states to `options.world` ranks, with the step of this
+    /// checkpoint and the next generation.
     fn reconcile_streams(
         &self,
         stored: &StoredRngStates,
@@ -320,9 +321,9 @@ impl ProgramCheckpoint {
         Ok((ranks, decision))
     }
 
-    /// Returns the generation of the next reconciliation, which is the highest recorded generation
-    /// plus 1. Reads the record of the checkpoint, and the records of earlier steps in the prepared
-    /// directories next to the checkpoint.
+    /// Returns a number for the next assignment of random generator states (its generation), which
+    /// is the highest recorded one plus 1. Reads the record of the checkpoint, and the records of
+    /// earlier steps in the prepared directories next to the checkpoint.
     fn next_generation(&self) -> Result<u64> {
         let mut newest = RngRecord::read(&self.parent.join(&self.name))?.map_or(0, |r| r.decision.generation);
         for sibling in
@@ -341,13 +342,14 @@ impl ProgramCheckpoint {
     }
 }
 
-/// Returns true if the directory has `optimizer.bin`, or FSDP's directory of sharded weights.
+/// Returns true if Accelerate wrote the directory: if it has `optimizer.bin`, or FSDP's directory
+/// of sharded weights.
 fn is_accelerate_directory(directory: &Directory) -> Result<bool> {
     Ok(directory.file_size("optimizer.bin")?.is_some()
         || exists(&directory.path().join("pytorch_model_fsdp_0")))
 }
 
-/// Returns the path in `parent` of the checkpoint `name` prepared for `world` ranks.
+/// Returns the path in `parent` at which the checkpoint `name` is prepared for `world` ranks.
 fn sibling_path(parent: &Path, world: u32, name: &str) -> PathBuf {
     parent.join(format!("launch-w{world}")).join(name)
 }
@@ -358,7 +360,7 @@ fn was_prepared_from(target: &Path, name: &str) -> Result<bool> {
     Ok(prepared || RngRecord::read(target)?.is_some_and(|r| r.from == name))
 }
 
-/// Builds a prepared checkpoint in a hidden directory, from links to all entries whose names don't
+/// Builds a prepared checkpoint in a hidden directory, from links to all entries whose names do not
 /// satisfy `skip` and from the files that `fill` writes. Then renames the directory to its final
 /// name, and returns the final path.
 ///

@@ -1,4 +1,4 @@
-//! Reads and writes the RNG state files of all ranks in a checkpoint directory.
+//! Reads and writes the random generator states (RNG) of all ranks in a checkpoint directory.
 use super::reconcile::RngDecision;
 use super::streams::{RankRngStates, RngFormat};
 use super::{decode, encode};
@@ -10,16 +10,16 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Limit on the number of ranks of a checkpoint whose RNG state files are read. The limit rejects
-/// an absurd rank in a file name. Every rank must have a file, so the files on disk bound the
-/// memory.
+/// Limit on the number of ranks of a checkpoint whose random generator states are read. The limit
+/// rejects an absurd rank in a file name. Every rank must have a file, so the files on disk bound
+/// the memory.
 const READ_RANKS_MAX: u32 = 1 << 16;
-/// Name of the file that records how `launch` made the RNG state files of a directory.
+/// Name of the file that records how `launch` created the random generator states of a directory.
 pub const RECORD_FILE: &str = "launch_rng.json";
-/// Limit on the size of a record, in bytes.
+/// Limit on the size in bytes of the file [`RECORD_FILE`].
 const RECORD_MAX: u64 = 1 << 20;
 
-/// The RNG states of all ranks, as a checkpoint directory stores them.
+/// The random generator states of all ranks, as a checkpoint directory stores them.
 #[derive(Clone, Debug)]
 pub struct StoredRngStates {
     /// The program that the file names and keys belong to.
@@ -30,7 +30,7 @@ pub struct StoredRngStates {
     pub file_names: Vec<String>,
 }
 
-/// The digest of one stream of one rank, for `launch ckpt inspect`.
+/// The hash of one random generator's state of one rank, for `launch ckpt inspect`.
 #[derive(Clone, Debug, Serialize)]
 pub struct StreamDigest {
     /// The rank that saved the stream.
@@ -44,8 +44,8 @@ pub struct StreamDigest {
     pub digest: String,
 }
 
-/// Returns the name that the program `writer` gives to the file of `rank` in a run of `world`
-/// ranks.
+/// Returns the name that the program `writer` gives to the file with the random generator states of
+/// `rank`, in a run of `world` ranks.
 pub fn rank_file_name(writer: RngFormat, rank: u32, world: u32) -> String {
     match (writer, world) {
         (RngFormat::Trainer, 1) => "rng_state.pth".into(),
@@ -54,8 +54,8 @@ pub fn rank_file_name(writer: RngFormat, rank: u32, world: u32) -> String {
     }
 }
 
-/// Parses a file name into the program and the rank. `rng_state.pth` belongs to rank 0. Returns
-/// `None` for files that are not RNG state files.
+/// Parses the name of a file with random generator states, and returns the program that wrote it
+/// and the rank. `rng_state.pth` belongs to rank 0. Returns `None` for other files.
 pub(crate) fn parse_rank_file_name(name: &str) -> Option<(RngFormat, u32)> {
     let number = |prefix: &str, suffix: &str| {
         let digits = name.strip_prefix(prefix)?.strip_suffix(suffix)?;
@@ -70,16 +70,16 @@ pub(crate) fn parse_rank_file_name(name: &str) -> Option<(RngFormat, u32)> {
     }
 }
 
-/// Returns true if `name` is the name of an RNG state file or [`RECORD_FILE`]. These files depend
-/// on the number of ranks.
+/// Returns true if the file `name` contains random generator states or is [`RECORD_FILE`]. These
+/// files depend on the number of ranks.
 pub(super) fn is_rng_file(name: &str) -> bool {
     parse_rank_file_name(name).is_some() || name == RECORD_FILE
 }
 
-/// Reads the RNG states of all ranks in the directory `path`. Returns `None` if the directory has
-/// no RNG state files. `world` is the least number of ranks, or `None` if it is unknown. If the
-/// name of a file has a rank of `world` or above, the number of ranks is the highest such rank plus
-/// 1.
+/// Reads the random generator states of all ranks in the directory `path`. Returns `None` if the
+/// directory has no such files. `world` is the least number of ranks, or `None` if it is unknown.
+/// If the name of a file has a rank of `world` or above, the number of ranks is the highest such
+/// rank plus 1.
 ///
 /// # Errors
 /// Fails if a rank has no file (the error names the first such rank), files of different programs
@@ -125,8 +125,8 @@ pub fn read_all_ranks(path: &Path, world: Option<u32>) -> Result<Option<StoredRn
     Ok(Some(StoredRngStates { writer, ranks, file_names: names }))
 }
 
-/// Reads the RNG states of all ranks in the directory `path`, and computes the digest of every
-/// stream. Returns an empty list if the directory has no RNG state files.
+/// Reads the random generator states of all ranks in the directory `path`, and computes the hash of
+/// every state. Returns an empty list if the directory has no such files.
 ///
 /// # Errors
 /// Fails if a file is missing or invalid.
@@ -142,9 +142,9 @@ pub fn compute_stream_digests(path: &Path) -> Result<Vec<StreamDigest>> {
     Ok(rows.collect())
 }
 
-/// Writes the RNG state file of each rank, and the record, into the directory `path`. Fails if a
-/// file of the same name exists. The content of the files is durable on return, but not their
-/// directory entries.
+/// Writes the files with the random generator states of each rank, and the record, to the directory
+/// `path`. Fails if a file of the same name exists. The content of the files is durable on return,
+/// but not their directory entries.
 pub(super) fn write_all_ranks(
     path: &Path,
     writer: RngFormat,
@@ -162,7 +162,7 @@ pub(super) fn write_all_ranks(
     Ok(())
 }
 
-/// The record that `launch` stores next to RNG state files that it made.
+/// What `launch` records in a directory about the random generator states that it created there.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RngRecord {
     /// Name of the record's format, always `launch rng record`.
@@ -177,7 +177,7 @@ pub struct RngRecord {
 }
 
 impl RngRecord {
-    /// Makes a record of version 1 for states from the directory named `from`.
+    /// Creates a record of version 1 for random generator states from the directory named `from`.
     pub(super) fn new(from: String, decision: RngDecision) -> RngRecord {
         RngRecord { format: "launch rng record".into(), version: 1, from, decision }
     }

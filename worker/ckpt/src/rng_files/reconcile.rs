@@ -1,4 +1,4 @@
-//! Assigns the RNG streams of N ranks to M ranks, by the rule in docs/numerics.md.
+//! Assigns the random generator states of N ranks to M ranks, by the rule in docs/numerics.md.
 //!
 //! The functions are pure: they take states and options, and return states and a record of the
 //! decisions.
@@ -13,7 +13,7 @@ use diagnostic::quantity::format_count;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// What to do with streams when the number of ranks changes.
+/// How random generator states are assigned when the number of ranks changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ReconcilePolicy {
@@ -26,7 +26,7 @@ pub enum ReconcilePolicy {
     Reseed,
 }
 
-/// Which ranks share a stream.
+/// Which ranks share equal states of a random generator, such as all ranks or none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StreamScope {
@@ -39,7 +39,7 @@ pub enum StreamScope {
     PerOwner,
 }
 
-/// Where the streams of the new ranks come from.
+/// Where the random generator states of the new ranks come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StreamAssignment {
@@ -53,7 +53,8 @@ pub enum StreamAssignment {
     Reseeded,
 }
 
-/// How to assign the streams of the old ranks to new ranks.
+/// How random generator states are assigned to another number of ranks: the number, the policy, and
+/// the seed of new states.
 #[derive(Clone, Debug)]
 pub struct ReconcileOptions {
     /// Number of ranks that resume.
@@ -93,7 +94,7 @@ impl ReconcileOptions {
     }
 }
 
-/// The decision on how the streams of one kind are assigned to the new ranks.
+/// How the states of one random generator, such as NumPy's, are assigned to the new ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StreamDecision {
     /// Name of the kind of stream ([`StreamKind::name`]).
@@ -104,8 +105,7 @@ pub struct StreamDecision {
     pub mode: StreamAssignment,
 }
 
-/// The record of a reconciliation, which is stored next to the RNG state files as
-/// `launch_rng.json`.
+/// How all random generator states were assigned to the new ranks, as `launch_rng.json` records it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RngDecision {
     /// Number of ranks that saved the states.
@@ -125,7 +125,7 @@ pub struct RngDecision {
 }
 
 impl RngDecision {
-    /// Describes the decision in one line for the user.
+    /// Describes for the user in one line how the states were assigned.
     pub fn summary(&self) -> String {
         let kinds_with = |mode: StreamAssignment| -> Vec<&str> {
             self.streams.iter().filter(|s| s.mode == mode).map(|s| s.kind.as_str()).collect()
@@ -151,9 +151,8 @@ impl RngDecision {
     }
 }
 
-/// Derives the seed of a new stream: BLAKE3 of the run's seed, the word `rng-reconcile`, the
-/// generation, the step, the kind and the rank, with numbers as little-endian u64. The number of
-/// ranks is not hashed, so that a rank gets equal streams in any world size.
+/// Derives the seed with which a random generator of a new rank is started. The number of ranks is
+/// not hashed, so that a rank gets equal streams in any world size.
 pub fn derive_stream_seed(run_seed: u64, generation: u64, step: u64, kind: StreamKind, rank: u64) -> Hash {
     let mut message = run_seed.to_le_bytes().to_vec();
     message.extend(b"rng-reconcile");
@@ -163,8 +162,8 @@ pub fn derive_stream_seed(run_seed: u64, generation: u64, step: u64, kind: Strea
     Hash::digest(&message)
 }
 
-/// Assigns the states of the `old` ranks to `options.world` ranks. Returns the states of the new
-/// ranks, and a record of the decisions.
+/// Assigns the random generator states of the `old` ranks to `options.world` ranks. Returns the
+/// states of the new ranks, and a record of the decisions.
 ///
 /// # Errors
 /// Fails if the states are incomplete or contradict the options, if the options lack a needed
@@ -217,9 +216,9 @@ pub fn reconcile_rng_states(
     Ok((new, RngDecision { from_world, world, policy, generation, step, run_seed, streams }))
 }
 
-/// Computes the digest by which the streams of two ranks are compared. Of the CUDA states, only the
-/// state of the rank's device is hashed, since a rank leaves the generators of other devices idle.
-/// Returns `None` if the rank has no stream of this kind.
+/// Computes the hash by which the states of a random generator are compared between two ranks. Of
+/// the CUDA states, only the state of the rank's device is hashed, since a rank leaves the
+/// generators of other devices idle. Returns `None` if the rank has no stream of this kind.
 fn compute_comparable_digest(states: &RankRngStates, kind: StreamKind, rank: usize) -> Option<Hash> {
     match (kind, &states.cuda) {
         (StreamKind::TorchCuda, Some(cuda)) => rank_cuda_state(cuda, rank).map(|d| Hash::digest(&d.0)),
@@ -227,14 +226,15 @@ fn compute_comparable_digest(states: &RankRngStates, kind: StreamKind, rank: usi
     }
 }
 
-/// Returns the CUDA state of the device that the rank uses, which is device `rank` modulo the
+/// Returns the state of the CUDA generator that the rank uses: that of device `rank` modulo the
 /// number of devices. Returns `None` if there are no devices.
 fn rank_cuda_state(cuda: &TorchCudaStates, rank: usize) -> Option<TorchCudaState> {
     let devices = cuda.devices();
     devices.get(rank.checked_rem(devices.len())?).copied()
 }
 
-/// Returns the scope that the options give for a stream, or derives the scope from the states.
+/// Returns which ranks share equal states of the generator `kind`, as the options state or the
+/// states show.
 ///
 /// # Errors
 /// Fails if the options declare a stream as replicated and the states of the ranks differ.
@@ -263,7 +263,7 @@ fn decide_stream_scope(
     }
 }
 
-/// Decides where the new ranks' streams of one kind come from.
+/// Decides where the new ranks' states of one random generator come from.
 ///
 /// # Errors
 /// Fails if the policy `strict` forbids a necessary reseed.
@@ -286,8 +286,8 @@ fn decide_stream_mode(
     }
 }
 
-/// Finds the first old rank that had the same owner as the new rank `rank`, for
-/// [`StreamScope::PerOwner`].
+/// Finds the first old rank with the same owner as the new rank `rank`, for generators whose states
+/// are shared by owner ([`StreamScope::PerOwner`]).
 ///
 /// # Errors
 /// Fails if the options list no owners, or if no old rank had this owner.
@@ -304,8 +304,8 @@ fn find_old_rank_of_owner(
     old_rank.ok_or(ReconcileError::OwnerWithoutStream { kind, rank })
 }
 
-/// Copies the stream `kind` from `from`, the states of the old rank `rank`, to `to`. Of the CUDA
-/// states, only the state of the old rank's device is copied.
+/// Copies the state of the generator `kind` from `from`, the states of the old rank `rank`, to
+/// `to`. Of the CUDA states, only the state of the old rank's device is copied.
 fn copy_stream(to: &mut RankRngStates, from: &RankRngStates, kind: StreamKind, rank: usize) {
     match kind {
         StreamKind::Python => to.python.clone_from(&from.python),
@@ -318,9 +318,10 @@ fn copy_stream(to: &mut RankRngStates, from: &RankRngStates, kind: StreamKind, r
     }
 }
 
-/// Begins a new stream `kind` in `states`, seeded from `hash`. All 256 bits of the hash seed a
-/// Mersenne Twister (`init_by_array` of the hash as eight little-endian words). The first eight
-/// bytes of the hash become the seed that torch reports, and the only seed of a CUDA generator.
+/// Seeds the generator `kind` in `states` with a new seed from `hash`. All 256 bits of the hash
+/// seed a Mersenne Twister (`init_by_array` of the hash as eight little-endian words). The first
+/// eight bytes of the hash become the seed that torch reports, and the only seed of a CUDA
+/// generator.
 fn reseed_stream(states: &mut RankRngStates, kind: StreamKind, hash: &Hash) {
     let words: Vec<u32> = hash.0.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect();
     let mut first = [0u8; 8];
@@ -346,10 +347,9 @@ fn reseed_stream(states: &mut RankRngStates, kind: StreamKind, hash: &Hash) {
     }
 }
 
-/// Converts the single CUDA state of a rank to the form that a run of `options.world` ranks
-/// expects: a list with the same state for each visible GPU, or a single state in a run of one
-/// process. `options.gpus` is the number of visible GPUs. If `options.gpus` is `None`, derives the
-/// number from `old`, the states of the old ranks. Does nothing if the rank has no single CUDA
+/// Converts the state of a rank's only CUDA generator to the form that a run of `options.world`
+/// ranks loads. `options.gpus` is the number of visible GPUs. If `options.gpus` is `None`, derives
+/// the number from `old`, the states of the old ranks. Does nothing if the rank has no single CUDA
 /// state.
 fn expand_cuda_states(states: &mut RankRngStates, old: &[RankRngStates], options: &ReconcileOptions) {
     let Some(TorchCudaStates::SingleDevice(state)) = states.cuda else { return };

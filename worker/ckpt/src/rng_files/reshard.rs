@@ -1,5 +1,5 @@
-//! Reshards the DeepSpeed state of a checkpoint for another number of ranks, in DeepSpeed's own
-//! layout, so that an unmodified script loads it without further settings.
+//! Divides the DeepSpeed state of a checkpoint among another number of ranks, in DeepSpeed's own
+//! layout.
 use crate::catalog::{ExternalCheckpoint, PassthroughState, TensorSource};
 use crate::codec::disk::{self, Directory, exists};
 use crate::codec::json::read_json;
@@ -12,20 +12,21 @@ use diagnostic::quantity::{format_bytes, format_count};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// Name of the record in a prepared directory. A later start with the same world size reuses a
-/// directory with a matching record.
+/// Name of the file in a prepared directory that records from what it was prepared. A later start
+/// with the same world size reuses a directory with a matching record.
 pub(super) const RECORD_FILE: &str = "launch_prepared.json";
-/// Limit on the size of a record, in bytes.
+/// Limit on the size in bytes of the file [`RECORD_FILE`].
 const RECORD_MAX: u64 = 1 << 20;
-/// The value of the field `format` in a record.
+/// The value of the field `format` in the file [`RECORD_FILE`].
 const RECORD_FORMAT: &str = "launch prepared checkpoint";
-/// DeepSpeed's file that names the newest tag.
+/// Name of the file in which DeepSpeed stores the name of the newest checkpoint (tag).
 const LATEST_FILE: &str = "latest";
-/// Elements of a ZeRO-3 sub-group if the config has no `sub_group_size`, equal to DeepSpeed's
-/// default.
+/// Number of elements of a ZeRO-3 sub-group if the config does not state `sub_group_size`.
+/// DeepSpeed has the same default.
 const SUB_GROUP_SIZE: u64 = 1_000_000_000;
 
-/// The record of a prepared directory, which states the original checkpoint and the options.
+/// What a prepared directory records: the original checkpoint, and the options with which it was
+/// prepared.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct PreparedRecord {
     format: String,
@@ -43,8 +44,8 @@ pub(super) struct PreparedRecord {
 }
 
 impl PreparedRecord {
-    /// Makes a record without a summary for the checkpoint named `from` in `dir`. Computes the
-    /// fingerprint of `dir`.
+    /// Creates a record, without a summary, for the checkpoint named `from` in the directory `dir`.
+    /// Computes the fingerprint of `dir`.
     pub(super) fn new(dir: &Path, from: &str, world: u32, policy: String) -> Result<PreparedRecord> {
         let (format, source) = (RECORD_FORMAT.to_owned(), compute_fingerprint(dir)?);
         Ok(PreparedRecord {
@@ -64,13 +65,14 @@ impl PreparedRecord {
         *self == PreparedRecord { summary: self.summary.clone(), ..other.clone() }
     }
 
-    /// Reads the record of a directory. Returns `None` if the directory has no valid record.
+    /// Reads the record of a prepared directory. Returns `None` if the directory has no valid
+    /// record.
     pub(super) fn read(dir: &Path) -> Option<PreparedRecord> {
         let record: PreparedRecord = read_json(&Directory::open(dir).ok()?, RECORD_FILE, RECORD_MAX).ok()?;
         (record.format == RECORD_FORMAT && record.version == 1).then_some(record)
     }
 
-    /// Writes the record durably into the directory `dir`. Fails if `dir` has a record.
+    /// Writes this record durably to the directory `dir`. Fails if `dir` already has a record.
     pub(super) fn write(&self, dir: &Path) -> Result<()> {
         let mut text = serde_json::to_vec_pretty(self).map_err(CkptError::invalid_save)?;
         text.push(b'\n');
@@ -78,15 +80,16 @@ impl PreparedRecord {
     }
 }
 
-/// Returns true if `world` ranks can resume only after resharding. The state of ZeRO stages 1 to 3
-/// is sharded by rank, while stage 0 stores everything in one file.
+/// Returns true if `world` ranks can resume only after the state was divided differently among
+/// ranks. The state of ZeRO stages 1 to 3 is sharded by rank, while stage 0 stores everything in
+/// one file.
 pub(super) fn needs_reshard(state: &ExternalCheckpoint, world: u32) -> bool {
     let facts = state.facts();
     facts.state.stage != Some(0) && facts.state.world.is_some_and(|w| w != world)
 }
 
-/// Fails if the directory has neither `latest` nor `latest_universal`. DeepSpeed's engine loads
-/// only a tag that one of these files names.
+/// Fails if DeepSpeed's engine could not load the checkpoint in `dir`, because neither `latest` nor
+/// `latest_universal` exists. DeepSpeed's engine loads only a tag that one of these files names.
 pub(super) fn check_loadable(dir: &Path, state: &ExternalCheckpoint) -> Result<()> {
     match exists(&dir.join(LATEST_FILE)) || exists(&dir.join("latest_universal")) {
         true => Ok(()),
@@ -100,12 +103,13 @@ pub(super) fn check_loadable(dir: &Path, state: &ExternalCheckpoint) -> Result<(
     }
 }
 
-/// Returns true if resharding replaces the entry `name` of the original checkpoint's directory.
+/// Returns true if the entry `name` of the original checkpoint's directory must be replaced when
+/// the state is divided among another number of ranks.
 pub(super) fn is_replaced_entry(state: &ExternalCheckpoint, name: &str) -> bool {
     name == state.facts().tag || [LATEST_FILE, "latest_universal", RECORD_FILE].contains(&name)
 }
 
-/// Writes DeepSpeed's state, resharded for `world` ranks, into the directory `into`. Returns a
+/// Divides DeepSpeed's state among `world` ranks, and writes it to the directory `into`. Returns a
 /// summary in one line for the user.
 pub(super) fn write_resharded_state(state: &ExternalCheckpoint, world: u32, into: &Path) -> Result<String> {
     let sub_group_size = read_sub_group_size(&state.read_passthrough()?);
@@ -126,7 +130,7 @@ pub(super) fn write_resharded_state(state: &ExternalCheckpoint, world: u32, into
     Ok(summary)
 }
 
-/// Returns the size of ZeRO-3 sub-groups, in elements, from the run's DeepSpeed config, or
+/// Returns the size of ZeRO-3 sub-groups, in elements, from the run's DeepSpeed config, or else
 /// DeepSpeed's default. The engine that loads the result uses the same config.
 fn read_sub_group_size(passthrough: &PassthroughState) -> u64 {
     let config = passthrough.model_entry("ds_config");

@@ -1,4 +1,5 @@
-//! Rescales Accelerate's `scheduler.bin` to another number of processes.
+//! Adapts Accelerate's `scheduler.bin` to another number of processes, with which its step counter
+//! is multiplied.
 //!
 //! Accelerate steps a scheduler once per process, so its counter is optimizer steps × processes.
 use super::encode::{PickleWriter, ZipWriter};
@@ -10,14 +11,14 @@ use crate::format_constants::SCHEDULER_FILE;
 use nix::fcntl::OFlag;
 use std::os::unix::fs::FileExt;
 
-/// Accelerate's file with the state of the optimizer.
+/// Name of the file in which Accelerate stores the state of the optimizer.
 const OPTIMIZER_FILE: &str = "optimizer.bin";
-/// Limit on the size of a scheduler file, in bytes.
+/// Limit on the size in bytes of a file with the state of a learning rate scheduler.
 const SCHEDULER_MAX: u64 = 16 << 20;
-/// Globals that pickles of torch's schedulers may name.
+/// Python classes that pickles of torch's learning rate schedulers may name.
 const GLOBALS: &[&[&str]] = &[&["collections.Counter", "collections.OrderedDict"]];
 
-/// A scheduler file that was rescaled to another number of processes.
+/// The content of a scheduler file that was adapted to another number of processes.
 pub(super) struct RescaledScheduler {
     /// Name of the file in the checkpoint directory.
     pub(super) name: &'static str,
@@ -27,7 +28,7 @@ pub(super) struct RescaledScheduler {
     pub(super) summary: String,
 }
 
-/// Rescales the scheduler file from `old` to `world` processes. Returns `None` if the file does not
+/// Adapts the scheduler file from `old` to `world` processes. Returns `None` if the file does not
 /// exist, the numbers of processes are equal, or the counter isn't optimizer steps × `old`. `done`
 /// is the number of optimizer updates. If `done` is `None`, `optimizer.bin` states the number.
 ///
@@ -102,7 +103,7 @@ fn read_steps_done(directory: &Directory) -> Result<Option<u64>> {
     Ok((step >= 0.0 && step.fract() == 0.0).then_some(step as u64))
 }
 
-/// Returns the bytes of the pickle in the scheduler file.
+/// Returns the bytes of the pickle that the scheduler file contains.
 ///
 /// # Errors
 /// Fails if the file has no pickle, contains tensors, or is larger than [`SCHEDULER_MAX`].
@@ -120,8 +121,8 @@ fn read_scheduler_pickle(directory: &Directory, file: &TorchFile) -> Result<Vec<
         .ok_or_else(|| CkptError::damaged(directory.path(), SCHEDULER_FILE, DamageReason::Truncated))
 }
 
-/// Returns the pickle with the integer under `key` replaced by `after`. Returns `None` if `key`
-/// does not occur exactly once, or has a different value than `before`.
+/// Replaces the integer with the key `key` in a pickle by `after`, and returns the new pickle.
+/// Returns `None` if `key` does not occur exactly once, or has a different value than `before`.
 fn replace_counter(pickle: &[u8], key: &str, before: u64, after: i64) -> Option<Vec<u8>> {
     let mut text = PickleWriter { out: Vec::new(), storages: Vec::new() };
     text.write_text(key);

@@ -1,5 +1,5 @@
-//! RNG states of one rank: the states of Python's generator, of NumPy's generator, and of torch's
-//! generators on the CPU and on each GPU.
+//! The random generator states (RNG) of one rank: those of Python, of NumPy, and of torch on the
+//! CPU and on each GPU.
 use crate::error::RngStateError;
 use crate::format_constants::{CPU_STATE_BYTES, CUDA_STATE_BYTES, TWISTER_WORDS};
 use crate::hash::Hash;
@@ -7,10 +7,11 @@ pub use crate::stream_kind::StreamKind;
 use serde::Serialize;
 use std::fmt;
 
-/// Byte offset of the first word in the state of torch's CPU generator. Each word takes 8 bytes.
+/// Byte offset of the first Mersenne Twister word in the state of torch's CPU generator. Each word
+/// takes 8 bytes.
 const CPU_WORDS_OFFSET: usize = 24;
 
-/// State of a Mersenne Twister, which consists of its words and the number of used words.
+/// The state of a Mersenne Twister random generator: its words, and how many of them were used.
 #[derive(Clone, PartialEq, Eq)]
 pub struct MersenneTwister {
     pub(crate) words: Box<[u32; TWISTER_WORDS]>,
@@ -19,7 +20,7 @@ pub struct MersenneTwister {
 }
 
 impl MersenneTwister {
-    /// Seeds a twister with `init_genrand` of the reference implementation (mt19937ar.c).
+    /// Seeds a Mersenne Twister with `init_genrand` of the reference implementation (mt19937ar.c).
     fn from_seed(seed: u32) -> MersenneTwister {
         let mut words = Box::new([0u32; TWISTER_WORDS]);
         let mut last = seed;
@@ -31,8 +32,8 @@ impl MersenneTwister {
         MersenneTwister { words, position: TWISTER_WORDS as u32 }
     }
 
-    /// Seeds a twister with `init_by_array` of the reference implementation (mt19937ar.c), which
-    /// `random.seed(integer)` and `numpy.random.seed(list)` use too.
+    /// Seeds a Mersenne Twister with `init_by_array` of the reference implementation (mt19937ar.c),
+    /// as `random.seed(integer)` and `numpy.random.seed(list)` do.
     pub(crate) fn from_key(key: &[u32]) -> MersenneTwister {
         let mut mt = MersenneTwister::from_seed(19_650_218);
         let w = &mut mt.words;
@@ -69,7 +70,7 @@ impl fmt::Debug for MersenneTwister {
     }
 }
 
-/// The value of Python's `random.getstate()`, version 3.
+/// The state of Python's random generator: the value of `random.getstate()`, version 3.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PythonRngState {
     pub(crate) twister: MersenneTwister,
@@ -78,7 +79,8 @@ pub struct PythonRngState {
     pub(crate) gauss_next: Option<f64>,
 }
 
-/// The value of `numpy.random.get_state()` for an MT19937 generator.
+/// The state of NumPy's random generator: the value of `numpy.random.get_state()` for an MT19937
+/// generator.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NumpyRngState {
     pub(crate) twister: MersenneTwister,
@@ -88,7 +90,7 @@ pub struct NumpyRngState {
     pub(crate) cached_gaussian: f64,
 }
 
-/// The bytes of `torch.get_rng_state()`.
+/// The state of torch's random generator on the CPU: the bytes of `torch.get_rng_state()`.
 #[derive(Clone, PartialEq, Eq)]
 pub struct TorchCpuState(pub(crate) Box<[u8; CPU_STATE_BYTES]>);
 
@@ -99,8 +101,8 @@ impl fmt::Debug for TorchCpuState {
 }
 
 impl TorchCpuState {
-    /// Makes a state of untrusted bytes. Fails if the size is wrong, the position fields contradict
-    /// each other, or a word has more than 32 bits.
+    /// Creates the state of a CPU generator from untrusted bytes, which are checked. Fails if the
+    /// size is wrong, the position fields contradict each other, or a word has more than 32 bits.
     pub(crate) fn new(bytes: &[u8]) -> Result<TorchCpuState, RngStateError> {
         let bytes: Box<[u8; CPU_STATE_BYTES]> = bytes
             .to_vec()
@@ -118,20 +120,20 @@ impl TorchCpuState {
         }
     }
 
-    /// Reads the little-endian u64 at a byte offset of the state.
+    /// Reads a little-endian u64 at the byte offset `offset` of the state.
     fn read_u64_at(&self, offset: usize) -> u64 {
         let mut word = [0u8; 8];
         word.copy_from_slice(&self.0[offset..offset + 8]);
         u64::from_le_bytes(word)
     }
 
-    /// Returns the argument of the last `torch.manual_seed`.
+    /// Returns the seed of the generator, the argument of the last `torch.manual_seed`.
     pub fn seed(&self) -> u64 {
         self.read_u64_at(0)
     }
 
-    /// Makes the state of a generator with the words of `twister` that has drawn no number yet.
-    /// `seed` is the seed that torch reports.
+    /// Creates the state of a CPU generator that has drawn no number yet, with the words of
+    /// `twister`. `seed` is the seed that torch reports.
     pub(crate) fn from_seed(seed: u64, twister: &MersenneTwister) -> TorchCpuState {
         let mut bytes = Box::new([0u8; CPU_STATE_BYTES]);
         bytes[..8].copy_from_slice(&seed.to_le_bytes());
@@ -144,13 +146,13 @@ impl TorchCpuState {
     }
 }
 
-/// The bytes of `torch.cuda.get_rng_state()` of one device.
+/// The state of torch's random generator on one GPU: the bytes of `torch.cuda.get_rng_state()`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TorchCudaState(pub(crate) [u8; CUDA_STATE_BYTES]);
 
 impl TorchCudaState {
-    /// Makes a state of untrusted bytes. Fails if the size is wrong, or the Philox offset is not a
-    /// non-negative multiple of 4.
+    /// Creates the state of a CUDA generator from untrusted bytes, which are checked. Fails if the
+    /// size is wrong, or the Philox offset is not a non-negative multiple of 4.
     pub(crate) fn new(bytes: &[u8]) -> Result<TorchCudaState, RngStateError> {
         let bytes = bytes.try_into().map_err(|_| RngStateError::CudaStateSize { bytes: bytes.len() })?;
         let state = TorchCudaState(bytes);
@@ -162,8 +164,8 @@ impl TorchCudaState {
         }
     }
 
-    /// Makes the state of a generator with this seed that has drawn no number yet (Philox offset
-    /// 0).
+    /// Creates the state of a CUDA generator with the seed `seed` that has drawn no number yet
+    /// (Philox offset 0).
     pub(crate) fn from_seed(seed: u64) -> TorchCudaState {
         let mut bytes = [0u8; CUDA_STATE_BYTES];
         bytes[..8].copy_from_slice(&seed.to_le_bytes());
@@ -171,7 +173,7 @@ impl TorchCudaState {
     }
 }
 
-/// The CUDA states of one rank, in one of the two forms in which programs save them.
+/// The states of one rank's CUDA generators, in one of the two forms in which programs save them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TorchCudaStates {
     /// The state of the only device, in a run of one process.
@@ -181,7 +183,7 @@ pub enum TorchCudaStates {
 }
 
 impl TorchCudaStates {
-    /// Returns the states in the order of the devices.
+    /// Returns the states of the CUDA generators in the order of the devices.
     pub fn devices(&self) -> &[TorchCudaState] {
         match self {
             TorchCudaStates::SingleDevice(state) => std::slice::from_ref(state),
@@ -190,8 +192,9 @@ impl TorchCudaStates {
     }
 }
 
-/// The NumPy module that a pickled array names. NumPy 2 renamed the module. A rewritten file keeps
-/// the name, so that the NumPy version of the original file reads the file without a warning.
+/// The name of the NumPy module that a pickled array contains, which NumPy 2 changed. NumPy 2
+/// renamed the module. A rewritten file keeps the name, so that the NumPy version of the original
+/// file reads the file without a warning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NumpyModule {
     /// `numpy.core`, written by NumPy 1.
@@ -210,7 +213,8 @@ impl NumpyModule {
     }
 }
 
-/// The program in whose format RNG state files are written, with its file names and dict keys.
+/// A format of files with random generator states: the file names and dict keys that one program
+/// uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RngFormat {
@@ -220,7 +224,7 @@ pub enum RngFormat {
     Accelerate,
 }
 
-/// The RNG states of one rank, which are the content of one file.
+/// The random generator states of one rank, which are the content of one file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RankRngStates {
     /// State of Python's `random`.
@@ -238,8 +242,8 @@ pub struct RankRngStates {
 }
 
 impl RankRngStates {
-    /// Computes the BLAKE3 hash of a stream's state. Two hashes are equal exactly if the streams
-    /// continue with equal numbers. Returns `None` if the rank has no such stream.
+    /// Computes the BLAKE3 hash of the state of the generator `kind`. Two hashes are equal exactly
+    /// if the streams continue with equal numbers. Returns `None` if the rank has no such stream.
     pub fn compute_stream_digest(&self, kind: StreamKind) -> Option<Hash> {
         let bytes = match kind {
             StreamKind::Python => {

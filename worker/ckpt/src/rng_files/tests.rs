@@ -1,4 +1,4 @@
-//! Tests of reading, writing, assigning and preparing RNG state files.
+//! Tests of reading, writing and assigning random generator states, and of preparing checkpoints.
 use super::prepare::{self, PrepareDestination};
 use super::rank_files::{self, RngRecord};
 use super::reconcile::{
@@ -16,7 +16,7 @@ use proptest::prelude::*;
 use std::fs;
 use std::path::Path;
 
-/// Makes the RNG states of one rank, without CUDA states. The states depend only on `n`.
+/// Creates random generator states of one rank, without CUDA states, which depend only on `n`.
 fn make_states(n: u32) -> RankRngStates {
     let twister = |kind: u32| MersenneTwister { position: n % 625, ..MersenneTwister::from_key(&[kind, n]) };
     RankRngStates {
@@ -32,7 +32,8 @@ fn make_states(n: u32) -> RankRngStates {
     }
 }
 
-/// Writes one RNG state file per rank into `dir`, in the format of `writer`.
+/// Writes one file with random generator states per rank to `dir`, in the format of the program
+/// `writer`.
 fn write_rank_files(dir: &Path, writer: RngFormat, ranks: &[RankRngStates]) {
     for (rank, states) in (0u32..).zip(ranks) {
         let name = rank_files::rank_file_name(writer, rank, ranks.len() as u32);
@@ -62,8 +63,8 @@ fn encoded_states_decode_to_equal_states() {
     }
 }
 
-/// Compares the first three random numbers with the output of the reference implementation after
-/// `init_by_array({0x123, 0x234, 0x345, 0x456})`.
+/// Checks that a seeded Mersenne Twister returns the first three numbers of the reference
+/// implementation.
 #[test]
 fn twisters_are_seeded_like_the_reference_implementation() {
     let key = [0x123, 0x234, 0x345, 0x456];
@@ -243,8 +244,8 @@ fn prepared_directories_never_replace_other_directories() {
     assert_eq!(names, ["checkpoint-6"], "no temporary directories remain");
 }
 
-/// Prepares a golden checkpoint of Accelerate with sharded FSDP for 4 ranks, and compares the
-/// messages with a snapshot. FSDP's sharded optimizer state determines the number of steps.
+/// Checks that a scheduler is adapted whose number of steps only FSDP's sharded optimizer state
+/// shows.
 #[test]
 fn a_scheduler_next_to_fsdp_shards_is_rescaled() {
     let golden =
@@ -257,8 +258,8 @@ fn a_scheduler_next_to_fsdp_shards_is_rescaled() {
     insta::assert_snapshot!("scheduler_next_to_fsdp", made.lines.join("\n"));
 }
 
-/// Rescales a scheduler that has counted three steps of two processes to 400 processes. Then checks
-/// that a scheduler with one count per step stays unchanged.
+/// Checks that a scheduler with one count per step and process is adapted to more processes, and
+/// that one with one count per step stays unchanged.
 #[test]
 fn a_scheduler_that_counts_processes_is_rescaled() {
     let root = tempfile::tempdir().expect("a directory");

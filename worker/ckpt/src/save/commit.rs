@@ -1,4 +1,4 @@
-//! Commits a save with renames, so that a checkpoint is complete or absent at whatever moment the
+//! Completes (commits) a save with renames, so that a checkpoint is complete or absent whenever the
 //! process is killed. Every rename of the crate happens in this module.
 use super::parity::ParityFileReport;
 use super::shard_writer::ShardReport;
@@ -20,13 +20,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Disk space that a save needs in addition to the tensors, in bytes: for headers, the manifest,
-/// and rounding up to whole blocks of the file system.
+/// Disk space in bytes that a save needs in addition to the tensors: for headers, the manifest, and
+/// rounding up to whole blocks.
 const OVERHEAD_BYTES: u64 = 4 << 20;
 
-/// The hidden directory to which a save in progress writes, inside the checkpoint directory. This
-/// value also holds the lock of the checkpoint directory. Dropping the value releases the lock. The
-/// drop also removes the staging directory if the save was neither committed nor prepared.
+/// The hidden directory to which a save writes before it is committed, and the lock of the
+/// checkpoint directory. Dropping the value releases the lock. The drop also removes the hidden
+/// directory if the save was neither committed nor prepared.
 pub struct StagingDir {
     pub(crate) root: PathBuf,
     pub(crate) dir: PathBuf,
@@ -57,7 +57,7 @@ impl StagingDir {
         Ok(StagingDir { root: root.to_owned(), dir, step, keep_on_drop: false, _lock: lock })
     }
 
-    /// Returns the path of the staging directory, to which all ranks write their shards.
+    /// Returns the path of the hidden directory, to which all ranks write their shards.
     pub fn path(&self) -> &Path {
         &self.dir
     }
@@ -72,14 +72,14 @@ impl Drop for StagingDir {
     }
 }
 
-/// Makes the name of a staging directory from step, process and time, so that no process of an
-/// earlier run writes to the directory.
+/// Returns a name for the hidden directory of a save, made of step, process and time, so that no
+/// earlier process writes to it.
 fn make_staging_name(step: &str) -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
     format!("{SAVING_PREFIX}{step}-{}-{now}", std::process::id())
 }
 
-/// A checkpoint that is complete on disk.
+/// A saved checkpoint that is complete on disk, and its size.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CommittedCheckpoint {
     /// Directory of this checkpoint, such as `checkpoints/step-00000010`.
@@ -88,10 +88,10 @@ pub struct CommittedCheckpoint {
     pub bytes: u64,
 }
 
-/// Completes a save. The caller must do so only after every rank has written its shard. Checks that
-/// the shards contain every tensor of the model and of the optimizer state exactly once, writes the
-/// manifest, renames the staging directory, and updates `latest`. `reports` has one report per
-/// rank. An existing checkpoint of this step remains complete until the new one replaces it.
+/// Completes a save after every rank has written its shard. Checks that the shards contain every
+/// tensor of the model and of the optimizer state exactly once, writes the manifest, renames the
+/// staging directory, and updates `latest`. `reports` has one report per rank. An existing
+/// checkpoint of this step is replaced.
 ///
 /// # Errors
 /// Fails with [`CkptError::InvalidSave`] if the shards and `facts` don't form a complete
@@ -104,8 +104,8 @@ pub fn commit_save(
     commit_save_by(staging, facts, reports, None, ReplaceMethod::AtomicExchange)
 }
 
-/// Completes a save as [`commit_save`] does. The manifest also lists the parity files, which the
-/// ranks wrote with [`crate::write_parity`]. `parity` has one report per rank.
+/// Completes a save as [`commit_save`] does, with parity files, which the ranks wrote with
+/// [`crate::write_parity`] and which the manifest then lists. `parity` has one report per rank.
 pub fn commit_save_with_parity(
     staging: StagingDir,
     facts: RunFacts,
@@ -157,8 +157,7 @@ pub(crate) fn write_manifest(
     Ok(bytes)
 }
 
-/// Fails with [`SaveProblem::FileSize`] if the file is missing, or its size differs from the size
-/// in its manifest entry.
+/// Fails with [`SaveProblem::FileSize`] if a file does not have the size that its rank reported.
 pub(crate) fn require_reported_file(directory: &Directory, file: &FileEntry) -> Result<()> {
     let found = directory.file_size(&file.name)?;
     if found == Some(file.bytes) {
@@ -168,7 +167,7 @@ pub(crate) fn require_reported_file(directory: &Directory, file: &FileEntry) -> 
     Err(CkptError::invalid_save(SaveProblem::FileSize { file, expected, found }))
 }
 
-/// Assembles the manifest from the reports of all ranks, and checks its consistency.
+/// Creates the manifest from the reports of all ranks, and checks its consistency.
 ///
 /// # Errors
 /// Fails with [`CkptError::InvalidSave`] if a rank's report is missing, or if the tensors in the
@@ -239,7 +238,8 @@ pub(crate) fn assemble_manifest(
     Ok(manifest)
 }
 
-/// Makes the manifest entry of one tensor, with its pieces sorted by their first element.
+/// Returns what the manifest states about one tensor, with its pieces sorted by their first
+/// element.
 fn make_tensor_entry(
     role: TensorRole,
     name: &str,
@@ -251,7 +251,7 @@ fn make_tensor_entry(
     TensorEntry { name: name.to_owned(), role, dtype, shape: shape.to_vec(), pieces }
 }
 
-/// The method by which one directory replaces another.
+/// How one directory replaces another of the same name.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ReplaceMethod {
     /// Exchange both names atomically, or rename twice if the file system can't exchange names.
@@ -261,8 +261,8 @@ pub(crate) enum ReplaceMethod {
     TwoRenames,
 }
 
-/// Renames the complete, synced directory `from` to `to`, durably. An existing directory `to` gets
-/// the name `from` instead. The caller must then remove this old directory.
+/// Renames the complete directory `from` to `to`, and makes this durable. An existing directory
+/// `to` gets the name `from` instead. The caller must then remove this old directory.
 pub(crate) fn publish_directory(from: &Path, to: &Path, how: ReplaceMethod) -> Result<()> {
     let parent = disk::parent_dir(to);
     if !disk::exists(to) {
@@ -291,18 +291,19 @@ pub(crate) fn publish_directory(from: &Path, to: &Path, how: ReplaceMethod) -> R
     rename_path(&aside, from)
 }
 
-/// Renames a file or directory between two fault points. Does not sync the parent directory.
+/// Renames a file or directory, with a place before and after at which tests may kill the process.
+/// Does not sync the parent directory.
 fn rename_path(from: &Path, to: &Path) -> Result<()> {
     fault_points::run_between_points("rename", || fs::rename(from, to)).map_err(CkptError::io("rename", from))
 }
 
-/// Replaces `latest` atomically and durably by one that names the checkpoint of `step`.
+/// Replaces the file `latest` atomically and durably by one that names the checkpoint of `step`.
 pub(crate) fn update_latest(root: &Path, step: u64) -> Result<()> {
     replace_file(root, LATEST_TEMP_FILE, LATEST_FILE, encode_latest(step).as_bytes())
 }
 
-/// Replaces the small file `name` in the directory `root` atomically and durably. Writes `content`
-/// to a file named `new` first, and then renames this file to `name`.
+/// Replaces the small file `name` in the directory `root` atomically and durably: writes `content`
+/// to a file named `new`, and then renames it to `name`.
 pub(crate) fn replace_file(root: &Path, new: &str, name: &str, content: &[u8]) -> Result<()> {
     let new = root.join(new);
     disk::unlink(&new)?;
@@ -311,9 +312,9 @@ pub(crate) fn replace_file(root: &Path, new: &str, name: &str, content: &[u8]) -
     disk::sync_dir(root)
 }
 
-/// Removes the remains of interrupted saves and removals from the checkpoint directory `root`,
-/// whose lock the caller must hold. If a save was interrupted while it replaced a checkpoint, and
-/// no checkpoint of this step is visible, gives the old checkpoint its name back.
+/// Removes what interrupted saves and removals have left in the checkpoint directory `root`, whose
+/// lock the caller must hold. If a save was interrupted while it replaced a checkpoint, and no
+/// checkpoint of this step is visible, gives the old checkpoint its name back.
 pub(crate) fn remove_leftovers(root: &Path) -> Result<()> {
     for name in Directory::open(root)?.list_names()? {
         let path = root.join(&name);
@@ -342,9 +343,9 @@ fn remove_hidden_entry(path: &Path) -> Result<()> {
     }
 }
 
-/// Locks the directory `root` and removes all its checkpoints except the newest `keep` ones and the
-/// one that `latest` names. Removes nothing if `keep` is 0. Renames each checkpoint before removing
-/// its files, so that no incomplete checkpoint is visible. Returns the paths of the removed
+/// Removes all checkpoints in the directory `root` except the newest `keep` ones and the one that
+/// `latest` names. Removes nothing if `keep` is 0. Renames each checkpoint before removing its
+/// files, so that no incomplete checkpoint is visible. Returns the paths of the removed
 /// checkpoints.
 pub fn prune_checkpoints(root: &Path, keep: u32) -> Result<Vec<PathBuf>> {
     if keep == 0 {

@@ -1,5 +1,6 @@
-//! Host-local checkpoints, for hosts that do not share a checkpoint directory. Each host stores the
-//! shards of its ranks and a copy of the manifest, which records the host of each shard.
+//! Saves checkpoints on hosts that do not share a checkpoint directory, so that each host stores
+//! the shards of its ranks. Each host stores the shards of its ranks and a copy of the manifest,
+//! which records the host of each shard.
 //!
 //! The commit has two phases. First, every host prepares: the host writes the manifest to its
 //! staging directory and syncs this directory. When all hosts have prepared, each host renames its
@@ -22,16 +23,17 @@ use serde::{Deserialize, Serialize};
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Temporary name of [`HOST_ID_FILE`] while the file is written.
+/// Name of the temporary file that is renamed to [`HOST_ID_FILE`] when it is complete.
 const HOST_ID_TEMP_FILE: &str = ".host-new";
-/// Maximum number of checkpoints that [`list_manifests`] reads: the newest ones. Older checkpoints
-/// are ignored.
+/// Maximum number of checkpoints that [`list_manifests`] reads, newest first. Older ones are
+/// ignored.
 const LISTED_CHECKPOINTS_MAX: usize = 4096;
 
 impl StorageHost {
-    /// Returns the host whose checkpoint directory is `root`. The id is the one stored in `root`.
-    /// The name is `name` without control characters, truncated if it is long, or `unnamed` if it
-    /// is empty. Creates `root` if needed, and stores a new id if `root` has no valid id.
+    /// Returns the host whose checkpoint directory is `root`, with the id that is stored there. The
+    /// id is the one stored in `root`. The name is `name` without control characters, truncated if
+    /// it is long, or `unnamed` if it is empty. Creates `root` if needed, and stores a new id if
+    /// `root` has no valid id.
     pub fn load_or_create(root: &Path, name: &str) -> Result<StorageHost> {
         disk::make_dirs(root)?;
         let id = match StorageHost::read_id(root)? {
@@ -54,8 +56,9 @@ impl StorageHost {
     }
 }
 
-/// Encodes the manifest of a host-local checkpoint, of which every host stores a copy. `reports`
-/// has one report per rank. The shard of rank r is on `hosts[host_of_rank[r]]`.
+/// Encodes the manifest of a checkpoint whose shards are stored on several hosts. Every host stores
+/// a copy of it. `reports` has one report per rank. The shard of rank r is on
+/// `hosts[host_of_rank[r]]`.
 ///
 /// # Errors
 /// Fails with [`CkptError::InvalidSave`] if the shards aren't a complete checkpoint, or a shard has
@@ -71,18 +74,18 @@ pub fn encode_manifest(
     manifest.encode()
 }
 
-/// A host's part of a checkpoint after the first phase of the commit. The part is complete and
-/// durable under a hidden name. Dropping this value keeps the hidden directory, since other hosts
-/// may complete their parts.
+/// A host's part of a checkpoint that is complete on disk but not visible yet, because other hosts
+/// may not be ready. The part is complete and durable under a hidden name. Dropping this value
+/// keeps the hidden directory, since other hosts may complete their parts.
 pub struct PreparedSave {
     staging: StagingDir,
     bytes: u64,
 }
 
 impl PreparedSave {
-    /// Performs the first phase of the commit on the host with the id `id`. Checks that the staging
-    /// directory contains the shards of this host, writes the manifest `text` there, and syncs the
-    /// directory.
+    /// Performs the first of two phases of a commit on the host with the id `id`. Checks that the
+    /// staging directory contains the shards of this host, writes the manifest `text` there, and
+    /// syncs the directory.
     ///
     /// # Errors
     /// Fails if a shard is missing or has the wrong size, or the manifest is of another step. The
@@ -108,8 +111,8 @@ impl PreparedSave {
         Ok(PreparedSave { staging, bytes })
     }
 
-    /// Performs the second phase: renames the prepared directory to the name of its step and
-    /// updates `latest`. The caller must do so only after every host has prepared.
+    /// Performs the second of two phases of a commit: renames the prepared directory to the name of
+    /// its step and updates `latest`. The caller must do so only after every host has prepared.
     pub fn complete(mut self) -> Result<CommittedCheckpoint> {
         let StagingDir { root, dir, step, .. } = &self.staging;
         let path = root.join(step_dir_name(*step));
@@ -120,15 +123,15 @@ impl PreparedSave {
         Ok(CommittedCheckpoint { path, bytes: self.bytes })
     }
 
-    /// Removes the prepared directory. The caller must do so only if no host completes the
-    /// checkpoint, for example because another host could not prepare.
+    /// Removes the host's prepared part of a checkpoint. The caller must do so only if no host
+    /// completes the checkpoint, for example because another host could not prepare.
     pub fn discard(mut self) {
         self.staging.keep_on_drop = false;
     }
 }
 
-/// The identity of a host-local checkpoint: its step and the hash of its manifest. All hosts of the
-/// checkpoint have the same identity.
+/// What identifies a checkpoint on several hosts: its step and the hash of its manifest. All hosts
+/// of the checkpoint have the same identity.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ManifestId {
     /// Step of the checkpoint.
@@ -137,8 +140,8 @@ pub struct ManifestId {
     pub hash: String,
 }
 
-/// Lists the checkpoints in the checkpoint directory `root` whose manifest matches its hash, newest
-/// first. Ignores all checkpoints but the newest 4096.
+/// Lists the checkpoints in the directory `root` whose manifest matches its hash, newest first.
+/// Ignores all checkpoints but the newest 4096.
 pub fn list_manifests(root: &Path) -> Result<Vec<ManifestId>> {
     let checkpoints = step_directories::list_checkpoints(root)?.into_iter().take(LISTED_CHECKPOINTS_MAX);
     Ok(checkpoints
@@ -160,7 +163,7 @@ pub fn checkpoint_path(root: &Path, step: u64) -> PathBuf {
     step_directories::locate_step(root, step).unwrap_or_else(|| root.join(step_dir_name(step)))
 }
 
-/// Lists the prepared directories in the checkpoint directory `root`. They remain if a save is
+/// Lists the directories in `root` that were prepared but not renamed, because a save was
 /// interrupted between the two phases of its commit. Returns the identity and the path of each. The
 /// list is empty if `root` does not exist.
 pub fn list_prepared_saves(root: &Path) -> Result<Vec<(ManifestId, PathBuf)>> {
@@ -179,9 +182,9 @@ pub fn list_prepared_saves(root: &Path) -> Result<Vec<(ManifestId, PathBuf)>> {
     Ok(found)
 }
 
-/// Performs the second phase for the prepared directory `path`. Locks the checkpoint directory
-/// `root`, renames `path` to the name of `step`, and updates `latest`. The caller must do so only
-/// if another host has completed this checkpoint.
+/// Performs the second of two phases of a commit for the prepared directory `path`. Locks the
+/// checkpoint directory `root`, renames `path` to the name of `step`, and updates `latest`. The
+/// caller must do so only if another host has completed this checkpoint.
 pub fn complete_prepared_save(root: &Path, path: &Path, step: u64) -> Result<()> {
     let _lock = disk::lock_dir(root)?;
     publish_directory(path, &root.join(step_dir_name(step)), ReplaceMethod::AtomicExchange)?;

@@ -1,11 +1,11 @@
-//! Checks the output path of an operation that writes a directory.
+//! Checks the output path that a user gave to an operation that writes a directory.
 use super::output_record::OutputMarker;
 use crate::codec::disk::{self, Directory};
 use crate::error::{CkptError, OutputProblem, Result};
 use std::path::{Path, PathBuf};
 
-/// Resolves an output path to its parent directory and its name. Creates the parent directory if
-/// needed.
+/// Divides the output path `out` into its parent directory and its name. Creates the parent
+/// directory if needed.
 ///
 /// # Errors
 /// Fails if `out` exists and can't be replaced (see [`check_replaceable`]), or is inside of the
@@ -37,8 +37,8 @@ pub(crate) fn resolve_output_path(
     Ok((parent, name))
 }
 
-/// Fails with [`CkptError::OutputRejected`] if the directory `out` may not be replaced. An empty
-/// directory may be replaced. Other directories may be replaced if `force` is true and the
+/// Fails with [`CkptError::OutputRejected`] if the existing directory `out` may not be replaced. An
+/// empty directory may be replaced. Other directories may be replaced if `force` is true and the
 /// operation of the marker wrote every file.
 fn check_replaceable(out: &Path, force: bool, marker: &OutputMarker) -> Result<()> {
     let rejected = |problem| Err(CkptError::output_rejected(out, problem));

@@ -1,5 +1,5 @@
 //! [`OutputRecord`]: the JSON file in which a gather or a conversion lists the files that it wrote,
-//! with the BLAKE3 hash of each file. Other programs ignore the file.
+//! with their hashes. Other programs ignore the file.
 use crate::codec::disk::{self, Directory, FILES_MAX, ReadBuffers, hash_file};
 use crate::codec::json::{deserialize_list, parse_object};
 use crate::codec::sealed_json::JsonSeal;
@@ -14,14 +14,14 @@ use std::fmt;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// Limit on the size of a record, in bytes.
+/// Limit on the size in bytes of the file with a record of written files.
 const RECORD_MAX: u64 = 256 << 20;
-/// The version of records that this program writes. Version 1 had only names.
+/// The version of the records that this program writes. Version 1 had only names, no hashes.
 const VERSION: u32 = 2;
-/// Maximum depth of the subdirectories in which a copy is searched for new files.
+/// How many levels of subdirectories of a copy are searched for new files.
 const DEPTH_MAX: u32 = 4;
 
-/// The kind of a record, by which an operation recognizes a directory that it wrote.
+/// Which operation wrote a directory, as the name and the format of its record show.
 pub(crate) struct OutputMarker {
     /// Name of the file.
     pub(crate) file: &'static str,
@@ -31,13 +31,13 @@ pub(crate) struct OutputMarker {
     pub(crate) operation: &'static str,
 }
 
-/// The record of gathered weights.
+/// The marker of directories with gathered weights.
 pub(crate) const GATHER_MARKER: OutputMarker = OutputMarker {
     file: "gathered.json",
     format: "launch gathered weights",
     operation: "`launch ckpt gather`",
 };
-/// The record of a conversion.
+/// The marker of directories that a conversion wrote.
 pub(crate) const CONVERT_MARKER: OutputMarker = OutputMarker {
     file: CONVERT_RECORD_FILE,
     format: "launch converted checkpoint",
@@ -68,7 +68,7 @@ pub(crate) struct OutputRecord {
     pub(crate) files: Vec<RecordedFile>,
 }
 
-/// A file in a record.
+/// A file that a record lists: its name and, if recorded, its size and hash.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct RecordedFile {
     /// Path in the directory, with `/` between names. In version 1, the name of a file or
@@ -79,7 +79,7 @@ pub(crate) struct RecordedFile {
     pub(crate) content: Option<RecordedContent>,
 }
 
-/// The size and the hash of a file in a record.
+/// The size and the hash of a file that a record lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct RecordedContent {
     pub(crate) bytes: u64,
@@ -92,7 +92,7 @@ impl RecordedContent {
         RecordedContent { bytes: text.len() as u64, blake3: Hash::digest(text) }
     }
 
-    /// Computes the size and the hash of the file `name` in `directory`.
+    /// Computes the size and the hash of the file `name` in `directory`, for a record.
     pub(crate) fn from_file(directory: &Directory, name: &str, scratch: &ReadBuffers) -> Result<Self> {
         hash_file(directory, name, scratch).map(|(bytes, blake3)| RecordedContent { bytes, blake3 })
     }
@@ -104,7 +104,8 @@ impl<'de> Deserialize<'de> for RecordedFile {
     }
 }
 
-/// Deserializes a file of a record from an object, or from only a name as in version 1.
+/// A serde visitor that deserializes a file of a record, from an object, or from only a name as in
+/// version 1.
 struct RecordedFileVisitor;
 
 impl<'de> Visitor<'de> for RecordedFileVisitor {
@@ -132,13 +133,13 @@ impl<'de> Visitor<'de> for RecordedFileVisitor {
 }
 
 impl OutputMarker {
-    /// Makes a record of this kind.
+    /// Creates a record of this kind that lists `files`.
     pub(crate) fn make_record(&self, files: Vec<RecordedFile>) -> OutputRecord {
         let program = format!("launch {}", env!("CARGO_PKG_VERSION"));
         OutputRecord { format: self.format.into(), program, files, ..OutputRecord::default() }
     }
 
-    /// Reads the record of this kind in `directory`. Returns `None` if there is no record, or
+    /// Reads the record of this kind in `directory`. Returns `None` if there is no record, or if
     /// another program wrote a file of this name.
     ///
     /// # Errors
@@ -175,7 +176,7 @@ impl OutputMarker {
         }
     }
 
-    /// Writes the record to the directory `dir`, with the files sorted by name.
+    /// Writes a record of this kind to the directory `dir`, with the files sorted by name.
     ///
     /// # Errors
     /// Fails if `dir` has a file of this name, or I/O fails.
@@ -190,7 +191,7 @@ impl OutputMarker {
 }
 
 impl OutputRecord {
-    /// Lists the names of the directory's entries that contain the files of the record.
+    /// Lists the names of those entries of the directory that are, or contain, files of the record.
     pub(crate) fn list_entries(&self) -> BTreeSet<&str> {
         self.files.iter().map(|f| f.name.split('/').next().unwrap_or_default()).collect()
     }
@@ -259,7 +260,7 @@ fn list_updated_files(
     Ok(files.into_values().collect())
 }
 
-/// Returns true if the file `name` is the same file in both directories, or has equal content.
+/// Returns true if the file `name` has equal content in both directories.
 fn is_same_content(a: &Directory, b: &Directory, name: &str, scratch: &ReadBuffers) -> Result<bool> {
     let identify = |directory: &Directory| {
         let metadata = directory.path().join(name).symlink_metadata().ok()?;
@@ -275,7 +276,7 @@ fn is_same_content(a: &Directory, b: &Directory, name: &str, scratch: &ReadBuffe
 mod tests {
     use super::*;
 
-    /// Makes a record with a file that has a hash, and a file that has none.
+    /// Creates a record for tests that has a file with a hash, and a file without one.
     fn make_record() -> OutputRecord {
         let content = Some(RecordedContent::from_text(b"text"));
         let files = [("b/c", content), ("a", None)]

@@ -21,10 +21,10 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// Number of blocks per window of a read.
+/// Number of blocks that are read at a time.
 const WINDOW_BLOCKS: u64 = (WINDOW / BLOCK) as u64;
 
-/// The description of a written parity file, which its rank sends to rank 0.
+/// What a rank reports to rank 0 about the parity file that it wrote.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ParityFileReport {
     /// Rank that wrote the file.
@@ -39,10 +39,10 @@ pub struct ParityFileReport {
     pub blocks: Vec<Hash>,
 }
 
-/// Writes this rank's parity file to the staging directory ([`crate::StagingDir::path`]) and syncs
-/// the file. Must be called after all ranks have written their shards. `shards` has one report per
-/// rank. Verifies every block that is read, so that a faulty write of a shard is detected before
-/// the commit. Needs 40 MiB of memory.
+/// Writes this rank's parity file to the hidden directory of a save, and syncs it. Must be called
+/// after all ranks have written their shards. `shards` has one report per rank. Verifies every
+/// block that is read, so that a faulty write of a shard is detected before the commit. Needs 40
+/// MiB of memory.
 ///
 /// # Errors
 /// Fails if a report is missing, a shard differs from its report, or I/O fails.
@@ -93,9 +93,9 @@ pub fn write_parity(
     Ok(ParityFileReport { rank, world, file, bytes, blocks })
 }
 
-/// Plans the reads of the blocks with indices `blocks` from all shards, in windows of
-/// [`WINDOW_BLOCKS`]. The reads of all shards for one window are adjacent. `sizes` are the sizes of
-/// the shards in bytes.
+/// Plans in which order the blocks with the indices `blocks` are read from all shards,
+/// [`WINDOW_BLOCKS`] at a time. Reads of the same blocks of all shards are adjacent. `sizes` are
+/// the sizes of the shards in bytes.
 fn plan_reads(sizes: &[u64], blocks: Range<u64>) -> Vec<BlockRequest> {
     let mut jobs = Vec::new();
     let mut start = blocks.start;
@@ -112,7 +112,8 @@ fn plan_reads(sizes: &[u64], blocks: Range<u64>) -> Vec<BlockRequest> {
     jobs
 }
 
-/// Computes `sum ^= bytes`. If `sum` is shorter than `bytes`, extends it with zeros first.
+/// Computes the XOR of `sum` and `bytes` in `sum`. If `sum` is shorter than `bytes`, extends it
+/// with zeros first.
 fn xor_into(sum: &mut Vec<u8>, bytes: &[u8]) {
     if sum.len() < bytes.len() {
         sum.resize(bytes.len(), 0);
@@ -120,8 +121,7 @@ fn xor_into(sum: &mut Vec<u8>, bytes: &[u8]) {
     sum.iter_mut().zip(bytes).for_each(|(s, b)| *s ^= b);
 }
 
-/// The result of [`rebuild_from_parity`]: lines for the user about rebuilt or removed files, and
-/// about files that could not be rebuilt.
+/// The result of rebuilding damaged files from parity, as lines for the user.
 #[derive(Debug, Default)]
 pub(crate) struct RebuildReport {
     pub(crate) rebuilt: Vec<String>,
@@ -168,8 +168,8 @@ fn read_file_size(file: &Option<File>) -> Option<u64> {
     file.as_ref()?.metadata().ok().map(|m| m.len())
 }
 
-/// The opened shards and parity files of a checkpoint. `None` stands for a file that can't be
-/// opened.
+/// The opened shards and parity files of a checkpoint, each of which may be missing. `None` stands
+/// for a file that can't be opened.
 struct CheckpointFiles<'m> {
     manifest: &'m Manifest,
     sizes: Vec<u64>,
@@ -195,9 +195,9 @@ impl<'m> CheckpointFiles<'m> {
         self.shards.get(shard).and_then(read_file_size)
     }
 
-    /// Reads a block of a shard. Rebuilds a damaged block from the other shards and the parity.
-    /// Returns the block, and whether the block was rebuilt. Returns `None` if the block is damaged
-    /// and can't be rebuilt.
+    /// Reads a block of a shard, or rebuilds it from the other shards and the parity if it is
+    /// damaged. Returns the block, and whether it was rebuilt. Returns `None` if the block is
+    /// damaged and cannot be rebuilt.
     fn read_or_rebuild_block(&self, shard: usize, block: u64) -> Option<(Vec<u8>, bool)> {
         let entry = self.manifest.files.get(shard)?;
         if let Some(bytes) = read_intact_block(self.shards.get(shard)?.as_ref(), entry, block) {
@@ -223,24 +223,24 @@ impl<'m> CheckpointFiles<'m> {
         Some(sum)
     }
 
-    /// Reads the parity of the blocks with index `block` of all shards. Returns `None` if this
-    /// parity is damaged or missing.
+    /// Reads the parity block of the blocks with index `block` of all shards. Returns `None` if it
+    /// is damaged or missing.
     fn read_parity_block(&self, block: u64) -> Option<Vec<u8>> {
         let rank =
             (0..self.sizes.len()).find(|&r| compute_stripe(&self.sizes, r as u32).0.contains(&block))?;
         self.read_stripe_block(rank, block - compute_stripe(&self.sizes, rank as u32).0.start)
     }
 
-    /// Reads the block with index `block` of the parity file of `rank`. Returns `None` if this
-    /// block is damaged or missing.
+    /// Reads block number `block` of the parity file of `rank`. Returns `None` if this block is
+    /// damaged or missing.
     fn read_stripe_block(&self, rank: usize, block: u64) -> Option<Vec<u8>> {
         let entry = self.manifest.parity.as_ref()?.get(rank)?;
         read_intact_block(self.parity.get(rank)?.as_ref(), entry, block)
     }
 }
 
-/// Computes the length in bytes of the block with index `block` of a file of `size` bytes. Only the
-/// last block may be shorter than [`BLOCK`].
+/// Computes the length in bytes of block number `block` of a file of `size` bytes. Only the last
+/// block may be shorter than [`BLOCK`].
 fn compute_block_len(size: u64, block: u64) -> usize {
     size.saturating_sub(block.saturating_mul(BLOCK as u64)).min(BLOCK as u64) as usize
 }

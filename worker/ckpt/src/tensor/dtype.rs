@@ -2,7 +2,7 @@
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Element type of a stored tensor.
+/// The type of a tensor's elements in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[allow(non_camel_case_types)]
 pub enum Dtype {
@@ -39,7 +39,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// Every dtype.
+    /// All element types that safetensors files may have.
     pub(crate) const ALL: [Dtype; 15] = {
         use Dtype::*;
         [F64, F32, F16, BF16, F8_E4M3, F8_E5M2, I64, I32, I16, I8, U64, U32, U16, U8, BOOL]

@@ -1,8 +1,8 @@
-//! Arithmetic on ranges of elements and bytes, such as the ranges of a tensor that several files
-//! store. Does no I/O.
+//! Calculations with ranges of elements and bytes, such as the ranges of a tensor that several
+//! files store. Does no I/O.
 use std::ops::Range;
 
-/// The reason why the pieces of a tensor do not cover its elements exactly once.
+/// Why the pieces of a tensor do not cover its elements exactly once.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CoverageError {
     /// No piece contains the elements of this range.
@@ -16,9 +16,9 @@ pub enum CoverageError {
     Outside(Range<u64>),
 }
 
-/// Finds the first place at which the ranges `sorted` do not cover `0..total` exactly once: a gap,
-/// an overlap, or a range that ends after `total`. The caller must sort the ranges by start.
-/// Returns `None` if there is no such place.
+/// Finds the first place at which `sorted`, ranges sorted by start, do not cover `0..total` exactly
+/// once: a gap, an overlap, or a range that ends after `total`. Returns `None` if there is no such
+/// place.
 pub(crate) fn find_coverage_error(
     total: u64,
     sorted: impl IntoIterator<Item = Range<u64>>,
@@ -58,9 +58,9 @@ pub(crate) fn intersect_ranges<'a, T>(
         .filter(|(_, r)| r.start < r.end)
 }
 
-/// Finds the blocks of `block` bytes that contain at least one byte of the byte ranges `bytes`,
-/// which may have any order. Returns the indices of the blocks as sorted ranges, of which no two
-/// overlap or touch.
+/// Finds the blocks of `block` bytes that contain at least one byte of the ranges `bytes`, which
+/// may have any order. Returns the indices of the blocks as sorted ranges, of which no two overlap
+/// or touch.
 pub(crate) fn find_covering_blocks(mut bytes: Vec<Range<u64>>, block: u64) -> Vec<Range<u64>> {
     bytes.retain(|r| r.start < r.end);
     bytes.sort_by_key(|r| r.start);

@@ -1,4 +1,4 @@
-//! Dtypes, roles, names, shapes and element ranges of tensors.
+//! Describes tensors in files: dtypes, roles, names, shapes and ranges of elements.
 mod dtype;
 pub(crate) mod element_ranges;
 mod name;

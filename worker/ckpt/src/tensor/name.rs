@@ -1,10 +1,10 @@
-//! Checks the names of tensors, and formats their labels.
+//! Checks the names of tensors, and formats their labels, which are `role/name`.
 use super::role::TensorRole;
 
 /// Maximum length of a tensor's name in bytes.
 const TENSOR_NAME_MAX: usize = 1024;
 
-/// The error for a tensor name that is empty, longer than 1024 bytes, or has control characters.
+/// Error: the name of a tensor is empty, longer than 1024 bytes, or has control characters.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{name:?} is not a valid tensor name (1 to {TENSOR_NAME_MAX} bytes, no control characters)")]
 pub struct InvalidTensorName {

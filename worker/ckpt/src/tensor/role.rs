@@ -1,8 +1,9 @@
-//! [`TensorRole`]: the purpose of a tensor in a checkpoint.
+//! [`TensorRole`]: what a tensor in a checkpoint is: a weight, a certain optimizer state, or a
+//! buffer.
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The purpose of a tensor in a checkpoint: weight, optimizer state or buffer.
+/// What a tensor in a checkpoint is: a weight, a certain optimizer state, or a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TensorRole {
@@ -25,7 +26,7 @@ pub enum TensorRole {
 }
 
 impl TensorRole {
-    /// Every role, in the order in which a manifest lists tensors.
+    /// All roles, in the order in which a manifest lists the tensors.
     pub const ALL: [TensorRole; 8] = [
         TensorRole::Weight,
         TensorRole::ExpAvg,
@@ -70,7 +71,7 @@ impl TensorRole {
         }
     }
 
-    /// Returns the key of the state in the `state_dict` of torch's optimizers. Returns `None` for
+    /// Returns the key of this state in the `state_dict` of torch's optimizers. Returns `None` for
     /// weights, buffers, and states that launch stores only in native checkpoints.
     pub(crate) fn torch_key(self) -> Option<&'static str> {
         match self {

@@ -1,13 +1,13 @@
-//! Counts the elements of tensors, and reads shapes with a limited number of dimensions.
+//! Counts the elements of tensors, and deserializes shapes with a limited number of dimensions.
 use serde::{Deserializer, de};
 use std::fmt;
 
 /// Limit on the number of dimensions of a tensor.
 pub(crate) const DIMENSIONS_MAX: usize = 16;
 
-/// Counts the elements of a shape. Returns `None` if the shape has more than [`DIMENSIONS_MAX`]
-/// dimensions, or if the size of the elements in bytes could overflow an `i64`, for elements of up
-/// to 8 bytes.
+/// Returns the number of elements of a tensor with the shape `shape`. Returns `None` if the shape
+/// has more than [`DIMENSIONS_MAX`] dimensions, or if the size of the elements in bytes could
+/// overflow an `i64`, for elements of up to 8 bytes.
 pub(crate) fn count_elements(shape: &[u64]) -> Option<u64> {
     if shape.len() > DIMENSIONS_MAX {
         return None;
@@ -18,10 +18,10 @@ pub(crate) fn count_elements(shape: &[u64]) -> Option<u64> {
     Some(if shape.contains(&0) { 0 } else { nonzero })
 }
 
-/// Deserializes a shape. Fails at the first dimension beyond [`DIMENSIONS_MAX`], so that an
-/// untrusted file cannot make a long list.
+/// Deserializes the shape of a tensor. Fails at the first dimension beyond [`DIMENSIONS_MAX`], so
+/// that an untrusted file cannot make a long list.
 pub(crate) fn deserialize_shape<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<u64>, D::Error> {
-    /// Collects the dimensions of a shape, and rejects too many.
+    /// A serde visitor that collects the dimensions of a shape, and fails if there are too many.
     struct ShapeVisitor;
     impl<'de> de::Visitor<'de> for ShapeVisitor {
         type Value = Vec<u64>;

@@ -1,4 +1,4 @@
-//! Verifies a checkpoint, or every checkpoint in a directory, and its file `latest`.
+//! Verifies a checkpoint, or every checkpoint in a directory and the file `latest`.
 use super::digests::verify_recorded_files;
 use super::external::{add_record_problems, verify_opened_checkpoint};
 use super::native::verify_native;
@@ -136,8 +136,8 @@ fn verify_external(
     Ok(true)
 }
 
-/// Makes the report of an external checkpoint that cannot be opened because of the error `e`. The
-/// problems are the error, and all damage that a scan of the files finds.
+/// Returns the report about a checkpoint of another program that cannot be opened because of the
+/// error `e`. The problems are the error, and all damage that a scan of the files finds.
 fn make_unreadable_report(path: &Path, name: &str, e: CkptError) -> Result<CheckpointReport> {
     let at = match &e {
         CkptError::Damaged { path, .. } | CkptError::Missing { path, .. } if path.is_dir() => path.clone(),
@@ -156,9 +156,9 @@ fn make_unreadable_report(path: &Path, name: &str, e: CkptError) -> Result<Check
     Ok(CheckpointReport { path: at, bytes, blocks, problems, unchecked, ..Default::default() })
 }
 
-/// Verifies `latest` in the checkpoint directory `path`. Adds a problem if `latest` is damaged, a
-/// warning if it does not name the newest step, and a note if it is missing. `steps` are sorted,
-/// newest first.
+/// Verifies the file `latest` in the checkpoint directory `path`. Adds a problem if `latest` is
+/// damaged, a warning if it does not name the newest step, and a note if it is missing. `steps` are
+/// sorted, newest first.
 fn verify_latest(path: &Path, steps: &[u64], report: &mut VerifyReport) {
     match (
         step_directories::find_latest(path).and_then(|_| step_directories::read_latest_step(path)),

@@ -1,4 +1,4 @@
-//! Verifies files against the BLAKE3 hashes in the record of a gather or a conversion.
+//! Verifies files against the BLAKE3 hashes that a gather or a conversion recorded.
 use super::report::convert_to_damage;
 use crate::codec::disk::{Directory, OffsetReader, ReadBuffers, hash_open_file};
 use crate::error::{CkptError, Damage, DamageReason, Result};
@@ -9,13 +9,13 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Limit on the number of threads. More threads would only wait for the disk.
+/// Limit on the number of threads that verify hashes. More threads would only wait for the disk.
 const THREADS_MAX: usize = 16;
-/// Limit on the bytes in holes of sparse files that are hashed. Without the limit, a file that
-/// takes little space on the disk could take very long to hash.
+/// Limit on the total size in bytes of the holes of sparse files that are hashed. Without the
+/// limit, a file that takes little space on the disk could take very long to hash.
 const HOLE_BYTES_MAX: u64 = 16 << 30;
 
-/// The result of verifying files against the hashes in the records of gathers and conversions.
+/// The result of verifying files against the recorded hashes of gathers and conversions.
 #[derive(Default)]
 pub(super) struct RecordedFiles {
     /// Device and inode number of every file that matches its hash.
@@ -26,7 +26,7 @@ pub(super) struct RecordedFiles {
     pub(super) warnings: Vec<String>,
 }
 
-/// The result of verifying one file.
+/// The result of verifying one file against its recorded hash.
 enum FileCheck {
     /// The file matches its hash. The fields identify the file.
     Match((u64, u64)),
@@ -48,7 +48,7 @@ impl RecordedFiles {
     }
 }
 
-/// Verifies the files that the records in the directories `roots` list. Skips files for which
+/// Verifies the files that the records in the directories `roots` list. Skips those for which
 /// `is_due` is false.
 ///
 /// # Errors
@@ -117,7 +117,7 @@ fn verify_record(
     }
 }
 
-/// Finds the subdirectories that should contain files of the record, but do not exist. Returns the
+/// Finds the subdirectories that do not exist although the record lists files in them. Returns the
 /// number of recorded files of each. A program that continues the training may have removed an old
 /// state.
 fn find_absent_directories<'r>(directory: &Directory, record: &'r OutputRecord) -> BTreeMap<&'r str, usize> {
@@ -131,7 +131,7 @@ fn find_absent_directories<'r>(directory: &Directory, record: &'r OutputRecord) 
     counts
 }
 
-/// Verifies the size and the hash of the file `name`.
+/// Verifies the file `name` against its recorded size and hash.
 fn verify_file(
     directory: &Directory,
     name: &str,

@@ -1,5 +1,5 @@
-//! Verifies external checkpoints against the CRC-32s in their files and the BLAKE3 hashes in
-//! records.
+//! Verifies checkpoints of other programs against the CRC-32s in their files and recorded BLAKE3
+//! hashes.
 use super::digests::{RecordedFiles, verify_recorded_files};
 use super::report::CheckpointReport;
 use super::scan;
@@ -8,8 +8,8 @@ use crate::error::{Damage, DamageReason, MissingPart, Result};
 use crate::tensor::TensorRole;
 use std::collections::BTreeSet;
 
-/// Verifies the checksums of every file, including files without tensors. Returns the report,
-/// which also lists incomplete parts as problems, and the warnings.
+/// Verifies the checksums of every file of an open checkpoint, including files without tensors.
+/// Returns the report, which also lists incomplete parts as problems, and the warnings.
 pub(crate) fn verify_opened_checkpoint(
     checkpoint: &ExternalCheckpoint,
 ) -> Result<(CheckpointReport, Vec<String>)> {
@@ -55,14 +55,14 @@ pub(crate) fn verify_opened_checkpoint(
     Ok((report, warnings))
 }
 
-/// Verifies the files that the records in the directories of the checkpoint list.
+/// Verifies the files that gathers and conversions recorded in the directories of the checkpoint.
 fn verify_records(checkpoint: &ExternalCheckpoint) -> Result<RecordedFiles> {
     let names: BTreeSet<&str> = checkpoint.store.files.iter().map(|f| f.name.as_str()).collect();
     let is_due = |name: &str| !checkpoint.is_single_file || names.contains(name);
     verify_recorded_files(&[checkpoint.path(), checkpoint.facts().root.as_path()].into(), &is_due)
 }
 
-/// Adds the problems of recorded files to `problems`. Leaves out files about which `problems`
+/// Adds the problems of recorded files to `problems`, except for files about which `problems`
 /// already has a problem, since that one is more exact.
 pub(super) fn add_record_problems(problems: &mut Vec<Damage>, recorded: Vec<Damage>) {
     let file_name = |name: &str| name.rsplit('/').next().unwrap_or_default().to_owned();

@@ -56,7 +56,7 @@ pub(super) fn verify_native(path: &Path, named: Option<u64>) -> Result<Checkpoin
     Ok(report)
 }
 
-/// A shard of a native checkpoint that is verified.
+/// A shard of a native checkpoint, together with what its manifest states about it.
 struct Shard<'m> {
     manifest: &'m Manifest,
     /// Index of the shard.
@@ -107,8 +107,8 @@ impl Shard<'_> {
         Ok(())
     }
 
-    /// Lists the tensors with bytes in the byte range `bytes` of the shard, as `role/name` and in
-    /// the order of the manifest.
+    /// Lists the labels `role/name` of the tensors with bytes in the byte range `bytes` of the
+    /// shard, in the order of the manifest.
     fn list_tensors(&self, bytes: Range<u64>) -> Vec<String> {
         let first = self.pieces.partition_point(|p| p.bytes().end <= bytes.start);
         let inside = self.pieces[first..].iter().take_while(|p| p.bytes().start < bytes.end);
@@ -136,7 +136,7 @@ impl Shard<'_> {
     }
 }
 
-/// Returns the damage of a file that has `found` bytes instead of the size in its manifest entry.
+/// Describes the damage of a file that has `found` bytes instead of the size in its manifest entry.
 fn describe_size_mismatch(entry: &FileEntry, found: u64) -> Damage {
     Damage::for_file(&entry.name, DamageReason::SizeMismatch { expected: entry.bytes, found })
 }
@@ -163,10 +163,10 @@ fn verify_parity_file(
         .map(drop)
 }
 
-/// Verifies the first `readable` blocks of a file against their hashes, and adds the problems of
-/// the file to `report`. `describe_error` makes the text of a problem from the blocks that cannot
-/// be read. Blocks in holes of a sparse file are not read. Returns whether the first block is
-/// valid.
+/// Verifies the first `readable` blocks of a file against their hashes in the manifest, and adds
+/// the problems to `report`. `describe_error` makes the text of a problem from the blocks that
+/// cannot be read. Blocks in holes of a sparse file are not read. Returns whether the first block
+/// is valid.
 fn verify_blocks(
     directory: &Directory,
     entry: &FileEntry,
@@ -222,19 +222,20 @@ fn verify_blocks(
     Ok(first_block_is_valid)
 }
 
-/// Returns the length in bytes of a block of a file. The last block may be shorter than the others.
+/// Returns the length in bytes of block number `block` of a file. The last block may be shorter
+/// than the others.
 fn block_length(entry: &FileEntry, block: u64) -> usize {
     (entry.bytes - block * BLOCK as u64).min(BLOCK as u64) as usize
 }
 
-/// Lists the ranges between the sorted ranges `stored` and up to `end`.
+/// Lists the ranges up to `end` that the sorted ranges `stored` do not cover.
 fn list_gaps(stored: &[Range<u64>], end: u64) -> Vec<Range<u64>> {
     let starts = std::iter::once(0).chain(stored.iter().map(|range| range.end));
     let ends = stored.iter().map(|range| range.start).chain([end]);
     starts.zip(ends).map(|(start, end)| start..end).filter(|gap| !gap.is_empty()).collect()
 }
 
-/// Computes the hashes of blocks of zeros, which holes of sparse files consist of.
+/// Computes the hashes of blocks of zeros, so that holes of sparse files need not be read.
 #[derive(Default)]
 struct ZeroBlocks {
     /// The length and the hash of the last block.

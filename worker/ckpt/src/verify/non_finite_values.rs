@@ -1,8 +1,8 @@
-//! Finds tensors with NaN or infinite values.
+//! Finds tensors that contain NaN or infinite values.
 use crate::catalog::{ReadRequest, TensorSource};
 use crate::error::Result;
 
-/// Number of elements that are read and checked at a time.
+/// Number of elements that are read and checked for NaN and infinite values at a time.
 const CHUNK_ELEMENTS: u64 = 1 << 20;
 
 /// Reads every floating-point tensor, and returns one warning for each tensor with NaN or infinite

@@ -1,4 +1,4 @@
-//! Reports of verified checkpoints.
+//! [`VerifyReport`]: the result of verifying checkpoints, for the user.
 use crate::error::{CkptError, Damage, DamageReason, MissingPart, RemoteShard};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -57,7 +57,7 @@ impl VerifyReport {
     }
 }
 
-/// Converts an error of opening or reading the file `file` to a problem for the report.
+/// Converts an error of opening or reading the file `file` to damage for the report.
 pub(super) fn convert_to_damage(file: &str, e: CkptError) -> Damage {
     match e {
         CkptError::Damaged { damage, .. } => *damage,

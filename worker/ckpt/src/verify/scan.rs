@@ -1,5 +1,5 @@
-//! Checks every file of a directory separately, for any layout of the checkpoint. Verifies the
-//! CRC-32s of zip containers and the headers of safetensors files.
+//! Checks every file of a directory separately, also if no checkpoint can be opened there. Verifies
+//! the CRC-32s of zip containers and the headers of safetensors files.
 use crate::codec::disk::{Directory, FILES_MAX, exists};
 use crate::codec::{safetensors, torch_legacy, zip};
 use crate::error::{CkptError, Damage, DamageReason, Result};
@@ -8,12 +8,12 @@ use std::path::Path;
 
 /// Number of levels of subdirectories that are scanned if a checkpoint cannot be opened.
 pub(crate) const SCAN_DEPTH: u32 = 3;
-/// Number of bytes of a zip member that are read and hashed at a time.
+/// Number of bytes of a zip member that are read and checked at a time.
 const CHUNK_BYTES: usize = 1 << 20;
-/// Suffixes of files that torch writes as zip containers.
+/// What the names of files end with that torch writes as zip containers.
 const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".pkl"];
 
-/// The result of scanning a directory.
+/// The result of checking the files of a directory separately.
 #[derive(Default)]
 pub(crate) struct ScanReport {
     /// Total size of all checked files in bytes.
@@ -27,7 +27,8 @@ pub(crate) struct ScanReport {
 }
 
 /// Checks the files with a known suffix in the directory `path` and in `depth` levels of
-/// subdirectories. Skips the files for which `is_known` is true. Names are relative to `path`.
+/// subdirectories. Skips the files for which `is_known` is true. Names in the result are relative
+/// to `path`.
 ///
 /// # Errors
 /// Fails if a directory cannot be listed, or if there are more than [`FILES_MAX`] files with a
@@ -63,8 +64,9 @@ fn list_checkable_files(directory: &Directory, depth: u32, limit: usize) -> Resu
     Ok(files)
 }
 
-/// Appends the files of the subdirectory `inside` of `directory` to `files`. `inside` is empty for
-/// the directory itself. The other parameters and errors are those of [`list_checkable_files`].
+/// Appends the files with a known suffix in the subdirectory `inside` of `directory` to `files`.
+/// `inside` is empty for the directory itself. The other parameters and errors are those of
+/// [`list_checkable_files`].
 fn append_checkable_files(
     directory: &Directory,
     inside: &str,
@@ -92,8 +94,8 @@ fn append_checkable_files(
     Ok(())
 }
 
-/// Checks one file. Reads every member of a zip container, and only the header of a safetensors
-/// file. Returns the damage, or `None` if the file is valid.
+/// Checks one file: every member of a zip container, or the header of a safetensors file. Returns
+/// the damage, or `None` if the file is valid.
 ///
 /// # Errors
 /// Fails if the file cannot be opened or read.
@@ -104,8 +106,9 @@ pub(crate) fn check_file(directory: &Directory, name: &str) -> Result<Option<Dam
     }
 }
 
-/// Checks one file, and adds its bytes and members to `report`. Returns the damage, or `None` if
-/// the file is valid. Bare pickles and legacy torch files have no checksums and always pass.
+/// Checks one file, and adds the numbers of its bytes and members to `report`. Returns the damage,
+/// or `None` if the file is valid. Bare pickles and legacy torch files have no checksums and always
+/// pass.
 fn check_and_count_file(
     directory: &Directory,
     name: &str,

@@ -1,9 +1,11 @@
-//! [`DcpItemKind`]: the kind of an item of a torch distributed checkpoint.
+//! [`DcpItemKind`]: what an entry of a torch distributed checkpoint (DCP) stores, such as a weight
+//! or an optimizer state.
 //!
 //! The item's key determines whether the item is a weight, an optimizer state or a hyper-parameter.
 use super::metadata::ItemMetadata;
 
-/// The kind of an item of the saved state dict, with the names in its key.
+/// What an entry of a torch distributed checkpoint (DCP) stores, with the names that its key
+/// contains.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum DcpItemKind {
     /// A weight or buffer, with its name.
@@ -18,10 +20,11 @@ pub(super) enum DcpItemKind {
 
 /// Keys of the outermost dict under which programs save the weights.
 const MODEL_KEYS: [&str; 5] = ["model", "module", "state_dict", "model_state_dict", "model_state"];
-/// Prefixes of the flattened keys of optimizer states, for checkpoints without recorded paths.
+/// What the flattened keys of optimizer states begin with, in checkpoints that do not record nested
+/// keys.
 const OPTIMIZER_PREFIXES: [&str; 4] = ["optimizer.", "optim.", "optimizer_state_dict.", ""];
 
-/// Determines the kinds of the items of one checkpoint from their keys.
+/// Determines from their keys what the entries of a checkpoint store.
 pub(super) struct ItemKeyParser {
     /// Name of the dict that contains all weights. The flattened keys of weights begin with this
     /// name. `None` if the keys begin with the names of weights.
@@ -29,8 +32,8 @@ pub(super) struct ItemKeyParser {
 }
 
 impl ItemKeyParser {
-    /// Makes a parser for the checkpoint with these items. Derives from all keys whether the keys
-    /// of weights begin with the name of a dict.
+    /// Creates a parser for the keys of a checkpoint with the entries `items`. Derives from all
+    /// keys whether the keys of weights begin with the name of a dict.
     pub(super) fn new(items: &[ItemMetadata]) -> ItemKeyParser {
         let is_weight = |i: &&ItemMetadata| {
             i.path.is_none() && matches!(parse_kind_from_key(&i.key), DcpItemKind::Weight(_))
@@ -47,8 +50,8 @@ impl ItemKeyParser {
         ItemKeyParser { model_dict: MODEL_KEYS.into_iter().find(is_dict) }
     }
 
-    /// Returns the kind of an item. Uses the recorded path of nested keys if the item has one, and
-    /// the flattened key otherwise.
+    /// Returns what an entry stores, according to its key. Uses the recorded path of nested keys if
+    /// the item has one, and the flattened key otherwise.
     pub(super) fn parse_item_kind(&self, item: &ItemMetadata) -> DcpItemKind {
         match &item.path {
             Some(path) => parse_kind_from_path(path),
@@ -62,7 +65,7 @@ impl ItemKeyParser {
     }
 }
 
-/// Returns the kind of an item with the nested keys `path`.
+/// Returns what an entry with the nested keys `path` stores.
 fn parse_kind_from_path(path: &[String]) -> DcpItemKind {
     let at = |key: &str| path.iter().take(2).position(|p| p == key);
     if let Some(at) = at("state").filter(|at| path.len() == at + 3) {
@@ -85,7 +88,7 @@ fn parse_kind_from_path(path: &[String]) -> DcpItemKind {
     }
 }
 
-/// Returns the kind of an item with the flattened key `key`, such as
+/// Returns what an entry with the flattened key `key` stores, such as
 /// `optimizer.state.NAME.exp_avg`. Keys without a known prefix are names of weights.
 fn parse_kind_from_key(key: &str) -> DcpItemKind {
     for prefix in OPTIMIZER_PREFIXES {
@@ -106,7 +109,7 @@ mod tests {
     use super::*;
     use crate::layout::dcp::metadata::{ItemContent, StorageLocation};
 
-    /// Makes an item with this flattened key and these nested keys.
+    /// Creates an entry with the flattened key `key` and the nested keys `path`, for tests.
     fn make_item(key: &str, path: Option<&[&str]>) -> ItemMetadata {
         let location = StorageLocation { file: String::new(), offset: 0, length: 0 };
         let path = path.map(|p| p.iter().map(|s| (*s).to_owned()).collect());

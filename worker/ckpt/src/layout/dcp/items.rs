@@ -1,4 +1,4 @@
-//! Adds the tensors and values of a torch distributed checkpoint to an external checkpoint.
+//! Reads the tensors and values of a torch distributed checkpoint (DCP).
 use super::item_kind::{DcpItemKind, ItemKeyParser};
 use super::metadata::{ItemContent, ItemMetadata, StorageLocation, TensorChunk, parse_metadata};
 use crate::catalog::{
@@ -14,12 +14,12 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::File;
 use std::ops::Range;
 
-/// Name of the file that lists the contents of a DCP directory.
+/// Name of the file that lists the contents of a torch distributed checkpoint (DCP).
 pub(crate) const METADATA_FILE: &str = ".metadata";
-/// Limit on the number of runs of consecutive elements, in all tensors together.
+/// Limit on the number of parts into which all tensors of a checkpoint are divided together.
 const PARTS_MAX: usize = 8 << 20;
 
-/// The value of an item that was read from a data file.
+/// What was read from a data file for one entry of the checkpoint: a tensor or a value.
 enum ItemValue {
     /// A tensor, with the index of its file in `StoredFiles` and its view.
     Tensor(usize, TensorView),
@@ -29,8 +29,9 @@ enum ItemValue {
     Forbidden(TorchFileError),
 }
 
-/// Adds the tensors and facts of the DCP checkpoint in the subdirectory `inside` of the builder's
-/// directory to the builder. An empty `inside` stands for the directory itself.
+/// Reads the torch distributed checkpoint (DCP) in the subdirectory `inside` of the builder's
+/// directory, and adds its tensors and facts to the builder. An empty `inside` stands for the
+/// directory itself.
 pub(crate) fn add_dcp_directory(builder: &mut ExternalCheckpointBuilder, inside: &str) -> Result<()> {
     let within = |name: &str| if inside.is_empty() { name.to_owned() } else { format!("{inside}/{name}") };
     let name = within(METADATA_FILE);
@@ -61,7 +62,7 @@ fn parse_rank_in_name(file: &str) -> Option<u32> {
     file.strip_prefix("__")?.split('_').next()?.parse().ok()
 }
 
-/// Iterates over the storage locations of all values and chunks.
+/// Iterates over the places in files where the values and the parts of tensors are stored.
 fn list_storage_locations(items: &[ItemMetadata]) -> impl Iterator<Item = &StorageLocation> {
     items.iter().flat_map(|item| match &item.content {
         ItemContent::Bytes(location) => vec![location],
@@ -69,7 +70,7 @@ fn list_storage_locations(items: &[ItemMetadata]) -> impl Iterator<Item = &Stora
     })
 }
 
-/// Opens each file once and reads every item in the file, except the data of tensors. Adds the
+/// Opens each file once and reads every entry that it stores, except the data of tensors. Adds the
 /// files to the builder. `within(name)` must return the path of a file in the builder's directory.
 ///
 /// # Errors
@@ -105,7 +106,7 @@ fn read_all_items(
     }
 }
 
-/// Reads the items of one file.
+/// Reads the entries of a checkpoint that one file stores.
 struct ItemReader<'a> {
     builder: &'a ExternalCheckpointBuilder,
     file: File,
@@ -118,7 +119,8 @@ struct ItemReader<'a> {
 }
 
 impl ItemReader<'_> {
-    /// Reads the item at `location`. Adds the zip members of a tensor to the stored file.
+    /// Reads the entry that is stored at `location`. Adds the zip members of a tensor to the stored
+    /// file.
     fn read_item(&mut self, location: &StorageLocation) -> Result<ItemValue> {
         let size = self.stored.size;
         let damaged = |error: DcpError| self.builder.damaged(&self.stored.name, error);
@@ -151,7 +153,7 @@ impl ItemReader<'_> {
     }
 }
 
-/// Collects tensors, steps and hyper-parameters from the items of a checkpoint.
+/// Collects tensors, steps and hyper-parameters from the entries of a checkpoint.
 #[derive(Default)]
 struct ItemCollector {
     /// Hyper-parameters of each parameter group. The key is the number of the group, if its name is
@@ -165,8 +167,8 @@ struct ItemCollector {
 }
 
 impl ItemCollector {
-    /// Collects an item, whose stored values are moved out of `read`. `metadata` is the name of the
-    /// `.metadata` file, for errors.
+    /// Collects an entry, whose stored values are moved out of `read`. `metadata` is the name of
+    /// the `.metadata` file, for errors.
     fn collect_item(
         &mut self,
         builder: &mut ExternalCheckpointBuilder,
@@ -188,8 +190,9 @@ impl ItemCollector {
         }
     }
 
-    /// Records a hyper-parameter. Adds a notice for a hyper-parameter or optimizer state of a class
-    /// that is not allowed, and ignores other values.
+    /// Collects a value that is not a tensor, which matters only if it is a hyper-parameter. Adds a
+    /// notice for a hyper-parameter or optimizer state of a class that is not allowed, and ignores
+    /// other values.
     fn collect_value(&mut self, kind: DcpItemKind, item: &ItemMetadata, read: Option<ItemValue>) {
         match (kind, read) {
             (DcpItemKind::Group(group, key), Some(ItemValue::Value(value))) => {
@@ -249,8 +252,8 @@ impl ItemCollector {
         Ok(())
     }
 
-    /// Splits the chunks of a tensor into runs of consecutive elements of the tensor, sorted by
-    /// their first element.
+    /// Divides the rectangular parts in which a tensor is stored into parts of consecutive
+    /// elements, sorted by their first element.
     ///
     /// # Errors
     /// Fails if a chunk is not a tensor or differs from its description, or if all tensors together
@@ -298,8 +301,8 @@ impl ItemCollector {
         Ok(parts)
     }
 
-    /// Returns the collected parameter groups. Groups of a single named parameter are merged if
-    /// their hyper-parameters are equal.
+    /// Returns the parameter groups that were collected. Groups of a single named parameter are
+    /// merged if their hyper-parameters are equal.
     fn into_param_groups(self) -> Vec<ParamGroupInfo> {
         let mut groups: Vec<ParamGroupInfo> = Vec::new();
         // the first group with these hyper-parameters, as JSON text
@@ -322,10 +325,10 @@ impl ItemCollector {
     }
 }
 
-/// Splits a chunk of a tensor of shape `shape` into runs of consecutive elements of the tensor.
-/// Returns the number of runs and the runs. Each run is the index of its first element in the
-/// tensor, and its range of elements in the chunk. Returns `None` if the number of elements
-/// overflows.
+/// Divides a rectangular part (`chunk`) of a tensor with the shape `shape` into runs of consecutive
+/// elements of the tensor. Returns the number of runs and the runs. Each run is the index of its
+/// first element in the tensor, and its range of elements in the chunk. Returns `None` if the
+/// number of elements overflows.
 fn compute_chunk_runs(
     shape: &[u64],
     chunk: &TensorChunk,
@@ -358,8 +361,8 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Checks that the runs place every element of a chunk where multi-dimensional indexing
-        /// does.
+        /// Checks that dividing a rectangular part of a tensor into runs puts every element where
+        /// multi-dimensional indexing does.
         #[test]
         fn runs_equal_multi_dimensional_indexing(dims in proptest::collection::vec((1u64..5, 0u64..4, 0u64..4), 0..4)) {
             let sizes: Vec<u64> = dims.iter().map(|d| d.0).collect();

@@ -1,12 +1,12 @@
-//! Parses `.metadata` of torch distributed checkpoints, which lists the tensors, their chunks, and
-//! the location of each chunk.
+//! Parses `.metadata` of torch distributed checkpoints (DCP), which lists the tensors and where
+//! their parts are stored.
 use crate::codec::pickle::{self, PickleTree, PickleView, parse_shape};
 use crate::codec::torch_file::{DTYPE_GLOBALS, parse_dtype};
 use crate::error::{DcpError, TorchFileError};
 use crate::tensor::Dtype;
 use std::collections::HashMap;
 
-/// Classes and functions that the pickle in `.metadata` may name.
+/// Python classes and functions that the pickle in `.metadata` may name.
 const GLOBALS: &[&[&str]] = &[
     DTYPE_GLOBALS,
     &[
@@ -33,10 +33,10 @@ const GLOBALS: &[&[&str]] = &[
     ],
 ];
 
-/// Result of parsing `.metadata`.
+/// The result of parsing `.metadata`: a value, or a [`DcpError`].
 type Result<T> = std::result::Result<T, DcpError>;
 
-/// The description of one item of the saved state dict.
+/// What `.metadata` states about one entry of the saved state dict: its key and its content.
 #[derive(Debug)]
 pub(crate) struct ItemMetadata {
     /// The flattened key, which joins the keys of the nested dicts with dots.
@@ -47,7 +47,7 @@ pub(crate) struct ItemMetadata {
     pub(crate) content: ItemContent,
 }
 
-/// The content of an item, which is a pickled value or a tensor.
+/// The content of an entry of the checkpoint: a pickled value or a tensor.
 #[derive(Debug)]
 pub(crate) enum ItemContent {
     /// A pickled value.
@@ -74,7 +74,7 @@ pub(crate) struct StorageLocation {
     pub(crate) length: u64,
 }
 
-/// Parses the content of `.metadata`. Returns the items in the order of the file.
+/// Parses the content of `.metadata`, and returns the entries in the order of the file.
 ///
 /// # Errors
 /// Fails if the pickle is invalid, an item has no storage location, or a storage location belongs
@@ -106,13 +106,13 @@ pub(crate) fn parse_metadata(input: &[u8]) -> Result<Vec<ItemMetadata>> {
     }
 }
 
-/// Returns the value of the string key `key` of a dict. Fails with [`DcpError::MissingField`] if
-/// the key is missing.
+/// Returns the value that a dict has for the string key `key`. Fails with
+/// [`DcpError::MissingField`] if the key is missing.
 fn read_field<'t>(value: PickleView<'t>, key: &'static str) -> Result<PickleView<'t>> {
     value.get(key).ok_or(DcpError::MissingField(key))
 }
 
-/// Reads the text under the string key `key` of a dict.
+/// Returns the text that a dict has for the string key `key`.
 fn read_text(value: PickleView<'_>, key: &'static str) -> Result<String> {
     read_field(value, key)?.as_name().map(str::to_owned).ok_or(DcpError::InvalidField(key))
 }
@@ -126,11 +126,11 @@ fn read_attributes<'t>(value: PickleView<'t>, class: &'static str) -> Result<Pic
     }
 }
 
-/// The storage location of each chunk, by key and offsets. The offsets of a pickled value are
-/// `None`.
+/// Where each value and each part of a tensor is stored, by its key and the offsets of the part.
+/// The offsets of a value are `None`.
 type StorageLocations = HashMap<(String, Option<Vec<u64>>), StorageLocation>;
 
-/// Reads the storage locations of all chunks and pickled values.
+/// Reads from `.metadata` where each value and each part of a tensor is stored.
 ///
 /// # Errors
 /// Fails if a description is invalid, two locations share bytes, or an item is stored in a
@@ -170,7 +170,7 @@ fn read_locations(value: PickleView<'_>) -> Result<StorageLocations> {
     }
 }
 
-/// Reads the nested keys of each item, by flattened key. Returns `None` if nested keys are not
+/// Reads the nested keys of each entry, by flattened key. Returns `None` if nested keys are not
 /// recorded. Fails if nested keys do not match the flattened key.
 fn read_paths(planner: Option<PickleView<'_>>) -> Result<Option<HashMap<String, Vec<String>>>> {
     let Some(pairs) = planner.and_then(PickleView::as_pairs) else { return Ok(None) };
@@ -190,8 +190,8 @@ fn read_paths(planner: Option<PickleView<'_>>) -> Result<Option<HashMap<String, 
     Ok(Some(paths))
 }
 
-/// Reads the description of the item `key`, and moves its storage locations out of `locations`.
-/// Fails if a location is missing, or a chunk is outside of its tensor.
+/// Reads what `.metadata` states about the entry `key`, and moves its storage locations out of
+/// `locations`. Fails if a location is missing, or a chunk is outside of its tensor.
 fn read_item_content(
     key: &str,
     value: PickleView<'_>,
@@ -234,7 +234,7 @@ fn read_item_content(
 }
 
 impl StorageLocation {
-    /// Converts an error of reading the item at this location.
+    /// Converts an error that occurred while the entry at this location was read.
     pub(super) fn convert_error(&self, error: TorchFileError) -> DcpError {
         DcpError::Item { offset: self.offset, error }
     }

@@ -1,5 +1,5 @@
-//! Collects every tensor of a DeepSpeed tag. If several files contain a weight with different
-//! values, chooses one of them.
+//! Collects the tensors of a DeepSpeed checkpoint from the files of all ranks. If several files
+//! contain a weight with different values, chooses one of them.
 use super::file_names;
 use super::partitions::{self, RankShard};
 use super::states::{ModelStates, OptimizerStates};
@@ -11,8 +11,8 @@ use crate::tensor::TensorRole;
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
-/// Collects the tensors of a DeepSpeed tag from the files of all ranks. `stage` is the ZeRO stage.
-/// Collects nothing if the model file of rank 0 is missing.
+/// Collects the tensors of a DeepSpeed checkpoint (tag) from the files of all ranks. `stage` is the
+/// ZeRO stage. Collects nothing if the model file of rank 0 is missing.
 pub(super) fn collect_tensors(tag: &mut TagContents, stage: u8) -> Result<()> {
     let TagContents { builder, model, optimizer } = tag;
     let Some((file, first)) = model.get(&0) else { return Ok(()) };
@@ -28,7 +28,7 @@ pub(super) fn collect_tensors(tag: &mut TagContents, stage: u8) -> Result<()> {
     Ok(())
 }
 
-/// Adds the facts that the model file of rank 0 contains. `path` is the directory of the tag.
+/// Adds what the model file of rank 0 states to `facts`. `path` is the directory of the tag.
 pub(super) fn add_model_facts(facts: &mut ExternalFacts, model: &ModelStates, stage: u8, path: &Path) {
     facts.writer = format!("DeepSpeed {}", model.version.as_deref().unwrap_or("of unknown version"));
     facts.tag = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -50,7 +50,7 @@ fn collected_weight_names(builder: &ExternalCheckpointBuilder) -> HashSet<String
 }
 
 /// Collects the FP32 master weights and the optimizer states of all trained parameters from the
-/// flat groups in the optimizer files of stages 1 to 3.
+/// optimizer files of ZeRO stages 1 to 3.
 fn collect_flat_groups(
     builder: &mut ExternalCheckpointBuilder,
     optimizer: &RankContents<OptimizerStates>,
@@ -122,8 +122,8 @@ pub(super) fn collect_frozen(
     Ok(())
 }
 
-/// Collects the ties between weights. If the alias of a tie is stored as a separate weight, adds a
-/// notice instead of the tie.
+/// Collects which weights are tied, that is, stored under one name and used under a second one
+/// (alias). If the alias of a tie is stored as a separate weight, adds a notice instead of the tie.
 pub(super) fn collect_ties(builder: &mut ExternalCheckpointBuilder, model: &ModelStates) {
     let stored = collected_weight_names(builder);
     for tie in &model.ties {
@@ -138,8 +138,8 @@ pub(super) fn collect_ties(builder: &mut ExternalCheckpointBuilder, model: &Mode
     }
 }
 
-/// Collects the buffers, and the weights that were not collected before, with the values of the
-/// 16-bit module. Records these weights as frozen in stages 1 to 3. Weights without values are
+/// Collects from the 16-bit module in the model file the buffers, and the weights that were not
+/// collected before. Records these weights as frozen in stages 1 to 3. Weights without values are
 /// recorded as lost, and aliases of collected weights as ties. `file` is the index of the model
 /// file in `StoredFiles`.
 pub(super) fn collect_module(

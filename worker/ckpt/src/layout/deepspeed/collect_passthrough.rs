@@ -1,4 +1,4 @@
-//! Collects the passthrough state of a DeepSpeed tag, which a conversion copies unchanged.
+//! Collects the parts of a DeepSpeed checkpoint that a conversion copies unchanged.
 use super::states::{ModelStates, OptimizerStates};
 use super::tag::TagContents;
 use crate::catalog::{ParamGroup, PassthroughState, TensorPart};
@@ -7,11 +7,12 @@ use crate::error::{Result, format_names};
 use crate::tensor::Dtype;
 use std::collections::HashSet;
 
-/// Limit on the size of the tensors copied from one file, in bytes.
+/// Limit on the total size in bytes of the tensors that are copied from one file.
 const TENSORS_MAX: u64 = 64 << 20;
 
-/// Collects the passthrough state of a tag from the files of rank 0. Tensors in this state are read
-/// into memory. Entries that cannot be copied are dropped with a notice.
+/// Collects the parts of a DeepSpeed checkpoint that a conversion copies unchanged, from the files
+/// of rank 0. Tensors in this state are read into memory. Entries that cannot be copied are dropped
+/// with a notice.
 pub(super) fn collect_passthrough(tag: &TagContents) -> Result<PassthroughState> {
     let facts = &tag.builder.facts;
     let Some((file, model)) = tag.model.get(&0) else { return Ok(PassthroughState::default()) };
@@ -86,14 +87,14 @@ fn collect_param_groups(tag: &TagContents, model: &ModelStates) -> Result<Vec<Pa
     Ok(groups)
 }
 
-/// Reads the step of each flat group in the optimizer file with index `file`. The step is `None`
-/// for a group without a step.
+/// Reads the optimizer step of each flat array in the optimizer file with index `file`. The step is
+/// `None` for a group without a step.
 fn read_group_steps(tag: &TagContents, file: usize, states: &OptimizerStates) -> Result<Vec<Option<f64>>> {
     let read = |step| tag.builder.store.read_step(file, step);
     states.shards.iter().map(|shard| shard.step.as_ref().map(read).transpose()).collect()
 }
 
-/// Replaces references to tensors of a model file by copies of the tensors in memory.
+/// Replaces references to tensors of a model file by tensors whose elements are in memory.
 struct TensorInliner<'a> {
     tag: &'a TagContents,
     /// Index of the model file in `StoredFiles`.
@@ -104,9 +105,9 @@ struct TensorInliner<'a> {
 }
 
 impl TensorInliner<'_> {
-    /// Returns a copy of `value` in which the data of each tensor are in memory. Returns `None` if
-    /// a tensor is unknown, or if the tensors have more than `left` bytes. Subtracts the number of
-    /// copied bytes from `left`.
+    /// Returns a copy of `value` in which the elements of each tensor are in memory. Returns `None`
+    /// if a tensor is unknown, or if the tensors have more than `left` bytes. Subtracts the number
+    /// of copied bytes from `left`.
     fn inline_tensors(&mut self, value: &PythonObject) -> Result<Option<PythonObject>> {
         let inline_all = |this: &mut Self, v: &[PythonObject]| -> Result<Option<Vec<PythonObject>>> {
             v.iter().map(|o| this.inline_tensors(o)).collect::<Result<Option<Vec<_>>>>()

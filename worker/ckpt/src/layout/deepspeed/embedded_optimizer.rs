@@ -1,10 +1,11 @@
-//! [`EmbeddedOptimizer`]: the optimizer in a model file of stage 0.
+//! [`EmbeddedOptimizer`]: the optimizer states that a DeepSpeed model file contains at ZeRO stage
+//! 0.
 use crate::codec::pickle::PickleView;
 use crate::codec::torch_file::{TensorView, TorchFile};
 use crate::error::DeepSpeedError;
 use crate::layout::hf::optimizer_state::OptimizerStateDict;
 
-/// The optimizer that a model file of stage 0 contains.
+/// The optimizer states that a DeepSpeed model file contains at ZeRO stage 0.
 pub(crate) struct EmbeddedOptimizer {
     pub(super) optimizer: OptimizerStateDict,
     /// FP32 master weights of each parameter group. Empty if the file has no master weights.
@@ -12,7 +13,8 @@ pub(crate) struct EmbeddedOptimizer {
 }
 
 impl EmbeddedOptimizer {
-    /// Reads the optimizer at `root`. Returns `None` if `root` has no parameter groups.
+    /// Reads the optimizer states at `root`, a value of the model file. Returns `None` if `root`
+    /// has no parameter groups.
     pub(super) fn read(
         file: &TorchFile,
         root: PickleView<'_>,

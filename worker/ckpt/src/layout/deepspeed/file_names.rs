@@ -1,12 +1,12 @@
-//! Recognizes DeepSpeed's files by their names.
+//! Recognizes the files of a DeepSpeed checkpoint by their names.
 use crate::codec::disk::Directory;
 use crate::error::{CkptError, DeepSpeedError, Result, UnsupportedFeature};
 use std::collections::BTreeMap;
 
-/// End of the names of universal checkpoints. The name of the tag precedes it.
+/// What the name of a universal checkpoint's directory ends with. The name of the tag precedes it.
 pub(crate) const UNIVERSAL_SUFFIX: &str = "_universal";
 
-/// Names of the files of a tag, by rank.
+/// Names of the files of a DeepSpeed checkpoint (tag), by rank.
 #[derive(Debug, Default)]
 pub(crate) struct TagFiles {
     /// Names of the model files, by rank. Stages below 3 have only the model file of rank 0.
@@ -15,7 +15,7 @@ pub(crate) struct TagFiles {
     pub(crate) optimizer: BTreeMap<u32, String>,
 }
 
-/// The kind of a DeepSpeed file, which follows from the file's name.
+/// What kind of DeepSpeed file it is, according to the file's name.
 #[derive(Debug, PartialEq, Eq)]
 enum DeepSpeedFileKind {
     /// The model file of this rank.
@@ -29,7 +29,7 @@ enum DeepSpeedFileKind {
 }
 
 impl TagFiles {
-    /// Lists the model and optimizer files in the directory of a tag.
+    /// Lists the model and optimizer files in the directory of a DeepSpeed checkpoint.
     ///
     /// # Errors
     /// Fails if a file belongs to tensor, pipeline or expert parallelism, or two files belong to
@@ -39,7 +39,7 @@ impl TagFiles {
     }
 
     /// Lists the model and optimizer files of a universal checkpoint. Of two files of one rank,
-    /// uses the file whose name sorts first.
+    /// uses the one whose name sorts first.
     pub(crate) fn list_universal(directory: &Directory) -> Result<TagFiles> {
         TagFiles::list_files(directory, true)
     }
@@ -50,7 +50,7 @@ impl TagFiles {
     }
 
     /// Lists the model and optimizer files in a directory. With `both`, allows two files of one
-    /// rank and uses the file whose name sorts first.
+    /// rank and uses the one whose name sorts first.
     fn list_files(directory: &Directory, both: bool) -> Result<TagFiles> {
         let mut found = TagFiles::default();
         for name in directory.list_names()? {
@@ -75,8 +75,8 @@ impl TagFiles {
     }
 }
 
-/// Parses `prefix` and a number at the start of `text`. Returns the number and the rest of the
-/// text, or `None` if `text` does not have this form.
+/// Parses `prefix` and the number after it at the start of `text`. Returns the number and the rest
+/// of the text, or `None` if `text` does not have this form.
 fn parse_number_after<'a>(text: &'a str, prefix: &str) -> Option<(u32, &'a str)> {
     let rest = text.strip_prefix(prefix)?;
     let end = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
@@ -93,7 +93,7 @@ fn parse_ranks(name: &str) -> Option<(u32, u32, &str)> {
     Some((rank, mp, rest))
 }
 
-/// Returns the kind of a file with the name `name`.
+/// Returns which kind of DeepSpeed file has the name `name`.
 fn parse_file_kind(name: &str) -> DeepSpeedFileKind {
     if let Some((rank, mp, rest)) = parse_ranks(name) {
         return match (rest, mp) {
@@ -113,14 +113,16 @@ fn parse_file_kind(name: &str) -> DeepSpeedFileKind {
     }
 }
 
-/// Returns the data-parallel rank in `root`, the name of the top directory in a torch file. The
-/// name that DeepSpeed gives it, such as `zero_pp_rank_3_mp_rank_00_optim_states`, contains the
-/// rank that wrote the file. Returns `None` if the name contains no rank.
+/// Returns the data-parallel rank that wrote a torch file, from `root`, the name of the top
+/// directory in the file. The name that DeepSpeed gives it, such as
+/// `zero_pp_rank_3_mp_rank_00_optim_states`, contains the rank that wrote the file. Returns `None`
+/// if the name contains no rank.
 pub(crate) fn parse_rank_in_root(root: &str) -> Option<u32> {
     parse_ranks(root).map(|(rank, _, _)| rank)
 }
 
-/// Parses the step in the name of a tag, such as `global_step10`. Returns `None` for other names.
+/// Returns the step that the name of a DeepSpeed checkpoint's directory (tag) contains, such as
+/// `global_step10`. Returns `None` for other names.
 pub(crate) fn parse_step_in_tag(tag: &str) -> Option<u64> {
     tag.strip_prefix("global_step")?.parse().ok()
 }

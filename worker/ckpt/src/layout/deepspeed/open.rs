@@ -12,8 +12,8 @@ use crate::error::{CkptError, Diagnosis, MissingPart, Result};
 use crate::layout::hf::companion_files;
 use std::path::Path;
 
-/// Opens the DeepSpeed checkpoint at `path`, which is a directory with tags, the directory of a
-/// tag, or a universal checkpoint. Returns `None` for any other directory.
+/// Opens the DeepSpeed checkpoint at `path`: a directory with checkpoints (tags), the directory of
+/// one tag, or a universal checkpoint. Returns `None` for any other directory.
 pub(crate) fn open_deepspeed(path: &Path) -> Result<Option<ExternalCheckpoint>> {
     let directory = Directory::open(path)?;
     if universal::is_universal_directory(path) {
@@ -62,8 +62,9 @@ pub(crate) fn open_deepspeed(path: &Path) -> Result<Option<ExternalCheckpoint>> 
     }
 }
 
-/// Opens the newest tag that can be opened among `tags`, for a directory without `latest`. `tags`
-/// are in ascending order of their steps. Notices of the checkpoint list the skipped tags.
+/// Opens the newest readable one of `tags`, the checkpoints of a directory that has no file
+/// `latest`. `tags` are in ascending order of their steps. Notices of the checkpoint list the
+/// skipped tags.
 ///
 /// # Errors
 /// Fails with the error of the newest tag if no tag can be opened.
@@ -84,9 +85,9 @@ fn open_newest_tag(path: &Path, tags: &[String]) -> Result<ExternalCheckpoint> {
     Err(first.unwrap_or(CkptError::not_a_checkpoint(path, Diagnosis::NoTag)))
 }
 
-/// Opens the tag in the directory `path`. `given` is the path that the user gave. The directory
-/// `root` may have a config, a tokenizer and companion files. `notices` come first among the
-/// notices of the checkpoint.
+/// Opens the DeepSpeed checkpoint (tag) in the directory `path`. `given` is the path that the user
+/// gave. The directory `root` may have a config, a tokenizer and companion files. `notices` come
+/// first among the notices of the checkpoint.
 fn open_tag(given: &Path, path: &Path, root: &Path, notices: Vec<String>) -> Result<ExternalCheckpoint> {
     let mut tag = TagContents::load(path, notices)?;
     let stage = tag.check_ranks()?;
@@ -116,8 +117,8 @@ fn open_tag(given: &Path, path: &Path, root: &Path, notices: Vec<String>) -> Res
     Ok(tag.builder.finish_with_paths(given, root)?.with_passthrough(passthrough))
 }
 
-/// Returns the program that ran DeepSpeed, such as HF Trainer. Recognizes the program by its files
-/// in the directory `root`.
+/// Returns the name of the program that used DeepSpeed, such as HF Trainer, which is recognized by
+/// its files in the directory `root`.
 fn detect_program(root: &Path) -> &'static str {
     let has = |name: &str| exists(&root.join(name));
     match () {

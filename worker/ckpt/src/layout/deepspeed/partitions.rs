@@ -1,4 +1,4 @@
-//! Locates each parameter in the flat tensors that the optimizer files of the ranks store.
+//! Finds where each parameter is stored in the flat arrays of DeepSpeed's optimizer files.
 use super::states::FlatGroupShard;
 use crate::catalog::{ExternalTensor, TensorPart};
 use crate::codec::torch_file::TensorView;
@@ -6,10 +6,11 @@ use crate::error::LayoutError;
 use crate::tensor::{Dtype, TensorRole, count_elements};
 use std::ops::Range;
 
-/// Name and shape of each parameter of a group, in the order of the flat tensor.
+/// Names and shapes of the parameters of a group, in the order in which they are concatenated in
+/// the flat array.
 pub(super) type ParamShapes = [(String, Vec<u64>)];
 
-/// The part of a flat group that one rank stores.
+/// The part of a concatenated group of parameters that one rank's optimizer file stores.
 pub(super) struct RankShard<'a> {
     /// Index of the rank's optimizer file in `StoredFiles`.
     pub(super) file: usize,
@@ -17,12 +18,12 @@ pub(super) struct RankShard<'a> {
 }
 
 impl RankShard<'_> {
-    /// Returns the number of elements of the rank's flat weights, padding included.
+    /// Returns the number of elements of the weights that the rank stores, padding included.
     fn len(&self) -> u64 {
         self.shard.fp32.elements()
     }
 
-    /// Returns the rank's flat tensor of this role, or `None` if the rank has no such state.
+    /// Returns the rank's flat array for the role `role`, or `None` if the rank has no such state.
     fn state_view(&self, role: TensorRole) -> Option<&TensorView> {
         match role {
             TensorRole::Weight => Some(&self.shard.fp32),
@@ -31,8 +32,7 @@ impl RankShard<'_> {
     }
 }
 
-/// Lists the roles of a group's tensors, which are the weights and every optimizer state that any
-/// rank has.
+/// Lists what the ranks store of a group: the weights, and every optimizer state that any rank has.
 fn list_roles(ranks: &[RankShard<'_>]) -> Vec<TensorRole> {
     let mut roles = vec![TensorRole::Weight];
     // a rank whose part is empty may lack optimizer states
@@ -49,9 +49,9 @@ fn impossible_shape_error(name: &str, shape: &[u64]) -> LayoutError {
     LayoutError::ImpossibleShape { name: name.to_owned(), shape: shape.to_vec() }
 }
 
-/// Locates the parameters of a group of stage 1 or 2. Such a group concatenates its parameters and
-/// splits the result into one part per rank. `is_unpadded` states that no padding follows the last
-/// parameter.
+/// Finds where the parameters of a group of stage 1 or 2 are stored. Such a group concatenates its
+/// parameters and splits the result into one part per rank. `is_unpadded` states that no padding
+/// follows the last parameter.
 ///
 /// # Errors
 /// Fails if the number of elements does not match, or a state is missing or has a wrong length.
@@ -89,8 +89,8 @@ pub(super) fn locate_flat_params(
     Ok(entries)
 }
 
-/// Locates the elements `span` in the concatenated parts of all ranks. Returns one part for each
-/// rank that has some of these elements.
+/// Finds where the elements `span` of the concatenation of all ranks' parts are stored. Returns one
+/// part for each rank that has some of these elements.
 fn locate_concatenated_parts(
     ranks: &[RankShard<'_>],
     role: TensorRole,
@@ -109,8 +109,8 @@ fn locate_concatenated_parts(
     Ok(parts)
 }
 
-/// Fails if a rank's state `role` is not F32, or is not as long as the rank's weights. A state may
-/// be longer than the weights by the recorded padding.
+/// Fails if a rank's state for the role `role` is not F32, or is not as long as the rank's weights.
+/// A state may be longer than the weights by the recorded padding.
 fn check_state_lengths(ranks: &[RankShard<'_>], role: TensorRole) -> Result<(), LayoutError> {
     for (r, rank) in ranks.iter().enumerate() {
         let Some(view) = rank.state_view(role) else { continue };
@@ -124,8 +124,9 @@ fn check_state_lengths(ranks: &[RankShard<'_>], role: TensorRole) -> Result<(), 
     Ok(())
 }
 
-/// Locates the parameters of a group of stage 3. Each parameter is split evenly among the ranks,
-/// with padding at the end, and each rank concatenates its slices of all parameters.
+/// Finds where the parameters of a group of stage 3 are stored. Each parameter is split evenly
+/// among the ranks, with padding at the end, and each rank concatenates its slices of all
+/// parameters.
 ///
 /// # Errors
 /// Fails if the flat tensor of a rank is missing, or its length does not match the parameters.
@@ -173,8 +174,9 @@ pub(super) fn locate_partitioned_params(
     Ok(entries)
 }
 
-/// Locates a frozen parameter. `slices` has the file index and the view of each slice. There is a
-/// single slice with all elements, or in stage 3 one slice per rank with padding at the end.
+/// Finds where a frozen parameter is stored. `slices` has the file index and the view of each
+/// slice. There is a single slice with all elements, or in stage 3 one slice per rank with padding
+/// at the end.
 pub(super) fn locate_frozen_param(
     name: &str,
     shape: &[u64],

@@ -1,11 +1,11 @@
-//! Reads the passthrough state of a model or optimizer file, which a conversion copies unchanged.
+//! Reads from a DeepSpeed model or optimizer file the values that a conversion copies unchanged.
 use crate::codec::pickle::{PickleView, PythonObject, StoredTensor};
 use crate::codec::torch_file::{TensorView, TorchFile};
 use std::cell::RefCell;
 
-/// Limit on the number of values copied from one file.
+/// Limit on the number of Python values that are copied from one file.
 const VALUES_MAX: usize = 1 << 20;
-/// Entries of a model file that a conversion generates instead of copying them.
+/// Keys of a model file that a conversion generates and does not copy.
 const REGENERATED: [&str; 13] = [
     "module",
     "buffer_names",
@@ -21,13 +21,13 @@ const REGENERATED: [&str; 13] = [
     "mp_world_size",
     "universal_checkpoint_info",
 ];
-/// Entries of an optimizer file that are copied unchanged.
+/// Keys of an optimizer file whose values a conversion copies unchanged.
 const COPIED: [&str; 4] = ["loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"];
 
-/// Objects with their keys, in the order of the file.
+/// Python values with their keys, in the order of the file.
 type NamedObjects = Vec<(String, PythonObject)>;
 
-/// The passthrough state of a model file.
+/// The values of a DeepSpeed model file that a conversion copies unchanged.
 #[derive(Default)]
 pub(crate) struct ModelPassthrough {
     /// Entries that a conversion does not regenerate, by key.
@@ -40,7 +40,7 @@ pub(crate) struct ModelPassthrough {
     pub(super) dropped: Vec<String>,
 }
 
-/// The passthrough state of an optimizer file.
+/// The values of a DeepSpeed optimizer file that a conversion copies unchanged.
 #[derive(Default)]
 pub(crate) struct OptimizerPassthrough {
     /// For each parameter group, its hyper-parameters and the indices of its flat groups.
@@ -50,7 +50,8 @@ pub(crate) struct OptimizerPassthrough {
 }
 
 impl ModelPassthrough {
-    /// Reads the passthrough state of a model file, without the data of tensors.
+    /// Reads the values of a model file that a conversion copies unchanged, without the data of
+    /// tensors.
     pub(super) fn read(file: &TorchFile) -> ModelPassthrough {
         let tensors = RefCell::new(Vec::new());
         let tensor = |value: PickleView<'_>| {
@@ -86,8 +87,8 @@ impl ModelPassthrough {
 }
 
 impl OptimizerPassthrough {
-    /// Reads the passthrough state of an optimizer file. `root` is the state of DeepSpeed's
-    /// optimizer, and `base` the state of the torch optimizer that it wraps.
+    /// Reads the values of an optimizer file that a conversion copies unchanged. `root` is the
+    /// state of DeepSpeed's optimizer, and `base` the state of the torch optimizer that it wraps.
     pub(super) fn read(root: PickleView<'_>, base: PickleView<'_>) -> OptimizerPassthrough {
         let mut left = VALUES_MAX;
         let mut copied = |v: PickleView<'_>| v.to_object(&mut left, &|_| None);

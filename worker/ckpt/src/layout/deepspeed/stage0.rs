@@ -1,5 +1,5 @@
-//! Adds the optimizer of stage 0 to the collected tensors: the numbered states and the FP32 master
-//! weights.
+//! Adds the optimizer states and the FP32 master weights of a ZeRO stage 0 checkpoint to its
+//! tensors.
 use super::embedded_optimizer::EmbeddedOptimizer;
 use crate::catalog::{
     ExternalCheckpointBuilder, ExternalTensor, ParamGroupInfo, ShapedWeight, to_whole_step,
@@ -10,9 +10,9 @@ use crate::layout::hf::optimizer_state::ParamId;
 use crate::tensor::{Dtype, TensorRole};
 use std::collections::HashMap;
 
-/// Replaces the collected 16-bit weights by the master weights, and adds the optimizer states, the
-/// parameter groups and the steps of the weights. If the states cannot be assigned to weights, adds
-/// only a notice. `file` is the index of the model file in `StoredFiles`.
+/// Replaces the 16-bit weights in `builder` by the FP32 master weights of the optimizer `embedded`.
+/// Also adds its optimizer states, parameter groups and steps to `builder`. If the states cannot be
+/// assigned to weights, adds only a notice. `file` is the index of the model file in `StoredFiles`.
 pub(super) fn add_embedded_optimizer(
     builder: &mut ExternalCheckpointBuilder,
     file: usize,
@@ -42,8 +42,8 @@ pub(super) fn add_embedded_optimizer(
     Ok(())
 }
 
-/// Adds the optimizer states and the step of the parameter `id` under the name `name` of its
-/// weight.
+/// Adds the optimizer states and the step of the parameter `id` to the builder, under `name`, the
+/// name of its weight.
 fn add_param_states(
     builder: &mut ExternalCheckpointBuilder,
     file: usize,
@@ -64,8 +64,8 @@ fn add_param_states(
     Ok(())
 }
 
-/// Replaces the 16-bit weights in `entries` by the FP32 master weights. `names` are the names of
-/// the weights of each group. Does nothing without master weights.
+/// Replaces the 16-bit weights in `entries` by the FP32 master weights of the optimizer. `names`
+/// are the names of the weights of each group. Does nothing without master weights.
 ///
 /// # Errors
 /// Fails if the masters do not match the weights in number, dtype or shape.

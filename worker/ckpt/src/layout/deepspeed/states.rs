@@ -1,4 +1,4 @@
-//! Reads DeepSpeed's model and optimizer files.
+//! Reads the contents of DeepSpeed's model and optimizer files.
 use super::embedded_optimizer::EmbeddedOptimizer;
 use super::passthrough::{ModelPassthrough, OptimizerPassthrough};
 use crate::catalog::{ParamGroupInfo, StepValue, TiedWeight};
@@ -10,7 +10,7 @@ use crate::tensor::{Dtype, TensorRole};
 use serde_json::{Map, Value as Json};
 use std::collections::HashMap;
 
-/// Classes and functions that the pickles of model and optimizer files may name.
+/// Python classes and functions that the pickles of model and optimizer files may name.
 pub(crate) const GLOBALS: &[&[&str]] = &[
     TENSOR_GLOBALS,
     DTYPE_GLOBALS,
@@ -23,12 +23,12 @@ pub(crate) const GLOBALS: &[&[&str]] = &[
     ],
 ];
 
-/// Limit on the number of items of `partition_count`, which has one item for each flat group.
+/// Limit on the length of the list `partition_count`, which has one item for each flat array.
 const PARTITIONS_MAX: usize = 1 << 16;
-/// Limit on the number of unknown states of a flat group that are remembered for a notice.
+/// Limit on the number of unknown optimizer states whose keys are remembered for a notice.
 const UNKNOWN_KEYS_MAX: usize = 16;
 
-/// Result of reading a model or optimizer file.
+/// The result of reading a model or optimizer file: a value, or a [`DeepSpeedError`].
 type Result<T> = std::result::Result<T, DeepSpeedError>;
 
 /// The contents of a model file (`*_model_states.pt`).
@@ -66,7 +66,7 @@ pub(crate) struct ModelStates {
     pub(crate) passthrough: ModelPassthrough,
 }
 
-/// One rank's part of a flat group.
+/// One rank's part of a flat array, in which DeepSpeed concatenates the parameters of a group.
 pub(crate) struct FlatGroupShard {
     /// View of the rank's flat FP32 master weights.
     pub(crate) fp32: TensorView,
@@ -97,7 +97,7 @@ pub(crate) struct OptimizerStates {
     pub(crate) passthrough: OptimizerPassthrough,
 }
 
-/// A parameter group of torch's `state_dict`, in which parameters are numbers.
+/// A parameter group of torch's `state_dict`, which refers to parameters by number.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct NumberedGroup {
     /// Hyper-parameters by key.
@@ -107,7 +107,7 @@ pub(crate) struct NumberedGroup {
 }
 
 impl NumberedGroup {
-    /// Converts this group to one that identifies parameters by name. `model` has the names of the
+    /// Converts this group to one that refers to parameters by name. `model` has the names of the
     /// parameters in each flat group.
     pub(super) fn name_parameters(&self, model: &ModelStates) -> ParamGroupInfo {
         let flat_groups = self.ids.iter().filter_map(|&i| model.groups.get(i as usize));
@@ -116,8 +116,8 @@ impl NumberedGroup {
     }
 }
 
-/// Returns the value of the string key `key` of a dict. Fails with [`DeepSpeedError::MissingField`]
-/// if the key is missing.
+/// Returns the value that a dict has for the string key `key`. Fails with
+/// [`DeepSpeedError::MissingField`] if the key is missing.
 fn read_field<'a>(value: PickleView<'a>, key: &'static str) -> Result<PickleView<'a>> {
     value.get(key).ok_or(DeepSpeedError::MissingField(key))
 }
@@ -159,8 +159,8 @@ fn read_shapes(key: &'static str, value: PickleView<'_>) -> Result<Vec<(String, 
 }
 
 impl ModelStates {
-    /// Drops the contents that the reader takes only from the file of rank 0, to save memory.
-    /// Called for the files of the other ranks.
+    /// Drops the contents that only the file of rank 0 is needed for, to save memory. Called for
+    /// the files of the other ranks.
     pub(crate) fn keep_rank_specific_parts(&mut self) {
         (self.module, self.buffers, self.groups, self.frozen_shapes) = Default::default();
         (self.ties, self.scheduler, self.embedded_optimizer, self.passthrough) = Default::default();
@@ -228,8 +228,8 @@ impl ModelStates {
 }
 
 impl OptimizerStates {
-    /// Drops the contents that the reader takes only from the file of rank 0, to save memory.
-    /// Called for the files of the other ranks.
+    /// Drops the contents that only the file of rank 0 is needed for, to save memory. Called for
+    /// the files of the other ranks.
     pub(crate) fn keep_rank_specific_parts(&mut self) {
         (self.groups, self.loss_scaler, self.passthrough) = Default::default();
         self.shards.iter_mut().for_each(|shard| shard.alignment = Vec::new());
@@ -286,8 +286,8 @@ pub(crate) fn read_zero_stage(value: PickleView<'_>) -> Option<u8> {
     number.as_count().and_then(|n| u8::try_from(n).ok())
 }
 
-/// Reads the parameter groups of an optimizer's state. Returns an empty list if `param_groups` is
-/// missing.
+/// Reads the parameter groups of an optimizer's `state_dict`. Returns an empty list if
+/// `param_groups` is missing.
 pub(crate) fn read_param_groups(optimizer: PickleView<'_>) -> Result<Vec<NumberedGroup>> {
     let Some(groups) = optimizer.get("param_groups") else { return Ok(Vec::new()) };
     let wrong = || DeepSpeedError::InvalidField("param_groups");
@@ -310,7 +310,7 @@ pub(crate) fn read_loss_scaler(value: PickleView<'_>) -> Json {
     }
 }
 
-/// The entries of an optimizer file that have one item per flat group.
+/// The values of an optimizer file that are lists with one item per flat array.
 struct GroupFields<'t> {
     /// The state of the torch optimizer for each flat group.
     states: HashMap<u64, PickleView<'t>>,
@@ -319,8 +319,8 @@ struct GroupFields<'t> {
 }
 
 impl<'t> GroupFields<'t> {
-    /// Finds the entries in an optimizer file. `root` is the state of DeepSpeed's optimizer, and
-    /// `base` the state of the torch optimizer that it wraps.
+    /// Finds the lists with one item per flat array in an optimizer file. `root` is the state of
+    /// DeepSpeed's optimizer, and `base` the state of the torch optimizer that it wraps.
     fn new(root: PickleView<'t>, base: PickleView<'t>) -> GroupFields<'t> {
         // an elastic checkpoint has a list of states without padding
         let states = match base.as_items() {
@@ -338,7 +338,7 @@ impl<'t> GroupFields<'t> {
 }
 
 impl FlatGroupShard {
-    /// Reads the rank's part of flat group `i`, whose master weights are `fp32`.
+    /// Reads the rank's part of flat array number `i`, whose master weights are `fp32`.
     fn read_shard(
         file: &TorchFile,
         fields: &GroupFields<'_>,
@@ -370,8 +370,8 @@ impl FlatGroupShard {
         Ok(shard)
     }
 
-    /// Records one entry of the torch optimizer's state. The entry is a tensor of a known role, the
-    /// step, or a tensor with an unknown key. Ignores other values.
+    /// Records one value of the torch optimizer's state for this part. The entry is a tensor of a
+    /// known role, the step, or a tensor with an unknown key. Ignores other values.
     fn add_state(&mut self, key: &str, tensor: Option<TensorView>, value: PickleView<'_>) {
         match (key, TensorRole::from_torch_key(key), tensor) {
             ("step", _, Some(view)) => self.step = Some(StepValue::Tensor(view)),

@@ -1,4 +1,5 @@
-//! [`TagContents`]: reads every file of a DeepSpeed tag, and checks that the files belong together.
+//! [`TagContents`]: reads all files of a DeepSpeed checkpoint (tag), and checks that they belong
+//! together.
 use super::file_names::{self, TagFiles};
 use super::states::{FlatGroupShard, GLOBALS, ModelStates, OptimizerStates};
 use crate::catalog::{ExternalCheckpointBuilder, ParamGroupInfo, to_whole_step};
@@ -8,11 +9,11 @@ use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// By rank: the index of the rank's model or optimizer file in `StoredFiles`, and the contents of
-/// this file.
+/// The contents of one file per rank: the file's index in `StoredFiles`, and what was read from it,
+/// by rank.
 pub(super) type RankContents<T> = BTreeMap<u32, (usize, T)>;
 
-/// The directory of a DeepSpeed tag, with the contents of its files.
+/// The directory of a DeepSpeed checkpoint (tag), and the contents of its files.
 pub(super) struct TagContents {
     /// The stored files, and the tensors and facts that were collected so far.
     pub(super) builder: ExternalCheckpointBuilder,
@@ -21,15 +22,15 @@ pub(super) struct TagContents {
 }
 
 impl TagContents {
-    /// Opens the directory of a tag without reading its files. `notices` come first among the
-    /// notices of the checkpoint.
+    /// Opens the directory of a DeepSpeed checkpoint without reading its files. `notices` come
+    /// first among the notices of the checkpoint.
     pub(super) fn open_empty(path: &Path, notices: Vec<String>) -> Result<TagContents> {
         let mut builder = ExternalCheckpointBuilder::new(path)?;
         builder.facts.notices = notices;
         Ok(TagContents { builder, model: BTreeMap::new(), optimizer: BTreeMap::new() })
     }
 
-    /// Opens the directory of a tag and reads all model and optimizer files.
+    /// Opens the directory of a DeepSpeed checkpoint and reads all model and optimizer files.
     pub(super) fn load(path: &Path, notices: Vec<String>) -> Result<TagContents> {
         let mut tag = TagContents::open_empty(path, notices)?;
         let names = TagFiles::list(&tag.builder.directory)?;
@@ -50,8 +51,8 @@ impl TagContents {
         Ok(tag)
     }
 
-    /// Reads the file of one rank and adds it to the builder. Returns the file's index in
-    /// `StoredFiles`, and the contents that `read` returns for the file.
+    /// Reads the file `name` of one rank and adds it to the builder. Returns the file's index in
+    /// `StoredFiles`, and what `read` returns for the file.
     ///
     /// # Errors
     /// Fails if the file is damaged, or was written by another rank.
@@ -86,8 +87,9 @@ impl TagContents {
         }
     }
 
-    /// Returns the ZeRO stage. Fails if a rank's file is missing, a file's rank is not below the
-    /// world size, or the files contradict each other in stage or world size.
+    /// Returns the ZeRO stage after checking the files of all ranks. Fails if a rank's file is
+    /// missing, a file's rank is not below the world size, or the files contradict each other in
+    /// stage or world size.
     pub(super) fn check_ranks(&self) -> Result<u8> {
         let Some((_, model)) = self.model.get(&0) else {
             return Err(self.builder.missing("the model file of rank 0"));
@@ -122,7 +124,7 @@ impl TagContents {
         Ok(stage)
     }
 
-    /// Returns the optimizer step, or `None` if no optimizer file records a step. Fails if the
+    /// Returns the optimizer step, or `None` if no optimizer file records one. Fails if the
     /// optimizer files, or the model files, of two ranks have different steps.
     pub(super) fn check_steps(&self) -> Result<Option<f64>> {
         let (mut updates, mut steps) = (Vec::new(), Vec::new());
@@ -172,7 +174,7 @@ impl TagContents {
         (groups, first.loss_scaler.clone())
     }
 
-    /// Reads the number of updates of each weight from the flat groups of rank 0.
+    /// Reads from the optimizer file of rank 0 how many updates each weight has had.
     pub(super) fn read_weight_steps(&self, model: &ModelStates) -> Result<BTreeMap<String, u64>> {
         let mut steps = BTreeMap::new();
         let Some((file, first)) = self.optimizer.get(&0) else { return Ok(steps) };
@@ -184,8 +186,8 @@ impl TagContents {
         Ok(steps)
     }
 
-    /// Reads the step of the flat group part `shard` in the file with index `file`. Returns `None`
-    /// if the group has no step.
+    /// Reads the step of `shard`, a part of a flat array, in the file with index `file`. Returns
+    /// `None` if the group has no step.
     ///
     /// # Errors
     /// Fails if the step is not a whole number.

@@ -1,16 +1,18 @@
-//! Finds the directories of tags, and reads the files that name a tag.
+//! Finds the directories of DeepSpeed checkpoints (tags), and reads the files that name the newest
+//! one.
 use super::file_names::{self, TagFiles};
 use super::universal;
 use crate::codec::disk::{Directory, is_plain_file_name};
 use crate::error::{CkptError, DeepSpeedError, Result};
 use std::path::Path;
 
-/// Name of the file that names the newest tag.
+/// Name of the file that contains the name of the newest DeepSpeed checkpoint (tag).
 pub(crate) const LATEST_FILE: &str = "latest";
-/// Name of the file that names the newest universal checkpoint.
+/// Name of the file that contains the name of the newest universal checkpoint.
 pub(crate) const LATEST_UNIVERSAL_FILE: &str = "latest_universal";
 
-/// Reads `latest` or `latest_universal` and returns the directory name in it.
+/// Reads `latest` or `latest_universal`, and returns the name of the directory that the file
+/// contains.
 ///
 /// # Errors
 /// Fails if the content is not a plain file name.
@@ -23,9 +25,9 @@ pub(crate) fn read_latest(directory: &Directory, file: &str) -> Result<String> {
     }
 }
 
-/// Makes a message about the missing tag to which `latest` refers. Returns `None` if the directory
-/// has no file `latest`. Does not check the tag, so the caller must have found that the directory
-/// has no tags.
+/// Returns a message that the checkpoint to which `latest` refers is missing, or `None` if there is
+/// no file `latest`. Does not look for the checkpoint, so the caller must have found that the
+/// directory has no tags.
 pub(crate) fn describe_missing_tag(directory: &Directory) -> Result<Option<String>> {
     if directory.file_size(LATEST_FILE)?.is_none() {
         return Ok(None);
@@ -36,7 +38,7 @@ pub(crate) fn describe_missing_tag(directory: &Directory) -> Result<Option<Strin
     )))
 }
 
-/// Returns true if a subdirectory of `path` is a tag.
+/// Returns true if a subdirectory of `path` is a DeepSpeed checkpoint (tag).
 pub(super) fn has_tags(path: &Path) -> bool {
     list_tags(path).is_ok_and(|tags| !tags.is_empty())
 }
@@ -54,7 +56,8 @@ pub(crate) fn is_tag_directory(path: &Path) -> bool {
     }
 }
 
-/// Lists the names of the tags in the directory `path`, in ascending order of their steps.
+/// Lists the names of the DeepSpeed checkpoints (tags) in the directory `path`, in ascending order
+/// of their steps.
 pub(crate) fn list_tags(path: &Path) -> Result<Vec<String>> {
     let mut tags = Directory::open(path)?.list_names()?;
     tags.retain(|t| is_plain_file_name(t) && is_tag_directory(&path.join(t)));
@@ -62,8 +65,8 @@ pub(crate) fn list_tags(path: &Path) -> Result<Vec<String>> {
     Ok(tags)
 }
 
-/// Returns a warning if `latest`, which names `tag`, is probably stale: if the newest of `tags` is
-/// newer than `tag` and has at least as many files.
+/// Returns a warning if `latest`, which names `tag`, is probably out of date: if the newest of
+/// `tags` is newer than `tag` and has at least as many files.
 pub(super) fn find_stale_latest(path: &Path, tag: &str, tags: &[String]) -> Result<Vec<String>> {
     let files = |tag: &str| Ok((TagFiles::list(&Directory::open(&path.join(tag))?)?).count());
     let (Some(step), Some(newest)) = (file_names::parse_step_in_tag(tag), tags.last()) else {

@@ -1,5 +1,5 @@
-//! Reads DeepSpeed's universal checkpoints, which have
-//! `zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt` for each weight, and copies of the model files.
+//! Reads DeepSpeed's universal checkpoints, which store each weight and its optimizer states in
+//! separate files.
 //!
 //! If DeepSpeed converted a checkpoint of stage 1 or 2, the files of a weight are dicts with a
 //! shaped `param`. If DeepSpeed converted a checkpoint of stage 3, the files are flat tensors whose
@@ -24,13 +24,14 @@ use serde_json::Value as Json;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::path::Path;
 
-/// Name of the directory with one subdirectory per weight.
+/// Name of the directory that contains one subdirectory per weight.
 const ZERO_DIR: &str = "zero";
-/// Path of the file with the hyper-parameters, the steps and the loss scaler.
+/// Path of the file with everything that applies to all weights: hyper-parameters, steps and loss
+/// scaler.
 const OPTIMIZER_STATE_FILE: &str = "zero/optimizer_state.pt";
-/// Number of subdirectories whose files are opened in one batch.
+/// Number of subdirectories whose files are opened and read at a time.
 const DIRS_PER_BATCH: usize = 128;
-/// The largest number of threads that open files.
+/// Maximum number of threads that open files.
 const THREADS_MAX: usize = 8;
 /// Name of the file with the FP32 values of a weight.
 const FP32_FILE: &str = "fp32.pt";
@@ -54,7 +55,7 @@ struct OptimizerSettings {
     loss_scaler: Json,
 }
 
-/// The contents of the files of one weight.
+/// What was read from the files of one weight.
 struct ParameterFiles {
     name: String,
     /// Index of the FP32 file in `StoredFiles`, and the view of its tensor.
@@ -124,7 +125,7 @@ fn read_settings(tag: &mut TagContents) -> Result<OptimizerSettings> {
     Ok(OptimizerSettings { groups, steps, stage, is_of_deepspeed: true, loss_scaler })
 }
 
-/// The subdirectory of one weight, with the paths of its files.
+/// The subdirectory of one weight in a universal checkpoint, with the paths of its files.
 struct ParameterDir {
     name: String,
     /// Key and path of each file. The key is the file name without `.pt`, and the path is relative
@@ -199,8 +200,8 @@ fn open_torch_files(directory: &Directory, paths: &[&str]) -> Vec<Result<TorchFi
     parallel::map_indices(THREADS_MAX, paths.len(), || (), open)
 }
 
-/// Reads one opened file of a weight, and adds it to the files of the tag. Returns the file's index
-/// in `StoredFiles`, the view of its tensor, and true if the file records the shape.
+/// Reads one open file of a weight, and adds it to the files of the checkpoint. Returns the file's
+/// index in `StoredFiles`, the view of its tensor, and true if the file records the shape.
 ///
 /// # Errors
 /// Fails if the file has no tensor, or was written under a different name than `key`.
@@ -226,9 +227,8 @@ fn read_parameter_file(
     Ok((index, view, is_shaped))
 }
 
-/// Collects the trained weights from their files and the other tensors from the model files, and
-/// the number of updates of each weight. Fails if a file of a trained weight is missing or
-/// contradicts the shape of the weight.
+/// Collects all tensors of a universal checkpoint, and the number of updates of each weight. Fails
+/// if a file of a trained weight is missing or contradicts the shape of the weight.
 fn collect_tensors(
     tag: &mut TagContents,
     stage: u8,
@@ -289,7 +289,8 @@ fn collect_tensors(
     Ok(())
 }
 
-/// Index of the parameter group and shape of each trained weight, as the model file records them.
+/// The parameter group (its index) and the shape that the model file records for each trained
+/// weight.
 type KnownShapes<'m> = HashMap<&'m str, (u64, &'m Vec<u64>)>;
 
 /// Finds weights of one parameter group with different steps, and weights whose step differs from
@@ -329,8 +330,8 @@ impl ParameterFiles {
         format!("{ZERO_DIR}/{}/{FP32_FILE}", self.name)
     }
 
-    /// Makes the tensors of the FP32 values and the optimizer states of the weight. `known` is the
-    /// shape that the model files record, or `None`. Fails if the shape is unknown or does not
+    /// Returns the tensors with the FP32 values and the optimizer states of the weight. `known` is
+    /// the shape that the model files record, or `None`. Fails if the shape is unknown or does not
     /// match a tensor.
     fn make_tensors(
         &self,
@@ -353,8 +354,8 @@ impl ParameterFiles {
     }
 }
 
-/// Adds the weights `untrained`, which have files but no optimizer states, as frozen weights. Skips
-/// weights that are known from the model files.
+/// Adds the weights `untrained`, which have files but no optimizer states, to the builder as frozen
+/// weights. Skips weights that are known from the model files.
 fn add_untrained_weights(
     builder: &mut ExternalCheckpointBuilder,
     model: &ModelStates,

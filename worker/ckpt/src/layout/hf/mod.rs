@@ -1,4 +1,5 @@
-//! Files of Hugging Face, HF Trainer and Accelerate: weights, optimizer states and companion files.
+//! Reads the files of Hugging Face, HF Trainer and Accelerate: weights, optimizer states and
+//! further files.
 pub(crate) mod companion_files;
 pub(crate) mod module_order;
 pub(crate) mod optimizer_state;

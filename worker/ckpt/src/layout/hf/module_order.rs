@@ -1,5 +1,6 @@
-//! The order in which models of known families register their parameters. Files of weights are
-//! sorted by name, while optimizers number parameters in the order of registration.
+//! The order in which models of known families register their parameters, which determines the
+//! numbers by which optimizers identify them. Files of weights are sorted by name, while optimizers
+//! number parameters in the order of registration.
 //!
 //! A test compares the orders with the models of transformers (scripts/golden/orders.py). Names may
 //! match several families, since Mixtral registers the gate before the experts, and Qwen3-MoE after
@@ -122,8 +123,9 @@ const FAMILIES: &[&[&str]] = &[
     ],
 ];
 
-/// Sorts the names of parameters in the registration order of every known family that has all of
-/// these parameters. Returns one list per distinct order, and no list if no family matches.
+/// Sorts the names of parameters in the order in which each known family registers them, if the
+/// family has all of these parameters. Returns one list per distinct order, and no list if no
+/// family matches.
 pub(crate) fn sort_in_registration_orders<'a>(names: &[&'a str]) -> Vec<Vec<&'a str>> {
     let mut orders: Vec<Vec<&str>> = Vec::new();
     for positions in FAMILIES.iter().map(|family| ModulePositions::new(family)) {
@@ -139,10 +141,10 @@ pub(crate) fn sort_in_registration_orders<'a>(names: &[&'a str]) -> Vec<Vec<&'a 
     orders
 }
 
-/// A key that sorts parameters in the order of a depth-first traversal of the modules.
+/// A key by which parameters are sorted as in a depth-first traversal of the modules.
 type RegistrationKey = [u64; 6];
 
-/// Positions of the modules in the registration order of one family.
+/// The position of each module in the order in which one family registers them.
 struct ModulePositions {
     /// Position of each module, by its name with `*` for numbers.
     modules: HashMap<&'static str, u64>,
@@ -221,8 +223,8 @@ mod tests {
         assert!(sort_in_registration_orders(&["model.embed_tokens.weight", "mine.weight"]).is_empty());
     }
 
-    /// Compares the order with the order of transformers for a model of every family. If the names
-    /// match two families, one of the two orders must equal the order of transformers.
+    /// Checks for a model of every family that the registration order equals that of transformers.
+    /// If the names match two families, one of the two orders must equal the order of transformers.
     #[test]
     fn registration_orders_equal_those_of_transformers() {
         let golden: serde_json::Map<String, serde_json::Value> =

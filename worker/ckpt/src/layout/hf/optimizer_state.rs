@@ -1,5 +1,5 @@
-//! Reads the `state_dict` of an optimizer, which has the form `{state: {parameter: {key: tensor}},
-//! param_groups: [{…, params}]}`. Parameters are numbers (torch) or names (full FSDP states).
+//! Reads the `state_dict` of a torch optimizer, and assigns its states to weights. Parameters are
+//! numbers (torch) or names (full FSDP states).
 use super::param_matching;
 use super::weights::parse_number;
 use crate::catalog::{
@@ -14,7 +14,7 @@ use crate::tensor::TensorRole;
 use serde_json::{Map, Value as Json};
 use std::collections::{BTreeSet, HashMap};
 
-/// The key by which an optimizer identifies a parameter.
+/// How an optimizer identifies a parameter: by a number or by a name.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum ParamId {
     /// The number that torch gives to the parameter.
@@ -23,7 +23,7 @@ pub(crate) enum ParamId {
     Name(String),
 }
 
-/// The optimizer state of one parameter.
+/// The optimizer state of one parameter: its tensors and its step.
 #[derive(Default)]
 pub(crate) struct ParamState {
     /// Role and view of each tensor of the state.
@@ -31,7 +31,7 @@ pub(crate) struct ParamState {
     pub(crate) step: Option<StepValue>,
 }
 
-/// The `state_dict` of an optimizer, with views of its tensors.
+/// The `state_dict` of a torch optimizer, without the elements of its tensors.
 pub(crate) struct OptimizerStateDict {
     pub(crate) states: HashMap<ParamId, ParamState>,
     /// Hyper-parameters of each parameter group, and its parameters in the order of the group.
@@ -41,7 +41,7 @@ pub(crate) struct OptimizerStateDict {
 }
 
 impl OptimizerStateDict {
-    /// Reads the `state_dict` at `root`, without the data of tensors.
+    /// Reads the `state_dict` at `root`, a value of `file`, without the elements of tensors.
     ///
     /// # Errors
     /// Fails if the dict has another structure, or a parameter with a state is not in exactly one
@@ -104,15 +104,15 @@ impl OptimizerStateDict {
         Ok(state)
     }
 
-    /// Returns the shape of the first state tensor of each parameter, by group.
+    /// Returns for each group and parameter the shape of the first tensor in the parameter's state.
     pub(crate) fn state_shapes(&self) -> Vec<param_matching::StateShapes> {
         let shape = |id: &ParamId| Some(self.states.get(id)?.tensors.first()?.1.shape.clone());
         self.groups.iter().map(|(_, ids)| ids.iter().map(shape).collect()).collect()
     }
 
-    /// Returns the names of the parameters of each group. Numbered parameters get the names that
-    /// [`param_matching::match_states_to_weights`] finds in `weights`. `in_order` states whether
-    /// `weights` are in the order of the model.
+    /// Returns the names of the parameters of each group. If the file has only numbers,
+    /// [`param_matching::match_states_to_weights`] finds the names in `weights`. `in_order` states
+    /// whether `weights` are in the order of the model.
     ///
     /// # Errors
     ///
@@ -135,8 +135,8 @@ impl OptimizerStateDict {
         }
     }
 
-    /// Returns the recorded names. Fails if a name is not in `weights`, or if the weight's shape
-    /// differs from the shape of the state.
+    /// Returns the names of the parameters that the file records. Fails if a name is not in
+    /// `weights`, or if the weight's shape differs from the shape of the state.
     fn check_recorded_names(
         &self,
         names: Vec<Vec<String>>,
@@ -167,17 +167,17 @@ impl ParamId {
     }
 }
 
-/// Parses a key of `state` or an item of `params`. Returns `None` if the value is neither a
-/// non-negative integer nor text.
+/// Parses how `state` or `params` of the `state_dict` identifies a parameter. Returns `None` if the
+/// value is neither a non-negative integer nor text.
 fn parse_param_id(value: PickleView<'_>) -> Option<ParamId> {
     value.as_count().map(ParamId::Number).or_else(|| value.as_name().map(|s| ParamId::Name(s.to_owned())))
 }
 
-/// Names of the parameters of each parameter group.
+/// The names of the parameters of each parameter group.
 type GroupNames = Vec<Vec<String>>;
 
-/// Reads the optimizer file `name`, and adds its states, steps and groups to the builder. States
-/// that cannot be assigned to the builder's weights are skipped with a notice.
+/// Reads the optimizer file `name`, and adds its states, steps and parameter groups to the builder.
+/// States that cannot be assigned to the builder's weights are skipped with a notice.
 pub(crate) fn add_optimizer_file(builder: &mut ExternalCheckpointBuilder, name: &str) -> Result<()> {
     let (file, torch) = builder.add_torch_file(name, GLOBALS)?;
     let optimizer =
@@ -191,9 +191,9 @@ pub(crate) fn add_optimizer_file(builder: &mut ExternalCheckpointBuilder, name: 
     }
 }
 
-/// Assigns the names of `weights` to the parameters. If `weights` do not match the parameters,
-/// assigns the names of the equivalent model that fuses the experts of each layer. Also returns the
-/// fused experts, which are empty if the names are those of `weights`.
+/// Finds the names of the optimizer's parameters among `weights`, or else among the weights of the
+/// equivalent model that fuses the experts of each layer. Also returns the fused experts, which are
+/// empty if the names are those of `weights`.
 fn match_listed_or_fused_names(
     optimizer: &OptimizerStateDict,
     weights: &[ShapedWeight<'_>],
@@ -209,10 +209,10 @@ fn match_listed_or_fused_names(
     }
 }
 
-/// Adds the states if their number, groups, order and shapes match the weights that the reader
-/// trains. A notice reports the assignment, since the file itself does not identify the weights.
-/// Skips the states otherwise, or if the trained weights are unknown. `error` states why the states
-/// do not match all weights.
+/// Adds the optimizer states to the builder if their number, groups, order and shapes match the
+/// weights that the reader trains. A notice reports the assignment, since the file itself does not
+/// identify the weights. Skips the states otherwise, or if the trained weights are unknown. `error`
+/// states why the states do not match all weights.
 fn add_trained_states(
     builder: &mut ExternalCheckpointBuilder,
     name: &str,
@@ -281,8 +281,8 @@ fn add_states(
     Ok(())
 }
 
-/// Returns the tensors of the state `role` of `weight`, which is stored in `view`. There is one
-/// tensor, or one per stored member if the weight is fused.
+/// Returns the tensors for the optimizer state `role` of `weight`, whose elements `view` contains.
+/// There is one tensor, or one per stored member if the weight is fused.
 fn make_state_tensors(
     weight: &str,
     role: TensorRole,

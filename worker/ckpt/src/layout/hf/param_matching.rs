@@ -1,4 +1,4 @@
-//! Assigns optimizer states, which torch identifies by numbers, to the names of weights.
+//! Finds out to which weights the optimizer states belong that torch stores by number.
 //!
 //! The names follow from the order of the model's parameters, the rule by which programs form
 //! parameter groups, and the shapes. The assignment is rejected if these contradict each other, or
@@ -8,25 +8,26 @@ use crate::catalog::ShapedWeight;
 use crate::error::MatchError;
 use std::collections::HashMap;
 
-/// The shape of the state of each parameter in one group, or `None` for a parameter without a
+/// The shape of each parameter's optimizer state in one group, or `None` for a parameter without a
 /// state.
 pub(crate) type StateShapes = Vec<Option<Vec<u64>>>;
 
-/// A rule that divides weights into two parameter groups. Returns true for a weight of the first
-/// group.
+/// A rule by which a program divides weights into two parameter groups. It returns true for a
+/// weight of the first group.
 type GroupRule = fn(&ShapedWeight<'_>) -> bool;
 
-/// The rules by which programs form two parameter groups. The first group has weight decay.
+/// The rules by which programs divide weights into parameter groups with and without weight decay.
+/// The first group has weight decay.
 const RULES: [GroupRule; 2] = [is_decayed_by_name, is_matrix];
 
-/// Names of the parameters of each parameter group.
+/// The names of the parameters of each parameter group.
 type GroupNames = Vec<Vec<String>>;
 
-/// The weights of each parameter group, as one rule forms the groups.
+/// The weights of each parameter group, according to one rule.
 type Grouping<'a> = Vec<Vec<ShapedWeight<'a>>>;
 
-/// Finds the weight of each state, and returns the names of the weights by group. `in_order` states
-/// whether `weights` are in the order of the model.
+/// Finds the weight to which each optimizer state belongs, and returns the names of the weights by
+/// group. `in_order` states whether `weights` are in the order of the model.
 ///
 /// # Errors
 /// Fails if no combination of an order and a rule matches the shapes, or if several combinations
@@ -82,7 +83,7 @@ fn list_groupings(groups: usize, sequence: Vec<ShapedWeight<'_>>) -> Result<Vec<
     }
 }
 
-/// Assigns the states to the weights of `candidate`, which is one possible division of the weights
+/// Assigns the optimizer states to the weights of `candidate`, one possible division of the weights
 /// into parameter groups. Returns the names of the weights by group. If `in_order` is true, a state
 /// belongs to the weight at its position, which must have its shape. Otherwise it belongs to the
 /// only weight with its shape. Fails if the shapes do not match.
@@ -104,8 +105,9 @@ fn match_candidate(
     Ok(names)
 }
 
-/// Assigns each state to the weight at its position, and returns the names of the weights. Fails if
-/// a state has a different shape than its weight. `group` is the index of the group, for errors.
+/// Assigns each optimizer state to the weight at its position, and returns the names of the
+/// weights. Fails if a state has a different shape than its weight. `group` is the index of the
+/// group, for errors.
 fn match_by_position(
     group: usize,
     states: &StateShapes,
@@ -120,7 +122,8 @@ fn match_by_position(
     Ok(weights.iter().map(|(name, _)| (*name).to_owned()).collect())
 }
 
-/// Returns, for each state, the name of the only weight that has its shape.
+/// Assigns each optimizer state to the only weight that has its shape, and returns the names of the
+/// weights.
 ///
 /// # Errors
 /// Fails if two weights have the same shape, a state has no shape, or no weight has the shape of a
@@ -166,7 +169,7 @@ fn is_matrix((_, shape): &ShapedWeight<'_>) -> bool {
 mod tests {
     use super::*;
 
-    /// The weights of a model, sorted by name as in a file.
+    /// The weights of a model for tests, sorted by name as in a file.
     const WEIGHTS: [ShapedWeight<'static>; 4] = [
         ("lm_head.weight", &[8, 2]),
         ("model.embed_tokens.weight", &[8, 2]),
@@ -174,7 +177,8 @@ mod tests {
         ("model.norm.weight", &[2]),
     ];
 
-    /// Returns the shapes of a group in which every parameter has a state.
+    /// Returns the state shapes of a group in which every parameter has a state. `list` are the
+    /// shapes.
     fn make_state_shapes(list: &[&[u64]]) -> StateShapes {
         list.iter().map(|s| Some(s.to_vec())).collect()
     }
@@ -190,8 +194,9 @@ mod tests {
         assert_eq!(match_states_to_weights(&one, &WEIGHTS, false).expect("fits")[0][2], "model.norm.weight");
     }
 
-    /// Matches the states of a model of each family, with one group and with two groups, and checks
-    /// the names. The weights are sorted by name, and not in the order of the model.
+    /// Checks for a model of each family that optimizer states are assigned to the right weights,
+    /// with one and with two parameter groups. The weights are sorted by name, and not in the order
+    /// of the model.
     #[test]
     fn states_of_every_family_match_their_names() {
         let models: serde_json::Map<String, serde_json::Value> =

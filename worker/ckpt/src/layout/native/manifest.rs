@@ -1,5 +1,5 @@
-//! [`Manifest`]: the content of `manifest.json`, which lists the byte ranges of each tensor in the
-//! shards, a hash per block, and facts about the run.
+//! [`Manifest`]: the content of `manifest.json`, which describes a native checkpoint: tensors,
+//! files, hashes, and facts about the run.
 //!
 //! The file begins with `{"blake3":"<64 hex digits>",`. The hash covers the whole file with zeros
 //! in place of these digits, so that every flipped bit is detected. A hash is not a signature, so
@@ -21,22 +21,24 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
 
-/// Maximum size of the manifest's file in bytes. With 64 hex digits per MiB of state, this suffices
-/// for about 3 TB.
+/// Maximum size in bytes of the file `manifest.json`. With 64 hex digits per MiB of state, this
+/// suffices for about 3 TB.
 const MANIFEST_BYTES_MAX: u64 = 256 << 20;
 const FORMAT_NAME: &str = "launch checkpoint";
-/// Version of a manifest without parity, hosts and BF16, which every version of the program reads.
+/// The version number of manifests that use no later feature (parity, hosts, BF16). Every version
+/// of the program reads them.
 const BASE_VERSION: u32 = 1;
-/// Version of a manifest with parity, or with the host of each shard.
+/// The version number of manifests that list parity files or the host of each shard.
 const EXTENDED_VERSION: u32 = 2;
-/// Version of a manifest with BF16 weights. Such a manifest may also have parity and hosts.
+/// The version number of manifests with BF16 weights. Such a manifest may also have parity and
+/// hosts.
 const BF16_VERSION: u32 = 3;
-/// Maximum number of hosts of one checkpoint.
+/// Maximum number of hosts that store parts of one checkpoint.
 const HOSTS_MAX: usize = 65_536;
-/// Maximum number of shards of one checkpoint, and of parity files.
+/// Maximum number of files with tensors (shards) of one checkpoint, and also of its parity files.
 const SHARDS_MAX: usize = 65_536;
 
-/// The content of `manifest.json`.
+/// The content of `manifest.json`, which describes a native checkpoint.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Manifest {
@@ -61,15 +63,15 @@ pub(crate) struct Manifest {
     pub(crate) parity: Option<Vec<FileEntry>>,
 }
 
-/// The fields that a manifest of every version has. These fields are parsed first, to reject an
-/// unsupported format or version.
+/// The fields that a manifest of every version has, from which an unsupported format or version is
+/// recognized.
 #[derive(Deserialize)]
 struct ManifestHeader {
     format: String,
     version: u32,
 }
 
-/// The manifest's entry of a shard or of a parity file.
+/// What a manifest states about one shard or parity file: name, size and hashes.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct FileEntry {
@@ -83,7 +85,8 @@ pub(crate) struct FileEntry {
     pub(crate) host: Option<usize>,
 }
 
-/// The manifest's entry of a tensor.
+/// What a manifest states about one tensor: name, role, dtype, shape, and where its elements are
+/// stored.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct TensorEntry {
@@ -97,7 +100,8 @@ pub(crate) struct TensorEntry {
     pub(crate) pieces: Vec<PieceEntry>,
 }
 
-/// The manifest's entry of a piece: consecutive elements of a tensor in one shard.
+/// What a manifest states about a piece of a tensor: consecutive elements, and where in a shard
+/// they are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct PieceEntry {
@@ -118,7 +122,8 @@ impl PieceEntry {
         self.start..self.start.saturating_add(self.count)
     }
 
-    /// Returns the byte range of the piece in its shard, for elements of the dtype `dtype`.
+    /// Returns the range of bytes in the shard that the piece takes, if its elements have the dtype
+    /// `dtype`.
     pub(crate) fn byte_range(&self, dtype: Dtype) -> Range<u64> {
         self.offset..self.offset.saturating_add(self.count.saturating_mul(dtype.size()))
     }
@@ -136,13 +141,14 @@ impl TensorEntry {
     }
 }
 
-/// Makes the file name of a rank's shard, such as `shard-00000-of-00004.safetensors`.
+/// Returns the name of the file that stores the shard of rank `rank`, such as
+/// `shard-00000-of-00004.safetensors`.
 pub(crate) fn shard_file_name(rank: u32, world: u32) -> String {
     format!("shard-{rank:05}-of-{world:05}.safetensors")
 }
 
 impl Manifest {
-    /// Makes a manifest with the oldest version that can represent the contents. Does not check the
+    /// Creates a manifest in the oldest version that can represent the contents. Does not check the
     /// contents, and leaves the hash at zeros.
     pub(crate) fn new(
         facts: RunFacts,
@@ -176,8 +182,8 @@ impl Manifest {
         }
     }
 
-    /// Returns the manifest with the host of each shard: `host_of[r]` is the index in `hosts` of
-    /// the host that stores the shard of rank r.
+    /// Returns the manifest with the host of each shard added. `host_of[r]` is the index in `hosts`
+    /// of the host that stores the shard of rank r.
     pub(crate) fn with_hosts(mut self, hosts: Vec<StorageHost>, host_of: &[usize]) -> Manifest {
         self.hosts = hosts;
         self.version = self.compute_version();
@@ -209,7 +215,7 @@ impl Manifest {
         Ok(text)
     }
 
-    /// Serializes the manifest to JSON, with the current value of the field `blake3`.
+    /// Serializes the manifest to JSON without computing its hash, the field `blake3`.
     fn encode_unsealed(&self) -> std::result::Result<Vec<u8>, ManifestError> {
         let text = serde_json::to_vec(self)?;
         match JsonSeal::COMPACT.has_hash(&text) {
@@ -278,7 +284,8 @@ impl Manifest {
         self.files.iter().chain(self.parity.iter().flatten())
     }
 
-    /// Returns `role/name` of the tensors with bytes in the block with index `block` of a shard.
+    /// Returns the labels `role/name` of the tensors that have bytes in block number `block` of a
+    /// shard.
     pub(crate) fn tensors_in_block(&self, file: usize, block: u64) -> Vec<String> {
         let (start, end) = (block * BLOCK as u64, (block + 1) * BLOCK as u64);
         let inside = |t: &TensorEntry, e: &PieceEntry| {
@@ -323,8 +330,8 @@ impl Manifest {
         self.check_complete(&seen)
     }
 
-    /// Fails if the number of shards is wrong, or the name or the number of block hashes of a shard
-    /// is wrong.
+    /// Fails if the manifest does not list one shard per rank, or if a shard has an unexpected name
+    /// or number of block hashes.
     fn check_files(&self) -> std::result::Result<(), ManifestError> {
         if self.files.len() as u64 != u64::from(self.facts.world) {
             return Err(ManifestError::ShardCount { shards: self.files.len(), world: self.facts.world });
@@ -346,8 +353,8 @@ impl Manifest {
         Ok(())
     }
 
-    /// Fails if a host is invalid or listed twice, or if a shard has no listed host. In a manifest
-    /// without hosts, fails if a shard has a host.
+    /// Fails if a host is invalid or listed twice, or if a shard's host is not listed. In a
+    /// manifest without hosts, fails if a shard has a host.
     fn check_hosts(&self) -> std::result::Result<(), ManifestError> {
         if self.hosts.is_empty() {
             return match self.files.iter().all(|f| f.host.is_none()) {
@@ -406,9 +413,9 @@ impl Manifest {
         Ok(())
     }
 
-    /// Fails if a tensor of the model or of the optimizer state is missing or has a different shape
-    /// than in the model. Also fails if the manifest has further tensors. `found` maps each tensor
-    /// of the manifest to its shape.
+    /// Fails if the manifest lacks a tensor of the model or of the optimizer state, lists further
+    /// tensors, or states another shape than the model has. `found` maps each tensor of the
+    /// manifest to its shape.
     fn check_complete(
         &self,
         found: &HashMap<(TensorRole, &str), &[u64]>,
@@ -450,7 +457,7 @@ impl Manifest {
         }
     }
 
-    /// Lists the pieces of each shard, sorted by their byte ranges.
+    /// Lists the pieces of tensors that each shard contains, sorted by their byte ranges.
     pub(crate) fn list_pieces_by_shard(&self) -> Vec<Vec<ShardPiece<'_>>> {
         let mut shards: Vec<Vec<ShardPiece<'_>>> = self.files.iter().map(|_| Vec::new()).collect();
         for (index, tensor) in self.tensors.iter().enumerate() {
@@ -465,7 +472,7 @@ impl Manifest {
     }
 }
 
-/// A piece of a tensor in a shard.
+/// A piece of a tensor that a shard contains, with its tensor.
 #[derive(Clone, Copy)]
 pub(crate) struct ShardPiece<'m> {
     /// Index of the tensor in the manifest.
@@ -480,7 +487,7 @@ impl ShardPiece<'_> {
         self.piece.byte_range(self.tensor.dtype)
     }
 
-    /// Returns the key of the piece in the header of the shard.
+    /// Returns the name of the piece in the safetensors header of the shard.
     pub(crate) fn key(&self) -> String {
         safetensors::piece_key(self.tensor.role, &self.tensor.name, self.piece.start)
     }

@@ -1,11 +1,12 @@
-//! [`RemoteShards`]: determines which shards of a host-local checkpoint are on other hosts.
+//! [`RemoteShards`]: finds out which shards of a checkpoint are on other hosts, if the hosts do not
+//! share a checkpoint directory.
 use super::manifest::Manifest;
 use super::storage_host::StorageHost;
 use crate::codec::disk;
 use std::path::Path;
 
-/// The shards of a host-local checkpoint that other hosts store. These shards may be absent from
-/// the directory on this host.
+/// The shards of a checkpoint that are stored on other hosts, in directories that this host does
+/// not see.
 pub(crate) struct RemoteShards<'m> {
     manifest: &'m Manifest,
     /// Id of this host, or `None` if the checkpoint is not host-local or this host has no id.
@@ -13,8 +14,9 @@ pub(crate) struct RemoteShards<'m> {
 }
 
 impl<'m> RemoteShards<'m> {
-    /// Reads the id of this host from the parent directory of the checkpoint at `path`. Without an
-    /// id, every shard for which the manifest records a host counts as remote.
+    /// Reads the id of this host from the parent directory of the checkpoint at `path`, and
+    /// compares it with the manifest. Without an id, every shard for which the manifest records a
+    /// host counts as remote.
     pub(crate) fn new(path: &Path, manifest: &'m Manifest) -> Self {
         let local_id = match manifest.hosts.is_empty() {
             true => None,

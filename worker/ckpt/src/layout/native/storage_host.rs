@@ -1,19 +1,19 @@
-//! [`StorageHost`]: a host that stores shards in a checkpoint directory that only this host sees.
-//! An id in the checkpoint directory identifies the host.
+//! [`StorageHost`]: a host with a checkpoint directory that other hosts do not see, identified by
+//! an id in that directory.
 use crate::codec::disk::Directory;
 use crate::error::{ManifestError, Result};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::Path;
 
-/// Name of the file with the id of the host, in the checkpoint directory.
+/// Name of the file in a checkpoint directory that contains the id of the host.
 pub(crate) const HOST_ID_FILE: &str = ".host";
 /// Number of hex digits of a host's id.
 pub(crate) const HOST_ID_LEN: usize = 32;
 /// Maximum length of a host's name in bytes.
 pub(crate) const HOST_NAME_MAX: usize = 255;
 
-/// A host that stores shards in a checkpoint directory that other hosts don't see.
+/// A host with a checkpoint directory that other hosts do not see, and which stores shards there.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StorageHost {
@@ -24,8 +24,8 @@ pub struct StorageHost {
 }
 
 impl StorageHost {
-    /// Reads the id in the checkpoint directory `root`. Returns `None` if there is no id or an
-    /// invalid one.
+    /// Reads the id of the host from the checkpoint directory `root`. Returns `None` if there is no
+    /// id or an invalid one.
     pub(crate) fn read_id(root: &Path) -> Result<Option<String>> {
         let directory = Directory::open(root)?;
         if !directory.has_entry(HOST_ID_FILE)? {

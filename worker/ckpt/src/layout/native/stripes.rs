@@ -1,15 +1,16 @@
-//! Divides the blocks of parity data into one stripe per rank. Does no I/O.
+//! Divides parity data among the ranks: which blocks each rank's parity file contains. Does no I/O.
 use crate::codec::disk::BLOCK;
 use crate::error::ManifestError;
 use std::ops::Range;
 
-/// Makes the name of the file with a rank's parity stripe, such as `parity-00000-of-00004.bin`.
+/// Returns the name of the file with a rank's part of the parity data, such as
+/// `parity-00000-of-00004.bin`.
 pub(crate) fn parity_file_name(rank: u32, world: u32) -> String {
     format!("parity-{rank:05}-of-{world:05}.bin")
 }
 
-/// Computes the range of parity blocks that `rank` stores, and the size of this stripe in bytes.
-/// `sizes` are the sizes of all shards in bytes.
+/// Computes which blocks of the parity data `rank` stores, and the size of its parity file in
+/// bytes. `sizes` are the sizes of all shards in bytes.
 pub(crate) fn compute_stripe(sizes: &[u64], rank: u32) -> (Range<u64>, u64) {
     let block = BLOCK as u64;
     let longest = sizes.iter().copied().max().unwrap_or(0);
