@@ -62,8 +62,8 @@ const MISSING: [i64; 2] = [libc::SYS_clone3, libc::SYS_statx];
 const PR_SET_VMA: u64 = 0x5356_4d41;
 
 /// Builds the two seccomp filters of a sandbox process, which must be applied in the returned
-/// order. The process must apply both, in this order. For each system call, the kernel then takes
-/// the strictest answer. System calls that no rule allows fail with EPERM.
+/// order. For each system call, the kernel takes the strictest answer of both. System calls that no
+/// rule allows fail with EPERM.
 pub(crate) fn build_filters() -> Result<[BpfProgram; 2], BackendError> {
     let arch = TargetArch::try_from(std::env::consts::ARCH)?;
     let argument = |number, expected| {

@@ -84,14 +84,16 @@ fn build_hf_config(model: &Model, spec: &ModelSpec, eod: u32) -> Value {
     Value::Object(config)
 }
 
-/// Lists the names and shapes of all weights, in canonical order.
+/// Lists the names and shapes of all weights, in an order that does not depend on how experts are
+/// placed (canonical order).
 fn list_canonical_weight_shapes(units: &[ParamUnit]) -> Vec<WeightShape> {
     let shape = |s: &[usize]| s.iter().map(|&n| n as u64).collect();
     let params = list_tensors_in_canonical_order(units).into_iter().map(|(u, i)| &units[u].params[i]);
     params.map(|p| WeightShape { name: p.name.clone(), shape: shape(&p.shape) }).collect()
 }
 
-/// Lists the names of the frozen weights, in canonical order.
+/// Lists the names of all frozen weights, in an order that does not depend on how experts are
+/// placed (canonical order).
 fn list_frozen_names(units: &[ParamUnit]) -> Vec<String> {
     let frozen = list_tensors_in_canonical_order(units).into_iter().filter(|&(u, i)| !units[u].is_trained(i));
     frozen.map(|(u, i)| units[u].params[i].name.clone()).collect()

@@ -326,9 +326,8 @@ fn unusable_parquet_files_are_errors_with_field_and_row() {
     assert_eq!(text, (codes::DATA_FORMAT_NOT_CHAT, None, None));
 }
 
-/// Checks that a Parquet file with a changed byte gives texts or an error, and never ends the
-/// sandbox process. Each damaged file gives texts, an error or a panic, which the sandbox process
-/// converts to an error.
+/// Checks that a Parquet file with a changed byte gives texts, an error or a panic, which the
+/// sandbox process converts to an error.
 #[test]
 fn damaged_parquet_files_are_errors() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,6 +1,6 @@
 //! [`TorchWriter`]: writes files in the format of `torch.save`, a zip container with a pickle and
-//! the storages of tensors. A file is a zip container of stored (uncompressed) members, each
-//! aligned to 64 bytes, with CRC-32s in the central directory.
+//! the storages of tensors. Members are stored (uncompressed) and aligned to 64 bytes, and their
+//! CRC-32s are in the central directory.
 //!
 //! Storages are streamed to the disk. The CRC-32 and size of a member are known only after its
 //! bytes were written, and follow the bytes in a data descriptor.

@@ -1,5 +1,5 @@
-//! Checks that files which a killed conversion had completed are unchanged, so that they can be
-//! reused. Such a file is reused only if every byte is unchanged since it was written.
+//! Checks that files which a killed conversion had completed are unchanged. Such a file is reused
+//! only if every byte is unchanged since it was written.
 use crate::codec::disk::BLOCK;
 use crate::hash::{FileHasher, Hash};
 use crate::save::ShardReport;

@@ -1,6 +1,5 @@
-//! The order in which `save_pretrained` of transformers writes tensors, which a gather reproduces.
-//! A gather uses this order, so that each shard begins at the same tensor as a shard of
-//! transformers.
+//! The order in which `save_pretrained` of transformers writes tensors. A gather uses this order,
+//! so that each shard begins at the same tensor as a shard of transformers.
 //!
 //! Tensors are in the order of modules in the model's code. Models whose fused experts transformers
 //! 5 splits are an exception: all tensors are sorted by name, and matrices that were one tensor

@@ -1,5 +1,5 @@
-//! Repairs single flipped bits in torch files, which the CRC-32s of the zip members reveal. The
-//! CRC-32 of a member identifies the flipped bit.
+//! Repairs single flipped bits in torch files. The CRC-32 of a zip member identifies the flipped
+//! bit.
 use super::repair_dir::RepairDir;
 use crate::codec::disk::Directory;
 use crate::codec::zip::{self, ZipMember};

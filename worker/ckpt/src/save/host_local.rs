@@ -1,6 +1,5 @@
-//! Saves checkpoints on hosts that do not share a checkpoint directory, so that each host stores
-//! the shards of its ranks. Each host stores the shards of its ranks and a copy of the manifest,
-//! which records the host of each shard.
+//! Saves checkpoints on hosts that do not share a checkpoint directory. Each host stores the shards
+//! of its ranks and a copy of the manifest, which records the host of each shard.
 //!
 //! The commit has two phases. First, every host prepares: the host writes the manifest to its
 //! staging directory and syncs this directory. When all hosts have prepared, each host renames its
@@ -30,10 +29,9 @@ const HOST_ID_TEMP_FILE: &str = ".host-new";
 const LISTED_CHECKPOINTS_MAX: usize = 4096;
 
 impl StorageHost {
-    /// Returns the host whose checkpoint directory is `root`, with the id that is stored there. The
-    /// id is the one stored in `root`. The name is `name` without control characters, truncated if
-    /// it is long, or `unnamed` if it is empty. Creates `root` if needed, and stores a new id if
-    /// `root` has no valid id.
+    /// Returns the host whose checkpoint directory is `root`. Its id is the one stored in `root`,
+    /// which is created if it is missing or invalid. Its name is `name` without control characters,
+    /// truncated if it is long, or `unnamed` if it is empty. Creates `root` if needed.
     pub fn load_or_create(root: &Path, name: &str) -> Result<StorageHost> {
         disk::make_dirs(root)?;
         let id = match StorageHost::read_id(root)? {

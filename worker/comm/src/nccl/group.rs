@@ -44,7 +44,7 @@ impl PollBackoff {
 }
 
 /// The lock-protected state of a communicator: NCCL's handle, and the error with which it was
-/// aborted. A lock protects this state, and is held only for calls that do not wait.
+/// aborted. The lock is held only for calls that do not wait.
 struct CommunicatorState {
     /// NCCL's handle of the communicator; null after the communicator was aborted.
     comm: ncclComm_t,

@@ -63,7 +63,7 @@ fn get_micro_tile_shape(instruction_set: InstructionSet) -> (usize, usize) {
 }
 
 /// Returns how many terms of each sum a matmul adds in one pass, if a sum has `k` terms. The last
-/// block may be shorter.
+/// pass may add fewer.
 fn choose_depth_block_len(k: usize) -> usize {
     k.div_ceil(k.div_ceil(MAX_DEPTH_BLOCK))
 }

@@ -15,7 +15,7 @@ use std::{
 };
 
 /// Maximum number of copies on the GPU that are kept for inputs of one name and size. More than one
-/// slot is needed if layers alternate between inputs.
+/// copy is needed if layers alternate between inputs.
 const MAX_SLOTS_PER_INPUT: usize = 4;
 /// Number of consecutive uploads after which one more copy is kept, if each upload restores an
 /// input that the upload before has overwritten.

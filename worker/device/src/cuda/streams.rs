@@ -114,8 +114,7 @@ impl CudaEvent {
         &self.gpu
     }
 
-    /// Makes this thread's stream wait for the event, without blocking the host. The host does not
-    /// block.
+    /// Makes this thread's stream wait for the event, without blocking the host.
     pub(super) fn make_stream_wait(&self) -> Result<()> {
         let gpu = &self.gpu;
         // SAFETY: event and stream live.
