@@ -1,4 +1,4 @@
-//! [`Error`]: the reason why a rank of the training runtime ended.
+//! [`Error`]: the reason why a rank of the built-in training ended.
 use ckpt::CkptError;
 use comm::CommError;
 use device::storage::DeviceError;
@@ -17,7 +17,7 @@ pub struct Error {
     aborted: bool,
 }
 
-/// The result of an operation of the training runtime: a value or an [`Error`].
+/// The result of an operation of the built-in training: a value or an [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {

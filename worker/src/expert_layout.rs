@@ -202,9 +202,8 @@ impl SendPlan {
         }
     }
 
-    /// Returns, for each dispatched row, the index of the choice to which the row belongs. A choice
-    /// is a token with one of its experts, and choices are numbered token by token, best expert
-    /// first.
+    /// Returns for each dispatched row to which choice of the router it belongs. A choice is a
+    /// token with one of its experts, and choices are numbered token by token, best expert first.
     pub fn list_choices(&self) -> Vec<u32> {
         let mut choices = vec![0; self.choice_rows.len()];
         (0..).zip(&self.choice_rows).for_each(|(choice, &row)| choices[row as usize] = choice);
@@ -236,12 +235,12 @@ impl RecvPlan {
         RecvPlan { experts, counts }
     }
 
-    /// Returns the number of rows from all senders.
+    /// Returns the number of rows that this rank receives from all senders.
     pub fn count_rows(&self) -> usize {
         self.counts.iter().sum()
     }
 
-    /// Returns the number of ranks that send rows.
+    /// Returns the number of ranks from which this rank receives rows.
     fn count_senders(&self) -> usize {
         self.counts.len().checked_div(self.experts).unwrap_or(0)
     }
@@ -252,7 +251,7 @@ impl RecvPlan {
         self.counts.get(first..first + self.experts).map_or(0, |c| c.iter().sum())
     }
 
-    /// Returns the numbers of rows, ordered by expert, then by sender.
+    /// Returns the numbers of received rows, ordered by expert, then by sender.
     fn sort_counts_by_expert(&self) -> Vec<usize> {
         let of_expert = |e: usize| (0..self.count_senders()).map(move |s| self.counts[s * self.experts + e]);
         (0..self.experts).flat_map(of_expert).collect()

@@ -113,7 +113,7 @@ pub fn find_first_backward_layer(units: &[ParamUnit]) -> usize {
 struct NamePatterns(Vec<GlobMatcher>);
 
 impl NamePatterns {
-    /// Compiles the patterns, each of which must match one of `names`. Adds every error to
+    /// Compiles name patterns, each of which must match one of `names`. Adds every error to
     /// `mistakes`.
     fn compile_matched_patterns<'a>(
         key: &'static str,
@@ -139,7 +139,7 @@ impl NamePatterns {
         compiled
     }
 
-    /// Compiles the patterns, which may match nothing. Adds every error to `mistakes`.
+    /// Compiles name patterns, which need not match any name. Adds every error to `mistakes`.
     fn compile_patterns(key: &'static str, patterns: &[String], mistakes: &mut Vec<Diagnostic>) -> Self {
         let mut compiled = Vec::new();
         for pattern in patterns {
@@ -158,7 +158,8 @@ impl NamePatterns {
         NamePatterns(compiled)
     }
 
-    /// Returns whether a pattern matches the parameter's name or, for a tied matrix, its alias.
+    /// Returns whether one of the patterns matches the parameter's name or, for a tied matrix, its
+    /// alias.
     fn matches(&self, name: &str, ties: &[TiedWeight]) -> bool {
         self.0.iter().any(|p| matches_name_or_alias(p, name, ties))
     }

@@ -6,7 +6,7 @@
 //! without padding.
 use device::{Ops, ViewMut};
 
-/// The distribution of a parameter's initial values.
+/// How the initial values of a parameter are drawn, such as from a normal distribution.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum ParamInit {
     /// Normal with mean 0 and the given standard deviation.
@@ -239,8 +239,8 @@ impl ParamUnit {
     }
 }
 
-/// Lists every tensor as (unit, index in the unit), in an order that does not depend on the
-/// placement of experts.
+/// Lists all tensors as (unit, index in the unit), in an order that does not depend on which rank
+/// has which experts.
 ///
 /// The tensors of dense units come first, in their order, and then the tensors of the experts.
 pub fn list_tensors_in_canonical_order(units: &[ParamUnit]) -> Vec<(usize, usize)> {

@@ -111,7 +111,7 @@ impl RandomStream {
     }
 }
 
-/// Converts two random words to two independent standard normal values.
+/// Converts two random words to two independent standard normal values, by the Box–Muller method.
 fn compute_box_muller(a: u32, b: u32) -> (f64, f64) {
     let u = (f64::from(a) + 0.5) / 4_294_967_296.0;
     let angle = f64::from(b) * (std::f64::consts::TAU / 4_294_967_296.0);

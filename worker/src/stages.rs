@@ -66,7 +66,7 @@ pub struct UninitializedTrainer {
 }
 
 impl ResolvedSpec {
-    /// Completes the `train.model` and `train.lora` sections of `train`. `vocab` is the vocabulary
+    /// Completes the sections `train.model` and `train.lora` of the job. `vocab` is the vocabulary
     /// size of the tokenizer.
     pub fn new(train: &TrainSpec, vocab: u32) -> Result<Self> {
         let mut train = train.clone();
@@ -119,7 +119,7 @@ impl BuiltModel {
 }
 
 impl ShardedModel {
-    /// Allocates optimizer states for the parameters that this rank updates, and activation
+    /// Allocates the optimizer states of the parameters that this rank updates, and the activation
     /// buffers.
     pub fn create_optimizer(self) -> Result<UninitializedTrainer> {
         let ShardedModel { train, model, engine, ops, expert_layout } = self;

@@ -87,8 +87,8 @@ fn measure_rates(dir: &Path, data: &[f32], ranks: usize, rounds: usize) -> Resul
     Ok(())
 }
 
-/// Prints the best rate of each operation in GB/s. For saving and loading, also prints the median
-/// over all rounds of the ratio to the plain rate, in percent.
+/// Prints the best rate of each operation in GB/s. For saving and loading, also prints how they
+/// compare with plain writes and reads, as the median ratio over all rounds in percent.
 fn print_rates(ranks: usize, rates: &[Vec<f64>; 6]) {
     let best = |v: &[f64]| v.iter().copied().fold(0.0, f64::max);
     let median_share = |ours: &[f64], plain: &[f64]| {

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 type Error = Box<dyn std::error::Error + Send + Sync>;
-/// Maximum number of elements per read request.
+/// Maximum number of elements that are read with one request.
 const REQUEST_ELEMENTS: usize = 4 << 20;
 
 fn main() -> Result<(), Error> {

@@ -128,8 +128,8 @@ fn compute_crc_of_zeros(mut count: u64) -> Hasher {
     crc
 }
 
-/// Writes a torch file: a zip of uncompressed members with 64-bit sizes and offsets. Zeros of the
-/// storages become holes of the file.
+/// Writes a file in the format of `torch.save`: a zip of uncompressed members with 64-bit sizes and
+/// offsets. Zeros of the storages become holes of the file.
 fn write_torch_file(path: &Path, root: &str, pickle: &[u8], storages: Vec<SparseStorage>) -> io::Result<()> {
     let file = File::create_new(path)?;
     let (mut at, mut directory, mut count) = (0u64, Vec::new(), 0u64);

@@ -38,7 +38,7 @@ pub struct DiffOptions {
     pub weights_only: bool,
 }
 
-/// The differences between two checkpoints `a` and `b`.
+/// The differences that were found between two checkpoints `a` and `b`.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct DiffReport {
     /// Path of the first checkpoint.
@@ -323,8 +323,8 @@ fn divide_into_windows(pairs: &[TensorPair]) -> Vec<Vec<PairSpan>> {
     windows
 }
 
-/// Compares the elements of all pairs in several threads. Returns the statistics of each pair, in
-/// the order of `pairs`.
+/// Compares the elements of all pairs of tensors in several threads. Returns the statistics of each
+/// pair, in the order of `pairs`.
 fn compare_elements(
     a: &dyn TensorSource,
     b: &dyn TensorSource,
@@ -351,8 +351,8 @@ fn compare_elements(
     Ok(totals)
 }
 
-/// Reads the elements of `spans` from both checkpoints into `buffers`, and compares the buffers.
-/// Returns for each span the index of its tensor pair and the statistics of the differences.
+/// Reads the element ranges `spans` from both checkpoints into `buffers`, and compares them.
+/// Returns for each range the index of its tensor pair and the statistics of the differences.
 fn compare_window(
     a: &dyn TensorSource,
     b: &dyn TensorSource,

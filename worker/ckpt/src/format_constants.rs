@@ -26,7 +26,8 @@ pub(crate) const PICKLE_DEPTH_MAX: u32 = 128;
 pub(crate) const TENSORS_MAX: usize = 1 << 19;
 /// Limit on the length of a name in a pickle, in bytes. Names of tensors have a lower limit.
 pub(crate) const NAME_BYTES_MAX: usize = 4096;
-/// Limit on the number of values in the hyper-parameters of all parameter groups of a checkpoint.
+/// Limit on the number of JSON values in the hyper-parameters of all parameter groups of a
+/// checkpoint.
 pub(crate) const HYPER_VALUES_MAX: usize = 1 << 20;
 /// Number of 32-bit words in the state of a Mersenne Twister (MT19937) random generator.
 pub(crate) const TWISTER_WORDS: usize = 624;

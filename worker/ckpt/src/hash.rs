@@ -3,7 +3,7 @@
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::fmt;
 
-/// A BLAKE3 hash of 32 bytes, with which blocks, manifests and names are verified.
+/// A BLAKE3 hash of 32 bytes, with which the content of checkpoint files is verified.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Hash(pub [u8; 32]);
 

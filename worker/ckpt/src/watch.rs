@@ -95,7 +95,7 @@ impl CheckpointWatch {
         self.states.values().all(|state| state.reported) && self.root.is_dir()
     }
 
-    /// Polls the watched directory once, at the time `now`. Returns a report for each subdirectory
+    /// Checks the watched directory once, at the time `now`. Returns a report for each subdirectory
     /// whose status is known and was not reported since its files last changed, oldest step first.
     ///
     /// # Errors

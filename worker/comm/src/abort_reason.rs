@@ -114,8 +114,8 @@ impl AbortReason {
         }
     }
 
-    /// Encodes the reason for transmission to peers, in at most `limit` bytes. A text that does not
-    /// fit is cut at a character boundary.
+    /// Encodes this reason in at most `limit` bytes, in which it is sent to the peers. A text that
+    /// does not fit is cut at a character boundary.
     ///
     /// `limit` must be at least [`FIXED_BYTES`].
     pub(crate) fn encode(&self, limit: usize) -> Vec<u8> {

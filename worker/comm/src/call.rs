@@ -15,7 +15,8 @@ pub(crate) struct GroupPosition {
     pub(crate) world: usize,
 }
 
-/// The length and the element size of a buffer, for collectives that accept any element type.
+/// The length (in elements) and the element size (in bytes) of a buffer that a caller passes to a
+/// collective.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BufferShape {
     /// Number of elements in the buffer.
@@ -30,7 +31,7 @@ impl BufferShape {
         BufferShape { len: view.len(), element_bytes: view.dtype().size() }
     }
 
-    /// Returns the length of a buffer of `bytes` bytes whose elements are single bytes.
+    /// Returns the shape of a buffer of `bytes` bytes whose elements are single bytes.
     pub(crate) fn from_bytes(bytes: &[u8]) -> Self {
         BufferShape { len: bytes.len(), element_bytes: 1 }
     }
@@ -81,8 +82,9 @@ impl CollectiveCall {
         CollectiveCall { number, ..self }
     }
 
-    /// Describes an all-gather for comparison with the peers' calls. Fails, with the name of the
-    /// argument, if a buffer's length or element size does not fit `counts` and the other buffer.
+    /// Summarizes a call of all-gather for comparison with the peers' calls. Fails, with the name
+    /// of the argument, if a buffer's length or element size does not fit `counts` and the other
+    /// buffer.
     pub(crate) fn describe_all_gather(
         position: GroupPosition,
         recv: BufferShape,
@@ -98,8 +100,8 @@ impl CollectiveCall {
         Ok(call.with_element_size(recv.element_bytes))
     }
 
-    /// Describes an ordered reduce-scatter for comparison with the peers' calls. Fails if the
-    /// length of a partial vector is not the sum of `counts`.
+    /// Summarizes a call of the ordered reduce-scatter for comparison with the peers' calls. Fails
+    /// if the length of one of the vectors is not the sum of `counts`.
     pub(crate) fn describe_reduce_scatter_ordered(
         position: GroupPosition,
         partial_lens: impl Iterator<Item = usize>,
@@ -113,8 +115,8 @@ impl CollectiveCall {
         Ok(CollectiveCall::new(kind, total, counts.iter().copied()))
     }
 
-    /// Describes a reduce-scatter for comparison with the peers' calls. Fails if a buffer's length
-    /// does not fit `counts`.
+    /// Summarizes a call of reduce-scatter for comparison with the peers' calls. Fails if a
+    /// buffer's length does not fit `counts`.
     pub(crate) fn describe_reduce_scatter(
         position: GroupPosition,
         recv_len: usize,
@@ -128,13 +130,13 @@ impl CollectiveCall {
         Ok(CollectiveCall::new(kind, total, counts.iter().copied()))
     }
 
-    /// Describes an all-reduce of `len` elements for comparison with the peers' calls.
+    /// Summarizes a call of all-reduce on `len` elements, for comparison with the peers' calls.
     pub(crate) fn describe_all_reduce(len: usize) -> Self {
         CollectiveCall::new(CollectiveKind::AllReduce, len, [])
     }
 
-    /// Describes a broadcast of `len` elements from rank `root` for comparison with the peers'
-    /// calls. Fails if the group has no rank `root`.
+    /// Summarizes a call of broadcast of `len` elements from rank `root`, for comparison with the
+    /// peers' calls. Fails if the group has no rank `root`.
     pub(crate) fn describe_broadcast(position: GroupPosition, len: usize, root: usize) -> Result<Self> {
         let (collective, world) = (CollectiveKind::Broadcast, position.world);
         if root >= world {
@@ -143,8 +145,9 @@ impl CollectiveCall {
         Ok(CollectiveCall::new(collective, len, [root]))
     }
 
-    /// Describes an all-to-all for comparison with the peers' calls. Fails, with the name of the
-    /// argument, if a buffer does not fit its counts or if this rank's counts for itself differ.
+    /// Summarizes a call of all-to-all for comparison with the peers' calls. Fails, with the name
+    /// of the argument, if a buffer does not fit its counts or if this rank's counts for itself
+    /// differ.
     pub(crate) fn describe_all_to_all(
         position: GroupPosition,
         recv: BufferShape,
@@ -165,8 +168,8 @@ impl CollectiveCall {
         Ok(CollectiveCall::new(kind, 0, []).with_element_size(recv.element_bytes))
     }
 
-    /// Describes an all-gather in which this rank passes `len` bytes, for comparison with the
-    /// peers' calls. Fails if `len` exceeds [`crate::MAX_GATHER_BYTES`].
+    /// Summarizes a call of all-gather in which this rank passes `len` bytes, for comparison with
+    /// the peers' calls. Fails if `len` exceeds [`crate::MAX_GATHER_BYTES`].
     pub(crate) fn describe_all_gather_bytes(len: usize) -> Result<Self> {
         let (collective, limit) = (CollectiveKind::AllGatherBytes, crate::MAX_GATHER_BYTES);
         if len > limit {
@@ -175,8 +178,8 @@ impl CollectiveCall {
         Ok(CollectiveCall::new(collective, 0, []))
     }
 
-    /// Describes the allocation of a shared window for comparison with the peers' calls. Fails if
-    /// `counts` does not have one entry per rank or if the sum overflows.
+    /// Summarizes a call that allocates a shared window, for comparison with the peers' calls.
+    /// Fails if `counts` does not have one entry per rank or if the sum overflows.
     pub(crate) fn describe_shared_window(
         position: GroupPosition,
         counts: &[usize],
@@ -187,7 +190,7 @@ impl CollectiveCall {
         Ok(CollectiveCall::new(kind, total, counts.iter().copied()).with_element_size(element_bytes))
     }
 
-    /// Describes a barrier for comparison with the peers' calls. A barrier has no arguments.
+    /// Summarizes a call of barrier, which has no arguments, for comparison with the peers' calls.
     pub(crate) fn describe_barrier() -> Self {
         CollectiveCall::new(CollectiveKind::Barrier, 0, [])
     }
@@ -198,8 +201,8 @@ impl CollectiveCall {
         [self.number << 8 | self.kind as u64, self.elements, self.digest]
     }
 
-    /// Compares this call with the call of rank `peer`, encoded as `peer_words`. `rank` is the rank
-    /// that made this call. Fails if the calls differ.
+    /// Fails if this call of rank `rank` differs from the call of rank `peer`, whose summary is
+    /// encoded as `peer_words`.
     pub(crate) fn check_peer_call(
         &self,
         rank: usize,
@@ -257,8 +260,8 @@ pub(crate) fn check_transfer_lengths(
     Err(CallMismatch::Transfer { from, to, sent, expected, unit: TransferUnit::Elements })
 }
 
-/// Computes the index of the first element of each rank's part: the exclusive prefix sums of
-/// `counts`.
+/// Returns for each rank the index of the first element of its part, if rank r's part has
+/// `counts[r]` elements (exclusive prefix sums).
 pub(crate) fn compute_offsets(counts: &[usize]) -> Vec<usize> {
     counts
         .iter()
@@ -270,8 +273,7 @@ pub(crate) fn compute_offsets(counts: &[usize]) -> Vec<usize> {
         .collect()
 }
 
-/// Computes the index ranges of parts with the lengths `lens`, which are stored one after the
-/// other.
+/// Returns the index ranges of consecutive parts that have the lengths `lens`.
 pub(crate) fn compute_consecutive_ranges(lens: &[usize]) -> Vec<Range<usize>> {
     compute_offsets(lens).into_iter().zip(lens).map(|(start, n)| start..start + n).collect()
 }

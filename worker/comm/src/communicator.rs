@@ -13,7 +13,7 @@ use device::{Dtype, View, ViewMut};
 /// of 4 bytes, the alignment of `f32`, and not of more.
 pub type PartialSink<'a> = dyn FnMut(usize, usize, View<'_>) + 'a;
 
-/// The communicator of one rank: its handle to the collectives of a group.
+/// The communicator of one rank, through which the rank calls the collectives of its group.
 ///
 /// In every collective, `counts[r]` is the number of elements of rank r's part. Parts may be empty
 /// and unequal. All ranks must pass the same `counts`. Sums and broadcasts accept `f32` elements
@@ -24,7 +24,7 @@ pub trait Comm: Send + Sync {
     /// Returns the number of ranks in the group.
     fn world(&self) -> usize;
 
-    /// Concatenates the `send` buffers of all ranks in `recv`, in rank order.
+    /// Stores the `send` buffers of all ranks one after another in `recv`, in rank order.
     ///
     /// `send` must have `counts[rank]` elements, and `recv` must have `Σ counts` elements. The
     /// elements may have any type, but must have the same type on all ranks.

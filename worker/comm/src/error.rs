@@ -116,11 +116,11 @@ pub enum CommError {
     Nccl(Box<NcclError>),
 }
 
-/// Result of a collective: a value, or a [`CommError`].
+/// The result of a collective: a value, or a [`CommError`].
 pub type Result<T> = std::result::Result<T, CommError>;
 
 impl CommError {
-    /// Returns the stable error code of this error.
+    /// Returns the stable code of this error, which `launch explain` documents.
     pub fn code(&self) -> Code {
         match self {
             CommError::Aborted(reason) => reason.code(),

@@ -106,7 +106,7 @@ pub enum SharedMemoryError {
     },
 }
 
-/// A failed attempt to connect to a peer. The next attempt may succeed.
+/// A failed attempt to connect to a peer, which may be repeated. The next attempt may succeed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("rank {peer}{}: {error}", address.map_or_else(String::new, |a| format!(" at {a}")))]
 pub struct ConnectFailure {

@@ -71,7 +71,7 @@ pub enum NcclError {
 pub type Result<T> = std::result::Result<T, NcclError>;
 
 impl NcclError {
-    /// Returns the stable error code of this error.
+    /// Returns the stable code of this error, which `launch explain` documents.
     pub fn code(&self) -> Code {
         match self {
             NcclError::LibraryNotFound { .. } => codes::NCCL_LIBRARY_MISSING,

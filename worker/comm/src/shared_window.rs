@@ -5,8 +5,8 @@ use std::{ops::Range, ptr::NonNull, sync::Arc};
 
 /// The memory of a shared window, which stays mapped as long as this object exists.
 pub(crate) trait WindowMemory: Send + Sync {
-    /// Unmaps from this process the pages that are inside the byte range `bytes` of the window.
-    /// Their contents stay, and the next access maps them again.
+    /// Unmaps whole pages of the byte range `bytes` of the window from this process. Their contents
+    /// stay, and the next access maps them again.
     fn release_pages(&self, bytes: Range<usize>);
 }
 

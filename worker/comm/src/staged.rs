@@ -69,7 +69,7 @@ impl StagedComm {
         &self.inner
     }
 
-    /// Locks the staging buffers for the duration of one collective.
+    /// Locks the buffers in host memory for the duration of one collective.
     fn lock_buffers(&self) -> MutexGuard<'_, StagingBuffers> {
         // no code reads the contents that a panic may have left in the buffers
         self.buffers.lock().unwrap_or_else(PoisonError::into_inner)

@@ -68,7 +68,7 @@ fn main() {
     }
 }
 
-/// Measures memcpy, 32 MiB at a time, and returns the bytes copied per second.
+/// Measures memcpy, 32 MiB at a time. Returns the number of bytes copied per second.
 fn measure_memcpy() -> f64 {
     let (a, mut b) = (make_random_buf(8 << 20), Buf::zeroed(8 << 20));
     let seconds = measure_fastest_run(|| b.host_mut().copy_from_slice(a.host()));
@@ -469,7 +469,7 @@ impl OpsBench<'_> {
         }
     }
 
-    /// Measures attention with and without grouped heads.
+    /// Measures attention with as many key heads as query heads, and with fewer (grouped).
     fn bench_attention(&self) {
         let (cpu, m) = (self.cpu, self.m);
         for kv_heads in [HEADS, 2] {

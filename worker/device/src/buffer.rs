@@ -1,5 +1,5 @@
-//! [`Buf`], an owned buffer of a device, and [`View`] and [`ViewMut`], the ranges of buffers that
-//! ops read and write.
+//! [`Buf`], a buffer in host or GPU memory, and [`View`] and [`ViewMut`], the ranges of buffers
+//! that ops read and write.
 //!
 //! A view is an address, a length, an element type and a lifetime. The same op signatures therefore
 //! serve host and device memory in every precision. On the host a view of `f32` is a slice:
@@ -115,7 +115,7 @@ macro_rules! describe_elements {
 
 describe_elements!(Buf, View<'_>, ViewMut<'_>);
 
-/// An owned buffer, on the host (aligned to [`BUFFER_ALIGNMENT`]) or in GPU memory.
+/// A buffer with its memory, either on the host (aligned to [`BUFFER_ALIGNMENT`]) or on a GPU.
 pub struct Buf {
     elements: ElementRange,
     /// The owner that frees the memory; `None` if the Rust allocator allocated it.

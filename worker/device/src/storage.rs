@@ -15,7 +15,8 @@ use std::{any::Any, fmt, ops::Range, sync::Arc, time::Duration};
 /// caller must check the status before it saves, sends or prints a result, and before a result
 /// decides what it does next.
 pub trait Storage: Send + Sync {
-    /// Returns true if the backend computes in the host's memory.
+    /// Returns true if the backend computes in host memory, so that no copies to a device are
+    /// needed.
     fn is_host(&self) -> bool;
     /// Fails with the first failure of this backend, if one of its calls has failed.
     fn status(&self) -> Result<(), DeviceError> {
@@ -86,7 +87,7 @@ pub trait Storage: Send + Sync {
         self.copy(to, from);
         Event::default()
     }
-    /// Starts a copy of each view of `from` to the host buffer with the same index in `to`, which
+    /// Starts a copy of each view in `from` to the host buffer with the same index in `to`, which
     /// must have the same type and length. The returned value owns the buffers while the copies
     /// run. The views `from` must not be written or freed before the copies are complete, as in
     /// [`Storage::copy_async`].
@@ -222,12 +223,12 @@ impl fmt::Display for BackendNotice {
     }
 }
 
-/// A point in a stream's work. Other streams and the host can wait until the stream reaches it. The
-/// default event is always reached.
+/// A point in the work of a stream, for which other streams and the host can wait. The default
+/// event is always reached.
 #[derive(Clone, Default)]
 pub struct Event(Option<Arc<dyn BackendEvent>>);
 
-/// Backend-specific implementation of [`Event`].
+/// The implementation of [`Event`] for one backend.
 pub(crate) trait BackendEvent: Send + Sync {
     /// Makes this thread's stream wait for the event before the stream's next work. The host does
     /// not block.
@@ -270,7 +271,7 @@ pub struct Download {
 }
 
 impl Download {
-    /// Returns the event that is reached when all copies are complete.
+    /// Returns the event that the stream reaches when all copies are complete.
     pub fn done_event(&self) -> Event {
         self.done.clone()
     }

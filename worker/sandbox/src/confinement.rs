@@ -30,13 +30,14 @@ impl Confinement {
         facilities.into_iter().filter(|(present, _)| !present).map(|(_, name)| name).collect()
     }
 
-    /// Encodes the facilities as one byte, with which the sandbox process reports them to its
-    /// caller.
+    /// Encodes which kernel facilities confine the process as one byte, with which the sandbox
+    /// process reports them to its caller.
     pub(crate) fn to_byte(self) -> u8 {
         u8::from(self.landlock) | u8::from(self.seccomp) << 1
     }
 
-    /// Decodes the facilities from the byte that a sandbox process reported. Ignores unknown bits.
+    /// Decodes which kernel facilities confine a sandbox process from the byte that it reported.
+    /// Ignores unknown bits.
     pub(crate) fn from_byte(byte: u8) -> Self {
         Confinement { landlock: byte & 1 != 0, seccomp: byte & 2 != 0 }
     }
@@ -91,7 +92,7 @@ fn find_status_bytes(status: &str, field: &str) -> io::Result<u64> {
     kibibytes.map(|kibibytes| kibibytes << 10).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
-/// Sets the memory and CPU time that this process may use for each request.
+/// Sets the memory and the CPU time that the sandbox process may use for each request.
 pub(crate) struct RequestLimiter {
     /// Memory that the process needs without a request, stacks included, in bytes.
     idle_bytes: u64,

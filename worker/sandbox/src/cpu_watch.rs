@@ -58,7 +58,7 @@ impl Drop for Registration {
     }
 }
 
-/// Blocks until some work needs more CPU time than its limit, and passes the limit to `report`
+/// Blocks until some work exceeds its limit of CPU time, and then calls `report` with the limit
 /// while the work is still registered. `report` must end the process.
 pub(crate) fn watch_cpu_time(report: impl Fn(Duration) -> std::convert::Infallible) {
     loop {

@@ -4,10 +4,10 @@ use std::time::Duration;
 /// Stack size in bytes of each thread of a sandbox process that interprets files. Deeper recursion
 /// ends the process.
 pub const STACK_BYTES: usize = 4 << 20;
-/// Stack size in bytes of each service thread of a sandbox process. Service threads read requests
-/// and check limits, but do not interpret files.
+/// Stack size in bytes of each service thread of a sandbox process. Such threads read requests and
+/// check limits, but do not interpret files.
 pub(crate) const SERVICE_STACK_BYTES: usize = 512 << 10;
-/// Total size in bytes of the stacks of all service threads.
+/// Total size in bytes of the stacks of a sandbox process's service threads.
 pub(crate) const SERVICE_STACKS_BYTES: u64 = 4 * SERVICE_STACK_BYTES as u64;
 /// Address space in bytes that a memory allocator may reserve for each thread without using it.
 pub(crate) const ARENA_BYTES: u64 = 128 << 20;

@@ -36,7 +36,8 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval between two checks of whether a sandbox process has ended.
 const END_POLL_INTERVAL: Duration = Duration::from_millis(5);
-/// The limits that apply while the sandbox process starts, before it interprets any file.
+/// The limits of CPU time, memory and reply size while a sandbox process starts, before it
+/// interprets any file.
 const START_LIMITS: RequestLimits =
     RequestLimits { cpu: Duration::from_secs(10), memory_bytes: 0, reply_bytes: 1 };
 
@@ -230,7 +231,7 @@ impl SandboxProcess {
         Ok(())
     }
 
-    /// Returns the process id of the sandbox process.
+    /// Returns the process id of this sandbox process.
     #[cfg(test)]
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()

@@ -47,7 +47,7 @@ static LAST_PANIC: Mutex<String> = Mutex::new(String::new());
 /// begins. An error of the request names the last reported step.
 pub type ReportStep<'a> = dyn FnMut(u64) + 'a;
 
-/// Interprets requests in the sandbox process.
+/// The code that interprets requests in a sandbox process.
 pub trait RequestHandler {
     /// Interprets the request `request` and returns the reply. `file` is the file that came with
     /// the request. A panic becomes an error of the caller, and the handler then gets the next
@@ -190,7 +190,7 @@ fn receive_with_file(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usiz
     Ok((message.bytes, file))
 }
 
-/// Answers requests in order until the socket is closed.
+/// Answers requests in the order of their arrival, until the socket is closed.
 fn answer_requests(
     socket: &UnixStream,
     requests: &Receiver<Request>,

@@ -104,7 +104,7 @@ fn recurse(depth: usize) -> usize {
 const LIMITS: RequestLimits =
     RequestLimits { cpu: Duration::from_secs(2), memory_bytes: 64 << 20, reply_bytes: 1 << 20 };
 
-/// Starts this test program as a sandbox process that runs [`run_sandbox`].
+/// Starts the executable of these tests as a sandbox process that runs [`run_sandbox`].
 fn start_sandbox() -> SandboxProcess {
     let command = SandboxCommand {
         program: std::env::current_exe().unwrap().into(),

@@ -23,7 +23,7 @@ use std::{
     sync::RwLockReadGuard,
 };
 
-/// Builds the description of the model that a checkpoint stores. `eod` is the id of the
+/// Describes the model for the checkpoints that store its weights. `eod` is the id of the
 /// end-of-document token.
 pub fn build_checkpoint_model_spec(
     model: &Model,
@@ -116,7 +116,7 @@ pub fn find_params_without_state(
     params.filter(lacks).map(|p| p.name.clone()).collect()
 }
 
-/// A range of a tensor that this rank owns, with its values.
+/// A range of a weight or optimizer state that this rank owns, with its values.
 pub struct OwnedRange<'a> {
     /// The tensor's name.
     pub name: &'a str,
@@ -324,7 +324,7 @@ impl<'a> HostValues<'a> {
         }
     }
 
-    /// Returns the values as `f32` in host memory.
+    /// Returns the elements as `f32` in host memory, to read and change.
     fn values(&mut self) -> &mut [f32] {
         match self {
             HostValues::InPlace(values) => values,

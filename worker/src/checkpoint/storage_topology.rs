@@ -15,7 +15,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The size of a probe file in bytes.
+/// The size in bytes of a probe file, which shows that two ranks see the same directory.
 const NONCE_BYTES: usize = 32;
 
 /// A probe file, which one rank of a host writes into the checkpoint directory: its name and
@@ -53,7 +53,7 @@ impl StorageTopology {
         StorageTopology { leaders: vec![0; world], hosts: Vec::new() }
     }
 
-    /// Returns whether all ranks see one directory.
+    /// Returns whether all ranks see the same checkpoint directory.
     pub fn is_shared(&self) -> bool {
         self.hosts.is_empty()
     }
@@ -88,8 +88,8 @@ impl StorageTopology {
         by_rank.filter(|(rank, leader)| rank == *leader).map(|(rank, _)| rank).collect()
     }
 
-    /// Computes how many of the `total` bytes that all ranks write are written to the directory of
-    /// `rank`.
+    /// Returns how many of the `total` bytes of a checkpoint are written to the directory that
+    /// `rank` sees.
     pub fn compute_bytes_share(&self, rank: usize, total: u64) -> u64 {
         let leader = self.find_directory_leader(rank);
         let ranks = self.leaders.iter().filter(|k| **k == leader).count() as u64;

@@ -7,19 +7,19 @@
 use super::tokenizer_files::{TOKENIZER_CONFIG_FILE, TOKENIZER_FILE};
 use serde_json::json;
 
-/// Vocabulary size of the byte tokenizer: 256 byte values and [`EOD_TOKEN`].
+/// The number of tokens of the byte tokenizer: 256 byte values and [`EOD_TOKEN`].
 pub(crate) const VOCAB_SIZE: u32 = 257;
 /// The id of the byte tokenizer's end-of-document token.
 pub(crate) const EOD_TOKEN: u32 = 256;
 /// The text that represents the byte tokenizer's end-of-document token.
 pub(crate) const EOD_TOKEN_TEXT: &str = "<|endoftext|>";
 
-/// Returns the tokens of a text, which are its bytes.
+/// Converts a text to tokens, which are its bytes.
 pub(crate) fn encode(text: &str) -> impl Iterator<Item = u32> {
     text.bytes().map(u32::from)
 }
 
-/// Converts tokens to text. Omits tokens that are not bytes.
+/// Converts tokens of the byte tokenizer to text. Omits tokens that are not bytes.
 pub(crate) fn decode(tokens: &[u32]) -> String {
     let bytes: Vec<u8> = tokens.iter().filter_map(|token| u8::try_from(*token).ok()).collect();
     String::from_utf8_lossy(&bytes).into_owned()

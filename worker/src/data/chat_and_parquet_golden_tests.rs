@@ -168,8 +168,8 @@ fn a_template_that_changes_earlier_messages_is_ambiguous() {
     assert!(template.render_chat(&chat, LossTargets::All).is_ok());
 }
 
-/// Renders a chat with these messages, a JSON text, and returns the error. Panics if the chat can
-/// be rendered.
+/// Renders a chat with the messages `messages`, a JSON text, and returns the error. Panics if the
+/// chat can be rendered.
 fn expect_chat_problem(messages: &str) -> ChatProblem {
     let messages = serde_json::from_str(messages).unwrap();
     let template = compile_template(&read_golden_cases()[0].template);

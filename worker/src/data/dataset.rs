@@ -246,8 +246,8 @@ pub(super) fn open_chat_template(
     }
 }
 
-/// Returns the data source of the eval files, with the format of the training sources. Fails if the
-/// formats of the training sources differ.
+/// Returns a data source with the files `files` for evaluation, in the format of the training
+/// sources. Fails if the formats of the training sources differ.
 pub(super) fn create_eval_source(spec: &DataSpec, files: &[String]) -> Result<DataSource, DataError> {
     let format = |s: &DataSource| (s.format, s.field.clone(), s.loss_on);
     let first = &spec.sources[0];

@@ -42,7 +42,8 @@ pub(crate) struct RecordReadOptions<'a> {
     pub(crate) chat_template: Option<&'a ChatTemplate>,
 }
 
-/// A part of a document, or its end. A file is read as a sequence of parts.
+/// A part of a document that was read from a file, or the end of a document. A file is read as a
+/// sequence of parts.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum DocumentPart {
     /// Text of the current document, never empty.
@@ -207,7 +208,7 @@ pub(crate) fn hash_file(file: &File) -> io::Result<blake3::Hash> {
     }
 }
 
-/// A reader that hashes all bytes that are read from the inner reader.
+/// A reader that computes the hash of everything that is read from another reader.
 struct HashingReader<R> {
     inner: R,
     hasher: blake3::Hasher,

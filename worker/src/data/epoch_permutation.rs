@@ -5,7 +5,7 @@
 //! number of workers and after any number of resumes.
 use crate::rng::{Purpose, RandomStream};
 
-/// Largest number of samples of a data source.
+/// Largest number of samples that a data source may have.
 const MAX_SAMPLES: u64 = 1 << 48;
 
 /// Number of rounds of the Feistel network that shuffles sample numbers. Four rounds give a
@@ -42,7 +42,7 @@ impl EpochPermutation {
         EpochPermutation { samples, half_bits: bits.div_ceil(2), stream }
     }
 
-    /// Returns the number of samples in an epoch.
+    /// Returns the number of samples in one epoch of the data source.
     pub(crate) fn epoch_len(&self) -> u64 {
         self.samples
     }
@@ -78,7 +78,7 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::HashSet;
 
-    /// Returns the samples of epoch `e` in order.
+    /// Returns the samples of epoch `e` in the order in which they are read.
     fn list_epoch_samples(order: &EpochPermutation, e: u64) -> Vec<u64> {
         let n = order.epoch_len();
         (0..n)

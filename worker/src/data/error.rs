@@ -253,7 +253,7 @@ impl DataError {
         DataError::CacheUnusable { path: path.to_path_buf(), operation, source }
     }
 
-    /// Returns whether the sandbox process failed or did not start.
+    /// Returns whether the error is that the sandbox process failed or did not start.
     pub(crate) fn is_of_sandbox(&self) -> bool {
         matches!(self, DataError::Uninterpretable(_) | DataError::SandboxUnavailable { .. })
     }
@@ -288,8 +288,8 @@ impl DataError {
         }
     }
 
-    /// Returns a diagnostic with the code and the subject of the error. A problem of a record or of
-    /// a file adds its fields and its help.
+    /// Returns a diagnostic with the code and the subject of this error. A problem of a record or
+    /// of a file adds its fields and its help.
     fn classify(&self) -> Diagnostic {
         let (code, key) = match self {
             DataError::InvalidParquet { problem, .. } => {

@@ -181,8 +181,8 @@ struct PatternSearch<'a> {
 }
 
 impl PatternSearch<'_> {
-    /// Searches `directory` for files that match `parts[at..]`. Ignores a path that is no
-    /// directory, and a directory that was entered with this part before.
+    /// Searches `directory` for files that match the parts `parts[at..]` of the pattern. Ignores a
+    /// path that is no directory, and a directory that was searched for this part before.
     fn search_directory(&mut self, directory: &Path, at: usize) -> Result<(), DataError> {
         let Some(meta) = read_metadata(directory)?.filter(fs::Metadata::is_dir) else { return Ok(()) };
         if !self.entered.insert((meta.dev(), meta.ino(), at)) {

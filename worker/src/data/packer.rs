@@ -95,7 +95,8 @@ impl Packer {
         }
     }
 
-    /// Counts the inputs of sample `s` that have a label other than [`IGNORE_INDEX`].
+    /// Counts the inputs of sample `s` that count for the loss, which have a label other than
+    /// [`IGNORE_INDEX`].
     pub(crate) fn count_targets(&self, stream: &impl TokenStream, s: u64) -> u64 {
         if stream.has_loss_mask() {
             let [mut tokens, mut labels, mut starts] = [0; 3].map(|_| vec![0; self.seq_len as usize]);
@@ -239,7 +240,7 @@ mod tests {
     /// starts.
     type SampleVectors = [Vec<u32>; 3];
 
-    /// Returns tokens, labels and starts of sample `s` of a stream.
+    /// Returns the tokens, labels and starts of sample `s` of a stream, as vectors.
     fn read_sample(packer: &Packer, stream: &MemoryStream, s: u64) -> SampleVectors {
         let n = packer.seq_len as usize;
         let [mut tokens, mut labels, mut starts] = [0; 3].map(|_| vec![7_777_777; n]);

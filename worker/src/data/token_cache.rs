@@ -24,12 +24,13 @@ use std::{
     path::Path,
 };
 
-/// The first bytes of a token cache file.
+/// The first bytes of a token cache file, which identify its format.
 const MAGIC: [u8; 8] = *b"LNCHTOKS";
 /// The version of the file format of token caches, which also counts changes in how documents are
 /// split and tokenized. The key of every cache depends on the version.
 pub(crate) const FORMAT_VERSION: u32 = 2;
-/// The bit that marks a token as not counting for the loss. Only set in streams with a loss mask.
+/// The bit of a stored token that is set if the token does not count for the loss. Only set in
+/// streams with a loss mask.
 pub(crate) const NO_LOSS_BIT: u32 = 1 << 31;
 /// Size of a token cache's header, in bytes.
 const HEADER_BYTES: usize = 256;
@@ -59,7 +60,7 @@ pub(crate) struct TokenCacheHeader {
 }
 
 impl TokenCacheHeader {
-    /// Encodes the header, with its digest at the end.
+    /// Encodes the header of a token cache, which ends with the header's digest.
     fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut out = MAGIC.to_vec();
         for word in [FORMAT_VERSION, self.token_width_bytes() as u32, self.vocab_size, self.eod] {
@@ -78,7 +79,7 @@ impl TokenCacheHeader {
         bytes
     }
 
-    /// Decodes a header, and checks its version, digest and consistency.
+    /// Decodes the header of a token cache, and checks its version, digest and consistency.
     fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, CacheDamage> {
         if bytes[..8] != MAGIC {
             return Err(CacheDamage::NotATokenCache);
@@ -106,7 +107,7 @@ impl TokenCacheHeader {
         Ok(header)
     }
 
-    /// Returns the size of a stored token, 2 or 4 bytes.
+    /// Returns the size of a token in the cache file, 2 or 4 bytes.
     fn token_width_bytes(&self) -> usize {
         if self.vocab_size <= 1 << 16 && !self.has_loss_mask { 2 } else { 4 }
     }
@@ -166,7 +167,7 @@ impl From<CacheDamage> for CacheOpenError {
 }
 
 impl TokenCache {
-    /// Opens the cache file at `path`. Checks the whole content, and that the key in the header
+    /// Opens the token cache at `path`. Checks the whole content, and that the key in the header
     /// equals `key`.
     pub(crate) fn open(path: &Path, key: &[u8; 32]) -> Result<Self, CacheOpenError> {
         let file = File::open(path)?;
@@ -207,7 +208,7 @@ impl TokenCache {
         let _ = unsafe { self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, from, to - from) };
     }
 
-    /// Checks that the document offsets rise from 0 to the number of tokens.
+    /// Checks that the positions at which documents begin rise from 0 to the number of tokens.
     fn check_offsets(&self) -> Result<(), CacheDamage> {
         let documents = self.header.documents;
         let rising = (0..documents).all(|d| {

@@ -74,7 +74,7 @@ impl TextTokenizer {
         Self::open_with(spec, workdir, Interpreter::new(rayon::current_num_threads()))
     }
 
-    /// Loads the tokenizer of a job in the sandbox process of `interpreter`.
+    /// Loads the tokenizer that the job names, in the sandbox process of `interpreter`.
     pub(crate) fn open_with(
         spec: &TokenizerSpec,
         workdir: &Path,
@@ -200,7 +200,7 @@ impl TextTokenizer {
 }
 
 impl FileTokenizer {
-    /// Loads a tokenizer.json and its companion files.
+    /// Loads a tokenizer.json and the other files of the tokenizer in its directory.
     fn open(path: PathBuf, interpreter: &Interpreter) -> Result<Self, DataError> {
         let text = read_tokenizer_file(&path, MAX_TOKENIZER_BYTES)?
             .ok_or_else(|| invalid_tokenizer_error(&path, TokenizerProblem::FileMissing))?;

@@ -14,7 +14,7 @@ use diagnostic::{Diagnostic, codes};
 use jobspec::{TrainSpec, env};
 use std::{panic::resume_unwind, sync::Arc, time::Duration};
 
-/// The longest wait until the ranks of a training check have joined the NCCL communicator.
+/// The longest wait until all ranks of a training comparison have joined the NCCL communicator.
 const NCCL_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The results of a training run: the loss and the gradient norm of each step.
@@ -41,8 +41,8 @@ enum RankTransport<'a> {
     Nccl(&'a NcclLibrary),
 }
 
-/// Trains on the GPU with `world` ranks. Returns the curve, or an error if the ranks have different
-/// curves.
+/// Trains on the GPU with `world` ranks, and returns the loss and the gradient norm of each step.
+/// Fails if the ranks have different results.
 fn train_on_gpu_for_curve(
     train: &TrainSpec,
     open: OpenGpu,

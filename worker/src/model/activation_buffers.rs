@@ -63,7 +63,8 @@ impl ActivationBuffers {
         self.names.iter().position(|n| *n == name).map(|i| &self.buffers[i])
     }
 
-    /// Returns references to the buffers of the set `S`, which must be the set that declared them.
+    /// Returns references to the allocated buffers of the set `S`, which must be the set that
+    /// declared them.
     ///
     /// # Panics
     ///
@@ -72,8 +73,8 @@ impl ActivationBuffers {
         S::take_fields(&mut self.buffers.iter())
     }
 
-    /// Returns exclusive references to the buffers of the set `S`, which must be the set that
-    /// declared them.
+    /// Returns exclusive references to the allocated buffers of the set `S`, which must be the set
+    /// that declared them.
     ///
     /// # Panics
     ///
@@ -94,7 +95,7 @@ pub(super) fn list_buffers<S: BufferSet<BufferSpec>>(set: S) -> Vec<BufferSpec> 
 /// A struct with one field of type `T` for each buffer of a set, which [`declare_buffer_set`]
 /// declares.
 pub(super) trait BufferSet<T>: Sized {
-    /// Creates a set from the next values of `values`, one for each field.
+    /// Creates a set whose fields have the next values of `values`, in order.
     ///
     /// # Panics
     ///

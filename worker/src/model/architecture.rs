@@ -29,7 +29,7 @@ impl ModelSizes {
     }
 }
 
-/// A second name of a stored tensor (`_tied_weights_keys` in transformers).
+/// A second name (alias) of a tensor that files store once (`_tied_weights_keys` in transformers).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TiedWeight {
     /// The name that is not stored.

@@ -5,7 +5,7 @@
 use super::{activation_buffers::ActivationBuffers, micro_batch::MicroBatch};
 use device::{Ops, View, ViewMut};
 
-/// The input of a layer's forward pass, and of the backward pass through the same layer.
+/// What a layer's forward pass, and the backward pass through the same layer, read.
 pub struct LayerInput<'a> {
     /// The compute backend.
     pub ops: &'a dyn Ops,

@@ -49,7 +49,7 @@ impl DropoutModule {
         })
     }
 
-    /// Applies dropout to `x`, `[rows, width]`, or to its gradient, in place.
+    /// Applies dropout in place to the activation `x`, `[rows, width]`, or to its gradient.
     pub(super) fn apply_dropout(&self, ops: &dyn Ops, batch: &MicroBatch, width: usize, x: ViewMut) {
         if let Some(d) = self.create_row_dropout(batch, width) {
             ops.dropout(x, &d);

@@ -154,13 +154,13 @@ fn format_entries(entries: &[(String, String)]) -> String {
     entries.iter().map(|(key, value)| format!("`{key}: {value}`")).collect::<Vec<_>>().join(", ")
 }
 
-/// Joins the items with commas. Returns `empty` if there are no items.
+/// Joins items with commas. Returns `empty` if there are no items.
 fn join_items_or(items: &[String], empty: &str) -> String {
     if items.is_empty() { empty.into() } else { items.join(", ") }
 }
 
 impl ModelError {
-    /// Returns the edits that resolve the error, if some are known.
+    /// Returns which changes of the job or the config resolve the error, if some are known.
     fn list_help(&self) -> Vec<String> {
         let help = match self {
             ModelError::DropoutRateInvalid { .. } => "`train.model.dropout` sets all dropout rates".into(),

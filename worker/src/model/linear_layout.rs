@@ -25,7 +25,8 @@ impl LinearLayout {
         self.modules.iter().map(|(_, outputs)| outputs).sum()
     }
 
-    /// Returns the sizes of the matmul for the rows of a micro-batch.
+    /// Returns the sizes of the matmul: the number of rows of the micro-batch, the inputs per row,
+    /// and the outputs per row.
     pub(super) fn sizes(&self, input: &LayerInput) -> MatmulSizes {
         (input.batch.rows(), self.inputs, self.outputs())
     }

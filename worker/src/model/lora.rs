@@ -108,7 +108,7 @@ pub(super) struct LayerAdapters {
 }
 
 declare_buffer_set! {
-    /// The scratch buffers that the LoRA adapters of all layers use. All buffers are f32 in every
+    /// The scratch buffers that LoRA adapters of all layers share. All buffers are f32 in every
     /// precision.
     pub(super) struct LoraScratchBuffers {
         /// The input of a group after dropout, or the gradient of that input, `[rows, in]`.

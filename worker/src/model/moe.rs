@@ -120,8 +120,8 @@ impl RouterOutput {
         ops.router_forward(probs, weights, self.lse.view_mut(), &mut self.selected_experts, logits, router);
     }
 
-    /// Computes the gradient of the router's logits from `grads`, and overwrites `dlogits`,
-    /// `[rows, experts]`, with it.
+    /// Computes the backward pass of the router: the gradient of its logits from `grads`, which
+    /// overwrites `dlogits`, `[rows, experts]`.
     pub(super) fn router_backward(
         &self,
         ops: &dyn Ops,
@@ -140,8 +140,9 @@ impl RouterOutput {
     }
 }
 
-/// The inputs of [`MoeModel::route_backward`](super::MoeModel::route_backward): the gradients that
-/// the backward pass of the layer's experts computed, and the gradients of the router losses.
+/// What the backward pass of a layer's router reads
+/// ([`MoeModel::route_backward`](super::MoeModel::route_backward)): gradients from the layer's
+/// experts and from the router losses.
 pub struct ExpertOutputGrads<'a> {
     /// The gradients of the experts' inputs, one row for each token and each of its selected
     /// experts, `[dispatched rows, hidden]`.
@@ -261,8 +262,8 @@ pub fn experts_backward(ops: &dyn Ops, shape: ExpertShape, e: &ExpertInputs, b: 
     );
 }
 
-/// The values from which [`compute_expert_gradients`] computes the gradients of the experts'
-/// parameters. A row belongs to one token that was dispatched to one expert.
+/// What [`compute_expert_gradients`] reads to compute the gradients of the experts' parameters. A
+/// row belongs to one token that was dispatched to one expert.
 pub struct ExpertGradInputs<'a> {
     /// The experts' inputs, `[rows, hidden]`.
     pub rows: View<'a>,

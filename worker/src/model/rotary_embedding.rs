@@ -231,7 +231,7 @@ impl Llama3Scaling {
         Ok(rule)
     }
 
-    /// Scales `inverse`, an unscaled frequency in radians per position.
+    /// Returns the scaled frequency for `inverse`, an unscaled frequency in radians per position.
     fn scale_frequency(&self, inverse: f32) -> f32 {
         let (low, high, old) =
             (self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings);

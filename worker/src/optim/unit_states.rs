@@ -58,7 +58,7 @@ impl StateLayout {
         self.sharded.last().map_or(0, |s| s.flat.end)
     }
 
-    /// Returns the number of elements of the state vector.
+    /// Returns the number of elements of the state vector, sharded and replicated ones together.
     pub(super) fn len(&self) -> usize {
         self.replicated.last().map_or(self.sharded_len(), |s| s.flat.end)
     }
@@ -104,12 +104,13 @@ impl UnitStates {
         Ok(UnitStates { range, roles })
     }
 
-    /// Returns the unit's optimizer states, one item for each role.
+    /// Returns the optimizer states of the unit, one item for each kind (role) of state.
     pub fn by_role(&self) -> &[RoleStates] {
         &self.roles
     }
 
-    /// Returns the unit's optimizer states for modification, one item for each role.
+    /// Returns the optimizer states of the unit for modification, one item for each kind (role) of
+    /// state.
     pub fn by_role_mut(&mut self) -> &mut [RoleStates] {
         &mut self.roles
     }

@@ -52,8 +52,8 @@ pub(crate) trait TensorDirection: Sync {
     /// [`TensorDirection::compute_direction`]. Updates the sharded states of these elements.
     fn prepare_gradient(&self, ops: &dyn Ops, g: ViewMut, states: StateViews, inputs: &UpdateInputs<'_>);
 
-    /// Computes the direction of the update from `prepared`, the prepared gradient of the whole
-    /// tensor. Updates the replicated states.
+    /// Computes the direction in which the parameter is updated from `prepared`, the prepared
+    /// gradient of the whole tensor. Updates the replicated states.
     ///
     /// Every rank that updates a part of the tensor computes the whole direction, so the result
     /// does not depend on the sharding.

@@ -131,8 +131,8 @@ struct GradientBuffers {
 }
 
 impl GradientBuffers {
-    /// Simulates the end of writing a gradient, if there is one: starts its reduction, or frees its
-    /// buffer.
+    /// Simulates that a gradient has been computed, if there is one: starts its reduction, or frees
+    /// its buffer.
     fn release_gradient(&mut self, gradient: Option<usize>, is_reduced: bool) {
         let Some(len) = gradient else { return };
         match is_reduced {

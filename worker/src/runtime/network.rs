@@ -16,7 +16,8 @@ use std::{
     sync::Arc,
 };
 
-/// Connects this rank to all others. Collective: every rank must call it.
+/// Connects this rank to all other ranks of the job, which run on several hosts. Collective: every
+/// rank must call it.
 ///
 /// `memory` is the file descriptor of the memory segment that the ranks of this host share, and
 /// `read` is the stream of the control connection to the agent.

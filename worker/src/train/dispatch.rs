@@ -54,7 +54,7 @@ struct PayloadBuffers {
 }
 
 impl PayloadBuffers {
-    /// Creates empty buffers for elements of type `dtype`.
+    /// Creates empty buffers for rows with elements of type `dtype`.
     fn new(ops: &dyn Ops, dtype: Dtype) -> Self {
         PayloadBuffers { packed: ops.zeroed(dtype, 0), received: ops.zeroed(dtype, 0), pending: None }
     }
@@ -87,8 +87,8 @@ impl PayloadBuffers {
     }
 }
 
-/// Resizes a buffer of rows to `len` elements. Returns a view of these elements, which have
-/// unspecified values.
+/// Resizes a buffer of rows to `len` elements, whose values are then unspecified, and returns a
+/// view of them.
 pub(super) fn resize_row_buffer<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
     resize_buffer(ops, "MoE activations", buf, len)
 }
@@ -131,8 +131,8 @@ impl TokenDispatcher {
         by_rank
     }
 
-    /// Exchanges the number of rows for each expert among the ranks of the group. Returns the plan
-    /// of the rows that this rank receives.
+    /// Exchanges among the ranks of the group how many rows each sends to each expert. Returns the
+    /// plan of the rows that this rank receives.
     ///
     /// Collective: every rank must call it.
     pub(super) fn exchange_row_counts(&self, layer: &MoeLayerPlan, sending: &SendPlan) -> Result<RecvPlan> {

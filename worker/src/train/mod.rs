@@ -1,5 +1,5 @@
-//! One training step: the trainer of a rank, its activations, and the dispatch of tokens to
-//! experts.
+//! Training on one rank: the trainer, which runs the steps, its activation buffers, and the
+//! dispatch of tokens to experts.
 pub mod activations;
 pub mod boundary_flags;
 mod dispatch;

@@ -389,8 +389,8 @@ impl Trainer {
         if targets == 0 { 0.0 } else { positions as f64 / targets as f64 }
     }
 
-    /// Completes the gradients of [`Trainer::accumulate_gradients`], clips them and updates the
-    /// parameters. Returns the outcome with the gradient norm.
+    /// Completes the reduction of the gradients of [`Trainer::accumulate_gradients`], clips them,
+    /// and updates the parameters. Returns the outcome with the gradient norm.
     ///
     /// If the loss or the norm is not finite, nothing is updated. Collective: every rank must call
     /// it.

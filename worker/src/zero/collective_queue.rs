@@ -1,5 +1,5 @@
-//! [`CollectiveQueue`]: a thread that runs collectives in the order of their submission while the
-//! caller computes.
+//! [`CollectiveQueue`]: runs collectives on a separate thread, in the order of their submission,
+//! while the caller computes.
 //!
 //! Every rank submits the same collectives in the same order. One thread and one queue keep that
 //! order. On a GPU the thread has a separate stream. On that stream, a collective waits for the
@@ -63,8 +63,8 @@ struct ExposedWaits {
 }
 
 impl ExposedWaits {
-    /// Makes this thread's later work wait for the event `done`. If operations are synchronous,
-    /// counts the time since `began`.
+    /// Makes this thread's later work wait for the event `done`. If the backend computes
+    /// synchronously, adds the time since `began` to the counted time.
     fn wait_and_count_time(&self, began: Instant, done: &Event) {
         self.ops.wait_event_timed(done);
         if self.ops.is_host() {
@@ -80,7 +80,8 @@ impl CollectiveQueue {
         self.waits.host_nanoseconds.swap(0, Relaxed) as f64 / 1e9 + self.ops.take_stall_seconds()
     }
 
-    /// Creates the queue and starts the communication thread, except with a single rank.
+    /// Creates the queue and starts the thread that runs collectives. With a single rank, no thread
+    /// is started.
     pub fn new(comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> std::io::Result<Self> {
         let waits = Arc::new(ExposedWaits { ops: ops.clone(), host_nanoseconds: AtomicU64::new(0) });
         if comm.world() == 1 {

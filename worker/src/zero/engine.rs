@@ -258,7 +258,7 @@ impl ZeroEngine {
         &self.queue
     }
 
-    /// Returns the range of parameter unit `u`'s flat vector that this rank owns.
+    /// Returns the range of parameter unit `u`'s flat vector that this rank owns (its shard).
     pub fn owned_range(&self, u: usize) -> Range<usize> {
         self.shards[u].partition.range(self.rank)
     }
@@ -292,7 +292,7 @@ impl ZeroEngine {
         self.select_stored_range(u, self.policy.shard_parameters)
     }
 
-    /// Returns the range of parameter unit `u`'s flat vector that this rank updates.
+    /// Returns the range of parameter unit `u`'s flat vector that this rank's optimizer updates.
     pub fn update_range(&self, u: usize) -> Range<usize> {
         self.select_stored_range(u, self.policy.shard_optimizer)
     }

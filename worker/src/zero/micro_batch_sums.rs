@@ -99,7 +99,7 @@ impl MicroBatchSums {
         self.stack.is_empty()
     }
 
-    /// Takes a buffer for one vector, with unspecified content. The caller fills the buffer and
+    /// Takes a reusable buffer for one vector, with unspecified content. The caller fills it and
     /// passes it to [`MicroBatchSums::push_owned`].
     ///
     /// The free buffer with the lowest address is used, so that each step uses the same buffers and

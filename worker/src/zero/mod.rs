@@ -63,7 +63,8 @@ impl ShardingPolicy {
         }
     }
 
-    /// Adapts the policy to experts that are distributed over groups of `parallel` ranks.
+    /// Returns this policy with changes for experts that are distributed over groups of `parallel`
+    /// ranks.
     ///
     /// In each round, a rank then computes gradients of its experts for the micro-batches of its
     /// whole group. Gradients are therefore reduced during the backward pass at every stage.

@@ -48,7 +48,7 @@ impl ExchangeBuffers {
         buffer
     }
 
-    /// Gives back the buffer of [`ExchangeBuffers::take_copy_of_shard`].
+    /// Takes back the buffer that [`ExchangeBuffers::take_copy_of_shard`] returned.
     pub(super) fn give_back_copy(&mut self, copy: Buf) {
         self.owned = copy;
     }

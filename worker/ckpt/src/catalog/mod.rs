@@ -1,4 +1,4 @@
-//! What a checkpoint contains, and where the bytes of each tensor are.
+//! Describes what a checkpoint contains, and where the bytes of each tensor are stored.
 mod external;
 mod model;
 mod passthrough;

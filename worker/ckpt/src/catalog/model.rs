@@ -1,5 +1,4 @@
-//! Types that describe the content of a checkpoint: its tensors, its model, and facts about the
-//! run.
+//! Types for the content of a checkpoint: its tensors, its model, and what is known about the run.
 use crate::codec::disk::is_plain_file_name;
 use crate::codec::json;
 use crate::error::{CkptError, ManifestError, Result};

@@ -62,7 +62,7 @@ pub(crate) fn deserialize_optional_value<'de, D: Deserializer<'de>, const N: usi
     deserialize_value::<D, N>(d).map(|value| Some(value).filter(|v| !v.is_null()))
 }
 
-/// Deserializes a list of at most `N` items. For the attribute `deserialize_with` of a field.
+/// Deserializes a list of at most `N` items. Used in the attribute `deserialize_with` of fields.
 pub(crate) fn deserialize_list<'de, D: Deserializer<'de>, T: Deserialize<'de>, const N: usize>(
     d: D,
 ) -> std::result::Result<Vec<T>, D::Error> {
@@ -97,8 +97,8 @@ pub(crate) fn deserialize_optional_list<'de, D: Deserializer<'de>, T: Deserializ
     d.deserialize_option(OptionVisitor::<T, N>(PhantomData))
 }
 
-/// Deserializes an object with at most `N` entries of the type `T`. For the attribute
-/// `deserialize_with` of a field.
+/// Deserializes an object with at most `N` entries of the type `T`. Used in the attribute
+/// `deserialize_with` of fields.
 pub(crate) fn deserialize_map<'de, D: Deserializer<'de>, T: Deserialize<'de>, const N: usize>(
     d: D,
 ) -> std::result::Result<BTreeMap<String, T>, D::Error> {

@@ -12,7 +12,7 @@ use std::fmt;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
-/// Limit on the number of entries in `__metadata__` of a header.
+/// Limit on the number of entries of `__metadata__` in the header of a safetensors file.
 const METADATA_ENTRIES_MAX: usize = 1 << 16;
 
 /// The description of one tensor in the header of a safetensors file.
@@ -294,7 +294,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Reads the header of a safetensors file in memory.
+    /// Reads the header of a safetensors file whose bytes are `file`.
     fn parse_file(file: &[u8]) -> Result<SafetensorsHeader> {
         read_header(file.len() as u64, |at, out| {
             let at = at as usize;

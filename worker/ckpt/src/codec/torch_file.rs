@@ -219,7 +219,7 @@ impl TorchFile {
         TorchFile { size, root, storages, tree, members }
     }
 
-    /// Returns the value that was given to `torch.save`.
+    /// Returns the value that was passed to `torch.save`, without the elements of its tensors.
     pub(crate) fn value(&self) -> PickleView<'_> {
         self.tree.root_value()
     }
@@ -334,7 +334,8 @@ impl TorchFile {
     }
 }
 
-/// The class of storages without a dtype. The description of a tensor states the dtype instead.
+/// The torch class of storages whose description states no dtype. The description of a tensor then
+/// states it.
 const UNTYPED: &str = "torch.storage.UntypedStorage";
 
 /// Copies the bytes of `content` starting at offset `at` into `out`. Fails if `content` is too
@@ -350,7 +351,8 @@ pub(crate) fn copy_content(content: &[u8], at: u64, out: &mut [u8]) -> std::io::
     }
 }
 
-/// Returns the dtype that a global such as `torch.float32` names, or `None` for other globals.
+/// Returns the dtype that a pickled name such as `torch.float32` refers to, or `None` for other
+/// names.
 pub(crate) fn parse_dtype(global: &str) -> Option<Dtype> {
     let name = global.strip_prefix("torch.")?;
     Dtype::ALL.into_iter().find(|d| d.torch_name() == name)
@@ -395,8 +397,8 @@ mod tests {
     use super::*;
     use crate::error::ZipError;
 
-    /// Returns a pickle of one tensor, which calls `_rebuild_tensor_v2` with the float storage `0`
-    /// of `stored` elements.
+    /// Returns a pickle of one tensor for tests, which calls `_rebuild_tensor_v2` with the float
+    /// storage `0` of `stored` elements.
     fn tensor_pickle(stored: u8, offset: u8, shape: &[u8], strides: &[u8]) -> Vec<u8> {
         let mut p =
             b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\n"
@@ -419,7 +421,7 @@ mod tests {
         parse_bytes(&file)
     }
 
-    /// Reads the values of a torch file in memory.
+    /// Reads the values of a torch file whose bytes are `file`.
     fn parse_bytes(file: &[u8]) -> Result<TorchFile> {
         TorchFile::parse(
             file.len() as u64,

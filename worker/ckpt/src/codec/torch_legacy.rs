@@ -10,7 +10,7 @@ use std::collections::HashMap;
 /// The first bytes of a torch file in the legacy format: the pickle of a magic number.
 pub(crate) const MAGIC: &[u8] =
     &[0x80, 0x02, 0x8a, 0x0a, 0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19, 0x2e];
-/// The only version of the legacy format.
+/// The only version number of torch's legacy file format.
 const FORMAT_VERSION: i64 = 1001;
 /// Number of bytes that are read first to parse a pickle of a file in the legacy format. Longer
 /// pickles need further reads, since the file does not state their length.

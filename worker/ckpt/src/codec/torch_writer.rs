@@ -15,7 +15,8 @@ const ALIGNMENT: u64 = 64;
 const ZIP64_MIN: u64 = u32::MAX as u64;
 /// Size in bytes of the header before a member's data, without the name and the extra field.
 const LOCAL_HEADER_BYTES: u64 = 30;
-/// Flags of every member, which state that a data descriptor follows and that the name is UTF-8.
+/// Flags in the header of every zip member: a data descriptor follows the data, and the name is
+/// UTF-8.
 const MEMBER_FLAGS: u16 = 0x0808;
 /// The smallest file that is written with direct I/O, in bytes. Direct I/O does not make smaller
 /// files faster.
@@ -30,7 +31,7 @@ struct WrittenMember {
     crc: u32,
 }
 
-/// A torch file that is being written, member by member.
+/// Writes a torch file, one member of the zip container after another.
 pub(crate) struct TorchWriter {
     out: FileWriter,
     /// The directory inside of the container.
@@ -131,7 +132,7 @@ impl TorchWriter {
         Ok(())
     }
 
-    /// Appends bytes to the open member.
+    /// Appends bytes to the member of the container that was begun last.
     ///
     /// # Errors
     /// Fails if no member is open, or a write fails.
@@ -146,8 +147,8 @@ impl TorchWriter {
         self.write_bytes(bytes)
     }
 
-    /// Ends the open member, and writes its CRC-32 and size in a data descriptor. Fails if no
-    /// member is open.
+    /// Ends the member that was begun last, and writes its CRC-32 and size in a data descriptor.
+    /// Fails if no member is open.
     pub(crate) fn end_member(&mut self) -> Result<()> {
         let Some((name, at, size, hasher)) = self.open.take() else {
             return Err(CkptError::internal("no zip member is open"));

@@ -22,7 +22,7 @@ const LOCAL_HEADER_BYTES: usize = 30;
 /// Limit on the number of members of a zip container.
 const MEMBERS_MAX: usize = 2 * TENSORS_MAX;
 
-/// One member of a zip container.
+/// A member of a zip container: its name, where its content is, and its CRC-32.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ZipMember {
     pub(crate) name: String,
@@ -33,7 +33,7 @@ pub(crate) struct ZipMember {
 }
 
 impl ZipMember {
-    /// Returns the size of the content in bytes.
+    /// Returns the size of the member's content in bytes.
     pub(crate) fn size(&self) -> u64 {
         self.data.end - self.data.start
     }

@@ -99,7 +99,7 @@ fn plan_conversion(source: &dyn TensorSource, options: &ConvertOptions) -> Resul
     Ok((state, plan))
 }
 
-/// Makes the report of a completed conversion.
+/// Creates the report of a completed conversion for the user.
 fn make_report(path: PathBuf, state: SourceState, plan: &OutputPlan, reused: u64) -> ConvertReport {
     ConvertReport {
         path,

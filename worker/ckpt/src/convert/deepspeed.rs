@@ -112,13 +112,13 @@ fn plan_flat_groups(state: &SourceState, sub_group_size: u64) -> Result<Vec<Flat
     Ok(flats)
 }
 
-/// Counts the elements of a tensor that each rank stores at stage 3, including padding.
+/// Returns how many elements of a tensor each rank stores at ZeRO stage 3, including padding.
 fn count_elements_per_rank(state: &SourceState, tensor: usize) -> u64 {
     state.element_count(tensor).div_ceil(u64::from(state.world))
 }
 
 impl FlatGroup {
-    /// Returns the weights of the flat group, as indices of tensors.
+    /// Returns the weights of this flat array, as indices of tensors.
     fn group_weights<'a>(&self, state: &'a SourceState) -> &'a [usize] {
         &state.groups[self.group].weights[self.members.clone()]
     }

@@ -1,5 +1,5 @@
-//! Converts a checkpoint of any [`crate::TensorSource`] to another format, ZeRO stage or number of
-//! ranks.
+//! Converts a checkpoint of any format ([`crate::TensorSource`]) to another format, ZeRO stage or
+//! number of ranks.
 //!
 //! First the result is planned: every file with its values and, for each tensor, the source
 //! elements to store ([`file_plan`]). Then the files are written in parallel, with tensors streamed

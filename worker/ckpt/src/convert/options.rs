@@ -1,4 +1,4 @@
-//! [`ConvertOptions`]: the format that a conversion writes, and its parameters.
+//! [`ConvertOptions`]: the format to which a checkpoint is converted, and further options.
 use crate::error::{CkptError, OptionProblem, Result};
 use crate::tensor::Dtype;
 use std::collections::BTreeMap;
@@ -14,7 +14,7 @@ pub enum ConvertTarget {
     Universal,
 }
 
-/// Options of [`crate::convert_checkpoint`].
+/// Options of [`crate::convert_checkpoint`], such as the target format and the number of ranks.
 #[derive(Clone, Debug)]
 pub struct ConvertOptions {
     /// The format to write.
@@ -61,7 +61,7 @@ impl ConvertOptions {
         }
     }
 
-    /// Fails with [`CkptError::InvalidOption`] if an option is outside of its limits.
+    /// Fails with [`CkptError::InvalidOption`] if the value of an option is out of range.
     pub(super) fn check_limits(&self) -> Result<()> {
         let problem = if let Some(stage) = self.stage.filter(|s| !(1..=3).contains(s)) {
             OptionProblem::Stage { stage }

@@ -1,5 +1,5 @@
-//! [`ConvertOutput`]: the output directory of a conversion, which is hidden while it is incomplete
-//! and reused after a kill.
+//! [`ConvertOutput`]: the directory to which a conversion writes. Its name is hidden while it is
+//! incomplete, and a later conversion reuses it after a kill.
 //!
 //! The hidden directory `.NAME.converting` contains the files, `.task.json` (the task: source and
 //! options) and `.done` (a line per finished file). A later conversion reuses the directory only

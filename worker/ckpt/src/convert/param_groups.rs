@@ -132,8 +132,8 @@ pub(super) fn assign_weights(
     }
 }
 
-/// Fails if `options` lack an assignment that the target needs, assign a weight that is not in
-/// `ungrouped`, or assign a weight to a group that does not exist.
+/// Fails if `options` do not assign a weight that the target format needs in a group, assign a
+/// weight that is not in `ungrouped`, or assign a weight to a group that does not exist.
 fn check_group_options(
     groups: &[ParamGroup],
     ungrouped: &[String],

@@ -34,7 +34,7 @@ const WORKER_BYTES: u64 = 18 << 20;
 const BASE_BYTES: u64 = 8 << 20;
 /// Maximum number of workers of a conversion, each of which writes one file at a time.
 const WORKERS_MAX: usize = 32;
-/// Maximum interval between calls of the progress callback.
+/// Maximum interval between two calls of the callback that shows the progress of a conversion.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The result of writing all files of a conversion.
@@ -271,7 +271,8 @@ impl SharedWriteState<'_> {
         writer.finish()
     }
 
-    /// Writes the native shard of `rank` with the pieces `pieces` to `path`. Returns its report.
+    /// Writes the native checkpoint's file of rank `rank`, which contains the parts of tensors in
+    /// `pieces`, to `path`. Returns its report.
     fn write_shard_file(&self, path: &Path, rank: u32, pieces: &[PlannedPiece]) -> Result<ShardReport> {
         let info = |p: &PlannedPiece| &self.tensors[p.tensor];
         let shapes: Vec<[u64; 1]> = pieces.iter().map(|p| [p.element_count()]).collect();
@@ -421,7 +422,7 @@ impl SharedWriteState<'_> {
     }
 }
 
-/// Creates `to` as a hard link to the file `from`, or as a copy if the link fails.
+/// Creates `to` as a hard link to the file `from`, or as a copy if links are not possible.
 fn link_or_copy_file(from: &Path, to: &Path) -> Result<()> {
     if fs::hard_link(from, to).is_err() {
         fs::copy(from, to).map_err(CkptError::io("copy", from))?;

@@ -42,7 +42,7 @@ impl WriteStep<'_> {
         }
     }
 
-    /// Returns the number of bytes that the step writes.
+    /// Returns the number of bytes that the write step appends to the file.
     pub(super) fn bytes(&self) -> u64 {
         match self {
             WriteStep::Window { dtype, elements, .. } => *elements as u64 * dtype.size(),

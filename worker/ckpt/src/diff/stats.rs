@@ -94,8 +94,8 @@ pub(super) struct DiffStats {
 }
 
 impl DiffStats {
-    /// Compares two slices of equal length, and returns the statistics. Both slices begin at
-    /// element `start` of their tensors.
+    /// Compares two slices of equal length, which begin at element `start` of their tensors, and
+    /// returns the statistics.
     pub(super) fn from_slices(start: u64, a: &[f32], b: &[f32]) -> DiffStats {
         let mut stats = DiffStats { elements: a.len() as u64, ..DiffStats::default() };
         if bytemuck::cast_slice::<f32, u8>(a) == bytemuck::cast_slice::<f32, u8>(b) {

@@ -47,7 +47,7 @@ impl AdapterConfigError {
         AdapterConfigError::Invalid { key: key.to_owned(), value: format_shortened(value), expected }
     }
 
-    /// Returns the stable code of this error.
+    /// Returns the stable code of this error, which `launch explain` documents.
     pub fn code(&self) -> Code {
         match self {
             AdapterConfigError::Json(_) => codes::CHECKPOINT_JSON_INVALID,

@@ -107,7 +107,7 @@ pub enum ConvertError {
 }
 
 impl ConvertError {
-    /// Returns the stable code of this error.
+    /// Returns the stable code of this error, which `launch explain` documents.
     pub fn code(&self) -> Code {
         use ConvertError::*;
         match self {

@@ -250,7 +250,7 @@ pub enum LayoutError {
 }
 
 impl DeepSpeedError {
-    /// Returns the stable code of this error.
+    /// Returns the stable code of this error, which `launch explain` documents.
     pub fn code(&self) -> Code {
         match self {
             DeepSpeedError::Optimizer(_) => codes::OPTIMIZER_STATE_INVALID,

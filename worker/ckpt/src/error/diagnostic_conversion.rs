@@ -11,7 +11,7 @@ use diagnostic::{Code, Diagnostic};
 use std::io;
 
 impl CkptError {
-    /// Returns the stable code of this error.
+    /// Returns the stable code of this error, which `launch explain` documents.
     pub fn code(&self) -> Code {
         use CkptError::*;
         match self {
@@ -83,8 +83,8 @@ impl CkptError {
     }
 }
 
-/// Returns advice for common errors of the operating system, such as a full disk. Returns `None`
-/// for other errors.
+/// Returns advice for an error of the operating system that users often meet, such as a full disk.
+/// Returns `None` for other errors.
 fn io_error_help(error: &io::Error) -> Option<&'static str> {
     Some(match error.kind() {
         io::ErrorKind::StorageFull => {

@@ -111,7 +111,7 @@ impl PickleError {
         matches!(self, PickleError::ForbiddenGlobal { .. })
     }
 
-    /// Returns the stable code of this error.
+    /// Returns the stable code of this error, which `launch explain` documents.
     pub fn code(&self) -> Code {
         match self {
             PickleError::ForbiddenGlobal { .. } => codes::PICKLE_GLOBAL_FORBIDDEN,

@@ -1,5 +1,5 @@
-//! Errors about the RNG state files of training programs, and about the files that count their
-//! steps.
+//! Errors about the files with random generator states (RNG) of training programs, and about
+//! scheduler files.
 use super::read_failure::ReadFailure;
 use super::torch_file::TorchFileError;
 use crate::format_constants::{CPU_STATE_BYTES, CUDA_STATE_BYTES, SCHEDULER_FILE, TWISTER_WORDS};
@@ -201,7 +201,7 @@ pub enum ReconcileError {
 }
 
 impl ReconcileError {
-    /// Returns the stable code of this error.
+    /// Returns the stable code of this error, which `launch explain` documents.
     pub fn code(&self) -> Code {
         match self {
             ReconcileError::NoStates | ReconcileError::MissingStream { .. } => codes::RNG_STREAM_MISSING,
@@ -226,7 +226,7 @@ impl ReconcileError {
     }
 }
 
-/// Formats ranks as a list, of which at most [`RANKS_LISTED`] are shown.
+/// Formats a list of ranks, of which at most [`RANKS_LISTED`] are shown.
 fn format_ranks(ranks: &[usize]) -> String {
     ranks.iter().take(RANKS_LISTED).map(usize::to_string).collect::<Vec<_>>().join(", ")
 }

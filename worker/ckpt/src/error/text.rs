@@ -24,7 +24,7 @@ pub(crate) fn format_names(names: &[String]) -> String {
     }
 }
 
-/// Formats ranks as a list, of which at most [`RANKS_LISTED_MAX`] are shown.
+/// Formats a list of ranks, of which at most [`RANKS_LISTED_MAX`] are shown.
 pub(crate) fn format_ranks(ranks: &[u32]) -> String {
     let list: Vec<String> = ranks.iter().take(RANKS_LISTED_MAX).map(u32::to_string).collect();
     match list.split_last() {

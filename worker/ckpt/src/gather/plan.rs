@@ -20,7 +20,7 @@ pub(super) const MODEL_STEM: &str = "model";
 pub(super) const GENERATION_CONFIG_FILE: &str = "generation_config.json";
 const INDEX_FILE: &str = "model.safetensors.index.json";
 
-/// Options of [`crate::gather_weights`].
+/// Options of [`crate::gather_weights`], such as the dtype and the size of files.
 #[derive(Clone, Debug)]
 pub struct GatherOptions {
     /// Dtype of the written tensors: F32, BF16 or F16. `None` means the dtype in which a native
@@ -192,8 +192,8 @@ impl GatherPlan {
         json!({"metadata": {"total_parameters": parameters, "total_size": self.bytes}, "weight_map": map})
     }
 
-    /// Reads the headers of the written files in `dir`. Fails if the files do not contain exactly
-    /// the planned tensors with their dtypes, shapes and sizes.
+    /// Checks the written files in `dir` against the plan. Fails if their headers do not list
+    /// exactly the planned tensors with their dtypes, shapes and sizes.
     pub(super) fn check_written_files(&self, dir: &Path, files: &[GatheredFile]) -> Result<()> {
         let directory = Directory::open(dir)?;
         let mut found: HashMap<String, (Dtype, Vec<u64>)> = HashMap::new();

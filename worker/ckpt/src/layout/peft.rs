@@ -14,7 +14,7 @@ use crate::tensor::TensorRole;
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
-/// The prefix of tensor names in PEFT's files.
+/// What the names of tensors in PEFT's files begin with.
 pub const PEFT_NAME_PREFIX: &str = "base_model.model.";
 /// What the names of files with an adapter's weights begin with.
 pub(crate) const ADAPTER_MODEL_STEM: &str = "adapter_model";
@@ -27,7 +27,7 @@ const CONFIG_BYTES_MAX: u64 = 1 << 20;
 /// Maximum accepted rank of a LoRA adapter.
 const LORA_RANK_MAX: u64 = 1 << 16;
 
-/// Returns true for the name of a LoRA matrix A or B.
+/// Returns true if `name` is the name of a LoRA matrix A or B.
 pub fn is_lora_matrix(name: &str) -> bool {
     name.ends_with(LORA_A_SUFFIX) || name.ends_with(LORA_B_SUFFIX)
 }

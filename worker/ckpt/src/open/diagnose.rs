@@ -97,7 +97,7 @@ fn search_subdirectories(path: &Path, names: &[String]) -> Diagnosis {
     }
 }
 
-/// A search for checkpoints in at most [`SEARCHED_SUBDIRECTORIES_MAX`] directories.
+/// A search for checkpoints that is limited to [`SEARCHED_SUBDIRECTORIES_MAX`] directories.
 #[derive(Default)]
 struct SubdirectorySearch {
     /// The number of directories that were searched.

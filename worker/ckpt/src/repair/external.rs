@@ -74,8 +74,8 @@ fn repair_checkpoint(repair_dir: &mut RepairDir, directory: &str) -> Result<()> 
     repair_rng_files(repair_dir, directory)
 }
 
-/// Repairs the newest DeepSpeed tag that can be completed in the subdirectory `directory` of
-/// `repair_dir`. Points `latest` to this tag, and reports newer tags as lost.
+/// Repairs the newest DeepSpeed checkpoint (tag) that can be completed in the subdirectory
+/// `directory` of `repair_dir`. Points `latest` to it, and reports newer ones as lost.
 fn repair_latest_tag(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let path = repair_dir.dir.join(directory);
     let tags = deepspeed::list_tags(&path)?;

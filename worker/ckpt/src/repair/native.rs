@@ -43,7 +43,7 @@ pub(super) fn repair_native(repair_dir: &mut RepairDir) -> Result<()> {
     Ok(())
 }
 
-/// Repairs the native checkpoint in the subdirectory `directory` of `repair_dir` from its parity
+/// Repairs the native checkpoint in the subdirectory `directory` of `repair_dir` with its parity
 /// files. Returns whether the checkpoint is sound after the repair. If not, adds the reasons to the
 /// losses.
 fn repair_step(repair_dir: &mut RepairDir, directory: &str) -> Result<bool> {

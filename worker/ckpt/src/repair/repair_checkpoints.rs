@@ -161,7 +161,8 @@ fn rename_result(
     Ok(Some(kept))
 }
 
-/// Updates the records of gathers and conversions in `repair_dir` after files were replaced.
+/// Updates the lists of written files that gathers and conversions left in `repair_dir`, because a
+/// repair has replaced files.
 fn update_records(repair_dir: &RepairDir) -> Result<()> {
     for directory in ["", RUN_WEIGHTS_DIR] {
         let (copy, original) = (repair_dir.dir.join(directory), repair_dir.original.join(directory));

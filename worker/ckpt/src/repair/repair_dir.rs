@@ -24,8 +24,8 @@ pub(super) struct RepairDir {
 }
 
 impl RepairDir {
-    /// Replaces the hard link `name` in the hidden copy by a copy of the original file. Only a file
-    /// that was replaced in this way may be modified.
+    /// Replaces `name` in the hidden copy, a hard link to the original file, by a copy of that
+    /// file. Only a file that was replaced in this way may be modified.
     pub(super) fn replace_link_by_copy(&self, name: &str) -> Result<()> {
         self.copy_file_in(&self.original.join(name), name)
     }

@@ -90,8 +90,9 @@ fn write_index(
     Ok(())
 }
 
-/// Repairs the directory `weights` of a run: rebuilds the index, or gathers the weights again from
-/// the checkpoint `newest`. Does nothing if `repair_dir` has no directory `weights`.
+/// Repairs a run's directory `weights`, which contains gathered weights: rebuilds the index, or
+/// gathers the weights again from the checkpoint `newest`. Does nothing if `repair_dir` has no such
+/// directory.
 pub(super) fn repair_run_weights(repair_dir: &mut RepairDir, newest: &str) -> Result<()> {
     if !Directory::open(&repair_dir.dir)?.has_directory(RUN_WEIGHTS_DIR)? {
         return Ok(());
@@ -167,7 +168,7 @@ fn parse_shard_name(name: &str) -> Option<(u64, u64)> {
     Some((number.parse().ok()?, count.parse().ok()?))
 }
 
-/// Determines the condition of the weights in a directory from their files and headers.
+/// Finds out from their files and headers whether the weights in a directory are complete.
 fn determine_weights_condition(directory: &Directory) -> Result<WeightsCondition> {
     if directory.has_entry(SINGLE_FILE)? {
         return Ok(match safetensors::open_header(directory, SINGLE_FILE) {

@@ -3,7 +3,7 @@
 use super::streams::{NumpyModule, NumpyRngState, PythonRngState, RankRngStates, RngFormat, TorchCudaStates};
 use crate::codec::torch_writer::encode_end_records;
 
-/// Alignment of tensor data in the file, in bytes.
+/// Alignment in bytes of the data of tensors in the encoded file.
 const ALIGNMENT: usize = 64;
 
 /// Returns the bytes of the file with the random generator states of one rank, in the format of the
@@ -77,7 +77,7 @@ impl PickleWriter {
         }
     }
 
-    /// Writes a float as a big-endian f64.
+    /// Writes a float with its opcode and its big-endian bytes.
     pub(super) fn write_float(&mut self, x: f64) {
         self.out.push(b'G');
         self.out.extend(x.to_be_bytes());

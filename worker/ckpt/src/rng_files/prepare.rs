@@ -280,9 +280,9 @@ impl ProgramCheckpoint {
         world.or(self.stored.as_ref().map(|s| s.ranks.len() as u32))
     }
 
-    /// Reads the number of optimizer updates in DeepSpeed's state or FSDP's sharded optimizer
-    /// state. Returns `None` if the checkpoint has neither, or the state records no number. Does
-    /// not read `optimizer.bin`.
+    /// Reads how many optimizer updates the checkpoint has had, from DeepSpeed's state or FSDP's
+    /// sharded optimizer state. Returns `None` if the checkpoint has neither, or the state records
+    /// no number. Does not read `optimizer.bin`.
     fn count_updates(&self, dir: &Path) -> Result<Option<u64>> {
         let most = |state: &ExternalCheckpoint| state.facts().state.steps.values().copied().max();
         if let Some(state) = &self.state {

@@ -182,7 +182,8 @@ impl RngRecord {
         RngRecord { format: "launch rng record".into(), version: 1, from, decision }
     }
 
-    /// Reads the record in the directory `path`. Returns `None` if the directory has no record.
+    /// Reads the record about the random generator states in the directory `path`. Returns `None`
+    /// if the directory has no record.
     ///
     /// # Errors
     /// Fails if the record is damaged or of another version.

@@ -78,8 +78,8 @@ pub struct ReconcileOptions {
 }
 
 impl ReconcileOptions {
-    /// Makes options for `world` ranks with the policy `policy`: generation 1, step 0, and no other
-    /// option set.
+    /// Creates options for assigning random generator states to `world` ranks with the policy
+    /// `policy`: generation 1, step 0, and no other option set.
     pub fn new(world: u32, policy: ReconcilePolicy) -> ReconcileOptions {
         ReconcileOptions {
             world,

@@ -59,8 +59,8 @@ impl PreparedRecord {
         })
     }
 
-    /// Returns true if both records have equal originals and equal options. The summaries may
-    /// differ.
+    /// Returns true if both records state the same original checkpoint and equal options. The
+    /// summaries may differ.
     pub(super) fn has_same_request(&self, other: &PreparedRecord) -> bool {
         *self == PreparedRecord { summary: self.summary.clone(), ..other.clone() }
     }

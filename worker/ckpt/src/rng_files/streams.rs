@@ -58,7 +58,7 @@ impl MersenneTwister {
         mt
     }
 
-    /// Returns the words and the position as little-endian u32.
+    /// Returns the words and the position of the Mersenne Twister as little-endian u32.
     fn to_bytes(&self) -> Vec<u8> {
         self.words.iter().chain([&self.position]).flat_map(|w| w.to_le_bytes()).collect()
     }
@@ -204,7 +204,7 @@ pub enum NumpyModule {
 }
 
 impl NumpyModule {
-    /// Returns the full name of the module, as pickles state it.
+    /// Returns the full name of the NumPy module, as pickles contain it.
     pub(crate) fn module_name(self) -> &'static str {
         match self {
             NumpyModule::Core => "numpy.core.multiarray",

@@ -38,9 +38,9 @@ pub struct StagingDir {
 }
 
 impl StagingDir {
-    /// Creates the checkpoint directory `root` if needed and locks it, removes the remains of
-    /// interrupted saves, and creates the staging directory. `total_bytes` is the number of bytes
-    /// that all ranks together write.
+    /// Prepares a save: creates the checkpoint directory `root` if needed and locks it, removes the
+    /// remains of interrupted saves, and creates the hidden directory for the new checkpoint.
+    /// `total_bytes` is the number of bytes that all ranks together write.
     ///
     /// # Errors
     /// Fails with [`CkptError::InsufficientSpace`] if the file system of `root` has too little free

@@ -1,5 +1,5 @@
-//! XOR parity over the shards of a checkpoint, from which one lost or damaged shard of N is rebuilt
-//! bit for bit.
+//! Parity files, which contain the XOR of the shards of a checkpoint, so that one lost or damaged
+//! shard can be rebuilt bit for bit.
 //!
 //! The parity of N shards is as long as the longest shard. Shorter shards count as padded with
 //! zeros. The parity is divided into N stripes of whole blocks. Rank r computes stripe r from the
@@ -209,8 +209,8 @@ impl<'m> CheckpointFiles<'m> {
         (entry.blocks.get(block as usize) == Some(&Hash::digest(&bytes))).then_some((bytes, true))
     }
 
-    /// Computes the XOR of the blocks with index `block` of all shards, or of all but the shard
-    /// `except`. Returns `None` if one of these blocks is damaged.
+    /// Computes the XOR of block number `block` of all shards, or of all but the shard `except`.
+    /// Returns `None` if one of these blocks is damaged.
     fn xor_shards(&self, block: u64, except: Option<usize>) -> Option<Vec<u8>> {
         let mut sum = Vec::new();
         for (i, entry) in self.manifest.files.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! [`Dtype`]: the element types of tensors, with the names that safetensors gives them.
+//! [`Dtype`]: the element types of tensors in files, with their names in safetensors and PyTorch.
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -62,7 +62,7 @@ impl Dtype {
         }
     }
 
-    /// Returns the name in PyTorch and in `config.json`, such as `bfloat16`.
+    /// Returns the name of this type in PyTorch and in `config.json`, such as `bfloat16`.
     pub fn torch_name(self) -> &'static str {
         use Dtype::*;
         match self {

@@ -39,9 +39,9 @@ pub(crate) fn find_coverage_error(
     (done < total).then_some(CoverageError::Gap(done..total))
 }
 
-/// Intersects the range `wanted` with the range of each item in `sorted`. `range_of` returns the
-/// range of an item. The caller must sort the items by range, and the ranges must have no gaps.
-/// Yields the index of each item whose range overlaps `wanted`, and the intersection.
+/// Finds which items of `sorted` overlap the range `wanted`. `range_of` returns the range of an
+/// item. The caller must sort the items by range, and the ranges must have no gaps. Yields the
+/// index of each item whose range overlaps `wanted`, and the intersection.
 pub(crate) fn intersect_ranges<'a, T>(
     sorted: &'a [T],
     range_of: impl Fn(&T) -> Range<u64> + 'a,

@@ -52,8 +52,9 @@ impl TensorRole {
         }
     }
 
-    /// Returns true for the role of an optimizer state. A tensor of such a role has the name of its
-    /// weight, and the shape that [`TensorRole::state_shape`] derives from the weight's shape.
+    /// Returns true if tensors with this role are optimizer states, and not weights or buffers. A
+    /// tensor of such a role has the name of its weight, and the shape that
+    /// [`TensorRole::state_shape`] derives from the weight's shape.
     pub fn is_optimizer_state(self) -> bool {
         !matches!(self, TensorRole::Weight | TensorRole::Buffer)
     }

@@ -16,7 +16,7 @@ use crate::open::{diagnose_directory, open_external_checkpoint};
 use crate::save::output_record::GATHER_MARKER;
 use std::path::Path;
 
-/// Options of [`verify_checkpoints_with`].
+/// Options of [`verify_checkpoints_with`], such as whether to search for NaN and infinite values.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct VerifyOptions {
     /// Whether to also search every tensor for NaN and infinite values, which become warnings.

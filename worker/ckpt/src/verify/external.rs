@@ -70,8 +70,8 @@ pub(super) fn add_record_problems(problems: &mut Vec<Damage>, recorded: Vec<Dama
     problems.extend(recorded.into_iter().filter(|p| !known.contains(&file_name(&p.file))));
 }
 
-/// Checks the files that hold no tensors of the checkpoint, such as RNG states and schedulers.
-/// Returns one report per scanned directory, and no report for a single file.
+/// Checks those files of the checkpoint that hold no tensors, such as random generator states and
+/// schedulers. Returns one report per scanned directory, and no report for a single file.
 fn scan_other_files(
     checkpoint: &ExternalCheckpoint,
     recorded: &RecordedFiles,

@@ -3,7 +3,7 @@ use crate::error::{CkptError, Damage, DamageReason, MissingPart, RemoteShard};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
-/// The result of [`crate::verify_checkpoints`].
+/// The result of verifying all checkpoints at a path ([`crate::verify_checkpoints`]).
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct VerifyReport {
     /// The path that was verified.
@@ -19,7 +19,7 @@ pub struct VerifyReport {
     pub notes: Vec<String>,
 }
 
-/// The result of the verification of one checkpoint.
+/// The result of verifying one checkpoint.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct CheckpointReport {
     /// Directory of the checkpoint.

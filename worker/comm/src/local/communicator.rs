@@ -27,8 +27,8 @@ pub(super) struct LocalCallState {
 }
 
 impl LocalComm {
-    /// Begins a collective: locks this rank's call state and gives the call its number. Fails if
-    /// the group is aborted or the arguments are invalid. Invalid arguments abort the group.
+    /// Begins a collective: locks this rank's state and assigns the next number to the call. Fails
+    /// if the group is aborted or the arguments are invalid. Invalid arguments abort the group.
     pub(super) fn begin_call(
         &self,
         call: std::result::Result<CollectiveCall, ArgumentError>,

@@ -154,8 +154,8 @@ impl LocalComm {
         CommError::Timeout { rank, world, collective, call_number, timeout, missing }
     }
 
-    /// Compares the contributions of all ranks. Fails if two ranks made different calls, or if the
-    /// ranks of an all-to-all do not expect the lengths that are sent to them.
+    /// Compares what the ranks published in an exchange. Fails if two ranks made different calls,
+    /// or if the ranks of an all-to-all do not expect the lengths that are sent to them.
     fn check_contributions(
         &self,
         call: &CollectiveCall,

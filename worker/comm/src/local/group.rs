@@ -55,7 +55,7 @@ impl LocalGroup {
         LocalGroup { timeout, state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    /// Locks the group's state.
+    /// Locks the shared state of the group.
     pub(super) fn lock_state(&self) -> MutexGuard<'_, GroupState> {
         // no code panics while it holds the lock, so the state is consistent
         self.state.lock().unwrap_or_else(PoisonError::into_inner)

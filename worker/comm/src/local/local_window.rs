@@ -4,8 +4,8 @@ use crate::shared_window::WindowMemory;
 use device::{Buf, Dtype};
 use std::{ops::Range, ptr::NonNull};
 
-/// The memory of a shared window ([`crate::Comm::shared_window`]). All ranks are threads of this
-/// process, so it is ordinary memory.
+/// The memory of a window that all ranks of a group share ([`crate::Comm::shared_window`]), if all
+/// ranks are threads of this process. It is ordinary memory.
 pub(super) struct LocalWindow {
     /// The address of the window's first element.
     pub(super) start: NonNull<u8>,

@@ -1,5 +1,6 @@
-//! [`PublishedSlice`]: a part of one rank's memory that the other threads of its group read.
-/// An address range of one rank's memory that peers may read during one exchange.
+//! [`PublishedSlice`]: a range of one rank's memory that the other threads of its group may read
+//! during an exchange.
+/// A range of one rank's memory that the other threads of its group may read during an exchange.
 #[derive(Clone, Copy)]
 pub(super) struct PublishedSlice {
     address: *const u8,

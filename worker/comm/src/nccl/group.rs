@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The first delay between two polls of a communicator. The delay grows with every poll.
+/// The first delay between two polls of a communicator, which grows with every poll.
 const MIN_POLL_DELAY: Duration = Duration::from_micros(20);
 /// The upper limit of the delay between two polls of a communicator, which grows with every poll.
 const MAX_POLL_DELAY: Duration = Duration::from_millis(2);
@@ -31,8 +31,8 @@ impl PollBackoff {
         PollBackoff { deadline: Instant::now() + timeout, timeout, delay: MIN_POLL_DELAY }
     }
 
-    /// Sleeps until the next poll. Fails once the timeout has expired; `operation` names the
-    /// unfinished operation in the error.
+    /// Sleeps before the next poll of the communicator. Fails once the timeout has expired;
+    /// `operation` names the unfinished operation in the error.
     fn sleep_until_next_poll(&mut self, operation: &str) -> Result<()> {
         if Instant::now() >= self.deadline {
             return Err(NcclError::Timeout { operation: operation.to_owned(), timeout: self.timeout });
@@ -152,7 +152,7 @@ impl NcclGroup {
         self.world
     }
 
-    /// Locks the state of the communicator.
+    /// Locks the state of NCCL's communicator.
     fn lock_communicator(&self) -> MutexGuard<'_, CommunicatorState> {
         // no code panics while it holds the lock, so the state is consistent
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -213,8 +213,8 @@ impl NcclGroup {
         self.wait_until_accepted_unless(operation, &|| Ok(()))
     }
 
-    /// Polls until NCCL has accepted the latest call of the communicator. Fails as soon as
-    /// `check_abort` fails, after the timeout, or with the communicator's error.
+    /// Polls until NCCL has accepted the latest call, or until `check_abort` fails. Also fails
+    /// after the timeout, or with the communicator's error.
     fn wait_until_accepted_unless(
         &self,
         operation: &str,

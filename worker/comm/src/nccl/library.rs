@@ -1,4 +1,4 @@
-//! [`NcclLibrary`]: the opened NCCL library.
+//! [`NcclLibrary`]: opens the NCCL library and provides its functions.
 use super::binding::{ID_BYTES, IN_PROGRESS, NcclFunctions, SUCCESS, Status};
 use crate::nccl_error::{NcclError, Result};
 use cudarc::nccl::sys::{ncclComm_t, ncclUniqueId};

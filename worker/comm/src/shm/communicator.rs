@@ -138,8 +138,8 @@ impl ShmComm {
         self.segment.header().abort(reason);
     }
 
-    /// Begins a collective: locks this rank's call state and gives the call its number. Fails if
-    /// the group is aborted or the arguments are invalid. Invalid arguments abort the group.
+    /// Begins a collective: locks this rank's state and assigns the next number to the call. Fails
+    /// if the group is aborted or the arguments are invalid. Invalid arguments abort the group.
     pub(super) fn begin_call(
         &self,
         call: std::result::Result<CollectiveCall, ArgumentError>,
@@ -176,8 +176,8 @@ impl ShmComm {
         ranks.into_iter().map(|rank| self.to_job_rank(rank)).collect()
     }
 
-    /// Aborts the group because waiting for peers to join failed with `error`. Returns the error of
-    /// the communicator.
+    /// Aborts the group because the wait for peers to join failed with `error`. Returns the error
+    /// for the caller.
     pub(super) fn abort_on_failed_join(&self, error: WaitError) -> CommError {
         match error {
             WaitError::Aborted(reason) => CommError::Aborted(reason),
@@ -192,8 +192,8 @@ impl ShmComm {
         }
     }
 
-    /// Aborts the group because waiting for peers in `call` failed with `error`. Returns the error
-    /// of the collective.
+    /// Aborts the group because the wait for peers in the collective `call` failed with `error`.
+    /// Returns the error for the caller.
     pub(super) fn abort_on_failed_wait(&self, error: WaitError, call: &CollectiveCall) -> CommError {
         match error {
             WaitError::Aborted(reason) => CommError::Aborted(reason),
@@ -223,8 +223,8 @@ impl ShmComm {
         self.segment.enter_round(self.position.rank, call_state.rounds, call.to_words());
     }
 
-    /// Waits until all ranks have entered the current round. Fails, and aborts the group, if a rank
-    /// made a different call than `call` or if the wait fails.
+    /// Waits until all ranks have entered the current round (step) of the collective `call`. Fails,
+    /// and aborts the group, if a rank made a different call or if the wait fails.
     pub(super) fn wait_for_round(&self, call_state: &ShmCallState, call: &CollectiveCall) -> Result<()> {
         let (round, timeout) = (call_state.rounds, self.limits.collective_timeout);
         self.segment
@@ -240,8 +240,8 @@ impl ShmComm {
         Ok(())
     }
 
-    /// Returns the ranks other than this one, starting with the next higher rank. With this order,
-    /// all ranks read from different peers at the same time.
+    /// Returns all ranks except this one, starting with the next higher rank. With this order, all
+    /// ranks read from different peers at the same time.
     pub(super) fn peers(&self) -> impl Iterator<Item = usize> + use<> {
         let GroupPosition { rank, world } = self.position;
         (1..world).map(move |i| (rank + i) % world)
@@ -282,7 +282,7 @@ impl ShmComm {
     }
 }
 
-/// Computes the part of the index range `0..len` that begins at `offset` and has at most `chunk`
+/// Returns the part of the index range `0..len` that begins at `offset` and has at most `chunk`
 /// indices. The part is empty if `offset` is beyond the end.
 pub(super) fn compute_chunk_range(len: usize, offset: usize, chunk: usize) -> std::ops::Range<usize> {
     offset.min(len)..offset.saturating_add(chunk).min(len)

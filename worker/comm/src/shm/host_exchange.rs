@@ -13,8 +13,8 @@ use std::{
     sync::{MutexGuard, PoisonError, atomic::Ordering::Relaxed},
 };
 
-/// A message that one rank sends to another: the same byte range of each of several buffers,
-/// concatenated.
+/// A message from one rank to another, which consists of the same byte range of several buffers,
+/// one after another.
 #[derive(Clone, Debug)]
 pub(crate) struct OutgoingMessage<'a> {
     pub(crate) parts: &'a [&'a [u8]],
@@ -27,8 +27,8 @@ impl OutgoingMessage<'_> {
         self.parts.len() * self.range.len()
     }
 
-    /// Returns the message's bytes from `offset` to the end of the part that contains `offset`.
-    /// Panics if `offset` is not inside the message.
+    /// Returns the longest contiguous part of the message that begins at byte `offset`. Panics if
+    /// `offset` is not inside the message.
     pub(crate) fn contiguous_bytes_from(&self, offset: usize) -> &[u8] {
         let (part, skip) = (offset / self.range.len(), offset % self.range.len());
         &self.parts[part][self.range.start + skip..self.range.end]
@@ -48,7 +48,7 @@ impl OutgoingMessage<'_> {
 }
 
 impl ShmComm {
-    /// Locks this rank's call state for the duration of one collective.
+    /// Locks this rank's state for the duration of one collective.
     pub(crate) fn lock_call_state(&self) -> MutexGuard<'_, ShmCallState> {
         // A panic inside a collective aborts the group, so no inconsistent state is used.
         self.call_state.lock().unwrap_or_else(PoisonError::into_inner)

@@ -1,8 +1,8 @@
-//! [`ShmLimits`]: timeouts and memory of a shared-memory group.
+//! [`ShmLimits`]: the timeouts and the amount of shared memory of a group of processes on one host.
 use std::time::Duration;
 
-/// Timeouts and staging memory of a shared-memory group. Every rank must give the same
-/// `staging_bytes`.
+/// The timeouts and the amount of shared memory of a group of processes on one host. Every rank
+/// must give the same `staging_bytes`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShmLimits {
     /// How long a rank waits for the others to join the group.

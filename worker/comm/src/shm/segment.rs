@@ -29,10 +29,11 @@ use std::{
     sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::SeqCst},
 };
 
-/// Number of bytes of the header that are reserved for an encoded [`AbortReason`].
+/// Number of bytes in the header of the shared memory that are reserved for the reason of an abort
+/// ([`AbortReason`]).
 pub(super) const MAX_REASON_BYTES: usize = 512;
 
-/// The first word of a segment: "launchS" and the layout version.
+/// The first word of a group's shared memory: "launchS" and the version of the layout.
 const MAGIC: u64 = u64::from_le_bytes(*b"launchS\x02");
 const PAGE_BYTES: usize = 4096;
 const RANK_STATUS_BYTES: usize = 128;
@@ -60,7 +61,8 @@ pub(super) struct SegmentHeader {
 const _: () = assert!(size_of::<SegmentHeader>() <= PAGE_BYTES);
 const _: () = assert!(MAX_REASON_BYTES > FIXED_BYTES);
 
-/// The state of one rank in the segment, which all ranks read and only this rank writes.
+/// The state of one rank in the group's shared memory, which all ranks read and only this rank
+/// writes.
 #[repr(C, align(128))]
 pub(super) struct RankStatus {
     /// Number of the last round that this rank has entered. The rank has finished reading all
@@ -78,8 +80,8 @@ pub(super) struct RankStatus {
 
 const _: () = assert!(size_of::<RankStatus>() == RANK_STATUS_BYTES);
 
-/// The byte offsets of the parts of a segment. They follow from the number of ranks and the staging
-/// size alone.
+/// Where the parts of a group's shared memory are, as byte offsets. They follow from the number of
+/// ranks and the staging size alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SegmentLayout {
     pub(super) world: usize,
@@ -91,8 +93,8 @@ pub(super) struct SegmentLayout {
 }
 
 impl SegmentLayout {
-    /// Computes the layout for `world` ranks. `staging` is rounded up to whole pages. Fails if
-    /// `world` or `staging` is out of range.
+    /// Computes where the parts of the shared memory are, for `world` ranks. `staging` is rounded
+    /// up to whole pages. Fails if `world` or `staging` is out of range.
     pub(super) fn new(world: usize, staging: usize) -> std::result::Result<Self, GroupError> {
         if !(1..=crate::MAX_WORLD).contains(&world) {
             return Err(GroupError::WorldSize { world, limit: crate::MAX_WORLD });
@@ -156,7 +158,7 @@ impl WindowMapping {
         Ok(WindowMapping(FileMapping::new(fd, position, len.max(1))?))
     }
 
-    /// Returns the address of the first byte of the window.
+    /// Returns the address of the first byte of the mapped window.
     pub(super) fn start(&self) -> NonNull<u8> {
         self.0.base.cast()
     }
@@ -177,12 +179,13 @@ impl WindowMemory for WindowMapping {
     }
 }
 
-/// A mapping of only a segment's header, which is enough to abort the group.
+/// A mapping of only the first page (header) of a group's shared memory, which is enough to abort
+/// the group.
 pub(super) struct HeaderMapping(FileMapping);
 
 impl HeaderMapping {
-    /// Maps the header of a segment, which may not have its full size yet. Fails if the file
-    /// belongs to another program.
+    /// Maps the first page (header) of a group's shared memory, whose file may not have its full
+    /// size yet. Fails if the file belongs to another program.
     pub(super) fn open(fd: BorrowedFd<'_>) -> Result<Self> {
         check_owner(fd)?;
         ensure_file_size(fd, PAGE_BYTES)?;
@@ -192,7 +195,7 @@ impl HeaderMapping {
         Ok(mapping)
     }
 
-    /// Returns the header at the beginning of the segment.
+    /// Returns the header, the first page of the group's shared memory.
     pub(super) fn header(&self) -> &SegmentHeader {
         // SAFETY: a page-aligned page of shared memory; SegmentHeader consists of atomics, all bits
         // are valid.
@@ -207,7 +210,7 @@ pub(super) struct Segment {
 }
 
 impl Segment {
-    /// Maps the whole segment of a group of `world` ranks, and enlarges the file first if
+    /// Maps the whole shared memory of a group of `world` ranks, and enlarges the file first if
     /// necessary. Fails if the peers have another layout version, world size or staging size. A
     /// different world or staging size also aborts the group.
     pub(super) fn open(fd: BorrowedFd<'_>, world: usize, limits: &ShmLimits) -> Result<Self> {
@@ -238,7 +241,7 @@ impl Segment {
         }
     }
 
-    /// Returns the header at the beginning of the segment.
+    /// Returns the header, the first page of the group's shared memory.
     pub(super) fn header(&self) -> &SegmentHeader {
         // SAFETY: the mapping begins with a page for the header; it consists of atomics, all bits
         // are valid.
@@ -288,7 +291,8 @@ impl Segment {
         unsafe { self.mapping.base.add(slots + (rank * 2 + slot) * staging_bytes + start) }
     }
 
-    /// Returns `len` bytes of `rank`'s staging slot starting at byte `start`, to read.
+    /// Returns `len` bytes of the staging slot `slot` of rank `rank`, starting at byte `start`, to
+    /// read.
     ///
     /// # Safety
     ///
@@ -301,7 +305,8 @@ impl Segment {
         unsafe { std::slice::from_raw_parts(self.locate_slot_bytes(rank, slot, start, len).as_ptr(), len) }
     }
 
-    /// Returns `len` elements of `rank`'s staging slot starting at element `start`, to read.
+    /// Returns `len` elements of the staging slot `slot` of rank `rank`, starting at element
+    /// `start`, to read.
     ///
     /// # Safety
     ///
@@ -311,7 +316,7 @@ impl Segment {
         bytemuck::cast_slice(unsafe { self.slot(rank, slot, start * 4, len * 4) })
     }
 
-    /// Returns `len` bytes of this rank's staging slot starting at byte `start`, to write.
+    /// Returns `len` bytes of this rank's staging slot `slot`, starting at byte `start`, to write.
     ///
     /// # Safety
     ///
@@ -326,7 +331,8 @@ impl Segment {
         }
     }
 
-    /// Returns `len` elements of this rank's staging slot starting at element `start`, to write.
+    /// Returns `len` elements of this rank's staging slot `slot`, starting at element `start`, to
+    /// write.
     ///
     /// # Safety
     ///
@@ -357,15 +363,15 @@ fn ensure_file_size(fd: BorrowedFd<'_>, size: usize) -> Result<()> {
     Ok(())
 }
 
-/// Forbids every process to shrink the file. Without the seal, a process that shrinks the file
-/// would end the ranks with SIGBUS. The file can still grow.
+/// Makes it impossible for any process to shrink the shared file, which would end the ranks with
+/// SIGBUS. The file can still grow.
 fn seal_against_shrinking(fd: BorrowedFd<'_>) -> Result<()> {
     let failed = |errno| SharedMemoryError::Os { operation: "seal", bytes: 0, errno };
     fcntl(fd, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK)).map_err(failed)?;
     Ok(())
 }
 
-/// Fails if the file belongs to another user, who could change it.
+/// Fails if the file belongs to another user, who could change it at any time.
 fn check_owner(fd: BorrowedFd<'_>) -> Result<()> {
     let failed = |errno| SharedMemoryError::Os { operation: "inspect", bytes: 0, errno };
     let (uid, expected) = (fstat(fd).map_err(failed)?.st_uid, nix::unistd::geteuid().as_raw());
@@ -379,8 +385,8 @@ fn read_file_size(fd: BorrowedFd<'_>) -> Result<usize> {
     Ok(usize::try_from(stat.st_size).map_err(|_| failed(Errno::EINVAL))?)
 }
 
-/// Stores `value` in a word of the header if the word is still 0. Fails if a peer has stored
-/// another value.
+/// Stores `value` in a word of the shared header if the word is still 0. Fails if a peer has stored
+/// another value, and names `field` in the error.
 fn set_or_compare_word(
     word: &AtomicU64,
     value: u64,

@@ -1,5 +1,5 @@
-//! The all-reduce and the reduce-scatter of [`ShmComm`]. Each rank sums the values in the peers'
-//! staging slots in the fixed order of a binary tree over ranks.
+//! The all-reduce and the reduce-scatter of [`ShmComm`]. Each rank reads the values of its peers in
+//! shared memory and sums them in the fixed order of a binary tree over ranks.
 use super::communicator::{MAX_CHUNK_BYTES, ShmCallState, ShmComm, compute_chunk_range};
 use crate::{
     Result,
@@ -12,8 +12,8 @@ use crate::{
 const MAX_SINGLE_ROUND_BYTES: usize = 16 << 10;
 
 impl ShmComm {
-    /// Replaces `x` by its sum over all ranks. Selects the one-round or the block-by-block
-    /// algorithm by the size of `x`.
+    /// Replaces `x` by its sum over all ranks, in one round (step) or block by block, depending on
+    /// the size of `x`.
     pub(super) fn all_reduce_in_rounds(
         &self,
         call_state: &mut ShmCallState,
@@ -94,9 +94,9 @@ impl ShmComm {
         Ok(())
     }
 
-    /// Sums this rank's part of `send` over all ranks and stores the sum in `recv`. Each round
-    /// publishes the next chunk of each peer's part and sums the chunks of this rank's part, until
-    /// the longest part is done.
+    /// Sums this rank's part of `send` over all ranks and stores the sum in `recv`, chunk by chunk.
+    /// Each round publishes the next chunk of each peer's part and sums the chunks of this rank's
+    /// part, until the longest part is done.
     pub(super) fn reduce_scatter_in_chunks(
         &self,
         call_state: &mut ShmCallState,

@@ -1,5 +1,5 @@
-//! Waits for peers of one host. A waiting rank sleeps instead of burning a core, and an abort ends
-//! the wait.
+//! Functions that wait for the ranks of one host. A waiting rank sleeps instead of burning a core,
+//! and an abort ends the wait.
 //!
 //! # Why no wake-up is lost
 //!
@@ -37,14 +37,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The longest sleep before a rank checks the abort state and the timeout again.
+/// The longest time for which a waiting rank sleeps before it checks again for an abort and for its
+/// timeout.
 const MAX_SLEEP: Duration = Duration::from_millis(100);
 
-/// The longest time for which a waiting rank spins before it sleeps, if every rank can have a
+/// The longest time for which a waiting rank busy-waits before it sleeps, if every rank can have a
 /// separate processor. A sleep and a wake-up take about as long.
 const MAX_SPIN: Duration = Duration::from_micros(20);
 
-/// Why a wait for peers failed. Ranks are numbered within the segment.
+/// Why waiting for the ranks of one host failed. Ranks are numbered within the host.
 #[derive(Debug)]
 pub(super) enum WaitError {
     /// The group was aborted.
@@ -63,8 +64,8 @@ impl SegmentHeader {
         futex_wake(&self.event_count);
     }
 
-    /// Aborts the group for `reason` and wakes every sleeper. Keeps the first reason if the group
-    /// is already aborted.
+    /// Aborts the group for `reason` and wakes every rank that sleeps. Keeps the first reason if
+    /// the group is already aborted.
     pub(super) fn abort(&self, reason: &AbortReason) {
         if self.abort_state.compare_exchange(0, 1, SeqCst, SeqCst).is_ok() {
             let bytes = reason.encode(MAX_REASON_BYTES);
@@ -94,7 +95,7 @@ impl SegmentHeader {
         }
     }
 
-    /// Decodes the abort reason that is stored in the header.
+    /// Decodes the abort reason that the shared header contains.
     fn read_stored_reason(&self) -> AbortReason {
         let len = (self.reason_len.load(Relaxed) as usize).min(MAX_REASON_BYTES);
         let bytes: Vec<u8> = self.reason[..len].iter().map(|b| b.load(Relaxed)).collect();
@@ -103,8 +104,8 @@ impl SegmentHeader {
 }
 
 impl Segment {
-    /// Enters `round` as `rank`, so that peers may read what this rank wrote for the round. Wakes
-    /// the sleepers if this rank is the last one to enter.
+    /// Announces that `rank` has entered the round number `round`, so that peers may read what it
+    /// wrote for this round. Wakes the sleeping ranks if this rank is the last one to enter.
     pub(super) fn enter_round(&self, rank: usize, round: u64, call: [u64; 3]) {
         let line = self.rank_status(rank);
         for (word, value) in line.call[(round % 2) as usize].iter().zip(call) {
@@ -119,8 +120,8 @@ impl Segment {
         }
     }
 
-    /// Blocks until every rank has entered `round`. Fails if the group is aborted, a rank left
-    /// before entering, or `timeout` expires.
+    /// Blocks until every rank has entered the round number `round`. Fails if the group is aborted,
+    /// a rank left before entering, or `timeout` expires.
     ///
     /// Spins before the first sleep only if `can_spin` is set and no rank that has yet to enter the
     /// round entered its previous round on this processor.
@@ -204,7 +205,7 @@ fn read_current_cpu() -> u32 {
     unsafe { libc::sched_getcpu() as u32 }
 }
 
-/// Spins until `is_ready` returns true, for at most [`MAX_SPIN`]. Returns whether `is_ready`
+/// Busy-waits until `is_ready` returns true, for at most [`MAX_SPIN`]. Returns whether `is_ready`
 /// returned true.
 fn spin_until(is_ready: &mut impl FnMut() -> bool) -> bool {
     let start = Instant::now();
@@ -237,7 +238,8 @@ fn futex_wake(word: &AtomicU32) {
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
 }
 
-/// Stores `values` in `table`, which peers read after this rank has entered its next round.
+/// Stores `values` in `table`, shared memory that peers read after this rank has entered its next
+/// round.
 pub(super) fn store_words(table: &[std::sync::atomic::AtomicU64], values: impl IntoIterator<Item = u64>) {
     for (word, value) in table.iter().zip(values) {
         word.store(value, Release);

@@ -18,7 +18,7 @@ use std::{
     time::Duration,
 };
 
-/// Limit on the size of a rank's private buffer for received pieces, as a multiple of
+/// Limit on the size of the private buffer in which a rank collects received data, as a multiple of
 /// `staging_bytes`.
 const WINDOW_FACTOR: usize = 8;
 /// Timeouts and memory of a group on several hosts.
@@ -94,8 +94,8 @@ impl TcpComm {
         GroupPosition { rank: self.topology.rank, world: self.topology.world() }
     }
 
-    /// Begins a collective: locks this rank's call state and gives the call its number. Fails if
-    /// the group is aborted or the arguments are invalid. Invalid arguments abort the group.
+    /// Begins a collective: locks this rank's state and assigns the next number to the call. Fails
+    /// if the group is aborted or the arguments are invalid. Invalid arguments abort the group.
     pub(super) fn begin_call(
         &self,
         call: std::result::Result<CollectiveCall, ArgumentError>,
@@ -127,8 +127,8 @@ impl TcpComm {
         }
     }
 
-    /// Runs one step of a collective over the network connections and blocks until the step is
-    /// complete. An error aborts the group.
+    /// Sends and receives the messages of one step of a collective over the network, and blocks
+    /// until the step is complete. An error aborts the group.
     pub(super) fn run_network_step(
         &self,
         connections: &mut [Option<DataConnection>],
@@ -195,8 +195,8 @@ impl TcpComm {
             .map_err(|error| self.abort_on_error(error))
     }
 
-    /// Gathers `number` from every rank in one replication step, and returns the numbers indexed by
-    /// rank.
+    /// Gathers `number` from every rank in one step over the network, and returns the numbers
+    /// indexed by rank.
     pub(super) fn all_gather_u64(
         &self,
         connections: &mut [Option<DataConnection>],
@@ -284,8 +284,8 @@ impl TcpComm {
         Ok(())
     }
 
-    /// Replaces `x` by its sum over all ranks, in one replication step: every rank computes the
-    /// whole sum.
+    /// Replaces `x` by its sum over all ranks, in one step over the network: every rank computes
+    /// the whole sum.
     pub(super) fn all_reduce_small(
         &self,
         call_state: &mut TcpCallState,

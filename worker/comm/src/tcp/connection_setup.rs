@@ -23,8 +23,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Limit on the connections that are accepted in a row, before the handshakes of accepted
-/// connections advance.
+/// Limit on the number of connections that are accepted in a row, before the handshakes of accepted
+/// connections continue.
 const MAX_ACCEPTED_AT_ONCE: usize = 256;
 /// The largest number of unauthenticated connections from addresses of no known peer. A peer may
 /// connect from a different address than that on which it listens.
@@ -32,7 +32,7 @@ const MAX_PENDING_UNKNOWN: usize = 32;
 /// How many more unauthenticated connections are kept from one peer's address than the ranks at
 /// this address need.
 const SPARE_PENDING: usize = 8;
-/// The time limit of one handshake, from the new connection to the WELCOME message.
+/// The time limit of one handshake, from the new connection to the last message (WELCOME).
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time limit of one attempt to open a TCP connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(900);
@@ -41,7 +41,7 @@ const RETRY_DELAY: Duration = Duration::from_millis(50);
 /// The longest time for which a rank waits before it checks again whether the group was aborted.
 const ABORT_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Authenticated connections, each with the rank of the peer and the kind of the connection.
+/// Authenticated connections, each with the peer's rank and the purpose of the connection.
 pub(super) type AuthenticatedStreams = Vec<(u32, ConnectionKind, TcpStream)>;
 
 /// What a rank needs to connect to its peers on other hosts: identities, addresses, timeouts and
@@ -161,8 +161,8 @@ impl ConnectionSetup<'_> {
         Err(last)
     }
 
-    /// Runs the connector's side of the handshake on a new connection to rank `to`. Returns the
-    /// stream once both sides are authenticated.
+    /// Authenticates a new connection to rank `to` as the side that opened it. Returns the stream
+    /// once both sides are authenticated.
     fn authenticate_as_connector(
         &self,
         mut stream: TcpStream,
@@ -274,8 +274,8 @@ impl ConnectionSetup<'_> {
         Ok(streams)
     }
 
-    /// Blocks until a connection, bytes of a pending handshake or an abort arrive, at most for
-    /// [`ABORT_CHECK_INTERVAL`].
+    /// Blocks until there is a new connection, input for an unfinished handshake, or an abort, at
+    /// most for [`ABORT_CHECK_INTERVAL`].
     fn wait_for_input(&self, listener: &TcpListener, pending: &VecDeque<PendingConnection>) {
         let mut fds = vec![self.health.abort_poll_fd(), PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
         fds.extend(pending.iter().map(|p| PollFd::new(p.stream.as_fd(), PollFlags::POLLIN)));
@@ -295,8 +295,8 @@ fn set_tcp_user_timeout(stream: &TcpStream, timeout: Duration) -> std::io::Resul
 struct PendingQuotas(HashMap<IpAddr, usize>);
 
 impl PendingQuotas {
-    /// Computes the quotas from `expected`, the addresses of each peer that will connect. A peer
-    /// connects from one of its addresses.
+    /// Computes the quotas for the peers that will connect. `expected` are the addresses of each
+    /// peer, which connects from one of them.
     fn new<'a>(expected: impl Iterator<Item = &'a [SocketAddr]>) -> Self {
         let mut quotas = HashMap::new();
         for addresses in expected {
@@ -330,8 +330,8 @@ impl PendingQuotas {
     }
 }
 
-/// Accepts the connections that wait at the listener and adds them to `pending`, as handshakes that
-/// have not begun.
+/// Accepts all connections that wait at the listener and adds them to `pending`, the queue of
+/// unfinished handshakes.
 fn accept_waiting_connections(
     listener: &TcpListener,
     quotas: &PendingQuotas,
@@ -346,7 +346,7 @@ fn accept_waiting_connections(
     }
 }
 
-/// Error of one attempt to connect to a peer.
+/// Why one attempt to connect to a peer failed.
 enum ConnectAttemptError {
     /// The peer rejected this rank for the given reason. Another attempt would fail, too.
     Rejected(RejectReason),

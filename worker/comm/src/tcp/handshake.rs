@@ -32,7 +32,7 @@ const ANSWER_BYTES: usize = 8 + 4 + SECRET_BYTES;
 /// Size in bytes of CHALLENGE, the answer to a HELLO, with its message authentication code (MAC).
 pub(super) const CHALLENGE_BYTES: usize = ANSWER_BYTES + SECRET_BYTES;
 
-/// The purpose of a connection between two ranks.
+/// What a connection between two ranks is used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ConnectionKind {
     /// The data of collectives.

@@ -25,12 +25,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Size of a message header in bytes: five words.
+/// Size in bytes of the header that precedes each message between ranks.
 const HEADER_BYTES: usize = 40;
-/// The approximate number of bytes that one connection transfers in each direction before the
-/// thread turns to the next connection.
+/// How many bytes, approximately, the thread transfers on one connection in each direction before
+/// it serves the next connection.
 const MAX_TURN_BYTES: usize = 1 << 20;
-/// The longest wait for readable or writable connections before the step checks its timeout.
+/// The longest wait for a connection to become readable or writable before the timeout is checked.
 const TIMEOUT_CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The data connection to one rank, and how many messages were sent and received on it.
@@ -43,7 +43,7 @@ pub(super) struct DataConnection {
 }
 
 impl DataConnection {
-    /// Wraps a non-blocking stream on which no message was sent yet.
+    /// Wraps a non-blocking stream as a connection on which no message was sent yet.
     pub(super) fn new(stream: TcpStream) -> Self {
         DataConnection { stream, sent: 0, received: 0 }
     }
@@ -67,7 +67,8 @@ impl SendSource<'_> {
     }
 }
 
-/// The messages that a step exchanges with one peer, and how many of their bytes were transferred.
+/// The messages that a rank exchanges with one peer in a step, and how many of their bytes were
+/// transferred.
 pub(super) struct PeerTransfer<'a> {
     pub(super) peer: usize,
     /// The message to send; `None` if this step sends nothing to the peer.
@@ -84,7 +85,7 @@ pub(super) struct PeerTransfer<'a> {
 }
 
 impl<'a> PeerTransfer<'a> {
-    /// Creates a transfer with `peer` that has not begun.
+    /// Creates the transfer with `peer`, of which no byte was sent or received yet.
     pub(super) fn new(peer: usize, source: Option<SendSource<'a>>, recv_range: Option<Range<usize>>) -> Self {
         PeerTransfer {
             peer,
@@ -108,7 +109,7 @@ impl<'a> PeerTransfer<'a> {
     }
 }
 
-/// Error that ends a transfer with one peer.
+/// Why a transfer with one peer ended early.
 enum TransferError {
     /// The connection failed, or the peer closed it.
     Closed,
@@ -243,8 +244,8 @@ impl NetworkStep<'_> {
         Ok(())
     }
 
-    /// Fails if the peer's header differs from the message that this rank expects: message
-    /// `expected` of the connection, with `len` bytes.
+    /// Fails if the header of a peer's message differs from the one that this rank expects, which
+    /// has the number `expected` on this connection and `len` bytes.
     fn check_header(
         &self,
         expected: u64,
@@ -286,7 +287,7 @@ impl NetworkStep<'_> {
         _ = poll(&mut fds, to_poll_timeout(timeout.min(TIMEOUT_CHECK_INTERVAL)));
     }
 
-    /// Builds the timeout error of a step that made no progress. The error lists the peers of
+    /// Builds the error that a step made no progress until its timeout. It lists the peers of
     /// unfinished transfers.
     fn build_timeout_error(&self, transfers: &[PeerTransfer]) -> CommError {
         let unfinished = transfers.iter().filter(|t| t.has_bytes_to_receive() || t.has_bytes_to_send());
@@ -303,7 +304,7 @@ impl NetworkStep<'_> {
     }
 }
 
-/// Encodes the header that precedes a message of `len` bytes, the `number`-th one on its
+/// Encodes the header that precedes a message of `len` bytes, which has the number `number` on its
 /// connection.
 fn encode_header(number: u64, call: &CollectiveCall, len: usize) -> [u8; HEADER_BYTES] {
     let mut out = [0; HEADER_BYTES];

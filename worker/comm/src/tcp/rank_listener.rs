@@ -1,5 +1,5 @@
-//! [`RankListener`]: joins a group on several hosts. A rank binds its listener, connects to all
-//! peers, and gets its communicator.
+//! [`RankListener`]: lets a rank join a group on several hosts. The rank binds its listener,
+//! connects to all peers, and gets its communicator.
 use super::{
     communicator::{TcpCallState, TcpComm, TcpLimits},
     connection_setup::ConnectionSetup,

@@ -90,8 +90,8 @@ impl Topology {
         self.find_receiver_on_host(from, self.host_by_rank[to]) == to
     }
 
-    /// Returns the local rank of the first rank on this host that gets the data of `rank`. This is
-    /// `rank` itself, or its counterpart if `rank` is on another host.
+    /// Returns the local rank of the first rank on this host that receives the data of `rank`:
+    /// `rank` itself if it is on this host, otherwise its counterpart here.
     pub(crate) fn find_local_receiver(&self, rank: usize) -> usize {
         self.local_rank_of[self.find_receiver_on_host(rank, self.host)]
     }

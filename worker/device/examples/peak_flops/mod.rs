@@ -56,8 +56,8 @@ fn select_chains(instruction_set: &str) -> (Chains, usize) {
 /// hide their latency.
 const PORTABLE_CHAINS: usize = 64;
 
-/// Computes chains of multiply-adds with the baseline instructions of the target, and returns their
-/// sum.
+/// Computes several independent sequences of dependent multiply-adds (chains) with the target's
+/// baseline instructions, and returns their sum.
 fn run_portable_chains(x: f32) -> f32 {
     let mut acc: [f32; PORTABLE_CHAINS] = std::array::from_fn(|i| i as f32);
     for _ in 0..FMAS_PER_CHAIN {
@@ -76,7 +76,8 @@ mod x86 {
     pub(super) const AVX512_CHAINS: usize = 12;
     pub(super) const AVX2_CHAINS: usize = 12;
 
-    /// Computes chains of multiply-adds in AVX-512 registers, and returns their sum.
+    /// Computes several independent sequences of dependent multiply-adds (chains) in AVX-512
+    /// registers, and returns their sum.
     #[target_feature(enable = "avx512f")]
     pub(super) fn run_avx512_chains(x: f32) -> f32 {
         let factor = _mm512_set1_ps(x);
@@ -89,7 +90,8 @@ mod x86 {
         acc.iter().map(|acc| _mm512_reduce_add_ps(*acc)).sum()
     }
 
-    /// Computes chains of multiply-adds in AVX2 registers, and returns their sum.
+    /// Computes several independent sequences of dependent multiply-adds (chains) in AVX2
+    /// registers, and returns their sum.
     #[target_feature(enable = "avx2,fma")]
     pub(super) fn run_avx2_chains(x: f32) -> f32 {
         let factor = _mm256_set1_ps(x);

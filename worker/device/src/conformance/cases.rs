@@ -425,8 +425,8 @@ fn compare_stochastic_rounding(backends: &Backends, rng: &mut CaseRng, n: usize)
     Ok(MaxErrors::default())
 }
 
-/// Compares copies within GPU memory, and vector ops that only Muon or some models need, with the
-/// CPU.
+/// Compares the results of copies within GPU memory, and of vector ops that only Muon or some
+/// models need, with those of the CPU.
 fn compare_vector_ops(backends: &Backends, rng: &mut CaseRng, n: usize) -> CaseResult {
     let (rows, columns) = (n.isqrt(), n / n.isqrt());
     let sums = RefCell::new(Vec::new());

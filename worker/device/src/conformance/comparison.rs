@@ -1,4 +1,4 @@
-//! [`Backends`]: runs an operation on the CPU and on the GPU, and compares the buffers.
+//! [`Backends`]: runs an operation on the CPU and on the GPU, and compares the resulting buffers.
 use super::error::ConformanceError;
 use crate::ops::{Ops, VectorOps, WriteMode};
 use crate::{Buf, Cpu, Cuda, Dtype, View, ViewMut, storage::Storage};
@@ -51,7 +51,8 @@ pub(super) fn make_nan_values(len: usize) -> Vec<f32> {
     vec![f32::NAN; len]
 }
 
-/// A GPU buffer whose elements begin `offset` elements after the start of the allocation.
+/// A GPU buffer whose first element is `offset` elements after the start of its allocation, so that
+/// it may be unaligned.
 pub(super) struct OffsetBuf {
     pub(super) buf: Buf,
     offset: usize,
@@ -90,7 +91,7 @@ impl Backends<'_> {
         self.compare_with_min_tolerance(0.0, case, buffers, run)
     }
 
-    /// Compares the backends with [`Backends::compare`], but tolerates relative errors up to at
+    /// Compares the backends as [`Backends::compare`] does, but tolerates relative errors up to at
     /// least `min_tolerance`.
     pub(super) fn compare_with_min_tolerance<const N: usize>(
         &self,
@@ -133,8 +134,8 @@ impl Backends<'_> {
         Ok(errors)
     }
 
-    /// Copies values to GPU memory, converted to `dtype`, `offset` elements after the start of an
-    /// allocation.
+    /// Copies `values` to GPU memory, converted to `dtype`, so that they begin `offset` elements
+    /// after the start of an allocation.
     pub(super) fn copy_to_gpu(&self, dtype: Dtype, values: &[f32], offset: usize) -> OffsetBuf {
         let padded: Vec<f32> = std::iter::repeat_n(7.0, offset).chain(values.iter().copied()).collect();
         let from = self.cuda.clone_to_device((&padded[..]).into());

@@ -30,7 +30,8 @@ enum FixedCase {
 }
 
 impl FixedCase {
-    /// Compares the GPU with the CPU on this case, with values that `seed` determines.
+    /// Runs this conformance case with values that `seed` determines, and compares the results of
+    /// the GPU with those of the CPU.
     fn compare(&self, backends: &Backends, seed: u64) -> CaseResult {
         match *self {
             FixedCase::Norms { m, d } => cases::compare_norms(backends, seed, m, d),

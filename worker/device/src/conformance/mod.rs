@@ -18,7 +18,7 @@ use crate::{Cpu, Cuda, Dtype, ops::AttentionShape};
 use comparison::{Backends, CaseResult, CaseRng};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Result of comparing one family of operations on the GPU with the CPU.
+/// The result of comparing one family of operations on the GPU with the CPU.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FamilyReport {
     /// Name of the family, such as `classifier`.
@@ -68,7 +68,7 @@ pub fn compare_ops_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -> Vec<Family
     reports
 }
 
-/// Compares attention that cuDNN computes ([`Cuda::set_attention_backend`]) with the CPU, on
+/// Compares attention by cuDNN ([`Cuda::set_attention_backend`]) with attention on the CPU, on
 /// `rounds` random shapes, on shapes of usual models, and with sliding windows.
 pub fn compare_cudnn_attention_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -> FamilyReport {
     let types = [RUN_TOLERANCES[0], (Dtype::Bf16, 8, RUN_TOLERANCES[0].2)];
@@ -104,14 +104,14 @@ pub fn compare_cudnn_attention_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -
     )
 }
 
-/// Runs the cases of a family until one fails, and returns the report. A failure of the GPU or a
-/// panic of a case is the family's failure.
+/// Runs the conformance cases of a family of ops until one fails, and returns the report. A failure
+/// of the GPU or a panic of a case is the family's failure.
 fn run_family(cuda: &Cuda, family: &'static str, cases: impl Iterator<Item = CaseResult>) -> FamilyReport {
     let take_status = || cuda.take_status().map_err(ConformanceError::from);
     run_cases(family, cases.map(|result| take_status().and(result)))
 }
 
-/// Runs the cases of a family until one fails or panics, and returns the report.
+/// Runs the conformance cases of a family of ops until one fails or panics, and returns the report.
 fn run_cases(family: &'static str, mut cases: impl Iterator<Item = CaseResult>) -> FamilyReport {
     let mut report = FamilyReport { family, cases: 0, max_errors: MaxErrors::default(), failure: None };
     loop {

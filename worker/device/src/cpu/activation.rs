@@ -20,7 +20,8 @@ enum Activation {
 }
 
 impl Activation {
-    /// Returns the cost of computing one element, as a multiple of the cost of copying an element.
+    /// Returns how expensive it is to compute this function for one element, as a multiple of the
+    /// cost of copying an element.
     fn cost(self) -> usize {
         match self {
             Activation::Silu => 4,

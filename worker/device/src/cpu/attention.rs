@@ -1,5 +1,5 @@
-//! Causal grouped-query attention, forward pass: tiles of queries times tiles of keys with an
-//! online softmax (Dao et al., "FlashAttention", 2022).
+//! Causal grouped-query attention, forward pass, which processes a tile of queries with one tile of
+//! keys after another (Dao et al., "FlashAttention", 2022).
 //!
 //! Keys and values of a sequence are packed once, tile by tile, for all query heads. Scores exist
 //! only for a strip of a few queries and one tile of keys. The result of a query depends on the
@@ -22,7 +22,8 @@ use crate::ops::{AttentionOps, AttentionShape, expect_lens};
 use std::ops::Range;
 
 impl AttentionOps for Cpu {
-    /// Computes causal attention. Each parallel task computes one tile of queries of one head.
+    /// Computes causal attention, in parallel tasks that each compute one tile of queries of one
+    /// head.
     fn attention_forward(&self, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], shape: AttentionShape) {
         let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
         let g = AttentionLayout::new("attention_forward", o.len(), lse.len(), qkv.len(), starts, shape);
@@ -126,8 +127,8 @@ struct OnlineSoftmaxState<'a> {
     max: &'a mut [f32],
 }
 
-/// Computes attention of one tile of queries over all its keys, and writes outputs and
-/// log-sum-exps.
+/// Computes the attention of one tile of queries to all keys that they attend to, and writes
+/// outputs and log-sum-exps.
 #[inline(always)]
 fn attend_tile<S: Simd>(
     s: S,
@@ -273,8 +274,9 @@ impl OnlineSoftmaxState<'_> {
     }
 }
 
-/// Masks the scores of a tile, replaces each score by e^(score − max), and adds the results to the
-/// queries' sums. If the maximum of a query rises, its sum and output are rescaled.
+/// Adds a tile of attention scores to the running results of a strip of queries: masks the scores,
+/// replaces each by e^(score − max), and adds these to the queries' sums. If the maximum of a query
+/// rises, its sum and output are rescaled.
 #[inline(always)]
 fn update_online_softmax<S: Simd>(
     s: S,

@@ -83,7 +83,7 @@ struct KeyHeadScratch<'a> {
 }
 
 impl<'a> KeyHeadScratch<'a> {
-    /// Returns the number of elements of each scratch matrix, in the order of the fields.
+    /// Returns the number of elements of each scratch matrix of a task, in the order of the fields.
     fn matrix_lens(g: AttentionLayout) -> [usize; 11] {
         let transposed = g.shape.head_dim * KEY_TILE;
         let of_queries = (QUERY_TILE + MAX_TILE_ROWS) * g.padded;
@@ -171,7 +171,7 @@ fn differentiate_key_head_simd<S: Simd>(
     }
 }
 
-/// Adds the rows of `x` elementwise to the rows of `dst` that begin at element `first`.
+/// Adds the rows of `x` elementwise to those rows of `dst` that begin at element `first`.
 ///
 /// # Safety
 ///
@@ -214,7 +214,7 @@ fn dot<S: Simd, A: Element, B: Element>(s: S, a: &[A], b: &[B]) -> f32 {
     s.sum(sum)
 }
 
-/// One task of the backward pass: a key head of a sequence.
+/// One task of attention's backward pass, which computes one key head of one sequence.
 #[derive(Clone, Copy)]
 struct KeyHeadTask<'a> {
     inputs: AttentionBackwardInputs<'a>,
@@ -276,7 +276,7 @@ impl KeyHeadTask<'_> {
         copy_scaled_rows(s, tiles.keys, keys, g.padded, KEY_TILE, g.shape.scale);
     }
 
-    /// Copies a tile of queries and of the outputs' gradients to the scratch matrices.
+    /// Copies a tile of queries, and the gradients of their outputs, to the scratch matrices.
     #[inline(always)]
     fn load_queries<S: Simd>(&self, s: S, tiles: &mut KeyHeadScratch, pair: &TilePair) {
         let g = self.g;
@@ -295,9 +295,9 @@ impl KeyHeadTask<'_> {
         copy_scaled_rows(s, tiles.d_o, d_o, g.padded, height, 1.0);
     }
 
-    /// Computes `p = e^(q·k − lse)` and `ds = p·(dO·v − delta)`, which are 0 where a query does not
-    /// attend to a key. With dropout factors `f`, computes `ds = p·(f·dO·v − delta)` and replaces
-    /// `p` by `f·p`.
+    /// Computes the attention probabilities `p = e^(q·k − lse)` and the gradients of the scores `ds
+    /// = p·(dO·v − delta)`, which are 0 where a query does not attend to a key. With dropout
+    /// factors `f`, computes `ds = p·(f·dO·v − delta)` and replaces `p` by `f·p`.
     #[inline(always)]
     fn compute_probabilities<S: Simd>(&self, s: S, tiles: &mut KeyHeadScratch, pair: &TilePair) {
         let (g, t) = (self.g, self.g.shape.t);

@@ -1,4 +1,4 @@
-//! [`HeadDropout`]: dropout of attention probabilities.
+//! [`HeadDropout`]: dropout of the attention probabilities of one head.
 //!
 //! The factors of one query and one tile of keys are not stored. The forward and the backward pass
 //! recompute them.
@@ -8,7 +8,7 @@ use crate::{ops::AttentionDropout, philox::compute_random_words_of_16_blocks};
 /// Number of keys in a tile, the block of keys that attention processes at a time.
 pub(crate) const KEY_TILE: usize = 64;
 
-/// Dropout of the probabilities of one query head of one sequence.
+/// Dropout of the attention probabilities of one query head of one sequence.
 #[derive(Clone, Copy)]
 pub(crate) struct HeadDropout {
     /// Key of the Philox generator.

@@ -8,14 +8,14 @@ use std::ops::Range;
 
 /// Number of queries in a tile, the block of queries that attention processes at a time.
 pub(crate) const QUERY_TILE: usize = 64;
-/// Number of elements past the end of a scratch matrix that the micro-kernel may read if the number
-/// of rows is not a multiple of its tile.
+/// Number of elements after the end of a scratch matrix that the micro-kernel may read, if the
+/// number of rows is not a multiple of the rows that it computes at a time.
 pub(crate) const READ_SLACK: usize = 16;
 /// Maximum number of rows of the tile of a matmul that is computed in registers, on any instruction
 /// set.
 pub(crate) const MAX_TILE_ROWS: usize = 8;
 
-/// Shape of an attention op, and sizes that follow from the shape.
+/// The shape of an attention op, and sizes that follow from it, such as the number of tiles.
 #[derive(Clone, Copy)]
 pub(crate) struct AttentionLayout {
     /// The shape and options of the attention.
@@ -74,7 +74,7 @@ impl AttentionLayout {
     }
 }
 
-/// Consecutive rows of one head inside a wider matrix, such as qkv.
+/// Some consecutive rows of one head, which is a part of the columns of a wider matrix such as qkv.
 #[derive(Clone, Copy)]
 pub(crate) struct HeadSlice<'a> {
     /// The elements of the whole matrix.

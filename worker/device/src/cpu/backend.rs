@@ -29,8 +29,9 @@ impl Cpu {
         }
     }
 
-    /// Creates one backend of `threads` threads for each instruction set that this machine
-    /// supports, best first. Tests compare these; [`Cpu::new`] uses the first instruction set.
+    /// Creates one backend with `threads` threads for each instruction set that this machine
+    /// supports, best first, so that tests can compare them. [`Cpu::new`] uses the first
+    /// instruction set.
     pub fn new_for_all_instruction_sets(threads: usize) -> Vec<Self> {
         let backend = |instruction_set| Cpu { instruction_set, ..Cpu::new(threads) };
         InstructionSet::list_available().into_iter().map(backend).collect()

@@ -81,7 +81,8 @@ impl ClassifierOps for Cpu {
     }
 }
 
-/// Outputs of the classifier's backward pass; see [`ClassifierGrads`] for the fields.
+/// The gradients that the classifier's backward pass computes, and where it writes them; see
+/// [`ClassifierGrads`] for the fields.
 struct ClassifierBackwardOutputs<'a> {
     dx: OutputElements<'a>,
     dw: &'a mut [f32],
@@ -130,8 +131,8 @@ impl ClassifierChunk<'_> {
         (0..v).step_by(VOCAB_BLOCK).map(move |start| start..(start + VOCAB_BLOCK).min(v))
     }
 
-    /// Returns the range of elements of `w` (and of its gradient `dw`) that belong to a block of
-    /// the vocabulary.
+    /// Returns the range of elements of the output layer's weight `w` (and of its gradient `dw`)
+    /// that belong to `block`, a range of the vocabulary.
     fn weight_range(&self, block: &Range<usize>) -> Range<usize> {
         block.start * self.shape.d..block.end * self.shape.d
     }
@@ -205,8 +206,8 @@ impl ClassifierChunk<'_> {
         }
     }
 
-    /// Replaces a block of logits by its gradient `(softmax − one-hot)·scale`. The gradient of rows
-    /// without a loss is 0.
+    /// Replaces some columns of the logits by their gradient `(softmax − one-hot)·scale`. The
+    /// gradient of rows without a loss is 0.
     fn replace_logits_by_gradients(
         &self,
         logits: &mut [f32],

@@ -71,7 +71,7 @@ fn f32_to_f16(x: f32) -> u16 {
     (sign | if magnitude >= 0x477f_f000 { large } else { finite }) as u16
 }
 
-/// Element type of matrices that kernels read.
+/// The type of the elements of matrices that kernels read: `f32` or a 16-bit type.
 pub(crate) trait Element: Copy {
     /// Converts the element to `f32`. The conversion is exact.
     fn to_f32(self) -> f32;
@@ -320,7 +320,7 @@ enum OutputSlices<'a> {
 }
 
 impl<'a> OutputElements<'a> {
-    /// Borrows the elements of `v` as the output of an op.
+    /// Wraps `v` as the output of an op, of which tasks can write different ranges.
     pub(crate) fn new(cpu: &'a Cpu, v: ViewMut<'a>) -> Self {
         let len = v.len();
         let elements = match v.dtype() {

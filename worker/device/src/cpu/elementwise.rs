@@ -138,9 +138,9 @@ fn scale_vectors<S: Simd>(s: S, y: &mut [f32], factor: f32) {
     }
 }
 
-/// Returns the sum of squares of a block. Element i is added to lane i mod 16, and the lanes are
-/// added in the order of [`Simd::sum`]. Squares are exact, because the square of an `f32` is
-/// representable in `f64`.
+/// Returns the sum of the squares of `x` in `f64`. Element i is added to lane i mod 16, and the
+/// lanes are added in the order of [`Simd::sum`]. Squares are exact, because the square of an `f32`
+/// is representable in `f64`.
 #[inline(always)]
 fn sum_block_simd<S: Simd>(_: S, x: &[f32]) -> f64 {
     let mut lanes = [0.0f64; LANES];

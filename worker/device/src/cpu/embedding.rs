@@ -1,4 +1,5 @@
-//! Token embedding: looks up rows of the weight, and sums their gradient.
+//! Token embedding on the CPU: looks up rows of the weight, and adds the gradients of the looked-up
+//! rows.
 use super::backend::Cpu;
 use super::disjoint_slices::DisjointSlices;
 use super::elements::InputElements;
@@ -6,7 +7,7 @@ use super::expert_rows::copy_selected_rows;
 use crate::buffer::{View, ViewMut};
 use crate::ops::{EmbeddingOps, expect_lens};
 
-/// Number of columns of the weight's gradient that one task of the backward pass sums.
+/// Number of columns of the embedding's gradient that one task of the backward pass sums.
 const TASK_COLUMNS: usize = 128;
 
 impl EmbeddingOps for Cpu {

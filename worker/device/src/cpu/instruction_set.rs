@@ -2,7 +2,8 @@
 #[cfg(target_arch = "x86_64")]
 use super::x86;
 
-/// An instruction set for the CPU's kernels that this machine supports.
+/// A set of vector instructions that this machine supports and for which the CPU's kernels are
+/// compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum InstructionSet {
     /// AVX-512 F, BW, DQ and VL.

@@ -75,7 +75,8 @@ impl LayerNormOps for Cpu {
     }
 }
 
-/// Panics if the length of an argument of the op `op` does not fit `m` rows of `d` elements.
+/// Panics if an argument of the LayerNorm op `op` has a length that does not fit `m` rows of `d`
+/// elements.
 fn check_lengths(op: &str, matrices: &[(&str, usize)], stats: usize, b: usize, m: usize, d: usize) {
     assert!(d > 0, "{op}: d is 0");
     matrices.iter().for_each(|(name, len)| expect_lens(op, [(name, *len, m * d)]));
@@ -99,9 +100,9 @@ struct F32LayerNormParams<'a> {
     eps: f32,
 }
 
-/// Computes `y = (x − mean)·rstd·w + b` for each row, and writes mean and rstd to `stats`. The
-/// differences from the mean are stored in `y` first, because the variance is their mean square.
-/// Lanes past the end of a row read as 0 there.
+/// Computes LayerNorm, `y = (x − mean)·rstd·w + b`, for each row, and writes mean and rstd to
+/// `stats`. The differences from the mean are stored in `y` first, because the variance is their
+/// mean square. Lanes past the end of a row read as 0 there.
 #[inline(always)]
 fn normalize_rows<S: Simd>(s: S, y: &mut [f32], stats: &mut [f32], x: &[f32], norm: F32LayerNormParams) {
     let F32LayerNormParams { w, b, eps } = norm;

@@ -313,8 +313,8 @@ impl MatmulPass<'_> {
     }
 }
 
-/// An operand that the micro-kernel reads without packing: a left operand whose rows are contiguous
-/// along the depth, or a right operand whose columns are contiguous.
+/// An operand of a matmul that the micro-kernel reads in place, without packing, because its rows
+/// (left) or columns (right) are contiguous.
 #[derive(Clone, Copy)]
 struct UnpackedOperand<'a> {
     data: &'a [f32],
@@ -365,8 +365,8 @@ struct UnpackedOperands<'a> {
 }
 
 impl UnpackedOperands<'_> {
-    /// Returns true if an operand is not packed: the left operand if `is_left`, otherwise the right
-    /// operand.
+    /// Returns true if the left operand (if `is_left`) or the right operand is read in place,
+    /// without packing.
     fn is_unpacked(&self, is_left: bool) -> bool {
         if is_left { self.a.is_some() } else { self.b.is_some() }
     }

@@ -21,8 +21,8 @@ pub(crate) struct Operand<'a> {
 }
 
 impl<'a> Operand<'a> {
-    /// Creates an operand in which the terms of each sum are contiguous, and rows are `stride`
-    /// elements apart.
+    /// Creates an operand whose rows are `stride` elements apart, and contiguous along the summed
+    /// dimension.
     pub(crate) fn from_rows(data: impl Into<InputElements<'a>>, stride: usize) -> Operand<'a> {
         Operand { data: data.into(), row_stride: stride, depth_stride: 1 }
     }
@@ -71,8 +71,9 @@ impl PackBlock {
 }
 
 multiversion! {
-    /// Packs a block of `src` into `dst`, one panel after another. Missing rows of the last panel
-    /// become 0. `dst` has at least [`PackBlock::packed_len`] elements.
+    /// Copies a block of the matmul operand `src` into `dst` in the micro-kernel's order, one panel
+    /// after another. Missing rows of the last panel become 0. `dst` has at least
+    /// [`PackBlock::packed_len`] elements.
     pub(crate) fn pack = pack_block(dst: &mut [f32], src: Operand, block: PackBlock)
 }
 

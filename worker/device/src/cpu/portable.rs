@@ -1,4 +1,5 @@
-//! [`Portable`]: vectors of 16 lanes as arrays, for machines without a supported instruction set.
+//! [`Portable`]: implements vectors of 16 lanes with arrays, for machines without a supported
+//! instruction set.
 use super::micro_kernel;
 use super::simd::{LANES, MicroTile, Simd};
 
@@ -105,7 +106,7 @@ impl Simd for Portable {
     }
 }
 
-/// Combines all lanes by `f`, in the order of [`Simd::sum`], and returns the result.
+/// Combines all lanes of `v` to one number with `f`, in the order of [`Simd::sum`].
 #[inline(always)]
 fn reduce_lanes(mut v: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
     for w in [8, 4, 2, 1] {

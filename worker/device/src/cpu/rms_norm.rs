@@ -79,7 +79,8 @@ impl RmsNormOps for Cpu {
     }
 }
 
-/// Panics if the length of an argument of the op `op` does not fit `m` rows of `d` elements.
+/// Panics if an argument of the RMSNorm op `op` has a length that does not fit `m` rows of `d`
+/// elements.
 fn check_lengths(op: &str, matrices: &[(&str, usize)], rstd: usize, w: usize, m: usize, d: usize) {
     assert!(d > 0, "{op}: d is 0");
     matrices.iter().for_each(|(name, len)| expect_lens(op, [(name, *len, m * d)]));

@@ -99,8 +99,8 @@ fn add_weight_gradients(
     }
 }
 
-/// Replaces `d`, the gradient of the probabilities, by the gradient of the logits. `slope` is the
-/// gradient of the log-sum-exp.
+/// Computes the gradient of softmax in place: replaces `d`, the gradient of the probabilities, by
+/// the gradient of the logits. `slope` is the gradient of the log-sum-exp.
 fn softmax_backward(d: &mut [f32], probs: &[f32], slope: f32) {
     let projection: f32 = d.iter().zip(probs).map(|(d, p)| d * p).sum();
     for (d, p) in d.iter_mut().zip(probs) {

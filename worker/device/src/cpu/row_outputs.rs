@@ -10,7 +10,7 @@ use std::ops::Range;
 /// added in the order of the rows.
 const ROWS_PER_PARTIAL_SUM: usize = 32;
 
-/// One or more outputs of an op, of which parallel tasks write different rows.
+/// One or more outputs of an op whose rows parallel tasks write.
 pub(crate) trait RowOutputs: Sync {
     /// The type of the rows that one task writes.
     type Rows;
@@ -156,14 +156,14 @@ impl Cpu {
         });
     }
 
-    /// Runs `work` on ranges of the elements of `y` in parallel. `work` reads and writes them.
+    /// Runs `work` on ranges of the elements of `y` in parallel, to read and write them.
     pub(super) fn update_elements(&self, y: ViewMut, work: impl Fn(Range<usize>, &mut [f32]) + Sync) {
         let len = y.len();
         self.write_rows(len, 1, self.updated_rows(y, 1), |range, mut y| work(range, &mut y));
     }
 
-    /// Runs `work` on chunks of the `rows` rows in parallel, and adds the sums over all rows to
-    /// `totals`.
+    /// Runs `work` on chunks of the rows of the outputs in parallel, and adds the sums over all
+    /// rows to `totals`.
     ///
     /// `work` also writes the chunk's rows of the outputs. It adds the chunk's contributions to its
     /// last argument, which contains one sum after another in the order of `totals`. The chunks'

@@ -7,7 +7,7 @@
 //! (`instruction_set.rs`), which is chosen at run time. Every instruction set has the same 16
 //! lanes, so AVX2 and AVX-512 give the same bits. The portable version gives other bits only where
 //! it has no fused multiply-add.
-/// Number of lanes of a vector ([`Simd::V`]) on every instruction set.
+/// Number of lanes (elements) of a vector ([`Simd::V`]) on every instruction set.
 pub(crate) const LANES: usize = 16;
 
 /// Number of elements of the largest tile that the micro-kernel of any instruction set computes:

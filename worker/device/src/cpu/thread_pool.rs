@@ -1,4 +1,4 @@
-//! [`ThreadPool`]: the threads of the CPU backend.
+//! [`ThreadPool`]: runs the tasks of an op on the threads of the CPU backend.
 //!
 //! A task set is a function and the number of tasks for which the function is called. The calling
 //! thread and the helpers run tasks. A helper that wakes up after the last task has begun finds the
@@ -140,7 +140,8 @@ impl Drop for CloseTaskSetOnDrop<'_> {
 }
 
 impl TaskSet {
-    /// Runs tasks of the task set until every task has been begun by some thread.
+    /// Runs tasks of this task set on the calling thread, until every task has been begun by some
+    /// thread.
     fn run_tasks(&self) {
         // SAFETY: the pointers are valid while this thread takes part in the task set.
         let (run, next) = unsafe { (&*self.run, &*self.next) };
@@ -161,7 +162,7 @@ impl PoolState {
         self.slot.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes a task set available to the helpers.
+    /// Makes a task set available to the helper threads.
     fn post_task_set(&self, task_set: TaskSet) {
         let mut slot = self.lock();
         slot.task_set = Some(task_set);
@@ -173,7 +174,7 @@ impl PoolState {
         }
     }
 
-    /// Prevents further helpers from joining the task set, and waits for the helpers that have
+    /// Prevents further helper threads from joining the task set, and waits for those that have
     /// joined it.
     fn close_task_set(&self) {
         self.lock().task_set = None;
@@ -206,9 +207,9 @@ impl PoolState {
         }
     }
 
-    /// Waits until a task set newer than number `last_number` is posted, and joins it. Returns the
-    /// number of the new task set, and the task set itself if it is still open. Returns `None` if
-    /// the pool ends.
+    /// Waits until a task set with a number above `last_number` is posted, and joins it. Returns
+    /// the number of the new task set, and the task set itself if it is still open. Returns `None`
+    /// if the pool ends.
     fn wait_for_task_set(&self, last_number: u64) -> Option<(u64, Option<TaskSet>)> {
         for _ in 0..SPIN_ITERATIONS {
             if self.task_set_count.load(Ordering::Acquire) != last_number {

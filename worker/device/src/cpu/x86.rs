@@ -143,7 +143,7 @@ impl Simd for Avx512 {
     }
 }
 
-/// Implements [`Simd::run_micro_kernel`] with AVX-512.
+/// Computes a tile of a matmul in AVX-512 registers ([`Simd::run_micro_kernel`]).
 ///
 /// # Safety
 ///
@@ -242,7 +242,7 @@ impl Simd for Avx2 {
     }
 }
 
-/// Implements [`Simd::run_micro_kernel`] with AVX2.
+/// Computes a tile of a matmul in AVX2 registers ([`Simd::run_micro_kernel`]).
 ///
 /// # Safety
 ///

@@ -82,8 +82,8 @@ impl ActivationOps for Cuda {
     }
 }
 
-/// Computes `y = activation(gate)·up` for `m` rows of `f` elements. The kernel determines the
-/// activation function.
+/// Computes a gated linear unit, `y = activation(gate)·up`, on the GPU, for `m` rows of `f`
+/// elements. The kernel determines the activation function.
 fn gated_forward(cuda: &Cuda, names: KernelNames, y: ViewMut, gate_up: View, [m, f]: [usize; 2]) {
     expect_lens("gated_forward", [("y", y.len(), m * f), ("gate_up", gate_up.len(), m * 2 * f)]);
     let (y, gate_up) = (TensorArg::from(&y), TensorArg::from(gate_up));

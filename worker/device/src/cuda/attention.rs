@@ -26,8 +26,8 @@ const FLASH_TILE_ROWS: usize = 128;
 /// rows, and `BlockState`.
 const FLASH_EXTRA_SHARED_BYTES: usize = 2 * 3 * 64 * 4 + 128;
 
-/// Kernel argument with shape, scale and dropout of an attention. The layout is that of `Attention`
-/// in attention.cuh.
+/// Kernel argument with the shape, scale and dropout of an attention. The layout is that of
+/// `Attention` in attention.cuh.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct AttentionArg {
@@ -187,8 +187,8 @@ impl FlashKernel {
     }
 }
 
-/// Returns true if the built-in kernels use tensor cores for attention of this shape with tensors
-/// of these types.
+/// Returns true if the built-in kernels compute attention of the shape `s` on tensor cores, for
+/// tensors with the element types `dtypes`.
 fn uses_tensor_cores(dtypes: &[Dtype], s: AttentionShape) -> bool {
     s.head_dim <= 128 && dtypes.iter().all(|dtype| *dtype == Dtype::Bf16)
 }

@@ -187,8 +187,8 @@ impl Cuda {
         self.gpu.make_current()
     }
 
-    /// Issues all recorded calls, and returns the CUDA stream (a `CUstream`) on which this thread's
-    /// work runs. Fails if this or an earlier call failed.
+    /// Issues all GPU calls that were recorded for CUDA graphs, and returns the CUDA stream (a
+    /// `CUstream`) on which this thread's work runs. Fails if this or an earlier call failed.
     pub fn flushed_stream(&self) -> std::result::Result<*mut std::ffi::c_void, DeviceError> {
         self.gpu.status.check()?;
         Ok(self.gpu.with_stream(CUstream::cast)?)
@@ -219,8 +219,8 @@ impl Cuda {
 
     // --- helpers of the ops ---------------------------------------------------------------------
 
-    /// Allocates uninitialized memory for the duration of one op. Returns a range without memory if
-    /// a call has failed.
+    /// Allocates uninitialized GPU memory for the duration of one op. Returns a range without
+    /// memory if a call has failed.
     pub(super) fn alloc_scratch(&self, bytes: usize) -> DeviceMemory {
         self.gpu
             .attempt(|| self.gpu.allocate_scratch(bytes))
@@ -279,11 +279,11 @@ impl Cuda {
     }
 }
 
-/// Number of threads per block of kernels that need no other number.
+/// Number of threads per block for kernels that work with any number of threads.
 pub(super) const THREADS_PER_BLOCK: usize = 256;
 
-/// Returns the number of threads for a row of `width` elements: whole warps, with eight elements
-/// per thread, up to a whole block.
+/// Returns the number of threads with which a kernel processes a row of `width` elements: whole
+/// warps, with eight elements per thread, up to a whole block.
 pub(super) fn choose_row_threads(width: usize) -> u32 {
     width.div_ceil(8).next_multiple_of(32).clamp(32, THREADS_PER_BLOCK) as u32
 }

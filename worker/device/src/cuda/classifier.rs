@@ -15,8 +15,8 @@ use crate::storage::Storage;
 const MAX_CHUNK_LOGITS: usize = 256 << 20;
 /// Minimum number of rows of a chunk, the rows whose logits are in memory at a time.
 const MIN_CHUNK_ROWS: usize = 1024;
-/// Alignment of rows of logits, in elements. Matmuls are slow on rows that are not aligned to 16
-/// bytes.
+/// Number of elements of which the length of a row of logits in memory is a multiple. Matmuls are
+/// slow on rows that are not aligned to 16 bytes.
 const ROW_ALIGNMENT: usize = 64;
 
 /// Returns the number of rows whose logits are in memory at a time, for `m` rows of `v` logits in
@@ -25,8 +25,8 @@ fn choose_chunk_rows(m: usize, v: usize) -> usize {
     (MAX_CHUNK_LOGITS / v.max(1)).max(MIN_CHUNK_ROWS).min(m)
 }
 
-/// Returns the size in bytes of the logits of one chunk in GPU memory, for `m` rows in total and a
-/// vocabulary of `v`. Memory estimates use the result.
+/// Returns the size in bytes of the logits that are in GPU memory at a time, for `m` rows in total
+/// and a vocabulary of `v`. Memory estimates use the result.
 pub fn count_classifier_workspace_bytes(m: usize, v: usize) -> usize {
     choose_chunk_rows(m, v) * v.next_multiple_of(ROW_ALIGNMENT) * size_of::<f32>()
 }

@@ -47,11 +47,11 @@ pub(super) const EXPERT_ROWS: KernelSource = source!("expert_rows.cu");
 pub(super) const CLASSIFIER: KernelSource = source!("classifier.cu");
 /// Kernels of attention in f32 arithmetic, for all element types.
 pub(super) const ATTENTION: KernelSource = source!("attention.cu");
-/// Kernels of bf16 attention on tensor cores.
+/// Kernels of attention for bf16 tensors, which use tensor cores.
 pub(super) const FLASH: KernelSource = source!("flash.cu");
 /// Kernels that quantize the operands of matmuls to fp8.
 pub(super) const FP8: KernelSource = source!("fp8.cu");
-/// Every kernel source of this crate.
+/// All CUDA source files of this crate.
 pub(super) const SOURCES: [KernelSource; 8] =
     [ELEMENTWISE, NORM, ACTIVATION, EXPERT_ROWS, CLASSIFIER, ATTENTION, FLASH, FP8];
 
@@ -195,7 +195,7 @@ fn compute_cache_file_name(source: KernelSource, architecture: &str, version: (u
     format!("{stem}-{architecture}-nvrtc{}.{}-{}.cubin", version.0, version.1, &hash[..16])
 }
 
-/// The loaded kernels of one GPU. Each source is compiled and loaded when its first kernel is
+/// The CUDA kernels of one GPU, whose source files are compiled and loaded when they are first
 /// needed.
 pub(super) struct KernelModules {
     nvrtc: Nvrtc,
@@ -210,8 +210,8 @@ pub(super) struct KernelModules {
 }
 
 impl KernelModules {
-    /// Prepares the kernels of a GPU without compiling a source. Fails if NVRTC cannot compile for
-    /// the GPU's architecture.
+    /// Prepares the kernels of a GPU without compiling a source file. Fails if NVRTC cannot compile
+    /// for the GPU's architecture.
     pub(super) fn new(nvrtc: Nvrtc, gpu: &GpuContext, cache: Option<PathBuf>) -> Result<KernelModules> {
         let (major, minor) = gpu.properties.capability;
         if !nvrtc.query_supported_architectures()?.contains(&((major * 10 + minor) as c_int)) {
@@ -278,7 +278,8 @@ impl KernelModules {
         SOURCES.iter().try_for_each(|source| self.get_or_load_module(gpu, *source).map(drop))
     }
 
-    /// Returns the loaded module of a kernel source. Compiles and loads the source first if needed.
+    /// Returns the loaded kernels (module) of a source file, which is compiled and loaded first if
+    /// needed.
     fn get_or_load_module(&self, gpu: &GpuContext, source: KernelSource) -> Result<&KernelModule> {
         let _guard = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
         let index = SOURCES.iter().position(|s| s.file == source.file).unwrap_or(0);

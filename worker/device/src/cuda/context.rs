@@ -143,8 +143,8 @@ pub(super) fn get_default_pool(driver: &DriverApi, device: CUdevice) -> Result<C
     Ok(pool)
 }
 
-/// Configures the driver's memory pool to keep freed memory. After the first steps, no allocation
-/// then reaches the operating system. Fails if the GPU has no memory pools.
+/// Configures the GPU's memory pool so that freed memory stays in the pool. After the first steps,
+/// no allocation then reaches the operating system. Fails if the GPU has no memory pools.
 fn set_pool_to_retain_memory(driver: &DriverApi, device: CUdevice, properties: &GpuProperties) -> Result<()> {
     if query_attribute(driver, device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)? == 0 {
         return Err(

@@ -11,14 +11,15 @@ use std::{
 /// Maximum size in bytes of a cache file's content. Larger files are ignored.
 pub(super) const MAX_CONTENT_BYTES: usize = 64 << 20;
 
-/// The first bytes of a cache file, which identify the kind of its content. The content's hash
+/// The first bytes of a cache file, which identify what kind of content follows. The content's hash
 /// follows.
 pub(super) type Magic = [u8; 16];
-/// Number of bytes before the content of a cache file: the magic and the content's hash.
+/// Number of bytes before the content of a cache file: the first bytes ([`Magic`]) and the
+/// content's hash.
 const HEADER_BYTES: usize = size_of::<Magic>() + blake3::OUT_LEN;
 
-/// Reads the content of a cache file. Returns `None` if the file is missing or damaged, or begins
-/// with another magic.
+/// Reads the content of a cache file. Returns `None` if the file is missing or damaged, or does not
+/// begin with `magic`.
 pub(super) fn read_cache_file(path: &Path, magic: &Magic) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
     File::open(path).ok()?.take((HEADER_BYTES + MAX_CONTENT_BYTES) as u64).read_to_end(&mut bytes).ok()?;

@@ -112,7 +112,7 @@ fn build_work(blocks: usize, threads: usize) -> Work {
     Work::Config(LaunchConfig { grid: [blocks as u32, 1, 1], block: [threads as u32, 1, 1], shared: 0 })
 }
 
-/// Returns the number that represents a format in the kernels of fp8.cu.
+/// Returns the number that represents an fp8 format in kernel arguments, as fp8.cu defines it.
 fn format_code(format: Fp8Format) -> i64 {
     match format {
         Fp8Format::E4M3 => 0,

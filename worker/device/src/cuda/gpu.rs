@@ -16,7 +16,8 @@ use std::{
 /// The name in errors of an operation that failed on the GPU after it was enqueued.
 pub(super) const GPU_WORK: &str = "work on the GPU";
 
-/// One open GPU: its context, and the calls that wait to be issued to its main stream.
+/// One open GPU: its context, and the GPU calls that are recorded for its main stream but not
+/// issued yet.
 ///
 /// A thread's calls take effect in their order, in the main stream or in the stream that
 /// [`Gpu::create_thread_stream`] created for the thread.
@@ -149,7 +150,7 @@ impl Gpu {
         )
     }
 
-    /// Enqueues a kernel launch on this thread's stream.
+    /// Enqueues a launch of the kernel `function` on this thread's stream.
     ///
     /// # Safety
     ///

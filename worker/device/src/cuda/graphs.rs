@@ -178,8 +178,8 @@ impl GraphState {
         GraphStats { enabled: self.is_on(), cached_graphs: self.graphs.len(), ..self.stats }
     }
 
-    /// Issues every recorded call to the main stream. Fails with the error of a call, or with an
-    /// error that an earlier flush deferred.
+    /// Issues every recorded GPU call to the main stream. Fails with the error of a call, or with
+    /// an error that an earlier flush deferred.
     pub(super) fn flush_batch(&mut self, gpu: &GpuContext) -> Result<()> {
         let issued = match self.deferred_error.take() {
             Some(error) => Err(error),
@@ -193,8 +193,8 @@ impl GraphState {
         issued
     }
 
-    /// Issues every recorded call to the main stream, for callers that cannot return an error. The
-    /// next flush returns the error.
+    /// Issues every recorded GPU call to the main stream, for callers that cannot return an error.
+    /// The next flush returns the error.
     pub(super) fn flush_deferring_error(&mut self, gpu: &GpuContext) {
         if let Err(error) = self.flush_batch(gpu) {
             self.deferred_error = Some(error);
@@ -254,8 +254,8 @@ impl GraphState {
         self.unmatched_batches.insert(structure_hash, self.batch.clone());
     }
 
-    /// Changes the graph of a similar batch so that it executes the recorded batch. Returns false
-    /// if too many calls differ or the driver cannot update the graph.
+    /// Changes the CUDA graph of a similar batch so that it executes the recorded batch. Returns
+    /// false if too many calls differ or the driver cannot update the graph.
     fn update_similar_graph(&mut self, gpu: &GpuContext, similar: u64, hash: u64) -> bool {
         let Some(cached) = self.graphs.get(&similar) else { return false };
         let changed = cached.batch.find_changed_kernels(&self.batch);
@@ -276,7 +276,7 @@ impl GraphState {
         true
     }
 
-    /// Issues the recorded calls one by one.
+    /// Issues the recorded GPU calls one by one, without a CUDA graph.
     fn issue_directly(&mut self, gpu: &GpuContext) -> Result<()> {
         self.stats.direct_calls += self.batch.len() as u64;
         self.batch.issue_all(gpu)

@@ -37,7 +37,7 @@ pub(super) struct LaunchConfig {
     pub(super) shared: usize,
 }
 
-/// An argument of a kernel, which is copied byte by byte.
+/// A value that can be passed to a kernel as an argument, by copying its bytes.
 ///
 /// # Safety
 ///

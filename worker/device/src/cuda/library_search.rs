@@ -209,8 +209,8 @@ fn format_loader_error(error: &libloading::Error) -> String {
     std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
 
-/// Opens the library at `path`, or searches the dynamic loader's directories if `path` is a bare
-/// file name.
+/// Opens the library at `path`. If `path` is a bare file name, searches the dynamic loader's
+/// directories for it.
 fn open_library(path: &Path) -> Result<Library, libloading::Error> {
     // SAFETY: the initializers of NVIDIA's libraries have no preconditions. The machine's owner
     // decides which file it is.

@@ -63,8 +63,8 @@ impl CublasLt {
         Ok(CublasLt { lt, path, version, plans: Mutex::default(), search: OnceLock::new() })
     }
 
-    /// Enables the timing of algorithms: from now on, the algorithms for each new matmul are timed,
-    /// and the fastest is used. Choices are stored in `directory` for other processes.
+    /// Enables autotuning: from now on, the algorithms for each new matmul are timed, and the
+    /// fastest is used. Choices are stored in `directory` for other processes.
     pub(super) fn enable_autotuning(&self, gpu: &Gpu, directory: Option<PathBuf>) {
         self.search.get_or_init(|| AlgorithmSearch::new(directory, &gpu.properties, self.version));
     }

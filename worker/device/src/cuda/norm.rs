@@ -39,8 +39,8 @@ impl RowLayout {
         RowLayout { count: rows, d, heads_per_row: 1, stride: d, first: 0 }
     }
 
-    /// Returns true if every row begins at a multiple of eight elements, provided that the first
-    /// does.
+    /// Returns true if kernels can read every row as vectors of eight elements, provided that they
+    /// can read the first.
     fn are_vectorizable(&self) -> bool {
         [self.d, self.stride, self.first].iter().all(|n| n % 8 == 0)
     }
@@ -89,8 +89,8 @@ enum RowFactor {
     LayerNormed(TensorArg, Address),
 }
 
-/// Adds `Σ dy · factor` over the rows to `out[d]`. The order of the sum depends only on the number
-/// of rows.
+/// Adds the weighted sum of the rows of `dy` to `out[d]`. `factor` is the weight of each row. The
+/// order of the sum depends only on the number of rows.
 fn sum_rows(cuda: &Cuda, out: Address, dy: TensorArg, factor: RowFactor, at: RowLayout) {
     let RowLayout { count: rows, d, .. } = at;
     let chunks = rows.div_ceil(ROWS_PER_PARTIAL_SUM);

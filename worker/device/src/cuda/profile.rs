@@ -11,7 +11,8 @@ use std::{
     },
 };
 
-/// GPU time of all profiled calls with one name: calls of a kernel, or matmuls of one shape.
+/// The total GPU time of all measured calls with one name, such as a kernel's, or matmuls of one
+/// shape.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ProfileEntry {
     /// Name of the kernel, or shape and types of the matmuls.

@@ -41,7 +41,8 @@ impl DeviceStatus {
         self.lock().clone().map_or(Ok(()), Err)
     }
 
-    /// Returns the first failure and clears it, so that later calls are executed again.
+    /// Returns the first failure of a GPU call and clears it, so that later calls are executed
+    /// again.
     pub(super) fn take(&self) -> Result<(), DeviceError> {
         self.has_failed.store(false, Relaxed);
         self.lock().take().map_or(Ok(()), Err)

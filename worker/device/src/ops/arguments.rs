@@ -1,6 +1,6 @@
 //! [`WriteMode`], and functions that check the lengths of an op's arguments.
 
-/// Whether an op overwrites its output (`=`) or adds to its output (`+=`).
+/// Whether an op overwrites its output (`=`) or adds its result to it (`+=`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WriteMode {
     /// The result replaces the output. The previous content of the output is not read.

@@ -5,7 +5,8 @@ use crate::buffer::{Buf, View, ViewMut};
 use crate::fp8::Fp8Format;
 use std::ops::Range;
 
-/// Matmuls of linear layers and of GPT-2's Conv1D layers, which store their weight as `w[in, out]`.
+/// Ops for linear layers and for GPT-2's Conv1D layers, which store their weight as `w[in, out]`:
+/// matmuls and their backward passes.
 pub trait MatmulOps {
     /// Computes a linear layer without bias: `y[m,n] (=|+=) x[m,k] · w[n,k]ᵀ`.
     fn matmul_forward(&self, y: ViewMut, x: View, w: View, m: usize, n: usize, k: usize, write: WriteMode);
@@ -90,7 +91,7 @@ pub trait Fp8Ops {
     );
 }
 
-/// Operand of an fp8 matmul. The op divides the operand by a scale and rounds it to fp8.
+/// An operand of an fp8 matmul: a matrix that the op divides by a scale and rounds to fp8.
 #[derive(Clone, Copy)]
 pub struct Fp8Operand<'a> {
     /// The matrix's elements, of any type.

@@ -7,7 +7,7 @@ use std::{collections::VecDeque, ops::Range};
 /// The largest number of blocks (1 MiB each) that a rank sends, and that it receives, in one round.
 pub(super) const ROUND_BLOCKS: u64 = 8;
 
-/// Consecutive blocks that one rank sends to another.
+/// Consecutive blocks of a file that one rank sends to another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct BlockTransfer {
     pub(super) to: usize,
@@ -22,8 +22,9 @@ pub(super) struct FetchSchedule<'h> {
 }
 
 impl<'h> FetchSchedule<'h> {
-    /// Creates a schedule. `missing` lists the blocks that each rank needs, `holders` the ranks
-    /// that have each file, and `blocks` the number of blocks of each file.
+    /// Creates a schedule for blocks of checkpoint files. `missing` lists the blocks that each rank
+    /// needs, `holders` the ranks that have each file, and `blocks` the number of blocks of each
+    /// file.
     ///
     /// # Errors
     ///

@@ -18,8 +18,8 @@ use std::{
     path::Path,
 };
 
-/// Opens the adapter directory, and checks that its adapters have the names and shapes of the
-/// model's adapters.
+/// Opens the directory of pretrained adapters, and checks that they have the names and shapes of
+/// the model's adapters.
 pub fn open_matching_adapters(
     directory: &Path,
     units: &[ParamUnit],

@@ -84,8 +84,9 @@ impl PretrainedModel {
         load_weights(ready, &self.source, events)
     }
 
-    /// Updates `texts`, the text files that checkpoints store with the weights, with the files of
-    /// the model directory.
+    /// Updates `texts`, the text files that checkpoints store with the weights, from the directory
+    /// of the pretrained model. Takes all of its files if the job uses the model's tokenizer, and
+    /// otherwise adds only `generation_config.json`.
     ///
     /// If `texts` contains the directory's tokenizer.json, the directory's text files replace all
     /// of `texts`. Otherwise only the directory's generation_config.json, if any, is appended.

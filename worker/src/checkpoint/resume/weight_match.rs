@@ -13,7 +13,7 @@ use jobspec::OptimizerSpec;
 use serde_json::{Map, Value};
 use std::collections::{BTreeSet, HashMap, HashSet};
 
-/// The largest number of names that one message lists.
+/// The largest number of names that an error message lists.
 const MAX_LISTED: usize = 4;
 /// The number of elements of two stored weights that are read and compared at a time.
 const COMPARED_ELEMENTS: usize = 1 << 18;
@@ -260,7 +260,7 @@ fn match_optimizer_states(
     Ok((true, frozen))
 }
 
-/// Builds the error of a checkpoint that lacks the optimizer states in `missing`.
+/// Builds the error that the checkpoint lacks the optimizer states in `missing`.
 fn build_incomplete_state_error(source: &ExternalCheckpoint, missing: &[String]) -> Diagnostic {
     let facts = source.facts();
     let step = facts.state.step.map_or("an unknown step".into(), |step| format!("step {step}"));

@@ -63,7 +63,7 @@ impl fmt::Display for RecordPosition {
     }
 }
 
-/// Mirrors serde_json's [`Category`] of errors, which does not implement serde's traits.
+/// serde_json's [`Category`] of errors as an enum that can be serialized.
 #[derive(Serialize, Deserialize)]
 #[serde(remote = "Category")]
 enum JsonErrorCategory {
@@ -380,7 +380,7 @@ impl ChatTemplateProblem {
     }
 }
 
-/// The reason why a small text file cannot be read.
+/// Why a small text file, such as a chat template, cannot be read.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum TextFileError {
     /// The operating system reported an error, with its message.

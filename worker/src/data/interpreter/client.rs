@@ -128,7 +128,8 @@ impl Interpreter {
         self.threads
     }
 
-    /// Opens a stream of requests to the sandbox process. Blocks while another thread has one.
+    /// Opens a stream of requests to the sandbox process. Blocks while another thread has an open
+    /// stream.
     pub(crate) fn open_stream(&self) -> RequestStream<'_> {
         RequestStream { threads: self.threads, state: self.lock() }
     }
@@ -157,7 +158,8 @@ fn borrow_pairs(pairs: &[(String, String)]) -> Vec<(&str, &str)> {
     pairs.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect()
 }
 
-/// A stream of requests to the sandbox process. Replies arrive in the order of the requests.
+/// An open stream of requests to the sandbox process, of which only one exists at a time. Replies
+/// arrive in the order of the requests.
 pub(crate) struct RequestStream<'a> {
     threads: usize,
     state: MutexGuard<'a, InterpreterState>,

@@ -32,7 +32,7 @@ const REPLY_BYTES_PER_TEXT_BYTE: u64 = 16;
 /// Largest size of the text in a request for documents, in bytes. Only a single document may be
 /// longer.
 pub(crate) const REQUEST_TEXT_BYTES: usize = 4 << 20;
-/// Largest number of records of a reply to a request for rows.
+/// Largest number of records in a reply to a request for rows of a Parquet file.
 pub(crate) const RECORDS_PER_REPLY: u64 = 1 << 16;
 
 /// Returns the CPU time that the sandbox process may use for one document of `bytes` bytes.
@@ -56,7 +56,7 @@ pub(super) fn input_limits(bytes: usize) -> RequestLimits {
     }
 }
 
-/// Returns the limits of a request for documents with these sizes in bytes, of which up to
+/// Returns the limits of a request for documents with the sizes `sizes` in bytes, of which up to
 /// `threads` are interpreted at the same time.
 pub(crate) fn documents_limits(sizes: impl Iterator<Item = usize>, threads: usize) -> RequestLimits {
     let mut sizes: Vec<u64> = sizes.map(|size| size as u64).collect();

@@ -116,7 +116,7 @@ pub(crate) struct RowsReply {
     pub(crate) at_end: bool,
 }
 
-/// The reply to [`Request::OpenParquet`].
+/// The reply to the request [`Request::OpenParquet`]: success, or why the file cannot be used.
 pub(crate) type OpenParquetReply = Result<(), ParquetProblem>;
 /// The reply to [`Request::LoadTokenizer`]: information about the tokenizer, or the name of an
 /// invalid file and its problem.

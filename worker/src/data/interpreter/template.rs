@@ -24,11 +24,11 @@ use std::collections::BTreeMap;
 const MAX_INSTRUCTIONS: u64 = 10_000_000;
 /// Deepest nesting of lists and objects that the template filter `tojson` writes.
 const MAX_JSON_DEPTH: usize = 500;
-/// Private-use character that stands for `{% generation %}` in rendered text. A chat that contains
-/// the character is rejected.
+/// Character that stands for the template tag `{% generation %}` in rendered text (for private use
+/// in Unicode). A chat that contains the character is rejected.
 const GENERATION_BEGIN: char = '\u{F70A1}';
-/// Private-use character that stands for `{% endgeneration %}` in rendered text. A chat that
-/// contains the character is rejected.
+/// Character that stands for the template tag `{% endgeneration %}` in rendered text (for private
+/// use in Unicode). A chat that contains the character is rejected.
 const GENERATION_END: char = '\u{F70A2}';
 /// The name of the chat template in the template engine.
 const TEMPLATE_NAME: &str = "chat";
@@ -139,8 +139,8 @@ fn compile_template(template: String) -> Result<Environment<'static>, Error> {
     Ok(environment)
 }
 
-/// Returns the messages as a list. Fails if `value` is not a list, the list is empty, a message has
-/// no role, or a message contains a reserved character.
+/// Checks the messages of a chat and returns them as a list. Fails if `value` is not a list, the
+/// list is empty, a message has no role, or a message contains a reserved character.
 fn validate_messages(value: &Value) -> Result<Vec<Value>, ChatProblem> {
     let Ok(items) = value.try_iter() else { return Err(ChatProblem::MessagesNotAList) };
     let items: Vec<Value> = items.collect();

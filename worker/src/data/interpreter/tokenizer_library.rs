@@ -95,8 +95,8 @@ fn parse_companions<'a>(
     companions.iter().filter(|(name, _)| name.ends_with(".json")).map(parse).collect()
 }
 
-/// Finds the text and the id of the end-of-document token. `companions` are name and content of the
-/// companion files, and `tokenizer_file` is the name of tokenizer.json.
+/// Finds the token that ends a document, and returns its text and id. `companions` are name and
+/// content of the companion files, and `tokenizer_file` is the name of tokenizer.json.
 fn find_eod_token<'a>(
     tokenizer: &tokenizers::Tokenizer,
     tokenizer_file: &'a str,
@@ -117,7 +117,7 @@ fn find_eod_token<'a>(
     known.ok_or((tokenizer_file, TokenizerProblem::NoEndOfDocument))
 }
 
-/// Returns the text of a token in a configuration: a string, or the object of an added token.
+/// Returns the text of a token that a configuration file states as a string or as an object.
 fn read_token_text(value: &Value) -> Option<&str> {
     value.as_str().or_else(|| value.get("content")?.as_str())
 }

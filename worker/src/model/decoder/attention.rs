@@ -35,9 +35,9 @@ impl Model {
         if self.is_sliding_layer(input) { &input.batch.window_starts } else { &input.batch.starts }
     }
 
-    /// Applies rotary position embedding to q and k in `qkv`, in place. With `is_backward`,
-    /// replaces the gradients of the rotated q and k by those of q and k before the rotation. Does
-    /// nothing without rotary embedding.
+    /// Applies rotary position embedding to q and k in `qkv`, in place, or its backward pass if
+    /// `is_backward` is set. The backward pass replaces the gradients of the rotated q and k by
+    /// those of q and k before the rotation. Does nothing without rotary embedding.
     fn rotate(&self, input: &LayerInput, qkv: &mut Buf, is_backward: bool) {
         let sliding = self.sliding_rope_tables.as_ref().filter(|_| self.is_sliding_layer(input));
         let Some(tables) = sliding.or(self.rope_tables.as_ref()) else { return };

@@ -67,7 +67,7 @@ declare_buffer_set! {
 }
 
 impl SavedBuffers<BufferSpec> {
-    /// Declares the buffers for micro-batches of `b` sequences of `t` tokens.
+    /// Declares the buffers that a layer saves, for micro-batches of `b` sequences of `t` tokens.
     pub(super) fn declare(config: &DecoderConfig, b: usize, t: usize) -> Self {
         let (m, sizes, norms) = (b * t, config.sizes, config.norms);
         let rows_of = |norm: Option<&str>| if norm.is_some() { m } else { 0 };

@@ -137,7 +137,7 @@ pub(in crate::model) struct DropoutConfig {
     pub(in crate::model) name: &'static str,
 }
 
-/// The sizes of a decoder and the options in which families differ.
+/// The sizes of a decoder, and all options in which model families differ.
 pub(in crate::model) struct DecoderConfig {
     /// The sizes. With rotary embeddings, `head_dim` is even.
     pub(in crate::model) sizes: ModelSizes,
@@ -260,7 +260,7 @@ impl DecoderConfig {
         Ok(config)
     }
 
-    /// Returns the config of a model of these sizes with the options that most families have.
+    /// Returns the config of a model with the given sizes and the options that most families have.
     /// Neither rotary embedding nor learned positions are set.
     pub(in crate::model) fn with_defaults(sizes: ModelSizes, intermediate_size: usize) -> Self {
         DecoderConfig {

@@ -31,8 +31,9 @@ impl Model {
         }
     }
 
-    /// Adds the layer's input to the projected output of attention, and computes the MLP. Writes
-    /// the layer's output to `y`. If `y` is `None`, computes only the saved values.
+    /// Computes the forward pass of a layer's MLP half: adds the layer's input to the projected
+    /// output of attention, and computes the MLP. Writes the layer's output to `y`. If `y` is
+    /// `None`, computes only the saved values.
     pub(super) fn mlp_forward(&self, input: &LayerInput, y: Option<ViewMut>, buffers: &mut LayerBuffers) {
         let (ops, s) = (input.ops, &self.spans);
         let SavedBuffers { residual, mlp_in_stats, gate_up, mlp_out, mlp_out_stats, .. } =

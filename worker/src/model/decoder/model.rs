@@ -154,7 +154,7 @@ impl Model {
             .collect()
     }
 
-    /// Returns the number of inputs and outputs of each matmul of a layer, without experts and
+    /// Returns the number of inputs and outputs of each matmul of a layer, not counting experts and
     /// adapters.
     pub fn linear_shapes(&self) -> Vec<(usize, usize)> {
         let (sizes, config) = (self.config.sizes, &self.config);
@@ -167,7 +167,8 @@ impl Model {
         ]
     }
 
-    /// Returns whether the head uses the embedding matrix (`tie_word_embeddings`).
+    /// Returns whether the output layer uses the embedding matrix as its weight
+    /// (`tie_word_embeddings`).
     pub fn has_tied_embeddings(&self) -> bool {
         self.config.ties_embeddings
     }

@@ -44,7 +44,7 @@ impl<'a> MoeModel<'a> {
         moe_layers.filter(|(_, is_moe)| **is_moe).map(|(layer, _)| layer)
     }
 
-    /// Returns the coefficients of the router losses.
+    /// Returns the factors with which the router losses are weighted.
     pub fn router_loss_coefficients(&self) -> RouterLossCoefficients {
         self.config.losses
     }

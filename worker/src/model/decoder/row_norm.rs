@@ -41,9 +41,9 @@ impl RowNorm<'_> {
         }
     }
 
-    /// Computes the gradients of the norm. `dy` is the gradient of its output, and `(x, stats)` are
-    /// its input and the statistics. Adds the gradients of the parameters to `g`, the gradient of
-    /// their unit. Writes the gradient of the input to `dx`, or adds it to `dx`.
+    /// Computes the backward pass of the norm. `dy` is the gradient of its output, and `(x, stats)`
+    /// are its input and the statistics. Adds the gradients of the parameters to `g`, the gradient
+    /// of their unit. Writes the gradient of the input to `dx`, or adds it to `dx`.
     pub(super) fn backward(
         &self,
         g: &mut ViewMut,

@@ -56,8 +56,8 @@ impl TensorDirection for Adafactor {
         }
     }
 
-    /// Normalizes the gradient, limits the root mean square of the result to `clip_threshold`, and
-    /// multiplies the result by the learning rate.
+    /// Computes the direction of an Adafactor update: normalizes the gradient, limits the root mean
+    /// square of the result to `clip_threshold`, and multiplies it by the learning rate.
     fn compute_direction(
         &self,
         ops: &dyn Ops,
@@ -100,8 +100,8 @@ fn normalize_matrix(
     normalized
 }
 
-/// Updates `means`, the moving averages of the mean square of each row of `g`. A row has `len`
-/// elements. `eps` is added to every square.
+/// Updates `means`, the moving averages of the mean square of each row of the gradient `g`. A row
+/// has `len` elements. `eps` is added to every square.
 fn update_row_means(ops: &dyn Ops, means: ViewMut, g: View, len: usize, inputs: &UpdateInputs<'_>) {
     let mut squares = ops.zeroed_for(MEMORY_LABEL, Dtype::F32, means.len());
     ops.dot_rows(squares.view_mut(), g, g, len);

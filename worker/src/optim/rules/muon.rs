@@ -13,7 +13,7 @@ use ckpt::TensorRole;
 use device::{Buf, Dtype, Ops, View, ViewMut, ops::WriteMode};
 use jobspec::OptimizerSpec;
 
-/// The number of Newton–Schulz iterations of one orthogonalization.
+/// The number of Newton–Schulz iterations with which a matrix is orthogonalized.
 const NEWTON_SCHULZ_STEPS: usize = 5;
 /// The coefficients of the polynomial a·x + b·x³ + c·x⁵, which one Newton–Schulz iteration applies
 /// to the singular values.

@@ -50,7 +50,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Runs the forward pass of attention and router, and records the router statistics.
+    /// Runs the forward pass of a layer's attention and router, and records how often each expert
+    /// was selected.
     fn run_attention_and_router_forward(&mut self, l: usize, guard: &ParamsGuard) {
         let (Some(x), Some(moe)) = (&mut self.experts, MoeModel::from_model(&self.model)) else { return };
         let (layer, saved, _, _, stats) = x.select_layer(l);

@@ -64,22 +64,23 @@ impl ExternalCheckpointBuilder {
         }
     }
 
-    /// Returns [`CkptError::Damaged`] for the file `file` of the directory.
+    /// Returns the error [`CkptError::Damaged`] for the file `file` of the directory.
     pub(crate) fn damaged(&self, file: &str, reason: impl Into<DamageReason>) -> CkptError {
         CkptError::damaged(self.directory.path(), file, reason)
     }
 
-    /// Returns [`CkptError::Damaged`] for the file with the index `file` in [`StoredFiles`].
+    /// Returns the error [`CkptError::Damaged`] for the file with the index `file` in
+    /// [`StoredFiles`].
     pub(crate) fn damaged_file(&self, file: usize, reason: impl Into<DamageReason>) -> CkptError {
         self.damaged(&self.store.files[file].name, reason)
     }
 
-    /// Returns [`CkptError::Missing`] for the part `part` of the checkpoint.
+    /// Returns the error that the part `part` of the checkpoint is missing.
     pub(crate) fn missing(&self, part: impl Into<MissingPart>) -> CkptError {
         CkptError::missing(self.directory.path(), part)
     }
 
-    /// Adds a notice for the user to the facts.
+    /// Adds a notice for the user to what is known about the checkpoint.
     pub(crate) fn add_notice(&mut self, line: impl Into<String>) {
         self.facts.notices.push(line.into());
     }

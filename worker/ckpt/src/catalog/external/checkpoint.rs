@@ -17,7 +17,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// Name of the file with the model config.
+/// Name of the file with the model's config in a Hugging Face directory.
 const CONFIG_FILE: &str = "config.json";
 /// Limit on the size of a model's `config.json` in bytes.
 const CONFIG_BYTES_MAX: u64 = 64 << 20;
@@ -120,7 +120,7 @@ impl ExternalCheckpoint {
         &self.facts
     }
 
-    /// Marks the checkpoint as a single file, so that other files of its directory are not
+    /// Marks the checkpoint as a single file, so that other files in the same directory are not
     /// verified.
     pub(crate) fn into_single_file(mut self) -> ExternalCheckpoint {
         self.is_single_file = true;

@@ -106,15 +106,14 @@ pub(crate) fn verify_read_spans(
     Ok(())
 }
 
-/// Iterates over the spans of all files. Each item is the file's index in `store`, the span's index
-/// in the file, and the span.
+/// Iterates over the spans (byte ranges with a CRC-32) of all files. Each item is the file's index
+/// in `store`, the span's index in the file, and the span.
 fn list_spans(store: &StoredFiles) -> impl Iterator<Item = (usize, usize, &CrcSpan)> {
     let files = store.files.iter().enumerate();
     files.flat_map(|(f, file)| file.spans.iter().enumerate().map(move |(s, span)| (f, s, span)))
 }
 
-/// Computes the CRC-32 of each piece with several threads. Returns the CRC-32s in the order of
-/// `pieces`.
+/// Computes the CRC-32 of each of `pieces` with several threads. Returns them in the same order.
 ///
 /// # Errors
 /// Fails with the error of the first piece in the list that cannot be read.

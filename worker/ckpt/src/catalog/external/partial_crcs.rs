@@ -21,7 +21,7 @@ struct CrcPiece {
 }
 
 impl PartialCrcs {
-    /// Locks and returns the map of pieces, also if another thread panicked with the lock.
+    /// Locks and returns the map of pieces, even if another thread panicked while it held the lock.
     fn lock_pieces(&self) -> std::sync::MutexGuard<'_, BTreeMap<u64, CrcPiece>> {
         // each update is a single insertion or removal, so a poisoned map is consistent
         self.0.lock().unwrap_or_else(PoisonError::into_inner)

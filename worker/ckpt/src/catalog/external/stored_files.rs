@@ -16,7 +16,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Bytes of 16-bit floats that are read and converted at a time.
+/// Number of bytes of 16-bit floats that are read from a file and converted at a time.
 const CHUNK_BYTES: usize = 1 << 20;
 
 /// The place of a span: the index of its file in [`StoredFiles`], and its index in the file.
@@ -58,7 +58,7 @@ impl CrcSpan {
         self.verified.load(Ordering::Acquire)
     }
 
-    /// Records that the content matches the CRC-32, so that the span is not verified again.
+    /// Records that the bytes of the span match its CRC-32, so that they are not verified again.
     pub(super) fn mark_verified(&self) {
         self.verified.store(true, Ordering::Release);
     }
@@ -227,8 +227,8 @@ impl StoredFiles {
         Ok(())
     }
 
-    /// Verifies the span that contains `part`, unless this span was verified before. Fails if the
-    /// content of the span does not match its CRC-32.
+    /// Verifies the CRC-32 of the span that contains `part`, unless it was verified before. Fails
+    /// if the content does not match.
     fn verify_span_of(
         &self,
         part: &TensorPart,

@@ -56,7 +56,8 @@ impl ExternalTensor {
         ExternalTensor { info: TensorInfo { name, role, dtype, shape }, parts }
     }
 
-    /// Returns a tensor that consists of `parts`, which must be sorted by their first element.
+    /// Returns a tensor whose elements are stored in `parts`, which must be sorted by their first
+    /// element.
     pub(crate) fn from_parts(
         name: &str,
         role: TensorRole,

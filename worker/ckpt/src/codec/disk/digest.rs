@@ -1,4 +1,4 @@
-//! Computes the BLAKE3 hashes of whole files.
+//! Computes BLAKE3 hashes of whole files.
 use super::directory::Directory;
 use super::offset_reader::{OffsetReader, ReadBuffers};
 use crate::error::Result;

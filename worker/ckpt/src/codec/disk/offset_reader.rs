@@ -231,14 +231,16 @@ fn direct_read_end(at: u64) -> u64 {
     at.saturating_add(DIRECT_READ_BYTES as u64) / ALIGN as u64 * ALIGN as u64
 }
 
-/// The kernel's `struct cachestat_range`: the byte range of a [`SYS_CACHESTAT`] call.
+/// The kernel's `struct cachestat_range`: the byte range about which the system call `cachestat` is
+/// asked.
 #[repr(C)]
 struct CachestatRange {
     offset: u64,
     length: u64,
 }
 
-/// The kernel's `struct cachestat`: how many pages of a range are cached, and in which state.
+/// The kernel's `struct cachestat`, the result of that system call: how many pages of the range are
+/// cached, and in which state.
 #[repr(C)]
 #[derive(Default)]
 struct Cachestat {

@@ -72,7 +72,8 @@ struct PickleMachine<'a> {
 }
 
 impl<'a> PickleMachine<'a> {
-    /// Executes all opcodes up to the end of the pickle, and returns the value on top of the stack.
+    /// Executes all opcodes up to the end of the pickle, and returns the pickled value, which is
+    /// then on top of the stack.
     fn run(&mut self) -> Result<PickleValue> {
         loop {
             let op = self.take_bytes(1)?[0];
@@ -179,8 +180,8 @@ impl<'a> PickleMachine<'a> {
         Ok(())
     }
 
-    /// Returns the height of the stack at the last mark. Values below that height must not be
-    /// popped.
+    /// Returns the height that the stack had when the last mark was set. Values below that height
+    /// must not be popped.
     fn last_mark_height(&self) -> usize {
         self.marks.last().copied().unwrap_or(0)
     }
@@ -290,8 +291,8 @@ impl<'a> PickleMachine<'a> {
         self.push_node(PickleNode::Str(TextRange { start, length }))
     }
 
-    /// Skips a byte string in the input and pushes a node without the content. The input states
-    /// the length in `width` bytes.
+    /// Skips a byte string in the input, and pushes a placeholder without its content. The input
+    /// states the length in `width` bytes.
     fn push_bytes(&mut self, width: usize) -> Result<()> {
         let len = self.take_size(width)?;
         self.take_bytes(len)?;
@@ -417,7 +418,7 @@ impl<'a> PickleMachine<'a> {
         self.push_global(&module, &name)
     }
 
-    /// Pushes the class or function `module.name`.
+    /// Pushes a reference to the Python class or function `module.name`.
     ///
     /// # Errors
     /// Fails with [`PickleError::ForbiddenGlobal`] if `globals` does not list the name.

@@ -217,7 +217,8 @@ proptest! {
     }
 }
 
-/// Returns the member `data.pkl` of a torch file. `path` is relative to `tests/golden`.
+/// Returns the pickle (the member `data.pkl`) of a torch file in the test data. `path` is relative
+/// to `tests/golden`.
 fn read_golden_pickle(path: &str) -> Vec<u8> {
     let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path);
     let file = std::fs::read(path).expect("there");

@@ -101,7 +101,7 @@ impl PickleTree {
     }
 
     /// Fails if a value contains itself, values are nested deeper than [`PICKLE_DEPTH_MAX`] levels,
-    /// or the values are larger than [`EXPANDED_MAX`] if each use of a shared value is counted.
+    /// or the values exceed [`EXPANDED_MAX`] with each use of a shared value counted.
     pub(super) fn check_structure(&self) -> Result<(), PickleError> {
         let PickleValue::Node(root) = self.root else { return Ok(()) };
         let mut extents = vec![NodeExtent::Unvisited; self.nodes.len()];
@@ -246,13 +246,13 @@ impl<'t> PickleView<'t> {
         }
     }
 
-    /// Returns the text of a `str` of at most [`NAME_BYTES_MAX`] bytes, which is a name. Returns
-    /// `None` for longer texts and other types.
+    /// Returns the text of a `str` that is short enough for a name, at most [`NAME_BYTES_MAX`]
+    /// bytes. Returns `None` for longer texts and other types.
     pub(crate) fn as_name(self) -> Option<&'t str> {
         self.as_str().filter(|text| text.len() <= NAME_BYTES_MAX)
     }
 
-    /// Returns the `module.name` of a class or function, or `None` for other types.
+    /// Returns the name (`module.name`) of a class or function, or `None` for other types.
     pub(crate) fn as_global(self) -> Option<&'static str> {
         match self.node()? {
             PickleNode::Global(name) => Some(name),

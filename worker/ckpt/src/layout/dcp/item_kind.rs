@@ -18,7 +18,7 @@ pub(super) enum DcpItemKind {
     Other,
 }
 
-/// Keys of the outermost dict under which programs save the weights.
+/// Keys of the outermost dict of a state dict under which programs save the weights.
 const MODEL_KEYS: [&str; 5] = ["model", "module", "state_dict", "model_state_dict", "model_state"];
 /// What the flattened keys of optimizer states begin with, in checkpoints that do not record nested
 /// keys.

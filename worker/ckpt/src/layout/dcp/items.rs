@@ -205,8 +205,8 @@ impl ItemCollector {
         }
     }
 
-    /// Adds a weight, buffer or optimizer state to the builder. Records a step or hyper-parameter
-    /// that is stored as a tensor.
+    /// Collects a tensor: adds a weight, buffer or optimizer state to the builder, or records a
+    /// step or hyper-parameter that is stored as a tensor.
     fn collect_tensor(
         &mut self,
         builder: &mut ExternalCheckpointBuilder,

@@ -56,7 +56,7 @@ pub(crate) enum ItemContent {
     Tensor { dtype: Dtype, shape: Vec<u64>, chunks: Vec<TensorChunk> },
 }
 
-/// A rectangular part of a tensor, which is stored as one item of a file.
+/// A rectangular part of a tensor, which one file stores.
 #[derive(Debug)]
 pub(crate) struct TensorChunk {
     /// Index of the chunk's first element, per dimension.
@@ -66,7 +66,7 @@ pub(crate) struct TensorChunk {
     pub(crate) location: StorageLocation,
 }
 
-/// The byte range of a file that stores a pickled value or a chunk.
+/// Where a value or a part of a tensor is stored: a byte range of a file.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct StorageLocation {
     pub(crate) file: String,
@@ -117,8 +117,8 @@ fn read_text(value: PickleView<'_>, key: &'static str) -> Result<String> {
     read_field(value, key)?.as_name().map(str::to_owned).ok_or(DcpError::InvalidField(key))
 }
 
-/// Returns the attributes of an object. Fails if `class` is not the last component of the object's
-/// class name.
+/// Returns the attributes of a pickled object. Fails if `class` is not the last component of the
+/// object's class name.
 fn read_attributes<'t>(value: PickleView<'t>, class: &'static str) -> Result<PickleView<'t>> {
     match value.as_object() {
         Some((name, _, state)) if name.rsplit('.').next() == Some(class) => Ok(state),

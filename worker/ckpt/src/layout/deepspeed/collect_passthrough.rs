@@ -51,16 +51,16 @@ pub(super) fn collect_passthrough(tag: &TagContents) -> Result<PassthroughState>
     })
 }
 
-/// Returns the dtype that the first trained parameter has in the module. Without a trained
-/// parameter, returns the dtype of the module's first tensor.
+/// Returns the dtype in which the model computed, which is that of the first trained parameter in
+/// the module. Without a trained parameter, returns the dtype of the module's first tensor.
 fn find_precision(model: &ModelStates) -> Option<Dtype> {
     let trained = model.groups.iter().flatten().next().map(|(name, _)| name.as_str());
     let named = |name: &str| model.module.iter().find(|(n, _)| n == name).map(|(_, v)| v.dtype);
     trained.and_then(named).or_else(|| model.module.first().map(|(_, v)| v.dtype))
 }
 
-/// Collects the parameter groups of rank 0, with the names and steps of their parameters. Flat
-/// groups into which DeepSpeed split one parameter group are merged again.
+/// Collects the parameter groups from the file of rank 0, with the names and steps of their
+/// parameters. Flat arrays into which DeepSpeed split one parameter group are merged again.
 fn collect_param_groups(tag: &TagContents, model: &ModelStates) -> Result<Vec<ParamGroup>> {
     let Some((file, states)) = tag.optimizer.get(&0) else { return Ok(Vec::new()) };
     let steps = read_group_steps(tag, *file, states)?;
@@ -125,8 +125,8 @@ impl TensorInliner<'_> {
         })
     }
 
-    /// Returns a copy of the tensor `t` in memory, or `None` if the tensor has more than `left`
-    /// bytes or is unknown. Subtracts the number of copied bytes from `left`.
+    /// Returns a copy of the tensor `t` whose elements are in memory, or `None` if the tensor has
+    /// more than `left` bytes or is unknown. Subtracts the number of copied bytes from `left`.
     fn inline_tensor(&mut self, t: &StoredTensor) -> Result<Option<PythonObject>> {
         let Some(view) = self.model.passthrough.tensors.get(t.storage) else { return Ok(None) };
         let count = view.elements();

@@ -44,7 +44,7 @@ fn list_roles(ranks: &[RankShard<'_>]) -> Vec<TensorRole> {
     roles
 }
 
-/// Returns the error for a shape whose number of elements overflows.
+/// Returns the error for a shape that is too large: the number of its elements overflows.
 fn impossible_shape_error(name: &str, shape: &[u64]) -> LayoutError {
     LayoutError::ImpossibleShape { name: name.to_owned(), shape: shape.to_vec() }
 }

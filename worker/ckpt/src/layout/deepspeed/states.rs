@@ -31,7 +31,7 @@ const UNKNOWN_KEYS_MAX: usize = 16;
 /// The result of reading a model or optimizer file: a value, or a [`DeepSpeedError`].
 type Result<T> = std::result::Result<T, DeepSpeedError>;
 
-/// The contents of a model file (`*_model_states.pt`).
+/// The contents of a DeepSpeed model file (`*_model_states.pt`).
 pub(crate) struct ModelStates {
     /// Name and view of every tensor of the module, in the module's order. In stage 3, the views of
     /// parameters are empty.
@@ -81,7 +81,7 @@ pub(crate) struct FlatGroupShard {
     pub(crate) unknown: Vec<String>,
 }
 
-/// The contents of an optimizer file (`*_optim_states.pt`).
+/// The contents of a DeepSpeed optimizer file (`*_optim_states.pt`).
 pub(crate) struct OptimizerStates {
     pub(crate) stage: u8,
     /// True if the file records `zero_stage`. The partitions of such files have no padding.

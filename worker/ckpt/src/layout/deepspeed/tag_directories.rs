@@ -43,8 +43,8 @@ pub(super) fn has_tags(path: &Path) -> bool {
     list_tags(path).is_ok_and(|tags| !tags.is_empty())
 }
 
-/// Returns true if `path` is a directory with DeepSpeed's model or optimizer files, but not a
-/// universal checkpoint.
+/// Returns true if `path` is the directory of a DeepSpeed checkpoint (tag): it has model or
+/// optimizer files, but is not a universal checkpoint.
 pub(crate) fn is_tag_directory(path: &Path) -> bool {
     if !path.symlink_metadata().is_ok_and(|m| m.is_dir()) || universal::is_universal_directory(path) {
         return false;

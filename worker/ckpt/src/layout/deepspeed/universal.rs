@@ -33,7 +33,7 @@ const OPTIMIZER_STATE_FILE: &str = "zero/optimizer_state.pt";
 const DIRS_PER_BATCH: usize = 128;
 /// Maximum number of threads that open files.
 const THREADS_MAX: usize = 8;
-/// Name of the file with the FP32 values of a weight.
+/// Name of the file with the FP32 values of one weight in a universal checkpoint.
 const FP32_FILE: &str = "fp32.pt";
 
 /// Returns true if `path` is the directory of a universal checkpoint, which has a subdirectory
@@ -42,7 +42,7 @@ pub(crate) fn is_universal_directory(path: &Path) -> bool {
     path.join(ZERO_DIR).symlink_metadata().is_ok_and(|m| m.is_dir())
 }
 
-/// The contents of `optimizer_state.pt`, which apply to all weights.
+/// The contents of `optimizer_state.pt` in a universal checkpoint, which apply to all weights.
 #[derive(Default)]
 struct OptimizerSettings {
     groups: Vec<NumberedGroup>,
@@ -95,7 +95,7 @@ pub(crate) fn open_universal(path: &Path, root: &Path, notices: Vec<String>) -> 
     tag.builder.finish_with_paths(path, root)
 }
 
-/// Reads the contents of `optimizer_state.pt`, and adds the file to the files of the tag.
+/// Reads the contents of `optimizer_state.pt`, and adds the file to the files of the checkpoint.
 fn read_settings(tag: &mut TagContents) -> Result<OptimizerSettings> {
     if tag.builder.directory.file_size(OPTIMIZER_STATE_FILE)?.is_none() {
         let part = format!("{OPTIMIZER_STATE_FILE}, which contains the hyper-parameters");
@@ -133,8 +133,8 @@ struct ParameterDir {
     files: Vec<(String, String)>,
 }
 
-/// Lists the subdirectories of the weights with their files of known keys. Also returns the keys of
-/// unknown optimizer states.
+/// Lists the subdirectories of a universal checkpoint that contain one weight each, with their
+/// files. Also returns the keys of unknown optimizer states.
 fn list_parameter_dirs(directory: &Directory) -> Result<(Vec<ParameterDir>, BTreeSet<String>)> {
     let (mut dirs, mut unknown) = (Vec::new(), BTreeSet::new());
     for name in directory.list_subdirectory(ZERO_DIR)? {
@@ -163,8 +163,8 @@ fn list_parameter_dirs(directory: &Directory) -> Result<(Vec<ParameterDir>, BTre
     Ok((dirs, unknown))
 }
 
-/// Reads the files of every weight, and adds them to the files of the tag. Also returns the keys of
-/// unknown optimizer states.
+/// Reads the files of every weight, and adds them to the files of the checkpoint. Also returns the
+/// keys of unknown optimizer states.
 fn read_parameters(tag: &mut TagContents) -> Result<(Vec<ParameterFiles>, BTreeSet<String>)> {
     let (dirs, unknown) = list_parameter_dirs(&tag.builder.directory)?;
     let mut parameters = Vec::with_capacity(dirs.len());

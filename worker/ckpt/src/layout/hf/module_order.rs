@@ -7,9 +7,9 @@
 //! the experts. The shapes of the optimizer states then decide.
 use std::collections::HashMap;
 
-/// The modules of each family in the order of registration. `*` stands for a number. The name of a
-/// parameter is the name of a module, optionally with `.weight` or `.bias`. Modules that a model
-/// lacks are skipped.
+/// The modules of each model family, in the order in which models register them. `*` stands for a
+/// number. The name of a parameter is the name of a module, optionally with `.weight` or `.bias`.
+/// Modules that a model lacks are skipped.
 const FAMILIES: &[&[&str]] = &[
     // Llama, Mistral, Qwen2, Qwen3, Gemma, Phi-3, Mixtral and similar
     &[
@@ -153,7 +153,7 @@ struct ModulePositions {
 }
 
 impl ModulePositions {
-    /// Numbers the modules of a family in the order of registration.
+    /// Numbers the modules of a family in the order in which models register them.
     fn new(family: &'static [&'static str]) -> ModulePositions {
         let mut positions = ModulePositions { modules: HashMap::new(), stems: HashMap::new() };
         for (i, module) in (0u64..).zip(family) {
@@ -165,8 +165,8 @@ impl ModulePositions {
         positions
     }
 
-    /// Computes the sort key of the parameter `name`. Returns `None` if the family does not have
-    /// the parameter's module.
+    /// Returns a key that sorts the parameter `name` in the order of registration. Returns `None`
+    /// if the family does not have the parameter's module.
     fn compute_sort_key(&self, name: &str) -> Option<RegistrationKey> {
         let (module, last) = match name.rsplit_once('.') {
             Some((module, "weight")) => (module, 0),

@@ -79,7 +79,8 @@ impl OptimizerStateDict {
         }
     }
 
-    /// Reads the state of one parameter. Adds the keys of unknown tensors to `self.unknown`.
+    /// Reads the optimizer state of one parameter. Adds the keys of unknown tensors to
+    /// `self.unknown`.
     fn read_state(
         &mut self,
         file: &TorchFile,
@@ -248,8 +249,8 @@ fn add_trained_states(
     Ok(())
 }
 
-/// Adds the states of all parameters to the builder, with their steps and groups. `names` are the
-/// names of the parameters of each group.
+/// Adds the optimizer states of all parameters, their steps and their groups to the builder.
+/// `names` are the names of the parameters of each group.
 fn add_states(
     builder: &mut ExternalCheckpointBuilder,
     name: &str,

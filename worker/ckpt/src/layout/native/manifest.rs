@@ -199,7 +199,7 @@ impl Manifest {
         self.hosts.get(self.files.get(file)?.host?)
     }
 
-    /// Serializes the manifest to JSON with its hash.
+    /// Serializes the manifest to JSON, including the hash of its text.
     ///
     /// # Errors
     /// Fails if the text is longer than [`MANIFEST_BYTES_MAX`].
@@ -279,7 +279,7 @@ impl Manifest {
         self.files.iter().map(|f| f.bytes).sum()
     }
 
-    /// Iterates over the entries of the shards, followed by the entries of the parity files.
+    /// Iterates over the manifest's entries of all shards and then of all parity files.
     pub(crate) fn all_files(&self) -> impl Iterator<Item = &FileEntry> {
         self.files.iter().chain(self.parity.iter().flatten())
     }

@@ -8,7 +8,7 @@ use std::path::Path;
 
 /// Name of the file in a checkpoint directory that contains the id of the host.
 pub(crate) const HOST_ID_FILE: &str = ".host";
-/// Number of hex digits of a host's id.
+/// Number of hexadecimal digits of the id that identifies a host.
 pub(crate) const HOST_ID_LEN: usize = 32;
 /// Maximum length of a host's name in bytes.
 pub(crate) const HOST_NAME_MAX: usize = 255;

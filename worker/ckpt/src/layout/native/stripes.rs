@@ -22,7 +22,7 @@ pub(crate) fn compute_stripe(sizes: &[u64], rank: u32) -> (Range<u64>, u64) {
     (start..end, bytes)
 }
 
-/// Fails if the parity files do not match shards with the sizes `sizes`, in bytes. `parity` has the
+/// Fails if the parity files do not fit shards with the sizes `sizes`, in bytes. `parity` has the
 /// name, the size in bytes and the number of blocks of each parity file, in the order of the ranks.
 pub(crate) fn check_parity_files<'a>(
     sizes: &[u64],

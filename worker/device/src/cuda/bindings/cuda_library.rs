@@ -2,7 +2,7 @@
 //! codes.
 use std::ffi::{CStr, c_char, c_int};
 
-/// A status code of a library; 0 is success.
+/// A status code that a CUDA library returns; 0 is success.
 pub(in crate::cuda) type Status = c_int;
 
 /// Defines a struct with the functions of a library like

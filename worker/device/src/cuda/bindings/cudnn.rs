@@ -1,4 +1,4 @@
-//! [`CudnnApi`]: the functions of cuDNN.
+//! [`CudnnApi`]: the functions of cuDNN that this program calls.
 use super::super::error::CudaError;
 use super::super::library::CudaLibrary;
 use super::super::library_search::{LibrarySearchPaths, OpenLibrary};

@@ -1,4 +1,4 @@
-//! [`DriverApi`]: the functions of the CUDA driver.
+//! [`DriverApi`]: the functions of the CUDA driver that this program calls.
 use super::super::error::CudaError;
 use super::super::library::CudaLibrary;
 use super::super::library_search::{LibrarySearchPaths, OpenLibrary};

@@ -1,4 +1,4 @@
-//! [`NvrtcApi`]: the functions of NVRTC.
+//! [`NvrtcApi`]: the functions of NVRTC that this program calls.
 use super::super::error::CudaError;
 use super::super::library::CudaLibrary;
 use super::super::library_search::{LibrarySearchPaths, OpenLibrary};

@@ -122,7 +122,8 @@ pub(super) struct ExtraTensor {
     pub(super) is_zeroed: bool,
 }
 
-/// Sizes of an attention shape, from which dimensions and strides of its tensors are computed.
+/// The sizes of an attention shape, from which the dimensions and strides of cuDNN's tensors are
+/// computed.
 struct AttentionTensorLayout {
     b: i64,
     t: i64,
@@ -132,7 +133,7 @@ struct AttentionTensorLayout {
 }
 
 impl AttentionTensorLayout {
-    /// Creates the layout of an attention shape.
+    /// Creates the sizes for the attention shape `s`.
     fn new(s: AttentionShape) -> Self {
         let [b, t, heads, kv_heads, dim] = [s.b, s.t, s.heads, s.kv_heads, s.head_dim].map(|n| n as i64);
         AttentionTensorLayout { b, t, heads, kv_heads, dim }
@@ -211,7 +212,7 @@ impl AttentionPass {
         tensors
     }
 
-    /// Returns the tensors that the pass needs in addition to its operands.
+    /// Returns the temporary tensors that cuDNN needs for the pass in addition to its operands.
     pub(super) fn list_extra_tensors(&self) -> Vec<ExtraTensor> {
         let s = self.shape;
         let queries = s.b * s.heads * s.t;
@@ -359,7 +360,8 @@ fn add_output(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Res
     g.add_tensor(TensorLocation::Device(id), CUDNN_DATA_BFLOAT16, l.rows(l.heads), l.strides(l.heads * l.dim))
 }
 
-/// Adds a tensor in GPU memory with one `f32` per query to the graph.
+/// Adds a tensor with one `f32` for each query and head, which is stored in GPU memory, to the
+/// graph.
 fn add_per_query(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Result<GraphTensor> {
     g.add_tensor(
         TensorLocation::Device(id),
@@ -369,8 +371,8 @@ fn add_per_query(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> 
     )
 }
 
-/// Adds operations to the graph that set the scores of masked keys to −∞. A query does not attend
-/// to a masked key. Returns the masked scores.
+/// Adds operations that set the scores of keys to which a query does not attend (masked keys) to
+/// −∞. Returns the masked scores.
 fn add_mask(g: &mut OperationGraph, mask: AttentionMask, scores: GraphTensor) -> Result<GraphTensor> {
     let masked = g.add_host_scalar(MASK_VALUE_ID)?;
     let (query, key) = (g.add_index(scores, 2)?, g.add_index(scores, 3)?);

@@ -20,7 +20,7 @@ const TIMED_RUNS: usize = 4;
 /// to the largest value. Results and intermediate results of both are rounded to bf16.
 const TOLERANCE: f64 = 2e-2;
 
-/// Implementation that computes attention on a GPU.
+/// Which implementation computes attention on a GPU: cuDNN or the built-in kernels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AttentionBackend {
     /// The built-in kernels.
@@ -69,7 +69,7 @@ fn compute_pass_key(pass: &AttentionPass) -> PassKey {
 }
 
 impl CudnnAttention {
-    /// Opens cuDNN for the GPU whose context is current. Returns `None` if the job does not use
+    /// Opens cuDNN for the GPU whose context is current, or returns `None` if the job does not use
     /// cuDNN.
     pub(in super::super) fn open(
         backend: AttentionBackend,
@@ -146,9 +146,9 @@ impl CudnnAttention {
         Ok(plan)
     }
 
-    /// Times the built-in kernels and all cuDNN plans whose results agree with them, and returns
-    /// the fastest plan. Returns `None` if the built-in kernels are faster or no plan can be used.
-    /// The runs overwrite the outputs of the pass, which the caller must compute again afterwards.
+    /// Returns the fastest of cuDNN's plans whose results agree with the built-in kernels, or
+    /// `None` if the built-in kernels are faster or no plan can be used. The runs overwrite the
+    /// outputs of the pass, which the caller must compute again afterwards.
     fn find_fastest_plan(
         &self,
         gpu: &Arc<Gpu>,

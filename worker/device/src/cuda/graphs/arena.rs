@@ -5,8 +5,8 @@
 //! immediately, because the stream executes calls in order.
 use super::super::bindings::Address;
 
-/// Alignment in bytes of every allocated range. The driver's own allocations have the same
-/// alignment.
+/// Alignment in bytes of every range that the arena allocates. The driver's own allocations have
+/// the same alignment.
 const ALIGNMENT: usize = 256;
 
 /// The address and the size of a block of GPU memory that the arena got from the driver's memory
@@ -66,7 +66,7 @@ impl ScratchArena {
         None
     }
 
-    /// Marks the range at this address as free.
+    /// Marks the allocated range at the address `at` as free.
     pub(in super::super) fn free_range(&mut self, at: Address) {
         for block in &mut self.blocks {
             let start = at.wrapping_sub(block.block.at) as usize;
@@ -108,7 +108,7 @@ impl ScratchArena {
         idle.into_iter().map(|block: ArenaBlock| block.block).collect()
     }
 
-    /// Returns the total size of all blocks in bytes.
+    /// Returns the total size of the arena's blocks in bytes.
     fn capacity(&self) -> usize {
         self.blocks.iter().map(|block| block.block.bytes).sum()
     }

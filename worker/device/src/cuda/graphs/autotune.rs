@@ -37,8 +37,8 @@ pub(in super::super) enum GraphTuningDecision {
 }
 
 impl GraphAutotuner {
-    /// Records the duration of a training step, and returns what to do next. `calls` is the number
-    /// of GPU calls that the process has enqueued so far.
+    /// Records the duration of a training step, and returns what the backend must do next with CUDA
+    /// graphs. `calls` is the number of GPU calls that the process has enqueued so far.
     pub(in super::super) fn record_step(&mut self, duration: Duration, calls: u64) -> GraphTuningDecision {
         self.step_seconds.push(duration.as_secs_f64());
         match self.step_seconds.len() {

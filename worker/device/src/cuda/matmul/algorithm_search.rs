@@ -33,7 +33,8 @@ pub(super) struct AlgorithmCandidate {
 }
 
 impl AlgorithmCandidate {
-    /// Converts a result of cuBLASLt's heuristic. Returns `None` if the result is a failure.
+    /// Converts a result of cuBLASLt's heuristic to a candidate, or returns `None` if the result is
+    /// a failure.
     ///
     /// # Safety
     ///

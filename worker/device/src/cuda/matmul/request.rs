@@ -99,7 +99,7 @@ impl Matmul {
 }
 
 impl InputFormat {
-    /// Returns the addresses of the fp8 operands' scales. Returns `None` for other operands.
+    /// Returns the GPU addresses of the fp8 operands' scales, or `None` for other operands.
     fn scales(self) -> Option<[Address; 2]> {
         match self {
             InputFormat::Same(_) => None,
