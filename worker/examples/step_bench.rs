@@ -1,5 +1,5 @@
 //! Benchmark of training steps of the model in docs/benchmarks, in one process, without the
-//! launcher and with made-up data. Prints tokens per second, GFLOP/s and peak memory.
+//! launcher and without data files. Prints tokens per second, GFLOP/s and peak memory.
 //!
 //!     cargo run --release -p worker --example step_bench -- [threads] [micro] [stage] [recompute]
 #![allow(clippy::unwrap_used, reason = "a benchmark that panics has failed")]

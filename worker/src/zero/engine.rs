@@ -31,7 +31,8 @@ const GATHERED_PARAMETERS: &str = "gathered parameters";
 /// reduction runs while the gradient of the next block is computed.
 pub const REDUCTIONS_IN_FLIGHT: usize = 1;
 
-/// This rank's shard of one parameter unit, its gradient, and the state of its collectives.
+/// What this rank stores of one parameter unit: parameters and sums of gradients, with the division
+/// of the unit among ranks.
 pub struct UnitShard {
     /// The names, shapes and layout of the unit's parameters.
     pub unit: ParamUnit,

@@ -94,7 +94,7 @@ impl MicroBatchSums {
         self.len
     }
 
-    /// Returns whether no vector has been added to the sum.
+    /// Returns whether the sum contains no vector.
     pub fn is_empty(&self) -> bool {
         self.stack.is_empty()
     }

@@ -42,7 +42,7 @@ impl Default for GatherOptions {
     }
 }
 
-/// A weight file that a gather has written: its name and size.
+/// A weight file that a gather has written: its name, size and hash.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct GatheredFile {
     /// Name in the output directory.

@@ -26,7 +26,8 @@ pub enum ReconcilePolicy {
     Reseed,
 }
 
-/// Which ranks share equal states of a random generator, such as all ranks or none.
+/// Which ranks share equal states of a random generator: all ranks, those of one data-parallel
+/// rank, or those of one owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StreamScope {

@@ -192,9 +192,9 @@ impl TorchCudaStates {
     }
 }
 
-/// The name of the NumPy module that a pickled array contains, which NumPy 2 changed. NumPy 2
-/// renamed the module. A rewritten file keeps the name, so that the NumPy version of the original
-/// file reads the file without a warning.
+/// The name of the NumPy module that a pickled array contains, which NumPy 2 changed. A rewritten
+/// file keeps the name, so that the NumPy version of the original file reads the file without a
+/// warning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NumpyModule {
     /// `numpy.core`, written by NumPy 1.

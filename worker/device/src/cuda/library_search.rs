@@ -61,7 +61,8 @@ fn parse_major_version(file_name: &str) -> Option<u32> {
 }
 
 impl LibrarySearchPaths {
-    /// Returns a copy of the paths that prefers the libraries for a driver of CUDA version `major`.
+    /// Returns a copy of these search paths for a driver that implements CUDA version `major`,
+    /// which cannot use newer libraries.
     pub(super) fn with_driver_version(&self, major: u32) -> LibrarySearchPaths {
         LibrarySearchPaths { driver_cuda_major: Some(major), ..self.clone() }
     }

@@ -55,10 +55,10 @@ impl RowLayout {
     }
 }
 
-/// Returns which of three kernels processes rows of `d` elements the fastest. If the tensors can be
-/// accessed as vectors of eight elements, returns the kernel `one` for up to one vector per thread,
-/// or the kernel `up_to_four` for up to four. Returns the kernel `general` otherwise, and for
-/// longer rows.
+/// Returns which of three kernels suits rows of `d` elements, by the number of elements per thread.
+/// If the tensors can be accessed as vectors of eight elements, returns the kernel `one` for up to
+/// one vector per thread, or the kernel `up_to_four` for up to four. Returns the kernel `general`
+/// otherwise, and for longer rows.
 fn select_kernel(
     d: usize,
     tensors: &[(TensorArg, Dtype)],

@@ -85,8 +85,7 @@ impl PretrainedModel {
     }
 
     /// Updates `texts`, the text files that checkpoints store with the weights, from the directory
-    /// of the pretrained model. Takes all of its files if the job uses the model's tokenizer, and
-    /// otherwise adds only `generation_config.json`.
+    /// of the pretrained model.
     ///
     /// If `texts` contains the directory's tokenizer.json, the directory's text files replace all
     /// of `texts`. Otherwise only the directory's generation_config.json, if any, is appended.

@@ -159,8 +159,8 @@ fn read_shapes(key: &'static str, value: PickleView<'_>) -> Result<Vec<(String, 
 }
 
 impl ModelStates {
-    /// Drops the contents that only the file of rank 0 is needed for, to save memory. Called for
-    /// the files of the other ranks.
+    /// Drops the contents that the reader takes only from the file of rank 0, to save memory.
+    /// Called for the files of the other ranks.
     pub(crate) fn keep_rank_specific_parts(&mut self) {
         (self.module, self.buffers, self.groups, self.frozen_shapes) = Default::default();
         (self.ties, self.scheduler, self.embedded_optimizer, self.passthrough) = Default::default();
@@ -228,8 +228,8 @@ impl ModelStates {
 }
 
 impl OptimizerStates {
-    /// Drops the contents that only the file of rank 0 is needed for, to save memory. Called for
-    /// the files of the other ranks.
+    /// Drops the contents that the reader takes only from the file of rank 0, to save memory.
+    /// Called for the files of the other ranks.
     pub(crate) fn keep_rank_specific_parts(&mut self) {
         (self.groups, self.loss_scaler, self.passthrough) = Default::default();
         self.shards.iter_mut().for_each(|shard| shard.alignment = Vec::new());

@@ -14,8 +14,8 @@ pub(crate) struct RemoteShards<'m> {
 }
 
 impl<'m> RemoteShards<'m> {
-    /// Reads the id of this host from the parent directory of the checkpoint at `path`, and
-    /// compares it with the manifest. Without an id, every shard for which the manifest records a
+    /// Reads the id of this host, by which remote shards are recognized, from the parent directory
+    /// of the checkpoint at `path`. Without an id, every shard for which the manifest records a
     /// host counts as remote.
     pub(crate) fn new(path: &Path, manifest: &'m Manifest) -> Self {
         let local_id = match manifest.hosts.is_empty() {
