@@ -23,7 +23,7 @@ section! {
     ///
     /// An adapter is the matrix product B·A.
     pub rank: u32 = Key::new(integer(1..=1 << 16), "8");
-    /// The output of an adapter is multiplied by `alpha / rank`.
+    /// The scale of an adapter: its output is multiplied by `alpha / rank`.
     pub alpha: f64 = Key::computed(positive_float(), "`rank`", |lora: &LoraSpec, _| f64::from(lora.rank));
     /// The dropout rate of an adapter's inputs.
     ///

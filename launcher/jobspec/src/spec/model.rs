@@ -61,7 +61,7 @@ section! {
     /// The number of experts per token; at most `num_experts`.
     #[serde(default)]
     pub num_experts_per_tok: Option<u32> = Key::optional(integer(1..=1 << 16), "2 in a family with experts");
-    /// The width of an expert, in families that have it in addition to `intermediate_size`.
+    /// The width of an expert; only in families in which it can differ from `intermediate_size`.
     #[serde(default)]
     pub moe_intermediate_size: Option<u32> = Key::optional(integer(1..=1 << 22), "`intermediate_size`");
     /// The longest sequence; `auto`: `data.seq_len`.

@@ -17,11 +17,11 @@ section! {
     pub name: OptimizerName = Key::new(choice(), "adamw");
     /// The highest learning rate.
     pub lr: f64 = Key::new(positive_number(), "3e-4");
-    /// The decay rates of the moments of AdamW and Lion, also of AdamW within Muon.
+    /// The decay rates of the moments of AdamW (also within Muon) and Lion.
     pub betas: (f64, f64) = Key::computed(betas(), BETAS_DEFAULT, |o: &OptimizerSpec, _| o.name.default_betas())
         .rules(BETAS_RULES);
-    /// The term added to the denominator of AdamW, also of AdamW within Muon, and to the squared
-    /// gradient of Adafactor.
+    /// The term added to the denominator of AdamW (also within Muon), and to the squared gradient
+    /// of Adafactor.
     pub eps: f64 = Key::computed(positive_float(), EPS_DEFAULT, |o: &OptimizerSpec, _| o.name.default_eps())
         .rules(EPS_RULES);
     /// The momentum of SGD and Muon.

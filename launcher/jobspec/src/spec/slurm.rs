@@ -26,7 +26,7 @@ section! {
     pub gpus_per_node: u32 = Key::new(integer(0..=1024), "0");
     /// The option `--cpus-per-task`: the CPUs of each node, because each node has a single task.
     pub cpus_per_task: Option<u32> = Key::optional(integer(1..=65_536), "Slurm's default");
-    /// The option `--mem` of each node.
+    /// The option `--mem`, which is the memory of each node.
     pub mem: Option<u64> = Key::optional(size(1 << 20, "a size of 1MiB or more"), "Slurm's default");
     /// Additional options of sbatch; each item is one option, `--option=value`.
     pub extra: Vec<String> = Key::new(described_list_of("list of options", "a list of options", sbatch_option()), "[]");

@@ -75,7 +75,7 @@ section! {
     pub deterministic: bool = Key::new(boolean(), "true")
         .deprecated("numerics")
         .deprecated_values(&[("reproducible", "true"), ("fast", "false")]);
-    /// The kernels of attention on GPUs.
+    /// The kernels that compute attention on GPUs.
     #[serde(default)]
     pub attention: AttentionKernels = Key::new(choice(), "auto").rules(ATTENTION_RULES);
     /// Submit steps to GPUs as CUDA graphs.
@@ -88,7 +88,7 @@ section! {
     /// Each item is a name pattern.
     #[serde(default)]
     pub freeze: Vec<String> = Key::new(patterns().hidden_if_empty(), "[]");
-    /// The only parameters that are trained; not with `freeze`.
+    /// The parameters that are trained, instead of all; not with `freeze`.
     ///
     /// Each item is a name pattern. If the list is empty, all parameters are trained except those
     /// of `freeze`.
