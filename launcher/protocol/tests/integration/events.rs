@@ -268,7 +268,7 @@ fn every_failure_reason_and_field_is_documented() {
         assert!(documented_kinds.remove(&kind), "`{kind}` is not documented");
         let code = read_table_column(kinds, &[&kind]);
         let has_own_code = object.get("code").is_some_and(Value::is_string);
-        let expected = if has_own_code { "that of the error" } else { reason.code().name() };
+        let expected = if has_own_code { "the code of that error" } else { reason.code().name() };
         assert_eq!(code, [expected.to_owned()].into(), "code of `{kind}`");
         assert_eq!(
             collect_field_names(&object, &["kind"]),
