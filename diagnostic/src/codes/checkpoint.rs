@@ -83,7 +83,7 @@ codes! {
     }
     CHECKPOINT_CONTENT_TOO_LARGE: Checkpoint = "checkpoint-content-too-large" {
         summary: "The files of the checkpoint describe more tensors or bytes than launch reads.",
-        cause: "A file is damaged, or was made so that a small file describes a huge checkpoint.",
+        cause: "A file is damaged, or was crafted so that a small file describes a huge checkpoint.",
         remedy: "Restore the file, or use another checkpoint.",
     }
     CHECKPOINT_FILE_NOT_REGULAR: Checkpoint = "checkpoint-file-not-regular" {
@@ -118,7 +118,7 @@ codes! {
     }
     PICKLE_GLOBAL_FORBIDDEN: Checkpoint = "pickle-global-forbidden" {
         summary: "A pickle names a class or function that is not on the list of allowed names.",
-        cause: "The file stores objects of other libraries, or was made to run code when it is loaded.",
+        cause: "The file stores objects of other libraries, or was crafted to run code when it is loaded.",
         remedy: "Save only tensors and plain values. launch never executes a pickle.",
     }
     PICKLE_INVALID: Checkpoint = "pickle-invalid" {
@@ -127,7 +127,7 @@ codes! {
         remedy: "Restore the file, or use another checkpoint.",
     }
     TORCH_FILE_INVALID: Checkpoint = "torch-file-invalid" {
-        summary: "A torch file describes its tensors in a way that contradicts its storages.",
+        summary: "The tensors in a torch file do not fit the storages in the file.",
         cause: "The file is damaged, or was written by a version of PyTorch that launch does not know.",
         remedy: "Save the file again with a recent PyTorch, or use another checkpoint.",
     }
@@ -138,7 +138,7 @@ codes! {
     }
     DCP_METADATA_INVALID: Checkpoint = "dcp-metadata-invalid" {
         summary: "The .metadata file of a torch distributed checkpoint is invalid.",
-        cause: "The file is damaged, or describes transformed or overlapping storage.",
+        cause: "The file is damaged, or uses transformed or overlapping storage, which launch does not support.",
         remedy: "Restore the file, or use another checkpoint.",
     }
     DEEPSPEED_STATE_INVALID: Checkpoint = "deepspeed-state-invalid" {
@@ -234,7 +234,7 @@ codes! {
     CHECKPOINT_OUTPUT_EXISTS: Usage = "checkpoint-output-exists" {
         summary: "The output path exists and is not overwritten.",
         cause: "An earlier run of the command, or another program, wrote to the path.",
-        remedy: "Move or remove the output, add `--force` where the message offers it, or give another path.",
+        remedy: "Move or remove the output, give another path, or add `--force` if the message suggests this.",
     }
     CHECKPOINT_OUTPUT_INVALID: Usage = "checkpoint-output-invalid" {
         summary: "The output path cannot be used.",
@@ -267,7 +267,7 @@ codes! {
         remedy: "Remove the stale files.",
     }
     RNG_STREAM_MISSING: Checkpoint = "rng-stream-missing" {
-        summary: "Some ranks have an RNG stream that others lack.",
+        summary: "Some ranks have an RNG stream that other ranks lack.",
         cause: "The files belong to runs with different devices, for example with and without GPUs.",
         remedy: "Use the files of one run.",
     }
@@ -288,7 +288,7 @@ codes! {
     }
     SCHEDULER_RESCALE_UNSUPPORTED: Checkpoint = "scheduler-rescale-unsupported" {
         summary: "The scheduler state of Accelerate (scheduler.bin) cannot be converted to another number of ranks.",
-        cause: "Accelerate steps the scheduler once per process. This scheduler consists of several schedulers, or its pickle has an unknown layout.",
+        cause: "Accelerate's scheduler counts the steps of every process. launch cannot convert a scheduler that consists of several schedulers, or whose pickle has an unknown layout.",
         remedy: "Resume with as many ranks as saved the checkpoint.",
     }
     CONVERT_WEIGHTS_ONLY: Checkpoint = "convert-weights-only" {
@@ -338,7 +338,7 @@ codes! {
     }
     CONVERT_STATE_UNSUPPORTED: Checkpoint = "convert-state-unsupported" {
         summary: "The target format has no place for a state of the optimizer.",
-        cause: "The checkpoint is of an optimizer whose states only native checkpoints store.",
+        cause: "Only native checkpoints can store the states of this optimizer.",
         remedy: "Use `--to native`, or `--to safetensors` to write the weights without the training state.",
     }
 }

@@ -9,7 +9,7 @@ codes! {
     PEER_LOST: Failed = "peer-lost" {
         summary: "The connection to another rank ended without a farewell.",
         cause: "The process or the host of the peer ended, for instance because of SIGKILL, an out-of-memory kill or a reboot.",
-        remedy: "Read the log of the peer that the field peer names, and the kernel log of its host.",
+        remedy: "Read the log of the rank in the field `peer`, and the kernel log of its host.",
     }
     PEER_SILENT: Failed = "peer-silent" {
         summary: "Nothing was received from another rank for too long, not even a heartbeat.",
@@ -19,12 +19,12 @@ codes! {
     PEER_LEFT: Failed = "peer-left" {
         summary: "A rank left the group while another rank still needed it for a collective.",
         cause: "The rank ended cleanly, for instance after an error, before the other ranks were done.",
-        remedy: "Read the log of the rank that the field peer names.",
+        remedy: "Read the log of the rank in the field `peer`.",
     }
     PEER_PANICKED: Failed = "peer-panicked" {
         summary: "A rank panicked while the group was in use.",
         cause: "A bug in launch, or memory that could not be allocated on that rank.",
-        remedy: "Read the panic message in the log of the rank that the field peer names, and report it.",
+        remedy: "Read the panic message in the log of the rank in the field `peer`, and report the message.",
     }
     PEER_FRAME_INVALID: Failed = "peer-frame-invalid" {
         summary: "A rank received a control frame that launch does not send.",
@@ -39,12 +39,12 @@ codes! {
     COLLECTIVE_TIMEOUT: Failed = "collective-timeout" {
         summary: "Some ranks did not enter a collective in time.",
         cause: "The missing ranks hang, or are far slower than the others.",
-        remedy: "Inspect the processes of the ranks in the field missing_ranks with a debugger, or set `run.hang_timeout` to log their stacks.",
+        remedy: "Inspect the processes of the ranks in the field `missing_ranks` with a debugger, or set `run.hang_timeout` to log their stacks.",
     }
     COLLECTIVE_JOIN_TIMEOUT: Failed = "collective-join-timeout" {
         summary: "Some ranks did not join the group of the job in time.",
         cause: "The missing ranks did not start, or their hosts cannot be reached, for instance because of a firewall.",
-        remedy: "Read the logs of the ranks in the field missing_ranks, and check the network with `launch check`.",
+        remedy: "Read the logs of the ranks in the field `missing_ranks`, and check the network with `launch check`.",
     }
     COLLECTIVE_MISMATCH: Failed = "collective-mismatch" {
         summary: "Two ranks called different collectives, or called one collective with sizes that do not match.",
@@ -69,7 +69,7 @@ codes! {
     COMMUNICATION_THREAD_FAILED: Failed = "communication-thread-failed" {
         summary: "The thread that runs the collectives of a rank ended.",
         cause: "The thread panicked: a bug in launch, or memory that could not be allocated.",
-        remedy: "Read the panic message in the worker's log, and report it.",
+        remedy: "Read the panic message in the worker's log, and report the message.",
     }
     SHARED_MEMORY_UNAVAILABLE: Failed = "shared-memory-unavailable" {
         summary: "The shared memory of the ranks of a host could not be resized or mapped.",
@@ -88,7 +88,7 @@ codes! {
     }
     NCCL_LIBRARY_TOO_OLD: Cluster = "nccl-library-too-old" {
         summary: "NCCL is older than 2.18.",
-        cause: "launch needs non-blocking communicators, which NCCL has since 2.18.",
+        cause: "launch needs non-blocking communicators, which NCCL supports since version 2.18.",
         remedy: "Install a newer NCCL, name its directory in `cluster.cuda_library_paths`, or set `cluster.comm_backend: host`.",
     }
     NCCL_CALL_FAILED: Failed = "nccl-call-failed" {

@@ -29,9 +29,9 @@ codes! {
         remedy: "Free disk space, or keep the reading program running.",
     }
     JSON_SCHEMA_DEPRECATED: Usage = "json-schema-deprecated" {
-        summary: "`--json-schema 1` was given, which prints events in the form of earlier releases. This is a warning.",
+        summary: "`--json-schema 1` prints events in the form of earlier releases, and is deprecated. This is a warning.",
         cause: "Schema 2 renamed some events and fields.",
-        remedy: "Read schema 2; docs/events.md lists the renamed events and fields.",
+        remedy: "Use schema 2. docs/events.md lists the renamed events and fields.",
     }
     ASYNC_RUNTIME_FAILED: Cluster = "async-runtime-failed" {
         summary: "The command could not start its event loop.",
@@ -62,7 +62,7 @@ codes! {
     }
     RUN_DIRECTORY_INVALID: Usage = "run-directory-invalid" {
         summary: "The path is not the directory of a run.",
-        cause: "The directory has no readable `run.json`: it is another directory, or the run never started.",
+        cause: "The directory has no readable `run.json`, because it is not a run directory, or because the run never started.",
         remedy: "Name the directory that `launch ps` shows in the column `files`.",
     }
     RUN_NOT_ACTIVE: Usage = "run-not-active" {
@@ -71,7 +71,7 @@ codes! {
         remedy: "List the runs with `launch ps`.",
     }
     RUN_UNATTENDED: Cluster = "run-unattended" {
-        summary: "The controller of the run was lost, and its workers continue without one.",
+        summary: "The controller of the run was lost, and the workers continue without a controller.",
         cause: "The controller was killed, or its machine was restarted.",
         remedy: "Run `launch attach RUN` to start another controller.",
     }
@@ -81,7 +81,7 @@ codes! {
         remedy: "Run the suggested command, which stops the run over SSH.",
     }
     RUN_SIGNAL_FAILED: Failed = "run-signal-failed" {
-        summary: "The controller of a run could not be signalled.",
+        summary: "No signal could be sent to the controller of a run.",
         cause: "The process belongs to another user, or the kernel does not support pidfd_open (Linux 5.3).",
         remedy: "Stop the run as the user who started it.",
     }
@@ -146,7 +146,7 @@ codes! {
     }
     IMPORT_VALUE_INVALID: Job = "import-value-invalid" {
         summary: "A key of the imported configuration has a value of the wrong form.",
-        cause: "The value has another type than the launcher that owns the file expects.",
+        cause: "The launcher that uses the configuration expects a value of another type.",
         remedy: "Write the value in the form that the message states.",
     }
     IMPORT_NOT_A_CONFIG: Job = "import-not-a-config" {
@@ -168,12 +168,12 @@ codes! {
     // --- launch torchrun, accelerate, deepspeed and shims ---------------------------------------
     DROP_IN_UNSUPPORTED: Usage = "drop-in-unsupported" {
         summary: "An option of torchrun, accelerate or deepspeed has no counterpart in launch.",
-        cause: "The option is for several machines that each run the program, for other accelerators, or for a service that launch does not have.",
+        cause: "The option is for jobs that are started on each machine separately, for accelerators other than GPUs, or for a service that launch does not have.",
         remedy: "Follow the advice of the message, or remove the option.",
     }
     DROP_IN_ORIGINAL_MISSING: Usage = "drop-in-original-missing" {
-        summary: "A command of torchrun, accelerate or deepspeed that does not start a job needs the original program, which was not found.",
-        cause: "The program is not installed, or its directory is not in PATH.",
+        summary: "The original torchrun, accelerate or deepspeed was not found.",
+        cause: "Commands that do not start a job, such as `accelerate config`, run the original program. The program is not installed, or its directory is not in PATH.",
         remedy: "Install the program, activate its Python environment, or add its directory to PATH.",
     }
     DROP_IN_PYTHON_MISSING: Usage = "drop-in-python-missing" {
@@ -200,7 +200,7 @@ codes! {
     // --- launch ckpt ---------------------------------------------------------------------------
     CONVERT_OPTION_UNSUPPORTED: Usage = "convert-option-unsupported" {
         summary: "An option does not apply to the format that `launch ckpt convert --to` names.",
-        cause: "Weights alone have no ranks, ZeRO stages or parameter groups, and only DeepSpeed has a sub-group size.",
+        cause: "`safetensors` has no ranks, ZeRO stages or parameter groups, and only `deepspeed` has a sub-group size.",
         remedy: "Leave the option out, or choose another format.",
     }
     CONVERT_GROUP_INVALID: Usage = "convert-group-invalid" {

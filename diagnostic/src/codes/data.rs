@@ -3,7 +3,7 @@
 codes! {
     DATA_FILES_NOT_GIVEN: Job = "data-files-not-given" {
         summary: "The list of data files is empty.",
-        cause: "`train.data.files`, `train.eval.files` or the files of a mixture's source is an empty list.",
+        cause: "`train.data.files`, `train.eval.files`, or `files` of a source in `train.data.mixture`, is an empty list.",
         remedy: "Name files or patterns, such as `files: [\"docs/**/*.md\"]`.",
     }
     DATA_FILE_MISSING: Job = "data-file-missing" {
@@ -44,7 +44,7 @@ codes! {
     DATA_EMPTY: Job = "data-empty" {
         summary: "No file of a data source contains text or a record.",
         cause: "The files have no bytes, or only blank lines.",
-        remedy: "Name files with text, or JSON lines files with a record per line.",
+        remedy: "Name files with text, or JSON lines files with a record on each line.",
     }
     DATA_RECORD_INVALID: Job = "data-record-invalid" {
         summary: "A line of a JSON lines file is not a usable record.",
@@ -58,7 +58,7 @@ codes! {
     }
     DATA_FIELD_INVALID: Job = "data-field-invalid" {
         summary: "The field of a Parquet row has a type that launch does not read.",
-        cause: "The column is not a string, or a chat holds values without a JSON form or nested deeper than 32 levels.",
+        cause: "The column does not contain strings, or a chat contains values that have no JSON form or more than 32 levels of nesting.",
         remedy: "Set `train.data.field` to a column of strings, or convert the column.",
     }
     PARQUET_UNREADABLE: Job = "parquet-unreadable" {
@@ -72,7 +72,7 @@ codes! {
         remedy: "Write the columns with the text or the messages to another file.",
     }
     DATA_FORMAT_NOT_CHAT: Job = "data-format-not-chat" {
-        summary: "A plain text file was named for data of format: chat.",
+        summary: "A plain text file was named for data with `train.data.format: chat`.",
         cause: "Chats are records of .jsonl, .ndjson or .parquet files.",
         remedy: "Name files with records, or set `train.data.format: text`.",
     }
@@ -88,7 +88,7 @@ codes! {
     }
     CHAT_TARGETS_AMBIGUOUS: Job = "chat-targets-ambiguous" {
         summary: "The text of an assistant message cannot be located in the rendered chat.",
-        cause: "The chat template writes earlier messages differently when later ones follow, and has no generation tags.",
+        cause: "The chat template has no generation tags, and renders earlier messages differently when later messages follow.",
         remedy: "Enclose the assistant's text in `{% generation %}` and `{% endgeneration %}` in the template, or set `train.data.loss_on: all`.",
     }
     CHAT_TEMPLATE_FAILED: Job = "chat-template-failed" {
@@ -97,8 +97,8 @@ codes! {
         remedy: "Correct the record, or the line of the template that the message names.",
     }
     CHAT_TEMPLATE_MISSING: Job = "chat-template-missing" {
-        summary: "There is no chat template for data of format: chat.",
-        cause: "`train.data.chat_template` names no existing file, or is absent and the tokenizer has no template.",
+        summary: "There is no chat template for data with `train.data.format: chat`.",
+        cause: "`train.data.chat_template` names a file that does not exist, or the key is absent and the tokenizer has no template.",
         remedy: "Set `train.data.chat_template` to a Jinja file, or set `train.data.format: text`.",
     }
     CHAT_TEMPLATE_INVALID: Job = "chat-template-invalid" {
@@ -114,7 +114,7 @@ codes! {
     }
     TOKENIZER_UNREADABLE: Job = "tokenizer-unreadable" {
         summary: "A file of the tokenizer could not be read.",
-        cause: "Permissions forbid reading, the file is not regular, is not UTF-8, or it is too large (64 MiB, companion files 16 MiB).",
+        cause: "The permissions forbid reading, the file is not a regular file in UTF-8, or it is too large. The limit is 64 MiB for tokenizer.json, and 16 MiB for other files.",
         remedy: "Check the file and its permissions on every host.",
     }
     TOKENIZER_INVALID: Job = "tokenizer-invalid" {
@@ -140,12 +140,12 @@ codes! {
 
     DATA_LIMIT_EXCEEDED: Job = "data-limit-exceeded" {
         summary: "A tokenizer, chat template or Parquet file needs more memory, CPU time, stack or output than its limit.",
-        cause: "The library that interprets the file runs in a sandbox process with limits. A malformed or malicious file exceeds them; so does a rule that is slow on a record, such as a regular expression with nested repetitions.",
+        cause: "The library that interprets the file runs in a sandbox process with limits. A malformed or malicious file can exceed the limits. So can a rule that is slow on a record, such as a regular expression with nested repetitions.",
         remedy: "Check the tokenizer or template and the record that the message names. Shorten the record, or use the files of a source that you trust.",
     }
     SANDBOX_FAILED: Cluster = "sandbox-failed" {
         summary: "The sandbox process ended, or its reply was invalid.",
-        cause: "Another process killed it, such as the out-of-memory killer, or a library has a defect.",
+        cause: "The kernel (because memory ran out) or another process killed the sandbox process, or a library has a defect.",
         remedy: "Start the job again, and watch the memory of the host.",
     }
     SANDBOX_UNAVAILABLE: Cluster = "sandbox-unavailable" {
@@ -193,6 +193,6 @@ codes! {
     TOKEN_CACHE_CORRUPT: Cluster = "token-cache-corrupt" {
         summary: "A file of the token cache differs from the data that was written.",
         cause: "The storage lost or changed bytes, another program wrote to the file, or an incompatible version of launch wrote it.",
-        remedy: "Nothing is required after a warning: the cache is rebuilt. If a freshly built cache is corrupt, check the storage or set `train.data.cache` to another directory.",
+        remedy: "After a warning, nothing is required, because launch rebuilds the cache. If the rebuilt cache is also corrupt, check the storage, or set `train.data.cache` to another directory.",
     }
 }

@@ -8,7 +8,7 @@ codes! {
     }
     GPU_UNSUPPORTED: Cluster = "gpu-unsupported" {
         summary: "The GPU lacks a feature that the job needs.",
-        cause: "Training needs compute capability 8.0 (Ampere) and memory pools, and fp8 needs 8.9 (Ada); virtual GPUs may have no memory pools.",
+        cause: "Training needs memory pools and compute capability 8.0 (Ampere), and with fp8 8.9 (Ada). Some virtual GPUs have no memory pools.",
         remedy: "Run the job on a newer GPU, or choose another `train.precision`.",
     }
     GPU_OUT_OF_MEMORY: Failed = "gpu-out-of-memory" {
@@ -19,7 +19,7 @@ codes! {
     DEVICE_LIBRARY_MISSING: Cluster = "device-library-missing" {
         summary: "A CUDA library was not found on this machine.",
         cause: "The NVIDIA driver or the CUDA libraries are not installed, or are in a directory that was not searched.",
-        remedy: "Install them, or name their directory in `cluster.cuda_library_paths`.",
+        remedy: "Install the driver or the libraries, or name their directory in `cluster.cuda_library_paths`.",
     }
     DEVICE_LIBRARY_UNUSABLE: Cluster = "device-library-unusable" {
         summary: "A CUDA library was found but cannot be used.",
@@ -43,7 +43,7 @@ codes! {
     }
     KERNEL_COMPILE_FAILED: Failed = "kernel-compile-failed" {
         summary: "NVRTC rejected one of launch's own kernels.",
-        cause: "This version of NVRTC does not accept the source of the kernel. The field compiler_log has the compiler's messages.",
+        cause: "This version of NVRTC does not accept the source of the kernel. The field `compiler_log` contains the messages of the compiler.",
         remedy: "Install another version of NVRTC, and report the compiler's messages.",
     }
     KERNEL_CACHE_NOT_WRITABLE: Failed = "kernel-cache-not-writable" {

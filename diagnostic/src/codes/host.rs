@@ -56,7 +56,7 @@ codes! {
     EXECUTABLE_NOT_RUNNABLE: Cluster = "executable-not-runnable" {
         summary: "The executable of launch does not run on a host.",
         cause: "A library is missing, or the cached copy is damaged.",
-        remedy: "Remove `~/.cache/launch/bin` on the host and run the command again; the executable is then copied again.",
+        remedy: "Remove `~/.cache/launch/bin` on the host, and run the command again. launch then copies the executable again.",
     }
     EXECUTABLE_REMOVED: Cluster = "executable-removed" {
         summary: "The executable of launch was copied to a host, but it was removed before it could be started.",
@@ -72,7 +72,7 @@ codes! {
     }
     AGENT_START_FAILED: Cluster = "agent-start-failed" {
         summary: "The agent of a host could not be started.",
-        cause: "The operating system reports the reason, such as a limit of processes or open files.",
+        cause: "The message contains the reason that the operating system reported, such as a limit of processes or open files.",
         remedy: "Check the limits with `ulimit -a`.",
     }
     AGENT_CONTROLLER_UNREACHABLE: Cluster = "agent-controller-unreachable" {
@@ -83,7 +83,7 @@ codes! {
     CONTROL_CONNECTION_LOST: Cluster = "control-connection-lost" {
         summary: "The control connection between the controller and an agent ended.",
         cause: "The agent or its host ended, or the network between them failed.",
-        remedy: "Check that the host is up; its kernel log names an agent that was killed.",
+        remedy: "Check that the host is up. If the kernel killed the agent, the kernel log of the host reports this.",
     }
     CONTROL_MESSAGE_INVALID: Cluster = "control-message-invalid" {
         summary: "A control message could not be decoded.",
@@ -97,7 +97,7 @@ codes! {
     }
     AGENT_UNREACHABLE: Cluster = "agent-unreachable" {
         summary: "The agent of a run is alive on a host, but does not answer on its local socket.",
-        cause: "The agent is suspended, or is of another build of launch.",
+        cause: "The agent is suspended, or belongs to another build of launch.",
         remedy: "Check the state of the process `launch-agent` on the host with `ps -o stat`, and attach with the build that started the run.",
     }
     HANDSHAKE_FAILED: Cluster = "handshake-failed" {
@@ -169,7 +169,7 @@ codes! {
     // --- starting workers on a host ------------------------------------------------------------
     HOST_IN_USE: Cluster = "host-in-use" {
         summary: "An agent of an earlier attempt of the run is still alive on a host.",
-        cause: "The host was cut off or frozen and has come back; its agent has not ended yet.",
+        cause: "The host was suspended or cut off from the network and has returned. Its agent has not ended yet.",
         remedy: "Wait a few seconds and run the command again, or end the old agent (`launch-agent`) on the host.",
     }
     WORKER_PROGRAM_MISSING: Cluster = "worker-program-missing" {
@@ -210,8 +210,8 @@ codes! {
 
     // --- answers to `launch check` -------------------------------------------------------------
     PEER_ADDRESS_MISSING: Cluster = "peer-address-missing" {
-        summary: "A host has no network address that others can reach.",
-        cause: "No interface except the loopback is up.",
+        summary: "A host has no network address that other hosts can reach.",
+        cause: "No network interface is up except the loopback interface.",
         remedy: "Check `ip address` on the host.",
     }
     PEER_MISMATCH: Cluster = "peer-mismatch" {
@@ -259,18 +259,18 @@ codes! {
         remedy: "Correct the slots, or set `cluster.devices: cpu`.",
     }
     SLOTS_NOT_GPUS: Job = "slots-not-gpus" {
-        summary: "A host filter selects slots by number, and the slots are not the GPUs of the job.",
-        cause: "The job uses no GPUs on the host, or `cluster.devices` names GPUs as well.",
+        summary: "A host filter selects slots by number, but the slots do not correspond to the GPUs of the job.",
+        cause: "The job uses no GPUs on the host, or `cluster.devices` also selects GPUs.",
         remedy: "Remove one of the two selections; on CPUs, select the first slots, beginning with 0.",
     }
     GPU_INDEX_UNKNOWN: Job = "gpu-index-unknown" {
         summary: "The job names a GPU that the host does not have.",
         cause: "GPUs are numbered from 0 in the order of the PCI bus, among those that `CUDA_VISIBLE_DEVICES` shows.",
-        remedy: "Name GPUs that exist on every host; `launch check` shows how many each host has.",
+        remedy: "Name GPUs that exist on every host. `launch check` shows the number of GPUs of each host.",
     }
     GPU_REQUIRED: Job = "gpu-required" {
         summary: "`cluster.devices: cuda` is set, and a host has no GPU.",
-        cause: "The driver is not loaded, the GPU is hidden by `CUDA_VISIBLE_DEVICES`, or there is none.",
+        cause: "The host has no GPU, `CUDA_VISIBLE_DEVICES` hides it, or the driver is not loaded.",
         remedy: "Run `nvidia-smi` on the host, exclude the host, or set `cluster.devices: cpu`.",
     }
     GPUS_TOO_FEW: Job = "gpus-too-few" {
@@ -326,7 +326,7 @@ codes! {
         remedy: "Use hosts of one architecture.",
     }
     VERSION_DIFFERS: Cluster = "version-differs" {
-        summary: "A host runs another executable of launch than the first host.",
+        summary: "The executable of launch on a host differs from that on the first host.",
         cause: "The copy on the host was replaced.",
         remedy: "Remove ~/.cache/launch/bin on the host; launch copies itself again.",
     }
@@ -356,7 +356,7 @@ codes! {
         remedy: "Mount a larger tmpfs at /dev/shm (docker: --shm-size).",
     }
     CLOCK_SKEWED: Cluster = "clock-skewed" {
-        summary: "The clock of a host differs by more than a second from this machine's. This is a warning.",
+        summary: "The clock of a host differs by more than a second from the clock of this machine. This is a warning.",
         cause: "The clocks are not synchronized.",
         remedy: "Synchronize the clocks with NTP, so that times in logs can be compared.",
     }
@@ -376,8 +376,8 @@ codes! {
         remedy: "Look for a missing GPU with `nvidia-smi`.",
     }
     GPUS_FEWER_THAN_SLOTS: Cluster = "gpus-fewer-than-slots" {
-        summary: "A host has fewer GPUs than the hostfile declares slots. This is a warning.",
-        cause: "The hostfile is wrong, or a GPU is missing. Ranks share GPUs, unless the job computes on CPUs.",
+        summary: "A host has fewer GPUs than slots in the hostfile. This is a warning.",
+        cause: "The hostfile is wrong, or a GPU is missing. In a job on GPUs, ranks would share GPUs.",
         remedy: "Correct the slots of the hostfile.",
     }
     LIBRARY_VERSION_DIFFERS: Cluster = "library-version-differs" {
@@ -392,7 +392,7 @@ codes! {
     }
     NCCL_MISSING: Cluster = "nccl-missing" {
         summary: "NCCL cannot be opened on a host. This is a warning.",
-        cause: "NCCL is not installed; it is needed only for workers with a GPU each.",
+        cause: "NCCL is not installed. Only jobs in which each worker has its own GPU need NCCL.",
         remedy: "Install NCCL, or use collectives through host memory (`cluster.comm_backend`).",
     }
     GPU_MEMORY_ERRORS: Cluster = "gpu-memory-errors" {

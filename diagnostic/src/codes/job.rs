@@ -3,7 +3,7 @@
 codes! {
     // --- the file ------------------------------------------------------------------------------
     JOB_INVALID: Job = "job-invalid" {
-        summary: "The job file contains several mistakes; each is reported with its own code.",
+        summary: "The job file contains several mistakes. Each mistake is reported with a separate code.",
         cause: "Keys or values of the job file are not valid. Nothing was started.",
         remedy: "Correct the mistakes that are listed with the message.",
     }
@@ -59,7 +59,7 @@ codes! {
     }
     JOB_ALIAS_RECURSIVE: Job = "job-alias-recursive" {
         summary: "A YAML alias refers to the value that contains it.",
-        cause: "The anchor (`&name`) encloses the alias (`*name`).",
+        cause: "The value that the anchor (`&name`) marks contains the alias (`*name`).",
         remedy: "Write the value out instead of using the alias.",
     }
 
@@ -87,7 +87,7 @@ codes! {
     JOB_KEY_HAS_NO_EFFECT: Job = "job-key-has-no-effect" {
         summary: "A key has no effect in this job.",
         cause: "The key only applies to another kind of job, such as training on GPUs.",
-        remedy: "Remove the key, or add the setting that it applies to.",
+        remedy: "Remove the key, or add the setting to which the key applies.",
     }
     JOB_KEY_DEPRECATED: Job = "job-key-deprecated" {
         summary: "The job uses the deprecated name of a key or value. This is a warning.",
@@ -170,7 +170,7 @@ codes! {
     }
     HOSTFILE_INVALID: Job = "hostfile-invalid" {
         summary: "A line of the hostfile is not valid.",
-        cause: "A line has the form `host slots=N`, as for DeepSpeed and Open MPI, and at most one line of a host has `slots`.",
+        cause: "The line does not have the form `host slots=N` of DeepSpeed and Open MPI, or several lines name a host for which one line has `slots`.",
         remedy: "Correct the line that the message names.",
     }
     HOSTFILE_UNREADABLE: Job = "hostfile-unreadable" {
@@ -187,7 +187,7 @@ codes! {
     }
     JOB_ENV_NAME_INVALID: Job = "job-env-name-invalid" {
         summary: "`run.env` contains a name that no environment variable can have.",
-        cause: "Names consist of letters, digits and underscores and do not begin with a digit.",
+        cause: "Names consist of letters, digits and underscores, and do not begin with a digit.",
         remedy: "Correct the name.",
     }
     JOB_ENV_NAME_RESERVED: Job = "job-env-name-reserved" {
@@ -215,7 +215,7 @@ codes! {
     // --- training ------------------------------------------------------------------------------
     JOB_REQUIRES_GPUS: Job = "job-requires-gpus" {
         summary: "A setting requires training on GPUs, and the job trains on CPUs.",
-        cause: "`cluster.devices` is `auto` or `cpu`; with both, built-in training uses CPUs.",
+        cause: "`cluster.devices` is `auto` or `cpu`. With both values, the built-in training uses CPUs.",
         remedy: "Set `cluster.devices: cuda`, or remove the setting.",
     }
     JOB_SCHEDULE_TRUNCATED: Job = "job-schedule-truncated" {
@@ -224,7 +224,7 @@ codes! {
         remedy: "Nothing is required in a short trial run. Otherwise, shorten the warm-up or train for more steps.",
     }
     JOB_RESUME_NOTICE: Job = "job-resume-notice" {
-        summary: "The message reports which checkpoint a program resumes from and how the checkpoint was prepared.",
+        summary: "The message reports from which checkpoint a program resumes, and how the checkpoint was prepared.",
         cause: "The job has `run.command` and `resume.from`.",
         remedy: "Nothing is required; the message is informational.",
     }

@@ -5,12 +5,12 @@ codes! {
     WORKER_EXITED: Failed = "worker-exited" {
         summary: "A worker ended with an exit code other than 0.",
         cause: "The program failed. Its last output lines and its log name the error.",
-        remedy: "Read the log of the rank that is named; the other ranks ended because of it.",
+        remedy: "Read the log of the rank that the message names. The other ranks ended because this rank failed.",
     }
     WORKER_KILLED_BY_SIGNAL: Failed = "worker-killed-by-signal" {
         summary: "A signal killed a worker.",
         cause: "SIGKILL comes from a person, a batch system or the kernel. SIGSEGV, SIGBUS, SIGILL and SIGABRT come from the program itself.",
-        remedy: "Read the log of the rank. For SIGKILL search `dmesg` for `oom` and `killed`; for SIGSEGV enable core dumps with `ulimit -c unlimited`.",
+        remedy: "Read the log of the rank. After SIGKILL, search `dmesg` for `oom` and `killed`. After SIGSEGV, enable core dumps with `ulimit -c unlimited`.",
     }
     OUT_OF_MEMORY: Failed = "out-of-memory" {
         summary: "The kernel killed a worker because memory ran out.",
@@ -65,7 +65,7 @@ codes! {
     PROCESS_UNKILLABLE: Failed = "process-unkillable" {
         summary: "Processes of the job did not end after SIGKILL.",
         cause: "The processes are blocked in the kernel, most often in a device driver or a network file system.",
-        remedy: "Check the devices and network file systems of the host; reboot it if the processes stay.",
+        remedy: "Check the devices and network file systems of the host. If the processes do not end, restart the host.",
     }
     ROOT_CAUSE_UNKNOWN: Failed = "root-cause-unknown" {
         summary: "A worker ended because a peer failed, but no failure of a peer was observed.",
@@ -88,9 +88,9 @@ codes! {
         remedy: "Start the job again. Raise `run.controller_lease`, or use `run.on_controller_loss: continue`, so that the job outlives its controller.",
     }
     RUN_NOT_ATTACHABLE: Cluster = "run-not-attachable" {
-        summary: "A run has nothing that another controller could take over.",
-        cause: "The job does not outlive its controller, no agent of the run is alive, or no worker was started.",
-        remedy: "Start the job again. Use `run.on_controller_loss: continue`, so that the job outlives its controller.",
+        summary: "A controller on this machine cannot take over the run.",
+        cause: "The job does not outlive its controller, no agent of the run is alive, no worker was started, or workers are on another machine, on which the run was started.",
+        remedy: "If the message names another machine, run the command there. Otherwise start the job again, with `run.on_controller_loss: continue`, so that the job outlives its controller.",
     }
     RUN_HAS_CONTROLLER: Cluster = "run-has-controller" {
         summary: "A host obeys another controller of the run, which is alive.",
@@ -103,13 +103,13 @@ codes! {
         remedy: "Check the network. If the hosts are certainly down, use `launch attach --force`.",
     }
     CONTROL_FILE_INVALID: Cluster = "control-file-invalid" {
-        summary: "The file of a run directory that names the hosts and the key of the run is not usable.",
-        cause: "The file is damaged or of another version of launch, or other users can write it.",
+        summary: "The file `control.json` in the run directory, which contains the hosts and the key of the run, is not usable.",
+        cause: "The file is damaged, was written by another version of launch, or is writable by other users.",
         remedy: "Attach as the user and with the build of launch that started the run.",
     }
     CONTROLLER_REPLACED: Cluster = "controller-replaced" {
         summary: "The hosts of a run no longer obey this controller. The run continues.",
-        cause: "This controller was suspended or cut off from the hosts, and `launch attach` has started another one, or the hosts continue without a controller.",
+        cause: "This controller was suspended or cut off from the hosts. In the meantime, `launch attach` has started another controller, or the hosts continue without a controller.",
         remedy: "Use the other controller. If the run has none, run `launch attach RUN`.",
     }
     AGENT_VERSION_MISMATCH: Cluster = "agent-version-mismatch" {
@@ -120,7 +120,7 @@ codes! {
     HOST_LOST: Failed = "host-lost" {
         summary: "The connection to a host was lost.",
         cause: "The host crashed, froze, was shut down, or its network failed.",
-        remedy: "Check that the host is up and reachable. With `run.restarts` and a spare host the job continues without it.",
+        remedy: "Check that the host is up and reachable. With `run.restarts` and a spare host, the job continues without the lost host.",
     }
     TOO_FEW_HOSTS: Cluster = "too-few-hosts" {
         summary: "Fewer hosts are available than `run.min_hosts` requires.",
@@ -135,7 +135,7 @@ codes! {
     // --- starting an attempt -----------------------------------------------
     RENDEZVOUS_PORT_UNAVAILABLE: Cluster = "rendezvous-port-unavailable" {
         summary: "The port of the rendezvous (`MASTER_PORT`) could not be bound.",
-        cause: "Another process listens on it, or the address does not belong to the host.",
+        cause: "Another process listens on the port, or the address does not belong to the host.",
         remedy: "List the listeners with `ss -ltnp`, or use `cluster.master_port: auto`.",
     }
     RENDEZVOUS_TIMEOUT: Cluster = "rendezvous-timeout" {
@@ -149,8 +149,8 @@ codes! {
         remedy: "Raise the hard limit of open files (`ulimit -Hn`), or let rank 0 serve the store with `cluster.store: rank0`.",
     }
     PLAN_INVALID: Cluster = "plan-invalid" {
-        summary: "The job does not fit the hosts that were found; each problem is reported with its own code.",
-        cause: "The job asks for more CPUs, GPUs or slots than the hosts have.",
+        summary: "The job does not fit the hosts that were found. Each problem is reported with a separate code.",
+        cause: "The job requires more CPUs, GPUs or slots than the hosts have.",
         remedy: "Correct the problems that are listed above the summary.",
     }
     PLAN_TOO_LARGE: Cluster = "plan-too-large" {

@@ -25,7 +25,7 @@ codes! {
     SLURM_STEP_FAILED: Cluster = "slurm-step-failed" {
         summary: "The Slurm step that runs the agents ended.",
         cause: "A node failed, the step was cancelled, or Slurm could not start it.",
-        remedy: "Read the output of srun, and see `sacct -j JOBID`.",
+        remedy: "Read the output of srun and of `sacct -j JOBID`.",
     }
     SLURM_AGENT_FAILED: Cluster = "slurm-agent-failed" {
         summary: "The agent on a node ended before it connected to the controller.",
@@ -45,12 +45,12 @@ codes! {
     SLURM_CONTROLLER_UNREACHABLE: Cluster = "slurm-controller-unreachable" {
         summary: "Slurm's controller (slurmctld) did not answer.",
         cause: "slurmctld is overloaded or down.",
-        remedy: "See `scontrol ping`, and run the command again when it answers.",
+        remedy: "Check slurmctld with `scontrol ping`, and run the command again when slurmctld answers.",
     }
     SLURM_ALLOCATION_ENDED: Cluster = "slurm-allocation-ended" {
         summary: "The Slurm allocation has ended.",
         cause: "Its time limit was reached, or the job was cancelled.",
-        remedy: "See `squeue` and `scontrol show job JOBID`, and request a new allocation.",
+        remedy: "Find the reason with `squeue` and `scontrol show job JOBID`, and request a new allocation.",
     }
 
     // --- allocations ---------------------------------------------------------------------------

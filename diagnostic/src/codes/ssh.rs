@@ -13,8 +13,8 @@ codes! {
         remedy: "Correct the line that is named, or set `cluster.ssh.config` to another file.",
     }
     SSH_CONFIG_UNSUPPORTED: Cluster = "ssh-config-unsupported" {
-        summary: "The SSH configuration uses a keyword for which launch needs OpenSSH's client, and the client failed.",
-        cause: "`Match` and the canonicalization of host names are evaluated by `ssh -G`. The client is missing, or it rejects the configuration.",
+        summary: "launch needs OpenSSH's client to evaluate the SSH configuration, and the client failed.",
+        cause: "The configuration uses `Match` or the canonicalization of host names, which launch evaluates with `ssh -G`. The client is missing, or it rejects the configuration.",
         remedy: "Install OpenSSH's client on this machine, or set `cluster.ssh.config` to another file.",
     }
     SSH_CONFIG_TOKEN_UNKNOWN: Cluster = "ssh-config-token-unknown" {
@@ -61,7 +61,7 @@ codes! {
     }
     SSH_JUMP_FAILED: Cluster = "ssh-jump-failed" {
         summary: "A jump host could not connect to the next host.",
-        cause: "The jump host does not reach the host, or its sshd does not allow TCP forwarding (`AllowTcpForwarding`).",
+        cause: "The jump host does not reach the next host, or its sshd does not allow TCP forwarding (`AllowTcpForwarding`).",
         remedy: "Try `ssh -J JUMP HOST`, and check sshd_config of the jump host.",
     }
     SSH_HANDSHAKE_FAILED: Cluster = "ssh-handshake-failed" {
@@ -145,22 +145,22 @@ codes! {
     }
     SSH_SHELL_TIMEOUT: Cluster = "ssh-shell-timeout" {
         summary: "The login shell of a host did not run a command within 30 s.",
-        cause: "Its start-up files wait for input, or for a file system that does not answer.",
+        cause: "The start-up files of the shell wait for input, or for a file system that does not answer.",
         remedy: "Try `ssh HOST true`, and look at the start-up files of the login shell.",
     }
     SSH_SHELL_OUTPUT_TOO_LONG: Cluster = "ssh-shell-output-too-long" {
         summary: "The login shell of a host printed more than 256 KiB before it ran a command.",
-        cause: "Its start-up files print without end when there is no terminal.",
+        cause: "The start-up files of the shell print without end when there is no terminal.",
         remedy: "Let the start-up files print nothing in shells that are not interactive.",
     }
     SSH_SHELL_EXITED: Cluster = "ssh-shell-exited" {
         summary: "The login shell of a host ended before it ran a command.",
-        cause: "The login shell is `nologin`, or its start-up files exit in shells that are not interactive.",
+        cause: "The login shell is `nologin`, or its start-up files end shells that are not interactive.",
         remedy: "Try `ssh HOST true`, and look at the start-up files of the login shell.",
     }
     SSH_ANSWER_INVALID: Cluster = "ssh-answer-invalid" {
         summary: "A host answered a command of launch with unexpected output.",
-        cause: "A wrapper around the shell changes the output, or another version of launch is installed in its place.",
+        cause: "A wrapper around the shell changes the output, or another version of launch answered.",
         remedy: "Try `ssh HOST true`; it must print nothing.",
     }
 }

@@ -24,11 +24,11 @@ codes! {
     BATCH_LEAVES_WORKERS_IDLE: Job = "batch-leaves-workers-idle" {
         summary: "A step has fewer micro-batches than the job has workers. This is a warning.",
         cause: "The quotient of `train.batch.global` and `train.batch.micro` is less than the number of workers.",
-        remedy: "Raise `train.batch.global` or lower `train.batch.micro`; otherwise the idle workers only hold shards.",
+        remedy: "Raise `train.batch.global`, or lower `train.batch.micro`. Otherwise, idle workers only store shards and compute nothing.",
     }
     TRAIN_INVALID: Job = "train-invalid" {
         summary: "The section `train` has several mistakes.",
-        cause: "Keys of the section contradict each other, the model or the data.",
+        cause: "Keys of the section contradict each other, or do not fit the model or the data.",
         remedy: "Correct the mistakes that are listed with the message.",
     }
 
@@ -38,8 +38,8 @@ codes! {
         remedy: "Remove `train.experts` or the layer, or train a mixture-of-experts model.",
     }
     EXPERT_PARALLEL_SIZE_INVALID: Job = "expert-parallel-size-invalid" {
-        summary: "The expert-parallel size does not divide the workers or the experts.",
-        cause: "`train.experts.expert_parallel_size` must divide the number of workers and, with balanced placement, the experts.",
+        summary: "The number of workers or of experts is not a multiple of the expert-parallel size.",
+        cause: "`train.experts.expert_parallel_size` must divide the number of workers and, with balanced placement, the number of experts.",
         remedy: "Choose a size that divides both numbers, or place the experts with `train.experts.placement`.",
     }
     EXPERT_PLACEMENT_INVALID: Job = "expert-placement-invalid" {
@@ -116,7 +116,7 @@ codes! {
     }
     HOST_ADDRESSES_UNAVAILABLE: Cluster = "host-addresses-unavailable" {
         summary: "This host has no address on which a worker could accept connections of its peers.",
-        cause: "No network interface is up, or the operating system did not list them.",
+        cause: "No network interface is up, or the operating system did not list the interfaces.",
         remedy: "Configure a network interface on the host.",
     }
     WORKER_LISTEN_FAILED: Cluster = "worker-listen-failed" {
@@ -135,15 +135,15 @@ codes! {
         remedy: "Start the job again; if it happens again, report the message.",
     }
     RANKS_DISAGREE: Failed = "ranks-disagree" {
-        summary: "Ranks computed different results for values that must be equal on all of them.",
+        summary: "Ranks computed different results for a value that must be equal on all ranks.",
         cause: "A GPU or its memory is faulty, or a collective delivered wrong data.",
-        remedy: "Run `launch gpu-check` on each GPU; exclude the host if the failure is tied to one.",
+        remedy: "Run `launch gpu-check` on each GPU. If the error always occurs with the same host, exclude this host.",
     }
 
     STORAGE_NOT_WRITABLE: Cluster = "storage-not-writable" {
         summary: "The checkpoint directory cannot be written.",
         cause: "The directory belongs to another user, is on a read-only file system, or its disk is full.",
-        remedy: "Point `checkpoint.dir` at a directory that every host can write.",
+        remedy: "Set `checkpoint.dir` to a directory that is writable on every host.",
     }
     STORAGE_NOT_SHARED: Cluster = "storage-not-shared" {
         summary: "The hosts do not share the checkpoint directory. Without `checkpoint.require_shared`, this is a warning of `launch check`.",
@@ -153,53 +153,53 @@ codes! {
     STORAGE_NOT_VISIBLE: Cluster = "storage-not-visible" {
         summary: "A rank does not see a file that another rank of its host wrote into the checkpoint directory.",
         cause: "The workers of the host have different mounts, or the file system delays new files.",
-        remedy: "Point `checkpoint.dir` at a directory that all workers of a host see.",
+        remedy: "Set `checkpoint.dir` to a directory that all workers of a host see.",
     }
     STORAGE_PARTIALLY_SHARED: Cluster = "storage-partially-shared" {
-        summary: "One host sees the files of another host in the checkpoint directory, but the other host does not see those of the first.",
-        cause: "The directory is an overlay, a snapshot or a one-way synchronised copy.",
-        remedy: "Give each host its own directory, or give all hosts the same directory.",
+        summary: "One host sees files of a second host in the checkpoint directory, but the second host does not see files of the first.",
+        cause: "The directory is an overlay, a snapshot or a copy that is synchronised in one direction only.",
+        remedy: "Give each host a separate directory, or give all hosts the same directory.",
     }
     STORAGE_ID_DUPLICATE: Cluster = "storage-id-duplicate" {
-        summary: "The host-local checkpoint directories of two hosts carry the same identifier.",
+        summary: "The host-local checkpoint directories of two hosts have the same identifier.",
         cause: "One directory is a copy of the other, for example from a disk image.",
         remedy: "Remove the file .host from one of the two directories.",
     }
     PARITY_NEEDS_SHARED_STORAGE: Job = "parity-needs-shared-storage" {
         summary: "`checkpoint.parity` is set, but the hosts do not share the checkpoint directory.",
-        cause: "Parity is computed over the shards of all ranks, which are on different hosts here.",
+        cause: "Parity is computed over the shards of all ranks. In this job, the shards are on different hosts.",
         remedy: "Put `checkpoint.dir` on storage that all hosts share, or remove `checkpoint.parity`.",
     }
     CHECKPOINT_WRITER_FAILED: Failed = "checkpoint-writer-failed" {
         summary: "Saving a checkpoint stopped unexpectedly.",
         cause: "The background writer panicked, or a rank did not report what it wrote.",
-        remedy: "Earlier checkpoints are complete; resume from them and report the message.",
+        remedy: "Earlier checkpoints are complete. Resume from the newest one, and report the message.",
     }
     OFFLOAD_STORAGE_UNUSABLE: Job = "offload-storage-unusable" {
         summary: "The optimizer states could not be stored in the memory or directory that `train.zero.offload` names.",
         cause: "The directory is missing or full, or the host has too little memory.",
-        remedy: "Point `train.zero.offload` at a directory with free space, or use an optimizer with fewer states.",
+        remedy: "Set `train.zero.offload` to a directory with free space, or use an optimizer with fewer states.",
     }
 
     RESUME_NO_USABLE_CHECKPOINT: Checkpoint = "resume-no-usable-checkpoint" {
-        summary: "The checkpoint directory holds checkpoints, but all of them are damaged.",
+        summary: "The checkpoint directory contains checkpoints, but all of them are damaged.",
         cause: "Files were removed or changed, or the disk is failing.",
         remedy: "Rebuild a checkpoint with `launch ckpt repair`, remove the checkpoints, or set `resume.from: never` to start at step 0.",
     }
     RESUME_MODEL_MISMATCH: Checkpoint = "resume-model-mismatch" {
         summary: "The checkpoint contains another model than the job describes.",
         cause: "Tensors are missing, have other shapes, or have no counterpart in the job's model.",
-        remedy: "Make `train.model` like the checkpoint's config.json, or resume from another checkpoint.",
+        remedy: "Change `train.model` to match the config.json of the checkpoint, or resume from another checkpoint.",
     }
     RESUME_OPTIMIZER_MISMATCH: Checkpoint = "resume-optimizer-mismatch" {
-        summary: "The checkpoint was written with another optimizer than the job's.",
+        summary: "The checkpoint was written with another optimizer than that of the job.",
         cause: "`train.optimizer.name` changed since the checkpoint was written.",
         remedy: "Use the optimizer of the checkpoint, resume from its weights only, or set `resume.from: never`.",
     }
     RESUME_STATE_INCOMPLETE: Checkpoint = "resume-state-incomplete" {
         summary: "The checkpoint is a training state, but lacks part of the optimizer state.",
         cause: "Files of the checkpoint are missing or cannot be read.",
-        remedy: "Use another checkpoint, or gather its weights with `launch ckpt gather` and resume from those.",
+        remedy: "Use another checkpoint, or gather the weights of this one with `launch ckpt gather` and resume from the weights.",
     }
     RESUME_POSITION_INVALID: Checkpoint = "resume-position-invalid" {
         summary: "The step, sample position or loss scale that the checkpoint records is missing or not valid.",
@@ -212,7 +212,7 @@ codes! {
         remedy: "Set `train.model.tie_word_embeddings: false`.",
     }
     RESUME_RNG_STRICT: Checkpoint = "resume-rng-strict" {
-        summary: "`resume.rng: strict` does not allow another number of ranks than the checkpoint's.",
+        summary: "The job has another number of ranks than the run that saved the checkpoint, and `resume.rng: strict` does not allow this.",
         cause: "The checkpoint holds one RNG state per rank, and the number of ranks changed.",
         remedy: "Resume with the same number of ranks, or set `resume.rng: reconcile`.",
     }
@@ -223,7 +223,7 @@ codes! {
     }
     RESUME_SHARD_UNREACHABLE: Checkpoint = "resume-shard-unreachable" {
         summary: "A shard of a host-local checkpoint is on no host of this job.",
-        cause: "The host that stores it is not part of the job, or lost the file.",
+        cause: "The host that stored the shard is not part of the job, or has lost the file.",
         remedy: "Add the host, copy the file into the checkpoint directory of any host, or use another checkpoint.",
     }
     RESUME_MANIFEST_MISSING: Checkpoint = "resume-manifest-missing" {
@@ -235,7 +235,7 @@ codes! {
     MODEL_DIRECTORY_INVALID: Job = "model-directory-invalid" {
         summary: "`train.model.from` names a directory that is not a Hugging Face model directory.",
         cause: "The directory is a launch checkpoint, or contains several checkpoints.",
-        remedy: "Name the model directory; for a launch checkpoint use `resume.from` or `launch ckpt gather`.",
+        remedy: "Name the directory of a model. For a checkpoint of launch, use `resume.from` or `launch ckpt gather`.",
     }
     MODEL_DIRECTORY_DIFFERS: Job = "model-directory-differs" {
         summary: "The hosts have different models in the directory that `train.model.from` names.",
@@ -248,9 +248,9 @@ codes! {
         remedy: "Name the adapters that were trained on this model.",
     }
     VOCAB_SIZE_TOO_SMALL: Job = "vocab-size-too-small" {
-        summary: "The model's vocabulary is smaller than the tokenizer's.",
-        cause: "`train.model.vocab_size` is too small, or the model directory belongs to another tokenizer.",
-        remedy: "Remove or raise `train.model.vocab_size`, or use the model directory's tokenizer.",
+        summary: "The vocabulary of the model is smaller than that of the tokenizer.",
+        cause: "`train.model.vocab_size` is too small, or the model was trained with another tokenizer.",
+        remedy: "Remove or raise `train.model.vocab_size`, or use the tokenizer in the directory of the model.",
     }
     SEQUENCE_TOO_LONG: Job = "sequence-too-long" {
         summary: "A sample is longer than the model's position limit.",
@@ -260,6 +260,6 @@ codes! {
     DATA_DIFFERS_BETWEEN_RANKS: Job = "data-differs-between-ranks" {
         summary: "Ranks found different training data.",
         cause: "The files changed while the job started, a pattern matches files that the run writes, or hosts have different files.",
-        remedy: "Make the data the same on all hosts, and start when no process writes to it.",
+        remedy: "Give all hosts the same data, and start the job when no process writes to the files.",
     }
 }
