@@ -28,8 +28,8 @@ pub(crate) struct Cli {
     /// `completions` and `man` print only errors as JSON
     #[arg(long, global = true)]
     pub(crate) json: bool,
-    /// Print the debug log on stderr: decisions with -v, also messages between processes with -vv,
-    /// everything with -vvv; LAUNCH_LOG selects levels by target
+    /// Print the debug log on stderr: -v decisions, -vv also messages between processes, -vvv
+    /// everything; the variable LAUNCH_LOG overrides this option
     #[arg(long, short, global = true, action = ArgAction::Count)]
     pub(crate) verbose: u8,
     /// Schema of events with --json: 2, or the deprecated 1 of earlier releases [default: 2]

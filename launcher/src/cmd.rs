@@ -63,7 +63,7 @@ pub(crate) enum LaunchCommand {
         after_help = drop_in::TORCHRUN_HELP
     )]
     Torchrun(drop_in::DropInArgs),
-    /// Run a script as `accelerate launch` does; other commands are those of Accelerate
+    /// Run a script as `accelerate launch` does; other commands run the original Accelerate
     #[command(
         override_usage = "launch accelerate launch [OPTION OF ACCELERATE]… SCRIPT [ARGUMENT]…",
         after_help = drop_in::ACCELERATE_HELP
@@ -85,9 +85,9 @@ pub(crate) enum LaunchCommand {
     Completions(completions::CompletionsArgs),
     /// Print the man page, or write the man pages of all commands
     Man(man::ManArgs),
-    /// Compare operations and training on a GPU with the CPU, and measure their speed
+    /// Compare the results of a GPU with those of the CPU, and measure the speed of the GPU
     GpuCheck(gpu_check::args::GpuCheckArgs),
-    /// Internal: the agent, which the controller starts on each host
+    /// Internal: run the agent, which the controller starts on each host
     #[command(hide = true)]
     Agent(agent::AgentArgs),
 }

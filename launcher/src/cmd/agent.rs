@@ -6,7 +6,8 @@ use clap::Args;
 /// Arguments of the internal command `launch agent`.
 #[derive(Debug, Args)]
 pub(crate) struct AgentArgs {
-    /// Text that the agent prints first, on a separate line; ignore output before this text
+    /// Text that the agent prints first, on a separate line; the controller ignores output before
+    /// it
     #[arg(long, value_name = "TEXT")]
     marker: Option<String>,
     /// Print the content hash of this executable once it is on disk, and exit
@@ -15,7 +16,7 @@ pub(crate) struct AgentArgs {
     /// Read an invitation from stdin and connect to the controller
     #[arg(long)]
     join: bool,
-    /// Remove the executable, which is a copy for this agent
+    /// Remove the executable of this agent, which is a temporary copy
     #[arg(long)]
     remove_own_file: bool,
 }

@@ -30,8 +30,8 @@ pub(crate) struct CkptArgs {
 enum CkptCommand {
     /// Show the contents of a checkpoint
     Inspect(inspect::InspectArgs),
-    /// Check every byte of a checkpoint, or of all checkpoints in a directory; exit code 4 on
-    /// damage
+    /// Check every byte of a checkpoint, or of all checkpoints in a directory; exit code 4 if one
+    /// is damaged
     Verify(verify::VerifyArgs),
     /// Write full weights as a Hugging Face directory
     Gather(gather::GatherArgs),
@@ -39,7 +39,7 @@ enum CkptCommand {
     Convert(convert::ConvertArgs),
     /// Compare two checkpoints of any format; exit code 1 if they differ
     Diff(diff::DiffArgs),
-    /// Reconcile the RNG states of HF Trainer or Accelerate for another world size
+    /// Assign the RNG states of HF Trainer or Accelerate to another number of ranks
     Rng(rng::RngArgs),
     /// Rebuild damaged or missing files of a checkpoint from other files, in a new directory; exit
     /// code 4 if the result is not complete

@@ -37,7 +37,7 @@ use std::{
 
 /// The text at the end of the help of `launch torchrun`.
 pub(crate) const TORCHRUN_HELP: &str = "The options are those of torchrun. On several nodes, set LAUNCH_KEY_FILE or \
-    LAUNCH_INSECURE=1. An option that launch cannot honour is an error.\n`torchrun --help` of the original program describes them; \
+    LAUNCH_INSECURE=1. An option that launch cannot honour is an error.\n`torchrun --help` of the original program describes the options; \
     docs/cli.md#drop-in-commands lists the differences.";
 /// The text at the end of the help of `launch accelerate`.
 pub(crate) const ACCELERATE_HELP: &str = "The options are those of `accelerate launch`. On several machines, set \
@@ -46,7 +46,7 @@ pub(crate) const ACCELERATE_HELP: &str = "The options are those of `accelerate l
     docs/cli.md#drop-in-commands lists the differences.";
 /// The text at the end of the help of `launch deepspeed`.
 pub(crate) const DEEPSPEED_HELP: &str = "The options are those of deepspeed. An option that launch cannot \
-    honour is an error.\n`deepspeed --help` of the original program describes them; \
+    honour is an error.\n`deepspeed --help` of the original program describes the options; \
     docs/cli.md#drop-in-commands lists the differences.";
 
 /// The directory of the files that `deepspeed --save_pid` writes.

@@ -25,7 +25,7 @@ pub(crate) struct EventsArgs {
     /// [default: the only active run, or the newest run if none is active]
     #[arg(value_name = "RUN")]
     run: Option<String>,
-    /// Follow until the run ends
+    /// Also show new events, until the run ends
     #[arg(long, short)]
     follow: bool,
 }

@@ -38,10 +38,10 @@ pub(crate) struct LogsArgs {
     /// [default: the only active run, or the newest run if none is active]
     #[arg(value_name = "RUN")]
     run: Option<String>,
-    /// Only these ranks: 3, or 0-3,7
+    /// Only these ranks, such as 3 or 0-3,7 [default: all]
     #[arg(long, value_name = "RANKS", value_delimiter = ',', value_parser = parse_ranks)]
     rank: Vec<Vec<u32>>,
-    /// Follow until the run ends
+    /// Also show new lines, until the run ends
     #[arg(long, short)]
     follow: bool,
     /// Only lines that match this regular expression

@@ -68,8 +68,8 @@ pub(crate) struct RunArgs {
     /// Program to run as workers without a job file, and its arguments
     #[arg(last = true, value_name = "PROGRAM")]
     pub(crate) command: Vec<OsString>,
-    /// In a Slurm batch job: save and requeue the job before its time limit (SIGUSR1), and requeue
-    /// the job after the loss of a node, at most `slurm.requeues` times
+    /// In a Slurm batch job: requeue the job before its time limit, after a save, and after the
+    /// loss of a node; at most `slurm.requeues` times
     #[arg(long, requires = "job")]
     pub(crate) requeue: bool,
     /// Return when the workers have started; the job continues without this terminal

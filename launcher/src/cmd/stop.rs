@@ -26,7 +26,7 @@ pub(crate) struct StopArgs {
     /// Return without waiting for the end of the run
     #[arg(long)]
     no_wait: bool,
-    /// Seconds to wait for the end of the run; if the run has not ended by then, the exit code is 1
+    /// Time limit of the wait; if the run has not ended by then, the exit code is 1
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     wait: u64,
 }

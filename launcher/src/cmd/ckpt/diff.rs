@@ -20,7 +20,7 @@ pub(super) struct DiffArgs {
     a: PathBuf,
     /// Second checkpoint
     b: PathBuf,
-    /// Ignore the optimizer state
+    /// Compare only the weights, not the optimizer states
     #[arg(long)]
     weights_only: bool,
 }

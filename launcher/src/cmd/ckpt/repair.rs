@@ -16,7 +16,7 @@ pub(super) struct RepairArgs {
     /// Directory to create [default: NAME.repaired next to the directory NAME]
     #[arg(long, value_name = "DIR", conflicts_with = "in_place")]
     pub(super) out: Option<PathBuf>,
-    /// Replace the directory with the result and keep the original as NAME.before-repair
+    /// Replace the directory NAME with the result, and keep the original as NAME.before-repair
     #[arg(long)]
     pub(super) in_place: bool,
 }

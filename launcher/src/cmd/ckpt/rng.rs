@@ -28,17 +28,17 @@ pub(super) struct RngArgs {
     /// Directory to create [default: launch-wM/NAME next to the directory NAME]
     #[arg(long, value_name = "DIR", conflicts_with = "in_place")]
     pub(super) out: Option<PathBuf>,
-    /// Replace the directory atomically
+    /// Replace the directory NAME atomically
     #[arg(long)]
     pub(super) in_place: bool,
     /// Seed of the run, part of every new seed [default: that of rank 0's torch generator]
     #[arg(long, value_name = "N")]
     pub(super) seed: Option<u64>,
-    /// Number of GPUs that each new rank sees [default: M if the N old ranks saw N GPUs each, else
-    /// as many as before]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    /// Number of GPUs that each new rank sees [default: M if each old rank saw as many GPUs as
+    /// there were old ranks, else the number that each old rank saw]
+    #[arg(long, value_name = "G", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(super) gpus: Option<u32>,
-    /// Kinds of streams that are equal on all ranks; an error if they differ
+    /// Kinds of streams that must be equal on all ranks; different streams are an error
     #[arg(long, value_enum, value_name = "KIND,…", value_delimiter = ',')]
     pub(super) replicated: Vec<StreamOption>,
     /// Kinds of streams that each rank has separately, even if they are equal

@@ -20,8 +20,8 @@ pub(super) struct VerifyArgs {
     /// Also search for NaN and infinite values, and warn about them
     #[arg(long)]
     pub(super) values: bool,
-    /// Also exit with code 4 on warnings, such as an outdated `latest`, a missing RNG state or NaN
-    /// values, and on files of tensors without checksums
+    /// Also exit with code 4 if there are tensor files without checksums, or warnings, such as an
+    /// outdated `latest`, a missing RNG state or NaN values
     #[arg(long)]
     pub(super) strict: bool,
 }

@@ -14,7 +14,7 @@ pub struct GpuCheckArgs {
     /// Number of the GPU, from 0
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub device: usize,
-    /// Compare only a few shapes, and measure no speeds; train models only with --tiny
+    /// Compare only a few shapes, and measure no speeds; train no models without --tiny
     #[arg(long)]
     pub quick: bool,
     /// Train very small models, for slow GPUs
@@ -26,10 +26,11 @@ pub struct GpuCheckArgs {
     /// Print a JSON list of the models whose training is timed
     #[arg(long, group = "task")]
     pub models: bool,
-    /// Time the training of model N of the list of --models, from 0, and print the result as JSON
+    /// Time the training of model N of the list of --models, counted from 0; print the result as
+    /// JSON
     #[arg(long, value_name = "N", group = "task")]
     pub model: Option<usize>,
-    /// Print the time of each operation of a training step of model N of the list of --models
+    /// Print the time of each operation in a training step of model N of the list of --models
     #[arg(long, value_name = "N", group = "task")]
     pub profile: Option<usize>,
 }
