@@ -68,15 +68,16 @@ pub use error::{
 pub use gather::{GatherOptions, GatherReport, GatheredFile, gather_weights, gather_weights_until};
 pub use hash::Hash;
 pub use layout::native::{
-    BlockFetcher, BlockRange, BlockSink, Checkpoint, find_latest, list_checkpoints, step_dir_name,
+    BlockFetcher, BlockRange, BlockSink, Checkpoint, MemoryShard, find_latest, list_checkpoints,
+    parse_step_dir_name, step_dir_name,
 };
 pub use layout::peft;
 pub use open::{NewestCheckpoint, OpenedCheckpoint, open_checkpoint, open_newest, open_with_trained_names};
 pub use repair::{RepairOptions, RepairReport, repair_checkpoints};
 pub use save::{
     CommittedCheckpoint, ParityFileReport, PieceElements, PieceReport, ShardReport, StagingDir, TensorPiece,
-    commit_save, commit_save_with_parity, host_local, prune_checkpoints, write_parity, write_shard,
-    write_shard_until,
+    commit_save, commit_save_with_parity, host_local, memory_store, prune_checkpoints, write_parity,
+    write_shard, write_shard_until,
 };
 pub use tensor::{Dtype, TensorRole};
 pub use verify::{

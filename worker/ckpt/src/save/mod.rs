@@ -1,6 +1,7 @@
 //! Saves native checkpoints: writes shards and parity, and commits the checkpoint.
 pub(crate) mod commit;
 pub mod host_local;
+pub mod memory_store;
 mod output_path;
 pub(crate) mod output_record;
 mod parity;

@@ -126,41 +126,67 @@ pub fn write_shard_until(
     pieces: &[TensorPiece<'_>],
     mut progress: impl FnMut(u64) -> ControlFlow<()>,
 ) -> Result<Option<ShardReport>> {
-    if rank >= world {
-        return Err(CkptError::invalid_save(SaveProblem::RankOutsideWorld { rank, world }));
-    }
-    let pieces: Vec<&TensorPiece<'_>> = pieces.iter().filter(|p| p.data.len() > 0).collect();
-    let shapes: Vec<[u64; 1]> = pieces.iter().map(|p| [p.data.len() as u64]).collect();
-    let key = |p: &TensorPiece<'_>| safetensors::piece_key(p.role, p.name, p.start_element);
-    let planned: Vec<PlannedTensor<'_>> = pieces
-        .iter()
-        .zip(&shapes)
-        .map(|(p, shape)| PlannedTensor { name: key(p), dtype: p.data.dtype(), shape })
-        .collect();
-    let mut seen = HashSet::new();
-    if let Some(twice) = planned.iter().find(|p| !seen.insert(p.name.as_str())) {
-        return Err(CkptError::invalid_save(SaveProblem::DuplicatePiece { rank, piece: twice.name.clone() }));
-    }
-    let header = safetensors::encode_shard_header(rank, world, &planned).map_err(CkptError::invalid_save)?;
-
+    let plan = ShardPlan::new(rank, world, pieces)?;
     let file = shard_file_name(rank, world);
     let mut writer = FileWriter::create(staging.join(&file), IoMode::Direct, Hashing::Blocks)?;
-    let mut offset = header.len() as u64;
-    writer.write(&header)?;
-    let mut reports = Vec::with_capacity(pieces.len());
+    writer.write(&plan.header)?;
     let mut written = 0;
-    for p in pieces {
-        for chunk in p.data.as_bytes().chunks(PROGRESS_BYTES) {
+    for bytes in &plan.contents {
+        for chunk in bytes.chunks(PROGRESS_BYTES) {
             if progress(written).is_break() {
                 return Ok(None);
             }
             writer.write(chunk)?;
             written += chunk.len() as u64;
         }
-        let (name, dtype, count) = (p.name.to_owned(), p.data.dtype(), p.data.len() as u64);
-        reports.push(PieceReport { name, role: p.role, dtype, start: p.start_element, count, offset });
-        offset += count * dtype.size();
     }
     let WrittenFile { bytes, blocks, .. } = writer.finish()?;
-    Ok(Some(ShardReport { rank, world, file, bytes, blocks, pieces: reports }))
+    Ok(Some(ShardReport { rank, world, file, bytes, blocks, pieces: plan.reports }))
+}
+
+/// The content of a shard before it is written.
+pub(super) struct ShardPlan<'a> {
+    /// The header of the safetensors file.
+    pub(super) header: Vec<u8>,
+    /// The bytes of the pieces that are not empty, in the order in which they follow the header.
+    pub(super) contents: Vec<&'a [u8]>,
+    /// The descriptions of these pieces.
+    pub(super) reports: Vec<PieceReport>,
+}
+
+impl<'a> ShardPlan<'a> {
+    /// Plans the shard of `rank` with the given pieces. Omits empty pieces.
+    ///
+    /// # Errors
+    /// Fails with [`CkptError::InvalidSave`] if `rank` is not below `world`, or a piece is given
+    /// twice.
+    pub(super) fn new(rank: u32, world: u32, pieces: &'a [TensorPiece<'_>]) -> Result<ShardPlan<'a>> {
+        if rank >= world {
+            return Err(CkptError::invalid_save(SaveProblem::RankOutsideWorld { rank, world }));
+        }
+        let pieces: Vec<&TensorPiece<'_>> = pieces.iter().filter(|p| p.data.len() > 0).collect();
+        let shapes: Vec<[u64; 1]> = pieces.iter().map(|p| [p.data.len() as u64]).collect();
+        let key = |p: &TensorPiece<'_>| safetensors::piece_key(p.role, p.name, p.start_element);
+        let planned: Vec<PlannedTensor<'_>> = pieces
+            .iter()
+            .zip(&shapes)
+            .map(|(p, shape)| PlannedTensor { name: key(p), dtype: p.data.dtype(), shape })
+            .collect();
+        let mut seen = HashSet::new();
+        if let Some(twice) = planned.iter().find(|p| !seen.insert(p.name.as_str())) {
+            let piece = twice.name.clone();
+            return Err(CkptError::invalid_save(SaveProblem::DuplicatePiece { rank, piece }));
+        }
+        let header =
+            safetensors::encode_shard_header(rank, world, &planned).map_err(CkptError::invalid_save)?;
+        let mut offset = header.len() as u64;
+        let mut reports = Vec::with_capacity(pieces.len());
+        for p in &pieces {
+            let (name, dtype, count) = (p.name.to_owned(), p.data.dtype(), p.data.len() as u64);
+            reports.push(PieceReport { name, role: p.role, dtype, start: p.start_element, count, offset });
+            offset += count * dtype.size();
+        }
+        let contents = pieces.iter().map(|p| p.data.as_bytes()).collect();
+        Ok(ShardPlan { header, contents, reports })
+    }
 }

@@ -12,6 +12,7 @@ mod gather;
 mod host_local;
 mod killed_saves;
 mod layouts;
+mod memory_store;
 mod no_space;
 mod param_groups;
 mod parity;

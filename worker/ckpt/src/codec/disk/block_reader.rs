@@ -10,7 +10,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::sync_channel;
 
 /// Number of blocks per window, the unit of one read.
@@ -24,6 +24,9 @@ pub(crate) struct BlockReader {
     /// True while the file is read with O_DIRECT.
     direct: bool,
     size: u64,
+    /// Offset in the open file of the first byte that counts as part of the file. Zero except in a
+    /// memory file that contains several shards.
+    base: u64,
 }
 
 impl BlockReader {
@@ -37,7 +40,15 @@ impl BlockReader {
             }
             Err(e) => return Err(e),
         };
-        Ok(BlockReader { file, directory: directory.path().to_owned(), name: name.to_owned(), direct, size })
+        let (directory, name) = (directory.path().to_owned(), name.to_owned());
+        Ok(BlockReader { file, directory, name, direct, size, base: 0 })
+    }
+
+    /// Reads the byte range `range` of a memory file as if it were the file `name` in `directory`.
+    pub(crate) fn from_memory(file: File, range: Range<u64>, directory: &Path, name: &str) -> BlockReader {
+        let (directory, name) = (directory.to_owned(), name.to_owned());
+        let size = range.end - range.start;
+        BlockReader { file, directory, name, direct: false, size, base: range.start }
     }
 
     /// Returns the size in bytes that the file had when it was opened.
@@ -52,11 +63,11 @@ impl BlockReader {
         let (mut at, end) = (blocks.start * block, self.size.min(blocks.end.saturating_mul(block)));
         let mut found: Vec<Range<u64>> = Vec::new();
         while at < end {
-            let data = find_data(&self.file, at..end);
+            let data = find_data(&self.file, self.base + at..self.base + end);
             if data.is_empty() {
                 break;
             }
-            let range = data.start / block..data.end.div_ceil(block);
+            let range = (data.start - self.base) / block..(data.end - self.base).div_ceil(block);
             at = range.end * block;
             match found.last_mut() {
                 Some(last) if last.end == range.start => last.end = range.end,
@@ -87,7 +98,7 @@ impl BlockReader {
         let mut done = 0;
         while done < len {
             let end = if self.direct { len.next_multiple_of(ALIGN) } else { len };
-            match self.file.read_at(&mut window[done..end], bytes.start + done as u64) {
+            match self.file.read_at(&mut window[done..end], self.base + bytes.start + done as u64) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(n) => done += n,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}

@@ -23,4 +23,5 @@ pub(crate) use directory::{
 };
 pub(crate) use file_writer::{FileWriter, Hashing, IoMode, SMALL_WINDOW, WrittenFile, write_file};
 pub(crate) use offset_reader::{OffsetReader, ReadBuffers};
+pub(crate) use sparse::find_data;
 pub(crate) use units::{BLOCK, WINDOW};

@@ -1,6 +1,7 @@
 //! [`Checkpoint`]: reads any range of any tensor of a native checkpoint. Every block is verified
 //! before its bytes are returned.
 use super::manifest::{FileEntry, Manifest, PieceEntry, TensorEntry};
+use super::memory_shard::MemoryShard;
 use super::remote_shards::RemoteShards;
 use super::storage_host::StorageHost;
 use crate::catalog::{
@@ -22,14 +23,23 @@ use std::path::{Path, PathBuf};
 /// directory. Reads therefore still work after the directory is renamed, but not after its removal.
 pub struct Checkpoint {
     path: PathBuf,
-    /// The open directory of the checkpoint, or `None` if no part of the checkpoint is on this
-    /// host.
-    directory: Option<Directory>,
-    /// For each shard, whether its file is in the directory.
+    storage: ShardStorage,
+    /// For each shard, whether it is stored on this host.
     local_files: Vec<bool>,
     manifest: Manifest,
     index: HashMap<(TensorRole, String), usize>,
     buffers: DiskBufferPool,
+}
+
+/// Where this host stores its shards of a checkpoint.
+enum ShardStorage {
+    /// No part of the checkpoint is on this host.
+    Absent,
+    /// The shards are files of this open directory.
+    Directory(Directory),
+    /// The shards are in memory. The list has an entry for each shard of the checkpoint, which is
+    /// `None` for the shards of other hosts.
+    Memory(Vec<Option<MemoryShard>>),
 }
 
 impl fmt::Debug for Checkpoint {
@@ -90,7 +100,7 @@ impl Checkpoint {
                 None => return Err(CkptError::missing(path, MissingPart::File(file.name.clone()))),
             });
         }
-        Ok(Checkpoint::from_parts(path, Some(directory), local_files, manifest))
+        Ok(Checkpoint::from_parts(path, ShardStorage::Directory(directory), local_files, manifest))
     }
 
     /// Opens a host-local checkpoint from the text of its manifest, which another host may have
@@ -104,21 +114,37 @@ impl Checkpoint {
             directory.as_ref().is_some_and(|d| d.file_size(&f.name).is_ok_and(|n| n == Some(f.bytes)))
         };
         let local_files = manifest.files.iter().map(is_local).collect();
-        Ok(Checkpoint::from_parts(path, directory, local_files, manifest))
+        let storage = directory.map_or(ShardStorage::Absent, ShardStorage::Directory);
+        Ok(Checkpoint::from_parts(path, storage, local_files, manifest))
+    }
+
+    /// Opens a checkpoint whose shards are in memory. `shards` has an entry for each shard of the
+    /// checkpoint, which is `None` if this host does not have the shard. `path` names the
+    /// checkpoint in messages.
+    pub(crate) fn from_memory(
+        path: &Path,
+        manifest: Manifest,
+        shards: Vec<Option<MemoryShard>>,
+    ) -> Checkpoint {
+        let is_here = |(file, shard): (&FileEntry, &Option<MemoryShard>)| {
+            shard.as_ref().is_some_and(|shard| shard.size() == file.bytes)
+        };
+        let local_files = manifest.files.iter().zip(&shards).map(is_here).collect();
+        Checkpoint::from_parts(path, ShardStorage::Memory(shards), local_files, manifest)
     }
 
     /// Makes a checkpoint from its manifest and, if a part of it is on this host, its open
     /// directory.
     fn from_parts(
         path: &Path,
-        directory: Option<Directory>,
+        storage: ShardStorage,
         local_files: Vec<bool>,
         manifest: Manifest,
     ) -> Checkpoint {
         let index = manifest.tensors.iter().enumerate().map(|(i, t)| ((t.role, t.name.clone()), i)).collect();
         Checkpoint {
             path: path.to_owned(),
-            directory,
+            storage,
             local_files,
             manifest,
             index,
@@ -131,7 +157,7 @@ impl Checkpoint {
         &self.path
     }
 
-    /// Returns, for each shard, whether its file is in the directory on this host.
+    /// Returns, for each shard, whether it is stored on this host.
     pub fn local_files(&self) -> &[bool] {
         &self.local_files
     }
@@ -298,9 +324,13 @@ impl Checkpoint {
     fn run_read_jobs(&self, jobs: &[BlockRequest], sink: &mut BlockSink<'_>) -> Result<()> {
         let open = |file: usize| {
             let name = &self.manifest.files[file].name;
-            match &self.directory {
-                Some(directory) => BlockReader::open(directory, name),
-                None => Err(CkptError::missing(&self.path, MissingPart::File(name.clone()))),
+            let missing = || CkptError::missing(&self.path, MissingPart::File(name.clone()));
+            match &self.storage {
+                ShardStorage::Directory(directory) => BlockReader::open(directory, name),
+                ShardStorage::Memory(shards) => {
+                    shards.get(file).and_then(Option::as_ref).ok_or_else(missing)?.open(&self.path, name)
+                }
+                ShardStorage::Absent => Err(missing()),
             }
         };
         stream_windows(&self.buffers, jobs, open, |(job, read)| {

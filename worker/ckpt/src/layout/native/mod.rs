@@ -1,6 +1,7 @@
 //! Native checkpoints: directories `step-N` with a manifest and one shard per rank.
 mod checkpoint;
 mod manifest;
+mod memory_shard;
 mod remote_shards;
 pub(crate) mod step_directories;
 mod storage_host;
@@ -8,12 +9,13 @@ mod stripes;
 
 pub use checkpoint::{BlockFetcher, BlockRange, BlockSink, Checkpoint};
 pub(crate) use manifest::{FileEntry, Manifest, PieceEntry, ShardPiece, TensorEntry, shard_file_name};
+pub use memory_shard::MemoryShard;
 pub(crate) use remote_shards::RemoteShards;
 pub(crate) use step_directories::{
     DELETING_PREFIX, LATEST_FILE, LATEST_TEMP_FILE, REPLACED_PREFIX, SAVING_PREFIX, encode_latest,
-    parse_step_dir_name, read_latest_step,
+    read_latest_step,
 };
-pub use step_directories::{find_latest, list_checkpoints, step_dir_name};
+pub use step_directories::{find_latest, list_checkpoints, parse_step_dir_name, step_dir_name};
 pub use storage_host::StorageHost;
 pub(crate) use storage_host::{HOST_ID_FILE, HOST_ID_LEN, HOST_NAME_MAX};
 pub(crate) use stripes::{compute_stripe, parity_file_name};

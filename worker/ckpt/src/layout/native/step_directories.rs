@@ -24,7 +24,7 @@ pub fn step_dir_name(step: u64) -> String {
 
 /// Parses a directory name such as `step-00000010` and returns the step. Returns `None` for other
 /// names.
-pub(crate) fn parse_step_dir_name(name: &str) -> Option<u64> {
+pub fn parse_step_dir_name(name: &str) -> Option<u64> {
     let step = name.strip_prefix("step-")?.parse().ok()?;
     (step_dir_name(step) == name).then_some(step)
 }

@@ -1,0 +1,32 @@
+//! [`MemoryShard`]: a shard of a native checkpoint that is stored in memory instead of a file.
+use crate::codec::disk::BlockReader;
+use crate::error::{CkptError, Result};
+use std::fs::File;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+/// A shard in a byte range of a memory file (memfd), which may contain other shards, too.
+#[derive(Clone, Debug)]
+pub struct MemoryShard {
+    file: Arc<File>,
+    bytes: Range<u64>,
+}
+
+impl MemoryShard {
+    /// Creates a handle to the shard in the byte range `bytes` of `file`.
+    pub(crate) fn new(file: Arc<File>, bytes: Range<u64>) -> MemoryShard {
+        MemoryShard { file, bytes }
+    }
+
+    /// Returns the size of the shard in bytes.
+    pub(crate) fn size(&self) -> u64 {
+        self.bytes.end - self.bytes.start
+    }
+
+    /// Opens the shard for reading. `checkpoint` and `name` name it in messages.
+    pub(crate) fn open(&self, checkpoint: &Path, name: &str) -> Result<BlockReader> {
+        let file = self.file.try_clone().map_err(CkptError::io("open", &checkpoint.join(name)))?;
+        Ok(BlockReader::from_memory(file, self.bytes.clone(), checkpoint, name))
+    }
+}

@@ -1,0 +1,382 @@
+//! [`MemoryStore`]: copies of shards in the memory of a host, which survive the workers.
+//!
+//! All workers of a host write to one memory file (memfd), which their agent holds open. The file
+//! consists of regions with a distance of [`REGION_BYTES`]. Each rank has two regions, which its
+//! copies use in turn, so that a kill during a copy leaves the previous copy whole. Regions without
+//! a copy are holes, which need no memory.
+//!
+//! A region begins with a header of one page. The shard follows, and then the description of the
+//! copy as JSON. A copy is written in the order shard, description, header, so that the header of
+//! an incomplete copy is not valid.
+use super::commit::assemble_manifest;
+use super::shard_writer::{ShardPlan, ShardReport, TensorPiece};
+use crate::catalog::RunFacts;
+use crate::codec::disk::{BLOCK, find_data};
+use crate::codec::json;
+use crate::error::{CkptError, DamageReason, Result};
+use crate::hash::Hash;
+use crate::layout::native::{Checkpoint, MemoryShard, shard_file_name};
+use crate::parallel::map_indices;
+use nix::fcntl::{FallocateFlags, fallocate};
+use serde::{Deserialize, Serialize};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Distance between the first bytes of two regions, which limits the size of a copy.
+const REGION_BYTES: u64 = 1 << 40;
+/// Size of the header of a region in bytes.
+pub const COPY_HEADER_BYTES: u64 = 4096;
+/// Maximum size of the description of a copy in bytes.
+const DESCRIPTION_BYTES_MAX: u64 = 256 << 20;
+/// Maximum number of workers whose copies a store can hold.
+const RANKS_MAX: u32 = 1 << 21;
+/// The first bytes of a header: a name and the version of the format.
+const MAGIC: [u8; 16] = *b"launch copy   1\n";
+/// Number of bytes of a header without its hash.
+const HASHED_BYTES: usize = 64;
+/// The name of the store in messages.
+const STORE_NAME: &str = "memory copies";
+
+/// The identity of the copies that the ranks of a job made of one state. All copies of the state
+/// have the same identity.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CopyId {
+    /// Number of completed optimizer steps.
+    pub step: u64,
+    /// Number of copies that were made before in the run. The number selects the region.
+    pub sequence: u64,
+    /// The attempt in which the copies were made.
+    pub attempt: u32,
+    /// Number of ranks.
+    pub world: u32,
+}
+
+/// The description of a copy.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CopyDescription {
+    /// The state to which the copy belongs.
+    pub id: CopyId,
+    /// The facts about the run, without the tokenizer. Only the copy of rank 0 has them.
+    pub facts: Option<Box<RunFacts>>,
+    /// The shard of the rank.
+    pub shard: ShardReport,
+}
+
+/// A complete copy in a store.
+#[derive(Clone, Debug)]
+pub struct StoredCopy {
+    /// The state to which the copy belongs.
+    pub id: CopyId,
+    /// The rank whose shard was copied.
+    pub rank: u32,
+    /// The encoded [`CopyDescription`].
+    pub description: Vec<u8>,
+    /// BLAKE3 hash of the description, which contains the hashes of the shard's blocks.
+    pub hash: Hash,
+    /// The copy's shard.
+    pub shard: MemoryShard,
+}
+
+/// The content of a store.
+#[derive(Debug, Default)]
+pub struct StoredCopies {
+    /// The complete copies. Their shards are not verified.
+    pub complete: Vec<StoredCopy>,
+    /// The ranks of copies that are incomplete or damaged.
+    pub incomplete: Vec<u32>,
+}
+
+/// The memory of a host for copies of shards.
+#[derive(Clone, Debug)]
+pub struct MemoryStore {
+    file: Arc<File>,
+}
+
+/// The header of a region.
+struct RegionHeader {
+    shard_bytes: u64,
+    description_bytes: u64,
+    description_hash: [u8; 32],
+}
+
+impl RegionHeader {
+    /// Encodes the header with its hash as one page.
+    fn encode(&self) -> Vec<u8> {
+        let mut page = Vec::with_capacity(COPY_HEADER_BYTES as usize);
+        page.extend(MAGIC);
+        page.extend(self.shard_bytes.to_le_bytes());
+        page.extend(self.description_bytes.to_le_bytes());
+        page.extend(self.description_hash);
+        page.extend(Hash::digest(&page).0);
+        page.resize(COPY_HEADER_BYTES as usize, 0);
+        page
+    }
+
+    /// Decodes the first bytes of a page. Returns `None` if the header is not valid.
+    fn decode(page: &[u8]) -> Option<RegionHeader> {
+        let (hashed, rest) = page.split_at_checked(HASHED_BYTES)?;
+        let number = |at: usize| Some(u64::from_le_bytes(hashed.get(at..at + 8)?.try_into().ok()?));
+        let is_valid = hashed.starts_with(&MAGIC) && rest.get(..32)? == Hash::digest(hashed).0;
+        let header = RegionHeader {
+            shard_bytes: number(16)?,
+            description_bytes: number(24)?,
+            description_hash: hashed.get(32..64)?.try_into().ok()?,
+        };
+        let fits = header.description_bytes <= DESCRIPTION_BYTES_MAX
+            && header.shard_bytes <= REGION_BYTES - COPY_HEADER_BYTES - DESCRIPTION_BYTES_MAX;
+        (is_valid && fits).then_some(header)
+    }
+
+    /// Returns the number of bytes of the copy, including the header.
+    fn image_bytes(&self) -> u64 {
+        COPY_HEADER_BYTES + self.shard_bytes + self.description_bytes
+    }
+}
+
+/// Returns the offset of the region for a copy of `rank`.
+fn find_region(rank: u32, sequence: u64) -> Result<u64> {
+    match rank < RANKS_MAX {
+        true => Ok((u64::from(rank) * 2 + sequence % 2) * REGION_BYTES),
+        false => Err(CkptError::internal("a memory copy of a rank beyond the limit")),
+    }
+}
+
+/// Converts an error of reading or writing the store.
+fn store_error(action: &'static str) -> impl FnOnce(io::Error) -> CkptError {
+    CkptError::io(action, Path::new(STORE_NAME))
+}
+
+impl MemoryStore {
+    /// Creates a store in a memory file.
+    pub fn new(file: File) -> MemoryStore {
+        MemoryStore { file: Arc::new(file) }
+    }
+
+    /// Copies the shard of `rank` into its region, in up to `threads` threads. Returns the size of
+    /// the copy in bytes.
+    ///
+    /// # Errors
+    /// Fails if the host has too little memory, or `pieces` has a piece twice.
+    pub fn write_copy(
+        &self,
+        id: CopyId,
+        rank: u32,
+        facts: Option<RunFacts>,
+        pieces: &[TensorPiece<'_>],
+        threads: usize,
+    ) -> Result<u64> {
+        let plan = ShardPlan::new(rank, id.world, pieces)?;
+        let region = find_region(rank, id.sequence)?;
+        self.invalidate(region)?;
+        let parts: Vec<&[u8]> =
+            std::iter::once(plan.header.as_slice()).chain(plan.contents.iter().copied()).collect();
+        let (shard_bytes, blocks) = self.write_blocks(region + COPY_HEADER_BYTES, &parts, threads)?;
+        let file = shard_file_name(rank, id.world);
+        let shard =
+            ShardReport { rank, world: id.world, file, bytes: shard_bytes, blocks, pieces: plan.reports };
+        let description = CopyDescription { id, facts: facts.map(Box::new), shard };
+        let text = serde_json::to_vec(&description)
+            .map_err(|_| CkptError::internal("cannot encode the description of a memory copy"))?;
+        let header = RegionHeader {
+            shard_bytes,
+            description_bytes: text.len() as u64,
+            description_hash: Hash::digest(&text).0,
+        };
+        if RegionHeader::decode(&header.encode()).is_none() {
+            return Err(CkptError::internal("a memory copy is larger than its region"));
+        }
+        self.write_at(region + COPY_HEADER_BYTES + shard_bytes, &text)?;
+        self.write_at(region, &header.encode())?;
+        Ok(header.image_bytes())
+    }
+
+    /// Writes the concatenation of `parts` from `offset` on, and computes the hash of each block.
+    /// Returns the number of bytes and the hashes.
+    fn write_blocks(&self, offset: u64, parts: &[&[u8]], threads: usize) -> Result<(u64, Vec<Hash>)> {
+        let mut starts = Vec::with_capacity(parts.len());
+        let mut total = 0u64;
+        for part in parts {
+            starts.push(total);
+            total += part.len() as u64;
+        }
+        let block = BLOCK as u64;
+        let count = total.div_ceil(block) as usize;
+        let hashes = map_indices(threads.max(1), count, Vec::new, |buffer: &mut Vec<u8>, i| {
+            let at = i as u64 * block;
+            let end = (at + block).min(total);
+            buffer.clear();
+            let mut part = starts.partition_point(|start| *start <= at) - 1;
+            while (buffer.len() as u64) < end - at {
+                let from = (at + buffer.len() as u64 - starts[part]) as usize;
+                let missing = (end - at) as usize - buffer.len();
+                let bytes = &parts[part][from..];
+                buffer.extend_from_slice(&bytes[..bytes.len().min(missing)]);
+                part += 1;
+            }
+            self.write_at(offset + at, buffer)?;
+            Ok(Hash::digest(buffer))
+        });
+        Ok((total, hashes.into_iter().collect::<Result<_>>()?))
+    }
+
+    /// Lists the copies in the store. Verifies their descriptions, but not their shards.
+    ///
+    /// # Errors
+    /// Fails if the memory file cannot be read.
+    pub fn list_copies(&self) -> Result<StoredCopies> {
+        let mut copies = StoredCopies::default();
+        for region in self.list_regions()? {
+            let rank = (region / 2) as u32;
+            match self.read_copy(region * REGION_BYTES)?.filter(|copy| copy.rank == rank) {
+                Some(copy) if copy.id.sequence % 2 == region % 2 => copies.complete.push(copy),
+                _ => copies.incomplete.push(rank),
+            }
+        }
+        Ok(copies)
+    }
+
+    /// Lists the numbers of the regions that use memory.
+    fn list_regions(&self) -> Result<Vec<u64>> {
+        let length = self.file.metadata().map_err(store_error("examine"))?.len();
+        let (mut at, mut regions) = (0, Vec::new());
+        while at < length {
+            let data = find_data(&self.file, at..length);
+            if data.is_empty() {
+                break;
+            }
+            let region = data.start / REGION_BYTES;
+            regions.push(region);
+            at = (region + 1) * REGION_BYTES;
+        }
+        Ok(regions)
+    }
+
+    /// Reads the description of the copy in the region at `offset`. Returns `None` if the copy is
+    /// not complete.
+    fn read_copy(&self, offset: u64) -> Result<Option<StoredCopy>> {
+        let Some(header) = self.read_header(offset)? else { return Ok(None) };
+        let mut text = vec![0; header.description_bytes as usize];
+        let start = offset + COPY_HEADER_BYTES;
+        let end = start + header.shard_bytes;
+        match self.file.read_exact_at(&mut text, end) {
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+            other => other.map_err(store_error("read"))?,
+        }
+        let hash = Hash::digest(&text);
+        if hash.0 != header.description_hash {
+            return Ok(None);
+        }
+        let Ok(description) = json::parse_object::<CopyDescription>(&text) else { return Ok(None) };
+        if description.shard.bytes != header.shard_bytes || description.shard.world != description.id.world {
+            return Ok(None);
+        }
+        let shard = MemoryShard::new(self.file.clone(), start..end);
+        let CopyDescription { id, shard: ShardReport { rank, .. }, .. } = description;
+        Ok(Some(StoredCopy { id, rank, description: text, hash, shard }))
+    }
+
+    /// Reads the header of the region at `offset`. Returns `None` if the header is not valid.
+    fn read_header(&self, offset: u64) -> Result<Option<RegionHeader>> {
+        let mut page = [0; HASHED_BYTES + 32];
+        match self.file.read_exact_at(&mut page, offset) {
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Ok(None),
+            other => other.map(|()| RegionHeader::decode(&page)).map_err(store_error("read")),
+        }
+    }
+
+    /// Returns the size of a complete copy in bytes, including its header.
+    ///
+    /// # Errors
+    /// Fails if the copy is not complete.
+    pub fn count_image_bytes(&self, rank: u32, sequence: u64) -> Result<u64> {
+        let header = self.read_header(find_region(rank, sequence)?)?;
+        let torn =
+            || CkptError::damaged(Path::new(STORE_NAME), format!("rank {rank}"), DamageReason::Truncated);
+        header.map(|header| header.image_bytes()).ok_or_else(torn)
+    }
+
+    /// Reads the bytes of a copy from `offset` on, for a store on another host. The copy begins
+    /// with its header.
+    pub fn read_image(&self, rank: u32, sequence: u64, offset: u64, out: &mut [u8]) -> Result<()> {
+        let region = find_region(rank, sequence)?;
+        self.file.read_exact_at(out, region + offset).map_err(store_error("read"))
+    }
+
+    /// Writes bytes of a copy that another host sent, from `offset` on. The bytes at offset 0 must
+    /// be written last, because they complete the copy.
+    ///
+    /// # Errors
+    /// Fails if the bytes do not fit into the region, or the host has too little memory.
+    pub fn write_image(&self, rank: u32, sequence: u64, offset: u64, bytes: &[u8]) -> Result<()> {
+        let region = find_region(rank, sequence)?;
+        if offset.saturating_add(bytes.len() as u64) > REGION_BYTES {
+            return Err(CkptError::internal("a memory copy is larger than its region"));
+        }
+        self.write_at(region + offset, bytes)
+    }
+
+    /// Makes a copy invalid, before other bytes are written into its region.
+    pub fn begin_image(&self, rank: u32, sequence: u64) -> Result<()> {
+        self.invalidate(find_region(rank, sequence)?)
+    }
+
+    /// Frees the memory of all copies of ranks for which `keeps` returns false.
+    pub fn free_copies(&self, keeps: impl Fn(u32) -> bool) -> Result<()> {
+        for region in self.list_regions()?.into_iter().filter(|region| !keeps((region / 2) as u32)) {
+            let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+            let (start, length) = ((region * REGION_BYTES) as i64, REGION_BYTES as i64);
+            let freed = fallocate(&*self.file, flags, start, length);
+            freed.map_err(CkptError::io("free", Path::new(STORE_NAME)))?;
+        }
+        Ok(())
+    }
+
+    /// Overwrites the header of the region at `offset` with zeros.
+    fn invalidate(&self, offset: u64) -> Result<()> {
+        self.write_at(offset, &[0; COPY_HEADER_BYTES as usize])
+    }
+
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.file.write_all_at(bytes, offset).map_err(store_error("write"))
+    }
+}
+
+/// Parses the description of a copy that another rank sent.
+///
+/// # Errors
+/// Fails if the text does not match `hash` or is not valid.
+pub fn parse_copy_description(text: &[u8], hash: Hash) -> Result<CopyDescription> {
+    let damaged = |reason: DamageReason| CkptError::damaged(Path::new(STORE_NAME), "description", reason);
+    if Hash::digest(text) != hash {
+        return Err(damaged(DamageReason::HashMismatch));
+    }
+    json::parse_object(text).map_err(|e| damaged(e.to_string().into()))
+}
+
+/// Opens a checkpoint that consists of memory copies. `descriptions` has the description of the
+/// copy of each rank, and `shards` the shards that are on this host. `path` names the checkpoint in
+/// messages. Reads verify every block.
+///
+/// # Errors
+/// Fails if the copies do not contain every element of every tensor exactly once.
+pub fn open_memory_checkpoint(
+    path: &Path,
+    descriptions: Vec<CopyDescription>,
+    shards: Vec<Option<MemoryShard>>,
+) -> Result<Checkpoint> {
+    let damaged = |reason: String| CkptError::damaged(path, "description", DamageReason::from(reason));
+    let mut facts = None;
+    let mut reports = Vec::with_capacity(descriptions.len());
+    for description in descriptions {
+        facts = facts.or(description.facts);
+        reports.push(description.shard);
+    }
+    let facts = facts.ok_or_else(|| damaged("no copy has the facts about the run".into()))?;
+    let manifest = assemble_manifest(*facts, reports, None).map_err(|e| damaged(e.to_string()))?;
+    Ok(Checkpoint::from_memory(path, manifest, shards))
+}
