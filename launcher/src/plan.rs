@@ -7,10 +7,12 @@ mod gpu_selection;
 mod job_host;
 mod key_error;
 mod master_address;
+mod memory_copies;
 mod worker_command;
 mod worker_env;
 
 pub use job_host::JobHost;
+pub(crate) use memory_copies::MemoryCopyCost;
 
 use core::net::IpAddr;
 use diagnostic::{Diagnostic, codes::host as codes, quantity::format_count};
@@ -287,8 +289,9 @@ fn resolve_run_dir(job: &JobSpec, run: &RunId) -> PathBuf {
     job.run.workdir.join(dir)
 }
 
-/// Returns warnings about hosts with more workers than CPUs, and about ranks in `run.logs.show`
-/// that do not exist. `workers` contains the number of workers of each host.
+/// Returns warnings about hosts with more workers than CPUs, about ranks in `run.logs.show` that do
+/// not exist, and about memory copies for which there are too few hosts. `workers` contains the
+/// number of workers of each host.
 fn collect_warnings(job: &JobSpec, hosts: &[JobHost], workers: &[u32], world: u32) -> Vec<Diagnostic> {
     let mut warnings = Vec::new();
     for (host, &count) in hosts.iter().zip(workers) {
@@ -318,6 +321,7 @@ fn collect_warnings(job: &JobSpec, hosts: &[JobHost], workers: &[u32], world: u3
                 .with_help("ranks count from 0"),
         );
     }
+    warnings.extend(memory_copies::find_unplaced_copies_warning(job, hosts.len()));
     warnings
 }
 

@@ -71,6 +71,7 @@ pub(crate) fn sample_job() -> JobSpec {
             r#async: false,
             parity: false,
             require_shared: false,
+            memory: None,
             gather_16bit_weights_on_model_save: false,
         },
         resume: ResumeSpec { from: ResumeFrom::Auto, rng: RngPolicy::Reconcile },

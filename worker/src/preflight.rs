@@ -79,6 +79,9 @@ fn check_train_section(
         tokens,
     };
     report.memory = (0..world).map(|rank| plan.estimate_rank_memory(rank)).collect();
+    if job.checkpoint.memory.is_some() {
+        report.state_bytes = (0..world).map(|rank| plan.count_saved_bytes(rank as usize)).collect();
+    }
 }
 
 /// Checks the training and evaluation data. Returns the tokenizer's vocabulary size and the number

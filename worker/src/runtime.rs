@@ -16,7 +16,11 @@ pub(crate) use rank_connection::STAGING_BYTES;
 use crate::{
     checkpoint::{
         host_local,
-        resume::{CheckpointDirs, PretrainedModel, ResumePoint, resume_from_checkpoint, start_from_model},
+        memory_copies::{HostMemory, MemoryCopier},
+        resume::{
+            CheckpointDirs, MemoryResume, PretrainedModel, ResumePoint, resume_from_checkpoint,
+            start_from_model,
+        },
         save::{CheckpointSaver, RunMetadata, count_checkpoint_bytes},
         storage_topology::{StorageTopology, detect_topology},
     },
@@ -42,7 +46,7 @@ use protocol::{
 use rank_connection::connect_to_other_ranks;
 use rank_device::RankDevice;
 use samples::SampleSets;
-use session::AgentSession;
+use session::{AgentSession, take_inherited_descriptor};
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
@@ -143,16 +147,25 @@ fn train_as_rank(session: &AgentSession, init: &WorkerInit, comm: Arc<dyn Comm>)
     if let Some(pretrained) = &pretrained {
         pretrained.add_text_files(&mut metadata.tokenizer);
     }
-    let dirs = CheckpointDirs { root: &root, workdir: &init.workdir, layout: &layout };
+    let memory = open_host_memory(init, ready.trainer.engine.queue())?;
+    let dirs =
+        CheckpointDirs { root: &root, workdir: &init.workdir, layout: &layout, memory: memory.as_ref() };
     let (mut running, resumed) =
         resume_or_initialise(session, init, ready, &dirs, &samples.digest, pretrained.as_mut())?;
     if let Some(resumed) = &resumed {
         (metadata.rng_generation, metadata.rng_decision) =
             resumed.decide_rng_generation(job.resume.rng, init.world as usize);
     }
-    let last = resumed.filter(|r| r.is_native).map(|r| r.path);
+    let MemoryResume { is_source, newest_saved, next_sequence } =
+        resumed.as_ref().map_or_else(MemoryResume::default, |r| r.memory.clone());
+    let last = match is_source {
+        true => newest_saved,
+        false => resumed.filter(|r| r.is_native).map(|r| r.path),
+    };
+    let copier = memory.map(|memory| MemoryCopier::new(memory, next_sequence));
     let mut saver =
-        CheckpointSaver::new(root.clone(), job.checkpoint.clone(), metadata, last, layout.clone());
+        CheckpointSaver::new(root.clone(), job.checkpoint.clone(), metadata, last, layout.clone())
+            .with_memory_copies(copier, is_source);
     report_ready(session, &running, parameters, is_leader)?;
     let held_out = samples.prepare_evaluation(train, &tokenizer)?;
     if !is_leader || held_out.as_ref().is_none_or(|eval| eval.generation.is_none()) {
@@ -175,6 +188,18 @@ fn train_as_rank(session: &AgentSession, init: &WorkerInit, comm: Arc<dyn Comm>)
     session.set_phase(WorkerPhase::Ending)?;
     wait_for_all_ranks(&running)?;
     Ok(exit)
+}
+
+/// Connects to the memory for copies of the state that this rank inherited from its agent. Returns
+/// `None` without `checkpoint.memory`. Collective: every rank must call it.
+fn open_host_memory(init: &WorkerInit, queue: &CollectiveQueue) -> Result<Option<HostMemory>> {
+    let Some(spec) = &init.job.checkpoint.memory else { return Ok(None) };
+    let memory = take_inherited_descriptor(env::LAUNCH_MEMORY_FD)?.ok_or_else(|| {
+        let message =
+            format!("{} is not set, so the state cannot be copied to memory", env::LAUNCH_MEMORY_FD);
+        Diagnostic::error(codes::training::SHARED_MEMORY_MISSING, message).with_subject(env::LAUNCH_MEMORY_FD)
+    })?;
+    HostMemory::connect(queue, memory.into(), spec, (init.local_rank, init.attempt)).map(Some)
 }
 
 /// Returns the `train` section, with paths relative to the working directory made absolute. Fails

@@ -237,6 +237,12 @@ codes! {
         remedy: "Use a smaller `train.batch.micro`, `train.recompute: block` or a higher `train.zero.stage`.",
     }
 
+    MEMORY_COPIES_UNPLACED: Cluster = "memory-copies-unplaced" {
+        summary: "The job has too few hosts for the copies that `checkpoint.memory.copies` requires. This is a warning.",
+        cause: "Each copy of a state is kept by another host, and the job or the attempt has fewer hosts.",
+        remedy: "Lower `checkpoint.memory.copies`, or use more hosts.",
+    }
+
     // --- planning ------------------------------------------------------------------------------
     HOSTS_TOO_FEW: Job = "hosts-too-few" {
         summary: "A key requires more hosts than the job has.",

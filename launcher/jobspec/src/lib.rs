@@ -31,7 +31,7 @@ pub use reload::{ReloadChanges, ReloadTrain, ReloadValues, compare_jobs, list_ke
 pub use schema::build_schema;
 pub use secret_text::hide_secret_values;
 pub use spec::{
-    checkpoint::{CheckpointSpec, ResumeFrom, ResumeSpec, RngPolicy, SaveInterval},
+    checkpoint::{CheckpointSpec, MemoryCopySpec, ResumeFrom, ResumeSpec, RngPolicy, SaveInterval},
     cluster::{
         ClusterSpec, CommBackend, DeviceSelection, InterfaceSelector, MasterPort, StoreHost, WorkersPerHost,
     },

@@ -8,5 +8,5 @@ mod run_event;
 mod schema;
 
 pub use json::TimedEvent;
-pub use run_event::{Event, FailureReport, WorkerPhase};
+pub use run_event::{Event, FailureReport, ResumeSource, WorkerPhase};
 pub use schema::EventSchema;

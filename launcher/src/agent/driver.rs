@@ -128,6 +128,9 @@ pub(super) struct AgentDriver {
     missing_handler_reported: Option<u32>,
     plan: Option<Rc<HostPlan>>,
     shm: Option<Arc<OwnedFd>>,
+    /// The memory for copies of the workers' states, which outlives attempts. `None` before the
+    /// first attempt, and in jobs without `checkpoint.memory`.
+    copy_memory: Option<Arc<OwnedFd>>,
     spawner: WorkerSpawner,
     file_limit: process::OpenFileLimits,
     workers: HashMap<Rank, WorkerHandle>,
@@ -182,6 +185,7 @@ impl AgentDriver {
             plan: None,
             shm: None,
             spawner: WorkerSpawner::start()?,
+            copy_memory: None,
             file_limit: process::raise_file_limit()?,
             workers: HashMap::new(),
             leaders: HashMap::new(),

@@ -59,6 +59,21 @@ pub(super) fn create_shared_memory() -> io::Result<OwnedFd> {
     Ok(memfd_create(c"launch", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?)
 }
 
+/// The memory files that built-in workers inherit from their agent.
+#[derive(Clone, Copy, Default)]
+pub(super) struct HostMemory<'a> {
+    /// The memory that the workers of the host share during an attempt.
+    pub(super) shm: Option<BorrowedFd<'a>>,
+    /// The copies of the workers' states (`checkpoint.memory`), which outlive attempts.
+    pub(super) copies: Option<BorrowedFd<'a>>,
+}
+
+/// Creates an empty memory file (memfd) for copies of the workers' states. The memory is in use
+/// until the agent ends.
+pub(super) fn create_copy_memory() -> io::Result<OwnedFd> {
+    Ok(memfd_create(c"launch-copies", MFdFlags::MFD_CLOEXEC)?)
+}
+
 /// Returns the numbers of the CPUs on which this process may run, in ascending order. Returns no
 /// numbers if the CPU affinity cannot be read.
 pub(super) fn read_allowed_cpus() -> Vec<u32> {
@@ -98,13 +113,13 @@ pub(super) fn raise_file_limit() -> io::Result<OpenFileLimits> {
 /// Starts the process of a worker with the CPU affinity, preferred NUMA node and environment of the
 /// plan.
 ///
-/// A built-in worker inherits `shm`, the memory that the workers of the host share. The worker does
-/// not inherit the variables `hidden` of the agent's environment. `(soft, hard)` are the worker's
-/// limits of open files.
+/// A built-in worker inherits the descriptors of `memory`. The worker does not inherit the
+/// variables `hidden` of the agent's environment. `(soft, hard)` are the worker's limits of open
+/// files.
 pub(super) fn spawn_worker_process(
     plan: &WorkerPlan,
     hidden: &[String],
-    shm: Option<BorrowedFd<'_>>,
+    memory: HostMemory<'_>,
     (soft, hard): OpenFileLimits,
 ) -> diagnostic::Result<SpawnedWorker> {
     let affinity = build_cpu_set(plan)?;
@@ -117,12 +132,16 @@ pub(super) fn spawn_worker_process(
     let mut command = build_worker_command(plan, hidden);
     restore_core_dumps(&mut command);
     let mut inherited: Vec<RawFd> = Vec::new();
-    if let (Some(worker_end), Some(shm)) = (&worker_end, shm) {
-        command.env(env::LAUNCH_CONTROL_FD, worker_end.as_raw_fd().to_string());
-        command.env(env::LAUNCH_SHM_FD, shm.as_raw_fd().to_string());
-        inherited.extend([worker_end.as_raw_fd(), shm.as_raw_fd()]);
+    if let Some(worker_end) = &worker_end {
+        let mut pass = |name: &str, fd: RawFd| {
+            command.env(name, fd.to_string());
+            inherited.push(fd);
+        };
+        pass(env::LAUNCH_CONTROL_FD, worker_end.as_raw_fd());
+        memory.shm.iter().for_each(|shm| pass(env::LAUNCH_SHM_FD, shm.as_raw_fd()));
+        memory.copies.iter().for_each(|copies| pass(env::LAUNCH_MEMORY_FD, copies.as_raw_fd()));
     }
-    let memory = find_common_numa_node(&plan.cpus).and_then(NumaNodeMask::with_node);
+    let nodes = find_common_numa_node(&plan.cpus).and_then(NumaNodeMask::with_node);
     let agent = Pid::this();
     // SAFETY: the closure only makes system calls that are allowed between fork and exec;
     // everything it uses was allocated before.
@@ -135,7 +154,7 @@ pub(super) fn spawn_worker_process(
             if let Some(set) = &affinity {
                 nix::sched::sched_setaffinity(Pid::from_raw(0), set)?;
             }
-            if let Some(nodes) = &memory {
+            if let Some(nodes) = &nodes {
                 prefer_numa_memory(nodes);
             }
             setrlimit(Resource::RLIMIT_NOFILE, soft, hard)?;
@@ -177,7 +196,9 @@ fn build_worker_command(plan: &WorkerPlan, hidden: &[String]) -> Command {
             command
         }
     };
-    command.env_remove(env::LAUNCH_CONTROL_FD).env_remove(env::LAUNCH_SHM_FD);
+    for internal in [env::LAUNCH_CONTROL_FD, env::LAUNCH_SHM_FD, env::LAUNCH_MEMORY_FD] {
+        command.env_remove(internal);
+    }
     hidden.iter().for_each(|name| _ = command.env_remove(name));
     command.envs(plan.env.iter().map(|(k, v)| (k, v))).current_dir(&plan.workdir);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);

@@ -7,6 +7,7 @@ use super::{
 use crate::{
     cluster::HostTarget,
     format::{format_ranges, format_table, quote_shell_words},
+    plan::MemoryCopyCost,
     secrets::{REDACTED, redact_job},
 };
 use diagnostic::{
@@ -87,6 +88,11 @@ pub(crate) fn render_json(p: &PreparedJob) -> Value {
             "name": host.host, "cpus": host.cpus, "quota": host.quota, "memory": host.memory,
         },
         "parameters": p.preflight.as_ref().map(|v| v.parameters),
+        "memory_copies": compute_memory_copy_cost(p).map(|cost| json!({
+            "memory_by_host": cost.memory_by_host,
+            "sent_by_host": cost.sent_by_host,
+            "every": cost.every,
+        })),
         "ranks": ranks,
         "warnings": warnings,
         "job": redact_job(&p.job).to_key_json(),
@@ -139,8 +145,18 @@ pub(crate) fn render_text(p: &PreparedJob) -> String {
         let (kind, installed) =
             if p.job.cluster.trains_on_gpus() { ("GPU memory", 0) } else { ("memory", p.inventory.memory) };
         _ = write!(text, "{}", format_memory_summary(&report.memory, kind, installed));
+        if let Some(cost) = compute_memory_copy_cost(p) {
+            _ = writeln!(text, "{}", cost.format());
+        }
     }
     text
+}
+
+/// Computes the cost of the copies of the training state in memory, or returns `None` for a job
+/// without copies.
+fn compute_memory_copy_cost(p: &PreparedJob) -> Option<MemoryCopyCost> {
+    let workers: Vec<usize> = p.plan.host_plans.iter().map(|plan| plan.workers.len()).collect();
+    MemoryCopyCost::compute(&p.job, &workers, &p.preflight.as_ref()?.state_bytes)
 }
 
 /// Returns the host name and the plan of every worker, in the order of ranks.

@@ -207,8 +207,12 @@ impl ControllerCore {
     pub(crate) fn new(setup: CoreSetup) -> Self {
         let hosts = setup.hosts.iter().map(|_| HostState::default()).collect();
         let any_remote = setup.hosts.iter().any(|h| h.remote);
-        let history =
-            RestartHistory { budget: setup.restarts, builtin: setup.builtin, ..RestartHistory::default() };
+        let history = RestartHistory {
+            budget: setup.restarts,
+            builtin: setup.builtin,
+            has_memory_copies: setup.has_memory_copies,
+            ..RestartHistory::default()
+        };
         ControllerCore {
             setup,
             state: AttemptState::Joining,

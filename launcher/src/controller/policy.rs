@@ -34,6 +34,9 @@ pub(crate) struct RestartHistory {
     pub(crate) used: u32,
     /// Whether workers run the built-in runtime, whose steps are known.
     pub(crate) builtin: bool,
+    /// Whether workers resume from copies in memory, so that a restart after progress needs no
+    /// pause.
+    pub(crate) has_memory_copies: bool,
     /// The end of the previous failed attempt; `None` before the first restart.
     pub(crate) last: Option<AttemptEnd>,
     /// The number of restarts in a row that brought no progress.
@@ -123,7 +126,12 @@ impl RestartHistory {
     /// restart in a row without progress, but at most [`LONGEST_PAUSE`]. The jitter then shortens
     /// or lengthens it by up to the fraction [`MAX_JITTER`]. `chance` is a random number from 0 to
     /// 1 that selects the jitter.
+    ///
+    /// With copies in memory, a restart that follows progress has no pause.
     fn compute_restart_delay(&self, chance: f64) -> Duration {
+        if self.has_memory_copies && self.no_progress == 0 {
+            return Duration::ZERO;
+        }
         // The progress of programs is unknown, so every restart in a row counts.
         let doublings = self.no_progress.saturating_sub(u32::from(!self.builtin)).min(16);
         let pause = FIRST_PAUSE.saturating_mul(1 << doublings).min(LONGEST_PAUSE);
@@ -218,6 +226,22 @@ mod tests {
                 RestartDecision::Restart(Duration::from_millis(ms))
             );
         }
+    }
+
+    #[test]
+    fn a_restart_from_memory_has_no_pause_as_long_as_the_run_makes_progress() {
+        let mut history =
+            RestartHistory { budget: 9, builtin: true, has_memory_copies: true, ..RestartHistory::default() };
+        for step in [7, 8, 20] {
+            let end = build_attempt_end(1, Some(step), false);
+            assert_eq!(history.decide_restart(end, 0.5), build_restart(0), "step {step}");
+        }
+        let saved = build_attempt_end(1, Some(20), true);
+        assert_eq!(history.decide_restart(saved, 0.5), build_restart(0));
+        let again = build_attempt_end(1, Some(20), false);
+        assert_eq!(history.decide_restart(again, 0.5), build_restart(0), "the last attempt saved");
+        let stop = build_stop(NoRestartReason::NoProgress { step: Some(20) });
+        assert_eq!(history.decide_restart(again, 0.5), stop);
     }
 
     #[test]

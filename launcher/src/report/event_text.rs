@@ -1,7 +1,7 @@
 //! Formats events as one line of text for people.
 use crate::format::{format_hosts, format_number};
 use diagnostic::quantity::{format_bytes, format_count, format_duration};
-use protocol::event::{Event, FailureReport};
+use protocol::event::{Event, FailureReport, ResumeSource};
 
 /// Formats an event as one line of text. Omits the output lines and the help of a failure.
 pub(crate) fn format_event(event: &Event) -> String {
@@ -17,12 +17,17 @@ pub(crate) fn format_event(event: &Event) -> String {
                 "training {parameters} parameters from step {step} to {total_steps}, {tokens} tokens per step"
             )
         }
-        Event::Resume { step, path, world, stage } => {
+        Event::Resume { step, path, world, stage, source, reason } => {
             let stage = stage.map_or_else(String::new, |stage| format!(" at ZeRO stage {stage}"));
             let workers = world.map(|world| format_count(world, "worker"));
             let writer =
                 workers.map_or_else(String::new, |workers| format!(" (written by {workers}{stage})"));
-            format!("resuming at step {step} from {}{writer}", path.display())
+            let path = match source {
+                ResumeSource::Memory => "copies in memory".to_owned(),
+                ResumeSource::Checkpoint => path.display().to_string(),
+            };
+            let reason = reason.as_ref().map_or_else(String::new, |reason| format!("; {reason}"));
+            format!("resuming at step {step} from {path}{writer}{reason}")
         }
         Event::Step { step, loss, grad_norm, lr, tokens_per_s, .. } => {
             let speed = format_number(*tokens_per_s);
@@ -112,8 +117,22 @@ mod tests {
             Event::Start { run: "r1".into(), run_dir: "runs/a/r1".into(), world: 1 },
             Event::Start { run: "r1".into(), run_dir: "runs/a/r1".into(), world: 8 },
             Event::Ready { step: 0, total_steps: 100, parameters: 124_000_000, tokens_per_step: 8192 },
-            Event::Resume { step: 40, path: path(), world: Some(4), stage: Some(2) },
-            Event::Resume { step: 40, path: path(), world: None, stage: None },
+            Event::Resume {
+                step: 40,
+                path: path(),
+                world: Some(4),
+                stage: Some(2),
+                source: ResumeSource::Checkpoint,
+                reason: None,
+            },
+            Event::Resume {
+                step: 40,
+                path: path(),
+                world: None,
+                stage: None,
+                source: ResumeSource::Memory,
+                reason: Some("step 41 in memory has no copy of rank 3".into()),
+            },
             Event::Step {
                 step: 7,
                 loss: 3.25,

@@ -37,6 +37,12 @@ impl CheckpointCandidate {
     pub(crate) fn from_path(path: PathBuf) -> Self {
         CheckpointCandidate { path, hash: None }
     }
+
+    /// Returns the step in the name of the checkpoint's directory, or `None` if the directory has
+    /// another name.
+    pub(crate) fn step(&self) -> Option<u64> {
+        ckpt::parse_step_dir_name(self.path.file_name()?.to_str()?)
+    }
 }
 
 /// Commits a checkpoint on all hosts or on none. Then each host removes old checkpoints.

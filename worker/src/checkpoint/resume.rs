@@ -4,6 +4,7 @@ mod adapters;
 mod candidates;
 mod differences;
 mod external;
+mod memory;
 mod native;
 mod pretrained;
 mod resume_point;
@@ -12,9 +13,10 @@ mod weight_match;
 pub use adapters::open_matching_adapters;
 pub use candidates::CheckpointDirs;
 pub use pretrained::{PretrainedModel, start_from_model};
-pub use resume_point::{EventSink, ResumePoint};
+pub use resume_point::{EventSink, MemoryResume, ResumePoint};
 
 use crate::{
+    checkpoint::host_local::CheckpointCandidate,
     error::{Error, Result},
     stages::UninitializedTrainer,
 };
@@ -22,6 +24,7 @@ use candidates::{NamedCheckpoint, find_named_checkpoint, list_candidates};
 use diagnostic::{Diagnostic, codes::training as codes};
 use external::load_external;
 use jobspec::{JobSpec, ResumeFrom};
+use memory::{MemorySearch, resume_from_memory};
 use native::{LoadError, load_native};
 use protocol::event::Event;
 use std::path::{Path, PathBuf};
@@ -29,6 +32,9 @@ use weight_match::list_weight_shapes;
 
 /// Loads the checkpoint that the job names. Returns `None` if the run starts at step 0. Collective:
 /// every rank must call it.
+///
+/// Copies in memory are those of an earlier attempt of this run. They are preferred, unless
+/// `checkpoint.dir` has a newer checkpoint.
 ///
 /// `data_digest` is the digest of the training data. With `resume.from: auto`, damaged checkpoints
 /// are skipped with a notice in favour of older ones. A checkpoint of another model is an error of
@@ -41,20 +47,33 @@ pub fn resume_from_checkpoint(
     events: &mut EventSink,
 ) -> Result<Option<ResumePoint>> {
     let root = dirs.root;
+    let listed = match &job.resume.from {
+        ResumeFrom::Auto => list_candidates(ready, dirs, root)?,
+        ResumeFrom::Never | ResumeFrom::Path(_) => Vec::new(),
+    };
+    let newest_saved = listed.first().map(|newest| newest.path.clone());
+    let saved_step = listed.first().and_then(CheckpointCandidate::step);
+    let reason = match resume_from_memory(ready, dirs, saved_step, data_digest, events)? {
+        MemorySearch::Resumed(mut resumed) => {
+            resumed.memory.newest_saved = newest_saved;
+            return Ok(Some(resumed));
+        }
+        MemorySearch::Unusable(reason) => reason,
+    };
     let (candidates, is_named) = match &job.resume.from {
         ResumeFrom::Never => return Ok(None),
-        ResumeFrom::Auto => (list_candidates(ready, dirs, root)?, false),
+        ResumeFrom::Auto => (listed, false),
         ResumeFrom::Path(path) => match find_named_checkpoint(ready, dirs, &dirs.workdir.join(path))? {
             NamedCheckpoint::Native(candidate) => (vec![candidate], true),
             NamedCheckpoint::External(mut source, path) => {
                 source.unfuse_experts(&list_weight_shapes(ready));
-                return load_external(ready, &source, &path, job, events).map(Some);
+                return load_external(ready, &source, &path, job, reason, events).map(Some);
             }
         },
     };
     let mut skipped: Vec<(PathBuf, Error)> = Vec::new();
     for candidate in candidates {
-        match load_native(ready, dirs, &candidate, data_digest, events) {
+        match load_native(ready, dirs, &candidate, (data_digest, reason.clone()), events) {
             Ok(resumed) => {
                 for (path, error) in skipped {
                     let state = if is_unreachable(&error) { "incomplete" } else { "damaged" };

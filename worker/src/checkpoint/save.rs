@@ -3,6 +3,7 @@ use crate::{
     checkpoint::{
         host_local,
         mapping::{build_checkpoint_model_spec, list_owned_ranges},
+        memory_copies::{CopyCost, MemoryCopier},
         shard_write::{
             BackgroundWrite, RangeLabel, ShardWrite, join_thread, spawn_thread, write_in_foreground,
         },
@@ -90,6 +91,9 @@ pub struct CheckpointSaver {
     layout: StorageTopology,
     staging: StagingMemory,
     notice: Option<String>,
+    memory: Option<MemoryCopier>,
+    /// Whether the run resumed from memory and has not saved a checkpoint since.
+    is_resumed_from_memory: bool,
 }
 
 /// Pinned host memory to which background saves copy a GPU's values.
@@ -132,7 +136,43 @@ impl CheckpointSaver {
             layout,
             staging: StagingMemory::NotAllocated,
             notice: None,
+            memory: None,
+            is_resumed_from_memory: false,
         }
+    }
+
+    /// Adds the copies of the state in memory. `is_resumed` states whether the run resumed from
+    /// such copies.
+    pub fn with_memory_copies(self, memory: Option<MemoryCopier>, is_resumed: bool) -> Self {
+        CheckpointSaver { memory, is_resumed_from_memory: is_resumed, ..self }
+    }
+
+    /// Copies the current state to the memory of hosts if the job requires a copy after this step.
+    /// Returns the cost of the copy. Collective: every rank must call it.
+    pub fn copy_if_due(&mut self, running: &mut RunningTrainer) -> Result<Option<CopyCost>> {
+        let Some(mut memory) = self.memory.take_if(|m| m.is_due(running.position.step)) else {
+            return Ok(None);
+        };
+        let facts = (running.trainer.engine.rank() == 0).then(|| self.build_run_facts(running, Vec::new()));
+        let cost = memory.copy_state(running, facts);
+        self.memory = Some(memory);
+        cost.map(Some)
+    }
+
+    /// Returns whether this process has copied its state to memory.
+    pub fn has_copied(&self) -> bool {
+        self.memory.as_ref().is_some_and(MemoryCopier::has_copied)
+    }
+
+    /// Returns whether the run resumed from copies in memory and has not saved a checkpoint since.
+    pub fn is_resumed_from_memory(&self) -> bool {
+        self.is_resumed_from_memory
+    }
+
+    /// Returns whether the state must be saved although no step was done since the start: after a
+    /// resume from memory, and if the run has no checkpoint.
+    pub fn has_unsaved_state(&self) -> bool {
+        self.is_resumed_from_memory || self.last.is_none()
     }
 
     /// Starts to allocate the staging memory for background saves of a GPU. Without this call, the
@@ -251,7 +291,7 @@ impl CheckpointSaver {
     pub fn begin_save(&mut self, running: &mut RunningTrainer) -> Result<()> {
         let began = Instant::now();
         let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
-        let facts = self.build_run_facts(running);
+        let facts = self.build_run_facts(running, self.metadata.tokenizer.clone());
         let (rank, leader) = (engine.rank(), self.layout.find_directory_leader(engine.rank()));
         let bytes = self.layout.compute_bytes_share(rank, self.count_total_bytes(engine, optimizer));
         let staging = (rank == leader).then(|| StagingDir::create(&self.root, facts.step, bytes));
@@ -328,6 +368,7 @@ impl CheckpointSaver {
             host_local::commit_on_all_hosts(queue, layout, &self.root, staging, facts, reports, keep)?
         };
         self.last = Some(path.clone());
+        self.is_resumed_from_memory = false;
         Ok(Some(SavedCheckpoint { step, path, bytes, seconds: began.elapsed().as_secs_f64() }))
     }
 
@@ -371,8 +412,9 @@ impl CheckpointSaver {
         Ok((done.path, done.bytes))
     }
 
-    /// Builds the facts about the run that the manifest of a checkpoint stores.
-    fn build_run_facts(&self, running: &RunningTrainer) -> RunFacts {
+    /// Builds the facts about the run that the manifest of a checkpoint stores, with these files of
+    /// the tokenizer.
+    fn build_run_facts(&self, running: &RunningTrainer, tokenizer: Vec<TextFile>) -> RunFacts {
         let (metadata, trainer, train) = (&self.metadata, &running.trainer, running.train_spec());
         let units = trainer.engine.clone_units();
         RunFacts {
@@ -391,7 +433,7 @@ impl CheckpointSaver {
             }),
             groups: json!(trainer.optimizer.list_param_groups(&units)),
             model: metadata.model.clone(),
-            tokenizer: metadata.tokenizer.clone(),
+            tokenizer,
             job: json!(metadata.job),
         }
     }

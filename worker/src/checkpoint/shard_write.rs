@@ -4,7 +4,10 @@ use crate::{
     checkpoint::mapping::OwnedRange,
     error::{Result, build_thread_start_error},
 };
-use ckpt::{CkptError, PieceElements, ShardReport, TensorPiece, TensorRole};
+use ckpt::{
+    CkptError, PieceElements, RunFacts, ShardReport, TensorPiece, TensorRole,
+    memory_store::{CopyId, MemoryStore},
+};
 use device::{
     Buf, Dtype, Ops, View,
     storage::{DeviceError, Download, extract_panic_message},
@@ -154,6 +157,21 @@ pub(super) fn join_thread<T>(
     }
 }
 
+/// Copies a shard to the memory of this host, directly from host memory or through a host copy of
+/// device memory. Returns the size of the copy in bytes.
+pub(super) fn copy_into_memory(
+    ops: &dyn Ops,
+    store: &MemoryStore,
+    (id, rank): (CopyId, u32),
+    facts: Option<RunFacts>,
+    labels: &[RangeLabel],
+    values: &[View],
+) -> std::result::Result<std::result::Result<u64, CkptError>, DeviceError> {
+    with_host_pieces(ops, labels, values, |pieces| {
+        store.write_copy(id, rank, facts, pieces, rayon::current_num_threads())
+    })
+}
+
 /// Writes a shard on the calling thread, directly from host memory or through a host copy of device
 /// memory.
 pub(super) fn write_in_foreground(
@@ -164,12 +182,21 @@ pub(super) fn write_in_foreground(
     labels: &[RangeLabel],
     values: &[View],
 ) -> std::result::Result<ShardResult, DeviceError> {
+    with_host_pieces(ops, labels, values, |pieces| ckpt::write_shard(path, rank, world, pieces))
+}
+
+/// Calls `write` with the pieces of a shard in host memory. Values of a device are copied first.
+fn with_host_pieces<T>(
+    ops: &dyn Ops,
+    labels: &[RangeLabel],
+    values: &[View],
+    write: impl FnOnce(&[TensorPiece]) -> T,
+) -> std::result::Result<T, DeviceError> {
     let host_copy = |v: &View| if v.is_on_host() { Buf::default() } else { ops.clone_to_host(*v) };
     let copies: Vec<Buf> = values.iter().map(host_copy).collect();
     ops.status()?; // invalid values must not be saved
     let pieces = labels.iter().zip(values).zip(&copies).map(|((label, values), copy)| {
         label.with_values(if values.is_on_host() { *values } else { copy.view() })
     });
-    let pieces: Vec<TensorPiece> = pieces.collect();
-    Ok(ckpt::write_shard(path, rank, world, &pieces))
+    Ok(write(&pieces.collect::<Vec<TensorPiece>>()))
 }

@@ -120,9 +120,7 @@ impl MemoryPlan<'_> {
         let (dtype, bytes) = (weights.compute, weights.compute.size() as u64);
         let (b, t) = self.micro_batch_shape();
         let widened = if dtype == Dtype::F32 { 0 } else { self.count_widened_result_bytes(b, t) };
-        let shards = self.list_shard_lengths(rank).iter().sum::<usize>() as u64;
-        let states = self.list_state_lengths(rank, true).iter().sum::<usize>() as u64;
-        let saved = weights.updated.size() as u64 * shards + 4 * states;
+        let saved = self.count_saved_bytes(rank);
         let in_background = self.job.checkpoint.r#async;
         let has_copy = in_background && self.train.zero.offload.is_none();
         // Mapped shards of peers are unmapped before a checkpoint is written in the foreground, so
@@ -142,6 +140,13 @@ impl MemoryPlan<'_> {
             ("token cache (mapped)", self.tokens * token_bytes),
             ("process", PROCESS_BYTES),
         ]
+    }
+
+    /// Computes the bytes of the weights and optimizer states that a rank saves in a checkpoint.
+    pub(super) fn count_saved_bytes(&self, rank: usize) -> u64 {
+        let shards = self.list_shard_lengths(rank).iter().sum::<usize>() as u64;
+        let states = self.list_state_lengths(rank, true).iter().sum::<usize>() as u64;
+        ParamDtypes::for_job(self.train).updated.size() as u64 * shards + 4 * states
     }
 
     /// Computes the number of elements in the fp32 buffer through which the optimizer updates bf16

@@ -66,15 +66,8 @@ pub(super) fn train_until_done(
     // A save that was requested during a skipped step follows the next completed step.
     let mut deferred_flags = 0;
     run.session.set_phase(WorkerPhase::Training)?;
-    let had_evaluation_due = running.position.is_evaluation_due;
-    evaluate_if_due(running, run)?;
-    if running.position.is_evaluation_due {
-        return Ok(WorkerExit::Stopped); // the checkpoint of the resume still records this position
-    }
-    if running.is_done() && (had_evaluation_due || saver.last_checkpoint().is_none()) {
-        // resumed at the last step: record that the evaluation is complete, or write the first
-        // native checkpoint after an external one
-        save_checkpoint(running, run, saver, true)?;
+    if !complete_resumed_step(running, run, saver)? {
+        return Ok(WorkerExit::Stopped);
     }
     while !running.is_done() {
         let began = Instant::now();
@@ -105,8 +98,7 @@ pub(super) fn train_until_done(
         if flags & RELOAD != 0 {
             apply_reload(running, run, &mut values)?;
         }
-        running.position.is_evaluation_due = is_evaluation_due(running, run, &values);
-        evaluate_if_due(running, run)?;
+        copy_and_evaluate(running, run, saver, &values)?;
         let mut stop = flags & STOP != 0 || running.position.is_evaluation_due;
         let last = running.is_done();
         if stop || last || flags & SAVE != 0 || is_save_due(&values, running.position.step) {
@@ -125,6 +117,60 @@ pub(super) fn train_until_done(
     report_skipped_steps(running, run)?;
     let is_complete = running.is_done() && !running.position.is_evaluation_due;
     Ok(if is_complete { WorkerExit::Done } else { WorkerExit::Stopped })
+}
+
+/// Completes the step at which the run resumed: performs an evaluation that is due, and saves if no
+/// checkpoint on disk has the state. Returns false after a request to stop, which leaves the
+/// evaluation due. Collective: every rank must call it.
+fn complete_resumed_step(
+    running: &mut RunningTrainer,
+    run: &RunContext,
+    saver: &mut CheckpointSaver,
+) -> Result<bool> {
+    let had_evaluation_due = running.position.is_evaluation_due;
+    evaluate_if_due(running, run)?;
+    let is_stopped = running.position.is_evaluation_due;
+    // If the run resumed at the last step, the evaluation is complete now, or this is the first
+    // native checkpoint after an external one. A run that stops must not lose copies in memory.
+    let saves = match is_stopped {
+        true => saver.is_resumed_from_memory(),
+        false => running.is_done() && (had_evaluation_due || saver.has_unsaved_state()),
+    };
+    if saves {
+        save_checkpoint(running, run, saver, true)?;
+    }
+    Ok(!is_stopped)
+}
+
+/// Copies the state to memory and evaluates, as far as the job requires this after a step. A copy
+/// follows an evaluation, too, so that a run that resumes from memory does not repeat it.
+/// Collective: every rank must call it.
+fn copy_and_evaluate(
+    running: &mut RunningTrainer,
+    run: &RunContext,
+    saver: &mut CheckpointSaver,
+    values: &ReloadValues,
+) -> Result<()> {
+    running.position.is_evaluation_due = is_evaluation_due(running, run, values);
+    let evaluates = running.position.is_evaluation_due;
+    copy_if_due(running, run, saver)?;
+    evaluate_if_due(running, run)?;
+    if evaluates && !running.position.is_evaluation_due {
+        copy_if_due(running, run, saver)?;
+    }
+    Ok(())
+}
+
+/// Copies the state to the memory of hosts if the job requires a copy after this step. Reports the
+/// cost of the first copy. Collective: every rank must call it.
+fn copy_if_due(running: &mut RunningTrainer, run: &RunContext, saver: &mut CheckpointSaver) -> Result<()> {
+    let is_first = !saver.has_copied();
+    match saver.copy_if_due(running)? {
+        Some(cost) if is_first && run.is_leader => {
+            run.session.send_event(Event::new_notice(None, cost.to_string()))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Builds the report that this rank sends with its next losses. On the leader, takes a pending

@@ -139,7 +139,7 @@ fn run_rank(
     let sharded = spec.build_model().unwrap().shard_model(comm, Arc::new(Cpu::new(1))).unwrap();
     let mut ready = sharded.create_optimizer().unwrap();
     let layout = StorageTopology::for_shared_directory(world);
-    let dirs = CheckpointDirs { root, workdir: root, layout: &layout };
+    let dirs = CheckpointDirs { root, workdir: root, layout: &layout, memory: None };
     let resumed = resume_from_checkpoint(&mut ready, &job, &dirs, "digest", &mut |_| Ok(())).unwrap();
     let last = resumed.as_ref().map(|resumed| resumed.path.clone());
     let mut running = match resumed {

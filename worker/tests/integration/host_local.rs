@@ -48,7 +48,7 @@ fn resume_train_and_save(
     let mut by_rank = run_on_ranks(hosts.len(), |c| {
         let mut ready = build_trainer(spec, c, 1);
         let (root, layout) = detect_host_directory(ready.trainer.engine.queue(), hosts, dir);
-        let dirs = CheckpointDirs { root: &root, workdir: &root, layout: &layout };
+        let dirs = CheckpointDirs { root: &root, workdir: &root, layout: &layout, memory: None };
         let mut running =
             match resume_from_checkpoint(&mut ready, &job, &dirs, SYNTHETIC_DATA_DIGEST, &mut |_| Ok(()))? {
                 Some(resumed) => ready.start_at(resumed.cursor),

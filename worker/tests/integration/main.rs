@@ -25,6 +25,7 @@ mod host_local;
 mod interruption;
 mod lora;
 mod master_weights;
+mod memory_copies;
 mod offload;
 #[path = "../../../tests/support/own_process.rs"]
 mod own_process;

@@ -5,8 +5,8 @@ use crate::{
         choice::{choice, choices},
         info::{Condition, Rule},
         key::Key,
-        numbers::{at_least, boolean},
-        section::section,
+        numbers::{at_least, boolean, integer},
+        section::{optional_inner, section},
         text::{path, template},
         units::duration,
         value_type::{
@@ -48,6 +48,9 @@ section! {
     /// Otherwise each host keeps the shards of its ranks in its own directory.
     #[serde(default)]
     pub require_shared: bool = Key::new(boolean(), "false");
+    /// Copies of the training state in the memory of hosts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<MemoryCopySpec> = optional_inner();
     /// At the end of the run, write the weights as a Hugging Face directory in bf16.
     pub gather_16bit_weights_on_model_save: bool = Key::new(boolean(), "true").aliases(&[
         "stage3_gather_16bit_weights_on_model_save",
@@ -64,6 +67,23 @@ const DIRECTORY_RULES: &[Rule] =
     &[Rule::no_effect(&[IN_PROGRAM, Condition::NoneOf("resume.from", &["auto"])])
         .text("`{key}` has no effect in a job with `run.command` without `resume.from: auto`")
         .help(REMOVE)];
+
+section! {
+    /// Copies of the training state in memory, from which a restarted job resumes.
+    ///
+    /// Each host keeps the copies of its workers, which survive the workers.
+    pub struct MemoryCopySpec at "checkpoint.memory", rules BUILT_IN_RULES;
+    /// The number of other hosts that also keep the state of each worker.
+    ///
+    /// With 1 or more, the copies survive the loss of a host.
+    pub copies: u32 = Key::new(integer(0..=MAX_MEMORY_COPIES), "1");
+    /// The number of steps between copies.
+    pub every: u64 = Key::new(at_least(1), "1");
+}
+
+/// The largest value of `checkpoint.memory.copies`. More copies than this protect against failures
+/// that are less likely than the loss of all hosts.
+const MAX_MEMORY_COPIES: u64 = 8;
 
 /// `checkpoint.every`: the interval between checkpoints. A checkpoint is always saved at the end of
 /// training, and when the run is stopped.

@@ -50,6 +50,8 @@ const JOBS: &[&str] = &[
     "train: {model: {from: m}, data: {files: [a]}, lora: {from: ./x, dropout: 0.5}}",
     "train: {data: {files: [a]}, precision: bf16}",
     "train: {data: {files: [a]}, precision: fp8}",
+    "train: {data: {files: [a]}}\ncheckpoint: {memory: {copies: 2, every: 5}}",
+    "train: {data: {files: [a]}}\ncheckpoint: {memory: {}}",
     "train: {data: {files: [a]}, deterministic: false}",
     "train: {data: {files: [a]}, attention: flash}",
     "cluster: {devices: cuda}\ntrain: {data: {files: [a]}, precision: bf16, deterministic: false, attention: cudnn}",

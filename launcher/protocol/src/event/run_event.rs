@@ -5,6 +5,17 @@ use jobspec::{ReloadValues, ids::Rank};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
+/// Where the state is stored from which training resumes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ResumeSource {
+    /// A checkpoint on disk.
+    #[default]
+    Checkpoint,
+    /// Copies in the memory of the hosts (`checkpoint.memory`).
+    Memory,
+}
+
 /// An event of a run. Other programs read the JSON names of events and fields. Fields may be added,
 /// but renaming one requires a new [`EventSchema`](super::EventSchema).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -42,6 +53,13 @@ pub enum Event {
         /// The ZeRO stage of the run that wrote the checkpoint; `None` if the checkpoint does not
         /// record it.
         stage: Option<u8>,
+        /// Where the state was read from.
+        #[serde(default)]
+        source: ResumeSource,
+        /// Why another source or an older state than the newest one was used; `None` if the newest
+        /// state was used.
+        #[serde(default)]
+        reason: Option<String>,
     },
     /// One optimizer step is done.
     Step {

@@ -2,7 +2,7 @@
 use diagnostic::{Diagnostic, Location, codes};
 use jobspec::ReloadValues;
 use protocol::{
-    event::{Event, EventSchema, FailureReport, TimedEvent},
+    event::{Event, EventSchema, FailureReport, ResumeSource, TimedEvent},
     failure::{FailureReason, GpuFault},
 };
 use serde_json::{Map, Value};
@@ -40,7 +40,14 @@ fn next_event(event: Option<&Event>) -> Option<Event> {
         Some(Event::Placement { .. }) => {
             Event::Ready { step: 0, total_steps: 10, parameters: 5, tokens_per_step: 7 }
         }
-        Some(Event::Ready { .. }) => Event::Resume { step: 4, path: path(), world: Some(4), stage: None },
+        Some(Event::Ready { .. }) => Event::Resume {
+            step: 4,
+            path: path(),
+            world: Some(4),
+            stage: None,
+            source: ResumeSource::Memory,
+            reason: Some("no copy of rank 3".into()),
+        },
         Some(Event::Resume { .. }) => Event::Step {
             step: 5,
             loss: 0.1 + 0.2,

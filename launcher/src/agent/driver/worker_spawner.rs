@@ -3,7 +3,7 @@
 //! The start of a process blocks while the file system of its program or of its working directory
 //! stalls. Meanwhile the agent must send heartbeats.
 use crate::{
-    agent::process::{self, OpenFileLimits, SpawnedWorker},
+    agent::process::{self, HostMemory, OpenFileLimits, SpawnedWorker},
     background_thread::BackgroundThread,
 };
 use protocol::control::WorkerPlan;
@@ -32,6 +32,8 @@ pub(super) struct SpawnRequest {
     pub(super) hidden: Vec<String>,
     /// The memory that the built-in workers of the host share.
     pub(super) shm: Option<Arc<OwnedFd>>,
+    /// The memory for copies of the workers' states (`checkpoint.memory`).
+    pub(super) copy_memory: Option<Arc<OwnedFd>>,
     pub(super) file_limit: OpenFileLimits,
 }
 
@@ -55,9 +57,12 @@ impl WorkerSpawner {
         self.is_busy = true;
         let results = self.results.0.clone();
         self.thread.run(0, move || {
-            let SpawnRequest { attempt, index, worker, hidden, shm, file_limit } = request;
-            let shm = shm.as_deref().map(AsFd::as_fd);
-            let spawned = process::spawn_worker_process(&worker, &hidden, shm, file_limit);
+            let SpawnRequest { attempt, index, worker, hidden, shm, copy_memory, file_limit } = request;
+            let memory = HostMemory {
+                shm: shm.as_deref().map(AsFd::as_fd),
+                copies: copy_memory.as_deref().map(AsFd::as_fd),
+            };
+            let spawned = process::spawn_worker_process(&worker, &hidden, memory, file_limit);
             // An error means that the agent has ended.
             _ = results.blocking_send(SpawnResult { attempt, index, spawned });
         });

@@ -40,14 +40,11 @@ impl AgentDriver {
             let diagnostic = Diagnostic::error(codes::run::WORKER_START_FAILED, message).with_cause(error);
             Some(AgentInput::SpawnFailed { rank, diagnostic })
         };
-        if let Some(builtin) = plan.workers.iter().find(|w| w.command.is_none()) {
-            match process::create_shared_memory() {
-                Ok(shm) => self.shm = Some(Arc::new(shm)),
-                Err(error) => {
-                    let message = "cannot create the shared memory of the host (memfd)";
-                    return failed(builtin.rank, message, &error);
-                }
-            }
+        if let Some(builtin) = plan.workers.iter().find(|w| w.command.is_none())
+            && let Err(error) = self.create_host_memory(&plan)
+        {
+            let message = "cannot create the shared memory of the host (memfd)";
+            return failed(builtin.rank, message, &error);
         }
         let (opened, plan) = (self.opened_logs.0.clone(), (*plan).clone());
         let open = move || {
@@ -60,6 +57,16 @@ impl AgentDriver {
             Ok(_) => None,
             Err(error) => failed(first, "cannot start a thread that opens the logs", &error),
         }
+    }
+
+    /// Creates the memory that the workers of an attempt share and, in the first attempt of a job
+    /// with `checkpoint.memory`, the memory for copies of their states.
+    fn create_host_memory(&mut self, plan: &HostPlan) -> io::Result<()> {
+        self.shm = Some(Arc::new(process::create_shared_memory()?));
+        if plan.job.checkpoint.memory.is_some() && self.copy_memory.is_none() {
+            self.copy_memory = Some(Arc::new(process::create_copy_memory()?));
+        }
+        Ok(())
     }
 
     /// Reports to the core that the workers of an attempt can be started, or that a log cannot be
@@ -94,6 +101,7 @@ impl AgentDriver {
             worker: worker.clone(),
             hidden: cluster::list_hidden_variables(&plan.job),
             shm: self.shm.clone(),
+            copy_memory: self.copy_memory.clone(),
             file_limit: self.file_limit,
         });
         None

@@ -22,6 +22,9 @@ pub(crate) struct CoreSetup {
     pub(crate) hosts: Vec<HostSetup>,
     /// Whether workers run the built-in runtime instead of programs.
     pub(crate) builtin: bool,
+    /// Whether workers copy their states to the memory of hosts (`checkpoint.memory`), so that a
+    /// restart costs little.
+    pub(crate) has_memory_copies: bool,
     /// The time from SIGTERM to SIGKILL of programs.
     pub(crate) grace: Duration,
     /// The silence after which the agent of another host counts as lost (`run.host_lease`).
@@ -66,6 +69,7 @@ impl CoreSetup {
         CoreSetup {
             hosts,
             builtin: job.run.command.is_none(),
+            has_memory_copies: job.checkpoint.memory.is_some(),
             grace: Duration::from_millis(job.run.grace_period_ms),
             host_lease: Duration::from_millis(job.run.host_lease_ms),
             token,

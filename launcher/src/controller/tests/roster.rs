@@ -152,3 +152,20 @@ fn a_released_host_may_be_listed_again() {
         [format_host_names(&ALL_HOSTS), format_host_names(&[0, 1, 2]), format_host_names(&ALL_HOSTS)]
     );
 }
+
+#[test]
+fn a_restart_from_copies_in_memory_begins_without_a_pause() {
+    for fault in [InjectedFault::WorkerKilled(2), InjectedFault::HostDies(1)] {
+        let find_end = |has_memory_copies| {
+            let scenario = build_scenario(3, true, &[(4000, fault)]);
+            let scenario = SimScenario { restarts: 1, use_hosts: 3, has_memory_copies, ..scenario };
+            let (world, attempts) = simulate_placements(scenario);
+            assert_eq!(world.outcome.as_ref().map(|o| o.exit_code), Some(0), "{:#?}", world.reported);
+            assert_eq!(attempts.len(), 2, "one host is a spare: {attempts:?}");
+            world.ended_at
+        };
+        let gained = find_end(false).saturating_sub(find_end(true));
+        let pause = Duration::from_millis(700)..Duration::from_millis(1300);
+        assert!(pause.contains(&gained), "{fault:?}: {gained:?}");
+    }
+}

@@ -54,6 +54,8 @@ pub(super) struct SimScenario {
     /// Whether the hosts are other machines than the controller's.
     pub(super) remote: bool,
     pub(super) builtin: bool,
+    /// Whether the workers copy their states to memory.
+    pub(super) has_memory_copies: bool,
     pub(super) restarts: u32,
     pub(super) min_hosts: usize,
     pub(super) use_hosts: usize,
@@ -119,6 +121,7 @@ impl SimScenario {
         CoreSetup {
             hosts: (0..hosts).map(|i| HostSetup { name: format!("h{i}"), remote: self.remote }).collect(),
             builtin: self.builtin,
+            has_memory_copies: self.has_memory_copies,
             grace: Duration::from_secs(3),
             host_lease: HOST_LEASE,
             token,

@@ -84,6 +84,17 @@ impl HostLocalCheckpoint {
         })
     }
 
+    /// Creates a checkpoint whose shards are in the memory of several hosts. `holders` lists, for
+    /// each shard, the ranks that can read it.
+    pub(crate) fn with_holders(
+        queue: &Arc<CollectiveQueue>,
+        checkpoint: Checkpoint,
+        holders: Vec<Vec<usize>>,
+    ) -> Self {
+        let collective_error = Mutex::default();
+        HostLocalCheckpoint { queue: queue.clone(), checkpoint, holders, collective_error }
+    }
+
     /// Returns the checkpoint from the point of view of this host: the manifest and the local
     /// files.
     pub(crate) fn checkpoint(&self) -> &Checkpoint {

@@ -3,6 +3,7 @@ use super::weight_match::list_trained_names;
 use crate::{
     checkpoint::{
         host_local::{self, CheckpointCandidate},
+        memory_copies::HostMemory,
         storage_topology::StorageTopology,
     },
     consensus::{all_gather_values, exchange_first_error},
@@ -21,6 +22,8 @@ pub struct CheckpointDirs<'a> {
     pub workdir: &'a Path,
     /// Which ranks see the same directory at `root`, and which of them leads it.
     pub layout: &'a StorageTopology,
+    /// The copies in the memory of the hosts; `None` without `checkpoint.memory`.
+    pub memory: Option<&'a HostMemory>,
 }
 
 /// Lists all checkpoints in `root`, newest first: those that rank 0 sees, or those of any host if

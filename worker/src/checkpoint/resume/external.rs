@@ -4,7 +4,7 @@ use super::{
         collect_frozen_parameter_notices, find_master_weight_notice, format_group_notice,
         format_weights_only_notice,
     },
-    resume_point::{EventSink, ResumePoint},
+    resume_point::{EventSink, MemoryResume, ResumePoint},
     weight_match::{
         ModelRequirements, WeightMatch, check_alias_values, format_names, match_weights, read_model_type,
     },
@@ -21,7 +21,7 @@ use crate::{
 use ckpt::{ExternalCheckpoint, LossScale, TensorSource, peft::is_lora_matrix};
 use diagnostic::{Diagnostic, codes::training as codes};
 use jobspec::{JobSpec, RngPolicy};
-use protocol::event::Event;
+use protocol::event::{Event, ResumeSource};
 use serde_json::{Map, Value};
 use std::{collections::HashMap, path::Path};
 
@@ -32,6 +32,7 @@ pub(super) fn load_external(
     source: &ExternalCheckpoint,
     path: &Path,
     job: &JobSpec,
+    reason: Option<String>,
     events: &mut EventSink,
 ) -> Result<ResumePoint> {
     let units = ready.trainer.engine.clone_units();
@@ -57,11 +58,14 @@ pub(super) fn load_external(
         path: path.into(),
         world: facts.state.world,
         stage: facts.state.stage,
+        source: ResumeSource::Checkpoint,
+        reason,
     })?;
     for message in facts.notices.iter().map(ToString::to_string).chain(notices) {
         events(Event::new_notice(None, message))?;
     }
-    Ok(ResumePoint { path: path.into(), cursor, is_native: false, rng_generation: 0 })
+    let memory = MemoryResume::default();
+    Ok(ResumePoint { path: path.into(), cursor, is_native: false, rng_generation: 0, memory })
 }
 
 /// Loads the weights of an external checkpoint, without adapters and training state. Collective:

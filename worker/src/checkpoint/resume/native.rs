@@ -5,7 +5,7 @@ use super::{
         collect_frozen_parameter_notices, collect_job_setting_notices, find_master_weight_notice,
         format_weights_only_notice,
     },
-    resume_point::{EventSink, ResumePoint},
+    resume_point::{EventSink, MemoryResume, ResumePoint},
 };
 use crate::{
     checkpoint::{
@@ -19,7 +19,10 @@ use crate::{
 };
 use ckpt::{Checkpoint, RunFacts, TensorSource};
 use diagnostic::{Diagnostic, codes::training as codes};
-use protocol::{event::Event, exit::WorkerExit};
+use protocol::{
+    event::{Event, ResumeSource},
+    exit::WorkerExit,
+};
 use serde::Deserialize;
 use serde_json::Value;
 use std::{
@@ -50,21 +53,51 @@ impl From<Diagnostic> for LoadError {
 
 /// Loads a native checkpoint: each rank reads the tensor ranges that it owns. Collective: every
 /// rank must call it.
+///
+/// `reason` states why newer copies in memory are not used; `None` if there are none.
 pub(super) fn load_native(
     ready: &mut UninitializedTrainer,
     dirs: &CheckpointDirs,
     candidate: &CheckpointCandidate,
-    data_digest: &str,
+    (data_digest, reason): (&str, Option<String>),
     events: &mut EventSink,
 ) -> std::result::Result<ResumePoint, LoadError> {
-    let path = candidate.path.as_path();
     let opened = open_native(ready, dirs, candidate)?;
+    let opened = require_readable(ready, opened)?;
+    let origin = ResumeOrigin { source: ResumeSource::Checkpoint, reason };
+    load_opened(ready, &opened, &candidate.path, data_digest, origin, events)
+}
+
+/// Where a native checkpoint is stored, and why it was selected.
+pub(super) struct ResumeOrigin {
+    pub(super) source: ResumeSource,
+    pub(super) reason: Option<String>,
+}
+
+/// Returns the checkpoint if every rank could open it. Otherwise fails on every rank with the first
+/// error. Collective: every rank must call it.
+pub(super) fn require_readable(
+    ready: &UninitializedTrainer,
+    opened: Result<ReadableCheckpoint>,
+) -> std::result::Result<ReadableCheckpoint, LoadError> {
     let damage = exchange_first_error(ready.trainer.engine.queue(), opened.as_ref().err().cloned())?;
-    let opened = match (opened, damage) {
-        (Ok(opened), None) => opened,
-        (_, Some(e)) | (Err(e), None) => return Err(LoadError::Damaged(e)),
-    };
-    let (checkpoint, source): (&Checkpoint, &dyn TensorSource) = match &opened {
+    match (opened, damage) {
+        (Ok(opened), None) => Ok(opened),
+        (_, Some(e)) | (Err(e), None) => Err(LoadError::Damaged(e)),
+    }
+}
+
+/// Loads a native checkpoint that every rank has opened. `path` names the checkpoint in events.
+/// Collective: every rank must call it.
+pub(super) fn load_opened(
+    ready: &mut UninitializedTrainer,
+    opened: &ReadableCheckpoint,
+    path: &Path,
+    data_digest: &str,
+    origin: ResumeOrigin,
+    events: &mut EventSink,
+) -> std::result::Result<ResumePoint, LoadError> {
+    let (checkpoint, source): (&Checkpoint, &dyn TensorSource) = match opened {
         ReadableCheckpoint::Shared(c) => (c, &**c),
         ReadableCheckpoint::HostLocal(c) => (c.checkpoint(), &**c),
     };
@@ -99,6 +132,8 @@ pub(super) fn load_native(
         path: path.into(),
         world: Some(facts.world),
         stage: Some(facts.stage),
+        source: origin.source,
+        reason: origin.reason,
     })?;
     let mut notices: Vec<String> =
         guess.into_iter().chain(find_master_weight_notice(ready, &tensors)).collect();
@@ -110,11 +145,12 @@ pub(super) fn load_native(
         events(Event::new_notice(None, message))?;
     }
     let rng_generation = facts.rng.get("generation").and_then(Value::as_u64).unwrap_or(0);
-    Ok(ResumePoint { path: path.into(), cursor, is_native: true, rng_generation })
+    let memory = MemoryResume::default();
+    Ok(ResumePoint { path: path.into(), cursor, is_native: true, rng_generation, memory })
 }
 
 /// A native checkpoint of which every rank can read all bytes.
-enum ReadableCheckpoint {
+pub(super) enum ReadableCheckpoint {
     Shared(Box<Checkpoint>),
     HostLocal(Box<HostLocalCheckpoint>),
 }

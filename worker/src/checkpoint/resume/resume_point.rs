@@ -15,6 +15,19 @@ pub struct ResumePoint {
     pub is_native: bool,
     /// The number of times that RNG streams were reseeded before the checkpoint was written.
     pub rng_generation: u64,
+    /// The copies in memory that the run resumed from, or of which an earlier attempt left some.
+    pub memory: MemoryResume,
+}
+
+/// How a run resumed with respect to the copies in memory.
+#[derive(Clone, Debug, Default)]
+pub struct MemoryResume {
+    /// Whether the run resumed from copies in memory.
+    pub is_source: bool,
+    /// The newest checkpoint on disk, if the run resumed from memory.
+    pub newest_saved: Option<PathBuf>,
+    /// The number of the next copy in memory.
+    pub next_sequence: u64,
 }
 
 impl ResumePoint {

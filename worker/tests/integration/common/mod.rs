@@ -368,7 +368,12 @@ pub(crate) fn try_resume_newest_checkpoint(
 ) -> worker::error::Result<(RunningTrainer, Vec<String>)> {
     let (job, world) = (create_job_spec(spec, root, false), comm.world());
     let mut ready = build_trainer(spec, comm, 1);
-    let dirs = CheckpointDirs { root, workdir: root, layout: &StorageTopology::for_shared_directory(world) };
+    let dirs = CheckpointDirs {
+        root,
+        workdir: root,
+        layout: &StorageTopology::for_shared_directory(world),
+        memory: None,
+    };
     let mut notices = Vec::new();
     let resumed = resume_from_checkpoint(&mut ready, &job, &dirs, SYNTHETIC_DATA_DIGEST, &mut |event| {
         match event {

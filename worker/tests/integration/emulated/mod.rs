@@ -163,8 +163,12 @@ pub(crate) fn resume_and_train(
     let job = create_job_spec(spec, root, false);
     expect_equal_on_all_ranks(on(world, &|comm, ops| {
         let mut ready = build_trainer_on(spec, comm, ops);
-        let dirs =
-            CheckpointDirs { root, workdir: root, layout: &StorageTopology::for_shared_directory(world) };
+        let dirs = CheckpointDirs {
+            root,
+            workdir: root,
+            layout: &StorageTopology::for_shared_directory(world),
+            memory: None,
+        };
         let resumed =
             resume_from_checkpoint(&mut ready, &job, &dirs, SYNTHETIC_DATA_DIGEST, &mut |_| Ok(())).unwrap();
         train_steps(&mut ready.start_at(resumed.unwrap().cursor), STEPS_AFTER_RESUME)

@@ -1,0 +1,119 @@
+//! Tests runs with copies of their state in memory: killed workers and lost hosts cost no step
+//! beyond the last copied one, and do not change the weights.
+use super::*;
+
+/// The setting of a run that makes no checkpoints while it trains.
+const NO_CHECKPOINTS: &str = "checkpoint.every=never";
+
+/// Lists the pids of the built-in workers of the run whose controller is `controller`, in ascending
+/// order.
+fn list_workers(controller: u32) -> Vec<i32> {
+    let parent = |pid: i32| -> Option<i32> {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+        status.lines().find_map(|line| line.strip_prefix("PPid:"))?.trim().parse().ok()
+    };
+    let is_worker = |pid: &i32| {
+        let words = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let is_builtin = words.split(|byte| *byte == 0).nth(1) == Some(b"worker");
+        is_builtin && parent(*pid).and_then(parent) == Some(controller as i32)
+    };
+    let entries = fs::read_dir("/proc").unwrap().flatten();
+    let mut pids: Vec<i32> =
+        entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(is_worker).collect();
+    pids.sort_unstable();
+    pids
+}
+
+/// Checks the events of a run that resumed from memory `resumes` times: each resume repeats at most
+/// the step whose copy was in progress, and steps have the losses of the undisturbed run.
+#[track_caller]
+fn check_resumes(ran: &FinishedRun, whole: &[(u64, u64, u64)], resumes: usize) {
+    let mut newest = 0;
+    let mut found = 0;
+    for event in &ran.events {
+        let step = event["step"].as_u64().unwrap_or(0);
+        match event["event"].as_str() {
+            Some("step") => newest = step,
+            Some("resume") => {
+                assert_eq!(event["source"], "memory", "{event}");
+                assert!(newest <= step + 1 && step <= newest, "after step {newest}: {event}");
+                found += 1;
+            }
+            _ => {}
+        }
+    }
+    assert_eq!(found, resumes);
+    for step in ran.collect_losses() {
+        assert_eq!(step, whole[step.0 as usize - 1]);
+    }
+    assert_eq!(ran.collect_losses().last().unwrap().0, whole.len() as u64);
+}
+
+/// Checks that the last checkpoints of two directories have the same weights and optimizer states.
+#[track_caller]
+fn check_weights(job_dir: &JobDirectory, directories: [&str; 2], step: usize) {
+    let [a, b] = directories.map(|directory| format!("{directory}/step-{step:08}"));
+    let compared = job_dir.run_launch(&["ckpt", "diff", &a, &b]);
+    assert!(compared.status.success(), "{}", support::output_to_text(&compared));
+}
+
+#[test]
+fn workers_that_are_killed_ten_times_resume_from_memory() {
+    const KILLS: usize = 10;
+    let job_dir = JobDirectory::new();
+    fs::create_dir(job_dir.path("home")).unwrap();
+    let steps = "train.steps=400";
+    let alone = [steps, "resume.from=never", NO_CHECKPOINTS, "checkpoint.dir=undisturbed"];
+    let whole = job_dir.run(&alone).expect_success().collect_losses();
+    let args = ["job.yaml", "--json"].map(str::to_owned);
+    let set =
+        [steps, NO_CHECKPOINTS, "checkpoint.memory.copies=0", "run.restarts=10", "checkpoint.dir=copied"];
+    let mut job = start_run(&job_dir, &args, &set);
+    let mut step = 0;
+    for kill_number in 0..KILLS {
+        // some kills follow a step at once, and others some milliseconds later
+        step = job.wait_for_event("step", step + 3 + kill_number as u64 * 5 % 7)["step"].as_u64().unwrap();
+        thread::sleep(Duration::from_millis(kill_number as u64 * 3 % 11));
+        let workers = list_workers(job.child.id());
+        assert_eq!(workers.len(), 2, "{workers:?}");
+        kill(Pid::from_raw(workers[kill_number % 2]), Signal::SIGKILL).unwrap();
+        job.wait_for_event("resume", 0);
+    }
+    let ran = job.wait_for_end().expect_success();
+    check_resumes(&ran, &whole, KILLS);
+    let pauses: Vec<_> = ran.events_named("restart").iter().map(|event| event["pause_s"].as_f64()).collect();
+    assert_eq!(pauses, vec![Some(0.0); KILLS], "progress was made before each kill");
+    check_weights(&job_dir, ["undisturbed", "copied"], whole.len());
+}
+
+#[test]
+fn hosts_that_are_lost_are_replaced_from_the_memory_of_their_peers() {
+    let test = "cluster::memory_copies::hosts_that_are_lost_are_replaced_from_the_memory_of_their_peers";
+    let Some((job_dir, hosts)) = start_hosts(test) else { return };
+    let steps = "train.steps=150";
+    let alone = [steps, "resume.from=never", NO_CHECKPOINTS, "checkpoint.dir=undisturbed"];
+    let whole = job_dir.run(&alone).expect_success().collect_losses();
+    let args = write_job(&job_dir, &hosts, "copied", TINY_JOB, ALL_HOSTS);
+    let set = [
+        steps,
+        NO_CHECKPOINTS,
+        "checkpoint.memory.copies=1",
+        "run.restarts=2",
+        "cluster.use_hosts=3",
+        "run.min_hosts=2",
+    ];
+    let mut job = start_run(&job_dir, &args, &set);
+    job.wait_for_event("step", 10);
+    hosts.run_hosts_command(&["crash", "h1"]);
+    let resumed = job.wait_for_event("resume", 0);
+    assert_eq!((&resumed["source"], &resumed["world"]), (&"memory".into(), &6.into()), "{resumed}");
+    job.wait_for_event("step", resumed["step"].as_u64().unwrap() + 5);
+    // no spare host is left
+    hosts.run_hosts_command(&["crash", "h2"]);
+    let ran = job.wait_for_end().expect_success();
+    check_resumes(&ran, &whole, 2);
+    let worlds: Vec<_> = ran.events_named("placement").iter().map(|e| e["world"].clone()).collect();
+    assert_eq!(worlds, [6, 6, 4]);
+    check_weights(&job_dir, ["undisturbed", "runs/copied/checkpoints"], whole.len());
+    assert_nothing_left(&hosts, &["h0", "h3"]);
+}

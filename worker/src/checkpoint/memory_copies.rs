@@ -1,0 +1,262 @@
+//! Copies of the training state in the memory of hosts (`checkpoint.memory`), from which a
+//! restarted job resumes.
+//!
+//! Each rank copies its shard of a native checkpoint to the memory of its host, which the agent
+//! holds open and which therefore survives the worker. Ranks on other hosts keep further copies,
+//! which survive the loss of a host. Any number of ranks can resume from the copies, because they
+//! are read as the shards of a native checkpoint.
+mod host_map;
+mod image_exchange;
+mod state_selection;
+
+pub(super) use state_selection::{CompleteState, StateSelection};
+
+use crate::{
+    checkpoint::{
+        host_local::HostLocalCheckpoint,
+        mapping::{OwnedRange, list_owned_ranges},
+        shard_write::{RangeLabel, copy_into_memory},
+    },
+    consensus::{all_gather_values, broadcast_bytes},
+    error::{Result, to_unreadable_checkpoint_error, to_unwritable_checkpoint_error},
+    train::running_trainer::RunningTrainer,
+    zero::collective_queue::CollectiveQueue,
+};
+use ckpt::{
+    Hash, RunFacts,
+    memory_store::{CopyId, MemoryStore, StoredCopies, open_memory_checkpoint, parse_copy_description},
+};
+use device::View;
+use diagnostic::{Diagnostic, codes, quantity::format_bytes};
+use host_map::HostMap;
+use image_exchange::exchange_images;
+use jobspec::MemoryCopySpec;
+use state_selection::{CopyReport, HostCopies, select_states};
+use std::{
+    collections::HashMap,
+    fmt,
+    fs::File,
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// The memory for copies on this rank's host, and the other hosts of the job.
+pub struct HostMemory {
+    store: MemoryStore,
+    hosts: HostMap,
+    spec: MemoryCopySpec,
+    attempt: u32,
+}
+
+impl HostMemory {
+    /// Creates the handle of this rank to the memory file of its host. `local_rank` is the number
+    /// of the rank on its host. Collective: every rank must call it.
+    pub fn connect(
+        queue: &CollectiveQueue,
+        file: File,
+        spec: &MemoryCopySpec,
+        (local_rank, attempt): (u32, u32),
+    ) -> Result<Self> {
+        let local_ranks = queue.run_and_wait(move |c| c.all_gather_u64(&[u64::from(local_rank)]))?;
+        let hosts = HostMap::from_local_ranks(local_ranks.into_iter().flatten());
+        Ok(HostMemory { store: MemoryStore::new(file), hosts, spec: spec.clone(), attempt })
+    }
+
+    /// Returns the number of the current attempt.
+    pub(super) fn attempt(&self) -> u32 {
+        self.attempt
+    }
+
+    /// Lists the states of which the hosts have copies. Collective: every rank must call it.
+    pub(super) fn list_states(&self, queue: &CollectiveQueue) -> Result<StateSelection> {
+        let report = match self.hosts.is_leader(queue.comm().rank()) {
+            true => self.list_local_copies().map(|copies| build_host_report(&copies)),
+            false => Ok(HostCopies::default()),
+        };
+        let reports = all_gather_values(queue, report)?;
+        let of_hosts: Vec<HostCopies> =
+            self.hosts.leaders().filter_map(|leader| reports.get(leader).cloned()).collect();
+        Ok(select_states(&of_hosts))
+    }
+
+    /// Lists the copies in the memory of this host.
+    fn list_local_copies(&self) -> Result<StoredCopies> {
+        self.store.list_copies().map_err(to_unreadable_checkpoint_error)
+    }
+
+    /// Opens the checkpoint that the copies of a state form. The inner error is damage of the
+    /// copies; the outer error ends the job. Collective: every rank must call it.
+    pub(super) fn open_state(
+        &self,
+        queue: &Arc<CollectiveQueue>,
+        state: &CompleteState,
+    ) -> Result<Result<HostLocalCheckpoint>> {
+        let rank = queue.comm().rank();
+        let mut local: HashMap<u32, _> = self
+            .list_local_copies()?
+            .complete
+            .into_iter()
+            .filter(|copy| copy.id == state.id && state.hash_of(copy.rank) == Some(copy.hash))
+            .map(|copy| (copy.rank, copy))
+            .collect();
+        let mut texts: HashMap<u32, Vec<u8>> = HashMap::new();
+        for (host, leader) in self.hosts.leaders().enumerate() {
+            let sent = state.list_ranks_sent_by(host);
+            if sent.is_empty() {
+                continue;
+            }
+            let mine: Vec<(u32, &[u8])> = match rank == leader {
+                true => sent.iter().filter_map(|r| Some((*r, &*local.get(r)?.description))).collect(),
+                false => Vec::new(),
+            };
+            let encoded = rmp_serde::to_vec(&mine).map_err(|e| build_exchange_error().with_cause(&e).into());
+            let bytes = broadcast_bytes(queue, leader, encoded)?;
+            let received: Vec<(u32, Vec<u8>)> =
+                rmp_serde::from_slice(&bytes).map_err(|e| build_exchange_error().with_cause(&e))?;
+            texts.extend(received);
+        }
+        let parse = |rank: u32| {
+            let (text, hash) = (texts.get(&rank).map_or(&[][..], Vec::as_slice), state.hash_of(rank));
+            parse_copy_description(text, hash.unwrap_or(Hash([0; 32])))
+        };
+        let descriptions: ckpt::Result<Vec<_>> = (0..state.id.world).map(parse).collect();
+        let shards = (0..state.id.world).map(|rank| local.remove(&rank).map(|copy| copy.shard)).collect();
+        let opened = descriptions.and_then(|d| open_memory_checkpoint(&state.path(), d, shards));
+        let holders = state.holders.iter().map(|hosts| self.hosts.list_ranks(hosts)).collect();
+        Ok(opened
+            .map(|checkpoint| HostLocalCheckpoint::with_holders(queue, checkpoint, holders))
+            .map_err(to_unreadable_checkpoint_error))
+    }
+}
+
+impl CompleteState {
+    /// Returns the name of the state in events and messages, which is not the path of a file.
+    pub(super) fn path(&self) -> PathBuf {
+        PathBuf::from(format!("memory/step-{}", self.id.step))
+    }
+}
+
+/// Builds the report of a host about its copies.
+fn build_host_report(copies: &StoredCopies) -> HostCopies {
+    let report =
+        |copy: &ckpt::memory_store::StoredCopy| CopyReport { id: copy.id, rank: copy.rank, hash: copy.hash };
+    HostCopies { copies: copies.complete.iter().map(report).collect(), incomplete: copies.incomplete.clone() }
+}
+
+/// Builds the error of descriptions that ranks exchanged and that are not valid.
+fn build_exchange_error() -> Diagnostic {
+    let message = "the descriptions of the memory copies that ranks exchanged are not valid";
+    Diagnostic::error(codes::training::PEER_REPORT_INVALID, message)
+}
+
+/// The cost of copying the state of a step.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CopyCost {
+    /// The size of this rank's copy in bytes.
+    pub bytes: u64,
+    /// The bytes that this rank sent to other hosts.
+    pub sent_bytes: u64,
+    /// The time of the copy to the memory of this host.
+    pub copy_time: Duration,
+    /// The time of the exchange with other hosts.
+    pub exchange_time: Duration,
+}
+
+impl fmt::Display for CopyCost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let milliseconds = |time: Duration| time.as_secs_f64() * 1000.0;
+        let (bytes, copy) = (format_bytes(self.bytes), milliseconds(self.copy_time));
+        write!(f, "copied the state of a rank to memory ({bytes}) in {copy:.1} ms")?;
+        if self.sent_bytes > 0 {
+            let (sent, time) = (format_bytes(self.sent_bytes), milliseconds(self.exchange_time));
+            write!(f, ", and to other hosts ({sent}) in {time:.1} ms")?;
+        }
+        Ok(())
+    }
+}
+
+/// Copies the state of this rank to the memory of hosts after steps.
+pub struct MemoryCopier {
+    memory: HostMemory,
+    /// The number of the next copy, which selects its region.
+    sequence: u64,
+    /// The number of copies that this process has made.
+    count: u64,
+}
+
+impl MemoryCopier {
+    /// Creates the copier. `sequence` is the number of the first copy, and must be greater than
+    /// that of the state from which the run resumed.
+    pub fn new(memory: HostMemory, sequence: u64) -> Self {
+        MemoryCopier { memory, sequence, count: 0 }
+    }
+
+    /// Returns whether this process has made a copy.
+    pub fn has_copied(&self) -> bool {
+        self.count > 0
+    }
+
+    /// Returns whether the job requires a copy after this step.
+    pub fn is_due(&self, step: u64) -> bool {
+        step.is_multiple_of(self.memory.spec.every)
+    }
+
+    /// Copies the state of this rank to the memory of its host, and exchanges copies with other
+    /// hosts. Rank 0 passes the facts about the run. Collective: every rank must call it.
+    ///
+    /// The copy overwrites the one before the last, of which all ranks have completed the
+    /// successor, because they have completed a step since.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a host has too little memory.
+    pub fn copy_state(&mut self, running: &mut RunningTrainer, facts: Option<RunFacts>) -> Result<CopyCost> {
+        let began = Instant::now();
+        if self.count == 1 {
+            self.free_other_copies(running.trainer.engine.rank())?;
+        }
+        let bytes = self.copy_to_host(running, facts)?;
+        let copied = Instant::now();
+        let queue = running.trainer.engine.queue();
+        let HostMemory { store, hosts, spec, .. } = &self.memory;
+        let sent_bytes = exchange_images(queue, store, hosts, spec.copies as usize, self.sequence)?;
+        self.sequence += 1;
+        self.count += 1;
+        Ok(CopyCost { bytes, sent_bytes, copy_time: copied - began, exchange_time: copied.elapsed() })
+    }
+
+    /// Copies the state of this rank to the memory of its host. Returns the size of the copy in
+    /// bytes.
+    fn copy_to_host(&self, running: &mut RunningTrainer, facts: Option<RunFacts>) -> Result<u64> {
+        let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
+        let id = CopyId {
+            step: running.position.step,
+            sequence: self.sequence,
+            attempt: self.memory.attempt,
+            world: engine.world() as u32,
+        };
+        let guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.params(u)).collect();
+        let ranges: Vec<OwnedRange> = list_owned_ranges(engine, optimizer, &guards);
+        let labels: Vec<RangeLabel> = ranges.iter().map(RangeLabel::new).collect();
+        let values: Vec<View> = ranges.iter().map(|o| o.values).collect();
+        let (ops, rank) = (running.trainer.ops.as_ref(), engine.rank() as u32);
+        let written = copy_into_memory(ops, &self.memory.store, (id, rank), facts, &labels, &values)?;
+        (0..engine.shards.len()).for_each(|u| optimizer.evict_states(u));
+        written.map_err(to_unwritable_checkpoint_error)
+    }
+
+    /// Frees the copies of ranks for which this host keeps no copies any more, such as those of
+    /// ranks of an earlier attempt with other hosts.
+    ///
+    /// May be called after all ranks have completed a copy in this attempt.
+    fn free_other_copies(&self, rank: usize) -> Result<()> {
+        let HostMemory { store, hosts, spec, .. } = &self.memory;
+        if !hosts.is_leader(rank) {
+            return Ok(());
+        }
+        let kept = hosts.list_kept_ranks(hosts.host_of(rank), spec.copies as usize);
+        let freed = store.free_copies(|rank| kept.contains(&(rank as usize)));
+        freed.map_err(to_unwritable_checkpoint_error)
+    }
+}

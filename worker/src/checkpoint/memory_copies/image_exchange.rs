@@ -1,0 +1,110 @@
+//! Sends the memory copies of ranks to the ranks of other hosts that keep them, in rounds of
+//! limited memory.
+use super::host_map::HostMap;
+use crate::{
+    error::{Result, to_unreadable_checkpoint_error, to_unwritable_checkpoint_error},
+    zero::collective_queue::CollectiveQueue,
+};
+use ckpt::memory_store::{COPY_HEADER_BYTES, MemoryStore};
+use std::ops::Range;
+
+/// The largest number of bytes of a copy that a rank sends in one round.
+const ROUND_BYTES: u64 = 4 << 20;
+
+/// Sends this rank's copy with the number `sequence` to the ranks that keep it, and stores the
+/// copies that this rank keeps. Returns the number of sent bytes. Does nothing if no other host
+/// keeps copies. Collective: every rank must call it.
+pub(super) fn exchange_images(
+    queue: &CollectiveQueue,
+    store: &MemoryStore,
+    hosts: &HostMap,
+    copies: usize,
+    sequence: u64,
+) -> Result<u64> {
+    let (rank, world) = (queue.comm().rank(), queue.comm().world());
+    let keepers: Vec<Vec<usize>> = (0..world).map(|r| hosts.list_keepers(r, copies)).collect();
+    if keepers.iter().all(Vec::is_empty) {
+        return Ok(0);
+    }
+    let size = store.count_image_bytes(rank as u32, sequence).map_err(to_unreadable_checkpoint_error)?;
+    let sizes = queue.run_and_wait(move |c| c.all_gather_u64(&[size]))?;
+    let sizes: Vec<u64> = sizes.iter().map(|sizes| sizes.first().copied().unwrap_or(0)).collect();
+    let kept: Vec<usize> = (0..world).filter(|sender| keepers[*sender].contains(&rank)).collect();
+    for sender in &kept {
+        store.begin_image(*sender as u32, sequence).map_err(to_unwritable_checkpoint_error)?;
+    }
+    let rounds = sizes.iter().map(|size| count_rounds(*size)).max().unwrap_or(0);
+    let mut sent = 0;
+    for round in 0..rounds {
+        let chunk = find_chunk(size, round);
+        let length = (chunk.end - chunk.start) as usize;
+        let mut image = vec![0; length];
+        store
+            .read_image(rank as u32, sequence, chunk.start, &mut image)
+            .map_err(to_unreadable_checkpoint_error)?;
+        let (mut send_counts, mut receive_counts) = (vec![0; world], vec![0; world]);
+        keepers[rank].iter().for_each(|keeper| send_counts[*keeper] = length);
+        for sender in &kept {
+            let chunk = find_chunk(sizes[*sender], round);
+            receive_counts[*sender] = (chunk.end - chunk.start) as usize;
+        }
+        let send = image.repeat(keepers[rank].len());
+        sent += send.len() as u64;
+        let counts = receive_counts.clone();
+        let received = queue.run_and_wait(move |c| {
+            let mut received = vec![0; counts.iter().sum()];
+            c.all_to_all_bytes(&mut received, &counts, &send, &send_counts)?;
+            Ok(received)
+        })?;
+        let mut rest = received.as_slice();
+        for sender in &kept {
+            let (bytes, after) = rest.split_at(receive_counts[*sender]);
+            rest = after;
+            let offset = find_chunk(sizes[*sender], round).start;
+            store
+                .write_image(*sender as u32, sequence, offset, bytes)
+                .map_err(to_unwritable_checkpoint_error)?;
+        }
+    }
+    Ok(sent)
+}
+
+/// Returns the number of rounds in which a copy of `size` bytes is sent: its content in pieces, and
+/// then its header, which completes the copy.
+fn count_rounds(size: u64) -> u64 {
+    size.saturating_sub(COPY_HEADER_BYTES).div_ceil(ROUND_BYTES) + 1
+}
+
+/// Returns the byte range of a copy of `size` bytes that is sent in a round. The range is empty
+/// after the last round of this copy.
+fn find_chunk(size: u64, round: u64) -> Range<u64> {
+    let last = count_rounds(size) - 1;
+    if round >= last {
+        return 0..if round == last { COPY_HEADER_BYTES.min(size) } else { 0 };
+    }
+    let start = COPY_HEADER_BYTES + round * ROUND_BYTES;
+    start..(start + ROUND_BYTES).min(size)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_byte_is_sent_once_and_the_header_last() {
+        for size in [0, 10, COPY_HEADER_BYTES, COPY_HEADER_BYTES + 1, 3 * ROUND_BYTES, 3 * ROUND_BYTES + 5000]
+        {
+            let chunks: Vec<Range<u64>> =
+                (0..count_rounds(size)).map(|round| find_chunk(size, round)).collect();
+            let (header, content) = chunks.split_last().unwrap();
+            assert_eq!(*header, 0..COPY_HEADER_BYTES.min(size), "{size}");
+            let mut at = COPY_HEADER_BYTES;
+            for chunk in content {
+                assert!(chunk.start == at && chunk.end - chunk.start <= ROUND_BYTES, "{size}: {chunk:?}");
+                at = chunk.end;
+            }
+            assert_eq!(at, size.max(COPY_HEADER_BYTES));
+            assert!(find_chunk(size, count_rounds(size)).is_empty());
+        }
+    }
+}

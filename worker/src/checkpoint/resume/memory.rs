@@ -1,0 +1,99 @@
+//! Resumes from copies in the memory of the hosts.
+use super::{
+    candidates::CheckpointDirs,
+    native::{LoadError, ReadableCheckpoint, ResumeOrigin, load_opened, require_readable},
+    resume_point::{EventSink, MemoryResume, ResumePoint},
+};
+use crate::{
+    checkpoint::memory_copies::{CompleteState, HostMemory, StateSelection},
+    error::Result,
+    stages::UninitializedTrainer,
+};
+use protocol::event::ResumeSource;
+
+/// The largest number of unusable states that the reason of an event lists.
+const MAX_LISTED_STATES: usize = 2;
+
+/// The result of a search for copies in memory.
+pub(super) enum MemorySearch {
+    /// The run resumed from copies in memory.
+    Resumed(ResumePoint),
+    /// The run must resume from disk. The text is the reason why newer copies in memory were not
+    /// used; `None` if there are no newer copies.
+    Unusable(Option<String>),
+}
+
+/// Resumes from the newest usable state in memory, if it is not older than the checkpoint of step
+/// `saved_step` on disk. Collective: every rank must call it.
+pub(super) fn resume_from_memory(
+    ready: &mut UninitializedTrainer,
+    dirs: &CheckpointDirs,
+    saved_step: Option<u64>,
+    data_digest: &str,
+    events: &mut EventSink,
+) -> Result<MemorySearch> {
+    let Some(memory) = dirs.memory else { return Ok(MemorySearch::Unusable(None)) };
+    let queue = ready.trainer.engine.queue().clone();
+    let StateSelection { complete, unusable, .. } = memory.list_states(&queue)?;
+    if complete.is_empty() && unusable.is_empty() {
+        let reason = "no host has copies in memory".to_owned();
+        return Ok(MemorySearch::Unusable((memory.attempt() > 0).then_some(reason)));
+    }
+    let mut problems: Vec<(u64, String)> = unusable.into_iter().map(|s| (s.step, s.reason)).collect();
+    for state in complete.into_iter().filter(|state| Some(state.id.step) >= saved_step) {
+        let reason = format_reason(&problems, Some(state.id.step));
+        match load_state(ready, memory, &state, (data_digest, reason), events) {
+            Ok(resumed) => {
+                let next_sequence = state.id.sequence.saturating_add(1);
+                let memory = MemoryResume { is_source: true, newest_saved: None, next_sequence };
+                return Ok(MemorySearch::Resumed(ResumePoint { memory, ..resumed }));
+            }
+            Err(LoadError::Fatal(e)) => return Err(e),
+            Err(LoadError::Damaged(e)) => problems.push((state.id.step, e.to_string())),
+        }
+    }
+    Ok(MemorySearch::Unusable(format_reason(&problems, saved_step)))
+}
+
+/// Loads a state from memory. Collective: every rank must call it.
+fn load_state(
+    ready: &mut UninitializedTrainer,
+    memory: &HostMemory,
+    state: &CompleteState,
+    (data_digest, reason): (&str, Option<String>),
+    events: &mut EventSink,
+) -> std::result::Result<ResumePoint, LoadError> {
+    let queue = ready.trainer.engine.queue().clone();
+    let opened = memory.open_state(&queue, state)?.map(|c| ReadableCheckpoint::HostLocal(Box::new(c)));
+    let opened = require_readable(ready, opened)?;
+    let origin = ResumeOrigin { source: ResumeSource::Memory, reason };
+    load_opened(ready, &opened, &state.path(), data_digest, origin, events)
+}
+
+/// Formats the reason why the newest states are not used: the problems of states after `step`, or
+/// of all states without a step. Returns `None` if there are none.
+fn format_reason(problems: &[(u64, String)], step: Option<u64>) -> Option<String> {
+    let mut newer: Vec<&(u64, String)> = problems.iter().filter(|(at, _)| Some(*at) >= step).collect();
+    newer.sort_by_key(|(at, _)| std::cmp::Reverse(*at));
+    newer.dedup_by_key(|(at, _)| *at);
+    let texts: Vec<String> = newer
+        .iter()
+        .take(MAX_LISTED_STATES)
+        .map(|(at, problem)| format!("step {at} in memory is not used: {problem}"))
+        .collect();
+    (!texts.is_empty()).then(|| texts.join("; "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reason_names_the_newest_states_that_are_not_used() {
+        let problems = [(7, "a".to_owned()), (9, "b".to_owned()), (8, "c".to_owned())];
+        assert_eq!(format_reason(&problems, Some(10)), None);
+        assert_eq!(format_reason(&problems, Some(9)).as_deref(), Some("step 9 in memory is not used: b"));
+        let both = "step 9 in memory is not used: b; step 8 in memory is not used: c";
+        assert_eq!(format_reason(&problems, None).as_deref(), Some(both));
+    }
+}
