@@ -66,7 +66,9 @@ pub(crate) fn format_table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |c: usize| rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..columns).map(width).collect();
-    let padded = |(cell, width): (&String, &usize)| format!("{cell:<width$}");
+    // The width of a format string is limited to 65,535.
+    let pad = |cell: &str, width: usize| " ".repeat(width.saturating_sub(cell.chars().count()));
+    let padded = |(cell, width): (&String, &usize)| format!("{cell}{}", pad(cell, *width));
     let line = |row: &Vec<String>| row.iter().zip(&widths).map(padded).collect::<Vec<_>>().join("  ");
     rows.iter().map(|row| line(row).trim_end().to_owned() + "\n").collect()
 }

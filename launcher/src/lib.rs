@@ -47,7 +47,7 @@ use cmd::{
 };
 use debuglog::Filter;
 use diagnostic::{Diagnostic, codes::command};
-use jobspec::{env, hide_secret_values};
+use jobspec::{env, hide_secret_arguments};
 use protocol::{event::EventSchema, preflight::Preflight};
 use report::command_output;
 use std::ffi::OsString;
@@ -62,9 +62,10 @@ pub fn main(
     run_gpu_check: RunGpuCheck,
 ) -> u8 {
     let args: Vec<OsString> = args.collect();
-    let command_line = args.iter().map(|a| hide_secret_values(&a.to_string_lossy())).collect();
+    let words: Vec<_> = args.iter().map(|argument| argument.to_string_lossy()).collect();
+    let command_line = hide_secret_arguments(&words);
     // SAFETY: this process has no other thread yet.
-    unsafe { process_arguments::hide_secret_arguments() };
+    unsafe { process_arguments::overwrite_secret_arguments() };
     let Cli { command, json, verbose, json_schema } = match cli::parse_command_line(args.into_iter()) {
         ParsedArgs::Command(cli) => *cli,
         ParsedArgs::Print(text) => {

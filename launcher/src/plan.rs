@@ -74,7 +74,7 @@ pub struct Attempt {
 /// The largest number of workers on a host.
 const MAX_WORKERS_PER_HOST: u32 = 1024;
 /// The largest number of workers of a job.
-const MAX_WORKERS: u32 = 1 << 20;
+pub(crate) const MAX_WORKERS: u32 = 1 << 20;
 
 /// Plans an attempt of `job` on `hosts`. Ranks follow the order of the hosts.
 ///

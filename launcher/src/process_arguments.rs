@@ -1,7 +1,7 @@
 //! Hides secrets in the arguments of this process, which other users of the machine see in lists of
 //! processes.
-use jobspec::hide_secret_values;
-use std::{ffi::OsString, fs, os::unix::ffi::OsStringExt};
+use jobspec::{hide_secret_arguments, is_value_of_secret};
+use std::fs;
 
 /// Overwrites the values of secret variables in the arguments of this process with `*`, so that
 /// `/proc/PID/cmdline` does not show them any more. The arguments of std change, too. Does nothing
@@ -9,31 +9,30 @@ use std::{ffi::OsString, fs, os::unix::ffi::OsStringExt};
 ///
 /// # Safety
 /// No other thread may read the arguments of the process during the call.
-pub(crate) unsafe fn hide_secret_arguments() {
+pub(crate) unsafe fn overwrite_secret_arguments() {
     let Some((start, length)) = find_argument_memory() else { return };
     let area = std::ptr::with_exposed_provenance_mut::<u8>(start);
     // SAFETY: the kernel placed the arguments there, on the stack of the main thread, for the life
     // of the process. No other thread reads them.
     let area = unsafe { std::slice::from_raw_parts_mut(area, length) };
-    for argument in area.split_mut(|byte| *byte == 0) {
-        hide_in_place(argument);
-    }
+    hide_in_place(area);
 }
 
-/// Overwrites the end of an argument with `*`, beginning with the first secret value in it. Does
-/// nothing if the argument contains no secret value.
-fn hide_in_place(argument: &mut [u8]) {
-    let hidden = hide_secret_argument(OsString::from_vec(argument.to_vec())).into_vec();
-    if let Some(from) = argument.iter().zip(&hidden).position(|(a, b)| a != b) {
-        argument[from..].fill(b'*');
-    }
-}
-
-/// Returns a copy of an argument in which `*` replaces the values of secret variables.
-pub(crate) fn hide_secret_argument(argument: OsString) -> OsString {
-    match hide_secret_values(&argument.to_string_lossy()) {
-        hidden if hidden == argument.to_string_lossy() => argument,
-        hidden => hidden.into(),
+/// Overwrites each argument from the first difference on that contains the value of a secret
+/// variable or option. `area` contains the arguments, each followed by a zero byte.
+fn hide_in_place(area: &mut [u8]) {
+    let words: Vec<String> =
+        area.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned()).collect();
+    let hidden = hide_secret_arguments(&words);
+    for (i, argument) in area.split_mut(|byte| *byte == 0).enumerate() {
+        let difference = words[i].bytes().zip(hidden[i].bytes()).position(|(a, b)| a != b);
+        let is_hidden = words[i] != hidden[i];
+        // Invalid UTF-8 is longer in `words` than in the argument.
+        let from = difference.unwrap_or(hidden[i].len()).min(argument.len());
+        let from = if is_value_of_secret(&words, i) { 0 } else { from };
+        if is_hidden {
+            argument[from..].fill(b'*');
+        }
     }
 }
 
@@ -59,6 +58,9 @@ mod tests {
             (&b"--set=run.env.HF_TOKEN=abc"[..], &b"--set=run.env.HF_TOKEN=***"[..]),
             (b"run.env.HF_TOKEN=\xff\xc3\xa9", b"run.env.HF_TOKEN=***"),
             (b"train.steps=5", b"train.steps=5"),
+            (b"prog\0--token\0abc\0x\0", b"prog\0--token\0***\0x\0"),
+            (b"--token\0\xff*a", b"--token\0***"),
+            (b"--api-key=ab\0", b"--api-key=**\0"),
             (b"", b""),
         ] {
             let mut bytes = argument.to_vec();

@@ -15,7 +15,7 @@ pub(crate) use atomic_file::{read_private_file, write_atomically};
 pub(crate) use controller_proof::open_controller;
 pub(crate) use process_identity::ProcessHandle;
 pub(crate) use registry::{
-    LossReason, Run, RunState, list_runs, load_run, load_run_in_directory, record_end, register_run,
-    register_takeover,
+    LossReason, Run, RunState, list_runs, load_run, load_run_in_directory, parse_run_record, record_end,
+    register_run, register_takeover,
 };
 pub(crate) use select::{RunFilter, select_run};

@@ -11,9 +11,9 @@ use globset::{Glob, GlobMatcher};
 use jobspec::{
     EnvSource, JobSpec, RunSpec,
     env::{USER_OVERRIDABLE, is_device_variable, looks_secret},
-    is_reserved_variable,
+    hide_secret_arguments, is_reserved_variable, read_input_file,
 };
-use std::{env, ffi::OsString, fmt, fs::File, io::Read, path::Path};
+use std::{env, ffi::OsString, fmt, path::Path};
 
 /// The text that is printed and stored in place of a secret value.
 pub(crate) const REDACTED: &str = "***";
@@ -82,7 +82,7 @@ pub(crate) fn resolve_secret_variables(run: &RunSpec) -> Result<SecretVariables,
 }
 
 /// Returns a copy of the job that may be printed and stored. In the copy, [`REDACTED`] replaces
-/// values of `run.env` whose names suggest a secret.
+/// values of `run.env` and of options in `run.command` whose names suggest a secret.
 pub(crate) fn redact_job(job: &JobSpec) -> JobSpec {
     let mut redacted = job.clone();
     for (name, value) in &mut redacted.run.env {
@@ -90,6 +90,7 @@ pub(crate) fn redact_job(job: &JobSpec) -> JobSpec {
             REDACTED.clone_into(value);
         }
     }
+    redacted.run.command = redacted.run.command.map(|words| hide_secret_arguments(&words));
     redacted
 }
 
@@ -158,9 +159,7 @@ fn read_value_file(name: &str, path: &Path) -> diagnostic::Result<String> {
         let message = format!("`{name}` has no value: {file} {reason}");
         Diagnostic::error(host::ENV_VALUE_INVALID, message).with_field("file", file.as_str())
     };
-    let mut bytes = Vec::new();
-    let read = File::open(path).and_then(|f| f.take(MAX_VALUE_BYTES + 3).read_to_end(&mut bytes));
-    read.map_err(|error| {
+    let bytes = read_input_file(path, MAX_VALUE_BYTES + 2).map_err(|error| {
         let message = format!("`{name}` has no value: cannot read {file}");
         Diagnostic::error(job::JOB_ENV_VALUE_MISSING, message)
             .with_field("file", file.as_str())

@@ -28,10 +28,14 @@ const SECRETS: [&str; 6] = [
 const JOB: &str = "\
 name: secrets
 run:
-  command: [sh, -c, 'env > got; : > started; while [ ! -e done ]; do sleep 0.05; done; exit 3']
+  command: [sh, -c, 'env > got; : > started; while [ ! -e done ]; do sleep 0.05; done; exit 3', x, --key-token, sesame-argument-77]
   pass_env: ['PASSED_*']
   env: {LITERAL_TOKEN: sesame-of-job-72, A: {from_file: token.txt}, B: {from_env: LAUNCH_TEST_KEY}}
 ";
+
+/// A secret that the user gives to the program as an argument. Lists of processes show it in the
+/// arguments of the workers.
+const SECRET_ARGUMENT: &str = "sesame-argument-77";
 
 /// The files of the user that contain the secrets.
 const FILES_WITH_SECRETS: [&str; 3] = ["got", "job.yaml", "token.txt"];
@@ -50,7 +54,7 @@ fn wait_until(name: &str, mut condition: impl FnMut() -> bool) {
 #[track_caller]
 fn assert_no_secret(place: &str, text: &[u8]) {
     let text = String::from_utf8_lossy(text);
-    for secret in SECRETS {
+    for secret in SECRETS.into_iter().chain([SECRET_ARGUMENT]) {
         assert!(!text.contains(secret), "{place} contains {secret}: {text}");
     }
 }
@@ -61,10 +65,13 @@ fn assert_no_secret_in_processes() {
     for entry in fs::read_dir("/proc").unwrap().flatten() {
         // A process may end meanwhile.
         let read = |name: &str| fs::read(entry.path().join(name)).unwrap_or_default();
-        assert_no_secret(&entry.path().display().to_string(), &read("cmdline"));
         // The user gave two of the secrets to launch in its environment. Workers have all of them.
         let environment = String::from_utf8_lossy(&read("environ")).into_owned();
-        if !environment.split('\0').any(|variable| variable.starts_with("RANK=")) {
+        if environment.split('\0').any(|variable| variable.starts_with("RANK=")) {
+            let command_line = String::from_utf8_lossy(&read("cmdline")).replace(SECRET_ARGUMENT, "");
+            assert_no_secret(&entry.path().display().to_string(), command_line.as_bytes());
+        } else {
+            assert_no_secret(&entry.path().display().to_string(), &read("cmdline"));
             for secret in [SECRETS[0], SECRETS[1], SECRETS[4], SECRETS[5]] {
                 assert!(!environment.contains(secret), "{}: {environment}", entry.path().display());
             }
@@ -73,7 +80,7 @@ fn assert_no_secret_in_processes() {
 }
 
 #[test]
-fn secrets_that_are_given_in_six_ways_appear_nowhere_else() {
+fn secrets_that_are_given_in_seven_ways_appear_nowhere_else() {
     for detached in [false, true] {
         let job_dir = JobDirectory::new();
         fs::write(job_dir.path("job.yaml"), JOB).unwrap();
@@ -127,6 +134,36 @@ fn secrets_that_are_given_in_six_ways_appear_nowhere_else() {
     }
 }
 
+/// The arguments of a program on the command line of launch are hidden there, and launch warns.
+#[test]
+fn a_secret_argument_of_a_program_is_stored_nowhere() {
+    for detached in [false, true] {
+        let job_dir = JobDirectory::new();
+        let program = ": > started; while [ ! -e done ]; do sleep 0.05; done";
+        let mut args = vec!["run", "--json"];
+        args.extend(detached.then_some("--detach"));
+        args.extend(["--", "sh", "-c", program, "x", "--key-token", SECRET_ARGUMENT]);
+        let mut command = job_dir.launch_command(&args);
+        command.env("LAUNCH_LOG", "trace").stdout(Stdio::piped()).stderr(Stdio::piped());
+        let child = command.spawn().unwrap();
+        wait_until("the program runs", || job_dir.path("started").exists());
+        assert_no_secret_in_processes();
+        fs::write(job_dir.path("done"), "").unwrap();
+        let text = output_to_text(&child.wait_with_output().unwrap());
+        assert!(text.contains("job-secret-in-file"), "{text}");
+        assert_no_secret("the output", text.as_bytes());
+        wait_until("the run ends", || {
+            let text = |file: &String| fs::read_to_string(job_dir.path(file)).unwrap_or_default();
+            let files = list_files_below(&job_dir.path(""));
+            files.iter().any(|file| file.ends_with("events.jsonl") && text(file).contains("\"done\""))
+        });
+        for file in list_files_below(&job_dir.path("")) {
+            assert_no_secret(&file, &fs::read(job_dir.path(&file)).unwrap());
+        }
+        assert_no_secret("ps", output_to_text(&job_dir.run_launch(&["ps", "--json"])).as_bytes());
+    }
+}
+
 /// Returns the only run directory of the job `secrets`.
 fn find_run_dir(job_dir: &JobDirectory) -> std::path::PathBuf {
     fs::read_dir(job_dir.path("runs/secrets")).unwrap().next().unwrap().unwrap().path()
@@ -175,6 +212,75 @@ fn stop_signals_no_process_that_a_planted_record_names() {
     assert_eq!(victim.try_wait().unwrap(), None, "the process runs");
     victim.kill().unwrap();
     victim.wait().unwrap();
+}
+
+/// A record with the largest values, and a journal and a log with unprintable characters.
+#[test]
+fn records_and_logs_with_extreme_values_are_listed_in_time() {
+    let job_dir = JobDirectory::new();
+    let make_run = |run: &str, name: &str, world: u64| {
+        let run_dir = job_dir.path("runs/job").join(run);
+        fs::create_dir_all(run_dir.join("logs")).unwrap();
+        let record = json!({
+            "version": 1, "run": run, "name": name, "run_dir": run_dir, "world": world, "began_ms": u64::MAX,
+            "command": ["\u{1b}]0;t\u{7}"], "controller_timeout_ms": u64::MAX,
+            "by": {"host": "another", "boot": "b", "pid": u32::MAX, "started": u64::MAX},
+        });
+        fs::write(run_dir.join("run.json"), record.to_string()).unwrap();
+        let journal = json!({"event": "done", "exit_code": 0, "seconds": 1e308, "time": -1e308, "schema": 2});
+        fs::write(run_dir.join("events.jsonl"), format!("{journal}\n\u{9b}2J\u{202e}\n")).unwrap();
+        fs::write(run_dir.join("logs/rank-0.log"), "\u{1b}[31mred\u{1b}]0;t\u{7}\u{9b}2J\u{202e}\n").unwrap();
+    };
+    make_run("extreme", "job", 1 << 20);
+    make_run("too-many", "job", u64::from(u32::MAX));
+    make_run("long-name", &"n".repeat(70_000), 1);
+    make_run("unprintable\u{1b}", "job", 1);
+    let began = Instant::now();
+    let listed = output_to_text(&job_dir.run_launch(&["ps"]));
+    assert!(listed.contains("extreme"), "{listed}");
+    for rejected in ["too-many", "long-name", "unprintable"] {
+        assert!(!listed.contains(rejected), "{listed}");
+    }
+    for args in [&["ps", "--json"][..], &["logs"], &["events"], &["events", "--json"], &["stop"]] {
+        let text = output_to_text(&job_dir.run_launch(args));
+        let is_color = |rest: &str| rest.starts_with("[31m") || rest.starts_with("[0m");
+        let is_clean = text.split('\u{1b}').skip(1).all(is_color);
+        assert!(is_clean && !text.contains(['\u{7}', '\u{9b}', '\u{202e}']), "{args:?}: {text:?}");
+    }
+    assert!(began.elapsed() < WAIT_LIMIT, "{:?}", began.elapsed());
+    let raw = job_dir.run_launch(&["logs", "--raw"]).stdout;
+    assert!(String::from_utf8_lossy(&raw).contains("\u{1b}]0;t\u{7}"), "the bytes of the log");
+}
+
+/// A pipe in place of a file that launch reads must not block a command.
+#[test]
+fn pipes_in_place_of_files_do_not_block() {
+    let job_dir = JobDirectory::new();
+    let make_pipe = |name: &str| {
+        let path = job_dir.path(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    };
+    for name in ["pipe.yaml", "hosts", "model/config.json", "c.json"] {
+        make_pipe(name);
+    }
+    fs::write(job_dir.path("a.txt"), "a b c").unwrap();
+    let hosts = "name: a\nrun: {command: ['true']}\ncluster: {hosts: {file: hosts}}\n";
+    fs::write(job_dir.path("hosts.yaml"), hosts).unwrap();
+    let model = "name: a\ntrain: {model: {from: model}, data: {files: [a.txt], tokenizer: bytes, seq_len: 2}, \
+                 batch: {global: 1, micro: 1}, optimizer: {lr: 1}, steps: 1}\n";
+    fs::write(job_dir.path("model.yaml"), model).unwrap();
+    for (args, code) in [
+        (&["plan", "pipe.yaml"][..], "job-file-unreadable"),
+        (&["plan", "hosts.yaml"], "hostfile-unreadable"),
+        (&["plan", "model.yaml"], "model-config-unreadable"),
+        (&["import", "deepspeed", "c.json"], "import-invalid"),
+    ] {
+        let began = Instant::now();
+        let text = output_to_text(&job_dir.run_launch(args));
+        assert!(text.contains(code), "{args:?}: {text}");
+        assert!(began.elapsed() < WAIT_LIMIT, "{args:?}: {:?}", began.elapsed());
+    }
 }
 
 #[test]

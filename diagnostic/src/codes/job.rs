@@ -196,9 +196,9 @@ codes! {
         remedy: "Remove the variable and use the key that the message names.",
     }
     JOB_SECRET_IN_FILE: Job = "job-secret-in-file" {
-        summary: "`run.env` sets a variable with the name of a secret to a value in the job file. This is a warning.",
-        cause: "The name ends with `_KEY`, or contains a word such as `TOKEN`, `SECRET` or `PASSWORD`.",
-        remedy: "Use `{from_env: NAME}` or `{from_file: path}`, so that no file of the run contains the value.",
+        summary: "The value of a variable in `run.env`, or of an option in `run.command`, has the name of a secret. This is a warning.",
+        cause: "The name ends with `_KEY`, or contains a word such as `TOKEN`, `SECRET` or `PASSWORD`. Every user can list arguments.",
+        remedy: "Pass the secret in `run.env`, with `{from_env: NAME}` or `{from_file: path}`, so that no file contains the value.",
     }
 
     JOB_ENV_VALUE_MISSING: Job = "job-env-value-missing" {

@@ -13,6 +13,7 @@ use crate::{
         decoder::JobDecoder,
         info::{Condition, Rule},
     },
+    secret_text::find_secret_option,
     spec::{
         checkpoint::ResumeFrom,
         cluster::{CommBackend, DeviceSelection},
@@ -125,8 +126,8 @@ fn check_devices(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Warns about secrets in the job: variables of `run.env` whose names look secret, and whose values
-/// are written in the job.
+/// Warns about variables of `run.env` and arguments of `run.command` that look like secrets and
+/// whose values the job contains.
 fn check_secrets(d: &mut JobDecoder, job: &JobSpec) {
     for (name, _) in job.run.env.iter().filter(|(name, value)| looks_secret(name) && !value.is_empty()) {
         d.report_warning(
@@ -136,6 +137,17 @@ fn check_secrets(d: &mut JobDecoder, job: &JobSpec) {
             &format!(
                 "use `{name}: {{from_env: {name}}}` or `{{from_file: path}}`; plans show the value as `***`"
             ),
+        );
+    }
+    if let Some(option) = job.run.command.as_deref().and_then(find_secret_option) {
+        d.report_warning(
+            codes::JOB_SECRET_IN_FILE,
+            "run.command",
+            format!(
+                "the value of `{option}` looks like a secret, and every user of a host can list arguments"
+            ),
+            "pass the secret in `run.env`, with `{from_env: NAME}` or `{from_file: path}`; plans show the \
+             argument as `***`",
         );
     }
 }

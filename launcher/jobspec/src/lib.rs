@@ -11,6 +11,7 @@ mod deprecated;
 pub mod env;
 pub mod hosts;
 pub mod ids;
+mod input_file;
 mod key_json;
 mod keys;
 mod load;
@@ -24,12 +25,13 @@ mod spec;
 mod table;
 mod yaml;
 
+pub use input_file::read_input_file;
 pub use keys::info::{Condition, KeyDefault, KeyInfo, Rule};
 pub use load::{JobSource, load_job};
 pub use reference::update_reference;
 pub use reload::{ReloadChanges, ReloadTrain, ReloadValues, compare_jobs, list_key_values};
 pub use schema::build_schema;
-pub use secret_text::hide_secret_values;
+pub use secret_text::{hide_secret_arguments, hide_secret_values, is_value_of_secret};
 pub use spec::{
     checkpoint::{CheckpointSpec, MemoryCopySpec, ResumeFrom, ResumeSpec, RngPolicy, SaveInterval},
     cluster::{

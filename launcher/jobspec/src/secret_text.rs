@@ -1,4 +1,5 @@
-//! [`hide_secret_values`]: hides the values of secret variables in text that is printed or stored.
+//! [`hide_secret_values`] and [`hide_secret_arguments`]: hide secrets in text and in command lines that
+//! are printed or stored.
 use crate::env::looks_secret;
 
 /// The prefix of an override's path that sets an environment variable of the job.
@@ -7,9 +8,66 @@ const ENV_PATH: &str = "run.env.";
 /// key of job.yaml contains one of them.
 const LOWER_CASE_PARTS: [&str; 6] = ["secret", "password", "passwd", "api_key", "private_key", "credential"];
 
+/// Ends of the names of options whose values are secrets.
+const SECRET_OPTION_ENDS: [&str; 8] =
+    ["TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "CREDENTIALS", "_KEY"];
+/// Ends of the names of options that name a token of a tokenizer.
+const TOKENIZER_OPTION_ENDS: [&str; 10] = [
+    "BOS_TOKEN",
+    "CLS_TOKEN",
+    "EOD_TOKEN",
+    "EOS_TOKEN",
+    "IMAGE_TOKEN",
+    "MASK_TOKEN",
+    "PAD_TOKEN",
+    "SEP_TOKEN",
+    "STOP_TOKEN",
+    "UNK_TOKEN",
+];
+/// The text that replaces an argument that is a secret.
+const HIDDEN_ARGUMENT: &str = "***";
+
+/// Returns a copy of a command line without secrets: without the values of options such as
+/// `--token`, and of variables such as `HF_TOKEN=value`. Only names are examined.
+pub fn hide_secret_arguments<S: AsRef<str>>(words: &[S]) -> Vec<String> {
+    let hide = |(i, word): (usize, &S)| match is_value_of_secret(words, i) {
+        true => HIDDEN_ARGUMENT.to_owned(),
+        false => hide_secret_values(word.as_ref()),
+    };
+    words.iter().enumerate().map(hide).collect()
+}
+
+/// Returns the name of an option in a command line whose value is a secret, if there is one.
+pub(crate) fn find_secret_option<S: AsRef<str>>(words: &[S]) -> Option<&str> {
+    let position = (0..words.len()).find(|&i| {
+        let word = words[i].as_ref();
+        is_value_of_secret(words, i + 1) || (word.starts_with('-') && hide_secret_values(word) != *word)
+    });
+    position.map(|i| words[i].as_ref().split('=').next().unwrap_or_default())
+}
+
+/// Returns whether the word at this position is the value of the option before it, and a secret.
+pub fn is_value_of_secret<S: AsRef<str>>(words: &[S], position: usize) -> bool {
+    let Some(word) = words.get(position) else { return false };
+    let option = position.checked_sub(1).map(|before| words[before].as_ref());
+    option.is_some_and(is_secret_option) && is_secret_argument(word.as_ref())
+}
+
+/// Returns whether a word is an option whose value is a secret, such as `--api-key`.
+fn is_secret_option(word: &str) -> bool {
+    let name = word.trim_start_matches('-').replace('-', "_").to_ascii_uppercase();
+    let ends_with_any = |ends: &[&str]| ends.iter().any(|end| name.ends_with(end));
+    word.starts_with('-') && ends_with_any(&SECRET_OPTION_ENDS) && !ends_with_any(&TOKENIZER_OPTION_ENDS)
+}
+
+/// Returns whether a word can be a secret: not another option, a variable or a placeholder.
+fn is_secret_argument(word: &str) -> bool {
+    !word.is_empty() && !word.starts_with("--") && !word.starts_with(['$', '{'])
+}
+
 /// Replaces each character of a value by `*` if the value follows a name that suggests a secret, as
-/// in `HF_TOKEN: value` or `--set=run.env.HF_TOKEN=value`. Recognizes the syntax of a line of YAML,
-/// of an override and of an option. The columns of other text stay the same.
+/// in `HF_TOKEN: value`, `--set=run.env.HF_TOKEN=value` or `--token value`. Recognizes the syntax of
+/// a line of YAML, of an override and of an option. The columns of other text stay the same.
 pub fn hide_secret_values(text: &str) -> String {
     let mut hidden = String::with_capacity(text.len());
     let mut rest = text;
@@ -18,12 +76,20 @@ pub fn hide_secret_values(text: &str) -> String {
         rest = &rest[name_start..];
         let name_end = rest.find(|c| !is_name_character(c)).unwrap_or(rest.len());
         let is_secret = is_secret_name(&rest[..name_end], hidden.ends_with(ENV_PATH));
+        let is_option = is_secret_option(&rest[..name_end]);
         hidden.push_str(&rest[..name_end]);
         rest = &rest[name_end..];
-        let Some(value_start) = find_value(rest).filter(|_| is_secret) else { continue };
+        let value_start = match is_option {
+            true => find_option_value(rest),
+            false => find_value(rest).filter(|_| is_secret),
+        };
+        let Some(value_start) = value_start else { continue };
         hidden.push_str(&rest[..value_start]);
         rest = &rest[value_start..];
-        let value_end = find_value_end(rest, hidden.contains('{'));
+        let value_end = match is_option {
+            true => rest.find([',', ' ', '"', '\'', ']', '\n']).unwrap_or(rest.len()),
+            false => find_value_end(rest, hidden.contains('{')),
+        };
         hidden.extend(rest[..value_end].chars().map(|_| '*'));
         rest = &rest[value_end..];
     }
@@ -55,6 +121,17 @@ fn find_value(text: &str) -> Option<usize> {
     is_value.then_some(text.len() - value.len())
 }
 
+/// Returns the position of the value in the text after the name of an option, as in `--token=value`,
+/// `--token value`, `[--token, value]` and `["--token", "value"]`.
+fn find_option_value(text: &str) -> Option<usize> {
+    let value = match text.strip_prefix('=') {
+        Some(value) => value,
+        None => text.trim_start_matches(['"', '\'']).trim_start_matches([',', ' ']),
+    };
+    let value = value.trim_start_matches(['"', '\'']);
+    (value.len() < text.len() && is_secret_argument(value)).then_some(text.len() - value.len())
+}
+
 /// Returns the end of the value at the start of `text`. In a flow mapping, a plain value ends
 /// before the next separator.
 fn find_value_end(text: &str, in_mapping: bool) -> usize {
@@ -84,12 +161,29 @@ mod tests {
             ("run.env={HF_TOKEN: x, B: y}", "run.env={HF_TOKEN: *, B: y}"),
             ("run={env: {HF_TOKEN: x}}", "run={env: {HF_TOKEN: *}}"),
             ("--api-key=x", "--api-key=*"),
+            ("--token=x", "--token=*"),
+            ("sh -c 'prog --hf-token abc -v'", "sh -c 'prog --hf-token *** -v'"),
+            ("command: [prog, --token, abc, -v]", "command: [prog, --token, ***, -v]"),
+            ("command: [\"--db-password\", \"abc\"]", "command: [\"--db-password\", \"***\"]"),
             ("db_password: \"it\" # 1", "db_password: **** # 1"),
             ("HF_TOKEN: 'unclosed", "HF_TOKEN: *********"),
             ("HF_TOKEN: a\nB: c", "HF_TOKEN: *\nB: c"),
         ] {
             assert_eq!(hide_secret_values(text), expected);
         }
+    }
+
+    #[test]
+    fn values_of_secret_options_are_hidden_in_command_lines() {
+        let words =
+            ["prog", "--token", "abc", "--lr", "0.1", "HF_TOKEN=x", "--api_key=y", "--password", "--v"];
+        let expected =
+            ["prog", "--token", "***", "--lr", "0.1", "HF_TOKEN=*", "--api_key=*", "--password", "--v"];
+        assert_eq!(hide_secret_arguments(&words), expected);
+        assert_eq!(find_secret_option(&words), Some("--token"));
+        assert_eq!(find_secret_option(&words[3..]), Some("--api_key"));
+        assert_eq!(find_secret_option(&["prog", "--token", "$X", "--secret"]), None);
+        assert_eq!(find_secret_option::<&str>(&[]), None);
     }
 
     #[test]
@@ -106,6 +200,13 @@ mod tests {
             "HF_TOKEN",
             "HF_TOKEN:",
             "cluster.ssh.identity_file=/key",
+            "--token",
+            "--token $HF_TOKEN",
+            "--token --verbose",
+            "--eos-token </s>",
+            "--max-tokens 5",
+            "--tokenizer path",
+            "prog --token='{resume}'",
             "é ü",
         ] {
             assert_eq!(hide_secret_values(text), text);

@@ -7,8 +7,9 @@ use jobspec::{
         HostAddress, HostSlots, HostfileEntry, HostfileError, MAX_HOSTFILE, MAX_HOSTS, filter_hosts,
         parse_hostfile, parse_hosts,
     },
+    read_input_file,
 };
-use std::{fs::File, io::Read, path::Path};
+use std::path::Path;
 
 /// A host of the job, with its slots.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -102,13 +103,12 @@ pub(crate) fn read_hostfile(file: &Path) -> diagnostic::Result<String> {
         let diagnostic = Diagnostic::error(codes::HOSTFILE_UNREADABLE, message);
         diagnostic.with_subject("cluster.hosts").with_field("file", path.as_str())
     };
-    let mut text = String::new();
-    let read = File::open(file).and_then(|f| f.take(MAX_HOSTFILE as u64 + 1).read_to_string(&mut text));
-    read.map_err(|error| unreadable(format!("cannot read the hostfile {path}")).with_cause(&error))?;
-    if text.len() > MAX_HOSTFILE {
+    let bytes = read_input_file(file, MAX_HOSTFILE as u64)
+        .map_err(|error| unreadable(format!("cannot read the hostfile {path}")).with_cause(&error))?;
+    if bytes.len() > MAX_HOSTFILE {
         return Err(unreadable(format!("the hostfile {path} is larger than 4 MiB")));
     }
-    Ok(text)
+    String::from_utf8(bytes).map_err(|_| unreadable(format!("the hostfile {path} is not UTF-8 text")))
 }
 
 /// Parses the text of a hostfile. The error contains the first [`MAX_REPORTED`] mistakes. Messages

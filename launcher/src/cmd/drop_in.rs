@@ -24,14 +24,14 @@ use crate::{
 };
 use clap::Args;
 use diagnostic::{Category, Diagnostic, codes::command};
-use jobspec::{Document, DocumentSyntax, env};
+use jobspec::{Document, DocumentSyntax, env, read_input_file};
 use original_program::{find_python, run_original};
 use protocol::control::HostInventory;
 use std::{
     collections::BTreeMap,
     ffi::{OsStr, OsString},
-    fs::{self, File, OpenOptions},
-    io::{Read, Write},
+    fs::{self, OpenOptions},
+    io::Write,
     path::{Path, PathBuf},
 };
 
@@ -249,13 +249,12 @@ fn read_variable_file(path: &Path) -> diagnostic::Result<String> {
         let message = format!("{problem} {}", path.display());
         Diagnostic::error(command::IMPORT_VALUE_INVALID, message).with_category(Category::Usage)
     };
-    let mut text = String::new();
-    let read = File::open(path).and_then(|f| f.take(MAX_VARIABLE_FILE_BYTES + 1).read_to_string(&mut text));
-    read.map_err(|error| rejected("cannot read").with_cause(&error))?;
-    if text.len() as u64 > MAX_VARIABLE_FILE_BYTES {
+    let bytes = read_input_file(path, MAX_VARIABLE_FILE_BYTES)
+        .map_err(|error| rejected("cannot read").with_cause(&error))?;
+    if bytes.len() as u64 > MAX_VARIABLE_FILE_BYTES {
         return Err(rejected("a file of variables has more than 1 MiB:"));
     }
-    Ok(text)
+    String::from_utf8(bytes).map_err(|_| rejected("a file of variables is not UTF-8 text:"))
 }
 
 /// Returns whether a command line of `deepspeed` requests a file with the process id. Returns

@@ -50,6 +50,9 @@ pub(crate) struct LogsArgs {
     /// Only lines of the last DURATION, such as 30s, 10m or 2h; accurate to about a second
     #[arg(long, value_name = "DURATION", value_parser = parse_duration_ms)]
     since: Option<u64>,
+    /// Print control characters, which can change the terminal and its content
+    #[arg(long)]
+    raw: bool,
 }
 
 /// The limit of ranks in a list such as `0-3,7`. Every rank must be less than the limit.
@@ -88,6 +91,8 @@ struct LogViewer<'a> {
     follow: bool,
     /// Whether each printed line begins with the rank that wrote the line.
     prefix: bool,
+    /// Whether control characters of the lines are printed.
+    raw: bool,
     followers: BTreeMap<Rank, LineFollower>,
     out: String,
     /// Whether the process that reads the stdout of `launch logs` has closed the pipe.
@@ -123,6 +128,7 @@ impl<'a> LogViewer<'a> {
             pattern,
             since_ms: args.since.map_or(0, |ms| read_unix_time_ms().saturating_sub(ms)),
             follow: args.follow,
+            raw: args.raw,
             followers: BTreeMap::new(),
             out: String::new(),
             reader_gone: false,
@@ -232,7 +238,7 @@ impl<'a> LogViewer<'a> {
     /// stdout. Returns whether there may be more lines.
     fn collect_lines(&mut self, rank: Rank) -> diagnostic::Result<bool> {
         let Some(follower) = self.followers.get_mut(&rank) else { return Ok(false) };
-        let (out, pattern, prefix) = (&mut self.out, &self.pattern, self.prefix);
+        let (out, pattern, prefix, raw) = (&mut self.out, &self.pattern, self.prefix, self.raw);
         let more = follower.read_lines(&mut |line| {
             if pattern.as_ref().is_some_and(|p| !p.is_match(line)) {
                 return;
@@ -241,11 +247,7 @@ impl<'a> LogViewer<'a> {
                 out.push_str(&format!("[rank {rank}] "));
             }
             let text = String::from_utf8_lossy(line);
-            out.push_str(&if command_output::stdout_is_terminal() {
-                filter_colored_text(&text)
-            } else {
-                text.into_owned()
-            });
+            out.push_str(&if raw { text.into_owned() } else { filter_colored_text(&text) });
             out.push('\n');
         });
         let more = more.map_err(|e| unreadable_log_error(follower.path(), &e))?;

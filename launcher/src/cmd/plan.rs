@@ -14,7 +14,7 @@ use diagnostic::{
     Diagnostic, Location,
     quantity::{format_bytes, format_count},
 };
-use jobspec::{EnvSource, ids::RunId};
+use jobspec::{EnvSource, hide_secret_arguments, ids::RunId};
 use protocol::{
     control::{HostPlan, WorkerPlan},
     preflight::{MemoryEstimate, Preflight},
@@ -68,7 +68,7 @@ pub(crate) fn render_json(p: &PreparedJob) -> Value {
                 "threads": w.threads,
                 "env": env_to_json(&complete_env(p, w)),
                 "workdir": w.workdir,
-                "command": w.command,
+                "command": w.command.as_deref().map(hide_secret_arguments),
                 "log": w.log,
                 "memory": memory(w.rank).map(|m| json!({
                     "total": m.total,
@@ -128,7 +128,9 @@ pub(crate) fn render_text(p: &PreparedJob) -> String {
     };
     _ = writeln!(text, "job {}: {workers} on {hosts}", p.job.name);
     match &p.job.run.command {
-        Some(command) => _ = writeln!(text, "command: {}", quote_shell_words(command)),
+        Some(command) => {
+            _ = writeln!(text, "command: {}", quote_shell_words(&hide_secret_arguments(command)))
+        }
         None => _ = writeln!(text, "command: built-in training"),
     }
     _ = writeln!(text, "workdir: {}", p.job.run.workdir.display());

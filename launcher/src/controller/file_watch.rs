@@ -1,9 +1,12 @@
 //! Watches files that a user may edit while the job runs, and reports their changed content.
 //!
 //! [`ChangeWatcher`] wakes the watch. Changes that it does not report are found by polling.
-use crate::change_watcher::{ChangeWatcher, WatchTarget};
+use crate::{
+    change_watcher::{ChangeWatcher, WatchTarget},
+    private_files::open_regular_file,
+};
 use std::{
-    fs::{self, File},
+    fs,
     io::{self, Read},
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
@@ -160,11 +163,11 @@ fn read_text(path: &Path, limit: u64) -> Result<String, FileReadError> {
         io::ErrorKind::NotFound => FileReadError::Missing,
         _ => FileReadError::Io(error.to_string()),
     };
-    let file = File::open(path).map_err(io_error)?;
-    // Reading a named pipe would wait for its writer.
-    if !file.metadata().map_err(io_error)?.is_file() {
+    // The open and the read of a named pipe would wait for its writer.
+    if !fs::metadata(path).map_err(io_error)?.is_file() {
         return Err(FileReadError::NotAFile);
     }
+    let file = open_regular_file(path).map_err(io_error)?;
     let mut bytes = Vec::new();
     file.take(limit + 1).read_to_end(&mut bytes).map_err(io_error)?;
     if bytes.len() as u64 > limit {

@@ -24,8 +24,12 @@ use serde::Serialize;
 use std::{
     fs::File,
     io,
+    mem::replace,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
     time::{Duration, Instant, SystemTime},
 };
@@ -74,6 +78,9 @@ pub(super) struct Journal {
     next_mark: Instant,
     /// The time at which the reported stall began; `None` if no stall is reported.
     stalled_since: Option<Instant>,
+    /// Whether the journal's file no longer has a name, because a user has deleted it.
+    is_deleted: Arc<AtomicBool>,
+    is_deletion_reported: bool,
 }
 
 /// The receiver of the reports that the journal has stored: the newest report of each stream.
@@ -159,6 +166,8 @@ impl Journal {
             next_sync: Instant::now(),
             next_mark: Instant::now() + MARK_INTERVAL,
             stalled_since: None,
+            is_deleted: Arc::default(),
+            is_deletion_reported: false,
         };
         Ok((journal, receiver))
     }
@@ -234,9 +243,22 @@ impl Journal {
         });
     }
 
+    /// Sets the modification time of the journal to the present, and finds out whether the file was
+    /// deleted.
+    fn mark_as_used(&self) {
+        let (path, is_deleted) = (self.run_dir.join(journal_files::EVENTS_FILE), self.is_deleted.clone());
+        self.run_in_background(move || match File::options().append(true).open(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                is_deleted.store(true, Ordering::Release);
+                Ok(())
+            }
+            opened => opened?.set_modified(SystemTime::now()),
+        });
+    }
+
     /// Performs what is due: requests a sync, marks the journal as used, and finds out whether the
-    /// disk stalls. Returns a notice for the user when a stall begins or ends. The caller calls
-    /// this function about once a second.
+    /// disk stalls. Returns a notice for the user when a stall begins or ends, or when the journal
+    /// was deleted. The caller calls this function about once a second.
     pub(super) fn tick(&mut self) -> Option<String> {
         let busy = self.thread.busy_time();
         if self.is_dirty && Instant::now() >= self.next_sync && busy < SYNC_INTERVAL {
@@ -244,9 +266,14 @@ impl Journal {
         }
         if Instant::now() >= self.next_mark && busy < SYNC_INTERVAL {
             self.next_mark = Instant::now() + MARK_INTERVAL;
-            let path = self.run_dir.join(journal_files::EVENTS_FILE);
-            let mark = move || File::options().append(true).open(&path)?.set_modified(SystemTime::now());
-            self.run_in_background(mark);
+            self.mark_as_used();
+        }
+        if self.is_deleted.load(Ordering::Acquire) && !replace(&mut self.is_deletion_reported, true) {
+            let directory = self.run_dir.display();
+            return Some(format!(
+                "the run directory {directory} was deleted; the job continues, but its events are lost, and \
+                 `launch ps` does not list the run"
+            ));
         }
         let error = self.error.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let is_stalled = error.is_some() || busy >= STALL_REPORT_DELAY;
@@ -337,6 +364,25 @@ mod tests {
             peak_rss: 3,
             exposed_comm_s: 0.0,
         }
+    }
+
+    #[test]
+    fn a_deleted_run_directory_is_reported_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let run_dir = dir.path().join("run");
+        let (mut journal, _stored) = Journal::create(&build_plan(&run_dir), &[]).unwrap();
+        let mut tick = || {
+            journal.next_mark = Instant::now();
+            let before = journal.tick();
+            assert!(journal.thread.flush(Duration::from_secs(60)));
+            before.or(journal.tick())
+        };
+        assert_eq!(tick(), None);
+        fs::remove_dir_all(&run_dir).unwrap();
+        let notice = tick().expect("a notice");
+        assert!(notice.contains("was deleted"), "{notice}");
+        assert_eq!(tick(), None);
+        assert!(!run_dir.exists(), "the file is not created again");
     }
 
     #[test]

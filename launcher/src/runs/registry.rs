@@ -2,7 +2,7 @@
 use super::{atomic_file::write_atomically, process_identity::ProcessIdentity};
 use crate::{
     clock::read_unix_time_ms,
-    plan::Plan,
+    plan::{MAX_WORKERS, Plan},
     private_files::{create_private_dir, identify_file, open_own_file, truncate_private_file},
 };
 use jobspec::env;
@@ -26,6 +26,10 @@ const MAX_RECORD_BYTES: u64 = 256 << 10;
 /// How often an invalid `run.json` is read. A controller that takes over a run replaces the file,
 /// and a file that is being replaced looks like that of another run.
 const MAX_RECORD_READS: usize = 3;
+/// The longest ID of a run in a record, in bytes.
+const MAX_ID_BYTES: usize = 128;
+/// The longest name of a job in a record, in bytes.
+const MAX_NAME_BYTES: usize = 128;
 /// The largest number of links to records in the state directory. The links of the oldest ended
 /// runs are removed first.
 const MAX_RECORDS: usize = 500;
@@ -210,10 +214,25 @@ fn read_record_once(file: &Path) -> Option<RunRecord> {
     let (mut bytes, opened) = (Vec::new(), open_own_file(file).ok()?);
     let identity = identify_file(&opened.metadata().ok()?);
     opened.take(MAX_RECORD_BYTES).read_to_end(&mut bytes).ok()?;
-    let record: RunRecord = serde_json::from_slice(&bytes).ok()?;
+    let record = parse_run_record(&bytes)?;
     let in_run_dir = fs::metadata(record.run_dir.join("run.json"));
     let is_of_run = in_run_dir.is_ok_and(|metadata| identify_file(&metadata) == identity);
-    (record.version == RECORD_VERSION && record.run_dir.is_absolute() && is_of_run).then_some(record)
+    is_of_run.then_some(record)
+}
+
+/// Parses the text of a `run.json`. Returns `None` if the text is invalid, has another version than
+/// [`RECORD_VERSION`], or has values that no controller writes: the ID is part of file names, the
+/// path of the run directory is absolute, and the number of workers is limited.
+pub(crate) fn parse_run_record(text: &[u8]) -> Option<RunRecord> {
+    let record: RunRecord = serde_json::from_slice(text).ok()?;
+    let is_id_character = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_');
+    let is_id = (1..=MAX_ID_BYTES).contains(&record.run.len()) && record.run.chars().all(is_id_character);
+    let is_valid = record.version == RECORD_VERSION
+        && is_id
+        && record.name.len() <= MAX_NAME_BYTES
+        && (1..=MAX_WORKERS).contains(&record.world)
+        && record.run_dir.is_absolute();
+    is_valid.then_some(record)
 }
 
 /// Determines the state and the last step of a recorded run from the controller's process and the

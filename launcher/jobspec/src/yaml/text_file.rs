@@ -1,7 +1,8 @@
 //! Reads the text of a job file or of another program's file, within limits.
 use super::{source_map::SourceMap, tree::SourceSpan, value_error::ValueError};
+use crate::input_file::read_input_file;
 use diagnostic::{Code, Diagnostic, Location, codes::job as codes};
-use std::{io::Read as _, path::Path};
+use std::path::Path;
 
 /// The largest size of a job file, in bytes.
 pub const MAX_JOB: u64 = 1 << 20;
@@ -32,10 +33,8 @@ pub(crate) fn read_limited_file(path: &Path, name: &str, what: &str) -> diagnost
     if metadata.len() > MAX_JOB {
         return Err(too_large_error(name, what, metadata.len()));
     }
-    let mut bytes = Vec::new();
     // The length in the metadata is not reliable for pipes and growing files.
-    let file = std::fs::File::open(path).map_err(cannot_read)?;
-    file.take(MAX_JOB + 1).read_to_end(&mut bytes).map_err(cannot_read)?;
+    let bytes = read_input_file(path, MAX_JOB).map_err(cannot_read)?;
     if bytes.len() as u64 > MAX_JOB {
         return Err(too_large_error(name, what, bytes.len() as u64));
     }

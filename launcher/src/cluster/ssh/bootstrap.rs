@@ -403,19 +403,26 @@ fn build_command(script: &str) -> String {
 /// The shell command that sets `d` to the directory of cached executables.
 const SET_CACHE_DIR: &str = "d=${XDG_CACHE_HOME:-$HOME/.cache}/launch/bin";
 
+/// The number of days after its last use at which a cached executable is removed. The next copy of
+/// another executable removes it.
+const CACHE_DAYS: u32 = 30;
+
 /// Builds the script that starts the executable, which then prints `MARKER agent`. If the host
-/// lacks the executable, the script prints `MARKER missing MACHINE`.
+/// lacks the executable, the script prints `MARKER missing MACHINE`. The modification time of the
+/// executable becomes the time of its last use.
 fn build_run_script(marker: &str, hash: &str) -> String {
     let local = std::env::consts::ARCH;
     format!(
         "{SET_CACHE_DIR}; f=$d/{hash}; m=$(uname -m); \
-         if [ \"$m\" = {local} ] && [ -x \"$f\" ]; then exec \"$f\" agent --marker {marker}; fi; \
+         if [ \"$m\" = {local} ] && [ -x \"$f\" ]; then \
+         touch -c \"$f\" 2> /dev/null; exec \"$f\" agent --marker {marker}; fi; \
          echo; echo {marker} missing \"$m\""
     )
 }
 
 /// Builds the script that prints `MARKER ready`, reads the executable from stdin, and prints
-/// `MARKER done` or `MARKER fail STEP CODE`.
+/// `MARKER done` or `MARKER fail STEP CODE`. Removes executables that were not used for
+/// [`CACHE_DAYS`].
 fn build_copy_script(marker: &str, hash: &str, size: u64) -> String {
     let fail = |step: &str| format!("{{ c=$?; rm -f \"$t\"; echo; echo {marker} fail {step} $c; exit 1; }}");
     let (directory, write, short, run, wrong, place) =
@@ -425,7 +432,8 @@ fn build_copy_script(marker: &str, hash: &str, size: u64) -> String {
          mkdir -p \"$d\" || {directory}; : > \"$t\" || {write}; echo; echo {marker} ready; \
          cat > \"$t\" || {write}; [ $(wc -c < \"$t\") -eq {size} ] || {short}; \
          chmod 700 \"$t\" || {write}; h=$(\"$t\" agent --own-hash) || {run}; \
-         [ \"$h\" = {hash} ] || {wrong}; mv -f \"$t\" \"$f\" || {place}; echo; echo {marker} done"
+         [ \"$h\" = {hash} ] || {wrong}; mv -f \"$t\" \"$f\" || {place}; \
+         find \"$d\" -type f -mtime +{CACHE_DAYS} -exec rm -f {{}} + 2> /dev/null; echo; echo {marker} done"
     )
 }
 
@@ -479,6 +487,14 @@ mod tests {
         }
         assert_eq!(run_copy_script(home.path(), program, program.len()).0, "done");
         assert_eq!(files(), 1);
+        // Executables that were not used for long are removed.
+        for (name, days) in [("old", 32), ("recent", 28)] {
+            let file = std::fs::File::create(cache.join(name)).expect("a file");
+            let age = std::time::Duration::from_secs(days * 24 * 60 * 60);
+            file.set_modified(std::time::SystemTime::now() - age).expect("changed");
+        }
+        assert_eq!(run_copy_script(home.path(), program, program.len()).0, "done");
+        assert!(cache.join("recent").exists() && cache.join("HASH").exists() && !cache.join("old").exists());
         std::fs::write(home.path().join("file"), "").expect("a file");
         let (answer, stderr) = run_copy_script(&home.path().join("file"), program, program.len());
         assert_eq!(classify_copy_failure(&answer, &stderr).code, host::EXECUTABLE_CACHE_UNWRITABLE);
