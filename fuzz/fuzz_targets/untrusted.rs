@@ -4,7 +4,9 @@
 #![no_main]
 use std::{
     alloc::{GlobalAlloc, Layout, System, handle_alloc_error},
-    env,
+    env, fs,
+    path::PathBuf,
+    process::exit,
     sync::LazyLock,
 };
 
@@ -39,7 +41,7 @@ static ALLOCATOR: LimitedAllocator = LimitedAllocator;
 type Target = fn(&[u8]);
 
 /// The fuzz targets, each with its name. `fuzz/run` reads the names from these lines.
-const TARGETS: [(&str, Target); 17] = [
+const TARGETS: [(&str, Target); 33] = [
     ("adapter_config", |bytes| drop(ckpt::untrusted::parse_adapter_config(bytes))),
     ("dcp_metadata", |bytes| drop(ckpt::untrusted::parse_dcp_metadata(bytes))),
     ("manifest", |bytes| drop(ckpt::untrusted::parse_manifest(bytes))),
@@ -48,15 +50,31 @@ const TARGETS: [(&str, Target); 17] = [
     ("pickle", |bytes| drop(ckpt::untrusted::parse_pickle(bytes))),
     ("safetensors", |bytes| drop(ckpt::untrusted::parse_safetensors(bytes))),
     ("torch_file", |bytes| drop(ckpt::untrusted::parse_torch_file(bytes))),
+    ("trainer_state", |bytes| drop(ckpt::untrusted::parse_trainer_state(bytes))),
+    ("weight_index", |bytes| drop(ckpt::untrusted::parse_weight_index(bytes))),
     ("zip", |bytes| drop(ckpt::untrusted::parse_zip(bytes))),
+    ("abort_reason", |bytes| drop(comm::untrusted::parse_abort_reason(bytes))),
+    ("rank_frames", |bytes| drop(comm::untrusted::parse_control_frames(bytes))),
+    ("rank_handshake", |bytes| drop(comm::untrusted::parse_handshake(bytes))),
+    ("accelerate", |bytes| drop(launcher::untrusted::parse_accelerate_config(bytes))),
     ("control", |bytes| drop(launcher::untrusted::parse_control_stream(bytes))),
+    ("deepspeed", |bytes| drop(launcher::untrusted::parse_deepspeed_config(bytes))),
     ("encrypted", |bytes| drop(launcher::untrusted::parse_encrypted_connection(bytes))),
     ("host_list", |bytes| drop(launcher::untrusted::parse_host_list(bytes))),
     ("hostfile", |bytes| drop(launcher::untrusted::parse_hostfile(bytes))),
     ("invitation", |bytes| drop(launcher::untrusted::parse_invitation(bytes))),
     ("job", |bytes| drop(launcher::untrusted::parse_job(bytes))),
+    ("journal", |bytes| drop(launcher::untrusted::parse_journal(bytes))),
+    ("run_record", |bytes| drop(launcher::untrusted::parse_run_record(bytes))),
     ("slurm", |bytes| drop(launcher::untrusted::parse_allocation_variables(bytes))),
+    ("socket_answer", |bytes| drop(launcher::untrusted::parse_socket_answer(bytes))),
     ("store", |bytes| drop(launcher::untrusted::parse_store_requests(bytes))),
+    ("chat_template", |bytes| drop(worker::untrusted::interpret_chat_template(bytes))),
+    ("model_config", |bytes| drop(worker::untrusted::parse_model_config(bytes))),
+    ("parquet", |bytes| drop(worker::untrusted::interpret_parquet(bytes))),
+    ("record", |bytes| drop(worker::untrusted::parse_record(bytes))),
+    ("sandbox_replies", |bytes| drop(worker::untrusted::parse_sandbox_replies(bytes))),
+    ("tokenizer", |bytes| drop(worker::untrusted::interpret_tokenizer(bytes))),
 ];
 
 /// The target that `FUZZ_TARGET` names.
@@ -65,4 +83,26 @@ static TARGET: LazyLock<Target> = LazyLock::new(|| {
     TARGETS.iter().find(|(target, _)| *target == name).expect("a name of TARGETS").1
 });
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| TARGET(bytes));
+/// Runs the roles of this executable other than fuzzing, and then ends the process: the sandbox
+/// process, which has no environment variables, and `write-seeds DIR`, which writes the seeds that
+/// are not files of a corpus.
+fn run_other_role() {
+    let mut arguments = env::args().skip(1);
+    match arguments.next().as_deref() {
+        Some(worker::SANDBOX_ROLE) => exit(worker::run_sandbox().into()),
+        Some("write-seeds") => {
+            let directory = PathBuf::from(arguments.next().expect("a directory"));
+            let streams = launcher::untrusted::create_control_streams();
+            for (name, bytes) in streams.into_iter().chain(comm::untrusted::create_seeds()) {
+                fs::write(directory.join(name), bytes).expect("a writable directory");
+            }
+            exit(0);
+        }
+        _ => {}
+    }
+}
+
+libfuzzer_sys::fuzz_target!(
+    init: run_other_role(),
+    |bytes: &[u8]| TARGET(bytes)
+);

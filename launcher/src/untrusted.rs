@@ -3,9 +3,14 @@
 //!
 //! Each function runs one parser and returns the parser's first error. No parser may panic, loop
 //! forever, or use more memory than the parser's limits allow.
-use jobspec::hosts::{self, HostSlots};
+use crate::import::{self, ImportOptions, ImportedJob};
+use jobspec::{
+    Document, DocumentSyntax, JobSource,
+    hosts::{self, HostSlots},
+};
 use protocol::{
-    control::{FromAgent, FromWorker, ToAgent, ToWorker},
+    control::{ExitStatus, FromAgent, FromWorker, HostInventory, PROTOCOL_VERSION, ToAgent, ToWorker},
+    event::{EventSchema, TimedEvent},
     frame::{self, FrameError, HEADER_BYTES},
 };
 use serde::{Serialize, de::DeserializeOwned};
@@ -28,6 +33,35 @@ pub fn parse_control_stream(bytes: &[u8]) -> ParseResult {
     ];
     // A stream is valid if its frames parse as one of the message types.
     parsers.iter().map(|parse| parse(bytes)).reduce(|one, other| one.or(other)).unwrap_or(Ok(()))
+}
+
+/// Creates valid streams of an agent and of a controller, from which fuzzing of
+/// [`parse_control_stream`] starts. They are not files, because they change with the messages.
+pub fn create_control_streams() -> [(&'static str, Vec<u8>); 2] {
+    let inventory = HostInventory { host: "n1".into(), cpus: vec![0, 1], ..HostInventory::default() };
+    let exited = FromAgent::Exited {
+        attempt: 0,
+        rank: 1,
+        pid: 2,
+        status: ExitStatus::Signal(11, true),
+        oom: false,
+        tail: vec!["last".into()],
+        error: None,
+        gpu: None,
+    };
+    let agent = [
+        FromAgent::Hello { version: PROTOCOL_VERSION, pid: 77, stream: 5, inventory },
+        exited,
+        FromAgent::Heartbeat,
+    ];
+    let kill = ToAgent::Kill { attempt: 0, reason: "a peer failed".into(), grace_ms: 5, stacks: false };
+    let controller = [ToAgent::Hello { version: PROTOCOL_VERSION, terms: None }, kill, ToAgent::Heartbeat];
+    [("agent.control", encode_frames(&agent)), ("controller.control", encode_frames(&controller))]
+}
+
+/// Encodes messages as a sequence of frames. Leaves out messages that are too long.
+fn encode_frames(messages: &[impl Serialize]) -> Vec<u8> {
+    messages.iter().filter_map(|message| frame::encode_frame(message).ok()).flatten().collect()
 }
 
 /// Parses a sequence of frames of the message type `T`, and encodes each message again.
@@ -78,7 +112,7 @@ pub fn parse_allocation_variables(bytes: &[u8]) -> ParseResult {
 /// the two jobs differ.
 pub fn parse_job(bytes: &[u8]) -> ParseResult {
     let load = |text: String| {
-        let source = jobspec::JobSource::Text { name: "job.yaml".to_owned(), text };
+        let source = JobSource::Text { name: "job.yaml".to_owned(), text };
         jobspec::load_job(source, &[]).map_err(take_first_error)
     };
     let (spec, ..) = load(str::from_utf8(bytes)?.to_owned())?;
@@ -92,6 +126,52 @@ pub fn parse_job(bytes: &[u8]) -> ParseResult {
 /// `tests/corpus` are examples.
 pub fn parse_store_requests(bytes: &[u8]) -> ParseResult {
     Ok(crate::rendezvous::serve_untrusted_clients(bytes)?)
+}
+
+/// Converts a configuration of Accelerate to a job, which must be a valid one.
+pub fn parse_accelerate_config(bytes: &[u8]) -> ParseResult {
+    let document = Document::parse("config.yaml", str::from_utf8(bytes)?, DocumentSyntax::Yaml)?;
+    let converted = import::convert_accelerate_config(&document, &ImportOptions::default());
+    check_imported_job(converted.map_err(take_first_error)?)
+}
+
+/// Converts a configuration of DeepSpeed to a job, which must be a valid one.
+pub fn parse_deepspeed_config(bytes: &[u8]) -> ParseResult {
+    let document = Document::parse("config.json", str::from_utf8(bytes)?, DocumentSyntax::Json)?;
+    let converted = import::convert_deepspeed_config(&document, None, &ImportOptions::default());
+    check_imported_job(converted.map_err(take_first_error)?)
+}
+
+/// Loads the job that an import printed. Panics if the job is not valid, because launch wrote it.
+fn check_imported_job(imported: ImportedJob) -> ParseResult {
+    let source = JobSource::Text { name: "job.yaml".to_owned(), text: imported.job };
+    match jobspec::load_job(source, &[]) {
+        Ok(_) => Ok(()),
+        Err(errors) => panic!("an imported job is rejected: {errors:?}"),
+    }
+}
+
+/// Parses the `run.json` of a run directory.
+pub fn parse_run_record(bytes: &[u8]) -> ParseResult {
+    match crate::runs::parse_run_record(bytes) {
+        Some(_) => Ok(()),
+        None => Err("not a record of a run".into()),
+    }
+}
+
+/// Parses the lines of a journal, and formats each event as text and in both schemas. Panics if an
+/// event cannot be parsed again.
+pub fn parse_journal(bytes: &[u8]) -> ParseResult {
+    for line in str::from_utf8(bytes)?.lines() {
+        let event = TimedEvent::from_json(line)?;
+        drop(crate::report::format_event(&event.event));
+        for schema in [EventSchema::V1, EventSchema::V2] {
+            let again = event.to_json(schema)?;
+            TimedEvent::from_json(&again)
+                .unwrap_or_else(|error| panic!("a printed event is rejected: {error}: {again}"));
+        }
+    }
+    Ok(())
 }
 
 /// Parses an answer of the kernel about the owner of a socket, which the rendezvous store requests.

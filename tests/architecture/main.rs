@@ -3,7 +3,9 @@
 //!
 //! A commit that changes a rule also changes the rule here or in the document, with the reason.
 mod crate_modules;
+mod dependencies;
 mod drawings;
+mod fuzz_targets;
 mod graph_tests;
 mod module_graph;
 mod path_resolution;

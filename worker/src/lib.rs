@@ -19,6 +19,7 @@ pub mod rng;
 pub mod runtime;
 pub mod stages;
 pub mod train;
+pub mod untrusted;
 pub mod zero;
 
 pub use data::{SANDBOX_ROLE, run_sandbox};

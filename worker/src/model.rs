@@ -31,6 +31,7 @@ pub use error::{ModelError, Result};
 pub use families::MODEL_FAMILIES;
 pub use family::ModelFamily;
 pub use micro_batch::MicroBatch;
+pub(crate) use model_builder::build_model_from_text;
 pub use model_builder::{
     ModelConfigSummary, build_model, build_model_with_router_losses, read_model_config_summary,
 };

@@ -2,10 +2,6 @@
 //! more memory than a fixed limit, whatever sizes the bytes claim.
 use crate::mutated_input::{self, MemoryMeter, SeededNumbers};
 use launcher::untrusted::ParseResult;
-use protocol::{
-    control::{ExitStatus, FromAgent, HostInventory, PROTOCOL_VERSION, ToAgent},
-    frame,
-};
 use std::path::Path;
 
 /// The limit on the memory for parsing a few kilobytes, in bytes.
@@ -20,7 +16,7 @@ const TOKENS: &[u8] = b"[]-,:@=&*!{}\n \t#\"'|%\0\xff\x80\xdd\xdf\xc6";
 type Parser = fn(&[u8]) -> ParseResult;
 
 /// The parsers, each with the extension of its files in the corpus.
-const PARSERS: [(&str, Parser); 7] = [
+const PARSERS: [(&str, Parser); 13] = [
     ("control", launcher::untrusted::parse_control_stream),
     ("hostfile", launcher::untrusted::parse_hostfile),
     ("hosts", launcher::untrusted::parse_host_list),
@@ -28,43 +24,20 @@ const PARSERS: [(&str, Parser); 7] = [
     ("job", launcher::untrusted::parse_job),
     ("store", launcher::untrusted::parse_store_requests),
     ("invitation", launcher::untrusted::parse_invitation),
+    ("record", launcher::untrusted::parse_run_record),
+    ("journal", launcher::untrusted::parse_journal),
+    ("netlink", launcher::untrusted::parse_socket_answer),
+    ("accelerate", launcher::untrusted::parse_accelerate_config),
+    ("deepspeed", launcher::untrusted::parse_deepspeed_config),
+    // This parser rejects every input, so that the corpus has no file for it.
+    ("encrypted", launcher::untrusted::parse_encrypted_connection),
 ];
-
-/// Returns two encoded streams of messages: those of an agent and those of a controller.
-fn encode_streams() -> [Vec<u8>; 2] {
-    let inventory = HostInventory { host: "n1".into(), cpus: vec![0, 1], ..HostInventory::default() };
-    let status = ExitStatus::Signal(11, true);
-    let exited = FromAgent::Exited {
-        attempt: 0,
-        rank: 1,
-        pid: 2,
-        status,
-        oom: false,
-        tail: vec!["last".into()],
-        error: None,
-        gpu: None,
-    };
-    let agent = [
-        FromAgent::Hello { version: PROTOCOL_VERSION, pid: 77, stream: 5, inventory },
-        exited,
-        FromAgent::Heartbeat,
-    ];
-    let kill = ToAgent::Kill { attempt: 0, reason: "a peer failed".into(), grace_ms: 5, stacks: false };
-    let controller = [ToAgent::Hello { version: PROTOCOL_VERSION, terms: None }, kill, ToAgent::Heartbeat];
-    [
-        agent.iter().flat_map(|m| frame::encode_frame(m).expect("encodable")).collect(),
-        controller.iter().flat_map(|m| frame::encode_frame(m).expect("encodable")).collect(),
-    ]
-}
 
 /// Returns the files in `tests/corpus` and further inputs that each parser accepts, by name.
 fn read_inputs() -> Vec<(String, Vec<u8>)> {
     let mut files = mutated_input::read_corpus(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus"));
-    let [agent, controller] = encode_streams();
-    files.push(("agent.control".into(), agent));
-    files.push(("controller.control".into(), controller));
-    let invitation = format!("launch-join-1 {} 127.0.0.1:7000 [::1]:7000\n", "0f".repeat(32));
-    files.push(("one.invitation".into(), invitation.into_bytes()));
+    let streams = launcher::untrusted::create_control_streams();
+    files.extend(streams.map(|(name, bytes)| (name.to_owned(), bytes)));
     files.sort();
     files
 }

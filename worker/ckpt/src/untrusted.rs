@@ -8,7 +8,7 @@ use crate::codec::torch_file::{TorchFile, copy_content};
 use crate::codec::{safetensors as header, zip as container};
 use crate::error::CkptError;
 use crate::layout::dcp;
-use crate::layout::hf::optimizer_state as state_dict;
+use crate::layout::hf::{companion_files, optimizer_state as state_dict, weights};
 use crate::layout::native::Manifest;
 use crate::save::output_record::GATHER_MARKER;
 use diagnostic::{Diagnostic, Result};
@@ -75,6 +75,16 @@ pub fn parse_adapter_config(bytes: &[u8]) -> Result<()> {
     crate::layout::peft::AdapterConfig::from_json(bytes)
         .map(|config| drop(config.to_json(None)))
         .map_err(report_rejected)
+}
+
+/// Parses the index of a model's shards, such as `model.safetensors.index.json`.
+pub fn parse_weight_index(bytes: &[u8]) -> Result<()> {
+    weights::parse_weight_map(bytes).map(drop).map_err(|reason| report_rejected(*reason))
+}
+
+/// Parses the `trainer_state.json` of HF Trainer.
+pub fn parse_trainer_state(bytes: &[u8]) -> Result<()> {
+    companion_files::parse_global_step(bytes).map(drop).map_err(|reason| report_rejected(*reason))
 }
 
 /// Parses the manifest of a native checkpoint after writing the matching hash into the text.

@@ -31,6 +31,7 @@ pub mod shm;
 pub mod staged;
 pub mod tcp;
 mod tree_sum;
+pub mod untrusted;
 
 pub use abort_reason::AbortReason;
 pub use call_error::{ArgumentError, CallMismatch, CallSummary, TransferUnit};

@@ -20,13 +20,17 @@ use std::ops::Range;
 
 mod communicator;
 mod connection_setup;
+mod control_frame;
 mod handshake;
 mod network_step;
 mod peer_monitor;
 mod rank_listener;
 mod topology;
+mod untrusted;
 
 pub use communicator::{TcpComm, TcpLimits};
+pub(crate) use untrusted::{create_seeds, parse_control_frames, parse_handshake};
+
 pub use rank_listener::{AbortHandle, GroupMember, GroupSpec, KEY_BYTES, RankListener};
 
 /// The largest size, in bytes, of an all-reduce that takes one network step, in which every rank

@@ -30,6 +30,9 @@ mod token_cache_builder;
 mod tokenizer;
 mod tokenizer_files;
 
+pub(crate) use interpreter::untrusted::{interpret_chat_template, interpret_parquet, interpret_tokenizer};
+pub(crate) use json_lines::{parse_chat_record, parse_text_record};
+
 pub use dataset::Dataset;
 pub use error::{
     CacheDamage, CacheOperation, ChatProblem, ChatTemplateProblem, DataError, InterpretationError,

@@ -4,7 +4,14 @@
 //! silently ignored.
 use super::error::{ModelError, Result};
 use serde_json::{Map, Value};
-use std::{cell::RefCell, collections::BTreeSet, fs::File, io::Read, path::Path};
+use std::{
+    cell::RefCell,
+    collections::BTreeSet,
+    fs::OpenOptions,
+    io::{self, Read},
+    os::unix::fs::OpenOptionsExt,
+    path::Path,
+};
 
 /// The largest config.json that is read, in bytes.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
@@ -59,20 +66,35 @@ const IGNORED_KEYS: &[&str] = &[
 ///
 /// # Errors
 ///
-/// Fails if the file cannot be read, is larger than [`MAX_CONFIG_BYTES`], or is not a JSON object.
+/// Fails if the file cannot be read, is not a regular file, is larger than [`MAX_CONFIG_BYTES`], or
+/// is not a JSON object.
 pub(super) fn read_hf_config(directory: &Path) -> Result<Map<String, Value>> {
     let path = directory.join("config.json");
     let unreadable = |source| ModelError::ConfigUnreadable { path: path.clone(), source };
-    let file = File::open(&path).map_err(unreadable)?;
+    // Without O_NONBLOCK, the open of a pipe waits for a writer.
+    let flags = libc::O_NONBLOCK | libc::O_NOCTTY;
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(&path).map_err(unreadable)?;
+    if !file.metadata().map_err(unreadable)?.is_file() {
+        return Err(unreadable(io::Error::other("not a regular file")));
+    }
     let mut text = Vec::new();
     file.take(MAX_CONFIG_BYTES + 1).read_to_end(&mut text).map_err(unreadable)?;
     if text.len() as u64 > MAX_CONFIG_BYTES {
         return Err(ModelError::ConfigTooLarge { path, max_bytes: MAX_CONFIG_BYTES });
     }
-    match serde_json::from_slice(&text) {
+    parse_hf_config(&text, &path)
+}
+
+/// Parses the text of a config.json. Errors name the file `path`.
+///
+/// # Errors
+///
+/// Fails if the text is not a JSON object.
+pub(super) fn parse_hf_config(text: &[u8], path: &Path) -> Result<Map<String, Value>> {
+    match serde_json::from_slice(text) {
         Ok(Value::Object(map)) => Ok(map),
-        Ok(_) => Err(ModelError::ConfigMalformed { path, source: None }),
-        Err(error) => Err(ModelError::ConfigMalformed { path, source: Some(error) }),
+        Ok(_) => Err(ModelError::ConfigMalformed { path: path.to_owned(), source: None }),
+        Err(error) => Err(ModelError::ConfigMalformed { path: path.to_owned(), source: Some(error) }),
     }
 }
 

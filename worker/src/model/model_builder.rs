@@ -4,7 +4,7 @@ use super::{
     error::{ModelError, Result},
     families::MODEL_FAMILIES,
     family::ModelFamily,
-    hf_config::{HfConfigFields, read_hf_config, set_dropout_rates, shorten_text},
+    hf_config::{HfConfigFields, parse_hf_config, read_hf_config, set_dropout_rates, shorten_text},
 };
 use jobspec::{ExpertsSpec, ModelSpec};
 use serde_json::{Map, Value};
@@ -72,6 +72,16 @@ pub fn build_model_with_router_losses(
     let mut model = build_model(spec, seq_len)?;
     model.set_router_losses(experts);
     Ok(model)
+}
+
+/// Builds the model of a config.json with this text, for sequences of at most `seq_len` tokens.
+///
+/// # Errors
+///
+/// Fails if the text is not a JSON object, or has unsupported keys or values.
+pub(crate) fn build_model_from_text(text: &[u8], seq_len: u32) -> Result<Model> {
+    let config = parse_hf_config(text, Path::new("config.json"))?;
+    find_model_family(&config)?.build_model(&config, seq_len as usize)
 }
 
 /// Builds the model of a job for sequences of at most `seq_len` tokens.

@@ -16,7 +16,7 @@ const OPCODES: &[u8] = b"(.0NKJMX}])tuedrqhjcRbQ\x81\x85\x94\x8a\x93";
 type ParseFn = fn(&[u8]) -> diagnostic::Result<()>;
 
 /// All parsers of untrusted input, by name.
-const PARSERS: [(&str, ParseFn); 9] = [
+const PARSERS: [(&str, ParseFn); 11] = [
     ("pickle", ckpt::untrusted::parse_pickle),
     ("zip", ckpt::untrusted::parse_zip),
     ("torch_file", ckpt::untrusted::parse_torch_file),
@@ -26,6 +26,8 @@ const PARSERS: [(&str, ParseFn); 9] = [
     ("manifest", ckpt::untrusted::parse_manifest),
     ("adapter_config", ckpt::untrusted::parse_adapter_config),
     ("output_record", ckpt::untrusted::parse_output_record),
+    ("trainer_state", ckpt::untrusted::parse_trainer_state),
+    ("weight_index", ckpt::untrusted::parse_weight_index),
 ];
 
 /// Returns the names and contents of the valid files in `tests/corpus`. Panics if there are fewer
@@ -74,6 +76,8 @@ fn unchanged_corpus_files_are_accepted() {
             Some("safetensors") => &[ckpt::untrusted::parse_safetensors],
             Some("adapter") => &[ckpt::untrusted::parse_adapter_config],
             Some("metadata") => &[ckpt::untrusted::parse_dcp_metadata],
+            Some("index") => &[ckpt::untrusted::parse_weight_index],
+            Some("trainer") => &[ckpt::untrusted::parse_trainer_state],
             Some("record") => &[ckpt::untrusted::parse_output_record],
             _ => &[ckpt::untrusted::parse_manifest],
         };

@@ -1,10 +1,10 @@
 //! [`PeerMonitor`]: detects dead peers, and carries heartbeats, farewells and aborts.
 //!
 //! Each pair of ranks on different hosts has a control connection in addition to its data
-//! connection, so that control frames pass while data is queued. A frame is a kind (u8), a length
-//! (u16, little-endian, at most [`MAX_REASON_BYTES`]) and that many bytes. One thread per rank
-//! reads the frames of all peers. A thread that aborts the group writes the abort frames itself and
-//! does not wait for the thread that reads.
+//! connection, so that control frames pass while data is queued. One thread per rank reads the
+//! frames of all peers. A thread that aborts the group writes the abort frames itself and does not
+//! wait for the thread that reads.
+use super::control_frame::{ControlFrame, FrameParse, MAX_FRAME_BYTES};
 use crate::{AbortReason, Comm, call::CollectiveCall, shm::ShmComm};
 use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
@@ -21,10 +21,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The largest size of an encoded abort reason in bytes. A longer text is cut.
-const MAX_REASON_BYTES: usize = 1024;
-/// Size of a frame's kind and length in bytes.
-const FRAME_HEADER_BYTES: usize = 3;
 /// The longest time between two checks of the host's shared memory for an abort. Polling is
 /// necessary, because an abort in shared memory makes no connection readable.
 const SHM_CHECK_INTERVAL: Duration = Duration::from_millis(50);
@@ -34,13 +30,6 @@ const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
 const FAREWELL_DELAY: Duration = Duration::from_millis(200);
 /// The number of heartbeats that are sent within the silence timeout.
 const HEARTBEATS_PER_TIMEOUT: u32 = 5;
-
-/// The kind of a frame without a body, which shows that the sending rank is alive.
-const HEARTBEAT_FRAME: u8 = 1;
-/// The kind of a frame whose body is an encoded abort reason.
-const ABORT_FRAME: u8 = 2;
-/// The kind of a frame that a rank sends before it leaves its group cleanly (a farewell).
-const FAREWELL_FRAME: u8 = 3;
 
 /// One rank's knowledge of its group's health: whether the group was aborted, which ranks have
 /// left, and when bytes of each peer last arrived. All threads of the rank share it.
@@ -116,15 +105,13 @@ impl GroupHealth {
         if let Some(shm) = self.shm.get() {
             shm.abort_with_reason(reason);
         }
-        self.send_to_peers(ABORT_FRAME, &reason.encode(MAX_REASON_BYTES));
+        self.send_to_peers(&ControlFrame::Abort(reason.clone()));
     }
 
     /// Writes a frame to every control connection, without blocking. If a connection cannot take
     /// the whole frame immediately, no later frame is written to that connection.
-    fn send_to_peers(&self, kind: u8, body: &[u8]) {
-        let mut frame = vec![kind];
-        frame.extend_from_slice(&(body.len() as u16).to_le_bytes());
-        frame.extend_from_slice(body);
+    fn send_to_peers(&self, frame: &ControlFrame) {
+        let frame = frame.encode();
         // If a buffer is full of heartbeats or a connection broke, the peer detects silence or the
         // end.
         lock_ignoring_poison(&self.senders)
@@ -170,7 +157,7 @@ impl GroupHealth {
 
     /// Leaves the group cleanly: sends farewells to all peers and makes the monitor thread end.
     pub(super) fn leave(&self) {
-        self.send_to_peers(FAREWELL_FRAME, &[]);
+        self.send_to_peers(&ControlFrame::Farewell);
         _ = self.leave_event.write(1);
     }
 }
@@ -180,7 +167,7 @@ impl GroupHealth {
 struct MonitoredPeer {
     rank: usize,
     stream: TcpStream,
-    buffer: [u8; FRAME_HEADER_BYTES + MAX_REASON_BYTES],
+    buffer: [u8; MAX_FRAME_BYTES],
     filled: usize,
     is_open: bool,
 }
@@ -211,11 +198,11 @@ impl PeerMonitor {
             senders.push((*rank, stream.try_clone()?));
         }
         drop(senders);
-        health.send_to_peers(HEARTBEAT_FRAME, &[]);
+        health.send_to_peers(&ControlFrame::Heartbeat);
         let peer = |(rank, stream)| MonitoredPeer {
             rank,
             stream,
-            buffer: [0; FRAME_HEADER_BYTES + MAX_REASON_BYTES],
+            buffer: [0; MAX_FRAME_BYTES],
             filled: 0,
             is_open: true,
         };
@@ -229,7 +216,7 @@ impl PeerMonitor {
         let mut next_heartbeat = Instant::now() + interval;
         loop {
             if Instant::now() >= next_heartbeat {
-                self.health.send_to_peers(HEARTBEAT_FRAME, &[]);
+                self.health.send_to_peers(&ControlFrame::Heartbeat);
                 next_heartbeat = Instant::now() + interval;
             }
             let timeout = next_heartbeat.saturating_duration_since(Instant::now());
@@ -285,7 +272,7 @@ impl PeerMonitor {
             let mut fds: Vec<PollFd> = self.peers.iter().filter(|p| p.is_open).map(to_poll_fd).collect();
             _ = poll(&mut fds, to_poll_timeout(deadline.saturating_duration_since(Instant::now())));
             for peer in self.peers.iter_mut().filter(|p| p.is_open) {
-                let mut discarded = [0; FRAME_HEADER_BYTES + MAX_REASON_BYTES];
+                let mut discarded = [0; MAX_FRAME_BYTES];
                 match peer.stream.read(&mut discarded) {
                     Ok(n) if n > 0 => {}
                     Err(e) if e.kind() == ErrorKind::WouldBlock => {}
@@ -337,21 +324,20 @@ impl MonitoredPeer {
 
     /// Handles the complete frames in the buffer. An invalid frame aborts the group.
     fn handle_frames(&mut self, health: &GroupHealth) {
-        while self.filled >= FRAME_HEADER_BYTES {
-            let len = u16::from_le_bytes([self.buffer[1], self.buffer[2]]) as usize;
-            if len > MAX_REASON_BYTES {
-                health.abort(&AbortReason::InvalidFrame { rank: self.rank, observer: health.rank });
-                self.is_open = false;
-                return;
-            }
-            let end = FRAME_HEADER_BYTES + len;
-            if self.filled < end {
-                return;
-            }
-            match self.buffer[0] {
-                ABORT_FRAME => health.abort(&AbortReason::decode(&self.buffer[FRAME_HEADER_BYTES..end])),
-                FAREWELL_FRAME => health.has_left[self.rank].store(true, SeqCst),
-                _ => {}
+        loop {
+            let (frame, end) = match ControlFrame::parse(&self.buffer[..self.filled]) {
+                FrameParse::Incomplete => return,
+                FrameParse::Invalid => {
+                    health.abort(&AbortReason::InvalidFrame { rank: self.rank, observer: health.rank });
+                    self.is_open = false;
+                    return;
+                }
+                FrameParse::Complete(frame, end) => (frame, end),
+            };
+            match frame {
+                ControlFrame::Abort(reason) => health.abort(&reason),
+                ControlFrame::Farewell => health.has_left[self.rank].store(true, SeqCst),
+                ControlFrame::Heartbeat | ControlFrame::Unknown(_) => {}
             }
             self.buffer.copy_within(end..self.filled, 0);
             self.filled -= end;

@@ -44,7 +44,7 @@ struct DataHandler {
 
 /// Interprets documents on all threads, with the loaded tokenizer and chat template.
 #[derive(Default)]
-struct DocumentInterpreter {
+pub(super) struct DocumentInterpreter {
     /// The loaded tokenizer. Without one, tokens are bytes.
     tokenizer: Option<LibraryTokenizer>,
     template: Option<CompiledTemplate>,
@@ -97,7 +97,7 @@ fn run_library<T>(bytes: usize, convert: impl FnOnce(String) -> T, work: impl Fn
 
 /// Returns the message for the last panic of a library.
 fn describe_panic() -> String {
-    format!("the library panicked: {}", take_panic_message())
+    format!("the library failed: {}", take_panic_message())
 }
 
 /// A document before tokenizing: its text, or the result of a document that is not tokenized.
@@ -148,7 +148,7 @@ impl DataHandler {
 
 impl DocumentInterpreter {
     /// Loads a tokenizer in place of the previous one.
-    fn load_tokenizer(&mut self, files: &[(&str, &str)]) -> LoadTokenizerReply {
+    pub(super) fn load_tokenizer(&mut self, files: &[(&str, &str)]) -> LoadTokenizerReply {
         let loaded = catch_unwind(|| LibraryTokenizer::load(files));
         let (tokenizer, reply) = loaded.unwrap_or_else(|_| {
             let problem = TokenizerProblem::InvalidTokenizerJson(describe_panic());
@@ -159,7 +159,11 @@ impl DocumentInterpreter {
     }
 
     /// Compiles a chat template in place of the previous one.
-    fn compile_template(&mut self, source: &str, special_tokens: &[(&str, &str)]) -> CompileTemplateReply {
+    pub(super) fn compile_template(
+        &mut self,
+        source: &str,
+        special_tokens: &[(&str, &str)],
+    ) -> CompileTemplateReply {
         let compiled = catch_unwind(|| CompiledTemplate::new(source, special_tokens));
         let panicked = |_| Err(describe_template_panic(describe_panic()));
         let compiled = compiled.unwrap_or_else(panicked);
@@ -179,7 +183,7 @@ impl DocumentInterpreter {
     }
 
     /// Renders and tokenizes documents on all threads.
-    fn interpret_documents<'a>(
+    pub(super) fn interpret_documents<'a>(
         &self,
         documents: &[Document<'a>],
         options: &DocumentOptions,

@@ -10,6 +10,7 @@ mod message;
 mod parquet_rows;
 mod template;
 mod tokenizer_library;
+pub(crate) mod untrusted;
 
 pub use client::SANDBOX_ROLE;
 pub(crate) use client::{Interpreter, InterpreterFailure, RequestStream, TemplateSource};
@@ -25,5 +26,7 @@ pub(crate) use {
     template::CompiledTemplate,
 };
 
+#[cfg(test)]
+mod speed_tests;
 #[cfg(test)]
 mod tests;

@@ -2,9 +2,9 @@
 //! trainer state and the RNG states.
 use crate::catalog::{ExternalFacts, GLOBALS, StatePart};
 use crate::codec::disk::Directory;
-use crate::codec::json::read_json_if_exists;
+use crate::codec::json::parse_object;
 use crate::codec::torch_file::TorchFile;
-use crate::error::{CkptError, Result};
+use crate::error::{CkptError, DamageReason, Result};
 use serde::Deserialize;
 use serde_json::Value as Json;
 
@@ -102,10 +102,19 @@ struct TrainerState {
 
 /// Reads `global_step` of `trainer_state.json`. Returns `None` if the directory has no such file.
 pub(crate) fn read_global_step(directory: &Directory) -> Result<Option<u64>> {
-    let state: Option<TrainerState> = read_json_if_exists(directory, TRAINER_STATE_FILE, TRAINER_MAX)?;
-    let Some(TrainerState { global_step }) = state else { return Ok(None) };
-    let missing = || CkptError::damaged(directory.path(), TRAINER_STATE_FILE, "no global_step");
-    global_step.map(Some).ok_or_else(missing)
+    if directory.file_size(TRAINER_STATE_FILE)?.is_none() {
+        return Ok(None);
+    }
+    let text = directory.read_file(TRAINER_STATE_FILE, TRAINER_MAX)?;
+    let damaged =
+        |reason: Box<DamageReason>| CkptError::damaged(directory.path(), TRAINER_STATE_FILE, *reason);
+    parse_global_step(&text).map(Some).map_err(damaged)
+}
+
+/// Parses the text of `trainer_state.json`. Returns `global_step`.
+pub(crate) fn parse_global_step(text: &[u8]) -> std::result::Result<u64, Box<DamageReason>> {
+    let TrainerState { global_step } = parse_object(text).map_err(DamageReason::from)?;
+    global_step.ok_or_else(|| Box::new("no global_step".into()))
 }
 
 /// Lists the names of the RNG state files in the directory, sorted.

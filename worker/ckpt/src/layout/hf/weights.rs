@@ -2,7 +2,7 @@
 //! or in shards with an index.
 use crate::catalog::{ExternalCheckpointBuilder, ExternalTensor, GLOBALS, TiedWeight};
 use crate::codec::disk::{Directory, is_plain_file_name};
-use crate::codec::json::{deserialize_map, read_json};
+use crate::codec::json::{deserialize_map, parse_object};
 use crate::codec::pickle::PickleView;
 use crate::codec::safetensors::{self, SafetensorsEntry};
 use crate::codec::torch_file::TensorView;
@@ -66,11 +66,20 @@ struct WeightIndex {
 
 /// Reads the index file `name`. Returns the name of the file that has each tensor, by tensor name.
 pub(crate) fn read_weight_map(directory: &Directory, name: &str) -> Result<BTreeMap<String, String>> {
-    let weight_map = read_json::<WeightIndex>(directory, name, INDEX_MAX)?.weight_map;
-    for tensor in weight_map.keys() {
-        check_tensor_name(tensor).map_err(|error| CkptError::damaged(directory.path(), name, error))?;
+    let text = directory.read_file(name, INDEX_MAX)?;
+    parse_weight_map(&text).map_err(|reason| CkptError::damaged(directory.path(), name, *reason))
+}
+
+/// Parses the text of an index file. Returns the name of the file that has each tensor, by tensor
+/// name.
+pub(crate) fn parse_weight_map(
+    text: &[u8],
+) -> std::result::Result<BTreeMap<String, String>, Box<DamageReason>> {
+    let index: WeightIndex = parse_object(text).map_err(DamageReason::from)?;
+    for tensor in index.weight_map.keys() {
+        check_tensor_name(tensor).map_err(DamageReason::from)?;
     }
-    Ok(weight_map)
+    Ok(index.weight_map)
 }
 
 /// Adds the tensors of all shards that the index file `index` lists to the builder.

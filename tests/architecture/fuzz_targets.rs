@@ -1,0 +1,37 @@
+//! Checks that fuzzing covers every reader of untrusted input.
+use crate::repository::{read_text, repository_root};
+use std::collections::BTreeSet;
+
+/// The modules with one function per reader, by the name of their crate.
+const READER_MODULES: [(&str, &str); 4] = [
+    ("ckpt", "worker/ckpt/src/untrusted.rs"),
+    ("comm", "worker/comm/src/untrusted.rs"),
+    ("launcher", "launcher/src/untrusted.rs"),
+    ("worker", "worker/src/untrusted.rs"),
+];
+/// The executable with the fuzz targets.
+const TARGETS_FILE: &str = "fuzz/fuzz_targets/untrusted.rs";
+
+/// Returns the names of the functions in `source` that read bytes.
+fn list_readers(source: &str) -> BTreeSet<&str> {
+    let name = |line: &'_ str| -> Option<usize> { line.find("(bytes: &[u8])") };
+    let functions = source.lines().filter_map(|line| line.strip_prefix("pub fn "));
+    functions.filter_map(|line| name(line).map(|end| &line[..end])).collect()
+}
+
+#[test]
+fn every_reader_of_untrusted_input_is_a_fuzz_target() {
+    let targets = read_text(&repository_root().join(TARGETS_FILE));
+    let mut readers_count = 0;
+    for (name, file) in READER_MODULES {
+        let source = read_text(&repository_root().join(file));
+        let readers = list_readers(&source);
+        assert!(readers.len() >= 3, "{file}: {readers:?}");
+        readers_count += readers.len();
+        for reader in readers {
+            let call = format!("{name}::untrusted::{reader}(bytes)");
+            assert!(targets.contains(&call), "{TARGETS_FILE} has no target that calls {call}");
+        }
+    }
+    assert_eq!(targets.matches("::untrusted::").count() - 2, readers_count, "each target calls a reader");
+}

@@ -1,0 +1,105 @@
+//! Frames of the control connections between ranks: heartbeats, aborts and farewells.
+//!
+//! A frame is a kind (u8), a length (u16, little-endian, at most [`MAX_REASON_BYTES`]) and that many
+//! bytes.
+use crate::AbortReason;
+
+/// The largest size of an encoded abort reason in bytes. A longer text is cut.
+const MAX_REASON_BYTES: usize = 1024;
+/// Size of a frame's kind and length in bytes.
+const HEADER_BYTES: usize = 3;
+/// The size of the longest frame in bytes.
+pub(super) const MAX_FRAME_BYTES: usize = HEADER_BYTES + MAX_REASON_BYTES;
+/// The number of a frame without a body, which shows that the sending rank is alive.
+const HEARTBEAT: u8 = 1;
+/// The number of a frame whose body is an encoded abort reason.
+const ABORT: u8 = 2;
+/// The number of a frame that a rank sends before it leaves its group cleanly.
+const FAREWELL: u8 = 3;
+
+/// A frame of a control connection.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum ControlFrame {
+    /// The sending rank is alive.
+    Heartbeat,
+    /// The sending rank has aborted the group.
+    Abort(AbortReason),
+    /// The sending rank leaves its group cleanly.
+    Farewell,
+    /// A frame of this kind, which only later versions send. It is ignored.
+    Unknown(u8),
+}
+
+/// The result of parsing the first frame in the bytes of a peer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum FrameParse {
+    /// A frame, and the number of its bytes.
+    Complete(ControlFrame, usize),
+    /// Further bytes of the frame must arrive.
+    Incomplete,
+    /// The frame is longer than any valid frame.
+    Invalid,
+}
+
+impl ControlFrame {
+    /// Encodes the frame.
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let (kind, body) = match self {
+            ControlFrame::Heartbeat => (HEARTBEAT, Vec::new()),
+            ControlFrame::Unknown(kind) => (*kind, Vec::new()),
+            ControlFrame::Abort(reason) => (ABORT, reason.encode(MAX_REASON_BYTES)),
+            ControlFrame::Farewell => (FAREWELL, Vec::new()),
+        };
+        let mut frame = vec![kind];
+        frame.extend_from_slice(&(body.len() as u16).to_le_bytes());
+        frame.extend_from_slice(&body);
+        frame
+    }
+
+    /// Parses the frame at the start of `bytes`.
+    pub(super) fn parse(bytes: &[u8]) -> FrameParse {
+        let Some(([kind, low, high], rest)) = bytes.split_first_chunk::<HEADER_BYTES>() else {
+            return FrameParse::Incomplete;
+        };
+        let length = usize::from(u16::from_le_bytes([*low, *high]));
+        if length > MAX_REASON_BYTES {
+            return FrameParse::Invalid;
+        }
+        let Some(body) = rest.get(..length) else { return FrameParse::Incomplete };
+        let frame = match *kind {
+            HEARTBEAT => ControlFrame::Heartbeat,
+            ABORT => ControlFrame::Abort(AbortReason::decode(body)),
+            FAREWELL => ControlFrame::Farewell,
+            kind => ControlFrame::Unknown(kind),
+        };
+        FrameParse::Complete(frame, HEADER_BYTES + length)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_round_trip_and_incomplete_ones_need_more_bytes() {
+        let abort = ControlFrame::Abort(AbortReason::from_request("disk full"));
+        for frame in [ControlFrame::Heartbeat, abort, ControlFrame::Farewell] {
+            let mut bytes = frame.encode();
+            let length = bytes.len();
+            assert!(length <= MAX_FRAME_BYTES);
+            for cut in 0..length {
+                assert_eq!(ControlFrame::parse(&bytes[..cut]), FrameParse::Incomplete, "{cut} of {length}");
+            }
+            bytes.push(9);
+            assert_eq!(ControlFrame::parse(&bytes), FrameParse::Complete(frame, length));
+        }
+    }
+
+    #[test]
+    fn long_frames_are_invalid_and_unknown_kinds_are_skipped() {
+        assert_eq!(ControlFrame::parse(&[ABORT, 1, 4]), FrameParse::Invalid);
+        assert_eq!(ControlFrame::parse(&[ABORT, 0xff, 0xff]), FrameParse::Invalid);
+        let unknown = [200, 2, 0, 1, 1, 7];
+        assert_eq!(ControlFrame::parse(&unknown), FrameParse::Complete(ControlFrame::Unknown(200), 5));
+    }
+}

@@ -1,0 +1,62 @@
+//! Parses the bytes of peers without connections, for fuzz targets and tests with untrusted input.
+use super::{
+    control_frame::{ControlFrame, FrameParse},
+    handshake::{
+        self, CHALLENGE_BYTES, ChallengeAnswer, ConnectionKind, HELLO_BYTES, RankIdentity, SECRET_BYTES,
+    },
+};
+use crate::{AbortReason, RejectReason};
+
+/// The rank that receives the bytes.
+const RECEIVER: u32 = 0;
+/// The rank that sends the bytes.
+const SENDER: u32 = 1;
+
+/// Returns the identity of a rank in the group of these functions.
+fn create_identity(rank: u32) -> RankIdentity {
+    RankIdentity { key: [7; SECRET_BYTES], run: [9; SECRET_BYTES], attempt: 1, rank, world: 4 }
+}
+
+/// Creates a valid HELLO, and the frames of a control connection.
+pub(crate) fn create_seeds() -> [(&'static str, Vec<u8>); 2] {
+    let nonce = [1; SECRET_BYTES];
+    let hello = handshake::encode_hello(&create_identity(SENDER), RECEIVER, ConnectionKind::Control, &nonce);
+    let abort = ControlFrame::Abort(AbortReason::RankFailed { rank: 2, message: "disk full".to_owned() });
+    let frames = [ControlFrame::Heartbeat, abort, ControlFrame::Farewell];
+    let frames = frames.iter().flat_map(ControlFrame::encode).collect();
+    [("one.handshake", hello.to_vec()), ("three.frames", frames)]
+}
+
+/// Parses the bytes of a control connection as frames. Returns the number of frames. Returns `None`
+/// if a frame is invalid or the last frame is incomplete.
+pub(crate) fn parse_control_frames(mut bytes: &[u8]) -> Option<usize> {
+    let mut frames = 0;
+    while !bytes.is_empty() {
+        let FrameParse::Complete(frame, length) = ControlFrame::parse(bytes) else { return None };
+        if let ControlFrame::Abort(reason) = &frame {
+            drop(reason.to_string());
+            let again = ControlFrame::parse(&frame.encode());
+            assert!(matches!(again, FrameParse::Complete(ControlFrame::Abort(_), _)), "{frame:?}: {again:?}");
+        }
+        bytes = &bytes[length..];
+        frames += 1;
+    }
+    Some(frames)
+}
+
+/// Parses bytes as the HELLO of a connector and as the CHALLENGE of an acceptor. Returns whether
+/// the HELLO is accepted. Panics if the CHALLENGE is accepted, because its sender has no key.
+pub(crate) fn parse_handshake(bytes: &[u8]) -> Result<bool, RejectReason> {
+    let identity = create_identity(RECEIVER);
+    if let Some(challenge) = bytes.first_chunk::<CHALLENGE_BYTES>() {
+        let nonce = [2; SECRET_BYTES];
+        let hello = handshake::encode_hello(&identity, SENDER, ConnectionKind::Data, &nonce);
+        let answer = handshake::decode_challenge(&identity, &hello, challenge);
+        let is_proof = matches!(answer, ChallengeAnswer::Accepted | ChallengeAnswer::Rejected(_));
+        assert!(!is_proof, "a challenge without the key is believed");
+    }
+    match bytes.first_chunk::<HELLO_BYTES>().and_then(|hello| handshake::check_hello(&identity, hello)) {
+        None => Ok(false),
+        Some(checked) => checked.map(|_| true),
+    }
+}

@@ -1,0 +1,114 @@
+//! Gives tokenizers, chat templates and Parquet files to a sandbox process, for fuzz targets and
+//! tests with untrusted input.
+//!
+//! The process may reject the input, or end because the input exceeds a limit. Each function panics
+//! if the process ends for another reason, such as a forbidden system call.
+use super::{
+    client::{Interpreter, InterpreterFailure, TemplateSource},
+    limits::{RECORDS_PER_REPLY, input_limits, rows_limits},
+    message::{Document, DocumentOptions, DocumentResult, OpenParquetReply, Request, RowsReply},
+};
+use crate::data::{split::SplitFilter, tokenizer_files::TOKENIZER_FILE};
+use jobspec::LossTargets;
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use sandbox::SandboxError;
+use std::{
+    fs::File,
+    io::Write,
+    sync::{Arc, LazyLock},
+};
+
+/// The number of threads of the sandbox process.
+const THREADS: usize = 1;
+/// The largest number of requests for rows of one Parquet file.
+const MAX_ROW_REQUESTS: usize = 4;
+/// Chats that are rendered with a template.
+const CHATS: [&str; 2] = [
+    r#"{"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]}"#,
+    r#"{"messages": [{"role": "system", "content": ""}, {"role": "user", "content": "é\n"}], "tools": [{"a": 1}]}"#,
+];
+/// Texts that are tokenized with a tokenizer.
+const TEXTS: [&str; 3] = ["a b c", "", "Zoë's 12,345 naïve\t \u{1f680}\u{200d}\r\n</s> xxxxxxxxxxxxxxxx"];
+
+/// The sandbox process, which all inputs share.
+static INTERPRETER: LazyLock<Arc<Interpreter>> = LazyLock::new(|| Interpreter::new(THREADS));
+
+/// Returns the options of a document with one of the usual fields.
+fn create_options(field: &str, loss_on: LossTargets) -> DocumentOptions<'_> {
+    DocumentOptions { field, loss_on, filter: SplitFilter::All, tokenize: true }
+}
+
+/// Converts the end of the process to an error. Panics if no limit is the reason.
+fn describe_failure(failure: InterpreterFailure) -> String {
+    let error = failure.error;
+    let is_expected = error.exceeded_limit().is_some() || matches!(error, SandboxError::Panicked { .. });
+    assert!(is_expected, "the sandbox process failed without an exceeded limit: {error}");
+    error.to_string()
+}
+
+/// Converts a document that cannot be used to an error.
+fn check_result(result: DocumentResult) -> Result<(), String> {
+    match result {
+        DocumentResult::Invalid(problem) => Err(problem.to_string()),
+        DocumentResult::TokenizerFailed(message) => Err(message),
+        DocumentResult::Tokens(_) | DocumentResult::Valid | DocumentResult::Skipped => Ok(()),
+    }
+}
+
+/// Compiles a chat template, and renders chats with it.
+pub(crate) fn interpret_chat_template(source: &str) -> Result<(), String> {
+    let special_tokens = [("bos_token", "<s>"), ("eos_token", "</s>")];
+    let special_tokens = special_tokens.map(|(name, text)| (name.to_owned(), text.to_owned()));
+    let template = TemplateSource { source: source.to_owned(), special_tokens: special_tokens.into() };
+    let compiled = INTERPRETER.compile_template(template).map_err(describe_failure)?;
+    compiled.map_err(|failure| failure.to_string())?;
+    for (chat, loss_on) in CHATS.into_iter().zip([LossTargets::Assistant, LossTargets::All]) {
+        let options = create_options("messages", loss_on);
+        let result = INTERPRETER.interpret_document(Document::ChatLine(chat), options);
+        check_result(result.map_err(describe_failure)?)?;
+    }
+    Ok(())
+}
+
+/// Loads a tokenizer.json, tokenizes texts, and converts tokens to text.
+pub(crate) fn interpret_tokenizer(json: &str) -> Result<(), String> {
+    let files: Arc<[(String, String)]> = Arc::new([(TOKENIZER_FILE.to_owned(), json.to_owned())]);
+    let loaded = INTERPRETER.load_tokenizer(&files).map_err(describe_failure)?;
+    let info = loaded.map_err(|(_, problem)| problem.to_string())?;
+    for text in TEXTS {
+        let options = create_options("text", LossTargets::All);
+        let result = INTERPRETER.interpret_document(Document::Text(text), options);
+        check_result(result.map_err(describe_failure)?)?;
+    }
+    let tokens = [0, info.eod, info.vocab_size.saturating_sub(1), u32::MAX];
+    INTERPRETER.decode_tokens(&tokens).map_err(describe_failure)?;
+    Ok(())
+}
+
+/// Reads the rows of a Parquet file, as texts and as chats.
+pub(crate) fn interpret_parquet(bytes: &[u8]) -> Result<(), String> {
+    let as_texts = interpret_rows(bytes, "text", false);
+    as_texts.or(interpret_rows(bytes, "messages", true))
+}
+
+/// Reads the rows of a Parquet file with the column `field`.
+fn interpret_rows(bytes: &[u8], field: &str, is_chat: bool) -> Result<(), String> {
+    let memory = memfd_create(c"launch-untrusted", MFdFlags::MFD_CLOEXEC).map_err(|e| e.to_string())?;
+    let mut file = File::from(memory);
+    file.write_all(bytes).map_err(|e| e.to_string())?;
+    let mut stream = INTERPRETER.open_stream();
+    let open = Request::OpenParquet { field, is_chat };
+    stream.send(&open, Some(&file), &input_limits(0)).map_err(describe_failure)?;
+    let opened: OpenParquetReply = stream.receive().map_err(describe_failure)?;
+    opened.map_err(|problem| problem.to_string())?;
+    let options = create_options(field, LossTargets::All);
+    for _ in 0..MAX_ROW_REQUESTS {
+        let request = Request::ReadRows { rows: RECORDS_PER_REPLY, options };
+        let reply: RowsReply = stream.call(&request, &rows_limits(THREADS)).map_err(describe_failure)?;
+        reply.rows.into_iter().try_for_each(check_result)?;
+        if reply.at_end {
+            break;
+        }
+    }
+    Ok(())
+}

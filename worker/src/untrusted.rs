@@ -1,0 +1,56 @@
+//! Calls every reader of untrusted input in the worker, for fuzz targets and tests of malformed input.
+//! Crate `ckpt` has the readers of checkpoints, and crate `comm` those of connections between ranks.
+//!
+//! Each function fails if the input is invalid. A function must not panic, loop forever, or use more
+//! memory than the limits of its reader allow. Libraries interpret chat templates, tokenizers and
+//! Parquet files in a sandbox process, so that only the process exceeds limits.
+use crate::{data, model};
+use std::error::Error;
+
+/// The result of a reader: success, or its first error.
+pub type ParseResult = Result<(), Box<dyn Error + Send + Sync>>;
+
+/// The length of the sequences for which a model is built, in tokens.
+const SEQ_LEN: u32 = 64;
+/// The largest reply of a sandbox process, in bytes.
+const MAX_REPLY_BYTES: u64 = 1 << 20;
+
+/// Builds the model of a config.json, without memory for parameters, and lists its parameters.
+pub fn parse_model_config(bytes: &[u8]) -> ParseResult {
+    let model = model::build_model_from_text(bytes, SEQ_LEN)?;
+    drop(model.param_units());
+    Ok(())
+}
+
+/// Parses a line of a JSON lines file as a text and as a chat.
+pub fn parse_record(bytes: &[u8]) -> ParseResult {
+    let line = str::from_utf8(bytes)?;
+    let is_text = data::parse_text_record(line, "text").map(drop);
+    is_text.or(data::parse_chat_record(line, "messages").map(drop))?;
+    Ok(())
+}
+
+/// Parses the bytes that a sandbox process sends to its caller.
+pub fn parse_sandbox_replies(bytes: &[u8]) -> ParseResult {
+    sandbox::decode_frames(bytes, MAX_REPLY_BYTES)?;
+    Ok(())
+}
+
+/// Compiles a chat template in a sandbox process, and renders chats with it.
+pub fn interpret_chat_template(bytes: &[u8]) -> ParseResult {
+    Ok(data::interpret_chat_template(str::from_utf8(bytes)?)?)
+}
+
+/// Loads a tokenizer.json in a sandbox process, and tokenizes texts with it.
+pub fn interpret_tokenizer(bytes: &[u8]) -> ParseResult {
+    Ok(data::interpret_tokenizer(str::from_utf8(bytes)?)?)
+}
+
+/// Reads the rows of a Parquet file in a sandbox process.
+pub fn interpret_parquet(bytes: &[u8]) -> ParseResult {
+    Ok(data::interpret_parquet(bytes)?)
+}
+
+#[cfg(test)]
+#[path = "untrusted_tests.rs"]
+mod tests;
