@@ -4,7 +4,8 @@ use crate::support::{
     self,
     environment::{LAUNCH_EXECUTABLE, create_test_directory, isolated_command},
 };
-use std::{fs, os::unix::fs::PermissionsExt, path::Path};
+use serde_json::Value;
+use std::{collections::BTreeSet, env, fs, os::unix::fs::PermissionsExt, path::Path};
 
 /// Files of the archive, relative to its prefix.
 const INSTALLED_FILES: &[&str] = &[
@@ -17,11 +18,18 @@ const INSTALLED_FILES: &[&str] = &[
     "share/fish/vendor_completions.d/launch.fish",
     "share/doc/launch/LICENSE",
     "share/doc/launch/configs/quickstart.yaml",
+    "share/doc/launch/sbom.cdx.json",
 ];
 
 /// Runs a shell script in `directory` and returns its stdout. Panics if the script fails.
 fn run_shell(directory: &Path, script: &str) -> String {
-    let output = isolated_command("bash", directory).args(["-euc", script]).output().expect("bash runs");
+    let mut command = isolated_command("bash", directory);
+    // cargo finds its toolchain and the sources of crates in the home directory of the user.
+    for (name, default) in [("CARGO_HOME", ".cargo"), ("RUSTUP_HOME", ".rustup")] {
+        let in_home = || env::home_dir().expect("a home directory").join(default).into_os_string();
+        command.env(name, env::var_os(name).unwrap_or_else(in_home));
+    }
+    let output = command.args(["-euc", script]).output().expect("bash runs");
     assert!(output.status.success(), "{script}: {}", support::output_to_text(&output));
     String::from_utf8(output.stdout).expect("UTF-8")
 }
@@ -46,6 +54,8 @@ fn a_package_installs_the_executable_its_man_pages_completions_and_documents() {
         let length = fs::metadata(prefix.join(file)).unwrap_or_else(|error| panic!("{file}: {error}")).len();
         assert!(length > 0, "{file} is empty");
     }
+    let digest = run_shell(&prefix, "sha256sum bin/launch | cut -d' ' -f1");
+    check_bill_of_materials(&prefix, digest.trim());
     let version = run_shell(&prefix, "bin/launch --version");
     assert_eq!(version.trim(), concat!("launch ", env!("CARGO_PKG_VERSION")));
     run_shell(&prefix, ". share/bash-completion/completions/launch; complete -p launch");
@@ -54,4 +64,40 @@ fn a_package_installs_the_executable_its_man_pages_completions_and_documents() {
     let links = readme.split("](").skip(1).filter_map(|rest| rest.split([')', '#']).next());
     let dead: Vec<_> = links.filter(|link| !link.contains("://") && !documents.join(link).exists()).collect();
     assert!(dead.is_empty(), "README.md links to files that are not in the package: {dead:?}");
+}
+
+/// Checks the bill of materials of a package: its form, that it names the packed file, and that each
+/// dependency is a component with a license and a checksum.
+fn check_bill_of_materials(prefix: &Path, executable_digest: &str) {
+    let text = fs::read_to_string(prefix.join("share/doc/launch/sbom.cdx.json")).expect("a bill");
+    let bill: Value = serde_json::from_str(&text).expect("JSON");
+    assert_eq!((&bill["bomFormat"], &bill["specVersion"]), (&"CycloneDX".into(), &"1.5".into()));
+    let product = &bill["metadata"]["component"];
+    assert_eq!((&product["name"], &product["type"]), (&"launch".into(), &"application".into()));
+    assert_eq!(product["version"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(product["hashes"][0]["content"], executable_digest);
+    let text_of = |value: &Value| value.as_str().expect("text").to_owned();
+    let components = bill["components"].as_array().expect("components");
+    let mut references: BTreeSet<String> = components.iter().map(|c| text_of(&c["bom-ref"])).collect();
+    assert_eq!(references.len(), components.len(), "each component is listed once");
+    for component in components {
+        assert!(component["licenses"][0]["expression"].is_string(), "{component}");
+        let is_in_registry = component["purl"].is_string();
+        let digest = component["hashes"][0]["content"].as_str();
+        assert_eq!(digest.is_some_and(|d| d.len() == 64), is_in_registry, "{component}");
+    }
+    let names: BTreeSet<&str> = components.iter().filter_map(|c| c["name"].as_str()).collect();
+    for name in ["ckpt", "tokio", "tokenizers", "openssl-src", "snow"] {
+        assert!(names.contains(name), "{name} is missing: {names:?}");
+    }
+    for name in ["insta", "proptest", "libfuzzer-sys"] {
+        assert!(!names.contains(name), "{name} is only part of tests");
+    }
+    references.insert(text_of(&product["bom-ref"]));
+    for dependency in bill["dependencies"].as_array().expect("dependencies") {
+        let targets = dependency["dependsOn"].as_array().expect("a list").iter();
+        for reference in targets.chain([&dependency["ref"]]) {
+            assert!(references.contains(&text_of(reference)), "{reference} is no component");
+        }
+    }
 }
