@@ -66,8 +66,8 @@ fn a_package_installs_the_executable_its_man_pages_completions_and_documents() {
     assert!(dead.is_empty(), "README.md links to files that are not in the package: {dead:?}");
 }
 
-/// Checks the bill of materials of a package: its form, that it names the packed file, and that each
-/// dependency is a component with a license and a checksum.
+/// Checks the bill of materials of a package: its form, that it names the packed file, and that
+/// each dependency is a component with a license and a checksum.
 fn check_bill_of_materials(prefix: &Path, executable_digest: &str) {
     let text = fs::read_to_string(prefix.join("share/doc/launch/sbom.cdx.json")).expect("a bill");
     let bill: Value = serde_json::from_str(&text).expect("JSON");

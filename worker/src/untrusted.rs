@@ -1,9 +1,10 @@
-//! Calls every reader of untrusted input in the worker, for fuzz targets and tests of malformed input.
-//! Crate `ckpt` has the readers of checkpoints, and crate `comm` those of connections between ranks.
+//! Calls every reader of untrusted input in the worker, for fuzz targets and tests of malformed
+//! input. Crate `ckpt` has the readers of checkpoints, and crate `comm` those of connections
+//! between ranks.
 //!
-//! Each function fails if the input is invalid. A function must not panic, loop forever, or use more
-//! memory than the limits of its reader allow. Libraries interpret chat templates, tokenizers and
-//! Parquet files in a sandbox process, so that only the process exceeds limits.
+//! Each function fails if the input is invalid. A function must not panic, loop forever, or use
+//! more memory than the limits of its reader allow. Libraries interpret chat templates, tokenizers
+//! and Parquet files in a sandbox process, so that only the process exceeds limits.
 use crate::{data, model};
 use std::error::Error;
 

@@ -1,5 +1,5 @@
-//! [`hide_secret_values`] and [`hide_secret_arguments`]: hide secrets in text and in command lines that
-//! are printed or stored.
+//! [`hide_secret_values`] and [`hide_secret_arguments`]: hide secrets in text and in command lines
+//! that are printed or stored.
 use crate::env::looks_secret;
 
 /// The prefix of an override's path that sets an environment variable of the job.
@@ -66,8 +66,8 @@ fn is_secret_argument(word: &str) -> bool {
 }
 
 /// Replaces each character of a value by `*` if the value follows a name that suggests a secret, as
-/// in `HF_TOKEN: value`, `--set=run.env.HF_TOKEN=value` or `--token value`. Recognizes the syntax of
-/// a line of YAML, of an override and of an option. The columns of other text stay the same.
+/// in `HF_TOKEN: value`, `--set=run.env.HF_TOKEN=value` or `--token value`. Recognizes the syntax
+/// of a line of YAML, of an override and of an option. The columns of other text stay the same.
 pub fn hide_secret_values(text: &str) -> String {
     let mut hidden = String::with_capacity(text.len());
     let mut rest = text;
@@ -121,8 +121,8 @@ fn find_value(text: &str) -> Option<usize> {
     is_value.then_some(text.len() - value.len())
 }
 
-/// Returns the position of the value in the text after the name of an option, as in `--token=value`,
-/// `--token value`, `[--token, value]` and `["--token", "value"]`.
+/// Returns the position of the value in the text after the name of an option, as in
+/// `--token=value`, `--token value`, `[--token, value]` and `["--token", "value"]`.
 fn find_option_value(text: &str) -> Option<usize> {
     let value = match text.strip_prefix('=') {
         Some(value) => value,

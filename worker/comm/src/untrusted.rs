@@ -8,8 +8,8 @@ use crate::{AbortReason, tcp};
 #[error("the bytes of a peer are not valid")]
 pub struct InvalidPeerBytes;
 
-/// Creates valid inputs of the parsers, from which fuzzing starts. The extension of a name is that of
-/// the parser. The inputs are not files, because they change with the protocol.
+/// Creates valid inputs of the parsers, from which fuzzing starts. The extension of a name is that
+/// of the parser. The inputs are not files, because they change with the protocol.
 pub fn create_seeds() -> Vec<(&'static str, Vec<u8>)> {
     let reason = AbortReason::from_request("disk full").encode(256);
     tcp::create_seeds().into_iter().chain([("requested.reason", reason)]).collect()

@@ -1,7 +1,7 @@
 //! Frames of the control connections between ranks: heartbeats, aborts and farewells.
 //!
-//! A frame is a kind (u8), a length (u16, little-endian, at most [`MAX_REASON_BYTES`]) and that many
-//! bytes.
+//! A frame is a kind (u8), a length (u16, little-endian, at most [`MAX_REASON_BYTES`]) and that
+//! many bytes.
 use crate::AbortReason;
 
 /// The largest size of an encoded abort reason in bytes. A longer text is cut.
