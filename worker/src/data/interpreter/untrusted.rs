@@ -30,6 +30,18 @@ const CHATS: [&str; 2] = [
 /// Texts that are tokenized with a tokenizer.
 const TEXTS: [&str; 3] = ["a b c", "", "Zoë's 12,345 naïve\t \u{1f680}\u{200d}\r\n</s> xxxxxxxxxxxxxxxx"];
 
+/// The input was rejected, or exceeded a limit of the sandbox process.
+#[derive(Debug, thiserror::Error)]
+#[error("{reason}")]
+pub(crate) struct UnusableInput {
+    reason: String,
+}
+
+/// Creates the error of an input that the reader rejected.
+fn reject(reason: &impl ToString) -> UnusableInput {
+    UnusableInput { reason: reason.to_string() }
+}
+
 /// The sandbox process, which all inputs share.
 static INTERPRETER: LazyLock<Arc<Interpreter>> = LazyLock::new(|| Interpreter::new(THREADS));
 
@@ -39,29 +51,29 @@ fn create_options(field: &str, loss_on: LossTargets) -> DocumentOptions<'_> {
 }
 
 /// Converts the end of the process to an error. Panics if no limit is the reason.
-fn describe_failure(failure: InterpreterFailure) -> String {
+fn describe_failure(failure: InterpreterFailure) -> UnusableInput {
     let error = failure.error;
     let is_expected = error.exceeded_limit().is_some() || matches!(error, SandboxError::Panicked { .. });
     assert!(is_expected, "the sandbox process failed without an exceeded limit: {error}");
-    error.to_string()
+    reject(&error)
 }
 
 /// Converts a document that cannot be used to an error.
-fn check_result(result: DocumentResult) -> Result<(), String> {
+fn check_result(result: DocumentResult) -> Result<(), UnusableInput> {
     match result {
-        DocumentResult::Invalid(problem) => Err(problem.to_string()),
-        DocumentResult::TokenizerFailed(message) => Err(message),
+        DocumentResult::Invalid(problem) => Err(reject(&problem)),
+        DocumentResult::TokenizerFailed(message) => Err(reject(&message)),
         DocumentResult::Tokens(_) | DocumentResult::Valid | DocumentResult::Skipped => Ok(()),
     }
 }
 
 /// Compiles a chat template, and renders chats with it.
-pub(crate) fn interpret_chat_template(source: &str) -> Result<(), String> {
+pub(crate) fn interpret_chat_template(source: &str) -> Result<(), UnusableInput> {
     let special_tokens = [("bos_token", "<s>"), ("eos_token", "</s>")];
     let special_tokens = special_tokens.map(|(name, text)| (name.to_owned(), text.to_owned()));
     let template = TemplateSource { source: source.to_owned(), special_tokens: special_tokens.into() };
     let compiled = INTERPRETER.compile_template(template).map_err(describe_failure)?;
-    compiled.map_err(|failure| failure.to_string())?;
+    compiled.map_err(|failure| reject(&failure))?;
     for (chat, loss_on) in CHATS.into_iter().zip([LossTargets::Assistant, LossTargets::All]) {
         let options = create_options("messages", loss_on);
         let result = INTERPRETER.interpret_document(Document::ChatLine(chat), options);
@@ -71,10 +83,10 @@ pub(crate) fn interpret_chat_template(source: &str) -> Result<(), String> {
 }
 
 /// Loads a tokenizer.json, tokenizes texts, and converts tokens to text.
-pub(crate) fn interpret_tokenizer(json: &str) -> Result<(), String> {
+pub(crate) fn interpret_tokenizer(json: &str) -> Result<(), UnusableInput> {
     let files: Arc<[(String, String)]> = Arc::new([(TOKENIZER_FILE.to_owned(), json.to_owned())]);
     let loaded = INTERPRETER.load_tokenizer(&files).map_err(describe_failure)?;
-    let info = loaded.map_err(|(_, problem)| problem.to_string())?;
+    let info = loaded.map_err(|(_, problem)| reject(&problem))?;
     for text in TEXTS {
         let options = create_options("text", LossTargets::All);
         let result = INTERPRETER.interpret_document(Document::Text(text), options);
@@ -86,21 +98,21 @@ pub(crate) fn interpret_tokenizer(json: &str) -> Result<(), String> {
 }
 
 /// Reads the rows of a Parquet file, as texts and as chats.
-pub(crate) fn interpret_parquet(bytes: &[u8]) -> Result<(), String> {
+pub(crate) fn interpret_parquet(bytes: &[u8]) -> Result<(), UnusableInput> {
     let as_texts = interpret_rows(bytes, "text", false);
     as_texts.or(interpret_rows(bytes, "messages", true))
 }
 
 /// Reads the rows of a Parquet file with the column `field`.
-fn interpret_rows(bytes: &[u8], field: &str, is_chat: bool) -> Result<(), String> {
-    let memory = memfd_create(c"launch-untrusted", MFdFlags::MFD_CLOEXEC).map_err(|e| e.to_string())?;
+fn interpret_rows(bytes: &[u8], field: &str, is_chat: bool) -> Result<(), UnusableInput> {
+    let memory = memfd_create(c"launch-untrusted", MFdFlags::MFD_CLOEXEC).map_err(|error| reject(&error))?;
     let mut file = File::from(memory);
-    file.write_all(bytes).map_err(|e| e.to_string())?;
+    file.write_all(bytes).map_err(|error| reject(&error))?;
     let mut stream = INTERPRETER.open_stream();
     let open = Request::OpenParquet { field, is_chat };
     stream.send(&open, Some(&file), &input_limits(0)).map_err(describe_failure)?;
     let opened: OpenParquetReply = stream.receive().map_err(describe_failure)?;
-    opened.map_err(|problem| problem.to_string())?;
+    opened.map_err(|problem| reject(&problem))?;
     let options = create_options(field, LossTargets::All);
     for _ in 0..MAX_ROW_REQUESTS {
         let request = Request::ReadRows { rows: RECORDS_PER_REPLY, options };
