@@ -274,7 +274,7 @@ fn pipes_in_place_of_files_do_not_block() {
         (&["plan", "pipe.yaml"][..], "job-file-unreadable"),
         (&["plan", "hosts.yaml"], "hostfile-unreadable"),
         (&["plan", "model.yaml"], "model-config-unreadable"),
-        (&["import", "deepspeed", "c.json"], "import-invalid"),
+        (&["import", "deepspeed", "c.json"], "job-file-unreadable"),
     ] {
         let began = Instant::now();
         let text = output_to_text(&job_dir.run_launch(args));
