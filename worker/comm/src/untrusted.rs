@@ -4,7 +4,7 @@
 use crate::{AbortReason, tcp};
 
 /// The bytes of a peer are invalid.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the bytes of a peer are not valid")]
 pub struct InvalidPeerBytes;
 
