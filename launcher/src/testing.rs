@@ -1,8 +1,8 @@
 //! A sample job for unit tests.
 use jobspec::{
-    CheckpointSpec, ClusterSpec, CommBackend, CpuBind, DeviceSelection, HostSelection, JobSpec, KnownHosts,
-    LogsSpec, MasterPort, MinHosts, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, SaveInterval, SignalAction,
-    Signals, SshConfig, SshSpec, StoreHost, VisibleDevices, WorkersPerHost,
+    CheckpointSpec, ClusterSpec, CommBackend, CpuBind, DeviceSelection, HostSelection, JobSpec, JoinSpec,
+    KnownHosts, LogsSpec, MasterPort, MinHosts, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, SaveInterval,
+    SignalAction, Signals, SshConfig, SshSpec, StoreHost, VisibleDevices, WorkersPerHost,
 };
 
 /// Returns a valid job named `sample` that runs the program `true` on this machine.
@@ -23,6 +23,7 @@ pub(crate) fn sample_job() -> JobSpec {
                 connect_timeout_ms: 10_000,
                 fanout: 64,
             },
+            join: JoinSpec::default(),
             use_hosts: None,
             workers_per_host: WorkersPerHost::Auto,
             devices: DeviceSelection::Auto,

@@ -27,7 +27,7 @@ pub(crate) struct ManifestArgs {
 #[derive(Debug, Subcommand)]
 enum Scheduler {
     /// Print a JobSet or an Indexed Job with the objects that it needs, among them a new key
-    Kubernetes(KubernetesArgs),
+    Kubernetes(Box<KubernetesArgs>),
     /// Print the batch script of `launch sbatch`
     Slurm(JobArgs),
 }

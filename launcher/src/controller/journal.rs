@@ -370,7 +370,8 @@ mod tests {
     fn a_deleted_run_directory_is_reported_once() {
         let dir = tempfile::tempdir().unwrap();
         let run_dir = dir.path().join("run");
-        let (mut journal, _stored) = Journal::create(&build_plan(&run_dir), &[]).unwrap();
+        let (mut journal, _stored) =
+            Journal::create(&build_plan(&run_dir), &testing::sample_job(), &[]).unwrap();
         let mut tick = || {
             journal.next_mark = Instant::now();
             let before = journal.tick();

@@ -47,7 +47,7 @@ fn build_random_scenario(seed: u64) -> SimScenario {
         local,
         remote: chance.pick_below(4) > 0,
         builtin: chance.pick_below(2) == 0,
-        has_memory_copies: seed % 3 == 0,
+        has_memory_copies: seed.is_multiple_of(3),
         restarts: chance.pick_below(4) as u32,
         min_hosts,
         use_hosts,
