@@ -11,6 +11,7 @@ mod core;
 mod debug_log;
 mod driver;
 mod error_file;
+mod executable_cache;
 mod gpu_faults;
 mod kernel_log;
 mod log_thread;

@@ -22,7 +22,8 @@ pub(crate) use join::{NodeEnvironment, is_own_address, join_run};
 pub(crate) use provider::{Cluster, ClusterError, ClusterPreflight};
 pub(crate) use slurm::parse_untrusted_variables as parse_allocation_variables;
 pub(crate) use transport::{
-    AgentArrival, AgentHandle, AgentOutput, AgentProcess, ConnectionStage, RemoteConnection, Transport,
+    AgentArrival, AgentHandle, AgentOutput, AgentProcess, ConnectionStage, RemoteConnection, StartStep,
+    Transport,
 };
 
 use diagnostic::{Diagnostic, codes::run};

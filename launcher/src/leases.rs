@@ -4,10 +4,11 @@ use std::time::Duration;
 /// The interval at which an agent, and the controller of an agent on another host, send heartbeats.
 pub(crate) const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 /// The time limit from starting an agent to its hello, its first message. The limit covers the
-/// connection, the login and, where necessary, copying the executable.
+/// connection and the login. It counts from the turn of the host, and again from the end of a copy
+/// of the executable, which has a separate limit.
 pub(crate) const HELLO_TIMEOUT: Duration = Duration::from_secs(60);
 /// The time limit for an agent to obey a controller that takes over a run. The limit covers the
-/// connection and the login.
+/// connection and the login. It counts like [`HELLO_TIMEOUT`].
 pub(crate) const ATTACH_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long an agent on the controller's machine may be silent before the controller counts it as
 /// lost.

@@ -1,5 +1,7 @@
 //! [`main`]: prepares the process and the control connection of an agent, and runs its driver.
-use super::{connect_back, driver::AgentDriver, probe::Prober, process, relay::relay_to_agent};
+use super::{
+    connect_back, driver::AgentDriver, executable_cache, probe::Prober, process, relay::relay_to_agent,
+};
 use crate::{
     connection::{handshake::Invitation, read_frame},
     core_dumps::disable_core_dumps,
@@ -56,6 +58,9 @@ pub fn main(options: AgentOptions) -> u8 {
                 );
             }
         }
+    }
+    if options.marker.is_some() {
+        executable_cache::start_cache_thread();
     }
     run_agent(&options).unwrap_or_else(|error| report_start_failure(&error))
 }

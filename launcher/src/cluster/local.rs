@@ -83,5 +83,6 @@ pub(super) fn start_local_agent() -> io::Result<AgentProcess> {
         input: Box::new(pipe::Sender::from_owned_fd(OwnedFd::from(input))?),
         output: Box::new(pipe::Receiver::from_owned_fd(OwnedFd::from(output))?),
         stderr: Box::new(pipe::Receiver::from_owned_fd(OwnedFd::from(stderr))?),
+        start_steps: None,
     })
 }

@@ -7,7 +7,10 @@ use diagnostic::Diagnostic;
 use jobspec::hosts::HostAddress;
 use protocol::control::ExitStatus;
 use std::{fmt, time::Duration};
-use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    sync::mpsc,
+};
 
 /// The stream of bytes from the controller to an agent.
 pub(crate) type AgentInput = Box<dyn AsyncWrite + Send + Unpin>;
@@ -75,6 +78,22 @@ pub(crate) struct AgentProcess {
     pub(crate) output: AgentOutput,
     /// The agent's standard error, which carries panics and warnings of libraries.
     pub(crate) stderr: AgentOutput,
+    /// Delivers the steps of the start that change the time limit of the agent's first message.
+    /// `None` if the limit counts from the call that started the agent.
+    pub(crate) start_steps: Option<mpsc::Receiver<StartStep>>,
+}
+
+/// A step of starting an agent, which changes the time limit of the agent's first message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StartStep {
+    /// The start waits for its turn, because too many other agents are being started. The wait has
+    /// no time limit.
+    Waiting,
+    /// The turn of the agent has begun, or the executable was copied: the usual limit counts from
+    /// now.
+    Started,
+    /// The executable is copied to the host. The first message is due within this time from now.
+    Copying(Duration),
 }
 
 /// The process of an agent, or the connection to it.

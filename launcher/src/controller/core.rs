@@ -347,6 +347,7 @@ impl ControllerCore {
             }
             ControllerInput::Hosts { added, listed } => self.update_roster(now, added, &listed),
             ControllerInput::Evicted(host) => self.handle_eviction(host),
+            ControllerInput::StartStep(host, step) => self.handle_start_step(now, host, step),
             ControllerInput::JournalTaken(_) | ControllerInput::Tick => {}
         }
     }

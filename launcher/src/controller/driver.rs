@@ -30,7 +30,7 @@ use super::{
 };
 use crate::{
     clock::RunningClock,
-    cluster::{AgentHandle, BatchJob, HostTarget, Transport},
+    cluster::{AgentHandle, BatchJob, HostTarget, StartStep, Transport},
     connection::{FrameError, Outbox},
     core_dumps::disable_core_dumps,
     detached_controller::StartNotifier,
@@ -217,6 +217,8 @@ struct ControllerDriver {
     agents_started: u64,
     /// Carries the messages of all agents to the event loop.
     messages: ChannelEnds<AgentMessage>,
+    /// Carries the steps of the starts of all agents to the event loop.
+    start_steps: ChannelEnds<(AgentId, StartStep)>,
     /// Carries lines for the user to the event loop: the stderr of agents, and warnings.
     lines: ChannelEnds<String>,
     /// Carries the plan of an attempt to the event loop, once the checkpoint from which programs
@@ -307,6 +309,7 @@ impl ControllerDriver {
             pending_inputs: VecDeque::new(),
             agents_started: 0,
             messages: mpsc::channel(INBOX_CAPACITY),
+            start_steps: mpsc::channel(INBOX_CAPACITY),
             lines,
             planned: mpsc::channel(1),
             preparation: None,

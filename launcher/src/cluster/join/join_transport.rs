@@ -103,6 +103,7 @@ impl JoinTransport {
             input: Box::new(input),
             output: Box::new(output),
             stderr,
+            start_steps: None,
         }
     }
 }

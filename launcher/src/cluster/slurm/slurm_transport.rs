@@ -124,6 +124,7 @@ impl SlurmTransport {
                     input: Box::new(input),
                     output: Box::new(output),
                     stderr,
+                    start_steps: None,
                     handle: AgentHandle::Connection(Box::new(connection)),
                 },
             ));

@@ -11,7 +11,8 @@ use super::{
     ssh_error::build_ssh_error,
     target::SshTarget,
 };
-use crate::cluster::transport::ConnectionStage;
+use crate::cluster::transport::{ConnectionStage, StartStep};
+use crate::leases::HELLO_TIMEOUT;
 use diagnostic::{
     Code, Diagnostic,
     codes::{host, ssh},
@@ -21,12 +22,16 @@ use std::{
     fs::File,
     io::{self, Read, Write},
     sync::OnceLock,
+    time::Duration,
 };
 
 /// The time limit for an answer of a shell or of the executable, in milliseconds.
 const ANSWER_TIMEOUT_MS: u32 = 30_000;
 /// The time limit for sending one chunk of the executable, in milliseconds.
 const SEND_TIMEOUT_MS: u32 = 60_000;
+/// The lowest rate at which the executable may be copied to a host, in bytes per second. The time
+/// limit of a copy grows with the size of the executable.
+const MIN_COPY_RATE: u64 = 128 << 10;
 /// The number of bytes that a login shell may print before the answer. The start of the agent fails
 /// if the shell prints more.
 const MAX_SHELL_OUTPUT_BYTES: usize = 256 << 10;
@@ -92,7 +97,9 @@ pub(super) fn start_remote_agent(
     if let AgentStartResult::Running(agent) = bootstrap.run_executable()? {
         return Ok(agent);
     }
+    progress.report_start_step(StartStep::Copying(compute_copy_limit(executable.size)));
     bootstrap.copy_executable()?;
+    progress.report_start_step(StartStep::Started);
     match bootstrap.run_executable()? {
         AgentStartResult::Running(agent) => Ok(agent),
         AgentStartResult::Missing => {
@@ -102,6 +109,12 @@ pub(super) fn start_remote_agent(
                 .with_help("check whether a program on the host cleans ~/.cache/launch"))
         }
     }
+}
+
+/// Returns the time limit for copying an executable of this size and starting it: the limit for a
+/// start without a copy, and the time of a copy at [`MIN_COPY_RATE`].
+fn compute_copy_limit(size: u64) -> Duration {
+    HELLO_TIMEOUT + Duration::from_secs(size.div_ceil(MIN_COPY_RATE))
 }
 
 /// Generates the marker of a connection: 128 random bits as text.
@@ -403,10 +416,6 @@ fn build_command(script: &str) -> String {
 /// The shell command that sets `d` to the directory of cached executables.
 const SET_CACHE_DIR: &str = "d=${XDG_CACHE_HOME:-$HOME/.cache}/launch/bin";
 
-/// The number of days after its last use at which a cached executable is removed. The next copy of
-/// another executable removes it.
-const CACHE_DAYS: u32 = 30;
-
 /// Builds the script that starts the executable, which then prints `MARKER agent`. If the host
 /// lacks the executable, the script prints `MARKER missing MACHINE`. The modification time of the
 /// executable becomes the time of its last use.
@@ -414,15 +423,14 @@ fn build_run_script(marker: &str, hash: &str) -> String {
     let local = std::env::consts::ARCH;
     format!(
         "{SET_CACHE_DIR}; f=$d/{hash}; m=$(uname -m); \
-         if [ \"$m\" = {local} ] && [ -x \"$f\" ]; then \
-         touch -c \"$f\" 2> /dev/null; exec \"$f\" agent --marker {marker}; fi; \
+         if [ \"$m\" = {local} ] && {{ touch -c \"$f\" 2> /dev/null; [ -x \"$f\" ]; }}; then \
+         exec \"$f\" agent --marker {marker}; fi; \
          echo; echo {marker} missing \"$m\""
     )
 }
 
 /// Builds the script that prints `MARKER ready`, reads the executable from stdin, and prints
-/// `MARKER done` or `MARKER fail STEP CODE`. Removes executables that were not used for
-/// [`CACHE_DAYS`].
+/// `MARKER done` or `MARKER fail STEP CODE`.
 fn build_copy_script(marker: &str, hash: &str, size: u64) -> String {
     let fail = |step: &str| format!("{{ c=$?; rm -f \"$t\"; echo; echo {marker} fail {step} $c; exit 1; }}");
     let (directory, write, short, run, wrong, place) =
@@ -432,8 +440,7 @@ fn build_copy_script(marker: &str, hash: &str, size: u64) -> String {
          mkdir -p \"$d\" || {directory}; : > \"$t\" || {write}; echo; echo {marker} ready; \
          cat > \"$t\" || {write}; [ $(wc -c < \"$t\") -eq {size} ] || {short}; \
          chmod 700 \"$t\" || {write}; h=$(\"$t\" agent --own-hash) || {run}; \
-         [ \"$h\" = {hash} ] || {wrong}; mv -f \"$t\" \"$f\" || {place}; \
-         find \"$d\" -type f -mtime +{CACHE_DAYS} -exec rm -f {{}} + 2> /dev/null; echo; echo {marker} done"
+         [ \"$h\" = {hash} ] || {wrong}; mv -f \"$t\" \"$f\" || {place}; echo; echo {marker} done"
     )
 }
 
@@ -487,14 +494,6 @@ mod tests {
         }
         assert_eq!(run_copy_script(home.path(), program, program.len()).0, "done");
         assert_eq!(files(), 1);
-        // Executables that were not used for long are removed.
-        for (name, days) in [("old", 32), ("recent", 28)] {
-            let file = std::fs::File::create(cache.join(name)).expect("a file");
-            let age = std::time::Duration::from_secs(days * 24 * 60 * 60);
-            file.set_modified(std::time::SystemTime::now() - age).expect("changed");
-        }
-        assert_eq!(run_copy_script(home.path(), program, program.len()).0, "done");
-        assert!(cache.join("recent").exists() && cache.join("HASH").exists() && !cache.join("old").exists());
         std::fs::write(home.path().join("file"), "").expect("a file");
         let (answer, stderr) = run_copy_script(&home.path().join("file"), program, program.len());
         assert_eq!(classify_copy_failure(&answer, &stderr).code, host::EXECUTABLE_CACHE_UNWRITABLE);

@@ -1,6 +1,6 @@
 //! [`ConnectionProgress`]: how far the connection to one host is and how it ended, shared by the
 //! connection's thread and the controller.
-use crate::cluster::transport::{ConnectionStage, RemoteConnection};
+use crate::cluster::transport::{ConnectionStage, RemoteConnection, StartStep};
 use diagnostic::{Diagnostic, codes::ssh};
 use nix::sys::socket::{Shutdown, shutdown};
 use protocol::control::ExitStatus;
@@ -12,6 +12,7 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
 };
+use tokio::sync::mpsc;
 
 /// The stage, socket and result of a connection. The connection's thread writes them, and the
 /// controller or `launch check` reads them.
@@ -19,7 +20,13 @@ use std::{
 pub(crate) struct ConnectionProgress {
     state: Mutex<ProgressState>,
     aborted: AtomicBool,
+    /// Receives the steps of the start; `None` if no reader exists.
+    start_steps: Option<mpsc::Sender<StartStep>>,
 }
+
+/// The number of steps of a start that fit into the channel to the controller. A start has at most
+/// four steps.
+const START_STEP_CAPACITY: usize = 8;
 
 /// The state of a [`ConnectionProgress`] that a mutex protects.
 #[derive(Default)]
@@ -34,6 +41,21 @@ struct ProgressState {
 }
 
 impl ConnectionProgress {
+    /// Creates the progress of a connection that has not begun, and the receiver of the steps of
+    /// the agent's start.
+    pub(super) fn new() -> (ConnectionProgress, mpsc::Receiver<StartStep>) {
+        let (sender, receiver) = mpsc::channel(START_STEP_CAPACITY);
+        (ConnectionProgress { start_steps: Some(sender), ..ConnectionProgress::default() }, receiver)
+    }
+
+    /// Reports a step of the start. Never blocks.
+    pub(super) fn report_start_step(&self, step: StartStep) {
+        if let Some(steps) = &self.start_steps {
+            // An error means that the controller no longer waits for the agent.
+            _ = steps.try_send(step);
+        }
+    }
+
     /// Locks the state, also after a thread has panicked while it held the lock.
     fn lock_state(&self) -> MutexGuard<'_, ProgressState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)

@@ -12,7 +12,7 @@ use super::{
     ssh_error::build_ssh_error,
     target::{SshTarget, TargetResolver},
 };
-use crate::cluster::transport::{AgentHandle, AgentProcess, Transport};
+use crate::cluster::transport::{AgentHandle, AgentProcess, StartStep, Transport};
 use diagnostic::{
     Diagnostic,
     codes::{host, ssh},
@@ -83,7 +83,8 @@ impl SshTransport {
     fn spawn_connection(&self, host: &HostAddress) -> io::Result<AgentProcess> {
         let (control, control_end) = StdStream::pair()?;
         let (stderr, stderr_end) = StdStream::pair()?;
-        let progress = Arc::new(ConnectionProgress::default());
+        let (progress, start_steps) = ConnectionProgress::new();
+        let progress = Arc::new(progress);
         let connection = SshConnection {
             host: host.clone(),
             resolver: self.resolver.clone(),
@@ -104,6 +105,7 @@ impl SshTransport {
             input: Box::new(input),
             output: Box::new(output),
             stderr: Box::new(into_async_stream(stderr)?),
+            start_steps: Some(start_steps),
         })
     }
 }
@@ -166,7 +168,11 @@ impl SshConnection {
     /// another connection, and holds the permit until the agent runs.
     fn start_agent(&self, target: &SshTarget) -> diagnostic::Result<(ssh2::Session, RemoteAgent)> {
         let fanout = if target.jumps.is_empty() { &self.fanout } else { &self.jump_fanout };
-        let _permit = fanout.acquire_permit();
+        let _permit = fanout.try_acquire_permit().unwrap_or_else(|| {
+            self.progress.report_start_step(StartStep::Waiting);
+            fanout.acquire_permit()
+        });
+        self.progress.report_start_step(StartStep::Started);
         self.progress.check_not_aborted(&target.name)?;
         let session = connect::open_session(target, &self.progress)?;
         let agent = bootstrap::start_remote_agent(target, &session, self.executable, &self.progress)?;
@@ -186,6 +192,13 @@ impl FanoutLimit {
     /// Creates a limit of `limit` connections. A limit of 0 counts as 1.
     fn new(limit: u32) -> FanoutLimit {
         FanoutLimit { free: Mutex::new(limit.max(1)), released: Condvar::new() }
+    }
+
+    /// Takes a permit to set up one connection. Returns `None` if no permit is free.
+    fn try_acquire_permit(&self) -> Option<FanoutPermit<'_>> {
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        *free = free.checked_sub(1)?;
+        Some(FanoutPermit(self))
     }
 
     /// Takes a permit to set up one connection. Blocks until a permit is free.

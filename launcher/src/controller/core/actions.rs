@@ -9,6 +9,7 @@ use super::{
     taken_journal::TakenJournal,
 };
 use crate::{
+    cluster::StartStep,
     controller::{report_id::ReportId, root_cause::AgentEnd},
     worker_end::PeerEnd,
 };
@@ -36,6 +37,8 @@ pub(crate) enum ControllerInput {
     /// The agent on a host is gone. As far as the controller can know, every process of the job on
     /// that host is gone with the agent.
     AgentGone { host: HostIndex, end: AgentEnd },
+    /// The start of the agent on a host has reached this step.
+    StartStep(HostIndex, StartStep),
     /// An attempt is planned. `workers` holds the workers of each host that
     /// [`ControllerAction::Prepare`] named, with ranks ascending. `bind` is the request for the
     /// agent of the first host to bind the rendezvous.

@@ -22,6 +22,7 @@ impl ControllerCore {
         for id in 0..self.hosts.len() {
             let host = &mut self.hosts[id];
             (host.agent, host.last_heard) = (AgentConnectionState::Starting, now);
+            host.start_step = None;
             self.schedule_lease_check(id);
             self.actions.push(ControllerAction::SendAttach(id));
         }
@@ -38,6 +39,7 @@ impl ControllerCore {
                 self.handle_adoption_message(now, id, message);
             }
             ControllerInput::AgentGone { host, end } => self.lose_adopted_host(host, end),
+            ControllerInput::StartStep(host, step) => self.handle_start_step(now, host, step),
             ControllerInput::JournalTaken(journal) => self.finish_adoption(now, *journal),
             ControllerInput::Stop(_) | ControllerInput::Kill => {
                 self.abandon_takeover(AttachFailure::Interrupted);

@@ -1,4 +1,5 @@
 //! [`HostState`]: the state of a host and its agent, as far as the controller knows it.
+use crate::cluster::StartStep;
 use jobspec::ids::Rank;
 use std::{cmp::Reverse, collections::BinaryHeap, ops::Range, time::Duration};
 
@@ -33,6 +34,9 @@ pub(super) struct HostState {
     pub(super) memory: u64,
     /// The time at which the last message of the agent arrived, or at which the agent was started.
     pub(super) last_heard: Duration,
+    /// The last step of the agent's start that the transport has reported; `None` if it reports no
+    /// steps.
+    pub(super) start_step: Option<StartStep>,
     /// The number of attempts that failed because of this host.
     pub(super) failures: u32,
     /// How often the controller has waited again for the agent of the host, because the host was

@@ -5,6 +5,7 @@ use super::{
     PREPARE_TIMEOUT, PlannedWorker, RootCause, WorkerState,
 };
 use crate::{
+    cluster::StartStep,
     controller::{peer_exchange::PeerExchange, root_cause::AgentLabel},
     leases::{AGENT_LEASE, ATTACH_TIMEOUT, HEARTBEAT_INTERVAL},
 };
@@ -18,31 +19,45 @@ use protocol::{
 use std::{cmp::Reverse, time::Duration};
 
 impl ControllerCore {
-    /// Returns how long the agent of a host may be silent in its present state.
-    fn select_host_lease(&self, id: HostIndex) -> Duration {
-        match self.hosts[id].agent {
-            AgentConnectionState::Joined if self.setup.hosts[id].remote => self.setup.host_lease,
-            AgentConnectionState::Joined => AGENT_LEASE,
-            _ if self.state == AttemptState::Adopting => ATTACH_TIMEOUT,
-            AgentConnectionState::NotStarted
-            | AgentConnectionState::Starting
-            | AgentConnectionState::Lost => self.setup.arrival.hello_timeout,
+    /// Returns how long the agent of a host may be silent in its present state. Returns `None` if
+    /// the time is not limited, because the agent waits for its turn to be started.
+    fn select_host_lease(&self, id: HostIndex) -> Option<Duration> {
+        let host = &self.hosts[id];
+        match (host.agent, host.start_step) {
+            (AgentConnectionState::Joined, _) if self.setup.hosts[id].remote => Some(self.setup.host_lease),
+            (AgentConnectionState::Joined, _) => Some(AGENT_LEASE),
+            (AgentConnectionState::Starting, Some(StartStep::Waiting)) => None,
+            (AgentConnectionState::Starting, Some(StartStep::Copying(limit))) => Some(limit),
+            _ if self.state == AttemptState::Adopting => Some(ATTACH_TIMEOUT),
+            _ => Some(self.setup.arrival.hello_timeout),
+        }
+    }
+
+    /// Processes a step of the start of a host's agent: the time limit of the agent's first message
+    /// counts from this step.
+    pub(super) fn handle_start_step(&mut self, now: Duration, id: HostIndex, step: StartStep) {
+        let Some(host) = self.hosts.get_mut(id) else { return };
+        if host.agent == AgentConnectionState::Starting {
+            (host.start_step, host.last_heard) = (Some(step), now);
+            self.schedule_lease_check(id);
         }
     }
 
     /// Schedules the lease check of a host's agent for the time at which the lease will expire
     /// without a further message. Invalidates the host's earlier entry in the queue.
     pub(super) fn schedule_lease_check(&mut self, id: HostIndex) {
-        let due = self.hosts[id].last_heard + self.select_host_lease(id);
         let ticket = self.hosts[id].ticket.wrapping_add(1);
         self.hosts[id].ticket = ticket;
-        self.leases.0.push(Reverse((due, id, ticket)));
+        if let Some(lease) = self.select_host_lease(id) {
+            self.leases.0.push(Reverse((self.hosts[id].last_heard + lease, id, ticket)));
+        }
     }
 
     /// Sends the hello to an agent that was just started, and begins its lease.
     pub(super) fn send_hello(&mut self, now: Duration, id: HostIndex) {
         let host = &mut self.hosts[id];
         (host.agent, host.last_heard, host.pid) = (AgentConnectionState::Starting, now, 0);
+        host.start_step = None;
         self.schedule_lease_check(id);
         self.actions.push(ControllerAction::SendHello(id));
     }
@@ -420,7 +435,7 @@ impl ControllerCore {
             if !self.hosts[id].is_connected() || self.hosts[id].ticket != ticket {
                 continue;
             }
-            let lease = self.select_host_lease(id);
+            let Some(lease) = self.select_host_lease(id) else { continue };
             if now <= self.hosts[id].last_heard + lease {
                 self.schedule_lease_check(id);
                 continue;

@@ -7,6 +7,7 @@ use super::{
     *,
 };
 use crate::{
+    cluster::StartStep,
     leases::{AGENT_LEASE, HELLO_TIMEOUT},
     worker_end::WorkerEnd,
 };
@@ -206,6 +207,38 @@ fn silent_agents_are_killed() {
     let actions = harness.tick_at(AGENT_LEASE + millis(1));
     assert!(actions.contains(&ControllerAction::KillAgent(0)));
     assert_eq!(find_outcome(&actions).unwrap().exit_code, 1);
+}
+
+#[test]
+fn the_limit_of_the_first_message_counts_from_the_turn_of_the_host() {
+    let mut harness = CoreHarness::new(2, 1, true);
+    harness.feed_input(ControllerInput::StartStep(0, StartStep::Waiting));
+    harness.feed_input(ControllerInput::StartStep(1, StartStep::Started));
+    harness.send_hello(1);
+    // Agents that wait have no limit. A joined agent has its lease.
+    for turn in 1..10 {
+        harness.now = HELLO_TIMEOUT * turn;
+        harness.send_from_agent(1, FromAgent::Heartbeat);
+        assert!(harness.tick_at(harness.now).is_empty(), "{turn}");
+    }
+    let began = harness.now;
+    let silent_after = |harness: &mut CoreHarness, from: Duration, limit: Duration| {
+        harness.now = from + limit;
+        harness.send_from_agent(1, FromAgent::Heartbeat);
+        let before = harness.tick_at(from + limit);
+        assert!(!before.contains(&ControllerAction::KillAgent(0)), "{before:?}");
+    };
+    harness.feed_input(ControllerInput::StartStep(0, StartStep::Started));
+    silent_after(&mut harness, began, HELLO_TIMEOUT);
+    let copied = harness.now;
+    let copy_limit = HELLO_TIMEOUT * 5;
+    harness.feed_input(ControllerInput::StartStep(0, StartStep::Copying(copy_limit)));
+    silent_after(&mut harness, copied, copy_limit);
+    let started = harness.now;
+    harness.feed_input(ControllerInput::StartStep(0, StartStep::Started));
+    silent_after(&mut harness, started, HELLO_TIMEOUT);
+    let actions = harness.tick_at(started + HELLO_TIMEOUT + millis(1));
+    assert!(actions.contains(&ControllerAction::KillAgent(0)), "{actions:?}");
 }
 
 #[test]

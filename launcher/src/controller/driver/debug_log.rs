@@ -22,6 +22,9 @@ pub(super) fn log_input(input: &ControllerInput) {
         ControllerInput::AgentGone { host, end } => {
             warn!(target: "controller::lease", host, end = variant_name(end), "agent gone");
         }
+        ControllerInput::StartStep(host, step) => {
+            debug!(target: "controller::transport", host, ?step, "starting agent");
+        }
         ControllerInput::Planned { attempt, .. } => {
             info!(target: "controller::rendezvous", attempt, "planned attempt");
         }

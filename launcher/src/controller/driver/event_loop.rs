@@ -4,7 +4,7 @@ use super::{
     loop_event::LoopEvent,
 };
 use crate::{
-    cluster::{AgentOutput, AgentProcess},
+    cluster::{AgentOutput, AgentProcess, StartStep},
     connection::{FrameError, Outbox, read_frames, write_frames},
     controller::{
         core::{ControllerInput, HostIndex},
@@ -84,6 +84,7 @@ impl ControllerDriver {
             self.core.find_next_deadline().map_or(MAX_SLEEP, |at| at.saturating_sub(now).min(MAX_SLEEP));
         tokio::select! {
             Some((agent, message)) = self.messages.1.recv() => LoopEvent::Agent(agent, message),
+            Some((agent, step)) = self.start_steps.1.recv() => LoopEvent::StartStep(agent, step),
             Some(line) = self.lines.1.recv() => LoopEvent::Line(line),
             event = signals.receive() => LoopEvent::Signal(event),
             Some(planned) = self.planned.1.recv() => LoopEvent::Planned(planned),
@@ -106,6 +107,11 @@ impl ControllerDriver {
     ) {
         match event {
             LoopEvent::Agent(agent, message) => self.handle_agent_message(agent, message).await,
+            LoopEvent::StartStep((host, number), step) => {
+                if self.agents.get(&host).is_some_and(|agent| agent.number == number) {
+                    self.handle_input(ControllerInput::StartStep(host, step));
+                }
+            }
             LoopEvent::Line(line) => self.report.show_message(line),
             LoopEvent::Signal(SignalEvent::Request(input)) => self.handle_input(input),
             LoopEvent::Signal(SignalEvent::ChildrenEnded) => _ = self.reap_children(),
@@ -169,6 +175,9 @@ impl ControllerDriver {
         tokio::spawn(read_frames((host, number), process.output, self.messages.0.clone()));
         tokio::spawn(write_frames(process.input, outgoing));
         tokio::spawn(forward_stderr(process.stderr, self.lines.0.clone()));
+        if let Some(steps) = process.start_steps {
+            tokio::spawn(forward_start_steps((host, number), steps, self.start_steps.0.clone()));
+        }
         let agent = SupervisedAgent {
             number,
             is_relay: self.is_adopting,
@@ -259,6 +268,20 @@ async fn receive_stored(stored: &mut Option<StoredReports>) -> Option<Vec<Report
     match stored {
         Some(stored) => stored.recv().await,
         None => std::future::pending().await,
+    }
+}
+
+/// Sends each step of the start of an agent to the channel `steps`. Ends when the start ends or the
+/// channel is closed.
+async fn forward_start_steps(
+    agent: AgentId,
+    mut started: mpsc::Receiver<StartStep>,
+    steps: mpsc::Sender<(AgentId, StartStep)>,
+) {
+    while let Some(step) = started.recv().await {
+        if steps.send((agent, step)).await.is_err() {
+            return;
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! [`LoopEvent`]: an event that the controller's event loop processes.
 use super::{AgentId, EvictionAnswer, PlanningAttempt};
 use crate::{
+    cluster::StartStep,
     connection::FrameError,
     controller::{
         file_watch::WatchedFileContent, journal::JournalSummary, report_id::ReportId, signals::SignalEvent,
@@ -12,6 +13,8 @@ use protocol::control::FromAgent;
 pub(super) enum LoopEvent {
     /// A message of an agent, or the end of its stream.
     Agent(AgentId, Result<Option<FromAgent>, FrameError>),
+    /// The start of an agent has reached a step.
+    StartStep(AgentId, StartStep),
     /// A line for the user.
     Line(String),
     Signal(SignalEvent),

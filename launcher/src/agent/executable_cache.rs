@@ -1,0 +1,223 @@
+//! Removes old executables from the cache directory of a host, into which launch copies its
+//! executable over SSH.
+//!
+//! The cache may be in a home directory that many hosts share, so that no host can find out which
+//! executables run on the others. Therefore an agent sets the modification time of its executable
+//! when it starts, and then every [`TOUCH_INTERVAL`]. An executable counts as used if its time is
+//! at most [`MIN_UNUSED`] older than that of the agent's executable. Both times come from the clock
+//! of the file system, so clocks of hosts do not matter.
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    thread,
+    time::{Duration, SystemTime},
+};
+
+/// The interval at which an agent marks its executable as used.
+const TOUCH_INTERVAL: Duration = Duration::from_secs(3600);
+/// The time after which an executable that no agent has marked counts as unused. Much longer than
+/// [`TOUCH_INTERVAL`], so that the executable of a suspended agent stays.
+const MIN_UNUSED: Duration = Duration::from_secs(2 * 24 * 3600);
+/// The age from which an unused executable is removed.
+const MAX_UNUSED: Duration = Duration::from_secs(30 * 24 * 3600);
+/// The number of executables that stay in the cache although they are unused, the newest ones. The
+/// executable of the agent is one of them.
+const KEPT_EXECUTABLES: usize = 4;
+/// The length of the name of a cached executable: its BLAKE3 hash in hexadecimal.
+const NAME_LENGTH: usize = 64;
+/// The beginning of the names of copies that are not complete.
+const COPY_PREFIX: &str = ".launch-";
+/// The beginning of the names of executables that are being removed.
+const REMOVED_PREFIX: &str = ".removed-";
+/// The stack size of the thread, in bytes.
+const STACK_BYTES: usize = 128 << 10;
+
+/// Starts a thread that marks the executable of this agent as used while the agent runs, and once
+/// removes old executables from the cache. Does nothing if the executable is not in a cache.
+pub(super) fn start_cache_thread() {
+    let Some(executable) = find_cached_executable() else { return };
+    let run = move || {
+        // The cache works without the removal, and a later agent tries again.
+        _ = mark_as_used(&executable).and_then(|()| remove_old_executables(&executable));
+        loop {
+            thread::sleep(TOUCH_INTERVAL);
+            _ = mark_as_used(&executable);
+        }
+    };
+    _ = thread::Builder::new().name("executable-cache".into()).stack_size(STACK_BYTES).spawn(run);
+}
+
+/// Returns the path of the executable of this process if it is in a cache directory
+/// (`…/launch/bin/HASH`).
+fn find_cached_executable() -> Option<PathBuf> {
+    let path = fs::read_link("/proc/self/exe").ok()?;
+    let is_cached = path.parent()?.ends_with("launch/bin") && is_executable_name(path.file_name()?.to_str()?);
+    is_cached.then_some(path)
+}
+
+/// Returns whether a file of the cache with this name is a complete executable.
+fn is_executable_name(name: &str) -> bool {
+    name.len() == NAME_LENGTH && name.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+/// Sets the modification time of a file to the present time of its file system.
+fn mark_as_used(file: &Path) -> io::Result<()> {
+    // A file that is being executed cannot be opened for writing.
+    nix::sys::stat::utimensat(
+        nix::fcntl::AT_FDCWD,
+        file,
+        &nix::sys::time::TimeSpec::UTIME_OMIT,
+        &nix::sys::time::TimeSpec::UTIME_NOW,
+        nix::sys::stat::UtimensatFlags::FollowSymlink,
+    )?;
+    Ok(())
+}
+
+/// Removes executables from the cache of `executable`, which was just marked as used: those that
+/// are unused for longer than [`MAX_UNUSED`], and, as long as the cache has more than
+/// [`KEPT_EXECUTABLES`], those that are unused. Also removes unused incomplete copies. Several
+/// agents may do so at the same time.
+fn remove_old_executables(executable: &Path) -> io::Result<()> {
+    let Some(directory) = executable.parent() else { return Ok(()) };
+    let now = fs::metadata(executable)?.modified()?;
+    let mut executables = Vec::new();
+    for entry in fs::read_dir(directory)? {
+        let entry = entry?;
+        let (name, path) = (entry.file_name(), entry.path());
+        let Some(name) = name.to_str() else { continue };
+        // A file that another agent has just removed has no metadata.
+        let Ok(modified) = entry.metadata().and_then(|data| data.modified()) else { continue };
+        if is_executable_name(name) {
+            executables.push((modified, path));
+        } else if (name.starts_with(COPY_PREFIX) || name.starts_with(REMOVED_PREFIX))
+            && is_older(modified, now, MIN_UNUSED)
+        {
+            _ = fs::remove_file(path);
+        }
+    }
+    // The newest one is first.
+    executables.sort_unstable_by(|a, b| b.cmp(a));
+    for (index, (modified, path)) in executables.into_iter().enumerate() {
+        let limit = if index < KEPT_EXECUTABLES { MAX_UNUSED } else { MIN_UNUSED };
+        if path != executable && is_older(modified, now, limit) {
+            remove_if_unused(&path, now);
+        }
+    }
+    Ok(())
+}
+
+/// Returns whether a time is more than `limit` before `now`.
+fn is_older(time: SystemTime, now: SystemTime, limit: Duration) -> bool {
+    now.duration_since(time).is_ok_and(|age| age > limit)
+}
+
+/// Removes an executable from the cache, unless an agent is started from it at the same time.
+///
+/// A start marks the executable as used before it runs. So the file first gets another name, which
+/// no start uses, and is removed only if it is still not marked.
+fn remove_if_unused(path: &Path, now: SystemTime) {
+    let (Some(directory), Some(name)) = (path.parent(), path.file_name().and_then(|name| name.to_str()))
+    else {
+        return;
+    };
+    let removed = directory.join(format!("{REMOVED_PREFIX}{name}-{}", std::process::id()));
+    // An error means that another agent removes the file.
+    if fs::rename(path, &removed).is_err() {
+        return;
+    }
+    match fs::metadata(&removed).and_then(|data| data.modified()) {
+        // If the file was copied again in the meantime, the link fails. The renamed file stays until
+        // it is old enough.
+        Ok(modified) if !is_older(modified, now, MIN_UNUSED) => {
+            if fs::hard_link(&removed, path).is_ok() {
+                _ = fs::remove_file(&removed);
+            }
+        }
+        _ => _ = fs::remove_file(&removed),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::{File, FileTimes};
+
+    /// Returns the path of the executable with number `number`.
+    fn name_executable(directory: &Path, number: u32) -> PathBuf {
+        directory.join(format!("{number:064x}"))
+    }
+
+    /// Creates a file that was modified this number of days ago.
+    fn create_file(path: &Path, age_days: u32) {
+        let file = File::create(path).expect("a file");
+        let time = SystemTime::now() - Duration::from_secs(24 * 3600) * age_days;
+        file.set_times(FileTimes::new().set_modified(time)).expect("its time");
+    }
+
+    /// Returns the names of the files of a directory, sorted.
+    fn list_names(directory: &Path) -> Vec<String> {
+        let entries = fs::read_dir(directory).expect("a directory");
+        let mut names: Vec<String> =
+            entries.map(|entry| entry.expect("an entry").file_name().into_string().expect("text")).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn only_unused_executables_beyond_the_kept_ones_and_old_ones_are_removed() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let directory = directory.path();
+        // Ages in days; the numbers of executables are their positions.
+        for (number, age) in [0, 0, 1, 3, 4, 5, 20].into_iter().enumerate() {
+            create_file(&name_executable(directory, number as u32), age);
+        }
+        create_file(&directory.join(".launch-copying"), 0);
+        create_file(&directory.join(".launch-interrupted"), 3);
+        create_file(&directory.join("notes.txt"), 900);
+        let own = name_executable(directory, 6);
+        mark_as_used(&own).expect("marked");
+        remove_old_executables(&own).expect("removed");
+        let expected = |numbers: &[u32]| -> Vec<String> {
+            let others = [".launch-copying".to_owned(), "notes.txt".to_owned()];
+            let mut names: Vec<String> =
+                numbers.iter().map(|number| format!("{number:064x}")).chain(others).collect();
+            names.sort();
+            names
+        };
+        // 2 is used, although it is the fourth; 3, 4 and 5 are unused and beyond the kept ones.
+        assert_eq!(list_names(directory), expected(&[0, 1, 2, 6]));
+        create_file(&name_executable(directory, 1), 31);
+        create_file(&name_executable(directory, 2), 29);
+        remove_old_executables(&own).expect("removed");
+        assert_eq!(list_names(directory), expected(&[0, 2, 6]));
+    }
+
+    #[test]
+    fn an_executable_that_is_started_during_its_removal_stays() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let (old, now) = (name_executable(directory.path(), 1), SystemTime::now());
+        create_file(&old, 3);
+        mark_as_used(&old).expect("marked");
+        remove_if_unused(&old, now);
+        assert_eq!(list_names(directory.path()), [format!("{:064x}", 1)]);
+        create_file(&old, 3);
+        remove_if_unused(&old, now);
+        assert!(list_names(directory.path()).is_empty());
+    }
+
+    #[test]
+    fn several_agents_remove_executables_at_the_same_time() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let own: Vec<PathBuf> = (0..4).map(|n| name_executable(directory.path(), n)).collect();
+        own.iter().for_each(|path| create_file(path, 0));
+        for number in 4..200 {
+            create_file(&name_executable(directory.path(), number), 3);
+        }
+        thread::scope(|scope| {
+            for path in &own {
+                scope.spawn(|| remove_old_executables(path).expect("removed"));
+            }
+        });
+        assert_eq!(list_names(directory.path()).len(), 4);
+    }
+}
