@@ -20,6 +20,6 @@ pub use error::{
 pub use filter::{HostSlots, SelectedHost, filter_hosts};
 pub use hostfile::{HostfileEntry, MAX_HOSTFILE, parse_hostfile};
 pub use limits::{MAX_HOSTS, MAX_NAME};
-pub use node_count::NodeCount;
+pub use node_count::{InvalidNodeCount, NodeCount};
 pub use range::expand_ranges;
 pub use rendezvous_address::{InvalidRendezvousAddress, RendezvousAddress};

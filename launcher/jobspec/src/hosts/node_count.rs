@@ -1,6 +1,6 @@
 //! [`NodeCount`]: the number of nodes on which launch is started.
 use super::limits::MAX_HOSTS;
-use std::str::FromStr;
+use std::{fmt, str::FromStr};
 
 /// The number of nodes of a job, `N` or `MIN:MAX`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,6 +11,18 @@ pub struct NodeCount {
     pub max: u32,
 }
 
+/// The error of a text that is not a number of nodes. The message describes the expected form.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InvalidNodeCount;
+
+impl fmt::Display for InvalidNodeCount {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "expected a number from 1 to {MAX_HOSTS}, or a range such as 1:4")
+    }
+}
+
+impl std::error::Error for InvalidNodeCount {}
+
 impl NodeCount {
     /// Creates the count of exactly `n` nodes.
     pub fn exactly(n: u32) -> NodeCount {
@@ -19,14 +31,15 @@ impl NodeCount {
 }
 
 impl FromStr for NodeCount {
-    type Err = String;
+    type Err = InvalidNodeCount;
 
-    fn from_str(text: &str) -> Result<NodeCount, String> {
+    /// Parses `N` or `MIN:MAX`.
+    fn from_str(text: &str) -> Result<NodeCount, InvalidNodeCount> {
         let (min, max) = text.split_once(':').unwrap_or((text, text));
         let parse = |text: &str| text.trim().parse().ok().filter(|n| (1..=MAX_HOSTS as u32).contains(n));
         match (parse(min), parse(max)) {
             (Some(min), Some(max)) if min <= max => Ok(NodeCount { min, max }),
-            _ => Err(format!("expected a number from 1 to {MAX_HOSTS}, or a range such as 1:4")),
+            _ => Err(InvalidNodeCount),
         }
     }
 }

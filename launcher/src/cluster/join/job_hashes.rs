@@ -42,11 +42,11 @@ mod tests {
 
     #[test]
     fn jobs_differ_in_the_keys_that_every_node_must_share() {
-        let job = crate::testing::sample_job();
+        let mut job = crate::testing::sample_job();
+        job.cluster.hosts = jobspec::HostSelection::Join;
         let mut other = job.clone();
         other.run.workdir = "/elsewhere".into();
         other.cluster.join.timeout_ms = 7;
-        other.cluster.hosts = jobspec::HostSelection::Join;
         assert!(find_differences(&hash_job(&job), &hash_job(&other)).is_empty());
         other.run.restarts = 3;
         other.run.env = vec![("A".to_owned(), "b".to_owned())];
