@@ -266,8 +266,11 @@ fn adapt_job_to_attempt(job: &JobSpec, attempt: &Attempt) -> JobSpec {
     if job.run.command.is_some() {
         // Sending the list of hosts to every host grows with the square of their number. Built-in
         // workers need it, because they store the job in their checkpoints.
-        (job.cluster.hosts, job.cluster.include, job.cluster.exclude) =
-            (HostSelection::Local, vec![], vec![]);
+        // Agents of joined nodes hide the variables of the launcher that started them.
+        if job.cluster.hosts != HostSelection::Join {
+            job.cluster.hosts = HostSelection::Local;
+        }
+        (job.cluster.include, job.cluster.exclude) = (vec![], vec![]);
     }
     if let (Some(path), false) = (&attempt.resume, job.resume.from == ResumeFrom::Auto) {
         job.resume.from = ResumeFrom::Path(path.clone());

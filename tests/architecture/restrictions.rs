@@ -34,7 +34,8 @@ const NAME_RESTRICTIONS: &[NameRestriction] = &[
         description: "a checkpoint is complete or absent: only commit.rs renames",
         searched_paths: PRODUCT_DIRECTORIES,
         names: &["rename(", "renameat(", "renameat2(", ".persist("],
-        allowed_paths: &["worker/ckpt/src/save/commit.rs"],
+        // the cache of executables contains no checkpoints
+        allowed_paths: &["worker/ckpt/src/save/commit.rs", "launcher/src/agent/executable_cache.rs"],
     },
     NameRestriction {
         description: "only agent/process.rs, cluster/, detached_controller.rs and sandbox/ start processes; \

@@ -126,8 +126,8 @@ fn remove_if_unused(path: &Path, now: SystemTime) {
         return;
     }
     match fs::metadata(&removed).and_then(|data| data.modified()) {
-        // If the file was copied again in the meantime, the link fails. The renamed file stays until
-        // it is old enough.
+        // If the file was copied again in the meantime, the link fails. The renamed file stays
+        // until it is old enough.
         Ok(modified) if !is_older(modified, now, MIN_UNUSED) => {
             if fs::hard_link(&removed, path).is_ok() {
                 _ = fs::remove_file(&removed);
@@ -174,9 +174,9 @@ mod tests {
         create_file(&directory.join(".launch-copying"), 0);
         create_file(&directory.join(".launch-interrupted"), 3);
         create_file(&directory.join("notes.txt"), 900);
-        let own = name_executable(directory, 6);
-        mark_as_used(&own).expect("marked");
-        remove_old_executables(&own).expect("removed");
+        let used = name_executable(directory, 6);
+        mark_as_used(&used).expect("marked");
+        remove_old_executables(&used).expect("removed");
         let expected = |numbers: &[u32]| -> Vec<String> {
             let others = [".launch-copying".to_owned(), "notes.txt".to_owned()];
             let mut names: Vec<String> =
@@ -188,7 +188,7 @@ mod tests {
         assert_eq!(list_names(directory), expected(&[0, 1, 2, 6]));
         create_file(&name_executable(directory, 1), 31);
         create_file(&name_executable(directory, 2), 29);
-        remove_old_executables(&own).expect("removed");
+        remove_old_executables(&used).expect("removed");
         assert_eq!(list_names(directory), expected(&[0, 2, 6]));
     }
 
@@ -208,13 +208,13 @@ mod tests {
     #[test]
     fn several_agents_remove_executables_at_the_same_time() {
         let directory = tempfile::tempdir().expect("a directory");
-        let own: Vec<PathBuf> = (0..4).map(|n| name_executable(directory.path(), n)).collect();
-        own.iter().for_each(|path| create_file(path, 0));
+        let used: Vec<PathBuf> = (0..4).map(|n| name_executable(directory.path(), n)).collect();
+        used.iter().for_each(|path| create_file(path, 0));
         for number in 4..200 {
             create_file(&name_executable(directory.path(), number), 3);
         }
         thread::scope(|scope| {
-            for path in &own {
+            for path in &used {
                 scope.spawn(|| remove_old_executables(path).expect("removed"));
             }
         });

@@ -187,7 +187,6 @@ pub(super) const CASES: &[Case] = &[
 
 /// Command lines that launch rejects, each with a text that the error contains.
 pub(super) const REJECTED: &[(&str, &str)] = &[
-    ("torchrun --nnodes 2 dump.py", "join-rendezvous-invalid"),
     ("torchrun --nnodes 4:1 --rdzv-backend c10d --rdzv-endpoint h:1 dump.py", "--nnodes"),
     ("torchrun --nnodes 2 --node-rank 2 --master-addr h dump.py", "--node-rank"),
     ("torchrun --nnodes 2 --node-rank 1 --master-addr h dump.py", "LAUNCH_KEY_FILE"),
