@@ -189,7 +189,6 @@ pub(super) const CASES: &[Case] = &[
 pub(super) const REJECTED: &[(&str, &str)] = &[
     ("torchrun --nnodes 4:1 --rdzv-backend c10d --rdzv-endpoint h:1 dump.py", "--nnodes"),
     ("torchrun --nnodes 2 --node-rank 2 --master-addr h dump.py", "--node-rank"),
-    ("torchrun --nnodes 2 --node-rank 1 --master-addr h dump.py", "LAUNCH_KEY_FILE"),
     ("torchrun --node-rank 1 dump.py", "--node-rank"),
     ("torchrun --nproc-per-node xpu dump.py", "--nproc-per-node"),
     ("torchrun --nproc-per-node 2 --redirects 1 dump.py", "--redirects"),
@@ -205,10 +204,6 @@ pub(super) const REJECTED: &[(&str, &str)] = &[
     ("accelerate launch --tpu dump.py", "--tpu"),
     ("accelerate launch --num_machines 2 --num_processes 4 --cpu dump.py", "--num_machines"),
     ("accelerate launch --num_machines 2 --multi_gpu --num_processes 3 dump.py", "--num_processes"),
-    (
-        "accelerate launch --num_machines 2 --machine_rank 1 --main_process_ip h --multi_gpu --num_processes 4 dump.py",
-        "LAUNCH_KEY_FILE",
-    ),
     ("accelerate launch --multi_gpu --num_processes 1 dump.py", "--num_processes"),
     ("accelerate launch --cpu --use_fsdp dump.py", "--cpu"),
     ("accelerate launch --mixed_precision fp32 dump.py", "mixed_precision"),
