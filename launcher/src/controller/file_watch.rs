@@ -15,8 +15,8 @@ use std::{
 };
 use tokio::{sync::mpsc, time::sleep};
 
-/// The longest interval between two examinations of a watched file, for changes that no watcher
-/// reports.
+/// Time after which a watched file is examined, even if the operating system has reported no
+/// change.
 const POLL_INTERVAL: Duration = Duration::from_secs(5);
 /// How long a changed file must stay unchanged before its content is read.
 const SETTLE_TIME: Duration = Duration::from_millis(100);

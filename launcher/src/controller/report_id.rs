@@ -1,5 +1,5 @@
-//! [`ReportId`]: identifies a line of the journal, so that a later controller neither loses nor
-//! repeats the line.
+//! [`ReportId`]: identifies a line of the journal. A controller that takes over a run thus knows
+//! which lines are already stored, and neither loses nor repeats a line.
 
 /// The origin of a line of the journal: the number of a stream of reports, and the number of the
 /// report in the stream. Each agent has a stream. The controllers of a run share the stream

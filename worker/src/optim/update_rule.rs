@@ -40,8 +40,8 @@ pub(super) type ElementwiseUpdate =
 /// The part of an optimizer's update that needs the gradient of a whole tensor, such as Muon's
 /// orthogonalization.
 pub(crate) trait TensorDirection: Sync {
-    /// Returns what out-of-memory errors name as the use of the memory for directions, such as
-    /// `Muon matrices`.
+    /// Returns the label, such as `Muon matrices`, that out-of-memory errors show for the memory
+    /// that holds the directions of updates.
     fn memory_label(&self) -> &'static str;
 
     /// Returns the number of elements that [`TensorDirection::compute_direction`] allocates for a

@@ -26,7 +26,7 @@ fn create_memory() -> File {
 /// The hosts of an attempt: the number of ranks and the memory of each.
 type Hosts<'a> = &'a [(usize, &'a File)];
 
-/// The result of an attempt.
+/// Where the training of an attempt resumed, and the losses that it computed.
 #[derive(Clone, Debug, PartialEq)]
 struct AttemptResult {
     /// The source, step and reason of the resume; `None` if the run began at step 0.

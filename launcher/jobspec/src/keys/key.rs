@@ -34,7 +34,7 @@ enum DefaultValue<S, T> {
 }
 
 impl<S, T: 'static> Key<S, T> {
-    /// Declares a key with a fixed default, which is written in YAML.
+    /// Declares a key with a fixed default. `default` is the default as YAML text.
     pub(crate) fn new(values: ValueType<T>, default: &'static str) -> Self {
         Self::with_default(values, DefaultValue::Yaml(default))
     }

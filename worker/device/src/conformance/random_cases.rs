@@ -7,8 +7,9 @@ use crate::ops::{AttentionShape, ClassifierShape};
 /// the errors.
 type RandomCase = fn(&Backends, &mut CaseRng) -> CaseResult;
 
-/// The names of the families of ops that are compared on every GPU, with the function that compares
-/// each. The position of a family contributes to the seed of its shapes and values.
+/// The families of ops whose results on a GPU are compared with those on the CPU: the name of each
+/// family, and the function that compares a random case. The position of a family contributes to
+/// the seed of its shapes and values.
 pub(super) const FAMILIES: [(&str, RandomCase); 9] = [
     ("matmul", compare_random_matmuls),
     ("norms, bias", compare_random_norms),
