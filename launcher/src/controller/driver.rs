@@ -44,7 +44,7 @@ use crate::{
 use diagnostic::{Diagnostic, codes};
 use jobspec::{ControllerLossAction, JobSpec, hosts::HostAddress};
 use protocol::{
-    control::{ControllerToken, ExitStatus, FromAgent, ToAgent},
+    control::{ExitStatus, FromAgent, ToAgent},
     event::{Event, FailureReport},
     exit,
     failure::FailureReason,
@@ -110,13 +110,13 @@ enum RunEnd {
     Abandoned(AttachFailure),
 }
 
-/// The replacement of this controller: what an agent reported when it stopped obeying this
-/// controller.
+/// The replacement of this controller, as an agent reported it when it stopped obeying this
+/// controller, or as the journal shows it.
 #[derive(Clone, Copy, Debug)]
 struct ControllerReplacement {
-    /// The token of the controller that the agent obeys; `None` if the agent obeys none, because
-    /// this controller was silent for too long.
-    token: Option<ControllerToken>,
+    /// Whether another controller controls the run. Otherwise the agents obey no controller,
+    /// because this one was silent for too long.
+    is_controlled: bool,
     /// The time for which the agent had received no message of this controller, in milliseconds;
     /// `None` if unknown.
     silent_ms: Option<u64>,
@@ -127,8 +127,8 @@ struct ControllerReplacement {
 enum EvictionAnswer {
     /// The agent of this host has ended.
     Ended(HostIndex),
-    /// The agent obeys a later controller, which has this token.
-    Replaced(ControllerToken),
+    /// The agent obeys a later controller.
+    Replaced,
 }
 
 /// The process of an agent, with the controller's end of the control connection.

@@ -36,7 +36,7 @@ use std::{
 pub(crate) use takeover::JournalSummary;
 #[cfg(test)]
 pub(crate) use takeover::is_void_restart;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 
 /// The format version that `job.json` contains.
 const JOB_FILE_VERSION: u32 = 1;
@@ -225,6 +225,16 @@ impl Journal {
             }
             set_error(None);
         });
+    }
+
+    /// Begins to find out whether another controller has taken over the journal, and so replaced
+    /// its files. The receiver gets no answer if the files are not open, and a late one if the
+    /// disk stalls.
+    pub(super) fn check_replacement(&self) -> oneshot::Receiver<bool> {
+        let (answer, receiver) = oneshot::channel();
+        // An error means that the controller waits no longer.
+        self.run(move |files, _| _ = answer.send(files.events.is_replaced()));
+        receiver
     }
 
     /// Requests that the files be synced to the disk.

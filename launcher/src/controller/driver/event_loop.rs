@@ -217,7 +217,8 @@ impl ControllerDriver {
         }
         match message {
             Ok(Some(FromAgent::Released { token, silent_ms })) => {
-                self.end = Some(RunEnd::Replaced(ControllerReplacement { token, silent_ms }));
+                let is_controlled = token.is_some();
+                self.end = Some(RunEnd::Replaced(ControllerReplacement { is_controlled, silent_ms }));
             }
             Ok(Some(message)) => {
                 if is_worker_start(&message) {

@@ -116,12 +116,12 @@ impl ControllerDriver {
 fn build_replacement_error(run: &str, replacement: &ControllerReplacement, timeout: Duration) -> Diagnostic {
     let silence = replacement.silent_ms.map(|ms| format_duration(ms as f64 / 1000.0));
     let reason = silence.map_or_else(String::new, |silence| format!(", which was silent for {silence}"));
-    let (message, help) = match replacement.token {
-        Some(_) => (
+    let (message, help) = match replacement.is_controlled {
+        true => (
             format!("another controller of run {run} has replaced this one{reason}"),
             format!("`launch ps` shows the run; `launch logs {run}` shows its output"),
         ),
-        None => (
+        false => (
             format!("the hosts of run {run} continue without this controller{reason}"),
             format!(
                 "run `launch attach {run}` to control the run again; without a controller, its workers \

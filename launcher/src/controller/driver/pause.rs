@@ -1,13 +1,14 @@
 //! Continues after a pause of this process, such as a Ctrl-Z, in which another controller may have
 //! taken over the run.
-use super::{ControllerDriver, loop_event::LoopEvent};
-use crate::controller::{hostfile::HostfileWatch, job_file::JobFileWatch};
+use super::{ControllerDriver, ControllerReplacement, RunEnd, loop_event::LoopEvent};
+use crate::controller::{hostfile::HostfileWatch, job_file::JobFileWatch, journal::Journal};
 use protocol::control::FromAgent;
 use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
 
 /// How long the controller waits after a pause for the news that another controller has taken over
-/// the run. Agents sent this news when it happened.
+/// the run. Agents sent this news when it happened, but not over connections that had broken before.
+/// The journal shows the takeover in any case.
 const NEWS_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl ControllerDriver {
@@ -24,6 +25,7 @@ impl ControllerDriver {
         let heartbeats = self.core.build_heartbeats();
         heartbeats.into_iter().for_each(|action| self.execute_action(action));
         let deadline = Instant::now() + NEWS_TIMEOUT;
+        let replaced = self.journal.as_ref().map(Journal::check_replacement);
         let mut events = vec![event];
         loop {
             if let Some(LoopEvent::Agent((host, number), Ok(Some(FromAgent::Released { .. })))) =
@@ -40,6 +42,16 @@ impl ControllerDriver {
         }
         // No lease may expire because messages have waited.
         self.clock.skip_pause();
+        let is_released =
+            matches!(events.last(), Some(LoopEvent::Agent(_, Ok(Some(FromAgent::Released { .. })))));
+        if !is_released
+            && let Some(replaced) = replaced
+            && matches!(timeout_at(deadline, replaced).await, Ok(Ok(true)))
+        {
+            let replacement = ControllerReplacement { is_controlled: true, silent_ms: None };
+            self.end = Some(RunEnd::Replaced(replacement));
+            return;
+        }
         for event in events {
             self.process_event(event, job_file, hostfile).await;
         }

@@ -56,8 +56,8 @@ impl ControllerDriver {
     pub(super) fn handle_eviction_answer(&mut self, answer: EvictionAnswer) {
         match answer {
             EvictionAnswer::Ended(host) => self.handle_input(ControllerInput::Evicted(host)),
-            EvictionAnswer::Replaced(token) => {
-                let replacement = ControllerReplacement { token: Some(token), silent_ms: None };
+            EvictionAnswer::Replaced => {
+                let replacement = ControllerReplacement { is_controlled: true, silent_ms: None };
                 self.end = Some(RunEnd::Replaced(replacement));
             }
         }
@@ -221,7 +221,7 @@ async fn request_eviction(
             Some(EvictionAnswer::Ended(host))
         }
         Some(FromAgent::NotAdopted(AttachRejection::Controlled { token: other, .. })) if other > token => {
-            Some(EvictionAnswer::Replaced(other))
+            Some(EvictionAnswer::Replaced)
         }
         _ => None,
     };

@@ -1,7 +1,7 @@
 //! [`DurableFile`]: a file that loses no bytes while its disk accepts no writes.
 use crate::{background_thread::RetryPauses, private_files::append_private_file};
 use std::{
-    fs::File,
+    fs::{self, File, Metadata},
     io::{self, Write},
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
@@ -19,6 +19,12 @@ pub(super) trait AppendFile: Send {
     /// Opens the file again after an error, and truncates it to `length` bytes. Returns the new
     /// length, which is shorter if the file has lost bytes.
     fn reopen(&mut self, length: u64) -> io::Result<u64>;
+
+    /// Returns whether another file has the path of this file, for example because another
+    /// controller has taken over the journal. Returns `false` if no file has the path.
+    fn is_replaced(&self) -> bool {
+        false
+    }
 }
 
 /// A file of the run directory that is open for appending.
@@ -33,9 +39,14 @@ impl OpenFile {
     /// Opens a file for appending. Creates the file if it does not exist.
     fn open(path: &Path) -> io::Result<OpenFile> {
         let file = append_private_file(path)?;
-        let metadata = file.metadata()?;
-        Ok(OpenFile { path: path.to_owned(), file, identity: (metadata.dev(), metadata.ino()) })
+        let identity = read_identity(&file.metadata()?);
+        Ok(OpenFile { path: path.to_owned(), file, identity })
     }
+}
+
+/// Returns the device and the inode of a file.
+fn read_identity(metadata: &Metadata) -> (u64, u64) {
+    (metadata.dev(), metadata.ino())
 }
 
 impl AppendFile for OpenFile {
@@ -57,6 +68,10 @@ impl AppendFile for OpenFile {
         let length = length.min(self.file.metadata()?.len());
         self.file.set_len(length)?;
         Ok(length)
+    }
+
+    fn is_replaced(&self) -> bool {
+        fs::symlink_metadata(&self.path).is_ok_and(|other| read_identity(&other) != self.identity)
     }
 }
 
@@ -85,6 +100,11 @@ impl DurableFile {
     /// Creates a durable file from an open file of `length` bytes.
     pub(super) fn new(file: Box<dyn AppendFile>, length: u64) -> DurableFile {
         DurableFile { file, synced: length, unsynced: Vec::new() }
+    }
+
+    /// Returns whether another file has the path of this file. Blocks for the file system.
+    pub(super) fn is_replaced(&self) -> bool {
+        self.file.is_replaced()
     }
 
     /// Appends `bytes` to the file. Blocks until the file system accepts them.
@@ -227,7 +247,9 @@ mod tests {
         let mut file = DurableFile::open(&path).expect("open");
         file.append(b"one\n", &mut |error| panic!("{error}"));
         std::fs::write(dir.path().join("b"), "taken over\n").expect("written");
+        assert!(!file.is_replaced());
         std::fs::rename(dir.path().join("b"), &path).expect("replaced");
+        assert!(file.is_replaced());
         file.file.reopen(0).expect("reopened");
         file.append(b"two\n", &mut |error| panic!("{error}"));
         assert_eq!(std::fs::read_to_string(&path).expect("read"), "taken over\n");

@@ -121,7 +121,7 @@ fn build_random_scenario(seed: u64) -> SimScenario {
         local,
         remote: true,
         builtin: chance.pick_below(3) > 0,
-        has_memory_copies: false,
+        has_memory_copies: seed.is_multiple_of(3),
         restarts: chance.pick_below(4) as u32,
         min_hosts: 1 + chance.pick_below(hosts as u64) as usize,
         use_hosts: hosts,

@@ -162,9 +162,17 @@ impl Simulation {
         Ok(())
     }
 
+    /// Returns whether another controller has replaced the journal that this controller has open.
+    fn is_journal_replaced(&self, index: ControllerIndex) -> bool {
+        let journal = self.controllers[index].journal;
+        let is_open = index == 0 || journal > 0;
+        is_open && journal + 1 < self.journals.len()
+    }
+
     /// Lets a controller process the events that happened while it was suspended. Ends the
-    /// controller if one of these events states that it was replaced.
+    /// controller if one of these events, or the journal, shows that it was replaced.
     pub(super) fn process_delayed_events(&mut self, index: ControllerIndex) -> Result<(), String> {
+        let is_replaced = self.is_journal_replaced(index);
         let controller = &mut self.controllers[index];
         if !matches!(controller.state, ControllerState::Suspended { .. }) {
             return Ok(());
@@ -175,7 +183,7 @@ impl Simulation {
             matches!(event, SimEvent::ToController(id, FromAgent::Released { .. })
             if controller.connections.values().any(|open| open == id))
         };
-        if delayed.iter().any(is_release) {
+        if delayed.iter().any(is_release) || is_replaced {
             self.end_controller(index, ControllerState::Ended);
             return Ok(());
         }
