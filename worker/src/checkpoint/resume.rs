@@ -24,7 +24,7 @@ use candidates::{NamedCheckpoint, find_named_checkpoint, list_candidates};
 use diagnostic::{Diagnostic, codes::training as codes};
 use external::load_external;
 use jobspec::{JobSpec, ResumeFrom};
-use memory::{MemorySearch, resume_from_memory};
+use memory::{MemoryRange, MemorySearch, resume_from_memory};
 use native::{LoadError, load_native};
 use protocol::event::Event;
 use std::path::{Path, PathBuf};
@@ -33,8 +33,8 @@ use weight_match::list_weight_shapes;
 /// Loads the checkpoint that the job names. Returns `None` if the run starts at step 0. Collective:
 /// every rank must call it.
 ///
-/// Copies in memory are those of an earlier attempt of this run. They are preferred, unless
-/// `checkpoint.dir` has a newer checkpoint.
+/// Copies in memory are those of an earlier attempt of this run. A state in memory is preferred,
+/// unless `checkpoint.dir` has a newer checkpoint that is not damaged.
 ///
 /// `data_digest` is the digest of the training data. With `resume.from: auto`, damaged checkpoints
 /// are skipped with a notice in favour of older ones. A checkpoint of another model is an error of
@@ -52,8 +52,9 @@ pub fn resume_from_checkpoint(
         ResumeFrom::Never | ResumeFrom::Path(_) => Vec::new(),
     };
     let newest_saved = listed.first().map(|newest| newest.path.clone());
-    let saved_step = listed.first().and_then(CheckpointCandidate::step);
-    let reason = match resume_from_memory(ready, dirs, saved_step, data_digest, events)? {
+    let from = listed.first().and_then(CheckpointCandidate::step);
+    let range = MemoryRange { from, below: None };
+    let mut reason = match resume_from_memory(ready, dirs, range, data_digest, events)? {
         MemorySearch::Resumed(mut resumed) => {
             resumed.memory.newest_saved = newest_saved;
             return Ok(Some(resumed));
@@ -72,22 +73,40 @@ pub fn resume_from_checkpoint(
         },
     };
     let mut skipped: Vec<(PathBuf, Error)> = Vec::new();
-    for candidate in candidates {
+    let mut candidates = candidates.into_iter().peekable();
+    while let Some(candidate) = candidates.next() {
         match load_native(ready, dirs, &candidate, (data_digest, reason.clone()), events) {
             Ok(resumed) => {
-                for (path, error) in skipped {
-                    let state = if is_unreachable(&error) { "incomplete" } else { "damaged" };
-                    let message = format!("skipped {state} checkpoint {}: {error}", path.display());
-                    events(Event::new_diagnostic_notice(None, message, error.diagnostic()))?;
-                }
+                report_skipped_checkpoints(&skipped, events)?;
                 return Ok(Some(resumed));
             }
             Err(LoadError::Fatal(e)) => return Err(e),
             Err(LoadError::Damaged(e)) if is_named => return Err(e),
-            Err(LoadError::Damaged(e)) => skipped.push((candidate.path, e)),
+            Err(LoadError::Damaged(e)) => skipped.push((candidate.path.clone(), e)),
+        }
+        // States in memory that are older than this checkpoint, but newer than the next one.
+        let from = candidates.peek().and_then(CheckpointCandidate::step);
+        let range = MemoryRange { from, below: candidate.step() };
+        match resume_from_memory(ready, dirs, range, data_digest, events)? {
+            MemorySearch::Resumed(mut resumed) => {
+                resumed.memory.newest_saved = newest_saved;
+                report_skipped_checkpoints(&skipped, events)?;
+                return Ok(Some(resumed));
+            }
+            MemorySearch::Unusable(further) => reason = further.or(reason),
         }
     }
     if skipped.is_empty() { Ok(None) } else { Err(build_no_usable_checkpoint_error(root, &skipped)) }
+}
+
+/// Reports each checkpoint that was skipped because it is damaged or incomplete, with the reason.
+fn report_skipped_checkpoints(skipped: &[(PathBuf, Error)], events: &mut EventSink) -> Result<()> {
+    for (path, error) in skipped {
+        let state = if is_unreachable(error) { "incomplete" } else { "damaged" };
+        let message = format!("skipped {state} checkpoint {}: {error}", path.display());
+        events(Event::new_diagnostic_notice(None, message, error.diagnostic()))?;
+    }
+    Ok(())
 }
 
 /// Returns whether the error is about shards of hosts that are not part of the job. Such an error

@@ -217,6 +217,30 @@ fn damaged_copies_are_replaced_by_older_ones_and_then_by_the_disk() {
 }
 
 #[test]
+fn a_damaged_checkpoint_on_disk_is_replaced_by_an_older_state_in_memory() {
+    let spec = create_train_spec(create_odd_sized_model(), 3, 8, 1, 12);
+    let expected = train_new_run(&spec, 1, 1, 4);
+    let dir = tempfile::tempdir().unwrap();
+    let job = create_copying_job(&spec, dir.path(), 0);
+    let memory = create_memory();
+    let run = |attempt, steps, saves| run_attempt(&job, dir.path(), &[(2, &memory)], attempt, steps, saves);
+    run(0, 3, true);
+    // The copy of step 3 has the number 2. Only step 2 remains in memory.
+    damage(&memory, 0, 2, 20);
+    let checkpoint = dir.path().join("step-00000003");
+    for file in std::fs::read_dir(&checkpoint).unwrap() {
+        let path = file.unwrap().path();
+        if path.to_string_lossy().contains("shard-") {
+            std::fs::write(path, "damaged").unwrap();
+        }
+    }
+    let resumed = run(1, 2, false);
+    let Some((source, step, _)) = resumed.resumed else { panic!("{resumed:?}") };
+    assert_eq!((source, step), (ResumeSource::Memory, 2));
+    assert_eq!(resumed.losses, expected[2..4]);
+}
+
+#[test]
 fn a_run_whose_memory_is_lost_resumes_from_the_disk() {
     let spec = create_train_spec(create_odd_sized_model(), 1, 8, 1, 12);
     let dir = tempfile::tempdir().unwrap();

@@ -23,12 +23,23 @@ pub(super) enum MemorySearch {
     Unusable(Option<String>),
 }
 
-/// Resumes from the newest usable state in memory, if it is not older than the checkpoint of step
-/// `saved_step` on disk. Collective: every rank must call it.
+/// The states in memory that [`resume_from_memory`] tries.
+#[derive(Clone, Copy)]
+pub(super) struct MemoryRange {
+    /// The step of the next checkpoint on disk: older states are not tried. `None` if there is no
+    /// further checkpoint.
+    pub(super) from: Option<u64>,
+    /// The step of the checkpoint on disk that was damaged: this state and newer ones were tried
+    /// before. `None` if nothing was tried.
+    pub(super) below: Option<u64>,
+}
+
+/// Resumes from the newest usable state in memory of these steps. Collective: every rank must call
+/// it.
 pub(super) fn resume_from_memory(
     ready: &mut UninitializedTrainer,
     dirs: &CheckpointDirs,
-    saved_step: Option<u64>,
+    range: MemoryRange,
     data_digest: &str,
     events: &mut EventSink,
 ) -> Result<MemorySearch> {
@@ -39,9 +50,12 @@ pub(super) fn resume_from_memory(
         let reason = "no host has copies in memory".to_owned();
         return Ok(MemorySearch::Unusable((memory.attempt() > 0).then_some(reason)));
     }
-    let mut problems: Vec<(u64, String)> = unusable.into_iter().map(|s| (s.step, s.reason)).collect();
-    for state in complete.into_iter().filter(|state| Some(state.id.step) >= saved_step) {
-        let reason = format_reason(&problems, Some(state.id.step));
+    let is_in_range = |step: u64| Some(step) >= range.from && range.below.is_none_or(|below| step < below);
+    let mut problems: Vec<(u64, String)> =
+        unusable.into_iter().filter(|s| is_in_range(s.step)).map(|s| (s.step, s.reason)).collect();
+    for state in complete.into_iter().filter(|state| is_in_range(state.id.step)) {
+        // A step with an evaluation has two copies, so a problem may be that of the other one.
+        let reason = format_reason(&problems, Some(state.id.step.saturating_add(1)));
         match load_state(ready, memory, &state, (data_digest, reason), events) {
             Ok(resumed) => {
                 let next_sequence = state.id.sequence.saturating_add(1);
@@ -52,7 +66,7 @@ pub(super) fn resume_from_memory(
             Err(LoadError::Damaged(e)) => problems.push((state.id.step, e.to_string())),
         }
     }
-    Ok(MemorySearch::Unusable(format_reason(&problems, saved_step)))
+    Ok(MemorySearch::Unusable(format_reason(&problems, range.from)))
 }
 
 /// Loads a state from memory. Collective: every rank must call it.
@@ -70,8 +84,8 @@ fn load_state(
     load_opened(ready, &opened, &state.path(), data_digest, origin, events)
 }
 
-/// Formats the reason why the newest states are not used: the problems of states after `step`, or
-/// of all states without a step. Returns `None` if there are none.
+/// Formats the reason why the newest states are not used: the problems of the states of `step` and
+/// of later steps, or of all states without a step. Returns `None` if there are none.
 fn format_reason(problems: &[(u64, String)], step: Option<u64>) -> Option<String> {
     let mut newer: Vec<&(u64, String)> = problems.iter().filter(|(at, _)| Some(*at) >= step).collect();
     newer.sort_by_key(|(at, _)| std::cmp::Reverse(*at));
