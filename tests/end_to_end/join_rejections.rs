@@ -40,6 +40,7 @@ fn a_process_that_is_one_node_of_several_joins_or_fails() {
     }
     for (args, code) in [
         (&["run", "--nodes", "2", "--", "true"][..], "join-rendezvous-invalid"),
+        (&["torchrun", "--nnodes", "2", "--no-python", "true"], "join-rendezvous-invalid"),
         (
             &["run", "--nodes", "2", "--node-rank", "2", "--rendezvous", "a", "--insecure", "--", "true"],
             "join-nodes-invalid",
@@ -94,6 +95,7 @@ fn one_node_runs_alone() {
     for (variables, args) in [
         (&[("PET_NNODES", "4"), ("PET_NODE_RANK", "1")][..], &["run", "--nodes", "1", "--", "true"][..]),
         (&[("PET_NNODES", "1"), ("PET_NODE_RANK", "0")], &["run", "--", "true"]),
+        (&[], &["run", "--nodes", "1", "--set", "cluster.hosts=join", "--", "true"]),
         (&[("PET_NNODES", "4")], &["job.yaml", "--set", "cluster.hosts=local", "--set", "train.steps=1"]),
         (&[("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0")], &["run", "--", "true"]),
     ] {

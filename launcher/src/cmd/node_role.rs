@@ -73,11 +73,11 @@ pub(super) enum NodeRole {
 /// several, but cannot join the others.
 pub(super) fn choose_role(args: &NodeArgs, request: JobRequest) -> diagnostic::Result<NodeRole> {
     let option = args.find_option();
-    if args.nodes.is_some_and(|nodes| nodes.max == 1) && args.node_rank.unwrap_or(0) == 0 {
-        return Ok(NodeRole::Alone(request));
-    }
     let loaded = LoadedJob::load(&request)?;
     let job = &loaded.job;
+    if args.nodes.is_some_and(|nodes| nodes.max == 1) && args.node_rank.unwrap_or(0) == 0 {
+        return Ok(run_alone(request, job));
+    }
     // Without a job file, `local` is only the default.
     let is_default =
         matches!(request.source, JobSource::CommandLine { .. }) && job.cluster.hosts == HostSelection::Local;
@@ -106,9 +106,17 @@ pub(super) fn choose_role(args: &NodeArgs, request: JobRequest) -> diagnostic::R
     }
     let settings = NodeSettings::collect(args, found, job).map_err(explain)?;
     if settings.nodes.max == 1 {
-        return Ok(NodeRole::Alone(request));
+        return Ok(run_alone(request, job));
     }
     settings.into_role(request)
+}
+
+/// Returns the role of the only node of a job, whose hosts do not join.
+fn run_alone(mut request: JobRequest, job: &JobSpec) -> NodeRole {
+    if job.cluster.hosts == HostSelection::Join {
+        request.set.push("cluster.hosts=local".to_owned());
+    }
+    NodeRole::Alone(request)
 }
 
 /// The settings of a node, from options, environment variables and the job.

@@ -21,7 +21,7 @@ section! {
     pub nodes: Option<u32> = Key::optional(integer(1..=16_384), "from `--nodes` or the environment");
     /// The address at which node 0 listens and the other nodes connect; the default port is 29400.
     pub rendezvous: Option<String> = Key::optional(rendezvous(), "from `--rendezvous` or the environment");
-    /// The file with the secret key that all nodes share, of at least 32 characters.
+    /// The file with the secret key that all nodes share, of at least 32 bytes.
     pub key_file: Option<PathBuf> = Key::optional(path(), "from `--key-file` or `LAUNCH_KEY_FILE`");
     /// Let every process that reaches node 0 join without a key.
     pub insecure: bool = Key::new(boolean(), "false");

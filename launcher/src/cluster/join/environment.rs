@@ -6,7 +6,7 @@
 use diagnostic::{Diagnostic, codes::host};
 use jobspec::{
     env,
-    hosts::{MAX_HOSTS, NodeCount, RendezvousAddress},
+    hosts::{InvalidNodeCount, MAX_HOSTS, NodeCount, RendezvousAddress},
 };
 use std::str::FromStr;
 
@@ -53,6 +53,18 @@ pub(crate) struct ProcessEnvironment<'a> {
     /// The host name of this machine.
     pub(crate) host: &'a str,
     pub(crate) scheduler: SchedulerVariables,
+}
+
+/// The number of processes of a launcher, which is the number of nodes with one process each.
+struct ProcessCount(u32);
+
+impl FromStr for ProcessCount {
+    type Err = InvalidNodeCount;
+
+    fn from_str(text: &str) -> Result<ProcessCount, InvalidNodeCount> {
+        let count: NodeCount = text.parse()?;
+        if count.min == count.max { Ok(ProcessCount(count.max)) } else { Err(InvalidNodeCount) }
+    }
 }
 
 /// The variables by which a launcher describes each process that it starts.
@@ -247,13 +259,13 @@ impl ProcessEnvironment<'_> {
         &self,
         variables: &ProcessVariables,
     ) -> diagnostic::Result<Option<NodeEnvironment>> {
-        let Some(nodes) = self.parse::<u32>(variables.size)? else { return Ok(None) };
+        let Some(nodes) = self.parse::<ProcessCount>(variables.size)? else { return Ok(None) };
         for name in variables.local_size {
             check_processes_per_node(name, self.parse(name)?)?;
         }
         Ok(Some(NodeEnvironment {
             source: format!("{} and {}", variables.size, variables.rank),
-            nodes: Some(NodeCount::exactly(nodes)),
+            nodes: Some(NodeCount::exactly(nodes.0)),
             node_rank: self.parse(variables.rank)?,
             rendezvous: self.find_first_host(),
         }))

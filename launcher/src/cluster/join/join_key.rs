@@ -17,8 +17,8 @@ const MAX_FILE_BYTES: u64 = 4096;
 /// the job is insecure.
 pub(super) fn read_join_key(join: &JoinSpec) -> diagnostic::Result<HandshakeKey> {
     match &join.key_file {
+        _ if join.insecure => Ok(HandshakeKey::derive(INSECURE_PURPOSE, &[])),
         Some(file) => read_key_file(file),
-        None if join.insecure => Ok(HandshakeKey::derive(INSECURE_PURPOSE, &[])),
         None => {
             Err(Diagnostic::error(host::JOIN_KEY_MISSING, "the nodes of the job have no key").with_remedy())
         }
@@ -48,11 +48,12 @@ fn read_key_file(file: &Path) -> diagnostic::Result<HandshakeKey> {
     let mut text = Vec::new();
     opened.take(MAX_FILE_BYTES + 1).read_to_end(&mut text).map_err(cannot_read)?;
     let secret = text.trim_ascii();
-    if text.len() as u64 > MAX_FILE_BYTES || secret.len() < MIN_SECRET_BYTES {
-        let message = format!(
-            "the key file {shown} has {} bytes; expected {MIN_SECRET_BYTES} to {MAX_FILE_BYTES}",
-            text.len()
-        );
+    let is_too_long = text.len() as u64 > MAX_FILE_BYTES;
+    if is_too_long || secret.len() < MIN_SECRET_BYTES {
+        let found =
+            if is_too_long { format!("more than {MAX_FILE_BYTES}") } else { secret.len().to_string() };
+        let message =
+            format!("the key in {shown} has {found} bytes; expected {MIN_SECRET_BYTES} to {MAX_FILE_BYTES}");
         return Err(invalid(message).with_help("`openssl rand -hex 32` prints a key"));
     }
     Ok(HandshakeKey::derive(KEY_PURPOSE, secret))
@@ -84,6 +85,10 @@ mod tests {
         let missing = read_join_key(&JoinSpec::default()).expect_err("no key");
         assert_eq!(missing.code(), host::JOIN_KEY_MISSING);
         let insecure = JoinSpec { insecure: true, ..JoinSpec::default() };
-        assert_ne!(read_join_key(&insecure).expect("a key"), key);
+        let no_key = read_join_key(&insecure).expect("a key");
+        assert_ne!(no_key, key);
+        // `--insecure` replaces the key file of the job.
+        let both = JoinSpec { key_file: Some("missing".into()), ..insecure };
+        assert_eq!(read_join_key(&both).expect("a key"), no_key);
     }
 }

@@ -12,8 +12,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a connection is ignored as a sign of life after a second node with its rank has
-/// arrived. Its last messages may be on the way.
+/// How long messages of the first node do not prove that it is alive, counted from the arrival of a
+/// second node with its rank. The first node may have sent them before it died.
 const SETTLE_TIME: Duration = Duration::from_millis(1500);
 /// How long a node without a rank waits for a place if all nodes have joined.
 const FULL_TIMEOUT: Duration = Duration::from_secs(15);

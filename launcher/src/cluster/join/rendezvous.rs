@@ -29,10 +29,10 @@ pub(super) fn find_own_addresses(address: &RendezvousAddress) -> Vec<SocketAddr>
     found
 }
 
-/// Opens the listeners of node 0: at the addresses of the rendezvous that belong to this machine
-/// or, if none does, at every address. Fails if the port is in use. The error names the job that
-/// uses the port if it has the same key. `(nodes, job)` are the number of nodes and the keys of the
-/// job.
+/// Opens the listeners of node 0: at the addresses of the rendezvous that belong to this machine,
+/// or at every address ([`needs_every_address`]). Fails if the port is in use. The error names the
+/// job that uses the port if it has the same key. `(nodes, job)` are the number of nodes and the
+/// keys of the job.
 pub(super) fn open_listeners(
     address: &RendezvousAddress,
     key: &HandshakeKey,
@@ -55,9 +55,9 @@ pub(super) fn open_listeners(
     {
         return Err(other);
     }
-    let opened = match local.as_slice() {
-        [] => open_at_every_address(address.port).map(|listener| vec![listener]),
-        local => local.iter().map(TcpListener::bind).collect(),
+    let opened = match needs_every_address(&address.host, &local) {
+        true => open_at_every_address(address.port).map(|listener| vec![listener]),
+        false => local.iter().map(TcpListener::bind).collect(),
     };
     let listeners = opened.map_err(|error| {
         let other = if error.kind() == io::ErrorKind::AddrInUse { probe() } else { None };
@@ -76,6 +76,17 @@ pub(super) fn open_listeners(
         })?;
     }
     Ok(listeners)
+}
+
+/// Returns whether node 0 must listen at every address of its machine. `local` are the addresses of
+/// the rendezvous host `host` that belong to the machine.
+///
+/// This is the case if the machine has no such address, as with the address of a load balancer. It
+/// is also the case if only this machine resolves its name to the loopback interface, as Debian's
+/// /etc/hosts does with 127.0.1.1.
+fn needs_every_address(host: &str, local: &[SocketAddr]) -> bool {
+    let is_name = host.parse::<IpAddr>().is_err() && !host.eq_ignore_ascii_case("localhost");
+    local.is_empty() || (is_name && local.iter().all(|address| address.ip().is_loopback()))
 }
 
 /// Opens a listener at every address of this machine: of IPv6 and IPv4 or, without IPv6, of IPv4.
@@ -104,5 +115,27 @@ fn find_other_job(target: &JoinTarget) -> Option<Diagnostic> {
             )
         }
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_that_only_this_machine_resolves_to_loopback_needs_every_address() {
+        let [debian, localhost, network] = ["127.0.1.1:1", "127.0.0.1:1", "10.0.0.1:1"]
+            .map(|address| address.parse::<SocketAddr>().expect("an address"));
+        for (host, local, expected) in [
+            ("node-a", &[debian][..], true),
+            ("node-a", &[debian, network], false),
+            ("node-a", &[network], false),
+            ("node-a", &[], true),
+            ("10.0.0.9", &[], true),
+            ("localhost", &[localhost], false),
+            ("127.0.0.1", &[localhost], false),
+        ] {
+            assert_eq!(needs_every_address(host, local), expected, "{host} {local:?}");
+        }
     }
 }

@@ -208,8 +208,8 @@ impl Manifest<'_> {
     /// Builds the spec of the Job: one pod for each node.
     fn build_job_spec(&self) -> diagnostic::Result<Value> {
         let pods = self.nodes.max;
-        // A lost node 0 ends the pods of all nodes.
-        let limit = u64::from(pods) * u64::from(self.job.run.restarts);
+        // A lost node 0 ends the pods of all nodes. Kubernetes stores the limit in 32 bits.
+        let limit = (u64::from(pods) * u64::from(self.job.run.restarts)).min(i32::MAX as u64);
         let ignore = |values: &[u8]| json!({"containerName": "launch", "operator": "In", "values": values});
         let rules = json!([
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
