@@ -1,25 +1,24 @@
 //! [`read_input_file`]: reads a file that the user names, which may be a pipe.
 use nix::{
     errno::Errno,
+    fcntl::OFlag,
     poll::{PollFd, PollFlags, PollTimeout, poll},
 };
 use std::{
     fs::{File, OpenOptions},
     io::{self, Read},
-    os::{
-        fd::AsFd,
-        unix::fs::{FileTypeExt, OpenOptionsExt},
-    },
+    os::{fd::AsFd, unix::fs::OpenOptionsExt},
     path::Path,
     time::{Duration, Instant},
 };
 
 /// The longest time for which a pipe may provide no data.
 const PIPE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The flag of `open` that does not wait for the writer of a pipe.
-const O_NONBLOCK: i32 = 0o4000;
-/// The flag of `open` that does not make a terminal the controlling one.
-const O_NOCTTY: i32 = 0o400;
+/// The longest time of a whole read of a pipe, as a multiple of the time limit without data.
+const MAX_TIMEOUTS: u32 = 12;
+/// The flags of `open`: do not wait for the writer of a pipe, and do not make a terminal the
+/// controlling one.
+const OPEN_FLAGS: OFlag = OFlag::O_NONBLOCK.union(OFlag::O_NOCTTY);
 /// The number of bytes of one read from a pipe.
 const CHUNK_BYTES: usize = 64 << 10;
 
@@ -31,8 +30,8 @@ pub fn read_input_file(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
 
 /// Reads a file as [`read_input_file`] does, with another time limit.
 fn read_with_timeout(path: &Path, limit: u64, timeout: Duration) -> io::Result<Vec<u8>> {
-    let file = OpenOptions::new().read(true).custom_flags(O_NONBLOCK | O_NOCTTY).open(path)?;
-    if file.metadata()?.file_type().is_fifo() {
+    let file = OpenOptions::new().read(true).custom_flags(OPEN_FLAGS.bits()).open(path)?;
+    if !file.metadata()?.is_file() {
         return read_pipe(&file, limit, timeout);
     }
     let mut bytes = Vec::new();
@@ -40,10 +39,12 @@ fn read_with_timeout(path: &Path, limit: u64, timeout: Duration) -> io::Result<V
     Ok(bytes)
 }
 
-/// Reads a pipe to its end, or until it has more than `limit` bytes.
+/// Reads a pipe, a terminal or another special file to its end, or until it has provided more than
+/// `limit` bytes.
 fn read_pipe(mut file: &File, limit: u64, timeout: Duration) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let mut chunk = vec![0; CHUNK_BYTES];
+    let end = Instant::now() + timeout * MAX_TIMEOUTS;
     let mut deadline = Instant::now() + timeout;
     while bytes.len() as u64 <= limit {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -55,14 +56,15 @@ fn read_pipe(mut file: &File, limit: u64, timeout: Duration) -> io::Result<Vec<u
             ready => ready?,
         };
         if ready == 0 {
-            let message = format!("the pipe provided no data for {} s", timeout.as_secs_f64());
+            let message =
+                format!("the pipe has not ended, and provided no data for {} s", timeout.as_secs_f64());
             return Err(io::Error::new(io::ErrorKind::TimedOut, message));
         }
         match file.read(&mut chunk) {
             Ok(0) => break,
             Ok(n) => {
                 bytes.extend_from_slice(&chunk[..n]);
-                deadline = Instant::now() + timeout;
+                deadline = end.min(Instant::now() + timeout);
             }
             Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
             Err(error) => return Err(error),

@@ -9,8 +9,18 @@ const ENV_PATH: &str = "run.env.";
 const LOWER_CASE_PARTS: [&str; 6] = ["secret", "password", "passwd", "api_key", "private_key", "credential"];
 
 /// Ends of the names of options whose values are secrets.
-const SECRET_OPTION_ENDS: [&str; 8] =
-    ["TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "CREDENTIALS", "_KEY"];
+const SECRET_OPTION_ENDS: [&str; 10] = [
+    "TOKEN",
+    "SECRET",
+    "PASSWORD",
+    "PASSWD",
+    "PWD",
+    "PASSPHRASE",
+    "CREDENTIAL",
+    "CREDENTIALS",
+    "APIKEY",
+    "_KEY",
+];
 /// Ends of the names of options that name a token of a tokenizer.
 const TOKENIZER_OPTION_ENDS: [&str; 10] = [
     "BOS_TOKEN",
@@ -32,16 +42,27 @@ const HIDDEN_ARGUMENT: &str = "***";
 pub fn hide_secret_arguments<S: AsRef<str>>(words: &[S]) -> Vec<String> {
     let hide = |(i, word): (usize, &S)| match is_value_of_secret(words, i) {
         true => HIDDEN_ARGUMENT.to_owned(),
-        false => hide_secret_values(word.as_ref()),
+        false => hide_secrets_in_word(word.as_ref()),
     };
     words.iter().enumerate().map(hide).collect()
+}
+
+/// Hides the secrets in a word of a command line. The value of an option with `=` is the whole rest
+/// of the word.
+fn hide_secrets_in_word(word: &str) -> String {
+    match word.split_once('=') {
+        Some((option, value)) if is_secret_option(option) && is_secret_argument(value) => {
+            format!("{option}={HIDDEN_ARGUMENT}")
+        }
+        _ => hide_secret_values(word),
+    }
 }
 
 /// Returns the name of an option in a command line whose value is a secret, if there is one.
 pub(crate) fn find_secret_option<S: AsRef<str>>(words: &[S]) -> Option<&str> {
     let position = (0..words.len()).find(|&i| {
         let word = words[i].as_ref();
-        is_value_of_secret(words, i + 1) || (word.starts_with('-') && hide_secret_values(word) != *word)
+        is_value_of_secret(words, i + 1) || (word.starts_with('-') && hide_secrets_in_word(word) != *word)
     });
     position.map(|i| words[i].as_ref().split('=').next().unwrap_or_default())
 }
@@ -62,7 +83,16 @@ fn is_secret_option(word: &str) -> bool {
 
 /// Returns whether a word can be a secret: not another option, a variable or a placeholder.
 fn is_secret_argument(word: &str) -> bool {
-    !word.is_empty() && !word.starts_with("--") && !word.starts_with(['$', '{'])
+    !word.is_empty() && !word.starts_with("--") && !is_placeholder(word)
+}
+
+/// Returns whether a word is only a variable or a placeholder: `$NAME`, `${NAME}` or `{NAME}`.
+fn is_placeholder(word: &str) -> bool {
+    let variable = word.strip_prefix('$');
+    let rest = variable.unwrap_or(word);
+    let braced = rest.strip_prefix('{').and_then(|rest| rest.strip_suffix('}'));
+    let is_name = |name: &str| !name.is_empty() && name.chars().all(is_name_character);
+    braced.or(variable).is_some_and(is_name)
 }
 
 /// Replaces each character of a value by `*` if the value follows a name that suggests a secret, as
@@ -87,7 +117,7 @@ pub fn hide_secret_values(text: &str) -> String {
         hidden.push_str(&rest[..value_start]);
         rest = &rest[value_start..];
         let value_end = match is_option {
-            true => rest.find([',', ' ', '"', '\'', ']', '\n']).unwrap_or(rest.len()),
+            true => find_option_value_end(rest, &hidden),
             false => find_value_end(rest, hidden.contains('{')),
         };
         hidden.extend(rest[..value_end].chars().map(|_| '*'));
@@ -129,7 +159,23 @@ fn find_option_value(text: &str) -> Option<usize> {
         None => text.trim_start_matches(['"', '\'']).trim_start_matches([',', ' ']),
     };
     let value = value.trim_start_matches(['"', '\'']);
-    (value.len() < text.len() && is_secret_argument(value)).then_some(text.len() - value.len())
+    let start = text.len() - value.len();
+    let end = find_option_value_end(value, &text[..start]);
+    (start > 0 && is_secret_argument(&value[..end])).then_some(start)
+}
+
+/// Returns the end of the value of an option at the start of `value`. `before` is the text before
+/// the value. A value that is quoted, alone or with its option, ends at the quote. Another value
+/// ends at a space or a quote and, in a list, at the next separator.
+fn find_option_value_end(value: &str, before: &str) -> usize {
+    let line = value.find('\n').unwrap_or(value.len());
+    let before_option = before.strip_suffix('=').map(|option| option.trim_end_matches(is_name_character));
+    let end = match before_option.unwrap_or(before).chars().next_back() {
+        Some(quote @ ('"' | '\'')) => value.find(quote),
+        _ if before.contains('[') => value.find([',', ' ', '"', '\'', ']']),
+        _ => value.find([' ', '"', '\'']),
+    };
+    end.unwrap_or(line).min(line)
 }
 
 /// Returns the end of the value at the start of `text`. In a flow mapping, a plain value ends
@@ -165,6 +211,10 @@ mod tests {
             ("sh -c 'prog --hf-token abc -v'", "sh -c 'prog --hf-token *** -v'"),
             ("command: [prog, --token, abc, -v]", "command: [prog, --token, ***, -v]"),
             ("command: [\"--db-password\", \"abc\"]", "command: [\"--db-password\", \"***\"]"),
+            ("command: [prog, \"--token=a,b c\", d]", "command: [prog, \"--token=*****\", d]"),
+            ("command: ['--token', 'a,b ]c', d]", "command: ['--token', '******', d]"),
+            ("prog --token a,b c", "prog --token *** c"),
+            ("prog --token='a, b' c", "prog --token='****' c"),
             ("db_password: \"it\" # 1", "db_password: **** # 1"),
             ("HF_TOKEN: 'unclosed", "HF_TOKEN: *********"),
             ("HF_TOKEN: a\nB: c", "HF_TOKEN: *\nB: c"),
@@ -178,8 +228,18 @@ mod tests {
         let words =
             ["prog", "--token", "abc", "--lr", "0.1", "HF_TOKEN=x", "--api_key=y", "--password", "--v"];
         let expected =
-            ["prog", "--token", "***", "--lr", "0.1", "HF_TOKEN=*", "--api_key=*", "--password", "--v"];
+            ["prog", "--token", "***", "--lr", "0.1", "HF_TOKEN=*", "--api_key=***", "--password", "--v"];
         assert_eq!(hide_secret_arguments(&words), expected);
+        for (word, hidden) in [
+            ("--password=ab,cd ef", "--password=***"),
+            ("--apikey=a'b]c", "--apikey=***"),
+            ("--token=$1abc$", "--token=***"),
+            ("--token={a}b", "--token=***"),
+            ("--token=${HF_TOKEN}", "--token=${HF_TOKEN}"),
+            ("--token={resume}", "--token={resume}"),
+        ] {
+            assert_eq!(hide_secret_arguments(&[word]), [hidden]);
+        }
         assert_eq!(find_secret_option(&words), Some("--token"));
         assert_eq!(find_secret_option(&words[3..]), Some("--api_key"));
         assert_eq!(find_secret_option(&["prog", "--token", "$X", "--secret"]), None);
