@@ -6,10 +6,12 @@ use crate::{
     agent::process::{self, HostMemory, OpenFileLimits, SpawnedWorker},
     background_thread::BackgroundThread,
 };
+use diagnostic::{Diagnostic, codes};
 use protocol::control::WorkerPlan;
 use std::{
     io,
     os::fd::{AsFd, OwnedFd},
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
 };
 use tokio::sync::mpsc;
@@ -62,7 +64,12 @@ impl WorkerSpawner {
                 shm: shm.as_deref().map(AsFd::as_fd),
                 copies: copy_memory.as_deref().map(AsFd::as_fd),
             };
-            let spawned = process::spawn_worker_process(&worker, &hidden, memory, file_limit);
+            let start = || process::spawn_worker_process(&worker, &hidden, memory, file_limit);
+            // A panic would otherwise end the thread, and the agent would wait for the result
+            // forever.
+            let spawned = catch_unwind(AssertUnwindSafe(start)).unwrap_or_else(|_| {
+                Err(Diagnostic::error(codes::run::INTERNAL, "the start of the worker panicked"))
+            });
             // An error means that the agent has ended.
             _ = results.blocking_send(SpawnResult { attempt, index, spawned });
         });
