@@ -7,8 +7,8 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
 
 /// How long the controller waits after a pause for the news that another controller has taken over
-/// the run. Agents sent this news when it happened, but not over connections that had broken before.
-/// The journal shows the takeover in any case.
+/// the run. Agents sent this news when it happened, but not over connections that had broken
+/// before. The journal shows the takeover in any case.
 const NEWS_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl ControllerDriver {

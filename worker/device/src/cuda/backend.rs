@@ -60,7 +60,7 @@ impl MemoryOwner for Gpu {
     }
 }
 
-/// The owner of an empty buffer, which stands in for a buffer that could not be allocated.
+/// The owner of an empty buffer. Replaces the owner of a buffer that could not be allocated.
 pub(super) struct NoMemory;
 
 impl MemoryOwner for NoMemory {
