@@ -390,7 +390,8 @@ impl AgentCore {
     /// or if a kill of the workers is scheduled.
     fn spawn_next(&mut self) {
         let count = self.plan.as_ref().map_or(0, |p| p.workers.len());
-        self.spawning = self.next < count && self.kill_at.is_none() && !self.stop_requested;
+        let is_ending = self.stop_requested || self.kill_after_stacks.is_some() || self.kill_at.is_some();
+        self.spawning = self.next < count && !is_ending;
         if self.spawning {
             self.out.push(AgentAction::Spawn(self.next));
             self.next += 1;

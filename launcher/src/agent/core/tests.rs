@@ -264,6 +264,25 @@ fn after_a_failed_start_no_further_worker_is_started() {
 }
 
 #[test]
+fn a_worker_that_starts_after_a_kill_request_is_ended_in_the_grace_period() {
+    for (stacks, signals) in [(false, &[(1, GroupSignal::Terminate)][..]), (true, &[])] {
+        let mut core = create_core();
+        core.handle_input(ms(0), AgentInput::Controller(make_hello(PROTOCOL_VERSION)));
+        core.handle_input(ms(0), AgentInput::Controller(ToAgent::Start(Box::new(make_plan(&[false; 3])))));
+        core.handle_input(ms(0), AgentInput::Prepared { attempt: 0 });
+        core.handle_input(ms(0), AgentInput::Spawned { rank: 0, pid: 5 });
+        let kill = ToAgent::Kill { attempt: 0, stacks, reason: "no".into(), grace_ms: 30_000 };
+        core.handle_input(ms(1), AgentInput::Controller(kill));
+        let commands = core.handle_input(ms(2), AgentInput::Spawned { rank: 1, pid: 6 });
+        assert_eq!(select_signals(&commands), signals);
+        assert!(!commands.iter().any(|command| matches!(command, AgentAction::Spawn(_))), "{commands:?}");
+        let commands = core.handle_input(ms(3), AgentInput::StacksWritten);
+        let ended = [(0, GroupSignal::Terminate), (1, GroupSignal::Terminate)];
+        assert_eq!(select_signals(&commands), if stacks { &ended[..] } else { &[] });
+    }
+}
+
+#[test]
 fn messages_to_a_worker_are_held_back_until_it_is_initialized() {
     let mut agent = TestAgent::start(&[true]);
     assert!(

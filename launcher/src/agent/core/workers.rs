@@ -1,6 +1,6 @@
 //! The part of the agent's state machine that handles the start, the messages and the exits of
 //! workers.
-use super::{AgentAction, AgentCore, AgentState, FINAL_OUTPUT_TIMEOUT, WorkerState};
+use super::{AgentAction, AgentCore, AgentState, FINAL_OUTPUT_TIMEOUT, GroupSignal, WorkerState};
 use crate::agent::progress::WorkerProgress;
 use diagnostic::{Diagnostic, codes::run};
 use jobspec::ids::Rank;
@@ -71,8 +71,10 @@ impl AgentCore {
         };
         self.workers.insert(rank, worker);
         self.send_to_controller(FromAgent::Started { attempt: self.attempt, rank, pid });
-        if self.stop_requested {
-            // The request arrived while the worker was being started.
+        // A request may have arrived while the worker was being started.
+        if self.kill_requested {
+            self.out.push(AgentAction::Signal(rank, GroupSignal::Terminate));
+        } else if self.stop_requested {
             self.stop_worker(rank);
         }
         self.spawn_next();
