@@ -1,4 +1,5 @@
-//! Checkpoints of all ranks: saving, resuming, and directories that hosts do not share.
+//! Saves the training state of all ranks as checkpoints, and resumes from checkpoints. Also detects
+//! which hosts share the checkpoint directory.
 pub(crate) mod host_local;
 pub mod mapping;
 pub mod memory_copies;

@@ -1,4 +1,5 @@
-//! Sums of values of several ranks in one fixed order, which every transport uses.
+//! Sums the values of several ranks in one fixed order, so that every transport gives the same
+//! bits.
 //!
 //! The order is a binary tree over n ranks, built like a binary counter. Ranks are pushed one after
 //! the other. As soon as two neighbouring subtrees cover equally many ranks, they are added. The

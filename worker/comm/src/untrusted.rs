@@ -1,4 +1,4 @@
-//! Calls every parser of the bytes of peers, for fuzz targets and tests with malformed input.
+//! Passes untrusted bytes to each parser of messages from peers, for fuzz targets and tests.
 //!
 //! Each function fails if the bytes are invalid. A function must not panic or loop forever.
 use crate::{AbortReason, tcp};
@@ -8,8 +8,9 @@ use crate::{AbortReason, tcp};
 #[error("the bytes of a peer are not valid")]
 pub struct InvalidPeerBytes;
 
-/// Creates valid inputs of the parsers, from which fuzzing starts. The extension of a name is that
-/// of the parser. The inputs are not files, because they change with the protocol.
+/// Creates valid inputs of the parsers, from which fuzzing starts, each with a name. The name's
+/// extension identifies the parser. The inputs are not files, because they change with the
+/// protocol.
 pub fn create_seeds() -> Vec<(&'static str, Vec<u8>)> {
     let reason = AbortReason::from_request("disk full").encode(256);
     tcp::create_seeds().into_iter().chain([("requested.reason", reason)]).collect()
@@ -20,8 +21,8 @@ pub fn parse_control_frames(bytes: &[u8]) -> Result<(), InvalidPeerBytes> {
     tcp::parse_control_frames(bytes).map(drop).ok_or(InvalidPeerBytes)
 }
 
-/// Parses bytes as the first messages of a handshake between two ranks. Panics if the bytes prove
-/// the key.
+/// Parses bytes as the first messages of a handshake between two ranks. Panics if the bytes are
+/// accepted as proof of the secret key.
 pub fn parse_handshake(bytes: &[u8]) -> Result<(), InvalidPeerBytes> {
     match tcp::parse_handshake(bytes) {
         Ok(true) => Ok(()),
@@ -47,7 +48,7 @@ mod tests {
 
     type Parser = fn(&[u8]) -> Result<(), InvalidPeerBytes>;
 
-    /// Each parser, by the extension of its seeds.
+    /// The parsers to fuzz, each with the extension of the names of its inputs in [`create_seeds`].
     const PARSERS: [(&str, Parser); 3] =
         [("frames", parse_control_frames), ("handshake", parse_handshake), ("reason", parse_abort_reason)];
 
@@ -60,7 +61,8 @@ mod tests {
     }
 
     proptest! {
-        /// The parsers panic if they believe a peer without the key.
+        /// Checks that no parser panics on bytes that were changed at random. A parser also panics
+        /// if it accepts a peer that does not know the key.
         #[test]
         fn changed_bytes_of_peers_never_panic(
             seed in 0usize..3,

@@ -1,5 +1,5 @@
-//! Prints the machine's peak rate of `f32` multiply-adds in GFLOP/s, with which benchmarks compare.
-//! Run as `fma_peak THREADS SECONDS`.
+//! Prints the machine's peak rate of `f32` multiply-adds in GFLOP/s, as the reference for the rates
+//! of benchmarks. Run as `fma_peak THREADS SECONDS`.
 mod peak_flops;
 
 use std::{env, time::Duration};

@@ -85,7 +85,7 @@ struct TrainingStep<'a> {
     sin: Buf,
     layers: Vec<TransformerLayer>,
     head: TrainedWeight,
-    /// Residual stream, the output of a branch of a block, and the gradients of both.
+    /// The residual stream (`x`), the output of a branch of a block, and their gradients.
     x: Buf,
     branch: Buf,
     dx: Buf,
@@ -186,7 +186,8 @@ impl<'a> TrainingStep<'a> {
         );
     }
 
-    /// Runs the forward pass of all layers, and the classifier with its gradients.
+    /// Runs the forward pass of all layers, then the output layer with the cross-entropy loss and
+    /// their gradients.
     fn run_forward(&mut self) {
         let (cpu, m, d, f) = (self.cpu, self.tokens.len(), HIDDEN, INTERMEDIATE);
         cpu.embedding_forward(self.x.view_mut(), self.head.w.view(), &self.tokens, d);
@@ -402,7 +403,7 @@ impl OpsBench<'_> {
         }
     }
 
-    /// Measures the matmuls of a layer and of the output layer.
+    /// Measures the matmuls of a transformer layer and of the output layer.
     fn bench_matmuls(&self) {
         let (cpu, m) = (self.cpu, self.m);
         let shapes = [
@@ -491,7 +492,7 @@ impl OpsBench<'_> {
         }
     }
 
-    /// Measures the classifier with and without gradients.
+    /// Measures the output layer with the cross-entropy loss, with and without gradients.
     fn bench_classifier(&self) {
         let (cpu, m, d, v) = (self.cpu, self.m, HIDDEN, VOCABULARY);
         let (x, w) = (make_random_buf(m * d), make_random_buf(v * d));

@@ -1,5 +1,5 @@
-//! Crate `device`: buffers, and every op of the training with its backward pass, on CPUs ([`Cpu`])
-//! and NVIDIA GPUs ([`Cuda`]).
+//! Crate `device`: buffers, and the operations (ops) of training with their backward passes, on
+//! CPUs ([`Cpu`]) and NVIDIA GPUs ([`Cuda`]).
 pub mod buffer;
 pub mod conformance;
 pub mod cpu;

@@ -26,7 +26,8 @@ pub trait Storage: Send + Sync {
     /// of the memory, such as `gradients`. If the memory is full, records the failure and returns a
     /// buffer without memory, which later calls do not access.
     fn zeroed_for(&self, purpose: &'static str, dtype: Dtype, len: usize) -> Buf;
-    /// Allocates `len` zeros with [`Storage::zeroed_for`], for use in the current step.
+    /// Allocates `len` zeros in the memory in which ops compute, with [`Storage::zeroed_for`].
+    /// Out-of-memory errors name the current step as the purpose.
     fn zeroed(&self, dtype: Dtype, len: usize) -> Buf {
         self.zeroed_for("this step", dtype, len)
     }
@@ -34,8 +35,8 @@ pub trait Storage: Send + Sync {
     /// which is pinned memory for GPUs. If there is no pinned memory, records the failure and
     /// returns pageable memory.
     fn alloc_staging(&self, dtype: Dtype, len: usize) -> Buf;
-    /// Allocates a staging buffer with [`Storage::alloc_staging`], but returns an error instead of
-    /// recording a failure. Does not record a failure.
+    /// Allocates a staging buffer as [`Storage::alloc_staging`] does, but returns an error instead
+    /// of recording a failure.
     fn try_alloc_staging(&self, dtype: Dtype, len: usize) -> Result<Buf, DeviceError> {
         Ok(self.alloc_staging(dtype, len))
     }

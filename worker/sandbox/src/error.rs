@@ -58,9 +58,10 @@ pub enum SandboxError {
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
 pub struct SandboxFailure {
-    /// The last step of the request that the handler reported, or 0.
+    /// The number of the step that the handler reported most recently for this request, or 0 if it
+    /// reported none.
     pub step: u64,
-    /// The reason of the failure.
+    /// Combines this error with `step`, the number of the step of the request at which it occurred.
     #[source]
     pub error: SandboxError,
 }

@@ -103,13 +103,14 @@ pub struct FrameDecoder {
     /// Kind and length of the body that is being read.
     body: Option<(ReplyKind, usize)>,
     bytes: Vec<u8>,
-    /// The last step that the sandbox process reported for the current request, and the number of
-    /// reports.
+    /// The number of the step that the sandbox process reported most recently for the current
+    /// request, and the number of its reports.
     progress: (u64, u32),
 }
 
 impl FrameDecoder {
-    /// Returns the last step that the sandbox process reported for the current request, or 0.
+    /// Returns the number of the step that the sandbox process reported most recently for the
+    /// current request, or 0 if it reported none.
     pub(crate) fn step(&self) -> u64 {
         self.progress.0
     }

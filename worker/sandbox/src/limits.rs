@@ -25,7 +25,7 @@ pub(crate) const WAIT_PER_CPU_TIME: u32 = 8;
 pub struct SandboxSettings {
     /// Number of threads that compute.
     pub threads: u32,
-    /// Largest memory that any request may allow, in bytes.
+    /// Memory limit of the process, in bytes. It also bounds the memory that a request may allow.
     pub memory_bytes: u64,
 }
 

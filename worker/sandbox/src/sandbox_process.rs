@@ -44,9 +44,9 @@ const START_LIMITS: RequestLimits =
 /// The command that starts a sandbox process.
 #[derive(Clone, Debug)]
 pub struct SandboxCommand {
-    /// The file of the program.
+    /// The path of the program's executable file.
     pub program: OsString,
-    /// The name of the program in lists of processes.
+    /// The program's name in lists of processes, such as the output of `ps`.
     pub name: OsString,
     /// The arguments of the program.
     pub arguments: Vec<OsString>,

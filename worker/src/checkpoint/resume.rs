@@ -115,8 +115,8 @@ fn is_unreachable(error: &Error) -> bool {
     error.code() == codes::RESUME_SHARD_UNREACHABLE
 }
 
-/// Builds the error of a job for which no checkpoint is usable. `skipped` has the newest checkpoint
-/// first.
+/// Builds the error for the case that no checkpoint of the job is usable. `skipped` has the newest
+/// checkpoint first.
 fn build_no_usable_checkpoint_error(root: &Path, skipped: &[(PathBuf, Error)]) -> Error {
     let (_, newest) = &skipped[0];
     if skipped.iter().all(|(_, e)| is_unreachable(e)) {

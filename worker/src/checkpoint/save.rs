@@ -1,4 +1,5 @@
-//! [`CheckpointSaver`]: writes the checkpoints of a run, in the background with `checkpoint.async`.
+//! [`CheckpointSaver`]: writes the checkpoints of a run, in the background if `checkpoint.async` is
+//! set.
 use crate::{
     checkpoint::{
         host_local,
@@ -141,8 +142,8 @@ impl CheckpointSaver {
         }
     }
 
-    /// Adds the copies of the state in memory. `is_resumed` states whether the run resumed from
-    /// such copies.
+    /// Returns this saver with `memory`, which copies the training state to the memory of hosts.
+    /// `is_resumed` states whether the run resumed from such copies.
     pub fn with_memory_copies(self, memory: Option<MemoryCopier>, is_resumed: bool) -> Self {
         CheckpointSaver { memory, is_resumed_from_memory: is_resumed, ..self }
     }
@@ -169,8 +170,8 @@ impl CheckpointSaver {
         self.is_resumed_from_memory
     }
 
-    /// Returns whether the state must be saved although no step was done since the start: after a
-    /// resume from memory, and if the run has no checkpoint.
+    /// Returns whether the state must be saved although no step was done since the start. This is
+    /// the case after a resume from memory, or if the run has no checkpoint.
     pub fn has_unsaved_state(&self) -> bool {
         self.is_resumed_from_memory || self.last.is_none()
     }
@@ -208,8 +209,8 @@ impl CheckpointSaver {
         self.spec.r#async && running.train_spec().zero.offload.is_none()
     }
 
-    /// Takes the notice that this rank could not allocate pinned memory, and therefore copies to
-    /// pageable memory. Returns `None` if there is no notice or it was already taken.
+    /// Takes the notice which states that this rank could not allocate pinned memory, and therefore
+    /// copies to pageable memory. Returns `None` if there is no notice or it was already taken.
     pub fn take_notice(&mut self) -> Option<String> {
         self.notice.take()
     }
@@ -372,8 +373,8 @@ impl CheckpointSaver {
         Ok(Some(SavedCheckpoint { step, path, bytes, seconds: began.elapsed().as_secs_f64() }))
     }
 
-    /// Writes this rank's stripe of the parity and returns the reports of all ranks. Returns `None`
-    /// without `checkpoint.parity`.
+    /// Writes this rank's part of the checkpoint's parity, the XOR redundancy over all shards, and
+    /// returns the reports of all ranks. Returns `None` without `checkpoint.parity`.
     ///
     /// The shards of all ranks must be complete, because each rank reads one Nth of the checkpoint.
     /// Collective: every rank must call it.

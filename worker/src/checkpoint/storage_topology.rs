@@ -162,8 +162,8 @@ fn build_directory_error(code: Code, root: &Path, what: &str) -> Diagnostic {
         .with_field("path", root.display().to_string())
 }
 
-/// Builds the error that `checkpoint.require_shared` is set but two hosts see different
-/// directories.
+/// Builds the error which reports that `checkpoint.require_shared` is set but two hosts see
+/// different directories.
 fn build_not_shared_error(root: &Path, leaders: &[usize], names: &[String]) -> Diagnostic {
     let name = |rank: usize| names.get(rank).cloned().unwrap_or_default();
     let other = name(leaders.iter().copied().find(|k| *k != 0).unwrap_or(0));

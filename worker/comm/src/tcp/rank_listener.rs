@@ -1,5 +1,5 @@
-//! [`RankListener`]: lets a rank join a group on several hosts. The rank binds its listener,
-//! connects to all peers, and gets its communicator.
+//! [`RankListener`]: the listening socket with which a rank joins a group whose ranks run on
+//! several hosts. The rank binds its listener, connects to all peers, and gets its communicator.
 use super::{
     communicator::{TcpCallState, TcpComm, TcpLimits},
     connection_setup::ConnectionSetup,
@@ -41,7 +41,7 @@ pub struct GroupMember {
 pub struct GroupSpec {
     /// The rank of this process.
     pub rank: usize,
-    /// The members of the group, by rank.
+    /// The members of the group, in the order of their ranks.
     pub members: Vec<GroupMember>,
     /// The name of the run. Ranks of different runs reject each other's connections.
     pub run: String,
@@ -63,7 +63,7 @@ pub struct AbortHandle(Arc<GroupHealth>);
 
 impl AbortHandle {
     /// Creates a handle for `rank` of `world` ranks, to be passed to [`RankListener::join`]. Fails
-    /// if the operating system has no descriptors left.
+    /// if the operating system has no file descriptors left.
     pub fn new(rank: usize, world: usize) -> Result<Self> {
         let health =
             GroupHealth::new(rank, world).map_err(CommError::from_failed_operation("create an eventfd"))?;
@@ -91,8 +91,8 @@ impl RankListener {
         self.listener.local_addr()
     }
 
-    /// Joins the group as this listener's rank. Blocks until all peers have joined and
-    /// authenticated themselves.
+    /// Joins the group that `group` describes, as rank `group.rank`, and returns the rank's
+    /// communicator. Blocks until all peers have joined and authenticated themselves.
     ///
     /// `memory` is one memfd that the ranks of this host share (see [`ShmComm::join`]). It is
     /// required if the host has several ranks. Fails if a peer does not join within
@@ -120,8 +120,8 @@ impl RankListener {
         })
     }
 
-    /// Joins this host's shared memory, connects to the ranks of other hosts, and starts the thread
-    /// that monitors them.
+    /// Joins the shared memory group of this host's ranks, connects to the ranks of other hosts,
+    /// and starts the thread that monitors them.
     fn connect_to_peers(
         self,
         group: &GroupSpec,

@@ -13,11 +13,12 @@ pub(crate) struct Topology {
     pub(crate) rank: usize,
     /// Index of this rank's host in `host_ranks`.
     host: usize,
-    /// By rank: the local rank, which is the position among the ranks of its host.
+    /// For each rank of the group: its local rank, which is the position among the ranks of its
+    /// host.
     local_rank_of: Vec<usize>,
-    /// By rank: the index of its host.
+    /// For each rank of the group: the index of its host in `host_ranks`.
     host_by_rank: Vec<usize>,
-    /// By host: its ranks, ascending.
+    /// For each host: its ranks, in ascending order.
     host_ranks: Vec<Vec<usize>>,
 }
 
@@ -68,8 +69,8 @@ impl Topology {
         self.host_by_rank[rank] == self.host
     }
 
-    /// Returns the ranks on other hosts, starting with the next higher rank, so that ranks do not
-    /// all send to one rank first.
+    /// Returns the ranks on other hosts in cyclic order, from the rank after this one to the rank
+    /// before it. With this order, ranks do not all send to the same rank first.
     pub(crate) fn remote_ranks(&self) -> impl Iterator<Item = usize> + '_ {
         let (me, world) = (self.rank, self.world());
         (1..world).map(move |i| (me + i) % world).filter(|r| !self.is_local(*r))
@@ -84,8 +85,8 @@ impl Topology {
         ranks[self.local_rank_of[rank] % ranks.len()]
     }
 
-    /// Returns whether rank `from` sends data that every rank needs directly to rank `to` on
-    /// another host. Rank `to` then shares the data with its host.
+    /// Returns whether data of rank `from` that every rank needs are sent over the network to rank
+    /// `to`, which is on another host. Rank `to` then shares the data with its host.
     pub(crate) fn sends_replica_to(&self, from: usize, to: usize) -> bool {
         self.find_receiver_on_host(from, self.host_by_rank[to]) == to
     }

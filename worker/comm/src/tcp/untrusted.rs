@@ -1,4 +1,5 @@
-//! Parses the bytes of peers without connections, for fuzz targets and tests with untrusted input.
+//! Passes bytes to the parsers of peers' messages without a connection, for fuzz targets and tests
+//! with untrusted input.
 use super::{
     control_frame::{ControlFrame, FrameParse},
     handshake::{
@@ -7,17 +8,19 @@ use super::{
 };
 use crate::{AbortReason, RejectReason};
 
-/// The rank that receives the bytes.
+/// The rank that receives the bytes, as the parsers assume.
 const RECEIVER: u32 = 0;
-/// The rank that sends the bytes.
+/// The rank that sends the bytes, as the parsers assume.
 const SENDER: u32 = 1;
 
-/// Returns the identity of a rank in the group of these functions.
+/// Returns the identity of rank `rank` in the example group of these functions, which has four
+/// ranks.
 fn create_identity(rank: u32) -> RankIdentity {
     RankIdentity { key: [7; SECRET_BYTES], run: [9; SECRET_BYTES], attempt: 1, rank, world: 4 }
 }
 
-/// Creates a valid HELLO, and the frames of a control connection.
+/// Creates two valid inputs, each with its name: the first message of a handshake (HELLO), and
+/// three frames of a control connection.
 pub(crate) fn create_seeds() -> [(&'static str, Vec<u8>); 2] {
     let nonce = [1; SECRET_BYTES];
     let hello = handshake::encode_hello(&create_identity(SENDER), RECEIVER, ConnectionKind::Control, &nonce);
@@ -44,8 +47,9 @@ pub(crate) fn parse_control_frames(mut bytes: &[u8]) -> Option<usize> {
     Some(frames)
 }
 
-/// Parses bytes as the HELLO of a connector and as the CHALLENGE of an acceptor. Returns whether
-/// the HELLO is accepted. Panics if the CHALLENGE is accepted, because its sender has no key.
+/// Parses `bytes` twice: as the HELLO message that opens a handshake, and as the CHALLENGE message
+/// that answers it. Returns whether the HELLO is accepted. Panics if the CHALLENGE is accepted,
+/// because its sender has no key.
 pub(crate) fn parse_handshake(bytes: &[u8]) -> Result<bool, RejectReason> {
     let identity = create_identity(RECEIVER);
     if let Some(challenge) = bytes.first_chunk::<CHALLENGE_BYTES>() {

@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A timeout for operations of NCCL that no test reaches.
+/// A timeout for operations of NCCL. It is so long that no test reaches it.
 const LONG_TIMEOUT: Duration = Duration::from_secs(60);
 
 // The faults of libnccl.cpp.
@@ -196,8 +196,8 @@ fn a_failed_connect_fails_on_every_rank() {
     assert_eq!(control.count_live_communicators(), 0);
 }
 
-/// Checks the case that a peer dies while the others join the group: a rank that is informed of the
-/// abort does not wait for the timeout.
+/// Checks that an abort ends the wait of ranks that join a group, long before the timeout. Rank 1
+/// never joins, and rank 0 is informed that it was killed.
 #[test]
 fn an_abort_ends_a_connect() {
     let _lock = lock_faults();

@@ -1,4 +1,5 @@
-//! Measures the peak rate of multiply-adds, with which benchmarks compare matmuls.
+//! Measures the machine's peak rate of multiply-adds, as the reference for the rates of matmuls in
+//! benchmarks.
 use std::{
     hint::black_box,
     sync::Barrier,

@@ -149,8 +149,8 @@ fn compare_layer_norm(
     )
 }
 
-/// Compares RMSNorm of heads and rotary position embeddings on the GPU with the CPU as the
-/// reference.
+/// Compares RMSNorm of each attention head, and rotary position embeddings, on the GPU with the CPU
+/// as the reference.
 pub(super) fn compare_head_norm_and_rope(
     backends: &Backends,
     seed: u64,
@@ -293,7 +293,8 @@ fn compare_attention_with_starts(
     Ok(errors)
 }
 
-/// Compares the classifier on the GPU with the CPU as the reference, with and without gradients.
+/// Compares the output layer with the cross-entropy loss on the GPU with the CPU as the reference,
+/// with and without gradients.
 pub(super) fn compare_classifier(backends: &Backends, seed: u64, shape: ClassifierShape) -> CaseResult {
     let ClassifierShape { m, d, v, .. } = shape;
     let mut errors = MaxErrors::default();

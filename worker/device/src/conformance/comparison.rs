@@ -29,7 +29,7 @@ pub(super) type CaseResult = Result<MaxErrors, ConformanceError>;
 /// The values with which a conformance case fills one input or output buffer before the op runs.
 pub(super) struct CaseBuffer {
     values: Vec<f32>,
-    /// True if the buffer has the element type of the run. False if the buffer is always `f32`.
+    /// True if the buffer has the element type under test. False if the buffer is always `f32`.
     varies_type: bool,
 }
 

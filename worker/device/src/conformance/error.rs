@@ -17,7 +17,7 @@ pub enum ConformanceError {
     BufferDiffers {
         /// Name and shape of the compared operation.
         case: String,
-        /// Element type of the run, which activations and weights have.
+        /// Element type under test, which activations and weights have.
         dtype: Dtype,
         /// Offset of the buffer in its allocation, in elements.
         offset: usize,
@@ -28,7 +28,7 @@ pub enum ConformanceError {
         /// The largest accepted relative error.
         tolerance: f64,
     },
-    /// The sums that an operation returned to the host differ.
+    /// The sums that an operation on the GPU returned to the host differ from the CPU's sums.
     #[error("{case}: the sums are {gpu:?} on the GPU and {cpu:?} on the CPU")]
     SumsDiffer {
         /// Name of the compared operation and length of its input.
@@ -60,7 +60,7 @@ pub enum ConformanceError {
         rounding: StochasticRounding,
         /// The number that was rounded.
         input: f32,
-        /// The bits of the GPU's result.
+        /// Identifies the random numbers that were used: key, position in the tensor, and step.
         gpu: u16,
         /// The bits of the CPU's result.
         cpu: u16,

@@ -5,8 +5,8 @@ use super::error::ConformanceError;
 use crate::ops::{RouterBackwardInputs, RouterShape, RowGroup, WriteMode};
 use std::cell::RefCell;
 
-/// Compares the router and the row ops of experts (gather, combine, dot, scale) on the GPU with the
-/// CPU as the reference.
+/// Compares the router of a mixture-of-experts layer, and ops on rows of tokens (gather, combine,
+/// dot, scale), on the GPU with the CPU as the reference.
 pub(super) fn compare_expert_ops(
     backends: &Backends,
     seed: u64,
@@ -68,8 +68,9 @@ fn compare_router(backends: &Backends, rng: &mut CaseRng, shape: RouterShape) ->
     Ok(errors)
 }
 
-/// Compares the row ops of experts (gather, combine, dot, scale) on the GPU with the CPU as the
-/// reference, for `m` tokens of `d` elements each, and `per_token` experts for each token.
+/// Compares the ops of a mixture-of-experts layer on rows of tokens (gather, combine, dot, scale)
+/// on the GPU with the CPU as the reference, for `m` tokens of `d` elements each, and `per_token`
+/// experts for each token.
 fn compare_expert_rows(
     backends: &Backends,
     rng: &mut CaseRng,

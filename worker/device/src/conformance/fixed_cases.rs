@@ -7,7 +7,8 @@ use crate::ops::{AttentionShape, ClassifierShape};
 enum FixedCase {
     /// RMSNorm, LayerNorm and bias of `m` rows of `d` elements.
     Norms { m: usize, d: usize },
-    /// RMSNorm of heads and rotary position embeddings: rows, heads, head dimension and sequences.
+    /// RMSNorm of each attention head, and rotary position embeddings. The values are the numbers
+    /// of rows, heads, elements per head, and sequences.
     HeadNormAndRope([usize; 4]),
     /// SwiGLU, GeGLU and GELU of `m` rows of `f` elements.
     Activations { m: usize, f: usize },
@@ -17,13 +18,16 @@ enum FixedCase {
     Window(usize, AttentionShape),
     /// Attention in which every query attends to a random number of positions.
     Ragged(AttentionShape),
-    /// The classifier.
+    /// The output layer with the cross-entropy loss (the classifier).
     Classifier(ClassifierShape),
-    /// The router and the row ops: tokens, experts, experts per token, and elements of a row.
+    /// The router of a mixture-of-experts layer, and ops on rows of tokens. The values are the
+    /// numbers of tokens, experts, experts per token, and elements of a row.
     Experts([usize; 4]),
-    /// Grouped matmul of groups with these numbers of rows: n and k.
+    /// Grouped matmul of groups with these numbers of rows. The two sizes are the numbers of
+    /// columns of the result (n) and of the input (k).
     Grouped(&'static [usize], [usize; 2]),
-    /// The token embedding: tokens, elements of a row, and size of the vocabulary.
+    /// The token embedding. The values are the numbers of tokens, elements of a row, and tokens in
+    /// the vocabulary.
     Embedding([usize; 3]),
     /// Elementwise ops and optimizers on vectors of this length.
     Vectors(usize),

@@ -34,8 +34,8 @@ fn compare_random_norms(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     cases::compare_norms(backends, seed, m, d)
 }
 
-/// Compares RMSNorm of heads and rotary position embeddings of a random shape on the GPU with the
-/// CPU as the reference.
+/// Compares RMSNorm of each attention head and rotary position embeddings of a random shape on the
+/// GPU with the CPU as the reference.
 fn compare_random_head_norm_and_rope(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let (seed, [rows, heads, head_dim, b]) = rng.draw_case([40, 5, 40, 3]);
     cases::compare_head_norm_and_rope(backends, seed, rows, heads, head_dim, b)
@@ -64,8 +64,8 @@ fn compare_random_attention(backends: &Backends, rng: &mut CaseRng) -> CaseResul
     cases::compare_document_attention(backends, rng.draw_number(), shape)
 }
 
-/// Compares the classifier of a random shape on the GPU with the CPU as the reference. Some shapes
-/// also use softcap.
+/// Compares the output layer with the cross-entropy loss, for a random shape, on the GPU with the
+/// CPU as the reference. Some shapes also use softcap.
 fn compare_random_classifier(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let softcap = (rng.draw_below(2) == 0).then_some(3.0);
     let (seed, [m, d, v]) = rng.draw_case([40, 40, 200]);

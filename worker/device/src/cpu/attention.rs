@@ -1,5 +1,5 @@
-//! Causal grouped-query attention, forward pass, which processes a tile of queries with one tile of
-//! keys after another (Dao et al., "FlashAttention", 2022).
+//! The forward pass of causal grouped-query attention on the CPU, which processes a tile of queries
+//! with one tile of keys after another (Dao et al., "FlashAttention", 2022).
 //!
 //! Keys and values of a sequence are packed once, tile by tile, for all query heads. Scores exist
 //! only for a strip of a few queries and one tile of keys. The result of a query depends on the

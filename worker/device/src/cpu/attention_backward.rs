@@ -1,4 +1,4 @@
-//! Causal grouped-query attention, backward pass.
+//! The backward pass of causal grouped-query attention on the CPU.
 //!
 //! A task computes one key head of one sequence with all its query heads. It iterates over tiles of
 //! keys, for each over the query heads, and for each of these over tiles of queries. All loops run

@@ -17,7 +17,8 @@ pub(crate) struct HeadDropout {
     threshold: u32,
     /// Factor of probabilities that are kept.
     keep_scale: f32,
-    /// Number of the sequence in the random stream.
+    /// Number of the sequence among all training samples, from which its random numbers are
+    /// derived.
     sample: u64,
     /// Index of the query head.
     head: u64,

@@ -90,8 +90,8 @@ struct ClassifierBackwardOutputs<'a> {
     scale: f32,
 }
 
-/// What the loss of a row needs of its logits: the maximum, the sum of exponentials, and the logit
-/// of the row's label. Updated block by block.
+/// Statistics of a row of logits, from which the row's loss is computed: the maximum, the sum of
+/// exponentials, and the logit of the row's label. Updated block by block.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 struct LogitStatistics {

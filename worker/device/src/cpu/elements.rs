@@ -313,7 +313,7 @@ pub(crate) struct OutputElements<'a> {
     elements: OutputSlices<'a>,
 }
 
-/// The memory of an op's output, by element type.
+/// The memory of an op's output: `f32` elements, or the bits of 16-bit elements.
 enum OutputSlices<'a> {
     F32(DisjointSlices<'a, f32>, usize),
     Half(HalfFormat, DisjointSlices<'a, u16>, usize),
@@ -431,8 +431,8 @@ impl DerefMut for F32Output<'_> {
 }
 
 impl F32Output<'_> {
-    /// Rounds the values that a task wrote to a 16-bit output now, so that the task continues with
-    /// the rounded values.
+    /// Rounds the values to the 16-bit type of the output immediately, instead of when this value
+    /// is dropped. The task then continues with the rounded values.
     pub(crate) fn round_now(&mut self) {
         if let F32Output::Converted { instruction_set, format, wide, to } = self {
             round(*instruction_set, *format, to, &wide[..to.len()]);

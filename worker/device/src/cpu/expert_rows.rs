@@ -1,5 +1,5 @@
-//! Ops on the rows of tokens that are sent to experts and return: gather, weighted sums, scaling
-//! and dot products.
+//! Ops of mixture-of-experts layers on rows, each of which is one token: gathering, weighted sums,
+//! scaling and dot products.
 use super::backend::Cpu;
 use super::elements::{Element, InputElements, with_elements};
 use super::instruction_set::multiversion;
@@ -92,17 +92,17 @@ multiversion! {
     fn dot = dot_simd(a: &[f32], b: &[f32]) -> f32
 }
 
-/// Computes a weighted sum of rows of `sum.x`, which the terms with indices in `terms` select, and
-/// writes it to `y`. Overwrites `y` with the result or adds the result to `y`, as `sum.write`
-/// states.
+/// Computes the weighted sum of several rows of `sum.x`, and writes it to the row `y`. `terms` are
+/// the indices of the sum's terms. Overwrites `y` with the result or adds the result to `y`, as
+/// `sum.write` states.
 #[inline(always)]
 fn sum_selected_rows_simd<S: Simd>(s: S, y: &mut [f32], terms: std::ops::Range<usize>, sum: WeightedRowSum) {
     with_elements!(sum.x, x => sum_selected_elements(s, y, x, terms, sum));
 }
 
-/// Computes a weighted sum of the rows of `x` that the terms with indices in `terms` select, in the
-/// order of the terms. Overwrites `y` or adds to it, as `sum.write` states. `x` is `sum.x` with
-/// elements of type `E`.
+/// Computes the weighted sum of several rows of `x`, and writes it to the row `y`. `terms` are the
+/// indices of the sum's terms, which are added in this order. Overwrites `y` or adds to it, as
+/// `sum.write` states. `x` is `sum.x` with elements of type `E`.
 #[inline(always)]
 fn sum_selected_elements<S: Simd, E: Element>(
     s: S,

@@ -108,11 +108,11 @@ fn pack_elements<S: Simd, E: Element>(s: S, dst: &mut [f32], src: TypedOperand<E
 /// time.
 const ELEMENTS_PER_COPY: usize = 32;
 
-/// How many rows ahead of the copied row the source of a packing is prefetched.
+/// Number of rows by which prefetching of the source is ahead of the row that is copied.
 const PREFETCH_ROWS: usize = 12;
 
-/// Packs an operand whose row stride is 1, so that the elements of neighbouring rows are neighbours
-/// in memory.
+/// Packs the panels `panels` of an operand whose row stride is 1, which means that elements of
+/// neighbouring rows are adjacent in memory.
 #[inline(always)]
 fn copy_panels<S: Simd, E: Element>(
     s: S,

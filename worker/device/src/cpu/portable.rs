@@ -8,8 +8,8 @@ use super::simd::{LANES, MicroTile, Simd};
 #[derive(Clone, Copy)]
 pub(crate) struct Portable;
 
-/// True if every CPU of the target has a fused multiply-add, such as aarch64. On other targets
-/// `f32::mul_add` would be a slow library call.
+/// True if every CPU of the compilation target has a fused multiply-add, as on aarch64. On other
+/// targets `f32::mul_add` would be a slow library call.
 const HAS_FMA: bool = cfg!(target_arch = "aarch64");
 
 /// Returns a vector whose lane `i` is `f(i)`.

@@ -6,7 +6,7 @@ use crate::buffer::ViewMut;
 use crate::ops::WriteMode;
 use std::ops::Range;
 
-/// Number of rows in each partial sum, when an op sums over all rows. The partial sums are then
+/// Number of rows in each partial sum of an op that sums over all rows. The partial sums are then
 /// added in the order of the rows.
 const ROWS_PER_PARTIAL_SUM: usize = 32;
 

@@ -31,10 +31,10 @@ pub struct Cuda {
     cublas_lt: CublasLt,
     /// The opened cuDNN library; set if the job lets cuDNN compute attention.
     pub(super) cudnn: OnceLock<CudnnAttention>,
-    /// Caches of host inputs by stream and thread, because inputs of one thread would overwrite
-    /// those of another.
+    /// Caches of the integer inputs that kernels get from host memory. Each stream and thread has a
+    /// separate cache, because inputs of one thread would overwrite those of another.
     pub(super) host_inputs: Mutex<HashMap<(usize, ThreadId), HostInputCache>>,
-    /// Events at the begin and end of timed waits that have not been counted yet.
+    /// Pairs of events at the start and the end of timed waits that have not been counted yet.
     pub(super) timed_waits: Mutex<Vec<[CudaEvent; 2]>>,
     pub(super) profile: Profile,
     /// Measures whether CUDA graphs are faster. `None` if nothing is to be measured, or if the
@@ -60,7 +60,7 @@ impl MemoryOwner for Gpu {
     }
 }
 
-/// The owner of an empty buffer. Replaces the owner of a buffer that could not be allocated.
+/// Owner of a buffer without memory. Such a buffer replaces a buffer that could not be allocated.
 pub(super) struct NoMemory;
 
 impl MemoryOwner for NoMemory {

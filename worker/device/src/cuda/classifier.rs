@@ -15,8 +15,8 @@ use crate::storage::Storage;
 const MAX_CHUNK_LOGITS: usize = 256 << 20;
 /// Minimum number of rows of a chunk, the rows whose logits are in memory at a time.
 const MIN_CHUNK_ROWS: usize = 1024;
-/// Number of elements of which the length of a row of logits in memory is a multiple. Matmuls are
-/// slow on rows that are not aligned to 16 bytes.
+/// The length of each row of logits in memory is rounded up to a multiple of this number of
+/// elements. Matmuls are slow on rows that are not aligned to 16 bytes.
 const ROW_ALIGNMENT: usize = 64;
 
 /// Returns the number of rows whose logits are in memory at a time, for `m` rows of `v` logits in

@@ -241,9 +241,8 @@ impl KernelModules {
         &self.nvrtc
     }
 
-    /// Returns the kernel `name` of a source file, which is compiled and loaded first if necessary.
-    /// Compiles and loads the source first if needed. The kernel can be launched with up to
-    /// `shared` bytes of dynamic shared memory per block.
+    /// Returns the kernel `name` of a source file. Compiles and loads the source first if needed.
+    /// The kernel can be launched with up to `shared` bytes of dynamic shared memory per block.
     pub(super) fn get_or_load_function(
         &self,
         gpu: &GpuContext,

@@ -31,7 +31,7 @@ pub(super) struct GpuContext {
     /// The stream of asynchronous copies from the host.
     pub(super) upload_stream: CUstream,
     pub(super) properties: GpuProperties,
-    /// Bytes of GPU memory that this process has allocated now.
+    /// Number of bytes of GPU memory that this process currently has allocated.
     pub(super) allocated_bytes: AtomicU64,
     /// The largest value of `allocated_bytes` so far.
     pub(super) peak_allocated_bytes: AtomicU64,

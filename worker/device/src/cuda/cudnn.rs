@@ -1,4 +1,5 @@
-//! Attention by cuDNN: a graph of operations for each shape, which cuDNN compiles for the GPU.
+//! Computes attention with cuDNN: builds a graph of cuDNN's operations for each attention shape,
+//! which cuDNN compiles for the GPU.
 //!
 //! The operations are the ones that NVIDIA's cuDNN frontend generates for attention. The library
 //! recognizes a graph by its form, and rejects every other form as not supported.

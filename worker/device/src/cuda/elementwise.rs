@@ -87,8 +87,8 @@ impl VectorOps for Cuda {
         out.copy_from_slice(&self.sum_squares_by_block_concat(&[x]));
     }
 
-    /// Returns the sums of squares of the blocks of all `vectors`, in one list. Launches one kernel
-    /// per vector, and waits once for all of them.
+    /// Returns the sums of squares of all `vectors`, one for each block of [`NORM_BLOCK_LEN`]
+    /// elements, in one list. Launches one kernel per vector, and waits once for all of them.
     fn sum_squares_by_block_concat(&self, vectors: &[View]) -> Vec<f64> {
         let count = |x: &View| x.len().div_ceil(NORM_BLOCK_LEN);
         let mut out = vec![0.0f64; vectors.iter().map(count).sum()];

@@ -59,7 +59,7 @@ pub enum CudaError {
         /// The hardware or architecture that has the feature.
         required: &'static str,
     },
-    /// The driver shows this process fewer GPUs than the index asks for.
+    /// The index of the requested GPU is too high: the driver shows this process fewer GPUs.
     #[error("GPU {index} was not found: the driver shows this process {count} GPUs, numbered from 0")]
     GpuNotFound {
         /// Index of the GPU that was requested, from 0.

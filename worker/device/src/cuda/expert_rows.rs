@@ -11,8 +11,8 @@ impl EmbeddingOps for Cuda {
         gather_selected_rows(self, "embedding_forward", x, w, tokens, d);
     }
 
-    /// Adds the gradient of each token's rows to the token's row of the weight's gradient. One
-    /// block of threads sums all rows of a token, in their order.
+    /// Adds each row of `dx`, the gradient of one token's embedding, to the row of this token in
+    /// `dw`. One block of threads sums all rows of a token, in their order.
     fn embedding_backward(&self, dw: ViewMut, dx: View, tokens: &[u32], d: usize) {
         let op = "embedding_backward";
         expect_lens(op, [("dx", dx.len(), tokens.len() * d)]);

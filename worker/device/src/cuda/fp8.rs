@@ -1,6 +1,6 @@
-//! Matmuls in fp8 on a GPU: kernels quantize the operands, and cuBLASLt multiplies them. Operands
-//! are quantized by kernels. The quantized operands are contiguous along the summed dimension, as
-//! cuBLASLt requires, and their scales stay on the GPU.
+//! Matmuls in fp8 on a GPU: kernels quantize the operands, and cuBLASLt multiplies them. The
+//! quantized operands are contiguous along the summed dimension, as cuBLASLt requires, and their
+//! scales stay on the GPU.
 use super::backend::{Cuda, Work};
 use super::compile::FP8;
 use super::launch::{KernelArg, LaunchConfig};

@@ -13,7 +13,8 @@ use std::{
     sync::{Arc, MutexGuard},
 };
 
-/// The name in errors of an operation that failed on the GPU after it was enqueued.
+/// The text that errors contain in place of a function's name, if work failed on the GPU after it
+/// was enqueued.
 pub(super) const GPU_WORK: &str = "work on the GPU";
 
 /// One open GPU: its context, and the GPU calls that are recorded for its main stream but not

@@ -96,10 +96,11 @@ pub(super) struct GraphState {
     graphs: HashMap<u64, CachedGraph>,
     /// Hashes of batches that have occurred once.
     seen_hashes: HashSet<u64>,
-    /// By structure hash: the latest batch with this structure for which no graph was created.
+    /// For each structure hash (a hash that ignores the arguments and grids of kernels): the latest
+    /// batch of calls for which no graph was created.
     unmatched_batches: HashMap<u64, CallBatch>,
-    /// By structure hash: the key in `graphs` of the graph that was captured or updated last for a
-    /// batch with this structure.
+    /// For each structure hash: the key in `graphs` of the graph that was captured or updated last
+    /// for a batch with this hash.
     graph_by_structure: HashMap<u64, u64>,
     /// Allocator of the main stream's scratch memory.
     arena: ScratchArena,

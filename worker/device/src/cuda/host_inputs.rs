@@ -51,8 +51,8 @@ struct InputSlots {
 
 impl HostInputCache {
     /// Uploads `input`, the kernel input called `name`, unless a copy on the GPU already has this
-    /// content. Returns its GPU address, which is valid until another input of this name is
-    /// uploaded. The address of an empty input is 0.
+    /// content. Returns the GPU address of the copy, which is valid until another input of this
+    /// name is uploaded. The address of an empty input is 0.
     pub(super) fn upload_if_changed(
         &mut self,
         gpu: &Arc<Gpu>,

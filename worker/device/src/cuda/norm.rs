@@ -1,5 +1,5 @@
-//! Ops on a GPU that normalize rows or sum over rows: RMSNorm, LayerNorm, RMSNorm of heads, and
-//! bias.
+//! Ops on a GPU that normalize rows or sum over rows: RMSNorm, LayerNorm, RMSNorm of each attention
+//! head, and bias.
 use super::backend::{Cuda, Work, choose_row_threads};
 use super::bindings::Address;
 use super::compile::NORM;

@@ -51,8 +51,8 @@ impl GpuProperties {
         self.capability >= MIN_FP8_CAPABILITY
     }
 
-    /// Creates the error that this GPU lacks `feature`. `required` names the hardware or
-    /// architecture that has the feature.
+    /// Creates the error which reports that this GPU lacks `feature`. `required` names the hardware
+    /// or architecture that has the feature.
     pub(super) fn unsupported_error(&self, feature: &'static str, required: &'static str) -> CudaError {
         let (index, name, architecture) = (self.index, self.name.clone(), self.architecture());
         CudaError::GpuUnsupported { index, name, architecture, feature, required }

@@ -20,9 +20,9 @@ pub struct RopeShape {
     pub t: usize,
     /// Number of heads at the beginning of each row that are rotated.
     pub heads: usize,
-    /// Elements of a head.
+    /// Number of elements of a head.
     pub head_dim: usize,
-    /// Elements of a row of the matrix.
+    /// Number of elements in a row of the matrix.
     pub stride: usize,
 }
 
@@ -80,7 +80,7 @@ pub struct AttentionShape {
     pub heads: usize,
     /// Number of key and value heads. `heads` must be a multiple of this number.
     pub kv_heads: usize,
-    /// Elements of a head.
+    /// Number of elements of a head.
     pub head_dim: usize,
     /// Factor of the scores, above 0: the score of query `q` and key `k` is `scale·(q·k)`.
     pub scale: f32,
@@ -130,7 +130,8 @@ pub struct AttentionDropout {
     pub key: [u32; 2],
     /// Probability of dropping an element, at least 0 and below 1.
     pub probability: f64,
-    /// Number of the batch's first sequence in the random stream.
+    /// Number of the batch's first sequence among all training samples, from which random numbers
+    /// are derived.
     pub first_sequence: u64,
 }
 

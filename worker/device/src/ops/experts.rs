@@ -99,7 +99,8 @@ impl RouterBackwardInputs<'_> {
     }
 }
 
-/// Ops on the rows of tokens that are sent to experts and return.
+/// Ops of mixture-of-experts layers on rows, each of which is one token: gathering, weighted sums,
+/// dot products and scaling.
 pub trait RowOps {
     /// Gathers the rows of `x` that `rows` selects: `y[i, d] = x[rows[i], d]`.
     fn gather_rows(&self, y: ViewMut, x: View, rows: &[u32], d: usize);

@@ -1,5 +1,5 @@
-//! Matmuls as ops: of linear and Conv1D layers, in fp8, and of groups of rows with separate
-//! matrices.
+//! Matmuls as ops: those of linear and Conv1D layers, matmuls in fp8, and grouped matmuls, in which
+//! each group of rows has its own matrix.
 use super::arguments::{WriteMode, expect_lens};
 use crate::buffer::{Buf, View, ViewMut};
 use crate::fp8::Fp8Format;
@@ -59,9 +59,9 @@ pub trait MatmulOps {
     fn conv1d_backward_weight(&self, dw: ViewMut, dy: View, x: View, m: usize, inp: usize, out: usize) {
         self.matmul_backward_weight(dw, x, dy, m, inp, out, WriteMode::Overwrite);
     }
-    /// Converts `x` to the element type in which this backend multiplies, in the buffer `buf`.
-    /// Returns `x` itself if it has the type already. `buf` must have the length of `x`. Converting
-    /// a gradient before several matmuls rounds it only once.
+    /// Converts `x` to the element type in which this backend multiplies, and stores the result in
+    /// `buf`. Returns `x` itself if it has the type already. `buf` must have the length of `x`.
+    /// Converting a gradient before several matmuls rounds it only once.
     fn as_matmul_operand<'a>(&self, x: View<'a>, buf: &'a mut Buf) -> View<'a> {
         let _ = buf;
         x
@@ -102,8 +102,8 @@ pub struct Fp8Operand<'a> {
     pub transposed: bool,
 }
 
-/// Number of which the columns of every fp8 matmul's result are a multiple, because cuBLASLt
-/// requires result rows of a multiple of 16 bytes.
+/// The number of columns of every fp8 matmul's result must be a multiple of this number, because
+/// cuBLASLt requires result rows of a multiple of 16 bytes.
 pub const FP8_COLUMN_MULTIPLE: usize = 16;
 
 impl Fp8Operand<'_> {

@@ -74,9 +74,9 @@ pub struct HeadLayout {
     pub first_column: usize,
     /// Number of heads, which follow one another without gaps.
     pub heads: usize,
-    /// Elements of a head.
+    /// Number of elements of a head.
     pub head_dim: usize,
-    /// Elements of a row of the matrix.
+    /// Number of elements in a row of the matrix.
     pub stride: usize,
 }
 

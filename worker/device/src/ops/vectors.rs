@@ -60,9 +60,10 @@ pub struct SampleDropout {
     pub key: [u32; 2],
     /// Probability of dropping an element, at least 0 and below 1.
     pub probability: f64,
-    /// Elements of a sample.
+    /// Number of elements of a sample.
     pub sample_len: usize,
-    /// Number of the vector's first sample in the random stream.
+    /// Number of the vector's first sample among all training samples, from which random numbers
+    /// are derived.
     pub first_sample: u64,
 }
 

@@ -1,5 +1,6 @@
-//! Tests of the classifier on every instruction set of this machine: its losses are compared with
-//! their definition in f64, and its gradients with finite differences of that definition.
+//! Tests of the classifier (output layer with cross-entropy loss) on every instruction set of this
+//! machine: its losses are compared with their definition in f64, and its gradients with finite
+//! differences of that definition.
 
 use crate::reference;
 use crate::reference::*;

@@ -22,8 +22,8 @@ fn open_gpu() -> Cuda {
         .expect("the emulated GPU")
 }
 
-/// Buffers that a test step changes with each kind of call that CUDA graphs contain: kernels, a
-/// host input, a matmul with scratch memory, a fill and a copy.
+/// Buffers that a test step changes with each kind of call that CUDA graphs contain: kernels, an
+/// input from host memory, a matmul with scratch memory, a fill and a copy.
 struct StepBuffers<'a> {
     cuda: &'a Cuda,
     buffers: [Buf; 4],
@@ -63,7 +63,8 @@ impl<'a> StepBuffers<'a> {
 
 const STEPS: u32 = 6;
 
-/// Returns the tokens, the host input, of test step `step`. They differ from step to step.
+/// Returns the tokens of test step `step`, which kernels read as an input from host memory. They
+/// differ from step to step.
 fn step_tokens(step: u32) -> [u32; 8] {
     std::array::from_fn(|i| (i as u32 * 5 + step * 3) % 8)
 }
@@ -240,8 +241,8 @@ fn check_that_the_number_of_graphs_is_limited() {
     );
 }
 
-/// Asserts that training continues with the same results, and one notice, if a call for graphs
-/// fails.
+/// Asserts that training continues with the same results, and one notice, if a CUDA call that
+/// creates or launches a graph fails.
 fn check_that_failing_graphs_keep_the_results(expected: &[Vec<u32>; 2]) {
     for (fault, function) in [
         ("cuStreamBeginCapture:1", "cuStreamBeginCapture"),

@@ -173,7 +173,7 @@ struct RowInputs {
     d: usize,
     x: Vec<f32>,
     dy: Vec<f32>,
-    /// What is added to `x` before a norm.
+    /// The vector that is added to `x` before a norm.
     delta: Vec<f32>,
     /// The weight of a norm, or a bias.
     w: Vec<f32>,

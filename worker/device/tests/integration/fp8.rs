@@ -104,7 +104,8 @@ fn operands_are_rounded() {
     assert!(worst > 1e-2 && worst < 0.3, "{worst}");
 }
 
-/// Checks that a NaN or infinity in an operand affects exactly those results that it is a term of.
+/// Checks that a NaN or infinity in an operand affects exactly those results to whose sums it
+/// contributes.
 #[test]
 fn nan_and_infinity_reach_the_results() {
     let cpu = Cpu::new(2);

@@ -10,8 +10,8 @@ use proptest::prelude::*;
 /// The key (seed) of the random number generator, Philox, in these tests.
 const KEY: [u32; 2] = [17, 0x9E37_79B9];
 
-/// Rounds `x` stochastically to bf16, as the elements of a vector that begin with number `first`.
-/// Returns the bits of the results.
+/// Rounds `x` stochastically to bf16, as elements of a vector, of which the first has the index
+/// `first`. Returns the bits of the results.
 fn round_on_cpu(cpu: &Cpu, x: &[f32], first: u64, step: u64) -> Vec<u16> {
     let mut y = Buf::zeroed_as(Dtype::Bf16, x.len());
     let draw = StochasticRounding { key: KEY, first_element: first, step };

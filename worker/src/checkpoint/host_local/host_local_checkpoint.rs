@@ -102,11 +102,11 @@ impl HostLocalCheckpoint {
     }
 }
 
-/// The request that each rank contributes to a fetch: the blocks that it needs, and whether serving
-/// ends.
+/// The message that each rank sends to all ranks before blocks are exchanged: the blocks that it
+/// needs, and whether the other ranks can stop sending blocks to rank 0.
 #[derive(Default, Serialize, Deserialize)]
 struct FetchRequest {
-    /// Whether rank 0 has read everything, so that serving ends.
+    /// Whether rank 0 has read everything, so that the other ranks can stop sending blocks.
     end: bool,
     /// The blocks that this rank needs and that its host does not have.
     missing: Vec<BlockRange>,
@@ -266,15 +266,16 @@ struct ReceivedBlocks {
     counts: Vec<usize>,
 }
 
-/// Builds the error that `rank` cannot read the blocks that it must send to other ranks.
+/// Builds the error which reports that `rank` cannot read the blocks that it must send to other
+/// ranks.
 fn build_unreadable_block_error(rank: usize, error: CkptError) -> Diagnostic {
     let message = format!("rank {rank} cannot read its blocks of the checkpoint");
     let diagnostic = Diagnostic::error(codes::RESUME_FETCH_FAILED, message);
     diagnostic.with_field("rank", rank).with_cause(&error)
 }
 
-/// Computes the number of bytes in which these blocks are transferred. The last block of a file is
-/// padded.
+/// Returns how many bytes the transfer of the blocks `run` takes. The last block of a file is
+/// padded to a full block.
 fn count_block_bytes(run: &BlockRange) -> usize {
     (run.blocks.end - run.blocks.start) as usize * BLOCK_BYTES
 }
@@ -337,7 +338,8 @@ impl TensorSource for HostLocalCheckpoint {
     }
 }
 
-/// Builds the error of a shard that no host of the job has.
+/// Builds the error for the case that no host of the job can provide a shard of the checkpoint.
+/// `file` is the number of the shard.
 pub(crate) fn build_unreachable_shard_error(
     checkpoint: &Checkpoint,
     file: usize,

@@ -20,7 +20,8 @@ pub struct CheckpointDirs<'a> {
     pub root: &'a Path,
     /// The working directory of the job, to which a relative `resume.from` refers.
     pub workdir: &'a Path,
-    /// Which ranks see the same directory at `root`, and which of them leads it.
+    /// Which ranks see the same directory at `root`, and which of these ranks commits and removes
+    /// checkpoints in it.
     pub layout: &'a StorageTopology,
     /// The copies in the memory of the hosts; `None` without `checkpoint.memory`.
     pub memory: Option<&'a HostMemory>,

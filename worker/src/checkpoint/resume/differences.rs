@@ -11,7 +11,7 @@ use std::{
     path::Path,
 };
 
-/// Returns the notice that the checkpoint at `path` has weights but no training state.
+/// Formats the notice which states that the checkpoint at `path` has weights but no training state.
 pub(super) fn format_weights_only_notice(path: &Path) -> String {
     format!(
         "{} holds only weights: the optimizer, the learning rate and the data start at step 0",

@@ -1,4 +1,5 @@
-//! Resumes from an external checkpoint: from its complete training state, or from its weights only.
+//! Resumes from an external checkpoint, which is one that another program wrote: from its complete
+//! training state, or from its weights only.
 use super::{
     differences::{
         collect_frozen_parameter_notices, find_master_weight_notice, format_group_notice,
@@ -25,8 +26,8 @@ use protocol::event::{Event, ResumeSource};
 use serde_json::{Map, Value};
 use std::{collections::HashMap, path::Path};
 
-/// Loads the training state of an external checkpoint: each rank reads the tensor ranges that it
-/// owns. Collective: every rank must call it.
+/// Loads the training state of a checkpoint that another program wrote (an external checkpoint).
+/// Each rank reads the tensor ranges that it owns. Collective: every rank must call it.
 pub(super) fn load_external(
     ready: &mut UninitializedTrainer,
     source: &ExternalCheckpoint,
@@ -68,8 +69,8 @@ pub(super) fn load_external(
     Ok(ResumePoint { path: path.into(), cursor, is_native: false, rng_generation: 0, memory })
 }
 
-/// Loads the weights of an external checkpoint, without adapters and training state. Collective:
-/// every rank must call it.
+/// Loads the weights of a checkpoint that another program wrote (an external checkpoint), without
+/// adapters and training state. Collective: every rank must call it.
 pub(super) fn load_weights(
     ready: &mut UninitializedTrainer,
     source: &ExternalCheckpoint,
@@ -153,8 +154,9 @@ fn reject_changed_world_with_strict_rng(
     Ok(())
 }
 
-/// Determines the position at which the run resumes, and sets the step lag of each parameter.
-/// Returns the position with notices about how it was determined.
+/// Determines the position at which the run resumes, and sets for each parameter by how many
+/// updates its optimizer step is behind the run's step (the step lag). Returns the position with
+/// notices about how it was determined.
 fn restore_position(
     ready: &mut UninitializedTrainer,
     source: &ExternalCheckpoint,

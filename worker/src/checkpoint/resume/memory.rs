@@ -1,4 +1,4 @@
-//! Resumes from copies in the memory of the hosts.
+//! Resumes from the copies of the training state that hosts keep in their memory.
 use super::{
     candidates::CheckpointDirs,
     native::{LoadError, ReadableCheckpoint, ResumeOrigin, load_opened, require_readable},
@@ -11,7 +11,7 @@ use crate::{
 };
 use protocol::event::ResumeSource;
 
-/// The largest number of unusable states that the reason of an event lists.
+/// The largest number of states for which a text states why they were not used.
 const MAX_LISTED_STATES: usize = 2;
 
 /// The result of a search for copies in memory.
@@ -23,19 +23,19 @@ pub(super) enum MemorySearch {
     Unusable(Option<String>),
 }
 
-/// The states in memory that [`resume_from_memory`] tries.
+/// The range of steps whose states in memory [`resume_from_memory`] tries.
 #[derive(Clone, Copy)]
 pub(super) struct MemoryRange {
-    /// The step of the next checkpoint on disk: older states are not tried. `None` if there is no
-    /// further checkpoint.
+    /// The step of the next checkpoint on disk. States of earlier steps are not tried. `None` if
+    /// there is no further checkpoint.
     pub(super) from: Option<u64>,
-    /// The step of the checkpoint on disk that was damaged: this state and newer ones were tried
-    /// before. `None` if nothing was tried.
+    /// The step of the checkpoint on disk that was damaged. States of this step and of later ones
+    /// were tried before. `None` if nothing was tried.
     pub(super) below: Option<u64>,
 }
 
-/// Resumes from the newest usable state in memory of these steps. Collective: every rank must call
-/// it.
+/// Resumes from the newest usable state in memory whose step is in `range`. Collective: every rank
+/// must call it.
 pub(super) fn resume_from_memory(
     ready: &mut UninitializedTrainer,
     dirs: &CheckpointDirs,
@@ -84,8 +84,9 @@ fn load_state(
     load_opened(ready, &opened, &state.path(), data_digest, origin, events)
 }
 
-/// Formats the reason why the newest states are not used: the problems of the states of `step` and
-/// of later steps, or of all states without a step. Returns `None` if there are none.
+/// Formats the reason why the newest states in memory are not used, from `problems`, which has the
+/// step and the problem of each such state. Mentions only states of `step` and of later steps, or
+/// all states if `step` is `None`. Returns `None` if there are none.
 fn format_reason(problems: &[(u64, String)], step: Option<u64>) -> Option<String> {
     let mut newer: Vec<&(u64, String)> = problems.iter().filter(|(at, _)| Some(*at) >= step).collect();
     newer.sort_by_key(|(at, _)| std::cmp::Reverse(*at));

@@ -1,4 +1,4 @@
-//! Resumes from a native checkpoint.
+//! Resumes from a native checkpoint, which is one that launch wrote.
 use super::{
     candidates::CheckpointDirs,
     differences::{
@@ -155,8 +155,8 @@ pub(super) enum ReadableCheckpoint {
     HostLocal(Box<HostLocalCheckpoint>),
 }
 
-/// Opens a native checkpoint. The inner error is damage of the checkpoint; the outer error ends the
-/// job.
+/// Opens a native checkpoint. The inner result is an error if the checkpoint is damaged. An outer
+/// error ends the job.
 ///
 /// Collective: every rank must call it.
 fn open_native(

@@ -15,11 +15,12 @@ pub struct ResumePoint {
     pub is_native: bool,
     /// The number of times that RNG streams were reseeded before the checkpoint was written.
     pub rng_generation: u64,
-    /// The copies in memory that the run resumed from, or of which an earlier attempt left some.
+    /// How the run resumed with respect to the copies of the training state in the memory of hosts.
     pub memory: MemoryResume,
 }
 
-/// How a run resumed with respect to the copies in memory.
+/// Whether a run resumed from copies of the training state in the memory of hosts, and the number
+/// of the next copy.
 #[derive(Clone, Debug, Default)]
 pub struct MemoryResume {
     /// Whether the run resumed from copies in memory.
@@ -31,8 +32,8 @@ pub struct MemoryResume {
 }
 
 impl ResumePoint {
-    /// Computes the new generation of RNG streams, and the decision that the next checkpoint
-    /// records.
+    /// Returns how often RNG streams have been reseeded after this resume (their generation), and a
+    /// description of this decision, which the next checkpoint records.
     ///
     /// The random numbers of the built-in runtime do not depend on the generation. `reseed`
     /// therefore increments the generation, but changes no random number.

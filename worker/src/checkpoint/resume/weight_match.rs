@@ -260,7 +260,8 @@ fn match_optimizer_states(
     Ok((true, frozen))
 }
 
-/// Builds the error that the checkpoint lacks the optimizer states in `missing`.
+/// Builds the error which reports that the checkpoint lacks the optimizer states of the parameters
+/// in `missing`.
 fn build_incomplete_state_error(source: &ExternalCheckpoint, missing: &[String]) -> Diagnostic {
     let facts = source.facts();
     let step = facts.state.step.map_or("an unknown step".into(), |step| format!("step {step}"));

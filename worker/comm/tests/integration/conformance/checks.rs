@@ -4,12 +4,13 @@ use comm::Comm;
 use device::{Buf, Dtype};
 use std::fmt;
 
-/// A result that differs from the brute-force computation, or an error of a collective.
+/// The failure of a check: a result that differs from the brute-force computation, or an error of a
+/// collective.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct CheckFailure {
     /// Name of the failed check.
     pub(crate) check: String,
-    /// The difference or the error.
+    /// Description of the difference, or the error of the collective.
     pub(crate) detail: String,
 }
 
@@ -19,7 +20,8 @@ impl fmt::Display for CheckFailure {
     }
 }
 
-/// Creates the failure that the check `check` has found a wrong result.
+/// Creates the failure which reports that the check `check` found a wrong result. `detail`
+/// describes the difference.
 pub(crate) fn make_failure(check: &str, detail: impl Into<String>) -> CheckFailure {
     CheckFailure { check: check.to_owned(), detail: detail.into() }
 }
@@ -207,8 +209,8 @@ fn check_equal_halves(
     if is_equal { Ok(()) } else { Err(make_failure(what, "other bits of halves")) }
 }
 
-/// Checks an ordered reduce-scatter to which rank r passes `partials[r]` partial vectors: the
-/// pieces and their order.
+/// Checks a reduce-scatter that delivers the pieces of all ranks separately, in a fixed order (an
+/// ordered reduce-scatter). Rank r passes `partials[r]` partial vectors.
 pub(crate) fn check_reduce_scatter_ordered(
     comm: &dyn Comm,
     id: u64,
@@ -298,7 +300,7 @@ fn compute_number(id: u64, from: usize, to: usize, i: usize) -> u64 {
     if number.is_multiple_of(4) { 0x7ff0_0000_7f80_0001 } else { number }
 }
 
-/// Checks the all-to-all of numbers and of bytes in which rank `from` sends `matrix[from][to]`
+/// Checks all-to-alls of `u64` numbers and of bytes, in which rank `from` sends `matrix[from][to]`
 /// elements to rank `to`.
 fn check_all_to_all_of_numbers(comm: &dyn Comm, id: u64, matrix: &[Vec<usize>]) -> Result<(), CheckFailure> {
     let me = comm.rank();
@@ -336,8 +338,8 @@ pub(crate) fn check_all_gather_bytes(comm: &dyn Comm, id: u64, lens: &[usize]) -
     Ok(())
 }
 
-/// Checks that the ranks read what each of them writes to a shared window, also after pages were
-/// released and after the values were replaced.
+/// Checks that every rank reads the values that each rank wrote to memory that they share (a shared
+/// window), also after pages were released and after the values were replaced.
 pub(crate) fn check_shared_window(comm: &dyn Comm, id: u64, counts: &[usize]) -> Result<(), CheckFailure> {
     let Some(mut window) =
         comm.shared_window(Dtype::F32, counts).map_err(to_named_failure("shared_window"))?

@@ -152,8 +152,8 @@ fn run_case(case: &str, rank: usize, joined: comm::Result<ShmComm>) -> Result<()
     }
 }
 
-/// Checks every streaming collective with more data than staging holds, and ordered reduce-scatters
-/// with one window and with several.
+/// Checks all-gathers, reductions and broadcasts of tensors that are larger than the transport's
+/// staging memory, and therefore take several rounds.
 fn check_large_buffers(comm: &ShmComm) -> Result<(), CheckFailure> {
     let world = comm.world();
     let counts: Vec<usize> = (0..world).map(|r| 1_000_003 * (r % 3)).collect();

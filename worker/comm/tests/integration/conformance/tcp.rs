@@ -32,8 +32,8 @@ pub(crate) fn make_tcp_limits() -> TcpLimits {
     TcpLimits { shm, ..TcpLimits::default() }
 }
 
-/// Returns limits of the network transport with the smallest staging memory, so that collectives
-/// need many rounds. No test reaches their timeouts.
+/// Returns limits of the network transport with the smallest shared memory for staging, so that
+/// collectives need many rounds. No test reaches their timeouts.
 fn make_small_limits() -> TcpLimits {
     let mut small = make_tcp_limits();
     small.shm.staging_bytes = 4096;
@@ -180,8 +180,8 @@ fn an_abort_reaches_every_host_within_a_second() {
     }
 }
 
-/// Returns the mismatches among the results. Panics if an error is neither a mismatch nor an abort
-/// by a rank with a mismatch.
+/// Returns the errors in which ranks report that their calls of a collective do not match. Panics
+/// if another error is not an abort by a rank with such an error.
 fn expect_mismatches(results: Vec<Option<Result<(), CommError>>>) -> Vec<CallMismatch> {
     let results = results.into_iter().map(|r| r.expect("no rank panics"));
     // a rank that sent and received what it expected may finish before its peer aborts
@@ -332,8 +332,8 @@ fn connections_of_other_programs_do_not_disturb_a_group() {
     assert!(targets.iter().all(|t| TcpStream::connect(t).is_err()));
 }
 
-/// Joins a group of two ranks, of which rank 1 has a changed description. Returns the errors of
-/// both ranks.
+/// Lets two ranks join one group, of which rank 1 has a description that `change` has altered.
+/// Returns the errors of both ranks.
 fn join_with_changed_group(change: impl Fn(&mut GroupSpec)) -> [CommError; 2] {
     let mut pending = create_pending_ranks(&[0, 1]);
     change(&mut pending[1].group);

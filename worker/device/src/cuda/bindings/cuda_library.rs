@@ -5,7 +5,7 @@ use std::ffi::{CStr, c_char, c_int};
 /// A status code that a CUDA library returns; 0 is success.
 pub(in crate::cuda) type Status = c_int;
 
-/// Defines a struct with the functions of a library like
+/// Defines a struct with the functions of a CUDA library, in the way of
 /// [`dynamic_library!`](macro@crate::dynamic_library). Each function that returns a status code
 /// also becomes a method that returns a `Result`.
 ///

@@ -38,7 +38,7 @@ const D_Q_SUMS_ID: i64 = 15;
 
 /// Maximum head dimension that cuDNN's backward pass of attention supports.
 const MAX_HEAD_DIM: usize = 128;
-/// Number of which every head dimension that cuDNN supports is a multiple.
+/// Every head dimension that cuDNN supports is a multiple of this number.
 const HEAD_DIM_STEP: usize = 8;
 
 /// Which keys a query attends to, among the keys at or before the query's position.
@@ -66,7 +66,7 @@ impl AttentionMask {
     }
 }
 
-/// Reason why cuDNN cannot compute an attention.
+/// The reason why cuDNN cannot compute attention for certain arguments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(in super::super) enum UnsupportedAttention {
     #[error("attention of tensors that are not bf16")]
@@ -360,8 +360,8 @@ fn add_output(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Res
     g.add_tensor(TensorLocation::Device(id), CUDNN_DATA_BFLOAT16, l.rows(l.heads), l.strides(l.heads * l.dim))
 }
 
-/// Adds a tensor with one `f32` for each query and head, which is stored in GPU memory, to the
-/// graph.
+/// Adds to the graph a tensor that has one `f32` for each query and head, and that is stored in GPU
+/// memory.
 fn add_per_query(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Result<GraphTensor> {
     g.add_tensor(
         TensorLocation::Device(id),

@@ -32,11 +32,11 @@ pub enum AttentionBackend {
     Cudnn,
 }
 
-/// What distinguishes attention passes with different plans: sizes, bits of the scale, mask, and
-/// whether the pass is the backward pass.
+/// The key under which the execution plan of an attention pass is stored: sizes, bits of the scale,
+/// mask, and whether the pass is the backward pass.
 type PassKey = ([usize; 5], u32, AttentionMask, bool);
 
-/// The opened cuDNN library, and the execution plans that were selected so far for attention.
+/// The opened cuDNN library, and the execution plans for attention that were selected so far.
 pub(in super::super) struct CudnnAttention {
     backend: AttentionBackend,
     cudnn: Arc<Cudnn>,

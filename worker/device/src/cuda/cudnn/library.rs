@@ -74,8 +74,8 @@ impl Cudnn {
         format!("{}.{}.{}", v / 10_000, v / 100 % 100, v % 100)
     }
 
-    /// Runs `f` with the handle of cuDNN for the GPU, which is locked meanwhile. Panics if cuDNN
-    /// was opened without a GPU.
+    /// Locks cuDNN's handle of the GPU and runs `f` with it. Panics if cuDNN was opened without a
+    /// GPU.
     pub(super) fn with_handle<T>(&self, f: impl FnOnce(cudnnHandle_t) -> Result<T>) -> Result<T> {
         let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
         handle.as_ref().map_or_else(|| unreachable!("cuDNN was opened without a GPU"), |h| f(h.handle))

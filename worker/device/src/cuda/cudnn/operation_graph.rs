@@ -92,8 +92,8 @@ impl OperationGraph {
         self.add_tensor(TensorLocation::Virtual, data_type, dims, compute_packed_strides(dims))
     }
 
-    /// Adds a tensor of one `f32` to the graph, whose value cuDNN reads from the host under the id
-    /// `id`.
+    /// Adds to the graph a tensor of one `f32`. cuDNN reads its value from host memory, under the
+    /// id `id`.
     pub(super) fn add_host_scalar(&mut self, id: i64) -> Result<GraphTensor> {
         self.add_tensor(TensorLocation::Host(id), CUDNN_DATA_FLOAT, [1; 4], [1; 4])
     }
@@ -210,7 +210,7 @@ impl OperationGraph {
         )
     }
 
-    /// Adds the operation that reduces `x` to `y` to the graph, over the dimensions in which `y` is
+    /// Adds to the graph an operation that reduces `x` to `y` over the dimensions in which `y` is
     /// smaller.
     pub(super) fn add_reduce(
         &mut self,

@@ -26,7 +26,7 @@ pub(in super::super) struct GraphAutotuner {
 /// What the backend must do with CUDA graphs after a training step was timed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in super::super) enum GraphTuningDecision {
-    /// Run the next step like the last one.
+    /// Run the next step in the same way as this one.
     Continue,
     /// Run the next steps with graphs.
     EnableGraphs,

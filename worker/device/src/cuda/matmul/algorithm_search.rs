@@ -77,7 +77,7 @@ impl AlgorithmSearch {
     /// Returns the fastest of `candidates`, the algorithms for the matmul that `matmul` identifies.
     /// Returns the stored choice if it is among the candidates. Otherwise times the candidates with
     /// `time`, stores the fastest one, and returns it. Returns the first candidate if none can be
-    /// timed. `matmul` identifies the matmul.
+    /// timed.
     pub(super) fn find_fastest(
         &self,
         matmul: &str,
