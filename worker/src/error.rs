@@ -134,7 +134,7 @@ pub(crate) fn to_unreadable_adapters_error(error: CkptError, key: &str) -> Diagn
     Diagnostic::from(error).with_category(Category::Job).with_subject(key)
 }
 
-/// Builds the error that a thread for `purpose` could not be started.
+/// Builds the error which reports that a thread for `purpose` could not be started.
 pub(crate) fn build_thread_start_error(purpose: &str, error: &std::io::Error) -> Error {
     let message = format!("cannot start the {purpose} thread");
     let diagnostic = Diagnostic::error(codes::training::WORKER_THREAD_FAILED, message);

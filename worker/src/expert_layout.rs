@@ -92,8 +92,8 @@ impl ExpertLayout {
     }
 }
 
-/// Builds the error that the expert-parallel size `parallel` does not divide `count`, the number of
-/// `things` (workers or experts).
+/// Builds the error which reports that the expert-parallel size `parallel` does not divide `count`,
+/// the number of `things` (workers or experts).
 fn build_invalid_parallel_size_error(parallel: usize, things: &str, count: usize) -> Diagnostic {
     let message = format!("`{PARALLEL_SIZE_KEY}` {parallel} does not divide the number of {things}, {count}");
     Diagnostic::error(codes::training::EXPERT_PARALLEL_SIZE_INVALID, message)
@@ -175,7 +175,8 @@ pub fn build_units_with_experts(model: &Model, layout: Option<&ExpertLayout>) ->
 pub struct SendPlan {
     /// For each dispatched row, the index of its token.
     pub row_tokens: Vec<u32>,
-    /// For each choice (token by token, best expert first), the index of its dispatched row.
+    /// For each pair of a token and one of its chosen experts, the index of the dispatched row. The
+    /// pairs are ordered by token, and those of a token start with its best expert.
     pub choice_rows: Vec<u32>,
     /// For each expert, in the order of dispatch, the number of rows that are sent to the expert.
     pub expert_rows: Vec<usize>,

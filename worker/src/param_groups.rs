@@ -103,7 +103,8 @@ pub fn find_first_trained_unit<'a>(units: impl Iterator<Item = &'a ParamUnit>) -
     units.enumerate().filter_map(dense_index).min().unwrap_or(0)
 }
 
-/// Returns the first layer that needs a backward pass, because all parameters before it are frozen.
+/// Returns the index of the first layer that needs a backward pass, or the number of layers if none
+/// does. All parameters before this layer are frozen.
 pub fn find_first_backward_layer(units: &[ParamUnit]) -> usize {
     let layers = units.iter().filter(|u| !u.holds_experts()).count().saturating_sub(2);
     find_first_trained_unit(units.iter()).saturating_sub(1).min(layers)

@@ -87,8 +87,8 @@ pub struct ParamUnit {
     trained: Vec<bool>,
 }
 
-/// What only units of experts have: the number of their layer, and the canonical order of their
-/// tensors.
+/// The properties that only parameter units of experts have: the number of their layer, and an
+/// order of their tensors that does not depend on the ranks (canonical order).
 #[derive(Clone, Debug, PartialEq)]
 struct ExpertTensors {
     layer: usize,

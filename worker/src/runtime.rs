@@ -190,8 +190,9 @@ fn train_as_rank(session: &AgentSession, init: &WorkerInit, comm: Arc<dyn Comm>)
     Ok(exit)
 }
 
-/// Connects to the memory for copies of the state that this rank inherited from its agent. Returns
-/// `None` without `checkpoint.memory`. Collective: every rank must call it.
+/// Connects this rank to the memory of its host, in which copies of the training state are kept.
+/// The rank inherited the memory's file descriptor from its agent. Returns `None` without
+/// `checkpoint.memory`. Collective: every rank must call it.
 fn open_host_memory(init: &WorkerInit, queue: &CollectiveQueue) -> Result<Option<HostMemory>> {
     let Some(spec) = &init.job.checkpoint.memory else { return Ok(None) };
     let memory = take_inherited_descriptor(env::LAUNCH_MEMORY_FD)?.ok_or_else(|| {

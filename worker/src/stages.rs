@@ -60,7 +60,7 @@ pub struct ShardedModel {
 /// values are then loaded from a checkpoint or initialised, and the trainer becomes a
 /// [`RunningTrainer`].
 pub struct UninitializedTrainer {
-    /// The state that computes the steps.
+    /// The trainer, which computes the steps.
     pub trainer: Trainer,
     train: TrainSpec,
 }

@@ -1,5 +1,5 @@
-//! Calls every reader of untrusted input in the worker, for fuzz targets and tests of malformed
-//! input. Crate `ckpt` has the readers of checkpoints, and crate `comm` those of connections
+//! Passes untrusted bytes to every reader of untrusted input in the worker, for fuzz targets and
+//! tests. Crate `ckpt` has the readers of checkpoints, and crate `comm` those of connections
 //! between ranks.
 //!
 //! Each function fails if the input is invalid. A function must not panic, loop forever, or use

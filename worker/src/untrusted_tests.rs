@@ -21,8 +21,8 @@ const TOKENS: &[u8] = b"{}[]\",:%|()\\*+?$^\n \0\xff\x80PAR1";
 
 type Reader = fn(&[u8]) -> ParseResult;
 
-/// Each reader, by the extension of its files in the corpus, and the number of mutated copies of
-/// each of its files.
+/// The readers to test. Each has the extension of its files in the corpus, and the number of
+/// mutated copies that are made of each file.
 const READERS: [(&str, Reader, u64); 6] = [
     ("config", parse_model_config, 2000),
     ("record", parse_record, 4000),

@@ -227,7 +227,7 @@ type TextPartSink<'a> = dyn FnMut(DocumentPart) -> Result<(), DataError> + 'a;
 
 /// Joins pieces of a text file to segments and documents, and passes them to a callback.
 struct DocumentAssembler<'a, 'b> {
-    /// Text of the current document that was not passed to the sink yet.
+    /// Text of the current document that was not passed to the callback yet.
     pending: String,
     /// Whether the current document has text, pending or already passed to the sink.
     has_text: bool,

@@ -28,8 +28,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Number of requests that are sent to the sandbox process before a reply is awaited, so that it
-/// always has work.
+/// Number of requests that are sent to the sandbox process before a reply is awaited, so that the
+/// process always has work.
 const REQUESTS_SENT: usize = 2;
 /// Longest time for which the documents of a failed batch are interpreted one by one, to find the
 /// one that failed.
@@ -308,7 +308,7 @@ impl<'a> DocumentTokenizer<'a> {
         written.map_err(|source| self.unwritable_cache_error(source))
     }
 
-    /// Creates the error that the token cache cannot be written, because of `source`.
+    /// Creates the error which reports that the token cache cannot be written, because of `source`.
     fn unwritable_cache_error(&self, source: io::Error) -> DataError {
         DataError::cache_unusable(self.cache_path, CacheOperation::Write, source)
     }

@@ -22,7 +22,8 @@ const FEISTEL_ROUNDS: u64 = 8;
 pub(crate) struct EpochPermutation {
     /// Number of samples in an epoch.
     samples: u64,
-    /// Number of bits of half an index. The network permutes `2 * half_bits` bits.
+    /// Number of bits in each half of a sample's index. The Feistel network permutes all `2 *
+    /// half_bits` bits.
     half_bits: u32,
     /// The random stream that keys the Feistel network; `None` if the samples keep their order.
     stream: Option<RandomStream>,

@@ -212,7 +212,7 @@ pub enum DataError {
         format_count(*.documents, "document")
     )]
     TooShort {
-        /// The side of the data.
+        /// The part of the data that is too small: training data or held-out data.
         split: Split,
         /// Number of documents.
         documents: u64,
@@ -237,23 +237,23 @@ fn format_position(position: &Option<RecordPosition>) -> String {
 }
 
 impl DataError {
-    /// Creates the error that the data file or directory at `path` cannot be read.
+    /// Creates the error which reports that the data file or directory at `path` cannot be read.
     pub(crate) fn unreadable(path: &Path, source: io::Error) -> DataError {
         DataError::Unreadable { path: path.to_path_buf(), source }
     }
 
-    /// Creates the error that the record at `position` of the file at `path` cannot be used,
-    /// because of `problem`.
+    /// Creates the error which reports that the record at `position` of the file at `path` cannot
+    /// be used, because of `problem`.
     pub(crate) fn invalid_record(path: &Path, position: RecordPosition, problem: RecordProblem) -> DataError {
         DataError::InvalidRecord { path: path.to_path_buf(), position, problem }
     }
 
-    /// Creates the error that the token cache at `path` cannot be read or written.
+    /// Creates the error which reports that the token cache at `path` cannot be read or written.
     pub(super) fn cache_unusable(path: &Path, operation: CacheOperation, source: io::Error) -> DataError {
         DataError::CacheUnusable { path: path.to_path_buf(), operation, source }
     }
 
-    /// Returns whether the error is that the sandbox process failed or did not start.
+    /// Returns whether the error reports that the sandbox process failed or did not start.
     pub(crate) fn is_of_sandbox(&self) -> bool {
         matches!(self, DataError::Uninterpretable(_) | DataError::SandboxUnavailable { .. })
     }

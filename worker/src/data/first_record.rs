@@ -1,4 +1,4 @@
-//! [`has_record`]: checks whether a data file has a first record, and whether it is valid.
+//! [`has_record`]: checks whether a data file has a record, and whether its first record is valid.
 use super::{
     document_reader::{DataFileFormat, RecordReadOptions, open_data_file, read_first_text_piece},
     error::{DataError, RecordPosition, RecordRange, Step},

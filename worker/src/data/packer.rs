@@ -24,7 +24,7 @@ use super::token_cache::{NO_LOSS_BIT, TokenStream};
 /// PyTorch's cross-entropy.
 pub const IGNORE_INDEX: u32 = u32::MAX;
 
-/// Every how many documents the index of unpacked samples has an entry.
+/// Number of documents for which the index of unpacked samples has one entry.
 const INDEX_STRIDE: u64 = 128;
 
 /// Divides a stream of tokens into samples. Packed samples cross the boundaries of documents,
@@ -305,7 +305,7 @@ mod tests {
     }
 
     /// Checks that the labels and starts of a sample, packed or not, are those that follow from the
-    /// stream. Holds for packed and unpacked samples.
+    /// stream.
     fn assert_inputs_match_stream(stream: &MemoryStream, sample: &SampleVectors) {
         let [tokens, labels, starts] = sample;
         for i in 0..tokens.len() {

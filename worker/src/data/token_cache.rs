@@ -117,8 +117,8 @@ impl TokenCacheHeader {
         if self.has_loss_mask { NO_LOSS_BIT } else { 0 }
     }
 
-    /// Computes the length of a token cache after its header, and where in it the document offsets
-    /// begin, in bytes. Returns `None` if no file can be so long.
+    /// Computes the length of the part of a token cache after the header, and where in this part
+    /// the document offsets begin, in bytes. Returns `None` if no file can be so long.
     fn compute_body_layout(&self) -> Option<(u64, u64)> {
         let offsets =
             self.tokens.checked_mul(self.token_width_bytes() as u64)?.checked_next_multiple_of(8)?;
@@ -223,9 +223,9 @@ impl TokenCache {
     }
 }
 
-/// Checks the digest of a token cache after its header, and that every token is below the
-/// vocabulary size. Reads the file instead of mapping it, so that a large cache does not add to the
-/// resident memory of the process.
+/// Checks the digest of the part of a token cache after the header, and that every token is below
+/// the vocabulary size. Reads the file instead of mapping it, so that a large cache does not add to
+/// the resident memory of the process.
 fn check_body_digest_and_tokens(
     file: &File,
     header: &TokenCacheHeader,

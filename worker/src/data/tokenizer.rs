@@ -244,7 +244,7 @@ pub(crate) fn to_data_error(
     }
 }
 
-/// Returns the error that `problem` makes the tokenizer's file at `path` unusable.
+/// Returns the error which reports that `problem` makes the tokenizer's file at `path` unusable.
 fn invalid_tokenizer_error(path: &Path, problem: TokenizerProblem) -> DataError {
     DataError::InvalidTokenizer { path: path.to_path_buf(), problem }
 }

@@ -65,7 +65,7 @@ struct Measurement {
     mfu: Option<f64>,
     /// The peak memory of the GPU in bytes.
     memory: u64,
-    /// The text of the cell about saving, or `None` if saving was not measured.
+    /// The text of the table cell about the cost of saving, or `None` if saving was not measured.
     save: Option<String>,
 }
 

@@ -109,8 +109,9 @@ pub(super) trait BufferSet<T>: Sized {
     fn append_names(names: &mut Vec<&'static str>);
 }
 
-/// Declares a buffer set: a struct with one field of type `T` for each buffer, and its
-/// [`BufferSet`]. The field `with name: Set` after the struct contains the buffers of another set.
+/// Declares a buffer set: a struct with one field of type `T` for each buffer. Also implements
+/// [`BufferSet`] for the struct. The field `with name: Set` after the struct contains the buffers
+/// of another set.
 macro_rules! declare_buffer_set {
     (
         $(#[$set_attribute:meta])*

@@ -5,13 +5,13 @@
 use super::{activation_buffers::ActivationBuffers, micro_batch::MicroBatch};
 use device::{Ops, View, ViewMut};
 
-/// What a layer's forward pass, and the backward pass through the same layer, read.
+/// The input that a layer's forward pass and its backward pass read.
 pub struct LayerInput<'a> {
     /// The compute backend.
     pub ops: &'a dyn Ops,
-    /// The flat vector of the parameters of the layer's unit.
+    /// The parameters of the layer's unit, as one flat vector.
     pub params: View<'a>,
-    /// The micro-batch of which the layer is computed.
+    /// The micro-batch for which the layer is computed.
     pub batch: &'a MicroBatch,
     /// The residual stream before the layer, `[rows, hidden]`.
     pub x: View<'a>,
@@ -33,9 +33,9 @@ pub struct LayerBuffers<'a> {
 pub struct HeadInput<'a> {
     /// The compute backend.
     pub ops: &'a dyn Ops,
-    /// The flat vector of the parameters of the head's unit.
+    /// The parameters of the head's unit, as one flat vector.
     pub params: View<'a>,
-    /// The flat vector of the parameters of the embedding unit. `None` if the model has no tied
+    /// The parameters of the embedding unit, as one flat vector. `None` if the model has no tied
     /// embeddings.
     pub embedding: Option<View<'a>>,
     /// The residual stream after the last layer, `[rows, hidden]`.
@@ -47,10 +47,10 @@ pub struct HeadInput<'a> {
 pub struct HeadGrads<'a> {
     /// The gradient of the head's input, `[rows, hidden]`.
     pub dx: ViewMut<'a>,
-    /// The flat vector of the gradient of the head's unit.
+    /// The gradient of the parameters of the head's unit, as one flat vector.
     pub head: ViewMut<'a>,
-    /// The flat vector of the gradient of the embedding unit. `None` if the model has no tied
-    /// embeddings or the embedding is frozen.
+    /// The gradient of the parameters of the embedding unit, as one flat vector. `None` if the
+    /// model has no tied embeddings or the embedding is frozen.
     pub embedding: Option<ViewMut<'a>>,
     /// The factor by which the gradients of the logits are multiplied.
     pub scale: f32,

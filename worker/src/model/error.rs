@@ -131,7 +131,7 @@ pub enum ModelError {
         dimension: String,
         /// The size of the dimension.
         size: usize,
-        /// The number of which the size must be a multiple.
+        /// The size must be a multiple of this number.
         multiple: usize,
     },
     /// A LoRA target is the name of no matrix that can have an adapter.

@@ -19,7 +19,7 @@ pub struct ModelFamily {
     pub(super) read_config: fn(&HfConfigFields) -> Result<DecoderConfig>,
     /// Returns the config.json of a model that job.yaml describes, without the names of the family.
     pub(super) list_config_keys: fn(&ModelSpec) -> Map<String, Value>,
-    /// The config keys that have other names in other families.
+    /// The names that this family uses for those config keys whose names differ between families.
     pub(super) key_names: ConfigKeyNames,
 }
 

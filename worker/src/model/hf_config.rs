@@ -140,7 +140,7 @@ pub(super) struct HfConfigFields<'a> {
 /// The largest width, count or vocabulary that a config may declare.
 const SIZE_MAX: u64 = 1 << 24;
 
-/// Builds the error of a config key whose value is not one of the `expected` values.
+/// Builds the error for a config key whose value is not one of the `expected` values.
 pub(super) fn invalid_value_error(
     key: impl Into<String>,
     value: &Value,

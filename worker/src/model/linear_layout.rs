@@ -15,7 +15,7 @@ pub(super) struct LinearLayout {
     pub(super) inputs: usize,
     /// The name of each matrix within the layer, and the width of its output.
     pub(super) modules: Vec<(&'static str, usize)>,
-    /// The index among the matmuls of the layer.
+    /// The index of this matmul among the matmuls of the layer.
     pub(super) index: usize,
 }
 

@@ -1,5 +1,6 @@
-//! [`LinearFormat`]: computes the matmuls with a layer's weight matrices, in the usual data type or
-//! in fp8. The matmuls of adapters, routers and experts are always in the compute dtype.
+//! [`LinearFormat`]: computes the matmuls with a layer's weight matrices, in the data type of
+//! weights and activations or in fp8. The matmuls of adapters, routers and experts are always in
+//! the compute dtype.
 use super::error::{ModelError, Result};
 use device::{
     Buf, Fp8Format, Ops, View, ViewMut,

@@ -33,7 +33,7 @@ fn find_model_family(config: &Map<String, Value>) -> Result<&'static ModelFamily
     }
 }
 
-/// The values of a model directory's config.json that the preflight compares with the job.
+/// The values of a model directory's config.json that the preflight checks compare with the job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelConfigSummary {
     /// The name of the model family.
@@ -44,7 +44,8 @@ pub struct ModelConfigSummary {
     pub max_positions: u32,
 }
 
-/// Reads the values of a model directory's config.json that the preflight compares with the job.
+/// Reads the values of a model directory's config.json that the preflight checks compare with the
+/// job.
 ///
 /// # Errors
 ///

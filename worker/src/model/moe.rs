@@ -267,11 +267,14 @@ pub fn experts_backward(ops: &dyn Ops, shape: ExpertShape, e: &ExpertInputs, b: 
 pub struct ExpertGradInputs<'a> {
     /// The experts' inputs, `[rows, hidden]`.
     pub rows: View<'a>,
-    /// [`ExpertBackwardBuffers::dy`], `[rows, hidden]`.
+    /// The gradients of the layer's output for the token of each row, `[rows, hidden]`, as in
+    /// [`ExpertBackwardBuffers::dy`].
     pub dy: View<'a>,
-    /// [`ExpertBackwardBuffers::act`] after [`experts_backward`], `[rows, intermediate]`.
+    /// The input of the down projection, `[rows, intermediate]`, as [`experts_backward`] left it in
+    /// [`ExpertBackwardBuffers::act`].
     pub act: View<'a>,
-    /// [`ExpertBackwardBuffers::dgate_up`], `[rows, 2·intermediate]`.
+    /// The gradients of the outputs of the gate and up projections, `[rows, 2·intermediate]`, from
+    /// [`ExpertBackwardBuffers::dgate_up`].
     pub dgate_up: View<'a>,
 }
 
@@ -344,8 +347,8 @@ impl RouterStats {
         }
     }
 
-    /// Adds the router's output of the MoE layer number `index` to the statistics, in place of the
-    /// previous output of that layer. Copies the output to the host.
+    /// Replaces the statistics of the MoE layer number `index` by those of `routing`, the output of
+    /// the layer's router. Copies the output to the host.
     pub fn record_layer(&mut self, ops: &dyn Ops, index: usize, routing: &RouterOutput) {
         let [probs, lse] = &mut self.host_buffers;
         let (probs, lse) = (ops.to_host(routing.probs.view(), probs), ops.to_host(routing.lse.view(), lse));

@@ -47,7 +47,7 @@ pub struct ParamGroup {
     pub params: Vec<String>,
 }
 
-/// What every update in a step needs and what changes with every step, such as the learning rate.
+/// The values that all parameter updates of one step have in common, such as the learning rate.
 #[derive(Clone, Copy, Debug)]
 pub struct StepInputs {
     /// The learning rate of this step for groups with an `lr_scale` of 1.
@@ -68,7 +68,8 @@ pub struct Optimizer {
     /// parameters.
     params: Vec<Vec<ParamUpdate>>,
     units: Vec<UnitStates>,
-    /// Set if bf16 weights have no master weights and are rounded stochastically.
+    /// Rounds updated bf16 weights stochastically. `None` unless bf16 weights have no master
+    /// weights and are rounded stochastically.
     rounding: Option<StochasticUpdate>,
     /// Device memory for offloaded states. Declared after `units`, because dropping a state vector
     /// waits for its copies to these buffers.
@@ -150,8 +151,8 @@ impl Optimizer {
         params.for_each(|(p, update)| update.step_lag = lags.get(&p.name).copied().unwrap_or(0));
     }
 
-    /// Returns by name the trained parameters that missed updates of the run, with the number of
-    /// missed updates.
+    /// Returns, for each trained parameter that missed updates of the run, its name and the number
+    /// of missed updates.
     pub fn collect_step_lags(&self, units: &[ParamUnit]) -> HashMap<String, u64> {
         let lags = units.iter().zip(&self.params).flat_map(|(u, updates)| {
             let trained = (0..u.params.len()).filter(|&i| u.is_trained(i));

@@ -11,11 +11,11 @@ pub(super) struct StateStagingBuffers([StateStagingBuffer; 2]);
 /// A buffer in device memory for the optimizer states of one parameter unit.
 #[derive(Default)]
 struct StateStagingBuffer {
-    /// The states of each role.
+    /// One vector of optimizer states for each kind of state (role).
     vectors: Vec<Buf>,
     /// The unit whose states are in the buffer or are being copied in.
     unit: Option<usize>,
-    /// The event that completes with the last copy to or from the buffer.
+    /// The event that completes with the most recent copy to or from the buffer.
     last_copy: Event,
 }
 

@@ -18,7 +18,7 @@ use std::{
 /// A vector of optimizer states of one kind, with one element for each trained element.
 pub struct StateVector {
     storage: StateStorage,
-    /// The event that completes with the last copy from or to offloaded states.
+    /// The event that completes with the most recent copy from or to offloaded states.
     last_copy: Event,
 }
 

@@ -11,7 +11,8 @@ use std::ops::Range;
 /// The largest number of weights that are converted to fp32 at a time for an update.
 const MAX_CHUNK_ELEMENTS: usize = 1 << 22;
 
-/// What updates of bf16 weights in fp32 need: a buffer, and random numbers for the rounding.
+/// Updates bf16 weights through a buffer of fp32 values, which are then rounded stochastically. Has
+/// the buffer and the random numbers.
 pub(super) struct StochasticUpdate {
     /// For each unit and parameter, the key of the parameter's random numbers.
     keys: Vec<Vec<[u32; 2]>>,

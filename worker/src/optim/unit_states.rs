@@ -10,7 +10,8 @@ use std::{io, ops::Range};
 pub struct UnitStates {
     /// The range of the unit's flat vector that this rank updates.
     pub range: Range<usize>,
-    /// The states of each role, in the order of the update rule.
+    /// The states of the unit, one item for each kind of state (role), in the order of the update
+    /// rule.
     pub(super) roles: Vec<RoleStates>,
 }
 

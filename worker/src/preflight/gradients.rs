@@ -49,8 +49,8 @@ impl MemoryPlan<'_> {
     /// Computes the largest number of gradient elements in memory if gradients are reduced to their
     /// owners in each backward pass.
     ///
-    /// The elements are one partial sum of the shard for each level of the tree, and the gradients
-    /// in flight.
+    /// The elements are one partial sum of the shard for each level of the summation tree, and the
+    /// gradients in flight.
     fn count_sharded_gradient_elements(&self, policy: ShardingPolicy, rank: usize) -> usize {
         let schedule = self.build_micro_batch_schedule(policy);
         let shards = self.units.iter().zip(self.list_trained_shard_lengths(rank));
@@ -120,8 +120,8 @@ struct GradientBuffers {
     pool: BufferPoolEstimate,
     /// The number of gradients that may be reduced while the next one is written.
     in_flight: usize,
-    /// The gradients being reduced, oldest first: the elements of a pool buffer, or `None` for a
-    /// stack.
+    /// The gradients that are being reduced, oldest first. Each item is the number of elements of a
+    /// pool buffer, or `None` for a gradient in a stack (see `stacks`).
     reducing: VecDeque<Option<usize>>,
     /// The number of elements of all stacks. A stack contains the gradients of one expert unit for
     /// several micro-batches.

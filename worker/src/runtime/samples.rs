@@ -1,5 +1,5 @@
-//! [`SampleSets`]: the training and evaluation samples of a run, in the order in which it reads
-//! them.
+//! [`SampleSets`]: the training and evaluation samples of a run, in the order in which the run
+//! reads them.
 use super::{
     session::AgentSession,
     training_loop::{DecodeGeneration, HeldOutEval},
@@ -108,7 +108,8 @@ impl SampleSets {
         Ok(())
     }
 
-    /// Returns how the run evaluates and generates text, or `None` if the job does not evaluate.
+    /// Returns the held-out samples and the settings of evaluation and text generation, or `None`
+    /// if the job does not evaluate.
     pub(super) fn prepare_evaluation<'a>(
         &'a self,
         train: &'a TrainSpec,

@@ -42,9 +42,10 @@ const PEERS_TIMEOUT: Duration = Duration::from_secs(120);
 const STOP_ARRIVAL_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time between two checks for a stop request.
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// The longest time for the notice that a run stopped before its first step.
+/// The longest time for sending the notice that a run stopped before its first step. After it, the
+/// run stops without the notice.
 const STOP_NOTICE_TIMEOUT: Duration = Duration::from_secs(1);
-/// The reason of the abort that follows when the agent ends.
+/// The abort reason that a rank reports when its agent has ended.
 const AGENT_ENDED: &str = "the agent closed the control connection";
 
 /// How far a rank is on the way to its first step, which decides what a stop request does.
@@ -378,7 +379,8 @@ impl AgentSession {
         }
     }
 
-    /// Sets the phase of this rank, and reports the phase to the agent.
+    /// On the leader, reports that the run stopped before its first step. Omits the report if the
+    /// agent does not read it in time.
     pub(super) fn set_phase(&self, phase: WorkerPhase) -> Result<()> {
         tracing::info!(target: "worker::phase", phase = ?phase, step = self.step.load(Relaxed), "entering phase");
         *self.phase.lock().unwrap_or_else(PoisonError::into_inner) = phase;
@@ -442,7 +444,7 @@ fn receive_message(read: &mut UnixStream) -> Result<Option<ToWorker>> {
     frame::decode_body(&body).map(Some).map_err(build_invalid_message_error)
 }
 
-/// Builds the error of a job whose ranks did not all accept connections in time.
+/// Builds the error for the case that not all ranks of the job accepted connections in time.
 fn build_peers_not_listening_error() -> Error {
     let seconds = PEERS_TIMEOUT.as_secs();
     let message = format!("not all ranks of the job accepted connections within {seconds} s");
@@ -450,13 +452,13 @@ fn build_peers_not_listening_error() -> Error {
     diagnostic.with_field("timeout_seconds", seconds).into()
 }
 
-/// Builds the error of a message from the agent that is not valid.
+/// Builds the error for a message from the agent that is not valid.
 fn build_invalid_message_error(error: frame::FrameError) -> Error {
     let message = "a message on the control connection to the agent is not valid";
     Diagnostic::error(codes::training::AGENT_MESSAGE_INVALID, message).with_cause(&error).into()
 }
 
-/// Builds the error of a failed control connection, which is never a root cause.
+/// Builds the error for a failed control connection. It is never a root cause.
 fn build_connection_lost_error(error: std::io::Error) -> Error {
     let message = "the control connection to the agent failed";
     Error::aborted(Diagnostic::error(codes::training::AGENT_CONNECTION_LOST, message).with_cause(&error))

@@ -16,7 +16,8 @@ fn create_ranks(world: usize) -> Vec<(AgentSession, Arc<CollectiveQueue>, UnixSt
     local::create_group(world).into_iter().map(create).collect()
 }
 
-/// Lets every rank begin its first step. `stopped` are the ranks with a stop request.
+/// Lets every rank wait for its first step, and returns for each rank whether the step may begin.
+/// `stopped` are the ranks with a stop request.
 fn begin_on_ranks(stopped: &[usize]) -> Vec<bool> {
     let ranks = create_ranks(3);
     stopped.iter().for_each(|rank| ranks[*rank].0.requests.request_stop());

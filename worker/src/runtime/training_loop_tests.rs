@@ -292,8 +292,8 @@ fn an_interrupted_evaluation_of_the_last_step_is_repeated_once() {
     assert_eq!((again.exits, again.evaluated), (vec![WorkerExit::Done; 2], vec![0, 0]));
 }
 
-/// A stop request during a step takes effect after the next exchange between the ranks. If the
-/// checkpoint of the step is complete, this is before the next step.
+/// Checks that a stop request during a step takes effect after the next exchange between the ranks.
+/// If the checkpoint of the step is complete, this is before the next step.
 #[test]
 fn a_stop_during_a_foreground_save_needs_no_other_step() {
     let expected = run_undisturbed_job();

@@ -1,5 +1,5 @@
-//! [`MoeTrainer`]: what the training of mixture-of-experts layers needs: plans, saved activations
-//! and buffers.
+//! [`MoeTrainer`]: the plans, saved activations and buffers with which a trainer trains
+//! mixture-of-experts layers.
 pub(super) mod layer_plan;
 mod passes;
 
@@ -17,8 +17,8 @@ use jobspec::{RecomputeMode, TrainSpec};
 use layer_plan::{MoeLayerPlan, plan_moe_layers};
 use std::sync::Arc;
 
-/// What a trainer needs for mixture-of-experts layers: plans, saved activations and the dispatcher
-/// of tokens.
+/// The data with which a trainer trains mixture-of-experts layers: plans, saved activations and the
+/// dispatcher of tokens.
 pub struct MoeTrainer {
     shape: ExpertShape,
     /// The plan of each layer, or `None` for a dense layer.
@@ -78,8 +78,8 @@ impl MoeWorkspace {
 }
 
 impl MoeTrainer {
-    /// Creates what a trainer needs for MoE layers and micro-batches of `rows` tokens. Returns
-    /// `None` for a dense model.
+    /// Creates the plans and buffers for training the MoE layers of `model`, for micro-batches of
+    /// `rows` tokens. Returns `None` for a dense model.
     pub fn new(
         ops: &Arc<dyn Ops>,
         model: &Model,

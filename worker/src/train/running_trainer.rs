@@ -7,7 +7,7 @@ use jobspec::{ReloadTrain, TrainSpec};
 /// A trainer whose parameters have values and which knows its position in the run, so that it can
 /// run training steps.
 pub struct RunningTrainer {
-    /// The state that computes the steps.
+    /// The trainer, which computes the steps.
     pub trainer: Trainer,
     train: TrainSpec,
     /// The progress of the run.

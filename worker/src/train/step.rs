@@ -22,8 +22,8 @@ use diagnostic::codes;
 use jobspec::RecomputeMode;
 use std::sync::Arc;
 
-/// A source of training or evaluation samples, which it finds by their number in the run. The
-/// number of a sample in the run alone determines its contents.
+/// A source of training or evaluation samples, which are identified by their number in the run.
+/// This number alone determines the contents of a sample.
 pub trait SampleSource {
     /// Fills the vectors of `batch` with consecutive samples, beginning with sample number `first`.
     /// Each vector has one element per token.
@@ -74,7 +74,7 @@ pub struct RankStepReport {
 /// The losses and the gradient norm of a step, with the same bits on every rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepOutcome {
-    /// The mean loss per target token, nats.
+    /// The mean loss per target token, in nats.
     pub loss: f64,
     /// The global L2 norm of the mean gradient before clipping.
     pub grad_norm: f64,
@@ -518,7 +518,7 @@ impl Trainer {
     }
 }
 
-/// Builds the error that a peer's step report does not have the expected form.
+/// Builds the error which reports that a peer's step report does not have the expected form.
 fn invalid_report_error(message: &str) -> Error {
     Error::new(codes::training::PEER_REPORT_INVALID, message)
 }

@@ -1,7 +1,7 @@
 //! [`BufferPool`]: reuses the buffers for gathered parameters and whole gradients.
 use device::{Buf, Dtype, Ops, ViewMut, storage::Event};
 
-/// The number of which the length of every allocated buffer is a multiple, in elements.
+/// The length of every allocated buffer, in elements, is a multiple of this number.
 const GROWTH_ELEMENTS: usize = 1024;
 
 /// Returns the first `len` elements of `buf`, with unspecified content. Replaces `buf` by a longer
@@ -20,7 +20,7 @@ pub fn resize_buffer<'a>(ops: &dyn Ops, purpose: &'static str, buf: &'a mut Buf,
 /// that is long enough, and allocates a buffer if there is none.
 pub struct BufferPool {
     dtype: Dtype,
-    /// What the buffers are for, in errors.
+    /// The purpose of the buffers, which errors state.
     purpose: &'static str,
     /// Free buffers, each with the event after which it may be written.
     free: Vec<(Buf, Event)>,

@@ -25,7 +25,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
 };
 
-/// What out-of-memory errors name as the use of the memory for gathered parameters.
+/// The purpose that out-of-memory errors state for the memory of gathered parameters.
 const GATHERED_PARAMETERS: &str = "gathered parameters";
 /// The largest number of gradient reductions that run at the same time as the computation. One
 /// reduction runs while the gradient of the next block is computed.
@@ -155,7 +155,7 @@ pub enum ParamsGuard {
 pub struct ZeroEngine {
     /// The state of every unit, in the order of the model.
     pub shards: Arc<Vec<UnitShard>>,
-    /// The ZeRO stage, and the choice of sharded state.
+    /// The ZeRO stage, and which state is divided among ranks.
     pub policy: ShardingPolicy,
     /// The schedule, which assigns micro-batches to ranks and rounds.
     pub schedule: MicroBatchSchedule,

@@ -15,8 +15,8 @@ pub struct PlannedFetch {
     pub is_kept: bool,
 }
 
-/// Plans in which uses of a pass each unit is gathered and retained. The pass uses units in the
-/// order `order`.
+/// Plans for each use of a unit in a pass whether the unit is gathered, and whether it is retained
+/// until its next use. The pass uses units in the order `order`.
 ///
 /// At most `limit` elements are retained at a time. Units whose next use is soonest have
 /// precedence. `len` returns the number of elements of a unit.

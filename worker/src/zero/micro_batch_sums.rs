@@ -82,8 +82,8 @@ impl MicroBatchSums {
         MicroBatchSums { in_arrival_order: true, ..MicroBatchSums::new(len) }
     }
 
-    /// Returns the range of micro-batches that the last partial sum will cover if `right` is added
-    /// to it now, or `None` if `right` has to wait.
+    /// Returns the range of micro-batches that the newest partial sum will cover if `right` is
+    /// added to it now, or `None` if `right` has to wait.
     fn compute_merged_range(&self, right: MicroBatchRange) -> Option<MicroBatchRange> {
         let (left, _) = self.stack.last()?;
         if self.in_arrival_order { left.join_adjacent_range(right) } else { left.join_sibling_range(right) }
@@ -113,7 +113,7 @@ impl MicroBatchSums {
     }
 
     /// Adds `x`, the sum over the micro-batches of `range`, to this sum. If `x` cannot be merged
-    /// with the last partial sum immediately, keeps a copy of `x` until its sibling arrives.
+    /// with the newest partial sum immediately, keeps a copy of `x` until its sibling arrives.
     pub fn push(&mut self, ops: &dyn Ops, range: MicroBatchRange, x: View) {
         assert_eq!(x.len(), self.len, "partial of another length");
         match self.compute_merged_range(range) {

@@ -12,7 +12,7 @@ use comm::{Comm, Result};
 use device::{Buf, Dtype, Ops, View, ViewMut};
 use std::ops::Range;
 
-/// What out-of-memory errors name as the use of the memory for such exchanges.
+/// The purpose that out-of-memory errors state for the memory of such exchanges.
 const EXCHANGED: &str = "exchanged parameters and gradients";
 
 /// Reusable send and receive buffers for gathering and reducing parameter units that only some

@@ -15,7 +15,7 @@ use worker::checkpoint::{
     storage_topology::StorageTopology,
 };
 
-/// The distance between the regions of a host's memory, of which each rank has two.
+/// The distance in bytes between the regions of a host's memory, of which each rank has two.
 const REGION: u64 = 1 << 40;
 
 /// Creates the memory of a host.

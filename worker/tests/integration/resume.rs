@@ -61,7 +61,8 @@ fn a_run_resumes_on_any_number_of_workers_with_the_same_bits() {
     }
 }
 
-/// A checkpoint stores the fp32 master weights, so that a run can resume in another precision.
+/// Checks that a run can resume in another precision, because a checkpoint stores the fp32 master
+/// weights.
 #[test]
 fn bf16_resumes_with_the_same_bits_and_from_fp32_with_a_notice() {
     let bf16 = |stage| TrainSpec { precision: Precision::Bf16, ..create_resume_spec(stage) };
@@ -104,7 +105,7 @@ fn fp8_resumes_from_bf16_with_a_notice() {
     assert_ne!(resume_and_train(&spec_in(3, Precision::Bf16), 2, dir.path()).0, losses);
 }
 
-/// A checkpoint stores and restores the loss scale and the number of skipped steps.
+/// Checks that a checkpoint stores and restores the loss scale and the number of skipped steps.
 #[test]
 fn fp16_resumes_with_its_loss_scale() {
     let mut fp16 = create_resume_spec(3);

@@ -75,11 +75,12 @@ pub struct RecordRange {
 /// Error: a library in the sandbox process failed to interpret a file, or exceeded a limit.
 #[derive(Debug)]
 pub struct InterpretationError {
-    /// The work of the library.
+    /// What the library was doing when it failed.
     pub step: Step,
     /// The file that was interpreted.
     pub path: PathBuf,
-    /// The record of the file. Absent for a file without records.
+    /// The record, or the first of several records, that the library was interpreting. Absent for a
+    /// file without records.
     pub records: Option<RecordRange>,
     /// The tokenizer or chat template with which a record was interpreted.
     pub rules: Option<PathBuf>,

@@ -230,7 +230,7 @@ impl ParquetProblem {
 /// The error of a chat template that could not be compiled or rendered.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TemplateFailure {
-    /// Whether the template needs too many instructions.
+    /// Whether the template was stopped because it executed too many instructions.
     pub(crate) is_endless: bool,
     /// The engine's or the template's message.
     pub(crate) detail: String,
@@ -489,7 +489,7 @@ pub enum CacheDamage {
     /// The file is shorter than a header.
     #[error("the file has only {bytes} bytes, less than a header")]
     TooSmall {
-        /// The size of the file.
+        /// The size of the file, in bytes.
         bytes: u64,
     },
     /// The file does not begin with the magic number of token caches.
@@ -515,9 +515,9 @@ pub enum CacheDamage {
     /// The file does not have the length that its header implies.
     #[error("the file has {bytes} bytes, not {expected}")]
     Length {
-        /// The size of the file.
+        /// The size of the file, in bytes.
         bytes: u64,
-        /// The size that the header implies.
+        /// The size that the header implies, in bytes.
         expected: u64,
     },
     /// A token id is not below the vocabulary size.

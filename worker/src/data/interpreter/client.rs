@@ -16,7 +16,8 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// The first command-line argument of `launch` with which the process becomes a sandbox process.
+/// The command-line argument that makes `launch` run as a sandbox process. It must be the first
+/// argument.
 pub const SANDBOX_ROLE: &str = "sandbox";
 
 /// The reason why the sandbox process did not answer a request.
@@ -59,7 +60,8 @@ pub(crate) struct Interpreter {
 #[derive(Default)]
 struct InterpreterState {
     process: Option<SandboxProcess>,
-    /// The confinement of the last process.
+    /// The kernel facilities that confine the most recently started process; `None` if no process
+    /// was started yet.
     confinement: Option<Confinement>,
     tokenizer: Option<Arc<[TokenizerFile]>>,
     template: Option<TemplateSource>,

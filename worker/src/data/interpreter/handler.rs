@@ -265,8 +265,9 @@ impl DocumentInterpreter {
     }
 }
 
-/// Reads rows until they have enough text, `limit` rows are read, or a row cannot be used, which is
-/// then the last one. Returns the rows, and whether there are no further rows to read.
+/// Reads rows of a Parquet file for one reply. Stops when the rows have enough text or their number
+/// reaches `limit`, and after a row that cannot be used. Returns the rows, and whether there are no
+/// further rows to read.
 fn read_rows(rows: &mut ParquetRows, limit: u64) -> (Vec<Result<RowRecord, RecordProblem>>, bool) {
     let (mut records, mut bytes) = (Vec::new(), 0);
     while bytes < REQUEST_TEXT_BYTES && (records.len() as u64) < limit {

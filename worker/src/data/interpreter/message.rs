@@ -47,7 +47,7 @@ pub(crate) enum Request<'a> {
     },
     /// Read and interpret the next rows of the open Parquet file. The reply is a [`RowsReply`].
     ReadRows {
-        /// Largest number of rows.
+        /// Largest number of rows to read.
         rows: u64,
         /// The options of all rows.
         #[serde(borrow)]

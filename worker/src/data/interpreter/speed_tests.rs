@@ -1,4 +1,5 @@
-//! Compares the speed of a sandbox process with that of the same work in the process of its caller.
+//! Compares the speed of interpreting documents in a sandbox process with the speed in the process
+//! of its caller.
 use super::{handler::DocumentInterpreter, limits::REQUEST_TEXT_BYTES, *};
 use crate::data::split::SplitFilter;
 use jobspec::LossTargets;
@@ -14,12 +15,13 @@ use std::{
 const TEXT_BYTES: usize = 40 << 20;
 /// Number of chats that are rendered.
 const CHATS: usize = 50_000;
-/// Number of times that each way is measured, in turn.
+/// Number of times that each of the two ways (in the process, in a sandbox process) is measured.
+/// The measurements alternate.
 const ROUNDS: usize = 5;
-/// Number of threads of either way.
+/// Number of threads that interpret documents, in the process or in a sandbox process.
 const THREADS: usize = 2;
 
-/// The work of a measurement.
+/// The documents that a measurement interprets, with the tokenizer and the chat template.
 struct Work {
     name: &'static str,
     documents: Vec<String>,
@@ -143,7 +145,8 @@ fn count_tokens(result: &DocumentResult) -> usize {
     }
 }
 
-/// Prints the best CPU time and wall time of both ways as rows of a Markdown table.
+/// Prints the lowest CPU time and wall time of interpreting documents in this process and in a
+/// sandbox process, as rows of a Markdown table.
 #[test]
 #[ignore = "measures speed"]
 fn print_the_speed_of_the_sandbox_process() {

@@ -73,9 +73,8 @@ impl LibraryTokenizer {
         Ok(spans.map(|(&token, &(from, to))| mask(token, from, to)).collect())
     }
 
-    /// Converts token ids to text, without special and unknown tokens. Omits special tokens, and
-    /// tokens that the tokenizer does not have, because a model may have more token ids than its
-    /// tokenizer.
+    /// Converts token ids to text. Omits special tokens, and tokens that the tokenizer does not
+    /// have, because a model may have more token ids than its tokenizer.
     pub(super) fn decode(&self, tokens: &[u32]) -> tokenizers::Result<String> {
         let is_known = |id: &u32| self.inner.id_to_token(*id).is_some();
         let known: Vec<u32> = tokens.iter().copied().filter(is_known).collect();

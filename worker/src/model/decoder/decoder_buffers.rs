@@ -55,7 +55,8 @@ declare_buffer_set! {
         dattention,
         /// The gradients of q, k and v.
         dqkv,
-        /// The factors of a norm, at most as many as the widest norm has weights.
+        /// The factors by which the norm that is being computed multiplies normalized elements. The
+        /// buffer is long enough for the widest norm.
         norm_factors,
         /// The router's logits, `[rows, experts]`.
         router_logits,

@@ -27,25 +27,27 @@ pub(in crate::model) const DECODER_KEY_NAMES: ConfigKeyNames = ConfigKeyNames {
 /// The names of a model's tensors and modules in its files. Names of modules of a layer do not
 /// contain the name of the layer.
 pub(in crate::model) struct TensorNames {
-    /// The embedding.
+    /// The name of the embedding module.
     pub(in crate::model) embedding: &'static str,
-    /// The list of layers.
+    /// The name of the list of layers.
     pub(in crate::model) layers: &'static str,
-    /// The projections of q, k and v, or one module that computes all three.
+    /// The names of the projections of q, k and v, or the name of one module that computes all
+    /// three.
     pub(in crate::model) qkv: &'static [&'static str],
-    /// The output projection of attention.
+    /// The name of the output projection of attention.
     pub(in crate::model) o: &'static str,
-    /// The gate and up projections of the MLP, or its only first projection.
+    /// The names of the gate and up projections of the MLP, or the name of its only first
+    /// projection.
     pub(in crate::model) gate_up: &'static [&'static str],
-    /// The down projection of the MLP.
+    /// The name of the down projection of the MLP.
     pub(in crate::model) down: &'static str,
-    /// The norm of the head's input.
+    /// The name of the norm of the head's input.
     pub(in crate::model) final_norm: &'static str,
     /// The prefix of stored names that is absent in files of the model without its head
     /// (`base_model_prefix` in transformers), if such files are supported.
     pub(in crate::model) base_prefix: Option<&'static str>,
-    /// Tensors of a layer that are constants. Older checkpoints contain constants; they are not
-    /// loaded.
+    /// The names of tensors of a layer that are constants. Older checkpoints contain constants;
+    /// they are not loaded.
     pub(in crate::model) constants: &'static [&'static str],
 }
 
@@ -67,13 +69,15 @@ impl TensorNames {
 /// The names of a layer's norms, relative to the layer's module. An absent norm is `None`.
 #[derive(Clone, Copy)]
 pub(in crate::model) struct LayerNorms {
-    /// The norm of the input of attention.
+    /// The name of the norm of the input of attention.
     pub(in crate::model) attention_in: Option<&'static str>,
-    /// The norm of the output of attention, before the residual addition.
+    /// The name of the norm of the output of attention, which is applied before the residual
+    /// addition.
     pub(in crate::model) attention_out: Option<&'static str>,
-    /// The norm of the input of the MLP. Required for layers with experts.
+    /// The name of the norm of the input of the MLP. Required for layers with experts.
     pub(in crate::model) mlp_in: Option<&'static str>,
-    /// The norm of the output of the MLP, before the residual addition.
+    /// The name of the norm of the output of the MLP, which is applied before the residual
+    /// addition.
     pub(in crate::model) mlp_out: Option<&'static str>,
 }
 
@@ -190,7 +194,8 @@ pub(in crate::model) struct DecoderConfig {
     pub(in crate::model) attention_out_dropout: Option<DropoutConfig>,
     /// Dropout of the output of the MLP. Not supported together with a norm of this output.
     pub(in crate::model) mlp_out_dropout: Option<DropoutConfig>,
-    /// Dropout of the embedding. The name is complete.
+    /// Dropout of the output of the embedding. The name in this config is the full name of the
+    /// module.
     pub(in crate::model) embedding_dropout: Option<DropoutConfig>,
     /// Rotary position embedding of sliding-window layers; `None` if it equals `rope`.
     pub(in crate::model) sliding_rope: Option<RopeConfig>,
@@ -333,8 +338,8 @@ impl DecoderConfig {
         if self.norm_kind == NormKind::Layer { 2 } else { 1 }
     }
 
-    /// Returns what the names of the tensors of layer number `layer` begin with, without a trailing
-    /// dot.
+    /// Returns the common prefix of the names of the tensors of layer number `layer`, without a
+    /// trailing dot.
     pub(super) fn layer_prefix(&self, layer: usize) -> String {
         format!("{}.{layer}", self.names.layers)
     }

@@ -23,7 +23,7 @@ pub(in crate::model) struct DecoderMoeConfig {
     pub(in crate::model) names: ExpertTensorNames,
 }
 
-/// What differs between model families in the names of router and expert tensors.
+/// The parts of the names of router and expert tensors in which model families differ.
 pub(in crate::model) struct ExpertTensorNames {
     /// The name of the module with router and experts within a layer, such as `mlp`.
     pub(in crate::model) block: &'static str,

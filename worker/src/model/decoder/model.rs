@@ -35,9 +35,11 @@ pub struct Model {
     key_names: ConfigKeyNames,
     /// The config.json from which `config` was read.
     hf_config: Map<String, Value>,
-    /// The rotary embedding of layers with full attention; `None` with learned positions.
+    /// The tables of the rotary embedding of layers with full attention; `None` with learned
+    /// positions.
     pub(super) rope_tables: Option<RopeTables>,
-    /// The rotary embedding of sliding-window layers; `None` if it equals `rope_tables`.
+    /// The tables of the rotary embedding of sliding-window layers; `None` if they equal
+    /// `rope_tables`.
     pub(super) sliding_rope_tables: Option<RopeTables>,
     /// The layout of a dense layer. A layer with experts has an equal layout up to the norm before
     /// its router.
@@ -197,8 +199,8 @@ impl Model {
         self.config.names.base_prefix
     }
 
-    /// Returns whether `name` is a constant that older checkpoints store among the tensors.
-    /// Constants are not loaded.
+    /// Returns whether `name` is the name of a constant that older checkpoints store among the
+    /// tensors. Constants are not loaded.
     pub fn is_constant_tensor(&self, name: &str) -> bool {
         let names = &self.config.names;
         let prefix = names.base_prefix.unwrap_or_default();

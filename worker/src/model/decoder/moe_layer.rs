@@ -83,7 +83,7 @@ impl<'a> MoeModel<'a> {
     }
 
     /// Returns the inputs of the experts, one row for each token, `[tokens, hidden]`. These are the
-    /// normalized rows that the last [`MoeModel::route_forward`] wrote to `scratch`.
+    /// normalized rows that the most recent call of [`MoeModel::route_forward`] wrote to `scratch`.
     pub fn normed_rows<'b>(&self, scratch: &'b ActivationBuffers) -> View<'b> {
         let ScratchBuffers { norm, .. } = scratch.borrow_set();
         norm.view()

@@ -26,7 +26,7 @@ impl UpdateRule for Adafactor {
     }
 }
 
-/// What out-of-memory errors name as the use of the memory for Adafactor's updates.
+/// The purpose that out-of-memory errors state for the memory of Adafactor's updates.
 const MEMORY_LABEL: &str = "Adafactor updates";
 
 impl TensorDirection for Adafactor {
