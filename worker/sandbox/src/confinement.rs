@@ -96,7 +96,7 @@ fn find_status_bytes(status: &str, field: &str) -> io::Result<u64> {
 pub(crate) struct RequestLimiter {
     /// Memory that the process needs without a request, stacks included, in bytes.
     idle_bytes: u64,
-    /// Largest memory of the process, in bytes.
+    /// Limit on the memory of the process, in bytes.
     memory_bytes: u64,
 }
 

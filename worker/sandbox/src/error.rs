@@ -61,7 +61,7 @@ pub struct SandboxFailure {
     /// The number of the step that the handler reported most recently for this request, or 0 if it
     /// reported none.
     pub step: u64,
-    /// Combines this error with `step`, the number of the step of the request at which it occurred.
+    /// The reason of the failure.
     #[source]
     pub error: SandboxError,
 }
@@ -80,7 +80,7 @@ impl SandboxError {
         }
     }
 
-    /// Adds `step`, the number of the step at which this error occurred.
+    /// Combines this error with `step`, the number of the step of the request at which it occurred.
     pub(crate) fn in_step(self, step: u64) -> SandboxFailure {
         SandboxFailure { step, error: self }
     }

@@ -26,8 +26,8 @@ use std::{
 
 /// The first bytes of a token cache file, which identify its format.
 const MAGIC: [u8; 8] = *b"LNCHTOKS";
-/// The version of the file format of token caches, which also counts changes in how documents are
-/// split and tokenized. The key of every cache depends on the version.
+/// The version of the file format of token caches. It also increases when documents are split or
+/// tokenized differently. The key of every cache depends on the version.
 pub(crate) const FORMAT_VERSION: u32 = 2;
 /// The bit of a stored token that is set if the token does not count for the loss. Only set in
 /// streams with a loss mask.

@@ -48,7 +48,8 @@ struct YarnScaling {
     original_max_position_embeddings: f64,
     /// The factor by which cos and sin are multiplied.
     attention_factor: f64,
-    /// Whether the limits of the interpolated range are rounded to whole frequencies.
+    /// Whether the two ends of the range of interpolated frequencies are rounded to integer
+    /// indices.
     truncate: bool,
 }
 

@@ -302,7 +302,7 @@ impl AgentSession {
         *self.readiness.lock().unwrap_or_else(PoisonError::into_inner) = readiness;
     }
 
-    /// Reports that the run stopped before its first step, on the leader. Omits the report if the
+    /// On the leader, reports that the run stopped before its first step. Omits the report if the
     /// agent does not read it in time.
     fn report_stop_before_first_step(&self) {
         if !self.is_leader {
@@ -379,8 +379,7 @@ impl AgentSession {
         }
     }
 
-    /// On the leader, reports that the run stopped before its first step. Omits the report if the
-    /// agent does not read it in time.
+    /// Sets the phase of this rank, and reports the phase to the agent.
     pub(super) fn set_phase(&self, phase: WorkerPhase) -> Result<()> {
         tracing::info!(target: "worker::phase", phase = ?phase, step = self.step.load(Relaxed), "entering phase");
         *self.phase.lock().unwrap_or_else(PoisonError::into_inner) = phase;

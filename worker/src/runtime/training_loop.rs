@@ -1,4 +1,5 @@
-//! The training loop: steps, and the saves, evaluations and reloads between steps.
+//! The training loop: runs the steps and, between steps, saves, evaluations and reloads of the job
+//! file.
 use super::session::AgentSession;
 use crate::{
     checkpoint::save::CheckpointSaver,

@@ -34,7 +34,7 @@ fn train_new_learnable_run(spec: &TrainSpec, world: usize, graphs: bool) -> Loss
     }))
 }
 
-/// Creates the `train` section for the golden GPT-2.
+/// Creates the `train` section for the GPT-2 model of the golden files.
 fn create_gpt2_spec(dropout: Option<f64>) -> TrainSpec {
     let model = ModelSpec {
         dropout,
@@ -136,8 +136,8 @@ fn assert_lagging_streams_keep_losses() {
     }
 }
 
-/// Asserts that at least 60 % of the calls of two ranks are in graphs. The share is lower than with
-/// one rank, because each collective ends a batch of calls.
+/// Asserts that, in training on two ranks, at least 60 % of the GPU calls are launched in CUDA
+/// graphs. The share is lower than with one rank, because each collective ends a batch of calls.
 fn assert_graph_share_of_two_ranks() {
     USE_CUDA_GRAPHS.store(true, Relaxed);
     for (what, spec) in [

@@ -207,8 +207,8 @@ fn sixteen_bit_losses_with_frozen_parts_do_not_depend_on_world_size_and_stage() 
     }
 }
 
-/// Changes the optimizer of a `train` section to Muon or Adafactor (`name`), with settings for
-/// which it has all of its kinds of states.
+/// Changes the optimizer of a `train` section to Muon or Adafactor (`name`), with settings under
+/// which this optimizer keeps every kind of state that it can have.
 fn set_tensor_optimizer(spec: &mut TrainSpec, name: OptimizerName) {
     (spec.optimizer.name, spec.optimizer.momentum) = (name, 0.95);
     spec.optimizer.beta1 = Some(0.9);

@@ -56,11 +56,11 @@ pub enum ConformanceError {
     /// The GPU rounded a number stochastically to another bf16 number than the CPU.
     #[error("{input:e} is rounded to {gpu:#x} on the GPU and to {cpu:#x} on the CPU ({rounding:?})")]
     StochasticRoundingDiffers {
-        /// The key, position and step of the random numbers.
+        /// Identifies the random numbers that were used: key, position in the tensor, and step.
         rounding: StochasticRounding,
         /// The number that was rounded.
         input: f32,
-        /// Identifies the random numbers that were used: key, position in the tensor, and step.
+        /// The bits of the GPU's result.
         gpu: u16,
         /// The bits of the CPU's result.
         cpu: u16,

@@ -24,7 +24,8 @@ pub(super) const GPU_WORK: &str = "work on the GPU";
 /// [`Gpu::create_thread_stream`] created for the thread.
 pub(super) struct Gpu {
     context: GpuContext,
-    /// Calls that wait to be issued to the main stream, and CUDA graphs for it.
+    /// The recorded calls that are not issued to the main stream yet, and the CUDA graphs of this
+    /// stream.
     pub(super) graphs: Graphs,
     /// The first failure of a call that returns no error.
     pub(super) status: DeviceStatus,

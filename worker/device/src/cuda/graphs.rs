@@ -80,7 +80,7 @@ struct CachedGraph {
     batch: CallBatch,
     graph: ExecutableGraph,
     structure_hash: u64,
-    /// The value of [`GraphStats::launches`] at this graph's last launch.
+    /// The value of [`GraphStats::launches`] at this graph's most recent launch.
     last_launch: u64,
     launches: u64,
 }

@@ -40,7 +40,8 @@ cuda_library! {
 }
 
 impl CudnnApi {
-    /// Returns cuDNN's description of a status code, and its message about the last failed call.
+    /// Returns cuDNN's description of a status code, and its message about the most recent failed
+    /// call.
     fn describe_status(&self, status: Status) -> String {
         let mut detail = vec![0u8; MAX_MESSAGE];
         // SAFETY: writes at most as many bytes as the buffer has; returns a static string or null.

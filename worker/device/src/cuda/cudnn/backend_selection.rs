@@ -260,7 +260,7 @@ impl CudnnAttention {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).push_back(notice);
     }
 
-    /// Returns the error that cuDNN cannot compute `attention`.
+    /// Returns the error which reports that cuDNN cannot compute `attention`.
     fn unsupported_error(&self, attention: String) -> CudaError {
         CudaError::AttentionUnsupported { version: self.cudnn.format_version(), attention }
     }
