@@ -136,7 +136,7 @@ pub fn broadcast_bytes(queue: &CollectiveQueue, root: usize, mine: Result<Vec<u8
     Ok(received)
 }
 
-/// Builds the error of a broadcast whose sender `rank` did not send the bytes that it announced.
+/// Builds the error for a broadcast whose sender `rank` did not send the bytes that it announced.
 fn build_invalid_broadcast_error(rank: usize, message: String) -> Error {
     Diagnostic::error(codes::training::PEER_REPORT_INVALID, message).with_field("rank", rank).into()
 }

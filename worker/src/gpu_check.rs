@@ -30,7 +30,7 @@ const QUICK_ROUNDS: usize = 2;
 pub struct GpuCheckOptions {
     /// The index of the GPU.
     pub device: usize,
-    /// Whether models have only a few elements, for slow GPUs.
+    /// Whether the models have few parameters, for slow GPUs.
     pub tiny: bool,
     /// The work to do.
     pub task: GpuCheckTask,
@@ -47,7 +47,7 @@ pub enum GpuCheckTask {
         /// Whether to skip the training checks.
         ops_only: bool,
     },
-    /// Prints the models that are timed as JSON, for `scripts/bench/compare_torch`.
+    /// Prints, as JSON, the models whose training is timed, for `scripts/bench/compare_torch`.
     ListModels,
     /// Times the training of the model with this index, and prints the result as JSON.
     MeasureModel(usize),

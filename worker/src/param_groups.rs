@@ -16,7 +16,8 @@ use jobspec::{OptimizerSpec, Precision, TrainSpec};
 
 /// The key of job.yaml for the patterns of parameters that are not trained.
 const FREEZE_KEY: &str = "train.freeze";
-/// The key of job.yaml for the patterns of parameters that alone are trained.
+/// The key of job.yaml for the patterns of those parameters that are trained. If it is set, no
+/// other parameters are trained.
 const TRAIN_ONLY_KEY: &str = "train.train_only";
 /// The key of job.yaml for the optimizer's parameter groups.
 const GROUPS_KEY: &str = "train.optimizer.groups";

@@ -30,7 +30,7 @@ pub fn parse_handshake(bytes: &[u8]) -> Result<(), InvalidPeerBytes> {
     }
 }
 
-/// Parses bytes as an abort reason in the shared memory of a host.
+/// Parses bytes as the abort reason that ranks of a host store in their shared memory.
 pub fn parse_abort_reason(bytes: &[u8]) -> Result<(), InvalidPeerBytes> {
     match AbortReason::decode(bytes) {
         AbortReason::Lost => Err(InvalidPeerBytes),

@@ -110,7 +110,8 @@ enum StagingMemory {
 /// A checkpoint that was begun and not committed.
 struct PendingSave {
     facts: RunFacts,
-    /// The staging directory, if this rank is its directory leader; `None` on other ranks.
+    /// The staging directory, if this rank commits and removes checkpoints for the ranks that share
+    /// the directory (as directory leader); `None` on other ranks.
     staging: Option<StagingDir>,
     /// The path of the staging directory, into which all ranks write.
     directory: PathBuf,
@@ -475,7 +476,7 @@ pub fn count_checkpoint_bytes(engine: &ZeroEngine, optimizer: &Optimizer) -> u64
     engine.shards.iter().map(|s| unit_bytes(&s.unit)).sum()
 }
 
-/// Builds the error of a checkpoint that could not be written.
+/// Builds the error for a checkpoint that could not be written.
 fn build_writer_error(message: String) -> Error {
     Error::new(codes::training::CHECKPOINT_WRITER_FAILED, message)
 }

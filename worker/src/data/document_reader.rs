@@ -229,7 +229,7 @@ type TextPartSink<'a> = dyn FnMut(DocumentPart) -> Result<(), DataError> + 'a;
 struct DocumentAssembler<'a, 'b> {
     /// Text of the current document that was not passed to the callback yet.
     pending: String,
-    /// Whether the current document has text, pending or already passed to the sink.
+    /// Whether the current document has text, pending or already passed to the callback.
     has_text: bool,
     sink: &'a mut TextPartSink<'b>,
 }

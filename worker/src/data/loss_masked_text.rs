@@ -7,7 +7,7 @@ use std::ops::Range;
 pub(crate) struct LossMaskedText {
     /// The complete text.
     pub(crate) text: String,
-    /// Byte ranges of `text`.
+    /// The byte ranges of `text` that count for the loss, in rising order.
     pub(crate) loss_ranges: Vec<Range<usize>>,
 }
 

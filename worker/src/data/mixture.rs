@@ -104,7 +104,7 @@ fn select_source(counts: &[u64], served: &[u64], position: u64, length: u64) -> 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SampleOrder {
     schedule: MixtureSchedule,
-    /// The order within each source.
+    /// For each source, the order of its samples.
     sources: Vec<EpochPermutation>,
 }
 

@@ -15,8 +15,8 @@ pub enum Split {
 pub(crate) enum SplitFilter {
     /// Accepts every piece.
     All,
-    /// Accepts the pieces on the given side of the split. The number is the held-out share, from 0
-    /// to 1.
+    /// Accepts only training data or only held-out data, as the first value states. The number is
+    /// the held-out share, from 0 to 1.
     Only(Split, f64),
 }
 

@@ -53,7 +53,7 @@ pub(crate) struct TokenCacheHeader {
     pub(crate) documents: u64,
     /// The key of the cache, a digest of the data that the file was built from.
     pub(crate) key: [u8; 32],
-    /// The digest of the body.
+    /// The digest of the body, which is everything after the header: tokens and document offsets.
     pub(crate) body_digest: [u8; 32],
     /// Whether tokens may have the bit [`NO_LOSS_BIT`].
     pub(crate) has_loss_mask: bool,
@@ -308,12 +308,12 @@ struct TokenOutOfVocabulary {
 /// [`TokenCacheWriter::finish`] has written the header.
 pub(crate) struct TokenCacheWriter {
     out: BufWriter<File>,
-    /// The end of the body that is not written yet, less than a block.
+    /// The bytes at the end of the body that are not written yet, fewer than a block.
     block: Vec<u8>,
     /// Digests of the written blocks.
     digests: Vec<[u8; 32]>,
-    /// The header, in which only the number of tokens counts up. [`TokenCacheWriter::finish`]
-    /// completes the header.
+    /// The header of the new file. Only its number of tokens is updated while documents are
+    /// appended. [`TokenCacheWriter::finish`] completes the header.
     header: TokenCacheHeader,
     offsets: Vec<u64>,
 }

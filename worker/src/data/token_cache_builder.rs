@@ -47,7 +47,7 @@ pub(crate) struct TokenCacheInputs<'a> {
     pub(crate) format: RecordReadOptions<'a>,
     /// The tokenizer that encodes the text.
     pub(crate) tokenizer: &'a TextTokenizer,
-    /// Selects the side of the held-out split.
+    /// Selects whether training data, held-out data or both are tokenized.
     pub(crate) filter: SplitFilter,
 }
 

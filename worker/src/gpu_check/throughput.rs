@@ -56,7 +56,7 @@ pub(super) fn measure_model(open: OpenGpu, tiny: bool, number: usize) -> diagnos
     }))
 }
 
-/// What was measured of one model's training: speed, peak memory and cost of saving.
+/// The measured values of one model's training: speed, peak memory and cost of saving.
 struct Measurement {
     tokens_per_s: f64,
     /// Floating-point operations per second.

@@ -9,9 +9,9 @@ use std::time::Duration;
 /// A model whose training `launch gpu-check` times, with its settings.
 pub(super) struct TimedModel {
     pub(super) name: &'static str,
-    /// Keys of `train.model`.
+    /// Keys of `train.model` with their values, as YAML.
     pub(super) model: &'static str,
-    /// Further keys of `train`.
+    /// Further keys of `train` with their values, separated by spaces.
     pub(super) rest: &'static str,
     /// Whether saving is measured, too.
     pub(super) saves: bool,

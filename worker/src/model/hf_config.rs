@@ -15,8 +15,8 @@ use std::{
 
 /// The largest config.json that is read, in bytes.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
-/// Keys of every architecture that do not change the computation of a training step: names, text
-/// generation, provenance, output formats.
+/// Keys of config.json that do not change the computation of a training step in any architecture:
+/// names, text generation, provenance, output formats.
 const IGNORED_KEYS: &[&str] = &[
     "_attn_implementation_autoset",
     "_name_or_path",

@@ -26,8 +26,8 @@ pub(super) struct LinearLayers {
 }
 
 impl LinearLayers {
-    /// Creates the layers without LoRA adapters, with the computation of all gradients.
-    /// `is_transposed` selects the storage order of matrices ([`LinearFormat`]).
+    /// Creates the matmuls of layers that have no LoRA adapters yet and for which all gradients are
+    /// computed. `is_transposed` selects the storage order of matrices ([`LinearFormat`]).
     pub(super) fn new(is_transposed: bool) -> Self {
         let format = LinearFormat { precision: LinearPrecision::default(), is_transposed };
         LinearLayers { format, adapters: Vec::new(), needs_grad: Vec::new() }

@@ -7,9 +7,9 @@ use std::ops::Range;
 /// v. They have a common input, and their outputs are adjacent columns.
 #[derive(Debug)]
 pub(super) struct LinearLayout {
-    /// The range of the matrices in the flat vector.
+    /// The range of the matrices in the flat vector of the layer's parameter unit.
     pub(super) weight: Range<usize>,
-    /// The range of the biases in the flat vector.
+    /// The range of the biases in the flat vector of the layer's parameter unit.
     pub(super) bias: Option<Range<usize>>,
     /// The width of the input.
     pub(super) inputs: usize,

@@ -80,7 +80,7 @@ pub struct RouterLossCoefficients {
     pub z: f64,
 }
 
-/// What a layer's router computes for one micro-batch: probabilities, selected experts and their
+/// The results of a layer's router for one micro-batch: probabilities, selected experts and their
 /// weights. A row belongs to one token of the micro-batch. Every buffer is f32.
 pub struct RouterOutput {
     /// The softmax of the router's logits, `[rows, experts]`.
@@ -140,8 +140,8 @@ impl RouterOutput {
     }
 }
 
-/// What the backward pass of a layer's router reads
-/// ([`MoeModel::route_backward`](super::MoeModel::route_backward)): gradients from the layer's
+/// The gradients that the backward pass of a layer's router reads
+/// ([`MoeModel::route_backward`](super::MoeModel::route_backward)). They come from the layer's
 /// experts and from the router losses.
 pub struct ExpertOutputGrads<'a> {
     /// The gradients of the experts' inputs, one row for each token and each of its selected
@@ -201,7 +201,8 @@ pub fn experts_forward(
 /// The inputs and outputs of [`experts_backward`]. A row belongs to one token that was dispatched
 /// to one expert. Rows are sorted by expert.
 pub struct ExpertBackwardBuffers<'a> {
-    /// The output of [`experts_forward`], `[rows, 2·intermediate]`.
+    /// The outputs of the gate and up projections that [`experts_forward`] computed, `[rows,
+    /// 2·intermediate]`.
     pub gate_up: View<'a>,
     /// For each row, the gradient of the layer's output for the row's token, `[rows, hidden]`. The
     /// gradient is not multiplied by the router's factor in `weights`.
@@ -262,8 +263,8 @@ pub fn experts_backward(ops: &dyn Ops, shape: ExpertShape, e: &ExpertInputs, b: 
     );
 }
 
-/// What [`compute_expert_gradients`] reads to compute the gradients of the experts' parameters. A
-/// row belongs to one token that was dispatched to one expert.
+/// The inputs of [`compute_expert_gradients`], which computes the gradients of the experts'
+/// parameters. A row belongs to one token that was dispatched to one expert.
 pub struct ExpertGradInputs<'a> {
     /// The experts' inputs, `[rows, hidden]`.
     pub rows: View<'a>,

@@ -301,7 +301,7 @@ impl Optimizer {
     }
 }
 
-/// Builds the error that offload storage for optimizer states could not be created.
+/// Builds the error which reports that offload storage for optimizer states could not be created.
 fn build_offload_error(offload: Option<&OffloadTarget>, e: &io::Error) -> Diagnostic {
     let directory =
         offload.cloned().map(|offload| PathBuf::from(offload).display().to_string()).unwrap_or_default();

@@ -102,7 +102,8 @@ impl StateVector {
     }
 
     /// Starts to copy the optimizer states to `to` in the memory of the backend, after the event
-    /// `free`, at which `to` may be overwritten. Returns the event that completes with the copy.
+    /// `free`, from which on `to` may be overwritten. Returns the event that completes with the
+    /// copy.
     pub fn start_copy_in(&mut self, ops: &dyn Ops, to: ViewMut, free: &Event) -> Event {
         let after = [self.last_copy.clone(), free.clone()];
         self.last_copy = ops.copy_async(to, self.unsynchronized_view(), &after);

@@ -226,7 +226,7 @@ impl DeviceStates<'_> {
     }
 }
 
-/// The states of one parameter, each with its kind.
+/// Views of the optimizer states of one parameter, each with the kind of the state.
 pub(crate) struct StateViews<'a>(Vec<(TensorRole, ViewMut<'a>)>);
 
 impl<'a> StateViews<'a> {

@@ -66,7 +66,7 @@ pub(crate) trait TensorDirection: Sync {
     ) -> Buf;
 }
 
-/// What the update of one parameter needs in addition to its gradient and states, such as the
+/// The inputs of one parameter's update in addition to the gradient and the states, such as the
 /// learning rate.
 pub(crate) struct UpdateInputs<'a> {
     /// The optimizer's settings in the job.

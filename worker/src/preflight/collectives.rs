@@ -11,8 +11,8 @@ use device::Dtype;
 const PEER_CHUNK_BYTES: usize = 1 << 20;
 
 impl MemoryPlan<'_> {
-    /// Computes the bytes of the buffers in which a rank exchanges messages with the ranks that own
-    /// experts.
+    /// Computes the size in bytes of the buffers in which a rank exchanges messages with the ranks
+    /// that own experts.
     pub(super) fn count_moe_message_bytes(&self, policy: ShardingPolicy, rank: usize, dtype: Dtype) -> u64 {
         let schedule = self.build_micro_batch_schedule(policy);
         let (mut gathered, mut sent, mut received) = (0, 0, 0);

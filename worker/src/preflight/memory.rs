@@ -142,7 +142,8 @@ impl MemoryPlan<'_> {
         ]
     }
 
-    /// Computes the bytes of the weights and optimizer states that a rank saves in a checkpoint.
+    /// Computes the size in bytes of the weights and optimizer states that a rank saves in a
+    /// checkpoint.
     pub(super) fn count_saved_bytes(&self, rank: usize) -> u64 {
         let shards = self.list_shard_lengths(rank).iter().sum::<usize>() as u64;
         let states = self.list_state_lengths(rank, true).iter().sum::<usize>() as u64;
@@ -225,8 +226,8 @@ impl MemoryPlan<'_> {
         owned.filter_map(of_unit).max_by_key(|(_, elements)| *elements).unwrap_or_default()
     }
 
-    /// Computes the bytes of the largest buffer in which the CPU backend accumulates a 16-bit
-    /// result in fp32.
+    /// Computes the size in bytes of the largest buffer in which the CPU backend accumulates a
+    /// 16-bit result in fp32.
     ///
     /// For a matmul, the buffer contains 256 rows or 2²⁰ elements of the result at a time,
     /// whichever are more. For the gradient of q, k and v, the buffer contains the whole result.
@@ -236,8 +237,8 @@ impl MemoryPlan<'_> {
         4 * largest.min(rows.max(1 << 20)).max(b * t * self.model.sizes().qkv_width()) as u64
     }
 
-    /// Computes the bytes of temporary GPU memory: the workspace of matmuls, and the largest of
-    /// three buffers that are never needed at the same time.
+    /// Computes the size in bytes of temporary GPU memory: the workspace of matmuls, and the
+    /// largest of three buffers that are never needed at the same time.
     ///
     /// These are a chunk of logits with their gradients, the fp8 operands, and the workspace of
     /// cuDNN's attention.
@@ -267,7 +268,8 @@ impl MemoryPlan<'_> {
         self.model.linear_shapes().into_iter().map(operands).max().unwrap_or(0) as u64
     }
 
-    /// Computes the bytes of tiles, packed panels and chunks of logits of the CPU backend.
+    /// Computes the size in bytes of the temporary memory of the CPU backend: tiles, packed
+    /// operands of matmuls, and chunks of logits.
     fn count_cpu_workspace_bytes(&self, b: usize, t: usize) -> u64 {
         let logits = 4
             * device::cpu::choose_classifier_chunk_rows(b * t, self.model.sizes().vocab)

@@ -47,8 +47,8 @@ fn gather_shared_checkpoint(session: &AgentSession, path: &Path, root: &Path) ->
     write_weights(session, &checkpoint, checkpoint.facts().step, root)
 }
 
-/// Writes the weights of `source` to the directory `weights` below `root`, and reports the event.
-/// Returns false after a stop request.
+/// Writes the weights of `source` to the directory `weights` below `root`, and reports to the
+/// controller that the weights were written. Returns false after a stop request.
 fn write_weights(
     session: &AgentSession,
     source: &dyn ckpt::TensorSource,

@@ -169,8 +169,8 @@ fn select_address(
     }
 }
 
-/// Builds the error that the `cluster.interface` of the job matches no address of this host. The
-/// error lists the host's addresses.
+/// Builds the error which reports that the `cluster.interface` of the job matches no address of
+/// this host. The error lists the host's addresses.
 fn build_interface_not_found_error(name: &str, addresses: &[InterfaceAddress]) -> Diagnostic {
     let list: Vec<String> = addresses.iter().map(|a| format!("{} on {}", a.address, a.interface)).collect();
     let message = format!("no address of this host matches `cluster.interface: {name}`");

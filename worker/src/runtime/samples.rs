@@ -96,7 +96,7 @@ impl SampleSets {
         Ok(SampleSets { train, eval, digest })
     }
 
-    /// Sends warnings that occurred while the data were opened to the controller, from rank 0.
+    /// On rank 0, sends to the controller the warnings that occurred while the data were opened.
     pub(super) fn send_data_warnings(&self, session: &AgentSession, is_leader: bool) -> Result<()> {
         if !is_leader {
             return Ok(());

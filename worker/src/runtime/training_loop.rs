@@ -51,8 +51,8 @@ pub(super) struct RunContext<'a> {
     pub(super) is_leader: bool,
 }
 
-/// Trains until all steps are done or a stop is requested, with saves, evaluations and reloads
-/// between steps. Returns whether the run is done or was stopped.
+/// Trains until all steps are done or a stop is requested, with saves, evaluations and reloads of
+/// the job file between steps. Returns whether the run is done or was stopped.
 ///
 /// A stop request takes effect after the step, micro-batch of an evaluation, generated token or
 /// foreground save in progress. Collective: every rank must call it.
@@ -205,7 +205,8 @@ fn build_step_report(
     }
 }
 
-/// Applies the reloaded values of rank 0 on every rank. Collective: every rank must call it.
+/// Applies on every rank the values that rank 0 has reloaded from the job file. Collective: every
+/// rank must call it.
 fn apply_reload(running: &mut RunningTrainer, run: &RunContext, values: &mut ReloadValues) -> Result<()> {
     let mine = if run.is_leader { run.session.requests.take_reload() } else { None };
     let reloaded = all_gather_results(running.trainer.engine.queue(), Ok(&mine))?;

@@ -15,10 +15,10 @@ pub struct ActivationPlan {
     dtype: Dtype,
     /// The number of tokens of a micro-batch.
     rows: usize,
-    /// The number of elements of the residual stream.
+    /// The number of elements of the residual stream of a micro-batch.
     stream_len: usize,
     layers: usize,
-    /// The number of sets of saved buffers.
+    /// The number of sets of buffers in which layers save activations for their backward pass.
     saved_sets: usize,
     saved: Vec<BufferSpec>,
     scratch: Vec<BufferSpec>,

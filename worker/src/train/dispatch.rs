@@ -28,7 +28,8 @@ pub(super) enum Payload {
     Weights,
 }
 
-/// Sends rows of this rank's tokens to the ranks of their experts, and receives the results.
+/// Sends the activations of this rank's tokens, one row for each token and expert, to the ranks
+/// that have the experts, and receives the results.
 pub(super) struct TokenDispatcher {
     ops: Arc<dyn Ops>,
     queue: Arc<CollectiveQueue>,

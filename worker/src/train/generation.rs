@@ -34,7 +34,8 @@ impl GenerationRequest {
         }
     }
 
-    /// Selects the token number `i` after the prompt by its logits. `step` is the step of the run.
+    /// Selects the token number `i` after the prompt from its `logits`. `step` is the step of the
+    /// run.
     fn choose_token(&self, logits: &[f32], i: u64, step: u64) -> u32 {
         let better = |best: usize, x: usize| if logits[x] > logits[best] { x } else { best };
         let likeliest = (1..logits.len()).fold(0, better);

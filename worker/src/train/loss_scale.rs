@@ -41,7 +41,7 @@ impl LossScale {
         self.state.scale as f32
     }
 
-    /// Returns whether an overflow skips the step instead of ending the run.
+    /// Returns whether a gradient overflow skips the step instead of ending the run.
     pub fn is_dynamic(&self) -> bool {
         self.spec.is_some()
     }

@@ -124,7 +124,8 @@ impl MoeTrainer {
         self.router_stats.compute_loss()
     }
 
-    /// Returns for each MoE layer how often the last micro-batch of this rank selected each expert.
+    /// Returns for each MoE layer how often the most recent micro-batch of this rank selected each
+    /// expert.
     pub fn expert_counts(&self) -> Vec<Vec<u64>> {
         self.router_stats.selection_counts().map(<[u64]>::to_vec).collect()
     }

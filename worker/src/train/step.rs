@@ -58,8 +58,8 @@ pub struct Trainer {
     pub(crate) update_after: Event,
 }
 
-/// What each rank sends to the other ranks once per step, in addition to its losses. In a
-/// [`StepOutcome`], the combined reports of all ranks.
+/// The values that each rank sends to the other ranks once per step, in addition to its losses. In
+/// a [`StepOutcome`], the combined reports of all ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RankStepReport {
     /// Flags of [`super::boundary_flags`]. Combined: the union over all ranks.
@@ -422,7 +422,7 @@ impl Trainer {
     }
 
     /// Updates the parameters of unit `u` with `owned`, the gradient of this rank's shard, and
-    /// starts to distribute them to other ranks.
+    /// starts to distribute the updated parameters to other ranks.
     fn update_unit_parameters(&mut self, u: usize, owned: Buf, step_params: StepInputs) -> Result<()> {
         if !self.is_trained_unit(u) {
             return Ok(());
@@ -494,8 +494,8 @@ impl Trainer {
         Ok(sum_in_fixed_order(&self.order_block_sums(&gathered)?).sqrt())
     }
 
-    /// Orders the sums of squares that all ranks computed by tensor, independently of which rank
-    /// has which experts.
+    /// Sorts by tensor the sums of squares that all ranks computed. The order does not depend on
+    /// which rank has which experts.
     fn order_block_sums(&self, gathered: &[Vec<u8>]) -> Result<Vec<f64>> {
         let mut readers: Vec<_> = gathered.iter().map(|b| b.chunks_exact(8)).collect();
         let units = self.engine.clone_units();

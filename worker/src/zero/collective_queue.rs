@@ -39,7 +39,8 @@ pub struct CollectiveQueue {
 /// A submitted collective whose result has not been taken yet.
 pub struct PendingCollective<T> {
     result: mpsc::Receiver<Result<(T, Event)>>,
-    /// Counts the time of the wait; `None` if the collective ran on the caller's thread.
+    /// Counts the time for which [`PendingCollective::wait`] delays computation; `None` if the
+    /// collective ran on the caller's thread.
     waits: Option<Arc<ExposedWaits>>,
 }
 
@@ -58,7 +59,8 @@ impl<T> PendingCollective<T> {
 /// Counts for how long computation waited for collectives.
 struct ExposedWaits {
     ops: Arc<dyn Ops>,
-    /// The counted time if operations are synchronous. Otherwise the backend counts the time.
+    /// The counted time in nanoseconds if operations are synchronous. Otherwise the backend counts
+    /// the time.
     host_nanoseconds: AtomicU64,
 }
 

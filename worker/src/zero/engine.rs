@@ -31,8 +31,8 @@ const GATHERED_PARAMETERS: &str = "gathered parameters";
 /// reduction runs while the gradient of the next block is computed.
 pub const REDUCTIONS_IN_FLIGHT: usize = 1;
 
-/// What this rank stores of one parameter unit: parameters and sums of gradients, with the division
-/// of the unit among ranks.
+/// The part of one parameter unit that this rank stores: parameters and sums of gradients, with the
+/// division of the unit among ranks.
 pub struct UnitShard {
     /// The names, shapes and layout of the unit's parameters.
     pub unit: ParamUnit,
@@ -48,8 +48,8 @@ pub struct UnitShard {
     /// policy. `None` if there are no master weights, or if parameters are cast for each use
     /// ([`casts_on_gather`]).
     compute_copy: Option<RwLock<Buf>>,
-    /// The shards of all ranks, of the parameters for computation, if the ranks share memory.
-    /// Parameters are then read from this memory and not gathered.
+    /// If the ranks share memory: the shards that all ranks have of the unit's parameters for
+    /// forward and backward passes. Parameters are then read from this memory and not gathered.
     shared_view: Option<SharedView>,
     /// Partial sums of gradients: of the owned shard or of the whole unit, according to the policy.
     grads: Mutex<MicroBatchSums>,
@@ -153,7 +153,7 @@ pub enum ParamsGuard {
 /// Stores one rank's shards of parameters and gradients (ZeRO), gathers parameters before their
 /// use, and reduces gradients afterwards.
 pub struct ZeroEngine {
-    /// The state of every unit, in the order of the model.
+    /// The parameters and gradients that this rank stores of each unit, in the order of the units.
     pub shards: Arc<Vec<UnitShard>>,
     /// The ZeRO stage, and which state is divided among ranks.
     pub policy: ShardingPolicy,

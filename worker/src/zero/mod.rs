@@ -32,7 +32,8 @@ pub struct ShardingPolicy {
 }
 
 impl ShardingPolicy {
-    /// Returns what ZeRO stage `stage` (0, 1, 2 or 3) divides among ranks.
+    /// Returns the policy of ZeRO stage `stage` (0, 1, 2 or 3), which determines what is divided
+    /// among ranks.
     pub fn for_stage(stage: u8) -> Self {
         ShardingPolicy {
             stage,

@@ -117,7 +117,8 @@ struct FlashKernel {
     /// variant. These are the rows of two steps of the block's loop and, unless they are in
     /// registers, the rows that the block owns.
     rows: [[usize; 2]; 2],
-    /// True if blocks own keys and iterate over queries.
+    /// True if each block computes results for some keys and iterates over queries, false for the
+    /// reverse.
     is_by_keys: bool,
 }
 

@@ -290,17 +290,17 @@ pub(super) fn choose_row_threads(width: usize) -> u32 {
 
 /// How much a kernel launch has to do, from which the numbers of blocks and threads follow.
 pub(super) enum Work {
-    /// This number of elements. Each thread processes one element at a time.
+    /// Work on this number of elements, of which each thread processes one at a time.
     Elements(usize),
-    /// This number of elements. Each thread processes eight elements at a time.
+    /// Work on this number of elements, of which each thread processes eight at a time.
     ElementsBy8(usize),
     /// Rows of about `width` elements: one block per row. Each thread processes eight elements at a
     /// time.
     RowBlocks { rows: usize, width: usize },
-    /// Rows of about `width` elements: one warp per row, and several rows per block, if rows are
-    /// short. Otherwise one block per row.
+    /// Rows of about `width` elements. Short rows have one warp per row and several rows per block,
+    /// and longer rows one block per row.
     RowWarps { rows: usize, width: usize },
-    /// The number of threads that the launch configuration states.
+    /// A launch with exactly these numbers of blocks and threads.
     Config(LaunchConfig),
 }
 

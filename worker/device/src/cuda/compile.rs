@@ -35,7 +35,7 @@ const HEADERS: [(&CStr, &str); 3] = [
     (c"attention.cuh", include_str!("kernels/attention.cuh")),
     (c"tiles.cuh", include_str!("kernels/tiles.cuh")),
 ];
-/// Kernels of elementwise ops, dropout, block sums of squares, and optimizers.
+/// Kernels of elementwise ops, dropout, sums of squares of blocks of elements, and optimizers.
 pub(super) const ELEMENTWISE: KernelSource = source!("elementwise.cu");
 /// Kernels of RMSNorm, LayerNorm, bias, and sums over rows.
 pub(super) const NORM: KernelSource = source!("norm.cu");

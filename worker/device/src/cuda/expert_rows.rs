@@ -89,7 +89,7 @@ fn check_row_indices(op: &str, indices: &[u32], len: usize, d: usize) {
 /// The row numbers of a batch, grouped by the token of each row.
 #[derive(Debug, PartialEq)]
 struct RowsByToken {
-    /// Each token once, in increasing order.
+    /// The tokens of the batch, each once, in increasing order.
     ids: Vec<u32>,
     /// Position in `order` at which each token's rows begin. The last element is the length of
     /// `order`.

@@ -92,7 +92,7 @@ pub(super) struct GraphState {
     on: Arc<AtomicBool>,
     /// Recorded calls that are not issued yet.
     pub(super) batch: CallBatch,
-    /// Graphs by the hash of their batch.
+    /// The cached graphs, by the hash of the batch of calls that each replaces.
     graphs: HashMap<u64, CachedGraph>,
     /// Hashes of batches that have occurred once.
     seen_hashes: HashSet<u64>,

@@ -30,9 +30,9 @@ const MIN_SLOT_BYTES: usize = 256;
 /// GPU. Streams do not share a cache, because an upload in one stream is not visible in another.
 #[derive(Default)]
 pub(super) struct HostInputCache {
-    /// Slots by name and slot size in bytes.
+    /// The GPU memory for inputs (slots), by the inputs' name and the size of a slot in bytes.
     slots: HashMap<(&'static str, usize), InputSlots>,
-    /// Host memory of the inputs that were overwritten last.
+    /// Host memory of the inputs that were overwritten most recently.
     recent_uploads: VecDeque<Vec<u8>>,
 }
 
@@ -43,7 +43,7 @@ struct InputSlots {
     slots: Vec<(DeviceMemory, Vec<u8>)>,
     /// Index of the slot that the next new input overwrites.
     next: usize,
-    /// Content of the input that was overwritten last.
+    /// Content of the input that was overwritten most recently.
     overwritten: Vec<u8>,
     /// Number of new inputs in a row that were equal to `overwritten`.
     alternations: u32,

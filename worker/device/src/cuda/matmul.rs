@@ -36,7 +36,8 @@ pub(super) struct CublasLt {
     lt: Arc<LtHandle>,
     pub(super) path: PathBuf,
     pub(super) version: usize,
-    /// Plans by key. The value is `None` where the library has no algorithm.
+    /// The plans of matmuls (algorithm and descriptors), by the key of the matmul. The value is
+    /// `None` where the library has no algorithm.
     plans: Mutex<HashMap<Key, Option<Arc<MatmulPlan>>>>,
     /// The search for the fastest algorithms; set once autotuning is enabled.
     search: OnceLock<AlgorithmSearch>,

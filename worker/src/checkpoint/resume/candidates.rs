@@ -23,7 +23,8 @@ pub struct CheckpointDirs<'a> {
     /// Which ranks see the same directory at `root`, and which of these ranks commits and removes
     /// checkpoints in it.
     pub layout: &'a StorageTopology,
-    /// The copies in the memory of the hosts; `None` without `checkpoint.memory`.
+    /// The copies of the training state that hosts keep in their memory; `None` without
+    /// `checkpoint.memory`.
     pub memory: Option<&'a HostMemory>,
 }
 

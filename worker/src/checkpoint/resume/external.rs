@@ -108,8 +108,8 @@ fn match_model_weights(
     require_on_all_ranks(ready.trainer.engine.queue(), aliases.map(|()| matched))
 }
 
-/// Reads the owned ranges of weights and, if the checkpoint has them, optimizer states. Collective:
-/// every rank must call it.
+/// Reads this rank's ranges of the weights and, if the checkpoint has them, of the optimizer
+/// states. Collective: every rank must call it.
 fn read_matched_ranges(
     ready: &mut UninitializedTrainer,
     source: &ExternalCheckpoint,

@@ -14,7 +14,7 @@ use protocol::event::ResumeSource;
 /// The largest number of states for which a text states why they were not used.
 const MAX_LISTED_STATES: usize = 2;
 
-/// The result of a search for copies in memory.
+/// The result of a search for copies of the training state in the memory of the hosts.
 pub(super) enum MemorySearch {
     /// The run resumed from copies in memory.
     Resumed(ResumePoint),
@@ -69,7 +69,8 @@ pub(super) fn resume_from_memory(
     Ok(MemorySearch::Unusable(format_reason(&problems, range.from)))
 }
 
-/// Loads a state from memory. Collective: every rank must call it.
+/// Resumes from the copies of `state` in the memory of the hosts. Collective: every rank must call
+/// it.
 fn load_state(
     ready: &mut UninitializedTrainer,
     memory: &HostMemory,

@@ -49,5 +49,6 @@ impl ResumePoint {
     }
 }
 
-/// A callback that receives the events of resuming. Only the events of rank 0 are reported.
+/// A callback that receives the events that occur while a run resumes. Only the events of rank 0
+/// are reported.
 pub type EventSink<'a> = dyn FnMut(Event) -> Result<()> + 'a;

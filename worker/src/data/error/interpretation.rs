@@ -66,7 +66,7 @@ impl Step {
 /// Which record a library was interpreting when it failed, or the first of several such records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RecordRange {
-    /// The record, or the first of several.
+    /// The record that was being interpreted, or the first of several such records.
     pub first: RecordPosition,
     /// Whether the failure belongs to exactly this record.
     pub is_exact: bool,

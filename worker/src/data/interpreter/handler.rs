@@ -95,7 +95,7 @@ fn run_library<T>(bytes: usize, convert: impl FnOnce(String) -> T, work: impl Fn
     result.unwrap_or_else(|_| convert(describe_panic()))
 }
 
-/// Returns the message for the last panic of a library.
+/// Returns the message for the most recent panic of a library.
 fn describe_panic() -> String {
     format!("the library failed: {}", take_panic_message())
 }

@@ -85,7 +85,8 @@ pub(crate) struct DocumentOptions<'a> {
     pub(crate) field: &'a str,
     /// Which tokens of a chat count for the loss.
     pub(crate) loss_on: LossTargets,
-    /// Selects the side of the held-out split to which chats and rows must belong.
+    /// Selects whether chats and rows of the training data, of the held-out data or of both are
+    /// accepted.
     pub(crate) filter: SplitFilter,
     /// Whether the texts are tokenized. Otherwise the documents are only checked.
     pub(crate) tokenize: bool,

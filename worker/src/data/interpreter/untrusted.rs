@@ -37,7 +37,7 @@ pub(crate) struct UnusableInput {
     reason: String,
 }
 
-/// Creates the error of an input that the reader rejected.
+/// Creates the error for an input that the reader rejected.
 fn reject(reason: &impl ToString) -> UnusableInput {
     UnusableInput { reason: reason.to_string() }
 }

@@ -15,23 +15,24 @@ use std::ops::Range;
 /// that are gathered together). Ranges count elements. A tensor that the model family does not have
 /// is `None`.
 pub(super) struct DecoderLayerSpans {
-    /// The parameters of the norm before attention.
+    /// The range of the parameters of the norm before attention.
     pub(super) attention_in_norm: Option<Range<usize>>,
     /// The projections of q, k and v.
     pub(super) qkv: LinearLayout,
-    /// The weights of the norms of q and of k.
+    /// The ranges of the weights of the norms of q and of k.
     pub(super) qk_norm: Option<[Range<usize>; 2]>,
     /// The output projection of attention.
     pub(super) o: LinearLayout,
-    /// The parameters of the norm of the attention output before the residual addition.
+    /// The range of the parameters of the norm of the attention output before the residual
+    /// addition.
     pub(super) attention_out_norm: Option<Range<usize>>,
-    /// The parameters of the norm before the MLP.
+    /// The range of the parameters of the norm before the MLP.
     pub(super) mlp_in_norm: Option<Range<usize>>,
     /// The gate and up projections of the MLP.
     pub(super) gate_up: LinearLayout,
     /// The down projection of the MLP.
     pub(super) down: LinearLayout,
-    /// The parameters of the norm of the MLP output before the residual addition.
+    /// The range of the parameters of the norm of the MLP output before the residual addition.
     pub(super) mlp_out_norm: Option<Range<usize>>,
 }
 

@@ -12,9 +12,9 @@ use device::{
 use std::ops::Range;
 
 impl Model {
-    /// Returns the factors that a norm applies to the normalized elements, from its weight. If the
-    /// family's norms add one to their weight, writes 1 + `weight` to `buffer` in f32 and returns
-    /// it. Otherwise returns `weight`, and `buffer` does not change.
+    /// Returns the factors by which a norm multiplies normalized elements, computed from the norm's
+    /// weight. If the family's norms add one to their weight, writes 1 + `weight` to `buffer` in
+    /// f32 and returns it. Otherwise returns `weight`, and `buffer` does not change.
     fn compute_norm_factors<'a>(&self, ops: &dyn Ops, weight: View<'a>, buffer: &'a mut Buf) -> View<'a> {
         if self.config.norm_kind != NormKind::RmsAddOne {
             return weight;

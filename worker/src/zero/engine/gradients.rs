@@ -67,8 +67,8 @@ impl ZeroEngine {
         lock_ignoring_poison(&self.gradient_pool).give_back(gradient);
     }
 
-    /// Returns whether gradients are reduced to the ranks that own the parameters already during
-    /// the backward pass.
+    /// Returns whether gradients are reduced during the backward pass, and not only after the last
+    /// micro-batch.
     fn reduces_during_backward(&self) -> bool {
         self.policy.shard_gradients && self.world > 1
     }

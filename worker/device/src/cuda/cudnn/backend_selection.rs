@@ -116,8 +116,8 @@ impl CudnnAttention {
         Ok(true)
     }
 
-    /// Returns the plan for a pass, which the first call selects. Returns `None` if the built-in
-    /// kernels compute the pass.
+    /// Returns the execution plan for an attention pass. The first call for such a pass selects the
+    /// plan. Returns `None` if the built-in kernels compute the pass.
     fn select_plan(
         &self,
         gpu: &Arc<Gpu>,

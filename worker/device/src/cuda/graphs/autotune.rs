@@ -19,7 +19,7 @@ const LONG_CALL_SECONDS: f64 = 100e-6;
 #[derive(Default)]
 pub(in super::super) struct GraphAutotuner {
     step_seconds: Vec<f64>,
-    /// Number of GPU calls that were enqueued before the first counted step.
+    /// Number of GPU calls that were enqueued before the first timed step.
     calls_before: u64,
 }
 

@@ -67,7 +67,8 @@ impl LtHandle {
     }
 }
 
-/// What all matmuls with equal properties share: cuBLASLt's descriptors and the chosen algorithm.
+/// The plan that all matmuls with equal properties share: cuBLASLt's descriptors and the chosen
+/// algorithm.
 pub(super) struct MatmulPlan {
     pub(super) library: Arc<CublasLtApi>,
     pub(super) descriptor: MatmulDescriptor,
