@@ -1,5 +1,5 @@
-//! Where CUDA libraries are searched for, where compiled kernels are cached, and the errors of
-//! unusable GPUs.
+//! Determines where CUDA libraries are searched for and where compiled kernels are cached, and
+//! converts errors of unusable GPUs to diagnostics.
 use comm::nccl::{NcclError, NcclLibrary};
 use device::cuda::{AttentionBackend, CudaError, CudaLibrary, LibrarySearchPaths};
 use diagnostic::{Category, Diagnostic};

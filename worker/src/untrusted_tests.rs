@@ -16,7 +16,7 @@ const MEMORY_MAX: usize = 512 << 20;
 /// The longest time for one input. The limit of CPU time in tests is 1.5 s, and the machine may be
 /// busy.
 const LONGEST_TIME: Duration = Duration::from_secs(30);
-/// Bytes with a meaning in one of the formats.
+/// Bytes that have a meaning in at least one of the tested formats.
 const TOKENS: &[u8] = b"{}[]\",:%|()\\*+?$^\n \0\xff\x80PAR1";
 
 type Reader = fn(&[u8]) -> ParseResult;

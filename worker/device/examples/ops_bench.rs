@@ -258,7 +258,7 @@ impl<'a> TrainingStep<'a> {
         cpu.compute_classifier_loss(self.loss.view_mut(), x, w, &self.tokens, shape, Some(grads));
     }
 
-    /// Runs the backward pass of all layers, from the gradient of the classifier's input.
+    /// Runs the backward pass of all layers, from the gradient of the output layer's input.
     fn run_backward(&mut self) {
         let (cpu, m, d, f) = (self.cpu, self.tokens.len(), HIDDEN, INTERMEDIATE);
         for l in self.layers.iter_mut().rev() {
@@ -564,7 +564,7 @@ impl OpsBench<'_> {
         self.bench_vector_ops();
     }
 
-    /// Measures elementwise ops, block sums and AdamW.
+    /// Measures elementwise ops, sums of squares by block, and AdamW.
     fn bench_vector_ops(&self) {
         let (cpu, len) = (self.cpu, 2 << 20);
         let (mut p, g) = (make_random_buf(len), make_random_buf(len));

@@ -20,7 +20,7 @@ pub enum ModelError {
         /// The operating system's error.
         source: std::io::Error,
     },
-    /// config.json is larger than any configuration of a model.
+    /// config.json is larger than the limit.
     #[error("{} is larger than {max_bytes} bytes", path.display())]
     ConfigTooLarge {
         /// The path of config.json.
@@ -81,7 +81,7 @@ pub enum ModelError {
     /// config.json has keys that are not known for the architecture and may change its computation.
     #[error("the model config has unsupported keys: {}", format_entries(entries))]
     KeysUnknown {
-        /// The first of the keys with their values as JSON, shortened.
+        /// The first few of these keys with their values as JSON, shortened.
         entries: Vec<(String, String)>,
     },
     /// `architectures` of config.json names no supported architecture.
@@ -97,7 +97,7 @@ pub enum ModelError {
     ModelTypeMismatch {
         /// `model_type` of config.json, shortened.
         model_type: String,
-        /// The architecture of config.json.
+        /// The architecture that config.json names.
         architecture: &'static str,
         /// The model type of that architecture.
         expected: &'static str,

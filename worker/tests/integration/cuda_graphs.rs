@@ -186,11 +186,11 @@ const OTHER_CALLS: [&str; 4] =
 
 /// The numbers of calls of CUDA driver functions in one training step.
 struct CallsPerStep {
-    /// Calls of [`REPLACED_CALLS`].
+    /// Number of calls of the functions in [`REPLACED_CALLS`].
     replaceable: i64,
-    /// Launches of graphs.
+    /// Number of launches of graphs.
     graphs: i64,
-    /// Changes of kernel parameters in graphs.
+    /// Number of changes of kernel parameters in graphs.
     updates: i64,
 }
 

@@ -72,8 +72,8 @@ fn compare_random_classifier(backends: &Backends, rng: &mut CaseRng) -> CaseResu
     cases::compare_classifier(backends, seed, ClassifierShape { m, d, v, softcap })
 }
 
-/// Compares the router, the row ops of experts and grouped matmuls of random shapes on the GPU with
-/// the CPU as the reference.
+/// Compares the router and the row ops of mixture-of-experts layers, and grouped matmuls, of random
+/// shapes on the GPU with the CPU as the reference.
 fn compare_random_expert_ops(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let count = rng.draw_in_range(1, 70);
     let (seed, [m, per_token, d]) = rng.draw_case([30, 5, 50]);

@@ -1,4 +1,5 @@
-//! LayerNorm with bias (Ba et al., 2016), alone and after a residual add.
+//! LayerNorm with bias (Ba et al., 2016) on the CPU, with and without a preceding residual
+//! addition.
 //!
 //! Sums over a row have 16 lanes, which are then added in the order of [`Simd::sum`]. Gradients of
 //! weight and bias are summed over chunks of rows, and the chunks' sums are added in order.

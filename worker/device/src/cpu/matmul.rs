@@ -216,8 +216,8 @@ struct PackableOperand<'a> {
     width: usize,
 }
 
-/// Packs a range of the rows or columns of the operand that all tasks read into `packed`, on all
-/// threads.
+/// Packs into `packed`, on all threads, a range of the rows or columns of the operand that all
+/// tasks read.
 fn pack_shared_operand(
     cpu: &Cpu,
     packed: &mut [f32],

@@ -1,4 +1,4 @@
-//! RMSNorm (Zhang and Sennrich, 2019), alone and after a residual add.
+//! RMSNorm (Zhang and Sennrich, 2019) on the CPU, with and without a preceding residual addition.
 //!
 //! Sums over a row have 16 lanes, which are then added in the order of [`Simd::sum`]. The gradient
 //! of the weight is summed over chunks of rows, and the chunks' sums are added in order.

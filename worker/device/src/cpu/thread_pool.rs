@@ -18,7 +18,8 @@ const SPIN_ITERATIONS: usize = 1000;
 pub(crate) struct ThreadPool {
     shared: Arc<PoolState>,
     helpers: Vec<JoinHandle<()>>,
-    /// Held by the caller whose task set the helpers run. Other callers run their task sets alone.
+    /// Locked by the thread whose set of tasks the helpers run. Other threads run their task sets
+    /// alone.
     task_set_turn: Mutex<()>,
 }
 

@@ -1,4 +1,4 @@
-//! Which CUDA stream a thread's GPU calls are issued to.
+//! Determines the CUDA stream to which a thread's GPU calls are issued.
 use super::bindings::driver_sys::CUstream;
 use super::context::GpuContext;
 use std::cell::Cell;

@@ -102,10 +102,10 @@ pub enum CudaError {
         total: usize,
         /// Bytes that this process has allocated on the GPU.
         used: u64,
-        /// What the memory is for ([`crate::Storage::zeroed_for`]).
+        /// The purpose of the memory, such as `gradients` ([`crate::Storage::zeroed_for`]).
         purpose: &'static str,
     },
-    /// cuDNN cannot compute an attention that must be computed by cuDNN.
+    /// cuDNN cannot compute attention of a certain shape, although the job requires cuDNN.
     #[error("cuDNN {version} has no plan for {attention}")]
     AttentionUnsupported {
         /// cuDNN's version.
@@ -172,7 +172,7 @@ impl CudaError {
         self
     }
 
-    /// Returns this error with `memory_purpose` as what the memory was for, if this is an
+    /// Returns this error with `memory_purpose` as the purpose of the memory, if this is an
     /// out-of-memory error. Returns other errors unchanged.
     pub(super) fn with_purpose(mut self, memory_purpose: &'static str) -> Self {
         if let CudaError::OutOfMemory { purpose, .. } = &mut self {

@@ -71,7 +71,7 @@ impl RouterShape {
     }
 }
 
-/// Inputs of [`RouterOps::router_backward`] other than the gradient that flows in.
+/// Inputs of [`RouterOps::router_backward`] other than `dweights`.
 #[derive(Clone, Copy)]
 pub struct RouterBackwardInputs<'a> {
     /// Probabilities that the forward pass computed, `[m, experts]`.

@@ -46,7 +46,7 @@ pub struct SgdHyperparams {
     pub lr: f64,
     /// Factor of the momentum buffer; 0 for no momentum.
     pub momentum: f64,
-    /// Factor of the parameter that is added to its gradient.
+    /// Weight decay: the parameter times this factor is added to the gradient.
     pub weight_decay: f64,
     /// Factor by which the update first multiplies the gradient. The factor contains the division
     /// by the number of tokens and gradient clipping.

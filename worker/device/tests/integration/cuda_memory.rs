@@ -1,5 +1,5 @@
-//! Tests the memory of the emulated GPU, a GPU that fails, and a GPU without fp8. This is one test,
-//! because the emulated GPU is configured per process.
+//! Tests how the CUDA backend allocates memory on the emulated GPU, and how it handles a GPU that
+//! fails or has no fp8. This is one test, because the emulated GPU is configured per process.
 
 use crate::emulated_gpu;
 use crate::own_process::is_own_process;

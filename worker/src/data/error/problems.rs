@@ -17,10 +17,10 @@ pub enum PatternProblem {
     /// The pattern has no characters, or contains a NUL byte.
     #[error("the pattern is empty or contains a NUL byte")]
     EmptyOrNul,
-    /// The braces of the pattern stand for too many patterns.
+    /// The braces of the pattern expand to too many patterns.
     #[error("the braces stand for more than {limit} patterns")]
     TooManyAlternatives {
-        /// The largest number of patterns that one pattern may stand for.
+        /// The largest number of patterns to which one pattern may expand.
         limit: usize,
     },
     /// A closing brace has no opening brace.

@@ -87,7 +87,7 @@ impl Work {
         DocumentOptions { field, loss_on: LossTargets::All, filter: SplitFilter::All, tokenize: true }
     }
 
-    /// Does the work in this process. Returns the number of tokens.
+    /// Interprets the documents in this process. Returns the number of tokens.
     fn run_in_process(&self) -> usize {
         let mut interpreter = DocumentInterpreter::default();
         if let Some(files) = &self.tokenizer {
@@ -103,7 +103,7 @@ impl Work {
         results.map(|results| results.iter().map(count_tokens).sum::<usize>()).sum()
     }
 
-    /// Does the work in a sandbox process. Returns the number of tokens.
+    /// Interprets the documents in a sandbox process. Returns the number of tokens.
     fn run_in_sandbox(&self) -> usize {
         let interpreter = Interpreter::new(THREADS);
         if let Some(files) = &self.tokenizer {

@@ -111,7 +111,7 @@ pub(in crate::model) enum QkNorm {
     AllHeads,
 }
 
-/// What is computed between the two matmuls of an MLP: a gated linear unit or an activation
+/// The computation between the two matmuls of an MLP: a gated linear unit or an activation
 /// function.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(in crate::model) enum Activation {

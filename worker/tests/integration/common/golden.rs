@@ -194,8 +194,8 @@ pub(crate) fn assert_golden_case(case: &GoldenCase, make: impl Fn(&GoldenCase) -
     });
 }
 
-/// Computes the logits of the last micro-batch from the input of the output layer and its weights.
-/// Training itself never stores all logits.
+/// Computes the logits of the most recent micro-batch from the input of the output layer and its
+/// weights. Training itself never stores all logits.
 pub(crate) fn compute_logits(running: &RunningTrainer, case: &GoldenCase) -> Vec<f32> {
     let t = &running.trainer;
     let (m, d, v, dtype) =

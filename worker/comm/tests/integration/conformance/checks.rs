@@ -1,5 +1,5 @@
-//! Checks that every transport must pass. Each check compares a collective with a brute-force
-//! computation that knows the values of all ranks.
+//! The checks of collectives that every transport must pass. Each check compares a collective with
+//! a brute-force computation that knows the values of all ranks.
 use comm::Comm;
 use device::{Buf, Dtype};
 use std::fmt;

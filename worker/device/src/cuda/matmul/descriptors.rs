@@ -1,4 +1,4 @@
-//! cuBLASLt's descriptors: of matmuls, and of limits on the algorithms that may be used.
+//! cuBLASLt's descriptors of matmuls, and of limits on the algorithms that may be used.
 use super::super::bindings::{Address, CublasLtApi, cublas_lt_sys::*};
 use super::super::error::Result;
 use std::{ffi::c_int, ptr, sync::Arc};
