@@ -36,8 +36,8 @@ impl Drop for ProbeGuard {
     }
 }
 
-/// Which ranks see the same checkpoint directory, because it may be on a shared or on a local file
-/// system.
+/// Which ranks see the same checkpoint directory. The directory may be on a file system that
+/// hosts share, or on a local file system of each host.
 #[derive(Clone)]
 pub struct StorageTopology {
     /// For each rank, the leader of its directory, which is the lowest rank that sees the

@@ -34,8 +34,8 @@ const MAX_INDEX_ENTRIES: usize = 1 << 20;
 /// every file system.
 const FILE_TIME_RESOLUTION: Duration = Duration::from_secs(3);
 
-/// What identifies an unchanged file: device, inode, size in bytes, modification time in ns and
-/// change time in ns.
+/// The properties by which an unchanged file is recognized: device, inode, size in bytes,
+/// modification time in ns and change time in ns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct FileIdentity([i128; 5]);
 

@@ -50,7 +50,7 @@ pub(crate) enum DocumentPart {
     Text(String),
     /// The line of a JSON lines file with a chat, which is a complete document.
     ChatLine(String),
-    /// The end of the current document, which had text.
+    /// The end of a document that consists of one or more [`DocumentPart::Text`].
     End,
 }
 

@@ -54,7 +54,7 @@ pub struct Trainer {
     pub clip_norm: Option<f64>,
     /// The loss scale of fp16.
     pub loss_scale: LossScale,
-    /// The event that the next update waits for, because a save may still read the parameters.
+    /// An event after which no save reads the parameters anymore. The next update waits for it.
     pub(crate) update_after: Event,
 }
 

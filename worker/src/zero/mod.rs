@@ -24,7 +24,8 @@ pub struct ShardingPolicy {
     /// Whether gradients are reduced to their owners during each backward pass. Otherwise whole
     /// gradients are kept until the last micro-batch.
     pub shard_gradients: bool,
-    /// Whether parameters are gathered before their use and released afterwards.
+    /// Whether each rank keeps only its shards of the parameters. Whole parameters are then
+    /// gathered before their use and released afterwards.
     pub shard_parameters: bool,
     /// Whether gradients of several micro-batches are added in the order in which they are
     /// computed, not by the fixed tree.

@@ -1,5 +1,6 @@
-//! Tests of dropout: losses have the same bits for every number of workers, stage and recomputation
-//! and after a resume, gradients match finite differences, and evaluation has no dropout.
+//! Tests of dropout: losses have the same bits for every number of workers and ZeRO stage, with and
+//! without recomputation, and after a resume. Gradients match finite differences, and evaluation
+//! has no dropout.
 use crate::common::{
     families::{create_pretrained_model_spec, golden_model_directory, start_from_pretrained},
     golden::read_json,

@@ -1,5 +1,6 @@
 //! Tests of FP8 training: losses are close to those of bf16, and have the same bits for every
-//! number of workers, stage, thread count and recomputation. Unsupported models are rejected.
+//! number of workers, ZeRO stage and number of threads, with and without recomputation. Unsupported
+//! models are rejected.
 use crate::common::*;
 use diagnostic::codes;
 use jobspec::{LoraSpec, LoraTargets, ModelSpec, Precision, RecomputeMode, TrainSpec};

@@ -79,7 +79,7 @@ impl AttentionLayout {
 pub(crate) struct HeadSlice<'a> {
     /// The elements of the whole matrix.
     pub(crate) data: InputElements<'a>,
-    /// Index of the first row.
+    /// Index of the matrix row at which this slice begins.
     pub(crate) first: usize,
     /// Number of rows.
     pub(crate) count: usize,

@@ -293,7 +293,7 @@ impl Deref for F32Input<'_> {
 pub(crate) enum PriorContents {
     /// The task overwrites the elements without reading them.
     Ignored,
-    /// The task also reads the elements.
+    /// The task reads the previous elements, such as to add to them.
     Read,
 }
 

@@ -36,8 +36,8 @@ pub(in crate::model) struct TensorNames {
     pub(in crate::model) qkv: &'static [&'static str],
     /// The name of the output projection of attention.
     pub(in crate::model) o: &'static str,
-    /// The names of the gate and up projections of the MLP, or the name of its only first
-    /// projection.
+    /// The names of the gate and up projections of the MLP. For an MLP without a gate, only the
+    /// name of its first projection.
     pub(in crate::model) gate_up: &'static [&'static str],
     /// The name of the down projection of the MLP.
     pub(in crate::model) down: &'static str,
