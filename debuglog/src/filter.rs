@@ -1,9 +1,9 @@
-//! [`Filter`]: selects the events of a process that are logged, by target and level.
+//! [`Filter`]: selects by target and level which events of a process are logged.
 use std::{error::Error, fmt};
 use tracing_subscriber::EnvFilter;
 
-/// The log filter of a process if the user chooses none. It selects the events of level `info` and
-/// above, which are important decisions.
+/// The log filter that a process uses if the user chooses none. It selects the events of level
+/// `info` and above, which are important decisions.
 pub const DEFAULT_FILTER: &str = "info";
 
 /// A valid log filter, which selects events by target and level, such as `agent=debug,info`. The
@@ -13,10 +13,10 @@ pub struct Filter {
     directives: String,
 }
 
-/// The error that the directives given as a log filter are not valid.
+/// The error that the directives of a log filter are not valid.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InvalidFilter {
-    /// The reason in the words of the parser.
+    /// The parser's message, which states why the directives are not valid.
     pub reason: String,
 }
 

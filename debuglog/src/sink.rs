@@ -21,7 +21,7 @@ pub const MAX_FILE_BYTES: u64 = 8 << 20;
 /// The number of lines that may wait for the thread that writes the file, and the number of lines
 /// that are collected before a file is open. Further lines are dropped.
 const QUEUE_LINES: usize = 1024;
-/// The longest wait for the writing of queued lines, at the end of a process.
+/// The longest time that a process waits at its end until its queued log lines are written.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A request to the thread that writes the log file.
@@ -110,8 +110,8 @@ impl LineSink {
     }
 }
 
-/// Writes the requested lines to the file, until all senders of requests are dropped. Before a
-/// line, reports how many lines were dropped.
+/// Writes the lines that arrive through `requests` to `file`, until all senders of requests are
+/// dropped. Before a line, reports how many lines were dropped.
 fn write_requests(file: &mut CappedFile, requests: &Receiver<Request>, dropped: &AtomicU64) {
     for request in requests {
         match dropped.swap(0, Ordering::Relaxed) {
@@ -165,7 +165,8 @@ impl CappedFile {
     }
 }
 
-/// The writer of one log line, which the subscriber writes with a single call.
+/// Passes a log line to a [`LineSink`]. The subscriber of `tracing` writes each whole line with a
+/// single call.
 pub(crate) struct LineWriter<'a>(&'a LineSink);
 
 impl Write for LineWriter<'_> {

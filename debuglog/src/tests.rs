@@ -1,4 +1,5 @@
-//! Test of the debug log of a process, which can be started once per process.
+//! Tests of the debug log. A single test calls [`start`], because a process can start its debug log
+//! only once.
 use super::*;
 use std::{fs, sync::Mutex};
 

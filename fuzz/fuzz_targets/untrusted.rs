@@ -83,9 +83,9 @@ static TARGET: LazyLock<Target> = LazyLock::new(|| {
     TARGETS.iter().find(|(target, _)| *target == name).expect("a name of TARGETS").1
 });
 
-/// Runs the roles of this executable other than fuzzing, and then ends the process: the sandbox
-/// process, which has no environment variables, and `write-seeds DIR`, which writes the seeds that
-/// are not files of a corpus.
+/// Performs a task other than fuzzing if this process was started for one, and then ends the
+/// process. The tasks are the sandbox process, which has no environment variables, and `write-seeds
+/// DIR`, which writes the seeds that are not files of a corpus.
 fn run_other_role() {
     let mut arguments = env::args().skip(1);
     match arguments.next().as_deref() {

@@ -88,14 +88,14 @@ fn detect_requested_format(args: &[OsString]) -> OutputFormat {
     OutputFormat { json: options.into_iter().any(|arg| arg == "--json"), ..OutputFormat::default() }
 }
 
-/// Returns the error of a command line that has neither a job file nor a command.
+/// Creates the error that a command line has neither a job file nor a command.
 fn missing_job_error() -> Diagnostic {
     Diagnostic::error(command::COMMAND_MISSING, "no job file given")
         .with_help("name a job, as in `launch job.yaml`, or see `launch --help`")
 }
 
-/// Returns the error of a command that requires a subcommand, such as `launch ckpt`, but was given
-/// without one. Returns `None` if the command `word` has no subcommands.
+/// Creates the error that the command `word`, such as `ckpt`, was given without the subcommand that
+/// it requires. Returns `None` if the command `word` has no subcommands.
 fn missing_subcommand_error(word: &OsStr) -> Option<Diagnostic> {
     let cli = Cli::command();
     let name = word.to_str()?;

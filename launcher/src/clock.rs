@@ -28,7 +28,7 @@ impl RunningClock {
         self.advance_to(Instant::now())
     }
 
-    /// Returns whether more time has passed since the last reading than one step of the clock, so
+    /// Returns whether more than [`MAX_STEP`] has passed since the last reading of the clock, so
     /// that the process was probably stopped.
     pub(crate) fn has_paused(&self) -> bool {
         self.last.elapsed() > MAX_STEP

@@ -126,8 +126,8 @@ fn check_devices(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Warns about variables of `run.env` and arguments of `run.command` that look like secrets and
-/// whose values the job contains.
+/// Warns about probable secrets, such as passwords, whose values the job itself contains: in
+/// variables of `run.env` and in arguments of `run.command`.
 fn check_secrets(d: &mut JobDecoder, job: &JobSpec) {
     for (name, _) in job.run.env.iter().filter(|(name, value)| looks_secret(name) && !value.is_empty()) {
         d.report_warning(

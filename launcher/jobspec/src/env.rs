@@ -99,8 +99,8 @@ pub const HF_HOME: &str = "HF_HOME";
 /// Read by `launch deepspeed`: the name of the file with variables for workers on several hosts
 /// (`.deepspeed_env` without the variable).
 pub const DS_ENV_FILE: &str = "DS_ENV_FILE";
-/// Read by `launch accelerate` and `launch deepspeed`: the directories of Python modules, to which
-/// both add the current directory for some jobs, as the original programs do.
+/// Read by `launch accelerate` and `launch deepspeed`: the directories in which Python searches
+/// modules. For some jobs, both commands add the current directory, as the original programs do.
 pub const PYTHONPATH: &str = "PYTHONPATH";
 
 /// Returns whether the environment variable `name` restricts which GPUs a process sees.

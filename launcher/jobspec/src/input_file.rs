@@ -14,7 +14,8 @@ use std::{
 
 /// The longest time for which a pipe may provide no data.
 const PIPE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The longest time of a whole read of a pipe, as a multiple of the time limit without data.
+/// The time limit for reading a whole pipe, as a multiple of the time for which the pipe may
+/// provide no data ([`PIPE_TIMEOUT`]).
 const MAX_TIMEOUTS: u32 = 12;
 /// The flags of `open`: do not wait for the writer of a pipe, and do not make a terminal the
 /// controlling one.
@@ -22,13 +23,15 @@ const OPEN_FLAGS: OFlag = OFlag::O_NONBLOCK.union(OFlag::O_NOCTTY);
 /// The number of bytes of one read from a pipe.
 const CHUNK_BYTES: usize = 64 << 10;
 
-/// Reads a file, but at most `limit` bytes and one more, by which the caller detects a longer file.
-/// A pipe, such as that of `<(command)` in a shell, must provide data within [`PIPE_TIMEOUT`].
+/// Reads at most `limit + 1` bytes of the file at `path`. The additional byte shows the caller that
+/// the file is longer than `limit`. A pipe, such as that of `<(command)` in a shell, must provide
+/// data within [`PIPE_TIMEOUT`].
 pub fn read_input_file(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     read_with_timeout(path, limit, PIPE_TIMEOUT)
 }
 
-/// Reads a file as [`read_input_file`] does, with another time limit.
+/// Reads at most `limit + 1` bytes of the file at `path`. If the file is a pipe, fails when the
+/// pipe provides no data for the time `timeout`.
 fn read_with_timeout(path: &Path, limit: u64, timeout: Duration) -> io::Result<Vec<u8>> {
     let file = OpenOptions::new().read(true).custom_flags(OPEN_FLAGS.bits()).open(path)?;
     if !file.metadata()?.is_file() {

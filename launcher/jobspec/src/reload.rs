@@ -1,5 +1,5 @@
-//! Finds the changes when a job file is edited while the job runs, and lists the keys that can
-//! change.
+//! Compares a running job with its edited job file: finds the keys that changed, and which of these
+//! can change while the job runs.
 use crate::{
     ids::Rank,
     spec::{checkpoint::SaveInterval, job::JobSpec, schedule::ScheduleSpec},
@@ -43,7 +43,7 @@ pub struct ReloadChanges {
     pub changed: Vec<(String, String, String)>,
     /// The paths of other keys that changed. Their new values are ignored.
     pub not_reloadable: Vec<String>,
-    /// The values of all reloadable keys with which the job continues.
+    /// The values that all reloadable keys have from now on.
     pub values: ReloadValues,
 }
 

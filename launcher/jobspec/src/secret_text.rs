@@ -2,13 +2,15 @@
 //! that are printed or stored.
 use crate::env::looks_secret;
 
-/// The prefix of an override's path that sets an environment variable of the job.
+/// The text that precedes the name of an environment variable in an argument such as `--set
+/// run.env.NAME=value`.
 const ENV_PATH: &str = "run.env.";
-/// Parts of names. A lower-case name that contains one of them counts as the name of a secret. No
-/// key of job.yaml contains one of them.
+/// Texts that identify secrets: a lower-case name that contains one of them counts as the name of a
+/// secret. No key of job.yaml contains one of them.
 const LOWER_CASE_PARTS: [&str; 6] = ["secret", "password", "passwd", "api_key", "private_key", "credential"];
 
-/// Ends of the names of options whose values are secrets.
+/// The endings of option names by which an option counts as secret, so that its value is hidden.
+/// Names are compared in upper case, with `_` for `-`.
 const SECRET_OPTION_ENDS: [&str; 10] = [
     "TOKEN",
     "SECRET",
@@ -21,7 +23,8 @@ const SECRET_OPTION_ENDS: [&str; 10] = [
     "APIKEY",
     "_KEY",
 ];
-/// Ends of the names of options that name a token of a tokenizer.
+/// The endings of option names whose values are special tokens of a tokenizer, such as
+/// `--eos-token`, and therefore not secret.
 const TOKENIZER_OPTION_ENDS: [&str; 10] = [
     "BOS_TOKEN",
     "CLS_TOKEN",
@@ -58,7 +61,8 @@ fn hide_secrets_in_word(word: &str) -> String {
     }
 }
 
-/// Returns the name of an option in a command line whose value is a secret, if there is one.
+/// Returns the name of the first option in `words`, a command line, whose value is a secret.
+/// Returns `None` if there is no such option.
 pub(crate) fn find_secret_option<S: AsRef<str>>(words: &[S]) -> Option<&str> {
     let position = (0..words.len()).find(|&i| {
         let word = words[i].as_ref();
@@ -67,7 +71,8 @@ pub(crate) fn find_secret_option<S: AsRef<str>>(words: &[S]) -> Option<&str> {
     position.map(|i| words[i].as_ref().split('=').next().unwrap_or_default())
 }
 
-/// Returns whether the word at this position is the value of the option before it, and a secret.
+/// Returns whether the word at `position` of a command line is a secret value, because the word
+/// before it is an option for secrets such as `--token`.
 pub fn is_value_of_secret<S: AsRef<str>>(words: &[S], position: usize) -> bool {
     let Some(word) = words.get(position) else { return false };
     let option = position.checked_sub(1).map(|before| words[before].as_ref());
@@ -81,7 +86,8 @@ fn is_secret_option(word: &str) -> bool {
     word.starts_with('-') && ends_with_any(&SECRET_OPTION_ENDS) && !ends_with_any(&TOKENIZER_OPTION_ENDS)
 }
 
-/// Returns whether a word can be a secret: not another option, a variable or a placeholder.
+/// Returns whether a word can be a secret. An option, a variable such as `$NAME` and a placeholder
+/// cannot.
 fn is_secret_argument(word: &str) -> bool {
     !word.is_empty() && !word.starts_with("--") && !is_placeholder(word)
 }
@@ -142,8 +148,8 @@ fn is_secret_name(name: &str, is_variable: bool) -> bool {
     looks_secret(&name) && (is_variable || !is_lower_case || is_specific)
 }
 
-/// Returns the start of the value in `text`, the text after a name. Returns `None` if no value
-/// follows, or if the value is a reference such as `{from_env: NAME}`.
+/// Finds the value in `text`, the text after a name, and returns its byte offset. Returns `None` if
+/// no value follows, or if the value is a reference such as `{from_env: NAME}`.
 fn find_value(text: &str) -> Option<usize> {
     let after_quote = text.trim_start_matches(['"', '\'']).trim_start_matches(' ');
     let value = after_quote.strip_prefix([':', '='])?.trim_start_matches(' ');
@@ -151,8 +157,8 @@ fn find_value(text: &str) -> Option<usize> {
     is_value.then_some(text.len() - value.len())
 }
 
-/// Returns the position of the value in the text after the name of an option, as in
-/// `--token=value`, `--token value`, `[--token, value]` and `["--token", "value"]`.
+/// Finds the value in `text`, the text after the name of an option, and returns its byte offset.
+/// Recognizes `--token=value`, `--token value`, `[--token, value]` and `["--token", "value"]`.
 fn find_option_value(text: &str) -> Option<usize> {
     let value = match text.strip_prefix('=') {
         Some(value) => value,
@@ -164,9 +170,9 @@ fn find_option_value(text: &str) -> Option<usize> {
     (start > 0 && is_secret_argument(&value[..end])).then_some(start)
 }
 
-/// Returns the end of the value of an option at the start of `value`. `before` is the text before
-/// the value. A value that is quoted, alone or with its option, ends at the quote. Another value
-/// ends at a space or a quote and, in a list, at the next separator.
+/// Returns the length in bytes of the option value with which the text `value` begins. `before` is
+/// the text before the value. A value that is quoted, alone or with its option, ends at the quote.
+/// Another value ends at a space or a quote and, in a list, at the next separator.
 fn find_option_value_end(value: &str, before: &str) -> usize {
     let line = value.find('\n').unwrap_or(value.len());
     let before_option = before.strip_suffix('=').map(|option| option.trim_end_matches(is_name_character));
@@ -178,8 +184,8 @@ fn find_option_value_end(value: &str, before: &str) -> usize {
     end.unwrap_or(line).min(line)
 }
 
-/// Returns the end of the value at the start of `text`. In a flow mapping, a plain value ends
-/// before the next separator.
+/// Returns the length in bytes of the value with which `text` begins. In a flow mapping, a plain
+/// value ends before the next separator.
 fn find_value_end(text: &str, in_mapping: bool) -> usize {
     let line = text.find('\n').unwrap_or(text.len());
     let quoted = text.chars().next().filter(|quote| matches!(quote, '"' | '\''));

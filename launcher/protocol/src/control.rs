@@ -147,7 +147,8 @@ pub enum FromAgent {
         version: u32,
         /// The process id of the agent.
         pid: u32,
-        /// The number of the agent's stream of reports, which no other agent of the run has.
+        /// A random number that identifies the sequence of reports of this agent. No other agent of
+        /// the run has it.
         stream: u64,
         /// The hardware and environment of the host.
         inventory: HostInventory,

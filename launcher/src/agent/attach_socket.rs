@@ -89,8 +89,8 @@ fn is_own_peer(socket: &impl AsFd) -> bool {
     credentials.is_ok_and(|peer| peer.uid() == 0 || peer.uid() == nix::unistd::geteuid().as_raw())
 }
 
-/// Connects to the run's agent that is alive on this host. Returns `None` if there is none. Fails
-/// on a system without abstract sockets. Never blocks.
+/// Connects to the agent of the run `run` that is alive on this host. Returns `None` if there is
+/// none. Fails on a system without abstract sockets. Never blocks.
 fn find_agent(key: &JobKey, run: &str, host: &str) -> io::Result<Option<StdStream>> {
     for name in derive_names(key, run, host) {
         let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
@@ -132,7 +132,7 @@ fn bind_unless_in_use(terms: &SupervisionTerms) -> io::Result<StdListener> {
 pub(super) enum LockError {
     /// The agent on the host obeys a later controller, which has this token.
     Replaced(ControllerToken),
-    /// The agent on the host does not end.
+    /// Another agent of the run is alive on the host and does not end.
     InUse(Diagnostic),
 }
 
@@ -179,8 +179,8 @@ pub(super) async fn lock_host(terms: &SupervisionTerms) -> Result<Option<StdList
     }
 }
 
-/// Asks the older agent of this host to end, and waits for its answer. Returns `None` if the agent
-/// has ended without an answer.
+/// Asks the older agent of the run on this host to end, and waits for that agent's answer. Returns
+/// `None` if the agent has ended without an answer.
 async fn request_eviction(terms: &SupervisionTerms) -> Result<Option<FromAgent>, AttachRejection> {
     let request = AttachRequest {
         version: PROTOCOL_VERSION,
@@ -291,8 +291,8 @@ pub(super) async fn reject_request(mut output: SocketWriter, rejection: AttachRe
     }
 }
 
-/// Reports on each of `connections`, which have requested the end of this agent, that no worker of
-/// the agent is left.
+/// Sends the message that no worker of this agent is left on each of `connections`, on which other
+/// agents have requested the end of this agent.
 pub(super) async fn report_end(connections: Vec<AttachConnection>) {
     let Ok(frame) = encode_frame(&FromAgent::WorkersEnded { attempt: 0 }) else { return };
     for mut connection in connections {

@@ -88,7 +88,7 @@ impl WorkerState {
 /// The state machine of an agent, which decides how to start, supervise and end workers.
 pub(crate) struct AgentCore {
     pid: u32,
-    /// The number of the agent's stream of reports.
+    /// The random number that identifies the agent's sequence of reports.
     stream: u64,
     inventory: HostInventory,
     /// The time of the input that is being handled.
@@ -98,7 +98,8 @@ pub(crate) struct AgentCore {
     /// only answers probes.
     terms: Option<SupervisionTerms>,
     reports: ReportLog,
-    /// The newest memo of the controller, which a later controller receives.
+    /// The newest memo of the controller: the state of the run that only a controller knows. A
+    /// later controller receives it.
     memo: Option<String>,
     /// The addresses of the workers of the current attempt; `None` before they arrive.
     peers: Option<WorkerPeers>,
@@ -117,7 +118,7 @@ pub(crate) struct AgentCore {
     stop_requested: bool,
     /// Whether the controller has requested that the workers of the attempt be killed.
     kill_requested: bool,
-    /// The number of the current attempt or, without workers, of the last attempt.
+    /// The number of the current attempt or, without workers, of the previous attempt.
     attempt: u32,
     /// The reason and the grace period in milliseconds of a kill request that is executed after the
     /// stacks were written; `None` without such a request.
@@ -148,8 +149,8 @@ pub(crate) struct AgentCore {
 
 impl AgentCore {
     /// Creates the state machine of an agent that waits for the controller's hello. `pid` is the
-    /// pid of the agent, `stream` the number of its stream of reports, and `inventory` describes
-    /// its host.
+    /// pid of the agent, `stream` the number that identifies its sequence of reports, and
+    /// `inventory` describes its host.
     pub(crate) fn new(pid: u32, stream: u64, inventory: HostInventory) -> Self {
         AgentCore {
             pid,
@@ -191,8 +192,8 @@ impl AgentCore {
         AgentCore { kill_report_delay, ..self }
     }
 
-    /// Returns the latest time for the next [`AgentInput::Tick`], on the clock of
-    /// [`AgentCore::handle_input`].
+    /// Returns the time by which the driver must pass the next [`AgentInput::Tick`], on the clock
+    /// of [`AgentCore::handle_input`].
     pub(crate) fn next_deadline(&self) -> Duration {
         if matches!(self.state, AgentState::AwaitingHello | AgentState::Exiting) {
             return Duration::MAX;
@@ -576,7 +577,7 @@ impl AgentCore {
     }
 }
 
-/// Returns the error of a controller that violates the control protocol.
+/// Creates the error that the controller violated the control protocol, as `message` describes.
 fn protocol_error(message: &str) -> Diagnostic {
     Diagnostic::error(run::INTERNAL, message)
 }

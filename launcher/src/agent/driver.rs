@@ -48,10 +48,11 @@ use tokio::{
 };
 use worker_spawner::WorkerSpawner;
 
-/// The time limit for processes to end after SIGKILL in a sweep. Processes that remain are reported
-/// as unkillable.
+/// The time limit for the processes that workers left to end after SIGKILL (a sweep). Processes
+/// that remain are reported as unkillable.
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
-/// The longest pause between two searches for remaining processes during a sweep.
+/// The longest pause between two searches for the processes that workers left, while these
+/// processes are killed (a sweep).
 const SWEEP_INTERVAL: Duration = Duration::from_millis(5);
 /// The number of messages that fit into each channel to the event loop.
 const CHANNEL_CAPACITY: usize = 256;
@@ -97,13 +98,14 @@ pub(super) struct AgentDriver {
     host_locks: ChannelEnds<Result<Option<UnixListener>, LockError>>,
     /// Delivers the connections of other controllers and of later agents of this host.
     attach_requests: ChannelEnds<AttachConnection>,
-    /// The connection whose request the core is deciding on.
+    /// The connection on which a request arrived that the agent's state machine has not answered
+    /// yet.
     undecided: Option<AttachConnection>,
     /// The connections of later agents, which wait for the end of this agent.
     evicting: Vec<AttachConnection>,
     children: SignalStream,
-    /// The stream of SIGTERM; `None` if no batch system has started this agent. The agent then
-    /// ignores the signal.
+    /// The SIGTERM signals that this process receives; `None` if no batch system has started this
+    /// agent. The agent then ignores the signal.
     termination: Option<SignalStream>,
     pump_events: ChannelEnds<(Rank, u32, PumpEvent)>,
     worker_messages: ChannelEnds<WorkerMessage>,
@@ -123,7 +125,7 @@ pub(super) struct AgentDriver {
     opened_logs: ChannelEnds<OpenedLogs>,
     /// The opened logs of the workers that were not started yet.
     logs: OpenedLogs,
-    /// The last attempt in which the agent warned that a program has no handler for the save
+    /// The most recent attempt in which the agent warned that a program has no handler for the save
     /// signal.
     missing_handler_reported: Option<u32>,
     plan: Option<Rc<HostPlan>>,
@@ -136,9 +138,10 @@ pub(super) struct AgentDriver {
     workers: HashMap<Rank, WorkerHandle>,
     /// The pids and ranks of the workers that have not been reaped.
     leaders: HashMap<u32, Rank>,
-    /// The time at which the current sweep began; `None` if no sweep is running.
+    /// The time since which the processes that workers left are being killed (a sweep); `None` if
+    /// no sweep is running.
     sweep_started_at: Option<Duration>,
-    /// The exit code of the agent; `None` until the core requests the exit.
+    /// The exit code of the agent; `None` until the agent's state machine requests the exit.
     exit: Option<u8>,
     prober: Prober,
 }
@@ -195,8 +198,8 @@ impl AgentDriver {
         })
     }
 
-    /// Runs the event loop until the core requests the exit of the agent. Returns the exit code,
-    /// after the last messages and the logs were written.
+    /// Runs the event loop until the agent's state machine requests the exit of the agent. Returns
+    /// the exit code, after the last messages and the logs were written.
     pub(super) async fn run_event_loop(mut self) -> u8 {
         loop {
             if let Some(code) = self.exit {
@@ -252,8 +255,8 @@ impl AgentDriver {
 
     // ---- events, translated for the core ----
 
-    /// Translates an event of a worker's output pump for the core. An event of an earlier process
-    /// of the rank becomes a tick.
+    /// Converts an event of a worker's output pump to an input of the agent's state machine. An
+    /// event of an earlier process of the rank becomes a tick.
     fn on_pump_event(&mut self, rank: Rank, pid: u32, event: PumpEvent) -> AgentInput {
         match event {
             _ if self.workers.get(&rank).is_none_or(|r| r.pid != pid) => AgentInput::Tick,
@@ -263,8 +266,8 @@ impl AgentDriver {
         }
     }
 
-    /// Translates a message of a worker, or the end of its connection, for the core. A message of
-    /// an earlier process of the rank becomes a tick.
+    /// Converts a message of a worker, or the end of its connection, to an input of the agent's
+    /// state machine. A message of an earlier process of the rank becomes a tick.
     fn on_worker_message(&mut self, ((rank, pid), message): WorkerMessage) -> AgentInput {
         match message {
             _ if self.workers.get(&rank).is_none_or(|r| r.pid != pid) => AgentInput::Tick,
@@ -284,8 +287,9 @@ impl AgentDriver {
         }
     }
 
-    /// Passes an input to the core and executes the requested actions. Passes the answers of the
-    /// actions to the core, too, until there are no more answers.
+    /// Passes an input to the agent's state machine, and executes the actions that the state
+    /// machine requests. Passes the answers of the actions to the state machine, too, until there
+    /// are no more answers.
     fn handle_input(&mut self, input: AgentInput) {
         let mut inputs = VecDeque::from([input]);
         while let Some(input) = inputs.pop_front() {
@@ -297,7 +301,8 @@ impl AgentDriver {
         }
     }
 
-    /// Reaps all child processes that have ended, and reports the ends of workers to the core.
+    /// Reaps all child processes that have ended, and reports the ends of workers to the agent's
+    /// state machine.
     fn reap_workers(&mut self) {
         let mut ended = Vec::new();
         let leaders = &self.leaders;
@@ -320,8 +325,8 @@ impl AgentDriver {
         }
     }
 
-    /// Kills and reaps descendants of the agent during a sweep. Does nothing if no sweep is
-    /// running.
+    /// Kills and reaps the descendants of the agent that its workers left (a sweep). Does nothing
+    /// if no sweep is running.
     ///
     /// Reports the end of the sweep to the core when no process is left or [`SWEEP_TIMEOUT`] has
     /// passed.
@@ -337,7 +342,8 @@ impl AgentDriver {
 
     // ---- actions of the core ----
 
-    /// Executes an action of the core. Returns the answer if the action has an immediate answer.
+    /// Executes an action that the agent's state machine requests. Returns the answer if the action
+    /// has an immediate answer.
     fn execute_action(&mut self, command: AgentAction) -> Option<AgentInput> {
         debug_log::log_action(&command);
         match command {
@@ -383,8 +389,8 @@ impl AgentDriver {
         None
     }
 
-    /// Translates the end of writing stacks for the core. The end in an earlier attempt becomes a
-    /// tick.
+    /// Converts the message that the stacks of an attempt's workers were written to an input of the
+    /// agent's state machine. For an earlier attempt, the input is a tick.
     fn on_stacks_written(&self, attempt: u32) -> AgentInput {
         let now = self.plan.as_ref().map(|plan| plan.attempt);
         if now == Some(attempt) { AgentInput::StacksWritten } else { AgentInput::Tick }
@@ -414,7 +420,7 @@ impl AgentDriver {
     }
 
     /// Opens the port of the rendezvous of a new attempt, after closing the rendezvous of the
-    /// earlier attempt. Returns the port or the error as the answer for the core.
+    /// earlier attempt. Returns the port or the error as the answer for the agent's state machine.
     fn bind_rendezvous(&mut self, bind: &RendezvousRequest) -> AgentInput {
         // The rendezvous of the earlier attempt must be closed first, because both may use one
         // port.
@@ -428,7 +434,8 @@ impl AgentDriver {
         AgentInput::Bound { attempt: bind.attempt, port }
     }
 
-    /// Measures the activity of all workers and reports each measurement to the core.
+    /// Measures the activity of all workers and reports each measurement to the agent's state
+    /// machine.
     fn measure_activity(&mut self) {
         let living: Vec<(u32, Rank)> = self.leaders.iter().map(|(pid, rank)| (*pid, *rank)).collect();
         let pids: Vec<u32> = living.iter().map(|(pid, _)| *pid).collect();
@@ -461,7 +468,7 @@ impl AgentDriver {
     }
 }
 
-/// Waits for the next signal of a stream. Waits forever without a stream.
+/// Waits for the next signal of `stream`. Waits forever if `stream` is `None`.
 async fn receive_signal(stream: &mut Option<SignalStream>) {
     match stream {
         Some(stream) => _ = stream.recv().await,
@@ -469,7 +476,7 @@ async fn receive_signal(stream: &mut Option<SignalStream>) {
     }
 }
 
-/// Waits until the connection has space for a report. Waits forever without a connection.
+/// Waits until `connection` has space for a report. Waits forever if `connection` is `None`.
 async fn wait_for_space(connection: Option<&ControllerConnection>) {
     match connection {
         Some(connection) => connection.outbox.wait_for_space().await,
@@ -477,8 +484,8 @@ async fn wait_for_space(connection: Option<&ControllerConnection>) {
     }
 }
 
-/// Draws the random number of the agent's stream of reports. All programs can store the number as a
-/// JSON number.
+/// Draws a random number that identifies the sequence of reports of this agent. All programs can
+/// store the number as a JSON number.
 fn draw_stream_number() -> io::Result<u64> {
     let mut bytes = [0; 8];
     getrandom::fill(&mut bytes)?;

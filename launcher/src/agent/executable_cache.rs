@@ -20,7 +20,7 @@ const TOUCH_INTERVAL: Duration = Duration::from_secs(3600);
 const MIN_UNUSED: Duration = Duration::from_secs(2 * 24 * 3600);
 /// The age from which an unused executable is removed.
 const MAX_UNUSED: Duration = Duration::from_secs(30 * 24 * 3600);
-/// The number of executables that stay in the cache although they are unused, the newest ones. The
+/// The number of executables that stay in the cache even if they are unused: the newest ones. The
 /// executable of the agent is one of them.
 const KEPT_EXECUTABLES: usize = 4;
 /// The length of the name of a cached executable: its BLAKE3 hash in hexadecimal.
@@ -142,7 +142,7 @@ mod tests {
     use super::*;
     use std::fs::{File, FileTimes};
 
-    /// Returns the path of the executable with number `number`.
+    /// Returns the path in `directory` of the executable with the number `number`.
     fn name_executable(directory: &Path, number: u32) -> PathBuf {
         directory.join(format!("{number:064x}"))
     }

@@ -5,8 +5,8 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream};
 /// The largest number of connections that the kernel queues until this process accepts them.
 const MAX_BACKLOG: u32 = 4096;
 
-/// Opens a TCP listener at an address of this machine, for a number of agents. Port 0 stands for
-/// any free port. The function must be called within a runtime.
+/// Opens a TCP listener at `address`, an address of this machine, to which `agents` agents will
+/// connect. Port 0 stands for any free port. The function must be called within a runtime.
 pub(super) fn listen(address: SocketAddr, agents: usize) -> io::Result<TcpListener> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
     if address.port() != 0 {

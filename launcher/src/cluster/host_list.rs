@@ -137,8 +137,8 @@ pub(crate) fn parse_hostfile_entries(file: &Path, text: &str) -> Result<Vec<Clus
 mod tests {
     use super::*;
 
-    /// Loads a job with the text `cluster` as its section, and formats its hosts as `HOST=SLOTS`.
-    /// Returns `local` if the job names no hosts.
+    /// Loads a job whose section `cluster` has the text `cluster`, and formats its hosts as
+    /// `HOST=SLOTS`. Returns `local` if the job names no hosts.
     fn format_hosts(cluster: &str, base: &Path) -> Result<String, Vec<Diagnostic>> {
         let source = jobspec::JobSource::Text {
             name: "job.yaml".into(),

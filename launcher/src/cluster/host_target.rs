@@ -1,4 +1,5 @@
-//! [`HostTarget`]: a host of a job, by the name under which the transport reaches the host.
+//! [`HostTarget`]: a host of a job, by the name under which the transport (local, SSH, Slurm or
+//! joined nodes) reaches it.
 use super::host_list::ClusterHost;
 use jobspec::hosts::HostSlots;
 use serde::{Deserialize, Serialize};

@@ -1,5 +1,5 @@
-//! [`JoinCluster`]: the hosts on which the user starts launch, once on each. Node 0 is the
-//! controller, and the others connect to it.
+//! [`JoinCluster`]: provides the hosts of a job that the user starts by running launch once on each
+//! host. Node 0 is the controller, and the other nodes connect to it.
 //!
 //! The nodes share a key, know the address of node 0, and have numbers. Pods, mpirun and batch
 //! systems without a provider start launch in this way.
@@ -32,7 +32,8 @@ use jobspec::{ControllerLossAction, HostSelection, JobSpec, hosts::RendezvousAdd
 use join_transport::JoinTransport;
 use node_name::{format_node_name, parse_node_name};
 
-/// The provider of the hosts that join.
+/// The provider of the hosts of jobs with `cluster.hosts: join`, which are the nodes that connect
+/// to node 0.
 pub(super) struct JoinCluster;
 
 impl Cluster for JoinCluster {

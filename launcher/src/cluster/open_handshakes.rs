@@ -1,16 +1,16 @@
-//! [`OpenHandshakes`]: tracks the connections on which the other side has not proved yet that it
-//! has the key, and closes some of them if there are too many.
+//! [`OpenHandshakes`]: tracks the connections whose other side has not yet proved that it has the
+//! job's key, and closes some of them if there are too many.
 use std::{collections::VecDeque, net::IpAddr};
 use tokio::task::AbortHandle;
 
-/// The largest number of simultaneous connections from one address that have not proved the key.
-/// This is more than an agent opens.
+/// The largest number of simultaneous connections from one address whose other side has not proved
+/// that it has the job's key. This is more than an agent opens.
 const MAX_PER_ADDRESS: usize = 2 * protocol::control::MAX_ADDRESSES;
-/// The largest number of simultaneous connections that have not proved the key, in addition to
-/// those of the agents.
+/// The largest number of simultaneous connections whose other side has not proved that it has the
+/// job's key, in addition to one for each agent.
 const MAX_UNAUTHENTICATED_CONNECTIONS: usize = 256;
 
-/// The connections whose other side has not proved yet that it has the key.
+/// The connections whose other side has not yet proved that it has the job's key.
 ///
 /// A new connection always gets a place. If its address or the listener has no place left, an older
 /// connection is closed: the oldest one of the address with the most connections. Idle connections
@@ -28,8 +28,8 @@ impl OpenHandshakes {
         OpenHandshakes { connections: VecDeque::new(), limit: agents + MAX_UNAUTHENTICATED_CONNECTIONS }
     }
 
-    /// Makes a place for a new connection from `peer`, if necessary by closing another one. If
-    /// another connection was closed for this purpose, returns its address.
+    /// Makes space for a new connection from `peer`, by closing another connection if there are too
+    /// many. Returns the address of the closed connection.
     pub(super) fn make_space(&mut self, peer: IpAddr) -> Option<IpAddr> {
         self.connections.retain(|(_, task)| !task.is_finished());
         let address = if self.count(peer) >= MAX_PER_ADDRESS {

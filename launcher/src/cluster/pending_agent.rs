@@ -27,7 +27,7 @@ pub(super) type AgentReader = EncryptedReader<OwnedReadHalf>;
 /// The half of an agent's TCP connection that writes to the agent.
 pub(super) type AgentWriter = EncryptedWriter<OwnedWriteHalf>;
 
-/// The TCP connection of an agent that has proved the key.
+/// The TCP connection of an agent that has proved that it has the job's key.
 pub(super) struct AgentConnection {
     pub(super) reader: AgentReader,
     pub(super) writer: AgentWriter,
@@ -202,7 +202,7 @@ impl AsyncWrite for PendingAgentInput {
 /// The stream of bytes from an agent that may not have connected yet.
 pub(super) struct PendingAgentOutput {
     stream: PendingStream<AgentReader>,
-    /// The number of reads that returned bytes, for the slot.
+    /// The number of reads that returned bytes, which the slot of the agent shares.
     received: Arc<AtomicU64>,
 }
 

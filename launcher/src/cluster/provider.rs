@@ -8,8 +8,8 @@ use diagnostic::Diagnostic;
 use jobspec::{ControllerLossAction, JobSpec};
 use std::time::Duration;
 
-/// A provider of hosts. A provider has no state: it reads the job and the environment of the
-/// process.
+/// A provider of hosts, such as Slurm: finds the hosts of a job, and the transport that starts
+/// agents on them. A provider has no state: it reads the job and the environment of the process.
 pub(crate) trait Cluster: Sync {
     /// Returns whether the hosts of the job come from this provider. Fails if the job requires this
     /// provider, but the provider has no hosts.

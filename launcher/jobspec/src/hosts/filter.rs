@@ -7,7 +7,7 @@ use super::{
 };
 use std::collections::{BTreeMap, HashMap};
 
-/// The slots of one host, which are the places of workers, that a job uses.
+/// The slots (places of workers) of one host that a job uses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HostSlots {
     /// All slots of the host. Their number follows from the job or from the hardware of the host.

@@ -5,13 +5,14 @@ use std::{fmt, str::FromStr};
 /// The number of nodes of a job, `N` or `MIN:MAX`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NodeCount {
-    /// The number of nodes with which the job can begin.
+    /// The smallest number of nodes with which the job can begin.
     pub min: u32,
     /// The largest number of nodes.
     pub max: u32,
 }
 
-/// The error of a text that is not a number of nodes. The message describes the expected form.
+/// The error that a text is not a valid number of nodes. The message describes the expected form,
+/// `N` or `MIN:MAX`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidNodeCount;
 

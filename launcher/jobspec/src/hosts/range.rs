@@ -50,8 +50,8 @@ pub fn expand_ranges(text: &str) -> Result<Vec<String>, HostSyntaxError> {
     Ok(names)
 }
 
-/// Creates the error of a text that stands for more than [`MAX_HOSTS`] hosts. `at` is the byte
-/// offset of the mistake.
+/// Creates the error that a text stands for more than [`MAX_HOSTS`] hosts. `at` is the byte offset
+/// of the mistake.
 fn too_many_hosts_error(at: usize) -> HostSyntaxError {
     range_error(at, HostSyntaxProblem::TooManyHosts)
 }

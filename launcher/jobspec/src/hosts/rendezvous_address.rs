@@ -1,4 +1,5 @@
-//! [`RendezvousAddress`]: the address at which the nodes of a job meet.
+//! [`RendezvousAddress`]: the address at which node 0 of a job listens, and to which the other
+//! nodes connect.
 use std::{fmt, net::Ipv6Addr, str::FromStr};
 
 /// The port of an address without a port.
@@ -15,7 +16,8 @@ pub struct RendezvousAddress {
     pub port: u16,
 }
 
-/// The error of a text that is not an address. The message describes the expected form.
+/// The error that a text is not a valid rendezvous address. The message describes the expected
+/// form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidRendezvousAddress;
 

@@ -1,4 +1,4 @@
-//! [`ValueType`]s of keys whose values are keywords.
+//! Creates the [`ValueType`]s of keys whose values are keywords.
 use super::{
     names::find_nearest_name,
     value_type::{ValueType, choose_text_code},

@@ -1,4 +1,4 @@
-//! [`ValueType`]s of keys whose values are lists.
+//! Creates the [`ValueType`]s of keys whose values are lists.
 use super::value_type::{ReadResult, ValueType, wrong_type_error};
 use crate::yaml::{
     format::{Printed, format_list},
@@ -7,14 +7,14 @@ use crate::yaml::{
 };
 use serde_json::json;
 
-/// Returns a [`ValueType`] that accepts lists of `item`. `accepts` describes the list, such as
-/// `list of paths`. The error of a list contains the mistakes of all items.
+/// Returns a [`ValueType`] that accepts lists whose items have the type `item`. `accepts` describes
+/// the list, such as `list of paths`. The error of a list contains the mistakes of all items.
 pub(crate) fn list_of<T: 'static>(accepts: &'static str, item: ValueType<T>) -> ValueType<Vec<T>> {
     described_list_of(accepts, format!("a {accepts}"), item)
 }
 
-/// Returns a [`ValueType`] that accepts lists of `item`. `expected` describes the list in messages,
-/// and `accepts` in docs/job.md.
+/// Returns a [`ValueType`] that accepts lists whose items have the type `item`. `expected`
+/// describes the list in messages, and `accepts` in docs/job.md.
 pub(crate) fn described_list_of<T: 'static>(
     accepts: &'static str,
     expected: impl Into<String>,
@@ -55,8 +55,8 @@ fn read_list<T: 'static>(expected: &str, item: &ValueType<T>, node: &YamlNode) -
     }
 }
 
-/// Returns a [`ValueType`] that accepts pairs of `item`, written as a list. `accepts` describes the
-/// pair in docs/job.md, and `expected` in messages.
+/// Returns a [`ValueType`] that accepts lists of exactly two items of the type `item`. `accepts`
+/// describes the pair in docs/job.md, and `expected` in messages.
 pub(crate) fn pair_of<T: Clone + 'static>(
     accepts: &'static str,
     expected: &'static str,

@@ -166,7 +166,8 @@ impl Rule {
         self.when.iter().all(|condition| condition.key() != path)
     }
 
-    /// Returns the rule's advice for the user, in which `name` is the name of the key.
+    /// Returns the rule's advice for the user, with `name`, the last part of the key's path, in
+    /// place of `{name}`.
     pub(crate) fn format_help(&self, name: &str) -> String {
         self.help.replace("{name}", name)
     }

@@ -1,4 +1,4 @@
-//! [`ValueType`]s of keys whose values are integers, other numbers or booleans.
+//! Creates the [`ValueType`]s of keys whose values are integers, other numbers or booleans.
 use super::value_type::{ReadResult, ValueType, out_of_range_error, wrong_type_error};
 use crate::yaml::{
     format::format_number,

@@ -1,4 +1,4 @@
-//! [`ValueType`]s of keys whose values are mappings with declared keys, like sections.
+//! Creates the [`ValueType`]s of keys whose values are mappings with declared keys, like sections.
 use super::{
     decoder::JobDecoder,
     info::{KeyDefault, KeyInfo},

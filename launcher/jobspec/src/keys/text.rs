@@ -1,4 +1,4 @@
-//! [`ValueType`]s of keys whose values are texts or paths.
+//! Creates the [`ValueType`]s of keys whose values are texts or paths.
 use super::value_type::{ReadResult, ValueType, out_of_range_error, wrong_format_error, wrong_type_error};
 use crate::yaml::{
     format::quote_yaml,

@@ -1,4 +1,4 @@
-//! [`ValueType`]s of keys whose values are durations or sizes.
+//! Creates the [`ValueType`]s of keys whose values are durations or sizes.
 use super::value_type::{ValueType, wrong_format_error};
 use crate::yaml::{
     format::format_duration,

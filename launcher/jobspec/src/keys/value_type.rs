@@ -74,8 +74,8 @@ impl<T: 'static> ValueType<T> {
         self
     }
 
-    /// Sets the phrase that describes the accepted values in docs/job.md and in the errors of the
-    /// whole value.
+    /// Sets the phrase that describes the accepted values, in docs/job.md and in error messages. In
+    /// the error about a part of a value, such as an item of a list, the phrase stays the same.
     pub(crate) fn described_as(self, accepts: &'static str) -> Self {
         let expected = add_article(accepts);
         let message = expected.clone();

@@ -60,9 +60,9 @@ section! {
 
 /// The advice for a key of `checkpoint` in a job with a program.
 const REMOVE: &str = "remove it; the program saves its own checkpoints";
-/// The rule that a key has no effect in a job that runs a program.
+/// The rule for keys that have no effect in a job that runs a program.
 const BUILT_IN_RULES: &[Rule] = &[Rule::no_effect(&[IN_PROGRAM]).help(REMOVE)];
-/// The rule that a key has no effect in a job that runs a program without `resume.from: auto`.
+/// The rule for keys that have no effect in a job that runs a program without `resume.from: auto`.
 const DIRECTORY_RULES: &[Rule] =
     &[Rule::no_effect(&[IN_PROGRAM, Condition::NoneOf("resume.from", &["auto"])])
         .text("`{key}` has no effect in a job with `run.command` without `resume.from: auto`")
@@ -139,7 +139,7 @@ section! {
     pub rng: RngPolicy = Key::new(choice(), "reconcile").rules(RNG_RULES);
 }
 
-/// The rule that a key has no effect in a job that runs a program without `resume.from`.
+/// The rule for keys that have no effect in a job that runs a program without `resume.from`.
 const RNG_RULES: &[Rule] = &[Rule::no_effect(&[IN_PROGRAM, Condition::OneOf("resume.from", &["never"])])
     .warning()
     .text("`{key}` has no effect without `resume.from`")

@@ -91,15 +91,16 @@ pub(crate) const ON_CPUS: Condition = Condition::OneOf("cluster.devices", &["aut
 /// The condition that the job runs a program.
 pub(crate) const IN_PROGRAM: Condition = Condition::Given("run.command");
 
-/// Creates the rule that a key has no effect because the job is not a built-in training on GPUs.
-/// `when` are the conditions for this.
+/// Creates the rule for keys that only have an effect in built-in training on GPUs. `when` are the
+/// conditions under which a job is no such training.
 const fn only_on_gpus(when: &'static [Condition]) -> Rule {
     Rule::no_effect(when)
         .text("`{key}` has no effect except in built-in training on GPUs")
         .help("set `cluster.devices: cuda`, or remove the key")
 }
 
-/// The rules that a key has no effect in programs, and no effect in training on CPUs.
+/// The rules for keys that only have an effect in built-in training on GPUs: one rule for programs,
+/// and one for training on CPUs.
 const WORKERS_PER_GPU_RULES: &[Rule] = &[only_on_gpus(&[IN_PROGRAM]), only_on_gpus(&[ON_CPUS])];
 /// The rules that `comm_backend` only has an effect in built-in training on GPUs. On CPUs, workers
 /// communicate through the host, so only `nccl` is an error.

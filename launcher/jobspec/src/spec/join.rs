@@ -31,7 +31,7 @@ section! {
     pub last_call_ms: u64 = Key::new(duration_in(0..=MAX_TIMEOUT_MS, "a duration of at most `7d`"), "30s");
 }
 
-/// The rule that the keys have no effect if the hosts do not join.
+/// The rule for keys that have no effect if the hosts do not join.
 const RULES: &[Rule] =
     &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local", "slurm"])]).warning()];
 /// The longest wait for other nodes, in milliseconds.
@@ -51,7 +51,7 @@ impl JoinSpec {
     }
 }
 
-/// Returns the value type of addresses such as `host:29400`.
+/// Returns a [`ValueType`] that accepts rendezvous addresses such as `host:29400`.
 fn rendezvous() -> ValueType<String> {
     formatted_text("text: `HOST[:PORT]`", "an address such as `node-0.example.org:29400`", "^\\S+$", |text| {
         text.parse::<RendezvousAddress>().is_ok()

@@ -36,8 +36,8 @@ section! {
     pub targets: LoraTargets = Key::new(targets(), "all-linear");
 }
 
-/// The rule that a job with `train.lora.from` must not contain a key, because the
-/// adapter_config.json of the existing adapters determines the key's value.
+/// The rule for keys that conflict with `train.lora.from`, because the adapter_config.json of the
+/// existing adapters determines their values.
 const NEW_ADAPTER_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("train.lora.from")])
     .help("remove it; adapter_config.json of the directory has {name}")];
 

@@ -79,12 +79,12 @@ section! {
     pub initializer_range: f64 = Key::new(positive_float(), "0.02");
 }
 
-/// The rule that a job with `train.model.from` must not contain a key, because the config.json of
-/// the pretrained model determines the key's value.
+/// The rule for keys that conflict with `train.model.from`, because the config.json of the
+/// pretrained model determines their values.
 const NEW_MODEL_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("train.model.from")])
     .help("remove it; config.json of the directory has {name}")];
-/// The rule that rejects a key in a job whose model family has learned positions, because the key
-/// does not apply to such a family.
+/// The rule that rejects keys that do not apply to the job's model family, because the family has
+/// learned positions.
 const ROTARY_RULES: &[Rule] =
     &[Rule::conflict(&[Condition::OneOf("train.model.family", LEARNED_POSITIONS)]).help(FAMILY_HELP)];
 /// The advice of errors about keys that do not apply to model families with learned positions.

@@ -72,11 +72,13 @@ choices! {
 
 /// The path in job.yaml of the key that names the optimizer.
 const NAME: &str = "train.optimizer.name";
-/// The rule that rejects the key `betas` for the optimizers that do not have it.
+/// The rule that rejects the key `betas` in jobs with an optimizer that has no such
+/// hyper-parameter.
 const BETAS_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf(NAME, &["sgd", "adafactor"])])];
-/// The rule that rejects the key `eps` for the optimizers that do not have it.
+/// The rule that rejects the key `eps` in jobs with an optimizer that has no such hyper-parameter.
 const EPS_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf(NAME, &["sgd", "lion"])])];
-/// The rule that rejects the key `momentum` for the optimizers that do not have it.
+/// The rule that rejects the key `momentum` in jobs with an optimizer that has no such
+/// hyper-parameter.
 const MOMENTUM_RULES: &[Rule] =
     &[Rule::no_effect(&[Condition::OneOf(NAME, &["adamw", "lion", "adafactor"])])];
 /// The rule that rejects the keys of Adafactor for all other optimizers.

@@ -9,14 +9,14 @@ use proptest::prelude::*;
 
 const TRAIN: &str = "train: {data: {files: [a.txt]}}";
 
-/// Loads a job from a text with `--set` arguments. Returns the job, the locations of its keys and
-/// the warnings. Panics if the job is rejected.
+/// Loads the job in `text` with the `--set` arguments `set`. Returns the job, the locations of its
+/// keys and the warnings. Panics if the job is rejected.
 fn load_text(text: &str, set: &[&str]) -> (JobSpec, SourceMap, Vec<Diagnostic>) {
     try_load_text(text, set).unwrap_or_else(|p| panic!("{}", render_all(&p, false)))
 }
 
-/// Loads a job from a text with `--set` arguments. Returns the job, the locations of its keys and
-/// the warnings, or the errors.
+/// Loads the job in `text` with the `--set` arguments `set`. Returns the job, the locations of its
+/// keys and the warnings, or the errors.
 fn try_load_text(text: &str, set: &[&str]) -> Result<(JobSpec, SourceMap, Vec<Diagnostic>), Vec<Diagnostic>> {
     let set: Vec<String> = set.iter().map(|s| (*s).to_owned()).collect();
     load_job(JobSource::Text { name: "dir/tiny.yaml".to_owned(), text: text.to_owned() }, &set)
@@ -248,8 +248,8 @@ fn deprecated_names_are_accepted_with_a_warning() {
     assert_eq!(errors[0].help(), ["`train.numerics` is the deprecated name of `train.deterministic`"]);
 }
 
-/// Loads a job that must be rejected, and returns the codes of its errors. Panics if the job is
-/// accepted.
+/// Loads the job in `text` with the `--set` arguments `set`, and returns the codes of its errors.
+/// Panics if the job is accepted.
 fn load_error_codes(text: &str, set: &[&str]) -> Vec<Code> {
     try_load_text(text, set).expect_err("rejected").iter().map(Diagnostic::code).collect()
 }

@@ -3,8 +3,8 @@ use diagnostic::render_all;
 use jobspec::{JobSource, JobSpec, KEYS, KeyDefault, SourceMap, load_job};
 use proptest::prelude::*;
 
-/// Loads a job from a text with `--set` arguments. Returns the job and the locations of its keys.
-/// Panics if the job is rejected.
+/// Loads the job in `text` with the `--set` arguments `set`. Returns the job and the locations of
+/// its keys. Panics if the job is rejected.
 fn load_text(text: &str, set: &[String]) -> (JobSpec, SourceMap) {
     match load_job(JobSource::Text { name: "a.yaml".to_owned(), text: text.to_owned() }, set) {
         Ok((job, map, _)) => (job, map),

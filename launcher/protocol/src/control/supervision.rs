@@ -1,6 +1,6 @@
-//! Types by which agents outlive their controller and obey a new one. They are the terms on which
-//! an agent obeys a controller, the token that distinguishes the controllers of a run, and the
-//! messages with which a new controller takes over the agents.
+//! Types of the messages by which agents survive the loss of their controller and then obey a new
+//! one. They are the terms on which an agent obeys a controller, the token that distinguishes the
+//! controllers of a run, and the messages with which a new controller takes over the agents.
 use super::{
     host_plan::HostPlan,
     inventory::HostInventory,
@@ -94,7 +94,7 @@ pub enum AttachRejection {
     /// The agent has obeyed a controller whose token is greater than or equal to that of the
     /// request.
     Stale {
-        /// The token of the last controller.
+        /// The token of the controller that the agent obeyed most recently.
         token: ControllerToken,
     },
     /// The agent cannot be reached, or is of another version.
@@ -107,7 +107,7 @@ pub enum AttachRejection {
 pub struct AdoptedAgent {
     /// The process id of the agent.
     pub pid: u32,
-    /// The number of the agent's stream of reports.
+    /// The number that identifies the agent's sequence of reports.
     pub stream: u64,
     /// The number of the agent among those that its first controller has started.
     pub number: u64,
@@ -118,7 +118,7 @@ pub struct AdoptedAgent {
     pub last_report: u64,
     /// The newest memo of the previous controllers.
     pub memo: Option<String>,
-    /// The plan of the last attempt that was started on the host.
+    /// The plan of the most recent attempt on the host; `None` before the first attempt.
     pub plan: Option<Box<HostPlan>>,
     /// The addresses of the workers, if the agent has received them in this attempt.
     pub peers: Option<WorkerPeers>,

@@ -77,7 +77,7 @@ pub enum Event {
         tokens_per_s: f64,
         /// The largest resident set size of any rank since its start, in bytes.
         peak_rss: u64,
-        /// The time in which computation waited for collectives since the last step event, in
+        /// The time in which computation waited for collectives since the previous step event, in
         /// seconds. The value is the maximum over all ranks.
         #[serde(default)]
         exposed_comm_s: f64,

@@ -49,8 +49,9 @@ pub(crate) enum AgentInput {
         /// The error that the GPU driver reported for the worker, if any.
         gpu: Option<GpuFault>,
     },
-    /// An answer to [`AgentAction::MeasureActivity`]: the CPU time of a worker's processes so far
-    /// in clock ticks, and whether the first process is stopped by a signal.
+    /// A measurement of one worker, in answer to [`AgentAction::MeasureActivity`]: the CPU time
+    /// that its processes have used so far, in clock ticks, and whether a signal has stopped its
+    /// first process.
     Activity { rank: Rank, ticks: u64, stopped: bool },
     /// A line of a worker's output contains `run.progress_pattern`.
     ProgressMarker { rank: Rank },
@@ -69,8 +70,8 @@ pub(crate) enum AgentInput {
         /// The error that the program recorded in `TORCHELASTIC_ERROR_FILE`, if any.
         error: Option<String>,
     },
-    /// The sweep has ended. `left` are the pids of processes that did not end after SIGKILL. The
-    /// answer to [`AgentAction::Sweep`].
+    /// The agent has killed the descendant processes that its workers left. `left` are the pids of
+    /// processes that did not end after SIGKILL. The answer to [`AgentAction::Sweep`].
     Swept { left: Vec<i32> },
     /// A warning about a worker for the user. The worker continues.
     Warning { rank: Rank, message: String },

@@ -249,7 +249,7 @@ impl AgentCore {
     }
 }
 
-/// Returns the error of a controller that speaks another version of the control protocol.
+/// Creates the error that the controller has another version of the control protocol, `version`.
 fn version_error(version: u32) -> Diagnostic {
     let message = format!(
         "the agent speaks version {PROTOCOL_VERSION} of the control protocol and the controller version {version}"

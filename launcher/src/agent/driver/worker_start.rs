@@ -69,8 +69,8 @@ impl AgentDriver {
         Ok(())
     }
 
-    /// Reports to the core that the workers of an attempt can be started, or that a log cannot be
-    /// opened.
+    /// Reports to the agent's state machine that the workers of an attempt can be started, or that
+    /// a log cannot be opened.
     pub(super) fn on_logs_opened(&mut self, opened: OpenedLogs) -> AgentInput {
         let attempt = opened.attempt;
         if self.plan.as_ref().is_none_or(|plan| plan.attempt != attempt) {
@@ -107,8 +107,8 @@ impl AgentDriver {
         None
     }
 
-    /// Connects the agent to a worker's process that was started. Returns the answer for the core:
-    /// [`AgentInput::Spawned`] or [`AgentInput::SpawnFailed`].
+    /// Connects the agent to a worker's process that was started. Returns the answer for the
+    /// agent's state machine: [`AgentInput::Spawned`] or [`AgentInput::SpawnFailed`].
     pub(super) fn on_worker_spawned(&mut self, result: SpawnResult) -> AgentInput {
         let SpawnResult { attempt, index, spawned } = result;
         let plan = self.plan.clone().filter(|plan| plan.attempt == attempt);

@@ -1,4 +1,4 @@
-//! Connects a node to node 0, and asks to join the run.
+//! Connects this node to node 0, the node that controls the run, and asks to join the run.
 use crate::{
     cluster::pending_agent::{AgentReader, AgentWriter},
     connection::{
@@ -22,21 +22,22 @@ const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The time limit of one TCP connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Where a node connects, and what it asks for.
+/// The address of node 0, the key that the nodes share, and the request to join the run.
 pub(super) struct JoinTarget {
     pub(super) address: RendezvousAddress,
     pub(super) key: HandshakeKey,
     pub(super) request: JoinRequest,
 }
 
-/// The connection of a node that has joined.
+/// The connection to node 0 after node 0 has accepted this node, and the rank that node 0 has given
+/// this node.
 pub(super) struct JoinedNode {
     pub(super) node_rank: u32,
     pub(super) reader: AgentReader,
     pub(super) writer: AgentWriter,
 }
 
-/// Why an attempt to join failed.
+/// The reason why an attempt to join a run failed.
 #[derive(Debug)]
 pub(super) enum DialError {
     /// Node 0 does not accept this node, or has another key. A further attempt would fail again.
@@ -51,8 +52,8 @@ impl From<io::Error> for DialError {
     }
 }
 
-/// Connects to one address of node 0 after the other, and asks to join. Waits for the answer
-/// without a time limit.
+/// Tries the addresses of node 0 one after the other, and asks to join the run at the first one
+/// that answers. Waits for the decision of node 0 without a time limit.
 pub(super) async fn dial_once(target: &JoinTarget) -> Result<JoinedNode, DialError> {
     let RendezvousAddress { host: name, port } = &target.address;
     let resolved = timeout(RESOLVE_TIMEOUT, lookup_host((name.as_str(), *port))).await;
@@ -72,7 +73,7 @@ pub(super) async fn dial_once(target: &JoinTarget) -> Result<JoinedNode, DialErr
     Err(last)
 }
 
-/// Connects to node 0 at one address, and asks to join.
+/// Connects to node 0 at `address`, proves that this node has the key, and asks to join the run.
 async fn join_at(address: SocketAddr, target: &JoinTarget) -> Result<JoinedNode, DialError> {
     let stream = timeout(CONNECT_TIMEOUT, TcpStream::connect(address)).await.map_err(io::Error::from)??;
     stream.set_nodelay(true)?;

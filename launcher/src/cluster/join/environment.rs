@@ -10,10 +10,10 @@ use jobspec::{
 };
 use std::str::FromStr;
 
-/// What environment variables state about this node.
+/// The number and rank of this node and the address of node 0, as environment variables state them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct NodeEnvironment {
-    /// The variables, as messages name them.
+    /// The names of the variables, for messages.
     pub(crate) source: String,
     /// The number of nodes; `None` if it is not known.
     pub(crate) nodes: Option<NodeCount>,
@@ -23,7 +23,7 @@ pub(crate) struct NodeEnvironment {
     pub(crate) rendezvous: Option<RendezvousAddress>,
 }
 
-/// What a scheduler with a provider states about this process.
+/// The variables of a scheduler that launch supports, such as Slurm, about this process.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SchedulerVariables {
     /// Whether this process runs in an allocation of the scheduler.
@@ -34,17 +34,18 @@ pub(crate) struct SchedulerVariables {
     pub(crate) first_host: Option<String>,
 }
 
-/// The position of this process in a step of a scheduler with several tasks.
+/// The position of this process in a scheduler's step of several tasks.
 #[derive(Clone, Debug)]
 pub(crate) struct StepVariables {
-    /// The variables, as messages name them.
+    /// The names of the variables, for messages.
     pub(crate) source: String,
     pub(crate) nodes: u32,
     pub(crate) node_rank: u32,
     pub(crate) tasks: u32,
 }
 
-/// The environment of this process, and the facts about this machine that belong to it.
+/// The environment variables of this process, and what else is known about its machine: files, host
+/// name and scheduler.
 pub(crate) struct ProcessEnvironment<'a> {
     /// Returns the value of an environment variable.
     pub(crate) get: &'a dyn Fn(&str) -> Option<String>,
@@ -55,7 +56,8 @@ pub(crate) struct ProcessEnvironment<'a> {
     pub(crate) scheduler: SchedulerVariables,
 }
 
-/// The number of processes of a launcher, which is the number of nodes with one process each.
+/// The number of processes that an MPI launcher started. It is the number of nodes, because one
+/// process is started on each.
 struct ProcessCount(u32);
 
 impl FromStr for ProcessCount {
@@ -67,15 +69,15 @@ impl FromStr for ProcessCount {
     }
 }
 
-/// The variables by which a launcher describes each process that it starts.
+/// The names of the variables by which a launcher describes each process that it starts.
 struct ProcessVariables {
     size: &'static str,
     rank: &'static str,
-    /// The names of the number of processes on this node.
+    /// The names of variables for the number of processes on this node.
     local_size: &'static [&'static str],
 }
 
-/// The variables of MPI launchers. Each sets the number of processes.
+/// The variables of each MPI launcher. All of these launchers set the number of processes.
 const MPI_LAUNCHERS: &[ProcessVariables] = &[
     ProcessVariables {
         size: "OMPI_COMM_WORLD_SIZE",
@@ -93,7 +95,7 @@ const MPI_LAUNCHERS: &[ProcessVariables] = &[
         local_size: &["JSM_NAMESPACE_LOCAL_SIZE"],
     },
 ];
-/// The variables of the process managers of MPICH, Intel MPI and PALS.
+/// The variables that the process managers of MPICH, Intel MPI and PALS set.
 const PMI_LAUNCHER: ProcessVariables = ProcessVariables {
     size: "PMI_SIZE",
     rank: "PMI_RANK",
@@ -143,19 +145,22 @@ pub(crate) fn find_node_environment(
 }
 
 impl NodeEnvironment {
-    /// Returns `None` if there is one node.
+    /// Returns this environment if it describes several nodes or an unknown number, and `None` if
+    /// it describes a single node.
     fn into_several(self) -> Option<NodeEnvironment> {
         (self.nodes.is_none_or(|nodes| nodes.max > 1)).then_some(self)
     }
 }
 
 impl ProcessEnvironment<'_> {
-    /// Returns the value of a variable that is set and not empty.
+    /// Returns the value of the environment variable `name`; `None` if the variable is not set or
+    /// empty.
     fn value(&self, name: &str) -> Option<String> {
         (self.get)(name).filter(|value| !value.is_empty())
     }
 
-    /// Returns the value of a variable of the type `T`. Fails if the value is malformed.
+    /// Parses the value of the environment variable `name` as a `T`. Returns `None` if the variable
+    /// is not set or empty. Fails if the value is malformed.
     fn parse<T: FromStr>(&self, name: &str) -> diagnostic::Result<Option<T>> {
         let Some(value) = self.value(name) else { return Ok(None) };
         let parsed = value.trim().parse().map(Some);
@@ -168,7 +173,8 @@ impl ProcessEnvironment<'_> {
         })
     }
 
-    /// Reads the variables of launch itself. Without `LAUNCH_NODES` there are none.
+    /// Reads the variables that launch itself defines, such as `LAUNCH_NODES`. Returns `None`
+    /// without `LAUNCH_NODES`.
     fn find_own_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
         let Some(nodes) = self.parse::<NodeCount>(env::LAUNCH_NODES)? else { return Ok(None) };
         Ok(Some(NodeEnvironment {
@@ -243,8 +249,8 @@ impl ProcessEnvironment<'_> {
         Ok(Some(NodeEnvironment { source, nodes: None, node_rank: Some(index), rendezvous }))
     }
 
-    /// Returns the domain of this host: the rest of its qualified name in /etc/hosts, where
-    /// Kubernetes writes the name that the headless service gives the pod.
+    /// Finds the domain of `host`, the name of this machine, in /etc/hosts: the rest of the
+    /// qualified name. Kubernetes writes the name there that a headless service gives the pod.
     fn find_domain(&self, host: &str) -> Option<String> {
         let hosts = (self.read_file)("/etc/hosts")?;
         let words =
@@ -271,7 +277,8 @@ impl ProcessEnvironment<'_> {
         }))
     }
 
-    /// Reads the variables of a step with several tasks. Fails if a node has several tasks.
+    /// Reads the variables of a scheduler's step of several tasks. Fails if a node has several
+    /// tasks.
     fn find_step_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
         let Some(step) = &self.scheduler.step else { return Ok(None) };
         if step.tasks != step.nodes {
@@ -309,7 +316,8 @@ impl ProcessEnvironment<'_> {
         })
     }
 
-    /// Returns the first host of the batch job in which this process runs.
+    /// Returns the address of node 0 in a batch job: the first host of the job, with the default
+    /// port.
     fn find_first_host(&self) -> Option<RendezvousAddress> {
         let batch = || self.list_batch_hosts().and_then(|(_, hosts)| hosts.into_iter().next());
         let first = self.scheduler.first_host.clone().or_else(batch)?;
@@ -340,8 +348,8 @@ impl ProcessEnvironment<'_> {
         (!unique.is_empty()).then_some((source, unique))
     }
 
-    /// Returns the address of the variables for the host and the port. A missing port is the
-    /// default one.
+    /// Builds the address of node 0 from the variables `host_name` and `port_name`, which contain
+    /// its host and port. A missing port is the default one.
     fn join_address(
         &self,
         host_name: &str,

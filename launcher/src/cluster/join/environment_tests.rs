@@ -1,8 +1,9 @@
-//! Tests of what the variables of other launchers state about a node.
+//! Tests that the number, rank and address of a node are found in the environment variables of
+//! other launchers.
 use super::*;
 
-/// Finds the environment of a node with these variables, in the notation `NAME=value NAME=value`,
-/// on the host `web-2`. The file `nodes` has the hosts of a PBS job.
+/// Calls [`find_node_environment`] with the variables in `text`, which are written as `NAME=value
+/// NAME=value`, on the host `web-2`. The file `nodes` has the hosts of a PBS job.
 fn find_with(text: &str, scheduler: SchedulerVariables) -> diagnostic::Result<Option<NodeEnvironment>> {
     let variables: Vec<(&str, &str)> = text.split(' ').filter_map(|word| word.split_once('=')).collect();
     let get = |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, v)| v.replace('+', " "));

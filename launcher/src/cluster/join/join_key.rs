@@ -4,17 +4,19 @@ use diagnostic::{Diagnostic, codes::host};
 use jobspec::JoinSpec;
 use std::{io::Read, os::unix::fs::MetadataExt, path::Path};
 
-/// The purpose of keys that are derived from key files.
+/// The context text with which keys are derived from key files, so that such a key equals no key
+/// for another purpose.
 const KEY_PURPOSE: &str = "launch 2026 join key file";
-/// The purpose of the key of nodes without a key file, which is not secret.
+/// The context text from which the key of nodes without a key file is derived. This key is not
+/// secret.
 const INSECURE_PURPOSE: &str = "launch 2026 join without a key";
-/// The length of the shortest secret, in bytes.
+/// The smallest length of the secret in a key file, in bytes.
 const MIN_SECRET_BYTES: usize = 32;
-/// The length of the longest key file, in bytes.
+/// The largest length of a key file, in bytes.
 const MAX_FILE_BYTES: u64 = 4096;
 
-/// Returns the key of the nodes of a job: from the job's key file, or a key that everyone knows if
-/// the job is insecure.
+/// Returns the key with which the nodes of a job recognize each other. It is derived from the job's
+/// key file or, in a job with `insecure`, from a constant that everyone knows.
 pub(super) fn read_join_key(join: &JoinSpec) -> diagnostic::Result<HandshakeKey> {
     match &join.key_file {
         _ if join.insecure => Ok(HandshakeKey::derive(INSECURE_PURPOSE, &[])),

@@ -1,5 +1,5 @@
-//! [`JoinTransport`]: waits for the agents of the nodes that join. The agent of node 0 is a child
-//! process.
+//! [`JoinTransport`]: the transport of jobs whose nodes join. It starts the agent of node 0 as a
+//! child process, and waits until the agents of the other nodes connect.
 use super::{
     job_hashes::hash_job,
     join_key::read_join_key,
@@ -35,18 +35,21 @@ use tokio::{
     sync::mpsc,
 };
 
-/// How often a node that is lost before an attempt begins may join again.
+/// The largest number of times that a node which is lost before an attempt begins may join again.
 const MAX_RETURNS: u32 = 10;
-/// The number of lines that may wait for the user.
+/// The number of lines of text that may wait until they are shown to the user. Further lines are
+/// dropped.
 const LINE_CAPACITY: usize = 16;
-/// The number of bytes of lines that may wait for the user.
+/// The size, in bytes, of the buffer between the task that writes lines for the user and the
+/// controller that shows them.
 const LINE_BYTES: usize = 16 << 10;
 
-/// The transport of node 0, to which the other nodes connect.
+/// Waits on node 0 for the agents of the other nodes, and starts the agent of node 0.
 pub(super) struct JoinTransport {
     context: Arc<JoinContext>,
     timeout: Duration,
-    /// The listeners until the first agents are requested, with the lines for the user.
+    /// The listeners for nodes, and the receiver of the lines for the user. `None` after the first
+    /// agents were requested.
     start: Option<(Vec<StdListener>, mpsc::Receiver<String>)>,
 }
 
@@ -77,8 +80,8 @@ impl JoinTransport {
         Ok(JoinTransport { context: Arc::new(context), timeout, start: Some((listeners, received)) })
     }
 
-    /// Starts to accept nodes, unless they are accepted already. Returns the stream of lines for
-    /// the user the first time.
+    /// Starts to accept nodes, unless an earlier call has started this. Returns the stream of lines
+    /// for the user in the first call, and `None` afterwards.
     fn start_accepting(&mut self) -> diagnostic::Result<Option<DuplexStream>> {
         let Some((listeners, lines)) = self.start.take() else { return Ok(None) };
         let listeners: std::io::Result<Vec<TcpListener>> =
@@ -93,7 +96,8 @@ impl JoinTransport {
         Ok(Some(far))
     }
 
-    /// Opens the slot of the node with this rank. Returns its agent, which may not have connected.
+    /// Lets the node with the rank `rank` join from now on. Returns the streams of the node's
+    /// agent, which end if the node does not join in time.
     fn await_node(&self, rank: u32, name: &str, stderr: AgentOutput) -> AgentProcess {
         let PendingAgent { input, output, slot } = PendingAgent::new(name);
         let expired = self.context.table().open_slot(rank, slot.clone(), Instant::now());

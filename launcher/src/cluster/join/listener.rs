@@ -1,5 +1,5 @@
-//! Accepts the nodes that connect to node 0: checks their requests, and passes each connection to
-//! the slot of its node.
+//! Accepts the nodes that connect to node 0: checks each request to join, and passes the connection
+//! to the controller's streams of this node.
 use super::{
     job_hashes::find_differences,
     node_table::{Candidate, ConnectionNumber, Decision, NodeTable},
@@ -32,8 +32,8 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// The interval at which a waiting node asks for its place, and at which slots are closed. Also the
-/// pause after a failed accept.
+/// The interval at which node 0 checks whether waiting nodes can join, and whether it has waited
+/// long enough for missing nodes. Also the pause after a failed accept.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// How long node 0 waits for nodes before it first reports which ones are missing.
 const FIRST_REPORT_DELAY: Duration = Duration::from_secs(10);
@@ -42,11 +42,12 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 /// The number of keys that a message about different jobs names.
 const MAX_NAMED_KEYS: usize = 5;
 
-/// What the connections of all nodes share.
+/// The data that the tasks for all connections of nodes share: the key and the job of node 0, and
+/// the table of nodes.
 pub(super) struct JoinContext {
     pub(super) key: HandshakeKey,
     pub(super) nodes: u32,
-    /// The keys of the job of node 0.
+    /// The keys of the job of node 0, each with a hash of its value.
     pub(super) job: Vec<JobKeyHash>,
     pub(super) table: Mutex<NodeTable>,
     /// Carries lines for the user. Lines that do not fit are dropped.
@@ -156,8 +157,8 @@ fn report_missing_nodes(context: &JoinContext, report_at: &mut Instant) {
     }
 }
 
-/// Authenticates a node and passes its connection to its slot. Warns the user about a node that
-/// cannot join.
+/// Authenticates a node, and passes its connection to the controller if the node can join. Warns
+/// the user about a node that cannot join.
 async fn admit_connection(
     stream: TcpStream,
     peer: SocketAddr,
@@ -195,7 +196,8 @@ async fn receive_request(
     }
 }
 
-/// The claims of a connection in the table of nodes, which are released when the value is dropped.
+/// The reservations that a connection has in the table of nodes. They are released when the value
+/// is dropped.
 struct Claims<'a> {
     number: ConnectionNumber,
     context: &'a JoinContext,
@@ -208,8 +210,8 @@ impl Drop for Claims<'_> {
 }
 
 impl Claims<'_> {
-    /// Waits until the place of the node is free, and passes the connection to its slot. Rejects
-    /// the node if it cannot get a place.
+    /// Waits until the node can take its place in the run, and passes the connection to the
+    /// controller. Rejects the node if it cannot get a place.
     async fn wait_for_place(
         &mut self,
         mut connection: AgentConnection,
@@ -241,7 +243,8 @@ impl Claims<'_> {
         }
     }
 
-    /// Answers the node, and passes the connection to the slot of the node.
+    /// Answers that the node has joined as `node_rank`, and passes the connection to `slot`, from
+    /// which the controller uses it.
     async fn fill_slot(
         &mut self,
         mut connection: AgentConnection,

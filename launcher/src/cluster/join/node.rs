@@ -1,5 +1,5 @@
-//! A node other than node 0: waits for node 0, starts the agent of this machine, and passes the
-//! control messages between them.
+//! Runs launch on a node other than node 0: connects to node 0, starts the agent of this machine,
+//! and passes the control messages between the two.
 //!
 //! The agent is a child process with the control stream on its standard input and output, as on
 //! node 0. So it ends with this process. This process handles the signals of the node, kills what
@@ -40,8 +40,9 @@ const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
 /// The pause between two searches for processes that the agent left.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Joins the run of node 0 as the node with this rank, or as any node. Blocks until the run ends,
-/// and returns the exit code of the run. Fails if node 0 does not accept the node, or is lost.
+/// Joins the run that node 0 controls, as node `node_rank` or, with `None`, as any node. Blocks
+/// until the run ends, and returns the exit code of the run. Fails if node 0 does not accept the
+/// node, or is lost.
 pub(crate) fn join_run(
     job: &JobSpec,
     address: &RendezvousAddress,
@@ -80,8 +81,8 @@ pub(crate) fn join_run(
     result
 }
 
-/// Connects to node 0 until it accepts this node. Fails if it rejects the node, or after the time
-/// limit.
+/// Tries to join the run of node 0 until node 0 accepts this node. Fails if node 0 rejects the
+/// node, or after the time limit.
 async fn wait_for_node_0(target: &JoinTarget, limit: Duration) -> diagnostic::Result<JoinedNode> {
     let began = Instant::now();
     let deadline = tokio::time::Instant::now() + limit;
@@ -148,8 +149,8 @@ async fn run_agent(
     })
 }
 
-/// Kills and reaps the processes that the agent left, except the children `earlier` that this
-/// process had before.
+/// Kills and reaps the processes that the agent of this node left. Spares the children `earlier`,
+/// which this process had before.
 fn sweep_processes(earlier: &[u32]) {
     let began = Instant::now();
     while began.elapsed() < SWEEP_TIMEOUT {

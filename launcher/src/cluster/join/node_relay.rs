@@ -45,14 +45,16 @@ pub(super) enum NodeEnd {
     ControllerLost,
     /// The agent reported an error.
     AgentFailed(Diagnostic),
-    /// The agent ended in this way.
+    /// The process of the agent ended by itself. The text describes how, such as "exited with code
+    /// 1".
     AgentEnded(String),
 }
 
-/// A message of one side, the end of its stream, or a read error.
+/// A message of node 0 or of the agent, the end of its stream (`Ok(None)`), or a read error.
 type Incoming<T> = ((), Result<Option<T>, FrameError>);
 
-/// The agent of this node and the connection to node 0.
+/// Passes the control messages between node 0 and the agent of this node, and watches the agent's
+/// process.
 pub(super) struct NodeRelay {
     agent: u32,
     /// The queue of messages to the agent; `None` after its control stream was closed.
@@ -61,17 +63,17 @@ pub(super) struct NodeRelay {
     to_controller: Option<mpsc::Sender<FromAgent>>,
     from_controller: mpsc::Receiver<Incoming<ToAgent>>,
     from_agent: mpsc::Receiver<Incoming<FromAgent>>,
-    /// Ends when the last message to node 0 was written.
+    /// The task that writes messages to node 0. It ends when the last message was written.
     writer: tokio::task::JoinHandle<()>,
-    /// What node 0 sent at the end of the run; `None` before.
+    /// The result that node 0 sent when it no longer needed this node; `None` before.
     end: Option<NodeEnd>,
     is_controller_gone: bool,
     failure: Option<Diagnostic>,
-    /// The exit code of the signal that requested the end of the run.
+    /// The exit code for the most recent signal that this process received; `None` before a signal.
     signalled: Option<u8>,
     is_killed: bool,
     agent_status: Option<ExitStatus>,
-    /// The time at which the agent is killed.
+    /// The time at which the agent is killed if it has not ended; `None` if no kill is scheduled.
     kill_at: Option<Instant>,
 }
 
@@ -199,7 +201,8 @@ impl NodeRelay {
         }
     }
 
-    /// Closes the control stream of the agent, which then ends its workers and exits.
+    /// Closes the control stream to the agent, which then ends its workers and exits. Schedules a
+    /// kill of the agent.
     fn close_agent(&mut self) {
         self.to_agent = None;
         self.kill_at.get_or_insert(Instant::now() + AGENT_EXIT_TIMEOUT);
@@ -218,7 +221,7 @@ impl NodeRelay {
         );
     }
 
-    /// Kills the agent, which has not ended in time.
+    /// Kills the agent, because it has not ended within [`AGENT_EXIT_TIMEOUT`].
     fn kill_agent(&mut self) {
         self.kill_at = None;
         if self.agent_status.is_none() {

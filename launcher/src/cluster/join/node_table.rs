@@ -1,4 +1,5 @@
-//! [`NodeTable`]: which nodes have joined, and which connection takes the place of a node.
+//! [`NodeTable`]: records which nodes have joined a run, and decides whether another connection may
+//! join as a node.
 //!
 //! A node that is started again has the rank of its predecessor, whose connection may look alive
 //! for a while. A second node with the rank of a living one is a mistake of the user. The table
@@ -12,23 +13,26 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long messages of the first node do not prove that it is alive, counted from the arrival of a
-/// second node with its rank. The first node may have sent them before it died.
+/// After a second node with the rank of a first one has connected, only messages of the first node
+/// that arrive later than this prove that it is alive. The first node may have sent earlier ones
+/// before it died.
 const SETTLE_TIME: Duration = Duration::from_millis(1500);
-/// How long a node without a rank waits for a place if all nodes have joined.
+/// How long a node without a rank waits until another node is lost, if all nodes have joined. After
+/// this time the node is rejected.
 const FULL_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// The number of a connection to node 0.
+/// The number of a connection of a node to node 0, counted from 1.
 pub(super) type ConnectionNumber = u64;
 
-/// A node that has proved the key and asks for its place.
+/// A node that has authenticated itself to node 0 and asks to join the run.
 #[derive(Debug)]
 pub(super) struct Candidate {
     pub(super) number: ConnectionNumber,
-    /// The rank of the node; `None` if it takes any free one.
+    /// The node rank that the node asks for; `None` if it takes any free one.
     pub(super) rank: Option<u32>,
     pub(super) arrived: Instant,
-    /// How often bytes of the node with the same rank had arrived, once [`SETTLE_TIME`] had passed.
+    /// The number of times that bytes of the joined node with this rank had arrived when
+    /// [`SETTLE_TIME`] had passed; `None` before.
     baseline: Option<u64>,
 }
 
@@ -39,57 +43,58 @@ impl Candidate {
     }
 }
 
-/// What the table decides about a candidate.
+/// The answer of the table to a node that asks to join.
 pub(super) enum Decision {
-    /// The candidate takes this slot of the node with this rank. The caller must call
+    /// The node joins with this rank, and its connection fills this slot. The caller must call
     /// [`NodeTable::release`] afterwards.
     Take(AgentConnectionSlot, u32),
-    /// The candidate waits, because its place is not free yet.
+    /// The node has to wait, because its place is not free yet. The caller asks again.
     Wait,
-    /// The node with this rank has joined, from the host in the text.
+    /// The node is rejected, because a node with this rank has joined from the host in the text.
     Duplicate(u32, String),
-    /// All nodes have joined.
+    /// The node is rejected, because all nodes of the run have joined.
     Full,
 }
 
-/// The place of one node.
+/// The entry of one node in the table: its slot, and the connections that want to fill the slot.
 #[derive(Default)]
 struct NodeEntry {
-    /// The slot that the controller has opened last; `None` before the first one.
+    /// The slot for the node's connection that the controller opened most recently; `None` before
+    /// the first one.
     slot: Option<AgentConnectionSlot>,
-    /// Set when the slot was closed because no node joined in time.
+    /// Becomes `true` when the slot is closed because no node joined in time.
     expired: Arc<AtomicBool>,
     opened_at: Option<Instant>,
-    /// The connection that is taking the slot.
+    /// The connection to which the slot was promised, until the connection has filled it.
     claim: Option<ConnectionNumber>,
-    /// The connection that waits until the controller opens a slot.
+    /// The connection that waits until the controller opens a slot for this node.
     parked: Option<ConnectionNumber>,
-    /// The host of the last node that has joined.
+    /// The host name of the node that joined most recently.
     host: String,
 }
 
 impl NodeEntry {
-    /// Returns whether the slot waits for a node.
+    /// Returns whether the slot still waits for the connection of a node.
     fn is_waiting(&self) -> bool {
         self.slot.as_ref().is_some_and(AgentConnectionSlot::is_waiting)
     }
 
-    /// Returns whether a node has taken the slot.
+    /// Returns whether the connection of a node has filled the slot.
     fn is_connected(&self) -> bool {
         self.slot.as_ref().is_some_and(AgentConnectionSlot::is_connected)
     }
 }
 
-/// The nodes of a job except node 0, by rank.
+/// The nodes of a job, by rank. The entry of node 0 is not used, because node 0 does not join.
 pub(super) struct NodeTable {
     entries: Vec<NodeEntry>,
-    /// The number of nodes with which the job can begin, with node 0.
+    /// The number of nodes, including node 0, with which the job can begin.
     min_nodes: usize,
-    /// How long a slot waits for its node.
+    /// The time for which a slot waits for its node. Then the slot is closed.
     timeout: Duration,
-    /// How long the slots wait for further nodes, once `min_nodes` have joined.
+    /// The time for which the slots wait for further nodes, once `min_nodes` nodes have joined.
     last_call: Duration,
-    /// The time since which `min_nodes` nodes have joined.
+    /// The time since which at least `min_nodes` nodes have joined; `None` if fewer have joined.
     enough_since: Option<Instant>,
 }
 
@@ -100,8 +105,8 @@ impl NodeTable {
         NodeTable { entries, min_nodes: min_nodes as usize, timeout, last_call, enough_since: None }
     }
 
-    /// Opens a slot for the node with this rank. Returns the flag that is set if the slot is closed
-    /// because no node joined in time.
+    /// Stores `slot`, which the connection of the node with this rank may fill from now on. Returns
+    /// a flag that becomes `true` if the slot is closed because no node joined in time.
     pub(super) fn open_slot(
         &mut self,
         rank: u32,
@@ -115,8 +120,8 @@ impl NodeTable {
         entry.expired.clone()
     }
 
-    /// Decides about a candidate at the time `now`. The caller repeats the question while the
-    /// answer is [`Decision::Wait`].
+    /// Decides at the time `now` whether `candidate`, a node that asks to join, may do so. The
+    /// caller repeats the question while the answer is [`Decision::Wait`].
     pub(super) fn decide(&mut self, candidate: &mut Candidate, now: Instant) -> Decision {
         match candidate.rank {
             Some(rank) => self.decide_for_rank(rank, candidate, now),
@@ -124,7 +129,7 @@ impl NodeTable {
         }
     }
 
-    /// Decides about a candidate with this rank.
+    /// Decides at the time `now` whether `candidate` may join with the node rank `rank`.
     fn decide_for_rank(&mut self, rank: u32, candidate: &mut Candidate, now: Instant) -> Decision {
         let Some(entry) = self.entries.get_mut(rank as usize) else { return Decision::Full };
         let age = now.saturating_duration_since(candidate.arrived);
@@ -160,7 +165,8 @@ impl NodeTable {
         }
     }
 
-    /// Decides about a candidate that takes any free place.
+    /// Decides at the time `now` whether `candidate`, which asks for no rank, may join with any
+    /// free rank.
     fn decide_for_any(&mut self, candidate: &mut Candidate, now: Instant) -> Decision {
         let ranks = || 1..self.entries.len();
         let is_own = |other: Option<ConnectionNumber>| other.is_none_or(|other| other == candidate.number);
@@ -181,7 +187,8 @@ impl NodeTable {
         }
     }
 
-    /// Forgets the claims of a connection. `host` is the host of its node if the node has joined.
+    /// Forgets that the connection `number` waits for a slot or has taken one. `host` is the host
+    /// name of its node if the node has joined.
     pub(super) fn release(&mut self, number: ConnectionNumber, host: Option<&str>) {
         for entry in &mut self.entries {
             if entry.claim == Some(number) {
@@ -192,7 +199,7 @@ impl NodeTable {
         }
     }
 
-    /// Closes the slots that have waited long enough at the time `now`.
+    /// Closes the slots for which no node has joined in time, at the time `now`.
     pub(super) fn close_expired(&mut self, now: Instant) {
         let joined = 1 + self.entries.iter().filter(|entry| entry.is_connected()).count();
         self.enough_since = if joined >= self.min_nodes { self.enough_since.or(Some(now)) } else { None };
@@ -207,7 +214,7 @@ impl NodeTable {
         }
     }
 
-    /// Returns the ranks of the nodes that are awaited.
+    /// Returns the ranks of the nodes that have not joined and are still awaited.
     pub(super) fn list_awaited(&self) -> Vec<u32> {
         let awaited = self.entries.iter().enumerate().filter(|(_, entry)| entry.is_waiting());
         awaited.map(|(rank, _)| rank as u32).collect()
@@ -221,7 +228,7 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    /// Returns the decision as a word.
+    /// Formats a decision as text, such as `wait` or `take NAME RANK`.
     fn describe(decision: &Decision) -> String {
         match decision {
             Decision::Take(slot, rank) => format!("take {} {rank}", slot.name),
@@ -231,7 +238,7 @@ mod tests {
         }
     }
 
-    /// A table, and the agents that keep its slots open.
+    /// A table of nodes, with the agents whose streams keep its slots open.
     struct Bench {
         table: NodeTable,
         agents: Vec<PendingAgent>,

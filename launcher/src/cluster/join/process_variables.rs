@@ -1,4 +1,5 @@
-//! [`describes_process`]: the environment variables by which launchers describe one process.
+//! [`describes_process`]: finds the environment variables by which launchers such as mpirun
+//! describe one process.
 //!
 //! launch is one process of a node, and its workers inherit its environment. Libraries that find
 //! these variables would take all workers of a node for the same process: MPI, Accelerate and

@@ -13,8 +13,8 @@ use std::{
 /// The time limit for asking the process that listens at the rendezvous address who it is.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Returns the addresses of the rendezvous that belong to this machine. Blocks for the resolution
-/// of the name. A name that cannot be resolved has no addresses.
+/// Resolves the rendezvous address, and returns those of the addresses that belong to this machine.
+/// Blocks for the resolution of the name. A name that cannot be resolved has no addresses.
 pub(super) fn find_own_addresses(address: &RendezvousAddress) -> Vec<SocketAddr> {
     let known: Vec<IpAddr> = list_addresses().into_iter().map(|interface| interface.address).collect();
     let resolved = (address.host.as_str(), address.port).to_socket_addrs().into_iter().flatten();

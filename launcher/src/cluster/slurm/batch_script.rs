@@ -115,7 +115,7 @@ fn resolve_absolute_path(path: &Path) -> diagnostic::Result<PathBuf> {
     })
 }
 
-/// Returns the directory for the output of the batch job.
+/// Returns the directory in which the batch job writes its output file.
 ///
 /// The directory is the part of `run.logs.dir` before `{run}`, which all runs of the job have in
 /// common.

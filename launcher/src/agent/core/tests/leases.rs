@@ -1,4 +1,4 @@
-//! Tests heartbeats, leases, and what follows the loss of the controller.
+//! Tests the agent's heartbeats and leases, and how the agent reacts to the loss of its controller.
 use super::*;
 
 #[test]
