@@ -1,4 +1,5 @@
-//! The limits of the silence between controller and agents, and the interval of heartbeats.
+//! Time limits for the silence of agents and controllers, after which they count as lost, and the
+//! interval of heartbeats.
 use std::time::Duration;
 
 /// The interval at which an agent, and the controller of an agent on another host, send heartbeats.

@@ -66,8 +66,8 @@ pub struct Attempt {
     pub number: u32,
     /// The number of restarts so far. Restarts that only change hosts are not counted.
     pub restarts: u32,
-    /// The last checkpoint of this run; `None` if there is none. The attempt resumes from this
-    /// checkpoint, except if `resume.from` is `auto`, which finds the checkpoint itself.
+    /// The most recent checkpoint of this run; `None` if there is none. The attempt resumes from
+    /// this checkpoint, except if `resume.from` is `auto`, which finds the checkpoint itself.
     pub resume: Option<PathBuf>,
 }
 

@@ -26,7 +26,8 @@ pub(crate) trait Transport {
     /// without a hello, [`RemoteConnection::failure`] returns the reason.
     fn start_agents(&mut self, hosts: &[String]) -> Vec<diagnostic::Result<AgentProcess>>;
 
-    /// Returns how the agents arrive after [`Transport::start_agents`].
+    /// Returns the time limits for the agents that [`Transport::start_agents`] requests, and how
+    /// often a lost agent is awaited again.
     fn arrival(&self) -> AgentArrival {
         AgentArrival::default()
     }
@@ -50,19 +51,20 @@ pub(crate) trait Transport {
     fn record_child_exit(&mut self, _pid: u32, _status: ExitStatus) {}
 }
 
-/// How the agents of a transport arrive after they were requested.
+/// The time limits for the agents of a transport, and how often a lost agent is awaited again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct AgentArrival {
-    /// The time limit from the request to the hello of an agent.
+    /// The time limit from the request for an agent to its hello, which is its first message.
     pub(crate) hello_timeout: Duration,
-    /// How long a lost host is not used again.
+    /// The time for which a host is not used again after it was lost.
     pub(crate) quarantine: Duration,
-    /// How often the agent of a host that was lost before an attempt began is requested again.
+    /// The largest number of times that an agent is awaited again after its host was lost before an
+    /// attempt began.
     pub(crate) max_returns: u32,
 }
 
 impl Default for AgentArrival {
-    /// Returns the limits of agents that the transport starts.
+    /// Returns the limits for transports that start the agents themselves, such as SSH.
     fn default() -> AgentArrival {
         AgentArrival { hello_timeout: HELLO_TIMEOUT, quarantine: LOST_HOST_QUARANTINE, max_returns: 0 }
     }
@@ -89,8 +91,8 @@ pub(crate) enum StartStep {
     /// The start waits for its turn, because too many other agents are being started. The wait has
     /// no time limit.
     Waiting,
-    /// The turn of the agent has begun, or the executable was copied: the usual limit counts from
-    /// now.
+    /// The agent is no longer waiting for its turn, or the executable was copied to its host. The
+    /// usual time limit counts from now.
     Started,
     /// The executable is copied to the host. The first message is due within this time from now.
     Copying(Duration),

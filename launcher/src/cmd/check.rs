@@ -86,8 +86,8 @@ fn limit_peer_timeout_ms(job: &JobSpec) -> u64 {
     job.cluster.ssh.connect_timeout_ms.min(5000)
 }
 
-/// Creates a text from the process ID and the time that differs from one `launch check` to the
-/// next. The names of the nonce files contain the text.
+/// Creates a text that differs from one `launch check` to the next, from the process ID and the
+/// time. The names of the nonce files contain the text.
 fn create_nonce() -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     format!("{:x}-{:x}", std::process::id(), now.as_nanos())

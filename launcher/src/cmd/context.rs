@@ -1,4 +1,4 @@
-//! [`CommandContext`]: the inputs of a command other than its arguments.
+//! [`CommandContext`]: what a command gets in addition to its arguments, such as the output format.
 use super::{gpu_check::args::RunGpuCheck, output::OutputFormat};
 use protocol::preflight::Preflight;
 

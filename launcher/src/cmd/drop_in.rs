@@ -70,8 +70,8 @@ pub(crate) struct DropInArgs {
     arguments: Vec<OsString>,
 }
 
-/// Runs a command line of another launcher: runs the job for which it stands or, if it does not
-/// start a job, the original program. Returns the exit code.
+/// Runs `args`, a command line of another launcher: as a job of launch, or with the original
+/// program if the command line starts no job. Returns the exit code.
 pub(crate) fn run(
     launcher: OtherLauncher,
     args: DropInArgs,
@@ -107,7 +107,8 @@ pub(crate) fn run(
     code
 }
 
-/// Returns the options of a node for the nodes that a command line describes.
+/// Converts the nodes that the command line of another launcher describes to the options of `launch
+/// run` for nodes.
 fn build_node_args(nodes: Option<ImportedNodes>) -> NodeArgs {
     nodes.map_or_else(NodeArgs::default, |nodes| NodeArgs {
         nodes: Some(nodes.count),
@@ -153,7 +154,8 @@ fn read_variables() -> BTreeMap<String, String> {
     std::env::vars_os().filter_map(text).collect()
 }
 
-/// Describes this machine for the conversion of a command line.
+/// Collects what the conversion of another launcher's command line has to know about this machine
+/// and the user's environment.
 fn describe_machine<'a>(
     inventory: &HostInventory,
     variables: &'a BTreeMap<String, String>,

@@ -167,7 +167,8 @@ impl<'a> LogViewer<'a> {
         }
     }
 
-    /// Returns the error of a run whose log directory on this host has no log of a selected rank.
+    /// Creates the error that the log directory of the run on this host has no log of a selected
+    /// rank.
     fn missing_logs_error(&self) -> Diagnostic {
         let (run, directory) = (&self.run.record.run, self.directory.display().to_string());
         Diagnostic::error(command::RUN_LOGS_MISSING, format!("run {run} has no logs in {directory}"))
@@ -270,7 +271,7 @@ impl<'a> LogViewer<'a> {
     }
 }
 
-/// Returns the error of a log file that cannot be read.
+/// Creates the error that the log file `file` cannot be read.
 fn unreadable_log_error(file: &Path, error: &io::Error) -> Diagnostic {
     path_error(command::RUN_FILE_UNREADABLE, "cannot read", file, error)
 }

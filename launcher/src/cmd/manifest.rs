@@ -23,7 +23,7 @@ pub(crate) struct ManifestArgs {
     scheduler: Scheduler,
 }
 
-/// A scheduler for which a job can be described.
+/// The scheduler for which `launch manifest` prints the description of a job.
 #[derive(Debug, Subcommand)]
 enum Scheduler {
     /// Print a JobSet or an Indexed Job with the objects that it needs, among them a new key
@@ -32,7 +32,8 @@ enum Scheduler {
     Slurm(JobArgs),
 }
 
-/// Runs `launch manifest`.
+/// Runs `launch manifest`: prints the Kubernetes objects or the batch script of a job, and returns
+/// the exit code.
 pub(crate) fn run(args: ManifestArgs, context: &CommandContext) -> diagnostic::Result<u8> {
     match args.scheduler {
         Scheduler::Slurm(args) => print_batch_script(&args),
@@ -48,7 +49,8 @@ pub(crate) fn run(args: ManifestArgs, context: &CommandContext) -> diagnostic::R
     }
 }
 
-/// Prints the batch script of a job.
+/// Prints the Slurm batch script that `launch sbatch` would submit for a job, and returns the exit
+/// code.
 fn print_batch_script(args: &JobArgs) -> diagnostic::Result<u8> {
     let loaded = LoadedJob::load(&args.to_request())?;
     let job = loaded.job.clone();

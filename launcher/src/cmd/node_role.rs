@@ -45,26 +45,27 @@ impl NodeArgs {
     }
 }
 
-/// What this process does for a job.
+/// The role of this process: it runs a job alone, controls nodes that join, or is one of these
+/// nodes.
 #[derive(Debug)]
 pub(super) enum NodeRole {
-    /// Runs the job, on the hosts that the job names.
+    /// This process controls the job, on the hosts that the job names.
     Alone(JobRequest),
-    /// Controls the nodes that join.
+    /// This process is node 0, which controls the job and the other nodes.
     Controller {
-        /// The job with the settings of the nodes.
+        /// The request for the job, to which the settings of the nodes were added.
         request: JobRequest,
-        /// Where to join instead if another process of this machine controls the nodes; `None` if
-        /// this process must control them.
+        /// The address at which to join as another node if another process of this machine already
+        /// is node 0; `None` if this process must be node 0.
         fallback: Option<RendezvousAddress>,
     },
-    /// Joins the nodes.
+    /// This process is another node than node 0, and joins the run that node 0 controls.
     Member {
-        /// The job with the settings of the nodes.
+        /// The request for the job, to which the settings of the nodes were added.
         request: JobRequest,
         /// The address of node 0.
         address: RendezvousAddress,
-        /// The number of the node; `None` for any number.
+        /// The number of this node; `None` to let node 0 choose the number.
         node_rank: Option<u32>,
     },
 }
@@ -111,7 +112,8 @@ pub(super) fn choose_role(args: &NodeArgs, request: JobRequest) -> diagnostic::R
     settings.into_role(request)
 }
 
-/// Returns the role of the only node of a job, whose hosts do not join.
+/// Returns the role of a process that runs a job without other nodes. Replaces `cluster.hosts:
+/// join` in the job by `local`.
 fn run_alone(mut request: JobRequest, job: &JobSpec) -> NodeRole {
     if job.cluster.hosts == HostSelection::Join {
         request.set.push("cluster.hosts=local".to_owned());
@@ -125,7 +127,8 @@ struct NodeSettings {
     nodes: NodeCount,
     node_rank: Option<u32>,
     rendezvous: RendezvousAddress,
-    /// The absolute path of the key file; `None` for insecure nodes.
+    /// The absolute path of the file with the key that the nodes share; `None` if the user has
+    /// requested nodes without a key.
     key_file: Option<PathBuf>,
 }
 
@@ -174,7 +177,8 @@ impl NodeSettings {
         Ok(NodeSettings { nodes, node_rank, rendezvous, key_file })
     }
 
-    /// Returns the role of a node with these settings. Adds the settings to the job of the request.
+    /// Determines the role of a node from its settings, and adds the settings to the overrides of
+    /// `request`.
     fn into_role(self, mut request: JobRequest) -> diagnostic::Result<NodeRole> {
         let NodeSettings { nodes, node_rank, rendezvous, key_file } = self;
         let mut set = |key: &str, value: String| request.set.push(format!("{key}={value}"));
@@ -259,7 +263,7 @@ mod tests {
         NodeSettings::collect(args, found, &crate::testing::sample_job())
     }
 
-    /// The environment of node 2 of 4.
+    /// Returns the environment of a process that is started as node 2 of 4.
     fn environment() -> NodeEnvironment {
         NodeEnvironment {
             source: "PET_NNODES".to_owned(),

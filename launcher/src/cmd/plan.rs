@@ -233,7 +233,7 @@ fn format_environment(p: &PreparedJob) -> String {
     text
 }
 
-/// Returns the environment of a worker with the address of the rendezvous.
+/// Returns the environment of a worker, with `MASTER_ADDR` and `MASTER_PORT` added.
 fn complete_env(p: &PreparedJob, worker: &WorkerPlan) -> Vec<(String, String)> {
     let mut env = worker.env.clone();
     p.plan.insert_rendezvous(&mut env);

@@ -92,8 +92,9 @@ pub(crate) fn run(args: RunArgs, context: &CommandContext) -> diagnostic::Result
     run_request(&args, request, context, began)
 }
 
-/// Runs the job of `text`, which a command made from its arguments, in this process. `node` are the
-/// options of this node. Prints errors and returns the exit code.
+/// Runs a job in this process. `text` is the job in YAML, which a command such as `launch torchrun`
+/// has made from its arguments. `node` are the options of this node. Prints errors and returns the
+/// exit code.
 pub(super) fn run_command_line_job(
     text: String,
     node: NodeArgs,
@@ -146,7 +147,7 @@ fn run_request(
     }
 }
 
-/// Joins the nodes of a job, and returns the exit code of the run.
+/// Joins, as a node, the run that node 0 at `address` controls. Returns the exit code of the run.
 fn join_nodes(
     request: &JobRequest,
     address: &RendezvousAddress,
@@ -155,7 +156,7 @@ fn join_nodes(
     cluster::join_run(&LoadedJob::load(request)?.job, address, node_rank)
 }
 
-/// Creates the error that nodes cannot join in the background.
+/// Creates the error that `--detach` cannot be used on nodes that join.
 fn build_detach_error() -> Diagnostic {
     let message = "`--detach` cannot be used on nodes that join, because a run must not outlive node 0";
     Diagnostic::error(host::JOIN_OPTION_UNSUPPORTED, message)
@@ -470,7 +471,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Returns the number of the option `--workers`.
+    /// Returns the number of workers that the option `--workers` requests with the value `workers`.
     fn number_of(workers: u32) -> WorkerNumber {
         WorkerNumber { value: workers.to_string(), argument: Some(format!("--workers {workers}")) }
     }

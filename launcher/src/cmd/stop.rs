@@ -77,7 +77,8 @@ pub(crate) fn run(args: StopArgs, _context: &CommandContext) -> diagnostic::Resu
     Ok(protocol::exit::DONE)
 }
 
-/// Returns the error of a run that cannot be stopped here because the controller is on host `host`.
+/// Creates the error that the run `name` cannot be stopped on this machine, because its controller
+/// is on host `host`.
 fn remote_run_error(name: &str, host: &str, now: bool) -> Diagnostic {
     let option = if now { " --now" } else { "" };
     Diagnostic::error(command::RUN_ON_OTHER_HOST, format!("the controller of run {name} is on host {host}"))

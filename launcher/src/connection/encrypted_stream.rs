@@ -23,28 +23,31 @@ pub(super) const MAX_RECORD_TEXT: usize = u16::MAX as usize - TAG_BYTES;
 /// The largest capacity of a buffer that stays allocated while the buffer is empty, in bytes.
 const KEPT_BYTES: usize = 8 << 10;
 
-/// A stream after the handshake. [`Self::into_halves`] returns its two directions.
+/// A byte stream that is encrypted with the keys on which a handshake has agreed.
+/// [`Self::into_halves`] returns its two directions.
 pub(crate) struct EncryptedStream<S> {
     stream: S,
     keys: Arc<StatelessTransportState>,
-    /// The numbers of the next record to read and of the next record to write.
+    /// The number of the next record to read. `next_write` is the number of the next record to
+    /// write.
     next_read: u64,
     next_write: u64,
 }
 
 impl<S> EncryptedStream<S> {
-    /// Creates a stream with the keys of a handshake, before the first record.
+    /// Creates an encrypted stream from `stream` and the keys on which a handshake has agreed. No
+    /// record was sent yet.
     pub(super) fn new(stream: S, keys: StatelessTransportState) -> Self {
         EncryptedStream { stream, keys: Arc::new(keys), next_read: 0, next_write: 0 }
     }
 
-    /// Returns the stream that carries the records.
+    /// Returns the underlying stream, such as a TCP connection, that carries the encrypted records.
     pub(crate) fn transport(&self) -> &S {
         &self.stream
     }
 
-    /// Splits the stream into its two directions. `split` splits the stream that carries the
-    /// records.
+    /// Splits the stream into its two directions. The function `split` splits the underlying stream
+    /// that carries the records.
     pub(crate) fn into_halves<R, W>(
         self,
         split: impl FnOnce(S) -> (R, W),
@@ -114,13 +117,14 @@ pub(crate) struct EncryptedReader<R> {
     /// The record that is being read, with its header. The first `filled` bytes have arrived.
     record: Vec<u8>,
     filled: usize,
-    /// The text of the last record, of which the first `taken` bytes were returned.
+    /// The decrypted text of the most recently read record. The first `taken` bytes were returned
+    /// to the caller.
     text: Vec<u8>,
     taken: usize,
 }
 
 impl<R> EncryptedReader<R> {
-    /// Returns the stream that carries the records.
+    /// Returns the underlying stream, such as a TCP connection, that carries the encrypted records.
     pub(crate) fn transport_mut(&mut self) -> &mut R {
         &mut self.stream
     }
@@ -214,13 +218,15 @@ pub(crate) struct EncryptedWriter<W> {
     keys: Arc<StatelessTransportState>,
     /// The number of the next record.
     next: u64,
-    /// The last record, of which the first `written` bytes were written.
+    /// The most recently encrypted record. Its first `written` bytes were written to the underlying
+    /// stream.
     record: Vec<u8>,
     written: usize,
 }
 
 impl<W: AsyncWrite + Unpin> EncryptedWriter<W> {
-    /// Writes the rest of the last record.
+    /// Writes the part of the most recently encrypted record that is not written yet to the
+    /// underlying stream.
     fn poll_write_record(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         while self.written < self.record.len() {
             let rest = &self.record[self.written..];

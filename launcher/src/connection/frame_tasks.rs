@@ -130,7 +130,8 @@ impl<T> Outbox<T> {
         fits
     }
 
-    /// Returns whether the queue has space for a report and for critical messages after it.
+    /// Returns whether the queue has space for a report of an agent, and for critical messages
+    /// after it.
     pub(crate) fn has_space_for_report(&self) -> bool {
         self.overflow.is_empty() && self.queue.capacity() > RESERVED_FOR_CRITICAL
     }

@@ -11,7 +11,7 @@ use protocol::control::JobKey;
 use serde::{Deserialize, Serialize};
 use std::{io, path::Path};
 
-/// The version of the format of `control.json`, which the file contains.
+/// The version of the format of `control.json`. The file contains this number.
 const VERSION: u32 = 1;
 /// The name of the file in the run directory that a [`ControlFile`] is stored in.
 const FILE_NAME: &str = "control.json";
@@ -25,11 +25,11 @@ pub(crate) struct ControlFile {
     version: u32,
     /// The key of the run, in hexadecimal digits.
     key: String,
-    /// The epoch of the newest controller.
+    /// The number of the newest controller, in the order in which controllers took over the run.
     pub(crate) epoch: u64,
     /// The hosts of the run, by index.
     pub(crate) hosts: Vec<HostTarget>,
-    /// The addresses of hosts that were added while the job ran.
+    /// The addresses for SSH of hosts that were added while the job ran.
     pub(crate) addresses: Vec<HostAddress>,
     /// Whether the batch job of the run may be requeued after the run.
     pub(crate) requeue: bool,

@@ -6,8 +6,8 @@ use super::{
 use protocol::event::Event;
 use std::collections::VecDeque;
 
-/// The largest total size, in bytes of JSON, of the events in one memo, the state of the run that
-/// every agent keeps for a later controller.
+/// The largest total size of the events in one memo, in bytes of JSON. A memo is the state of the
+/// run that every agent keeps for a later controller.
 const MAX_EVENT_BYTES: usize = 16 << 10;
 
 /// Numbers the events of a run's controllers, and keeps the events that the journal may not contain
@@ -58,8 +58,8 @@ impl ControllerEvents {
         }
     }
 
-    /// Returns the events that the journal has not stored, for a memo. Leaves out events that would
-    /// make the memo too large.
+    /// Returns the events that the journal has not stored, for a memo (the state of the run that
+    /// agents keep for a later controller). Leaves out events that would make the memo too large.
     pub(crate) fn collect_unstored(&self) -> Vec<UnstoredEvent> {
         let mut free = MAX_EVENT_BYTES;
         let fits = |(_, bytes): &&(UnstoredEvent, usize)| {

@@ -68,11 +68,11 @@ pub(crate) const MAX_HOST_FAILURES: u32 = 2;
 /// The phase of the current attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum AttemptState {
-    /// The core takes over a run whose controller was lost.
+    /// The controller takes over the run, whose previous controller was lost.
     Adopting,
-    /// The core waits for the agents of the next attempt.
+    /// The controller waits for the agents of the next attempt.
     Joining,
-    /// The core waits until the attempt is planned, and then until its rendezvous is bound.
+    /// The controller waits until the attempt is planned, and then until its rendezvous is bound.
     Preparing,
     /// The workers are started or running.
     Running,
@@ -127,11 +127,12 @@ pub(crate) struct ControllerCore {
     hosts: Vec<HostState>,
     leases: LeaseQueue,
     history: RestartHistory,
-    /// The current attempt, or the next one while in backoff.
+    /// The number of the current attempt or, during the pause before a restart, of the next
+    /// attempt.
     attempt: u32,
 
     // ---- state of the current attempt ----
-    /// The hosts of the attempt, in the order of ranks.
+    /// The hosts of the current attempt, in the order of their ranks.
     members: Vec<HostIndex>,
     /// The number of hosts in `members` that may have processes of this attempt.
     active_hosts: usize,
@@ -147,7 +148,7 @@ pub(crate) struct ControllerCore {
     /// A failure that is probably the consequence of another, unreported failure. The time is the
     /// deadline for the report of the other failure.
     suspect: Option<(RootCause, Duration)>,
-    /// The root cause of the attempt's failure; `None` while no failure was found.
+    /// The root cause of the failure of the current attempt; `None` while no failure was found.
     cause: Option<RootCause>,
     /// The reason why the job is not restarted after the root cause; `None` if the job is restarted
     /// or no restarts were requested.
@@ -184,13 +185,14 @@ pub(crate) struct ControllerCore {
     awaited_evictions: BTreeMap<HostIndex, Duration>,
     /// The takeover of the run, until it is complete.
     adoption: Option<Adoption>,
-    /// The number of memos so far.
+    /// The number of memos (states of the run for a later controller) that this controller has
+    /// sent.
     memos: u64,
     any_remote: bool,
     next_heartbeat: Duration,
-    /// The number of hosts that are no longer listed and not yet excluded.
+    /// The number of hosts that the hostfile no longer lists and that the run has not excluded yet.
     unlisted: usize,
-    /// The host of each stream of reports.
+    /// Maps the number of each agent's sequence of reports to the host of the agent.
     streams: BTreeMap<u64, HostIndex>,
     /// The report that is being processed, with its age. `None` if the input is not a report, or if
     /// the report has been recorded.
@@ -203,7 +205,8 @@ pub(crate) struct ControllerCore {
 }
 
 impl ControllerCore {
-    /// Creates the core of a run that waits for the agents of its first attempt.
+    /// Creates the state machine of a controller that waits for the agents of the first attempt of
+    /// its run.
     pub(crate) fn new(setup: CoreSetup) -> Self {
         let hosts = setup.hosts.iter().map(|_| HostState::default()).collect();
         let any_remote = setup.hosts.iter().any(|h| h.remote);
@@ -257,9 +260,9 @@ impl ControllerCore {
         }
     }
 
-    /// Creates the core of a controller that takes over a run. `placement` is the last attempt and
-    /// its hosts, as far as the journal records them. With `is_forced`, the run is taken over
-    /// although hosts do not answer.
+    /// Creates the state machine of a controller that takes over a run. `placement` is the last
+    /// attempt and its hosts, as far as the journal records them. With `is_forced`, the run is
+    /// taken over although hosts do not answer.
     pub(crate) fn new_takeover(
         setup: CoreSetup,
         placement: Option<(u32, Vec<String>)>,
@@ -281,8 +284,8 @@ impl ControllerCore {
         std::mem::take(&mut self.actions)
     }
 
-    /// Returns when the next [`ControllerInput::Tick`] is due at the latest, or `None` if no
-    /// deadline is pending.
+    /// Returns the time by which the driver must pass the next [`ControllerInput::Tick`], or `None`
+    /// if no deadline is pending.
     pub(crate) fn find_next_deadline(&self) -> Option<Duration> {
         let suspect = self.suspect.as_ref().map(|(_, until)| *until);
         let tail = self.unreported_since.map(|since| since + TAIL_TIMEOUT);

@@ -1,5 +1,6 @@
-//! [`ControllerDriver`]: executes what the core decides. The driver starts agents, exchanges
-//! messages with them, catches signals, and writes the journal and the report.
+//! [`ControllerDriver`]: executes the actions that the controller's state machine (module `core`)
+//! requests. The driver starts agents, exchanges messages with them, catches signals, and writes
+//! the journal and the report.
 mod cleanup;
 mod debug_log;
 mod event_loop;
@@ -110,8 +111,8 @@ enum RunEnd {
     Abandoned(AttachFailure),
 }
 
-/// The replacement of this controller, as an agent reported it when it stopped obeying this
-/// controller, or as the journal shows it.
+/// The way in which this controller has lost control of its run, as an agent or the journal shows
+/// it: to another controller, or because this one was silent for too long.
 #[derive(Clone, Copy, Debug)]
 struct ControllerReplacement {
     /// Whether another controller controls the run. Otherwise the agents obey no controller,
@@ -162,7 +163,7 @@ type AgentMessage = (AgentId, Result<Option<FromAgent>, FrameError>);
 /// The sender and the receiver of one channel to the event loop.
 type ChannelEnds<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
 
-/// Executes the actions that the core of one run decides on.
+/// Executes the actions that the controller's state machine requests, for one run.
 struct ControllerDriver {
     job: JobSpec,
     /// The plan of the newest attempt. Before the first attempt, the plan for the declared hosts.
@@ -206,11 +207,11 @@ struct ControllerDriver {
     earlier: Duration,
     streamed_logs: StreamedLogs,
     agents: HashMap<HostIndex, SupervisedAgent>,
-    /// The agents on other hosts that were asked to end and whose streams have not ended.
+    /// The agents on other hosts that were asked to end and whose control streams have not ended.
     released: HashSet<AgentId>,
     /// The hosts whose agents have messages waiting because the queues of the agents are full.
     backlogged: HashSet<HostIndex>,
-    /// Inputs for the core that follow from its own actions.
+    /// Inputs of the controller's state machine that follow from the actions that it has requested.
     pending_inputs: VecDeque<ControllerInput>,
     /// The number of agents that were started during the run, which is also the number of the
     /// newest agent.

@@ -83,7 +83,8 @@ pub(super) struct Journal {
     is_deletion_reported: bool,
 }
 
-/// The receiver of the reports that the journal has stored: the newest report of each stream.
+/// The receiver of the reports that the journal has stored. An item has the newest stored report of
+/// each sequence of reports.
 pub(super) type StoredReports = mpsc::Receiver<Vec<ReportId>>;
 
 impl Journal {

@@ -39,7 +39,7 @@ pub(crate) struct RestartHistory {
     pub(crate) has_memory_copies: bool,
     /// The end of the previous failed attempt; `None` before the first restart.
     pub(crate) last: Option<AttemptEnd>,
-    /// The number of restarts in a row that brought no progress.
+    /// The number of successive restarts that brought no progress.
     pub(crate) no_progress: u32,
 }
 

@@ -66,7 +66,8 @@ pub(crate) struct RunOptions {
 pub(crate) struct AttachOptions {
     /// The key of the run.
     pub(crate) key: JobKey,
-    /// The epoch of the controller, which is greater than that of earlier controllers.
+    /// The number of this controller in the order in which controllers took over the run. It is
+    /// greater than that of earlier controllers.
     pub(crate) epoch: u64,
     /// The last attempt and its hosts, as far as the journal records them.
     pub(crate) placement: Option<(u32, Vec<String>)>,

@@ -1,5 +1,5 @@
 //! [`SignalReceiver`]: catches the signals that are sent to the controller, and translates each
-//! signal into a request to the core.
+//! signal into a request to the controller's state machine.
 use super::core::{ControllerInput, StopRequest};
 use jobspec::{SignalAction, Signals as SignalActions};
 use nix::sys::signal::Signal;
@@ -13,8 +13,8 @@ pub(super) struct SignalReceiver {
     interrupt: SignalStream,
     terminate: SignalStream,
     quit: SignalStream,
-    /// The stream of SIGHUP; `None` if the controller was started with SIGHUP ignored (`nohup`).
-    /// The signal then stays ignored.
+    /// The SIGHUP signals that this process receives; `None` if the controller was started with
+    /// SIGHUP ignored (`nohup`). The signal then stays ignored.
     hangup: Option<SignalStream>,
     usr1: SignalStream,
     usr2: SignalStream,
@@ -25,7 +25,7 @@ pub(super) struct SignalReceiver {
 
 /// The meaning of a signal for the controller, such as a request to stop the run.
 pub(super) enum SignalEvent {
-    /// The signal requests an action of the core, such as to save or to stop.
+    /// The signal requests an action of the controller's state machine, such as to save or to stop.
     Request(ControllerInput),
     /// SIGCHLD: child processes have ended and must be reaped.
     ChildrenEnded,

@@ -22,7 +22,8 @@ pub(crate) struct ImportedJob {
     pub(crate) nodes: Option<ImportedNodes>,
 }
 
-/// The nodes of a command line that the user starts on each of them.
+/// The nodes of a command line that the user starts once on each node: their number, the number of
+/// this node, and the address of node 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ImportedNodes {
     /// The number of nodes.
@@ -44,7 +45,7 @@ pub(crate) struct ImportNote {
     pub(crate) text: String,
 }
 
-/// What a note is about.
+/// The kind of a note: about a key that was written, or about one that was not converted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NoteKind {
     /// A key of the job that was written.

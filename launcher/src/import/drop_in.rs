@@ -1,5 +1,5 @@
-//! What the drop-in commands for torchrun, accelerate and deepspeed share: the machine on which
-//! they run, and rejected options.
+//! Shared parts of the drop-in commands for torchrun, accelerate and deepspeed: the description of
+//! the machine on which they run, and the rules by which they reject options.
 //!
 //! In contrast to an import, an option that a drop-in command cannot convert is an error.
 use super::{
@@ -74,15 +74,16 @@ pub(super) fn reject_option(program: &str, option: &str, reason: impl AsRef<str>
     if help.is_empty() { error } else { error.with_help(help) }
 }
 
-/// Creates the error that the option `option` is for jobs of several machines on which the user
-/// starts the program.
+/// Creates the error that launch does not support the option `option`, because it is for jobs in
+/// which the user starts `program` on each of several machines.
 pub(super) fn reject_several_machines(program: &str, option: &str, reason: &str) -> Diagnostic {
     let help = "one launch starts all hosts over SSH or in a Slurm allocation: name them in `cluster.hosts` \
                 of a job.yaml; `launch run --nodes N --node-rank K -- PROGRAM` runs on each node";
     reject_option(program, option, reason, help)
 }
 
-/// What a drop-in command does with an option that has no counterpart in a job.
+/// The effect of an option that has no counterpart in a job: none, or the rejection of the command
+/// line.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum OptionEffect {
     /// The option changes nothing on one machine or with launch; the reason is shown as a note.
@@ -225,9 +226,9 @@ pub(super) fn set_console(
     Ok(())
 }
 
-/// Parses a value of `--tee` or `--redirects`: a number of streams for all ranks (0 none, 1 stdout,
-/// 2 stderr, 3 both), or a mapping from ranks to numbers. Returns the number of each rank, or
-/// `None` for other text.
+/// Parses a value of `--tee` or `--redirects`: a code for all ranks that selects output streams (0
+/// none, 1 stdout, 2 stderr, 3 both), or a mapping from ranks to such codes. Returns the code of
+/// each rank, or `None` for other text.
 fn parse_streams(text: &str, workers: i64) -> Option<Vec<u8>> {
     let number = |text: &str| text.parse::<u8>().ok().filter(|n| *n <= 3 && text.len() == 1);
     if let Some(streams) = number(text) {

@@ -34,7 +34,8 @@ pub(crate) struct SlurmTransport {
     allocation: SlurmAllocation,
     /// Whether srun copies the executable to the nodes (`--bcast`).
     bcast: bool,
-    /// The network in which agents connect to this machine, if this machine has an address in it.
+    /// The network whose address of this machine the agents connect to, if this machine has an
+    /// address in it.
     interface: InterfaceSelector,
     /// Variables of this process that srun does not get, because Slurm sends the environment of
     /// srun to the nodes without encryption.
@@ -207,8 +208,8 @@ mod tests {
     use super::*;
     use crate::cluster::slurm::allocation::{SlurmNode, SlurmNodeGroup};
 
-    /// Builds a node of an allocation with this number of GPUs. `requires_gpu_request` states
-    /// whether the job requested GPUs per task.
+    /// Builds a node of an allocation that has `gpus` GPUs. `requires_gpu_request` states whether
+    /// the job requested GPUs per task.
     fn build_node(name: &str, gpus: Option<u32>, requires_gpu_request: bool) -> SlurmNode {
         SlurmNode { name: name.to_owned(), tasks: None, cpus: 0, gpus, requires_gpu_request }
     }

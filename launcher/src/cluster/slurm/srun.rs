@@ -7,7 +7,7 @@ use diagnostic::{
 };
 use std::path::PathBuf;
 
-/// The nodes of one Slurm step, with the GPUs to request on them.
+/// The nodes of one Slurm step, and the GPUs that the step requests on these nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct StepNodes {
     /// The index of the nodes' group in a heterogeneous job; `None` in other jobs.
@@ -34,8 +34,8 @@ pub(super) enum StepGpuRequest {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct StepExecutable {
     path: PathBuf,
-    /// The path on the nodes to which srun first copies the executable; `None` if the nodes have
-    /// the executable at `path`.
+    /// The path to which srun copies the executable on each node before it starts the step; `None`
+    /// if the nodes have the executable at `path`.
     copy: Option<String>,
 }
 

@@ -32,7 +32,8 @@ const OUTPUT_BUFFER_BYTES: usize = 16 << 10;
 /// are dropped.
 const WARNING_CAPACITY: usize = 16;
 
-/// A running `srun`, whose tasks are agents. All connections to these agents share the value.
+/// A running `srun`, whose tasks are agents. The value is shared by the connections to all of these
+/// agents.
 #[derive(Debug)]
 pub(super) struct SlurmStep {
     pid: u32,

@@ -19,8 +19,8 @@ const REAP_INTERVAL: Duration = Duration::from_millis(20);
 /// process that still runs after this time is killed.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A host, with the agent that was started there or the error of starting the agent. If the agent
-/// is a child process, dropping this value kills and reaps the agent.
+/// A host with the agent that `launch check` started there, or with the error of the start. If the
+/// agent is a child process, dropping this value kills and reaps the agent.
 pub(super) struct StartedAgent {
     pub(super) name: String,
     pub(super) agent: diagnostic::Result<AgentProcess>,

@@ -46,8 +46,8 @@ pub(super) struct CheckResult {
     pub(super) code: Option<Code>,
     /// The advice for a failure or warning; `None` if the check passed or was skipped.
     pub(super) help: Option<String>,
-    /// The member `fields` of this check in the JSON report: values by name. The names are those of
-    /// the fields of the diagnostic.
+    /// The values of this check for programs, by name: the member `fields` of the check in the JSON
+    /// report. The names are those of the fields of the diagnostic.
     pub(super) fields: Map<String, Value>,
     /// Whether the text in `found` already names the host.
     pub(super) names_host: bool,

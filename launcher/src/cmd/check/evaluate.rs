@@ -83,8 +83,8 @@ fn check_connection(probe: &ProbeResult, stages: &[(ConnectionStage, &'static st
     checks
 }
 
-/// Checks what the agent of one host has found: directories, architecture, version, GPUs and
-/// limits.
+/// Checks the inspection that the agent of one host has reported: directories, architecture,
+/// version, GPUs and limits.
 ///
 /// Architecture, version and GPUs are compared with those of `first`, the first host that answered.
 /// `slots` is the number of slots that the hostfile declares for the host.
@@ -362,13 +362,13 @@ mod tests {
         evaluate_changed_host(|probe| change(probe.inspection.as_mut().expect("an inspection")))
     }
 
-    /// Evaluates a host with these GPUs next to a healthy host. Returns the name and level of each
-    /// check of the host with GPUs that did not pass.
+    /// Evaluates two hosts: a healthy host without problems, and a host with the GPUs `gpus`.
+    /// Returns the name and level of each check of the second host that did not pass.
     fn evaluate_gpus(gpus: Vec<GpuStatus>) -> Vec<(&'static str, CheckLevel)> {
         evaluate_changed_inspection(|host| host.gpus.gpus = gpus)
     }
 
-    /// Returns the error of a directory that is not writable.
+    /// Creates an error about a directory that is not writable, for tests.
     fn make_error() -> Diagnostic {
         Diagnostic::error(host::DIRECTORY_UNWRITABLE, "read-only")
     }

@@ -27,13 +27,13 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// The number of bytes that are read from the beginning of an agent's stderr. Further bytes are
 /// ignored. An error about the agent contains the text.
 const MAX_STDERR_BYTES: u64 = 4 << 10;
-/// In a job with more than [`MAX_FULL_MESH_HOSTS`] hosts, the number of hosts after it to which
-/// each host connects. Each host also connects to the first host.
+/// The number of next hosts in the list of hosts to which each host connects, in a job with more
+/// than [`MAX_FULL_MESH_HOSTS`] hosts. Each host also connects to the first host.
 const NEIGHBOUR_COUNT: usize = 4;
 /// The largest number of hosts for which every host connects to all other hosts.
 const MAX_FULL_MESH_HOSTS: usize = 16;
 
-/// The directories that the agent of each host inspects.
+/// The directories and library paths that the agent of each host inspects.
 #[derive(Clone, Debug)]
 pub(super) struct ProbeTargets {
     /// The absolute paths of the directories that the job writes to: working, log and, for built-in
@@ -44,7 +44,7 @@ pub(super) struct ProbeTargets {
     pub(super) cuda: Option<Vec<PathBuf>>,
 }
 
-/// What the probes of `launch check` found about one host.
+/// The answers of one host to the probes of `launch check`, or the error that prevented them.
 #[derive(Debug)]
 pub(super) struct ProbeResult {
     pub(super) name: String,

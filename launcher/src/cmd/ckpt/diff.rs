@@ -46,7 +46,8 @@ pub(super) fn run(args: DiffArgs, json: bool) -> diagnostic::Result<u8> {
     Ok(if report.is_equal() { exit::DONE } else { exit::FAILED })
 }
 
-/// Returns the tensors and tied weights of a checkpoint as one side of a comparison.
+/// Returns the tensors and tied weights of a checkpoint in the form that the comparison of two
+/// checkpoints requires.
 fn to_diff_side(found: &OpenedCheckpoint) -> DiffSide<'_> {
     let ties: &[TiedWeight] = match found {
         OpenedCheckpoint::Native(newest) => &newest.checkpoint.facts().model.ties,

@@ -84,8 +84,8 @@ fn prepare_resume_directory(
     Ok((Some(prepared.path), notes))
 }
 
-/// Returns the error of a checkpoint path that cannot be passed to a program because the path is
-/// not UTF-8.
+/// Creates the error that the path of a checkpoint cannot be passed to a program, because the path
+/// is not UTF-8.
 fn path_not_utf8_error(path: &Path) -> Diagnostic {
     let path = path.display().to_string();
     Diagnostic::error(

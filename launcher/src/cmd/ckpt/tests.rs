@@ -44,7 +44,7 @@ fn verify_command(path: PathBuf) -> CkptCommand {
     CkptCommand::Verify(VerifyArgs { path, values: false, strict: false })
 }
 
-/// Returns the directory of the checkpoints that other programs saved.
+/// Returns the directory with the stored checkpoints of other programs that the tests read.
 fn find_golden_dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/ckpt/tests/golden")
 }

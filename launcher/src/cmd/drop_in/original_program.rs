@@ -12,7 +12,7 @@ use std::{
     process::Command,
 };
 
-/// The number of bytes at the start of a script that are searched for its interpreter.
+/// The number of bytes at the start of a script in which its interpreter is searched.
 const HEADER_BYTES: u64 = 4096;
 
 /// Replaces this process by the original program with the arguments `arguments`. Returns only if

@@ -16,13 +16,13 @@ const JOB_DIRECTORY: &str = "/etc/launch/job";
 const KEY_DIRECTORY: &str = "/etc/launch/key";
 /// The name of the replicated job in a JobSet, which is part of the names of its pods.
 const REPLICATED_JOB: &str = "node";
-/// The port of the rendezvous.
+/// The port at which the pod of node 0 listens for the other nodes.
 const PORT: u16 = 29400;
 /// The length of the longest name of a job, so that the names of its pods fit into DNS labels.
 const MAX_NAME: usize = 40;
 /// The time that the built-in training gets to save after SIGTERM, in seconds.
 const BUILTIN_SAVE_SECONDS: u64 = 600;
-/// The time after SIGKILL of the workers in which launch ends, in seconds.
+/// The time that launch may take to end after the grace period of the workers, in seconds.
 const END_SECONDS: u64 = 30;
 
 /// The kind of object that runs the pods.
@@ -157,7 +157,7 @@ impl Manifest<'_> {
         object
     }
 
-    /// Returns the labels of all objects.
+    /// Returns the labels that each of the objects gets.
     fn build_labels(&self) -> Value {
         json!({"app.kubernetes.io/instance": self.name, "app.kubernetes.io/managed-by": "launch"})
     }
@@ -178,7 +178,7 @@ impl Manifest<'_> {
         self.build_object("v1", "ConfigMap", "-job", json!({"data": {"job.yaml": text}}))
     }
 
-    /// Builds the headless Service that gives the pods of an Indexed Job their names. The names
+    /// Builds the headless Service that gives the pods of an Indexed Job their DNS names. The names
     /// resolve before the pods are ready, because pods become ready only after they have met.
     fn build_service(&self) -> Value {
         let spec = json!({
@@ -264,7 +264,7 @@ impl Manifest<'_> {
         Ok(spec)
     }
 
-    /// Builds the container of a pod, with these mounts.
+    /// Builds the container of a pod with the volume mounts `mounts`.
     fn build_container(&self, mounts: Vec<Value>) -> diagnostic::Result<Value> {
         let mut command = vec!["launch".to_owned(), "run".to_owned(), format!("{JOB_DIRECTORY}/job.yaml")];
         command.extend(self.args.job.set.iter().map(|set| format!("--set={set}")));
@@ -301,7 +301,7 @@ impl Manifest<'_> {
         Ok(container)
     }
 
-    /// Builds the resources of a container.
+    /// Builds the limits of a container: GPUs, RDMA devices, CPUs and memory.
     fn build_resources(&self) -> diagnostic::Result<Value> {
         let (mut limits, mut requests) = (Map::new(), Map::new());
         if self.args.gpus > 0 {
@@ -318,7 +318,7 @@ impl Manifest<'_> {
         Ok(json!({"limits": limits, "requests": requests}))
     }
 
-    /// Parses the volumes of the command line into claims and paths.
+    /// Parses the values of `--volume` into pairs of a persistent volume claim and a mount path.
     fn parse_volumes(&self) -> diagnostic::Result<Vec<(&str, &str)>> {
         let parse = |text: &'_ String| {
             let split =
@@ -338,7 +338,8 @@ impl Manifest<'_> {
     }
 }
 
-/// Creates the error of an option whose value is malformed.
+/// Creates the error that the value `value` of the option `option` is malformed. `expected`
+/// describes the values that the option accepts.
 fn invalid_option(option: &str, value: &str, expected: &str) -> Diagnostic {
     let message = format!("`{}` is not a value of `{option}`; expected {expected}", value.escape_debug());
     Diagnostic::error(command::USAGE, message).with_subject(option)

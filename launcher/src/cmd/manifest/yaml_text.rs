@@ -1,4 +1,5 @@
-//! [`format_yaml_documents`]: formats JSON values as YAML, as people write Kubernetes manifests.
+//! [`format_yaml_documents`]: formats JSON values as YAML in the style in which Kubernetes
+//! manifests are written by hand.
 use jobspec::quote_yaml;
 use serde_json::Value;
 use std::fmt::Write as _;

@@ -21,14 +21,15 @@ use protocol::{
 };
 use std::{path::PathBuf, time::Duration};
 
-/// A worker in the plan of an attempt, reduced to what the core needs.
+/// A worker in the plan of an attempt, reduced to what the controller's state machine needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PlannedWorker {
     /// The path of the worker's log.
     pub(crate) log: PathBuf,
 }
 
-/// An input of the core: a message, a signal, a changed file, or the passing of time.
+/// An input of the controller's state machine: a message, a signal, a changed file, or the passing
+/// of time.
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
 pub(crate) enum ControllerInput {
@@ -45,7 +46,8 @@ pub(crate) enum ControllerInput {
     Planned { attempt: u32, workers: Vec<Vec<PlannedWorker>>, bind: RendezvousRequest },
     /// An attempt could not be planned.
     Rejected { attempt: u32, diagnostic: Diagnostic },
-    /// The journal contains these reports: the newest of each stream.
+    /// The journal has stored all reports up to these. Holds the newest stored report of each
+    /// agent, and that of the controllers.
     Stored(Vec<ReportId>),
     /// A request to save and stop, from a signal. A second request kills the workers.
     Stop(StopRequest),
@@ -58,15 +60,15 @@ pub(crate) enum ControllerInput {
     /// The list of hosts changed. `added` are the new hosts. `listed` states for each known host,
     /// by [`HostIndex`], whether the new list contains the host.
     Hosts { added: Vec<HostSetup>, listed: Vec<bool> },
-    /// The journal of a run was taken over.
+    /// The journal of a lost controller was taken over.
     JournalTaken(Box<TakenJournal>),
-    /// No worker of the lost agent on this host is left.
+    /// The agent of this lost host was asked to end, and has no workers left.
     Evicted(HostIndex),
     /// Time passed, and a deadline may be due.
     Tick,
 }
 
-/// An action that the driver executes for the core.
+/// An action that the controller's state machine requests from the driver, which does the I/O.
 #[derive(Debug, PartialEq)]
 pub(crate) enum ControllerAction {
     /// Send a message to the agent on a host.
@@ -75,11 +77,13 @@ pub(crate) enum ControllerAction {
     SendHello(HostIndex),
     /// Ask the agent that is alive on a host to obey this controller.
     SendAttach(HostIndex),
-    /// Send a memo to the agents of these hosts, before the orders that follow.
+    /// Send a memo, which holds the state of the run for a later controller, to the agents of these
+    /// hosts. The orders that follow are sent after the memo.
     SendMemo { hosts: Vec<HostIndex>, memo: Box<RunMemo> },
     /// The run has an agent with this number. Later agents get greater numbers.
     RecordAgentNumber(u64),
-    /// Continue with the job and the environment of the workers that this plan contains.
+    /// Continue with the job and the workers' environment that this plan of an adopted agent
+    /// contains.
     AdoptPlan(Box<HostPlan>),
     /// Take over the journal. The driver answers with [`ControllerInput::JournalTaken`].
     TakeOverJournal(Box<StoredMemo>),
@@ -104,8 +108,8 @@ pub(crate) enum ControllerAction {
         /// The newest checkpoint of this run; `None` if the run has completed no checkpoint.
         resume: Option<PathBuf>,
     },
-    /// Start the workers of the attempt that was planned last. The rendezvous is bound to this
-    /// port.
+    /// Start the workers of the attempt that was planned most recently. The rendezvous is bound to
+    /// this port.
     StartWorkers { port: u16 },
     /// Start the agent of a host, for the first time or again.
     StartAgent(HostIndex),
@@ -147,7 +151,8 @@ pub(crate) struct RunOutcome {
     /// Whether the run completed an optimizer step. Always `true` for programs, whose steps are
     /// unknown.
     pub(crate) made_progress: bool,
-    /// The last optimizer step; `None` for programs, whose steps are unknown.
+    /// The number of the last optimizer step of the run; `None` for programs, whose steps are
+    /// unknown.
     pub(crate) step: Option<u64>,
     /// The end of each rank other than the failed rank; empty if the run did not fail.
     pub(crate) peers: Vec<PeerEnd>,

@@ -98,7 +98,8 @@ impl ControllerCore {
         }
     }
 
-    /// Records that a host cannot be adopted.
+    /// Records that the agent of a host cannot be adopted, because it has ended or cannot be
+    /// reached.
     pub(super) fn lose_adopted_host(&mut self, id: HostIndex, end: AgentEnd) {
         let Some(adoption) = &mut self.adoption else { return };
         if !matches!(adoption.hosts[id], HostAnswer::NoAgent | HostAnswer::Unreachable(_)) {

@@ -62,12 +62,13 @@ pub(super) struct Adoption {
     /// The answers of the hosts, by index.
     pub(super) hosts: Vec<HostAnswer>,
     pub(super) reports: Vec<ReplayedReport>,
-    /// The hosts of the last attempt according to the journal; `None` if the journal does not
-    /// record them.
+    /// The number and the hosts of the most recent attempt according to the journal; `None` if the
+    /// journal does not record them.
     pub(super) placement: Option<(u32, Vec<String>)>,
     /// Whether the run is taken over although hosts do not answer.
     pub(super) is_forced: bool,
-    /// The newest memo, once the journal is being taken over.
+    /// The newest memo, which holds the state of the run that agents keep for a later controller;
+    /// `None` until the takeover of the journal begins.
     pub(super) memo: Option<StoredMemo>,
 }
 
@@ -111,7 +112,8 @@ pub(super) struct AdoptedRun {
     pub(super) plans: Vec<(HostIndex, HostPlan)>,
     /// The addresses of the workers of an attempt, with a host whose workers have received them.
     pub(super) peers: Option<(HostIndex, WorkerPeers)>,
-    /// The hosts of the last attempt according to the journal.
+    /// The number and the hosts of the most recent attempt according to the journal; `None` if the
+    /// journal does not record them.
     pub(super) placement: Option<(u32, Vec<String>)>,
     pub(super) reports: Vec<ReplayedReport>,
     /// The hosts whose agents were not adopted, with the reasons.

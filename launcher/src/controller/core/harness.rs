@@ -1,4 +1,4 @@
-//! [`CoreHarness`]: a controller core to which tests send the messages of simulated agents.
+//! [`CoreHarness`]: the controller's state machine with simulated agents, for tests.
 use super::*;
 use crate::cluster::AgentArrival;
 use diagnostic::codes;
@@ -8,7 +8,7 @@ use protocol::{
     event::FailureReport,
 };
 
-/// The port of the rendezvous.
+/// The port that the simulated agents report for the rendezvous.
 pub(super) const PORT: u16 = 4000;
 
 /// Returns a duration of `n` milliseconds.
@@ -37,7 +37,8 @@ pub(super) fn create_setup(hosts: u32, builtin: bool) -> CoreSetup {
     }
 }
 
-/// A controller core for tests, with the current time and the number of ranks per host.
+/// The controller's state machine (core) for tests, with the current time and the number of ranks
+/// per host.
 pub(super) struct CoreHarness {
     pub(super) core: ControllerCore,
     pub(super) now: Duration,
@@ -46,12 +47,14 @@ pub(super) struct CoreHarness {
 }
 
 impl CoreHarness {
-    /// Creates a core whose agents were just started. `local` is the number of ranks on each host.
+    /// Creates the state machine of a controller whose agents were just started. `local` is the
+    /// number of ranks on each host.
     pub(super) fn new(hosts: u32, local: u32, builtin: bool) -> CoreHarness {
         CoreHarness::with_setup(create_setup(hosts, builtin), local)
     }
 
-    /// Creates a core with this setup whose agents were just started.
+    /// Creates the state machine of a controller with the settings `setup`, whose agents were just
+    /// started.
     pub(super) fn with_setup(setup: CoreSetup, local: u32) -> CoreHarness {
         let hosts = setup.hosts.len();
         let mut core = ControllerCore::new(setup);
@@ -59,13 +62,14 @@ impl CoreHarness {
         CoreHarness { core, now: millis(0), local }
     }
 
-    /// Creates a core whose hosts have all joined and whose ranks all run.
+    /// Creates the state machine of a controller whose hosts have all joined and whose ranks all
+    /// run.
     pub(super) fn with_running_workers(hosts: u32, local: u32, builtin: bool) -> CoreHarness {
         CoreHarness::with_running_setup(create_setup(hosts, builtin), local)
     }
 
-    /// Creates a core with this setup, lets all hosts join, and starts all ranks. Panics if the
-    /// core does not prepare exactly one attempt.
+    /// Creates the state machine of a controller with the settings `setup`, lets all hosts join,
+    /// and starts all ranks. Panics if the state machine does not prepare exactly one attempt.
     pub(super) fn with_running_setup(setup: CoreSetup, local: u32) -> CoreHarness {
         let hosts = setup.hosts.len();
         let mut harness = CoreHarness::with_setup(setup, local);
@@ -83,12 +87,12 @@ impl CoreHarness {
         harness
     }
 
-    /// Gives the core an input at the current time, and returns the actions.
+    /// Passes an input to the state machine at the current time, and returns the requested actions.
     pub(super) fn feed_input(&mut self, input: ControllerInput) -> Vec<ControllerAction> {
         self.core.handle_input(self.now, input)
     }
 
-    /// Gives the core the hello of a host's agent, and returns the actions.
+    /// Passes the hello of a host's agent to the state machine, and returns the requested actions.
     pub(super) fn send_hello(&mut self, host: HostIndex) -> Vec<ControllerAction> {
         let inventory =
             HostInventory { host: format!("h{host}"), cpus: vec![0, 1, 2, 3], ..HostInventory::default() };
@@ -98,8 +102,8 @@ impl CoreHarness {
         ))
     }
 
-    /// Reports to the core that the plan for the selected hosts is ready and that the rendezvous is
-    /// bound. Returns the actions.
+    /// Reports to the state machine that the plan for the selected hosts is ready and that the
+    /// rendezvous is bound. Returns the requested actions.
     pub(super) fn report_plan_ready(&mut self) -> Vec<ControllerAction> {
         let worker = |i| PlannedWorker { log: format!("/run/{i}.log").into() };
         let workers = vec![(0..self.local).map(worker).collect(); self.core.members.len()];
@@ -113,7 +117,8 @@ impl CoreHarness {
         self.feed_input(ControllerInput::Agent(first, FromAgent::Bound { attempt, port: Ok(PORT) }))
     }
 
-    /// Reports to the core that every rank of this attempt has started. Discards the actions.
+    /// Reports to the state machine that every rank of this attempt has started. Discards the
+    /// requested actions.
     pub(super) fn report_workers_started(&mut self) {
         for (rank, host) in self.core.workers.iter().map(|w| w.host).enumerate().collect::<Vec<_>>() {
             let (attempt, rank) = (self.core.attempt, rank as Rank);
@@ -124,14 +129,15 @@ impl CoreHarness {
         }
     }
 
-    /// Gives the core a message from the agent that runs `rank`, and returns the actions.
+    /// Passes a message from the agent that runs `rank` to the state machine, and returns the
+    /// requested actions.
     pub(super) fn send_from_agent(&mut self, rank: Rank, message: FromAgent) -> Vec<ControllerAction> {
         let host = self.core.workers.get(rank as usize).map_or((rank / self.local) as usize, |w| w.host);
         self.feed_input(ControllerInput::Agent(host, message))
     }
 
-    /// Reports to the core that the process of `rank` ended with this status, and returns the
-    /// actions.
+    /// Reports to the state machine that the process of `rank` ended with this status, and returns
+    /// the requested actions.
     pub(super) fn report_worker_exit(&mut self, rank: Rank, status: ExitStatus) -> Vec<ControllerAction> {
         let tail = vec![format!("last of {rank}")];
         self.send_from_agent(
@@ -149,8 +155,8 @@ impl CoreHarness {
         )
     }
 
-    /// Gives the core the final report of a worker that is about to exit with the code `exit`, and
-    /// returns the actions.
+    /// Passes the final report of a worker that is about to exit with the code `exit` to the state
+    /// machine, and returns the requested actions.
     pub(super) fn send_final_report(&mut self, rank: Rank, exit: WorkerExit) -> Vec<ControllerAction> {
         self.send_from_agent(
             rank,
@@ -164,12 +170,14 @@ impl CoreHarness {
         )
     }
 
-    /// Reports to the core that no worker is left on a host, and returns the actions.
+    /// Reports to the state machine that no worker is left on a host, and returns the requested
+    /// actions.
     pub(super) fn report_workers_ended(&mut self, host: HostIndex) -> Vec<ControllerAction> {
         self.feed_input(ControllerInput::Agent(host, FromAgent::WorkersEnded { attempt: self.core.attempt }))
     }
 
-    /// Sets the time to `now`, gives the core a tick, and returns the actions.
+    /// Sets the time to `now`, passes a tick to the state machine, and returns the requested
+    /// actions.
     pub(super) fn tick_at(&mut self, now: Duration) -> Vec<ControllerAction> {
         self.now = now;
         self.feed_input(ControllerInput::Tick)

@@ -28,14 +28,15 @@ pub(super) struct HostState {
     pub(super) hostname: String,
     /// The process id of the agent; 0 before its hello.
     pub(super) pid: u32,
-    /// The number of the agent's stream of reports; 0 before its hello.
+    /// The number that identifies the agent's sequence of reports; 0 before its hello.
     pub(super) stream: u64,
     /// The number of bytes of host memory that the job may use on the host; 0 if unknown.
     pub(super) memory: u64,
-    /// The time at which the last message of the agent arrived, or at which the agent was started.
+    /// The time at which the most recent message of the agent arrived or, before the first message,
+    /// at which the agent was started.
     pub(super) last_heard: Duration,
-    /// The last step of the agent's start that the transport has reported; `None` if it reports no
-    /// steps.
+    /// The most recent step of the agent's start that the transport has reported; `None` if it has
+    /// reported no step.
     pub(super) start_step: Option<StartStep>,
     /// The number of attempts that failed because of this host.
     pub(super) failures: u32,
@@ -59,8 +60,8 @@ pub(super) struct HostState {
     pub(super) ranks: Range<Rank>,
     /// The number of workers of this attempt that are running on the host.
     pub(super) running: usize,
-    /// The ticket of the host's valid entry in the lease queue. Entries of the host with other
-    /// tickets are ignored.
+    /// The number of the host's newest entry in the lease queue. Entries of the host with other
+    /// numbers are out of date and are ignored.
     pub(super) ticket: u32,
 }
 

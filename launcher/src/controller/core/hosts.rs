@@ -1,4 +1,5 @@
-//! The hosts of the job: which agents have joined, which are lost, and which hosts an attempt uses.
+//! The hosts of the job in the controller's state machine: which agents have joined, which are
+//! lost, and which hosts an attempt uses.
 use super::host_state::{AgentConnectionState, HostIndex, HostState};
 use super::{
     AgentEnd, AttemptState, ControllerAction, ControllerCore, FailureReason, MAX_HOST_FAILURES,
@@ -180,7 +181,7 @@ impl ControllerCore {
         self.fail_attempt(now, RootCause::new(host, reason, message).with_exit_code(exit::CLUSTER));
     }
 
-    /// Returns whether this attempt is the current one and is being planned.
+    /// Returns whether the attempt `attempt` is the current one and is being planned.
     pub(super) fn is_preparing(&self, attempt: u32) -> bool {
         self.state == AttemptState::Preparing && attempt == self.attempt
     }
@@ -376,7 +377,8 @@ impl ControllerCore {
         }
     }
 
-    /// Returns whether the agent of a host that was lost before an attempt began may arrive again.
+    /// Returns whether the controller waits again for the agent of a host that was lost before an
+    /// attempt began.
     fn may_return(&self, id: HostIndex) -> bool {
         let host = &self.hosts[id];
         let has_joined = host.pid != 0;

@@ -28,8 +28,8 @@ impl ControllerCore {
         }
     }
 
-    /// Requests from the driver that a memo of the run's present state be sent to the agents of
-    /// `hosts`.
+    /// Requests from the driver that the present state of the run be sent as a memo to the agents
+    /// of `hosts`, which keep it for a later controller.
     fn push_memo(&mut self, hosts: Vec<HostIndex>) {
         let memo = Box::new(self.build_memo());
         self.actions.push(ControllerAction::SendMemo { hosts, memo });

@@ -28,7 +28,7 @@ enum MissingLine {
 }
 
 impl ControllerCore {
-    /// Appends to the journal the events from the time before the takeover that it lacks. Returns
+    /// Appends to the journal the events from before the takeover that the journal lacks. Returns
     /// the other reports, in the order in which they were made.
     pub(super) fn replay_events(
         &mut self,

@@ -204,7 +204,8 @@ impl ControllerCore {
         }
     }
 
-    /// Repeats the last order of the lost controller, which some agents may not have received.
+    /// Repeats the most recent order of the lost controller, such as a stop, because some agents
+    /// may not have received it.
     fn repeat_orders(&mut self, now: Duration) {
         match self.state {
             AttemptState::Stopping(_) | AttemptState::Draining { host_lost: false } => self.send_stop(now),

@@ -44,9 +44,9 @@ pub(crate) struct RunMemo {
     pub(super) killed: bool,
     /// The number of restarts so far.
     pub(crate) restarts: u32,
-    /// The end of the previous failed attempt.
+    /// The end of the previous failed attempt; `None` if no attempt has failed.
     pub(super) last_end: Option<AttemptEnd>,
-    /// The number of restarts in a row that brought no progress.
+    /// The number of successive restarts that brought no progress.
     pub(super) no_progress: u32,
     /// The root cause of the failure of the attempt.
     pub(super) cause: Option<RootCause>,
@@ -59,22 +59,23 @@ pub(crate) struct RunMemo {
     pub(super) host_lost: bool,
     /// The message of the failure after which the run was last restarted.
     pub(super) last_failure: Option<String>,
-    /// The hosts that have failed or are excluded, with the number of failures.
+    /// The hosts that have failed or are excluded. Each item has the index of the host, the number
+    /// of its failures, and whether the host is excluded.
     pub(super) troubled_hosts: Vec<(HostIndex, u32, bool)>,
 }
 
 /// An event of a controller that may be missing in the journal.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct UnstoredEvent {
-    /// The number of the event in the stream of the controllers.
+    /// The number of the event among all events that controllers of the run have reported.
     pub(crate) number: u64,
     /// The time of the event, in seconds since 1970.
     pub(crate) time: f64,
     pub(crate) event: Event,
 }
 
-/// The form in which agents keep a [`RunMemo`]: also with the controller's events that the journal
-/// had not stored.
+/// The form in which agents keep a [`RunMemo`]. It also contains the events of the controller that
+/// the journal had not stored.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct StoredMemo {
     pub(crate) memo: RunMemo,

@@ -16,7 +16,7 @@ pub(crate) struct HostSetup {
     pub(crate) remote: bool,
 }
 
-/// The settings of a job on which the core's decisions depend.
+/// The settings of a job on which the decisions of the controller's state machine depend.
 #[derive(Clone, Debug)]
 pub(crate) struct CoreSetup {
     pub(crate) hosts: Vec<HostSetup>,
@@ -33,7 +33,8 @@ pub(crate) struct CoreSetup {
     pub(crate) token: ControllerToken,
     /// Whether workers continue when the controller is lost.
     pub(crate) outlives_controller: bool,
-    /// How long the agent of a lost host may keep its workers if it cannot be reached.
+    /// The time after which the agent of a lost host that cannot be reached has ended its workers
+    /// at the latest.
     pub(crate) orphan_timeout: Duration,
     /// The number of restarts that `run.restarts` allows.
     pub(crate) restarts: u32,
@@ -45,7 +46,7 @@ pub(crate) struct CoreSetup {
     pub(crate) min_hosts: usize,
     /// The seed of the random jitter of the pauses before restarts.
     pub(crate) seed: u64,
-    /// How agents arrive after they were requested.
+    /// The time limits for agents that were requested, and how often a lost agent is awaited again.
     pub(crate) arrival: AgentArrival,
 }
 

@@ -17,7 +17,7 @@ pub(crate) struct TakenJournal {
 #[derive(Clone, Debug)]
 pub(crate) struct MissingEvent {
     pub(super) event: UnstoredEvent,
-    /// The time since the event, at the takeover.
+    /// The age of the event at the time of the takeover.
     pub(super) age: Duration,
 }
 

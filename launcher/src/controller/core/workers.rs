@@ -1,4 +1,5 @@
-//! Processes the reports of agents about the workers of the current attempt.
+//! Processes the reports of agents about the workers of the current attempt, in the controller's
+//! state machine.
 use super::{
     AttemptState, ControllerAction, ControllerCore, FailureReason, HostIndex, ROOT_CAUSE_TIMEOUT, RootCause,
     WorkerState,

@@ -17,7 +17,7 @@ use nix::{
 use std::time::Duration;
 use tokio::time::{sleep, timeout};
 
-/// The time from the end of an agent's stream until the agent is killed.
+/// The time from the end of an agent's control stream until the agent is killed.
 const AGENT_EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long an agent on another host may take to receive the request to end and to close its
 /// stream.
@@ -25,16 +25,16 @@ const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time from the end of the last agent until a child process of the transport gets SIGTERM,
 /// and from SIGTERM until it gets SIGKILL.
 const TRANSPORT_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long [`ControllerDriver::sweep_processes`] waits for killed processes to end.
+/// The time limit for processes that were killed to end, in [`ControllerDriver::sweep_processes`].
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
-/// The interval between two scans for descendants.
+/// The interval between two searches for processes that an agent has left.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(2);
 
 impl ControllerDriver {
-    /// Processes the end of an agent's stream. Waits until the agent has ended, and kills an agent
-    /// that has not ended after [`AGENT_EXIT_TIMEOUT`]. Then kills the processes that the agent
-    /// left on this machine, and informs the core. `error` states why the stream broke; `None` if
-    /// the stream ended in order.
+    /// Processes the end of an agent's control stream. Waits until the agent has ended, and kills
+    /// an agent that has not ended after [`AGENT_EXIT_TIMEOUT`]. Then kills the processes that the
+    /// agent left on this machine, and informs the controller's state machine. `error` states why
+    /// the stream broke; `None` if the stream ended in order.
     pub(super) async fn handle_agent_end(&mut self, host: HostIndex, error: Option<Diagnostic>) {
         if let Some(agent) = self.agents.get_mut(&host) {
             agent.outbox = None;

@@ -1,4 +1,5 @@
-//! Writes the inputs and actions of the controller's core to the debug log, without secrets.
+//! Writes the inputs and actions of the controller's state machine to the debug log, without
+//! secrets.
 use crate::controller::core::{ControllerAction, ControllerInput};
 use debuglog::variant_name;
 use protocol::control::FromAgent;

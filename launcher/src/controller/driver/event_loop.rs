@@ -35,8 +35,8 @@ const JOURNAL_INTERVAL: Duration = Duration::from_millis(500);
 
 impl ControllerDriver {
     /// Starts the agents, then processes messages, signals, file changes and deadlines until the
-    /// core ends the run, or another controller takes it over. In the first case, all agents have
-    /// ended when this function returns.
+    /// run ends or another controller takes it over. In the first case, all agents have ended when
+    /// this function returns.
     pub(super) async fn run_event_loop(&mut self, mut signals: SignalReceiver) -> RunEnd {
         // The files are read before the first heartbeat is due, because their disk may stall.
         let (mut job_file, mut hostfile) = self.watch_files(false);
@@ -72,7 +72,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Waits for the next event, at most until a deadline of the core is due.
+    /// Waits for the next event, but at most until the next deadline of the controller's state
+    /// machine.
     async fn receive_event(
         &mut self,
         signals: &mut SignalReceiver,
@@ -97,8 +98,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Processes one event of the event loop: passes a request to the core, or handles the event in
-    /// the driver.
+    /// Processes one event of the event loop: passes the event to the controller's state machine as
+    /// an input, or handles it in the driver.
     pub(super) async fn process_event(
         &mut self,
         event: LoopEvent,
@@ -201,8 +202,8 @@ impl ControllerDriver {
         });
     }
 
-    /// Passes a message of an agent, or the end of the agent's stream, to the core. Ignores
-    /// messages of an agent that was replaced by a later agent of its host.
+    /// Passes a message of an agent, or the end of the agent's stream, to the controller's state
+    /// machine. Ignores messages of an agent that was replaced by a later agent of its host.
     pub(super) async fn handle_agent_message(
         &mut self,
         (host, number): AgentId,
@@ -242,8 +243,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Gives an input to the core and executes the resulting actions. Then processes each input
-    /// that these actions have produced in the same way.
+    /// Passes an input to the controller's state machine and executes the actions that it requests.
+    /// Then processes each input that these actions have produced in the same way.
     pub(super) fn handle_input(&mut self, input: ControllerInput) {
         let mut next = Some(input);
         while let Some(input) = next {

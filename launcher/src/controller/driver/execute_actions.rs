@@ -1,4 +1,4 @@
-//! Executes the actions that the controller's core requests.
+//! Executes the actions that the controller's state machine requests.
 use super::{ControllerDriver, RunEnd, debug_log};
 use crate::{
     clock::read_unix_time,
@@ -16,8 +16,8 @@ use protocol::{
 use std::time::Duration;
 
 impl ControllerDriver {
-    /// Executes one action that the core has decided on. Some actions add an input to
-    /// `pending_inputs`.
+    /// Executes one action that the controller's state machine has requested. Some actions add an
+    /// input to `pending_inputs`.
     pub(super) fn execute_action(&mut self, action: ControllerAction) {
         debug_log::log_action(&action);
         match action {

@@ -14,8 +14,8 @@ use nix::sys::signal::{SigHandler, Signal};
 use protocol::{event::Event, exit};
 use std::time::Duration;
 
-/// How long the controller of a preempted batch job waits, after the grace time of the job, for the
-/// batch system to end it.
+/// How long the controller of a preempted batch job waits for its end by the batch system, in
+/// addition to the grace time of the job.
 const PREEMPTION_MARGIN: Duration = Duration::from_secs(60);
 /// How long the controller waits at the end of a run until the console output of other hosts is
 /// written to files.
@@ -111,7 +111,7 @@ impl ControllerDriver {
     }
 }
 
-/// Builds the error of a controller that no longer controls its run. `timeout` is the time for
+/// Builds the error that this controller no longer controls its run. `timeout` is the time for
 /// which workers continue without a controller.
 fn build_replacement_error(run: &str, replacement: &ControllerReplacement, timeout: Duration) -> Diagnostic {
     let silence = replacement.silent_ms.map(|ms| format_duration(ms as f64 / 1000.0));

@@ -21,8 +21,8 @@ impl ControllerDriver {
         self.handle_input(ControllerInput::Reload(values));
     }
 
-    /// Applies a change of the hostfile: reports the change, and gives the new list of hosts to the
-    /// core and to the transport.
+    /// Applies a change of the hostfile: reports the change, and passes the new list of hosts to
+    /// the controller's state machine and to the transport.
     pub(super) fn apply_hostfile_change(&mut self, watch: &mut HostfileWatch, content: WatchedFileContent) {
         let change = watch.apply_change(&mut self.hosts, content);
         change.notices.into_iter().for_each(|message| self.emit_notice(message));

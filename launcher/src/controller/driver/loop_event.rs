@@ -19,7 +19,7 @@ pub(super) enum LoopEvent {
     Line(String),
     Signal(SignalEvent),
     Planned(PlanningAttempt),
-    /// The journal contains these reports.
+    /// The journal has stored all reports up to these.
     Stored(Vec<ReportId>),
     /// The journal of a lost controller was taken over.
     JournalTaken(Box<JournalSummary>),
@@ -29,6 +29,6 @@ pub(super) enum LoopEvent {
     JobFile(WatchedFileContent),
     /// The hostfile has changed.
     Hostfile(WatchedFileContent),
-    /// A deadline of the core may be due.
+    /// A deadline of the controller's state machine may be due.
     Tick,
 }

@@ -21,8 +21,8 @@ use protocol::{
 use std::{collections::HashSet, path::PathBuf, thread};
 
 impl ControllerDriver {
-    /// Starts a new agent on a host. If that fails, the core receives the failure as an input after
-    /// the driver has executed the current actions.
+    /// Starts a new agent on a host. If that fails, the controller's state machine receives the
+    /// failure as an input after the driver has executed the current actions.
     pub(super) fn start_agent(&mut self, host: HostIndex) {
         let Some(target) = self.hosts.get(host) else { return };
         match self.transport.start_agents(std::slice::from_ref(&target.name)).pop() {
@@ -74,7 +74,7 @@ impl ControllerDriver {
     }
 
     /// Continues the start of an attempt once its plan is made. Reports new warnings of the plan,
-    /// and informs the core, which then requests the rendezvous.
+    /// and informs the controller's state machine, which then requests the rendezvous.
     pub(super) fn finish_planning(&mut self, planned: PlanningAttempt) {
         let PlanningAttempt { attempt, hosts, plan } = planned;
         let plan = match plan {

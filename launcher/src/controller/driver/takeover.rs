@@ -1,5 +1,5 @@
-//! Takes over a run from a lost controller: relays to the agents, the journal, the job and the
-//! files of the run.
+//! Takes over a run from a lost controller: connects to its agents, and continues its journal and
+//! its other files.
 use super::{ControllerDriver, ControllerReplacement, EvictionAnswer, RunEnd};
 use crate::{
     clock::read_unix_time,
@@ -92,7 +92,8 @@ impl ControllerDriver {
         self.taken_memo = Some(stored);
     }
 
-    /// Continues the journal that was taken over, and lets the core continue the run.
+    /// Continues the journal that was taken over, and lets the controller's state machine continue
+    /// the run.
     pub(super) fn continue_journal(&mut self, summary: JournalSummary) {
         let Some(StoredMemo { unstored, newest_event, .. }) = self.taken_memo.take() else { return };
         let newest = summary.newest_controller_event().max(newest_event);
@@ -148,7 +149,7 @@ impl ControllerDriver {
         self.end = Some(RunEnd::Abandoned(failure));
     }
 
-    /// Builds the error of a takeover that is not possible.
+    /// Builds the error that this controller cannot take over the run, for the reason `failure`.
     pub(super) fn build_attach_error(&self, failure: &AttachFailure) -> Diagnostic {
         let name = &self.plan.run.0;
         let host = |id: &HostIndex| self.hosts.get(*id).map_or("", |host| host.name.as_str());

@@ -10,7 +10,7 @@ use std::{
 
 /// A file to which bytes are appended.
 pub(super) trait AppendFile: Send {
-    /// Appends some of `bytes` and returns their number.
+    /// Appends the bytes at the start of `bytes` that the file accepts, and returns their number.
     fn append(&mut self, bytes: &[u8]) -> io::Result<usize>;
 
     /// Waits until the content of the file is on the disk (fsync).

@@ -15,8 +15,8 @@ pub(super) struct JournalFiles {
     pub(super) events: DurableFile,
     metrics: DurableFile,
     pub(super) tensorboard: Option<DurableFile>,
-    /// The newest report of each stream that the files contain and that is not known to be on the
-    /// disk.
+    /// The newest report of each agent, and of the controllers, that was written to the files but
+    /// is not known to be on the disk. The keys are the numbers of the sequences of reports.
     pub(super) unsynced: BTreeMap<u64, u64>,
 }
 

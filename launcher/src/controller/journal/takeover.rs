@@ -25,7 +25,8 @@ const MAX_LINE_BYTES: u64 = 16 << 20;
 /// needs it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct JournalSummary {
-    /// The number of the newest report in the journal, for each stream of reports.
+    /// Maps the number of each sequence of reports to the number of the newest of these reports in
+    /// the journal.
     newest: BTreeMap<u64, u64>,
     /// The time of the first event, in seconds since 1970; `None` in an empty journal.
     pub(crate) began_at: Option<f64>,
@@ -35,15 +36,16 @@ pub(crate) struct JournalSummary {
     pub(crate) step: Option<u64>,
     /// Whether the run has completed an optimizer step.
     pub(crate) has_stepped: bool,
-    /// The last optimizer step of the last attempt.
+    /// The number of the last optimizer step of the most recent attempt; `None` if unknown.
     pub(crate) attempt_step: Option<u64>,
     /// Whether the last attempt has completed a checkpoint.
     pub(crate) attempt_saved: bool,
     /// The directory of the newest checkpoint of the run.
     pub(crate) checkpoint: Option<PathBuf>,
-    /// The number and the hosts of the last attempt; `None` if the journal does not record them.
+    /// The number and the hosts of the most recent attempt; `None` if the journal does not record
+    /// them.
     pub(crate) placement: Option<(u32, Vec<String>)>,
-    /// The last event that states the size of the training.
+    /// The most recent `ready` event, which states the size of the model and of the training.
     pub(crate) ready: Option<Event>,
     /// The number of the newest event of a controller that reports a failure; 0 without one.
     pub(crate) last_failure: u64,

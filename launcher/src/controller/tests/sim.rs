@@ -49,7 +49,7 @@ const CONTROLLER_TIMEOUT: Duration = Duration::from_secs(180);
 pub(super) struct SimScenario {
     pub(super) seed: u64,
     pub(super) hosts: usize,
-    /// The number of ranks on each host.
+    /// The number of ranks on each simulated host.
     pub(super) local: u32,
     /// Whether the hosts are other machines than the controller's.
     pub(super) remote: bool,
@@ -78,7 +78,8 @@ enum SimEvent {
     AgentSeesEnd(ConnectionId),
     /// The controller reads the end of a control stream from an agent.
     ControllerSeesEnd(ConnectionId),
-    /// A new agent tries to lock its host, until this time.
+    /// A new agent tries to become the only agent of its host. The duration is the time at which
+    /// the agent gives up.
     LockHost(ConnectionId, Duration),
     /// A request to the agent that is alive on a host arrives.
     RequestArrives(SimRequest),
@@ -90,11 +91,11 @@ enum SimEvent {
     WriteJournal(ControllerIndex),
     /// The journal thread of a controller takes over the journal.
     TakeOverJournal(ControllerIndex),
-    /// A lost agent has ended.
+    /// The agent of a lost host, which was asked to end, has ended.
     Evicted(ControllerIndex, HostIndex),
-    /// A lost agent obeys a later controller.
+    /// The agent of a lost host, which was asked to end, obeys a later controller.
     Replaced(ControllerIndex),
-    /// The agent receives an input from its own host.
+    /// An agent receives an input that comes from its host, such as the end of a worker.
     Feed(HostIndex, u32, AgentInput),
     /// A built-in worker sends a message to its agent.
     WorkerSends(WorkerMessage),
@@ -108,15 +109,16 @@ enum SimEvent {
     Unfreeze(HostIndex),
     /// A suspended controller continues.
     ResumeController(ControllerIndex),
-    /// A controller that was suspended has waited for the news that it was replaced.
+    /// A controller that was suspended has waited long enough for the message that another
+    /// controller has replaced it.
     ControlConfirmed(ControllerIndex),
     /// Another controller attaches if no controller is alive.
     Attach,
 }
 
 impl SimScenario {
-    /// Builds the setup of the core of a controller with this token, which knows the first `hosts`
-    /// hosts.
+    /// Builds the settings for the state machine of a controller with this token, which knows the
+    /// first `hosts` hosts.
     fn build_setup(&self, token: ControllerToken, hosts: usize) -> CoreSetup {
         CoreSetup {
             hosts: (0..hosts).map(|i| HostSetup { name: format!("h{i}"), remote: self.remote }).collect(),
@@ -147,8 +149,9 @@ impl SimScenario {
         }
     }
 
-    /// Simulates the scenario, then feeds the recorded inputs to a separate core. Returns the
-    /// number of messages and the wall time that this core took.
+    /// Simulates the scenario, then passes the inputs that the first controller received to a
+    /// separate state machine. Returns the number of messages and the wall time that this state
+    /// machine took.
     pub(super) fn measure_core(self, limit: Duration) -> (u64, Duration) {
         let mut core = ControllerCore::new(self.build_setup(FIRST_TOKEN, self.hosts));
         let mut world = Simulation::new(self);
@@ -207,14 +210,14 @@ pub(super) struct Simulation {
     pub(super) ended_at: Duration,
     /// The number of messages to and from the controllers.
     pub(super) messages: u64,
-    /// The inputs that the core of the first controller has received, with their times; `None` if
-    /// inputs are not recorded.
+    /// The inputs that the state machine of the first controller has received, with their times;
+    /// `None` if inputs are not recorded.
     recorded: Option<Vec<(Duration, ControllerInput)>>,
     /// The faults that had an effect.
     pub(super) injected: Vec<InjectedFault>,
     /// A description of the invariant that was violated, if one was.
     pub(super) violation: Option<String>,
-    /// Why the last controller did not take over the run.
+    /// Why the most recently started controller did not take over the run.
     pub(super) attach_failure: Option<super::super::core::AttachFailure>,
     /// The number of takeovers.
     pub(super) takeovers: usize,

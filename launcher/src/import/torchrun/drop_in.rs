@@ -252,9 +252,10 @@ fn substitute_macros(argument: &str, workers: i64) -> Result<String, Diagnostic>
     Ok(text)
 }
 
-/// Converts the addresses and ports of the rendezvous. On one host the port becomes `MASTER_PORT`,
-/// and the ranks meet at the loopback address. If nodes join (`is_joining`), they meet at the
-/// address, and launch chooses another port for the ranks.
+/// Converts torchrun's options for the address and port of the rendezvous to keys of the job. On
+/// one host the port becomes `MASTER_PORT`, and the ranks meet at the loopback address. If nodes
+/// join (`is_joining`), the nodes meet at the address, and launch chooses another port for the
+/// ranks.
 fn set_master(draft: &mut JobDraft, given: &mut CommandLine, is_joining: bool) {
     const REASON: &str = "the ranks of one host meet at its loopback address";
     if given.take_flag("virtual-local-rank") {

@@ -32,7 +32,8 @@ fn any_event() -> impl Strategy<Value = RandomEvent> {
     ]
 }
 
-/// Gives the core the input that corresponds to an event, and returns the actions.
+/// Passes the input that corresponds to an event to the controller's state machine, and returns the
+/// requested actions.
 fn apply_event(harness: &mut CoreHarness, step: RandomEvent) -> Vec<ControllerAction> {
     match step {
         RandomEvent::Tick(pause) => {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 /// How long a new agent waits for the end of an older agent on its host, before it gives up.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(8);
-/// The interval at which a new agent tries to become the only agent of its host.
+/// The interval at which a new agent tries again to become the only agent of its host.
 const LOCK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The index of a simulated connection between a controller and an agent.
@@ -125,7 +125,8 @@ impl Simulation {
         self.feed_agent(host, number, input)
     }
 
-    /// Tries to make a new agent the only agent of its host. Asks an older agent to end.
+    /// Tries to make a new agent the only agent of its host. If an older agent is alive there, asks
+    /// it to end.
     pub(super) fn lock_host(&mut self, id: ConnectionId, until: Duration) -> Result<(), String> {
         let host = self.connections[id].host;
         let Some(number) = self.connections[id].agent else { return Ok(()) };

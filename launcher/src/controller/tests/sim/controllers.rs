@@ -1,4 +1,5 @@
-//! Simulated controllers: the cores of controllers, and what their drivers do.
+//! Simulates controllers: their state machines are real, and the work of their drivers is
+//! simulated.
 use super::{
     AgentCore, ConnectionId, ControllerAction, ControllerCore, ControllerInput, FIRST_TOKEN, HostIndex,
     SimEvent, SimRequest, Simulation, ToAgent, hosts::SimAgent, journals::JournalOrder,
@@ -24,7 +25,8 @@ use std::{
 /// The longest time by which the clock of a controller advances while the controller is suspended.
 const MAX_CLOCK_STEP: Duration = Duration::from_secs(2);
 
-/// How long a controller waits after a pause for the news that it was replaced.
+/// How long a controller waits after a pause for the message that another controller has replaced
+/// it.
 const NEWS_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The index of a controller.
@@ -52,7 +54,8 @@ pub(super) struct SimController {
     pub(super) delayed: VecDeque<SimEvent>,
     /// The connection to the agent of each host.
     pub(super) connections: BTreeMap<HostIndex, ConnectionId>,
-    /// The number of the newest agent, for the terms of agents.
+    /// The number of agents that this controller knows to be started, which is the number of the
+    /// newest agent.
     agents_started: u64,
     /// The time of the scheduled tick; [`Duration::MAX`] if none is scheduled.
     pub(super) tick_at: Duration,
@@ -147,8 +150,8 @@ impl Simulation {
         }
     }
 
-    /// Continues a suspended controller. After a pause, the controller first sends heartbeats, and
-    /// then waits for the news that it was replaced.
+    /// Continues a suspended controller. The controller first sends heartbeats, and then waits for
+    /// the message that another controller has replaced it.
     pub(super) fn resume_controller(&mut self, index: ControllerIndex) -> Result<(), String> {
         let ControllerState::Suspended { since } = self.controllers[index].state else { return Ok(()) };
         let pause = self.now - since;
@@ -212,8 +215,8 @@ impl Simulation {
         });
     }
 
-    /// Gives the core of a controller an input and executes the resulting actions. Does nothing
-    /// once the run or the controller has ended.
+    /// Passes an input to the state machine of a controller and executes the actions that it
+    /// requests. Does nothing once the run or the controller has ended.
     pub(super) fn feed_controller(&mut self, index: ControllerIndex, input: ControllerInput) {
         if self.controllers[index].state != ControllerState::Alive || self.outcome.is_some() {
             return;
@@ -227,7 +230,7 @@ impl Simulation {
         self.execute_actions(index, actions);
     }
 
-    /// Executes the actions of a controller's core.
+    /// Executes the actions that the state machine of a controller has requested.
     fn execute_actions(&mut self, index: ControllerIndex, actions: Vec<ControllerAction>) {
         for action in actions {
             self.execute_controller_action(index, action);
@@ -244,7 +247,7 @@ impl Simulation {
         }
     }
 
-    /// Executes an action of a controller's core.
+    /// Executes an action that the state machine of a controller has requested.
     fn execute_controller_action(&mut self, index: ControllerIndex, action: ControllerAction) {
         match action {
             ControllerAction::Send(host, message) => self.send_to_agent(index, host, message),
@@ -408,8 +411,8 @@ impl Simulation {
         }
     }
 
-    /// Builds the plan of the attempt that is being prepared, and reports to the controller's core
-    /// that the plan is ready. Does nothing if another attempt is being prepared.
+    /// Builds the plan of the attempt that is being prepared, and reports to the controller's state
+    /// machine that the plan is ready. Does nothing if another attempt is being prepared.
     pub(super) fn finish_plan(&mut self, index: ControllerIndex, attempt: u32) {
         let preparing = self.controllers[index].preparing.take();
         let Some((number, restarts, hosts)) = preparing.filter(|(number, ..)| *number == attempt) else {

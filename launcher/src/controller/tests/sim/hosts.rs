@@ -33,7 +33,8 @@ pub(super) struct SimAgent {
     pub(super) plan: Option<HostPlan>,
     /// The connection to the controller that the agent obeys.
     pub(super) connection: Option<ConnectionId>,
-    /// Inputs that wait until the agent has locked its host; `None` if it has, or has no terms.
+    /// Inputs that wait until the agent has become the only agent of its host; `None` if it has, or
+    /// if it only answers probes.
     pub(super) waiting: Option<VecDeque<AgentInput>>,
     /// The time of the agent's scheduled tick; [`Duration::MAX`] if none is scheduled.
     pub(super) tick_at: Duration,
@@ -98,8 +99,8 @@ impl Simulation {
     }
 
     /// Executes an action that the state machine of an agent has requested. Returns the input that
-    /// the core receives immediately as a result, or `None` if there is none. Fails if an invariant
-    /// is violated.
+    /// the state machine receives immediately as a result, or `None` if there is none. Fails if an
+    /// invariant is violated.
     fn execute_action(
         &mut self,
         host: HostIndex,

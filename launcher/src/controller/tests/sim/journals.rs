@@ -1,5 +1,5 @@
-//! Simulates the journals of controllers. A controller writes its journal with a delay, and the
-//! events that it has not written are lost with it.
+//! Simulates the journals of controllers. A controller writes its journal with a delay. If the
+//! controller ends before, the events that it has not written are lost.
 use super::{ControllerIndex, ControllerInput, SimEvent, Simulation};
 use crate::controller::{
     core::TakenJournal,
