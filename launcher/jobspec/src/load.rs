@@ -52,8 +52,8 @@ impl JobSource {
     }
 }
 
-/// Loads and checks the job in `source`, after applying the `--set` arguments in `overrides`, in
-/// order.
+/// Loads and checks the job in `source`, after the `--set` arguments in `overrides` were applied to
+/// it in the given order.
 ///
 /// Relative paths in the job stay relative, except `run.workdir`, which becomes absolute. Returns
 /// the job, the locations of its keys, and warnings. The error is a list of all mistakes, in the

@@ -9,7 +9,7 @@ const ENV_PATH: &str = "run.env.";
 /// secret. No key of job.yaml contains one of them.
 const LOWER_CASE_PARTS: [&str; 6] = ["secret", "password", "passwd", "api_key", "private_key", "credential"];
 
-/// The endings of option names by which an option counts as secret, so that its value is hidden.
+/// The endings that mark the name of an option as secret, so that the option's value is hidden.
 /// Names are compared in upper case, with `_` for `-`.
 const SECRET_OPTION_ENDS: [&str; 10] = [
     "TOKEN",
@@ -92,7 +92,7 @@ fn is_secret_argument(word: &str) -> bool {
     !word.is_empty() && !word.starts_with("--") && !is_placeholder(word)
 }
 
-/// Returns whether a word is only a variable or a placeholder: `$NAME`, `${NAME}` or `{NAME}`.
+/// Returns whether a whole word is a variable or a placeholder: `$NAME`, `${NAME}` or `{NAME}`.
 fn is_placeholder(word: &str) -> bool {
     let variable = word.strip_prefix('$');
     let rest = variable.unwrap_or(word);

@@ -195,8 +195,8 @@ async fn request_eviction(terms: &SupervisionTerms) -> Result<Option<FromAgent>,
     Ok(read_frame(&mut input).await.ok().flatten())
 }
 
-/// Connects to the run's agent that is alive on this host, and sends `request` to the agent.
-/// Returns the connection, on which the agent answers.
+/// Connects to the agent of the run in `request` that is alive on this host, and sends `request` to
+/// it. Returns the connection, on which the agent answers.
 pub(super) async fn connect_to_agent(
     request: &AttachRequest,
 ) -> Result<(SocketReader, SocketWriter), AttachRejection> {

@@ -48,11 +48,11 @@ use tokio::{
 };
 use worker_spawner::WorkerSpawner;
 
-/// The time limit for the processes that workers left to end after SIGKILL (a sweep). Processes
-/// that remain are reported as unkillable.
+/// How long a sweep, which kills the processes that workers left, waits for these processes to end.
+/// Processes that remain are reported as unkillable.
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
-/// The longest pause between two searches for the processes that workers left, while these
-/// processes are killed (a sweep).
+/// The longest pause between two searches for remaining processes during a sweep, which kills the
+/// processes that workers left.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(5);
 /// The number of messages that fit into each channel to the event loop.
 const CHANNEL_CAPACITY: usize = 256;
@@ -89,12 +89,14 @@ pub(super) struct AgentDriver {
     /// The terms in the hello of the first controller; `None` before the hello, and if the agent
     /// only answers probes.
     terms: Option<SupervisionTerms>,
-    /// The queue of lines to the controller, which all output pumps share.
+    /// The queue of output lines for the controller, which all output pumps share.
     console: ConsoleQueue,
     controller_messages: ChannelEnds<ControllerMessage>,
-    /// The controller's hello, which is handled once the agent has locked its host.
+    /// The controller's hello, which is handled once this agent is the only agent of the run on its
+    /// host.
     waiting_hello: Option<ToAgent>,
-    /// Delivers the listener of the agent's socket, once the agent has locked its host.
+    /// Delivers the listener of the agent's socket, once this agent is the only agent of the run on
+    /// its host.
     host_locks: ChannelEnds<Result<Option<UnixListener>, LockError>>,
     /// Delivers the connections of other controllers and of later agents of this host.
     attach_requests: ChannelEnds<AttachConnection>,
@@ -138,8 +140,8 @@ pub(super) struct AgentDriver {
     workers: HashMap<Rank, WorkerHandle>,
     /// The pids and ranks of the workers that have not been reaped.
     leaders: HashMap<u32, Rank>,
-    /// The time since which the processes that workers left are being killed (a sweep); `None` if
-    /// no sweep is running.
+    /// The time at which the current sweep began, which kills the processes that workers left;
+    /// `None` if no sweep is running.
     sweep_started_at: Option<Duration>,
     /// The exit code of the agent; `None` until the agent's state machine requests the exit.
     exit: Option<u8>,

@@ -73,10 +73,10 @@ fn mark_as_used(file: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes executables from the cache of `executable`, which was just marked as used: those that
-/// are unused for longer than [`MAX_UNUSED`], and, as long as the cache has more than
-/// [`KEPT_EXECUTABLES`], those that are unused. Also removes unused incomplete copies. Several
-/// agents may do so at the same time.
+/// Removes old executables from the cache directory that contains `executable`, which was just
+/// marked as used. An executable is old if it is unused for longer than [`MAX_UNUSED`] or, while
+/// the cache has more than [`KEPT_EXECUTABLES`], for longer than [`MIN_UNUSED`]. Also removes
+/// unused incomplete copies. Several agents may do so at the same time.
 fn remove_old_executables(executable: &Path) -> io::Result<()> {
     let Some(directory) = executable.parent() else { return Ok(()) };
     let now = fs::metadata(executable)?.modified()?;

@@ -7,9 +7,9 @@ use std::{collections::VecDeque, time::Duration};
 /// The largest number of GPU errors that a [`GpuFaultWatch`] remembers. A new fault replaces the
 /// oldest one.
 const MAX_FAULTS: usize = 1000;
-/// The longest time from a fault without a pid to the end of a process that is attributed to the
-/// fault. A process fails at its next CUDA call, but may compute on the CPU or wait for data before
-/// that.
+/// If the driver reports a GPU fault without a pid, the fault explains the end of one process
+/// within this time. A process fails at its next CUDA call, but may compute on the CPU or wait for
+/// data before that.
 const ATTRIBUTION_WINDOW: Duration = Duration::from_secs(120);
 
 /// The Xid (error number) that the driver logs when it cleans up after a process that has ended.

@@ -12,10 +12,11 @@ use std::{
 /// The largest amount of output of workers, in bytes, that may wait for the disk of the logs.
 /// Further output is dropped and counted.
 const MAX_WAITING_LOG_BYTES: usize = 32 << 20;
-/// How long an agent that ends repeats log writes that fail because the disk is full. The
-/// controller kills an agent on its own machine that does not end within a second.
+/// The time for which an agent that is about to end repeats log writes that fail because the disk
+/// is full. The controller kills an agent on its own machine that does not end within a second.
 const FULL_DISK_TIMEOUT: Duration = Duration::from_millis(500);
-/// How long an agent that ends waits for log writes that block because the disk does not answer.
+/// The time for which an agent that is about to end waits for log writes that block because the
+/// disk does not answer.
 const STALLED_DISK_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The handle of the thread that writes the logs of all ranks of an agent.

@@ -28,7 +28,8 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// The number of last output lines (the tail) that are kept of each rank, for failure reports.
+/// How many of the last output lines of each rank are kept for failure reports. These lines are the
+/// tail.
 pub(crate) const TAIL_LINES: usize = 20;
 /// The length in bytes to which lines are truncated on the console and in the tail. The log
 /// contains the whole lines.
@@ -266,8 +267,8 @@ impl PumpThread {
         self.sink.report_drained();
     }
 
-    /// Distributes the bytes after the last line end of both streams, as if they were complete
-    /// lines.
+    /// Passes the unfinished last lines of both streams to the log, the controller and the tail, as
+    /// if they were complete.
     fn finish_lines(&mut self) {
         for stream in &mut self.streams {
             self.sink.finish_line(stream);
@@ -275,8 +276,8 @@ impl PumpThread {
     }
 }
 
-/// Distributes the output of a worker to the log, to the tail (the last lines), and to the console
-/// through the controller.
+/// Passes the output of a worker to the log, to the tail (the last lines), and through the
+/// controller to the console.
 struct OutputSink {
     options: PumpOptions,
     shown: Arc<AtomicBool>,
@@ -286,15 +287,15 @@ struct OutputSink {
     events: mpsc::Sender<(Rank, u32, PumpEvent)>,
     tail: VecDeque<String>,
     /// The number of lines that were not forwarded to the controller because the queue was full,
-    /// and that were not reported yet.
+    /// and that the console does not report yet.
     dropped_lines: u64,
     progress_reported_at: Option<Instant>,
 }
 
 impl OutputSink {
-    /// Distributes the complete lines in `bytes`, which were read from a worker's pipe, to the log,
-    /// the controller and the tail. Keeps the bytes after the last line end in `stream` until the
-    /// line is complete.
+    /// Passes the complete lines in `bytes`, which were read from a worker's pipe, to the log, the
+    /// controller and the tail. Keeps the bytes after the last line end in `stream` until the line
+    /// is complete.
     fn push_bytes(&mut self, stream: &mut OutputStream, bytes: &[u8]) {
         let Some(end) = bytes.iter().rposition(|b| *b == b'\n') else {
             stream.unfinished.extend_from_slice(bytes);
@@ -314,7 +315,8 @@ impl OutputSink {
         stream.unfinished.extend_from_slice(rest);
     }
 
-    /// Distributes the bytes after the last line end of a stream as if the line were complete.
+    /// Passes the unfinished last line of `stream` to the log, the controller and the tail, as if
+    /// it were complete.
     fn finish_line(&mut self, stream: &mut OutputStream) {
         if !stream.unfinished.is_empty() {
             let rest = std::mem::take(&mut stream.unfinished);
@@ -322,7 +324,7 @@ impl OutputSink {
         }
     }
 
-    /// Distributes complete lines of one stream to the log, the controller and the tail. Reports
+    /// Passes complete lines of one stream to the log, the controller and the tail. Reports
     /// progress if the lines contain the progress pattern.
     fn push_lines(&mut self, bytes: &[u8], stderr: bool) {
         self.log.append(bytes);

@@ -23,9 +23,9 @@ pub(crate) struct ClusterHost {
 /// The largest number of mistakes that are reported for one hostfile.
 const MAX_REPORTED: usize = 5;
 
-/// Returns the hosts that `cluster.hosts` names, in order, after the filters. Returns `None` if the
-/// job names no hosts. Fails if a job that names no hosts has filters. The path of a hostfile is
-/// relative to `base`.
+/// Returns those hosts that `cluster.hosts` names and the job's filters select, in the order of
+/// `cluster.hosts`. Returns `None` if the job names no hosts. Fails if a job that names no hosts
+/// has filters. The path of a hostfile is relative to `base`.
 pub(crate) fn resolve_hosts(
     cluster: &ClusterSpec,
     base: &Path,
@@ -52,8 +52,8 @@ pub(crate) fn resolve_hosts(
     apply_filters(cluster, &named).map(Some)
 }
 
-/// Parses the text of a hostfile, and returns its hosts after the filters of the job. Messages name
-/// the path `file`.
+/// Parses the text of a hostfile, and returns those of its hosts that the job's filters select.
+/// Messages name the path `file`.
 pub(crate) fn resolve_hostfile_text(
     cluster: &ClusterSpec,
     file: &Path,

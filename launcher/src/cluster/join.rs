@@ -32,8 +32,8 @@ use jobspec::{ControllerLossAction, HostSelection, JobSpec, hosts::RendezvousAdd
 use join_transport::JoinTransport;
 use node_name::{format_node_name, parse_node_name};
 
-/// The provider of the hosts of jobs with `cluster.hosts: join`, which are the nodes that connect
-/// to node 0.
+/// The provider of hosts for jobs with `cluster.hosts: join`. The hosts are the nodes on which the
+/// user starts launch.
 pub(super) struct JoinCluster;
 
 impl Cluster for JoinCluster {

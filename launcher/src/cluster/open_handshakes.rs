@@ -3,14 +3,15 @@
 use std::{collections::VecDeque, net::IpAddr};
 use tokio::task::AbortHandle;
 
-/// The largest number of simultaneous connections from one address whose other side has not proved
-/// that it has the job's key. This is more than an agent opens.
+/// The largest number of simultaneous unauthenticated connections from one address. The other side
+/// of such a connection has not yet proved that it has the job's key. An agent opens fewer.
 const MAX_PER_ADDRESS: usize = 2 * protocol::control::MAX_ADDRESSES;
-/// The largest number of simultaneous connections whose other side has not proved that it has the
-/// job's key, in addition to one for each agent.
+/// The largest number of simultaneous unauthenticated connections, in addition to one for each
+/// agent. The other side of such a connection has not yet proved that it has the job's key.
 const MAX_UNAUTHENTICATED_CONNECTIONS: usize = 256;
 
-/// The connections whose other side has not yet proved that it has the job's key.
+/// The connections that are not authenticated: their other side has not yet proved that it has the
+/// job's key.
 ///
 /// A new connection always gets a place. If its address or the listener has no place left, an older
 /// connection is closed: the oldest one of the address with the most connections. Idle connections

@@ -202,7 +202,7 @@ impl AsyncWrite for PendingAgentInput {
 /// The stream of bytes from an agent that may not have connected yet.
 pub(super) struct PendingAgentOutput {
     stream: PendingStream<AgentReader>,
-    /// The number of reads that returned bytes, which the slot of the agent shares.
+    /// The number of reads that have returned bytes. The agent's slot reads this counter.
     received: Arc<AtomicU64>,
 }
 

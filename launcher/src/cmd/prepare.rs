@@ -20,7 +20,7 @@ use protocol::{
 };
 use std::path::PathBuf;
 
-/// The job and the overrides of commands that only read a job.
+/// The arguments of commands that only read a job: the job file, and overrides of its keys.
 #[derive(Debug, Args)]
 pub(crate) struct JobArgs {
     /// Job file

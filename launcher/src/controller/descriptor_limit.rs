@@ -9,8 +9,9 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 /// The number of file descriptors that the controller needs without a host.
 const BASE_DESCRIPTORS: u64 = 96;
-/// The number of file descriptors that the controller needs for each host: the SSH connection, and
-/// both ends of the control stream and of the stream for stderr, with one in reserve.
+/// The number of file descriptors that the controller needs for each host. They are the SSH
+/// connection, both ends of the control stream, both ends of the stream for stderr, and one in
+/// reserve.
 const DESCRIPTORS_PER_HOST: u64 = 6;
 
 /// Raises the limit of open files of this process to the hard limit, if a job on this number of

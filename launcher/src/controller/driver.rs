@@ -111,8 +111,8 @@ enum RunEnd {
     Abandoned(AttachFailure),
 }
 
-/// The way in which this controller has lost control of its run, as an agent or the journal shows
-/// it: to another controller, or because this one was silent for too long.
+/// How this controller has lost the control of its run: to another controller, or because it was
+/// silent for too long. An agent reports this, or the journal shows it.
 #[derive(Clone, Copy, Debug)]
 struct ControllerReplacement {
     /// Whether another controller controls the run. Otherwise the agents obey no controller,
@@ -338,8 +338,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Performs the steps that may fail before any process is started, such as creating the run
-    /// directory, checking a requested port and installing the signal handlers.
+    /// Prepares the run before any process is started: creates the run directory, checks a
+    /// requested port and installs the signal handlers. Fails if one of these steps fails.
     fn prepare_run(&mut self) -> diagnostic::Result<SignalReceiver> {
         let directory = self.plan.run_dir.clone();
         let (journal, stored) = Journal::create(&self.plan, &self.job, &self.command).map_err(|error| {
@@ -375,7 +375,8 @@ impl ControllerDriver {
         self.prepare_process()
     }
 
-    /// Performs the steps that may fail before a run is taken over.
+    /// Prepares the takeover of a run: opens its journal and installs the signal handlers. Fails if
+    /// one of these steps fails.
     fn prepare_takeover(&mut self) -> diagnostic::Result<SignalReceiver> {
         let (journal, stored) = Journal::open_existing(&self.plan.run_dir).map_err(|error| {
             build_setup_error("cannot start the thread of the journal").with_cause(&error)

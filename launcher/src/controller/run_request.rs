@@ -69,7 +69,7 @@ pub(crate) struct AttachOptions {
     /// The number of this controller in the order in which controllers took over the run. It is
     /// greater than that of earlier controllers.
     pub(crate) epoch: u64,
-    /// The last attempt and its hosts, as far as the journal records them.
+    /// The number and the hosts of the most recent attempt, as far as the journal records them.
     pub(crate) placement: Option<(u32, Vec<String>)>,
     /// Whether the run is taken over although hosts do not answer.
     pub(crate) is_forced: bool,

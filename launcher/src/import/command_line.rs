@@ -185,8 +185,8 @@ impl OptionTable {
         }
     }
 
-    /// Fails if `value` has not the type of the option `name`, or is not among the values that the
-    /// option allows.
+    /// Fails if `value` does not have the type of the option `name`, or is not among the values
+    /// that the option allows.
     pub(super) fn check_value(&self, name: &'static str, value: &str) -> Result<(), CommandLineError> {
         let invalid = |expected: String| {
             let value = value.escape_debug().to_string();

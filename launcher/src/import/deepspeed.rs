@@ -52,8 +52,8 @@ pub(crate) fn convert_deepspeed_config(
     }
 }
 
-/// Sets the keys of a job that runs the program `words`. The program passes the configuration
-/// `file` to DeepSpeed itself.
+/// Adds to `draft` the keys of a job that runs the program `words`. The program passes the
+/// configuration `file` to DeepSpeed itself.
 fn set_program(draft: &mut JobDraft, keys: RemainingKeys<'_>, words: &[String], file: &str) {
     let words = build_python_command(words);
     draft.set_required("run.command", &value_text::format_yaml_list(&words));
@@ -76,8 +76,9 @@ fn set_program(draft: &mut JobDraft, keys: RemainingKeys<'_>, words: &[String], 
     }
 }
 
-/// Sets the keys of a job with built-in training from the settings of the configuration. `workers`
-/// is the number of workers, if known. Returns the errors in the configuration.
+/// Converts the settings in a DeepSpeed configuration to keys of a job with built-in training,
+/// which are added to `draft`. `workers` is the number of workers, if known. Returns the errors in
+/// the configuration.
 fn set_training(draft: &mut JobDraft, mut keys: RemainingKeys<'_>, workers: Option<u64>) -> Vec<Diagnostic> {
     draft.set_required("train.data.files", "[\"data/*.txt\"]");
     let todo = "name them in `train.data.files` and `train.model.from` (a Hugging Face directory)";

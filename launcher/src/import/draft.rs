@@ -45,7 +45,8 @@ pub(crate) struct ImportNote {
     pub(crate) text: String,
 }
 
-/// The kind of a note: about a key that was written, or about one that was not converted.
+/// The kind of a note, which states whether the note is about a key of the job or about a key that
+/// was not converted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NoteKind {
     /// A key of the job that was written.

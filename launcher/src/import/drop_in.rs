@@ -96,8 +96,9 @@ pub(super) enum OptionEffect {
 /// without a note, and the effect of other values.
 pub(super) type OptionRule = (&'static str, &'static [&'static str], OptionEffect);
 
-/// Takes the options in `rules` from `given`. Adds a note or an error for each option that was
-/// given with a value other than its neutral ones.
+/// Applies `rules` to the options of a command line, and removes these options from `given`. Adds a
+/// note or an error for each option whose value is not one of the values that are accepted without
+/// a note.
 pub(super) fn apply_rules(
     draft: &mut JobDraft,
     errors: &mut ImportErrors,
@@ -126,8 +127,8 @@ pub(super) fn apply_rules(
     }
 }
 
-/// Sets the keys that all drop-in jobs have: the name, the command, this machine as host, the
-/// number of workers, and no binding of workers to CPUs.
+/// Adds to `draft` the keys that all drop-in jobs have: the name, the command, this machine as
+/// host, the number of workers, and no binding of workers to CPUs.
 pub(super) fn set_local_job(draft: &mut JobDraft, program: &[String], command: &[String], workers: i64) {
     draft.set_required("name", &quote_yaml(&derive_name(program)));
     draft.set_required("run.command", &format_yaml_list(command));
@@ -179,8 +180,8 @@ pub(super) fn change_environment(
     words.into_iter().chain(assignments).chain(command).collect()
 }
 
-/// Sets the ranks on the console from torchrun's options `--tee`, `--redirects` and
-/// `--local-ranks-filter`. Fails if a value is not valid, or if only one of the two streams of a
+/// Converts torchrun's options `--tee`, `--redirects` and `--local-ranks-filter` to the ranks whose
+/// output the console shows. Fails if a value is not valid, or if only one of the two streams of a
 /// rank is redirected.
 pub(super) fn set_console(
     draft: &mut JobDraft,
@@ -226,9 +227,9 @@ pub(super) fn set_console(
     Ok(())
 }
 
-/// Parses a value of `--tee` or `--redirects`: a code for all ranks that selects output streams (0
-/// none, 1 stdout, 2 stderr, 3 both), or a mapping from ranks to such codes. Returns the code of
-/// each rank, or `None` for other text.
+/// Parses a value of `--tee` or `--redirects`, which states for all ranks or for each rank which
+/// output streams are meant: 0 none, 1 stdout, 2 stderr, 3 both. Returns this code for each rank,
+/// or `None` for other text.
 fn parse_streams(text: &str, workers: i64) -> Option<Vec<u8>> {
     let number = |text: &str| text.parse::<u8>().ok().filter(|n| *n <= 3 && text.len() == 1);
     if let Some(streams) = number(text) {

@@ -1,5 +1,5 @@
-//! Tests of the conversion of command lines that need GPUs or several hosts. tests/end_to_end
-//! compares command lines for CPUs with the original programs.
+//! Tests how command lines of torchrun, accelerate and deepspeed are converted that need GPUs or
+//! several hosts. tests/end_to_end compares command lines for CPUs with the original programs.
 use super::*;
 use diagnostic::{Diagnostic, codes::command};
 use jobspec::{

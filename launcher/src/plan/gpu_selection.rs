@@ -253,7 +253,7 @@ fn find_numa_node(inventory: &HostInventory, name: &str) -> Option<u32> {
     by_number.or_else(by_uuid)?.numa_node
 }
 
-/// Describes the GPUs of a host for an error message, as "the host has GPUs 0 to 3".
+/// Describes the GPUs of a host for an error message, such as "the host has GPUs 0 to 3".
 fn describe_gpus(inventory: &HostInventory) -> String {
     match inventory.gpus.len() {
         0 => "no GPU was found".to_owned(),

@@ -85,7 +85,7 @@ pub(crate) fn keywords<T: Clone + PartialEq + 'static>(values: Vec<(&'static str
     ValueType::new(accepts, schema, read, print)
 }
 
-/// Formats a list of keywords as "`a`, `b` or `c`".
+/// Formats a list of keywords for a message, such as "`a`, `b` or `c`".
 fn format_choices(names: &[&str]) -> String {
     let quoted: Vec<String> = names.iter().map(|name| format!("`{name}`")).collect();
     match quoted.split_last() {

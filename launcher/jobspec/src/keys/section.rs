@@ -12,7 +12,7 @@ use std::marker::PhantomData;
 pub(crate) trait Section: Sized {
     /// The path of the section; empty for the whole job.
     const PATH: &'static str;
-    /// What the section contains, in the words of its documentation comment.
+    /// The text of the section's documentation comment, which describes the section in docs/job.md.
     const DOC: &'static str;
 
     /// Appends the keys of the section to the table of keys.

@@ -194,7 +194,8 @@ macro_rules! in_variant {
 }
 pub(crate) use in_variant;
 
-/// Joins keywords and the description of other accepted values, as "`a`, `b` or text".
+/// Joins keywords and the description of other accepted values to a phrase such as "`a`, `b` or
+/// text".
 fn join_choices(keywords: &[&str], last: &str) -> String {
     let quoted: Vec<String> = keywords.iter().map(|name| format!("`{name}`")).collect();
     format!("{} or {last}", quoted.join(", "))

@@ -64,7 +64,7 @@ impl DocumentItem {
         DocumentItem { value, text, span: neighbor.span }
     }
 
-    /// Describes the value for an error message, as ``the text `abc` ``, `3` or `a list`.
+    /// Describes the value for an error message, such as ``the text `abc` ``, `3` or `a list`.
     pub fn describe(&self) -> String {
         let raw = make_excerpt(&self.text);
         match &self.value {

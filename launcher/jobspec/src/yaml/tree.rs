@@ -62,7 +62,7 @@ impl PartialEq for YamlNode {
 }
 
 impl YamlNode {
-    /// Describes the value for an error message, as ``the text `abc` ``, `3` or `a list`.
+    /// Describes the value for an error message, such as ``the text `abc` ``, `3` or `a list`.
     pub(crate) fn describe(&self) -> String {
         let raw = make_excerpt(&self.raw);
         match &self.value {

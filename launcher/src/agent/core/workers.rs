@@ -201,8 +201,8 @@ impl AgentCore {
         }
     }
 
-    /// Requests that the processes that the workers left be killed (a sweep), if all workers have
-    /// ended and all ends were reported to the controller.
+    /// Requests a sweep, which kills the processes that the workers left, if all workers have ended
+    /// and all ends were reported to the controller.
     pub(super) fn sweep_if_all_ended(&mut self) {
         let all_ended = self.running_ranks().is_empty() && self.unreported.is_empty() && !self.spawning;
         if self.state == AgentState::Running && all_ended {
@@ -213,9 +213,9 @@ impl AgentCore {
         }
     }
 
-    /// Reports to the controller that the workers of the attempt have ended, after the processes
-    /// that they left were killed. Ends the agent with an error if processes `left` did not end
-    /// after SIGKILL.
+    /// Reports to the controller that the workers of the attempt have ended, after a sweep has
+    /// killed the processes that they left. Ends the agent with an error if processes `left` did
+    /// not end after SIGKILL.
     pub(super) fn on_swept(&mut self, left: &[i32]) {
         if self.state != AgentState::Sweeping {
             return;

@@ -77,7 +77,7 @@ impl AgentDriver {
     }
 
     /// Converts a message of a controller to an input of the agent's state machine. A hello, the
-    /// first message, is held back until the agent has locked its host.
+    /// first message, is held back until this agent is the only agent of the run on its host.
     pub(super) fn on_controller_message(&mut self, (number, message): ControllerMessage) -> AgentInput {
         if self.connection.as_ref().is_none_or(|connection| connection.number != number) {
             return AgentInput::Tick;
@@ -120,8 +120,8 @@ impl AgentDriver {
         }
     }
 
-    /// Handles the first message (hello) of the controller, once it is known whether the agent has
-    /// locked its host.
+    /// Handles the first message (hello) of the controller, once it is known whether this agent is
+    /// the only agent of the run on its host (`lock`).
     pub(super) fn on_host_locked(&mut self, lock: Result<Option<UnixListener>, LockError>) -> AgentInput {
         let Some(hello) = self.waiting_hello.take() else { return AgentInput::Tick };
         match (lock, self.terms.clone()) {

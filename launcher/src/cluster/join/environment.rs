@@ -277,8 +277,8 @@ impl ProcessEnvironment<'_> {
         }))
     }
 
-    /// Reads the variables of a scheduler's step of several tasks. Fails if a node has several
-    /// tasks.
+    /// Finds the rank of this process and the number of nodes in a scheduler's step of several
+    /// tasks, such as a Slurm step. Fails if a node has several tasks.
     fn find_step_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
         let Some(step) = &self.scheduler.step else { return Ok(None) };
         if step.tasks != step.nodes {

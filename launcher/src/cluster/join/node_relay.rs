@@ -32,7 +32,7 @@ const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 /// The size of one read of the agent's stderr, in bytes.
 const STDERR_CHUNK_BYTES: usize = 4 << 10;
 
-/// How a node that had joined ended.
+/// How the participation of this node in a run ended.
 #[derive(Debug)]
 pub(super) enum NodeEnd {
     /// The run has ended with this exit code.

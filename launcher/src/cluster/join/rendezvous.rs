@@ -99,8 +99,9 @@ fn open_at_every_address(port: u16) -> io::Result<TcpListener> {
     }
 }
 
-/// Asks the process that listens at the rendezvous address to let this node join as node 0.
-/// Returns its objection, or `None` if no job of launch answers.
+/// Finds out whether another job of launch uses the rendezvous address, by asking the process that
+/// listens there to let this node join. Returns the error that names the other job, or `None` if no
+/// job of launch answers.
 fn find_other_job(target: &JoinTarget) -> Option<Diagnostic> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().ok()?;
     let dial = runtime.block_on(async { tokio::time::timeout(PROBE_TIMEOUT, dial_once(target)).await });

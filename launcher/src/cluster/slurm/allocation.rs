@@ -66,7 +66,7 @@ pub(super) struct SlurmNode {
 }
 
 impl SlurmAllocation {
-    /// Returns an iterator over the nodes of all groups of the Slurm job, in order.
+    /// Returns an iterator over the nodes of the Slurm job, group by group.
     pub(super) fn nodes(&self) -> impl Iterator<Item = &SlurmNode> {
         self.groups.iter().flat_map(|group| &group.nodes)
     }
@@ -246,8 +246,8 @@ pub(super) fn expand_counts(text: &str) -> Option<Vec<u32>> {
     Some(counts)
 }
 
-/// Expands a node list such as `a[1-2]n[01,03-04],b` into names, in order. Returns `None` if the
-/// list is malformed or has more than [`MAX_NODES`] names.
+/// Expands a node list such as `a[1-2]n[01,03-04],b` into names, in Slurm's order. Returns `None`
+/// if the list is malformed or has more than [`MAX_NODES`] names.
 pub(super) fn expand_node_list(list: &str) -> Option<Vec<String>> {
     if list.len() > MAX_LIST_BYTES {
         return None;

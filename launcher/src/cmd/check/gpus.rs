@@ -35,8 +35,9 @@ pub(super) fn check_gpus(
     checks
 }
 
-/// Warns if the GPU driver does not work, if the host has fewer GPUs than slots, or if the number
-/// of GPUs differs from that of `first`, the first host that answered.
+/// Compares the number of a host's GPUs with the slots of the host, and with the number on `first`,
+/// the first host that answered. Warns if there are fewer GPUs than slots, if the numbers differ,
+/// or if the GPU driver does not work.
 fn check_gpu_count(gpus: &GpuReport, first: &HostInspection, slots: Option<u32>) -> CheckResult {
     const NAME: &str = "gpus";
     let (count, first_count) = (gpus.gpus.len() as u32, first.gpus.gpus.len());

@@ -27,8 +27,8 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// The number of bytes that are read from the beginning of an agent's stderr. Further bytes are
 /// ignored. An error about the agent contains the text.
 const MAX_STDERR_BYTES: u64 = 4 << 10;
-/// The number of next hosts in the list of hosts to which each host connects, in a job with more
-/// than [`MAX_FULL_MESH_HOSTS`] hosts. Each host also connects to the first host.
+/// In a job with more than [`MAX_FULL_MESH_HOSTS`] hosts, each host connects to this number of
+/// hosts that follow it in the list of hosts, and to the first host.
 const NEIGHBOUR_COUNT: usize = 4;
 /// The largest number of hosts for which every host connects to all other hosts.
 const MAX_FULL_MESH_HOSTS: usize = 16;

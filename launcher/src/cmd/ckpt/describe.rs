@@ -288,7 +288,8 @@ fn format_group_table(groups: &Value) -> String {
     if groups.is_empty() { String::new() } else { format_table(&rows) }
 }
 
-/// Formats a text of a file as one cell of a table, with at most [`CELL_CHARS_MAX`] characters.
+/// Formats `text`, which comes from a file, as one table cell of at most [`CELL_CHARS_MAX`]
+/// characters.
 fn format_cell(text: &str) -> String {
     let mut cell: String = text.chars().take(CELL_CHARS_MAX).collect();
     if cell.len() < text.len() {

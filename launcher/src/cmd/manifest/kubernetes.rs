@@ -1,5 +1,5 @@
-//! The Kubernetes objects of a job: a JobSet or an Indexed Job whose pods join, a headless Service,
-//! a Secret with the key of the nodes, and a ConfigMap with the job file.
+//! Builds the Kubernetes objects of a job: a JobSet or an Indexed Job with one pod for each node, a
+//! headless Service, a Secret with the key of the nodes, and a ConfigMap with the job file.
 use super::super::prepare::JobArgs;
 use clap::{Args, ValueEnum};
 use diagnostic::{

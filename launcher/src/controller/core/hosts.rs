@@ -1,5 +1,5 @@
-//! The hosts of the job in the controller's state machine: which agents have joined, which are
-//! lost, and which hosts an attempt uses.
+//! The part of the controller's state machine that tracks the hosts of the job: which agents have
+//! joined, which are lost, and which hosts an attempt uses.
 use super::host_state::{AgentConnectionState, HostIndex, HostState};
 use super::{
     AgentEnd, AttemptState, ControllerAction, ControllerCore, FailureReason, MAX_HOST_FAILURES,

@@ -79,7 +79,7 @@ impl ControllerCore {
         }
     }
 
-    /// Processes a report other than an event that an agent has repeated. Reports of earlier
+    /// Processes a report that an agent has repeated and that is not an event. Reports of earlier
     /// attempts have no effect.
     pub(super) fn replay_report(&mut self, now: Duration, replayed: ReplayedReport) {
         let age_ms = replayed.age_ms(now);

@@ -189,8 +189,8 @@ impl ControllerDriver {
         self.agents.insert(host, agent);
     }
 
-    /// Moves waiting messages into the queues of agents that were full, as far as the queues have
-    /// space now.
+    /// Moves messages that wait because the queue of their agent was full into that queue, as far
+    /// as it has space now.
     fn flush_outboxes(&mut self) {
         let agents = &mut self.agents;
         self.backlogged.retain(|host| {

@@ -74,8 +74,9 @@ impl ControllerDriver {
         })
     }
 
-    /// Waits until the journal and the streamed logs are complete. If the journal cannot be
-    /// completed, records the end of the run in the user's state directory.
+    /// Waits until the journal, and the files with the console output of other hosts, are complete.
+    /// If the journal cannot be completed, records the end of the run in the user's state
+    /// directory.
     fn complete_files(&mut self, exit_code: u8, seconds: f64) {
         if !self.streamed_logs.flush(STREAMED_LOGS_TIMEOUT) {
             let message =

@@ -108,7 +108,8 @@ impl ControllerDriver {
         self.handle_input(ControllerInput::JournalTaken(Box::new(journal)));
     }
 
-    /// Reports that this controller has taken over the run, and records it as the controller.
+    /// Reports that this controller has taken over the run, and registers this process as the
+    /// controller in the run record.
     pub(super) fn report_takeover(&mut self, unattended: Duration) {
         self.is_adopting = false;
         let (host, pid) = (read_host_name(), std::process::id());

@@ -212,9 +212,10 @@ impl Conversion<'_> {
         Ok(ProcessCount { requested, workers, hostfile, is_joining: machines > 1 && !self.is_simple() })
     }
 
-    /// Takes the options that describe the machines. Returns `None` if neither the command line nor
-    /// the configuration states their number. Fails if a value is not valid, or if Accelerate would
-    /// not start the processes of several machines.
+    /// Removes from `given` the options that describe the machines, and returns the nodes that they
+    /// describe. Returns `None` if neither the command line nor the configuration states the number
+    /// of machines. Fails if a value is not valid, or if Accelerate would not start the processes
+    /// of several machines.
     pub(super) fn take_nodes(
         &self,
         given: &mut CommandLine,
@@ -259,7 +260,8 @@ impl Conversion<'_> {
         Ok(Some(ImportedNodes { count, node_rank: Some(rank), rendezvous }))
     }
 
-    /// Sets the command of the workers, their number, their hosts, and their supervision.
+    /// Adds to `draft` the command of the workers, their number, their hosts, and their
+    /// supervision.
     pub(super) fn set_program(
         &self,
         draft: &mut JobDraft,
@@ -312,7 +314,7 @@ impl Conversion<'_> {
         self.set_gpus(draft, merged)
     }
 
-    /// Converts `gpu_ids` to `cluster.devices`.
+    /// Converts the value of `gpu_ids` to the job key `cluster.devices`.
     fn set_gpus(&self, draft: &mut JobDraft, merged: &MergedConfig) -> Result<(), Diagnostic> {
         const OPTION: &str = "--gpu_ids";
         let Some(ids) = merged.value("gpu_ids").map(|item| item.text.as_str()).filter(|ids| *ids != "all")
@@ -333,8 +335,8 @@ impl Conversion<'_> {
         Ok(())
     }
 
-    /// Sets the environment variables that Accelerate's library reads in a worker. Fails if the
-    /// configuration contains invalid or unknown keys.
+    /// Adds to `draft` the environment variables that Accelerate's library reads in a worker. Fails
+    /// if the configuration contains invalid or unknown keys.
     pub(super) fn set_variables(
         &self,
         draft: &mut JobDraft,

@@ -97,8 +97,9 @@ pub(crate) fn convert_torchrun_command(
     }
 }
 
-/// Takes the options that describe the nodes. Returns `None` if the command line does not state the
-/// number of nodes. Fails if a value is not valid.
+/// Removes from `given` the options that describe the nodes, and returns the nodes that they
+/// describe. Returns `None` if the command line does not state the number of nodes. Fails if a
+/// value is not valid.
 fn take_nodes(given: &mut CommandLine) -> Result<Option<ImportedNodes>, Diagnostic> {
     let rank = given.take_last_value("node-rank");
     let Some(text) = given.take_last_value("nnodes") else {
@@ -153,7 +154,7 @@ fn take_nodes(given: &mut CommandLine) -> Result<Option<ImportedNodes>, Diagnost
     Ok(Some(ImportedNodes { count, node_rank, rendezvous }))
 }
 
-/// Takes `--nproc-per-node`, and returns the number of workers.
+/// Removes `--nproc-per-node` from `given`, and returns the number of workers that it requests.
 fn count_workers(given: &mut CommandLine, context: &DropInContext<'_>) -> Result<i64, Diagnostic> {
     const OPTION: &str = "--nproc-per-node";
     let workers = match given.take_last_value("nproc-per-node").as_deref() {
@@ -179,7 +180,8 @@ fn count_workers(given: &mut CommandLine, context: &DropInContext<'_>) -> Result
     check_workers(PROGRAM, OPTION, workers).map(|()| workers)
 }
 
-/// Takes the options that select how the script is run, and returns the command of a worker.
+/// Removes from `given` the options that select how the script is run, and returns the command of a
+/// worker.
 fn take_command(
     given: &mut CommandLine,
     context: &DropInContext<'_>,

@@ -102,7 +102,7 @@ impl Simulation {
     }
 
     /// Delivers a message of a controller, or the end of its connection, to the agent. An agent
-    /// that has not locked its host processes nothing but the hello.
+    /// that is not yet the only agent of its host processes nothing but the hello.
     pub(super) fn deliver_to_agent(&mut self, id: ConnectionId, input: AgentInput) -> Result<(), String> {
         let (host, number) = (self.connections[id].host, self.connections[id].agent);
         let Some(number) = number else { return Ok(()) };

@@ -389,7 +389,8 @@ impl Simulation {
         self.schedule_event(at, SimEvent::RequestArrives(request));
     }
 
-    /// Records a violation if a controller starts workers after another one that replaced it.
+    /// Records a violation if a controller starts workers although another controller has replaced
+    /// it.
     fn check_controller_order(&mut self, index: ControllerIndex) {
         let token = self.controllers[index].token;
         let newer = self.controllers.iter().position(|c| c.token > token && c.has_taken_over());
