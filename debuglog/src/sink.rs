@@ -21,7 +21,7 @@ pub const MAX_FILE_BYTES: u64 = 8 << 20;
 /// The number of lines that may wait for the thread that writes the file, and the number of lines
 /// that are collected before a file is open. Further lines are dropped.
 const QUEUE_LINES: usize = 1024;
-/// The longest time that a process waits at its end until its queued log lines are written.
+/// How long a process that is about to end waits until its queued log lines are written.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A request to the thread that writes the log file.

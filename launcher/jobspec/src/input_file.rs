@@ -14,8 +14,8 @@ use std::{
 
 /// The longest time for which a pipe may provide no data.
 const PIPE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The time limit for reading a whole pipe, as a multiple of the time for which the pipe may
-/// provide no data ([`PIPE_TIMEOUT`]).
+/// The time limit for reading a whole pipe, as a multiple of [`PIPE_TIMEOUT`], the time limit for a
+/// pause in its data.
 const MAX_TIMEOUTS: u32 = 12;
 /// The flags of `open`: do not wait for the writer of a pipe, and do not make a terminal the
 /// controlling one.

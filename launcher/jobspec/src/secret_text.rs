@@ -23,8 +23,8 @@ const SECRET_OPTION_ENDS: [&str; 10] = [
     "APIKEY",
     "_KEY",
 ];
-/// The endings of option names whose values are special tokens of a tokenizer, such as
-/// `--eos-token`, and therefore not secret.
+/// The endings of the names of options whose values are special tokens of a tokenizer, such as
+/// `--eos-token`. These values are not secret.
 const TOKENIZER_OPTION_ENDS: [&str; 10] = [
     "BOS_TOKEN",
     "CLS_TOKEN",

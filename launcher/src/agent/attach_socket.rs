@@ -291,8 +291,8 @@ pub(super) async fn reject_request(mut output: SocketWriter, rejection: AttachRe
     }
 }
 
-/// Sends the message that no worker of this agent is left on each of `connections`, on which other
-/// agents have requested the end of this agent.
+/// Informs the agents that have requested the end of this agent on `connections` that this agent
+/// has no workers left.
 pub(super) async fn report_end(connections: Vec<AttachConnection>) {
     let Ok(frame) = encode_frame(&FromAgent::WorkersEnded { attempt: 0 }) else { return };
     for mut connection in connections {

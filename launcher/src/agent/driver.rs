@@ -391,8 +391,8 @@ impl AgentDriver {
         None
     }
 
-    /// Converts the message that the stacks of an attempt's workers were written to an input of the
-    /// agent's state machine. For an earlier attempt, the input is a tick.
+    /// Returns the input by which the agent's state machine learns that the stacks of the workers
+    /// of `attempt` were written. For an earlier attempt, the input is a tick.
     fn on_stacks_written(&self, attempt: u32) -> AgentInput {
         let now = self.plan.as_ref().map(|plan| plan.attempt);
         if now == Some(attempt) { AgentInput::StacksWritten } else { AgentInput::Tick }

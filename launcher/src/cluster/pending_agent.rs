@@ -79,7 +79,7 @@ enum AgentSlotState {
     Closed,
 }
 
-/// The part of a slot that all its clones share.
+/// The data that all clones of an [`AgentConnectionSlot`] share.
 struct SharedSlot {
     state: Mutex<AgentSlotState>,
     /// The number of reads that returned bytes of the agent.

@@ -154,8 +154,8 @@ fn read_variables() -> BTreeMap<String, String> {
     std::env::vars_os().filter_map(text).collect()
 }
 
-/// Collects what the conversion of another launcher's command line has to know about this machine
-/// and the user's environment.
+/// Collects the facts about this machine and the user's environment on which the conversion of
+/// another launcher's command line depends.
 fn describe_machine<'a>(
     inventory: &HostInventory,
     variables: &'a BTreeMap<String, String>,

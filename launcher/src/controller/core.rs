@@ -61,8 +61,8 @@ pub(crate) const TAIL_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long an agent may take to report that its workers ended, counted from the time at which
 /// SIGKILL is due.
 pub(crate) const AGENT_END_TIMEOUT: Duration = Duration::from_secs(10);
-/// A host because of which this number of attempts has failed is excluded, if the other hosts
-/// suffice for the job.
+/// The number of attempts that may fail because of one host. Then the host is excluded, if the
+/// other hosts suffice for the job.
 pub(crate) const MAX_HOST_FAILURES: u32 = 2;
 
 /// The phase of the current attempt.

@@ -22,7 +22,7 @@ pub(crate) struct ImportedJob {
     pub(crate) nodes: Option<ImportedNodes>,
 }
 
-/// The nodes of a command line that the user starts once on each node: their number, the number of
+/// The nodes on each of which the user starts the same command line: their number, the number of
 /// this node, and the address of node 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ImportedNodes {

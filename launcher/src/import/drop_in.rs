@@ -227,9 +227,9 @@ pub(super) fn set_console(
     Ok(())
 }
 
-/// Parses a value of `--tee` or `--redirects`, which states for all ranks or for each rank which
-/// output streams are meant: 0 none, 1 stdout, 2 stderr, 3 both. Returns this code for each rank,
-/// or `None` for other text.
+/// Parses a value of `--tee` or `--redirects`, which selects output streams for all ranks or for
+/// each rank: 0 none, 1 stdout, 2 stderr, 3 both. Returns this code for each rank, or `None` for
+/// other text.
 fn parse_streams(text: &str, workers: i64) -> Option<Vec<u8>> {
     let number = |text: &str| text.parse::<u8>().ok().filter(|n| *n <= 3 && text.len() == 1);
     if let Some(streams) = number(text) {

@@ -1,4 +1,4 @@
-//! Tests how command lines of torchrun, accelerate and deepspeed are converted that need GPUs or
+//! Tests the conversion of command lines of torchrun, accelerate and deepspeed that need GPUs or
 //! several hosts. tests/end_to_end compares command lines for CPUs with the original programs.
 use super::*;
 use diagnostic::{Diagnostic, codes::command};

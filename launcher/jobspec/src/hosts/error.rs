@@ -9,7 +9,7 @@ use thiserror::Error;
 pub struct HostSyntaxError {
     /// The byte offset of the mistake in the text.
     pub at: usize,
-    /// The mistake. Its text is the text of the whole error.
+    /// The mistake, whose text is also the text of the whole error.
     pub problem: HostSyntaxProblem,
 }
 
@@ -98,7 +98,7 @@ pub struct HostfileError {
     pub line: u32,
     /// The column of the mistake in characters, counted from 1.
     pub column: u32,
-    /// The mistake. Its text is the text of the whole error.
+    /// The mistake, whose text is also the text of the whole error.
     pub problem: HostfileProblem,
 }
 
@@ -175,7 +175,7 @@ pub struct FilterError {
     /// The index of the filter in the list of filters; `None` if the mistake concerns the whole
     /// list.
     pub item: Option<usize>,
-    /// The mistake. Its text is a predicate, to which the caller prepends the name of the key.
+    /// The mistake, whose text is a predicate. The caller prepends the name of the key.
     pub problem: FilterProblem,
 }
 

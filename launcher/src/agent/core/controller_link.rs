@@ -249,7 +249,8 @@ impl AgentCore {
     }
 }
 
-/// Creates the error that the controller has another version of the control protocol, `version`.
+/// Creates the error that the controller has the version `version` of the control protocol, and
+/// this agent another one.
 fn version_error(version: u32) -> Diagnostic {
     let message = format!(
         "the agent speaks version {PROTOCOL_VERSION} of the control protocol and the controller version {version}"

@@ -23,7 +23,8 @@ pub(crate) struct NodeEnvironment {
     pub(crate) rendezvous: Option<RendezvousAddress>,
 }
 
-/// The variables of a scheduler that launch supports, such as Slurm, about this process.
+/// What a scheduler that launch supports, such as Slurm, states about this process in environment
+/// variables.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SchedulerVariables {
     /// Whether this process runs in an allocation of the scheduler.
@@ -34,7 +35,7 @@ pub(crate) struct SchedulerVariables {
     pub(crate) first_host: Option<String>,
 }
 
-/// The position of this process in a scheduler's step of several tasks.
+/// The position of this process among the tasks that a scheduler has started in one step.
 #[derive(Clone, Debug)]
 pub(crate) struct StepVariables {
     /// The names of the variables, for messages.
@@ -277,8 +278,8 @@ impl ProcessEnvironment<'_> {
         }))
     }
 
-    /// Finds the rank of this process and the number of nodes in a scheduler's step of several
-    /// tasks, such as a Slurm step. Fails if a node has several tasks.
+    /// Finds the rank of this process and the number of nodes in the variables of a job step with
+    /// several tasks, such as a Slurm step. Fails if a node has several tasks.
     fn find_step_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
         let Some(step) = &self.scheduler.step else { return Ok(None) };
         if step.tasks != step.nodes {

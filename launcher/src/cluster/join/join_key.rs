@@ -4,11 +4,10 @@ use diagnostic::{Diagnostic, codes::host};
 use jobspec::JoinSpec;
 use std::{io::Read, os::unix::fs::MetadataExt, path::Path};
 
-/// The context text with which keys are derived from key files, so that such a key equals no key
-/// for another purpose.
+/// The context string of the key derivation function for keys that come from key files.
 const KEY_PURPOSE: &str = "launch 2026 join key file";
-/// The context text from which the key of nodes without a key file is derived. This key is not
-/// secret.
+/// The context string of the key derivation function for the key of nodes without a key file. This
+/// key is not secret.
 const INSECURE_PURPOSE: &str = "launch 2026 join without a key";
 /// The smallest length of the secret in a key file, in bytes.
 const MIN_SECRET_BYTES: usize = 32;

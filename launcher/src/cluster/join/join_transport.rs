@@ -1,5 +1,5 @@
-//! [`JoinTransport`]: the transport of jobs whose nodes join. It starts the agent of node 0 as a
-//! child process, and waits until the agents of the other nodes connect.
+//! [`JoinTransport`]: starts the agent of node 0 as a child process, and waits until the agents of
+//! the other nodes connect.
 use super::{
     job_hashes::hash_job,
     join_key::read_join_key,

@@ -1,5 +1,5 @@
-//! Accepts the nodes that connect to node 0: checks each request to join, and passes the connection
-//! to the controller's streams of this node.
+//! Accepts the nodes that connect to node 0: checks each request to join, and passes the
+//! connections of accepted nodes to the controller.
 use super::{
     job_hashes::find_differences,
     node_table::{Candidate, ConnectionNumber, Decision, NodeTable},
@@ -243,8 +243,8 @@ impl Claims<'_> {
         }
     }
 
-    /// Answers that the node has joined as `node_rank`, and passes the connection to `slot`, from
-    /// which the controller uses it.
+    /// Answers that the node has joined as `node_rank`, and passes its connection through `slot` to
+    /// the controller.
     async fn fill_slot(
         &mut self,
         mut connection: AgentConnection,

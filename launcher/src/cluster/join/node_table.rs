@@ -13,12 +13,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// After a second node with the rank of a first one has connected, only messages of the first node
-/// that arrive later than this prove that it is alive. The first node may have sent earlier ones
-/// before it died.
+/// How long after the arrival of a second node with the same rank messages of the first node do not
+/// count as a sign of life. The first node may have sent them before it died.
 const SETTLE_TIME: Duration = Duration::from_millis(1500);
-/// How long a node without a rank waits until another node is lost, if all nodes have joined. After
-/// this time the node is rejected.
+/// How long a node without a rank waits for a free place if all nodes have joined. After this time
+/// the node is rejected.
 const FULL_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The number of a connection of a node to node 0, counted from 1.
@@ -199,7 +198,7 @@ impl NodeTable {
         }
     }
 
-    /// Closes the slots for which no node has joined in time, at the time `now`.
+    /// Closes, at the time `now`, the slots for which no node has joined in time.
     pub(super) fn close_expired(&mut self, now: Instant) {
         let joined = 1 + self.entries.iter().filter(|entry| entry.is_connected()).count();
         self.enough_since = if joined >= self.min_nodes { self.enough_since.or(Some(now)) } else { None };

@@ -34,8 +34,8 @@ pub(crate) struct SlurmTransport {
     allocation: SlurmAllocation,
     /// Whether srun copies the executable to the nodes (`--bcast`).
     bcast: bool,
-    /// The network whose address of this machine the agents connect to, if this machine has an
-    /// address in it.
+    /// The network interface of this machine, or a network, through which agents connect to this
+    /// machine. It is ignored if this machine has no such address.
     interface: InterfaceSelector,
     /// Variables of this process that srun does not get, because Slurm sends the environment of
     /// srun to the nodes without encryption.

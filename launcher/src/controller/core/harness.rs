@@ -155,8 +155,8 @@ impl CoreHarness {
         )
     }
 
-    /// Passes the final report of a worker that is about to exit with the code `exit` to the state
-    /// machine, and returns the requested actions.
+    /// Passes a worker's final report to the state machine, and returns the requested actions. The
+    /// worker is about to exit with the code `exit`.
     pub(super) fn send_final_report(&mut self, rank: Rank, exit: WorkerExit) -> Vec<ControllerAction> {
         self.send_from_agent(
             rank,

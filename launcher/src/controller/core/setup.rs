@@ -42,7 +42,7 @@ pub(crate) struct CoreSetup {
     pub(crate) use_hosts: usize,
     /// Whether a change of the list of hosts sets `use_hosts` to the number of listed hosts.
     pub(crate) use_all_listed: bool,
-    /// The number of hosts without which no attempt starts (`run.min_hosts`).
+    /// The smallest number of hosts with which an attempt starts (`run.min_hosts`).
     pub(crate) min_hosts: usize,
     /// The seed of the random jitter of the pauses before restarts.
     pub(crate) seed: u64,

@@ -25,7 +25,8 @@ const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time from the end of the last agent until a child process of the transport gets SIGTERM,
 /// and from SIGTERM until it gets SIGKILL.
 const TRANSPORT_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
-/// The time limit for processes that were killed to end, in [`ControllerDriver::sweep_processes`].
+/// How long [`ControllerDriver::sweep_processes`] waits until the processes that it has killed have
+/// ended.
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
 /// The interval between two searches for processes that an agent has left.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(2);

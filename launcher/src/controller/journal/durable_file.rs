@@ -20,8 +20,8 @@ pub(super) trait AppendFile: Send {
     /// length, which is shorter if the file has lost bytes.
     fn reopen(&mut self, length: u64) -> io::Result<u64>;
 
-    /// Returns whether another file has the path of this file, for example because another
-    /// controller has taken over the journal. Returns `false` if no file has the path.
+    /// Returns whether the path of this file now belongs to another file, for example because
+    /// another controller has taken over the journal. Returns `false` if no file has the path.
     fn is_replaced(&self) -> bool {
         false
     }
@@ -102,7 +102,8 @@ impl DurableFile {
         DurableFile { file, synced: length, unsynced: Vec::new() }
     }
 
-    /// Returns whether another file has the path of this file. Blocks for the file system.
+    /// Returns whether the path of this file now belongs to another file. Blocks for the file
+    /// system.
     pub(super) fn is_replaced(&self) -> bool {
         self.file.is_replaced()
     }

@@ -4,9 +4,9 @@ use crate::controller::{report_id::ReportId, tensorboard};
 use protocol::event::{Event, EventSchema};
 use std::{collections::BTreeMap, io, path::Path};
 
-/// The name of the file of a run directory that contains all events of the run.
+/// The name of the file with all events of a run, in the run directory.
 pub(super) const EVENTS_FILE: &str = "events.jsonl";
-/// The name of the file of a run directory that contains the metrics of steps and evaluations.
+/// The name of the file with the metrics of steps and evaluations, in the run directory.
 pub(super) const METRICS_FILE: &str = "metrics.jsonl";
 
 /// The open files of a journal: events, metrics and, if requested, TensorBoard's event file. Only

@@ -1,4 +1,5 @@
-//! [`StreamedLogFiles`]: the files with the streamed output of ranks on other hosts.
+//! [`StreamedLogFiles`]: the files in which the controller stores the console output of ranks on
+//! other hosts.
 use crate::private_files::{append_private_file, create_private_dir};
 use jobspec::ids::Rank;
 use std::{
