@@ -14,8 +14,8 @@ use std::{
 /// needs.
 const MAX_ALLOCATION_BYTES: usize = 256 << 20;
 
-/// The system's allocator, which ends the process at an allocation of more than
-/// [`MAX_ALLOCATION_BYTES`].
+/// An allocator that passes each call to the system's allocator, but ends the process at an
+/// allocation of more than [`MAX_ALLOCATION_BYTES`].
 struct LimitedAllocator;
 
 // SAFETY: every call goes to the system's allocator unchanged, or does not return.

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 /// The interval at which an agent, and the controller of an agent on another host, send heartbeats.
 pub(crate) const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
-/// The time limit from starting an agent to its hello, its first message. The limit covers the
+/// The time limit from starting an agent to its first message (hello). The limit covers the
 /// connection and the login. It counts from the turn of the host, and again from the end of a copy
 /// of the executable, which has a separate limit.
 pub(crate) const HELLO_TIMEOUT: Duration = Duration::from_secs(60);

@@ -169,7 +169,8 @@ struct HostRanks<'a> {
     threads: Option<u32>,
 }
 
-/// Plans the workers of one host, by local rank. Fails if the workers cannot be bound to CPUs.
+/// Plans the workers of one host, in the order of their local ranks. Fails if the workers cannot be
+/// bound to CPUs.
 fn plan_workers(
     job_env: &worker_env::SharedEnvValues<'_>,
     ranks: &HostRanks<'_>,
@@ -278,8 +279,8 @@ fn adapt_job_to_attempt(job: &JobSpec, attempt: &Attempt) -> JobSpec {
     job
 }
 
-/// Returns the names of the devices of a host's workers, by local rank. A name is `gpu 0`, `cpu` or
-/// `unknown`.
+/// Returns the names of the devices of a host's workers, in the order of their local ranks. A name
+/// is `gpu 0`, `cpu` or `unknown`.
 pub(crate) fn list_device_labels(job: &JobSpec, inventory: &HostInventory, workers: u32) -> Vec<String> {
     let gpus = gpu_selection::select_gpus(job, inventory).unwrap_or_default();
     (0..workers).map(|rank| gpus.device_label(rank)).collect()

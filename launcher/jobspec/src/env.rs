@@ -93,8 +93,8 @@ pub const PYTHON_EXEC: &str = "PYTHON_EXEC";
 /// Read by launch without a job file: the number of workers per node, which is the default of
 /// torchrun's option `--nproc-per-node`.
 pub const PET_NPROC_PER_NODE: &str = "PET_NPROC_PER_NODE";
-/// Read by `launch accelerate`: the directory of Hugging Face, with the default configuration of
-/// Accelerate.
+/// Read by `launch accelerate`: the directory of Hugging Face's files, which also contains the
+/// default configuration of Accelerate.
 pub const HF_HOME: &str = "HF_HOME";
 /// Read by `launch deepspeed`: the name of the file with variables for workers on several hosts
 /// (`.deepspeed_env` without the variable).

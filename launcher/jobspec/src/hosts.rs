@@ -1,5 +1,5 @@
 //! Parses hosts as users write them: `user@node-[01-16]:22`, hostfiles of DeepSpeed and Open MPI,
-//! and DeepSpeed's filters.
+//! and DeepSpeed's filters of hosts.
 //!
 //! The functions are pure. They convert text to hosts, or to an error with the position of the
 //! mistake. The number of hosts that a text can stand for is limited, so untrusted text cannot

@@ -163,9 +163,9 @@ pub enum FromAgent {
         /// The reported message.
         message: Box<FromAgent>,
     },
-    /// The agent obeys the controller, which has sent [`ToAgent::Attach`].
+    /// The agent obeys the controller that has sent [`ToAgent::Attach`], from now on.
     Adopted(Box<AdoptedAgent>),
-    /// The agent does not obey the controller, which has sent [`ToAgent::Attach`].
+    /// The agent does not obey the controller that has sent [`ToAgent::Attach`].
     NotAdopted(AttachRejection),
     /// The agent received SIGTERM, which a batch system sends to the processes of a job that it is
     /// about to end.

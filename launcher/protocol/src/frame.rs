@@ -20,7 +20,8 @@ pub enum FrameError {
     /// The body is longer than [`MAX_FRAME_BYTES`].
     #[error("a control message has {bytes} bytes; the limit is {MAX_FRAME_BYTES}")]
     TooLong {
-        /// The length of the body, in bytes: announced by the header, or of the message to send.
+        /// The length of the body in bytes, as the header announces it or as the message to send
+        /// requires it.
         bytes: u64,
     },
     /// The stream ended in the middle of a frame.

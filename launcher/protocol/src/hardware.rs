@@ -11,8 +11,8 @@ pub struct CpuTopology {
 /// A physical CPU core, with its hardware threads and its NUMA node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuCore {
-    /// The numbers of the hardware threads of the core that may be used, as the kernel numbers
-    /// CPUs. They are ascending, and there is at least one.
+    /// The kernel's numbers of those hardware threads of the core that may be used. They are
+    /// ascending, and there is at least one.
     pub cpus: Vec<u32>,
     /// The number of the core's NUMA node.
     pub numa_node: u32,

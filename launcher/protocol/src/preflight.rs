@@ -31,8 +31,8 @@ pub struct PreflightReport {
     pub parameters: u64,
     /// The memory estimate of each rank; empty if the data cannot be read.
     pub memory: Vec<MemoryEstimate>,
-    /// The size of the state of each rank, which `checkpoint.memory` copies to the memory of hosts,
-    /// in bytes. Empty without that section, and if the data cannot be read.
+    /// The size, in bytes, of the state of each rank that `checkpoint.memory` copies to the memory
+    /// of hosts. Empty without that section, and if the data cannot be read.
     pub state_bytes: Vec<u64>,
 }
 

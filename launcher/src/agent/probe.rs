@@ -55,7 +55,7 @@ impl Prober {
         Prober { preflight, state: Arc::default() }
     }
 
-    /// Locks the state of the prober, even if another thread has panicked with the lock.
+    /// Locks the state of the prober, even if another thread has panicked while it held the lock.
     fn lock_state(&self) -> MutexGuard<'_, ProbeState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

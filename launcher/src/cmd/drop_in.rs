@@ -216,8 +216,8 @@ fn combine_rejections(launcher: OtherLauncher, mut mistakes: Vec<Diagnostic>) ->
     }
 }
 
-/// Reads the first of `files` that exists as a configuration of Accelerate. If `is_required` is
-/// true, a missing file is an error.
+/// Reads the first existing file of `files`, and parses it as a configuration of Accelerate. If
+/// `is_required` is true, a missing file is an error.
 fn read_config(files: &[PathBuf], is_required: bool) -> diagnostic::Result<Option<Document>> {
     let Some(file) = files.iter().find(|file| is_required || file.is_file()) else { return Ok(None) };
     let is_json = file.extension().is_some_and(|extension| extension == "json");

@@ -133,7 +133,8 @@ struct NodeSettings {
 }
 
 impl NodeSettings {
-    /// Collects the settings: options come before environment variables, and these before the job.
+    /// Collects the settings of a node. Options take precedence over environment variables, and
+    /// these over the job.
     fn collect(
         args: &NodeArgs,
         found: Option<NodeEnvironment>,

@@ -157,7 +157,8 @@ pub(crate) enum InvitationError {
     /// The key in the invitation does not have 64 hexadecimal digits.
     #[error("the key does not have 64 hexadecimal digits")]
     InvalidKey,
-    /// The addresses in the invitation are malformed, or there are not 1 to [`MAX_ADDRESSES`].
+    /// The addresses in the invitation are malformed, or their number is not from 1 to
+    /// [`MAX_ADDRESSES`].
     #[error("expected 1 to {MAX_ADDRESSES} addresses of the form IP:PORT")]
     InvalidAddresses,
 }

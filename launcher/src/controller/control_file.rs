@@ -13,7 +13,7 @@ use std::{io, path::Path};
 
 /// The version of the format of `control.json`. The file contains this number.
 const VERSION: u32 = 1;
-/// The name of the file in the run directory that a [`ControlFile`] is stored in.
+/// The name of the file in which a [`ControlFile`] is stored in the run directory.
 const FILE_NAME: &str = "control.json";
 /// The largest size of a file that this module reads, in bytes. A larger file is an error.
 const MAX_BYTES: u64 = 64 << 20;

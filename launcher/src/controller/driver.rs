@@ -136,7 +136,7 @@ enum EvictionAnswer {
 struct SupervisedAgent {
     /// The number that distinguishes the agent from earlier agents of its host.
     number: u64,
-    /// Whether the process only relays to an agent that another controller has started.
+    /// Whether the process only passes messages on to an agent that another controller has started.
     is_relay: bool,
     handle: AgentHandle,
     /// Queues messages to the agent; `None` once the control stream is closed.

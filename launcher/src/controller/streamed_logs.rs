@@ -36,9 +36,9 @@ pub(super) struct StreamedLogs {
 }
 
 impl StreamedLogs {
-    /// Creates the streamed logs of a run in the directory `logs`, each of at most `max_size`
-    /// bytes. Starts the thread that writes them, and opens no file. Warnings for the user are sent
-    /// to `warnings`.
+    /// Prepares to store the console output of ranks in files in the directory `logs`, each of at
+    /// most `max_size` bytes. Starts the thread that writes them, and opens no file. Warnings for
+    /// the user are sent to `warnings`.
     pub(super) fn start(logs: PathBuf, max_size: u64, warnings: mpsc::Sender<String>) -> io::Result<Self> {
         Ok(StreamedLogs {
             thread: BackgroundThread::start("streamed-logs", MAX_WAITING_BYTES)?,

@@ -117,8 +117,8 @@ fn parse_filter(
     Ok(())
 }
 
-/// Expands the ranges in a host name into one name each. An IPv6 address is returned unchanged,
-/// because its brackets are not ranges.
+/// Expands the ranges in `text`, a host name such as `n[1-2]`, and returns the resulting names. An
+/// IPv6 address is returned unchanged, because its brackets are not ranges.
 fn expand_host_name(text: &str) -> Result<Vec<String>, FilterProblem> {
     match text {
         "" => Err(FilterProblem::HostEmpty),

@@ -58,7 +58,8 @@ impl KeyInfo {
         self.split_path().1
     }
 
-    /// Returns whether `name` is the name of the key, the last part of its path, or an alias.
+    /// Returns whether `name` is an alias of the key, or the name of the key, which is the last
+    /// part of its path.
     pub(crate) fn has_name(&self, name: &str) -> bool {
         self.name() == name || self.aliases.contains(&name)
     }

@@ -66,7 +66,7 @@ fn read_record<T: Section>(table: &[KeyInfo], node: &YamlNode, entries: &[YamlEn
     ValueError::merge(errors).map_or(Ok(value), Err)
 }
 
-/// Creates the error of an unknown key, which `table` does not contain.
+/// Creates the error that the key of `entry` is unknown, because `table` does not contain it.
 fn unknown_key_error(table: &[KeyInfo], entry: &YamlEntry) -> ValueError {
     let message = format!("has the unknown key `{}`", make_excerpt(&entry.key));
     let error = ValueError::new(codes::JOB_KEY_UNKNOWN, entry.key_span, message);

@@ -5,7 +5,7 @@ use jobspec::{ReloadValues, ids::Rank};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// Where the state is stored from which training resumes.
+/// The place from which the state is read when training resumes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ResumeSource {

@@ -73,8 +73,7 @@ impl ReportLog {
         self.drop_reports(|report| report.seq <= seq && matches!(report.message, FromAgent::Event { .. }));
     }
 
-    /// Forgets the reports of the previous attempts other than events, because a new attempt
-    /// starts.
+    /// Forgets all reports of previous attempts that are not events, because a new attempt starts.
     pub(crate) fn begin_attempt(&mut self) {
         self.drop_reports(|report| !matches!(report.message, FromAgent::Event { .. }));
     }

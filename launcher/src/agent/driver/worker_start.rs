@@ -1,5 +1,5 @@
-//! The start of the workers of an attempt: their logs, shared memory, processes, output pumps and
-//! control connections.
+//! Starts the workers of an attempt: prepares their logs and shared memory, and starts their
+//! processes, output pumps and control connections.
 use super::{
     AgentDriver, WorkerHandle, WorkerId, WorkerMessage,
     opened_logs::{OpenedLogs, open_logs},

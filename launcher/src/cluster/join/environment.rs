@@ -29,7 +29,8 @@ pub(crate) struct NodeEnvironment {
 pub(crate) struct SchedulerVariables {
     /// Whether this process runs in an allocation of the scheduler.
     pub(crate) is_allocated: bool,
-    /// The variables of a step with several tasks, of which this process is one.
+    /// The position of this process in a step with several tasks; `None` if this process is not
+    /// part of such a step.
     pub(crate) step: Option<StepVariables>,
     /// The first host of the allocation or step.
     pub(crate) first_host: Option<String>,
@@ -236,8 +237,8 @@ impl ProcessEnvironment<'_> {
         }))
     }
 
-    /// Reads the index of a pod of an Indexed Job. The pods of a job with a headless service have
-    /// names that end with the index, and node 0 is the one with index 0.
+    /// Reads the index of this pod in an Indexed Job of Kubernetes. The pods of a job with a
+    /// headless service have names that end with the index, and node 0 is the one with index 0.
     fn find_indexed_job_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
         let Some(index) = self.parse::<u32>("JOB_COMPLETION_INDEX")? else { return Ok(None) };
         let host = self.host.split('.').next().unwrap_or_default();
@@ -294,7 +295,8 @@ impl ProcessEnvironment<'_> {
         }))
     }
 
-    /// Reads the rank of PMIx, which has no variable for the number of processes.
+    /// Reads the rank that PMIx gives this process. PMIx has no variable for the number of
+    /// processes.
     fn find_pmix_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
         let Some(rank) = self.parse::<u32>("PMIX_RANK")? else { return Ok(None) };
         let hosts = self.list_batch_hosts().map(|(_, hosts)| hosts).unwrap_or_default();

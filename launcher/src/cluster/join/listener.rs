@@ -39,7 +39,8 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 const FIRST_REPORT_DELAY: Duration = Duration::from_secs(10);
 /// The interval at which node 0 reports again which nodes are missing.
 const REPORT_INTERVAL: Duration = Duration::from_secs(60);
-/// The number of keys that a message about different jobs names.
+/// The largest number of keys that a message names if the job of a node differs from that of node
+/// 0.
 const MAX_NAMED_KEYS: usize = 5;
 
 /// The data that the tasks for all connections of nodes share: the key and the job of node 0, and
@@ -257,7 +258,7 @@ impl Claims<'_> {
         }
     }
 
-    /// Answers the node that it cannot join, and warns the user.
+    /// Sends a node the answer that it cannot join, and warns the user.
     async fn reject(&mut self, mut connection: AgentConnection, peer: SocketAddr, error: Diagnostic) {
         // Nodes with the key are few, so that their warnings need no limit.
         self.context.show_line(format_rejection(peer.ip(), error.message()));

@@ -3,7 +3,7 @@ use protocol::exit;
 use std::io;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// The streams of the signals that end a node.
+/// The streams from which a node receives SIGINT, SIGTERM and SIGHUP, which end it, and SIGCHLD.
 pub(super) struct NodeSignals {
     interrupt: Signal,
     terminate: Signal,

@@ -1,4 +1,5 @@
-//! The address of the rendezvous: whether it belongs to this machine, and the listeners of node 0.
+//! Finds out whether the rendezvous address belongs to this machine, and opens the listeners of
+//! node 0.
 use super::dial::{DialError, JoinTarget, dial_once};
 use crate::{connection::handshake::HandshakeKey, discover::list_addresses};
 use diagnostic::{Diagnostic, codes::host};
@@ -10,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-/// The time limit for asking the process that listens at the rendezvous address who it is.
+/// The time limit for finding out which job listens at the rendezvous address.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Resolves the rendezvous address, and returns those of the addresses that belong to this machine.

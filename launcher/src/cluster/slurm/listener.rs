@@ -121,9 +121,9 @@ async fn accept_agent(
     Ok(())
 }
 
-/// Sorts addresses of this machine by how likely agents on other nodes reach them, and removes
-/// duplicates: first global and private addresses, then link-local ones, then loopback. IPv4 comes
-/// before IPv6.
+/// Sorts addresses of this machine by how likely it is that agents on other nodes reach them, and
+/// removes duplicates: first global and private addresses, then link-local ones, then loopback.
+/// IPv4 comes before IPv6.
 ///
 /// Returns the first [`MAX_ADDRESSES`] addresses, which fit into an invitation, and the others.
 pub(super) fn select_addresses(addresses: Vec<IpAddr>) -> (Vec<IpAddr>, Vec<IpAddr>) {

@@ -159,7 +159,8 @@ fn assign_groups(
     Ok(assigned.into_iter().map(|(name, rule)| (name, rule.group)).collect())
 }
 
-/// Returns an error about `option`, for an option that contradicts other options or the checkpoint.
+/// Creates the error that `option` contradicts other options or the checkpoint, as `message`
+/// describes.
 fn option_error(code: Code, option: &str, message: String) -> Diagnostic {
     Diagnostic::error(code, message).with_subject(option)
 }

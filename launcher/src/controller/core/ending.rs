@@ -63,7 +63,7 @@ impl ControllerCore {
         }
     }
 
-    /// Processes the notice of an agent that the batch system is about to end the job. Ignores the
+    /// Processes an agent's notice that the batch system is about to end the job. Ignores the
     /// notice if the run is ending already, because the batch system notifies every agent. On nodes
     /// that join, a user may have sent the signal, so the notice names the node.
     pub(super) fn handle_termination_notice(&mut self, now: Duration, id: HostIndex) {

@@ -204,8 +204,8 @@ pub(super) fn find_exit_code(failure: &AttachFailure) -> u8 {
     if *failure == AttachFailure::Interrupted { exit::INTERRUPTED } else { exit::CLUSTER }
 }
 
-/// Sends the request to end to a lost agent. Passes the answer on once the agent has ended, or if
-/// no agent is alive, or if the agent obeys a controller with a greater token than `token`.
+/// Asks a lost agent to end. Passes the answer on once the agent has ended, or if no agent is
+/// alive, or if the agent obeys a controller with a greater token than `token`.
 async fn request_eviction(
     (host, token): (HostIndex, ControllerToken),
     process: AgentProcess,

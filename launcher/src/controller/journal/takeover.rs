@@ -68,8 +68,8 @@ impl JournalSummary {
         Ok(summary)
     }
 
-    /// Returns whether the journal contains the report with the number `seq` of the stream
-    /// `stream`.
+    /// Returns whether the journal contains the report with the number `seq` of the sequence of
+    /// reports `stream`.
     pub(crate) fn contains(&self, (stream, seq): ReportId) -> bool {
         self.newest.get(&stream).is_some_and(|newest| seq <= *newest)
     }
@@ -94,7 +94,7 @@ impl JournalSummary {
         Some(timed)
     }
 
-    /// Updates the summary by an event that follows in the journal. The event must follow the
+    /// Updates the summary with `event`, the next event in the journal. The event must follow the
     /// events that were added before.
     pub(crate) fn add_event(&mut self, event: &Event, report: Option<ReportId>) {
         self.newest.extend(report);

@@ -9,21 +9,21 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The largest number of files of streamed output that stay open during an attempt. The file of
-/// each further rank is opened again for every line.
+/// The largest number of files of console output that stay open during an attempt. The file of each
+/// further rank is opened again for every line.
 const MAX_OPEN_FILES: usize = 256;
 
 /// The files in which the controller stores the console output of the ranks on other hosts.
 #[derive(Debug)]
 pub(super) struct StreamedLogFiles {
     directory: PathBuf,
-    /// The size of the largest file, in bytes (`run.logs.max_size`). Output that would exceed it is
+    /// The largest size of a file, in bytes (`run.logs.max_size`). Output that would exceed it is
     /// replaced by a note, and no later output of the rank is stored in this attempt.
     max_size: u64,
     files: HashMap<Rank, StreamedLogFile>,
 }
 
-/// The file for the streamed output of one rank.
+/// The file for the console output of one rank on another host.
 #[derive(Debug)]
 enum StreamedLogFile {
     Open {
@@ -39,7 +39,7 @@ enum StreamedLogFile {
 }
 
 impl StreamedLogFiles {
-    /// Creates the streamed logs of a run in the directory `logs`. Opens no file.
+    /// Creates the set of files of console output in the directory `logs`. Opens no file.
     pub(super) fn new(logs: PathBuf, max_size: u64) -> Self {
         StreamedLogFiles { directory: logs, max_size, files: HashMap::new() }
     }
@@ -82,9 +82,9 @@ impl StreamedLogFiles {
         written.err().map(|error| format_write_warning(rank, &error))
     }
 
-    /// Opens the streamed log of a rank for appending. The file stays open if fewer than
-    /// [`MAX_OPEN_FILES`] are. If the complete log of the rank is in the directory, opens nothing
-    /// and returns [`StreamedLogFile::Closed`].
+    /// Opens the file for the console output of a rank for appending. The file stays open if fewer
+    /// than [`MAX_OPEN_FILES`] are. If the complete log of the rank is in the directory, opens
+    /// nothing and returns [`StreamedLogFile::Closed`].
     fn open_log(&self, rank: Rank) -> io::Result<StreamedLogFile> {
         if self.directory.join(format!("rank-{rank}.log")).exists() {
             return Ok(StreamedLogFile::Closed);
@@ -98,7 +98,7 @@ impl StreamedLogFiles {
     }
 }
 
-/// Opens the file for the streamed output of a rank. Creates the file if it does not exist.
+/// Opens the file for the console output of a rank. Creates the file if it does not exist.
 fn open_for_appending(directory: &Path, rank: Rank) -> io::Result<File> {
     append_private_file(&directory.join(format!("streamed-rank-{rank}.log")))
 }

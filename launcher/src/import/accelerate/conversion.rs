@@ -379,8 +379,8 @@ impl Conversion<'_> {
         if errors.is_empty() { Ok(()) } else { Err(errors) }
     }
 
-    /// Returns the default of `num_cpu_threads_per_process`: `OMP_NUM_THREADS` of the user, the
-    /// share of the cores of a process on CPUs, or 1.
+    /// Returns the default of `num_cpu_threads_per_process`: the user's `OMP_NUM_THREADS`, the
+    /// number of cores per process in a job on CPUs, or 1.
     fn count_threads(&self, uses_cpu: bool, processes: i64) -> String {
         let user = self.context.variable(env::OMP_NUM_THREADS);
         if let Some(threads) = user.filter(|text| text.trim().parse::<i64>().is_ok_and(|n| n > 0)) {
@@ -412,7 +412,8 @@ const HANDLED_KEYS: [&str; 13] = [
     "use_cpu",
 ];
 
-/// Returns the name of an option in [`ACCELERATE_OPTIONS`], which lives as long as the program.
+/// Returns the entry of [`ACCELERATE_OPTIONS`] that equals `name`, as a text that lives as long as
+/// the program.
 fn find_option_name(name: &str) -> &'static str {
     ACCELERATE_OPTIONS.values.iter().find(|known| **known == name).copied().unwrap_or_default()
 }

@@ -51,8 +51,8 @@ fn convert_gather(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Converts DeepSpeed's setting to offload optimizer states to files to `train.zero.offload`. Adds
-/// notes about all other offloading.
+/// Converts DeepSpeed's setting that offloads optimizer states to files to the job key
+/// `train.zero.offload`. Adds notes about all other offloading.
 fn convert_offload(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     const OFFLOAD: &str = "train.zero.offload";
     const INSTEAD: &str = "set `train.zero.offload: {optimizer: DIRECTORY}` for files, or `{optimizer: cpu}` \

@@ -110,7 +110,8 @@ impl Simulation {
         self.controllers.iter().any(|controller| controller.state != ControllerState::Ended)
     }
 
-    /// Starts a controller that takes over the run, if no controller is alive and not suspended.
+    /// Starts a controller that takes over the run, unless another controller is running or the run
+    /// has ended. A suspended controller does not count.
     pub(super) fn attach(&mut self) {
         let is_controlled = self.controllers.iter().any(|c| c.state == ControllerState::Alive);
         if self.outcome.is_some() || is_controlled {
