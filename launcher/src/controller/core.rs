@@ -49,7 +49,8 @@ use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 pub(crate) use stop_request::StopRequest;
 pub(crate) use taken_journal::TakenJournal;
 
-/// The time limit for binding the rendezvous of an attempt.
+/// How long the agent of the first host may take to bind the rendezvous port of an attempt
+/// (`MASTER_PORT`). After this time the attempt is rejected.
 pub(crate) const PREPARE_TIMEOUT: Duration = Duration::from_secs(15);
 /// How long the controller waits for the report of the root cause after a worker has exited only
 /// because a peer failed.

@@ -179,7 +179,7 @@ impl AgentDriver {
     }
 }
 
-/// Returns the options of the output pump of a worker.
+/// Returns the options with which the agent copies the output of a worker to the worker's log.
 fn build_pump_options(plan: &HostPlan, worker: &WorkerPlan) -> PumpOptions {
     let run = &plan.job.run;
     let error_file = worker.env.iter().find(|(name, _)| name == env::TORCHELASTIC_ERROR_FILE);

@@ -6,8 +6,8 @@ use std::{io::Read, os::unix::fs::MetadataExt, path::Path};
 
 /// The context string of the key derivation function for keys that come from key files.
 const KEY_PURPOSE: &str = "launch 2026 join key file";
-/// The context string of the key derivation function for the key of nodes without a key file. This
-/// key is not secret.
+/// The text from which nodes without a key file derive their key, as the context string of the key
+/// derivation function. The key is not secret, because this text is public.
 const INSECURE_PURPOSE: &str = "launch 2026 join without a key";
 /// The smallest length of the secret in a key file, in bytes.
 const MIN_SECRET_BYTES: usize = 32;

@@ -30,8 +30,9 @@ pub(super) struct Candidate {
     /// The node rank that the node asks for; `None` if it takes any free one.
     pub(super) rank: Option<u32>,
     pub(super) arrived: Instant,
-    /// The number of times that bytes of the joined node with this rank had arrived when
-    /// [`SETTLE_TIME`] had passed; `None` before.
+    /// How often bytes had arrived from the joined node with the same rank when this candidate had
+    /// waited for [`SETTLE_TIME`]; `None` while the candidate has waited for a shorter time. If
+    /// more bytes arrive, the joined node is alive.
     baseline: Option<u64>,
 }
 
