@@ -123,7 +123,8 @@ pub(super) struct AgentDriver {
     gpu_faults: GpuFaultWatch,
     /// The thread that writes the logs of all ranks of this host.
     rank_logs: LogThread,
-    /// Delivers the opened logs of an attempt.
+    /// The channel on which the thread that opens the logs of an attempt sends its result to the
+    /// driver.
     opened_logs: ChannelEnds<OpenedLogs>,
     /// The opened logs of the workers that were not started yet.
     logs: OpenedLogs,

@@ -110,7 +110,8 @@ pub(super) struct AdoptedRun {
     pub(super) phase: MemoPhase,
     /// The plan of each adopted host that has one.
     pub(super) plans: Vec<(HostIndex, HostPlan)>,
-    /// The addresses of the workers of an attempt, with a host whose workers have received them.
+    /// The addresses of the workers of an attempt, and a host whose agent has reported them; `None`
+    /// if no agent has.
     pub(super) peers: Option<(HostIndex, WorkerPeers)>,
     /// The number and the hosts of the most recent attempt according to the journal; `None` if the
     /// journal does not record them.

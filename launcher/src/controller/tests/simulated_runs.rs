@@ -6,7 +6,7 @@ use super::sim::{HOST_LEASE, InjectedFault, SimRng, SimScenario, Simulation};
 use protocol::{event::Event, failure::FailureReason};
 use std::time::Duration;
 
-/// The number of simulated seeds.
+/// How many random scenarios the test simulates, one for each seed from 0.
 const SEEDS: u64 = 2000;
 /// The time limit of a run, in simulated time. The longest possible run, in which every attempt has
 /// a silent host, a quarantine and a late agent, is shorter.

@@ -7,7 +7,8 @@ use super::{
 use protocol::event::Event;
 use std::{collections::BTreeSet, time::Duration};
 
-/// The number of simulated seeds.
+/// How many random scenarios the test simulates, one for each seed from 0, unless
+/// `LAUNCH_SIM_SEEDS` is set.
 const SEEDS: u64 = 1000;
 /// The time limit of a run, in simulated time.
 const TIME_LIMIT: Duration = Duration::from_secs(3600);
