@@ -53,7 +53,7 @@ pub(crate) fn open_own_file_without_links(path: &Path) -> io::Result<File> {
     open_checked(path, libc::O_NOFOLLOW, is_own)
 }
 
-/// Returns whether a file belongs to this user, and is not writable for all users.
+/// Returns whether a file belongs to this user and cannot be written by all users.
 fn is_own(metadata: &Metadata) -> bool {
     metadata.uid() == nix::unistd::geteuid().as_raw() && metadata.mode() & 0o002 == 0
 }

@@ -1,5 +1,5 @@
-//! Hides secrets in the arguments of this process, which other users of the machine see in lists of
-//! processes.
+//! Hides secrets in the command-line arguments of this process, because other users of the machine
+//! can read the arguments in process lists.
 use jobspec::{hide_secret_arguments, is_value_of_secret};
 use std::fs;
 
@@ -18,8 +18,9 @@ pub(crate) unsafe fn overwrite_secret_arguments() {
     hide_in_place(area);
 }
 
-/// Overwrites each argument from the first difference on that contains the value of a secret
-/// variable or option. `area` contains the arguments, each followed by a zero byte.
+/// Overwrites with `*` the part of each argument in `area` that contains the value of a secret
+/// variable or option. In `area`, a zero byte follows each argument. Overwriting begins at the
+/// first byte that must be hidden and continues to the end of the argument.
 fn hide_in_place(area: &mut [u8]) {
     let words: Vec<String> =
         area.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned()).collect();
@@ -36,7 +37,8 @@ fn hide_in_place(area: &mut [u8]) {
     }
 }
 
-/// Returns the address and the length of the arguments of this process.
+/// Returns the address and the length in bytes of the memory that holds the command-line arguments
+/// of this process.
 fn find_argument_memory() -> Option<(usize, usize)> {
     let stat = fs::read_to_string("/proc/self/stat").ok()?;
     // The name in parentheses may contain spaces. The fields after the name begin with the third.

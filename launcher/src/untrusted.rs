@@ -22,8 +22,8 @@ pub type ParseResult = Result<(), Box<dyn Error + Send + Sync>>;
 /// The largest number of lines of a hostfile that are also parsed as host filters.
 const MAX_FILTER_LINES: usize = 8;
 
-/// Parses bytes as the stream of a control connection: a sequence of frames, all of one of the four
-/// message types. Fails if no message type matches.
+/// Parses bytes as the stream of a control connection, which is a sequence of frames whose messages
+/// all have one type. Fails if the bytes match none of the four message types.
 pub fn parse_control_stream(bytes: &[u8]) -> ParseResult {
     let parsers = [
         parse_frames::<FromAgent>,
@@ -174,7 +174,7 @@ pub fn parse_journal(bytes: &[u8]) -> ParseResult {
     Ok(())
 }
 
-/// Parses an answer of the kernel about the owner of a socket, which the rendezvous store requests.
+/// Parses the kernel's answer to the rendezvous store's question which user owns a socket.
 pub fn parse_socket_answer(bytes: &[u8]) -> ParseResult {
     crate::rendezvous::parse_socket_answer(bytes, 0)?;
     Ok(())
@@ -187,8 +187,8 @@ pub fn parse_invitation(bytes: &[u8]) -> ParseResult {
     Ok(())
 }
 
-/// Parses the bytes of a peer that connects to the port of the agents and does not hold the key: as
-/// a handshake, and as encrypted records after a handshake. Panics if the bytes are accepted.
+/// Parses the bytes that a peer without the job's key sends to the port of the agents: first as a
+/// handshake, and then as encrypted records after a handshake. Panics if the bytes are accepted.
 pub fn parse_encrypted_connection(bytes: &[u8]) -> ParseResult {
     Ok(crate::connection::handshake::read_untrusted_connection(bytes)?)
 }

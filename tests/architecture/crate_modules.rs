@@ -31,7 +31,8 @@ pub(crate) struct CrateModules {
 pub(crate) struct SourceFile {
     /// The path from the repository root.
     pub(crate) path: String,
-    /// The module of the crate root that contains the file. `None` for the file of the crate root.
+    /// The name of the top-level module that contains the file. `None` for the file of the crate
+    /// root.
     pub(crate) top_level_module: Option<String>,
 }
 
@@ -40,13 +41,14 @@ pub(crate) struct Module {
     pub(crate) name: String,
     pub(crate) file: FileId,
     pub(crate) parent: Option<ModuleId>,
-    /// A block inherits the names of its parent.
+    /// Whether this is a block of code instead of a module. A block inherits the names of its
+    /// parent.
     pub(crate) is_block: bool,
     pub(crate) items: BTreeMap<String, Vec<ItemName>>,
     pub(crate) imports: BTreeMap<String, Vec<Import>>,
     pub(crate) glob_imports: Vec<Import>,
-    /// The module invokes a macro in place of items, so it may define names that are not in
-    /// `items`.
+    /// Whether the module invokes a macro in place of items. Such a module may define names that
+    /// are not in `items`.
     pub(crate) has_item_macros: bool,
 }
 
@@ -139,7 +141,8 @@ struct CrateReader<'a> {
     file: FileId,
     /// The directory with the files of the current module's children.
     directory: PathBuf,
-    /// The current module is declared with its content, so its directory differs from its file's.
+    /// Whether the current module is declared with its content (`mod name { … }`). The directory of
+    /// such a module differs from that of its file.
     is_inline: bool,
     errors: Vec<String>,
 }

@@ -37,7 +37,8 @@ fn is_license_allowed(expression: &str, allowed: &BTreeSet<&str>) -> bool {
 
 type Words<'w> = std::iter::Peekable<std::str::SplitWhitespace<'w>>;
 
-/// Parses terms that `OR` separates.
+/// Parses terms of a license expression that `OR` separates, and returns whether at least one of
+/// them is allowed.
 fn parse_alternatives(words: &mut Words<'_>, allowed: &BTreeSet<&str>) -> bool {
     let mut is_allowed = parse_conjunction(words, allowed);
     while words.next_if_eq(&"OR").is_some() {
@@ -46,7 +47,8 @@ fn parse_alternatives(words: &mut Words<'_>, allowed: &BTreeSet<&str>) -> bool {
     is_allowed
 }
 
-/// Parses terms that `AND` separates.
+/// Parses terms of a license expression that `AND` separates, and returns whether all of them are
+/// allowed.
 fn parse_conjunction(words: &mut Words<'_>, allowed: &BTreeSet<&str>) -> bool {
     let mut is_allowed = true;
     loop {

@@ -2,7 +2,8 @@
 use crate::repository::{read_text, repository_root};
 use std::collections::BTreeSet;
 
-/// The modules with one function per reader, by the name of their crate.
+/// The modules that contain one function per parser of untrusted input, as pairs of the crate's
+/// name and the module's path.
 const READER_MODULES: [(&str, &str); 4] = [
     ("ckpt", "worker/ckpt/src/untrusted.rs"),
     ("comm", "worker/comm/src/untrusted.rs"),
@@ -12,7 +13,7 @@ const READER_MODULES: [(&str, &str); 4] = [
 /// The executable with the fuzz targets.
 const TARGETS_FILE: &str = "fuzz/fuzz_targets/untrusted.rs";
 
-/// Returns the names of the functions in `source` that read bytes.
+/// Returns the names of the public functions in `source` whose only parameter is `bytes`.
 fn list_readers(source: &str) -> BTreeSet<&str> {
     let name = |line: &'_ str| -> Option<usize> { line.find("(bytes: &[u8])") };
     let functions = source.lines().filter_map(|line| line.strip_prefix("pub fn "));

@@ -97,7 +97,8 @@ fn module_cycles_do_not_exist() {
     assert!(cycles.is_empty(), "{} cycles between modules:\n{}", cycles.len(), cycles.join("\n"));
 }
 
-/// Checks the modules of each crate that the section Layers of docs/ARCHITECTURE.md lists.
+/// Checks that modules use only modules of lower layers, for each crate in the section Layers of
+/// docs/ARCHITECTURE.md.
 #[test]
 fn modules_use_only_modules_of_lower_layers() {
     let document = read_architecture_document();
@@ -139,7 +140,8 @@ fn the_drawn_paths_exist_and_every_directory_is_drawn() {
     assert!(missing.is_empty(), "docs/ARCHITECTURE.md does not draw {missing:?}");
 }
 
-/// Checks the paths in backticks that docs/ARCHITECTURE.md shortens to their last names.
+/// Checks that each path in backticks in docs/ARCHITECTURE.md is the path, or the last part of the
+/// path, of an existing file or directory.
 #[test]
 fn shortened_paths_in_the_architecture_document_exist() {
     let mut paths = Vec::new();

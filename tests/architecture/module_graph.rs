@@ -10,7 +10,7 @@ pub(crate) struct ModuleGraph {
     pub(crate) files: Vec<SourceFile>,
     /// The names of the modules that the crate root declares.
     pub(crate) top_level_modules: BTreeSet<String>,
-    /// The items that a file (first) uses of another one (second).
+    /// Maps each pair of files (A, B) to the names of the items of file B that file A uses.
     pub(crate) edges: BTreeMap<(FileId, FileId), BTreeSet<String>>,
     /// The items of other crates that the files use.
     pub(crate) external_uses: Vec<ExternalUse>,

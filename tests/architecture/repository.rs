@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, fs, path::Path, process::Command, sync::LazyLoc
 /// The directories with the product's sources.
 pub(crate) const PRODUCT_DIRECTORIES: &[&str] = &["diagnostic/", "launcher/", "worker/"];
 
-/// The text with which the names of Rust files end that contain only tests.
+/// The suffix of the names of Rust files that contain only tests.
 pub(crate) const TEST_FILE_SUFFIX: &str = "_tests.rs";
 
 /// Returns the crates of the workspace, as `cargo metadata` describes them. Panics if the command

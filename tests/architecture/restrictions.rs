@@ -275,7 +275,8 @@ fn the_paths_of_rules_exist() {
     assert!(absent.is_empty(), "rules name paths that do not exist: {absent:?}");
 }
 
-/// Checks that code outside of tests does not declare modules in files that the rules skip.
+/// Checks that only test code declares modules whose file names end with [`TEST_FILE_SUFFIX`],
+/// because the rules skip these files.
 #[test]
 fn files_of_tests_are_modules_of_tests() {
     let mut wrong = Vec::new();

@@ -66,8 +66,8 @@ const LAUNCH_VARIABLES: [&str; 16] = [
     "CUDA_DEVICE_ORDER",
 ];
 
-/// The environment variables that only the original launchers set: for themselves, or for GPUs
-/// although they run on CPUs.
+/// The environment variables that the original launchers set in these tests on CPUs, and that
+/// launch does not set.
 const ORIGINAL_VARIABLES: [&str; 2] = ["CUDA_VISIBLE_DEVICES", "TORCHELASTIC_SIGNALS_TO_HANDLE"];
 
 /// Writes to `directory` the files that the command lines of the test cases name.

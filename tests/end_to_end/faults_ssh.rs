@@ -129,7 +129,8 @@ struct FourHostJob<'a> {
     child: Child,
 }
 
-/// The end of a job after a fault, with the times since the fault.
+/// How a job ended after an injected fault, and how long its controller and its processes took to
+/// end.
 struct FaultOutcome {
     /// Time from the fault to the end of the controller.
     reported: Duration,

@@ -14,7 +14,7 @@ use std::{
 /// The longest wait for a condition.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
-/// The secrets, each of which the job gets in another way.
+/// The secrets of the test job. The job gets each of them in a different way.
 const SECRETS: [&str; 6] = [
     "sesame-in-file-71",
     "sesame-of-job-72",
@@ -24,7 +24,8 @@ const SECRETS: [&str; 6] = [
     "sesame-map-76",
 ];
 
-/// A job that gets secrets from itself, from a file, from a variable and by a pattern.
+/// A job that gets secrets from its own text, a file, an environment variable, and a pattern of
+/// variable names (`run.pass_env`).
 const JOB: &str = "\
 name: secrets
 run:
@@ -134,7 +135,8 @@ fn secrets_that_are_given_in_seven_ways_appear_nowhere_else() {
     }
 }
 
-/// The arguments of a program on the command line of launch are hidden there, and launch warns.
+/// Checks that a secret argument of a program is visible neither in the process list nor in any
+/// file of the run, and that launch warns about it.
 #[test]
 fn a_secret_argument_of_a_program_is_stored_nowhere() {
     for detached in [false, true] {
@@ -214,7 +216,8 @@ fn stop_signals_no_process_that_a_planted_record_names() {
     victim.wait().unwrap();
 }
 
-/// A record with the largest values, and a journal and a log with unprintable characters.
+/// Checks that `launch ps` and other commands soon end and print no control characters if a run
+/// record has the largest possible values, and its journal and log contain control characters.
 #[test]
 fn records_and_logs_with_extreme_values_are_listed_in_time() {
     let job_dir = JobDirectory::new();
@@ -252,7 +255,7 @@ fn records_and_logs_with_extreme_values_are_listed_in_time() {
     assert!(String::from_utf8_lossy(&raw).contains("\u{1b}]0;t\u{7}"), "the bytes of the log");
 }
 
-/// A pipe in place of a file that launch reads must not block a command.
+/// Checks that a pipe in place of a file that launch reads does not block a command.
 #[test]
 fn pipes_in_place_of_files_do_not_block() {
     let job_dir = JobDirectory::new();

@@ -29,8 +29,8 @@ struct Nodes {
 }
 
 impl Nodes {
-    /// Starts `count` hosts called `PREFIX0`, `PREFIX1` and so on, and writes a key file and
-    /// another one. Returns `None` if the test is skipped.
+    /// Starts `count` hosts called `PREFIX0`, `PREFIX1` and so on, and writes two files with
+    /// different keys. Returns `None` if the test is skipped.
     fn start(test: &str, prefix: &'static str, count: u32) -> Option<Nodes> {
         let job_dir = JobDirectory::new();
         for (name, key) in [("key", "a"), ("other-key", "b")] {
@@ -56,7 +56,8 @@ impl Nodes {
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("launch starts")
     }
 
-    /// Starts a node of a job with `nodes` nodes by options, with the key file `key`.
+    /// Starts node `rank` of a job with `nodes` nodes. The node gets its rank, the address of node
+    /// 0 and the key file `key` from command-line options.
     fn spawn_by_rank(&self, (rank, nodes): (u32, u32), key: &str, args: &[&str]) -> Child {
         let address = format!("{}0:29411", self.prefix);
         let (rank_text, nodes) = (rank.to_string(), nodes.to_string());

@@ -1,4 +1,4 @@
-//! Tests that a process which is one node of several never runs a separate job silently.
+//! Tests that launch, started on one of several nodes, never silently runs a separate job there.
 use crate::support::{JobDirectory, output_to_text, parse_rejection};
 
 /// Runs `launch ARGS…` with these environment variables, and returns the exit code and the code of

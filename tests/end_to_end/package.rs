@@ -7,7 +7,7 @@ use crate::support::{
 use serde_json::Value;
 use std::{collections::BTreeSet, env, fs, os::unix::fs::PermissionsExt, path::Path};
 
-/// Files of the archive, relative to its prefix.
+/// Files that the archive must contain, relative to the installation prefix.
 const INSTALLED_FILES: &[&str] = &[
     "bin/launch",
     "share/man/man1/launch.1",

@@ -29,9 +29,9 @@ fn split_words(line: &str) -> Vec<String> {
     line.split_whitespace().map(str::to_owned).collect()
 }
 
-/// Checks that Python, numpy and torch load the files that `launch ckpt rng` writes for another
-/// number of ranks, and that their next 1,000 draws agree with the mode that is recorded for each
-/// RNG stream.
+/// Checks that Python, numpy and torch load the RNG state files that `launch ckpt rng` writes for
+/// another number of ranks, and that each RNG stream is restored, replicated or reseeded as the
+/// files record.
 #[test]
 fn draws_from_prepared_files_follow_the_rule() {
     let Some(python) = support::find_python_or_skip("draws_from_prepared_files_follow_the_rule") else {

@@ -31,7 +31,8 @@ use std::{
 const HOSTS: [&str; 3] = ["h0", "h1", "h2"];
 /// The longest wait for a condition.
 const WAIT_LIMIT: Duration = Duration::from_secs(90);
-/// The program of a rank: counts in a log and in a file until a file named `finish` exists.
+/// The shell command of each rank: prints increasing numbers and appends them to the file
+/// `count.RANK`, until a file named `finish` exists.
 const COUNTING_SCRIPT: &str =
     "i=0; until [ -e finish ]; do i=$((i+1)); echo tick $i; echo $i >> count.$RANK; sleep 0.1; done";
 
@@ -83,8 +84,8 @@ impl RunHosts {
         RunHosts::start_in(test, 3, job_dir, (None, Some(stalling)))
     }
 
-    /// Starts `count` hosts that see a directory with these disks. Returns `None` if the test is
-    /// skipped.
+    /// Starts `count` hosts that all see the directory of `job_dir`. `disk` and `stalling` are the
+    /// test file systems that are mounted in this directory. Returns `None` if the test is skipped.
     fn start_in(
         test: &str,
         count: u32,
@@ -419,17 +420,19 @@ fn a_lost_controller_ends_the_run_within_its_lease_if_the_job_asks_for_it() {
     }
 }
 
-/// Returns the number of kills of a test: that of the variable, or `default`.
+/// Returns the number of kills from the environment variable `LAUNCH_TEST_KILLS`, or `default` if
+/// it is not set.
 fn read_kill_count(default: u64) -> u64 {
     env::var("LAUNCH_TEST_KILLS").ok().and_then(|kills| kills.parse().ok()).unwrap_or(default)
 }
 
-/// Returns the first state of [`draw_number`] of a test: that of the variable, or `default`.
+/// Returns the seed for [`draw_number`] from the environment variable `LAUNCH_TEST_SEED`, or
+/// `default` if it is not set.
 fn read_kill_seed(default: u64) -> u64 {
     env::var("LAUNCH_TEST_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(default)
 }
 
-/// Draws the next number of a fixed sequence.
+/// Returns the next pseudo-random number below `below`, and updates the generator's state `state`.
 fn draw_number(state: &mut u64, below: u64) -> u64 {
     *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
     (*state >> 33) % below

@@ -18,7 +18,7 @@ use std::{
 /// The tested numbers of workers.
 const WORKER_COUNTS: [u32; 5] = [1, 2, 3, 4, 8];
 
-/// Returns the setting for `n` workers.
+/// Returns the setting (`path=value`) that runs a job with `n` workers per host.
 fn format_workers_setting(n: u32) -> String {
     format!("cluster.workers_per_host={n}")
 }

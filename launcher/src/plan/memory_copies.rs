@@ -1,4 +1,5 @@
-//! What the copies of the training state in the memory of hosts cost (`checkpoint.memory`).
+//! Computes how much memory and network traffic a job needs to keep copies of its training state in
+//! the memory of its hosts (`checkpoint.memory`).
 use diagnostic::{
     Diagnostic,
     codes::host as codes,
@@ -6,14 +7,16 @@ use diagnostic::{
 };
 use jobspec::JobSpec;
 
-/// The number of copies of one state that a host keeps, so that a failure during a copy leaves the
-/// previous copy whole.
+/// The number of buffers for each copied state on a host: a failure while one buffer is written
+/// leaves the previous copy in the other one intact.
 const BUFFERS: u64 = 2;
 
-/// The memory and the traffic of the copies of the training state.
+/// The memory and the network traffic that the copies of the training state in the hosts' memory
+/// need.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct MemoryCopyCost {
-    /// For each host, the bytes of memory for copies of its workers and of workers on other hosts.
+    /// For each host, the bytes of memory for copies of the states of its workers and of workers on
+    /// other hosts.
     pub(crate) memory_by_host: Vec<u64>,
     /// For each host, the bytes that its workers send to other hosts for each copy.
     pub(crate) sent_by_host: Vec<u64>,
@@ -22,9 +25,9 @@ pub(crate) struct MemoryCopyCost {
 }
 
 impl MemoryCopyCost {
-    /// Computes the cost for hosts with these numbers of workers, in the order of their ranks.
-    /// `state_bytes` is the size of the state of each rank. Returns `None` for a job without
-    /// copies.
+    /// Computes what the memory copies of `job` cost on hosts of which host `i` has `workers[i]`
+    /// workers. `state_bytes` contains the size of the state of each rank, in bytes. Returns `None`
+    /// if the job keeps no memory copies.
     pub(crate) fn compute(job: &JobSpec, workers: &[usize], state_bytes: &[u64]) -> Option<Self> {
         let spec = job.checkpoint.memory.as_ref().filter(|_| !state_bytes.is_empty())?;
         let mut rest = state_bytes.iter();
@@ -41,7 +44,7 @@ impl MemoryCopyCost {
         })
     }
 
-    /// Formats the cost for the host with the most memory as a line of text.
+    /// Formats the largest memory and network traffic of any host as a line of text.
     pub(crate) fn format(&self) -> String {
         let largest = |values: &[u64]| values.iter().copied().max().unwrap_or(0);
         let memory = format_bytes(largest(&self.memory_by_host));
@@ -58,7 +61,8 @@ impl MemoryCopyCost {
     }
 }
 
-/// Returns a warning if the job has too few hosts for the copies on other hosts.
+/// Returns a warning if the job has fewer hosts than it needs to keep the configured number of
+/// copies on other hosts.
 pub(super) fn find_unplaced_copies_warning(job: &JobSpec, hosts: usize) -> Option<Diagnostic> {
     let copies = job.checkpoint.memory.as_ref()?.copies;
     let others = hosts.saturating_sub(1) as u64;

@@ -22,7 +22,8 @@ pub(super) struct SharedEnvValues<'a> {
     pub(super) groups: u32,
     /// The directory of the workers' log files.
     pub(super) logs: &'a Path,
-    /// The number of restarts so far, without those that only change hosts.
+    /// The number of restarts of the run so far. Restarts that only change the hosts are not
+    /// counted.
     pub(super) restarts: u32,
 }
 
@@ -79,7 +80,8 @@ pub(super) fn build_worker_env(
     added.chain(job.run.env.iter().cloned()).collect()
 }
 
-/// Inserts `MASTER_ADDR` and `MASTER_PORT` after the ranks of a worker's environment.
+/// Inserts `MASTER_ADDR` and `MASTER_PORT` into the environment `env`, after the variables with the
+/// worker's ranks.
 pub(super) fn insert_rendezvous(env: &mut Vec<(String, String)>, address: String, port: String) {
     let position = env.iter().position(|(name, _)| name == env::LOCAL_WORLD_SIZE).map_or(0, |i| i + 1);
     let variables = [(env::MASTER_ADDR.to_owned(), address), (env::MASTER_PORT.to_owned(), port)];

@@ -80,7 +80,7 @@ pub(crate) fn reap_child(pid: u32) -> Option<ExitStatus> {
     (reaped == pid as i32).then(|| decode_wait_status(status))
 }
 
-/// Decodes the wait status that `waitpid` returned to an exit code or a signal.
+/// Converts `status`, a wait status from `waitpid`, to the exit code or the signal that it encodes.
 pub(crate) fn decode_wait_status(status: i32) -> ExitStatus {
     let status = std::process::ExitStatus::from_raw(status);
     match status.signal() {

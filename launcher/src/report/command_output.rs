@@ -23,14 +23,14 @@ pub(crate) fn write_file_text(text: &str) -> io::Result<()> {
     }
 }
 
-/// Writes text that the caller has filtered to stdout and flushes stdout. Fails if stdout is a
-/// closed pipe, so that a command that follows a file (`--follow`) can end.
+/// Writes `text`, which the caller has already filtered, to stdout and flushes stdout. Fails if
+/// stdout is a closed pipe, so that a command that follows a file (`--follow`) can end.
 pub(crate) fn write_strict(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes()).and_then(|()| out.flush())
 }
 
-/// Converts a write error that stdout is a closed pipe to `Ok`.
+/// Converts the error that stdout is a closed pipe to `Ok`. Returns any other result unchanged.
 fn ignore_closed_pipe(result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),

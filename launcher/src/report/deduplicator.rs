@@ -33,7 +33,8 @@ pub(super) struct Deduplicator {
     next_number: u64,
     /// The number of the last waiting line that each rank printed.
     last_of_rank: HashMap<Rank, u64>,
-    /// The numbers of the waiting lines, by whether the line is from stderr, and by text.
+    /// Maps each waiting line, as a pair of whether the line is from stderr and its text, to the
+    /// line's numbers in `waiting`.
     numbers_of_text: HashMap<(bool, String), Vec<u64>>,
     /// The number of ranks whose output is shown.
     shown_ranks: usize,

@@ -33,8 +33,8 @@ const STEP_LINE_INTERVAL: Duration = Duration::from_secs(10);
 const STEP_LINES: u64 = 20;
 /// The time constant of the exponential average of step durations, in seconds.
 const AVERAGING_SECONDS: f64 = 10.0;
-/// The smallest share of a step spent waiting for collectives that is shown, from 0 to 1. Smaller
-/// shares are omitted.
+/// The smallest share of a step's duration, from 0 to 1, that waiting for collectives must take to
+/// be shown. Smaller shares are omitted.
 const SHOWN_EXPOSED_SHARE: f64 = 0.05;
 
 /// The displayed state of a run, and the console that displays the run.

@@ -1,5 +1,5 @@
-//! [`open_controller`]: opens a handle of the controller of a run, after proving that the process
-//! is the controller.
+//! [`open_controller`]: opens a handle of the process that controls a run, after checking that the
+//! process with the recorded pid really is the controller.
 use super::{
     process_identity::ProcessHandle,
     registry::{JOURNAL_FILE, RunRecord},
@@ -36,7 +36,7 @@ pub(crate) fn open_controller(record: &RunRecord) -> io::Result<Option<ProcessHa
     }
 }
 
-/// Returns whether the process in the record has the run's journal open.
+/// Returns whether the process that `record` names as the controller has the run's journal open.
 fn find_open_journal(record: &RunRecord) -> io::Result<bool> {
     let journal = open_own_file(&record.run_dir.join(JOURNAL_FILE))?.metadata()?;
     let files = fs::read_dir(format!("/proc/{}/fd", record.controller.pid))?;

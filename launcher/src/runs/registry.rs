@@ -23,8 +23,8 @@ const RECORD_VERSION: u32 = 1;
 pub(super) const JOURNAL_FILE: &str = "events.jsonl";
 /// The number of bytes of a `run.json` that are read. A longer file is not a valid record.
 const MAX_RECORD_BYTES: u64 = 256 << 10;
-/// How often an invalid `run.json` is read. A controller that takes over a run replaces the file,
-/// and a file that is being replaced looks like that of another run.
+/// The number of attempts to read a `run.json` before it counts as invalid. A controller that takes
+/// over a run replaces the file, and a file that is being replaced looks like that of another run.
 const MAX_RECORD_READS: usize = 3;
 /// The longest ID of a run in a record, in bytes.
 const MAX_ID_BYTES: usize = 128;
@@ -36,7 +36,8 @@ const MAX_RECORDS: usize = 500;
 /// The largest number of entries that are read of one directory.
 const MAX_DIR_ENTRIES: usize = 10_000;
 /// How much longer than `run.controller_timeout` a run may be without a controller before it counts
-/// as lost. A controller marks its journal as used less often than all the time.
+/// as lost. The margin is needed because a controller updates the modification time of its journal
+/// only from time to time.
 const UNATTENDED_MARGIN: Duration = Duration::from_secs(60);
 /// The number of bytes at the end of a journal that are searched for the last step and for the
 /// `done` event.
@@ -372,8 +373,8 @@ mod tests {
         assert_eq!(load_run_in_directory(&run_dir).map(|r| r.record), Some(expected));
     }
 
-    /// Checks that files are harmless that another user, or the author of an archive, put below the
-    /// current directory.
+    /// Checks that `run.json` files that another user, or the author of an archive, put below the
+    /// current directory are skipped, and that pipes in place of such files do not block.
     #[test]
     fn planted_records_are_skipped_and_never_block() {
         let dir = tempfile::tempdir().expect("a directory");

@@ -2,7 +2,7 @@
 use super::registry::{Run, RunState};
 use diagnostic::{Diagnostic, codes::command};
 
-/// The runs among which a command may select: all runs, or active runs only.
+/// Which runs a command may select: any run, active runs, or runs without a controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RunFilter {
     /// Any run, for a command that reads the files of a run. Without a name, the active run is

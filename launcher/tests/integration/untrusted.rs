@@ -15,7 +15,7 @@ const TOKENS: &[u8] = b"[]-,:@=&*!{}\n \t#\"'|%\0\xff\x80\xdd\xdf\xc6";
 
 type Parser = fn(&[u8]) -> ParseResult;
 
-/// The parsers, each with the extension of its files in the corpus.
+/// The parsers under test, each with the file extension of its inputs in the corpus.
 const PARSERS: [(&str, Parser); 13] = [
     ("control", launcher::untrusted::parse_control_stream),
     ("hostfile", launcher::untrusted::parse_hostfile),

@@ -27,7 +27,7 @@ const fn with_config(line: &'static str, config: &'static str) -> Case {
     Case { line, variables: &[], default_config: Some(config), compared: &[] }
 }
 
-/// The files of the cases, with their texts.
+/// The files that the command lines of the test cases refer to, as pairs of name and text.
 pub(super) const FILES: [(&str, &str); 4] = [
     ("fsdp.yaml", FSDP_CONFIG),
     ("deepspeed.yaml", DEEPSPEED_CONFIG),

@@ -1,4 +1,5 @@
-//! [`SlurmCluster`]: a real Slurm (tests/slurm/cluster), the jobs of a test, and their events.
+//! [`SlurmCluster`]: starts a real Slurm cluster on this machine (tests/slurm/cluster), writes the
+//! jobs of a test, and reads the events of their runs.
 use crate::support::{
     TINY_JOB, assert_snapshot,
     environment::{LAUNCH_EXECUTABLE, SIMULATION_ROOT, clean_command},

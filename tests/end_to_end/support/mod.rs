@@ -242,7 +242,8 @@ pub(crate) fn assert_snapshot(directory: &Path, name: &str, messages: &str, filt
     });
 }
 
-/// Returns the name of the module of end-to-end tests whose code called the caller.
+/// Returns the name of the end-to-end test module that contains the code from which this function
+/// was called indirectly.
 #[track_caller]
 fn find_test_module() -> &'static str {
     let file = Location::caller().file();

@@ -111,8 +111,8 @@ impl SimulatedHosts {
         assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
     }
 
-    /// Runs a shell command on a host without SSH and returns its stdout. Panics if the command
-    /// fails.
+    /// Runs a shell command on a host, without the use of SSH, and returns its stdout. Panics if
+    /// the command fails.
     #[track_caller]
     pub(crate) fn run_shell(&self, host: &str, command: &str) -> String {
         let output = self.run_hosts_script(&["exec", host, "sh", "-c", command]);
@@ -120,8 +120,8 @@ impl SimulatedHosts {
         String::from_utf8_lossy(&output.stdout).into_owned()
     }
 
-    /// Creates a command that runs `program` on a host without SSH, with an empty environment
-    /// except the search path of programs. Dropping the process does not end the program.
+    /// Creates a command that runs `program` on a host, without the use of SSH. The environment is
+    /// empty except for the search path of programs. Dropping the process does not end the program.
     pub(crate) fn create_command(&self, host: &str, program: &[&str]) -> Command {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/hosts/hosts.sh");
         let mut command = clean_command(script);

@@ -1,18 +1,19 @@
-//! [`TokenCacheLocks`]: lets jobs wait for their token caches, as for another process that builds
-//! them.
+//! [`TokenCacheLocks`]: makes jobs wait for their token caches, by holding the locks that a process
+//! holds while it builds a cache.
 use std::{
     fs::{self, File},
     path::{Path, PathBuf},
 };
 
-/// The locks of token caches that do not exist yet. Dropping the value releases the locks.
+/// The locks of token caches that a test has removed, which make jobs wait for these caches.
+/// Dropping the value releases the locks.
 pub(crate) struct TokenCacheLocks {
     _files: Vec<File>,
 }
 
 impl TokenCacheLocks {
-    /// Removes every token cache in a directory and locks it, as a process does that builds it. The
-    /// jobs of the caches must have run before.
+    /// Removes every token cache in `directory`, and locks it as if another process were building
+    /// it. Jobs must have created the caches before.
     #[track_caller]
     pub(crate) fn lock_all(directory: &Path) -> TokenCacheLocks {
         let entries = fs::read_dir(directory).expect("a directory of token caches").flatten();

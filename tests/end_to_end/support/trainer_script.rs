@@ -10,7 +10,7 @@ pub(crate) struct TrainerScript {
     /// The command that runs a script, instead of `python`.
     python: Vec<String>,
     script: &'static str,
-    /// The optimizer steps of every run.
+    /// The number of optimizer steps of every run of the script.
     steps: u32,
     arguments: &'static [&'static str],
 }

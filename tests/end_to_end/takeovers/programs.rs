@@ -2,9 +2,9 @@
 //! complete, and the journal is that of an undisturbed run.
 use super::*;
 
-/// The program of a rank: counts in a log and in a file until a file named `finish` exists. A
-/// restarted rank continues with the last number in the file. Rank 2 fails if a file named `fail`
-/// exists.
+/// The shell command of each rank: prints increasing numbers and appends them to the file
+/// `count.RANK`, until a file named `finish` exists. A restarted rank continues with the last
+/// number in the file. Rank 2 fails if a file named `fail` exists.
 const RESUMING_SCRIPT: &str = "i=$(tail -n 1 count.$RANK 2>/dev/null); i=${i:-0}; echo from $i; \
     until [ -e finish ]; do [ -e fail ] && [ $RANK = 2 ] && exit 7; \
     i=$((i+1)); echo tick $i; echo $i >> count.$RANK; sleep 0.1; done";
@@ -114,7 +114,8 @@ fn a_program_outlives_its_controllers() {
     hosts.wait_for_no_process();
 }
 
-/// A rank fails while the run has no controller. The next controller reports this failure.
+/// Checks that the failure of a rank while the run has no controller is the failure that the next
+/// controller reports. The next controller reports this failure.
 #[test]
 fn a_failure_without_a_controller_is_the_root_cause_of_the_next_one() {
     let test = "takeovers::programs::a_failure_without_a_controller_is_the_root_cause_of_the_next_one";
@@ -135,7 +136,8 @@ fn a_failure_without_a_controller_is_the_root_cause_of_the_next_one() {
     hosts.wait_for_no_process();
 }
 
-/// Kills controllers and agents of a program at random times.
+/// Checks that killing controllers and agents of a program at random times neither ends the run nor
+/// repeats or loses a step of the program.
 #[test]
 fn random_kills_of_controllers_and_agents_repeat_no_step_of_a_program() {
     let test = "takeovers::programs::random_kills_of_controllers_and_agents_repeat_no_step_of_a_program";

@@ -20,7 +20,7 @@ const REQUEST_BYTES: usize = 1 << 17;
 /// The size of the header of a request and of an answer.
 const REQUEST_HEADER_BYTES: usize = 40;
 const ANSWER_HEADER_BYTES: u32 = 16;
-/// The opcodes of the requests that are answered (linux/fuse.h).
+/// The opcodes of the FUSE requests that the test file system answers (linux/fuse.h).
 const FORGET: u32 = 2;
 const GETATTR: u32 = 3;
 const INIT: u32 = 26;

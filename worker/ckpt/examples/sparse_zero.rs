@@ -16,7 +16,8 @@ const WEIGHT_ELEMENTS: u64 = 64 << 20;
 /// Bytes that the test checkpoint has per parameter: FP32 weight, both moments of Adam, and the
 /// module's BF16 weight.
 const BYTES_PER_PARAM: u64 = 14;
-/// Every how many elements of the concatenated weights an element is not zero.
+/// The distance between two nonzero elements in the concatenated weights of the test checkpoint, in
+/// elements.
 const NONZERO_DISTANCE: u64 = 10_000_019;
 /// Alignment in bytes of the data of zip members, which `torch.save` uses.
 const ZIP_ALIGNMENT: u64 = 64;

@@ -10,8 +10,8 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 
 /// The number that identifies the connection of a client.
 pub(super) type ClientId = u64;
-/// The number of bytes by which each value, each item of a queue, and each key that a client waits
-/// for counts for the limit of the store, in addition to their contents.
+/// The overhead in bytes that counts toward the store's size limit for each value, each item of a
+/// queue, and each key that a client waits for, in addition to their contents.
 const ENTRY_BYTES: usize = 128;
 /// The reply to CHECK if all keys exist, and the reply to a WAIT or BARRIER that ends.
 const READY: u8 = 0;
@@ -380,14 +380,14 @@ impl RendezvousStore {
     }
 }
 
-/// Returns the number of bytes by which a key with its value, or an item of a queue, counts for the
-/// limit of the store.
+/// Returns how many bytes a key with its value, or an item of a queue, contributes to the size of
+/// the store, which [`MAX_TOTAL`] limits.
 fn compute_entry_bytes(key: &[u8], value: &[u8]) -> usize {
     key.len() + value.len() + ENTRY_BYTES
 }
 
-/// Returns the number of bytes by which a wait for `keys` counts for the limit of the store. The
-/// store holds each key twice: by client and by key.
+/// Returns how many bytes a wait for `keys` contributes to the size of the store, which
+/// [`MAX_TOTAL`] limits. The store holds each key twice: by client and by key.
 fn compute_wait_bytes(keys: &[StoreKey]) -> usize {
     keys.iter().map(|key| 2 * key.len() + ENTRY_BYTES).sum()
 }

@@ -47,7 +47,7 @@ pub(crate) struct SocketOwner {
 /// The answer of the kernel to the request for the owner of a socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SocketAnswer {
-    /// The socket is on this machine.
+    /// The owner of the socket, which is on this machine.
     Owner(SocketOwner),
     /// The kernel reports this error number. ENOENT: no such socket is on this machine.
     Error(i32),
@@ -64,7 +64,7 @@ pub(crate) enum SocketAnswerError {
     WrongSequence,
 }
 
-/// A connection to the kernel that finds the owners of sockets.
+/// A netlink socket through which this process asks the kernel for the owners of TCP sockets.
 #[derive(Debug)]
 pub(crate) struct SocketDiagnostics {
     socket: OwnedFd,

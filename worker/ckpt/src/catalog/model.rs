@@ -144,8 +144,8 @@ pub struct RunFacts {
     pub job: Value,
 }
 
-/// The key under which a checkpoint's cursor stores for each weight by how many updates it is
-/// behind the run's step.
+/// The JSON key under which a checkpoint stores the step lag of each weight: by how many optimizer
+/// updates it is behind the run's step.
 pub(crate) const STEP_LAG_KEY: &str = "late";
 
 /// Fails if `tensors` has an invalid or repeated name, or a shape with too many dimensions or

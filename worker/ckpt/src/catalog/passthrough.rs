@@ -23,7 +23,8 @@ pub struct PassthroughState {
     pub precision: Option<Dtype>,
     /// State of the learning rate scheduler, including values that JSON cannot represent.
     pub scheduler: PythonObject,
-    /// All facts of a native checkpoint. `None` for an external checkpoint.
+    /// What a native checkpoint (one in launch's own format) records about its run. `None` for an
+    /// external checkpoint.
     pub native_facts: Option<Box<RunFacts>>,
     /// Number of steps that FP16 training skipped because gradients overflowed.
     pub skipped_steps: u64,

@@ -97,7 +97,8 @@ pub(crate) struct TorchFile {
     pub(crate) root: String,
     /// The zip members, or the storages of a legacy file.
     pub(crate) members: Vec<ZipMember>,
-    /// Index of the member of each storage, by the key of the storage.
+    /// Maps the key of each storage to the index, in `members`, of the member that contains the
+    /// storage.
     storages: HashMap<String, usize>,
     tree: PickleTree,
 }
@@ -109,7 +110,7 @@ pub(crate) struct TensorView {
     pub(crate) shape: Vec<u64>,
     /// Distance of neighbouring elements in each dimension, in elements.
     pub(crate) strides: Vec<u64>,
-    /// Index of the member that is the storage.
+    /// Index of the member that contains the tensor's storage.
     pub(crate) member: usize,
     /// Index of the tensor's first element in the storage.
     pub(crate) offset: u64,
@@ -121,7 +122,7 @@ impl TensorView {
         count_elements(&self.shape).unwrap_or(0)
     }
 
-    /// Returns which elements of the file the tensor consists of: the member, the offset, the shape
+    /// Returns the location of the tensor's elements in the file: the member, the offset, the shape
     /// and the strides. Tensors of one file with equal locations share their elements.
     pub(crate) fn location(&self) -> (usize, u64, &[u64], &[u64]) {
         (self.member, self.offset, &self.shape, &self.strides)

@@ -99,9 +99,9 @@ fn locate_storage(
     Ok(ZipMember { name: format!("data/{key}"), data: start..end, crc: None })
 }
 
-/// Lists by key the storages to which the pickled values refer. The value of each key is the
-/// storage's number of elements and its size in bytes. `width(class)` must return the bytes per
-/// element of a storage class, or `None` for an unknown class.
+/// Maps the key of each storage to which the pickled values refer to the storage's number of
+/// elements and its size in bytes. `width(class)` must return the bytes per element of a storage
+/// class, or `None` for an unknown class.
 fn list_described_storages(
     tree: &PickleTree,
     width: impl Fn(&str) -> Option<u64>,

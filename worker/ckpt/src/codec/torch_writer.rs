@@ -34,7 +34,7 @@ struct WrittenMember {
 /// Writes a torch file, one member of the zip container after another.
 pub(crate) struct TorchWriter {
     out: FileWriter,
-    /// The directory inside of the container.
+    /// The directory inside of the zip container in which all members are stored.
     root: String,
     /// Number of bytes written to the file so far.
     at: u64,
@@ -85,7 +85,7 @@ impl TorchWriter {
         Ok(TorchWriter { out, root: root.into(), at: 0, members: Vec::new(), storages: 0, open: None })
     }
 
-    /// Appends bytes to the file that belong to no member, such as headers.
+    /// Appends `bytes` that belong to no member, such as headers, to the file.
     fn write_bytes(&mut self, bytes: &[u8]) -> Result<()> {
         self.out.write(bytes)?;
         self.at += bytes.len() as u64;
@@ -190,7 +190,7 @@ impl TorchWriter {
     }
 }
 
-/// Appends the entry that the central directory has for a member to `out`.
+/// Appends to `out` the entry of the central directory that describes the member `m`.
 fn append_directory_entry(out: &mut Vec<u8>, m: &WrittenMember) {
     let wide = m.size >= ZIP64_MIN || m.at >= ZIP64_MIN;
     let mut extra = Vec::new();

@@ -1,5 +1,5 @@
-//! Adds links to files of the source that a conversion does not convert, so that the program that
-//! wrote the source can resume from the result.
+//! Adds links to files that a conversion does not convert to the converted checkpoint, so that the
+//! program that wrote the source checkpoint can resume from it.
 use super::file_plan::{FileContent, FilePlan, OutputPlan};
 use super::notice::ConvertNotice;
 use super::source_state::SourceState;
@@ -7,7 +7,7 @@ use crate::catalog::TensorSource;
 use crate::codec::disk::{Directory, exists};
 use crate::error::Result;
 
-/// Names of files of the source that must not be linked into the result of a conversion. The
+/// Names of files of the source checkpoint that a conversion must not link into its result. The
 /// conversion writes such a file itself, or the file describes the source and would be wrong in the
 /// result.
 const EXCLUDED_FILES: [&str; 6] =
@@ -16,9 +16,9 @@ const EXCLUDED_FILES: [&str; 6] =
 /// directory to resume.
 const PROGRAM_MARKERS: [&str; 3] = ["trainer_state.json", "random_states_0.pkl", "zero_to_fp32.py"];
 
-/// Plans links to the other files of the source that its program needs to resume. Adds a notice to
-/// `state` if the source has RNG state files for a different number of ranks than the plan. Does
-/// nothing if the source has no file of [`PROGRAM_MARKERS`].
+/// Plans links to those other files of the source checkpoint that its program needs to resume. Adds
+/// a notice to `state` if the source has RNG state files for a different number of ranks than the
+/// plan. Does nothing if the source has no file of [`PROGRAM_MARKERS`].
 pub(super) fn add_companion_files(
     source: &dyn TensorSource,
     state: &mut SourceState,

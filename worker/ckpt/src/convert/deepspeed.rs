@@ -133,7 +133,7 @@ fn find_role_tensors(state: &SourceState, weights: &[usize], role: TensorRole) -
     }
 }
 
-/// Plans from which source tensors a range of an output array is filled. The array is the
+/// Plans which elements of source tensors fill a range of an output array. The array is the
 /// concatenation of `tensors` (indices of source tensors), and `range` are its elements. If the
 /// range ends after the last tensor, zeros fill the rest.
 fn plan_concatenated_spans(state: &SourceState, tensors: &[usize], range: Range<u64>) -> Vec<StorageSpan> {
@@ -165,8 +165,8 @@ fn intersect_concatenation(
     found
 }
 
-/// Returns from which elements a rank's slice of a tensor at stage 3 is filled. Zeros pad the slice
-/// to the length that all ranks store.
+/// Returns the elements of a source tensor that make up a rank's slice of it at ZeRO stage 3. Zeros
+/// pad the slice to the length that all ranks store.
 fn plan_rank_slice(state: &SourceState, tensor: usize, rank: u32) -> Vec<StorageSpan> {
     let (count, share) = (state.element_count(tensor), count_elements_per_rank(state, tensor));
     let from = (u64::from(rank) * share).min(count);
@@ -197,8 +197,8 @@ fn make_loss_scaler(state: &SourceState) -> PythonObject {
     PythonObject::instance(DYNAMIC_LOSS_SCALER_CLASS, attributes)
 }
 
-/// Returns the value that DeepSpeed's optimizer file has for the key `key`. Takes the value from
-/// the source, or the default of this key if the source lacks the entry.
+/// Returns the value to store under `key` in DeepSpeed's optimizer file. Takes the value from the
+/// source, or the default of this key if the source lacks the entry.
 fn make_optimizer_field(state: &SourceState, key: &str) -> PythonObject {
     state.passthrough.optimizer_entry(key).cloned().unwrap_or_else(|| match key {
         "loss_scaler" => make_loss_scaler(state),
@@ -394,14 +394,14 @@ fn make_deepspeed_config(state: &SourceState) -> PythonObject {
     config
 }
 
-/// Returns a Python dict with the shape of each weight in `weights` by its name, in order.
+/// Returns a Python dict that maps the name of each weight in `weights` to its shape, in order.
 pub(super) fn make_shape_dict(state: &SourceState, weights: &[usize]) -> PythonObject {
     PythonObject::ordered_dict_from_pairs(
         weights.iter().map(|&w| (state.tensor_name(w), PythonObject::Size(state.tensors[w].shape.clone()))),
     )
 }
 
-/// Returns a Python dict with the name of the stored weight for the alias of each tied weight.
+/// Returns a Python dict that maps the alias of each tied weight to the name of the stored weight.
 fn make_tie_dict(state: &SourceState) -> PythonObject {
     PythonObject::dict_from_pairs(state.ties.iter().map(|t| (&t.alias, PythonObject::from_text(&t.target))))
 }

@@ -61,8 +61,7 @@ pub(super) struct PlannedStorage {
     pub(super) spans: Vec<StorageSpan>,
 }
 
-/// From where consecutive elements of a storage are filled: from a source tensor, or with other
-/// values.
+/// The origin of consecutive elements of a planned storage: a source tensor, or given values.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum StorageSpan {
     /// Elements of the source tensor with this index, converted to the storage's dtype.
@@ -165,8 +164,8 @@ impl StorageBuilder {
         self.add_tensor(Dtype::F32, Vec::new(), vec![StorageSpan::Bytes(bytes)])
     }
 
-    /// Converts a value from another torch file for this one. Tensors in the value get storages in
-    /// this file.
+    /// Converts `value`, which was read from another torch file, so that this file can store it.
+    /// Tensors in the value get storages in this file.
     pub(super) fn adopt_value(&mut self, value: &PythonObject) -> PythonObject {
         let pairs = |this: &mut StorageBuilder, pairs: &[(PythonObject, PythonObject)]| {
             pairs.iter().map(|(k, v)| (k.clone(), this.adopt_value(v))).collect()

@@ -52,8 +52,8 @@ pub(super) fn plan_native(state: &mut SourceState) -> OutputPlan {
     OutputPlan { files, stage: Some(state.stage), world: state.world }
 }
 
-/// Chooses the dtype in which a native checkpoint stores a tensor: BF16 for a BF16 weight of a
-/// native source, which has no F32 master weights, and F32 otherwise.
+/// Chooses the dtype in which a native checkpoint stores a tensor: BF16 for a weight that a native
+/// source stores as BF16, without F32 master weights, and F32 for all other tensors.
 fn choose_shard_dtype(state: &SourceState, tensor: usize) -> Dtype {
     let TensorInfo { role, dtype, .. } = &state.tensors[tensor];
     let is_bf16_master =

@@ -31,9 +31,9 @@ pub struct ConvertOptions {
     /// Dtype of the copies of trained weights in DeepSpeed's model files. `None` means the dtype of
     /// these copies in the source, or F32 if that dtype is unknown.
     pub dtype: Option<Dtype>,
-    /// Group index, from 0, by name of each weight that the source doesn't assign to a group (see
-    /// [`crate::find_ungrouped_weights`]). If the map isn't empty, ungrouped weights without an
-    /// entry belong to group 0.
+    /// Maps the name of each weight that the source doesn't assign to a group to the index of its
+    /// group, from 0 (see [`crate::find_ungrouped_weights`]). If the map isn't empty, ungrouped
+    /// weights without an entry belong to group 0.
     pub groups: BTreeMap<String, usize>,
     /// Memory that the conversion may use in addition to the list of planned files, in bytes.
     pub memory: u64,

@@ -187,8 +187,8 @@ fn require_space(dir: &Path, bytes: u64) -> Result<()> {
     disk::require_free_bytes(dir, bytes.saturating_add(bytes / 500).saturating_add(OVERHEAD_BYTES))
 }
 
-/// Reads what the interrupted conversion with the hidden directory `dir` was to do. Returns `None`
-/// if there is no valid description.
+/// Reads the description of the interrupted conversion whose hidden directory is `dir`. Returns
+/// `None` if `dir` has no valid description.
 fn read_task(dir: &Path) -> Option<Value> {
     let task = read_json::<LimitedValue<TASK_VALUES_MAX>>(&Directory::open(dir).ok()?, TASK_FILE, 1 << 20);
     task.ok().map(|task| task.0)

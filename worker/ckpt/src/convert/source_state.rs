@@ -13,7 +13,8 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::PathBuf;
 
-/// Limit on ranks × tensors for a conversion, unless its options set the number of ranks.
+/// Limit on the number of ranks times the number of tensors of a converted checkpoint, if the
+/// options of the conversion do not set the number of ranks.
 const SOURCE_PIECES_MAX: u64 = 4 << 20;
 /// The cost of one rank's files in the unit of [`SOURCE_PIECES_MAX`], in addition to 1 for each
 /// tensor.
@@ -155,7 +156,8 @@ impl SourceState {
         &self.tensors[tensor].name
     }
 
-    /// Chooses the name of the directory of a ZeRO checkpoint, its tag.
+    /// Chooses the tag of a ZeRO checkpoint: the name of the directory that contains the
+    /// checkpoint's files.
     pub(super) fn choose_tag(&self) -> String {
         let tag =
             self.passthrough.tag.as_ref().filter(|t| is_plain_file_name(t) && !t.ends_with("_universal"));
@@ -187,8 +189,8 @@ impl SourceState {
     }
 }
 
-/// Returns for how many ranks the result is written: the number in the options, else that of the
-/// source, else 1.
+/// Returns the number of ranks for which the result is written: the number in the options, else
+/// that of the source, else 1.
 ///
 /// # Errors
 /// Fails if the options have no number of ranks and that of the source is too large for `tensors`

@@ -78,7 +78,7 @@ pub enum DamageReason {
     /// The file ends before its content is complete.
     #[error("the file is truncated")]
     Truncated,
-    /// The file is larger than this program reads.
+    /// The file is larger than this program accepts.
     #[error("the file has {found} bytes, more than the limit of {limit}")]
     TooLarge {
         /// Bytes of the file.
@@ -160,7 +160,7 @@ pub enum DamageReason {
         /// The step in the manifest.
         stored: u64,
     },
-    /// The file or directory is not a checkpoint, but probably what the diagnosis names.
+    /// The file or directory is not a checkpoint. The diagnosis states what it probably is.
     #[error("{0}")]
     NotACheckpoint(Diagnosis),
     /// The file cannot be read.

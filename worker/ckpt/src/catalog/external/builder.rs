@@ -16,15 +16,15 @@ use std::sync::Arc;
 /// The only Python classes and functions that the pickles of torch files may refer to.
 pub(crate) const GLOBALS: &[&[&str]] = &[TENSOR_GLOBALS, DTYPE_GLOBALS, PLAIN_GLOBALS];
 
-/// Names of the weights that the reader of a checkpoint trains. The names identify optimizer states
-/// that a file stores only by number.
+/// Names of the weights that the job which reads a checkpoint trains. The names identify optimizer
+/// states that a file stores only by number.
 pub(crate) type TrainedNames = HashSet<String>;
 
 /// What was found so far in the directory of another program's checkpoint: files, tensors and
 /// facts.
 pub(crate) struct ExternalCheckpointBuilder {
     pub(crate) directory: Arc<Directory>,
-    /// The weights that the reader trains; `None` if unknown.
+    /// The weights that the job which reads the checkpoint trains; `None` if unknown.
     pub(crate) trained: Option<TrainedNames>,
     pub(crate) facts: ExternalFacts,
     pub(crate) store: StoredFiles,
@@ -80,7 +80,7 @@ impl ExternalCheckpointBuilder {
         CkptError::missing(self.directory.path(), part)
     }
 
-    /// Adds a notice for the user to what is known about the checkpoint.
+    /// Adds `line` to the checkpoint's notices for the user.
     pub(crate) fn add_notice(&mut self, line: impl Into<String>) {
         self.facts.notices.push(line.into());
     }

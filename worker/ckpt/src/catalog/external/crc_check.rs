@@ -133,8 +133,9 @@ fn compute_crcs<'a>(store: &'a StoredFiles, pieces: &[SpanPiece]) -> Result<Vec<
     parallel::map_indices(thread_count(bytes), pieces.len(), no_file, compute).into_iter().collect()
 }
 
-/// Returns with how many threads `bytes` bytes are verified. This is the number of CPU cores plus
-/// 1, at most [`THREADS_MAX`], and less if a thread would get fewer than [`THREAD_MIN_BYTES`].
+/// Returns the number of threads with which `bytes` bytes are verified. The number is that of the
+/// CPU cores plus 1, but at most [`THREADS_MAX`], and smaller if a thread would get fewer than
+/// [`THREAD_MIN_BYTES`].
 fn thread_count(bytes: u64) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     (cores + 1).min(THREADS_MAX).min((bytes / THREAD_MIN_BYTES) as usize + 1)

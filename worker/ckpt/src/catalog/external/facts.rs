@@ -3,7 +3,7 @@ use crate::catalog::training_state::TrainingState;
 use serde::{Serialize, Serializer};
 use std::fmt;
 
-/// A part of the state for resuming a training that a checkpoint may lack.
+/// A part of the training state that is needed for resuming, but that a checkpoint may lack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StatePart {
     /// States of the optimizer, such as Adam's moments.

@@ -26,12 +26,14 @@ pub(crate) struct FusedMember {
     pub(crate) elements: Range<u64>,
 }
 
-/// Which weights of a model are fused, and as which tensors files store them.
+/// The weights of a model with fused experts, and the separate tensors in which files store the
+/// parts of these weights.
 #[derive(Debug, Default)]
 pub(crate) struct FusedExperts {
     /// Name and shape of each weight of the model.
     pub(crate) weights: Vec<(String, Vec<u64>)>,
-    /// By the model's name of each fused weight: its members, which files store under other names.
+    /// Maps the model's name of each fused weight to its parts, which files store under other
+    /// names.
     members: HashMap<String, Vec<FusedMember>>,
 }
 
@@ -102,13 +104,13 @@ impl FusedExperts {
         Some(())
     }
 
-    /// Returns the parts as which files store the model's weight `name`, or `None` if they store it
-    /// as one tensor of this name.
+    /// Returns the parts of the model's weight `name` that files store as separate tensors, or
+    /// `None` if files store the weight as one tensor of this name.
     pub(crate) fn members(&self, name: &str) -> Option<&[FusedMember]> {
         self.members.get(name).map(Vec::as_slice)
     }
 
-    /// Iterates over the names of the tensors as which files store the model's weight `name`.
+    /// Iterates over the names of the tensors in which files store the model's weight `name`.
     pub(crate) fn stored_names<'a>(&'a self, name: &'a str) -> impl Iterator<Item = String> + 'a {
         let members = self.members(name);
         let unchanged = members.is_none().then(|| name.to_owned());

@@ -1,5 +1,5 @@
-//! [`StridedCache`]: caches the contents of file spans whose tensors are not contiguous, because
-//! these are read as a whole.
+//! [`StridedCache`]: caches whole file spans that contain tensors whose elements are not
+//! contiguous.
 //!
 //! Such a tensor is read element by element, which would need a system call for each element. The
 //! cache holds whole spans in memory instead.

@@ -72,7 +72,7 @@ impl ExternalTensor {
     }
 }
 
-/// Consecutive elements of a tensor that one file stores, and where.
+/// Consecutive elements of a tensor, and the place in a file where they are stored.
 #[derive(Clone, Debug)]
 pub(crate) struct TensorPart {
     /// Index of the first element in the tensor.
@@ -81,14 +81,17 @@ pub(crate) struct TensorPart {
     pub(crate) count: u64,
     /// Index of the file in `StoredFiles`.
     pub(super) file: usize,
-    /// Index of the span in the file.
+    /// Index, in the file, of the span that contains the part. A span is, for example, a zip member
+    /// of a torch file.
     pub(super) span: usize,
-    /// Index of the part's first element in the span. If the view is not contiguous, the index of
-    /// the view's first element.
+    /// Index of the part's first element, counted from the start of the span. If the view is not
+    /// contiguous, the index of the view's first element.
     pub(super) offset: u64,
-    /// Number of elements of the view before this part if the view is not contiguous, otherwise 0.
+    /// If the part belongs to a view whose elements are not contiguous, the number of elements of
+    /// the view before the part; otherwise 0.
     skip: u64,
-    /// The layout of the view, or `None` if the view is contiguous.
+    /// The shape and strides of the view to which the part belongs, or `None` if the view is
+    /// contiguous.
     pub(super) strided: Option<Arc<StridedLayout>>,
 }
 
@@ -186,7 +189,7 @@ mod tests {
         TensorPart::new(0, &TensorView { dtype: Dtype::F32, shape, strides, member: 0, offset }, taken, 100)
     }
 
-    /// Lists where in the span the elements `range` of the tensor are stored.
+    /// Lists the positions of the tensor's elements `range` within the span that stores them.
     fn list_positions(part: &TensorPart, range: Range<u64>) -> Vec<u64> {
         let mut positions = Vec::new();
         let result = part.for_each_run(range, |at, n| {

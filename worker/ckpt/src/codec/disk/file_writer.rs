@@ -25,11 +25,11 @@ pub(crate) enum IoMode {
 /// Which hashes a [`FileWriter`] computes of what it writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Hashing {
-    /// Nothing.
+    /// Computes no hashes.
     Off,
-    /// Each [`BLOCK`] separately.
+    /// Computes one hash for each [`BLOCK`].
     Blocks,
-    /// The whole file.
+    /// Computes one hash of the whole file.
     File,
 }
 

@@ -12,13 +12,12 @@ fn expect_rejection(input: &[u8]) -> PickleError {
     parse_pickle(input, GLOBALS).expect_err("rejected")
 }
 
-/// Returns the error with which a pickle must be rejected that names the class or function `name`.
+/// Returns the error for a pickle that names the class or function `name`, which is not allowed.
 fn forbidden_global_error(name: &str) -> PickleError {
     PickleError::ForbiddenGlobal { name: name.into() }
 }
 
-/// Returns the error with which a pickle must be rejected that contains the unsupported opcode
-/// `opcode`.
+/// Returns the error for a pickle that contains the unsupported opcode `opcode`.
 fn unsupported_opcode_error(opcode: char) -> PickleError {
     PickleError::UnsupportedOpcode { opcode: opcode as u8 }
 }
