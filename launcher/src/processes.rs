@@ -1,4 +1,4 @@
-//! The child processes and other descendants of this process: finds, kills and reaps them.
+//! Finds, kills and reaps the child processes and other descendants of this process.
 mod children;
 mod descendants;
 

@@ -23,7 +23,7 @@ use tokio::sync::mpsc;
 pub(crate) enum BoundRendezvous {
     /// A port that is reserved for rank 0, and its number. Rank 0 will bind the port.
     Port(TcpListener, u16),
-    /// A store that runs until the next attempt or the end of the run.
+    /// A rendezvous store, which runs until the workers are started again or the run ends.
     Store(StoreServer),
 }
 

@@ -1,4 +1,5 @@
-//! The graph of a crate's source files: which file uses which items of which other file.
+//! [`ModuleGraph`]: the source files of a crate, with an edge from each file to every file whose
+//! items it uses.
 use crate::{
     crate_modules::{CrateModules, FileId, ItemKind, ItemName, PathSyntax, ROOT, SourceFile},
     path_resolution::{Target, resolve_path_use},
@@ -109,8 +110,8 @@ impl ModuleGraph {
         self.edges.keys().copied().filter(|(from, to)| files.contains(from) && files.contains(to))
     }
 
-    /// Formats a cycle as text for developers: the files, and for each closing edge the names that
-    /// it stands for and the shortest way back.
+    /// Formats a cycle as text for developers: its files and, for each closing edge, the names of
+    /// the used items and the shortest way back.
     pub(crate) fn format_cycle(&self, cycle: &ModuleCycle) -> String {
         let files: Vec<&str> = cycle.files.iter().map(|file| self.files[*file].path.as_str()).collect();
         let mut text = format!("a cycle of {} files: {}\n", files.len(), files.join(" "));

@@ -27,7 +27,7 @@ pub(crate) fn read_field<'v>(value: &'v Value, name: &str) -> &'v str {
     value[name].as_str().unwrap_or_else(|| panic!("{value} has no field `{name}`"))
 }
 
-/// The module graphs of the crates with a library, by the name of the crate.
+/// Maps the name of each crate with a library to the module graph of the crate.
 pub(crate) static MODULE_GRAPHS: LazyLock<BTreeMap<String, ModuleGraph>> = LazyLock::new(|| {
     let roots = list_packages().into_iter().filter_map(|package| {
         let targets = package["targets"].as_array().expect("targets");
@@ -115,8 +115,8 @@ pub(crate) fn read_architecture_document() -> String {
     read_text(&repository_root().join("docs/ARCHITECTURE.md"))
 }
 
-/// Returns whether a path from the repository root is a directory, if it ends with `/`, or else a
-/// file.
+/// Returns whether `path`, relative to the repository root, exists: as a directory if `path` ends
+/// with `/`, and otherwise as a file.
 pub(crate) fn is_file_or_directory(path: &str) -> bool {
     let full_path = repository_root().join(path);
     if path.ends_with('/') { full_path.is_dir() } else { full_path.is_file() }

@@ -11,7 +11,7 @@ use std::{collections::BTreeMap, fs};
 /// of its test binaries.
 const OTHER_BINARIES: [(&str, &[&str]); 2] =
     [("launch", &["end_to_end"]), ("repository-tests", &["architecture", "language"])];
-/// The only module of the end-to-end tests that may create commands, by which tests start programs.
+/// The only module of the end-to-end tests that may create the commands that start programs.
 const COMMANDS_MODULE: &str = "tests/end_to_end/support/environment.rs";
 
 /// Checks that the integration tests of a crate are one binary, because every binary takes seconds

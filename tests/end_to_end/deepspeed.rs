@@ -16,7 +16,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The checkpoints that DeepSpeed saves on two or three ranks, by name.
+/// The checkpoints that DeepSpeed saves on two or three ranks for the test, as pairs of name and
+/// source.
 const SOURCES: [(&str, DeepSpeedSource); 6] = [
     (
         "z1",

@@ -112,8 +112,9 @@ fn install_config(case: &Case, hf_home: &Path) {
     }
 }
 
-/// Runs the command lines of all test cases with the original programs. The facts about the workers
-/// of case N are written to the directory `originals/N`. Returns the exit codes.
+/// Runs the command lines of all test cases with the original launchers: torchrun, accelerate and
+/// deepspeed. The facts about the workers of case N are written to the directory `originals/N`.
+/// Returns the exit codes.
 fn run_originals(python: &Path, job_dir: &JobDirectory) -> Vec<i64> {
     let mut requests = Vec::new();
     for (number, case) in CASES.iter().enumerate() {

@@ -315,8 +315,9 @@ fn cuda_graphs_do_not_change_losses_and_their_use_is_reported() {
     assert_eq!(without.0, measured);
 }
 
-/// Checks attention by cuDNN when it is requested, when measured times decide, and when cuDNN is
-/// absent, fails or computes wrong results.
+/// Checks that training computes attention with cuDNN if the job requests this, reports which
+/// kernels were faster if it does not, and reports that cuDNN is not used if it fails or computes
+/// wrong results.
 #[test]
 fn attention_by_cudnn_is_used_if_it_is_requested_or_faster() {
     let job_dir = JobDirectory::new();

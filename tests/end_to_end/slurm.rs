@@ -99,7 +99,8 @@ fn check_gpus_requested_in_total(cluster: &SlurmCluster) {
     assert_eq!(lines.lines().collect::<Vec<_>>(), [expected, vec!["h2 0/1 0".into()]].concat());
 }
 
-/// Checks that workers see the variables of the job, and those of the agent's task only on request.
+/// Checks that workers see the environment variables of the Slurm job, and see those of the agent's
+/// task only if the job sets `slurm.step_variables`.
 fn check_step_variables(cluster: &SlurmCluster) {
     cluster.write_program_job("{}", "env: {PMI_RANK: mine}", "env > environment");
     for (set, is_visible) in [("", false), ("--set slurm.step_variables=true", true)] {
@@ -122,8 +123,8 @@ fn sort_message_lines(message: &str) -> String {
     format!("{sentence}controller: {}", lines.join(" | "))
 }
 
-/// Checks that one launch on each node of a step joins if it has a key, and that a program without
-/// a job file is rejected otherwise.
+/// Checks that `launch`, started once on each node of a Slurm step, forms one run if it has a key,
+/// and otherwise rejects a program without a job file.
 fn check_one_launch_per_node(cluster: &SlurmCluster) {
     cluster.run_on_node_successfully("h0", "seq 100 > key && chmod 600 key");
     let program = "-- sh -c 'echo $RANK of $WORLD_SIZE, task $SLURM_PROCID > joined.$RANK'";

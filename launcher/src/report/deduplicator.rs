@@ -31,7 +31,7 @@ pub(super) struct Deduplicator {
     /// time at which the line first arrived.
     waiting: VecDeque<(u64, Duration, MergedLine)>,
     next_number: u64,
-    /// The number of the last waiting line that each rank printed.
+    /// Maps each rank to the number of the most recent waiting line that the rank printed.
     last_of_rank: HashMap<Rank, u64>,
     /// Maps each waiting line, as a pair of whether the line is from stderr and its text, to the
     /// line's numbers in `waiting`.

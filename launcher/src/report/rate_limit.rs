@@ -18,7 +18,7 @@ pub(super) struct LineRateLimit {
     reported_at: Duration,
 }
 
-/// The decision what to do with a line of output: show it, omit it, or also report how many lines
+/// What to do with a line of output: show or omit it, and whether to report first how many lines
 /// were omitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LineDecision {

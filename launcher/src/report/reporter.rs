@@ -20,8 +20,8 @@ use std::{
 const QUEUE_CAPACITY: usize = 1 << 16;
 /// The largest number of lines of workers that wait in the queue of the reporting thread.
 const MAX_QUEUED_LINES: usize = 2048;
-/// How long the end of a run waits while stdout and stderr accept no output. After that, the
-/// remaining output is dropped. A pager and a paused terminal accept no output.
+/// How long the controller waits at the end of a run while stdout and stderr accept no output.
+/// After that, the remaining output is dropped. A pager and a paused terminal accept no output.
 const STUCK_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The handle of the thread that shows a run to the user. Only [`Reporter::finish`] blocks.

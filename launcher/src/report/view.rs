@@ -48,7 +48,7 @@ pub(super) struct RunView {
     /// The average duration of a step, in seconds; 0 before the second step.
     step_seconds: f64,
     last_step_line: Option<Instant>,
-    /// The loss and the speed of the last step as text for the progress bar.
+    /// The loss and the speed of the most recent step, as text for the progress bar.
     metrics: String,
     checkpoint: Option<(u64, PathBuf)>,
     weights: Option<PathBuf>,
@@ -307,8 +307,8 @@ impl RunView {
 
     // ---- failures and the end ----
 
-    /// Writes a failure to stderr, with the last output lines and the log path of the failed rank
-    /// and the help texts.
+    /// Writes a failure to stderr, followed by the final output lines of the failed rank, the path
+    /// of its log, and the help texts.
     fn show_failure(&mut self, failure: &FailureReport) {
         self.console.write_message(&filter_line(&format_failure(failure)));
         if !failure.tail.is_empty() {

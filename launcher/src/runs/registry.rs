@@ -55,7 +55,7 @@ pub(crate) struct RunRecord {
     pub(crate) name: String,
     /// The absolute path of the run directory.
     pub(crate) run_dir: PathBuf,
-    /// The world size of the first attempt.
+    /// The number of workers in the first attempt of the run (the world size).
     pub(crate) world: u32,
     /// The start of the run, in milliseconds since 1970.
     pub(crate) began_ms: u64,
@@ -100,7 +100,7 @@ pub(crate) enum RunState {
 /// Why the journal of a run records no end although the controller has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LossReason {
-    /// The controller ended without a record, for example because it was killed.
+    /// The controller ended without recording an end, for example because it was killed.
     ControllerDied,
     /// The machine was restarted after the start of the controller.
     HostRebooted,

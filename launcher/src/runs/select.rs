@@ -49,8 +49,8 @@ pub(crate) enum RunSelectionError<'r> {
 }
 
 impl RunSelectionError<'_> {
-    /// Returns the runs that match the command line, if these are several. Returns an empty slice
-    /// for other errors.
+    /// Returns the matching runs if more than one run matches the command line. Returns an empty
+    /// slice for other errors.
     pub(crate) fn candidates(&self) -> &[&Run] {
         match self {
             RunSelectionError::NoRuns

@@ -33,7 +33,8 @@ const PARSERS: [(&str, Parser); 13] = [
     ("encrypted", launcher::untrusted::parse_encrypted_connection),
 ];
 
-/// Returns the files in `tests/corpus` and further inputs that each parser accepts, by name.
+/// Returns the names and the contents of the files in `tests/corpus`, and of the valid streams of
+/// [`launcher::untrusted::create_control_streams`].
 fn read_inputs() -> Vec<(String, Vec<u8>)> {
     let mut files = mutated_input::read_corpus(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus"));
     let streams = launcher::untrusted::create_control_streams();

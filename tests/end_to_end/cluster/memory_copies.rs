@@ -1,5 +1,5 @@
-//! Tests runs with copies of their state in memory: killed workers and lost hosts cost no step
-//! beyond the last copied one, and do not change the weights.
+//! Tests that a run with copies of its state in memory repeats no step before its most recent copy
+//! after a worker was killed or a host was lost, and that its weights do not change.
 use super::*;
 
 /// The setting of a run that makes no checkpoints while it trains.

@@ -1,6 +1,7 @@
 //! Command lines from the documentation of PyTorch, Accelerate and DeepSpeed, for CPUs.
 
-/// A command line that runs with the original program and with launch.
+/// A command line that is run both with the original launcher (torchrun, accelerate or deepspeed)
+/// and with launch.
 #[derive(Default)]
 pub(super) struct Case {
     pub(super) line: &'static str,
@@ -105,7 +106,7 @@ num_processes: 2
 use_cpu: false
 ";
 
-/// The command lines that are run with the original programs and with launch.
+/// The command lines that are run both with the original launchers and with launch.
 pub(super) const CASES: &[Case] = &[
     line("torchrun dump.py"),
     line("torchrun --nproc-per-node=2 dump.py --arg1 --arg2=3 x"),

@@ -98,7 +98,7 @@ impl FinishedRun {
         diagnostics.iter().flat_map(expand_details).collect()
     }
 
-    /// Returns the messages of the notices.
+    /// Returns the messages of the run's `notice` events.
     pub(crate) fn notice_messages(&self) -> Vec<String> {
         let message = |e: &Value| e["message"].as_str().expect("text").to_owned();
         self.events_named("notice").into_iter().map(message).collect()

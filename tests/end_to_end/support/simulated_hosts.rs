@@ -141,8 +141,8 @@ impl SimulatedHosts {
         self.directory.join(name)
     }
 
-    /// Lists the processes of a host, except its init and its sshd, by pid on this machine and
-    /// command line. The list is empty for a host that is down.
+    /// Lists the pid on this machine and the command line of each process of a host, except its
+    /// init and its sshd. The list is empty for a host that is down.
     pub(crate) fn list_processes(&self, host: &str) -> Vec<(i32, String)> {
         list_processes_of_host(&self.host_directory(host))
     }
@@ -152,7 +152,7 @@ impl SimulatedHosts {
         self.directory.join(host)
     }
 
-    /// Returns the IP address in the hosts' network whose last byte is `last`.
+    /// Returns the IP address with the last byte `last` in the network of the hosts.
     pub(crate) fn format_address(&self, last: u8) -> String {
         format!("{}.{last}", self.network_prefix)
     }

@@ -81,8 +81,8 @@ impl TrainerScript {
         (ran, serde_json::from_slice(&history).unwrap_or_default())
     }
 
-    /// Compares the notices of a run with the snapshot `name`. Ignores the notice about workers
-    /// that share CPU cores, which depends on the machine.
+    /// Compares the messages of a run's `notice` events with the snapshot `name`. Ignores the
+    /// notice about workers that share CPU cores, which depends on the machine.
     #[track_caller]
     pub(crate) fn assert_notices(&self, name: &str, ran: &FinishedRun) {
         let filters = [(r"(?m)^\S+ \S+ \d+ workers share \d+ CPU cores.*\n?", "")];

@@ -12,8 +12,8 @@ static KILLED_POINT: AtomicU64 = AtomicU64::new(0);
 /// The names of the fault points that were passed, in order.
 static PASSED_POINTS: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
 
-/// Starts to count the fault points that this process passes, from 1, so that the one with the
-/// number `n` kills it with SIGKILL. If `n` is 0, points are only counted.
+/// Starts to number the fault points that this process passes, from 1. The fault point with the
+/// number `n` kills the process with SIGKILL. If `n` is 0, points are only counted.
 pub fn arm_fault_points(n: u64) {
     KILLED_POINT.store(n, Ordering::Relaxed);
     PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner).clear();

@@ -3,7 +3,8 @@
 use crate::message_text::format_ranks;
 use std::net::SocketAddr;
 
-/// Why the description of a group of ranks is invalid, or this rank's number or addresses in it.
+/// Why the description of a group of ranks is invalid, or why this rank does not fit into the
+/// group.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GroupError {
     /// The number of ranks is 0 or above [`crate::MAX_WORLD`].

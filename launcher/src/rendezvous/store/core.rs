@@ -108,7 +108,7 @@ impl RendezvousStore {
         Ok(())
     }
 
-    /// Ends the wait of a client, because the client cancelled it, was woken or disconnected. Does
+    /// Ends the wait of a client that cancelled its wait, was woken or has disconnected. Does
     /// nothing if the client does not wait.
     pub(super) fn end_wait(&mut self, client: ClientId) {
         let (map, keys) = match self.waiting.remove(&client) {

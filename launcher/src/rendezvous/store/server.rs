@@ -43,8 +43,8 @@ const READ_CHUNK_BYTES: usize = 64 << 10;
 /// Once the waiting replies to a client exceed this many bytes, they are written before more of its
 /// requests are executed.
 const REPLY_BATCH_BYTES: usize = 256 << 10;
-/// How long a client may take from its connection to its handshake. After this time, the server
-/// closes the connection.
+/// How long a client may take to send the handshake after it has connected. After this time, the
+/// server closes the connection.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long the server waits before it accepts connections again, after file descriptors have run
 /// out.

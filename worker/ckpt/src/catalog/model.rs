@@ -106,8 +106,8 @@ pub struct TextFile {
     pub text: String,
 }
 
-/// What a manifest records about the run that wrote the checkpoint, and about its state. The caller
-/// of a save provides these facts.
+/// What a manifest records about the run that wrote the checkpoint, and about the training state of
+/// that run. The caller of a save provides these facts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunFacts {

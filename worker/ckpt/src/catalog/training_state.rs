@@ -16,7 +16,7 @@ pub struct ParamGroupInfo {
     /// the checkpoint has no hyper-parameters.
     #[serde(flatten)]
     pub hyper: Map<String, Value>,
-    /// Names of the weights, in the order of the group.
+    /// Names of the weights in this parameter group, in the order of the optimizer.
     #[serde(rename = "params", default)]
     pub names: Vec<String>,
 }

@@ -33,7 +33,7 @@ pub(crate) struct SafetensorsEntry {
 pub(crate) struct SafetensorsHeader {
     /// The tensors, sorted by their byte ranges.
     pub entries: Vec<SafetensorsEntry>,
-    /// The text values in `__metadata__` of the file, by key.
+    /// Maps the keys in `__metadata__` of the file to their text values.
     pub metadata: BTreeMap<String, String>,
 }
 

@@ -7,7 +7,7 @@ use std::ops::Range;
 /// Number of hexadecimal digits of the hash in a sealed JSON file.
 const DIGITS: usize = 64;
 
-/// Where a JSON text contains the hash that protects it.
+/// The position of the hash within a JSON text that the hash protects.
 pub(crate) struct JsonSeal {
     /// The text before the hash, with which the file must begin.
     start: &'static str,

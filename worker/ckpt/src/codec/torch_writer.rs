@@ -132,7 +132,7 @@ impl TorchWriter {
         Ok(())
     }
 
-    /// Appends bytes to the member of the container that was begun last.
+    /// Appends bytes to the most recently begun member of the container.
     ///
     /// # Errors
     /// Fails if no member is open, or a write fails.
@@ -147,8 +147,8 @@ impl TorchWriter {
         self.write_bytes(bytes)
     }
 
-    /// Ends the member that was begun last, and writes its CRC-32 and size in a data descriptor.
-    /// Fails if no member is open.
+    /// Ends the most recently begun member of the container, and writes the member's CRC-32 and
+    /// size in a data descriptor. Fails if no member is open.
     pub(crate) fn end_member(&mut self) -> Result<()> {
         let Some((name, at, size, hasher)) = self.open.take() else {
             return Err(CkptError::internal("no zip member is open"));

@@ -15,15 +15,15 @@ use std::path::{Path, PathBuf};
 pub struct ConvertReport {
     /// The output directory.
     pub path: PathBuf,
-    /// Optimizer step of the result.
+    /// Optimizer step of the converted checkpoint.
     pub step: u64,
-    /// Number of ranks of the result.
+    /// Number of ranks of the converted checkpoint.
     pub world: u32,
-    /// ZeRO stage of the result, or `None` for the universal format.
+    /// ZeRO stage of the converted checkpoint, or `None` for the universal format.
     pub stage: Option<u8>,
-    /// Number of files of the result.
+    /// Number of files of the converted checkpoint.
     pub files: u64,
-    /// Total size of the tensors in the files of the result, in bytes.
+    /// Total size in bytes of the tensors in the converted checkpoint.
     pub bytes: u64,
     /// Number of files that were reused, since an interrupted conversion had finished them.
     pub reused: u64,

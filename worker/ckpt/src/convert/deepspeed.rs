@@ -1,4 +1,5 @@
-//! Plans the files of a ZeRO checkpoint in DeepSpeed's layout, as the result of a conversion.
+//! Plans the files of a ZeRO checkpoint in DeepSpeed's layout, into which another checkpoint is
+//! converted.
 use super::file_plan::{FileContent, FilePlan, OutputPlan, StorageBuilder, StorageSpan};
 use super::notice::ConvertNotice;
 use super::options::ConvertOptions;

@@ -29,9 +29,9 @@ pub(super) enum FileContent {
 /// dtype `dtype`.
 #[derive(Clone)]
 pub(super) struct PlannedPiece {
-    /// Index of the source tensor.
+    /// Index of the tensor in the source checkpoint.
     pub(super) tensor: usize,
-    /// Indices of the elements in the source tensor.
+    /// Indices of the elements within the source tensor.
     pub(super) elements: Range<u64>,
     pub(super) dtype: Dtype,
 }

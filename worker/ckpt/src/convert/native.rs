@@ -1,4 +1,5 @@
-//! Plans the files of a native checkpoint as the result of a conversion.
+//! Plans the files of a native checkpoint (one in launch's own format), into which another
+//! checkpoint is converted.
 use super::file_plan::{FileContent, FilePlan, OutputPlan, PlannedPiece};
 use super::notice::ConvertNotice;
 use super::param_groups::WeightGroup;

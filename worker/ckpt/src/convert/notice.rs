@@ -7,53 +7,57 @@ use std::fmt;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ConvertNotice {
-    /// The DeepSpeed config with which the result is loaded must have this `sub_group_size`.
+    /// The DeepSpeed config with which the converted checkpoint is loaded must have this
+    /// `sub_group_size`.
     SubGroupSize {
         /// Elements of a ZeRO-3 sub-group.
         elements: u64,
     },
-    /// The DeepSpeed config with which the result is loaded must have `load_universal`.
+    /// The DeepSpeed config with which the converted checkpoint is loaded must have
+    /// `load_universal`.
     LoadUniversal,
     /// DeepSpeed doesn't restore frozen weights and buffers from a universal checkpoint.
     FrozenNotRestored,
     /// DeepSpeed's stage 3 loads a single update count for all groups of a universal checkpoint.
     SharedUpdateCount,
-    /// The result lacks integer buffers, which native checkpoints can't store.
+    /// The converted checkpoint lacks integer buffers, which native checkpoints can't store.
     BuffersLeftOut {
         /// Names of the buffers.
         names: Vec<String>,
     },
-    /// The source doesn't contain the order of its data.
+    /// The source checkpoint doesn't record in which order its run read the data.
     DataOrderUnknown {
-        /// Number of consumed samples, if the source contains it.
+        /// Number of samples that the run had consumed, if the source checkpoint contains this
+        /// number.
         samples: Option<u64>,
     },
-    /// The source has weights and no training state, so that a run from the result starts at step
-    /// 0.
+    /// The source checkpoint has weights and no training state, so that a run from the converted
+    /// checkpoint starts at step 0.
     WeightsOnly,
-    /// The source doesn't assign some parameters to any of its parameter groups.
+    /// The source checkpoint doesn't assign some parameters to any of its parameter groups.
     GroupsUnknown {
         /// Number of parameters without a group.
         parameters: usize,
-        /// Number of groups in the source.
+        /// Number of parameter groups in the source checkpoint.
         groups: usize,
     },
-    /// The source records a number of optimizer updates that differs from its number of steps.
+    /// The source checkpoint records a number of optimizer updates that differs from its number of
+    /// steps.
     StepFromUpdates {
-        /// Number of updates, which becomes the step of the result.
+        /// Number of optimizer updates, which becomes the step of the converted checkpoint.
         updates: u64,
-        /// Number of steps in the source.
+        /// Number of steps that the source checkpoint records.
         steps: u64,
     },
-    /// The result contains the RNG state files of the source, which are for another number of
-    /// ranks.
+    /// The converted checkpoint contains the RNG state files of the source checkpoint, which are
+    /// for another number of ranks.
     RngFilesUnchanged {
-        /// Number of ranks of the source.
+        /// Number of ranks of the source checkpoint.
         from_world: u32,
-        /// Number of ranks of the result.
+        /// Number of ranks of the converted checkpoint.
         world: u32,
     },
-    /// A notice that the reader of the source reported, as text.
+    /// A notice that was already reported when the source checkpoint was opened, as text.
     Source(String),
 }
 

@@ -19,11 +19,11 @@ pub enum ConvertTarget {
 pub struct ConvertOptions {
     /// The format to write.
     pub target: ConvertTarget,
-    /// ZeRO stage of the result, 1 to 3. `None` means the stage of the source, or 2 for a source
-    /// without a stage.
+    /// ZeRO stage of the converted checkpoint, 1 to 3. `None` means the stage of the source, or 2
+    /// for a source without a stage.
     pub stage: Option<u8>,
-    /// Number of ranks of the result. `None` means the number of ranks of the source, or 1 if that
-    /// number is unknown.
+    /// Number of ranks of the converted checkpoint. `None` means the number of ranks of the source,
+    /// or 1 if that number is unknown.
     pub world: Option<u32>,
     /// Number of elements per rank at which a ZeRO-3 sub-group is full (`sub_group_size` in
     /// DeepSpeed's config).

@@ -33,7 +33,7 @@ const DONE_FILE: &str = ".done";
 /// Limit on the size in bytes of `.done`, the list of files that an unfinished conversion has
 /// completed.
 const DONE_BYTES_MAX: u64 = 1 << 30;
-/// How many levels of subdirectories of the source are checked for changes.
+/// How many levels of subdirectories of the source checkpoint are checked for changes.
 const DEPTH_MAX: u32 = 4;
 
 /// The record of a file that a conversion has completed, one line of the file `.done`.
@@ -51,7 +51,8 @@ pub(super) struct FinishedFile {
 pub(super) struct ConvertOutput {
     pub(super) dir: PathBuf,
     path: PathBuf,
-    /// The records of files that an interrupted conversion had finished, by path.
+    /// Maps the path of each file that an interrupted conversion had finished to the record of the
+    /// file.
     finished_before: HashMap<String, FinishedFile>,
     /// The file `.done`, open for appending. `None` for a directory of the caller, whose files are
     /// not reused after a kill.

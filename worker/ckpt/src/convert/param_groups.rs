@@ -132,8 +132,8 @@ pub(super) fn assign_weights(
     }
 }
 
-/// Fails if `options` do not assign a weight that the target format needs in a group, assign a
-/// weight that is not in `ungrouped`, or assign a weight to a group that does not exist.
+/// Fails if the group assignments in `options` lack a weight that the target format needs in a
+/// group, name a weight that is not in `ungrouped`, or name a group that does not exist.
 fn check_group_options(
     groups: &[ParamGroup],
     ungrouped: &[String],

@@ -16,8 +16,7 @@ use std::path::PathBuf;
 /// Limit on the number of ranks times the number of tensors of a converted checkpoint, if the
 /// options of the conversion do not set the number of ranks.
 const SOURCE_PIECES_MAX: u64 = 4 << 20;
-/// The cost of one rank's files in the unit of [`SOURCE_PIECES_MAX`], in addition to 1 for each
-/// tensor.
+/// What each rank adds to the product that [`SOURCE_PIECES_MAX`] limits, as a number of tensors.
 const PIECES_PER_RANK: u64 = 64;
 /// The DeepSpeed version that a converted checkpoint states if the source does not state one.
 const DEEPSPEED_VERSION: &str = "0.19.8";
@@ -36,29 +35,30 @@ pub(super) struct SourceState {
     pub(super) regrouped: bool,
     /// Weights that are in no group, in ascending order. Empty if the source has no training state.
     pub(super) frozen: Vec<usize>,
-    /// Weights that were frozen when the source was saved. Some of these weights may be in a group.
+    /// Weights that were frozen when the source checkpoint was saved. Some of these weights may be
+    /// in a group.
     pub(super) frozen_at_save: Vec<usize>,
     pub(super) buffers: Vec<usize>,
     /// Roles of the states that the optimizer keeps for each weight.
     pub(super) roles: Vec<TensorRole>,
     pub(super) step: u64,
-    /// Number of consumed samples, if the source contains this number.
+    /// Number of samples that the run had consumed, if the source checkpoint contains this number.
     pub(super) samples: Option<u64>,
     pub(super) tokens: u64,
     pub(super) config: Map<String, Value>,
     pub(super) text_files: Vec<crate::catalog::TextFile>,
     /// Dtype of the copies of trained weights in DeepSpeed's model files.
     pub(super) precision: Dtype,
-    /// ZeRO stage of the result, 1 to 3.
+    /// ZeRO stage of the converted checkpoint, 1 to 3.
     pub(super) stage: u8,
-    /// Number of ranks of the result.
+    /// Number of ranks of the converted checkpoint.
     pub(super) world: u32,
-    /// DeepSpeed version of the result.
+    /// DeepSpeed version that the converted checkpoint states.
     pub(super) version: String,
     pub(super) ties: Vec<TiedWeight>,
-    /// Dynamic loss scale of FP16 training, if the source has one.
+    /// Dynamic loss scale of FP16 training, if the source checkpoint has one.
     pub(super) loss_scale: Option<LossScale>,
-    /// Number of ranks that saved the source.
+    /// Number of ranks that saved the source checkpoint.
     pub(super) source_world: Option<u32>,
     pub(super) passthrough: PassthroughState,
     pub(super) notices: Vec<ConvertNotice>,
@@ -256,11 +256,11 @@ fn choose_step_from_updates<'a>(
     updates
 }
 
-/// Determines how many optimizer steps the source had completed. If the source has only weights and
-/// the target is native, returns 0 and adds a notice to `notices`. `roles` are the roles of the
-/// source's optimizer states. `has_groups` states whether the source has parameter groups. A source
-/// with groups and without optimizer states is valid for a native target, since SGD without
-/// momentum keeps no states.
+/// Determines the number of optimizer steps after which the source checkpoint was saved. If the
+/// source has only weights and the target is native, returns 0 and adds a notice to `notices`.
+/// `roles` are the roles of the source's optimizer states. `has_groups` states whether the source
+/// has parameter groups. A source with groups and without optimizer states is valid for a native
+/// target, since SGD without momentum keeps no states.
 ///
 /// # Errors
 /// Fails if the source isn't a training state that the target can store.

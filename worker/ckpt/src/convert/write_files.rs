@@ -49,7 +49,7 @@ pub(super) struct WrittenFiles {
 struct SharedWriteState<'a> {
     source: &'a dyn TensorSource,
     tensors: &'a [TensorInfo],
-    /// Number of ranks of the result.
+    /// Number of ranks of the converted checkpoint.
     world: u32,
     /// The output directory.
     dir: &'a Path,
@@ -401,8 +401,9 @@ impl SharedWriteState<'_> {
         Ok(())
     }
 
-    /// Reads the data of a write step from the source. A step with a window reads into `buffer`,
-    /// which the result contains. The bytes are verified later, by [`TensorSource::verify_reads`].
+    /// Reads the data of a write step from the source checkpoint. A step with a window reads into
+    /// `buffer`, which the result contains. The bytes are verified later, by
+    /// [`TensorSource::verify_reads`].
     fn read_step_data(&self, step: &WriteStep<'_>, mut buffer: Vec<f32>) -> Result<StepData> {
         match step {
             WriteStep::Window { parts, .. } => {

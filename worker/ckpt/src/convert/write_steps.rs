@@ -24,7 +24,7 @@ pub(super) enum WriteStep<'p> {
     End,
 }
 
-/// The data that was read from the source for one write step.
+/// The data that was read from the source checkpoint for one write step.
 pub(super) enum StepData {
     Values(Vec<f32>),
     Bytes(Vec<u8>),

@@ -7,22 +7,23 @@ use diagnostic::{Code, codes::checkpoint as codes};
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConvertError {
-    /// The reader of the source could not assign the optimizer states to weights.
+    /// The optimizer states in the source checkpoint could not be assigned to weights.
     #[error("{reason}")]
     StatesUnreadable {
-        /// The reader's message.
+        /// The message that states why the optimizer states could not be assigned.
         reason: String,
     },
-    /// The source has weights and no training state, which the target requires.
+    /// The source checkpoint has weights and no training state, which the target format requires.
     #[error("the source contains only weights, but the target requires a training state")]
     WeightsOnly,
-    /// The source is a training state that contains neither its step nor optimizer states.
+    /// The source checkpoint is a training state that contains neither its step nor optimizer
+    /// states.
     #[error("the training state contains neither its step nor optimizer states")]
     StepAndOptimizerMissing,
-    /// The source has optimizer states, but does not contain its step.
+    /// The source checkpoint has optimizer states, but does not contain its step.
     #[error("the training state does not contain its step")]
     StepMissing,
-    /// The source is a training state whose optimizer states are missing.
+    /// The source checkpoint is a training state whose optimizer states are missing.
     #[error("the training state of step {step} has no optimizer states")]
     OptimizerMissing {
         /// The step of the training state.
@@ -31,16 +32,17 @@ pub enum ConvertError {
     /// The optimizer keeps no states, like SGD without momentum, but the target requires states.
     #[error("the source has no optimizer states, which the target requires")]
     OptimizerRequired,
-    /// The target requires the group of each parameter, and the source doesn't assign some.
+    /// The target format requires the parameter group of each parameter, and the source checkpoint
+    /// doesn't assign some parameters to a group.
     #[error("the source has {groups} parameter groups and does not assign {parameters} parameters to them")]
     GroupsUnknown {
         /// Number of parameters without a group.
         parameters: usize,
-        /// Number of groups in the source.
+        /// Number of parameter groups in the source checkpoint.
         groups: usize,
     },
     /// The options assign a group to a parameter that does not exist, or whose group is known from
-    /// the source.
+    /// the source checkpoint.
     #[error("parameter {name} has a group in the source, or does not exist; it cannot be assigned to one")]
     GroupNotAssignable {
         /// Name of the parameter.
@@ -51,7 +53,7 @@ pub enum ConvertError {
     GroupOutOfRange {
         /// Index of the group in the options, from 0.
         group: usize,
-        /// Number of groups in the source.
+        /// Number of parameter groups in the source checkpoint.
         groups: usize,
     },
     /// ZeRO files store parameters by position, and the order of the model's parameters is unknown.
@@ -90,8 +92,8 @@ pub enum ConvertError {
         /// Update count of the parameter `second`.
         second_updates: u64,
     },
-    /// The source has an optimizer state that no optimizer of torch has, and that only native
-    /// checkpoints can store.
+    /// The source checkpoint has an optimizer state that no optimizer of torch has, and that only
+    /// native checkpoints can store.
     #[error("the source has {role}, a state of an optimizer that only native checkpoints store")]
     StateUnsupported {
         /// The role of the state.
@@ -127,8 +129,8 @@ impl ConvertError {
         }
     }
 
-    /// Returns advice on how to convert the source nevertheless. Returns `None` for errors without
-    /// advice.
+    /// Returns advice on how to convert the source checkpoint nevertheless. Returns `None` for
+    /// errors without advice.
     pub(crate) fn help(&self) -> Option<&'static str> {
         use ConvertError::*;
         Some(match self {

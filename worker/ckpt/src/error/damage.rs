@@ -125,7 +125,7 @@ pub enum DamageReason {
         "the content does not match its BLAKE3 hash in {record}: the file is damaged, or was changed later"
     )]
     RecordMismatch {
-        /// Name of the record.
+        /// Name of the file that records the hash.
         record: &'static str,
     },
     /// A block that was just written reads back differently.
@@ -137,7 +137,7 @@ pub enum DamageReason {
     /// The content of a zip member does not match its CRC-32.
     #[error("zip member {member}: the content does not match its CRC-32")]
     CrcMismatch {
-        /// Name of the member.
+        /// Name of the zip member.
         member: String,
     },
     /// The header of a native shard and the manifest describe a piece of a tensor differently.

@@ -32,7 +32,7 @@ pub enum DeepSpeedError {
     /// The flat tensor of a group is not F32.
     #[error("flat group {group} is {dtype}, expected F32")]
     FlatGroupDtype {
-        /// Index of the flat group.
+        /// Index of the flat group: the parameters that the flat tensor concatenates.
         group: usize,
         /// Dtype of the flat tensor.
         dtype: Dtype,
@@ -48,7 +48,7 @@ pub enum DeepSpeedError {
     /// The flat tensors of a group do not match its parameters.
     #[error("parameter group {group}: {error}")]
     Group {
-        /// Index of the group.
+        /// Index of the parameter group.
         group: usize,
         /// How the flat tensors and the parameters differ.
         error: LayoutError,
@@ -119,11 +119,11 @@ pub enum DeepSpeedError {
     /// states.
     #[error("group {group} has {weights} FP32 weights and {states} states")]
     MasterCount {
-        /// Index of the group.
+        /// Index of the parameter group.
         group: usize,
-        /// Number of FP32 master weights of the group.
+        /// Number of FP32 master weights of the parameter group.
         weights: usize,
-        /// Number of optimizer states of the group.
+        /// Number of optimizer states of the parameter group.
         states: usize,
     },
     /// The FP32 master of a weight has an unexpected dtype, or a different shape than the weight.

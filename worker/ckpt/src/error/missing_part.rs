@@ -117,7 +117,7 @@ fn format_present(present: &[String]) -> String {
     }
 }
 
-/// Formats which ranks' files are missing, such as `file of rank 3` or `files of ranks 3 and 4`.
+/// Formats the ranks whose files are missing, such as `file of rank 3` or `files of ranks 3 and 4`.
 fn format_files_of_ranks(ranks: &[u32]) -> String {
     match ranks {
         [rank] => format!("file of rank {rank}"),

@@ -20,13 +20,13 @@ pub enum OptionProblem {
         /// The most ranks that a result may have.
         limit: u32,
     },
-    /// The source states a number of ranks that is so large that the options must request it
-    /// explicitly.
+    /// The source checkpoint states so large a number of ranks that the options must request this
+    /// number explicitly.
     #[error(
         "the checkpoint states that {world} ranks wrote it, more than the {limit} that are used without a request"
     )]
     SourceWorldSize {
-        /// The number of ranks in the source.
+        /// The number of ranks that the source checkpoint states.
         world: u32,
         /// The largest number of ranks that a conversion uses if the options do not request a
         /// number.

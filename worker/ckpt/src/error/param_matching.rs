@@ -4,80 +4,82 @@
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MatchError {
-    /// The number of states differs from the number of weights.
+    /// The number of optimizer states differs from the number of weights.
     #[error("states of {states} weights, but the model has {weights} (some may be frozen)")]
     Count {
-        /// Number of states in all groups.
+        /// Number of optimizer states in all parameter groups.
         states: usize,
         /// Number of weights of the model.
         weights: usize,
     },
-    /// There are more than two parameter groups, and no known rule forms so many groups.
+    /// The optimizer has more than two parameter groups, but the known rules by which programs form
+    /// groups give at most two.
     #[error("{groups} parameter groups, formed by an unknown rule")]
     GroupRule {
         /// Number of parameter groups of the optimizer.
         groups: usize,
     },
-    /// A group does not have the size that a known rule would give it.
+    /// A parameter group has a different number of states than the weights that a known rule puts
+    /// into this group.
     #[error("group {group} has states of {states} weights, the usual rules give {expected}")]
     GroupSize {
-        /// Index of the group.
+        /// Index of the parameter group.
         group: usize,
-        /// Number of states in the group.
+        /// Number of optimizer states in the parameter group.
         states: usize,
         /// Number of weights that the rule selects.
         expected: usize,
     },
-    /// A state has a different shape than the weight at its position.
+    /// An optimizer state has a different shape than the weight at its position.
     #[error("state {index} of group {group} has the shape {found:?}, {weight} has {expected:?}")]
     StateShape {
-        /// Index of the group.
+        /// Index of the parameter group.
         group: usize,
-        /// Index of the state in the group.
+        /// Index of the optimizer state in the parameter group.
         index: usize,
-        /// Shape of the state.
+        /// Shape of the optimizer state.
         found: Vec<u64>,
         /// Name of the weight.
         weight: String,
         /// Shape of the weight.
         expected: Vec<u64>,
     },
-    /// The groups match the weights in several ways.
+    /// The optimizer states can be assigned to the weights in several ways.
     #[error("the parameter groups match the weights in more than one way")]
     Ambiguous,
     /// The order of the model's weights is unknown, and several weights have the same shape.
     #[error("the order of the model's weights is unknown, and shapes alone do not distinguish them")]
     UnknownOrder,
-    /// No weight has the shape of a state.
+    /// No weight has the shape of an optimizer state.
     #[error("no weight has the shape {0:?}")]
     NoWeightOfShape(Vec<u64>),
-    /// A named state belongs to no weight.
+    /// An optimizer state that is stored by name belongs to no weight.
     #[error("the states name {0}, which is not a weight")]
     UnknownWeight(String),
-    /// A named state has a different shape than its weight.
+    /// An optimizer state that is stored by name has a different shape than its weight.
     #[error("the state of {weight} has the shape {found:?}, the weight {expected:?}")]
     NamedShape {
         /// Name of the weight.
         weight: String,
-        /// Shape of the state.
+        /// Shape of the optimizer state.
         found: Vec<u64>,
         /// Shape of the weight.
         expected: Vec<u64>,
     },
-    /// The states match neither the listed weights, nor the weights with fused experts.
+    /// The optimizer states match neither the listed weights, nor the weights with fused experts.
     #[error("{listed}; with the experts of a layer as one weight, {fused}")]
     Fused {
-        /// Why the states do not match the listed weights.
+        /// Why the optimizer states do not match the listed weights.
         listed: Box<MatchError>,
-        /// Why the states do not match the weights with fused experts.
+        /// Why the optimizer states do not match the weights with fused experts.
         fused: Box<MatchError>,
     },
-    /// The states match neither all weights, nor only the trained weights.
+    /// The optimizer states match neither all weights, nor only the trained weights.
     #[error("{all_weights}; with only the weights that are trained here, {trained}")]
     Trained {
-        /// Why the states do not match all weights.
+        /// Why the optimizer states do not match all weights.
         all_weights: Box<MatchError>,
-        /// Why the states do not match the trained weights.
+        /// Why the optimizer states do not match the trained weights.
         trained: Box<MatchError>,
     },
 }

@@ -26,7 +26,7 @@ pub enum PickleError {
     /// An opcode needs more bytes than the input has.
     #[error("the pickle claims {claimed} bytes at byte {at}, where {left} are left")]
     Truncated {
-        /// Offset in the input after the opcode.
+        /// Offset in the input of the byte after the opcode.
         at: usize,
         /// Bytes that the opcode needs.
         claimed: usize,
@@ -92,7 +92,7 @@ pub enum PickleError {
     /// Text in the pickle is not UTF-8.
     #[error("the pickle has text before byte {at} that is not UTF-8")]
     InvalidUtf8 {
-        /// Offset in the input after the text.
+        /// Offset in the input of the byte after the text.
         at: usize,
     },
     /// A size does not fit into the address space of this machine.

@@ -11,9 +11,9 @@ pub enum SaveProblem {
     /// The save began for a different step than it commits.
     #[error("the save began at step {begun} and commits step {committed}")]
     StepMismatch {
-        /// Step of [`crate::StagingDir::create`].
+        /// The step for which the save began, which [`crate::StagingDir::create`] got.
         begun: u64,
-        /// Step in the run facts of the commit.
+        /// The step in the run facts with which the save was to be committed.
         committed: u64,
     },
     /// The ranks that reported are not exactly the ranks below the world size.
@@ -63,7 +63,7 @@ pub enum SaveProblem {
     /// A rank gives the same piece twice.
     #[error("rank {rank} gives {piece} twice")]
     DuplicatePiece {
-        /// The rank that gives the piece.
+        /// The rank that gives the piece twice.
         rank: u32,
         /// `role/name@start` of the piece.
         piece: String,
@@ -74,7 +74,7 @@ pub enum SaveProblem {
         /// `role/name` of the tensor to which the piece claims to belong.
         tensor: String,
     },
-    /// The manifest would be larger than this program reads.
+    /// The manifest would be larger than this program accepts.
     #[error("the manifest would have {bytes} bytes, more than the limit of {limit}")]
     ManifestTooLarge {
         /// Size that the manifest would have, in bytes.

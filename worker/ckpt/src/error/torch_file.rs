@@ -23,9 +23,9 @@ pub enum TorchFileError {
     /// A member that is read into memory is larger than its limit.
     #[error("zip member {member:?} has {bytes} bytes, more than the limit of {limit}")]
     MemberTooLarge {
-        /// Name of the member.
+        /// Name of the zip member.
         member: String,
-        /// Size of the member in bytes.
+        /// Size of the zip member in bytes.
         bytes: u64,
         /// The limit in bytes.
         limit: u64,
@@ -33,7 +33,7 @@ pub enum TorchFileError {
     /// The content of a member differs from its CRC-32.
     #[error("zip member {member}: the content does not match its CRC-32")]
     CrcMismatch {
-        /// Name of the member.
+        /// Name of the zip member.
         member: String,
     },
     /// A tensor is pickled in an unknown form.

@@ -1,10 +1,11 @@
-//! [`UnsupportedFeature`]: what is not supported about a checkpoint, for errors.
+//! [`UnsupportedFeature`]: the property of a checkpoint that an operation does not support, for
+//! error messages.
 use super::adapter_config::AdapterConfigError;
 use super::convert::ConvertError;
 use super::rng_files::{ReconcileError, RescaleError};
 use crate::tensor::Dtype;
 
-/// What an operation does not support about a checkpoint.
+/// The property of a checkpoint that an operation does not support.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum UnsupportedFeature {

@@ -26,7 +26,7 @@ enum ViewContent {
     Adapters { texts: Vec<TextFile> },
     /// The weights of the model. Every read of an adapted matrix adds the adapter to its elements.
     Merged {
-        /// The shape of each adapter, by the name of the matrix that it adapts.
+        /// Maps the name of each adapted matrix to the shape of its adapter.
         adapters: HashMap<String, AdapterShape>,
         scale: f32,
         /// Whether matrices have shape `[in, out]` instead of `[out, in]`.
@@ -78,8 +78,8 @@ struct AdapterShape {
     out_features: usize,
 }
 
-/// Returns the shapes of the LoRA adapters of `inner`, by the names of the adapted matrices. Fails
-/// if the shape of an adapter does not match its matrix or the rank in `config`.
+/// Returns the shape of each LoRA adapter of `inner`, with the name of the adapted matrix as its
+/// key. Fails if the shape of an adapter does not match its matrix or the rank in `config`.
 fn collect_adapters(
     inner: &dyn TensorSource,
     config: &AdapterConfig,

@@ -114,7 +114,8 @@ fn write_text_files(dir: &Path, files: &[GatheredFile], texts: &[(String, String
     Ok(())
 }
 
-/// Lists the written files for the record that is stored in the directory.
+/// Lists all written files with their sizes and hashes, for the record that the gather writes to
+/// the output directory.
 fn list_recorded_files(files: &[GatheredFile], texts: &[(String, String)]) -> Vec<RecordedFile> {
     let weights = files.iter().map(|f| (&f.name, RecordedContent { bytes: f.bytes, blake3: f.blake3 }));
     let texts = texts.iter().map(|(name, text)| (name, RecordedContent::from_text(text.as_bytes())));

@@ -92,9 +92,9 @@ pub(super) fn find_related_checkpoints(
     Ok(paths.filter(|p| exists(p) && is_kind(p)).filter_map(|p| open_if_sound(&p).ok()).collect())
 }
 
-/// Lists the paths at which a directory `name` may be that belongs to the checkpoint `tag`. One
-/// path is next to the tag. The others are in the directories next to the one that contains the
-/// tag. The paths may not exist.
+/// Lists the paths at which a checkpoint called `name` that belongs to the checkpoint `tag` may be
+/// stored. One path is next to the tag. The others are in the directories next to the one that
+/// contains the tag. The paths may not exist.
 fn list_candidate_paths(repair_dir: &RepairDir, tag: &str, name: &str) -> Result<Vec<PathBuf>> {
     let at = repair_dir.original.join(tag);
     let mut places =
@@ -155,8 +155,8 @@ fn copy_missing_files(repair_dir: &mut RepairDir, tag: &str, source: &ExternalCh
     Ok(true)
 }
 
-/// Reads the sizes in bytes and the CRC-32s of the storages of a torch file, by the name of the
-/// storage. Returns `None` if the file is missing or damaged.
+/// Reads the storages of a torch file: returns a map from the name of each storage to its size in
+/// bytes and its CRC-32. Returns `None` if the file is missing or damaged.
 fn read_storage_digests(directory: &Path, name: &str) -> Option<BTreeMap<String, (u64, Option<u32>)>> {
     let directory = Directory::open(directory).ok()?;
     let known = crate::catalog::GLOBALS;

@@ -124,9 +124,9 @@ fn regather_from_deepspeed(repair_dir: &mut RepairDir, directory: &str, why: &st
     regather_weights(repair_dir, directory, &state, dtype, "from DeepSpeed's state", why)
 }
 
-/// Returns the number of a safetensors file and the number of all files from a name such as
-/// `model-00001-of-00003.safetensors`. Adds a line about each new file to the report, with the
-/// origin `from` of the weights and the reason `why`.
+/// Replaces the safetensors weights in the subdirectory `directory` of `repair_dir` by weights that
+/// are gathered from `source` with the dtype `dtype`. Adds a line about each new file to the
+/// report, with the origin `from` of the weights and the reason `why`.
 fn regather_weights(
     repair_dir: &mut RepairDir,
     directory: &str,
@@ -161,14 +161,15 @@ fn regather_weights(
     Ok(())
 }
 
-/// Finds out from their headers whether the safetensors weights in a directory are complete.
-/// Returns the number of the shard and the number of shards. Returns `None` for other names.
+/// Parses a file name such as `model-00001-of-00003.safetensors`. Returns the number of the shard
+/// and the number of shards, or `None` for other names.
 fn parse_shard_name(name: &str) -> Option<(u64, u64)> {
     let (number, count) = name.strip_prefix("model-")?.strip_suffix(".safetensors")?.split_once("-of-")?;
     Some((number.parse().ok()?, count.parse().ok()?))
 }
 
-/// Finds out from their files and headers whether the weights in a directory are complete.
+/// Finds out, from the names and headers of its files, whether a directory contains complete
+/// safetensors weights.
 fn determine_weights_condition(directory: &Directory) -> Result<WeightsCondition> {
     if directory.has_entry(SINGLE_FILE)? {
         return Ok(match safetensors::open_header(directory, SINGLE_FILE) {

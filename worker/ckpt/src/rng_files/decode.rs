@@ -118,8 +118,8 @@ fn decode_python_state(value: PickleView<'_>) -> DecodeResult<PythonRngState> {
     })
 }
 
-/// Converts the position that a Mersenne Twister's state contains, and fails if it is beyond the
-/// 624 words.
+/// Checks the position in a Mersenne Twister's state and returns it as a u32. Fails if the position
+/// is beyond the 624 words.
 fn check_twister_position(position: u64) -> DecodeResult<u32> {
     match u32::try_from(position) {
         Ok(p) if p as usize <= TWISTER_WORDS => Ok(p),

@@ -15,11 +15,12 @@ use std::path::Path;
 /// requires a file of every rank.
 const CREATED_RANKS_MAX: u32 = 1 << 14;
 
-/// Result: the files with random generator states that were created.
+/// The result of [`create_missing_rng_files`]: the created files, and how the random generator
+/// states in them were assigned.
 pub(crate) struct FilledRngFiles {
     /// Names of the created files, in the order of ranks.
     pub(crate) files: Vec<String>,
-    /// How the states of the other ranks were assigned.
+    /// How the random generator states were assigned to the ranks.
     pub(crate) decision: RngDecision,
 }
 

@@ -71,7 +71,8 @@ pub struct ReconcileOptions {
     pub step: u64,
     /// GPUs that each new rank sees. `None` if the saved states determine the number.
     pub gpus: Option<u32>,
-    /// Known scopes, by stream kind. The scope of any other stream is derived from the states.
+    /// Maps each kind of stream whose scope is known to this scope. The scope of any other stream
+    /// is derived from the states.
     pub scopes: BTreeMap<StreamKind, StreamScope>,
     /// The number of the owner of each old rank, and of each new rank, for
     /// [`StreamScope::PerOwner`].

@@ -1,5 +1,5 @@
-//! Adapts Accelerate's `scheduler.bin` to another number of processes, with which its step counter
-//! is multiplied.
+//! Adapts Accelerate's `scheduler.bin`, in which the number of processes multiplies the step
+//! counter, to another number of processes.
 //!
 //! Accelerate steps a scheduler once per process, so its counter is optimizer steps × processes.
 use super::encode::{PickleWriter, ZipWriter};

@@ -244,8 +244,8 @@ fn prepared_directories_never_replace_other_directories() {
     assert_eq!(names, ["checkpoint-6"], "no temporary directories remain");
 }
 
-/// Checks that a scheduler is adapted whose number of steps only FSDP's sharded optimizer state
-/// shows.
+/// Checks that a scheduler is adapted to another number of ranks if only FSDP's sharded optimizer
+/// state shows the number of completed steps.
 #[test]
 fn a_scheduler_next_to_fsdp_shards_is_rescaled() {
     let golden =

@@ -27,50 +27,53 @@ use std::sync::Arc;
 
 /// Distance between the first bytes of two regions, which limits the size of a copy.
 const REGION_BYTES: u64 = 1 << 40;
-/// Size of the header of a region in bytes.
+/// Size in bytes of the header with which each region of the memory file begins.
 pub const COPY_HEADER_BYTES: u64 = 4096;
-/// Maximum size of the description of a copy in bytes.
+/// Maximum size in bytes of the description of a memory copy.
 const DESCRIPTION_BYTES_MAX: u64 = 256 << 20;
-/// Maximum number of workers whose copies a store can hold.
+/// Maximum number of workers whose memory copies a store can hold.
 const RANKS_MAX: u32 = 1 << 21;
-/// The first bytes of a header: a name and the version of the format.
+/// The first bytes of the header of a memory copy: a name and the version of the format.
 const MAGIC: [u8; 16] = *b"launch copy   1\n";
-/// Number of bytes of a header without its hash.
+/// Number of bytes at the beginning of a header that the hash in the header covers.
 const HASHED_BYTES: usize = 64;
-/// The name of the store in messages.
+/// The name of the memory store in error messages.
 const STORE_NAME: &str = "memory copies";
 
-/// The identity of the copies that the ranks of a job made of one state. All copies of the state
-/// have the same identity.
+/// Identifies one training state that the ranks of a job copied. All copies of the state have the
+/// same identity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CopyId {
     /// Number of completed optimizer steps.
     pub step: u64,
-    /// Number of copies that were made before in the run. The number selects the region.
+    /// Number of earlier copies in the run. Whether the number is even or odd selects one of the
+    /// two regions of a rank. The number selects the region.
     pub sequence: u64,
-    /// The attempt in which the copies were made.
+    /// The attempt (start of all workers of the run) in which the copies were made.
     pub attempt: u32,
     /// Number of ranks.
     pub world: u32,
 }
 
-/// The description of a copy.
+/// The description of a rank's memory copy: the copied state, the tensors in the shard, and facts
+/// about the run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CopyDescription {
-    /// The state to which the copy belongs.
+    /// The identity of the copied training state.
     pub id: CopyId,
-    /// The facts about the run, without the tokenizer. Only the copy of rank 0 has them.
+    /// Facts about the run, except for the files of the tokenizer. Only the copy of rank 0 has
+    /// them.
     pub facts: Option<Box<RunFacts>>,
-    /// The shard of the rank.
+    /// The description of the copied shard, with the hashes of its blocks.
     pub shard: ShardReport,
 }
 
-/// A complete copy in a store.
+/// A complete memory copy of a rank's shard, as found in a [`MemoryStore`].
 #[derive(Clone, Debug)]
 pub struct StoredCopy {
-    /// The state to which the copy belongs.
+    /// The identity of the copied training state.
     pub id: CopyId,
     /// The rank whose shard was copied.
     pub rank: u32,
@@ -78,26 +81,27 @@ pub struct StoredCopy {
     pub description: Vec<u8>,
     /// BLAKE3 hash of the description, which contains the hashes of the shard's blocks.
     pub hash: Hash,
-    /// The copy's shard.
+    /// The bytes of the copied shard in the memory file.
     pub shard: MemoryShard,
 }
 
-/// The content of a store.
+/// The memory copies that were found in a [`MemoryStore`].
 #[derive(Debug, Default)]
 pub struct StoredCopies {
     /// The complete copies. Their shards are not verified.
     pub complete: Vec<StoredCopy>,
-    /// The ranks of copies that are incomplete or damaged.
+    /// The ranks of which an incomplete or damaged copy was found.
     pub incomplete: Vec<u32>,
 }
 
-/// The memory of a host for copies of shards.
+/// A memory file of a host, in which the workers store copies of their shards.
 #[derive(Clone, Debug)]
 pub struct MemoryStore {
     file: Arc<File>,
 }
 
-/// The header of a region.
+/// The header at the beginning of a region: the sizes of the shard and the description that follow,
+/// and the description's hash.
 struct RegionHeader {
     shard_bytes: u64,
     description_bytes: u64,
@@ -105,7 +109,7 @@ struct RegionHeader {
 }
 
 impl RegionHeader {
-    /// Encodes the header with its hash as one page.
+    /// Encodes this header, followed by a hash of it, as one page of [`COPY_HEADER_BYTES`] bytes.
     fn encode(&self) -> Vec<u8> {
         let mut page = Vec::with_capacity(COPY_HEADER_BYTES as usize);
         page.extend(MAGIC);
@@ -117,7 +121,8 @@ impl RegionHeader {
         page
     }
 
-    /// Decodes the first bytes of a page. Returns `None` if the header is not valid.
+    /// Decodes the header at the beginning of `page`. Returns `None` if its hash, name or sizes are
+    /// not valid.
     fn decode(page: &[u8]) -> Option<RegionHeader> {
         let (hashed, rest) = page.split_at_checked(HASHED_BYTES)?;
         let number = |at: usize| Some(u64::from_le_bytes(hashed.get(at..at + 8)?.try_into().ok()?));
@@ -132,13 +137,14 @@ impl RegionHeader {
         (is_valid && fits).then_some(header)
     }
 
-    /// Returns the number of bytes of the copy, including the header.
+    /// Returns the size of the whole memory copy in bytes: header, shard and description.
     fn image_bytes(&self) -> u64 {
         COPY_HEADER_BYTES + self.shard_bytes + self.description_bytes
     }
 }
 
-/// Returns the offset of the region for a copy of `rank`.
+/// Returns the byte offset in the memory file of the region for copy number `sequence` of the rank
+/// `rank`.
 fn find_region(rank: u32, sequence: u64) -> Result<u64> {
     match rank < RANKS_MAX {
         true => Ok((u64::from(rank) * 2 + sequence % 2) * REGION_BYTES),
@@ -146,19 +152,20 @@ fn find_region(rank: u32, sequence: u64) -> Result<u64> {
     }
 }
 
-/// Converts an error of reading or writing the store.
+/// Returns a function that wraps an I/O error of the memory file in [`CkptError::Io`], for use with
+/// `map_err`.
 fn store_error(action: &'static str) -> impl FnOnce(io::Error) -> CkptError {
     CkptError::io(action, Path::new(STORE_NAME))
 }
 
 impl MemoryStore {
-    /// Creates a store in a memory file.
+    /// Creates a store whose copies are in the memory file `file`.
     pub fn new(file: File) -> MemoryStore {
         MemoryStore { file: Arc::new(file) }
     }
 
-    /// Copies the shard of `rank` into its region, in up to `threads` threads. Returns the size of
-    /// the copy in bytes.
+    /// Copies the shard of `rank`, which consists of `pieces`, into the rank's region of the memory
+    /// file, with up to `threads` threads. Returns the size of the copy in bytes.
     ///
     /// # Errors
     /// Fails if the host has too little memory, or `pieces` has a piece twice.
@@ -195,8 +202,8 @@ impl MemoryStore {
         Ok(header.image_bytes())
     }
 
-    /// Writes the concatenation of `parts` from `offset` on, and computes the hash of each block.
-    /// Returns the number of bytes and the hashes.
+    /// Writes the concatenation of `parts` to the memory file, starting at `offset`, and computes
+    /// the hash of each block. Returns the number of bytes and the hashes.
     fn write_blocks(&self, offset: u64, parts: &[&[u8]], threads: usize) -> Result<(u64, Vec<Hash>)> {
         let mut starts = Vec::with_capacity(parts.len());
         let mut total = 0u64;
@@ -224,7 +231,7 @@ impl MemoryStore {
         Ok((total, hashes.into_iter().collect::<Result<_>>()?))
     }
 
-    /// Lists the copies in the store. Verifies their descriptions, but not their shards.
+    /// Lists the memory copies in the store. Verifies their descriptions, but not their shards.
     ///
     /// # Errors
     /// Fails if the memory file cannot be read.
@@ -240,7 +247,7 @@ impl MemoryStore {
         Ok(copies)
     }
 
-    /// Lists the numbers of the regions that use memory.
+    /// Lists the numbers of those regions of the memory file that contain data.
     fn list_regions(&self) -> Result<Vec<u64>> {
         let length = self.file.metadata().map_err(store_error("examine"))?.len();
         let (mut at, mut regions) = (0, Vec::new());
@@ -256,8 +263,8 @@ impl MemoryStore {
         Ok(regions)
     }
 
-    /// Reads the description of the copy in the region at `offset`. Returns `None` if the copy is
-    /// not complete.
+    /// Reads the description of the memory copy in the region at `offset`. Returns `None` if the
+    /// copy is not complete.
     fn read_copy(&self, offset: u64) -> Result<Option<StoredCopy>> {
         let Some(header) = self.read_header(offset)? else { return Ok(None) };
         let mut text = vec![0; header.description_bytes as usize];
@@ -280,7 +287,8 @@ impl MemoryStore {
         Ok(Some(StoredCopy { id, rank, description: text, hash, shard }))
     }
 
-    /// Reads the header of the region at `offset`. Returns `None` if the header is not valid.
+    /// Reads the header of the region that begins at `offset` in the memory file. Returns `None` if
+    /// the header is not valid.
     fn read_header(&self, offset: u64) -> Result<Option<RegionHeader>> {
         let mut page = [0; HASHED_BYTES + 32];
         match self.file.read_exact_at(&mut page, offset) {
@@ -289,7 +297,8 @@ impl MemoryStore {
         }
     }
 
-    /// Returns the size of a complete copy in bytes, including its header.
+    /// Returns the size in bytes of copy number `sequence` of the rank `rank`, including its
+    /// header.
     ///
     /// # Errors
     /// Fails if the copy is not complete.
@@ -300,15 +309,16 @@ impl MemoryStore {
         header.map(|header| header.image_bytes()).ok_or_else(torn)
     }
 
-    /// Reads the bytes of a copy from `offset` on, for a store on another host. The copy begins
-    /// with its header.
+    /// Reads bytes of copy number `sequence` of the rank `rank`, starting at `offset` within the
+    /// copy, to `out`, for a store on another host. The copy begins with its header.
     pub fn read_image(&self, rank: u32, sequence: u64, offset: u64, out: &mut [u8]) -> Result<()> {
         let region = find_region(rank, sequence)?;
         self.file.read_exact_at(out, region + offset).map_err(store_error("read"))
     }
 
-    /// Writes bytes of a copy that another host sent, from `offset` on. The bytes at offset 0 must
-    /// be written last, because they complete the copy.
+    /// Writes `bytes`, which another host sent, to copy number `sequence` of the rank `rank`,
+    /// starting at `offset` within the copy. The bytes at offset 0 must be written last, because
+    /// they complete the copy.
     ///
     /// # Errors
     /// Fails if the bytes do not fit into the region, or the host has too little memory.
@@ -320,7 +330,8 @@ impl MemoryStore {
         self.write_at(region + offset, bytes)
     }
 
-    /// Makes a copy invalid, before other bytes are written into its region.
+    /// Invalidates the copy in the region for copy number `sequence` of the rank `rank`, before
+    /// another copy is written to this region.
     pub fn begin_image(&self, rank: u32, sequence: u64) -> Result<()> {
         self.invalidate(find_region(rank, sequence)?)
     }
@@ -336,7 +347,7 @@ impl MemoryStore {
         Ok(())
     }
 
-    /// Overwrites the header of the region at `offset` with zeros.
+    /// Overwrites the header of the region that begins at `offset` in the memory file with zeros.
     fn invalidate(&self, offset: u64) -> Result<()> {
         self.write_at(offset, &[0; COPY_HEADER_BYTES as usize])
     }
@@ -346,7 +357,7 @@ impl MemoryStore {
     }
 }
 
-/// Parses the description of a copy that another rank sent.
+/// Parses the text of a memory copy's description, which another rank sent.
 ///
 /// # Errors
 /// Fails if the text does not match `hash` or is not valid.

@@ -47,7 +47,7 @@ pub(crate) const CONVERT_MARKER: OutputMarker = OutputMarker {
 /// The list of files that an operation wrote to a directory.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct OutputRecord {
-    /// The hash of the record, computed with zeros in place of this field. Empty in version 1.
+    /// The hash of the record file, computed with zeros in place of this field. Empty in version 1.
     #[serde(default)]
     blake3: String,
     format: String,
@@ -55,10 +55,10 @@ pub(crate) struct OutputRecord {
     version: u32,
     #[serde(default)]
     program: String,
-    /// Number of completed steps of the source, if known.
+    /// Number of completed steps of the source checkpoint, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) step: Option<u64>,
-    /// Number of tokens that the source was trained on, if known.
+    /// Number of tokens on which the model of the source checkpoint was trained, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) tokens: Option<u64>,
     /// Dtype of gathered weights, as torch names it.

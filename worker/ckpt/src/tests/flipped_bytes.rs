@@ -23,7 +23,7 @@ struct CheckpointContents {
     remarks: usize,
 }
 
-/// Reads all floating-point tensors and the facts of a checkpoint.
+/// Reads all floating-point tensors of a checkpoint, and the facts that it records.
 fn read_contents(found: &ExternalCheckpoint) -> Result<CheckpointContents, CkptError> {
     let facts = found.facts();
     let infos = found.tensors();
@@ -78,7 +78,7 @@ fn is_rng_file(path: &Path) -> bool {
     name.starts_with("rng_state") || name.starts_with("random_states")
 }
 
-/// Lists the flips to test: of every byte in files with a checksum, once for each mask. In RNG
+/// Lists the flips to test: in files with a checksum, one flip of each byte for each mask. In RNG
 /// state files, lists only flips of every 97th byte.
 fn list_flips(root: &Path) -> Vec<ByteFlip> {
     let mut flips = Vec::new();

@@ -10,7 +10,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
 
-/// The distance between two regions of a store.
+/// The distance in bytes between the starts of two regions of a store's memory file.
 const REGION: u64 = 1 << 40;
 
 /// Creates a store, and a second handle to its memory file.
@@ -24,7 +24,7 @@ fn make_id(step: u64, sequence: u64) -> CopyId {
     CopyId { step, sequence, attempt: 0, world: 2 }
 }
 
-/// The facts of a save with two ranks and a tensor of more than one block.
+/// Returns the facts of a save with two ranks and a tensor of more than one block.
 fn make_two_rank_facts(step: u64) -> RunFacts {
     make_facts(step, 2, &[("w", &[700, 1000]), ("v", &[7])])
 }
@@ -59,7 +59,7 @@ fn list_tensors(facts: &RunFacts) -> Vec<(TensorRole, &str, u64)> {
         .collect()
 }
 
-/// Opens the checkpoint that the copies of a step form.
+/// Opens the checkpoint that consists of all ranks' memory copies of the state at `step`.
 fn open_step(copies: &StoredCopies, step: u64) -> crate::Result<Checkpoint> {
     let mut chosen: Vec<&StoredCopy> = copies.complete.iter().filter(|c| c.id.step == step).collect();
     chosen.sort_by_key(|c| c.rank);

@@ -56,9 +56,9 @@ fn values_and_steps_are_read_and_ungrouped_weights_are_listed() {
     }
 }
 
-/// Checks that [`HYBRID_CHECKPOINT`] is converted to a native checkpoint, and that one to another,
-/// without assigning groups. A native checkpoint stores optimizer states and update counts by name,
-/// so no state is lost.
+/// Checks that [`HYBRID_CHECKPOINT`] can be converted to a native checkpoint, and the result to
+/// another native checkpoint, without assigning groups. A native checkpoint stores optimizer states
+/// and update counts by name, so no state is lost.
 #[test]
 fn a_native_checkpoint_needs_no_groups() {
     let (dir, root) = copy_tiny_checkpoint(HYBRID_CHECKPOINT);

@@ -63,7 +63,7 @@ fn verify_records(checkpoint: &ExternalCheckpoint) -> Result<RecordedFiles> {
 }
 
 /// Adds the problems of recorded files to `problems`, except for files about which `problems`
-/// already has a problem, since that one is more exact.
+/// already has a problem, since the existing problems are more exact.
 pub(super) fn add_record_problems(problems: &mut Vec<Damage>, recorded: Vec<Damage>) {
     let file_name = |name: &str| name.rsplit('/').next().unwrap_or_default().to_owned();
     let known: BTreeSet<String> = problems.iter().map(|p| file_name(&p.file)).collect();

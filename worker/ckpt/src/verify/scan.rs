@@ -10,7 +10,7 @@ use std::path::Path;
 pub(crate) const SCAN_DEPTH: u32 = 3;
 /// Number of bytes of a zip member that are read and checked at a time.
 const CHUNK_BYTES: usize = 1 << 20;
-/// What the names of files end with that torch writes as zip containers.
+/// The suffixes of the names of files that torch writes as zip containers.
 const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".pkl"];
 
 /// The result of checking the files of a directory separately.

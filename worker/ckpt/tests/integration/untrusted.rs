@@ -15,7 +15,7 @@ const OPCODES: &[u8] = b"(.0NKJMX}])tuedrqhjcRbQ\x81\x85\x94\x8a\x93";
 /// A parser of untrusted bytes, which returns an error for invalid bytes.
 type ParseFn = fn(&[u8]) -> diagnostic::Result<()>;
 
-/// All parsers of untrusted input, by name.
+/// All parsers of untrusted input, each with its name.
 const PARSERS: [(&str, ParseFn); 11] = [
     ("pickle", ckpt::untrusted::parse_pickle),
     ("zip", ckpt::untrusted::parse_zip),

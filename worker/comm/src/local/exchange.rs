@@ -1,4 +1,4 @@
-//! How the threads of a group ([`LocalComm`]) let each other read their buffers.
+//! Lets the threads of a group ([`LocalComm`]) read each other's buffers during a collective.
 //!
 //! In an exchange every rank publishes the addresses of its data, waits until all have published,
 //! reads its peers' memory, and waits until all have finished reading. The second wait makes the

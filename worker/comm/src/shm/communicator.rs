@@ -33,7 +33,8 @@ pub struct ShmComm {
     /// machine has at least one processor per rank.
     pub(super) can_spin: bool,
     pub(super) segment: Segment,
-    /// The file (a memfd) of the segment. Shared windows are stored in the file after the segment.
+    /// The file (a memfd) that contains the shared memory segment. Shared windows are stored in the
+    /// file after the segment.
     pub(super) fd: OwnedFd,
     /// The call state of this rank. A collective holds the lock, so that collectives of one rank
     /// never overlap.
@@ -43,7 +44,7 @@ pub struct ShmComm {
 /// Maps the ranks of a host, numbered from 0, to ranks of the job, which error messages name.
 #[derive(Clone, Debug)]
 pub(crate) struct JobRanks {
-    /// By rank within the segment: the rank within the job.
+    /// Maps each rank's number within the shared memory segment to its rank within the job.
     pub(crate) ranks: Vec<usize>,
     /// Number of ranks of the job.
     pub(crate) world: usize,

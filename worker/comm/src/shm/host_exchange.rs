@@ -1,6 +1,6 @@
-//! Data exchanges among the ranks of one host through shared memory, chunk by chunk. Data moves
-//! through the staging slots chunk by chunk, one round per chunk. Such an exchange is also a step
-//! of collectives that span several hosts. Lengths and offsets are in bytes.
+//! Exchanges data among the ranks of one host through shared memory. Data moves through the staging
+//! slots chunk by chunk, one round per chunk. Such an exchange is also a step of collectives that
+//! span several hosts. Lengths and offsets are in bytes.
 //!
 //! Ranks in this module are ranks within the segment, which are local ranks of the job. Every
 //! function of [`ShmComm`] that exchanges data runs at least one round, so it is also a barrier of

@@ -128,8 +128,9 @@ impl ShmComm {
         }
     }
 
-    /// Exchanges the pieces of a range of vectors with the peers, and then passes the pieces for
-    /// this rank to the caller's callback. A private buffer collects the peers' pieces.
+    /// Exchanges with the peers the pieces of the partial vectors that `window` selects, and then
+    /// passes the pieces for this rank to the caller's callback. A private buffer collects the
+    /// peers' pieces.
     fn deliver_window(
         &self,
         call_state: &mut ShmCallState,
@@ -171,8 +172,8 @@ impl ShmComm {
         received
     }
 
-    /// Exchanges the pieces of a range of vectors with the peers, in as many rounds as the longest
-    /// transfer needs.
+    /// Exchanges with the peers the pieces of the partial vectors that `window` selects, in as many
+    /// rounds as the longest transfer needs.
     ///
     /// The pieces of a rank for one peer form one stream, which is sent in chunks. The stream from
     /// rank r is stored in `recv` from `recv_starts[r]` on.

@@ -52,7 +52,8 @@ pub(super) struct SegmentHeader {
     /// The number of ranks that sleep or are about to.
     pub(super) sleepers: AtomicU32,
     pad2: [u64; 15],
-    /// 0: the group is not aborted. 1: a process is writing the reason. 2: the group is aborted.
+    /// The state of an abort. 0: the group is not aborted. 1: a process is writing the reason. 2:
+    /// the group is aborted.
     pub(super) abort_state: AtomicU32,
     pub(super) reason_len: AtomicU32,
     pub(super) reason: [AtomicU8; MAX_REASON_BYTES],

@@ -29,8 +29,8 @@ const MAX_ACCEPTED_AT_ONCE: usize = 256;
 /// The largest number of unauthenticated connections from addresses of no known peer. A peer may
 /// connect from a different address than that on which it listens.
 const MAX_PENDING_UNKNOWN: usize = 32;
-/// How many more unauthenticated connections are kept from one peer's address than the ranks at
-/// this address need.
+/// The number of unauthenticated connections that are kept from one peer's address in addition to
+/// those that the ranks at this address need.
 const SPARE_PENDING: usize = 8;
 /// The time limit of one handshake, from the new connection to the last message (WELCOME).
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -373,7 +373,7 @@ struct PendingConnection {
     expected: Option<(Hello, blake3::Hash, blake3::Hash)>,
 }
 
-/// What one attempt to advance the acceptor's side of a handshake led to.
+/// The result of one attempt to advance a handshake on the accepting side.
 enum HandshakeProgress {
     Waiting,
     Failed,

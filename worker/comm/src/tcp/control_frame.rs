@@ -42,7 +42,7 @@ pub(super) enum FrameParse {
 }
 
 impl ControlFrame {
-    /// Encodes the frame.
+    /// Encodes this frame to the bytes that are sent on a control connection.
     pub(super) fn encode(&self) -> Vec<u8> {
         let (kind, body) = match self {
             ControlFrame::Heartbeat => (HEARTBEAT, Vec::new()),

@@ -45,8 +45,8 @@ pub(super) struct GroupHealth {
     leave_event: EventFd,
     /// By rank: whether the rank sent a farewell.
     has_left: Vec<AtomicBool>,
-    /// By rank: when bytes of the rank last arrived, in milliseconds since `start` plus 1; 0 if
-    /// never.
+    /// By rank: when bytes of the rank last arrived, as 1 plus the number of milliseconds since
+    /// `start`; 0 if never.
     last_heard_ms: Vec<AtomicU64>,
     /// The control connections to which frames are written, each with the peer's rank. A broken
     /// connection is removed.
@@ -129,7 +129,8 @@ impl GroupHealth {
         self.last_heard_ms[rank].store(self.elapsed_ms(), SeqCst);
     }
 
-    /// Returns the milliseconds since this state was created plus 1, so never 0.
+    /// Returns 1 plus the number of milliseconds since this state was created, so that the result
+    /// is never 0.
     fn elapsed_ms(&self) -> u64 {
         self.start.elapsed().as_millis() as u64 + 1
     }

@@ -26,9 +26,8 @@ const TEXT_BYTES_MAX: u64 = 128 << 20;
 /// Limit on the total size of all tensors, as a multiple of the total size of their files. Tensors
 /// may share stored bytes, so their total size may exceed that of the files.
 const SHARED_BYTES_FACTOR: u64 = 2;
-/// How many bytes all tensors may have in addition to the multiple of the files' size that
-/// [`SHARED_BYTES_FACTOR`] allows. A small checkpoint can need them for an expanded mask, for
-/// example.
+/// Number of bytes by which the total size of all tensors may exceed the limit that follows from
+/// [`SHARED_BYTES_FACTOR`]. A small checkpoint can need them for an expanded mask, for example.
 const SHARED_BYTES_MAX: u64 = 256 << 20;
 /// Names of the text files that a Hugging Face directory may contain in addition to the weights.
 const TEXT_FILES: [&str; 8] = [
@@ -48,7 +47,7 @@ pub struct ExternalCheckpoint {
     pub(super) facts: ExternalFacts,
     pub(crate) store: StoredFiles,
     pub(crate) entries: Vec<ExternalTensor>,
-    /// Index of each tensor in `entries`, by role and name.
+    /// Maps the role and the name of each tensor to its index in `entries`.
     pub(super) index: HashMap<(TensorRole, String), usize>,
     /// The content of `config.json`, or `None` if the file does not exist.
     config: Option<Map<String, Value>>,
@@ -127,12 +126,12 @@ impl ExternalCheckpoint {
         self
     }
 
-    /// Appends the warnings `lines` to those in the facts.
+    /// Appends `lines` to the warnings in the facts about the checkpoint.
     pub(crate) fn add_warnings(&mut self, lines: Vec<String>) {
         self.facts.warnings.extend(lines);
     }
 
-    /// Inserts the notices `lines` before those in the facts.
+    /// Inserts `lines` before the notices in the facts about the checkpoint.
     pub(crate) fn prepend_notices(&mut self, mut lines: Vec<String>) {
         lines.append(&mut self.facts.notices);
         self.facts.notices = lines;

@@ -27,9 +27,9 @@ const THREAD_MIN_BYTES: u64 = 1 << 20;
 struct SpanPiece {
     /// Index of the file in [`StoredFiles`].
     file: usize,
-    /// Index of the span in the file.
+    /// Index, in the file, of the span (byte range with a CRC-32) to which the piece belongs.
     span: usize,
-    /// Byte range of the piece in the file.
+    /// Range of the piece's bytes in the file.
     bytes: Range<u64>,
 }
 

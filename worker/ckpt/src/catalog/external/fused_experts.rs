@@ -19,10 +19,10 @@ const MOE_MODULE_NAMES: (&str, &str) = (".block_sparse_moe.", ".mlp.");
 /// A part of a fused tensor, which files store as a separate tensor.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct FusedMember {
-    /// Name under which files store the member.
+    /// Name under which files store this part of the fused tensor.
     pub(crate) name: String,
     pub(crate) shape: Vec<u64>,
-    /// Range of the member's elements in the fused tensor.
+    /// Range of the part's elements in the fused tensor.
     pub(crate) elements: Range<u64>,
 }
 
@@ -37,8 +37,8 @@ pub(crate) struct FusedExperts {
     members: HashMap<String, Vec<FusedMember>>,
 }
 
-/// Names and shapes of the expert matrices of a layer, by the number of the expert and the index
-/// into a row of [`MATRIX_NAMES`].
+/// Maps the number of an expert and the index into a row of [`MATRIX_NAMES`] to the name and the
+/// shape of one expert's matrix.
 type LayerMatrices<'a> = BTreeMap<(u64, usize), ShapedWeight<'a>>;
 
 impl FusedExperts {

@@ -7,15 +7,15 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// The CRC-32s of those pieces of a span that have been read, by the offset of each piece. Adjacent
-/// pieces are merged.
+/// Maps the offset of each piece of a file span that was read to the end and the CRC-32 of the
+/// piece. Adjacent pieces are merged.
 #[derive(Default)]
 pub(super) struct PartialCrcs(Mutex<BTreeMap<u64, CrcPiece>>);
 
 /// A piece of a span that was read: where it ends, and its CRC-32.
 #[derive(Clone, Copy)]
 struct CrcPiece {
-    /// Offset of the piece's end in the file.
+    /// Offset in the file at which the piece ends.
     end: u64,
     crc: u32,
 }

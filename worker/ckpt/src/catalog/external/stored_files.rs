@@ -48,12 +48,12 @@ pub(super) struct CrcSpan {
     pub(super) crc: Option<u32>,
     /// True if the content was found to match `crc`, or if there is no CRC-32 to verify.
     verified: AtomicBool,
-    /// CRC-32s of the bytes that were read before the span was verified.
+    /// CRC-32s of those bytes of the span that were read before the whole span was verified.
     pub(super) partial_crcs: PartialCrcs,
 }
 
 impl CrcSpan {
-    /// Returns true if the bytes of the span need no further verification.
+    /// Returns true if the bytes of this file span need no further verification.
     pub(super) fn is_verified(&self) -> bool {
         self.verified.load(Ordering::Acquire)
     }

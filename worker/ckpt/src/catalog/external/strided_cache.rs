@@ -21,7 +21,7 @@ struct CachedSpan {
 }
 
 impl StridedCache {
-    /// Returns the content of the span at `place`, which has `bytes` bytes. If the span is not
+    /// Returns the content of the file span at `place`, which has `bytes` bytes. If the span is not
     /// cached, calls `read` with a buffer that `read` must fill, and removes the spans that were
     /// cached first if the cache is full. Returns `None` without a call of `read` if the span is
     /// larger than the cache.

@@ -14,7 +14,7 @@ pub(super) enum DcpItemKind {
     State(String, String),
     /// A hyper-parameter, with the name of the parameter group and the key of the hyper-parameter.
     Group(String, String),
-    /// Any other item, which the reader ignores.
+    /// Any other item. Such items are ignored when the checkpoint is read.
     Other,
 }
 

@@ -106,7 +106,7 @@ fn read_all_items(
     }
 }
 
-/// Reads the entries of a checkpoint that one file stores.
+/// Reads those entries of a checkpoint that one data file stores.
 struct ItemReader<'a> {
     builder: &'a ExternalCheckpointBuilder,
     file: File,
@@ -190,9 +190,8 @@ impl ItemCollector {
         }
     }
 
-    /// Collects a value that is not a tensor, which matters only if it is a hyper-parameter. Adds a
-    /// notice for a hyper-parameter or optimizer state of a class that is not allowed, and ignores
-    /// other values.
+    /// Collects a value that is not a tensor: records a hyper-parameter, and ignores other values.
+    /// Adds a notice for a hyper-parameter or optimizer state of a class that is not allowed.
     fn collect_value(&mut self, kind: DcpItemKind, item: &ItemMetadata, read: Option<ItemValue>) {
         match (kind, read) {
             (DcpItemKind::Group(group, key), Some(ItemValue::Value(value))) => {

@@ -126,8 +126,8 @@ fn read_attributes<'t>(value: PickleView<'t>, class: &'static str) -> Result<Pic
     }
 }
 
-/// Where each value and each part of a tensor is stored, by its key and the offsets of the part.
-/// The offsets of a value are `None`.
+/// Maps each value, by its key, and each part of a tensor, by its key and its offsets, to the place
+/// where it is stored. The offsets of a value are `None`.
 type StorageLocations = HashMap<(String, Option<Vec<u64>>), StorageLocation>;
 
 /// Reads from `.metadata` where each value and each part of a tensor is stored.
@@ -170,8 +170,9 @@ fn read_locations(value: PickleView<'_>) -> Result<StorageLocations> {
     }
 }
 
-/// Reads the nested keys of each entry, by flattened key. Returns `None` if nested keys are not
-/// recorded. Fails if nested keys do not match the flattened key.
+/// Reads from the planner data a map from the flattened key of each entry to its nested keys.
+/// Returns `None` if nested keys are not recorded. Fails if nested keys do not match the flattened
+/// key.
 fn read_paths(planner: Option<PickleView<'_>>) -> Result<Option<HashMap<String, Vec<String>>>> {
     let Some(pairs) = planner.and_then(PickleView::as_pairs) else { return Ok(None) };
     let mut paths = HashMap::new();

@@ -28,7 +28,8 @@ pub(super) fn collect_tensors(tag: &mut TagContents, stage: u8) -> Result<()> {
     Ok(())
 }
 
-/// Adds what the model file of rank 0 states to `facts`. `path` is the directory of the tag.
+/// Adds to `facts` what the model file of rank 0 states about the checkpoint. `path` is the
+/// directory of the tag.
 pub(super) fn add_model_facts(facts: &mut ExternalFacts, model: &ModelStates, stage: u8, path: &Path) {
     facts.writer = format!("DeepSpeed {}", model.version.as_deref().unwrap_or("of unknown version"));
     facts.tag = path.file_name().unwrap_or_default().to_string_lossy().into_owned();

@@ -6,16 +6,17 @@ use std::collections::BTreeMap;
 /// What the name of a universal checkpoint's directory ends with. The name of the tag precedes it.
 pub(crate) const UNIVERSAL_SUFFIX: &str = "_universal";
 
-/// Names of the files of a DeepSpeed checkpoint (tag), by rank.
+/// Names of the model and optimizer files of a DeepSpeed checkpoint (tag).
 #[derive(Debug, Default)]
 pub(crate) struct TagFiles {
-    /// Names of the model files, by rank. Stages below 3 have only the model file of rank 0.
+    /// Maps each rank to the name of its model file. Stages below 3 have only the model file of
+    /// rank 0.
     pub(crate) model: BTreeMap<u32, String>,
-    /// Names of the optimizer files, by rank.
+    /// Maps each rank to the name of its optimizer file.
     pub(crate) optimizer: BTreeMap<u32, String>,
 }
 
-/// What kind of DeepSpeed file it is, according to the file's name.
+/// The kind of a file in a DeepSpeed checkpoint, according to the file's name.
 #[derive(Debug, PartialEq, Eq)]
 enum DeepSpeedFileKind {
     /// The model file of this rank.
@@ -24,7 +25,7 @@ enum DeepSpeedFileKind {
     Optimizer(u32),
     /// A file of tensor, pipeline or expert parallelism.
     Parallel,
-    /// Any other file, which the reader ignores.
+    /// Any other file. Such files are ignored when the checkpoint is read.
     Other,
 }
 
@@ -93,7 +94,7 @@ fn parse_ranks(name: &str) -> Option<(u32, u32, &str)> {
     Some((rank, mp, rest))
 }
 
-/// Returns which kind of DeepSpeed file has the name `name`.
+/// Returns the kind of the DeepSpeed file with the name `name`.
 fn parse_file_kind(name: &str) -> DeepSpeedFileKind {
     if let Some((rank, mp, rest)) = parse_ranks(name) {
         return match (rest, mp) {

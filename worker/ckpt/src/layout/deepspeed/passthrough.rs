@@ -30,11 +30,11 @@ type NamedObjects = Vec<(String, PythonObject)>;
 /// The values of a DeepSpeed model file that a conversion copies unchanged.
 #[derive(Default)]
 pub(crate) struct ModelPassthrough {
-    /// Entries that a conversion does not regenerate, by key.
+    /// Keys and values of the entries that a conversion copies instead of generating them.
     pub(super) other_entries: Vec<(String, PythonObject)>,
     /// State of the learning rate scheduler.
     pub(super) scheduler: PythonObject,
-    /// The tensors in `other_entries` and `scheduler`, by storage index.
+    /// The tensors in `other_entries` and `scheduler`, which refer to them by index.
     pub(super) tensors: Vec<TensorView>,
     /// Keys of entries that cannot be copied, such as entries with byte strings.
     pub(super) dropped: Vec<String>,

@@ -38,8 +38,8 @@ pub(crate) struct ModelStates {
     pub(crate) module: Vec<(String, TensorView)>,
     /// Names of the buffers of the module.
     pub(crate) buffers: Vec<String>,
-    /// Name and shape of each parameter, by flat group and in the order of the flat tensor. Empty
-    /// in stage 0.
+    /// For each flat group, the name and the shape of each parameter in the order of the flat
+    /// tensor. Empty in stage 0.
     pub(crate) groups: Vec<Vec<(String, Vec<u64>)>>,
     /// Name and full shape of each frozen weight.
     pub(crate) frozen_shapes: Vec<(String, Vec<u64>)>,

@@ -9,13 +9,14 @@ use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// The contents of one file per rank: the file's index in `StoredFiles`, and what was read from it,
-/// by rank.
+/// Maps each rank to the contents of its file: the index of the file in `StoredFiles`, and what was
+/// read from it.
 pub(super) type RankContents<T> = BTreeMap<u32, (usize, T)>;
 
 /// The directory of a DeepSpeed checkpoint (tag), and the contents of its files.
 pub(super) struct TagContents {
-    /// The stored files, and the tensors and facts that were collected so far.
+    /// The stored files, the tensors, and the facts about the checkpoint that were collected so
+    /// far.
     pub(super) builder: ExternalCheckpointBuilder,
     pub(super) model: RankContents<ModelStates>,
     pub(super) optimizer: RankContents<OptimizerStates>,

@@ -46,7 +46,8 @@ pub(crate) fn is_universal_directory(path: &Path) -> bool {
 #[derive(Default)]
 struct OptimizerSettings {
     groups: Vec<NumberedGroup>,
-    /// Step of each flat group, by index. Only checkpoints of stage 3 record steps in this file.
+    /// Maps the index of each flat group to the group's step. Only checkpoints of stage 3 record
+    /// steps in this file.
     steps: BTreeMap<u64, f64>,
     stage: Option<u8>,
     /// Whether DeepSpeed wrote the checkpoint. `launch ckpt convert` stores the step of each
@@ -289,8 +290,8 @@ fn collect_tensors(
     Ok(())
 }
 
-/// The parameter group (its index) and the shape that the model file records for each trained
-/// weight.
+/// Maps the name of each trained weight to the index of its parameter group and to the shape that
+/// the model file records.
 type KnownShapes<'m> = HashMap<&'m str, (u64, &'m Vec<u64>)>;
 
 /// Finds weights of one parameter group with different steps, and weights whose step differs from

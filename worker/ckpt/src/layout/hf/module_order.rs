@@ -146,7 +146,7 @@ type RegistrationKey = [u64; 6];
 
 /// The position of each module in the order in which one family registers them.
 struct ModulePositions {
-    /// Position of each module, by its name with `*` for numbers.
+    /// Maps the name of each module, with `*` in place of numbers, to its position.
     modules: HashMap<&'static str, u64>,
     /// For each prefix that ends before a `*`, the position of the first module with this prefix.
     stems: HashMap<&'static str, u64>,

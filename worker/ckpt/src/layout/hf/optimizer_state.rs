@@ -168,8 +168,8 @@ impl ParamId {
     }
 }
 
-/// Parses how `state` or `params` of the `state_dict` identifies a parameter. Returns `None` if the
-/// value is neither a non-negative integer nor text.
+/// Parses the number or the name by which `state` or `params` of a `state_dict` identifies a
+/// parameter. Returns `None` if the value is neither a non-negative integer nor text.
 fn parse_param_id(value: PickleView<'_>) -> Option<ParamId> {
     value.as_count().map(ParamId::Number).or_else(|| value.as_name().map(|s| ParamId::Name(s.to_owned())))
 }
@@ -211,7 +211,7 @@ fn match_listed_or_fused_names(
 }
 
 /// Adds the optimizer states to the builder if their number, groups, order and shapes match the
-/// weights that the reader trains. A notice reports the assignment, since the file itself does not
+/// weights that the job trains. A notice reports the assignment, since the file itself does not
 /// identify the weights. Skips the states otherwise, or if the trained weights are unknown. `error`
 /// states why the states do not match all weights.
 fn add_trained_states(

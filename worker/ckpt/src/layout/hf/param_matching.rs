@@ -1,4 +1,5 @@
-//! Finds out to which weights the optimizer states belong that torch stores by number.
+//! Assigns optimizer states, which torch stores by the numbers of parameters, to the names of
+//! weights.
 //!
 //! The names follow from the order of the model's parameters, the rule by which programs form
 //! parameter groups, and the shapes. The assignment is rejected if these contradict each other, or

@@ -59,19 +59,20 @@ pub(crate) fn add_weights_file(builder: &mut ExternalCheckpointBuilder, name: &s
 /// The content of an index file, such as `model.safetensors.index.json`.
 #[derive(Deserialize)]
 struct WeightIndex {
-    /// Name of the file that has each tensor, by tensor name.
+    /// Maps the name of each tensor to the name of the file that stores it.
     #[serde(deserialize_with = "deserialize_map::<_, _, TENSORS_MAX>")]
     weight_map: BTreeMap<String, String>,
 }
 
-/// Reads the index file `name`. Returns the name of the file that has each tensor, by tensor name.
+/// Reads the index file `name`. Returns a map from the name of each tensor to the name of the file
+/// that stores it.
 pub(crate) fn read_weight_map(directory: &Directory, name: &str) -> Result<BTreeMap<String, String>> {
     let text = directory.read_file(name, INDEX_MAX)?;
     parse_weight_map(&text).map_err(|reason| CkptError::damaged(directory.path(), name, *reason))
 }
 
-/// Parses the text of an index file. Returns the name of the file that has each tensor, by tensor
-/// name.
+/// Parses the text of an index file. Returns a map from the name of each tensor to the name of the
+/// file that stores it.
 pub(crate) fn parse_weight_map(
     text: &[u8],
 ) -> std::result::Result<BTreeMap<String, String>, Box<DamageReason>> {

@@ -5,7 +5,7 @@ use crate::format_constants::MANIFEST_FILE;
 use crate::hash::Hash;
 use std::path::{Path, PathBuf};
 
-/// Name of the file that names the checkpoint that was completed last.
+/// Name of the file that contains the name of the most recently completed checkpoint.
 pub(crate) const LATEST_FILE: &str = "latest";
 /// Prefix of the name of a staging directory.
 pub(crate) const SAVING_PREFIX: &str = ".saving-";
