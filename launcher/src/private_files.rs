@@ -41,14 +41,15 @@ pub(crate) fn open_regular_file(path: &Path) -> io::Result<File> {
     open_checked(path, 0, |_| true)
 }
 
-/// Opens a regular file for reading that belongs to this user and that other users cannot write.
+/// Opens for reading a regular file that belongs to this user and that no other user can write.
 /// Never blocks on a pipe.
 pub(crate) fn open_own_file(path: &Path) -> io::Result<File> {
     open_checked(path, 0, is_own)
 }
 
-/// Opens a regular file for reading that belongs to this user and that other users cannot write.
-/// Fails if the path is a symbolic link, in contrast to [`open_own_file`].
+/// Opens for reading a regular file that belongs to this user and that no other user can write,
+/// without following a symbolic link. Fails if the path is a symbolic link, in contrast to
+/// [`open_own_file`].
 pub(crate) fn open_own_file_without_links(path: &Path) -> io::Result<File> {
     open_checked(path, libc::O_NOFOLLOW, is_own)
 }

@@ -28,7 +28,8 @@ const MAX_VALUE_BYTES: u64 = 64 << 10;
 /// names.
 #[derive(Clone, Default)]
 pub(crate) struct SecretVariables {
-    /// The variables of `run.env` whose values come from references, with the values.
+    /// The variables of `run.env` whose values come from a file or from another variable
+    /// (`from_file`, `from_env`), with the values.
     referenced: Vec<(String, String)>,
     /// The variables of launch's environment that `run.pass_env` selects, with the values.
     passed: Vec<(String, String)>,
@@ -62,8 +63,9 @@ impl fmt::Debug for SecretVariables {
     }
 }
 
-/// Reads the values of all references in `run.env`, and of the variables that `run.pass_env`
-/// selects. The error lists every variable whose value cannot be used.
+/// Reads the values that `run.env` takes from files and other variables (`from_file`, `from_env`),
+/// and the values of the variables that `run.pass_env` selects. The error lists every variable
+/// whose value cannot be used.
 pub(crate) fn resolve_secret_variables(run: &RunSpec) -> Result<SecretVariables, Vec<Diagnostic>> {
     let (mut referenced, mut errors) = (Vec::new(), Vec::new());
     for (name, source) in &run.env_from {

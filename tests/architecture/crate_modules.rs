@@ -271,7 +271,7 @@ impl CrateReader<'_> {
         }
     }
 
-    /// Returns the path from the crate root of an item in the current module.
+    /// Returns the path from the crate root to the item `name` of the current module.
     fn list_path(&self, name: &Ident) -> Vec<String> {
         let mut segments = vec![name.to_string()];
         let mut module = Some(self.module);

@@ -1,4 +1,4 @@
-//! Tests runs on three hosts with a real sshd whose run directory stalls, and whose controllers are
+//! Tests that runs on three hosts survive a stalled run directory, and controllers that are
 //! suspended, killed, or lost with their host. A run that outlives its controller has the same
 //! steps, losses and weights as an undisturbed run.
 mod disk;

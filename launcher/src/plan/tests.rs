@@ -13,8 +13,8 @@ fn load_job_text(text: &str) -> JobSpec {
     jobspec::load_job(source, &[]).expect("a job").0
 }
 
-/// Returns the inventory of a host with the CPUs `cpus`, each of which is a core. `quota` is the
-/// limit on CPU time, as a number of CPUs.
+/// Returns the inventory of a host with the CPUs `cpus`, each of which is a separate core. `quota`
+/// is the limit on CPU time, as a number of CPUs.
 fn build_inventory(cpus: &[u32], quota: Option<f64>) -> HostInventory {
     let topology = CpuTopology::with_one_core_per_cpu(cpus);
     HostInventory {

@@ -2,7 +2,7 @@
 //! are counted instead of shown.
 use std::time::Duration;
 
-/// The largest number of lines per second that are shown over a long time.
+/// The largest average number of lines per second that are shown over a long time.
 const LINES_PER_SECOND: f64 = 200.0;
 /// The largest number of lines that may be shown in one burst.
 const BURST_LINES: f64 = 2000.0;

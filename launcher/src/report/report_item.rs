@@ -35,7 +35,7 @@ pub(crate) struct RunSummary {
     pub(crate) stopped: bool,
     /// Whether a stop request ended the run immediately, without saving a checkpoint.
     pub(crate) killed: bool,
-    /// The ends of the ranks that were not the root cause of a failure.
+    /// How those ranks ended that were not the root cause of a failure.
     pub(crate) peers: Vec<PeerEnd>,
     pub(crate) run_dir: PathBuf,
     /// The command line that resumes the job.

@@ -139,7 +139,8 @@ impl RunView {
         self.show_lines(lines);
     }
 
-    /// Writes output lines to the console, each after the ranks that printed the line.
+    /// Writes output lines to the console, each preceded by the numbers of the ranks that printed
+    /// the line.
     fn show_lines(&mut self, lines: Vec<MergedLine>) {
         for line in lines {
             let ranks: Vec<Rank> = line.ranks.into_iter().collect();

@@ -46,8 +46,8 @@ const JOURNAL_TAIL_BYTES: u64 = 256 << 10;
 /// The content of `run.json`: a run and the controller that executes it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct RunRecord {
-    /// The format version of the record, which is the [`RECORD_VERSION`] of the launch that wrote
-    /// the record.
+    /// The format version of the record, which is the [`RECORD_VERSION`] of the version of launch
+    /// that wrote the record.
     pub(crate) version: u32,
     /// The ID of the run.
     pub(crate) run: String,

@@ -1,13 +1,13 @@
-//! Untrusted input: random mutations of a corpus never make a parser of the launcher panic or use
-//! more memory than a fixed limit, whatever sizes the bytes claim.
+//! Tests that random mutations of a corpus never make a parser of the launcher panic or use more
+//! memory than a fixed limit, whatever sizes the bytes claim.
 use crate::mutated_input::{self, MemoryMeter, SeededNumbers};
 use launcher::untrusted::ParseResult;
 use std::path::Path;
 
 /// The limit on the memory for parsing a few kilobytes, in bytes.
 const MEMORY_LIMIT: usize = 64 << 20;
-/// The number of mutated copies of each file that the parser of the file gets. Other parsers get
-/// fewer.
+/// The number of mutated copies of each corpus file that are passed to the parser for this kind of
+/// file. Other parsers get fewer.
 const MUTATIONS: u64 = 1000;
 
 /// Bytes with a special meaning in at least one of the formats. Mutations insert them.

@@ -1,4 +1,4 @@
-//! Tests that a stop request ends every long operation of the built-in training in seconds, on
+//! Tests that a stop request ends every long operation of the built-in training within seconds, on
 //! several hosts, and that no step is lost.
 use super::*;
 use crate::support::token_cache_locks::TokenCacheLocks;

@@ -13,7 +13,8 @@ use std::path::Path;
 use std::time::Instant;
 
 type Error = Box<dyn std::error::Error + Send + Sync>;
-/// Size in bytes of one plain O_DIRECT read or write, with which checkpoints are compared.
+/// Size in bytes of one plain O_DIRECT read or write, with which saving and loading checkpoints are
+/// compared.
 const IO_BLOCK_BYTES: usize = 8 << 20;
 
 fn main() -> Result<(), Error> {

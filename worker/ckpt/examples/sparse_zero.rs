@@ -19,7 +19,7 @@ const BYTES_PER_PARAM: u64 = 14;
 /// The distance between two nonzero elements in the concatenated weights of the test checkpoint, in
 /// elements.
 const NONZERO_DISTANCE: u64 = 10_000_019;
-/// Alignment in bytes of the data of zip members, which `torch.save` uses.
+/// Alignment in bytes of the data of zip members in files that `torch.save` writes.
 const ZIP_ALIGNMENT: u64 = 64;
 
 #[allow(dead_code)] // tests include this file without `main`

@@ -36,12 +36,12 @@ enum ClientWait {
 #[derive(Debug, Default)]
 pub(super) struct RendezvousStore {
     values: BTreeMap<StoreKey, StoreValue>,
-    /// The items of each queue. No queue is empty.
+    /// Maps each key with a queue to the items of the queue. No queue is empty.
     queues: HashMap<StoreKey, VecDeque<StoreValue>>,
     waiting: HashMap<ClientId, ClientWait>,
-    /// The clients that wait for each key, in the order of their requests.
+    /// Maps each key to the clients that wait for the key, in the order of their requests.
     waiters: HashMap<StoreKey, Vec<ClientId>>,
-    /// The clients that wait at each barrier.
+    /// Maps the key of each barrier to the clients that wait at the barrier.
     arrived: HashMap<StoreKey, Vec<ClientId>>,
     /// The number of bytes of all keys, values, queues and waits, which [`MAX_TOTAL`] limits.
     bytes: usize,

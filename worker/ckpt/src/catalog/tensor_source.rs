@@ -106,7 +106,7 @@ pub trait TensorSource: Sync {
         Dtype::F32
     }
 
-    /// Returns the state for resuming the training, without its tensors.
+    /// Returns the state that is needed to resume the training, except its tensors.
     fn training_state(&self) -> TrainingState;
 
     /// Returns true for a checkpoint that has weights and no part of a training state.

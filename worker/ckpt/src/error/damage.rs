@@ -1,4 +1,4 @@
-//! [`Damage`]: a file of a checkpoint whose bytes are wrong, and why.
+//! [`Damage`]: which file of a checkpoint is damaged, and in which way.
 use super::adapter_config::AdapterConfigError;
 use super::dcp::DcpError;
 use super::deepspeed::DeepSpeedError;

@@ -108,9 +108,9 @@ fn list_candidate_paths(repair_dir: &RepairDir, tag: &str, name: &str) -> Result
     Ok(places)
 }
 
-/// Copies the files that the universal checkpoint `tag` lacks from a conversion of `source`. Copies
-/// nothing and returns false if the remaining files belong to another training state, or if no file
-/// is missing.
+/// Copies those files that the universal checkpoint `tag` lacks from the result of converting
+/// `source`. Copies nothing and returns false if the remaining files belong to another training
+/// state, or if no file is missing.
 fn copy_missing_files(repair_dir: &mut RepairDir, tag: &str, source: &ExternalCheckpoint) -> Result<bool> {
     let temp = repair_dir.temp_dir();
     if convert_checkpoint(source, &temp.0, &ConvertOptions::new(ConvertTarget::Universal), |_, _| ()).is_err()

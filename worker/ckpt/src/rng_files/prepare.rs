@@ -303,8 +303,8 @@ impl ProgramCheckpoint {
         Some((path, record))
     }
 
-    /// Assigns the stored random generator states to `options.world` ranks, with the step of this
-    /// checkpoint and the next generation.
+    /// Assigns the stored random generator states to `options.world` ranks. The seeds of new states
+    /// depend on the step of this checkpoint and the number of the assignment (generation).
     fn reconcile_streams(
         &self,
         stored: &StoredRngStates,

@@ -16,7 +16,7 @@ use std::ops::Range;
 
 /// Name of the file that lists the contents of a torch distributed checkpoint (DCP).
 pub(crate) const METADATA_FILE: &str = ".metadata";
-/// Limit on the number of parts into which all tensors of a checkpoint are divided together.
+/// Limit on the total number of parts into which the tensors of a checkpoint are divided.
 const PARTS_MAX: usize = 8 << 20;
 
 /// What was read from a data file for one entry of the checkpoint: a tensor or a value.

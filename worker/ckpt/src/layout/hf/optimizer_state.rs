@@ -105,7 +105,8 @@ impl OptimizerStateDict {
         Ok(state)
     }
 
-    /// Returns for each group and parameter the shape of the first tensor in the parameter's state.
+    /// Returns, for each parameter of each group, the shape of the first tensor in the parameter's
+    /// state.
     pub(crate) fn state_shapes(&self) -> Vec<param_matching::StateShapes> {
         let shape = |id: &ParamId| Some(self.states.get(id)?.tensors.first()?.1.shape.clone());
         self.groups.iter().map(|(_, ids)| ids.iter().map(shape).collect()).collect()
