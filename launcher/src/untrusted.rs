@@ -23,7 +23,7 @@ pub type ParseResult = Result<(), Box<dyn Error + Send + Sync>>;
 const MAX_FILTER_LINES: usize = 8;
 
 /// Parses bytes as the stream of a control connection, which is a sequence of frames whose messages
-/// all have one type. Fails if the bytes match none of the four message types.
+/// all have one type. Fails if the bytes do not match any of the four message types.
 pub fn parse_control_stream(bytes: &[u8]) -> ParseResult {
     let parsers = [
         parse_frames::<FromAgent>,

@@ -16,7 +16,7 @@ pub(crate) type FileId = usize;
 /// The index of a module in [`CrateModules::modules`].
 pub(crate) type ModuleId = usize;
 
-/// The crate root in [`CrateModules::modules`].
+/// The index of the crate root in [`CrateModules::modules`].
 pub(crate) const ROOT: ModuleId = 0;
 
 /// The modules, files and paths of a crate, without `#[cfg(test)]` items.

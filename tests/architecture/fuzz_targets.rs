@@ -1,4 +1,4 @@
-//! Checks that fuzzing covers every reader of untrusted input.
+//! Checks that fuzzing covers every parser of untrusted input.
 use crate::repository::{read_text, repository_root};
 use std::collections::BTreeSet;
 
@@ -10,7 +10,7 @@ const READER_MODULES: [(&str, &str); 4] = [
     ("launcher", "launcher/src/untrusted.rs"),
     ("worker", "worker/src/untrusted.rs"),
 ];
-/// The executable with the fuzz targets.
+/// The path of the source file with the fuzz targets.
 const TARGETS_FILE: &str = "fuzz/fuzz_targets/untrusted.rs";
 
 /// Returns the names of the public functions in `source` whose only parameter is `bytes`.

@@ -178,7 +178,7 @@ fn find_strongly_connected_components(successors: &[Vec<usize>]) -> Vec<Vec<usiz
 /// The state of Tarjan's algorithm, which finds strongly connected components.
 struct ComponentSearch<'a> {
     successors: &'a [Vec<usize>],
-    /// The order in which the nodes were visited.
+    /// For each node, its number in the order in which the nodes were visited.
     index: Vec<Option<usize>>,
     /// The smallest index that is known to be reachable from a node and still on the stack.
     low_link: Vec<usize>,

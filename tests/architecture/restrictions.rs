@@ -11,7 +11,7 @@ struct NameRestriction {
     description: &'static str,
     searched_paths: &'static [&'static str],
     names: &'static [&'static str],
-    /// Files, or directories that end with `/`.
+    /// Paths of the files and directories (`dir/`) in which the names are allowed.
     allowed_paths: &'static [&'static str],
 }
 
@@ -184,7 +184,7 @@ struct ExternalItemRestriction {
     description: &'static str,
     searched_paths: &'static [&'static str],
     items: &'static [&'static str],
-    /// Files, or directories that end with `/`.
+    /// Paths of the files and directories (`dir/`) in which the items are allowed.
     allowed_paths: &'static [&'static str],
 }
 

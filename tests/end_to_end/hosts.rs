@@ -352,9 +352,10 @@ fn required_shared_storage_that_hosts_do_not_share_is_an_error() {
     }
 }
 
-/// Checks that a job with host-local checkpoints resumes with the same bits. Kills a rank after a
-/// save and resumes on other hosts, three times. A host without shards reads all shards from the
-/// other hosts. In the last run, rank 0 gathers the weights although its host wrote no shard.
+/// Checks that a job with host-local checkpoints resumes with bit-equal losses, whichever hosts its
+/// ranks run on. Kills a rank after a save and resumes on other hosts, three times. A host without
+/// shards reads all shards from the other hosts. In the last run, rank 0 gathers the weights
+/// although its host wrote no shard.
 #[test]
 fn host_local_shards_resume_bit_equal_with_any_assignment_of_ranks_to_hosts() {
     let job_dir = JobDirectory::new();

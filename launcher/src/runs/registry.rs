@@ -90,10 +90,11 @@ pub(crate) enum RunState {
     Ended(u8, f64),
     /// The controller was started on another machine. The journal records no end.
     Elsewhere,
-    /// The controller was started on this machine, and has ended. The journal records no end, and
-    /// the workers may continue without a controller.
+    /// The controller was started on this machine and has ended, but the workers may continue
+    /// without it. The journal records no end.
     Unattended,
-    /// The controller was started on this machine, and has ended. The journal records no end.
+    /// The controller was started on this machine and has ended, no workers can continue without
+    /// it, and the journal records no end.
     Lost(LossReason),
 }
 

@@ -5,11 +5,11 @@
 #[derive(Default)]
 pub(super) struct Case {
     pub(super) line: &'static str,
-    /// Variables of the user's environment.
+    /// Environment variables that the user has set when the command line runs.
     pub(super) variables: &'static [(&'static str, &'static str)],
-    /// The text of Accelerate's default_config.yaml.
+    /// The text of Accelerate's configuration file default_config.yaml.
     pub(super) default_config: Option<&'static str>,
-    /// Variables whose values are compared although they usually depend on the run.
+    /// Environment variables whose values are compared although they usually depend on the run.
     pub(super) compared: &'static [&'static str],
 }
 

@@ -72,26 +72,26 @@ impl FinishedRun {
         failures[0]
     }
 
-    /// Returns the code of the failure.
+    /// Returns the diagnostic code in the run's only `failure` event.
     #[track_caller]
     pub(crate) fn failure_code(&self) -> &str {
         self.expect_failure()["code"].as_str().expect("a code")
     }
 
-    /// Returns the message of the failure.
+    /// Returns the message in the run's only `failure` event.
     #[track_caller]
     pub(crate) fn failure_message(&self) -> &str {
         self.expect_failure()["message"].as_str().expect("text")
     }
 
-    /// Returns the kind of the failure's reason.
+    /// Returns the kind of the reason in the run's only `failure` event.
     #[track_caller]
     pub(crate) fn failure_reason_kind(&self) -> &str {
         self.expect_failure()["reason"]["kind"].as_str().expect("a kind")
     }
 
-    /// Returns the diagnostics of the failure. A summary is replaced by the diagnostics that it
-    /// summarizes.
+    /// Returns the diagnostics in the run's only `failure` event. A summary is replaced by the
+    /// diagnostics that it summarizes.
     #[track_caller]
     pub(crate) fn failure_diagnostics(&self) -> Vec<&Value> {
         let diagnostics = self.expect_failure()["diagnostics"].as_array().expect("diagnostics");

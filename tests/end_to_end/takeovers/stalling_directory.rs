@@ -15,9 +15,9 @@ use std::{
     time::Duration,
 };
 
-/// The size of the buffer for a request, more than the kernel requires.
+/// The size of the buffer for a FUSE request in bytes, more than the kernel requires.
 const REQUEST_BYTES: usize = 1 << 17;
-/// The size of the header of a request and of an answer.
+/// The sizes of the headers of a FUSE request and of its answer, in bytes.
 const REQUEST_HEADER_BYTES: usize = 40;
 const ANSWER_HEADER_BYTES: u32 = 16;
 /// The opcodes of the FUSE requests that the test file system answers (linux/fuse.h).
@@ -30,7 +30,8 @@ const RELEASEDIR: u32 = 29;
 const INTERRUPT: u32 = 36;
 const BATCH_FORGET: u32 = 42;
 
-/// A mounted directory. Dropping the value unmounts it.
+/// An empty directory with a mounted FUSE file system whose requests a test can stall. Dropping the
+/// value unmounts it.
 pub(super) struct StallingDirectory {
     path: PathBuf,
     is_stalled: Arc<AtomicBool>,

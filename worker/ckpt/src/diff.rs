@@ -81,10 +81,10 @@ impl DiffReport {
     }
 }
 
-/// The result for an integer tensor whose elements differ.
+/// The differences between the elements of an integer tensor in the two checkpoints.
 #[derive(Clone, Debug, Serialize)]
 pub struct IntegerTensorDiff {
-    /// `role/name` in `a`.
+    /// Role and name of the tensor in checkpoint `a`, as `role/name`.
     pub tensor: String,
     /// Shape on both sides.
     pub shape: Vec<u64>,
@@ -96,10 +96,10 @@ pub struct IntegerTensorDiff {
     pub differing: u64,
 }
 
-/// The result for a floating-point tensor whose elements differ.
+/// The differences between the elements of a floating-point tensor in the two checkpoints.
 #[derive(Clone, Debug, Serialize)]
 pub struct FloatTensorDiff {
-    /// `role/name` in `a`.
+    /// Role and name of the tensor in checkpoint `a`, as `role/name`.
     pub tensor: String,
     /// Shape on both sides.
     pub shape: Vec<u64>,
@@ -108,10 +108,10 @@ pub struct FloatTensorDiff {
     pub values: ElementDiff,
 }
 
-/// The result for a tensor whose shapes differ.
+/// A tensor that has different shapes in the two checkpoints.
 #[derive(Clone, Debug, Serialize)]
 pub struct ShapeDiff {
-    /// `role/name` in `a`.
+    /// Role and name of the tensor in checkpoint `a`, as `role/name`.
     pub tensor: String,
     /// Shape in `a`.
     pub a: Vec<u64>,
@@ -119,10 +119,10 @@ pub struct ShapeDiff {
     pub b: Vec<u64>,
 }
 
-/// The result for a tensor whose dtypes differ.
+/// A tensor that has different dtypes in the two checkpoints.
 #[derive(Clone, Debug, Serialize)]
 pub struct DtypeDiff {
-    /// `role/name` in `a`.
+    /// Role and name of the tensor in checkpoint `a`, as `role/name`.
     pub tensor: String,
     /// Dtype in `a`.
     pub a: Dtype,

@@ -31,7 +31,7 @@ pub enum NcclError {
         /// NCCL's message.
         message: String,
     },
-    /// A peer did not join, or work did not end, within the timeout.
+    /// A peer did not join the group, or work on the GPU did not end, within the timeout.
     #[error("{operation} did not end within {}", format_seconds(*timeout))]
     Timeout {
         /// The operation that did not end.

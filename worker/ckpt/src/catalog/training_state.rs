@@ -35,7 +35,7 @@ pub struct TrainingState {
     pub stage: Option<u8>,
     /// Parameter groups of the optimizer, with hyper-parameters and names of weights.
     pub groups: Vec<ParamGroupInfo>,
-    /// Update count by the name of the weight.
+    /// Maps the name of each weight to its number of optimizer updates.
     pub steps: BTreeMap<String, u64>,
     /// State of the learning rate scheduler, in the form of torch's `state_dict`. Null if the
     /// checkpoint has no scheduler.

@@ -153,7 +153,7 @@ impl<'de, T: Deserialize<'de>, const N: usize> Visitor<'de> for MapVisitor<T, N>
 /// Deserializes a JSON value and counts the values in it, to enforce a limit.
 #[derive(Clone, Copy)]
 struct ValueSeed<'a> {
-    /// Number of values that may still be made.
+    /// Number of values that may still be deserialized.
     left: &'a Cell<usize>,
     /// The limit on the number of values, for the error.
     limit: usize,

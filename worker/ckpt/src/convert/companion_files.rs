@@ -1,5 +1,6 @@
-//! Adds links to files that a conversion does not convert to the converted checkpoint, so that the
-//! program that wrote the source checkpoint can resume from it.
+//! Adds to a converted checkpoint links to those files of the source checkpoint that are not
+//! converted, so that the program that wrote the source checkpoint can resume from the converted
+//! one.
 use super::file_plan::{FileContent, FilePlan, OutputPlan};
 use super::notice::ConvertNotice;
 use super::source_state::SourceState;

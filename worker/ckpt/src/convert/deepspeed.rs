@@ -62,7 +62,7 @@ pub(super) fn plan_deepspeed(state: &mut SourceState, options: &ConvertOptions) 
 }
 
 /// Adds the options that torch's AdamW requires in every parameter group, with their default
-/// values, where the source lacks them. Does nothing for other optimizers.
+/// values, where the source checkpoint lacks them. Does nothing for other optimizers.
 pub(super) fn add_default_options(state: &mut SourceState) {
     let adam = state.roles.contains(&TensorRole::ExpAvg);
     for group in &mut state.groups {
@@ -209,8 +209,9 @@ fn make_optimizer_field(state: &SourceState, key: &str) -> PythonObject {
 }
 
 /// Adds the limit of the gradient norm to `optimizer`, the dict of an optimizer file, if the source
-/// records it. A source of stage 3 does not have this limit. No default is added, since at stages 1
-/// and 2 DeepSpeed would use the default instead of the limit in its config.
+/// checkpoint records the limit. A source checkpoint of stage 3 does not have this limit. No
+/// default is added, since at stages 1 and 2 DeepSpeed would use the default instead of the limit
+/// in its config.
 fn add_clipping(state: &SourceState, optimizer: &mut PythonObject) {
     if let Some(clip) = state.passthrough.optimizer_entry("clip_grad") {
         optimizer.set("clip_grad", clip.clone());
@@ -374,8 +375,8 @@ fn finish_optimizer_file(
     storages.into_file(path, value)
 }
 
-/// Returns the DeepSpeed config of the result: that of the source, with the stage and the batch
-/// size of the result.
+/// Returns the DeepSpeed config of the converted checkpoint: that of the source checkpoint, with
+/// the stage and the batch size of the converted one.
 fn make_deepspeed_config(state: &SourceState) -> PythonObject {
     let source = state.passthrough.model_entry("ds_config");
     let empty = PythonObject::Dict(Vec::new());

@@ -36,7 +36,7 @@ pub struct UngroupedWeights {
     pub groups: usize,
 }
 
-/// Finds the trained weights that the source does not assign to a parameter group.
+/// Finds the trained weights that the source checkpoint does not assign to a parameter group.
 /// [`ConvertOptions::groups`] can assign these weights.
 ///
 /// # Errors

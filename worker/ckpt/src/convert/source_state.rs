@@ -1,5 +1,5 @@
-//! [`SourceState`]: what a conversion reads from its source, in a form from which the files of
-//! every target format are planned.
+//! [`SourceState`]: what a conversion reads from the source checkpoint, in a form from which the
+//! files of every target format are planned.
 use super::notice::ConvertNotice;
 use super::options::{ConvertOptions, ConvertTarget, WORLD_MAX};
 use super::param_groups::{self, GroupSet, WeightGroup};
@@ -18,11 +18,12 @@ use std::path::PathBuf;
 const SOURCE_PIECES_MAX: u64 = 4 << 20;
 /// What each rank adds to the product that [`SOURCE_PIECES_MAX`] limits, as a number of tensors.
 const PIECES_PER_RANK: u64 = 64;
-/// The DeepSpeed version that a converted checkpoint states if the source does not state one.
+/// The DeepSpeed version that a converted checkpoint states if the source checkpoint does not state
+/// one.
 const DEEPSPEED_VERSION: &str = "0.19.8";
 
-/// The tensors and the training state of a conversion's source, completed with the options. Fields
-/// refer to tensors by their indices in `tensors`.
+/// The tensors and the training state of the source checkpoint of a conversion, completed with the
+/// options of the conversion. Fields refer to tensors by their indices in `tensors`.
 pub(super) struct SourceState {
     pub(super) path: PathBuf,
     pub(super) tensors: Vec<TensorInfo>,
@@ -33,7 +34,8 @@ pub(super) struct SourceState {
     pub(super) ungrouped: Option<WeightGroup>,
     /// Whether the options assign weights to groups.
     pub(super) regrouped: bool,
-    /// Weights that are in no group, in ascending order. Empty if the source has no training state.
+    /// Weights that are in no group, in ascending order. Empty if the source checkpoint has no
+    /// training state.
     pub(super) frozen: Vec<usize>,
     /// Weights that were frozen when the source checkpoint was saved. Some of these weights may be
     /// in a group.
@@ -69,7 +71,8 @@ impl SourceState {
     /// conversion.
     ///
     /// # Errors
-    /// Fails if the target needs something that neither the source nor the options provide.
+    /// Fails if the target format needs something that neither the source checkpoint nor the
+    /// options provide.
     pub(super) fn from_source(source: &dyn TensorSource, options: &ConvertOptions) -> Result<SourceState> {
         let (state, mut passthrough) = (source.training_state(), source.read_passthrough()?);
         let given = param_groups::take_listed_groups(&state, &mut passthrough);
@@ -131,8 +134,8 @@ impl SourceState {
         })
     }
 
-    /// Fails with [`ConvertError::StateUnsupported`] if the source has an optimizer state that no
-    /// optimizer of torch has.
+    /// Fails with [`ConvertError::StateUnsupported`] if the source checkpoint has an optimizer
+    /// state that no optimizer of torch has.
     pub(super) fn require_torch_states(&self) -> Result<()> {
         match self.roles.iter().find(|role| role.torch_key().is_none()) {
             Some(&role) => Err(CkptError::unsupported(&self.path, ConvertError::StateUnsupported { role })),
@@ -165,7 +168,7 @@ impl SourceState {
     }
 
     /// Returns the update count that the weights at the positions `members` of `group` have in
-    /// common. Returns the step of the source if there are no such weights.
+    /// common. Returns the step of the source checkpoint if there are no such weights.
     ///
     /// # Errors
     /// Fails with [`ConvertError::UpdatesDiffer`] if the update counts of two weights differ.
@@ -189,8 +192,8 @@ impl SourceState {
     }
 }
 
-/// Returns the number of ranks for which the result is written: the number in the options, else
-/// that of the source, else 1.
+/// Returns the number of ranks of the converted checkpoint: the number in the options, else that of
+/// the source checkpoint, else 1.
 ///
 /// # Errors
 /// Fails if the options have no number of ranks and that of the source is too large for `tensors`
@@ -240,8 +243,9 @@ fn find_optimizer_roles(tensors: &[TensorInfo]) -> Vec<TensorRole> {
     roles.filter(|&role| tensors.iter().any(|t| t.role == role)).collect()
 }
 
-/// Chooses the step of a native checkpoint, the largest update count of a weight. Returns `steps`
-/// if there are no update counts. Adds a notice if the result differs from `steps`.
+/// Chooses the step that a converted native checkpoint states: the largest update count of a
+/// weight. Returns `steps` if there are no update counts. Adds a notice if the result differs from
+/// `steps`.
 fn choose_step_from_updates<'a>(
     steps: u64,
     groups: impl Iterator<Item = &'a WeightGroup>,

@@ -45,7 +45,7 @@ pub(super) struct WrittenFiles {
     pub(super) files: Vec<FinishedFile>,
 }
 
-/// What all workers of a conversion share: the source, the plan, and the progress.
+/// What all threads of a conversion share: the source checkpoint, the plan, and the progress.
 struct SharedWriteState<'a> {
     source: &'a dyn TensorSource,
     tensors: &'a [TensorInfo],
@@ -71,8 +71,9 @@ struct SharedWriteState<'a> {
 }
 
 /// Writes all planned files to the output directory in several threads, and verifies the bytes that
-/// were read from the source. Uses at most `memory` bytes. Reuses unchanged files for which
-/// `output` has a record. Calls `progress` with the number of written bytes and the total number.
+/// were read from the source checkpoint. Uses at most `memory` bytes. Reuses unchanged files for
+/// which `output` has a record. Calls `progress` with the number of written bytes and the total
+/// number.
 pub(super) fn write_planned_files(
     source: &dyn TensorSource,
     state: &SourceState,

@@ -110,7 +110,7 @@ impl DiffStats {
         stats
     }
 
-    /// Adds one element of both tensors to all statistics except the conversions.
+    /// Adds one element of both tensors to all statistics except `refuted`.
     fn add_element_pair(&mut self, at: ElementPair) {
         let finite = at.a.is_finite() && at.b.is_finite();
         self.finite += u64::from(finite);

@@ -2,8 +2,8 @@
 use crate::tensor::TensorRole;
 use diagnostic::{Code, codes::checkpoint as codes};
 
-/// Why a conversion is rejected, usually because neither the source nor the options contain
-/// information that the target format needs.
+/// Why a conversion is rejected, usually because neither the source checkpoint nor the options
+/// contain information that the target format needs.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConvertError {
@@ -29,7 +29,8 @@ pub enum ConvertError {
         /// The step of the training state.
         step: u64,
     },
-    /// The optimizer keeps no states, like SGD without momentum, but the target requires states.
+    /// The optimizer keeps no states, like SGD without momentum, but the target format requires
+    /// states.
     #[error("the source has no optimizer states, which the target requires")]
     OptimizerRequired,
     /// The target format requires the parameter group of each parameter, and the source checkpoint

@@ -130,7 +130,8 @@ pub enum DcpError {
         /// Shape of the stored chunk.
         shape: Vec<u64>,
     },
-    /// The number of elements of a tensor overflows.
+    /// A tensor has too many dimensions, or its size in bytes could overflow a signed 64-bit
+    /// integer.
     #[error("{0} has an impossible shape")]
     ImpossibleShape(String),
     /// The chunks consist of too many runs of consecutive elements.

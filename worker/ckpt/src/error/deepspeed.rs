@@ -147,7 +147,8 @@ pub enum DeepSpeedError {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayoutError {
-    /// The number of elements of a parameter overflows.
+    /// A parameter has too many dimensions, or its size in bytes could overflow a signed 64-bit
+    /// integer.
     #[error("{name} has the impossible shape {shape:?}")]
     ImpossibleShape {
         /// Name of the parameter.

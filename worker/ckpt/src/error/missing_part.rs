@@ -37,7 +37,7 @@ pub enum MissingPart {
         /// Name of the index file.
         index: String,
     },
-    /// Blocks of a native shard.
+    /// Blocks of one rank's file (shard) of a native checkpoint.
     #[error("blocks {}..{} of shard {file}", .blocks.start, .blocks.end)]
     Blocks {
         /// Index of the shard.

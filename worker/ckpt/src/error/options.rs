@@ -17,7 +17,7 @@ pub enum OptionProblem {
     WorldSize {
         /// The requested number of ranks.
         world: u32,
-        /// The most ranks that a result may have.
+        /// The largest number of ranks that a converted checkpoint may have.
         limit: u32,
     },
     /// The source checkpoint states so large a number of ranks that the options must request this
@@ -38,7 +38,7 @@ pub enum OptionProblem {
     /// The requested limit on host memory is too low for a conversion.
     #[error("a conversion needs at least {} of memory, but the limit is {}", format_mebibytes(*needed), format_mebibytes(*limit))]
     Memory {
-        /// The least memory that works, in bytes.
+        /// The least memory that a conversion needs, in bytes.
         needed: u64,
         /// The requested limit, in bytes.
         limit: u64,

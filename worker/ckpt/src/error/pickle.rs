@@ -33,18 +33,18 @@ pub enum PickleError {
         /// Bytes of the input that are left at `at`.
         left: usize,
     },
-    /// The name of a class or function has no line end.
+    /// The line with the name of a class or function does not end within the input.
     #[error("the pickle has a name without an end at byte {at}")]
     UnterminatedName {
         /// Offset of the name in the input.
         at: usize,
     },
-    /// A class or function is not on the list of allowed names.
+    /// The pickle names a class or function that is not on the list of allowed names.
     #[error(
         "the pickle names {name}, which is not on the list of allowed classes and functions; nothing was executed"
     )]
     ForbiddenGlobal {
-        /// `module.name`, without control characters and shortened.
+        /// The forbidden name as `module.name`, shortened and without control characters.
         name: String,
     },
     /// The pickle has an opcode that torch files do not use.

@@ -24,7 +24,7 @@ pub enum RngStateError {
     /// The dict has a stream that this version can't reassign to other ranks.
     #[error("unknown RNG stream {key:?}")]
     UnknownStream {
-        /// Key of the stream in the dict, shortened.
+        /// Key of the stream in the dict, shortened for the message.
         key: String,
     },
     /// The dict lacks a stream that every file of its format has.
@@ -51,7 +51,7 @@ pub enum RngStateError {
     /// The state of a Mersenne Twister claims that more than its 624 words are used.
     #[error("position {position} is outside of a Mersenne Twister of {TWISTER_WORDS} words")]
     TwisterPosition {
-        /// The position in the file, in words.
+        /// The number of used words that the file states.
         position: u64,
     },
     /// The state of torch's CPU generator has a wrong size.
@@ -63,7 +63,8 @@ pub enum RngStateError {
     /// The position fields of torch's CPU generator contradict each other.
     #[error("torch's CPU state is damaged (left {left}, next {next})")]
     CpuPosition {
-        /// Words left until the next refill.
+        /// Number of words that the generator can still use before it computes new ones, as the
+        /// file states.
         left: i32,
         /// Index of the next word to use.
         next: u64,
@@ -145,7 +146,7 @@ const RANKS_LISTED: usize = 8;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReconcileError {
-    /// No old rank has RNG states.
+    /// The checkpoint has no RNG states of any rank.
     #[error("there are no RNG states")]
     NoStates,
     /// The options request 0 ranks.
@@ -186,16 +187,16 @@ pub enum ReconcileError {
     /// each rank.
     #[error("the {kind} stream moves with its owner, but no owners are given")]
     OwnersUnknown {
-        /// The stream that belongs to an owner.
+        /// The stream whose owners are unknown.
         kind: StreamKind,
     },
     /// No old rank had the same owner as one of the new ranks, so that there is no stream for this
     /// new rank.
     #[error("no old rank has the {kind} stream of the owner of rank {rank}")]
     OwnerWithoutStream {
-        /// The stream that belongs to an owner.
+        /// The stream that is missing.
         kind: StreamKind,
-        /// The new rank for whose owner there is no stream.
+        /// The rank of the resumed run for whose owner there is no stream.
         rank: usize,
     },
 }
@@ -246,7 +247,7 @@ pub enum RescaleError {
         "{SCHEDULER_FILE} counts steps per process, and {steps} steps of {world} processes overflow the counter"
     )]
     Overflow {
-        /// Optimizer steps that the run has done.
+        /// Number of optimizer steps that the run has completed.
         steps: u64,
         /// Number of processes that resume.
         world: u32,

@@ -52,15 +52,15 @@ pub enum SafetensorsError {
     Extent {
         /// Name of the tensor.
         tensor: String,
-        /// First byte, relative to the end of the header.
+        /// Offset of the tensor's first byte, relative to the end of the header.
         begin: u64,
-        /// End of the byte range, relative to the end of the header.
+        /// Offset of the end of the tensor's bytes, relative to the end of the header.
         end: u64,
         /// Number of bytes of the file after the header.
         data: u64,
         /// Dtype of the elements.
         dtype: Dtype,
-        /// Size of each dimension.
+        /// Shape of the tensor: the size of each dimension.
         shape: Vec<u64>,
     },
     /// A tensor does not begin where the previous tensor or the header ends.
@@ -81,7 +81,8 @@ pub enum SafetensorsError {
         /// Size of the file in bytes.
         size: u64,
     },
-    /// The header of a file to be written would exceed the limit.
+    /// A file cannot be written, because the header for its tensors would exceed the limit on the
+    /// size of a header.
     #[error("{tensors} tensors need a header larger than {SAFETENSORS_HEADER_MAX} bytes")]
     TooManyTensors {
         /// Number of tensors that the file would have.

@@ -32,7 +32,7 @@ pub enum SaveProblem {
         /// World size of the run.
         world: u32,
     },
-    /// A report names a file that is not the shard of its rank.
+    /// The report of a rank names a file that is not the shard of this rank.
     #[error("{file} is not a shard of {world} ranks")]
     NotAShard {
         /// File name in the rank's report.
@@ -60,7 +60,7 @@ pub enum SaveProblem {
         /// Dtype of another piece.
         second: Dtype,
     },
-    /// A rank gives the same piece twice.
+    /// A rank's shard would contain the same piece of a tensor twice.
     #[error("rank {rank} gives {piece} twice")]
     DuplicatePiece {
         /// The rank that gives the piece twice.
@@ -85,7 +85,7 @@ pub enum SaveProblem {
     /// The run facts cannot be written as JSON.
     #[error("cannot write as JSON: {0}")]
     Json(String),
-    /// The manifest would be invalid.
+    /// The manifest that the save would write is invalid.
     #[error("{0}")]
     Manifest(#[from] ManifestError),
     /// A value of a torch file cannot be written as a pickle.

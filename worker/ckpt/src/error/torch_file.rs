@@ -39,7 +39,8 @@ pub enum TorchFileError {
     /// A tensor is pickled in an unknown form.
     #[error("a tensor is described in an unknown form")]
     UnknownTensorForm,
-    /// The number of elements of a tensor overflows.
+    /// A tensor has too many dimensions, or its size in bytes could overflow a signed 64-bit
+    /// integer.
     #[error("a tensor has the impossible shape {0:?}")]
     ImpossibleShape(Vec<u64>),
     /// A tensor reaches beyond the end of its storage.
@@ -51,7 +52,7 @@ pub enum TorchFileError {
         shape: Vec<u64>,
         /// Distance of neighbouring elements in each dimension, in elements.
         strides: Vec<u64>,
-        /// Index in the storage of the tensor's first element.
+        /// Index of the tensor's first element in the storage.
         offset: u64,
         /// Number of elements of the storage.
         elements: u64,
@@ -72,14 +73,14 @@ pub enum TorchFileError {
     /// A tensor names a storage that the file does not have.
     #[error("storage {0} is missing")]
     StorageMissing(String),
-    /// The size of a storage differs from its description.
+    /// The size of a storage differs from the size in the storage's description.
     #[error("storage {key} should have {elements} elements of {dtype}, but has {bytes} bytes")]
     StorageSize {
         /// Key of the storage.
         key: String,
-        /// Number of elements in the description.
+        /// Number of elements that the storage's description states.
         elements: u64,
-        /// Dtype in the description.
+        /// Dtype that the storage's description states.
         dtype: Dtype,
         /// Size of the storage's zip member in bytes.
         bytes: u64,
@@ -118,9 +119,9 @@ pub enum TorchFileError {
     StorageElements {
         /// Key of the storage.
         key: String,
-        /// Number of elements in the description.
+        /// Number of elements that the storage's description states.
         expected: u64,
-        /// Number of elements that is recorded before the data.
+        /// Number of elements that the file states before the data of the storage.
         found: u64,
     },
     /// Two descriptions of one storage differ.

@@ -37,7 +37,8 @@ pub enum UnsupportedFeature {
         /// `role/name` of the tensor.
         tensor: String,
     },
-    /// The file belongs to tensor, pipeline or expert parallelism.
+    /// The name of a DeepSpeed file shows that a run with tensor, pipeline or expert parallelism
+    /// wrote the file.
     #[error("{file} belongs to tensor, pipeline or expert parallelism")]
     ModelParallelism {
         /// Name of the file.
@@ -58,10 +59,10 @@ pub enum UnsupportedFeature {
     /// another number of processes.
     #[error("{0}")]
     SchedulerRescale(#[from] RescaleError),
-    /// The target of a conversion needs something that the checkpoint does not contain.
+    /// The target format of a conversion needs something that the checkpoint does not contain.
     #[error("{0}")]
     Convert(#[from] ConvertError),
-    /// A setting of an adapter is not supported.
+    /// A setting of a LoRA adapter (PEFT) is not supported.
     #[error("{0}")]
     Adapter(#[from] AdapterConfigError),
     /// Any other unsupported property, as text.

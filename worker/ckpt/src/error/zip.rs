@@ -12,7 +12,7 @@ pub enum ZipError {
         "no zip directory at the end: the file is truncated, was not completely written, or is not a torch file"
     )]
     NoDirectory,
-    /// The file is a placeholder, not a container.
+    /// The file is a placeholder for the real file, not a zip container.
     #[error("{0}")]
     Placeholder(Placeholder),
     /// The zip64 end record is outside of the file or damaged.

@@ -1,5 +1,6 @@
-//! Views of a checkpoint with LoRA adapters. One view has only the adapters, for a PEFT directory.
-//! The other one is the model whose matrices contain the adapters (merged).
+//! Two views of a checkpoint with LoRA adapters, for gathering its weights. One view has only the
+//! adapters, for a PEFT directory. The other one is the model whose matrices contain the adapters
+//! (merged).
 use crate::catalog::{ReadRequest, TensorInfo, TensorSource, TextFile, TrainingState};
 use crate::error::{CkptError, DamageReason, OptionProblem, Result};
 use crate::format_constants::ADAPTER_CONFIG_FILE;
@@ -24,7 +25,7 @@ pub(super) struct AdapterView<'a> {
 enum ViewContent {
     /// The adapters alone, with the tensor names of PEFT's files, and the text files next to them.
     Adapters { texts: Vec<TextFile> },
-    /// The weights of the model. Every read of an adapted matrix adds the adapter to its elements.
+    /// All weights of the model. Every read of an adapted matrix adds the adapter to its elements.
     Merged {
         /// Maps the name of each adapted matrix to the shape of its adapter.
         adapters: HashMap<String, AdapterShape>,

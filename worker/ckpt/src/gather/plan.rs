@@ -45,7 +45,7 @@ impl Default for GatherOptions {
 /// A weight file that a gather has written: its name, size and hash.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct GatheredFile {
-    /// Name in the output directory.
+    /// Name of the file in the output directory.
     pub name: String,
     /// Size of the file in bytes.
     pub bytes: u64,
@@ -230,7 +230,7 @@ impl GatherPlan {
 pub(super) struct GatherWindow {
     /// Indices of tensors, each with a range of the tensor's elements.
     pub(super) spans: Vec<(usize, Range<u64>)>,
-    /// Number of elements of all spans.
+    /// Total number of elements in `spans`.
     pub(super) elements: usize,
 }
 

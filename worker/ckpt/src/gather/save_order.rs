@@ -47,8 +47,8 @@ fn parse_split_expert(name: &str) -> Option<(&str, u64, usize)> {
     Some((before, number, (matrix + 1) % 3))
 }
 
-/// A part of a tensor's name between two dots, for sorting. Numbers are compared by their values,
-/// also a number at the end of a word.
+/// A part of a tensor's name between two dots, in a form for sorting: numbers are compared by their
+/// values, also a number at the end of a word.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum NamePart<'a> {
     Number(u64),
@@ -106,8 +106,9 @@ pub(super) fn sort_as_save_pretrained(mut tensors: Vec<TensorInfo>) -> Vec<Tenso
     positioned.into_iter().map(|(_, t)| t).collect()
 }
 
-/// Groups sorted tensors into ranges that stay in one shard. The experts' matrices of a layer form
-/// three ranges, for down, gate and up. Every other tensor is a range by itself.
+/// Groups sorted tensors into ranges, each of which must be written to a single file (shard). The
+/// experts' matrices of a layer form three ranges, for down, gate and up. Every other tensor is a
+/// range by itself.
 pub(super) fn group_shard_units(tensors: &[TensorInfo]) -> Vec<Range<usize>> {
     let fused =
         |t: &TensorInfo| parse_split_expert(&t.name).map(|(before, _, which)| (before.to_owned(), which));

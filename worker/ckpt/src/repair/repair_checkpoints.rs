@@ -14,12 +14,12 @@ use serde::Serialize;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// Options of [`repair_checkpoints`], which state where the result is written.
+/// Options of [`repair_checkpoints`], which state where the repaired copy is written.
 #[derive(Clone, Debug, Default)]
 pub struct RepairOptions {
     /// The directory to create. `None` means `NAME.repaired` next to the original `NAME`.
     pub out: Option<PathBuf>,
-    /// Whether to give the result the name of the original, and keep the original as
+    /// Whether to give the repaired copy the name of the original, and keep the original as
     /// `NAME.before-repair`.
     pub in_place: bool,
 }
@@ -27,10 +27,11 @@ pub struct RepairOptions {
 /// The result of a repair, for the user.
 #[derive(Clone, Debug, Serialize)]
 pub struct RepairReport {
-    /// The directory with the result. If the original needed no repair, the path of the original.
-    /// `None` if nothing could be repaired, or an incomplete repair did not replace the original.
+    /// The directory of the repaired copy. If the original needed no repair, the path of the
+    /// original. `None` if nothing could be repaired, or an incomplete repair did not replace the
+    /// original.
     pub path: Option<PathBuf>,
-    /// The new path of the original, if the result replaced it.
+    /// The new path of the original, if the repaired copy replaced it.
     pub kept: Option<PathBuf>,
     /// Name of the newest complete checkpoint, if the directory contains several.
     pub newest: Option<String>,
@@ -38,7 +39,7 @@ pub struct RepairReport {
     pub rebuilt: Vec<String>,
     /// Lines for the user about losses and their reasons.
     pub lost: Vec<String>,
-    /// Whether the result is sound: complete, undamaged, and with finite values only.
+    /// Whether the repaired copy is sound: complete, undamaged, and with finite values only.
     pub sound: bool,
 }
 

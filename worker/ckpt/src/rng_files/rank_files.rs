@@ -22,7 +22,7 @@ const RECORD_MAX: u64 = 1 << 20;
 /// The random generator states of all ranks, as a checkpoint directory stores them.
 #[derive(Clone, Debug)]
 pub struct StoredRngStates {
-    /// The program that the file names and keys belong to.
+    /// The format of the files: the program whose file names and dict keys they have.
     pub writer: RngFormat,
     /// The states of each rank, in the order of ranks.
     pub ranks: Vec<RankRngStates>,
@@ -39,8 +39,8 @@ pub struct StreamDigest {
     pub file: String,
     /// The generator of the stream.
     pub kind: StreamKind,
-    /// BLAKE3 in hexadecimal. Two digests are equal exactly if the streams continue with equal
-    /// numbers.
+    /// BLAKE3 hash of the generator's state, in hexadecimal. Two digests are equal exactly if the
+    /// streams continue with equal numbers.
     pub digest: String,
 }
 

@@ -67,9 +67,9 @@ pub struct ReconcileOptions {
     pub run_seed: Option<u64>,
     /// Number of reconciliations in the history of the run, including this one.
     pub generation: u64,
-    /// Optimizer steps that the checkpoint completed.
+    /// Number of optimizer steps that were completed when the checkpoint was saved.
     pub step: u64,
-    /// GPUs that each new rank sees. `None` if the saved states determine the number.
+    /// Number of GPUs that each new rank sees. `None` if the saved states determine the number.
     pub gpus: Option<u32>,
     /// Maps each kind of stream whose scope is known to this scope. The scope of any other stream
     /// is derived from the states.
@@ -118,7 +118,7 @@ pub struct RngDecision {
     pub policy: ReconcilePolicy,
     /// Number of reconciliations in the history of the run, including this one.
     pub generation: u64,
-    /// Optimizer steps that the checkpoint completed.
+    /// Number of optimizer steps that were completed when the checkpoint was saved.
     pub step: u64,
     /// The seed that was hashed into new streams.
     pub run_seed: u64,

@@ -218,9 +218,9 @@ impl NumpyModule {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RngFormat {
-    /// `rng_state.pth` and `rng_state_R.pth` of HF Trainer.
+    /// Files of HF Trainer: `rng_state.pth`, or `rng_state_R.pth` for each rank R.
     Trainer,
-    /// `random_states_R.pkl` of Accelerate.
+    /// Files of Accelerate: `random_states_R.pkl` for each rank R.
     Accelerate,
 }
 

@@ -29,9 +29,10 @@ const HOST_ID_TEMP_FILE: &str = ".host-new";
 const LISTED_CHECKPOINTS_MAX: usize = 4096;
 
 impl StorageHost {
-    /// Returns the host whose checkpoint directory is `root`. Its id is the one stored in `root`,
-    /// which is created if it is missing or invalid. Its name is `name` without control characters,
-    /// truncated if it is long, or `unnamed` if it is empty. Creates `root` if needed.
+    /// Returns the id and the name of the host whose checkpoint directory is `root`. The id is the
+    /// one stored in `root`, which is created if it is missing or invalid. The name is `name`
+    /// without control characters, truncated if it is long, or `unnamed` if it is empty. Creates
+    /// `root` if needed.
     pub fn load_or_create(root: &Path, name: &str) -> Result<StorageHost> {
         disk::make_dirs(root)?;
         let id = match StorageHost::read_id(root)? {

@@ -112,7 +112,7 @@ fn plan_reads(sizes: &[u64], blocks: Range<u64>) -> Vec<BlockRequest> {
     jobs
 }
 
-/// Computes the XOR of `sum` and `bytes` in `sum`. If `sum` is shorter than `bytes`, extends it
+/// Replaces `sum` by the XOR of `sum` and `bytes`. If `sum` is shorter than `bytes`, extends it
 /// with zeros first.
 fn xor_into(sum: &mut Vec<u8>, bytes: &[u8]) {
     if sum.len() < bytes.len() {

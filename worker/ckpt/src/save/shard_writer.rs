@@ -150,7 +150,7 @@ pub(super) struct ShardPlan<'a> {
     pub(super) header: Vec<u8>,
     /// The bytes of the pieces that are not empty, in the order in which they follow the header.
     pub(super) contents: Vec<&'a [u8]>,
-    /// The descriptions of these pieces.
+    /// The descriptions of the pieces in `contents`, in the same order.
     pub(super) reports: Vec<PieceReport>,
 }
 

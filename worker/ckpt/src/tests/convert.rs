@@ -13,7 +13,7 @@ use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A source of a conversion whose training state is in memory instead of files.
+/// A source checkpoint of a conversion whose training state is in memory instead of files.
 #[derive(Clone, Debug)]
 struct MemorySource {
     path: PathBuf,
@@ -54,8 +54,9 @@ fn make_half_exact_values(seed: u64, n: u64) -> Vec<f32> {
     (0..n).map(|i| ((i * 31 + seed * 17) % 251) as f32 / 8.0 - 13.0).collect()
 }
 
-/// Makes a source at `path` with a buffer of dtype F16. `groups` has the shapes of the weights of
-/// each parameter group, and `frozen` the shapes of the frozen weights.
+/// Makes a source checkpoint of a conversion at `path`, with a buffer of dtype F16. `groups` has
+/// the shapes of the weights of each parameter group, and `frozen` the shapes of the frozen
+/// weights.
 fn make_memory_source(path: &Path, groups: &[Vec<Vec<u64>>], frozen: &[Vec<u64>]) -> MemorySource {
     let (state, passthrough) = (TrainingState::default(), PassthroughState::default());
     let mut made = MemorySource { path: path.to_owned(), tensors: Vec::new(), state, passthrough };
@@ -297,8 +298,8 @@ fn updates_stay_with_their_weights_where_groups_have_no_names() {
     }
 }
 
-/// Checks for every target that a conversion keeps the number of consumed samples, and does not
-/// invent a number if the source has none.
+/// Checks for every target format that a conversion keeps the number of consumed samples, and does
+/// not invent a number if the source checkpoint has none.
 #[test]
 fn the_sample_count_is_kept_or_absent() {
     let dir = make_memory_dir();
@@ -438,9 +439,9 @@ fn weights_only_become_a_native_checkpoint_of_weights_only() {
     assert!(!open_source(&weights).has_only_weights());
 }
 
-/// A source of a conversion that contains one weight and its Adam moments. Every element is 1.5, so
-/// that even a large source needs no memory. The fields are the description of the weight and the
-/// path of the source.
+/// A source checkpoint of a conversion that contains one weight and its Adam moments. Every element
+/// is 1.5, so that even a large source needs no memory. The fields are the description of the
+/// weight and the path of the source.
 struct ConstantSource(TensorInfo, PathBuf);
 
 impl TensorSource for ConstantSource {

@@ -72,8 +72,8 @@ pub(super) fn hash_values(values: &[f32]) -> String {
     Hash::digest(bytemuck::cast_slice(values)).to_hex()
 }
 
-/// Compares the tensors of a checkpoint with the reference of the golden checkpoint `name`. Returns
-/// `role/name` of each tensor that differs.
+/// Compares the F32 tensors of a checkpoint with the hashes that are recorded (`reference.json`)
+/// for the golden checkpoint `name`. Returns `role/name` of each tensor that differs.
 pub(super) fn find_differences(checkpoint: &ExternalCheckpoint, name: &str) -> Result<Vec<String>> {
     let mut wrong = Vec::new();
     for (key, expected) in read_reference_hashes(name) {

@@ -51,11 +51,10 @@ fn child_process_of_a_killed_save() {
     std::fs::write(dir.join("points"), fault_points::list_passed_points().join("\n")).expect("written");
 }
 
-/// Checks what a kill at each fault point of `scenario` leaves. Runs the scenario once per fault
-/// point, in a child process that is killed at this point. Each run uses a new copy of the
-/// directory that `prepare` fills. `check(root)` checks the remaining files, and returns whether
-/// the new state is visible. Once the new state is visible, it must be visible for every later
-/// point.
+/// Runs the scenario `scenario` once for each fault point, in a child process that is killed at
+/// this point, and checks the remaining files. Each run uses a new copy of the directory that
+/// `prepare` fills. `check(root)` checks the remaining files, and returns whether the new state is
+/// visible. Once the new state is visible, it must be visible for every later point.
 fn kill_at_every_point(scenario: &str, prepare: impl Fn(&Path), check: impl Fn(&Path) -> bool) {
     let template = make_memory_dir();
     prepare(&template.path().join("root"));
@@ -92,9 +91,9 @@ fn kill_at_every_point(scenario: &str, prepare: impl Fn(&Path), check: impl Fn(&
     assert!(seen_new);
 }
 
-/// Returns whether the new checkpoint is listed. Asserts that every listed checkpoint is complete
-/// and has the old or the new facts. Also asserts that the next save works and removes all files of
-/// the interrupted save.
+/// Returns whether the newest checkpoint in the directory `root` is the one that the interrupted
+/// save wrote. Asserts that every listed checkpoint is complete and has the old or the new facts.
+/// Also asserts that the next save works and removes all files of the interrupted save.
 fn is_new_state_visible(scenario: &str, root: &Path) -> bool {
     let (old, new) = (make_old_facts(), make_new_facts(scenario));
     let listed = list_checkpoints(root).expect("listable");

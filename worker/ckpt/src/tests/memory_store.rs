@@ -19,7 +19,7 @@ fn make_store() -> (MemoryStore, File) {
     (MemoryStore::new(file.try_clone().expect("a handle")), file)
 }
 
-/// Returns the identity of the copies of a step.
+/// Returns the identity of the memory copies of step `step`.
 fn make_id(step: u64, sequence: u64) -> CopyId {
     CopyId { step, sequence, attempt: 0, world: 2 }
 }

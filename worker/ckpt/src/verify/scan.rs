@@ -13,7 +13,8 @@ const CHUNK_BYTES: usize = 1 << 20;
 /// The suffixes of the names of files that torch writes as zip containers.
 const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".pkl"];
 
-/// The result of checking the files of a directory separately.
+/// The result of checking the files of a directory one by one, without opening them as a
+/// checkpoint.
 #[derive(Default)]
 pub(crate) struct ScanReport {
     /// Total size of all checked files in bytes.

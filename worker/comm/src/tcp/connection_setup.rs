@@ -295,8 +295,8 @@ fn set_tcp_user_timeout(stream: &TcpStream, timeout: Duration) -> std::io::Resul
 struct PendingQuotas(HashMap<IpAddr, usize>);
 
 impl PendingQuotas {
-    /// Computes the quotas for the peers that will connect. `expected` are the addresses of each
-    /// peer, which connects from one of them.
+    /// Computes the quotas of pending connections for the addresses of the peers that will connect.
+    /// `expected` are the addresses of each peer, which connects from one of them.
     fn new<'a>(expected: impl Iterator<Item = &'a [SocketAddr]>) -> Self {
         let mut quotas = HashMap::new();
         for addresses in expected {

@@ -143,9 +143,9 @@ pub(super) fn encode_challenge(
 /// What an acceptor answers to a connector's HELLO: acceptance or a reject reason.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ChallengeAnswer {
-    /// A peer with the key accepts the connection.
+    /// A peer that has the key of this attempt accepts the connection.
     Accepted,
-    /// A peer with the key rejects the connection.
+    /// A peer that has the key of this attempt rejects the connection.
     Rejected(RejectReason),
     /// The sender did not prove that it has the key of this attempt. It may be a rank of another
     /// attempt, which has another key.

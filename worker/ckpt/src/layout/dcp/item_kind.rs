@@ -50,8 +50,9 @@ impl ItemKeyParser {
         ItemKeyParser { model_dict: MODEL_KEYS.into_iter().find(is_dict) }
     }
 
-    /// Returns what an entry stores, according to its key. Uses the recorded path of nested keys if
-    /// the item has one, and the flattened key otherwise.
+    /// Returns what an entry of a torch distributed checkpoint stores, according to the entry's
+    /// key. Uses the recorded path of nested keys if the item has one, and the flattened key
+    /// otherwise.
     pub(super) fn parse_item_kind(&self, item: &ItemMetadata) -> DcpItemKind {
         match &item.path {
             Some(path) => parse_kind_from_path(path),
@@ -65,7 +66,7 @@ impl ItemKeyParser {
     }
 }
 
-/// Returns what an entry with the nested keys `path` stores.
+/// Returns what an entry of a torch distributed checkpoint with the nested keys `path` stores.
 fn parse_kind_from_path(path: &[String]) -> DcpItemKind {
     let at = |key: &str| path.iter().take(2).position(|p| p == key);
     if let Some(at) = at("state").filter(|at| path.len() == at + 3) {

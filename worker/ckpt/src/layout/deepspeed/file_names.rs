@@ -19,11 +19,11 @@ pub(crate) struct TagFiles {
 /// The kind of a file in a DeepSpeed checkpoint, according to the file's name.
 #[derive(Debug, PartialEq, Eq)]
 enum DeepSpeedFileKind {
-    /// The model file of this rank.
+    /// The model file of the rank with this number.
     Model(u32),
-    /// The optimizer file of this rank.
+    /// The optimizer file of the rank with this number.
     Optimizer(u32),
-    /// A file of tensor, pipeline or expert parallelism.
+    /// A file that a run with tensor, pipeline or expert parallelism wrote.
     Parallel,
     /// Any other file. Such files are ignored when the checkpoint is read.
     Other,

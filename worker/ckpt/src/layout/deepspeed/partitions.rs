@@ -44,7 +44,8 @@ fn list_roles(ranks: &[RankShard<'_>]) -> Vec<TensorRole> {
     roles
 }
 
-/// Returns the error for a shape that is too large: the number of its elements overflows.
+/// Returns the error for a shape with too many dimensions, or with elements whose size in bytes
+/// could overflow a signed 64-bit integer.
 fn impossible_shape_error(name: &str, shape: &[u64]) -> LayoutError {
     LayoutError::ImpossibleShape { name: name.to_owned(), shape: shape.to_vec() }
 }
@@ -124,9 +125,9 @@ fn check_state_lengths(ranks: &[RankShard<'_>], role: TensorRole) -> Result<(), 
     Ok(())
 }
 
-/// Finds where the parameters of a group of stage 3 are stored. Each parameter is split evenly
-/// among the ranks, with padding at the end, and each rank concatenates its slices of all
-/// parameters.
+/// Finds where a checkpoint of ZeRO stage 3 stores the parameters of one parameter group. Each
+/// parameter is split evenly among the ranks, with padding at the end, and each rank concatenates
+/// its slices of all parameters.
 ///
 /// # Errors
 /// Fails if the flat tensor of a rank is missing, or its length does not match the parameters.

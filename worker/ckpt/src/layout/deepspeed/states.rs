@@ -61,7 +61,8 @@ pub(crate) struct ModelStates {
     pub(crate) stage: Option<u8>,
     /// Version of DeepSpeed that wrote the file.
     pub(crate) version: Option<String>,
-    /// The optimizer. `None` except in stage 0, where the model file contains the optimizer.
+    /// The states and parameter groups of the optimizer in stage 0, where the model file contains
+    /// them. `None` in all other stages.
     pub(crate) embedded_optimizer: Option<EmbeddedOptimizer>,
     pub(crate) passthrough: ModelPassthrough,
 }
@@ -100,9 +101,10 @@ pub(crate) struct OptimizerStates {
 /// A parameter group of torch's `state_dict`, which refers to parameters by number.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct NumberedGroup {
-    /// Hyper-parameters by key.
+    /// Maps the name of each hyper-parameter to its value.
     pub(crate) hyper: Map<String, Json>,
-    /// Numbers of the parameters. In optimizer files, these are the indices of flat groups.
+    /// Numbers of the parameters in this group. In optimizer files, these are the indices of flat
+    /// groups.
     pub(crate) ids: Vec<u64>,
 }
 
@@ -312,7 +314,7 @@ pub(crate) fn read_loss_scaler(value: PickleView<'_>) -> Json {
 
 /// The values of an optimizer file that are lists with one item per flat array.
 struct GroupFields<'t> {
-    /// The state of the torch optimizer for each flat group.
+    /// Maps the index of each flat group to the state that the torch optimizer keeps for it.
     states: HashMap<u64, PickleView<'t>>,
     group_paddings: Option<PickleItems<'t>>,
     alignment_paddings: Option<PickleItems<'t>>,

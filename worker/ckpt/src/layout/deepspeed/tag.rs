@@ -148,8 +148,8 @@ impl TagContents {
         Ok(updates.first().map(|(.., step)| *step))
     }
 
-    /// Fails if two of `steps` differ. Each item is a rank, the index of its file in `StoredFiles`,
-    /// and the step in the file.
+    /// Fails if the step in the file of one rank differs from the step in the file of another rank.
+    /// Each item is a rank, the index of its file in `StoredFiles`, and the step in the file.
     fn require_equal_steps(&self, steps: &[(u32, usize, f64)]) -> Result<()> {
         let Some(&(rank, _, expected)) = steps.first() else { return Ok(()) };
         match steps.iter().find(|(.., found)| *found != expected) {

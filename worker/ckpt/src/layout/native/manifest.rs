@@ -42,7 +42,8 @@ const SHARDS_MAX: usize = 65_536;
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Manifest {
-    /// BLAKE3 hash of the file. Must be the first field, since the hash has a fixed position.
+    /// BLAKE3 hash of `manifest.json`, with zeros in place of this hash. Must be the first field,
+    /// since the hash has a fixed position.
     blake3: String,
     format: String,
     version: u32,
@@ -105,13 +106,13 @@ pub(crate) struct TensorEntry {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct PieceEntry {
-    /// Index of the first element in the tensor.
+    /// Index in the tensor of the first element of the piece.
     pub(crate) start: u64,
-    /// Number of elements.
+    /// Number of elements in the piece.
     pub(crate) count: u64,
-    /// Index into [`Manifest::files`].
+    /// Index in [`Manifest::files`] of the shard that stores the piece.
     pub(crate) file: usize,
-    /// Byte offset of the first element in the shard.
+    /// Byte offset in the shard of the first element of the piece.
     pub(crate) offset: u64,
 }
 
@@ -182,8 +183,8 @@ impl Manifest {
         }
     }
 
-    /// Returns the manifest with the host of each shard added. `host_of[r]` is the index in `hosts`
-    /// of the host that stores the shard of rank r.
+    /// Returns this manifest with `hosts`, and with the host that stores each shard. `host_of[r]`
+    /// is the index in `hosts` of the host that stores the shard of rank r.
     pub(crate) fn with_hosts(mut self, hosts: Vec<StorageHost>, host_of: &[usize]) -> Manifest {
         self.hosts = hosts;
         self.version = self.compute_version();
