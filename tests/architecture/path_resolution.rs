@@ -38,9 +38,10 @@ struct Resolver<'k> {
 /// The kind of place in which a path is written, which decides what its first name can refer to.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Origin {
-    /// A path with one name can be a local variable or a generic parameter.
+    /// Code other than imports, where a path with one name can be a local variable or a generic
+    /// parameter.
     Code,
-    /// A path with one name must be an item or a crate.
+    /// An import (`use`), where a path with one name must be an item or a crate.
     Import,
 }
 

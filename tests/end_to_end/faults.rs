@@ -3,8 +3,8 @@
 use crate::support::{JobDirectory, list_files_below};
 use std::fs;
 
-/// Counts the fault points that each of `ranks` passes in a run with these settings. A fault point
-/// is a write, fsync or rename of a save. Runs the job once for each of the ranks.
+/// Counts the fault points (writes, fsyncs and renames of a save) that each of `ranks` passes in a
+/// run with these settings. Runs the job once for each of the ranks.
 fn count_fault_points(job_dir: &JobDirectory, set: &[&str], ranks: &[u32]) -> Vec<u64> {
     let counts = job_dir.path("counts");
     let count_points_of = |rank: &u32| {

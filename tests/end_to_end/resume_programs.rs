@@ -32,9 +32,11 @@ const PROGRAMS: [(&str, &str, u32); 19] = [
     ("z2_mixtral", "DeepSpeed", 2),
     ("z3_qwen3_moe", "DeepSpeed", 2),
 ];
-/// The optimizer setting with which a job resumes a recording of a program that trained with SGD.
+/// The optimizer setting of a job that resumes from the recorded checkpoint of a program that
+/// trained with SGD.
 const SGD: &str = "train.optimizer={name: sgd, lr: 5e-2, momentum: 0.9, weight_decay: 0.1}";
-/// The optimizer setting with which a job resumes a recording of a program that trained with Lion.
+/// The optimizer setting of a job that resumes from the recorded checkpoint of a program that
+/// trained with Lion.
 const LION: &str = "train.optimizer={name: lion, lr: 1e-4, betas: [0.9, 0.99], weight_decay: 0.1}";
 
 /// Compares the losses of launch after a resume with those that the recorded program computed. The

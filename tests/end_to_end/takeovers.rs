@@ -268,7 +268,7 @@ fn read_time() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64()
 }
 
-/// Checks that a training has made steps between two times, without a pause of two seconds.
+/// Checks that a training has made steps between two times, without a pause of two seconds or more.
 #[track_caller]
 fn check_steps_between(ran: &FinishedRun, what: &str, (from, to): (f64, f64)) {
     let times = ran.events_named("step").into_iter().map(|event| event["time"].as_f64().unwrap());
@@ -279,8 +279,9 @@ fn check_steps_between(ran: &FinishedRun, what: &str, (from, to): (f64, f64)) {
     }
 }
 
-/// Disturbs a training and a program one after another: the run directory stalls, its disk is full,
-/// and the controllers are suspended. Checks that both continue during each disturbance.
+/// Disturbs a running training and, at the same time, a running program in several ways: the run
+/// directory stalls, its disk is full, and the controllers are suspended. Checks that both continue
+/// during each disturbance.
 #[test]
 fn stalled_and_full_run_directories_and_suspended_controllers_disturb_no_run() {
     let test = "takeovers::stalled_and_full_run_directories_and_suspended_controllers_disturb_no_run";

@@ -69,8 +69,8 @@ fn gathered_weights_load_in_transformers_with_the_same_loss() {
     }
 }
 
-/// Checks that the weights of a Hugging Face directory are unchanged after a run without steps and
-/// a gathering of its weights.
+/// Checks that a run without steps loads the weights of a Hugging Face directory and gathers them
+/// unchanged.
 #[test]
 fn gathered_models_equal_their_source() {
     let Some(python) = support::find_python_or_skip("gathered_models_equal_their_source") else { return };

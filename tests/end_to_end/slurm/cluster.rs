@@ -118,9 +118,9 @@ impl SlurmCluster {
         fs::write(self.shared_path("job.yaml"), yaml).unwrap();
     }
 
-    /// Writes a training job with two workers on each of `nodes`, and runs the job on one machine
-    /// without interruption. Returns the loss and the gradient norm of each step of this run, as
-    /// the bits of the floats.
+    /// Writes a training job with two workers on each of `nodes` nodes, and runs the job on one
+    /// machine without interruption. Returns the loss and the gradient norm of each step of this
+    /// run, as the bits of the floats.
     pub(super) fn write_training_job(&self, nodes: u32, steps: u64) -> BTreeMap<u64, (u64, u64)> {
         let job = TINY_JOB
             .replace("steps: 20", &format!("steps: {steps}"))

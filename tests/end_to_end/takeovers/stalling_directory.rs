@@ -104,7 +104,8 @@ fn answer_requests(mut device: File, is_stalled: &AtomicBool) {
     }
 }
 
-/// Builds the answer to INIT (`fuse_init_out`): version 7.23, and the largest write.
+/// Builds the answer to INIT (`fuse_init_out`), which states protocol version 7.23 and the largest
+/// size of a write.
 fn build_init_answer() -> Vec<u8> {
     let mut words = [0u32; 16];
     (words[0], words[1], words[5]) = (7, 23, 4096);

@@ -63,7 +63,7 @@ pub struct WeightShape {
 pub struct TiedWeight {
     /// Name of the weight that is not stored.
     pub alias: String,
-    /// Name of the stored weight, which has the elements of both names.
+    /// Name of the stored weight, whose elements belong to both names.
     pub target: String,
 }
 

@@ -28,7 +28,8 @@ impl JsonSeal {
     /// The position of the hash in an indented JSON text.
     pub(crate) const INDENTED: JsonSeal = JsonSeal { start: "{\n  \"blake3\": \"" };
 
-    /// Returns the hash of zeros that a JSON text must contain before its hash is computed.
+    /// Returns the zeros that a JSON text must contain in place of its hash while the hash is
+    /// computed.
     pub(crate) fn empty_hash() -> String {
         "0".repeat(DIGITS)
     }

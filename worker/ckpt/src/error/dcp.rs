@@ -32,7 +32,7 @@ pub enum DcpError {
     /// The recorded nested keys of an item do not match its flattened key.
     #[error("the path of {key} is {path:?}, which does not match the key")]
     PathMismatch {
-        /// Key of the item.
+        /// Key of the item in `.metadata`.
         key: String,
         /// The nested keys that `.metadata` records for the item.
         path: Vec<String>,
@@ -130,8 +130,7 @@ pub enum DcpError {
         /// Shape of the stored chunk.
         shape: Vec<u64>,
     },
-    /// A tensor has too many dimensions, or its size in bytes could overflow a signed 64-bit
-    /// integer.
+    /// The shape of a tensor has too many dimensions or too many elements.
     #[error("{0} has an impossible shape")]
     ImpossibleShape(String),
     /// The chunks consist of too many runs of consecutive elements.

@@ -45,7 +45,8 @@ pub enum DeepSpeedError {
         /// Number of parameter groups of the model file.
         expected: usize,
     },
-    /// The flat tensors of a group do not match its parameters.
+    /// The flat tensors of a parameter group contradict each other or the shapes of the group's
+    /// parameters.
     #[error("parameter group {group}: {error}")]
     Group {
         /// Index of the parameter group.
@@ -115,8 +116,8 @@ pub enum DeepSpeedError {
     /// A flat tensor's shape is not recorded in any model file.
     #[error("the tensor is flat, and no model file records its shape")]
     UnknownShape,
-    /// The number of FP32 master weights of a group differs from the number of its optimizer
-    /// states.
+    /// The number of FP32 master weights of a parameter group differs from the number of its
+    /// optimizer states.
     #[error("group {group} has {weights} FP32 weights and {states} states")]
     MasterCount {
         /// Index of the parameter group.
@@ -126,7 +127,8 @@ pub enum DeepSpeedError {
         /// Number of optimizer states of the parameter group.
         states: usize,
     },
-    /// The FP32 master of a weight has an unexpected dtype, or a different shape than the weight.
+    /// The FP32 master copy of a weight has an unexpected dtype, or a different shape than the
+    /// weight.
     #[error("the FP32 weight of {name} is {dtype} {found:?}, expected F32 {expected:?}")]
     MasterMismatch {
         /// Name of the weight.
@@ -147,8 +149,7 @@ pub enum DeepSpeedError {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayoutError {
-    /// A parameter has too many dimensions, or its size in bytes could overflow a signed 64-bit
-    /// integer.
+    /// The shape of a parameter has too many dimensions or too many elements.
     #[error("{name} has the impossible shape {shape:?}")]
     ImpossibleShape {
         /// Name of the parameter.

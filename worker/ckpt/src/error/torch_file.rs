@@ -39,8 +39,7 @@ pub enum TorchFileError {
     /// A tensor is pickled in an unknown form.
     #[error("a tensor is described in an unknown form")]
     UnknownTensorForm,
-    /// A tensor has too many dimensions, or its size in bytes could overflow a signed 64-bit
-    /// integer.
+    /// The shape of a tensor has too many dimensions or too many elements.
     #[error("a tensor has the impossible shape {0:?}")]
     ImpossibleShape(Vec<u64>),
     /// A tensor reaches beyond the end of its storage.

@@ -14,7 +14,7 @@ fn make_side<'a>(source: &'a dyn TensorSource, ties: &'a [TiedWeight]) -> DiffSi
     DiffSide { source, ties }
 }
 
-/// A source of a checkpoint's weights, rounded to BF16 and with other names. `rename` returns the
+/// Presents the weights of a checkpoint rounded to BF16 and under other names. `rename` returns the
 /// new name of a weight, or `None` to leave out the weight.
 struct RenamedBf16Weights<'a> {
     inner: &'a Checkpoint,

@@ -29,8 +29,8 @@ pub(super) const TINY_CHECKPOINTS: [(&str, &str); 13] = [
     ("trainer", "HF Trainer"),
 ];
 
-/// Copies a tiny checkpoint without its reference to a temporary directory. Returns the temporary
-/// directory, and the path of the copied checkpoint.
+/// Copies a tiny checkpoint to a temporary directory, without its `reference.json`, which contains
+/// the expected tensors. Returns the temporary directory, and the path of the copied checkpoint.
 pub(super) fn copy_tiny_checkpoint(name: &str) -> (TempDir, PathBuf) {
     let dir = make_memory_dir();
     let root = dir.path().join(name);
@@ -40,8 +40,8 @@ pub(super) fn copy_tiny_checkpoint(name: &str) -> (TempDir, PathBuf) {
     (dir, inside)
 }
 
-/// Reads the reference of a tiny checkpoint, which the program that saved the checkpoint exported.
-/// Returns shape and values of each tensor by `role/name`.
+/// Reads `reference.json` of a tiny checkpoint: the tensors that the program that saved the
+/// checkpoint exported. Returns shape and values of each tensor by `role/name`.
 fn read_reference(name: &str) -> BTreeMap<String, (Vec<u64>, Vec<f32>)> {
     let text = fs::read(golden_path("tiny").join(name).join("reference.json")).expect("there");
     let tensors: BTreeMap<String, Value> = serde_json::from_slice(&text).expect("JSON");

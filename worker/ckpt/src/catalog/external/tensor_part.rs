@@ -120,9 +120,9 @@ impl TensorPart {
         }
     }
 
-    /// Creates a part of another tensor, which shares stored elements with this tensor. `taken` are
-    /// the indices of the shared elements in this tensor, and must be in this part. The first of
-    /// these elements has the index `start` in the other tensor.
+    /// Creates a part of another tensor that shares stored elements with the tensor of this part.
+    /// `taken` are the indices of the shared elements in this tensor, and must be in this part. The
+    /// first of these elements has the index `start` in the other tensor.
     pub(crate) fn slice(&self, taken: Range<u64>, start: u64) -> TensorPart {
         let before = taken.start - self.start;
         let mut part = TensorPart { start, count: taken.end - taken.start, ..self.clone() };

@@ -24,8 +24,8 @@ pub(crate) struct BlockReader {
     /// True while the file is read with O_DIRECT.
     direct: bool,
     size: u64,
-    /// Offset in the open file of the first byte that counts as part of the file. Zero except in a
-    /// memory file that contains several shards.
+    /// Offset in the open file at which the content to be read begins. Zero except in a memory file
+    /// that contains several shards.
     base: u64,
 }
 

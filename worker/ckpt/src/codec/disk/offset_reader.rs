@@ -104,7 +104,8 @@ impl<'a> OffsetReader<'a> {
         compute_file_crc(&file, bytes, |data, hasher| self.for_each_piece(data, |piece| hasher.update(piece)))
     }
 
-    /// Finds the first data in the byte range `bytes` of the file, as [`find_data`] does.
+    /// Finds the first part of the byte range `bytes` that is not in a hole of a sparse file, as
+    /// [`find_data`] does.
     pub(crate) fn find_data(&self, bytes: Range<u64>) -> Range<u64> {
         find_data(&self.cached, bytes)
     }

@@ -44,15 +44,15 @@ fn list_roles(ranks: &[RankShard<'_>]) -> Vec<TensorRole> {
     roles
 }
 
-/// Returns the error for a shape with too many dimensions, or with elements whose size in bytes
-/// could overflow a signed 64-bit integer.
+/// Returns the error that the shape of the parameter `name` has too many dimensions or too many
+/// elements.
 fn impossible_shape_error(name: &str, shape: &[u64]) -> LayoutError {
     LayoutError::ImpossibleShape { name: name.to_owned(), shape: shape.to_vec() }
 }
 
-/// Finds where the parameters of a group of stage 1 or 2 are stored. Such a group concatenates its
-/// parameters and splits the result into one part per rank. `is_unpadded` states that no padding
-/// follows the last parameter.
+/// Finds where a checkpoint of ZeRO stage 1 or 2 stores the parameters of one parameter group.
+/// DeepSpeed concatenates the parameters of a group and splits the result into one part per rank.
+/// `is_unpadded` states that no padding follows the last parameter.
 ///
 /// # Errors
 /// Fails if the number of elements does not match, or a state is missing or has a wrong length.

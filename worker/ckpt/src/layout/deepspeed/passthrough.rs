@@ -5,7 +5,7 @@ use std::cell::RefCell;
 
 /// Limit on the number of Python values that are copied from one file.
 const VALUES_MAX: usize = 1 << 20;
-/// Keys of a model file that a conversion generates and does not copy.
+/// Keys of a model file whose values a conversion generates instead of copying them.
 const REGENERATED: [&str; 13] = [
     "module",
     "buffer_names",

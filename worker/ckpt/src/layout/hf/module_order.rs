@@ -148,7 +148,8 @@ type RegistrationKey = [u64; 6];
 struct ModulePositions {
     /// Maps the name of each module, with `*` in place of numbers, to its position.
     modules: HashMap<&'static str, u64>,
-    /// For each prefix that ends before a `*`, the position of the first module with this prefix.
+    /// Maps the part of a module's name before each `*` to the position of the first module whose
+    /// name begins with this part.
     stems: HashMap<&'static str, u64>,
 }
 

@@ -319,8 +319,8 @@ impl Checkpoint {
         )
     }
 
-    /// Reads the blocks of all jobs from local files and passes each block to `sink`, in the order
-    /// of the jobs.
+    /// Reads the blocks that each of `jobs` requests from local files, and passes each block to
+    /// `sink`, in the order of `jobs`.
     fn run_read_jobs(&self, jobs: &[BlockRequest], sink: &mut BlockSink<'_>) -> Result<()> {
         let open = |file: usize| {
             let name = &self.manifest.files[file].name;
