@@ -142,9 +142,9 @@ fn incomplete_and_mismatched_checkpoints_are_rejected() {
 }
 
 /// Checks that layers that another program froze while it trained stay frozen when a job with the
-/// same frozen layer resumes its checkpoint. First, a job freezes the same layer. If a recording
-/// stores optimizer states by number, without names, the run must assign them to the parameters
-/// that the job trains.
+/// same frozen layer resumes from that program's checkpoint. First, a job freezes the same layer.
+/// If a recording stores optimizer states by number, without names, the run must assign them to the
+/// parameters that the job trains.
 ///
 /// Then resumes a recording whose optimizer states are stored by parameter name with a job that
 /// trains every parameter. The states that the recording lacks start at zero, and the run reports

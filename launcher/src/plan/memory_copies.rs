@@ -18,7 +18,8 @@ pub(crate) struct MemoryCopyCost {
     /// For each host, the bytes of memory for copies of the states of its workers and of workers on
     /// other hosts.
     pub(crate) memory_by_host: Vec<u64>,
-    /// For each host, the bytes that its workers send to other hosts for each copy.
+    /// For each host, the number of bytes that its workers send to other hosts for each memory
+    /// copy.
     pub(crate) sent_by_host: Vec<u64>,
     /// The number of steps between copies.
     pub(crate) every: u64,

@@ -71,7 +71,8 @@ pub enum ArgumentError {
         /// The entry of `recv_counts` for the rank itself.
         expected: u64,
     },
-    /// A rank gathers more bytes than [`crate::MAX_GATHER_BYTES`].
+    /// The caller passes more bytes to [`Comm::all_gather_bytes`](crate::Comm::all_gather_bytes)
+    /// than [`crate::MAX_GATHER_BYTES`].
     #[error("{collective}: {bytes} bytes exceed the limit of {limit} per rank")]
     TooManyBytes {
         /// The collective that was called.
@@ -115,7 +116,8 @@ pub enum CallMismatch {
         /// The unit of `sent` and `expected`.
         unit: TransferUnit,
     },
-    /// A rank gathers more bytes than [`crate::MAX_GATHER_BYTES`].
+    /// A rank passes more bytes to [`Comm::all_gather_bytes`](crate::Comm::all_gather_bytes) than
+    /// [`crate::MAX_GATHER_BYTES`].
     #[error("rank {rank} gives {bytes} bytes to all_gather_bytes; the limit is {limit}")]
     TooManyBytes {
         /// The rank that passes too many bytes.

@@ -79,9 +79,9 @@ pub struct PieceReport {
     pub dtype: Dtype,
     /// Index of the first element in the tensor.
     pub start: u64,
-    /// Number of elements.
+    /// Number of elements in the piece.
     pub count: u64,
-    /// Byte offset of the first element in the shard's file.
+    /// Byte offset in the shard's file of the first element of the piece.
     pub offset: u64,
 }
 

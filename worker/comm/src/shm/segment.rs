@@ -86,7 +86,7 @@ const _: () = assert!(size_of::<RankStatus>() == RANK_STATUS_BYTES);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SegmentLayout {
     pub(super) world: usize,
-    /// Size of one staging slot in bytes.
+    /// Size in bytes of one staging slot, a buffer through which a rank passes data to its peers.
     pub(super) staging_bytes: usize,
     tables: usize,
     slots: usize,

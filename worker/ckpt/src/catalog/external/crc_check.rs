@@ -11,8 +11,8 @@ use crate::error::{Damage, Result};
 use crate::parallel;
 use std::ops::Range;
 
-/// Bytes of a file that a thread verifies as one unit of work. A span that would have more than
-/// [`PIECES_MAX`] pieces is split into larger pieces.
+/// Number of bytes of a file that a thread verifies as one unit of work. A span that would have
+/// more than [`PIECES_MAX`] pieces is split into larger pieces.
 const PIECE_BYTES: u64 = 8 << 20;
 /// Limit on the number of units of work into which a span of a file is divided, because a sparse
 /// file may have any size.
