@@ -10,7 +10,9 @@ mod encrypted_stream;
 mod frame;
 mod frame_tasks;
 pub(crate) mod handshake;
+mod socket_options;
 
 pub(crate) use encrypted_stream::{EncryptedReader, EncryptedStream, EncryptedWriter};
 pub(crate) use frame::{FrameError, encode_frame, read_frame};
 pub(crate) use frame_tasks::{MessagePriority, Outbox, read_frames, write_frames};
+pub(crate) use socket_options::set_control_options;

@@ -4,7 +4,7 @@ use crate::{
     connection::{
         encode_frame,
         handshake::{HANDSHAKE_TIMEOUT, HandshakeError, HandshakeKey, authenticate_controller},
-        read_frame,
+        read_frame, set_control_options,
     },
 };
 use diagnostic::{Diagnostic, codes::host};
@@ -76,7 +76,7 @@ pub(super) async fn dial_once(target: &JoinTarget) -> Result<JoinedNode, DialErr
 /// Connects to node 0 at `address`, proves that this node has the key, and asks to join the run.
 async fn join_at(address: SocketAddr, target: &JoinTarget) -> Result<JoinedNode, DialError> {
     let stream = timeout(CONNECT_TIMEOUT, TcpStream::connect(address)).await.map_err(io::Error::from)??;
-    stream.set_nodelay(true)?;
+    set_control_options(&stream)?;
     let name = &target.request.host;
     let handshake = async { authenticate_controller(stream, &target.key, name).await?.confirm().await };
     let stream = match timeout(HANDSHAKE_TIMEOUT, handshake).await {

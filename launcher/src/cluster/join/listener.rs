@@ -13,7 +13,7 @@ use crate::{
     connection::{
         encode_frame,
         handshake::{HANDSHAKE_TIMEOUT, HandshakeError, HandshakeKey, authenticate_node},
-        read_frame,
+        read_frame, set_control_options,
     },
     warning_limit::WarningLimit,
 };
@@ -186,7 +186,7 @@ async fn receive_request(
     stream: TcpStream,
     key: &HandshakeKey,
 ) -> Result<(AgentConnection, JoinRequest), HandshakeError> {
-    stream.set_nodelay(true)?;
+    set_control_options(&stream)?;
     let (stream, _) = authenticate_node(stream, key).await?;
     let mut connection = AgentConnection::new(stream)?;
     match read_frame(&mut connection.reader).await {
@@ -232,8 +232,8 @@ impl Claims<'_> {
                     }
                     continue;
                 }
-                Decision::Duplicate(rank, host) => {
-                    format!("{} has the node rank {rank}, with which {host} has joined", request.host)
+                Decision::Duplicate(rank, other) => {
+                    format!("{} has the node rank {rank}, with which {other}", request.host)
                 }
                 Decision::Full => {
                     format!("{} comes too late: all {} nodes have joined", request.host, self.context.nodes)

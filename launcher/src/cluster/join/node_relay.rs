@@ -19,7 +19,7 @@ use protocol::control::{ExitStatus, FromAgent, ToAgent};
 use std::{io, time::Duration};
 use tokio::{
     io::AsyncReadExt as _,
-    sync::mpsc,
+    sync::mpsc::{self, error::TrySendError},
     time::{Instant, sleep_until},
 };
 
@@ -53,6 +53,10 @@ pub(super) enum NodeEnd {
 /// A message of node 0 or of the agent, the end of its stream (`Ok(None)`), or a read error.
 type Incoming<T> = ((), Result<Option<T>, FrameError>);
 
+/// A message of node 0 or of the agent (`None` at the end of the stream), and the place in the
+/// queue to which the message is passed (`None` if the queue is closed).
+type Received<T> = (Option<T>, Option<mpsc::OwnedPermit<T>>);
+
 /// Passes the control messages between node 0 and the agent of this node, and watches the agent's
 /// process.
 pub(super) struct NodeRelay {
@@ -69,6 +73,8 @@ pub(super) struct NodeRelay {
     end: Option<NodeEnd>,
     is_controller_gone: bool,
     failure: Option<Diagnostic>,
+    /// Whether a signal was received whose request to node 0 did not fit into the queue.
+    is_stop_unsent: bool,
     /// The exit code for the most recent signal that this process received; `None` before a signal.
     signalled: Option<u8>,
     is_killed: bool,
@@ -103,6 +109,7 @@ impl NodeRelay {
             end: None,
             is_controller_gone: false,
             failure: None,
+            is_stop_unsent: false,
             signalled: None,
             is_killed: false,
             agent_status: None,
@@ -121,14 +128,12 @@ impl NodeRelay {
                 }
             };
             tokio::select! {
-                Some((_, message)) = self.from_controller.recv(), if !self.is_controller_gone => {
-                    self.pass_to_agent(message.ok().flatten()).await;
-                }
-                Some((_, message)) = self.from_agent.recv(), if self.to_controller.is_some() => {
-                    self.pass_to_controller(message.ok().flatten()).await;
-                }
+                next = receive_next(&mut self.from_controller, self.to_agent.as_ref()),
+                    if !self.is_controller_gone => self.pass_to_agent(next),
+                next = receive_next(&mut self.from_agent, self.to_controller.as_ref()),
+                    if self.to_controller.is_some() => self.pass_to_controller(next),
                 signal = signals.receive_any() => match signal {
-                    Some(code) => self.handle_signal(code).await,
+                    Some(code) => self.handle_signal(code),
                     None => self.reap_agent(),
                 },
                 () = kill_time => self.kill_agent(),
@@ -155,38 +160,45 @@ impl NodeRelay {
         }
     }
 
-    /// Passes a message of node 0 to the agent. `None` is the end of the connection.
-    async fn pass_to_agent(&mut self, message: Option<ToAgent>) {
-        match (message, &self.to_agent) {
-            (Some(message), Some(queue)) => {
-                if let ToAgent::End { exit_code } = message {
-                    self.end = Some(exit_code.map_or(NodeEnd::Released, NodeEnd::RunEnded));
-                }
-                // An error means that the agent has ended.
-                _ = queue.send(message).await;
-            }
-            (Some(_), None) => {}
-            (None, _) => {
-                self.is_controller_gone = true;
-                self.close_agent();
-            }
+    /// Passes a message of node 0 to the agent, or closes the agent's control stream after the end
+    /// of the connection.
+    fn pass_to_agent(&mut self, (message, place): Received<ToAgent>) {
+        let Some(message) = message else {
+            self.is_controller_gone = true;
+            return self.close_agent();
+        };
+        if let (ToAgent::End { exit_code }, true) = (&message, self.to_agent.is_some()) {
+            self.end = Some(exit_code.map_or(NodeEnd::Released, NodeEnd::RunEnded));
+        }
+        // Without a place, the agent has ended.
+        place.map(|place| place.send(message));
+    }
+
+    /// Passes a message of the agent to node 0, or closes the connection after the end of the
+    /// agent's stream.
+    fn pass_to_controller(&mut self, (message, place): Received<FromAgent>) {
+        let Some(message) = message else {
+            self.to_controller = None;
+            return self.close_agent();
+        };
+        self.failure = self.failure.take().or_else(|| find_agent_failure(&message));
+        // Without a place, the connection has ended.
+        place.map(|place| place.send(message));
+        if self.is_stop_unsent {
+            self.request_stop();
         }
     }
 
-    /// Passes a message of the agent to node 0. `None` is the end of the agent's stream.
-    async fn pass_to_controller(&mut self, message: Option<FromAgent>) {
-        let (Some(message), Some(queue)) = (message, &self.to_controller) else {
-            self.to_controller = None;
-            self.close_agent();
-            return;
-        };
-        self.failure = self.failure.take().or_else(|| find_agent_failure(&message));
-        // An error means that the connection has ended.
-        _ = queue.send(message).await;
+    /// Asks node 0 to save and stop the run. If no message fits into the queue, the request follows
+    /// the next message of the agent.
+    fn request_stop(&mut self) {
+        let queue = self.to_controller.as_ref();
+        let sent = queue.map_or(Ok(()), |queue| queue.try_send(FromAgent::Terminating));
+        self.is_stop_unsent = matches!(sent, Err(TrySendError::Full(_)));
     }
 
     /// Requests that the run save and stop. A second signal ends the workers of this node.
-    async fn handle_signal(&mut self, code: u8) {
+    fn handle_signal(&mut self, code: u8) {
         if self.signalled.replace(code).is_some() {
             write_message("launch: a second signal ends the workers of this node\n");
             self.is_killed = true;
@@ -195,10 +207,7 @@ impl NodeRelay {
         write_message(
             "launch: asked node 0 to save and stop the run; a second signal ends the workers of this node\n",
         );
-        if let Some(queue) = &self.to_controller {
-            // An error means that the connection has ended.
-            _ = queue.send(FromAgent::Terminating).await;
-        }
+        self.request_stop();
     }
 
     /// Closes the control stream to the agent, which then ends its workers and exits. Schedules a
@@ -231,6 +240,21 @@ impl NodeRelay {
         // A process that holds the agent's stdout open must not delay the end.
         self.to_controller = None;
     }
+}
+
+/// Waits for a place in `queue`, the queue to which a message will be passed, and then for the
+/// next message of `from`. Cancel-safe. Returns no place if the queue is closed, and no message at
+/// the end of the stream.
+async fn receive_next<T>(
+    from: &mut mpsc::Receiver<Incoming<T>>,
+    queue: Option<&mpsc::Sender<T>>,
+) -> Received<T> {
+    let place = match queue {
+        Some(queue) => queue.clone().reserve_owned().await.ok(),
+        None => None,
+    };
+    let message = from.recv().await.and_then(|(_, message)| message.ok().flatten());
+    (message, place)
 }
 
 /// Returns the error in a message with which an agent reports that it cannot continue.

@@ -50,7 +50,8 @@ pub(super) enum Decision {
     Take(AgentConnectionSlot, u32),
     /// The node has to wait, because its place is not free yet. The caller asks again.
     Wait,
-    /// The node is rejected, because a node with this rank has joined from the host in the text.
+    /// The node is rejected, because another node has this rank. The text states which one, such as
+    /// `host-2 has joined`.
     Duplicate(u32, String),
     /// The node is rejected, because all nodes of the run have joined.
     Full,
@@ -148,13 +149,13 @@ impl NodeTable {
                     false => received,
                 };
                 match received > baseline {
-                    true => Decision::Duplicate(rank, entry.host.clone()),
+                    true => Decision::Duplicate(rank, format!("{} has joined", entry.host)),
                     false => Decision::Wait,
                 }
             }
             _ => match entry.parked {
                 Some(other) if other != candidate.number && age >= SETTLE_TIME => {
-                    Decision::Duplicate(rank, "another host".to_owned())
+                    Decision::Duplicate(rank, "another node waits to join".to_owned())
                 }
                 Some(_) => Decision::Wait,
                 None => {
@@ -233,7 +234,7 @@ mod tests {
         match decision {
             Decision::Take(slot, rank) => format!("take {} {rank}", slot.name),
             Decision::Wait => "wait".to_owned(),
-            Decision::Duplicate(rank, host) => format!("duplicate {rank} {host}"),
+            Decision::Duplicate(rank, other) => format!("duplicate {rank} {other}"),
             Decision::Full => "full".to_owned(),
         }
     }
@@ -273,7 +274,7 @@ mod tests {
         let (mut first, mut second) = (bench.candidate(1, Some(2)), bench.candidate(2, Some(2)));
         assert_eq!(bench.decide(&mut first, Duration::ZERO), "wait");
         assert_eq!(bench.decide(&mut second, Duration::ZERO), "wait", "the first one may be gone");
-        assert_eq!(bench.decide(&mut second, 2 * SECOND), "duplicate 2 another host");
+        assert_eq!(bench.decide(&mut second, 2 * SECOND), "duplicate 2 another node waits to join");
         bench.open(2, 2 * SECOND);
         assert_eq!(bench.decide(&mut first, 2 * SECOND), "take node-2 2");
         assert_eq!(bench.decide(&mut second, 2 * SECOND), "wait");
