@@ -12,11 +12,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The longest time for which a pipe may provide no data.
+/// The longest pause in the data of a pipe. Reading fails after a longer one.
 const PIPE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The time limit for reading a whole pipe, as a multiple of [`PIPE_TIMEOUT`], the time limit for a
-/// pause in its data.
-const MAX_TIMEOUTS: u32 = 12;
+/// The time limit for reading a pipe to its end, as a multiple of the time limit for a pause in its
+/// data.
+const TOTAL_TIME_FACTOR: u32 = 12;
 /// The flags of `open`: do not wait for the writer of a pipe, and do not make a terminal the
 /// controlling one.
 const OPEN_FLAGS: OFlag = OFlag::O_NONBLOCK.union(OFlag::O_NOCTTY);
@@ -47,7 +47,7 @@ fn read_with_timeout(path: &Path, limit: u64, timeout: Duration) -> io::Result<V
 fn read_pipe(mut file: &File, limit: u64, timeout: Duration) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let mut chunk = vec![0; CHUNK_BYTES];
-    let end = Instant::now() + timeout * MAX_TIMEOUTS;
+    let end = Instant::now() + timeout * TOTAL_TIME_FACTOR;
     let mut deadline = Instant::now() + timeout;
     while bytes.len() as u64 <= limit {
         let left = deadline.saturating_duration_since(Instant::now());

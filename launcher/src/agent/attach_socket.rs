@@ -52,8 +52,9 @@ const NAME_COUNT: u32 = 16;
 const MAX_HANDSHAKES: usize = 16;
 /// How long an agent waits for the end of an older agent of its host.
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(8);
-/// The interval at which an agent checks whether an older agent has ended.
-const EVICTION_INTERVAL: Duration = Duration::from_millis(20);
+/// The pause between two checks of whether the older agent of the host, which was asked to end, has
+/// ended.
+const EXIT_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The reading half of a connection between an agent and a process that has connected to the
 /// agent's socket.
@@ -149,7 +150,7 @@ pub(super) async fn lock_host(terms: &SupervisionTerms) -> Result<Option<StdList
             Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < deadline => {
                 let answer = tokio::select! {
                     answer = &mut eviction, if !has_answered => Some(answer),
-                    () = sleep(EVICTION_INTERVAL) => None,
+                    () = sleep(EXIT_CHECK_INTERVAL) => None,
                 };
                 match answer {
                     Some(Ok(Some(FromAgent::NotAdopted(AttachRejection::Controlled { token, .. }))))
@@ -159,7 +160,7 @@ pub(super) async fn lock_host(terms: &SupervisionTerms) -> Result<Option<StdList
                     }
                     // The older agent has accepted no connection yet.
                     Some(Err(_)) => {
-                        sleep(EVICTION_INTERVAL).await;
+                        sleep(EXIT_CHECK_INTERVAL).await;
                         eviction = Box::pin(request_eviction(terms));
                     }
                     Some(Ok(_)) => has_answered = true,

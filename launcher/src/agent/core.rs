@@ -358,8 +358,9 @@ impl AgentCore {
         }
     }
 
-    /// Begins a new attempt: prepares the start of the workers of the plan. Ends the agent with an
-    /// error if the plan is inconsistent or workers are still running.
+    /// Begins a new attempt with the workers of `plan`: resets the state of the previous attempt,
+    /// and requests what the start of workers needs. The workers start afterwards. Ends the agent
+    /// with an error if the plan is inconsistent or workers are still running.
     fn start_attempt(&mut self, now: Duration, plan: Box<HostPlan>) {
         let ranks: std::collections::BTreeSet<Rank> = plan.workers.iter().map(|w| w.rank).collect();
         if self.state != AgentState::Idle {

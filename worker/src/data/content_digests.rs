@@ -175,9 +175,9 @@ pub(crate) mod tests {
         write_digest_index(cache, HashMap::new(), &[(id, [7; 32])]).unwrap();
     }
 
-    /// Returns a time in the future, at which all files of the test are old enough for the index of
-    /// digests.
-    fn get_later_time() -> SystemTime {
+    /// Returns a time in the future. Seen from it, the test's files were last modified long enough
+    /// ago for the index to record and trust their digests.
+    fn get_time_after_changes() -> SystemTime {
         SystemTime::now() + Duration::from_secs(60)
     }
 
@@ -199,9 +199,9 @@ pub(crate) mod tests {
         let want: Vec<ContentDigest> = [b"a", b"b"].map(|c| *blake3::hash(c).as_bytes()).to_vec();
         assert_eq!(find_or_compute_digests(&files, &cache, SystemTime::now()).unwrap(), want);
         assert!(read_digest_index(&cache).is_empty(), "files that just changed must not enter the index");
-        assert_eq!(find_or_compute_digests(&files, &cache, get_later_time()).unwrap(), want);
+        assert_eq!(find_or_compute_digests(&files, &cache, get_time_after_changes()).unwrap(), want);
         assert_eq!(read_digest_index(&cache).len(), 2);
-        assert_eq!(find_or_compute_digests(&files, &cache, get_later_time()).unwrap(), want);
+        assert_eq!(find_or_compute_digests(&files, &cache, get_time_after_changes()).unwrap(), want);
     }
 
     #[test]
@@ -209,10 +209,10 @@ pub(crate) mod tests {
         let dir = tempfile::tempdir().unwrap();
         let files = write_files(dir.path(), &["a"]);
         write_index_with_wrong_digest(&files[0], dir.path());
-        assert_eq!(find_or_compute_digests(&files, dir.path(), get_later_time()).unwrap(), [[7; 32]]);
+        assert_eq!(find_or_compute_digests(&files, dir.path(), get_time_after_changes()).unwrap(), [[7; 32]]);
         fs::write(&files[0].path, "bb").unwrap();
         let want = *blake3::hash(b"bb").as_bytes();
-        assert_eq!(find_or_compute_digests(&files, dir.path(), get_later_time()).unwrap(), [want]);
+        assert_eq!(find_or_compute_digests(&files, dir.path(), get_time_after_changes()).unwrap(), [want]);
         assert_eq!(read_digest_index(dir.path()).len(), 2);
     }
 
@@ -220,7 +220,7 @@ pub(crate) mod tests {
     fn a_damaged_index_is_ignored() {
         let dir = tempfile::tempdir().unwrap();
         let files = write_files(dir.path(), &["a"]);
-        find_or_compute_digests(&files, dir.path(), get_later_time()).unwrap();
+        find_or_compute_digests(&files, dir.path(), get_time_after_changes()).unwrap();
         let path = dir.path().join(INDEX_FILE_NAME);
         let good = fs::read(&path).unwrap();
         for at in 0..good.len() {
@@ -233,7 +233,7 @@ pub(crate) mod tests {
         assert!(read_digest_index(dir.path()).is_empty());
         fs::write(&path, [0xff; 100]).unwrap();
         assert_eq!(
-            find_or_compute_digests(&files, dir.path(), get_later_time()).unwrap(),
+            find_or_compute_digests(&files, dir.path(), get_time_after_changes()).unwrap(),
             [*blake3::hash(b"a").as_bytes()]
         );
     }
@@ -242,7 +242,7 @@ pub(crate) mod tests {
     fn a_missing_file_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
         let missing = [DataFile { path: dir.path().join("gone"), bytes: 1 }];
-        let error = find_or_compute_digests(&missing, dir.path(), get_later_time()).unwrap_err();
+        let error = find_or_compute_digests(&missing, dir.path(), get_time_after_changes()).unwrap_err();
         let DataError::Unreadable { path, source } = &error else { panic!("{error}") };
         assert_eq!(*path, missing[0].path);
         assert_eq!(source.kind(), io::ErrorKind::NotFound);

@@ -245,7 +245,8 @@ impl DocumentAssembler<'_, '_> {
         Ok(())
     }
 
-    /// Passes the text collected so far to the callback as one segment, if there is any.
+    /// Passes the text that was read and not yet passed on (`pending`) to the receiver of document
+    /// parts (`sink`), and clears it. Does nothing without such text.
     fn flush_pending_text(&mut self) -> Result<(), DataError> {
         if self.pending.is_empty() {
             return Ok(());

@@ -79,7 +79,9 @@ struct ProcessVariables {
     local_size: &'static [&'static str],
 }
 
-/// The variables of each MPI launcher. All of these launchers set the number of processes.
+/// The environment variables with which each supported MPI launcher, such as Open MPI's `mpirun`,
+/// describes a process: its rank, the number of processes and its local rank. All of these
+/// launchers set the number of processes.
 const MPI_LAUNCHERS: &[ProcessVariables] = &[
     ProcessVariables {
         size: "OMPI_COMM_WORLD_SIZE",
@@ -117,7 +119,7 @@ pub(crate) fn find_node_environment(
     let in_allocation = environment.scheduler.is_allocated;
     let find = || -> diagnostic::Result<Option<NodeEnvironment>> {
         if !in_allocation {
-            if let Some(found) = environment.find_torchrun_variables()? {
+            if let Some(found) = environment.find_pet_variables()? {
                 return Ok(Some(found));
             }
             if let Some(found) = environment.find_training_operator_variables()? {
@@ -204,8 +206,9 @@ impl ProcessEnvironment<'_> {
         }
     }
 
-    /// Reads the defaults of torchrun's options, which the Kubeflow Trainer sets.
-    fn find_torchrun_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
+    /// Reads the `PET_*` environment variables, with which the Kubeflow Trainer sets the options of
+    /// torchrun.
+    fn find_pet_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
         let Some(nodes) = self.parse::<NodeCount>("PET_NNODES")? else { return Ok(None) };
         let endpoint = self.parse::<RendezvousAddress>("PET_RDZV_ENDPOINT")?;
         Ok(Some(NodeEnvironment {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 /// The interval at which a lost agent is asked again to end, while the next attempt waits for its
 /// end.
-const EVICTION_INTERVAL: Duration = Duration::from_secs(10);
+const EVICTION_RETRY_INTERVAL: Duration = Duration::from_secs(10);
 /// How long the end of a run waits for the answer of a lost agent that was asked to end.
 const EVICTION_ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -22,7 +22,7 @@ impl ControllerCore {
         let has_all = host.ranks.len() == self.workers.len();
         if has_all {
             let until = now + self.setup.orphan_timeout;
-            let next_eviction = now + EVICTION_INTERVAL;
+            let next_eviction = now + EVICTION_RETRY_INTERVAL;
             self.orphans = Some(OrphanedAttempt { host: id, until, next_eviction });
         }
         if has_all || self.setup.outlives_controller {
@@ -62,7 +62,7 @@ impl ControllerCore {
         repetition.into_iter().chain(self.awaited_evictions.values().copied()).min()
     }
 
-    /// Asks the lost agent again to end, once per [`EVICTION_INTERVAL`], while the next attempt
+    /// Asks the lost agent again to end, once per [`EVICTION_RETRY_INTERVAL`], while the next attempt
     /// waits for it.
     pub(super) fn check_orphans(&mut self, now: Duration) {
         self.awaited_evictions.retain(|_, until| now < *until);
@@ -70,7 +70,7 @@ impl ControllerCore {
         if now >= orphans.until {
             self.orphans = None;
         } else if now >= orphans.next_eviction {
-            orphans.next_eviction = now + EVICTION_INTERVAL;
+            orphans.next_eviction = now + EVICTION_RETRY_INTERVAL;
             let host = orphans.host;
             self.actions.push(ControllerAction::EvictAgent(host));
         }

@@ -28,7 +28,7 @@ const TRANSPORT_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long [`ControllerDriver::sweep_processes`] waits until the processes that it has killed have
 /// ended.
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
-/// The interval between two searches for processes that an agent has left.
+/// The interval between two searches for processes that an agent left running when it ended.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(2);
 
 impl ControllerDriver {

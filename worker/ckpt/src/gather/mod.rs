@@ -1,5 +1,5 @@
-//! Gathers the weights and buffers of a checkpoint, which several files store, in a Hugging Face
-//! directory.
+//! Gathers the weights and buffers of a checkpoint, which are spread over several files, and writes
+//! them to a directory in the format of Hugging Face.
 //!
 //! Tensors are streamed: several threads read ahead while one thread converts and writes. The
 //! memory doesn't depend on the model size. It consists of six windows of 4 MiB, one converted

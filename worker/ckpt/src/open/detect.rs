@@ -13,10 +13,9 @@ const FSDP_MODEL_DIR: &str = "pytorch_model_fsdp_0";
 const FSDP_OPTIMIZER_DIR: &str = "optimizer_0";
 /// Names of the files in which HF Trainer and Accelerate store the optimizer state.
 const OPTIMIZER_FILES: [&str; 2] = ["optimizer.pt", "optimizer.bin"];
-/// Limit on the number of checkpoints in one directory that are tried, newest first, until one can
-/// be opened. If all of these attempts fail, opening the directory fails, and the error states how
-/// many checkpoints were not tried.
-const ATTEMPTS_MAX: usize = 16;
+/// The largest number of subdirectories that are opened, newest first, to find the newest complete
+/// checkpoint.
+const CHECKPOINTS_TRIED_MAX: usize = 16;
 
 /// Opens the checkpoint of another program at `path`, which may be a file of weights, a checkpoint
 /// directory, or a directory with checkpoints. Of several checkpoints, opens the newest that can be
@@ -232,7 +231,7 @@ fn parse_step_in_name(name: &str) -> Option<u64> {
 /// # Errors
 ///
 /// Fails with the error of the newest subdirectory if no subdirectory can be opened. Fails with
-/// [`Diagnosis::NewestUnreadable`] if the newest [`ATTEMPTS_MAX`] subdirectories cannot be opened
+/// [`Diagnosis::NewestUnreadable`] if the newest [`CHECKPOINTS_TRIED_MAX`] subdirectories cannot be opened
 /// and there are older ones, which are not tried.
 fn open_newest_readable(
     path: &Path,
@@ -241,7 +240,7 @@ fn open_newest_readable(
 ) -> Result<ExternalCheckpoint> {
     let mut skipped: Vec<String> = Vec::new();
     let mut first = None;
-    for name in names.iter().rev().take(ATTEMPTS_MAX) {
+    for name in names.iter().rev().take(CHECKPOINTS_TRIED_MAX) {
         let inner: PathBuf = path.join(name);
         let found = open_directory(&inner, trained)
             .and_then(|f| f.ok_or_else(|| CkptError::not_a_checkpoint(&inner, diagnose_directory(&inner))));
@@ -265,8 +264,8 @@ fn open_newest_readable(
         }
     }
     Err(match first {
-        Some(error) if names.len() > ATTEMPTS_MAX => {
-            let (tried, total, error) = (ATTEMPTS_MAX, names.len(), error.to_string());
+        Some(error) if names.len() > CHECKPOINTS_TRIED_MAX => {
+            let (tried, total, error) = (CHECKPOINTS_TRIED_MAX, names.len(), error.to_string());
             CkptError::not_a_checkpoint(path, Diagnosis::NewestUnreadable { tried, total, error })
         }
         Some(error) => error,

@@ -68,7 +68,8 @@ impl PieceElements<'_> {
     }
 }
 
-/// The description of a written piece: its elements and its position in the shard.
+/// Describes a piece of a tensor that was written to a shard: which elements of the tensor it
+/// contains, and at which byte of the shard's file they begin.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PieceReport {
     /// Name of the tensor.

@@ -232,8 +232,8 @@ impl PeerMonitor {
         self.wait_for_close();
     }
 
-    /// Reads and handles the frames that arrive within `timeout`. Returns whether this rank must
-    /// leave the group.
+    /// Reads and handles the frames that arrive from peers within `timeout`. Returns `true` if this
+    /// rank must leave the group.
     fn read_frames(&mut self, timeout: Duration) -> bool {
         let mut fds = vec![PollFd::new(self.health.leave_event.as_fd(), PollFlags::POLLIN)];
         fds.extend(self.peers.iter().filter(|p| p.is_open).map(to_poll_fd));

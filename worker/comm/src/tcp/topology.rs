@@ -23,8 +23,9 @@ pub(crate) struct Topology {
 }
 
 impl Topology {
-    /// Builds the topology of `rank`. `hosts[r]` is a number that identifies the host of rank r.
-    /// Fails if the number of ranks or the rank is out of range.
+    /// Computes which ranks share a host with `rank` and which are on other hosts. `hosts[r]` is a
+    /// number that identifies the host of rank r. Fails if the number of ranks or the rank is out
+    /// of range.
     pub(crate) fn new(rank: usize, hosts: &[usize]) -> Result<Self, GroupError> {
         let world = hosts.len();
         if !(1..=crate::MAX_WORLD).contains(&world) {

@@ -2,7 +2,7 @@
 //! kept.
 use std::{collections::BTreeSet, ops::Range};
 
-/// The ranks of each host, in the order of the hosts.
+/// Records for each host which ranks run on it. Hosts have the order of their ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct HostMap {
     hosts: Vec<Range<usize>>,

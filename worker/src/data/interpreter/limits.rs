@@ -18,8 +18,8 @@ const CPU_TIME: Duration = Duration::from_millis(if cfg!(test) { 1500 } else { 3
 /// CPU time that the sandbox process may use in addition for each MiB of text. Tokenizing was
 /// measured to take 1 s.
 const CPU_TIME_PER_MIB: Duration = Duration::from_secs(8);
-/// CPU time that the sandbox process may use in addition for each MiB of a tokenizer's files.
-/// Loading was measured to take 0.05 s.
+/// CPU time that the sandbox process may use for each MiB of a tokenizer's files that it loads, in
+/// addition to [`CPU_TIME`]. Loading was measured to take 0.05 s per MiB.
 const LOAD_CPU_TIME_PER_MIB: Duration = Duration::from_millis(150);
 /// CPU time that the sandbox process may use for all documents of a request together, in addition
 /// to [`CPU_TIME_PER_MIB`].

@@ -14,8 +14,9 @@ use std::ops::Range;
 /// Number of bytes of a file that a thread verifies as one unit of work. A span that would have
 /// more than [`PIECES_MAX`] pieces is split into larger pieces.
 const PIECE_BYTES: u64 = 8 << 20;
-/// Limit on the number of units of work into which a span of a file is divided, because a sparse
-/// file may have any size.
+/// The largest number of pieces into which a range of a file is divided for the threads that check
+/// it. Longer ranges get larger pieces, so that a sparse file, which may claim any size, cannot
+/// make the list of pieces long.
 const PIECES_MAX: u64 = 1 << 20;
 /// Limit on the number of threads that verify checksums. More threads would only wait for the disk.
 const THREADS_MAX: usize = 16;

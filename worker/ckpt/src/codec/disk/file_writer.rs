@@ -61,7 +61,9 @@ impl Hashes {
         }
     }
 
-    /// Hashes `bytes`, the next block of the file. The last block may be shorter than the others.
+    /// Hashes `bytes`, the next block of the file, and adds the result to the block hashes or to
+    /// the running hash of the file, depending on the kind of hashes. The last block may be shorter
+    /// than the others.
     fn add_block(&mut self, bytes: &[u8]) {
         match self {
             Hashes::Off => {}

@@ -139,10 +139,12 @@ pub(super) fn collect_ties(builder: &mut ExternalCheckpointBuilder, model: &Mode
     }
 }
 
-/// Collects the buffers of the 16-bit module in the model file, and those of its weights that were
-/// not collected before. Records these weights as frozen in stages 1 to 3. Weights without values
-/// are recorded as lost, and aliases of collected weights as ties. `file` is the index of the model
-/// file in `StoredFiles`.
+/// Adds to `builder` what a model file stores under `module`: the buffers, and the weights that the
+/// optimizer files did not provide.
+///
+/// Records these weights as frozen in stages 1 to 3. Weights without values are recorded as lost,
+/// and aliases of collected weights as ties. `file` is the index of the model file in
+/// `StoredFiles`.
 pub(super) fn collect_module(
     builder: &mut ExternalCheckpointBuilder,
     file: usize,
