@@ -14,12 +14,14 @@ pub fn render_code_entry(code: Code) -> String {
     let category = match info.category {
         Category::Usage => "the command line is wrong",
         Category::Job => "the job is wrong",
-        Category::Cluster => "the cluster is not available",
+        Category::Cluster => "a host, device, storage or port is not available",
         Category::Checkpoint => "the checkpoint is not usable",
         Category::Failed => "the operation failed",
     };
     push_paragraph(&mut text, info.summary);
-    let exit = format!("Exit code {} ({category}).", info.category.exit_code());
+    // A code of a warning has a category, too, but a warning does not end a command.
+    let exit =
+        format!("A command that fails with this code exits with {} ({category}).", info.category.exit_code());
     push_paragraph(&mut text, &exit);
     push_paragraph(&mut text, &format!("Cause: {}", info.cause));
     push_paragraph(&mut text, &format!("Remedy: {}", info.remedy));

@@ -24,8 +24,8 @@ use std::ffi::{OsStr, OsString};
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: LaunchCommand,
-    /// Print events, results and errors as JSON on stdout; `logs`, `stop`, `gpu-check`,
-    /// `completions` and `man` print only errors as JSON
+    /// Print events, results and errors as JSON on stdout; `logs`, `stop`, `manifest slurm`,
+    /// `gpu-check`, `completions` and `man` print only errors as JSON
     #[arg(long, global = true)]
     pub(crate) json: bool,
     /// Print the debug log on stderr: -v decisions, -vv also messages between processes, -vvv

@@ -168,7 +168,7 @@ codes! {
     // --- launch torchrun, accelerate, deepspeed and shims ---------------------------------------
     DROP_IN_UNSUPPORTED: Usage = "drop-in-unsupported" {
         summary: "An option of torchrun, accelerate or deepspeed has no counterpart in launch.",
-        cause: "The option is for jobs that are started on each machine separately, for accelerators other than GPUs, or for a service that launch does not have.",
+        cause: "The option is for accelerators other than GPUs, for a service that launch does not have, or for a way to start processes that launch does not use, such as MPI.",
         remedy: "Follow the advice of the message, or remove the option.",
     }
     DROP_IN_ORIGINAL_MISSING: Usage = "drop-in-original-missing" {
@@ -187,7 +187,7 @@ codes! {
         remedy: "Remove the file, or leave the option out.",
     }
     SHIM_EXISTS: Usage = "shim-exists" {
-        summary: "`launch shims` does not replace a file that is not a link of launch.",
+        summary: "`launch shims` does not replace a file that is not a link to launch.",
         cause: "The directory contains the original torchrun, accelerate or deepspeed, or another file of this name.",
         remedy: "Use another directory, and put it before the others in PATH.",
     }

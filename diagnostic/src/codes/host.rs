@@ -106,29 +106,29 @@ codes! {
         remedy: "Install the same build of launch on every node.",
     }
     JOIN_NODES_INVALID: Usage = "join-nodes-invalid" {
-        summary: "The number of this node, or the number of nodes, is missing or does not fit the job.",
-        cause: "An option or an environment variable is missing, or the values contradict each other.",
+        summary: "The number of nodes is missing, or the number of nodes or of this node is not valid.",
+        cause: "An option or an environment variable is missing or malformed, or the number of this node is not below the number of nodes.",
         remedy: "Start launch once on each node, with `--nodes N --node-rank K` and K from 0 to N - 1.",
     }
     JOIN_RENDEZVOUS_INVALID: Usage = "join-rendezvous-invalid" {
         summary: "The address at which the nodes of a job meet is missing or not valid.",
-        cause: "The environment of this process describes one node of several, but not the address of node 0.",
-        remedy: "Name the host of node 0 on every node: `--rendezvous HOST:PORT`.",
+        cause: "Options or environment variables describe this process as one of several nodes, but no option, variable or key contains the address of node 0.",
+        remedy: "Add the address of node 0 on every node: `--rendezvous HOST:PORT`.",
     }
     JOIN_KEY_MISSING: Usage = "join-key-missing" {
         summary: "The nodes of a job have no key with which they recognize each other.",
-        cause: "This process is one node of several, and neither `--key-file` nor `--insecure` was given.",
+        cause: "This process is one node of several, and no option, environment variable or key of the job names a key file or allows nodes without a key.",
         remedy: "Give every node a file with the same key: `--key-file FILE`, or set `LAUNCH_KEY_FILE`.",
     }
     JOIN_KEY_INVALID: Usage = "join-key-invalid" {
         summary: "The file with the key of the nodes is not usable.",
-        cause: "The file is missing or too short, or every user of the machine can read it.",
+        cause: "The file is missing, has fewer than 32 or more than 4096 bytes, or every user of the machine has access to it.",
         remedy: "Create the file with `openssl rand -hex 32 > FILE` and `chmod 600 FILE`, and copy it to every node.",
     }
     JOIN_OPTION_UNSUPPORTED: Usage = "join-option-unsupported" {
         summary: "An option or key cannot be used in a job whose nodes join.",
-        cause: "Node 0 cannot start launch on the other nodes.",
-        remedy: "Remove the option, or name the hosts in `cluster.hosts`.",
+        cause: "`cluster.hosts` names other hosts than nodes that join, or the option requires that launch starts processes on the other nodes or outlives node 0.",
+        remedy: "Remove the option. If the job names hosts, but its nodes are to join, set `cluster.hosts: join`.",
     }
     JOIN_STARTED_PER_WORKER: Usage = "join-started-per-worker" {
         summary: "launch was started several times on a node, once for each worker.",
@@ -137,23 +137,23 @@ codes! {
     }
     JOIN_ADDRESS_IN_USE: Cluster = "join-address-in-use" {
         summary: "Node 0 cannot listen at the rendezvous address.",
-        cause: "Another job or program uses the port, or the address does not belong to the machine.",
+        cause: "Another job or program uses the port, or the user is not allowed to use the port, such as a port below 1024.",
         remedy: "Choose another port in `--rendezvous`, on every node.",
     }
     JOIN_TIMEOUT: Cluster = "join-timeout" {
         summary: "The nodes of a job did not meet in time.",
-        cause: "A node was not started, or it does not reach node 0.",
-        remedy: "Start every node; check the address and the firewall. `cluster.join.timeout` is the limit.",
+        cause: "A node was not started, or it cannot reach node 0 at the rendezvous address.",
+        remedy: "Start every node, and check the address and the firewall. To wait longer, increase `cluster.join.timeout`.",
     }
     JOIN_REJECTED: Cluster = "join-rejected" {
         summary: "Node 0 does not accept another node.",
-        cause: "The keys differ, the node has the number of another node, or it belongs to another job.",
-        remedy: "Start every node with the same job, key file and number of nodes, and with a different node rank.",
+        cause: "The node has another key, job, number of nodes or version of launch than node 0, or the rank of another node, or all nodes have joined.",
+        remedy: "Start every node with the same build of launch, job, key file and number of nodes. Give each node a different rank.",
     }
     JOIN_NODE_LOST: Cluster = "join-node-lost" {
         summary: "A node lost its connection to node 0, or its agent ended.",
-        cause: "Node 0 ended without an orderly end of the run, or the network failed.",
-        remedy: "Read the output of node 0. Start the nodes again to resume the job.",
+        cause: "Node 0 was killed or its machine failed, the network failed, or the agent of this node ended.",
+        remedy: "Read the output of node 0 for the reason. Start launch again on all nodes whose launch has ended, to resume the job.",
     }
     INVITATION_INVALID: Cluster = "invitation-invalid" {
         summary: "An agent was started without a valid invitation on its standard input.",
@@ -238,8 +238,8 @@ codes! {
     }
 
     MEMORY_COPIES_UNPLACED: Cluster = "memory-copies-unplaced" {
-        summary: "The job has too few hosts for the copies that `checkpoint.memory.copies` requires. This is a warning.",
-        cause: "Each copy of a state is kept by another host, and the job or the attempt has fewer hosts.",
+        summary: "The job has too few hosts for the copies that `checkpoint.memory.copies` requires, so fewer copies are kept. This is a warning.",
+        cause: "Each of these copies is kept by another host than that of the worker, and the attempt has too few other hosts.",
         remedy: "Lower `checkpoint.memory.copies`, or use more hosts.",
     }
 

@@ -39,7 +39,7 @@ pub(crate) struct AttachArgs {
     /// [default: the only run without a controller]
     #[arg(value_name = "RUN")]
     run: Option<String>,
-    /// Take over the run although most of its hosts do not answer
+    /// Take over the run even if half of its hosts or more do not answer
     #[arg(long)]
     force: bool,
     /// Return when the run is taken over; the controller continues without this terminal

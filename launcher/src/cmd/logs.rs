@@ -50,7 +50,7 @@ pub(crate) struct LogsArgs {
     /// Only lines of the last DURATION, such as 30s, 10m or 2h; accurate to about a second
     #[arg(long, value_name = "DURATION", value_parser = parse_duration_ms)]
     since: Option<u64>,
-    /// Print control characters, which can change the terminal and its content
+    /// Print control characters unchanged, although they can change the terminal and its content
     #[arg(long)]
     raw: bool,
 }

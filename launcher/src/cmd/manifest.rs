@@ -26,7 +26,8 @@ pub(crate) struct ManifestArgs {
 /// The scheduler for which `launch manifest` prints the description of a job.
 #[derive(Debug, Subcommand)]
 enum Scheduler {
-    /// Print a JobSet or an Indexed Job with the objects that it needs, among them a new key
+    /// Print a JobSet or an Indexed Job, with a ConfigMap for the job file and a Secret with a new
+    /// key for the nodes
     Kubernetes(Box<KubernetesArgs>),
     /// Print the batch script of `launch sbatch`
     Slurm(JobArgs),

@@ -14,19 +14,23 @@ use std::path::PathBuf;
 /// The options of a command that is started once on each node.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct NodeArgs {
-    /// Number of nodes on which launch is started, once on each: N or MIN:MAX
+    /// Number of nodes, with node 0: N or MIN:MAX; start launch once on each node
+    /// [default: from the environment, else `cluster.join.nodes`]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(NodeCount))]
     pub(crate) nodes: Option<NodeCount>,
-    /// Number of this node, from 0; node 0 controls the job
+    /// Number of this node, from 0; node 0 controls the job [default: from the environment; else
+    /// the machine that has the rendezvous address is node 0]
     #[arg(long, alias = "node_rank", value_name = "K")]
     pub(crate) node_rank: Option<u32>,
-    /// Address of node 0, to which the other nodes connect [default port: 29400]
+    /// Address of node 0, to which the other nodes connect; without `:PORT` the port is 29400
+    /// [default: from the environment, else `cluster.join.rendezvous`]
     #[arg(long, value_name = "HOST:PORT", value_parser = clap::value_parser!(RendezvousAddress))]
     pub(crate) rendezvous: Option<RendezvousAddress>,
-    /// File with the secret key that all nodes share [default: LAUNCH_KEY_FILE]
+    /// File with the secret key of all nodes, of 32 bytes or more [default: LAUNCH_KEY_FILE, else
+    /// `cluster.join.key_file`]
     #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
     pub(crate) key_file: Option<PathBuf>,
-    /// Let every process that reaches node 0 join, without a key
+    /// Use no key: every process that reaches node 0 can join, and can run programs
     #[arg(long)]
     pub(crate) insecure: bool,
 }
@@ -235,7 +239,8 @@ fn choose_key_file(
         return Ok(None);
     }
     let in_environment = std::env::var_os(env::LAUNCH_KEY_FILE).filter(|file| !file.is_empty());
-    let file = args.key_file.clone().or(in_environment.map(PathBuf::from)).or(join.key_file.clone());
+    let in_job = join.key_file.as_ref().map(|file| job.run.workdir.join(file));
+    let file = args.key_file.clone().or(in_environment.map(PathBuf::from)).or(in_job);
     if file.is_some() {
         return Ok(file);
     }
@@ -283,6 +288,15 @@ mod tests {
             (4, Some(1), "h0:29400".into())
         );
         assert_eq!(found.key_file, Some(PathBuf::from("/k")));
+    }
+
+    #[test]
+    fn the_key_file_of_the_job_is_relative_to_the_workdir() {
+        let mut job = crate::testing::sample_job();
+        job.run.workdir = "/w".into();
+        job.cluster.join.key_file = Some("key".into());
+        let found = NodeSettings::collect(&NodeArgs::default(), Some(environment()), &job).expect("settings");
+        assert_eq!(found.key_file, Some(PathBuf::from("/w/key")));
     }
 
     #[test]

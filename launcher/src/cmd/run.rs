@@ -53,7 +53,8 @@ pub(crate) struct RunArgs {
     /// Internal: read the values of `--set` from standard input
     #[arg(long, hide = true, requires = "detached", conflicts_with = "set")]
     pub(crate) set_from_stdin: bool,
-    /// Number of workers of the program after `--`, on this machine [default: 1]
+    /// Number of workers of the program after `--`, on this machine or on each node [default: the
+    /// variable PET_NPROC_PER_NODE, else 1]
     #[arg(
         long,
         visible_alias = "nproc-per-node",
@@ -68,8 +69,8 @@ pub(crate) struct RunArgs {
     /// Program to run as workers without a job file, and its arguments
     #[arg(last = true, value_name = "PROGRAM")]
     pub(crate) command: Vec<OsString>,
-    /// In a Slurm batch job: requeue the job before its time limit, after a save, and after the
-    /// loss of a node; at most `slurm.requeues` times
+    /// In a Slurm batch job: save and requeue the job before its time limit, and requeue the job
+    /// when a node is lost; at most `slurm.requeues` times
     #[arg(long, requires = "job")]
     pub(crate) requeue: bool,
     /// Return when the workers have started; the job continues without this terminal

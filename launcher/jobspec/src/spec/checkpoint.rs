@@ -73,11 +73,11 @@ section! {
     ///
     /// Each host keeps the copies of its workers, which survive the workers.
     pub struct MemoryCopySpec at "checkpoint.memory", rules BUILT_IN_RULES;
-    /// The number of other hosts that also keep the state of each worker.
+    /// The number of other hosts that keep a copy of each worker's state; 0: only its own host.
     ///
     /// With 1 or more, the copies survive the loss of a host.
     pub copies: u32 = Key::new(integer(0..=MAX_MEMORY_COPIES), "1");
-    /// The number of steps between copies.
+    /// The number of steps from one copy to the next.
     pub every: u64 = Key::new(at_least(1), "1");
 }
 

@@ -17,15 +17,15 @@ section! {
     /// How the hosts of a job with `hosts: join` find each other.
     #[derive(Eq)]
     pub struct JoinSpec at "cluster.join", rules RULES;
-    /// The number of nodes, which are the hosts on which launch is started.
+    /// The number of nodes, with node 0. The user starts launch once on each node.
     pub nodes: Option<u32> = Key::optional(integer(1..=16_384), "from `--nodes` or the environment");
-    /// The address at which node 0 listens and the other nodes connect; the default port is 29400.
+    /// The address of node 0, to which the other nodes connect; the default port is 29400.
     pub rendezvous: Option<String> = Key::optional(rendezvous(), "from `--rendezvous` or the environment");
-    /// The file with the secret key that all nodes share, of at least 32 bytes.
+    /// The file with the secret key of all nodes, of 32 bytes or more.
     pub key_file: Option<PathBuf> = Key::optional(path(), "from `--key-file` or `LAUNCH_KEY_FILE`");
-    /// Let every process that reaches node 0 join without a key.
+    /// Let every process that reaches node 0 join, without a key.
     pub insecure: bool = Key::new(boolean(), "false");
-    /// How long nodes wait for each other.
+    /// How long node 0 waits for the other nodes, and these for node 0.
     pub timeout_ms: u64 = Key::new(duration_in(1000..=MAX_TIMEOUT_MS, "a duration from `1s` to `7d`"), "10m");
     /// How long node 0 waits for more nodes once `run.min_hosts` nodes have joined.
     pub last_call_ms: u64 = Key::new(duration_in(0..=MAX_TIMEOUT_MS, "a duration of at most `7d`"), "30s");

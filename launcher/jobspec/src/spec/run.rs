@@ -41,7 +41,7 @@ section! {
     /// Variables whose values are read when the run starts, each with the source of the value. The
     /// values are never shown.
     pub env_from: Vec<(String, EnvSource)> = environment_sources();
-    /// The variables of launch that are passed to the workers of every host.
+    /// Variables in launch's environment that are passed to the workers on other hosts.
     ///
     /// Each item is a name pattern. The values are never shown.
     pub pass_env: Vec<String> =
@@ -55,7 +55,7 @@ section! {
     ///
     /// Older launchers do so. `N` is the local rank.
     pub local_rank_argument: bool = Key::new(boolean(), "false").rules(PROGRAM_RULES);
-    /// The time between SIGTERM and SIGKILL.
+    /// The time from SIGTERM to SIGKILL when a program must end.
     #[serde(rename = "grace_ms")]
     pub grace_period_ms: u64 = Key::new(duration(), "30s").deprecated("grace");
     /// The maximum number of restarts of the job after failures.
@@ -68,11 +68,11 @@ section! {
             .or_keywords(&[("all", MinHosts::All)]),
         "all",
     );
-    /// The time without a message of a host after which the host counts as lost.
+    /// The time without a message from a host after which the host counts as lost.
     ///
     /// The key applies to other hosts than that of the controller.
     pub host_lease_ms: u64 = Key::new(lease(), "5s").rules(LEASE_RULES);
-    /// The time without a message of the controller after which a host counts the controller as
+    /// The time without a message from the controller after which a host counts the controller as
     /// lost.
     ///
     /// A suspended controller is tolerated for this time.
@@ -88,7 +88,7 @@ section! {
         duration_in(1000..=u64::MAX, "a duration of 1s or more").documented_as("duration of 1s or more").or_none("off"),
         "off",
     );
-    /// The text of an output line that counts as progress.
+    /// The text by which an output line counts as progress, if the line contains it.
     ///
     /// If this value is `None`, CPU time counts as progress.
     #[serde(rename = "progress")]

@@ -30,7 +30,7 @@ section! {
     pub mem: Option<u64> = Key::optional(size(1 << 20, "a size of 1MiB or more"), "Slurm's default");
     /// Additional options of sbatch; each item is one option, `--option=value`.
     pub extra: Vec<String> = Key::new(described_list_of("list of options", "a list of options", sbatch_option()), "[]");
-    /// The time before the time limit at which the job saves and stops.
+    /// How long before the time limit the job saves and stops.
     #[serde(rename = "notice_ms")]
     pub signal_time_ms: u64 = Key::new(signal_time(), "120s").deprecated("notice");
     /// The maximum number of requeues after the time limit or the loss of a node.

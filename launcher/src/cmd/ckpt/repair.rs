@@ -13,10 +13,10 @@ pub(super) struct RepairArgs {
     /// Checkpoint of any kind, or directory of checkpoints
     #[arg(value_name = "CHECKPOINT")]
     pub(super) dir: PathBuf,
-    /// Directory to create [default: NAME.repaired next to the directory NAME]
+    /// Directory to create [default: NAME.repaired next to CHECKPOINT, whose name is NAME]
     #[arg(long, value_name = "DIR", conflicts_with = "in_place")]
     pub(super) out: Option<PathBuf>,
-    /// Replace the directory NAME with the result, and keep the original as NAME.before-repair
+    /// Replace CHECKPOINT with the result, and keep the original as NAME.before-repair
     #[arg(long)]
     pub(super) in_place: bool,
 }

@@ -25,17 +25,18 @@ pub(super) struct RngArgs {
     /// Reseed every stream
     #[arg(long)]
     pub(super) reseed: bool,
-    /// Directory to create [default: launch-wM/NAME next to the directory NAME]
+    /// Directory to create [default: launch-wM/NAME next to CHECKPOINT, whose name is NAME]
     #[arg(long, value_name = "DIR", conflicts_with = "in_place")]
     pub(super) out: Option<PathBuf>,
-    /// Replace the directory NAME atomically
+    /// Replace CHECKPOINT atomically
     #[arg(long)]
     pub(super) in_place: bool,
-    /// Seed of the run, part of every new seed [default: that of rank 0's torch generator]
+    /// Seed of the run, from which new seeds are derived [default: that of rank 0's torch
+    /// generator]
     #[arg(long, value_name = "N")]
     pub(super) seed: Option<u64>,
-    /// Number of GPUs that each new rank sees [default: M if each old rank saw as many GPUs as
-    /// there were old ranks, else the number that each old rank saw]
+    /// Number of GPUs that each of the M ranks sees [default: M if each rank of the checkpoint saw
+    /// as many GPUs as there were ranks, else that number, unchanged]
     #[arg(long, value_name = "G", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(super) gpus: Option<u32>,
     /// Kinds of streams that must be equal on all ranks; different streams are an error

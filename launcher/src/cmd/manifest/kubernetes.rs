@@ -62,16 +62,16 @@ pub(super) struct KubernetesArgs {
     /// RDMA devices of each pod, such as rdma/ib=1 or vpc.amazonaws.com/efa=4; repeatable
     #[arg(long, value_name = "NAME=N")]
     rdma: Vec<String>,
-    /// CPUs of each pod, such as 8
+    /// CPUs that each pod requests, such as 8 [default: none]
     #[arg(long, value_name = "QUANTITY")]
     cpus: Option<String>,
-    /// Memory of each pod, such as 64Gi
+    /// Memory that each pod requests, which is also its limit, such as 64Gi [default: none]
     #[arg(long, value_name = "QUANTITY")]
     memory: Option<String>,
     /// Limit of /dev/shm, such as 16Gi [default: no separate limit]
     #[arg(long, value_name = "QUANTITY")]
     shm: Option<String>,
-    /// Persistent volume claim to mount; repeatable
+    /// Persistent volume claim, and the path at which pods mount it; repeatable
     #[arg(long, value_name = "CLAIM:PATH")]
     volume: Vec<String>,
     /// Working directory of launch [default: that of the image]
