@@ -83,7 +83,7 @@ codes! {
         remedy: "Check the state of the process with `ps -o stat`, the memory of the machine, and its file systems.",
     }
     CONTROLLER_SILENT: Failed = "controller-silent" {
-        summary: "A host received no message of the controller for `run.controller_lease`, and ended its workers.",
+        summary: "A host received no message from the controller for `run.controller_lease`, and ended its workers.",
         cause: "The controller was suspended (Ctrl-Z, SIGSTOP), its machine froze, or the network failed.",
         remedy: "Start the job again. Raise `run.controller_lease`, or use `run.on_controller_loss: continue`, so that the job outlives its controller.",
     }

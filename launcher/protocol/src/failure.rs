@@ -82,7 +82,7 @@ pub enum FailureReason {
         /// The diagnostic code of the error.
         code: Code,
     },
-    /// An agent received no message of the controller for `run.controller_lease`, and ended its
+    /// An agent received no message from the controller for `run.controller_lease`, and ended its
     /// workers.
     ControllerSilent {
         /// The time for which the agent received nothing, in seconds.

@@ -17,7 +17,7 @@ section! {
     /// How the hosts of a job with `hosts: join` find each other.
     #[derive(Eq)]
     pub struct JoinSpec at "cluster.join", rules RULES;
-    /// The number of nodes, with node 0. The user starts launch once on each node.
+    /// The number of nodes, with node 0; the user starts launch once on each node.
     pub nodes: Option<u32> = Key::optional(integer(1..=16_384), "from `--nodes` or the environment");
     /// The address of node 0, to which the other nodes connect; the default port is 29400.
     pub rendezvous: Option<String> = Key::optional(rendezvous(), "from `--rendezvous` or the environment");

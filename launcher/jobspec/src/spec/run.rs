@@ -88,7 +88,7 @@ section! {
         duration_in(1000..=u64::MAX, "a duration of 1s or more").documented_as("duration of 1s or more").or_none("off"),
         "off",
     );
-    /// The text by which an output line counts as progress, if the line contains it.
+    /// The text whose occurrence in an output line counts as progress.
     ///
     /// If this value is `None`, CPU time counts as progress.
     #[serde(rename = "progress")]
