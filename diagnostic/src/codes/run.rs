@@ -89,7 +89,7 @@ codes! {
     }
     RUN_NOT_ATTACHABLE: Cluster = "run-not-attachable" {
         summary: "A controller on this machine cannot take over the run.",
-        cause: "The job does not outlive its controller, no agent of the run is alive, no worker was started, or workers are on another machine, on which the run was started.",
+        cause: "The job does not outlive its controller, no agent of the run is alive, no worker was started, or workers are on another machine, on which the run was started. Workers on the machine on which the run was started end when this machine is restarted.",
         remedy: "If the message names another machine, run the command there. Otherwise start the job again, with `run.on_controller_loss: continue`, so that the job outlives its controller.",
     }
     RUN_HAS_CONTROLLER: Cluster = "run-has-controller" {

@@ -66,8 +66,8 @@ codes! {
     }
     SLURM_STARTED_PER_TASK: Cluster = "slurm-started-per-task" {
         summary: "launch was started once for each task of an srun step.",
-        cause: "The job was started with `srun launch`.",
-        remedy: "Start launch once, without srun. launch starts a job step on all nodes of the allocation.",
+        cause: "The job was started with `srun launch`, and the nodes have no key with which they could join each other.",
+        remedy: "Start launch once, without srun. launch starts a job step on all nodes of the allocation. To start launch with srun once on each node, give all nodes a key (`--key-file FILE`).",
     }
     SLURM_NODE_DUPLICATE: Cluster = "slurm-node-duplicate" {
         summary: "A node belongs to two groups of a heterogeneous job.",
