@@ -62,8 +62,8 @@ impl ControllerCore {
         repetition.into_iter().chain(self.awaited_evictions.values().copied()).min()
     }
 
-    /// Asks the lost agent again to end, once per [`EVICTION_RETRY_INTERVAL`], while the next attempt
-    /// waits for it.
+    /// Asks the lost agent again to end, once per [`EVICTION_RETRY_INTERVAL`], while the next
+    /// attempt waits for it.
     pub(super) fn check_orphans(&mut self, now: Duration) {
         self.awaited_evictions.retain(|_, until| now < *until);
         let Some(orphans) = &mut self.orphans else { return };

@@ -231,8 +231,8 @@ fn parse_step_in_name(name: &str) -> Option<u64> {
 /// # Errors
 ///
 /// Fails with the error of the newest subdirectory if no subdirectory can be opened. Fails with
-/// [`Diagnosis::NewestUnreadable`] if the newest [`CHECKPOINTS_TRIED_MAX`] subdirectories cannot be opened
-/// and there are older ones, which are not tried.
+/// [`Diagnosis::NewestUnreadable`] if the newest [`CHECKPOINTS_TRIED_MAX`] subdirectories cannot be
+/// opened and there are older ones, which are not tried.
 fn open_newest_readable(
     path: &Path,
     names: &[String],
