@@ -14,23 +14,57 @@ use diagnostic::{Diagnostic, codes::run};
 use protocol::control::RendezvousRequest;
 use std::{
     io,
-    net::{IpAddr, Ipv4Addr, TcpListener},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener},
 };
 use tokio::sync::mpsc;
 
-/// The bound address at which the workers of a job meet: a reserved port, or a running store.
+/// How often a pair of free ports is searched: one for the rendezvous, and the next one for JAX's
+/// coordinator.
+const MAX_PAIR_ATTEMPTS: u32 = 16;
+
+/// The bound address at which the workers of a job meet.
 #[derive(Debug)]
-pub(crate) enum BoundRendezvous {
+pub(crate) struct BoundRendezvous {
+    service: RendezvousService,
+    /// The reserved port of JAX's coordinator; `None` if it is not requested or not free.
+    coordinator: Option<TcpListener>,
+}
+
+/// What is bound at `MASTER_PORT`: a reserved port, or a running store.
+#[derive(Debug)]
+enum RendezvousService {
     /// A port that is reserved for rank 0, and its number. Rank 0 will bind the port.
     Port(TcpListener, u16),
     /// A rendezvous store, which runs until the workers are started again or the run ends.
     Store(StoreServer),
 }
 
+impl RendezvousService {
+    /// Binds the service that `bind` describes.
+    fn bind(bind: &RendezvousRequest, messages: &mpsc::Sender<String>) -> io::Result<RendezvousService> {
+        if bind.store {
+            let server = StoreServer::start(bind.address, bind.port, &bind.allowed, messages.clone())?;
+            Ok(RendezvousService::Store(server))
+        } else {
+            let (listener, number) = hold_port(bind.address, bind.port)?;
+            Ok(RendezvousService::Port(listener, number))
+        }
+    }
+
+    /// Returns the number of the bound port.
+    fn port(&self) -> u16 {
+        match self {
+            RendezvousService::Port(_, number) => *number,
+            RendezvousService::Store(server) => server.port(),
+        }
+    }
+}
+
 impl BoundRendezvous {
     /// Binds the rendezvous that `bind` describes: starts a store, or reserves a port for rank 0.
-    /// The store sends lines for the user to `messages`. Fails if the port is taken, or if the
-    /// store cannot serve that many clients.
+    /// Also reserves the port of JAX's coordinator, if `bind` requests it and the port is free. The
+    /// store sends lines for the user to `messages`. Fails if the port is taken, or if the store
+    /// cannot serve that many clients.
     pub(crate) fn bind(
         bind: &RendezvousRequest,
         messages: &mpsc::Sender<String>,
@@ -38,35 +72,39 @@ impl BoundRendezvous {
         if bind.store {
             StoreServer::check_capacity(bind.clients)?;
         }
-        let bound = if bind.store {
-            StoreServer::start(bind.address, bind.port, &bind.allowed, messages.clone())
-                .map(BoundRendezvous::Store)
-        } else {
-            hold_port(bind.address, bind.port)
-        };
-        bound.map_err(|error| build_port_error(bind, &error))
+        let attempts = if bind.coordinator && bind.port == 0 { MAX_PAIR_ATTEMPTS } else { 1 };
+        let mut attempt = 1;
+        loop {
+            let service =
+                RendezvousService::bind(bind, messages).map_err(|error| build_port_error(bind, &error))?;
+            let port = RendezvousRequest::coordinator_port(service.port());
+            let coordinator =
+                bind.coordinator.then(|| hold_port(bind.address, port).ok()).flatten().map(|(held, _)| held);
+            if coordinator.is_some() || attempt >= attempts {
+                return Ok(BoundRendezvous { service, coordinator });
+            }
+            attempt += 1;
+        }
     }
 
     /// Returns the number of the port to which workers connect (`MASTER_PORT`).
     pub(crate) fn port(&self) -> u16 {
-        match self {
-            BoundRendezvous::Port(_, number) => *number,
-            BoundRendezvous::Store(server) => server.port(),
-        }
+        self.service.port()
     }
 
-    /// Makes the rendezvous ready for workers that are about to start. Frees a port that is
+    /// Makes the rendezvous ready for workers that are about to start. Frees the ports that are
     /// reserved for rank 0. For a store, raises the limit of open files of this process.
     ///
     /// Returns the number of the port, and the store if there is one. The caller must keep the
     /// store for as long as the workers run.
     pub(crate) fn hand_over_to_workers(self) -> (u16, Option<StoreServer>) {
-        match self {
-            BoundRendezvous::Port(listener, number) => {
+        drop(self.coordinator);
+        match self.service {
+            RendezvousService::Port(listener, number) => {
                 drop(listener);
                 (number, None)
             }
-            BoundRendezvous::Store(server) => {
+            RendezvousService::Store(server) => {
                 StoreServer::raise_file_limit();
                 (server.port(), Some(server))
             }
@@ -96,15 +134,16 @@ fn build_port_error(bind: &RendezvousRequest, error: &io::Error) -> Diagnostic {
 }
 
 /// Reserves a port by binding it, so that no other process takes it. Accepts no connections. If
-/// `port` is 0, binds any free port at `address`. Otherwise binds `port` at all IPv4 addresses of
-/// this machine.
-fn hold_port(address: IpAddr, port: u16) -> io::Result<BoundRendezvous> {
+/// `port` is 0, binds any free port at `address`. Otherwise binds `port` at all addresses of
+/// this machine of the same family.
+fn hold_port(address: IpAddr, port: u16) -> io::Result<(TcpListener, u16)> {
     let listener = match port {
         0 => TcpListener::bind((address, 0)),
+        number if address.is_ipv6() => TcpListener::bind((Ipv6Addr::UNSPECIFIED, number)),
         number => TcpListener::bind((Ipv4Addr::UNSPECIFIED, number)),
     }?;
     let number = listener.local_addr()?.port();
-    Ok(BoundRendezvous::Port(listener, number))
+    Ok((listener, number))
 }
 
 #[cfg(test)]
@@ -121,8 +160,36 @@ mod tests {
     /// `store` is set, and otherwise a reserved port.
     fn bind_for_clients(clients: u32, port: u16, store: bool) -> diagnostic::Result<BoundRendezvous> {
         let address = Ipv4Addr::LOCALHOST.into();
-        let bind = RendezvousRequest { attempt: 0, address, port, store, clients, allowed: Vec::new() };
+        let bind = RendezvousRequest {
+            attempt: 0,
+            address,
+            port,
+            store,
+            clients,
+            allowed: Vec::new(),
+            coordinator: true,
+        };
         BoundRendezvous::bind(&bind, &mpsc::channel(1).0)
+    }
+
+    /// Checks that the port of JAX's coordinator is held until the workers start, and that a job
+    /// with a fixed port starts if it is taken.
+    #[test]
+    fn the_port_of_the_coordinator_is_held_for_rank_0() {
+        for store in [false, true] {
+            let bound = bind_for_one_client(0, store).expect("two ports");
+            let next = RendezvousRequest::coordinator_port(bound.port());
+            let is_free = || TcpListener::bind((Ipv4Addr::LOCALHOST, next)).is_ok();
+            assert!(!is_free());
+            let _store = bound.hand_over_to_workers();
+            assert!(is_free());
+        }
+        let taken = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+        let port = taken.local_addr().expect("an address").port();
+        if let Ok(bound) = bind_for_one_client(port - 1, false) {
+            assert!(bound.coordinator.is_none());
+        }
+        assert_eq!(RendezvousRequest::coordinator_port(65_535), 65_534);
     }
 
     #[test]

@@ -32,7 +32,7 @@ use std::{
 
 /// The version of the control messages, which changes with every change of a message. All processes
 /// run the same executable, so a different version means that two builds are mixed.
-pub const PROTOCOL_VERSION: u32 = 7;
+pub const PROTOCOL_VERSION: u32 = 8;
 /// The largest body of a frame, in bytes. Neither side sends or accepts a longer one.
 pub const MAX_FRAME_BYTES: u32 = 16 << 20;
 
@@ -136,6 +136,18 @@ pub struct RendezvousRequest {
     pub clients: u32,
     /// The IP addresses that may connect to the store, in addition to those of the host itself.
     pub allowed: Vec<IpAddr>,
+    /// Whether the agent also holds the port of JAX's coordinator until the workers start, if the
+    /// port is free.
+    #[serde(default)]
+    pub coordinator: bool,
+}
+
+impl RendezvousRequest {
+    /// Returns the port of JAX's coordinator for the rendezvous port `port`: the next port, or the
+    /// previous one if there is none. Rank 0 binds it if the program uses JAX.
+    pub fn coordinator_port(port: u16) -> u16 {
+        port.checked_add(1).unwrap_or(port - 1)
+    }
 }
 
 /// A message from an agent to the controller.

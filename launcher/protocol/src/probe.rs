@@ -1,4 +1,5 @@
 //! The requests of `launch check` to an agent, and the agent's answers.
+use crate::hardware::Accelerator;
 use diagnostic::Diagnostic;
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf};
@@ -87,8 +88,12 @@ pub struct HostInspection {
     pub writable: Vec<(PathBuf, diagnostic::Result<()>)>,
     /// The directories of [`ProbeRequest::Inspect`], in the order of the request.
     pub dirs: Vec<DirectoryInspection>,
-    /// The GPUs, with their driver and libraries.
+    /// The GPUs of NVIDIA, with their driver and libraries.
     pub gpus: GpuReport,
+    /// The accelerators of all kinds that workers can use.
+    pub accelerators: Vec<Accelerator>,
+    /// The number of accelerators that permissions or a control group deny to the agent.
+    pub denied_accelerators: u32,
     /// The soft resource limits `nofile`, `nproc` and `memlock` (in bytes), by name. `None` stands
     /// for no limit.
     pub limits: BTreeMap<String, Option<u64>>,

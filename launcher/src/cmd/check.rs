@@ -1,5 +1,6 @@
 //! `launch check`: inspects all hosts of a job in parallel and reports the problems that would
 //! prevent the job from starting.
+mod accelerators;
 mod agents;
 mod check_report;
 mod evaluate;

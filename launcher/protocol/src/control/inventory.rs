@@ -1,5 +1,5 @@
 //! [`HostInventory`]: the hardware and environment of a host.
-use crate::hardware::{CpuTopology, GpuDevice};
+use crate::hardware::{Accelerator, CpuTopology};
 use jobspec::env::is_device_variable;
 use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
@@ -25,8 +25,18 @@ pub struct HostInventory {
     pub shm: u64,
     /// The physical cores of the CPUs in `cpus`.
     pub topology: CpuTopology,
-    /// The GPUs of the host, ordered by their device number.
-    pub gpus: Vec<GpuDevice>,
+    /// The accelerators of the host that the agent may use. Those of one kind are in the order in
+    /// which their runtime numbers them.
+    #[serde(rename = "gpus")]
+    pub accelerators: Vec<Accelerator>,
+    /// The number of accelerators that exist on the host, but that permissions or a control group
+    /// deny to the agent.
+    #[serde(default)]
+    pub denied_accelerators: u32,
+    /// Whether the host has a device that may compute for programs, and whose kind launch cannot
+    /// select, such as a TPU.
+    #[serde(default)]
+    pub has_other_devices: bool,
     /// Environment variables that workers inherit. The report of an agent contains only the
     /// variables of [`jobspec::env::VISIBLE_DEVICES`] that are set on its host. In the controller,
     /// the inventory also contains the variables of [`jobspec::env::USER_OVERRIDABLE`] that the
@@ -89,19 +99,19 @@ pub struct InterfaceAddress {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::hardware::{CpuCore, GpuVendor};
+    use crate::hardware::CpuCore;
 
     #[test]
     fn an_inventory_round_trips_and_visible_gpus_are_those_of_the_host() {
         let pair = |name: &str, value: &str| (name.to_owned(), value.to_owned());
-        let gpu = GpuDevice { vendor: GpuVendor::Nvidia, bus: None, uuid: None, numa_node: Some(1) };
+        let gpu = Accelerator { numa_node: Some(1), ..Accelerator::default() };
         let variables = vec![pair("OMP_NUM_THREADS", "3"), pair("CUDA_VISIBLE_DEVICES", "1")];
         let topology = CpuTopology { cores: vec![CpuCore { cpus: vec![0, 2], numa_node: 1 }] };
         let remote = HostInventory {
             host: "remote".into(),
             cpus: vec![0, 2],
             topology,
-            gpus: vec![gpu],
+            accelerators: vec![gpu],
             inherited_env: variables,
             ..HostInventory::default()
         };

@@ -461,6 +461,7 @@ impl Simulation {
             store: false,
             clients: world,
             allowed: Vec::new(),
+            coordinator: false,
         };
         self.feed_controller(index, ControllerInput::Planned { attempt, workers, bind });
     }
