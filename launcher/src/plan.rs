@@ -25,7 +25,8 @@ use key_error::key_error;
 use protocol::control::{HostInventory, HostPlan, WorkerPlan};
 use std::path::PathBuf;
 
-/// The plan of one attempt: all workers, host by host, with their CPUs, accelerators and environment.
+/// The plan of one attempt: all workers, host by host, with their CPUs, accelerators and
+/// environment.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     /// The name of the run.
@@ -117,6 +118,7 @@ fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) 
             groups: hosts.len() as u32,
             logs: &run_dir.join("logs"),
             restarts: attempt.restarts,
+            between_hosts: master_address.is_some_and(|address| !address.is_loopback()) && hosts.len() > 1,
             on_cpus,
         };
         let ranks = HostRanks { host, capacity, group: group as u32, first_rank, threads };
@@ -204,7 +206,7 @@ fn plan_workers(
                 worker_env::compute_local_rank_env(job, local_rank),
             ),
             threads: ranks.threads.unwrap_or(slot.threads),
-            env: worker_env::build_worker_env(job_env, inventory, &position),
+            env: worker_env::build_worker_env(job_env, ranks.host, &position),
             workdir: job.run.workdir.clone(),
             cpus: slot.cpus.clone(),
             log: job_env.logs.join(format!("rank-{rank}.log")),
@@ -213,9 +215,10 @@ fn plan_workers(
     Ok((0..*workers).zip(&slots).map(plan_worker).collect())
 }
 
-/// Computes the number of workers on a host, and selects their accelerators. Fails if the job places
-/// more workers on the host than there are slots, or if there are fewer accelerators than slots.
-/// Also fails if the accelerators do not suffice for the workers, or if there are too many workers.
+/// Computes the number of workers on a host, and selects their accelerators. Fails if the job
+/// places more workers on the host than there are slots, or if there are fewer accelerators than
+/// slots. Also fails if the accelerators do not suffice for the workers, or if there are too many
+/// workers.
 fn compute_host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<HostCapacity> {
     const KEY: &str = "cluster.workers_per_host";
     let name = &host.name;

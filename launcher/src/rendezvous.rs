@@ -11,6 +11,7 @@ pub(crate) use store::{
 };
 
 use diagnostic::{Diagnostic, codes::run};
+use jobspec::PortSelection;
 use protocol::control::RendezvousRequest;
 use std::{
     io,
@@ -20,7 +21,7 @@ use tokio::sync::mpsc;
 
 /// How often a pair of free ports is searched: one for the rendezvous, and the next one for JAX's
 /// coordinator.
-const MAX_PAIR_ATTEMPTS: u32 = 16;
+const MAX_PAIR_ATTEMPTS: usize = 16;
 
 /// The bound address at which the workers of a job meet.
 #[derive(Debug)]
@@ -72,19 +73,60 @@ impl BoundRendezvous {
         if bind.store {
             StoreServer::check_capacity(bind.clients)?;
         }
-        let attempts = if bind.coordinator && bind.port == 0 { MAX_PAIR_ATTEMPTS } else { 1 };
-        let mut attempt = 1;
-        loop {
-            let service =
-                RendezvousService::bind(bind, messages).map_err(|error| build_port_error(bind, &error))?;
-            let port = RendezvousRequest::coordinator_port(service.port());
-            let coordinator =
-                bind.coordinator.then(|| hold_port(bind.address, port).ok()).flatten().map(|(held, _)| held);
-            if coordinator.is_some() || attempt >= attempts {
-                return Ok(BoundRendezvous { service, coordinator });
+        let mut failure = None;
+        for bound in Self::bind_candidates(bind, messages) {
+            match bound {
+                Ok(bound) => return Ok(bound),
+                Err(error) => failure = Some(error),
             }
-            attempt += 1;
         }
+        let error = failure.unwrap_or_else(|| io::ErrorKind::AddrInUse.into());
+        Err(build_port_error(bind, &error))
+    }
+
+    /// Binds the rendezvous to one candidate after another, first to those whose next port is free
+    /// for JAX's coordinator. The iterator ends after a failure for which other ports do not help.
+    fn bind_candidates(
+        bind: &RendezvousRequest,
+        messages: &mpsc::Sender<String>,
+    ) -> impl Iterator<Item = io::Result<BoundRendezvous>> {
+        let candidates = match (bind.port, bind.ports) {
+            (0, PortSelection::Any) => vec![0; MAX_PAIR_ATTEMPTS],
+            (0, range) => range.candidates(),
+            (port, _) => vec![port],
+        };
+        let passes: &[bool] = if bind.coordinator { &[true, false] } else { &[false] };
+        let mut has_failed = false;
+        let attempts =
+            passes.iter().flat_map(move |with| candidates.clone().into_iter().map(move |p| (*with, p)));
+        attempts.map_while(move |(with_coordinator, port)| {
+            if has_failed {
+                return None;
+            }
+            let bound = Self::bind_port(bind, port, with_coordinator, messages);
+            has_failed = bound.as_ref().is_err_and(|error| error.kind() != io::ErrorKind::AddrInUse);
+            Some(bound)
+        })
+    }
+
+    /// Binds the rendezvous at `port`, or at any port for 0. Fails if `with_coordinator` is set and
+    /// the port of JAX's coordinator is not free or not among the ports of the job.
+    fn bind_port(
+        bind: &RendezvousRequest,
+        port: u16,
+        with_coordinator: bool,
+        messages: &mpsc::Sender<String>,
+    ) -> io::Result<BoundRendezvous> {
+        let service = RendezvousService::bind(&RendezvousRequest { port, ..bind.clone() }, messages)?;
+        if !with_coordinator {
+            return Ok(BoundRendezvous { service, coordinator: None });
+        }
+        let port = RendezvousRequest::coordinator_port(service.port());
+        if !bind.ports.contains(port) {
+            return Err(io::ErrorKind::AddrInUse.into());
+        }
+        let (coordinator, _) = hold_port(bind.address, port).map_err(|_| io::ErrorKind::AddrInUse)?;
+        Ok(BoundRendezvous { service, coordinator: Some(coordinator) })
     }
 
     /// Returns the number of the port to which workers connect (`MASTER_PORT`).
@@ -118,7 +160,12 @@ fn build_port_error(bind: &RendezvousRequest, error: &io::Error) -> Diagnostic {
     let diagnostic = match bind.port {
         0 => Diagnostic::error(
             run::RENDEZVOUS_PORT_UNAVAILABLE,
-            format!("cannot bind any TCP port on {address} for the rendezvous"),
+            match bind.ports {
+                PortSelection::Any => format!("cannot bind any TCP port on {address} for the rendezvous"),
+                PortSelection::Range(first, last) => format!(
+                    "cannot bind a TCP port from {first} to {last} (`cluster.ports`) on {address} for the rendezvous"
+                ),
+            },
         ),
         port => Diagnostic::error(
             run::RENDEZVOUS_PORT_UNAVAILABLE,
@@ -168,6 +215,7 @@ mod tests {
             clients,
             allowed: Vec::new(),
             coordinator: true,
+            ports: PortSelection::Any,
         };
         BoundRendezvous::bind(&bind, &mpsc::channel(1).0)
     }
@@ -198,6 +246,42 @@ mod tests {
         assert_eq!(error.code(), run::RENDEZVOUS_TOO_MANY_RANKS);
         assert_eq!(error.field("ranks"), Some(&100_000.into()));
         assert!(bind_for_clients(100_000, 0, false).is_ok());
+    }
+
+    /// Checks that the rendezvous uses ports of a range, prefers two in a row, and fails if all are
+    /// taken.
+    #[test]
+    fn the_rendezvous_uses_the_ports_of_the_job() {
+        let bind_in = |first: u16, last: u16| {
+            let ports = PortSelection::Range(first, last);
+            let request = RendezvousRequest {
+                attempt: 0,
+                address: Ipv4Addr::LOCALHOST.into(),
+                port: 0,
+                store: true,
+                clients: 1,
+                allowed: Vec::new(),
+                coordinator: true,
+                ports,
+            };
+            BoundRendezvous::bind(&request, &mpsc::channel(1).0)
+        };
+        // Ports in a row may be taken by other processes.
+        let free = (0..64).find_map(|_| {
+            let held = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).ok()?;
+            let port = held.local_addr().ok()?.port();
+            let next = TcpListener::bind((Ipv4Addr::LOCALHOST, port.checked_add(1)?)).ok();
+            next.and(Some(port))
+        });
+        let port = free.expect("two ports in a row");
+        let both = bind_in(port, port + 1).expect("two ports");
+        assert_eq!((both.port(), both.coordinator.is_some()), (port, true));
+        let error = bind_in(port, port + 1).expect_err("both are taken");
+        assert_eq!(error.code(), run::RENDEZVOUS_PORT_UNAVAILABLE);
+        assert!(error.to_string().contains(&format!("from {port} to {}", port + 1)), "{error}");
+        drop(both);
+        let one = bind_in(port, port).expect("one port");
+        assert_eq!((one.port(), one.coordinator.is_some()), (port, false));
     }
 
     #[test]

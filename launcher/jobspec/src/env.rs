@@ -101,6 +101,15 @@ pub const VISIBLE_DEVICES: [&str; 7] = [
     HABANA_VISIBLE_MODULES,
     NEURON_RT_VISIBLE_CORES,
 ];
+/// Set for workers of jobs on several hosts that name a network: the interface of NCCL's sockets.
+pub const NCCL_SOCKET_IFNAME: &str = "NCCL_SOCKET_IFNAME";
+/// Set for programs on several hosts: the interface of Gloo.
+pub const GLOO_SOCKET_IFNAME: &str = "GLOO_SOCKET_IFNAME";
+/// Set for programs on several hosts: the interface of TensorPipe.
+pub const TP_SOCKET_IFNAME: &str = "TP_SOCKET_IFNAME";
+/// The variables that select network interfaces. launch does not replace values of the user or of
+/// the host.
+pub const SOCKET_INTERFACES: [&str; 3] = [NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME];
 /// Set for programs on hosts without accelerators unless the user sets the variable: makes
 /// Accelerate connect its workers on CPUs. Without the variable, each worker trains alone.
 pub const ACCELERATE_USE_CPU: &str = "ACCELERATE_USE_CPU";
@@ -162,6 +171,11 @@ pub fn is_device_variable(name: &str) -> bool {
     VISIBLE_DEVICES.contains(&name)
 }
 
+/// Returns whether the environment variable `name` selects the network interface of a library.
+pub fn is_interface_variable(name: &str) -> bool {
+    SOCKET_INTERFACES.contains(&name)
+}
+
 /// Returns whether the value of the variable `name` is probably a secret, such as a token or a
 /// password. Only the name is examined.
 pub fn looks_secret(name: &str) -> bool {
@@ -181,8 +195,8 @@ pub const LAUNCH_SHM_FD: &str = "LAUNCH_SHM_FD";
 /// Set for built-in workers of a job with `checkpoint.memory`: the number of the inherited file
 /// descriptor of the host's memory for copies of the training state (a memfd).
 pub const LAUNCH_MEMORY_FD: &str = "LAUNCH_MEMORY_FD";
-/// Read by built-in workers: `client-address client-port server-address server-port`, which sshd
-/// sets. The server address is the address at which the controller reached the host.
+/// Read by agents and built-in workers: `client-address client-port server-address server-port`,
+/// which sshd sets. The server address is the address at which the controller reached the host.
 pub const SSH_CONNECTION: &str = "SSH_CONNECTION";
 /// For tests: `RANK:N` makes the worker of rank `RANK` kill itself at its N-th fault point
 /// (docs/testing.md).

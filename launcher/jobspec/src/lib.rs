@@ -50,6 +50,7 @@ pub use spec::{
     model::ModelSpec,
     optimizer::{OptimizerName, OptimizerSpec},
     param_groups::ParamGroupSpec,
+    ports::PortSelection,
     run::{ControllerLossAction, CpuBind, LogsSpec, MinHosts, RunSpec, VisibleDevices},
     schedule::{ScheduleName, ScheduleSpec},
     signals::{SignalAction, Signals},

@@ -3,12 +3,14 @@
 //!
 //! Module `frame` defines how a message is encoded. The first message of each side carries
 //! [`PROTOCOL_VERSION`]. A side that receives another version ends the connection.
+mod host_network;
 mod host_plan;
 mod inventory;
 mod join;
 mod peers;
 mod supervision;
 
+pub use host_network::{is_routable, select_host_address};
 pub use host_plan::{HostPlan, WorkerPlan};
 pub use inventory::{HostInventory, InterfaceAddress};
 pub use join::{JobKeyHash, JoinAnswer, JoinRequest};
@@ -23,7 +25,7 @@ use crate::{
     probe::{ProbeAnswer, ProbeRequest},
 };
 use diagnostic::Diagnostic;
-use jobspec::{JobSpec, ReloadValues, ids::Rank};
+use jobspec::{JobSpec, PortSelection, ReloadValues, ids::Rank};
 use serde::{Deserialize, Serialize};
 use std::{
     net::{IpAddr, SocketAddr},
@@ -127,7 +129,7 @@ pub struct RendezvousRequest {
     pub attempt: u32,
     /// The IP address on which the port is bound.
     pub address: IpAddr,
-    /// The port to bind; 0 to bind any free port.
+    /// The port to bind; 0 to bind a free port.
     pub port: u16,
     /// Whether the agent serves torch's TCPStore on the port. Otherwise the agent only holds the
     /// port until the workers start.
@@ -140,6 +142,9 @@ pub struct RendezvousRequest {
     /// port is free.
     #[serde(default)]
     pub coordinator: bool,
+    /// The ports of which one is bound if `port` is 0.
+    #[serde(default)]
+    pub ports: PortSelection,
 }
 
 impl RendezvousRequest {

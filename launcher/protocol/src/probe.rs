@@ -1,6 +1,7 @@
 //! The requests of `launch check` to an agent, and the agent's answers.
 use crate::hardware::Accelerator;
 use diagnostic::Diagnostic;
+use jobspec::PortSelection;
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf};
 
@@ -21,6 +22,8 @@ pub enum ProbeRequest {
         /// The absolute directories in which CUDA libraries are searched first; `None` if the job
         /// does not train on GPUs.
         cuda: Option<Vec<PathBuf>>,
+        /// The ports of which the agent takes one to listen for its peers.
+        ports: PortSelection,
     },
     /// Connects to the agents of other hosts. Also looks for nonce files of other hosts in the
     /// directories of [`ProbeRequest::Inspect`], which shows whether hosts share them.

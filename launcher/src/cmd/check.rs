@@ -78,6 +78,7 @@ fn collect_probe_targets(job: &JobSpec) -> probe::ProbeTargets {
     probe::ProbeTargets {
         dirs: [workdir.clone(), logs].into_iter().chain(checkpoints).collect(),
         cuda: on_gpus.then(library_dirs),
+        ports: job.cluster.ports,
     }
 }
 

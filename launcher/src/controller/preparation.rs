@@ -99,7 +99,8 @@ impl AttemptPreparation {
         let allowed = if address.is_loopback() { Vec::new() } else { allowed.to_vec() };
         let coordinator = job.run.command.is_some();
         let clients = plan.world;
-        let bind = RendezvousRequest { attempt, address, port, store, clients, allowed, coordinator };
+        let ports = job.cluster.ports;
+        let bind = RendezvousRequest { attempt, address, port, store, clients, allowed, coordinator, ports };
         AttemptPreparation { plan, hosts: Vec::new(), bind }
     }
 

@@ -3,7 +3,7 @@
 use super::{accelerators, addresses::list_addresses, cgroup, cpu_list::parse_cpu_list, topology};
 use jobspec::env;
 use protocol::{control::HostInventory, host_name::read_host_name_below};
-use std::{fs, io, path::Path};
+use std::{fs, io, net::IpAddr, path::Path};
 
 /// Reads the inventory of this machine. The error names the file that cannot be read.
 pub fn discover_local() -> io::Result<HostInventory> {
@@ -13,7 +13,9 @@ pub fn discover_local() -> io::Result<HostInventory> {
     if let Some(simulated) = accelerators::simulate_accelerators(variable(env::LAUNCH_GPUS).as_deref()) {
         (found.accelerators, found.has_other_devices) = (simulated, false);
     }
-    Ok(HostInventory { inherited_env: read_inherited_env(), addresses: list_addresses(), shm, ..found })
+    let reached_address = variable(env::SSH_CONNECTION).and_then(|text| parse_reached_address(&text));
+    let addresses = list_addresses();
+    Ok(HostInventory { inherited_env: read_inherited_env(), addresses, reached_address, shm, ..found })
 }
 
 /// Reads the inventory of a machine from the files below `root`, the root directory of the machine.
@@ -58,8 +60,13 @@ fn read_inherited_env() -> Vec<(String, String)> {
     let settings = env::USER_OVERRIDABLE.iter().chain(&env::DEEPSPEED_SETTINGS);
     let choices = settings.filter_map(|name| Some(((*name).to_owned(), value(name)?)));
     // An empty list of devices hides all accelerators, so it is kept.
-    let devices = env::VISIBLE_DEVICES.iter();
+    let devices = env::VISIBLE_DEVICES.iter().chain(&env::SOCKET_INTERFACES);
     choices.chain(devices.filter_map(|name| Some(((*name).to_owned(), std::env::var(name).ok()?)))).collect()
+}
+
+/// Returns the address of this machine in the value of `SSH_CONNECTION`.
+fn parse_reached_address(connection: &str) -> Option<IpAddr> {
+    connection.split(' ').nth(2)?.parse().ok()
 }
 
 /// Reads the file `path` below `root`. The error contains the path.
@@ -85,6 +92,14 @@ mod tests {
         for bad in ["", "a", "3-1", "0-99999999", "0,,1"] {
             assert_eq!(parse_cpu_list(bad), None, "{bad:?}");
         }
+    }
+
+    #[test]
+    fn the_address_of_an_ssh_connection_is_parsed() {
+        let parse = |text: &str| parse_reached_address(text).map(|ip| ip.to_string());
+        assert_eq!(parse("192.0.2.1 4711 10.1.2.3 22"), Some("10.1.2.3".to_owned()));
+        assert_eq!(parse("fd00::1 4711 fd00::2 22"), Some("fd00::2".to_owned()));
+        assert_eq!([parse(""), parse("a b"), parse("a b c d")], [None, None, None]);
     }
 
     #[test]

@@ -393,12 +393,53 @@ fn the_master_address_is_numeric_and_reachable() {
     local.local = true;
     assert_eq!(master(&[local.clone(), b], None), Ok(Some("10.0.0.7".into())), "other hosts must reach it");
     assert_eq!(master(&[local], None), Ok(Some("127.0.0.1".into())));
+    let mut through_ib = a.clone();
+    through_ib.inventory.reached_address = Some("10.9.0.7".parse().expect("an address"));
+    assert_eq!(master(&[through_ib, a.clone()], None), Ok(Some("10.9.0.7".into())), "as SSH does");
+    let mut v6_only = a.clone();
+    v6_only.inventory.addresses.truncate(3);
+    assert_eq!(master(&[v6_only, a.clone()], None), Ok(Some("2001:db8::7".into())));
     let mut lonely = a.clone();
     lonely.inventory.addresses.truncate(2);
+    lonely.inventory.addresses[1].address = "169.254.0.9".parse().expect("an address");
     let errors = master(&[lonely, a.clone()], None).expect_err("link-local addresses only");
     assert_eq!(errors[0].code(), codes::ADDRESS_UNREACHABLE);
     let unknown = JobHost { inventory: HostInventory::unknown("u"), ..a };
     assert_eq!(master(&[unknown], None), Ok(None), "the agents have not reported yet");
+}
+
+/// Checks that the workers of each host use the interface that the job or SSH selects there, unless
+/// the user or the host selects another one.
+#[test]
+fn libraries_use_the_selected_interface() {
+    let interfaces = |job: &str, hosts: &[JobHost]| {
+        let plan = plan_hosts(&load_job_text(job), hosts, &Attempt::default()).expect("a plan");
+        let workers = plan.host_plans.iter().flat_map(|host| &host.workers);
+        let format = |worker: &WorkerPlan| {
+            let names = ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"];
+            let value =
+                |name: &str| worker.env.iter().find(|(n, _)| n == name).map_or("-", |(_, v)| v.as_str());
+            names.map(value).join(" ")
+        };
+        workers.map(format).collect::<Vec<_>>()
+    };
+    let (a, mut b) = (remote_host("a", None, 0), remote_host("b", None, 0));
+    b.inventory.addresses.iter_mut().for_each(|address| address.interface.push('b'));
+    let hosts = [a.clone(), b.clone()];
+    let named = "cluster: {interface: 10.9.0.0/16}\nrun: {command: [true]}";
+    assert_eq!(interfaces(named, &hosts), ["=ib0 ib0 ib0", "=ib0b ib0b ib0b"]);
+    assert_eq!(interfaces("run: {command: [true]}", &hosts), ["- eth0 eth0", "- eth0b eth0b"]);
+    assert_eq!(interfaces(named, &hosts[..1]), ["- - -"], "one host needs no network");
+    let given = format!("{named}\n  env: {{GLOO_SOCKET_IFNAME: x}}")
+        .replace("{command: [true]}", "\n  command: [true]");
+    assert_eq!(interfaces(&given, &hosts), ["=ib0 x ib0", "=ib0b x ib0b"]);
+    b.inventory.inherited_env = vec![("NCCL_SOCKET_IFNAME".into(), "ib".into())];
+    b.inventory.reached_address = Some("10.9.0.7".parse().expect("an address"));
+    assert_eq!(interfaces(named, &[a.clone(), b.clone()]), ["=ib0 ib0 ib0", "ib ib0b ib0b"]);
+    assert_eq!(interfaces("run: {command: [true]}", &[a, b]), ["- eth0 eth0", "- ib0b ib0b"]);
+    let trained = "cluster: {interface: ib0}\ntrain: {data: {files: [x]}}";
+    let hosts = [remote_host("a", None, 0), remote_host("b", None, 0)];
+    assert_eq!(interfaces(trained, &hosts), ["=ib0 - -", "=ib0 - -"]);
 }
 
 #[test]

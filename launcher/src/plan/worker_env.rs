@@ -1,12 +1,12 @@
 //! [`build_worker_env`]: builds the environment variables that launch sets for a worker.
-use super::{accelerator_selection::AcceleratorSelection, key_error::key_error};
+use super::{accelerator_selection::AcceleratorSelection, job_host::JobHost, key_error::key_error};
 use diagnostic::codes;
 use jobspec::{
-    CommBackend, JobSpec, RunSpec, StoreHost, VisibleDevices,
+    CommBackend, InterfaceSelector, JobSpec, RunSpec, StoreHost, VisibleDevices,
     env::{self, OMP_NUM_THREADS},
     ids::{Rank, RunId},
 };
-use protocol::control::{HostInventory, RendezvousRequest};
+use protocol::control::{HostInventory, RendezvousRequest, select_host_address};
 use std::{
     net::{IpAddr, SocketAddr},
     path::Path,
@@ -30,6 +30,8 @@ pub(super) struct SharedEnvValues<'a> {
     /// The number of restarts of the run so far. Restarts that only change the hosts are not
     /// counted.
     pub(super) restarts: u32,
+    /// Whether workers exchange data over a network between hosts.
+    pub(super) between_hosts: bool,
     /// Whether programs can only compute on CPUs, on every host.
     pub(super) on_cpus: bool,
 }
@@ -51,10 +53,10 @@ pub(super) struct WorkerPosition<'a> {
 /// followed by those of `run.env`, which replace defaults of launch.
 pub(super) fn build_worker_env(
     job_env: &SharedEnvValues<'_>,
-    inventory: &HostInventory,
+    host: &JobHost,
     position: &WorkerPosition<'_>,
 ) -> Vec<(String, String)> {
-    let job = job_env.job;
+    let (job, inventory) = (job_env.job, &host.inventory);
     let mut env = vec![
         (env::RANK, position.rank.to_string()),
         (env::LOCAL_RANK, compute_local_rank_env(job, position.local_rank).to_string()),
@@ -76,6 +78,7 @@ pub(super) fn build_worker_env(
             }
         }
     }
+    defaults.extend(build_interface_defaults(job_env, host));
     if trains && job.cluster.comm_backend == CommBackend::Nccl && job.cluster.workers_per_gpu > 1 {
         defaults.push((env::NCCL_MULTI_RANK_GPU_ENABLE, "1".to_owned()));
     }
@@ -115,6 +118,32 @@ fn uses_deepspeed(run: &RunSpec, inventory: &HostInventory) -> bool {
     let is_reference = run.env_from.iter().any(|(name, _)| env::DEEPSPEED_SETTINGS.contains(&name.as_str()));
     let is_given = run.env.iter().chain(&inventory.inherited_env).any(is_setting);
     run.local_rank_argument || is_reference || is_given
+}
+
+/// Returns the variables that select the network interface of NCCL, Gloo and TensorPipe in a job on
+/// several hosts. Values of the user or of the host replace those of launch. NCCL selects the
+/// fastest interface itself unless the job names a network.
+fn build_interface_defaults(job_env: &SharedEnvValues<'_>, host: &JobHost) -> Vec<(&'static str, String)> {
+    let (selector, inventory) = (&job_env.job.cluster.interface, &host.inventory);
+    let selected = select_host_address(selector, host.reached_address(), &inventory.addresses);
+    let Some(selected) = selected.filter(|_| job_env.between_hosts) else { return Vec::new() };
+    let name = &selected.interface;
+    let mut defaults = Vec::new();
+    if matches!(selector, InterfaceSelector::Named(_)) {
+        // NCCL takes a name without `=` for a prefix.
+        defaults.push((env::NCCL_SOCKET_IFNAME, format!("={name}")));
+    }
+    if job_env.job.run.command.is_some() {
+        defaults.push((env::GLOO_SOCKET_IFNAME, name.clone()));
+        defaults.push((env::TP_SOCKET_IFNAME, name.clone()));
+    }
+    for (variable, value) in &mut defaults {
+        let is_inherited = |(n, v): &&(String, String)| n.as_str() == *variable && !v.is_empty();
+        if let Some((_, inherited)) = inventory.inherited_env.iter().find(is_inherited) {
+            value.clone_from(inherited);
+        }
+    }
+    defaults
 }
 
 /// Inserts `MASTER_ADDR` and `MASTER_PORT` into the environment `env`, after the variables with the

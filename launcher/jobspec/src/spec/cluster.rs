@@ -2,6 +2,7 @@
 use super::{
     host_values::{HostSelection, filters, host_selection},
     join::JoinSpec,
+    ports::{PortSelection, ports},
     ssh::SshSpec,
 };
 use crate::accelerators::AcceleratorKind;
@@ -80,6 +81,9 @@ section! {
             .documented_as("`auto`, name of an interface or network such as `10.1.0.0/16`"),
         "auto",
     );
+    /// The TCP ports on which launch and the built-in workers listen for other hosts.
+    #[serde(default)]
+    pub ports: PortSelection = Key::new(ports(), "any");
 }
 
 /// The largest number of hosts in `cluster.use_hosts` and `run.min_hosts`.

@@ -1,6 +1,6 @@
 //! [`HostInventory`]: the hardware and environment of a host.
 use crate::hardware::{Accelerator, CpuTopology};
-use jobspec::env::is_device_variable;
+use jobspec::env::{is_device_variable, is_interface_variable};
 use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
 
@@ -21,6 +21,10 @@ pub struct HostInventory {
     /// The addresses of the network interfaces that are up, including the loopback; empty if not
     /// known yet.
     pub addresses: Vec<InterfaceAddress>,
+    /// The address at which the controller reached the host, as sshd states it in `SSH_CONNECTION`;
+    /// `None` without SSH.
+    #[serde(default)]
+    pub reached_address: Option<IpAddr>,
     /// The size of /dev/shm, in bytes; 0 if /dev/shm does not exist or the size is unknown.
     pub shm: u64,
     /// The physical cores of the CPUs in `cpus`.
@@ -38,7 +42,8 @@ pub struct HostInventory {
     #[serde(default)]
     pub has_other_devices: bool,
     /// Environment variables that workers inherit. The report of an agent contains only the
-    /// variables of [`jobspec::env::VISIBLE_DEVICES`] that are set on its host. In the controller,
+    /// variables of [`jobspec::env::VISIBLE_DEVICES`] and [`jobspec::env::SOCKET_INTERFACES`] that
+    /// are set on its host. In the controller,
     /// the inventory also contains the variables of [`jobspec::env::USER_OVERRIDABLE`] that the
     /// user has set.
     #[serde(rename = "visible_devices")]
@@ -56,17 +61,17 @@ impl HostInventory {
         self.cpus.is_empty()
     }
 
-    /// Removes from the inventory all environment variables except those that select devices,
-    /// because an agent reports no others to the controller.
+    /// Removes from the inventory all environment variables except those that select devices and
+    /// network interfaces, because an agent reports no others to the controller.
     pub fn into_report(mut self) -> HostInventory {
-        self.inherited_env.retain(|(name, _)| is_device_variable(name));
+        self.inherited_env.retain(|(name, _)| is_device_variable(name) || is_interface_variable(name));
         self
     }
 
     /// Returns the inventory of a host from the report of its agent. A topology that does not match
     /// the CPUs is replaced by one core per CPU. The variables in `user_env`, which are from the
-    /// controller's environment, replace those of the report. Only the variables of
-    /// [`jobspec::env::VISIBLE_DEVICES`] are taken from the report.
+    /// controller's environment, replace those of the report. Only the variables that
+    /// select devices and network interfaces are taken from the report.
     pub fn from_report(report: HostInventory, user_env: &[(String, String)]) -> HostInventory {
         let mut inventory = report.into_report();
         inventory.cpus.sort_unstable();

@@ -117,6 +117,7 @@ impl CoreHarness {
             clients: 1,
             allowed: Vec::new(),
             coordinator: false,
+            ports: jobspec::PortSelection::Any,
         };
         let first = self.core.members.first().copied().unwrap_or(0);
         let requested = self.feed_input(ControllerInput::Planned { attempt, workers, bind: bind.clone() });

@@ -462,6 +462,7 @@ impl Simulation {
             clients: world,
             allowed: Vec::new(),
             coordinator: false,
+            ports: jobspec::PortSelection::Any,
         };
         self.feed_controller(index, ControllerInput::Planned { attempt, workers, bind });
     }
