@@ -1,9 +1,9 @@
-//! Discovers the CPUs, GPUs, memory and network interfaces of this machine, as the operating system
-//! reports them.
+//! Discovers the CPUs, accelerators, memory and network interfaces of this machine, as the
+//! operating system reports them.
+mod accelerators;
 mod addresses;
 mod cgroup;
 mod cpu_list;
-mod gpus;
 pub mod local;
 pub(crate) mod topology;
 

@@ -1,9 +1,10 @@
-//! [`Plan`]: the host, CPUs, GPUs and environment of each worker of an attempt.
+//! [`Plan`]: the host, CPUs, accelerators and environment of each worker of an attempt.
 //!
 //! A plan depends only on the job, the attempt and the inventories of the hosts. Every attempt has
 //! its own plan, because a restart may use other hosts.
+mod accelerator_pool;
+mod accelerator_selection;
 mod cpu_binding;
-mod gpu_selection;
 mod job_host;
 mod key_error;
 mod master_address;
@@ -24,7 +25,8 @@ use key_error::key_error;
 use protocol::control::{HostInventory, HostPlan, WorkerPlan};
 use std::path::PathBuf;
 
-/// The plan of one attempt: all workers, host by host, with their CPUs, GPUs and environment.
+/// The plan of one attempt: all workers, host by host, with their CPUs, accelerators and
+/// environment.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     /// The name of the run.
@@ -105,6 +107,7 @@ fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) 
     let master_address = master_address::choose_master_address(hosts, &job.cluster.interface)?;
     let run_dir = resolve_run_dir(job, run);
     let attempt_job = adapt_job_to_attempt(job, attempt);
+    let on_cpus = capacities.iter().all(|capacity| capacity.accelerators.computes_on_cpus());
     let mut first_rank = 0;
     let mut host_plans = Vec::with_capacity(hosts.len());
     for (group, (host, capacity)) in hosts.iter().zip(&capacities).enumerate() {
@@ -115,6 +118,8 @@ fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) 
             groups: hosts.len() as u32,
             logs: &run_dir.join("logs"),
             restarts: attempt.restarts,
+            between_hosts: master_address.is_some_and(|address| !address.is_loopback()) && hosts.len() > 1,
+            on_cpus,
         };
         let ranks = HostRanks { host, capacity, group: group as u32, first_rank, threads };
         host_plans.push(HostPlan {
@@ -130,8 +135,7 @@ fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) 
         });
         first_rank += capacity.workers;
     }
-    let workers: Vec<u32> = capacities.iter().map(|capacity| capacity.workers).collect();
-    let warnings = collect_warnings(job, hosts, &workers, world);
+    let warnings = collect_warnings(job, hosts, &capacities, world);
     let host_names = hosts.iter().map(|h| h.name.clone()).collect();
     let master_port = match job.cluster.master_port {
         MasterPort::Auto => None,
@@ -149,11 +153,11 @@ fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) 
     })
 }
 
-/// The number of workers on a host, and the GPUs that the job uses there.
+/// The number of workers on a host, and the accelerators that the job uses there.
 struct HostCapacity {
     /// The number of workers on the host.
     workers: u32,
-    gpus: gpu_selection::GpuSelection,
+    accelerators: accelerator_selection::AcceleratorSelection,
 }
 
 /// A host for which workers are planned, with its first rank. torchrun calls the workers of a host
@@ -176,11 +180,12 @@ fn plan_workers(
     ranks: &HostRanks<'_>,
 ) -> diagnostic::Result<Vec<WorkerPlan>> {
     let (job, inventory) = (job_env.job, &ranks.host.inventory);
-    let HostCapacity { workers, gpus } = ranks.capacity;
-    let gpu_nodes: Vec<Option<u32>> = (0..*workers).map(|local_rank| gpus.numa_node_of(local_rank)).collect();
+    let HostCapacity { workers, accelerators } = ranks.capacity;
+    let device_nodes: Vec<Option<u32>> =
+        (0..*workers).map(|local_rank| accelerators.numa_node_of(local_rank)).collect();
     // The cores of a host without an agent are not known yet.
     let bind = if inventory.is_unknown() { CpuBind::None } else { job.run.cpu_bind };
-    let slots = cpu_binding::assign_cpus(inventory, &gpu_nodes, bind).map_err(|e| {
+    let slots = cpu_binding::assign_cpus(inventory, &device_nodes, bind).map_err(|e| {
         key_error(codes::CPU_BINDING_IMPOSSIBLE, "run.cpu_bind", format!("{e} on {}", ranks.host.name))
             .with_field("host", ranks.host.name.as_str())
             .with_field("workers", e.workers)
@@ -190,7 +195,8 @@ fn plan_workers(
     let plan_worker = |(local_rank, slot): (u32, &cpu_binding::WorkerCpus)| {
         let rank = ranks.first_rank + local_rank;
         let (local_world, group, threads) = (*workers, ranks.group, slot.threads);
-        let position = worker_env::WorkerPosition { rank, local_rank, local_world, group, threads, gpus };
+        let position =
+            worker_env::WorkerPosition { rank, local_rank, local_world, group, threads, accelerators };
         WorkerPlan {
             rank,
             local_rank,
@@ -200,7 +206,7 @@ fn plan_workers(
                 worker_env::compute_local_rank_env(job, local_rank),
             ),
             threads: ranks.threads.unwrap_or(slot.threads),
-            env: worker_env::build_worker_env(job_env, inventory, &position),
+            env: worker_env::build_worker_env(job_env, ranks.host, &position),
             workdir: job.run.workdir.clone(),
             cpus: slot.cpus.clone(),
             log: job_env.logs.join(format!("rank-{rank}.log")),
@@ -209,14 +215,16 @@ fn plan_workers(
     Ok((0..*workers).zip(&slots).map(plan_worker).collect())
 }
 
-/// Computes the number of workers on a host, and selects their GPUs. Fails if the job places more
-/// workers on the host than there are slots, or if there are fewer GPUs than slots. Also fails if
-/// the GPUs do not suffice for the workers, or if there are too many workers.
+/// Computes the number of workers on a host, and selects their accelerators. Fails if the job
+/// places more workers on the host than there are slots, or if there are fewer accelerators than
+/// slots. Also fails if the accelerators do not suffice for the workers, or if there are too many
+/// workers.
 fn compute_host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<HostCapacity> {
     const KEY: &str = "cluster.workers_per_host";
     let name = &host.name;
-    let gpus = gpu_selection::select_gpus(job, &host.inventory)?.with_selected_slots(job, host)?;
-    let gpu_workers = gpus.worker_capacity() as u32;
+    let accelerators =
+        accelerator_selection::select_accelerators(job, &host.inventory)?.with_selected_slots(job, host)?;
+    let device_workers = accelerators.worker_capacity() as u32;
     let workers = match (job.cluster.workers_per_host, host.slots) {
         (WorkersPerHost::Exactly(n), Some(slots)) if n > slots => {
             let available = format_count(slots, "slot");
@@ -229,11 +237,14 @@ fn compute_host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<Ho
         }
         (WorkersPerHost::Exactly(n), _) => n,
         (WorkersPerHost::Auto, Some(slots)) => slots,
-        (WorkersPerHost::Auto, None) => gpu_workers.max(1),
+        (WorkersPerHost::Auto, None) => {
+            accelerators.check_countable(&host.inventory)?;
+            device_workers.max(1)
+        }
     };
     match host.slots {
-        Some(slots) if gpu_workers > 0 && slots > gpu_workers => {
-            let available = format_count(gpus.gpu_count(), "GPU");
+        Some(slots) if device_workers > 0 && slots > device_workers => {
+            let available = format_count(accelerators.count(), accelerators.unit());
             let reason = match job.cluster.devices {
                 DeviceSelection::List(_) => format!("`cluster.devices` names {available}"),
                 _ => format!("the host has {available}"),
@@ -242,7 +253,7 @@ fn compute_host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<Ho
             Err(key_error(codes::SLOTS_EXCEED_GPUS, "cluster.hosts", message)
                 .with_field("host", name.as_str())
                 .with_field("slots", slots)
-                .with_field("gpus", gpus.gpu_count())
+                .with_field("gpus", accelerators.count())
                 .with_help("correct the slots, or use `cluster.devices: cpu`"))
         }
         _ if workers > MAX_WORKERS_PER_HOST => {
@@ -254,8 +265,8 @@ fn compute_host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<Ho
                 .with_field("workers", workers))
         }
         _ => {
-            gpus.check_workers(job, workers, &host.inventory)?;
-            Ok(HostCapacity { workers, gpus })
+            accelerators.check_workers(job, workers, &host.inventory)?;
+            Ok(HostCapacity { workers, accelerators })
         }
     }
 }
@@ -280,10 +291,10 @@ fn adapt_job_to_attempt(job: &JobSpec, attempt: &Attempt) -> JobSpec {
 }
 
 /// Returns the names of the devices of a host's workers, in the order of their local ranks. A name
-/// is `gpu 0`, `cpu` or `unknown`.
+/// is `gpu 0`, `npu 0`, `cpu` or `unknown`.
 pub(crate) fn list_device_labels(job: &JobSpec, inventory: &HostInventory, workers: u32) -> Vec<String> {
-    let gpus = gpu_selection::select_gpus(job, inventory).unwrap_or_default();
-    (0..workers).map(|rank| gpus.device_label(rank)).collect()
+    let accelerators = accelerator_selection::select_accelerators(job, inventory).unwrap_or_default();
+    (0..workers).map(|rank| accelerators.device_label(rank)).collect()
 }
 
 /// Returns the absolute path of the run directory. The names of the job and of the run replace the
@@ -293,12 +304,19 @@ fn resolve_run_dir(job: &JobSpec, run: &RunId) -> PathBuf {
     job.run.workdir.join(dir)
 }
 
-/// Returns warnings about hosts with more workers than CPUs, about ranks in `run.logs.show` that do
-/// not exist, and about memory copies for which there are too few hosts. `workers` contains the
-/// number of workers of each host.
-fn collect_warnings(job: &JobSpec, hosts: &[JobHost], workers: &[u32], world: u32) -> Vec<Diagnostic> {
+/// Returns warnings about hosts with more workers than CPUs or accelerators, about ranks in
+/// `run.logs.show` that do not exist, and about memory copies for which there are too few hosts.
+/// `capacities` contains the number of workers of each host.
+fn collect_warnings(
+    job: &JobSpec,
+    hosts: &[JobHost],
+    capacities: &[HostCapacity],
+    world: u32,
+) -> Vec<Diagnostic> {
     let mut warnings = Vec::new();
-    for (host, &count) in hosts.iter().zip(workers) {
+    for (host, capacity) in hosts.iter().zip(capacities) {
+        warnings.extend(capacity.accelerators.find_shared_warning(&host.name, capacity.workers));
+        let count = capacity.workers;
         let cores = host.inventory.usable_cpus();
         if count > cores && !host.inventory.cpus.is_empty() {
             let on_host = if hosts.len() > 1 { format!(" on {}", host.name) } else { String::new() };

@@ -11,26 +11,61 @@ pub(crate) use store::{
 };
 
 use diagnostic::{Diagnostic, codes::run};
+use jobspec::PortSelection;
 use protocol::control::RendezvousRequest;
 use std::{
     io,
-    net::{IpAddr, Ipv4Addr, TcpListener},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener},
 };
 use tokio::sync::mpsc;
 
-/// The bound address at which the workers of a job meet: a reserved port, or a running store.
+/// How often a pair of free ports is searched: one for the rendezvous, and the next one for JAX's
+/// coordinator.
+const MAX_PAIR_ATTEMPTS: usize = 16;
+
+/// The bound address at which the workers of a job meet.
 #[derive(Debug)]
-pub(crate) enum BoundRendezvous {
+pub(crate) struct BoundRendezvous {
+    service: RendezvousService,
+    /// The reserved port of JAX's coordinator; `None` if it is not requested or not free.
+    coordinator: Option<TcpListener>,
+}
+
+/// What is bound at `MASTER_PORT`: a reserved port, or a running store.
+#[derive(Debug)]
+enum RendezvousService {
     /// A port that is reserved for rank 0, and its number. Rank 0 will bind the port.
     Port(TcpListener, u16),
     /// A rendezvous store, which runs until the workers are started again or the run ends.
     Store(StoreServer),
 }
 
+impl RendezvousService {
+    /// Binds the service that `bind` describes.
+    fn bind(bind: &RendezvousRequest, messages: &mpsc::Sender<String>) -> io::Result<RendezvousService> {
+        if bind.store {
+            let server = StoreServer::start(bind.address, bind.port, &bind.allowed, messages.clone())?;
+            Ok(RendezvousService::Store(server))
+        } else {
+            let (listener, number) = hold_port(bind.address, bind.port)?;
+            Ok(RendezvousService::Port(listener, number))
+        }
+    }
+
+    /// Returns the number of the bound port.
+    fn port(&self) -> u16 {
+        match self {
+            RendezvousService::Port(_, number) => *number,
+            RendezvousService::Store(server) => server.port(),
+        }
+    }
+}
+
 impl BoundRendezvous {
     /// Binds the rendezvous that `bind` describes: starts a store, or reserves a port for rank 0.
-    /// The store sends lines for the user to `messages`. Fails if the port is taken, or if the
-    /// store cannot serve that many clients.
+    /// Also reserves the port of JAX's coordinator, if `bind` requests it and the port is free. The
+    /// store sends lines for the user to `messages`. Fails if the port is taken, or if the store
+    /// cannot serve that many clients.
     pub(crate) fn bind(
         bind: &RendezvousRequest,
         messages: &mpsc::Sender<String>,
@@ -38,35 +73,80 @@ impl BoundRendezvous {
         if bind.store {
             StoreServer::check_capacity(bind.clients)?;
         }
-        let bound = if bind.store {
-            StoreServer::start(bind.address, bind.port, &bind.allowed, messages.clone())
-                .map(BoundRendezvous::Store)
-        } else {
-            hold_port(bind.address, bind.port)
+        let mut failure = None;
+        for bound in Self::bind_candidates(bind, messages) {
+            match bound {
+                Ok(bound) => return Ok(bound),
+                Err(error) => failure = Some(error),
+            }
+        }
+        let error = failure.unwrap_or_else(|| io::ErrorKind::AddrInUse.into());
+        Err(build_port_error(bind, &error))
+    }
+
+    /// Binds the rendezvous to one candidate after another, first to those whose next port is free
+    /// for JAX's coordinator. The iterator ends after a failure for which other ports do not help.
+    fn bind_candidates(
+        bind: &RendezvousRequest,
+        messages: &mpsc::Sender<String>,
+    ) -> impl Iterator<Item = io::Result<BoundRendezvous>> {
+        let candidates = match (bind.port, bind.ports) {
+            (0, PortSelection::Any) => vec![0; MAX_PAIR_ATTEMPTS],
+            (0, range) => range.candidates(),
+            (port, _) => vec![port],
         };
-        bound.map_err(|error| build_port_error(bind, &error))
+        let passes: &[bool] = if bind.coordinator { &[true, false] } else { &[false] };
+        let mut has_failed = false;
+        let attempts =
+            passes.iter().flat_map(move |with| candidates.clone().into_iter().map(move |p| (*with, p)));
+        attempts.map_while(move |(with_coordinator, port)| {
+            if has_failed {
+                return None;
+            }
+            let bound = Self::bind_port(bind, port, with_coordinator, messages);
+            has_failed = bound.as_ref().is_err_and(|error| error.kind() != io::ErrorKind::AddrInUse);
+            Some(bound)
+        })
+    }
+
+    /// Binds the rendezvous at `port`, or at any port for 0. Fails if `with_coordinator` is set and
+    /// the port of JAX's coordinator is not free or not among the ports of the job.
+    fn bind_port(
+        bind: &RendezvousRequest,
+        port: u16,
+        with_coordinator: bool,
+        messages: &mpsc::Sender<String>,
+    ) -> io::Result<BoundRendezvous> {
+        let service = RendezvousService::bind(&RendezvousRequest { port, ..bind.clone() }, messages)?;
+        if !with_coordinator {
+            return Ok(BoundRendezvous { service, coordinator: None });
+        }
+        let port = RendezvousRequest::coordinator_port(service.port());
+        if !bind.ports.contains(port) {
+            return Err(io::ErrorKind::AddrInUse.into());
+        }
+        let (coordinator, _) = hold_port(bind.address, port).map_err(|_| io::ErrorKind::AddrInUse)?;
+        Ok(BoundRendezvous { service, coordinator: Some(coordinator) })
     }
 
     /// Returns the number of the port to which workers connect (`MASTER_PORT`).
     pub(crate) fn port(&self) -> u16 {
-        match self {
-            BoundRendezvous::Port(_, number) => *number,
-            BoundRendezvous::Store(server) => server.port(),
-        }
+        self.service.port()
     }
 
-    /// Makes the rendezvous ready for workers that are about to start. Frees a port that is
+    /// Makes the rendezvous ready for workers that are about to start. Frees the ports that are
     /// reserved for rank 0. For a store, raises the limit of open files of this process.
     ///
     /// Returns the number of the port, and the store if there is one. The caller must keep the
     /// store for as long as the workers run.
     pub(crate) fn hand_over_to_workers(self) -> (u16, Option<StoreServer>) {
-        match self {
-            BoundRendezvous::Port(listener, number) => {
+        drop(self.coordinator);
+        match self.service {
+            RendezvousService::Port(listener, number) => {
                 drop(listener);
                 (number, None)
             }
-            BoundRendezvous::Store(server) => {
+            RendezvousService::Store(server) => {
                 StoreServer::raise_file_limit();
                 (server.port(), Some(server))
             }
@@ -80,7 +160,12 @@ fn build_port_error(bind: &RendezvousRequest, error: &io::Error) -> Diagnostic {
     let diagnostic = match bind.port {
         0 => Diagnostic::error(
             run::RENDEZVOUS_PORT_UNAVAILABLE,
-            format!("cannot bind any TCP port on {address} for the rendezvous"),
+            match bind.ports {
+                PortSelection::Any => format!("cannot bind any TCP port on {address} for the rendezvous"),
+                PortSelection::Range(first, last) => format!(
+                    "cannot bind a TCP port from {first} to {last} (`cluster.ports`) on {address} for the rendezvous"
+                ),
+            },
         ),
         port => Diagnostic::error(
             run::RENDEZVOUS_PORT_UNAVAILABLE,
@@ -96,15 +181,16 @@ fn build_port_error(bind: &RendezvousRequest, error: &io::Error) -> Diagnostic {
 }
 
 /// Reserves a port by binding it, so that no other process takes it. Accepts no connections. If
-/// `port` is 0, binds any free port at `address`. Otherwise binds `port` at all IPv4 addresses of
-/// this machine.
-fn hold_port(address: IpAddr, port: u16) -> io::Result<BoundRendezvous> {
+/// `port` is 0, binds any free port at `address`. Otherwise binds `port` at all addresses of
+/// this machine of the same family.
+fn hold_port(address: IpAddr, port: u16) -> io::Result<(TcpListener, u16)> {
     let listener = match port {
         0 => TcpListener::bind((address, 0)),
+        number if address.is_ipv6() => TcpListener::bind((Ipv6Addr::UNSPECIFIED, number)),
         number => TcpListener::bind((Ipv4Addr::UNSPECIFIED, number)),
     }?;
     let number = listener.local_addr()?.port();
-    Ok(BoundRendezvous::Port(listener, number))
+    Ok((listener, number))
 }
 
 #[cfg(test)]
@@ -121,8 +207,37 @@ mod tests {
     /// `store` is set, and otherwise a reserved port.
     fn bind_for_clients(clients: u32, port: u16, store: bool) -> diagnostic::Result<BoundRendezvous> {
         let address = Ipv4Addr::LOCALHOST.into();
-        let bind = RendezvousRequest { attempt: 0, address, port, store, clients, allowed: Vec::new() };
+        let bind = RendezvousRequest {
+            attempt: 0,
+            address,
+            port,
+            store,
+            clients,
+            allowed: Vec::new(),
+            coordinator: true,
+            ports: PortSelection::Any,
+        };
         BoundRendezvous::bind(&bind, &mpsc::channel(1).0)
+    }
+
+    /// Checks that the port of JAX's coordinator is held until the workers start, and that a job
+    /// with a fixed port starts if it is taken.
+    #[test]
+    fn the_port_of_the_coordinator_is_held_for_rank_0() {
+        for store in [false, true] {
+            let bound = bind_for_one_client(0, store).expect("two ports");
+            let next = RendezvousRequest::coordinator_port(bound.port());
+            let is_free = || TcpListener::bind((Ipv4Addr::LOCALHOST, next)).is_ok();
+            assert!(!is_free());
+            let _store = bound.hand_over_to_workers();
+            assert!(is_free());
+        }
+        let taken = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+        let port = taken.local_addr().expect("an address").port();
+        if let Ok(bound) = bind_for_one_client(port - 1, false) {
+            assert!(bound.coordinator.is_none());
+        }
+        assert_eq!(RendezvousRequest::coordinator_port(65_535), 65_534);
     }
 
     #[test]
@@ -131,6 +246,42 @@ mod tests {
         assert_eq!(error.code(), run::RENDEZVOUS_TOO_MANY_RANKS);
         assert_eq!(error.field("ranks"), Some(&100_000.into()));
         assert!(bind_for_clients(100_000, 0, false).is_ok());
+    }
+
+    /// Checks that the rendezvous uses ports of a range, prefers two in a row, and fails if all are
+    /// taken.
+    #[test]
+    fn the_rendezvous_uses_the_ports_of_the_job() {
+        let bind_in = |first: u16, last: u16| {
+            let ports = PortSelection::Range(first, last);
+            let request = RendezvousRequest {
+                attempt: 0,
+                address: Ipv4Addr::LOCALHOST.into(),
+                port: 0,
+                store: true,
+                clients: 1,
+                allowed: Vec::new(),
+                coordinator: true,
+                ports,
+            };
+            BoundRendezvous::bind(&request, &mpsc::channel(1).0)
+        };
+        // Ports in a row may be taken by other processes.
+        let free = (0..64).find_map(|_| {
+            let held = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).ok()?;
+            let port = held.local_addr().ok()?.port();
+            let next = TcpListener::bind((Ipv4Addr::LOCALHOST, port.checked_add(1)?)).ok();
+            next.and(Some(port))
+        });
+        let port = free.expect("two ports in a row");
+        let both = bind_in(port, port + 1).expect("two ports");
+        assert_eq!((both.port(), both.coordinator.is_some()), (port, true));
+        let error = bind_in(port, port + 1).expect_err("both are taken");
+        assert_eq!(error.code(), run::RENDEZVOUS_PORT_UNAVAILABLE);
+        assert!(error.to_string().contains(&format!("from {port} to {}", port + 1)), "{error}");
+        drop(both);
+        let one = bind_in(port, port).expect("one port");
+        assert_eq!((one.port(), one.coordinator.is_some()), (port, false));
     }
 
     #[test]

@@ -33,6 +33,7 @@ pub(crate) fn sample_job() -> JobSpec {
             master_port: MasterPort::Auto,
             store: StoreHost::Agent,
             interface: jobspec::InterfaceSelector::Auto,
+            ports: jobspec::PortSelection::Any,
         },
         run: RunSpec {
             command: Some(vec!["true".into()]),

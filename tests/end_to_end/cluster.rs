@@ -2,6 +2,7 @@
 //! also after saves, faults and restarts. Also tests unmodified programs for torchrun, and two jobs
 //! on the same hosts.
 mod memory_copies;
+mod networks;
 mod stop_requests;
 mod unmodified_programs;
 

@@ -64,6 +64,9 @@ const LAUNCH_VARIABLES: [&str; 16] = [
     "TORCHELASTIC_RESTART_COUNT",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "CUDA_DEVICE_ORDER",
+    "JAX_COORDINATOR_ADDRESS",
+    "JAX_NUM_PROCESSES",
+    "JAX_PROCESS_ID",
 ];
 
 /// The environment variables that the original launchers set in these tests on CPUs, and that

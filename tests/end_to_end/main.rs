@@ -7,6 +7,7 @@
 mod cluster;
 mod configs;
 mod deepspeed;
+mod devices;
 mod drop_in;
 #[path = "../../worker/device/tests/emulated_gpu/mod.rs"]
 mod emulated_gpu;

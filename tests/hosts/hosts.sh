@@ -10,6 +10,7 @@
 #   hosts.sh cut|heal H                  take the network link down, or up again
 #   hosts.sh blackhole|unblackhole H     drop every IP packet silently while the link stays up
 #   hosts.sh partition H1 H2 | unpartition H1 H2
+#   hosts.sh link H1 H2 NET              a second network between two hosts, NET.1 and NET.2, on the interface data0
 #   hosts.sh crash H                     power off; peers notice nothing
 #   hosts.sh halt H                      power off; peers get a TCP RST
 #   hosts.sh boot H                      power on again; the disk is kept, /tmp is lost
@@ -193,6 +194,8 @@ case $cmd in
   unblackhole) run_iptables "$1" -D INPUT ! -i lo -j DROP || true; run_iptables "$1" -D OUTPUT ! -o lo -j DROP || true;;
   partition) run_iptables "$1" -I INPUT -s "$(cat "$DIR/$2/ip")" -j DROP; run_iptables "$1" -I OUTPUT -d "$(cat "$DIR/$2/ip")" -j DROP;;
   unpartition) run_iptables "$1" -D INPUT -s "$(cat "$DIR/$2/ip")" -j DROP; run_iptables "$1" -D OUTPUT -d "$(cat "$DIR/$2/ip")" -j DROP;;
+  link) require_host "$1"; require_host "$2"; ip link add data0 netns "$ID-$1" type veth peer name data0 netns "$ID-$2"
+      i=0; for h in "$1" "$2"; do i=$((i+1)); printf 'addr add %s/24 dev data0\nlink set data0 up\n' "$3.$i" | ip -n "$ID-$h" -batch -; done;;
   crash|halt) require_host "$1"; p=$(print_pid1 "$1") || exit 0; [ $cmd = halt ] || ip link set "v$ID$1" down   # after a halt, peers get RST
       kill -9 "$p"; while [ -e /proc/$p/root/shared ]; do sleep 0.01; done; rm -f "$DIR/$1/pid1";;
   boot) require_host "$1"; ip link set "v$ID$1" up; boot "$1"; wait_ready "$1";;
@@ -204,5 +207,5 @@ case $cmd in
   fill) d=${2:-/scratch}; run_in_host "$1" sh -c "a=\$(df -k --output=avail $d | tail -1); fallocate -l \$((a - ${3:-0}))k $d/.fill";;
   unfill) run_in_host "$1" rm -f "${2:-/scratch}/.fill";;
   mem) echo "$2" > "/sys/fs/cgroup/memory/$ID-$1/memory.limit_in_bytes";;
-  *) sed -n 2,20p "$SELF"; exit 2;;
+  *) sed -n 2,21p "$SELF"; exit 2;;
 esac

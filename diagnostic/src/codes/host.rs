@@ -271,18 +271,43 @@ codes! {
     }
     GPU_INDEX_UNKNOWN: Job = "gpu-index-unknown" {
         summary: "The job names a GPU that the host does not have.",
-        cause: "GPUs are numbered from 0 in the order of the PCI bus, among those that `CUDA_VISIBLE_DEVICES` shows.",
+        cause: "GPUs and other accelerators are numbered from 0 in the order of the PCI bus, among those that launch may use.",
         remedy: "Name GPUs that exist on every host. `launch check` shows the number of GPUs of each host.",
     }
     GPU_REQUIRED: Job = "gpu-required" {
-        summary: "`cluster.devices: cuda` is set, and a host has no GPU.",
-        cause: "The host has no GPU, `CUDA_VISIBLE_DEVICES` hides it, or the driver is not loaded.",
-        remedy: "Run `nvidia-smi` on the host, exclude the host, or set `cluster.devices: cpu`.",
+        summary: "`cluster.devices` requires GPUs or other accelerators, and a host has none.",
+        cause: "The host has none, a variable such as `CUDA_VISIBLE_DEVICES` or a control group hides it, or the driver is not loaded.",
+        remedy: "Run the tool that the message names on the host, exclude the host, or set `cluster.devices: cpu`.",
     }
     GPUS_TOO_FEW: Job = "gpus-too-few" {
         summary: "A host has fewer GPUs than its workers need.",
         cause: "Every worker needs a GPU, or a share of one (`cluster.workers_per_gpu`).",
         remedy: "Use fewer workers, or let several workers share a GPU.",
+    }
+    ACCELERATORS_MIXED: Job = "accelerators-mixed" {
+        summary: "A host has accelerators of several kinds, and the job does not choose one.",
+        cause: "The number of workers or their devices depend on the accelerators, such as the GPUs of two vendors.",
+        remedy: "Choose a kind with `cluster.devices`, for example `cuda` or `xpu`.",
+    }
+    ACCELERATORS_NOT_HIDDEN: Job = "accelerators-not-hidden" {
+        summary: "`cluster.devices: cpu` is set, and a host has accelerators that launch cannot hide from programs.",
+        cause: "The vendor documents no value of an environment variable that hides all devices.",
+        remedy: "Set `cluster.devices: auto`, and select the CPU in the program.",
+    }
+    ACCELERATORS_UNNAMED: Job = "accelerators-unnamed" {
+        summary: "Workers cannot be assigned to accelerators, because the names of the accelerators are unknown.",
+        cause: "The driver does not state the numbers, or the vendor's tool that lists UUIDs is missing or failed.",
+        remedy: "Run the tool that the message names on the host. With `run.visible_devices: all`, no names are needed.",
+    }
+    ACCELERATORS_SHARED: Job = "accelerators-shared" {
+        summary: "A host has fewer accelerators than workers. This is a warning.",
+        cause: "`cluster.workers_per_host` is larger than the number of accelerators, so a program that takes the device with the number `LOCAL_RANK` fails.",
+        remedy: "Use at most one worker for each accelerator, unless the program shares them.",
+    }
+    MIG_INSTANCES_SHARED: Job = "mig-instances-shared" {
+        summary: "Several workers of a host would use the same MIG instance.",
+        cause: "CUDA shows only one MIG instance to a process, and `run.visible_devices` is `all`.",
+        remedy: "Set `run.visible_devices: one`, which gives each worker its own instance.",
     }
     CPU_BINDING_IMPOSSIBLE: Job = "cpu-binding-impossible" {
         summary: "The workers cannot be bound to CPUs as `run.cpu_bind` requires.",
@@ -325,6 +350,11 @@ codes! {
         summary: "The login shell of a host prints text. This is a warning.",
         cause: "A startup file such as .bashrc prints something in shells that are not interactive.",
         remedy: "Print only in interactive shells; launch ignores the text, but scp and rsync may fail.",
+    }
+    ACCELERATORS_DENIED: Cluster = "accelerators-denied" {
+        summary: "Permissions or a control group deny all accelerators of a host to launch. This is a warning.",
+        cause: "The user is not in the group of the device nodes, or the scheduler gave no devices to the job.",
+        remedy: "Add the user to the group (such as `render` or `video`), or request devices from the scheduler.",
     }
     ARCHITECTURE_DIFFERS: Cluster = "architecture-differs" {
         summary: "The hosts of the job have different processor architectures.",

@@ -16,7 +16,7 @@ use crate::{
     secret_text::find_secret_option,
     spec::{
         checkpoint::ResumeFrom,
-        cluster::{CommBackend, DeviceSelection},
+        cluster::{CommBackend, DeviceSelection, MasterPort},
         job::JobSpec,
         run::VisibleDevices,
     },
@@ -100,7 +100,7 @@ fn check_program_resume(d: &mut JobDecoder, job: &JobSpec) {
 }
 
 /// Checks that the selected devices are compatible with `run.visible_devices` and
-/// `cluster.comm_backend`.
+/// `cluster.comm_backend`, and the rendezvous port with `cluster.ports`.
 fn check_devices(d: &mut JobDecoder, job: &JobSpec) {
     const VISIBLE: &str = "run.visible_devices";
     const WORKERS: &str = "cluster.workers_per_gpu";
@@ -114,6 +114,13 @@ fn check_devices(d: &mut JobDecoder, job: &JobSpec) {
         let message =
             "`run.visible_devices: one` gives each worker a GPU, but `cluster.devices: cpu` hides all GPUs";
         d.report_error(codes::JOB_KEYS_CONFLICT, VISIBLE, message, "remove one of them");
+    }
+    if let MasterPort::Fixed(port) = cluster.master_port
+        && d.are_valid(&["cluster.master_port", "cluster.ports"])
+        && !cluster.ports.contains(port)
+    {
+        let message = format!("`cluster.master_port` is {port}, which is not among `cluster.ports`");
+        d.report_error(codes::JOB_KEYS_CONFLICT, "cluster.master_port", message, "remove one of them");
     }
     let is_nccl = cluster.comm_backend == CommBackend::Nccl;
     if d.are_valid(&["cluster.devices", WORKERS, BACKEND]) && is_nccl && cluster.workers_per_gpu > 2 {

@@ -56,7 +56,14 @@ pub const CROSS_SIZE: &str = "CROSS_SIZE";
 /// value is empty if there is no checkpoint.
 pub const LAUNCH_RESUME_FROM: &str = "LAUNCH_RESUME_FROM";
 /// Variables that launch sets for programs only if they are absent from the user's environment.
-pub const USER_OVERRIDABLE: [&str; 3] = [OMP_NUM_THREADS, PYTHONUNBUFFERED, TORCH_NCCL_ASYNC_ERROR_HANDLING];
+pub const USER_OVERRIDABLE: [&str; 6] = [
+    OMP_NUM_THREADS,
+    PYTHONUNBUFFERED,
+    TORCH_NCCL_ASYNC_ERROR_HANDLING,
+    ACCELERATE_USE_CPU,
+    JAX_COORDINATOR_ADDRESS,
+    JAX_LOCAL_DEVICE_IDS,
+];
 /// Set for programs of jobs that select GPUs: the list of the GPUs that the process can use.
 pub const CUDA_VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
 /// Set when launch selects GPUs by number: makes CUDA number GPUs in the order of the PCI bus.
@@ -64,10 +71,65 @@ pub const CUDA_DEVICE_ORDER: &str = "CUDA_DEVICE_ORDER";
 /// The list of the GPUs that a ROCm process can use. ROCm reads [`CUDA_VISIBLE_DEVICES`] only if
 /// this variable is not set.
 pub const HIP_VISIBLE_DEVICES: &str = "HIP_VISIBLE_DEVICES";
-/// The list of the GPUs that a process can use through Intel's Level Zero.
+/// The list of the GPUs that ROCm shows to a process, by number or UUID. [`HIP_VISIBLE_DEVICES`]
+/// counts the GPUs of this list.
+pub const ROCR_VISIBLE_DEVICES: &str = "ROCR_VISIBLE_DEVICES";
+/// The list of the GPUs, or of their tiles, that a process can use through Intel's Level Zero.
 pub const ZE_AFFINITY_MASK: &str = "ZE_AFFINITY_MASK";
-/// The variables that restrict which GPUs a process can use, for each vendor.
-pub const VISIBLE_DEVICES: [&str; 3] = [CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, ZE_AFFINITY_MASK];
+/// Read by launch: `COMPOSITE` makes Level Zero number GPUs instead of tiles.
+pub const ZE_FLAT_DEVICE_HIERARCHY: &str = "ZE_FLAT_DEVICE_HIERARCHY";
+/// Set for programs of jobs with `cluster.devices: cpu` on hosts with GPUs of Intel: the devices
+/// that a process can use through SYCL.
+pub const ONEAPI_DEVICE_SELECTOR: &str = "ONEAPI_DEVICE_SELECTOR";
+/// The list of the Ascend NPUs that a process can use.
+pub const ASCEND_RT_VISIBLE_DEVICES: &str = "ASCEND_RT_VISIBLE_DEVICES";
+/// The list of the Gaudi accelerators that a process can use, by module id.
+pub const HABANA_VISIBLE_MODULES: &str = "HABANA_VISIBLE_MODULES";
+/// The list of the NeuronCores that a process can use. The list may contain ranges.
+pub const NEURON_RT_VISIBLE_CORES: &str = "NEURON_RT_VISIBLE_CORES";
+/// Read by launch: how many physical NeuronCores form a logical NeuronCore.
+pub const NEURON_LOGICAL_NC_CONFIG: &str = "NEURON_LOGICAL_NC_CONFIG";
+/// Read by launch: an older name of [`NEURON_LOGICAL_NC_CONFIG`].
+pub const NEURON_RT_VIRTUAL_CORE_SIZE: &str = "NEURON_RT_VIRTUAL_CORE_SIZE";
+/// The variables that restrict which accelerators a process can use, for each vendor.
+pub const VISIBLE_DEVICES: [&str; 7] = [
+    CUDA_VISIBLE_DEVICES,
+    HIP_VISIBLE_DEVICES,
+    ROCR_VISIBLE_DEVICES,
+    ZE_AFFINITY_MASK,
+    ASCEND_RT_VISIBLE_DEVICES,
+    HABANA_VISIBLE_MODULES,
+    NEURON_RT_VISIBLE_CORES,
+];
+/// Set for workers of jobs on several hosts that name a network: the interface of NCCL's sockets.
+pub const NCCL_SOCKET_IFNAME: &str = "NCCL_SOCKET_IFNAME";
+/// Set for programs on several hosts: the interface of Gloo.
+pub const GLOO_SOCKET_IFNAME: &str = "GLOO_SOCKET_IFNAME";
+/// Set for programs on several hosts: the interface of TensorPipe.
+pub const TP_SOCKET_IFNAME: &str = "TP_SOCKET_IFNAME";
+/// The variables that select network interfaces. launch does not replace values of the user or of
+/// the host.
+pub const SOCKET_INTERFACES: [&str; 3] = [NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME];
+/// Set for programs on hosts without accelerators unless the user sets the variable: makes
+/// Accelerate connect its workers on CPUs. Without the variable, each worker trains alone.
+pub const ACCELERATE_USE_CPU: &str = "ACCELERATE_USE_CPU";
+/// Read by launch: `true` makes Accelerate use DeepSpeed.
+pub const ACCELERATE_USE_DEEPSPEED: &str = "ACCELERATE_USE_DEEPSPEED";
+/// Read by launch: the device on which DeepSpeed computes, such as `cpu`.
+pub const DS_ACCELERATOR: &str = "DS_ACCELERATOR";
+/// The variables by which launch recognizes that a program of Accelerate uses DeepSpeed. Such
+/// programs do not get [`ACCELERATE_USE_CPU`], with which Accelerate would ignore DeepSpeed.
+pub const DEEPSPEED_SETTINGS: [&str; 2] = [ACCELERATE_USE_DEEPSPEED, DS_ACCELERATOR];
+/// Set for programs unless the user sets the variable: `address:port` at which process 0 of JAX
+/// listens for the others.
+pub const JAX_COORDINATOR_ADDRESS: &str = "JAX_COORDINATOR_ADDRESS";
+/// Set for programs: the number of workers, as the number of processes of JAX.
+pub const JAX_NUM_PROCESSES: &str = "JAX_NUM_PROCESSES";
+/// Set for programs: the rank, as the number of the process of JAX.
+pub const JAX_PROCESS_ID: &str = "JAX_PROCESS_ID";
+/// Set for programs whose workers have a GPU each and see all GPUs, unless the user sets the
+/// variable: the number of the GPU that a process of JAX uses.
+pub const JAX_LOCAL_DEVICE_IDS: &str = "JAX_LOCAL_DEVICE_IDS";
 /// Read by launch: the directory below which the list of the user's runs is stored (XDG base
 /// directories).
 pub const XDG_STATE_HOME: &str = "XDG_STATE_HOME";
@@ -103,10 +165,15 @@ pub const DS_ENV_FILE: &str = "DS_ENV_FILE";
 /// modules. For some jobs, both commands add the current directory, as the original programs do.
 pub const PYTHONPATH: &str = "PYTHONPATH";
 
-/// Returns whether the environment variable `name` restricts which GPUs a process sees.
+/// Returns whether the environment variable `name` restricts which accelerators a process sees.
 /// `run.pass_env` never passes such variables, because the user or the plan sets them.
 pub fn is_device_variable(name: &str) -> bool {
     VISIBLE_DEVICES.contains(&name)
+}
+
+/// Returns whether the environment variable `name` selects the network interface of a library.
+pub fn is_interface_variable(name: &str) -> bool {
+    SOCKET_INTERFACES.contains(&name)
 }
 
 /// Returns whether the value of the variable `name` is probably a secret, such as a token or a
@@ -128,8 +195,8 @@ pub const LAUNCH_SHM_FD: &str = "LAUNCH_SHM_FD";
 /// Set for built-in workers of a job with `checkpoint.memory`: the number of the inherited file
 /// descriptor of the host's memory for copies of the training state (a memfd).
 pub const LAUNCH_MEMORY_FD: &str = "LAUNCH_MEMORY_FD";
-/// Read by built-in workers: `client-address client-port server-address server-port`, which sshd
-/// sets. The server address is the address at which the controller reached the host.
+/// Read by agents and built-in workers: `client-address client-port server-address server-port`,
+/// which sshd sets. The server address is the address at which the controller reached the host.
 pub const SSH_CONNECTION: &str = "SSH_CONNECTION";
 /// For tests: `RANK:N` makes the worker of rank `RANK` kill itself at its N-th fault point
 /// (docs/testing.md).
@@ -154,8 +221,8 @@ pub const LAUNCH_INSECURE: &str = "LAUNCH_INSECURE";
 /// For tests: the number of agents that launch starts on this machine. Each of these agents stands
 /// for a host.
 pub const LAUNCH_LOCAL_AGENTS: &str = "LAUNCH_LOCAL_AGENTS";
-/// For tests: the number of NVIDIA GPUs that launch assumes on this machine, instead of asking the
-/// driver.
+/// For tests: the number of accelerators that launch assumes on this machine, instead of asking the
+/// driver. `8` stands for NVIDIA GPUs, `npu:8` for another kind, and `cuda:2,xpu:1` for several.
 pub const LAUNCH_GPUS: &str = "LAUNCH_GPUS";
 /// Read by launch and built-in workers: the filter of the debug log, such as `agent=debug,info`.
 pub const LAUNCH_LOG: &str = "LAUNCH_LOG";

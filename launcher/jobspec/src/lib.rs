@@ -6,6 +6,7 @@
 //! Checkpoint manifests contain the job as JSON. A field that was renamed later keeps its first
 //! name in manifests by `serde(rename)`. [`JobSpec::to_key_json`] shows the field under its present
 //! name.
+mod accelerators;
 mod check;
 mod deprecated;
 pub mod env;
@@ -25,6 +26,7 @@ mod spec;
 mod table;
 mod yaml;
 
+pub use accelerators::{AcceleratorKind, AcceleratorTraits};
 pub use input_file::read_input_file;
 pub use keys::info::{Condition, KeyDefault, KeyInfo, Rule};
 pub use load::{JobSource, load_job};
@@ -48,6 +50,7 @@ pub use spec::{
     model::ModelSpec,
     optimizer::{OptimizerName, OptimizerSpec},
     param_groups::ParamGroupSpec,
+    ports::PortSelection,
     run::{ControllerLossAction, CpuBind, LogsSpec, MinHosts, RunSpec, VisibleDevices},
     schedule::{ScheduleName, ScheduleSpec},
     signals::{SignalAction, Signals},

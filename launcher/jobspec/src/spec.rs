@@ -14,6 +14,7 @@ pub(crate) mod lora;
 pub(crate) mod model;
 pub(crate) mod optimizer;
 pub(crate) mod param_groups;
+pub(crate) mod ports;
 pub(crate) mod run;
 pub(crate) mod run_values;
 pub(crate) mod schedule;

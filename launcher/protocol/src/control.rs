@@ -3,12 +3,14 @@
 //!
 //! Module `frame` defines how a message is encoded. The first message of each side carries
 //! [`PROTOCOL_VERSION`]. A side that receives another version ends the connection.
+mod host_network;
 mod host_plan;
 mod inventory;
 mod join;
 mod peers;
 mod supervision;
 
+pub use host_network::{is_routable, select_host_address};
 pub use host_plan::{HostPlan, WorkerPlan};
 pub use inventory::{HostInventory, InterfaceAddress};
 pub use join::{JobKeyHash, JoinAnswer, JoinRequest};
@@ -23,7 +25,7 @@ use crate::{
     probe::{ProbeAnswer, ProbeRequest},
 };
 use diagnostic::Diagnostic;
-use jobspec::{JobSpec, ReloadValues, ids::Rank};
+use jobspec::{JobSpec, PortSelection, ReloadValues, ids::Rank};
 use serde::{Deserialize, Serialize};
 use std::{
     net::{IpAddr, SocketAddr},
@@ -32,7 +34,7 @@ use std::{
 
 /// The version of the control messages, which changes with every change of a message. All processes
 /// run the same executable, so a different version means that two builds are mixed.
-pub const PROTOCOL_VERSION: u32 = 7;
+pub const PROTOCOL_VERSION: u32 = 8;
 /// The largest body of a frame, in bytes. Neither side sends or accepts a longer one.
 pub const MAX_FRAME_BYTES: u32 = 16 << 20;
 
@@ -127,7 +129,7 @@ pub struct RendezvousRequest {
     pub attempt: u32,
     /// The IP address on which the port is bound.
     pub address: IpAddr,
-    /// The port to bind; 0 to bind any free port.
+    /// The port to bind; 0 to bind a free port.
     pub port: u16,
     /// Whether the agent serves torch's TCPStore on the port. Otherwise the agent only holds the
     /// port until the workers start.
@@ -136,6 +138,21 @@ pub struct RendezvousRequest {
     pub clients: u32,
     /// The IP addresses that may connect to the store, in addition to those of the host itself.
     pub allowed: Vec<IpAddr>,
+    /// Whether the agent also holds the port of JAX's coordinator until the workers start, if the
+    /// port is free.
+    #[serde(default)]
+    pub coordinator: bool,
+    /// The ports of which one is bound if `port` is 0.
+    #[serde(default)]
+    pub ports: PortSelection,
+}
+
+impl RendezvousRequest {
+    /// Returns the port of JAX's coordinator for the rendezvous port `port`: the next port, or the
+    /// previous one if there is none. Rank 0 binds it if the program uses JAX.
+    pub fn coordinator_port(port: u16) -> u16 {
+        port.checked_add(1).unwrap_or(port - 1)
+    }
 }
 
 /// A message from an agent to the controller.

@@ -1,4 +1,6 @@
-//! The CPU cores and GPUs of a host. The agent discovers them, and the controller plans with them.
+//! The CPU cores and accelerators of a host. The agent discovers them, and the controller plans
+//! with them.
+use jobspec::AcceleratorKind;
 use serde::{Deserialize, Serialize};
 
 /// The CPU cores of a host that a job may use, with their NUMA nodes.
@@ -35,27 +37,30 @@ impl CpuTopology {
     }
 }
 
-/// A GPU of a host, with the properties that the GPU driver shows in files below `/proc` and
-/// `/sys`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct GpuDevice {
-    /// The vendor of the GPU, through whose driver the GPU was found.
-    pub vendor: GpuVendor,
-    /// The address of the GPU on the PCI bus, e.g. `0000:17:00.0`; `None` if unknown.
+/// An accelerator of a host, that is, a GPU or another device that computes for workers. Its
+/// properties come from files below `/proc`, `/sys` and `/dev`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Accelerator {
+    /// The kind of the accelerator, which decides the environment variable that selects it.
+    #[serde(rename = "vendor")]
+    pub kind: AcceleratorKind,
+    /// The address on the PCI bus, e.g. `0000:17:00.0`; `None` if unknown.
     pub bus: Option<String>,
-    /// The UUID of the GPU, which begins with `GPU-`; `None` if unknown.
+    /// The UUID, which begins with `GPU-` or `MIG-`; `None` if unknown.
     pub uuid: Option<String>,
-    /// The number of the NUMA node that the GPU is attached to; `None` if unknown.
+    /// The number of the NUMA node that the accelerator is attached to; `None` if unknown.
     pub numa_node: Option<u32>,
+    /// The number of the accelerator in the environment variable of its kind, if the runtime does
+    /// not number the visible accelerators from 0; `None` for the position in the inventory.
+    #[serde(default)]
+    pub number: Option<u32>,
 }
 
-/// The vendor of a GPU, which decides the environment variable that selects GPUs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum GpuVendor {
-    /// NVIDIA, whose GPUs run CUDA.
-    Nvidia,
-    /// AMD, whose GPUs run ROCm.
-    Amd,
+impl Accelerator {
+    /// Creates an accelerator of which only the kind is known.
+    pub fn new(kind: AcceleratorKind) -> Accelerator {
+        Accelerator { kind, ..Accelerator::default() }
+    }
 }
 
 #[cfg(test)]

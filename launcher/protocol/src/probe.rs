@@ -1,5 +1,7 @@
 //! The requests of `launch check` to an agent, and the agent's answers.
+use crate::hardware::Accelerator;
 use diagnostic::Diagnostic;
+use jobspec::PortSelection;
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf};
 
@@ -20,6 +22,8 @@ pub enum ProbeRequest {
         /// The absolute directories in which CUDA libraries are searched first; `None` if the job
         /// does not train on GPUs.
         cuda: Option<Vec<PathBuf>>,
+        /// The ports of which the agent takes one to listen for its peers.
+        ports: PortSelection,
     },
     /// Connects to the agents of other hosts. Also looks for nonce files of other hosts in the
     /// directories of [`ProbeRequest::Inspect`], which shows whether hosts share them.
@@ -87,8 +91,12 @@ pub struct HostInspection {
     pub writable: Vec<(PathBuf, diagnostic::Result<()>)>,
     /// The directories of [`ProbeRequest::Inspect`], in the order of the request.
     pub dirs: Vec<DirectoryInspection>,
-    /// The GPUs, with their driver and libraries.
+    /// The GPUs of NVIDIA, with their driver and libraries.
     pub gpus: GpuReport,
+    /// The accelerators of all kinds that workers can use.
+    pub accelerators: Vec<Accelerator>,
+    /// The number of accelerators that permissions or a control group deny to the agent.
+    pub denied_accelerators: u32,
     /// The soft resource limits `nofile`, `nproc` and `memlock` (in bytes), by name. `None` stands
     /// for no limit.
     pub limits: BTreeMap<String, Option<u64>>,

@@ -4,6 +4,7 @@ mod inspection;
 mod nvml;
 
 use diagnostic::{Diagnostic, codes::host};
+use jobspec::PortSelection;
 use protocol::{
     preflight::Preflight,
     probe::{MAX_PEERS, PeerListener, ProbeAnswer, ProbeRequest},
@@ -77,13 +78,13 @@ impl Prober {
     /// An inspection also writes nonce files and opens a TCP port for peers.
     fn answer_probe(&self, probe: ProbeRequest) -> ProbeAnswer {
         match probe {
-            ProbeRequest::Inspect { nonce, dirs, cuda } => {
+            ProbeRequest::Inspect { nonce, dirs, cuda, ports } => {
                 let mut report = inspection::inspect_host(&dirs);
                 report.gpus.libraries = cuda
                     .map_or_else(Vec::new, |directories| self.preflight.inspect_gpu_libraries(&directories));
                 let existing: Vec<PathBuf> = report.dirs.iter().map(|d| d.path.clone()).collect();
                 self.write_nonce_files(&nonce, &existing);
-                if let Some((port, greeting)) = serve_greeting(&nonce) {
+                if let Some((port, greeting)) = serve_greeting(&nonce, ports) {
                     (report.port, report.greeting) = (Some(port), greeting);
                 }
                 ProbeAnswer::Inspect(Box::new(report))
@@ -135,12 +136,20 @@ impl Drop for ProbeState {
     }
 }
 
-/// Opens a TCP port for the connection tests of other hosts. A thread sends a greeting to every
-/// process that connects. Returns the port and the greeting, or `None` if the port or the thread is
-/// not available.
-fn serve_greeting(nonce: &str) -> Option<(u16, String)> {
-    let any = [SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)), SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0))];
-    let listener = TcpListener::bind(&any[..]).ok()?;
+/// Opens a TCP port of `ports` for the connection tests of other hosts. A thread sends a greeting
+/// to every process that connects. Returns the port and the greeting, or `None` if the port or the
+/// thread is not available.
+fn serve_greeting(nonce: &str, ports: PortSelection) -> Option<(u16, String)> {
+    let at_every_address = |port| {
+        let v6 = TcpListener::bind((Ipv6Addr::UNSPECIFIED, port));
+        let is_without_v6 = |error: &io::Error| error.kind() != io::ErrorKind::AddrInUse;
+        if v6.as_ref().is_err_and(is_without_v6) {
+            TcpListener::bind((Ipv4Addr::UNSPECIFIED, port))
+        } else {
+            v6
+        }
+    };
+    let listener = ports.bind(at_every_address).ok()?;
     let port = listener.local_addr().ok()?.port();
     let greeting = sanitize_nonce(nonce);
     let line = format!("{greeting}\n");
@@ -240,7 +249,12 @@ mod tests {
         dirs: Vec<PathBuf>,
         cuda: Option<Vec<PathBuf>>,
     ) -> Box<protocol::probe::HostInspection> {
-        match prober.answer_probe(ProbeRequest::Inspect { nonce: nonce.into(), dirs, cuda }) {
+        match prober.answer_probe(ProbeRequest::Inspect {
+            nonce: nonce.into(),
+            dirs,
+            cuda,
+            ports: PortSelection::Any,
+        }) {
             ProbeAnswer::Inspect(report) => report,
             other => panic!("{other:?}"),
         }

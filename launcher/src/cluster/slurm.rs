@@ -150,7 +150,7 @@ fn require_allocation() -> Result<SlurmAllocation, ClusterError> {
 fn build_target(job: &JobSpec, node: &SlurmNode) -> HostTarget {
     let use_gpus = match job.cluster.devices {
         DeviceSelection::Auto => job.run.command.is_some(),
-        DeviceSelection::Cuda => true,
+        DeviceSelection::Cuda | DeviceSelection::Kind(_) => true,
         DeviceSelection::Cpu | DeviceSelection::List(_) => false,
     };
     let slots = match job.cluster.workers_per_host {

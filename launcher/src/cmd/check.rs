@@ -1,5 +1,6 @@
 //! `launch check`: inspects all hosts of a job in parallel and reports the problems that would
 //! prevent the job from starting.
+mod accelerators;
 mod agents;
 mod check_report;
 mod evaluate;
@@ -77,6 +78,7 @@ fn collect_probe_targets(job: &JobSpec) -> probe::ProbeTargets {
     probe::ProbeTargets {
         dirs: [workdir.clone(), logs].into_iter().chain(checkpoints).collect(),
         cuda: on_gpus.then(library_dirs),
+        ports: job.cluster.ports,
     }
 }
 

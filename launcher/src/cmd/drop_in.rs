@@ -24,7 +24,7 @@ use crate::{
 };
 use clap::Args;
 use diagnostic::{Category, Diagnostic, codes::command};
-use jobspec::{Document, DocumentSyntax, env, read_input_file};
+use jobspec::{AcceleratorKind, Document, DocumentSyntax, env, read_input_file};
 use original_program::{find_python, run_original};
 use protocol::control::HostInventory;
 use std::{
@@ -165,9 +165,19 @@ fn describe_machine<'a>(
     python: &'a str,
     directory: &'a str,
 ) -> DropInContext<'a> {
-    let visible =
-        [env::CUDA_VISIBLE_DEVICES, env::HIP_VISIBLE_DEVICES].iter().find_map(|name| variables.get(*name));
-    let installed_gpus = inventory.gpus.len();
+    let kind = inventory.accelerators.first().map_or(AcceleratorKind::Cuda, |a| a.kind);
+    let names = match kind {
+        AcceleratorKind::Cuda | AcceleratorKind::Mig | AcceleratorKind::Rocm => {
+            vec![env::CUDA_VISIBLE_DEVICES, env::HIP_VISIBLE_DEVICES]
+        }
+        kind => vec![kind.traits().variable],
+    };
+    let visible = names.iter().find_map(|name| variables.get(*name));
+    // CUDA shows a process one MIG instance only.
+    let installed_gpus = match inventory.accelerators.len() {
+        count if kind == AcceleratorKind::Mig => count.min(1),
+        count => count,
+    };
     let listed = visible.map(|list| list.split(',').take_while(|id| !id.is_empty() && *id != "-1").count());
     let mut nodes: Vec<u32> = inventory.topology.cores.iter().map(|core| core.numa_node).collect();
     nodes.sort_unstable();
@@ -179,6 +189,7 @@ fn describe_machine<'a>(
         cpus: inventory.cpus.len(),
         cores: inventory.topology.cores.len(),
         numa_nodes: nodes.len(),
+        kind,
         gpus: listed.unwrap_or(installed_gpus).min(installed_gpus),
         installed_gpus,
     }

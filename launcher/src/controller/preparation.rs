@@ -97,7 +97,10 @@ impl AttemptPreparation {
         let store = job.run.command.is_some() && job.cluster.store == StoreHost::Agent;
         let attempt = plan.host_plans.first().map_or(0, |node| node.attempt);
         let allowed = if address.is_loopback() { Vec::new() } else { allowed.to_vec() };
-        let bind = RendezvousRequest { attempt, address, port, store, clients: plan.world, allowed };
+        let coordinator = job.run.command.is_some();
+        let clients = plan.world;
+        let ports = job.cluster.ports;
+        let bind = RendezvousRequest { attempt, address, port, store, clients, allowed, coordinator, ports };
         AttemptPreparation { plan, hosts: Vec::new(), bind }
     }
 

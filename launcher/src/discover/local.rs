@@ -1,21 +1,27 @@
 //! [`discover_local`]: reads the inventory of this machine from /proc, /sys, /dev and the
 //! environment.
-use super::{addresses::list_addresses, cgroup, cpu_list::parse_cpu_list, gpus, topology};
+use super::{accelerators, addresses::list_addresses, cgroup, cpu_list::parse_cpu_list, topology};
 use jobspec::env;
 use protocol::{control::HostInventory, host_name::read_host_name_below};
-use std::{fs, io, path::Path};
+use std::{fs, io, net::IpAddr, path::Path};
 
 /// Reads the inventory of this machine. The error names the file that cannot be read.
 pub fn discover_local() -> io::Result<HostInventory> {
     let shm = nix::sys::statvfs::statvfs("/dev/shm").map_or(0, |fs| fs.blocks() * fs.fragment_size());
-    let found = discover_below(Path::new("/"))?;
-    let gpus = gpus::simulate_gpus(std::env::var(env::LAUNCH_GPUS).ok().as_deref()).unwrap_or(found.gpus);
-    Ok(HostInventory { inherited_env: read_inherited_env(), addresses: list_addresses(), shm, gpus, ..found })
+    let variable = |name: &str| std::env::var(name).ok();
+    let mut found = discover_below(Path::new("/"), &variable)?;
+    if let Some(simulated) = accelerators::simulate_accelerators(variable(env::LAUNCH_GPUS).as_deref()) {
+        (found.accelerators, found.has_other_devices) = (simulated, false);
+    }
+    let reached_address = variable(env::SSH_CONNECTION).and_then(|text| parse_reached_address(&text));
+    let addresses = list_addresses();
+    Ok(HostInventory { inherited_env: read_inherited_env(), addresses, reached_address, shm, ..found })
 }
 
 /// Reads the inventory of a machine from the files below `root`, the root directory of the machine.
-/// The addresses, the size of /dev/shm and the environment are missing in the result.
-fn discover_below(root: &Path) -> io::Result<HostInventory> {
+/// The addresses, the size of /dev/shm and the environment are missing in the result. `variable`
+/// returns environment variables of this process.
+fn discover_below(root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> io::Result<HostInventory> {
     let host = read_host_name_below(root)?;
     let status = read_system_file(root, "proc/self/status")?;
     let list = status.lines().find_map(|l| l.strip_prefix("Cpus_allowed_list:")).unwrap_or("");
@@ -32,18 +38,35 @@ fn discover_below(root: &Path) -> io::Result<HostInventory> {
         Some(limit) if installed == 0 || limit < installed => limit,
         _ => installed,
     };
-    let (topology, gpus) = (topology::read_topology(root, &cpus), gpus::detect_gpus(root));
-    Ok(HostInventory { host, cpus, quota: limits.cpus, memory, topology, gpus, ..HostInventory::default() })
+    let topology = topology::read_topology(root, &cpus);
+    let devices = accelerators::discover_accelerators(root, variable);
+    Ok(HostInventory {
+        host,
+        cpus,
+        quota: limits.cpus,
+        memory,
+        topology,
+        accelerators: devices.accelerators,
+        denied_accelerators: devices.denied,
+        has_other_devices: devices.has_other_devices,
+        ..HostInventory::default()
+    })
 }
 
 /// Returns those environment variables of this process that belong to the inventory of a host, with
 /// their values.
 fn read_inherited_env() -> Vec<(String, String)> {
     let value = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-    let choices = env::USER_OVERRIDABLE.iter().filter_map(|name| Some(((*name).to_owned(), value(name)?)));
-    // An empty list of devices hides all GPUs, so it is kept.
-    let devices = env::VISIBLE_DEVICES.iter();
+    let settings = env::USER_OVERRIDABLE.iter().chain(&env::DEEPSPEED_SETTINGS);
+    let choices = settings.filter_map(|name| Some(((*name).to_owned(), value(name)?)));
+    // An empty list of devices hides all accelerators, so it is kept.
+    let devices = env::VISIBLE_DEVICES.iter().chain(&env::SOCKET_INTERFACES);
     choices.chain(devices.filter_map(|name| Some(((*name).to_owned(), std::env::var(name).ok()?)))).collect()
+}
+
+/// Returns the address of this machine in the value of `SSH_CONNECTION`.
+fn parse_reached_address(connection: &str) -> Option<IpAddr> {
+    connection.split(' ').nth(2)?.parse().ok()
 }
 
 /// Reads the file `path` below `root`. The error contains the path.
@@ -60,7 +83,7 @@ fn parse_total_memory(meminfo: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use protocol::hardware::{CpuTopology, GpuDevice, GpuVendor};
+    use protocol::hardware::{Accelerator, CpuTopology};
 
     #[test]
     fn lists_of_cpus_are_parsed() {
@@ -69,6 +92,14 @@ mod tests {
         for bad in ["", "a", "3-1", "0-99999999", "0,,1"] {
             assert_eq!(parse_cpu_list(bad), None, "{bad:?}");
         }
+    }
+
+    #[test]
+    fn the_address_of_an_ssh_connection_is_parsed() {
+        let parse = |text: &str| parse_reached_address(text).map(|ip| ip.to_string());
+        assert_eq!(parse("192.0.2.1 4711 10.1.2.3 22"), Some("10.1.2.3".to_owned()));
+        assert_eq!(parse("fd00::1 4711 fd00::2 22"), Some("fd00::2".to_owned()));
+        assert_eq!([parse(""), parse("a b"), parse("a b c d")], [None, None, None]);
     }
 
     #[test]
@@ -97,14 +128,14 @@ mod tests {
         for file in ["nvidia0", "nvidia11", "nvidiactl", "nvidia-uvm", "nvidia"] {
             write(&format!("dev/{file}"), "");
         }
-        let inventory = discover_below(root.path()).expect("an inventory");
+        let inventory = discover_below(root.path(), &|_| None).expect("an inventory");
         let expected = HostInventory {
             host: "node-7".into(),
             cpus: vec![2, 3, 4, 5],
             quota: Some(2.5),
             memory: 512_000,
             topology: CpuTopology::with_one_core_per_cpu(&[2, 3, 4, 5]),
-            gpus: vec![GpuDevice { vendor: GpuVendor::Nvidia, bus: None, uuid: None, numa_node: None }; 2],
+            accelerators: vec![Accelerator::default(); 2],
             ..HostInventory::default()
         };
         assert_eq!(inventory, expected);

@@ -9,7 +9,7 @@ use super::{
     value_text::format_yaml_list,
 };
 use diagnostic::{Diagnostic, codes::command};
-use jobspec::{env, make_job_name, quote_yaml};
+use jobspec::{AcceleratorKind, env, make_job_name, quote_yaml};
 use std::{collections::BTreeMap, path::Path};
 
 /// The largest number of workers on a host (`cluster.workers_per_host`).
@@ -30,9 +30,12 @@ pub(crate) struct DropInContext<'a> {
     pub(crate) cores: usize,
     /// The number of NUMA nodes of these cores.
     pub(crate) numa_nodes: usize,
-    /// The number of GPUs that programs see, which `CUDA_VISIBLE_DEVICES` may restrict.
+    /// The kind of the accelerators of this machine.
+    pub(crate) kind: AcceleratorKind,
+    /// The number of GPUs or other accelerators that programs see, which a variable such as
+    /// `CUDA_VISIBLE_DEVICES` may restrict.
     pub(crate) gpus: usize,
-    /// The number of GPUs of this machine.
+    /// The number of GPUs or other accelerators of this machine.
     pub(crate) installed_gpus: usize,
 }
 

@@ -3,13 +3,23 @@
 use super::*;
 use diagnostic::{Diagnostic, codes::command};
 use jobspec::{
-    DeviceSelection, Document, DocumentSyntax, HostSelection, JobSource, JobSpec, VisibleDevices,
-    WorkersPerHost,
+    AcceleratorKind, DeviceSelection, Document, DocumentSyntax, HostSelection, JobSource, JobSpec,
+    VisibleDevices, WorkersPerHost,
 };
 use std::collections::BTreeMap;
 
 /// Calls `convert` with a machine that has 8 CPUs, 4 cores and `gpus` GPUs.
 fn on_machine<R>(gpus: usize, variables: &[(&str, &str)], convert: impl Fn(&DropInContext<'_>) -> R) -> R {
+    with_accelerators(AcceleratorKind::Cuda, gpus, variables, convert)
+}
+
+/// Calls `convert` with a machine that has 8 CPUs, 4 cores and `gpus` accelerators of a kind.
+fn with_accelerators<R>(
+    kind: AcceleratorKind,
+    gpus: usize,
+    variables: &[(&str, &str)],
+    convert: impl Fn(&DropInContext<'_>) -> R,
+) -> R {
     let variables: BTreeMap<String, String> =
         variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
     let context = DropInContext {
@@ -19,6 +29,7 @@ fn on_machine<R>(gpus: usize, variables: &[(&str, &str)], convert: impl Fn(&Drop
         cpus: 8,
         cores: 4,
         numa_nodes: 1,
+        kind,
         gpus,
         installed_gpus: gpus,
     };
@@ -123,6 +134,21 @@ fn torchrun_starts_a_worker_per_gpu() {
         assert_eq!(job.cluster.workers_per_host, WorkersPerHost::Exactly(workers), "{line}");
         assert_eq!(job.cluster.hosts, HostSelection::Local);
         assert_eq!(job.run.command.expect("a command"), ["/venv/python", "-u", "a.py"]);
+    }
+    let count = |kind, line: &str| {
+        let words = split(&format!("--nproc-per-node {line} a.py"));
+        let job = with_accelerators(kind, 3, &[], |machine| convert_torchrun_command(&words, machine));
+        job.map(|job| load(&job).cluster.workers_per_host).ok()
+    };
+    let three = Some(WorkersPerHost::Exactly(3));
+    for (kind, line, expected) in [
+        (AcceleratorKind::Npu, "auto", three),
+        (AcceleratorKind::Npu, "gpu", None),
+        (AcceleratorKind::Xpu, "xpu", three),
+        (AcceleratorKind::Cuda, "xpu", None),
+        (AcceleratorKind::Rocm, "gpu", three),
+    ] {
+        assert_eq!(count(kind, line), expected, "{line} on {kind:?}");
     }
     let error = torchrun("--nproc-per-node gpu a.py", 0).expect_err("no GPU").remove(0);
     assert_eq!((error.code(), error.subject()), (command::DROP_IN_UNSUPPORTED, Some("--nproc-per-node")));

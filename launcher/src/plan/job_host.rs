@@ -1,5 +1,6 @@
 //! [`JobHost`]: a host on which workers are planned.
 use protocol::control::HostInventory;
+use std::net::IpAddr;
 
 /// A host of the job on which workers are to be planned.
 #[derive(Clone, Debug, PartialEq)]
@@ -17,4 +18,12 @@ pub struct JobHost {
     /// The inventory that the host's agent reported. Before the report, the value of
     /// [`HostInventory::unknown`].
     pub inventory: HostInventory,
+}
+
+impl JobHost {
+    /// Returns the address at which the controller reached the host by SSH. The machine of the
+    /// controller has none: there, sshd states at which address the user reached it.
+    pub(super) fn reached_address(&self) -> Option<IpAddr> {
+        self.inventory.reached_address.filter(|_| !self.local)
+    }
 }

@@ -4,7 +4,7 @@ use super::{job_host::JobHost, key_error::key_error};
 use core::net::{IpAddr, Ipv4Addr};
 use diagnostic::{Diagnostic, codes::host};
 use jobspec::InterfaceSelector;
-use protocol::control::InterfaceAddress;
+use protocol::control::select_host_address;
 
 /// Chooses the address at which every worker reaches the host of rank 0. The address is the
 /// loopback if all hosts are the controller's machine. Returns `None` if the addresses of the host
@@ -21,11 +21,9 @@ pub(super) fn choose_master_address(
     if addresses.is_empty() {
         return Ok(None);
     }
-    let is_admitted = |a: &&InterfaceAddress| interface.admits(&a.interface, a.address);
-    let candidates = addresses.iter().filter(is_admitted).map(|a| a.address);
-    // IPv4 comes first, because every version of torch and every library supports it.
-    let best = candidates.filter(|ip| is_reachable(*ip)).min_by_key(IpAddr::is_ipv6);
-    best.map(Some).ok_or_else(|| no_address_error(first, interface))
+    let best = select_host_address(interface, first.reached_address(), addresses);
+    let reachable = best.map(|a| a.address).filter(|ip| !ip.is_loopback());
+    reachable.map(Some).ok_or_else(|| no_address_error(first, interface))
 }
 
 /// Creates the error of a job whose first host has no address that other hosts can reach.
@@ -43,13 +41,4 @@ fn no_address_error(first: &JobHost, interface: &InterfaceSelector) -> Diagnosti
             "give the host an address, or choose another interface (it has {})",
             names.join(", ")
         ))
-}
-
-/// Returns whether another host may be able to reach the address. Link-local IPv6 addresses are
-/// excluded, because they need a zone that differs between hosts.
-fn is_reachable(ip: IpAddr) -> bool {
-    match ip {
-        IpAddr::V4(v4) => !v4.is_loopback() && !v4.is_unspecified(),
-        IpAddr::V6(v6) => !v6.is_loopback() && !v6.is_unspecified() && !v6.is_unicast_link_local(),
-    }
 }

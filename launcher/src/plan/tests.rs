@@ -4,7 +4,7 @@ use jobspec::{InterfaceSelector, JobSource};
 use proptest::prelude::*;
 use protocol::{
     control::InterfaceAddress,
-    hardware::{CpuTopology, GpuDevice, GpuVendor},
+    hardware::{Accelerator, CpuTopology},
 };
 
 /// Loads a job.yaml from its text. Panics if the job is rejected.
@@ -93,9 +93,13 @@ fn two_workers_get_separate_cpus_and_the_environment_of_torchrun() {
             "TORCHELASTIC_MAX_RESTARTS=0",
             "TORCHELASTIC_USE_AGENT_STORE=True",
             "TORCHELASTIC_ERROR_FILE=/w/runs/demo/R/logs/rank-1.error.json",
+            "JAX_NUM_PROCESSES=2",
+            "JAX_PROCESS_ID=1",
             "OMP_NUM_THREADS=2",
             "PYTHONUNBUFFERED=1",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING=1",
+            "JAX_COORDINATOR_ADDRESS=127.0.0.1:4001",
+            "ACCELERATE_USE_CPU=true",
             "A=b"
         ]
     );
@@ -183,10 +187,81 @@ fn a_port_that_is_not_fixed_is_unknown_and_shown_as_auto() {
     assert_eq!(find_port(&plan).as_deref(), Some("7"));
 }
 
+/// Checks the variables by which Accelerate, JAX and Lightning find their processes, and that those
+/// of the user win.
+#[test]
+fn frameworks_get_their_variables() {
+    let cpus = build_inventory(&[0, 1, 2, 3], None);
+    let worker_env = |job: &JobSpec, inventory: &HostInventory, address: &str| {
+        let mut plan = expect_plan(job, inventory);
+        (plan.master_address, plan.master_port) = (address.parse().ok(), Some(4000));
+        let mut env = plan.host_plans[0].workers[1].env.clone();
+        plan.insert_rendezvous(&mut env);
+        env
+    };
+    let value = |env: &[(String, String)], name: &str| {
+        env.iter().rev().find(|(n, _)| n == name).map(|(_, value)| value.clone())
+    };
+    let job = job_with_workers(2);
+    let env = worker_env(&job, &cpus, "10.0.0.1");
+    for (name, expected) in [
+        ("ACCELERATE_USE_CPU", Some("true")),
+        ("JAX_COORDINATOR_ADDRESS", Some("10.0.0.1:4001")),
+        ("JAX_NUM_PROCESSES", Some("2")),
+        ("JAX_PROCESS_ID", Some("1")),
+        ("JAX_LOCAL_DEVICE_IDS", None),
+        // Lightning's TorchElasticEnvironment and LightningEnvironment.
+        ("TORCHELASTIC_RUN_ID", Some("R")),
+        ("GROUP_RANK", Some("0")),
+        ("NODE_RANK", Some("0")),
+        ("LOCAL_RANK", Some("1")),
+        ("MASTER_ADDR", Some("10.0.0.1")),
+        ("MASTER_PORT", Some("4000")),
+    ] {
+        assert_eq!(value(&env, name).as_deref(), expected, "{name}");
+    }
+    let v6 = worker_env(&job, &cpus, "fd00::1");
+    assert_eq!(value(&v6, "JAX_COORDINATOR_ADDRESS").as_deref(), Some("[fd00::1]:4001"));
+    let gpus = HostInventory { accelerators: vec![new_gpu(0), new_gpu(0)], ..cpus.clone() };
+    let env = worker_env(&job, &gpus, "10.0.0.1");
+    assert_eq!(value(&env, "JAX_LOCAL_DEVICE_IDS").as_deref(), Some("1"));
+    assert_eq!(value(&env, "ACCELERATE_USE_CPU"), None);
+    let mut user = cpus.clone();
+    user.inherited_env = vec![("ACCELERATE_USE_CPU".into(), "no".into())];
+    let mut given = job;
+    given.run.env.push(("JAX_COORDINATOR_ADDRESS".into(), "c:1".into()));
+    let env = worker_env(&given, &user, "10.0.0.1");
+    assert_eq!(value(&env, "ACCELERATE_USE_CPU").as_deref(), Some("no"));
+    assert_eq!(value(&env, "JAX_COORDINATOR_ADDRESS").as_deref(), Some("c:1"));
+    assert_eq!(env.iter().filter(|(name, _)| name == "JAX_COORDINATOR_ADDRESS").count(), 1);
+    // Accelerate would ignore DeepSpeed.
+    user.inherited_env = vec![("DS_ACCELERATOR".into(), "cpu".into())];
+    let mut deepspeed = job_with_workers(2);
+    assert_eq!(value(&worker_env(&deepspeed, &user, "10.0.0.1"), "ACCELERATE_USE_CPU"), None);
+    deepspeed.run.local_rank_argument = true;
+    assert_eq!(value(&worker_env(&deepspeed, &cpus, "10.0.0.1"), "ACCELERATE_USE_CPU"), None);
+    let trained = load_job_text("cluster: {workers_per_host: 2}\ntrain: {data: {files: [a]}}");
+    let env = worker_env(&trained, &cpus, "10.0.0.1");
+    assert!(!env.iter().any(|(name, _)| name.starts_with("JAX_") || name.starts_with("ACCELERATE_")));
+}
+
+/// Checks that Accelerate gets the variable for CPUs only if no host has accelerators.
+#[test]
+fn a_job_with_a_gpu_on_one_host_is_not_on_cpus() {
+    let job = load_job_text("run: {command: [true]}");
+    let on_cpus = |hosts: &[JobHost]| {
+        let plan = plan_hosts(&job, hosts, &Attempt::default()).expect("a plan");
+        let env = &plan.host_plans[0].workers[0].env;
+        env.contains(&("ACCELERATE_USE_CPU".to_owned(), "true".to_owned()))
+    };
+    assert!(on_cpus(&[remote_host("a", None, 0), remote_host("b", None, 0)]));
+    assert!(!on_cpus(&[remote_host("a", None, 0), remote_host("b", None, 1)]));
+}
+
 #[test]
 fn each_worker_gets_its_own_gpu() {
     let inventory =
-        HostInventory { gpus: vec![new_gpu(0), new_gpu(0)], ..build_inventory(&[0, 1, 2, 3], None) };
+        HostInventory { accelerators: vec![new_gpu(0), new_gpu(0)], ..build_inventory(&[0, 1, 2, 3], None) };
     let script = "run: {command: [python, a.py], visible_devices: one, local_rank_argument: true}";
     let plan = expect_plan(&load_job_text(script), &inventory);
     assert_eq!(plan.world, 2, "as many workers as GPUs");
@@ -221,7 +296,7 @@ fn each_worker_gets_its_own_gpu() {
         plan.host_plans[0].workers[3].env.contains(&("NCCL_MULTI_RANK_GPU_ENABLE".to_owned(), "1".to_owned()))
     };
     assert!(shared("nccl") && !shared("host") && !shared("auto"));
-    let none = HostInventory { gpus: Vec::new(), ..inventory.clone() };
+    let none = HostInventory { accelerators: Vec::new(), ..inventory.clone() };
     let errors = plan_local(&load_job_text("cluster: {devices: cuda}\ntrain: {data: {files: [a]}}"), &none)
         .expect_err("no GPU");
     assert_eq!(subject_key(&errors[0]), "cluster.devices");
@@ -231,8 +306,8 @@ fn each_worker_gets_its_own_gpu() {
     );
 }
 
-fn new_gpu(node: u32) -> GpuDevice {
-    GpuDevice { vendor: GpuVendor::Nvidia, bus: None, uuid: None, numa_node: Some(node) }
+fn new_gpu(node: u32) -> Accelerator {
+    Accelerator { numa_node: Some(node), ..Accelerator::default() }
 }
 
 /// Returns a host other than the controller's machine. It has `slots` slots, four CPUs and `gpus`
@@ -249,8 +324,8 @@ fn remote_host(name: &str, slots: Option<u32>, gpus: u32) -> JobHost {
         address("eth0", "10.0.0.7"),
         address("ib0", "10.9.0.7"),
     ];
-    let gpus = (0..gpus).map(|_| new_gpu(0)).collect();
-    let inventory = HostInventory { gpus, addresses, ..build_inventory(&[0, 1, 2, 3], None) };
+    let accelerators = (0..gpus).map(|_| new_gpu(0)).collect();
+    let inventory = HostInventory { accelerators, addresses, ..build_inventory(&[0, 1, 2, 3], None) };
     JobHost { name: name.to_owned(), slots, selected_slots: None, local: false, inventory }
 }
 
@@ -318,12 +393,53 @@ fn the_master_address_is_numeric_and_reachable() {
     local.local = true;
     assert_eq!(master(&[local.clone(), b], None), Ok(Some("10.0.0.7".into())), "other hosts must reach it");
     assert_eq!(master(&[local], None), Ok(Some("127.0.0.1".into())));
+    let mut through_ib = a.clone();
+    through_ib.inventory.reached_address = Some("10.9.0.7".parse().expect("an address"));
+    assert_eq!(master(&[through_ib, a.clone()], None), Ok(Some("10.9.0.7".into())), "as SSH does");
+    let mut v6_only = a.clone();
+    v6_only.inventory.addresses.truncate(3);
+    assert_eq!(master(&[v6_only, a.clone()], None), Ok(Some("2001:db8::7".into())));
     let mut lonely = a.clone();
     lonely.inventory.addresses.truncate(2);
+    lonely.inventory.addresses[1].address = "169.254.0.9".parse().expect("an address");
     let errors = master(&[lonely, a.clone()], None).expect_err("link-local addresses only");
     assert_eq!(errors[0].code(), codes::ADDRESS_UNREACHABLE);
     let unknown = JobHost { inventory: HostInventory::unknown("u"), ..a };
     assert_eq!(master(&[unknown], None), Ok(None), "the agents have not reported yet");
+}
+
+/// Checks that the workers of each host use the interface that the job or SSH selects there, unless
+/// the user or the host selects another one.
+#[test]
+fn libraries_use_the_selected_interface() {
+    let interfaces = |job: &str, hosts: &[JobHost]| {
+        let plan = plan_hosts(&load_job_text(job), hosts, &Attempt::default()).expect("a plan");
+        let workers = plan.host_plans.iter().flat_map(|host| &host.workers);
+        let format = |worker: &WorkerPlan| {
+            let names = ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"];
+            let value =
+                |name: &str| worker.env.iter().find(|(n, _)| n == name).map_or("-", |(_, v)| v.as_str());
+            names.map(value).join(" ")
+        };
+        workers.map(format).collect::<Vec<_>>()
+    };
+    let (a, mut b) = (remote_host("a", None, 0), remote_host("b", None, 0));
+    b.inventory.addresses.iter_mut().for_each(|address| address.interface.push('b'));
+    let hosts = [a.clone(), b.clone()];
+    let named = "cluster: {interface: 10.9.0.0/16}\nrun: {command: [true]}";
+    assert_eq!(interfaces(named, &hosts), ["=ib0 ib0 ib0", "=ib0b ib0b ib0b"]);
+    assert_eq!(interfaces("run: {command: [true]}", &hosts), ["- eth0 eth0", "- eth0b eth0b"]);
+    assert_eq!(interfaces(named, &hosts[..1]), ["- - -"], "one host needs no network");
+    let given = format!("{named}\n  env: {{GLOO_SOCKET_IFNAME: x}}")
+        .replace("{command: [true]}", "\n  command: [true]");
+    assert_eq!(interfaces(&given, &hosts), ["=ib0 x ib0", "=ib0b x ib0b"]);
+    b.inventory.inherited_env = vec![("NCCL_SOCKET_IFNAME".into(), "ib".into())];
+    b.inventory.reached_address = Some("10.9.0.7".parse().expect("an address"));
+    assert_eq!(interfaces(named, &[a.clone(), b.clone()]), ["=ib0 ib0 ib0", "ib ib0b ib0b"]);
+    assert_eq!(interfaces("run: {command: [true]}", &[a, b]), ["- eth0 eth0", "- ib0b ib0b"]);
+    let trained = "cluster: {interface: ib0}\ntrain: {data: {files: [x]}}";
+    let hosts = [remote_host("a", None, 0), remote_host("b", None, 0)];
+    assert_eq!(interfaces(trained, &hosts), ["=ib0 - -", "=ib0 - -"]);
 }
 
 #[test]

@@ -1,14 +1,19 @@
 //! [`build_worker_env`]: builds the environment variables that launch sets for a worker.
-use super::{gpu_selection::GpuSelection, key_error::key_error};
+use super::{accelerator_selection::AcceleratorSelection, job_host::JobHost, key_error::key_error};
 use diagnostic::codes;
 use jobspec::{
-    CommBackend, JobSpec, StoreHost, VisibleDevices,
+    CommBackend, InterfaceSelector, JobSpec, RunSpec, StoreHost, VisibleDevices,
     env::{self, OMP_NUM_THREADS},
     ids::{Rank, RunId},
 };
-use protocol::control::HostInventory;
-use std::path::Path;
+use protocol::control::{HostInventory, RendezvousRequest, select_host_address};
+use std::{
+    net::{IpAddr, SocketAddr},
+    path::Path,
+};
 
+/// The value of an address before the rendezvous is bound.
+const UNKNOWN_ADDRESS: &str = "auto";
 /// The largest number of threads that `OMP_NUM_THREADS` may set for one worker.
 const MAX_THREADS: u32 = 4096;
 
@@ -25,9 +30,13 @@ pub(super) struct SharedEnvValues<'a> {
     /// The number of restarts of the run so far. Restarts that only change the hosts are not
     /// counted.
     pub(super) restarts: u32,
+    /// Whether workers exchange data over a network between hosts.
+    pub(super) between_hosts: bool,
+    /// Whether programs can only compute on CPUs, on every host.
+    pub(super) on_cpus: bool,
 }
 
-/// The ranks, the number of threads and the GPUs of one worker.
+/// The ranks, the number of threads and the accelerators of one worker.
 pub(super) struct WorkerPosition<'a> {
     pub(super) rank: Rank,
     pub(super) local_rank: u32,
@@ -35,8 +44,8 @@ pub(super) struct WorkerPosition<'a> {
     /// The index of the worker's host (`GROUP_RANK`).
     pub(super) group: u32,
     pub(super) threads: u32,
-    /// The GPUs that the job uses on the worker's host.
-    pub(super) gpus: &'a GpuSelection,
+    /// The accelerators that the job uses on the worker's host.
+    pub(super) accelerators: &'a AcceleratorSelection,
 }
 
 /// Returns the variables that are added to a worker's environment, without `MASTER_ADDR` and
@@ -44,10 +53,10 @@ pub(super) struct WorkerPosition<'a> {
 /// followed by those of `run.env`, which replace defaults of launch.
 pub(super) fn build_worker_env(
     job_env: &SharedEnvValues<'_>,
-    inventory: &HostInventory,
+    host: &JobHost,
     position: &WorkerPosition<'_>,
 ) -> Vec<(String, String)> {
-    let job = job_env.job;
+    let (job, inventory) = (job_env.job, &host.inventory);
     let mut env = vec![
         (env::RANK, position.rank.to_string()),
         (env::LOCAL_RANK, compute_local_rank_env(job, position.local_rank).to_string()),
@@ -60,6 +69,7 @@ pub(super) fn build_worker_env(
         env.extend(build_program_env(job_env, position));
         defaults.push((env::PYTHONUNBUFFERED, "1".to_owned()));
         defaults.push((env::TORCH_NCCL_ASYNC_ERROR_HANDLING, "1".to_owned()));
+        defaults.extend(build_framework_defaults(job_env, inventory, position));
         for (name, value) in &mut defaults {
             if let Some((_, inherited)) =
                 inventory.inherited_env.iter().find(|(inherited, _)| inherited == name)
@@ -68,10 +78,11 @@ pub(super) fn build_worker_env(
             }
         }
     }
+    defaults.extend(build_interface_defaults(job_env, host));
     if trains && job.cluster.comm_backend == CommBackend::Nccl && job.cluster.workers_per_gpu > 1 {
         defaults.push((env::NCCL_MULTI_RANK_GPU_ENABLE, "1".to_owned()));
     }
-    defaults.extend(position.gpus.build_gpu_env(job.run.visible_devices, position.local_rank));
+    defaults.extend(position.accelerators.build_env(job.run.visible_devices, position.local_rank));
     let run = &job.run;
     let is_given =
         |name| run.env.iter().any(|(set, _)| set == name) || run.env_from.iter().any(|(set, _)| set == name);
@@ -80,9 +91,68 @@ pub(super) fn build_worker_env(
     added.chain(job.run.env.iter().cloned()).collect()
 }
 
+/// Returns the variables of Accelerate and JAX that programs get unless the user sets them.
+/// Accelerate trains each worker alone on CPUs, unless a variable states that CPUs are intended.
+/// [`insert_rendezvous`] replaces the address of JAX's coordinator.
+fn build_framework_defaults(
+    job_env: &SharedEnvValues<'_>,
+    inventory: &HostInventory,
+    position: &WorkerPosition<'_>,
+) -> Vec<(&'static str, String)> {
+    let policy = job_env.job.run.visible_devices;
+    let mut defaults = vec![(env::JAX_COORDINATOR_ADDRESS, UNKNOWN_ADDRESS.to_owned())];
+    let device = position.accelerators.jax_device(policy, position.local_rank, position.local_world);
+    defaults.extend(device.map(|device| (env::JAX_LOCAL_DEVICE_IDS, device.to_string())));
+    if job_env.on_cpus && !uses_deepspeed(&job_env.job.run, inventory) {
+        defaults.push((env::ACCELERATE_USE_CPU, "true".to_owned()));
+    }
+    defaults
+}
+
+/// Returns whether a program probably uses DeepSpeed: whether it gets the argument of DeepSpeed's
+/// launcher, or whether the job or the user's environment contains a setting of DeepSpeed.
+fn uses_deepspeed(run: &RunSpec, inventory: &HostInventory) -> bool {
+    let is_setting = |(name, value): &(String, String)| {
+        env::DEEPSPEED_SETTINGS.contains(&name.as_str()) && !matches!(value.as_str(), "" | "false")
+    };
+    let is_reference = run.env_from.iter().any(|(name, _)| env::DEEPSPEED_SETTINGS.contains(&name.as_str()));
+    let is_given = run.env.iter().chain(&inventory.inherited_env).any(is_setting);
+    run.local_rank_argument || is_reference || is_given
+}
+
+/// Returns the variables that select the network interface of NCCL, Gloo and TensorPipe in a job on
+/// several hosts. Values of the user or of the host replace those of launch. NCCL selects the
+/// fastest interface itself unless the job names a network.
+fn build_interface_defaults(job_env: &SharedEnvValues<'_>, host: &JobHost) -> Vec<(&'static str, String)> {
+    let (selector, inventory) = (&job_env.job.cluster.interface, &host.inventory);
+    let selected = select_host_address(selector, host.reached_address(), &inventory.addresses);
+    let Some(selected) = selected.filter(|_| job_env.between_hosts) else { return Vec::new() };
+    let name = &selected.interface;
+    let mut defaults = Vec::new();
+    if matches!(selector, InterfaceSelector::Named(_)) {
+        // NCCL takes a name without `=` for a prefix.
+        defaults.push((env::NCCL_SOCKET_IFNAME, format!("={name}")));
+    }
+    if job_env.job.run.command.is_some() {
+        defaults.push((env::GLOO_SOCKET_IFNAME, name.clone()));
+        defaults.push((env::TP_SOCKET_IFNAME, name.clone()));
+    }
+    for (variable, value) in &mut defaults {
+        let is_inherited = |(n, v): &&(String, String)| n.as_str() == *variable && !v.is_empty();
+        if let Some((_, inherited)) = inventory.inherited_env.iter().find(is_inherited) {
+            value.clone_from(inherited);
+        }
+    }
+    defaults
+}
+
 /// Inserts `MASTER_ADDR` and `MASTER_PORT` into the environment `env`, after the variables with the
-/// worker's ranks.
+/// worker's ranks, and replaces the address of JAX's coordinator unless the user has set it.
 pub(super) fn insert_rendezvous(env: &mut Vec<(String, String)>, address: String, port: String) {
+    let coordinator = env.iter_mut().find(|(n, v)| n == env::JAX_COORDINATOR_ADDRESS && v == UNKNOWN_ADDRESS);
+    if let (Some((_, value)), Ok(ip), Ok(port)) = (coordinator, address.parse::<IpAddr>(), port.parse()) {
+        *value = SocketAddr::new(ip, RendezvousRequest::coordinator_port(port)).to_string();
+    }
     let position = env.iter().position(|(name, _)| name == env::LOCAL_WORLD_SIZE).map_or(0, |i| i + 1);
     let variables = [(env::MASTER_ADDR.to_owned(), address), (env::MASTER_PORT.to_owned(), port)];
     env.splice(position..position, variables);
@@ -97,12 +167,12 @@ pub(super) fn compute_local_rank_env(job: &JobSpec, local_rank: Rank) -> Rank {
     }
 }
 
-/// Returns those variables of torchrun and DeepSpeed that launch sets only for programs, and not
-/// for built-in workers.
+/// Returns those variables of torchrun, DeepSpeed and JAX that launch sets only for programs, and
+/// not for built-in workers.
 fn build_program_env(
     job_env: &SharedEnvValues<'_>,
     position: &WorkerPosition<'_>,
-) -> [(&'static str, String); 14] {
+) -> [(&'static str, String); 16] {
     let (group, groups) = (position.group.to_string(), job_env.groups.to_string());
     let agent_store = match job_env.job.cluster.store {
         StoreHost::Agent => "True",
@@ -124,6 +194,8 @@ fn build_program_env(
         (env::TORCHELASTIC_MAX_RESTARTS, job_env.job.run.restarts.to_string()),
         (env::TORCHELASTIC_USE_AGENT_STORE, agent_store.to_owned()),
         (env::TORCHELASTIC_ERROR_FILE, error_file.display().to_string()),
+        (env::JAX_NUM_PROCESSES, job_env.world.to_string()),
+        (env::JAX_PROCESS_ID, position.rank.to_string()),
     ]
 }
 

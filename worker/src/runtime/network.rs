@@ -9,9 +9,11 @@ use comm::{
 use diagnostic::{Diagnostic, codes};
 use jobspec::{InterfaceSelector, env};
 use nix::{ifaddrs::getifaddrs, net::if_::InterfaceFlags, sys::resource};
-use protocol::control::{MAX_ADDRESSES, WorkerAddresses, WorkerInit, WorkerPeers};
+use protocol::control::{
+    InterfaceAddress, MAX_ADDRESSES, WorkerAddresses, WorkerInit, WorkerPeers, select_host_address,
+};
 use std::{
-    net::IpAddr,
+    net::{IpAddr, SocketAddr},
     os::{fd::OwnedFd, unix::net::UnixStream},
     sync::Arc,
 };
@@ -30,7 +32,8 @@ pub(super) fn connect_ranks_of_hosts(
 ) -> Result<Arc<dyn Comm>> {
     raise_open_file_limit(init.world as usize)?;
     let (address, reason) = find_listen_address(&init.job.cluster.interface)?;
-    let bound = RankListener::bind(address).and_then(|endpoint| Ok((endpoint.address()?, endpoint)));
+    let bind = |port| RankListener::bind_to(SocketAddr::new(address, port));
+    let bound = init.job.cluster.ports.bind(bind).and_then(|endpoint| Ok((endpoint.address()?, endpoint)));
     let (address, endpoint) = bound.map_err(|e| {
         let message = format!("cannot listen on {address} ({reason})");
         Diagnostic::error(codes::training::WORKER_LISTEN_FAILED, message)
@@ -96,14 +99,6 @@ fn raise_open_file_limit(world: usize) -> Result<()> {
     Ok(resource::setrlimit(resource::Resource::RLIMIT_NOFILE, needed, hard).map_err(failed)?)
 }
 
-/// An address of a network interface of this host.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct InterfaceAddress {
-    interface: String,
-    address: IpAddr,
-    loopback: bool,
-}
-
 /// Finds the address of this host on which the rank listens for its peers, as `wanted` selects it.
 /// Also returns the reason for the selection.
 fn find_listen_address(wanted: &InterfaceSelector) -> Result<(IpAddr, String)> {
@@ -117,11 +112,7 @@ fn find_listen_address(wanted: &InterfaceSelector) -> Result<(IpAddr, String)> {
             let address = i.address?;
             let v4 = address.as_sockaddr_in().map(|a| IpAddr::V4(a.ip()));
             let address = v4.or_else(|| address.as_sockaddr_in6().map(|a| IpAddr::V6(a.ip())))?;
-            Some(InterfaceAddress {
-                loopback: i.flags.contains(InterfaceFlags::IFF_LOOPBACK),
-                interface: i.interface_name,
-                address,
-            })
+            Some(InterfaceAddress { interface: i.interface_name, address })
         })
         .collect();
     let ssh = std::env::var_os(env::SSH_CONNECTION).and_then(|v| v.into_string().ok());
@@ -135,37 +126,27 @@ fn select_address(
     ssh: Option<&str>,
     addresses: &[InterfaceAddress],
 ) -> diagnostic::Result<(IpAddr, String)> {
-    // Link-local addresses of IPv6 only work together with their interface.
-    let is_usable = |a: &&InterfaceAddress| match a.address {
-        IpAddr::V4(a) => !a.is_link_local(),
-        IpAddr::V6(a) => !a.is_unicast_link_local(),
-    };
-    let mut candidates: Vec<&InterfaceAddress> = addresses.iter().filter(is_usable).collect();
-    // IPv4 addresses are preferred to IPv6 addresses.
-    candidates.sort_by_key(|a| a.address.is_ipv6());
+    let reached = ssh.and_then(|s| s.split(' ').nth(2)).and_then(|a| a.parse::<IpAddr>().ok());
+    let selected = select_host_address(wanted, reached, addresses);
     let describe = |a: &InterfaceAddress| format!("interface {}", a.interface);
     match wanted {
         InterfaceSelector::Auto => {
-            let reached = ssh.and_then(|s| s.split(' ').nth(2)).and_then(|a| a.parse::<IpAddr>().ok());
-            if let Some(a) = reached.and_then(|r| candidates.iter().find(|a| a.address == r)) {
+            if let Some(a) = selected.filter(|a| Some(a.address) == reached) {
                 return Ok((a.address, format!("{}, used by the ssh connection", describe(a))));
             }
-            let external = candidates.iter().find(|a| !a.loopback);
             // Without a network, a job whose agents are all on this machine can use the loopback.
-            external
-                .or_else(|| candidates.first())
+            let loopbacks = || addresses.iter().filter(|a| a.address.is_loopback());
+            selected
+                .or_else(|| loopbacks().min_by_key(|a| a.address.is_ipv6()))
                 .map(|a| (a.address, format!("{}, cluster.interface: auto", describe(a))))
                 .ok_or_else(|| {
                     let message = "this host has no address on which a worker could listen";
                     Diagnostic::error(codes::training::HOST_ADDRESSES_UNAVAILABLE, message)
                 })
         }
-        InterfaceSelector::Named(name) => {
-            let found = candidates.iter().find(|a| wanted.admits(&a.interface, a.address));
-            found
-                .map(|a| (a.address, format!("{}, cluster.interface: {name}", describe(a))))
-                .ok_or_else(|| build_interface_not_found_error(name, addresses))
-        }
+        InterfaceSelector::Named(name) => selected
+            .map(|a| (a.address, format!("{}, cluster.interface: {name}", describe(a))))
+            .ok_or_else(|| build_interface_not_found_error(name, addresses)),
     }
 }
 
@@ -188,18 +169,14 @@ mod tests {
     /// Returns the addresses of a simulated host with a loopback and two network interfaces.
     fn list_test_addresses() -> Vec<InterfaceAddress> {
         [
-            ("lo", "127.0.0.1", true),
-            ("lo", "::1", true),
-            ("eth0", "fe80::1", false),
-            ("eth0", "2001:db8::5", false),
-            ("eth0", "192.0.2.5", false),
-            ("ib0", "10.1.2.3", false),
+            ("lo", "127.0.0.1"),
+            ("lo", "::1"),
+            ("eth0", "fe80::1"),
+            ("eth0", "2001:db8::5"),
+            ("eth0", "192.0.2.5"),
+            ("ib0", "10.1.2.3"),
         ]
-        .map(|(i, a, loopback)| InterfaceAddress {
-            interface: i.into(),
-            address: a.parse().unwrap(),
-            loopback,
-        })
+        .map(|(i, a)| InterfaceAddress { interface: i.into(), address: a.parse().unwrap() })
         .to_vec()
     }
 

@@ -2,8 +2,10 @@
 use super::{
     host_values::{HostSelection, filters, host_selection},
     join::JoinSpec,
+    ports::{PortSelection, ports},
     ssh::SshSpec,
 };
+use crate::accelerators::AcceleratorKind;
 use crate::keys::{
     choice::{choice, choices, keywords},
     collections::{described_list_of, list_of},
@@ -54,7 +56,7 @@ section! {
     pub workers_per_host: WorkersPerHost =
         Key::new(workers_per_host(), "auto").aliases(&["nproc_per_node"]);
     /// The devices of the workers.
-    pub devices: DeviceSelection = Key::new(devices(), "auto");
+    pub devices: DeviceSelection = Key::new(devices(), "auto").rules(DEVICE_RULES);
     /// The number of built-in workers that share a GPU.
     pub workers_per_gpu: u32 = Key::new(integer(1..=64), "1").rules(WORKERS_PER_GPU_RULES);
     /// The backend that transfers data between built-in workers on GPUs.
@@ -79,6 +81,9 @@ section! {
             .documented_as("`auto`, name of an interface or network such as `10.1.0.0/16`"),
         "auto",
     );
+    /// The TCP ports on which launch and the built-in workers listen for other hosts.
+    #[serde(default)]
+    pub ports: PortSelection = Key::new(ports(), "any");
 }
 
 /// The largest number of hosts in `cluster.use_hosts` and `run.min_hosts`.
@@ -99,6 +104,13 @@ const fn only_on_gpus(when: &'static [Condition]) -> Rule {
         .help("set `cluster.devices: cuda`, or remove the key")
 }
 
+/// The rule that only programs use accelerators other than the GPUs of NVIDIA.
+const DEVICE_RULES: &[Rule] = &[Rule::no_effect(&[
+    Condition::NotGiven("run.command"),
+    Condition::OneOf("cluster.devices", &["rocm", "xpu", "npu", "hpu", "neuron"]),
+])
+.text("the built-in training computes on CPUs or GPUs of NVIDIA only")
+.help("set `cluster.devices` to `cpu` or `cuda`")];
 /// The rules for keys that only have an effect in built-in training on GPUs: one rule for programs,
 /// and one for training on CPUs.
 const WORKERS_PER_GPU_RULES: &[Rule] = &[only_on_gpus(&[IN_PROGRAM]), only_on_gpus(&[ON_CPUS])];
@@ -196,8 +208,10 @@ pub enum DeviceSelection {
     Auto,
     /// The CPU. Workers cannot see the host's GPUs.
     Cpu,
-    /// All GPUs of the host. A host without a GPU is an error.
+    /// All GPUs of NVIDIA or AMD of the host. A host without such a GPU is an error.
     Cuda,
+    /// All accelerators of this kind of the host, for programs. A host without one is an error.
+    Kind(AcceleratorKind),
     /// The GPUs with these numbers. The list is not empty and has no duplicates.
     List(Vec<u32>),
 }
@@ -251,25 +265,37 @@ fn interface_name() -> ValueType<String> {
     )
 }
 
-/// Returns a [`ValueType`] that accepts `auto`, `cpu`, `cuda`, and lists of different GPU numbers.
+/// Returns a [`ValueType`] that accepts `auto`, `cpu`, names of kinds of accelerators such as
+/// `cuda`, and lists of different GPU numbers.
 fn devices() -> ValueType<DeviceSelection> {
     let schema = json!({"anyOf": [
         device_keywords().schema,
         {"type": "array", "items": integer::<u32>(0..=MAX_GPUS - 1).schema, "minItems": 1, "uniqueItems": true},
     ]});
-    ValueType::new("`auto`, `cpu`, `cuda` or list of integers", schema, read_devices, |devices| match devices
-    {
-        DeviceSelection::List(numbers) => gpu_numbers().print(numbers),
-        keyword => device_keywords().print(keyword),
-    })
+    ValueType::new(
+        "`auto`, `cpu`, `cuda`, `rocm`, `xpu`, `npu`, `hpu`, `neuron` or list of integers",
+        schema,
+        read_devices,
+        |devices| match devices {
+            DeviceSelection::List(numbers) => gpu_numbers().print(numbers),
+            keyword => device_keywords().print(keyword),
+        },
+    )
 }
 
 /// Returns a [`ValueType`] that accepts the keywords of `cluster.devices`.
 fn device_keywords() -> ValueType<DeviceSelection> {
+    use AcceleratorKind::{Hpu, Neuron, Npu, Rocm, Xpu};
+    let kind = |kind: AcceleratorKind| (kind.traits().name, DeviceSelection::Kind(kind));
     keywords(vec![
         ("auto", DeviceSelection::Auto),
         ("cpu", DeviceSelection::Cpu),
         ("cuda", DeviceSelection::Cuda),
+        kind(Rocm),
+        kind(Xpu),
+        kind(Npu),
+        kind(Hpu),
+        kind(Neuron),
     ])
 }
 

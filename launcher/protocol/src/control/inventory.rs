@@ -1,6 +1,6 @@
 //! [`HostInventory`]: the hardware and environment of a host.
-use crate::hardware::{CpuTopology, GpuDevice};
-use jobspec::env::is_device_variable;
+use crate::hardware::{Accelerator, CpuTopology};
+use jobspec::env::{is_device_variable, is_interface_variable};
 use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
 
@@ -21,14 +21,29 @@ pub struct HostInventory {
     /// The addresses of the network interfaces that are up, including the loopback; empty if not
     /// known yet.
     pub addresses: Vec<InterfaceAddress>,
+    /// The address at which the controller reached the host, as sshd states it in `SSH_CONNECTION`;
+    /// `None` without SSH.
+    #[serde(default)]
+    pub reached_address: Option<IpAddr>,
     /// The size of /dev/shm, in bytes; 0 if /dev/shm does not exist or the size is unknown.
     pub shm: u64,
     /// The physical cores of the CPUs in `cpus`.
     pub topology: CpuTopology,
-    /// The GPUs of the host, ordered by their device number.
-    pub gpus: Vec<GpuDevice>,
+    /// The accelerators of the host that the agent may use. Those of one kind are in the order in
+    /// which their runtime numbers them.
+    #[serde(rename = "gpus")]
+    pub accelerators: Vec<Accelerator>,
+    /// The number of accelerators that exist on the host, but that permissions or a control group
+    /// deny to the agent.
+    #[serde(default)]
+    pub denied_accelerators: u32,
+    /// Whether the host has a device that may compute for programs, and whose kind launch cannot
+    /// select, such as a TPU.
+    #[serde(default)]
+    pub has_other_devices: bool,
     /// Environment variables that workers inherit. The report of an agent contains only the
-    /// variables of [`jobspec::env::VISIBLE_DEVICES`] that are set on its host. In the controller,
+    /// variables of [`jobspec::env::VISIBLE_DEVICES`] and [`jobspec::env::SOCKET_INTERFACES`] that
+    /// are set on its host. In the controller,
     /// the inventory also contains the variables of [`jobspec::env::USER_OVERRIDABLE`] that the
     /// user has set.
     #[serde(rename = "visible_devices")]
@@ -46,17 +61,17 @@ impl HostInventory {
         self.cpus.is_empty()
     }
 
-    /// Removes from the inventory all environment variables except those that select devices,
-    /// because an agent reports no others to the controller.
+    /// Removes from the inventory all environment variables except those that select devices and
+    /// network interfaces, because an agent reports no others to the controller.
     pub fn into_report(mut self) -> HostInventory {
-        self.inherited_env.retain(|(name, _)| is_device_variable(name));
+        self.inherited_env.retain(|(name, _)| is_device_variable(name) || is_interface_variable(name));
         self
     }
 
     /// Returns the inventory of a host from the report of its agent. A topology that does not match
     /// the CPUs is replaced by one core per CPU. The variables in `user_env`, which are from the
-    /// controller's environment, replace those of the report. Only the variables of
-    /// [`jobspec::env::VISIBLE_DEVICES`] are taken from the report.
+    /// controller's environment, replace those of the report. Only the variables that
+    /// select devices and network interfaces are taken from the report.
     pub fn from_report(report: HostInventory, user_env: &[(String, String)]) -> HostInventory {
         let mut inventory = report.into_report();
         inventory.cpus.sort_unstable();
@@ -89,19 +104,19 @@ pub struct InterfaceAddress {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::hardware::{CpuCore, GpuVendor};
+    use crate::hardware::CpuCore;
 
     #[test]
     fn an_inventory_round_trips_and_visible_gpus_are_those_of_the_host() {
         let pair = |name: &str, value: &str| (name.to_owned(), value.to_owned());
-        let gpu = GpuDevice { vendor: GpuVendor::Nvidia, bus: None, uuid: None, numa_node: Some(1) };
+        let gpu = Accelerator { numa_node: Some(1), ..Accelerator::default() };
         let variables = vec![pair("OMP_NUM_THREADS", "3"), pair("CUDA_VISIBLE_DEVICES", "1")];
         let topology = CpuTopology { cores: vec![CpuCore { cpus: vec![0, 2], numa_node: 1 }] };
         let remote = HostInventory {
             host: "remote".into(),
             cpus: vec![0, 2],
             topology,
-            gpus: vec![gpu],
+            accelerators: vec![gpu],
             inherited_env: variables,
             ..HostInventory::default()
         };

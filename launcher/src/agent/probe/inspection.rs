@@ -37,6 +37,8 @@ pub(super) fn inspect_host(dirs: &[PathBuf]) -> HostInspection {
         writable: check_home_directories(),
         dirs: dirs.iter().map(|dir| inspect_directory(dir)).collect(),
         gpus: gpu::inspect_gpus(),
+        denied_accelerators: inventory.as_ref().map_or(0, |i| i.denied_accelerators),
+        accelerators: inventory.map(|i| i.accelerators).unwrap_or_default(),
         limits: read_resource_limits(),
         shm_size_and_free: read_size_and_free_bytes(Path::new("/dev/shm")),
         interfaces: list_reachable_addresses(),

@@ -11,6 +11,7 @@ use crate::{
     warning_limit::WarningLimit,
 };
 use diagnostic::quantity::format_count;
+use jobspec::PortSelection;
 use protocol::control::MAX_ADDRESSES;
 use std::{
     io,
@@ -27,14 +28,16 @@ use tokio::{
 /// interval at which nodes are checked for failed tasks.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Opens a TCP listener at each of these addresses of this machine, each with any free port.
-/// `agents` is the number of agents that will connect. Returns the listeners and their addresses.
+/// Opens a TCP listener at each of these addresses of this machine, each with a free port of
+/// `ports`. `agents` is the number of agents that will connect. Returns the listeners and their
+/// addresses.
 pub(super) fn open_listeners(
     addresses: &[IpAddr],
+    ports: PortSelection,
     agents: usize,
 ) -> io::Result<(Vec<TcpListener>, Vec<SocketAddr>)> {
     let open = |address: &IpAddr| {
-        let listener = listen(SocketAddr::new(*address, 0), agents)?;
+        let listener = ports.bind(|port| listen(SocketAddr::new(*address, port), agents))?;
         let local = listener.local_addr()?;
         Ok((listener, local))
     };

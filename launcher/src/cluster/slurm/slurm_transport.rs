@@ -24,9 +24,14 @@ use crate::{
 };
 use diagnostic::{Diagnostic, codes::slurm};
 use globset::Glob;
-use jobspec::{EnvSource, InterfaceSelector, JobSpec, RunSpec, env};
-use protocol::control::{ExitStatus, InterfaceAddress};
-use std::{collections::HashSet, io, net::IpAddr, sync::Arc};
+use jobspec::{EnvSource, InterfaceSelector, JobSpec, PortSelection, RunSpec, env};
+use protocol::control::{ExitStatus, InterfaceAddress, is_routable};
+use std::{
+    collections::HashSet,
+    io,
+    net::{IpAddr, Ipv4Addr},
+    sync::Arc,
+};
 use tokio::io::AsyncReadExt as _;
 
 /// The transport that starts agents on the nodes of the allocation in which this process runs.
@@ -37,6 +42,7 @@ pub(crate) struct SlurmTransport {
     /// The network interface of this machine, or a network, through which agents connect to this
     /// machine. It is ignored if this machine has no such address.
     interface: InterfaceSelector,
+    ports: PortSelection,
     /// Variables of this process that srun does not get, because Slurm sends the environment of
     /// srun to the nodes without encryption.
     secret_variables: Vec<String>,
@@ -51,6 +57,7 @@ impl SlurmTransport {
             allocation,
             bcast: job.slurm.bcast,
             interface: job.cluster.interface.clone(),
+            ports: job.cluster.ports,
             secret_variables: names.filter(|name| is_sent_encrypted(&job.run, name)).collect(),
             steps: Vec::new(),
         }
@@ -97,7 +104,7 @@ impl SlurmTransport {
         let ips = find_controller_addresses(&self.interface, list_addresses());
         let (ips, omitted) = listener::select_addresses(ips);
         let (listeners, addresses) =
-            listener::open_listeners(&ips, nodes.names.len()).map_err(cannot_listen)?;
+            listener::open_listeners(&ips, self.ports, nodes.names.len()).map_err(cannot_listen)?;
         let invitation = Invitation { key: HandshakeKey::generate().map_err(cannot_listen)?, addresses };
         let executable = srun::StepExecutable::find_current(self.bcast, self.allocation.job)?;
         let arguments = srun::build_arguments(nodes, &executable);
@@ -152,21 +159,22 @@ fn is_sent_encrypted(run: &RunSpec, name: &str) -> bool {
 }
 
 /// Returns the addresses of this machine to which agents connect. These are the addresses that
-/// `interface` selects or, if it selects no address, all IPv4 addresses. `known` are the
-/// addresses of this machine.
+/// `interface` selects or, if it selects no address, all addresses. `known` are the addresses of
+/// this machine. Link-local addresses are left out.
 fn find_controller_addresses(interface: &InterfaceSelector, known: Vec<InterfaceAddress>) -> Vec<IpAddr> {
-    let is_usable = |a: &&InterfaceAddress| a.interface != "lo" && !a.address.is_unspecified();
+    let is_usable = |a: &&InterfaceAddress| !a.address.is_loopback() && is_routable(a.address);
     if let InterfaceSelector::Named(_) = interface {
         let selected = known.iter().filter(is_usable).filter(|a| interface.admits(&a.interface, a.address));
-        let is_scoped = |a: &IpAddr| matches!(a, IpAddr::V6(v6) if v6.is_unicast_link_local());
-        let selected: Vec<IpAddr> = selected.map(|a| a.address).filter(|a| !is_scoped(a)).collect();
+        let selected: Vec<IpAddr> = selected.map(|a| a.address).collect();
         if !selected.is_empty() {
             return selected;
         }
     }
-    let found = known.iter().filter(is_usable).map(|a| a.address).filter(IpAddr::is_ipv4);
+    let found: Vec<IpAddr> = known.iter().filter(is_usable).map(|a| a.address).collect();
     // A cluster of one machine may have no other address than that of the loopback.
-    found.chain([IpAddr::from([127, 0, 0, 1])]).collect()
+    let loopbacks = known.iter().map(|a| a.address).filter(IpAddr::is_loopback);
+    let loopback = loopbacks.min_by_key(IpAddr::is_ipv6).unwrap_or(Ipv4Addr::LOCALHOST.into());
+    found.into_iter().chain([loopback]).collect()
 }
 
 impl Transport for SlurmTransport {
@@ -207,6 +215,7 @@ impl Transport for SlurmTransport {
 mod tests {
     use super::*;
     use crate::cluster::slurm::allocation::{SlurmNode, SlurmNodeGroup};
+    use std::net::Ipv6Addr;
 
     /// Builds a node of an allocation that has `gpus` GPUs. `requires_gpu_request` states whether
     /// the job requested GPUs per task.
@@ -244,6 +253,13 @@ mod tests {
             assert_eq!(found.iter().map(IpAddr::to_string).collect::<Vec<_>>(), expected, "{name}");
         }
         assert_eq!(find_controller_addresses(&InterfaceSelector::Auto, known()).len(), 3);
+        let v6_only = known().into_iter().filter(|a| a.address.is_ipv6()).chain([
+            InterfaceAddress { interface: "lo".to_owned(), address: Ipv6Addr::LOCALHOST.into() },
+            InterfaceAddress { interface: "ib0".to_owned(), address: "fd00::4".parse().expect("an address") },
+            InterfaceAddress { interface: "usb0".to_owned(), address: "169.254.1.2".parse().expect("one") },
+        ]);
+        let found = find_controller_addresses(&InterfaceSelector::Auto, v6_only.collect());
+        assert_eq!(found.iter().map(IpAddr::to_string).collect::<Vec<_>>(), ["fd00::4", "::1"]);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! [`evaluate_probes`]: converts the probe results of the hosts to the check results of
 //! `launch check`.
 use super::{
+    accelerators,
     check_report::{CheckLevel, CheckReport, CheckResult, HostReport},
     gpus,
     probe::ProbeResult,
@@ -131,6 +132,7 @@ fn check_host(
         ),
     });
     checks.extend(check_directories(job, host));
+    checks.extend(accelerators::check_accelerators(job, host, first, slots));
     checks.extend(gpus::check_gpus(host, first, slots));
     checks.extend(check_limits(host));
     checks

@@ -6,6 +6,7 @@ use crate::{
     connection::{FrameError, MessagePriority, Outbox, read_frames, write_frames},
 };
 use diagnostic::{Diagnostic, codes};
+use jobspec::PortSelection;
 use protocol::{
     control::{FromAgent, PROTOCOL_VERSION, ToAgent},
     probe::{HostInspection, MAX_PEERS, PeerListener, ProbeAnswer, ProbeRequest},
@@ -33,7 +34,7 @@ const NEIGHBOUR_COUNT: usize = 4;
 /// The largest number of hosts for which every host connects to all other hosts.
 const MAX_FULL_MESH_HOSTS: usize = 16;
 
-/// The directories and library paths that the agent of each host inspects.
+/// The directories, library paths and ports that the agent of each host inspects or uses.
 #[derive(Clone, Debug)]
 pub(super) struct ProbeTargets {
     /// The absolute paths of the directories that the job writes to: working, log and, for built-in
@@ -42,6 +43,8 @@ pub(super) struct ProbeTargets {
     /// The directories in which CUDA libraries are searched before the default directories; `None`
     /// if the job does not train on GPUs.
     pub(super) cuda: Option<Vec<PathBuf>>,
+    /// The ports of which each agent takes one to listen for its peers.
+    pub(super) ports: PortSelection,
 }
 
 /// The answers of one host to the probes of `launch check`, or the error that prevented them.
@@ -242,7 +245,7 @@ async fn find_root_error(
 /// clock skew in seconds and the uncertainty of the skew in seconds.
 async fn request_inspection(
     connection: &mut AgentConnection,
-    ProbeTargets { dirs, cuda }: ProbeTargets,
+    ProbeTargets { dirs, cuda, ports }: ProbeTargets,
     nonce: String,
 ) -> diagnostic::Result<(HostInspection, (f64, f64))> {
     let hello = ToAgent::Hello { version: PROTOCOL_VERSION, terms: None };
@@ -260,9 +263,8 @@ async fn request_inspection(
         return Err(Diagnostic::error(codes::run::AGENT_VERSION_MISMATCH, message)
             .with_help("install the same build of launch on every host"));
     }
-    connection
-        .outbox
-        .send_message(MessagePriority::Critical, ToAgent::Probe(ProbeRequest::Inspect { nonce, dirs, cuda }));
+    let request = ProbeRequest::Inspect { nonce, dirs, cuda, ports };
+    connection.outbox.send_message(MessagePriority::Critical, ToAgent::Probe(request));
     let sent = read_unix_time_s();
     let inspection = connection.wait_for_message(Some(ANSWER_TIMEOUT), |m| match m {
         FromAgent::Probed(ProbeAnswer::Inspect(inspection)) => Some(inspection),

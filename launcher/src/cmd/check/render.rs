@@ -1,10 +1,14 @@
 //! Formats the report of `launch check` as text and JSON.
-use super::check_report::{CheckLevel, CheckReport, CheckResult, HostReport};
+use super::{
+    accelerators::describe_accelerators,
+    check_report::{CheckLevel, CheckReport, CheckResult, HostReport},
+};
 use crate::format::format_table;
 use diagnostic::{
     quantity::{format_bytes, format_count},
     terminal_text::filter_line,
 };
+use jobspec::AcceleratorKind;
 use serde_json::{Value, json};
 use std::fmt::Write;
 
@@ -12,7 +16,7 @@ use std::fmt::Write;
 /// with its help.
 pub(super) fn render_text(report: &CheckReport) -> String {
     let mut rows = vec![
-        ["host", "reached", "version", "cpus", "memory", "gpus", "clock", "disk", "ports"]
+        ["host", "reached", "version", "cpus", "memory", "devices", "clock", "disk", "ports"]
             .map(str::to_owned)
             .to_vec(),
     ];
@@ -110,16 +114,17 @@ fn format_host_row(host: &HostReport) -> Vec<String> {
         Some(check) if check.level == CheckLevel::Ok => "ok".to_owned(),
         Some(_) => "see below".to_owned(),
     };
-    let gpus = match inspection.gpus.gpus.len() {
+    let devices = match inspection.gpus.gpus.len() {
         0 if inspection.gpus.devices > 0 => format!("{} (no driver)", inspection.gpus.devices),
-        0 => "none".to_owned(),
-        n => n.to_string(),
+        0 => describe_accelerators(&inspection.accelerators),
+        n if inspection.accelerators.iter().all(|a| a.kind == AcceleratorKind::Cuda) => n.to_string(),
+        _ => describe_accelerators(&inspection.accelerators),
     };
     row.extend([
         format!("{} {}", inspection.version, inspection.arch),
         inspection.cpus.to_string(),
         format_bytes(inspection.memory),
-        gpus,
+        devices,
         host.clock_skew_s.map_or("-".to_owned(), |(skew, _)| format!("{skew:+.2} s")),
         inspection.dirs.last().map_or("-".to_owned(), |d| format_bytes(d.free)),
         state("ports"),

@@ -109,8 +109,16 @@ impl CoreHarness {
         let workers = vec![(0..self.local).map(worker).collect(); self.core.members.len()];
         let attempt = self.core.attempt;
         let address = std::net::Ipv4Addr::LOCALHOST.into();
-        let bind =
-            RendezvousRequest { attempt, address, port: 0, store: false, clients: 1, allowed: Vec::new() };
+        let bind = RendezvousRequest {
+            attempt,
+            address,
+            port: 0,
+            store: false,
+            clients: 1,
+            allowed: Vec::new(),
+            coordinator: false,
+            ports: jobspec::PortSelection::Any,
+        };
         let first = self.core.members.first().copied().unwrap_or(0);
         let requested = self.feed_input(ControllerInput::Planned { attempt, workers, bind: bind.clone() });
         assert_eq!(requested, [ControllerAction::Send(first, ToAgent::Bind(bind))]);

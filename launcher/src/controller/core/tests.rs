@@ -332,6 +332,8 @@ fn an_attempt_without_a_plan_or_rendezvous_ends_the_run() {
         store: false,
         clients: 1,
         allowed: Vec::new(),
+        coordinator: false,
+        ports: jobspec::PortSelection::Any,
     };
     let workers = vec![vec![PlannedWorker { log: "/run/0.log".into() }]];
     harness.feed_input(ControllerInput::Planned { attempt: 0, workers, bind });

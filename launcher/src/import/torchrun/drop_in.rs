@@ -17,7 +17,7 @@ use crate::import::{
 };
 use diagnostic::Diagnostic;
 use jobspec::{
-    env,
+    AcceleratorKind, env,
     hosts::{NodeCount, RendezvousAddress},
     quote_yaml,
 };
@@ -161,19 +161,14 @@ fn count_workers(given: &mut CommandLine, context: &DropInContext<'_>) -> Result
         None => 1,
         Some("cpu") => context.cpus as i64,
         Some("auto") if context.gpus == 0 => context.cpus as i64,
-        Some("gpu" | "auto") => match context.gpus {
-            0 => {
-                return Err(reject_option(
-                    PROGRAM,
-                    OPTION,
-                    "this machine has no GPU",
-                    "use a number, or `cpu`",
-                ));
-            }
-            gpus => gpus as i64,
-        },
+        Some("auto") => context.gpus as i64,
+        Some("gpu") if context.gpus > 0 && context.kind.is_cuda_device() => context.gpus as i64,
+        Some("gpu") => {
+            return Err(reject_option(PROGRAM, OPTION, "this machine has no GPU", "use a number, or `cpu`"));
+        }
+        Some("xpu") if context.gpus > 0 && context.kind == AcceleratorKind::Xpu => context.gpus as i64,
         Some("xpu") => {
-            return Err(reject_option(PROGRAM, OPTION, "launch does not count XPUs", "use a number"));
+            return Err(reject_option(PROGRAM, OPTION, "this machine has no XPU", "use a number, or `cpu`"));
         }
         Some(number) => number.trim().parse().unwrap_or_default(),
     };

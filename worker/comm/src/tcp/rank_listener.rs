@@ -80,7 +80,12 @@ impl AbortHandle {
 impl RankListener {
     /// Binds a listener to `address`, on a port that the operating system selects.
     pub fn bind(address: IpAddr) -> std::io::Result<Self> {
-        let listener = TcpListener::bind((address, 0))?;
+        Self::bind_to(SocketAddr::new(address, 0))
+    }
+
+    /// Binds a listener to an address and a port. Port 0 stands for any port.
+    pub fn bind_to(address: SocketAddr) -> std::io::Result<Self> {
+        let listener = TcpListener::bind(address)?;
         // The backlog of std is too short for a thousand peers that connect at once.
         nix::sys::socket::listen(&listener, nix::sys::socket::Backlog::new(LISTEN_BACKLOG)?)?;
         Ok(RankListener { listener })

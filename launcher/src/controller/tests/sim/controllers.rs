@@ -461,6 +461,8 @@ impl Simulation {
             store: false,
             clients: world,
             allowed: Vec::new(),
+            coordinator: false,
+            ports: jobspec::PortSelection::Any,
         };
         self.feed_controller(index, ControllerInput::Planned { attempt, workers, bind });
     }

@@ -1,0 +1,109 @@
+//! [`discover_accelerators`]: finds the accelerators of this machine from files of their drivers,
+//! without loading a library of a vendor.
+mod amd;
+mod device_tree;
+mod intel;
+mod mig_uuids;
+mod numbered_nodes;
+mod nvidia;
+#[cfg(test)]
+mod tests;
+
+use device_tree::DeviceTree;
+use jobspec::AcceleratorKind;
+use mig_uuids::{MigUuids, read_mig_uuids};
+use nix::unistd::{AccessFlags, access};
+use protocol::hardware::Accelerator;
+use std::{path::Path, sync::OnceLock};
+
+/// The largest number of accelerators of a machine. Further accelerators are ignored.
+const MAX_ACCELERATORS: usize = 1024;
+/// The prefixes of device nodes in /dev through which programs may compute on devices that launch
+/// cannot select: GPUs in WSL and of NVIDIA's Tegra, and accelerators of Cambricon, Moore Threads,
+/// Tecorigin and Google.
+const OTHER_DEVICES: [&str; 7] =
+    ["dxg", "nvhost-gpu", "nvmap", "cambricon_dev", "mtgpu.", "tcaicard", "accel"];
+
+/// The accelerators of a machine.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct DiscoveredAccelerators {
+    /// The accelerators that this process may use. Those of one kind are in the order in which
+    /// their runtime numbers them.
+    pub(super) accelerators: Vec<Accelerator>,
+    /// The number of accelerators that permissions or a control group deny to this process.
+    pub(super) denied: u32,
+    /// Whether there are devices whose kind launch cannot select.
+    pub(super) has_other_devices: bool,
+}
+
+/// Discovers the accelerators of this machine, of each kind in the order in which their runtime
+/// numbers them. The files are read below `root`. `variable` returns environment variables of this
+/// process.
+///
+/// Accelerators that the control group of this process denies are left out, because the runtimes do
+/// not number them. With ConstrainDevices, a scheduler denies the GPUs of other jobs, and the
+/// numbers in `CUDA_VISIBLE_DEVICES` count only the GPUs of the job.
+pub(super) fn discover_accelerators(
+    root: &Path,
+    variable: &dyn Fn(&str) -> Option<String>,
+) -> DiscoveredAccelerators {
+    // An agent calls this function first before it has workers. Later, its main loop could reap the
+    // process of the tool.
+    static MIG_UUIDS: OnceLock<MigUuids> = OnceLock::new();
+    let tree = DeviceTree::new(root, &is_device_permitted);
+    discover_in(&tree, variable, &|| MIG_UUIDS.get_or_init(|| read_mig_uuids("nvidia-smi")).clone())
+}
+
+/// Discovers the accelerators of the machine whose files `tree` reads. `mig_uuids` lists the UUIDs
+/// of MIG instances.
+fn discover_in(
+    tree: &DeviceTree<'_>,
+    variable: &dyn Fn(&str) -> Option<String>,
+    mig_uuids: &dyn Fn() -> MigUuids,
+) -> DiscoveredAccelerators {
+    let mut found = DiscoveredAccelerators::default();
+    nvidia::list_nvidia(tree, mig_uuids, &mut found);
+    amd::list_amd(tree, &mut found);
+    intel::list_xpus(tree, variable, &mut found);
+    numbered_nodes::list_npus(tree, &mut found);
+    numbered_nodes::list_hpus(tree, &mut found);
+    numbered_nodes::list_neuron_cores(tree, variable, &mut found);
+    found.accelerators.truncate(MAX_ACCELERATORS);
+    found.has_other_devices =
+        tree.list_names("dev").iter().any(|name| OTHER_DEVICES.iter().any(|prefix| is_other(name, prefix)));
+    found
+}
+
+/// Returns whether `name` is that of a device node of another kind: the prefix, and a number or
+/// nothing. The directory `accel` holds nodes of kinds that launch knows.
+fn is_other(name: &str, prefix: &str) -> bool {
+    let number = name.strip_prefix(prefix);
+    number.is_some_and(|n| n.bytes().all(|b| b.is_ascii_digit()) && !(n.is_empty() && prefix == "accel"))
+}
+
+/// Returns the accelerators that `text` describes for tests (`LAUNCH_GPUS`): a number, a kind and a
+/// number such as `npu:4`, or several of them as in `cuda:2,xpu:1`. At most [`MAX_ACCELERATORS`]
+/// are returned. Returns `None` if `text` is absent or malformed.
+pub(super) fn simulate_accelerators(text: Option<&str>) -> Option<Vec<Accelerator>> {
+    let mut accelerators = Vec::new();
+    for part in text?.split(',') {
+        let (name, count) = part.split_once(':').unwrap_or(("cuda", part));
+        let kind = AcceleratorKind::ALL.into_iter().find(|k| k.traits().name == name)?;
+        let accelerator = |index: u32| Accelerator {
+            uuid: (kind == AcceleratorKind::Mig).then(|| format!("MIG-{index}")),
+            number: matches!(kind, AcceleratorKind::Hpu | AcceleratorKind::Neuron).then_some(index),
+            ..Accelerator::new(kind)
+        };
+        let most = (MAX_ACCELERATORS - accelerators.len()) as u32;
+        accelerators.extend((0..count.parse::<u32>().ok()?.min(most)).map(accelerator));
+    }
+    Some(accelerators)
+}
+
+/// Returns whether this process may open a device node. The kernel also checks the control group,
+/// and the driver does not notice the check.
+fn is_device_permitted(node: &Path) -> bool {
+    access(node, AccessFlags::R_OK | AccessFlags::W_OK).is_ok()
+        // The nodes of MIG capabilities are not writable.
+        || node.parent().is_some_and(|dir| dir.ends_with("nvidia-caps")) && access(node, AccessFlags::R_OK).is_ok()
+}

@@ -1,0 +1,96 @@
+//! [`DeviceTree`]: reads the files of device drivers with limits, because a container can replace
+//! them.
+use std::{
+    fs::{self, File, OpenOptions},
+    io::Read,
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+    str::FromStr,
+};
+
+/// The largest number of entries of a directory that are read. Further entries are ignored.
+const MAX_ENTRIES: usize = 4096;
+/// The largest number of bytes of a file that are read. Further bytes are ignored.
+const MAX_FILE_BYTES: u64 = 64 << 10;
+
+/// The files of device drivers in /proc, /sys and /dev below a root directory.
+pub(super) struct DeviceTree<'a> {
+    root: &'a Path,
+    /// Returns whether this process may open a device node.
+    is_permitted: &'a dyn Fn(&Path) -> bool,
+}
+
+impl<'a> DeviceTree<'a> {
+    pub(super) fn new(root: &'a Path, is_permitted: &'a dyn Fn(&Path) -> bool) -> DeviceTree<'a> {
+        DeviceTree { root, is_permitted }
+    }
+
+    /// Returns the names of the entries of a directory, sorted. Returns no names if the directory
+    /// cannot be read.
+    pub(super) fn list_names(&self, directory: impl AsRef<Path>) -> Vec<String> {
+        let Ok(entries) = fs::read_dir(self.root.join(directory)) else { return Vec::new() };
+        let names = entries.take(MAX_ENTRIES).flatten().filter_map(|e| e.file_name().into_string().ok());
+        let mut names: Vec<String> = names.collect();
+        names.sort_unstable();
+        names
+    }
+
+    /// Returns the numbers N of the entries `{prefix}N` of a directory, in ascending order.
+    pub(super) fn list_numbers(&self, directory: impl AsRef<Path>, prefix: &str) -> Vec<u32> {
+        let number = |name: String| {
+            let digits = name.strip_prefix(prefix)?;
+            let is_plain = digits.bytes().all(|b| b.is_ascii_digit());
+            digits.parse::<u32>().ok().filter(|_| is_plain)
+        };
+        let mut numbers: Vec<u32> = self.list_names(directory).into_iter().filter_map(number).collect();
+        numbers.sort_unstable();
+        numbers.dedup();
+        numbers
+    }
+
+    /// Reads the beginning of a regular file as text. Returns `None` if the file cannot be read or
+    /// is not UTF-8.
+    pub(super) fn read_text(&self, path: impl AsRef<Path>) -> Option<String> {
+        // Opening a named pipe would block.
+        let mut options = OpenOptions::new();
+        let file: File = options.read(true).custom_flags(libc::O_NONBLOCK).open(self.root.join(path)).ok()?;
+        if !file.metadata().ok()?.is_file() {
+            return None;
+        }
+        let mut bytes = Vec::new();
+        file.take(MAX_FILE_BYTES).read_to_end(&mut bytes).ok()?;
+        String::from_utf8(bytes).ok()
+    }
+
+    /// Reads a file that contains a single value, such as a number. Returns `None` if the value
+    /// cannot be read.
+    pub(super) fn read_value<T: FromStr>(&self, path: impl AsRef<Path>) -> Option<T> {
+        self.read_text(path)?.trim().parse().ok()
+    }
+
+    /// Reads a file that contains a hexadecimal number such as `0x8086`.
+    pub(super) fn read_hex(&self, path: impl AsRef<Path>) -> Option<u32> {
+        u32::from_str_radix(self.read_text(path)?.trim().strip_prefix("0x")?, 16).ok()
+    }
+
+    /// Returns the last part of the target of a symbolic link. Drivers link a device to the
+    /// directory that is named after its address.
+    pub(super) fn read_link_name(&self, path: impl AsRef<Path>) -> Option<String> {
+        let target = fs::read_link(self.root.join(path)).ok()?;
+        target.file_name()?.to_str().map(str::to_owned)
+    }
+
+    /// Reads the NUMA node of the PCI device with the address `bus`. Returns `None` if the kernel
+    /// states -1 or the file cannot be read.
+    pub(super) fn read_numa_node(&self, bus: &str) -> Option<u32> {
+        // A damaged list of devices must not lead out of the directory.
+        let is_address = bus.bytes().all(|b| b.is_ascii_hexdigit() || matches!(b, b':' | b'.'));
+        let directory = PathBuf::from("sys/bus/pci/devices").join(bus.to_lowercase());
+        is_address.then(|| self.read_value(directory.join("numa_node"))).flatten()
+    }
+
+    /// Returns whether this process may open the device node `path`, such as `dev/nvidia0`.
+    pub(super) fn is_permitted(&self, path: impl AsRef<Path>) -> bool {
+        (self.is_permitted)(&self.root.join(path))
+    }
+}

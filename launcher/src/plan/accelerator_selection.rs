@@ -1,0 +1,397 @@
+//! [`AcceleratorSelection`]: the accelerators that the workers of a host can use.
+use super::{
+    accelerator_pool::{AcceleratorPool, list_kinds},
+    job_host::JobHost,
+    key_error::key_error,
+};
+use diagnostic::{Diagnostic, codes::host as codes, quantity::format_count};
+use jobspec::{
+    AcceleratorKind, DeviceSelection, JobSpec, VisibleDevices,
+    env::{CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES},
+};
+use protocol::control::HostInventory;
+
+/// The accelerators that a job uses on one host, in the order in which a program numbers them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct AcceleratorSelection {
+    /// The kind of the accelerators.
+    kind: AcceleratorKind,
+    /// The numbers or UUIDs of the accelerators, as in the environment variable of their kind. No
+    /// item is empty.
+    names: Vec<String>,
+    /// The NUMA node of each accelerator in `names`; `None` if unknown.
+    numa_nodes: Vec<Option<u32>>,
+    /// Whether programs get the variable even if they may use all accelerators that launch itself
+    /// can use.
+    set_always: bool,
+    /// Whether `names` are GPU numbers in the order of the PCI bus. Otherwise they come from the
+    /// user's environment.
+    in_bus_order: bool,
+    /// Whether `names` are only placeholders, because the driver does not state the names.
+    unnamed: bool,
+    /// The kinds of which programs must not see any accelerator.
+    hidden: Vec<AcceleratorKind>,
+    /// The kinds of accelerators of the host, if there are several and the job does not choose one.
+    /// Then `names` is empty.
+    mixed: Vec<AcceleratorKind>,
+    /// Whether the host has devices whose kind launch cannot select.
+    has_other_devices: bool,
+    /// Whether the host's agent has not reported the accelerators yet.
+    unknown: bool,
+    /// The number of built-in workers that share a GPU; 0 if the workers run a program. A built-in
+    /// worker sees only its own GPU.
+    workers_per_gpu: u32,
+}
+
+/// Selects the accelerators that the job uses on a host. Fails if the host does not have the
+/// accelerators that the job requires.
+pub(super) fn select_accelerators(
+    job: &JobSpec,
+    inventory: &HostInventory,
+) -> diagnostic::Result<AcceleratorSelection> {
+    let unknown = inventory.is_unknown();
+    let trains = job.run.command.is_none();
+    let devices = &job.cluster.devices;
+    let has_other_devices = inventory.has_other_devices;
+    if trains && !job.cluster.trains_on_gpus() {
+        return Ok(AcceleratorSelection { has_other_devices, ..AcceleratorSelection::default() });
+    }
+    if *devices == DeviceSelection::Cpu {
+        return hide_accelerators(inventory);
+    }
+    let Some(kind) = choose_kind(devices, inventory) else {
+        let mixed = list_kinds(inventory);
+        if matches!(devices, DeviceSelection::List(_)) {
+            return Err(mixed_error(&mixed, inventory));
+        }
+        return Ok(AcceleratorSelection { mixed, has_other_devices, ..AcceleratorSelection::default() });
+    };
+    let pool = AcceleratorPool::new(kind, inventory);
+    let inherited = pool.inherited_names(inventory);
+    let in_bus_order = inherited.is_none() || matches!(devices, DeviceSelection::List(_));
+    let (names, set_always) = match devices {
+        DeviceSelection::List(listed) => (pool.list_numbered(listed, unknown)?, true),
+        _ => (inherited.unwrap_or_else(|| pool.names()), false),
+    };
+    let is_required = matches!(devices, DeviceSelection::Cuda | DeviceSelection::Kind(_));
+    if names.is_empty() && is_required && !unknown {
+        return Err(pool.required_error(devices));
+    }
+    let numa_nodes = names.iter().map(|name| pool.find_numa_node(name)).collect();
+    let workers_per_gpu = if trains { job.cluster.workers_per_gpu } else { 0 };
+    let unnamed = in_bus_order && pool.is_unnamed();
+    Ok(AcceleratorSelection {
+        kind,
+        names,
+        numa_nodes,
+        set_always,
+        in_bus_order,
+        unnamed,
+        has_other_devices,
+        unknown,
+        workers_per_gpu,
+        ..AcceleratorSelection::default()
+    })
+}
+
+/// Returns the selection of a job whose programs see no accelerators. Fails if the host has
+/// accelerators that cannot be hidden.
+fn hide_accelerators(inventory: &HostInventory) -> diagnostic::Result<AcceleratorSelection> {
+    let kinds = list_kinds(inventory);
+    if let Some(traits) = kinds.iter().map(|kind| kind.traits()).find(|traits| traits.hide.is_none()) {
+        let host = &inventory.host;
+        let message =
+            format!("launch cannot hide the {}s of {host} ({}) from programs", traits.unit, traits.vendor);
+        return Err(key_error(codes::ACCELERATORS_NOT_HIDDEN, "cluster.devices", message)
+            .with_field("host", host.as_str())
+            .with_field("kind", traits.name)
+            .with_help("use `auto`, and select the CPU in the program"));
+    }
+    // On a host without accelerators, programs get the variable of CUDA.
+    let hidden = if kinds.is_empty() { vec![AcceleratorKind::Cuda] } else { kinds };
+    Ok(AcceleratorSelection { hidden, ..AcceleratorSelection::default() })
+}
+
+/// Chooses the kind of accelerators that the job uses on a host. If the host has several kinds, the
+/// job or an environment variable that lists devices of one kind decides. Returns `None` if nothing
+/// decides.
+fn choose_kind(devices: &DeviceSelection, inventory: &HostInventory) -> Option<AcceleratorKind> {
+    let kinds = list_kinds(inventory);
+    let is_listed = |kind: AcceleratorKind| {
+        AcceleratorPool::new(kind, inventory).inherited_names(inventory).is_some_and(|n| !n.is_empty())
+    };
+    let without_inventory = || {
+        let has_rocm_variable =
+            inventory.inherited_env.iter().any(|(n, v)| n == HIP_VISIBLE_DEVICES && !v.is_empty());
+        if has_rocm_variable { AcceleratorKind::Rocm } else { AcceleratorKind::Cuda }
+    };
+    match devices {
+        DeviceSelection::Kind(kind) => Some(*kind),
+        DeviceSelection::Cuda => {
+            Some(kinds.into_iter().find(|kind| kind.is_cuda_device()).unwrap_or_else(without_inventory))
+        }
+        DeviceSelection::Auto | DeviceSelection::List(_) | DeviceSelection::Cpu => match kinds[..] {
+            [] => Some(without_inventory()),
+            [kind] => Some(kind),
+            _ => {
+                let mut listed = kinds.into_iter().filter(|kind| is_listed(*kind));
+                listed.next().filter(|_| listed.next().is_none())
+            }
+        },
+    }
+}
+
+/// Creates the error of a host with accelerators of several kinds, of which the job must choose
+/// one.
+fn mixed_error(kinds: &[AcceleratorKind], inventory: &HostInventory) -> Diagnostic {
+    let host = &inventory.host;
+    let describe = |kind: &AcceleratorKind| {
+        let count = inventory.accelerators.iter().filter(|a| a.kind == *kind).count();
+        let traits = kind.traits();
+        format!("{} ({})", format_count(count, traits.unit), traits.vendor)
+    };
+    let found: Vec<String> = kinds.iter().map(describe).collect();
+    let message = format!("{host} has accelerators of several kinds: {}", found.join(", "));
+    let name = |kind: &AcceleratorKind| match kind {
+        AcceleratorKind::Cuda | AcceleratorKind::Mig => "cuda",
+        kind => kind.traits().name,
+    };
+    let mut names: Vec<&str> = kinds.iter().map(name).collect();
+    names.dedup();
+    key_error(codes::ACCELERATORS_MIXED, "cluster.devices", message)
+        .with_field("host", host.as_str())
+        .with_field("kinds", names.as_slice())
+        .with_help(format!("choose a kind: `cluster.devices: {}`", names.join("` or `")))
+}
+
+impl AcceleratorSelection {
+    /// Keeps only the accelerators whose numbers are among the slots that a filter of hosts
+    /// selects. If no filter selects slots, keeps all. Fails if a slot is not the number of an
+    /// accelerator, or if `cluster.devices` also lists numbers. If the job uses no accelerators on
+    /// the host, fails unless the selected slots are 0, 1, 2 and so on without gaps.
+    pub(super) fn with_selected_slots(self, job: &JobSpec, host: &JobHost) -> diagnostic::Result<Self> {
+        let Some(slots) = &host.selected_slots else { return Ok(self) };
+        if !self.mixed.is_empty() {
+            return Err(mixed_error(&self.mixed, &host.inventory));
+        }
+        let are_first = slots.iter().zip(0..).all(|(slot, index)| *slot == index);
+        let key = if job.cluster.include.is_empty() { "cluster.exclude" } else { "cluster.include" };
+        let reject = |code, reason: String, help: &str| {
+            let message = format!("`{key}` selects slots {slots:?} of {}, {reason}", host.name);
+            Err(key_error(code, key, message)
+                .with_field("host", host.name.as_str())
+                .with_field("slots", slots.as_slice())
+                .with_help(help))
+        };
+        if matches!(job.cluster.devices, DeviceSelection::List(_)) {
+            let reason = "but `cluster.devices` selects GPUs by number too".to_owned();
+            return reject(codes::SLOTS_NOT_GPUS, reason, "use one of the two keys");
+        }
+        let uses_gpus = job.run.command.is_some() || self.workers_per_gpu > 0;
+        if self.unknown && self.names.is_empty() && self.hidden.is_empty() && uses_gpus {
+            let names = slots.iter().map(u32::to_string).collect();
+            let numa_nodes = vec![None; slots.len()];
+            return Ok(AcceleratorSelection { numa_nodes, names, set_always: true, ..self });
+        }
+        let unit = self.kind.traits().unit;
+        match self.count() {
+            // Slots of a host without accelerators are interchangeable, so only their number
+            // counts.
+            0 if are_first => Ok(self),
+            0 => {
+                let last = slots.len().saturating_sub(1);
+                let reason = format!("which are {unit}s by number, but the job uses no {unit}s there");
+                let help = format!("write `{}:0-{last}` for as many workers on CPUs", host.name);
+                reject(codes::SLOTS_NOT_GPUS, reason, &help)
+            }
+            count => match slots.iter().find(|slot| **slot as usize >= count) {
+                Some(absent) => {
+                    let reason =
+                        format!("but the host has no {unit} {absent} for the job ({unit}s: {count})");
+                    reject(codes::GPU_INDEX_UNKNOWN, reason, "slots count from 0")
+                }
+                None => {
+                    let index = |slot: &u32| *slot as usize;
+                    let names = slots.iter().map(|slot| self.names[index(slot)].clone()).collect();
+                    let numa_nodes = slots.iter().map(|slot| self.numa_nodes[index(slot)]).collect();
+                    Ok(AcceleratorSelection { names, numa_nodes, set_always: true, ..self })
+                }
+            },
+        }
+    }
+
+    /// Returns the number of accelerators that the job uses on the host.
+    pub(super) fn count(&self) -> usize {
+        self.names.len()
+    }
+
+    /// Returns the noun for one accelerator, such as `GPU`.
+    pub(super) fn unit(&self) -> &'static str {
+        self.kind.traits().unit
+    }
+
+    /// Returns whether programs on the host can only compute on CPUs.
+    pub(super) fn computes_on_cpus(&self) -> bool {
+        let sees_nothing = self.names.is_empty() && self.mixed.is_empty() && !self.has_other_devices;
+        !self.hidden.is_empty() || sees_nothing && !self.unknown
+    }
+
+    /// Returns the largest number of workers on the host that can have an accelerator, alone or
+    /// shared.
+    pub(super) fn worker_capacity(&self) -> usize {
+        self.count() * self.workers_per_gpu.max(1) as usize
+    }
+
+    /// Returns the index in `names` of the accelerator that the worker with the local rank
+    /// `local_rank` uses.
+    fn index_of_worker(&self, local_rank: u32) -> usize {
+        (local_rank / self.workers_per_gpu.max(1)) as usize
+    }
+
+    /// Returns the NUMA node of the accelerator of the worker with this local rank; `None` if
+    /// unknown or without an accelerator.
+    pub(super) fn numa_node_of(&self, local_rank: u32) -> Option<u32> {
+        self.numa_nodes.get(self.index_of_worker(local_rank)).copied().flatten()
+    }
+
+    /// Returns the name of the device of the worker with this local rank, such as `gpu 0`, `npu 0`,
+    /// `cpu` or `unknown`.
+    pub(super) fn device_label(&self, local_rank: u32) -> String {
+        let none = if self.unknown || !self.mixed.is_empty() { "unknown" } else { "cpu" };
+        let kind = match self.kind {
+            AcceleratorKind::Cuda | AcceleratorKind::Rocm => "gpu",
+            kind => kind.traits().name,
+        };
+        self.names
+            .get(self.index_of_worker(local_rank))
+            .map_or_else(|| none.to_owned(), |name| format!("{kind} {name}"))
+    }
+
+    /// Fails if the job requires accelerators, and there are too few for each of `workers` workers
+    /// to have one or a share of one. Also fails if the workers cannot be assigned to them. Skips
+    /// the check if no accelerator is selected because those of the host are not known yet.
+    pub(super) fn check_workers(
+        &self,
+        job: &JobSpec,
+        workers: u32,
+        inventory: &HostInventory,
+    ) -> diagnostic::Result<()> {
+        let (count, host, traits) = (self.count(), &inventory.host, self.kind.traits());
+        let too_few = self.worker_capacity() < workers as usize && !(self.unknown && count == 0);
+        let sees_one = job.run.visible_devices == VisibleDevices::One;
+        let reject = |code, key: &str, message: String, help: &str| {
+            Err(key_error(code, key, message)
+                .with_field("host", host.as_str())
+                .with_field("workers", workers)
+                .with_field("gpus", count)
+                .with_help(help))
+        };
+        if sees_one && !self.mixed.is_empty() {
+            return Err(mixed_error(&self.mixed, inventory));
+        }
+        if self.workers_per_gpu > 0 && too_few {
+            let message = format!(
+                "{workers} workers with {} per GPU need more than the {} of {host}",
+                self.workers_per_gpu,
+                format_count(count, traits.unit)
+            );
+            let help = "use fewer workers, or raise `cluster.workers_per_gpu`";
+            return reject(codes::GPUS_TOO_FEW, "cluster.workers_per_host", message, help);
+        }
+        if sees_one && too_few {
+            let message = format!("{workers} workers need {} each, but {host} has {count}", traits.one);
+            return reject(
+                codes::GPUS_TOO_FEW,
+                "run.visible_devices",
+                message,
+                "use fewer workers, or `all`",
+            );
+        }
+        let is_required = matches!(job.cluster.devices, DeviceSelection::Cuda | DeviceSelection::Kind(_));
+        if is_required && too_few {
+            let available = format_count(count, traits.unit);
+            let message = format!("the job places {workers} workers on {host}, which has {available}");
+            let help = "use fewer workers, or `cluster.devices: auto` if workers share them";
+            return reject(codes::GPUS_TOO_FEW, "cluster.workers_per_host", message, help);
+        }
+        let is_assigned = sees_one || self.set_always || self.workers_per_gpu > 0;
+        if self.unnamed && is_assigned {
+            let message =
+                format!("the names of the {}s of {host} for {} are unknown", traits.unit, traits.variable);
+            let help = format!("check `{}` on the host", traits.tool);
+            return reject(codes::ACCELERATORS_UNNAMED, "cluster.devices", message, &help);
+        }
+        if self.kind == AcceleratorKind::Mig && workers > 1 && !sees_one && self.workers_per_gpu == 0 {
+            let message = format!("{workers} workers on {host} would all use its first MIG instance");
+            let help = "a process uses one instance: set `run.visible_devices: one`";
+            return reject(codes::MIG_INSTANCES_SHARED, "run.visible_devices", message, help);
+        }
+        Ok(())
+    }
+
+    /// Returns a warning if the host has fewer accelerators than workers of a program, so that some
+    /// workers share one or find none.
+    pub(super) fn find_shared_warning(&self, host: &str, workers: u32) -> Option<Diagnostic> {
+        let count = self.count();
+        if self.workers_per_gpu > 0 || count == 0 || workers as usize <= count {
+            return None;
+        }
+        let available = format_count(count, self.unit());
+        let message = format!("{workers} workers on {host} have {available}");
+        let warning = Diagnostic::warning(codes::ACCELERATORS_SHARED, message)
+            .with_subject("cluster.workers_per_host")
+            .with_field("host", host)
+            .with_field("workers", workers)
+            .with_field("gpus", count);
+        Some(warning.with_help("use at most one worker for each, unless the program shares them"))
+    }
+
+    /// Fails if the number of workers depends on the accelerators, and the host has several kinds
+    /// of which the job does not choose one.
+    pub(super) fn check_countable(&self, inventory: &HostInventory) -> diagnostic::Result<()> {
+        if self.mixed.is_empty() { Ok(()) } else { Err(mixed_error(&self.mixed, inventory)) }
+    }
+
+    /// Returns the environment variables that select the accelerators of the worker with this local
+    /// rank. The list is empty if the worker inherits the accelerators of its agent. Built-in
+    /// workers always get one GPU, so `policy` only applies to programs.
+    pub(super) fn build_env(&self, policy: VisibleDevices, local_rank: u32) -> Vec<(&'static str, String)> {
+        if !self.hidden.is_empty() {
+            let mut env = vec![(CUDA_VISIBLE_DEVICES, String::new())];
+            let variables = self.hidden.iter().filter_map(|kind| kind.traits().hide);
+            let others = variables.filter(|(name, _)| *name != CUDA_VISIBLE_DEVICES);
+            env.extend(others.map(|(name, value)| (name, value.to_owned())));
+            return env;
+        }
+        let policy = if self.workers_per_gpu > 0 { VisibleDevices::One } else { policy };
+        let visible = match (policy, self.names.get(self.index_of_worker(local_rank))) {
+            (VisibleDevices::One, Some(name)) => name.clone(),
+            _ if self.set_always => self.names.join(","),
+            _ => return Vec::new(),
+        };
+        match self.kind {
+            AcceleratorKind::Cuda if self.in_bus_order && !visible.is_empty() => {
+                // By default CUDA numbers the fastest GPU first.
+                vec![(CUDA_VISIBLE_DEVICES, visible), (CUDA_DEVICE_ORDER, "PCI_BUS_ID".to_owned())]
+            }
+            // Programs for ROCm also read CUDA's variable, which torchrun sets for them.
+            AcceleratorKind::Rocm => {
+                vec![(CUDA_VISIBLE_DEVICES, visible.clone()), (HIP_VISIBLE_DEVICES, visible)]
+            }
+            kind => vec![(kind.traits().variable, visible)],
+        }
+    }
+
+    /// Returns the number of the GPU that a process of JAX uses among those that it sees. Returns
+    /// `None` if the process is to use all of them: if it is the only one of its host, sees a
+    /// single GPU, or has no GPU for itself.
+    pub(super) fn jax_device(&self, policy: VisibleDevices, local_rank: u32, workers: u32) -> Option<u32> {
+        let is_gpu = matches!(self.kind, AcceleratorKind::Cuda | AcceleratorKind::Rocm);
+        let has_own = workers > 1 && workers as usize <= self.count();
+        (is_gpu && has_own && policy == VisibleDevices::All).then_some(local_rank)
+    }
+}
+
+#[cfg(test)]
+#[path = "accelerator_selection_tests.rs"]
+mod tests;
