@@ -4,6 +4,7 @@
 //! machine that decides on actions. Module `driver` executes the actions and reports events to the
 //! state machine. Only module `process` starts processes, and only module `descendants` searches
 //! for processes that workers left.
+pub(crate) mod activation;
 mod activity;
 mod attach_socket;
 mod connect_back;

@@ -92,6 +92,9 @@ pub(crate) fn redact_job(job: &JobSpec) -> JobSpec {
             REDACTED.clone_into(value);
         }
     }
+    for item in &mut redacted.run.wrap {
+        item.command = hide_secret_arguments(&item.command);
+    }
     redacted.run.command = redacted.run.command.map(|words| hide_secret_arguments(&words));
     redacted
 }

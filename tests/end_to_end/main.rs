@@ -42,3 +42,4 @@ mod torch;
 mod train;
 mod trainer;
 mod transformers;
+mod worker_environment;

@@ -6,6 +6,7 @@ mod worker_spawner;
 mod worker_start;
 
 use super::{
+    activation::EnvironmentChanges,
     activity,
     attach_socket::{self, AttachConnection, LockError},
     core::{AgentAction, AgentCore, AgentInput},
@@ -137,6 +138,8 @@ pub(super) struct AgentDriver {
     /// first attempt, and in jobs without `checkpoint.memory`.
     copy_memory: Option<Arc<OwnedFd>>,
     spawner: WorkerSpawner,
+    /// The changes of the environment by `run.activate`; `None` before the first activation.
+    activation: Option<Arc<EnvironmentChanges>>,
     file_limit: process::OpenFileLimits,
     workers: HashMap<Rank, WorkerHandle>,
     /// The pids and ranks of the workers that have not been reaped.
@@ -191,6 +194,7 @@ impl AgentDriver {
             plan: None,
             shm: None,
             spawner: WorkerSpawner::start()?,
+            activation: None,
             copy_memory: None,
             file_limit: process::raise_file_limit()?,
             workers: HashMap::new(),
@@ -219,7 +223,7 @@ impl AgentDriver {
                 Some(lock) = self.host_locks.1.recv() => self.on_host_locked(lock),
                 Some(connection) = self.attach_requests.1.recv() => self.on_attach_request(connection),
                 Some(logs) = self.opened_logs.1.recv() => self.on_logs_opened(logs),
-                result = self.spawner.receive_result() => self.on_worker_spawned(result),
+                result = self.spawner.receive_result() => self.on_spawner_result(result),
                 () = wait_for_space(self.connection.as_ref()), if self.core.has_report() => AgentInput::Tick,
                 _ = self.children.recv() => AgentInput::Tick,
                 () = receive_signal(&mut self.termination) => AgentInput::Terminated,

@@ -113,7 +113,7 @@ fn run_request(
     context: &CommandContext,
     began: Instant,
 ) -> diagnostic::Result<u8> {
-    let &CommandContext { format, preflight, .. } = context;
+    let format = context.format;
     let role = request.and_then(|request| choose_role(&args.node, request));
     let result = role.and_then(|role| match role {
         NodeRole::Alone(request)
@@ -121,7 +121,7 @@ fn run_request(
         | NodeRole::Member { request, .. }
             if args.dry_run =>
         {
-            super::plan::run_dry(&request, format.json, preflight)
+            super::plan::run_dry(&request, context)
         }
         NodeRole::Alone(request) if args.detach => start_detached(args, &request, context, began),
         NodeRole::Alone(request) => run_controller(args, &request, context),

@@ -1,0 +1,4 @@
+//! Tests the environment of workers: activated environments and wrapped commands, on this machine
+//! and on hosts over real SSH.
+mod activation;
+mod wrap;
