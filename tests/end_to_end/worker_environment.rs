@@ -1,4 +1,5 @@
 //! Tests the environment of workers: activated environments and wrapped commands, on this machine
 //! and on hosts over real SSH.
 mod activation;
+mod exec;
 mod wrap;

@@ -3,12 +3,14 @@
 //!
 //! Module `frame` defines how a message is encoded. The first message of each side carries
 //! [`PROTOCOL_VERSION`]. A side that receives another version ends the connection.
+mod exec;
 mod host_plan;
 mod inventory;
 mod join;
 mod peers;
 mod supervision;
 
+pub use exec::{EXEC_CHUNK_BYTES, EXEC_WINDOW_BYTES, ExecId, ExecReply, ExecRequest};
 pub use host_plan::{HostPlan, WorkerPlan};
 pub use inventory::{HostInventory, InterfaceAddress};
 pub use join::{JobKeyHash, JoinAnswer, JoinRequest};
@@ -112,6 +114,14 @@ pub enum ToAgent {
     /// A request of `launch check`, which the agent answers with [`FromAgent::Probed`]. Only sent
     /// before [`ToAgent::Start`].
     Probe(ProbeRequest),
+    /// A request about a command of `launch exec`, which the agent answers with
+    /// [`FromAgent::Exec`].
+    Exec {
+        /// The number of the command.
+        id: ExecId,
+        /// The request.
+        request: ExecRequest,
+    },
     /// The addresses of all built-in workers of the job. The agent passes the addresses to every
     /// worker on its host.
     Peers(WorkerPeers),
@@ -296,6 +306,13 @@ pub enum FromAgent {
     },
     /// The answer to [`ToAgent::Probe`], a request of `launch check`.
     Probed(ProbeAnswer),
+    /// The output or the end of a command of `launch exec`.
+    Exec {
+        /// The number of the command.
+        id: ExecId,
+        /// The answer.
+        reply: ExecReply,
+    },
     /// All worker processes of an attempt on the agent's host have ended.
     WorkersEnded {
         /// The attempt whose workers have ended.

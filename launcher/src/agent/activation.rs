@@ -217,7 +217,9 @@ impl ActivationFailure<'_> {
     ) -> diagnostic::Result<BTreeMap<OsString, OsString>> {
         let position = output.stdout.windows(marker.len()).position(|part| part == marker.as_bytes());
         let captured = position.map(|position| &output.stdout[position + marker.len()..]);
-        let printed = [&output.stdout[..position.unwrap_or(output.stdout.len())], &output.stderr].concat();
+        // What the login profile prints explains only a failure of the profile.
+        let profile: &[u8] = if position.is_some() { &[] } else { &output.stdout };
+        let printed = [profile, &output.stderr].concat();
         match (captured, captured.and_then(|captured| captured.split_first()), output.status) {
             (_, Some((b'E', reason)), _) => {
                 Err(self.build_reported(&String::from_utf8_lossy(reason), &printed))
@@ -259,11 +261,11 @@ impl ActivationFailure<'_> {
             ("venv-missing", Some(ActivationStep::Venv(directory))) => {
                 let file = directory.join("bin/activate");
                 let message = format!("there is no readable file {}", file.display());
-                self.build(codes::ACTIVATION_VENV_MISSING, &message, printed)
+                self.build(codes::ACTIVATION_VENV_MISSING, &message, &[])
             }
             ("script-missing", Some(ActivationStep::Script(file))) => {
                 let message = format!("there is no readable file {}", file.display());
-                self.build(codes::ACTIVATION_SCRIPT_MISSING, &message, printed)
+                self.build(codes::ACTIVATION_SCRIPT_MISSING, &message, &[])
             }
             ("failed", Some(step)) => {
                 let code: u64 = words.next().and_then(|code| code.parse().ok()).unwrap_or(1);

@@ -1,6 +1,7 @@
 //! Executes the actions of the agent's state machine and reports events to it.
 mod controller_connection;
 mod controller_messages;
+mod exec_commands;
 mod opened_logs;
 mod worker_spawner;
 mod worker_start;
@@ -28,6 +29,7 @@ use crate::{
 };
 use controller_connection::{ConnectionNumber, ControllerConnection};
 use diagnostic::Diagnostic;
+use exec_commands::ExecCommands;
 use jobspec::ids::Rank;
 use nix::sys::signal::Signal;
 use opened_logs::OpenedLogs;
@@ -138,6 +140,8 @@ pub(super) struct AgentDriver {
     /// first attempt, and in jobs without `checkpoint.memory`.
     copy_memory: Option<Arc<OwnedFd>>,
     spawner: WorkerSpawner,
+    /// The commands of `launch exec`.
+    exec: ExecCommands,
     /// The changes of the environment by `run.activate`; `None` before the first activation.
     activation: Option<Arc<EnvironmentChanges>>,
     file_limit: process::OpenFileLimits,
@@ -194,6 +198,7 @@ impl AgentDriver {
             plan: None,
             shm: None,
             spawner: WorkerSpawner::start()?,
+            exec: ExecCommands::new(),
             activation: None,
             copy_memory: None,
             file_limit: process::raise_file_limit()?,
@@ -231,6 +236,7 @@ impl AgentDriver {
                 Some(message) = self.worker_messages.1.recv(), if !self.core.is_backlogged() => {
                     self.on_worker_message(message)
                 }
+                event = self.exec.receive_event() => self.on_exec_event(event),
                 Some(attempt) = self.stacks_written.1.recv() => self.on_stacks_written(attempt),
                 Some(text) = self.store_messages.1.recv() => {
                     // The controller forwards the stderr of agents.
@@ -312,15 +318,18 @@ impl AgentDriver {
     /// state machine.
     fn reap_workers(&mut self) {
         let mut ended = Vec::new();
-        let leaders = &self.leaders;
+        let (leaders, exec) = (&self.leaders, &self.exec);
         if self.spawner.is_busy() {
             // The pid of the worker that is being started is not known yet.
             let reap = |pid: &u32| reap_group_leader(*pid).map(|status| (*pid, status));
-            ended.extend(leaders.keys().filter_map(reap));
+            let pids: Vec<u32> = leaders.keys().copied().chain(exec.pids()).collect();
+            ended.extend(pids.iter().filter_map(reap));
         } else {
-            reap_children(|pid| leaders.contains_key(&pid), |pid, status| ended.push((pid, status)));
+            let is_leader = |pid| leaders.contains_key(&pid) || exec.is_leader(pid);
+            reap_children(is_leader, |pid, status| ended.push((pid, status)));
         }
         for (pid, status) in ended {
+            self.on_exec_exited(pid, status);
             if let Some(rank) = self.leaders.remove(&pid) {
                 // Checked once for each worker that died of SIGKILL, because each OOM kill explains
                 // the end of one process.
@@ -339,7 +348,9 @@ impl AgentDriver {
     /// passed.
     fn sweep_processes(&mut self) {
         let Some(since) = self.sweep_started_at else { return };
-        let children_left = reap_children(|_| false, |_, _| ());
+        let mut ended = Vec::new();
+        let children_left = reap_children(|_| false, |pid, status| ended.push((pid, status)));
+        ended.into_iter().for_each(|(pid, status)| self.on_exec_exited(pid, status));
         let left = if children_left { kill_descendants(&[]) } else { Vec::new() };
         if !children_left || self.clock.now() > since + SWEEP_TIMEOUT {
             self.sweep_started_at = None;

@@ -104,14 +104,14 @@ fn a_failed_activation_is_explained() {
     ] {
         let began = Instant::now();
         let ran = run(activate);
-        assert_eq!((ran.code, ran.failure_code()), (3, code), "{:?}", ran.expect_failure());
+        assert_eq!((ran.code, ran.failure_code()), (1, code), "{:?}", ran.expect_failure());
         assert!(began.elapsed() < Duration::from_secs(60));
     }
     let ran = run("{script: license.sh}");
     let error = ran.failure_diagnostics()[0];
     assert_eq!(
         (&error["fields"]["exit_code"], &error["fields"]["output"]),
-        (&3.into(), &"welcome\nno license".into())
+        (&3.into(), &"no license".into())
     );
     assert!(!job_dir.path("started").exists());
     let plan = job_dir.run_launch(&["plan", "job.yaml", "--verbose"]);
@@ -144,6 +144,6 @@ fn each_host_activates_its_environment() {
 
     hosts.run_shell("h1", "rm /root/.bash_profile");
     let ran = FinishedRun::from_output(&job_dir.run_launch(&["job.yaml", "--json"]));
-    assert_eq!((ran.code, ran.failure_code()), (3, "activation-conda-missing"));
+    assert_eq!((ran.code, ran.failure_code()), (1, "activation-conda-missing"));
     assert_eq!(ran.failure_diagnostics()[0]["fields"]["host"], "h1");
 }

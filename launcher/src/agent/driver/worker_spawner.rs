@@ -11,7 +11,7 @@ use crate::{
     background_thread::BackgroundThread,
 };
 use diagnostic::{Diagnostic, codes};
-use protocol::control::{HostPlan, WorkerPlan};
+use protocol::control::{ExecId, HostPlan, WorkerPlan};
 use std::{
     io,
     os::fd::{AsFd, OwnedFd},
@@ -33,6 +33,8 @@ pub(super) struct SpawnResult {
 pub(super) enum SpawnerResult {
     /// A worker was started, or could not be started.
     Worker(SpawnResult),
+    /// A command of `launch exec` was started, or could not be started.
+    Exec(ExecSpawnResult),
     /// The environments of `run.activate` were activated for this attempt, or could not be
     /// activated.
     Activation(u32, diagnostic::Result<EnvironmentChanges>),
@@ -50,6 +52,21 @@ pub(super) struct SpawnRequest {
     /// The memory for copies of the workers' states (`checkpoint.memory`).
     pub(super) copy_memory: Option<Arc<OwnedFd>>,
     pub(super) file_limit: OpenFileLimits,
+}
+
+/// The command of `launch exec` to start.
+pub(super) struct ExecSpawnRequest {
+    pub(super) id: ExecId,
+    /// The plan of the rank's worker, with the command instead of the worker's program.
+    pub(super) worker: WorkerPlan,
+    pub(super) environment: InheritedEnvironment,
+    pub(super) file_limit: OpenFileLimits,
+}
+
+/// The process of a command of `launch exec`, or the error of its start.
+pub(super) struct ExecSpawnResult {
+    pub(super) id: ExecId,
+    pub(super) spawned: diagnostic::Result<SpawnedWorker>,
 }
 
 /// Starts one worker after the other.
@@ -89,6 +106,17 @@ impl WorkerSpawner {
         self.run(move || {
             let evaluate = || evaluate_activation(&run, &host, &hidden);
             SpawnerResult::Activation(attempt, catch_panic(evaluate, "the activation panicked"))
+        });
+    }
+
+    /// Begins to start a command of `launch exec`. Does not block.
+    pub(super) fn begin_exec(&mut self, request: ExecSpawnRequest) {
+        self.run(move || {
+            let ExecSpawnRequest { id, worker, environment, file_limit } = request;
+            let start =
+                || process::spawn_worker_process(&worker, &environment, HostMemory::default(), file_limit);
+            let spawned = catch_panic(start, "the start of the command panicked");
+            SpawnerResult::Exec(ExecSpawnResult { id, spawned })
         });
     }
 

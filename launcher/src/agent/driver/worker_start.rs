@@ -106,6 +106,7 @@ impl AgentDriver {
     pub(super) fn on_spawner_result(&mut self, result: SpawnerResult) -> AgentInput {
         let (attempt, changes) = match result {
             SpawnerResult::Worker(result) => return self.on_worker_spawned(result),
+            SpawnerResult::Exec(result) => return self.on_exec_spawned(result),
             SpawnerResult::Activation(attempt, changes) => (attempt, changes),
         };
         let plan = self.plan.as_ref().filter(|plan| plan.attempt == attempt);
@@ -219,7 +220,11 @@ impl AgentDriver {
 
 /// Returns the plan of a worker without the defaults of launch that activating an environment
 /// replaces.
-fn without_replaced_defaults(worker: &WorkerPlan, run: &RunSpec, changes: &EnvironmentChanges) -> WorkerPlan {
+pub(super) fn without_replaced_defaults(
+    worker: &WorkerPlan,
+    run: &RunSpec,
+    changes: &EnvironmentChanges,
+) -> WorkerPlan {
     let is_given = |name: &str| {
         run.env.iter().any(|(set, _)| set == name) || run.env_from.iter().any(|(set, _)| set == name)
     };
