@@ -25,6 +25,7 @@ pub(crate) mod sbatch;
 pub(crate) mod schema;
 pub(crate) mod shims;
 pub(crate) mod stop;
+mod terminal;
 
 use clap::Subcommand;
 use context::CommandContext;

@@ -2,4 +2,5 @@
 //! and on hosts over real SSH.
 mod activation;
 mod exec;
+mod terminal;
 mod wrap;

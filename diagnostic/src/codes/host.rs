@@ -249,6 +249,21 @@ codes! {
         cause: "The path is wrong, or the program is not in PATH.",
         remedy: "Correct `run.wrap`, or install the program on every host.",
     }
+    TERMINAL_MISSING: Cluster = "terminal-missing" {
+        summary: "A rank cannot get the terminal that `run.terminal` or `--pdb` requests.",
+        cause: "launch does not run in a terminal, or it runs in the background (`--detach`).",
+        remedy: "Run launch in a terminal, or remove `run.terminal`.",
+    }
+    TERMINAL_RANK_REMOTE: Cluster = "terminal-rank-remote" {
+        summary: "The rank of `run.terminal` is on another host than the terminal.",
+        cause: "Only workers on the machine on which launch runs can use its terminal.",
+        remedy: "Start launch on the host of the rank, or use `launch exec` to inspect the rank.",
+    }
+    TERMINAL_RANK_UNKNOWN: Cluster = "terminal-rank-unknown" {
+        summary: "The job does not have the rank of `run.terminal`.",
+        cause: "The job has fewer workers.",
+        remedy: "Correct `run.terminal`; ranks count from 0.",
+    }
     WRAP_RANK_UNKNOWN: Cluster = "wrap-rank-unknown" {
         summary: "An item of `run.wrap` names a rank that the job does not have. This is a warning.",
         cause: "The job has fewer workers.",

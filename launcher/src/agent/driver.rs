@@ -17,7 +17,7 @@ use super::{
     oom::OomWatch,
     output::{ConsoleQueue, OutputPump, PumpEvent},
     probe::Prober,
-    process,
+    process::{self, BorrowedTerminal},
     stacks::{self, StackTarget},
 };
 use crate::{
@@ -69,6 +69,8 @@ struct WorkerHandle {
     pid: u32,
     outbox: Option<Outbox<ToWorker>>,
     pump: Option<OutputPump>,
+    /// The terminal that the worker uses; `None` after the end of the worker.
+    terminal: Option<BorrowedTerminal>,
 }
 
 /// A message of a controller, the end of its connection (`Ok(None)`), or a read error of the
@@ -331,6 +333,9 @@ impl AgentDriver {
         for (pid, status) in ended {
             self.on_exec_exited(pid, status);
             if let Some(rank) = self.leaders.remove(&pid) {
+                if let Some(worker) = self.workers.get_mut(&rank).filter(|worker| worker.pid == pid) {
+                    drop(worker.terminal.take());
+                }
                 // Checked once for each worker that died of SIGKILL, because each OOM kill explains
                 // the end of one process.
                 let oom = matches!(status, ExitStatus::Signal(libc::SIGKILL, _))
@@ -382,6 +387,8 @@ impl AgentDriver {
                 }
             }
             AgentAction::ShowOutput(ranks) => {
+                let terminal = self.plan.as_ref().and_then(|plan| plan.job.run.terminal);
+                let ranks = if terminal.is_some() { Vec::new() } else { ranks };
                 for (rank, worker) in &self.workers {
                     worker.pump.iter().for_each(|pump| pump.set_shown(ranks.contains(rank)));
                 }

@@ -4,6 +4,9 @@
 //! worker when the thread that started the worker ends. The agent therefore starts workers only
 //! from a thread that ends with the agent (`driver/worker_spawner.rs`).
 mod login_shell;
+mod terminal;
+
+pub(super) use terminal::BorrowedTerminal;
 
 pub(super) use login_shell::{ShellError, ShellLimits, ShellOutput, run_login_shell};
 
@@ -44,6 +47,8 @@ pub(crate) struct SpawnedWorker {
     pub(crate) stderr: OwnedFd,
     /// The agent's end of the control connection to a built-in worker; `None` for a program.
     pub(crate) control: Option<UnixStream>,
+    /// The terminal that the worker uses instead of the pipes (`run.terminal`).
+    pub(crate) terminal: Option<BorrowedTerminal>,
 }
 
 /// Forks this process. Returns the child's pid in the parent process, and `None` in the child
@@ -135,6 +140,7 @@ pub(super) fn spawn_worker_process(
     inherited_env: &InheritedEnvironment,
     memory: HostMemory<'_>,
     (soft, hard): OpenFileLimits,
+    uses_terminal: bool,
 ) -> diagnostic::Result<SpawnedWorker> {
     let affinity = build_cpu_set(plan)?;
     let (control, worker_end) = match plan.command {
@@ -145,6 +151,10 @@ pub(super) fn spawn_worker_process(
     };
     let mut command = build_worker_command(plan, inherited_env);
     restore_core_dumps(&mut command);
+    let terminal = uses_terminal.then(|| BorrowedTerminal::open(plan.rank)).transpose()?;
+    if let Some(terminal) = &terminal {
+        use_terminal(&mut command, terminal).map_err(|error| worker_start_error(plan, &error))?;
+    }
     let mut inherited: Vec<RawFd> = Vec::new();
     if let Some(worker_end) = &worker_end {
         let mut pass = |name: &str, fd: RawFd| {
@@ -179,11 +189,30 @@ pub(super) fn spawn_worker_process(
         });
     }
     let mut child = command.spawn().map_err(|e| worker_start_error(plan, &e))?;
-    let (Some(stdout), Some(stderr)) = (child.stdout.take(), child.stderr.take()) else {
-        return Err(Diagnostic::error(run::INTERNAL, "the worker has no output pipes"));
+    let (stdout, stderr) = match (child.stdout.take(), child.stderr.take()) {
+        (Some(stdout), Some(stderr)) => (stdout.into(), stderr.into()),
+        // The output goes to the terminal, so the log is empty.
+        _ => (open_ended_pipe(plan)?, open_ended_pipe(plan)?),
     };
     // Dropping `child` neither waits for the process nor kills it; `reap_children` waits.
-    Ok(SpawnedWorker { pid: child.id(), stdout: stdout.into(), stderr: stderr.into(), control })
+    Ok(SpawnedWorker { pid: child.id(), stdout, stderr, control, terminal })
+}
+
+/// Makes a command use the terminal as stdin, stdout and stderr, and run in the terminal's
+/// foreground.
+fn use_terminal(command: &mut Command, terminal: &BorrowedTerminal) -> io::Result<()> {
+    let file = || terminal.file().try_clone();
+    command.stdin(file()?).stdout(file()?).stderr(file()?);
+    // SAFETY: the closure only makes system calls that are allowed between fork and exec. It runs
+    // after stdin was replaced by the terminal, in the process group of the worker.
+    unsafe { command.pre_exec(|| terminal::take_foreground(BorrowedFd::borrow_raw(libc::STDIN_FILENO))) };
+    Ok(())
+}
+
+/// Opens a pipe whose other end is closed.
+fn open_ended_pipe(plan: &WorkerPlan) -> diagnostic::Result<OwnedFd> {
+    let pipe = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC);
+    pipe.map(|(reader, _)| reader).map_err(|error| worker_start_error(plan, &error.into()))
 }
 
 /// Returns the command that starts a worker: the program of the plan, or `launch worker` for a

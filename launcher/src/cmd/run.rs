@@ -78,6 +78,10 @@ pub(crate) struct RunArgs {
     /// Internal: name of the run and descriptor of a detached controller
     #[arg(long, hide = true, value_name = "RUN:FD", conflicts_with = "detach")]
     pub(crate) detached: Option<String>,
+    /// Give this terminal to rank 0, so that `breakpoint()` works; the same as
+    /// `--set run.terminal=0`
+    #[arg(long, conflicts_with_all = ["detach", "detached"])]
+    pub(crate) pdb: bool,
     /// Print the plan and the job with all defaults, and start nothing
     #[arg(long)]
     pub(crate) dry_run: bool,
@@ -167,7 +171,8 @@ fn build_detach_error() -> Diagnostic {
 /// Returns a request to load the job file or, without a job file, a job that runs the program of
 /// the command line.
 fn build_job_request(args: &RunArgs) -> diagnostic::Result<JobRequest> {
-    let set = args.set.clone();
+    let mut set = args.set.clone();
+    set.extend(args.pdb.then(|| "run.terminal=0".to_owned()));
     if let Some(job) = &args.job {
         return Ok(JobRequest { source: JobSource::File(job.clone()), set });
     }
@@ -374,6 +379,7 @@ fn run_controller(args: &RunArgs, request: &JobRequest, context: &CommandContext
     }
     let PreparedJob { job, inventory, hosts, mut plan, warnings, secrets, .. } =
         prepare_job(request, &run, preflight)?;
+    super::terminal::check_terminal(&job, &plan, &hosts, starter.is_some())?;
     // The controller reports the warnings, so that the journal contains them too.
     plan.warnings = warnings;
     let prepare_resume = PREPARE_RESUME;

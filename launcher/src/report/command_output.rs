@@ -75,6 +75,11 @@ pub(crate) fn is_color_enabled() -> bool {
     wanted && stderr_is_terminal()
 }
 
+/// Returns whether stdin is a terminal, from which a worker can read.
+pub(crate) fn stdin_is_terminal() -> bool {
+    io::stdin().is_terminal()
+}
+
 /// Returns whether stderr is a terminal, on which messages may be redrawn in place.
 pub(crate) fn stderr_is_terminal() -> bool {
     io::stderr().is_terminal()

@@ -65,6 +65,9 @@ section! {
     /// The first item that matches a rank is the outermost program.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub wrap: Vec<WrapSpec> = Key::new(wrappers(), "[]").rules(WRAP_RULES);
+    /// The rank that gets the terminal in which launch runs, such as for `breakpoint()`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub terminal: Option<Rank> = Key::optional(integer(0..=u64::from(u32::MAX) - 1), "none").rules(TERMINAL_RULES);
     /// The binding of workers to CPUs.
     #[serde(rename = "bind")]
     pub cpu_bind: CpuBind = Key::new(choice(), "auto").deprecated("bind");
@@ -138,6 +141,12 @@ const ACTIVATE_TIMEOUT_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven(
 const WRAP_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")])
     .text("`{key}` starts only programs; the built-in training cannot be wrapped")];
 
+/// The rule that rejects a terminal for the built-in training, which reads no input.
+const TERMINAL_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")])];
+
+/// The rule that warns about shown ranks while one rank has the terminal.
+const SHOW_RULES: &[Rule] = &[Rule::no_effect(&[Condition::Given("run.terminal")]).warning()];
+
 /// The largest value of `run.activate_timeout`, in milliseconds.
 const MAX_ACTIVATE_TIMEOUT: u64 = 3_600_000;
 
@@ -174,7 +183,7 @@ section! {
     pub show: Vec<Rank> = Key::new(
         described_list_of("list of integers", "a list of ranks", integer(0..=u64::from(u32::MAX) - 1)),
         "[0]",
-    ).reloadable();
+    ).reloadable().rules(SHOW_RULES);
     /// Show `[rank N]` before each line, and deduplicate equal lines of several ranks.
     pub prefix: bool = Key::new(boolean(), "true");
     /// The maximum size of a rank's log, at least `4KiB`; output beyond this size is not stored.

@@ -44,7 +44,7 @@ struct ExecCommand {
     open_pipes: usize,
     /// The number of bytes that may be read until the client has written earlier output.
     window: Arc<Semaphore>,
-    /// Tells the readers of the output that the command has ended.
+    /// Whether the command has ended, for the readers of its output.
     has_ended: watch::Sender<bool>,
     is_cancelled: bool,
 }

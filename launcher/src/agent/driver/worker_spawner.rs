@@ -52,6 +52,8 @@ pub(super) struct SpawnRequest {
     /// The memory for copies of the workers' states (`checkpoint.memory`).
     pub(super) copy_memory: Option<Arc<OwnedFd>>,
     pub(super) file_limit: OpenFileLimits,
+    /// Whether the worker gets the terminal (`run.terminal`).
+    pub(super) uses_terminal: bool,
 }
 
 /// The command of `launch exec` to start.
@@ -88,12 +90,22 @@ impl WorkerSpawner {
     /// Begins to start a worker. The earlier start must have ended. Does not block.
     pub(super) fn begin(&mut self, request: SpawnRequest) {
         self.run(move || {
-            let SpawnRequest { attempt, index, worker, environment, shm, copy_memory, file_limit } = request;
+            let SpawnRequest {
+                attempt,
+                index,
+                worker,
+                environment,
+                shm,
+                copy_memory,
+                file_limit,
+                uses_terminal,
+            } = request;
             let memory = HostMemory {
                 shm: shm.as_deref().map(AsFd::as_fd),
                 copies: copy_memory.as_deref().map(AsFd::as_fd),
             };
-            let start = || process::spawn_worker_process(&worker, &environment, memory, file_limit);
+            let start =
+                || process::spawn_worker_process(&worker, &environment, memory, file_limit, uses_terminal);
             let spawned = catch_panic(start, "the start of the worker panicked");
             SpawnerResult::Worker(SpawnResult { attempt, index, spawned })
         });
@@ -113,8 +125,9 @@ impl WorkerSpawner {
     pub(super) fn begin_exec(&mut self, request: ExecSpawnRequest) {
         self.run(move || {
             let ExecSpawnRequest { id, worker, environment, file_limit } = request;
-            let start =
-                || process::spawn_worker_process(&worker, &environment, HostMemory::default(), file_limit);
+            let start = || {
+                process::spawn_worker_process(&worker, &environment, HostMemory::default(), file_limit, false)
+            };
             let spawned = catch_panic(start, "the start of the command panicked");
             SpawnerResult::Exec(ExecSpawnResult { id, spawned })
         });

@@ -142,6 +142,7 @@ impl AgentDriver {
             shm: self.shm.clone(),
             copy_memory: self.copy_memory.clone(),
             file_limit: self.file_limit,
+            uses_terminal: plan.job.run.terminal == Some(worker.rank),
         });
         None
     }
@@ -200,7 +201,7 @@ impl AgentDriver {
         let connection = spawned
             .control
             .map(|stream| start_worker_connection((rank, pid), stream, &self.worker_messages.0));
-        let mut handle = WorkerHandle { pid, outbox: None, pump: None };
+        let mut handle = WorkerHandle { pid, outbox: None, pump: None, terminal: spawned.terminal };
         let result = match (pump, connection.transpose()) {
             (Ok(pump), Ok(outbox)) => {
                 handle.pump = Some(pump);
@@ -241,7 +242,8 @@ fn build_pump_options(plan: &HostPlan, worker: &WorkerPlan) -> PumpOptions {
     let error_file = worker.env.iter().find(|(name, _)| name == env::TORCHELASTIC_ERROR_FILE);
     PumpOptions {
         rank: worker.rank,
-        show: run.logs.show.contains(&worker.rank),
+        // Output would disturb the rank that has the terminal.
+        show: run.terminal.is_none() && run.logs.show.contains(&worker.rank),
         progress_pattern: run.progress_pattern.clone().filter(|_| run.hang_timeout_ms.is_some()),
         error_file: error_file.map(|(_, file)| worker.workdir.join(file)),
     }
