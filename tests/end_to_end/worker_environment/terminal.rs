@@ -118,8 +118,10 @@ fn rank_0_stops_at_a_breakpoint_in_the_terminal() {
     assert!(!terminal.text.contains("output of another rank"), "{}", terminal.text);
     terminal.type_keys("p x + 1\n");
     terminal.expect("42");
-    // Ctrl-C interrupts the debugger, and Ctrl-Z is an ordinary character.
+    terminal.expect("(Pdb)");
+    // Ctrl-C interrupts only the debugger. The terminal drops keys that were typed before.
     terminal.type_keys("\u{3}");
+    terminal.expect("KeyboardInterrupt");
     terminal.expect("(Pdb)");
     terminal.type_keys("x = 7\n");
     terminal.expect("(Pdb)");
