@@ -72,7 +72,7 @@ pub(crate) fn activation() -> ValueType<Vec<ActivationStep>> {
 
 /// The description of the values of `run.activate` in docs/job.md.
 const ACCEPTS: &str =
-    "`{venv: path}`, `{conda: name}`, `{modules: list of names}`, `{script: path}`, or a list of these";
+    "`{venv: path}`, `{conda: name}`, `{modules: [name]}`, `{script: path}`, or a list of these";
 /// The phrase by which messages describe the values of `run.activate`.
 const EXPECTED: &str =
     "`{venv: path}`, `{conda: name}`, `{modules: [name]}`, `{script: path}`, or a list of these";
