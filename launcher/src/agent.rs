@@ -11,6 +11,7 @@ mod connect_back;
 mod core;
 mod debug_log;
 mod driver;
+pub(crate) mod environment_changes;
 mod error_file;
 mod executable_cache;
 mod gpu_faults;

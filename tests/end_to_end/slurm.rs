@@ -116,13 +116,15 @@ fn check_step_variables(cluster: &SlurmCluster) {
     }
 }
 
-/// Checks that `slurm.step_options` reach srun, and that nodes activate the environments of the job.
+/// Checks that `slurm.step_options` reach srun, and that nodes activate the environments of the
+/// job.
 fn check_step_options_and_activation(cluster: &SlurmCluster) {
     fs::write(cluster.shared_path("prolog"), "#!/bin/sh\necho export FROM_PROLOG=prolog\n").unwrap();
     fs::write(cluster.shared_path("env.sh"), "export FROM_SCRIPT=\"$FROM_PROLOG script\"\n").unwrap();
     cluster.run_on_node_successfully("h0", "chmod 755 prolog");
     cluster.write_program_job("{}", "env: {}", "echo $FROM_SCRIPT > activated.$(hostname)");
-    let set = "--set run.activate='{script: env.sh}' --set \"slurm.step_options=[--task-prolog=$PWD/prolog]\"";
+    let set =
+        "--set run.activate='{script: env.sh}' --set \"slurm.step_options=[--task-prolog=$PWD/prolog]\"";
     let ran = cluster.run_on_node("h0", &format!("salloc -Q -N2 ./launch job.yaml {set}"));
     assert!(ran.status.success(), "{}", output_to_text(&ran));
     for host in ["h1", "h2"] {

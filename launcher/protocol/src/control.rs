@@ -4,6 +4,7 @@
 //! Module `frame` defines how a message is encoded. The first message of each side carries
 //! [`PROTOCOL_VERSION`]. A side that receives another version ends the connection.
 mod exec;
+mod exit_status;
 mod host_plan;
 mod inventory;
 mod join;
@@ -11,6 +12,7 @@ mod peers;
 mod supervision;
 
 pub use exec::{EXEC_CHUNK_BYTES, EXEC_WINDOW_BYTES, ExecId, ExecReply, ExecRequest};
+pub use exit_status::ExitStatus;
 pub use host_plan::{HostPlan, WorkerPlan};
 pub use inventory::{HostInventory, InterfaceAddress};
 pub use join::{JobKeyHash, JoinAnswer, JoinRequest};
@@ -320,16 +322,6 @@ pub enum FromAgent {
     },
     /// A sign of life of the agent.
     Heartbeat,
-}
-
-/// How a process ended: its exit code, or the signal that killed the process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum ExitStatus {
-    /// The process exited with this code.
-    Code(u8),
-    /// The process was killed by the signal with this number. The second field states whether the
-    /// process dumped core.
-    Signal(i32, bool),
 }
 
 /// A message from an agent to a built-in worker.

@@ -1,6 +1,9 @@
 //! [`evaluate_activation`]: activates the environments of `run.activate` in a login shell, and
 //! returns how they change the environment of workers.
-use super::process::{ShellError, ShellLimits, ShellOutput, run_login_shell};
+use super::{
+    environment_changes::EnvironmentChanges,
+    process::{ShellError, ShellLimits, ShellOutput, run_login_shell},
+};
 use diagnostic::{Code, Diagnostic, codes::host as codes, quantity::format_seconds};
 use jobspec::{ActivationStep, RunSpec};
 use protocol::control::ExitStatus;
@@ -13,7 +16,8 @@ use std::{
     time::Duration,
 };
 
-/// The largest size of the activated environment, in bytes, with what the login shell prints before.
+/// The largest size of the activated environment, in bytes, with what the login shell prints
+/// before.
 const MAX_ENVIRONMENT_BYTES: usize = 2 << 20;
 /// The number of lines at the end of a script's output that an error contains.
 const ERROR_LINES: usize = 5;
@@ -23,40 +27,6 @@ const MAX_ERROR_LINE: usize = 400;
 const SHELL_VARIABLES: &[&str] = &["_", "SHLVL", "PWD", "OLDPWD"];
 /// The beginning of the names of the variables that the script of launch uses.
 const OWN_PREFIX: &str = "__launch_";
-
-/// How activating environments changes the environment of this process.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct EnvironmentChanges {
-    /// The variables that were not set before, with their values.
-    pub(crate) added: BTreeMap<OsString, OsString>,
-    /// The variables that have other values than before, with the new values.
-    pub(crate) changed: BTreeMap<OsString, OsString>,
-    /// The variables that are no longer set.
-    pub(crate) removed: Vec<OsString>,
-}
-
-impl EnvironmentChanges {
-    /// Compares an environment with the one before.
-    fn between(before: &BTreeMap<OsString, OsString>, after: BTreeMap<OsString, OsString>) -> Self {
-        let removed = before.keys().filter(|name| !after.contains_key(*name)).cloned().collect();
-        let is_new = |name: &OsString| !before.contains_key(name);
-        let differing = after.into_iter().filter(|(name, value)| before.get(name) != Some(value));
-        let (added, changed) = differing.partition(|(name, _)| is_new(name));
-        EnvironmentChanges { added, changed, removed }
-    }
-
-    /// Returns the new value of each variable that was changed; `None` for a removed variable.
-    pub(crate) fn assignments(&self) -> impl Iterator<Item = (&OsStr, Option<&OsStr>)> {
-        let set = self.added.iter().chain(&self.changed);
-        let set = set.map(|(name, value)| (name.as_os_str(), Some(value.as_os_str())));
-        set.chain(self.removed.iter().map(|name| (name.as_os_str(), None)))
-    }
-
-    /// Returns whether activating sets the variable `name` to another value than before.
-    pub(crate) fn sets(&self, name: &str) -> bool {
-        self.added.contains_key(OsStr::new(name)) || self.changed.contains_key(OsStr::new(name))
-    }
-}
 
 /// Activates the environments of `run.activate` on this host, which is called `host`, and returns
 /// how they change the environment of this process. `hidden` are the variables that workers do not

@@ -2,16 +2,17 @@
 mod controller_connection;
 mod controller_messages;
 mod exec_commands;
+mod exec_state;
 mod opened_logs;
 mod worker_spawner;
 mod worker_start;
 
 use super::{
-    activation::EnvironmentChanges,
     activity,
     attach_socket::{self, AttachConnection, LockError},
     core::{AgentAction, AgentCore, AgentInput},
     debug_log,
+    environment_changes::EnvironmentChanges,
     gpu_faults::GpuFaultWatch,
     log_thread::LogThread,
     oom::OomWatch,
@@ -29,7 +30,7 @@ use crate::{
 };
 use controller_connection::{ConnectionNumber, ControllerConnection};
 use diagnostic::Diagnostic;
-use exec_commands::ExecCommands;
+use exec_state::ExecCommands;
 use jobspec::ids::Rank;
 use nix::sys::signal::Signal;
 use opened_logs::OpenedLogs;

@@ -3,6 +3,7 @@
 //! Each worker leads a separate process group. Because of `PR_SET_PDEATHSIG`, the kernel kills a
 //! worker when the thread that started the worker ends. The agent therefore starts workers only
 //! from a thread that ends with the agent (`driver/worker_spawner.rs`).
+mod child_setup;
 mod login_shell;
 mod terminal;
 
@@ -10,8 +11,9 @@ pub(super) use terminal::BorrowedTerminal;
 
 pub(super) use login_shell::{ShellError, ShellLimits, ShellOutput, run_login_shell};
 
-use super::{activation::EnvironmentChanges, core::GroupSignal};
+use super::{core::GroupSignal, environment_changes::EnvironmentChanges};
 use crate::{core_dumps::restore_core_dumps, discover::topology::find_common_numa_node};
+use child_setup::{die_with_parent, reset_signals};
 use diagnostic::{
     Diagnostic,
     codes::{host, run},
@@ -21,7 +23,6 @@ use nix::{
     errno::Errno,
     sys::{
         memfd::{MFdFlags, memfd_create},
-        prctl,
         resource::{Resource, getrlimit, setrlimit},
         signal::{Signal, killpg},
     },
@@ -337,37 +338,6 @@ fn worker_start_error(plan: &WorkerPlan, error: &io::Error) -> Diagnostic {
         .with_subject(program)
         .with_field("workdir", workdir.to_string())
         .with_remedy()
-}
-
-/// Makes the kernel kill the calling process when the thread of the process `parent` that started
-/// it ends. Fails if the parent has ended already. Async-signal-safe.
-fn die_with_parent(parent: Pid) -> io::Result<()> {
-    prctl::set_pdeathsig(Signal::SIGKILL)?;
-    if Pid::parent() != parent {
-        return Err(Errno::ESRCH.into()); // the parent died before `set_pdeathsig` took effect
-    }
-    Ok(())
-}
-
-/// Resets all signals of the calling process to their default actions and unblocks all signals.
-/// Async-signal-safe.
-fn reset_signals() {
-    // The kernel's structure for an action; all zero is the default action. glibc's `signal` does
-    // not reset the two signals that glibc reserves, which are inherited as ignored, too.
-    let default = [0u64; 4];
-    for signal in 1..=64 {
-        // SAFETY: the kernel reads at most 32 bytes; SIGKILL and SIGSTOP give an error and stay
-        // unchanged.
-        unsafe {
-            libc::syscall(libc::SYS_rt_sigaction, signal, default.as_ptr(), std::ptr::null_mut::<u64>(), 8)
-        };
-    }
-    // SAFETY: `set` is an initialized, empty set, and a null pointer requests no previous set.
-    unsafe {
-        let mut set = std::mem::zeroed::<libc::sigset_t>();
-        libc::sigemptyset(&mut set);
-        libc::sigprocmask(libc::SIG_SETMASK, &set, std::ptr::null_mut());
-    }
 }
 
 /// Sends a signal to the process group of the worker with this pid. Ignores errors.

@@ -7,11 +7,11 @@ use super::{
     prepare::{JobArgs, JobRequest, PreparedJob, prepare_job},
 };
 use crate::{
-    agent::activation::{EnvironmentChanges, evaluate_activation},
+    agent::{activation::evaluate_activation, environment_changes::EnvironmentChanges},
     cluster::{self, HostTarget},
     format::{format_ranges, format_rank_label, format_table, quote_shell_words},
     plan::MemoryCopyCost,
-    secrets::{REDACTED, redact_job},
+    secrets::{redact_job, redact_secret_value},
 };
 use diagnostic::{
     Diagnostic, Location,
@@ -275,12 +275,6 @@ fn complete_env(p: &PreparedJob, worker: &WorkerPlan) -> Vec<(String, String)> {
     let mut env = worker.env.clone();
     p.plan.insert_rendezvous(&mut env);
     env
-}
-
-/// Returns the value of an environment variable, or a placeholder if the name of the variable looks
-/// secret.
-fn redact_secret_value<'a>(name: &str, value: &'a str) -> &'a str {
-    if jobspec::env::looks_secret(name) && !value.is_empty() { REDACTED } else { value }
 }
 
 /// Formats the memory estimate of the rank that needs the most memory, with one line for each

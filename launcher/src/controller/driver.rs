@@ -22,7 +22,7 @@ use super::{
         StoredMemo,
     },
     descriptor_limit::reserve_descriptors,
-    exec_socket::ExecSocket,
+    exec_socket::{ExecClient, ExecSocket},
     hostfile::FilteredHostfile,
     job_file::JobFile,
     journal::{Journal, JournalSummary, StoredReports},
@@ -45,7 +45,6 @@ use crate::{
     secrets::SecretVariables,
 };
 use diagnostic::{Diagnostic, codes};
-use exec_commands::ExecClient;
 use jobspec::{ControllerLossAction, JobSpec, hosts::HostAddress};
 use protocol::{
     control::{ExecId, ExitStatus, FromAgent, ToAgent},

@@ -1,4 +1,5 @@
 //! Accepts the connections of `launch exec` at the socket of the controller.
+use super::core::HostIndex;
 use crate::{
     connection::{FrameError, Outbox, read_frames, write_frames},
     runs::{bind_controller_socket, is_own_peer},
@@ -15,6 +16,13 @@ use tokio::{
 const MAX_CONNECTIONS: usize = 64;
 /// The number of messages of clients that wait for the event loop.
 const INBOX_CAPACITY: usize = 64;
+
+/// A client of `launch exec`.
+pub(super) struct ExecClient {
+    pub(super) outbox: Outbox<ExecReply>,
+    /// The host on which the command runs; `None` before the command was requested.
+    pub(super) host: Option<HostIndex>,
+}
 
 /// An event of a connection of `launch exec`.
 pub(super) enum ExecClientEvent {

@@ -1,6 +1,6 @@
 //! Messages of `launch exec`, which runs a command next to a worker. The client, the controller and
 //! the agent exchange them.
-use super::ExitStatus;
+use super::exit_status::ExitStatus;
 use diagnostic::Diagnostic;
 use jobspec::ids::Rank;
 use serde::{Deserialize, Serialize};

@@ -5,7 +5,8 @@
 //! stalls. Meanwhile the agent must send heartbeats.
 use crate::{
     agent::{
-        activation::{EnvironmentChanges, evaluate_activation},
+        activation::evaluate_activation,
+        environment_changes::EnvironmentChanges,
         process::{self, HostMemory, InheritedEnvironment, OpenFileLimits, SpawnedWorker},
     },
     background_thread::BackgroundThread,

@@ -7,9 +7,9 @@ use super::{
 };
 use crate::{
     agent::{
-        activation::EnvironmentChanges,
         core::{AgentInput, GroupSignal},
         debug_log,
+        environment_changes::EnvironmentChanges,
         output::{OutputPump, PumpEvent, PumpOptions},
         process::{self, InheritedEnvironment, SpawnedWorker},
         rank_log::RankLogWriter,

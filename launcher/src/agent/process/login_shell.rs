@@ -1,5 +1,5 @@
 //! [`run_login_shell`]: runs a script in a login shell, and returns what the script prints.
-use super::{die_with_parent, reset_signals};
+use super::child_setup::{die_with_parent, reset_signals};
 use crate::core_dumps::restore_core_dumps;
 use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},

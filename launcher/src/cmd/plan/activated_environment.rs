@@ -1,6 +1,5 @@
 //! Formats how `run.activate` changes the environment on this machine, for `launch plan --verbose`.
-use super::redact_secret_value;
-use crate::agent::activation::EnvironmentChanges;
+use crate::{agent::environment_changes::EnvironmentChanges, secrets::redact_secret_value};
 use serde_json::{Map, Value, json};
 use std::{
     collections::BTreeMap,

@@ -1,8 +1,11 @@
 //! Passes the messages of `launch exec` between its clients and the agents.
 use super::ControllerDriver;
 use crate::{
-    connection::{MessagePriority, Outbox},
-    controller::{core::HostIndex, exec_socket::ExecClientEvent},
+    connection::MessagePriority,
+    controller::{
+        core::HostIndex,
+        exec_socket::{ExecClient, ExecClientEvent},
+    },
 };
 use diagnostic::{Diagnostic, codes::command};
 use jobspec::ids::Rank;
@@ -10,13 +13,6 @@ use protocol::control::{ExecId, ExecReply, ExecRequest, PROTOCOL_VERSION, ToAgen
 
 /// The largest number of clients of `launch exec` that are connected at the same time.
 const MAX_CLIENTS: usize = 16;
-
-/// A client of `launch exec`.
-pub(super) struct ExecClient {
-    outbox: Outbox<ExecReply>,
-    /// The host on which the command runs; `None` before the command was requested.
-    host: Option<HostIndex>,
-}
 
 impl ControllerDriver {
     /// Handles a new client, its requests, and the end of its connection.
