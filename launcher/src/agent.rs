@@ -4,12 +4,14 @@
 //! machine that decides on actions. Module `driver` executes the actions and reports events to the
 //! state machine. Only module `process` starts processes, and only module `descendants` searches
 //! for processes that workers left.
+pub(crate) mod activation;
 mod activity;
 mod attach_socket;
 mod connect_back;
 mod core;
 mod debug_log;
 mod driver;
+pub(crate) mod environment_changes;
 mod error_file;
 mod executable_cache;
 mod gpu_faults;

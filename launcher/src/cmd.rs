@@ -7,6 +7,7 @@ pub(crate) mod completions;
 pub(crate) mod context;
 pub(crate) mod drop_in;
 pub(crate) mod events;
+pub(crate) mod exec;
 pub(crate) mod explain;
 pub(crate) mod gpu_check;
 pub(crate) mod import;
@@ -24,6 +25,7 @@ pub(crate) mod sbatch;
 pub(crate) mod schema;
 pub(crate) mod shims;
 pub(crate) mod stop;
+mod terminal;
 
 use clap::Subcommand;
 use context::CommandContext;
@@ -47,6 +49,8 @@ pub(crate) enum LaunchCommand {
     Events(events::EventsArgs),
     /// Save and stop a run, or kill it
     Stop(stop::StopArgs),
+    /// Run a command next to a worker of a run
+    Exec(exec::ExecArgs),
     /// Continue a run whose controller was lost
     Attach(attach::AttachArgs),
     /// Inspect, verify, convert and repair checkpoints
@@ -108,6 +112,7 @@ impl LaunchCommand {
             LaunchCommand::Logs(args) => logs::run(args, context),
             LaunchCommand::Events(args) => events::run(args, context),
             LaunchCommand::Stop(args) => stop::run(args, context),
+            LaunchCommand::Exec(args) => exec::run(args, context),
             LaunchCommand::Attach(args) => attach::run(args, context),
             LaunchCommand::Ckpt(args) => ckpt::run(args, context),
             LaunchCommand::Sbatch(args) => sbatch::run(args, context),

@@ -10,6 +10,7 @@ mod controller_identity;
 mod core;
 mod descriptor_limit;
 mod driver;
+mod exec_socket;
 mod file_watch;
 mod hostfile;
 mod job_file;

@@ -121,7 +121,8 @@ fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) 
             between_hosts: master_address.is_some_and(|address| !address.is_loopback()) && hosts.len() > 1,
             on_cpus,
         };
-        let ranks = HostRanks { host, capacity, group: group as u32, first_rank, threads };
+        let ranks =
+            HostRanks { host, capacity, group: group as u32, attempt: attempt.number, first_rank, threads };
         host_plans.push(HostPlan {
             job: attempt_job.clone(),
             run: run.0.clone(),
@@ -167,6 +168,8 @@ struct HostRanks<'a> {
     capacity: &'a HostCapacity,
     /// The index of the host, which is the workers' `GROUP_RANK`.
     group: u32,
+    /// The number of the attempt.
+    attempt: u32,
     first_rank: Rank,
     /// The number of threads per worker that the job sets. If this value is `None`, each worker
     /// gets a thread for each core of its share.
@@ -204,6 +207,17 @@ fn plan_workers(
             command: worker_command::build_worker_command(
                 &job.run,
                 worker_env::compute_local_rank_env(job, local_rank),
+            ),
+            wrapper: worker_command::build_wrapper(
+                &job.run,
+                rank,
+                &[
+                    ("rank", rank.to_string()),
+                    ("local_rank", local_rank.to_string()),
+                    ("host", ranks.host.name.clone()),
+                    ("run", job_env.run.0.clone()),
+                    ("attempt", ranks.attempt.to_string()),
+                ],
             ),
             threads: ranks.threads.unwrap_or(slot.threads),
             env: worker_env::build_worker_env(job_env, ranks.host, &position),
@@ -339,6 +353,18 @@ fn collect_warnings(
             Diagnostic::warning(codes::LOG_RANK_UNKNOWN, message)
                 .with_subject(format!("run.logs.show[{i}]"))
                 .with_field("rank", *rank)
+                .with_field("world_size", world)
+                .with_help("ranks count from 0"),
+        );
+    }
+    for (i, wrap) in job.run.wrap.iter().enumerate() {
+        let Some(rank) = wrap.ranks.largest().filter(|rank| *rank >= world) else { continue };
+        let workers = format_count(world, "worker");
+        let message = format!("there is no rank {rank} to wrap: the job has {workers}");
+        warnings.push(
+            Diagnostic::warning(codes::WRAP_RANK_UNKNOWN, message)
+                .with_subject(format!("run.wrap[{i}].ranks"))
+                .with_field("rank", rank)
                 .with_field("world_size", world)
                 .with_help("ranks count from 0"),
         );

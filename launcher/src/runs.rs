@@ -7,12 +7,14 @@
 //! controller's pid is therefore not mistaken for the controller.
 mod atomic_file;
 mod controller_proof;
+mod controller_socket;
 mod process_identity;
 mod registry;
 mod select;
 
 pub(crate) use atomic_file::{read_private_file, write_atomically};
 pub(crate) use controller_proof::open_controller;
+pub(crate) use controller_socket::{bind_controller_socket, connect_to_controller, is_own_peer};
 pub(crate) use process_identity::ProcessHandle;
 pub(crate) use registry::{
     LossReason, Run, RunState, list_runs, load_run, load_run_in_directory, parse_run_record, record_end,

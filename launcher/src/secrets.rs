@@ -83,6 +83,12 @@ pub(crate) fn resolve_secret_variables(run: &RunSpec) -> Result<SecretVariables,
     if errors.is_empty() { Ok(SecretVariables { referenced, passed }) } else { Err(errors) }
 }
 
+/// Returns the value of an environment variable, or a placeholder if the name of the variable looks
+/// secret.
+pub(crate) fn redact_secret_value<'a>(name: &str, value: &'a str) -> &'a str {
+    if looks_secret(name) && !value.is_empty() { REDACTED } else { value }
+}
+
 /// Returns a copy of the job that may be printed and stored. In the copy, [`REDACTED`] replaces
 /// values of `run.env` and of options in `run.command` whose names suggest a secret.
 pub(crate) fn redact_job(job: &JobSpec) -> JobSpec {
@@ -91,6 +97,9 @@ pub(crate) fn redact_job(job: &JobSpec) -> JobSpec {
         if looks_secret(name) && !value.is_empty() {
             REDACTED.clone_into(value);
         }
+    }
+    for item in &mut redacted.run.wrap {
+        item.command = hide_secret_arguments(&item.command);
     }
     redacted.run.command = redacted.run.command.map(|words| hide_secret_arguments(&words));
     redacted

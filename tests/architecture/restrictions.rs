@@ -45,6 +45,7 @@ const NAME_RESTRICTIONS: &[NameRestriction] = &[
         names: &["Command::new", "process::Command", "fork(", "vfork(", "posix_spawn", "execve", "execv("],
         allowed_paths: &[
             "launcher/src/agent/process.rs",
+            "launcher/src/agent/process/",
             "launcher/src/cluster/",
             "launcher/src/detached_controller.rs",
             "launcher/src/discover/accelerators/mig_uuids.rs",

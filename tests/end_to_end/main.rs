@@ -43,3 +43,4 @@ mod torch;
 mod train;
 mod trainer;
 mod transformers;
+mod worker_environment;

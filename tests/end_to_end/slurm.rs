@@ -84,6 +84,7 @@ fn programs_run_in_allocations_of_every_kind() {
     );
     check_gpus_requested_in_total(&cluster);
     check_step_variables(&cluster);
+    check_step_options_and_activation(&cluster);
     cluster.assert_nothing_left();
 }
 
@@ -112,6 +113,22 @@ fn check_step_variables(cluster: &SlurmCluster) {
         for name in ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"] {
             assert_eq!(is_set(name), is_visible, "{name} {set}: {environment}");
         }
+    }
+}
+
+/// Checks that `slurm.step_options` reach srun, and that nodes activate the environments of the
+/// job.
+fn check_step_options_and_activation(cluster: &SlurmCluster) {
+    fs::write(cluster.shared_path("prolog"), "#!/bin/sh\necho export FROM_PROLOG=prolog\n").unwrap();
+    fs::write(cluster.shared_path("env.sh"), "export FROM_SCRIPT=\"$FROM_PROLOG script\"\n").unwrap();
+    cluster.run_on_node_successfully("h0", "chmod 755 prolog");
+    cluster.write_program_job("{}", "env: {}", "echo $FROM_SCRIPT > activated.$(hostname)");
+    let set =
+        "--set run.activate='{script: env.sh}' --set \"slurm.step_options=[--task-prolog=$PWD/prolog]\"";
+    let ran = cluster.run_on_node("h0", &format!("salloc -Q -N2 ./launch job.yaml {set}"));
+    assert!(ran.status.success(), "{}", output_to_text(&ran));
+    for host in ["h1", "h2"] {
+        assert_eq!(cluster.read_shared_file(&format!("activated.{host}")).trim(), "prolog script");
     }
 }
 

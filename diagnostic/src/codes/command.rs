@@ -70,6 +70,21 @@ codes! {
         cause: "All runs have ended.",
         remedy: "List the runs with `launch ps`.",
     }
+    EXEC_RANK_NOT_RUNNING: Cluster = "exec-rank-not-running" {
+        summary: "`launch exec` found no running worker of the rank.",
+        cause: "The job is starting, restarting or ending, the rank has ended, or the job has no such rank.",
+        remedy: "Check the run with `launch ps`, and try again.",
+    }
+    EXEC_UNAVAILABLE: Cluster = "exec-unavailable" {
+        summary: "`launch exec` cannot run a command at present.",
+        cause: "The controller does not accept connections, or 16 commands already run.",
+        remedy: "End other commands of `launch exec`, or log in to the host of the rank.",
+    }
+    EXEC_INTERRUPTED: Cluster = "exec-interrupted" {
+        summary: "A command of `launch exec` was ended before its exit code was known.",
+        cause: "The controller or the agent of the host has ended.",
+        remedy: "Check the run with `launch ps`.",
+    }
     RUN_UNATTENDED: Cluster = "run-unattended" {
         summary: "The controller of the run was lost, and the workers continue without a controller.",
         cause: "The controller was killed, or its machine was restarted.",

@@ -208,6 +208,68 @@ codes! {
         remedy: "Raise the hard limit of open files on the host (`ulimit -Hn`).",
     }
 
+    // --- the environment of workers ------------------------------------------------------------
+    ACTIVATION_FAILED: Cluster = "activation-failed" {
+        summary: "An environment of `run.activate` could not be activated on a host.",
+        cause: "A command of the script, of the login profile, of `conda activate` or of `module load` failed. The message contains its exit code, and the causes are the last lines of its output.",
+        remedy: "Run the activation in a login shell (`bash -l`) on the host.",
+    }
+    ACTIVATION_TIMEOUT: Cluster = "activation-timeout" {
+        summary: "Activating the environments of `run.activate` took too long on a host.",
+        cause: "The login profile or the script waits for input or for a slow file system.",
+        remedy: "Run the activation in a login shell (`bash -l`) on the host, or raise `run.activate_timeout`.",
+    }
+    ACTIVATION_VENV_MISSING: Cluster = "activation-venv-missing" {
+        summary: "A virtual environment of `run.activate` does not exist on a host.",
+        cause: "The directory has no readable file `bin/activate`.",
+        remedy: "Create the environment on every host (`python3 -m venv DIR`), or correct `run.activate`.",
+    }
+    ACTIVATION_SCRIPT_MISSING: Cluster = "activation-script-missing" {
+        summary: "A script of `run.activate` does not exist on a host.",
+        cause: "The path is wrong, or its file system is not mounted on the host.",
+        remedy: "Copy the script to every host, or correct `run.activate`.",
+    }
+    ACTIVATION_CONDA_MISSING: Cluster = "activation-conda-missing" {
+        summary: "A host has no `conda` command.",
+        cause: "The login profile does not define the command, and Conda is not in one of its usual directories.",
+        remedy: "Run `conda init` on the host, or set `CONDA_EXE` in the login profile.",
+    }
+    ACTIVATION_MODULES_MISSING: Cluster = "activation-modules-missing" {
+        summary: "A host has no `module` command.",
+        cause: "The login profile does not define the command, and environment modules are not installed in a usual directory.",
+        remedy: "Define `module` in the login profile of the host, or activate a `script`.",
+    }
+    ACTIVATION_ENVIRONMENT_INVALID: Cluster = "activation-environment-invalid" {
+        summary: "The environment that `run.activate` produced on a host is not usable.",
+        cause: "The environment is larger than 2 MiB, or a script wrote to descriptor 9.",
+        remedy: "Reduce the environment, or use another descriptor in the script.",
+    }
+    WORKER_WRAPPER_MISSING: Cluster = "worker-wrapper-missing" {
+        summary: "The program of `run.wrap` does not exist on a host.",
+        cause: "The path is wrong, or the program is not in PATH.",
+        remedy: "Correct `run.wrap`, or install the program on every host.",
+    }
+    TERMINAL_MISSING: Cluster = "terminal-missing" {
+        summary: "A rank cannot get the terminal that `run.terminal` or `--pdb` requests.",
+        cause: "launch does not run in a terminal, or it runs in the background (`--detach`).",
+        remedy: "Run launch in a terminal, or remove `run.terminal`.",
+    }
+    TERMINAL_RANK_REMOTE: Cluster = "terminal-rank-remote" {
+        summary: "The rank of `run.terminal` is on another host than the terminal.",
+        cause: "Only workers on the machine on which launch runs can use its terminal.",
+        remedy: "Start launch on the host of the rank, or use `launch exec` to inspect the rank.",
+    }
+    TERMINAL_RANK_UNKNOWN: Cluster = "terminal-rank-unknown" {
+        summary: "The job does not have the rank of `run.terminal`.",
+        cause: "The job has fewer workers.",
+        remedy: "Correct `run.terminal`; ranks count from 0.",
+    }
+    WRAP_RANK_UNKNOWN: Cluster = "wrap-rank-unknown" {
+        summary: "An item of `run.wrap` names a rank that the job does not have. This is a warning.",
+        cause: "The job has fewer workers.",
+        remedy: "Correct `ranks`; ranks count from 0.",
+    }
+
     // --- answers to `launch check` -------------------------------------------------------------
     PEER_ADDRESS_MISSING: Cluster = "peer-address-missing" {
         summary: "A host has no network address that other hosts can reach.",

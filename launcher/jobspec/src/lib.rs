@@ -35,6 +35,7 @@ pub use reload::{ReloadChanges, ReloadTrain, ReloadValues, compare_jobs, list_ke
 pub use schema::build_schema;
 pub use secret_text::{hide_secret_arguments, hide_secret_values, is_value_of_secret};
 pub use spec::{
+    activation::ActivationStep,
     checkpoint::{CheckpointSpec, MemoryCopySpec, ResumeFrom, ResumeSpec, RngPolicy, SaveInterval},
     cluster::{
         ClusterSpec, CommBackend, DeviceSelection, InterfaceSelector, MasterPort, StoreHost, WorkersPerHost,
@@ -61,6 +62,7 @@ pub use spec::{
         AttentionKernels, BatchSpec, CudaGraphMode, EvalSpec, GenerationSpec, LossScaleSpec, OffloadTarget,
         Precision, RecomputeMode, ZeroSpec,
     },
+    wrap::{RankSelection, WrapSpec},
 };
 pub use table::{DEPRECATED, DeprecatedName, KEYS};
 pub use yaml::{

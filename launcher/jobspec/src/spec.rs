@@ -1,5 +1,6 @@
 //! [`JobSpec`](job::JobSpec) and its sections: the keys of job.yaml with their types, defaults and
 //! documentation.
+pub(crate) mod activation;
 pub(crate) mod checkpoint;
 pub(crate) mod cluster;
 pub(crate) mod data;
@@ -23,3 +24,4 @@ pub(crate) mod slurm;
 pub(crate) mod ssh;
 pub(crate) mod train;
 pub(crate) mod train_settings;
+pub(crate) mod wrap;

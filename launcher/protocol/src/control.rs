@@ -4,6 +4,8 @@
 //! Module `frame` defines how a message is encoded. The first message of each side carries
 //! [`PROTOCOL_VERSION`]. A side that receives another version ends the connection.
 mod host_network;
+mod exec;
+mod exit_status;
 mod host_plan;
 mod inventory;
 mod join;
@@ -11,6 +13,8 @@ mod peers;
 mod supervision;
 
 pub use host_network::{is_routable, select_host_address};
+pub use exec::{EXEC_CHUNK_BYTES, EXEC_WINDOW_BYTES, ExecId, ExecReply, ExecRequest};
+pub use exit_status::ExitStatus;
 pub use host_plan::{HostPlan, WorkerPlan};
 pub use inventory::{HostInventory, InterfaceAddress};
 pub use join::{JobKeyHash, JoinAnswer, JoinRequest};
@@ -114,6 +118,14 @@ pub enum ToAgent {
     /// A request of `launch check`, which the agent answers with [`FromAgent::Probed`]. Only sent
     /// before [`ToAgent::Start`].
     Probe(ProbeRequest),
+    /// A request about a command of `launch exec`, which the agent answers with
+    /// [`FromAgent::Exec`].
+    Exec {
+        /// The number of the command.
+        id: ExecId,
+        /// The request.
+        request: ExecRequest,
+    },
     /// The addresses of all built-in workers of the job. The agent passes the addresses to every
     /// worker on its host.
     Peers(WorkerPeers),
@@ -313,6 +325,13 @@ pub enum FromAgent {
     },
     /// The answer to [`ToAgent::Probe`], a request of `launch check`.
     Probed(ProbeAnswer),
+    /// The output or the end of a command of `launch exec`.
+    Exec {
+        /// The number of the command.
+        id: ExecId,
+        /// The answer.
+        reply: ExecReply,
+    },
     /// All worker processes of an attempt on the agent's host have ended.
     WorkersEnded {
         /// The attempt whose workers have ended.
@@ -320,16 +339,6 @@ pub enum FromAgent {
     },
     /// A sign of life of the agent.
     Heartbeat,
-}
-
-/// How a process ended: its exit code, or the signal that killed the process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum ExitStatus {
-    /// The process exited with this code.
-    Code(u8),
-    /// The process was killed by the signal with this number. The second field states whether the
-    /// process dumped core.
-    Signal(i32, bool),
 }
 
 /// A message from an agent to a built-in worker.

@@ -1,6 +1,8 @@
 //! Executes the actions of the agent's state machine and reports events to it.
 mod controller_connection;
 mod controller_messages;
+mod exec_commands;
+mod exec_state;
 mod opened_logs;
 mod worker_spawner;
 mod worker_start;
@@ -10,12 +12,13 @@ use super::{
     attach_socket::{self, AttachConnection, LockError},
     core::{AgentAction, AgentCore, AgentInput},
     debug_log,
+    environment_changes::EnvironmentChanges,
     gpu_faults::GpuFaultWatch,
     log_thread::LogThread,
     oom::OomWatch,
     output::{ConsoleQueue, OutputPump, PumpEvent},
     probe::Prober,
-    process,
+    process::{self, BorrowedTerminal},
     stacks::{self, StackTarget},
 };
 use crate::{
@@ -27,6 +30,7 @@ use crate::{
 };
 use controller_connection::{ConnectionNumber, ControllerConnection};
 use diagnostic::Diagnostic;
+use exec_state::ExecCommands;
 use jobspec::ids::Rank;
 use nix::sys::signal::Signal;
 use opened_logs::OpenedLogs;
@@ -66,6 +70,8 @@ struct WorkerHandle {
     pid: u32,
     outbox: Option<Outbox<ToWorker>>,
     pump: Option<OutputPump>,
+    /// The terminal that the worker uses; `None` after the end of the worker.
+    terminal: Option<BorrowedTerminal>,
 }
 
 /// A message of a controller, the end of its connection (`Ok(None)`), or a read error of the
@@ -137,6 +143,10 @@ pub(super) struct AgentDriver {
     /// first attempt, and in jobs without `checkpoint.memory`.
     copy_memory: Option<Arc<OwnedFd>>,
     spawner: WorkerSpawner,
+    /// The commands of `launch exec`.
+    exec: ExecCommands,
+    /// The changes of the environment by `run.activate`; `None` before the first activation.
+    activation: Option<Arc<EnvironmentChanges>>,
     file_limit: process::OpenFileLimits,
     workers: HashMap<Rank, WorkerHandle>,
     /// The pids and ranks of the workers that have not been reaped.
@@ -191,6 +201,8 @@ impl AgentDriver {
             plan: None,
             shm: None,
             spawner: WorkerSpawner::start()?,
+            exec: ExecCommands::new(),
+            activation: None,
             copy_memory: None,
             file_limit: process::raise_file_limit()?,
             workers: HashMap::new(),
@@ -219,7 +231,7 @@ impl AgentDriver {
                 Some(lock) = self.host_locks.1.recv() => self.on_host_locked(lock),
                 Some(connection) = self.attach_requests.1.recv() => self.on_attach_request(connection),
                 Some(logs) = self.opened_logs.1.recv() => self.on_logs_opened(logs),
-                result = self.spawner.receive_result() => self.on_worker_spawned(result),
+                result = self.spawner.receive_result() => self.on_spawner_result(result),
                 () = wait_for_space(self.connection.as_ref()), if self.core.has_report() => AgentInput::Tick,
                 _ = self.children.recv() => AgentInput::Tick,
                 () = receive_signal(&mut self.termination) => AgentInput::Terminated,
@@ -227,6 +239,7 @@ impl AgentDriver {
                 Some(message) = self.worker_messages.1.recv(), if !self.core.is_backlogged() => {
                     self.on_worker_message(message)
                 }
+                event = self.exec.receive_event() => self.on_exec_event(event),
                 Some(attempt) = self.stacks_written.1.recv() => self.on_stacks_written(attempt),
                 Some(text) = self.store_messages.1.recv() => {
                     // The controller forwards the stderr of agents.
@@ -308,16 +321,22 @@ impl AgentDriver {
     /// state machine.
     fn reap_workers(&mut self) {
         let mut ended = Vec::new();
-        let leaders = &self.leaders;
+        let (leaders, exec) = (&self.leaders, &self.exec);
         if self.spawner.is_busy() {
             // The pid of the worker that is being started is not known yet.
             let reap = |pid: &u32| reap_group_leader(*pid).map(|status| (*pid, status));
-            ended.extend(leaders.keys().filter_map(reap));
+            let pids: Vec<u32> = leaders.keys().copied().chain(exec.pids()).collect();
+            ended.extend(pids.iter().filter_map(reap));
         } else {
-            reap_children(|pid| leaders.contains_key(&pid), |pid, status| ended.push((pid, status)));
+            let is_leader = |pid| leaders.contains_key(&pid) || exec.is_leader(pid);
+            reap_children(is_leader, |pid, status| ended.push((pid, status)));
         }
         for (pid, status) in ended {
+            self.on_exec_exited(pid, status);
             if let Some(rank) = self.leaders.remove(&pid) {
+                if let Some(worker) = self.workers.get_mut(&rank).filter(|worker| worker.pid == pid) {
+                    drop(worker.terminal.take());
+                }
                 // Checked once for each worker that died of SIGKILL, because each OOM kill explains
                 // the end of one process.
                 let oom = matches!(status, ExitStatus::Signal(libc::SIGKILL, _))
@@ -335,7 +354,9 @@ impl AgentDriver {
     /// passed.
     fn sweep_processes(&mut self) {
         let Some(since) = self.sweep_started_at else { return };
-        let children_left = reap_children(|_| false, |_, _| ());
+        let mut ended = Vec::new();
+        let children_left = reap_children(|_| false, |pid, status| ended.push((pid, status)));
+        ended.into_iter().for_each(|(pid, status)| self.on_exec_exited(pid, status));
         let left = if children_left { kill_descendants(&[]) } else { Vec::new() };
         if !children_left || self.clock.now() > since + SWEEP_TIMEOUT {
             self.sweep_started_at = None;
@@ -367,6 +388,8 @@ impl AgentDriver {
                 }
             }
             AgentAction::ShowOutput(ranks) => {
+                let terminal = self.plan.as_ref().and_then(|plan| plan.job.run.terminal);
+                let ranks = if terminal.is_some() { Vec::new() } else { ranks };
                 for (rank, worker) in &self.workers {
                     worker.pump.iter().for_each(|pump| pump.set_shown(ranks.contains(rank)));
                 }

@@ -3,8 +3,17 @@
 //! Each worker leads a separate process group. Because of `PR_SET_PDEATHSIG`, the kernel kills a
 //! worker when the thread that started the worker ends. The agent therefore starts workers only
 //! from a thread that ends with the agent (`driver/worker_spawner.rs`).
-use super::core::GroupSignal;
+mod child_setup;
+mod login_shell;
+mod terminal;
+
+pub(super) use terminal::BorrowedTerminal;
+
+pub(super) use login_shell::{ShellError, ShellLimits, ShellOutput, run_login_shell};
+
+use super::{core::GroupSignal, environment_changes::EnvironmentChanges};
 use crate::{core_dumps::restore_core_dumps, discover::topology::find_common_numa_node};
+use child_setup::{die_with_parent, reset_signals};
 use diagnostic::{
     Diagnostic,
     codes::{host, run},
@@ -14,7 +23,6 @@ use nix::{
     errno::Errno,
     sys::{
         memfd::{MFdFlags, memfd_create},
-        prctl,
         resource::{Resource, getrlimit, setrlimit},
         signal::{Signal, killpg},
     },
@@ -28,6 +36,7 @@ use std::{
         unix::{net::UnixStream, process::CommandExt},
     },
     process::{Command, Stdio},
+    sync::Arc,
 };
 
 /// A started worker process, with the agent's ends of the process's output pipes and control
@@ -39,6 +48,8 @@ pub(crate) struct SpawnedWorker {
     pub(crate) stderr: OwnedFd,
     /// The agent's end of the control connection to a built-in worker; `None` for a program.
     pub(crate) control: Option<UnixStream>,
+    /// The terminal that the worker uses instead of the pipes (`run.terminal`).
+    pub(crate) terminal: Option<BorrowedTerminal>,
 }
 
 /// Forks this process. Returns the child's pid in the parent process, and `None` in the child
@@ -110,17 +121,27 @@ pub(super) fn raise_file_limit() -> io::Result<OpenFileLimits> {
     Ok((soft, hard))
 }
 
+/// The differences between the environments of the agent and of its workers, without the variables
+/// of the plan.
+#[derive(Clone, Default)]
+pub(super) struct InheritedEnvironment {
+    /// The changes by `run.activate`.
+    pub(super) changes: Arc<EnvironmentChanges>,
+    /// The variables that workers do not inherit.
+    pub(super) hidden: Vec<String>,
+}
+
 /// Starts the process of a worker with the CPU affinity, preferred NUMA node and environment of the
 /// plan.
 ///
-/// A built-in worker inherits the descriptors of `memory`. The worker does not inherit the
-/// variables `hidden` of the agent's environment. `(soft, hard)` are the worker's limits of open
-/// files.
+/// A built-in worker inherits the descriptors of `memory`. `inherited` describes the environment
+/// without the variables of the plan. `(soft, hard)` are the worker's limits of open files.
 pub(super) fn spawn_worker_process(
     plan: &WorkerPlan,
-    hidden: &[String],
+    inherited_env: &InheritedEnvironment,
     memory: HostMemory<'_>,
     (soft, hard): OpenFileLimits,
+    uses_terminal: bool,
 ) -> diagnostic::Result<SpawnedWorker> {
     let affinity = build_cpu_set(plan)?;
     let (control, worker_end) = match plan.command {
@@ -129,8 +150,12 @@ pub(super) fn spawn_worker_process(
             UnixStream::pair().map(|(a, b)| (Some(a), Some(b))).map_err(|e| worker_start_error(plan, &e))?
         }
     };
-    let mut command = build_worker_command(plan, hidden);
+    let mut command = build_worker_command(plan, inherited_env);
     restore_core_dumps(&mut command);
+    let terminal = uses_terminal.then(|| BorrowedTerminal::open(plan.rank)).transpose()?;
+    if let Some(terminal) = &terminal {
+        use_terminal(&mut command, terminal).map_err(|error| worker_start_error(plan, &error))?;
+    }
     let mut inherited: Vec<RawFd> = Vec::new();
     if let Some(worker_end) = &worker_end {
         let mut pass = |name: &str, fd: RawFd| {
@@ -147,10 +172,7 @@ pub(super) fn spawn_worker_process(
     // everything it uses was allocated before.
     unsafe {
         command.pre_exec(move || {
-            prctl::set_pdeathsig(Signal::SIGKILL)?;
-            if Pid::parent() != agent {
-                return Err(Errno::ESRCH.into()); // the agent died before `set_pdeathsig` took effect
-            }
+            die_with_parent(agent)?;
             if let Some(set) = &affinity {
                 nix::sched::sched_setaffinity(Pid::from_raw(0), set)?;
             }
@@ -168,24 +190,44 @@ pub(super) fn spawn_worker_process(
         });
     }
     let mut child = command.spawn().map_err(|e| worker_start_error(plan, &e))?;
-    let (Some(stdout), Some(stderr)) = (child.stdout.take(), child.stderr.take()) else {
-        return Err(Diagnostic::error(run::INTERNAL, "the worker has no output pipes"));
+    let (stdout, stderr) = match (child.stdout.take(), child.stderr.take()) {
+        (Some(stdout), Some(stderr)) => (stdout.into(), stderr.into()),
+        // The output goes to the terminal, so the log is empty.
+        _ => (open_ended_pipe(plan)?, open_ended_pipe(plan)?),
     };
     // Dropping `child` neither waits for the process nor kills it; `reap_children` waits.
-    Ok(SpawnedWorker { pid: child.id(), stdout: stdout.into(), stderr: stderr.into(), control })
+    Ok(SpawnedWorker { pid: child.id(), stdout, stderr, control, terminal })
+}
+
+/// Makes a command use the terminal as stdin, stdout and stderr, and run in the terminal's
+/// foreground.
+fn use_terminal(command: &mut Command, terminal: &BorrowedTerminal) -> io::Result<()> {
+    let file = || terminal.file().try_clone();
+    command.stdin(file()?).stdout(file()?).stderr(file()?);
+    // SAFETY: the closure only makes system calls that are allowed between fork and exec. It runs
+    // after stdin was replaced by the terminal, in the process group of the worker.
+    unsafe { command.pre_exec(|| terminal::take_foreground(BorrowedFd::borrow_raw(libc::STDIN_FILENO))) };
+    Ok(())
+}
+
+/// Opens a pipe whose other end is closed.
+fn open_ended_pipe(plan: &WorkerPlan) -> diagnostic::Result<OwnedFd> {
+    let pipe = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC);
+    pipe.map(|(reader, _)| reader).map_err(|error| worker_start_error(plan, &error.into()))
 }
 
 /// Returns the command that starts a worker: the program of the plan, or `launch worker` for a
 /// built-in worker.
 ///
 /// The worker leads a new process group. Its stdin is `/dev/null`, and its stdout and stderr are
-/// pipes. Its environment is that of the agent without the variables `hidden`, and with those of
-/// the plan.
-fn build_worker_command(plan: &WorkerPlan, hidden: &[String]) -> Command {
+/// pipes. Its environment is that of `inherited`, with the variables of the plan. The program is
+/// searched in the `PATH` of this environment.
+fn build_worker_command(plan: &WorkerPlan, inherited: &InheritedEnvironment) -> Command {
     let mut command = match plan.command.as_deref() {
-        Some([program, arguments @ ..]) => {
-            let mut command = Command::new(program);
-            command.args(arguments);
+        Some(words @ [_, ..]) => {
+            let mut words = plan.wrapper.iter().chain(words);
+            let mut command = Command::new(words.next().map_or("", String::as_str));
+            command.args(words);
             command
         }
         // This path is the executable that this process runs, even if the file was replaced
@@ -196,13 +238,24 @@ fn build_worker_command(plan: &WorkerPlan, hidden: &[String]) -> Command {
             command
         }
     };
-    for internal in [env::LAUNCH_CONTROL_FD, env::LAUNCH_SHM_FD, env::LAUNCH_MEMORY_FD] {
-        command.env_remove(internal);
-    }
-    hidden.iter().for_each(|name| _ = command.env_remove(name));
+    apply_environment(&mut command, inherited);
     command.envs(plan.env.iter().map(|(k, v)| (k, v))).current_dir(&plan.workdir);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
     command
+}
+
+/// Changes the environment that a command inherits from the agent to that of `inherited`.
+fn apply_environment(command: &mut Command, inherited: &InheritedEnvironment) {
+    for (name, value) in inherited.changes.assignments() {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+    for internal in [env::LAUNCH_CONTROL_FD, env::LAUNCH_SHM_FD, env::LAUNCH_MEMORY_FD] {
+        command.env_remove(internal);
+    }
+    inherited.hidden.iter().for_each(|name| _ = command.env_remove(name));
 }
 
 /// Returns the CPUs to which the plan binds a worker as a CPU set. Returns `None` if the plan does
@@ -257,17 +310,21 @@ fn prefer_numa_memory(nodes: &NumaNodeMask) {
 /// Converts the error of starting a worker's process to a diagnostic. The code of the diagnostic
 /// names the likely reason, such as a missing program.
 fn worker_start_error(plan: &WorkerPlan, error: &io::Error) -> Diagnostic {
-    let program = plan.command.as_ref().and_then(|c| c.first()).map_or("launch worker", String::as_str);
+    let words = plan.wrapper.iter().chain(plan.command.iter().flatten());
+    let program = words.map(String::as_str).next().unwrap_or("launch worker");
+    let missing = match plan.wrapper.is_empty() {
+        true => host::WORKER_PROGRAM_MISSING,
+        false => host::WORKER_WRAPPER_MISSING,
+    };
     let workdir = plan.workdir.display();
     let (code, reason) = match error.raw_os_error().map(Errno::from_raw) {
         _ if !plan.workdir.is_dir() => {
             (host::WORKER_DIRECTORY_MISSING, format!("the working directory {workdir} is not a directory"))
         }
-        Some(Errno::ENOENT) if program.contains('/') => (
-            host::WORKER_PROGRAM_MISSING,
-            format!("no such file in {workdir}, or its `#!` interpreter is missing"),
-        ),
-        Some(Errno::ENOENT) => (host::WORKER_PROGRAM_MISSING, "no such program in PATH".to_owned()),
+        Some(Errno::ENOENT) if program.contains('/') => {
+            (missing, format!("no such file in {workdir}, or its `#!` interpreter is missing"))
+        }
+        Some(Errno::ENOENT) => (missing, "no such program in PATH".to_owned()),
         Some(Errno::EACCES) => (host::WORKER_PROGRAM_NOT_EXECUTABLE, "the file is not executable".to_owned()),
         Some(Errno::EAGAIN) => {
             (host::PROCESS_LIMIT_REACHED, format!("{error}; the limit of processes is reached"))
@@ -281,27 +338,6 @@ fn worker_start_error(plan: &WorkerPlan, error: &io::Error) -> Diagnostic {
         .with_subject(program)
         .with_field("workdir", workdir.to_string())
         .with_remedy()
-}
-
-/// Resets all signals of the calling process to their default actions and unblocks all signals.
-/// Async-signal-safe.
-fn reset_signals() {
-    // The kernel's structure for an action; all zero is the default action. glibc's `signal` does
-    // not reset the two signals that glibc reserves, which are inherited as ignored, too.
-    let default = [0u64; 4];
-    for signal in 1..=64 {
-        // SAFETY: the kernel reads at most 32 bytes; SIGKILL and SIGSTOP give an error and stay
-        // unchanged.
-        unsafe {
-            libc::syscall(libc::SYS_rt_sigaction, signal, default.as_ptr(), std::ptr::null_mut::<u64>(), 8)
-        };
-    }
-    // SAFETY: `set` is an initialized, empty set, and a null pointer requests no previous set.
-    unsafe {
-        let mut set = std::mem::zeroed::<libc::sigset_t>();
-        libc::sigemptyset(&mut set);
-        libc::sigprocmask(libc::SIG_SETMASK, &set, std::ptr::null_mut());
-    }
 }
 
 /// Sends a signal to the process group of the worker with this pid. Ignores errors.

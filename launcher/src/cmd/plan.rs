@@ -1,23 +1,26 @@
 //! `launch plan` and `launch run --dry-run`: print the plan of a job without starting it.
+mod activated_environment;
+
 use super::{
     context::CommandContext,
     output,
     prepare::{JobArgs, JobRequest, PreparedJob, prepare_job},
 };
 use crate::{
-    cluster::HostTarget,
-    format::{format_ranges, format_table, quote_shell_words},
+    agent::{activation::evaluate_activation, environment_changes::EnvironmentChanges},
+    cluster::{self, HostTarget},
+    format::{format_ranges, format_rank_label, format_table, quote_shell_words},
     plan::MemoryCopyCost,
-    secrets::{REDACTED, redact_job},
+    secrets::{redact_job, redact_secret_value},
 };
 use diagnostic::{
     Diagnostic, Location,
     quantity::{format_bytes, format_count},
 };
-use jobspec::{EnvSource, hide_secret_arguments, ids::RunId};
+use jobspec::{EnvSource, RankSelection, hide_secret_arguments, ids::RunId};
 use protocol::{
     control::{HostPlan, WorkerPlan},
-    preflight::{MemoryEstimate, Preflight},
+    preflight::MemoryEstimate,
 };
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
@@ -25,13 +28,13 @@ use std::fmt::Write;
 /// Runs `launch plan`: prints the plan of a job and returns the exit code.
 pub(crate) fn run(args: JobArgs, context: &CommandContext) -> diagnostic::Result<u8> {
     let prepared = prepare_job(&args.to_request(), &placeholder_run_id(), context.preflight)?;
-    print_plan(&prepared, context.format.json, false)
+    print_plan(&prepared, context, false)
 }
 
 /// Runs `launch run --dry-run`: prints the plan of a job and the job with all defaults. Returns the
 /// exit code.
-pub(crate) fn run_dry(request: &JobRequest, json: bool, preflight: &dyn Preflight) -> diagnostic::Result<u8> {
-    print_plan(&prepare_job(request, &placeholder_run_id(), preflight)?, json, true)
+pub(crate) fn run_dry(request: &JobRequest, context: &CommandContext) -> diagnostic::Result<u8> {
+    print_plan(&prepare_job(request, &placeholder_run_id(), context.preflight)?, context, true)
 }
 
 /// Returns the placeholder `{run}`, which stands for the run ID in the paths of a plan.
@@ -40,17 +43,46 @@ fn placeholder_run_id() -> RunId {
 }
 
 /// Prints the warnings about a job to stderr and the plan to stdout. With `with_job`, the text
-/// output ends with the job with all defaults.
-fn print_plan(prepared: &PreparedJob, json: bool, with_job: bool) -> diagnostic::Result<u8> {
+/// output ends with the job with all defaults. With `--verbose`, activates the environments of
+/// `run.activate` on this machine, and also prints what they change.
+fn print_plan(prepared: &PreparedJob, context: &CommandContext, with_job: bool) -> diagnostic::Result<u8> {
     output::print_warnings(&prepared.warnings);
-    if json {
-        return output::print_json(&render_json(prepared));
+    let changes = match context.verbosity {
+        0 => None,
+        _ => activate_environment(prepared)?,
+    };
+    if context.format.json {
+        let mut object = render_json(prepared);
+        object["activation"] = changes.as_ref().map(activated_environment::changes_to_json).into();
+        return output::print_json(&object);
     }
     let mut text = render_text(prepared);
+    if let Some(changes) = &changes {
+        text.push_str(&activated_environment::format_changes(changes, &prepared.inventory.host));
+    }
     if with_job {
         _ = write!(text, "\n# the job with all defaults\n{}", redact_job(&prepared.job).to_yaml());
     }
     output::print_output(&text)
+}
+
+/// Formats a selection of ranks: `all ranks`, `rank 3`, `ranks 0,3-5`.
+fn format_rank_selection(ranks: &RankSelection) -> String {
+    match ranks {
+        RankSelection::All => "all ranks".to_owned(),
+        RankSelection::Ranges(_) => format_rank_label(&ranks.format()),
+    }
+}
+
+/// Activates the environments of `run.activate` on this machine. Returns `None` for a job that
+/// activates nothing.
+fn activate_environment(prepared: &PreparedJob) -> diagnostic::Result<Option<EnvironmentChanges>> {
+    let run = &prepared.job.run;
+    if run.activate.is_empty() || run.command.is_none() {
+        return Ok(None);
+    }
+    let hidden = cluster::list_hidden_variables(&prepared.job);
+    evaluate_activation(run, &prepared.inventory.host, &hidden).map(Some)
 }
 
 /// Returns the plan of a job as the JSON object that `--json` prints. Secrets are redacted.
@@ -69,6 +101,7 @@ pub(crate) fn render_json(p: &PreparedJob) -> Value {
                 "env": env_to_json(&complete_env(p, w)),
                 "workdir": w.workdir,
                 "command": w.command.as_deref().map(hide_secret_arguments),
+                "wrapper": hide_secret_arguments(&w.wrapper),
                 "log": w.log,
                 "memory": memory(w.rank).map(|m| json!({
                     "total": m.total,
@@ -132,6 +165,10 @@ pub(crate) fn render_text(p: &PreparedJob) -> String {
             _ = writeln!(text, "command: {}", quote_shell_words(&hide_secret_arguments(command)))
         }
         None => _ = writeln!(text, "command: built-in training"),
+    }
+    for item in &p.job.run.wrap {
+        let command = quote_shell_words(&hide_secret_arguments(&item.command));
+        _ = writeln!(text, "wrapper of {}: {command}", format_rank_selection(&item.ranks));
     }
     _ = writeln!(text, "workdir: {}", p.job.run.workdir.display());
     _ = writeln!(text, "run directory: {}", p.plan.run_dir.display());
@@ -238,12 +275,6 @@ fn complete_env(p: &PreparedJob, worker: &WorkerPlan) -> Vec<(String, String)> {
     let mut env = worker.env.clone();
     p.plan.insert_rendezvous(&mut env);
     env
-}
-
-/// Returns the value of an environment variable, or a placeholder if the name of the variable looks
-/// secret.
-fn redact_secret_value<'a>(name: &str, value: &'a str) -> &'a str {
-    if jobspec::env::looks_secret(name) && !value.is_empty() { REDACTED } else { value }
 }
 
 /// Formats the memory estimate of the rank that needs the most memory, with one line for each

@@ -79,6 +79,10 @@ pub(crate) struct RunArgs {
     /// Internal: name of the run and descriptor of a detached controller
     #[arg(long, hide = true, value_name = "RUN:FD", conflicts_with = "detach")]
     pub(crate) detached: Option<String>,
+    /// Give this terminal to rank 0, so that `breakpoint()` works; the same as
+    /// `--set run.terminal=0`
+    #[arg(long, conflicts_with_all = ["detach", "detached"])]
+    pub(crate) pdb: bool,
     /// Print the plan and the job with all defaults, and start nothing
     #[arg(long)]
     pub(crate) dry_run: bool,
@@ -114,7 +118,7 @@ fn run_request(
     context: &CommandContext,
     began: Instant,
 ) -> diagnostic::Result<u8> {
-    let &CommandContext { format, preflight, .. } = context;
+    let format = context.format;
     let role = request.and_then(|request| choose_role(&args.node, request));
     let result = role.and_then(|role| match role {
         NodeRole::Alone(request)
@@ -122,7 +126,7 @@ fn run_request(
         | NodeRole::Member { request, .. }
             if args.dry_run =>
         {
-            super::plan::run_dry(&request, format.json, preflight)
+            super::plan::run_dry(&request, context)
         }
         NodeRole::Alone(request) if args.detach => start_detached(args, &request, context, began),
         NodeRole::Alone(request) => run_controller(args, &request, context),
@@ -168,7 +172,8 @@ fn build_detach_error() -> Diagnostic {
 /// Returns a request to load the job file or, without a job file, a job that runs the program of
 /// the command line.
 fn build_job_request(args: &RunArgs) -> diagnostic::Result<JobRequest> {
-    let set = args.set.clone();
+    let mut set = args.set.clone();
+    set.extend(args.pdb.then(|| "run.terminal=0".to_owned()));
     if let Some(job) = &args.job {
         return Ok(JobRequest { source: JobSource::File(job.clone()), set });
     }
@@ -375,6 +380,7 @@ fn run_controller(args: &RunArgs, request: &JobRequest, context: &CommandContext
     }
     let PreparedJob { job, inventory, hosts, mut plan, warnings, secrets, .. } =
         prepare_job(request, &run, preflight)?;
+    super::terminal::check_terminal(&job, &plan, &hosts, starter.is_some())?;
     // The controller reports the warnings, so that the journal contains them too.
     plan.warnings = warnings;
     let prepare_resume = PREPARE_RESUME;

@@ -460,6 +460,7 @@ fn find_message_attempt(message: &FromAgent) -> Option<u32> {
         | FromAgent::Released { .. }
         | FromAgent::Line { .. }
         | FromAgent::Probed(_)
+        | FromAgent::Exec { .. }
         | FromAgent::Heartbeat => None,
     }
 }

@@ -4,6 +4,7 @@
 mod cleanup;
 mod debug_log;
 mod event_loop;
+mod exec_commands;
 mod execute_actions;
 mod finish;
 mod job_changes;
@@ -21,6 +22,7 @@ use super::{
         StoredMemo,
     },
     descriptor_limit::reserve_descriptors,
+    exec_socket::{ExecClient, ExecSocket},
     hostfile::FilteredHostfile,
     job_file::JobFile,
     journal::{Journal, JournalSummary, StoredReports},
@@ -45,7 +47,7 @@ use crate::{
 use diagnostic::{Diagnostic, codes};
 use jobspec::{ControllerLossAction, JobSpec, hosts::HostAddress};
 use protocol::{
-    control::{ExitStatus, FromAgent, ToAgent},
+    control::{ExecId, ExitStatus, FromAgent, ToAgent},
     event::{Event, FailureReport},
     exit,
     failure::FailureReason,
@@ -230,6 +232,10 @@ struct ControllerDriver {
     /// Children that existed before this program (`sh -c 'other & exec launch …'`) and must not be
     /// killed.
     preexisting_children: Vec<u32>,
+    /// The socket for `launch exec`; `None` if it could not be opened.
+    exec_socket: Option<ExecSocket>,
+    /// The clients of `launch exec`.
+    exec_clients: HashMap<ExecId, ExecClient>,
     /// Why the event loop is to end; `None` until then.
     end: Option<RunEnd>,
 }
@@ -315,6 +321,8 @@ impl ControllerDriver {
             planned: mpsc::channel(1),
             preparation: None,
             preexisting_children: Vec::new(),
+            exec_socket: None,
+            exec_clients: HashMap::new(),
             end: None,
         })
     }
@@ -397,6 +405,12 @@ impl ControllerDriver {
     /// Prepares this process for child processes and signals.
     fn prepare_process(&mut self) -> diagnostic::Result<SignalReceiver> {
         reserve_descriptors(self.hosts.iter().filter(|host| !host.local).count())?;
+        match ExecSocket::open(&self.plan.run.0) {
+            Ok(socket) => self.exec_socket = Some(socket),
+            Err(error) => {
+                self.report.show_message(format!("launch: `launch exec` is not available: {error}"));
+            }
+        }
         self.preexisting_children = list_children();
         become_subreaper()
             .map_err(|error| build_setup_error("cannot become a child subreaper").with_cause(&error))?;

@@ -1,4 +1,4 @@
-//! [`build_worker_command`]: builds the command line of a worker that runs a program.
+//! Builds the command line of a worker that runs a program, and of the programs that wrap it.
 use jobspec::{RunSpec, ids::Rank};
 
 /// Builds the command line of a worker. If `run.local_rank_argument` is set, `--local_rank=N`
@@ -10,6 +10,13 @@ pub(super) fn build_worker_command(run: &RunSpec, local_rank: Rank) -> Option<Ve
         words.insert(at.min(words.len()), format!("--local_rank={local_rank}"));
     }
     Some(words)
+}
+
+/// Builds the words that precede the command of a worker (`run.wrap`). The first item of the job is
+/// the outermost program. `values` are the placeholders of a worker with their values.
+pub(super) fn build_wrapper(run: &RunSpec, rank: Rank, values: &[(&str, String)]) -> Vec<String> {
+    let items = run.wrap.iter().filter(|item| item.ranks.contains(rank));
+    items.flat_map(|item| item.expand_words(values)).collect()
 }
 
 /// Returns the index of the script in a command line. The script is the first word after Python and

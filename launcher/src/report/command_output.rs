@@ -30,6 +30,19 @@ pub(crate) fn write_strict(text: &str) -> io::Result<()> {
     out.write_all(text.as_bytes()).and_then(|()| out.flush())
 }
 
+/// Writes output of a program to stdout or stderr. Only a terminal gets the text without
+/// unprintable characters. Fails if the stream is a closed pipe.
+pub(crate) fn write_program_output(is_stderr: bool, bytes: &[u8]) -> io::Result<()> {
+    let is_terminal = if is_stderr { stderr_is_terminal() } else { stdout_is_terminal() };
+    let filtered = is_terminal.then(|| filter_text(&String::from_utf8_lossy(bytes)));
+    let bytes = filtered.as_ref().map_or(bytes, |text| text.as_bytes());
+    if is_stderr {
+        return io::stderr().lock().write_all(bytes);
+    }
+    let mut out = io::stdout().lock();
+    out.write_all(bytes).and_then(|()| out.flush())
+}
+
 /// Converts the error that stdout is a closed pipe to `Ok`. Returns any other result unchanged.
 fn ignore_closed_pipe(result: io::Result<()>) -> io::Result<()> {
     match result {
@@ -60,6 +73,11 @@ pub(crate) fn redraw_line(text: &str) {
 pub(crate) fn is_color_enabled() -> bool {
     let wanted = std::env::var_os(jobspec::env::NO_COLOR).is_none_or(|v| v.is_empty());
     wanted && stderr_is_terminal()
+}
+
+/// Returns whether stdin is a terminal, from which a worker can read.
+pub(crate) fn stdin_is_terminal() -> bool {
+    io::stdin().is_terminal()
 }
 
 /// Returns whether stderr is a terminal, on which messages may be redrawn in place.

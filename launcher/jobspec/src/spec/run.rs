@@ -1,9 +1,11 @@
 //! `run`: the program of a job, its environment and supervision.
 use super::{
+    activation::{ActivationStep, activation},
     cluster::MAX_HOST_COUNT,
     environment::{EnvSource, environment, environment_sources},
     run_values::{command, variable_pattern},
     signals::{Signals, signals},
+    wrap::WrapSpec,
 };
 use crate::{
     ids::Rank,
@@ -13,6 +15,7 @@ use crate::{
         info::{Condition, Rule},
         key::Key,
         numbers::{boolean, integer},
+        record::record,
         section::{inner, section},
         text::{path, template, text},
         units::{duration, duration_in, size},
@@ -46,6 +49,25 @@ section! {
     /// Each item is a name pattern. The values are never shown.
     pub pass_env: Vec<String> =
         Key::new(described_list_of("list of patterns", "a list of patterns of names", variable_pattern()), "[]");
+    /// The environments of each host that its workers use, such as a virtual environment.
+    ///
+    /// A login shell activates them in this order, once per host. An empty list activates nothing.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub activate: Vec<ActivationStep> = Key::computed(activation(), "none", |_, _| Vec::new()).rules(ACTIVATE_RULES);
+    /// The time limit of `activate` on each host.
+    #[serde(default = "default_activate_timeout")]
+    pub activate_timeout_ms: u64 = Key::new(
+        duration_in(1..=MAX_ACTIVATE_TIMEOUT, "a duration of at most 1h").documented_as("duration of at most 1h"),
+        "60s",
+    ).rules(ACTIVATE_TIMEOUT_RULES);
+    /// The programs that start the workers of some ranks, such as profilers.
+    ///
+    /// The first item that matches a rank is the outermost program.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub wrap: Vec<WrapSpec> = Key::new(wrappers(), "[]").rules(WRAP_RULES);
+    /// The rank that gets the terminal in which launch runs, such as for `breakpoint()`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub terminal: Option<Rank> = Key::optional(integer(0..=u64::from(u32::MAX) - 1), "none").rules(TERMINAL_RULES);
     /// The binding of workers to CPUs.
     #[serde(rename = "bind")]
     pub cpu_bind: CpuBind = Key::new(choice(), "auto").deprecated("bind");
@@ -108,6 +130,41 @@ fn lease() -> ValueType<u64> {
 /// The rule that warns about a key that has no effect in a job without a program (`run.command`).
 const PROGRAM_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")]).warning()];
 
+/// The rules that warn about activated environments, which the built-in training does not use.
+const ACTIVATE_RULES: &[Rule] = PROGRAM_RULES;
+
+/// The rules that warn about a time limit without anything to activate.
+const ACTIVATE_TIMEOUT_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.activate")]).warning()];
+
+/// The rule that rejects wrappers of built-in workers, which do not permit a process between them
+/// and their agent.
+const WRAP_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")])
+    .text("`{key}` starts only programs; the built-in training cannot be wrapped")];
+
+/// The rule that rejects a terminal for the built-in training, which reads no input.
+const TERMINAL_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")])];
+
+/// The rule that warns about shown ranks while one rank has the terminal.
+const SHOW_RULES: &[Rule] = &[Rule::no_effect(&[Condition::Given("run.terminal")]).warning()];
+
+/// The largest value of `run.activate_timeout`, in milliseconds.
+const MAX_ACTIVATE_TIMEOUT: u64 = 3_600_000;
+
+/// Returns the value of `run.activate_timeout` in stored jobs that do not have the key.
+fn default_activate_timeout() -> u64 {
+    60_000
+}
+
+/// Returns a [`ValueType`] that accepts the items of `run.wrap`.
+fn wrappers() -> ValueType<Vec<WrapSpec>> {
+    let item = record("mapping of `ranks` and `command`", "a mapping of `ranks` and `command`");
+    described_list_of(
+        "list of mappings of `ranks` and `command`",
+        "a list of mappings of `ranks` and `command`",
+        item,
+    )
+}
+
 /// The rule that warns about a lease in a job that runs on this machine only, where leases have no
 /// effect.
 const LEASE_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local"])]).warning()];
@@ -126,7 +183,7 @@ section! {
     pub show: Vec<Rank> = Key::new(
         described_list_of("list of integers", "a list of ranks", integer(0..=u64::from(u32::MAX) - 1)),
         "[0]",
-    ).reloadable();
+    ).reloadable().rules(SHOW_RULES);
     /// Show `[rank N]` before each line, and deduplicate equal lines of several ranks.
     pub prefix: bool = Key::new(boolean(), "true");
     /// The maximum size of a rank's log, at least `4KiB`; output beyond this size is not stored.

@@ -30,6 +30,9 @@ section! {
     pub mem: Option<u64> = Key::optional(size(1 << 20, "a size of 1MiB or more"), "Slurm's default");
     /// Additional options of sbatch; each item is one option, `--option=value`.
     pub extra: Vec<String> = Key::new(described_list_of("list of options", "a list of options", sbatch_option()), "[]");
+    /// Additional options of srun for the step of the agents; each item is one option.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub step_options: Vec<String> = Key::new(described_list_of("list of options", "a list of options", srun_option()), "[]");
     /// How long before the time limit the job saves and stops.
     #[serde(rename = "notice_ms")]
     pub signal_time_ms: u64 = Key::new(signal_time(), "120s").deprecated("notice");
@@ -84,6 +87,40 @@ fn sbatch_option() -> ValueType<String> {
     })
 }
 
+/// The options that launch sets itself for the step of the agents.
+const RESERVED_STEP_OPTIONS: &[&str] = &[
+    "bcast",
+    "cpu-bind",
+    "export",
+    "gpus",
+    "gpus-per-node",
+    "het-group",
+    "input",
+    "job-name",
+    "kill-on-bad-exit",
+    "mem",
+    "mpi",
+    "no-kill",
+    "nodelist",
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "overlap",
+    "quiet",
+    "wait",
+];
+
+/// Returns a [`ValueType`] that accepts options of srun, such as `--container-image=IMAGE`, except
+/// those that launch sets itself and their abbreviations.
+fn srun_option() -> ValueType<String> {
+    let expected = "an option of srun such as \"--container-image=IMAGE\" that launch does not set itself";
+    formatted_text("text", expected, "^--.+$", |option| {
+        let name = option.strip_prefix("--").and_then(|option| option.split('=').next()).unwrap_or_default();
+        let is_reserved = RESERVED_STEP_OPTIONS.iter().any(|reserved| reserved.starts_with(name));
+        !name.is_empty() && !is_reserved && option.len() <= 1024
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -100,6 +137,17 @@ mod tests {
     #[test]
     fn a_job_without_the_section_has_the_defaults() {
         assert_eq!(load_slurm_section(""), Ok(SlurmSpec::default()));
+    }
+
+    #[test]
+    fn options_that_launch_sets_for_the_step_are_rejected() {
+        let options = "slurm: {step_options: ['--container-image=a#b', '--mem-bind=local']}";
+        assert_eq!(load_slurm_section(options).expect("options").step_options.len(), 2);
+        for wrong in ["--nodes=3", "--nodel=a", "--export=NONE", "-N3", "--", "--=a", "container"] {
+            let errors =
+                load_slurm_section(&format!("slurm: {{step_options: ['{wrong}']}}")).expect_err(wrong);
+            assert_eq!(errors[0].code(), codes::JOB_VALUE_FORMAT, "{wrong}");
+        }
     }
 
     #[test]

@@ -38,6 +38,9 @@ pub struct WorkerPlan {
     pub local_world: u32,
     /// The program and its arguments; `None` for the built-in runtime (`launch worker`).
     pub command: Option<Vec<String>>,
+    /// The programs and arguments that start the command (`run.wrap`); empty if no program does.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub wrapper: Vec<String>,
     /// Variables that are added to the environment of the agent, in this order. A later variable
     /// replaces an earlier one of the same name.
     pub env: Vec<(String, String)>,

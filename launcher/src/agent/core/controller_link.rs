@@ -43,7 +43,8 @@ impl AgentCore {
                 self.fail_and_exit(protocol_error("the controller sent a second hello"))
             }
             // The driver answers probes, which do not change the state.
-            ToAgent::Probe(_) => {}
+            // The driver answers these.
+            ToAgent::Probe(_) | ToAgent::Exec { .. } => {}
             ToAgent::Heartbeat => self.controller_heard_at = Some(now),
             ToAgent::Memo(memo) => self.memo = Some(memo),
             ToAgent::Acknowledge { seq } => self.reports.acknowledge(seq),

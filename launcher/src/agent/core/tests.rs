@@ -20,6 +20,7 @@ fn make_plan(builtin: &[bool]) -> HostPlan {
         local_rank: rank as u32,
         local_world: world,
         command: (!builtin).then(|| vec!["true".into()]),
+        wrapper: Vec::new(),
         env: Vec::new(),
         workdir: "/".into(),
         cpus: Vec::new(),

@@ -65,6 +65,7 @@ impl AgentDriver {
     /// afterwards.
     fn take_connection(&mut self) -> Option<ControllerConnection> {
         self.console.set_outbox(Outbox::channel().0);
+        self.cancel_exec_commands();
         self.connection.take()
     }
 
@@ -95,6 +96,10 @@ impl AgentDriver {
                             .with_cause(&error);
                     self.send_to_controller(FromAgent::Failed { attempt: 0, rank: None, diagnostic });
                 }
+                AgentInput::Tick
+            }
+            Ok(Some(ToAgent::Exec { id, request })) => {
+                self.on_exec_request(id, request);
                 AgentInput::Tick
             }
             Ok(Some(ToAgent::Hello { version, terms: Some(terms) })) if self.terms.is_none() => {

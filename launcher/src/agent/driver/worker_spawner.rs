@@ -1,13 +1,18 @@
-//! [`WorkerSpawner`]: starts the processes of workers on a separate thread.
+//! [`WorkerSpawner`]: activates the environment of workers and starts their processes on a separate
+//! thread.
 //!
 //! The start of a process blocks while the file system of its program or of its working directory
 //! stalls. Meanwhile the agent must send heartbeats.
 use crate::{
-    agent::process::{self, HostMemory, OpenFileLimits, SpawnedWorker},
+    agent::{
+        activation::evaluate_activation,
+        environment_changes::EnvironmentChanges,
+        process::{self, HostMemory, InheritedEnvironment, OpenFileLimits, SpawnedWorker},
+    },
     background_thread::BackgroundThread,
 };
 use diagnostic::{Diagnostic, codes};
-use protocol::control::WorkerPlan;
+use protocol::control::{ExecId, HostPlan, WorkerPlan};
 use std::{
     io,
     os::fd::{AsFd, OwnedFd},
@@ -25,61 +30,125 @@ pub(super) struct SpawnResult {
     pub(super) spawned: diagnostic::Result<SpawnedWorker>,
 }
 
+/// What the thread has done.
+pub(super) enum SpawnerResult {
+    /// A worker was started, or could not be started.
+    Worker(SpawnResult),
+    /// A command of `launch exec` was started, or could not be started.
+    Exec(ExecSpawnResult),
+    /// The environments of `run.activate` were activated for this attempt, or could not be
+    /// activated.
+    Activation(u32, diagnostic::Result<EnvironmentChanges>),
+}
+
 /// The worker to start, with what its process inherits.
 pub(super) struct SpawnRequest {
     pub(super) attempt: u32,
     pub(super) index: usize,
     pub(super) worker: WorkerPlan,
-    /// The variables of the agent that the worker does not inherit.
-    pub(super) hidden: Vec<String>,
+    /// The environment of the worker without the variables of its plan.
+    pub(super) environment: InheritedEnvironment,
     /// The memory that the built-in workers of the host share.
     pub(super) shm: Option<Arc<OwnedFd>>,
     /// The memory for copies of the workers' states (`checkpoint.memory`).
     pub(super) copy_memory: Option<Arc<OwnedFd>>,
     pub(super) file_limit: OpenFileLimits,
+    /// Whether the worker gets the terminal (`run.terminal`).
+    pub(super) uses_terminal: bool,
+}
+
+/// The command of `launch exec` to start.
+pub(super) struct ExecSpawnRequest {
+    pub(super) id: ExecId,
+    /// The plan of the rank's worker, with the command instead of the worker's program.
+    pub(super) worker: WorkerPlan,
+    pub(super) environment: InheritedEnvironment,
+    pub(super) file_limit: OpenFileLimits,
+}
+
+/// The process of a command of `launch exec`, or the error of its start.
+pub(super) struct ExecSpawnResult {
+    pub(super) id: ExecId,
+    pub(super) spawned: diagnostic::Result<SpawnedWorker>,
 }
 
 /// Starts one worker after the other.
 pub(super) struct WorkerSpawner {
     /// The thread, which ends with this value. The kernel then kills the workers.
     thread: BackgroundThread,
-    results: (mpsc::Sender<SpawnResult>, mpsc::Receiver<SpawnResult>),
-    is_busy: bool,
+    results: (mpsc::Sender<SpawnerResult>, mpsc::Receiver<SpawnerResult>),
+    /// The number of results that were not received yet.
+    pending: usize,
 }
 
 impl WorkerSpawner {
     /// Starts the thread.
     pub(super) fn start() -> io::Result<WorkerSpawner> {
         let thread = BackgroundThread::start("start-workers", 0)?;
-        Ok(WorkerSpawner { thread, results: mpsc::channel(1), is_busy: false })
+        Ok(WorkerSpawner { thread, results: mpsc::channel(1), pending: 0 })
     }
 
     /// Begins to start a worker. The earlier start must have ended. Does not block.
     pub(super) fn begin(&mut self, request: SpawnRequest) {
-        self.is_busy = true;
-        let results = self.results.0.clone();
-        self.thread.run(0, move || {
-            let SpawnRequest { attempt, index, worker, hidden, shm, copy_memory, file_limit } = request;
+        self.run(move || {
+            let SpawnRequest {
+                attempt,
+                index,
+                worker,
+                environment,
+                shm,
+                copy_memory,
+                file_limit,
+                uses_terminal,
+            } = request;
             let memory = HostMemory {
                 shm: shm.as_deref().map(AsFd::as_fd),
                 copies: copy_memory.as_deref().map(AsFd::as_fd),
             };
-            let start = || process::spawn_worker_process(&worker, &hidden, memory, file_limit);
-            // A panic would otherwise end the thread, and the agent would wait for the result
-            // forever.
-            let spawned = catch_unwind(AssertUnwindSafe(start)).unwrap_or_else(|_| {
-                Err(Diagnostic::error(codes::run::INTERNAL, "the start of the worker panicked"))
-            });
-            // An error means that the agent has ended.
-            _ = results.blocking_send(SpawnResult { attempt, index, spawned });
+            let start =
+                || process::spawn_worker_process(&worker, &environment, memory, file_limit, uses_terminal);
+            let spawned = catch_panic(start, "the start of the worker panicked");
+            SpawnerResult::Worker(SpawnResult { attempt, index, spawned })
         });
     }
 
-    /// Waits for the result of a start. Waits forever if no worker is being started.
-    pub(super) async fn receive_result(&mut self) -> SpawnResult {
+    /// Begins to activate the environments of `run.activate`. `hidden` are the variables that
+    /// workers do not inherit. Does not block.
+    pub(super) fn begin_activation(&mut self, plan: &HostPlan, hidden: Vec<String>) {
+        let (attempt, run, host) = (plan.attempt, plan.job.run.clone(), plan.host.clone());
+        self.run(move || {
+            let evaluate = || evaluate_activation(&run, &host, &hidden);
+            SpawnerResult::Activation(attempt, catch_panic(evaluate, "the activation panicked"))
+        });
+    }
+
+    /// Begins to start a command of `launch exec`. Does not block.
+    pub(super) fn begin_exec(&mut self, request: ExecSpawnRequest) {
+        self.run(move || {
+            let ExecSpawnRequest { id, worker, environment, file_limit } = request;
+            let start = || {
+                process::spawn_worker_process(&worker, &environment, HostMemory::default(), file_limit, false)
+            };
+            let spawned = catch_panic(start, "the start of the command panicked");
+            SpawnerResult::Exec(ExecSpawnResult { id, spawned })
+        });
+    }
+
+    /// Calls `work` on the thread, and sends its result to the event loop.
+    fn run(&mut self, work: impl FnOnce() -> SpawnerResult + Send + 'static) {
+        self.pending += 1;
+        let results = self.results.0.clone();
+        self.thread.run(0, move || {
+            // An error means that the agent has ended.
+            _ = results.blocking_send(work());
+        });
+    }
+
+    /// Waits for the next result. Waits forever if the thread has nothing to do.
+    pub(super) async fn receive_result(&mut self) -> SpawnerResult {
         match self.results.1.recv().await {
             Some(result) => {
-                self.is_busy = false;
+                self.pending = self.pending.saturating_sub(1);
                 result
             }
             // This value has a sender, so the channel is open.
@@ -87,9 +156,16 @@ impl WorkerSpawner {
         }
     }
 
-    /// Returns whether a worker is being started. Only the thread may then reap children that the
+    /// Returns whether a process is being started. Only the thread may then reap children that the
     /// agent does not know.
     pub(super) fn is_busy(&self) -> bool {
-        self.is_busy
+        self.pending > 0
     }
+}
+
+/// Returns the result of `work`, or an error with `message` if the function panics. A panic would
+/// otherwise end the thread, and the agent would wait for the result forever.
+fn catch_panic<T>(work: impl FnOnce() -> diagnostic::Result<T>, message: &str) -> diagnostic::Result<T> {
+    catch_unwind(AssertUnwindSafe(work))
+        .unwrap_or_else(|_| Err(Diagnostic::error(codes::run::INTERNAL, message)))
 }

@@ -3,21 +3,22 @@
 use super::{
     AgentDriver, WorkerHandle, WorkerId, WorkerMessage,
     opened_logs::{OpenedLogs, open_logs},
-    worker_spawner::{SpawnRequest, SpawnResult},
+    worker_spawner::{SpawnRequest, SpawnResult, SpawnerResult},
 };
 use crate::{
     agent::{
         core::{AgentInput, GroupSignal},
         debug_log,
+        environment_changes::EnvironmentChanges,
         output::{OutputPump, PumpEvent, PumpOptions},
-        process::{self, SpawnedWorker},
+        process::{self, InheritedEnvironment, SpawnedWorker},
         rank_log::RankLogWriter,
     },
     cluster,
     connection::{Outbox, read_frames, write_frames},
 };
 use diagnostic::{Diagnostic, codes};
-use jobspec::env;
+use jobspec::{RunSpec, env};
 use protocol::control::{HostPlan, ToWorker, WorkerPlan};
 use std::{io, rc::Rc, sync::Arc, thread};
 use tokio::{net::UnixStream, sync::mpsc};
@@ -79,9 +80,43 @@ impl AgentDriver {
         match opened.logs {
             Ok(_) => {
                 self.logs = opened;
-                AgentInput::Prepared { attempt }
+                self.activate_environment(attempt)
             }
             Err((rank, diagnostic)) => AgentInput::SpawnFailed { rank, diagnostic },
+        }
+    }
+
+    /// Begins to activate the environments of `run.activate`, unless an earlier attempt has done
+    /// so. Returns [`AgentInput::Prepared`] if there is nothing to activate.
+    fn activate_environment(&mut self, attempt: u32) -> AgentInput {
+        match &self.plan {
+            Some(plan)
+                if self.activation.is_none()
+                    && plan.job.run.command.is_some()
+                    && !plan.job.run.activate.is_empty() =>
+            {
+                self.spawner.begin_activation(plan, cluster::list_hidden_variables(&plan.job));
+                AgentInput::Tick
+            }
+            _ => AgentInput::Prepared { attempt },
+        }
+    }
+
+    /// Translates a result of the thread that starts processes for the core.
+    pub(super) fn on_spawner_result(&mut self, result: SpawnerResult) -> AgentInput {
+        let (attempt, changes) = match result {
+            SpawnerResult::Worker(result) => return self.on_worker_spawned(result),
+            SpawnerResult::Exec(result) => return self.on_exec_spawned(result),
+            SpawnerResult::Activation(attempt, changes) => (attempt, changes),
+        };
+        let plan = self.plan.as_ref().filter(|plan| plan.attempt == attempt);
+        let Some(first) = plan.and_then(|plan| plan.workers.first()) else { return AgentInput::Tick };
+        match changes {
+            Ok(changes) => {
+                self.activation = Some(Arc::new(changes));
+                AgentInput::Prepared { attempt }
+            }
+            Err(diagnostic) => AgentInput::SpawnFailed { rank: first.rank, diagnostic },
         }
     }
 
@@ -95,21 +130,26 @@ impl AgentDriver {
             let diagnostic = Diagnostic::error(codes::run::INTERNAL, "the log is not open");
             return Some(AgentInput::SpawnFailed { rank: worker.rank, diagnostic });
         }
+        let environment = InheritedEnvironment {
+            changes: self.activation.clone().unwrap_or_default(),
+            hidden: cluster::list_hidden_variables(&plan.job),
+        };
         self.spawner.begin(SpawnRequest {
             attempt: plan.attempt,
             index,
-            worker: worker.clone(),
-            hidden: cluster::list_hidden_variables(&plan.job),
+            worker: without_replaced_defaults(worker, &plan.job.run, &environment.changes),
+            environment,
             shm: self.shm.clone(),
             copy_memory: self.copy_memory.clone(),
             file_limit: self.file_limit,
+            uses_terminal: plan.job.run.terminal == Some(worker.rank),
         });
         None
     }
 
     /// Connects the agent to a worker's process that was started. Returns the answer for the
     /// agent's state machine: [`AgentInput::Spawned`] or [`AgentInput::SpawnFailed`].
-    pub(super) fn on_worker_spawned(&mut self, result: SpawnResult) -> AgentInput {
+    fn on_worker_spawned(&mut self, result: SpawnResult) -> AgentInput {
         let SpawnResult { attempt, index, spawned } = result;
         let plan = self.plan.clone().filter(|plan| plan.attempt == attempt);
         let Some((plan, worker)) = plan.as_ref().and_then(|plan| Some((plan, plan.workers.get(index)?)))
@@ -161,7 +201,7 @@ impl AgentDriver {
         let connection = spawned
             .control
             .map(|stream| start_worker_connection((rank, pid), stream, &self.worker_messages.0));
-        let mut handle = WorkerHandle { pid, outbox: None, pump: None };
+        let mut handle = WorkerHandle { pid, outbox: None, pump: None, terminal: spawned.terminal };
         let result = match (pump, connection.transpose()) {
             (Ok(pump), Ok(outbox)) => {
                 handle.pump = Some(pump);
@@ -179,13 +219,31 @@ impl AgentDriver {
     }
 }
 
+/// Returns the plan of a worker without the defaults of launch that activating an environment
+/// replaces.
+pub(super) fn without_replaced_defaults(
+    worker: &WorkerPlan,
+    run: &RunSpec,
+    changes: &EnvironmentChanges,
+) -> WorkerPlan {
+    let is_given = |name: &str| {
+        run.env.iter().any(|(set, _)| set == name) || run.env_from.iter().any(|(set, _)| set == name)
+    };
+    let is_replaced =
+        |name: &str| env::USER_OVERRIDABLE.contains(&name) && changes.sets(name) && !is_given(name);
+    let mut worker = worker.clone();
+    worker.env.retain(|(name, _)| !is_replaced(name));
+    worker
+}
+
 /// Returns the options with which the agent copies the output of a worker to the worker's log.
 fn build_pump_options(plan: &HostPlan, worker: &WorkerPlan) -> PumpOptions {
     let run = &plan.job.run;
     let error_file = worker.env.iter().find(|(name, _)| name == env::TORCHELASTIC_ERROR_FILE);
     PumpOptions {
         rank: worker.rank,
-        show: run.logs.show.contains(&worker.rank),
+        // Output would disturb the rank that has the terminal.
+        show: run.terminal.is_none() && run.logs.show.contains(&worker.rank),
         progress_pattern: run.progress_pattern.clone().filter(|_| run.hang_timeout_ms.is_some()),
         error_file: error_file.map(|(_, file)| worker.workdir.join(file)),
     }

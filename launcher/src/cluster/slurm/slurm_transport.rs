@@ -39,6 +39,8 @@ pub(crate) struct SlurmTransport {
     allocation: SlurmAllocation,
     /// Whether srun copies the executable to the nodes (`--bcast`).
     bcast: bool,
+    /// Additional options of srun (`slurm.step_options`).
+    step_options: Vec<String>,
     /// The network interface of this machine, or a network, through which agents connect to this
     /// machine. It is ignored if this machine has no such address.
     interface: InterfaceSelector,
@@ -56,6 +58,7 @@ impl SlurmTransport {
         SlurmTransport {
             allocation,
             bcast: job.slurm.bcast,
+            step_options: job.slurm.step_options.clone(),
             interface: job.cluster.interface.clone(),
             ports: job.cluster.ports,
             secret_variables: names.filter(|name| is_sent_encrypted(&job.run, name)).collect(),
@@ -107,7 +110,7 @@ impl SlurmTransport {
             listener::open_listeners(&ips, self.ports, nodes.names.len()).map_err(cannot_listen)?;
         let invitation = Invitation { key: HandshakeKey::generate().map_err(cannot_listen)?, addresses };
         let executable = srun::StepExecutable::find_current(self.bcast, self.allocation.job)?;
-        let arguments = srun::build_arguments(nodes, &executable);
+        let arguments = srun::build_arguments(nodes, &executable, &self.step_options);
         let (step, output) = SlurmStep::start(&arguments, &invitation, &self.secret_variables)?;
         self.steps.push(step.clone());
         let pending = nodes.names.iter().map(|name| PendingAgent::new(name));

@@ -121,14 +121,18 @@ pub(super) const REMOVED_ENV_VARIABLES: &[&str] = &[
     "SRUN_CPUS_PER_TASK",
 ];
 
-/// Builds the arguments of `srun`, without `srun` itself.
+/// Builds the arguments of `srun`, without `srun` itself. `step_options` are those of the job.
 ///
 /// - `--overlap`: agents share the resources of the job with its other steps.
 /// - `--mem=0` grants all memory of the job on each node and, without `--exact`, a step gets all
 ///   CPUs.
 /// - `--no-kill` and `--kill-on-bad-exit=0`: when an agent or a node is lost, the others continue,
 ///   and the controller decides what follows.
-pub(super) fn build_arguments(nodes: &StepNodes, executable: &StepExecutable) -> Vec<String> {
+pub(super) fn build_arguments(
+    nodes: &StepNodes,
+    executable: &StepExecutable,
+    step_options: &[String],
+) -> Vec<String> {
     let count = nodes.names.len();
     let mut arguments: Vec<String> = Vec::new();
     arguments.extend(nodes.het_group.map(|group| format!("--het-group={group}")));
@@ -154,6 +158,7 @@ pub(super) fn build_arguments(nodes: &StepNodes, executable: &StepExecutable) ->
         StepGpuRequest::Total(count) => format!("--gpus={count}"),
     }));
     arguments.extend(executable.copy.as_ref().map(|copy| format!("--bcast={copy}")));
+    arguments.extend(step_options.iter().cloned());
     arguments.push(executable.path.display().to_string());
     arguments.extend(["agent".to_owned(), "--join".to_owned()]);
     arguments.extend(executable.copy.as_ref().map(|_| "--remove-own-file".to_owned()));
@@ -196,13 +201,14 @@ mod tests {
     fn a_step_has_one_task_on_each_node() {
         let nodes = StepNodes { het_group: None, gpus: None, names: vec!["a".into(), "b".into()] };
         let executable = StepExecutable { path: "/x/launch".into(), copy: None };
-        let arguments = build_arguments(&nodes, &executable);
+        let arguments = build_arguments(&nodes, &executable, &["--container-image=a".to_owned()]);
         for argument in
             ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=a,b", "--overlap", "--no-kill"]
         {
             assert!(arguments.iter().any(|a| a == argument), "{argument}: {arguments:?}");
         }
-        assert_eq!(arguments[arguments.len() - 3..], ["/x/launch", "agent", "--join"]);
+        let end = &arguments[arguments.len() - 4..];
+        assert_eq!(end, ["--container-image=a", "/x/launch", "agent", "--join"]);
         assert!(
             !arguments.iter().any(|a| a.starts_with("--gpus") || a.starts_with("--het")),
             "{arguments:?}"
@@ -214,7 +220,7 @@ mod tests {
         let nodes =
             StepNodes { het_group: Some(1), gpus: Some(StepGpuRequest::Total(3)), names: vec!["a".into()] };
         let executable = StepExecutable { path: "/x/launch".into(), copy: Some("/tmp/l-7".into()) };
-        let arguments = build_arguments(&nodes, &executable);
+        let arguments = build_arguments(&nodes, &executable, &[]);
         for argument in ["--het-group=1", "--gpus=3", "--bcast=/tmp/l-7", "--remove-own-file"] {
             assert!(arguments.iter().any(|a| a == argument), "{argument}: {arguments:?}");
         }

@@ -78,8 +78,14 @@ impl ControllerCore {
             | FromAgent::Terminating
             | FromAgent::Released { .. }
             | FromAgent::Probed(_)
+            | FromAgent::Exec { .. }
             | FromAgent::Heartbeat => {}
         }
+    }
+
+    /// Returns the host on which the worker of a rank runs; `None` if it does not run.
+    pub(crate) fn find_running_worker(&self, rank: Rank) -> Option<HostIndex> {
+        self.workers.get(rank as usize).filter(|worker| worker.is_running()).map(|worker| worker.host)
     }
 
     /// Returns the worker of this rank, or `None` if the host does not run that rank.

@@ -8,6 +8,7 @@ use crate::{
     connection::{FrameError, Outbox, read_frames, write_frames},
     controller::{
         core::{ControllerInput, HostIndex},
+        exec_socket::{ExecClientEvent, ExecSocket},
         hostfile::HostfileWatch,
         job_file::JobFileWatch,
         journal::StoredReports,
@@ -94,6 +95,7 @@ impl ControllerDriver {
             Some(answer) = self.evictions.1.recv() => LoopEvent::Eviction(answer),
             content = job_file.wait_for_change() => LoopEvent::JobFile(content),
             content = hostfile.wait_for_change() => LoopEvent::Hostfile(content),
+            event = receive_exec_event(&mut self.exec_socket) => LoopEvent::ExecClient(event),
             () = sleep(pause) => LoopEvent::Tick,
         }
     }
@@ -129,6 +131,7 @@ impl ControllerDriver {
             LoopEvent::Eviction(answer) => self.handle_eviction_answer(answer),
             LoopEvent::JobFile(content) => self.apply_job_file_change(job_file, content),
             LoopEvent::Hostfile(content) => self.apply_hostfile_change(hostfile, content),
+            LoopEvent::ExecClient(event) => self.handle_exec_client(event),
             LoopEvent::Tick => self.handle_input(ControllerInput::Tick),
         }
     }
@@ -221,14 +224,21 @@ impl ControllerDriver {
                 let is_controlled = token.is_some();
                 self.end = Some(RunEnd::Replaced(ControllerReplacement { is_controlled, silent_ms }));
             }
+            Ok(Some(FromAgent::Exec { id, reply })) => self.send_exec_reply(id, reply),
             Ok(Some(message)) => {
                 if is_worker_start(&message) {
                     self.count_started_worker();
                 }
                 self.handle_input(ControllerInput::Agent(host, message));
             }
-            Ok(None) => self.handle_agent_end(host, None).await,
-            Err(error) => self.handle_agent_end(host, Some(error.into())).await,
+            Ok(None) => {
+                self.end_exec_commands_on(host);
+                self.handle_agent_end(host, None).await;
+            }
+            Err(error) => {
+                self.end_exec_commands_on(host);
+                self.handle_agent_end(host, Some(error.into())).await;
+            }
         }
     }
 
@@ -269,6 +279,14 @@ fn is_worker_start(message: &FromAgent) -> bool {
 async fn receive_stored(stored: &mut Option<StoredReports>) -> Option<Vec<ReportId>> {
     match stored {
         Some(stored) => stored.recv().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Waits for the next event of a client of `launch exec`. Waits forever without a socket.
+async fn receive_exec_event(socket: &mut Option<ExecSocket>) -> ExecClientEvent {
+    match socket {
+        Some(socket) => socket.receive_event().await,
         None => std::future::pending().await,
     }
 }

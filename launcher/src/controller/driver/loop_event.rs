@@ -4,7 +4,8 @@ use crate::{
     cluster::StartStep,
     connection::FrameError,
     controller::{
-        file_watch::WatchedFileContent, journal::JournalSummary, report_id::ReportId, signals::SignalEvent,
+        exec_socket::ExecClientEvent, file_watch::WatchedFileContent, journal::JournalSummary,
+        report_id::ReportId, signals::SignalEvent,
     },
 };
 use protocol::control::FromAgent;
@@ -29,6 +30,8 @@ pub(super) enum LoopEvent {
     JobFile(WatchedFileContent),
     /// The hostfile has changed.
     Hostfile(WatchedFileContent),
+    /// A client of `launch exec` has connected, sent a request or ended.
+    ExecClient(ExecClientEvent),
     /// A deadline of the controller's state machine may be due.
     Tick,
 }

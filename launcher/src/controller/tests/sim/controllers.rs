@@ -427,6 +427,7 @@ impl Simulation {
             local_rank: rank % local,
             local_world: local,
             command: (!builtin).then(|| vec!["true".into()]),
+            wrapper: Vec::new(),
             env: vec![(jobspec::env::TORCHELASTIC_RESTART_COUNT.into(), restarts.to_string())],
             workdir: "/".into(),
             cpus: Vec::new(),

@@ -1,0 +1,185 @@
+//! `run.activate`: the environments of a host that its workers use, such as a virtual environment.
+use crate::{
+    keys::{
+        collections::list_of,
+        text::{formatted_text, path},
+        value_type::{ReadResult, ValueType, out_of_range_error, wrong_type_error},
+    },
+    yaml::{
+        format::{Printed, format_list, format_map},
+        tree::{YamlNode, YamlValue, make_excerpt},
+        value_error::ValueError,
+    },
+};
+use diagnostic::codes::job as codes;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::path::PathBuf;
+
+/// The largest number of items of `run.activate`.
+const MAX_STEPS: usize = 16;
+
+/// An item of `run.activate`: an environment that is activated on each host of the job.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ActivationStep {
+    /// The Python virtual environment in this directory.
+    Venv(PathBuf),
+    /// The Conda environment with this name or in this directory.
+    Conda(String),
+    /// The environment modules with these names, in this order.
+    Modules(Vec<String>),
+    /// The script at this path, which the login shell sources.
+    Script(PathBuf),
+}
+
+impl ActivationStep {
+    /// Returns the key of the step and its value in YAML.
+    fn print(&self) -> (String, String) {
+        let (key, value) = match self {
+            ActivationStep::Venv(directory) => ("venv", path().print_line(directory)),
+            ActivationStep::Conda(name) => ("conda", environment_name().print_line(name)),
+            ActivationStep::Modules(names) => ("modules", modules().print_line(names)),
+            ActivationStep::Script(file) => ("script", path().print_line(file)),
+        };
+        (key.to_owned(), value)
+    }
+
+    /// Formats the step as a mapping on one line of YAML, such as `{venv: env}`.
+    pub fn to_yaml(&self) -> String {
+        format_map([self.print()])
+    }
+}
+
+/// Returns a [`ValueType`] that accepts one step, such as `{venv: path}`, or a list of steps.
+pub(crate) fn activation() -> ValueType<Vec<ActivationStep>> {
+    let object = |key: &str, value: serde_json::Value| json!({"type": "object", "properties": {key: value}, "required": [key], "additionalProperties": false});
+    let step = json!({"anyOf": [
+        object("venv", path().schema),
+        object("conda", environment_name().schema),
+        object("modules", modules().schema),
+        object("script", path().schema),
+    ]});
+    let schema =
+        json!({"anyOf": [step, {"type": "array", "items": step, "minItems": 1, "maxItems": MAX_STEPS}]});
+    let print = |steps: &Vec<ActivationStep>| match &steps[..] {
+        [] => None,
+        [only] => Some(Printed::Line(only.to_yaml())),
+        several => Some(Printed::Line(format_list(several.iter().map(ActivationStep::to_yaml)))),
+    };
+    ValueType::new(ACCEPTS, schema, read_activation, print).with_expected(EXPECTED)
+}
+
+/// The description of the values of `run.activate` in docs/job.md.
+const ACCEPTS: &str =
+    "`{venv: path}`, `{conda: name}`, `{modules: [name]}`, `{script: path}`, or a list of these";
+/// The phrase by which messages describe the values of `run.activate`.
+const EXPECTED: &str =
+    "`{venv: path}`, `{conda: name}`, `{modules: [name]}`, `{script: path}`, or a list of these";
+
+/// Returns a [`ValueType`] that accepts names of environments and modules, which commands get as
+/// arguments.
+fn environment_name() -> ValueType<String> {
+    let expected = "a name of letters, digits and `_-.,:/@+~`";
+    formatted_text("name", expected, "^[A-Za-z0-9_.,:/@+~][A-Za-z0-9_.,:/@+~-]{0,254}$", |name| {
+        let fits = |c: char| c.is_ascii_alphanumeric() || "_-.,:/@+~".contains(c);
+        name.chars().all(fits) && !name.starts_with('-') && name.len() <= 255
+    })
+}
+
+/// Returns a [`ValueType`] that accepts lists of names of modules.
+fn modules() -> ValueType<Vec<String>> {
+    list_of("list of names", environment_name()).not_empty()
+}
+
+/// Reads a value of `run.activate` from YAML.
+fn read_activation(node: &YamlNode) -> ReadResult<Vec<ActivationStep>> {
+    match &node.value {
+        YamlValue::Map(_) => Ok(vec![read_step(node)?]),
+        YamlValue::List(items) if items.is_empty() || items.len() > MAX_STEPS => {
+            Err(out_of_range_error(format!("a list of 1 to {MAX_STEPS} items"), node))
+        }
+        YamlValue::List(items) => {
+            let read = |(i, item): (usize, &YamlNode)| {
+                read_step(item).map_err(|error| error.in_part(&format!("item {}", i + 1)))
+            };
+            items.iter().enumerate().map(read).collect()
+        }
+        _ => Err(wrong_type_error(EXPECTED, node)),
+    }
+}
+
+/// Reads one step: a mapping with one key.
+fn read_step(node: &YamlNode) -> ReadResult<ActivationStep> {
+    const ONE: &str = "a mapping with one of the keys `venv`, `conda`, `modules` and `script`";
+    let YamlValue::Map(entries) = &node.value else { return Err(wrong_type_error(ONE, node)) };
+    let [entry] = &entries[..] else {
+        return Err(ValueError::new(codes::JOB_VALUE_FORMAT, node.span, format!("must be {ONE}"))
+            .with_help("write a list to activate several: [{modules: [cuda]}, {venv: env}]"));
+    };
+    let value = &entry.value;
+    let step = match entry.key.as_str() {
+        "venv" => path().read(value).map(ActivationStep::Venv),
+        "conda" => environment_name().read(value).map(ActivationStep::Conda),
+        "modules" => modules().read(value).map(ActivationStep::Modules),
+        "script" => path().read(value).map(ActivationStep::Script),
+        other => {
+            let message = format!("has the unknown key `{}`", make_excerpt(other));
+            let error = ValueError::new(codes::JOB_KEY_UNKNOWN, entry.key_span, message);
+            return Err(error.with_help("the keys here are venv, conda, modules, script"));
+        }
+    };
+    step.map_err(|error| error.in_part(&entry.key))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{JobSource, load_job};
+
+    /// Loads a job with this value of `run.activate`. Returns the steps, and the value as printed.
+    fn load_activation(value: &str) -> Result<(Vec<ActivationStep>, String), diagnostic::Code> {
+        let text = format!("run: {{command: [a], activate: {value}}}");
+        let loaded = load_job(JobSource::Text { name: "a.yaml".to_owned(), text }, &[]);
+        let job = loaded.map_err(|errors| errors[0].code())?.0;
+        let values = crate::list_key_values(&job);
+        Ok((job.run.activate, values.get("run.activate").cloned().unwrap_or_default()))
+    }
+
+    #[test]
+    fn each_step_is_read_and_printed() {
+        for (value, steps) in [
+            ("{venv: envs/a}", vec![ActivationStep::Venv("envs/a".into())]),
+            ("{conda: /opt/envs/a}", vec![ActivationStep::Conda("/opt/envs/a".into())]),
+            (
+                "[{modules: [gcc/12, cuda]}, {script: ~/env.sh}]",
+                vec![
+                    ActivationStep::Modules(vec!["gcc/12".into(), "cuda".into()]),
+                    ActivationStep::Script("~/env.sh".into()),
+                ],
+            ),
+        ] {
+            let (read, printed) = load_activation(value).expect(value);
+            assert_eq!(read, steps);
+            assert_eq!(load_activation(&printed), Ok((steps, printed.clone())), "{printed}");
+        }
+    }
+
+    #[test]
+    fn wrong_steps_are_rejected() {
+        for (value, code) in [
+            ("[]", codes::JOB_VALUE_OUT_OF_RANGE),
+            ("env", codes::JOB_VALUE_TYPE),
+            ("[env]", codes::JOB_VALUE_TYPE),
+            ("{}", codes::JOB_VALUE_FORMAT),
+            ("{venv: a, conda: b}", codes::JOB_VALUE_FORMAT),
+            ("{virtualenv: a}", codes::JOB_KEY_UNKNOWN),
+            ("{conda: -n}", codes::JOB_VALUE_FORMAT),
+            ("{conda: 'a; rm'}", codes::JOB_VALUE_FORMAT),
+            ("{modules: gcc}", codes::JOB_VALUE_TYPE),
+            ("{modules: []}", codes::JOB_VALUE_OUT_OF_RANGE),
+        ] {
+            assert_eq!(load_activation(value), Err(code), "{value}");
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! Messages of `launch exec`, which runs a command next to a worker. The client, the controller and
+//! the agent exchange them.
+use super::exit_status::ExitStatus;
+use diagnostic::Diagnostic;
+use jobspec::ids::Rank;
+use serde::{Deserialize, Serialize};
+
+/// The number of one command of `launch exec` in its controller, from 1.
+pub type ExecId = u64;
+
+/// The number of bytes of a command's output that may be on the way from the agent to the client.
+/// The agent reads more output only after the client has written earlier output.
+pub const EXEC_WINDOW_BYTES: u32 = 256 << 10;
+/// The largest number of bytes of output in one message.
+pub const EXEC_CHUNK_BYTES: u32 = 16 << 10;
+
+/// A request about a command of `launch exec`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum ExecRequest {
+    /// Runs a command next to the worker of a rank.
+    Start {
+        /// The version of the control protocol.
+        version: u32,
+        /// The rank of the worker.
+        rank: Rank,
+        /// The program and its arguments.
+        command: Vec<String>,
+    },
+    /// The client has written this number of bytes of output.
+    Consumed {
+        /// The number of bytes since the last such message.
+        bytes: u32,
+    },
+    /// The client has ended. The agent ends the command.
+    Cancel,
+}
+
+/// An answer to [`ExecRequest::Start`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum ExecReply {
+    /// Output of the command, of at most [`EXEC_CHUNK_BYTES`].
+    Output {
+        /// Whether the output is from stderr.
+        stderr: bool,
+        /// The bytes of the output.
+        bytes: Vec<u8>,
+    },
+    /// The command has ended. The last message about the command.
+    Ended(ExitStatus),
+    /// The command could not be started or observed. The last message about the command.
+    Failed(Diagnostic),
+}
+
+impl ExecReply {
+    /// Returns whether no other message about the command follows.
+    pub fn is_last(&self) -> bool {
+        !matches!(self, ExecReply::Output { .. })
+    }
+}

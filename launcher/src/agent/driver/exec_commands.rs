@@ -1,0 +1,195 @@
+//! Runs the commands of `launch exec` next to the workers of the host, and sends their output to
+//! the controller.
+use super::{
+    AgentDriver,
+    exec_state::{ExecCommand, ExecEvent, OutputReader, open_pipe},
+    worker_spawner::{ExecSpawnRequest, ExecSpawnResult},
+    worker_start::without_replaced_defaults,
+};
+use crate::agent::{
+    core::{AgentInput, GroupSignal},
+    process::{self, InheritedEnvironment},
+};
+use diagnostic::{Diagnostic, codes};
+use jobspec::{env, ids::Rank};
+use protocol::control::{EXEC_WINDOW_BYTES, ExecId, ExecReply, ExecRequest, ExitStatus, FromAgent};
+use std::{sync::Arc, time::Duration};
+use tokio::{
+    sync::{Semaphore, watch},
+    time::sleep,
+};
+
+/// The largest number of commands that run on a host at the same time.
+const MAX_COMMANDS: usize = 16;
+/// The time from SIGTERM to SIGKILL for a command whose client has ended.
+const CANCEL_GRACE: Duration = Duration::from_secs(2);
+
+impl AgentDriver {
+    /// Handles a request about a command of `launch exec`.
+    pub(super) fn on_exec_request(&mut self, id: ExecId, request: ExecRequest) {
+        match request {
+            ExecRequest::Start { rank, command, .. } => {
+                if let Err(diagnostic) = self.start_exec_command(id, rank, command) {
+                    self.send_exec_reply(id, ExecReply::Failed(diagnostic));
+                }
+            }
+            ExecRequest::Consumed { bytes } => {
+                if let Some(command) = self.exec.commands.get(&id) {
+                    let used = EXEC_WINDOW_BYTES as usize - command.window.available_permits();
+                    command.window.add_permits(used.min(bytes as usize));
+                }
+            }
+            ExecRequest::Cancel => self.cancel_exec_command(id),
+        }
+    }
+
+    /// Begins to start a command next to the worker of a rank.
+    fn start_exec_command(&mut self, id: ExecId, rank: Rank, words: Vec<String>) -> diagnostic::Result<()> {
+        let (Some(plan), Some(pid)) = (self.plan.clone(), self.find_unreaped_pid(rank)) else {
+            let message = format!("rank {rank} does not run at present");
+            return Err(Diagnostic::error(codes::command::EXEC_RANK_NOT_RUNNING, message)
+                .with_field("rank", rank)
+                .with_remedy());
+        };
+        let Some(worker) = plan.workers.iter().find(|worker| worker.rank == rank) else {
+            return Err(Diagnostic::error(codes::run::INTERNAL, "the worker is not in the plan"));
+        };
+        if self.exec.commands.len() >= MAX_COMMANDS
+            || self.exec.commands.contains_key(&id)
+            || words.is_empty()
+        {
+            let message = format!("{MAX_COMMANDS} commands of `launch exec` already run on the host");
+            return Err(Diagnostic::error(codes::command::EXEC_UNAVAILABLE, message));
+        }
+        let environment = InheritedEnvironment {
+            changes: self.activation.clone().unwrap_or_default(),
+            hidden: crate::cluster::list_hidden_variables(&plan.job),
+        };
+        let mut worker = without_replaced_defaults(worker, &plan.job.run, &environment.changes);
+        worker.wrapper = Vec::new();
+        worker.command = Some(words);
+        worker.env.push((env::LAUNCH_WORKER_PID.to_owned(), pid.to_string()));
+        self.spawner.begin_exec(ExecSpawnRequest { id, worker, environment, file_limit: self.file_limit });
+        let command = ExecCommand {
+            pid: None,
+            status: None,
+            open_pipes: 0,
+            window: Arc::new(Semaphore::new(EXEC_WINDOW_BYTES as usize)),
+            has_ended: watch::Sender::new(false),
+            is_cancelled: false,
+        };
+        self.exec.commands.insert(id, command);
+        Ok(())
+    }
+
+    /// Begins to read the output of a command that was started, or reports why it could not be
+    /// started.
+    pub(super) fn on_exec_spawned(&mut self, result: ExecSpawnResult) -> AgentInput {
+        let ExecSpawnResult { id, spawned } = result;
+        let spawned = match spawned {
+            Ok(spawned) => spawned,
+            Err(diagnostic) => {
+                self.exec.commands.remove(&id);
+                self.send_exec_reply(id, ExecReply::Failed(diagnostic));
+                return AgentInput::Tick;
+            }
+        };
+        self.exec.leaders.insert(spawned.pid, id);
+        let Some(command) = self.exec.commands.get_mut(&id) else {
+            process::signal_group(spawned.pid, GroupSignal::Kill);
+            return AgentInput::Tick;
+        };
+        command.pid = Some(spawned.pid);
+        for (stderr, pipe) in [(false, spawned.stdout), (true, spawned.stderr)] {
+            let reader = OutputReader {
+                id,
+                stderr,
+                window: command.window.clone(),
+                has_ended: command.has_ended.subscribe(),
+                events: self.exec.events.0.clone(),
+            };
+            match open_pipe(pipe) {
+                Ok(pipe) => {
+                    command.open_pipes += 1;
+                    tokio::spawn(reader.read_to_end(pipe));
+                }
+                // Without its output, the command only has an exit code.
+                Err(_) => process::signal_group(spawned.pid, GroupSignal::Kill),
+            }
+        }
+        if command.is_cancelled {
+            process::signal_group(spawned.pid, GroupSignal::Kill);
+        }
+        AgentInput::Tick
+    }
+
+    /// Handles an event of a command.
+    pub(super) fn on_exec_event(&mut self, (id, event): (ExecId, ExecEvent)) -> AgentInput {
+        match event {
+            ExecEvent::Output { stderr, bytes } => {
+                self.send_exec_reply(id, ExecReply::Output { stderr, bytes });
+            }
+            ExecEvent::PipeEnded => {
+                if let Some(command) = self.exec.commands.get_mut(&id) {
+                    command.open_pipes = command.open_pipes.saturating_sub(1);
+                }
+                self.report_exec_end(id);
+            }
+            ExecEvent::GraceEnded => {
+                if let Some(pid) = self.exec.commands.get(&id).and_then(|command| command.pid) {
+                    process::signal_group(pid, GroupSignal::Kill);
+                }
+            }
+        }
+        AgentInput::Tick
+    }
+
+    /// Records how a command ended. Does nothing for other processes.
+    pub(super) fn on_exec_exited(&mut self, pid: u32, status: ExitStatus) {
+        let Some(id) = self.exec.leaders.remove(&pid) else { return };
+        if let Some(command) = self.exec.commands.get_mut(&id) {
+            (command.pid, command.status) = (None, Some(status));
+            command.has_ended.send_replace(true);
+        }
+        self.report_exec_end(id);
+    }
+
+    /// Reports the end of a command once it has ended and its output was read.
+    fn report_exec_end(&mut self, id: ExecId) {
+        let status =
+            self.exec.commands.get(&id).filter(|command| command.open_pipes == 0).and_then(|c| c.status);
+        if let Some(status) = status {
+            self.exec.commands.remove(&id);
+            self.send_exec_reply(id, ExecReply::Ended(status));
+        }
+    }
+
+    /// Ends a command whose client has ended: SIGTERM, and SIGKILL after [`CANCEL_GRACE`]. Its
+    /// output is no longer read.
+    fn cancel_exec_command(&mut self, id: ExecId) {
+        let Some(command) = self.exec.commands.get_mut(&id) else { return };
+        command.is_cancelled = true;
+        // Readers that wait for space in the window end.
+        command.window.close();
+        if let Some(pid) = command.pid {
+            process::signal_group(pid, GroupSignal::Terminate);
+            let events = self.exec.events.0.clone();
+            tokio::spawn(async move {
+                sleep(CANCEL_GRACE).await;
+                // An error means that the agent has ended.
+                _ = events.send((id, ExecEvent::GraceEnded)).await;
+            });
+        }
+    }
+
+    /// Ends all commands, because the controller that reported their output is lost.
+    pub(super) fn cancel_exec_commands(&mut self) {
+        let ids: Vec<ExecId> = self.exec.commands.keys().copied().collect();
+        ids.into_iter().for_each(|id| self.cancel_exec_command(id));
+    }
+
+    /// Sends a reply about a command to the controller.
+    fn send_exec_reply(&mut self, id: ExecId, reply: ExecReply) {
+        self.send_to_controller(FromAgent::Exec { id, reply });
+    }
+}

@@ -1,0 +1,135 @@
+//! [`ExecCommands`]: the commands of `launch exec` that run on the host, and the readers of their
+//! output.
+use crate::agent::core::FINAL_OUTPUT_TIMEOUT;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use protocol::control::{EXEC_CHUNK_BYTES, ExecId, ExitStatus};
+use std::{
+    collections::HashMap,
+    io,
+    os::fd::{AsFd, OwnedFd},
+    sync::Arc,
+};
+use tokio::{
+    io::AsyncReadExt,
+    net::unix::pipe,
+    sync::{Semaphore, mpsc, watch},
+    time::timeout,
+};
+
+/// The number of events of commands that wait for the event loop.
+const EVENT_CAPACITY: usize = 16;
+
+/// A command that runs next to a worker.
+pub(super) struct ExecCommand {
+    /// The pid of the command; `None` before its start and after it was reaped.
+    pub(super) pid: Option<u32>,
+    pub(super) status: Option<ExitStatus>,
+    /// The number of output pipes that are still read.
+    pub(super) open_pipes: usize,
+    /// The number of bytes that may be read until the client has written earlier output.
+    pub(super) window: Arc<Semaphore>,
+    /// Whether the command has ended, for the readers of its output.
+    pub(super) has_ended: watch::Sender<bool>,
+    pub(super) is_cancelled: bool,
+}
+
+/// An event of a command that runs next to a worker.
+pub(super) enum ExecEvent {
+    /// The command has printed `bytes`.
+    Output { stderr: bool, bytes: Vec<u8> },
+    /// An output pipe of the command is read to its end.
+    PipeEnded,
+    /// The grace period of a cancelled command is over.
+    GraceEnded,
+}
+
+/// The sender and the receiver of the events of all commands.
+type EventChannel = (mpsc::Sender<(ExecId, ExecEvent)>, mpsc::Receiver<(ExecId, ExecEvent)>);
+
+/// The commands of `launch exec` on the host.
+pub(super) struct ExecCommands {
+    pub(super) commands: HashMap<ExecId, ExecCommand>,
+    /// The pids of the commands that have not been reaped.
+    pub(super) leaders: HashMap<u32, ExecId>,
+    pub(super) events: EventChannel,
+}
+
+impl ExecCommands {
+    /// Creates an empty list of commands.
+    pub(super) fn new() -> ExecCommands {
+        ExecCommands {
+            commands: HashMap::new(),
+            leaders: HashMap::new(),
+            events: mpsc::channel(EVENT_CAPACITY),
+        }
+    }
+
+    /// Waits for the next event of a command. Cancel-safe.
+    pub(super) async fn receive_event(&mut self) -> (ExecId, ExecEvent) {
+        match self.events.1.recv().await {
+            Some(event) => event,
+            // This value has a sender, so the channel is open.
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Returns the pids of the commands that have not been reaped.
+    pub(super) fn pids(&self) -> impl Iterator<Item = u32> {
+        self.leaders.keys().copied()
+    }
+
+    /// Returns whether a command has this pid and has not been reaped.
+    pub(super) fn is_leader(&self, pid: u32) -> bool {
+        self.leaders.contains_key(&pid)
+    }
+}
+
+/// Reads one output pipe of a command.
+pub(super) struct OutputReader {
+    pub(super) id: ExecId,
+    pub(super) stderr: bool,
+    pub(super) window: Arc<Semaphore>,
+    pub(super) has_ended: watch::Receiver<bool>,
+    pub(super) events: mpsc::Sender<(ExecId, ExecEvent)>,
+}
+
+impl OutputReader {
+    /// Reads the pipe to its end. Also ends if the command has ended and prints nothing for
+    /// [`FINAL_OUTPUT_TIMEOUT`], because processes that it left may hold the pipe.
+    pub(super) async fn read_to_end(mut self, mut pipe: pipe::Receiver) {
+        let mut chunk = vec![0; EXEC_CHUNK_BYTES as usize];
+        while let Ok(permit) = self.window.clone().acquire_many_owned(EXEC_CHUNK_BYTES).await {
+            let read = match self.read_chunk(&mut pipe, &mut chunk).await {
+                Some(read @ 1..) => read,
+                _ => break,
+            };
+            // The client returns as many permits as it has written bytes.
+            permit.forget();
+            self.window.add_permits(EXEC_CHUNK_BYTES as usize - read);
+            let output = ExecEvent::Output { stderr: self.stderr, bytes: chunk[..read].to_vec() };
+            if self.events.send((self.id, output)).await.is_err() {
+                return;
+            }
+        }
+        // An error means that the agent has ended.
+        _ = self.events.send((self.id, ExecEvent::PipeEnded)).await;
+    }
+
+    /// Reads available output. Returns `None` at the end.
+    async fn read_chunk(&mut self, pipe: &mut pipe::Receiver, chunk: &mut [u8]) -> Option<usize> {
+        if !*self.has_ended.borrow() {
+            tokio::select! {
+                read = pipe.read(chunk) => return read.ok(),
+                _ = self.has_ended.changed() => {}
+            }
+        }
+        timeout(FINAL_OUTPUT_TIMEOUT, pipe.read(chunk)).await.ok()?.ok()
+    }
+}
+
+/// Makes a pipe readable by the runtime.
+pub(super) fn open_pipe(pipe: OwnedFd) -> io::Result<pipe::Receiver> {
+    let flags = OFlag::from_bits_retain(fcntl(pipe.as_fd(), FcntlArg::F_GETFL)?);
+    fcntl(pipe.as_fd(), FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
+    pipe::Receiver::from_owned_fd(pipe)
+}

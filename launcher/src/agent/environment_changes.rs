@@ -1,0 +1,42 @@
+//! [`EnvironmentChanges`]: how activating environments changes the environment of workers.
+use std::{
+    collections::BTreeMap,
+    ffi::{OsStr, OsString},
+};
+
+/// How activating environments changes the environment of this process.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct EnvironmentChanges {
+    /// The variables that were not set before, with their values.
+    pub(crate) added: BTreeMap<OsString, OsString>,
+    /// The variables that have other values than before, with the new values.
+    pub(crate) changed: BTreeMap<OsString, OsString>,
+    /// The variables that are no longer set.
+    pub(crate) removed: Vec<OsString>,
+}
+
+impl EnvironmentChanges {
+    /// Compares an environment with the one before.
+    pub(super) fn between(
+        before: &BTreeMap<OsString, OsString>,
+        after: BTreeMap<OsString, OsString>,
+    ) -> Self {
+        let removed = before.keys().filter(|name| !after.contains_key(*name)).cloned().collect();
+        let is_new = |name: &OsString| !before.contains_key(name);
+        let differing = after.into_iter().filter(|(name, value)| before.get(name) != Some(value));
+        let (added, changed) = differing.partition(|(name, _)| is_new(name));
+        EnvironmentChanges { added, changed, removed }
+    }
+
+    /// Returns the new value of each variable that was changed; `None` for a removed variable.
+    pub(crate) fn assignments(&self) -> impl Iterator<Item = (&OsStr, Option<&OsStr>)> {
+        let set = self.added.iter().chain(&self.changed);
+        let set = set.map(|(name, value)| (name.as_os_str(), Some(value.as_os_str())));
+        set.chain(self.removed.iter().map(|name| (name.as_os_str(), None)))
+    }
+
+    /// Returns whether activating sets the variable `name` to another value than before.
+    pub(crate) fn sets(&self, name: &str) -> bool {
+        self.added.contains_key(OsStr::new(name)) || self.changed.contains_key(OsStr::new(name))
+    }
+}

@@ -1,0 +1,90 @@
+//! [`BorrowedTerminal`]: the terminal of launch, while a worker uses it (`run.terminal`).
+use diagnostic::{Diagnostic, codes::host};
+use jobspec::ids::Rank;
+use nix::{
+    libc,
+    sys::{
+        signal::{SigSet, SigmaskHow, Signal, sigprocmask},
+        termios::{SetArg, SpecialCharacterIndices, Termios, tcgetattr, tcsetattr},
+    },
+    unistd::{Pid, tcgetpgrp, tcsetpgrp},
+};
+use std::{
+    fs::{File, OpenOptions},
+    io,
+    os::fd::{AsFd, BorrowedFd},
+};
+
+/// The controlling terminal of this process, with the foreground process group and the settings
+/// that it had before a worker got it. Dropping the value gives the terminal back.
+pub(crate) struct BorrowedTerminal {
+    file: File,
+    group: Pid,
+    settings: Termios,
+}
+
+impl std::fmt::Debug for BorrowedTerminal {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("BorrowedTerminal").field("group", &self.group).finish_non_exhaustive()
+    }
+}
+
+impl BorrowedTerminal {
+    /// Opens the controlling terminal of this process for the worker of a rank. Fails if this
+    /// process has none, for example because another machine has started it.
+    pub(super) fn open(rank: Rank) -> diagnostic::Result<BorrowedTerminal> {
+        let open = || -> io::Result<BorrowedTerminal> {
+            let file = OpenOptions::new().read(true).write(true).open("/dev/tty")?;
+            let (group, settings) = (tcgetpgrp(&file)?, tcgetattr(&file)?);
+            Ok(BorrowedTerminal { file, group, settings })
+        };
+        let terminal = open().map_err(|error| {
+            let message = format!("the host of rank {rank} has no terminal for `run.terminal`");
+            Diagnostic::error(host::TERMINAL_MISSING, message)
+                .with_subject("run.terminal")
+                .with_field("rank", rank)
+                .with_cause(&error)
+                .with_remedy()
+        })?;
+        // A worker that Ctrl-Z suspends could not be continued, because the shell does not know it.
+        let mut settings = terminal.settings.clone();
+        settings.control_chars[SpecialCharacterIndices::VSUSP as usize] = libc::_POSIX_VDISABLE;
+        terminal.change_settings(&settings);
+        Ok(terminal)
+    }
+
+    /// Returns the terminal as a file.
+    pub(super) fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Changes the settings of the terminal. Ignores errors, because the terminal may be gone.
+    fn change_settings(&self, settings: &Termios) {
+        without_stops(|| _ = tcsetattr(&self.file, SetArg::TCSANOW, settings));
+    }
+}
+
+impl Drop for BorrowedTerminal {
+    fn drop(&mut self) {
+        without_stops(|| _ = tcsetpgrp(&self.file, self.group));
+        self.change_settings(&self.settings);
+    }
+}
+
+/// Makes the process group of the calling process the foreground group of a terminal.
+/// Async-signal-safe.
+pub(super) fn take_foreground(terminal: BorrowedFd<'_>) -> io::Result<()> {
+    let mut result = Ok(());
+    without_stops(|| result = tcsetpgrp(terminal.as_fd(), nix::unistd::getpgrp()));
+    Ok(result?)
+}
+
+/// Calls `change` while this thread does not get SIGTTOU, which stops processes in the background
+/// that change their terminal. Async-signal-safe.
+fn without_stops(change: impl FnOnce()) {
+    let (mut stop, mut before) = (SigSet::empty(), SigSet::empty());
+    stop.add(Signal::SIGTTOU);
+    _ = sigprocmask(SigmaskHow::SIG_BLOCK, Some(&stop), Some(&mut before));
+    change();
+    _ = sigprocmask(SigmaskHow::SIG_SETMASK, Some(&before), None);
+}

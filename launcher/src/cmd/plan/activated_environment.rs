@@ -1,0 +1,66 @@
+//! Formats how `run.activate` changes the environment on this machine, for `launch plan --verbose`.
+use crate::{agent::environment_changes::EnvironmentChanges, secrets::redact_secret_value};
+use serde_json::{Map, Value, json};
+use std::{
+    collections::BTreeMap,
+    ffi::{OsStr, OsString},
+    fmt::Write,
+};
+
+/// Formats the changes as text, with one line for each variable: `+` before an added one, `~`
+/// before a changed one, and `-` before a removed one. Secret values are redacted.
+pub(super) fn format_changes(changes: &EnvironmentChanges, host: &str) -> String {
+    let mut text = format!("\nchanges of the environment by run.activate on {host}:\n");
+    for (mark, variables) in [('+', &changes.added), ('~', &changes.changed)] {
+        for (name, value) in variables {
+            let shown = redact(name, value).replace(char::is_control, "\u{fffd}");
+            _ = writeln!(text, "  {mark} {}={shown}", to_text(name));
+        }
+    }
+    for name in &changes.removed {
+        _ = writeln!(text, "  - {}", to_text(name));
+    }
+    text
+}
+
+/// Returns the changes as a JSON object. Secret values are redacted.
+pub(super) fn changes_to_json(changes: &EnvironmentChanges) -> Value {
+    let object = |variables: &BTreeMap<OsString, OsString>| -> Map<String, Value> {
+        variables.iter().map(|(name, value)| (to_text(name), redact(name, value).into())).collect()
+    };
+    let removed: Vec<String> = changes.removed.iter().map(|name| to_text(name)).collect();
+    json!({"added": object(&changes.added), "changed": object(&changes.changed), "removed": removed})
+}
+
+/// Returns a name or value as printable text.
+fn to_text(text: &OsStr) -> String {
+    text.to_string_lossy().into_owned()
+}
+
+/// Returns the value of a variable, or a placeholder if its name looks secret.
+fn redact(name: &OsStr, value: &OsStr) -> String {
+    redact_secret_value(&to_text(name), &to_text(value)).to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn changes_are_shown_without_secrets() {
+        let map = |pairs: &[(&str, &str)]| {
+            pairs.iter().map(|(name, value)| (OsString::from(name), OsString::from(value))).collect()
+        };
+        let changes = EnvironmentChanges {
+            added: map(&[("HF_TOKEN", "hf_123"), ("LINES", "a\nb")]),
+            changed: map(&[("PATH", "/env/bin:/bin")]),
+            removed: vec!["OLD".into()],
+        };
+        let expected = "\nchanges of the environment by run.activate on h1:\n  + HF_TOKEN=***\n  + LINES=a\u{fffd}b\n  \
+                        ~ PATH=/env/bin:/bin\n  - OLD\n";
+        assert_eq!(format_changes(&changes, "h1"), expected);
+        let json = changes_to_json(&changes);
+        assert_eq!(json["added"]["HF_TOKEN"], "***");
+        assert_eq!((&json["changed"]["PATH"], &json["removed"]), (&json!("/env/bin:/bin"), &json!(["OLD"])));
+    }
+}

@@ -1,0 +1,114 @@
+//! Passes the messages of `launch exec` between its clients and the agents.
+use super::ControllerDriver;
+use crate::{
+    connection::MessagePriority,
+    controller::{
+        core::HostIndex,
+        exec_socket::{ExecClient, ExecClientEvent},
+    },
+};
+use diagnostic::{Diagnostic, codes::command};
+use jobspec::ids::Rank;
+use protocol::control::{ExecId, ExecReply, ExecRequest, PROTOCOL_VERSION, ToAgent};
+
+/// The largest number of clients of `launch exec` that are connected at the same time.
+const MAX_CLIENTS: usize = 16;
+
+impl ControllerDriver {
+    /// Handles a new client, its requests, and the end of its connection.
+    pub(super) fn handle_exec_client(&mut self, event: ExecClientEvent) {
+        match event {
+            ExecClientEvent::Connected(id, mut outbox) => {
+                if self.exec_clients.len() >= MAX_CLIENTS {
+                    let message =
+                        format!("{MAX_CLIENTS} commands of `launch exec` already run next to workers");
+                    let error = Diagnostic::error(command::EXEC_UNAVAILABLE, message);
+                    outbox.send_message(MessagePriority::Critical, ExecReply::Failed(error));
+                    return;
+                }
+                self.exec_clients.insert(id, ExecClient { outbox, host: None });
+            }
+            ExecClientEvent::Request(id, Ok(Some(request))) => self.handle_exec_request(id, request),
+            ExecClientEvent::Request(id, Ok(None) | Err(_)) => {
+                if let Some(host) = self.exec_clients.remove(&id).and_then(|client| client.host) {
+                    self.send_to_agent(host, ToAgent::Exec { id, request: ExecRequest::Cancel });
+                }
+            }
+        }
+    }
+
+    /// Passes a request of a client to the agent of the rank's host.
+    fn handle_exec_request(&mut self, id: ExecId, request: ExecRequest) {
+        let Some(host) = self.exec_clients.get(&id).map(|client| client.host) else { return };
+        match (&request, host) {
+            (ExecRequest::Start { version, rank, .. }, None) => {
+                let found = match *version {
+                    PROTOCOL_VERSION => self.find_exec_host(*rank),
+                    other => Err(build_version_error(other)),
+                };
+                match found {
+                    Ok(host) => {
+                        if let Some(client) = self.exec_clients.get_mut(&id) {
+                            client.host = Some(host);
+                        }
+                        self.send_to_agent(host, ToAgent::Exec { id, request });
+                    }
+                    Err(error) => self.send_exec_reply(id, ExecReply::Failed(error)),
+                }
+            }
+            // The client violates the protocol.
+            (ExecRequest::Start { .. }, Some(_)) | (_, None) => {}
+            (_, Some(host)) => self.send_to_agent(host, ToAgent::Exec { id, request }),
+        }
+    }
+
+    /// Finds the host on which the worker of a rank runs.
+    fn find_exec_host(&self, rank: Rank) -> diagnostic::Result<HostIndex> {
+        self.core.find_running_worker(rank).ok_or_else(|| {
+            let (run, world) = (&self.plan.run, self.plan.world);
+            let message = match rank < world {
+                true => format!("rank {rank} of run {run} does not run at present"),
+                false => {
+                    format!("run {run} has no rank {rank}; its ranks are 0 to {}", world.saturating_sub(1))
+                }
+            };
+            Diagnostic::error(command::EXEC_RANK_NOT_RUNNING, message).with_field("rank", rank).with_remedy()
+        })
+    }
+
+    /// Passes a reply of an agent to the client. The last reply ends the connection.
+    pub(super) fn send_exec_reply(&mut self, id: ExecId, reply: ExecReply) {
+        let is_last = reply.is_last();
+        if let Some(client) = self.exec_clients.get_mut(&id) {
+            client.outbox.send_message(MessagePriority::Critical, reply);
+        }
+        if is_last {
+            self.exec_clients.remove(&id);
+        }
+    }
+
+    /// Reports to all clients with commands on a host that its agent has ended.
+    pub(super) fn end_exec_commands_on(&mut self, host: HostIndex) {
+        let ids: Vec<ExecId> = self
+            .exec_clients
+            .iter()
+            .filter(|(_, client)| client.host == Some(host))
+            .map(|(id, _)| *id)
+            .collect();
+        for id in ids {
+            let message = "the agent of the host has ended, and the command with it";
+            let error = Diagnostic::error(command::EXEC_INTERRUPTED, message);
+            self.send_exec_reply(id, ExecReply::Failed(error));
+        }
+    }
+}
+
+/// Builds the error of a client of another build of launch.
+fn build_version_error(version: u32) -> Diagnostic {
+    let message = format!(
+        "the controller speaks version {PROTOCOL_VERSION} of the control protocol, and `launch exec` version \
+         {version}"
+    );
+    Diagnostic::error(diagnostic::codes::run::AGENT_VERSION_MISMATCH, message)
+        .with_help("use the build of launch that started the run")
+}

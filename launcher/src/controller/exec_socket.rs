@@ -1,0 +1,101 @@
+//! Accepts the connections of `launch exec` at the socket of the controller.
+use super::core::HostIndex;
+use crate::{
+    connection::{FrameError, Outbox, read_frames, write_frames},
+    runs::{bind_controller_socket, is_own_peer},
+};
+use protocol::control::{ExecId, ExecReply, ExecRequest};
+use std::{io, sync::Arc};
+use tokio::{
+    net::UnixListener,
+    sync::{Semaphore, mpsc},
+    task::JoinHandle,
+};
+
+/// The largest number of open connections. Further clients wait.
+const MAX_CONNECTIONS: usize = 64;
+/// The number of messages of clients that wait for the event loop.
+const INBOX_CAPACITY: usize = 64;
+
+/// A client of `launch exec`.
+pub(super) struct ExecClient {
+    pub(super) outbox: Outbox<ExecReply>,
+    /// The host on which the command runs; `None` before the command was requested.
+    pub(super) host: Option<HostIndex>,
+}
+
+/// An event of a connection of `launch exec`.
+pub(super) enum ExecClientEvent {
+    /// A client has connected. Replies to it are queued in the outbox.
+    Connected(ExecId, Outbox<ExecReply>),
+    /// A request of a client, or the end of its connection.
+    Request(ExecId, Result<Option<ExecRequest>, FrameError>),
+}
+
+/// A message of a client with its number, or the end of its connection.
+type ClientMessage = (ExecId, Result<Option<ExecRequest>, FrameError>);
+
+/// The socket for `launch exec`, and the messages of its clients.
+pub(super) struct ExecSocket {
+    messages: mpsc::Receiver<ClientMessage>,
+    connections: mpsc::Receiver<(ExecId, Outbox<ExecReply>)>,
+    /// The task that accepts connections.
+    accepting: JoinHandle<()>,
+}
+
+impl ExecSocket {
+    /// Begins to listen for clients of the run. Needs a runtime of tokio.
+    pub(super) fn open(run: &str) -> io::Result<ExecSocket> {
+        let listener = bind_controller_socket(run)?;
+        listener.set_nonblocking(true)?;
+        let listener = UnixListener::from_std(listener)?;
+        let (message_sender, messages) = mpsc::channel(INBOX_CAPACITY);
+        // A connection is announced before its first message is read.
+        let (connection_sender, connections) = mpsc::channel(1);
+        let accepting = tokio::spawn(accept_clients(listener, connection_sender, message_sender));
+        Ok(ExecSocket { messages, connections, accepting })
+    }
+
+    /// Waits for the next event of a client. Cancel-safe.
+    pub(super) async fn receive_event(&mut self) -> ExecClientEvent {
+        tokio::select! {
+            biased;
+            Some((id, outbox)) = self.connections.recv() => ExecClientEvent::Connected(id, outbox),
+            Some((id, request)) = self.messages.recv() => ExecClientEvent::Request(id, request),
+            else => std::future::pending().await,
+        }
+    }
+}
+
+impl Drop for ExecSocket {
+    fn drop(&mut self) {
+        self.accepting.abort();
+    }
+}
+
+/// Accepts connections of processes of this user, and starts the tasks that read and write them.
+async fn accept_clients(
+    listener: UnixListener,
+    connections: mpsc::Sender<(ExecId, Outbox<ExecReply>)>,
+    messages: mpsc::Sender<ClientMessage>,
+) {
+    let (mut id, limit) = (0, Arc::new(Semaphore::new(MAX_CONNECTIONS)));
+    // An error means that this process has too many open files; the socket is not needed then.
+    while let (Ok(permit), Ok((stream, _))) = (limit.clone().acquire_owned().await, listener.accept().await) {
+        if !is_own_peer(&stream) {
+            continue;
+        }
+        id += 1;
+        let (reader, writer) = stream.into_split();
+        let (outbox, outgoing) = Outbox::channel();
+        if connections.send((id, outbox)).await.is_err() {
+            return;
+        }
+        tokio::spawn(write_frames(writer, outgoing));
+        let messages = messages.clone();
+        tokio::spawn(async move {
+            read_frames(id, reader, messages).await;
+            drop(permit);
+        });
+    }
+}
