@@ -47,7 +47,7 @@ const RUN_VARIABLES: [&str; 9] = [
 
 /// The environment variables that launch sets for every program, although some of the original
 /// launchers do not set them.
-const LAUNCH_VARIABLES: [&str; 16] = [
+const LAUNCH_VARIABLES: [&str; 19] = [
     "CROSS_RANK",
     "CROSS_SIZE",
     "GROUP_RANK",
