@@ -128,6 +128,10 @@ pub const LAUNCH_SHM_FD: &str = "LAUNCH_SHM_FD";
 /// Set for built-in workers of a job with `checkpoint.memory`: the number of the inherited file
 /// descriptor of the host's memory for copies of the training state (a memfd).
 pub const LAUNCH_MEMORY_FD: &str = "LAUNCH_MEMORY_FD";
+/// Set for built-in workers that may leave an attempt and take part in a later one: the number of
+/// the inherited socket over which the agent passes the shared memory segment of each later
+/// attempt.
+pub const LAUNCH_ATTEMPT_FD: &str = "LAUNCH_ATTEMPT_FD";
 /// Read by built-in workers: `client-address client-port server-address server-port`, which sshd
 /// sets. The server address is the address at which the controller reached the host.
 pub const SSH_CONNECTION: &str = "SSH_CONNECTION";

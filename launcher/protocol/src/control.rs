@@ -32,7 +32,7 @@ use std::{
 
 /// The version of the control messages, which changes with every change of a message. All processes
 /// run the same executable, so a different version means that two builds are mixed.
-pub const PROTOCOL_VERSION: u32 = 7;
+pub const PROTOCOL_VERSION: u32 = 8;
 /// The largest body of a frame, in bytes. Neither side sends or accepts a longer one.
 pub const MAX_FRAME_BYTES: u32 = 16 << 20;
 
@@ -108,6 +108,9 @@ pub enum ToAgent {
         /// Whether the stacks of all workers are written to their logs before the workers are
         /// ended.
         stacks: bool,
+        /// The time in which built-in workers on CPUs may leave the attempt instead of ending, in
+        /// milliseconds. They then wait for the next attempt. `None` if all workers have to end.
+        leave_ms: Option<u64>,
     },
     /// A request of `launch check`, which the agent answers with [`FromAgent::Probed`]. Only sent
     /// before [`ToAgent::Start`].
@@ -215,6 +218,15 @@ pub enum FromAgent {
         /// reported none.
         gpu: Option<GpuFault>,
     },
+    /// A built-in worker has left the attempt. Its process waits for the next attempt.
+    Left {
+        /// The attempt that the worker has left.
+        attempt: u32,
+        /// The rank of the worker in this attempt.
+        rank: Rank,
+        /// The process id of the worker.
+        pid: u32,
+    },
     /// A line of a worker's output that the console may show.
     Line {
         /// The rank of the worker.
@@ -318,7 +330,8 @@ pub enum ExitStatus {
 /// A message from an agent to a built-in worker.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ToWorker {
-    /// The first message of the agent: the identity and the job of the worker.
+    /// The identity and the job of the worker. The first message of the agent, and the first
+    /// message of each later attempt to a worker that has left the previous one.
     Init(Box<WorkerInit>),
     /// Asks the worker to save a checkpoint at the next step boundary, and then to exit with
     /// `WorkerExit::Stopped`.
@@ -333,6 +346,9 @@ pub enum ToWorker {
     Abort {
         /// The worker that failed, and why it failed.
         reason: String,
+        /// Whether the worker is to leave the attempt and wait for the next one, instead of
+        /// ending. The worker answers with [`FromWorker::Left`].
+        keep: bool,
     },
     /// The addresses of all workers. The agent sends this message once, when all workers listen,
     /// and only in jobs on several hosts.
@@ -391,11 +407,18 @@ pub enum FromWorker {
         /// The addresses of the worker, in the order in which other workers try them.
         addresses: Vec<SocketAddr>,
     },
-    /// The final report of the worker, which the worker sends before it exits.
+    /// The final report of the worker, which the worker sends before it exits. A worker whose exit
+    /// would be `WorkerExit::Aborted` may wait for [`ToWorker::Abort`] first.
     Fatal {
         /// The reason for the exit, which determines the exit code.
         exit: crate::exit::WorkerExit,
         /// The error that is reported to the user.
         diagnostic: Diagnostic,
+    },
+    /// The worker has left the attempt after [`ToWorker::Abort`]. It holds no connection, thread or
+    /// file of the attempt any more, and waits for [`ToWorker::Init`].
+    Left {
+        /// The attempt that the worker has left.
+        attempt: u32,
     },
 }
