@@ -54,7 +54,8 @@ pub fn create_control_streams() -> [(&'static str, Vec<u8>); 2] {
         exited,
         FromAgent::Heartbeat,
     ];
-    let kill = ToAgent::Kill { attempt: 0, reason: "a peer failed".into(), grace_ms: 5, stacks: false };
+    let reason = "a peer failed".into();
+    let kill = ToAgent::Kill { attempt: 0, reason, grace_ms: 5, stacks: false, leave_ms: Some(7) };
     let controller = [ToAgent::Hello { version: PROTOCOL_VERSION, terms: None }, kill, ToAgent::Heartbeat];
     [("agent.control", encode_frames(&agent)), ("controller.control", encode_frames(&controller))]
 }

@@ -205,7 +205,7 @@ impl TestAgents<'_> {
                     on_step(step);
                 }
                 FromWorker::Fatal { exit, diagnostic } => final_report = Some((exit, diagnostic)),
-                FromWorker::Event(_) | FromWorker::Progress { .. } => {}
+                FromWorker::Event(_) | FromWorker::Progress { .. } | FromWorker::Left { .. } => {}
             }
         }
         final_report

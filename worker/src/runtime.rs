@@ -2,6 +2,7 @@
 //! trains, and gathers the weights.
 mod fault_injection;
 mod gather_weights;
+mod kept_resources;
 mod network;
 mod rank_connection;
 mod rank_device;
@@ -37,17 +38,18 @@ use debuglog::Filter;
 use diagnostic::{Diagnostic, codes};
 use fault_injection::{arm_fault_point, record_fault_points};
 use gather_weights::gather_last_checkpoint_weights;
-use jobspec::{OffloadTarget, TrainSpec, ZeroSpec, env};
+use jobspec::{JobSpec, OffloadTarget, TrainSpec, ZeroSpec, env};
+use kept_resources::KeptResources;
 use protocol::{
     control::WorkerInit,
     event::{Event, WorkerPhase},
     exit::WorkerExit,
 };
 use rank_connection::connect_to_other_ranks;
-use rank_device::RankDevice;
 use samples::SampleSets;
 use session::{AgentSession, take_inherited_descriptor};
 use std::{
+    os::fd::OwnedFd,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -56,7 +58,7 @@ use training_loop::{RunContext, train_until_done};
 /// Runs the subcommand `launch worker`. Returns the exit code of the process.
 pub fn main() -> u8 {
     ignore_signals();
-    let (session, read, init) = match AgentSession::connect() {
+    let (session, read, mut init) = match AgentSession::connect() {
         Ok(joined) => joined,
         Err(e) => {
             // No agent is connected, so only the terminal can show the error.
@@ -67,26 +69,59 @@ pub fn main() -> u8 {
     // A rank trains without the debug log, too.
     _ = start_debug_log(&init);
     let _flush = debuglog::FlushOnDrop;
+    let mut kept = KeptResources::default();
+    let mut started = session.start_threads(read).and_then(|()| arm_fault_point(&init));
+    loop {
+        let result = std::mem::replace(&mut started, Ok(()));
+        let result = result.and_then(|()| run_attempt(&session, &init, &mut kept));
+        if let Err(error) = &result
+            && session.leaves_after(error, &init)
+        {
+            match session.wait_for_next_attempt(init.attempt) {
+                Ok(next) => init = next,
+                Err(error) => return error.to_worker_exit().exit_code(),
+            }
+            continue;
+        }
+        record_fault_points(&init);
+        return end_process(&session, result);
+    }
+}
+
+/// Runs this rank in one attempt, with the resources that the process has kept from an earlier
+/// attempt. Returns when the attempt has no threads and no communicator any more.
+fn run_attempt(session: &AgentSession, init: &WorkerInit, kept: &mut KeptResources) -> Result<WorkerExit> {
     let _span =
         tracing::info_span!(target: "worker", "rank", rank = init.rank, attempt = init.attempt).entered();
-    let connected = arm_fault_point(&init).and_then(|()| connect_to_other_ranks(&session, read, &init));
+    let memory = kept.take_shared_memory(session);
+    let connected = memory.and_then(|memory| connect_to_other_ranks(session, init, memory));
     let result = connected.and_then(|comm| {
-        let result = train_as_rank(&session, &init, comm.clone());
+        tracing::debug!(target: "worker::phase", "joined the other ranks");
+        let result = train_as_rank(session, init, comm.clone(), kept);
         if let Err(e) = &result {
             // The other ranks get the reason before they notice that this rank ended.
             comm.abort(&format!("rank {}: {e}", init.rank));
         }
         result
     });
-    record_fault_points(&init);
     match result {
-        Ok(exit) => exit.exit_code(),
         Err(e) if session.is_stopped_before_first_step(&e) => {
             tracing::info!(target: "worker", "stopped with another rank before the first step");
-            WorkerExit::Stopped.exit_code()
+            Ok(WorkerExit::Stopped)
         }
         Err(e) => {
             tracing::warn!(target: "worker", code = e.diagnostic().code().name(), "failed");
+            Err(e)
+        }
+        result => result,
+    }
+}
+
+/// Reports an error that ends this process. Returns the exit code of the process.
+fn end_process(session: &AgentSession, result: Result<WorkerExit>) -> u8 {
+    match result {
+        Ok(exit) => exit.exit_code(),
+        Err(e) => {
             eprint!("{}", diagnostic::render(e.diagnostic(), false));
             session.report_failure(&e);
             e.to_worker_exit().exit_code()
@@ -119,18 +154,23 @@ fn ignore_signals() {
 
 /// Builds the trainer of a connected rank, resumes, trains, and gathers the weights. Collective:
 /// every rank must call it.
-fn train_as_rank(session: &AgentSession, init: &WorkerInit, comm: Arc<dyn Comm>) -> Result<WorkerExit> {
+fn train_as_rank(
+    session: &AgentSession,
+    init: &WorkerInit,
+    comm: Arc<dyn Comm>,
+    kept: &mut KeptResources,
+) -> Result<WorkerExit> {
     let job = &init.job;
     let train = &make_train_paths_absolute(init)?;
     let is_leader = init.rank == 0;
-    limit_threads(init.threads as usize)?;
-    let device = RankDevice::open(init)?;
+    kept.open_device_and_tokenizer(init, train)?;
+    let KeptResources { device: Some(device), tokenizer: Some(tokenizer), samples, memory, .. } = kept else {
+        return Err(Error::new(codes::run::INTERNAL, "the device and the tokenizer are not open"));
+    };
     println!("rank {} of {}: pid {}, {}", init.rank, init.world, std::process::id(), device.describe());
     let (ops, comm) = (device.ops(), device.connect_collectives(session, &job.cluster, comm)?);
 
-    let tokenizer = TextTokenizer::open(&train.data.tokenizer, &init.workdir).map_err(Diagnostic::from)?;
-    let samples = SampleSets::open(train, init, comm.as_ref(), &tokenizer)?;
-    samples.send_data_warnings(session, is_leader)?;
+    let samples = open_samples(samples, (session, init), train, comm.as_ref(), tokenizer)?;
     let mut pretrained = PretrainedModel::open(train.model.from.as_deref(), comm.as_ref())?;
     let model = ResolvedSpec::new(train, tokenizer.vocab_size())?.build_model()?;
     let parameters = model.trained_count();
@@ -147,7 +187,7 @@ fn train_as_rank(session: &AgentSession, init: &WorkerInit, comm: Arc<dyn Comm>)
     if let Some(pretrained) = &pretrained {
         pretrained.add_text_files(&mut metadata.tokenizer);
     }
-    let memory = open_host_memory(init, ready.trainer.engine.queue())?;
+    let memory = open_host_memory(memory, init, ready.trainer.engine.queue())?;
     let dirs =
         CheckpointDirs { root: &root, workdir: &init.workdir, layout: &layout, memory: memory.as_ref() };
     let (mut running, resumed) =
@@ -156,18 +196,9 @@ fn train_as_rank(session: &AgentSession, init: &WorkerInit, comm: Arc<dyn Comm>)
         (metadata.rng_generation, metadata.rng_decision) =
             resumed.decide_rng_generation(job.resume.rng, init.world as usize);
     }
-    let MemoryResume { is_source, newest_saved, next_sequence } =
-        resumed.as_ref().map_or_else(MemoryResume::default, |r| r.memory.clone());
-    let last = match is_source {
-        true => newest_saved,
-        false => resumed.filter(|r| r.is_native).map(|r| r.path),
-    };
-    let copier = memory.map(|memory| MemoryCopier::new(memory, next_sequence));
-    let mut saver =
-        CheckpointSaver::new(root.clone(), job.checkpoint.clone(), metadata, last, layout.clone())
-            .with_memory_copies(copier, is_source);
+    let mut saver = create_saver(job, &root, layout.clone(), metadata, (memory, resumed));
     report_ready(session, &running, parameters, is_leader)?;
-    let held_out = samples.prepare_evaluation(train, &tokenizer)?;
+    let held_out = samples.prepare_evaluation(train, tokenizer)?;
     if !is_leader || held_out.as_ref().is_none_or(|eval| eval.generation.is_none()) {
         // No rank but the leader decodes generated text.
         tokenizer.end_sandbox_process();
@@ -190,16 +221,68 @@ fn train_as_rank(session: &AgentSession, init: &WorkerInit, comm: Arc<dyn Comm>)
     Ok(exit)
 }
 
+/// Opens the samples of the run, unless an earlier attempt has. Then sends the warnings about the
+/// data to the controller. Collective: every rank must call it.
+fn open_samples<'a>(
+    opened: &'a mut Option<SampleSets>,
+    (session, init): (&AgentSession, &WorkerInit),
+    train: &TrainSpec,
+    comm: &dyn Comm,
+    tokenizer: &TextTokenizer,
+) -> Result<&'a SampleSets> {
+    let is_new = opened.is_none();
+    SampleSets::open(opened, train, init, comm, tokenizer)?;
+    let samples = opened
+        .as_ref()
+        .ok_or_else(|| Error::new(codes::run::INTERNAL, "this rank had no turn to open the data"))?;
+    tracing::debug!(target: "worker::phase", is_new, "opened data");
+    if is_new {
+        samples.send_data_warnings(session, init.rank == 0)?;
+    }
+    Ok(samples)
+}
+
+/// Creates the saver of checkpoints of a run that begins at `resumed`, with copies in `memory`.
+fn create_saver(
+    job: &JobSpec,
+    root: &Path,
+    layout: StorageTopology,
+    metadata: RunMetadata,
+    (memory, resumed): (Option<HostMemory>, Option<ResumePoint>),
+) -> CheckpointSaver {
+    let MemoryResume { is_source, newest_saved, next_sequence } =
+        resumed.as_ref().map_or_else(MemoryResume::default, |r| r.memory.clone());
+    let last = match is_source {
+        true => newest_saved,
+        false => resumed.filter(|r| r.is_native).map(|r| r.path),
+    };
+    let copier = memory.map(|memory| MemoryCopier::new(memory, next_sequence));
+    CheckpointSaver::new(root.to_owned(), job.checkpoint.clone(), metadata, last, layout)
+        .with_memory_copies(copier, is_source)
+}
+
 /// Connects this rank to the memory of its host, in which copies of the training state are kept.
-/// The rank inherited the memory's file descriptor from its agent. Returns `None` without
-/// `checkpoint.memory`. Collective: every rank must call it.
-fn open_host_memory(init: &WorkerInit, queue: &CollectiveQueue) -> Result<Option<HostMemory>> {
+/// `kept` is the memory's file descriptor, which the rank inherited from its agent; `None` before
+/// the first call. Returns `None` without `checkpoint.memory`. Collective: every rank must call it.
+fn open_host_memory(
+    kept: &mut Option<OwnedFd>,
+    init: &WorkerInit,
+    queue: &CollectiveQueue,
+) -> Result<Option<HostMemory>> {
     let Some(spec) = &init.job.checkpoint.memory else { return Ok(None) };
-    let memory = take_inherited_descriptor(env::LAUNCH_MEMORY_FD)?.ok_or_else(|| {
-        let message =
-            format!("{} is not set, so the state cannot be copied to memory", env::LAUNCH_MEMORY_FD);
+    let missing = |message: &str| {
         Diagnostic::error(codes::training::SHARED_MEMORY_MISSING, message).with_subject(env::LAUNCH_MEMORY_FD)
+    };
+    if kept.is_none() {
+        *kept = take_inherited_descriptor(env::LAUNCH_MEMORY_FD)?;
+    }
+    let memory = kept.as_ref().ok_or_else(|| {
+        let name = env::LAUNCH_MEMORY_FD;
+        missing(&format!("{name} is not set, so the state cannot be copied to memory"))
     })?;
+    let memory = memory
+        .try_clone()
+        .map_err(|e| missing("the memory for copies of the state cannot be opened").with_cause(&e))?;
     HostMemory::connect(queue, memory.into(), spec, (init.local_rank, init.attempt)).map(Some)
 }
 
@@ -218,16 +301,6 @@ fn make_train_paths_absolute(init: &WorkerInit) -> Result<TrainSpec> {
         lora: train.lora.as_ref().map(|l| l.resolve_paths(&init.workdir)),
         zero: ZeroSpec { offload, ..train.zero.clone() },
         ..train.clone()
-    })
-}
-
-/// Limits parallel work outside of the device (initialisation, tokenizing) to `threads` threads.
-fn limit_threads(threads: usize) -> Result<()> {
-    rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().map_err(|e| {
-        Diagnostic::error(codes::training::WORKER_THREAD_FAILED, "cannot start the thread pool")
-            .with_field("threads", threads)
-            .with_cause(&e)
-            .into()
     })
 }
 

@@ -195,6 +195,10 @@ pub const LAUNCH_SHM_FD: &str = "LAUNCH_SHM_FD";
 /// Set for built-in workers of a job with `checkpoint.memory`: the number of the inherited file
 /// descriptor of the host's memory for copies of the training state (a memfd).
 pub const LAUNCH_MEMORY_FD: &str = "LAUNCH_MEMORY_FD";
+/// Set for built-in workers that may leave an attempt and take part in a later one: the number of
+/// the inherited socket over which the agent passes the shared memory segment of each later
+/// attempt.
+pub const LAUNCH_ATTEMPT_FD: &str = "LAUNCH_ATTEMPT_FD";
 /// Set for commands of `launch exec`: the process id of the worker next to which the command runs.
 pub const LAUNCH_WORKER_PID: &str = "LAUNCH_WORKER_PID";
 /// Read by agents and built-in workers: `client-address client-port server-address server-port`,

@@ -114,6 +114,9 @@ pub enum ToAgent {
         /// Whether the stacks of all workers are written to their logs before the workers are
         /// ended.
         stacks: bool,
+        /// The time in which built-in workers on CPUs may leave the attempt instead of ending, in
+        /// milliseconds. They then wait for the next attempt. `None` if all workers have to end.
+        leave_ms: Option<u64>,
     },
     /// A request of `launch check`, which the agent answers with [`FromAgent::Probed`]. Only sent
     /// before [`ToAgent::Start`].
@@ -244,6 +247,15 @@ pub enum FromAgent {
         /// reported none.
         gpu: Option<GpuFault>,
     },
+    /// A built-in worker has left the attempt. Its process waits for the next attempt.
+    Left {
+        /// The attempt that the worker has left.
+        attempt: u32,
+        /// The rank of the worker in this attempt.
+        rank: Rank,
+        /// The process id of the worker.
+        pid: u32,
+    },
     /// A line of a worker's output that the console may show.
     Line {
         /// The rank of the worker.
@@ -344,7 +356,8 @@ pub enum FromAgent {
 /// A message from an agent to a built-in worker.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ToWorker {
-    /// The first message of the agent: the identity and the job of the worker.
+    /// The identity and the job of the worker. The first message of the agent, and the first
+    /// message of each later attempt to a worker that has left the previous one.
     Init(Box<WorkerInit>),
     /// Asks the worker to save a checkpoint at the next step boundary, and then to exit with
     /// `WorkerExit::Stopped`.
@@ -359,6 +372,9 @@ pub enum ToWorker {
     Abort {
         /// The worker that failed, and why it failed.
         reason: String,
+        /// Whether the worker is to leave the attempt and wait for the next one, instead of
+        /// ending. The worker answers with [`FromWorker::Left`].
+        keep: bool,
     },
     /// The addresses of all workers. The agent sends this message once, when all workers listen,
     /// and only in jobs on several hosts.
@@ -417,11 +433,18 @@ pub enum FromWorker {
         /// The addresses of the worker, in the order in which other workers try them.
         addresses: Vec<SocketAddr>,
     },
-    /// The final report of the worker, which the worker sends before it exits.
+    /// The final report of the worker, which the worker sends before it exits. A worker whose exit
+    /// would be `WorkerExit::Aborted` may wait for [`ToWorker::Abort`] first.
     Fatal {
         /// The reason for the exit, which determines the exit code.
         exit: crate::exit::WorkerExit,
         /// The error that is reported to the user.
         diagnostic: Diagnostic,
+    },
+    /// The worker has left the attempt after [`ToWorker::Abort`]. It holds no connection, thread or
+    /// file of the attempt any more, and waits for [`ToWorker::Init`].
+    Left {
+        /// The attempt that the worker has left.
+        attempt: u32,
     },
 }

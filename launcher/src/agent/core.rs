@@ -2,8 +2,11 @@
 //! output. The state machine does no I/O and reads no clock.
 mod actions;
 mod controller_link;
+mod kept_workers;
+mod kill_request;
 mod previous_controller;
 mod report_log;
+mod worker_kills;
 mod workers;
 
 pub(crate) use actions::{AgentAction, AgentInput, GroupSignal};
@@ -12,6 +15,7 @@ use super::progress::WorkerProgress;
 use crate::leases::HEARTBEAT_INTERVAL;
 use diagnostic::{Diagnostic, codes::run};
 use jobspec::{ReloadValues, ids::Rank};
+use kill_request::KillRequest;
 use previous_controller::PreviousController;
 use protocol::{
     control::{
@@ -76,12 +80,20 @@ struct WorkerState {
     oom: bool,
     gpu: Option<GpuFault>,
     progress: WorkerProgress,
+    /// Whether the worker has left the attempt, so that its process waits for the next attempt.
+    has_left: bool,
 }
 
 impl WorkerState {
-    /// Returns whether the worker's process was started and has not been reaped.
+    /// Returns whether the worker's process was started, has not been reaped, and has not left the
+    /// attempt.
     fn is_alive(&self) -> bool {
-        self.pid.is_some() && self.status.is_none()
+        self.pid.is_some() && self.status.is_none() && !self.has_left
+    }
+
+    /// Returns whether the worker has left the attempt, and its process has not been reaped.
+    fn is_waiting(&self) -> bool {
+        self.status.is_none() && self.has_left
     }
 }
 
@@ -120,9 +132,15 @@ pub(crate) struct AgentCore {
     kill_requested: bool,
     /// The number of the current attempt or, without workers, of the previous attempt.
     attempt: u32,
-    /// The reason and the grace period in milliseconds of a kill request that is executed after the
-    /// stacks were written; `None` without such a request.
-    kill_after_stacks: Option<(String, u64)>,
+    /// Whether workers may leave the attempt instead of ending.
+    may_leave: bool,
+    /// The time at which workers that wait for the next attempt are killed; `None` if none wait.
+    waiting_until: Option<Duration>,
+    /// The processes of workers that take part in the attempt that is being started, by rank.
+    rejoining: BTreeMap<Rank, u32>,
+    /// A kill request that is executed after the stacks were written; `None` without such a
+    /// request.
+    kill_after_stacks: Option<KillRequest>,
     /// The time at which the agent stops waiting for the stacks.
     stacks_deadline: Duration,
     /// The time of the next measurement of the workers' activity.
@@ -171,6 +189,9 @@ impl AgentCore {
             stop_requested: false,
             kill_requested: false,
             attempt: 0,
+            may_leave: false,
+            waiting_until: None,
+            rejoining: BTreeMap::new(),
             kill_after_stacks: None,
             stacks_deadline: Duration::MAX,
             activity_at: Duration::MAX,
@@ -202,10 +223,9 @@ impl AgentCore {
         let report_at = first.map(|worker| self.report_due_at(worker));
         let heartbeat_at = self.unattended_since.is_none().then_some(self.heartbeat_at);
         let (activity_at, stacks_deadline) = (Some(self.activity_at), Some(self.stacks_deadline));
-        [heartbeat_at, self.unattended_deadline(), self.kill_at, report_at, activity_at, stacks_deadline]
-            .into_iter()
-            .flatten()
-            .fold(Duration::MAX, Duration::min)
+        let deadlines = [heartbeat_at, self.unattended_deadline(), self.kill_at, self.waiting_until];
+        let deadlines = deadlines.into_iter().chain([report_at, activity_at, stacks_deadline]);
+        deadlines.flatten().fold(Duration::MAX, Duration::min)
     }
 
     /// Handles an event and returns the actions that the driver must execute. `now` is the time
@@ -224,7 +244,8 @@ impl AgentCore {
                     self.spawn_next();
                 }
             }
-            AgentInput::Spawned { rank, pid } => self.on_spawned(now, rank, pid),
+            AgentInput::Spawned { rank, pid } => self.on_spawned(now, rank, pid, false),
+            AgentInput::Rejoined { rank, pid } => self.on_spawned(now, rank, pid, true),
             AgentInput::SpawnFailed { rank, diagnostic } => {
                 (self.spawning, self.preparing) = (false, false);
                 self.send_to_controller(FromAgent::Failed {
@@ -309,6 +330,7 @@ impl AgentCore {
 
     /// Requests that the driver end the agent with this exit code.
     fn request_exit(&mut self, code: u8) {
+        self.kill_waiting_workers(|_| true);
         self.state = AgentState::Exiting;
         self.out.push(AgentAction::Exit(code));
     }
@@ -375,9 +397,10 @@ impl AgentCore {
         self.state = AgentState::Running;
         self.reports.begin_attempt();
         (self.attempt, self.kill_after_stacks, self.peers) = (plan.attempt, None, None);
-        (self.stop_requested, self.kill_requested) = (false, false);
+        (self.stop_requested, self.kill_requested, self.may_leave) = (false, false, false);
         self.hang_timeout = plan.job.run.hang_timeout_ms.map(Duration::from_millis);
         self.activity_at = if self.hang_timeout.is_some() { now + ACTIVITY_INTERVAL } else { Duration::MAX };
+        self.select_rejoining_workers(&plan);
         self.workers.clear();
         self.unreported.clear();
         self.kill_at = None;
@@ -385,7 +408,8 @@ impl AgentCore {
         let plan: Rc<HostPlan> = plan.into();
         self.plan = Some(plan.clone());
         (self.preparing, self.spawning) = (true, true);
-        self.out.push(AgentAction::PrepareWorkers(plan));
+        let kept = self.rejoining.keys().copied().collect();
+        self.out.push(AgentAction::PrepareWorkers { plan, kept });
     }
 
     /// Requests the start of the next worker of the plan. Does nothing if the workers have to stop,
@@ -395,7 +419,12 @@ impl AgentCore {
         let is_ending = self.stop_requested || self.kill_after_stacks.is_some() || self.kill_at.is_some();
         self.spawning = self.next < count && !is_ending;
         if self.spawning {
-            self.out.push(AgentAction::Spawn(self.next));
+            let rank = self.plan.as_ref().map(|plan| plan.workers[self.next].rank);
+            let rejoins = rank.is_some_and(|rank| self.rejoining.remove(&rank).is_some());
+            self.out.push(match rejoins {
+                true => AgentAction::Rejoin(self.next),
+                false => AgentAction::Spawn(self.next),
+            });
             self.next += 1;
         }
     }
@@ -425,63 +454,6 @@ impl AgentCore {
         }
     }
 
-    /// Ends all workers within the grace period of `grace_ms` milliseconds.
-    ///
-    /// With `stacks`, first writes the stacks of the workers to their logs. The grace period then
-    /// begins after the stacks were written. A second request in this time ends the workers
-    /// immediately, without waiting for the stacks.
-    fn kill_workers(&mut self, now: Duration, reason: String, grace_ms: u64, stacks: bool) {
-        let living = self.running_ranks();
-        if stacks && self.kill_after_stacks.is_none() && !living.is_empty() {
-            self.kill_after_stacks = Some((reason, grace_ms));
-            self.stacks_deadline = now + STACKS_TIMEOUT;
-            return self.out.push(AgentAction::WriteStacks(living));
-        }
-        // A second kill request does not wait for the stacks that the first one requested.
-        self.kill_after_stacks = None;
-        self.end_workers(now, &reason, grace_ms);
-    }
-
-    /// Executes the kill request that waited until the stacks of the workers were written.
-    fn on_stacks_written(&mut self, now: Duration) {
-        self.stacks_deadline = Duration::MAX;
-        if let Some((reason, grace_ms)) = self.kill_after_stacks.take() {
-            self.end_workers(now, &reason, grace_ms);
-        }
-    }
-
-    /// Ends all workers now, and schedules a kill of the workers that still run after `grace_ms`
-    /// milliseconds.
-    ///
-    /// Initialized built-in workers get an abort message, and all others get SIGTERM. With a grace
-    /// period of 0, all workers are killed immediately instead.
-    fn end_workers(&mut self, now: Duration, reason: &str, grace_ms: u64) {
-        self.schedule_kill(now + Duration::from_millis(grace_ms));
-        // A later controller repeats the request. A second SIGTERM would disturb some programs.
-        let is_repeated = std::mem::replace(&mut self.kill_requested, true);
-        if grace_ms == 0 || is_repeated {
-            return; // `act_on_deadlines` kills the workers
-        }
-        for rank in self.running_ranks() {
-            let worker = &self.workers[&rank];
-            // An initialized built-in worker exits by itself after an abort message aborts its
-            // collectives.
-            if worker.builtin && worker.init.is_none() {
-                self.send_to_worker(rank, ToWorker::Abort { reason: reason.to_owned() });
-            } else {
-                self.out.push(AgentAction::Signal(rank, GroupSignal::Terminate));
-            }
-        }
-    }
-
-    /// Schedules a kill of the workers at the time `at`. Keeps an earlier time that is already
-    /// scheduled.
-    fn schedule_kill(&mut self, at: Duration) {
-        if self.state == AgentState::Running {
-            self.kill_at = Some(self.kill_at.map_or(at, |before| before.min(at)));
-        }
-    }
-
     // ---- time ----
 
     /// Performs what is due at `now`: heartbeats, leases, kills and measurements.
@@ -506,6 +478,10 @@ impl AgentCore {
             self.out.extend(kills);
             self.kill_at =
                 (self.spawning || !self.running_ranks().is_empty()).then_some(now + HEARTBEAT_INTERVAL);
+        }
+        if self.waiting_until.is_some_and(|until| now >= until) {
+            self.waiting_until = None;
+            self.kill_waiting_workers(|_| true);
         }
         self.report_silent_workers(now);
         if now >= self.stacks_deadline {

@@ -28,6 +28,7 @@ pub(super) fn log_input(input: &AgentInput) {
         AgentInput::Terminated => warn!(target: "agent::signal", "received SIGTERM"),
         AgentInput::ControllerLost => warn!(target: "agent::lease", "lost controller"),
         AgentInput::Spawned { rank, pid } => info!(target: "agent::process", rank, pid, "started worker"),
+        AgentInput::Rejoined { rank, pid } => info!(target: "agent::process", rank, pid, "kept worker"),
         AgentInput::SpawnFailed { rank, diagnostic } => {
             warn!(target: "agent::process", rank, code = diagnostic.code().name(), "worker did not start");
         }
@@ -60,7 +61,7 @@ pub(super) fn log_action(action: &AgentAction) {
         AgentAction::RequestSave(rank, signal) => {
             info!(target: "agent::signal", rank, signal, "requesting save");
         }
-        AgentAction::Sweep => info!(target: "agent::process", "killing remaining processes"),
+        AgentAction::Sweep { .. } => info!(target: "agent::process", "killing remaining processes"),
         AgentAction::Exit(code) => info!(target: "agent", code, "ending"),
         other => trace!(target: "agent", action = variant_name(other), "action"),
     }

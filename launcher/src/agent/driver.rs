@@ -40,7 +40,10 @@ use protocol::control::{
 use std::{
     collections::{HashMap, VecDeque},
     io::{self, Write},
-    os::{fd::OwnedFd, unix::net::UnixListener},
+    os::{
+        fd::OwnedFd,
+        unix::net::{UnixListener, UnixStream as StdUnixStream},
+    },
     rc::Rc,
     sync::Arc,
     time::Duration,
@@ -72,6 +75,9 @@ struct WorkerHandle {
     pump: Option<OutputPump>,
     /// The terminal that the worker uses; `None` after the end of the worker.
     terminal: Option<BorrowedTerminal>,
+    /// The socket over which the worker gets the shared memory of a later attempt; `None` if the
+    /// worker cannot take part in another attempt.
+    attempts: Option<StdUnixStream>,
 }
 
 /// A message of a controller, the end of its connection (`Ok(None)`), or a read error of the
@@ -154,6 +160,8 @@ pub(super) struct AgentDriver {
     /// The time at which the current sweep began, which kills the processes that workers left;
     /// `None` if no sweep is running.
     sweep_started_at: Option<Duration>,
+    /// The pids of the workers that the current sweep does not kill.
+    kept_pids: Vec<u32>,
     /// The exit code of the agent; `None` until the agent's state machine requests the exit.
     exit: Option<u8>,
     prober: Prober,
@@ -208,6 +216,7 @@ impl AgentDriver {
             workers: HashMap::new(),
             leaders: HashMap::new(),
             sweep_started_at: None,
+            kept_pids: Vec::new(),
             exit: None,
             prober,
         })
@@ -333,8 +342,10 @@ impl AgentDriver {
         }
         for (pid, status) in ended {
             self.on_exec_exited(pid, status);
-            if let Some(rank) = self.leaders.remove(&pid) {
-                if let Some(worker) = self.workers.get_mut(&rank).filter(|worker| worker.pid == pid) {
+            let rank = self.leaders.remove(&pid);
+            // The rank may have another process by now, if the ended one was not kept.
+            if let Some(rank) = rank.filter(|rank| self.workers.get(rank).is_some_and(|w| w.pid == pid)) {
+                if let Some(worker) = self.workers.get_mut(&rank) {
                     drop(worker.terminal.take());
                 }
                 // Checked once for each worker that died of SIGKILL, because each OOM kill explains
@@ -355,9 +366,13 @@ impl AgentDriver {
     fn sweep_processes(&mut self) {
         let Some(since) = self.sweep_started_at else { return };
         let mut ended = Vec::new();
-        let children_left = reap_children(|_| false, |pid, status| ended.push((pid, status)));
+        // `reap_workers` has reaped the children that have ended. Kept workers are left.
+        let has_kept = !self.kept_pids.is_empty();
+        let children_left =
+            has_kept || reap_children(|_| false, |pid, status| ended.push((pid, status)));
         ended.into_iter().for_each(|(pid, status)| self.on_exec_exited(pid, status));
-        let left = if children_left { kill_descendants(&[]) } else { Vec::new() };
+        let left = if children_left { kill_descendants(&self.kept_pids) } else { Vec::new() };
+        let children_left = if has_kept { !left.is_empty() } else { children_left };
         if !children_left || self.clock.now() > since + SWEEP_TIMEOUT {
             self.sweep_started_at = None;
             self.handle_input(AgentInput::Swept { left });
@@ -380,8 +395,9 @@ impl AgentDriver {
                     tokio::spawn(attach_socket::reject_request(connection.output, rejection));
                 }
             }
-            AgentAction::PrepareWorkers(plan) => return self.prepare_workers(plan),
+            AgentAction::PrepareWorkers { plan, kept } => return self.prepare_workers(plan, &kept),
             AgentAction::Spawn(index) => return self.spawn_worker(index),
+            AgentAction::Rejoin(index) => return self.rejoin_worker(index),
             AgentAction::SendToWorker(rank, message) => {
                 if let Some(outbox) = self.workers.get_mut(&rank).and_then(|r| r.outbox.as_mut()) {
                     outbox.send_message(MessagePriority::Critical, message);
@@ -407,7 +423,8 @@ impl AgentDriver {
                 Some(pump) => pump.request_drain(),
                 None => return Some(AgentInput::Drained { rank, tail: Vec::new(), error: None }),
             },
-            AgentAction::Sweep => {
+            AgentAction::Sweep { kept } => {
+                self.kept_pids = kept.into_iter().filter_map(|rank| self.find_unreaped_pid(rank)).collect();
                 self.sweep_started_at = Some(self.clock.now());
             }
             AgentAction::Exit(code) => self.exit = Some(code),

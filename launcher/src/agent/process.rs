@@ -25,12 +25,13 @@ use nix::{
         memfd::{MFdFlags, memfd_create},
         resource::{Resource, getrlimit, setrlimit},
         signal::{Signal, killpg},
+        socket::{ControlMessage, MsgFlags, sendmsg},
     },
     unistd::Pid,
 };
 use protocol::control::WorkerPlan;
 use std::{
-    io,
+    io::{self, IoSlice},
     os::{
         fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd},
         unix::{net::UnixStream, process::CommandExt},
@@ -50,6 +51,9 @@ pub(crate) struct SpawnedWorker {
     pub(crate) control: Option<UnixStream>,
     /// The terminal that the worker uses instead of the pipes (`run.terminal`).
     pub(crate) terminal: Option<BorrowedTerminal>,
+    /// The agent's end of the socket that passes the shared memory of later attempts to a built-in
+    /// worker; `None` if the worker does not outlive its attempt.
+    pub(crate) attempts: Option<UnixStream>,
 }
 
 /// Forks this process. Returns the child's pid in the parent process, and `None` in the child
@@ -83,6 +87,15 @@ pub(super) struct HostMemory<'a> {
 /// until the agent ends.
 pub(super) fn create_copy_memory() -> io::Result<OwnedFd> {
     Ok(memfd_create(c"launch-copies", MFdFlags::MFD_CLOEXEC)?)
+}
+
+/// Sends the descriptor `fd` over a socket, without blocking. The receiver gets it with one byte.
+pub(super) fn pass_descriptor(socket: &UnixStream, fd: BorrowedFd<'_>) -> io::Result<()> {
+    let fds = [fd.as_raw_fd()];
+    let message = [ControlMessage::ScmRights(&fds)];
+    let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
+    sendmsg::<()>(socket.as_raw_fd(), &[IoSlice::new(&[0])], &message, flags, None)?;
+    Ok(())
 }
 
 /// Returns the numbers of the CPUs on which this process may run, in ascending order. Returns no
@@ -150,6 +163,13 @@ pub(super) fn spawn_worker_process(
             UnixStream::pair().map(|(a, b)| (Some(a), Some(b))).map_err(|e| worker_start_error(plan, &e))?
         }
     };
+    // Only workers with copies of their states in memory outlive an attempt.
+    let (attempts, attempts_end) = match memory.copies {
+        Some(_) if control.is_some() => {
+            UnixStream::pair().map(|(a, b)| (Some(a), Some(b))).map_err(|e| worker_start_error(plan, &e))?
+        }
+        _ => (None, None),
+    };
     let mut command = build_worker_command(plan, inherited_env);
     restore_core_dumps(&mut command);
     let terminal = uses_terminal.then(|| BorrowedTerminal::open(plan.rank)).transpose()?;
@@ -165,6 +185,7 @@ pub(super) fn spawn_worker_process(
         pass(env::LAUNCH_CONTROL_FD, worker_end.as_raw_fd());
         memory.shm.iter().for_each(|shm| pass(env::LAUNCH_SHM_FD, shm.as_raw_fd()));
         memory.copies.iter().for_each(|copies| pass(env::LAUNCH_MEMORY_FD, copies.as_raw_fd()));
+        attempts_end.iter().for_each(|end| pass(env::LAUNCH_ATTEMPT_FD, end.as_raw_fd()));
     }
     let nodes = find_common_numa_node(&plan.cpus).and_then(NumaNodeMask::with_node);
     let agent = Pid::this();
@@ -196,7 +217,7 @@ pub(super) fn spawn_worker_process(
         _ => (open_ended_pipe(plan)?, open_ended_pipe(plan)?),
     };
     // Dropping `child` neither waits for the process nor kills it; `reap_children` waits.
-    Ok(SpawnedWorker { pid: child.id(), stdout, stderr, control, terminal })
+    Ok(SpawnedWorker { pid: child.id(), stdout, stderr, control, terminal, attempts })
 }
 
 /// Makes a command use the terminal as stdin, stdout and stderr, and run in the terminal's
@@ -252,7 +273,9 @@ fn apply_environment(command: &mut Command, inherited: &InheritedEnvironment) {
             None => command.env_remove(name),
         };
     }
-    for internal in [env::LAUNCH_CONTROL_FD, env::LAUNCH_SHM_FD, env::LAUNCH_MEMORY_FD] {
+    for internal in
+        [env::LAUNCH_CONTROL_FD, env::LAUNCH_SHM_FD, env::LAUNCH_MEMORY_FD, env::LAUNCH_ATTEMPT_FD]
+    {
         command.env_remove(internal);
     }
     inherited.hidden.iter().for_each(|name| _ = command.env_remove(name));

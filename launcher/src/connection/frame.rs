@@ -67,6 +67,7 @@ mod tests {
             reason: "a peer failed".into(),
             grace_ms: 5,
             stacks: false,
+            leave_ms: None,
         })
         .unwrap();
         for end in 1..bytes.len() {

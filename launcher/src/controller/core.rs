@@ -57,6 +57,9 @@ pub(crate) const PREPARE_TIMEOUT: Duration = Duration::from_secs(15);
 pub(crate) const ROOT_CAUSE_TIMEOUT: Duration = Duration::from_millis(100);
 /// The time from aborting the collectives of built-in workers to SIGKILL.
 pub(crate) const ABORT_GRACE: Duration = Duration::from_millis(500);
+/// The time in which built-in workers may leave a failed attempt, so that they take part in the
+/// next one. Workers that need longer are killed.
+pub(crate) const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a failure report waits for the last output lines of the failed rank.
 pub(crate) const TAIL_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long an agent may take to report that its workers ended, counted from the time at which
@@ -450,6 +453,7 @@ fn find_message_attempt(message: &FromAgent) -> Option<u32> {
         | FromAgent::Stalled { attempt, .. }
         | FromAgent::Recovered { attempt, .. }
         | FromAgent::Fatal { attempt, .. }
+        | FromAgent::Left { attempt, .. }
         | FromAgent::Failed { attempt, .. }
         | FromAgent::WorkersEnded { attempt } => Some(*attempt),
         FromAgent::Hello { .. }

@@ -6,6 +6,8 @@ use std::{fmt, time::Duration};
 
 /// The pause before the first restart, and before a restart that follows progress.
 pub(crate) const FIRST_PAUSE: Duration = Duration::from_secs(1);
+/// The number of restarts in a row without progress that a job with copies in memory may use.
+const MAX_FRUITLESS_RESTARTS: u32 = 2;
 /// The longest pause between two attempts. Each restart in a row without progress doubles the
 /// pause.
 pub(crate) const LONGEST_PAUSE: Duration = Duration::from_secs(60);
@@ -50,9 +52,9 @@ pub(crate) enum NoRestartReason {
     JobInvalid,
     /// The checkpoint is unusable, and a restart would fail in the same way.
     CheckpointUnusable,
-    /// Two attempts in a row ended at this step without a new checkpoint. `None` means that they
-    /// ended before their first step.
-    NoProgress { step: Option<u64> },
+    /// This number of attempts in a row ended at this step without a new checkpoint. `None` means
+    /// that they ended before their first step.
+    NoProgress { attempts: u32, step: Option<u64> },
     /// All restarts that `run.restarts` allows were used.
     BudgetUsed { budget: u32 },
 }
@@ -66,11 +68,17 @@ impl fmt::Display for NoRestartReason {
             NoRestartReason::CheckpointUnusable => {
                 f.write_str("the checkpoint is not usable, and a restart would fail again")
             }
-            NoRestartReason::NoProgress { step: Some(step) } => {
-                write!(f, "two attempts in a row ended at step {step} without a new checkpoint")
-            }
-            NoRestartReason::NoProgress { step: None } => {
-                f.write_str("two attempts in a row ended before their first step")
+            NoRestartReason::NoProgress { attempts, step } => {
+                match attempts {
+                    2 => f.write_str("two")?,
+                    attempts => write!(f, "{attempts}")?,
+                }
+                match step {
+                    Some(step) => {
+                        write!(f, " attempts in a row ended at step {step} without a new checkpoint")
+                    }
+                    None => f.write_str(" attempts in a row ended before their first step"),
+                }
             }
             NoRestartReason::BudgetUsed { budget: 1 } => {
                 f.write_str("the only restart that `run.restarts` allows has been used")
@@ -102,7 +110,9 @@ impl RestartHistory {
         let reason = match end.exit_code {
             exit::USAGE => Some(NoRestartReason::JobInvalid),
             exit::CHECKPOINT => Some(NoRestartReason::CheckpointUnusable),
-            _ if self.builtin && no_progress => Some(NoRestartReason::NoProgress { step: end.step }),
+            _ if self.builtin && no_progress && self.no_progress >= self.fruitless_restarts() => {
+                Some(NoRestartReason::NoProgress { attempts: self.no_progress + 2, step: end.step })
+            }
             _ if self.used >= self.budget => Some(NoRestartReason::BudgetUsed { budget: self.budget }),
             _ => None,
         };
@@ -113,6 +123,15 @@ impl RestartHistory {
         self.no_progress = if no_progress || !self.builtin { self.no_progress + 1 } else { 0 };
         self.last = Some(end);
         RestartDecision::Restart(self.compute_restart_delay(chance))
+    }
+
+    /// Returns the number of restarts in a row after which an attempt may end without progress, and
+    /// the job is restarted once more.
+    ///
+    /// Copies in memory make failures likely that are independent of the training: a job that
+    /// restarts within a second may lose another worker before its next step.
+    fn fruitless_restarts(&self) -> u32 {
+        if self.has_memory_copies { MAX_FRUITLESS_RESTARTS } else { 0 }
     }
 
     /// Returns whether the attempt that ended with `end` and the previous failed attempt ended at
@@ -127,9 +146,9 @@ impl RestartHistory {
     /// or lengthens it by up to the fraction [`MAX_JITTER`]. `chance` is a random number from 0 to
     /// 1 that selects the jitter.
     ///
-    /// With copies in memory, a restart that follows progress has no pause.
+    /// With copies in memory, a restart that follows progress, and the next one, have no pause.
     fn compute_restart_delay(&self, chance: f64) -> Duration {
-        if self.has_memory_copies && self.no_progress == 0 {
+        if self.has_memory_copies && self.no_progress <= 1 {
             return Duration::ZERO;
         }
         // The progress of programs is unknown, so every restart in a row counts.
@@ -190,7 +209,7 @@ mod tests {
 
     #[test]
     fn attempts_without_progress_end_the_run() {
-        let no_progress = |step| build_stop(NoRestartReason::NoProgress { step });
+        let no_progress = |step| build_stop(NoRestartReason::NoProgress { attempts: 2, step });
         let same_step = [
             (build_attempt_end(1, Some(7), false), build_restart(1)),
             (build_attempt_end(1, Some(7), false), no_progress(Some(7))),
@@ -240,7 +259,9 @@ mod tests {
         assert_eq!(history.decide_restart(saved, 0.5), build_restart(0));
         let again = build_attempt_end(1, Some(20), false);
         assert_eq!(history.decide_restart(again, 0.5), build_restart(0), "the last attempt saved");
-        let stop = build_stop(NoRestartReason::NoProgress { step: Some(20) });
+        assert_eq!(history.decide_restart(again, 0.5), build_restart(0), "another worker may be lost early");
+        assert_eq!(history.decide_restart(again, 0.5), build_restart(4));
+        let stop = build_stop(NoRestartReason::NoProgress { attempts: 4, step: Some(20) });
         assert_eq!(history.decide_restart(again, 0.5), stop);
     }
 
@@ -249,8 +270,8 @@ mod tests {
         let reasons = [
             NoRestartReason::JobInvalid,
             NoRestartReason::CheckpointUnusable,
-            NoRestartReason::NoProgress { step: Some(7) },
-            NoRestartReason::NoProgress { step: None },
+            NoRestartReason::NoProgress { attempts: 2, step: Some(7) },
+            NoRestartReason::NoProgress { attempts: 2, step: None },
             NoRestartReason::BudgetUsed { budget: 1 },
             NoRestartReason::BudgetUsed { budget: 3 },
         ];

@@ -94,7 +94,7 @@ mod tests {
     /// Returns a job with this number of copies on other hosts.
     fn make_job(copies: u32, every: u64) -> JobSpec {
         let mut job = crate::testing::sample_job();
-        job.checkpoint.memory = Some(MemoryCopySpec { copies, every });
+        job.checkpoint.memory = Some(MemoryCopySpec { copies, every, keep_workers: true });
         job
     }
 

@@ -3,11 +3,11 @@
 use super::*;
 
 /// The setting of a run that makes no checkpoints while it trains.
-const NO_CHECKPOINTS: &str = "checkpoint.every=never";
+pub(super) const NO_CHECKPOINTS: &str = "checkpoint.every=never";
 
 /// Lists the pids of the built-in workers of the run whose controller is `controller`, in ascending
 /// order.
-fn list_workers(controller: u32) -> Vec<i32> {
+pub(super) fn list_workers(controller: u32) -> Vec<i32> {
     let parent = |pid: i32| -> Option<i32> {
         let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
         status.lines().find_map(|line| line.strip_prefix("PPid:"))?.trim().parse().ok()
@@ -27,7 +27,7 @@ fn list_workers(controller: u32) -> Vec<i32> {
 /// Checks the events of a run that resumed from memory `resumes` times: each resume repeats at most
 /// the step whose copy was in progress, and steps have the losses of the undisturbed run.
 #[track_caller]
-fn check_resumes(ran: &FinishedRun, whole: &[(u64, u64, u64)], resumes: usize) {
+pub(super) fn check_resumes(ran: &FinishedRun, whole: &[(u64, u64, u64)], resumes: usize) {
     let mut newest = 0;
     let mut found = 0;
     for event in &ran.events {
@@ -51,7 +51,7 @@ fn check_resumes(ran: &FinishedRun, whole: &[(u64, u64, u64)], resumes: usize) {
 
 /// Checks that the last checkpoints of two directories have the same weights and optimizer states.
 #[track_caller]
-fn check_weights(job_dir: &JobDirectory, directories: [&str; 2], step: usize) {
+pub(super) fn check_weights(job_dir: &JobDirectory, directories: [&str; 2], step: usize) {
     let [a, b] = directories.map(|directory| format!("{directory}/step-{step:08}"));
     let compared = job_dir.run_launch(&["ckpt", "diff", &a, &b]);
     assert!(compared.status.success(), "{}", support::output_to_text(&compared));

@@ -110,12 +110,13 @@ enum StagingMemory {
 /// A checkpoint that was begun and not committed.
 struct PendingSave {
     facts: RunFacts,
+    /// The write of this rank's shard. It is dropped, and ends, before the staging directory.
+    writer: ShardWrite,
     /// The staging directory, if this rank commits and removes checkpoints for the ranks that share
     /// the directory (as directory leader); `None` on other ranks.
     staging: Option<StagingDir>,
     /// The path of the staging directory, into which all ranks write.
     directory: PathBuf,
-    writer: ShardWrite,
     began: Instant,
 }
 

@@ -37,7 +37,8 @@ type BackgroundResult = std::result::Result<(Option<ShardResult>, Vec<Buf>), Dev
 
 /// A background thread that writes this rank's shard.
 pub(super) struct BackgroundWrite {
-    thread: JoinHandle<BackgroundResult>,
+    /// The thread; `None` after [`BackgroundWrite::finish`].
+    thread: Option<JoinHandle<BackgroundResult>>,
     progress: Arc<WriteProgress>,
 }
 
@@ -75,12 +76,12 @@ impl BackgroundWrite {
             });
             Ok((written.transpose(), buffers))
         };
-        Ok(BackgroundWrite { thread: spawn_thread("checkpoint", write)?, progress })
+        Ok(BackgroundWrite { thread: Some(spawn_thread("checkpoint", write)?), progress })
     }
 
     /// Returns whether the thread is still writing.
     pub(super) fn is_running(&self) -> bool {
-        !self.thread.is_finished()
+        self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 
     /// Returns whether less than half of the shard is written.
@@ -95,8 +96,23 @@ impl BackgroundWrite {
 
     /// Waits for the writing thread to end. Returns its result, which is `None` after a
     /// cancellation, and the staging memory.
-    pub(super) fn finish(self) -> std::result::Result<(Option<ShardResult>, Vec<Buf>), ThreadFailure> {
-        join_thread(self.thread)
+    pub(super) fn finish(mut self) -> std::result::Result<(Option<ShardResult>, Vec<Buf>), ThreadFailure> {
+        match self.thread.take() {
+            Some(thread) => join_thread(thread),
+            None => Ok((None, Vec::new())),
+        }
+    }
+}
+
+impl Drop for BackgroundWrite {
+    /// Cancels a write whose checkpoint is abandoned, and waits for the thread. A later attempt in
+    /// this process then finds no thread that writes.
+    fn drop(&mut self) {
+        self.cancel();
+        if let Some(thread) = self.thread.take() {
+            // No one needs the result of an abandoned checkpoint.
+            _ = thread.join();
+        }
     }
 }
 

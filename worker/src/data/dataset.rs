@@ -6,7 +6,7 @@ use super::{
     document_reader::RecordReadOptions,
     epoch_permutation::EpochPermutation,
     error::DataError,
-    file_patterns,
+    file_patterns::FileLists,
     mixture::{MixtureSchedule, SampleOrder},
     packer::{Packer, SampleBuffers},
     split::{Split, SplitFilter},
@@ -50,17 +50,19 @@ impl Dataset {
     ) -> Result<Self, DataError> {
         validate_data_settings(spec)?;
         let tokenizer = TextTokenizer::open(&spec.tokenizer, workdir)?;
-        Self::open_with(spec, eval_files, split, workdir, &tokenizer)
+        let mut files = FileLists::new(workdir);
+        Self::open_with(spec, eval_files, split, &tokenizer, &mut files)
     }
 
     /// Opens the data as [`Dataset::open`] does, but with `tokenizer`, which is already open. It
-    /// must be the tokenizer of the data section.
+    /// must be the tokenizer of the data section. Files that match the patterns of a source are
+    /// searched once with the same `files`.
     pub fn open_with(
         spec: &DataSpec,
         eval_files: Option<&[String]>,
         split: Split,
-        workdir: &Path,
         tokenizer: &TextTokenizer,
+        files: &mut FileLists,
     ) -> Result<Self, DataError> {
         validate_data_settings(spec)?;
         let eval_files = eval_files.filter(|f| !f.is_empty());
@@ -72,7 +74,7 @@ impl Dataset {
         };
         let mut warnings = Vec::new();
         let mut open = |source: &DataSource| {
-            let cache = open_source_cache(spec, source, filter, tokenizer, workdir, &mut warnings)?;
+            let cache = open_source_cache(spec, source, filter, tokenizer, files, &mut warnings)?;
             SourceSampleReader::new(source.name.clone(), cache, spec, split)
         };
         let opened = sources.iter().map(|source| open(source).map_err(|e| e.with_source_name(&source.name)));
@@ -213,11 +215,12 @@ fn open_source_cache(
     source: &DataSource,
     filter: SplitFilter,
     tokenizer: &TextTokenizer,
-    workdir: &Path,
+    lists: &mut FileLists,
     warnings: &mut Vec<Diagnostic>,
 ) -> Result<TokenCache, DataError> {
-    let mut files = file_patterns::expand_patterns(&source.files, workdir)?;
+    let mut files = lists.find_files(&source.files)?.to_vec();
     files.retain(|f| f.bytes > 0);
+    let workdir = lists.workdir();
     let chat_template = open_chat_template(spec, source, tokenizer, workdir)?;
     let directory = workdir.join(&spec.cache);
     let digests = content_digests::find_or_compute_digests(&files, &directory, SystemTime::now())?;

@@ -29,6 +29,39 @@ pub(crate) struct DataFile {
     pub(crate) bytes: u64,
 }
 
+/// The files that the patterns of data sources match. Each list of patterns is expanded once, so
+/// that the training and the held-out data of a source are the same files.
+pub struct FileLists {
+    workdir: PathBuf,
+    /// The expanded lists of patterns, each with its files.
+    found: Vec<(Vec<String>, Vec<DataFile>)>,
+}
+
+impl FileLists {
+    /// Creates an empty set of lists. Relative patterns start at `workdir`.
+    pub fn new(workdir: &Path) -> Self {
+        FileLists { workdir: workdir.to_path_buf(), found: Vec::new() }
+    }
+
+    /// Returns the directory at which relative patterns start.
+    pub(super) fn workdir(&self) -> &Path {
+        &self.workdir
+    }
+
+    /// Returns the files that the patterns match, as [`expand_patterns`] does.
+    pub(super) fn find_files(&mut self, patterns: &[String]) -> Result<&[DataFile], DataError> {
+        let position = match self.found.iter().position(|(known, _)| known == patterns) {
+            Some(position) => position,
+            None => {
+                let files = expand_patterns(patterns, &self.workdir)?;
+                self.found.push((patterns.to_vec(), files));
+                self.found.len() - 1
+            }
+        };
+        Ok(&self.found[position].1)
+    }
+}
+
 /// Returns all files that the patterns match, sorted and without duplicates. Fails if a pattern
 /// matches no file.
 pub(crate) fn expand_patterns(patterns: &[String], workdir: &Path) -> Result<Vec<DataFile>, DataError> {

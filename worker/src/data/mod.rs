@@ -39,6 +39,7 @@ pub use error::{
     ParquetProblem, PatternProblem, RecordPosition, RecordProblem, RecordRange, Step, TemplateFailure,
     TextFileError, TokenizerProblem,
 };
+pub use file_patterns::FileLists;
 pub use interpreter::SANDBOX_ROLE;
 pub use mixture::SampleOrder;
 pub use packer::IGNORE_INDEX;

@@ -14,18 +14,17 @@ use protocol::control::{
 };
 use std::{
     net::{IpAddr, SocketAddr},
-    os::{fd::OwnedFd, unix::net::UnixStream},
+    os::fd::OwnedFd,
     sync::Arc,
 };
 
 /// Connects this rank to all other ranks of the job, which run on several hosts. Collective: every
 /// rank must call it.
 ///
-/// `memory` is the file descriptor of the memory segment that the ranks of this host share, and
-/// `read` is the stream of the control connection to the agent.
+/// `memory` is the file descriptor of the memory segment that the ranks of this host share. An
+/// abort of the session also interrupts joining the group.
 pub(super) fn connect_ranks_of_hosts(
-    session: &Arc<AgentSession>,
-    mut read: UnixStream,
+    session: &AgentSession,
     init: &WorkerInit,
     memory: Option<OwnedFd>,
     shm: comm::shm::ShmLimits,
@@ -44,12 +43,11 @@ pub(super) fn connect_ranks_of_hosts(
         "rank {} of {}: accepts connections of its peers on {address} ({reason})",
         init.rank, init.world
     );
-    let peers = session.exchange_addresses(&mut read, vec![address], init.attempt)?;
+    let peers = session.exchange_addresses(vec![address], init.attempt)?;
     let group = build_peer_group(init, peers)?;
     let stopper = AbortHandle::new(group.rank, group.members.len())?;
     let stop = stopper.clone();
-    // From here on an abort of the session also interrupts joining the group.
-    session.start_threads(read, move |reason| stop.abort(reason))?;
+    session.add_abort_handler(move |reason| stop.abort(reason));
     Ok(Arc::new(endpoint.join(&group, memory, TcpLimits { shm, ..TcpLimits::default() }, &stopper)?))
 }
 

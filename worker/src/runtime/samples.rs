@@ -6,8 +6,8 @@ use super::{
 };
 use crate::{
     consensus::exchange_values_without_queue,
-    data::{Dataset, SampleOrder, Split, TextTokenizer},
-    error::{Error, Result},
+    data::{Dataset, FileLists, SampleOrder, Split, TextTokenizer},
+    error::Result,
     model::MicroBatch,
     train::{generation::GenerationRequest, step::SampleSource},
 };
@@ -39,49 +39,62 @@ pub(super) struct SampleSets {
 }
 
 impl SampleSets {
-    /// Opens the data on all ranks. Rank 0 builds the token caches first, and then the other ranks
-    /// use them. Collective: every rank must call it.
+    /// Opens the data on all ranks. Ranks that have opened the data in an earlier attempt use them
+    /// again, if all ranks then have the same data. Otherwise all ranks open the data again.
+    ///
+    /// Collective: every rank must call it.
     pub(super) fn open(
+        opened: &mut Option<Self>,
         train: &TrainSpec,
         init: &WorkerInit,
         comm: &dyn Comm,
         tokenizer: &TextTokenizer,
-    ) -> Result<Self> {
-        let mut opened = None;
+    ) -> Result<()> {
+        let mut differing = SampleSets::open_in_turns(opened, train, init, comm, tokenizer)?;
+        if differing.is_some() && init.attempt > 0 {
+            // The files may have changed since the earlier attempt.
+            *opened = None;
+            differing = SampleSets::open_in_turns(opened, train, init, comm, tokenizer)?;
+        }
+        let Some(rank) = differing else { return Ok(()) };
+        let message = format!("rank {rank} found other training data than rank 0");
+        Err(Diagnostic::error(codes::training::DATA_DIFFERS_BETWEEN_RANKS, message)
+            .with_subject("train.data.files")
+            .with_field("rank", rank)
+            .with_help("make the files the same on all hosts; no process may write to them")
+            .with_help("check that no pattern matches files that the run itself writes")
+            .into())
+    }
+
+    /// Opens the data on the ranks that have not opened them. Rank 0 builds the token caches first,
+    /// and then the other ranks use them. Returns the first rank whose data differ from those of
+    /// rank 0. Collective: every rank must call it.
+    fn open_in_turns(
+        opened: &mut Option<Self>,
+        train: &TrainSpec,
+        init: &WorkerInit,
+        comm: &dyn Comm,
+        tokenizer: &TextTokenizer,
+    ) -> Result<Option<usize>> {
         for rank_0_turn in [true, false] {
-            if (init.rank == 0) == rank_0_turn {
-                opened = Some(SampleSets::open_on_this_rank(train, init, tokenizer));
+            let mut result = Ok(());
+            if (init.rank == 0) == rank_0_turn && opened.is_none() {
+                result =
+                    SampleSets::open_on_this_rank(train, init, tokenizer).map(|sets| *opened = Some(sets));
             }
-            let result = match &opened {
-                Some(Err(e)) => Err(e.clone()),
-                _ => Ok(()),
-            };
             exchange_values_without_queue(comm, result)?;
         }
-        let opened = opened.unwrap_or_else(|| {
-            Err(Error::new(codes::run::INTERNAL, "this rank had no turn to open the data"))
-        })?;
-        let digests = comm.all_gather_bytes(opened.digest.as_bytes())?;
-        match digests.iter().position(|d| *d != digests[0]) {
-            None => Ok(opened),
-            Some(rank) => {
-                let message = format!("rank {rank} found other training data than rank 0");
-                Err(Diagnostic::error(codes::training::DATA_DIFFERS_BETWEEN_RANKS, message)
-                    .with_subject("train.data.files")
-                    .with_field("rank", rank)
-                    .with_help("make the files the same on all hosts; no process may write to them")
-                    .with_help("check that no pattern matches files that the run itself writes")
-                    .into())
-            }
-        }
+        let digest = opened.as_ref().map_or(&b""[..], |sets| sets.digest.as_bytes());
+        let digests = comm.all_gather_bytes(digest)?;
+        Ok(digests.iter().position(|d| *d != digests[0]))
     }
 
     /// Opens the training data and the held-out data on this rank, and determines in which order
     /// samples are read.
     fn open_on_this_rank(train: &TrainSpec, init: &WorkerInit, tokenizer: &TextTokenizer) -> Result<Self> {
-        let (spec, workdir) = (&train.data, &init.workdir);
-        let open = |files, split| {
-            Dataset::open_with(spec, files, split, workdir, tokenizer).map_err(Diagnostic::from)
+        let (spec, mut lists) = (&train.data, FileLists::new(&init.workdir));
+        let mut open = |files, split| {
+            Dataset::open_with(spec, files, split, tokenizer, &mut lists).map_err(Diagnostic::from)
         };
         let data = open(None, Split::Train)?;
         let eval = train.eval.as_ref().map(|e| {

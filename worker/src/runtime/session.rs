@@ -9,7 +9,7 @@ use crate::{
 };
 use diagnostic::{Diagnostic, codes};
 use jobspec::{ReloadValues, env};
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use protocol::{
     control::{FromWorker, PROTOCOL_VERSION, ToWorker, WorkerInit, WorkerPeers},
     event::{Event, WorkerPhase},
@@ -17,14 +17,14 @@ use protocol::{
     frame,
 };
 use std::{
-    io::{Read, Write},
+    io::{IoSliceMut, Read, Write},
     net::SocketAddr,
     os::{
-        fd::{AsFd, FromRawFd, OwnedFd, RawFd},
+        fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
         unix::net::UnixStream,
     },
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
     time::{Duration, Instant},
@@ -42,6 +42,12 @@ const PEERS_TIMEOUT: Duration = Duration::from_secs(120);
 const STOP_ARRIVAL_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time between two checks for a stop request.
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// How long a rank whose collectives were aborted waits for the agent's abort before it reports the
+/// failure. The controller then learns of the failed rank or host first.
+const ABORT_ARRIVAL_TIME: Duration = Duration::from_millis(100);
+/// The longest wait of a rank whose collectives were aborted for the agent's decision whether the
+/// rank may leave the attempt. The controller may need this long to notice that a host is lost.
+const LEAVE_DECISION_TIMEOUT: Duration = Duration::from_secs(10);
 /// The longest time for sending the notice that a run stopped before its first step. After it, the
 /// run stops without the notice.
 const STOP_NOTICE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -96,6 +102,13 @@ impl AgentRequests {
         self.reload_values.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
+    /// Forgets all requests.
+    fn clear(&self) {
+        self.stop.store(false, Relaxed);
+        self.save.store(false, Relaxed);
+        self.take_reload();
+    }
+
     /// Stores the values of a changed job file.
     fn set_reload(&self, values: ReloadValues) {
         *self.reload_values.lock().unwrap_or_else(PoisonError::into_inner) = Some(values);
@@ -111,8 +124,27 @@ pub(super) struct AgentSession {
     step: AtomicU64,
     aborts: Mutex<AbortHandlers>,
     readiness: Mutex<StepReadiness>,
+    inbox: Mutex<Inbox>,
+    /// Signals that a message has arrived in `inbox`, or that the attempt was aborted.
+    arrived: Condvar,
+    /// Whether the final report of the attempt was sent.
+    is_failure_reported: AtomicBool,
+    /// The socket over which the agent passes the shared memory of later attempts; `None` if this
+    /// process takes part in one attempt only.
+    attempts: Option<UnixStream>,
     /// Whether this rank reports events for all ranks.
     is_leader: bool,
+}
+
+/// The messages of the agent that the thread that trains waits for.
+#[derive(Default)]
+struct Inbox {
+    /// The instructions for the next attempt.
+    init: Option<Box<WorkerInit>>,
+    /// The addresses of all ranks.
+    peers: Option<WorkerPeers>,
+    /// Whether this rank has left its attempt and waits for the next one.
+    has_left: bool,
 }
 
 /// A function that an abort calls with its reason, to end blocked operations.
@@ -125,6 +157,8 @@ struct AbortHandlers {
     handlers: Vec<AbortHandler>,
     /// The reason why the group was aborted, or `None` before an abort.
     reason: Option<String>,
+    /// Whether this rank may leave the aborted attempt and wait for the next one.
+    may_leave: bool,
 }
 
 /// Takes ownership of the open file descriptor whose number is in the environment variable `name`.
@@ -164,6 +198,10 @@ impl AgentSession {
             step: AtomicU64::new(0),
             aborts: Mutex::default(),
             readiness: Mutex::new(StepReadiness::Preparing),
+            inbox: Mutex::default(),
+            arrived: Condvar::new(),
+            is_failure_reported: AtomicBool::new(false),
+            attempts: None,
             is_leader: false,
         }
     }
@@ -201,33 +239,22 @@ impl AgentSession {
         };
         read.set_read_timeout(None).map_err(build_connection_lost_error)?;
         session.is_leader = init.rank == 0;
+        session.attempts = take_inherited_descriptor(env::LAUNCH_ATTEMPT_FD)?.map(UnixStream::from);
         Ok((Arc::new(session), read, init))
     }
 
-    /// Starts the threads that read requests and send heartbeats. `abort` must end every
-    /// collective. The reading thread calls `abort` when the agent requests an abort or ends.
+    /// Starts the threads that read requests and send heartbeats. The reading thread calls the
+    /// abort handlers when the agent requests an abort or ends.
     ///
     /// The process exits when the agent ends.
-    pub(super) fn start_threads(
-        self: &Arc<Self>,
-        mut read: UnixStream,
-        abort: impl Fn(&str) + Send + 'static,
-    ) -> Result<()> {
+    pub(super) fn start_threads(self: &Arc<Self>, mut read: UnixStream) -> Result<()> {
         let session = self.clone();
         let reader = std::thread::Builder::new().name("session".into()).spawn(move || {
             loop {
                 match receive_message(&mut read) {
-                    Ok(Some(ToWorker::Stop)) => session.handle_stop_request(),
-                    Ok(Some(ToWorker::Save)) => session.requests.save.store(true, Relaxed),
-                    Ok(Some(ToWorker::Reload(values))) => session.requests.set_reload(values),
-                    Ok(Some(ToWorker::Abort { reason })) => {
-                        abort(&reason);
-                        session.call_abort_handlers(&reason);
-                    }
-                    Ok(Some(ToWorker::Init(_) | ToWorker::Peers(_))) => {}
+                    Ok(Some(message)) => session.handle_message(message),
                     Ok(None) | Err(_) => {
-                        abort(AGENT_ENDED);
-                        session.call_abort_handlers(AGENT_ENDED);
+                        session.call_abort_handlers(AGENT_ENDED, false);
                         std::process::exit(WorkerExit::Aborted.exit_code().into());
                     }
                 }
@@ -244,6 +271,119 @@ impl AgentSession {
         });
         heartbeat.map_err(|e| build_thread_start_error("heartbeat", &e))?;
         Ok(())
+    }
+
+    /// Handles a message of the agent other than the first one.
+    fn handle_message(&self, message: ToWorker) {
+        match message {
+            ToWorker::Stop => self.handle_stop_request(),
+            ToWorker::Save => self.requests.save.store(true, Relaxed),
+            ToWorker::Reload(values) => self.requests.set_reload(values),
+            ToWorker::Abort { reason, keep } => self.call_abort_handlers(&reason, keep),
+            ToWorker::Peers(peers) => {
+                self.lock_inbox().peers = Some(peers);
+                self.arrived.notify_all();
+            }
+            ToWorker::Init(init) => self.begin_attempt(init),
+        }
+    }
+
+    /// Begins another attempt in this process, if this rank has left its last attempt. Requests
+    /// that arrive after `init` are for the new attempt.
+    fn begin_attempt(&self, init: Box<WorkerInit>) {
+        let mut inbox = self.lock_inbox();
+        if !inbox.has_left {
+            return;
+        }
+        self.requests.clear();
+        *self.aborts.lock().unwrap_or_else(PoisonError::into_inner) = AbortHandlers::default();
+        self.set_readiness(StepReadiness::Preparing);
+        self.is_failure_reported.store(false, Relaxed);
+        *inbox = Inbox { init: Some(init), ..Inbox::default() };
+        self.arrived.notify_all();
+    }
+
+    /// Locks the messages that the thread that trains waits for.
+    fn lock_inbox(&self) -> MutexGuard<'_, Inbox> {
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until `take` finds what it needs in the inbox, or the attempt is aborted, at most
+    /// `limit`. Returns `None` after an abort or the limit.
+    fn wait_for_message<T>(
+        &self,
+        limit: Duration,
+        mut take: impl FnMut(&mut Inbox) -> Option<T>,
+    ) -> Option<T> {
+        let deadline = Instant::now() + limit;
+        let mut inbox = self.lock_inbox();
+        loop {
+            if let Some(taken) = take(&mut inbox) {
+                return Some(taken);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || self.find_abort_reason().is_some() {
+                return None;
+            }
+            (inbox, _) = self.arrived.wait_timeout(inbox, left).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Returns the reason of the abort, or `None` if the agent has not aborted the attempt.
+    fn find_abort_reason(&self) -> Option<String> {
+        self.aborts.lock().unwrap_or_else(PoisonError::into_inner).reason.clone()
+    }
+
+    /// Returns whether this rank is to leave the attempt that failed with `error`, and to wait for
+    /// the next one. Waits up to [`LEAVE_DECISION_TIMEOUT`] for the agent's decision.
+    ///
+    /// Only a rank on a CPU leaves, and only if `error` is the consequence of another failure.
+    pub(super) fn leaves_after(&self, error: &Error, init: &WorkerInit) -> bool {
+        let keeps_workers = init.job.checkpoint.memory.as_ref().is_some_and(|memory| memory.keep_workers);
+        let can_leave = self.attempts.is_some() && keeps_workers && !init.job.cluster.trains_on_gpus();
+        if !can_leave || error.to_worker_exit() != WorkerExit::Aborted {
+            return false;
+        }
+        self.wait_for_message(ABORT_ARRIVAL_TIME, |_| None::<()>);
+        if self.find_abort_reason().is_none() {
+            // The controller has not noticed the failure yet, and ends the attempt after this
+            // report.
+            self.report_failure(error);
+            self.wait_for_message(LEAVE_DECISION_TIMEOUT, |_| None::<()>);
+        }
+        self.aborts.lock().unwrap_or_else(PoisonError::into_inner).may_leave
+    }
+
+    /// Reports that this rank has left its attempt, and waits for the instructions of the next
+    /// attempt. The attempt must have no threads and no communicator any more.
+    ///
+    /// The wait has no limit. It ends with the process if the agent ends.
+    pub(super) fn wait_for_next_attempt(&self, attempt: u32) -> Result<WorkerInit> {
+        self.aborts.lock().unwrap_or_else(PoisonError::into_inner).handlers.clear();
+        *self.phase.lock().unwrap_or_else(PoisonError::into_inner) = WorkerPhase::Starting;
+        self.set_step(0);
+        self.lock_inbox().has_left = true;
+        tracing::info!(target: "worker", attempt, "left the attempt");
+        self.send_message(&FromWorker::Left { attempt })?;
+        let mut inbox = self.lock_inbox();
+        loop {
+            match inbox.init.take() {
+                Some(init) => return Ok(*init),
+                None => inbox = self.arrived.wait(inbox).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+
+    /// Receives the shared memory of a later attempt, which the agent passes before the
+    /// instructions of the attempt.
+    pub(super) fn receive_shared_memory(&self) -> Result<OwnedFd> {
+        let failed = |error: std::io::Error| {
+            let message = "the agent did not pass the shared memory of the attempt";
+            Error::from(Diagnostic::error(codes::training::SHARED_MEMORY_MISSING, message).with_cause(&error))
+        };
+        let socket = self.attempts.as_ref().ok_or_else(|| failed(std::io::ErrorKind::NotConnected.into()))?;
+        socket.set_read_timeout(Some(MESSAGE_TIMEOUT)).map_err(failed)?;
+        receive_descriptor(socket).map_err(failed)
     }
 
     /// Records that the agent requested to save and stop. Ends the process if this rank still
@@ -288,8 +428,7 @@ impl AgentSession {
         }
         let deadline = Instant::now() + STOP_ARRIVAL_TIMEOUT;
         while !self.requests.is_stop_requested() {
-            let is_aborted = self.aborts.lock().unwrap_or_else(PoisonError::into_inner).reason.is_some();
-            if is_aborted || Instant::now() >= deadline {
+            if self.find_abort_reason().is_some() || Instant::now() >= deadline {
                 return false;
             }
             std::thread::sleep(STOP_POLL_INTERVAL);
@@ -325,58 +464,30 @@ impl AgentSession {
         aborts.handlers.push(Box::new(abort));
     }
 
-    /// Calls all handlers with the reason of an abort, and records the reason.
-    fn call_abort_handlers(&self, reason: &str) {
+    /// Calls all handlers with the reason of an abort, and records the reason. `may_leave` states
+    /// whether this rank may leave the attempt and wait for the next one.
+    fn call_abort_handlers(&self, reason: &str, may_leave: bool) {
         let mut aborts = self.aborts.lock().unwrap_or_else(PoisonError::into_inner);
         aborts.handlers.iter().for_each(|abort| abort(reason));
         aborts.reason.get_or_insert_with(|| reason.to_owned());
+        aborts.may_leave = may_leave;
+        drop(aborts);
+        // A waiting thread that has just seen no abort waits again before the lock is free.
+        drop(self.lock_inbox());
+        self.arrived.notify_all();
     }
 
     /// Reports the addresses on which this rank accepts connections, and waits for the addresses of
     /// all ranks.
-    ///
-    /// Must be called before [`AgentSession::start_threads`]. No thread sends heartbeats yet, so
-    /// this function sends them while it waits.
-    pub(super) fn exchange_addresses(
-        &self,
-        read: &mut UnixStream,
-        addresses: Vec<SocketAddr>,
-        attempt: u32,
-    ) -> Result<WorkerPeers> {
-        self.send_progress()?;
+    pub(super) fn exchange_addresses(&self, addresses: Vec<SocketAddr>, attempt: u32) -> Result<WorkerPeers> {
         self.send_message(&FromWorker::Listening { addresses })?;
-        let deadline = Instant::now() + PEERS_TIMEOUT;
-        loop {
-            read.set_read_timeout(Some(HEARTBEAT_INTERVAL)).map_err(build_connection_lost_error)?;
-            if !poll_readable(read)? {
-                if Instant::now() >= deadline {
-                    return Err(build_peers_not_listening_error());
-                }
-                self.send_progress()?;
-                continue;
-            }
-            read.set_read_timeout(Some(MESSAGE_TIMEOUT)).map_err(build_connection_lost_error)?;
-            match receive_message(read)? {
-                Some(ToWorker::Peers(peers)) if peers.attempt == attempt => {
-                    read.set_read_timeout(None).map_err(build_connection_lost_error)?;
-                    return Ok(peers);
-                }
-                Some(ToWorker::Peers(_) | ToWorker::Init(_)) => {}
-                Some(ToWorker::Stop) => self.handle_stop_request(),
-                Some(ToWorker::Save) => self.requests.save.store(true, Relaxed),
-                Some(ToWorker::Reload(values)) => self.requests.set_reload(values),
-                Some(ToWorker::Abort { reason }) => {
-                    return Err(Error::aborted(Diagnostic::error(
-                        codes::collective::COLLECTIVE_ABORTED,
-                        reason,
-                    )));
-                }
-                None => {
-                    let code = codes::training::AGENT_CONNECTION_LOST;
-                    return Err(Error::aborted(Diagnostic::error(code, AGENT_ENDED)));
-                }
-            }
-        }
+        let peers = self.wait_for_message(PEERS_TIMEOUT, |inbox| {
+            inbox.peers.take().filter(|peers| peers.attempt == attempt)
+        });
+        peers.ok_or_else(|| match self.find_abort_reason() {
+            Some(reason) => Error::aborted(Diagnostic::error(codes::collective::COLLECTIVE_ABORTED, reason)),
+            None => build_peers_not_listening_error(),
+        })
     }
 
     /// Sets the phase of this rank, and reports the phase to the agent.
@@ -405,6 +516,9 @@ impl AgentSession {
     /// Reports the error that ends this worker to the agent. If the report is lost, the exit code
     /// still has the category.
     pub(super) fn report_failure(&self, e: &Error) {
+        if self.is_failure_reported.swap(true, Relaxed) {
+            return;
+        }
         let _ = self.send_message(&FromWorker::Fatal {
             exit: e.to_worker_exit(),
             diagnostic: e.diagnostic().clone(),
@@ -419,16 +533,20 @@ impl AgentSession {
     }
 }
 
-/// Waits for data or the end of the stream, at most for the stream's read timeout. Returns false
-/// after the timeout or a signal.
-fn poll_readable(read: &UnixStream) -> Result<bool> {
-    let timeout = read.read_timeout().map_err(build_connection_lost_error)?.unwrap_or(MESSAGE_TIMEOUT);
-    let mut fds = [PollFd::new(read.as_fd(), PollFlags::POLLIN)];
-    match poll(&mut fds, PollTimeout::try_from(timeout).unwrap_or(PollTimeout::MAX)) {
-        Ok(n) => Ok(n > 0),
-        Err(nix::errno::Errno::EINTR) => Ok(false),
-        Err(e) => Err(build_connection_lost_error(e.into())),
-    }
+/// Receives a descriptor and one byte over a socket. Fails after the socket's read timeout.
+fn receive_descriptor(socket: &UnixStream) -> std::io::Result<OwnedFd> {
+    let mut byte = [0];
+    let mut buffers = [IoSliceMut::new(&mut byte)];
+    let mut space = nix::cmsg_space!(RawFd);
+    let flags = MsgFlags::MSG_CMSG_CLOEXEC;
+    let received = recvmsg::<()>(socket.as_raw_fd(), &mut buffers, Some(&mut space), flags)?;
+    let fds = received.cmsgs()?.find_map(|message| match message {
+        ControlMessageOwned::ScmRights(fds) => fds.first().copied(),
+        _ => None,
+    });
+    let fd = fds.ok_or(std::io::ErrorKind::UnexpectedEof)?;
+    // SAFETY: the kernel has created this descriptor for the message, and nothing else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 /// Reads one message of the agent. Returns `None` if the agent closed the connection.

@@ -38,7 +38,7 @@ struct AttemptResult {
 /// Builds the job of the tests, which copies its state to `copies` other hosts.
 fn create_copying_job(spec: &TrainSpec, root: &Path, copies: u32) -> JobSpec {
     let mut job = create_job_spec(spec, root, false);
-    job.checkpoint.memory = Some(MemoryCopySpec { copies, every: 1 });
+    job.checkpoint.memory = Some(MemoryCopySpec { copies, every: 1, keep_workers: true });
     job
 }
 

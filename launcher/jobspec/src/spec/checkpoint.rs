@@ -79,6 +79,16 @@ section! {
     pub copies: u32 = Key::new(integer(0..=MAX_MEMORY_COPIES), "1");
     /// The number of steps from one copy to the next.
     pub every: u64 = Key::new(at_least(1), "1");
+    /// Keep the processes of workers on CPUs that did not fail when an attempt ends.
+    ///
+    /// Otherwise, and on GPUs, a restart starts all workers again.
+    #[serde(default = "keeps_workers_by_default")]
+    pub keep_workers: bool = Key::new(boolean(), "true");
+}
+
+/// Returns the default of `checkpoint.memory.keep_workers`, for jobs that were stored without it.
+fn keeps_workers_by_default() -> bool {
+    true
 }
 
 /// The largest value of `checkpoint.memory.copies`. More copies than this protect against failures

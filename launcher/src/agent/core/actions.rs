@@ -30,7 +30,11 @@ pub(crate) enum AgentInput {
     Prepared { attempt: u32 },
     /// A worker's process was started; an answer to [`AgentAction::Spawn`].
     Spawned { rank: Rank, pid: u32 },
-    /// A worker's process could not be started; an answer to [`AgentAction::Spawn`].
+    /// The process of a worker of an earlier attempt takes part in this one; an answer to
+    /// [`AgentAction::Rejoin`].
+    Rejoined { rank: Rank, pid: u32 },
+    /// A worker's process could not be started, or not be reached; an answer to
+    /// [`AgentAction::Spawn`] and [`AgentAction::Rejoin`].
     SpawnFailed { rank: Rank, diagnostic: Diagnostic },
     /// A message of a built-in worker.
     Worker { rank: Rank, message: FromWorker },
@@ -97,11 +101,16 @@ pub(crate) enum AgentAction {
     /// Answer the request of [`AgentInput::AttachRequested`] with this rejection.
     RejectRequest(AttachRejection),
     /// Open the logs and set up the resources that the workers of this plan share. The answer is
-    /// [`AgentInput::Prepared`] or [`AgentInput::SpawnFailed`].
-    PrepareWorkers(Rc<HostPlan>),
+    /// [`AgentInput::Prepared`] or [`AgentInput::SpawnFailed`]. The processes of the ranks `kept`
+    /// take part in the attempt, and have their logs.
+    PrepareWorkers { plan: Rc<HostPlan>, kept: Vec<Rank> },
     /// Start the worker at this index of the plan. The answer is [`AgentInput::Spawned`] or
     /// [`AgentInput::SpawnFailed`].
     Spawn(usize),
+    /// Pass the resources of the attempt to the process of the worker at this index of the plan,
+    /// which has left an earlier attempt. The answer is [`AgentInput::Rejoined`] or
+    /// [`AgentInput::SpawnFailed`].
+    Rejoin(usize),
     /// Send a message to a built-in worker.
     SendToWorker(Rank, ToWorker),
     /// From now on, forward the output lines of these ranks, and of no others, to the controller.
@@ -121,8 +130,9 @@ pub(crate) enum AgentAction {
     /// Read the output that an ended worker left in its pipes. The answer is
     /// [`AgentInput::Drained`].
     DrainOutput(Rank),
-    /// Kill every descendant process of the agent. The answer is [`AgentInput::Swept`].
-    Sweep,
+    /// Kill every descendant process of the agent, except for the workers `kept` and their
+    /// descendants. The answer is [`AgentInput::Swept`].
+    Sweep { kept: Vec<Rank> },
     /// End the agent with this exit code.
     Exit(u8),
 }

@@ -1,6 +1,9 @@
 //! The part of the agent's state machine that decides which controller the agent obeys, and what
 //! the agent does without one.
-use super::{AgentAction, AgentCore, AgentState, previous_controller::PreviousController, protocol_error};
+use super::{
+    AgentAction, AgentCore, AgentState, kill_request::KillRequest, previous_controller::PreviousController,
+    protocol_error,
+};
 use crate::leases::HEARTBEAT_INTERVAL;
 use diagnostic::{Diagnostic, codes::run};
 use jobspec::ControllerLossAction;
@@ -55,8 +58,8 @@ impl AgentCore {
                 self.stop_workers(now, deadline_ms)
             }
             ToAgent::Save { attempt, signal } if is_current(attempt) => self.request_saves(signal),
-            ToAgent::Kill { attempt, reason, grace_ms, stacks } if is_current(attempt) => {
-                self.kill_workers(now, reason, grace_ms, stacks);
+            ToAgent::Kill { attempt, reason, grace_ms, stacks, leave_ms } if is_current(attempt) => {
+                self.kill_workers(now, KillRequest { reason, grace_ms, leave_ms }, stacks);
             }
             ToAgent::Reload { attempt, values } if is_current(attempt) => self.forward_reload(values),
             // The message is for an attempt that has ended.

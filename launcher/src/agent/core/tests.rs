@@ -7,6 +7,7 @@ use protocol::{
     exit::WorkerExit,
 };
 
+mod kept_workers;
 mod leases;
 mod random_events;
 mod worker_ends;
@@ -106,13 +107,17 @@ impl TestAgent {
         while let Some(input) = inputs.pop_front() {
             for action in self.core.handle_input(self.now, input) {
                 match &action {
-                    AgentAction::PrepareWorkers(plan) => {
+                    AgentAction::PrepareWorkers { plan, .. } => {
                         inputs.push_back(AgentInput::Prepared { attempt: plan.attempt });
                     }
                     AgentAction::Spawn(index) => {
                         let pid = self.next_pid;
                         self.next_pid += 1;
                         inputs.push_back(AgentInput::Spawned { rank: *index as u32, pid });
+                    }
+                    AgentAction::Rejoin(index) => {
+                        let rank = *index as u32;
+                        inputs.push_back(AgentInput::Rejoined { rank, pid: 100 + rank });
                     }
                     AgentAction::DrainOutput(rank) => inputs.push_back(AgentInput::Drained {
                         rank: *rank,
@@ -177,7 +182,7 @@ fn select_signals(commands: &[AgentAction]) -> Vec<(Rank, GroupSignal)> {
 }
 
 fn has_sweep(commands: &[AgentAction]) -> bool {
-    commands.iter().any(|c| matches!(c, AgentAction::Sweep))
+    commands.iter().any(|c| matches!(c, AgentAction::Sweep { .. }))
 }
 
 /// Returns the exit code if the exit of the agent is among the requested actions.
@@ -246,7 +251,7 @@ fn after_a_failed_start_no_further_worker_is_started() {
         ms(0),
         AgentInput::Controller(ToAgent::Start(Box::new(make_plan(&[false, false, false])))),
     );
-    assert!(matches!(commands[..], [AgentAction::PrepareWorkers(_)]));
+    assert!(matches!(commands[..], [AgentAction::PrepareWorkers { .. }]));
     let commands = core.handle_input(ms(0), AgentInput::Prepared { attempt: 0 });
     assert!(matches!(commands[..], [AgentAction::Spawn(0)]));
     let commands = core.handle_input(ms(0), AgentInput::Spawned { rank: 0, pid: 5 });
@@ -257,7 +262,7 @@ fn after_a_failed_start_no_further_worker_is_started() {
     let diagnostic = Diagnostic::error(run::WORKER_START_FAILED, "no such program");
     let commands = core.handle_input(ms(0), AgentInput::SpawnFailed { rank: 1, diagnostic });
     assert!(matches!(commands[..], [AgentAction::Send(FromAgent::Failed { rank: Some(1), .. })]));
-    let kill = ToAgent::Kill { attempt: 0, stacks: false, reason: "no".into(), grace_ms: 0 };
+    let kill = ToAgent::Kill { attempt: 0, stacks: false, reason: "no".into(), grace_ms: 0, leave_ms: None };
     assert_eq!(
         select_signals(&core.handle_input(ms(0), AgentInput::Controller(kill))),
         [(0, GroupSignal::Kill)]
@@ -272,7 +277,8 @@ fn a_worker_that_starts_after_a_kill_request_is_ended_in_the_grace_period() {
         core.handle_input(ms(0), AgentInput::Controller(ToAgent::Start(Box::new(make_plan(&[false; 3])))));
         core.handle_input(ms(0), AgentInput::Prepared { attempt: 0 });
         core.handle_input(ms(0), AgentInput::Spawned { rank: 0, pid: 5 });
-        let kill = ToAgent::Kill { attempt: 0, stacks, reason: "no".into(), grace_ms: 30_000 };
+        let kill =
+            ToAgent::Kill { attempt: 0, stacks, reason: "no".into(), grace_ms: 30_000, leave_ms: None };
         core.handle_input(ms(1), AgentInput::Controller(kill));
         let commands = core.handle_input(ms(2), AgentInput::Spawned { rank: 1, pid: 6 });
         assert_eq!(select_signals(&commands), signals);
@@ -348,8 +354,12 @@ fn kill_aborts_or_terminates_at_once_and_kills_after_the_grace_period() {
         stacks: false,
         reason: "rank 9".into(),
         grace_ms: 200,
+        leave_ms: None,
     });
-    assert_eq!(select_worker_messages(&commands), [(0, &ToWorker::Abort { reason: "rank 9".into() })]);
+    assert_eq!(
+        select_worker_messages(&commands),
+        [(0, &ToWorker::Abort { reason: "rank 9".into(), keep: false })]
+    );
     assert_eq!(
         select_signals(&commands),
         [(1, GroupSignal::Terminate), (2, GroupSignal::Terminate)],
@@ -365,12 +375,14 @@ fn kill_aborts_or_terminates_at_once_and_kills_after_the_grace_period() {
         stacks: false,
         reason: String::new(),
         grace_ms: 30_000,
+        leave_ms: None,
     });
     let commands = agent.receive_message(ToAgent::Kill {
         attempt: 0,
         stacks: false,
         reason: String::new(),
         grace_ms: 0,
+        leave_ms: None,
     });
     assert_eq!(select_signals(&commands), [(0, GroupSignal::Kill)]);
 }
@@ -378,7 +390,13 @@ fn kill_aborts_or_terminates_at_once_and_kills_after_the_grace_period() {
 #[test]
 fn a_restart_resets_the_state_of_the_agent() {
     let mut agent = TestAgent::start(&[false]);
-    agent.receive_message(ToAgent::Kill { attempt: 0, stacks: false, reason: String::new(), grace_ms: 0 });
+    agent.receive_message(ToAgent::Kill {
+        attempt: 0,
+        stacks: false,
+        reason: String::new(),
+        grace_ms: 0,
+        leave_ms: None,
+    });
     agent.end_worker(0, ExitStatus::Signal(9, false));
     agent.feed_input(AgentInput::Swept { left: vec![] });
     let commands = agent

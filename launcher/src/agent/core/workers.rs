@@ -1,6 +1,9 @@
 //! The part of the agent's state machine that handles the start, the messages and the exits of
 //! workers.
-use super::{AgentAction, AgentCore, AgentState, FINAL_OUTPUT_TIMEOUT, GroupSignal, WorkerState};
+use super::{
+    AgentAction, AgentCore, AgentState, FINAL_OUTPUT_TIMEOUT, GroupSignal, WorkerState,
+    kept_workers::WAITING_LIMIT,
+};
 use crate::agent::progress::WorkerProgress;
 use diagnostic::{Diagnostic, codes::run};
 use jobspec::ids::Rank;
@@ -32,13 +35,13 @@ impl AgentCore {
         }
     }
 
-    /// Records that the process of a worker was started, reports the start to the controller, and
-    /// requests the start of the next worker.
-    pub(super) fn on_spawned(&mut self, now: Duration, rank: Rank, pid: u32) {
+    /// Records that the process of a worker was started, or takes part in another attempt
+    /// (`rejoins`). Reports the start to the controller, and requests the start of the next worker.
+    pub(super) fn on_spawned(&mut self, now: Duration, rank: Rank, pid: u32, rejoins: bool) {
         let Some(plan) = self.plan.clone() else { return };
         let Some(worker) = plan.workers.iter().find(|w| w.rank == rank) else { return };
         let builtin = worker.command.is_none();
-        let init = builtin.then(|| {
+        let mut init = builtin.then(|| {
             Box::new(WorkerInit {
                 version: PROTOCOL_VERSION,
                 rank,
@@ -53,6 +56,10 @@ impl AgentCore {
                 job: plan.job.clone(),
             })
         });
+        if let Some(init) = init.take_if(|_| rejoins) {
+            // The worker waits for this message, and sends no second hello.
+            self.out.push(AgentAction::SendToWorker(rank, ToWorker::Init(init)));
+        }
         let worker = WorkerState {
             builtin,
             pid: Some(pid),
@@ -68,11 +75,16 @@ impl AgentCore {
             oom: false,
             gpu: None,
             progress: WorkerProgress::new(now),
+            has_left: false,
         };
         self.workers.insert(rank, worker);
         self.send_to_controller(FromAgent::Started { attempt: self.attempt, rank, pid });
         // A request may have arrived while the worker was being started.
-        if self.kill_requested {
+        if self.kill_requested && rejoins {
+            // Built-in workers that are initialized ignore SIGTERM.
+            let reason = "the attempt is ending".to_owned();
+            self.send_to_worker(rank, ToWorker::Abort { reason, keep: self.may_leave });
+        } else if self.kill_requested {
             self.out.push(AgentAction::Signal(rank, GroupSignal::Terminate));
         } else if self.stop_requested {
             self.stop_worker(rank);
@@ -85,6 +97,9 @@ impl AgentCore {
     pub(super) fn on_worker_message(&mut self, now: Duration, rank: Rank, message: FromWorker) {
         let Some(worker) = self.workers.get_mut(&rank) else { return };
         worker.last_message_at = now;
+        if worker.has_left {
+            return; // the worker sends only signs of life
+        }
         let attempt = self.attempt;
         match message {
             FromWorker::Hello { version, pid } if version == PROTOCOL_VERSION && Some(pid) == worker.pid => {
@@ -114,6 +129,7 @@ impl AgentCore {
             FromWorker::Listening { addresses } => {
                 self.send_to_controller(FromAgent::Listening { rank, attempt, addresses });
             }
+            FromWorker::Left { attempt: left } => self.on_worker_left(rank, left),
         }
     }
 
@@ -155,6 +171,11 @@ impl AgentCore {
         gpu: Option<GpuFault>,
     ) {
         let Some(worker) = self.workers.get_mut(&rank) else { return };
+        if worker.has_left {
+            // The end of a process that waits for an attempt is no failure of an attempt.
+            worker.status = Some(status);
+            return;
+        }
         if worker.status.is_none() {
             (worker.status, worker.oom, worker.gpu) = (Some(status), oom, gpu);
             worker.ended_at = now;
@@ -209,7 +230,7 @@ impl AgentCore {
             self.state = AgentState::Sweeping;
             // Without workers no deadline applies.
             (self.kill_at, self.activity_at, self.stacks_deadline) = (None, Duration::MAX, Duration::MAX);
-            self.out.push(AgentAction::Sweep);
+            self.out.push(AgentAction::Sweep { kept: self.waiting_ranks() });
         }
     }
 
@@ -230,6 +251,8 @@ impl AgentCore {
             );
         }
         self.state = AgentState::Idle;
+        let is_waiting = !self.waiting_ranks().is_empty();
+        self.waiting_until = is_waiting.then(|| self.now + WAITING_LIMIT);
         self.send_to_controller(FromAgent::WorkersEnded { attempt: self.attempt });
         if self.is_ending {
             self.request_exit(1);

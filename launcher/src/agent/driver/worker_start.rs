@@ -18,9 +18,9 @@ use crate::{
     connection::{Outbox, read_frames, write_frames},
 };
 use diagnostic::{Diagnostic, codes};
-use jobspec::{RunSpec, env};
+use jobspec::{RunSpec, env, ids::Rank};
 use protocol::control::{HostPlan, ToWorker, WorkerPlan};
-use std::{io, rc::Rc, sync::Arc, thread};
+use std::{io, os::fd::AsFd, rc::Rc, sync::Arc, thread};
 use tokio::{net::UnixStream, sync::mpsc};
 
 impl AgentDriver {
@@ -29,8 +29,9 @@ impl AgentDriver {
     /// thread, because their disk may stall.
     ///
     /// Returns [`AgentInput::SpawnFailed`] if the shared memory or the thread is not available.
-    pub(super) fn prepare_workers(&mut self, plan: Rc<HostPlan>) -> Option<AgentInput> {
-        self.workers.clear();
+    /// Keeps the connections to the processes of the ranks `kept`.
+    pub(super) fn prepare_workers(&mut self, plan: Rc<HostPlan>, kept: &[Rank]) -> Option<AgentInput> {
+        self.workers.retain(|rank, _| kept.contains(rank));
         (self.shm, self.logs) = (None, OpenedLogs::default());
         // The store serves until the next start, because ranks of other hosts may need the store
         // longer than the ranks of this host.
@@ -47,7 +48,9 @@ impl AgentDriver {
             let message = "cannot create the shared memory of the host (memfd)";
             return failed(builtin.rank, message, &error);
         }
-        let (opened, plan) = (self.opened_logs.0.clone(), (*plan).clone());
+        let (opened, mut plan) = (self.opened_logs.0.clone(), (*plan).clone());
+        // The logs of kept workers are open.
+        plan.workers.retain(|worker| !kept.contains(&worker.rank));
         let open = move || {
             // The workers run without the debug log, too.
             _ = debug_log::start_log(&plan);
@@ -147,6 +150,28 @@ impl AgentDriver {
         None
     }
 
+    /// Lets the process of the worker at this index of the current plan take part in the attempt:
+    /// passes the shared memory of the attempt to the process. If that fails, kills the process.
+    pub(super) fn rejoin_worker(&mut self, index: usize) -> Option<AgentInput> {
+        let rank = self.plan.as_ref()?.workers.get(index)?.rank;
+        let pass = |handle: &WorkerHandle| {
+            let socket = handle.attempts.as_ref().ok_or(io::ErrorKind::NotConnected)?;
+            let memory = self.shm.as_ref().ok_or(io::ErrorKind::NotFound)?;
+            process::pass_descriptor(socket, memory.as_fd()).map(|()| handle.pid)
+        };
+        let handle = self.workers.get(&rank).ok_or(io::ErrorKind::NotConnected.into());
+        let error = match handle.and_then(pass) {
+            Ok(pid) => return Some(AgentInput::Rejoined { rank, pid }),
+            Err(error) => error,
+        };
+        if let Some(handle) = self.workers.remove(&rank).filter(|h| self.leaders.contains_key(&h.pid)) {
+            process::signal_group(handle.pid, GroupSignal::Kill);
+        }
+        let message = "the process of the worker cannot take part in another attempt";
+        let diagnostic = Diagnostic::error(codes::run::WORKER_START_FAILED, message).with_cause(&error);
+        Some(AgentInput::SpawnFailed { rank, diagnostic })
+    }
+
     /// Connects the agent to a worker's process that was started. Returns the answer for the
     /// agent's state machine: [`AgentInput::Spawned`] or [`AgentInput::SpawnFailed`].
     fn on_worker_spawned(&mut self, result: SpawnResult) -> AgentInput {
@@ -201,7 +226,13 @@ impl AgentDriver {
         let connection = spawned
             .control
             .map(|stream| start_worker_connection((rank, pid), stream, &self.worker_messages.0));
-        let mut handle = WorkerHandle { pid, outbox: None, pump: None, terminal: spawned.terminal };
+        let mut handle = WorkerHandle {
+            pid,
+            outbox: None,
+            pump: None,
+            terminal: spawned.terminal,
+            attempts: spawned.attempts,
+        };
         let result = match (pump, connection.transpose()) {
             (Ok(pump), Ok(outbox)) => {
                 handle.pump = Some(pump);

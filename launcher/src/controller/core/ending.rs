@@ -2,7 +2,8 @@
 //! ends the run.
 use super::{
     ABORT_GRACE, AGENT_END_TIMEOUT, AgentEnd, AttemptState, ControllerAction, ControllerCore, FailureReason,
-    HostIndex, RootCause, RunOutcome, StopRequest, TAIL_TIMEOUT, WorkerState, build_attempt_end,
+    HostIndex, LEAVE_TIMEOUT, RootCause, RunOutcome, StopRequest, TAIL_TIMEOUT, WorkerState,
+    build_attempt_end,
 };
 use crate::{
     controller::policy::RestartDecision,
@@ -167,13 +168,20 @@ impl ControllerCore {
 
     /// Orders the agents to kill the workers of the attempt, with SIGKILL after `grace`. With
     /// `stacks`, the agents first write the stacks of the workers to the logs. Agents get the
-    /// `reason` of the kill. An agent that has not reported the end of its workers is itself killed
+    /// `reason` of the kill. If another attempt follows, built-in workers may leave the attempt
+    /// instead of ending. An agent that has not reported the end of its workers is itself killed
     /// [`AGENT_END_TIMEOUT`] after the grace period, or earlier if an earlier deadline is set.
     pub(super) fn kill_workers(&mut self, now: Duration, reason: &str, grace: Duration, stacks: bool) {
         let (attempt, grace_ms) = (self.attempt, grace.as_millis() as u64);
+        // Stacks are written if workers hang, and such workers cannot leave.
+        let keeps_workers =
+            self.setup.keeps_workers && self.restart_pause.is_some() && !stacks && !grace.is_zero();
+        let leave_ms = keeps_workers.then_some(LEAVE_TIMEOUT.as_millis() as u64);
         self.send_memo();
-        self.broadcast_to_agents(&ToAgent::Kill { attempt, reason: reason.to_owned(), grace_ms, stacks });
-        let deadline = now + grace + AGENT_END_TIMEOUT;
+        let reason = reason.to_owned();
+        self.broadcast_to_agents(&ToAgent::Kill { attempt, reason, grace_ms, stacks, leave_ms });
+        let end_time = if keeps_workers { grace.max(LEAVE_TIMEOUT) } else { grace };
+        let deadline = now + end_time + AGENT_END_TIMEOUT;
         self.phase_deadline = Some(self.phase_deadline.map_or(deadline, |before| before.min(deadline)));
     }
 

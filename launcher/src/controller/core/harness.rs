@@ -23,6 +23,7 @@ pub(super) fn create_setup(hosts: u32, builtin: bool) -> CoreSetup {
         hosts: (0..hosts).map(host).collect(),
         builtin,
         has_memory_copies: false,
+        keeps_workers: false,
         grace: millis(3000),
         host_lease: millis(5000),
         token: ControllerToken { epoch: 1, id: 1 },

@@ -25,6 +25,9 @@ pub(crate) struct CoreSetup {
     /// Whether workers copy their states to the memory of hosts (`checkpoint.memory`), so that a
     /// restart costs little.
     pub(crate) has_memory_copies: bool,
+    /// Whether workers that did not fail keep their processes when an attempt ends
+    /// (`checkpoint.memory.keep_workers`).
+    pub(crate) keeps_workers: bool,
     /// The time from SIGTERM to SIGKILL of programs.
     pub(crate) grace: Duration,
     /// The silence after which the agent of another host counts as lost (`run.host_lease`).
@@ -71,6 +74,8 @@ impl CoreSetup {
             hosts,
             builtin: job.run.command.is_none(),
             has_memory_copies: job.checkpoint.memory.is_some(),
+            keeps_workers: job.run.command.is_none()
+                && job.checkpoint.memory.as_ref().is_some_and(|memory| memory.keep_workers),
             grace: Duration::from_millis(job.run.grace_period_ms),
             host_lease: Duration::from_millis(job.run.host_lease_ms),
             token,

@@ -54,6 +54,7 @@ impl ControllerCore {
             FromAgent::Fatal { rank, exit, diagnostic, gpu, .. } => {
                 self.handle_final_report(now, (host, rank), exit, diagnostic, gpu);
             }
+            FromAgent::Left { rank, pid, .. } => self.handle_worker_left(host, rank, pid),
             FromAgent::Failed { rank: None, diagnostic, .. } => {
                 self.handle_agent_failure(now, host, diagnostic)
             }
@@ -159,6 +160,11 @@ impl ControllerCore {
     ) {
         let Some(worker) = self.find_worker(host, rank) else { return };
         worker.final_report.get_or_insert((exit, diagnostic.clone()));
+        if exit == WorkerExit::Aborted && self.setup.keeps_workers {
+            // The worker does not exit before it learns whether it may leave the attempt.
+            let final_report = Some((exit, diagnostic));
+            return self.record_suspected_failure(now, build_aborted_cause((host, rank), final_report));
+        }
         // The worker is about to exit. Killing the others need not wait for that.
         if !matches!(exit, WorkerExit::Aborted | WorkerExit::Done | WorkerExit::Stopped) {
             self.fail_attempt(now, build_worker_error_cause((host, rank), exit, diagnostic, gpu));
@@ -226,6 +232,18 @@ impl ControllerCore {
                 self.fail_attempt(now, cause);
             }
         }
+    }
+
+    /// Records that a worker has left the attempt. For this attempt, the worker has ended because
+    /// a peer failed.
+    fn handle_worker_left(&mut self, host: HostIndex, rank: Rank, pid: u32) {
+        let Some(worker) = self.find_worker(host, rank).filter(|w| w.ended.is_none()) else { return };
+        let (was_running, was_stalled) = (worker.is_running(), worker.stalled_for.take().is_some());
+        let aborted = ExitStatus::Code(WorkerExit::Aborted.exit_code());
+        (worker.pid, worker.ended) = (Some(pid), Some((aborted, Vec::new())));
+        self.hosts[host].running -= usize::from(was_running);
+        self.running -= usize::from(was_running);
+        self.stalled -= usize::from(was_stalled);
     }
 
     /// Processes the report that a worker has made no progress for the time `stalled_for`. Fails

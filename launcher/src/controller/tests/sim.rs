@@ -124,6 +124,7 @@ impl SimScenario {
             hosts: (0..hosts).map(|i| HostSetup { name: format!("h{i}"), remote: self.remote }).collect(),
             builtin: self.builtin,
             has_memory_copies: self.has_memory_copies,
+            keeps_workers: self.builtin && self.has_memory_copies,
             grace: Duration::from_secs(3),
             host_lease: HOST_LEASE,
             token,
@@ -307,7 +308,10 @@ impl Simulation {
     pub(super) fn list_running_workers(&self) -> Vec<(HostIndex, u32, Rank)> {
         let hosts = self.hosts.iter().enumerate().filter(|(_, h)| !h.dead);
         hosts
-            .flat_map(|(host, h)| h.workers.keys().map(move |(attempt, rank)| (host, *attempt, *rank)))
+            .flat_map(|(host, h)| {
+                let waiting = h.waiting.iter().map(|(rank, (attempt, _))| (*attempt, *rank));
+                h.workers.keys().copied().chain(waiting).map(move |(attempt, rank)| (host, attempt, rank))
+            })
             .collect()
     }
 

@@ -26,6 +26,9 @@ use std::{
 const SHM_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// The longest time for which a leaving rank waits for its peers to read its farewell.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
+/// The longest such wait in an aborted group, whose ranks no longer depend on a farewell. A lost
+/// host never closes its connections.
+const ABORTED_LEAVE_TIMEOUT: Duration = Duration::from_millis(100);
 /// How long a rank waits for a farewell or an abort after the peer's data connection has ended.
 const FAREWELL_DELAY: Duration = Duration::from_millis(200);
 /// The number of heartbeats that are sent within the silence timeout.
@@ -261,14 +264,16 @@ impl PeerMonitor {
         }
     }
 
-    /// Waits until all peers have closed their control connections, at most [`LEAVE_TIMEOUT`].
+    /// Waits until all peers have closed their control connections, at most [`LEAVE_TIMEOUT`], or
+    /// [`ABORTED_LEAVE_TIMEOUT`] in an aborted group.
     /// Closing earlier could reset a connection and discard a sent frame.
     fn wait_for_close(&mut self) {
         lock_ignoring_poison(&self.health.senders).clear();
         for peer in &self.peers {
             _ = peer.stream.shutdown(Shutdown::Write);
         }
-        let deadline = Instant::now() + LEAVE_TIMEOUT;
+        let is_aborted = self.health.abort_reason().is_some();
+        let deadline = Instant::now() + if is_aborted { ABORTED_LEAVE_TIMEOUT } else { LEAVE_TIMEOUT };
         while self.peers.iter().any(|p| p.is_open) && Instant::now() < deadline {
             let mut fds: Vec<PollFd> = self.peers.iter().filter(|p| p.is_open).map(to_poll_fd).collect();
             _ = poll(&mut fds, to_poll_timeout(deadline.saturating_duration_since(Instant::now())));

@@ -44,7 +44,7 @@ proptest! {
                 RandomEvent::Tick(step) => { let now = agent.now + ms(step.into()); agent.advance_to(now) }
                 RandomEvent::Stop(deadline_ms) => agent.receive_message(ToAgent::Stop { attempt: 0, deadline_ms }),
                 RandomEvent::Save => agent.receive_message(ToAgent::Save { attempt: 0, signal: 10 }),
-                RandomEvent::Kill(grace_ms) => agent.receive_message(ToAgent::Kill { attempt: 0, stacks: false, reason: "r".into(), grace_ms }),
+                RandomEvent::Kill(grace_ms) => agent.receive_message(ToAgent::Kill { attempt: 0, stacks: false, reason: "r".into(), grace_ms, leave_ms: None }),
                 RandomEvent::Heartbeat => agent.receive_message(ToAgent::Heartbeat),
                 RandomEvent::ControllerLost => agent.feed_input(AgentInput::ControllerLost),
                 RandomEvent::Hello(rank) => agent.feed_input(AgentInput::Worker { rank, message: FromWorker::Hello { version: PROTOCOL_VERSION, pid: 100 + rank } }),
@@ -56,7 +56,7 @@ proptest! {
         for rank in 0..builtin.len() as u32 {
             actions.extend(agent.end_worker(rank, ExitStatus::Code(0)));
         }
-        prop_assert_eq!(actions.iter().filter(|c| matches!(c, AgentAction::Sweep)).count(), 1);
+        prop_assert_eq!(actions.iter().filter(|c| matches!(c, AgentAction::Sweep { .. })).count(), 1);
         actions.extend(agent.feed_input(AgentInput::Swept { left: vec![] }));
         for rank in 0..builtin.len() as u32 {
             let reports = select_controller_messages(&actions).iter().filter(|m| matches!(m, FromAgent::Exited { rank: r, .. } if *r == rank)).count();

@@ -51,6 +51,9 @@ pub(super) struct SimHost {
     evicting: Vec<SimRequest>,
     /// Running workers by attempt and rank, with the number of the agent that started each.
     pub(super) workers: BTreeMap<(u32, Rank), u32>,
+    /// The workers that have left the attempt with this number and wait for the next one, by rank,
+    /// with the number of the agent that started each.
+    pub(super) waiting: BTreeMap<Rank, (u32, u32)>,
     pub(super) dead: bool,
     pub(super) disconnected: bool,
     pub(super) frozen: bool,
@@ -137,7 +140,7 @@ impl Simulation {
                 }
                 None
             }
-            AgentAction::PrepareWorkers(plan) => {
+            AgentAction::PrepareWorkers { plan, .. } => {
                 // The agent's driver, too, prepares workers only if no other agent's workers run.
                 let has_older = self.hosts[host].workers.values().any(|owner| *owner != number);
                 if let Some(agent) = self.find_agent(host, number) {
@@ -150,9 +153,14 @@ impl Simulation {
                 let diagnostic = Diagnostic::error(run::WORKER_START_FAILED, "an earlier agent is alive");
                 Some(AgentInput::SpawnFailed { rank, diagnostic })
             }
-            AgentAction::Spawn(index) => self.spawn_worker(host, number, index)?,
+            AgentAction::Spawn(index) => self.spawn_worker(host, number, index, false)?,
+            AgentAction::Rejoin(index) => self.rejoin_worker(host, number, index)?,
             AgentAction::SendToWorker(rank, message) => {
                 use protocol::control::ToWorker;
+                if matches!(message, ToWorker::Abort { keep: true, .. }) && !self.rng.pick_one_in(4) {
+                    self.schedule_leave(host, number, rank);
+                    return Ok(None);
+                }
                 let status = match message {
                     ToWorker::Abort { .. } => Some(76),
                     ToWorker::Stop => Some(75),
@@ -178,7 +186,7 @@ impl Simulation {
                 Some(AgentInput::Drained { rank, tail: vec!["last".into()], error: None })
             }
             AgentAction::ShowOutput(_) => None,
-            AgentAction::Sweep => {
+            AgentAction::Sweep { .. } => {
                 let at = self.now + self.rng.pick_delay(0, 10);
                 self.schedule_event(at, SimEvent::Feed(host, number, AgentInput::Swept { left: Vec::new() }));
                 None
@@ -194,14 +202,48 @@ impl Simulation {
         })
     }
 
-    /// Starts the worker at position `index` of the agent's plan, and schedules the worker's
-    /// messages and its end. Returns the input that reports the start to the agent. Fails if a
-    /// worker of another attempt still runs on the host.
+    /// Schedules the message of the workers of this rank that they have left their attempt.
+    fn schedule_leave(&mut self, host: HostIndex, number: u32, rank: Rank) {
+        let at = self.now + self.rng.pick_delay(1, 60);
+        let ranks = self.hosts[host].workers.keys().filter(|(_, r)| *r == rank);
+        for attempt in ranks.map(|(attempt, _)| *attempt).collect::<Vec<_>>() {
+            let message = FromWorker::Left { attempt };
+            let message = WorkerMessage { host, number, attempt, rank, message };
+            self.schedule_event(at, SimEvent::WorkerSends(message));
+        }
+    }
+
+    /// Lets a waiting worker take part in the attempt of the agent's plan. Some workers cannot be
+    /// reached. Fails if no worker of the rank waits.
+    fn rejoin_worker(
+        &mut self,
+        host: HostIndex,
+        number: u32,
+        index: usize,
+    ) -> Result<Option<AgentInput>, String> {
+        let plan = self.find_agent(host, number).and_then(|a| a.plan.as_ref());
+        let Some(rank) = plan.and_then(|plan| plan.workers.get(index)).map(|w| w.rank) else {
+            return Ok(None);
+        };
+        if self.hosts[host].waiting.remove(&rank).is_none_or(|(_, owner)| owner != number) {
+            return Err(format!("at {:?} no worker of rank {rank} waits on h{host}", self.now));
+        }
+        if self.rng.pick_one_in(16) {
+            let diagnostic = Diagnostic::error(run::WORKER_START_FAILED, "the worker has ended");
+            return Ok(Some(AgentInput::SpawnFailed { rank, diagnostic }));
+        }
+        self.spawn_worker(host, number, index, true)
+    }
+
+    /// Starts the worker at position `index` of the agent's plan, or lets it take part in another
+    /// attempt (`rejoins`). Schedules the worker's messages and its end. Returns the input that
+    /// reports the start to the agent. Fails if a worker of another attempt still runs on the host.
     fn spawn_worker(
         &mut self,
         host: HostIndex,
         number: u32,
         index: usize,
+        rejoins: bool,
     ) -> Result<Option<AgentInput>, String> {
         let now = self.now;
         let Some(plan) = self.find_agent(host, number).and_then(|a| a.plan.clone()) else { return Ok(None) };
@@ -223,7 +265,10 @@ impl Simulation {
         if self.scenario.builtin {
             self.schedule_worker_messages((host, number), (attempt, rank, pid), done);
         }
-        Ok(Some(AgentInput::Spawned { rank, pid }))
+        Ok(Some(match rejoins {
+            true => AgentInput::Rejoined { rank, pid },
+            false => AgentInput::Spawned { rank, pid },
+        }))
     }
 
     /// Schedules the messages that a built-in worker sends until the simulated time `done`, when it
@@ -261,6 +306,10 @@ impl Simulation {
         if let FromWorker::Event(Event::Step { step, .. }) = &message {
             self.steps.insert(attempt, (*step, host));
         }
+        if matches!(message, FromWorker::Left { .. }) {
+            self.hosts[host].workers.remove(&(attempt, rank));
+            self.hosts[host].waiting.insert(rank, (attempt, number));
+        }
         self.feed_agent(host, number, AgentInput::Worker { rank, message })
     }
 
@@ -269,7 +318,8 @@ impl Simulation {
     fn schedule_rank_end(&mut self, host: HostIndex, rank: Rank, at: Duration, status: ExitStatus) {
         let attempts: Vec<u32> =
             self.hosts[host].workers.keys().filter(|(_, r)| *r == rank).map(|(e, _)| *e).collect();
-        for attempt in attempts {
+        let waiting = self.hosts[host].waiting.get(&rank).map(|(attempt, _)| *attempt);
+        for attempt in attempts.into_iter().chain(waiting) {
             self.schedule_event(at, SimEvent::WorkerEnds { host, attempt, rank, status });
         }
     }
@@ -283,7 +333,10 @@ impl Simulation {
         rank: Rank,
         status: ExitStatus,
     ) -> Result<(), String> {
-        let Some(number) = self.hosts[host].workers.remove(&(attempt, rank)) else { return Ok(()) };
+        let state = &mut self.hosts[host];
+        let has_left = state.waiting.get(&rank).is_some_and(|(left, _)| *left == attempt);
+        let waiting = has_left.then(|| state.waiting.remove(&rank).map(|(_, owner)| owner)).flatten();
+        let Some(number) = state.workers.remove(&(attempt, rank)).or(waiting) else { return Ok(()) };
         let of_plan =
             self.find_agent(host, number).and_then(|a| a.plan.as_ref().map(|p| p.attempt)) == Some(attempt);
         if !of_plan {
@@ -302,6 +355,7 @@ impl Simulation {
         let state = &mut self.hosts[host];
         state.agents.retain(|a| a.number != number);
         state.workers.retain(|_, owner| *owner != number);
+        state.waiting.retain(|_, (_, owner)| *owner != number);
         let evicting = std::mem::take(&mut state.evicting);
         if let Some(id) = connection.filter(|id| self.connections[*id].is_open)
             && !self.hosts[host].disconnected

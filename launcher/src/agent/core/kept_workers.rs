@@ -1,0 +1,82 @@
+//! The part of the agent's state machine that keeps the processes of workers between attempts.
+//!
+//! After a failure of another worker, the controller may allow built-in workers to leave the
+//! attempt instead of ending. The process of a worker that has left waits for the next attempt. It
+//! takes part in that attempt if its place in the job is unchanged, and is killed otherwise.
+use super::{AgentAction, AgentCore, GroupSignal};
+use jobspec::{env, ids::Rank};
+use protocol::control::{FromAgent, HostPlan, WorkerPlan};
+use std::{collections::BTreeMap, time::Duration};
+
+/// How long a worker that has left an attempt waits for the next one. The controller may wait this
+/// long for a lost host, and a host may be a spare host from now on.
+pub(super) const WAITING_LIMIT: Duration = Duration::from_secs(600);
+/// The environment variables that differ between attempts, and that built-in workers do not read.
+const VARIABLES_OF_ATTEMPT: [&str; 1] = [env::MASTER_PORT];
+
+impl AgentCore {
+    /// Returns whether the workers of the current plan are built-in workers on CPUs, which can
+    /// leave an attempt.
+    pub(super) fn trains_on_cpus(&self) -> bool {
+        self.plan.as_ref().is_some_and(|plan| {
+            plan.workers.iter().all(|w| w.command.is_none()) && !plan.job.cluster.trains_on_gpus()
+        })
+    }
+
+    /// Returns the ranks of the workers that have left the attempt and whose processes are alive,
+    /// in ascending order.
+    pub(super) fn waiting_ranks(&self) -> Vec<Rank> {
+        self.workers.iter().filter(|(_, w)| w.is_waiting()).map(|(r, _)| *r).collect()
+    }
+
+    /// Records that a worker has left the current attempt, and reports this to the controller.
+    /// Ignores a worker that must end instead, which is killed after the grace period.
+    pub(super) fn on_worker_left(&mut self, rank: Rank, attempt: u32) {
+        let may_leave = self.may_leave && attempt == self.attempt;
+        let Some(worker) = self.workers.get_mut(&rank).filter(|w| may_leave && w.is_alive()) else { return };
+        worker.has_left = true;
+        if let Some(pid) = worker.pid {
+            self.send_to_controller(FromAgent::Left { attempt, rank, pid });
+        }
+    }
+
+    /// Kills the processes of those ranks that wait for the next attempt and that `selects`
+    /// accepts.
+    pub(super) fn kill_waiting_workers(&mut self, selects: impl Fn(Rank) -> bool) {
+        let ranks = self.waiting_ranks().into_iter().filter(|rank| selects(*rank));
+        self.out.extend(ranks.map(|rank| AgentAction::Signal(rank, GroupSignal::Kill)));
+    }
+
+    /// Selects the waiting processes that take part in the attempt of `next`. Kills the others.
+    pub(super) fn select_rejoining_workers(&mut self, next: &HostPlan) {
+        let can_rejoin =
+            |rank: &Rank| self.plan.as_deref().is_some_and(|last| is_unchanged(last, next, *rank));
+        let ranks = self.waiting_ranks().into_iter().filter(can_rejoin);
+        let pid_of = |rank: Rank| self.workers[&rank].pid.map(|pid| (rank, pid));
+        let rejoining: BTreeMap<Rank, u32> = ranks.filter_map(pid_of).collect();
+        self.kill_waiting_workers(|rank| !rejoining.contains_key(&rank));
+        (self.rejoining, self.waiting_until) = (rejoining, None);
+    }
+}
+
+/// Returns whether the worker of this rank is the same in two plans of a host, except for what
+/// always differs between attempts.
+fn is_unchanged(last: &HostPlan, next: &HostPlan, rank: Rank) -> bool {
+    let find = |plan: &HostPlan| plan.workers.iter().find(|w| w.rank == rank).cloned().map(without_attempt);
+    // The checkpoint from which an attempt resumes is in the first message of each attempt.
+    let job = |plan: &HostPlan| {
+        let mut job = plan.job.clone();
+        job.resume = next.job.resume.clone();
+        job
+    };
+    let is_builtin = |worker: &WorkerPlan| worker.command.is_none();
+    find(next).is_some_and(|worker| is_builtin(&worker) && find(last) == Some(worker))
+        && (&last.run, &last.run_dir, last.world) == (&next.run, &next.run_dir, next.world)
+        && job(last) == next.job
+}
+
+/// Removes from the plan of a worker what differs between attempts.
+fn without_attempt(mut worker: WorkerPlan) -> WorkerPlan {
+    worker.env.retain(|(name, _)| !VARIABLES_OF_ATTEMPT.contains(&name.as_str()));
+    worker
+}

@@ -1,0 +1,61 @@
+//! [`KeptResources`]: what the process of a worker keeps between the attempts of a run.
+use super::{
+    rank_device::RankDevice,
+    samples::SampleSets,
+    session::{AgentSession, take_inherited_descriptor},
+};
+use crate::{data::TextTokenizer, error::Result};
+use diagnostic::{Diagnostic, codes};
+use jobspec::{TrainSpec, env};
+use protocol::control::WorkerInit;
+use std::os::fd::OwnedFd;
+
+/// The resources of a worker that do not depend on the attempt, so that a later attempt in the same
+/// process uses them again. All are `None` before the first attempt.
+#[derive(Default)]
+pub(super) struct KeptResources {
+    /// The device with its thread pool.
+    pub(super) device: Option<RankDevice>,
+    pub(super) tokenizer: Option<TextTokenizer>,
+    pub(super) samples: Option<SampleSets>,
+    /// The memory of the host for copies of the states.
+    pub(super) memory: Option<OwnedFd>,
+    /// Whether the memory of the first attempt was taken over.
+    has_taken_memory: bool,
+}
+
+impl KeptResources {
+    /// Takes over the memory that the ranks of this host share in an attempt: the inherited one in
+    /// the first attempt, and later the one that the agent passes. Returns `None` if this process
+    /// inherited none.
+    pub(super) fn take_shared_memory(&mut self, session: &AgentSession) -> Result<Option<OwnedFd>> {
+        match std::mem::replace(&mut self.has_taken_memory, true) {
+            false => take_inherited_descriptor(env::LAUNCH_SHM_FD),
+            true => session.receive_shared_memory().map(Some),
+        }
+    }
+
+    /// Opens the device and the tokenizer, and limits the number of threads, unless an earlier
+    /// attempt has.
+    pub(super) fn open_device_and_tokenizer(&mut self, init: &WorkerInit, train: &TrainSpec) -> Result<()> {
+        if self.device.is_none() {
+            limit_threads(init.threads as usize)?;
+            self.device = Some(RankDevice::open(init)?);
+        }
+        if self.tokenizer.is_none() {
+            let tokenizer = TextTokenizer::open(&train.data.tokenizer, &init.workdir);
+            self.tokenizer = Some(tokenizer.map_err(Diagnostic::from)?);
+        }
+        Ok(())
+    }
+}
+
+/// Limits parallel work outside of the device (initialisation, tokenizing) to `threads` threads.
+fn limit_threads(threads: usize) -> Result<()> {
+    rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().map_err(|e| {
+        Diagnostic::error(codes::training::WORKER_THREAD_FAILED, "cannot start the thread pool")
+            .with_field("threads", threads)
+            .with_cause(&e)
+            .into()
+    })
+}
