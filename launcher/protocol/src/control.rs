@@ -3,18 +3,18 @@
 //!
 //! Module `frame` defines how a message is encoded. The first message of each side carries
 //! [`PROTOCOL_VERSION`]. A side that receives another version ends the connection.
-mod host_network;
 mod exec;
 mod exit_status;
+mod host_network;
 mod host_plan;
 mod inventory;
 mod join;
 mod peers;
 mod supervision;
 
-pub use host_network::{is_routable, select_host_address};
 pub use exec::{EXEC_CHUNK_BYTES, EXEC_WINDOW_BYTES, ExecId, ExecReply, ExecRequest};
 pub use exit_status::ExitStatus;
+pub use host_network::{is_routable, select_host_address};
 pub use host_plan::{HostPlan, WorkerPlan};
 pub use inventory::{HostInventory, InterfaceAddress};
 pub use join::{JobKeyHash, JoinAnswer, JoinRequest};

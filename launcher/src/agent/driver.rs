@@ -368,8 +368,7 @@ impl AgentDriver {
         let mut ended = Vec::new();
         // `reap_workers` has reaped the children that have ended. Kept workers are left.
         let has_kept = !self.kept_pids.is_empty();
-        let children_left =
-            has_kept || reap_children(|_| false, |pid, status| ended.push((pid, status)));
+        let children_left = has_kept || reap_children(|_| false, |pid, status| ended.push((pid, status)));
         ended.into_iter().for_each(|(pid, status)| self.on_exec_exited(pid, status));
         let left = if children_left { kill_descendants(&self.kept_pids) } else { Vec::new() };
         let children_left = if has_kept { !left.is_empty() } else { children_left };

@@ -26,11 +26,18 @@ pub(super) struct SignalReceiver {
 /// The meaning of a signal for the controller, such as a request to stop the run.
 pub(super) enum SignalEvent {
     /// The signal requests an action of the controller's state machine, such as to save or to stop.
-    Request(ControllerInput),
+    Request(Box<ControllerInput>),
     /// SIGCHLD: child processes have ended and must be reaped.
     ChildrenEnded,
     /// A signal that `run.signals` ignores.
     Ignored,
+}
+
+impl SignalEvent {
+    /// Creates the event of a signal that requests `input` of the state machine.
+    fn request(input: ControllerInput) -> SignalEvent {
+        SignalEvent::Request(Box::new(input))
+    }
 }
 
 impl SignalReceiver {
@@ -60,12 +67,12 @@ impl SignalReceiver {
         };
         let SignalActions { usr1, usr2, term } = self.actions;
         tokio::select! {
-            _ = self.interrupt.recv() => SignalEvent::Request(ControllerInput::Stop(StopRequest::Interrupt)),
+            _ = self.interrupt.recv() => SignalEvent::request(ControllerInput::Stop(StopRequest::Interrupt)),
             _ = self.terminate.recv() => interpret_signal(term, Signal::SIGTERM),
-            _ = self.quit.recv() => SignalEvent::Request(ControllerInput::Kill),
-            _ = hangup => SignalEvent::Request(ControllerInput::Stop(StopRequest::Terminate)),
+            _ = self.quit.recv() => SignalEvent::request(ControllerInput::Kill),
+            _ = hangup => SignalEvent::request(ControllerInput::Stop(StopRequest::Terminate)),
             _ = self.usr1.recv() => match self.has_time_limit {
-                true => SignalEvent::Request(ControllerInput::Stop(StopRequest::TimeLimit)),
+                true => SignalEvent::request(ControllerInput::Stop(StopRequest::TimeLimit)),
                 false => interpret_signal(usr1, Signal::SIGUSR1),
             },
             _ = self.usr2.recv() => interpret_signal(usr2, Signal::SIGUSR2),
@@ -77,8 +84,8 @@ impl SignalReceiver {
 /// Returns the meaning of the signal `signal`, to which `run.signals` assigns the action `action`.
 fn interpret_signal(action: SignalAction, signal: Signal) -> SignalEvent {
     match action {
-        SignalAction::Save => SignalEvent::Request(ControllerInput::Save(signal as i32)),
-        SignalAction::SaveAndStop => SignalEvent::Request(ControllerInput::Stop(StopRequest::Terminate)),
+        SignalAction::Save => SignalEvent::request(ControllerInput::Save(signal as i32)),
+        SignalAction::SaveAndStop => SignalEvent::request(ControllerInput::Stop(StopRequest::Terminate)),
         SignalAction::Ignore => SignalEvent::Ignored,
     }
 }

@@ -41,9 +41,9 @@ fn traffic_takes_the_selected_network() {
     let lines = ["h0", "h1"].map(|host| hosts.run_shell(host, listening)).concat();
     assert_eq!(lines.lines().count(), 4, "{lines}");
     for line in lines.lines() {
-        let port = line.split_once(&format!("on {DATA_NETWORK}.")).and_then(|(_, rest)| {
-            rest.split_once(':')?.1.split(' ').next()?.parse::<u16>().ok()
-        });
+        let port = line
+            .split_once(&format!("on {DATA_NETWORK}."))
+            .and_then(|(_, rest)| rest.split_once(':')?.1.split(' ').next()?.parse::<u16>().ok());
         assert!(port.is_some_and(|port| PORTS.contains(&port)), "{line}");
     }
     assert_nothing_left(&hosts, &HOSTS);

@@ -192,9 +192,9 @@ impl NodeRelay {
     /// Asks node 0 to save and stop the run. If no message fits into the queue, the request follows
     /// the next message of the agent.
     fn request_stop(&mut self) {
-        let queue = self.to_controller.as_ref();
-        let sent = queue.map_or(Ok(()), |queue| queue.try_send(FromAgent::Terminating));
-        self.is_stop_unsent = matches!(sent, Err(TrySendError::Full(_)));
+        self.is_stop_unsent = self.to_controller.as_ref().is_some_and(|queue| {
+            matches!(queue.try_send(FromAgent::Terminating), Err(TrySendError::Full(_)))
+        });
     }
 
     /// Requests that the run save and stop. A second signal ends the workers of this node.

@@ -116,7 +116,7 @@ impl ControllerDriver {
                 }
             }
             LoopEvent::Line(line) => self.report.show_message(line),
-            LoopEvent::Signal(SignalEvent::Request(input)) => self.handle_input(input),
+            LoopEvent::Signal(SignalEvent::Request(input)) => self.handle_input(*input),
             LoopEvent::Signal(SignalEvent::ChildrenEnded) => _ = self.reap_children(),
             LoopEvent::Signal(SignalEvent::Ignored) => {}
             LoopEvent::Planned(planned) => self.finish_planning(planned),
