@@ -2,12 +2,15 @@
 //! without loading a library of a vendor.
 mod amd;
 mod device_tree;
+mod discovered;
 mod intel;
 mod mig_uuids;
 mod numbered_nodes;
 mod nvidia;
 #[cfg(test)]
 mod tests;
+
+pub(super) use discovered::DiscoveredAccelerators;
 
 use device_tree::DeviceTree;
 use jobspec::AcceleratorKind;
@@ -23,18 +26,6 @@ const MAX_ACCELERATORS: usize = 1024;
 /// Tecorigin and Google.
 const OTHER_DEVICES: [&str; 7] =
     ["dxg", "nvhost-gpu", "nvmap", "cambricon_dev", "mtgpu.", "tcaicard", "accel"];
-
-/// The accelerators of a machine.
-#[derive(Debug, Default, PartialEq)]
-pub(super) struct DiscoveredAccelerators {
-    /// The accelerators that this process may use. Those of one kind are in the order in which
-    /// their runtime numbers them.
-    pub(super) accelerators: Vec<Accelerator>,
-    /// The number of accelerators that permissions or a control group deny to this process.
-    pub(super) denied: u32,
-    /// Whether there are devices whose kind launch cannot select.
-    pub(super) has_other_devices: bool,
-}
 
 /// Discovers the accelerators of this machine, of each kind in the order in which their runtime
 /// numbers them. The files are read below `root`. `variable` returns environment variables of this

@@ -1,4 +1,5 @@
-//! [`PortSelection`]: the TCP ports on which launch and the built-in workers listen (`cluster.ports`).
+//! [`PortSelection`]: the TCP ports on which launch and the built-in workers listen
+//! (`cluster.ports`).
 use crate::keys::{
     text::read_text,
     value_type::{ValueType, wrong_format_error},
@@ -133,8 +134,8 @@ mod tests {
         let denied =
             PortSelection::Range(1, 5).bind(|_| Err::<(), _>(io::ErrorKind::PermissionDenied.into()));
         assert_eq!(denied.expect_err("denied").kind(), io::ErrorKind::PermissionDenied);
-        let mut all = PortSelection::Range(65_530, 65_535).candidates();
-        all.sort_unstable();
-        assert_eq!(all, (65_530..=65_535).collect::<Vec<u16>>());
+        let mut candidates = PortSelection::Range(65_530, 65_535).candidates();
+        candidates.sort_unstable();
+        assert_eq!(candidates, (65_530..=65_535).collect::<Vec<u16>>());
     }
 }

@@ -1,5 +1,5 @@
 //! [`list_amd`]: lists the GPUs of AMD.
-use super::{DiscoveredAccelerators, device_tree::DeviceTree};
+use super::{device_tree::DeviceTree, discovered::DiscoveredAccelerators};
 use jobspec::AcceleratorKind;
 use protocol::hardware::Accelerator;
 

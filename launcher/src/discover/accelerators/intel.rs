@@ -1,5 +1,5 @@
 //! [`list_xpus`]: lists the GPUs of Intel and their tiles.
-use super::{DiscoveredAccelerators, device_tree::DeviceTree};
+use super::{device_tree::DeviceTree, discovered::DiscoveredAccelerators};
 use jobspec::{AcceleratorKind, env};
 use protocol::hardware::Accelerator;
 

@@ -60,7 +60,7 @@ fn read_output(program: &str, limit: Duration) -> Option<String> {
     command.arg("-L").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).process_group(0);
     let mut child = command.spawn().ok()?;
     let output = child.stdout.take()?;
-    let (sender, receiver) = mpsc::channel();
+    let (sender, receiver) = mpsc::sync_channel(1);
     let read = move || {
         let mut text = String::new();
         let complete = output.take(MAX_OUTPUT_BYTES).read_to_string(&mut text).is_ok();

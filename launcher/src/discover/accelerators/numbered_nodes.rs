@@ -1,6 +1,6 @@
 //! Lists accelerators whose drivers create a numbered device node for each: Ascend NPUs, Gaudi
 //! HPUs and the NeuronCores of AWS.
-use super::{DiscoveredAccelerators, device_tree::DeviceTree};
+use super::{device_tree::DeviceTree, discovered::DiscoveredAccelerators};
 use jobspec::{AcceleratorKind, env};
 use protocol::hardware::Accelerator;
 

@@ -1,5 +1,5 @@
 //! [`list_nvidia`]: lists the GPUs of NVIDIA and their MIG instances.
-use super::{DiscoveredAccelerators, device_tree::DeviceTree, mig_uuids::MigUuids};
+use super::{device_tree::DeviceTree, discovered::DiscoveredAccelerators, mig_uuids::MigUuids};
 use jobspec::AcceleratorKind;
 use protocol::hardware::Accelerator;
 
