@@ -286,8 +286,9 @@ run:
     fs::write(job_dir.path("job.yaml"), job).unwrap();
     let child = job_dir.start(&[]);
     wait_for("the program runs", || job_dir.path("started").exists().then_some(()));
+    // The first process is the controller, which has a socket for `launch exec`.
     let find_sockets = || -> BTreeSet<String> {
-        list_listeners(&list_process_tree(child.id()))
+        list_listeners(&list_process_tree(child.id())[1..])
             .into_iter()
             .filter(|name| name.starts_with('@'))
             .collect()

@@ -152,9 +152,9 @@ fn reachable_hosts_pass_every_check() {
         "{listing}"
     );
     // the name of the copy is its hash, so a second check copies nothing
-    let before = hosts.run_shell("h2", "stat -c %Y%i /root/.cache/launch/bin/*");
+    let before = hosts.run_shell("h2", "stat -c %i /root/.cache/launch/bin/*");
     assert_eq!(job.run_check(&[]).0, 0);
-    assert_eq!(hosts.run_shell("h2", "stat -c %Y%i /root/.cache/launch/bin/*"), before);
+    assert_eq!(hosts.run_shell("h2", "stat -c %i /root/.cache/launch/bin/*"), before);
     let left = hosts.run_shell("h2", "sleep 0.3; ps -e -o args= | grep -c '[l]aunch/bin' || true");
     assert_eq!(left.trim(), "0", "agents are left");
 }

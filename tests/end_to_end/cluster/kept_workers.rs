@@ -52,7 +52,7 @@ fn workers_that_did_not_fail_keep_their_processes_at_every_stage() {
     for stage in 0..4 {
         let job_dir = JobDirectory::new();
         let stage_setting = format!("train.zero.stage={stage}");
-        let set = ["train.steps=60", "cluster.workers_per_host=3", &stage_setting];
+        let set = ["train.steps=150", "cluster.workers_per_host=3", &stage_setting];
         let whole = run_undisturbed(&job_dir, &set);
         let mut job = start_with_copies(&job_dir, &[&set[..], &[NO_CHECKPOINTS]].concat());
         let mut step = 0;
@@ -74,7 +74,7 @@ fn workers_that_did_not_fail_keep_their_processes_at_every_stage() {
 #[test]
 fn workers_leave_evaluations_and_saves() {
     let job_dir = JobDirectory::new();
-    let set = ["train.steps=60", "train.eval.every=2", "train.eval.files=[corpus.txt]"];
+    let set = ["train.steps=150", "train.eval.every=2", "train.eval.files=[corpus.txt]"];
     let whole = run_undisturbed(&job_dir, &set);
     let saves = ["checkpoint.every=3", "checkpoint.async=true", "checkpoint.keep=2"];
     let mut job = start_with_copies(&job_dir, &[&set[..], &saves].concat());
@@ -100,7 +100,7 @@ fn workers_leave_evaluations_and_saves() {
 #[test]
 fn a_second_kill_while_the_next_attempt_starts_changes_no_loss() {
     let job_dir = JobDirectory::new();
-    let set = ["train.steps=60", "cluster.workers_per_host=3"];
+    let set = ["train.steps=150", "cluster.workers_per_host=3"];
     let whole = run_undisturbed(&job_dir, &set);
     let mut job = start_with_copies(&job_dir, &[&set[..], &[NO_CHECKPOINTS]].concat());
     let mut step = 0;
@@ -125,7 +125,7 @@ fn a_second_kill_while_the_next_attempt_starts_changes_no_loss() {
 #[test]
 fn a_worker_that_does_not_leave_is_replaced() {
     let job_dir = JobDirectory::new();
-    let set = ["train.steps=40", "cluster.workers_per_host=3"];
+    let set = ["train.steps=150", "cluster.workers_per_host=3"];
     let whole = run_undisturbed(&job_dir, &set);
     let mut job = start_with_copies(&job_dir, &[&set[..], &[NO_CHECKPOINTS]].concat());
     job.wait_for_event("step", 5);
@@ -173,7 +173,7 @@ fn restarts_do_not_make_a_kept_worker_grow() {
 #[test]
 fn without_keep_workers_all_workers_are_started_again() {
     let job_dir = JobDirectory::new();
-    let set = ["train.steps=30"];
+    let set = ["train.steps=150"];
     let whole = run_undisturbed(&job_dir, &set);
     let mut job = start_with_copies(
         &job_dir,
@@ -193,7 +193,8 @@ fn the_workers_of_other_hosts_keep_their_processes_after_the_loss_of_a_host() {
     let test =
         "cluster::kept_workers::the_workers_of_other_hosts_keep_their_processes_after_the_loss_of_a_host";
     let Some((job_dir, hosts)) = start_hosts(test) else { return };
-    let steps = "train.steps=120";
+    // long enough for the commands of this test, which take parts of a second
+    let steps = "train.steps=600";
     let whole = run_undisturbed(&job_dir, &[steps]);
     let args = write_job(&job_dir, &hosts, "kept", TINY_JOB, ALL_HOSTS);
     let set = [
