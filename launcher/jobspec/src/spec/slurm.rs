@@ -143,7 +143,7 @@ mod tests {
     fn options_that_launch_sets_for_the_step_are_rejected() {
         let options = "slurm: {step_options: ['--container-image=a#b', '--mem-bind=local']}";
         assert_eq!(load_slurm_section(options).expect("options").step_options.len(), 2);
-        for wrong in ["--nodes=3", "--nodel=a", "--export=NONE", "-N3", "--", "--=a", "container"] {
+        for wrong in ["--nodes=3", "--nod=a", "--export=NONE", "-N3", "--", "--=a", "container"] {
             let errors =
                 load_slurm_section(&format!("slurm: {{step_options: ['{wrong}']}}")).expect_err(wrong);
             assert_eq!(errors[0].code(), codes::JOB_VALUE_FORMAT, "{wrong}");

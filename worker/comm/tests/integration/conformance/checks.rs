@@ -300,8 +300,8 @@ fn compute_number(id: u64, from: usize, to: usize, i: usize) -> u64 {
     if number.is_multiple_of(4) { 0x7ff0_0000_7f80_0001 } else { number }
 }
 
-/// Checks all-to-alls of `u64` numbers and of bytes, in which rank `from` sends `matrix[from][to]`
-/// elements to rank `to`.
+/// Checks all-to-all exchanges of `u64` numbers and of bytes, in which rank `from` sends
+/// `matrix[from][to]` elements to rank `to`.
 fn check_all_to_all_of_numbers(comm: &dyn Comm, id: u64, matrix: &[Vec<usize>]) -> Result<(), CheckFailure> {
     let me = comm.rank();
     let part = |from: usize, to: usize| (0..matrix[from][to]).map(move |i| compute_number(id, from, to, i));
