@@ -240,6 +240,25 @@ struct ControllerDriver {
     end: Option<RunEnd>,
 }
 
+/// Builds the settings of the report to the user, for a run on `hosts` hosts.
+fn build_report_config(
+    job: &JobSpec,
+    plan: &Plan,
+    options: &RunOptions,
+    hosts: usize,
+) -> report::ReportConfig {
+    report::ReportConfig {
+        json: options.json.then_some(options.schema),
+        prefix: job.run.logs.prefix,
+        detached: options.starter.is_some(),
+        shown_ranks: job.run.logs.show.iter().filter(|rank| **rank < plan.world).count(),
+        logs: plan.run_dir.join("logs"),
+        builtin: job.run.command.is_none(),
+        world: plan.world,
+        hosts,
+    }
+}
+
 impl ControllerDriver {
     /// Creates the driver of a run and starts its threads. Starts no process and writes no file.
     /// With `attach`, the driver takes over a run from a lost controller.
@@ -249,23 +268,13 @@ impl ControllerDriver {
         attach: Option<AttachOptions>,
     ) -> diagnostic::Result<Self> {
         let RunRequest { job, plan, hosts, transport, local_inventory, prepare_resume } = request;
-        let logs = plan.run_dir.join("logs");
-        let config = report::ReportConfig {
-            json: options.json.then_some(options.schema),
-            prefix: job.run.logs.prefix,
-            detached: options.starter.is_some(),
-            shown_ranks: job.run.logs.show.iter().filter(|rank| **rank < plan.world).count(),
-            logs: logs.clone(),
-            builtin: job.run.command.is_none(),
-            world: plan.world,
-            hosts: hosts.len(),
-        };
+        let config = build_report_config(&job, &plan, &options, hosts.len());
         let no_threads = |error: std::io::Error| {
             build_setup_error("cannot start the threads of the controller").with_cause(&error)
         };
         let lines = mpsc::channel(INBOX_CAPACITY);
-        let streamed_logs =
-            StreamedLogs::start(logs, job.run.logs.max_size, lines.0.clone()).map_err(no_threads)?;
+        let streamed_logs = StreamedLogs::start(config.logs.clone(), job.run.logs.max_size, lines.0.clone())
+            .map_err(no_threads)?;
         let setups = hosts.iter().map(|h| HostSetup { name: h.name.clone(), remote: !h.local });
         let identity = match &attach {
             Some(AttachOptions { key, epoch, .. }) => {

@@ -1,18 +1,12 @@
 //! Tests that workers which did not fail keep their processes when an attempt ends, and that the
 //! losses and weights are those of the undisturbed run.
 use super::{
-    memory_copies::{NO_CHECKPOINTS, check_resumes, check_weights, list_workers},
+    memory_copies::{
+        NO_CHECKPOINTS, check_resumes, check_weights, list_workers, run_undisturbed, start_with_spare_host,
+    },
     *,
 };
 use std::collections::BTreeSet;
-
-/// Runs the job undisturbed with the settings `set`. Returns its losses. The checkpoints are in the
-/// directory `undisturbed`.
-fn run_undisturbed(job_dir: &JobDirectory, set: &[&str]) -> Vec<(u64, u64, u64)> {
-    fs::create_dir_all(job_dir.path("home")).unwrap();
-    let alone = [set, &["resume.from=never", NO_CHECKPOINTS, "checkpoint.dir=undisturbed"]].concat();
-    job_dir.run(&alone).expect_success().collect_losses()
-}
 
 /// Starts the job with the settings `set`, with copies in memory. The checkpoints are in the
 /// directory `kept`.
@@ -196,16 +190,8 @@ fn the_workers_of_other_hosts_keep_their_processes_after_the_loss_of_a_host() {
     // long enough for the commands of this test, which take parts of a second
     let steps = "train.steps=600";
     let whole = run_undisturbed(&job_dir, &[steps]);
-    let args = write_job(&job_dir, &hosts, "kept", TINY_JOB, ALL_HOSTS);
-    let set = [
-        steps,
-        NO_CHECKPOINTS,
-        "checkpoint.memory.copies=1",
-        "run.restarts=3",
-        "cluster.use_hosts=3",
-        "run.min_hosts=3",
-    ];
-    let mut job = start_run(&job_dir, &args, &set);
+    let mut job =
+        start_with_spare_host(&job_dir, &hosts, "kept", &[steps, "run.restarts=3", "run.min_hosts=3"]);
     job.wait_for_event("step", 10);
     // the spare host has the last index, so the ranks of the hosts before the lost one are
     // unchanged

@@ -5,6 +5,27 @@ use super::*;
 /// The setting of a run that makes no checkpoints while it trains.
 pub(super) const NO_CHECKPOINTS: &str = "checkpoint.every=never";
 
+/// Runs the job undisturbed with the settings `set`. Returns its losses. The checkpoints are in the
+/// directory `undisturbed`.
+pub(super) fn run_undisturbed(job_dir: &JobDirectory, set: &[&str]) -> Vec<(u64, u64, u64)> {
+    fs::create_dir_all(job_dir.path("home")).unwrap();
+    let alone = [set, &["resume.from=never", NO_CHECKPOINTS, "checkpoint.dir=undisturbed"]].concat();
+    job_dir.run(&alone).expect_success().collect_losses()
+}
+
+/// Starts the tiny job on three of the four hosts, with copies in memory and one spare host. `set`
+/// are further settings.
+pub(super) fn start_with_spare_host(
+    job_dir: &JobDirectory,
+    hosts: &SimulatedHosts,
+    name: &str,
+    set: &[&str],
+) -> ActiveRun {
+    let args = write_job(job_dir, hosts, name, TINY_JOB, ALL_HOSTS);
+    let copies = [NO_CHECKPOINTS, "checkpoint.memory.copies=1", "cluster.use_hosts=3"];
+    start_run(job_dir, &args, &[&copies, set].concat())
+}
+
 /// Lists the pids of the built-in workers of the run whose controller is `controller`, in ascending
 /// order.
 pub(super) fn list_workers(controller: u32) -> Vec<i32> {
@@ -63,8 +84,7 @@ fn workers_that_are_killed_ten_times_resume_from_memory() {
     let job_dir = JobDirectory::new();
     fs::create_dir(job_dir.path("home")).unwrap();
     let steps = "train.steps=400";
-    let alone = [steps, "resume.from=never", NO_CHECKPOINTS, "checkpoint.dir=undisturbed"];
-    let whole = job_dir.run(&alone).expect_success().collect_losses();
+    let whole = run_undisturbed(&job_dir, &[steps]);
     let args = ["job.yaml", "--json"].map(str::to_owned);
     let set =
         [steps, NO_CHECKPOINTS, "checkpoint.memory.copies=0", "run.restarts=10", "checkpoint.dir=copied"];
@@ -91,18 +111,9 @@ fn hosts_that_are_lost_are_replaced_from_the_memory_of_their_peers() {
     let test = "cluster::memory_copies::hosts_that_are_lost_are_replaced_from_the_memory_of_their_peers";
     let Some((job_dir, hosts)) = start_hosts(test) else { return };
     let steps = "train.steps=150";
-    let alone = [steps, "resume.from=never", NO_CHECKPOINTS, "checkpoint.dir=undisturbed"];
-    let whole = job_dir.run(&alone).expect_success().collect_losses();
-    let args = write_job(&job_dir, &hosts, "copied", TINY_JOB, ALL_HOSTS);
-    let set = [
-        steps,
-        NO_CHECKPOINTS,
-        "checkpoint.memory.copies=1",
-        "run.restarts=2",
-        "cluster.use_hosts=3",
-        "run.min_hosts=2",
-    ];
-    let mut job = start_run(&job_dir, &args, &set);
+    let whole = run_undisturbed(&job_dir, &[steps]);
+    let mut job =
+        start_with_spare_host(&job_dir, &hosts, "copied", &[steps, "run.restarts=2", "run.min_hosts=2"]);
     job.wait_for_event("step", 10);
     hosts.run_hosts_command(&["crash", "h1"]);
     let resumed = job.wait_for_event("resume", 0);

@@ -16,6 +16,20 @@ pub(super) const fn millis(n: u64) -> Duration {
     Duration::from_millis(n)
 }
 
+/// Creates the request to bind any port for an attempt of a built-in job.
+pub(super) fn create_rendezvous_request(attempt: u32) -> RendezvousRequest {
+    RendezvousRequest {
+        attempt,
+        address: std::net::Ipv4Addr::LOCALHOST.into(),
+        port: 0,
+        store: false,
+        clients: 1,
+        allowed: Vec::new(),
+        coordinator: false,
+        ports: jobspec::PortSelection::Any,
+    }
+}
+
 /// Creates a setup with `hosts` local hosts, all of which the job needs, and without restarts.
 pub(super) fn create_setup(hosts: u32, builtin: bool) -> CoreSetup {
     let host = |n: u32| HostSetup { name: format!("n{n}"), remote: false };
@@ -109,17 +123,7 @@ impl CoreHarness {
         let worker = |i| PlannedWorker { log: format!("/run/{i}.log").into() };
         let workers = vec![(0..self.local).map(worker).collect(); self.core.members.len()];
         let attempt = self.core.attempt;
-        let address = std::net::Ipv4Addr::LOCALHOST.into();
-        let bind = RendezvousRequest {
-            attempt,
-            address,
-            port: 0,
-            store: false,
-            clients: 1,
-            allowed: Vec::new(),
-            coordinator: false,
-            ports: jobspec::PortSelection::Any,
-        };
+        let bind = create_rendezvous_request(attempt);
         let first = self.core.members.first().copied().unwrap_or(0);
         let requested = self.feed_input(ControllerInput::Planned { attempt, workers, bind: bind.clone() });
         assert_eq!(requested, [ControllerAction::Send(first, ToAgent::Bind(bind))]);

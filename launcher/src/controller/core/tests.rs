@@ -1,8 +1,8 @@
 //! Tests of the controller's state machine.
 use super::{
     harness::{
-        CoreHarness, create_setup, find_failure, find_failure_reason, find_kill_messages, find_outcome,
-        millis,
+        CoreHarness, create_rendezvous_request, create_setup, find_failure, find_failure_reason,
+        find_kill_messages, find_outcome, millis,
     },
     *,
 };
@@ -13,7 +13,7 @@ use crate::{
 };
 use diagnostic::codes::run;
 use jobspec::{ReloadValues, ids::Rank};
-use protocol::control::{HostInventory, PROTOCOL_VERSION, RendezvousRequest, WorkerAddresses};
+use protocol::control::{HostInventory, PROTOCOL_VERSION, WorkerAddresses};
 
 mod random_events;
 mod stop_requests;
@@ -325,16 +325,7 @@ fn an_attempt_without_a_plan_or_rendezvous_ends_the_run() {
     let mut harness = CoreHarness::new(1, 1, false);
     harness.send_hello(0);
     assert!(harness.tick_at(PREPARE_TIMEOUT).is_empty(), "planning may take long");
-    let bind = RendezvousRequest {
-        attempt: 0,
-        address: std::net::Ipv4Addr::LOCALHOST.into(),
-        port: 0,
-        store: false,
-        clients: 1,
-        allowed: Vec::new(),
-        coordinator: false,
-        ports: jobspec::PortSelection::Any,
-    };
+    let bind = create_rendezvous_request(0);
     let workers = vec![vec![PlannedWorker { log: "/run/0.log".into() }]];
     harness.feed_input(ControllerInput::Planned { attempt: 0, workers, bind });
     let timeout = FailureReason::Rejected { code: run::RENDEZVOUS_TIMEOUT };
