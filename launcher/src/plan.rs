@@ -104,7 +104,7 @@ fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) 
     }
     let world = world as u32;
     let threads = worker_env::parse_threads(job)?;
-    let master_address = master_address::choose_master_address(hosts, &job.cluster.interface)?;
+    let master_address = master_address::choose_master_address(hosts, &job.cluster)?;
     let run_dir = resolve_run_dir(job, run);
     let attempt_job = adapt_job_to_attempt(job, attempt);
     let on_cpus = capacities.iter().all(|capacity| capacity.accelerators.computes_on_cpus());

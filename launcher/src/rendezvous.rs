@@ -197,6 +197,15 @@ fn hold_port(address: IpAddr, port: u16) -> io::Result<(TcpListener, u16)> {
 mod tests {
     use super::*;
 
+    /// Returns the first of two free ports in a row. They are below the ports that the kernel gives to
+    /// other processes, and each test process begins its search elsewhere.
+    fn find_free_pair() -> u16 {
+        let is_free = |port: u16| TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)).is_ok();
+        let first = 22_000 + (std::process::id() % 4_000) as u16 * 2;
+        let mut pairs = (first..32_000).step_by(2).chain((22_000..first).step_by(2));
+        pairs.find(|port| is_free(*port) && is_free(port + 1)).expect("two free ports")
+    }
+
     /// Binds a rendezvous for one client at `port` of the loopback address: a store if `store` is
     /// set, and otherwise a reserved port.
     fn bind_for_one_client(port: u16, store: bool) -> diagnostic::Result<BoundRendezvous> {
@@ -224,19 +233,17 @@ mod tests {
     /// with a fixed port starts if it is taken.
     #[test]
     fn the_port_of_the_coordinator_is_held_for_rank_0() {
+        let port = find_free_pair();
         for store in [false, true] {
-            let bound = bind_for_one_client(0, store).expect("two ports");
-            let next = RendezvousRequest::coordinator_port(bound.port());
-            let is_free = || TcpListener::bind((Ipv4Addr::LOCALHOST, next)).is_ok();
+            let bound = bind_for_one_client(port, store).expect("two ports");
+            let is_free = || TcpListener::bind((Ipv4Addr::LOCALHOST, port + 1)).is_ok();
             assert!(!is_free());
             let _store = bound.hand_over_to_workers();
             assert!(is_free());
         }
-        let taken = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
-        let port = taken.local_addr().expect("an address").port();
-        if let Ok(bound) = bind_for_one_client(port - 1, false) {
-            assert!(bound.coordinator.is_none());
-        }
+        let _taken = TcpListener::bind((Ipv4Addr::LOCALHOST, port + 1)).expect("a free port");
+        let bound = bind_for_one_client(port, false).expect("the port of the rendezvous");
+        assert!(bound.coordinator.is_none());
         assert_eq!(RendezvousRequest::coordinator_port(65_535), 65_534);
     }
 
@@ -266,14 +273,7 @@ mod tests {
             };
             BoundRendezvous::bind(&request, &mpsc::channel(1).0)
         };
-        // Ports in a row may be taken by other processes.
-        let free = (0..64).find_map(|_| {
-            let held = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).ok()?;
-            let port = held.local_addr().ok()?.port();
-            let next = TcpListener::bind((Ipv4Addr::LOCALHOST, port.checked_add(1)?)).ok();
-            next.and(Some(port))
-        });
-        let port = free.expect("two ports in a row");
+        let port = find_free_pair();
         let both = bind_in(port, port + 1).expect("two ports");
         assert_eq!((both.port(), both.coordinator.is_some()), (port, true));
         let error = bind_in(port, port + 1).expect_err("both are taken");

@@ -333,7 +333,7 @@ codes! {
     }
     GPU_INDEX_UNKNOWN: Job = "gpu-index-unknown" {
         summary: "The job names a GPU that the host does not have.",
-        cause: "GPUs and other accelerators are numbered from 0 in the order of the PCI bus, among those that launch may use.",
+        cause: "GPUs and other accelerators are numbered from 0, those of NVIDIA in the order of the PCI bus, among those that launch may use.",
         remedy: "Name GPUs that exist on every host. `launch check` shows the number of GPUs of each host.",
     }
     GPU_REQUIRED: Job = "gpu-required" {

@@ -5,7 +5,7 @@ use super::{
     process::{ShellError, ShellLimits, ShellOutput, run_login_shell},
 };
 use diagnostic::{Code, Diagnostic, codes::host as codes, quantity::format_seconds};
-use jobspec::{ActivationStep, RunSpec};
+use jobspec::{ActivationStep, RunSpec, hide_secret_values};
 use protocol::control::ExitStatus;
 use std::{
     collections::BTreeMap,
@@ -293,13 +293,14 @@ fn parse_variables(text: &[u8]) -> Option<Vec<(OsString, OsString)>> {
     entries.map(parse).collect()
 }
 
-/// Returns the last lines of a script's output that are not empty, each shortened.
+/// Returns the last lines of a script's output that are not empty, each shortened. Values that look
+/// secret are hidden, because `set -x` prints them.
 fn take_last_lines(printed: &[u8]) -> Vec<String> {
     let text = String::from_utf8_lossy(printed);
     let lines: Vec<&str> = text.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
     let shorten = |line: &&str| {
         let end = (0..=line.len().min(MAX_ERROR_LINE)).rev().find(|i| line.is_char_boundary(*i)).unwrap_or(0);
-        diagnostic::terminal_text::filter_line(&line[..end])
+        hide_secret_values(&diagnostic::terminal_text::filter_line(&line[..end]))
     };
     lines[lines.len().saturating_sub(ERROR_LINES)..].iter().map(shorten).collect()
 }

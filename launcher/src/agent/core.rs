@@ -246,6 +246,8 @@ impl AgentCore {
             }
             AgentInput::Spawned { rank, pid } => self.on_spawned(now, rank, pid, false),
             AgentInput::Rejoined { rank, pid } => self.on_spawned(now, rank, pid, true),
+            // A stop request ended the preparation, such as the script of `run.activate`.
+            AgentInput::SpawnFailed { .. } if self.stop_requested && !self.preparing && !self.spawning => {}
             AgentInput::SpawnFailed { rank, diagnostic } => {
                 (self.spawning, self.preparing) = (false, false);
                 self.send_to_controller(FromAgent::Failed {

@@ -366,12 +366,14 @@ impl AgentDriver {
     fn sweep_processes(&mut self) {
         let Some(since) = self.sweep_started_at else { return };
         let mut ended = Vec::new();
-        // `reap_workers` has reaped the children that have ended. Kept workers are left.
-        let has_kept = !self.kept_pids.is_empty();
-        let children_left = has_kept || reap_children(|_| false, |pid, status| ended.push((pid, status)));
+        // `reap_workers` has reaped the children that have ended. Kept workers are left, and the exit
+        // of a process that is being started must not be lost.
+        let is_starting = self.spawner.is_busy();
+        let spares_some = is_starting || !self.kept_pids.is_empty();
+        let children_left = spares_some || reap_children(|_| false, |pid, status| ended.push((pid, status)));
         ended.into_iter().for_each(|(pid, status)| self.on_exec_exited(pid, status));
         let left = if children_left { kill_descendants(&self.kept_pids) } else { Vec::new() };
-        let children_left = if has_kept { !left.is_empty() } else { children_left };
+        let children_left = if spares_some { is_starting || !left.is_empty() } else { children_left };
         if !children_left || self.clock.now() > since + SWEEP_TIMEOUT {
             self.sweep_started_at = None;
             self.handle_input(AgentInput::Swept { left });

@@ -5,15 +5,24 @@ use crate::{
     runs::{bind_controller_socket, is_own_peer},
 };
 use protocol::control::{ExecId, ExecReply, ExecRequest};
-use std::{io, sync::Arc};
+use std::{
+    hash::{BuildHasher, RandomState},
+    io,
+    sync::Arc,
+    time::Duration,
+};
 use tokio::{
     net::UnixListener,
     sync::{Semaphore, mpsc},
     task::JoinHandle,
+    time::sleep,
 };
 
 /// The largest number of open connections. Further clients wait.
 const MAX_CONNECTIONS: usize = 64;
+/// The pause after a connection could not be accepted, for example because this process has too many
+/// open files.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// The number of messages of clients that wait for the event loop.
 const INBOX_CAPACITY: usize = 64;
 
@@ -79,13 +88,18 @@ async fn accept_clients(
     connections: mpsc::Sender<(ExecId, Outbox<ExecReply>)>,
     messages: mpsc::Sender<ClientMessage>,
 ) {
-    let (mut id, limit) = (0, Arc::new(Semaphore::new(MAX_CONNECTIONS)));
-    // An error means that this process has too many open files; the socket is not needed then.
-    while let (Ok(permit), Ok((stream, _))) = (limit.clone().acquire_owned().await, listener.accept().await) {
+    // An agent may still run commands of an earlier controller, with the numbers of its clients.
+    let mut id: ExecId = RandomState::new().hash_one("first client");
+    let limit = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    while let Ok(permit) = limit.clone().acquire_owned().await {
+        let Ok((stream, _)) = listener.accept().await else {
+            sleep(ACCEPT_PAUSE).await;
+            continue;
+        };
         if !is_own_peer(&stream) {
             continue;
         }
-        id += 1;
+        id = id.wrapping_add(1);
         let (reader, writer) = stream.into_split();
         let (outbox, outgoing) = Outbox::channel();
         if connections.send((id, outbox)).await.is_err() {

@@ -7,6 +7,7 @@ use jobspec::{
     env::{CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES},
 };
 use protocol::{control::HostInventory, hardware::Accelerator};
+use std::collections::BTreeSet;
 
 /// The largest number of entries of a variable that lists devices. Further entries are ignored.
 const MAX_LISTED: usize = 1024;
@@ -77,11 +78,11 @@ impl<'a> AcceleratorPool<'a> {
         numbers.iter().map(name).collect()
     }
 
-    /// Returns the accelerators that a variable of the host's environment lists. Like the runtimes,
-    /// ignores the first invalid entry and everything after it. Returns `None` if no variable
-    /// restricts the accelerators.
-    pub(super) fn inherited_names(&self, inventory: &HostInventory) -> Option<Vec<String>> {
-        let variable = |name: &str| find_variable(inventory, name);
+    /// Returns the accelerators that a variable of the host's environment lists, each once. Like the
+    /// runtimes, ignores the first invalid entry and everything after it. Returns `None` if no
+    /// variable restricts the accelerators.
+    pub(super) fn inherited_names(&self) -> Option<Vec<String>> {
+        let variable = |name: &str| find_variable(self.inventory, name);
         let list = match self.kind {
             // An empty list hides all devices from CUDA, but restricts no other runtime.
             AcceleratorKind::Cuda | AcceleratorKind::Mig => variable(CUDA_VISIBLE_DEVICES)?,
@@ -95,10 +96,14 @@ impl<'a> AcceleratorPool<'a> {
             _ => parse_device_list(list),
         };
         let is_present = |name: &String| {
-            // UUIDs may be unknown, and without an inventory every entry may be right.
-            self.accelerators.is_empty() || name.parse::<u32>().is_err() || self.find(name).is_some()
+            // UUIDs may be unknown, and without an inventory every entry may be right. A number never
+            // means a MIG instance, but a GPU that is not partitioned.
+            let is_checked = !self.accelerators.is_empty() && self.kind != AcceleratorKind::Mig;
+            !is_checked || name.parse::<u32>().is_err() || self.find(name).is_some()
         };
-        Some(entries.into_iter().take_while(is_present).collect())
+        let mut seen = BTreeSet::new();
+        let present = entries.into_iter().take_while(is_present);
+        Some(present.filter(|name| seen.insert(name.clone())).collect())
     }
 
     /// Returns the accelerator whose number is `name`, or whose UUID begins with `name`.
@@ -106,9 +111,12 @@ impl<'a> AcceleratorPool<'a> {
         // Level Zero writes the tile T of the GPU G as `G.T`.
         let number = name.split_once('.').map_or(name, |(gpu, _)| gpu).parse::<u32>().ok();
         let is_numbered = matches!(self.kind, AcceleratorKind::Hpu | AcceleratorKind::Neuron);
-        let by_number = |number: u32| match is_numbered && !self.is_unnamed() {
-            true => self.accelerators.iter().find(|a| a.number == Some(number)),
-            false => self.accelerators.get(number as usize),
+        let by_number = |number: u32| match self.kind {
+            AcceleratorKind::Mig => None,
+            _ if is_numbered && !self.is_unnamed() => {
+                self.accelerators.iter().find(|a| a.number == Some(number))
+            }
+            _ => self.accelerators.get(number as usize),
         };
         let has_uuid = |a: &&&Accelerator| a.uuid.as_deref().is_some_and(|u| u.starts_with(name));
         number.map_or_else(|| self.accelerators.iter().find(has_uuid), by_number).copied()
@@ -128,7 +136,7 @@ impl<'a> AcceleratorPool<'a> {
             .with_field("host", host.as_str())
             .with_field("gpu", number)
             .with_field("gpus", self.accelerators.len())
-            .with_help(format!("{unit}s count from 0, in the order of the PCI bus"))
+            .with_help(format!("{unit}s count from 0"))
     }
 
     /// Creates the error that the host has no accelerator, although `devices` requires one.

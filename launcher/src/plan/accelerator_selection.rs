@@ -7,7 +7,7 @@ use super::{
 use diagnostic::{Diagnostic, codes::host as codes, quantity::format_count};
 use jobspec::{
     AcceleratorKind, DeviceSelection, JobSpec, VisibleDevices,
-    env::{CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES},
+    env::{CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES},
 };
 use protocol::control::HostInventory;
 
@@ -59,15 +59,16 @@ pub(super) fn select_accelerators(
     if *devices == DeviceSelection::Cpu {
         return hide_accelerators(inventory);
     }
-    let Some(kind) = choose_kind(devices, inventory) else {
-        let mixed = list_kinds(inventory);
+    let kinds = list_usable_kinds(inventory, trains);
+    let Some(kind) = choose_kind(devices, &kinds, inventory) else {
+        let mixed = kinds;
         if matches!(devices, DeviceSelection::List(_)) {
             return Err(mixed_error(&mixed, inventory));
         }
         return Ok(AcceleratorSelection { mixed, has_other_devices, ..AcceleratorSelection::default() });
     };
     let pool = AcceleratorPool::new(kind, inventory);
-    let inherited = pool.inherited_names(inventory);
+    let inherited = pool.inherited_names();
     let in_bus_order = inherited.is_none() || matches!(devices, DeviceSelection::List(_));
     let (names, set_always) = match devices {
         DeviceSelection::List(listed) => (pool.list_numbered(listed, unknown)?, true),
@@ -112,13 +113,39 @@ fn hide_accelerators(inventory: &HostInventory) -> diagnostic::Result<Accelerato
     Ok(AcceleratorSelection { hidden, ..AcceleratorSelection::default() })
 }
 
-/// Chooses the kind of accelerators that the job uses on a host. If the host has several kinds, the
-/// job or an environment variable that lists devices of one kind decides. Returns `None` if nothing
-/// decides.
-fn choose_kind(devices: &DeviceSelection, inventory: &HostInventory) -> Option<AcceleratorKind> {
-    let kinds = list_kinds(inventory);
+/// Returns the kinds of accelerators of a host that the job can use, each once.
+///
+/// The built-in training uses only GPUs of NVIDIA. On a host with GPUs of NVIDIA, those of AMD are
+/// often graphics that are integrated in the CPU, so that they count only if a variable of AMD
+/// lists devices and none of NVIDIA does.
+fn list_usable_kinds(inventory: &HostInventory, trains: bool) -> Vec<AcceleratorKind> {
+    let is_nvidia = |kind: &AcceleratorKind| matches!(kind, AcceleratorKind::Cuda | AcceleratorKind::Mig);
+    let is_set = |names: &[&str]| {
+        inventory.inherited_env.iter().any(|(n, v)| names.contains(&n.as_str()) && !v.is_empty())
+    };
+    let mut kinds = list_kinds(inventory);
+    if !kinds.iter().any(is_nvidia) {
+        return kinds;
+    }
+    let prefers_amd =
+        is_set(&[HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES]) && !is_set(&[CUDA_VISIBLE_DEVICES]);
+    match prefers_amd && !trains && kinds.contains(&AcceleratorKind::Rocm) {
+        true => kinds.retain(|kind| !is_nvidia(kind)),
+        false => kinds.retain(|kind| if trains { is_nvidia(kind) } else { *kind != AcceleratorKind::Rocm }),
+    }
+    kinds
+}
+
+/// Chooses among `kinds`, the kinds of accelerators that the job can use on a host. If there are
+/// several, the job or an environment variable that lists devices of one kind decides. Returns
+/// `None` if nothing decides.
+fn choose_kind(
+    devices: &DeviceSelection,
+    kinds: &[AcceleratorKind],
+    inventory: &HostInventory,
+) -> Option<AcceleratorKind> {
     let is_listed = |kind: AcceleratorKind| {
-        AcceleratorPool::new(kind, inventory).inherited_names(inventory).is_some_and(|n| !n.is_empty())
+        AcceleratorPool::new(kind, inventory).inherited_names().is_some_and(|n| !n.is_empty())
     };
     let without_inventory = || {
         let has_rocm_variable =
@@ -128,13 +155,13 @@ fn choose_kind(devices: &DeviceSelection, inventory: &HostInventory) -> Option<A
     match devices {
         DeviceSelection::Kind(kind) => Some(*kind),
         DeviceSelection::Cuda => {
-            Some(kinds.into_iter().find(|kind| kind.is_cuda_device()).unwrap_or_else(without_inventory))
+            Some(kinds.iter().copied().find(|kind| kind.is_cuda_device()).unwrap_or_else(without_inventory))
         }
-        DeviceSelection::Auto | DeviceSelection::List(_) | DeviceSelection::Cpu => match kinds[..] {
+        DeviceSelection::Auto | DeviceSelection::List(_) | DeviceSelection::Cpu => match *kinds {
             [] => Some(without_inventory()),
             [kind] => Some(kind),
             _ => {
-                let mut listed = kinds.into_iter().filter(|kind| is_listed(*kind));
+                let mut listed = kinds.iter().copied().filter(|kind| is_listed(*kind));
                 listed.next().filter(|_| listed.next().is_none())
             }
         },
@@ -307,8 +334,8 @@ impl AcceleratorSelection {
                 "use fewer workers, or `all`",
             );
         }
-        let is_required = matches!(job.cluster.devices, DeviceSelection::Cuda | DeviceSelection::Kind(_));
-        if is_required && too_few {
+        // Workers may share GPUs of NVIDIA, as with MPS. A warning reports that.
+        if matches!(job.cluster.devices, DeviceSelection::Kind(_)) && too_few {
             let available = format_count(count, traits.unit);
             let message = format!("the job places {workers} workers on {host}, which has {available}");
             let help = "use fewer workers, or `cluster.devices: auto` if workers share them";
@@ -321,7 +348,9 @@ impl AcceleratorSelection {
             let help = format!("check `{}` on the host", traits.tool);
             return reject(codes::ACCELERATORS_UNNAMED, "cluster.devices", message, &help);
         }
-        if self.kind == AcceleratorKind::Mig && workers > 1 && !sees_one && self.workers_per_gpu == 0 {
+        let are_instances = self.kind == AcceleratorKind::Mig
+            && (self.in_bus_order || self.names.iter().any(|n| n.starts_with("MIG-")));
+        if are_instances && workers > 1 && !sees_one && self.workers_per_gpu == 0 {
             let message = format!("{workers} workers on {host} would all use its first MIG instance");
             let help = "a process uses one instance: set `run.visible_devices: one`";
             return reject(codes::MIG_INSTANCES_SHARED, "run.visible_devices", message, help);

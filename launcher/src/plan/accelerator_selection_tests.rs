@@ -273,6 +273,40 @@ fn variables_of_the_host_restrict_each_kind() {
     assert!(select_accelerators(&job_with_devices(DeviceSelection::List(vec![2])), &rocr).is_err());
 }
 
+/// Checks that GPUs of AMD next to those of NVIDIA, often graphics of the CPU, change nothing unless
+/// a variable of AMD selects them.
+#[test]
+fn gpus_of_amd_count_next_to_those_of_nvidia_only_if_they_are_listed() {
+    let select = |devices, trains: bool, inherited: &[(&str, &str)]| {
+        let mut host = build_host(AcceleratorKind::Cuda, 2, inherited);
+        host.accelerators.push(Accelerator::new(AcceleratorKind::Rocm));
+        let mut job = job_with_devices(devices);
+        if trains {
+            job.run.command = None;
+        }
+        let selection = select_accelerators(&job, &host).expect("a kind");
+        (selection.kind, selection.names)
+    };
+    let nvidia = |names: &[&str]| (AcceleratorKind::Cuda, names.iter().map(|n| (*n).to_owned()).collect());
+    assert_eq!(select(DeviceSelection::Auto, false, &[]), nvidia(&["0", "1"]));
+    assert_eq!(select(DeviceSelection::Auto, false, &[("CUDA_VISIBLE_DEVICES", "1")]), nvidia(&["1"]));
+    assert_eq!(select(DeviceSelection::List(vec![1]), true, &[("HIP_VISIBLE_DEVICES", "0")]), nvidia(&["1"]));
+    let amd = select(DeviceSelection::Auto, false, &[("HIP_VISIBLE_DEVICES", "0")]);
+    assert_eq!(amd, (AcceleratorKind::Rocm, vec!["0".to_owned()]));
+}
+
+/// Checks that the user's list is kept on a host of which one GPU is partitioned, and that a device
+/// that is listed twice counts once.
+#[test]
+fn listed_gpus_are_kept_next_to_mig_instances_and_count_once() {
+    let inherited = [("CUDA_VISIBLE_DEVICES", "0,1,2,3,2")];
+    let host = build_host(AcceleratorKind::Mig, 2, &inherited);
+    let job = job_with_devices(DeviceSelection::Auto);
+    let selection = select_accelerators(&job, &host).expect("listed");
+    assert_eq!(selection.names, ["0", "1", "2", "3"]);
+    assert!(selection.check_workers(&job, 4, &host).is_ok());
+}
+
 /// Checks that a job must choose a kind only where the kind matters.
 #[test]
 fn a_mixed_host_needs_a_choice() {

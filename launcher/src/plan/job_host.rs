@@ -1,4 +1,5 @@
 //! [`JobHost`]: a host on which workers are planned.
+use jobspec::HostSelection;
 use protocol::control::HostInventory;
 use std::net::IpAddr;
 
@@ -21,9 +22,10 @@ pub struct JobHost {
 }
 
 impl JobHost {
-    /// Returns the address at which the controller reached the host by SSH. The machine of the
-    /// controller has none: there, sshd states at which address the user reached it.
-    pub(super) fn reached_address(&self) -> Option<IpAddr> {
-        self.inventory.reached_address.filter(|_| !self.local)
+    /// Returns the address at which the controller reached the host by SSH, for the hosts that
+    /// `cluster.hosts` selects. The machine of the controller and nodes that join have none: there,
+    /// sshd states at which address the user reached them.
+    pub(super) fn reached_address(&self, hosts: &HostSelection) -> Option<IpAddr> {
+        self.inventory.reached_address.filter(|_| !self.local && *hosts != HostSelection::Join)
     }
 }

@@ -3,7 +3,7 @@
 use super::{job_host::JobHost, key_error::key_error};
 use core::net::{IpAddr, Ipv4Addr};
 use diagnostic::{Diagnostic, codes::host};
-use jobspec::InterfaceSelector;
+use jobspec::{ClusterSpec, InterfaceSelector};
 use protocol::control::select_host_address;
 
 /// Chooses the address at which every worker reaches the host of rank 0. The address is the
@@ -11,8 +11,9 @@ use protocol::control::select_host_address;
 /// are not known yet. Fails if the host has no suitable address.
 pub(super) fn choose_master_address(
     hosts: &[JobHost],
-    interface: &InterfaceSelector,
+    cluster: &ClusterSpec,
 ) -> diagnostic::Result<Option<IpAddr>> {
+    let interface = &cluster.interface;
     let Some(first) = hosts.first() else { return Ok(None) };
     if hosts.iter().all(|host| host.local) {
         return Ok(Some(Ipv4Addr::LOCALHOST.into()));
@@ -21,7 +22,7 @@ pub(super) fn choose_master_address(
     if addresses.is_empty() {
         return Ok(None);
     }
-    let best = select_host_address(interface, first.reached_address(), addresses);
+    let best = select_host_address(interface, first.reached_address(&cluster.hosts), addresses);
     let reachable = best.map(|a| a.address).filter(|ip| !ip.is_loopback());
     reachable.map(Some).ok_or_else(|| no_address_error(first, interface))
 }

@@ -428,7 +428,7 @@ fn libraries_use_the_selected_interface() {
     let hosts = [a.clone(), b.clone()];
     let named = "cluster: {interface: 10.9.0.0/16}\nrun: {command: [true]}";
     assert_eq!(interfaces(named, &hosts), ["=ib0 ib0 ib0", "=ib0b ib0b ib0b"]);
-    assert_eq!(interfaces("run: {command: [true]}", &hosts), ["- eth0 eth0", "- eth0b eth0b"]);
+    assert_eq!(interfaces("run: {command: [true]}", &hosts), ["- - -"; 2], "nothing selects one");
     assert_eq!(interfaces(named, &hosts[..1]), ["- - -"], "one host needs no network");
     let given = format!("{named}\n  env: {{GLOO_SOCKET_IFNAME: x}}")
         .replace("{command: [true]}", "\n  command: [true]");
@@ -436,7 +436,9 @@ fn libraries_use_the_selected_interface() {
     b.inventory.inherited_env = vec![("NCCL_SOCKET_IFNAME".into(), "ib".into())];
     b.inventory.reached_address = Some("10.9.0.7".parse().expect("an address"));
     assert_eq!(interfaces(named, &[a.clone(), b.clone()]), ["=ib0 ib0 ib0", "ib ib0b ib0b"]);
-    assert_eq!(interfaces("run: {command: [true]}", &[a, b]), ["- eth0 eth0", "- ib0b ib0b"]);
+    assert_eq!(interfaces("run: {command: [true]}", &[a, b.clone()]), ["- - -", "- ib0b ib0b"]);
+    let joined = "cluster: {hosts: join}\nrun: {command: [true]}";
+    assert_eq!(interfaces(joined, &[b.clone(), b]), ["- - -"; 2], "the user reached the hosts, not launch");
     let trained = "cluster: {interface: ib0}\ntrain: {data: {files: [x]}}";
     let hosts = [remote_host("a", None, 0), remote_host("b", None, 0)];
     assert_eq!(interfaces(trained, &hosts), ["=ib0 - -", "=ib0 - -"]);

@@ -121,15 +121,21 @@ fn uses_deepspeed(run: &RunSpec, inventory: &HostInventory) -> bool {
 }
 
 /// Returns the variables that select the network interface of NCCL, Gloo and TensorPipe in a job on
-/// several hosts. Values of the user or of the host replace those of launch. NCCL selects the
-/// fastest interface itself unless the job names a network.
+/// several hosts. Values of the user or of the host replace those of launch.
+///
+/// Unless the job names a network, NCCL selects the fastest interface itself, and Gloo and
+/// TensorPipe get the interface only if the controller reached the host through it. Any other
+/// interface could be one that is not connected to the other hosts, such as a bridge of containers.
 fn build_interface_defaults(job_env: &SharedEnvValues<'_>, host: &JobHost) -> Vec<(&'static str, String)> {
     let (selector, inventory) = (&job_env.job.cluster.interface, &host.inventory);
-    let selected = select_host_address(selector, host.reached_address(), &inventory.addresses);
-    let Some(selected) = selected.filter(|_| job_env.between_hosts) else { return Vec::new() };
+    let reached = host.reached_address(&job_env.job.cluster.hosts);
+    let is_named = matches!(selector, InterfaceSelector::Named(_));
+    let selected = select_host_address(selector, reached, &inventory.addresses)
+        .filter(|selected| job_env.between_hosts && (is_named || Some(selected.address) == reached));
+    let Some(selected) = selected else { return Vec::new() };
     let name = &selected.interface;
     let mut defaults = Vec::new();
-    if matches!(selector, InterfaceSelector::Named(_)) {
+    if is_named {
         // NCCL takes a name without `=` for a prefix.
         defaults.push((env::NCCL_SOCKET_IFNAME, format!("={name}")));
     }

@@ -46,13 +46,13 @@ impl TerminalSession {
         TerminalSession { child, input, chunks, text: String::new() }
     }
 
-    /// Waits until the terminal shows `text` after the text that was found before.
-    fn expect(&mut self, text: &str) {
+    /// Waits until the terminal shows `text` after the text that was found before. Returns what it
+    /// showed in between, with `text`.
+    fn expect(&mut self, text: &str) -> String {
         let began = Instant::now();
         loop {
             if let Some(position) = self.text.find(text) {
-                self.text.drain(..position + text.len());
-                return;
+                return self.text.drain(..position + text.len()).collect();
             }
             match self.chunks.recv_timeout(Duration::from_millis(100)) {
                 Ok(chunk) => self.text.push_str(&String::from_utf8_lossy(&chunk)),
@@ -91,10 +91,13 @@ rank = os.environ["RANK"]
 x = 41
 if rank == "0":
     assert sys.stdin.isatty() and sys.stdout.isatty() and sys.stderr.isatty()
+    while not os.path.exists("printed"):
+        time.sleep(0.05)
     breakpoint()
     open("resumed", "w").write(str(x))
 else:
     print("output of another rank", flush=True)
+    open("printed", "w").close()
     while not os.path.exists("resumed"):
         time.sleep(0.05)
 "#;
@@ -111,11 +114,12 @@ fn rank_0_stops_at_a_breakpoint_in_the_terminal() {
     let job_dir = create_directory();
     // The shell reads from the terminal afterwards, so it must be in the foreground again.
     let command = format!(
-        "{LAUNCH_EXECUTABLE} run --pdb --workers 2 -- python3 program.py; echo exit code $?; read line; echo got $line"
+        "stty -g > before; {LAUNCH_EXECUTABLE} run --pdb --workers 2 -- python3 program.py; echo exit code $?; \
+         stty -g > after; read line; echo got $line"
     );
     let mut terminal = TerminalSession::start(&job_dir, &command);
-    terminal.expect("(Pdb)");
-    assert!(!terminal.text.contains("output of another rank"), "{}", terminal.text);
+    let shown = terminal.expect("(Pdb)");
+    assert!(!shown.contains("output of another rank"), "{shown}");
     terminal.type_keys("p x + 1\n");
     terminal.expect("42");
     terminal.expect("(Pdb)");
@@ -131,6 +135,8 @@ fn rank_0_stops_at_a_breakpoint_in_the_terminal() {
     terminal.expect("got a line");
     let (code, _) = terminal.wait();
     assert_eq!((code, fs::read_to_string(job_dir.path("resumed")).unwrap()), (Some(0), "7".to_owned()));
+    let settings = ["before", "after"].map(|name| fs::read_to_string(job_dir.path(name)).unwrap());
+    assert_eq!(settings[0], settings[1], "the settings of the terminal");
     let log = job_dir.run_launch(&["logs", "--rank", "1"]);
     assert!(output_to_text(&log).contains("output of another rank"), "{}", output_to_text(&log));
 }

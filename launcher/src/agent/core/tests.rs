@@ -466,3 +466,18 @@ fn a_changed_job_file_reaches_the_console_and_rank_0() {
         select_worker_messages(&agent.receive_message(ToAgent::Reload { attempt: 0, values })).is_empty()
     );
 }
+
+/// Checks that the end of a script of `run.activate`, which a stop request causes, is no failure.
+#[test]
+fn a_preparation_that_a_stop_request_ends_is_no_failure() {
+    let mut core = create_core();
+    core.handle_input(ms(0), AgentInput::Controller(make_hello(PROTOCOL_VERSION)));
+    core.handle_input(ms(0), AgentInput::Controller(ToAgent::Start(Box::new(make_plan(&[false])))));
+    core.handle_input(ms(1), AgentInput::Controller(ToAgent::Stop { attempt: 0, deadline_ms: None }));
+    let diagnostic = Diagnostic::error(run::WORKER_START_FAILED, "killed by signal 9");
+    let commands = core.handle_input(ms(2), AgentInput::SpawnFailed { rank: 0, diagnostic });
+    assert!(
+        !commands.iter().any(|c| matches!(c, AgentAction::Send(FromAgent::Failed { .. }))),
+        "{commands:?}"
+    );
+}

@@ -67,6 +67,8 @@ impl AgentDriver {
         };
         let mut worker = without_replaced_defaults(worker, &plan.job.run, &environment.changes);
         worker.wrapper = Vec::new();
+        // The error of the command is not that of the worker.
+        worker.env.retain(|(name, _)| name != env::TORCHELASTIC_ERROR_FILE);
         worker.command = Some(words);
         worker.env.push((env::LAUNCH_WORKER_PID.to_owned(), pid.to_string()));
         self.spawner.begin_exec(ExecSpawnRequest { id, worker, environment, file_limit: self.file_limit });

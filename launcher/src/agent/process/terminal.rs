@@ -7,7 +7,7 @@ use nix::{
         signal::{SigSet, SigmaskHow, Signal, sigprocmask},
         termios::{SetArg, SpecialCharacterIndices, Termios, tcgetattr, tcsetattr},
     },
-    unistd::{Pid, tcgetpgrp, tcsetpgrp},
+    unistd::{Pid, getsid, tcgetpgrp, tcsetpgrp},
 };
 use std::{
     fs::{File, OpenOptions},
@@ -66,6 +66,11 @@ impl BorrowedTerminal {
 
 impl Drop for BorrowedTerminal {
     fn drop(&mut self) {
+        // An interactive shell takes the terminal back by itself when launch is killed.
+        let foreground = tcgetpgrp(&self.file);
+        if foreground.is_ok_and(|group| group != self.group && Ok(group) == getsid(None)) {
+            return;
+        }
         without_stops(|| _ = tcsetpgrp(&self.file, self.group));
         self.change_settings(&self.settings);
     }

@@ -13,12 +13,11 @@ pub(super) fn format_changes(changes: &EnvironmentChanges, host: &str) -> String
     let mut text = format!("\nchanges of the environment by run.activate on {host}:\n");
     for (mark, variables) in [('+', &changes.added), ('~', &changes.changed)] {
         for (name, value) in variables {
-            let shown = redact(name, value).replace(char::is_control, "\u{fffd}");
-            _ = writeln!(text, "  {mark} {}={shown}", to_text(name));
+            _ = writeln!(text, "  {mark} {}={}", to_line(&to_text(name)), to_line(&redact(name, value)));
         }
     }
     for name in &changes.removed {
-        _ = writeln!(text, "  - {}", to_text(name));
+        _ = writeln!(text, "  - {}", to_line(&to_text(name)));
     }
     text
 }
@@ -35,6 +34,11 @@ pub(super) fn changes_to_json(changes: &EnvironmentChanges) -> Value {
 /// Returns a name or value as printable text.
 fn to_text(text: &OsStr) -> String {
     text.to_string_lossy().into_owned()
+}
+
+/// Replaces control characters, so that the text fits into a line.
+fn to_line(text: &str) -> String {
+    text.replace(char::is_control, "\u{fffd}")
 }
 
 /// Returns the value of a variable, or a placeholder if its name looks secret.
