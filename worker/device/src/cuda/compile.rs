@@ -9,9 +9,11 @@ use super::library_search::LibrarySearchPaths;
 use std::{
     collections::HashMap,
     ffi::{CStr, CString, c_int},
+    panic::resume_unwind,
     path::PathBuf,
     ptr,
     sync::{Mutex, OnceLock, PoisonError},
+    thread::ScopedJoinHandle,
 };
 
 /// A CUDA source file that contains kernels: its name and text.
@@ -272,9 +274,29 @@ impl KernelModules {
         self.cache_error.get()
     }
 
-    /// Compiles and loads every kernel source that is not loaded yet.
+    /// Compiles and loads every kernel source that is not loaded yet. The sources are compiled in
+    /// parallel, because one after the other takes 21 s on the host of an H100.
     pub(super) fn load_all_modules(&self, gpu: &GpuContext) -> Result<()> {
-        SOURCES.iter().try_for_each(|source| self.get_or_load_module(gpu, *source).map(drop))
+        let _guard = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
+        let architecture = &gpu.properties.architecture();
+        let images = std::thread::scope(|scope| {
+            let missing = SOURCES.iter().zip(&self.modules).filter(|(_, module)| module.get().is_none());
+            let compiling: Vec<_> = missing
+                .map(|(source, module)| {
+                    (source, module, scope.spawn(|| self.load_or_compile_image(*source, architecture)))
+                })
+                .collect();
+            let join = |thread: ScopedJoinHandle<'_, _>| thread.join().unwrap_or_else(|p| resume_unwind(p));
+            compiling
+                .into_iter()
+                .map(|(source, module, thread)| (source, module, join(thread)))
+                .collect::<Vec<_>>()
+        });
+        for (source, module, image) in images {
+            let loaded = KernelModule::load(gpu, source.file, &image?)?;
+            module.get_or_init(|| loaded);
+        }
+        Ok(())
     }
 
     /// Returns the loaded kernels (module) of a source file, which is compiled and loaded first if
