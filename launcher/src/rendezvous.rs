@@ -197,8 +197,8 @@ fn hold_port(address: IpAddr, port: u16) -> io::Result<(TcpListener, u16)> {
 mod tests {
     use super::*;
 
-    /// Returns the first of two free ports in a row. They are below the ports that the kernel gives to
-    /// other processes, and each test process begins its search elsewhere.
+    /// Returns the first of two free ports in a row. They are below the ports that the kernel gives
+    /// to other processes, and each test process begins its search elsewhere.
     fn find_free_pair() -> u16 {
         let is_free = |port: u16| TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)).is_ok();
         let first = 22_000 + (std::process::id() % 4_000) as u16 * 2;

@@ -77,6 +77,8 @@ pub fn main() -> u8 {
         if let Err(error) = &result
             && session.leaves_after(error, &init)
         {
+            // The controller may keep the reason of another rank only.
+            eprint!("{}", diagnostic::render(error.diagnostic(), false));
             match session.wait_for_next_attempt(init.attempt) {
                 Ok(next) => init = next,
                 Err(error) => return error.to_worker_exit().exit_code(),
@@ -171,6 +173,7 @@ fn train_as_rank(
     let (ops, comm) = (device.ops(), device.connect_collectives(session, &job.cluster, comm)?);
 
     let samples = open_samples(samples, (session, init), train, comm.as_ref(), tokenizer)?;
+    let tokenizer = &*tokenizer;
     let mut pretrained = PretrainedModel::open(train.model.from.as_deref(), comm.as_ref())?;
     let model = ResolvedSpec::new(train, tokenizer.vocab_size())?.build_model()?;
     let parameters = model.trained_count();
@@ -228,10 +231,9 @@ fn open_samples<'a>(
     (session, init): (&AgentSession, &WorkerInit),
     train: &TrainSpec,
     comm: &dyn Comm,
-    tokenizer: &TextTokenizer,
+    tokenizer: &mut TextTokenizer,
 ) -> Result<&'a SampleSets> {
-    let is_new = opened.is_none();
-    SampleSets::open(opened, train, init, comm, tokenizer)?;
+    let is_new = SampleSets::open(opened, train, init, comm, tokenizer)?;
     let samples = opened
         .as_ref()
         .ok_or_else(|| Error::new(codes::run::INTERNAL, "this rank had no turn to open the data"))?;

@@ -402,7 +402,7 @@ impl AgentCore {
         (self.stop_requested, self.kill_requested, self.may_leave) = (false, false, false);
         self.hang_timeout = plan.job.run.hang_timeout_ms.map(Duration::from_millis);
         self.activity_at = if self.hang_timeout.is_some() { now + ACTIVITY_INTERVAL } else { Duration::MAX };
-        self.select_rejoining_workers(&plan);
+        self.select_rejoining_workers(now, &plan);
         self.workers.clear();
         self.unreported.clear();
         self.kill_at = None;

@@ -366,8 +366,8 @@ impl AgentDriver {
     fn sweep_processes(&mut self) {
         let Some(since) = self.sweep_started_at else { return };
         let mut ended = Vec::new();
-        // `reap_workers` has reaped the children that have ended. Kept workers are left, and the exit
-        // of a process that is being started must not be lost.
+        // `reap_workers` has reaped the children that have ended. Kept workers are left, and the
+        // exit of a process that is being started must not be lost.
         let is_starting = self.spawner.is_busy();
         let spares_some = is_starting || !self.kept_pids.is_empty();
         let children_left = spares_some || reap_children(|_| false, |pid, status| ended.push((pid, status)));

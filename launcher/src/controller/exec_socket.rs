@@ -20,8 +20,8 @@ use tokio::{
 
 /// The largest number of open connections. Further clients wait.
 const MAX_CONNECTIONS: usize = 64;
-/// The pause after a connection could not be accepted, for example because this process has too many
-/// open files.
+/// The pause after a connection could not be accepted, for example because this process has too
+/// many open files.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// The number of messages of clients that wait for the event loop.
 const INBOX_CAPACITY: usize = 64;

@@ -43,6 +43,11 @@ pub(crate) struct RestartHistory {
     pub(crate) last: Option<AttemptEnd>,
     /// The number of successive restarts that brought no progress.
     pub(crate) no_progress: u32,
+    /// The last step of all failed attempts; `None` before the first step of the run.
+    pub(crate) furthest_step: Option<u64>,
+    /// The number of successive attempts that neither passed `furthest_step` nor completed a
+    /// checkpoint.
+    pub(crate) without_advance: u32,
 }
 
 /// The reason why a job is not restarted.
@@ -120,6 +125,9 @@ impl RestartHistory {
             return RestartDecision::Stop(reason);
         }
         self.used += 1;
+        let advances = end.saved || end.step > self.furthest_step;
+        self.without_advance = if advances { 0 } else { self.without_advance + 1 };
+        self.furthest_step = self.furthest_step.max(end.step);
         self.no_progress = if no_progress || !self.builtin { self.no_progress + 1 } else { 0 };
         self.last = Some(end);
         RestartDecision::Restart(self.compute_restart_delay(chance))
@@ -146,9 +154,10 @@ impl RestartHistory {
     /// or lengthens it by up to the fraction [`MAX_JITTER`]. `chance` is a random number from 0 to
     /// 1 that selects the jitter.
     ///
-    /// With copies in memory, a restart that follows progress, and the next one, have no pause.
+    /// With copies in memory, a restart has no pause if one of the last two attempts passed all
+    /// steps of the earlier ones, or completed a checkpoint.
     fn compute_restart_delay(&self, chance: f64) -> Duration {
-        if self.has_memory_copies && self.no_progress <= 1 {
+        if self.has_memory_copies && self.without_advance <= 1 {
             return Duration::ZERO;
         }
         // The progress of programs is unknown, so every restart in a row counts.
@@ -263,6 +272,20 @@ mod tests {
         assert_eq!(history.decide_restart(again, 0.5), build_restart(4));
         let stop = build_stop(NoRestartReason::NoProgress { attempts: 4, step: Some(20) });
         assert_eq!(history.decide_restart(again, 0.5), stop);
+    }
+
+    #[test]
+    fn steps_that_were_reached_before_are_no_reason_to_restart_from_memory_without_a_pause() {
+        for steps in [[Some(20), None, Some(20), None, Some(20)], [22, 21, 22, 21, 22].map(Some)] {
+            let mut history = RestartHistory {
+                budget: 9,
+                builtin: true,
+                has_memory_copies: true,
+                ..RestartHistory::default()
+            };
+            let decisions = steps.map(|step| history.decide_restart(build_attempt_end(1, step, false), 0.5));
+            assert_eq!(decisions, [0, 0, 1, 1, 1].map(build_restart), "{steps:?}");
+        }
     }
 
     #[test]

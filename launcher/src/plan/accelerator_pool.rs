@@ -78,8 +78,8 @@ impl<'a> AcceleratorPool<'a> {
         numbers.iter().map(name).collect()
     }
 
-    /// Returns the accelerators that a variable of the host's environment lists, each once. Like the
-    /// runtimes, ignores the first invalid entry and everything after it. Returns `None` if no
+    /// Returns the accelerators that a variable of the host's environment lists, each once. Like
+    /// the runtimes, ignores the first invalid entry and everything after it. Returns `None` if no
     /// variable restricts the accelerators.
     pub(super) fn inherited_names(&self) -> Option<Vec<String>> {
         let variable = |name: &str| find_variable(self.inventory, name);
@@ -96,8 +96,8 @@ impl<'a> AcceleratorPool<'a> {
             _ => parse_device_list(list),
         };
         let is_present = |name: &String| {
-            // UUIDs may be unknown, and without an inventory every entry may be right. A number never
-            // means a MIG instance, but a GPU that is not partitioned.
+            // UUIDs may be unknown, and without an inventory every entry may be right. A number
+            // never means a MIG instance, but a GPU that is not partitioned.
             let is_checked = !self.accelerators.is_empty() && self.kind != AcceleratorKind::Mig;
             !is_checked || name.parse::<u32>().is_err() || self.find(name).is_some()
         };

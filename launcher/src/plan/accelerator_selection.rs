@@ -117,7 +117,7 @@ fn hide_accelerators(inventory: &HostInventory) -> diagnostic::Result<Accelerato
 ///
 /// The built-in training uses only GPUs of NVIDIA. On a host with GPUs of NVIDIA, those of AMD are
 /// often graphics that are integrated in the CPU, so that they count only if a variable of AMD
-/// lists devices and none of NVIDIA does.
+/// lists devices and no variable of NVIDIA does.
 fn list_usable_kinds(inventory: &HostInventory, trains: bool) -> Vec<AcceleratorKind> {
     let is_nvidia = |kind: &AcceleratorKind| matches!(kind, AcceleratorKind::Cuda | AcceleratorKind::Mig);
     let is_set = |names: &[&str]| {

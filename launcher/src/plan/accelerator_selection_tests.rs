@@ -273,8 +273,8 @@ fn variables_of_the_host_restrict_each_kind() {
     assert!(select_accelerators(&job_with_devices(DeviceSelection::List(vec![2])), &rocr).is_err());
 }
 
-/// Checks that GPUs of AMD next to those of NVIDIA, often graphics of the CPU, change nothing unless
-/// a variable of AMD selects them.
+/// Checks that GPUs of AMD next to those of NVIDIA, often graphics of the CPU, change nothing
+/// unless a variable of AMD selects them.
 #[test]
 fn gpus_of_amd_count_next_to_those_of_nvidia_only_if_they_are_listed() {
     let select = |devices, trains: bool, inherited: &[(&str, &str)]| {

@@ -40,7 +40,8 @@ pub(super) struct SampleSets {
 
 impl SampleSets {
     /// Opens the data on all ranks. Ranks that have opened the data in an earlier attempt use them
-    /// again, if all ranks then have the same data. Otherwise all ranks open the data again.
+    /// again, if all ranks then have the same data and the same tokenizer. Otherwise all ranks open
+    /// the tokenizer and the data again. Returns whether this rank opened the data in this call.
     ///
     /// Collective: every rank must call it.
     pub(super) fn open(
@@ -48,16 +49,20 @@ impl SampleSets {
         train: &TrainSpec,
         init: &WorkerInit,
         comm: &dyn Comm,
-        tokenizer: &TextTokenizer,
-    ) -> Result<()> {
+        tokenizer: &mut TextTokenizer,
+    ) -> Result<bool> {
+        let mut is_new = opened.is_none();
         let mut differing = SampleSets::open_in_turns(opened, train, init, comm, tokenizer)?;
         if differing.is_some() && init.attempt > 0 {
             // The files may have changed since the earlier attempt.
-            *opened = None;
+            (*opened, is_new) = (None, true);
+            let reopened = TextTokenizer::open(&train.data.tokenizer, &init.workdir);
+            let reopened = reopened.map(|new| *tokenizer = new);
+            exchange_values_without_queue(comm, reopened.map_err(|e| Diagnostic::from(e).into()))?;
             differing = SampleSets::open_in_turns(opened, train, init, comm, tokenizer)?;
         }
-        let Some(rank) = differing else { return Ok(()) };
-        let message = format!("rank {rank} found other training data than rank 0");
+        let Some(rank) = differing else { return Ok(is_new) };
+        let message = format!("rank {rank} found other training or evaluation data than rank 0");
         Err(Diagnostic::error(codes::training::DATA_DIFFERS_BETWEEN_RANKS, message)
             .with_subject("train.data.files")
             .with_field("rank", rank)
@@ -84,8 +89,12 @@ impl SampleSets {
             }
             exchange_values_without_queue(comm, result)?;
         }
-        let digest = opened.as_ref().map_or(&b""[..], |sets| sets.digest.as_bytes());
-        let digests = comm.all_gather_bytes(digest)?;
+        let mut digest = tokenizer.digest().to_vec();
+        if let Some(sets) = opened {
+            let eval = sets.eval.as_ref().map_or("", |eval| eval.data.digest());
+            digest.extend(format!("{} {eval}", sets.digest).bytes());
+        }
+        let digests = comm.all_gather_bytes(&digest)?;
         Ok(digests.iter().position(|d| *d != digests[0]))
     }
 

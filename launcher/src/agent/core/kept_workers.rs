@@ -3,7 +3,7 @@
 //! After a failure of another worker, the controller may allow built-in workers to leave the
 //! attempt instead of ending. The process of a worker that has left waits for the next attempt. It
 //! takes part in that attempt if its place in the job is unchanged, and is killed otherwise.
-use super::{AgentAction, AgentCore, GroupSignal};
+use super::{AgentAction, AgentCore, GroupSignal, WorkerState};
 use jobspec::{env, ids::Rank};
 use protocol::control::{FromAgent, HostPlan, WorkerPlan};
 use std::{collections::BTreeMap, time::Duration};
@@ -11,6 +11,10 @@ use std::{collections::BTreeMap, time::Duration};
 /// How long a worker that has left an attempt waits for the next one. The controller may wait this
 /// long for a lost host, and a host may be a spare host from now on.
 pub(super) const WAITING_LIMIT: Duration = Duration::from_secs(600);
+/// How recent the last message of a worker must be for its process to take part in the next
+/// attempt. Workers send a heartbeat every second, so an older message means that the process is
+/// stopped or its connection does not work.
+const RECENT_MESSAGE: Duration = Duration::from_secs(4);
 /// The environment variables that differ between attempts, and that built-in workers do not read.
 const VARIABLES_OF_ATTEMPT: [&str; 1] = [env::MASTER_PORT];
 
@@ -33,7 +37,8 @@ impl AgentCore {
     /// Ignores a worker that must end instead, which is killed after the grace period.
     pub(super) fn on_worker_left(&mut self, rank: Rank, attempt: u32) {
         let may_leave = self.may_leave && attempt == self.attempt;
-        let Some(worker) = self.workers.get_mut(&rank).filter(|w| may_leave && w.is_alive()) else { return };
+        let may_leave = |worker: &WorkerState| may_leave && worker.is_alive() && !worker.silence_reported;
+        let Some(worker) = self.workers.get_mut(&rank).filter(|worker| may_leave(worker)) else { return };
         worker.has_left = true;
         if let Some(pid) = worker.pid {
             self.send_to_controller(FromAgent::Left { attempt, rank, pid });
@@ -48,9 +53,13 @@ impl AgentCore {
     }
 
     /// Selects the waiting processes that take part in the attempt of `next`. Kills the others.
-    pub(super) fn select_rejoining_workers(&mut self, next: &HostPlan) {
-        let can_rejoin =
-            |rank: &Rank| self.plan.as_deref().is_some_and(|last| is_unchanged(last, next, *rank));
+    pub(super) fn select_rejoining_workers(&mut self, now: Duration, next: &HostPlan) {
+        let can_rejoin = |rank: &Rank| {
+            let worker = &self.workers[rank];
+            worker.connection_open
+                && now <= worker.last_message_at + RECENT_MESSAGE
+                && self.plan.as_deref().is_some_and(|last| is_unchanged(last, next, *rank))
+        };
         let ranks = self.waiting_ranks().into_iter().filter(can_rejoin);
         let pid_of = |rank: Rank| self.workers[&rank].pid.map(|pid| (rank, pid));
         let rejoining: BTreeMap<Rank, u32> = ranks.filter_map(pid_of).collect();

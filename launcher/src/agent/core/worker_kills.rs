@@ -53,7 +53,8 @@ impl AgentCore {
             // An initialized built-in worker exits by itself after an abort message aborts its
             // collectives.
             if worker.builtin && worker.init.is_none() {
-                self.send_to_worker(rank, ToWorker::Abort { reason: reason.clone(), keep: self.may_leave });
+                let keep = self.may_leave && !worker.silence_reported;
+                self.send_to_worker(rank, ToWorker::Abort { reason: reason.clone(), keep });
             } else {
                 self.out.push(AgentAction::Signal(rank, GroupSignal::Terminate));
             }

@@ -52,10 +52,52 @@ fn select_starts(actions: &[AgentAction]) -> (Vec<usize>, Vec<usize>) {
     (spawned.collect(), rejoined.collect())
 }
 
+/// Builds the message that a worker sends every second.
+fn build_heartbeat() -> FromWorker {
+    FromWorker::Progress { phase: WorkerPhase::Training, step: 1 }
+}
+
+#[test]
+fn waiting_workers_that_are_stopped_or_unreachable_are_replaced() {
+    let mut agent = fail_rank_1();
+    agent.now = ms(10_000);
+    agent.feed_input(AgentInput::Worker { rank: 0, message: build_heartbeat() });
+    let actions = start_next_attempt(&mut agent, |_| ());
+    assert_eq!(select_signals(&actions), [(2, GroupSignal::Kill)], "rank 2 sent nothing for 10 s");
+    assert_eq!(select_starts(&actions), (vec![1, 2], vec![0]));
+    let mut agent = fail_rank_1();
+    agent.feed_input(AgentInput::WorkerConnectionEnded { rank: 0, error: None });
+    let actions = start_next_attempt(&mut agent, |_| ());
+    assert_eq!(select_signals(&actions), [(0, GroupSignal::Kill)]);
+    assert_eq!(select_starts(&actions), (vec![0, 1], vec![2]));
+}
+
+#[test]
+fn a_worker_that_failed_by_its_silence_is_not_kept() {
+    let mut agent = start_initialized_agent();
+    agent.now = ms(20_000);
+    for rank in [0, 1] {
+        agent.feed_input(AgentInput::Worker { rank, message: build_heartbeat() });
+    }
+    agent.advance_to(ms(1) + WORKER_LEASE);
+    let actions = agent.receive_message(build_kill(Some(2000)));
+    let kept: Vec<_> = select_worker_messages(&actions)
+        .into_iter()
+        .map(|(rank, message)| (rank, matches!(message, ToWorker::Abort { keep: true, .. })))
+        .collect();
+    assert_eq!(kept, [(0, true), (1, true), (2, false)]);
+    let message = FromWorker::Left { attempt: 0 };
+    let actions = agent.feed_input(AgentInput::Worker { rank: 2, message });
+    assert!(select_controller_messages(&actions).is_empty(), "{actions:?}");
+}
+
 #[test]
 fn workers_that_left_take_part_in_the_next_attempt_and_get_its_instructions_at_once() {
     let mut agent = fail_rank_1();
     assert!(select_signals(&agent.advance_to(ms(599_999))).is_empty());
+    for rank in [0, 2] {
+        agent.feed_input(AgentInput::Worker { rank, message: build_heartbeat() });
+    }
     let actions = start_next_attempt(&mut agent, |plan| {
         plan.workers[0].env = vec![("MASTER_PORT".into(), "7".into())];
         plan.job.resume.from = jobspec::ResumeFrom::Path("/c/step-5".into());
