@@ -243,7 +243,9 @@ impl MemoryPlan<'_> {
     /// These are a chunk of logits with their gradients, the fp8 operands, and the workspace of
     /// cuDNN's attention.
     fn count_gpu_workspace_bytes(&self, b: usize, t: usize) -> u64 {
-        let logits = device::cuda::count_classifier_workspace_bytes(b * t, self.model.sizes().vocab) as u64;
+        let (sizes, dtype) = (self.model.sizes(), ParamDtypes::for_job(self.train).compute);
+        let shape = [b * t, sizes.hidden, sizes.vocab];
+        let logits = device::cuda::count_classifier_workspace_bytes(shape, dtype) as u64;
         let attention = match crate::gpu::select_attention_backend(self.train) {
             AttentionBackend::BuiltIn => 0,
             AttentionBackend::Auto | AttentionBackend::Cudnn => {

@@ -4,6 +4,7 @@ use super::backend::{Cuda, Work};
 use super::compile::CLASSIFIER;
 use super::launch::KernelArg;
 use super::matmul_operand::{MatmulOperand, matmul};
+use super::memory::DeviceMemory;
 use super::tensor_arg::{dtype_code, f32_gpu_address};
 use crate::buffer::{Dtype, View, ViewMut};
 use crate::ops::{ClassifierGrads, ClassifierOps, ClassifierShape, WriteMode};
@@ -18,17 +19,57 @@ const MIN_CHUNK_ROWS: usize = 1024;
 /// The length of each row of logits in memory is rounded up to a multiple of this number of
 /// elements. Matmuls are slow on rows that are not aligned to 16 bytes.
 const ROW_ALIGNMENT: usize = 64;
+/// Matmuls with 16-bit operands are several times slower if the size of the vocabulary is not a
+/// multiple of this number of elements (16 bytes).
+const VOCABULARY_ALIGNMENT: usize = 8;
+/// With a padded vocabulary, the number of rows of a chunk is a multiple of this number.
+const CHUNK_ROW_ALIGNMENT: usize = 128;
 
-/// Returns the number of rows whose logits are in memory at a time, for `m` rows of `v` logits in
-/// total.
-fn choose_chunk_rows(m: usize, v: usize) -> usize {
-    (MAX_CHUNK_LOGITS / v.max(1)).max(MIN_CHUNK_ROWS).min(m)
+/// How the classifier divides its work into matmuls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct ClassifierLayout {
+    /// Number of rows whose logits are in memory at a time.
+    chunk_rows: usize,
+    /// Number of elements from one row of logits to the next one.
+    stride: usize,
+    /// Number of logits per row in the matmuls: the size of the vocabulary, padded if that size is
+    /// unaligned.
+    columns: usize,
+    /// Size in bytes of the padded copy of the output matrix; 0 without a copy.
+    copy_bytes: usize,
 }
 
-/// Returns the size in bytes of the logits that are in GPU memory at a time, for `m` rows in total
-/// and a vocabulary of `v`. Memory estimates use the result.
-pub fn count_classifier_workspace_bytes(m: usize, v: usize) -> usize {
-    choose_chunk_rows(m, v) * v.next_multiple_of(ROW_ALIGNMENT) * size_of::<f32>()
+impl ClassifierLayout {
+    /// Chooses the layout for `m` rows of `d` elements in total, and a vocabulary of `v`. `dtype`
+    /// is the type of the output matrix.
+    ///
+    /// A matrix with 16-bit elements and an unaligned number of rows is copied and padded with rows
+    /// of zeros.
+    fn new([m, d, v]: [usize; 3], dtype: Dtype) -> ClassifierLayout {
+        let stride = v.next_multiple_of(ROW_ALIGNMENT);
+        let chunk_rows = (MAX_CHUNK_LOGITS / v.max(1)).max(MIN_CHUNK_ROWS).min(m);
+        if dtype == Dtype::F32 || v.is_multiple_of(VOCABULARY_ALIGNMENT) {
+            return ClassifierLayout { chunk_rows, stride, columns: v, copy_bytes: 0 };
+        }
+        // chunks of nearly equal size
+        let chunk_rows = m.div_ceil(m.div_ceil(chunk_rows.max(1)).max(1));
+        let chunk_rows = chunk_rows.next_multiple_of(CHUNK_ROW_ALIGNMENT).min(m);
+        ClassifierLayout { chunk_rows, stride, columns: stride, copy_bytes: stride * d * dtype.size() }
+    }
+
+    /// Returns the size in bytes of the logits of one chunk.
+    fn count_logits_bytes(&self) -> usize {
+        self.chunk_rows * self.stride * size_of::<f32>()
+    }
+}
+
+/// Returns the size in bytes of the scratch memory of the classifier: the logits that are in GPU
+/// memory at a time, and a padded copy of the output matrix if the classifier makes one. `m` is the
+/// number of rows in total, `d` their number of elements, `v` the size of the vocabulary, and
+/// `dtype` the type of the output matrix. Memory estimates use the result.
+pub fn count_classifier_workspace_bytes([m, d, v]: [usize; 3], dtype: Dtype) -> usize {
+    let layout = ClassifierLayout::new([m, d, v], dtype);
+    layout.count_logits_bytes() + layout.copy_bytes
 }
 
 impl ClassifierOps for Cuda {
@@ -50,11 +91,14 @@ impl ClassifierOps for Cuda {
         {
             self.clear(g.dw.reborrow());
         }
-        let (rows, stride) = (choose_chunk_rows(m, v), v.next_multiple_of(ROW_ALIGNMENT));
-        let logits = self.alloc_scratch(count_classifier_workspace_bytes(m, v));
+        let layout = ClassifierLayout::new([m, d, v], w.dtype());
+        let ClassifierLayout { chunk_rows: rows, stride, columns, .. } = layout;
+        let logits = self.alloc_scratch(layout.count_logits_bytes());
+        let (w, _padded_memory) = self.pad_output_matrix(w, d, layout);
+        let transposed_w = MatmulOperand { transposed: true, ..w };
         // The matmuls of the backward pass need operands of one type, so dlogits are rounded to the
         // type of the activations and weights. They overwrite the logits, row by row.
-        let gradient_dtype = if x.dtype() == w.dtype() { x.dtype() } else { Dtype::F32 };
+        let gradient_dtype = if x.dtype() == w.dtype { x.dtype() } else { Dtype::F32 };
         let dlogits = MatmulOperand {
             at: logits.address(),
             dtype: gradient_dtype,
@@ -72,16 +116,15 @@ impl ClassifierOps for Cuda {
             let elements = start * d..(start + count) * d;
             let x = MatmulOperand::from_rows(x.slice(elements.clone()), d);
             let f32_logits = MatmulOperand { dtype: Dtype::F32, stride, ..dlogits };
-            let sizes = [count, v, d];
-            matmul(self, f32_logits, x, MatmulOperand::from_transposed(w, d), sizes, WriteMode::Overwrite);
+            let sizes = [count, columns, d];
+            matmul(self, f32_logits, x, transposed_w, sizes, WriteMode::Overwrite);
             let (loss, labels) = (loss + (start * 4) as u64, all_labels + (start * 4) as u64);
-            let arguments: [&dyn KernelArg; 8] =
-                [&loss, &logits.address(), &labels, &v, &stride, &gradient_code, &cap, &scale];
+            let arguments: [&dyn KernelArg; 9] =
+                [&loss, &logits.address(), &labels, &v, &columns, &stride, &gradient_code, &cap, &scale];
             self.launch(CLASSIFIER, kernel, Work::RowBlocks { rows: count, width: v }, &arguments);
             let Some(g) = &grads else { continue };
             let dx = MatmulOperand::from_rows(g.dx.as_view().slice(elements), d);
-            let sizes = [count, d, v];
-            matmul(self, dx, dlogits, MatmulOperand::from_rows(w, d), sizes, WriteMode::Overwrite);
+            matmul(self, dx, dlogits, w, [count, d, columns], WriteMode::Overwrite);
             if !g.dw.is_empty() {
                 let write = if start == 0 { g.dw_write } else { WriteMode::Accumulate };
                 let (dw, dlogits) = (
@@ -89,6 +132,59 @@ impl ClassifierOps for Cuda {
                     MatmulOperand { transposed: true, ..dlogits },
                 );
                 matmul(self, dw, dlogits, x, [v, d, count], write);
+            }
+        }
+    }
+}
+
+impl Cuda {
+    /// Copies the output matrix `w`, rows of `d` elements, to scratch memory and appends rows of
+    /// zeros, if `layout` requires a copy. Returns the matrix that the matmuls read, and the memory
+    /// of the copy, which the caller must keep until the matmuls are enqueued.
+    fn pad_output_matrix(
+        &self,
+        w: View,
+        d: usize,
+        layout: ClassifierLayout,
+    ) -> (MatmulOperand, Option<DeviceMemory>) {
+        let from = MatmulOperand::from_rows(w, d);
+        if layout.copy_bytes == 0 {
+            return (from, None);
+        }
+        let memory = self.alloc_scratch(layout.copy_bytes);
+        let (at, bytes) = (memory.address(), w.len() * w.dtype().size());
+        let copy = || {
+            self.gpu.enqueue_copy(at, from.at, bytes)?;
+            self.gpu.enqueue_zero_fill(at + bytes as u64, layout.copy_bytes - bytes)
+        };
+        self.run_profiled(|| "pad the output matrix".to_owned(), copy);
+        (MatmulOperand { at, ..from }, Some(memory))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_16_bit_matrices_with_an_unaligned_vocabulary_are_padded() {
+        let gpt2 = [32 * 1024, 768, 50257];
+        let layout = ClassifierLayout::new(gpt2, Dtype::Bf16);
+        let columns = 50304;
+        let expected =
+            ClassifierLayout { chunk_rows: 4736, stride: columns, columns, copy_bytes: columns * 768 * 2 };
+        assert_eq!(layout, expected, "seven chunks, which are as large as six and a smaller one");
+        let bytes = 4736 * columns * 4 + columns * 768 * 2;
+        assert_eq!(count_classifier_workspace_bytes(gpt2, Dtype::Bf16), bytes);
+        for (v, dtype) in [(50256, Dtype::Bf16), (50257, Dtype::F32)] {
+            let layout = ClassifierLayout::new([32 * 1024, 768, v], dtype);
+            let chunk_rows = (256 << 20) / v;
+            assert_eq!(layout, ClassifierLayout { chunk_rows, stride: columns, columns: v, copy_bytes: 0 });
+        }
+        for m in [0, 1, 5, 127, 129, 1000, 1025, 5000] {
+            for v in [1, 3, 700, 50257, 400_001] {
+                let layout = ClassifierLayout::new([m, 8, v], Dtype::F16);
+                assert!(layout.chunk_rows <= m && (m == 0 || layout.chunk_rows > 0), "{m} {v}");
             }
         }
     }

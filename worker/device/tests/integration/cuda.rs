@@ -3,7 +3,10 @@
 
 use crate::{emulated_gpu, own_process::run_test_alone};
 use device::cuda::{self, CudaError, CudaLibrary, LibrarySearchPaths};
-use device::ops::{ActivationOps, EmbeddingOps, MatmulOps, VectorOps, WriteMode};
+use device::ops::{
+    ActivationOps, ClassifierGrads, ClassifierOps, ClassifierShape, EmbeddingOps, MatmulOps, VectorOps,
+    WriteMode,
+};
 use device::{Buf, Cuda, Dtype, Storage, View, conformance};
 use std::sync::OnceLock;
 
@@ -50,6 +53,47 @@ fn round_on_gpu(dtype: Dtype, values: &[f32]) -> Vec<f32> {
     let mut buf = open_shared_gpu().zeroed(dtype, values.len());
     open_shared_gpu().cast(buf.view_mut(), wide.view());
     download_as_f32(buf.view())
+}
+
+/// Checks that a classifier with an odd vocabulary runs as matmuls over a padded one, and that
+/// other vocabularies and types are not padded.
+#[test]
+fn classifier_pads_an_odd_vocabulary() {
+    let list_matmuls = |v: usize, dtype: Dtype| {
+        let cuda = Cuda::open(&library_paths(), 0, None).expect("the emulated GPU");
+        let (m, d) = (16, 8);
+        let draw = |n: usize| (0..n).map(|i| ((i * 37 % 101) as f32 - 50.0) / 64.0).collect::<Vec<f32>>();
+        let upload = |n: usize| {
+            let mut buf = cuda.zeroed(dtype, n);
+            cuda.cast(buf.view_mut(), cuda.clone_to_device((&draw(n)[..]).into()).view());
+            buf
+        };
+        let (x, w) = (upload(m * d), upload(v * d));
+        let [mut loss, mut dw] = [m, v * d].map(|n| cuda.zeroed(Dtype::F32, n));
+        let mut dx = cuda.zeroed(dtype, m * d);
+        let labels: Vec<u32> = (0..m as u32).collect();
+        let grads = ClassifierGrads {
+            dx: dx.view_mut(),
+            dw: dw.view_mut(),
+            dw_write: WriteMode::Overwrite,
+            scale: 1.0,
+        };
+        cuda.start_profiling();
+        let shape = ClassifierShape { m, d, v, softcap: Some(30.0) };
+        cuda.compute_classifier_loss(loss.view_mut(), x.view(), w.view(), &labels, shape, Some(grads));
+        let calls = cuda.stop_profiling().expect("times").into_iter().map(|entry| entry.name);
+        let mut matmuls: Vec<_> = calls.filter(|name| name.starts_with("matmul")).collect();
+        matmuls.sort();
+        assert!(cuda.clone_to_host(dw.view()).host().iter().all(|x| f32::is_finite(*x)));
+        matmuls
+    };
+    let forward = |v| format!("matmul 16 × {v} × 8 (bf16 · bf16 → f32)");
+    let input = |v| format!("matmul 16 × 8 × {v} (bf16 · bf16 → bf16)");
+    let weight = |v| format!("matmul {v} × 8 × 16 (bf16 · bf16 → f32)");
+    assert_eq!(list_matmuls(259, Dtype::Bf16), [forward(320), input(320), weight(259)]);
+    assert_eq!(list_matmuls(264, Dtype::Bf16), [forward(264), input(264), weight(264)]);
+    let unpadded = list_matmuls(259, Dtype::F32);
+    assert!(unpadded.iter().all(|name| name.contains("259")), "{unpadded:?}");
 }
 
 /// Checks that ops on empty shapes launch no kernel, because a grid without blocks is an error.

@@ -41,18 +41,21 @@ template <bool IS_CAPPED> DEVICE float compute_row_softmax(double& total, const 
 }
 
 // Overwrites the beginning of the row with the gradient of its logits. `share` is 1 / Σ e^(logit −
-// largest), and `factor` multiplies the gradient.
-template <bool IS_CAPPED> DEVICE void write_logit_gradients(Tensor to, const float* row, int v, u32 label, float cap, float largest, float share, float factor) {
-    for (int first = 0; first < v; first += 8 * (int)blockDim.x) {
+// largest), and `factor` multiplies the gradient. The gradient of padding, up to `columns`, is 0.
+template <bool IS_CAPPED> DEVICE void write_logit_gradients(Tensor to, const float* row, int v, int columns, u32 label, float cap, float largest, float share, float factor) {
+    for (int first = 0; first < columns; first += 8 * (int)blockDim.x) {
         int j = first + 8 * (int)threadIdx.x, label_index = (int)label - j;
         float x[8];
-        if (j < v) load_logits<IS_CAPPED>(x, row, j, v, cap);
+        if (j < columns) load_logits<IS_CAPPED>(x, row, j, v, cap);
         __syncthreads(); // 16-bit gradients overwrite logits that another thread has just read
-        if (j >= v) continue;
+        if (j >= columns) continue;
         FOR_EIGHT(k) {
             float slope = IS_CAPPED ? 1.0f - (x[k] / cap) * (x[k] / cap) : 1.0f;
             float d = exp_approx(x[k] - largest) * share - (k == label_index ? 1.0f : 0.0f);
             x[k] = d * (IS_CAPPED ? slope * factor : factor);
+        }
+        if (j + 8 > v) {
+            FOR_EIGHT(k) if (j + k >= v) x[k] = 0.0f;
         }
         store_aligned_8(to, j, x);
     }
@@ -60,14 +63,14 @@ template <bool IS_CAPPED> DEVICE void write_logit_gradients(Tensor to, const flo
 
 // Implements the kernels `cross_entropy` and `cross_entropy_softcapped` for one row.
 template <bool IS_CAPPED>
-DEVICE void compute_cross_entropy(float* loss, float* logits, const u32* labels, i64 v, i64 stride, i64 gradient_type, float cap, float factor) {
+DEVICE void compute_cross_entropy(float* loss, float* logits, const u32* labels, i64 v, i64 columns, i64 stride, i64 gradient_type, float cap, float factor) {
     float* row = logits + (i64)blockIdx.x * stride;
     Tensor dlogits = {row, gradient_type};
     u32 label = labels[blockIdx.x];
     if (label == IGNORE_LABEL) {
         float zeros[8] = {};
         if (threadIdx.x == 0) loss[blockIdx.x] = 0;
-        if (gradient_type >= 0) FOR_EACH_ROW_VECTOR(j, v) store_aligned_8(dlogits, j, zeros);
+        if (gradient_type >= 0) FOR_EACH_ROW_VECTOR(j, columns) store_aligned_8(dlogits, j, zeros);
         return;
     }
     double total;
@@ -77,12 +80,12 @@ DEVICE void compute_cross_entropy(float* loss, float* logits, const u32* labels,
     }
     if (gradient_type < 0) return;
     __syncthreads(); // the label's logit is overwritten below
-    write_logit_gradients<IS_CAPPED>(dlogits, row, (int)v, label, cap, largest, (float)(1.0 / total), factor);
+    write_logit_gradients<IS_CAPPED>(dlogits, row, (int)v, (int)columns, label, cap, largest, (float)(1.0 / total), factor);
 }
 
-// Computes loss[row] of rows of `stride` logits. If `gradient_type` is not negative, it is the type
-// of the gradient times `factor`, which overwrites the beginning of each row. `cap` is the softcap,
-// or 0.
-#define CROSS_ENTROPY float *loss, float *logits, const u32 *labels, i64 v, i64 stride, i64 gradient_type, float cap, float factor
-KERNEL cross_entropy(CROSS_ENTROPY) { compute_cross_entropy<false>(loss, logits, labels, v, stride, gradient_type, cap, factor); }
-KERNEL cross_entropy_softcapped(CROSS_ENTROPY) { compute_cross_entropy<true>(loss, logits, labels, v, stride, gradient_type, cap, factor); }
+// Computes loss[row] of rows of v logits, which are padded to `columns` logits in the matmuls and to
+// `stride` logits in memory. If `gradient_type` is not negative, it is the type of the gradient
+// times `factor`, which overwrites the beginning of each row. `cap` is the softcap, or 0.
+#define CROSS_ENTROPY float *loss, float *logits, const u32 *labels, i64 v, i64 columns, i64 stride, i64 gradient_type, float cap, float factor
+KERNEL cross_entropy(CROSS_ENTROPY) { compute_cross_entropy<false>(loss, logits, labels, v, columns, stride, gradient_type, cap, factor); }
+KERNEL cross_entropy_softcapped(CROSS_ENTROPY) { compute_cross_entropy<true>(loss, logits, labels, v, columns, stride, gradient_type, cap, factor); }
