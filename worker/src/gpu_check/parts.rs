@@ -25,6 +25,8 @@ pub(super) enum PartWork {
     Speed(SpeedGroup),
     /// Compares the family of operations with this number with the CPU.
     Family(usize),
+    /// Compares operations with the CPU on the realistic shape with this number.
+    Shape(usize),
     /// Compares cuDNN's attention with the CPU.
     CudnnAttention,
     /// Compares training with the CPU, for a case and a precision given by their numbers.
@@ -84,6 +86,9 @@ pub(super) fn list_parts(filter: PartFilter) -> Vec<Part> {
     }
     add("ops/cudnn".to_owned(), PartWork::CudnnAttention, 4, 60);
     if !filter.quick {
+        for (number, shape) in conformance::REALISTIC_SHAPES.iter().enumerate() {
+            add(format!("shapes/{}", to_part_name(shape)), PartWork::Shape(number), 5, 90);
+        }
         for (name, group) in SpeedGroup::OPERATIONS {
             add(format!("speed/{name}"), PartWork::Speed(group), 4, 60);
         }

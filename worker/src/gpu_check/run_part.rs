@@ -24,6 +24,9 @@ const ROUNDS: usize = 40;
 /// given.
 const QUICK_ROUNDS: usize = 2;
 
+/// The number by which `--tiny` divides the sizes of realistic shapes.
+const TINY_DIVISOR: usize = 1 << 9;
+
 /// Runs the part `name`, and sends its rows and its end to the parent process. Returns whether the
 /// part ended without an error.
 pub(super) fn run_part(name: &str, device: usize, filter: PartFilter) -> bool {
@@ -68,6 +71,15 @@ fn run_named_part(
                     Some(report) => to_row(&report),
                     None => Row::skipped(name, format!("{} has no fp8", cuda.describe_gpu())),
                 });
+            }
+            PartWork::Shape(number) => {
+                let (cuda, threads) = (open()?, std::thread::available_parallelism().map_or(1, usize::from));
+                let divisor = if filter.tiny { TINY_DIVISOR } else { 1 };
+                let report = conformance::compare_realistic_shape_with_cpu(&cuda, number, divisor, threads);
+                output.row(report.as_ref().map_or_else(
+                    || Row::skipped(conformance::REALISTIC_SHAPES[number], "the GPU has no fp8"),
+                    to_row,
+                ));
             }
             PartWork::CudnnAttention => output.row(match open_gpu_with_cudnn(device) {
                 Ok(cudnn) => to_row(&conformance::compare_cudnn_attention_with_cpu(&cudnn, 1, rounds)),

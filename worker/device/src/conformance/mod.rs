@@ -10,6 +10,7 @@ mod expert_cases;
 mod fixed_cases;
 mod fp8_cases;
 mod random_cases;
+mod realistic_cases;
 
 pub use comparison::MaxErrors;
 pub use error::ConformanceError;
@@ -84,6 +85,29 @@ pub fn compare_family_with_cpu(cuda: &Cuda, family: usize, seed: u64, rounds: us
     let matmuls = (0..rounds).map(|_| random_cases::compare_random_fp8_matmuls(backends, &mut rng));
     let rounding = std::iter::once_with(|| fp8_cases::compare_operand_rounding(backends));
     cuda.properties().has_fp8().then(|| run_family(cuda, name, matmuls.chain(rounding)))
+}
+
+/// The names of the realistic shapes that [`compare_realistic_shape_with_cpu`] compares.
+pub const REALISTIC_SHAPES: &[&str] = &realistic_cases::NAMES;
+
+/// Compares operations on a shape of real models, in bf16, with the CPU, which computes on
+/// `threads` threads. `shape` is its position in [`REALISTIC_SHAPES`]. Sizes are divided by
+/// `divisor`. Returns `None` if the GPU does not support the operations.
+pub fn compare_realistic_shape_with_cpu(
+    cuda: &Cuda,
+    shape: usize,
+    divisor: usize,
+    threads: usize,
+) -> Option<FamilyReport> {
+    let backends = Backends { cpu: Cpu::new(threads), cuda, runs: &RUN_TOLERANCES[..1] };
+    let compare = || realistic_cases::compare_case(&backends, shape, divisor);
+    let mut is_supported = true;
+    let results = std::iter::once_with(compare).filter_map(|result| {
+        is_supported = result.is_some();
+        result
+    });
+    let report = run_family(cuda, REALISTIC_SHAPES[shape], results);
+    is_supported.then_some(report)
 }
 
 /// Compares attention by cuDNN ([`Cuda::set_attention_backend`]) with attention on the CPU, on
