@@ -24,7 +24,9 @@ fn main() -> ExitCode {
 /// Converts the arguments of `launch gpu-check` to the options of its implementation.
 fn to_gpu_check_options(args: launcher::GpuCheckArgs) -> GpuCheckOptions {
     let task = match (args.run_part, args.model, args.profile) {
-        (Some(part), ..) => GpuCheckTask::RunPart(part),
+        (Some(name), ..) => {
+            GpuCheckTask::RunPart { name, launch_log: args.launch_log, rank_memory: args.rank_memory }
+        }
         (_, Some(number), _) => GpuCheckTask::MeasureModel(number),
         (.., Some(number)) => GpuCheckTask::ProfileModel(number),
         _ if args.models => GpuCheckTask::ListModels,
@@ -32,6 +34,7 @@ fn to_gpu_check_options(args: launcher::GpuCheckArgs) -> GpuCheckOptions {
         _ => GpuCheckTask::Check {
             only: args.only,
             seconds: args.seconds,
+            part_seconds: args.part_seconds,
             report: args.report,
             resume: args.resume,
         },

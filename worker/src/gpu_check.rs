@@ -4,10 +4,15 @@
 //! The check consists of parts ([`parts`]). Each part runs in a separate process of this
 //! executable, so that a hang or a crash of one part does not affect the others.
 mod check_job;
+mod curve_cases;
+mod curve_training;
 mod curves;
 mod environment;
+mod memory_file;
 mod message;
+mod nccl_ranks;
 mod op_speed;
+mod part_filter;
 mod part_process;
 mod parts;
 mod report_file;
@@ -17,7 +22,7 @@ mod table;
 mod throughput;
 mod timed_models;
 
-pub use parts::PartFilter;
+pub use part_filter::PartFilter;
 
 use parts::{PROFILES, Part, list_parts, select_parts};
 use run_part::{open_gpu, run_part};
@@ -46,6 +51,8 @@ pub enum GpuCheckTask {
         only: Vec<String>,
         /// The time for all parts together. Parts that do not fit are skipped.
         seconds: u64,
+        /// The time limit of each part. `None`: a limit that depends on the part.
+        part_seconds: Option<u64>,
         /// The JSON file to write after every part.
         report: Option<PathBuf>,
         /// The JSON file of an earlier check, whose passed parts are not repeated.
@@ -54,7 +61,14 @@ pub enum GpuCheckTask {
     /// Prints the names of the parts.
     ListParts(Vec<String>),
     /// Runs one part in this process, and sends its results to the parent process.
-    RunPart(String),
+    RunPart {
+        /// The name of the part.
+        name: String,
+        /// The file in which the launches are logged.
+        launch_log: Option<PathBuf>,
+        /// The memory that this process, as rank 1, shares with rank 0.
+        rank_memory: Option<PathBuf>,
+    },
     /// Prints, as JSON, the models whose training is timed, for `scripts/bench/compare_torch`.
     ListModels,
     /// Times the training of the model with this index, and prints the result as JSON.
@@ -73,17 +87,22 @@ pub fn run_gpu_check(options: GpuCheckOptions) -> diagnostic::Result<bool> {
     let GpuCheckOptions { device, filter, task } = options;
     let tiny = filter.tiny;
     match task {
-        GpuCheckTask::Check { only, seconds, report, resume } => {
-            let parts = select_parts(list_parts(filter), &only)?;
-            let (json, resume) = (report.as_deref(), resume.as_deref());
-            return run_parts(RunOptions { device, filter, seconds, json, resume }, &parts);
+        GpuCheckTask::Check { only, seconds, part_seconds, report, resume } => {
+            let mut parts = select_parts(list_parts(filter), &only)?;
+            for part in &mut parts {
+                part.limit_seconds = part_seconds.unwrap_or(part.limit_seconds);
+            }
+            let (report, resume) = (report.as_deref(), resume.as_deref());
+            return run_parts(RunOptions { device, filter, seconds, report, resume }, &parts);
         }
         GpuCheckTask::ListParts(only) => {
             for part in select_parts(list_parts(filter), &only)? {
                 println!("{}", part.name);
             }
         }
-        GpuCheckTask::RunPart(name) => return Ok(run_part(&name, device, filter)),
+        GpuCheckTask::RunPart { name, launch_log, rank_memory } => {
+            return run_part(&name, device, filter, launch_log.as_deref(), rank_memory.as_deref());
+        }
         GpuCheckTask::ListModels => println!("{}", describe_models(tiny)?),
         GpuCheckTask::MeasureModel(number) => {
             println!("{}", measure_model(&|| open_gpu(device), tiny, number)?);
@@ -92,7 +111,7 @@ pub fn run_gpu_check(options: GpuCheckOptions) -> diagnostic::Result<bool> {
             let name = format!("{PROFILES}/{}", find_model_by_number(tiny, number)?.part_name);
             let parts: Vec<Part> = select_parts(list_parts(filter), &[name])?;
             let seconds = parts.iter().map(|part| part.limit_seconds).sum();
-            return run_parts(RunOptions { device, filter, seconds, json: None, resume: None }, &parts);
+            return run_parts(RunOptions { device, filter, seconds, report: None, resume: None }, &parts);
         }
     }
     Ok(true)

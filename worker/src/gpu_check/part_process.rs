@@ -1,5 +1,9 @@
 //! [`PartProcess`]: the process of a part of `launch gpu-check`, with a time limit.
-use super::message::{MESSAGE_PREFIX, PartMessage};
+use super::{
+    message::{MESSAGE_PREFIX, PartMessage},
+    part_filter::PartFilter,
+};
+use jobspec::env;
 use nix::{
     sys::{
         prctl::set_pdeathsig,
@@ -12,6 +16,7 @@ use std::{
     ffi::OsString,
     io::{self, BufRead, BufReader, Read},
     os::unix::process::{CommandExt, ExitStatusExt},
+    path::PathBuf,
     process::{Child, Command, ExitStatus, Stdio},
     sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel},
     thread,
@@ -22,8 +27,9 @@ use std::{
 const LINE_QUEUE: usize = 64;
 /// The longest accepted line of output. The rest of a longer line is dropped.
 const MAX_LINE_BYTES: u64 = 4 << 20;
-/// The number of lines of other output, such as warnings of libraries, that are kept.
-const KEPT_OUTPUT_LINES: usize = 40;
+/// The number of lines of other output, such as warnings of libraries, that are kept from the start
+/// and from the end of the output.
+const KEPT_OUTPUT_LINES: usize = 30;
 /// The number of characters that are kept of each of these lines.
 const KEPT_LINE_CHARS: usize = 400;
 /// How long a killed process may take to end. A process that hangs in the driver may take longer,
@@ -41,6 +47,19 @@ pub(super) struct PartCommand {
     pub(super) variables: Vec<(&'static str, OsString)>,
 }
 
+impl PartCommand {
+    /// Creates the command line that runs the part `part`.
+    pub(super) fn new(part: &str, device: usize, filter: PartFilter) -> PartCommand {
+        let PartFilter { quick, tiny, ops_only: _ } = filter;
+        let device = device.to_string();
+        let mut arguments: Vec<OsString> =
+            ["gpu-check", "--run-part", part, "--device", &device].map(OsString::from).into();
+        arguments.extend(quick.then(|| "--quick".into()));
+        arguments.extend(tiny.then(|| "--tiny".into()));
+        PartCommand { wrapper: Vec::new(), arguments, variables: Vec::new() }
+    }
+}
+
 /// How the process of a part ended.
 #[derive(Debug)]
 pub(super) enum PartEnd {
@@ -56,7 +75,7 @@ pub(super) enum PartEnd {
 pub(super) struct PartOutcome {
     pub(super) end: PartEnd,
     pub(super) seconds: f64,
-    /// The last lines of stdout and stderr that are no messages.
+    /// The first and the last lines of stdout and stderr that are no messages.
     pub(super) output: Vec<String>,
 }
 
@@ -74,16 +93,17 @@ pub(super) fn run_part_process(
     mut on_message: impl FnMut(PartMessage),
 ) -> PartOutcome {
     let began = Instant::now();
-    let mut output = VecDeque::new();
+    let (mut first, mut last) = (Vec::new(), VecDeque::new());
     let end = match start(command) {
         Ok(mut child) => {
             let lines = read_lines(&mut child);
             let end = follow(&mut child, &lines, began + limit, limit, |line| match line {
                 PartLine::Message(message) => on_message(message),
+                PartLine::Other(text) if first.len() < KEPT_OUTPUT_LINES => first.push(text),
                 PartLine::Other(text) => {
-                    output.push_back(text);
-                    if output.len() > KEPT_OUTPUT_LINES {
-                        output.pop_front();
+                    last.push_back(text);
+                    if last.len() > KEPT_OUTPUT_LINES {
+                        last.pop_front();
                     }
                 }
             });
@@ -91,7 +111,35 @@ pub(super) fn run_part_process(
         }
         Err(error) => PartEnd::Unobserved(error),
     };
-    PartOutcome { end, seconds: began.elapsed().as_secs_f64(), output: output.into() }
+    first.extend(last);
+    PartOutcome { end, seconds: began.elapsed().as_secs_f64(), output: first }
+}
+
+/// Finds compute-sanitizer, which detects invalid accesses to GPU memory, on the PATH or in a CUDA
+/// toolkit. Returns the start of a command line.
+pub(super) fn find_sanitizer() -> Option<Vec<OsString>> {
+    let variable = |name: &str| std::env::var_os(name).unwrap_or_default();
+    let on_path = std::env::split_paths(&variable(env::PATH)).collect::<Vec<_>>();
+    let toolkits = [variable(env::CUDA_HOME).into(), PathBuf::from("/usr/local/cuda")];
+    let directories = on_path.into_iter().chain(toolkits.map(|toolkit| toolkit.join("bin")));
+    let program = directories.map(|directory| directory.join("compute-sanitizer")).find(|p| p.is_file())?;
+    // launch checks the result of every call. CUDA's libraries look up functions that an older
+    // driver lacks, which is not an error.
+    let options = ["--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "1"];
+    Some([program.into_os_string()].into_iter().chain(options.map(OsString::from)).collect())
+}
+
+/// Asks `nvidia-smi` for the clocks, temperature and power of the GPU at a PCI address. Returns its
+/// output, or the reason why there is none.
+pub(super) fn query_nvidia_smi(bus_id: &str) -> Result<String, String> {
+    const FIELDS: &str = "clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.active";
+    let output = Command::new("nvidia-smi")
+        .args(["-i", bus_id, "--format=csv,noheader", &format!("--query-gpu={FIELDS}")])
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|error| format!("nvidia-smi: {error}"))?;
+    let text = diagnostic::terminal_text::filter_line(String::from_utf8_lossy(&output.stdout).trim());
+    if output.status.success() { Ok(format!("{FIELDS}: {text}")) } else { Err(format!("nvidia-smi: {text}")) }
 }
 
 /// Starts the process of a part as the leader of a new process group. The kernel kills the process

@@ -1,12 +1,15 @@
 //! [`Part`]: a piece of `launch gpu-check` that runs in a separate process, and the list of all
 //! parts in the order in which they run: the most valuable results come first.
 use super::{
-    curves::{CURVE_PRECISIONS, CurveTransport, select_curve_cases},
+    curve_cases::{CURVE_PRECISIONS, CurveTransport, select_curve_cases},
     op_speed::SpeedGroup,
+    part_filter::PartFilter,
     timed_models::select_timed_models,
 };
 use device::conformance;
 use diagnostic::{Diagnostic, codes};
+use jobspec::env;
+use std::ffi::OsString;
 
 /// The name of the part that describes the machine. It runs first.
 pub(super) const ENVIRONMENT: &str = "environment";
@@ -52,22 +55,25 @@ pub(super) struct Part {
 }
 
 impl Part {
+    /// Returns environment variables that the process of the part needs.
+    pub(super) fn variables(&self) -> Vec<(&'static str, OsString)> {
+        match self.work {
+            PartWork::Curve { transport: CurveTransport::NcclTwoRanks, .. } => vec![
+                (env::NCCL_MULTI_RANK_GPU_ENABLE, "1".into()),
+                // A kernel of NCCL that waits for another rank must not prevent that rank from
+                // loading kernels, and must leave it multiprocessors.
+                (env::CUDA_MODULE_LOADING, "EAGER".into()),
+                (env::NCCL_MAX_CTAS, "4".into()),
+            ],
+            _ => Vec::new(),
+        }
+    }
+
     /// Returns whether `selector`, an element of `--only`, selects this part: its name or its
     /// group.
     fn is_selected_by(&self, selector: &str) -> bool {
         self.name == selector || self.name.split_once('/').is_some_and(|(group, _)| group == selector)
     }
-}
-
-/// The parts that the options `--quick`, `--tiny` and `--ops` leave out.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PartFilter {
-    /// Whether only a few shapes are compared, and nothing is timed or trained.
-    pub quick: bool,
-    /// Whether the models are very small. With `quick`, training is then included.
-    pub tiny: bool,
-    /// Whether training is left out.
-    pub ops_only: bool,
 }
 
 /// Returns the parts in the order in which they run.

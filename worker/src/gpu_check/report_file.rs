@@ -39,12 +39,47 @@ pub(super) struct PartRecord {
     /// Values that the table does not contain, by name.
     #[serde(default)]
     pub(super) details: Map<String, Value>,
-    /// The end of the output of the part's process. Empty if the part passed.
+    /// The start and the end of the output of the part's process. Empty if the part passed.
     #[serde(default)]
     pub(super) output: Vec<String>,
+    /// The last calls that the part's process enqueued on the GPU. Empty if the part passed.
+    #[serde(default)]
+    pub(super) launches: Vec<String>,
     /// The runs that followed a failure, to find its reason.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) repeats: Vec<PartRecord>,
+}
+
+impl PartRecord {
+    /// Creates the results of a part whose process has ended.
+    pub(super) fn new(
+        name: &str,
+        began_at: f64,
+        seconds: f64,
+        rows: Vec<Row>,
+        details: Map<String, Value>,
+    ) -> PartRecord {
+        let (name, result) = (name.to_owned(), summarize(&rows));
+        let (output, launches, repeats) = (Vec::new(), Vec::new(), Vec::new());
+        PartRecord { name, result, began_at, seconds, rows, details, output, launches, repeats }
+    }
+
+    /// Creates the results of a part that was skipped. `row` contains the reason.
+    pub(super) fn of_skipped_part(name: &str, at: f64, row: Row) -> PartRecord {
+        PartRecord::new(name, at, 0.0, vec![row], Map::new())
+    }
+}
+
+/// Returns the result of a part with these rows: failed if one row failed, and skipped if every row
+/// was skipped.
+fn summarize(rows: &[Row]) -> RowResult {
+    let has = |result| rows.iter().any(|row| row.result == result);
+    match () {
+        () if has(RowResult::Failed) => RowResult::Failed,
+        () if has(RowResult::Ok) => RowResult::Ok,
+        () if has(RowResult::Measured) || rows.is_empty() => RowResult::Measured,
+        () => RowResult::Skipped,
+    }
 }
 
 impl Report {

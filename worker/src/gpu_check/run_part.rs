@@ -2,19 +2,22 @@
 use super::{
     check_job::run_check,
     curves::compare_curves,
-    environment::{describe_environment, load_kernels},
+    environment::{describe_environment, load_kernels, report_used_kernels},
+    memory_file::open_memory_file,
     message::{PartMessage, PartOutput, Row, RowResult},
+    nccl_ranks::SecondRank,
     op_speed::measure_op_speed,
-    parts::{PartFilter, PartWork, list_parts, select_parts},
+    part_filter::PartFilter,
+    parts::{PartWork, list_parts, select_parts},
     throughput::{profile_model, time_model, time_save},
 };
 use crate::gpu::{collect_library_search_paths, find_kernel_cache_directory, to_unusable_gpu_error};
 use device::{
     Cuda,
     conformance::{self, FamilyReport, MaxErrors},
-    cuda::{AttentionBackend, CudaError},
+    cuda::{AttentionBackend, CudaError, log_launches_to},
 };
-use diagnostic::Diagnostic;
+use diagnostic::{Diagnostic, codes};
 use serde_json::json;
 use std::{path::Path, sync::Arc};
 
@@ -27,17 +30,30 @@ const QUICK_ROUNDS: usize = 2;
 /// The number by which `--tiny` divides the sizes of realistic shapes.
 const TINY_DIVISOR: usize = 1 << 9;
 
-/// Runs the part `name`, and sends its rows and its end to the parent process. Returns whether the
-/// part ended without an error.
-pub(super) fn run_part(name: &str, device: usize, filter: PartFilter) -> bool {
+/// Runs the part `name`, and sends its rows and its end to the parent process. Logs the launches in
+/// the file `launch_log`. With `rank_memory`, runs the part as rank 1, which shares that memory with
+/// rank 0. Returns whether the part ended without an error.
+pub(super) fn run_part(
+    name: &str,
+    device: usize,
+    filter: PartFilter,
+    launch_log: Option<&Path>,
+    rank_memory: Option<&Path>,
+) -> diagnostic::Result<bool> {
+    if let Some(path) = launch_log {
+        open_memory_file(path).and_then(|file| log_launches_to(&file)).map_err(|error| {
+            let message = format!("cannot open the launch log {}: {error}", path.display());
+            Diagnostic::error(codes::run::INTERNAL, message)
+        })?;
+    }
     let output = PartOutput;
-    let result = run_check(|| run_named_part(&output, name, device, filter));
+    let result = run_check(|| run_named_part(&output, name, device, filter, rank_memory));
     let is_ok = result.is_ok();
     output.send(&match result {
         Ok(()) => PartMessage::Done,
         Err(error) => PartMessage::Failed { error: Box::new(error) },
     });
-    is_ok
+    Ok(is_ok)
 }
 
 /// Opens GPU number `device`. An error has the category `Cluster`.
@@ -53,6 +69,7 @@ fn run_named_part(
     name: &str,
     device: usize,
     filter: PartFilter,
+    rank_memory: Option<&Path>,
 ) -> diagnostic::Result<()> {
     let open = || open_gpu(device);
     let parts = select_parts(list_parts(filter), &[name.to_owned()])?;
@@ -64,6 +81,7 @@ fn run_named_part(
             PartWork::Speed(group) => {
                 let (cuda, cudnn) = (open()?, open_gpu_with_cudnn(device));
                 measure_op_speed(output, group, &cuda, cudnn.ok().as_ref())?;
+                report_used_kernels(output, &cuda)?;
             }
             PartWork::Family(number) => {
                 let (name, cuda) = (conformance::FAMILY_NAMES[number], open()?);
@@ -80,6 +98,7 @@ fn run_named_part(
                     || Row::skipped(conformance::REALISTIC_SHAPES[number], "the GPU has no fp8"),
                     to_row,
                 ));
+                report_used_kernels(output, &cuda)?;
             }
             PartWork::CudnnAttention => output.row(match open_gpu_with_cudnn(device) {
                 Ok(cudnn) => to_row(&conformance::compare_cudnn_attention_with_cpu(&cudnn, 1, rounds)),
@@ -89,7 +108,8 @@ fn run_named_part(
                 Err(error) => return Err(error.into()),
             }),
             PartWork::Curve { case, precision, transport } => {
-                compare_curves(output, &open, filter.tiny, (case, precision), transport)?;
+                let second_rank = SecondRank { part: name, device, filter, memory: rank_memory };
+                compare_curves(output, &open, (case, precision), transport, &second_rank)?;
             }
             PartWork::Model(number) => time_model(output, &open, filter.tiny, number)?,
             PartWork::Profile(number) => profile_model(output, &open, filter.tiny, number)?,

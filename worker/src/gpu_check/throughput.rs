@@ -2,6 +2,7 @@
 //! gpu-check`.
 use super::{
     check_job::{OpenGpu, build_trainer, run_check, take_step},
+    environment::{query_clocks, report_used_kernels},
     message::{PartOutput, Row},
     timed_models::{TimedModel, find_model_by_number, select_timed_models},
 };
@@ -41,9 +42,18 @@ pub(super) fn time_model(
 ) -> diagnostic::Result<()> {
     let (timed, duration) = (find_model_by_number(tiny, number)?, select_timed_models(tiny).1);
     let Some(mut model) = warm_up_if_it_fits(output, timed, open()?)? else { return Ok(()) };
+    let before = query_clocks(&model.cuda).1;
     let measured = measure_training(&mut model, duration)?;
-    output.row(Row::measured(timed.name, measured.to_text(), measured.to_json(timed)));
-    profile_step(output, timed, &mut model, MIN_PRINTED_SHARE)
+    let (clocks, after) = query_clocks(&model.cuda);
+    output.details("clocks", json!({"before": before, "after": after}));
+    let values = [measured.to_text(), clocks].into_iter().filter(|text| !text.is_empty());
+    let values = values.collect::<Vec<_>>().join(", ");
+    output.row(Row::measured(timed.name, values, measured.to_json(timed)));
+    while let Some(notice) = model.cuda.record_step_duration(Duration::ZERO) {
+        output.row(Row::measured(format!("- {notice}"), "", Value::Null));
+    }
+    profile_step(output, timed, &mut model, MIN_PRINTED_SHARE)?;
+    report_used_kernels(output, &model.cuda)
 }
 
 /// Times each operation of a training step of model number `number`, and reports a row for each.
@@ -149,7 +159,7 @@ fn warm_up_model(timed: &TimedModel, cuda: Arc<Cuda>) -> diagnostic::Result<Warm
         cuda.enable_matmul_autotuning();
     }
     let paths = collect_library_search_paths(&[], Path::new(""));
-    // The reason why cuDNN is not usable is printed before the tables.
+    // The environment reports the reason why cuDNN is not usable.
     let _unusable = cuda.set_attention_backend(select_attention_backend(&spec), &paths)?;
     // Only models that set `cuda_graphs=true` use CUDA graphs, so the other models stay
     // comparable.

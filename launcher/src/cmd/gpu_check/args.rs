@@ -33,6 +33,9 @@ pub struct GpuCheckArgs {
     /// Time in seconds for all parts together; parts that do not fit are skipped
     #[arg(long, value_name = "N", default_value_t = 540, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     pub seconds: u64,
+    /// Time limit of each part in seconds [default: depends on the part]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    pub part_seconds: Option<u64>,
     /// Write all results to a JSON file, after every part
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
@@ -43,6 +46,12 @@ pub struct GpuCheckArgs {
     /// Run one part in this process, and print its results as messages
     #[arg(long, value_name = "PART", group = "task", hide = true)]
     pub run_part: Option<String>,
+    /// Log the launches of the part in this file
+    #[arg(long, value_name = "FILE", requires = "run_part", hide = true)]
+    pub launch_log: Option<PathBuf>,
+    /// Run the part as rank 1, which shares the memory in this file with rank 0
+    #[arg(long, value_name = "FILE", requires = "run_part", hide = true)]
+    pub rank_memory: Option<PathBuf>,
     /// Print a JSON list of the models whose training is timed
     #[arg(long, group = "task")]
     pub models: bool,
