@@ -1,7 +1,7 @@
 //! The executable `launch`. Depending on its first argument, it runs as a worker, as the sandbox
 //! process of a worker, or as the launcher.
 use std::process::ExitCode;
-use worker::{GpuCheckOptions, GpuCheckTask};
+use worker::{GpuCheckOptions, GpuCheckTask, PartFilter};
 
 /// Runs this process as a worker or as a sandbox process if the first argument is `worker` or
 /// `sandbox`, and otherwise as the launcher. Returns the exit code of the role.
@@ -23,11 +23,22 @@ fn main() -> ExitCode {
 
 /// Converts the arguments of `launch gpu-check` to the options of its implementation.
 fn to_gpu_check_options(args: launcher::GpuCheckArgs) -> GpuCheckOptions {
-    let task = match (args.models, args.model, args.profile) {
-        (true, ..) => GpuCheckTask::ListModels,
+    let task = match (args.run_part, args.model, args.profile) {
+        (Some(name), ..) => {
+            GpuCheckTask::RunPart { name, launch_log: args.launch_log, rank_memory: args.rank_memory }
+        }
         (_, Some(number), _) => GpuCheckTask::MeasureModel(number),
         (.., Some(number)) => GpuCheckTask::ProfileModel(number),
-        _ => GpuCheckTask::Check { quick: args.quick, ops_only: args.ops },
+        _ if args.models => GpuCheckTask::ListModels,
+        _ if args.list => GpuCheckTask::ListParts(args.only),
+        _ => GpuCheckTask::Check {
+            only: args.only,
+            seconds: args.seconds,
+            part_seconds: args.part_seconds,
+            report: args.report,
+            resume: args.resume,
+        },
     };
-    GpuCheckOptions { device: args.device, tiny: args.tiny, task }
+    let filter = PartFilter { quick: args.quick, tiny: args.tiny, ops_only: args.ops };
+    GpuCheckOptions { device: args.device, filter, task }
 }

@@ -38,8 +38,8 @@ const NAME_RESTRICTIONS: &[NameRestriction] = &[
         allowed_paths: &["worker/ckpt/src/save/commit.rs", "launcher/src/agent/executable_cache.rs"],
     },
     NameRestriction {
-        description: "only agent/process.rs, cluster/, detached_controller.rs, mig_uuids.rs and sandbox/ start \
-                      processes; \
+        description: "only agent/process.rs, cluster/, detached_controller.rs, mig_uuids.rs, sandbox/ and \
+                      part_process.rs start processes; \
                       original_program.rs replaces its own, and core_dumps.rs sets a limit of new ones",
         searched_paths: PRODUCT_DIRECTORIES,
         names: &["Command::new", "process::Command", "fork(", "vfork(", "posix_spawn", "execve", "execv("],
@@ -52,6 +52,7 @@ const NAME_RESTRICTIONS: &[NameRestriction] = &[
             "launcher/src/cmd/drop_in/original_program.rs",
             "launcher/src/core_dumps.rs",
             "worker/sandbox/src/sandbox_process.rs",
+            "worker/src/gpu_check/part_process.rs",
         ],
     },
     NameRestriction {
@@ -131,10 +132,13 @@ const RESTRICTION_EXCEPTIONS: &[(&str, &str, &str)] = &[
     ("worker/src/runtime/network.rs", "println!", "a worker's stdout is its log file"),
     ("worker/src/runtime.rs", "eprint!", "a worker's stderr is its log file"),
     ("worker/src/gpu_check.rs", "println!", "the results of `launch gpu-check`"),
-    ("worker/src/gpu_check.rs", "print!", "the failures in the results of `launch gpu-check`"),
-    ("worker/src/gpu_check/curves.rs", "println!", "part of `launch gpu-check`"),
-    ("worker/src/gpu_check/op_speed.rs", "println!", "part of `launch gpu-check`"),
-    ("worker/src/gpu_check/throughput.rs", "println!", "part of `launch gpu-check`"),
+    ("worker/src/gpu_check/table.rs", "println!", "the results of `launch gpu-check`"),
+    ("worker/src/gpu_check/message.rs", "println!", "stdout of a part is the stream to `launch gpu-check`"),
+    (
+        "worker/src/gpu_check/report_file.rs",
+        "rename(",
+        "the results of `launch gpu-check`, replaced atomically",
+    ),
     ("worker/src/runtime/rank_device.rs", "println!", "a worker's stdout is its log file"),
     (
         "worker/device/src/cuda/disk_cache.rs",

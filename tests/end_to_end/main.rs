@@ -16,6 +16,7 @@ mod emulated_nccl;
 mod faults;
 mod faults_ssh;
 mod gpu;
+mod gpu_check;
 mod hosts;
 mod isolation;
 mod isolation_other_users;

@@ -1,51 +1,73 @@
 //! Implements `launch gpu-check`, which compares a GPU's operations and training with the CPU and
 //! measures their speed. Needs a driver, NVRTC and cuBLASLt. `scripts/gpu-check` runs this command.
+//!
+//! The check consists of parts ([`parts`]). Each part runs in a separate process of this
+//! executable, so that a hang or a crash of one part does not affect the others.
 mod check_job;
+mod curve_cases;
+mod curve_training;
 mod curves;
+mod environment;
+mod memory_file;
+mod message;
+mod nccl_ranks;
 mod op_speed;
+mod part_filter;
+mod part_process;
+mod parts;
+mod report_file;
+mod run_part;
+mod run_parts;
+mod table;
 mod throughput;
 mod timed_models;
 
-use crate::gpu::{collect_library_search_paths, find_kernel_cache_directory, to_unusable_gpu_error};
-use check_job::{OpenGpu, run_check};
-use comm::nccl::NcclLibrary;
-use curves::compare_and_print_curves;
-use device::{
-    Cuda, conformance,
-    cuda::{self, AttentionBackend, CudaError, CudaLibrary, LibrarySearchPaths},
-};
-use diagnostic::Diagnostic;
-use op_speed::measure_and_print_op_speed;
-use std::{path::Path, sync::Arc, time::Instant};
-use throughput::{measure_and_print_speed, measure_model, profile_model};
-use timed_models::describe_models;
+pub use part_filter::PartFilter;
 
-/// The number of random shapes with which each family of operations is compared.
-const ROUNDS: usize = 40;
-/// The number of random shapes with which each family of operations is compared if `--quick` is
-/// given.
-const QUICK_ROUNDS: usize = 2;
+use parts::{PROFILES, Part, list_parts, select_parts};
+use run_part::{open_gpu, run_part};
+use run_parts::{RunOptions, run_parts};
+use std::path::PathBuf;
+use throughput::measure_model;
+use timed_models::{describe_models, find_model_by_number};
+
 /// The options of `launch gpu-check`.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct GpuCheckOptions {
     /// The index of the GPU.
     pub device: usize,
-    /// Whether the models have few parameters, for slow GPUs.
-    pub tiny: bool,
+    /// The parts that are left out.
+    pub filter: PartFilter,
     /// The work to do.
     pub task: GpuCheckTask,
 }
 
 /// The work that `launch gpu-check` does.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub enum GpuCheckTask {
     /// Compares operations and training with the CPU, and measures their speed.
     Check {
-        /// Whether to compare only a few shapes and time no operation. Training is skipped unless
-        /// [`GpuCheckOptions::tiny`] is set.
-        quick: bool,
-        /// Whether to skip the training checks.
-        ops_only: bool,
+        /// The parts or groups of parts to run. Empty: all.
+        only: Vec<String>,
+        /// The time for all parts together. Parts that do not fit are skipped.
+        seconds: u64,
+        /// The time limit of each part. `None`: a limit that depends on the part.
+        part_seconds: Option<u64>,
+        /// The JSON file to write after every part.
+        report: Option<PathBuf>,
+        /// The JSON file of an earlier check, whose passed parts are not repeated.
+        resume: Option<PathBuf>,
+    },
+    /// Prints the names of the parts.
+    ListParts(Vec<String>),
+    /// Runs one part in this process, and sends its results to the parent process.
+    RunPart {
+        /// The name of the part.
+        name: String,
+        /// The file in which the launches are logged.
+        launch_log: Option<PathBuf>,
+        /// The memory that this process, as rank 1, shares with rank 0.
+        rank_memory: Option<PathBuf>,
     },
     /// Prints, as JSON, the models whose training is timed, for `scripts/bench/compare_torch`.
     ListModels,
@@ -60,122 +82,37 @@ pub enum GpuCheckTask {
 ///
 /// # Errors
 ///
-/// Fails with the category `Cluster` if the GPU or a library is not usable, and with the category
-/// `Failed` if an operation of a check fails.
+/// Fails with the category `Cluster` if the GPU or a library is not usable.
 pub fn run_gpu_check(options: GpuCheckOptions) -> diagnostic::Result<bool> {
-    let GpuCheckOptions { device, tiny, task } = options;
-    let open = || {
-        Cuda::open(&collect_library_search_paths(&[], Path::new("")), device, find_kernel_cache_directory())
-            .map(Arc::new)
-            .map_err(to_unusable_gpu_error)
-    };
+    let GpuCheckOptions { device, filter, task } = options;
+    let tiny = filter.tiny;
     match task {
-        GpuCheckTask::Check { quick, ops_only } => {
-            let cuda = open()?;
-            return run_check(|| run_and_print_checks(&cuda, options, quick, ops_only, &open));
+        GpuCheckTask::Check { only, seconds, part_seconds, report, resume } => {
+            let mut parts = select_parts(list_parts(filter), &only)?;
+            for part in &mut parts {
+                part.limit_seconds = part_seconds.unwrap_or(part.limit_seconds);
+            }
+            let (report, resume) = (report.as_deref(), resume.as_deref());
+            return run_parts(RunOptions { device, filter, seconds, report, resume }, &parts);
+        }
+        GpuCheckTask::ListParts(only) => {
+            for part in select_parts(list_parts(filter), &only)? {
+                println!("{}", part.name);
+            }
+        }
+        GpuCheckTask::RunPart { name, launch_log, rank_memory } => {
+            return run_part(&name, device, filter, launch_log.as_deref(), rank_memory.as_deref());
         }
         GpuCheckTask::ListModels => println!("{}", describe_models(tiny)?),
-        GpuCheckTask::MeasureModel(number) => println!("{}", measure_model(&open, tiny, number)?),
-        GpuCheckTask::ProfileModel(number) => profile_model(&open, tiny, number)?,
+        GpuCheckTask::MeasureModel(number) => {
+            println!("{}", measure_model(&|| open_gpu(device), tiny, number)?);
+        }
+        GpuCheckTask::ProfileModel(number) => {
+            let name = format!("{PROFILES}/{}", find_model_by_number(tiny, number)?.part_name);
+            let parts: Vec<Part> = select_parts(list_parts(filter), &[name])?;
+            let seconds = parts.iter().map(|part| part.limit_seconds).sum();
+            return run_parts(RunOptions { device, filter, seconds, report: None, resume: None }, &parts);
+        }
     }
     Ok(true)
-}
-
-/// Checks and times the GPU according to `options`, and prints the results as tables. Returns
-/// whether every result agrees with the CPU.
-fn run_and_print_checks(
-    cuda: &Cuda,
-    options: GpuCheckOptions,
-    quick: bool,
-    ops_only: bool,
-    open: OpenGpu,
-) -> diagnostic::Result<bool> {
-    let paths = collect_library_search_paths(&[], Path::new(""));
-    print_properties(cuda)?;
-    let nccl = NcclLibrary::open(&paths.list_directories(CudaLibrary::Nccl));
-    match &nccl {
-        Ok(nccl) => println!("{}", nccl.describe()),
-        Err(e) => println!("NCCL is not available: {e}"),
-    }
-    let cudnn = open_with_cudnn(&paths, options.device)?;
-    let began = Instant::now();
-    cuda.load_kernels()?;
-    println!("kernels loaded in {:.2} s\n", began.elapsed().as_secs_f64());
-    if let Some(why) = cuda.kernel_cache_error() {
-        println!("compiled kernels are not cached: {why}\n");
-    }
-    let tiny = options.tiny;
-    let agrees = compare_and_print_ops(cuda, cudnn.as_ref(), if quick { QUICK_ROUNDS } else { ROUNDS });
-    if agrees && !quick {
-        measure_and_print_op_speed(cuda, cudnn.as_ref())?;
-    }
-    drop(cudnn);
-    if ops_only || (quick && !tiny) {
-        return Ok(agrees);
-    }
-    let has_fp8 = cuda.properties().has_fp8();
-    let agrees = agrees && compare_and_print_curves(open, nccl.as_ref().ok(), tiny, has_fp8);
-    if agrees && (!quick || tiny) {
-        measure_and_print_speed(open, tiny);
-    }
-    Ok(agrees)
-}
-
-/// Prints the GPU's name, its memory, and the versions of its libraries.
-fn print_properties(cuda: &Cuda) -> Result<(), CudaError> {
-    let (gpu, libraries) = (cuda.properties(), cuda.loaded_libraries());
-    let (free, total) = cuda.query_memory_info()?;
-    let gib = |bytes: usize| bytes as f64 / f64::from(1 << 30);
-    println!("GPU {}: {}, {} multiprocessors", gpu.index, cuda.describe_gpu(), gpu.multiprocessor_count);
-    println!("memory: {:.1} of {:.1} GiB free", gib(free), gib(total));
-    println!(
-        "driver: CUDA {}.{} ({})",
-        gpu.driver_version.0,
-        gpu.driver_version.1,
-        gpu.driver_path.display()
-    );
-    let ((major, minor), path) = libraries.nvrtc;
-    println!("NVRTC {major}.{minor} ({})", path.display());
-    println!("cuBLASLt {} ({})", libraries.cublas_lt.0, libraries.cublas_lt.1.display());
-    Ok(())
-}
-
-/// Opens the GPU with cuDNN for attention, or returns `None` if cuDNN is not available. Prints the
-/// version of cuDNN, or why it is not available.
-fn open_with_cudnn(paths: &LibrarySearchPaths, device: usize) -> Result<Option<Cuda>, CudaError> {
-    let cudnn = cuda::query_library_versions(paths).into_iter().find(|(name, _)| *name == "cuDNN");
-    match cudnn.map(|(_, found)| found) {
-        Some(Ok((version, path))) => println!("cuDNN {version} ({})", path.display()),
-        Some(Err(e)) => {
-            println!("cuDNN is not available: {e}");
-            return Ok(None);
-        }
-        None => return Ok(None),
-    }
-    let cuda = Cuda::open(paths, device, find_kernel_cache_directory())?;
-    cuda.set_attention_backend(AttentionBackend::Cudnn, paths)?;
-    Ok(Some(cuda))
-}
-
-/// Compares every operation on the GPU with the CPU as the reference and prints a table of the
-/// errors. Returns whether all operations agree.
-fn compare_and_print_ops(cuda: &Cuda, cudnn: Option<&Cuda>, rounds: usize) -> bool {
-    println!("| operation, compared with the CPU | shapes | f32 error | bf16 error | f16 error | result |");
-    println!("|---|---|---|---|---|---|");
-    let mut reports = conformance::compare_ops_with_cpu(cuda, 1, rounds);
-    reports.extend(cudnn.map(|cuda| conformance::compare_cudnn_attention_with_cpu(cuda, 1, rounds)));
-    for report in &reports {
-        let conformance::MaxErrors { f32, bf16, f16 } = report.max_errors;
-        let result = if report.failure.is_some() { "FAILED" } else { "ok" };
-        println!("| {} | {} | {f32:.1e} | {bf16:.1e} | {f16:.1e} | {result} |", report.family, report.cases);
-    }
-    println!();
-    for report in &reports {
-        if let Some(failure) = &report.failure {
-            let diagnostic = Diagnostic::from(failure.clone());
-            let message = format!("{}: {}", report.family, diagnostic.message());
-            print!("{}", diagnostic::render(&diagnostic.with_message(message), false));
-        }
-    }
-    reports.iter().all(|report| report.failure.is_none())
 }

@@ -23,6 +23,6 @@ pub mod untrusted;
 pub mod zero;
 
 pub use data::{SANDBOX_ROLE, run_sandbox};
-pub use gpu_check::{GpuCheckOptions, GpuCheckTask, run_gpu_check};
+pub use gpu_check::{GpuCheckOptions, GpuCheckTask, PartFilter, run_gpu_check};
 pub use preflight::TrainPreflight;
 pub use runtime::main;

@@ -40,6 +40,14 @@ pub const TORCHELASTIC_ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
 /// Set for built-in workers that share a GPU and use NCCL: permits several ranks on one GPU. NCCL
 /// supports this from version 2.30 on.
 pub const NCCL_MULTI_RANK_GPU_ENABLE: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
+/// Set for parts of `launch gpu-check` in which ranks share a GPU: the largest number of blocks of
+/// NCCL's kernels.
+pub const NCCL_MAX_CTAS: &str = "NCCL_MAX_CTAS";
+/// Set for parts of `launch gpu-check` in which ranks share a GPU: whether the driver loads all
+/// kernels at once (`EAGER`).
+pub const CUDA_MODULE_LOADING: &str = "CUDA_MODULE_LOADING";
+/// Set by `launch gpu-check` after a failure: with `1`, each launch of a kernel waits for its end.
+pub const CUDA_LAUNCH_BLOCKING: &str = "CUDA_LAUNCH_BLOCKING";
 /// Set for programs unless the user sets the variable: an NCCL error ends the process.
 pub const TORCH_NCCL_ASYNC_ERROR_HANDLING: &str = "TORCH_NCCL_ASYNC_ERROR_HANDLING";
 /// Set for programs unless the user sets the variable: Python does not buffer its output.

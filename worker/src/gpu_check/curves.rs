@@ -1,186 +1,119 @@
 //! Compares the losses of training on a GPU with those of training on the CPU, for `launch
 //! gpu-check`. Models have random weights, and the data are generated.
-use super::check_job::{
-    OpenGpu, build_check_job, build_trainer, require_train_section, run_check, take_step,
+use super::{
+    check_job::{OpenGpu, build_check_job, require_train_section},
+    curve_cases::{CURVE_PRECISIONS, CurveTransport, select_curve_cases},
+    curve_training::{TrainingCurve, train_for_curve, train_on_gpu_for_curve},
+    message::{PartOutput, Row, RowResult},
+    nccl_ranks::SecondRank,
 };
-use crate::gpu::to_unusable_nccl_error;
-use comm::{
-    Comm, local,
-    nccl::{NcclComm, NcclLibrary},
-    staged::StagedComm,
-};
-use device::{Cpu, Ops};
-use diagnostic::{Diagnostic, codes};
-use jobspec::{TrainSpec, env};
-use std::{panic::resume_unwind, sync::Arc, time::Duration};
+use crate::gpu::collect_library_search_paths;
+use comm::{Comm, local, nccl::NcclLibrary};
+use device::{Cpu, cuda::CudaLibrary};
+use serde_json::json;
+use std::{path::Path, sync::Arc};
 
-/// The longest wait until all ranks of a training comparison have joined the NCCL communicator.
-const NCCL_TIMEOUT: Duration = Duration::from_secs(60);
-
-/// The results of a training run: the loss and the gradient norm of each step.
-type TrainingCurve = Vec<(f64, f64)>;
-
-/// Trains for `steps` steps from initial weights. Returns the loss and the gradient norm of each
-/// step.
-fn train_for_curve(
-    train: &TrainSpec,
-    comm: Arc<dyn Comm>,
-    ops: Arc<dyn Ops>,
-    steps: usize,
-) -> diagnostic::Result<TrainingCurve> {
-    run_check(|| {
-        let mut running = build_trainer(train, comm, ops)?.start_fresh();
-        (0..steps).map(|_| Ok(take_step(&mut running)?)).collect()
-    })
-}
-
-/// How ranks that are threads of this process exchange data.
-#[derive(Clone, Copy)]
-enum RankTransport<'a> {
-    HostMemory,
-    Nccl(&'a NcclLibrary),
-}
-
-/// Trains on the GPU with `world` ranks, and returns the loss and the gradient norm of each step.
-/// Fails if the ranks have different results.
-fn train_on_gpu_for_curve(
-    train: &TrainSpec,
+/// Trains a model on the GPU and on the CPU, and reports a row for each number of ranks. With
+/// [`CurveTransport::NcclTwoRanks`], `second_rank` is the other rank.
+pub(super) fn compare_curves(
+    output: &PartOutput,
     open: OpenGpu,
-    transport: RankTransport,
-    world: usize,
-    steps: usize,
-) -> diagnostic::Result<TrainingCurve> {
-    let run_rank = |hosts: Arc<dyn Comm>| -> diagnostic::Result<TrainingCurve> {
-        let cuda = open()?;
-        let comm: Arc<dyn Comm> = match transport {
-            RankTransport::HostMemory => Arc::new(StagedComm::new(hosts, cuda.clone())),
-            RankTransport::Nccl(nccl) => {
-                let comm = NcclComm::connect(nccl, cuda.clone(), hosts, NCCL_TIMEOUT);
-                Arc::new(comm.map_err(to_unusable_nccl_error)?)
+    (case, precision): (usize, usize),
+    transport: CurveTransport,
+    second_rank: &SecondRank,
+) -> diagnostic::Result<()> {
+    let tiny = second_rank.filter.tiny;
+    let (case, (precision, tolerance)) = (&select_curve_cases(tiny)[case], CURVE_PRECISIONS[precision]);
+    let subject = |ranks: &str| format!("{}, {precision}, {ranks}", case.name);
+    if precision == "fp8" && !open()?.properties().has_fp8() {
+        output.row(Row::skipped(subject("all ranks"), "the GPU has no fp8"));
+        return Ok(());
+    }
+    let nccl = match transport {
+        CurveTransport::OneRank | CurveTransport::SeveralRanks => None,
+        CurveTransport::NcclOneRank | CurveTransport::NcclTwoRanks => match open_nccl(transport) {
+            Ok(nccl) => Some(nccl),
+            Err(why) => {
+                output.row(Row::skipped(subject("NCCL"), why));
+                return Ok(());
             }
-        };
-        train_for_curve(train, comm, cuda, steps)
+        },
     };
-    let results: Vec<diagnostic::Result<TrainingCurve>> = std::thread::scope(|s| {
-        let threads: Vec<_> =
-            local::create_group(world).into_iter().map(|comm| s.spawn(|| run_rank(Arc::new(comm)))).collect();
-        threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| resume_unwind(panic))).collect()
-    });
-    let mut curves = results.into_iter().collect::<Result<Vec<_>, _>>()?;
-    let first = curves.swap_remove(0);
-    if curves.iter().any(|other| *other != first) {
-        let message = format!("the {world} ranks computed different losses");
-        return Err(Diagnostic::error(codes::training::RANKS_DISAGREE, message));
+    let rest = format!("{} precision={precision} zero.stage=3 optimizer.lr=1e-3", case.rest);
+    let spec = require_train_section(&build_check_job(case.model, &rest)?)?.clone();
+    let steps = if tiny { 2 } else { 10 };
+    // Training with one rank first also loads every kernel that the ranks need.
+    let one_rank = match transport {
+        CurveTransport::OneRank => None,
+        _ => Some(train_on_gpu_for_curve(&spec, open, None, 1, steps)?),
+    };
+    if second_rank.memory.is_some() {
+        return second_rank.run(output, &spec, open, nccl.as_ref(), steps);
     }
-    Ok(first)
-}
-
-/// A model that is trained for the comparison, with the keys of `train.model` and further keys of
-/// `train`.
-struct CurveCase {
-    name: &'static str,
-    model: &'static str,
-    rest: &'static str,
-}
-
-/// The models whose losses are compared between GPU and CPU.
-const CURVE_CASES: [CurveCase; 2] = [
-    CurveCase {
-        name: "Llama of the quickstart",
-        model: "vocab_size: 257, hidden_size: 128, intermediate_size: 352, num_key_value_heads: 2, tie_word_embeddings: true",
-        rest: "data.seq_len=128 batch.global=16 batch.micro=4",
-    },
-    CurveCase {
-        name: "GPT-2, 4 layers of 256",
-        model: "family: gpt2, vocab_size: 1000, hidden_size: 256, intermediate_size: 1024, tie_word_embeddings: true",
-        rest: "data.seq_len=128 batch.global=8 batch.micro=2",
-    },
-];
-/// The small models whose losses are compared between GPU and CPU in tests.
-const TINY_CURVE_CASES: [CurveCase; 1] = [CurveCase {
-    name: "a tiny Llama",
-    model: "vocab_size: 257, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2, tie_word_embeddings: true",
-    rest: "data.seq_len=6 batch.global=4 batch.micro=1",
-}];
-
-/// Trains all models on the GPU and on the CPU, and prints a table of the differences in their
-/// losses. Returns whether all agree.
-pub(super) fn compare_and_print_curves(
-    open: OpenGpu,
-    nccl: Option<&NcclLibrary>,
-    tiny: bool,
-    fp8: bool,
-) -> bool {
-    println!("| training, compared with the CPU | precision | ranks | loss error | result |");
-    println!("|---|---|---|---|---|");
-    let (cases, steps) = if tiny { (&TINY_CURVE_CASES[..], 2) } else { (&CURVE_CASES[..], 10) };
-    let mut agrees = true;
-    for case in cases {
-        // In fp8 a difference in the last bit of a sum may round an operand to another value, so
-        // the tolerance is larger.
-        let fp8_case = fp8.then_some(("fp8", 5e-2));
-        for (precision, limit) in [("fp32", 1e-4), ("bf16", 2e-2)].into_iter().chain(fp8_case) {
-            let rest = format!("{} precision={precision} zero.stage=3 optimizer.lr=1e-3", case.rest);
-            let spec = match build_check_job(case.model, &rest)
-                .and_then(|job| require_train_section(&job).cloned())
-            {
-                Ok(spec) => spec,
-                Err(why) => {
-                    println!("| {} | {precision} | | | {why} |", case.name);
-                    return false;
-                }
-            };
-            agrees &= compare_and_print_rows(case.name, precision, limit, &spec, open, nccl, steps);
-        }
-    }
-    println!();
-    agrees
-}
-
-/// Compares the losses of one model in one precision over several numbers of ranks and transports,
-/// and prints a table row for each. Returns whether all agree.
-fn compare_and_print_rows(
-    name: &str,
-    precision: &str,
-    tolerance: f64,
-    spec: &TrainSpec,
-    open: OpenGpu,
-    nccl: Option<&NcclLibrary>,
-    steps: usize,
-) -> bool {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let one_rank: Arc<dyn Comm> = Arc::new(local::create_group(1).remove(0));
-    let cpu = train_for_curve(spec, one_rank, Arc::new(Cpu::new(threads)), steps);
-    let one_gpu = nccl.map(|nccl| ("1, NCCL", RankTransport::Nccl(nccl), 1));
-    let is_allowed = std::env::var_os(env::NCCL_MULTI_RANK_GPU_ENABLE).is_some_and(|set| set == "1");
-    let shared_gpu = nccl
-        .filter(|n| is_allowed && n.supports_gpu_sharing())
-        .map(|n| ("2, NCCL on this GPU", RankTransport::Nccl(n), 2));
-    let host_memory = [("1", 1), ("2 on this GPU", 2), ("4 on this GPU", 4)]
-        .map(|(ranks, world)| (ranks, RankTransport::HostMemory, world));
-    let (mut first, mut agrees): (Option<TrainingCurve>, bool) = (None, true);
-    for (ranks, transport, world) in host_memory.into_iter().chain(one_gpu).chain(shared_gpu) {
-        let compared = cpu.clone().and_then(|cpu| {
-            let gpu = train_on_gpu_for_curve(spec, open, transport, world, steps)?;
-            let first = first.get_or_insert_with(|| gpu.clone());
-            Ok((compute_loss_error(&gpu, &cpu), *first == gpu))
-        });
-        let (error, result) = match compared {
-            Ok((error, _)) if error > tolerance || error.is_nan() => {
-                (Some(error), "differs from the CPU".into())
-            }
-            Ok((error, false)) => (Some(error), "not bit-equal to 1 rank".into()),
-            Ok((error, true)) => (Some(error), "ok".to_owned()),
-            Err(e) => (None, e.to_string()),
+    let cpu_comm: Arc<dyn Comm> = Arc::new(local::create_group(1).remove(0));
+    let cpu = train_for_curve(&spec, cpu_comm, Arc::new(Cpu::new(threads)), steps)?;
+    let compared: &[(&str, usize)] = match transport {
+        CurveTransport::OneRank => &[("1 rank", 1)],
+        CurveTransport::SeveralRanks => &[("2 ranks on this GPU", 2), ("4 ranks on this GPU", 4)],
+        CurveTransport::NcclOneRank => &[("1 rank, NCCL", 1)],
+        CurveTransport::NcclTwoRanks => &[("2 ranks on this GPU, NCCL", 2)],
+    };
+    for (ranks, world) in compared {
+        let curve = match transport {
+            CurveTransport::NcclTwoRanks => second_rank.train_with(&spec, open, nccl.as_ref(), steps),
+            _ => train_on_gpu_for_curve(&spec, open, nccl.as_ref(), *world, steps),
         };
-        agrees &= result == "ok";
-        let error = error.map_or_else(String::new, |error| format!("{error:.1e}"));
-        println!("| {name} | {precision} | {ranks} | {error} | {result} |");
+        output.row(match curve {
+            Ok(gpu) => compare_losses(subject(ranks), tolerance, &gpu, &cpu, one_rank.as_ref()),
+            Err(error) => {
+                Row::failed(subject(ranks), format!("{}: {}", error.code().name(), error.message()))
+            }
+        });
     }
-    agrees
+    Ok(())
+}
+
+/// Opens NCCL. Fails with the reason why it cannot be used for these ranks.
+fn open_nccl(transport: CurveTransport) -> Result<NcclLibrary, String> {
+    let directories = collect_library_search_paths(&[], Path::new("")).list_directories(CudaLibrary::Nccl);
+    let nccl = NcclLibrary::open(&directories).map_err(|error| error.to_string())?;
+    if transport == CurveTransport::NcclTwoRanks && !nccl.supports_gpu_sharing() {
+        return Err(format!("{} does not support two ranks on one GPU", nccl.describe()));
+    }
+    Ok(nccl)
+}
+
+/// Compares the losses of a training run on the GPU with those on the CPU, and with those of one
+/// rank on the GPU, to which they must be bit-equal. Returns the row of the comparison.
+fn compare_losses(
+    subject: String,
+    tolerance: f64,
+    gpu: &TrainingCurve,
+    cpu: &TrainingCurve,
+    one_rank: Option<&TrainingCurve>,
+) -> Row {
+    let error = compute_loss_error(gpu, cpu);
+    let cause = if error > tolerance || error.is_nan() {
+        Some(format!("the losses differ from those of the CPU by {error:.1e}, more than {tolerance:.0e}"))
+    } else if one_rank.is_some_and(|expected| expected != gpu) {
+        Some("the losses are not bit-equal to those of 1 rank".to_owned())
+    } else {
+        None
+    };
+    Row {
+        subject,
+        values: format!("loss error {error:.1e}"),
+        result: if cause.is_some() { RowResult::Failed } else { RowResult::Ok },
+        cause,
+        data: json!({"loss_error": error, "gpu": gpu, "cpu": cpu}),
+    }
 }
 
 /// Computes the largest relative difference between the losses of two training runs.
 fn compute_loss_error(a: &TrainingCurve, b: &TrainingCurve) -> f64 {
-    a.iter().zip(b).map(|((a, _), (b, _))| ((a - b) / b).abs()).fold(0.0, f64::max)
+    a.iter()
+        .zip(b)
+        .map(|((a, _), (b, _))| ((a - b) / b).abs())
+        .fold(0.0, |largest, error| if error.is_nan() { error } else { error.max(largest) })
 }

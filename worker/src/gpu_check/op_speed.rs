@@ -1,4 +1,5 @@
 //! Measures the speed of single operations on a GPU, for `launch gpu-check`.
+use super::message::{PartOutput, Row};
 use device::{
     Buf, Cuda, Dtype, Storage,
     cuda::CudaError,
@@ -8,6 +9,7 @@ use device::{
     },
     storage::DeviceError,
 };
+use serde_json::json;
 use std::time::{Duration, Instant};
 
 /// How long an operation is repeated while it is timed.
@@ -22,28 +24,68 @@ struct TimedOp<'a> {
     run: Box<dyn FnMut() + 'a>,
 }
 
-/// Times single operations and prints a table of their rates.
-pub(super) fn measure_and_print_op_speed(cuda: &Cuda, cudnn: Option<&Cuda>) -> diagnostic::Result<()> {
-    println!("| operation | time | rate |\n|---|---|---|");
-    for (m, n, k) in [(4096, 4096, 4096), (8192, 2304, 768), (8192, 768, 3072), (8192, 50_304, 768)] {
-        measure_and_print_op(cuda, prepare_timed_matmul(cuda, m, n, k)?)?;
-    }
-    for shape in ATTENTION_SHAPES {
-        for (cuda, backend) in [(Some(cuda), ""), (cudnn, " by cuDNN")] {
-            let Some(cuda) = cuda else { continue };
-            for op in prepare_timed_attention(cuda, shape, backend)? {
-                measure_and_print_op(cuda, op)?;
+/// A group of operations that are timed in one process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum SpeedGroup {
+    /// A copy within the GPU's memory and a large matmul: the highest rates that other operations
+    /// can reach.
+    Ceilings,
+    /// Matmuls of usual shapes.
+    Matmul,
+    /// Attention by the built-in kernels and by cuDNN.
+    Attention,
+    /// Operations that the memory bandwidth limits.
+    Memory,
+}
+
+impl SpeedGroup {
+    /// The groups of operations that models consist of, with the names of their parts.
+    pub(super) const OPERATIONS: [(&str, SpeedGroup); 3] = [
+        ("matmul", SpeedGroup::Matmul),
+        ("attention", SpeedGroup::Attention),
+        ("memory", SpeedGroup::Memory),
+    ];
+}
+
+/// Times the operations of a group and reports a row for each. `cudnn` is the GPU opened with
+/// cuDNN, if cuDNN is available.
+pub(super) fn measure_op_speed(
+    output: &PartOutput,
+    group: SpeedGroup,
+    cuda: &Cuda,
+    cudnn: Option<&Cuda>,
+) -> diagnostic::Result<()> {
+    match group {
+        SpeedGroup::Ceilings => {
+            measure_op(output, cuda, prepare_timed_copy(cuda)?)?;
+            measure_op(output, cuda, prepare_timed_matmul(cuda, 8192, 8192, 8192)?)?;
+        }
+        SpeedGroup::Matmul => {
+            for (m, n, k) in [(4096, 4096, 4096), (8192, 2304, 768), (8192, 768, 3072), (8192, 50_304, 768)] {
+                measure_op(output, cuda, prepare_timed_matmul(cuda, m, n, k)?)?;
             }
         }
-    }
-    for op in prepare_memory_bound_ops(cuda)? {
-        measure_and_print_op(cuda, op)?;
+        SpeedGroup::Attention => {
+            for shape in ATTENTION_SHAPES {
+                for (cuda, backend) in [(Some(cuda), ""), (cudnn, " by cuDNN")] {
+                    let Some(cuda) = cuda else { continue };
+                    for op in prepare_timed_attention(cuda, shape, backend)? {
+                        measure_op(output, cuda, op)?;
+                    }
+                }
+            }
+        }
+        SpeedGroup::Memory => {
+            for op in prepare_memory_bound_ops(cuda)? {
+                measure_op(output, cuda, op)?;
+            }
+        }
     }
     Ok(())
 }
 
-/// Times an operation and prints its row of the table.
-fn measure_and_print_op(cuda: &Cuda, mut op: TimedOp) -> Result<(), DeviceError> {
+/// Times an operation and reports its row.
+fn measure_op(output: &PartOutput, cuda: &Cuda, mut op: TimedOp) -> Result<(), DeviceError> {
     for _ in 0..3 {
         (op.run)();
     }
@@ -56,8 +98,23 @@ fn measure_and_print_op(cuda: &Cuda, mut op: TimedOp) -> Result<(), DeviceError>
         chunk = (chunk * 2).min(256);
     }
     let seconds = began.elapsed().as_secs_f64() / f64::from(runs);
-    println!("| {} | {:.1} µs | {:.2} {} |", op.name, seconds * 1e6, op.amount / seconds / 1e12, op.unit);
+    let rate = op.amount / seconds / 1e12;
+    let values = format!("{:.1} µs, {rate:.2} {}", seconds * 1e6, op.unit);
+    let data = json!({"seconds": seconds, "rate": rate, "unit": op.unit});
+    output.row(Row::measured(op.name, values, data));
     Ok(())
+}
+
+/// Prepares a copy within the GPU's memory for timing.
+fn prepare_timed_copy(cuda: &Cuda) -> Result<TimedOp<'_>, CudaError> {
+    const N: usize = 256 << 20;
+    let [mut to, from] = allocate_buffers(cuda, Dtype::F32, [N, N])?;
+    Ok(TimedOp {
+        name: format!("copy, f32, {N} elements"),
+        amount: (8 * N) as f64,
+        unit: "TB/s",
+        run: Box::new(move || cuda.copy(to.view_mut(), from.view())),
+    })
 }
 
 /// Prepares a bf16 matmul of `[m, k]` and `[n, k]` for timing.

@@ -2,6 +2,8 @@
 //! gpu-check`.
 use super::{
     check_job::{OpenGpu, build_trainer, run_check, take_step},
+    environment::{query_clocks, report_used_kernels},
+    message::{PartOutput, Row},
     timed_models::{TimedModel, find_model_by_number, select_timed_models},
 };
 use crate::{
@@ -14,8 +16,8 @@ use crate::{
     train::running_trainer::RunningTrainer,
 };
 use comm::{Comm, local, staged::StagedComm};
-use device::{Cuda, Storage};
-use diagnostic::{Diagnostic, codes};
+use device::{Cuda, Storage, cuda::ProfileEntry};
+use diagnostic::{Diagnostic, codes, quantity::format_count};
 use jobspec::{CudaGraphMode, JobSpec, Precision, TrainSpec};
 use serde_json::{Value, json};
 use std::{
@@ -24,36 +26,98 @@ use std::{
     time::{Duration, Instant},
 };
 
+/// The smallest share of a step that an operation needs for a row of the table.
+const MIN_PRINTED_SHARE: f64 = 0.01;
 /// The peak rates of GPUs in dense bf16 operations per second, from NVIDIA's data sheets (SXM).
 const PEAK_BF16_FLOPS: [(&str, f64); 4] =
     [("H100", 989.5e12), ("H200", 989.5e12), ("A100", 312e12), ("B200", 2250e12)];
 
-/// Measures and prints for each model the speed and the memory of its training, and the cost of
-/// saving.
-pub(super) fn measure_and_print_speed(open: OpenGpu, tiny: bool) {
-    println!(
-        "| training, bf16 and AdamW | tokens/s | TFLOP/s | MFU (bf16 peak) | GPU memory | save: blocked, total, slowdown |"
-    );
-    println!("|---|---|---|---|---|---|");
-    let (models, duration) = select_timed_models(tiny);
-    for timed in models {
-        let row = open().and_then(|cuda| run_check(|| measure_training(timed, cuda, duration)));
-        let row = row.map(|measured| measured.to_table_cells());
-        println!("| {} | {} |", timed.name, row.unwrap_or_else(|e| format!("{e} | | | |")));
+/// Times the training of model number `number` and each operation of one of its steps, and reports
+/// the rows.
+pub(super) fn time_model(
+    output: &PartOutput,
+    open: OpenGpu,
+    tiny: bool,
+    number: usize,
+) -> diagnostic::Result<()> {
+    let (timed, duration) = (find_model_by_number(tiny, number)?, select_timed_models(tiny).1);
+    let Some(mut model) = warm_up_if_it_fits(output, timed, open()?)? else { return Ok(()) };
+    let before = query_clocks(&model.cuda).1;
+    let measured = measure_training(&mut model, duration)?;
+    let (clocks, after) = query_clocks(&model.cuda);
+    output.details("clocks", json!({"before": before, "after": after}));
+    let values = [measured.to_text(), clocks].into_iter().filter(|text| !text.is_empty());
+    let values = values.collect::<Vec<_>>().join(", ");
+    output.row(Row::measured(timed.name, values, measured.to_json(timed)));
+    while let Some(notice) = model.cuda.record_step_duration(Duration::ZERO) {
+        output.row(Row::measured(format!("- {notice}"), "", Value::Null));
     }
-    println!();
+    profile_step(output, timed, &mut model, MIN_PRINTED_SHARE)?;
+    report_used_kernels(output, &model.cuda)
+}
+
+/// Times each operation of a training step of model number `number`, and reports a row for each.
+pub(super) fn profile_model(
+    output: &PartOutput,
+    open: OpenGpu,
+    tiny: bool,
+    number: usize,
+) -> diagnostic::Result<()> {
+    let timed = find_model_by_number(tiny, number)?;
+    let Some(mut model) = warm_up_if_it_fits(output, timed, open()?)? else { return Ok(()) };
+    let seconds = time_steps(&mut model.running, &mut |steps, _| steps >= 5)?;
+    let values = format!("one step takes {:.2} ms", 1e3 * seconds);
+    output.row(Row::measured(timed.name, values, json!({"step_seconds": seconds})));
+    profile_step(output, timed, &mut model, 0.0)
+}
+
+/// Measures the cost of saving model number `number`, and reports a row.
+pub(super) fn time_save(
+    output: &PartOutput,
+    open: OpenGpu,
+    tiny: bool,
+    number: usize,
+) -> diagnostic::Result<()> {
+    let timed = find_model_by_number(tiny, number)?;
+    let Some(mut model) = warm_up_if_it_fits(output, timed, open()?)? else { return Ok(()) };
+    let seconds = time_steps(&mut model.running, &mut |steps, _| steps >= 3)?;
+    let save = measure_save(&mut model.running, &model.job, seconds)?;
+    let values = format!(
+        "blocked {:.0} ms, written in {:.1} s, training {:.1} % slower meanwhile",
+        1e3 * save.blocked_seconds,
+        save.seconds,
+        100.0 * save.slowdown
+    );
+    let data = json!({
+        "blocked_seconds": save.blocked_seconds, "seconds": save.seconds, "slowdown": save.slowdown,
+    });
+    output.row(Row::measured(timed.name, values, data));
+    Ok(())
+}
+
+/// Builds the model on the GPU and runs the first steps. If the GPU has too little free memory,
+/// reports the row as skipped and returns `None`.
+fn warm_up_if_it_fits(
+    output: &PartOutput,
+    timed: &TimedModel,
+    cuda: Arc<Cuda>,
+) -> diagnostic::Result<Option<WarmModel>> {
+    let free_gib = cuda.query_memory_info()?.0 as f64 / f64::from(1 << 30);
+    if free_gib < f64::from(timed.min_gib) {
+        let cause = format!("needs {} GiB of GPU memory, and {free_gib:.1} GiB are free", timed.min_gib);
+        output.row(Row::skipped(timed.name, cause));
+        return Ok(None);
+    }
+    warm_up_model(timed, cuda).map(Some)
 }
 
 /// Measures the speed and the memory of training model number `number`. Returns the measured values
 /// as JSON.
 pub(super) fn measure_model(open: OpenGpu, tiny: bool, number: usize) -> diagnostic::Result<Value> {
-    let timed = &TimedModel { saves: false, ..*find_model_by_number(tiny, number)? };
+    let timed = find_model_by_number(tiny, number)?;
     let (cuda, duration) = (open()?, select_timed_models(tiny).1);
-    let Measurement { tokens_per_s, flops, mfu, memory, .. } =
-        run_check(|| measure_training(timed, cuda, duration))?;
-    Ok(json!({
-        "what": timed.name, "tokens_per_s": tokens_per_s, "flops": flops, "mfu": mfu, "memory": memory,
-    }))
+    let measured = run_check(|| measure_training(&mut warm_up_model(timed, cuda)?, duration))?;
+    Ok(measured.to_json(timed))
 }
 
 /// The measured values of one model's training: speed, peak memory and cost of saving.
@@ -65,17 +129,23 @@ struct Measurement {
     mfu: Option<f64>,
     /// The peak memory of the GPU in bytes.
     memory: u64,
-    /// The text of the table cell about the cost of saving, or `None` if saving was not measured.
-    save: Option<String>,
 }
 
 impl Measurement {
-    /// Formats the measurement as the cells of a table row, separated by ` | `.
-    fn to_table_cells(&self) -> String {
-        let mfu = self.mfu.map_or_else(|| "?".to_owned(), |mfu| format!("{:.1} %", 100.0 * mfu));
+    /// Formats the measurement as the values of a table row.
+    fn to_text(&self) -> String {
+        let mfu = self.mfu.map_or_else(String::new, |mfu| format!(", MFU {:.1} %", 100.0 * mfu));
         let memory = self.memory as f64 / f64::from(1 << 30);
-        let save = self.save.as_deref().unwrap_or("-");
-        format!("{:.0} | {:.1} | {mfu} | {memory:.2} GiB | {save}", self.tokens_per_s, self.flops / 1e12)
+        let Measurement { tokens_per_s, flops, .. } = self;
+        format!("{tokens_per_s:.0} tokens/s, {:.1} TFLOP/s{mfu}, {memory:.2} GiB", flops / 1e12)
+    }
+
+    /// Returns the measurement of the model `timed` as JSON.
+    fn to_json(&self, timed: &TimedModel) -> Value {
+        let Measurement { tokens_per_s, flops, mfu, memory } = self;
+        json!({
+            "what": timed.name, "tokens_per_s": tokens_per_s, "flops": flops, "mfu": mfu, "memory": memory,
+        })
     }
 }
 
@@ -89,7 +159,7 @@ fn warm_up_model(timed: &TimedModel, cuda: Arc<Cuda>) -> diagnostic::Result<Warm
         cuda.enable_matmul_autotuning();
     }
     let paths = collect_library_search_paths(&[], Path::new(""));
-    // The reason why cuDNN is not usable is printed before the tables.
+    // The environment reports the reason why cuDNN is not usable.
     let _unusable = cuda.set_attention_backend(select_attention_backend(&spec), &paths)?;
     // Only models that set `cuda_graphs=true` use CUDA graphs, so the other models stay
     // comparable.
@@ -111,49 +181,44 @@ struct WarmModel {
     running: RunningTrainer,
 }
 
-/// Prints how long each operation of a training step takes, for model number `number`.
-pub(super) fn profile_model(open: OpenGpu, tiny: bool, number: usize) -> diagnostic::Result<()> {
-    let timed = find_model_by_number(tiny, number)?;
-    let cuda = open()?;
-    run_check(|| {
-        let WarmModel { cuda, mut running, .. } = warm_up_model(timed, cuda)?;
-        let seconds = time_steps(&mut running, &mut |steps, _| steps >= 5)?;
-        cuda.start_profiling();
-        take_step(&mut running)?;
-        let profile = cuda.stop_profiling()?;
-        let sum: f64 = profile.iter().map(|spent| spent.seconds).sum();
-        println!(
-            "{}: one step takes {:.2} ms; the sum of its operations is {:.2} ms\n",
-            timed.name,
-            1e3 * seconds,
-            1e3 * sum
-        );
-        println!("| operation | calls | time, ms | share |\n|---|---|---|---|");
-        for spent in profile {
-            let share = 100.0 * spent.seconds / sum.max(f64::MIN_POSITIVE);
-            println!("| {} | {} | {:.3} | {share:.1} % |", spent.name, spent.calls, 1e3 * spent.seconds);
+/// Measures the time of each operation of a training step. Reports a row for each operation that
+/// takes at least the share `min_share` of the step, and all operations in the JSON file.
+fn profile_step(
+    output: &PartOutput,
+    timed: &TimedModel,
+    model: &mut WarmModel,
+    min_share: f64,
+) -> diagnostic::Result<()> {
+    model.cuda.start_profiling();
+    take_step(&mut model.running)?;
+    let profile = model.cuda.stop_profiling()?;
+    let sum: f64 = profile.iter().map(|spent| spent.seconds).sum();
+    let entry = |spent: &ProfileEntry| json!([spent.name, spent.calls, spent.seconds]);
+    output.details("operations", profile.iter().map(entry).collect());
+    let values = format!("{:.2} ms", 1e3 * sum);
+    let subject = format!("{}: sum of all operations of a step", timed.name);
+    output.row(Row::measured(subject, values, json!({"seconds": sum})));
+    for spent in profile {
+        let share = spent.seconds / sum.max(f64::MIN_POSITIVE);
+        if share >= min_share {
+            let calls = format_count(spent.calls, "call");
+            let values = format!("{:.3} ms, {calls}, {:.1} %", 1e3 * spent.seconds, 100.0 * share);
+            output.row(Row::measured(format!("- {}", spent.name), values, Value::Null));
         }
-        Ok(())
-    })
+    }
+    Ok(())
 }
 
-/// Measures the speed and the memory of training, and the cost of saving if [`TimedModel::saves`]
-/// is set.
-fn measure_training(
-    timed: &TimedModel,
-    cuda: Arc<Cuda>,
-    duration: Duration,
-) -> diagnostic::Result<Measurement> {
-    let WarmModel { job, spec, cuda, mut running } = warm_up_model(timed, cuda)?;
+/// Measures the speed and the memory of training for `duration`.
+fn measure_training(model: &mut WarmModel, duration: Duration) -> diagnostic::Result<Measurement> {
+    let WarmModel { spec, cuda, running, .. } = model;
     let is_enough = &mut |steps, elapsed| steps >= 3 && elapsed >= duration;
-    let seconds = time_steps(&mut running, is_enough)?;
+    let seconds = time_steps(running, is_enough)?;
     let tokens_per_s = running.trainer.global_batch() as f64 * f64::from(spec.data.seq_len) / seconds;
     let flops = tokens_per_s * running.trainer.model.compute_flops_per_token(spec.data.seq_len as usize);
     let peak = PEAK_BF16_FLOPS.iter().find(|(name, _)| cuda.properties().name.contains(name));
     let mfu = peak.map(|(_, peak)| flops / peak);
-    let memory = cuda.peak_memory_bytes();
-    let save = timed.saves.then(|| measure_save(&mut running, &job, seconds)).transpose()?;
-    Ok(Measurement { tokens_per_s, flops, mfu, memory, save })
+    Ok(Measurement { tokens_per_s, flops, mfu, memory: cuda.peak_memory_bytes() })
 }
 
 /// Runs training steps until `is_enough` accepts their number and total time. Returns the mean
@@ -181,13 +246,23 @@ impl Drop for TemporaryDirectory {
     }
 }
 
-/// Measures one checkpoint save while training continues, and returns the text of the table cell
-/// about it. `step_seconds` is the time of a step without saving.
+/// The measured cost of saving a checkpoint while training continues.
+struct SaveCost {
+    /// How long training waited for the start of the save.
+    blocked_seconds: f64,
+    /// The time until the checkpoint was complete.
+    seconds: f64,
+    /// The share of its speed that training lost meanwhile.
+    slowdown: f64,
+}
+
+/// Measures one checkpoint save while training continues. `step_seconds` is the time of a step
+/// without saving.
 fn measure_save(
     running: &mut RunningTrainer,
     job: &JobSpec,
     step_seconds: f64,
-) -> diagnostic::Result<String> {
+) -> diagnostic::Result<SaveCost> {
     let here = std::env::current_dir().map_err(|e| {
         let message = "cannot determine the current directory";
         Diagnostic::error(codes::command::CURRENT_DIRECTORY_UNAVAILABLE, message).with_cause(&e)
@@ -204,8 +279,8 @@ fn measure_save(
     let saved = saver.finish_save(running)?.ok_or_else(|| {
         Diagnostic::error(codes::training::CHECKPOINT_WRITER_FAILED, "no checkpoint was saved")
     })?;
-    let slowdown = 100.0 * (1.0 - step_seconds / during);
-    Ok(format!("{:.0} ms, {:.1} s, {slowdown:.1} %", 1e3 * blocked, saved.seconds))
+    let slowdown = 1.0 - step_seconds / during;
+    Ok(SaveCost { blocked_seconds: blocked, seconds: saved.seconds, slowdown })
 }
 
 /// Creates the object that saves checkpoints of the training in `directory`.

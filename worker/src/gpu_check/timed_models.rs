@@ -9,6 +9,8 @@ use std::time::Duration;
 /// A model whose training `launch gpu-check` times, with its settings.
 pub(super) struct TimedModel {
     pub(super) name: &'static str,
+    /// The name of the model in the names of parts.
+    pub(super) part_name: &'static str,
     /// Keys of `train.model` with their values, as YAML.
     pub(super) model: &'static str,
     /// Further keys of `train` with their values, separated by spaces.
@@ -17,6 +19,14 @@ pub(super) struct TimedModel {
     pub(super) saves: bool,
     /// Whether optimizer states are offloaded to host memory.
     pub(super) offload: bool,
+    /// About how many seconds the part takes on an H100.
+    pub(super) expected_seconds: u64,
+    /// The position of the model among the parts that time models, lowest first.
+    pub(super) order: u8,
+    /// Whether the model is timed after most other parts, because it takes long.
+    pub(super) is_late: bool,
+    /// The GPU memory in GiB without which the model is skipped.
+    pub(super) min_gib: u16,
 }
 
 const GPT2: &str = "family: gpt2, vocab_size: 50257, hidden_size: 768, intermediate_size: 3072, num_hidden_layers: 12, num_attention_heads: 12, tie_word_embeddings: true";
@@ -28,62 +38,100 @@ const BATCH_32X1024: &str = "data.seq_len=1024 batch.global=32 batch.micro=32";
 const BATCH_4X16X1024: &str = "data.seq_len=1024 batch.global=64 batch.micro=16";
 const BATCH_4X8X2048: &str = "data.seq_len=2048 batch.global=32 batch.micro=8";
 
-/// Defines a model for timing, without saving and without offloading.
-const fn define_timed_model(name: &'static str, model: &'static str, rest: &'static str) -> TimedModel {
-    TimedModel { name, model, rest, saves: false, offload: false }
+/// Defines a model for timing, without saving and without offloading. `part_name` is its name in
+/// the names of parts, and `order` its position among the timed models.
+const fn define_timed_model(
+    (part_name, order, expected_seconds): (&'static str, u8, u64),
+    name: &'static str,
+    model: &'static str,
+    rest: &'static str,
+) -> TimedModel {
+    TimedModel {
+        name,
+        part_name,
+        model,
+        rest,
+        saves: false,
+        offload: false,
+        expected_seconds,
+        order,
+        is_late: false,
+        min_gib: 0,
+    }
+}
+
+/// Defines a model that takes long and needs `min_gib` GiB of GPU memory.
+const fn define_large_model(
+    part: (&'static str, u8, u64),
+    min_gib: u16,
+    name: &'static str,
+    rest: &'static str,
+) -> TimedModel {
+    TimedModel { min_gib, is_late: true, ..define_timed_model(part, name, LLAMA_8B, rest) }
 }
 
 /// The models whose training is timed, with their settings.
-const TIMED_MODELS: [TimedModel; 15] = [
-    TimedModel { saves: true, ..define_timed_model("GPT-2 124M, 32 × 1024", GPT2, BATCH_32X1024) },
-    define_timed_model("Qwen2.5-0.5B, 4 × (16 × 1024)", QWEN_05B, BATCH_4X16X1024),
+const TIMED_MODELS: [TimedModel; 16] = [
     TimedModel {
         saves: true,
-        ..define_timed_model("Qwen2.5-1.5B, 4 × (16 × 1024)", QWEN_15B, BATCH_4X16X1024)
+        ..define_timed_model(("gpt2-124m", 0, 8), "GPT-2 124M, 32 × 1024", GPT2, BATCH_32X1024)
     },
-    define_timed_model("Llama-3.2-1B, 4 × (8 × 2048)", LLAMA_1B, BATCH_4X8X2048),
-    define_timed_model(
+    define_timed_model(("qwen-0.5b", 8, 12), "Qwen2.5-0.5B, 4 × (16 × 1024)", QWEN_05B, BATCH_4X16X1024),
+    TimedModel {
+        saves: true,
+        ..define_timed_model(("qwen-1.5b", 9, 16), "Qwen2.5-1.5B, 4 × (16 × 1024)", QWEN_15B, BATCH_4X16X1024)
+    },
+    define_timed_model(("llama-1b", 2, 14), "Llama-3.2-1B, 4 × (8 × 2048)", LLAMA_1B, BATCH_4X8X2048),
+    define_large_model(
+        ("llama-8b", 20, 60),
+        125,
         "Llama-3.1-8B, 2 × 2048, ZeRO stage 3",
-        LLAMA_8B,
         "data.seq_len=2048 batch.global=2 batch.micro=2 zero.stage=3",
     ),
-    define_timed_model(
-        // With `deterministic: false` gradients need one running sum. The fixed-order tree over
+    define_large_model(
+        ("llama-8b-fast", 21, 80),
+        125, // With `deterministic: false` gradients need one running sum. The fixed-order tree over
         // eight micro-batches would need four sums.
         "Llama-3.1-8B, 8 × (2 × 2048), ZeRO stage 3, deterministic: false",
-        LLAMA_8B,
         "data.seq_len=2048 batch.global=16 batch.micro=2 zero.stage=3 deterministic=false",
     ),
-    define_timed_model(
+    define_large_model(
+        ("llama-8b-recompute", 22, 70),
+        125,
         "Llama-3.1-8B, 8 × 2048, ZeRO stage 3, recompute",
-        LLAMA_8B,
         "data.seq_len=2048 batch.global=8 batch.micro=8 zero.stage=3 recompute=block",
     ),
-    define_timed_model(
+    define_large_model(
+        ("llama-8b-no-master", 23, 60),
+        110,
         "Llama-3.1-8B, 4 × 2048, no master weights",
-        LLAMA_8B,
         "data.seq_len=2048 batch.global=4 batch.micro=4 master_weights=false",
     ),
     TimedModel {
         offload: true,
+        is_late: true,
         ..define_timed_model(
+            ("qwen-1.5b-offload", 19, 30),
             "Qwen2.5-1.5B, 4 × (16 × 1024), optimizer states on the host",
             QWEN_15B,
             BATCH_4X16X1024,
         )
     },
     define_timed_model(
+        ("llama-1b-fp8", 7, 14),
         "Llama-3.2-1B, 4 × (8 × 2048), fp8 matmuls",
         LLAMA_1B,
         "data.seq_len=2048 batch.global=32 batch.micro=8 precision=fp8",
     ),
     // These models are limited by kernel launches. They are timed without and with CUDA graphs.
     define_timed_model(
+        ("gpt2-small-batch", 5, 6),
         "GPT-2 124M, 2 × 256",
         GPT2,
         "data.seq_len=256 batch.global=2 batch.micro=2 cuda_graphs=false",
     ),
     define_timed_model(
+        ("gpt2-small-batch-graphs", 6, 6),
         "GPT-2 124M, 2 × 256, CUDA graphs",
         GPT2,
         "data.seq_len=256 batch.global=2 batch.micro=2 cuda_graphs=true",
@@ -91,19 +139,28 @@ const TIMED_MODELS: [TimedModel; 15] = [
     // Models from above with the fastest, non-deterministic algorithms, to show the cost of
     // determinism.
     define_timed_model(
+        ("gpt2-124m-fast", 1, 18),
         "GPT-2 124M, 32 × 1024, deterministic: false",
         GPT2,
         "data.seq_len=1024 batch.global=32 batch.micro=32 deterministic=false",
     ),
     define_timed_model(
+        ("qwen-0.5b-fast", 10, 20),
         "Qwen2.5-0.5B, 4 × (16 × 1024), deterministic: false",
         QWEN_05B,
         "data.seq_len=1024 batch.global=64 batch.micro=16 deterministic=false",
     ),
     define_timed_model(
+        ("qwen-1.5b-fast", 4, 22),
         "Qwen2.5-1.5B, 4 × (16 × 1024), deterministic: false",
         QWEN_15B,
         "data.seq_len=1024 batch.global=64 batch.micro=16 deterministic=false",
+    ),
+    define_timed_model(
+        ("llama-1b-fast", 3, 24),
+        "Llama-3.2-1B, 4 × (8 × 2048), deterministic: false",
+        LLAMA_1B,
+        "data.seq_len=2048 batch.global=32 batch.micro=8 deterministic=false",
     ),
 ];
 const TINY_LLAMA: &str =
@@ -111,32 +168,46 @@ const TINY_LLAMA: &str =
 const BATCH_1X6: &str = "data.seq_len=6 batch.global=1 batch.micro=1";
 /// The small models that are timed instead of [`TIMED_MODELS`] if `tiny` is set.
 const TINY_TIMED_MODELS: [TimedModel; 5] = [
-    TimedModel { saves: true, ..define_timed_model("a tiny Llama, 1 × 6", TINY_LLAMA, BATCH_1X6) },
+    TimedModel {
+        saves: true,
+        ..define_timed_model(("llama", 0, 3), "a tiny Llama, 1 × 6", TINY_LLAMA, BATCH_1X6)
+    },
     TimedModel {
         saves: true,
         offload: true,
-        ..define_timed_model("a tiny Llama, optimizer states on the host", TINY_LLAMA, BATCH_1X6)
+        ..define_timed_model(
+            ("llama-offload", 1, 3),
+            "a tiny Llama, optimizer states on the host",
+            TINY_LLAMA,
+            BATCH_1X6,
+        )
     },
     define_timed_model(
+        ("llama-fp8", 2, 3),
         "a tiny Llama, fp8 matmuls",
         "vocab_size: 257, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 1",
         "data.seq_len=6 batch.global=1 batch.micro=1 precision=fp8",
     ),
     define_timed_model(
+        ("llama-fast", 3, 3),
         "a tiny Llama, deterministic: false, no master weights",
         TINY_LLAMA,
         "data.seq_len=6 batch.global=1 batch.micro=1 deterministic=false master_weights=false",
     ),
     define_timed_model(
+        ("llama-graphs", 4, 3),
         "a tiny Llama, CUDA graphs",
         TINY_LLAMA,
         "data.seq_len=6 batch.global=1 batch.micro=1 cuda_graphs=true",
     ),
 ];
 
+/// How long the training of a model is timed, after the first steps.
+const MEASURED_DURATION: Duration = Duration::from_secs(3);
+
 /// Returns the models to time, and the duration for which each model is timed.
 pub(super) fn select_timed_models(tiny: bool) -> (&'static [TimedModel], Duration) {
-    if tiny { (&TINY_TIMED_MODELS, Duration::ZERO) } else { (&TIMED_MODELS, Duration::from_secs(10)) }
+    if tiny { (&TINY_TIMED_MODELS, Duration::ZERO) } else { (&TIMED_MODELS, MEASURED_DURATION) }
 }
 
 /// Finds the timed model number `number`, counted from 0. Fails if there is none.

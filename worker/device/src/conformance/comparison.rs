@@ -59,6 +59,10 @@ pub(super) struct OffsetBuf {
 }
 
 impl OffsetBuf {
+    /// Wraps a buffer that begins at the start of its allocation.
+    pub(super) fn aligned(buf: Buf) -> Self {
+        OffsetBuf { buf, offset: 0 }
+    }
     pub(super) fn view(&self) -> View<'_> {
         self.buf.view().slice(self.offset..self.buf.len())
     }
@@ -160,7 +164,7 @@ impl Backends<'_> {
 /// Returns the largest difference between two elements, relative to the largest expected value or
 /// to 1e-3 if that is larger. The result is infinite if only one of two values is NaN or if the
 /// lengths differ.
-fn compute_relative_error(actual: &[f32], expected: &[f32]) -> f64 {
+pub(super) fn compute_relative_error(actual: &[f32], expected: &[f32]) -> f64 {
     let magnitude = expected.iter().fold(1e-3f64, |m, w| m.max(f64::from(w.abs())));
     let pairs = actual.iter().zip(expected);
     let differences = pairs.map(|(g, w)| match (g.is_nan(), w.is_nan()) {

@@ -4,7 +4,7 @@ use super::{cases, expert_cases};
 use crate::ops::{AttentionShape, ClassifierShape};
 
 /// A conformance case with a fixed shape, for one op or family of ops.
-enum FixedCase {
+pub(super) enum FixedCase {
     /// RMSNorm, LayerNorm and bias of `m` rows of `d` elements.
     Norms { m: usize, d: usize },
     /// RMSNorm of each attention head, and rotary position embeddings. The values are the numbers
@@ -36,7 +36,7 @@ enum FixedCase {
 impl FixedCase {
     /// Runs this conformance case with values that `seed` determines, and compares the results of
     /// the GPU with those of the CPU.
-    fn compare(&self, backends: &Backends, seed: u64) -> CaseResult {
+    pub(super) fn compare(&self, backends: &Backends, seed: u64) -> CaseResult {
         match *self {
             FixedCase::Norms { m, d } => cases::compare_norms(backends, seed, m, d),
             FixedCase::HeadNormAndRope([rows, heads, head_dim, b]) => {

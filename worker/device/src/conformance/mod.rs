@@ -10,6 +10,7 @@ mod expert_cases;
 mod fixed_cases;
 mod fp8_cases;
 mod random_cases;
+mod realistic_cases;
 
 pub use comparison::MaxErrors;
 pub use error::ConformanceError;
@@ -45,27 +46,68 @@ const RUN_TOLERANCES: [(Dtype, usize, f64); 5] = [
     (Dtype::F16, 0, 3e-3),
 ];
 
+/// Number of families that are compared on random shapes only.
+const RANDOM_FAMILIES: usize = random_cases::FAMILIES.len();
+/// The names of the families of operations that [`compare_family_with_cpu`] compares.
+pub const FAMILY_NAMES: [&str; RANDOM_FAMILIES + 2] = {
+    let mut names = [""; RANDOM_FAMILIES + 2];
+    let mut i = 0;
+    while i < RANDOM_FAMILIES {
+        names[i] = random_cases::FAMILIES[i].0;
+        i += 1;
+    }
+    names[RANDOM_FAMILIES] = "boundary shapes";
+    names[RANDOM_FAMILIES + 1] = "fp8 matmul";
+    names
+};
+/// The name of the family that [`compare_cudnn_attention_with_cpu`] compares.
+pub const CUDNN_ATTENTION: &str = "attention by cuDNN";
+
 /// Compares every family of operations on the GPU with the CPU, each on `rounds` random shapes and
 /// on shapes that select the kernels' special cases. `seed` determines shapes and values.
 pub fn compare_ops_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -> Vec<FamilyReport> {
-    let backends = Backends { cpu: Cpu::new(1), cuda, runs: &RUN_TOLERANCES };
-    let backends = &backends;
-    let mut reports: Vec<FamilyReport> = random_cases::FAMILIES
-        .iter()
-        .enumerate()
-        .map(|(i, (family, compare))| {
-            let mut rng = CaseRng::new(seed ^ ((i as u64 + 1) << 32));
-            run_family(cuda, family, (0..rounds).map(|_| compare(backends, &mut rng)))
-        })
-        .collect();
-    reports.push(run_family(cuda, "boundary shapes", fixed_cases::compare_fixed_cases(backends)));
-    if cuda.properties().has_fp8() {
-        let mut rng = CaseRng::new(seed ^ (99 << 32));
-        let matmuls = (0..rounds).map(|_| random_cases::compare_random_fp8_matmuls(backends, &mut rng));
-        let rounding = std::iter::once_with(|| fp8_cases::compare_operand_rounding(backends));
-        reports.push(run_family(cuda, "fp8 matmul", matmuls.chain(rounding)));
+    (0..FAMILY_NAMES.len()).filter_map(|family| compare_family_with_cpu(cuda, family, seed, rounds)).collect()
+}
+
+/// Compares one family of operations on the GPU with the CPU. `family` is its position in
+/// [`FAMILY_NAMES`]. Returns `None` if the GPU does not support the operations.
+pub fn compare_family_with_cpu(cuda: &Cuda, family: usize, seed: u64, rounds: usize) -> Option<FamilyReport> {
+    let backends = &Backends { cpu: Cpu::new(1), cuda, runs: &RUN_TOLERANCES };
+    let name = FAMILY_NAMES[family];
+    if let Some((_, compare)) = random_cases::FAMILIES.get(family) {
+        let mut rng = CaseRng::new(seed ^ ((family as u64 + 1) << 32));
+        return Some(run_family(cuda, name, (0..rounds).map(|_| compare(backends, &mut rng))));
     }
-    reports
+    if family == RANDOM_FAMILIES {
+        return Some(run_family(cuda, name, fixed_cases::compare_fixed_cases(backends)));
+    }
+    let mut rng = CaseRng::new(seed ^ (99 << 32));
+    let matmuls = (0..rounds).map(|_| random_cases::compare_random_fp8_matmuls(backends, &mut rng));
+    let rounding = std::iter::once_with(|| fp8_cases::compare_operand_rounding(backends));
+    cuda.properties().has_fp8().then(|| run_family(cuda, name, matmuls.chain(rounding)))
+}
+
+/// The names of the realistic shapes that [`compare_realistic_shape_with_cpu`] compares.
+pub const REALISTIC_SHAPES: &[&str] = &realistic_cases::NAMES;
+
+/// Compares operations on a shape of real models, in bf16, with the CPU, which computes on
+/// `threads` threads. `shape` is its position in [`REALISTIC_SHAPES`]. Sizes are divided by
+/// `divisor`. Returns `None` if the GPU does not support the operations.
+pub fn compare_realistic_shape_with_cpu(
+    cuda: &Cuda,
+    shape: usize,
+    divisor: usize,
+    threads: usize,
+) -> Option<FamilyReport> {
+    let backends = Backends { cpu: Cpu::new(threads), cuda, runs: &RUN_TOLERANCES[..1] };
+    let compare = || realistic_cases::compare_case(&backends, shape, divisor);
+    let mut is_supported = true;
+    let results = std::iter::once_with(compare).filter_map(|result| {
+        is_supported = result.is_some();
+        result
+    });
+    let report = run_family(cuda, REALISTIC_SHAPES[shape], results);
+    is_supported.then_some(report)
 }
 
 /// Compares attention by cuDNN ([`Cuda::set_attention_backend`]) with attention on the CPU, on
@@ -97,7 +139,7 @@ pub fn compare_cudnn_attention_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -
     let cases = shapes.into_iter().enumerate();
     run_family(
         cuda,
-        "attention by cuDNN",
+        CUDNN_ATTENTION,
         cases.map(|(i, (window, shape))| {
             cases::compare_windowed_attention(&backends, i as u64, window, shape)
         }),

@@ -27,8 +27,8 @@ use std::{
 
 /// Backend that computes ops on one NVIDIA GPU.
 pub struct Cuda {
-    kernels: KernelModules,
-    cublas_lt: CublasLt,
+    pub(super) kernels: KernelModules,
+    pub(super) cublas_lt: CublasLt,
     /// The opened cuDNN library; set if the job lets cuDNN compute attention.
     pub(super) cudnn: OnceLock<CudnnAttention>,
     /// Caches of the integer inputs that kernels get from host memory. Each stream and thread has a
@@ -256,7 +256,7 @@ impl Cuda {
         if config.grid.contains(&0) {
             return;
         }
-        let find_function = || self.kernels.get_or_load_function(&self.gpu, source, name, config.shared);
+        let find_function = || self.kernels.get_or_load_function(&self.gpu, source, name, config);
         let Some(function) = self.gpu.attempt(find_function) else { return };
         // SAFETY: each op passes the arguments of its kernel, and views of the length of its shape.
         let launch = || unsafe { self.gpu.launch(name, function, config, arguments) };

@@ -3,7 +3,7 @@ use super::bindings::{NvrtcApi, nvrtcProgram};
 use super::context::GpuContext;
 use super::disk_cache;
 use super::error::{CudaError, Result};
-use super::launch::{KernelFunction, KernelModule};
+use super::launch::{KernelFunction, KernelModule, LaunchConfig};
 use super::library::CudaLibrary;
 use super::library_search::LibrarySearchPaths;
 use std::{
@@ -12,8 +12,9 @@ use std::{
     panic::resume_unwind,
     path::PathBuf,
     ptr,
-    sync::{Mutex, OnceLock, PoisonError},
+    sync::{Mutex, MutexGuard, OnceLock, PoisonError},
     thread::ScopedJoinHandle,
+    time::Instant,
 };
 
 /// A CUDA source file that contains kernels: its name and text.
@@ -58,8 +59,9 @@ pub(super) const SOURCES: [KernelSource; 8] =
     [ELEMENTWISE, NORM, ACTIVATION, EXPERT_ROWS, CLASSIFIER, ATTENTION, FLASH, FP8];
 
 /// Options for NVRTC in addition to the architecture. Option 177 suppresses the warning about a
-/// function of a header that a source does not use.
-const OPTIONS: [&CStr; 2] = [c"--std=c++17", c"--diag-suppress=177"];
+/// function of a header that a source does not use. With line information, compute-sanitizer
+/// reports the line of an error.
+const OPTIONS: [&CStr; 3] = [c"--std=c++17", c"--diag-suppress=177", c"--generate-line-info"];
 
 /// The opened NVRTC library, which compiles kernels at run time.
 pub(super) struct Nvrtc {
@@ -197,6 +199,19 @@ fn compute_cache_file_name(source: KernelSource, architecture: &str, version: (u
     format!("{stem}-{architecture}-nvrtc{}.{}-{}.cubin", version.0, version.1, &hash[..16])
 }
 
+/// Returns the names of all kernels, each with its source file. A kernel is a function that is
+/// declared with `KERNEL` or `WIDE_KERNEL`.
+pub(super) fn list_kernel_names() -> impl Iterator<Item = (KernelSource, CString)> {
+    let declared = |line: &'static str| line.strip_prefix("WIDE_").unwrap_or(line).strip_prefix("KERNEL ");
+    SOURCES.into_iter().flat_map(move |source| {
+        let names = source.text.lines().filter_map(declared).filter_map(|rest| rest.split_once('('));
+        names.map(move |(name, _)| (source, to_c_string(name)))
+    })
+}
+
+/// Kernels by source file and name, each with the configuration of its first launch.
+type LaunchedFunctions = HashMap<(&'static str, &'static CStr), (KernelFunction, LaunchConfig)>;
+
 /// The CUDA kernels of one GPU, whose source files are compiled and loaded when they are first
 /// needed.
 pub(super) struct KernelModules {
@@ -207,7 +222,10 @@ pub(super) struct KernelModules {
     /// The error of the first image that could not be written to the kernel cache.
     cache_error: OnceLock<CudaError>,
     modules: [OnceLock<KernelModule>; SOURCES.len()],
-    functions: Mutex<HashMap<(&'static str, &'static CStr), KernelFunction>>,
+    /// The kernels that were launched, each with the configuration of its first launch.
+    functions: Mutex<LaunchedFunctions>,
+    /// The sources that NVRTC has compiled in this process, and the seconds that it needed.
+    compile_seconds: Mutex<Vec<(&'static str, f64)>>,
     loading: Mutex<()>,
 }
 
@@ -234,6 +252,7 @@ impl KernelModules {
             cache_error: OnceLock::new(),
             modules: Default::default(),
             functions: Mutex::default(),
+            compile_seconds: Mutex::default(),
             loading: Mutex::new(()),
         })
     }
@@ -244,24 +263,57 @@ impl KernelModules {
     }
 
     /// Returns the kernel `name` of a source file. Compiles and loads the source first if needed.
-    /// The kernel can be launched with up to `shared` bytes of dynamic shared memory per block.
+    /// The kernel can be launched with the dynamic shared memory of `config`.
     pub(super) fn get_or_load_function(
         &self,
         gpu: &GpuContext,
         source: KernelSource,
         name: &'static CStr,
-        shared: usize,
+        config: LaunchConfig,
     ) -> Result<KernelFunction> {
         let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(function) = functions.get(&(source.file, name)) {
+        if let Some((function, _)) = functions.get(&(source.file, name)) {
             return Ok(*function);
         }
         let function = self.get_or_load_module(gpu, source)?.find_function(gpu, name)?;
-        if shared > 0 {
+        if config.shared > 0 {
             function.set_max_shared_memory(gpu, gpu.properties.shared_memory_per_block)?;
         }
-        functions.insert((source.file, name), function);
+        functions.insert((source.file, name), (function, config));
         Ok(function)
+    }
+
+    /// Returns the kernel `name` of a source file, without preparing it for a launch.
+    pub(super) fn find_function(
+        &self,
+        gpu: &GpuContext,
+        source: KernelSource,
+        name: &CStr,
+    ) -> Result<KernelFunction> {
+        self.get_or_load_module(gpu, source)?.find_function(gpu, name)
+    }
+
+    /// Returns the kernels that were launched so far, ordered by name, each with the configuration
+    /// of its first launch.
+    pub(super) fn list_launched_functions(&self) -> Vec<(String, KernelFunction, LaunchConfig)> {
+        let functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        let launched = functions
+            .iter()
+            .map(|((_, name), (function, config))| (name.to_string_lossy().into_owned(), *function, *config));
+        let mut launched: Vec<_> = launched.collect();
+        launched.sort_by(|(a, ..), (b, ..)| a.cmp(b));
+        launched
+    }
+
+    /// Returns the sources that NVRTC has compiled in this process, and the seconds that it needed.
+    pub(super) fn compile_seconds(&self) -> Vec<(&'static str, f64)> {
+        self.lock_compile_seconds().clone()
+    }
+
+    /// Locks the list of compiled sources.
+    fn lock_compile_seconds(&self) -> MutexGuard<'_, Vec<(&'static str, f64)>> {
+        // no code panics while it holds the lock
+        self.compile_seconds.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the directory of the kernel cache. Returns `None` if compiled images are not cached.
@@ -320,7 +372,9 @@ impl KernelModules {
         if let Some(image) = path.as_deref().and_then(|path| disk_cache::read_cache_file(path, IMAGE_MAGIC)) {
             return Ok(image);
         }
+        let began = Instant::now();
         let image = self.nvrtc.compile(source, architecture)?;
+        self.lock_compile_seconds().push((source.file, began.elapsed().as_secs_f64()));
         if let Some(path) = path
             && let Err(error) = disk_cache::write_cache_file(&path, IMAGE_MAGIC, &image)
         {

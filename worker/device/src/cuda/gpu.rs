@@ -4,6 +4,7 @@ use super::context::GpuContext;
 use super::error::Result;
 use super::graphs::{CallBatch, GraphState, Graphs};
 use super::launch::{KernelArg, KernelFunction, LaunchConfig};
+use super::launch_log::{log_call, log_kernel};
 use super::library_search::LibrarySearchPaths;
 use super::status::DeviceStatus;
 use std::{
@@ -110,6 +111,7 @@ impl Gpu {
         if bytes == 0 {
             return Ok(());
         }
+        log_call("fill", &[at, bytes as u64]);
         self.enqueue(|batch| batch.push_fill(at, bytes), |stream| self.issue_fill(at, bytes, stream))
     }
 
@@ -122,6 +124,7 @@ impl Gpu {
         if bytes.is_empty() {
             return Ok(());
         }
+        log_call("copy from the host", &[at, bytes.len() as u64]);
         // SAFETY: the caller's range at `at` is as long as `bytes`.
         self.with_stream(|stream| unsafe {
             self.driver.cuMemcpyHtoDAsync_v2(at, bytes.as_ptr().cast(), bytes.len(), stream)
@@ -132,6 +135,7 @@ impl Gpu {
     /// complete.
     pub(super) fn download_blocking(&self, bytes: &mut [u8], at: Address) -> Result<()> {
         if !bytes.is_empty() {
+            log_call("copy to the host", &[at, bytes.len() as u64]);
             // SAFETY: the caller's range at `at` is as long as `bytes`.
             self.with_stream(|stream| unsafe {
                 self.driver.cuMemcpyDtoHAsync_v2(bytes.as_mut_ptr().cast(), at, bytes.len(), stream)
@@ -146,6 +150,7 @@ impl Gpu {
         if bytes == 0 {
             return Ok(());
         }
+        log_call("copy", &[to, from, bytes as u64]);
         self.enqueue(
             |batch| batch.push_copy(to, from, bytes),
             |stream| self.issue_copy(to, from, bytes, stream),
@@ -167,6 +172,7 @@ impl Gpu {
         config: LaunchConfig,
         arguments: &[&dyn KernelArg],
     ) -> Result<()> {
+        log_kernel(name.to_bytes(), config, arguments);
         // SAFETY: promised by the caller.
         let record = |batch: &mut CallBatch| unsafe { batch.push_kernel(name, function, config, arguments) };
         self.enqueue(record, |stream| {

@@ -5,6 +5,7 @@
 //! exchanged.
 mod algorithm_search;
 mod descriptors;
+mod plan_report;
 pub(super) mod prepared;
 mod request;
 
@@ -17,6 +18,7 @@ use super::gpu::Gpu;
 use super::library_search::LibrarySearchPaths;
 use algorithm_search::{AlgorithmCandidate, AlgorithmSearch};
 use descriptors::{AlgorithmPreference, MatmulDescriptor};
+pub use plan_report::MatmulPlanReport;
 use prepared::{LtHandle, MatmulPlan, PreparedMatmul};
 use request::Key;
 pub(super) use request::{InputFormat, Matmul, MatrixRef};
@@ -81,6 +83,7 @@ impl CublasLt {
         })?;
         // Freed in the stream's order, after this matmul.
         let workspace = gpu.allocate_scratch(plan.workspace.max(1))?;
+        matmul.log();
         let prepared =
             PreparedMatmul { lt: self.lt.clone(), matmul: *matmul, plan, workspace: workspace.address() };
         let direct = prepared.clone();

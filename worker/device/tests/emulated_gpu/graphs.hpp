@@ -84,6 +84,7 @@ API cuGraphExecKernelNodeSetParams_v2(void* ready, void* node, const KernelNode*
 }
 API cuGraphLaunch(void* ready, void* stream) {
     COUNT_CALL("cuGraphLaunch");
+    CHECK_STICKY;
     FORBID_IN_CAPTURE(stream);
     {
         LOCKED;

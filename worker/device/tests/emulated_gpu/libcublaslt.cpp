@@ -144,6 +144,14 @@ API cublasLtMatmulAlgoGetHeuristic(void*, void* desc, void* a, void* b, void* c,
     return SUCCESS;
 }
 
+// Reports the attributes of an algorithm: its number, and 1 for each other one.
+API cublasLtMatmulAlgoConfigGetAttribute(const Algo* algo, int attribute, void* value, size_t bytes, size_t* written) {
+    uint32_t number = attribute ? 1 : (uint32_t)algo->data[5];
+    if (attribute > 8 || bytes != (attribute < 7 ? 4u : 2u)) return INVALID_VALUE;
+    memcpy(value, &number, *written = bytes);
+    return SUCCESS;
+}
+
 static Tensor tensor(const void* at, const Layout* layout) {
     return {(void*)at, layout->type == R_32F ? F32 : layout->type == R_16BF ? BF16 : layout->type == R_16F ? F16 : layout->type};
 }

@@ -7,10 +7,12 @@
 // EMULATED_GPU_VERSION=13000: the result of cuDriverGetVersion. EMULATED_GPU_COUNT=1: number of
 // GPUs. EMULATED_GPU_MEMORY: bytes of GPU memory. EMULATED_GPU_CAPABILITY=90: compute capability
 // (sm_90). EMULATED_GPU_FAILS=name:n: the n-th call of a function (from 1) fails with
-// CUDA_ERROR_LAUNCH_FAILED.
+// CUDA_ERROR_LAUNCH_FAILED. EMULATED_GPU_KERNEL_FAULT=kernel:fault: each launch of a kernel has a
+// fault, see inject_fault.
 #include "emulator.hpp"
 #include "streams.hpp"
 #include <algorithm>
+#include <csignal>
 #include <map>
 #include <mutex>
 #include <set>
@@ -30,6 +32,7 @@ enum {
     INVALID_IMAGE = 200,
     NOT_FOUND = 500,
     NOT_READY = 600,
+    ILLEGAL_ADDRESS = 700,
     LAUNCH_FAILED = 719,
     CAPTURE_UNSUPPORTED = 900,
     CAPTURE_INVALIDATED = 901,
@@ -69,6 +72,16 @@ static bool fails(const char* name) {
     return ++calls[name] == strtol(rule.c_str() + colon + 1, nullptr, 10);
 }
 
+// The error of a kernel that has failed. As on a GPU, every later call in this process returns it.
+static std::atomic<int> sticky_error{0};
+#define CHECK_STICKY do { if (int error = sticky_error) return error; } while (0)
+// True while a kernel runs that never ends. Later work does not run, and calls that wait never
+// return.
+static std::atomic<bool> is_hung{false};
+static void wait_while_hung() {
+    while (is_hung) pause();
+}
+
 // Returns a function that runs `body` under the driver's lock.
 static std::function<void()> with_lock(std::function<void()> body) {
     return [body = std::move(body)] {
@@ -77,7 +90,9 @@ static std::function<void()> with_lock(std::function<void()> body) {
     };
 }
 // Enqueues work on GPU memory, which runs under the driver's lock.
-static void enqueue_locked(void* stream, std::function<void()> body) { enqueue(stream, with_lock(std::move(body))); }
+static void enqueue_locked(void* stream, std::function<void()> body) {
+    if (!is_hung && !sticky_error) enqueue(stream, with_lock(std::move(body)));
+}
 
 // --- memory ---------------------------------------------------------------------------------------
 
@@ -116,6 +131,7 @@ static bool is_accessible(uint64_t at, size_t bytes) {
 
 API cuMemAllocAsync(uintptr_t* out, size_t bytes, void* stream) {
     COUNT_CALL("cuMemAllocAsync");
+    CHECK_STICKY;
     FORBID_IN_CAPTURE(stream);
     LOCKED;
     MAY_FAIL("cuMemAllocAsync");
@@ -141,6 +157,7 @@ API cuMemAllocAsync(uintptr_t* out, size_t bytes, void* stream) {
 // after it then accesses unmapped memory.
 API cuMemFreeAsync(uintptr_t at, void* stream) {
     COUNT_CALL("cuMemFreeAsync");
+    CHECK_STICKY;
     FORBID_IN_CAPTURE(stream);
     Allocation freed;
     {
@@ -160,6 +177,7 @@ API cuMemFreeAsync(uintptr_t at, void* stream) {
     return SUCCESS;
 }
 API cuMemGetInfo_v2(size_t* free, size_t* total) {
+    CHECK_STICKY;
     LOCKED;
     *total = gpu_memory();
     *free = *total - allocated - pooled_bytes;
@@ -186,6 +204,7 @@ API cuMemFreeHost(void* at) {
 // pinned memory when the copy runs.
 API cuMemcpyHtoDAsync_v2(uintptr_t to, const void* from, size_t bytes, void* stream) {
     COUNT_CALL("cuMemcpyHtoDAsync");
+    CHECK_STICKY;
     FORBID_IN_CAPTURE(stream); // a GPU would read the host's memory at each launch
     std::vector<uint8_t> snapshot;
     {
@@ -199,6 +218,7 @@ API cuMemcpyHtoDAsync_v2(uintptr_t to, const void* from, size_t bytes, void* str
 }
 API cuMemcpyDtoHAsync_v2(void* to, uintptr_t from, size_t bytes, void* stream) {
     COUNT_CALL("cuMemcpyDtoHAsync");
+    CHECK_STICKY;
     FORBID_IN_CAPTURE(stream);
     bool is_async;
     {
@@ -208,11 +228,16 @@ API cuMemcpyDtoHAsync_v2(void* to, uintptr_t from, size_t bytes, void* stream) {
         is_async = is_pinned(to);
     }
     enqueue_locked(stream, [=] { memcpy(to, (void*)from, bytes); });
-    if (!is_async) ((Stream*)stream)->finish();
+    if (!is_async) {
+        wait_while_hung();
+        ((Stream*)stream)->finish();
+        CHECK_STICKY;
+    }
     return SUCCESS;
 }
 API cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t bytes, void* stream) {
     COUNT_CALL("cuMemcpyDtoDAsync");
+    CHECK_STICKY;
     REQUIRE_VALID_CAPTURE(stream);
     {
         LOCKED;
@@ -224,6 +249,7 @@ API cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t bytes, void* strea
 }
 API cuMemsetD8Async(uintptr_t to, unsigned char value, size_t bytes, void* stream) {
     COUNT_CALL("cuMemsetD8Async");
+    CHECK_STICKY;
     REQUIRE_VALID_CAPTURE(stream);
     {
         LOCKED;
@@ -250,6 +276,10 @@ API cuDeviceGet(int* device, int index) {
 }
 API cuDeviceGetName(char* name, int size, int) {
     snprintf(name, (size_t)size, "Emulated GPU");
+    return SUCCESS;
+}
+API cuDeviceGetPCIBusId(char* id, int size, int) {
+    snprintf(id, (size_t)size, "00000000:0F:00.0");
     return SUCCESS;
 }
 API cuDeviceTotalMem_v2(size_t* bytes, int) {
@@ -307,7 +337,9 @@ API cuStreamDestroy_v2(void* stream) {
 }
 API cuStreamSynchronize(void* stream) {
     FORBID_IN_CAPTURE(stream);
+    wait_while_hung();
     ((Stream*)stream)->finish();
+    CHECK_STICKY;
     LOCKED;
     MAY_FAIL("cuStreamSynchronize");
     return SUCCESS;
@@ -321,16 +353,21 @@ API cuEventDestroy_v2(void* event) {
     return SUCCESS;
 }
 API cuEventRecord(void* event, void* stream) {
+    CHECK_STICKY;
     FORBID_IN_CAPTURE(stream); // a GPU would make it an event of the capture, which cannot be waited for
     record(*(SharedEvent*)event, stream);
     return SUCCESS;
 }
 API cuEventSynchronize(void* event) {
     SharedEvent shared = *(SharedEvent*)event;
+    wait_while_hung();
     shared->wait(shared->recorded);
+    CHECK_STICKY;
     return SUCCESS;
 }
 API cuEventQuery(void* event) {
+    CHECK_STICKY;
+    if (is_hung) return NOT_READY;
     Event& e = **(SharedEvent*)event;
     return e.reached == e.recorded ? SUCCESS : NOT_READY;
 }
@@ -348,6 +385,7 @@ API cuGetErrorName(int code, const char** name) {
     switch (code) {
     case OUT_OF_MEMORY: *name = "CUDA_ERROR_OUT_OF_MEMORY"; break;
     case LAUNCH_FAILED: *name = "CUDA_ERROR_LAUNCH_FAILED"; break;
+    case ILLEGAL_ADDRESS: *name = "CUDA_ERROR_ILLEGAL_ADDRESS"; break;
     case INVALID_VALUE: *name = "CUDA_ERROR_INVALID_VALUE"; break;
     case NOT_FOUND: *name = "CUDA_ERROR_NOT_FOUND"; break;
     case CAPTURE_UNSUPPORTED: *name = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"; break;
@@ -372,6 +410,7 @@ struct Shape {
 struct Kernel {
     std::function<std::function<void(const Shape&)>(void**)> bind; // copies the arguments
     long shared = 48 << 10;
+    std::string name;
 };
 
 template <class... A, size_t... I> static std::function<void()> bind_arguments(void (*f)(A...), void** arguments, std::index_sequence<I...>) {
@@ -398,7 +437,11 @@ static Kernel kernel(const ptx::Kernel& k) {
         };
     }};
 }
-#define ENTRY(file, name) {#file "/" #name, kernel(file::name)},
+static Kernel named(Kernel kernel, const std::string& name) {
+    kernel.name = name;
+    return kernel;
+}
+#define ENTRY(file, name) {#file "/" #name, named(kernel(file::name), #name)},
 static const std::map<std::string, Kernel> sources = {KERNELS(ENTRY)};
 
 struct Module {
@@ -410,6 +453,7 @@ struct Module {
 API cuModuleLoadData(void** module, const void* image) {
     LOCKED;
     MAY_FAIL("cuModuleLoadData");
+    CHECK_STICKY;
     const char* text = (const char*)image;
     Module* m = new Module;
     *module = m;
@@ -419,7 +463,7 @@ API cuModuleLoadData(void** module, const void* image) {
             if (!name.compare(0, prefix.size(), prefix)) m->kernels[name.substr(prefix.size())] = k;
     } else if (strstr(text, ".version")) {
         m->ptx = ptx::Parser(text).module();
-        for (auto& [name, k] : m->ptx.kernels) m->kernels[name] = kernel(k);
+        for (auto& [name, k] : m->ptx.kernels) m->kernels[name] = named(kernel(k), name);
     } else {
         return INVALID_IMAGE;
     }
@@ -441,6 +485,23 @@ API cuFuncSetAttribute(void* function, int attribute, int value) {
     ((Kernel*)function)->shared = value;
     return SUCCESS;
 }
+// The resources of a kernel, which the emulator does not know: every kernel uses 64 registers of a
+// multiprocessor with 64 Ki registers, and no local or static shared memory.
+API cuFuncGetAttribute(int* value, int attribute, void*) {
+    switch (attribute) {
+    case 0: *value = 1024; break; // threads per block
+    case 1: *value = 0; break;    // static shared memory
+    case 3: *value = 0; break;    // local memory
+    case 4: *value = 64; break;   // registers
+    default: return INVALID_VALUE;
+    }
+    return SUCCESS;
+}
+API cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void*, int threads, size_t shared) {
+    if (threads < 1 || threads > 1024 || shared > 227 << 10) return INVALID_VALUE;
+    *blocks = std::min(1024 / threads, shared ? (int)((227 << 10) / shared) : 32);
+    return SUCCESS;
+}
 // Returns a launch with copies of its arguments, or null if a GPU would reject the launch.
 static std::function<void()> bind_launch(Kernel* k, const Shape& s, void** arguments) {
     auto [gx, gy, gz] = s.grid;
@@ -448,10 +509,39 @@ static std::function<void()> bind_launch(Kernel* k, const Shape& s, void** argum
     if (!gx || !gy || !gz || gy > 65535 || gz > 65535 || !bx || bx * by * bz > 1024 || s.shared > k->shared) return nullptr;
     return [=, body = k->bind(arguments)] { body(s); };
 }
+// Applies the fault of EMULATED_GPU_KERNEL_FAULT to a launch of its kernel. The faults:
+// hang: the kernel never ends.
+// illegal: the kernel accesses an illegal address.
+// wrong: the kernel changes the first elements of its first tensor after its end.
+// crash: the process gets SIGSEGV.
+// exit: the process ends with exit code 0.
+// noise: the library prints lines to stdout, one of them without an end of line.
+static std::function<void()> inject_fault(Kernel* k, void** arguments, std::function<void()> body) {
+    const char* rule = getenv("EMULATED_GPU_KERNEL_FAULT");
+    if (!rule || strncmp(rule, (k->name + ":").c_str(), k->name.size() + 1)) return body;
+    std::string fault = rule + k->name.size() + 1;
+    if (fault == "hang") return [] { is_hung = true; };
+    if (fault == "illegal") return [] { sticky_error = ILLEGAL_ADDRESS; };
+    if (fault == "wrong") {
+        uintptr_t at = *(uintptr_t*)arguments[0];
+        return [=, body = std::move(body)] {
+            body();
+            if (is_allocated(at, 4)) *(uint16_t*)at = *((uint16_t*)at + 1) = 0x4170; // 15 as bf16
+        };
+    }
+    if (fault == "crash") raise(SIGSEGV);
+    if (fault == "exit") _exit(0);
+    if (fault == "noise") {
+        printf("a library's warning\n\xff\xfe\ngpu-check-message {\"message\": \"unknown\"}\nno end of line");
+        fflush(stdout);
+    }
+    return body;
+}
 API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void* stream,
                    void** arguments, void**) {
     Kernel* k = (Kernel*)function;
     COUNT_CALL("cuLaunchKernel");
+    CHECK_STICKY;
     REQUIRE_VALID_CAPTURE(stream);
     {
         LOCKED;
@@ -459,8 +549,9 @@ API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
     }
     std::function<void()> body = bind_launch(k, {{gx, gy, gz}, {bx, by, bz}, shared}, arguments);
     if (!body) return INVALID_VALUE;
-    enqueue_locked(stream, std::move(body));
+    enqueue_locked(stream, inject_fault(k, arguments, std::move(body)));
     if (((Stream*)stream)->capture) ((Stream*)stream)->capture->back()->is_kernel = true;
+    if (setting("CUDA_LAUNCH_BLOCKING", 0) && !((Stream*)stream)->capture) return cuStreamSynchronize(stream);
     return SUCCESS;
 }
 

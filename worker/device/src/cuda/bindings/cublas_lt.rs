@@ -40,6 +40,10 @@ cuda_library! {
         preference: cublasLtMatmulPreference_t, requested: c_int, results: *mut cublasLtMatmulHeuristicResult_t,
         count: *mut c_int,
     );
+    fn cublasLtMatmulAlgoConfigGetAttribute(
+        algorithm: *const cublasLtMatmulAlgo_t, attribute: cublasLtMatmulAlgoConfigAttributes_t,
+        value: *mut c_void, bytes: usize, written: *mut usize,
+    );
     fn cublasLtMatmul(
         handle: cublasLtHandle_t, descriptor: cublasLtMatmulDesc_t, alpha: *const c_void, a: *const c_void,
         a_layout: cublasLtMatrixLayout_t, b: *const c_void, b_layout: cublasLtMatrixLayout_t,

@@ -23,6 +23,7 @@ cuda_library! {
     fn cuDeviceGetCount(count: *mut c_int);
     fn cuDeviceGet(device: *mut CUdevice, ordinal: c_int);
     fn cuDeviceGetName(name: *mut c_char, len: c_int, device: CUdevice);
+    fn cuDeviceGetPCIBusId(id: *mut c_char, len: c_int, device: CUdevice);
     fn cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice);
     fn cuDeviceGetAttribute(value: *mut c_int, attribute: CUdevice_attribute, device: CUdevice);
     fn cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
@@ -55,6 +56,10 @@ cuda_library! {
     fn cuModuleLoadData(module: *mut CUmodule, image: *const c_void);
     fn cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char);
     fn cuFuncSetAttribute(function: CUfunction, attribute: CUfunction_attribute, value: c_int);
+    fn cuFuncGetAttribute(value: *mut c_int, attribute: CUfunction_attribute, function: CUfunction);
+    fn cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        blocks: *mut c_int, function: CUfunction, threads: c_int, shared_bytes: usize,
+    );
     fn cuLaunchKernel(
         function: CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint,
         block_z: c_uint, shared_bytes: c_uint, stream: CUstream, arguments: *mut *mut c_void,

@@ -2,6 +2,7 @@
 //! compute it. The decision follows the job's setting and timing.
 use super::super::error::{CudaError, Result};
 use super::super::gpu::Gpu;
+use super::super::launch_log::log_call;
 use super::super::library_search::LibrarySearchPaths;
 use super::super::profile::Profile;
 use super::attention_graph::{AttentionMask, AttentionOperands, AttentionPass, UnsupportedAttention};
@@ -232,6 +233,12 @@ impl CudnnAttention {
         pass: &AttentionPass,
         at: &AttentionOperands,
     ) -> Result<()> {
+        let s = pass.shape;
+        let sizes = [s.b, s.t, s.heads, s.kv_heads, s.head_dim].map(|size| size as u64);
+        log_call(
+            if pass.is_backward { "cuDNN attention backward" } else { "cuDNN attention forward" },
+            &sizes,
+        );
         // Freed in the stream's order, after this pass.
         let workspace = gpu.allocate_scratch(plan.workspace.max(1))?;
         let mut tensors = pass.list_operand_tensors(at);

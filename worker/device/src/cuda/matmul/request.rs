@@ -1,6 +1,7 @@
 //! [`Matmul`]: the description of a matmul that cuBLASLt must compute, and the key under which its
 //! plan is stored.
 use super::super::bindings::{Address, cublas_lt_sys::cudaDataType};
+use super::super::launch_log::log_call;
 use super::descriptors::CallPointers;
 use crate::buffer::Dtype;
 use crate::fp8::Fp8Format;
@@ -59,6 +60,16 @@ impl Matmul {
             alignments: [self.a.at, self.b.at, self.c.at].map(compute_alignment),
             bias: self.bias.map(compute_alignment),
         }
+    }
+
+    /// Logs the matmul in the launch log, with its sizes, addresses and strides, and CUDA's numbers
+    /// of its types.
+    pub(super) fn log(&self) {
+        let [m, n, k] = [self.m, self.n, self.k].map(|size| size as u64);
+        let matrices = [self.a, self.b, self.c].map(|matrix| [matrix.at, matrix.stride as u64]);
+        let [[a, a_stride], [b, b_stride], [c, c_stride]] = matrices;
+        let [a_type, b_type, c_type] = self.cuda_types().map(|data_type| data_type as u64);
+        log_call("matmul", &[m, n, k, a, b, c, a_stride, b_stride, c_stride, a_type, b_type, c_type]);
     }
 
     /// Describes the matmul's shape and types for profiles: `matmul 8192 × 4096 × 1024 (bf16 · bf16

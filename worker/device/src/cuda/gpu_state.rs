@@ -1,0 +1,172 @@
+//! [`GpuState`]: clocks, temperature and power of a GPU as NVML reports them, and the attributes
+//! that the driver reports.
+use super::backend::Cuda;
+use super::bindings::driver_sys::CUdevice_attribute;
+use super::error::Result;
+use super::properties::query_attribute;
+use std::{
+    ffi::{CStr, CString, c_char, c_int, c_uint, c_ulonglong, c_void},
+    path::Path,
+    ptr,
+};
+
+/// File name of NVML, the management library that belongs to the driver.
+const NVML: &str = "libnvidia-ml.so.1";
+/// Numbers of NVML's clocks of the multiprocessors and of the memory, and of its temperature
+/// sensor.
+const NVML_CLOCK_SM: c_uint = 1;
+const NVML_CLOCK_MEMORY: c_uint = 2;
+const NVML_TEMPERATURE_GPU: c_uint = 0;
+/// NVML's reasons why clocks are lower than they could be, with their bits.
+const THROTTLE_REASONS: [(u64, &str); 9] = [
+    (0x1, "idle"),
+    (0x2, "application clocks"),
+    (0x4, "power cap"),
+    (0x8, "hardware slowdown"),
+    (0x10, "sync boost"),
+    (0x20, "thermal slowdown"),
+    (0x40, "hardware thermal slowdown"),
+    (0x80, "power brake"),
+    (0x100, "display clocks"),
+];
+
+/// Clocks, temperature and power of a GPU at one moment. Values that NVML does not report are
+/// `None`.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct GpuState {
+    /// Clock of the multiprocessors in MHz.
+    pub sm_mhz: Option<u32>,
+    /// Clock of the memory in MHz.
+    pub memory_mhz: Option<u32>,
+    /// Temperature in °C.
+    pub temperature: Option<u32>,
+    /// Power draw in W.
+    pub power_watts: Option<f64>,
+    /// Why the clocks are lower than they could be.
+    pub throttle_reasons: Option<Vec<&'static str>>,
+}
+
+type GetUint = unsafe extern "C" fn(*mut c_void, *mut c_uint) -> c_int;
+type GetNumbered = unsafe extern "C" fn(*mut c_void, c_uint, *mut c_uint) -> c_int;
+
+impl Cuda {
+    /// Returns the GPU's clocks, temperature and power. Fails with the reason if NVML is not
+    /// usable.
+    pub fn query_state(&self) -> std::result::Result<GpuState, String> {
+        let bus_id = self.query_pci_bus_id().map_err(|error| error.to_string())?;
+        let next_to_driver = self.properties().driver_path.with_file_name(NVML);
+        [Path::new(NVML), &next_to_driver]
+            .into_iter()
+            .find_map(|path| {
+                // SAFETY: NVML's initializers have no preconditions.
+                unsafe { libloading::Library::new(path) }.ok()
+            })
+            .ok_or_else(|| format!("{NVML} was not found"))
+            .and_then(|nvml| query_nvml(&nvml, &bus_id))
+    }
+
+    /// Returns the address of the GPU on the PCI bus, such as `00000000:0F:00.0`.
+    pub fn query_pci_bus_id(&self) -> Result<CString> {
+        let mut id = [0 as c_char; 64];
+        // SAFETY: writes at most as many bytes as the buffer has, terminated by a zero.
+        unsafe { self.gpu.driver.cuDeviceGetPCIBusId(id.as_mut_ptr(), id.len() as c_int, self.gpu.device) }?;
+        id[id.len() - 1] = 0;
+        // SAFETY: the last byte is a zero.
+        Ok(unsafe { CStr::from_ptr(id.as_ptr()) }.to_owned())
+    }
+
+    /// Returns attributes of the GPU that decide which functions of the driver work, with their
+    /// names. An attribute that the driver does not know is left out.
+    pub fn query_attributes(&self) -> Vec<(String, i32)> {
+        use CUdevice_attribute::*;
+        let attributes = [
+            CU_DEVICE_ATTRIBUTE_CLOCK_RATE,
+            CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE,
+            CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH,
+            CU_DEVICE_ATTRIBUTE_ECC_ENABLED,
+            CU_DEVICE_ATTRIBUTE_COMPUTE_MODE,
+            CU_DEVICE_ATTRIBUTE_CONCURRENT_KERNELS,
+            CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT,
+            CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING,
+            CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR,
+            CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
+            CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_MULTIPROCESSOR,
+            CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+            CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK,
+            CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE,
+            CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS,
+            CU_DEVICE_ATTRIBUTE_COMPUTE_PREEMPTION_SUPPORTED,
+            CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM,
+            CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH,
+            CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED,
+            CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED,
+        ];
+        let query = |attribute| query_attribute(&self.gpu.driver, self.gpu.device, attribute).ok();
+        let name = |attribute| {
+            format!("{attribute:?}").trim_start_matches("CU_DEVICE_ATTRIBUTE_").to_ascii_lowercase()
+        };
+        attributes.into_iter().filter_map(|attribute| Some((name(attribute), query(attribute)?))).collect()
+    }
+}
+
+/// Queries the state of the GPU at a PCI address from NVML.
+fn query_nvml(nvml: &libloading::Library, bus_id: &CStr) -> std::result::Result<GpuState, String> {
+    let missing = |error: libloading::Error| error.to_string();
+    // SAFETY: the functions have these types in nvml.h, and get valid pointers.
+    unsafe {
+        let init = nvml.get::<unsafe extern "C" fn() -> c_int>(b"nvmlInit_v2\0").map_err(missing)?;
+        let shutdown = nvml.get::<unsafe extern "C" fn() -> c_int>(b"nvmlShutdown\0").map_err(missing)?;
+        let find = nvml
+            .get::<unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_int>(
+                b"nvmlDeviceGetHandleByPciBusId_v2\0",
+            )
+            .map_err(missing)?;
+        let status = init();
+        if status != 0 {
+            return Err(format!("nvmlInit_v2 failed with status {status}"));
+        }
+        let mut device = ptr::null_mut();
+        let status = find(bus_id.as_ptr(), &mut device);
+        let state = (status == 0).then(|| read_state(nvml, device));
+        shutdown();
+        state.ok_or_else(|| format!("nvmlDeviceGetHandleByPciBusId_v2 failed with status {status}"))
+    }
+}
+
+/// Reads the state of a device of NVML, which must be initialized.
+///
+/// # Safety
+///
+/// `device` must be a device of the library.
+unsafe fn read_state(nvml: &libloading::Library, device: *mut c_void) -> GpuState {
+    let numbered = |name: &[u8], number| {
+        let mut value = 0;
+        // SAFETY: the function has this type in nvml.h, and writes one integer.
+        let status = unsafe { nvml.get::<GetNumbered>(name).ok()?(device, number, &mut value) };
+        (status == 0).then_some(value)
+    };
+    let power = || {
+        let mut milliwatts = 0;
+        // SAFETY: the function has this type in nvml.h, and writes one integer.
+        let status =
+            unsafe { nvml.get::<GetUint>(b"nvmlDeviceGetPowerUsage\0").ok()?(device, &mut milliwatts) };
+        (status == 0).then_some(f64::from(milliwatts) / 1e3)
+    };
+    let reasons = || {
+        type GetReasons = unsafe extern "C" fn(*mut c_void, *mut c_ulonglong) -> c_int;
+        let mut bits = 0;
+        // SAFETY: the function has this type in nvml.h, and writes one integer.
+        let status = unsafe {
+            nvml.get::<GetReasons>(b"nvmlDeviceGetCurrentClocksThrottleReasons\0").ok()?(device, &mut bits)
+        };
+        let reasons = THROTTLE_REASONS.iter().filter(|(bit, _)| bits & bit != 0).map(|(_, name)| *name);
+        (status == 0).then(|| reasons.collect())
+    };
+    GpuState {
+        sm_mhz: numbered(b"nvmlDeviceGetClockInfo\0", NVML_CLOCK_SM),
+        memory_mhz: numbered(b"nvmlDeviceGetClockInfo\0", NVML_CLOCK_MEMORY),
+        temperature: numbered(b"nvmlDeviceGetTemperature\0", NVML_TEMPERATURE_GPU),
+        power_watts: power(),
+        throttle_reasons: reasons(),
+    }
+}

@@ -1,0 +1,74 @@
+//! [`MatmulPlanReport`]: which algorithm of cuBLASLt computes a matmul.
+use super::super::backend::Cuda;
+use super::super::bindings::{
+    CublasLtApi,
+    cublas_lt_sys::{cublasLtMatmulAlgo_t, cublasLtMatmulAlgoConfigAttributes_t},
+};
+use super::CublasLt;
+use std::sync::PoisonError;
+
+/// The algorithm of cuBLASLt that computes the matmuls of one shape.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MatmulPlanReport {
+    /// Sizes, strides, types and alignments of the matmul.
+    pub matmul: String,
+    /// The attributes of the algorithm with their values. `None` if cuBLASLt has no algorithm.
+    pub algorithm: Option<Vec<(&'static str, u64)>>,
+    /// Bytes of the algorithm's workspace.
+    pub workspace_bytes: usize,
+}
+
+impl Cuda {
+    /// Reports the algorithm of each matmul that was requested so far.
+    pub fn describe_matmul_plans(&self) -> Vec<MatmulPlanReport> {
+        self.cublas_lt.describe_plans()
+    }
+}
+
+impl CublasLt {
+    /// Reports the stored plans, ordered by the text of their matmul.
+    fn describe_plans(&self) -> Vec<MatmulPlanReport> {
+        let plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        let describe =
+            |(key, plan): (&super::Key, &Option<std::sync::Arc<super::MatmulPlan>>)| MatmulPlanReport {
+                matmul: format!("{key:?}"),
+                algorithm: plan.as_ref().map(|plan| query_attributes(&self.lt.library, &plan.algorithm)),
+                workspace_bytes: plan.as_ref().map_or(0, |plan| plan.workspace),
+            };
+        let mut reports: Vec<_> = plans.iter().map(describe).collect();
+        reports.sort_by(|a, b| a.matmul.cmp(&b.matmul));
+        reports
+    }
+}
+
+/// Returns the attributes of an algorithm that the library reports.
+fn query_attributes(library: &CublasLtApi, algorithm: &cublasLtMatmulAlgo_t) -> Vec<(&'static str, u64)> {
+    use cublasLtMatmulAlgoConfigAttributes_t::*;
+    [
+        ("id", CUBLASLT_ALGO_CONFIG_ID, 4),
+        ("tile", CUBLASLT_ALGO_CONFIG_TILE_ID, 4),
+        ("stages", CUBLASLT_ALGO_CONFIG_STAGES_ID, 4),
+        ("split_k", CUBLASLT_ALGO_CONFIG_SPLITK_NUM, 4),
+        ("reduction", CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, 4),
+        ("swizzling", CUBLASLT_ALGO_CONFIG_CTA_SWIZZLING, 4),
+        ("custom", CUBLASLT_ALGO_CONFIG_CUSTOM_OPTION, 4),
+        ("inner_shape", CUBLASLT_ALGO_CONFIG_INNER_SHAPE_ID, 2),
+        ("cluster_shape", CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID, 2),
+    ]
+    .into_iter()
+    .filter_map(|(name, attribute, bytes)| {
+        let (mut value, mut written) = (0u64, 0);
+        // SAFETY: writes at most `bytes` bytes, which `value` has.
+        let status = unsafe {
+            (library.cublasLtMatmulAlgoConfigGetAttribute)(
+                algorithm,
+                attribute,
+                (&raw mut value).cast(),
+                bytes,
+                &mut written,
+            )
+        };
+        (status == 0).then_some((name, value))
+    })
+    .collect()
+}

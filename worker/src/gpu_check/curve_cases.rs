@@ -1,0 +1,80 @@
+//! The models whose training on a GPU is compared with training on the CPU, and the numbers of
+//! ranks.
+
+/// A model that is trained for the comparison, with the keys of `train.model` and further keys of
+/// `train`.
+pub(super) struct CurveCase {
+    pub(super) name: &'static str,
+    /// The name of the case in the names of parts.
+    pub(super) part_name: &'static str,
+    pub(super) model: &'static str,
+    pub(super) rest: &'static str,
+}
+
+/// The models whose losses are compared between GPU and CPU.
+const CURVE_CASES: [CurveCase; 2] = [
+    CurveCase {
+        name: "Llama of the quickstart",
+        part_name: "llama",
+        model: "vocab_size: 257, hidden_size: 128, intermediate_size: 352, num_key_value_heads: 2, tie_word_embeddings: true",
+        rest: "data.seq_len=128 batch.global=16 batch.micro=4",
+    },
+    CurveCase {
+        name: "GPT-2, 4 layers of 256",
+        part_name: "gpt2",
+        model: "family: gpt2, vocab_size: 1000, hidden_size: 256, intermediate_size: 1024, tie_word_embeddings: true",
+        rest: "data.seq_len=128 batch.global=8 batch.micro=2",
+    },
+];
+/// The small models whose losses are compared between GPU and CPU in tests.
+const TINY_CURVE_CASES: [CurveCase; 1] = [CurveCase {
+    name: "a tiny Llama",
+    part_name: "llama",
+    model: "vocab_size: 257, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2, tie_word_embeddings: true",
+    rest: "data.seq_len=6 batch.global=4 batch.micro=1",
+}];
+
+/// The precisions in which training is compared, with the largest accepted relative difference of a
+/// loss. In fp8 a difference in the last bit of a sum may round an operand to another value, so the
+/// tolerance is larger.
+pub(super) const CURVE_PRECISIONS: [(&str, f64); 3] = [("fp32", 1e-4), ("bf16", 2e-2), ("fp8", 5e-2)];
+
+/// Returns the models whose losses are compared.
+pub(super) fn select_curve_cases(tiny: bool) -> &'static [CurveCase] {
+    if tiny { &TINY_CURVE_CASES } else { &CURVE_CASES }
+}
+
+/// The numbers of ranks of a comparison, and how the ranks exchange data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum CurveTransport {
+    /// One rank.
+    OneRank,
+    /// Two ranks, and then four, which exchange data through host memory.
+    SeveralRanks,
+    /// One rank with NCCL.
+    NcclOneRank,
+    /// Two ranks that share the GPU, with NCCL.
+    NcclTwoRanks,
+}
+
+impl CurveTransport {
+    /// Returns the group of the parts with these ranks.
+    pub(super) fn part_group(self) -> &'static str {
+        match self {
+            CurveTransport::OneRank => "curves",
+            CurveTransport::SeveralRanks => "ranks",
+            CurveTransport::NcclOneRank => "nccl",
+            CurveTransport::NcclTwoRanks => "nccl-2",
+        }
+    }
+
+    /// Returns about how many seconds such a part takes.
+    pub(super) fn expected_seconds(self) -> u64 {
+        match self {
+            CurveTransport::OneRank => 3,
+            CurveTransport::SeveralRanks => 5,
+            CurveTransport::NcclOneRank => 5,
+            CurveTransport::NcclTwoRanks => 10,
+        }
+    }
+}

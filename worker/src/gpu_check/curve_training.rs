@@ -1,0 +1,83 @@
+//! Trains a model for a few steps on a GPU or on the CPU, with one or several ranks, and returns
+//! the losses.
+use super::check_job::{OpenGpu, build_trainer, run_check, take_step};
+use crate::gpu::to_unusable_nccl_error;
+use comm::{
+    Comm, local,
+    nccl::{NcclComm, NcclLibrary},
+    staged::StagedComm,
+};
+use device::Ops;
+use diagnostic::{Diagnostic, codes};
+use jobspec::TrainSpec;
+use std::{panic::resume_unwind, sync::Arc, time::Duration};
+
+/// The longest wait until all ranks have joined the NCCL communicator.
+const NCCL_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The results of a training run: the loss and the gradient norm of each step.
+pub(super) type TrainingCurve = Vec<(f64, f64)>;
+
+/// Trains for `steps` steps from initial weights. Returns the loss and the gradient norm of each
+/// step.
+pub(super) fn train_for_curve(
+    train: &TrainSpec,
+    comm: Arc<dyn Comm>,
+    ops: Arc<dyn Ops>,
+    steps: usize,
+) -> diagnostic::Result<TrainingCurve> {
+    run_check(|| {
+        let mut running = build_trainer(train, comm, ops)?.start_fresh();
+        (0..steps).map(|_| Ok(take_step(&mut running)?)).collect()
+    })
+}
+
+/// Trains on the GPU as one rank, which exchanges data with other ranks through host memory or with
+/// NCCL. `hosts` connects the ranks. Calls `on_connected` once the ranks are connected.
+pub(super) fn train_rank_for_curve(
+    train: &TrainSpec,
+    open: OpenGpu,
+    nccl: Option<&NcclLibrary>,
+    hosts: Arc<dyn Comm>,
+    steps: usize,
+    on_connected: impl FnOnce(Arc<dyn Comm>),
+) -> diagnostic::Result<TrainingCurve> {
+    let cuda = open()?;
+    let comm: Arc<dyn Comm> = match nccl {
+        None => Arc::new(StagedComm::new(hosts, cuda.clone())),
+        Some(nccl) => {
+            let comm = NcclComm::connect(nccl, cuda.clone(), hosts, NCCL_TIMEOUT);
+            Arc::new(comm.map_err(to_unusable_nccl_error)?)
+        }
+    };
+    on_connected(comm.clone());
+    train_for_curve(train, comm, cuda, steps)
+}
+
+/// Trains on the GPU with `world` ranks, which are threads, and returns the loss and the gradient
+/// norm of each step. Fails if the ranks have different results.
+pub(super) fn train_on_gpu_for_curve(
+    train: &TrainSpec,
+    open: OpenGpu,
+    nccl: Option<&NcclLibrary>,
+    world: usize,
+    steps: usize,
+) -> diagnostic::Result<TrainingCurve> {
+    let run_rank = |hosts| train_rank_for_curve(train, open, nccl, hosts, steps, drop);
+    let results: Vec<diagnostic::Result<TrainingCurve>> = std::thread::scope(|s| {
+        let threads: Vec<_> =
+            local::create_group(world).into_iter().map(|comm| s.spawn(|| run_rank(Arc::new(comm)))).collect();
+        threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| resume_unwind(panic))).collect()
+    });
+    require_equal_curves(results.into_iter().collect::<Result<Vec<_>, _>>()?)
+}
+
+/// Returns the curve of rank 0. Fails if other ranks have another curve.
+pub(super) fn require_equal_curves(mut curves: Vec<TrainingCurve>) -> diagnostic::Result<TrainingCurve> {
+    let (world, first) = (curves.len(), curves.swap_remove(0));
+    if curves.iter().any(|other| *other != first) {
+        let message = format!("the {world} ranks computed different losses");
+        return Err(Diagnostic::error(codes::training::RANKS_DISAGREE, message));
+    }
+    Ok(first)
+}

@@ -1,0 +1,105 @@
+//! [`PartMessage`]: what the process of a part reports to `launch gpu-check`, as lines of JSON on
+//! its stdout.
+use diagnostic::Diagnostic;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// The start of each line of stdout that is a message. Other lines are output of libraries.
+pub(super) const MESSAGE_PREFIX: &str = "gpu-check-message ";
+
+/// A message of the process of a part.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(tag = "message", rename_all = "snake_case")]
+pub(super) enum PartMessage {
+    /// A row of the table.
+    Row(Row),
+    /// Values that only the JSON file contains, under this name.
+    Details { name: String, value: Value },
+    /// The part is complete. Without this message the process has failed, also with exit code 0.
+    Done,
+    /// The part has failed with this error. No further message follows.
+    Failed { error: Box<Diagnostic> },
+}
+
+/// A row of the table that `launch gpu-check` prints.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Row {
+    /// What was checked or measured.
+    pub(super) subject: String,
+    /// The measured values, as text.
+    pub(super) values: String,
+    pub(super) result: RowResult,
+    /// The error of a failed row, or the reason why a row was skipped.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) cause: Option<String>,
+    /// The measured values, as data.
+    #[serde(default)]
+    pub(super) data: Value,
+}
+
+/// The result of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum RowResult {
+    /// The values agree with those of the CPU.
+    Ok,
+    /// The values were measured. There is nothing to compare them with.
+    Measured,
+    /// The row was not computed, because this machine lacks what it needs, or the time is over.
+    Skipped,
+    /// The values differ from those of the CPU, or the work failed.
+    Failed,
+}
+
+impl RowResult {
+    /// Returns the text of the result in the table.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            RowResult::Ok => "ok",
+            RowResult::Measured => "measured",
+            RowResult::Skipped => "skipped",
+            RowResult::Failed => "FAILED",
+        }
+    }
+}
+
+impl Row {
+    /// Creates a row of measured values, without a comparison.
+    pub(super) fn measured(subject: impl Into<String>, values: impl Into<String>, data: Value) -> Row {
+        let (subject, values) = (subject.into(), values.into());
+        Row { subject, values, result: RowResult::Measured, cause: None, data }
+    }
+
+    /// Creates a row that was not computed for the reason `cause`.
+    pub(super) fn skipped(subject: impl Into<String>, cause: impl Into<String>) -> Row {
+        let (subject, cause) = (subject.into(), Some(cause.into()));
+        Row { subject, values: String::new(), result: RowResult::Skipped, cause, data: Value::Null }
+    }
+
+    /// Creates a row that failed with the error `cause`.
+    pub(super) fn failed(subject: impl Into<String>, cause: impl Into<String>) -> Row {
+        let (subject, cause) = (subject.into(), Some(cause.into()));
+        Row { subject, values: String::new(), result: RowResult::Failed, cause, data: Value::Null }
+    }
+}
+
+/// Sends the messages of a part to the parent process.
+pub(super) struct PartOutput;
+
+impl PartOutput {
+    /// Sends a row of the table.
+    pub(super) fn row(&self, row: Row) {
+        self.send(&PartMessage::Row(row));
+    }
+
+    /// Sends values for the JSON file.
+    pub(super) fn details(&self, name: &str, value: Value) {
+        self.send(&PartMessage::Details { name: name.to_owned(), value });
+    }
+
+    /// Sends a message as one line. The line is written at once, because stdout is line-buffered.
+    pub(super) fn send(&self, message: &PartMessage) {
+        let text = serde_json::to_string(message).unwrap_or_default();
+        println!("{MESSAGE_PREFIX}{text}");
+    }
+}

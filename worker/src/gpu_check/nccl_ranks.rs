@@ -1,0 +1,130 @@
+//! [`SecondRank`]: two ranks that share a GPU and exchange data with NCCL. Each is a process,
+//! because two ranks in one CUDA context can block each other: a kernel of NCCL waits for the other
+//! rank, whose next call waits until the context is idle.
+use super::{
+    check_job::OpenGpu,
+    curve_training::{TrainingCurve, require_equal_curves, train_rank_for_curve},
+    memory_file::{MemoryFile, open_memory_file},
+    message::{PartMessage, PartOutput},
+    part_filter::PartFilter,
+    part_process::{PartCommand, PartOutcome, run_part_process},
+};
+use comm::{
+    Comm,
+    nccl::NcclLibrary,
+    shm::{ShmComm, ShmLimits, abort_group},
+};
+use diagnostic::{Diagnostic, codes};
+use jobspec::TrainSpec;
+use serde_json::json;
+use std::{
+    os::fd::{AsFd, OwnedFd},
+    path::Path,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+/// The time after which the process of rank 1 is killed.
+const RANK_TIMEOUT: Duration = Duration::from_secs(60);
+/// The size in bytes of each of a rank's staging slots in the shared memory.
+const STAGING_BYTES: usize = 1 << 20;
+/// The name of the values in which rank 1 reports its losses.
+const CURVE: &str = "curve of rank 1";
+
+/// What rank 0 needs to start the process of rank 1.
+pub(super) struct SecondRank<'a> {
+    /// The name of the part.
+    pub(super) part: &'a str,
+    pub(super) device: usize,
+    pub(super) filter: PartFilter,
+    /// The memory that rank 0 shares with this process. `None` in the process of rank 0.
+    pub(super) memory: Option<&'a Path>,
+}
+
+impl SecondRank<'_> {
+    /// Trains as rank 0 together with a new process, which is rank 1. Returns the losses. Fails if
+    /// the ranks have different losses.
+    pub(super) fn train_with(
+        &self,
+        spec: &TrainSpec,
+        open: OpenGpu,
+        nccl: Option<&NcclLibrary>,
+        steps: usize,
+    ) -> diagnostic::Result<TrainingCurve> {
+        let memory = MemoryFile::create().map_err(to_memory_error)?;
+        let mut command = PartCommand::new(self.part, self.device, self.filter);
+        command.arguments.extend(["--rank-memory".into(), memory.path().into()]);
+        let (fd, joined) = (memory.duplicate().map_err(to_memory_error)?, memory.duplicate());
+        let joined = joined.map_err(to_memory_error)?;
+        let connected: Mutex<Option<Arc<dyn Comm>>> = Mutex::default();
+        let lock_connected = || connected.lock().unwrap_or_else(PoisonError::into_inner);
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| {
+                run_rank_one(&command).inspect_err(|error| {
+                    // An error means that the group does not exist yet. Joining it then times out.
+                    let _ = abort_group(fd.as_fd(), &error.to_string());
+                    if let Some(comm) = &*lock_connected() {
+                        comm.abort(&error.to_string());
+                    }
+                })
+            });
+            let own = join_ranks(joined, 0).and_then(|hosts| {
+                train_rank_for_curve(spec, open, nccl, hosts, steps, |comm| *lock_connected() = Some(comm))
+            });
+            let internal = |_| Diagnostic::error(codes::run::INTERNAL, "the thread of rank 1 panicked");
+            let other = other.join().map_err(internal)?;
+            // The failure of rank 1 is the reason why rank 0 was aborted.
+            let curves = other.and_then(|other| Ok(vec![own?, other]))?;
+            require_equal_curves(curves)
+        })
+    }
+
+    /// Trains as rank 1, and reports the losses to rank 0.
+    pub(super) fn run(
+        &self,
+        output: &PartOutput,
+        spec: &TrainSpec,
+        open: OpenGpu,
+        nccl: Option<&NcclLibrary>,
+        steps: usize,
+    ) -> diagnostic::Result<()> {
+        let memory = open_memory_file(self.memory.unwrap_or(Path::new(""))).map_err(to_memory_error)?;
+        let hosts = join_ranks(memory.into(), 1)?;
+        let curve = train_rank_for_curve(spec, open, nccl, hosts, steps, drop)?;
+        output.details(CURVE, json!(curve));
+        Ok(())
+    }
+}
+
+/// Joins the group of the two ranks, which share `memory`.
+fn join_ranks(memory: OwnedFd, rank: usize) -> diagnostic::Result<Arc<dyn Comm>> {
+    let limits = ShmLimits { staging_bytes: STAGING_BYTES, ..ShmLimits::default() };
+    Ok(Arc::new(ShmComm::join(memory, rank, 2, limits)?))
+}
+
+/// Runs the process of rank 1 until it ends. Returns its losses.
+fn run_rank_one(command: &PartCommand) -> diagnostic::Result<TrainingCurve> {
+    let (mut curve, mut failure) = (None, None);
+    let PartOutcome { end, output, .. } = run_part_process(command, RANK_TIMEOUT, |message| match message {
+        PartMessage::Details { name, value } if name == CURVE => curve = serde_json::from_value(value).ok(),
+        PartMessage::Failed { error } => failure = Some(*error),
+        PartMessage::Details { .. } | PartMessage::Row(_) | PartMessage::Done => {}
+    });
+    match (curve, failure) {
+        (Some(curve), None) => Ok(curve),
+        (_, Some(error)) => {
+            let message = format!("rank 1: {}", error.message());
+            Err(error.with_message(message))
+        }
+        (None, None) => {
+            let last =
+                output.last().map_or_else(String::new, |line| format!("; its output ends with: {line}"));
+            Err(Diagnostic::error(codes::run::INTERNAL, format!("rank 1: {}{last}", end.describe())))
+        }
+    }
+}
+
+/// Converts an error of shared memory to a diagnostic.
+fn to_memory_error(error: std::io::Error) -> Diagnostic {
+    Diagnostic::error(codes::training::SHARED_MEMORY_MISSING, format!("the ranks share no memory: {error}"))
+}

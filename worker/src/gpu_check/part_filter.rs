@@ -1,0 +1,12 @@
+//! [`PartFilter`]: the parts that options of `launch gpu-check` leave out.
+
+/// The parts that the options `--quick`, `--tiny` and `--ops` leave out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PartFilter {
+    /// Whether only a few shapes are compared, and nothing is timed or trained.
+    pub quick: bool,
+    /// Whether the models are very small. With `quick`, training is then included.
+    pub tiny: bool,
+    /// Whether training is left out.
+    pub ops_only: bool,
+}

@@ -1,0 +1,270 @@
+//! [`PartProcess`]: the process of a part of `launch gpu-check`, with a time limit.
+use super::{
+    message::{MESSAGE_PREFIX, PartMessage},
+    part_filter::PartFilter,
+};
+use jobspec::env;
+use nix::{
+    sys::{
+        prctl::set_pdeathsig,
+        signal::{Signal, killpg},
+    },
+    unistd::Pid,
+};
+use std::{
+    collections::VecDeque,
+    ffi::OsString,
+    io::{self, BufRead, BufReader, Read},
+    os::unix::process::{CommandExt, ExitStatusExt},
+    path::PathBuf,
+    process::{Child, Command, ExitStatus, Stdio},
+    sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// The number of received lines that can wait for the parent. A process that prints faster waits.
+const LINE_QUEUE: usize = 64;
+/// The longest accepted line of output. The rest of a longer line is dropped.
+const MAX_LINE_BYTES: u64 = 4 << 20;
+/// The number of lines of other output, such as warnings of libraries, that are kept from the start
+/// and from the end of the output.
+const KEPT_OUTPUT_LINES: usize = 30;
+/// The number of characters that are kept of each of these lines.
+const KEPT_LINE_CHARS: usize = 400;
+/// How long a killed process may take to end. A process that hangs in the driver may take longer,
+/// and is then left behind.
+const END_TIMEOUT: Duration = Duration::from_secs(10);
+/// The interval between two checks of whether a process has ended.
+const END_POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// The command line of the process of a part.
+pub(super) struct PartCommand {
+    /// A program and its arguments that run the command, such as compute-sanitizer. May be empty.
+    pub(super) wrapper: Vec<OsString>,
+    pub(super) arguments: Vec<OsString>,
+    /// Additional environment variables.
+    pub(super) variables: Vec<(&'static str, OsString)>,
+}
+
+impl PartCommand {
+    /// Creates the command line that runs the part `part`.
+    pub(super) fn new(part: &str, device: usize, filter: PartFilter) -> PartCommand {
+        let PartFilter { quick, tiny, ops_only: _ } = filter;
+        let device = device.to_string();
+        let mut arguments: Vec<OsString> =
+            ["gpu-check", "--run-part", part, "--device", &device].map(OsString::from).into();
+        arguments.extend(quick.then(|| "--quick".into()));
+        arguments.extend(tiny.then(|| "--tiny".into()));
+        PartCommand { wrapper: Vec::new(), arguments, variables: Vec::new() }
+    }
+}
+
+/// How the process of a part ended.
+#[derive(Debug)]
+pub(super) enum PartEnd {
+    /// The process ended with this status.
+    Exited(ExitStatus),
+    /// The process ran into its time limit and was killed.
+    TimedOut(Duration),
+    /// The process could not be started, or its end could not be observed.
+    Unobserved(io::Error),
+}
+
+/// What a process of a part printed apart from messages, and how it ended.
+pub(super) struct PartOutcome {
+    pub(super) end: PartEnd,
+    pub(super) seconds: f64,
+    /// The first and the last lines of stdout and stderr that are no messages.
+    pub(super) output: Vec<String>,
+}
+
+/// A line of a process of a part: a message, or other output.
+enum PartLine {
+    Message(PartMessage),
+    Other(String),
+}
+
+/// Runs the process of a part, and calls `on_message` for each of its messages as soon as it
+/// arrives. Kills the process and its descendants after `limit`.
+pub(super) fn run_part_process(
+    command: &PartCommand,
+    limit: Duration,
+    mut on_message: impl FnMut(PartMessage),
+) -> PartOutcome {
+    let began = Instant::now();
+    let (mut first, mut last) = (Vec::new(), VecDeque::new());
+    let end = match start(command) {
+        Ok(mut child) => {
+            let lines = read_lines(&mut child);
+            let end = follow(&mut child, &lines, began + limit, limit, |line| match line {
+                PartLine::Message(message) => on_message(message),
+                PartLine::Other(text) if first.len() < KEPT_OUTPUT_LINES => first.push(text),
+                PartLine::Other(text) => {
+                    last.push_back(text);
+                    if last.len() > KEPT_OUTPUT_LINES {
+                        last.pop_front();
+                    }
+                }
+            });
+            end.unwrap_or_else(PartEnd::Unobserved)
+        }
+        Err(error) => PartEnd::Unobserved(error),
+    };
+    first.extend(last);
+    PartOutcome { end, seconds: began.elapsed().as_secs_f64(), output: first }
+}
+
+/// Finds compute-sanitizer, which detects invalid accesses to GPU memory, on the PATH or in a CUDA
+/// toolkit. Returns the start of a command line.
+pub(super) fn find_sanitizer() -> Option<Vec<OsString>> {
+    let variable = |name: &str| std::env::var_os(name).unwrap_or_default();
+    let on_path = std::env::split_paths(&variable(env::PATH)).collect::<Vec<_>>();
+    let toolkits = [variable(env::CUDA_HOME).into(), PathBuf::from("/usr/local/cuda")];
+    let directories = on_path.into_iter().chain(toolkits.map(|toolkit| toolkit.join("bin")));
+    let program = directories.map(|directory| directory.join("compute-sanitizer")).find(|p| p.is_file())?;
+    // launch checks the result of every call. CUDA's libraries look up functions that an older
+    // driver lacks, which is not an error.
+    let options = ["--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "1"];
+    Some([program.into_os_string()].into_iter().chain(options.map(OsString::from)).collect())
+}
+
+/// Asks `nvidia-smi` for the clocks, temperature and power of the GPU at a PCI address. Returns its
+/// output, or the reason why there is none.
+pub(super) fn query_nvidia_smi(bus_id: &str) -> Result<String, String> {
+    const FIELDS: &str = "clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.active";
+    let output = Command::new("nvidia-smi")
+        .args(["-i", bus_id, "--format=csv,noheader", &format!("--query-gpu={FIELDS}")])
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|error| format!("nvidia-smi: {error}"))?;
+    let text = diagnostic::terminal_text::filter_line(String::from_utf8_lossy(&output.stdout).trim());
+    if output.status.success() { Ok(format!("{FIELDS}: {text}")) } else { Err(format!("nvidia-smi: {text}")) }
+}
+
+/// Starts the process of a part as the leader of a new process group. The kernel kills the process
+/// when this process ends.
+fn start(part: &PartCommand) -> io::Result<Child> {
+    let mut command = match part.wrapper.split_first() {
+        None => Command::new("/proc/self/exe"),
+        Some((program, arguments)) => {
+            let mut command = Command::new(program);
+            command.args(arguments).arg(std::env::current_exe()?);
+            command
+        }
+    };
+    command
+        .args(&part.arguments)
+        .envs(part.variables.iter().map(|(name, value)| (name, value)))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .process_group(0);
+    // SAFETY: the system call is async-signal-safe, and the closure allocates nothing.
+    unsafe { command.pre_exec(|| Ok(set_pdeathsig(Signal::SIGKILL)?)) };
+    command.spawn()
+}
+
+/// Starts threads that read the lines of the process's stdout and stderr. The channel is closed
+/// when both streams have ended.
+fn read_lines(child: &mut Child) -> Receiver<PartLine> {
+    let (sender, receiver) = sync_channel(LINE_QUEUE);
+    let spawn_reader = |stream: Option<Box<dyn Read + Send>>| {
+        let sender: SyncSender<PartLine> = sender.clone();
+        if let Some(stream) = stream {
+            // The thread ends with its stream, which the end of the process closes.
+            thread::spawn(move || {
+                let mut reader = BufReader::new(stream);
+                while let Ok(Some(line)) = read_line(&mut reader) {
+                    if sender.send(line).is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+    };
+    spawn_reader(child.stdout.take().map(|stream| Box::new(stream) as _));
+    spawn_reader(child.stderr.take().map(|stream| Box::new(stream) as _));
+    receiver
+}
+
+/// Reads one line and decodes it if it is a message. Returns `None` at the end of the stream.
+fn read_line(reader: &mut impl BufRead) -> io::Result<Option<PartLine>> {
+    let mut bytes = Vec::new();
+    reader.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut bytes)?;
+    if bytes.is_empty() {
+        return Ok(None);
+    }
+    if bytes.last() != Some(&b'\n') && bytes.len() as u64 == MAX_LINE_BYTES {
+        reader.skip_until(b'\n')?;
+    }
+    let text = String::from_utf8_lossy(&bytes);
+    let message = text.strip_prefix(MESSAGE_PREFIX).and_then(|text| serde_json::from_str(text).ok());
+    Ok(Some(message.map_or_else(
+        || {
+            PartLine::Other(
+                diagnostic::terminal_text::filter_line(text.trim_end())
+                    .chars()
+                    .take(KEPT_LINE_CHARS)
+                    .collect(),
+            )
+        },
+        PartLine::Message,
+    )))
+}
+
+/// Handles the lines of a process until it ends or the time `deadline` is reached. Then kills its
+/// process group.
+fn follow(
+    child: &mut Child,
+    lines: &Receiver<PartLine>,
+    deadline: Instant,
+    limit: Duration,
+    mut on_line: impl FnMut(PartLine),
+) -> io::Result<PartEnd> {
+    let mut status = None;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        match lines.recv_timeout(left.min(END_POLL_INTERVAL * 20)) {
+            Ok(line) => on_line(line),
+            Err(RecvTimeoutError::Disconnected) => break,
+            // A descendant may hold the streams open after the process has ended.
+            Err(RecvTimeoutError::Timeout) if status.is_some() => break,
+            Err(RecvTimeoutError::Timeout) if left.is_zero() => break,
+            Err(RecvTimeoutError::Timeout) => status = child.try_wait()?,
+        }
+    }
+    while status.is_none() && Instant::now() < deadline {
+        status = child.try_wait()?;
+        thread::sleep(END_POLL_INTERVAL);
+    }
+    // An error means that the group has no process any more.
+    let _ = killpg(Pid::from_raw(child.id().cast_signed()), Signal::SIGKILL);
+    if let Some(status) = status {
+        return Ok(PartEnd::Exited(status));
+    }
+    let killed = Instant::now();
+    while child.try_wait()?.is_none() && killed.elapsed() < END_TIMEOUT {
+        thread::sleep(END_POLL_INTERVAL);
+    }
+    lines.try_iter().take(LINE_QUEUE).for_each(on_line);
+    Ok(PartEnd::TimedOut(limit))
+}
+
+impl PartEnd {
+    /// Describes how a process ended that should not have ended in this way.
+    pub(super) fn describe(&self) -> String {
+        match self {
+            PartEnd::Exited(status) => match (status.code(), status.signal()) {
+                (_, Some(number)) => {
+                    let name = Signal::try_from(number).map_or("an unknown signal", Signal::as_str);
+                    format!("the process was killed by {name}")
+                }
+                (Some(code), _) => format!("the process ended with exit code {code} and without a result"),
+                (None, None) => "the process ended without a result".to_owned(),
+            },
+            PartEnd::TimedOut(limit) => format!("hung: killed after {:.0} s", limit.as_secs_f64()),
+            PartEnd::Unobserved(error) => format!("the process could not be run: {error}"),
+        }
+    }
+}

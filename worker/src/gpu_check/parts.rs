@@ -1,0 +1,162 @@
+//! [`Part`]: a piece of `launch gpu-check` that runs in a separate process, and the list of all
+//! parts in the order in which they run: the most valuable results come first.
+use super::{
+    curve_cases::{CURVE_PRECISIONS, CurveTransport, select_curve_cases},
+    op_speed::SpeedGroup,
+    part_filter::PartFilter,
+    timed_models::select_timed_models,
+};
+use device::conformance;
+use diagnostic::{Diagnostic, codes};
+use jobspec::env;
+use std::ffi::OsString;
+
+/// The name of the part that describes the machine. It runs first.
+pub(super) const ENVIRONMENT: &str = "environment";
+/// The group of parts that only time the operations of a training step. They run only if `--only`
+/// or `--profile` selects them, because the parts that time models do this, too.
+pub(super) const PROFILES: &str = "profiles";
+
+/// The work of a part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PartWork {
+    /// Describes the GPU and its libraries.
+    Environment,
+    /// Compiles and loads every kernel.
+    Kernels,
+    /// Times a group of operations.
+    Speed(SpeedGroup),
+    /// Compares the family of operations with this number with the CPU.
+    Family(usize),
+    /// Compares operations with the CPU on the realistic shape with this number.
+    Shape(usize),
+    /// Compares cuDNN's attention with the CPU.
+    CudnnAttention,
+    /// Compares training with the CPU, for a case and a precision given by their numbers.
+    Curve { case: usize, precision: usize, transport: CurveTransport },
+    /// Times the training of the model with this number.
+    Model(usize),
+    /// Times each operation of a training step of the model with this number.
+    Profile(usize),
+    /// Measures the cost of saving the model with this number.
+    Save(usize),
+}
+
+/// A piece of `launch gpu-check` that runs in a separate process.
+#[derive(Clone, Debug)]
+pub(super) struct Part {
+    /// The name for `--only`: a group, or a group and a name in it, such as `ops/attention`.
+    pub(super) name: String,
+    pub(super) work: PartWork,
+    /// About how long the part takes on an H100. A part starts only if this much time is left.
+    pub(super) expected_seconds: u64,
+    /// The time after which the process of the part is killed.
+    pub(super) limit_seconds: u64,
+}
+
+impl Part {
+    /// Returns environment variables that the process of the part needs.
+    pub(super) fn variables(&self) -> Vec<(&'static str, OsString)> {
+        match self.work {
+            PartWork::Curve { transport: CurveTransport::NcclTwoRanks, .. } => vec![
+                (env::NCCL_MULTI_RANK_GPU_ENABLE, "1".into()),
+                // A kernel of NCCL that waits for another rank must not prevent that rank from
+                // loading kernels, and must leave it multiprocessors.
+                (env::CUDA_MODULE_LOADING, "EAGER".into()),
+                (env::NCCL_MAX_CTAS, "4".into()),
+            ],
+            _ => Vec::new(),
+        }
+    }
+
+    /// Returns whether `selector`, an element of `--only`, selects this part: its name or its
+    /// group.
+    fn is_selected_by(&self, selector: &str) -> bool {
+        self.name == selector || self.name.split_once('/').is_some_and(|(group, _)| group == selector)
+    }
+}
+
+/// Returns the parts in the order in which they run.
+pub(super) fn list_parts(filter: PartFilter) -> Vec<Part> {
+    let mut parts = Vec::new();
+    let mut add = |name: String, work, expected_seconds, limit_seconds| {
+        parts.push(Part { name, work, expected_seconds, limit_seconds });
+    };
+    add(ENVIRONMENT.to_owned(), PartWork::Environment, 2, 30);
+    add("kernels".to_owned(), PartWork::Kernels, 5, 180);
+    if !filter.quick {
+        add("ceilings".to_owned(), PartWork::Speed(SpeedGroup::Ceilings), 3, 60);
+    }
+    for (number, family) in conformance::FAMILY_NAMES.iter().enumerate() {
+        add(format!("ops/{}", to_part_name(family)), PartWork::Family(number), 3, 60);
+    }
+    add("ops/cudnn".to_owned(), PartWork::CudnnAttention, 4, 60);
+    if !filter.quick {
+        for (number, shape) in conformance::REALISTIC_SHAPES.iter().enumerate() {
+            add(format!("shapes/{}", to_part_name(shape)), PartWork::Shape(number), 5, 90);
+        }
+        for (name, group) in SpeedGroup::OPERATIONS {
+            add(format!("speed/{name}"), PartWork::Speed(group), 4, 60);
+        }
+    }
+    if !filter.ops_only && (filter.tiny || !filter.quick) {
+        add_training_parts(filter.tiny, &mut add);
+    }
+    for (number, model) in select_timed_models(filter.tiny).0.iter().enumerate() {
+        let seconds = model.expected_seconds;
+        add(format!("{PROFILES}/{}", model.part_name), PartWork::Profile(number), seconds, 60 + 2 * seconds);
+    }
+    parts
+}
+
+/// Adds the parts that train models.
+fn add_training_parts(tiny: bool, add: &mut dyn FnMut(String, PartWork, u64, u64)) {
+    let add_curves = |add: &mut dyn FnMut(String, PartWork, u64, u64), transport: CurveTransport| {
+        for (case, curve) in select_curve_cases(tiny).iter().enumerate() {
+            for (precision, (name, _)) in CURVE_PRECISIONS.iter().enumerate() {
+                let name = format!("{}/{}-{name}", transport.part_group(), curve.part_name);
+                let work = PartWork::Curve { case, precision, transport };
+                add(name, work, transport.expected_seconds(), 90);
+            }
+        }
+    };
+    let models = select_timed_models(tiny).0;
+    let add_models = |add: &mut dyn FnMut(String, PartWork, u64, u64), is_late: bool| {
+        let mut order: Vec<usize> = (0..models.len()).filter(|n| models[*n].is_late == is_late).collect();
+        order.sort_by_key(|n| models[*n].order);
+        for number in order {
+            let (name, seconds) = (models[number].part_name, models[number].expected_seconds);
+            add(format!("models/{name}"), PartWork::Model(number), seconds, 60 + 2 * seconds);
+        }
+    };
+    add_curves(add, CurveTransport::OneRank);
+    add_models(add, false);
+    add_curves(add, CurveTransport::SeveralRanks);
+    add_curves(add, CurveTransport::NcclOneRank);
+    for (number, model) in models.iter().enumerate().filter(|(_, model)| model.saves) {
+        add(format!("saves/{}", model.part_name), PartWork::Save(number), model.expected_seconds + 15, 120);
+    }
+    add_models(add, true);
+    add_curves(add, CurveTransport::NcclTwoRanks);
+}
+
+/// Converts the name of a family of operations to the name of a part: `norms, bias` becomes
+/// `norms-bias`.
+fn to_part_name(family: &str) -> String {
+    let words = family.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
+    words.collect::<Vec<_>>().join("-").to_ascii_lowercase()
+}
+
+/// Returns those of `parts` that `only` selects, in the order of `parts`. An empty `only` selects
+/// every part except those of the group [`PROFILES`]. Fails if an element of `only` selects no part.
+pub(super) fn select_parts(parts: Vec<Part>, only: &[String]) -> diagnostic::Result<Vec<Part>> {
+    if let Some(unknown) = only.iter().find(|name| !parts.iter().any(|part| part.is_selected_by(name))) {
+        let message = format!("the part `{unknown}` does not exist");
+        let help = "`launch gpu-check --list` lists the parts";
+        return Err(Diagnostic::error(codes::command::USAGE, message).with_help(help));
+    }
+    let is_selected = |part: &Part| {
+        only.is_empty() && !part.is_selected_by(PROFILES) || only.iter().any(|name| part.is_selected_by(name))
+    };
+    Ok(parts.into_iter().filter(is_selected).collect())
+}

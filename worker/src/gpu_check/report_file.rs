@@ -1,0 +1,154 @@
+//! [`Report`]: all results of a `launch gpu-check`, as the JSON file of `--json`.
+use super::message::{Row, RowResult};
+use diagnostic::{Diagnostic, codes};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use std::{
+    ffi::OsString,
+    fs::{self, File},
+    io::{self, Read, Write},
+    path::Path,
+};
+
+/// The number of the file format.
+const FORMAT: u32 = 1;
+/// The largest file that is read.
+const MAX_FILE_BYTES: u64 = 256 << 20;
+
+/// All results of a `launch gpu-check`.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Report {
+    format: u32,
+    /// The version of launch.
+    launch: String,
+    /// Whether the models are very small.
+    pub(super) tiny: bool,
+    pub(super) seconds: f64,
+    pub(super) parts: Vec<PartRecord>,
+}
+
+/// The results of a part.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct PartRecord {
+    pub(super) name: String,
+    pub(super) result: RowResult,
+    /// When the part started, in seconds after the start of the check.
+    pub(super) began_at: f64,
+    pub(super) seconds: f64,
+    pub(super) rows: Vec<Row>,
+    /// Values that the table does not contain, by name.
+    #[serde(default)]
+    pub(super) details: Map<String, Value>,
+    /// The start and the end of the output of the part's process. Empty if the part passed.
+    #[serde(default)]
+    pub(super) output: Vec<String>,
+    /// The last calls that the part's process enqueued on the GPU. Empty if the part passed.
+    #[serde(default)]
+    pub(super) launches: Vec<String>,
+    /// The runs that followed a failure, to find its reason.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) repeats: Vec<PartRecord>,
+}
+
+impl PartRecord {
+    /// Creates the results of a part whose process has ended.
+    pub(super) fn new(
+        name: &str,
+        began_at: f64,
+        seconds: f64,
+        rows: Vec<Row>,
+        details: Map<String, Value>,
+    ) -> PartRecord {
+        let (name, result) = (name.to_owned(), summarize(&rows));
+        let (output, launches, repeats) = (Vec::new(), Vec::new(), Vec::new());
+        PartRecord { name, result, began_at, seconds, rows, details, output, launches, repeats }
+    }
+
+    /// Creates the results of a part that was skipped. `row` contains the reason.
+    pub(super) fn of_skipped_part(name: &str, at: f64, row: Row) -> PartRecord {
+        PartRecord::new(name, at, 0.0, vec![row], Map::new())
+    }
+}
+
+/// Returns the result of a part with these rows: failed if one row failed, and skipped if every row
+/// was skipped.
+fn summarize(rows: &[Row]) -> RowResult {
+    let has = |result| rows.iter().any(|row| row.result == result);
+    match () {
+        () if has(RowResult::Failed) => RowResult::Failed,
+        () if has(RowResult::Ok) => RowResult::Ok,
+        () if has(RowResult::Measured) || rows.is_empty() => RowResult::Measured,
+        () => RowResult::Skipped,
+    }
+}
+
+impl Report {
+    /// Creates a report without parts.
+    pub(super) fn new(tiny: bool) -> Report {
+        let launch = env!("CARGO_PKG_VERSION").to_owned();
+        Report { format: FORMAT, launch, tiny, seconds: 0.0, parts: Vec::new() }
+    }
+
+    /// Returns the results of the part `name`, if the report contains them and the part has not
+    /// failed or been skipped.
+    pub(super) fn find_passed_part(&self, name: &str) -> Option<&PartRecord> {
+        let is_passed = |part: &&PartRecord| matches!(part.result, RowResult::Ok | RowResult::Measured);
+        self.parts.iter().filter(is_passed).find(|part| part.name == name)
+    }
+
+    /// Reads the report of an earlier check, to continue that check.
+    pub(super) fn read(path: &Path, tiny: bool) -> diagnostic::Result<Report> {
+        let fail = |reason: String| {
+            let message = format!("cannot continue the check in {}: {reason}", path.display());
+            Diagnostic::error(codes::command::USAGE, message).with_subject(path.display().to_string())
+        };
+        let report: Report = read_limited(path)
+            .map_err(|error| fail(error.to_string()))
+            .and_then(|bytes| serde_json::from_slice(&bytes).map_err(|error| fail(error.to_string())))?;
+        if report.format != FORMAT {
+            return Err(fail(format!("format {} is not {FORMAT}", report.format)));
+        }
+        if report.tiny != tiny {
+            return Err(fail("one check has --tiny and the other has not".to_owned()));
+        }
+        Ok(report)
+    }
+
+    /// Writes the report to a file, which is replaced as a whole.
+    pub(super) fn write(&self, path: &Path) -> diagnostic::Result<()> {
+        let mut bytes = serde_json::to_vec_pretty(self).unwrap_or_default();
+        bytes.push(b'\n');
+        replace_file(path, &bytes).map_err(|error| {
+            let message = format!("cannot write {}: {error}", path.display());
+            Diagnostic::error(codes::command::OUTPUT_FAILED, message).with_subject(path.display().to_string())
+        })
+    }
+}
+
+/// Reads a file of at most [`MAX_FILE_BYTES`].
+fn read_limited(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    File::open(path)?.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > MAX_FILE_BYTES {
+        return Err(io::Error::other(format!("the file has more than {} MiB", MAX_FILE_BYTES >> 20)));
+    }
+    Ok(bytes)
+}
+
+/// Replaces a file by one with this content. After a crash or a loss of power, the file has its old
+/// or its new content.
+fn replace_file(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut name = path.file_name().map(OsString::from).unwrap_or_default();
+    name.push(format!(".{}.new", std::process::id()));
+    let new = path.with_file_name(name);
+    let written = File::create(&new)
+        .and_then(|mut file| file.write_all(bytes).and_then(|()| file.sync_all()))
+        .and_then(|()| fs::rename(&new, path));
+    if written.is_err() {
+        // The error of writing is more important than that of removing.
+        let _ = fs::remove_file(&new);
+    }
+    written?;
+    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    File::open(directory.unwrap_or(Path::new(".")))?.sync_all()
+}

@@ -1,0 +1,141 @@
+//! Runs one part of `launch gpu-check` in its process.
+use super::{
+    check_job::run_check,
+    curves::compare_curves,
+    environment::{describe_environment, load_kernels, report_used_kernels},
+    memory_file::open_memory_file,
+    message::{PartMessage, PartOutput, Row, RowResult},
+    nccl_ranks::SecondRank,
+    op_speed::measure_op_speed,
+    part_filter::PartFilter,
+    parts::{PartWork, list_parts, select_parts},
+    throughput::{profile_model, time_model, time_save},
+};
+use crate::gpu::{collect_library_search_paths, find_kernel_cache_directory, to_unusable_gpu_error};
+use device::{
+    Cuda,
+    conformance::{self, FamilyReport, MaxErrors},
+    cuda::{AttentionBackend, CudaError, log_launches_to},
+};
+use diagnostic::{Diagnostic, codes};
+use serde_json::json;
+use std::{path::Path, sync::Arc};
+
+/// The number of random shapes with which each family of operations is compared.
+const ROUNDS: usize = 40;
+/// The number of random shapes with which each family of operations is compared if `--quick` is
+/// given.
+const QUICK_ROUNDS: usize = 2;
+
+/// The number by which `--tiny` divides the sizes of realistic shapes.
+const TINY_DIVISOR: usize = 1 << 9;
+
+/// Runs the part `name`, and sends its rows and its end to the parent process. Logs the launches in
+/// the file `launch_log`. With `rank_memory`, runs the part as rank 1, which shares that memory with
+/// rank 0. Returns whether the part ended without an error.
+pub(super) fn run_part(
+    name: &str,
+    device: usize,
+    filter: PartFilter,
+    launch_log: Option<&Path>,
+    rank_memory: Option<&Path>,
+) -> diagnostic::Result<bool> {
+    if let Some(path) = launch_log {
+        open_memory_file(path).and_then(|file| log_launches_to(&file)).map_err(|error| {
+            let message = format!("cannot open the launch log {}: {error}", path.display());
+            Diagnostic::error(codes::run::INTERNAL, message)
+        })?;
+    }
+    let output = PartOutput;
+    let result = run_check(|| run_named_part(&output, name, device, filter, rank_memory));
+    let is_ok = result.is_ok();
+    output.send(&match result {
+        Ok(()) => PartMessage::Done,
+        Err(error) => PartMessage::Failed { error: Box::new(error) },
+    });
+    Ok(is_ok)
+}
+
+/// Opens GPU number `device`. An error has the category `Cluster`.
+pub(super) fn open_gpu(device: usize) -> diagnostic::Result<Arc<Cuda>> {
+    Cuda::open(&collect_library_search_paths(&[], Path::new("")), device, find_kernel_cache_directory())
+        .map(Arc::new)
+        .map_err(to_unusable_gpu_error)
+}
+
+/// Runs the part `name` and reports its rows.
+fn run_named_part(
+    output: &PartOutput,
+    name: &str,
+    device: usize,
+    filter: PartFilter,
+    rank_memory: Option<&Path>,
+) -> diagnostic::Result<()> {
+    let open = || open_gpu(device);
+    let parts = select_parts(list_parts(filter), &[name.to_owned()])?;
+    let rounds = if filter.quick { QUICK_ROUNDS } else { ROUNDS };
+    for part in parts {
+        match part.work {
+            PartWork::Environment => describe_environment(output, &open)?,
+            PartWork::Kernels => load_kernels(output, &*open()?)?,
+            PartWork::Speed(group) => {
+                let (cuda, cudnn) = (open()?, open_gpu_with_cudnn(device));
+                measure_op_speed(output, group, &cuda, cudnn.ok().as_ref())?;
+                report_used_kernels(output, &cuda)?;
+            }
+            PartWork::Family(number) => {
+                let (name, cuda) = (conformance::FAMILY_NAMES[number], open()?);
+                output.row(match conformance::compare_family_with_cpu(&cuda, number, 1, rounds) {
+                    Some(report) => to_row(&report),
+                    None => Row::skipped(name, format!("{} has no fp8", cuda.describe_gpu())),
+                });
+            }
+            PartWork::Shape(number) => {
+                let (cuda, threads) = (open()?, std::thread::available_parallelism().map_or(1, usize::from));
+                let divisor = if filter.tiny { TINY_DIVISOR } else { 1 };
+                let report = conformance::compare_realistic_shape_with_cpu(&cuda, number, divisor, threads);
+                output.row(report.as_ref().map_or_else(
+                    || Row::skipped(conformance::REALISTIC_SHAPES[number], "the GPU has no fp8"),
+                    to_row,
+                ));
+                report_used_kernels(output, &cuda)?;
+            }
+            PartWork::CudnnAttention => output.row(match open_gpu_with_cudnn(device) {
+                Ok(cudnn) => to_row(&conformance::compare_cudnn_attention_with_cpu(&cudnn, 1, rounds)),
+                Err(error @ CudaError::LibraryNotFound { .. }) => {
+                    Row::skipped(conformance::CUDNN_ATTENTION, error.to_string())
+                }
+                Err(error) => return Err(error.into()),
+            }),
+            PartWork::Curve { case, precision, transport } => {
+                let second_rank = SecondRank { part: name, device, filter, memory: rank_memory };
+                compare_curves(output, &open, (case, precision), transport, &second_rank)?;
+            }
+            PartWork::Model(number) => time_model(output, &open, filter.tiny, number)?,
+            PartWork::Profile(number) => profile_model(output, &open, filter.tiny, number)?,
+            PartWork::Save(number) => time_save(output, &open, filter.tiny, number)?,
+        }
+    }
+    Ok(())
+}
+
+/// Opens GPU number `device` with cuDNN for attention.
+fn open_gpu_with_cudnn(device: usize) -> Result<Cuda, CudaError> {
+    let paths = collect_library_search_paths(&[], Path::new(""));
+    let cuda = Cuda::open(&paths, device, find_kernel_cache_directory())?;
+    cuda.set_attention_backend(AttentionBackend::Cudnn, &paths)?;
+    Ok(cuda)
+}
+
+/// Converts the comparison of a family of operations to a row.
+fn to_row(report: &FamilyReport) -> Row {
+    let MaxErrors { f32, bf16, f16 } = report.max_errors;
+    let failure = report.failure.clone().map(Diagnostic::from);
+    Row {
+        subject: report.family.to_owned(),
+        values: format!("{} shapes, errors: f32 {f32:.1e}, bf16 {bf16:.1e}, f16 {f16:.1e}", report.cases),
+        result: if failure.is_some() { RowResult::Failed } else { RowResult::Ok },
+        cause: failure.map(|error| format!("{}: {}", error.code().name(), error.message())),
+        data: json!({"cases": report.cases, "f32": f32, "bf16": bf16, "f16": f16}),
+    }
+}

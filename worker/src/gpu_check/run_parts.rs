@@ -1,0 +1,279 @@
+//! Runs the parts of `launch gpu-check` one after the other, each in a separate process, prints
+//! their rows and writes the JSON file. This process never opens the GPU.
+use super::{
+    memory_file::MemoryFile,
+    message::{PartMessage, Row, RowResult},
+    part_filter::PartFilter,
+    part_process::{PartCommand, PartEnd, PartOutcome, find_sanitizer, run_part_process},
+    parts::{ENVIRONMENT, Part},
+    report_file::{PartRecord, Report},
+    table::Table,
+};
+use device::cuda::read_launch_log;
+use diagnostic::{Category, Diagnostic};
+use jobspec::env;
+use serde_json::Map;
+use std::{
+    io,
+    path::Path,
+    time::{Duration, Instant},
+};
+
+/// A failed part is repeated at once if its process took less than this time. Otherwise it is
+/// repeated after all other parts.
+const QUICK_FAILURE: Duration = Duration::from_secs(30);
+/// The longest repetition of a failed part with blocking launches.
+const MAX_REPEAT: Duration = Duration::from_secs(60);
+/// The longest repetition of a failed part under compute-sanitizer.
+const MAX_SANITIZED_REPEAT: Duration = Duration::from_secs(120);
+/// The shortest time in which a repetition is worth starting.
+const MIN_REPEAT: Duration = Duration::from_secs(2);
+
+/// The number of GPU calls that are reported after a failure.
+const REPORTED_LAUNCHES: usize = 32;
+
+/// The options of running parts.
+pub(super) struct RunOptions<'a> {
+    pub(super) device: usize,
+    pub(super) filter: PartFilter,
+    /// The time for all parts together.
+    pub(super) seconds: u64,
+    /// The JSON file to write after every part.
+    pub(super) report: Option<&'a Path>,
+    /// The JSON file of an earlier check, whose passed parts are not repeated.
+    pub(super) resume: Option<&'a Path>,
+}
+
+/// How the process of a part runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum RunMode {
+    Normal,
+    /// Each launch waits for its end, so that the failing launch reports the failure.
+    Blocking,
+    /// Under compute-sanitizer.
+    Sanitized,
+}
+
+impl RunMode {
+    /// Returns the name of a repetition of the part `part` in this mode, in the table.
+    fn name_run(self, part: &str) -> String {
+        match self {
+            RunMode::Normal => part.to_owned(),
+            RunMode::Blocking => format!("{part}, blocking launches"),
+            RunMode::Sanitized => format!("{part}, compute-sanitizer"),
+        }
+    }
+}
+
+/// The state of a check of several parts.
+struct PartRunner<'a> {
+    options: RunOptions<'a>,
+    began: Instant,
+    table: Table,
+    report: Report,
+    /// The error because of which the GPU is not usable.
+    unusable: Option<Diagnostic>,
+}
+
+/// Runs `parts`, and prints and stores their results. Returns whether no row has failed.
+///
+/// # Errors
+///
+/// Fails with the category `Cluster` if the GPU is not usable, and if the JSON file cannot be read
+/// or written.
+pub(super) fn run_parts(options: RunOptions, parts: &[Part]) -> diagnostic::Result<bool> {
+    let tiny = options.filter.tiny;
+    let earlier = options.resume.map(|path| Report::read(path, tiny)).transpose()?;
+    let began = Instant::now();
+    let (table, report) = (Table::new(began), Report::new(tiny));
+    let mut runner = PartRunner { options, began, table, report, unusable: None };
+    for part in parts {
+        let record = match earlier.as_ref().and_then(|report| report.find_passed_part(&part.name)) {
+            Some(record) => {
+                runner.table.print_row(&part.name, &Row::skipped("all", "passed in the earlier check"));
+                record.clone()
+            }
+            None => runner.run_or_skip(part),
+        };
+        runner.report.parts.push(record);
+        runner.write_report()?;
+    }
+    runner.repeat_failures(parts)?;
+    let has_failed = runner.report.parts.iter().any(|part| part.result == RowResult::Failed);
+    runner.unusable.map_or(Ok(!has_failed), Err)
+}
+
+impl PartRunner<'_> {
+    /// Returns the time that is left for parts.
+    fn time_left(&self) -> Duration {
+        Duration::from_secs(self.options.seconds).saturating_sub(self.began.elapsed())
+    }
+
+    /// Runs a part, or skips it if the GPU is not usable or too little time is left. Repeats a part
+    /// that fails soon.
+    fn run_or_skip(&mut self, part: &Part) -> PartRecord {
+        let left = self.time_left().as_secs();
+        let cause = if self.unusable.is_some() {
+            Some("the GPU is not usable".to_owned())
+        } else if left < part.expected_seconds {
+            Some(format!("takes about {} s, and {left} s are left", part.expected_seconds))
+        } else {
+            None
+        };
+        if let Some(cause) = cause {
+            let row = Row::skipped("all", cause);
+            self.table.print_row(&part.name, &row);
+            return PartRecord::of_skipped_part(&part.name, self.began.elapsed().as_secs_f64(), row);
+        }
+        let limit = Duration::from_secs(part.limit_seconds);
+        let mut record = self.run(part, RunMode::Normal, limit);
+        let has_failed = record.result == RowResult::Failed && self.unusable.is_none();
+        if has_failed && record.seconds < QUICK_FAILURE.as_secs_f64() {
+            let limit = Duration::from_secs_f64(5.0 + 3.0 * record.seconds);
+            record.repeats.extend(self.repeat(part, RunMode::Blocking, limit));
+        }
+        record
+    }
+
+    /// Repeats each failed part with blocking launches, unless that was done at once, and under
+    /// compute-sanitizer, as long as time is left.
+    fn repeat_failures(&mut self, parts: &[Part]) -> diagnostic::Result<()> {
+        let sanitizer = find_sanitizer();
+        for mode in [RunMode::Blocking, RunMode::Sanitized] {
+            for number in 0..self.report.parts.len() {
+                let record = &self.report.parts[number];
+                let has_failed = record.result == RowResult::Failed && self.unusable.is_none();
+                let is_repeated = mode == RunMode::Blocking && !record.repeats.is_empty();
+                let is_possible = mode == RunMode::Blocking || sanitizer.is_some();
+                let Some(part) = parts.iter().find(|part| part.name == record.name) else { continue };
+                if !has_failed || is_repeated || !is_possible {
+                    continue;
+                }
+                let limit = match mode {
+                    RunMode::Sanitized => MAX_SANITIZED_REPEAT,
+                    _ => MAX_REPEAT.min(Duration::from_secs(part.limit_seconds)),
+                };
+                if let Some(repeat) = self.repeat(part, mode, limit) {
+                    self.report.parts[number].repeats.push(repeat);
+                    self.write_report()?;
+                }
+            }
+        }
+        self.write_report()
+    }
+
+    /// Repeats a failed part. Returns `None` if too little time is left.
+    fn repeat(&mut self, part: &Part, mode: RunMode, limit: Duration) -> Option<PartRecord> {
+        (self.time_left() >= MIN_REPEAT).then(|| self.run(part, mode, limit))
+    }
+
+    /// Runs a part in a process, and prints its rows as they arrive. Prints the last launches and
+    /// the output of a part that fails.
+    fn run(&mut self, part: &Part, mode: RunMode, limit: Duration) -> PartRecord {
+        let name = mode.name_run(&part.name);
+        let launch_log = MemoryFile::create();
+        let command = self.build_command(part, mode, launch_log.as_ref().ok());
+        let (mut rows, mut details, mut end) = (Vec::new(), Map::new(), None);
+        let began_at = self.began.elapsed().as_secs_f64();
+        let limit = limit.min(self.time_left());
+        let outcome = run_part_process(&command, limit, |message| match message {
+            PartMessage::Row(row) => {
+                self.table.print_row(&name, &row);
+                rows.push(row);
+            }
+            PartMessage::Details { name, value } => {
+                details.insert(name, value);
+            }
+            PartMessage::Done => end = Some(Ok(())),
+            PartMessage::Failed { error } => end = Some(Err(*error)),
+        });
+        let PartOutcome { end: process_end, seconds, output } = outcome;
+        if let Some(cause) = self.find_failure(part, end, &process_end, &rows) {
+            let row = Row::failed("all", cause);
+            self.table.print_row(&name, &row);
+            rows.push(row);
+        }
+        let mut record = PartRecord::new(&name, began_at, seconds, rows, details);
+        if record.result == RowResult::Failed || mode == RunMode::Sanitized {
+            record.output = output;
+            record.launches = launch_log
+                .and_then(|log| read_last_launches(&log))
+                .unwrap_or_else(|error| vec![format!("the launch log is not available: {error}")]);
+            self.print_evidence(&record);
+        }
+        record
+    }
+
+    /// Returns why a part failed, or `None` if its process ended as it should or a row names the
+    /// failure. `end` is the last message of the process, if it sent one.
+    fn find_failure(
+        &mut self,
+        part: &Part,
+        end: Option<diagnostic::Result<()>>,
+        process_end: &PartEnd,
+        rows: &[Row],
+    ) -> Option<String> {
+        match (end, process_end) {
+            (Some(Ok(())), PartEnd::Exited(status)) if status.success() => None,
+            (Some(Err(error)), PartEnd::Exited(_)) => {
+                let cause = format!("{}: {}", error.code().name(), error.message());
+                if part.name == ENVIRONMENT && error.category() == Category::Cluster {
+                    self.unusable = Some(error);
+                }
+                Some(cause)
+            }
+            // compute-sanitizer reports errors by the exit code, after the end of the part
+            (Some(Ok(())), PartEnd::Exited(_)) if rows.iter().any(|row| row.result == RowResult::Failed) => {
+                None
+            }
+            (Some(Ok(())), PartEnd::Exited(status)) if status.code().is_some() => {
+                Some(format!("the process ended with exit code {}", status.code().unwrap_or_default()))
+            }
+            (_, end) => Some(end.describe()),
+        }
+    }
+
+    /// Prints what helps to find the reason of a failure.
+    fn print_evidence(&mut self, record: &PartRecord) {
+        let mut lines = Vec::new();
+        for (title, evidence) in
+            [("last GPU calls, the latest one last", &record.launches), ("output", &record.output)]
+        {
+            if !evidence.is_empty() {
+                lines.push(format!("{}, {title}:", record.name));
+                lines.extend(evidence.iter().map(|line| format!("    {line}")));
+            }
+        }
+        if !lines.is_empty() {
+            self.table.print_paragraph(lines);
+        }
+    }
+
+    /// Builds the command line of the process of a part.
+    fn build_command(&self, part: &Part, mode: RunMode, launch_log: Option<&MemoryFile>) -> PartCommand {
+        let mut command = PartCommand::new(&part.name, self.options.device, self.options.filter);
+        if let Some(log) = launch_log {
+            command.arguments.extend(["--launch-log".into(), log.path().into()]);
+        }
+        command.variables = part.variables();
+        if mode == RunMode::Blocking {
+            command.variables.push((env::CUDA_LAUNCH_BLOCKING, "1".into()));
+        }
+        let sanitizer = if mode == RunMode::Sanitized { find_sanitizer() } else { None };
+        command.wrapper = sanitizer.unwrap_or_default();
+        command
+    }
+
+    /// Writes the JSON file, if one is requested.
+    fn write_report(&mut self) -> diagnostic::Result<()> {
+        self.report.seconds = self.began.elapsed().as_secs_f64();
+        self.options.report.map_or(Ok(()), |path| self.report.write(path))
+    }
+}
+
+/// Returns the last calls in a launch log, the latest one last.
+fn read_last_launches(log: &MemoryFile) -> io::Result<Vec<String>> {
+    let mut launches = read_launch_log(&log.path())?;
+    launches.drain(..launches.len().saturating_sub(REPORTED_LAUNCHES));
+    Ok(launches)
+}

@@ -1,0 +1,46 @@
+//! The table that `launch gpu-check` prints, row by row.
+use super::message::Row;
+use std::time::Instant;
+
+/// Prints the rows of the table as soon as they are known, with the elapsed time.
+pub(super) struct Table {
+    began: Instant,
+    /// Whether the next row needs the header of the table.
+    needs_header: bool,
+}
+
+impl Table {
+    /// Creates a table. Times count from `began`.
+    pub(super) fn new(began: Instant) -> Table {
+        Table { began, needs_header: true }
+    }
+
+    /// Prints a row of the part `part`.
+    pub(super) fn print_row(&mut self, part: &str, row: &Row) {
+        if std::mem::take(&mut self.needs_header) {
+            println!("| at, s | part | subject | values | result |\n|---|---|---|---|---|");
+        }
+        let result = match &row.cause {
+            Some(cause) => format!("{}: {cause}", row.result.name()),
+            None => row.result.name().to_owned(),
+        };
+        let [subject, values, result] = [&row.subject, &row.values, &result].map(|text| to_cell(text));
+        let elapsed = self.began.elapsed().as_secs_f64();
+        println!("| {elapsed:.1} | {part} | {subject} | {values} | {result} |");
+    }
+
+    /// Prints a paragraph between rows.
+    pub(super) fn print_paragraph<S: AsRef<str>>(&mut self, lines: impl IntoIterator<Item = S>) {
+        println!();
+        for line in lines {
+            println!("{}", diagnostic::terminal_text::filter_line(line.as_ref()));
+        }
+        println!();
+        self.needs_header = true;
+    }
+}
+
+/// Converts a text to the content of a table cell.
+fn to_cell(text: &str) -> String {
+    diagnostic::terminal_text::filter_line(&text.replace('\n', " ")).replace('|', "/")
+}
