@@ -108,7 +108,7 @@ fn run_rank(rank: usize, world: usize, fd: i32) {
                 0 => sum.copy_from_slice(piece.host()),
                 _ => sum.iter_mut().zip(piece.host()).for_each(|(s, p)| *s += p),
             };
-            comm.reduce_scatter_ordered(&[partial.view()], &vec![n; world], sink)
+            comm.reduce_scatter_ordered(&[partial.view()], &vec![1; world], &vec![n; world], sink)
                 .expect("the collective succeeds");
         }
     });

@@ -101,18 +101,25 @@ impl CollectiveCall {
     }
 
     /// Summarizes a call of the ordered reduce-scatter for comparison with the peers' calls. Fails
-    /// if the length of one of the vectors is not the sum of `counts`.
+    /// if the length of one of the vectors is not the sum of `counts`, or if their number is not
+    /// this rank's element of `partial_counts`.
     pub(crate) fn describe_reduce_scatter_ordered(
         position: GroupPosition,
         partial_lens: impl Iterator<Item = usize>,
+        partial_counts: &[usize],
         counts: &[usize],
     ) -> Result<Self> {
         let kind = CollectiveKind::ReduceScatterOrdered;
         let total = sum_counts(kind, "counts", counts, position.world)?;
+        sum_counts(kind, "partial_counts", partial_counts, position.world)?;
+        let mut partials = 0;
         for len in partial_lens {
             check_buffer_len(kind, "a partial", len, "the sum of counts", total)?;
+            partials += 1;
         }
-        Ok(CollectiveCall::new(kind, total, counts.iter().copied()))
+        let expected = partial_counts[position.rank];
+        check_buffer_len(kind, "the list of partials", partials, "partial_counts[rank]", expected)?;
+        Ok(CollectiveCall::new(kind, total, counts.iter().chain(partial_counts).copied()))
     }
 
     /// Summarizes a call of reduce-scatter for comparison with the peers' calls. Fails if a
@@ -367,7 +374,12 @@ mod tests {
             ),
             CollectiveCall::describe_all_gather(POSITION, halves, describe_f32_buffer(3), &[1, 3, 2]),
             CollectiveCall::describe_reduce_scatter(POSITION, 3, 6, &[1, 3]),
-            CollectiveCall::describe_reduce_scatter_ordered(POSITION, [6, 5].into_iter(), &[1, 3, 2]),
+            CollectiveCall::describe_reduce_scatter_ordered(
+                POSITION,
+                [6, 5].into_iter(),
+                &[1, 2, 0],
+                &[1, 3, 2],
+            ),
             CollectiveCall::describe_all_gather(
                 POSITION,
                 describe_f32_buffer(0),

@@ -137,14 +137,6 @@ pub enum CallMismatch {
         /// The largest number of partial vectors that a rank may pass.
         limit: u64,
     },
-    /// A rank did not announce how many partial vectors it passes.
-    #[error("reduce_scatter_ordered: {announced} of {world} ranks announced their number of partials")]
-    PartialCountMissing {
-        /// Number of ranks that announced a number of partial vectors.
-        announced: usize,
-        /// Number of ranks in the group.
-        world: usize,
-    },
     /// A rank passes bytes to a collective of u64 numbers, and the number of bytes is not a
     /// multiple of 8.
     #[error("rank {rank} gives {bytes} bytes to all_gather_u64, which takes multiples of 8 bytes")]
@@ -225,7 +217,6 @@ impl CallMismatch {
             CallMismatch::TooManyBytes { rank, .. }
             | CallMismatch::TooManyPartials { rank, .. }
             | CallMismatch::IncompleteNumber { rank, .. } => diagnostic.with_field("rank", *rank),
-            CallMismatch::PartialCountMissing { .. } => diagnostic,
             CallMismatch::MessageNumber { rank, peer, .. } => {
                 diagnostic.with_field("rank", *rank).with_field("peer", *peer)
             }

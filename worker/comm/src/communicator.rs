@@ -34,11 +34,13 @@ pub trait Comm: Send + Sync {
     /// `partials` of every rank to the `sink` of rank r. The order is (source rank, index of the
     /// vector).
     ///
-    /// A rank may pass any number of `partials`, each `Σ counts` long. The collective sums nothing;
-    /// the caller reduces the pieces in the order in which they arrive.
+    /// Rank r passes `partial_counts[r]` vectors, each `Σ counts` long. All ranks must pass the
+    /// same `partial_counts`. The collective sums nothing; the caller reduces the pieces in the
+    /// order in which they arrive.
     fn reduce_scatter_ordered(
         &self,
         partials: &[View],
+        partial_counts: &[usize],
         counts: &[usize],
         sink: &mut PartialSink,
     ) -> Result<()>;

@@ -9,6 +9,7 @@
 //! The caller passes device addresses and streams.
 mod binding;
 mod comm;
+mod equal_parts;
 mod group;
 mod library;
 
@@ -16,5 +17,6 @@ pub use crate::nccl_error::{NcclError, Result};
 pub use binding::ID_BYTES;
 pub use comm::NcclComm;
 pub use cudarc::nccl::sys::ncclDataType_t;
+pub use equal_parts::EqualParts;
 pub use group::{CudaStream, NcclGroup, PeerBuffer};
 pub use library::NcclLibrary;

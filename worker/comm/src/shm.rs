@@ -116,11 +116,13 @@ impl Comm for ShmComm {
     fn reduce_scatter_ordered(
         &self,
         partials: &[View],
+        partial_counts: &[usize],
         counts: &[usize],
         sink: &mut PartialSink,
     ) -> Result<()> {
         let lens = partials.iter().map(View::len);
-        let call = CollectiveCall::describe_reduce_scatter_ordered(self.position, lens, counts);
+        let call =
+            CollectiveCall::describe_reduce_scatter_ordered(self.position, lens, partial_counts, counts);
         let (mut call_state, call) = self.begin_call(call)?;
         if self.position.world == 1 {
             partials.iter().enumerate().for_each(|(i, p)| sink(0, i, *p));

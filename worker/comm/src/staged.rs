@@ -126,11 +126,12 @@ impl Comm for StagedComm {
     fn reduce_scatter_ordered(
         &self,
         partials: &[View],
+        partial_counts: &[usize],
         counts: &[usize],
         sink: &mut PartialSink,
     ) -> Result<()> {
         if partials.iter().all(View::is_on_host) && !partials.is_empty() {
-            return self.inner.reduce_scatter_ordered(partials, counts, sink);
+            return self.inner.reduce_scatter_ordered(partials, partial_counts, counts, sink);
         }
         let storage = self.storage.as_ref();
         let StagingBuffers { send, device_piece, .. } = &mut *self.lock_buffers();
@@ -146,9 +147,14 @@ impl Comm for StagedComm {
             host_partials.push(rest.slice(0..partial.len()));
             rest = rest.slice(partial.len()..rest.len());
         }
-        self.inner.reduce_scatter_ordered(&host_partials, counts, &mut |from, index, piece| {
-            sink(from, index, storage.to_device(piece, device_piece));
-        })
+        self.inner.reduce_scatter_ordered(
+            &host_partials,
+            partial_counts,
+            counts,
+            &mut |from, index, piece| {
+                sink(from, index, storage.to_device(piece, device_piece));
+            },
+        )
     }
 
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {

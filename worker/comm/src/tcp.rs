@@ -96,14 +96,17 @@ impl Comm for TcpComm {
     fn reduce_scatter_ordered(
         &self,
         partials: &[View],
+        partial_counts: &[usize],
         counts: &[usize],
         sink: &mut PartialSink,
     ) -> Result<()> {
         let lens = partials.iter().map(View::len);
-        let call = CollectiveCall::describe_reduce_scatter_ordered(self.position(), lens, counts);
+        let call =
+            CollectiveCall::describe_reduce_scatter_ordered(self.position(), lens, partial_counts, counts);
         let (mut call_state, call) = self.begin_call(call)?;
         let _guard = AbortOnPanic(self);
         let partials: Vec<&[u8]> = partials.iter().map(|p| bytemuck::cast_slice(p.host())).collect();
+        // peers are not trusted to pass what they agreed to pass
         let partial_counts =
             self.all_gather_u64(&mut call_state.connections, &call, partials.len() as u64)?;
         if let Some(rank) = partial_counts.iter().position(|&n| n > MAX_PARTIALS) {

@@ -26,6 +26,7 @@ mod interruption;
 mod lora;
 mod master_weights;
 mod memory_copies;
+mod nccl_gathers;
 mod offload;
 #[path = "../../../tests/support/own_process.rs"]
 mod own_process;

@@ -7,10 +7,11 @@
 //! they are done, and they run in order with the operations around them. Only pieces are
 //! transferred; the caller sums them in the same fixed order as on every other transport. NCCL's
 //! own sums would add in an order that depends on the number of ranks.
+use super::equal_parts::EqualParts;
 use super::group::{CudaStream, NcclGroup, PeerBuffer};
 use super::library::NcclLibrary;
 use crate::{
-    AbortReason, ArgumentError, CallMismatch, Comm, CommError, PartialSink, Result,
+    AbortReason, ArgumentError, Comm, CommError, PartialSink, Result,
     call::{BufferShape, CollectiveCall, GroupPosition, compute_offsets},
     local::DEFAULT_TIMEOUT,
     staged::StagedComm,
@@ -18,6 +19,7 @@ use crate::{
 use cudarc::nccl::sys::ncclDataType_t;
 use device::{Buf, Cuda, Dtype, Storage, View, ViewMut};
 use std::{
+    ops::Range,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -74,6 +76,43 @@ impl NcclComm {
         Ok(())
     }
 
+    /// Enqueues NCCL's all-gather of `len` elements of each rank into `recv`. `send` is this rank's
+    /// part, which may already be in its place in `recv`.
+    fn gather_equal_parts(&self, recv: View, send: View, len: usize) -> Result<()> {
+        if len == 0 {
+            return Ok(());
+        }
+        self.cuda.make_current()?;
+        let (to, from, dtype) = (recv.address(), send.address(), to_nccl_type(send.dtype()));
+        // SAFETY: see `exchange_parts`.
+        unsafe { self.group.all_gather(to, from, len, dtype, self.flushed_stream()?) }?;
+        Ok(())
+    }
+
+    /// Enqueues an all-gather of parts of unequal lengths: copies this rank's part to its place in
+    /// `recv`, exchanges the elements by which the parts differ from equal parts, and gathers the
+    /// equal parts in place.
+    ///
+    /// No other memory is needed, and each rank copies only its own part. Padding each part to the
+    /// longest one would need a second vector and a copy of the whole vector.
+    fn gather_unequal_parts(&self, mut recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
+        let (parts, me) = (EqualParts::new(counts), self.rank());
+        self.cuda.copy(recv.slice_mut(parts.owned(me)), send);
+        let recv = recv.as_view();
+        let (mut sends, mut receives) = (Vec::new(), Vec::new());
+        for peer in 0..self.world() {
+            let buffer = |elements: Range<usize>| {
+                let part = recv.slice(elements);
+                PeerBuffer { peer, address: part.address(), len: part.len() }
+            };
+            sends.extend(parts.list_moves(me, peer).into_iter().map(buffer));
+            receives.extend(parts.list_moves(peer, me).into_iter().map(buffer));
+        }
+        self.exchange_parts(&sends, &receives, recv.dtype())?;
+        let len = parts.part_len();
+        self.gather_equal_parts(recv, recv.slice(me * len..(me + 1) * len), len)
+    }
+
     /// Returns this rank and the number of ranks in its group.
     fn position(&self) -> GroupPosition {
         GroupPosition { rank: self.rank(), world: self.world() }
@@ -121,35 +160,26 @@ impl Comm for NcclComm {
         }
         let shapes = (BufferShape::new(recv_view), BufferShape::new(send));
         self.check_call(CollectiveCall::describe_all_gather(self.position(), shapes.0, shapes.1, counts))?;
-        let receives = list_peer_buffers(recv_view, counts);
-        if counts.iter().all(|n| *n == send.len()) && !send.is_empty() {
-            self.cuda.make_current()?;
-            let (to, from, len, dtype) =
-                (recv_view.address(), send.address(), send.len(), to_nccl_type(send.dtype()));
-            // SAFETY: see `exchange`.
-            unsafe { self.group.all_gather(to, from, len, dtype, self.flushed_stream()?) }?;
-            return Ok(());
+        if counts.iter().all(|n| *n == send.len()) {
+            return self.gather_equal_parts(recv_view, send, send.len());
         }
-        let to_peer = |peer: usize| PeerBuffer { peer, address: send.address(), len: send.len() };
-        let sends: Vec<_> = (0..self.world()).filter(|_| !send.is_empty()).map(to_peer).collect();
-        self.exchange_parts(&sends, &receives, send.dtype())
+        self.gather_unequal_parts(recv, send, counts)
     }
 
     fn reduce_scatter_ordered(
         &self,
         partials: &[View],
+        partial_counts: &[usize],
         counts: &[usize],
         sink: &mut PartialSink,
     ) -> Result<()> {
         let lens = partials.iter().map(View::len);
-        self.check_call(CollectiveCall::describe_reduce_scatter_ordered(self.position(), lens, counts))?;
-        // Ranks may have different numbers of partials, which only they know.
-        let announced = self.host_comm.all_gather_u64(&[partials.len() as u64])?;
-        let partial_counts: Vec<usize> = announced.into_iter().flatten().map(|n| n as usize).collect();
-        if partial_counts.len() != self.world() {
-            let (announced, world) = (partial_counts.len(), self.world());
-            return Err(CommError::Mismatch(CallMismatch::PartialCountMissing { announced, world }));
-        }
+        self.check_call(CollectiveCall::describe_reduce_scatter_ordered(
+            self.position(),
+            lens,
+            partial_counts,
+            counts,
+        ))?;
         let len = counts[self.rank()];
         let mut received = self.received.lock().unwrap_or_else(PoisonError::into_inner);
         let required = len * partial_counts.iter().sum::<usize>();
@@ -166,7 +196,7 @@ impl Comm for NcclComm {
         let receives: Vec<_> = senders.enumerate().filter_map(receive).collect();
         self.exchange_parts(&sends, &receives, Dtype::F32)?;
         let mut i = 0;
-        for (rank, n) in partial_counts.into_iter().enumerate() {
+        for (rank, &n) in partial_counts.iter().enumerate() {
             for index in 0..n {
                 sink(rank, index, received.view().slice(i * len..(i + 1) * len));
                 i += 1;

@@ -14,13 +14,19 @@ use std::{
     time::{Duration, Instant},
 };
 
+/// The duration for which a wait polls a communicator without sleeping. From NCCL 2.23 on, every
+/// call of a non-blocking communicator is completed by another thread, in some tens of
+/// microseconds.
+const SPIN_TIME: Duration = Duration::from_micros(500);
 /// The first delay between two polls of a communicator, which grows with every poll.
 const MIN_POLL_DELAY: Duration = Duration::from_micros(20);
 /// The upper limit of the delay between two polls of a communicator, which grows with every poll.
 const MAX_POLL_DELAY: Duration = Duration::from_millis(2);
 
-/// Sleeps between two polls of a communicator, longer each time, until a timeout has expired.
+/// Waits between two polls of a communicator: yields the CPU at first, then sleeps, longer each
+/// time, until a timeout has expired.
 struct PollBackoff {
+    spin_until: Instant,
     deadline: Instant,
     timeout: Duration,
     delay: Duration,
@@ -28,14 +34,20 @@ struct PollBackoff {
 
 impl PollBackoff {
     fn new(timeout: Duration) -> Self {
-        PollBackoff { deadline: Instant::now() + timeout, timeout, delay: MIN_POLL_DELAY }
+        let now = Instant::now();
+        PollBackoff { spin_until: now + SPIN_TIME, deadline: now + timeout, timeout, delay: MIN_POLL_DELAY }
     }
 
-    /// Sleeps before the next poll of the communicator. Fails once the timeout has expired;
-    /// `operation` names the unfinished operation in the error.
-    fn sleep_until_next_poll(&mut self, operation: &str) -> Result<()> {
-        if Instant::now() >= self.deadline {
+    /// Yields or sleeps before the next poll of the communicator. Fails once the timeout has
+    /// expired; `operation` names the unfinished operation in the error.
+    fn wait_for_next_poll(&mut self, operation: &str) -> Result<()> {
+        let now = Instant::now();
+        if now >= self.deadline {
             return Err(NcclError::Timeout { operation: operation.to_owned(), timeout: self.timeout });
+        }
+        if now < self.spin_until {
+            thread::yield_now();
+            return Ok(());
         }
         thread::sleep(self.delay);
         self.delay = (self.delay * 2).min(MAX_POLL_DELAY);
@@ -223,7 +235,7 @@ impl NcclGroup {
         let mut backoff = PollBackoff::new(self.timeout);
         while self.poll_is_busy(operation)? {
             check_abort()?;
-            backoff.sleep_until_next_poll(operation)?;
+            backoff.wait_for_next_poll(operation)?;
         }
         Ok(())
     }
@@ -240,7 +252,7 @@ impl NcclGroup {
             if is_done() {
                 return Ok(());
             }
-            backoff.sleep_until_next_poll(operation).inspect_err(|e| self.abort_communicator(e.clone()))?;
+            backoff.wait_for_next_poll(operation).inspect_err(|e| self.abort_communicator(e.clone()))?;
         }
     }
 
@@ -256,7 +268,7 @@ impl NcclGroup {
     }
 
     /// Enqueues an all-gather that concatenates the `send` buffers of all ranks (`count` elements
-    /// each) in `recv`, in rank order.
+    /// each) in `recv`, in rank order. `send` may be this rank's part of `recv`.
     ///
     /// # Safety
     ///

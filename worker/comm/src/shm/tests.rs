@@ -159,7 +159,7 @@ fn a_panic_in_a_sink_unblocks_the_peers() {
     let errors = run_ranks(2, make_test_limits(), |c| {
         let x = Buf::zeroed(8);
         let reduce = || {
-            c.reduce_scatter_ordered(&[x.view()], &[4, 4], &mut |from, _, _| {
+            c.reduce_scatter_ordered(&[x.view()], &[1, 1], &[4, 4], &mut |from, _, _| {
                 assert!(c.rank() == 0 || from == 0, "intended");
             })
         };
@@ -204,9 +204,10 @@ fn invalid_lengths_of_a_peer_are_rejected() {
             CallMismatch::TooManyBytes { rank: 1, bytes: number, limit: crate::MAX_GATHER_BYTES as u64 };
         assert_eq!(error, CommError::Mismatch(expected));
         let call =
-            CollectiveCall::describe_reduce_scatter_ordered(position, [].into_iter(), &[1, 1]).unwrap();
+            CollectiveCall::describe_reduce_scatter_ordered(position, [].into_iter(), &[0, 0], &[1, 1])
+                .unwrap();
         let error = run_with_invalid_length(number, call, |c| {
-            c.reduce_scatter_ordered(&[], &[1, 1], &mut |_, _, _| ())
+            c.reduce_scatter_ordered(&[], &[0, 0], &[1, 1], &mut |_, _, _| ())
         });
         let CommError::Mismatch(CallMismatch::TooManyPartials { rank: 1, partials, .. }) = error else {
             panic!("{error}")

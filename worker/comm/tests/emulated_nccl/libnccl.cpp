@@ -72,6 +72,7 @@ struct Comm {
     int rank;
     bool aborted = false;
     int error = SUCCESS;
+    int polls_in_progress = 0; // how many polls report that the last call is in progress
     std::vector<Work> works; // in the order of the calls
 };
 // The ranks that joined with one unique id.
@@ -86,9 +87,15 @@ struct Group {
     }
 };
 
+// As in NCCL 2.23 and later, a call of a non-blocking communicator is in progress when it returns.
+// The number of polls until it is complete.
+static const int POLLS_IN_PROGRESS = 2;
 static std::mutex lock_;
 static std::map<std::string, std::shared_ptr<Group>> groups;
 static int fault = NO_FAULT, fault_rank = -1;
+// Number of all-gathers, and number of bytes that ranks sent to other ranks, since the process
+// started.
+static std::atomic<long long> gathers{0}, sent_bytes{0};
 static std::atomic<int> live_communicators{0}; // communicators that were not aborted
 thread_local bool grouping = false;
 thread_local std::vector<RecordedCall> recorded;
@@ -102,6 +109,9 @@ API fakeFault(int which, int rank) {
     fault = which, fault_rank = rank;
     return SUCCESS;
 }
+// Returns how many all-gathers the ranks called, or how many bytes they sent to other ranks.
+extern "C" __attribute__((visibility("default"))) long long fakeGathers() { return gathers; }
+extern "C" __attribute__((visibility("default"))) long long fakeSentBytes() { return sent_bytes; }
 // Returns the number of communicators that were not aborted.
 API fakeLive() { return live_communicators; }
 extern "C" __attribute__((visibility("default"))) void* fakeStream() { return new Stream; }
@@ -155,7 +165,9 @@ API ncclCommInitRankConfig(Comm** comm, int world, UniqueId id, int rank, Config
 }
 API ncclCommGetAsyncError(Comm* c, int* state) {
     LOCKED;
-    *state = c->error ? c->error : c->group->is_complete() ? SUCCESS : IN_PROGRESS;
+    bool is_busy = !c->group->is_complete() || c->polls_in_progress > 0;
+    if (c->polls_in_progress > 0) c->polls_in_progress--;
+    *state = c->error ? c->error : is_busy ? IN_PROGRESS : SUCCESS;
     if (fault == FAILS_LATER && fault_rank == c->rank && !c->works.empty()) *state = REMOTE_ERROR;
     return SUCCESS;
 }
@@ -248,7 +260,13 @@ static void run_on_stream(Comm* c, size_t at) {
 static int enqueue(Comm* c, std::vector<RecordedCall> parts, Stream* stream) {
     LOCKED;
     if (fault == REJECTS_CALLS && fault_rank == c->rank) return SYSTEM_ERROR;
-    if (c->aborted || !c->group->is_complete()) return INVALID_USAGE;
+    // no call is allowed before the previous one is complete
+    if (c->aborted || !c->group->is_complete() || c->polls_in_progress > 0) return INVALID_USAGE;
+    for (const RecordedCall& part : parts) {
+        if (part.kind == GATHER) gathers++;
+        if (part.kind == SEND && part.peer != c->rank)
+            sent_bytes += (long long)(part.count * element_size(part.type));
+    }
     size_t at = c->works.size();
     c->works.push_back({std::move(parts), stream, !stream->threaded});
     if (stream->threaded) {
@@ -257,7 +275,8 @@ static int enqueue(Comm* c, std::vector<RecordedCall> parts, Stream* stream) {
         stream->pending++;
         run_ready_work(*c->group);
     }
-    return SUCCESS;
+    c->polls_in_progress = POLLS_IN_PROGRESS;
+    return IN_PROGRESS;
 }
 // Records a call if it is made between ncclGroupStart and ncclGroupEnd; otherwise enqueues the call
 // at once.

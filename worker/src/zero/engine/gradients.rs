@@ -101,11 +101,14 @@ impl ZeroEngine {
             let s = &shards[u];
             let mut sums = lock_ignoring_poison(&s.grads);
             let whole = gradient.as_ref().map(|g| g.view().slice(0..s.trained_counts.iter().sum()));
-            comm.reduce_scatter_ordered(whole.as_slice(), &s.trained_counts, &mut |from, _, piece| {
+            let has_micro_batch = |r| usize::from(schedule.find_micro_batch(r, round).is_some());
+            let partial_counts: Vec<usize> = (0..schedule.world).map(has_micro_batch).collect();
+            let sink = &mut |from: usize, _: usize, piece: View| {
                 if let Some(micro_batch) = schedule.find_micro_batch(from, round) {
                     sums.push(ops.as_ref(), MicroBatchRange::from_index(micro_batch), piece);
                 }
-            })?;
+            };
+            comm.reduce_scatter_ordered(whole.as_slice(), &partial_counts, &s.trained_counts, sink)?;
             if let Some(g) = gradient {
                 lock_ignoring_poison(&pool).give_back_after(g, ops.record_event());
             }
@@ -224,9 +227,13 @@ impl ZeroEngine {
             let mut whole = lock_ignoring_poison(&s.grads);
             let partials: Vec<View> = whole.partials().map(|(_, v)| v).collect();
             let mut sums = policy.new_gradient_sums(owned);
-            comm.reduce_scatter_ordered(&partials, &s.trained_counts, &mut |from, index, piece| {
-                sums.push(ops.as_ref(), find_partial_sum_range(policy, schedule, from, index), piece);
-            })?;
+            let ranges: Vec<Vec<MicroBatchRange>> =
+                (0..schedule.world).map(|rank| list_partial_sum_ranges(policy, schedule, rank)).collect();
+            let partial_counts: Vec<usize> = ranges.iter().map(Vec::len).collect();
+            let sink = &mut |from: usize, index: usize, piece: View| {
+                sums.push(ops.as_ref(), ranges[from][index], piece);
+            };
+            comm.reduce_scatter_ordered(&partials, &partial_counts, &s.trained_counts, sink)?;
             drop(partials);
             whole.clear();
             Ok(sums.finish(ops.as_ref()).unwrap_or_else(|| ops.zeroed(Dtype::F32, owned)))
@@ -275,18 +282,17 @@ impl ZeroEngine {
     }
 }
 
-/// Returns the range of micro-batches that the partial sum number `index` of rank `from` covers.
-fn find_partial_sum_range(
+/// Returns the range of micro-batches that each partial sum of `rank` covers, after the last round.
+fn list_partial_sum_ranges(
     policy: ShardingPolicy,
     schedule: MicroBatchSchedule,
-    from: usize,
-    index: usize,
-) -> MicroBatchRange {
+    rank: usize,
+) -> Vec<MicroBatchRange> {
     let mine: Vec<usize> =
-        (0..schedule.count_rounds()).filter_map(|r| schedule.find_micro_batch(from, r)).collect();
+        (0..schedule.count_rounds()).filter_map(|r| schedule.find_micro_batch(rank, r)).collect();
     let range = mine.first().map_or(0..0, |&a| a..a + mine.len());
-    if policy.sums_in_arrival_order {
-        return MicroBatchRange { start: range.start, len: range.len() };
+    if policy.sums_in_arrival_order && !range.is_empty() {
+        return vec![MicroBatchRange { start: range.start, len: range.len() }];
     }
-    merge_into_aligned_ranges(range).get(index).copied().unwrap_or(MicroBatchRange { start: 0, len: 0 })
+    merge_into_aligned_ranges(range)
 }

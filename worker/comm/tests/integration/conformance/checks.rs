@@ -225,7 +225,7 @@ pub(crate) fn check_reduce_scatter_ordered(
     let mut delivered = Vec::new();
     let start = compute_offsets(counts)[me];
     let mut result = Ok(());
-    comm.reduce_scatter_ordered(&views, counts, &mut |rank, i, piece| {
+    comm.reduce_scatter_ordered(&views, partials, counts, &mut |rank, i, piece| {
         delivered.push((rank, i));
         if result.is_ok() {
             let expected: Vec<f32> =

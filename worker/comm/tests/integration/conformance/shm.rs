@@ -195,7 +195,7 @@ fn expect_abort_request(error: CommError, reason: &str) -> Result<(), CheckFailu
 /// that receives its pieces.
 fn raise_in_rank_1(comm: &ShmComm, signal: Signal) -> Result<(), CommError> {
     let partial = Buf::zeroed(30_000);
-    comm.reduce_scatter_ordered(&[partial.view()], &[10_000; 3], &mut |from, _, _| {
+    comm.reduce_scatter_ordered(&[partial.view()], &[1; 3], &[10_000; 3], &mut |from, _, _| {
         if comm.rank() == 1 && from == 1 {
             raise(signal).expect("the signal can be set or sent");
         }

@@ -255,7 +255,7 @@ fn a_rank_that_panics_or_leaves_unblocks_the_others() {
             let sink = &mut |rank: usize, _: usize, _: device::View<'_>| {
                 assert!(c.rank() != 0 || rank != 1, "intended");
             };
-            c.reduce_scatter_ordered(&[partial.view(), partial.view()], &[1000; 3], sink)
+            c.reduce_scatter_ordered(&[partial.view(), partial.view()], &[2; 3], &[1000; 3], sink)
                 .and_then(|()| c.barrier())
                 .unwrap_err()
         });

@@ -165,7 +165,8 @@ fn run_mixed_collectives(comm: &TcpComm) -> Result<()> {
     comm.all_gather_bytes(&[0; 100])?;
     let mut gathered = Buf::zeroed(2000 * comm.world());
     comm.all_gather(gathered.view_mut(), x.view().slice(0..2000), &vec![2000; comm.world()])?;
-    comm.reduce_scatter_ordered(&[gathered.view()], &vec![2000; comm.world()], &mut |_, _, _| ())?;
+    let (partials, counts) = (vec![1; comm.world()], vec![2000; comm.world()]);
+    comm.reduce_scatter_ordered(&[gathered.view()], &partials, &counts, &mut |_, _, _| ())?;
     comm.barrier()
 }
 

@@ -1,0 +1,102 @@
+//! [`EqualParts`]: how parts of unequal lengths are moved between ranks so that NCCL's all-gather,
+//! which needs equal parts, can gather them (pure).
+//!
+//! The gathered vector is divided into equal parts, one per rank, and a remainder that is shorter
+//! than [`PART_ALIGNMENT`] elements per rank. A rank first receives those elements of its equal
+//! part, and of the remainder, that other ranks own. Shards of parameter units are cut at the
+//! allowed boundary that is nearest to an equal division, so these are few: at most half a block of
+//! the gradient norm at each end of a part.
+use crate::call::compute_offsets;
+use std::ops::Range;
+
+/// The length of an equal part, in elements, is a multiple of this number. Addresses of parts are
+/// then as aligned as that of the vector, which NCCL's fast copies need.
+const PART_ALIGNMENT: usize = 64;
+
+/// The division of a vector with unequal parts into equal parts and a remainder.
+pub struct EqualParts {
+    /// The elements that each rank has before the all-gather.
+    owned: Vec<Range<usize>>,
+    /// Number of elements in each equal part.
+    part_len: usize,
+}
+
+impl EqualParts {
+    /// Divides a vector in which rank r has `counts[r]` elements, in rank order.
+    pub fn new(counts: &[usize]) -> Self {
+        let owned = compute_offsets(counts).into_iter().zip(counts).map(|(start, len)| start..start + len);
+        let part_len = counts.iter().sum::<usize>() / counts.len() / PART_ALIGNMENT * PART_ALIGNMENT;
+        EqualParts { owned: owned.collect(), part_len }
+    }
+
+    /// Returns the number of elements in each equal part, which is 0 for a short vector.
+    pub fn part_len(&self) -> usize {
+        self.part_len
+    }
+
+    /// Returns the elements that `rank` has before the all-gather.
+    pub(super) fn owned(&self, rank: usize) -> Range<usize> {
+        self.owned[rank].clone()
+    }
+
+    /// Returns the range of the vector that is the equal part of `rank`.
+    fn part(&self, rank: usize) -> Range<usize> {
+        rank * self.part_len..(rank + 1) * self.part_len
+    }
+
+    /// Returns how many elements ranks send to other ranks before the all-gather.
+    pub fn count_moved_elements(&self) -> usize {
+        let world = self.owned.len();
+        let pairs = (0..world).flat_map(|from| (0..world).map(move |to| (from, to)));
+        pairs.flat_map(|(from, to)| self.list_moves(from, to)).map(|elements| elements.len()).sum()
+    }
+
+    /// Lists the ranges of elements that `from` sends to `to` before the all-gather. Sender and
+    /// receiver list them in the same order.
+    pub(super) fn list_moves(&self, from: usize, to: usize) -> Vec<Range<usize>> {
+        if from == to {
+            return Vec::new();
+        }
+        let (owned, remainder) = (&self.owned[from], self.owned.len() * self.part_len..usize::MAX);
+        let needed = [self.part(to), remainder];
+        let common = |needed: &Range<usize>| owned.start.max(needed.start)..owned.end.min(needed.end);
+        needed.iter().map(common).filter(|elements| !elements.is_empty()).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn each_rank_has_its_part_and_the_remainder_after_the_moves(
+            counts in prop::collection::vec(prop_oneof![Just(0usize), 1usize..500], 1..9)
+        ) {
+            let (parts, world, total) = (EqualParts::new(&counts), counts.len(), counts.iter().sum());
+            prop_assert!(total - world * parts.part_len() < world * (PART_ALIGNMENT + 1));
+            for rank in 0..world {
+                // how often this rank gets each element: by owning it or by a move
+                let mut copies = vec![0; total];
+                let moves = (0..world).flat_map(|from| parts.list_moves(from, rank));
+                for range in moves.chain([parts.owned(rank)]) {
+                    copies[range].iter_mut().for_each(|n| *n += 1);
+                }
+                let is_needed = |i: usize| parts.part(rank).contains(&i) || i >= world * parts.part_len();
+                for (i, n) in copies.into_iter().enumerate() {
+                    prop_assert!(n == 1 || (n == 0 && !is_needed(i)), "element {i} of rank {rank}: {n}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn only_elements_at_the_boundaries_move() {
+        let parts = EqualParts::new(&[4096, 4096 + 64, 4096 - 64]);
+        assert_eq!(parts.part_len(), 4096);
+        let moves: Vec<_> = (0..9).flat_map(|i| parts.list_moves(i / 3, i % 3)).collect();
+        assert_eq!(moves, [8192..8256]);
+        assert_eq!(parts.list_moves(1, 2), moves);
+    }
+}

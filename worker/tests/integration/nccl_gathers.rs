@@ -1,0 +1,138 @@
+//! Tests of all-gathers over the emulated NCCL with the partitions of the benchmarked models: NCCL
+//! gathers them with its all-gather, and the gathered bits are those that the ranks sent.
+use crate::{common::*, emulated::open_emulated_gpu, emulated_nccl};
+use comm::{
+    Comm,
+    nccl::{EqualParts, NcclComm, NcclLibrary},
+};
+use device::{Buf, Cuda, Dtype, Storage, ops::NORM_BLOCK_LEN};
+use jobspec::ModelSpec;
+use std::{sync::Arc, time::Duration};
+use worker::{
+    expert_layout::build_units_with_experts, model::build_model, params::ParamUnit,
+    zero::partition::Partition,
+};
+
+/// The numbers of ranks for which the partitions are tested.
+const WORLDS: std::ops::RangeInclusive<usize> = 2..=16;
+/// The largest unit whose data is gathered, in elements. Of larger units, only the plan is checked.
+const MAX_GATHERED: usize = 8 << 20;
+
+/// Returns the parameter units of a model with the given sizes: vocabulary, hidden size, size of
+/// the MLP, layers, heads, heads of keys.
+fn build_units(family: &str, sizes: [u32; 6], tied: bool) -> Vec<ParamUnit> {
+    let spec = ModelSpec {
+        family: family.into(),
+        vocab_size: sizes[0],
+        hidden_size: sizes[1],
+        intermediate_size: sizes[2],
+        num_hidden_layers: sizes[3],
+        num_attention_heads: sizes[4],
+        num_key_value_heads: sizes[5],
+        head_dim: sizes[1] / sizes[4],
+        max_position_embeddings: 1024,
+        tie_word_embeddings: tied,
+        ..create_odd_sized_model()
+    };
+    build_units_with_experts(&build_model(&spec, 1024).unwrap(), None)
+}
+
+/// Returns the parameter units of the benchmarked models, without further units of equal length.
+fn list_benchmark_units() -> Vec<ParamUnit> {
+    let mut units = [
+        build_units("gpt2", [50257, 768, 3072, 12, 12, 12], true),
+        build_units("qwen2", [151_936, 896, 4864, 24, 14, 2], true),
+        build_units("qwen2", [151_936, 1536, 8960, 28, 12, 2], true),
+        build_units("llama", [128_256, 2048, 8192, 16, 32, 8], true),
+        build_units("llama", [128_256, 4096, 14336, 32, 32, 8], false),
+    ]
+    .concat();
+    units.sort_by_key(ParamUnit::len);
+    units.dedup_by_key(|unit| unit.len());
+    units
+}
+
+/// The counters of the emulated NCCL for the whole process.
+#[derive(Clone, Copy, Debug)]
+struct Traffic {
+    gathers: i64,
+    sent_bytes: i64,
+}
+
+impl Traffic {
+    fn read() -> Traffic {
+        // SAFETY: libnccl.cpp declares both functions with this type.
+        unsafe {
+            let library = libloading::Library::new(emulated_nccl::build_library().join("libnccl.so.2"));
+            let library = library.unwrap();
+            let call = |name: &[u8]| library.get::<unsafe extern "C" fn() -> i64>(name).unwrap()();
+            Traffic { gathers: call(b"fakeGathers\0"), sent_bytes: call(b"fakeSentBytes\0") }
+        }
+    }
+}
+
+/// Runs `f` on `world` ranks that communicate over the emulated NCCL.
+fn run_over_nccl<T: Send>(world: usize, f: impl Fn(&NcclComm, &Arc<Cuda>) -> T + Sync) -> Vec<T> {
+    let nccl = NcclLibrary::open(&[emulated_nccl::build_library().to_owned()]).unwrap();
+    run_on_ranks(world, |hosts| {
+        let cuda = open_emulated_gpu();
+        f(&NcclComm::connect(&nccl, cuda.clone(), hosts, Duration::from_secs(60)).unwrap(), &cuda)
+    })
+}
+
+/// Creates a vector of 16-bit elements whose bits differ between neighbours.
+fn create_unit_values(len: usize) -> Buf {
+    let mut values = Buf::zeroed_as(Dtype::Bf16, len);
+    let bits = values.view_mut().half_bits();
+    bits.iter_mut().enumerate().for_each(|(i, x)| *x = (i as u32).wrapping_mul(2_654_435_761).to_be() as u16);
+    values
+}
+
+#[test]
+fn parts_of_every_benchmarked_model_are_gathered_by_the_native_all_gather() {
+    for unit in list_benchmark_units() {
+        for world in WORLDS {
+            let counts = Partition::new(&unit, world).shard_lengths().to_vec();
+            let parts = EqualParts::new(&counts);
+            let (native, moved) = (parts.part_len() * world, parts.count_moved_elements());
+            assert!(unit.len() - native < 65 * world, "{} at {world}: {native}", unit.len());
+            if native > NORM_BLOCK_LEN * world {
+                let limit = world * (NORM_BLOCK_LEN + 64 * world);
+                assert!(moved <= limit, "{} elements at {world}: {moved} move", unit.len());
+            }
+        }
+    }
+}
+
+#[test]
+fn unequal_parts_are_gathered_without_changing_a_bit() {
+    for unit in list_benchmark_units().into_iter().filter(|unit| unit.len() <= MAX_GATHERED) {
+        let values = create_unit_values(unit.len());
+        // all numbers of ranks for small units, some for large ones
+        for world in WORLDS.filter(|world| unit.len() < 1 << 20 || [2, 3, 7, 16].contains(world)) {
+            let part = Partition::new(&unit, world);
+            let counts = part.shard_lengths();
+            let before = Traffic::read();
+            run_over_nccl(world, |comm, cuda| {
+                let owned = values.view().slice(part.range(comm.rank()));
+                let send = cuda.clone_to_device(owned);
+                let mut recv = cuda.zeroed(Dtype::Bf16, unit.len());
+                comm.all_gather(recv.view_mut(), send.view(), counts).unwrap();
+                let mut gathered = Buf::default();
+                let gathered = cuda.to_host(recv.view(), &mut gathered);
+                assert!(
+                    gathered.half_bits() == values.view().half_bits(),
+                    "{} at {world} ranks: other bits on rank {}",
+                    unit.len(),
+                    comm.rank()
+                );
+            });
+            let after = Traffic::read();
+            let parts = EqualParts::new(counts);
+            let calls = if parts.part_len() > 0 { world as i64 } else { 0 };
+            assert_eq!(after.gathers - before.gathers, calls, "{} at {world} ranks", unit.len());
+            let moved = if counts.iter().all(|n| *n == counts[0]) { 0 } else { parts.count_moved_elements() };
+            assert_eq!(after.sent_bytes - before.sent_bytes, 2 * moved as i64, "{} at {world}", unit.len());
+        }
+    }
+}
