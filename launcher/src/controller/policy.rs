@@ -154,10 +154,11 @@ impl RestartHistory {
     /// or lengthens it by up to the fraction [`MAX_JITTER`]. `chance` is a random number from 0 to
     /// 1 that selects the jitter.
     ///
-    /// With copies in memory, a restart has no pause if one of the last two attempts passed all
-    /// steps of the earlier ones, or completed a checkpoint.
+    /// With copies in memory, a restart has no pause if one of the last three attempts passed all
+    /// steps of the earlier ones or completed a checkpoint, and the last three did not all end at
+    /// the same step.
     fn compute_restart_delay(&self, chance: f64) -> Duration {
-        if self.has_memory_copies && self.without_advance <= 1 {
+        if self.has_memory_copies && self.no_progress <= 1 && self.without_advance <= 2 {
             return Duration::ZERO;
         }
         // The progress of programs is unknown, so every restart in a row counts.
@@ -284,7 +285,7 @@ mod tests {
                 ..RestartHistory::default()
             };
             let decisions = steps.map(|step| history.decide_restart(build_attempt_end(1, step, false), 0.5));
-            assert_eq!(decisions, [0, 0, 1, 1, 1].map(build_restart), "{steps:?}");
+            assert_eq!(decisions, [0, 0, 0, 1, 1].map(build_restart), "{steps:?}");
         }
     }
 
