@@ -40,6 +40,11 @@ cuda_library! {
         preference: cublasLtMatmulPreference_t, requested: c_int, results: *mut cublasLtMatmulHeuristicResult_t,
         count: *mut c_int,
     );
+    fn cublasLtMatmulAlgoCheck(
+        handle: cublasLtHandle_t, descriptor: cublasLtMatmulDesc_t, a: cublasLtMatrixLayout_t,
+        b: cublasLtMatrixLayout_t, c: cublasLtMatrixLayout_t, d: cublasLtMatrixLayout_t,
+        algorithm: *const cublasLtMatmulAlgo_t, result: *mut cublasLtMatmulHeuristicResult_t,
+    );
     fn cublasLtMatmul(
         handle: cublasLtHandle_t, descriptor: cublasLtMatmulDesc_t, alpha: *const c_void, a: *const c_void,
         a_layout: cublasLtMatrixLayout_t, b: *const c_void, b_layout: cublasLtMatrixLayout_t,
