@@ -27,8 +27,6 @@ macro_rules! dynamic_library {
         $visibility struct $library {
             $($visibility $function:
                 unsafe extern "C" fn($($type),*) -> $crate::dynamic_library!(@result $($result)?),)*
-            /// Keeps the library open while its functions can be called.
-            _library: libloading::Library,
         }
 
         // Fails to compile if a signature differs from cudarc's.
@@ -40,10 +38,13 @@ macro_rules! dynamic_library {
 
         impl $library {
             /// Looks up every declared function in the opened library. Fails with the first
-            /// function that is missing.
+            /// function that is missing. The library stays open until the process ends.
             $visibility fn resolve(
                 library: libloading::Library,
             ) -> std::result::Result<Self, $crate::dynamic_library::MissingFunction> {
+                // Never unloaded: NVIDIA's libraries keep threads and handlers whose code must not
+                // vanish.
+                let library = ::std::mem::ManuallyDrop::new(library);
                 Ok($library {
                     $($function: {
                         let name = concat!(stringify!($function), "\0").as_bytes();
@@ -53,7 +54,6 @@ macro_rules! dynamic_library {
                             $crate::dynamic_library::MissingFunction(stringify!($function))
                         })?
                     },)*
-                    _library: library,
                 })
             }
         }

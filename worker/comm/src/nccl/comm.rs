@@ -51,6 +51,7 @@ impl NcclComm {
         timeout: Duration,
     ) -> crate::nccl_error::Result<NcclComm> {
         cuda.make_current()?;
+        cuda.release_unused_memory()?; // NCCL allocates its buffers outside the pool
         let mut group = NcclGroup::connect(nccl, host_comm.as_ref(), timeout)?;
         group.set_timeout(DEFAULT_TIMEOUT);
         let host_comm = StagedComm::new(host_comm, cuda.clone());

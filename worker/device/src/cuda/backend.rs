@@ -136,7 +136,7 @@ impl Cuda {
 
     /// Compiles and loads every kernel now, so that no training step waits for a compilation.
     pub fn load_kernels(&self) -> Result<()> {
-        self.kernels.load_all_modules(&self.gpu)
+        self.gpu.retry_if_out_of_memory(|| self.kernels.load_all_modules(&self.gpu))
     }
 
     /// Enables the autotuning of matmuls: from now on, cuBLASLt's algorithms for each new matmul
@@ -180,6 +180,12 @@ impl Cuda {
         let buf = self.allocate_uninit(dtype, len).map_err(|error| error.with_purpose(purpose))?;
         self.gpu.enqueue_zero_fill(buf.view().address(), len * dtype.size())?;
         Ok(buf)
+    }
+
+    /// Returns all unused GPU memory of this process to the operating system, for libraries that
+    /// allocate GPU memory themselves, such as NCCL. Waits for all work on the GPU.
+    pub fn release_unused_memory(&self) -> Result<()> {
+        self.gpu.release_unused_memory()
     }
 
     /// Makes the GPU's context current in the calling thread, as libraries such as NCCL require.
@@ -256,7 +262,10 @@ impl Cuda {
         if config.grid.contains(&0) {
             return;
         }
-        let find_function = || self.kernels.get_or_load_function(&self.gpu, source, name, config);
+        let find_function = || {
+            let find = || self.kernels.get_or_load_function(&self.gpu, source, name, config);
+            self.gpu.retry_if_out_of_memory(find)
+        };
         let Some(function) = self.gpu.attempt(find_function) else { return };
         // SAFETY: each op passes the arguments of its kernel, and views of the length of its shape.
         let launch = || unsafe { self.gpu.launch(name, function, config, arguments) };

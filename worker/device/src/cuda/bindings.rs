@@ -7,6 +7,7 @@ mod cublas_lt;
 mod cuda_library;
 mod cudnn;
 mod driver;
+mod driver_graphs;
 mod nvrtc;
 
 pub(super) use cublas_lt::CublasLtApi;
@@ -17,4 +18,5 @@ pub(super) use cudarc::{
 };
 pub(super) use cudnn::CudnnApi;
 pub(super) use driver::{Address, DriverApi};
+pub(super) use driver_graphs::{CaptureInfo, DriverGraphsApi};
 pub(super) use nvrtc::NvrtcApi;

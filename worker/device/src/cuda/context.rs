@@ -1,19 +1,21 @@
 //! [`GpuContext`]: the CUDA context and streams of one open GPU, and calls that bypass the
 //! recording of CUDA graphs.
 use super::bindings::{
-    Address, DriverApi,
+    Address, CaptureInfo, DriverApi, DriverGraphsApi,
     driver_sys::{
         CUcontext, CUdevice, CUdevice_attribute, CUmemPool_attribute, CUmemoryPool, CUstream, CUstream_flags,
     },
 };
+use super::block_cache::BlockCache;
 use super::error::Result;
+use super::gpu::GPU_WORK;
 use super::library_search::LibrarySearchPaths;
 use super::properties::{GpuProperties, get_device, open_driver, query_attribute, query_properties};
 use std::{
     cell::Cell,
     ffi::{c_int, c_uint},
     ptr,
-    sync::atomic::AtomicU64,
+    sync::{Mutex, atomic::AtomicU64},
 };
 
 /// The lowest supported compute capability: 8.0, Ampere. Older GPUs have no bf16.
@@ -22,6 +24,12 @@ const MIN_CAPABILITY: (u32, u32) = (8, 0);
 /// The CUDA context and the streams of one open GPU.
 pub(super) struct GpuContext {
     pub(super) driver: DriverApi,
+    /// The driver's functions for CUDA graphs, or the error that names the missing function.
+    driver_graphs: Result<DriverGraphsApi>,
+    /// The driver's function that reports nodes of a capture. Without it, graphs are not updated.
+    pub(super) capture_info: Option<CaptureInfo>,
+    /// The memory of a GPU without memory pools. `None` if the GPU has memory pools.
+    pub(super) block_cache: Option<Mutex<BlockCache>>,
     pub(super) device: CUdevice,
     context: CUcontext,
     /// The main stream, used by all threads that have no separate stream.
@@ -64,11 +72,18 @@ impl GpuContext {
             driver.cuCtxSetCurrent(context)?;
         }
         CURRENT_CONTEXT.set(context);
-        set_pool_to_retain_memory(&driver, device, &properties)?;
+        let pools = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED;
+        let has_pools = query_attribute(&driver, device, pools)? != 0;
+        if has_pools {
+            configure_memory_pool(&driver, device)?;
+        }
         Ok(GpuContext {
             main_stream: create_stream(&driver, 0)?,
             download_stream: create_stream(&driver, 0)?,
             upload_stream: create_stream(&driver, 0)?,
+            driver_graphs: DriverGraphsApi::open(paths).map(|(api, _)| api),
+            capture_info: CaptureInfo::open(paths),
+            block_cache: (!has_pools).then(Mutex::default),
             driver,
             device,
             context,
@@ -86,6 +101,18 @@ impl GpuContext {
             CURRENT_CONTEXT.set(self.context);
         }
         Ok(())
+    }
+
+    /// Returns the driver's functions for CUDA graphs. Fails if the driver lacks one of them.
+    pub(super) fn driver_graphs(&self) -> Result<&DriverGraphsApi> {
+        self.driver_graphs.as_ref().map_err(Clone::clone)
+    }
+
+    /// Blocks until all work of all streams is complete.
+    pub(super) fn synchronize_all_streams(&self) -> Result<()> {
+        self.make_current()?;
+        // SAFETY: no preconditions.
+        unsafe { self.driver.cuCtxSynchronize() }.map_err(|error| error.with_function(GPU_WORK))
     }
 
     /// Enqueues a fill of `bytes` bytes with zeros at the GPU address `at`. The call is issued to
@@ -118,6 +145,7 @@ impl Drop for GpuContext {
                     let _ = (self.driver.cuStreamSynchronize)(stream);
                     let _ = (self.driver.cuStreamDestroy_v2)(stream);
                 }
+                self.free_cached_blocks();
                 let _ = (self.driver.cuDevicePrimaryCtxRelease_v2)(self.device);
             }
             CURRENT_CONTEXT.set(ptr::null_mut());
@@ -143,16 +171,17 @@ pub(super) fn get_default_pool(driver: &DriverApi, device: CUdevice) -> Result<C
     Ok(pool)
 }
 
-/// Configures the GPU's memory pool so that freed memory stays in the pool. After the first steps,
-/// no allocation then reaches the operating system. Fails if the GPU has no memory pools.
-fn set_pool_to_retain_memory(driver: &DriverApi, device: CUdevice, properties: &GpuProperties) -> Result<()> {
-    if query_attribute(driver, device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)? == 0 {
-        return Err(
-            properties.unsupported_error("memory pools (cuMemAllocAsync)", "a GPU that is not virtual")
-        );
+/// Configures the GPU's memory pool. Freed memory stays in the pool, so that after the first steps
+/// no allocation reaches the operating system. The pool must not make streams wait for each other
+/// to reuse memory.
+fn configure_memory_pool(driver: &DriverApi, device: CUdevice) -> Result<()> {
+    let pool = get_default_pool(driver, device)?;
+    let (mut unlimited, mut no): (u64, c_int) = (u64::MAX, 0);
+    let threshold = CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+    let dependencies = CUmemPool_attribute::CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES;
+    // SAFETY: the value of the first attribute is a 64-bit integer, and that of the second an int.
+    unsafe {
+        driver.cuMemPoolSetAttribute(pool, threshold, (&raw mut unlimited).cast())?;
+        driver.cuMemPoolSetAttribute(pool, dependencies, (&raw mut no).cast())
     }
-    let (pool, mut unlimited) = (get_default_pool(driver, device)?, u64::MAX);
-    let attribute = CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-    // SAFETY: the value of this attribute is a 64-bit integer.
-    unsafe { driver.cuMemPoolSetAttribute(pool, attribute, (&raw mut unlimited).cast()) }
 }

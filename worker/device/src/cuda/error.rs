@@ -1,7 +1,7 @@
 //! [`CudaError`]: errors of opening a GPU and its libraries, and of work on the GPU.
 use super::library::{CudaLibrary, RejectedLibrary};
 use crate::storage::DeviceError;
-use cudarc::driver::sys::CUresult;
+use cudarc::{cublaslt::sys::cublasStatus_t, cudnn::sys::cudnnStatus_t, driver::sys::CUresult};
 use diagnostic::{Code, Diagnostic, codes::device as codes};
 use std::path::PathBuf;
 
@@ -161,6 +161,20 @@ impl CudaError {
     /// Returns true if a function of the driver failed with this status code.
     pub(super) fn has_driver_status(&self, code: CUresult) -> bool {
         matches!(self, CudaError::Call { status, .. } if *status == code as i32)
+    }
+
+    /// Returns true if a library failed because the GPU's memory is full.
+    pub(super) fn is_out_of_memory(&self) -> bool {
+        let CudaError::Call { function, status, .. } = self else {
+            return matches!(self, CudaError::OutOfMemory { .. });
+        };
+        if function.starts_with("cublasLt") {
+            return *status == cublasStatus_t::CUBLAS_STATUS_ALLOC_FAILED as i32;
+        }
+        if function.starts_with("cudnn") {
+            return *status == cudnnStatus_t::CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED as i32;
+        }
+        *status == CUresult::CUDA_ERROR_OUT_OF_MEMORY as i32
     }
 
     /// Returns this error with `name` in place of the name of the function that failed, such as a

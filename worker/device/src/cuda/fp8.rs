@@ -52,7 +52,19 @@ impl Fp8Ops for Cuda {
         let scales = [&left, &right].map(|quantized| (quantized.format, quantized.scales.address()));
         let run = |c: MatmulOperand, add| {
             let (inputs, output, c) = (InputFormat::Fp8(scales), c.dtype, c.to_matrix_ref());
-            self.run_matmul(&Matmul { m, n, k: depth, a, b, c, inputs, output, add, bias: None });
+            self.run_matmul(&Matmul {
+                m,
+                n,
+                k: depth,
+                a,
+                b,
+                c,
+                inputs,
+                output,
+                add,
+                bias: None,
+                varying: None,
+            });
         };
         let add = write == WriteMode::Accumulate;
         if c.dtype != Dtype::F16 && c.at.is_multiple_of(ALIGNMENT as u64) {

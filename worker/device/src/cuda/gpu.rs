@@ -79,7 +79,7 @@ impl Gpu {
     pub(super) fn enqueue(
         &self,
         record: impl FnOnce(&mut CallBatch),
-        issue: impl FnOnce(CUstream) -> Result<()>,
+        issue: impl Fn(CUstream) -> Result<()>,
     ) -> Result<()> {
         self.make_current()?;
         self.graphs.add_call();
@@ -88,7 +88,7 @@ impl Gpu {
                 record(&mut state.batch);
                 state.flush_full_batch(self)
             }
-            None => issue(self.stream()),
+            None => self.retry_if_out_of_memory(|| issue(self.stream())),
         }
     }
 

@@ -9,6 +9,7 @@ mod plan_report;
 pub(super) mod prepared;
 mod request;
 
+use super::bindings::Address;
 use super::bindings::{
     CublasLtApi,
     cublas_lt_sys::{cublasLtMatmulAlgo_t, cublasLtMatmulPreferenceAttributes_t, cublasStatus_t},
@@ -16,12 +17,13 @@ use super::bindings::{
 use super::error::{CudaError, Result};
 use super::gpu::Gpu;
 use super::library_search::LibrarySearchPaths;
+use super::memory::DeviceMemory;
 use algorithm_search::{AlgorithmCandidate, AlgorithmSearch};
 use descriptors::{AlgorithmPreference, MatmulDescriptor};
 pub use plan_report::MatmulPlanReport;
-use prepared::{LtHandle, MatmulPlan, PreparedMatmul};
+use prepared::{LtHandle, MatmulPlan, MatrixLayouts, PreparedMatmul};
 use request::Key;
-pub(super) use request::{InputFormat, Matmul, MatrixRef};
+pub(super) use request::{InputFormat, Matmul, MatrixRef, VaryingSize};
 use std::{
     collections::HashMap,
     ffi::c_int,
@@ -33,6 +35,13 @@ use std::{
 
 /// Maximum size in bytes of the GPU memory that cuBLASLt may use as the workspace of a matmul.
 pub const MATMUL_WORKSPACE_BYTES: usize = 32 << 20;
+/// Maximum number of stored plans. Beyond it, all plans are dropped, and created again when they
+/// are needed.
+const MAX_PLANS: usize = 4096;
+
+/// Whether a key contains a size bucket.
+type HasBucket = bool;
+
 /// The opened cuBLASLt library, and the plans of matmuls that were created so far.
 pub(super) struct CublasLt {
     lt: Arc<LtHandle>,
@@ -40,7 +49,9 @@ pub(super) struct CublasLt {
     pub(super) version: usize,
     /// The plans of matmuls (algorithm and descriptors), by the key of the matmul. The value is
     /// `None` where the library has no algorithm.
-    plans: Mutex<HashMap<Key, Option<Arc<MatmulPlan>>>>,
+    plans: Mutex<HashMap<(Key, HasBucket), Option<Arc<MatmulPlan>>>>,
+    /// The workspace of each stream, by the address of the stream's handle. It grows on demand.
+    workspaces: Mutex<HashMap<usize, DeviceMemory>>,
     /// The search for the fastest algorithms; set once autotuning is enabled.
     search: OnceLock<AlgorithmSearch>,
 }
@@ -63,7 +74,8 @@ impl CublasLt {
         // SAFETY: writes one handle.
         unsafe { library.cublasLtCreate(&mut handle) }?;
         let lt = Arc::new(LtHandle { library: Arc::new(library), handle });
-        Ok(CublasLt { lt, path, version, plans: Mutex::default(), search: OnceLock::new() })
+        let (plans, workspaces) = (Mutex::default(), Mutex::default());
+        Ok(CublasLt { lt, path, version, plans, workspaces, search: OnceLock::new() })
     }
 
     /// Enables autotuning: from now on, the algorithms for each new matmul are timed, and the
@@ -76,16 +88,15 @@ impl CublasLt {
     /// library has no algorithm for the matmul.
     pub(super) fn enqueue(&self, gpu: &Arc<Gpu>, matmul: &Matmul) -> Result<()> {
         gpu.make_current()?; // the heuristic answers for the current GPU
-        let plan = self.get_or_create_plan(gpu, matmul)?.ok_or_else(|| CudaError::Call {
+        let prepared = gpu.retry_if_out_of_memory(|| self.prepare(gpu, matmul))?;
+        let prepared = prepared.ok_or_else(|| CudaError::Call {
             function: "cublasLtMatmulAlgoGetHeuristic".to_owned(),
             status: cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED as c_int,
             message: format!("no algorithm for {matmul:?}"),
         })?;
-        // Freed in the stream's order, after this matmul.
-        let workspace = gpu.allocate_scratch(plan.workspace.max(1))?;
+        let workspace = self.reserve_workspace(gpu, prepared.workspace_bytes)?;
+        let prepared = PreparedMatmul { workspace, ..prepared };
         matmul.log();
-        let prepared =
-            PreparedMatmul { lt: self.lt.clone(), matmul: *matmul, plan, workspace: workspace.address() };
         let direct = prepared.clone();
         gpu.enqueue(|batch| batch.push_matmul(prepared), |stream| direct.issue(stream))
     }
@@ -93,49 +104,114 @@ impl CublasLt {
     /// Returns true if the library has an algorithm for this matmul.
     pub(super) fn has_algorithm(&self, gpu: &Arc<Gpu>, matmul: &Matmul) -> Result<bool> {
         gpu.make_current()?;
-        Ok(self.get_or_create_plan(gpu, matmul)?.is_some())
+        gpu.retry_if_out_of_memory(|| self.prepare(gpu, matmul)).map(|prepared| prepared.is_some())
     }
 
-    /// Returns the plan (algorithm and descriptors) for a matmul, which is created and stored at
-    /// the first request. Returns `None` if the library has no algorithm.
-    fn get_or_create_plan(&self, gpu: &Arc<Gpu>, matmul: &Matmul) -> Result<Option<Arc<MatmulPlan>>> {
-        let key = matmul.plan_key();
+    /// Returns the address of the workspace of this thread's stream, which has at least `bytes`
+    /// bytes. The matmuls of a stream run one after the other, so they share it.
+    fn reserve_workspace(&self, gpu: &Arc<Gpu>, bytes: usize) -> Result<Address> {
+        if bytes == 0 {
+            return Ok(0);
+        }
+        let stream = gpu.stream().addr();
+        let mut workspaces = self.workspaces.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(workspace) = workspaces.get(&stream).filter(|workspace| workspace.len() >= bytes) {
+            return Ok(workspace.address());
+        }
+        let workspace = gpu.allocate(bytes.next_power_of_two())?;
+        let address = workspace.address();
+        // A smaller workspace is freed in the stream's order, after the matmuls that use it.
+        workspaces.insert(stream, workspace);
+        Ok(address)
+    }
+
+    /// Returns a matmul with its plan and layouts, but without the memory of its workspace. Returns
+    /// `None` if the library has no algorithm.
+    ///
+    /// The algorithm for a varying size is the one for its size bucket. Where the library rejects
+    /// that algorithm for the actual size, the algorithm for exactly this matmul is used, and not
+    /// stored.
+    fn prepare(&self, gpu: &Arc<Gpu>, matmul: &Matmul) -> Result<Option<PreparedMatmul>> {
+        let prepared = |plan: Arc<MatmulPlan>, layouts, workspace_bytes| {
+            let (lt, matmul, workspace) = (self.lt.clone(), *matmul, 0);
+            Some(PreparedMatmul { lt, matmul, plan, layouts, workspace, workspace_bytes })
+        };
+        let (key, exact_key) = (matmul.plan_key(), matmul.exact_key());
+        let plan = self.get_or_create_plan(gpu, matmul, key)?;
+        if key.sizes == exact_key.sizes {
+            return Ok(plan.and_then(|plan| prepared(plan.clone(), plan.layouts.clone(), plan.workspace)));
+        }
+        if let Some(plan) = plan {
+            let layouts = MatrixLayouts::new(&self.lt.library, matmul, matmul.sizes())?;
+            if let Some(workspace) = self.check_algorithm(&plan, &layouts) {
+                return Ok(prepared(plan, Arc::new(layouts), workspace));
+            }
+        }
+        let plan = self.create_plan(gpu, matmul, &exact_key)?.map(Arc::new);
+        Ok(plan.and_then(|plan| prepared(plan.clone(), plan.layouts.clone(), plan.workspace)))
+    }
+
+    /// Returns the size in bytes of the workspace that the algorithm of `plan` needs for operands
+    /// with these layouts. Returns `None` if the algorithm cannot compute the matmul.
+    fn check_algorithm(&self, plan: &MatmulPlan, layouts: &MatrixLayouts) -> Option<usize> {
+        let [first, second, result] = layouts.handles;
+        let mut checked = MaybeUninit::zeroed();
+        // SAFETY: descriptors and layouts live; writes one result.
+        let status = unsafe {
+            (self.lt.library.cublasLtMatmulAlgoCheck)(
+                self.lt.handle,
+                plan.descriptor.handle,
+                first,
+                second,
+                result,
+                result,
+                &plan.algorithm,
+                checked.as_mut_ptr(),
+            )
+        };
+        // SAFETY: the result was zeroed, and written if the call succeeded.
+        let workspace = unsafe { AlgorithmCandidate::from_result(&checked) }?.workspace;
+        (status == 0 && workspace <= MATMUL_WORKSPACE_BYTES).then_some(workspace)
+    }
+
+    /// Returns the plan (algorithm and descriptors) with the key of a matmul, which is created and
+    /// stored at the first request. Returns `None` if the library has no algorithm.
+    fn get_or_create_plan(
+        &self,
+        gpu: &Arc<Gpu>,
+        matmul: &Matmul,
+        key: Key,
+    ) -> Result<Option<Arc<MatmulPlan>>> {
+        let stored_key = (key, matmul.varying.is_some());
         let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(plan) = plans.get(&key) {
+        if let Some(plan) = plans.get(&stored_key) {
             return Ok(plan.clone());
         }
         let plan = self.create_plan(gpu, matmul, &key)?.map(Arc::new);
-        plans.insert(key, plan.clone());
+        if plans.len() >= MAX_PLANS {
+            plans.clear();
+        }
+        plans.insert(stored_key, plan.clone());
         Ok(plan)
     }
 
-    /// Creates the plan (algorithm and descriptors) for a matmul. Times the algorithms if
-    /// autotuning is enabled. Returns `None` if the library has no algorithm.
+    /// Creates the plan (algorithm and descriptors) for a matmul of the sizes of `key`. Times the
+    /// algorithms if autotuning is enabled and no size varies. Returns `None` if the library has no
+    /// algorithm.
     fn create_plan(&self, gpu: &Arc<Gpu>, matmul: &Matmul, key: &Key) -> Result<Option<MatmulPlan>> {
         let lt = &self.lt.library;
+        let [m, n, k, ..] = key.sizes;
         let mut plan = MatmulPlan {
-            library: lt.clone(),
             descriptor: MatmulDescriptor::new(lt, key.transposed, matmul.call_pointers())?,
-            layouts: [ptr::null_mut(); 3],
+            layouts: Arc::new(MatrixLayouts::new(lt, matmul, [m, n, k])?),
             algorithm: cublasLtMatmulAlgo_t { data: [0; 8] },
             workspace: 0,
         };
-        let ([m, n, k, a, b, c], [a_type, b_type, c_type]) = (key.sizes, matmul.cuda_types());
-        let stored = |rows, columns, transposed| if transposed { (columns, rows) } else { (rows, columns) };
-        let shapes = [
-            (stored(n, k, key.transposed[1]), b, b_type),
-            (stored(k, m, key.transposed[0]), a, a_type),
-            ((n, m), c, c_type),
-        ];
-        for (layout, ((rows, columns), stride, dtype)) in plan.layouts.iter_mut().zip(shapes) {
-            // SAFETY: writes one handle.
-            unsafe {
-                lt.cublasLtMatrixLayoutCreate(layout, dtype, rows as u64, columns as u64, stride as i64)
-            }?;
-        }
-        let candidates = self.query_candidates(&plan, key)?;
+        let search = self.search.get().filter(|_| matmul.varying.is_none());
+        let requested = if search.is_some() { algorithm_search::MAX_CANDIDATES } else { 1 };
+        let candidates = self.query_candidates(&plan, key, requested)?;
         let Some(first) = candidates.first() else { return Ok(None) };
-        let best = match self.search.get() {
+        let best = match search {
             None => *first,
             Some(search) => {
                 let time =
@@ -147,8 +223,14 @@ impl CublasLt {
         Ok(Some(plan))
     }
 
-    /// Returns the algorithms that cuBLASLt's heuristic suggests for a matmul, best guess first.
-    fn query_candidates(&self, plan: &MatmulPlan, key: &Key) -> Result<Vec<AlgorithmCandidate>> {
+    /// Returns at most `requested` algorithms that cuBLASLt's heuristic suggests for a matmul, best
+    /// guess first.
+    fn query_candidates(
+        &self,
+        plan: &MatmulPlan,
+        key: &Key,
+        requested: usize,
+    ) -> Result<Vec<AlgorithmCandidate>> {
         use cublasLtMatmulPreferenceAttributes_t::*;
         let lt = &self.lt.library;
         let preference = AlgorithmPreference::new(lt)?;
@@ -165,9 +247,8 @@ impl CublasLt {
         ] {
             preference.set_attribute(attribute, &bytes.to_ne_bytes())?;
         }
-        let requested = if self.search.get().is_some() { algorithm_search::MAX_CANDIDATES } else { 1 };
         let (mut candidates, mut count) = (vec![MaybeUninit::uninit(); requested], 0);
-        let [first, second, result] = plan.layouts;
+        let [first, second, result] = plan.layouts.handles;
         // SAFETY: writes at most as many results as are requested.
         let status = unsafe {
             (lt.cublasLtMatmulAlgoGetHeuristic)(
@@ -183,7 +264,10 @@ impl CublasLt {
                 &mut count,
             )
         };
-        if status == cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED as c_int {
+        // Some versions report operands that they do not support as invalid.
+        let unsupported =
+            [cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED, cublasStatus_t::CUBLAS_STATUS_INVALID_VALUE];
+        if unsupported.iter().any(|one| status == *one as c_int) {
             return Ok(Vec::new());
         }
         lt.check_status("cublasLtMatmulAlgoGetHeuristic", status)?;
@@ -215,7 +299,8 @@ impl CublasLt {
         let c = MatrixRef { at: if matmul.add { copy.address() } else { matmul.c.at }, ..matmul.c };
         let trial = Matmul { c, ..*matmul };
         let algorithm = (&candidate.algorithm, workspace.address(), candidate.workspace);
-        let call = |stream| self.lt.issue_matmul(stream, &trial, &plan.descriptor, plan.layouts, algorithm);
+        let call =
+            |stream| self.lt.issue_matmul(stream, &trial, &plan.descriptor, plan.layouts.handles, algorithm);
         let run = || gpu.with_stream(call).is_ok_and(|issued| issued.is_ok());
         if !run() {
             return Ok(None);

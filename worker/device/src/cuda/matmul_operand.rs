@@ -3,7 +3,7 @@
 use super::backend::Cuda;
 use super::bindings::Address;
 use super::elementwise::convert_elements;
-use super::matmul::{InputFormat, Matmul, MatrixRef};
+use super::matmul::{InputFormat, Matmul, MatrixRef, VaryingSize};
 use super::memory::DeviceMemory;
 use super::tensor_arg::{TensorArg, dtype_code, gpu_address};
 use crate::buffer::{Dtype, View, ViewMut};
@@ -66,26 +66,38 @@ pub(super) fn matmul(
     sizes: [usize; 3],
     write: WriteMode,
 ) {
+    matmul_with_varying_size(cuda, [c, a, b], sizes, write, None);
+}
+
+/// Computes [`matmul`] for the operands `[c, a, b]`. `varying` is the size that differs from call
+/// to call, if there is one.
+pub(super) fn matmul_with_varying_size(
+    cuda: &Cuda,
+    operands: [MatmulOperand; 3],
+    sizes: [usize; 3],
+    write: WriteMode,
+    varying: Option<VaryingSize>,
+) {
+    let [c, a, b] = operands;
     if finish_empty_matmul(cuda, c, sizes, write) {
         return;
     }
     let dtype = select_operand_type(a.dtype, b.dtype);
-    if !matmul_with_operand_type(dtype, cuda, c, a, b, sizes, write) {
-        matmul_with_operand_type(Dtype::F32, cuda, c, a, b, sizes, write);
+    if !matmul_with_operand_type(dtype, cuda, operands, sizes, write, varying) {
+        matmul_with_operand_type(Dtype::F32, cuda, operands, sizes, write, varying);
     }
 }
 
-/// Computes the matmul [`matmul`] with both operands converted to `dtype`. Returns false without
+/// Computes the matmul [`matmul_with_varying_size`] with both operands converted to `dtype`. Returns false without
 /// computing anything if the operands are 16-bit and unaligned and cuBLASLt has no algorithm for
 /// them.
 fn matmul_with_operand_type(
     dtype: Dtype,
     cuda: &Cuda,
-    c: MatmulOperand,
-    a: MatmulOperand,
-    b: MatmulOperand,
+    [c, a, b]: [MatmulOperand; 3],
     [m, n, k]: [usize; 3],
     write: WriteMode,
+    varying: Option<VaryingSize>,
 ) -> bool {
     // The memory of converted operands lives until the matmul is enqueued.
     let (a, _a_memory) = convert_operand(cuda, a, dtype, [m, k]);
@@ -93,7 +105,7 @@ fn matmul_with_operand_type(
     let add = write == WriteMode::Accumulate;
     let request = |c: MatmulOperand, add| {
         let (output, [a, b, c]) = (c.dtype, [a, b, c].map(MatmulOperand::to_matrix_ref));
-        Matmul { m, n, k, a, b, c, inputs: InputFormat::Same(dtype), output, add, bias: None }
+        Matmul { m, n, k, a, b, c, inputs: InputFormat::Same(dtype), output, add, bias: None, varying }
     };
     let is_direct = c.dtype == Dtype::F32 || c.dtype == dtype;
     let result = if is_direct { c } else { MatmulOperand { dtype: Dtype::F32, ..c } };
@@ -145,7 +157,7 @@ pub(super) fn matmul_with_bias(
     }
     let (inputs, output, bias) = (InputFormat::Same(a.dtype), c.dtype, Some(gpu_address(bias)));
     let [a, b, c] = [a, b, c].map(MatmulOperand::to_matrix_ref);
-    let request = Matmul { m, n, k, a, b, c, inputs, output, add: false, bias };
+    let request = Matmul { m, n, k, a, b, c, inputs, output, add: false, bias, varying: None };
     if cuda.has_matmul_algorithm(&request) { cuda.run_matmul(&request) } else { run_separately() }
 }
 

@@ -1,6 +1,7 @@
 //! Implementations of [`MatmulOps`] and [`GroupedMatmulOps`] on a GPU.
 use super::backend::Cuda;
-use super::matmul_operand::{MatmulOperand, matmul, matmul_with_bias};
+use super::matmul::VaryingSize;
+use super::matmul_operand::{MatmulOperand, matmul, matmul_with_bias, matmul_with_varying_size};
 use crate::buffer::{Buf, Dtype, View, ViewMut};
 use crate::ops::{GroupedMatmulOps, MatmulOps, RowGroup, VectorOps, WriteMode, expect_lens};
 
@@ -90,7 +91,9 @@ impl GroupedMatmulOps for Cuda {
     fn grouped_forward(&self, mut y: ViewMut, x: View, w: View, groups: &[RowGroup], n: usize, k: usize) {
         for g in groups {
             let (y, x, w) = (y.slice_mut(g.elements(n)), x.slice(g.elements(k)), w.slice(g.matrix(n * k)));
-            self.matmul_forward(y, x, w, g.rows.len(), n, k, WriteMode::Overwrite);
+            let (a, b) = (MatmulOperand::from_rows(x, k), MatmulOperand::from_transposed(w, k));
+            let operands = [MatmulOperand::from_rows(y.as_view(), n), a, b];
+            self.multiply_group(operands, [g.rows.len(), n, k], VaryingSize::M);
         }
     }
 
@@ -105,8 +108,9 @@ impl GroupedMatmulOps for Cuda {
     ) {
         for g in groups {
             let (dx, dy) = (dx.slice_mut(g.elements(k)), dy.slice(g.elements(n)));
-            let w = w.slice(g.matrix(n * k));
-            self.matmul_backward_input(dx, dy, w, g.rows.len(), n, k, WriteMode::Overwrite);
+            let w = MatmulOperand::from_rows(w.slice(g.matrix(n * k)), k);
+            let operands = [MatmulOperand::from_rows(dx.as_view(), k), MatmulOperand::from_rows(dy, n), w];
+            self.multiply_group(operands, [g.rows.len(), k, n], VaryingSize::M);
         }
     }
 
@@ -122,7 +126,17 @@ impl GroupedMatmulOps for Cuda {
         for g in groups {
             let (dy, x) = (dy.slice(g.elements(n)), x.slice(g.elements(k)));
             let dw = dw.slice_mut(g.matrix(n * k));
-            self.matmul_backward_weight(dw, dy, x, g.rows.len(), n, k, WriteMode::Overwrite);
+            let (a, b) = (MatmulOperand::from_transposed(dy, n), MatmulOperand::from_rows(x, k));
+            let operands = [MatmulOperand::from_rows(dw.as_view(), k), a, b];
+            self.multiply_group(operands, [n, k, g.rows.len()], VaryingSize::K);
         }
+    }
+}
+
+impl Cuda {
+    /// Computes the matmul of one expert for the operands `[c, a, b]`. The number of rows of the
+    /// expert, which is the size `varying`, differs from call to call.
+    fn multiply_group(&self, operands: [MatmulOperand; 3], sizes: [usize; 3], varying: VaryingSize) {
+        matmul_with_varying_size(self, operands, sizes, WriteMode::Overwrite, Some(varying));
     }
 }

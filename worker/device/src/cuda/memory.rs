@@ -25,9 +25,7 @@ impl Gpu {
         let mut result = allocate();
         if is_full(&result) {
             // The pool may hold enough free memory, but in ranges that are too small.
-            self.release_idle_scratch();
-            self.synchronize()?;
-            self.trim_pool()?;
+            self.release_unused_memory()?;
             result = allocate();
         }
         if is_full(&result) {
@@ -65,9 +63,28 @@ impl Gpu {
         }
     }
 
-    /// Returns unused scratch memory of the main stream to the driver's memory pool.
-    fn release_idle_scratch(&self) {
+    /// Returns all unused memory to the operating system: unused scratch memory of the main stream,
+    /// and the free memory of the driver's pool. Waits for all streams, because memory that was
+    /// freed in a stream is free only when the stream has reached the free.
+    pub(super) fn release_unused_memory(&self) -> Result<()> {
         self.graphs.lock().release_idle_blocks(self);
+        self.synchronize()?;
+        let _no_capture = self.graphs.lock(); // no stream may be waited for while one captures
+        self.synchronize_all_streams()?;
+        self.trim_pool()
+    }
+
+    /// Makes a call of a library. If the library has no memory for it, releases all unused memory
+    /// and repeats the call once. Libraries allocate outside the pool, for example when they load a
+    /// kernel.
+    pub(super) fn retry_if_out_of_memory<T>(&self, call: impl Fn() -> Result<T>) -> Result<T> {
+        match call() {
+            Err(error) if error.is_out_of_memory() => {
+                self.release_unused_memory()?;
+                call()
+            }
+            result => result,
+        }
     }
 }
 
@@ -84,6 +101,11 @@ impl DeviceMemory {
     /// Returns the GPU address of the range. It is 0 if there are no bytes.
     pub(super) fn address(&self) -> Address {
         self.at
+    }
+
+    /// Returns the number of bytes of the range.
+    pub(super) fn len(&self) -> usize {
+        self.bytes
     }
 
     /// Returns an empty range of GPU memory, which ops get after a failure. Their GPU calls are

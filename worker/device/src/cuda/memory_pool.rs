@@ -1,14 +1,16 @@
-//! Allocates GPU memory from the driver's memory pool, and pinned host memory.
+//! Allocates GPU memory from the driver's memory pool or, on a GPU without pools, in blocks that are
+//! kept. Also allocates pinned host memory.
 use super::bindings::{
     Address,
     driver_sys::{CU_MEMHOSTALLOC_PORTABLE, CUstream},
 };
+use super::block_cache::round_block_size;
 use super::context::{GpuContext, get_default_pool};
 use super::error::{CudaError, Result};
 use std::{
     ffi::c_void,
     ptr::{self, NonNull},
-    sync::atomic::Ordering::Relaxed,
+    sync::{PoisonError, atomic::Ordering::Relaxed},
 };
 
 impl GpuContext {
@@ -23,25 +25,62 @@ impl GpuContext {
 
     /// Allocates `bytes` bytes from the driver's memory pool, in the order of `stream`.
     pub(super) fn allocate_from_pool(&self, bytes: usize, stream: CUstream) -> Result<Address> {
-        let mut at = 0;
-        // SAFETY: writes one address.
-        unsafe { self.driver.cuMemAllocAsync(&mut at, bytes, stream) }?;
+        let at = self.allocate_in_stream_order(bytes, stream)?;
         let used = self.allocated_bytes.fetch_add(bytes as u64, Relaxed) + bytes as u64;
         self.peak_allocated_bytes.fetch_max(used, Relaxed);
         Ok(at)
+    }
+
+    /// Allocates `bytes` bytes in the order of `stream`, from the pool or among the kept blocks.
+    fn allocate_in_stream_order(&self, bytes: usize, stream: CUstream) -> Result<Address> {
+        let mut at = 0;
+        let Some(cache) = &self.block_cache else {
+            // SAFETY: writes one address.
+            unsafe { self.driver.cuMemAllocAsync(&mut at, bytes, stream) }?;
+            return Ok(at);
+        };
+        let mut cache = cache.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(at) = cache.take(bytes, stream) {
+            return Ok(at);
+        }
+        let block_bytes = round_block_size(bytes);
+        // SAFETY: writes one address.
+        unsafe { self.driver.cuMemAlloc_v2(&mut at, block_bytes) }?;
+        cache.add(at, block_bytes);
+        Ok(at)
+    }
+
+    /// Returns the kept blocks that are free to the driver. All work that uses them must be
+    /// complete.
+    pub(super) fn free_cached_blocks(&self) {
+        let Some(cache) = &self.block_cache else { return };
+        for at in cache.lock().unwrap_or_else(PoisonError::into_inner).take_free_blocks() {
+            // SAFETY: the driver allocated the block, which is freed once. An error here belongs to
+            // earlier work, and the next call reports it.
+            let _ = unsafe { (self.driver.cuMemFree_v2)(at) };
+        }
     }
 
     /// Returns `bytes` bytes at the address `at` to the driver's memory pool, in the order of
     /// `stream`.
     pub(super) fn free_to_pool(&self, at: Address, bytes: usize, stream: CUstream) {
         self.allocated_bytes.fetch_sub(bytes as u64, Relaxed);
+        if let Some(cache) = &self.block_cache {
+            cache.lock().unwrap_or_else(PoisonError::into_inner).put_back(at, stream);
+            return;
+        }
         // SAFETY: the address came from the pool and is freed once. An error here belongs to
         // earlier work, and the next call reports it.
         let _ = unsafe { (self.driver.cuMemFreeAsync)(at, stream) };
     }
 
-    /// Returns the free memory of the driver's memory pool to the operating system.
+    /// Returns the free memory of the driver's memory pool to the operating system. All work that
+    /// uses that memory must be complete.
     pub(super) fn trim_pool(&self) -> Result<()> {
+        if self.block_cache.is_some() {
+            self.free_cached_blocks();
+            return Ok(());
+        }
         let pool = get_default_pool(&self.driver, self.device)?;
         // SAFETY: the pool belongs to the device.
         unsafe { self.driver.cuMemPoolTrimTo(pool, 0) }
@@ -51,6 +90,20 @@ impl GpuContext {
     /// time.
     pub(super) fn peak_bytes(&self) -> u64 {
         self.peak_allocated_bytes.load(Relaxed)
+    }
+
+    /// Makes a call of a library. If the library has no memory for it, waits for all streams,
+    /// returns the pool's free memory to the operating system, and repeats the call once. No stream
+    /// may be capturing.
+    pub(super) fn retry_after_trim<T>(&self, call: impl Fn() -> Result<T>) -> Result<T> {
+        match call() {
+            Err(error) if error.is_out_of_memory() => {
+                self.synchronize_all_streams()?;
+                self.trim_pool()?;
+                call()
+            }
+            result => result,
+        }
     }
 
     /// Allocates `bytes` bytes of uninitialized pinned host memory, at least one byte.

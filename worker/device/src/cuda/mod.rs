@@ -13,6 +13,7 @@ mod activation;
 mod attention;
 mod backend;
 mod bindings;
+mod block_cache;
 mod classifier;
 mod compile;
 mod context;

@@ -40,7 +40,7 @@ API cuStreamEndCapture(void* stream, void** graph) {
     return SUCCESS;
 }
 // Reports the node that was captured last, on which the next one depends.
-API cuStreamGetCaptureInfo_v2(void* stream, int* status, unsigned long long* id, void** graph, void* const** nodes, size_t* count) {
+static int capture_info(void* stream, int* status, unsigned long long* id, void** graph, void* const** nodes, size_t* count) {
     static thread_local void* last;
     Stream* s = (Stream*)stream;
     *status = !s->capture ? 0 : s->invalid ? CAPTURE_INVALID : CAPTURE_ACTIVE;
@@ -50,6 +50,14 @@ API cuStreamGetCaptureInfo_v2(void* stream, int* status, unsigned long long* id,
     last = *count ? s->capture->back().get() : nullptr;
     *nodes = &last;
     return SUCCESS;
+}
+API cuStreamGetCaptureInfo_v2(void* stream, int* status, unsigned long long* id, void** graph, void* const** nodes, size_t* count) {
+    return capture_info(stream, status, id, graph, nodes, count);
+}
+// Reports the same as version 2, and no data of edges.
+API cuStreamGetCaptureInfo_v3(void* stream, int* status, unsigned long long* id, void** graph, void* const** nodes, const void** edges, size_t* count) {
+    *edges = nullptr;
+    return capture_info(stream, status, id, graph, nodes, count);
 }
 API cuGraphInstantiateWithFlags(void** ready, void* graph, unsigned long long flags) {
     COUNT_CALL("cuGraphInstantiate");

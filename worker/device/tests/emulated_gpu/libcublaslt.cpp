@@ -7,7 +7,7 @@
 #include "common.cuh"
 
 #define API extern "C" __attribute__((visibility("default"))) int
-enum { SUCCESS = 0, INVALID_VALUE = 7, NOT_SUPPORTED = 15 };
+enum { SUCCESS = 0, ALLOC_FAILED = 3, INVALID_VALUE = 7, NOT_SUPPORTED = 15 };
 enum { R_32F = 0, R_16F = 2, R_16BF = 14, E4M3 = 28, E5M2 = 29 };
 
 struct Desc {
@@ -112,23 +112,31 @@ static bool fits(const Desc* d, const Layout* a, const Layout* b, const Layout* 
     return k == k2 && c->rows == m && c->cols == n && types;
 }
 
-// Returns true if the library has no algorithm for the matmul. With BLAS_LACKS=odd there is no
+// Returns true if the library has no algorithm for the matmul. With BLAS_LACKS=odd or invalid there is no
 // algorithm that adds a bias, and none for 16-bit operands whose rows are not aligned to 16 bytes.
 static bool is_lacking(const Desc* desc, const Layout* a, const Layout* b, const Preference* p) {
     const char* value = getenv("BLAS_LACKS");
-    if (!value || strcmp(value, "odd")) return false;
+    if (!value || (strcmp(value, "odd") && strcmp(value, "invalid"))) return false;
     bool odd = p->align[0] < 16 || p->align[1] < 16 || a->ld % 8 || b->ld % 8;
     return desc->epilogue != 1 || (a->type != R_32F && odd);
+}
+
+// Numbers of calls of cublasLtMatmul and of the heuristic, which `emulatedGpuCalls` returns for
+// tests.
+static std::atomic<long> calls_{0}, heuristics_{0};
+extern "C" __attribute__((visibility("default"))) long emulatedGpuCalls(const char* name) {
+    return strcmp(name, "cublasLtMatmulAlgoGetHeuristic") ? calls_ : heuristics_;
 }
 
 // Suggests algorithms. Each stores the alignment that it was requested for. For fp8 the alignment
 // is at least 16 bytes.
 API cublasLtMatmulAlgoGetHeuristic(void*, void* desc, void* a, void* b, void* c, void* d, void* preference, int requested,
                                    Result* results, int* count) {
+    heuristics_++;
     *count = 0;
     if (requested < 1) return INVALID_VALUE;
     if (!fits((Desc*)desc, (Layout*)a, (Layout*)b, (Layout*)c) || !fits((Desc*)desc, (Layout*)a, (Layout*)b, (Layout*)d)) return NOT_SUPPORTED;
-    if (is_lacking((Desc*)desc, (Layout*)a, (Layout*)b, (Preference*)preference)) return NOT_SUPPORTED;
+    if (is_lacking((Desc*)desc, (Layout*)a, (Layout*)b, (Preference*)preference)) return strcmp(getenv("BLAS_LACKS"), "odd") ? INVALID_VALUE : NOT_SUPPORTED;
     for (uint32_t alignment : ((Preference*)preference)->align)
         if (is_fp8((Layout*)a) && alignment < 16) return NOT_SUPPORTED;
     // For more than two requested algorithms there are three: a slow one, a fast one, and one that
@@ -149,6 +157,17 @@ API cublasLtMatmulAlgoConfigGetAttribute(const Algo* algo, int attribute, void* 
     uint32_t number = attribute ? 1 : (uint32_t)algo->data[5];
     if (attribute > 8 || bytes != (attribute < 7 ? 4u : 2u)) return INVALID_VALUE;
     memcpy(value, &number, *written = bytes);
+    return SUCCESS;
+}
+
+// Checks an algorithm for other sizes. With BLAS_LACKS=checked, algorithms fit no other sizes.
+API cublasLtMatmulAlgoCheck(void*, void* desc, void* a, void* b, void* c, void* d, const Algo* algo, Result* result) {
+    memset(result, 0, sizeof *result);
+    const char* lacks = getenv("BLAS_LACKS");
+    bool fit = fits((Desc*)desc, (Layout*)a, (Layout*)b, (Layout*)c) && fits((Desc*)desc, (Layout*)a, (Layout*)b, (Layout*)d);
+    if (!fit || algo->data[4] != 0x616c676f || (lacks && !strcmp(lacks, "checked"))) return result->state = NOT_SUPPORTED;
+    result->algo = *algo;
+    result->workspace = 4096;
     return SUCCESS;
 }
 
@@ -196,16 +215,16 @@ static void multiply(Desc desc, Layout la, Layout lb, Layout lc, Layout ld, Tens
         }
 }
 
-// Number of calls of cublasLtMatmul, which `emulatedGpuCalls` returns for tests.
-static std::atomic<long> calls_{0};
-extern "C" __attribute__((visibility("default"))) long emulatedGpuCalls(const char*) { return calls_; }
-
 API cublasLtMatmul(void*, void* desc, const float* alpha, const void* A, void* a, const void* B, void* b, const float* beta, const void* C,
                    void* c, void* D, void* d, const Algo* algo, void* workspace, size_t bytes, void* stream) {
     calls_++;
     if (stream && ((Stream*)stream)->capture && ((Stream*)stream)->invalid) return 14; // CUBLAS_STATUS_INTERNAL_ERROR
     const char* fails = getenv("EMULATED_GPU_FAILS"); // "captured matmul": a matmul that cannot be captured
     if (fails && !strcmp(fails, "captured matmul") && invalidate_capture(stream)) return NOT_SUPPORTED;
+    static bool loaded = false; // the library loads its kernels at the first call
+    const char* bytes_taken = getenv("EMULATED_GPU_LIBRARY_BYTES");
+    if (!loaded && bytes_taken && stream && !((Stream*)stream)->take_library_memory((size_t)atol(bytes_taken))) return ALLOC_FAILED;
+    loaded = true;
     const Desc settings = *(Desc*)desc;
     const Layout la = *(Layout*)a, lb = *(Layout*)b, lc = *(Layout*)c, ld = *(Layout*)d;
     const void* at[4] = {A, B, C, D};

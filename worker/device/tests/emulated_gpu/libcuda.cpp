@@ -6,7 +6,9 @@
 //
 // EMULATED_GPU_VERSION=13000: the result of cuDriverGetVersion. EMULATED_GPU_COUNT=1: number of
 // GPUs. EMULATED_GPU_MEMORY: bytes of GPU memory. EMULATED_GPU_CAPABILITY=90: compute capability
-// (sm_90). EMULATED_GPU_FAILS=name:n: the n-th call of a function (from 1) fails with
+// (sm_90). EMULATED_GPU_POOLS=0: a GPU without memory pools. EMULATED_GPU_LIBRARY_BYTES: bytes of GPU
+// memory that the first loaded module, and the first matmul, take outside the pool.
+// EMULATED_GPU_FAILS=name:n: the n-th call of a function (from 1) fails with
 // CUDA_ERROR_LAUNCH_FAILED. EMULATED_GPU_KERNEL_FAULT=kernel:fault: each launch of a kernel has a
 // fault, see inject_fault.
 #include "emulator.hpp"
@@ -31,6 +33,7 @@ enum {
     NO_DEVICE = 100,
     INVALID_IMAGE = 200,
     NOT_FOUND = 500,
+    NOT_SUPPORTED = 801,
     NOT_READY = 600,
     ILLEGAL_ADDRESS = 700,
     LAUNCH_FAILED = 719,
@@ -129,17 +132,20 @@ static bool is_accessible(uint64_t at, size_t bytes) {
     return inside();
 }
 
-API cuMemAllocAsync(uintptr_t* out, size_t bytes, void* stream) {
-    COUNT_CALL("cuMemAllocAsync");
-    CHECK_STICKY;
-    FORBID_IN_CAPTURE(stream);
+static bool has_pools() { return setting("EMULATED_GPU_POOLS", 1); }
+
+// Takes memory for a library, outside the pool, until the process ends. Returns false if there is
+// not enough.
+static bool take_library_memory(size_t bytes) {
     LOCKED;
-    MAY_FAIL("cuMemAllocAsync");
+    if (allocated + pooled_bytes + bytes > gpu_memory()) return false;
+    allocated += bytes;
+    return true;
+}
+
+// Maps new GPU memory. The lock is held.
+static int map_memory(uintptr_t* out, size_t bytes) {
     if (bytes == 0) return INVALID_VALUE;
-    if (auto same = pooled.find(bytes); same != pooled.end()) {
-        pooled.erase(same);
-        pooled_bytes -= bytes;
-    }
     if (allocated + pooled_bytes + bytes > gpu_memory()) return OUT_OF_MEMORY;
     size_t page = (size_t)sysconf(_SC_PAGESIZE), size = (bytes + page - 1) / page * page;
     void* map = mmap(nullptr, size + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -151,6 +157,38 @@ API cuMemAllocAsync(uintptr_t* out, size_t bytes, void* stream) {
     mapped[at] = bytes;
     allocated += bytes;
     *out = at;
+    return SUCCESS;
+}
+API cuMemAllocAsync(uintptr_t* out, size_t bytes, void* stream) {
+    COUNT_CALL("cuMemAllocAsync");
+    CHECK_STICKY;
+    FORBID_IN_CAPTURE(stream);
+    LOCKED;
+    MAY_FAIL("cuMemAllocAsync");
+    if (!has_pools()) return NOT_SUPPORTED;
+    if (auto same = pooled.find(bytes); same != pooled.end()) {
+        pooled.erase(same);
+        pooled_bytes -= bytes;
+    }
+    return map_memory(out, bytes);
+}
+API cuMemAlloc_v2(uintptr_t* out, size_t bytes) {
+    LOCKED;
+    int result = map_memory(out, bytes);
+    if (result == SUCCESS) calls_["cuMemAlloc"]++;
+    return result;
+}
+// Frees memory immediately. Work that still uses it then accesses unmapped memory.
+API cuMemFree_v2(uintptr_t at) {
+    COUNT_CALL("cuMemFree");
+    LOCKED;
+    auto found = allocations.find(at);
+    if (found == allocations.end()) return INVALID_VALUE;
+    Allocation freed = found->second;
+    allocations.erase(found);
+    mapped.erase(at);
+    allocated -= freed.bytes;
+    munmap(freed.map, freed.mapped);
     return SUCCESS;
 }
 // Frees memory by unmapping it in the stream's order. Work of another stream that is not ordered
@@ -293,7 +331,7 @@ API cuDeviceGetAttribute(int* value, int attribute, int) {
     case 75: *value = (int)setting("EMULATED_GPU_CAPABILITY", 90) / 10; break;
     case 76: *value = (int)setting("EMULATED_GPU_CAPABILITY", 90) % 10; break;
     case 97: *value = 227 << 10; break;   // shared memory per block, opted in
-    case 115: *value = 1; break;          // memory pools
+    case 115: *value = has_pools(); break;
     default: return INVALID_VALUE;
     }
     return SUCCESS;
@@ -312,19 +350,45 @@ API cuDeviceGetDefaultMemPool(void** pool, int) {
 }
 API cuMemPoolTrimTo(void*, size_t least) {
     LOCKED;
-    if (least) return INVALID_VALUE;
+    if (least || !has_pools()) return INVALID_VALUE;
     pooled.clear();
     pooled_bytes = 0;
     return SUCCESS;
 }
-API cuMemPoolSetAttribute(void*, int attribute, void*) { return attribute == 4 ? SUCCESS : INVALID_VALUE; }
+// Accepts an unlimited release threshold, and turning off waits between streams for reuse.
+API cuMemPoolSetAttribute(void*, int attribute, void* value) {
+    if (!has_pools()) return INVALID_VALUE;
+    return attribute == 4 || (attribute == 3 && !*(int*)value) ? SUCCESS : INVALID_VALUE;
+}
+static std::set<Stream*> streams;
+static void* open_stream(bool side) {
+    Stream* s = (Stream*)new_stream(side);
+    s->take_library_memory = take_library_memory;
+    LOCKED;
+    streams.insert(s);
+    return s;
+}
 API cuStreamCreate(void** stream, unsigned) {
-    *stream = new_stream(false);
+    *stream = open_stream(false);
     return SUCCESS;
 }
 API cuStreamCreateWithPriority(void** stream, unsigned, int priority) {
     if (priority < -5 || priority > 0) return INVALID_VALUE;
-    *stream = new_stream(true);
+    *stream = open_stream(true);
+    return SUCCESS;
+}
+// Waits for all streams. A stream must not be capturing.
+API cuCtxSynchronize() {
+    COUNT_CALL("cuCtxSynchronize");
+    std::set<Stream*> open;
+    {
+        LOCKED;
+        open = streams;
+    }
+    for (Stream* s : open) {
+        FORBID_IN_CAPTURE(s);
+        s->finish();
+    }
     return SUCCESS;
 }
 API cuCtxGetStreamPriorityRange(int* least, int* greatest) {
@@ -332,6 +396,10 @@ API cuCtxGetStreamPriorityRange(int* least, int* greatest) {
     return SUCCESS;
 }
 API cuStreamDestroy_v2(void* stream) {
+    {
+        LOCKED;
+        streams.erase((Stream*)stream);
+    }
     destroy_stream(stream);
     return SUCCESS;
 }
@@ -454,6 +522,9 @@ API cuModuleLoadData(void** module, const void* image) {
     LOCKED;
     MAY_FAIL("cuModuleLoadData");
     CHECK_STICKY;
+    static bool loaded = false;
+    if (!loaded) loaded = take_library_memory((size_t)setting("EMULATED_GPU_LIBRARY_BYTES", 0));
+    if (!loaded) return OUT_OF_MEMORY;
     const char* text = (const char*)image;
     Module* m = new Module;
     *module = m;

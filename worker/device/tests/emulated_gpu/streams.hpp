@@ -41,6 +41,8 @@ struct Stream {
     // invalid.
     std::shared_ptr<std::vector<std::shared_ptr<Node>>> capture;
     bool invalid = false;
+    // Takes GPU memory outside the pool, for other libraries. Returns false if there is not enough.
+    bool (*take_library_memory)(size_t) = nullptr;
 
     void push(std::function<void()> work) {
         std::lock_guard<std::mutex> held(lock);

@@ -248,7 +248,7 @@ fn the_fastest_algorithm_is_found_and_stored() {
 /// algorithms and kernels are used then.
 #[test]
 fn matmuls_work_without_algorithms_for_unaligned_operands_and_biases() {
-    for lacking in ["", "odd"] {
+    for lacking in ["", "odd", "invalid"] {
         let test = "cuda::unaligned_matmuls_with_a_bias_match_the_definition";
         let output = run_test_alone(test, "BLAS_LACKS", lacking);
         assert!(output.status.success(), "{lacking}: {}", String::from_utf8_lossy(&output.stderr));

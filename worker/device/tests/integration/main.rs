@@ -5,6 +5,8 @@ mod call_counts;
 mod classifier;
 mod cuda;
 mod cuda_graphs;
+mod cuda_library_faults;
+mod cuda_matmul_plans;
 mod cuda_memory;
 mod cudnn;
 mod cudnn_plans;

@@ -44,6 +44,11 @@ cuda_library! {
         algorithm: *const cublasLtMatmulAlgo_t, attribute: cublasLtMatmulAlgoConfigAttributes_t,
         value: *mut c_void, bytes: usize, written: *mut usize,
     );
+    fn cublasLtMatmulAlgoCheck(
+        handle: cublasLtHandle_t, descriptor: cublasLtMatmulDesc_t, a: cublasLtMatrixLayout_t,
+        b: cublasLtMatrixLayout_t, c: cublasLtMatrixLayout_t, d: cublasLtMatrixLayout_t,
+        algorithm: *const cublasLtMatmulAlgo_t, result: *mut cublasLtMatmulHeuristicResult_t,
+    );
     fn cublasLtMatmul(
         handle: cublasLtHandle_t, descriptor: cublasLtMatmulDesc_t, alpha: *const c_void, a: *const c_void,
         a_layout: cublasLtMatrixLayout_t, b: *const c_void, b_layout: cublasLtMatrixLayout_t,

@@ -44,6 +44,9 @@ cuda_library! {
     fn cuEventQuery(event: CUevent);
     fn cuEventElapsedTime(milliseconds: *mut f32, start: CUevent, end: CUevent);
     fn cuStreamSynchronize(stream: CUstream);
+    fn cuCtxSynchronize();
+    fn cuMemAlloc_v2(address: *mut Address, bytes: usize);
+    fn cuMemFree_v2(address: Address);
     fn cuMemAllocAsync(address: *mut Address, bytes: usize, stream: CUstream);
     fn cuMemFreeAsync(address: Address, stream: CUstream);
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
@@ -65,30 +68,29 @@ cuda_library! {
         block_z: c_uint, shared_bytes: c_uint, stream: CUstream, arguments: *mut *mut c_void,
         extra: *mut *mut c_void,
     );
-    fn cuStreamBeginCapture_v2(stream: CUstream, mode: CUstreamCaptureMode);
-    fn cuStreamEndCapture(stream: CUstream, graph: *mut CUgraph);
-    fn cuGraphInstantiateWithFlags(executable: *mut CUgraphExec, graph: CUgraph, flags: u64);
-    fn cuStreamGetCaptureInfo_v2(
-        stream: CUstream, capture_status: *mut CUstreamCaptureStatus, id: *mut cuuint64_t, graph: *mut CUgraph,
-        dependencies: *mut *const CUgraphNode, dependency_count: *mut usize,
-    );
-    fn cuGraphExecKernelNodeSetParams_v2(
-        executable: CUgraphExec, node: CUgraphNode, parameters: *const CUDA_KERNEL_NODE_PARAMS,
-    );
-    fn cuGraphLaunch(executable: CUgraphExec, stream: CUstream);
-    fn cuGraphExecDestroy(executable: CUgraphExec);
-    fn cuGraphDestroy(graph: CUgraph);
 }
 
 impl DriverApi {
     /// Returns the CUDA driver's name and description of the status code `status`.
     fn describe_status(&self, status: Status) -> String {
-        let (mut name, mut text) = (ptr::null(), ptr::null());
-        // SAFETY: writes one pointer each, to a static string or null.
-        unsafe {
-            (self.cuGetErrorName)(status, &mut name);
-            (self.cuGetErrorString)(status, &mut text);
-            format!("{}, {}", read_text(name), read_text(text))
-        }
+        describe_status(self.cuGetErrorName, self.cuGetErrorString, status)
+    }
+}
+
+/// A function of the driver that writes a text about a status code.
+type StatusTextFunction = unsafe extern "C" fn(Status, *mut *const c_char) -> Status;
+
+/// Returns the CUDA driver's name and description of the status code `status`.
+pub(super) fn describe_status(
+    name_function: StatusTextFunction,
+    text_function: StatusTextFunction,
+    status: Status,
+) -> String {
+    let (mut name, mut text) = (ptr::null(), ptr::null());
+    // SAFETY: writes one pointer each, to a static string or null.
+    unsafe {
+        name_function(status, &mut name);
+        text_function(status, &mut text);
+        format!("{}, {}", read_text(name), read_text(text))
     }
 }

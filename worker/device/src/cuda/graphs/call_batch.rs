@@ -113,29 +113,32 @@ impl CallBatch {
 
     /// Issues every call to the main stream, one by one.
     pub(super) fn issue_all(&self, gpu: &GpuContext) -> Result<()> {
-        self.issue_each(gpu, |_| ())
+        self.calls.iter().try_for_each(|call| gpu.retry_after_trim(|| self.issue_call(gpu, call)))
     }
 
     /// Issues every call to the main stream, and calls `f` after each one. The argument of `f` is
     /// true if the call was a kernel.
     pub(super) fn issue_each(&self, gpu: &GpuContext, mut f: impl FnMut(bool)) -> Result<()> {
         for call in &self.calls {
-            match call {
-                RecordedCall::Kernel { name, function, config, arguments } => {
-                    let mut pointers = self.build_argument_pointers(arguments);
-                    // SAFETY: promised when the call was recorded.
-                    unsafe { function.issue(gpu, name, *config, &mut pointers, gpu.main_stream)? };
-                }
-                RecordedCall::Matmul(matmul) => matmul.issue(gpu.main_stream)?,
-                RecordedCall::CudnnPlan(plan) => plan.issue(gpu.main_stream)?,
-                RecordedCall::Fill { at, bytes } => gpu.issue_fill(*at, *bytes, gpu.main_stream)?,
-                RecordedCall::Copy { to, from, bytes } => {
-                    gpu.issue_copy(*to, *from, *bytes, gpu.main_stream)?
-                }
-            }
+            self.issue_call(gpu, call)?;
             f(matches!(call, RecordedCall::Kernel { .. }));
         }
         Ok(())
+    }
+
+    /// Issues a call of this batch to the main stream.
+    fn issue_call(&self, gpu: &GpuContext, call: &RecordedCall) -> Result<()> {
+        match call {
+            RecordedCall::Kernel { name, function, config, arguments } => {
+                let mut pointers = self.build_argument_pointers(arguments);
+                // SAFETY: promised when the call was recorded.
+                unsafe { function.issue(gpu, name, *config, &mut pointers, gpu.main_stream) }
+            }
+            RecordedCall::Matmul(matmul) => matmul.issue(gpu.main_stream),
+            RecordedCall::CudnnPlan(plan) => plan.issue(gpu.main_stream),
+            RecordedCall::Fill { at, bytes } => gpu.issue_fill(*at, *bytes, gpu.main_stream),
+            RecordedCall::Copy { to, from, bytes } => gpu.issue_copy(*to, *from, *bytes, gpu.main_stream),
+        }
     }
 
     /// Returns pointers to the recorded arguments of a kernel, in the form that the driver's launch

@@ -4,7 +4,7 @@ use super::super::bindings::driver_sys::{CUgraph, CUgraphExec, CUgraphNode, CUst
 use super::super::context::GpuContext;
 use super::super::error::Result;
 use super::call_batch::CallBatch;
-use std::{mem::MaybeUninit, ptr};
+use std::ptr;
 
 /// A CUDA graph that is ready to be launched. It must be released with
 /// [`ExecutableGraph::destroy`].
@@ -19,7 +19,7 @@ pub(super) struct ExecutableGraph {
 impl ExecutableGraph {
     /// Captures the recorded calls of `batch` as a CUDA graph, without executing them.
     pub(super) fn capture(gpu: &GpuContext, batch: &CallBatch) -> Result<ExecutableGraph> {
-        let driver = &gpu.driver;
+        let driver = gpu.driver_graphs()?;
         // In relaxed mode a library may load a kernel at its first call.
         // SAFETY: the stream lives, and no other thread uses it until the capture ends.
         unsafe {
@@ -49,7 +49,7 @@ impl ExecutableGraph {
     /// Launches the CUDA graph on the main stream, which executes all its calls in order.
     pub(super) fn launch(&self, gpu: &GpuContext) -> Result<()> {
         // SAFETY: graph and stream live. The batch's memory is allocated, as its calls would need.
-        unsafe { gpu.driver.cuGraphLaunch(self.executable, gpu.main_stream) }
+        unsafe { gpu.driver_graphs()?.cuGraphLaunch(self.executable, gpu.main_stream) }
     }
 
     /// Returns whether the graph's nodes for the recorded calls with the indices `calls` are known.
@@ -60,10 +60,11 @@ impl ExecutableGraph {
     /// Replaces the kernels with the indices `calls` in the graph by those of `batch`, for all
     /// later launches.
     pub(super) fn update_kernels(&self, gpu: &GpuContext, batch: &CallBatch, calls: &[usize]) -> Result<()> {
+        let driver = gpu.driver_graphs()?;
         for call in calls {
             // SAFETY: a node of the source graph, which lives; the driver copies the arguments.
             let update = |kernel: &_| unsafe {
-                gpu.driver.cuGraphExecKernelNodeSetParams_v2(self.executable, self.nodes[*call], kernel)
+                driver.cuGraphExecKernelNodeSetParams_v2(self.executable, self.nodes[*call], kernel)
             };
             batch.with_kernel_node(*call, update).unwrap_or(Ok(()))?;
         }
@@ -72,13 +73,14 @@ impl ExecutableGraph {
 
     /// Releases the graph in the driver. A launch that is in progress completes.
     pub(super) fn destroy(&self, gpu: &GpuContext) {
+        let Ok(driver) = gpu.driver_graphs() else { return };
         // SAFETY: created by the driver, destroyed once. Errors cannot be handled here.
         unsafe {
             if !self.executable.is_null() {
-                let _ = (gpu.driver.cuGraphExecDestroy)(self.executable);
+                let _ = (driver.cuGraphExecDestroy)(self.executable);
             }
             if !self.source.is_null() {
-                let _ = (gpu.driver.cuGraphDestroy)(self.source);
+                let _ = (driver.cuGraphDestroy)(self.source);
             }
         }
     }
@@ -87,18 +89,5 @@ impl ExecutableGraph {
 /// Returns the graph node of the call that was captured last on the main stream. Returns null if
 /// the driver does not report it.
 fn get_last_captured_node(gpu: &GpuContext) -> CUgraphNode {
-    let (mut status, mut id, mut graph) = (MaybeUninit::uninit(), 0, ptr::null_mut());
-    let (mut nodes, mut count) = (ptr::null(), 0);
-    // SAFETY: every output is written. The nodes are valid until the next call for the stream.
-    unsafe {
-        let result = (gpu.driver.cuStreamGetCaptureInfo_v2)(
-            gpu.main_stream,
-            status.as_mut_ptr(),
-            &mut id,
-            &mut graph,
-            &mut nodes,
-            &mut count,
-        );
-        if result == 0 && count == 1 && !nodes.is_null() { *nodes } else { ptr::null_mut() }
-    }
+    gpu.capture_info.as_ref().map_or(ptr::null_mut(), |info| info.query_last_node(gpu.main_stream))
 }

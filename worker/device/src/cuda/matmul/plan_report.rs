@@ -29,13 +29,12 @@ impl CublasLt {
     /// Reports the stored plans, ordered by the text of their matmul.
     fn describe_plans(&self) -> Vec<MatmulPlanReport> {
         let plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
-        let describe =
-            |(key, plan): (&super::Key, &Option<std::sync::Arc<super::MatmulPlan>>)| MatmulPlanReport {
-                matmul: format!("{key:?}"),
-                algorithm: plan.as_ref().map(|plan| query_attributes(&self.lt.library, &plan.algorithm)),
-                workspace_bytes: plan.as_ref().map_or(0, |plan| plan.workspace),
-            };
-        let mut reports: Vec<_> = plans.iter().map(describe).collect();
+        let reports = plans.iter().map(|((key, _), plan)| MatmulPlanReport {
+            matmul: format!("{key:?}"),
+            algorithm: plan.as_ref().map(|plan| query_attributes(&self.lt.library, &plan.algorithm)),
+            workspace_bytes: plan.as_ref().map_or(0, |plan| plan.workspace),
+        });
+        let mut reports: Vec<_> = reports.collect();
         reports.sort_by(|a, b| a.matmul.cmp(&b.matmul));
         reports
     }

@@ -70,10 +70,8 @@ impl LtHandle {
 /// The plan that all matmuls with equal properties share: cuBLASLt's descriptors and the chosen
 /// algorithm.
 pub(super) struct MatmulPlan {
-    pub(super) library: Arc<CublasLtApi>,
     pub(super) descriptor: MatmulDescriptor,
-    /// Layouts of cuBLASLt's first and second operand and of the result.
-    pub(super) layouts: [cublasLtMatrixLayout_t; 3],
+    pub(super) layouts: Arc<MatrixLayouts>,
     pub(super) algorithm: cublasLtMatmulAlgo_t,
     /// Size in bytes of the workspace that the algorithm needs.
     pub(super) workspace: usize,
@@ -84,9 +82,47 @@ unsafe impl Send for MatmulPlan {}
 // SAFETY: as for Send.
 unsafe impl Sync for MatmulPlan {}
 
-impl Drop for MatmulPlan {
+/// cuBLASLt's layouts of the first and the second operand and of the result of a matmul.
+pub(super) struct MatrixLayouts {
+    library: Arc<CublasLtApi>,
+    pub(super) handles: [cublasLtMatrixLayout_t; 3],
+}
+
+// SAFETY: layouts are only read after they are complete.
+unsafe impl Send for MatrixLayouts {}
+// SAFETY: as for Send.
+unsafe impl Sync for MatrixLayouts {}
+
+impl MatrixLayouts {
+    /// Creates the layouts of the operands of `matmul`, with the sizes `[m, n, k]` in place of the
+    /// sizes of the matmul.
+    pub(super) fn new(
+        library: &Arc<CublasLtApi>,
+        matmul: &Matmul,
+        [m, n, k]: [usize; 3],
+    ) -> Result<MatrixLayouts> {
+        let Matmul { a, b, c, .. } = matmul;
+        let [a_type, b_type, c_type] = matmul.cuda_types();
+        let stored = |rows, columns, transposed| if transposed { (columns, rows) } else { (rows, columns) };
+        let shapes = [
+            (stored(n, k, b.transposed), b.stride, b_type),
+            (stored(k, m, a.transposed), a.stride, a_type),
+            ((n, m), c.stride, c_type),
+        ];
+        let mut layouts = MatrixLayouts { library: library.clone(), handles: [ptr::null_mut(); 3] };
+        for (layout, ((rows, columns), stride, dtype)) in layouts.handles.iter_mut().zip(shapes) {
+            // SAFETY: writes one handle.
+            unsafe {
+                library.cublasLtMatrixLayoutCreate(layout, dtype, rows as u64, columns as u64, stride as i64)
+            }?;
+        }
+        Ok(layouts)
+    }
+}
+
+impl Drop for MatrixLayouts {
     fn drop(&mut self) {
-        for layout in self.layouts.into_iter().filter(|l| !l.is_null()) {
+        for layout in self.handles.into_iter().filter(|l| !l.is_null()) {
             // SAFETY: created by this library, destroyed once.
             let _ = unsafe { (self.library.cublasLtMatrixLayoutDestroy)(layout) };
         }
@@ -99,7 +135,11 @@ pub(in super::super) struct PreparedMatmul {
     pub(super) lt: Arc<LtHandle>,
     pub(super) matmul: Matmul,
     pub(super) plan: Arc<MatmulPlan>,
+    /// The layouts of the plan, or those of this matmul if a size varies.
+    pub(super) layouts: Arc<MatrixLayouts>,
     pub(super) workspace: Address,
+    /// Size in bytes of the workspace that the algorithm needs for this matmul.
+    pub(super) workspace_bytes: usize,
 }
 
 impl PartialEq for PreparedMatmul {
@@ -113,7 +153,7 @@ impl PartialEq for PreparedMatmul {
 impl PreparedMatmul {
     /// Issues the matmul to `stream` immediately, without recording it for a CUDA graph.
     pub(in super::super) fn issue(&self, stream: CUstream) -> Result<()> {
-        let PreparedMatmul { lt, matmul, plan, workspace } = self;
+        let PreparedMatmul { lt, matmul, plan, layouts, workspace, workspace_bytes } = self;
         // The plan's descriptor is shared between threads, so addresses need a separate one.
         let pointers = matmul.call_pointers();
         let transposed = [matmul.a.transposed, matmul.b.transposed];
@@ -121,8 +161,8 @@ impl PreparedMatmul {
             .then(|| MatmulDescriptor::new(&lt.library, transposed, pointers))
             .transpose()?;
         let descriptor = separate.as_ref().unwrap_or(&plan.descriptor);
-        let algorithm = (&plan.algorithm, *workspace, plan.workspace);
-        lt.issue_matmul(stream, matmul, descriptor, plan.layouts, algorithm)
+        let algorithm = (&plan.algorithm, *workspace, *workspace_bytes);
+        lt.issue_matmul(stream, matmul, descriptor, layouts.handles, algorithm)
     }
 
     /// Returns words that depend on the matmul and its addresses, for hashing a batch of GPU calls.

@@ -10,6 +10,8 @@ use std::ffi::c_int;
 /// Largest alignment of an operand, in bytes, that influences the choice of an algorithm. A larger
 /// alignment makes no algorithm faster.
 const MAX_ALIGNMENT: u64 = 256;
+/// Largest alignment, in bytes, of an operand of a matmul with a varying size in its key.
+const MAX_VARYING_ALIGNMENT: u32 = 16;
 
 /// Address and layout of a matrix in GPU memory that a matmul reads or writes.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -37,6 +39,24 @@ pub(in super::super) struct Matmul {
     pub(in super::super) add: bool,
     /// GPU address of the bias, a vector of the output's type. `None` if no bias is added.
     pub(in super::super) bias: Option<Address>,
+    /// The size that differs from call to call, if there is one.
+    pub(in super::super) varying: Option<VaryingSize>,
+}
+
+/// A size of a matmul that differs from call to call: the number of rows of an expert. An algorithm
+/// is chosen for a range of such sizes (a size bucket) instead of each of them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(in super::super) enum VaryingSize {
+    M,
+    K,
+}
+
+/// The smallest size bucket. Sizes up to this number share an algorithm.
+const MIN_SIZE_BUCKET: usize = 16;
+
+/// Returns the size for which the algorithm of a varying size is chosen: the next power of two.
+fn choose_size_bucket(size: usize) -> usize {
+    size.max(MIN_SIZE_BUCKET).next_power_of_two()
 }
 
 /// Element types of the two operands of a matmul.
@@ -50,8 +70,29 @@ pub(in super::super) enum InputFormat {
 }
 
 impl Matmul {
+    /// Returns the sizes m, n and k.
+    pub(super) fn sizes(&self) -> [usize; 3] {
+        [self.m, self.n, self.k]
+    }
+
     /// Returns the key under which the plan (algorithm and descriptors) of this matmul is stored.
+    /// It contains the size bucket in place of a varying size. The rows of an expert begin
+    /// anywhere, so the key then contains no alignment above 16 bytes.
     pub(super) fn plan_key(&self) -> Key {
+        let key = self.exact_key();
+        let [m, n, k, strides @ ..] = key.sizes;
+        let (m, k) = match self.varying {
+            None => return key,
+            Some(VaryingSize::M) => (choose_size_bucket(m), k),
+            Some(VaryingSize::K) => (m, choose_size_bucket(k)),
+        };
+        let [a, b, c] = strides;
+        let alignments = key.alignments.map(|bytes| bytes.min(MAX_VARYING_ALIGNMENT));
+        Key { sizes: [m, n, k, a, b, c], alignments, ..key }
+    }
+
+    /// Returns the key of a plan for exactly this matmul.
+    pub(super) fn exact_key(&self) -> Key {
         Key {
             sizes: [self.m, self.n, self.k, self.a.stride, self.b.stride, self.c.stride],
             transposed: [self.a.transposed, self.b.transposed],
@@ -141,4 +182,33 @@ pub(super) struct Key {
 /// Returns the largest power of two that divides the address, at most [`MAX_ALIGNMENT`].
 fn compute_alignment(at: Address) -> u32 {
     (1u64 << at.trailing_zeros().min(63)).min(MAX_ALIGNMENT) as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn varying_sizes_share_the_key_of_their_bucket() {
+        let matrix = |at| MatrixRef { at, stride: 64, transposed: false };
+        let matmul = |m, at, varying| Matmul {
+            m,
+            n: 64,
+            k: 64,
+            a: matrix(at),
+            b: matrix(4096),
+            c: matrix(8192),
+            inputs: InputFormat::Same(Dtype::Bf16),
+            output: Dtype::Bf16,
+            add: false,
+            bias: None,
+            varying,
+        };
+        let key = |m, at| matmul(m, at, Some(VaryingSize::M)).plan_key();
+        assert_eq!(key(1, 16), key(16, 4096));
+        assert_eq!((key(17, 32), key(33, 32).sizes[0]), (key(32, 256), 64));
+        assert_ne!(key(16, 16), key(17, 16));
+        assert_ne!(key(32, 8), key(32, 16), "unaligned rows need another algorithm");
+        assert_ne!(matmul(31, 4096, None).plan_key(), matmul(32, 4096, None).plan_key());
+    }
 }

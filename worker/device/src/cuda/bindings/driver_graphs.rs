@@ -1,0 +1,100 @@
+//! [`DriverGraphsApi`]: the functions of the CUDA driver for CUDA graphs. A driver may lack them.
+use super::super::error::CudaError;
+use super::super::library::CudaLibrary;
+use super::super::library_search::{LibrarySearchPaths, OpenLibrary};
+use super::cuda_library::{Status, cuda_library};
+use super::driver::describe_status;
+use cudarc::driver::sys::*;
+use std::{
+    ffi::{c_char, c_void},
+    mem::MaybeUninit,
+    path::PathBuf,
+    ptr,
+};
+
+cuda_library! {
+    /// The functions of the CUDA driver API for CUDA graphs, from `libcuda.so.1`.
+    DriverGraphsApi: cudarc::driver::sys, CUresult, Driver, "CUDA 12";
+    fn cuGetErrorName(status: Status, name: *mut *const c_char);
+    fn cuGetErrorString(status: Status, text: *mut *const c_char);
+    fn cuStreamBeginCapture_v2(stream: CUstream, mode: CUstreamCaptureMode);
+    fn cuStreamEndCapture(stream: CUstream, graph: *mut CUgraph);
+    fn cuGraphInstantiateWithFlags(executable: *mut CUgraphExec, graph: CUgraph, flags: u64);
+    fn cuGraphExecKernelNodeSetParams_v2(
+        executable: CUgraphExec, node: CUgraphNode, parameters: *const CUDA_KERNEL_NODE_PARAMS,
+    );
+    fn cuGraphLaunch(executable: CUgraphExec, stream: CUstream);
+    fn cuGraphExecDestroy(executable: CUgraphExec);
+    fn cuGraphDestroy(graph: CUgraph);
+}
+
+impl DriverGraphsApi {
+    /// Returns the CUDA driver's name and description of the status code `status`.
+    fn describe_status(&self, status: Status) -> String {
+        describe_status(self.cuGetErrorName, self.cuGetErrorString, status)
+    }
+}
+
+/// `cuStreamGetCaptureInfo_v2`, which drivers since CUDA 11.3 have.
+type CaptureInfoV2 = unsafe extern "C" fn(
+    CUstream,
+    *mut CUstreamCaptureStatus,
+    *mut cuuint64_t,
+    *mut CUgraph,
+    *mut *const CUgraphNode,
+    *mut usize,
+) -> Status;
+
+/// `cuStreamGetCaptureInfo_v3`, which drivers since CUDA 12.3 have. It also returns the data of the
+/// edges.
+type CaptureInfoV3 = unsafe extern "C" fn(
+    CUstream,
+    *mut CUstreamCaptureStatus,
+    *mut cuuint64_t,
+    *mut CUgraph,
+    *mut *const CUgraphNode,
+    *mut *const c_void,
+    *mut usize,
+) -> Status;
+
+/// The driver's function that reports the state of a capture, in the version that the driver has.
+pub(in crate::cuda) enum CaptureInfo {
+    V2(CaptureInfoV2),
+    V3(CaptureInfoV3),
+}
+
+impl CaptureInfo {
+    /// Looks up the function in the driver. Returns `None` if the driver has no known version of
+    /// it.
+    pub(in crate::cuda) fn open(paths: &LibrarySearchPaths) -> Option<CaptureInfo> {
+        let library = std::mem::ManuallyDrop::new(paths.open(CudaLibrary::Driver).ok()?.library);
+        // SAFETY: cuda.h declares the functions with these types.
+        unsafe {
+            let v3 =
+                library.get::<CaptureInfoV3>(b"cuStreamGetCaptureInfo_v3\0").map(|f| CaptureInfo::V3(*f));
+            let v2 =
+                || library.get::<CaptureInfoV2>(b"cuStreamGetCaptureInfo_v2\0").map(|f| CaptureInfo::V2(*f));
+            v3.or_else(|_| v2()).ok()
+        }
+    }
+
+    /// Returns the only node on which the next captured call depends. Returns null if the driver
+    /// does not report exactly one.
+    pub(in crate::cuda) fn query_last_node(&self, stream: CUstream) -> CUgraphNode {
+        let (mut status, mut id, mut graph) = (MaybeUninit::uninit(), 0, ptr::null_mut());
+        let (mut nodes, mut edges, mut count) = (ptr::null(), ptr::null(), 0);
+        // SAFETY: the outputs are written or keep their values. The nodes are valid until the next
+        // call for the stream.
+        unsafe {
+            let result = match self {
+                CaptureInfo::V2(f) => {
+                    f(stream, status.as_mut_ptr(), &mut id, &mut graph, &mut nodes, &mut count)
+                }
+                CaptureInfo::V3(f) => {
+                    f(stream, status.as_mut_ptr(), &mut id, &mut graph, &mut nodes, &mut edges, &mut count)
+                }
+            };
+            if result == 0 && count == 1 && !nodes.is_null() { *nodes } else { ptr::null_mut() }
+        }
+    }
+}

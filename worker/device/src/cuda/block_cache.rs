@@ -1,0 +1,92 @@
+//! [`BlockCache`]: GPU memory for a GPU without memory pools. Freed blocks are kept and reused,
+//! because the driver's plain allocations wait for all work on the GPU.
+use super::bindings::{Address, driver_sys::CUstream};
+use std::collections::{BTreeMap, HashMap};
+
+/// Blocks of at least this many bytes are multiples of [`LARGE_GRANULARITY`].
+const LARGE_BLOCK: usize = 1 << 20;
+/// Granularity of small blocks in bytes.
+const SMALL_GRANULARITY: usize = 512;
+/// Granularity of large blocks in bytes, which is the driver's own.
+const LARGE_GRANULARITY: usize = 2 << 20;
+/// A free block may be larger than a request by the request's size divided by this number.
+const MAX_WASTE_DIVISOR: usize = 4;
+
+/// The blocks of GPU memory that were allocated one by one. A free block belongs to the stream in
+/// which it was freed, and is reused only there, so that the order of the stream protects it.
+#[derive(Default)]
+pub(super) struct BlockCache {
+    /// Size in bytes of each block, free or in use.
+    sizes: HashMap<Address, usize>,
+    /// The free blocks of each stream, by size. The key is the address of the stream's handle.
+    free: HashMap<usize, BTreeMap<usize, Vec<Address>>>,
+}
+
+/// Returns the size in bytes of a new block for a request of `bytes` bytes.
+pub(super) fn round_block_size(bytes: usize) -> usize {
+    bytes.next_multiple_of(if bytes < LARGE_BLOCK { SMALL_GRANULARITY } else { LARGE_GRANULARITY })
+}
+
+impl BlockCache {
+    /// Takes the smallest free block of the stream that has at least `bytes` bytes and is not much
+    /// larger. Returns `None` if there is no such block.
+    pub(super) fn take(&mut self, bytes: usize, stream: CUstream) -> Option<Address> {
+        let needed = round_block_size(bytes);
+        let blocks = self.free.get_mut(&stream.addr())?;
+        let size = *blocks.range(needed..=needed + needed / MAX_WASTE_DIVISOR).next()?.0;
+        let same_size = blocks.get_mut(&size)?;
+        let at = same_size.pop();
+        if same_size.is_empty() {
+            blocks.remove(&size);
+        }
+        at
+    }
+
+    /// Adds a new block of `bytes` bytes, which is in use.
+    pub(super) fn add(&mut self, at: Address, bytes: usize) {
+        self.sizes.insert(at, bytes);
+    }
+
+    /// Marks a block as free for later work of the stream.
+    pub(super) fn put_back(&mut self, at: Address, stream: CUstream) {
+        if let Some(bytes) = self.sizes.get(&at) {
+            self.free.entry(stream.addr()).or_default().entry(*bytes).or_default().push(at);
+        }
+    }
+
+    /// Removes all free blocks and returns their addresses.
+    pub(super) fn take_free_blocks(&mut self) -> Vec<Address> {
+        let free: Vec<Address> =
+            std::mem::take(&mut self.free).into_values().flat_map(BTreeMap::into_values).flatten().collect();
+        free.iter().for_each(|at| {
+            self.sizes.remove(at);
+        });
+        free
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::ptr;
+
+    #[test]
+    fn blocks_are_reused_in_their_stream_for_similar_sizes() {
+        let [one, other] = [1, 2].map(ptr::without_provenance_mut);
+        let mut cache = BlockCache::default();
+        for (at, bytes) in [(10, 1000), (20, 3 << 20)] {
+            assert_eq!(cache.take(bytes, one), None);
+            cache.add(at, round_block_size(bytes));
+            cache.put_back(at, one);
+        }
+        assert_eq!(cache.take(1000, other), None, "the other stream is not ordered after the free");
+        assert_eq!((cache.take(300, one), cache.take(1 << 20, one)), (None, None), "too large");
+        assert_eq!((cache.take(1024, one), cache.take(1024, one)), (Some(10), None));
+        assert_eq!(cache.take((2 << 20) + 1, one), Some(20));
+        cache.put_back(20, other);
+        assert_eq!(cache.take_free_blocks(), [20]);
+        cache.put_back(10, one);
+        assert_eq!((cache.take(3 << 20, other), cache.take_free_blocks()), (None, vec![10]));
+        assert!(cache.sizes.is_empty());
+    }
+}
