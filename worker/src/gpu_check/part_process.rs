@@ -188,12 +188,15 @@ fn read_lines(child: &mut Child) -> Receiver<PartLine> {
     receiver
 }
 
-/// Reads one line and decodes it if it is a message. Returns `None` at the end of the stream.
+/// Reads the next line that is not empty, and decodes it if it is a message. Returns `None` at the
+/// end of the stream.
 fn read_line(reader: &mut impl BufRead) -> io::Result<Option<PartLine>> {
     let mut bytes = Vec::new();
-    reader.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut bytes)?;
-    if bytes.is_empty() {
-        return Ok(None);
+    while bytes.trim_ascii().is_empty() {
+        bytes.clear();
+        if reader.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut bytes)? == 0 {
+            return Ok(None);
+        }
     }
     if bytes.last() != Some(&b'\n') && bytes.len() as u64 == MAX_LINE_BYTES {
         reader.skip_until(b'\n')?;
@@ -266,5 +269,40 @@ impl PartEnd {
             PartEnd::TimedOut(limit) => format!("hung: killed after {:.0} s", limit.as_secs_f64()),
             PartEnd::Unobserved(error) => format!("the process could not be run: {error}"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Decodes the lines of a text. Messages become `None`.
+    fn decode(bytes: &[u8]) -> Vec<Option<String>> {
+        let mut reader = BufReader::with_capacity(16, bytes);
+        let lines = std::iter::from_fn(|| read_line(&mut reader).expect("no error"));
+        let text = |line| if let PartLine::Other(text) = line { Some(text) } else { None };
+        lines.map(text).collect()
+    }
+
+    #[test]
+    fn only_complete_messages_are_accepted() {
+        let text =
+            b"a warning\r\ngpu-check-message {\"message\":\"done\"}\ngpu-check-message {\"message\":\"do\n\
+                     \xff\x1b[31m gpu-check-message {\"message\":\"done\"}\n\nlast";
+        let lines = decode(text);
+        assert_eq!(lines.len(), 5, "{lines:?}");
+        assert_eq!((lines[0].as_deref(), &lines[1]), (Some("a warning"), &None));
+        assert!(lines[2..].iter().all(Option::is_some), "{lines:?}");
+        assert_eq!(lines[4].as_deref(), Some("last"));
+    }
+
+    #[test]
+    fn long_lines_are_cut() {
+        let mut text = vec![b'x'; MAX_LINE_BYTES as usize + 10];
+        text.extend(b"\nnext\n");
+        let lines = decode(&text);
+        assert_eq!(lines.len(), 2);
+        assert_eq!(lines[0].as_ref().map(|line| line.chars().count()), Some(KEPT_LINE_CHARS));
+        assert_eq!(lines[1].as_deref(), Some("next"));
     }
 }

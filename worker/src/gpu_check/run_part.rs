@@ -1,6 +1,6 @@
 //! Runs one part of `launch gpu-check` in its process.
 use super::{
-    check_job::run_check,
+    check_job::catch_panic,
     curves::compare_curves,
     environment::{describe_environment, load_kernels, report_used_kernels},
     memory_file::open_memory_file,
@@ -47,7 +47,7 @@ pub(super) fn run_part(
         })?;
     }
     let output = PartOutput;
-    let result = run_check(|| run_named_part(&output, name, device, filter, rank_memory));
+    let result = catch_panic(|| run_named_part(&output, name, device, filter, rank_memory));
     let is_ok = result.is_ok();
     output.send(&match result {
         Ok(()) => PartMessage::Done,
