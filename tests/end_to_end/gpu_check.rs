@@ -1,5 +1,5 @@
-//! Tests `launch gpu-check`, `scripts/gpu-check` and the benchmark against PyTorch, with an emulated
-//! GPU and without a GPU.
+//! Tests `launch gpu-check`, `scripts/gpu-check` and the benchmark against PyTorch, with an
+//! emulated GPU and without a GPU.
 
 use crate::{
     emulated_gpu, emulated_nccl,
@@ -430,8 +430,8 @@ fn training_on_an_emulated_gpu_agrees_with_the_cpu() {
     assert!(details["clocks"]["after"]["nvml"].is_string(), "{details}");
 }
 
-/// Checks that a part whose ranks never join each other is ended. The emulated NCCL does not connect
-/// processes.
+/// Checks that a part whose ranks never join each other is ended. The emulated NCCL does not
+/// connect processes.
 #[test]
 fn two_ranks_that_never_join_are_ended() {
     let only = "nccl-2/llama-fp32,ops/embedding";

@@ -77,8 +77,8 @@ pub(super) fn take_step(running: &mut RunningTrainer) -> Result<(f64, f64), Erro
     Ok((outcome.loss, outcome.grad_norm))
 }
 
-/// Runs a check on an open GPU, and converts a panic, which is a bug of this program, to an internal
-/// error. Every error has the category `Failed`, because the GPU was usable.
+/// Runs a check on an open GPU, and converts a panic, which is a bug of this program, to an
+/// internal error. Every error has the category `Failed`, because the GPU was usable.
 pub(super) fn run_check<T>(check: impl FnOnce() -> diagnostic::Result<T>) -> diagnostic::Result<T> {
     catch_panic(check).map_err(|error| error.with_category(Category::Failed))
 }

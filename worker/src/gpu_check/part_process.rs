@@ -131,15 +131,14 @@ pub(super) fn find_sanitizer() -> Option<Vec<OsString>> {
 
 /// Asks `nvidia-smi` for the clocks, temperature and power of the GPU at a PCI address. Returns its
 /// output, or the reason why there is none.
-pub(super) fn query_nvidia_smi(bus_id: &str) -> Result<String, String> {
+pub(super) fn query_nvidia_smi(bus_id: &str) -> io::Result<String> {
     const FIELDS: &str = "clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.active";
     let output = Command::new("nvidia-smi")
         .args(["-i", bus_id, "--format=csv,noheader", &format!("--query-gpu={FIELDS}")])
         .stdin(Stdio::null())
-        .output()
-        .map_err(|error| format!("nvidia-smi: {error}"))?;
+        .output()?;
     let text = diagnostic::terminal_text::filter_line(String::from_utf8_lossy(&output.stdout).trim());
-    if output.status.success() { Ok(format!("{FIELDS}: {text}")) } else { Err(format!("nvidia-smi: {text}")) }
+    if output.status.success() { Ok(format!("{FIELDS}: {text}")) } else { Err(io::Error::other(text)) }
 }
 
 /// Starts the process of a part as the leader of a new process group. The kernel kills the process

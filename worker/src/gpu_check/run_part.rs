@@ -31,8 +31,8 @@ const QUICK_ROUNDS: usize = 2;
 const TINY_DIVISOR: usize = 1 << 9;
 
 /// Runs the part `name`, and sends its rows and its end to the parent process. Logs the launches in
-/// the file `launch_log`. With `rank_memory`, runs the part as rank 1, which shares that memory with
-/// rank 0. Returns whether the part ended without an error.
+/// the file `launch_log`. With `rank_memory`, runs the part as rank 1, which shares that memory
+/// with rank 0. Returns whether the part ended without an error.
 pub(super) fn run_part(
     name: &str,
     device: usize,
