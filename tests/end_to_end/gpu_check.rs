@@ -1,5 +1,5 @@
-//! Tests `launch gpu-check`, `scripts/gpu-check` and the benchmark against PyTorch, with an emulated
-//! GPU and without a GPU.
+//! Tests `launch gpu-check`, `scripts/gpu-check` and the benchmark against PyTorch, with an
+//! emulated GPU and without a GPU.
 
 use crate::{
     emulated_gpu, emulated_nccl,
@@ -396,7 +396,7 @@ fn parts_that_do_not_fit_are_skipped_and_a_later_check_continues() {
 /// enough for the emulator.
 #[test]
 fn training_on_an_emulated_gpu_agrees_with_the_cpu() {
-    let groups = "curves,ranks,nccl,nccl-2,models,saves,shapes";
+    let groups = "curves,ranks,nccl,models,saves,shapes";
     let check = Check::with_all_libraries().run(&["--tiny", "--only", groups]).expect_code(0);
     for (part, subject) in [
         ("curves/llama-fp32", "a tiny Llama, fp32, 1 rank"),
@@ -404,7 +404,6 @@ fn training_on_an_emulated_gpu_agrees_with_the_cpu() {
         ("ranks/llama-bf16", "a tiny Llama, bf16, 2 ranks on this GPU"),
         ("nccl/llama-bf16", "a tiny Llama, bf16, 1 rank, NCCL"),
         ("ranks/llama-fp8", "a tiny Llama, fp8, 2 ranks on this GPU"),
-        ("nccl-2/llama-bf16", "a tiny Llama, bf16, 2 ranks on this GPU, NCCL"),
         ("shapes/tensors-over-2-bytes", "tensors over 2³¹ bytes"),
     ] {
         let is_passed = |row: &TableRow| row[..2] == [part, subject] && row[3] == "ok";
@@ -421,7 +420,7 @@ fn training_on_an_emulated_gpu_agrees_with_the_cpu() {
         let is_measured = |row: &TableRow| row[..2] == [part, subject] && row[3] == "measured";
         assert!(check.rows().iter().any(is_measured), "{part} is missing in: {}", check.text);
     }
-    assert_eq!(check.count("ok"), 3 * 5 + 13, "{}", check.text);
+    assert_eq!(check.count("ok"), 3 * 4 + 13, "{}", check.text);
     let details = &check.part("models/llama")["details"];
     for name in ["launched_kernels", "matmul_algorithms", "operations"] {
         assert!(details[name].as_array().is_some_and(|list| !list.is_empty()), "{name}: {details}");
@@ -429,6 +428,24 @@ fn training_on_an_emulated_gpu_agrees_with_the_cpu() {
     assert_eq!(details["matmul_algorithms"][0]["algorithm"]["tile"], 1);
     assert!(details["launched_kernels"][0]["launch"]["active_blocks"].as_i64() > Some(0), "{details}");
     assert!(details["clocks"]["after"]["nvml"].is_string(), "{details}");
+}
+
+/// Checks that a part whose ranks never join each other is ended. The emulated NCCL does not
+/// connect processes.
+#[test]
+fn two_ranks_that_never_join_are_ended() {
+    let only = "nccl-2/llama-fp32,ops/embedding";
+    let check = Check::with_all_libraries();
+    let check = check.run(&["--tiny", "--part-seconds", "6", "--only", only]).expect_code(1);
+    assert_eq!(check.row("nccl-2/llama-fp32")[3], "FAILED: hung: killed after 6 s");
+    assert_eq!(check.row("ops/embedding")[3], "ok");
+    let old = Check::with_all_libraries().set("FAKE_NCCL_VERSION", "22809");
+    let old = old.run(&["--tiny", "--only", "nccl-2/llama-fp32"]).expect_code(0);
+    let result = old.row("nccl-2/llama-fp32")[3];
+    assert!(
+        result.starts_with("skipped: ") && result.contains("does not support two ranks on one GPU"),
+        "{result}"
+    );
 }
 
 #[test]

@@ -77,11 +77,15 @@ pub(super) fn take_step(running: &mut RunningTrainer) -> Result<(f64, f64), Erro
     Ok((outcome.loss, outcome.grad_norm))
 }
 
-/// Runs a part of `launch gpu-check`, and converts a panic, which is a bug of this program, to an
+/// Runs a check on an open GPU, and converts a panic, which is a bug of this program, to an
 /// internal error. Every error has the category `Failed`, because the GPU was usable.
 pub(super) fn run_check<T>(check: impl FnOnce() -> diagnostic::Result<T>) -> diagnostic::Result<T> {
-    let result = catch_unwind(AssertUnwindSafe(check)).unwrap_or_else(|panic| {
+    catch_panic(check).map_err(|error| error.with_category(Category::Failed))
+}
+
+/// Runs `work`, and converts a panic to an internal error.
+pub(super) fn catch_panic<T>(work: impl FnOnce() -> diagnostic::Result<T>) -> diagnostic::Result<T> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
         Err(Diagnostic::error(codes::run::INTERNAL, extract_panic_message(panic.as_ref())))
-    });
-    result.map_err(|error| error.with_category(Category::Failed))
+    })
 }

@@ -31,13 +31,12 @@ pub(super) fn compare_curves(
     }
     let nccl = match transport {
         CurveTransport::OneRank | CurveTransport::SeveralRanks => None,
-        CurveTransport::NcclOneRank | CurveTransport::NcclTwoRanks => match open_nccl(transport) {
-            Ok(nccl) => Some(nccl),
-            Err(why) => {
-                output.row(Row::skipped(subject("NCCL"), why));
-                return Ok(());
+        CurveTransport::NcclOneRank | CurveTransport::NcclTwoRanks => {
+            match open_nccl_or_skip(output, &subject("NCCL"), transport) {
+                Some(nccl) => Some(nccl),
+                None => return Ok(()),
             }
-        },
+        }
     };
     let rest = format!("{} precision={precision} zero.stage=3 optimizer.lr=1e-3", case.rest);
     let spec = require_train_section(&build_check_job(case.model, &rest)?)?.clone();
@@ -74,14 +73,19 @@ pub(super) fn compare_curves(
     Ok(())
 }
 
-/// Opens NCCL. Fails with the reason why it cannot be used for these ranks.
-fn open_nccl(transport: CurveTransport) -> Result<NcclLibrary, String> {
+/// Opens NCCL. Reports the row `subject` as skipped and returns `None` if NCCL cannot be used for
+/// these ranks.
+fn open_nccl_or_skip(output: &PartOutput, subject: &str, transport: CurveTransport) -> Option<NcclLibrary> {
     let directories = collect_library_search_paths(&[], Path::new("")).list_directories(CudaLibrary::Nccl);
-    let nccl = NcclLibrary::open(&directories).map_err(|error| error.to_string())?;
-    if transport == CurveTransport::NcclTwoRanks && !nccl.supports_gpu_sharing() {
-        return Err(format!("{} does not support two ranks on one GPU", nccl.describe()));
-    }
-    Ok(nccl)
+    let reason = match NcclLibrary::open(&directories) {
+        Ok(nccl) if transport == CurveTransport::NcclTwoRanks && !nccl.supports_gpu_sharing() => {
+            format!("{} does not support two ranks on one GPU", nccl.describe())
+        }
+        Ok(nccl) => return Some(nccl),
+        Err(error) => error.to_string(),
+    };
+    output.row(Row::skipped(subject, reason));
+    None
 }
 
 /// Compares the losses of a training run on the GPU with those on the CPU, and with those of one

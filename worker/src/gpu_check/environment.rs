@@ -119,9 +119,11 @@ pub(super) fn query_clocks(cuda: &Cuda) -> (String, Value) {
     let state = match cuda.query_state() {
         Ok(state) => state,
         Err(why) => {
-            let bus_id = cuda.query_pci_bus_id().map(|id| id.to_string_lossy().into_owned());
-            let reported = bus_id.map_err(|error| error.to_string()).and_then(|id| query_nvidia_smi(&id));
-            return (String::new(), json!({"nvml": why, "nvidia_smi": reported}));
+            let reported = cuda
+                .query_pci_bus_id()
+                .ok()
+                .map(|id| query_nvidia_smi(&id.to_string_lossy()).unwrap_or_else(|error| error.to_string()));
+            return (String::new(), json!({"nvml": why.to_string(), "nvidia_smi": reported}));
         }
     };
     let GpuState { sm_mhz, memory_mhz, temperature, power_watts, throttle_reasons } = &state;

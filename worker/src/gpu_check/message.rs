@@ -98,8 +98,9 @@ impl PartOutput {
     }
 
     /// Sends a message as one line. The line is written at once, because stdout is line-buffered.
+    /// An empty line precedes it, because a library may have printed a line without its end.
     pub(super) fn send(&self, message: &PartMessage) {
         let text = serde_json::to_string(message).unwrap_or_default();
-        println!("{MESSAGE_PREFIX}{text}");
+        println!("\n{MESSAGE_PREFIX}{text}");
     }
 }

@@ -68,13 +68,13 @@ impl SecondRank<'_> {
                     }
                 })
             });
-            let own = join_ranks(joined, 0).and_then(|hosts| {
+            let first = join_ranks(joined, 0).and_then(|hosts| {
                 train_rank_for_curve(spec, open, nccl, hosts, steps, |comm| *lock_connected() = Some(comm))
             });
             let internal = |_| Diagnostic::error(codes::run::INTERNAL, "the thread of rank 1 panicked");
             let other = other.join().map_err(internal)?;
             // The failure of rank 1 is the reason why rank 0 was aborted.
-            let curves = other.and_then(|other| Ok(vec![own?, other]))?;
+            let curves = other.and_then(|other| Ok(vec![first?, other]))?;
             require_equal_curves(curves)
         })
     }

@@ -131,15 +131,14 @@ pub(super) fn find_sanitizer() -> Option<Vec<OsString>> {
 
 /// Asks `nvidia-smi` for the clocks, temperature and power of the GPU at a PCI address. Returns its
 /// output, or the reason why there is none.
-pub(super) fn query_nvidia_smi(bus_id: &str) -> Result<String, String> {
+pub(super) fn query_nvidia_smi(bus_id: &str) -> io::Result<String> {
     const FIELDS: &str = "clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.active";
     let output = Command::new("nvidia-smi")
         .args(["-i", bus_id, "--format=csv,noheader", &format!("--query-gpu={FIELDS}")])
         .stdin(Stdio::null())
-        .output()
-        .map_err(|error| format!("nvidia-smi: {error}"))?;
+        .output()?;
     let text = diagnostic::terminal_text::filter_line(String::from_utf8_lossy(&output.stdout).trim());
-    if output.status.success() { Ok(format!("{FIELDS}: {text}")) } else { Err(format!("nvidia-smi: {text}")) }
+    if output.status.success() { Ok(format!("{FIELDS}: {text}")) } else { Err(io::Error::other(text)) }
 }
 
 /// Starts the process of a part as the leader of a new process group. The kernel kills the process
@@ -188,12 +187,15 @@ fn read_lines(child: &mut Child) -> Receiver<PartLine> {
     receiver
 }
 
-/// Reads one line and decodes it if it is a message. Returns `None` at the end of the stream.
+/// Reads the next line that is not empty, and decodes it if it is a message. Returns `None` at the
+/// end of the stream.
 fn read_line(reader: &mut impl BufRead) -> io::Result<Option<PartLine>> {
     let mut bytes = Vec::new();
-    reader.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut bytes)?;
-    if bytes.is_empty() {
-        return Ok(None);
+    while bytes.trim_ascii().is_empty() {
+        bytes.clear();
+        if reader.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut bytes)? == 0 {
+            return Ok(None);
+        }
     }
     if bytes.last() != Some(&b'\n') && bytes.len() as u64 == MAX_LINE_BYTES {
         reader.skip_until(b'\n')?;
@@ -266,5 +268,40 @@ impl PartEnd {
             PartEnd::TimedOut(limit) => format!("hung: killed after {:.0} s", limit.as_secs_f64()),
             PartEnd::Unobserved(error) => format!("the process could not be run: {error}"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Decodes the lines of a text. Messages become `None`.
+    fn decode(bytes: &[u8]) -> Vec<Option<String>> {
+        let mut reader = BufReader::with_capacity(16, bytes);
+        let lines = std::iter::from_fn(|| read_line(&mut reader).expect("no error"));
+        let text = |line| if let PartLine::Other(text) = line { Some(text) } else { None };
+        lines.map(text).collect()
+    }
+
+    #[test]
+    fn only_complete_messages_are_accepted() {
+        let text =
+            b"a warning\r\ngpu-check-message {\"message\":\"done\"}\ngpu-check-message {\"message\":\"do\n\
+                     \xff\x1b[31m gpu-check-message {\"message\":\"done\"}\n\nlast";
+        let lines = decode(text);
+        assert_eq!(lines.len(), 5, "{lines:?}");
+        assert_eq!((lines[0].as_deref(), &lines[1]), (Some("a warning"), &None));
+        assert!(lines[2..].iter().all(Option::is_some), "{lines:?}");
+        assert_eq!(lines[4].as_deref(), Some("last"));
+    }
+
+    #[test]
+    fn long_lines_are_cut() {
+        let mut text = vec![b'x'; MAX_LINE_BYTES as usize + 10];
+        text.extend(b"\nnext\n");
+        let lines = decode(&text);
+        assert_eq!(lines.len(), 2);
+        assert_eq!(lines[0].as_ref().map(|line| line.chars().count()), Some(KEPT_LINE_CHARS));
+        assert_eq!(lines[1].as_deref(), Some("next"));
     }
 }

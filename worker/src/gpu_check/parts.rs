@@ -148,7 +148,8 @@ fn to_part_name(family: &str) -> String {
 }
 
 /// Returns those of `parts` that `only` selects, in the order of `parts`. An empty `only` selects
-/// every part except those of the group [`PROFILES`]. Fails if an element of `only` selects no part.
+/// every part except those of the group [`PROFILES`]. Fails if an element of `only` selects no
+/// part.
 pub(super) fn select_parts(parts: Vec<Part>, only: &[String]) -> diagnostic::Result<Vec<Part>> {
     if let Some(unknown) = only.iter().find(|name| !parts.iter().any(|part| part.is_selected_by(name))) {
         let message = format!("the part `{unknown}` does not exist");
@@ -159,4 +160,57 @@ pub(super) fn select_parts(parts: Vec<Part>, only: &[String]) -> diagnostic::Res
         only.is_empty() && !part.is_selected_by(PROFILES) || only.iter().any(|name| part.is_selected_by(name))
     };
     Ok(parts.into_iter().filter(is_selected).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    const FILTERS: [PartFilter; 3] = [
+        PartFilter { quick: false, tiny: false, ops_only: false },
+        PartFilter { quick: false, tiny: true, ops_only: false },
+        PartFilter { quick: true, tiny: false, ops_only: true },
+    ];
+
+    #[test]
+    fn names_are_unique_and_can_be_given_to_only() {
+        for filter in FILTERS {
+            let parts = list_parts(filter);
+            let names: HashSet<_> = parts.iter().map(|part| part.name.clone()).collect();
+            assert_eq!(names.len(), parts.len());
+            let is_valid = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-./".contains(c);
+            assert!(names.iter().all(|name| name.chars().all(is_valid)), "{names:?}");
+            assert!(parts.iter().all(|part| part.expected_seconds < part.limit_seconds));
+            for name in names {
+                let selected = select_parts(list_parts(filter), std::slice::from_ref(&name)).expect("a part");
+                assert_eq!(selected.len(), 1, "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_group_selects_its_parts_in_their_order() {
+        let select = |only: &[&str]| {
+            let only: Vec<String> = only.iter().map(ToString::to_string).collect();
+            select_parts(list_parts(FILTERS[0]), &only)
+        };
+        let names = |parts: Vec<Part>| parts.into_iter().map(|part| part.name).collect::<Vec<_>>();
+        let selected = names(select(&["speed", "environment"]).expect("parts"));
+        assert_eq!(selected, ["environment", "speed/matmul", "speed/attention", "speed/memory"]);
+        assert!(names(select(&[]).expect("parts")).iter().all(|name| !name.starts_with(PROFILES)));
+        assert_eq!(select(&["speed", "spee"]).err().map(|error| error.code()), Some(codes::command::USAGE));
+    }
+
+    #[test]
+    fn every_model_is_timed_and_models_that_take_long_come_late() {
+        let parts = list_parts(FILTERS[0]);
+        let models = select_timed_models(false).0;
+        let numbers: Vec<usize> = parts
+            .iter()
+            .filter_map(|part| if let PartWork::Model(number) = part.work { Some(number) } else { None })
+            .collect();
+        assert_eq!(numbers.len(), models.len());
+        assert!(numbers.is_sorted_by_key(|number| (models[*number].is_late, models[*number].order)));
+    }
 }

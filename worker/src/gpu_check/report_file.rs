@@ -152,3 +152,55 @@ fn replace_file(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
     File::open(directory.unwrap_or(Path::new(".")))?.sync_all()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Creates a report with a part that passed and one that failed.
+    fn create_report() -> Report {
+        let mut report = Report::new(true);
+        let passed = Row { result: RowResult::Ok, ..Row::measured("add", "", Value::Null) };
+        for (name, row) in [("ops/a", passed), ("ops/b", Row::failed("add", "a reason"))] {
+            report.parts.push(PartRecord::new(name, 0.5, 1.0, vec![row], Map::new()));
+        }
+        report.parts.push(PartRecord::of_skipped_part("ops/c", 2.0, Row::skipped("all", "no time")));
+        report
+    }
+
+    #[test]
+    fn a_report_is_read_as_it_was_written() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("report.json");
+        for _ in 0..2 {
+            create_report().write(&path).expect("written");
+        }
+        let report = Report::read(&path, true).expect("a report");
+        assert_eq!(report.find_passed_part("ops/a").map(|part| part.seconds), Some(1.0));
+        // neither failed nor skipped parts count as passed
+        assert!(["ops/b", "ops/c", "ops/d"].iter().all(|name| report.find_passed_part(name).is_none()));
+        let files = fs::read_dir(directory.path()).expect("a directory").count();
+        assert_eq!(files, 1, "no temporary file remains");
+        let error = create_report().write(&directory.path().join("no/report.json"));
+        assert_eq!(error.err().map(|error| error.code()), Some(codes::command::OUTPUT_FAILED));
+    }
+
+    #[test]
+    fn invalid_reports_are_rejected() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("report.json");
+        assert!(Report::read(&path, true).is_err(), "no file");
+        create_report().write(&path).expect("written");
+        assert!(Report::read(&path, false).is_err(), "another size of models");
+        let text = fs::read_to_string(&path).expect("a report");
+        for wrong in [
+            text.replace("\"format\": 1", "\"format\": 2"),
+            text.replace("\"ok\"", "\"good\""),
+            text[..50].to_owned(),
+        ] {
+            fs::write(&path, wrong).expect("written");
+            let error = Report::read(&path, true).err().map(|error| error.code());
+            assert_eq!(error, Some(codes::command::USAGE));
+        }
+    }
+}

@@ -1,6 +1,6 @@
 //! Runs one part of `launch gpu-check` in its process.
 use super::{
-    check_job::run_check,
+    check_job::catch_panic,
     curves::compare_curves,
     environment::{describe_environment, load_kernels, report_used_kernels},
     memory_file::open_memory_file,
@@ -31,8 +31,8 @@ const QUICK_ROUNDS: usize = 2;
 const TINY_DIVISOR: usize = 1 << 9;
 
 /// Runs the part `name`, and sends its rows and its end to the parent process. Logs the launches in
-/// the file `launch_log`. With `rank_memory`, runs the part as rank 1, which shares that memory with
-/// rank 0. Returns whether the part ended without an error.
+/// the file `launch_log`. With `rank_memory`, runs the part as rank 1, which shares that memory
+/// with rank 0. Returns whether the part ended without an error.
 pub(super) fn run_part(
     name: &str,
     device: usize,
@@ -47,7 +47,7 @@ pub(super) fn run_part(
         })?;
     }
     let output = PartOutput;
-    let result = run_check(|| run_named_part(&output, name, device, filter, rank_memory));
+    let result = catch_panic(|| run_named_part(&output, name, device, filter, rank_memory));
     let is_ok = result.is_ok();
     output.send(&match result {
         Ok(()) => PartMessage::Done,

@@ -128,7 +128,9 @@ impl PartRunner<'_> {
         let limit = Duration::from_secs(part.limit_seconds);
         let mut record = self.run(part, RunMode::Normal, limit);
         let has_failed = record.result == RowResult::Failed && self.unusable.is_none();
-        if has_failed && record.seconds < QUICK_FAILURE.as_secs_f64() {
+        // A part that hangs would hang again, so its repetition comes after the other parts.
+        let is_quick = record.seconds < QUICK_FAILURE.min(limit).as_secs_f64();
+        if has_failed && is_quick {
             let limit = Duration::from_secs_f64(5.0 + 3.0 * record.seconds);
             record.repeats.extend(self.repeat(part, RunMode::Blocking, limit));
         }

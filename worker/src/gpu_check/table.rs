@@ -40,7 +40,16 @@ impl Table {
     }
 }
 
-/// Converts a text to the content of a table cell.
+/// The longest text of a table cell, in characters.
+const MAX_CELL_CHARS: usize = 400;
+
+/// Converts a text to the content of a table cell. The end of a long text, which the JSON file
+/// contains, is cut off.
 fn to_cell(text: &str) -> String {
-    diagnostic::terminal_text::filter_line(&text.replace('\n', " ")).replace('|', "/")
+    let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let line = diagnostic::terminal_text::filter_line(&line).replace('|', "/");
+    match line.char_indices().nth(MAX_CELL_CHARS) {
+        Some((end, _)) => format!("{}…", &line[..end]),
+        None => line,
+    }
 }

@@ -2,7 +2,7 @@
 //! that the driver reports.
 use super::backend::Cuda;
 use super::bindings::driver_sys::CUdevice_attribute;
-use super::error::Result;
+use super::error::{CudaError, Result};
 use super::properties::query_attribute;
 use std::{
     ffi::{CStr, CString, c_char, c_int, c_uint, c_ulonglong, c_void},
@@ -46,14 +46,35 @@ pub struct GpuState {
     pub throttle_reasons: Option<Vec<&'static str>>,
 }
 
+/// Why the state of a GPU cannot be queried.
+#[derive(Debug, thiserror::Error)]
+pub enum GpuStateError {
+    /// NVML is not installed.
+    #[error("{NVML} was not found")]
+    NotFound,
+    /// NVML lacks a function.
+    #[error(transparent)]
+    MissingFunction(#[from] libloading::Error),
+    /// A function of NVML failed.
+    #[error("{function} failed with status {status}")]
+    Call {
+        /// Name of the function.
+        function: &'static str,
+        /// NVML's status code.
+        status: i32,
+    },
+    /// A function of the driver failed.
+    #[error(transparent)]
+    Driver(#[from] CudaError),
+}
+
 type GetUint = unsafe extern "C" fn(*mut c_void, *mut c_uint) -> c_int;
 type GetNumbered = unsafe extern "C" fn(*mut c_void, c_uint, *mut c_uint) -> c_int;
 
 impl Cuda {
-    /// Returns the GPU's clocks, temperature and power. Fails with the reason if NVML is not
-    /// usable.
-    pub fn query_state(&self) -> std::result::Result<GpuState, String> {
-        let bus_id = self.query_pci_bus_id().map_err(|error| error.to_string())?;
+    /// Returns the GPU's clocks, temperature and power. Fails if NVML is not usable.
+    pub fn query_state(&self) -> std::result::Result<GpuState, GpuStateError> {
+        let bus_id = self.query_pci_bus_id()?;
         let next_to_driver = self.properties().driver_path.with_file_name(NVML);
         [Path::new(NVML), &next_to_driver]
             .into_iter()
@@ -61,7 +82,7 @@ impl Cuda {
                 // SAFETY: NVML's initializers have no preconditions.
                 unsafe { libloading::Library::new(path) }.ok()
             })
-            .ok_or_else(|| format!("{NVML} was not found"))
+            .ok_or(GpuStateError::NotFound)
             .and_then(|nvml| query_nvml(&nvml, &bus_id))
     }
 
@@ -110,26 +131,23 @@ impl Cuda {
 }
 
 /// Queries the state of the GPU at a PCI address from NVML.
-fn query_nvml(nvml: &libloading::Library, bus_id: &CStr) -> std::result::Result<GpuState, String> {
-    let missing = |error: libloading::Error| error.to_string();
+fn query_nvml(nvml: &libloading::Library, bus_id: &CStr) -> std::result::Result<GpuState, GpuStateError> {
     // SAFETY: the functions have these types in nvml.h, and get valid pointers.
     unsafe {
-        let init = nvml.get::<unsafe extern "C" fn() -> c_int>(b"nvmlInit_v2\0").map_err(missing)?;
-        let shutdown = nvml.get::<unsafe extern "C" fn() -> c_int>(b"nvmlShutdown\0").map_err(missing)?;
-        let find = nvml
-            .get::<unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_int>(
-                b"nvmlDeviceGetHandleByPciBusId_v2\0",
-            )
-            .map_err(missing)?;
+        let init = nvml.get::<unsafe extern "C" fn() -> c_int>(b"nvmlInit_v2\0")?;
+        let shutdown = nvml.get::<unsafe extern "C" fn() -> c_int>(b"nvmlShutdown\0")?;
+        let find = nvml.get::<unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_int>(
+            b"nvmlDeviceGetHandleByPciBusId_v2\0",
+        )?;
         let status = init();
         if status != 0 {
-            return Err(format!("nvmlInit_v2 failed with status {status}"));
+            return Err(GpuStateError::Call { function: "nvmlInit_v2", status });
         }
         let mut device = ptr::null_mut();
         let status = find(bus_id.as_ptr(), &mut device);
         let state = (status == 0).then(|| read_state(nvml, device));
         shutdown();
-        state.ok_or_else(|| format!("nvmlDeviceGetHandleByPciBusId_v2 failed with status {status}"))
+        state.ok_or(GpuStateError::Call { function: "nvmlDeviceGetHandleByPciBusId_v2", status })
     }
 }
 

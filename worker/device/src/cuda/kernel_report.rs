@@ -1,11 +1,12 @@
 //! Reports what the compiler made of each kernel: registers, local and shared memory, and how many
-//! blocks of it a multiprocessor executes at once.
+//! blocks of it a multiprocessor executes at once. Also reports the algorithms of matmuls.
 use super::backend::Cuda;
 use super::bindings::driver_sys::CUfunction_attribute;
 use super::compile::list_kernel_names;
 use super::error::Result;
 use super::gpu::Gpu;
 use super::launch::{KernelFunction, LaunchConfig};
+use super::matmul::MatmulPlanReport;
 use std::ffi::c_int;
 
 /// The resources that a kernel uses.
@@ -55,6 +56,11 @@ impl Cuda {
             describe_kernel(&self.gpu, name, *function, Some(*config))
         };
         self.kernels.list_launched_functions().iter().map(describe).collect()
+    }
+
+    /// Reports the algorithm of each matmul that was requested so far.
+    pub fn describe_matmul_plans(&self) -> Vec<MatmulPlanReport> {
+        self.cublas_lt.describe_plans()
     }
 
     /// Returns the sources that this process has compiled, with the seconds that NVRTC needed.

@@ -21,6 +21,7 @@ use super::memory::DeviceMemory;
 use algorithm_search::{AlgorithmCandidate, AlgorithmSearch};
 use descriptors::{AlgorithmPreference, MatmulDescriptor};
 pub use plan_report::MatmulPlanReport;
+use plan_report::query_attributes;
 use prepared::{LtHandle, MatmulPlan, MatrixLayouts, PreparedMatmul};
 use request::Key;
 pub(super) use request::{InputFormat, Matmul, MatrixRef, VaryingSize};
@@ -193,6 +194,20 @@ impl CublasLt {
         }
         plans.insert(stored_key, plan.clone());
         Ok(plan)
+    }
+
+    /// Reports the algorithm of each matmul that was requested so far, ordered by the text of the
+    /// matmul.
+    pub(super) fn describe_plans(&self) -> Vec<MatmulPlanReport> {
+        let plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        let reports = plans.iter().map(|((key, _), plan)| MatmulPlanReport {
+            matmul: format!("{key:?}"),
+            algorithm: plan.as_ref().map(|plan| query_attributes(&self.lt.library, &plan.algorithm)),
+            workspace_bytes: plan.as_ref().map_or(0, |plan| plan.workspace),
+        });
+        let mut reports: Vec<_> = reports.collect();
+        reports.sort_by(|a, b| a.matmul.cmp(&b.matmul));
+        reports
     }
 
     /// Creates the plan (algorithm and descriptors) for a matmul of the sizes of `key`. Times the

@@ -54,7 +54,7 @@ pub use backend::{Cuda, LoadedLibraries};
 pub use classifier::count_classifier_workspace_bytes;
 pub use cudnn::{AttentionBackend, compute_cudnn_plan_workspaces, estimate_cudnn_workspace_bytes};
 pub use error::{CudaError, Result};
-pub use gpu_state::GpuState;
+pub use gpu_state::{GpuState, GpuStateError};
 pub use graphs::GraphStats;
 pub use kernel_report::{KernelReport, LaunchReport};
 pub use launch_log::{log_launches_to, read_launch_log};

@@ -1,11 +1,8 @@
 //! [`MatmulPlanReport`]: which algorithm of cuBLASLt computes a matmul.
-use super::super::backend::Cuda;
 use super::super::bindings::{
     CublasLtApi,
     cublas_lt_sys::{cublasLtMatmulAlgo_t, cublasLtMatmulAlgoConfigAttributes_t},
 };
-use super::CublasLt;
-use std::sync::PoisonError;
 
 /// The algorithm of cuBLASLt that computes the matmuls of one shape.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -18,30 +15,11 @@ pub struct MatmulPlanReport {
     pub workspace_bytes: usize,
 }
 
-impl Cuda {
-    /// Reports the algorithm of each matmul that was requested so far.
-    pub fn describe_matmul_plans(&self) -> Vec<MatmulPlanReport> {
-        self.cublas_lt.describe_plans()
-    }
-}
-
-impl CublasLt {
-    /// Reports the stored plans, ordered by the text of their matmul.
-    fn describe_plans(&self) -> Vec<MatmulPlanReport> {
-        let plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
-        let reports = plans.iter().map(|((key, _), plan)| MatmulPlanReport {
-            matmul: format!("{key:?}"),
-            algorithm: plan.as_ref().map(|plan| query_attributes(&self.lt.library, &plan.algorithm)),
-            workspace_bytes: plan.as_ref().map_or(0, |plan| plan.workspace),
-        });
-        let mut reports: Vec<_> = reports.collect();
-        reports.sort_by(|a, b| a.matmul.cmp(&b.matmul));
-        reports
-    }
-}
-
 /// Returns the attributes of an algorithm that the library reports.
-fn query_attributes(library: &CublasLtApi, algorithm: &cublasLtMatmulAlgo_t) -> Vec<(&'static str, u64)> {
+pub(super) fn query_attributes(
+    library: &CublasLtApi,
+    algorithm: &cublasLtMatmulAlgo_t,
+) -> Vec<(&'static str, u64)> {
     use cublasLtMatmulAlgoConfigAttributes_t::*;
     [
         ("id", CUBLASLT_ALGO_CONFIG_ID, 4),
