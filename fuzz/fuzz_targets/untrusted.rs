@@ -41,7 +41,7 @@ static ALLOCATOR: LimitedAllocator = LimitedAllocator;
 type Target = fn(&[u8]);
 
 /// The fuzz targets, each with its name. `fuzz/run` reads the names from these lines.
-const TARGETS: [(&str, Target); 33] = [
+const TARGETS: [(&str, Target); 36] = [
     ("adapter_config", |bytes| drop(ckpt::untrusted::parse_adapter_config(bytes))),
     ("dcp_metadata", |bytes| drop(ckpt::untrusted::parse_dcp_metadata(bytes))),
     ("manifest", |bytes| drop(ckpt::untrusted::parse_manifest(bytes))),
@@ -56,6 +56,9 @@ const TARGETS: [(&str, Target); 33] = [
     ("abort_reason", |bytes| drop(comm::untrusted::parse_abort_reason(bytes))),
     ("rank_frames", |bytes| drop(comm::untrusted::parse_control_frames(bytes))),
     ("rank_handshake", |bytes| drop(comm::untrusted::parse_handshake(bytes))),
+    ("dashboard_journal", |bytes| drop(dashboard::untrusted::parse_journal(bytes))),
+    ("dashboard_log", |bytes| drop(dashboard::untrusted::format_log(bytes))),
+    ("http_request", |bytes| drop(dashboard::untrusted::parse_http_request(bytes))),
     ("accelerate", |bytes| drop(launcher::untrusted::parse_accelerate_config(bytes))),
     ("control", |bytes| drop(launcher::untrusted::parse_control_stream(bytes))),
     ("deepspeed", |bytes| drop(launcher::untrusted::parse_deepspeed_config(bytes))),

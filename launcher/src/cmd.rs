@@ -5,6 +5,7 @@ pub(crate) mod check;
 pub(crate) mod ckpt;
 pub(crate) mod completions;
 pub(crate) mod context;
+mod dashboard_runs;
 pub(crate) mod drop_in;
 pub(crate) mod events;
 pub(crate) mod exec;
@@ -20,9 +21,11 @@ pub(crate) mod output;
 pub(crate) mod plan;
 mod prepare;
 pub(crate) mod ps;
+pub(crate) mod report;
 pub(crate) mod run;
 pub(crate) mod sbatch;
 pub(crate) mod schema;
+pub(crate) mod serve;
 pub(crate) mod shims;
 pub(crate) mod stop;
 mod terminal;
@@ -47,6 +50,10 @@ pub(crate) enum LaunchCommand {
     Logs(logs::LogsArgs),
     /// Show the events of a run
     Events(events::EventsArgs),
+    /// Serve a page on this machine that shows runs live, and their metrics
+    Serve(serve::ServeArgs),
+    /// Write what the page of `launch serve` shows of runs to one HTML file
+    Report(report::ReportArgs),
     /// Save and stop a run, or kill it
     Stop(stop::StopArgs),
     /// Run a command next to a worker of a run
@@ -111,6 +118,8 @@ impl LaunchCommand {
             LaunchCommand::Ps(args) => ps::run(args, context),
             LaunchCommand::Logs(args) => logs::run(args, context),
             LaunchCommand::Events(args) => events::run(args, context),
+            LaunchCommand::Serve(args) => serve::run(args, context),
+            LaunchCommand::Report(args) => report::run(args, context),
             LaunchCommand::Stop(args) => stop::run(args, context),
             LaunchCommand::Exec(args) => exec::run(args, context),
             LaunchCommand::Attach(args) => attach::run(args, context),

@@ -4,9 +4,10 @@ use std::collections::BTreeSet;
 
 /// The modules that contain one function per parser of untrusted input, as pairs of the crate's
 /// name and the module's path.
-const READER_MODULES: [(&str, &str); 4] = [
+const READER_MODULES: [(&str, &str); 5] = [
     ("ckpt", "worker/ckpt/src/untrusted.rs"),
     ("comm", "worker/comm/src/untrusted.rs"),
+    ("dashboard", "launcher/dashboard/src/untrusted.rs"),
     ("launcher", "launcher/src/untrusted.rs"),
     ("worker", "worker/src/untrusted.rs"),
 ];

@@ -6,6 +6,7 @@
 
 mod cluster;
 mod configs;
+mod dashboard;
 mod deepspeed;
 mod devices;
 mod drop_in;

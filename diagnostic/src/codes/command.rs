@@ -28,6 +28,16 @@ codes! {
         cause: "The program that reads the output has ended, or the disk to which the output is written is full.",
         remedy: "Free disk space, or keep the reading program running.",
     }
+    OUTPUT_FILE_FAILED: Failed = "output-file-unwritable" {
+        summary: "A file that the command line names as output is not writable.",
+        cause: "The directory does not exist or is not writable, or the disk is full.",
+        remedy: "Choose another file, or free disk space.",
+    }
+    SERVE_FAILED: Cluster = "serve-failed" {
+        summary: "`launch serve` could not serve its page.",
+        cause: "Another program uses the port, the port needs privileges, or a limit of open files or threads is reached.",
+        remedy: "Choose another port, or leave out --port.",
+    }
     JSON_SCHEMA_DEPRECATED: Usage = "json-schema-deprecated" {
         summary: "`--json-schema 1` prints events in the form of earlier releases, and is deprecated. This is a warning.",
         cause: "Schema 2 renamed some events and fields.",

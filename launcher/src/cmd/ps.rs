@@ -66,7 +66,7 @@ fn run_to_json(run: &Run) -> Value {
 
 /// Returns the word for the state of a run: `running`, `done`, `stopped`, `failed`,
 /// `unattended`, `elsewhere` or `lost`. Exit codes 130 and 143 mean that a signal stopped the run.
-fn format_state(state: RunState) -> &'static str {
+pub(super) fn format_state(state: RunState) -> &'static str {
     match state {
         RunState::Running => "running",
         RunState::Ended(0, _) => "done",

@@ -57,7 +57,7 @@ pub(crate) fn format_event(event: &Event) -> String {
         }
         Event::Notice { rank: None, message, .. } => message.clone(),
         Event::Notice { rank: Some(rank), message, .. } => format!("rank {rank}: {message}"),
-        Event::Placement { attempt, world, hosts } => {
+        Event::Placement { attempt, world, hosts, .. } => {
             let verb = if *attempt > 0 { "restarting" } else { "starting" };
             let workers = format_count(*world, "worker");
             format!("{verb} {workers} on {}", format_hosts(hosts))
@@ -151,8 +151,8 @@ mod tests {
             Event::Takeover { host: "login1".into(), pid: 77, unattended_s: 12.5 },
             Event::new_notice(None, "draining host h1"),
             Event::new_notice(Some(3), "slow storage"),
-            Event::Placement { attempt: 0, world: 4, hosts: hosts(2) },
-            Event::Placement { attempt: 1, world: 64, hosts: hosts(64) },
+            Event::Placement { attempt: 0, world: 4, hosts: hosts(2), workers: vec![2; 2] },
+            Event::Placement { attempt: 1, world: 64, hosts: hosts(64), workers: vec![1; 64] },
             Event::Failure(sample_failure()),
             Event::Failure(Box::new(FailureReport { pid: 0, ..*sample_failure() })),
             Event::Restart { attempt: 1, restarts_left: 2, pause_s: 1.0, failure: sample_failure() },

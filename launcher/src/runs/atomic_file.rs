@@ -12,13 +12,26 @@ use std::{
 /// a crash, the file has either all of `bytes` or its previous content. Only the user can read the
 /// file.
 pub(crate) fn write_atomically(directory: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
+    write_with_mode(directory, name, bytes, PRIVATE_FILE_MODE)
+}
+
+/// Replaces the content of a file that the user has named as output, atomically and durably.
+/// `mode` has the permissions of the file, such as [`PRIVATE_FILE_MODE`].
+pub(crate) fn replace_output_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
+    let name = path.file_name().and_then(|name| name.to_str());
+    let name = name.ok_or_else(|| io::Error::other("the path does not end with the name of a file"))?;
+    write_with_mode(path.parent().unwrap_or(Path::new("/")), name, bytes, mode)
+}
+
+/// Replaces the content of a file as [`write_atomically`] does. The new file has the permissions
+/// `mode`.
+fn write_with_mode(directory: &Path, name: &str, bytes: &[u8], mode: u32) -> io::Result<()> {
     let temporary = directory.join(format!(".{name}.tmp"));
     match fs::remove_file(&temporary) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
-    let mut file =
-        OpenOptions::new().write(true).create_new(true).mode(PRIVATE_FILE_MODE).open(&temporary)?;
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&temporary)?;
     file.write_all(bytes)?;
     file.sync_all()?;
     fs::rename(&temporary, directory.join(name))?;

@@ -214,7 +214,7 @@ impl<'a> From<&'a Event> for EventV1<'a> {
                 pause_s: *pause_s,
                 failure: (&**failure).into(),
             },
-            Event::Placement { attempt, world, hosts } => {
+            Event::Placement { attempt, world, hosts, .. } => {
                 RenamedEventV1::Placed { epoch: *attempt, world: *world, hosts }
             }
             unchanged => return EventV1::Unchanged(unchanged),

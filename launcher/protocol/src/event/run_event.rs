@@ -182,6 +182,10 @@ pub enum Event {
         world: u32,
         /// The names of the hosts, ordered by the ranks of their workers.
         hosts: Vec<String>,
+        /// The number of workers of each host, in the order of `hosts`; empty in events of earlier
+        /// versions.
+        #[serde(default)]
+        workers: Vec<u32>,
     },
     /// The run ended, with success or failure.
     Done {

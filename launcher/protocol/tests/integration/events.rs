@@ -36,7 +36,9 @@ fn next_event(event: Option<&Event>) -> Option<Event> {
     let path = || "/run".into();
     Some(match event {
         None => Event::Start { run: "r1".into(), run_dir: path(), world: 8 },
-        Some(Event::Start { .. }) => Event::Placement { attempt: 1, world: 8, hosts: vec!["h0".into()] },
+        Some(Event::Start { .. }) => {
+            Event::Placement { attempt: 1, world: 8, hosts: vec!["h0".into()], workers: vec![8] }
+        }
         Some(Event::Placement { .. }) => {
             Event::Ready { step: 0, total_steps: 10, parameters: 5, tokens_per_step: 7 }
         }
@@ -195,6 +197,12 @@ fn journals_of_earlier_releases_are_read() {
             }
             (Event::Notice { rank, message, .. }, _) => {
                 assert_eq!(read, Event::new_notice(*rank, message.as_str()));
+            }
+            (
+                Event::Placement { hosts, .. },
+                Event::Placement { hosts: read, workers, attempt: 1, world: 8 },
+            ) => {
+                assert_eq!((read, workers.as_slice()), (hosts, [].as_slice()));
             }
             _ => assert_eq!(read, event),
         }

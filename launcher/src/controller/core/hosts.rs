@@ -236,11 +236,13 @@ impl ControllerCore {
         self.state = AttemptState::Running;
         if self.hosts.len() > 1 || self.attempt > 0 {
             let hosts = self.members.iter().map(|id| self.setup.hosts[*id].name.clone()).collect();
+            let workers = self.members.iter().map(|id| self.hosts[*id].ranks.len() as u32).collect();
             let world = self.workers.len() as u32;
             self.actions.push(ControllerAction::Event(Event::Placement {
                 attempt: self.attempt,
                 world,
                 hosts,
+                workers,
             }));
         }
         // The memo contains the placement.

@@ -1,0 +1,93 @@
+//! [`Dashboard`]: the runs that are shown, and those whose journals are read.
+use crate::{
+    run_source::{RunInfo, RunSource},
+    tracked_run::TrackedRun,
+};
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+/// The largest number of runs whose state is kept in memory. The runs that were not used for the
+/// longest time are dropped first.
+const MAX_TRACKED_RUNS: usize = 64;
+/// How long the list of runs is kept before the runs are listed again.
+const LIST_LIFETIME: Duration = Duration::from_secs(2);
+/// The largest number of runs that are listed.
+const MAX_LISTED_RUNS: usize = 500;
+
+/// The state of a run, which several connections share.
+pub(crate) type SharedRun = Arc<Mutex<TrackedRun>>;
+
+/// The runs of a user, or one run, and the state of those that are shown.
+pub struct Dashboard {
+    source: Box<dyn RunSource>,
+    /// The list of runs and the time at which it was made.
+    listed: Mutex<Option<(Instant, Arc<Vec<RunInfo>>)>>,
+    /// The tracked runs by ID, each with the time of its last use.
+    tracked: Mutex<BTreeMap<String, (Instant, SharedRun)>>,
+}
+
+impl std::fmt::Debug for Dashboard {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Dashboard").finish_non_exhaustive()
+    }
+}
+
+/// Locks a mutex, also after a panic of another thread that held the lock.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Dashboard {
+    /// Creates a dashboard of the runs of `source`.
+    pub fn new(source: Box<dyn RunSource>) -> Dashboard {
+        Dashboard { source, listed: Mutex::default(), tracked: Mutex::default() }
+    }
+
+    pub(crate) fn source(&self) -> &dyn RunSource {
+        &*self.source
+    }
+
+    /// Lists the runs, from the newest to the oldest.
+    pub(crate) fn list_runs(&self) -> Arc<Vec<RunInfo>> {
+        let mut listed = lock(&self.listed);
+        if let Some((at, runs)) = &*listed
+            && at.elapsed() < LIST_LIFETIME
+        {
+            return runs.clone();
+        }
+        let mut runs = self.source.list_runs();
+        runs.truncate(MAX_LISTED_RUNS);
+        let runs = Arc::new(runs);
+        *listed = Some((Instant::now(), runs.clone()));
+        runs
+    }
+
+    /// Returns the state of the run with this ID. Begins to track the run if no state is kept.
+    /// Returns `None` if there is no such run.
+    pub(crate) fn find_run(&self, run: &str) -> Option<SharedRun> {
+        if let Some((used, shared)) = lock(&self.tracked).get_mut(run) {
+            *used = Instant::now();
+            return Some(shared.clone());
+        }
+        let info = self.list_runs().iter().find(|info| info.run == run)?.clone();
+        let shared = Arc::new(Mutex::new(TrackedRun::new(self.source(), info)));
+        let mut tracked = lock(&self.tracked);
+        let entry = tracked.entry(run.to_owned()).or_insert_with(|| (Instant::now(), shared));
+        let shared = entry.1.clone();
+        while tracked.len() > MAX_TRACKED_RUNS {
+            let oldest = tracked.iter().min_by_key(|(_, (used, _))| *used).map(|(run, _)| run.clone());
+            tracked.remove(&oldest.unwrap_or_default());
+        }
+        Some(shared)
+    }
+
+    /// Reads the journal of a run until its end or until `limit` has passed, and returns its state.
+    pub(crate) fn load_run(&self, run: &str, limit: Duration) -> Option<SharedRun> {
+        let (shared, end) = (self.find_run(run)?, Instant::now() + limit);
+        while !lock(&shared).refresh(self.source()) && Instant::now() < end {}
+        Some(shared)
+    }
+}

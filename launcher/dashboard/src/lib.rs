@@ -1,0 +1,35 @@
+//! Crate `dashboard`: shows what runs do, from the files of their run directories.
+//!
+//! [`serve`](server::serve) serves a page, its data and metrics to browsers and monitoring systems
+//! of this machine. [`write_report`](report::write_report) writes the page with the data of runs as
+//! one HTML file. Both get the runs from a [`RunSource`].
+//!
+//! Run directories are untrusted input, because programs write into them: every file is read
+//! within limits, and the page shows every text from them as plain text.
+mod access;
+mod chunked_lines;
+mod dashboard;
+mod event_log;
+mod journal_line;
+mod log_files;
+mod metrics;
+mod page;
+mod rank_grid;
+mod report;
+mod request;
+mod response;
+mod routes;
+mod run_numbers;
+mod run_source;
+mod run_view;
+mod series;
+mod server;
+mod stream;
+mod tracked_run;
+pub mod untrusted;
+
+pub use dashboard::Dashboard;
+pub use metrics::format_textfile;
+pub use report::{MAX_REPORT_RUNS, write_report};
+pub use run_source::{RunInfo, RunSource};
+pub use server::{BoundServer, bind};

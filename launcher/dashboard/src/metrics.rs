@@ -1,0 +1,242 @@
+//! Formats the numbers of runs as metrics: in the format of OpenMetrics or of Prometheus.
+use crate::{
+    dashboard::{Dashboard, lock},
+    rank_grid::RankState,
+    tracked_run::TrackedRun,
+};
+use std::{fmt::Write, time::Duration};
+
+/// The largest number of runs with metrics.
+const MAX_RUNS: usize = 32;
+/// How long the metrics of a run wait until its journal is read.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// A format of metrics.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MetricsFormat {
+    /// OpenMetrics 1.0, which Prometheus requests.
+    OpenMetrics,
+    /// The text format of Prometheus, version 0.0.4, which node exporters read from files.
+    Prometheus,
+}
+
+/// The type of a metric.
+#[derive(Clone, Copy, PartialEq)]
+enum MetricType {
+    Gauge,
+    Counter,
+}
+
+/// A metric of a run.
+struct Metric {
+    /// The name without the suffix `_total` of counters.
+    name: &'static str,
+    kind: MetricType,
+    help: &'static str,
+    /// Returns the value of the metric for a run, if the run has one.
+    value: fn(&TrackedRun) -> Option<f64>,
+}
+
+/// The metrics of each run.
+const METRICS: [Metric; 19] = [
+    Metric {
+        name: "launch_run_active",
+        kind: MetricType::Gauge,
+        help: "Whether the run is active.",
+        value: |run| Some(f64::from(u8::from(run.info.is_active))),
+    },
+    Metric {
+        name: "launch_run_start_time_seconds",
+        kind: MetricType::Gauge,
+        help: "Start of the run since 1970.",
+        value: |run| Some(run.info.began_ms as f64 / 1000.0),
+    },
+    Metric {
+        name: "launch_run_exit_code",
+        kind: MetricType::Gauge,
+        help: "Exit code of a run that has ended.",
+        value: |run| run.view.numbers.exit_code.map(f64::from),
+    },
+    Metric {
+        name: "launch_last_event_time_seconds",
+        kind: MetricType::Gauge,
+        help: "Time of the newest event since 1970.",
+        value: |run| run.view.numbers.time,
+    },
+    Metric {
+        name: "launch_workers",
+        kind: MetricType::Gauge,
+        help: "Number of workers of the current attempt.",
+        value: |run| Some(f64::from(run.view.grid.world())),
+    },
+    Metric {
+        name: "launch_hosts",
+        kind: MetricType::Gauge,
+        help: "Number of hosts of the current attempt.",
+        value: |run| Some(run.view.grid.host_count() as f64),
+    },
+    Metric {
+        name: "launch_workers_running",
+        kind: MetricType::Gauge,
+        help: "Number of workers that train.",
+        value: |run| Some(run.view.grid.count(RankState::Running) as f64),
+    },
+    Metric {
+        name: "launch_step",
+        kind: MetricType::Gauge,
+        help: "Optimizer steps that are done.",
+        value: |run| run.view.numbers.step.map(|v| v as f64),
+    },
+    Metric {
+        name: "launch_steps_planned",
+        kind: MetricType::Gauge,
+        help: "Optimizer steps of the whole training.",
+        value: |run| run.view.numbers.total_steps.map(|v| v as f64),
+    },
+    Metric {
+        name: "launch_step_seconds",
+        kind: MetricType::Gauge,
+        help: "Duration of the newest step.",
+        value: |run| run.view.numbers.step_s,
+    },
+    Metric {
+        name: "launch_loss",
+        kind: MetricType::Gauge,
+        help: "Loss of the newest step.",
+        value: |run| run.view.numbers.loss,
+    },
+    Metric {
+        name: "launch_eval_loss",
+        kind: MetricType::Gauge,
+        help: "Loss of the newest evaluation.",
+        value: |run| run.view.numbers.eval_loss,
+    },
+    Metric {
+        name: "launch_grad_norm",
+        kind: MetricType::Gauge,
+        help: "Norm of the gradients of the newest step.",
+        value: |run| run.view.numbers.grad_norm,
+    },
+    Metric {
+        name: "launch_learning_rate",
+        kind: MetricType::Gauge,
+        help: "Learning rate of the newest step.",
+        value: |run| run.view.numbers.lr,
+    },
+    Metric {
+        name: "launch_tokens_per_second",
+        kind: MetricType::Gauge,
+        help: "Tokens per second of all ranks.",
+        value: |run| run.view.numbers.tokens_per_s,
+    },
+    Metric {
+        name: "launch_peak_rss_bytes",
+        kind: MetricType::Gauge,
+        help: "Largest resident set of a rank.",
+        value: |run| run.view.numbers.peak_rss.map(|v| v as f64),
+    },
+    Metric {
+        name: "launch_exposed_communication_seconds",
+        kind: MetricType::Gauge,
+        help: "Time for which computation waited for collectives in the newest step.",
+        value: |run| run.view.numbers.exposed_comm_s,
+    },
+    Metric {
+        name: "launch_restarts",
+        kind: MetricType::Counter,
+        help: "Restarts of the workers.",
+        value: |run| Some(run.view.numbers.restarts as f64),
+    },
+    Metric {
+        name: "launch_checkpoints",
+        kind: MetricType::Counter,
+        help: "Checkpoints that were saved.",
+        value: |run| Some(run.view.numbers.checkpoints as f64),
+    },
+];
+
+impl MetricsFormat {
+    /// Returns the value of the header `Content-Type`.
+    pub(crate) fn content_type(self) -> &'static str {
+        match self {
+            MetricsFormat::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
+            MetricsFormat::Prometheus => "text/plain; version=0.0.4; charset=utf-8",
+        }
+    }
+}
+
+/// Formats the metrics of runs for a file that a node exporter reads.
+pub fn format_textfile(dashboard: &Dashboard) -> String {
+    format_metrics(dashboard, MetricsFormat::Prometheus)
+}
+
+/// Formats the metrics of the active runs, of runs that the user has named, and of the newest run.
+pub(crate) fn format_metrics(dashboard: &Dashboard, format: MetricsFormat) -> String {
+    let listed = dashboard.list_runs();
+    let shown = listed.iter().enumerate().filter(|(at, info)| *at == 0 || info.is_active || info.is_named);
+    let names = shown.take(MAX_RUNS).map(|(_, info)| &info.run);
+    let runs: Vec<_> = names.filter_map(|run| dashboard.load_run(run, LOAD_TIMEOUT)).collect();
+    let mut text = String::new();
+    for metric in &METRICS {
+        let suffix = if metric.kind == MetricType::Counter { "_total" } else { "" };
+        let (name, help) = (metric.name, metric.help);
+        let kind = if metric.kind == MetricType::Counter { "counter" } else { "gauge" };
+        // A family has the suffix of its samples in the format of Prometheus only.
+        let family_suffix = if format == MetricsFormat::Prometheus { suffix } else { "" };
+        let mut samples = String::new();
+        for run in &runs {
+            let run = lock(run);
+            if let Some(value) = (metric.value)(&run).filter(|value| value.is_finite()) {
+                let labels = format!(
+                    r#"run="{}",job_name="{}""#,
+                    escape_label(&run.info.run),
+                    escape_label(&run.info.name)
+                );
+                // Writing to a string cannot fail.
+                _ = writeln!(samples, "{name}{suffix}{{{labels}}} {value:?}");
+            }
+        }
+        if !samples.is_empty() {
+            _ = write!(
+                text,
+                "# HELP {name}{family_suffix} {help}\n# TYPE {name}{family_suffix} {kind}\n{samples}"
+            );
+        }
+    }
+    if format == MetricsFormat::OpenMetrics {
+        text.push_str("# EOF\n");
+    }
+    text
+}
+
+/// Escapes the value of a label.
+fn escape_label(value: &str) -> String {
+    let value: String =
+        value.chars().map(|c| if c.is_control() && c != '\n' { '\u{fffd}' } else { c }).collect();
+    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::untrusted::testing::build_dashboard;
+
+    #[test]
+    fn both_formats_have_the_numbers_of_a_run() {
+        let (_directory, dashboard) = build_dashboard("a \"quoted\"\\name\n");
+        let text = format_metrics(&dashboard, MetricsFormat::Prometheus);
+        let labels = r#"{run="r1",job_name="a \"quoted\"\\name\n"}"#;
+        for line in [
+            "# TYPE launch_restarts_total counter".to_owned(),
+            format!("launch_restarts_total{labels} 1.0"),
+            format!("launch_loss{labels} 3.0"),
+            format!("launch_hosts{labels} 2.0"),
+        ] {
+            assert!(text.lines().any(|l| l == line), "{line}\n{text}");
+        }
+        assert!(!text.contains("EOF"));
+        let text = format_metrics(&dashboard, MetricsFormat::OpenMetrics);
+        assert!(text.contains("# TYPE launch_restarts counter\nlaunch_restarts_total{"), "{text}");
+        assert!(text.ends_with("# EOF\n"));
+    }
+}

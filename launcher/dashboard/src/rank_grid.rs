@@ -1,0 +1,194 @@
+//! [`RankGrid`]: the ranks of a run by host, each with its state, as the events show them.
+use crate::journal_line::limit_text;
+use serde::Serialize;
+use std::{collections::BTreeMap, time::Duration};
+
+/// The largest number of ranks whose states are kept. Further ranks are only counted.
+pub(crate) const MAX_RANKS: u32 = 16 << 10;
+/// The largest number of hosts that are kept.
+const MAX_HOSTS: usize = 4096;
+/// The longest name of a host that is kept, in bytes.
+const MAX_HOST_BYTES: usize = 256;
+
+/// What a rank does, as far as the events show.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RankState {
+    /// The rank is being started.
+    Starting,
+    /// The rank trains, or its program runs.
+    Running,
+    /// The rank is the root cause of a failure.
+    Failed,
+    /// The rank was ended, because another rank failed or the run was stopped.
+    Ended,
+    /// The rank ended with success.
+    Done,
+}
+
+impl RankState {
+    /// Returns the letter of the state in the text that the page gets.
+    fn letter(self) -> char {
+        match self {
+            RankState::Starting => 's',
+            RankState::Running => 'r',
+            RankState::Failed => 'f',
+            RankState::Ended => 'e',
+            RankState::Done => 'd',
+        }
+    }
+}
+
+/// A host and its ranks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+struct HostRow {
+    host: String,
+    first_rank: u32,
+    workers: u32,
+}
+
+/// The ranks of the current attempt of a run.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct RankGrid {
+    world: u32,
+    hosts: Vec<HostRow>,
+    states: Vec<RankState>,
+    /// The number of failures of each rank that has failed, over all attempts.
+    failures: BTreeMap<u32, u32>,
+    /// The number of messages of each rank that has reported one.
+    notices: BTreeMap<u32, u32>,
+}
+
+/// A grid as the page gets it.
+#[derive(Debug, Serialize)]
+pub(crate) struct GridJson<'a> {
+    world: u32,
+    hosts: &'a [HostRow],
+    /// A letter for the state of each rank.
+    pub(crate) states: String,
+    failures: &'a BTreeMap<u32, u32>,
+    notices: &'a BTreeMap<u32, u32>,
+    /// The seconds since the last output of each rank with a log on this machine.
+    output_age_s: BTreeMap<u32, u64>,
+}
+
+impl RankGrid {
+    /// Begins an attempt with `world` workers on one host, whose name may be unknown.
+    pub(crate) fn place_on_one_host(&mut self, world: u32, host: &str) {
+        self.place(world, &[host.to_owned()], &[world]);
+    }
+
+    /// Begins an attempt with `world` workers. `workers` is the number of workers of each host. If
+    /// it does not match `hosts`, all ranks are in one row, which names all hosts.
+    pub(crate) fn place(&mut self, world: u32, hosts: &[String], workers: &[u32]) {
+        self.world = world;
+        self.states = vec![RankState::Starting; world.min(MAX_RANKS) as usize];
+        let sum: u64 = workers.iter().map(|n| u64::from(*n)).sum();
+        let is_complete = hosts.len() == workers.len() && sum == u64::from(world);
+        self.hosts.clear();
+        if !is_complete {
+            let host = limit_text(hosts.join(", "), MAX_HOST_BYTES);
+            self.hosts.push(HostRow { host, first_rank: 0, workers: world });
+            return;
+        }
+        let mut first_rank = 0;
+        for (host, workers) in hosts.iter().zip(workers).take(MAX_HOSTS) {
+            let host = limit_text(host.clone(), MAX_HOST_BYTES);
+            self.hosts.push(HostRow { host, first_rank, workers: *workers });
+            first_rank += workers;
+        }
+    }
+
+    /// Sets the state of all ranks.
+    pub(crate) fn set_all(&mut self, state: RankState) {
+        self.states.fill(state);
+    }
+
+    /// Records the end of an attempt. `rank` is the root cause, if a worker is.
+    pub(crate) fn record_failure(&mut self, rank: Option<u32>) {
+        self.set_all(RankState::Ended);
+        let Some(rank) = rank.filter(|rank| *rank < MAX_RANKS) else { return };
+        if let Some(state) = self.states.get_mut(rank as usize) {
+            *state = RankState::Failed;
+        }
+        *self.failures.entry(rank).or_default() += 1;
+    }
+
+    /// Records the end of the run. Keeps the failed ranks.
+    pub(crate) fn record_end(&mut self, is_success: bool) {
+        let end = if is_success { RankState::Done } else { RankState::Ended };
+        self.states.iter_mut().filter(|state| **state != RankState::Failed).for_each(|state| *state = end);
+    }
+
+    /// Records a message of a rank.
+    pub(crate) fn record_notice(&mut self, rank: u32) {
+        if rank < MAX_RANKS {
+            *self.notices.entry(rank).or_default() += 1;
+        }
+    }
+
+    /// Returns the grid as the page gets it. `output_ages` is the time since the last output of
+    /// each rank with a log.
+    pub(crate) fn to_json(&self, output_ages: &BTreeMap<u32, Duration>) -> GridJson<'_> {
+        GridJson {
+            world: self.world,
+            hosts: &self.hosts,
+            states: self.states.iter().map(|state| state.letter()).collect(),
+            failures: &self.failures,
+            notices: &self.notices,
+            output_age_s: output_ages.iter().map(|(rank, age)| (*rank, age.as_secs())).collect(),
+        }
+    }
+
+    pub(crate) fn world(&self) -> u32 {
+        self.world
+    }
+
+    pub(crate) fn host_count(&self) -> usize {
+        self.hosts.len()
+    }
+
+    /// Counts the ranks in a state.
+    pub(crate) fn count(&self, state: RankState) -> usize {
+        self.states.iter().filter(|s| **s == state).count()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(grid: &RankGrid) -> Vec<(&str, u32, u32)> {
+        grid.hosts.iter().map(|row| (row.host.as_str(), row.first_rank, row.workers)).collect()
+    }
+
+    #[test]
+    fn ranks_are_placed_on_their_hosts() {
+        let hosts = ["a".to_owned(), "b".to_owned()];
+        let mut grid = RankGrid::default();
+        grid.place(5, &hosts, &[2, 3]);
+        assert_eq!(names(&grid), [("a", 0, 2), ("b", 2, 3)]);
+        // A journal of an earlier version has no numbers of workers.
+        grid.place(5, &hosts, &[]);
+        assert_eq!(names(&grid), [("a, b", 0, 5)]);
+        grid.place(u32::MAX, &hosts, &[u32::MAX, u32::MAX]);
+        assert_eq!((names(&grid), grid.states.len()), (vec![("a, b", 0, u32::MAX)], MAX_RANKS as usize));
+    }
+
+    #[test]
+    fn the_rank_that_failed_is_marked_until_the_next_attempt() {
+        let mut grid = RankGrid::default();
+        grid.place_on_one_host(3, "a");
+        grid.set_all(RankState::Running);
+        grid.record_failure(Some(1));
+        grid.record_end(false);
+        grid.record_failure(Some(u32::MAX));
+        let states = grid.to_json(&BTreeMap::new()).states;
+        assert_eq!(states, "eee", "a rank that does not exist");
+        grid.place_on_one_host(3, "a");
+        grid.set_all(RankState::Running);
+        grid.record_failure(Some(1));
+        grid.record_end(false);
+        assert_eq!(grid.to_json(&BTreeMap::new()).states, "efe");
+        assert_eq!(grid.failures, [(1, 2)].into());
+    }
+}

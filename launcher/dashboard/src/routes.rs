@@ -1,0 +1,74 @@
+//! Answers requests that have passed the checks of access.
+use crate::{
+    access::Token,
+    dashboard::{Dashboard, lock},
+    log_files::{list_logs, read_log, search_logs},
+    metrics::{MetricsFormat, format_metrics},
+    page,
+    request::Request,
+    response::Response,
+};
+use serde_json::json;
+use std::collections::BTreeMap;
+
+/// The path of the stream of events, which the server answers itself.
+pub(crate) const STREAM_PATH: &str = "/api/stream";
+
+/// Answers a request. Reads files, so the caller must be allowed to block.
+pub(crate) fn answer(dashboard: &Dashboard, token: &Token, request: &Request) -> Response {
+    match request.path.as_str() {
+        "/" | "/index.html" => Response::new("text/html; charset=utf-8", page::format_live_page(token)),
+        "/app.js" => Response::new("text/javascript; charset=utf-8", page::SCRIPT),
+        "/style.css" => Response::new("text/css; charset=utf-8", page::STYLE),
+        "/favicon.svg" => Response::new("image/svg+xml", page::ICON),
+        "/metrics" => {
+            let is_open = request.accept.contains("application/openmetrics-text");
+            let format = if is_open { MetricsFormat::OpenMetrics } else { MetricsFormat::Prometheus };
+            Response::new(format.content_type(), format_metrics(dashboard, format))
+        }
+        "/api/runs" => Response::json(&*dashboard.list_runs()),
+        "/api/logs" => answer_logs(dashboard, request),
+        "/api/log" => answer_log(dashboard, request),
+        "/api/search" => answer_search(dashboard, request),
+        _ => Response::error(404, "no such page"),
+    }
+}
+
+/// Lists the ranks with a log on this machine.
+fn answer_logs(dashboard: &Dashboard, request: &Request) -> Response {
+    match find_logs(dashboard, request) {
+        Some(logs) => Response::json(&logs.keys().collect::<Vec<_>>()),
+        None => Response::error(404, "no such run"),
+    }
+}
+
+/// Answers with the end of a rank's log, or with what was added since an earlier answer.
+fn answer_log(dashboard: &Dashboard, request: &Request) -> Response {
+    let number = |name: &str| request.parameter(name).and_then(|value| value.parse::<u64>().ok());
+    let rank = number("rank").and_then(|rank| u32::try_from(rank).ok());
+    let path = find_logs(dashboard, request).zip(rank).and_then(|(mut logs, rank)| logs.remove(&rank));
+    let Some(path) = path else { return Response::error(404, "no such log") };
+    match read_log(dashboard.source(), &path, number("file").zip(number("end"))) {
+        Ok(part) => Response::json(&part),
+        Err(_) => Response::error(404, "the log is not readable"),
+    }
+}
+
+/// Answers with the lines of the logs that contain a text.
+fn answer_search(dashboard: &Dashboard, request: &Request) -> Response {
+    let Some(mut logs) = find_logs(dashboard, request) else { return Response::error(404, "no such run") };
+    if let Some(rank) = request.parameter("rank").and_then(|rank| rank.parse::<u32>().ok()) {
+        logs.retain(|r, _| *r == rank);
+    }
+    match request.parameter("text") {
+        Some(text) if !text.is_empty() => Response::json(&search_logs(dashboard.source(), &logs, text)),
+        _ => Response::json(&json!({"matches": [], "is_cut": false})),
+    }
+}
+
+/// Lists the logs of the run that a request names.
+fn find_logs(dashboard: &Dashboard, request: &Request) -> Option<BTreeMap<u32, std::path::PathBuf>> {
+    let run = dashboard.find_run(request.parameter("run")?)?;
+    let directory = lock(&run).info.run_dir.join("logs");
+    Some(list_logs(&directory))
+}

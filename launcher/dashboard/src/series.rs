@@ -1,0 +1,254 @@
+//! [`Series`]: a curve with a limited number of points, from which no extreme value is lost.
+use serde::Serialize;
+
+/// The largest number of buckets of a series.
+pub(crate) const MAX_BUCKETS: usize = 1024;
+
+/// A value at an optimizer step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Point {
+    pub(crate) step: u64,
+    pub(crate) value: f64,
+}
+
+/// The points of consecutive steps, of which only four are kept.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Bucket {
+    /// The number of the bucket: its steps divided by the width of the series.
+    index: u64,
+    /// The point with the smallest step. If several points have this step, the one added first.
+    first: Point,
+    /// The point with the largest step. If several points have this step, the one added last.
+    last: Point,
+    /// A point with the smallest value.
+    min: Point,
+    /// A point with the largest value.
+    max: Point,
+}
+
+/// The values of a quantity over the optimizer steps, downsampled while they arrive. Steps are
+/// divided into buckets of equal width. The width doubles when there are too many buckets.
+#[derive(Clone, Debug)]
+pub(crate) struct Series {
+    /// The number of steps in a bucket, a power of two.
+    width: u64,
+    /// The buckets that contain points, in ascending order of their indexes.
+    buckets: Vec<Bucket>,
+    /// A number that increases when other buckets than the last one change.
+    generation: u64,
+}
+
+/// The part of a series that a reader does not have yet.
+#[derive(Debug, PartialEq, Serialize)]
+pub(crate) struct SeriesUpdate {
+    /// The generation of the series.
+    generation: u64,
+    /// The position in the list of buckets from which the reader replaces its buckets.
+    from: usize,
+    /// The new buckets. A bucket is a list of steps and values in turn, in ascending order of the
+    /// steps.
+    buckets: Vec<Vec<f64>>,
+}
+
+/// How much of a series a reader has: the generation, and the number of buckets.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct SeriesPosition {
+    generation: u64,
+    buckets: usize,
+}
+
+impl Default for Series {
+    fn default() -> Series {
+        Series { width: 1, buckets: Vec::new(), generation: 1 }
+    }
+}
+
+impl Bucket {
+    fn new(index: u64, point: Point) -> Bucket {
+        Bucket { index, first: point, last: point, min: point, max: point }
+    }
+
+    /// Adds the points of a bucket whose points were added later than those of this bucket.
+    fn merge(&mut self, later: &Bucket) {
+        if later.first.step < self.first.step {
+            self.first = later.first;
+        }
+        if later.last.step >= self.last.step {
+            self.last = later.last;
+        }
+        if later.min.value < self.min.value {
+            self.min = later.min;
+        }
+        if later.max.value > self.max.value {
+            self.max = later.max;
+        }
+    }
+
+    /// Lists the kept points of the bucket by step, each once.
+    pub(crate) fn list_points(&self) -> Vec<Point> {
+        let (first, last) = (self.first, self.last);
+        let mut middle = [self.min, self.max];
+        middle.sort_by_key(|point| point.step);
+        let mut points = vec![first];
+        points.extend(middle.into_iter().chain([last]));
+        points.dedup();
+        points
+    }
+}
+
+impl Series {
+    /// Adds a value. Ignores a value that is not finite.
+    pub(crate) fn add(&mut self, step: u64, value: f64) {
+        if !value.is_finite() {
+            return;
+        }
+        let bucket = Bucket::new(step / self.width, Point { step, value });
+        match self.buckets.last_mut() {
+            Some(last) if last.index == bucket.index => last.merge(&bucket),
+            Some(last) if last.index > bucket.index => self.add_earlier(&bucket),
+            _ => self.buckets.push(bucket),
+        }
+        while self.buckets.len() > MAX_BUCKETS {
+            self.double_width();
+        }
+    }
+
+    /// Adds a bucket before the last one, which happens when a run repeats steps after a restart.
+    fn add_earlier(&mut self, bucket: &Bucket) {
+        self.generation += 1;
+        match self.buckets.binary_search_by_key(&bucket.index, |b| b.index) {
+            Ok(at) => self.buckets[at].merge(bucket),
+            Err(at) => self.buckets.insert(at, *bucket),
+        }
+    }
+
+    /// Doubles the width of the buckets, and merges those that become one.
+    fn double_width(&mut self) {
+        self.generation += 1;
+        self.width = self.width.saturating_mul(2);
+        let mut merged: Vec<Bucket> = Vec::with_capacity(self.buckets.len() / 2 + 1);
+        for bucket in &self.buckets {
+            let bucket = Bucket { index: bucket.index / 2, ..*bucket };
+            match merged.last_mut() {
+                Some(last) if last.index == bucket.index => last.merge(&bucket),
+                _ => merged.push(bucket),
+            }
+        }
+        self.buckets = merged;
+    }
+
+    /// Returns the value at the largest step.
+    #[cfg(test)]
+    pub(crate) fn last(&self) -> Option<Point> {
+        self.buckets.last().map(|bucket| bucket.last)
+    }
+
+    /// Returns whether no value was added.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.buckets.is_empty()
+    }
+
+    /// Returns the kept points in ascending order of their buckets.
+    #[cfg(test)]
+    pub(crate) fn list_points(&self) -> Vec<Point> {
+        self.buckets.iter().flat_map(Bucket::list_points).collect()
+    }
+
+    /// Returns the buckets that a reader at `position` lacks, and moves `position` to the end.
+    /// Returns `None` if the series is empty.
+    pub(crate) fn take_update(&self, position: &mut SeriesPosition) -> Option<SeriesUpdate> {
+        if self.buckets.is_empty() {
+            return None;
+        }
+        // The last bucket of the reader may have grown since.
+        let from = match position.generation == self.generation {
+            true => position.buckets.saturating_sub(1),
+            false => 0,
+        };
+        *position = SeriesPosition { generation: self.generation, buckets: self.buckets.len() };
+        let flatten =
+            |b: &Bucket| b.list_points().iter().flat_map(|p| [p.step as f64, p.value]).collect::<Vec<f64>>();
+        let buckets = self.buckets[from.min(self.buckets.len())..].iter().map(flatten).collect();
+        Some(SeriesUpdate { generation: self.generation, from, buckets })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn build(points: &[(u64, f64)]) -> Series {
+        let mut series = Series::default();
+        points.iter().for_each(|(step, value)| series.add(*step, *value));
+        series
+    }
+
+    /// Applies the updates of a series to the buckets of a reader, as the page does.
+    fn apply(buckets: &mut Vec<Vec<f64>>, update: Option<SeriesUpdate>) {
+        let Some(update) = update else { return };
+        buckets.truncate(update.from);
+        buckets.extend(update.buckets);
+    }
+
+    #[test]
+    fn a_million_steps_keep_a_spike_of_one_step() {
+        let mut series = Series::default();
+        for step in 1..=1_000_000u64 {
+            series.add(step, if step == 654_321 { 99.0 } else { 2.0 + 1.0 / step as f64 });
+        }
+        let points = series.list_points();
+        assert!(series.buckets.len() <= MAX_BUCKETS && points.len() <= 4 * MAX_BUCKETS, "{}", points.len());
+        assert!(series.buckets.len() > MAX_BUCKETS / 3, "{}", series.buckets.len());
+        assert!(points.contains(&Point { step: 654_321, value: 99.0 }));
+        assert_eq!(points[0], Point { step: 1, value: 3.0 });
+        assert_eq!(series.last().map(|p| p.step), Some(1_000_000));
+    }
+
+    #[test]
+    fn values_that_are_not_finite_are_ignored_and_extreme_steps_accepted() {
+        let series = build(&[(1, f64::NAN), (2, f64::INFINITY), (u64::MAX, 1.0), (0, 2.0)]);
+        assert_eq!(series.list_points().len(), 2);
+        let spread: Vec<(u64, f64)> = (0..64).map(|bit| (1u64 << bit, f64::from(bit))).collect();
+        let mut series = build(&spread);
+        (0..5000).for_each(|n| series.add(u64::MAX - n * (1 << 50), 0.5));
+        assert!(series.buckets.len() <= MAX_BUCKETS);
+    }
+
+    proptest! {
+        #[test]
+        fn the_first_last_smallest_and_largest_points_are_kept(
+            values in prop::collection::vec((0u64..200_000, -1e9f64..1e9), 1..6000),
+        ) {
+            let points = build(&values).list_points();
+            prop_assert!(points.len() <= 4 * MAX_BUCKETS);
+            let kept = |value: f64| points.iter().any(|p| p.value == value);
+            prop_assert!(kept(values.iter().map(|v| v.1).fold(f64::INFINITY, f64::min)));
+            prop_assert!(kept(values.iter().map(|v| v.1).fold(f64::NEG_INFINITY, f64::max)));
+            let first = values.iter().map(|v| v.0).min();
+            let last = values.iter().map(|v| v.0).max();
+            prop_assert_eq!((points.first().map(|p| p.step), points.last().map(|p| p.step)), (first, last));
+            // No point is made up, and steps ascend.
+            prop_assert!(points.iter().all(|p| values.contains(&(p.step, p.value))));
+            prop_assert!(points.windows(2).all(|w| w[0].step <= w[1].step));
+        }
+
+        #[test]
+        fn updates_lead_to_the_buckets_of_the_series(
+            values in prop::collection::vec((0u64..5_000, -1e3f64..1e3), 1..3000),
+            every in 1usize..700,
+        ) {
+            let (mut series, mut position, mut buckets) = (Series::default(), SeriesPosition::default(), vec![]);
+            for (n, (step, value)) in values.iter().enumerate() {
+                series.add(*step, *value);
+                if n % every == 0 {
+                    apply(&mut buckets, series.take_update(&mut position));
+                }
+            }
+            apply(&mut buckets, series.take_update(&mut position));
+            let mut complete = vec![];
+            apply(&mut complete, series.take_update(&mut SeriesPosition::default()));
+            prop_assert_eq!(buckets, complete);
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! Serves the dashboard over HTTP on a loopback address.
+use crate::{
+    access::Token,
+    dashboard::Dashboard,
+    request::{MAX_HEAD_BYTES, Request},
+    response::Response,
+    routes::{self, STREAM_PATH},
+    stream::RunStream,
+};
+use std::{
+    io,
+    net::{Ipv4Addr, TcpListener as StdListener},
+    sync::Arc,
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+    sync::Semaphore,
+    task::spawn_blocking,
+    time::{sleep, timeout},
+};
+
+/// The largest number of connections. Further connections are closed.
+const MAX_CONNECTIONS: usize = 64;
+/// The largest number of streams of events, so that connections for other requests remain.
+const MAX_STREAMS: usize = 32;
+/// The largest number of threads that read files.
+const MAX_THREADS: usize = 8;
+/// The time in which a client must send the head of a request.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
+/// The time in which a client must receive an answer, or a message of a stream.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(15);
+/// The interval at which a stream looks for new data.
+const STREAM_INTERVAL: Duration = Duration::from_millis(500);
+/// The number of intervals without data after which a stream sends a comment, so that a client
+/// that is gone is noticed.
+const QUIET_INTERVALS: u32 = 20;
+/// The pause after a connection could not be accepted, for example because of too many open files.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
+
+/// A server whose port is bound.
+#[derive(Debug)]
+pub struct BoundServer {
+    listener: StdListener,
+    port: u16,
+    shared: Shared,
+}
+
+/// What all connections share.
+#[derive(Clone)]
+struct Shared {
+    dashboard: Arc<Dashboard>,
+    token: Token,
+    streams: Arc<Semaphore>,
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Shared").finish_non_exhaustive()
+    }
+}
+
+/// Binds a port of the loopback address 127.0.0.1, and creates a token. Port 0 binds a free port.
+pub fn bind(dashboard: Arc<Dashboard>, port: u16) -> io::Result<BoundServer> {
+    let listener = StdListener::bind((Ipv4Addr::LOCALHOST, port))?;
+    listener.set_nonblocking(true)?;
+    let port = listener.local_addr()?.port();
+    let streams = Arc::new(Semaphore::new(MAX_STREAMS));
+    Ok(BoundServer { listener, port, shared: Shared { dashboard, token: Token::create()?, streams } })
+}
+
+impl BoundServer {
+    /// Returns the address of the page, with the token. `path` begins with `/`.
+    pub fn address(&self, path: &str) -> String {
+        format!("http://127.0.0.1:{}{path}?token={}", self.port, self.shared.token.as_str())
+    }
+
+    /// Serves requests until the process ends. Fails if the event loop cannot be started.
+    pub fn run(self) -> io::Result<()> {
+        let mut builder = tokio::runtime::Builder::new_current_thread();
+        let runtime = builder.enable_io().enable_time().max_blocking_threads(MAX_THREADS).build()?;
+        runtime.block_on(async move {
+            let listener = TcpListener::from_std(self.listener)?;
+            let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+            loop {
+                let Ok((stream, _)) = listener.accept().await else {
+                    sleep(ACCEPT_PAUSE).await;
+                    continue;
+                };
+                // Without a permit, the connection is closed when `stream` is dropped.
+                let Ok(permit) = connections.clone().try_acquire_owned() else { continue };
+                let shared = self.shared.clone();
+                tokio::spawn(async move {
+                    // A client that closes the connection gets no answer.
+                    _ = serve_connection(stream, shared).await;
+                    drop(permit);
+                });
+            }
+        })
+    }
+}
+
+/// Answers the request of one connection.
+async fn serve_connection(mut stream: TcpStream, shared: Shared) -> io::Result<()> {
+    let request = match timeout(HEAD_TIMEOUT, read_request(&mut stream)).await {
+        Ok(Ok(Some(request))) => request,
+        Ok(Ok(None)) => return Ok(()),
+        Ok(Err(response)) => return send(&mut stream, &response, true).await,
+        Err(_) => {
+            let response = Response::error(408, "the head of the request took too long");
+            return send(&mut stream, &response, true).await;
+        }
+    };
+    let has_body = request.method != "HEAD";
+    if let Err(error) = shared.token.check(&request) {
+        return send(&mut stream, &Response::error(error.status(), error), has_body).await;
+    }
+    if !matches!(request.method.as_str(), "GET" | "HEAD") {
+        return send(&mut stream, &Response::error(405, "only GET and HEAD are allowed"), has_body).await;
+    }
+    if request.path == STREAM_PATH && has_body {
+        return serve_stream(stream, shared, &request).await;
+    }
+    let answer = spawn_blocking(move || routes::answer(&shared.dashboard, &shared.token, &request)).await;
+    let response = answer.unwrap_or_else(|_| Response::error(500, "internal error"));
+    send(&mut stream, &response, has_body).await
+}
+
+/// Reads the head of a request. Returns `None` if the client sends nothing. Fails with the answer
+/// to an invalid request.
+async fn read_request(stream: &mut TcpStream) -> Result<Option<Request>, Response> {
+    let (mut head, mut length) = (vec![0; MAX_HEAD_BYTES], 0);
+    loop {
+        let n = stream.read(&mut head[length..]).await.unwrap_or(0);
+        length += n;
+        if n == 0 && length < MAX_HEAD_BYTES {
+            return Ok(None);
+        }
+        match Request::parse(&head[..length]) {
+            Ok(Some(request)) => return Ok(Some(request)),
+            Ok(None) => {}
+            Err(error) => {
+                let status = if error == crate::request::RequestError::TooLarge { 431 } else { 400 };
+                return Err(Response::error(status, error));
+            }
+        }
+    }
+}
+
+/// Sends an answer, and closes the connection.
+async fn send(stream: &mut TcpStream, response: &Response, has_body: bool) -> io::Result<()> {
+    let head = Response::format_head(response.status, response.content_type, Some(response.body.len()));
+    write_within_limit(stream, head.as_bytes()).await?;
+    if has_body {
+        write_within_limit(stream, &response.body).await?;
+    }
+    stream.shutdown().await
+}
+
+/// Writes bytes. Fails if the client does not receive them in time.
+async fn write_within_limit(stream: &mut TcpStream, bytes: &[u8]) -> io::Result<()> {
+    timeout(WRITE_TIMEOUT, stream.write_all(bytes)).await.map_err(|_| io::ErrorKind::TimedOut)?
+}
+
+/// Sends the changes of runs as server-sent events, until the client closes the connection.
+async fn serve_stream(mut stream: TcpStream, shared: Shared, request: &Request) -> io::Result<()> {
+    let Ok(_permit) = shared.streams.clone().try_acquire_owned() else {
+        return send(&mut stream, &Response::error(503, "too many pages are open"), true).await;
+    };
+    let head = Response::format_head(200, "text/event-stream", None);
+    write_within_limit(&mut stream, head.as_bytes()).await?;
+    let mut runs = RunStream::new(request.list_parameters("run"));
+    let mut quiet = 0;
+    loop {
+        let dashboard = shared.dashboard.clone();
+        let built = spawn_blocking(move || {
+            let messages = runs.build_messages(&dashboard);
+            (runs, messages)
+        });
+        let (returned, (messages, has_more)) = built.await.map_err(io::Error::other)?;
+        runs = returned;
+        quiet = if messages.is_empty() { quiet + 1 } else { 0 };
+        if !messages.is_empty() {
+            write_within_limit(&mut stream, messages.as_bytes()).await?;
+        } else if quiet % QUIET_INTERVALS == 0 {
+            write_within_limit(&mut stream, b":\n\n").await?;
+        }
+        if !has_more && is_closed_within(&mut stream, STREAM_INTERVAL).await {
+            return Ok(());
+        }
+    }
+}
+
+/// Waits for `interval`. Returns early, and returns true, if the client closes the connection.
+async fn is_closed_within(stream: &mut TcpStream, interval: Duration) -> bool {
+    let mut byte = [0];
+    matches!(timeout(interval, stream.read(&mut byte)).await, Ok(Ok(0) | Err(_)))
+}

@@ -1,0 +1,182 @@
+//! [`TrackedRun`]: a run whose journal is read as it grows.
+use crate::{
+    chunked_lines::ChunkedLines,
+    journal_line::limit_value,
+    log_files::read_output_ages,
+    rank_grid::GridJson,
+    run_source::{RunInfo, RunSource},
+    run_view::{RunView, SERIES, SERIES_NAMES},
+    series::{SeriesPosition, SeriesUpdate},
+};
+use serde::Serialize;
+use serde_json::Value;
+use std::{
+    collections::BTreeMap,
+    io::Read,
+    time::{Duration, Instant},
+};
+
+/// The number of bytes of a journal that one refresh reads.
+const REFRESH_BYTES: u64 = 4 << 20;
+/// The number of bytes of a `job.json` that are read. A longer file is not shown.
+const MAX_JOB_BYTES: u64 = 4 << 20;
+/// The largest number of values of a job that are shown.
+const MAX_JOB_VALUES: usize = 20_000;
+/// The interval at which the state of a run, and the ages of its logs, are determined.
+const STATE_INTERVAL: Duration = Duration::from_secs(2);
+/// The largest number of logs whose age is determined.
+const MAX_AGED_LOGS: usize = 4096;
+
+/// A run, the state that its journal records, and its job.
+#[derive(Debug)]
+pub(crate) struct TrackedRun {
+    pub(crate) info: RunInfo,
+    pub(crate) view: RunView,
+    /// The content of `job.json`; `Null` if the file is not readable.
+    job: Value,
+    journal: ChunkedLines,
+    /// The share of the journal that was read, from 0 to 1.
+    pub(crate) share: f64,
+    /// Whether the journal was read to its end.
+    pub(crate) is_loaded: bool,
+    /// A number that increases when a reader must begin again, because the journal was replaced.
+    epoch: u64,
+    /// A number that increases with every change.
+    version: u64,
+    output_ages: BTreeMap<u32, Duration>,
+    next_state: Instant,
+}
+
+/// How much of a run a reader has.
+#[derive(Debug, Default)]
+pub(crate) struct RunPosition {
+    epoch: u64,
+    version: u64,
+    series: [SeriesPosition; SERIES],
+    events: u64,
+    marks: u64,
+}
+
+/// The part of a run that a reader does not have yet.
+#[derive(Debug, Serialize)]
+pub(crate) struct RunUpdate<'a> {
+    /// Whether the reader must drop what it has of the run.
+    reset: bool,
+    info: &'a RunInfo,
+    numbers: Value,
+    /// The share of the journal that was read, from 0 to 1.
+    share: f64,
+    ranks: GridJson<'a>,
+    series: BTreeMap<&'static str, SeriesUpdate>,
+    events: Vec<Value>,
+    /// All marks; absent if no mark was added.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    marks: Option<Value>,
+    /// The job; absent if the reader has it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    job: Option<&'a Value>,
+}
+
+impl TrackedRun {
+    pub(crate) fn new(source: &dyn RunSource, info: RunInfo) -> TrackedRun {
+        let job = read_job(source, &info).unwrap_or_default();
+        let view = create_view(&job, &info);
+        let journal = ChunkedLines::new(info.run_dir.join("events.jsonl"));
+        TrackedRun {
+            info,
+            view,
+            job,
+            journal,
+            share: 0.0,
+            is_loaded: false,
+            epoch: 1,
+            version: 1,
+            output_ages: BTreeMap::new(),
+            next_state: Instant::now(),
+        }
+    }
+
+    /// Reads the next part of the journal and, from time to time, the state of the run. Returns
+    /// whether the journal was read to its end.
+    pub(crate) fn refresh(&mut self, source: &dyn RunSource) -> bool {
+        if Instant::now() >= self.next_state {
+            self.refresh_state(source);
+        }
+        let (mut lines, view) = (0, &mut self.view);
+        let read = self.journal.read(source, REFRESH_BYTES, &mut |line| {
+            lines += 1;
+            view.add_line(line);
+        });
+        self.version += u64::from(lines > 0);
+        match read {
+            // A run without a journal has just begun, or its files were removed.
+            Err(_) => (self.share, self.is_loaded) = (1.0, true),
+            Ok(progress) if progress.is_replaced => {
+                self.view = create_view(&self.job, &self.info);
+                (self.share, self.is_loaded) = (0.0, false);
+                (self.epoch, self.version) = (self.epoch + 1, self.version + 1);
+            }
+            Ok(progress) => (self.share, self.is_loaded) = (progress.share, progress.is_at_end),
+        }
+        self.is_loaded
+    }
+
+    fn refresh_state(&mut self, source: &dyn RunSource) {
+        self.next_state = Instant::now() + STATE_INTERVAL;
+        if let Some(info) = source.reload_run(&self.info).filter(|info| *info != self.info) {
+            self.info = info;
+            self.version += 1;
+        }
+        if self.info.is_active {
+            self.output_ages = read_output_ages(&self.info.run_dir.join("logs"), MAX_AGED_LOGS);
+            self.version += u64::from(!self.output_ages.is_empty());
+        } else {
+            self.output_ages.clear();
+        }
+    }
+
+    /// Returns what a reader at `position` lacks, and moves `position` to the present state.
+    /// Returns `None` if nothing has changed.
+    pub(crate) fn take_update(&self, position: &mut RunPosition) -> Option<RunUpdate<'_>> {
+        if (position.epoch, position.version) == (self.epoch, self.version) {
+            return None;
+        }
+        let reset = position.epoch != self.epoch;
+        if reset {
+            *position = RunPosition::default();
+        }
+        let series = SERIES_NAMES.iter().zip(&self.view.series).zip(&mut position.series);
+        let series = series.filter_map(|((name, s), position)| Some((*name, s.take_update(position)?)));
+        let series = series.collect();
+        let to_value = |event| serde_json::to_value(event).unwrap_or_default();
+        let events = self.view.log.list_after(position.events).into_iter().map(to_value).collect();
+        let has_marks = position.marks != self.view.mark_count || reset;
+        let marks = has_marks.then(|| serde_json::to_value(&self.view.marks).unwrap_or_default());
+        (position.epoch, position.version) = (self.epoch, self.version);
+        (position.events, position.marks) = (self.view.log.count(), self.view.mark_count);
+        Some(RunUpdate {
+            reset,
+            info: &self.info,
+            numbers: serde_json::to_value(&self.view.numbers).unwrap_or_default(),
+            share: self.share,
+            ranks: self.view.grid.to_json(&self.output_ages),
+            series,
+            events,
+            marks,
+            job: reset.then_some(&self.job),
+        })
+    }
+}
+
+/// Creates the view of a run without events.
+fn create_view(job: &Value, info: &RunInfo) -> RunView {
+    RunView::new(!job["job"]["train"].is_null(), &info.host)
+}
+
+/// Reads the `job.json` of a run.
+fn read_job(source: &dyn RunSource, info: &RunInfo) -> Option<Value> {
+    let mut bytes = Vec::new();
+    let file = source.open_file(&info.run_dir.join("job.json")).ok()?;
+    file.take(MAX_JOB_BYTES).read_to_end(&mut bytes).ok()?;
+    Some(limit_value(serde_json::from_slice(&bytes).ok()?, &mut MAX_JOB_VALUES.clone()))
+}
