@@ -30,7 +30,7 @@ struct Warp;
 struct Instruction;
 typedef void (*Handler)(Warp&, const Instruction&, uint32_t lanes);
 
-constexpr int OPERANDS = 14;
+constexpr int OPERANDS = 76;
 struct Instruction {
     Handler run = nullptr;
     InstructionKind kind = InstructionKind::PLAIN;
@@ -72,6 +72,7 @@ struct Kernel {
     uint32_t static_end = RESERVED; // where dynamic shared memory begins
     std::vector<Range> variables;   // static variables in shared memory
     unsigned max_threads = 256;     // per block; a kernel needs .maxntid for more, or it may run out of registers
+    bool uses_warpgroups = false;                   // contains instructions of warpgroups
     int smallest_shared_access = 4;                 // bytes of the smallest access to shared memory, at most 4
     int slots = 0;
     std::vector<std::pair<int, uint64_t>> constants; // slot, value
@@ -104,7 +105,7 @@ struct Tokenizer {
         const char* begin = at;
         if (!*at) return "";
         if (strchr("{}()[],;:|<>=", *at)) return std::string(begin, ++at);
-        while (*at && !isspace((unsigned char)*at) && !strchr("{}()[],;:|<>=", *at)) at++;
+        while (*at && !isspace((unsigned char)*at) && (!strchr("{}()[],;:|<>=", *at) || (at[0] == ':' && at[1] == ':'))) at += *at == ':' ? 2 : 1;
         return std::string(begin, at);
     }
     std::string peek() {
@@ -372,6 +373,7 @@ class Parser {
         if (const Opcode* known = find_opcode(opcode)) {
             i.run = known->run;
             i.kind = known->kind;
+            kernel.uses_warpgroups |= opcode.rfind("wgmma", 0) == 0;
             bool masked = opcode == "bar.warp.sync";
             for (const char* begin : {"shfl", "vote", "redux"}) masked |= opcode.rfind(begin, 0) == 0;
             if (masked) i.members = i.slots[--i.count];
