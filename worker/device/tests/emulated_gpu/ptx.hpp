@@ -121,6 +121,9 @@ struct Tokenizer {
             while (*at && *at != '\n') at++;
         }
     }
+    void skip_line() {
+        while (*at && *at != '\n') at++;
+    }
     void until(const char* end) {
         std::string word;
         do word = next();
@@ -147,6 +150,8 @@ class Parser {
         for (std::string word = text.next(); !word.empty(); word = text.next()) {
             if (word == ".version" || word == ".target" || word == ".address_size") text.next();
             else if (word == ".visible" || word == ".extern" || word == ".weak") continue;
+            else if (word == ".file") text.skip_line();
+            else if (word == ".section") text.until("}"); // information for debuggers
             else if (word == ".global") text.until(";"); // constants of templates, which are never read
             else if (word == ".shared") variable(Space::SHARED, module_variables);
             else if (word == ".entry") {
@@ -255,6 +260,7 @@ class Parser {
 
     void statement(std::string word) {
         if (word == ".reg") return declare_registers();
+        if (word == ".loc") return text.skip_line();
         if (word == ".pragma") return text.until(";");
         if (word == ".shared") return variable(Space::SHARED, variables);
         if (word == ".local") return variable(Space::LOCAL, variables);
