@@ -2,7 +2,7 @@
 //! tile of queries or keys. The built-in kernels use tensor cores if all tensors are bf16 and heads
 //! have at most 128 elements, and otherwise compute in f32.
 use super::backend::{Cuda, Work};
-use super::compile::{ATTENTION, FLASH};
+use super::compile::{ATTENTION, FLASH, FLASH_HOPPER};
 use super::cudnn::{AttentionOperands, AttentionPass};
 use super::launch::{KernelArg, LaunchConfig};
 use super::tensor_arg::{TensorArg, f32_gpu_address};
@@ -25,6 +25,9 @@ const FLASH_TILE_ROWS: usize = 128;
 /// of queries, keys, values or gradients. The bytes contain the statistics of two steps of 64 such
 /// rows, and `BlockState`.
 const FLASH_EXTRA_SHARED_BYTES: usize = 2 * 3 * 64 * 4 + 128;
+
+/// The compute capability of Hopper GPUs, whose kernels are in flash_hopper.cu.
+const HOPPER_CAPABILITY: (u32, u32) = (9, 0);
 
 /// Kernel argument with the shape, scale and dropout of an attention. The layout is that of
 /// `Attention` in attention.cuh.
@@ -174,18 +177,111 @@ impl FlashKernel {
     }
 
     /// Returns the order in which the kernel's blocks process heads and tiles for the attention
-    /// shape `s`. All blocks of a head read the same rows, so heads are scheduled in groups whose
-    /// rows fit into half of the L2 cache.
+    /// shape `s`.
     fn compute_block_order(&self, s: AttentionShape, l2_cache_bytes: usize) -> BlockOrder {
-        let tiles = s.t.div_ceil(FLASH_TILE_ROWS);
+        BlockOrder::new(s, FLASH_TILE_ROWS, self.is_by_keys, l2_cache_bytes)
+    }
+}
+
+impl BlockOrder {
+    /// Returns the order in which blocks process heads and tiles of `tile_rows` rows for the
+    /// attention shape `s`. All blocks of a head read the same rows, so heads are scheduled in
+    /// groups whose rows fit into half of the L2 cache.
+    fn new(s: AttentionShape, tile_rows: usize, is_by_keys: bool, l2_cache_bytes: usize) -> BlockOrder {
+        let tiles = s.t.div_ceil(tile_rows);
         let group = s.heads / s.kv_heads;
         let (heads, heads_sharing_rows, rows_per_token) =
-            if self.is_by_keys { (s.kv_heads, 1, group) } else { (s.heads, group, 1) };
+            if is_by_keys { (s.kv_heads, 1, group) } else { (s.heads, group, 1) };
         let total_heads = heads * s.b;
         let bytes_read = 2 * rows_per_token * s.t * s.head_dim * size_of::<u16>();
         let together = (l2_cache_bytes / 2 / bytes_read.max(1)).max(1) * heads_sharing_rows;
         BlockOrder { tiles, heads, total_heads, heads_together: together.min(total_heads) }
     }
+}
+
+/// A kernel of flash_hopper.cu for heads of 64 or 128 elements, which are the two elements of each
+/// array.
+struct HopperKernel {
+    names: [&'static CStr; 2],
+    /// Number of warpgroups per block that own rows. Each owns 64 rows, and another one copies.
+    warpgroups: [usize; 2],
+    /// Number of rows of a tile of the ring in shared memory, and the number of tiles.
+    ring: [(usize, usize); 2],
+    /// Number of tensors whose rows a block owns.
+    owned_tensors: usize,
+    /// True if each block computes results for some keys and iterates over queries, false for the
+    /// reverse.
+    is_by_keys: bool,
+}
+
+/// The kernel of flash_hopper.cu for the forward pass.
+const HOPPER_FORWARD: HopperKernel = HopperKernel {
+    names: [c"hopper_forward_64", c"hopper_forward_128"],
+    warpgroups: [2, 2],
+    ring: [(128, 6), (128, 4)],
+    owned_tensors: 1,
+    is_by_keys: false,
+};
+/// The kernel of flash_hopper.cu that computes the gradients of queries.
+const HOPPER_BACKWARD_Q: HopperKernel = HopperKernel {
+    names: [c"hopper_backward_q_64", c"hopper_backward_q_128"],
+    warpgroups: [2, 2],
+    ring: [(128, 6), (64, 6)],
+    owned_tensors: 2,
+    is_by_keys: false,
+};
+/// The kernel of flash_hopper.cu that computes the gradients of keys and values.
+const HOPPER_BACKWARD_KV: HopperKernel = HopperKernel {
+    names: [c"hopper_backward_kv_64", c"hopper_backward_kv_128"],
+    warpgroups: [3, 2],
+    ring: [(64, 6), (64, 6)],
+    owned_tensors: 2,
+    is_by_keys: true,
+};
+
+impl HopperKernel {
+    /// Returns the number of threads and the bytes of shared memory of a block for heads of
+    /// `head_dim` elements. Shared memory contains the rows that the block owns and the ring, each
+    /// with statistics and first keys, barriers, and the bytes that align the tiles.
+    fn block_size(&self, head_dim: usize) -> (u32, usize) {
+        let index = usize::from(head_dim > 64);
+        let (rows, (tile_rows, tiles)) = (64 * self.warpgroups[index], self.ring[index]);
+        let row_bytes = head_dim * size_of::<u16>();
+        let statistics = if self.is_by_keys { tiles / 2 * tile_rows } else { rows } * 3 * size_of::<f32>();
+        let barriers = (2 * tiles + 1) * size_of::<u64>();
+        let tile_bytes = (self.owned_tensors * rows + tiles * tile_rows) * row_bytes;
+        (128 * (self.warpgroups[index] as u32 + 1), tile_bytes + statistics + barriers + 32 + 1024)
+    }
+
+    /// Enqueues this kernel for the attention shape `s`. The kernel receives `arguments`, then the
+    /// shape and the order of the blocks.
+    fn launch(&self, cuda: &Cuda, s: AttentionShape, arguments: &[&dyn KernelArg]) {
+        let index = usize::from(s.head_dim > 64);
+        let width = (s.heads + 2 * s.kv_heads) * s.head_dim;
+        assert!(s.t <= 1 << 30 && width <= 1 << 30, "attention: {s:?} exceeds the kernel's index range");
+        let properties = cuda.properties();
+        let order =
+            BlockOrder::new(s, 64 * self.warpgroups[index], self.is_by_keys, properties.l2_cache_bytes);
+        let tiles = order.tiles * order.total_heads;
+        assert!(tiles <= i32::MAX as usize, "attention: {s:?} exceeds the grid");
+        let (threads, shared) = self.block_size(s.head_dim);
+        let config = LaunchConfig { grid: [tiles as u32, 1, 1], block: [threads, 1, 1], shared };
+        let shape = AttentionArg::new(s);
+        let arguments: Vec<&dyn KernelArg> =
+            arguments.iter().copied().chain([&shape as &dyn KernelArg, &order]).collect();
+        cuda.launch(FLASH_HOPPER, self.names[index], Work::Config(config), &arguments);
+    }
+}
+
+/// Returns true if the kernels of flash_hopper.cu compute attention of the shape `s` on this GPU.
+/// `tensors` are all tensors of bf16 elements.
+fn uses_hopper_kernels(cuda: &Cuda, s: AttentionShape, tensors: &[&TensorArg]) -> bool {
+    let is_plain = s.softcap.is_none() && s.dropout.is_none();
+    let is_aligned = tensors.iter().all(|tensor| tensor.at.is_multiple_of(16));
+    cuda.properties().capability == HOPPER_CAPABILITY
+        && matches!(s.head_dim, 64 | 128)
+        && is_plain
+        && is_aligned
 }
 
 /// Returns true if the built-in kernels compute attention of the shape `s` on tensor cores, for
@@ -209,6 +305,9 @@ impl AttentionOps for Cuda {
         let (o, lse, qkv) = (TensorArg::from(&o), f32_gpu_address(lse.as_view()), TensorArg::from(qkv));
         let run_built_in = || {
             let starts = self.upload_input("starts", starts);
+            if uses_tensor_cores(&dtypes, s) && uses_hopper_kernels(self, s, &[&o, &qkv]) {
+                return HOPPER_FORWARD.launch(self, s, &[&o, &lse, &qkv, &starts]);
+            }
             if uses_tensor_cores(&dtypes, s) {
                 return FLASH_FORWARD.launch(self, s, &[&o, &lse, &qkv, &starts]);
             }
@@ -249,6 +348,10 @@ impl AttentionOps for Cuda {
             self.launch(ATTENTION, c"attention_delta", Work::Config(config), &[&dots, &d_o, &o, &shape]);
             if uses_tensor_cores(&dtypes, s) {
                 let arguments: [&dyn KernelArg; 6] = [&dqkv, &d_o, &qkv, &lse, &dots, &starts];
+                if uses_hopper_kernels(self, s, &[&dqkv, &d_o, &qkv]) {
+                    HOPPER_BACKWARD_Q.launch(self, s, &arguments);
+                    return HOPPER_BACKWARD_KV.launch(self, s, &arguments);
+                }
                 FLASH_BACKWARD_Q.launch(self, s, &arguments);
                 return FLASH_BACKWARD_KV.launch(self, s, &arguments);
             }

@@ -22,21 +22,41 @@ use std::{
 pub(super) struct KernelSource {
     pub(super) file: &'static str,
     pub(super) text: &'static str,
+    /// True if the kernels use instructions that only Hopper GPUs have.
+    pub(super) is_for_hopper: bool,
+}
+
+/// The architecture of Hopper GPUs, such as the H100 and H200.
+const HOPPER: &str = "sm_90";
+/// The architecture for kernels that use instructions which later GPUs do not support.
+const HOPPER_WITH_ALL_INSTRUCTIONS: &str = "sm_90a";
+
+impl KernelSource {
+    /// Returns the architecture for which this source is compiled for a GPU of the architecture
+    /// `gpu`, such as `sm_90`. Returns `None` if the GPU cannot run the kernels.
+    pub(super) fn find_architecture<'a>(&self, gpu: &'a str) -> Option<&'a str> {
+        match self.is_for_hopper {
+            false => Some(gpu),
+            true => (gpu == HOPPER).then_some(HOPPER_WITH_ALL_INSTRUCTIONS),
+        }
+    }
 }
 
 /// Creates a [`KernelSource`] with the text of a file in `kernels/`, which is included at compile
 /// time.
 macro_rules! source {
     ($file:literal) => {
-        KernelSource { file: $file, text: include_str!(concat!("kernels/", $file)) }
+        KernelSource { file: $file, text: include_str!(concat!("kernels/", $file)), is_for_hopper: false }
     };
 }
 
 /// Names and texts of the headers that kernel sources include.
-const HEADERS: [(&CStr, &str); 3] = [
+const HEADERS: [(&CStr, &str); 5] = [
     (c"common.cuh", include_str!("kernels/common.cuh")),
     (c"attention.cuh", include_str!("kernels/attention.cuh")),
     (c"tiles.cuh", include_str!("kernels/tiles.cuh")),
+    (c"hopper.cuh", include_str!("kernels/hopper.cuh")),
+    (c"flash_hopper.cuh", include_str!("kernels/flash_hopper.cuh")),
 ];
 /// Kernels of elementwise ops, dropout, sums of squares of blocks of elements, and optimizers.
 pub(super) const ELEMENTWISE: KernelSource = source!("elementwise.cu");
@@ -52,11 +72,14 @@ pub(super) const CLASSIFIER: KernelSource = source!("classifier.cu");
 pub(super) const ATTENTION: KernelSource = source!("attention.cu");
 /// Kernels of attention for bf16 tensors, which use tensor cores.
 pub(super) const FLASH: KernelSource = source!("flash.cu");
+/// Kernels of attention for bf16 tensors on the tensor cores of Hopper GPUs.
+pub(super) const FLASH_HOPPER: KernelSource =
+    KernelSource { is_for_hopper: true, ..source!("flash_hopper.cu") };
 /// Kernels that quantize the operands of matmuls to fp8.
 pub(super) const FP8: KernelSource = source!("fp8.cu");
 /// All CUDA source files of this crate.
-pub(super) const SOURCES: [KernelSource; 8] =
-    [ELEMENTWISE, NORM, ACTIVATION, EXPERT_ROWS, CLASSIFIER, ATTENTION, FLASH, FP8];
+pub(super) const SOURCES: [KernelSource; 9] =
+    [ELEMENTWISE, NORM, ACTIVATION, EXPERT_ROWS, CLASSIFIER, ATTENTION, FLASH, FLASH_HOPPER, FP8];
 
 /// Options for NVRTC in addition to the architecture. Option 177 suppresses the warning about a
 /// function of a header that a source does not use. With line information, compute-sanitizer
@@ -334,7 +357,10 @@ impl KernelModules {
         let images = std::thread::scope(|scope| {
             let missing = SOURCES.iter().zip(&self.modules).filter(|(_, module)| module.get().is_none());
             let compiling: Vec<_> = missing
-                .map(|(source, module)| {
+                .filter_map(|(source, module)| {
+                    Some((source, module, source.find_architecture(architecture)?))
+                })
+                .map(|(source, module, architecture)| {
                     (source, module, scope.spawn(|| self.load_or_compile_image(*source, architecture)))
                 })
                 .collect();
@@ -359,7 +385,9 @@ impl KernelModules {
         if let Some(module) = self.modules[index].get() {
             return Ok(module);
         }
-        let image = self.load_or_compile_image(source, &gpu.properties.architecture())?;
+        let gpu_architecture = gpu.properties.architecture();
+        let architecture = source.find_architecture(&gpu_architecture).unwrap_or(&gpu_architecture);
+        let image = self.load_or_compile_image(source, architecture)?;
         let module = KernelModule::load(gpu, source.file, &image)?;
         Ok(self.modules[index].get_or_init(|| module))
     }
@@ -391,6 +419,14 @@ mod tests {
     use super::*;
 
     #[test]
+    fn kernels_for_hopper_are_compiled_for_hopper_only() {
+        assert_eq!(FLASH_HOPPER.find_architecture("sm_90"), Some("sm_90a"));
+        assert_eq!(FLASH_HOPPER.find_architecture("sm_100"), None);
+        assert_eq!(FLASH_HOPPER.find_architecture("sm_80"), None);
+        assert_eq!(FLASH.find_architecture("sm_90"), Some("sm_90"));
+    }
+
+    #[test]
     fn the_cache_name_depends_on_everything_that_decides_an_image() {
         let name = |source, architecture, version| compute_cache_file_name(source, architecture, version);
         let one = name(ELEMENTWISE, "sm_90", (13, 0));
@@ -398,6 +434,7 @@ mod tests {
         let changed = KernelSource { text: "KERNEL f() {}", ..ELEMENTWISE };
         for other in [
             name(ELEMENTWISE, "sm_80", (13, 0)),
+            name(ELEMENTWISE, "sm_90a", (13, 0)),
             name(ELEMENTWISE, "sm_90", (13, 1)),
             name(changed, "sm_90", (13, 0)),
         ] {

@@ -1,5 +1,5 @@
 //! Checks whether CUDA's libraries can be used on this machine, without opening a GPU.
-use super::compile::{Nvrtc, SOURCES};
+use super::compile::{KernelSource, Nvrtc, SOURCES};
 use super::error::Result;
 use super::library::CudaLibrary;
 use super::library_search::LibrarySearchPaths;
@@ -35,12 +35,15 @@ pub fn query_library_versions(paths: &LibrarySearchPaths) -> [(&'static str, Res
     ]
 }
 
-/// Compiles every kernel source for an architecture such as `sm_90`, and returns the file name and
+/// Compiles every kernel source that GPUs of an architecture such as `sm_90` can run, and returns the file name and
 /// image of each source. This needs NVRTC and no GPU.
 pub fn compile_kernel_sources(
     paths: &LibrarySearchPaths,
     architecture: &str,
 ) -> Result<Vec<(&'static str, Vec<u8>)>> {
     let nvrtc = Nvrtc::open(paths)?;
-    SOURCES.iter().map(|source| Ok((source.file, nvrtc.compile(*source, architecture)?))).collect()
+    let compiled_for =
+        |source: &'static KernelSource| Some((source, source.find_architecture(architecture)?));
+    let sources = SOURCES.iter().filter_map(compiled_for);
+    sources.map(|(source, architecture)| Ok((source.file, nvrtc.compile(*source, architecture)?))).collect()
 }

@@ -5,8 +5,8 @@
 // or, if the image is PTX, as the compiler's instructions (ptx.hpp).
 //
 // EMULATED_GPU_VERSION=13000: the result of cuDriverGetVersion. EMULATED_GPU_COUNT=1: number of
-// GPUs. EMULATED_GPU_MEMORY: bytes of GPU memory. EMULATED_GPU_CAPABILITY=90: compute capability
-// (sm_90). EMULATED_GPU_POOLS=0: a GPU without memory pools. EMULATED_GPU_LIBRARY_BYTES: bytes of GPU
+// GPUs. EMULATED_GPU_MEMORY: bytes of GPU memory. EMULATED_GPU_CAPABILITY=89: compute capability
+// (sm_89). EMULATED_GPU_POOLS=0: a GPU without memory pools. EMULATED_GPU_LIBRARY_BYTES: bytes of GPU
 // memory that the first loaded module, and the first matmul, take outside the pool.
 // EMULATED_GPU_FAILS=name:n: the n-th call of a function (from 1) fails with
 // CUDA_ERROR_LAUNCH_FAILED. EMULATED_GPU_KERNEL_FAULT=kernel:fault: each launch of a kernel has a
@@ -15,11 +15,13 @@
 #include "streams.hpp"
 #include <algorithm>
 #include <csignal>
+#include <dlfcn.h>
 #include <map>
 #include <mutex>
 #include <set>
 #include <string>
 #include <tuple>
+#include <unistd.h>
 #include <utility>
 #include "common.cuh"
 #include "kernels.inc"
@@ -324,12 +326,23 @@ API cuDeviceTotalMem_v2(size_t* bytes, int) {
     *bytes = gpu_memory();
     return SUCCESS;
 }
+// Returns the compute capability times 10: Hopper if kernels are interpreted as PTX, and Ada if they run
+// as C++, because the kernels for Hopper have no C++ form.
+static int compute_capability() {
+    static const int known = [] {
+        Dl_info here;
+        dladdr((void*)cuInit, &here);
+        std::string path(here.dli_fname), directory = path.substr(0, path.rfind('/')) + "/nvrtc";
+        return access(directory.c_str(), F_OK) ? 89 : 90;
+    }();
+    return (int)setting("EMULATED_GPU_CAPABILITY", known);
+}
 API cuDeviceGetAttribute(int* value, int attribute, int) {
     switch (attribute) {
     case 16: *value = 4; break;           // multiprocessors
     case 38: *value = 256 << 10; break;   // L2 cache: so small that the heads of a test do not all fit
-    case 75: *value = (int)setting("EMULATED_GPU_CAPABILITY", 90) / 10; break;
-    case 76: *value = (int)setting("EMULATED_GPU_CAPABILITY", 90) % 10; break;
+    case 75: *value = compute_capability() / 10; break;
+    case 76: *value = compute_capability() % 10; break;
     case 97: *value = 227 << 10; break;   // shared memory per block, opted in
     case 115: *value = has_pools(); break;
     default: return INVALID_VALUE;

@@ -40,11 +40,11 @@ static void* real_function(const char* name) {
 extern "C" int nvrtcGetPTXSize(void*, size_t*), nvrtcGetPTX(void*, char*); // declared for the calls to NVIDIA's NVRTC
 
 API nvrtcGetNumSupportedArchs(int* n) {
-    *n = 3;
+    *n = 4;
     return 0;
 }
 API nvrtcGetSupportedArchs(int* archs) {
-    archs[0] = 80, archs[1] = 90, archs[2] = 100;
+    archs[0] = 80, archs[1] = 89, archs[2] = 90, archs[3] = 100;
     return 0;
 }
 API nvrtcCreateProgram(void** program, const char* source, const char* name, int headers, const char* const* texts, const char* const* names) {
@@ -74,7 +74,7 @@ API nvrtcCompileProgram(void* program, int n, const char* const* options) {
     std::vector<const char*> adapted(options, options + n);
     for (auto& option : adapted) {
         if (strncmp(option, "--gpu-architecture=sm_", 22)) continue;
-        arch |= p->real || !strcmp(option, "--gpu-architecture=sm_90");
+        arch |= p->real || !strcmp(option, "--gpu-architecture=sm_89");
         virtual_arch = std::string("--gpu-architecture=compute_") + (option + 22);
         option = virtual_arch.c_str();
     }

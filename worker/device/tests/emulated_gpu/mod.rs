@@ -59,6 +59,15 @@ fn cpp_library_directory() -> &'static Path {
     })
 }
 
+/// Returns the architecture of the emulated GPU: Ada, or Hopper if the kernels run as PTX.
+#[allow(dead_code, reason = "some test files do not use it")]
+pub(crate) fn architecture() -> &'static str {
+    match std::env::var("LAUNCH_TEST_EMULATED_GPU").as_deref() {
+        Ok("ptx") => "sm_90",
+        _ => "sm_89",
+    }
+}
+
 /// Returns the directory of the emulated libraries that run the kernels as PTX, compiled by
 /// NVIDIA's own NVRTC. Their driver interprets the PTX that NVRTC generates for the kernels.
 /// Returns `None` if NVRTC is not installed (`scripts/setup-tests` installs it). Panics in that

@@ -2,7 +2,7 @@
 // `.ftz` replaces subnormal operands and results by 0. `.approx` is as exact as the CPU.
 #pragma once
 #include "arithmetic.hpp"
-#include "warp.hpp"
+#include "warpgroup.hpp"
 
 namespace ptx {
 // --- one result from one to three registers -------------------------------------------------------
@@ -174,6 +174,16 @@ inline void shuffle(Warp& w, const Instruction& i, uint32_t lanes) { // shfl.syn
         w.set<uint32_t>(i.slots[1], l, 1);
     });
 }
+inline void shuffle_from_lane(Warp& w, const Instruction& i, uint32_t lanes) { // shfl.sync.idx d|p, a, lane, 31
+    uint32_t before[32];
+    for (int l = 0; l < 32; l++) before[l] = w.get<uint32_t>(i.slots[2], l);
+    each_lane(lanes, [&](int l) {
+        uint32_t from = w.get<uint32_t>(i.slots[3], l) & 31;
+        if (!(lanes >> from & 1)) stop("a shuffle from an inactive lane: " + i.text);
+        w.set<uint32_t>(i.slots[0], l, before[from]);
+        w.set<uint32_t>(i.slots[1], l, 1);
+    });
+}
 template <bool require_all> void vote(Warp& w, const Instruction& i, uint32_t lanes) {
     uint32_t yes = 0;
     each_lane(lanes, [&](int l) { yes |= (uint32_t)(w.reg(i.slots[1])[l] & 1) << l; });
@@ -292,6 +302,7 @@ inline const Opcode* find_opcode(const std::string& name) {
         {"cp.async.commit_group", {commit_copies, InstructionKind::PLAIN}},
         {"cp.async.wait_group", {await_copies, InstructionKind::PLAIN}},
         {"shfl.sync.bfly.b32", {shuffle, InstructionKind::COLLECTIVE}},
+        {"shfl.sync.idx.b32", {shuffle_from_lane, InstructionKind::COLLECTIVE}},
         {"vote.sync.all.pred", {vote<true>, InstructionKind::COLLECTIVE}},
         {"vote.sync.any.pred", {vote<false>, InstructionKind::COLLECTIVE}},
         {"redux.sync.max.s32", {reduce<true>, InstructionKind::COLLECTIVE}},
@@ -300,6 +311,20 @@ inline const Opcode* find_opcode(const std::string& name) {
         {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", {multiply, InstructionKind::COLLECTIVE}},
         {"ldmatrix.sync.aligned.m8n8.x4.shared.b16", {load_matrices<false>, InstructionKind::COLLECTIVE}},
         {"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", {load_matrices<true>, InstructionKind::COLLECTIVE}},
+        // warpgroups
+        {"wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16", {begin_product, InstructionKind::COLLECTIVE}},
+        {"wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", {begin_product, InstructionKind::COLLECTIVE}},
+        {"wgmma.fence.sync.aligned", {wgmma_fence, InstructionKind::COLLECTIVE}},
+        {"wgmma.commit_group.sync.aligned", {commit_products, InstructionKind::COLLECTIVE}},
+        {"wgmma.wait_group.sync.aligned", {await_products, InstructionKind::COLLECTIVE}},
+        {"setmaxnreg.inc.sync.aligned.u32", {set_registers, InstructionKind::COLLECTIVE}},
+        {"setmaxnreg.dec.sync.aligned.u32", {set_registers, InstructionKind::COLLECTIVE}},
+        {"fence.proxy.async.shared::cta", {proxy_fence, InstructionKind::PLAIN}},
+        {"fence.mbarrier_init.release.cluster", {[](Warp&, const Instruction&, uint32_t) {}, InstructionKind::PLAIN}},
+        {"mbarrier.init.shared::cta.b64", {init_memory_barrier, InstructionKind::PLAIN}},
+        {"mbarrier.arrive.shared::cta.b64", {arrive_at_memory_barrier, InstructionKind::PLAIN}},
+        {"mbarrier.try_wait.parity.shared::cta.b64", {try_memory_barrier, InstructionKind::PLAIN}},
+        {"bar.arrive", {arrive_only, InstructionKind::PLAIN}},
         {"bra", {nullptr, InstructionKind::BRANCH}},
         {"bra.uni", {nullptr, InstructionKind::BRANCH}},
         {"ret", {nullptr, InstructionKind::EXIT}},

@@ -30,7 +30,7 @@ struct Warp;
 struct Instruction;
 typedef void (*Handler)(Warp&, const Instruction&, uint32_t lanes);
 
-constexpr int OPERANDS = 14;
+constexpr int OPERANDS = 76;
 struct Instruction {
     Handler run = nullptr;
     InstructionKind kind = InstructionKind::PLAIN;
@@ -72,6 +72,7 @@ struct Kernel {
     uint32_t static_end = RESERVED; // where dynamic shared memory begins
     std::vector<Range> variables;   // static variables in shared memory
     unsigned max_threads = 256;     // per block; a kernel needs .maxntid for more, or it may run out of registers
+    bool uses_warpgroups = false;                   // contains instructions of warpgroups
     int smallest_shared_access = 4;                 // bytes of the smallest access to shared memory, at most 4
     int slots = 0;
     std::vector<std::pair<int, uint64_t>> constants; // slot, value
@@ -104,7 +105,7 @@ struct Tokenizer {
         const char* begin = at;
         if (!*at) return "";
         if (strchr("{}()[],;:|<>=", *at)) return std::string(begin, ++at);
-        while (*at && !isspace((unsigned char)*at) && !strchr("{}()[],;:|<>=", *at)) at++;
+        while (*at && !isspace((unsigned char)*at) && (!strchr("{}()[],;:|<>=", *at) || (at[0] == ':' && at[1] == ':'))) at += *at == ':' ? 2 : 1;
         return std::string(begin, at);
     }
     std::string peek() {
@@ -119,6 +120,9 @@ struct Tokenizer {
             if (at[0] != '/' || at[1] != '/') return;
             while (*at && *at != '\n') at++;
         }
+    }
+    void skip_line() {
+        while (*at && *at != '\n') at++;
     }
     void until(const char* end) {
         std::string word;
@@ -146,6 +150,8 @@ class Parser {
         for (std::string word = text.next(); !word.empty(); word = text.next()) {
             if (word == ".version" || word == ".target" || word == ".address_size") text.next();
             else if (word == ".visible" || word == ".extern" || word == ".weak") continue;
+            else if (word == ".file") text.skip_line();
+            else if (word == ".section") text.until("}"); // information for debuggers
             else if (word == ".global") text.until(";"); // constants of templates, which are never read
             else if (word == ".shared") variable(Space::SHARED, module_variables);
             else if (word == ".entry") {
@@ -254,6 +260,7 @@ class Parser {
 
     void statement(std::string word) {
         if (word == ".reg") return declare_registers();
+        if (word == ".loc") return text.skip_line();
         if (word == ".pragma") return text.until(";");
         if (word == ".shared") return variable(Space::SHARED, variables);
         if (word == ".local") return variable(Space::LOCAL, variables);
@@ -372,6 +379,7 @@ class Parser {
         if (const Opcode* known = find_opcode(opcode)) {
             i.run = known->run;
             i.kind = known->kind;
+            kernel.uses_warpgroups |= opcode.rfind("wgmma", 0) == 0;
             bool masked = opcode == "bar.warp.sync";
             for (const char* begin : {"shfl", "vote", "redux"}) masked |= opcode.rfind(begin, 0) == 0;
             if (masked) i.members = i.slots[--i.count];

@@ -1,26 +1,72 @@
-// Detects races in shared memory. Shadow memory stores the last writer and reader of each location,
-// and whether an asynchronous copy is in progress. Two accesses by different threads, one of them a
-// write, are an error unless a barrier separates them: a barrier of the block, or, within a warp, a
-// barrier of the warp. The order in which they happened does not matter.
+// Detects races in shared memory. Shadow memory stores the last writer and the readers of each
+// location, and whether an asynchronous copy is in progress. Two accesses by different threads, one
+// of them a write, are an error unless a barrier separates them: a barrier of the block, a named
+// barrier or an mbarrier, or, within a warp, a barrier of the warp. The order in which they happened
+// does not matter.
+//
+// Warps are ordered by vector clocks. Tensor cores read shared memory through another path than
+// ordinary instructions (the async proxy), so that they also need a proxy fence after the write.
 #pragma once
 #include "ptx.hpp"
 
 namespace ptx {
+constexpr uint32_t MAX_WARPS = 32;
+// What a warp knows of the others: by warp, the number of the last period of its work whose accesses
+// happened before, and of the last one whose writes are also visible to the async proxy.
+struct Clock {
+    uint32_t seen[MAX_WARPS] = {}, fenced[MAX_WARPS] = {};
+    void join(const Clock& other) {
+        for (uint32_t w = 0; w < MAX_WARPS; w++) seen[w] = std::max(seen[w], other.seen[w]), fenced[w] = std::max(fenced[w], other.fenced[w]);
+    }
+};
+
 class ShadowMemory {
   public:
     // Resets the state for a block. The gaps between static variables must not be accessed.
-    void begin(const Kernel& kernel, uint32_t end) {
+    void begin(const Kernel& kernel, uint32_t end, uint32_t count) {
         shift = kernel.smallest_shared_access / 2; // log2 of 1, 2 or 4
         bound = end;
-        epoch = 1;
+        warp_count = count;
         for (auto& barriers : warps) barriers = 1;
+        for (auto& period : periods) period = 1;
+        for (auto& clock : clocks) clock = Clock();
         locations.assign((end >> shift) + 1, Location());
+        reads.assign(locations.size() * count, 0);
         for (uint32_t at = RESERVED; at < kernel.static_end; at += 1 << shift) locations[at >> shift].forbidden = true;
         for (const Range& v : kernel.variables)
             for (uint32_t at = v.begin; at < v.end; at += 1 << shift) locations[at >> shift].forbidden = false;
     }
-    void block_barrier() { epoch++; }
     void warp_barrier(uint32_t warp) { warps[warp]++; }
+    // A warp's work so far happens before the work of those that acquire `barrier`.
+    void release(uint32_t warp, Clock& barrier) {
+        clocks[warp].seen[warp] = periods[warp]++;
+        barrier.join(clocks[warp]);
+    }
+    void acquire(uint32_t warp, const Clock& barrier) {
+        clocks[warp].join(barrier);
+        warps[warp]++;
+    }
+    // What the warp has written and knows of becomes visible to the async proxy.
+    void proxy_fence(uint32_t warp) {
+        Clock& clock = clocks[warp];
+        clock.seen[warp] = periods[warp]++;
+        memcpy(clock.fenced, clock.seen, sizeof clock.fenced);
+    }
+    // A read by tensor cores on behalf of a warp.
+    void read_by_proxy(uint32_t warp, uint64_t at, uint32_t bytes, const std::string& text) {
+        check(at, bytes, text);
+        for (uint64_t i = at >> shift, end = (at + bytes - 1) >> shift; i <= end; i++) {
+            Location& p = locations[i];
+            if (p.forbidden) stop("an address is beyond its array in shared memory: " + text);
+            if (p.writer == NONE) stop("tensor cores read what was never written: " + text);
+            if (p.copying) report_race("reads the target of a copy in progress", warp * 32, p.writer, text);
+            uint32_t from = p.writer / 32u;
+            if (from != warp && clocks[warp].seen[from] < p.written) report_race("reads what was written", warp * 32, p.writer, text);
+            if (clocks[warp].fenced[from] < p.written) stop("tensor cores read what was written without a proxy fence: " + text);
+            note_reader(i, warp * 32);
+            note_reader(i, warp * 32 + 1); // as if several lanes read it
+        }
+    }
 
     void read(uint32_t thread, uint64_t at, uint32_t bytes, const std::string& text) {
         check(at, bytes, text);
@@ -28,8 +74,8 @@ class ShadowMemory {
             Location& p = locations[i];
             if (p.forbidden) stop("an address is beyond its array in shared memory: " + text);
             if (p.copying) report_race("reads the target of a copy in progress", thread, p.writer, text);
-            if (p.written == epoch && !ordered(p.writer, thread, p.written_in_warp)) report_race("reads what was written", thread, p.writer, text);
-            note_reader(p, thread);
+            if (p.writer != NONE && !ordered(p.writer, p.written, thread, p.written_in_warp)) report_race("reads what was written", thread, p.writer, text);
+            note_reader(i, thread);
         }
     }
     void write(uint32_t thread, uint64_t at, uint32_t bytes, const std::string& text, bool copying = false) {
@@ -38,8 +84,8 @@ class ShadowMemory {
             Location& p = locations[i];
             if (p.forbidden) stop("an address is beyond its array in shared memory: " + text);
             if (p.copying) report_race("writes the target of a copy in progress", thread, p.writer, text);
-            if (p.written == epoch && !ordered(p.writer, thread, p.written_in_warp)) report_race("writes what was written", thread, p.writer, text);
-            if (p.read == epoch && !all_readers_before(p, thread)) report_race("writes what was read", thread, p.reader, text);
+            if (p.writer != NONE && !ordered(p.writer, p.written, thread, p.written_in_warp)) report_race("writes what was written", thread, p.writer, text);
+            expect_readers_before(i, thread, text);
             note_writer(p, thread);
             p.copying = copying;
         }
@@ -53,40 +99,46 @@ class ShadowMemory {
     }
 
   private:
-    static constexpr uint16_t NONE = 0xffff, SEVERAL = 0xfffe; // readers of several warps
+    static constexpr uint16_t NONE = 0xffff;
     struct Location {
-        uint32_t written = 0, read = 0;                 // number of block barriers before the last access
-        uint32_t written_in_warp = 0, read_in_warp = 0; // number of barriers of the thread's warp before it
-        uint16_t writer = NONE, reader = NONE;          // of several readers of one warp, the first
-        bool several = false;                           // several readers of one warp
+        uint32_t written = 0;                           // period of the writer's warp
+        uint32_t written_in_warp = 0, read_in_warp = 0; // number of barriers of the thread's warp before the access
+        uint16_t writer = NONE, reader = NONE;          // the last ones
+        bool several = false;                           // several readers of the reader's warp since its last barrier
         bool copying = false, forbidden = false;
     };
     int shift = 1;
     uint64_t bound = 0;
-    uint32_t epoch = 1;
-    uint32_t warps[33];
+    uint32_t warp_count = 0;
+    uint32_t warps[MAX_WARPS];   // number of barriers of each warp so far
+    uint32_t periods[MAX_WARPS]; // number of the current period of each warp
+    Clock clocks[MAX_WARPS];
     std::vector<Location> locations;
+    std::vector<uint32_t> reads; // by location and warp: the period of the warp's last read
 
-    bool ordered(uint32_t earlier, uint32_t thread, uint32_t barriers) const {
-        return earlier == thread || (earlier / 32 == thread / 32 && barriers < warps[thread / 32]);
+    bool ordered(uint32_t earlier, uint32_t period, uint32_t thread, uint32_t barriers) const {
+        uint32_t from = earlier / 32, warp = thread / 32;
+        return from == warp ? earlier == thread || barriers < warps[warp] : clocks[warp].seen[from] >= period;
     }
-    bool all_readers_before(const Location& p, uint32_t thread) const {
-        if (p.reader == SEVERAL) return false;
-        if (p.several) return p.reader / 32u == thread / 32 && p.read_in_warp < warps[thread / 32];
-        return ordered(p.reader, thread, p.read_in_warp);
+    void expect_readers_before(uint64_t i, uint32_t thread, const std::string& text) {
+        const Location& p = locations[i];
+        if (p.reader == NONE) return;
+        for (uint32_t w = 0; w < warp_count; w++)
+            if (w != thread / 32 && reads[i * warp_count + w] > clocks[thread / 32].seen[w]) report_race("writes what was read", thread, w * 32, text);
+        if (p.reader / 32u != thread / 32 || p.read_in_warp < warps[thread / 32]) return;
+        if (p.several || p.reader != thread) report_race("writes what was read", thread, p.reader, text);
     }
-    void note_reader(Location& p, uint32_t thread) {
-        bool others = p.read == epoch && p.reader != thread;
-        if (others && (p.reader == SEVERAL || p.reader / 32u != thread / 32)) p.reader = SEVERAL;
-        else {
-            p.several = others && (p.several || p.read_in_warp == warps[thread / 32]);
-            p.reader = (uint16_t)thread;
-        }
-        p.read = epoch;
-        p.read_in_warp = warps[thread / 32];
+    void note_reader(uint64_t i, uint32_t thread) {
+        Location& p = locations[i];
+        uint32_t warp = thread / 32;
+        bool same_period = p.reader != NONE && p.reader / 32u == warp && p.read_in_warp == warps[warp];
+        p.several = same_period && (p.several || p.reader != thread);
+        p.reader = (uint16_t)thread;
+        p.read_in_warp = warps[warp];
+        reads[i * warp_count + warp] = periods[warp];
     }
     void note_writer(Location& p, uint32_t thread) {
-        p.written = epoch;
+        p.written = periods[thread / 32];
         p.written_in_warp = warps[thread / 32];
         p.writer = (uint16_t)thread;
     }
@@ -94,8 +146,7 @@ class ShadowMemory {
         if (at < RESERVED || at + bytes > bound) stop("an address is outside of the block's shared memory: " + text);
     }
     [[noreturn]] static void report_race(const char* what, uint32_t thread, uint32_t other, const std::string& text) {
-        std::string by = other == SEVERAL ? "threads of other warps" : "thread " + std::to_string(other);
-        stop("a race in shared memory: thread " + std::to_string(thread) + " " + what + " by " + by + " without a barrier in between: " + text);
+        stop("a race in shared memory: thread " + std::to_string(thread) + " " + what + " by thread " + std::to_string(other) + " without a barrier in between: " + text);
     }
 };
 } // namespace ptx

@@ -23,6 +23,28 @@ struct PendingCopy {
     uint32_t bytes, taken, group;
 };
 
+// A product of a warpgroup that is not complete (warpgroup.hpp).
+struct PendingProduct {
+    const Instruction* instruction;
+    uint32_t group;
+    uint64_t left, right; // descriptors of operands in shared memory
+    bool adds;            // to the sums; otherwise it replaces them
+};
+
+// An mbarrier in shared memory.
+struct MemoryBarrier {
+    uint32_t expected, pending; // arrivals of a phase, and those still missing
+    uint32_t phase = 0;
+    Clock arriving, completed; // of the current phase, and of the last one
+};
+
+// A named barrier (`bar`), at which some warps wait and others only arrive.
+struct NamedBarrier {
+    uint32_t arrived = 0, expected = 0;
+    std::vector<Warp*> waiting;
+    Clock arriving;
+};
+
 typedef uint64_t Lanes[32];
 struct Warp {
     Block* block = nullptr;
@@ -36,7 +58,16 @@ struct Warp {
     std::vector<uint8_t> local;
     std::vector<PendingCopy> copies[32];
     uint32_t groups[32];
+    bool gives_way = false;  // other warps must run before a condition for which it waits can become true
+    bool has_arrived = false; // at the barrier at which its lanes wait
+    // Products of the warpgroup that are in progress, and the number of groups committed. Registers
+    // of products in progress, by slot: 1 for a left operand, 2 for a sum.
+    std::vector<PendingProduct> products;
+    uint32_t product_groups = 0, fences = 0, steps = 0;
+    std::vector<uint8_t> in_progress;
+    std::vector<uint32_t> accessed; // by slot: number of wgmma fences before the last ordinary access
 
+    void note_access(const Instruction& i);
     Lanes& reg(int slot) { return *(Lanes*)&registers[(size_t)slot * 32]; }
     template <class T> T get(int slot, int lane) {
         T x;
@@ -65,6 +96,10 @@ struct Block {
     std::vector<uint8_t> shared; // from address 0
     std::vector<Warp> warps;
     ShadowMemory shadow;
+    std::map<uint32_t, MemoryBarrier> memory_barriers; // by address
+    NamedBarrier named_barriers[16];
+    std::vector<uint32_t> warpgroup_steps[8]; // instructions that each warpgroup executed together
+    uint64_t progress = 0;                    // number of barriers that opened, and of warps that ended
     bool (*is_accessible)(uint64_t at, size_t bytes); // GPU memory
     uint64_t instructions = 0, bytes = 0; // instructions of warps; bytes of GPU memory that they accessed
 };
@@ -87,10 +122,15 @@ inline uint32_t Warp::run_until_divergence(uint32_t at, uint32_t lanes, uint32_t
         const Instruction& i = kernel->code[at];
         uint32_t m = enabled_lanes(i, lanes);
         block->instructions++;
+        if (kernel->uses_warpgroups && m) note_access(i);
         switch (i.kind) {
         case InstructionKind::PLAIN:
             if (m) i.run(*this, i, m);
             at++;
+            if (gives_way) {
+                set_pc(lanes, at);
+                return lanes;
+            }
             break;
         case InstructionKind::BRANCH:
             set_pc(m, i.target);
@@ -103,7 +143,9 @@ inline uint32_t Warp::run_until_divergence(uint32_t at, uint32_t lanes, uint32_t
             each_lane(m, [&](int l) {
                 if (!copies[l].empty()) stop("a thread ended before its asynchronous copies completed");
             });
+            if (m && !products.empty()) stop("a thread ended before its products completed");
             live &= ~m;
+            if (!live) block->progress++;
             return lanes & ~m;
         case InstructionKind::BARRIER:
             set_pc(lanes, at + 1);
@@ -138,7 +180,8 @@ inline uint32_t Warp::run_until_divergence(uint32_t at, uint32_t lanes, uint32_t
 
 // Runs the warp until every lane has ended or waits at a barrier of the block.
 inline void Warp::advance() {
-    for (;;) {
+    gives_way = false;
+    while (!gives_way) {
         uint32_t able = live & ~at_barrier & ~waiting, first = ALL, lanes = 0;
         if (!able) {
             if (waiting) stop("lanes wait for lanes of their warp that never arrive: " + kernel->code[pc[__builtin_ctz(waiting)]].text);
@@ -151,6 +194,25 @@ inline void Warp::advance() {
         each_lane(able, [&](int l) { lanes |= pc[l] == first ? 1u << l : 0; });
         run_until_divergence(first, lanes, able & ~lanes);
     }
+}
+
+// A warp arrives at a named barrier, and waits there if `waits`. The barrier opens when `expected`
+// threads have arrived.
+inline void arrive_at_named_barrier(Warp& w, const Instruction& i, uint32_t number, uint32_t expected, bool waits) {
+    if (number >= 16 || expected % 32 || !expected || w.live != ALL) stop("an invalid named barrier: " + i.text);
+    NamedBarrier& barrier = w.block->named_barriers[number];
+    if (barrier.arrived && barrier.expected != expected) stop("warps disagree about the threads of a barrier: " + i.text);
+    barrier.expected = expected;
+    w.block->shadow.release(w.number, barrier.arriving);
+    if (waits) barrier.waiting.push_back(&w);
+    barrier.arrived += 32;
+    if (barrier.arrived < expected) return;
+    for (Warp* waiting : barrier.waiting) {
+        w.block->shadow.acquire(waiting->number, barrier.arriving);
+        waiting->at_barrier = 0, waiting->has_arrived = false;
+    }
+    barrier = NamedBarrier();
+    w.block->progress++;
 }
 
 // Runs every block of a grid, one after the other.
@@ -166,6 +228,7 @@ class Grid {
         end = kernel.static_end + dynamic;
         unsigned count = threads[0] * threads[1] * threads[2];
         block.warps.resize((count + 31) / 32);
+        if (block.warps.size() > MAX_WARPS) stop("a block has at most 1024 threads");
         for (uint32_t w = 0; w < block.warps.size(); w++) prepare(block.warps[w], w, count);
     }
     void run(bool backwards) {
@@ -203,26 +266,64 @@ class Grid {
     // Shared memory is initialized with NaN.
     void run_block(const unsigned (&at)[3], bool backwards) {
         block.shared.assign(end, 0xff);
-        block.shadow.begin(*block.kernel, end);
+        block.shadow.begin(*block.kernel, end, (uint32_t)block.warps.size());
+        block.memory_barriers.clear();
+        for (NamedBarrier& barrier : block.named_barriers) barrier = NamedBarrier();
+        for (auto& steps : block.warpgroup_steps) steps.clear();
         for (Warp& w : block.warps) {
             w.live = w.existing, w.at_barrier = w.waiting = 0;
             memset(w.pc, 0, sizeof w.pc);
             memset(w.groups, 0, sizeof w.groups);
+            w.has_arrived = false;
+            w.product_groups = w.fences = w.steps = 0;
+            w.in_progress.assign((size_t)block.kernel->slots, 0);
+            w.accessed.assign((size_t)block.kernel->slots, 0);
             for (int d = 0; d < 3; d++)
                 for (int l = 0; l < 32; l++) w.reg(6 + d)[l] = at[d];
         }
-        for (bool is_running = true; is_running;) {
-            is_running = false;
-            size_t n = block.warps.size();
+        uint64_t before = block.progress;
+        for (int idle = 0; idle < MAX_IDLE_ROUNDS; idle++) {
+            size_t n = block.warps.size(), live = 0, waiting = 0;
             for (size_t i = 0; i < n; i++) {
                 Warp& w = block.warps[backwards ? n - 1 - i : i];
-                w.advance();
-                is_running |= w.live != 0;
+                if (w.live && !w.at_barrier) w.advance();
+                if (w.live && w.at_barrier == w.live && !w.has_arrived) arrive(w);
             }
-            // Now every live lane waits at the barrier, so it opens.
-            for (Warp& w : block.warps) w.at_barrier = 0;
-            block.shadow.block_barrier();
+            for (Warp& w : block.warps) live += w.live != 0, waiting += w.live && w.at_barrier == w.live && is_block_barrier(w);
+            if (!live) break;
+            if (live == waiting) open_block_barrier();
+            if (block.progress != before) idle = -1;
+            before = block.progress;
+            if (idle == MAX_IDLE_ROUNDS - 1) stop("warps wait for barriers that never open: " + describe_waiting());
         }
+        for (size_t w = 0; w < block.warps.size(); w++)
+            if (block.warps[w].steps != block.warpgroup_steps[w / 4].size()) stop("a warp executed fewer instructions of its warpgroup than another warp");
+    }
+    // Rounds over all warps in which no barrier opens and no warp ends, before that is an error. A
+    // warp may need several, because it gives way each time that it looks at an mbarrier.
+    static constexpr int MAX_IDLE_ROUNDS = 8;
+
+    static const Instruction& barrier_of(const Warp& w) { return w.kernel->code[w.pc[__builtin_ctz(w.live)] - 1]; }
+    // Whether a warp waits at a barrier of all threads of the block.
+    static bool is_block_barrier(const Warp& w) { return barrier_of(w).count == 1; }
+    void arrive(Warp& w) {
+        w.has_arrived = true;
+        if (is_block_barrier(w)) return;
+        const Instruction& i = barrier_of(w);
+        int lane = __builtin_ctz(w.live);
+        arrive_at_named_barrier(w, i, w.get<uint32_t>(i.slots[0], lane), w.get<uint32_t>(i.slots[1], lane), true);
+    }
+    void open_block_barrier() {
+        Clock all;
+        for (Warp& w : block.warps) block.shadow.release(w.number, all);
+        for (Warp& w : block.warps) block.shadow.acquire(w.number, all), w.at_barrier = 0, w.has_arrived = false;
+        block.progress++;
+    }
+    std::string describe_waiting() const {
+        std::string all;
+        for (const Warp& w : block.warps)
+            if (w.live) all += " [warp " + std::to_string(w.number) + ": " + w.kernel->code[w.pc[__builtin_ctz(w.live)] - 1].text.substr(0, 100) + "]";
+        return all;
     }
 };
 } // namespace ptx

@@ -4,7 +4,10 @@
 
 use crate::{emulated_gpu, own_process::run_test_alone};
 use device::cuda::LibrarySearchPaths;
-use device::ops::{ActivationOps, LayerNormOps, LayerNormParams, RmsNormOps, VectorOps, WriteMode};
+use device::ops::{
+    ActivationOps, AttentionOps, AttentionShape, LayerNormOps, LayerNormParams, RmsNormOps, VectorOps,
+    WriteMode,
+};
 use device::{Buf, Cuda, Dtype, Storage, View, ViewMut, conformance};
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
 
@@ -16,6 +19,74 @@ fn every_compiled_op_matches_the_cpu() {
     let rows = conformance::compare_ops_with_cpu(&cuda, 1, 2);
     assert_eq!(rows.len(), 11);
     assert!(rows.iter().all(|row| row.failure.is_none() && row.cases >= 2), "{rows:#?}");
+}
+
+/// Attention shapes with heads of 64 and 128 elements: sequences, positions, query heads, key heads,
+/// and elements of a head.
+const HOPPER_SHAPES: [[usize; 5]; 4] =
+    [[2, 150, 4, 2, 64], [1, 261, 2, 2, 64], [1, 200, 3, 1, 128], [2, 65, 2, 2, 128]];
+
+#[test]
+fn attention_on_warpgroups_matches_attention_in_f32() {
+    let Some(directory) = emulated_gpu::ptx_library_directory() else { return };
+    let paths = LibrarySearchPaths { configured: vec![directory], ..LibrarySearchPaths::default() };
+    let cuda = Cuda::open(&paths, 0, None).expect("the emulated GPU");
+    for (case, [b, t, heads, kv_heads, head_dim]) in HOPPER_SHAPES.into_iter().enumerate() {
+        let shape = AttentionShape::new(b, t, heads, kv_heads, head_dim);
+        let starts: Vec<u32> = (0..b * t)
+            .map(|i| match case {
+                0 => 0,
+                1 => i.saturating_sub(70),
+                _ => (i % t / 30 * 30) as u32 as usize,
+            } as u32)
+            .collect();
+        let wide_qkv = draw_bf16_values(b * t * (heads + 2 * kv_heads) * head_dim, 3);
+        let wide_d_o = draw_bf16_values(b * t * heads * head_dim, 5);
+        let results = [Dtype::F32, Dtype::Bf16].map(|dtype| {
+            let make = |values: &[f32]| {
+                let wide = cuda.clone_to_device(values.into());
+                let mut buf = cuda.zeroed(dtype, values.len());
+                cuda.cast(buf.view_mut(), wide.view());
+                buf
+            };
+            let (qkv, d_o) = (make(&wide_qkv), make(&wide_d_o));
+            let mut o = cuda.zeroed(dtype, wide_d_o.len());
+            let mut lse = cuda.zeroed(Dtype::F32, b * heads * t);
+            let mut dqkv = cuda.zeroed(dtype, wide_qkv.len());
+            cuda.attention_forward(o.view_mut(), lse.view_mut(), qkv.view(), &starts, shape);
+            cuda.attention_backward(
+                dqkv.view_mut(),
+                d_o.view(),
+                o.view(),
+                lse.view(),
+                qkv.view(),
+                &starts,
+                shape,
+            );
+            [o, lse, dqkv].map(|buf| {
+                let mut wide = cuda.zeroed(Dtype::F32, buf.len());
+                cuda.cast(wide.view_mut(), buf.view());
+                cuda.clone_to_host(wide.view()).host().to_vec()
+            })
+        });
+        let [exact, rounded] = results;
+        for ((exact, rounded), name) in exact.iter().zip(&rounded).zip(["o", "lse", "dqkv"]) {
+            let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+            let error = norm(&mut exact.iter().zip(rounded).map(|(x, y)| x - y));
+            let ratio = error / norm(&mut exact.iter().copied());
+            assert!(ratio < 6e-3, "{name} of {shape:?}: relative error {ratio}");
+        }
+    }
+}
+
+/// Returns `count` values between −1 and 1 that bf16 represents exactly.
+fn draw_bf16_values(count: usize, seed: u32) -> Vec<f32> {
+    let mut state = seed;
+    let mut draw = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 25) as f32 / 64.0 - 1.0
+    };
+    (0..count).map(|_| draw()).collect()
 }
 
 /// The PTX text with which every test kernel begins. The kernel has 64 threads and 64 words of
@@ -39,6 +110,8 @@ const KERNEL_PROLOGUE: &str = "
     .reg .b32 %r<16>;
     .reg .b64 %rd<4>;
     .shared .align 16 .b8 words[256];
+    .shared .align 8 .b8 barrier[8];
+    .shared .align 1024 .b8 tile[8192];
     mov.u32 %r0, %tid.x;
     shl.b32 %r4, %r0, 2;
     mov.u32 %r5, words;
@@ -55,9 +128,35 @@ const KERNEL_PROLOGUE: &str = "
     add.s64 %rd1, %rd0, %rd1;
 ";
 
+/// Initializes the mbarrier for which 32 threads arrive.
+macro_rules! memory_barrier {
+    () => {
+        "setp.eq.u32 %p2, %r0, 0; @%p2 mbarrier.init.shared::cta.b64 [barrier], 32; bar.sync 0; "
+    };
+}
+/// Waits for the first phase of the mbarrier.
+macro_rules! await_phase {
+    () => {
+        "$W: mbarrier.try_wait.parity.shared::cta.b64 %p2, [barrier], 0; @!%p2 bra $W; "
+    };
+}
+/// Writes zeros to a tile of 64 rows and 64 columns in shared memory, 16 words at a time.
+macro_rules! write_tile {
+    () => {
+        "shl.b32 %r9, %r0, 7; mov.u32 %r10, tile; add.s32 %r9, %r9, %r10; mov.u32 %r11, 32; mov.u32 %r12, 0; $T: st.shared.u32 [%r9], %r12; add.s32 %r9, %r9, 4; add.s32 %r11, %r11, -1; setp.ne.s32 %p2, %r11, 0; @%p2 bra $T; "
+    };
+}
+/// A matmul of four registers, and the tile as the transposed right operand. Each thread's 32 sums
+/// are `%f0` and following.
+macro_rules! product {
+    () => {
+        "mov.u32 %r10, tile; shr.u32 %r10, %r10, 4; cvt.u64.u32 %rd2, %r10; or.b64 %rd2, %rd2, 4611686293305294848; setp.eq.u32 %p2, 1, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%f0, %f1, %f2, %f3, %f4, %f5, %f6, %f7, %f8, %f9, %f10, %f11, %f12, %f13, %f14, %f15, %f16, %f17, %f18, %f19, %f20, %f21, %f22, %f23, %f24, %f25, %f26, %f27, %f28, %f29, %f30, %f31}, {%a0, %a1, %a2, %a3}, %rd2, %p2, 1, 1, 0; "
+    };
+}
+
 /// Test kernels: the text after [`KERNEL_PROLOGUE`], and the error that the emulator reports. The
 /// error is `None` for a correct kernel.
-const KERNELS: [(&str, Option<&str>); 19] = [
+const KERNELS: [(&str, Option<&str>); 31] = [
     ("st.shared.u32 [%r1], %r0; bar.sync 0; ld.shared.u32 %r9, [%r3]; st.global.u32 [%rd1], %r9;", None),
     ("st.shared.u32 [%r1], %r0; bar.warp.sync -1; ld.shared.u32 %r9, [%r2];", None),
     ("st.shared.u32 [%r1], %r0; ld.shared.u32 %r9, [%r1]; st.shared.u32 [%r1], %r9;", None),
@@ -95,6 +194,79 @@ const KERNELS: [(&str, Option<&str>); 19] = [
         Some("lanes wait for lanes of their warp that never arrive"),
     ),
     ("@%p0 bra $L1; bar.sync 0; ret; $L1: bar.sync 0;", Some("lanes of a warp wait at different barriers")),
+    ("st.shared.u32 [%r1], %r0; bar.sync 1, 64; ld.shared.u32 %r9, [%r3];", None),
+    (
+        "@%p1 bra $L1; st.shared.u32 [%r1], %r0; bar.arrive 2, 64; ret; $L1: bar.sync 2, 64; ld.shared.u32 %r9, [%r3];",
+        None,
+    ),
+    (
+        "@%p1 bra $L1; bar.arrive 2, 64; st.shared.u32 [%r1], %r0; ret; $L1: bar.sync 2, 64; ld.shared.u32 %r9, [%r3];",
+        Some("a race in shared memory"),
+    ),
+    ("bar.sync 1, 96;", Some("warps wait for barriers that never open")),
+    (
+        concat!(
+            memory_barrier!(),
+            "@%p1 bra $L1; st.shared.u32 [%r1], %r0; mbarrier.arrive.shared::cta.b64 %rd2, [barrier]; ret; $L1: ",
+            await_phase!(),
+            "ld.shared.u32 %r9, [%r3];"
+        ),
+        None,
+    ),
+    (
+        concat!(
+            memory_barrier!(),
+            "@%p1 bra $L1; mbarrier.arrive.shared::cta.b64 %rd2, [barrier]; st.shared.u32 [%r1], %r0; ret; $L1: ",
+            await_phase!(),
+            "ld.shared.u32 %r9, [%r3];"
+        ),
+        Some("a race in shared memory"),
+    ),
+    (concat!(memory_barrier!(), await_phase!()), Some("warps wait for barriers that never open")),
+    (
+        concat!(
+            "wgmma.fence.sync.aligned; ",
+            product!(),
+            "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
+        ),
+        Some("what was never written"),
+    ),
+    (
+        concat!(
+            write_tile!(),
+            "bar.sync 0; wgmma.fence.sync.aligned; ",
+            product!(),
+            "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
+        ),
+        Some("without a proxy fence"),
+    ),
+    (
+        concat!(
+            write_tile!(),
+            "fence.proxy.async.shared::cta; bar.sync 0; wgmma.fence.sync.aligned; ",
+            product!(),
+            "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; mov.b32 %r9, %f0;"
+        ),
+        None,
+    ),
+    (
+        concat!(
+            write_tile!(),
+            "fence.proxy.async.shared::cta; bar.sync 0; ",
+            product!(),
+            "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
+        ),
+        Some("without a wgmma fence"),
+    ),
+    (
+        concat!(
+            write_tile!(),
+            "fence.proxy.async.shared::cta; bar.sync 0; wgmma.fence.sync.aligned; ",
+            product!(),
+            "wgmma.commit_group.sync.aligned; mov.b32 %r9, %f0;"
+        ),
+        Some("a register of a product in progress"),
+    ),
 ];
 
 #[test]
