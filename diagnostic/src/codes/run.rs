@@ -25,7 +25,7 @@ codes! {
     HANG_DETECTED: Failed = "hang-detected" {
         summary: "No worker made progress for `run.hang_timeout`.",
         cause: "Most often a rank waits in a collective that another rank never enters.",
-        remedy: "Compare the stacks at the end of each rank's log, and look for a rank that is not in the collective in which the others wait.",
+        remedy: "Compare the stacks at the end of each rank's log, and look for a rank that is not in the collective in which the others wait. If steps take longer than `run.hang_timeout`, raise it.",
     }
     WORKER_SUSPENDED: Failed = "worker-suspended" {
         summary: "A worker's process was suspended by a signal for `run.hang_timeout`.",

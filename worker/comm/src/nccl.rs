@@ -3,7 +3,7 @@
 //!
 //! Every communicator is non-blocking. A call never waits inside the library. Every wait is a loop
 //! in this module that polls the communicator for errors, aborts and the timeout. So a peer that
-//! died or never joined is an error, not a hang.
+//! died or never joined is an error, not a hang. A watchdog polls while work runs on the GPU.
 //!
 //! Functions enqueue work on a CUDA stream and return; [`NcclGroup::wait_until_done`] waits for it.
 //! The caller passes device addresses and streams.
@@ -12,6 +12,7 @@ mod comm;
 mod equal_parts;
 mod group;
 mod library;
+mod watchdog;
 
 pub use crate::nccl_error::{NcclError, Result};
 pub use binding::ID_BYTES;

@@ -234,6 +234,9 @@ pub(crate) trait BackendEvent: Send + Sync {
     /// Makes this thread's stream wait for the event before the stream's next work. The host does
     /// not block.
     fn make_stream_wait(&self);
+    /// Returns whether the event is reached, or can never be reached because work before it failed.
+    /// Does not block.
+    fn is_reached(&self) -> bool;
     /// Blocks until the event is reached. Fails if work before it failed.
     fn synchronize(&self) -> Result<(), DeviceError>;
 }
@@ -247,6 +250,12 @@ impl Event {
     /// Returns whether this is the default event, for which no wait is ever needed.
     pub fn is_immediate(&self) -> bool {
         self.0.is_none()
+    }
+
+    /// Returns whether the event is reached, or can never be reached because work before it failed.
+    /// Does not block.
+    pub fn is_reached(&self) -> bool {
+        self.0.as_ref().is_none_or(|event| event.is_reached())
     }
 
     /// Makes this thread's stream wait for the event before the stream's next work. The host does

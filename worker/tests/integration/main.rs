@@ -27,6 +27,7 @@ mod lora;
 mod master_weights;
 mod memory_copies;
 mod nccl_gathers;
+mod nccl_watchdog;
 mod offload;
 #[path = "../../../tests/support/own_process.rs"]
 mod own_process;

@@ -20,6 +20,7 @@ use crate::{
         text::{path, template, text},
         units::{duration, duration_in, size},
         value_type::{ValueType, in_variant},
+        values::JobValues,
     },
 };
 use serde::{Deserialize, Serialize};
@@ -106,9 +107,10 @@ section! {
     /// `on_controller_loss: continue`.
     pub controller_timeout_ms: u64 = Key::new(duration(), "15m").rules(TIMEOUT_RULES);
     /// The time without progress after which the attempt fails.
-    pub hang_timeout_ms: Option<u64> = Key::new(
+    pub hang_timeout_ms: Option<u64> = Key::computed(
         duration_in(1000..=u64::MAX, "a duration of 1s or more").documented_as("duration of 1s or more").or_none("off"),
-        "off",
+        "`10m` in the built-in training on GPUs, else `off`",
+        |_, v| default_hang_timeout(v),
     );
     /// The text whose occurrence in an output line counts as progress.
     ///
@@ -119,6 +121,18 @@ section! {
     pub signals: Signals = Key::new(signals(), "{SIGUSR1: save, SIGUSR2: ignore, SIGTERM: save_and_stop}");
     /// The settings of workers' logs and of the console.
     pub logs: LogsSpec = inner();
+}
+
+/// The default of [`RunSpec::hang_timeout_ms`] for the built-in training on GPUs. A rank that waits
+/// for its GPU cannot notice that the GPU or a peer hangs.
+const GPU_HANG_TIMEOUT_MS: u64 = 10 * 60 * 1000;
+
+/// Computes the default of `run.hang_timeout`. Programs have none, because an idle program, such as
+/// a server or a debugger, is not a hang.
+fn default_hang_timeout(values: &JobValues) -> Option<u64> {
+    let trains = values.get("run.command").is_none();
+    let has_gpus = !matches!(values.get("cluster.devices"), None | Some("auto" | "cpu"));
+    (trains && has_gpus).then_some(GPU_HANG_TIMEOUT_MS)
 }
 
 /// Returns a [`ValueType`] that accepts leases: the time without messages after which the other

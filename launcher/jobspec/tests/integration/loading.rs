@@ -415,3 +415,20 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn only_the_built_in_training_on_gpus_has_a_hang_timeout_by_default() {
+    let train = "train: {data: {files: [a.txt]}}";
+    for (text, expected) in [
+        (format!("cluster: {{devices: cuda}}\n{train}"), Some(600_000)),
+        (format!("cluster: {{devices: [0, 1]}}\n{train}"), Some(600_000)),
+        (format!("cluster: {{devices: cuda}}\nrun: {{hang_timeout: off}}\n{train}"), None),
+        (format!("cluster: {{devices: cuda}}\nrun: {{hang_timeout: 3h}}\n{train}"), Some(10_800_000)),
+        (format!("cluster: {{devices: cpu}}\n{train}"), None),
+        (train.to_owned(), None),
+        ("cluster: {devices: cuda}\nrun: {command: [a]}".to_owned(), None),
+    ] {
+        let job = load_job(JobSource::Text { name: "a.yaml".to_owned(), text: text.clone() }, &[]);
+        assert_eq!(job.unwrap_or_else(|e| panic!("{e:?}")).0.run.hang_timeout_ms, expected, "{text}");
+    }
+}

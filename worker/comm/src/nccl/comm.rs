@@ -10,6 +10,7 @@
 use super::equal_parts::EqualParts;
 use super::group::{CudaStream, NcclGroup, PeerBuffer};
 use super::library::NcclLibrary;
+use super::watchdog::Watchdog;
 use crate::{
     AbortReason, ArgumentError, Comm, CommError, PartialSink, Result,
     call::{BufferShape, CollectiveCall, GroupPosition, compute_offsets},
@@ -27,10 +28,11 @@ use std::{
 /// The communicator of one rank whose buffers may be in GPU memory: NCCL transfers GPU memory,
 /// another transport the rest.
 pub struct NcclComm {
-    group: NcclGroup,
+    group: Arc<NcclGroup>,
+    watchdog: Watchdog,
     /// The transport for everything that NCCL does not transfer: buffers in host memory, and all
     /// calls of [`Comm::reduce_scatter`], [`Comm::all_reduce`] and [`Comm::broadcast`].
-    host_comm: StagedComm,
+    host_comm: Arc<StagedComm>,
     cuda: Arc<Cuda>,
     /// GPU memory for pieces received from peers, reused by all calls.
     received: Mutex<Buf>,
@@ -54,8 +56,9 @@ impl NcclComm {
         cuda.release_unused_memory()?; // NCCL allocates its buffers outside the pool
         let mut group = NcclGroup::connect(nccl, host_comm.as_ref(), timeout)?;
         group.set_timeout(DEFAULT_TIMEOUT);
-        let host_comm = StagedComm::new(host_comm, cuda.clone());
-        Ok(NcclComm { group, host_comm, cuda, received: Mutex::default() })
+        let (group, host_comm) = (Arc::new(group), Arc::new(StagedComm::new(host_comm, cuda.clone())));
+        let watchdog = Watchdog::start(group.clone(), host_comm.clone(), cuda.clone())?;
+        Ok(NcclComm { group, watchdog, host_comm, cuda, received: Mutex::default() })
     }
 
     /// Launches the GPU work that the calling thread has recorded, and returns the CUDA stream on
@@ -119,9 +122,22 @@ impl NcclComm {
         GroupPosition { rank: self.rank(), world: self.world() }
     }
 
-    /// Fails if the arguments of a collective contradict each other.
-    fn check_call(&self, call: std::result::Result<CollectiveCall, ArgumentError>) -> Result<()> {
-        call.map(drop).map_err(|error| CommError::InvalidArguments { rank: self.rank(), error })
+    /// Returns the call of a collective with its number. Fails if its arguments contradict each
+    /// other, or if an earlier collective has failed.
+    fn begin_call(&self, call: std::result::Result<CollectiveCall, ArgumentError>) -> Result<CollectiveCall> {
+        let call = call.map_err(|error| CommError::InvalidArguments { rank: self.rank(), error })?;
+        self.watchdog.number_call(call)
+    }
+
+    /// Lets the watchdog watch the work that this thread has enqueued for `call`.
+    fn watch(&self, call: CollectiveCall) {
+        self.watchdog.watch(call, self.cuda.record_event());
+    }
+
+    /// Runs a collective of the transport between host memories. If this rank's NCCL has failed,
+    /// returns that failure, because of which the transport was aborted.
+    fn run_on_host<T>(&self, run: impl FnOnce(&StagedComm) -> Result<T>) -> Result<T> {
+        self.watchdog.prefer_found_error(run(&self.host_comm))
     }
 }
 
@@ -157,14 +173,18 @@ impl Comm for NcclComm {
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
         let recv_view = recv.as_view();
         if recv_view.is_on_host() && send.is_on_host() {
-            return self.host_comm.all_gather(recv, send, counts);
+            return self.run_on_host(|host| host.all_gather(recv, send, counts));
         }
         let shapes = (BufferShape::new(recv_view), BufferShape::new(send));
-        self.check_call(CollectiveCall::describe_all_gather(self.position(), shapes.0, shapes.1, counts))?;
+        let call = CollectiveCall::describe_all_gather(self.position(), shapes.0, shapes.1, counts);
+        let call = self.begin_call(call)?;
         if counts.iter().all(|n| *n == send.len()) {
-            return self.gather_equal_parts(recv_view, send, send.len());
+            self.gather_equal_parts(recv_view, send, send.len())?;
+        } else {
+            self.gather_unequal_parts(recv, send, counts)?;
         }
-        self.gather_unequal_parts(recv, send, counts)
+        self.watch(call);
+        Ok(())
     }
 
     fn reduce_scatter_ordered(
@@ -175,12 +195,9 @@ impl Comm for NcclComm {
         sink: &mut PartialSink,
     ) -> Result<()> {
         let lens = partials.iter().map(View::len);
-        self.check_call(CollectiveCall::describe_reduce_scatter_ordered(
-            self.position(),
-            lens,
-            partial_counts,
-            counts,
-        ))?;
+        let position = self.position();
+        let call = CollectiveCall::describe_reduce_scatter_ordered(position, lens, partial_counts, counts);
+        let call = self.begin_call(call)?;
         let len = counts[self.rank()];
         let mut received = self.received.lock().unwrap_or_else(PoisonError::into_inner);
         let required = len * partial_counts.iter().sum::<usize>();
@@ -196,6 +213,7 @@ impl Comm for NcclComm {
         };
         let receives: Vec<_> = senders.enumerate().filter_map(receive).collect();
         self.exchange_parts(&sends, &receives, Dtype::F32)?;
+        self.watch(call);
         let mut i = 0;
         for (rank, &n) in partial_counts.iter().enumerate() {
             for index in 0..n {
@@ -207,15 +225,15 @@ impl Comm for NcclComm {
     }
 
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        self.host_comm.reduce_scatter(recv, send, counts)
+        self.run_on_host(|host| host.reduce_scatter(recv, send, counts))
     }
 
     fn all_reduce(&self, x: ViewMut) -> Result<()> {
-        self.host_comm.all_reduce(x)
+        self.run_on_host(|host| host.all_reduce(x))
     }
 
     fn broadcast(&self, x: ViewMut, root: usize) -> Result<()> {
-        self.host_comm.broadcast(x, root)
+        self.run_on_host(|host| host.broadcast(x, root))
     }
 
     fn all_to_all(
@@ -227,7 +245,7 @@ impl Comm for NcclComm {
     ) -> Result<()> {
         let recv_view = recv.as_view();
         if recv_view.is_on_host() && send.is_on_host() {
-            return self.host_comm.all_to_all(recv, recv_counts, send, send_counts);
+            return self.run_on_host(|host| host.all_to_all(recv, recv_counts, send, send_counts));
         }
         let shapes = [BufferShape::new(recv_view), BufferShape::new(send)];
         let call = CollectiveCall::describe_all_to_all(
@@ -237,10 +255,12 @@ impl Comm for NcclComm {
             shapes[1],
             send_counts,
         );
-        self.check_call(call)?;
+        let call = self.begin_call(call)?;
         let (sends, receives) =
             (list_peer_buffers(send, send_counts), list_peer_buffers(recv_view, recv_counts));
-        self.exchange_parts(&sends, &receives, send.dtype())
+        self.exchange_parts(&sends, &receives, send.dtype())?;
+        self.watch(call);
+        Ok(())
     }
 
     fn all_to_all_bytes(
@@ -250,15 +270,15 @@ impl Comm for NcclComm {
         send: &[u8],
         send_counts: &[usize],
     ) -> Result<()> {
-        self.host_comm.all_to_all_bytes(recv, recv_counts, send, send_counts)
+        self.run_on_host(|host| host.all_to_all_bytes(recv, recv_counts, send, send_counts))
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        self.host_comm.all_gather_bytes(bytes)
+        self.run_on_host(|host| host.all_gather_bytes(bytes))
     }
 
     fn barrier(&self) -> Result<()> {
-        self.host_comm.barrier()
+        self.run_on_host(|host| host.barrier())
     }
 
     fn abort(&self, reason: &str) {

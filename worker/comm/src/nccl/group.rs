@@ -175,7 +175,12 @@ impl NcclGroup {
     ///
     /// NCCL does not inform the peers. The caller must abort their communicators, too.
     pub fn abort(&self, reason: &str) {
-        self.abort_communicator(NcclError::Aborted(AbortReason::from_request(reason)));
+        self.abort_because(AbortReason::from_request(reason));
+    }
+
+    /// Aborts this rank's communicator because the group of ranks was aborted for `reason`.
+    pub(super) fn abort_because(&self, reason: AbortReason) {
+        self.abort_communicator(NcclError::Aborted(reason));
     }
 
     /// Aborts NCCL's communicator, so that later calls return `error`. Keeps the error of the first
@@ -217,6 +222,19 @@ impl NcclGroup {
             if status == SUCCESS { state } else { status }
         })?;
         Ok(state == IN_PROGRESS)
+    }
+
+    /// Polls the communicator while the collective `operation` runs on the GPU, which was enqueued
+    /// `running_for` ago. If the communicator reports an error, or the timeout has expired, aborts
+    /// the communicator and fails.
+    pub(super) fn check_running(&self, operation: &str, running_for: Duration) -> Result<()> {
+        self.poll_is_busy(operation)?;
+        if running_for < self.timeout {
+            return Ok(());
+        }
+        let error = NcclError::Timeout { operation: operation.to_owned(), timeout: self.timeout };
+        self.abort_communicator(error.clone());
+        Err(error)
     }
 
     /// Polls until NCCL has accepted the latest call of the communicator. Fails after the timeout,

@@ -2,6 +2,7 @@
 // collective runs, with real sums, when the last rank has enqueued it. Streams are those of the
 // emulated GPU. fakeFault injects faults.
 #include "streams.hpp"
+#include <chrono>
 #include <climits>
 #include <cstdint>
 #include <cstdlib>
@@ -29,7 +30,8 @@ enum {
     NEVER_JOINS = 2,
     FAILS_LATER = 3,
     REJECTS_CALLS = 4,
-    NEVER_DONE = 5
+    NEVER_DONE = 5,
+    HANGS_AND_FAILS_LATER = 6 // work never ends, and the communicator fails after FAILURE_DELAY
 };
 
 struct UniqueId {
@@ -59,6 +61,7 @@ struct Work {
     Stream* stream;
     bool arrived; // the stream has reached this work
     bool ended = false;
+    std::chrono::steady_clock::time_point enqueued = std::chrono::steady_clock::now();
 
     void end() {
         ended = true;
@@ -90,6 +93,7 @@ struct Group {
 // As in NCCL 2.23 and later, a call of a non-blocking communicator is in progress when it returns.
 // The number of polls until it is complete.
 static const int POLLS_IN_PROGRESS = 2;
+static const std::chrono::milliseconds FAILURE_DELAY{50};
 static std::mutex lock_;
 static std::map<std::string, std::shared_ptr<Group>> groups;
 static int fault = NO_FAULT, fault_rank = -1;
@@ -169,6 +173,9 @@ API ncclCommGetAsyncError(Comm* c, int* state) {
     if (c->polls_in_progress > 0) c->polls_in_progress--;
     *state = c->error ? c->error : is_busy ? IN_PROGRESS : SUCCESS;
     if (fault == FAILS_LATER && fault_rank == c->rank && !c->works.empty()) *state = REMOTE_ERROR;
+    if (fault == HANGS_AND_FAILS_LATER && fault_rank == c->rank && !c->works.empty() &&
+        std::chrono::steady_clock::now() - c->works.back().enqueued > FAILURE_DELAY)
+        *state = REMOTE_ERROR;
     return SUCCESS;
 }
 API ncclCommAbort(Comm* c) {
@@ -235,7 +242,7 @@ static void run_ready_work(Group& g) {
         for (Comm* c : g.ranks) {
             Work& work = c->works[g.done];
             if (!is_valid) c->error = INVALID_USAGE;
-            else if (!(fault == NEVER_DONE)) work.end();
+            else if (fault != NEVER_DONE && fault != HANGS_AND_FAILS_LATER) work.end();
         }
         if (!is_valid) return;
         g.done++;

@@ -28,6 +28,10 @@ impl BackendEvent for streams::CudaEvent {
         self.gpu().attempt(|| streams::CudaEvent::make_stream_wait(self));
     }
 
+    fn is_reached(&self) -> bool {
+        streams::CudaEvent::is_reached(self).unwrap_or(true) // a failure is reported by later work
+    }
+
     fn synchronize(&self) -> Result<(), DeviceError> {
         let reached = streams::CudaEvent::synchronize(self).map_err(DeviceError::from);
         reached.inspect_err(|error| self.gpu().status.record_failure(error.clone()))

@@ -130,19 +130,25 @@ impl CudaEvent {
             .map_err(|error| error.with_function(GPU_WORK))
     }
 
+    /// Returns whether the GPU has reached the event. Fails if work before the event failed.
+    pub(super) fn is_reached(&self) -> Result<bool> {
+        self.gpu.make_current()?;
+        // SAFETY: the event lives.
+        match unsafe { self.gpu.driver.cuEventQuery(self.handle) } {
+            Err(error) if error.has_driver_status(CUresult::CUDA_ERROR_NOT_READY) => Ok(false),
+            reached => reached.map(|()| true).map_err(|error| error.with_function(GPU_WORK)),
+        }
+    }
+
     /// Returns the seconds from the event `start` to this event. Both must be timed. Returns `None`
     /// if this event is not reached yet.
     pub(super) fn seconds_since(&self, start: &CudaEvent) -> Result<Option<f64>> {
-        self.gpu.make_current()?;
-        let driver = &self.gpu.driver;
-        // SAFETY: the event lives.
-        match unsafe { driver.cuEventQuery(self.handle) } {
-            Err(error) if error.has_driver_status(CUresult::CUDA_ERROR_NOT_READY) => return Ok(None),
-            reached => reached.map_err(|error| error.with_function(GPU_WORK))?,
+        if !self.is_reached()? {
+            return Ok(None);
         }
         let mut ms = 0.0;
         // SAFETY: both events live and are timed; writes one float.
-        unsafe { driver.cuEventElapsedTime(&mut ms, start.handle, self.handle) }?;
+        unsafe { self.gpu.driver.cuEventElapsedTime(&mut ms, start.handle, self.handle) }?;
         Ok(Some(f64::from(ms) / 1e3))
     }
 }

@@ -1,0 +1,183 @@
+//! [`Watchdog`]: a thread that watches the collectives of an NCCL communicator while they run on
+//! the GPU.
+//!
+//! NCCL reports a network error only to callers that poll the communicator. The kernels of the
+//! failed collective never end, and a thread that waits for the GPU does not poll. The watchdog
+//! polls for it, and aborts the communicator and the group of ranks on an error. It also aborts the
+//! communicator if another rank has aborted the group.
+use super::group::NcclGroup;
+use crate::{
+    CommError, Result, call::CollectiveCall, communicator::Comm, nccl_error::NcclError, staged::StagedComm,
+};
+use device::{Cuda, storage::Event};
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+/// The time between two polls of the communicator while a collective runs.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+/// The largest number of running collectives that are remembered. If there are more, an error names
+/// a later collective than the one that failed.
+const MAX_RUNNING_CALLS: usize = 1024;
+
+/// The watchdog of one NCCL communicator. Dropping it ends its thread.
+pub(super) struct Watchdog {
+    shared: Arc<WatchdogState>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What the callers of collectives share with the thread of the watchdog.
+struct WatchdogState {
+    group: Arc<NcclGroup>,
+    host_comm: Arc<StagedComm>,
+    calls: Mutex<WatchedCalls>,
+    /// Notified when a collective starts and when the watchdog is to end.
+    changed: Condvar,
+}
+
+/// The collectives that run on the GPU, oldest first, and the first error that was found.
+#[derive(Default)]
+struct WatchedCalls {
+    running: VecDeque<RunningCall>,
+    /// How many collectives were watched, which is the number of the next one.
+    count: u64,
+    error: Option<NcclError>,
+    is_ending: bool,
+}
+
+/// A collective that was enqueued on a stream of the GPU.
+struct RunningCall {
+    call: CollectiveCall,
+    /// The event that the stream reaches when the collective is complete.
+    done: Event,
+    enqueued_at: Instant,
+}
+
+impl Watchdog {
+    /// Starts to watch the collectives of `group`. On an error, the watchdog also aborts
+    /// `host_comm`, so that every rank ends.
+    pub(super) fn start(
+        group: Arc<NcclGroup>,
+        host_comm: Arc<StagedComm>,
+        cuda: Arc<Cuda>,
+    ) -> Result<Watchdog> {
+        let (calls, changed) = (Mutex::default(), Condvar::new());
+        let shared = Arc::new(WatchdogState { group, host_comm, calls, changed });
+        let watched = shared.clone();
+        let thread = std::thread::Builder::new().name("nccl-watchdog".into()).spawn(move || {
+            // without a context, events seem to be reached, and nothing is watched
+            if cuda.make_current().is_ok() {
+                watched.run();
+            }
+        });
+        let thread = thread.map_err(|error| CommError::Transport {
+            operation: "start the watchdog of NCCL",
+            error: error.to_string(),
+        })?;
+        Ok(Watchdog { shared, thread: Some(thread) })
+    }
+
+    /// Returns `call` with its number among the collectives of this communicator. Fails with the
+    /// error that the watchdog has found, if it has found one.
+    pub(super) fn number_call(&self, call: CollectiveCall) -> Result<CollectiveCall> {
+        let mut calls = self.shared.lock_calls();
+        if let Some(error) = &calls.error {
+            return Err(error.clone().into());
+        }
+        calls.count += 1;
+        Ok(call.with_number(calls.count - 1))
+    }
+
+    /// Watches `call`, which is complete when its stream reaches `done`.
+    pub(super) fn watch(&self, call: CollectiveCall, done: Event) {
+        let mut calls = self.shared.lock_calls();
+        calls.forget_complete_calls();
+        if calls.running.len() == MAX_RUNNING_CALLS {
+            calls.running.pop_front();
+        }
+        calls.running.push_back(RunningCall { call, done, enqueued_at: Instant::now() });
+        drop(calls);
+        self.shared.changed.notify_all();
+    }
+
+    /// Returns the error that the watchdog has found, or `result` if it has found none. An abort of
+    /// the group that follows from such an error is thus reported as the error.
+    pub(super) fn prefer_found_error<T>(&self, result: Result<T>) -> Result<T> {
+        match &self.shared.lock_calls().error {
+            Some(error) => Err(error.clone().into()),
+            None => result,
+        }
+    }
+}
+
+impl Drop for Watchdog {
+    fn drop(&mut self) {
+        self.shared.lock_calls().is_ending = true;
+        self.shared.changed.notify_all();
+        if let Some(thread) = self.thread.take() {
+            // a panic of the thread was printed, and concerns no caller any more
+            let _ = thread.join();
+        }
+    }
+}
+
+impl WatchdogState {
+    /// Locks the list of running collectives.
+    fn lock_calls(&self) -> MutexGuard<'_, WatchedCalls> {
+        // no code panics while it changes the list
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Polls the communicator while collectives run, until the watchdog ends or finds an error.
+    fn run(&self) {
+        let mut calls = self.lock_calls();
+        loop {
+            calls.forget_complete_calls();
+            if calls.is_ending {
+                return;
+            }
+            let Some(oldest) = calls.running.front() else {
+                calls = self.changed.wait(calls).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            let operation = format!("{} of rank {}", oldest.call, self.group.rank());
+            let running_for = oldest.enqueued_at.elapsed();
+            drop(calls);
+            if let Some(reason) = self.host_comm.abort_reason() {
+                // a peer has ended, so the work of this rank would never end
+                return self.group.abort_because(reason);
+            }
+            if let Err(error) = self.group.check_running(&operation, running_for) {
+                return self.report(error);
+            }
+            calls = self.lock_calls();
+            if !calls.is_ending {
+                let waited = self.changed.wait_timeout(calls, POLL_INTERVAL);
+                calls = waited.unwrap_or_else(PoisonError::into_inner).0;
+            }
+        }
+    }
+
+    /// Records `error`, with which NCCL's communicator was aborted, and aborts the group of ranks.
+    /// An abort that another rank or the caller requested is no error of this rank.
+    fn report(&self, error: NcclError) {
+        if matches!(error, NcclError::Aborted(_)) {
+            return;
+        }
+        let message = error.to_string();
+        self.lock_calls().error = Some(error);
+        self.host_comm.abort(&message);
+    }
+}
+
+impl WatchedCalls {
+    /// Removes the collectives that are complete. Collectives complete in their order.
+    fn forget_complete_calls(&mut self) {
+        while self.running.front().is_some_and(|running| running.done.is_reached()) {
+            self.running.pop_front();
+        }
+    }
+}
