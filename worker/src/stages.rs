@@ -26,7 +26,7 @@ use crate::{
     },
 };
 use comm::Comm;
-use device::{Ops, storage::Event};
+use device::{Buf, Ops, storage::Event};
 use diagnostic::Diagnostic;
 use initial_values::initialise_unit;
 use jobspec::{Precision, TrainSpec};
@@ -160,6 +160,7 @@ impl ShardedModel {
             recompute: train.recompute,
             clip_norm: train.clip_norm,
             update_after: Event::default(),
+            norm_staging: Buf::default(),
             loss_scale: LossScale::new(
                 (train.precision == Precision::Fp16).then(|| train.loss_scale.clone()),
             ),

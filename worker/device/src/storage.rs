@@ -281,6 +281,12 @@ pub struct Download {
 }
 
 impl Download {
+    /// Creates a download that fills `bufs` until the event `done`. `status` is the status of the
+    /// backend after the copies were started.
+    pub(crate) fn new(bufs: Vec<Buf>, done: Event, status: Result<(), DeviceError>) -> Self {
+        Download { bufs, done, status }
+    }
+
     /// Returns the event that the stream reaches when all copies are complete.
     pub fn done_event(&self) -> Event {
         self.done.clone()

@@ -6,7 +6,7 @@ use crate::{
     params::ParamUnit,
     zero::engine::ParamDtypes,
 };
-use device::{Buf, Dtype, Ops, View, ViewMut};
+use device::{Buf, Dtype, Ops, View, ViewMut, storage::Event};
 use jobspec::{RecomputeMode, TrainSpec};
 
 /// How many activation buffers a [`MicroBatchActivations`] has, and how large they are.
@@ -70,8 +70,10 @@ pub struct MicroBatchActivations {
     pub residual_grad: Buf,
     /// The loss of each row.
     pub row_losses: Buf,
-    /// A host copy of `row_losses` if the backend is not the host.
+    /// Host copies of `row_losses`, one for each micro-batch of this rank.
     pub host_losses: Buf,
+    /// An event after which `row_losses` may be overwritten and the copies are complete.
+    pub losses_copied: Event,
     /// The first layer with a backward pass. Lower layers save no activations.
     first_backward_layer: usize,
 }
@@ -100,6 +102,7 @@ impl MicroBatchActivations {
             residual_grad: allocate(Dtype::F32, plan.stream_len),
             row_losses: allocate(Dtype::F32, plan.rows),
             host_losses: Buf::default(),
+            losses_copied: Event::default(),
             first_backward_layer: plan.first_backward_layer,
         }
     }

@@ -9,3 +9,4 @@ pub mod loss_scale;
 pub mod moe;
 pub mod running_trainer;
 pub mod step;
+pub mod step_outcome;

@@ -52,8 +52,8 @@ impl RunningTrainer {
             self.train.steps,
             self.position.step,
         );
-        let outcome = self.trainer.accumulate_gradients(source, self.position.consumed_samples, report)?;
-        let outcome = self.trainer.update_parameters(outcome, lr, self.position.step)?;
+        let accumulated = self.trainer.start_gradients(source, self.position.consumed_samples, report)?;
+        let outcome = self.trainer.update_parameters(&accumulated, lr, self.position.step)?;
         let samples = self.trainer.global_batch();
         // At the smallest loss scale the step is not skipped. The overflowed gradient norm is then
         // an error, as in every other precision.

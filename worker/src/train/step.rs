@@ -1,6 +1,7 @@
 //! [`Trainer`]: runs one optimizer step on a rank, from tokens to updated parameters. The forward
 //! pass fetches, computes and releases each unit. The backward pass also reduces the gradient of
 //! each unit. The update follows the backward passes.
+pub use super::step_outcome::{RankStepReport, StepOutcome};
 use super::{
     activations::{LayerActivations, MicroBatchActivations},
     loss_scale::LossScale,
@@ -54,40 +55,30 @@ pub struct Trainer {
     pub clip_norm: Option<f64>,
     /// The loss scale of fp16.
     pub loss_scale: LossScale,
+    /// Host memory for the sums of which the gradient norm consists.
+    pub(crate) norm_staging: Buf,
     /// An event after which no save reads the parameters anymore. The next update waits for it.
     pub(crate) update_after: Event,
 }
 
-/// The values that each rank sends to the other ranks once per step, in addition to its losses. In
-/// a [`StepOutcome`], the combined reports of all ranks.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct RankStepReport {
-    /// Flags of [`super::boundary_flags`]. Combined: the union over all ranks.
-    pub flags: u64,
-    /// The largest resident set of the rank so far, in bytes. Combined: the maximum over all ranks.
-    pub peak_rss: u64,
-    /// Seconds since the previous report in which computation waited for collectives. Combined: the
-    /// maximum over all ranks.
-    pub exposed_comm: f64,
-}
-
-/// The losses and the gradient norm of a step, with the same bits on every rank.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct StepOutcome {
-    /// The mean loss per target token, in nats.
-    pub loss: f64,
-    /// The global L2 norm of the mean gradient before clipping.
-    pub grad_norm: f64,
-    /// The number of tokens with a loss.
-    pub targets: u64,
-    /// The combined reports of all ranks.
-    pub report: RankStepReport,
-    /// Whether the step was skipped because a gradient overflowed in fp16.
-    pub skipped: bool,
-}
-
 /// Access to the gathered parameters of the output layer and, if tied to it, of the embedding.
 pub(super) type HeadGuards<'a> = (&'a ParamsGuard, Option<&'a ParamsGuard>);
+
+/// The gradients of a global batch that are being computed and reduced, with what is known of this
+/// rank's losses. [`Trainer::update_parameters`] applies the gradients.
+pub struct AccumulatedGradients {
+    losses: Vec<PendingLoss>,
+    report: RankStepReport,
+}
+
+/// The loss of one micro-batch whose row losses are being copied to the host.
+struct PendingLoss {
+    micro_batch: usize,
+    /// The number of target tokens.
+    targets: u64,
+    /// The mean router loss; 0 for a dense model.
+    router_loss: f64,
+}
 
 /// The summed loss of one micro-batch in nats, and the number of its target tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -119,8 +110,8 @@ impl Trainer {
         (self.engine.schedule.micro_batches * self.micro_batch_size) as u64
     }
 
-    /// Computes the gradients of the global batch that begins with sample `first`, and starts to
-    /// reduce them. Returns the loss. [`Trainer::update_parameters`] applies the gradients.
+    /// Computes the gradients of the global batch that begins with sample `first`, starts to reduce
+    /// them, and returns the loss.
     ///
     /// Collective: every rank must call it.
     pub fn accumulate_gradients(
@@ -129,11 +120,25 @@ impl Trainer {
         first: u64,
         report: RankStepReport,
     ) -> Result<StepOutcome> {
+        let accumulated = self.start_gradients(source, first, report)?;
+        self.finish_losses(&accumulated)
+    }
+
+    /// Starts to compute and reduce the gradients of the global batch that begins with sample
+    /// `first`. Does not wait for a device.
+    ///
+    /// Collective: every rank must call it.
+    pub fn start_gradients(
+        &mut self,
+        source: &dyn SampleSource,
+        first: u64,
+        report: RankStepReport,
+    ) -> Result<AccumulatedGradients> {
         let rounds = self.engine.schedule.count_rounds();
         self.batch.first_sample = Some(first);
         let order: Vec<usize> = (0..rounds).flat_map(|_| self.plan_pass_order(true)).collect();
         self.engine.begin_pass(order);
-        let mut mine = Vec::new();
+        let mut losses = Vec::with_capacity(rounds);
         for round in 0..rounds {
             let micro_batch = self.engine.schedule.find_micro_batch(self.engine.rank(), round);
             if let Some(s) = micro_batch {
@@ -141,14 +146,28 @@ impl Trainer {
             }
             self.run_forward(micro_batch.is_some())?;
             self.run_backward(round, micro_batch.is_some())?;
-            if let Some(s) = micro_batch {
-                let MicroBatchLoss { sum, targets } = self.sum_micro_batch_loss()?;
-                // router losses are means per micro-batch; weight them by the micro-batch's targets
-                let routers = self.experts.as_ref().map_or(0.0, |e| e.router_loss() * targets as f64);
-                mine.push((s, MicroBatchLoss { sum: sum + routers, targets }));
+            if let Some(micro_batch) = micro_batch {
+                self.start_loss_copy(losses.len(), rounds);
+                let router_loss = self.experts.as_ref().map_or(0.0, MoeTrainer::router_loss);
+                losses.push(PendingLoss { micro_batch, targets: self.batch.count_targets(), router_loss });
             }
         }
-        self.exchange_losses(&mine, self.engine.schedule.micro_batches, report)
+        Ok(AccumulatedGradients { losses, report })
+    }
+
+    /// Waits for the losses of the micro-batches, and exchanges them and the reports with all
+    /// ranks. Returns the mean loss per target token and the combined reports.
+    ///
+    /// Collective: every rank must call it.
+    fn finish_losses(&mut self, accumulated: &AccumulatedGradients) -> Result<StepOutcome> {
+        let sums = self.read_copied_losses(accumulated.losses.len())?;
+        let to_loss = |(pending, sum): (&PendingLoss, f64)| {
+            // router losses are means per micro-batch; weight them by the micro-batch's targets
+            let sum = sum + pending.router_loss * pending.targets as f64;
+            (pending.micro_batch, MicroBatchLoss { sum, targets: pending.targets })
+        };
+        let mine: Vec<_> = accumulated.losses.iter().zip(sums).map(to_loss).collect();
+        self.exchange_losses(&mine, self.engine.schedule.micro_batches, accumulated.report)
     }
 
     /// Fills the trainer's micro-batch with samples from `source`, beginning with sample number
@@ -320,6 +339,7 @@ impl Trainer {
         let unit_len = |u: usize| self.engine.shards[u].unit.len();
         let (head_len, embedding_len) = (unit_len(self.head_unit()), unit_len(0));
         let (w, model, ops) = (&mut self.activations, &self.model, self.ops.as_ref());
+        w.losses_copied.make_stream_wait();
         let grads = grads.map(|(head, embedding)| HeadGrads {
             dx: w.residual_grad.view_mut(),
             head: head.view_mut().slice(0..head_len),
@@ -337,10 +357,33 @@ impl Trainer {
     /// Returns the summed loss and the number of target tokens of the current micro-batch, whose
     /// loss was just computed.
     pub(super) fn sum_micro_batch_loss(&mut self) -> Result<MicroBatchLoss> {
-        let losses = self.ops.to_host(self.activations.row_losses.view(), &mut self.activations.host_losses);
-        self.ops.status()?;
-        let sum = losses.host().iter().map(|&l| f64::from(l)).sum();
+        self.start_loss_copy(0, 1);
+        let sum = self.read_copied_losses(1)?[0];
         Ok(MicroBatchLoss { sum, targets: self.batch.count_targets() })
+    }
+
+    /// Starts to copy the row losses of the current micro-batch to the host, as copy number `index`
+    /// of at most `capacity`.
+    fn start_loss_copy(&mut self, index: usize, capacity: usize) {
+        let (w, ops) = (&mut self.activations, self.ops.as_ref());
+        let rows = w.row_losses.len();
+        if w.host_losses.len() < capacity * rows {
+            w.host_losses = ops.alloc_staging(Dtype::F32, capacity * rows);
+        }
+        let to = w.host_losses.view_mut().slice(index * rows..(index + 1) * rows);
+        w.losses_copied = ops.copy_async(to, w.row_losses.view(), &[]);
+    }
+
+    /// Waits for the first `count` copies of row losses. Returns the sum of each.
+    fn read_copied_losses(&mut self, count: usize) -> Result<Vec<f64>> {
+        let w = &self.activations;
+        if !w.losses_copied.is_reached() {
+            w.losses_copied.synchronize()?;
+        }
+        self.ops.status()?;
+        let rows = w.row_losses.len();
+        let copies = w.host_losses.view().host().chunks_exact(rows).take(count);
+        Ok(copies.map(|losses| losses.iter().map(|&l| f64::from(l)).sum()).collect())
     }
 
     /// Exchanges the losses `mine` and the report of this rank with all ranks. Returns the mean
@@ -389,20 +432,29 @@ impl Trainer {
         if targets == 0 { 0.0 } else { positions as f64 / targets as f64 }
     }
 
-    /// Completes the reduction of the gradients of [`Trainer::accumulate_gradients`], clips them,
-    /// and updates the parameters. Returns the outcome with the gradient norm.
+    /// Completes the reduction of the gradients of [`Trainer::start_gradients`], clips them, and
+    /// updates the parameters. Returns the outcome with the gradient norm.
     ///
-    /// If the loss or the norm is not finite, nothing is updated. Collective: every rank must call
-    /// it.
-    pub fn update_parameters(&mut self, outcome: StepOutcome, lr: f64, step: u64) -> Result<StepOutcome> {
+    /// Waits for a device only once, for the losses and the gradient norm together. If one of them
+    /// is not finite, nothing is updated. Collective: every rank must call it.
+    pub fn update_parameters(
+        &mut self,
+        accumulated: &AccumulatedGradients,
+        lr: f64,
+        step: u64,
+    ) -> Result<StepOutcome> {
         let units = self.engine.shards.len();
         self.optimizer.prefetch_states(self.ops.as_ref(), 0);
         let mut grads = Vec::with_capacity(units);
         for u in 0..units {
             grads.push(self.engine.finish_gradient(u)?);
         }
+        // the wait for the norm then includes the copies of the losses
+        self.activations.losses_copied.make_stream_wait();
+        let blocks = self.sum_squares_of_gradients(&grads)?;
+        let outcome = self.finish_losses(accumulated)?;
         let mean = self.compute_mean_scale(outcome.targets) / f64::from(self.loss_scale.factor());
-        let outcome = StepOutcome { grad_norm: self.compute_gradient_norm(&grads)? * mean, ..outcome };
+        let outcome = StepOutcome { grad_norm: self.compute_gradient_norm(&blocks)? * mean, ..outcome };
         let finite = outcome.loss.is_finite() && outcome.grad_norm.is_finite();
         let skipped = !finite && outcome.loss.is_finite() && self.loss_scale.is_dynamic();
         let outcome = StepOutcome { skipped, ..outcome };
@@ -475,9 +527,8 @@ impl Trainer {
         Ok(Some(self.engine.gather_trained(u, ops.clone_to_device(grad.view()), whole)?))
     }
 
-    /// Computes the L2 norm of the summed gradient of all parameters on all ranks. The sums over
-    /// fixed blocks of tensors are added in a fixed order.
-    fn compute_gradient_norm(&self, owned: &[Buf]) -> Result<f64> {
+    /// Computes the sums of squares of the fixed blocks of this rank's shards of the gradient.
+    fn sum_squares_of_gradients(&mut self, owned: &[Buf]) -> Result<Vec<f64>> {
         let mut parts = Vec::new();
         for (u, g) in owned.iter().enumerate() {
             let range = self.engine.owned_range(u);
@@ -487,8 +538,18 @@ impl Trainer {
                 at += seg.flat.len();
             }
         }
-        let blocks = self.ops.sum_squares_by_block_concat(&parts);
+        let staging = std::mem::take(&mut self.norm_staging);
+        let (sums, staging) = self.ops.start_sum_squares_by_block(&parts, staging).wait()?;
+        self.norm_staging = staging;
         self.ops.status()?;
+        Ok(sums)
+    }
+
+    /// Computes the L2 norm of the summed gradient of all parameters on all ranks. `blocks` are the
+    /// sums of squares of this rank's blocks, which are added in a fixed order.
+    ///
+    /// Collective: every rank must call it.
+    fn compute_gradient_norm(&self, blocks: &[f64]) -> Result<f64> {
         let bytes: Vec<u8> = blocks.iter().flat_map(|s| s.to_le_bytes()).collect();
         let gathered = self.engine.queue().run_and_wait(move |c| c.all_gather_bytes(&bytes))?;
         Ok(sum_in_fixed_order(&self.order_block_sums(&gathered)?).sqrt())

@@ -6,6 +6,7 @@ mod call_counts;
 mod common;
 mod cuda;
 mod cuda_graphs;
+mod cuda_host_waits;
 mod cuda_streams;
 mod deterministic_training;
 mod dropout;

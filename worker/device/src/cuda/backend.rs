@@ -67,15 +67,6 @@ impl MemoryOwner for NoMemory {
     fn release(&self, _: u64, _: usize) {}
 }
 
-/// Owner of a buffer in pinned host memory. It frees the memory when the buffer is dropped.
-pub(super) struct PinnedOwner(pub(super) Arc<Gpu>);
-
-impl MemoryOwner for PinnedOwner {
-    fn release(&self, address: u64, _: usize) {
-        self.0.free_pinned(address);
-    }
-}
-
 impl Ops for Cuda {}
 
 impl Cuda {

@@ -3,9 +3,14 @@
 use super::backend::{Cuda, Work};
 use super::compile::ELEMENTWISE;
 use super::launch::{KernelArg, LaunchConfig};
+use super::memory::DeviceMemory;
 use super::tensor_arg::{TensorArg, f32_gpu_address};
-use crate::buffer::{View, ViewMut};
-use crate::ops::{NORM_BLOCK_LEN, SampleDropout, StochasticRounding, VectorOps, expect_lens};
+use crate::buffer::{Buf, Dtype, View, ViewMut};
+use crate::ops::{
+    NORM_BLOCK_LEN, PendingBlockSums, SampleDropout, StochasticRounding, VectorOps, expect_lens,
+};
+use crate::storage::{Download, Event, Storage};
+use std::ptr::NonNull;
 
 impl VectorOps for Cuda {
     fn cast(&self, y: ViewMut, x: View) {
@@ -90,18 +95,51 @@ impl VectorOps for Cuda {
     /// Returns the sums of squares of all `vectors`, one for each block of [`NORM_BLOCK_LEN`]
     /// elements, in one list. Launches one kernel per vector, and waits once for all of them.
     fn sum_squares_by_block_concat(&self, vectors: &[View]) -> Vec<f64> {
-        let count = |x: &View| x.len().div_ceil(NORM_BLOCK_LEN);
-        let mut out = vec![0.0f64; vectors.iter().map(count).sum()];
-        let sums = self.alloc_scratch(size_of_val(&out[..]));
-        let mut at = sums.address();
-        for x in vectors {
-            let config = LaunchConfig { grid: [count(x) as u32, 1, 1], block: [256, 1, 1], shared: 0 };
-            let arguments: [&dyn KernelArg; 4] = [&at, &TensorArg::from(*x), &x.len(), &NORM_BLOCK_LEN];
-            self.launch(ELEMENTWISE, c"sum_squares_by_block", Work::Config(config), &arguments);
-            at += (count(x) * size_of::<f64>()) as u64;
-        }
+        let mut out = vec![0.0f64; count_norm_blocks(vectors)];
+        let sums = self.enqueue_sums_of_squares(vectors);
         self.gpu.attempt(|| self.gpu.download_blocking(bytemuck::cast_slice_mut(&mut out), sums.address()));
         out
+    }
+
+    /// Enqueues the sums and their copy to pinned memory on this thread's stream.
+    fn start_sum_squares_by_block(&self, vectors: &[View], mut staging: Buf) -> PendingBlockSums {
+        let count = count_norm_blocks(vectors);
+        let len = count * (size_of::<f64>() / size_of::<f32>());
+        if staging.len() < len {
+            staging = self.alloc_staging(Dtype::F32, len);
+        }
+        let sums = self.enqueue_sums_of_squares(vectors);
+        let done = self.gpu.attempt(|| {
+            let to = NonNull::from(staging.view_mut().bytes()).cast();
+            // SAFETY: both ranges have `count` sums, and the download owns the host's range until
+            // the event.
+            unsafe { self.gpu.download_async(to, sums.address(), count * size_of::<f64>()) }?;
+            self.gpu.record_event()
+        });
+        let done = done.map(Event::new).unwrap_or_default();
+        PendingBlockSums::Copying(Download::new(vec![staging], done, self.status()), count)
+    }
+}
+
+/// Returns the number of blocks of [`NORM_BLOCK_LEN`] elements of several vectors.
+fn count_norm_blocks(vectors: &[View]) -> usize {
+    vectors.iter().map(|x| x.len().div_ceil(NORM_BLOCK_LEN)).sum()
+}
+
+impl Cuda {
+    /// Enqueues the sums of squares of the blocks of `vectors`. Returns the memory with the sums,
+    /// in `f64`.
+    fn enqueue_sums_of_squares(&self, vectors: &[View]) -> DeviceMemory {
+        let sums = self.alloc_scratch(count_norm_blocks(vectors) * size_of::<f64>());
+        let mut at = sums.address();
+        for x in vectors {
+            let count = count_norm_blocks(&[*x]);
+            let config = LaunchConfig { grid: [count as u32, 1, 1], block: [256, 1, 1], shared: 0 };
+            let arguments: [&dyn KernelArg; 4] = [&at, &TensorArg::from(*x), &x.len(), &NORM_BLOCK_LEN];
+            self.launch(ELEMENTWISE, c"sum_squares_by_block", Work::Config(config), &arguments);
+            at += (count * size_of::<f64>()) as u64;
+        }
+        sums
     }
 }
 

@@ -9,10 +9,8 @@ use super::bindings::Address;
 use super::error::Result;
 use super::gpu::Gpu;
 use super::memory::DeviceMemory;
-use std::{
-    collections::{HashMap, VecDeque},
-    sync::Arc,
-};
+use super::pinned_memory::PinnedRing;
+use std::{collections::HashMap, sync::Arc};
 
 /// Maximum number of copies on the GPU that are kept for inputs of one name and size. More than one
 /// copy is needed if layers alternate between inputs.
@@ -20,9 +18,6 @@ const MAX_SLOTS_PER_INPUT: usize = 4;
 /// Number of consecutive uploads after which one more copy is kept, if each upload restores an
 /// input that the upload before has overwritten.
 const ALTERNATIONS_BEFORE_NEW_SLOT: u32 = 2;
-/// Number of overwritten inputs that are kept in host memory, because the driver may still read
-/// them asynchronously.
-const KEPT_UPLOADS: usize = 8;
 /// Minimum size in bytes of the GPU memory for one input. Sizes are powers of two.
 const MIN_SLOT_BYTES: usize = 256;
 
@@ -32,8 +27,8 @@ const MIN_SLOT_BYTES: usize = 256;
 pub(super) struct HostInputCache {
     /// The GPU memory for inputs (slots), by the inputs' name and the size of a slot in bytes.
     slots: HashMap<(&'static str, usize), InputSlots>,
-    /// Host memory of the inputs that were overwritten most recently.
-    recent_uploads: VecDeque<Vec<u8>>,
+    /// The pinned host memory from which inputs are copied.
+    ring: PinnedRing,
 }
 
 /// The GPU memory for several inputs of one name and size.
@@ -77,14 +72,12 @@ impl HostInputCache {
         }
         let (index, count) = (slots.next, slots.slots.len());
         let (memory, content) = &mut slots.slots[index];
-        let new = input.to_vec();
-        gpu.enqueue_upload(memory.address(), &new)?;
-        let old = std::mem::replace(content, new);
+        self.ring.upload(gpu, memory.address(), input)?;
         slots.next = (index + 1) % count;
         let at = memory.address();
-        slots.overwritten.clone_from(&old);
-        self.recent_uploads.truncate(KEPT_UPLOADS - 1);
-        self.recent_uploads.push_front(old);
+        std::mem::swap(&mut slots.overwritten, content);
+        content.clear();
+        content.extend_from_slice(input);
         Ok(at)
     }
 }

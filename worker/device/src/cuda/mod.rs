@@ -42,6 +42,7 @@ mod memory;
 mod memory_pool;
 mod norm;
 mod optimizers;
+mod pinned_memory;
 mod profile;
 mod properties;
 mod router;

@@ -1,5 +1,5 @@
 //! Implementation of [`Storage`] on a GPU: memory, copies and streams.
-use super::backend::{Cuda, NoMemory, PinnedOwner};
+use super::backend::{Cuda, NoMemory};
 use super::streams;
 use super::tensor_arg::gpu_address;
 use crate::buffer::{Buf, Dtype, View, ViewMut};
@@ -60,14 +60,7 @@ impl Storage for Cuda {
     }
 
     fn try_alloc_staging(&self, dtype: Dtype, len: usize) -> Result<Buf, DeviceError> {
-        if len == 0 {
-            return Ok(Buf::zeroed_as(dtype, 0));
-        }
-        let bytes = len * dtype.size();
-        let at = self.gpu.allocate_pinned(bytes).map_err(DeviceError::from)?;
-        // SAFETY: the allocation has `bytes` bytes.
-        unsafe { at.write_bytes(0, bytes) };
-        Ok(Buf::from_host_allocation(Arc::new(PinnedOwner(self.gpu.clone())), at, dtype, len))
+        Ok(self.gpu.allocate_pinned_buffer(dtype, len)?)
     }
 
     fn copy(&self, to: ViewMut, from: View) {

@@ -1,5 +1,6 @@
 //! Elementwise ops on vectors, dropout, rounding to bf16, and sums of squares.
-use crate::buffer::{Dtype, View, ViewMut};
+use crate::buffer::{Buf, Dtype, View, ViewMut};
+use crate::storage::{DeviceError, Download};
 
 /// Ops on vectors (arithmetic, rounding, dropout, sums), and the transposition of matrices.
 pub trait VectorOps {
@@ -42,6 +43,35 @@ pub trait VectorOps {
             rest = after;
         }
         sums
+    }
+    /// Starts to compute the sums of [`VectorOps::sum_squares_by_block_concat`], and does not wait
+    /// for them. `staging` is a buffer that an earlier [`PendingBlockSums::wait`] returned, or an
+    /// empty one.
+    fn start_sum_squares_by_block(&self, vectors: &[View], staging: Buf) -> PendingBlockSums {
+        PendingBlockSums::Complete(self.sum_squares_by_block_concat(vectors), staging)
+    }
+}
+
+/// Sums of squares by block that a backend is computing.
+pub enum PendingBlockSums {
+    /// The sums, and the staging buffer, which was not used.
+    Complete(Vec<f64>, Buf),
+    /// A running copy of this number of sums to a staging buffer.
+    Copying(Download, usize),
+}
+
+impl PendingBlockSums {
+    /// Blocks until the sums are computed, together with all work that the thread had enqueued
+    /// before them. Returns the sums and the staging buffer. Fails if this work failed.
+    pub fn wait(self) -> Result<(Vec<f64>, Buf), DeviceError> {
+        let (download, count) = match self {
+            PendingBlockSums::Complete(sums, staging) => return Ok((sums, staging)),
+            PendingBlockSums::Copying(download, count) => (download, count),
+        };
+        let staging = download.wait()?.pop().expect("a download returns its buffer");
+        let sums = staging.view().bytes().chunks_exact(size_of::<f64>()).take(count);
+        let sums = sums.map(|bits| f64::from_ne_bytes(bits.try_into().expect("8 bytes"))).collect();
+        Ok((sums, staging))
     }
 }
 

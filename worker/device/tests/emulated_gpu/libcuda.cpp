@@ -229,6 +229,7 @@ static bool is_pinned(const void* at) {
     return next != pinned.begin() && (uintptr_t)at < std::prev(next)->first + std::prev(next)->second;
 }
 API cuMemHostAlloc(void** out, size_t bytes, unsigned) {
+    COUNT_CALL("cuMemHostAlloc");
     LOCKED;
     if (posix_memalign(out, 4096, bytes ? bytes : 1)) return OUT_OF_MEMORY;
     pinned[(uintptr_t)*out] = bytes ? bytes : 1;
@@ -251,7 +252,10 @@ API cuMemcpyHtoDAsync_v2(uintptr_t to, const void* from, size_t bytes, void* str
         LOCKED;
         MAY_FAIL("cuMemcpyHtoDAsync");
         if (!is_allocated(to, bytes)) return INVALID_VALUE;
-        if (!is_pinned(from)) snapshot.assign((const uint8_t*)from, (const uint8_t*)from + bytes);
+        if (!is_pinned(from)) {
+            calls_["pageableCopy"]++;
+            snapshot.assign((const uint8_t*)from, (const uint8_t*)from + bytes);
+        }
     }
     enqueue_locked(stream, [=, snapshot = std::move(snapshot)] { memcpy((void*)to, snapshot.empty() ? from : snapshot.data(), bytes); });
     return SUCCESS;
@@ -266,6 +270,7 @@ API cuMemcpyDtoHAsync_v2(void* to, uintptr_t from, size_t bytes, void* stream) {
         MAY_FAIL("cuMemcpyDtoHAsync");
         if (!is_allocated(from, bytes)) return INVALID_VALUE;
         is_async = is_pinned(to);
+        if (!is_async) calls_["pageableCopy"]++;
     }
     enqueue_locked(stream, [=] { memcpy(to, (void*)from, bytes); });
     if (!is_async) {
@@ -417,6 +422,7 @@ API cuStreamDestroy_v2(void* stream) {
     return SUCCESS;
 }
 API cuStreamSynchronize(void* stream) {
+    COUNT_CALL("cuStreamSynchronize");
     FORBID_IN_CAPTURE(stream);
     wait_while_hung();
     ((Stream*)stream)->finish();
@@ -440,6 +446,7 @@ API cuEventRecord(void* event, void* stream) {
     return SUCCESS;
 }
 API cuEventSynchronize(void* event) {
+    COUNT_CALL("cuEventSynchronize");
     SharedEvent shared = *(SharedEvent*)event;
     wait_while_hung();
     shared->wait(shared->recorded);
