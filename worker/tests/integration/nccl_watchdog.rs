@@ -1,5 +1,5 @@
-//! Tests of the watchdog of NCCL: an error that NCCL reports while a rank waits for the GPU ends the
-//! wait of every rank.
+//! Tests of the watchdog of NCCL: an error that NCCL reports while a rank waits for the GPU ends
+//! the wait of every rank.
 use crate::{common::*, emulated::open_emulated_gpu, emulated_nccl, own_process::is_own_process};
 use comm::{
     AbortReason, Comm, CommError,
