@@ -48,7 +48,6 @@ inline ProductOperands product_operands(Warp& w, const Instruction& i) {
 
 // Ordinary instructions must not access registers of products in progress.
 inline void Warp::note_access(const Instruction& i) {
-    if (i.text.find("wgmma.mma_async") != std::string::npos) return;
     for (int n = 0; n < i.count; n++) {
         int s = i.slots[n];
         if (in_progress[(size_t)s]) stop("a register of a product in progress is accessed: " + i.text);
