@@ -151,5 +151,7 @@ fn list_tiled_attention_cases() -> Vec<(u64, FixedCase)> {
         (29, FixedCase::Window(no_window, AttentionShape { softcap, ..shape(1, 260, 1, 1, 128) })),
         (30, FixedCase::Window(150, shape_with_both(shape(1, 260, 2, 1, 64)))),
         (31, FixedCase::Ragged(shape_with_both(shape(1, 230, 2, 1, 120)))),
+        (32, FixedCase::Ragged(shape(1, 270, 2, 1, 64))),
+        (33, FixedCase::Ragged(shape(2, 200, 3, 1, 128))),
     ]
 }

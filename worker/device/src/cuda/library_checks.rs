@@ -35,8 +35,8 @@ pub fn query_library_versions(paths: &LibrarySearchPaths) -> [(&'static str, Res
     ]
 }
 
-/// Compiles every kernel source that GPUs of an architecture such as `sm_90` can run, and returns the file name and
-/// image of each source. This needs NVRTC and no GPU.
+/// Compiles every kernel source that GPUs of an architecture such as `sm_90` can run, and returns
+/// the file name and image of each source. This needs NVRTC and no GPU.
 pub fn compile_kernel_sources(
     paths: &LibrarySearchPaths,
     architecture: &str,

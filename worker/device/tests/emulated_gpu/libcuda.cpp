@@ -331,8 +331,8 @@ API cuDeviceTotalMem_v2(size_t* bytes, int) {
     *bytes = gpu_memory();
     return SUCCESS;
 }
-// Returns the compute capability times 10: Hopper if kernels are interpreted as PTX, and Ada if they run
-// as C++, because the kernels for Hopper have no C++ form.
+// Returns the compute capability times 10: Hopper if kernels are interpreted as PTX, and Ada if
+// they run as C++, because the kernels for Hopper have no C++ form.
 static int compute_capability() {
     static const int known = [] {
         Dl_info here;

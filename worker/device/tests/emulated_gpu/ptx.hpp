@@ -45,6 +45,7 @@ struct Instruction {
     int bytes = 0, elements = 1; // bytes per element and elements of an access
     bool is_signed = false;
     bool splits = false; // the first operand is a vector
+    bool is_product = false; // a matmul of a warpgroup
     uint32_t target = 0;
     std::string text;
 };
@@ -380,6 +381,7 @@ class Parser {
             i.run = known->run;
             i.kind = known->kind;
             kernel.uses_warpgroups |= opcode.rfind("wgmma", 0) == 0;
+            i.is_product = opcode.rfind("wgmma.mma_async", 0) == 0;
             bool masked = opcode == "bar.warp.sync";
             for (const char* begin : {"shfl", "vote", "redux"}) masked |= opcode.rfind(begin, 0) == 0;
             if (masked) i.members = i.slots[--i.count];

@@ -1,8 +1,8 @@
 // Detects races in shared memory. Shadow memory stores the last writer and the readers of each
 // location, and whether an asynchronous copy is in progress. Two accesses by different threads, one
 // of them a write, are an error unless a barrier separates them: a barrier of the block, a named
-// barrier or an mbarrier, or, within a warp, a barrier of the warp. The order in which they happened
-// does not matter.
+// barrier or an mbarrier, or, within a warp, a barrier of the warp. The order in which they
+// happened does not matter.
 //
 // Warps are ordered by vector clocks. Tensor cores read shared memory through another path than
 // ordinary instructions (the async proxy), so that they also need a proxy fence after the write.
@@ -11,8 +11,8 @@
 
 namespace ptx {
 constexpr uint32_t MAX_WARPS = 32;
-// What a warp knows of the others: by warp, the number of the last period of its work whose accesses
-// happened before, and of the last one whose writes are also visible to the async proxy.
+// What a warp knows of the others: by warp, the number of the last period of its work whose
+// accesses happened before, and of the last one whose writes are also visible to the async proxy.
 struct Clock {
     uint32_t seen[MAX_WARPS] = {}, fenced[MAX_WARPS] = {};
     void join(const Clock& other) {

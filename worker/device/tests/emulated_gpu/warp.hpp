@@ -122,7 +122,7 @@ inline uint32_t Warp::run_until_divergence(uint32_t at, uint32_t lanes, uint32_t
         const Instruction& i = kernel->code[at];
         uint32_t m = enabled_lanes(i, lanes);
         block->instructions++;
-        if (kernel->uses_warpgroups && m) note_access(i);
+        if (kernel->uses_warpgroups && m && !i.is_product) note_access(i);
         switch (i.kind) {
         case InstructionKind::PLAIN:
             if (m) i.run(*this, i, m);

@@ -1,10 +1,10 @@
-// Instructions of warpgroups (four warps): matrix products on tensor cores (`wgmma`), and the barriers
-// by which warps hand over data in shared memory (`mbarrier`, `bar.arrive`).
+// Instructions of warpgroups (four warps): matrix products on tensor cores (`wgmma`), and the
+// barriers by which warps hand over data in shared memory (`mbarrier`, `bar.arrive`).
 //
-// Products complete as late as allowed. Each warp computes its 16 of the 64 rows. Errors are accesses
-// to the registers of a product before it is complete, registers that were accessed without a wgmma
-// fence before a product, operands in shared memory that were written without a proxy fence, and
-// warps of a warpgroup that execute different instructions.
+// Products complete as late as allowed. Each warp computes its 16 of the 64 rows. Errors are
+// accesses to the registers of a product before it is complete, registers that were accessed
+// without a wgmma fence before a product, operands in shared memory that were written without a
+// proxy fence, and warps of a warpgroup that execute different instructions.
 #pragma once
 #include "arithmetic.hpp"
 #include "warp.hpp"
@@ -48,17 +48,17 @@ inline ProductOperands product_operands(Warp& w, const Instruction& i) {
 
 // Ordinary instructions must not access registers of products in progress.
 inline void Warp::note_access(const Instruction& i) {
-    if (i.text.find("wgmma.mma_async") != std::string::npos) return;
     for (int n = 0; n < i.count; n++) {
         int s = i.slots[n];
         if (in_progress[(size_t)s]) stop("a register of a product in progress is accessed: " + i.text);
         accessed[(size_t)s] = fences;
     }
 }
-// Returns the element at (row, k) of an operand in shared memory. The layout is that of the 128-byte
-// swizzle: 8 rows of 128 bytes, whose 16-byte vectors are permuted by the row. Without transposition
-// (k contiguous), the stride leads from 8 rows to the next. With it (rows contiguous), the stride
-// leads from 8 values of k to the next, and the leading offset from 64 rows to the next.
+// Returns the element at (row, k) of an operand in shared memory. The layout is that of the
+// 128-byte swizzle: 8 rows of 128 bytes, whose 16-byte vectors are permuted by the row. Without
+// transposition (k contiguous), the stride leads from 8 rows to the next. With it (rows
+// contiguous), the stride leads from 8 values of k to the next, and the leading offset from 64 rows
+// to the next.
 struct SharedOperand {
     uint32_t start, leading, stride;
     bool transposed;
@@ -85,8 +85,8 @@ struct SharedOperand {
             for (int k = 0; k < 16; k += transposed ? 1 : 8) w.block->shadow.read_by_proxy(w.number, address(r, k), 16, i.text);
     }
 };
-// Checks the reads of a product. Tensor cores may read at any time between its begin and its end, so
-// this is called at both.
+// Checks the reads of a product. Tensor cores may read at any time between its begin and its end,
+// so this is called at both.
 inline void check_shared_operands(Warp& w, const PendingProduct& product, const ProductOperands& o) {
     const Instruction& i = *product.instruction;
     SharedOperand(product.right, o.right_transposed, i).check(w, 0, 2 * o.sums, i);
@@ -188,8 +188,8 @@ inline void arrive_at_memory_barrier(Warp& w, const Instruction& i, uint32_t lan
         w.block->progress++;
     });
 }
-// mbarrier.try_wait.parity: whether the phase with this parity has completed. If not, other warps run
-// before the next instruction.
+// mbarrier.try_wait.parity: whether the phase with this parity has completed. If not, other warps
+// run before the next instruction.
 inline void try_memory_barrier(Warp& w, const Instruction& i, uint32_t lanes) {
     each_lane(lanes, [&](int l) {
         MemoryBarrier& barrier = find_memory_barrier(w, i, l);

@@ -21,8 +21,8 @@ fn every_compiled_op_matches_the_cpu() {
     assert!(rows.iter().all(|row| row.failure.is_none() && row.cases >= 2), "{rows:#?}");
 }
 
-/// Attention shapes with heads of 64 and 128 elements: sequences, positions, query heads, key heads,
-/// and elements of a head.
+/// Attention shapes with heads of 64 and 128 elements: sequences, positions, query heads, key
+/// heads, and elements of a head.
 const HOPPER_SHAPES: [[usize; 5]; 4] =
     [[2, 150, 4, 2, 64], [1, 261, 2, 2, 64], [1, 200, 3, 1, 128], [2, 65, 2, 2, 128]];
 

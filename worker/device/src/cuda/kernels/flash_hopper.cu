@@ -6,8 +6,8 @@
 #include "hopper.cuh"
 #include "flash_hopper.cuh"
 
-// What the producer passes with a tile of queries: the range of keys, and the queries' first keys and
-// statistics.
+// What the producer passes with a tile of queries: the range of keys, and the queries' first keys
+// and statistics.
 template <int ROWS> struct BlockInfo {
     int begin, end, unused[2];
     int starts[ROWS];
@@ -71,11 +71,11 @@ template <int N> DEVICE void mask_rows(float (&s)[N][4], int key, const int (&st
 }
 
 // Forward pass: computes the outputs of a tile of queries and their log-sum-exps. Each of WGS
-// warpgroups owns 64 queries, and another one copies. Tiles of keys and values alternate in the ring,
-// from the last keys to the first. The scores of the next keys are computed while those of the
-// current ones are weighted. If PINGPONG, two warpgroups take turns: one computes the softmax while
-// the other uses the tensor cores. LOW and HIGH are the registers of the copying and of the other
-// warpgroups.
+// warpgroups owns 64 queries, and another one copies. Tiles of keys and values alternate in the
+// ring, from the last keys to the first. The scores of the next keys are computed while those of
+// the current ones are weighted. If PINGPONG, two warpgroups take turns: one computes the softmax
+// while the other uses the tensor cores. LOW and HIGH are the registers of the copying and of the
+// other warpgroups.
 template <int D, int WGS, int N, int SLOTS, int LOW, int HIGH, bool PINGPONG>
 DEVICE void compute_forward(Tensor o, float* lse, Tensor qkv, const u32* starts, const Attention& a, const BlockOrder& order) {
     SETUP(64 * WGS, 1)
@@ -209,8 +209,8 @@ DEVICE void compute_forward(Tensor o, float* lse, Tensor qkv, const u32* starts,
     }
 }
 
-// Backward pass: computes dq = scale · Σ ds·k over keys, where ds = p (do·v − Σ do·o). Tiles of keys and
-// values alternate in the ring.
+// Backward pass: computes dq = scale · Σ ds·k over keys, where ds = p (do·v − Σ do·o). Tiles of
+// keys and values alternate in the ring.
 template <int D, int WGS, int N, int SLOTS, int LOW, int HIGH>
 DEVICE void compute_backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts, const Attention& a, const BlockOrder& order) {
     SETUP(64 * WGS, 2)
@@ -339,15 +339,15 @@ template <int N> struct QueryStats {
     float lse[N], dots[N];
     int starts[N];
 };
-// What the producer passes with a tile of keys: the range of queries. `last` is the end of the range
-// that each of its warps found.
+// What the producer passes with a tile of keys: the range of queries. `last` is the end of the
+// range that each of its warps found.
 struct KeyInfo {
     int begin, end, last[4];
 };
-// Backward pass: computes dv = Σ p·do and dk = scale · Σ ds·q over queries. Scores are transposed: rows
-// are keys, and columns are queries. Tiles of queries and of gradients of outputs alternate in the
-// ring, head by head of those that share the keys. If ROUNDS, ds is computed from probabilities rounded
-// to bf16, to save registers.
+// Backward pass: computes dv = Σ p·do and dk = scale · Σ ds·q over queries. Scores are transposed:
+// rows are keys, and columns are queries. Tiles of queries and of gradients of outputs alternate in
+// the ring, head by head of those that share the keys. If ROUNDS, ds is computed from probabilities
+// rounded to bf16, to save registers.
 template <int D, int WGS, int N, int SLOTS, int LOW, int HIGH, bool ROUNDS>
 DEVICE void compute_backward_kv(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts, const Attention& a, const BlockOrder& order) {
     SETUP(64 * WGS, 2)

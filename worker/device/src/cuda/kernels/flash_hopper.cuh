@@ -43,7 +43,8 @@ struct Rows {
     int width, t;
 };
 
-// Starts to copy rows first..first+COUNT of a head to a tile. All 128 threads of a warpgroup call this.
+// Starts to copy rows first..first+COUNT of a head to a tile. All 128 threads of a warpgroup call
+// this.
 template <int D, int COUNT> DEVICE void fetch(u32 tile, const Rows& from, int first) {
     constexpr int VECTORS = D / 8, AT_ONCE = 128 / VECTORS;
     int thread = (int)threadIdx.x & 127, j = thread % VECTORS, begin = thread / VECTORS, left = from.t - first - begin;
@@ -108,7 +109,8 @@ template <int SLOTS> struct Producer {
 
 // --- matmuls and results ----------------------------------------------------------------------------
 
-// Starts c[64, N] = rows · tileᵀ for the 64 rows at `a` of a tile of ROWS rows, and a tile of N rows.
+// Starts c[64, N] = rows · tileᵀ for the 64 rows at `a` of a tile of ROWS rows, and a tile of N
+// rows.
 template <int D, int ROWS, int N> DEVICE void start_scores(float (&c)[N / 8][4], u32 a, u32 b) {
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
@@ -132,8 +134,8 @@ DEVICE void exchange(u32& low, u32& high, bool upper, int mask) {
     if (upper) low = sent;
     else high = sent;
 }
-// Writes a warp's 16 rows of results from row `first` on. Each row is multiplied by a factor. The four
-// lanes of a row exchange their elements, so that each writes 16 bytes.
+// Writes a warp's 16 rows of results from row `first` on. Each row is multiplied by a factor. The
+// four lanes of a row exchange their elements, so that each writes 16 bytes.
 template <int D> DEVICE void store_rows(u16* to, i64 width, int first, int t, const float (&x)[D / 8][4], float f0, float f1) {
     int q = lane_index() & 3;
 #pragma unroll

@@ -1,6 +1,6 @@
 // Instructions of Hopper GPUs (sm_90a): matmuls of warpgroups (four warps) on tensor cores
-// (`wgmma`), barriers in shared memory (`mbarrier`), named barriers, and the number of registers per
-// warpgroup. A source includes this file at most once.
+// (`wgmma`), barriers in shared memory (`mbarrier`), named barriers, and the number of registers
+// per warpgroup. A source includes this file at most once.
 //
 // Operands of matmuls are tiles in shared memory with a swizzle of 128 bytes: a tile consists of
 // blocks of 64 columns, a block has 128 bytes per row, and vector v of 16 bytes of row r is stored
@@ -76,8 +76,8 @@ DEVICE u64 describe_operand(u32 at, u32 block_bytes) {
 #define NUMBERS_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NUMBERS_64 NUMBERS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// Starts c[64, 64] = a[64, 16] · b[16, 64], plus c if `adds`. If TRANSPOSED is 0, the rows of b's tile
-// are columns of b; if it is 1, they are rows of b. The operand a is in shared memory.
+// Starts c[64, 64] = a[64, 16] · b[16, 64], plus c if `adds`. If TRANSPOSED is 0, the rows of b's
+// tile are columns of b; if it is 1, they are rows of b. The operand a is in shared memory.
 template <int TRANSPOSED> DEVICE void start_matmul(float (&c)[8][4], u64 a, u64 b, bool adds) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NUMBERS_32
                  "}, %32, %33, p, 1, 1, 0, %35;}" : SUMS_32 : "l"(a), "l"(b), "r"((int)adds), "n"(TRANSPOSED));
@@ -90,8 +90,8 @@ template <int TRANSPOSED> DEVICE void start_matmul(float (&c)[8][4], const u32 (
 }
 // Prevents the compiler from moving accesses to the sums of a matmul across this point.
 DEVICE void pin(float (&c)[8][4]) { asm volatile("" : SUMS_32 : : "memory"); }
-// Starts c[64, 128] = a[64, 16] · b[16, 128], plus c if `adds`. If TRANSPOSED is 0, the rows of b's tile
-// are columns of b; if it is 1, they are rows of b. The operand a is in shared memory.
+// Starts c[64, 128] = a[64, 16] · b[16, 128], plus c if `adds`. If TRANSPOSED is 0, the rows of b's
+// tile are columns of b; if it is 1, they are rows of b. The operand a is in shared memory.
 template <int TRANSPOSED> DEVICE void start_matmul(float (&c)[16][4], u64 a, u64 b, bool adds) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NUMBERS_64
                  "}, %64, %65, p, 1, 1, 0, %67;}" : SUMS_64 : "l"(a), "l"(b), "r"((int)adds), "n"(TRANSPOSED));
