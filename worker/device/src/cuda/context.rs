@@ -8,7 +8,6 @@ use super::bindings::{
 };
 use super::block_cache::BlockCache;
 use super::error::Result;
-use super::gpu::GPU_WORK;
 use super::library_search::LibrarySearchPaths;
 use super::properties::{GpuProperties, get_device, open_driver, query_attribute, query_properties};
 use std::{
@@ -20,6 +19,9 @@ use std::{
 
 /// The lowest supported compute capability: 8.0, Ampere. Older GPUs have no bf16.
 const MIN_CAPABILITY: (u32, u32) = (8, 0);
+/// The text that errors contain in place of a function's name, if work failed on the GPU after it
+/// was enqueued.
+pub(super) const GPU_WORK: &str = "work on the GPU";
 
 /// The CUDA context and the streams of one open GPU.
 pub(super) struct GpuContext {

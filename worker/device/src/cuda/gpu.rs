@@ -1,6 +1,6 @@
 //! [`Gpu`]: one open GPU, and functions that enqueue calls on the current thread's stream.
 use super::bindings::{Address, driver_sys::CUstream};
-use super::context::GpuContext;
+use super::context::{GPU_WORK, GpuContext};
 use super::error::Result;
 use super::graphs::{CallBatch, GraphState, Graphs};
 use super::launch::{KernelArg, KernelFunction, LaunchConfig};
@@ -13,10 +13,6 @@ use std::{
     ptr,
     sync::{Arc, MutexGuard},
 };
-
-/// The text that errors contain in place of a function's name, if work failed on the GPU after it
-/// was enqueued.
-pub(super) const GPU_WORK: &str = "work on the GPU";
 
 /// One open GPU: its context, and the GPU calls that are recorded for its main stream but not
 /// issued yet.

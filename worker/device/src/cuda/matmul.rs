@@ -40,17 +40,17 @@ pub const MATMUL_WORKSPACE_BYTES: usize = 32 << 20;
 /// are needed.
 const MAX_PLANS: usize = 4096;
 
-/// Whether a key contains a size bucket.
-type HasBucket = bool;
+/// The plans of matmuls, by the key of the matmul and whether the key contains a size bucket. The
+/// value is `None` where the library has no algorithm.
+type MatmulPlans = HashMap<(Key, bool), Option<Arc<MatmulPlan>>>;
 
 /// The opened cuBLASLt library, and the plans of matmuls that were created so far.
 pub(super) struct CublasLt {
     lt: Arc<LtHandle>,
     pub(super) path: PathBuf,
     pub(super) version: usize,
-    /// The plans of matmuls (algorithm and descriptors), by the key of the matmul. The value is
-    /// `None` where the library has no algorithm.
-    plans: Mutex<HashMap<(Key, HasBucket), Option<Arc<MatmulPlan>>>>,
+    /// The plans (algorithm and descriptors) that were created so far.
+    plans: Mutex<MatmulPlans>,
     /// The workspace of each stream, by the address of the stream's handle. It grows on demand.
     workspaces: Mutex<HashMap<usize, DeviceMemory>>,
     /// The search for the fastest algorithms; set once autotuning is enabled.

@@ -88,9 +88,9 @@ pub(super) fn matmul_with_varying_size(
     }
 }
 
-/// Computes the matmul [`matmul_with_varying_size`] with both operands converted to `dtype`. Returns false without
-/// computing anything if the operands are 16-bit and unaligned and cuBLASLt has no algorithm for
-/// them.
+/// Computes the matmul [`matmul_with_varying_size`] with both operands converted to `dtype`.
+/// Returns false without computing anything if the operands are 16-bit and unaligned and cuBLASLt
+/// has no algorithm for them.
 fn matmul_with_operand_type(
     dtype: Dtype,
     cuda: &Cuda,

@@ -1,5 +1,5 @@
-//! Allocates GPU memory from the driver's memory pool or, on a GPU without pools, in blocks that are
-//! kept. Also allocates pinned host memory.
+//! Allocates GPU memory from the driver's memory pool or, on a GPU without pools, in blocks that
+//! are kept. Also allocates pinned host memory.
 use super::bindings::{
     Address,
     driver_sys::{CU_MEMHOSTALLOC_PORTABLE, CUstream},

@@ -3,10 +3,10 @@ use super::bindings::{
     Address,
     driver_sys::{CUevent, CUevent_flags, CUresult, CUstream},
 };
-use super::context::create_stream;
+use super::context::{GPU_WORK, create_stream};
 use super::current_stream::{ThreadStreamSetting, restore_thread_stream};
 use super::error::Result;
-use super::gpu::{GPU_WORK, Gpu};
+use super::gpu::Gpu;
 use std::{
     ffi::c_uint,
     marker::PhantomData,

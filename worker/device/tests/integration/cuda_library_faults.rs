@@ -1,5 +1,6 @@
-//! Tests of the CUDA backend with drivers and libraries that lack functions, memory pools or memory,
-//! on the emulated GPU. These tests configure the emulated GPU, so each runs in a separate process.
+//! Tests of the CUDA backend with drivers and libraries that lack functions, memory pools or
+//! memory, on the emulated GPU. These tests configure the emulated GPU, so each runs in a separate
+//! process.
 
 use crate::call_counts::call_count;
 use crate::emulated_gpu;
