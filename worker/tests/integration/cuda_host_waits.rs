@@ -17,6 +17,9 @@ const WAITS: [&str; 3] = ["cuStreamSynchronize", "cuEventSynchronize", "pageable
 const WARM_UP_STEPS: u64 = 6;
 /// Number of steps in which calls are counted.
 const COUNTED_STEPS: u64 = 3;
+/// Number of times that calls are counted until no pinned memory was allocated. The ring of inputs
+/// grows if the GPU lags more than before, up to the inputs of one step.
+const MAX_COUNTS: usize = 20;
 
 /// Creates test jobs with several micro-batches per step and one rank.
 fn create_cases() -> Vec<(&'static str, TrainSpec)> {
@@ -65,15 +68,18 @@ fn the_host_waits_once_per_step() {
             cuda.synchronize().unwrap();
             let memory = cuda.query_memory_info().unwrap();
             let count = || (WAITS.map(call_count), call_count("cuMemHostAlloc"));
-            let (waits, pinned) = count();
-            train(COUNTED_STEPS);
-            let (waits_after, pinned_after) = count();
-            cuda.synchronize().unwrap();
-            let waits: Vec<i64> =
-                waits_after.iter().zip(waits).map(|(after, before)| after - before).collect();
-            println!("{what}, graphs: {graphs}: {waits:?} waits in {COUNTED_STEPS} steps");
-            assert_eq!(waits.iter().sum::<i64>(), COUNTED_STEPS as i64, "{what}, {graphs}: {waits:?}");
-            assert_eq!(pinned_after, pinned, "{what}, graphs: {graphs}: pinned memory grows");
+            let is_pinned_memory_stable = (0..MAX_COUNTS).any(|_| {
+                let (waits, pinned) = count();
+                train(COUNTED_STEPS);
+                let (waits_after, pinned_after) = count();
+                cuda.synchronize().unwrap();
+                let waits: Vec<i64> =
+                    waits_after.iter().zip(waits).map(|(after, before)| after - before).collect();
+                println!("{what}, graphs: {graphs}: {waits:?} waits in {COUNTED_STEPS} steps");
+                assert_eq!(waits.iter().sum::<i64>(), COUNTED_STEPS as i64, "{what}, {graphs}: {waits:?}");
+                pinned_after == pinned
+            });
+            assert!(is_pinned_memory_stable, "{what}, graphs: {graphs}: pinned memory grows");
             assert_eq!(cuda.query_memory_info().unwrap(), memory, "{what}, graphs: {graphs}: memory grows");
         }
     }
