@@ -1,4 +1,4 @@
-//! [`PartProcess`]: the process of a part of `launch gpu-check`, with a time limit.
+//! [`PartCommand`]: runs a part of `launch gpu-check` in a separate process, with a time limit.
 use super::{
     message::{MESSAGE_PREFIX, PartMessage},
     part_filter::PartFilter,
