@@ -1,8 +1,8 @@
 //! Crate `dashboard`: shows what runs do, from the files of their run directories.
 //!
-//! [`serve`](server::serve) serves a page, its data and metrics to browsers and monitoring systems
-//! of this machine. [`write_report`](report::write_report) writes the page with the data of runs as
-//! one HTML file. Both get the runs from a [`RunSource`].
+//! [`bind`] opens a server of a page, its data and metrics for browsers and monitoring systems of
+//! this machine. [`write_report`] writes the page with the data of runs as one HTML file. Both get
+//! the runs from a [`RunSource`].
 //!
 //! Run directories are untrusted input, because programs write into them: every file is read
 //! within limits, and the page shows every text from them as plain text.
