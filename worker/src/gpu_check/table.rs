@@ -2,7 +2,7 @@
 use super::message::Row;
 use std::time::Instant;
 
-/// Prints the rows of the table as soon as they are known, with the elapsed time.
+/// Prints each row of the table when its part reports it, with the elapsed time.
 pub(super) struct Table {
     began: Instant,
     /// Whether the next row needs the header of the table.
