@@ -1,0 +1,1 @@
+"""The parts of `scripts/package` and `scripts/release`. Uses only the standard library."""
