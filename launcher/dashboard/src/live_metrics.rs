@@ -176,3 +176,37 @@ impl LiveMetric {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use protocol::{run_status::HostStatus, step_times::StepTimes};
+
+    #[test]
+    fn ranks_hosts_and_gpus_have_samples() {
+        let times = |waiting_us| RankTimes { step_us: 1_000_000, waiting_us, ..RankTimes::default() };
+        let usage = HostUsage {
+            interval_ms: 2000,
+            network_sent: 4000,
+            gpus: vec![GpuUsage { gpu: 1, busy_share: Some(0.75), ..GpuUsage::default() }],
+            workers: vec![WorkerUsage { rank: 1, throttled_us: 500_000, ..WorkerUsage::default() }],
+            ..HostUsage::default()
+        };
+        let status = RunStatus {
+            step_times: StepTimes { step: 9, steps: 2, ranks: vec![times(600_000), times(200_000)] },
+            hosts: vec![HostStatus { host: "a".into(), time: 1.0, usage }],
+            ..RunStatus::default()
+        };
+        let list = |name: &str| {
+            let metric = LIVE_METRICS.iter().find(|metric| metric.name == name).expect("a metric");
+            metric.list_samples(&status)
+        };
+        let label = |name, value: &str| (name, value.to_owned());
+        let work = [(vec![label("rank", "0")], 0.2), (vec![label("rank", "1")], 0.4)];
+        assert_eq!(list("launch_rank_work_seconds"), work);
+        assert_eq!(list("launch_rank_throttled_ratio"), [(vec![label("rank", "1")], 0.25)]);
+        assert_eq!(list("launch_host_network_sent_bytes_per_second"), [(vec![label("host", "a")], 2000.0)]);
+        assert_eq!(list("launch_host_cgroup_memory_limit_bytes"), []);
+        assert_eq!(list("launch_gpu_busy_ratio"), [(vec![label("host", "a"), label("gpu", "1")], 0.75)]);
+    }
+}
