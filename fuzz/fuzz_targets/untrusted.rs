@@ -58,6 +58,7 @@ const TARGETS: [(&str, Target); 36] = [
     ("rank_handshake", |bytes| drop(comm::untrusted::parse_handshake(bytes))),
     ("dashboard_journal", |bytes| drop(dashboard::untrusted::parse_journal(bytes))),
     ("dashboard_log", |bytes| drop(dashboard::untrusted::format_log(bytes))),
+    ("dashboard_status", |bytes| drop(dashboard::untrusted::parse_run_status(bytes))),
     ("http_request", |bytes| drop(dashboard::untrusted::parse_http_request(bytes))),
     ("accelerate", |bytes| drop(launcher::untrusted::parse_accelerate_config(bytes))),
     ("control", |bytes| drop(launcher::untrusted::parse_control_stream(bytes))),

@@ -27,6 +27,7 @@ mod rank_log;
 mod relay;
 mod stacks;
 mod startup;
+mod usage;
 mod watchdog;
 
 pub use startup::{AgentOptions, main};

@@ -29,6 +29,7 @@ pub(crate) mod serve;
 pub(crate) mod shims;
 pub(crate) mod stop;
 mod terminal;
+pub(crate) mod top;
 
 use clap::Subcommand;
 use context::CommandContext;
@@ -50,6 +51,8 @@ pub(crate) enum LaunchCommand {
     Logs(logs::LogsArgs),
     /// Show the events of a run
     Events(events::EventsArgs),
+    /// Show a run live on the whole terminal
+    Top(top::TopArgs),
     /// Serve a page on this machine that shows runs live, and their metrics
     Serve(serve::ServeArgs),
     /// Write what the page of `launch serve` shows of runs to one HTML file
@@ -118,6 +121,7 @@ impl LaunchCommand {
             LaunchCommand::Ps(args) => ps::run(args, context),
             LaunchCommand::Logs(args) => logs::run(args, context),
             LaunchCommand::Events(args) => events::run(args, context),
+            LaunchCommand::Top(args) => top::run(&args),
             LaunchCommand::Serve(args) => serve::run(args, context),
             LaunchCommand::Report(args) => report::run(args, context),
             LaunchCommand::Stop(args) => stop::run(args, context),

@@ -22,7 +22,9 @@ mod report_id;
 mod requeue;
 mod root_cause;
 mod run_request;
+mod run_status;
 mod signals;
+mod status_file;
 mod streamed_logs;
 mod tensorboard;
 

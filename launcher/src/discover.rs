@@ -8,4 +8,4 @@ pub mod local;
 pub(crate) mod topology;
 
 pub(crate) use addresses::list_addresses;
-pub(crate) use cgroup::read_oom_kill_count;
+pub(crate) use cgroup::{read_memory_usage, read_oom_kill_count, read_throttled_us};

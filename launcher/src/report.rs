@@ -13,8 +13,10 @@ mod loss_curve;
 mod rate_limit;
 mod report_item;
 mod reporter;
+mod top;
 mod view;
 
 pub(crate) use event_text::format_event;
 pub(crate) use report_item::{ReportConfig, RunSummary};
 pub(crate) use reporter::Reporter;
+pub(crate) use top::{TopSource, show_run};

@@ -12,7 +12,9 @@ mod process_identity;
 mod registry;
 mod select;
 
-pub(crate) use atomic_file::{read_private_file, replace_output_file, write_atomically};
+pub(crate) use atomic_file::{
+    read_private_file, replace_output_file, replace_volatile_file, write_atomically,
+};
 pub(crate) use controller_proof::open_controller;
 pub(crate) use controller_socket::{bind_controller_socket, connect_to_controller, is_own_peer};
 pub(crate) use process_identity::ProcessHandle;

@@ -2,7 +2,7 @@
 use jobspec::{
     CheckpointSpec, ClusterSpec, CommBackend, CpuBind, DeviceSelection, HostSelection, JobSpec, JoinSpec,
     KnownHosts, LogsSpec, MasterPort, MinHosts, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, SaveInterval,
-    SignalAction, Signals, SshConfig, SshSpec, StoreHost, VisibleDevices, WorkersPerHost,
+    SignalAction, Signals, SshConfig, SshSpec, StoreHost, StragglerSpec, VisibleDevices, WorkersPerHost,
 };
 
 /// Returns a valid job named `sample` that runs the program `true` on this machine.
@@ -62,6 +62,7 @@ pub(crate) fn sample_job() -> JobSpec {
                 usr2: SignalAction::Ignore,
                 term: SignalAction::SaveAndStop,
             },
+            straggler: StragglerSpec::default(),
             logs: LogsSpec {
                 dir: "runs/{name}/{run}".into(),
                 show: vec![0],

@@ -8,6 +8,8 @@ mod rank_connection;
 mod rank_device;
 mod samples;
 mod session;
+mod step_clock;
+mod step_times_collector;
 pub mod training_loop;
 #[cfg(test)]
 mod training_loop_tests;

@@ -222,6 +222,17 @@ codes! {
         remedy: "Use another directory.",
     }
 
+    TERMINAL_REQUIRED: Usage = "terminal-required" {
+        summary: "`launch top` was started without a terminal.",
+        cause: "stdin or stdout is a pipe or a file, or SSH has not allocated a terminal.",
+        remedy: "Run the command in a terminal, or use `launch events` and `launch logs`.",
+    }
+    VIEW_FAILED: Failed = "view-failed" {
+        summary: "`launch top` could not show the run.",
+        cause: "The terminal was closed, or the directory of the run was deleted.",
+        remedy: "Check with `launch ps` that the run exists.",
+    }
+
     // --- launch ckpt ---------------------------------------------------------------------------
     CONVERT_OPTION_UNSUPPORTED: Usage = "convert-option-unsupported" {
         summary: "An option does not apply to the format that `launch ckpt convert --to` names.",

@@ -14,7 +14,7 @@ pub(crate) struct NumberedEvent {
     /// The number of the event among those of the log, from 1.
     number: u64,
     /// The JSON object of the event.
-    event: Value,
+    pub(crate) event: Value,
     #[serde(skip)]
     bytes: usize,
 }

@@ -1,7 +1,9 @@
 //! Formats the numbers of runs as metrics: in the format of OpenMetrics or of Prometheus.
 use crate::{
-    dashboard::{Dashboard, lock},
+    dashboard::{Dashboard, SharedRun, lock},
+    live_metrics::LIVE_METRICS,
     rank_grid::RankState,
+    status_reader::is_recent,
     tracked_run::TrackedRun,
 };
 use std::{fmt::Write, time::Duration};
@@ -203,10 +205,36 @@ pub(crate) fn format_metrics(dashboard: &Dashboard, format: MetricsFormat) -> St
             );
         }
     }
+    append_live_metrics(&mut text, &runs);
     if format == MetricsFormat::OpenMetrics {
         text.push_str("# EOF\n");
     }
     text
+}
+
+/// Appends the metrics of the ranks, hosts and GPUs of active runs. All of them are gauges.
+fn append_live_metrics(text: &mut String, runs: &[SharedRun]) {
+    for metric in &LIVE_METRICS {
+        let (name, help) = (metric.name, metric.help);
+        // Writing to a string cannot fail.
+        let mut header = Some(format!("# HELP {name} {help}\n# TYPE {name} gauge\n"));
+        for run in runs {
+            let run = lock(run);
+            let status = run.status.as_ref().filter(|status| run.info.is_active && is_recent(status));
+            let samples = status.map(|status| metric.list_samples(status));
+            for (labels, value) in samples.unwrap_or_default().into_iter().filter(|(_, v)| v.is_finite()) {
+                text.push_str(&header.take().unwrap_or_default());
+                _ = write!(
+                    text,
+                    r#"{name}{{run="{}",job_name="{}""#,
+                    escape_label(&run.info.run),
+                    escape_label(&run.info.name)
+                );
+                labels.iter().for_each(|(label, v)| _ = write!(text, r#",{label}="{}""#, escape_label(v)));
+                _ = writeln!(text, "}} {value:?}");
+            }
+        }
+    }
 }
 
 /// Escapes the value of a label.

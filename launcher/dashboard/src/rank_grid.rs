@@ -12,7 +12,7 @@ const MAX_HOST_BYTES: usize = 256;
 
 /// What a rank does, as far as the events show.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum RankState {
+pub enum RankState {
     /// The rank is being started.
     Starting,
     /// The rank trains, or its program runs.
@@ -40,10 +40,10 @@ impl RankState {
 
 /// A host and its ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-struct HostRow {
-    host: String,
-    first_rank: u32,
-    workers: u32,
+pub(crate) struct HostRow {
+    pub(crate) host: String,
+    pub(crate) first_rank: u32,
+    pub(crate) workers: u32,
 }
 
 /// The ranks of the current attempt of a run.
@@ -137,6 +137,14 @@ impl RankGrid {
             notices: &self.notices,
             output_age_s: output_ages.iter().map(|(rank, age)| (*rank, age.as_secs())).collect(),
         }
+    }
+
+    pub(crate) fn hosts(&self) -> &[HostRow] {
+        &self.hosts
+    }
+
+    pub(crate) fn states(&self) -> &[RankState] {
+        &self.states
     }
 
     pub(crate) fn world(&self) -> u32 {

@@ -155,6 +155,8 @@ impl RunView {
                 self.grid.record_end(exit_code == 0);
             }
             Event::Step { .. }
+            | Event::StepTimes(_)
+            | Event::Straggler(_)
             | Event::Sample { .. }
             | Event::Gather { .. }
             | Event::Takeover { .. }

@@ -149,7 +149,6 @@ impl Series {
     }
 
     /// Returns the kept points in ascending order of their buckets.
-    #[cfg(test)]
     pub(crate) fn list_points(&self) -> Vec<Point> {
         self.buckets.iter().flat_map(Bucket::list_points).collect()
     }

@@ -7,7 +7,10 @@ use crate::{
     run_source::{RunInfo, RunSource},
     run_view::{RunView, SERIES, SERIES_NAMES},
     series::{SeriesPosition, SeriesUpdate},
+    status_json::StatusJson,
+    status_reader::read_status,
 };
+use protocol::run_status::RunStatus;
 use serde::Serialize;
 use serde_json::Value;
 use std::{
@@ -44,6 +47,8 @@ pub(crate) struct TrackedRun {
     /// A number that increases with every change.
     version: u64,
     output_ages: BTreeMap<u32, Duration>,
+    /// The newest measurements; `None` if there are none.
+    pub(crate) status: Option<RunStatus>,
     next_state: Instant,
 }
 
@@ -67,6 +72,9 @@ pub(crate) struct RunUpdate<'a> {
     /// The share of the journal that was read, from 0 to 1.
     share: f64,
     ranks: GridJson<'a>,
+    /// The newest measurements; absent if there are none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    status: Option<StatusJson<'a>>,
     series: BTreeMap<&'static str, SeriesUpdate>,
     events: Vec<Value>,
     /// All marks; absent if no mark was added.
@@ -92,6 +100,7 @@ impl TrackedRun {
             epoch: 1,
             version: 1,
             output_ages: BTreeMap::new(),
+            status: None,
             next_state: Instant::now(),
         }
     }
@@ -127,6 +136,11 @@ impl TrackedRun {
             self.info = info;
             self.version += 1;
         }
+        let status = read_status(source, &self.info.run_dir);
+        if status != self.status {
+            self.status = status;
+            self.version += 1;
+        }
         if self.info.is_active {
             self.output_ages = read_output_ages(&self.info.run_dir.join("logs"), MAX_AGED_LOGS);
             self.version += u64::from(!self.output_ages.is_empty());
@@ -160,6 +174,7 @@ impl TrackedRun {
             numbers: serde_json::to_value(&self.view.numbers).unwrap_or_default(),
             share: self.share,
             ranks: self.view.grid.to_json(&self.output_ages),
+            status: self.status.as_ref().map(StatusJson::new),
             series,
             events,
             marks,

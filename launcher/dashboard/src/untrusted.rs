@@ -1,5 +1,5 @@
 //! Calls every parser of untrusted input in this crate, for fuzz targets and robustness tests.
-use crate::{log_files::format_line, request::Request, run_view::RunView};
+use crate::{log_files::format_line, request::Request, run_view::RunView, status_reader::parse_status};
 
 /// The result of a parser: success, or its first error.
 pub type ParseResult = Result<(), Box<dyn std::error::Error + Send + Sync>>;
@@ -10,6 +10,11 @@ pub fn parse_journal(bytes: &[u8]) -> ParseResult {
     let mut view = RunView::new(true, "host");
     bytes.split(|b| *b == b'\n').for_each(|line| view.add_line(line));
     Ok(())
+}
+
+/// Parses bytes as the newest measurements of a run. Fails if the file would not be shown.
+pub fn parse_run_status(bytes: &[u8]) -> ParseResult {
+    parse_status(bytes).map(drop).ok_or_else(|| "the measurements are not valid".into())
 }
 
 /// Parses bytes as the head of an HTTP request. Fails if a server would reject the head.
@@ -115,6 +120,7 @@ mod tests {
         fn no_input_ends_the_process(bytes in prop::collection::vec(any::<u8>(), 0..2000), at in 0usize..2000) {
             parse_journal(&bytes).expect("never fails");
             drop(parse_http_request(&bytes));
+            drop(parse_run_status(&bytes));
             format_log(&bytes).expect("never fails");
             let mut journal = testing::JOURNAL.as_bytes().to_vec();
             let at = at % journal.len();

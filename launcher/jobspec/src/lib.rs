@@ -57,6 +57,7 @@ pub use spec::{
     signals::{SignalAction, Signals},
     slurm::SlurmSpec,
     ssh::{KnownHosts, SshConfig, SshSpec},
+    straggler::StragglerSpec,
     train::TrainSpec,
     train_settings::{
         AttentionKernels, BatchSpec, CudaGraphMode, EvalSpec, GenerationSpec, LossScaleSpec, OffloadTarget,

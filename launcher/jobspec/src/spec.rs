@@ -22,6 +22,7 @@ pub(crate) mod schedule;
 pub(crate) mod signals;
 pub(crate) mod slurm;
 pub(crate) mod ssh;
+pub(crate) mod straggler;
 pub(crate) mod train;
 pub(crate) mod train_settings;
 pub(crate) mod wrap;

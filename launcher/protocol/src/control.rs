@@ -7,6 +7,7 @@ mod exec;
 mod exit_status;
 mod host_network;
 mod host_plan;
+mod host_usage;
 mod inventory;
 mod join;
 mod peers;
@@ -16,6 +17,7 @@ pub use exec::{EXEC_CHUNK_BYTES, EXEC_WINDOW_BYTES, ExecId, ExecReply, ExecReque
 pub use exit_status::ExitStatus;
 pub use host_network::{is_routable, select_host_address};
 pub use host_plan::{HostPlan, WorkerPlan};
+pub use host_usage::{GpuUsage, HostUsage, WorkerUsage};
 pub use inventory::{HostInventory, InterfaceAddress};
 pub use join::{JobKeyHash, JoinAnswer, JoinRequest};
 pub use peers::{JobKey, MAX_ADDRESSES, WorkerAddresses, WorkerPeers};
@@ -27,6 +29,7 @@ use crate::{
     event::{Event, WorkerPhase},
     failure::GpuFault,
     probe::{ProbeAnswer, ProbeRequest},
+    step_times::StepTimes,
 };
 use diagnostic::Diagnostic;
 use jobspec::{JobSpec, PortSelection, ReloadValues, ids::Rank};
@@ -38,7 +41,7 @@ use std::{
 
 /// The version of the control messages, which changes with every change of a message. All processes
 /// run the same executable, so a different version means that two builds are mixed.
-pub const PROTOCOL_VERSION: u32 = 9;
+pub const PROTOCOL_VERSION: u32 = 10;
 /// The largest body of a frame, in bytes. Neither side sends or accepts a longer one.
 pub const MAX_FRAME_BYTES: u32 = 16 << 20;
 
@@ -285,6 +288,21 @@ pub enum FromAgent {
         /// The number of optimizer steps that are done.
         step: u64,
     },
+    /// The times of all ranks in the newest steps of the built-in training, which rank 0 has
+    /// collected.
+    StepTimes {
+        /// The attempt of the workers.
+        attempt: u32,
+        /// The times.
+        times: StepTimes,
+    },
+    /// What the host and the workers on it have used since the previous message of this kind.
+    Usage {
+        /// The attempt of the workers.
+        attempt: u32,
+        /// The measured usage.
+        usage: Box<HostUsage>,
+    },
     /// A worker made no progress for `run.hang_timeout`.
     Stalled {
         /// The attempt of the worker.
@@ -351,6 +369,20 @@ pub enum FromAgent {
     },
     /// A sign of life of the agent.
     Heartbeat,
+}
+
+impl FromAgent {
+    /// Returns whether the next message of the same kind replaces this one, so that the message may
+    /// be lost.
+    pub fn is_transient(&self) -> bool {
+        matches!(
+            self,
+            FromAgent::Heartbeat
+                | FromAgent::Progress { .. }
+                | FromAgent::StepTimes { .. }
+                | FromAgent::Usage { .. }
+        )
+    }
 }
 
 /// A message from an agent to a built-in worker.
@@ -428,6 +460,8 @@ pub enum FromWorker {
     },
     /// An event of the run, which the agent passes to the controller.
     Event(Event),
+    /// The times of all ranks in the newest steps. Only rank 0 sends this message.
+    StepTimes(StepTimes),
     /// Reports that the worker listens for connections of workers on other hosts.
     Listening {
         /// The addresses of the worker, in the order in which other workers try them.

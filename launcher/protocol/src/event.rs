@@ -6,7 +6,9 @@ mod diagnostic_list;
 mod json;
 mod run_event;
 mod schema;
+mod straggler_report;
 
 pub use json::TimedEvent;
 pub use run_event::{Event, FailureReport, ResumeSource, WorkerPhase};
 pub use schema::EventSchema;
+pub use straggler_report::{StepTimesReport, StragglerReason, StragglerReport, StragglerState, TimeRange};

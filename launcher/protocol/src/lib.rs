@@ -11,3 +11,6 @@ pub mod hardware;
 pub mod host_name;
 pub mod preflight;
 pub mod probe;
+pub mod run_status;
+pub mod step_times;
+pub mod straggler;

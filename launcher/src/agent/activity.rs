@@ -24,11 +24,20 @@ pub(super) fn measure_activity(leaders: &[u32]) -> Vec<WorkerActivity> {
 /// Returns the pids of a worker's first process `leader` and all descendants, beginning with
 /// `leader`.
 pub(super) fn list_process_tree(leader: u32) -> Vec<i32> {
+    list_process_trees(&[leader]).pop().unwrap_or_default()
+}
+
+/// Returns the pids of each of several workers, as [`list_process_tree`] does. The results have the
+/// order of `leaders`.
+pub(super) fn list_process_trees(leaders: &[u32]) -> Vec<Vec<i32>> {
     let processes = list_processes();
     let children = index_children(&processes);
-    let mut pids = Vec::new();
-    visit_process_tree(&children, &processes, leader as i32, &mut |process| pids.push(process.pid));
-    pids
+    let list = |leader: &u32| {
+        let mut pids = Vec::new();
+        visit_process_tree(&children, &processes, *leader as i32, &mut |process| pids.push(process.pid));
+        pids
+    };
+    leaders.iter().map(list).collect()
 }
 
 /// Sums the CPU time of each of `leaders` and its descendants, and determines whether the leader is

@@ -265,6 +265,10 @@ impl AgentCore {
                 self.on_worker_exited(now, rank, status, oom, gpu)
             }
             AgentInput::Activity { rank, ticks, stopped } => self.on_activity(now, rank, ticks, stopped),
+            AgentInput::Usage { attempt, usage } if attempt == self.attempt => {
+                self.send_to_controller(FromAgent::Usage { attempt, usage: Box::new(usage) });
+            }
+            AgentInput::Usage { .. } => {}
             AgentInput::ProgressMarker { rank } => self.on_progress(now, rank),
             AgentInput::Bound { attempt, port } => {
                 self.send_to_controller(FromAgent::Bound { attempt, port })
@@ -291,9 +295,9 @@ impl AgentCore {
     }
 
     /// Reports a message to the controller. If the present controller does not receive the message,
-    /// a later one does. Heartbeats and progress are not repeated to a later controller.
+    /// a later one does. Messages that a newer one replaces are not repeated to a later controller.
     fn send_to_controller(&mut self, message: FromAgent) {
-        let is_transient = matches!(message, FromAgent::Heartbeat | FromAgent::Progress { .. });
+        let is_transient = message.is_transient();
         match self.terms {
             Some(_) if !is_transient => self.reports.append_report(self.now, message),
             _ => self.send_once(message),

@@ -48,7 +48,8 @@ pub(super) fn log_input(input: &AgentInput) {
 /// Logs an action that the agent's state machine requests, without secrets.
 pub(super) fn log_action(action: &AgentAction) {
     match action {
-        AgentAction::Send(FromAgent::Line { .. } | FromAgent::Progress { .. } | FromAgent::Heartbeat) => {}
+        AgentAction::Send(FromAgent::Line { .. }) => {}
+        AgentAction::Send(message) if message.is_transient() => {}
         AgentAction::Send(message) => {
             debug!(target: "agent::message", message = variant_name(message), "sending to controller");
         }

@@ -20,6 +20,7 @@ use super::{
     probe::Prober,
     process::{self, BorrowedTerminal},
     stacks::{self, StackTarget},
+    usage::{SampledWorker, UsageSampler},
 };
 use crate::{
     clock::RunningClock,
@@ -133,6 +134,8 @@ pub(super) struct AgentDriver {
     store: Option<StoreServer>,
     oom: OomWatch,
     gpu_faults: GpuFaultWatch,
+    /// Measures what the host and the workers use.
+    usage: UsageSampler,
     /// The thread that writes the logs of all ranks of this host.
     rank_logs: LogThread,
     /// The channel on which the thread that opens the logs of an attempt sends its result to the
@@ -202,6 +205,7 @@ impl AgentDriver {
             store: None,
             oom: OomWatch::start(),
             gpu_faults: GpuFaultWatch::start(),
+            usage: UsageSampler::start()?,
             rank_logs: LogThread::start()?,
             opened_logs: mpsc::channel(1),
             logs: OpenedLogs::default(),
@@ -249,6 +253,7 @@ impl AgentDriver {
                     self.on_worker_message(message)
                 }
                 event = self.exec.receive_event() => self.on_exec_event(event),
+                (attempt, usage) = self.usage.receive() => AgentInput::Usage { attempt, usage },
                 Some(attempt) = self.stacks_written.1.recv() => self.on_stacks_written(attempt),
                 Some(text) = self.store_messages.1.recv() => {
                     // The controller forwards the stderr of agents.
@@ -319,6 +324,9 @@ impl AgentDriver {
         let mut inputs = VecDeque::from([input]);
         while let Some(input) = inputs.pop_front() {
             debug_log::log_input(&input);
+            if matches!(input, AgentInput::Spawned { .. } | AgentInput::Rejoined { .. }) {
+                self.update_sampled_workers();
+            }
             let now = self.clock.now();
             for command in self.core.handle_input(now, input) {
                 inputs.extend(self.execute_action(command));
@@ -343,6 +351,7 @@ impl AgentDriver {
         for (pid, status) in ended {
             self.on_exec_exited(pid, status);
             let rank = self.leaders.remove(&pid);
+            self.update_sampled_workers();
             // The rank may have another process by now, if the ended one was not kept.
             if let Some(rank) = rank.filter(|rank| self.workers.get(rank).is_some_and(|w| w.pid == pid)) {
                 if let Some(worker) = self.workers.get_mut(&rank) {
@@ -490,6 +499,18 @@ impl AgentDriver {
                 stopped: measured.stopped,
             });
         }
+    }
+
+    /// Passes the workers that have not been reaped to the thread that measures their usage.
+    pub(super) fn update_sampled_workers(&self) {
+        let Some(plan) = &self.plan else { return };
+        let is_program = |rank: Rank| plan.workers.iter().any(|w| w.rank == rank && w.command.is_some());
+        let workers = self.leaders.iter().filter(|(pid, rank)| self.find_unreaped_pid(**rank) == Some(**pid));
+        let mut workers: Vec<SampledWorker> = workers
+            .map(|(pid, rank)| SampledWorker { rank: *rank, pid: *pid, is_program: is_program(*rank) })
+            .collect();
+        workers.sort_by_key(|worker| worker.rank);
+        self.usage.set_workers(plan.attempt, workers);
     }
 
     /// Starts a thread that writes the stacks of these workers to the workers' logs. Does not

@@ -1,7 +1,7 @@
 //! Answers the probes of `launch check`, on separate threads of the agent.
 mod gpu;
 mod inspection;
-mod nvml;
+pub(super) mod nvml;
 
 use diagnostic::{Diagnostic, codes::host};
 use jobspec::PortSelection;

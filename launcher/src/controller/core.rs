@@ -449,6 +449,8 @@ fn find_message_attempt(message: &FromAgent) -> Option<u32> {
         | FromAgent::Exited { attempt, .. }
         | FromAgent::Event { attempt, .. }
         | FromAgent::Progress { attempt, .. }
+        | FromAgent::StepTimes { attempt, .. }
+        | FromAgent::Usage { attempt, .. }
         | FromAgent::Listening { attempt, .. }
         | FromAgent::Stalled { attempt, .. }
         | FromAgent::Recovered { attempt, .. }

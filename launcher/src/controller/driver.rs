@@ -12,6 +12,7 @@ mod loop_event;
 mod memo;
 mod pause;
 mod start_attempt;
+mod status;
 mod takeover;
 
 use super::{
@@ -28,7 +29,9 @@ use super::{
     journal::{Journal, JournalSummary, StoredReports},
     preparation::{AttemptPreparation, HostInventories, PlanningAttempt},
     run_request::{AttachOptions, ResumePreparer, RunOptions, RunRequest},
+    run_status::StatusKeeper,
     signals::SignalReceiver,
+    status_file::StatusFile,
     streamed_logs::StreamedLogs,
 };
 use crate::{
@@ -208,6 +211,9 @@ struct ControllerDriver {
     /// The duration of the run under earlier controllers.
     earlier: Duration,
     streamed_logs: StreamedLogs,
+    /// The newest measurements of the run.
+    status: StatusKeeper,
+    status_file: StatusFile,
     agents: HashMap<HostIndex, SupervisedAgent>,
     /// The agents on other hosts that were asked to end and whose control streams have not ended.
     released: HashSet<AgentId>,
@@ -288,7 +294,9 @@ impl ControllerDriver {
             arrival: transport.arrival(),
             ..CoreSetup::new(&job, setups.collect(), seed, supervision)
         };
+        let status = StatusKeeper::new(&job.run.straggler, job.run.command.is_some());
         Ok(ControllerDriver {
+            status,
             is_adopting: attach.is_some(),
             core: match attach {
                 Some(attach) => ControllerCore::new_takeover(setup, attach.placement, attach.is_forced),
@@ -297,6 +305,7 @@ impl ControllerDriver {
             identity,
             report: Reporter::start(config).map_err(no_threads)?,
             streamed_logs,
+            status_file: StatusFile::start(plan.world).map_err(no_threads)?,
             inventories: HostInventories::new(local_inventory.inherited_env, hosts.len()),
             job,
             plan,

@@ -5,6 +5,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
+/// The smallest number that stands for no limit. Version 1 writes a number near 2^63.
+const NO_LIMIT_V1: u64 = 1 << 60;
+
 /// The limits on CPU time and memory that control groups impose on this process.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct CgroupLimits {
@@ -69,12 +72,59 @@ pub(crate) fn read_oom_kill_count(root: &Path) -> Option<u64> {
     groups.lines().find_map(of_line)
 }
 
+/// Reads for how long quotas have stopped the processes of the control groups of a process, in
+/// microseconds. Reads the files below `root`. The largest time of the group and its parents
+/// counts. Returns `None` if the time cannot be read.
+pub(crate) fn read_throttled_us(root: &Path, pid: u32) -> Option<u64> {
+    let groups = fs::read_to_string(root.join(format!("proc/{pid}/cgroup"))).ok()?;
+    let mount = root.join("sys/fs/cgroup");
+    let of_line = |line: &str| {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let (controllers, group) = (parts.next()?, parts.next()?);
+        let (mount, name, per_us) = match controllers {
+            "" => (mount.clone(), "throttled_usec ", 1),
+            _ if controllers.split(',').any(|c| c == "cpu") => (mount.join("cpu"), "throttled_time ", 1000),
+            _ => return None,
+        };
+        let of_directory = |directory: &PathBuf| {
+            let text = fs::read_to_string(directory.join("cpu.stat")).ok()?;
+            let number = text.lines().find_map(|line| line.strip_prefix(name))?.trim().parse::<u64>().ok()?;
+            Some(number / per_us)
+        };
+        list_group_and_parents(&mount, group).iter().filter_map(of_directory).max()
+    };
+    groups.lines().filter_map(of_line).max()
+}
+
+/// Reads the limit on memory of this process's control groups, and how much of it is used, both in
+/// bytes. Reads the files below `root`. Returns `None` if there is no limit.
+pub(crate) fn read_memory_usage(root: &Path) -> Option<(u64, u64)> {
+    let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
+    let mount = root.join("sys/fs/cgroup");
+    let of_line = |line: &str| {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let (controllers, group) = (parts.next()?, parts.next()?);
+        let (mount, limit, used) = match controllers {
+            "" => (mount.clone(), "memory.max", "memory.current"),
+            _ if controllers.split(',').any(|c| c == "memory") => {
+                (mount.join("memory"), "memory.limit_in_bytes", "memory.usage_in_bytes")
+            }
+            _ => return None,
+        };
+        let of_directory = |directory: &PathBuf| {
+            let limit = read_number(&directory.join(limit)).filter(|bytes| *bytes < NO_LIMIT_V1)?;
+            Some((limit, read_number(&directory.join(used))?))
+        };
+        list_group_and_parents(&mount, group).iter().filter_map(of_directory).min()
+    };
+    groups.lines().filter_map(of_line).min()
+}
+
 impl CgroupLimits {
     /// Lowers the limits to `cpus` and `memory` if these are lower.
     fn lower_limits(&mut self, cpus: Option<f64>, memory: Option<u64>) {
         self.cpus = [self.cpus, cpus].into_iter().flatten().reduce(f64::min);
-        // Version 1 writes "no limit" as a number near 2^63.
-        let memory = memory.filter(|&m| m < 1 << 60);
+        let memory = memory.filter(|&m| m < NO_LIMIT_V1);
         self.memory = [self.memory, memory].into_iter().flatten().min();
     }
 }
@@ -151,6 +201,29 @@ mod tests {
         ]);
         assert_eq!((read_oom_kill_count(v2.path()), read_oom_kill_count(v1.path())), (Some(3), Some(2)));
         assert_eq!(read_oom_kill_count(write_tree(&[("proc/self/cgroup", "0::/a\n")]).path()), None);
+    }
+
+    #[test]
+    fn throttled_time_and_memory_are_read_in_both_versions() {
+        let v2 = write_tree(&[
+            ("proc/7/cgroup", "0::/a/b\n"),
+            ("proc/self/cgroup", "0::/a/b\n"),
+            ("sys/fs/cgroup/a/b/cpu.stat", "usage_usec 9\nnr_throttled 3\nthrottled_usec 250\n"),
+            ("sys/fs/cgroup/a/cpu.stat", "usage_usec 9\nthrottled_usec 100\n"),
+            ("sys/fs/cgroup/a/b/memory.max", "max\n"),
+            ("sys/fs/cgroup/a/memory.max", "1000\n"),
+            ("sys/fs/cgroup/a/memory.current", "600\n"),
+        ]);
+        assert_eq!(read_throttled_us(v2.path(), 7), Some(250));
+        assert_eq!(read_memory_usage(v2.path()), Some((1000, 600)));
+        let v1 = write_tree(&[
+            ("proc/7/cgroup", "5:cpu,cpuacct:/x\n4:memory:/x\n"),
+            ("proc/self/cgroup", "4:memory:/x\n"),
+            ("sys/fs/cgroup/cpu/x/cpu.stat", "nr_periods 3\nnr_throttled 1\nthrottled_time 5000000\n"),
+            ("sys/fs/cgroup/memory/x/memory.limit_in_bytes", "9223372036854771712\n"),
+        ]);
+        assert_eq!((read_throttled_us(v1.path(), 7), read_memory_usage(v1.path())), (Some(5000), None));
+        assert_eq!(read_throttled_us(v1.path(), 8), None);
     }
 
     #[test]

@@ -33,6 +33,15 @@ pub(crate) fn format_event(event: &Event) -> String {
             let speed = format_number(*tokens_per_s);
             format!("step {step}  loss {loss:.4}  grad norm {grad_norm:.3}  lr {lr:.3e}  {speed} tokens/s")
         }
+        Event::StepTimes(times) => {
+            let (work, waiting) = (&times.work_s, &times.waiting_s);
+            format!(
+                "step {}: {:.3} s per step; ranks work for {:.3} to {:.3} s (rank {}) and wait for {:.3} to \
+                 {:.3} s",
+                times.step, times.step_s, work.min, work.max, times.slowest_rank, waiting.min, waiting.max
+            )
+        }
+        Event::Straggler(report) => report.message.clone(),
         Event::Overflow { step, loss_scale, skipped, .. } => format!(
             "step {step}: skipped because a gradient overflowed fp16 ({skipped} skipped so far); \
              loss scale {loss_scale}"
@@ -96,7 +105,10 @@ pub(super) fn format_restart(restart: u32, restarts_left: u32, pause_s: f64) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use protocol::failure::FailureReason;
+    use protocol::{
+        event::{StepTimesReport, TimeRange},
+        failure::FailureReason,
+    };
 
     fn sample_failure() -> Box<FailureReport> {
         Box::new(FailureReport {
@@ -143,6 +155,15 @@ mod tests {
                 peak_rss: 1,
                 exposed_comm_s: 0.0,
             },
+            Event::StepTimes(StepTimesReport {
+                step: 7,
+                steps: 5,
+                step_s: 0.5,
+                work_s: TimeRange { min: 0.3, median: 0.31, max: 0.45 },
+                waiting_s: TimeRange { min: 0.05, median: 0.19, max: 0.2 },
+                collective_s: TimeRange::default(),
+                slowest_rank: 2,
+            }),
             Event::Overflow { step: 7, loss: 3.25, loss_scale: 1024.0, skipped: 2 },
             Event::Eval { step: 10, loss: 2.0, perplexity: 7.389, tokens: 5 },
             Event::Sample { step: 10, prompt: "Once".into(), text: " upon".into() },

@@ -193,7 +193,7 @@ impl RunView {
         match event {
             Event::Start { .. } if !self.config.builtin => {}
             Event::Step { .. } => self.show_step(event),
-            Event::Done { .. } => {}
+            Event::Done { .. } | Event::StepTimes(_) => {}
             Event::Failure(failure) => {
                 self.has_failed = true;
                 self.console.remove_bar();
@@ -207,6 +207,7 @@ impl RunView {
             | Event::Ready { .. }
             | Event::Resume { .. }
             | Event::Overflow { .. }
+            | Event::Straggler(_)
             | Event::Eval { .. }
             | Event::Sample { .. }
             | Event::Checkpoint { .. }

@@ -5,7 +5,7 @@ use std::{
     fs::{self, File, OpenOptions},
     io::{self, Read, Write},
     os::unix::fs::OpenOptionsExt,
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 /// Replaces the content of the file `name` in `directory` by `bytes`, atomically and durably. After
@@ -13,6 +13,14 @@ use std::{
 /// file.
 pub(crate) fn write_atomically(directory: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     write_with_mode(directory, name, bytes, PRIVATE_FILE_MODE)
+}
+
+/// Replaces the content of the file `name` in `directory` by `bytes`, atomically but not durably:
+/// after a crash of the machine, the file may have its previous content, or be empty. Only the user
+/// can read the file.
+pub(crate) fn replace_volatile_file(directory: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
+    let temporary = create_temporary_file(directory, name, bytes, PRIVATE_FILE_MODE)?.1;
+    fs::rename(&temporary, directory.join(name))
 }
 
 /// Replaces the content of a file that the user has named as output, atomically and durably.
@@ -26,6 +34,20 @@ pub(crate) fn replace_output_file(path: &Path, bytes: &[u8], mode: u32) -> io::R
 /// Replaces the content of a file as [`write_atomically`] does. The new file has the permissions
 /// `mode`.
 fn write_with_mode(directory: &Path, name: &str, bytes: &[u8], mode: u32) -> io::Result<()> {
+    let (file, temporary) = create_temporary_file(directory, name, bytes, mode)?;
+    file.sync_all()?;
+    fs::rename(&temporary, directory.join(name))?;
+    File::open(directory)?.sync_all()
+}
+
+/// Writes a temporary file that is to replace the file `name` in `directory`. Returns the file and
+/// its path.
+fn create_temporary_file(
+    directory: &Path,
+    name: &str,
+    bytes: &[u8],
+    mode: u32,
+) -> io::Result<(File, PathBuf)> {
     let temporary = directory.join(format!(".{name}.tmp"));
     match fs::remove_file(&temporary) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -33,9 +55,7 @@ fn write_with_mode(directory: &Path, name: &str, bytes: &[u8], mode: u32) -> io:
     }
     let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&temporary)?;
     file.write_all(bytes)?;
-    file.sync_all()?;
-    fs::rename(&temporary, directory.join(name))?;
-    File::open(directory)?.sync_all()
+    Ok((file, temporary))
 }
 
 /// Reads a file that only this user can have written. Fails if the file is not a regular file of

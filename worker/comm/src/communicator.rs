@@ -3,6 +3,7 @@
 use crate::abort_reason::AbortReason;
 use crate::call_error::CallMismatch;
 use crate::error::{CommError, Result};
+use crate::link_delays::LinkDelays;
 use crate::shared_window::SharedWindow;
 use device::{Dtype, View, ViewMut};
 
@@ -123,6 +124,13 @@ pub trait Comm: Send + Sync {
     fn shared_window(&self, dtype: Dtype, counts: &[usize]) -> Result<Option<SharedWindow>> {
         let _ = (dtype, counts);
         Ok(None)
+    }
+
+    /// Returns for how long data of this rank was on its way to other hosts since the previous
+    /// call. Returns `None` if no data was sent, or if the transport does not measure the time.
+    /// Blocks while a collective of this rank runs.
+    fn take_link_delays(&self) -> Option<LinkDelays> {
+        None
     }
 
     /// Blocks until every rank of the group has called `barrier`.

@@ -4,7 +4,7 @@
 //! Data is copied to the host, transferred by a transport between host memories, and copied back.
 //! Ranks that share a GPU, or whose GPUs cannot reach each other, thus train with the same bits as
 //! on every other transport. Buffers in host memory are passed to the transport directly.
-use crate::{AbortReason, Comm, PartialSink, Result};
+use crate::{AbortReason, Comm, LinkDelays, PartialSink, Result};
 use device::{Buf, Dtype, Storage, View, ViewMut};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -115,6 +115,10 @@ impl Comm for StagedComm {
 
     fn world(&self) -> usize {
         self.inner.world()
+    }
+
+    fn take_link_delays(&self) -> Option<LinkDelays> {
+        self.inner.take_link_delays()
     }
 
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {

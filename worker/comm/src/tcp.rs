@@ -10,11 +10,11 @@
 //! Memory: a rank reuses one private buffer, which is as large as its largest call so far required.
 //! The buffer is limited to 8 × staging or two of the largest pieces, whichever is more.
 use crate::{
-    AbortReason, CallMismatch, Comm, CommError, PartialSink, Result,
+    AbortReason, CallMismatch, Comm, CommError, LinkDelays, PartialSink, Result,
     call::{self, BufferShape, CollectiveCall, compute_consecutive_ranges},
     shm::{OutgoingMessage, partition_into_windows},
 };
-use communicator::AbortOnPanic;
+use communicator::{AbortOnPanic, TcpCallState};
 use device::{View, ViewMut};
 use std::ops::Range;
 
@@ -22,6 +22,7 @@ mod communicator;
 mod connection_setup;
 mod control_frame;
 mod handshake;
+mod link_clock;
 mod network_step;
 mod peer_monitor;
 mod rank_listener;
@@ -80,6 +81,14 @@ impl Comm for TcpComm {
 
     fn world(&self) -> usize {
         self.topology.world()
+    }
+
+    fn take_link_delays(&self) -> Option<LinkDelays> {
+        let mut state = self.call_state.lock().ok()?;
+        let TcpCallState { connections, link_clock, .. } = &mut *state;
+        let streams =
+            connections.iter().enumerate().filter_map(|(rank, c)| Some((rank, &c.as_ref()?.stream)));
+        link_clock.take_delays(streams)
     }
 
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {

@@ -526,7 +526,7 @@ impl AgentSession {
     }
 
     /// Sends one message to the agent. Blocks while the agent does not read.
-    fn send_message(&self, message: &FromWorker) -> Result<()> {
+    pub(super) fn send_message(&self, message: &FromWorker) -> Result<()> {
         let frame = frame::encode_frame(message).map_err(build_invalid_message_error)?;
         let mut write = self.write.lock().unwrap_or_else(PoisonError::into_inner);
         write.write_all(&frame).map_err(build_connection_lost_error)

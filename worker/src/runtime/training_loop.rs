@@ -1,6 +1,6 @@
 //! The training loop: runs the steps and, between steps, saves, evaluations and reloads of the job
 //! file.
-use super::session::AgentSession;
+use super::{session::AgentSession, step_clock::StepClock, step_times_collector::StepTimesCollector};
 use crate::{
     checkpoint::save::CheckpointSaver,
     consensus::{all_gather_results, is_any_true},
@@ -19,6 +19,7 @@ use jobspec::{JobSpec, ReloadValues, SaveInterval};
 use protocol::{
     event::{Event, WorkerPhase},
     exit::WorkerExit,
+    straggler::StragglerRules,
 };
 use std::time::{Duration, Instant};
 
@@ -70,11 +71,17 @@ pub(super) fn train_until_done(
     if !complete_resumed_step(running, run, saver)? {
         return Ok(WorkerExit::Stopped);
     }
+    let mut clock = StepClock::default();
+    let mut collector = create_collector(run);
     while !running.is_done() {
-        let began = Instant::now();
-        let mut report = build_step_report(running, run, &values, saver, last_save);
+        let mut report = build_step_report(run, &values, saver, last_save);
         report.flags |= deferred_flags;
+        let report = clock.begin_step(running.trainer.engine.queue(), report);
+        let began = Instant::now();
         let (outcome, lr) = running.run_step(run.source, report)?;
+        let took = began.elapsed();
+        clock.record_step(running.trainer.engine.queue(), took);
+        report_step_times(running, run, &mut collector, &outcome)?;
         if outcome.skipped {
             deferred_flags = outcome.report.flags & SAVE;
             report_overflow(running, run, &outcome)?;
@@ -87,7 +94,6 @@ pub(super) fn train_until_done(
             return Err(build_non_finite_error(&outcome, running, saver));
         }
         run.session.set_step(running.position.step);
-        let took = began.elapsed();
         if run.is_leader {
             run.session.send_event(build_step_event(running, &outcome, lr, took))?;
         }
@@ -177,7 +183,6 @@ fn copy_if_due(running: &mut RunningTrainer, run: &RunContext, saver: &mut Check
 /// Builds the report that this rank sends with its next losses. On the leader, takes a pending
 /// request to save.
 fn build_step_report(
-    running: &RunningTrainer,
     run: &RunContext,
     values: &ReloadValues,
     saver: &CheckpointSaver,
@@ -198,11 +203,26 @@ fn build_step_report(
         (RELOAD, changed),
     ];
     let flags = bits.iter().filter(|(_, on)| *on).map(|(bit, _)| bit).sum();
-    RankStepReport {
-        flags,
-        peak_rss: read_peak_rss(),
-        exposed_comm: running.trainer.engine.queue().take_exposed_seconds(),
-    }
+    RankStepReport { flags, peak_rss: read_peak_rss(), ..RankStepReport::default() }
+}
+
+/// Creates the collector of the times of all ranks, which only the leader uses.
+fn create_collector(run: &RunContext) -> Option<StepTimesCollector> {
+    let spec = &run.job.run.straggler;
+    let rules = spec.share.map(|share| StragglerRules { share, steps: spec.steps });
+    run.is_leader.then(|| StepTimesCollector::new(rules, Instant::now()))
+}
+
+/// On the leader, reports the times of all ranks as far as a report is due.
+fn report_step_times(
+    running: &RunningTrainer,
+    run: &RunContext,
+    collector: &mut Option<StepTimesCollector>,
+    outcome: &StepOutcome,
+) -> Result<()> {
+    let Some(collector) = collector else { return Ok(()) };
+    let messages = collector.add_step(running.position.step, &outcome.rank_times, Instant::now());
+    messages.iter().try_for_each(|message| run.session.send_message(message))
 }
 
 /// Applies on every rank the values that rank 0 has reloaded from the job file. Collective: every

@@ -396,23 +396,24 @@ impl Trainer {
         micro_batches: usize,
         report: RankStepReport,
     ) -> Result<StepOutcome> {
-        let mut words = vec![report.flags, report.peak_rss, report.exposed_comm.to_bits()];
-        words.extend(
-            mine.iter().flat_map(|(micro_batch, l)| [*micro_batch as u64, l.sum.to_bits(), l.targets]),
-        );
-        let gathered = self.engine.queue().run_and_wait(move |c| c.all_gather_u64(&words))?;
+        let to_words =
+            |(micro_batch, l): &(usize, MicroBatchLoss)| [*micro_batch as u64, l.sum.to_bits(), l.targets];
+        let records: Vec<u64> = mine.iter().flat_map(to_words).collect();
+        let gathered = self.engine.queue().run_and_wait(move |c| {
+            let links = if report.times.step_us > 0 { c.take_link_delays() } else { None };
+            c.all_gather_u64(&[&report.encode(links)[..], &records].concat())
+        })?;
         let mut losses = vec![MicroBatchLoss::default(); micro_batches];
-        let mut combined = RankStepReport::default();
+        let (mut combined, mut rank_times) = (RankStepReport::default(), Vec::with_capacity(gathered.len()));
         for words in &gathered {
-            let [flags, peak_rss, exposed, records @ ..] = words.as_slice() else {
+            let Some((report, records)) = words.split_first_chunk() else {
                 return Err(invalid_report_error("a rank reported no losses"));
             };
-            combined = RankStepReport {
-                flags: combined.flags | flags,
-                peak_rss: combined.peak_rss.max(*peak_rss),
-                exposed_comm: combined.exposed_comm.max(f64::from_bits(*exposed)),
-            };
-            for [micro_batch, sum, targets] in records.as_chunks::<3>().0 {
+            let records = records.as_chunks::<3>().0;
+            let report = RankStepReport::decode(report, records.len());
+            combined = if rank_times.is_empty() { report } else { combined.combine(&report) };
+            rank_times.push(report.times);
+            for [micro_batch, sum, targets] in records {
                 let to = losses.get_mut(*micro_batch as usize).ok_or_else(|| {
                     invalid_report_error("a rank reported a micro-batch that does not exist")
                 })?;
@@ -422,7 +423,7 @@ impl Trainer {
         let sums: Vec<f64> = losses.iter().map(|l| l.sum).collect();
         let targets: u64 = losses.iter().map(|l| l.targets).sum();
         let loss = if targets == 0 { 0.0 } else { sum_in_fixed_order(&sums) / targets as f64 };
-        Ok(StepOutcome { loss, targets, report: combined, ..StepOutcome::default() })
+        Ok(StepOutcome { loss, targets, report: combined, rank_times, ..StepOutcome::default() })
     }
 
     /// Computes the factor that converts the gradient of the summed loss to that of the mean loss

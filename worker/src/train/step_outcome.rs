@@ -1,4 +1,10 @@
 //! The results of a training step: [`StepOutcome`] and the combined reports of all ranks.
+use comm::LinkDelays;
+use protocol::step_times::{LinkTimes, RankTimes};
+use std::time::Duration;
+
+/// The number of words in which a rank sends its [`RankStepReport`].
+pub(super) const REPORT_WORDS: usize = 6;
 
 /// The values that each rank sends to the other ranks once per step, in addition to its losses. In
 /// a [`StepOutcome`], the combined reports of all ranks.
@@ -11,10 +17,12 @@ pub struct RankStepReport {
     /// Seconds since the previous report in which computation waited for collectives. Combined: the
     /// maximum over all ranks.
     pub exposed_comm: f64,
+    /// The times of the previous step; 0 if there was none. Combined: those of rank 0.
+    pub times: RankTimes,
 }
 
 /// The losses and the gradient norm of a step, with the same bits on every rank.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepOutcome {
     /// The mean loss per target token, in nats.
     pub loss: f64,
@@ -24,6 +32,94 @@ pub struct StepOutcome {
     pub targets: u64,
     /// The combined reports of all ranks.
     pub report: RankStepReport,
+    /// The times of all ranks in the previous step.
+    pub rank_times: Vec<RankTimes>,
     /// Whether the step was skipped because a gradient overflowed in fp16.
     pub skipped: bool,
+}
+
+impl RankStepReport {
+    /// Encodes the report and the delays of the rank's network connections.
+    pub(super) fn encode(&self, links: Option<LinkDelays>) -> [u64; REPORT_WORDS] {
+        let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        let links = links.map(|links| LinkTimes {
+            slowest_peer: links.slowest_peer as u32,
+            slowest_us: micros(links.slowest),
+            fastest_us: micros(links.fastest),
+        });
+        let LinkTimes { slowest_peer, slowest_us, fastest_us } = links.unwrap_or_default();
+        let peer = links.map_or(0, |_| u64::from(slowest_peer) + 1);
+        [
+            self.flags,
+            self.peak_rss,
+            self.exposed_comm.to_bits(),
+            join_halves(self.times.step_us, self.times.waiting_us),
+            join_halves(self.times.collective_us, peer),
+            join_halves(slowest_us, fastest_us),
+        ]
+    }
+
+    /// Decodes a report. `micro_batches` is the number of micro-batches that the rank processed.
+    pub(super) fn decode(words: &[u64; REPORT_WORDS], micro_batches: usize) -> RankStepReport {
+        let [flags, peak_rss, exposed_comm, times, collective, links] = *words;
+        let (step_us, waiting_us) = split_halves(times);
+        let ((collective_us, peer), (slowest_us, fastest_us)) =
+            (split_halves(collective), split_halves(links));
+        let links =
+            peer.checked_sub(1).map(|peer| LinkTimes { slowest_peer: peer as u32, slowest_us, fastest_us });
+        RankStepReport {
+            flags,
+            peak_rss,
+            exposed_comm: f64::from_bits(exposed_comm),
+            times: RankTimes {
+                step_us,
+                waiting_us,
+                collective_us,
+                micro_batches: micro_batches as u64,
+                links,
+            },
+        }
+    }
+
+    /// Combines this report with that of a later rank.
+    pub(super) fn combine(&self, later: &RankStepReport) -> RankStepReport {
+        RankStepReport {
+            flags: self.flags | later.flags,
+            peak_rss: self.peak_rss.max(later.peak_rss),
+            exposed_comm: self.exposed_comm.max(later.exposed_comm),
+            times: self.times,
+        }
+    }
+}
+
+/// Stores two numbers in one word. A number above the largest `u32` is stored as this one, which is
+/// 72 minutes in microseconds.
+fn join_halves(high: u64, low: u64) -> u64 {
+    let limit = u64::from(u32::MAX);
+    (high.min(limit) << 32) | low.min(limit)
+}
+
+fn split_halves(word: u64) -> (u64, u64) {
+    (word >> 32, word & u64::from(u32::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reports_survive_encoding_and_long_times_are_limited() {
+        let times =
+            RankTimes { step_us: 500_000, waiting_us: 7, collective_us: 9, micro_batches: 3, links: None };
+        let report = RankStepReport { flags: 5, peak_rss: 1 << 40, exposed_comm: 0.25, times };
+        assert_eq!(RankStepReport::decode(&report.encode(None), 3), report);
+        let delays = LinkDelays {
+            slowest_peer: 0,
+            slowest: Duration::from_secs(9999),
+            fastest: Duration::from_millis(2),
+        };
+        let links = RankStepReport::decode(&report.encode(Some(delays)), 3).times.links;
+        let expected = LinkTimes { slowest_peer: 0, slowest_us: u64::from(u32::MAX), fastest_us: 2000 };
+        assert_eq!(links, Some(expected));
+    }
 }

@@ -62,6 +62,8 @@ struct ExposedWaits {
     /// The counted time in nanoseconds if operations are synchronous. Otherwise the backend counts
     /// the time.
     host_nanoseconds: AtomicU64,
+    /// The time in nanoseconds for which collectives ran on the communication thread.
+    collective_nanoseconds: AtomicU64,
 }
 
 impl ExposedWaits {
@@ -82,10 +84,20 @@ impl CollectiveQueue {
         self.waits.host_nanoseconds.swap(0, Relaxed) as f64 / 1e9 + self.ops.take_stall_seconds()
     }
 
+    /// Returns the seconds for which collectives ran since the previous call, and resets the count.
+    /// On a GPU, this is only the time in which the host submitted them.
+    pub fn take_collective_seconds(&self) -> f64 {
+        self.waits.collective_nanoseconds.swap(0, Relaxed) as f64 / 1e9
+    }
+
     /// Creates the queue and starts the thread that runs collectives. With a single rank, no thread
     /// is started.
     pub fn new(comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> std::io::Result<Self> {
-        let waits = Arc::new(ExposedWaits { ops: ops.clone(), host_nanoseconds: AtomicU64::new(0) });
+        let waits = Arc::new(ExposedWaits {
+            ops: ops.clone(),
+            host_nanoseconds: AtomicU64::new(0),
+            collective_nanoseconds: AtomicU64::new(0),
+        });
         if comm.world() == 1 {
             return Ok(CollectiveQueue { comm, ops, waits, jobs: None, thread: None });
         }
@@ -123,11 +135,14 @@ impl CollectiveQueue {
             |ops: &dyn Ops, has_thread: bool| if has_thread { ops.record_event() } else { Event::default() };
         let (ops, has_thread) = (self.ops.clone(), self.jobs.is_some());
         let before = record(ops.as_ref(), has_thread);
+        let counts = self.waits.clone();
         let job: CollectiveJob = Box::new(move |comm| {
             let run = || {
                 before.make_stream_wait();
                 ops.status()?; // invalid data must not be sent
+                let began = Instant::now();
                 let result = f(comm)?;
+                counts.collective_nanoseconds.fetch_add(began.elapsed().as_nanos() as u64, Relaxed);
                 let after = record(ops.as_ref(), has_thread);
                 ops.status()?;
                 Ok((result, after))

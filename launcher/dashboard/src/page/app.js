@@ -87,7 +87,7 @@
   let view = null;
 
   function createModel() {
-    return { info: null, numbers: {}, ranks: null, series: {}, events: [], marks: [], job: null, share: 0, logs: null };
+    return { info: null, numbers: {}, ranks: null, status: null, series: {}, events: [], marks: [], job: null, share: 0, logs: null };
   }
 
   /** Adds an update of the server to a model. */
@@ -96,6 +96,7 @@
     model.info = update.info;
     model.numbers = update.numbers;
     model.ranks = update.ranks;
+    model.status = update.status ?? null;
     model.share = update.share;
     for (const [name, part] of Object.entries(update.series)) {
       const buckets = (model.series[name] ||= []);
@@ -413,13 +414,39 @@
 
   // --- ranks ---
 
+  /** Shows what the hosts use, and which ranks are slow. */
+  function updateUsage(element, status) {
+    const key = status ? JSON.stringify([status.hosts, status.stragglers]) : "";
+    if (element.dataset.key === key) return;
+    element.dataset.key = key;
+    if (!status) return element.replaceChildren();
+    const rate = (bytes, ms) => (isNumber(bytes) && ms > 0 ? `${formatBytes((bytes * 1000) / ms)}/s` : "–");
+    const percent = (share) => (isNumber(share) ? `${Math.round(share * 100)} %` : "–");
+    const rows = status.hosts.slice(0, 64).map(({ host, usage }) => [
+      host,
+      `${percent(usage.cpu_share)} of ${usage.cpus}`,
+      `${formatBytes(usage.memory_used)} of ${formatBytes(usage.memory_total)}`,
+      usage.gpus.map((gpu) => percent(gpu.busy_share)).join(" ") || "–",
+      `${rate(usage.disk_read, usage.interval_ms)} / ${rate(usage.disk_written, usage.interval_ms)}`,
+      `${rate(usage.network_received, usage.interval_ms)} / ${rate(usage.network_sent, usage.interval_ms)}`,
+    ]);
+    const heads = ["host", "CPU", "memory", "GPU", "disk read / written", "network received / sent"];
+    const cellsOf = (tag, texts) => make("tr", {}, ...texts.map((text) => make(tag, {}, text)));
+    const slow = status.stragglers.map((report) => make("p", { class: "warning" }, report.message));
+    const rest = status.hosts.length - rows.length;
+    element.replaceChildren(...slow, ...(rows.length
+      ? [make("table", {}, make("thead", {}, cellsOf("th", heads)), make("tbody", {}, ...rows.map((row) => cellsOf("td", row))))]
+      : []), ...(rest > 0 ? [make("p", { class: "muted" }, `${rest} further hosts`)] : []));
+  }
+
   function buildGrid(run) {
     const container = make("div", { class: "grid", role: "grid", "aria-label": `Ranks of run ${run}` });
     const detail = make("output", { "aria-live": "polite" });
     const legend = make("div", { class: "legend" });
     const labels = Object.entries(STATES).map(([letter, name]) => [letter, name, make("span", { class: letter }, name)]);
     legend.append(...labels.map(([, , element]) => element));
-    const panel = make("section", { class: "panel" }, make("h2", {}, `Ranks of ${run}`), legend, container, detail);
+    const usage = make("div", { class: "usage" });
+    const panel = make("section", { class: "panel" }, make("h2", {}, `Ranks of ${run}`), legend, container, detail, usage);
     let [cells, layout, chosen, states, latest] = [[], "", 0, "", null];
 
     const describe = (rank) => {
@@ -430,7 +457,10 @@
       if (ranks.notices[rank]) parts.push(`${ranks.notices[rank]} messages`);
       const age = ranks.output_age_s[rank];
       if (isNumber(age)) parts.push(`last output ${formatSeconds(age)} ago`);
-      if (isNumber(latest.numbers.step_s)) parts.push(`step time ${formatSeconds(latest.numbers.step_s)} (all ranks)`);
+      const { status } = latest;
+      if (status && isNumber(status.work_ms[rank])) {
+        parts.push(`step time ${formatSeconds(status.step_s)}: work ${formatSeconds(status.work_ms[rank] / 1000)}, waiting ${formatSeconds(status.waiting_ms[rank] / 1000)}, collectives ${formatSeconds(status.collective_ms[rank] / 1000)}`);
+      } else if (isNumber(latest.numbers.step_s)) parts.push(`step time ${formatSeconds(latest.numbers.step_s)} (all ranks)`);
       return parts.join(", ");
     };
     const choose = (rank, isFocused) => {
@@ -497,6 +527,16 @@
           element.hidden = !count;
         }
       }
+      const slow = new Set((model.status?.stragglers ?? []).map((report) => report.rank));
+      cells.forEach((cell, rank) => cell.classList.toggle("slow", slow.has(rank)));
+      // The height of the bar in a cell is the work time of the rank, compared with the longest one.
+      const work = model.status?.work_ms ?? [];
+      const longest = work.reduce((a, b) => Math.max(a, b), 0);
+      cells.forEach((cell, rank) => {
+        const level = longest > 0 && isNumber(work[rank]) ? Math.round((work[rank] / longest) * 8) : -1;
+        if (cell.dataset.work !== String(level)) cell.dataset.work = String(level);
+      });
+      updateUsage(usage, model.status);
       if (cells.length) setText(detail, describe(chosen));
     };
     return { panel, update };

@@ -5,6 +5,7 @@ use super::{
     environment::{EnvSource, environment, environment_sources},
     run_values::{command, variable_pattern},
     signals::{Signals, signals},
+    straggler::StragglerSpec,
     wrap::WrapSpec,
 };
 use crate::{
@@ -119,6 +120,9 @@ section! {
     pub progress_pattern: Option<String> = Key::new(text().or_none("off"), "off").deprecated("progress");
     /// The actions of launch on signals.
     pub signals: Signals = Key::new(signals(), "{SIGUSR1: save, SIGUSR2: ignore, SIGTERM: save_and_stop}");
+    /// When a rank that slows down the others is reported.
+    #[serde(default)]
+    pub straggler: StragglerSpec = inner();
     /// The settings of workers' logs and of the console.
     pub logs: LogsSpec = inner();
 }

@@ -1,4 +1,5 @@
 //! [`Event`]: one event of a run, with its fields.
+use super::straggler_report::{StepTimesReport, StragglerReport};
 use crate::failure::FailureReason;
 use diagnostic::Diagnostic;
 use jobspec::{ReloadValues, ids::Rank};
@@ -82,6 +83,11 @@ pub enum Event {
         #[serde(default)]
         exposed_comm_s: f64,
     },
+    /// The times of the ranks since the previous event of this kind, at most once a minute. The
+    /// size of the event does not depend on the number of ranks.
+    StepTimes(StepTimesReport),
+    /// A rank began or ceased to slow down the others (`run.straggler`).
+    Straggler(Box<StragglerReport>),
     /// A gradient overflowed in fp16, so all ranks skipped the update of the step.
     Overflow {
         /// The number of the skipped step. The step is repeated with the next samples.

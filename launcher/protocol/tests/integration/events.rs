@@ -2,8 +2,12 @@
 use diagnostic::{Diagnostic, Location, codes};
 use jobspec::ReloadValues;
 use protocol::{
-    event::{Event, EventSchema, FailureReport, ResumeSource, TimedEvent},
+    event::{
+        Event, EventSchema, FailureReport, ResumeSource, StepTimesReport, StragglerReason, StragglerReport,
+        StragglerState, TimeRange, TimedEvent,
+    },
     failure::{FailureReason, GpuFault},
+    straggler::StragglerKind,
 };
 use serde_json::{Map, Value};
 use std::{collections::BTreeSet, fs, path::Path};
@@ -61,7 +65,30 @@ fn next_event(event: Option<&Event>) -> Option<Event> {
             exposed_comm_s: 0.125,
         },
         Some(Event::Step { .. }) => Event::Overflow { step: 6, loss: 2.0, loss_scale: 1024.0, skipped: 1 },
-        Some(Event::Overflow { .. }) => Event::Eval { step: 6, loss: 2.0, perplexity: 7.4, tokens: 3 },
+        Some(Event::Overflow { .. }) => {
+            let range = TimeRange { min: 0.1, median: 0.2, max: 0.3 };
+            Event::StepTimes(StepTimesReport {
+                step: 6,
+                steps: 2,
+                step_s: 0.5,
+                work_s: range,
+                waiting_s: range,
+                collective_s: range,
+                slowest_rank: 2,
+            })
+        }
+        Some(Event::StepTimes(_)) => Event::Straggler(Box::new(StragglerReport {
+            state: StragglerState::Slow,
+            rank: 2,
+            host: "node-3".into(),
+            kind: StragglerKind::Work,
+            step: Some(6),
+            share: 0.25,
+            step_s: Some(0.5),
+            reason: Some(StragglerReason::CpuQuota { share: 0.3 }),
+            message: "rank 2 is slow".into(),
+        })),
+        Some(Event::Straggler(_)) => Event::Eval { step: 6, loss: 2.0, perplexity: 7.4, tokens: 3 },
         Some(Event::Eval { .. }) => Event::Sample { step: 6, prompt: "a".into(), text: "b".into() },
         Some(Event::Sample { .. }) => Event::Checkpoint { step: 6, path: path(), bytes: 7, seconds: 0.5 },
         Some(Event::Checkpoint { .. }) => Event::Gather { step: 6, path: path(), bytes: 7 },

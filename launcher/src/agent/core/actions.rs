@@ -4,7 +4,7 @@ use jobspec::ids::Rank;
 use protocol::{
     control::{
         AttachPurpose, AttachRejection, ControllerToken, ExitStatus, FromAgent, FromWorker, HostPlan,
-        RendezvousRequest, ToAgent, ToWorker,
+        HostUsage, RendezvousRequest, ToAgent, ToWorker,
     },
     exit::WorkerExit,
     failure::GpuFault,
@@ -57,6 +57,8 @@ pub(crate) enum AgentInput {
     /// that its processes have used so far, in clock ticks, and whether a signal has stopped its
     /// first process.
     Activity { rank: Rank, ticks: u64, stopped: bool },
+    /// What the host and the workers of an attempt have used since the previous measurement.
+    Usage { attempt: u32, usage: HostUsage },
     /// A line of a worker's output contains `run.progress_pattern`.
     ProgressMarker { rank: Rank },
     /// The port on which the rendezvous of an attempt listens, or the error of opening the port.

@@ -122,6 +122,9 @@ impl AgentCore {
                 }
                 self.send_to_controller(FromAgent::Progress { attempt, rank, phase, step });
             }
+            FromWorker::StepTimes(times) => {
+                self.send_to_controller(FromAgent::StepTimes { attempt, times });
+            }
             FromWorker::Event(event) => self.send_to_controller(FromAgent::Event { attempt, rank, event }),
             FromWorker::Fatal { exit, diagnostic } => {
                 self.send_to_controller(FromAgent::Fatal { attempt, rank, exit, diagnostic, gpu: None });

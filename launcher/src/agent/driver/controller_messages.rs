@@ -154,12 +154,9 @@ impl AgentDriver {
     }
 
     /// Queues a message to the controller, if there is one. Does not block. If the queue is full,
-    /// drops heartbeats and progress.
+    /// drops messages that a newer one replaces, such as heartbeats.
     pub(super) fn send_to_controller(&mut self, message: FromAgent) {
-        let priority = match &message {
-            FromAgent::Heartbeat | FromAgent::Progress { .. } => MessagePriority::Low,
-            _ => MessagePriority::Critical,
-        };
+        let priority = if message.is_transient() { MessagePriority::Low } else { MessagePriority::Critical };
         if let Some(connection) = &mut self.connection {
             connection.outbox.send_message(priority, message);
         }

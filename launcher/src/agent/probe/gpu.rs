@@ -1,11 +1,8 @@
 //! Inspects the NVIDIA GPUs and the NCCL library of this host for `launch check`. The libraries are
 //! loaded at run time, not linked.
-use super::nvml::{Nvml, SharedLibrary};
+use super::nvml::{NVML_LIBRARY, Nvml, SharedLibrary};
 use protocol::probe::GpuReport;
 use std::{ffi::c_int, fs};
-
-/// The file name of NVML, the management library of the NVIDIA driver.
-const NVML_LIBRARY: &str = "libnvidia-ml.so.1";
 
 /// Inspects the GPUs and NCCL on this host. Leaves values empty that are not available.
 pub(super) fn inspect_gpus() -> GpuReport {

@@ -1,12 +1,17 @@
 //! Queries GPUs through the management library of the NVIDIA driver (NVML), which is loaded at run
 //! time. The types and constants in this module have the values of the header nvml.h.
 use diagnostic::{Diagnostic, codes::host};
-use protocol::probe::{GpuReport, GpuStatus};
+use protocol::{
+    control::GpuUsage,
+    probe::{GpuReport, GpuStatus},
+};
 use std::{
     ffi::{CStr, CString, c_char, c_int, c_uint, c_ulonglong, c_void},
     ptr,
 };
 
+/// The file name of NVML, the management library of the NVIDIA driver.
+pub(in crate::agent) const NVML_LIBRARY: &str = "libnvidia-ml.so.1";
 /// The largest number of GPUs of a host that are queried. Further GPUs are missing in the report.
 const MAX_GPUS: u32 = 64;
 /// The largest number of processes of a GPU that can be reported. If more processes use the GPU,
@@ -44,7 +49,7 @@ const NO_PEER_ACCESS: [&str; 5] = [
 
 /// An error of loading NVML, NVIDIA's management library, or of calling its functions.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum NvmlError {
+pub(in crate::agent) enum NvmlError {
     /// The library with this file name is missing or cannot be loaded.
     #[error("the library {0} is missing or cannot be loaded")]
     Library(String),
@@ -132,7 +137,7 @@ struct NvmlPciInfo {
 }
 
 /// The loaded and initialized NVML library. Dropping the value shuts NVML down.
-pub(super) struct Nvml(SharedLibrary);
+pub(in crate::agent) struct Nvml(SharedLibrary);
 
 /// Calls the NVML function with the given name. Each argument is written as `value => type`.
 /// Evaluates to an error if the function is missing or returns an error code.
@@ -149,7 +154,7 @@ macro_rules! call_nvml {
 
 impl Nvml {
     /// Loads and initializes the NVML library with the file name `name`.
-    pub(super) fn open(name: &str) -> Result<Nvml, NvmlError> {
+    pub(in crate::agent) fn open(name: &str) -> Result<Nvml, NvmlError> {
         let nvml = Nvml(SharedLibrary::open(name)?);
         // SAFETY: the function has this type in nvml.h.
         let code = unsafe { nvml.0.load_function::<unsafe extern "C" fn() -> c_int>(c"nvmlInit_v2")?() };
@@ -202,11 +207,10 @@ impl Nvml {
     /// Fails if the name or the memory size cannot be read. Leaves other values empty that the GPU
     /// does not report.
     fn query_gpu(&self, device: DeviceHandle, devices: &[DeviceHandle]) -> Result<GpuStatus, NvmlError> {
-        let (mut name, mut memory) = ([0u8; 96], NvmlMemory::default());
+        let (mut name, memory) = ([0u8; 96], self.query_memory(device)?);
         // SAFETY: nvml.h's types; the buffer has the given length.
         unsafe {
             call_nvml!(self, c"nvmlDeviceGetName", device => DeviceHandle, name.as_mut_ptr().cast() => *mut c_char, 96 => c_uint)?;
-            call_nvml!(self, c"nvmlDeviceGetMemoryInfo", device => DeviceHandle, &mut memory => *mut NvmlMemory)?;
         }
         Ok(GpuStatus {
             name: decode_c_text(&name),
@@ -226,6 +230,15 @@ impl Nvml {
                 .count() as u32,
             no_peer_access: self.query_missing_peer_access(device, devices),
         })
+    }
+
+    fn query_memory(&self, device: DeviceHandle) -> Result<NvmlMemory, NvmlError> {
+        let mut memory = NvmlMemory::default();
+        // SAFETY: nvml.h's types.
+        unsafe {
+            call_nvml!(self, c"nvmlDeviceGetMemoryInfo", device => DeviceHandle, &mut memory => *mut NvmlMemory)?;
+        }
+        Ok(memory)
     }
 
     fn query_pci_bus_id(&self, device: DeviceHandle) -> Result<String, NvmlError> {
@@ -305,6 +318,34 @@ impl Nvml {
             .filter(|(bit, _)| reasons & bit != 0)
             .map(|(_, why)| (*why).to_owned())
             .collect())
+    }
+
+    /// Queries what each GPU does. Values that a GPU does not support are `None`.
+    pub(in crate::agent) fn query_usage(&self) -> Vec<GpuUsage> {
+        let count = self.query_device_count().unwrap_or(0).min(MAX_GPUS);
+        let query = |gpu: u32| {
+            let device = self.query_device_handle(gpu).ok()?;
+            let memory = self.query_memory(device).ok();
+            Some(GpuUsage {
+                gpu,
+                busy_share: self.query_busy_percent(device).ok().map(|percent| f64::from(percent) / 100.0),
+                memory_used: memory.as_ref().map(|memory| memory.used),
+                memory_total: memory.as_ref().map(|memory| memory.total),
+                clock_reasons: self.query_throttle_reasons(device).unwrap_or_default(),
+                memory_errors: self.query_ecc_errors(device).ok(),
+            })
+        };
+        (0..count).filter_map(query).collect()
+    }
+
+    fn query_busy_percent(&self, device: DeviceHandle) -> Result<c_uint, NvmlError> {
+        // nvmlUtilization_t: the shares of the time for the GPU and for its memory, in percent.
+        let mut shares = [0; 2];
+        // SAFETY: nvml.h's types.
+        unsafe {
+            call_nvml!(self, c"nvmlDeviceGetUtilizationRates", device => DeviceHandle, &mut shares => *mut [c_uint; 2])?;
+        }
+        Ok(shares[0].min(100))
     }
 
     /// Calls the NVML function `name` for a GPU and returns the number that the function reports.
@@ -429,6 +470,7 @@ mod tests {
             return 0;
         }
         int nvmlDeviceGetCurrentClocksThrottleReasons(void *gpu, unsigned long long *why) { *why = GPU(gpu) == 1 ? 0x45 : 0x1; return 0; }
+        int nvmlDeviceGetUtilizationRates(void *gpu, unsigned *shares) { OLD(gpu); shares[0] = 75; shares[1] = 20; return 0; }
         int nvmlDeviceGetComputeMode(void *gpu, int *mode) { *mode = GPU(gpu) == 1 ? 3 : 0; return 0; }
         int nvmlDeviceGetNvLinkState(void *gpu, unsigned link, int *up) { OLD(gpu); if (link > 11) return 2; *up = link < 4; return 0; }
         int nvmlDeviceGetP2PStatus(void *a, void *b, int what, int *status) { *status = GPU(a) + GPU(b) == 3 && what == 0 ? 3 : 0; return 0; }
@@ -479,6 +521,23 @@ mod tests {
             ..healthy.clone()
         };
         assert_eq!(report.gpus, [healthy, faulty, old]);
+        let usage = Nvml::open(&compile_driver(dir.path())).expect("opens").query_usage();
+        let healthy = GpuUsage {
+            gpu: 0,
+            busy_share: Some(0.75),
+            memory_used: Some(30),
+            memory_total: Some(80),
+            clock_reasons: Vec::new(),
+            memory_errors: Some(0),
+        };
+        let faulty = GpuUsage {
+            gpu: 1,
+            clock_reasons: vec!["too hot (hardware thermal slowdown)".into()],
+            memory_errors: Some(5),
+            ..healthy.clone()
+        };
+        let old = GpuUsage { gpu: 2, busy_share: None, memory_errors: None, ..healthy.clone() };
+        assert_eq!(usage, [healthy, faulty, old]);
     }
 
     #[test]

@@ -16,8 +16,9 @@ use crate::{
 use diagnostic::Diagnostic;
 use jobspec::{ReloadValues, ids::Rank};
 use protocol::{
-    control::{FromAgent, HostInventory, HostPlan, RendezvousRequest, ToAgent, WorkerAddresses},
+    control::{FromAgent, HostInventory, HostPlan, HostUsage, RendezvousRequest, ToAgent, WorkerAddresses},
     event::{Event, WorkerPhase},
+    step_times::StepTimes,
 };
 use std::{path::PathBuf, time::Duration};
 
@@ -127,6 +128,10 @@ pub(crate) enum ControllerAction {
     Line { rank: Rank, stderr: bool, text: String },
     /// Show the user the phase in which a worker is, such as training.
     Progress { rank: Rank, phase: WorkerPhase },
+    /// Keep the times of all ranks in the newest steps.
+    StepTimes(StepTimes),
+    /// Keep what a host and its workers have used. `hosts` is the number of hosts of the attempt.
+    Usage { host: HostIndex, hosts: usize, usage: Box<HostUsage> },
     /// Kill the agent of a host, because the agent does not answer or cannot do its work.
     KillAgent(HostIndex),
     /// The run is over. No action follows.

@@ -47,6 +47,11 @@ impl ControllerCore {
             FromAgent::Progress { rank, phase, .. } => {
                 self.actions.push(ControllerAction::Progress { rank, phase })
             }
+            FromAgent::StepTimes { times, .. } => self.actions.push(ControllerAction::StepTimes(times)),
+            FromAgent::Usage { usage, .. } => {
+                let hosts = self.members.len();
+                self.actions.push(ControllerAction::Usage { host, hosts, usage });
+            }
             FromAgent::Listening { rank, addresses, .. } => {
                 self.handle_worker_listening(host, rank, addresses)
             }
@@ -324,6 +329,8 @@ pub(super) fn is_controller_event(event: &Event) -> bool {
         Event::Ready { .. }
         | Event::Resume { .. }
         | Event::Step { .. }
+        | Event::StepTimes(_)
+        | Event::Straggler(_)
         | Event::Overflow { .. }
         | Event::Eval { .. }
         | Event::Sample { .. }

@@ -8,11 +8,11 @@ use tracing::{debug, info, trace, warn};
 /// Logs an input of the controller's state machine, without secrets.
 pub(super) fn log_input(input: &ControllerInput) {
     match input {
-        ControllerInput::Agent(
-            host,
-            FromAgent::Line { .. } | FromAgent::Progress { .. } | FromAgent::Heartbeat,
-        ) => {
-            trace!(target: "controller::message", host, "received output, progress or heartbeat");
+        ControllerInput::Agent(host, FromAgent::Line { .. }) => {
+            trace!(target: "controller::message", host, "received output");
+        }
+        ControllerInput::Agent(host, message) if message.is_transient() => {
+            trace!(target: "controller::message", host, message = variant_name(message), "received");
         }
         ControllerInput::Agent(host, FromAgent::Report { seq, message, .. }) => {
             debug!(target: "controller::message", host, seq, message = variant_name(&**message), "received");
@@ -105,7 +105,10 @@ pub(super) fn log_action(action: &ControllerAction) {
             let event = event.as_ref().map(variant_name);
             debug!(target: "controller::event", event, "recording event of a worker");
         }
-        ControllerAction::Line { .. } | ControllerAction::Progress { .. } => {}
+        ControllerAction::Line { .. }
+        | ControllerAction::Progress { .. }
+        | ControllerAction::StepTimes(_)
+        | ControllerAction::Usage { .. } => {}
         ControllerAction::KillAgent(host) => warn!(target: "controller::lease", host, "killing agent"),
         ControllerAction::End(outcome) => {
             let (exit_code, stopped, killed) = (outcome.exit_code, outcome.stopped, outcome.killed);

@@ -64,6 +64,7 @@ impl ControllerDriver {
             self.flush_outboxes();
             if Instant::now() >= journal_tick {
                 journal_tick = Instant::now() + JOURNAL_INTERVAL;
+                self.write_status();
                 let notice = self.journal.as_mut().and_then(|journal| journal.tick());
                 notice.into_iter().for_each(|notice| match self.is_adopting {
                     true => self.report.show_message(format!("launch: {notice}")),

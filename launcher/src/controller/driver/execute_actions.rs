@@ -53,6 +53,8 @@ impl ControllerDriver {
                 self.report.show_line(rank, stderr, text);
             }
             ControllerAction::Progress { rank, phase } => self.report.show_phase(rank, phase),
+            ControllerAction::StepTimes(times) => self.status.set_step_times(times),
+            ControllerAction::Usage { host, hosts, usage } => self.add_usage(host, hosts, *usage),
             ControllerAction::KillAgent(host) => self.kill_agent(host),
             ControllerAction::End(outcome) => self.end = Some(RunEnd::Ended(outcome)),
         }
@@ -94,7 +96,8 @@ impl ControllerDriver {
     }
 
     /// Writes an event of the controller to the journal and reports the event to the user.
-    pub(super) fn emit_event(&mut self, event: Event) {
+    pub(super) fn emit_event(&mut self, mut event: Event) {
+        self.complete_event(&mut event);
         let time = read_unix_time();
         let report = self.events.add(&event, time);
         if let Some(journal) = &mut self.journal {
@@ -113,6 +116,13 @@ impl ControllerDriver {
     /// Writes an event of a worker to the journal and reports the event to the user. Without an
     /// event, the report only counts as stored.
     fn record_worker_event(&mut self, report: ReportId, age: Duration, event: Option<Event>) {
+        if self.journal.is_none() {
+            return;
+        }
+        let event = event.map(|mut event| {
+            self.complete_event(&mut event);
+            event
+        });
         let Some(journal) = &mut self.journal else { return };
         let Some(event) = event else { return journal.skip_report(report) };
         journal.append_event(&event, read_unix_time() - age.as_secs_f64(), Some(report));

@@ -115,6 +115,8 @@ impl ControllerDriver {
         self.plan = preparation.plan;
         self.plan.master_port = Some(port);
         self.not_started = self.plan.world;
+        let attempt = self.plan.host_plans.first().map_or(0, |plan| plan.attempt);
+        self.status.begin_attempt(attempt);
         let hosts = preparation.hosts.iter().zip(&self.plan.host_plans);
         let is_remote = hosts.flat_map(|(host, plan)| {
             let local = self.hosts.get(*host).is_none_or(|target| target.local);

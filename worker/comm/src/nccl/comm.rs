@@ -12,7 +12,7 @@ use super::group::{CudaStream, NcclGroup, PeerBuffer};
 use super::library::NcclLibrary;
 use super::watchdog::Watchdog;
 use crate::{
-    AbortReason, ArgumentError, Comm, CommError, PartialSink, Result,
+    AbortReason, ArgumentError, Comm, CommError, LinkDelays, PartialSink, Result,
     call::{BufferShape, CollectiveCall, GroupPosition, compute_offsets},
     local::DEFAULT_TIMEOUT,
     staged::StagedComm,
@@ -168,6 +168,10 @@ impl Comm for NcclComm {
 
     fn world(&self) -> usize {
         self.group.world()
+    }
+
+    fn take_link_delays(&self) -> Option<LinkDelays> {
+        self.host_comm.take_link_delays()
     }
 
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {

@@ -1,5 +1,6 @@
 //! [`TcpComm`]: the communicator of one rank, in a group on several hosts. Also the steps of its
 //! collectives.
+use super::link_clock::LinkClock;
 use super::network_step::{DataConnection, NetworkStep, PeerTransfer, SendSource};
 use super::peer_monitor::GroupHealth;
 use super::topology::Topology;
@@ -61,6 +62,8 @@ pub(super) struct TcpCallState {
     pub(super) calls: u64,
     /// By rank: the data connection, or `None` for a rank of this host.
     pub(super) connections: Vec<Option<DataConnection>>,
+    /// Measures for how long data is on its way.
+    pub(super) link_clock: LinkClock,
     /// Memory in which received pieces are assembled before they are summed or delivered. The next
     /// call reuses it.
     pub(super) scratch: Buf,

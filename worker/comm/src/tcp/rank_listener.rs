@@ -1,5 +1,6 @@
 //! [`RankListener`]: the listening socket with which a rank joins a group whose ranks run on
 //! several hosts. The rank binds its listener, connects to all peers, and gets its communicator.
+use super::link_clock::LinkClock;
 use super::{
     communicator::{TcpCallState, TcpComm, TcpLimits},
     connection_setup::ConnectionSetup,
@@ -171,7 +172,12 @@ impl RankListener {
             .name("comm-monitor".into())
             .spawn(|| monitor.run())
             .map_err(CommError::from_failed_operation("start the thread that monitors the peers"))?;
-        let call_state = Mutex::new(TcpCallState { calls: 0, connections, scratch: Buf::zeroed(0) });
+        let call_state = Mutex::new(TcpCallState {
+            calls: 0,
+            connections,
+            link_clock: LinkClock::default(),
+            scratch: Buf::zeroed(0),
+        });
         let health = health.clone();
         Ok(TcpComm { topology, health, shm, limits, call_state, monitor: Some(thread) })
     }

@@ -318,7 +318,9 @@ impl Simulation {
             | ControllerAction::AdoptPlan(_)
             | ControllerAction::RecordInventory(..)
             | ControllerAction::Line { .. }
-            | ControllerAction::Progress { .. } => {}
+            | ControllerAction::Progress { .. }
+            | ControllerAction::StepTimes(_)
+            | ControllerAction::Usage { .. } => {}
         }
     }
 

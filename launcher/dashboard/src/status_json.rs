@@ -1,0 +1,52 @@
+//! [`StatusJson`]: the newest measurements of a run, as the page gets them.
+use protocol::{
+    event::StragglerReport,
+    run_status::{HostStatus, RunStatus},
+    step_times::RankTimes,
+};
+use serde::Serialize;
+
+/// The largest number of ranks whose times the page gets.
+const MAX_RANKS: usize = 16 << 10;
+
+/// The newest measurements of a run. The times of the ranks are lists by rank, which are shorter
+/// than a list of objects.
+#[derive(Debug, Serialize)]
+pub(crate) struct StatusJson<'a> {
+    time: f64,
+    attempt: u32,
+    /// The number of optimizer steps that were done.
+    step: u64,
+    /// The mean duration of a step, in seconds.
+    step_s: f64,
+    /// The mean time per step in which each rank worked, in milliseconds.
+    work_ms: Vec<f64>,
+    /// The mean time per step for which each rank waited for collectives, in milliseconds.
+    waiting_ms: Vec<f64>,
+    /// The mean time per step for which collectives of each rank ran, in milliseconds.
+    collective_ms: Vec<f64>,
+    hosts: &'a [HostStatus],
+    stragglers: &'a [StragglerReport],
+}
+
+impl StatusJson<'_> {
+    pub(crate) fn new(status: &RunStatus) -> StatusJson<'_> {
+        let times = &status.step_times;
+        let steps = times.steps.max(1) as f64;
+        let list = |time: fn(&RankTimes) -> u64| {
+            let ranks = times.ranks.iter().take(MAX_RANKS);
+            ranks.map(|rank| (time(rank) as f64 / 10.0 / steps).round() / 100.0).collect()
+        };
+        StatusJson {
+            time: status.time,
+            attempt: status.attempt,
+            step: times.step,
+            step_s: times.mean_step_us() as f64 / 1e6,
+            work_ms: list(RankTimes::work_us),
+            waiting_ms: list(|rank| rank.waiting_us),
+            collective_ms: list(|rank| rank.collective_us),
+            hosts: &status.hosts,
+            stragglers: &status.stragglers,
+        }
+    }
+}

@@ -1,0 +1,96 @@
+//! [`RankTimes`]: how long the steps of a rank took, and for how long the rank waited in them.
+use jobspec::ids::Rank;
+use serde::{Deserialize, Serialize};
+
+/// The largest number of ranks whose times are reported. The times of further ranks are left out.
+pub const MAX_TIMED_RANKS: usize = 16 << 10;
+
+/// The times of one rank in one step, or their sums over several steps. A time is in microseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankTimes {
+    /// The duration of the step. All ranks wait for each other, so the durations are about equal.
+    pub step_us: u64,
+    /// The time for which the computation of the rank waited for collectives.
+    pub waiting_us: u64,
+    /// The time for which collectives of the rank ran, also while the rank computed.
+    pub collective_us: u64,
+    /// The number of micro-batches that the rank processed.
+    pub micro_batches: u64,
+    /// The times of the rank's network connections; `None` if the rank sent nothing to other hosts.
+    pub links: Option<LinkTimes>,
+}
+
+/// For how long data was on its way from a rank to other hosts: sent, but not yet received. A time
+/// is in microseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LinkTimes {
+    /// The rank to which data was on its way for the longest time.
+    pub slowest_peer: Rank,
+    /// The time of the connection to `slowest_peer`.
+    pub slowest_us: u64,
+    /// The time of the connection on which data was on its way for the shortest time.
+    pub fastest_us: u64,
+}
+
+/// The times of all ranks, summed over consecutive steps.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct StepTimes {
+    /// The number of optimizer steps that were done after the last of the summed steps.
+    pub step: u64,
+    /// The number of summed steps.
+    pub steps: u64,
+    /// The sums of each rank, for at most [`MAX_TIMED_RANKS`] ranks.
+    pub ranks: Vec<RankTimes>,
+}
+
+impl RankTimes {
+    /// Returns the time in which the rank itself worked, and did not wait for others.
+    pub fn work_us(&self) -> u64 {
+        self.step_us.saturating_sub(self.waiting_us)
+    }
+
+    /// Adds the times of a later step.
+    pub fn add(&mut self, later: &RankTimes) {
+        self.step_us = self.step_us.saturating_add(later.step_us);
+        self.waiting_us = self.waiting_us.saturating_add(later.waiting_us);
+        self.collective_us = self.collective_us.saturating_add(later.collective_us);
+        self.micro_batches = self.micro_batches.saturating_add(later.micro_batches);
+        self.links = match (self.links, later.links) {
+            (Some(sum), Some(links)) => Some(sum.plus(&links)),
+            (sum, links) => sum.or(links),
+        };
+    }
+}
+
+impl LinkTimes {
+    /// Returns the sum of these times and those of a later step. The peer is that of the longer
+    /// time.
+    fn plus(&self, later: &LinkTimes) -> LinkTimes {
+        let slowest = if later.slowest_us > self.slowest_us { later } else { self };
+        LinkTimes {
+            slowest_peer: slowest.slowest_peer,
+            slowest_us: self.slowest_us.saturating_add(later.slowest_us),
+            fastest_us: self.fastest_us.saturating_add(later.fastest_us),
+        }
+    }
+}
+
+impl StepTimes {
+    /// Adds the times of the next step, after which `step` steps are done. Begins again if the
+    /// number of ranks has changed.
+    pub fn add_step(&mut self, step: u64, ranks: &[RankTimes]) {
+        let ranks = &ranks[..ranks.len().min(MAX_TIMED_RANKS)];
+        if self.ranks.len() != ranks.len() {
+            (self.steps, self.ranks) = (0, vec![RankTimes::default(); ranks.len()]);
+        }
+        self.ranks.iter_mut().zip(ranks).for_each(|(sum, times)| sum.add(times));
+        self.step = step;
+        self.steps += 1;
+    }
+
+    /// Returns the mean duration of a step in microseconds; 0 without steps.
+    pub fn mean_step_us(&self) -> u64 {
+        let longest = self.ranks.iter().map(|times| times.step_us).max().unwrap_or(0);
+        longest / self.steps.max(1)
+    }
+}

@@ -1,0 +1,12 @@
+//! [`SampledWorker`]: a worker whose processes are measured.
+use jobspec::ids::Rank;
+
+/// A worker whose processes are measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::agent) struct SampledWorker {
+    pub(in crate::agent) rank: Rank,
+    /// The pid of the worker's first process.
+    pub(in crate::agent) pid: u32,
+    /// Whether the worker is a program, which may have child processes.
+    pub(in crate::agent) is_program: bool,
+}

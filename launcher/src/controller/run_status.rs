@@ -1,0 +1,311 @@
+//! [`StatusKeeper`]: keeps the newest measurements of a run, and names the reasons why ranks are
+//! slow.
+mod straggler_text;
+
+use super::core::HostIndex;
+use jobspec::{StragglerSpec, ids::Rank};
+use protocol::{
+    control::{HostUsage, WorkerUsage},
+    event::{Event, StragglerReason, StragglerReport, StragglerState},
+    run_status::{HostStatus, RunStatus, STATUS_VERSION},
+    step_times::{MAX_TIMED_RANKS, RankTimes, StepTimes},
+    straggler::{StragglerDetector, StragglerKind, StragglerRules},
+};
+use std::collections::{BTreeMap, VecDeque};
+use straggler_text::describe_straggler;
+
+/// The number of measurements of a host that are kept. The reason of a slow rank is searched in all
+/// of them.
+const KEPT_USAGES: usize = 4;
+/// The largest number of reported slow ranks that are kept.
+const MAX_STRAGGLERS: usize = 16;
+/// The largest number of workers and of GPUs of a host that are kept.
+const MAX_HOST_ITEMS: usize = 1024;
+/// The smallest share of the time for which a quota must stop a rank to be the reason.
+const MIN_THROTTLED_SHARE: f64 = 0.03;
+/// The smallest share of the time for which a rank must wait for CPUs to be slow for this reason.
+const MIN_RUN_DELAY_SHARE: f64 = 0.05;
+/// The smallest number of pages per second that a slow rank must read from disks for this to be the
+/// reason.
+const MIN_MAJOR_FAULTS: f64 = 50.0;
+
+/// The newest measurements of a run. Holds a bounded number of them for each host.
+pub(super) struct StatusKeeper {
+    attempt: u32,
+    step_times: StepTimes,
+    /// The newest usages of each host, oldest first, with the time of the newest one.
+    hosts: BTreeMap<HostIndex, KeptUsage>,
+    stragglers: Vec<StragglerReport>,
+    /// Finds slow ranks of programs, whose steps are unknown, by their waiting for CPUs.
+    program_detector: Option<StragglerDetector>,
+    /// The hosts that have sent a usage since the ranks of the program were compared.
+    compared: BTreeMap<HostIndex, Vec<WorkerUsage>>,
+}
+
+/// The usages of a host.
+#[derive(Default)]
+struct KeptUsage {
+    host: String,
+    time: f64,
+    usages: VecDeque<HostUsage>,
+}
+
+impl StatusKeeper {
+    /// Creates a keeper without measurements. `spec` is `run.straggler` of the job, and
+    /// `is_program` whether the workers run a program.
+    pub(super) fn new(spec: &StragglerSpec, is_program: bool) -> StatusKeeper {
+        let rules = spec.share.map(|share| StragglerRules { share, steps: spec.steps });
+        StatusKeeper {
+            attempt: 0,
+            step_times: StepTimes::default(),
+            hosts: BTreeMap::new(),
+            stragglers: Vec::new(),
+            program_detector: rules.filter(|_| is_program).map(StragglerDetector::new),
+            compared: BTreeMap::new(),
+        }
+    }
+
+    /// Forgets the measurements of earlier attempts.
+    pub(super) fn begin_attempt(&mut self, attempt: u32) {
+        if attempt != self.attempt {
+            (self.attempt, self.step_times) = (attempt, StepTimes::default());
+            self.hosts.clear();
+            self.stragglers.clear();
+            self.compared.clear();
+        }
+    }
+
+    /// Keeps the times of the newest steps.
+    pub(super) fn set_step_times(&mut self, mut times: StepTimes) {
+        times.ranks.truncate(MAX_TIMED_RANKS);
+        self.step_times = times;
+    }
+
+    /// Keeps a usage of a host. `hosts` is the number of hosts of the attempt. Returns the events
+    /// about slow ranks of a program.
+    pub(super) fn add_usage(
+        &mut self,
+        (host, name): (HostIndex, &str),
+        hosts: usize,
+        mut usage: HostUsage,
+        time: f64,
+    ) -> Vec<Event> {
+        usage.workers.truncate(MAX_HOST_ITEMS);
+        usage.gpus.truncate(MAX_HOST_ITEMS);
+        let workers = usage.workers.clone();
+        let interval_us = usage.interval_ms.saturating_mul(1000);
+        let kept = self.hosts.entry(host).or_default();
+        (kept.host, kept.time) = (name.to_owned(), time);
+        kept.usages.push_back(usage);
+        if kept.usages.len() > KEPT_USAGES {
+            kept.usages.pop_front();
+        }
+        if self.program_detector.is_none() {
+            return Vec::new();
+        }
+        self.compared.insert(host, workers);
+        match self.compared.len() >= hosts {
+            true => self.compare_programs(interval_us),
+            false => Vec::new(),
+        }
+    }
+
+    /// Compares the ranks of a program by the time for which they waited for CPUs.
+    fn compare_programs(&mut self, interval_us: u64) -> Vec<Event> {
+        let mut workers: Vec<WorkerUsage> =
+            std::mem::take(&mut self.compared).into_values().flatten().collect();
+        workers.sort_by_key(|worker| worker.rank);
+        let times = |worker: &WorkerUsage| {
+            let lost = worker.throttled_us.max(worker.run_delay_us).min(interval_us);
+            RankTimes { step_us: interval_us, waiting_us: interval_us - lost, ..RankTimes::default() }
+        };
+        let times: Vec<RankTimes> = workers.iter().map(times).collect();
+        let changes = self.program_detector.as_mut().map(|detector| detector.add_step(0, &times));
+        let to_event = |change: protocol::straggler::StragglerChange| {
+            let rank = workers.get(change.rank as usize)?.rank;
+            let report = StragglerReport { rank, step: None, step_s: None, ..StragglerReport::new(&change) };
+            Some(Event::Straggler(Box::new(report)))
+        };
+        changes.unwrap_or_default().into_iter().filter_map(to_event).collect()
+    }
+
+    /// Completes the report of a slow rank: adds its host, the likely reason and the message.
+    /// `find_host` returns the name of the host of a rank. Changes no other event.
+    pub(super) fn complete_event(&mut self, event: &mut Event, find_host: impl Fn(Rank) -> Option<String>) {
+        let Event::Straggler(report) = event else { return };
+        report.host = find_host(report.rank).unwrap_or_default();
+        let previous = self.stragglers.iter().position(|r| (r.rank, r.kind) == (report.rank, report.kind));
+        let previous = previous.map(|at| self.stragglers.remove(at));
+        report.reason = match report.state {
+            StragglerState::Slow => self.find_reason(report),
+            StragglerState::Recovered => previous.and_then(|report| report.reason),
+        };
+        report.message = describe_straggler(report);
+        if report.state == StragglerState::Slow && self.stragglers.len() < MAX_STRAGGLERS {
+            self.stragglers.push((**report).clone());
+        }
+    }
+
+    /// Finds the likely reason why a rank is slow, in the usages of its host.
+    fn find_reason(&self, report: &StragglerReport) -> Option<StragglerReason> {
+        if report.kind == StragglerKind::Network {
+            return Some(StragglerReason::SlowLink);
+        }
+        let kept = self.hosts.values().find(|kept| kept.find_worker(report.rank).is_some())?;
+        let measured: Vec<(f64, WorkerUsage)> = kept.list_worker(report.rank).collect();
+        let largest = |amount: fn(&WorkerUsage) -> u64| {
+            measured.iter().map(|(seconds, worker)| amount(worker) as f64 / seconds).fold(0.0, f64::max)
+        };
+        let throttled = (largest(|worker| worker.throttled_us) / 1e6).min(1.0);
+        if throttled >= MIN_THROTTLED_SHARE {
+            return Some(StragglerReason::CpuQuota { share: throttled });
+        }
+        if measured.iter().any(|(_, worker)| worker.is_stopped) {
+            return Some(StragglerReason::Stopped);
+        }
+        let newest = kept.usages.back()?;
+        if let Some((gpu, reason)) = newest.gpus.iter().find_map(|g| Some((g.gpu, g.clock_reasons.first()?)))
+        {
+            return Some(StragglerReason::GpuClocks { gpu, reason: reason.clone() });
+        }
+        let faults = largest(|worker| worker.major_faults);
+        if faults >= MIN_MAJOR_FAULTS {
+            return Some(StragglerReason::PageFaults { per_second: faults });
+        }
+        let delayed = largest(|worker| worker.run_delay_us) / 1e6;
+        if delayed >= MIN_RUN_DELAY_SHARE {
+            return Some(StragglerReason::CpuContention { share: delayed });
+        }
+        let faulty = newest.gpus.iter().find_map(|g| Some((g.gpu, g.memory_errors.filter(|n| *n > 0)?)));
+        faulty.map(|(gpu, errors)| StragglerReason::GpuMemoryErrors { gpu, errors })
+    }
+
+    /// Returns the newest measurements, as the status file contains them.
+    pub(super) fn to_status(&self, time: f64) -> RunStatus {
+        let host = |kept: &KeptUsage| {
+            let usage = kept.usages.back()?.clone();
+            Some(HostStatus { host: kept.host.clone(), time: kept.time, usage })
+        };
+        RunStatus {
+            version: STATUS_VERSION,
+            time,
+            attempt: self.attempt,
+            step_times: self.step_times.clone(),
+            hosts: self.hosts.values().filter_map(host).collect(),
+            stragglers: self.stragglers.clone(),
+        }
+    }
+}
+
+impl KeptUsage {
+    fn find_worker(&self, rank: Rank) -> Option<&WorkerUsage> {
+        self.usages.back()?.workers.iter().find(|worker| worker.rank == rank)
+    }
+
+    /// Lists the usages of a worker, each with the duration of its interval in seconds.
+    fn list_worker(&self, rank: Rank) -> impl Iterator<Item = (f64, WorkerUsage)> {
+        self.usages.iter().filter_map(move |usage| {
+            let worker = usage.workers.iter().find(|worker| worker.rank == rank)?;
+            Some((usage.interval_ms.max(1) as f64 / 1000.0, *worker))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use protocol::{control::GpuUsage, straggler::StragglerChange};
+
+    fn keeper(is_program: bool) -> StatusKeeper {
+        StatusKeeper::new(&StragglerSpec::default(), is_program)
+    }
+
+    fn usage(workers: &[WorkerUsage]) -> HostUsage {
+        HostUsage { interval_ms: 2000, workers: workers.to_vec(), ..HostUsage::default() }
+    }
+
+    fn worker(rank: Rank) -> WorkerUsage {
+        WorkerUsage { rank, rss: 1, cpu_us: 1_900_000, ..WorkerUsage::default() }
+    }
+
+    fn straggler(rank: Rank, is_slow: bool, kind: StragglerKind) -> Event {
+        let change = StragglerChange { is_slow, rank, kind, step: 40, share: 0.234, step_s: 0.5 };
+        Event::Straggler(Box::new(StragglerReport::new(&change)))
+    }
+
+    fn complete(keeper: &mut StatusKeeper, mut event: Event) -> StragglerReport {
+        keeper.complete_event(&mut event, |rank| Some(format!("node-{rank}")));
+        match event {
+            Event::Straggler(report) => *report,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn the_reason_of_a_slow_rank_is_found_in_the_usage_of_its_host() {
+        let base = worker(2);
+        let gpu = GpuUsage { gpu: 1, clock_reasons: vec!["too hot".into()], ..GpuUsage::default() };
+        let broken = GpuUsage { gpu: 3, memory_errors: Some(2), ..GpuUsage::default() };
+        let slow_cases = [
+            (WorkerUsage { throttled_us: 500_000, run_delay_us: 600_000, ..base }, vec![]),
+            (WorkerUsage { run_delay_us: 800_000, ..base }, vec![]),
+            (WorkerUsage { major_faults: 400, ..base }, vec![]),
+            (WorkerUsage { is_stopped: true, ..base }, vec![]),
+            (base, vec![gpu]),
+            (base, vec![broken]),
+            (base, vec![]),
+        ];
+        let mut messages = Vec::new();
+        for (slow, gpus) in slow_cases {
+            let mut keeper = keeper(false);
+            keeper.add_usage((0, "node-0"), 2, usage(&[worker(0)]), 1.0);
+            keeper.add_usage((1, "node-2"), 2, HostUsage { gpus, ..usage(&[slow]) }, 1.0);
+            let report = complete(&mut keeper, straggler(2, true, StragglerKind::Work));
+            assert_eq!((report.host.as_str(), keeper.to_status(2.0).stragglers.len()), ("node-2", 1));
+            messages.push(report.message);
+        }
+        let mut keeper = keeper(false);
+        messages.push(complete(&mut keeper, straggler(1, true, StragglerKind::Network)).message);
+        let recovered = complete(&mut keeper, straggler(1, false, StragglerKind::Network));
+        assert_eq!(recovered.reason, Some(StragglerReason::SlowLink));
+        assert_eq!(keeper.to_status(2.0).stragglers, []);
+        messages.push(recovered.message);
+        insta::assert_snapshot!(messages.join("\n"));
+    }
+
+    #[test]
+    fn measurements_are_bounded_and_belong_to_an_attempt() {
+        let mut keeper = keeper(false);
+        for step in 0..50 {
+            keeper.add_usage((0, "a"), 1, usage(&vec![worker(0); 5000]), f64::from(step));
+            complete(&mut keeper, straggler(step as Rank, true, StragglerKind::Work));
+        }
+        keeper.set_step_times(StepTimes { step: 1, steps: 1, ranks: vec![RankTimes::default(); 99_999] });
+        let status = keeper.to_status(60.0);
+        assert_eq!((status.hosts.len(), status.hosts[0].time), (1, 49.0));
+        assert_eq!(status.hosts[0].usage.workers.len(), MAX_HOST_ITEMS);
+        assert_eq!(
+            (status.stragglers.len(), status.step_times.ranks.len()),
+            (MAX_STRAGGLERS, MAX_TIMED_RANKS)
+        );
+        assert_eq!(keeper.hosts[&0].usages.len(), KEPT_USAGES);
+        keeper.begin_attempt(1);
+        let expected = RunStatus { version: STATUS_VERSION, time: 61.0, attempt: 1, ..RunStatus::default() };
+        assert_eq!(keeper.to_status(61.0), expected);
+    }
+
+    #[test]
+    fn a_rank_of_a_program_that_waits_for_cpus_is_reported() {
+        let mut keeper = keeper(true);
+        let mut events = Vec::new();
+        for _ in 0..20 {
+            let slow = WorkerUsage { run_delay_us: 700_000, ..worker(1) };
+            events.extend(keeper.add_usage((0, "a"), 2, usage(&[worker(0), slow]), 1.0));
+            events.extend(keeper.add_usage((1, "b"), 2, usage(&[worker(2)]), 1.0));
+        }
+        assert_eq!(events.len(), 1);
+        let report = complete(&mut keeper, events.remove(0));
+        assert_eq!((report.rank, report.step, report.step_s), (1, None, None));
+        assert_eq!(report.reason, Some(StragglerReason::CpuContention { share: 0.35 }));
+    }
+}

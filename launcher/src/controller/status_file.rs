@@ -1,0 +1,50 @@
+//! [`StatusFile`]: writes the newest measurements of a run to a file, for `launch serve` and
+//! `launch top`.
+use crate::{background_thread::BackgroundThread, runs::replace_volatile_file};
+use protocol::run_status::{RunStatus, STATUS_FILE};
+use std::{
+    io,
+    path::PathBuf,
+    time::{Duration, Instant},
+};
+
+/// The shortest time between two writes of the file.
+const WRITE_INTERVAL: Duration = Duration::from_secs(2);
+/// The additional time between two writes for each rank, which limits the written bytes per second.
+const WRITE_INTERVAL_PER_RANK: Duration = Duration::from_millis(1);
+/// The largest size of the file, in bytes. Larger measurements are not written.
+const MAX_BYTES: usize = 8 << 20;
+
+/// Writes the file on a separate thread, so that a slow disk does not block the controller.
+#[derive(Debug)]
+pub(super) struct StatusFile {
+    thread: BackgroundThread,
+    interval: Duration,
+    next_write: Instant,
+}
+
+impl StatusFile {
+    /// Starts the thread that writes the file of a run with `world` ranks.
+    pub(super) fn start(world: u32) -> io::Result<StatusFile> {
+        let interval = WRITE_INTERVAL + WRITE_INTERVAL_PER_RANK * world;
+        Ok(StatusFile {
+            thread: BackgroundThread::start("status", MAX_BYTES)?,
+            interval,
+            next_write: Instant::now(),
+        })
+    }
+
+    /// Returns whether the file is to be written now.
+    pub(super) fn is_due(&self) -> bool {
+        Instant::now() >= self.next_write && self.thread.busy_time() == Duration::ZERO
+    }
+
+    /// Replaces the file in the directory `run_dir`. Never blocks. A file that cannot be written is
+    /// tried again with the next measurements, and the journal reports the state of the disk.
+    pub(super) fn write(&mut self, run_dir: PathBuf, status: &RunStatus) {
+        self.next_write = Instant::now() + self.interval;
+        let Ok(bytes) = serde_json::to_vec(status) else { return };
+        let size = bytes.len();
+        self.thread.run(size, move || _ = replace_volatile_file(&run_dir, STATUS_FILE, &bytes));
+    }
+}

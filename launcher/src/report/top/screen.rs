@@ -1,0 +1,94 @@
+//! Runs the full-screen view: prepares and restores the terminal, reads keys and new data.
+use super::{
+    top_state::{KeyAction, TopState},
+    view::draw,
+};
+use dashboard::RunSnapshot;
+use ratatui::crossterm::event::{self, Event};
+use std::{
+    io::{self, IsTerminal},
+    sync::atomic::{AtomicBool, Ordering},
+    time::{Duration, Instant},
+};
+
+/// The time between two reads of the run.
+const REFRESH_INTERVAL: Duration = Duration::from_millis(500);
+/// The longest time for which the view waits for a key before it checks for a signal.
+const KEY_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Whether a signal that ends the program has arrived.
+static IS_ENDING: AtomicBool = AtomicBool::new(false);
+
+/// Where the view gets its data from.
+pub(crate) trait TopSource {
+    /// Returns the state of the run; `None` if the run no longer exists.
+    fn take_snapshot(&self) -> Option<RunSnapshot>;
+
+    /// Returns the end of the log of a rank. Returns no lines if the log is not on this machine.
+    fn read_log_end(&self, rank: u32) -> Vec<String>;
+}
+
+/// Records that the program must end. Called by the kernel when a signal arrives.
+extern "C" fn record_signal(_: libc::c_int) {
+    IS_ENDING.store(true, Ordering::Relaxed);
+}
+
+/// Returns whether this process can show a full-screen view: stdin and stdout are terminals.
+pub(crate) fn can_show() -> bool {
+    io::stdin().is_terminal() && io::stdout().is_terminal()
+}
+
+/// Shows the run on the whole terminal until the user quits or a signal arrives. Restores the
+/// terminal, also after a panic.
+pub(crate) fn show_run(source: &dyn TopSource) -> io::Result<()> {
+    if !can_show() {
+        return Err(io::Error::new(io::ErrorKind::Unsupported, "stdin or stdout is not a terminal"));
+    }
+    for signal in [libc::SIGTERM, libc::SIGHUP, libc::SIGINT] {
+        let handler: extern "C" fn(libc::c_int) = record_signal;
+        // SAFETY: the handler only stores to an atomic variable.
+        unsafe { libc::signal(signal, handler as libc::sighandler_t) };
+    }
+    // Also installs a panic hook that restores the terminal.
+    let mut terminal = ratatui::try_init()?;
+    let shown = run_event_loop(source, &mut terminal);
+    let restored = ratatui::try_restore();
+    shown.and(restored)
+}
+
+/// Draws the run and reads keys until the program must end.
+fn run_event_loop(source: &dyn TopSource, terminal: &mut ratatui::DefaultTerminal) -> io::Result<()> {
+    let mut state = TopState::default();
+    let mut refreshed: Option<Instant> = None;
+    while !IS_ENDING.load(Ordering::Relaxed) {
+        if refreshed.is_none_or(|at| at.elapsed() >= REFRESH_INTERVAL) {
+            match source.take_snapshot() {
+                Some(run) => state.set_run(run),
+                None => return Err(io::Error::new(io::ErrorKind::NotFound, "the run no longer exists")),
+            }
+            state.log = source.read_log_end(state.selected);
+            refreshed = Some(Instant::now());
+        }
+        terminal.draw(|frame| draw(frame, &state))?;
+        let event = match event::poll(KEY_INTERVAL) {
+            Ok(false) => continue,
+            Ok(true) => event::read(),
+            Err(error) => Err(error),
+        };
+        match event {
+            Ok(Event::Key(key)) => {
+                let selected = state.selected;
+                if state.handle_key(key) == KeyAction::Quit {
+                    return Ok(());
+                }
+                if state.selected != selected {
+                    state.log = source.read_log_end(state.selected);
+                }
+            }
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}

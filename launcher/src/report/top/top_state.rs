@@ -1,0 +1,106 @@
+//! [`TopState`]: what `launch top` shows, and how keys change it.
+use dashboard::RunSnapshot;
+use diagnostic::terminal_text::filter_line;
+use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+
+/// The longest text that can be searched for, in characters.
+const MAX_FILTER: usize = 100;
+
+/// The shown run, and the user's choices.
+#[derive(Debug, Default)]
+pub(super) struct TopState {
+    /// The state of the run; `None` before it was read.
+    pub(super) run: Option<RunSnapshot>,
+    /// The rank whose log is shown.
+    pub(super) selected: u32,
+    /// The end of the log of the selected rank.
+    pub(super) log: Vec<String>,
+    /// Only events and lines of logs that contain this text are shown.
+    pub(super) filter: String,
+    /// The text that the user is typing; `None` if the user does not type.
+    pub(super) input: Option<String>,
+}
+
+/// What a key requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum KeyAction {
+    /// Draw the screen again.
+    Redraw,
+    /// End the program.
+    Quit,
+}
+
+impl TopState {
+    /// Changes the state according to a key.
+    pub(super) fn handle_key(&mut self, key: KeyEvent) -> KeyAction {
+        if key.kind == KeyEventKind::Release {
+            return KeyAction::Redraw;
+        }
+        let is_interrupt = key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL);
+        if is_interrupt {
+            return KeyAction::Quit;
+        }
+        if let Some(input) = &mut self.input {
+            match key.code {
+                KeyCode::Esc => self.input = None,
+                KeyCode::Enter => self.filter = self.input.take().unwrap_or_default(),
+                KeyCode::Backspace => _ = input.pop(),
+                KeyCode::Char(c) if input.chars().count() < MAX_FILTER => input.push(c),
+                _ => {}
+            }
+            return KeyAction::Redraw;
+        }
+        match key.code {
+            KeyCode::Char('q') => return KeyAction::Quit,
+            KeyCode::Char('/') => self.input = Some(String::new()),
+            KeyCode::Esc => self.filter.clear(),
+            KeyCode::Left => self.select(self.selected.saturating_sub(1)),
+            KeyCode::Right => self.select(self.selected.saturating_add(1)),
+            KeyCode::Up => self.select_host(-1),
+            KeyCode::Down => self.select_host(1),
+            _ => {}
+        }
+        KeyAction::Redraw
+    }
+
+    /// Sets the newest state of the run.
+    pub(super) fn set_run(&mut self, run: RunSnapshot) {
+        self.run = Some(run);
+        self.select(self.selected);
+    }
+
+    fn select(&mut self, rank: u32) {
+        let ranks = self.run.as_ref().map_or(0, |run| run.states.len() as u32);
+        let rank = rank.min(ranks.saturating_sub(1));
+        if rank != self.selected {
+            self.log.clear();
+        }
+        self.selected = rank;
+    }
+
+    /// Selects the rank at the same position of the host above or below.
+    fn select_host(&mut self, by: isize) {
+        let Some(run) = &self.run else { return };
+        let has_rank =
+            |first: u32, workers: u32| (first..first.saturating_add(workers)).contains(&self.selected);
+        let Some(at) = run.hosts.iter().position(|host| has_rank(host.first_rank, host.workers)) else {
+            return;
+        };
+        let position = self.selected - run.hosts[at].first_rank;
+        let Some(host) = at.checked_add_signed(by).and_then(|at| run.hosts.get(at)) else { return };
+        self.select(host.first_rank + position.min(host.workers.saturating_sub(1)));
+    }
+
+    /// Returns whether a line contains the text that the user searches for, without regard to case.
+    pub(super) fn matches(&self, line: &str) -> bool {
+        self.filter.is_empty() || line.to_lowercase().contains(&self.filter.to_lowercase())
+    }
+
+    /// Lists the messages about slow ranks.
+    pub(super) fn list_warnings(&self) -> Vec<String> {
+        let status = self.run.as_ref().and_then(|run| run.status.as_ref());
+        status.map_or_else(Vec::new, |status| {
+            status.stragglers.iter().map(|r| filter_line(&r.message)).collect()
+        })
+    }
+}

@@ -1,0 +1,15 @@
+//! [`LinkDelays`]: for how long data of a rank was on its way to other hosts.
+use std::time::Duration;
+
+/// For how long data of a rank was on its way to ranks of other hosts, since the previous
+/// measurement: sent, but not yet acknowledged. Time in which the peer had no space for the data is
+/// left out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinkDelays {
+    /// The rank to which data was on its way for the longest time.
+    pub slowest_peer: usize,
+    /// The time for that rank.
+    pub slowest: Duration,
+    /// The shortest time of a connection on which data was sent.
+    pub fastest: Duration,
+}

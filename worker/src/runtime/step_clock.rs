@@ -1,0 +1,35 @@
+//! [`StepClock`]: measures how long the steps of this rank take, and for how long it waits in them.
+use crate::{train::step::RankStepReport, zero::collective_queue::CollectiveQueue};
+use protocol::step_times::RankTimes;
+use std::time::Duration;
+
+/// The times of the newest step, until they are reported with the losses of the next step.
+#[derive(Debug, Default)]
+pub(super) struct StepClock {
+    times: RankTimes,
+    /// The seconds in which computation waited for collectives in this step.
+    exposed: f64,
+}
+
+impl StepClock {
+    /// Records a step that took the time `took`.
+    pub(super) fn record_step(&mut self, queue: &CollectiveQueue, took: Duration) {
+        self.exposed = queue.take_exposed_seconds();
+        let micros = |seconds: f64| (seconds * 1e6) as u64;
+        self.times = RankTimes {
+            step_us: (took.as_micros() as u64).max(1),
+            waiting_us: micros(self.exposed),
+            collective_us: micros(queue.take_collective_seconds()),
+            ..RankTimes::default()
+        };
+    }
+
+    /// Begins the next step. Adds the times of the previous step, and the waiting since, to the
+    /// report of this rank.
+    pub(super) fn begin_step(&mut self, queue: &CollectiveQueue, report: RankStepReport) -> RankStepReport {
+        let exposed_comm = self.exposed + queue.take_exposed_seconds();
+        // The collectives of saves and evaluations belong to no step.
+        queue.take_collective_seconds();
+        RankStepReport { exposed_comm, times: self.times, ..report }
+    }
+}
