@@ -62,7 +62,9 @@ fn read_pairs(src: Operand, first_row: usize, rows: usize, first_term: usize, te
         InputElements::F32(x) => {
             fill_pairs(&mut pairs, &x[start..], src, rows, terms, |x| f32_to_bf16(x));
         }
-        InputElements::Half(HalfFormat::Bf16, x) => fill_pairs(&mut pairs, &x[start..], src, rows, terms, |x| x),
+        InputElements::Half(HalfFormat::Bf16, x) => {
+            fill_pairs(&mut pairs, &x[start..], src, rows, terms, |x| x)
+        }
         InputElements::Half(HalfFormat::F16, _) => unreachable!("fp16 is not multiplied as bf16"),
     }
     pairs

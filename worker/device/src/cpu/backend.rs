@@ -40,6 +40,18 @@ impl Cpu {
         }
     }
 
+    /// Creates a backend with `threads` threads that uses the instruction set `name`: `amx`,
+    /// `avx512`, `avx2`, or `baseline` (on aarch64 `neon`). Returns `None` if this machine does not
+    /// have the instruction set. The choice does not change any bit of a result.
+    pub fn with_instruction_set(threads: usize, name: &str) -> Option<Self> {
+        Self::new_for_all_instruction_sets(threads).into_iter().find(|cpu| cpu.instruction_set_name() == name)
+    }
+
+    /// Returns the names of the instruction sets that this machine supports, best first.
+    pub fn list_instruction_sets() -> Vec<&'static str> {
+        Self::new_for_all_instruction_sets(1).iter().map(Self::instruction_set_name).collect()
+    }
+
     /// Creates one backend with `threads` threads for each instruction set that this machine
     /// supports, best first, so that tests can compare them. [`Cpu::new`] uses the first
     /// instruction set.
@@ -67,8 +79,12 @@ impl Cpu {
     pub fn describe(&self) -> String {
         let threads = self.pool.threads();
         let plural = if threads == 1 { "" } else { "s" };
-        let name = if self.uses_amx { "amx" } else { self.instruction_set.name() };
-        format!("{name}, {threads} thread{plural}")
+        format!("{}, {threads} thread{plural}", self.instruction_set_name())
+    }
+
+    /// Returns the name of the instruction set that this backend uses.
+    fn instruction_set_name(&self) -> &'static str {
+        if self.uses_amx { "amx" } else { self.instruction_set.name() }
     }
 
     /// Returns the number of threads that compute an op.

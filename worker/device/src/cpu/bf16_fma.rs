@@ -5,9 +5,9 @@
 //! MXCSR that replace subnormal inputs and results by zeros (DAZ and FTZ). An `asm!` block must
 //! restore MXCSR before it ends, so a kernel is one block, and no other code ever runs with these
 //! flags.
-use super::bf16_rule::Bf16Panels;
 #[cfg(target_arch = "x86_64")]
 use super::bf16_rule::BF16_BLOCK;
+use super::bf16_rule::Bf16Panels;
 use super::instruction_set::InstructionSet;
 use super::simd::MAX_TILE_LEN;
 
@@ -112,26 +112,40 @@ mod x86 {
             concat!(
                 $zero,
                 "sub {n}, 4\n",
-                "jb ", $single, "f\n",
-                $loop, ":\n", // Four terms at a time.
+                "jb ",
+                $single,
+                "f\n",
+                $loop,
+                ":\n", // Four terms at a time.
                 $unrolled,
                 "add {a0}, {a_step} * 8\n",
                 "lea {b0}, [{b0} + {b_step} * 4]\n",
                 "sub {n}, 4\n",
-                "jae ", $loop, "b\n",
-                $single, ":\n", // {n} is the number of remaining terms − 4.
+                "jae ",
+                $loop,
+                "b\n",
+                $single,
+                ":\n", // {n} is the number of remaining terms − 4.
                 "cmp {n}, -4\n",
-                "je ", $pad, "f\n",
+                "je ",
+                $pad,
+                "f\n",
                 $step,
                 "add {a0}, {a_step} * 2\n",
                 "add {b0}, {b_step}\n",
                 "dec {n}\n",
-                "jmp ", $single, "b\n",
-                $pad, ":\n",
+                "jmp ",
+                $single,
+                "b\n",
+                $pad,
+                ":\n",
                 "cmp {l}, {block}\n",
-                "je ", $end, "f\n",
+                "je ",
+                $end,
+                "f\n",
                 $add_zero,
-                $end, ":\n",
+                $end,
+                ":\n",
             )
         };
     }
@@ -274,21 +288,44 @@ mod x86 {
     macro_rules! ymm_row {
         ($row:literal, $at:literal, $x:literal, $c:literal, $d:literal) => {
             concat!(
-                "vbroadcastss ymm", $x, ", [{a0} + ", $at, " + 4 * ", $row, "]\n",
-                "vfmadd231ps ymm", $c, ", ymm0, ymm", $x, "\n",
-                "vfmadd231ps ymm", $d, ", ymm1, ymm", $x, "\n",
+                "vbroadcastss ymm",
+                $x,
+                ", [{a0} + ",
+                $at,
+                " + 4 * ",
+                $row,
+                "]\n",
+                "vfmadd231ps ymm",
+                $c,
+                ", ymm0, ymm",
+                $x,
+                "\n",
+                "vfmadd231ps ymm",
+                $d,
+                ", ymm1, ymm",
+                $x,
+                "\n",
             )
         };
     }
 
     /// Assembly of one term with AVX2.
     macro_rules! ymm_step {
-        ($a:literal, $b:literal) => { concat!(
-            "vmovups ymm0, [", $b, "]\nvmovups ymm1, [", $b, " + 32]\n",
-            ymm_row!("0", $a, "2", "4", "5"), ymm_row!("1", $a, "3", "6", "7"),
-            ymm_row!("2", $a, "2", "8", "9"), ymm_row!("3", $a, "3", "10", "11"),
-            ymm_row!("4", $a, "2", "12", "13"), ymm_row!("5", $a, "3", "14", "15"),
-        ) };
+        ($a:literal, $b:literal) => {
+            concat!(
+                "vmovups ymm0, [",
+                $b,
+                "]\nvmovups ymm1, [",
+                $b,
+                " + 32]\n",
+                ymm_row!("0", $a, "2", "4", "5"),
+                ymm_row!("1", $a, "3", "6", "7"),
+                ymm_row!("2", $a, "2", "8", "9"),
+                ymm_row!("3", $a, "3", "10", "11"),
+                ymm_row!("4", $a, "2", "12", "13"),
+                ymm_row!("5", $a, "3", "14", "15"),
+            )
+        };
     }
 
     /// Defines the AVX2 micro-kernel.

@@ -2,7 +2,7 @@
 //! instructions or with the tiles of AMX.
 #[cfg(target_arch = "x86_64")]
 use super::amx::TilePair;
-use super::amx_packing::{TILE_PANEL, TILE_ELEMENTS};
+use super::amx_packing::{TILE_ELEMENTS, TILE_PANEL};
 use super::backend::Cpu;
 use super::bf16_fma::Bf16Tile;
 use super::bf16_rule::{BF16_BLOCK, Bf16Panels};

@@ -335,7 +335,8 @@ impl MatmulPass<'_> {
         cpu.pool.run(blocks * groups, &|task| {
             let first = task / groups * panels_per_block * width;
             let rows = (panels_per_block * width).min(self.other.count - first);
-            let block = PackBlock { first_row: first, rows, depth: self.depth.clone(), format: self.other.format };
+            let block =
+                PackBlock { first_row: first, rows, depth: self.depth.clone(), format: self.other.format };
             let is_packed = !self.unpacked.is_unpacked(!self.left_is_shared);
             let mut packed_other = cpu.scratch.take(if is_packed { block.packed_len() } else { 0 });
             if is_packed {
@@ -438,7 +439,6 @@ enum OperandSource<'a> {
     /// block begins.
     InPlace(UnpackedOperand<'a>, usize, usize),
 }
-
 
 multiversion! {
     fn multiply_block = multiply_block_tiles(t: ResultBlock, a: OperandSource, b: OperandSource)

@@ -116,13 +116,21 @@ fn check_matmuls(cpu: &Cpu, what: &str, seed: u64, [m, n, k]: [usize; 3], values
         let what = format!("{what}, {m} {n} {k}, {values:?}, {write:?}");
         assert_follows_rule(&format!("{what}: y"), y.host(), &y0, &x, &w, k);
         assert_follows_rule(&format!("{what}: dx"), dx.host(), &dx0, &dy, &transpose(&w, n), n);
-        assert_follows_rule(&format!("{what}: dw"), dw.host(), &dw0, &transpose(&dy, m), &transpose(&x, m), m);
+        assert_follows_rule(
+            &format!("{what}: dw"),
+            dw.host(),
+            &dw0,
+            &transpose(&dy, m),
+            &transpose(&x, m),
+            m,
+        );
     }
 }
 
 #[test]
 fn matmuls_follow_the_rule_on_every_instruction_set() {
-    let shapes = [[1, 1, 1], [3, 17, 31], [7, 49, 32], [33, 40, 33], [16, 16, 64], [34, 33, 95], [5, 64, 600]];
+    let shapes =
+        [[1, 1, 1], [3, 17, 31], [7, 49, 32], [33, 40, 33], [16, 16, 64], [34, 33, 95], [5, 64, 600]];
     for threads in [1, 3] {
         for (name, cpu) in make_backends(threads) {
             for (i, shape) in shapes.into_iter().enumerate() {
@@ -179,12 +187,17 @@ fn the_emulator_multiplies_tiles_by_the_rule() {
         amx_emulator::install();
     }
     let mut r = TestRng::new(77);
-    for (rows, columns, pairs, values) in
-        [(16, 16, 16, Values::Ordinary), (5, 3, 16, Values::Any), (1, 16, 7, Values::Tiny), (16, 1, 1, Values::Any)]
-    {
+    for (rows, columns, pairs, values) in [
+        (16, 16, 16, Values::Ordinary),
+        (5, 3, 16, Values::Any),
+        (1, 16, 7, Values::Tiny),
+        (16, 1, 1, Values::Any),
+    ] {
         let mut config = [0u8; 64];
         config[0] = 1;
-        for (tile, (bytes, rows)) in [(4 * columns, rows), (4 * pairs, rows), (4 * columns, pairs)].into_iter().enumerate() {
+        for (tile, (bytes, rows)) in
+            [(4 * columns, rows), (4 * pairs, rows), (4 * columns, pairs)].into_iter().enumerate()
+        {
             config[16 + 2 * tile] = bytes as u8;
             config[48 + tile] = rows as u8;
         }

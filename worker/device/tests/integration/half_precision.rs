@@ -345,7 +345,7 @@ fn transposed_matrices_round_once() {
     let mut r = TestRng::new(10);
     let (x, w, dy) = (r.draw_vec(m * inp), r.draw_vec(inp * out), r.draw_vec(m * out));
     assert_rounds_once("conv1d", |run| {
-        let (px, pw, pdy) = (run.make_buf(&x), run.make_buf(&w), run.make_buf(&dy));
+        let (px, pw, pdy) = (run.make_operand(&x), run.make_operand(&w), run.make_operand(&dy));
         let (mut y, mut dx, mut dw) = (run.make_buf(&dy), run.make_buf(&x), Buf::zeroed(inp * out));
         run.cpu.conv1d_forward(y.view_mut(), px.view(), pw.view(), m, inp, out);
         run.cpu.conv1d_backward_input(dx.view_mut(), pdy.view(), pw.view(), m, inp, out);
@@ -362,7 +362,7 @@ fn matmuls_with_a_bias_round_once() {
         let mut r = TestRng::new(13);
         let (x, w, bias) = (r.draw_vec(m * k), r.draw_vec(n * k), r.draw_vec(n));
         assert_rounds_once(&format!("bias {m} {n} {k}"), |run| {
-            let (px, pw, pb) = (run.make_buf(&x), run.make_buf(&w), run.make_buf(&bias));
+            let (px, pw, pb) = (run.make_operand(&x), run.make_operand(&w), run.make_buf(&bias));
             let zeros = vec![0.0; m * n];
             let mut y = [run.make_buf(&zeros), run.make_buf(&zeros), run.make_buf(&zeros)];
             let [a, b, c] = &mut y;
