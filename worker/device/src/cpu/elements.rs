@@ -133,6 +133,18 @@ impl Element for Bf16 {
     }
 }
 
+/// An `f32` element that is rounded to bf16 when it is read.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(transparent)]
+pub(crate) struct RoundedToBf16(f32);
+
+impl Element for RoundedToBf16 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        bf16_to_f32(f32_to_bf16(self.0))
+    }
+}
+
 /// An IEEE half-precision element, stored as its bits.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(transparent)]
@@ -257,6 +269,16 @@ impl<'a> InputElements<'a> {
             InputElements::F32(x) => to.copy_from_slice(x),
             InputElements::Half(format, x) => widen(cpu.instruction_set, format, to, x),
         }
+    }
+
+    /// Returns true if the elements are bf16.
+    pub(crate) fn is_bf16(&self) -> bool {
+        matches!(self, InputElements::Half(HalfFormat::Bf16, _))
+    }
+
+    /// Returns true if the elements are IEEE half precision.
+    pub(crate) fn is_f16(&self) -> bool {
+        matches!(self, InputElements::Half(HalfFormat::F16, _))
     }
 
     /// Returns element `i` as `f32`.
