@@ -8,6 +8,7 @@ pub(crate) mod activation;
 mod activity;
 mod attach_socket;
 mod connect_back;
+mod container;
 mod core;
 mod debug_log;
 mod driver;

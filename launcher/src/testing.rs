@@ -44,6 +44,7 @@ pub(crate) fn sample_job() -> JobSpec {
             activate: Vec::new(),
             activate_timeout_ms: 60_000,
             wrap: Vec::new(),
+            container: None,
             terminal: None,
             cpu_bind: CpuBind::Auto,
             visible_devices: VisibleDevices::All,

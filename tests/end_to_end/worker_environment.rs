@@ -1,6 +1,7 @@
-//! Tests the environment of workers: activated environments and wrapped commands, on this machine
-//! and on hosts over real SSH.
+//! Tests the environment of workers: activated environments, containers and wrapped commands, on
+//! this machine and on hosts over real SSH.
 mod activation;
+mod containers;
 mod exec;
 mod terminal;
 mod wrap;

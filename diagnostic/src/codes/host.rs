@@ -249,6 +249,16 @@ codes! {
         cause: "The path is wrong, or the program is not in PATH.",
         remedy: "Correct `run.wrap`, or install the program on every host.",
     }
+    CONTAINER_RUNTIME_MISSING: Cluster = "container-runtime-missing" {
+        summary: "The program that starts containers (`run.container.runtime`) does not exist on a host.",
+        cause: "The runtime is not installed on the host, or it is not in PATH, for example because it is an environment module.",
+        remedy: "Install the runtime on every host, activate its module with `run.activate`, or select another runtime.",
+    }
+    CONTAINER_MOUNT_UNUSABLE: Cluster = "container-mount-unusable" {
+        summary: "A path cannot be mounted in the container of a worker.",
+        cause: "The path does not exist on the host, contains a colon or a comma, or must be read-only, which Charliecloud does not support.",
+        remedy: "Correct `run.container.mounts`, or move the working directory or the run directory to a path without colons and commas.",
+    }
     TERMINAL_MISSING: Cluster = "terminal-missing" {
         summary: "A rank cannot get the terminal that `run.terminal` or `--pdb` requests.",
         cause: "launch does not run in a terminal, or it runs in the background (`--detach`).",

@@ -143,6 +143,11 @@ pub const JAX_LOCAL_DEVICE_IDS: &str = "JAX_LOCAL_DEVICE_IDS";
 pub const XDG_STATE_HOME: &str = "XDG_STATE_HOME";
 /// Read by launch: the user's home directory.
 pub const HOME: &str = "HOME";
+/// Read by launch: the name of the user. Set for Charliecloud, which needs it.
+pub const USER: &str = "USER";
+/// Set for containers of enroot on hosts with GPUs of NVIDIA, unless the user sets the variable: the
+/// GPUs that the container sees.
+pub const NVIDIA_VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
 /// Read by launch: the directories in which the shell finds programs. If one of them contains a
 /// Python, launch also searches the packages of this Python for the CUDA libraries.
 pub const PATH: &str = "PATH";

@@ -42,6 +42,7 @@ pub use spec::{
     },
     data::{DataSpec, TokenizerSpec},
     data_source::{DataSource, LossTargets, RecordFormat},
+    container::{ContainerMount, ContainerRuntime, ContainerSpec},
     environment::{EnvSource, is_reserved_variable},
     experts::{ExpertPlacement, ExpertsSpec},
     host_values::HostSelection,

@@ -3,6 +3,7 @@
 pub(crate) mod activation;
 pub(crate) mod checkpoint;
 pub(crate) mod cluster;
+pub(crate) mod container;
 pub(crate) mod data;
 pub(crate) mod data_source;
 pub(crate) mod environment;

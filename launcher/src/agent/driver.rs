@@ -1,4 +1,5 @@
 //! Executes the actions of the agent's state machine and reports events to it.
+mod containers;
 mod controller_connection;
 mod controller_messages;
 mod exec_commands;
@@ -152,6 +153,10 @@ pub(super) struct AgentDriver {
     /// first attempt, and in jobs without `checkpoint.memory`.
     copy_memory: Option<Arc<OwnedFd>>,
     spawner: WorkerSpawner,
+    /// The commands that end the containers of processes, by the pid of the process.
+    container_removals: HashMap<u32, Vec<String>>,
+    /// The number of such commands that have not ended.
+    running_removals: usize,
     /// The commands of `launch exec`.
     exec: ExecCommands,
     /// The changes of the environment by `run.activate`; `None` before the first activation.
@@ -213,6 +218,8 @@ impl AgentDriver {
             plan: None,
             shm: None,
             spawner: WorkerSpawner::start()?,
+            container_removals: HashMap::new(),
+            running_removals: 0,
             exec: ExecCommands::new(),
             activation: None,
             copy_memory: None,
@@ -349,6 +356,7 @@ impl AgentDriver {
             reap_children(is_leader, |pid, status| ended.push((pid, status)));
         }
         for (pid, status) in ended {
+            self.end_container(pid, status);
             self.on_exec_exited(pid, status);
             let rank = self.leaders.remove(&pid);
             self.update_sampled_workers();
@@ -374,6 +382,10 @@ impl AgentDriver {
     /// passed.
     fn sweep_processes(&mut self) {
         let Some(since) = self.sweep_started_at else { return };
+        // The commands that end containers would be killed.
+        if self.running_removals > 0 {
+            return;
+        }
         let mut ended = Vec::new();
         // `reap_workers` has reaped the children that have ended. Kept workers are left, and the
         // exit of a process that is being started must not be lost.

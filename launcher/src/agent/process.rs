@@ -398,6 +398,24 @@ fn has_handler(status: &str, signal: i32) -> bool {
     (1..=64).contains(&signal) && mask >> (signal - 1) & 1 == 1
 }
 
+/// Runs the command `words`, which ends a container, and waits for its end for up to `limit`. Then
+/// kills the command. Ignores errors, such as those of a container that has ended.
+pub(super) fn run_container_removal(words: &[String], limit: std::time::Duration) {
+    let Some((program, arguments)) = words.split_first() else { return };
+    let mut command = Command::new(program);
+    command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
+    let Ok(mut child) = command.spawn() else { return };
+    let until = std::time::Instant::now() + limit;
+    while matches!(child.try_wait(), Ok(None)) {
+        if std::time::Instant::now() > until {
+            signal_group(child.id(), GroupSignal::Kill);
+            _ = child.wait();
+            return;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+}
+
 /// Runs `py-spy dump` and returns the Python stacks of the process `pid` as text, truncated to
 /// about `max_bytes`.
 ///

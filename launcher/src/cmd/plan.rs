@@ -170,6 +170,9 @@ pub(crate) fn render_text(p: &PreparedJob) -> String {
         let command = quote_shell_words(&hide_secret_arguments(&item.command));
         _ = writeln!(text, "wrapper of {}: {command}", format_rank_selection(&item.ranks));
     }
+    if let Some(container) = &p.job.run.container {
+        _ = writeln!(text, "container: {} ({})", container.image, container.runtime.name());
+    }
     _ = writeln!(text, "workdir: {}", p.job.run.workdir.display());
     _ = writeln!(text, "run directory: {}", p.plan.run_dir.display());
     if let Some(dir) = resolve_checkpoint_dir(p) {

@@ -1,6 +1,7 @@
 //! `run`: the program of a job, its environment and supervision.
 use super::{
     activation::{ActivationStep, activation},
+    container::ContainerSpec,
     cluster::MAX_HOST_COUNT,
     environment::{EnvSource, environment, environment_sources},
     run_values::{command, variable_pattern},
@@ -67,6 +68,11 @@ section! {
     /// The first item that matches a rank is the outermost program.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub wrap: Vec<WrapSpec> = Key::new(wrappers(), "[]").rules(WRAP_RULES);
+    /// The container in which each worker runs.
+    ///
+    /// The agents run outside, and supervise the containers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub container: Option<ContainerSpec> = Key::optional(container(), "none").rules(CONTAINER_RULES);
     /// The rank that gets the terminal in which launch runs, such as for `breakpoint()`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub terminal: Option<Rank> = Key::optional(integer(0..=u64::from(u32::MAX) - 1), "none").rules(TERMINAL_RULES);
@@ -159,6 +165,10 @@ const ACTIVATE_TIMEOUT_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven(
 const WRAP_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")])
     .text("`{key}` starts only programs; the built-in training cannot be wrapped")];
 
+/// The rule that rejects a container for built-in workers, which share memory with their agent.
+const CONTAINER_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")])
+    .text("`{key}` contains only programs; the built-in training runs without a container")];
+
 /// The rule that rejects a terminal for the built-in training, which reads no input.
 const TERMINAL_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")])];
 
@@ -171,6 +181,11 @@ const MAX_ACTIVATE_TIMEOUT: u64 = 3_600_000;
 /// Returns the value of `run.activate_timeout` in stored jobs that do not have the key.
 fn default_activate_timeout() -> u64 {
     60_000
+}
+
+/// Returns a [`ValueType`] that accepts the mapping of `run.container`.
+fn container() -> ValueType<ContainerSpec> {
+    record("mapping of `image`, `runtime`, `mounts` and `options`", "a mapping with `image` and `runtime`")
 }
 
 /// Returns a [`ValueType`] that accepts the items of `run.wrap`.

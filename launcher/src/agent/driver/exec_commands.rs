@@ -7,6 +7,7 @@ use super::{
     worker_start::without_replaced_defaults,
 };
 use crate::agent::{
+    container::{WorkerContainer, explain_start_error},
     core::{AgentInput, GroupSignal},
     process::{self, InheritedEnvironment},
 };
@@ -51,13 +52,14 @@ impl AgentDriver {
                 .with_field("rank", rank)
                 .with_remedy());
         };
-        let Some(worker) = plan.workers.iter().find(|worker| worker.rank == rank) else {
+        let Some(planned) = plan.workers.iter().find(|worker| worker.rank == rank) else {
             return Err(Diagnostic::error(codes::run::INTERNAL, "the worker is not in the plan"));
         };
-        if self.exec.commands.len() >= MAX_COMMANDS
-            || self.exec.commands.contains_key(&id)
-            || words.is_empty()
-        {
+        if words.is_empty() || self.exec.commands.contains_key(&id) {
+            let message = "the request for a command is empty or repeated";
+            return Err(Diagnostic::error(codes::command::EXEC_UNAVAILABLE, message));
+        }
+        if self.exec.commands.len() >= MAX_COMMANDS {
             let message = format!("{MAX_COMMANDS} commands of `launch exec` already run on the host");
             return Err(Diagnostic::error(codes::command::EXEC_UNAVAILABLE, message));
         }
@@ -65,12 +67,15 @@ impl AgentDriver {
             changes: self.activation.clone().unwrap_or_default(),
             hidden: crate::cluster::list_hidden_variables(&plan.job),
         };
-        let mut worker = without_replaced_defaults(worker, &plan.job.run, &environment.changes);
+        let mut worker = without_replaced_defaults(planned, &plan.job.run, &environment.changes);
         worker.wrapper = Vec::new();
         // The error of the command is not that of the worker.
         worker.env.retain(|(name, _)| name != env::TORCHELASTIC_ERROR_FILE);
         worker.command = Some(words);
         worker.env.push((env::LAUNCH_WORKER_PID.to_owned(), pid.to_string()));
+        let container = WorkerContainer::of_worker(&plan, planned, Some(id));
+        container.as_ref().map_or(Ok(()), |container| container.enter(&mut worker))?;
+        let removal = container.and_then(|container| container.build_removal());
         self.spawner.begin_exec(ExecSpawnRequest { id, worker, environment, file_limit: self.file_limit });
         let command = ExecCommand {
             pid: None,
@@ -79,6 +84,7 @@ impl AgentDriver {
             window: Arc::new(Semaphore::new(EXEC_WINDOW_BYTES as usize)),
             has_ended: watch::Sender::new(false),
             is_cancelled: false,
+            removal,
         };
         self.exec.commands.insert(id, command);
         Ok(())
@@ -92,6 +98,10 @@ impl AgentDriver {
             Ok(spawned) => spawned,
             Err(diagnostic) => {
                 self.exec.commands.remove(&id);
+                let diagnostic = match &self.plan {
+                    Some(plan) => explain_start_error(diagnostic, plan),
+                    None => diagnostic,
+                };
                 self.send_exec_reply(id, ExecReply::Failed(diagnostic));
                 return AgentInput::Tick;
             }
@@ -102,6 +112,7 @@ impl AgentDriver {
             return AgentInput::Tick;
         };
         command.pid = Some(spawned.pid);
+        self.container_removals.extend(command.removal.take().map(|words| (spawned.pid, words)));
         for (stderr, pipe) in [(false, spawned.stdout), (true, spawned.stderr)] {
             let reader = OutputReader {
                 id,

@@ -31,6 +31,8 @@ pub(super) struct ExecCommand {
     /// Whether the command has ended, for the readers of its output.
     pub(super) has_ended: watch::Sender<bool>,
     pub(super) is_cancelled: bool,
+    /// The command that ends the container of this command, until the process has started.
+    pub(super) removal: Option<Vec<String>>,
 }
 
 /// An event of a command that runs next to a worker.

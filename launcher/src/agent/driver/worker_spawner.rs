@@ -18,8 +18,12 @@ use std::{
     os::fd::{AsFd, OwnedFd},
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
+    time::Duration,
 };
 use tokio::sync::mpsc;
+
+/// The time limit of the command that ends a container.
+const CONTAINER_REMOVAL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The process of a worker that was started, or the error of the start.
 pub(super) struct SpawnResult {
@@ -39,6 +43,8 @@ pub(super) enum SpawnerResult {
     /// The environments of `run.activate` were activated for this attempt, or could not be
     /// activated.
     Activation(u32, diagnostic::Result<EnvironmentChanges>),
+    /// The command that ends a container has ended, or its time limit has passed.
+    ContainerRemoved,
 }
 
 /// The worker to start, with what its process inherits.
@@ -119,6 +125,17 @@ impl WorkerSpawner {
         self.run(move || {
             let evaluate = || evaluate_activation(&run, &host, &hidden);
             SpawnerResult::Activation(attempt, catch_panic(evaluate, "the activation panicked"))
+        });
+    }
+
+    /// Begins to run the command `words` that ends the container of a process that was killed. Does
+    /// not block.
+    pub(super) fn begin_container_removal(&mut self, words: Vec<String>) {
+        self.run(move || {
+            let remove = || Ok(process::run_container_removal(&words, CONTAINER_REMOVAL_TIMEOUT));
+            // A container that cannot be removed does not prevent the end of the attempt.
+            _ = catch_panic(remove, "the removal of a container panicked");
+            SpawnerResult::ContainerRemoved
         });
     }
 

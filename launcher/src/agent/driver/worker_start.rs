@@ -7,6 +7,7 @@ use super::{
 };
 use crate::{
     agent::{
+        container::{WorkerContainer, explain_start_error},
         core::{AgentInput, GroupSignal},
         debug_log,
         environment_changes::EnvironmentChanges,
@@ -110,6 +111,7 @@ impl AgentDriver {
         let (attempt, changes) = match result {
             SpawnerResult::Worker(result) => return self.on_worker_spawned(result),
             SpawnerResult::Exec(result) => return self.on_exec_spawned(result),
+            SpawnerResult::ContainerRemoved => return self.on_container_removed(),
             SpawnerResult::Activation(attempt, changes) => (attempt, changes),
         };
         let plan = self.plan.as_ref().filter(|plan| plan.attempt == attempt);
@@ -137,15 +139,22 @@ impl AgentDriver {
             changes: self.activation.clone().unwrap_or_default(),
             hidden: cluster::list_hidden_variables(&plan.job),
         };
+        let rank = worker.rank;
+        let mut adapted = without_replaced_defaults(worker, &plan.job.run, &environment.changes);
+        if let Some(container) = WorkerContainer::of_worker(&plan, worker, None)
+            && let Err(diagnostic) = container.enter(&mut adapted)
+        {
+            return Some(AgentInput::SpawnFailed { rank, diagnostic });
+        }
         self.spawner.begin(SpawnRequest {
             attempt: plan.attempt,
             index,
-            worker: without_replaced_defaults(worker, &plan.job.run, &environment.changes),
+            worker: adapted,
             environment,
             shm: self.shm.clone(),
             copy_memory: self.copy_memory.clone(),
             file_limit: self.file_limit,
-            uses_terminal: plan.job.run.terminal == Some(worker.rank),
+            uses_terminal: plan.job.run.terminal == Some(rank),
         });
         None
     }
@@ -186,7 +195,9 @@ impl AgentDriver {
         let rank = worker.rank;
         match spawned.and_then(|spawned| self.connect_worker(plan, worker, spawned)) {
             Ok(pid) => AgentInput::Spawned { rank, pid },
-            Err(diagnostic) => AgentInput::SpawnFailed { rank, diagnostic },
+            Err(diagnostic) => {
+                AgentInput::SpawnFailed { rank, diagnostic: explain_start_error(diagnostic, plan) }
+            }
         }
     }
 
@@ -202,6 +213,8 @@ impl AgentDriver {
     ) -> diagnostic::Result<u32> {
         let (rank, pid) = (worker.rank, spawned.pid);
         self.leaders.insert(pid, rank);
+        let removal = WorkerContainer::of_worker(plan, worker, None).and_then(|c| c.build_removal());
+        self.container_removals.extend(removal.map(|words| (pid, words)));
         let Some(log) = self.logs.logs.as_mut().ok().and_then(|logs| logs.remove(&rank)) else {
             process::signal_group(pid, GroupSignal::Kill);
             return Err(Diagnostic::error(codes::run::INTERNAL, "the log is not open"));

@@ -1,0 +1,286 @@
+//! [`WorkerContainer`]: the command that starts a worker in a container (`run.container`), and the
+//! command that ends the container of a worker whose process was killed.
+use diagnostic::{Diagnostic, codes::host};
+use jobspec::{ContainerMount, ContainerRuntime, ContainerSpec, DeviceSelection, env};
+use nix::unistd::{Uid, User, getgid, getuid};
+use protocol::control::{ExecId, HostPlan, WorkerPlan};
+use std::path::Path;
+
+/// The program that changes to the directory `$1` and replaces itself by the other words. Runtimes
+/// without an option for the working directory start it.
+const CHANGE_DIRECTORY: &str = "cd -- \"$1\" && shift && exec \"$@\"";
+/// The longest name of a container, in bytes.
+const MAX_NAME_BYTES: usize = 128;
+/// Variables of the job that Apptainer replaces in the container unless they have this prefix.
+const APPTAINER_PREFIX: &str = "APPTAINERENV_";
+/// The variables that Apptainer replaces in the container.
+const APPTAINER_REPLACED: [&str; 2] = ["PATH", "LD_LIBRARY_PATH"];
+
+/// The kind of GPUs on the host, which decides the options that make them visible in containers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ContainerGpus {
+    None,
+    Nvidia,
+    Amd,
+}
+
+impl ContainerGpus {
+    /// Returns the kind of the GPUs that the job uses on this host, by their device files.
+    fn detect(devices: &DeviceSelection) -> ContainerGpus {
+        match devices {
+            DeviceSelection::Cpu => ContainerGpus::None,
+            _ if Path::new("/dev/nvidiactl").exists() => ContainerGpus::Nvidia,
+            _ if Path::new("/dev/kfd").exists() => ContainerGpus::Amd,
+            _ => ContainerGpus::None,
+        }
+    }
+}
+
+/// The container of one worker, or of one command of `launch exec`.
+pub(super) struct WorkerContainer<'a> {
+    spec: &'a ContainerSpec,
+    /// The name of the container in Docker and Podman.
+    name: String,
+    run: &'a str,
+    workdir: &'a Path,
+    run_dir: &'a Path,
+    gpus: ContainerGpus,
+    /// The user and the group of the agent.
+    user: (u32, u32),
+    uses_terminal: bool,
+}
+
+impl<'a> WorkerContainer<'a> {
+    /// Returns the container of the worker `worker` in the attempt of `plan`, or of the command
+    /// `exec` next to the worker. Returns `None` for a job without `run.container`.
+    pub(super) fn of_worker(plan: &'a HostPlan, worker: &'a WorkerPlan, exec: Option<ExecId>) -> Option<Self> {
+        let spec = plan.job.run.container.as_ref()?;
+        let suffix = exec.map(|id| format!("-exec-{id:x}")).unwrap_or_default();
+        Some(WorkerContainer {
+            spec,
+            name: build_container_name(&plan.run, &format!("-{}-{}{suffix}", plan.attempt, worker.rank)),
+            run: &plan.run,
+            workdir: &worker.workdir,
+            run_dir: &plan.run_dir,
+            gpus: ContainerGpus::detect(&plan.job.cluster.devices),
+            user: (getuid().as_raw(), getgid().as_raw()),
+            uses_terminal: exec.is_none() && plan.job.run.terminal == Some(worker.rank),
+        })
+    }
+
+    /// Makes the command of `worker` run in the container. The words of the runtime precede those
+    /// of `run.wrap`, which run in the container, too. Fails if a path cannot be mounted.
+    pub(super) fn enter(&self, worker: &mut WorkerPlan) -> diagnostic::Result<()> {
+        let mounts = self.collect_mounts()?;
+        let mut words = match self.spec.runtime {
+            ContainerRuntime::Apptainer => self.build_apptainer_words(&mounts, worker),
+            ContainerRuntime::Enroot => self.build_enroot_words(&mounts, worker),
+            ContainerRuntime::Podman | ContainerRuntime::Docker => self.build_docker_words(&mounts, worker),
+            ContainerRuntime::Charliecloud => self.build_charliecloud_words(&mounts, worker)?,
+        };
+        words.append(&mut worker.wrapper);
+        worker.wrapper = words;
+        Ok(())
+    }
+
+    /// Returns the command that ends the container and deletes its record. Returns `None` if the
+    /// container ends with the process of its runtime.
+    pub(super) fn build_removal(&self) -> Option<Vec<String>> {
+        let runtime = self.spec.runtime;
+        let has_record = matches!(runtime, ContainerRuntime::Docker | ContainerRuntime::Podman);
+        has_record.then(|| to_words(&[runtime.program(), "rm", "--force", &self.name]))
+    }
+
+    /// Returns the mounts of the container: those of the job, the working directory and the run
+    /// directory. Fails if one does not exist, or if its path contains a separator.
+    fn collect_mounts(&self) -> diagnostic::Result<Vec<ContainerMount>> {
+        let mut mounts = self.spec.mounts.clone();
+        for directory in [self.workdir, self.run_dir] {
+            let path = directory.to_string_lossy().into_owned();
+            let is_covered = |mount: &ContainerMount| {
+                mount.source == mount.target && !mount.read_only && directory.starts_with(&mount.source)
+            };
+            if !mounts.iter().any(is_covered) {
+                mounts.push(ContainerMount { source: path.clone(), target: path, read_only: false });
+            }
+        }
+        for ContainerMount { source, .. } in &mounts {
+            let reason = match Path::new(source).try_exists() {
+                _ if source.contains([':', ',']) => "its path contains a colon or a comma".to_owned(),
+                Ok(true) => continue,
+                Ok(false) => "it does not exist".to_owned(),
+                Err(error) => error.to_string(),
+            };
+            let message = format!("cannot mount {source} in the container: {reason}");
+            return Err(Diagnostic::error(host::CONTAINER_MOUNT_UNUSABLE, message)
+                .with_subject(source)
+                .with_remedy());
+        }
+        Ok(mounts)
+    }
+
+    /// Builds the words of `apptainer exec`. Apptainer passes the environment, except for the
+    /// variables that it replaces, and shares devices, network and process numbers with the host.
+    fn build_apptainer_words(&self, mounts: &[ContainerMount], worker: &mut WorkerPlan) -> Vec<String> {
+        let mut words = to_words(&["apptainer", "exec"]);
+        match self.gpus {
+            ContainerGpus::None => {}
+            ContainerGpus::Nvidia => words.push("--nv".to_owned()),
+            ContainerGpus::Amd => words.push("--rocm".to_owned()),
+        }
+        for mount in mounts {
+            words.extend(["--bind".to_owned(), format_bind(mount)]);
+        }
+        words.extend(["--pwd".to_owned(), self.workdir.to_string_lossy().into_owned()]);
+        let replaced: Vec<(String, String)> =
+            worker.env.iter().filter(|(name, _)| APPTAINER_REPLACED.contains(&name.as_str())).cloned().collect();
+        worker.env.extend(replaced.into_iter().map(|(name, value)| (APPTAINER_PREFIX.to_owned() + &name, value)));
+        self.finish_words(words)
+    }
+
+    /// Builds the words of `enroot start`, which passes only the variables that are named.
+    fn build_enroot_words(&self, mounts: &[ContainerMount], worker: &mut WorkerPlan) -> Vec<String> {
+        let mut words = to_words(&["enroot", "start", "--rw"]);
+        for mount in mounts {
+            let options = if mount.read_only { "x-create=auto,rbind,ro" } else { "x-create=auto,rbind" };
+            words.extend(["--mount".to_owned(), format!("{}:{}:none:{options}", mount.source, mount.target)]);
+        }
+        if self.gpus == ContainerGpus::Nvidia && !has_variable(worker, env::NVIDIA_VISIBLE_DEVICES) {
+            // The hook of enroot mounts the driver of the host because of this variable.
+            worker.env.push((env::NVIDIA_VISIBLE_DEVICES.to_owned(), "all".to_owned()));
+        }
+        words.extend(list_environment_options(worker));
+        let mut words = self.finish_words(words);
+        words.extend(to_words(&["sh", "-c", CHANGE_DIRECTORY, "sh"]));
+        words.push(self.workdir.to_string_lossy().into_owned());
+        words
+    }
+
+    /// Builds the words of `docker run` or `podman run`. The container shares the network, shared
+    /// memory and process numbers of the host, as ranks need them. Only the names of variables are
+    /// arguments, because every user of the host can list arguments.
+    fn build_docker_words(&self, mounts: &[ContainerMount], worker: &mut WorkerPlan) -> Vec<String> {
+        let runtime = self.spec.runtime;
+        let mut words = to_words(&[runtime.program(), "run", "--rm", "--name", &self.name]);
+        words.extend(["--label".to_owned(), format!("launch.run={}", self.run)]);
+        words.extend(to_words(&["--network", "host", "--ipc", "host", "--pid", "host"]));
+        let (uid, gid) = self.user;
+        match runtime {
+            ContainerRuntime::Podman if uid != 0 => words.extend(to_words(&["--userns", "keep-id"])),
+            ContainerRuntime::Docker => {
+                words.extend(["--user".to_owned(), format!("{uid}:{gid}")]);
+                let cpus: Vec<String> = worker.cpus.iter().map(u32::to_string).collect();
+                // The daemon starts the container, so it does not inherit the CPUs of its client.
+                if !cpus.is_empty() {
+                    words.extend(["--cpuset-cpus".to_owned(), cpus.join(",")]);
+                }
+            }
+            _ => {}
+        }
+        match self.gpus {
+            ContainerGpus::None => {}
+            ContainerGpus::Nvidia if runtime == ContainerRuntime::Docker => {
+                words.extend(to_words(&["--gpus", "all"]));
+            }
+            ContainerGpus::Nvidia => words.extend(to_words(&["--device", "nvidia.com/gpu=all"])),
+            ContainerGpus::Amd => words
+                .extend(to_words(&["--device", "/dev/kfd", "--device", "/dev/dri", "--group-add", "video"])),
+        }
+        if self.uses_terminal {
+            words.extend(to_words(&["--interactive", "--tty"]));
+        }
+        for mount in mounts {
+            words.extend(["--volume".to_owned(), format_bind(mount)]);
+        }
+        words.extend(["--workdir".to_owned(), self.workdir.to_string_lossy().into_owned()]);
+        words.extend(list_environment_options(worker));
+        // The command replaces an entry point of the image, which could change it.
+        words.extend(to_words(&["--entrypoint", ""]));
+        self.finish_words(words)
+    }
+
+    /// Builds the words of `ch-run`, which passes the environment and shares devices, network and
+    /// process numbers with the host. Fails for a read-only mount.
+    fn build_charliecloud_words(
+        &self,
+        mounts: &[ContainerMount],
+        worker: &mut WorkerPlan,
+    ) -> diagnostic::Result<Vec<String>> {
+        let mut words = to_words(&["ch-run"]);
+        for mount in mounts {
+            if mount.read_only {
+                let message = format!("Charliecloud cannot mount {} read-only", mount.source);
+                return Err(Diagnostic::error(host::CONTAINER_MOUNT_UNUSABLE, message)
+                    .with_subject(&mount.source)
+                    .with_remedy());
+            }
+            words.extend(["--bind".to_owned(), format_bind(mount)]);
+        }
+        words.extend(["--cd".to_owned(), self.workdir.to_string_lossy().into_owned()]);
+        // ch-run fails without this variable, which services may lack.
+        if std::env::var_os(env::USER).is_none() && !has_variable(worker, env::USER) {
+            let user = User::from_uid(Uid::from_raw(self.user.0)).ok().flatten();
+            let name = user.map_or_else(|| self.user.0.to_string(), |user| user.name);
+            worker.env.push((env::USER.to_owned(), name));
+        }
+        let mut words = self.finish_words(words);
+        words.push("--".to_owned());
+        Ok(words)
+    }
+
+    /// Appends the options of the job and the image.
+    fn finish_words(&self, mut words: Vec<String>) -> Vec<String> {
+        words.extend(self.spec.options.iter().cloned());
+        words.push(self.spec.image.clone());
+        words
+    }
+}
+
+/// Returns the name of a container, `launch-RUN` with `suffix`, of the characters that Docker
+/// permits.
+fn build_container_name(run: &str, suffix: &str) -> String {
+    let fits = |c: char| c.is_ascii_alphanumeric() || "_.-".contains(c);
+    let run: String = run.chars().map(|c| if fits(c) { c } else { '-' }).collect();
+    let length = run.len().min(MAX_NAME_BYTES - suffix.len().min(MAX_NAME_BYTES / 2));
+    format!("launch-{}{suffix}", &run[..length])
+}
+
+/// Formats a mount as Apptainer, Docker and Charliecloud take it.
+fn format_bind(mount: &ContainerMount) -> String {
+    format!("{}:{}{}", mount.source, mount.target, if mount.read_only { ":ro" } else { "" })
+}
+
+/// Returns the options that pass the variables of a worker by their names.
+fn list_environment_options(worker: &WorkerPlan) -> Vec<String> {
+    let mut names: Vec<&str> = worker.env.iter().map(|(name, _)| name.as_str()).collect();
+    names.sort_unstable();
+    names.dedup();
+    names.into_iter().flat_map(|name| ["--env".to_owned(), name.to_owned()]).collect()
+}
+
+/// Returns whether the plan of a worker sets a variable.
+fn has_variable(worker: &WorkerPlan, name: &str) -> bool {
+    worker.env.iter().any(|(set, _)| set == name)
+}
+
+/// Converts words to strings.
+fn to_words(words: &[&str]) -> Vec<String> {
+    words.iter().map(|word| (*word).to_owned()).collect()
+}
+
+/// Replaces the error that a worker's first program is missing by one that names the runtime, which
+/// is the first program of a worker in a container.
+pub(super) fn explain_start_error(error: Diagnostic, plan: &HostPlan) -> Diagnostic {
+    let Some(spec) = &plan.job.run.container else { return error };
+    if error.code() != host::WORKER_WRAPPER_MISSING {
+        return error;
+    }
+    let program = spec.runtime.program();
+    Diagnostic::error(host::CONTAINER_RUNTIME_MISSING, format!("host {} has no program `{program}`", plan.host))
+        .with_subject("run.container.runtime")
+        .with_field("program", program)
+        .with_remedy()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,111 @@
+//! Tests of the words that start workers in containers.
+use super::*;
+use jobspec::ContainerRuntime::{Apptainer, Charliecloud, Docker, Enroot, Podman};
+use std::collections::BTreeMap;
+
+/// Returns the words that precede the command `train` of a worker in a container, and the
+/// variables of the worker.
+fn build_words(
+    runtime: ContainerRuntime,
+    mounts: &[ContainerMount],
+    gpus: ContainerGpus,
+) -> diagnostic::Result<(String, BTreeMap<String, String>)> {
+    let spec = ContainerSpec {
+        image: "image".to_owned(),
+        runtime,
+        mounts: mounts.to_vec(),
+        options: to_words(&["--option", "1"]),
+    };
+    let container = WorkerContainer {
+        spec: &spec,
+        name: "launch-r-0-3".to_owned(),
+        run: "r",
+        workdir: Path::new("/"),
+        run_dir: Path::new("/tmp"),
+        gpus,
+        user: (1000, 100),
+        uses_terminal: false,
+    };
+    let mut worker = WorkerPlan {
+        rank: 3,
+        local_rank: 1,
+        local_world: 2,
+        command: Some(to_words(&["train"])),
+        wrapper: to_words(&["nsys", "profile"]),
+        env: [("RANK", "3"), ("PATH", "/opt/bin"), ("TOKEN", "secret")]
+            .map(|(name, value)| (name.to_owned(), value.to_owned()))
+            .to_vec(),
+        workdir: "/".into(),
+        cpus: vec![2, 3],
+        threads: 2,
+        log: "/tmp/rank-3.log".into(),
+    };
+    container.enter(&mut worker)?;
+    let text = worker.wrapper.join(" ");
+    assert!(!text.contains("secret"), "a value is an argument: {text}");
+    assert!(text.ends_with(" nsys profile"), "the wrapper does not run in the container: {text}");
+    Ok((text.trim_end_matches(" nsys profile").to_owned(), worker.env.into_iter().collect()))
+}
+
+/// Returns a mount of this directory at the same path.
+fn mount(path: &str, target: &str, read_only: bool) -> ContainerMount {
+    ContainerMount { source: path.to_owned(), target: target.to_owned(), read_only }
+}
+
+#[test]
+fn each_runtime_gets_its_options() {
+    let mounts = [mount("/usr", "/data", true)];
+    let words = |runtime, gpus| build_words(runtime, &mounts, gpus).expect("words").0;
+    assert_eq!(
+        words(Apptainer, ContainerGpus::Nvidia),
+        "apptainer exec --nv --bind /usr:/data:ro --bind /:/ --bind /tmp:/tmp --pwd / --option 1 image"
+    );
+    assert_eq!(
+        words(Enroot, ContainerGpus::None),
+        "enroot start --rw --mount /usr:/data:none:x-create=auto,rbind,ro --mount /:/:none:x-create=auto,rbind \
+         --mount /tmp:/tmp:none:x-create=auto,rbind --env PATH --env RANK --env TOKEN --option 1 image sh -c \
+         cd -- \"$1\" && shift && exec \"$@\" sh /"
+    );
+    assert_eq!(
+        words(Podman, ContainerGpus::None),
+        "podman run --rm --name launch-r-0-3 --label launch.run=r --network host --ipc host --pid host --userns \
+         keep-id --volume /usr:/data:ro --volume /:/ --volume /tmp:/tmp --workdir / --env PATH --env RANK --env \
+         TOKEN --entrypoint  --option 1 image"
+    );
+    let docker = words(Docker, ContainerGpus::Nvidia);
+    for part in [" --user 1000:100 ", " --cpuset-cpus 2,3 ", " --gpus all "] {
+        assert!(docker.contains(part), "{docker}");
+    }
+    assert!(words(Podman, ContainerGpus::Amd).contains(" --device /dev/kfd --device /dev/dri "));
+    let (text, _) = build_words(Charliecloud, &[mount("/usr", "/data", false)], ContainerGpus::Nvidia).unwrap();
+    assert_eq!(text, "ch-run --bind /usr:/data --bind /:/ --bind /tmp:/tmp --cd / --option 1 image --");
+}
+
+#[test]
+fn variables_that_a_runtime_replaces_are_passed() {
+    let (_, env) = build_words(Apptainer, &[], ContainerGpus::None).unwrap();
+    assert_eq!(env["APPTAINERENV_PATH"], "/opt/bin");
+    let (words, env) = build_words(Enroot, &[], ContainerGpus::Nvidia).unwrap();
+    assert_eq!(env["NVIDIA_VISIBLE_DEVICES"], "all");
+    assert!(words.contains("--env NVIDIA_VISIBLE_DEVICES"), "{words}");
+}
+
+#[test]
+fn directories_of_the_job_are_mounted_once() {
+    let (text, _) = build_words(Charliecloud, &[mount("/", "/", false)], ContainerGpus::None).unwrap();
+    assert_eq!(text, "ch-run --bind /:/ --cd / --option 1 image --");
+}
+
+#[test]
+fn unusable_mounts_are_rejected() {
+    for (runtime, path, read_only) in [(Podman, "/no/such/path", false), (Charliecloud, "/usr", true)] {
+        let error = build_words(runtime, &[mount(path, path, read_only)], ContainerGpus::None).unwrap_err();
+        assert_eq!((error.code(), error.subject()), (host::CONTAINER_MOUNT_UNUSABLE, Some(path)));
+    }
+}
+
+#[test]
+fn names_have_only_permitted_characters() {
+    assert_eq!(build_container_name("a b/ü", "-0-1"), "launch-a-b---0-1");
+    assert_eq!(build_container_name(&"x".repeat(500), "-0-1").len(), "launch-".len() + MAX_NAME_BYTES);
+}
