@@ -137,9 +137,7 @@ fn keys_select_ranks_and_search() {
     ] {
         assert_eq!((press(&mut state, code), state.selected), (KeyAction::Redraw, selected), "{code:?}");
     }
-    assert!(
-        render(&state, 80, 24).contains("rank 5: running, step 0.5 s: work 0.5 s") || state.selected == 5
-    );
+    assert!(render(&state, 80, 24).contains("rank 5: running, step 0.5 s: work 0.5 s"));
     press(&mut state, KeyCode::Char('/'));
     "LINE 7q".chars().for_each(|c| _ = press(&mut state, KeyCode::Char(c)));
     press(&mut state, KeyCode::Backspace);
