@@ -205,7 +205,10 @@ impl TestAgents<'_> {
                     on_step(step);
                 }
                 FromWorker::Fatal { exit, diagnostic } => final_report = Some((exit, diagnostic)),
-                FromWorker::Event(_) | FromWorker::Progress { .. } | FromWorker::Left { .. } => {}
+                FromWorker::Event(_)
+                | FromWorker::Progress { .. }
+                | FromWorker::Left { .. }
+                | FromWorker::StepTimes(_) => {}
             }
         }
         final_report
