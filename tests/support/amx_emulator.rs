@@ -101,7 +101,8 @@ pub(crate) fn install() {
             let _ = PREVIOUS.set(previous.assume_init());
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = handle as *const () as usize;
-            // Rust's stack for signals is too small for the handler, and the kernels use no red zone.
+            // Rust's stack for signals is too small for the handler, and the kernels use no red
+            // zone.
             action.sa_flags = libc::SA_SIGINFO;
             assert_eq!(libc::sigaction(libc::SIGILL, &action, std::ptr::null_mut()), 0);
         }

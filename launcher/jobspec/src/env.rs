@@ -145,8 +145,8 @@ pub const XDG_STATE_HOME: &str = "XDG_STATE_HOME";
 pub const HOME: &str = "HOME";
 /// Read by launch: the name of the user. Set for Charliecloud, which needs it.
 pub const USER: &str = "USER";
-/// Set for containers of enroot on hosts with GPUs of NVIDIA, unless the user sets the variable: the
-/// GPUs that the container sees.
+/// Set for containers of enroot on hosts with GPUs of NVIDIA, unless the user sets the variable:
+/// the GPUs that the container sees.
 pub const NVIDIA_VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
 /// Read by launch: the directories in which the shell finds programs. If one of them contains a
 /// Python, launch also searches the packages of this Python for the CUDA libraries.

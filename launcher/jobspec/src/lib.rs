@@ -40,9 +40,9 @@ pub use spec::{
     cluster::{
         ClusterSpec, CommBackend, DeviceSelection, InterfaceSelector, MasterPort, StoreHost, WorkersPerHost,
     },
+    container::{ContainerMount, ContainerRuntime, ContainerSpec},
     data::{DataSpec, TokenizerSpec},
     data_source::{DataSource, LossTargets, RecordFormat},
-    container::{ContainerMount, ContainerRuntime, ContainerSpec},
     environment::{EnvSource, is_reserved_variable},
     experts::{ExpertPlacement, ExpertsSpec},
     host_values::HostSelection,

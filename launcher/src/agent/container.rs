@@ -53,7 +53,11 @@ pub(super) struct WorkerContainer<'a> {
 impl<'a> WorkerContainer<'a> {
     /// Returns the container of the worker `worker` in the attempt of `plan`, or of the command
     /// `exec` next to the worker. Returns `None` for a job without `run.container`.
-    pub(super) fn of_worker(plan: &'a HostPlan, worker: &'a WorkerPlan, exec: Option<ExecId>) -> Option<Self> {
+    pub(super) fn of_worker(
+        plan: &'a HostPlan,
+        worker: &'a WorkerPlan,
+        exec: Option<ExecId>,
+    ) -> Option<Self> {
         let spec = plan.job.run.container.as_ref()?;
         let suffix = exec.map(|id| format!("-exec-{id:x}")).unwrap_or_default();
         Some(WorkerContainer {
@@ -132,9 +136,15 @@ impl<'a> WorkerContainer<'a> {
             words.extend(["--bind".to_owned(), format_bind(mount)]);
         }
         words.extend(["--pwd".to_owned(), self.workdir.to_string_lossy().into_owned()]);
-        let replaced: Vec<(String, String)> =
-            worker.env.iter().filter(|(name, _)| APPTAINER_REPLACED.contains(&name.as_str())).cloned().collect();
-        worker.env.extend(replaced.into_iter().map(|(name, value)| (APPTAINER_PREFIX.to_owned() + &name, value)));
+        let replaced: Vec<(String, String)> = worker
+            .env
+            .iter()
+            .filter(|(name, _)| APPTAINER_REPLACED.contains(&name.as_str()))
+            .cloned()
+            .collect();
+        worker
+            .env
+            .extend(replaced.into_iter().map(|(name, value)| (APPTAINER_PREFIX.to_owned() + &name, value)));
         self.finish_words(words)
     }
 
@@ -183,8 +193,14 @@ impl<'a> WorkerContainer<'a> {
                 words.extend(to_words(&["--gpus", "all"]));
             }
             ContainerGpus::Nvidia => words.extend(to_words(&["--device", "nvidia.com/gpu=all"])),
-            ContainerGpus::Amd => words
-                .extend(to_words(&["--device", "/dev/kfd", "--device", "/dev/dri", "--group-add", "video"])),
+            ContainerGpus::Amd => words.extend(to_words(&[
+                "--device",
+                "/dev/kfd",
+                "--device",
+                "/dev/dri",
+                "--group-add",
+                "video",
+            ])),
         }
         if self.uses_terminal {
             words.extend(to_words(&["--interactive", "--tty"]));
@@ -276,10 +292,13 @@ pub(super) fn explain_start_error(error: Diagnostic, plan: &HostPlan) -> Diagnos
         return error;
     }
     let program = spec.runtime.program();
-    Diagnostic::error(host::CONTAINER_RUNTIME_MISSING, format!("host {} has no program `{program}`", plan.host))
-        .with_subject("run.container.runtime")
-        .with_field("program", program)
-        .with_remedy()
+    Diagnostic::error(
+        host::CONTAINER_RUNTIME_MISSING,
+        format!("host {} has no program `{program}`", plan.host),
+    )
+    .with_subject("run.container.runtime")
+    .with_field("program", program)
+    .with_remedy()
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! [`UsageSampler`]: measures every few seconds what the host and its workers use.
 //!
 //! A separate thread reads the counters of the kernel and of the GPUs, because some reads may
-//! block. docs/observability.md states the cost.
+//! block.
 mod gpu_counters;
 mod host_counters;
 mod sampled_worker;

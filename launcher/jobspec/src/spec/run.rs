@@ -1,8 +1,8 @@
 //! `run`: the program of a job, its environment and supervision.
 use super::{
     activation::{ActivationStep, activation},
-    container::ContainerSpec,
     cluster::MAX_HOST_COUNT,
+    container::ContainerSpec,
     environment::{EnvSource, environment, environment_sources},
     run_values::{command, variable_pattern},
     signals::{Signals, signals},

@@ -77,7 +77,8 @@ fn each_runtime_gets_its_options() {
         assert!(docker.contains(part), "{docker}");
     }
     assert!(words(Podman, ContainerGpus::Amd).contains(" --device /dev/kfd --device /dev/dri "));
-    let (text, _) = build_words(Charliecloud, &[mount("/usr", "/data", false)], ContainerGpus::Nvidia).unwrap();
+    let (text, _) =
+        build_words(Charliecloud, &[mount("/usr", "/data", false)], ContainerGpus::Nvidia).unwrap();
     assert_eq!(text, "ch-run --bind /usr:/data --bind /:/ --bind /tmp:/tmp --cd / --option 1 image --");
 }
 

@@ -21,8 +21,8 @@ const TILE_ROW_BYTES: usize = 64;
 /// Number of tiles.
 const TILES: usize = 8;
 
-/// Returns true if this machine has AMX for bf16, and the kernel permits this process to use it. The
-/// kernel is asked once per process.
+/// Returns true if this machine has AMX for bf16, and the kernel permits this process to use it.
+/// The kernel is asked once per process.
 pub(crate) fn is_available() -> bool {
     static IS_AVAILABLE: OnceLock<bool> = OnceLock::new();
     *IS_AVAILABLE.get_or_init(|| {

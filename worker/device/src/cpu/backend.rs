@@ -64,8 +64,8 @@ impl Cpu {
         backends
     }
 
-    /// Creates a backend with `threads` threads that uses AMX without checking the machine, for tests
-    /// in which an emulator executes the instructions.
+    /// Creates a backend with `threads` threads that uses AMX without checking the machine, for
+    /// tests in which an emulator executes the instructions.
     ///
     /// # Safety
     ///

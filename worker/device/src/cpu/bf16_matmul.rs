@@ -1,5 +1,5 @@
-//! Blocks of bf16 matmuls: multiplies packed panels by the rule of [`super::bf16_rule`], with vector
-//! instructions or with the tiles of AMX.
+//! Blocks of bf16 matmuls: multiplies packed panels by the rule of [`super::bf16_rule`], with
+//! vector instructions or with the tiles of AMX.
 #[cfg(target_arch = "x86_64")]
 use super::amx::TilePair;
 use super::amx_packing::{TILE_ELEMENTS, TILE_PANEL};

@@ -90,7 +90,8 @@ pub(crate) struct Bf16Panels {
 ///
 /// # Safety
 ///
-/// The caller must ensure that the panels have `rows` and at least `columns` elements for each term.
+/// The caller must ensure that the panels have `rows` and at least `columns` elements for each
+/// term.
 pub(crate) unsafe fn multiply_panels(panels: Bf16Panels, rows: usize, columns: usize, c: &mut [f32]) {
     for p0 in (0..panels.depth).step_by(BF16_BLOCK) {
         let terms = BF16_BLOCK.min(panels.depth - p0);

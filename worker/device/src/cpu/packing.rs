@@ -109,9 +109,9 @@ impl PackBlock {
     }
 }
 
-/// Copies a block of the matmul operand `src` into `dst` in the micro-kernel's order, one panel after
-/// another. Missing rows of the last panel become 0. `dst` has at least [`PackBlock::packed_len`]
-/// elements.
+/// Copies a block of the matmul operand `src` into `dst` in the micro-kernel's order, one panel
+/// after another. Missing rows of the last panel become 0. `dst` has at least
+/// [`PackBlock::packed_len`] elements.
 pub(crate) fn pack(instruction_set: InstructionSet, dst: &mut [f32], src: Operand, block: PackBlock) {
     match block.format.elements {
         PanelElements::F32 => pack_floats(instruction_set, dst, src, block),

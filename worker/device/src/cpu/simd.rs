@@ -4,8 +4,8 @@
 //! elsewhere.
 //!
 //! Kernels are written once over [`Simd`] and compiled for each instruction set
-//! (`instruction_set.rs`), which is chosen at run time. Every instruction set has the same 16
-//! lanes and fused multiply-adds, so all of them give the same bits. The portable version computes a
+//! (`instruction_set.rs`), which is chosen at run time. Every instruction set has the same 16 lanes
+//! and fused multiply-adds, so all of them give the same bits. The portable version computes a
 //! fused multiply-add with several instructions if the target has none.
 /// Number of lanes (elements) of a vector ([`Simd::V`]) on every instruction set.
 pub(crate) const LANES: usize = 16;

@@ -1,5 +1,5 @@
-//! Tests that matmuls of bf16 operands follow the rule of docs/numerics.md on every instruction set,
-//! including AMX, which an emulator executes on CPUs without it.
+//! Tests that matmuls of bf16 operands follow the rule of docs/numerics.md on every instruction
+//! set, including AMX, which an emulator executes on CPUs without it.
 #[cfg(target_arch = "x86_64")]
 use crate::amx_emulator;
 use crate::reference::TestRng;

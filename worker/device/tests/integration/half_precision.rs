@@ -1,6 +1,6 @@
 //! Tests that ops on 16-bit elements give the bits of the op in `f32` on the same values, rounded
-//! once to 16 bits, for any number of threads and on every instruction set. Matmuls of bf16 operands
-//! are compared with those that have the same operands and an `f32` result.
+//! once to 16 bits, for any number of threads and on every instruction set. Matmuls of bf16
+//! operands are compared with those that have the same operands and an `f32` result.
 
 use crate::reference::TestRng;
 use device::ops::{
@@ -28,8 +28,8 @@ impl TestRun<'_> {
         if self.in_f32 { self.convert_to_f32(&half) } else { half }
     }
 
-    /// Creates an input of a matmul. bf16 operands stay bf16 if the outputs are `f32`, because matmuls
-    /// of bf16 operands follow another rule than those of `f32` operands.
+    /// Creates an input of a matmul. bf16 operands stay bf16 if the outputs are `f32`, because
+    /// matmuls of bf16 operands follow another rule than those of `f32` operands.
     fn make_operand(&self, x: &[f32]) -> Buf {
         TestRun { in_f32: self.in_f32 && self.dtype != Dtype::Bf16, ..*self }.make_buf(x)
     }
