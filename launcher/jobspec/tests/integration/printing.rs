@@ -62,7 +62,7 @@ const JOBS: &[&str] = &[
     "cluster: {devices: [2, 0], comm_backend: nccl}\ntrain: {data: {files: [a]}}",
     "train: {data: {files: [a]}, precision: fp16, loss_scale: {initial_scale_power: 12, loss_scale_window: 7, min_loss_scale: 0.5}}",
     "train: {data: {files: [a]}, schedule: {name: constant}, recompute: block}\ncheckpoint: {every: never}\nresume: {from: never}",
-    "run: {command: [a], activate: [{venv: 'a b'}, {conda: c}, {modules: [d/1]}, {script: e}], activate_timeout: 5s, wrap: [{ranks: '0,3-5', command: [nice, '{rank}']}], terminal: 1}",
+    "run: {command: [a], activate: [{venv: 'a b'}, {conda: c}, {modules: [d/1]}, {script: e}], activate_timeout: 5s, wrap: [{ranks: '0,3-5', command: [nice, '{rank}']}], container: {image: a.sif, runtime: enroot, mounts: ['/d:/e:ro']}, terminal: 1}",
     "cluster: {hosts: join, join: {nodes: 3, rendezvous: 'a:1', key_file: k, insecure: false, timeout: 5m, last_call: 3s}}\nrun: {command: [a]}",
 ];
 
