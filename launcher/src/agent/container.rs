@@ -233,6 +233,11 @@ impl<'a> WorkerContainer<'a> {
             words.extend(["--bind".to_owned(), format_bind(mount)]);
         }
         words.extend(["--cd".to_owned(), self.workdir.to_string_lossy().into_owned()]);
+        // ch-run mounts this directory of the host at /tmp, which would hide a working directory
+        // below /tmp.
+        if !has_variable(worker, env::TMPDIR) {
+            worker.env.push((env::TMPDIR.to_owned(), "/tmp".to_owned()));
+        }
         // ch-run fails without this variable, which services may lack.
         if std::env::var_os(env::USER).is_none() && !has_variable(worker, env::USER) {
             let user = User::from_uid(Uid::from_raw(self.user.0)).ok().flatten();

@@ -1,11 +1,11 @@
 //! Tests `run.container`: workers in real containers of Charliecloud, and the end of containers
 //! that continue without the process of their runtime, as those of Docker do.
-use crate::support::{FinishedRun, JobDirectory, output_to_text, report_skip};
+use crate::support::{FinishedRun, JobDirectory, environment::isolated_command, output_to_text, report_skip};
 use std::{
     fs,
     os::unix::fs::{PermissionsExt, symlink},
     path::Path,
-    process::{Child, Command},
+    process::Child,
     thread,
     time::{Duration, Instant},
 };
@@ -66,7 +66,7 @@ fn wait_until_ready(job_dir: &JobDirectory) {
 
 /// Returns whether containers of Charliecloud can be created on this machine.
 fn has_charliecloud() -> bool {
-    let found = Command::new("ch-run").arg("--version").env("USER", "root").output();
+    let found = isolated_command("ch-run", Path::new("/")).arg("--version").env("USER", "root").output();
     found.is_ok_and(|output| output.status.success()) && Path::new("/bin/busybox").exists()
 }
 

@@ -58,18 +58,18 @@ fn each_runtime_gets_its_options() {
     let words = |runtime, gpus| build_words(runtime, &mounts, gpus).expect("words").0;
     assert_eq!(
         words(Apptainer, ContainerGpus::Nvidia),
-        "apptainer exec --nv --bind /usr:/data:ro --bind /:/ --bind /tmp:/tmp --pwd / --option 1 image"
+        "apptainer exec --nv --bind /usr:/data:ro --bind /:/ --pwd / --option 1 image"
     );
     assert_eq!(
         words(Enroot, ContainerGpus::None),
         "enroot start --rw --mount /usr:/data:none:x-create=auto,rbind,ro --mount /:/:none:x-create=auto,rbind \
-         --mount /tmp:/tmp:none:x-create=auto,rbind --env PATH --env RANK --env TOKEN --option 1 image sh -c \
+         --env PATH --env RANK --env TOKEN --option 1 image sh -c \
          cd -- \"$1\" && shift && exec \"$@\" sh /"
     );
     assert_eq!(
         words(Podman, ContainerGpus::None),
         "podman run --rm --name launch-r-0-3 --label launch.run=r --network host --ipc host --pid host --userns \
-         keep-id --volume /usr:/data:ro --volume /:/ --volume /tmp:/tmp --workdir / --env PATH --env RANK --env \
+         keep-id --volume /usr:/data:ro --volume /:/ --workdir / --env PATH --env RANK --env \
          TOKEN --entrypoint  --option 1 image"
     );
     let docker = words(Docker, ContainerGpus::Nvidia);
@@ -79,7 +79,7 @@ fn each_runtime_gets_its_options() {
     assert!(words(Podman, ContainerGpus::Amd).contains(" --device /dev/kfd --device /dev/dri "));
     let (text, _) =
         build_words(Charliecloud, &[mount("/usr", "/data", false)], ContainerGpus::Nvidia).unwrap();
-    assert_eq!(text, "ch-run --bind /usr:/data --bind /:/ --bind /tmp:/tmp --cd / --option 1 image --");
+    assert_eq!(text, "ch-run --bind /usr:/data --bind /:/ --cd / --option 1 image --");
 }
 
 #[test]

@@ -7,7 +7,7 @@
 //! layout).
 use super::bf16_rule::BF16_BLOCK;
 use super::elements::{HalfFormat, InputElements, f32_to_bf16};
-use super::packing::{Operand, PackBlock, PanelElements};
+use super::operand::{Operand, PackBlock, PanelElements};
 use super::simd::Simd;
 
 /// Number of rows and columns of a tile of the result.

@@ -19,7 +19,7 @@ impl Ops for Cpu {}
 /// Returns true if this process can use AMX.
 fn is_amx_available() -> bool {
     #[cfg(target_arch = "x86_64")]
-    return super::amx::is_available();
+    return super::amx_detection::is_available();
     #[cfg(not(target_arch = "x86_64"))]
     false
 }

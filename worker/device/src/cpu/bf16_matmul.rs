@@ -7,7 +7,7 @@ use super::backend::Cpu;
 use super::bf16_fma::Bf16Tile;
 use super::bf16_rule::{BF16_BLOCK, Bf16Panels};
 use super::instruction_set::InstructionSet;
-use super::packing::{PanelElements, PanelFormat};
+use super::operand::{PanelElements, PanelFormat};
 use super::simd::{LANES, Simd};
 
 /// Number of bytes of packed panels of the right operand that stay in the L2 cache while they are

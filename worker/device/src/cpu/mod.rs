@@ -10,6 +10,8 @@
 mod activation;
 #[cfg(target_arch = "x86_64")]
 mod amx;
+#[cfg(target_arch = "x86_64")]
+mod amx_detection;
 mod amx_packing;
 mod attention;
 mod attention_backward;
@@ -33,6 +35,7 @@ mod layer_norm;
 mod matmul;
 mod matmul_ops;
 mod micro_kernel;
+mod operand;
 mod optimizers;
 mod packing;
 mod portable;
