@@ -143,6 +143,8 @@ pub const JAX_LOCAL_DEVICE_IDS: &str = "JAX_LOCAL_DEVICE_IDS";
 pub const XDG_STATE_HOME: &str = "XDG_STATE_HOME";
 /// Read by launch: the user's home directory.
 pub const HOME: &str = "HOME";
+/// The directory of temporary files. Set for Charliecloud, which mounts it at `/tmp`.
+pub const TMPDIR: &str = "TMPDIR";
 /// Read by launch: the name of the user. Set for Charliecloud, which needs it.
 pub const USER: &str = "USER";
 /// Set for containers of enroot on hosts with GPUs of NVIDIA, unless the user sets the variable:
