@@ -132,7 +132,10 @@ impl WorkerSpawner {
     /// not block.
     pub(super) fn begin_container_removal(&mut self, words: Vec<String>) {
         self.run(move || {
-            let remove = || Ok(process::run_container_removal(&words, CONTAINER_REMOVAL_TIMEOUT));
+            let remove = || {
+                process::run_container_removal(&words, CONTAINER_REMOVAL_TIMEOUT);
+                Ok(())
+            };
             // A container that cannot be removed does not prevent the end of the attempt.
             _ = catch_panic(remove, "the removal of a container panicked");
             SpawnerResult::ContainerRemoved

@@ -60,7 +60,7 @@ fn read_pairs(src: Operand, first_row: usize, rows: usize, first_term: usize, te
     }
     match src.data {
         InputElements::F32(x) => {
-            fill_pairs(&mut pairs, &x[start..], src, rows, terms, |x| f32_to_bf16(x));
+            fill_pairs(&mut pairs, &x[start..], src, rows, terms, f32_to_bf16);
         }
         InputElements::Half(HalfFormat::Bf16, x) => {
             fill_pairs(&mut pairs, &x[start..], src, rows, terms, |x| x)
