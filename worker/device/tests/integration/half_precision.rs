@@ -43,7 +43,7 @@ impl TestRun<'_> {
 
     /// Returns the bits of the op's output `x`, as numbers of the 16-bit type of the test. An
     /// output in `f32` is rounded.
-    fn to_half_bits(&self, x: &Buf) -> Vec<u16> {
+    fn to_half_bits(self, x: &Buf) -> Vec<u16> {
         let mut half = Buf::zeroed_as(self.dtype, x.len());
         self.cpu.cast(half.view_mut(), x.view());
         half.view().half_bits().to_vec()
