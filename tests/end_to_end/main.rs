@@ -38,6 +38,7 @@ mod resume_programs;
 mod run_control;
 mod slurm;
 mod ssh;
+mod stragglers;
 mod support;
 mod takeovers;
 mod tensorboard;
