@@ -101,6 +101,9 @@ pub(crate) fn redact_job(job: &JobSpec) -> JobSpec {
     for item in &mut redacted.run.wrap {
         item.command = hide_secret_arguments(&item.command);
     }
+    if let Some(container) = &mut redacted.run.container {
+        container.options = hide_secret_arguments(&container.options);
+    }
     redacted.run.command = redacted.run.command.map(|words| hide_secret_arguments(&words));
     redacted
 }
@@ -108,7 +111,7 @@ pub(crate) fn redact_job(job: &JobSpec) -> JobSpec {
 /// Returns the variables of `environment` whose names match `run.pass_env`, sorted by name. Leaves
 /// out variables that launch or `run.env` sets, those that select GPUs, and those of
 /// [`USER_OVERRIDABLE`]. Fails if a pattern is not valid, or if too many variables match.
-fn select_passed_variables(
+pub(crate) fn select_passed_variables(
     run: &RunSpec,
     environment: impl Iterator<Item = (OsString, OsString)>,
 ) -> diagnostic::Result<Vec<(String, String)>> {

@@ -1,10 +1,11 @@
 //! [`WorkerContainer`]: the command that starts a worker in a container (`run.container`), and the
 //! command that ends the container of a worker whose process was killed.
+use crate::secrets::select_passed_variables;
 use diagnostic::{Diagnostic, codes::host};
 use jobspec::{ContainerMount, ContainerRuntime, ContainerSpec, DeviceSelection, env};
 use nix::unistd::{Uid, User, getgid, getuid};
 use protocol::control::{ExecId, HostPlan, WorkerPlan};
-use std::path::Path;
+use std::{collections::BTreeSet, path::Path};
 
 /// The program that changes to the directory `$1` and replaces itself by the other words. Runtimes
 /// without an option for the working directory start it.
@@ -48,6 +49,9 @@ pub(super) struct WorkerContainer<'a> {
     /// The user and the group of the agent.
     user: (u32, u32),
     uses_terminal: bool,
+    /// The variables of the agent that `run.pass_env` selects. On other hosts they are variables of
+    /// the worker.
+    passed: Vec<String>,
 }
 
 impl<'a> WorkerContainer<'a> {
@@ -69,6 +73,10 @@ impl<'a> WorkerContainer<'a> {
             gpus: ContainerGpus::detect(&plan.job.cluster.devices),
             user: (getuid().as_raw(), getgid().as_raw()),
             uses_terminal: exec.is_none() && plan.job.run.terminal == Some(worker.rank),
+            // The controller has rejected patterns that are not valid.
+            passed: select_passed_variables(&plan.job.run, std::env::vars_os())
+                .map(|passed| passed.into_iter().map(|(name, _)| name).collect())
+                .unwrap_or_default(),
         })
     }
 
@@ -159,7 +167,7 @@ impl<'a> WorkerContainer<'a> {
             // The hook of enroot mounts the driver of the host because of this variable.
             worker.env.push((env::NVIDIA_VISIBLE_DEVICES.to_owned(), "all".to_owned()));
         }
-        words.extend(list_environment_options(worker));
+        words.extend(self.list_environment_options(worker));
         let mut words = self.finish_words(words);
         words.extend(to_words(&["sh", "-c", CHANGE_DIRECTORY, "sh"]));
         words.push(self.workdir.to_string_lossy().into_owned());
@@ -209,7 +217,7 @@ impl<'a> WorkerContainer<'a> {
             words.extend(["--volume".to_owned(), format_bind(mount)]);
         }
         words.extend(["--workdir".to_owned(), self.workdir.to_string_lossy().into_owned()]);
-        words.extend(list_environment_options(worker));
+        words.extend(self.list_environment_options(worker));
         // The command replaces an entry point of the image, which could change it.
         words.extend(to_words(&["--entrypoint", ""]));
         self.finish_words(words)
@@ -249,6 +257,13 @@ impl<'a> WorkerContainer<'a> {
         Ok(words)
     }
 
+    /// Returns the options that pass the variables of a worker by their names.
+    fn list_environment_options(&self, worker: &WorkerPlan) -> Vec<String> {
+        let set = worker.env.iter().map(|(name, _)| name);
+        let names: BTreeSet<&String> = set.chain(&self.passed).collect();
+        names.into_iter().flat_map(|name| ["--env".to_owned(), name.clone()]).collect()
+    }
+
     /// Appends the options of the job and the image.
     fn finish_words(&self, mut words: Vec<String>) -> Vec<String> {
         words.extend(self.spec.options.iter().cloned());
@@ -269,14 +284,6 @@ fn build_container_name(run: &str, suffix: &str) -> String {
 /// Formats a mount as Apptainer, Docker and Charliecloud take it.
 fn format_bind(mount: &ContainerMount) -> String {
     format!("{}:{}{}", mount.source, mount.target, if mount.read_only { ":ro" } else { "" })
-}
-
-/// Returns the options that pass the variables of a worker by their names.
-fn list_environment_options(worker: &WorkerPlan) -> Vec<String> {
-    let mut names: Vec<&str> = worker.env.iter().map(|(name, _)| name.as_str()).collect();
-    names.sort_unstable();
-    names.dedup();
-    names.into_iter().flat_map(|name| ["--env".to_owned(), name.to_owned()]).collect()
 }
 
 /// Returns whether the plan of a worker sets a variable.

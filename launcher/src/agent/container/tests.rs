@@ -25,6 +25,7 @@ fn build_words(
         gpus,
         user: (1000, 100),
         uses_terminal: false,
+        passed: to_words(&["HF_HOME"]),
     };
     let mut worker = WorkerPlan {
         rank: 3,
@@ -63,13 +64,13 @@ fn each_runtime_gets_its_options() {
     assert_eq!(
         words(Enroot, ContainerGpus::None),
         "enroot start --rw --mount /usr:/data:none:x-create=auto,rbind,ro --mount /:/:none:x-create=auto,rbind \
-         --env PATH --env RANK --env TOKEN --option 1 image sh -c \
+         --env HF_HOME --env PATH --env RANK --env TOKEN --option 1 image sh -c \
          cd -- \"$1\" && shift && exec \"$@\" sh /"
     );
     assert_eq!(
         words(Podman, ContainerGpus::None),
         "podman run --rm --name launch-r-0-3 --label launch.run=r --network host --ipc host --pid host --userns \
-         keep-id --volume /usr:/data:ro --volume /:/ --workdir / --env PATH --env RANK --env \
+         keep-id --volume /usr:/data:ro --volume /:/ --workdir / --env HF_HOME --env PATH --env RANK --env \
          TOKEN --entrypoint  --option 1 image"
     );
     let docker = words(Docker, ContainerGpus::Nvidia);

@@ -28,7 +28,7 @@ pub(crate) enum HalfFormat {
 
 /// Converts a bf16 number to `f32`. The conversion is exact.
 #[inline(always)]
-fn bf16_to_f32(x: u16) -> f32 {
+pub(crate) fn bf16_to_f32(x: u16) -> f32 {
     f32::from_bits(u32::from(x) << 16)
 }
 
@@ -130,18 +130,6 @@ impl Element for Bf16 {
     #[inline(always)]
     fn to_f32(self) -> f32 {
         bf16_to_f32(self.0)
-    }
-}
-
-/// An `f32` element that is rounded to bf16 when it is read.
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(transparent)]
-pub(crate) struct RoundedToBf16(f32);
-
-impl Element for RoundedToBf16 {
-    #[inline(always)]
-    fn to_f32(self) -> f32 {
-        bf16_to_f32(f32_to_bf16(self.0))
     }
 }
 

@@ -3,7 +3,7 @@
 //! A packed panel has `panel_width` rows of the left operand, or columns of the right operand.
 //! Element `i` of the panel at depth `p` is at `panel[p·panel_width + i]`.
 use super::amx_packing::pack_tile_block;
-use super::elements::{Element, InputElements, RoundedToBf16, with_elements};
+use super::elements::{Element, InputElements, bf16_to_f32, f32_to_bf16, with_elements};
 use super::instruction_set::InstructionSet;
 use super::instruction_set::multiversion;
 use super::operand::{Operand, PackBlock, PanelElements};
@@ -16,6 +16,18 @@ struct TypedOperand<'a, E> {
     data: &'a [E],
     row: usize,
     depth: usize,
+}
+
+/// An `f32` element that is rounded to bf16 when it is read.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(transparent)]
+struct RoundedToBf16(f32);
+
+impl Element for RoundedToBf16 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        bf16_to_f32(f32_to_bf16(self.0))
+    }
 }
 
 /// Copies a block of the matmul operand `src` into `dst` in the micro-kernel's order, one panel
