@@ -11,7 +11,7 @@ use std::{
 };
 
 /// The time in which something must happen, also on a busy machine.
-const TIMEOUT: Duration = Duration::from_secs(50);
+const TIMEOUT: Duration = Duration::from_secs(120);
 /// The directories of the CPU controller of control groups, of version 2 and of version 1.
 const CPU_GROUPS: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/cpu"];
 /// The settings of a training with three ranks, whose steps take long enough to be compared.
@@ -115,7 +115,8 @@ fn read_events(process: &mut Child) -> impl Iterator<Item = Value> + use<> {
 
 #[test]
 fn a_rank_slowed_by_a_cpu_quota_is_named_with_the_reason() {
-    let Some(group) = QuotaGroup::create(25) else {
+    // On a busy machine the other ranks get only a part of a CPU, too.
+    let Some(group) = QuotaGroup::create(5) else {
         return report_skip("stragglers", "control groups with CPU quotas cannot be created");
     };
     let job = JobDirectory::new();

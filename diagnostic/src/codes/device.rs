@@ -66,9 +66,4 @@ codes! {
         cause: "cuDNN offers no plan for the shape, a plan failed, or the results of a plan differ from those of launch's own kernels.",
         remedy: "Nothing is required: launch's own kernels are used for this shape.",
     }
-    CPU_INSTRUCTIONS_UNAVAILABLE: Cluster = "cpu-instructions-unavailable" {
-        summary: "LAUNCH_CPU_INSTRUCTIONS names an instruction set that the CPU does not have.",
-        cause: "The CPU, the virtual machine or the kernel lacks the instructions, or the name is misspelled.",
-        remedy: "Unset the variable, or set it to a supported instruction set, which the message lists. The results have the same bits.",
-    }
 }

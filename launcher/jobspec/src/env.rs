@@ -247,9 +247,6 @@ pub const LAUNCH_LOCAL_AGENTS: &str = "LAUNCH_LOCAL_AGENTS";
 pub const LAUNCH_GPUS: &str = "LAUNCH_GPUS";
 /// Read by launch and built-in workers: the filter of the debug log, such as `agent=debug,info`.
 pub const LAUNCH_LOG: &str = "LAUNCH_LOG";
-/// Read by built-in workers: the instruction set with which CPUs compute, such as `avx2`
-/// (docs/environment.md).
-pub const LAUNCH_CPU_INSTRUCTIONS: &str = "LAUNCH_CPU_INSTRUCTIONS";
 /// Read by launch: any value except an empty one disables color (<https://no-color.org>).
 pub const NO_COLOR: &str = "NO_COLOR";
 /// Read by launch: the path of the socket of the SSH agent.

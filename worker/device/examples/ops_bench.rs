@@ -2,7 +2,7 @@
 //! rates with the machine's peak.
 //!
 //! `cargo run -p device --release --example ops_bench [-- [THREADS…] [--rows N] [--only TEXT]
-//! [--level NAME] [--dtype f32|bf16|f16]]`
+//! [--level NAME]]`
 mod peak_flops;
 
 use device::ops::{
@@ -10,7 +10,7 @@ use device::ops::{
     ClassifierShape, EmbeddingOps, GroupedMatmulOps, MatmulOps, NORM_BLOCK_LEN, OptimizerOps, RmsNormOps,
     RopeOps, RopeShape, RowGroup, VectorOps, WriteMode,
 };
-use device::{Buf, Cpu, Dtype};
+use device::{Buf, Cpu};
 use peak_flops::measure_peak_flops;
 use std::time::{Duration, Instant};
 
@@ -27,20 +27,11 @@ fn main() {
     let mut threads = Vec::new();
     let mut rows = vec![SEQUENCE, 8 * SEQUENCE];
     let (mut only, mut level) = (String::new(), String::new());
-    let mut dtype = Dtype::F32;
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
         match arg.as_str() {
             "--rows" => rows = vec![args.next().and_then(|n| n.parse().ok()).expect("--rows N")],
             "--only" => only = args.next().expect("--only TEXT"),
-            "--dtype" => {
-                dtype = match args.next().as_deref() {
-                    Some("f32") => Dtype::F32,
-                    Some("bf16") => Dtype::Bf16,
-                    Some("f16") => Dtype::F16,
-                    _ => panic!("--dtype f32, bf16 or f16"),
-                }
-            }
             "--level" => level = args.next().expect("--level NAME"),
             n => threads.push(n.parse().expect("a number of threads")),
         }
@@ -63,7 +54,7 @@ fn main() {
         );
         for &m in &rows {
             println!("rows {m}");
-            let ops_bench = OpsBench { cpu: &cpu, peak, only: &only, m, dtype };
+            let ops_bench = OpsBench { cpu: &cpu, peak, only: &only, m };
             ops_bench.bench_matmuls();
             ops_bench.bench_experts();
             ops_bench.bench_attention();
@@ -387,8 +378,6 @@ struct OpsBench<'a> {
     peak: f64,
     only: &'a str,
     m: usize,
-    /// Element type of the operands and results of matmuls. Weight gradients are `f32`.
-    dtype: Dtype,
 }
 
 impl OpsBench<'_> {
@@ -414,13 +403,6 @@ impl OpsBench<'_> {
         }
     }
 
-    /// Creates a random operand or result of a matmul.
-    fn make_operand(&self, len: usize) -> Buf {
-        let mut x = Buf::zeroed_as(self.dtype, len);
-        self.cpu.cast(x.view_mut(), make_random_buf(len).view());
-        x
-    }
-
     /// Measures the matmuls of a transformer layer and of the output layer.
     fn bench_matmuls(&self) {
         let (cpu, m) = (self.cpu, self.m);
@@ -432,9 +414,8 @@ impl OpsBench<'_> {
             ("head", VOCABULARY, HIDDEN),
         ];
         for (name, n, k) in shapes {
-            let (x, w, dy) = (self.make_operand(m * k), self.make_operand(n * k), self.make_operand(m * n));
-            let (mut y, mut dx, mut dw) =
-                (self.make_operand(m * n), self.make_operand(m * k), Buf::zeroed(n * k));
+            let (x, w, dy) = (make_random_buf(m * k), make_random_buf(n * k), make_random_buf(m * n));
+            let (mut y, mut dx, mut dw) = (Buf::zeroed(m * n), Buf::zeroed(m * k), Buf::zeroed(n * k));
             let flops = 2 * m * n * k;
             self.report_flops(&format!("{name} forward"), flops, || {
                 cpu.matmul_forward(y.view_mut(), x.view(), w.view(), m, n, k, WriteMode::Overwrite);
@@ -463,11 +444,11 @@ impl OpsBench<'_> {
         let (cpu, rows, width) = (self.cpu, 2 * self.m, 512);
         for (name, n, k) in [("experts gate_up", 2 * width, HIDDEN), ("experts down", HIDDEN, width)] {
             let (x, w, dy) = (
-                self.make_operand(rows * k),
-                self.make_operand(LAYERS * EXPERTS * n * k),
-                self.make_operand(rows * n),
+                make_random_buf(rows * k),
+                make_random_buf(LAYERS * EXPERTS * n * k),
+                make_random_buf(rows * n),
             );
-            let (mut y, mut dx) = (self.make_operand(rows * n), self.make_operand(rows * k));
+            let (mut y, mut dx) = (Buf::zeroed(rows * n), Buf::zeroed(rows * k));
             let mut dw = Buf::zeroed(EXPERTS * n * k);
             let group =
                 |e| RowGroup { rows: e * rows / EXPERTS..(e + 1) * rows / EXPERTS, matrix_offset: e * n * k };
@@ -514,9 +495,9 @@ impl OpsBench<'_> {
     /// Measures the output layer with the cross-entropy loss, with and without gradients.
     fn bench_classifier(&self) {
         let (cpu, m, d, v) = (self.cpu, self.m, HIDDEN, VOCABULARY);
-        let (x, w) = (self.make_operand(m * d), self.make_operand(v * d));
+        let (x, w) = (make_random_buf(m * d), make_random_buf(v * d));
         let labels: Vec<u32> = (0..m).map(|i| (i * 31 % v) as u32).collect();
-        let (mut loss, mut dx, mut dw) = (Buf::zeroed(m), self.make_operand(m * d), Buf::zeroed(v * d));
+        let (mut loss, mut dx, mut dw) = (Buf::zeroed(m), Buf::zeroed(m * d), Buf::zeroed(v * d));
         let shape = ClassifierShape { m, d, v, softcap: None };
         self.report_flops("classifier forward", 2 * m * d * v, || {
             cpu.compute_classifier_loss(loss.view_mut(), x.view(), w.view(), &labels, shape, None);

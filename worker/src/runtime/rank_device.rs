@@ -19,7 +19,7 @@ use device::{
     cuda::{CudaLibrary, LibrarySearchPaths},
 };
 use diagnostic::{Category, Diagnostic, codes};
-use jobspec::{ClusterSpec, CommBackend, CudaGraphMode, Precision, TrainSpec, env};
+use jobspec::{ClusterSpec, CommBackend, CudaGraphMode, Precision, TrainSpec};
 use protocol::control::WorkerInit;
 use std::{sync::Arc, time::Duration};
 
@@ -32,32 +32,13 @@ pub(super) enum RankDevice {
     Gpu(Arc<Cuda>, LibrarySearchPaths),
 }
 
-/// Creates the CPU backend with the instruction set that `LAUNCH_CPU_INSTRUCTIONS` selects, or with
-/// the best one of this machine.
-fn open_cpu(threads: usize) -> Result<Cpu> {
-    let Some(name) = std::env::var_os(env::LAUNCH_CPU_INSTRUCTIONS) else {
-        return Ok(Cpu::new(threads));
-    };
-    let name = name.to_string_lossy();
-    Cpu::with_instruction_set(threads, &name).ok_or_else(|| {
-        let available = Cpu::list_instruction_sets().join(", ");
-        let message =
-            format!("`{}` is `{name}`, but this machine supports {available}", env::LAUNCH_CPU_INSTRUCTIONS);
-        Diagnostic::error(codes::device::CPU_INSTRUCTIONS_UNAVAILABLE, message)
-            .with_field("instructions", name.into_owned())
-            .with_field("available", available)
-            .with_help("unset the variable, or set it to a supported instruction set")
-            .into()
-    })
-}
-
 impl RankDevice {
     /// Opens the device that the job selects: the CPUs of the host, or the one GPU that the plan
     /// makes visible to this rank.
     pub(super) fn open(init: &WorkerInit) -> Result<RankDevice> {
         let cluster = &init.job.cluster;
         if !cluster.trains_on_gpus() {
-            return Ok(RankDevice::Cpu(Arc::new(open_cpu(init.threads as usize)?)));
+            return Ok(RankDevice::Cpu(Arc::new(Cpu::new(init.threads as usize))));
         }
         let paths = collect_library_search_paths(&cluster.cuda_library_paths, &init.workdir);
         let cuda = Cuda::open(&paths, 0, find_kernel_cache_directory()).map_err(to_unusable_gpu_error)?;

@@ -10,7 +10,7 @@ use super::backend::Cpu;
 use super::elements::{InputElements, OutputElements, PriorContents};
 use super::instruction_set::multiversion;
 use super::matmul::{MatmulShape, matmul_f32};
-use super::operand::Operand;
+use super::packing::Operand;
 use super::row_outputs::SliceRows;
 use super::simd::{LANES, Simd, exp, load_lanes, store_lanes, tanh};
 use crate::buffer::{View, ViewMut};

@@ -28,7 +28,7 @@ pub(crate) enum HalfFormat {
 
 /// Converts a bf16 number to `f32`. The conversion is exact.
 #[inline(always)]
-pub(crate) fn bf16_to_f32(x: u16) -> f32 {
+fn bf16_to_f32(x: u16) -> f32 {
     f32::from_bits(u32::from(x) << 16)
 }
 
@@ -257,16 +257,6 @@ impl<'a> InputElements<'a> {
             InputElements::F32(x) => to.copy_from_slice(x),
             InputElements::Half(format, x) => widen(cpu.instruction_set, format, to, x),
         }
-    }
-
-    /// Returns true if the elements are bf16.
-    pub(crate) fn is_bf16(&self) -> bool {
-        matches!(self, InputElements::Half(HalfFormat::Bf16, _))
-    }
-
-    /// Returns true if the elements are IEEE half precision.
-    pub(crate) fn is_f16(&self) -> bool {
-        matches!(self, InputElements::Half(HalfFormat::F16, _))
     }
 
     /// Returns element `i` as `f32`.

@@ -7,7 +7,7 @@
 use super::backend::Cpu;
 use super::elements::{HalfFormat, InputElements, f32_to_bf16};
 use super::matmul::{MatmulShape, matmul};
-use super::operand::Operand;
+use super::packing::Operand;
 use super::row_outputs::SliceRows;
 use crate::buffer::ViewMut;
 use crate::ops::{Fp8Operand, Fp8Ops, WriteMode};

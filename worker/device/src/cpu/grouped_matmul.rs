@@ -8,7 +8,7 @@ use super::backend::Cpu;
 use super::disjoint_slices::DisjointSlices;
 use super::elements::InputElements;
 use super::matmul::{MatmulShape, matmul_at_offset, matmul_f32};
-use super::operand::Operand;
+use super::packing::Operand;
 use crate::buffer::{View, ViewMut};
 use crate::ops::{GroupedMatmulOps, RowGroup, WriteMode, expect_len};
 

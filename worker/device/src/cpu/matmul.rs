@@ -7,20 +7,14 @@
 //! bits. It is chosen for the caches and the number of threads.
 //!
 //! **Packing.** For each block of the depth, the smaller operand is packed once for all tasks. Each
-//! task packs its block of the larger operand right before using it. An `f32` left operand with
-//! contiguous rows, or an `f32` right operand with contiguous columns, is not packed.
-//!
-//! **bf16.** If at least one operand is bf16 and no operand is fp16, an `f32` operand is rounded to
-//! bf16, and the matmul follows the rule of [`super::bf16_rule`].
+//! task packs its block of the larger operand right before using it. A left operand with contiguous
+//! rows, or a right operand with contiguous columns, is not packed.
 use super::backend::Cpu;
-use super::bf16_matmul::{Bf16Kernel, ResultBlock, multiply_bf16_block};
-use super::bf16_rule::BF16_BLOCK;
 use super::bias::add_bias_to_rows;
 use super::disjoint_slices::DisjointSlices;
 use super::elements::{InputElements, OutputElements};
 use super::instruction_set::{InstructionSet, multiversion};
-use super::operand::{Operand, PackBlock, PanelElements, PanelFormat};
-use super::packing::pack;
+use super::packing::{Operand, PackBlock, pack};
 use super::simd::{LANES, MAX_TILE_LEN, MicroTile, Simd};
 use crate::buffer::View;
 use crate::ops::WriteMode;
@@ -74,45 +68,6 @@ fn choose_depth_block_len(k: usize) -> usize {
     k.div_ceil(k.div_ceil(MAX_DEPTH_BLOCK))
 }
 
-/// The micro-kernel of a matmul.
-#[derive(Clone, Copy)]
-enum MatmulKernel {
-    /// One chain of `f32` multiply-adds for each element of the result.
-    F32,
-    /// The rule for bf16 operands.
-    Bf16(Bf16Kernel),
-}
-
-impl MatmulKernel {
-    /// Selects the micro-kernel for the types of the operands.
-    fn select(cpu: &Cpu, a: &InputElements, b: &InputElements) -> Self {
-        match (a.is_bf16() || b.is_bf16()) && !a.is_f16() && !b.is_f16() {
-            true => MatmulKernel::Bf16(Bf16Kernel::select(cpu)),
-            false => MatmulKernel::F32,
-        }
-    }
-
-    /// Returns the formats of packed panels of the left and the right operand.
-    fn panel_formats(self, instruction_set: InstructionSet) -> [PanelFormat; 2] {
-        let (rows, columns) = get_micro_tile_shape(instruction_set);
-        let floats = |width| PanelFormat { width, elements: PanelElements::F32 };
-        match self {
-            MatmulKernel::Bf16(Bf16Kernel::Tiles) => Bf16Kernel::tile_formats(),
-            _ => [floats(rows), floats(columns)],
-        }
-    }
-
-    /// Returns how many terms of each sum one pass adds, of `k` terms in total. Passes of bf16
-    /// operands are divided between blocks of the rule.
-    fn choose_depth_block_len(self, k: usize) -> usize {
-        let len = choose_depth_block_len(k);
-        match self {
-            MatmulKernel::F32 => len,
-            MatmulKernel::Bf16(_) => len.next_multiple_of(BF16_BLOCK),
-        }
-    }
-}
-
 /// Computes the matmul `c[i,j] (=|+=) Σ_p a(i,p)·b(j,p)` with a result in `f32`. Panics if the
 /// result does not fit into `c`.
 pub(crate) fn matmul_f32(cpu: &Cpu, c: &mut [f32], a: Operand, b: Operand, shape: MatmulShape) {
@@ -127,29 +82,22 @@ pub(crate) fn matmul_f32(cpu: &Cpu, c: &mut [f32], a: Operand, b: Operand, shape
     if k == 0 {
         return;
     }
-    let kernel = MatmulKernel::select(cpu, &a.data, &b.data);
-    let [a_format, b_format] = kernel.panel_formats(cpu.instruction_set);
-    let rounds_to_bf16 = !matches!(kernel, MatmulKernel::F32);
+    let (mr, nr) = get_micro_tile_shape(cpu.instruction_set);
     let (a, b) = (
-        PackableOperand { operand: Operand { rounds_to_bf16, ..a }, count: m, format: a_format },
-        PackableOperand { operand: Operand { rounds_to_bf16, ..b }, count: n, format: b_format },
+        PackableOperand { operand: a, count: m, width: mr },
+        PackableOperand { operand: b, count: n, width: nr },
     );
     let left_is_shared = m < n;
     let (shared, other) = if left_is_shared { (a, b) } else { (b, a) };
-    let block_depth = kernel.choose_depth_block_len(k);
-    let shared_width = shared.format.width;
-    let shared_block_rows = (SHARED_PACKED_LEN / block_depth / shared_width).max(1) * shared_width;
-    let unpacked = match kernel {
-        MatmulKernel::F32 => UnpackedOperands {
-            a: UnpackedOperand::from_rows(a.operand, m, a_format.width),
-            b: UnpackedOperand::from_columns(b.operand, n),
-        },
-        MatmulKernel::Bf16(_) => UnpackedOperands { a: None, b: None },
+    let block_depth = choose_depth_block_len(k);
+    let shared_block_rows = (SHARED_PACKED_LEN / block_depth / shared.width).max(1) * shared.width;
+    let unpacked = UnpackedOperands {
+        a: UnpackedOperand::from_rows(a.operand, m, mr),
+        b: UnpackedOperand::from_columns(b.operand, n),
     };
     let is_packed = !unpacked.is_unpacked(left_is_shared);
     let packed_len = if is_packed {
-        let rows = shared_block_rows.min(shared.count.next_multiple_of(shared_width));
-        shared.format.count_floats(rows, block_depth) + 8
+        shared_block_rows.min(shared.count.next_multiple_of(shared.width)) * block_depth + 8
     } else {
         0
     };
@@ -173,9 +121,8 @@ pub(crate) fn matmul_f32(cpu: &Cpu, c: &mut [f32], a: Operand, b: Operand, shape
                 range,
                 other,
                 depth: depth.clone(),
-                kernel,
             };
-            pass.run(cpu, shared.format);
+            pass.run(cpu, shared.width);
         }
     }
 }
@@ -261,12 +208,12 @@ unsafe fn matmul_row_blocks(
 
 /// An operand of a matmul that may be packed, that is, copied in the order in which the
 /// micro-kernel reads it. Consists of the elements, the number of rows (left operand) or columns
-/// (right operand), and the format of its panels.
+/// (right operand), and the number of rows or columns per panel.
 #[derive(Clone, Copy)]
 struct PackableOperand<'a> {
     operand: Operand<'a>,
     count: usize,
-    format: PanelFormat,
+    width: usize,
 }
 
 /// Packs into `packed`, on all threads, a range of the rows or columns of the operand that all
@@ -278,13 +225,12 @@ fn pack_shared_operand(
     range: Range<usize>,
     depth: Range<usize>,
 ) {
-    let width = side.format.width;
-    let panels = range.len().div_ceil(width);
+    let panels = range.len().div_ceil(side.width);
     // A task packs neighbouring panels, and so reads longer runs of a source that is contiguous
     // along them. With a panel width that leaves a surplus, tasks would overwrite each other's
     // panels.
-    let tasks = if width.is_multiple_of(8) { (cpu.pool.threads() * 2).min(panels) } else { 1 };
-    let group = panels.div_ceil(tasks) * width;
+    let tasks = if side.width.is_multiple_of(8) { (cpu.pool.threads() * 2).min(panels) } else { 1 };
+    let group = panels.div_ceil(tasks) * side.width;
     let len = range.len();
     let parts = DisjointSlices::new(packed);
     cpu.pool.run(len.div_ceil(group), &|task| {
@@ -293,9 +239,9 @@ fn pack_shared_operand(
             first_row: range.start + task * group,
             rows,
             depth: depth.clone(),
-            format: side.format,
+            panel_width: side.width,
         };
-        let start = side.format.count_floats(task * group, depth.len());
+        let start = task * group * depth.len();
         // SAFETY: one task packs each panel.
         let dst = unsafe { parts.slice_mut(start..start + block.packed_len()) };
         pack(cpu.instruction_set, dst, side.operand, block);
@@ -317,15 +263,14 @@ struct MatmulPass<'a> {
     range: Range<usize>,
     other: PackableOperand<'a>,
     depth: Range<usize>,
-    kernel: MatmulKernel,
 }
 
 impl MatmulPass<'_> {
     /// Computes this pass of the matmul in parallel tasks, and returns when all are done. Each task
     /// computes one block of the operand that is not shared. If there are fewer blocks than
     /// threads, the panels of the shared operand are divided into groups, too.
-    fn run(&self, cpu: &Cpu, shared_format: PanelFormat) {
-        let (width, k, shared_width) = (self.other.format.width, self.depth.len(), shared_format.width);
+    fn run(&self, cpu: &Cpu, shared_width: usize) {
+        let (width, k) = (self.other.width, self.depth.len());
         let panels = self.other.count.div_ceil(width);
         let target_tasks = if cpu.pool.threads() == 1 { 1 } else { cpu.pool.threads() * 3 };
         let panels_per_block = panels.div_ceil(target_tasks).clamp(1, (TASK_PACKED_LEN / (k * width)).max(1));
@@ -336,8 +281,7 @@ impl MatmulPass<'_> {
         cpu.pool.run(blocks * groups, &|task| {
             let first = task / groups * panels_per_block * width;
             let rows = (panels_per_block * width).min(self.other.count - first);
-            let block =
-                PackBlock { first_row: first, rows, depth: self.depth.clone(), format: self.other.format };
+            let block = PackBlock { first_row: first, rows, depth: self.depth.clone(), panel_width: width };
             let is_packed = !self.unpacked.is_unpacked(!self.left_is_shared);
             let mut packed_other = cpu.scratch.take(if is_packed { block.packed_len() } else { 0 });
             if is_packed {
@@ -345,7 +289,7 @@ impl MatmulPass<'_> {
             }
             let from = task % groups * panels_per_group * shared_width;
             let to = (from + panels_per_group * shared_width).min(self.range.len());
-            let shared = self.packed.get(shared_format.count_floats(from, k)..).unwrap_or_default();
+            let shared = self.packed.get(from * k..).unwrap_or_default();
             let shared_range = (self.range.start + from, to - from);
             let ((i0, rows), (j0, columns), a, b) = if self.left_is_shared {
                 (shared_range, (first, rows), shared, &packed_other[..])
@@ -353,12 +297,6 @@ impl MatmulPass<'_> {
                 ((first, rows), shared_range, &packed_other[..], shared)
             };
             let p = self.depth.start;
-            // SAFETY: row i0 and column j0 are in c.
-            let c = unsafe { self.c.as_mut_ptr().add(i0 * self.ldc + j0) };
-            let tiles = ResultBlock { c, ldc: self.ldc, rows, columns, k, add: self.add };
-            if let MatmulKernel::Bf16(kernel) = self.kernel {
-                return multiply_bf16_block(kernel, tiles, a, b);
-            }
             let a = self
                 .unpacked
                 .a
@@ -367,6 +305,9 @@ impl MatmulPass<'_> {
                 .unpacked
                 .b
                 .map_or(OperandSource::Packed(b), |operand| OperandSource::InPlace(operand, j0, p));
+            // SAFETY: row i0 and column j0 are in c.
+            let c = unsafe { self.c.as_mut_ptr().add(i0 * self.ldc + j0) };
+            let tiles = ResultBlock { c, ldc: self.ldc, rows, columns, k, add: self.add };
             multiply_block(cpu.instruction_set, tiles, a, b);
         });
     }
@@ -439,6 +380,17 @@ enum OperandSource<'a> {
     /// The whole operand, the row or column at which the block begins, and the depth at which the
     /// block begins.
     InPlace(UnpackedOperand<'a>, usize, usize),
+}
+
+/// The block of a matmul's result that one task computes.
+#[derive(Clone, Copy)]
+struct ResultBlock {
+    c: *mut f32,
+    ldc: usize,
+    rows: usize,
+    columns: usize,
+    k: usize,
+    add: bool,
 }
 
 multiversion! {

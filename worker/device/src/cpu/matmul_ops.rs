@@ -1,7 +1,7 @@
 //! Implementation of [`MatmulOps`] on the CPU: checks the arguments and computes the matmuls.
 use super::backend::Cpu;
 use super::matmul::{MatmulShape, matmul, matmul_with_bias};
-use super::operand::Operand;
+use super::packing::Operand;
 use crate::buffer::{View, ViewMut};
 use crate::ops::{MatmulOps, WriteMode, expect_lens};
 

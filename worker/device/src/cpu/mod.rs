@@ -1,26 +1,19 @@
 //! The CPU backend: implements all ops with several threads and vector instructions.
 //!
 //! The instruction set and the number of threads are chosen at run time. They do not change any bit
-//! of a result. Results do not depend on the machine's C library either, because logarithms, powers
+//! of a result, with one exception: an instruction set without fused multiply-add rounds
+//! differently. Results do not depend on the machine's C library either, because logarithms, powers
 //! and tanh of single numbers come from the crate `libm`.
 //!
 //! Each group of ops has a module. Kernels are written once over [`simd::Simd`] and compiled for
 //! each instruction set. 16-bit elements are converted to `f32` on reading and rounded once on
 //! writing ([`elements`]).
 mod activation;
-#[cfg(target_arch = "x86_64")]
-mod amx;
-#[cfg(target_arch = "x86_64")]
-mod amx_detection;
-mod amx_packing;
 mod attention;
 mod attention_backward;
 mod attention_dropout;
 mod attention_layout;
 mod backend;
-mod bf16_fma;
-mod bf16_matmul;
-mod bf16_rule;
 mod bias;
 mod classifier;
 mod disjoint_slices;
@@ -35,7 +28,6 @@ mod layer_norm;
 mod matmul;
 mod matmul_ops;
 mod micro_kernel;
-mod operand;
 mod optimizers;
 mod packing;
 mod portable;

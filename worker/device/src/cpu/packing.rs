@@ -2,13 +2,42 @@
 //!
 //! A packed panel has `panel_width` rows of the left operand, or columns of the right operand.
 //! Element `i` of the panel at depth `p` is at `panel[p·panel_width + i]`.
-use super::amx_packing::pack_tile_block;
-use super::elements::{Element, InputElements, bf16_to_f32, f32_to_bf16, with_elements};
-use super::instruction_set::InstructionSet;
+use super::elements::{Element, InputElements, with_elements};
 use super::instruction_set::multiversion;
-use super::operand::{Operand, PackBlock, PanelElements};
 use super::simd::{LANES, Simd};
 use std::ops::Range;
+
+/// An operand of a matmul. Element `p` of row `i` (left operand) or column `i` (right operand) is
+/// at `data[i·row_stride + p·depth_stride]`, and `p` counts the terms of the sums. One of the
+/// strides must be 1.
+#[derive(Clone, Copy)]
+pub(crate) struct Operand<'a> {
+    /// The elements of the operand, of any type.
+    pub(crate) data: InputElements<'a>,
+    /// Number of elements between rows (left operand) or columns (right operand).
+    pub(crate) row_stride: usize,
+    /// Number of elements from one term of the sum to the next.
+    pub(crate) depth_stride: usize,
+}
+
+impl<'a> Operand<'a> {
+    /// Creates an operand whose rows are `stride` elements apart, and contiguous along the summed
+    /// dimension.
+    pub(crate) fn from_rows(data: impl Into<InputElements<'a>>, stride: usize) -> Operand<'a> {
+        Operand { data: data.into(), row_stride: stride, depth_stride: 1 }
+    }
+
+    /// Creates an operand that is stored transposed: one row of `stride` elements for each term of
+    /// the sums.
+    pub(crate) fn from_transposed(data: impl Into<InputElements<'a>>, stride: usize) -> Operand<'a> {
+        Operand { data: data.into(), row_stride: 1, depth_stride: stride }
+    }
+
+    /// Returns the operand without its first `i` rows (left operand) or columns (right operand).
+    pub(crate) fn skip_rows(self, i: usize) -> Operand<'a> {
+        Operand { data: self.data.slice(i * self.row_stride..self.data.len()), ..self }
+    }
+}
 
 /// An [`Operand`] with elements of type `E`.
 #[derive(Clone, Copy)]
@@ -18,35 +47,34 @@ struct TypedOperand<'a, E> {
     depth: usize,
 }
 
-/// An `f32` element that is rounded to bf16 when it is read.
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(transparent)]
-struct RoundedToBf16(f32);
-
-impl Element for RoundedToBf16 {
-    #[inline(always)]
-    fn to_f32(self) -> f32 {
-        bf16_to_f32(f32_to_bf16(self.0))
-    }
+/// The block of a matmul operand that one call packs: its first element, and its numbers of rows
+/// and terms.
+#[derive(Clone)]
+pub(crate) struct PackBlock {
+    /// Index of the first row (left operand) or column (right operand).
+    pub(crate) first_row: usize,
+    /// Number of rows (left operand) or columns (right operand).
+    pub(crate) rows: usize,
+    /// Range of the summed dimension (depth) that is packed.
+    pub(crate) depth: Range<usize>,
+    /// Number of rows or columns in a panel.
+    pub(crate) panel_width: usize,
 }
 
-/// Copies a block of the matmul operand `src` into `dst` in the micro-kernel's order, one panel
-/// after another. Missing rows of the last panel become 0. `dst` has at least
-/// [`PackBlock::packed_len`] elements.
-pub(crate) fn pack(instruction_set: InstructionSet, dst: &mut [f32], src: Operand, block: PackBlock) {
-    match block.format.elements {
-        PanelElements::F32 => pack_floats(instruction_set, dst, src, block),
-        PanelElements::LeftTiles | PanelElements::RightTiles => {
-            pack_tiles(instruction_set, bytemuck::cast_slice_mut(dst), src, block);
-        }
+impl PackBlock {
+    /// Returns the number of `f32` elements that the packed block takes. This includes the surplus
+    /// that a transposed strip of 8 rows writes past a narrower panel.
+    pub(crate) fn packed_len(&self) -> usize {
+        let surplus = if self.panel_width.is_multiple_of(8) { 0 } else { 8 };
+        self.rows.next_multiple_of(self.panel_width) * self.depth.len() + surplus
     }
 }
 
 multiversion! {
-    fn pack_floats = pack_block(dst: &mut [f32], src: Operand, block: PackBlock)
-}
-multiversion! {
-    fn pack_tiles = pack_tile_block(dst: &mut [u16], src: Operand, block: PackBlock)
+    /// Copies a block of the matmul operand `src` into `dst` in the micro-kernel's order, one panel
+    /// after another. Missing rows of the last panel become 0. `dst` has at least
+    /// [`PackBlock::packed_len`] elements.
+    pub(crate) fn pack = pack_block(dst: &mut [f32], src: Operand, block: PackBlock)
 }
 
 /// Copies a block of a matmul operand, with elements of any type, into panels in the micro-kernel's
@@ -54,11 +82,7 @@ multiversion! {
 #[inline(always)]
 fn pack_block<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: PackBlock) {
     assert!(dst.len() >= block.packed_len(), "the packed panels do not fit into their buffer");
-    let Operand { data, row_stride: row, depth_stride: depth, rounds_to_bf16 } = src;
-    if let (InputElements::F32(data), true) = (data, rounds_to_bf16) {
-        let data: &[RoundedToBf16] = bytemuck::cast_slice(data);
-        return pack_elements(s, dst, TypedOperand { data, row, depth }, block);
-    }
+    let Operand { data, row_stride: row, depth_stride: depth } = src;
     with_elements!(data, data => pack_elements(s, dst, TypedOperand { data, row, depth }, block));
 }
 
@@ -66,9 +90,9 @@ fn pack_block<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: PackBlock) {
 /// order.
 #[inline(always)]
 fn pack_elements<S: Simd, E: Element>(s: S, dst: &mut [f32], src: TypedOperand<E>, block: PackBlock) {
-    let panels = block.rows.div_ceil(block.format.width);
+    let panels = block.rows.div_ceil(block.panel_width);
     if src.row == 1 {
-        let group = (ELEMENTS_PER_COPY / block.format.width).max(1);
+        let group = (ELEMENTS_PER_COPY / block.panel_width).max(1);
         for first in (0..panels).step_by(group) {
             copy_panels(s, dst, src, &block, first..(first + group).min(panels));
         }
@@ -97,7 +121,7 @@ fn copy_panels<S: Simd, E: Element>(
     block: &PackBlock,
     panels: Range<usize>,
 ) {
-    let (width, k) = (block.format.width, block.depth.len());
+    let (width, k) = (block.panel_width, block.depth.len());
     let first = panels.start * width;
     let rows = (panels.len() * width).min(block.rows - first);
     let whole = rows / width;
@@ -153,12 +177,12 @@ fn transpose_panel<S: Simd, E: Element>(
     block: &PackBlock,
     panel: usize,
 ) {
-    let first = panel * block.format.width;
-    let rows = block.format.width.min(block.rows - first);
+    let first = panel * block.panel_width;
+    let rows = block.panel_width.min(block.rows - first);
     let k = block.depth.len();
     let dst = &mut dst[first * k..];
     let from = &src.data[(block.first_row + first) * src.row + block.depth.start..];
-    let whole = if rows == block.format.width { block.format.width.div_ceil(8) } else { rows / 8 };
+    let whole = if rows == block.panel_width { block.panel_width.div_ceil(8) } else { rows / 8 };
     // If a panel is narrower than 8, a strip reads rows of the next panel, which must exist.
     let readable = |strip: usize| (strip * 8 + 7) * src.row + k <= from.len();
     let strips = (0..whole).take_while(|&i| readable(i)).count();
@@ -169,14 +193,14 @@ fn transpose_panel<S: Simd, E: Element>(
             // includes space for 8 lanes.
             unsafe {
                 let from = from.as_ptr().add(strip * 8 * src.row + p);
-                let to = dst.as_mut_ptr().add(p * block.format.width + strip * 8);
-                E::transpose8(s, from, src.row, to, block.format.width);
+                let to = dst.as_mut_ptr().add(p * block.panel_width + strip * 8);
+                E::transpose8(s, from, src.row, to, block.panel_width);
             }
         }
     }
-    let done = (strips * 8).min(block.format.width);
+    let done = (strips * 8).min(block.panel_width);
     for p in 0..k {
-        let lanes = &mut dst[p * block.format.width..(p + 1) * block.format.width];
+        let lanes = &mut dst[p * block.panel_width..(p + 1) * block.panel_width];
         let start = if p < deep { done } else { 0 };
         for (i, lane) in lanes.iter_mut().enumerate().skip(start) {
             *lane = if i < rows { from[i * src.row + p].to_f32() } else { 0.0 };

@@ -1,7 +1,7 @@
 //! [`Portable`]: implements vectors of 16 lanes with arrays, for machines without a supported
 //! instruction set.
 use super::micro_kernel;
-use super::simd::{LANES, MicroTile, Simd, fused_multiply_add};
+use super::simd::{LANES, MicroTile, Simd};
 
 /// Implementation of [`Simd`] with arrays, which the compiler vectorises for the target's baseline
 /// instructions: SSE2 on x86-64, NEON on aarch64.
@@ -9,7 +9,7 @@ use super::simd::{LANES, MicroTile, Simd, fused_multiply_add};
 pub(crate) struct Portable;
 
 /// True if every CPU of the compilation target has a fused multiply-add, as on aarch64. On other
-/// targets [`fused_multiply_add`] takes several instructions.
+/// targets `f32::mul_add` would be a slow library call.
 const HAS_FMA: bool = cfg!(target_arch = "aarch64");
 
 /// Returns a vector whose lane `i` is `f(i)`.
@@ -70,8 +70,8 @@ impl Simd for Portable {
         sqrt(a) = a.sqrt();
         max(a, b) = if a > b { a } else { b };
         min(a, b) = if a < b { a } else { b };
-        fma(a, b, c) = fused_multiply_add(a, b, c);
-        fnma(a, b, c) = fused_multiply_add(-a, b, c);
+        fma(a, b, c) = if HAS_FMA { a.mul_add(b, c) } else { a * b + c };
+        fnma(a, b, c) = if HAS_FMA { (-a).mul_add(b, c) } else { c - a * b };
         scale_pow2(v, n) = {
             // Two factors, because 2⁻¹⁵⁰ and 2¹²⁹ are out of range of f32.
             let n = n as i32;

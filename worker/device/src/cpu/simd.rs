@@ -4,9 +4,9 @@
 //! elsewhere.
 //!
 //! Kernels are written once over [`Simd`] and compiled for each instruction set
-//! (`instruction_set.rs`), which is chosen at run time. Every instruction set has the same 16 lanes
-//! and fused multiply-adds, so all of them give the same bits. The portable version computes a
-//! fused multiply-add with several instructions if the target has none.
+//! (`instruction_set.rs`), which is chosen at run time. Every instruction set has the same 16
+//! lanes, so AVX2 and AVX-512 give the same bits. The portable version gives other bits only where
+//! it has no fused multiply-add.
 /// Number of lanes (elements) of a vector ([`Simd::V`]) on every instruction set.
 pub(crate) const LANES: usize = 16;
 
@@ -91,9 +91,9 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn max(self, a: Self::V, b: Self::V) -> Self::V;
     /// Computes `a < b ? a : b` in each lane. The result is `b` where `a` or `b` is NaN.
     fn min(self, a: Self::V, b: Self::V) -> Self::V;
-    /// Computes `a·b + c` in each lane, rounded once.
+    /// Computes `a·b + c` in each lane, rounded once if the machine has a fused multiply-add.
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// Computes `c − a·b` in each lane, rounded once.
+    /// Computes `c − a·b` in each lane, rounded once if the machine has a fused multiply-add.
     fn fnma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// Computes `v · 2ⁿ` in each lane, rounded once. The lanes of `n` are integers in −150..=129.
     fn scale_pow2(self, v: Self::V, n: Self::V) -> Self::V;
@@ -120,32 +120,6 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     ///
     /// The caller must ensure that these elements are readable in `src` and writable in `dst`.
     unsafe fn transpose8(self, src: *const f32, lds: usize, dst: *mut f32, ldd: usize);
-}
-
-/// Adds two numbers and rounds the sum to odd: an inexact sum becomes the one of its two neighbours
-/// whose last bit is 1. Rounding it again to `f32` then gives the bits of a single rounding.
-#[inline(always)]
-pub(crate) fn add_round_to_odd(a: f64, b: f64) -> f64 {
-    let sum = a + b;
-    let from_b = sum - a;
-    let error = (a - (sum - from_b)) + (b - from_b);
-    let bits = sum.to_bits();
-    // The error of a sum that is not finite is NaN, and the comparison is false.
-    let is_even_and_inexact = error.abs() > 0.0 && bits & 1 == 0;
-    let away_from_zero = (error > 0.0) == (sum > 0.0);
-    let odd = if away_from_zero { bits.wrapping_add(1) } else { bits.wrapping_sub(1) };
-    f64::from_bits(if is_even_and_inexact { odd } else { bits })
-}
-
-/// Computes `a·b + c`, rounded once, on every machine.
-#[inline(always)]
-pub(crate) fn fused_multiply_add(a: f32, b: f32, c: f32) -> f32 {
-    if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
-        a.mul_add(b, c)
-    } else {
-        // The product of two f32 is exact in f64. `f32::mul_add` would be a slow library call.
-        add_round_to_odd(f64::from(a) * f64::from(b), f64::from(c)) as f32
-    }
 }
 
 /// Loads a vector from the 16 elements `x[i..]`. Lanes past the end of `x` are 0.

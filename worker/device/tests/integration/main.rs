@@ -1,9 +1,5 @@
 //! Integration tests of the crate `device`, in one binary, because each binary takes long to link.
 
-#[cfg(target_arch = "x86_64")]
-#[path = "../../../../tests/support/amx_emulator.rs"]
-mod amx_emulator;
-mod bf16_rule;
 #[path = "../emulated_gpu/call_counts.rs"]
 mod call_counts;
 mod classifier;
