@@ -5,7 +5,7 @@ use super::{
     connection_progress::ConnectionProgress,
     dial::connect_to_any,
     known_hosts::{self, HostKeyStatus, KnownHosts, encode_base64, format_fingerprint},
-    relay::{self, KEEPALIVE_S},
+    relay,
     ssh_error::build_ssh_error,
     target::SshTarget,
 };
@@ -109,7 +109,6 @@ fn connect_hop(
                 verify_host_key(hop, &session, &known_hosts)?;
                 progress.set_stage(ConnectionStage::Authentication);
                 auth::log_in(hop, &session)?;
-                session.set_keepalive(true, KEEPALIVE_S);
                 return Ok(session);
             }
         }

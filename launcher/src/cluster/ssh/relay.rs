@@ -20,7 +20,7 @@ use std::{
 /// 5.2).
 pub(super) const STDERR: i32 = 1;
 /// The interval of keepalive messages on an idle connection, in seconds.
-pub(super) const KEEPALIVE_S: u32 = 15;
+const KEEPALIVE_S: u32 = 15;
 /// The size of the buffer of each relayed stream, in bytes.
 const BUFFER_BYTES: usize = 32 << 10;
 /// How long the host may take to report the exit status after the output has ended, in
@@ -45,6 +45,9 @@ pub(super) fn relay_channel(
     if let Some(stderr) = stderr {
         stderr.set_nonblocking(true)?;
     }
+    // Blocking calls of libssh2 fail when a keepalive message is due, even if their time limit has
+    // not passed. So the messages begin here.
+    session.set_keepalive(true, KEEPALIVE_S);
     session.set_blocking(false);
     let mut relay = ChannelRelay {
         session,
