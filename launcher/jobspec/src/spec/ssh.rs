@@ -36,6 +36,9 @@ section! {
     pub connect_timeout_ms: u64 =
         Key::new(duration_in(1..=MAX_CONNECT_TIMEOUT_MS, "a duration above 0 of at most `10m`"), "10s");
     /// The number of connections that are set up at the same time.
+    ///
+    /// On more hosts, the controller is connected with this number of agents, and each agent passes
+    /// on the connections of up to this number of others.
     #[serde(rename = "parallel")]
     pub fanout: u32 = Key::new(integer(1..=1024), "64").deprecated("parallel");
 }

@@ -25,7 +25,7 @@ pub(crate) struct ConnectionProgress {
 }
 
 /// The number of steps of a start that fit into the channel to the controller. A start has at most
-/// four steps.
+/// eight steps.
 const START_STEP_CAPACITY: usize = 8;
 
 /// The state of a [`ConnectionProgress`] that a mutex protects.
@@ -80,6 +80,11 @@ impl ConnectionProgress {
         }
     }
 
+    /// Returns whether the controller has aborted the connection.
+    pub(super) fn is_aborted(&self) -> bool {
+        self.aborted.load(Ordering::SeqCst)
+    }
+
     /// Fails if the controller has aborted the connection. `name` is the host's name for the error.
     pub(super) fn check_not_aborted(&self, name: &str) -> diagnostic::Result<()> {
         if !self.aborted.load(Ordering::SeqCst) {
@@ -97,7 +102,7 @@ impl ConnectionProgress {
     }
 
     /// Shuts down the socket in use, if there is one.
-    fn shut_down_socket(&self) {
+    pub(super) fn shut_down_socket(&self) {
         if let Some(socket) = &self.lock_state().socket {
             _ = shutdown(socket.as_raw_fd(), Shutdown::Both);
         }
