@@ -2,6 +2,7 @@
 mod auth;
 mod bootstrap;
 mod bootstrap_scripts;
+mod client_notice;
 mod config;
 mod connect;
 mod connection_progress;
@@ -9,8 +10,10 @@ mod connection_threads;
 mod copy_failure;
 mod dial;
 mod known_hosts;
+mod openssh;
 mod relay;
 mod ssh_error;
+mod ssh_session;
 mod ssh_transport;
 mod target;
 mod tree;

@@ -141,6 +141,12 @@ pub(crate) trait RemoteConnection: Send + fmt::Debug {
     fn shell_output(&self) -> String {
         String::new()
     }
+
+    /// Returns the external program that carries the connection and why it was chosen, for people.
+    /// Returns `None` without such a program.
+    fn client(&self) -> Option<String> {
+        None
+    }
 }
 
 /// The stages of connecting to a host and starting its agent, in their order.

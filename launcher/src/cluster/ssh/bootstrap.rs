@@ -6,13 +6,12 @@
 //! on a line with a random marker. Everything before that line is output of the login shell.
 use super::{
     bootstrap_scripts::{
-        FETCH_TIMEOUT_S, MAX_FETCH_ADDRESSES, build_command, build_copy_script, build_fetch_script,
-        build_run_script,
+        FETCH_TIMEOUT_S, MAX_FETCH_ADDRESSES, build_copy_script, build_fetch_script, build_run_script,
     },
     connection_progress::ConnectionProgress,
     copy_failure::{classify_copy_failure, make_printable_excerpt},
-    relay::STDERR,
     ssh_error::build_ssh_error,
+    ssh_session::{SshChannel, SshExecError, SshSession},
     target::SshTarget,
     tree::{TreeHub, TreeSource},
 };
@@ -29,7 +28,6 @@ use diagnostic::{
     codes::{host, ssh},
 };
 use protocol::frame::{HEADER_BYTES, decode_body, decode_body_length};
-use ssh2::{Channel, Session};
 use std::{
     fs::File,
     io::{self, Read, Write},
@@ -53,8 +51,6 @@ const JOIN_TIMEOUT_MS: u32 = 30_000;
 /// The number of bytes that a login shell may print before the answer. The start of the agent fails
 /// if the shell prints more.
 const MAX_SHELL_OUTPUT_BYTES: usize = 256 << 10;
-/// The number of bytes that are read from the stderr of a remote command. Later bytes are ignored.
-const MAX_STDERR_BYTES: u64 = 8 << 10;
 /// The number of bytes of the executable that one write to the channel contains.
 const CHUNK_BYTES: usize = 256 << 10;
 
@@ -106,7 +102,7 @@ fn build_unreadable_error(error: &io::Error) -> Diagnostic {
 
 /// A running agent on another host, with the SSH channel to it.
 pub(super) struct RemoteAgent {
-    pub(super) channel: Channel,
+    pub(super) channel: SshChannel,
     /// The bytes of the control stream that were read together with the marker.
     pub(super) leftover: Vec<u8>,
 }
@@ -114,7 +110,7 @@ pub(super) struct RemoteAgent {
 /// The start of an agent over one SSH session.
 pub(super) struct AgentStart<'a> {
     pub(super) target: &'a SshTarget,
-    pub(super) session: &'a Session,
+    pub(super) session: &'a SshSession,
     pub(super) executable: &'a Executable,
     pub(super) progress: &'a ConnectionProgress,
 }
@@ -215,7 +211,7 @@ enum AgentStartResult {
 /// The state of starting an agent over one SSH session.
 struct AgentBootstrap<'a> {
     target: &'a SshTarget,
-    session: &'a Session,
+    session: &'a SshSession,
     executable: &'a Executable,
     progress: &'a ConnectionProgress,
     /// The random text that precedes each answer of the host.
@@ -236,19 +232,14 @@ impl AgentBootstrap<'_> {
     fn exec_script(&self, script: &str) -> diagnostic::Result<ChannelReader> {
         self.progress.check_not_aborted(&self.target.name)?;
         self.session.set_timeout(ANSWER_TIMEOUT_MS);
-        let open = self.session.channel_session().and_then(|mut channel| {
-            channel.exec(&build_command(script))?;
-            Ok(channel)
-        });
-        let channel = open.map_err(|error| {
-            self.build_error(
-                ssh::SSH_COMMAND_REJECTED,
-                format!("the host runs no commands: {}", error.message()),
-            )
-            .with_help(
-                "let this user run commands over SSH (`ForceCommand`, a restricted key or \
+        let channel = self.session.exec(script).map_err(|error| match error {
+            SshExecError::Rejected(reason) => self
+                .build_error(ssh::SSH_COMMAND_REJECTED, format!("the host runs no commands: {reason}"))
+                .with_help(
+                    "let this user run commands over SSH (`ForceCommand`, a restricted key or \
                      `MaxSessions` may forbid it)",
-            )
+                ),
+            SshExecError::Connection(error) => error,
         })?;
         Ok(ChannelReader { channel, unread: Vec::new() })
     }
@@ -269,7 +260,7 @@ impl AgentBootstrap<'_> {
                 }))
             }
             (Some("missing"), Some(machine)) => {
-                _ = reader.channel.close();
+                reader.channel.close();
                 self.check_architecture(machine)?;
                 Ok(AgentStartResult::Missing)
             }
@@ -330,7 +321,10 @@ impl AgentBootstrap<'_> {
 
     /// Builds the error for a command whose output ended without the marker.
     fn build_shell_exit_error(&self, reader: &mut ChannelReader, shell_output: &[u8]) -> Diagnostic {
-        let (code, stderr) = reader.wait_for_exit();
+        if let Some(failure) = reader.channel.find_failure(self.target) {
+            return failure;
+        }
+        let (code, stderr) = reader.channel.wait_for_exit();
         let output = [shell_output, b"\n", stderr.as_bytes()].concat();
         let tail = quote_tail(&output);
         match code {
@@ -392,7 +386,7 @@ impl AgentBootstrap<'_> {
         if answer != "done" {
             return Err(self.build_copy_error(&answer, &mut reader));
         }
-        _ = reader.channel.close();
+        reader.channel.close();
         Ok(())
     }
 
@@ -415,12 +409,12 @@ impl AgentBootstrap<'_> {
         if answer != "done" {
             return Err(self.build_copy_error(&answer, &mut reader));
         }
-        _ = reader.channel.close();
+        reader.channel.close();
         Ok(())
     }
 
     /// Sends the bytes of the executable to the command of a channel, then the end of the input.
-    fn send_executable(&self, channel: &mut Channel) -> Result<(), ExecutableSendError> {
+    fn send_executable(&self, channel: &mut SshChannel) -> Result<(), ExecutableSendError> {
         use std::os::unix::fs::FileExt;
         let file = &self.executable.file;
         // The file is read at explicit offsets, because copies to several hosts share the
@@ -435,12 +429,12 @@ impl AgentBootstrap<'_> {
             channel.write_all(&chunk[..n]).map_err(|_| ExecutableSendError::Remote)?;
             offset += n as u64;
         }
-        channel.send_eof().map_err(|_| ExecutableSendError::Remote)
+        channel.end_input().map_err(|_| ExecutableSendError::Remote)
     }
 
     /// Builds the error for an answer `fail STEP CODE` of the copy script.
     fn build_copy_error(&self, answer: &str, reader: &mut ChannelReader) -> Diagnostic {
-        let (_, stderr) = reader.wait_for_exit();
+        let (_, stderr) = reader.channel.wait_for_exit();
         let failure = classify_copy_failure(answer, &stderr);
         let diagnostic = self.build_error(failure.code, failure.message + &quote_tail(stderr.as_bytes()));
         match failure.help {
@@ -495,7 +489,7 @@ fn find_bytes(text: &[u8], part: &[u8]) -> Option<usize> {
 
 /// Reads lines from an SSH channel, and keeps the bytes that follow the last returned line.
 struct ChannelReader {
-    channel: Channel,
+    channel: SshChannel,
     /// The bytes that were received and not returned yet.
     unread: Vec<u8>,
 }
@@ -520,15 +514,5 @@ impl ChannelReader {
                 n => self.unread.extend(&chunk[..n]),
             }
         }
-    }
-
-    /// Waits for the end of the channel's command. Returns the exit code of the command (-1 if
-    /// unknown) and the first [`MAX_STDERR_BYTES`] of its stderr.
-    fn wait_for_exit(&mut self) -> (i32, String) {
-        let mut stderr = Vec::new();
-        _ = self.channel.stream(STDERR).take(MAX_STDERR_BYTES).read_to_end(&mut stderr);
-        _ = self.channel.send_eof();
-        let code = self.channel.wait_close().and_then(|()| self.channel.exit_status()).unwrap_or(-1);
-        (code, String::from_utf8_lossy(&stderr).into_owned())
     }
 }

@@ -2,6 +2,10 @@
 //!
 //! Every command is `exec /bin/sh -c '…'` without single quotes, `!` or backslashes inside, which
 //! any login shell (sh, bash, zsh, ksh, csh, fish) passes on unchanged.
+//!
+//! Through OpenSSH's client, one shell runs all scripts of a host. Scripts that change the
+//! environment therefore run in a subshell, and a script that fails ends the shell, which would
+//! otherwise take the rest of the executable for scripts.
 use std::net::SocketAddr;
 
 /// The time limit for getting the executable from one address of another host, in seconds.
@@ -50,7 +54,7 @@ pub(super) fn build_fetch_script(
         .collect();
     let addresses = addresses.join(" ");
     format!(
-        "LC_ALL=C; export LC_ALL; umask 077; {SET_CACHE_DIR}; f=$d/{hash}; t=$d/.{marker}; \
+        "( LC_ALL=C; export LC_ALL; umask 077; {SET_CACHE_DIR}; f=$d/{hash}; t=$d/.{marker}; \
          mkdir -p \"$d\" || {directory}; : > \"$t\" || {write}; \
          for p in bash cat sha256sum timeout; do command -v $p > /dev/null || {fetch}; done; \
          n=0; for a in {addresses}; do \
@@ -58,7 +62,7 @@ pub(super) fn build_fetch_script(
          if [ $(wc -c < \"$t\") -eq {size} ]; then n=1; break; fi; done; \
          [ $n -eq 1 ] || {fetch}; h=$(sha256sum < \"$t\") || {wrong}; [ \"${{h%% *}}\" = {sha256} ] || {wrong}; \
          chmod 700 \"$t\" || {write}; h=$(\"$t\" agent --own-hash) || {run}; \
-         [ \"$h\" = {hash} ] || {wrong}; mv -f \"$t\" \"$f\" || {place}; echo; echo {marker} done"
+         [ \"$h\" = {hash} ] || {wrong}; mv -f \"$t\" \"$f\" || {place}; echo; echo {marker} done ) || exit 1"
     )
 }
 
@@ -69,11 +73,11 @@ pub(super) fn build_copy_script(marker: &str, hash: &str, size: u64) -> String {
     let (directory, write, short, run, wrong, place) =
         (fail("directory"), fail("write"), fail("size"), fail("run"), fail("hash"), fail("place"));
     format!(
-        "LC_ALL=C; export LC_ALL; umask 077; {SET_CACHE_DIR}; f=$d/{hash}; t=$d/.{marker}; \
+        "( LC_ALL=C; export LC_ALL; umask 077; {SET_CACHE_DIR}; f=$d/{hash}; t=$d/.{marker}; \
          mkdir -p \"$d\" || {directory}; : > \"$t\" || {write}; echo; echo {marker} ready; \
-         cat > \"$t\" || {write}; [ $(wc -c < \"$t\") -eq {size} ] || {short}; \
+         head -c {size} > \"$t\" || {write}; [ $(wc -c < \"$t\") -eq {size} ] || {short}; \
          chmod 700 \"$t\" || {write}; h=$(\"$t\" agent --own-hash) || {run}; \
-         [ \"$h\" = {hash} ] || {wrong}; mv -f \"$t\" \"$f\" || {place}; echo; echo {marker} done"
+         [ \"$h\" = {hash} ] || {wrong}; mv -f \"$t\" \"$f\" || {place}; echo; echo {marker} done ) || exit 1"
     )
 }
 

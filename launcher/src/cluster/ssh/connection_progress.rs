@@ -38,6 +38,8 @@ struct ProgressState {
     exit_status: Option<ExitStatus>,
     /// The output of the login shell before the agent answered.
     shell_output: String,
+    /// The client that carries the connection, if it is not the built-in client.
+    client: Option<String>,
 }
 
 impl ConnectionProgress {
@@ -66,9 +68,18 @@ impl ConnectionProgress {
         self.lock_state().stage = stage;
     }
 
-    /// Records the text that the login shell printed before the agent answered.
+    /// Records the client that carries the connection, which is not the built-in client.
+    pub(super) fn set_client(&self, client: Option<String>) {
+        self.lock_state().client = client;
+    }
+
+    /// Records the text that the login shell printed before the agent answered. Keeps an earlier
+    /// text if there is no new one, because several scripts may run in one shell.
     pub(super) fn set_shell_output(&self, output: &[u8]) {
-        self.lock_state().shell_output = String::from_utf8_lossy(output).trim().to_owned();
+        let text = String::from_utf8_lossy(output).trim().to_owned();
+        if !text.is_empty() {
+            self.lock_state().shell_output = text;
+        }
     }
 
     /// Records a duplicate of `socket`, which [`RemoteConnection::abort`] shuts down. If the
@@ -136,5 +147,9 @@ impl RemoteConnection for Arc<ConnectionProgress> {
 
     fn shell_output(&self) -> String {
         self.lock_state().shell_output.clone()
+    }
+
+    fn client(&self) -> Option<String> {
+        self.lock_state().client.clone()
     }
 }

@@ -7,11 +7,12 @@
 //! another one.
 use super::{
     bootstrap::{self, AgentStart, Executable, RemoteAgent},
-    connect,
+    client_notice::{ClientNotice, NoticeStream, describe_client},
     connection_progress::ConnectionProgress,
     connection_threads::{ConnectionThreads, ThreadTask},
-    relay,
+    openssh::{list_running_children, record_child_exit},
     ssh_error::build_ssh_error,
+    ssh_session::SshSession,
     target::{SshTarget, TargetResolver},
     tree::{TreeHub, TreePlace, TreeSettings},
 };
@@ -23,7 +24,7 @@ use diagnostic::{
     Diagnostic,
     codes::{host, ssh},
 };
-use jobspec::{JobSpec, hosts::HostAddress};
+use jobspec::{JobSpec, SshClient, hosts::HostAddress};
 use protocol::control::ExitStatus;
 use std::{
     collections::HashMap,
@@ -32,7 +33,7 @@ use std::{
     sync::{Arc, Condvar, Mutex, PoisonError},
     time::Duration,
 };
-use tokio::net::UnixStream;
+use tokio::{net::UnixStream, sync::oneshot};
 
 /// The largest number of connections that are set up simultaneously through jump hosts. All of them
 /// may use one jump host, whose sshd by default drops connections from the eleventh on
@@ -46,6 +47,10 @@ const COPIES_PER_FANOUT: u32 = 2;
 /// duplicate.
 const SETUP_DESCRIPTORS: u64 = 2;
 
+/// The number of file descriptors that a connection through OpenSSH's client needs in addition: its
+/// log and its stderr.
+const CLIENT_DESCRIPTORS: u64 = 2;
+
 /// The transport that starts agents on other hosts over SSH.
 pub(crate) struct SshTransport {
     /// The hosts by their names in the job.
@@ -57,6 +62,9 @@ pub(crate) struct SshTransport {
     tree: Option<Arc<TreeHub>>,
     fanout: u32,
     threads: Arc<ConnectionThreads<SshConnection>>,
+    /// The number of file descriptors of each connection.
+    connection_descriptors: u64,
+    notice: Arc<ClientNotice>,
 }
 
 /// The limits of connections that are set up simultaneously.
@@ -101,6 +109,11 @@ impl SshTransport {
             })),
             tree: tree.map(Arc::new),
             fanout: spec.fanout,
+            connection_descriptors: match spec.client {
+                SshClient::Builtin => DESCRIPTORS_PER_CONNECTION,
+                SshClient::Auto | SshClient::OpenSsh => DESCRIPTORS_PER_CONNECTION + CLIENT_DESCRIPTORS,
+            },
+            notice: Arc::default(),
         })
     }
 
@@ -123,7 +136,7 @@ impl SshTransport {
     fn spawn_connection(&self, host: &HostAddress) -> io::Result<AgentProcess> {
         let (progress, start_steps) = ConnectionProgress::new();
         let progress = Arc::new(progress);
-        let (process, carrier) = match &self.tree {
+        let (mut process, carrier) = match &self.tree {
             Some(tree) => {
                 let stream = tree.open_stream(&host.name_with_port(), progress.clone());
                 let process = AgentProcess {
@@ -149,8 +162,12 @@ impl SshTransport {
                 (process, StreamCarrier::Direct { control: control_end, stderr: stderr_end })
             }
         };
+        let (notice_sender, stderr) = NoticeStream::new(process.stderr);
+        process.stderr = Box::new(stderr);
         let connection = SshConnection {
             host: host.clone(),
+            notice: self.notice.clone(),
+            notice_sender: Some(notice_sender),
             resolver: self.resolver.clone(),
             executable: self.executable,
             limits: self.limits.clone(),
@@ -181,12 +198,20 @@ impl Transport for SshTransport {
     fn count_descriptors(&self, hosts: usize) -> u64 {
         let connections = u64::from(self.fanout).min(hosts as u64);
         match self.tree {
-            None => hosts as u64 * DESCRIPTORS_PER_CONNECTION,
+            None => hosts as u64 * self.connection_descriptors,
             Some(_) => {
                 let setups = u64::from(1 + COPIES_PER_FANOUT) * SETUP_DESCRIPTORS;
-                connections * (DESCRIPTORS_PER_CONNECTION + setups)
+                connections * (self.connection_descriptors + setups)
             }
         }
+    }
+
+    fn child_processes(&self) -> Vec<u32> {
+        list_running_children()
+    }
+
+    fn record_child_exit(&mut self, pid: u32, status: ExitStatus) {
+        record_child_exit(pid, status);
     }
 
     fn update_hosts(&mut self, hosts: &[HostAddress]) {
@@ -206,6 +231,9 @@ enum StreamCarrier {
 /// The connection to one host, owned by the thread of the connection.
 struct SshConnection {
     host: HostAddress,
+    notice: Arc<ClientNotice>,
+    /// Passes the notice on to the stderr of the agent, which begins with it.
+    notice_sender: Option<oneshot::Sender<String>>,
     resolver: Arc<TargetResolver>,
     executable: &'static Executable,
     limits: Arc<ConnectionLimits>,
@@ -226,8 +254,15 @@ impl ThreadTask for SshConnection {
     /// Starts the agent and relays its streams. Blocks until the connection has ended, and records
     /// the result in `progress`. The connection ends with the agent, or once the agent is connected
     /// with another one.
-    fn run(self) {
-        let (failure, status) = match self.start_and_relay_agent() {
+    fn run(mut self) {
+        let target = self.resolver.resolve_target(&self.host);
+        self.progress.set_client(target.as_ref().ok().and_then(describe_client));
+        let notice = target.as_ref().ok().and_then(|target| self.notice.take_text(target));
+        if let (Some(sender), Some(text)) = (self.notice_sender.take(), notice) {
+            // An error means that the controller no longer waits for the agent.
+            _ = sender.send(text);
+        }
+        let (failure, status) = match target.and_then(|target| self.start_and_relay_agent(&target)) {
             Ok(status) => (None, status),
             Err(failure) => (Some(failure), None),
         };
@@ -246,20 +281,19 @@ impl SshConnection {
     /// Starts the agent and relays its streams until the agent ends, or connects the agent with
     /// another one. Returns the agent's exit status, or `None` if the host does not report it.
     /// Fails if the connection is lost.
-    fn start_and_relay_agent(&self) -> diagnostic::Result<Option<ExitStatus>> {
-        let target = self.resolver.resolve_target(&self.host)?;
+    fn start_and_relay_agent(&self, target: &SshTarget) -> diagnostic::Result<Option<ExitStatus>> {
         match &self.carrier {
             StreamCarrier::Direct { control, stderr } => {
-                let (session, agent) = self.start_agent(&target, None)?;
-                relay_agent(&target, &session, agent, control, stderr)
+                let (session, agent) = self.start_agent(target, None)?;
+                session.relay(target, agent.channel, agent.leftover, (control, stderr))
             }
             StreamCarrier::Tree { tree, stream, place } => {
                 let place =
                     place.clone().or_else(|| tree.wait_for_place(*stream, || self.progress.is_aborted()));
                 self.progress.check_not_aborted(&target.name)?;
                 let Some(place) = place else { return Ok(None) };
-                let (session, agent) = self.start_agent(&target, Some(tree))?;
-                self.join_tree(&target, (&session, agent), tree, *stream, place)
+                let (session, agent) = self.start_agent(target, Some(tree))?;
+                self.join_tree(target, (&session, agent), tree, *stream, place)
             }
         }
     }
@@ -269,7 +303,7 @@ impl SshConnection {
     fn join_tree(
         &self,
         target: &SshTarget,
-        (session, agent): (&ssh2::Session, RemoteAgent),
+        (session, agent): (&SshSession, RemoteAgent),
         tree: &TreeHub,
         stream: StreamId,
         place: TreePlace,
@@ -288,7 +322,9 @@ impl SshConnection {
                     build_ssh_error(target, ssh::SSH_SESSION_LIMIT, message).with_cause(&error)
                 })?;
                 tree.add_root(tree.build_setup(stream, &target.name, Vec::new()), control, stderr);
-                self.threads.run_long(|| relay_agent(target, session, agent, &control_end, &stderr_end))
+                self.threads.run_long(|| {
+                    session.relay(target, agent.channel, agent.leftover, (&control_end, &stderr_end))
+                })
             }
         }
     }
@@ -300,16 +336,16 @@ impl SshConnection {
         &self,
         target: &SshTarget,
         tree: Option<&Arc<TreeHub>>,
-    ) -> diagnostic::Result<(ssh2::Session, RemoteAgent)> {
+    ) -> diagnostic::Result<(SshSession, RemoteAgent)> {
         let limits = &self.limits;
-        let limit = if target.jumps.is_empty() { &limits.direct } else { &limits.through_jump_hosts };
+        let limit = if target.is_direct() { &limits.direct } else { &limits.through_jump_hosts };
         let mut turn = Some(limit.try_acquire_permit().unwrap_or_else(|| {
             self.progress.report_start_step(StartStep::Waiting);
             limit.acquire_permit()
         }));
         self.progress.report_start_step(StartStep::Started);
         self.progress.check_not_aborted(&target.name)?;
-        let session = connect::open_session(target, &self.progress)?;
+        let session = SshSession::open(target, &self.progress)?;
         let mut copy_turn = None;
         let begin_copy = || {
             if tree.is_some() {
@@ -323,23 +359,6 @@ impl SshConnection {
         drop((turn, copy_turn));
         Ok((session, agent))
     }
-}
-
-/// Relays the streams of an agent until the agent ends. Returns the agent's exit status, or `None`
-/// if the host does not report it. Fails if the connection is lost.
-fn relay_agent(
-    target: &SshTarget,
-    session: &ssh2::Session,
-    agent: RemoteAgent,
-    control: &StdStream,
-    stderr: &StdStream,
-) -> diagnostic::Result<Option<ExitStatus>> {
-    relay::relay_channel(session, agent.channel, control, Some(stderr), agent.leftover).map_err(|error| {
-        let message = format!("the SSH connection to host {} was lost", target.name);
-        build_ssh_error(target, ssh::SSH_CONNECTION_LOST, message)
-            .with_cause(&error)
-            .with_help("check that the host is up and reachable")
-    })
 }
 
 /// A limit of the connections that are set up simultaneously, as a semaphore.

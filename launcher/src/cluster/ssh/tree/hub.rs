@@ -291,6 +291,10 @@ impl RemoteConnection for TreeConnection {
     fn shell_output(&self) -> String {
         self.progress.shell_output()
     }
+
+    fn client(&self) -> Option<String> {
+        self.progress.client()
+    }
 }
 
 /// A stream at the controller's end.
