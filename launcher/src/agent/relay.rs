@@ -14,13 +14,17 @@ use tokio::{
 
 /// The interval at which an agent that obeys a silent controller is asked again.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
+/// How long messages of a controller that has ended may still arrive at an agent of a tree, and
+/// take until the agent processes them. A controller that is alive sends heartbeats more often.
+const MAX_MESSAGE_DELAY: Duration = Duration::from_secs(4);
 
 /// Passes the request of a controller to the agent that is alive on this host, and then copies the
 /// bytes of both directions until one side ends. Answers the request with a rejection if no agent
 /// can be reached. `input` and `output` are the control connection to the controller.
 ///
 /// In a tree, agents learn only from silence that their controller has ended. With `in_tree`, the
-/// agent is asked again until it obeys the new controller, or until the old one has sent a message.
+/// agent is asked again until it obeys the new controller, or until the old one has sent a message
+/// that is no late one.
 pub(super) async fn relay_to_agent(
     request: AttachRequest,
     in_tree: bool,
@@ -55,9 +59,10 @@ pub(super) async fn relay_to_agent(
 async fn request_adoption(
     request: &AttachRequest,
 ) -> Result<(FromAgent, (SocketReader, SocketWriter)), AttachRejection> {
-    let deadline = Instant::now() + ATTACH_TIMEOUT;
-    let mut silence_ms = None;
+    let start = Instant::now();
+    let deadline = start + ATTACH_TIMEOUT;
     loop {
+        let elapsed = start.elapsed();
         let (mut from_agent, to_agent) = connect_to_agent(request).await?;
         let answer = timeout_at(deadline, read_frame(&mut from_agent)).await.ok().and_then(Result::ok);
         let answer = answer.flatten().ok_or_else(|| {
@@ -67,12 +72,40 @@ async fn request_adoption(
         })?;
         match &answer {
             FromAgent::NotAdopted(AttachRejection::Controlled { silent_ms, .. })
-                if silence_ms.is_none_or(|earlier| *silent_ms > earlier) && Instant::now() < deadline =>
+                if !proves_controller(elapsed, Duration::from_millis(*silent_ms))
+                    && Instant::now() + RETRY_INTERVAL < deadline =>
             {
-                silence_ms = Some(*silent_ms);
                 sleep(RETRY_INTERVAL).await;
             }
             _ => return Ok((answer, (from_agent, to_agent))),
         }
+    }
+}
+
+/// Returns whether the controller of an agent is alive, because its last message has arrived long
+/// after the first request. `elapsed` is the time from the first request to the present one, and
+/// `silence` is the time since the last message. A silence of zero proves nothing: an agent that
+/// has just been adopted, and got no message since, reports it, too.
+fn proves_controller(elapsed: Duration, silence: Duration) -> bool {
+    !silence.is_zero() && elapsed.saturating_sub(silence) > MAX_MESSAGE_DELAY
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::leases::HEARTBEAT_INTERVAL;
+
+    #[test]
+    fn late_messages_of_a_controller_that_has_ended_do_not_prove_that_it_is_alive() {
+        let check = |elapsed_ms, silent_ms| {
+            proves_controller(Duration::from_millis(elapsed_ms), Duration::from_millis(silent_ms))
+        };
+        // The last message arrives after two seconds, and the silence grows from then on.
+        for (elapsed_ms, silent_ms) in [(0, 900), (500, 1400), (2000, 1), (2500, 500), (9000, 7000)] {
+            assert!(!check(elapsed_ms, silent_ms), "{elapsed_ms} {silent_ms}");
+        }
+        assert!(!check(20_000, 0), "an agent without heartbeats");
+        let limit_ms = (MAX_MESSAGE_DELAY + HEARTBEAT_INTERVAL).as_millis() as u64;
+        assert!((1..1000).all(|silent_ms| check(limit_ms, silent_ms)));
     }
 }
