@@ -287,25 +287,23 @@ impl TreeNode {
         }
     }
 
-    /// Executes the actions of the router, and those that follow from them.
+    /// Executes the actions of the router, and those that follow from them. Handles links that were
+    /// closed because their queues were full.
     fn execute_actions(&mut self) {
         loop {
-            let actions = self.router.take_actions();
-            if actions.is_empty() {
+            let (actions, overflowed) = (self.router.take_actions(), self.links.take_overflowed());
+            if actions.is_empty() && overflowed.is_empty() {
                 return;
             }
             actions.into_iter().for_each(|action| self.execute_action(action));
+            overflowed.into_iter().for_each(|link| self.handle_closed_link(link));
         }
     }
 
     /// Executes one action of the router.
     fn execute_action(&mut self, action: RouterAction) {
         match action {
-            RouterAction::Send(link, frame) => {
-                if self.links.send(link, frame) {
-                    self.handle_closed_link(link);
-                }
-            }
+            RouterAction::Send(link, frame) => self.links.send(link, frame),
             RouterAction::Deliver(_, bytes) => {
                 if let Some(local) = &self.local {
                     local.deliver(bytes);

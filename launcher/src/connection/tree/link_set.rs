@@ -62,6 +62,8 @@ pub(crate) struct LinkSet {
     links: HashMap<LinkId, Link>,
     /// The number of links so far.
     count: LinkId,
+    /// The links that were closed because their queues were full, and not reported yet.
+    overflowed: Vec<LinkId>,
 }
 
 impl LinkSet {
@@ -84,18 +86,23 @@ impl LinkSet {
         id
     }
 
-    /// Sends a frame on a link. Closes a link whose queue is full, and returns whether that has
-    /// happened. Never blocks.
-    pub(crate) fn send(&mut self, link: LinkId, frame: TreeFrame) -> bool {
-        let Some(target) = self.links.get(&link) else { return false };
+    /// Sends a frame on a link. Closes a link whose queue is full, which
+    /// [`LinkSet::take_overflowed`] reports. Never blocks.
+    pub(crate) fn send(&mut self, link: LinkId, frame: TreeFrame) {
+        let Some(target) = self.links.get(&link) else { return };
         let size = measure_frame(&frame);
         if target.queued.fetch_add(size, Ordering::Relaxed) + size > MAX_QUEUED_BYTES {
             self.close(link);
-            return true;
+            self.overflowed.push(link);
+            return;
         }
         // An error means that the link has ended, which its reader reports.
         _ = target.queue.try_send(frame);
-        false
+    }
+
+    /// Takes the list of links that were closed because their queues were full.
+    pub(crate) fn take_overflowed(&mut self) -> Vec<LinkId> {
+        std::mem::take(&mut self.overflowed)
     }
 
     /// Records that a frame has arrived on a link. Returns whether the link is open.
@@ -205,4 +212,32 @@ async fn write_link(
         }
     }
     _ = output.shutdown().await;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::connection::tree::frame::StreamBytes;
+
+    #[tokio::test]
+    async fn a_link_whose_queue_is_full_is_closed_and_reported_once() {
+        let (mut links, (inbox, _frames)) = (LinkSet::default(), mpsc::channel(1));
+        // The neighbours read nothing.
+        let (near, _far) = tokio::io::duplex(1 << 10);
+        let (input, output) = tokio::io::split(near);
+        let full = links.add(input, output, inbox.clone());
+        let (near, _other_far) = tokio::io::duplex(1 << 10);
+        let (input, output) = tokio::io::split(near);
+        let other = links.add(input, output, inbox);
+        let data = || TreeFrame::Data { stream: 1, offset: 0, bytes: StreamBytes(vec![0; 1 << 20]) };
+        for _ in 1..MAX_QUEUED_BYTES >> 20 {
+            links.send(full, data());
+        }
+        assert!(links.take_overflowed().is_empty());
+        links.send(full, data());
+        // The link does not exist any more.
+        links.send_heartbeats();
+        assert_eq!((links.take_overflowed(), links.take_overflowed()), (vec![full], Vec::new()));
+        assert_eq!(links.list(None), [other]);
+    }
 }

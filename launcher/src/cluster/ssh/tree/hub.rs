@@ -444,25 +444,23 @@ impl HubLoop {
         }
     }
 
-    /// Executes the actions of the router, and those that follow from them.
+    /// Executes the actions of the router, and those that follow from them. Handles links that were
+    /// closed because their queues were full.
     fn execute_actions(&mut self) {
         loop {
-            let actions = self.router.take_actions();
-            if actions.is_empty() {
+            let (actions, overflowed) = (self.router.take_actions(), self.links.take_overflowed());
+            if actions.is_empty() && overflowed.is_empty() {
                 return;
             }
             actions.into_iter().for_each(|action| self.execute_action(action));
+            overflowed.into_iter().for_each(|link| self.remove_root(link));
         }
     }
 
     /// Executes one action of the router.
     fn execute_action(&mut self, action: RouterAction) {
         match action {
-            RouterAction::Send(link, frame) => {
-                if self.links.send(link, frame) {
-                    self.remove_root(link);
-                }
-            }
+            RouterAction::Send(link, frame) => self.links.send(link, frame),
             RouterAction::Deliver(stream, bytes) => {
                 if let Some(state) = self.streams.get(&stream) {
                     state.local.deliver(bytes);
