@@ -38,8 +38,8 @@ use std::{
 
 /// The time limit for an answer of a shell or of the executable, in milliseconds.
 const ANSWER_TIMEOUT_MS: u32 = 30_000;
-/// The time limit for sending one chunk of the executable, in milliseconds.
-const SEND_TIMEOUT_MS: u32 = 60_000;
+/// The time for which a host may take no bytes of the executable.
+const SEND_TIMEOUT: Duration = Duration::from_secs(60);
 /// The lowest rate at which the executable may be copied to a host, in bytes per second. The time
 /// limit of a copy grows with the size of the executable.
 const MIN_COPY_RATE: u64 = 128 << 10;
@@ -399,7 +399,6 @@ impl AgentBootstrap<'_> {
         if answer != "ready" {
             return Err(self.build_copy_error(&answer, &mut reader));
         }
-        self.session.set_timeout(SEND_TIMEOUT_MS);
         let answer = match self.send_executable(&mut reader.channel) {
             // If the host stopped reading, its answer is the reason. If the connection failed, the
             // next read fails, too.
@@ -426,7 +425,8 @@ impl AgentBootstrap<'_> {
             if n == 0 {
                 break;
             }
-            channel.write_all(&chunk[..n]).map_err(|_| ExecutableSendError::Remote)?;
+            let written = self.session.write_input(channel, &chunk[..n], SEND_TIMEOUT);
+            written.map_err(|_| ExecutableSendError::Remote)?;
             offset += n as u64;
         }
         channel.end_input().map_err(|_| ExecutableSendError::Remote)

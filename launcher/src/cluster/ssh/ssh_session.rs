@@ -12,13 +12,18 @@ use diagnostic::{Diagnostic, codes::ssh};
 use protocol::control::ExitStatus;
 use ssh2::{Channel, Session};
 use std::{
+    cell::RefCell,
     io::{self, Read, Write},
     os::unix::net::UnixStream,
     sync::Arc,
+    time::{Duration, Instant},
 };
 
 /// The number of bytes that are read from the stderr of a remote command. Later bytes are ignored.
 const MAX_STDERR_BYTES: u64 = 8 << 10;
+/// The interval at which a write that the host does not take checks whether the host has answered,
+/// in milliseconds.
+const WRITE_INTERVAL_MS: u32 = 200;
 
 /// A connection to a host on which a user is logged in.
 pub(super) enum SshSession {
@@ -44,6 +49,47 @@ impl SshSession {
             SshSession::Builtin(session) => session.set_timeout(timeout_ms),
             SshSession::OpenSsh(session) => session.set_timeout_ms(timeout_ms),
         }
+    }
+
+    /// Writes bytes to the input of a script that answers only after all of its input, or because
+    /// it has failed. Blocks. Fails if the host takes no bytes for `limit`, and soon after an answer
+    /// of the script if the host takes no bytes. (sshd closes the channel of a script that has
+    /// ended, but a blocking write of libssh2 does not notice that.)
+    pub(super) fn write_input(
+        &self,
+        channel: &mut SshChannel,
+        mut bytes: &[u8],
+        limit: Duration,
+    ) -> io::Result<()> {
+        let limit_ms = limit.as_millis() as u32;
+        let (session, channel) = match (self, channel) {
+            (SshSession::Builtin(session), SshChannel::Builtin(channel)) => (session, channel),
+            (_, channel) => {
+                self.set_timeout(limit_ms);
+                return channel.write_all(bytes);
+            }
+        };
+        session.set_timeout(WRITE_INTERVAL_MS);
+        let channel = RefCell::new(channel);
+        let has_answered = || {
+            let channel = channel.borrow();
+            channel.eof() || channel.read_window().available > 0
+        };
+        let mut result = Ok(());
+        while !bytes.is_empty() && result.is_ok() {
+            // An attempt that has failed is repeated with the same bytes, as libssh2 requires.
+            let written = write_unless_answered(limit, || channel.borrow_mut().write(bytes), has_answered);
+            result = match written {
+                Ok(0) => Err(io::ErrorKind::WriteZero.into()),
+                Ok(count) => {
+                    bytes = &bytes[count..];
+                    Ok(())
+                }
+                Err(error) => Err(error),
+            };
+        }
+        session.set_timeout(limit_ms);
+        result
     }
 
     /// Runs a script of one line on the host. Blocks.
@@ -88,6 +134,30 @@ impl SshSession {
             }
             (_, SshChannel::OpenSsh(channel)) => relay_streams(&channel, target, local, stderr, leftover),
             (SshSession::OpenSsh(_), SshChannel::Builtin(_)) => Err(lost(io::ErrorKind::InvalidInput.into())),
+        }
+    }
+}
+
+/// Waits with `try_write`, which fails with the kind `TimedOut` after a short time, until the host
+/// takes bytes. Returns the number of bytes. Fails after `limit`, and as soon as `has_answered`
+/// returns `true`: the host then takes no more bytes.
+fn write_unless_answered(
+    limit: Duration,
+    mut try_write: impl FnMut() -> io::Result<usize>,
+    has_answered: impl Fn() -> bool,
+) -> io::Result<usize> {
+    let deadline = Instant::now() + limit;
+    loop {
+        match try_write() {
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                if has_answered() {
+                    return Err(io::ErrorKind::BrokenPipe.into());
+                }
+                if Instant::now() >= deadline {
+                    return Err(error);
+                }
+            }
+            result => return result,
         }
     }
 }
@@ -171,5 +241,28 @@ impl Write for SshChannel {
             SshChannel::Builtin(channel) => channel.flush(),
             SshChannel::OpenSsh(channel) => channel.flush(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    #[test]
+    fn a_write_ends_soon_after_an_answer_of_the_host() {
+        let attempts = Cell::new(0);
+        let block = || {
+            attempts.set(attempts.get() + 1);
+            Err(io::ErrorKind::TimedOut.into())
+        };
+        let limit = Duration::from_secs(60);
+        let error = write_unless_answered(limit, block, || attempts.get() == 3).expect_err("no space");
+        assert_eq!((error.kind(), attempts.get()), (io::ErrorKind::BrokenPipe, 3));
+        let error = write_unless_answered(Duration::ZERO, block, || false).expect_err("no answer");
+        assert_eq!((error.kind(), attempts.get()), (io::ErrorKind::TimedOut, 4));
+        // A slow host takes bytes at the second attempt.
+        let retry = || if attempts.replace(9) == 9 { Ok(7) } else { block() };
+        assert_eq!(write_unless_answered(limit, retry, || false).ok(), Some(7));
     }
 }
