@@ -309,7 +309,10 @@ impl SshConnection {
         place: TreePlace,
     ) -> diagnostic::Result<Option<ExitStatus>> {
         match place {
-            TreePlace::Below(parents) => {
+            TreePlace::Below(planned) => {
+                // Agents may have ended, and others become ready, while this one was started.
+                let present = tree.list_parents(stream);
+                let parents = if present.is_empty() { planned } else { present };
                 let setup = tree.build_setup(stream, &target.name, parents);
                 let start =
                     AgentStart { target, session, executable: self.executable, progress: &self.progress };

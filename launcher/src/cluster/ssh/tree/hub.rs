@@ -209,6 +209,12 @@ impl TreeHub {
         self.planner.wait_for(&self.planner.places, |planner| planner.place(stream), is_given_up)
     }
 
+    /// Lists the agents to which the agent of a stream may connect now. The list is empty for an
+    /// agent that is connected with the controller, and if no agent accepts others.
+    pub(crate) fn list_parents(&self, stream: StreamId) -> Vec<TreeParent> {
+        self.planner.lock().list_parents_of(stream)
+    }
+
     /// Waits until a host that has the executable, or the controller, can send it. Returns `None`
     /// if the start was given up.
     pub(crate) fn wait_for_source(&self, is_given_up: impl Fn() -> bool) -> Option<TreeSource> {
@@ -487,6 +493,11 @@ impl HubLoop {
             }
             RouterAction::Ready(stream, addresses) => {
                 self.planner.change(|planner| planner.mark_ready(stream, addresses));
+                // Lists that were sent while the agent had no way to the controller are lost.
+                let parents = self.planner.lock().list_parents_of(stream);
+                if !parents.is_empty() {
+                    self.router.send_parents(stream, parents);
+                }
             }
             // Frames to agents only.
             RouterAction::SetParents(_) => {}
@@ -548,3 +559,7 @@ async fn write_stderr(mut output: DuplexStream, mut lines: mpsc::Receiver<String
         }
     }
 }
+
+#[cfg(test)]
+#[path = "hub_tests.rs"]
+mod tests;

@@ -107,6 +107,13 @@ impl TreePlanner {
         Some(TreePlace::Below(self.list_parents(parent)))
     }
 
+    /// Lists the agents to which the agent of a stream may connect. The list is empty for an agent
+    /// that is connected with the controller.
+    pub(crate) fn list_parents_of(&self, stream: StreamId) -> Vec<TreeParent> {
+        let parent = self.agents.get(&stream).and_then(|agent| agent.parent);
+        parent.map(|parent| self.list_parents(parent)).unwrap_or_default()
+    }
+
     /// Lists the agents to which an agent below `parent` may connect: its neighbour above, those
     /// above that, and some of the first level.
     fn list_parents(&self, parent: StreamId) -> Vec<TreeParent> {
