@@ -31,6 +31,9 @@ use tokio::{
 const CHANNEL_CAPACITY: usize = 64;
 /// The time limit for the first message of the controller, in which the agent learns its place.
 const SETUP_TIMEOUT: Duration = Duration::from_secs(30);
+/// The part of a link's lease after which the controller counts as silent, as a fraction. The agents
+/// below then have the rest of `run.host_lease` to find another way to the controller.
+const CONTROLLER_SILENCE: (u32, u32) = (3, 5);
 /// The interval at which a node that is about to end checks whether it may.
 const END_INTERVAL: Duration = Duration::from_millis(20);
 /// How long a node that is about to end waits until the other end has received its stream.
@@ -133,7 +136,8 @@ async fn start_node(input: OwnedFd, output: OwnedFd) -> diagnostic::Result<(Tree
         from_children: mpsc::channel(CHANNEL_CAPACITY),
         reconnected: mpsc::channel(1),
         attempt: None,
-        silence_reported: None,
+        reports_silence: false,
+        silence_heard_at: None,
         stderr: mpsc::channel(CHANNEL_CAPACITY),
         accepted,
         events,
@@ -183,9 +187,11 @@ struct TreeNode {
     reconnected: ChannelEnds<diagnostic::Result<NeighbourLink>>,
     /// The task that connects to another agent.
     attempt: Option<JoinHandle<()>>,
-    /// When the agents below were last informed that nothing arrives from the controller; `None` if
-    /// something arrives.
-    silence_reported: Option<Instant>,
+    /// Whether the agents below are informed that nothing arrives from the controller.
+    reports_silence: bool,
+    /// When the neighbour above last reported that it hears nothing from the controller; `None` if
+    /// it has not, or if it hears the controller again.
+    silence_heard_at: Option<Instant>,
     /// Delivers what the agent writes to its standard error.
     stderr: ChannelEnds<String>,
     /// Delivers the connections of agents below.
@@ -235,9 +241,9 @@ impl TreeNode {
                 },
                 _ = &mut ending, if ends_since.is_none() => ends_since = Some(Instant::now()),
                 () = sleep_until(next_tick) => {
-                    let is_late = next_tick.elapsed() > lease / 2;
+                    let lateness = next_tick.elapsed();
                     next_tick = Instant::now() + interval;
-                    self.check_links(lease, is_late);
+                    self.check_links(lease, lateness);
                 }
             }
         }
@@ -246,22 +252,25 @@ impl TreeNode {
         self.links.finish().await;
     }
 
-    /// Sends signs of life, and closes links from which nothing has arrived for too long. Links
-    /// whose frames may be waiting are not closed: all of them after this process was suspended
-    /// (`is_late`), and those to the agents below while too many frames wait for the uplink.
-    fn check_links(&mut self, lease: Duration, is_late: bool) {
-        if is_late {
-            self.links.renew(None);
-        } else if self.links.is_congested(self.uplink) {
+    /// Sends signs of life, and closes links from which nothing has arrived for too long. The time
+    /// for which this process did not run (`lateness`) does not count as silence, because frames
+    /// may be waiting. While too many frames wait for the uplink, the links to the agents below are
+    /// not read, and not closed.
+    fn check_links(&mut self, lease: Duration, lateness: Duration) {
+        self.links.excuse(lateness);
+        if self.links.is_congested(self.uplink) {
             self.links.renew(self.uplink);
         }
         self.links.send_heartbeats();
         let controller = self.uplink.filter(|_| self.setup.parents.is_empty());
         let mut silent = self.links.list_silent(lease);
         if let Some(controller) = controller {
-            let before = silent.len();
             silent.retain(|link| *link != controller);
-            self.report_controller_silence(silent.len() < before, lease);
+            let tolerated = lease * CONTROLLER_SILENCE.0 / CONTROLLER_SILENCE.1;
+            self.report_controller_silence(self.links.list_silent(tolerated).contains(&controller));
+        }
+        if self.silence_heard_at.is_some_and(|heard_at| heard_at.elapsed() > lease) {
+            self.end_search();
         }
         for link in silent {
             self.links.close(link);
@@ -271,16 +280,15 @@ impl TreeNode {
     }
 
     /// Handles the silence of the controller, which is suspended or cannot be reached from this
-    /// host. The agent waits. The agents below are asked once per lease to connect to another
+    /// host. The agent waits. The agents below are asked at each heartbeat to connect to another
     /// agent. If the controller is suspended, no other one accepts them.
-    fn report_controller_silence(&mut self, is_silent: bool, lease: Duration) {
-        if !is_silent {
-            if self.silence_reported.take().is_some() {
-                self.listener.set_connected(true);
-            }
-        } else if self.silence_reported.is_none_or(|reported| reported.elapsed() > lease) {
-            self.silence_reported = Some(Instant::now());
-            self.listener.set_connected(false);
+    fn report_controller_silence(&mut self, is_silent: bool) {
+        if is_silent != self.reports_silence {
+            tracing::info!(target: "tree", stream = self.setup.stream, is_silent, "controller");
+            self.reports_silence = is_silent;
+            self.listener.set_connected(!is_silent);
+        }
+        if is_silent {
             for link in self.links.list(self.uplink) {
                 self.links.send(link, TreeFrame::ControllerSilent);
             }
@@ -347,9 +355,11 @@ impl TreeNode {
     /// Makes a connection to another agent the way to the controller, in place of an earlier one.
     fn add_parent(&mut self, stream: NeighbourLink) {
         if let Some(earlier) = self.uplink.take() {
+            tracing::info!(target: "tree", stream = self.setup.stream, "left an agent without a controller");
             self.links.close(earlier);
             self.router.remove_uplink();
         }
+        self.silence_heard_at = None;
         let link = self.links.add(stream.input, stream.output, self.from_uplink.0.clone());
         self.use_uplink(link);
     }
@@ -368,7 +378,7 @@ impl TreeNode {
         self.links.record_input(link);
         match frame {
             Some(TreeFrame::Leave) | None => self.lose_uplink(),
-            Some(TreeFrame::ControllerSilent) => self.try_other_parents(),
+            Some(TreeFrame::ControllerSilent) => self.search_parent(),
             Some(frame) => self.router.receive_from_uplink(frame),
         }
     }
@@ -406,6 +416,7 @@ impl TreeNode {
         if self.setup.parents.is_empty() {
             return self.lose_controller("the SSH connection has ended");
         }
+        self.silence_heard_at = None;
         let (setup, reconnected) = (self.setup.clone(), self.reconnected.0.clone());
         tracing::info!(target: "tree", stream = setup.stream, "connecting to another agent");
         self.set_attempt(async move {
@@ -415,20 +426,29 @@ impl TreeNode {
         });
     }
 
-    /// Connects to another agent in the background if one accepts this one. The present link is
-    /// used until then.
-    fn try_other_parents(&mut self) {
+    /// Tries in the background to connect to another agent, until one accepts this one or the
+    /// neighbour above no longer reports that the controller is silent. The present link is used
+    /// until then.
+    fn search_parent(&mut self) {
+        self.silence_heard_at = Some(Instant::now());
         if self.attempt.as_ref().is_some_and(|attempt| !attempt.is_finished()) {
             return;
         }
         let (setup, reconnected) = (self.setup.clone(), self.reconnected.0.clone());
         self.set_attempt(async move {
-            if let Ok(stream) = parent_link::connect_to_parent(&setup).await {
-                tracing::info!(target: "tree", stream = setup.stream, "left an agent without a controller");
+            if let Ok(stream) = parent_link::reconnect(&setup).await {
                 // An error means that the node has ended.
                 _ = reconnected.send(Ok(stream)).await;
             }
         });
+    }
+
+    /// Ends the search for another agent, because the neighbour above hears the controller again.
+    fn end_search(&mut self) {
+        self.silence_heard_at = None;
+        if let Some(attempt) = self.attempt.take() {
+            attempt.abort();
+        }
     }
 
     /// Starts an attempt to connect to another agent, and ends an earlier one.

@@ -46,8 +46,8 @@ pub(crate) enum TreeFrame {
     /// Downwards: the sender is about to end, or has no connection to the controller. The receiver
     /// connects to another agent.
     Leave,
-    /// Downwards: nothing arrives from the controller. The receiver connects to another agent if
-    /// one accepts it, and otherwise keeps this link.
+    /// Downwards, repeated at each heartbeat: nothing arrives from the controller. The receiver
+    /// connects to another agent as soon as one accepts it, and keeps this link until then.
     ControllerSilent,
     /// Downwards: the agents to which the agent of the stream may connect from now on.
     Parents { stream: StreamId, parents: Vec<TreeParent> },

@@ -138,6 +138,14 @@ impl LinkSet {
         }
     }
 
+    /// Does not count the last `pause` as silence of any link, because this process did not run.
+    pub(crate) fn excuse(&mut self, pause: Duration) {
+        let now = Instant::now();
+        for link in self.links.values_mut() {
+            link.last_heard = (link.last_heard + pause).min(now);
+        }
+    }
+
     /// Counts links, without `except`, as heard from just now, because this process has not read
     /// them before.
     pub(crate) fn renew(&mut self, except: Option<LinkId>) {
@@ -239,5 +247,21 @@ mod tests {
         links.send_heartbeats();
         assert_eq!((links.take_overflowed(), links.take_overflowed()), (vec![full], Vec::new()));
         assert_eq!(links.list(None), [other]);
+    }
+
+    #[tokio::test]
+    async fn a_pause_of_the_process_does_not_count_as_silence() {
+        let (mut links, (inbox, _frames)) = (LinkSet::default(), mpsc::channel(1));
+        let (near, _far) = tokio::io::duplex(1 << 10);
+        let (input, output) = tokio::io::split(near);
+        let link = links.add(input, output, inbox);
+        let minutes = |count: u64| Duration::from_secs(60 * count);
+        links.links.get_mut(&link).expect("the link").last_heard = Instant::now() - minutes(30);
+        links.excuse(minutes(20));
+        assert_eq!((links.list_silent(minutes(11)), links.list_silent(minutes(9))), (vec![], vec![link]));
+        // The pause is longer than the silence.
+        links.excuse(minutes(60));
+        assert_eq!(links.list_silent(minutes(1)), []);
+        assert!(links.links[&link].last_heard <= Instant::now());
     }
 }
