@@ -2,7 +2,7 @@
 use super::attach_socket::{SocketReader, SocketWriter, connect_to_agent};
 use crate::{
     connection::{encode_frame, read_frame},
-    leases::ATTACH_TIMEOUT,
+    leases::ADOPTION_TIMEOUT,
 };
 use diagnostic::{Diagnostic, codes::host};
 use protocol::control::{AttachPurpose, AttachRejection, AttachRequest, FromAgent};
@@ -54,13 +54,13 @@ pub(super) async fn relay_to_agent(
 }
 
 /// Sends the request to the agent again and again, as long as the agent obeys a controller that is
-/// silent, for [`ATTACH_TIMEOUT`] at most. Returns the last answer, and the connection on which it
+/// silent, for `run.host_lease` and [`ADOPTION_TIMEOUT`] at most. Returns the last answer, and the connection on which it
 /// arrived. Fails if there is no answer.
 async fn request_adoption(
     request: &AttachRequest,
 ) -> Result<(FromAgent, (SocketReader, SocketWriter)), AttachRejection> {
     let start = Instant::now();
-    let deadline = start + ATTACH_TIMEOUT;
+    let deadline = start + Duration::from_millis(request.host_lease_ms) + ADOPTION_TIMEOUT;
     loop {
         let elapsed = start.elapsed();
         let (mut from_agent, to_agent) = connect_to_agent(request).await?;
