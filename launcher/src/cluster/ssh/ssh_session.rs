@@ -28,7 +28,7 @@ const WRITE_INTERVAL_MS: u32 = 200;
 /// A connection to a host on which a user is logged in.
 pub(super) enum SshSession {
     Builtin(Session),
-    OpenSsh(OpenSshSession),
+    OpenSsh(Box<OpenSshSession>),
 }
 
 impl SshSession {
@@ -39,7 +39,9 @@ impl SshSession {
     ) -> diagnostic::Result<SshSession> {
         match target.client {
             None => connect::open_session(target, progress).map(SshSession::Builtin),
-            Some(_) => OpenSshSession::open(target, progress).map(SshSession::OpenSsh),
+            Some(_) => {
+                OpenSshSession::open(target, progress).map(|session| SshSession::OpenSsh(Box::new(session)))
+            }
         }
     }
 

@@ -143,7 +143,7 @@ fn peek_exit_status(pid: u32) -> Option<ExitStatus> {
         let ended = libc::waitid(libc::P_PID, pid, &mut info, flags) == 0 && info.si_pid() == pid as i32;
         (ended, info.si_code, if ended { info.si_status() } else { 0 })
     };
-    ended.then(|| match code {
+    ended.then_some(match code {
         libc::CLD_EXITED => ExitStatus::Code(status as u8),
         code => ExitStatus::Signal(status, code == libc::CLD_DUMPED),
     })
