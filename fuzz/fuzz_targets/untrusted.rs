@@ -73,6 +73,7 @@ const TARGETS: [(&str, Target); 37] = [
     ("slurm", |bytes| drop(launcher::untrusted::parse_allocation_variables(bytes))),
     ("socket_answer", |bytes| drop(launcher::untrusted::parse_socket_answer(bytes))),
     ("store", |bytes| drop(launcher::untrusted::parse_store_requests(bytes))),
+    ("tree_frames", |bytes| drop(launcher::untrusted::parse_tree_frames(bytes))),
     ("chat_template", |bytes| drop(worker::untrusted::interpret_chat_template(bytes))),
     ("model_config", |bytes| drop(worker::untrusted::parse_model_config(bytes))),
     ("parquet", |bytes| drop(worker::untrusted::interpret_parquet(bytes))),

@@ -28,6 +28,7 @@ mod rank_log;
 mod relay;
 mod stacks;
 mod startup;
+mod tree_node;
 mod usage;
 mod watchdog;
 

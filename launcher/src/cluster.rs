@@ -2,7 +2,6 @@
 //!
 //! The list of hosts of a job, the transport to the hosts, requeuing, submission and the checks of
 //! the hosts come from one provider. No other module of the launcher depends on a scheduler.
-mod accept;
 mod batch_job;
 mod host_list;
 mod host_target;

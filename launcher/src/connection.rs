@@ -10,9 +10,11 @@ mod encrypted_stream;
 mod frame;
 mod frame_tasks;
 pub(crate) mod handshake;
+pub(crate) mod listeners;
 mod socket_options;
+pub(crate) mod tree;
 
 pub(crate) use encrypted_stream::{EncryptedReader, EncryptedStream, EncryptedWriter};
-pub(crate) use frame::{FrameError, encode_frame, read_frame};
+pub(crate) use frame::{FrameError, encode_frame, read_frame, read_short_frame};
 pub(crate) use frame_tasks::{MessagePriority, Outbox, read_frames, write_frames};
 pub(crate) use socket_options::set_control_options;

@@ -5,7 +5,9 @@ mod addresses;
 mod cgroup;
 mod cpu_list;
 pub mod local;
+mod reachable_addresses;
 pub(crate) mod topology;
 
 pub(crate) use addresses::list_addresses;
 pub(crate) use cgroup::{read_memory_usage, read_oom_kill_count, read_throttled_us};
+pub(crate) use reachable_addresses::{find_reachable_addresses, select_addresses};

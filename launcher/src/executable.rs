@@ -1,5 +1,6 @@
 //! Computes the content hash of the running executable. The hash identifies the copy of the
 //! executable in a host's cache.
+use sha2::{Digest, Sha256};
 use std::{
     fs::File,
     io::{self, Read, Write},
@@ -24,6 +25,19 @@ pub(crate) fn print_executable_hash() -> u8 {
         Err(error) => {
             _ = writeln!(io::stderr(), "launch agent: cannot read the executable back: {error}");
             protocol::exit::FAILED
+        }
+    }
+}
+
+/// Computes the SHA-256 hash of the file of the running executable, in hexadecimal.
+pub(crate) fn compute_sha256() -> io::Result<String> {
+    let mut hasher = Sha256::new();
+    let mut file = File::open("/proc/self/exe")?;
+    let mut chunk = vec![0; CHUNK_BYTES];
+    loop {
+        match file.read(&mut chunk)? {
+            0 => return Ok(hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()),
+            n => hasher.update(&chunk[..n]),
         }
     }
 }

@@ -8,9 +8,13 @@ pub(crate) const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 /// connection and the login. It counts from the turn of the host, and again from the end of a copy
 /// of the executable, which has a separate limit.
 pub(crate) const HELLO_TIMEOUT: Duration = Duration::from_secs(60);
-/// The time limit for an agent to obey a controller that takes over a run. The limit covers the
-/// connection and the login. It counts like [`HELLO_TIMEOUT`].
+/// The time limit for an agent to obey a controller that takes over a run, in addition to
+/// `run.host_lease`. The limit covers the connection and the login. It counts like
+/// [`HELLO_TIMEOUT`].
 pub(crate) const ATTACH_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long an agent of a tree is asked to obey a controller that takes over a run, in addition to
+/// `run.host_lease`, because only silence shows the agent that the earlier controller is lost.
+pub(crate) const ADOPTION_TIMEOUT: Duration = Duration::from_secs(15);
 /// How long an agent on the controller's machine may be silent before the controller counts it as
 /// lost.
 pub(crate) const AGENT_LEASE: Duration = Duration::from_secs(30);

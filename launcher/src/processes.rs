@@ -3,7 +3,7 @@ mod children;
 mod descendants;
 
 pub(crate) use children::{
-    become_subreaper, decode_wait_status, reap_child, reap_children, reap_group_leader,
+    become_subreaper, decode_wait_status, lock_children, reap_children, reap_group_leader,
 };
 pub(crate) use descendants::{
     ProcessStat, kill_descendants, list_children, list_processes, read_start_ticks,

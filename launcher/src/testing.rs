@@ -1,8 +1,8 @@
 //! A sample job for unit tests.
 use jobspec::{
     CheckpointSpec, ClusterSpec, CommBackend, CpuBind, DeviceSelection, HostSelection, JobSpec, JoinSpec,
-    KnownHosts, LogsSpec, MasterPort, MinHosts, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, SaveInterval,
-    SignalAction, Signals, SshConfig, SshSpec, StoreHost, StragglerSpec, VisibleDevices, WorkersPerHost,
+    LogsSpec, MasterPort, MinHosts, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, SaveInterval, SignalAction,
+    Signals, SshClient, SshConfig, SshSpec, StoreHost, StragglerSpec, VisibleDevices, WorkersPerHost,
 };
 
 /// Returns a valid job named `sample` that runs the program `true` on this machine.
@@ -18,7 +18,8 @@ pub(crate) fn sample_job() -> JobSpec {
                 port: None,
                 key: None,
                 config: SshConfig::Default,
-                known_hosts: KnownHosts::Strict,
+                client: SshClient::Auto,
+                known_hosts: None,
                 jump: None,
                 connect_timeout_ms: 10_000,
                 fanout: 64,

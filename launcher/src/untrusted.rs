@@ -3,7 +3,10 @@
 //!
 //! Each function runs one parser and returns the parser's first error. No parser may panic, loop
 //! forever, or use more memory than the parser's limits allow.
-use crate::import::{self, ImportOptions, ImportedJob};
+use crate::{
+    connection::tree::{LinkId, TreeFrame, TreeRouter},
+    import::{self, ImportOptions, ImportedJob},
+};
 use jobspec::{
     Document, DocumentSyntax, JobSource,
     hosts::{self, HostSlots},
@@ -25,19 +28,38 @@ const MAX_FILTER_LINES: usize = 8;
 /// Parses bytes as the stream of a control connection, which is a sequence of frames whose messages
 /// all have one type. Fails if the bytes do not match any of the four message types.
 pub fn parse_control_stream(bytes: &[u8]) -> ParseResult {
-    let parsers = [
-        parse_frames::<FromAgent>,
-        parse_frames::<ToAgent>,
-        parse_frames::<FromWorker>,
-        parse_frames::<ToWorker>,
+    let parsers: [fn(&[u8]) -> ParseResult; 4] = [
+        |bytes| parse_frames(bytes, |_: FromAgent| ()),
+        |bytes| parse_frames(bytes, |_: ToAgent| ()),
+        |bytes| parse_frames(bytes, |_: FromWorker| ()),
+        |bytes| parse_frames(bytes, |_: ToWorker| ()),
     ];
     // A stream is valid if its frames parse as one of the message types.
     parsers.iter().map(|parse| parse(bytes)).reduce(|one, other| one.or(other)).unwrap_or(Ok(()))
 }
 
-/// Creates valid streams of an agent and of a controller, from which fuzzing of
-/// [`parse_control_stream`] starts. They are not files, because they change with the messages.
-pub fn create_control_streams() -> [(&'static str, Vec<u8>); 2] {
+/// Parses bytes as the frames of a neighbour in the tree of agents, and gives each frame to the
+/// router of a controller and to the router of an agent, as a frame from below and from above.
+pub fn parse_tree_frames(bytes: &[u8]) -> ParseResult {
+    const LINKS: [LinkId; 2] = [1, 2];
+    let mut controller = TreeRouter::new_controller();
+    controller.open_stream(1);
+    let mut agent = TreeRouter::new_agent(1);
+    agent.set_uplink(LINKS[0]);
+    parse_frames(bytes, |frame: TreeFrame| {
+        for link in LINKS {
+            controller.receive_from_child(link, frame.clone());
+        }
+        agent.receive_from_child(LINKS[1], frame.clone());
+        agent.receive_from_uplink(frame);
+        drop((controller.take_actions(), agent.take_actions()));
+    })
+}
+
+/// Creates valid streams of an agent, of a controller and of a neighbour in the tree of agents,
+/// from which fuzzing of [`parse_control_stream`] and [`parse_tree_frames`] starts. They are not
+/// files, because they change with the messages.
+pub fn create_control_streams() -> [(&'static str, Vec<u8>); 3] {
     let inventory = HostInventory { host: "n1".into(), cpus: vec![0, 1], ..HostInventory::default() };
     let exited = FromAgent::Exited {
         attempt: 0,
@@ -57,7 +79,11 @@ pub fn create_control_streams() -> [(&'static str, Vec<u8>); 2] {
     let reason = "a peer failed".into();
     let kill = ToAgent::Kill { attempt: 0, reason, grace_ms: 5, stacks: false, leave_ms: Some(7) };
     let controller = [ToAgent::Hello { version: PROTOCOL_VERSION, terms: None }, kill, ToAgent::Heartbeat];
-    [("agent.control", encode_frames(&agent)), ("controller.control", encode_frames(&controller))]
+    [
+        ("agent.control", encode_frames(&agent)),
+        ("controller.control", encode_frames(&controller)),
+        ("neighbour.tree", encode_frames(&TreeFrame::list_examples())),
+    ]
 }
 
 /// Encodes messages as a sequence of frames. Leaves out messages that are too long.
@@ -65,12 +91,18 @@ fn encode_frames(messages: &[impl Serialize]) -> Vec<u8> {
     messages.iter().filter_map(|message| frame::encode_frame(message).ok()).flatten().collect()
 }
 
-/// Parses a sequence of frames of the message type `T`, and encodes each message again.
-fn parse_frames<T: Serialize + DeserializeOwned>(mut bytes: &[u8]) -> ParseResult {
+/// Parses a sequence of frames of the message type `T`, encodes each message again, and passes it
+/// to `receive`.
+fn parse_frames<T: Serialize + DeserializeOwned>(
+    mut bytes: &[u8],
+    mut receive: impl FnMut(T),
+) -> ParseResult {
     while let Some((header, rest)) = bytes.split_first_chunk::<HEADER_BYTES>() {
         let length = frame::decode_body_length(*header)? as usize;
         let body = rest.get(..length).ok_or(FrameError::Truncated)?;
-        frame::encode_frame(&frame::decode_body::<T>(body)?)?;
+        let message = frame::decode_body::<T>(body)?;
+        frame::encode_frame(&message)?;
+        receive(message);
         bytes = &rest[length..];
     }
     if bytes.is_empty() { Ok(()) } else { Err(FrameError::Truncated.into()) }

@@ -1,6 +1,8 @@
 //! Tests jobs and `launch check` on other hosts over real SSH. The hosts are namespaces of this
 //! machine, each with an sshd (tests/hosts/hosts.sh).
 
+mod openssh;
+
 use crate::support::{
     environment::{clean_command, create_test_directory, launch_command},
     simulated_hosts::SimulatedHosts,

@@ -1,6 +1,7 @@
 //! Tests that runs on three hosts survive a stalled run directory, and controllers that are
 //! suspended, killed, or lost with their host. A run that outlives its controller has the same
 //! steps, losses and weights as an undisturbed run.
+mod agent_tree;
 mod disk;
 mod programs;
 mod slowed_worker;
@@ -119,7 +120,13 @@ impl RunHosts {
     /// Starts a run in the background, with a controller on this machine.
     #[track_caller]
     fn start_run(&self, name: &str, job: &str, set: &[&str]) -> BackgroundRun<'_> {
-        let args = self.write_job(name, job, &HOSTS, set);
+        self.start_run_on(&HOSTS, name, job, set)
+    }
+
+    /// Starts a run on these hosts in the background, with a controller on this machine.
+    #[track_caller]
+    fn start_run_on(&self, hosts: &[&str], name: &str, job: &str, set: &[&str]) -> BackgroundRun<'_> {
+        let args = self.write_job(name, job, hosts, set);
         let output = self.job_dir.run_launch(&args.iter().map(String::as_str).collect::<Vec<_>>());
         assert!(output.status.success(), "{}", output_to_text(&output));
         let started: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -154,9 +161,15 @@ impl RunHosts {
     /// Waits until the hosts have no process of a job, apart from sessions of sshd.
     #[track_caller]
     fn wait_for_no_process(&self) {
+        self.wait_for_no_process_on(&HOSTS);
+    }
+
+    /// Waits until these hosts have no process of a job, apart from sessions of sshd.
+    #[track_caller]
+    fn wait_for_no_process_on(&self, hosts: &[&str]) {
         let began = Instant::now();
         loop {
-            let mut left: Vec<_> = HOSTS.iter().flat_map(|host| self.hosts.list_processes(host)).collect();
+            let mut left: Vec<_> = hosts.iter().flat_map(|host| self.hosts.list_processes(host)).collect();
             // A session whose client is lost with its host ends after minutes.
             left.retain(|(_, line)| !line.starts_with("sshd:"));
             if left.is_empty() {

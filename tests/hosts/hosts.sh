@@ -11,6 +11,7 @@
 #   hosts.sh blackhole|unblackhole H     drop every IP packet silently while the link stays up
 #   hosts.sh partition H1 H2 | unpartition H1 H2
 #   hosts.sh link H1 H2 NET              a second network between two hosts, NET.1 and NET.2, on the interface data0
+#   hosts.sh isolate|rejoin H            drop every packet between H and this machine; hosts reach each other
 #   hosts.sh crash H                     power off; peers notice nothing
 #   hosts.sh halt H                      power off; peers get a TCP RST
 #   hosts.sh boot H                      power on again; the disk is kept, /tmp is lost
@@ -32,6 +33,7 @@ BIND=${HOSTS_BIND:-}                     # a further shared directory (bind moun
 SSHD=${HOSTS_SSHD:-yes}                  # no: hosts without sshd
 SETENV=${HOSTS_SETENV:-}                 # sshd's SetEnv, such as 'PATH=/opt/x/bin:/usr/bin:/bin'
 BR=br$ID
+NOWHERE=02:00:00:00:00:01                # an Ethernet address that no host has
 SELF=$(readlink -f "$0")
 die() { echo "hosts.sh: $*" >&2; exit 1; }
 print_names() { # the names of the hosts, one per line
@@ -196,6 +198,9 @@ case $cmd in
   unpartition) run_iptables "$1" -D INPUT -s "$(cat "$DIR/$2/ip")" -j DROP; run_iptables "$1" -D OUTPUT -d "$(cat "$DIR/$2/ip")" -j DROP;;
   link) require_host "$1"; require_host "$2"; ip link add data0 netns "$ID-$1" type veth peer name data0 netns "$ID-$2"
       i=0; for h in "$1" "$2"; do i=$((i+1)); printf 'addr add %s/24 dev data0\nlink set data0 up\n' "$3.$i" | ip -n "$ID-$h" -batch -; done;;
+  isolate) run_in_network "$1" ip neigh replace "$NET.254" lladdr "$NOWHERE" nud permanent dev eth0
+      ip neigh replace "$(cat "$DIR/$1/ip")" lladdr "$NOWHERE" nud permanent dev "$BR";;
+  rejoin) run_in_network "$1" ip neigh del "$NET.254" dev eth0; ip neigh del "$(cat "$DIR/$1/ip")" dev "$BR";;
   crash|halt) require_host "$1"; p=$(print_pid1 "$1") || exit 0; [ $cmd = halt ] || ip link set "v$ID$1" down   # after a halt, peers get RST
       kill -9 "$p"; while [ -e /proc/$p/root/shared ]; do sleep 0.01; done; rm -f "$DIR/$1/pid1";;
   boot) require_host "$1"; ip link set "v$ID$1" up; boot "$1"; wait_ready "$1";;

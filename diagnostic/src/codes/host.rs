@@ -80,6 +80,16 @@ codes! {
         cause: "A firewall blocks the TCP connection between the nodes, or the controller ended.",
         remedy: "Open the ports between the nodes, or set `cluster.interface` to the network that they share.",
     }
+    TREE_PARENT_UNREACHABLE: Cluster = "tree-parent-unreachable" {
+        summary: "An agent could not connect to another agent that was to pass on its control connection.",
+        cause: "A firewall blocks TCP connections between the hosts, or the hosts share no network.",
+        remedy: "Open the ports between the hosts, set `cluster.interface` to the network that they share, or set `cluster.ssh.fanout` to the number of hosts, so that the controller is connected with each of them.",
+    }
+    TREE_CONNECTION_LOST: Cluster = "tree-connection-lost" {
+        summary: "The control connection of an agent ended in the tree of agents.",
+        cause: "The agent or its host ended, or the network between the hosts failed.",
+        remedy: "Check that the host is up; its kernel log names an agent that was killed.",
+    }
     CONTROL_CONNECTION_LOST: Cluster = "control-connection-lost" {
         summary: "The control connection between the controller and an agent ended.",
         cause: "The agent or its host ended, or the network between them failed.",

@@ -23,14 +23,41 @@ codes! {
         remedy: "Set `cluster.ssh.key`, or set `cluster.ssh.config` to another file.",
     }
     SSH_PROXY_UNSUPPORTED: Cluster = "ssh-proxy-unsupported" {
-        summary: "The SSH configuration reaches a host through `ProxyCommand`, which launch does not support.",
-        cause: "launch connects to a host directly or through jump hosts.",
-        remedy: "If the command only passes through another host, use `ProxyJump` or `cluster.ssh.jump`.",
+        summary: "The SSH configuration reaches a host through `ProxyCommand`, and `cluster.ssh.client` is `builtin`.",
+        cause: "The built-in client connects to a host directly or through jump hosts. Only OpenSSH's client runs proxy commands.",
+        remedy: "Set `cluster.ssh.client` to `auto` or `openssh`. If the command only passes through another host, use `ProxyJump` or `cluster.ssh.jump`.",
+    }
+    SSH_OPTION_UNSUPPORTED: Cluster = "ssh-option-unsupported" {
+        summary: "The SSH configuration of a host requires OpenSSH's client, and `cluster.ssh.client` is `builtin`.",
+        cause: "The configuration, or a file that it selects, requires something that only OpenSSH's client supports, such as certificates, hardware keys, Kerberos or `ControlPath`. The message names it.",
+        remedy: "Set `cluster.ssh.client` to `auto` or `openssh`, or set `cluster.ssh.config` to another file.",
     }
     SSH_JUMP_INVALID: Cluster = "ssh-jump-invalid" {
         summary: "The list of jump hosts is not valid.",
         cause: "An entry is not of the form `USER@HOST:PORT`, or there are more than 4 jump hosts.",
         remedy: "Correct `cluster.ssh.jump`, or `ProxyJump` in the SSH configuration.",
+    }
+
+    // --- OpenSSH's client ----------------------------------------------------------------------
+    SSH_CLIENT_MISSING: Cluster = "ssh-client-missing" {
+        summary: "The program `ssh` cannot be started.",
+        cause: "`cluster.ssh.client` or the SSH configuration requires OpenSSH's client, which is not in the `PATH` of launch.",
+        remedy: "Install OpenSSH's client on this machine, or set `cluster.ssh.client` to `builtin`.",
+    }
+    SSH_CLIENT_FAILED: Cluster = "ssh-client-failed" {
+        summary: "The program `ssh` ended before it was logged in to a host.",
+        cause: "The program is not OpenSSH's client, it was killed, or it failed for the reason that it has printed.",
+        remedy: "Run the `ssh` command that the message names, and check which program `command -v ssh` finds.",
+    }
+    SSH_CLIENT_TIMEOUT: Cluster = "ssh-client-timeout" {
+        summary: "The program `ssh` did not log in to a host in time.",
+        cause: "The limit is twice `cluster.ssh.connect_timeout`, and the same again for each jump host. The proxy command, a Kerberos server, a hardware key or the host does not answer.",
+        remedy: "Run the `ssh` command that the message names, or raise `cluster.ssh.connect_timeout`.",
+    }
+    SSH_PROXY_FAILED: Cluster = "ssh-proxy-failed" {
+        summary: "The jump host or the proxy command of a host did not reach the host.",
+        cause: "The proxy command failed, or a jump host rejected the login or does not reach the host. The message contains what they printed.",
+        remedy: "Run the `ssh` command that the message names, and check `ProxyCommand`, `ProxyJump` and `cluster.ssh.jump`.",
     }
 
     // --- connecting ----------------------------------------------------------------------------
@@ -135,8 +162,8 @@ codes! {
     }
     SSH_PUBLICKEY_UNSUPPORTED: Cluster = "ssh-publickey-unsupported" {
         summary: "A host does not accept public keys.",
-        cause: "The sshd of the host allows only other methods, such as passwords. launch logs in with keys only.",
-        remedy: "Enable `PubkeyAuthentication` in sshd_config of the host.",
+        cause: "The sshd of the host allows only other methods, such as passwords. The built-in client logs in with keys only.",
+        remedy: "Enable `PubkeyAuthentication` in sshd_config of the host, or set `cluster.ssh.client: openssh` for Kerberos and host-based logins.",
     }
     SSH_COMMAND_REJECTED: Cluster = "ssh-command-rejected" {
         summary: "A host accepted the login, but runs no commands.",

@@ -251,3 +251,8 @@ pub const LAUNCH_LOG: &str = "LAUNCH_LOG";
 pub const NO_COLOR: &str = "NO_COLOR";
 /// Read by launch: the path of the socket of the SSH agent.
 pub const SSH_AUTH_SOCK: &str = "SSH_AUTH_SOCK";
+
+/// Returns whether an environment variable selects the language or another part of the locale.
+pub fn is_locale(name: &str) -> bool {
+    matches!(name, "LANG" | "LANGUAGE") || name.starts_with("LC_")
+}

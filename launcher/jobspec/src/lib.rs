@@ -57,7 +57,7 @@ pub use spec::{
     schedule::{ScheduleName, ScheduleSpec},
     signals::{SignalAction, Signals},
     slurm::SlurmSpec,
-    ssh::{KnownHosts, SshConfig, SshSpec},
+    ssh::{KnownHosts, SshClient, SshConfig, SshSpec},
     straggler::StragglerSpec,
     train::TrainSpec,
     train_settings::{

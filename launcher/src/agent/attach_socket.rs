@@ -189,6 +189,7 @@ async fn request_eviction(terms: &SupervisionTerms) -> Result<Option<FromAgent>,
         host: terms.host.clone(),
         key: terms.key.clone(),
         token: terms.token,
+        host_lease_ms: terms.host_lease_ms,
         purpose: AttachPurpose::Evict { below: terms.number },
     };
     // The connection ends when its output is dropped.
@@ -376,6 +377,7 @@ mod tests {
                 host: "h0".into(),
                 key: JobKey([7; 32]),
                 token: ControllerToken::default(),
+                host_lease_ms: 5000,
                 purpose: AttachPurpose::Adopt,
             };
             assert_eq!(

@@ -1,6 +1,7 @@
 //! [`main`]: prepares the process and the control connection of an agent, and runs its driver.
 use super::{
     connect_back, driver::AgentDriver, executable_cache, probe::Prober, process, relay::relay_to_agent,
+    tree_node,
 };
 use crate::{
     connection::{handshake::Invitation, read_frame},
@@ -30,6 +31,9 @@ pub struct AgentOptions {
     /// Whether standard input holds an invitation to connect to the controller over TCP. Otherwise
     /// standard input and output are the control connection.
     pub join: bool,
+    /// Whether the agent becomes a part of a tree of agents. The first message on its standard
+    /// input is then its place in the tree.
+    pub tree: bool,
     /// Whether the agent removes its executable file after the start, because the file was copied
     /// for this agent only.
     pub remove_executable: bool,
@@ -79,15 +83,24 @@ fn run_agent(options: &AgentOptions) -> diagnostic::Result<u8> {
         return runtime.block_on(async {
             let stream = connect_back::connect_back(&invitation).await?;
             let (input, output) = stream.into_halves(TcpStream::into_split);
-            run_on_connection(input, output, options.preflight).await.map_err(cannot_start)
+            run_on_connection(input, output, options).await.map_err(cannot_start)
         });
+    }
+    if options.tree {
+        set_nonblocking(&input).and_then(|()| set_nonblocking(&output)).map_err(cannot_start)?;
+        let (halves, node) = tree_node::join_tree(input, output)?;
+        let code = runtime.block_on(run_on_connection(halves.input, halves.output, options));
+        // The socket of the agent is closed before the node waits for the agents below.
+        drop(runtime);
+        node.finish();
+        return code.map_err(cannot_start);
     }
     let run = async {
         set_nonblocking(&input)?;
         set_nonblocking(&output)?;
         let input = pipe::Receiver::from_owned_fd_unchecked(input)?;
         let output = pipe::Sender::from_owned_fd_unchecked(output)?;
-        run_on_connection(input, output, options.preflight).await
+        run_on_connection(input, output, options).await
     };
     runtime.block_on(run).map_err(cannot_start)
 }
@@ -134,21 +147,22 @@ fn take_standard_streams(marker: Option<&str>) -> io::Result<(OwnedFd, OwnedFd)>
 async fn run_on_connection(
     mut input: impl AsyncRead + Send + Unpin + 'static,
     output: impl AsyncWrite + Send + Unpin + 'static,
-    preflight: &'static dyn Preflight,
+    AgentOptions { tree: in_tree, preflight, .. }: &AgentOptions,
 ) -> io::Result<u8> {
     let first = match read_frame(&mut input).await.map_err(io::Error::other)? {
         Some(ToAgent::Attach(request)) => {
-            relay_to_agent(*request, input, output).await;
+            relay_to_agent(*request, *in_tree, input, output).await;
             return Ok(0);
         }
         first => first,
     };
-    let mut driver = AgentDriver::new(Prober::new(preflight))?;
+    let mut driver = AgentDriver::new(Prober::new(*preflight))?;
     driver.connect(input, output);
     driver.receive_first_message(first).await;
     Ok(driver.run_event_loop().await)
 }
 
+/// Makes a descriptor nonblocking.
 fn set_nonblocking(fd: &OwnedFd) -> io::Result<()> {
     use nix::fcntl::{FcntlArg, OFlag, fcntl};
     let flags = OFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFL)?);

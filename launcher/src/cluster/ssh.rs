@@ -1,16 +1,22 @@
 //! [`SshCluster`]: the hosts that `cluster.hosts` names, which launch reaches over SSH.
 mod auth;
 mod bootstrap;
+mod bootstrap_scripts;
+mod client_notice;
 mod config;
 mod connect;
 mod connection_progress;
+mod connection_threads;
 mod copy_failure;
 mod dial;
 mod known_hosts;
+mod openssh;
 mod relay;
 mod ssh_error;
+mod ssh_session;
 mod ssh_transport;
 mod target;
+mod tree;
 
 use super::{
     host_list::{ClusterHost, resolve_hosts},
@@ -51,7 +57,7 @@ impl Cluster for SshCluster {
 
     fn transport(&self, job: &JobSpec) -> Result<Box<dyn Transport>, ClusterError> {
         let hosts: Vec<HostAddress> = find_hosts(job)?.into_iter().map(|host| host.host).collect();
-        Ok(Box::new(SshTransport::new(&job.cluster.ssh, &hosts, &job.run.workdir)?))
+        Ok(Box::new(SshTransport::new(job, &hosts)?))
     }
 
     fn preflight(&self) -> ClusterPreflight {

@@ -17,6 +17,11 @@ pub(crate) type AgentInput = Box<dyn AsyncWrite + Send + Unpin>;
 /// A stream of bytes from an agent to the controller.
 pub(crate) type AgentOutput = Box<dyn AsyncRead + Send + Unpin>;
 
+/// The number of file descriptors that the controller needs for the connection with an agent: the
+/// SSH connection, and both ends of the control stream and of the stream for stderr, with one in
+/// reserve.
+pub(crate) const DESCRIPTORS_PER_CONNECTION: u64 = 6;
+
 /// A way to start agents on the hosts of one job.
 pub(crate) trait Transport {
     /// Starts one agent on each host in `hosts`, given by the hosts' names in the job.
@@ -36,6 +41,12 @@ pub(crate) trait Transport {
     /// `_hosts` holds all hosts of the new list. Hosts that are not in the list keep their
     /// addresses. A transport that finds hosts without addresses ignores the call.
     fn update_hosts(&mut self, _hosts: &[HostAddress]) {}
+
+    /// Returns the number of file descriptors that the controller needs for agents on this number
+    /// of other hosts.
+    fn count_descriptors(&self, hosts: usize) -> u64 {
+        DESCRIPTORS_PER_CONNECTION * hosts as u64
+    }
 
     /// Returns the pids of the running child processes through which the transport has started
     /// agents on other hosts, such as `srun`. Agents themselves are not included.
@@ -129,6 +140,12 @@ pub(crate) trait RemoteConnection: Send + fmt::Debug {
     /// Returns the text that the login shell of the host printed before the agent answered.
     fn shell_output(&self) -> String {
         String::new()
+    }
+
+    /// Returns the external program that carries the connection and why it was chosen, for people.
+    /// Returns `None` without such a program.
+    fn client(&self) -> Option<String> {
+        None
     }
 }
 

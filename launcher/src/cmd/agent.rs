@@ -13,6 +13,9 @@ pub(crate) struct AgentArgs {
     /// Print the content hash of this executable once it is on disk, and exit
     #[arg(long)]
     own_hash: bool,
+    /// Read the agent's place in the tree of agents from stdin
+    #[arg(long)]
+    tree: bool,
     /// Read an invitation from stdin and connect to the controller
     #[arg(long)]
     join: bool,
@@ -30,6 +33,7 @@ pub(crate) fn run(args: AgentArgs, context: &CommandContext) -> diagnostic::Resu
     Ok(agent::main(agent::AgentOptions {
         marker: args.marker,
         join: args.join,
+        tree: args.tree,
         remove_executable: args.remove_own_file,
         preflight: context.preflight,
     }))

@@ -1,7 +1,9 @@
 //! Reads the frames of a control connection from an asynchronous stream.
+use protocol::control::MAX_FRAME_BYTES;
 pub(crate) use protocol::frame::{FrameError, encode_frame};
 use protocol::frame::{HEADER_BYTES, decode_body, decode_body_length};
 use serde::de::DeserializeOwned;
+use std::io;
 use tokio::io::{AsyncRead, AsyncReadExt};
 
 /// Reads one frame from a stream and decodes its message. Returns `None` if the stream ends between
@@ -9,6 +11,15 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 ///
 /// Not cancel-safe: if the future is dropped, a frame that was read in part is lost.
 pub(crate) async fn read_frame<R, T>(stream: &mut R) -> Result<Option<T>, FrameError>
+where
+    R: AsyncRead + Unpin,
+    T: DeserializeOwned,
+{
+    read_short_frame(stream, MAX_FRAME_BYTES).await
+}
+
+/// Reads one frame as [`read_frame`] does. Fails if its body is longer than `max_bytes`.
+pub(crate) async fn read_short_frame<R, T>(stream: &mut R, max_bytes: u32) -> Result<Option<T>, FrameError>
 where
     R: AsyncRead + Unpin,
     T: DeserializeOwned,
@@ -23,6 +34,9 @@ where
         }
     }
     let length = decode_body_length(header)?;
+    if length > max_bytes {
+        return Err(FrameError::Io(io::Error::other(format!("a frame has more than {max_bytes} bytes"))));
+    }
     // The buffer grows with the bytes that arrive, whatever length the header announces.
     let mut body = Vec::new();
     stream.take(u64::from(length)).read_to_end(&mut body).await.map_err(FrameError::Io)?;
@@ -36,7 +50,7 @@ where
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use protocol::control::{FromAgent, FromWorker, MAX_FRAME_BYTES, ToAgent, ToWorker};
+    use protocol::control::{FromAgent, FromWorker, ToAgent, ToWorker};
 
     /// Runs a future to its end on this thread and returns its result.
     fn block_on<F: Future>(future: F) -> F::Output {

@@ -22,7 +22,7 @@ const RESERVED_FOR_CRITICAL: usize = 512;
 const OVERFLOW_CAPACITY: usize = 4096;
 /// The size of a full batch of encoded messages, in bytes. A full batch is written before waiting
 /// messages are encoded.
-const BATCH_BYTES: usize = 64 << 10;
+pub(super) const BATCH_BYTES: usize = 64 << 10;
 
 /// The sending end of a channel that carries the messages of several connections, each with the
 /// sender's id.

@@ -72,6 +72,7 @@ impl ControllerIdentity {
             host: host.to_owned(),
             key: self.key.clone(),
             token: self.token,
+            host_lease_ms: self.host_lease_ms,
             purpose,
         }
     }

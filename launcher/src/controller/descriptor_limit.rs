@@ -9,36 +9,28 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 /// The number of file descriptors that the controller needs without a host.
 const BASE_DESCRIPTORS: u64 = 96;
-/// The number of file descriptors that the controller needs for each host. They are the SSH
-/// connection, both ends of the control stream, both ends of the stream for stderr, and one in
-/// reserve.
-const DESCRIPTORS_PER_HOST: u64 = 6;
 
-/// Raises the limit of open files of this process to the hard limit, if a job on this number of
-/// hosts needs more than the soft limit. Fails if even the hard limit is too low.
-pub(super) fn reserve_descriptors(hosts: usize) -> diagnostic::Result<()> {
+/// Raises the limit of open files of this process to the hard limit, if the connections of a job on
+/// this number of hosts, which need `connections` descriptors, need more than the soft limit. Fails
+/// if even the hard limit is too low.
+pub(super) fn reserve_descriptors(hosts: usize, connections: u64) -> diagnostic::Result<()> {
     let failed = |message: &str, error: nix::Error| {
         Diagnostic::error(CONTROLLER_SETUP_FAILED, message.to_owned()).with_cause(&error)
     };
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)
         .map_err(|error| failed("cannot read the limit of open files", error))?;
-    let needed = count_needed(hosts);
+    let needed = BASE_DESCRIPTORS + connections;
     if needed <= soft {
         return Ok(());
     }
-    check_limit(hosts, hard)?;
+    check_limit(hosts, needed, hard)?;
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard)
         .map_err(|error| failed("cannot raise the limit of open files", error))
 }
 
-/// Returns how many file descriptors the controller of a job on this number of hosts needs.
-fn count_needed(hosts: usize) -> u64 {
-    BASE_DESCRIPTORS + DESCRIPTORS_PER_HOST * hosts as u64
-}
-
-/// Fails if a limit of open files is too low for the controller of a job on this number of hosts.
-fn check_limit(hosts: usize, limit: u64) -> diagnostic::Result<()> {
-    let needed = count_needed(hosts);
+/// Fails if a limit of open files is too low for the controller of a job on this number of hosts,
+/// which needs `needed` descriptors.
+fn check_limit(hosts: usize, needed: u64, limit: u64) -> diagnostic::Result<()> {
     if needed <= limit {
         return Ok(());
     }
@@ -61,8 +53,8 @@ mod tests {
 
     #[test]
     fn a_limit_is_rejected_only_if_the_hosts_need_more() {
-        assert!(check_limit(150, 1024).is_ok());
-        let error = check_limit(256, 1024).expect_err("too few");
+        assert!(check_limit(150, 996, 1024).is_ok());
+        let error = check_limit(256, 1632, 1024).expect_err("too few");
         assert_eq!(error.code(), DESCRIPTORS_TOO_FEW);
         assert_eq!(
             error.to_string(),

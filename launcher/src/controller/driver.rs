@@ -422,7 +422,8 @@ impl ControllerDriver {
 
     /// Prepares this process for child processes and signals.
     fn prepare_process(&mut self) -> diagnostic::Result<SignalReceiver> {
-        reserve_descriptors(self.hosts.iter().filter(|host| !host.local).count())?;
+        let remote_hosts = self.hosts.iter().filter(|host| !host.local).count();
+        reserve_descriptors(remote_hosts, self.transport.count_descriptors(remote_hosts))?;
         match ExecSocket::open(&self.plan.run.0) {
             Ok(socket) => self.exec_socket = Some(socket),
             Err(error) => {

@@ -8,12 +8,25 @@ use nix::{
     unistd::Pid,
 };
 use protocol::control::ExitStatus;
-use std::{io, os::unix::process::ExitStatusExt};
+use std::{
+    io,
+    os::unix::process::ExitStatusExt,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
 
 /// Makes this process the subreaper of its descendants. Orphaned descendants then become children
 /// of this process instead of init.
 pub(crate) fn become_subreaper() -> io::Result<()> {
     Ok(prctl::set_child_subreaper(true)?)
+}
+
+/// Excludes that other threads start, reap or kill child processes while the guard exists.
+///
+/// Transports start processes on several threads. Without the lock, a process could be reaped, or
+/// killed as an unknown one, before its transport has listed it.
+pub(crate) fn lock_children() -> MutexGuard<'static, ()> {
+    static LOCK: Mutex<()> = Mutex::new(());
+    LOCK.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Reaps every child process that has ended, and calls `on_exit` with the pid and the exit status
@@ -73,7 +86,7 @@ pub(crate) fn reap_group_leader(pid: u32) -> Option<ExitStatus> {
 
 /// Reaps the child process with this pid, and returns its exit status. Returns `None` if the
 /// process has not ended. Does not block.
-pub(crate) fn reap_child(pid: u32) -> Option<ExitStatus> {
+fn reap_child(pid: u32) -> Option<ExitStatus> {
     let mut status = 0;
     // SAFETY: waits for a child without blocking; `status` is valid for writes.
     let reaped = unsafe { libc::waitpid(pid as i32, &mut status, libc::WNOHANG) };

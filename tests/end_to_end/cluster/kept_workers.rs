@@ -186,12 +186,27 @@ fn without_keep_workers_all_workers_are_started_again() {
 fn the_workers_of_other_hosts_keep_their_processes_after_the_loss_of_a_host() {
     let test =
         "cluster::kept_workers::the_workers_of_other_hosts_keep_their_processes_after_the_loss_of_a_host";
+    check_loss_of_a_host(test, &[]);
+}
+
+/// The agents form a chain in any order. The lost agent may have another one below it.
+#[test]
+fn workers_below_other_agents_keep_their_processes_after_the_loss_of_a_host() {
+    let test =
+        "cluster::kept_workers::workers_below_other_agents_keep_their_processes_after_the_loss_of_a_host";
+    // On a busy machine, a reconnection takes seconds.
+    check_loss_of_a_host(test, &["cluster.ssh.fanout=1", "run.host_lease=10s"]);
+}
+
+/// Trains on three hosts, with the settings `set`, and loses a host and then a worker of another
+/// one. Checks, as the test `test`, that the other workers keep their processes.
+fn check_loss_of_a_host(test: &str, set: &[&str]) {
     let Some((job_dir, hosts)) = start_hosts(test) else { return };
     // long enough for the commands of this test, which take parts of a second
     let steps = "train.steps=600";
     let whole = run_undisturbed(&job_dir, &[steps]);
-    let mut job =
-        start_with_spare_host(&job_dir, &hosts, "kept", &[steps, "run.restarts=3", "run.min_hosts=3"]);
+    let set = [&[steps, "run.restarts=3", "run.min_hosts=3"], set].concat();
+    let mut job = start_with_spare_host(&job_dir, &hosts, "kept", &set);
     job.wait_for_event("step", 10);
     // the spare host has the last index, so the ranks of the hosts before the lost one are
     // unchanged

@@ -7,6 +7,7 @@ use super::{
 };
 use std::{
     fs::{self, File},
+    net::UdpSocket,
     path::{Path, PathBuf},
     process::{Command, Output},
 };
@@ -71,6 +72,7 @@ impl SimulatedHosts {
         let root = Path::new(SIMULATION_ROOT).join("launch-test-hosts");
         fs::create_dir_all(&root).expect("a directory for hosts");
         let (number, lock) = (0..MAX_HOST_SETS)
+            .filter(|n| !is_network_in_use(*n))
             .find_map(|n| {
                 let lock = File::create(root.join(format!("{n}.lock"))).ok()?;
                 lock.try_lock().ok().map(|()| (n, lock))
@@ -78,7 +80,7 @@ impl SimulatedHosts {
             .expect("a free number");
         let hosts = SimulatedHosts {
             id: format!("lt{number}"),
-            network_prefix: format!("10.88.{number}"),
+            network_prefix: format_network(number),
             directory: root.join(format!("lt{number}")),
             shared_directory: shared_directory.to_path_buf(),
             name_prefix: name_prefix.to_owned(),
@@ -163,6 +165,19 @@ impl Drop for SimulatedHosts {
         _ = self.run_hosts_script(&["down"]);
         _ = fs::remove_dir_all(&self.directory);
     }
+}
+
+/// Returns the first three bytes of the addresses of a set of hosts.
+fn format_network(number: u32) -> String {
+    format!("10.88.{number}")
+}
+
+/// Returns whether another program has given this machine an address in the network of a set of
+/// hosts, as Podman does. The address with the last byte 254 is that of the bridge of the hosts.
+fn is_network_in_use(number: u32) -> bool {
+    let network = format_network(number);
+    // Only an address of this machine can be bound.
+    (1..254).any(|last| UdpSocket::bind((format!("{network}.{last}"), 0)).is_ok())
 }
 
 /// Lists the processes of the host with this directory, as [`SimulatedHosts::list_processes`] does.

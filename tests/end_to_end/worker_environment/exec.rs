@@ -129,10 +129,21 @@ fn a_command_ends_with_its_client_and_with_its_run() {
 
 #[test]
 fn a_command_runs_on_the_host_of_its_rank() {
-    const TEST: &str = "worker_environment::exec::a_command_runs_on_the_host_of_its_rank";
+    check_commands_on_hosts("worker_environment::exec::a_command_runs_on_the_host_of_its_rank", 2);
+}
+
+/// The agent of the second host is connected through that of the first one.
+#[test]
+fn a_command_runs_below_another_agent() {
+    check_commands_on_hosts("worker_environment::exec::a_command_runs_below_another_agent", 1);
+}
+
+/// Runs commands on two hosts, as the test `test`, with this `cluster.ssh.fanout`.
+fn check_commands_on_hosts(test: &str, fanout: u32) {
     let job_dir = JobDirectory::new();
-    let Some(hosts) = SimulatedHosts::start_with_shared_directory(TEST, 2, &job_dir.path("")) else { return };
-    let cluster = format!(", hosts: [h0, h1], ssh: {{config: {}}}", hosts.ssh_config_path().display());
+    let Some(hosts) = SimulatedHosts::start_with_shared_directory(test, 2, &job_dir.path("")) else { return };
+    let config = hosts.ssh_config_path().display().to_string();
+    let cluster = format!(", hosts: [h0, h1], ssh: {{config: {config}, fanout: {fanout}}}");
     let job = ActiveJob::start(job_dir, &cluster, 2);
     for (rank, host) in [(0, "h0"), (3, "h1")] {
         let output = job.exec(rank, &["sh", "-c", "hostname; echo $RANK $ACTIVATED; exit 5"]);
@@ -142,6 +153,9 @@ fn a_command_runs_on_the_host_of_its_rank() {
             (expected.into(), Some(5))
         );
     }
+    // More bytes than the connections between the agents hold.
+    let much = job.exec(3, &["sh", "-c", "seq 1 200000"]);
+    assert_eq!(much.stdout.iter().filter(|byte| **byte == b'\n').count(), 200_000);
     // The command ends with its client on another host, too.
     let mut client = job.exec_command(3, &["sh", "-c", "touch begun; exec sleep 611"]).spawn().unwrap();
     job.wait_until("the command runs", || job.job_dir.path("begun").exists());

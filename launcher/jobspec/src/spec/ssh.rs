@@ -28,14 +28,21 @@ section! {
         Key::optional(path(), "from the SSH configuration, then `ssh-agent`, then the default keys");
     /// The SSH configuration to read.
     pub config: SshConfig = Key::new(ssh_config(), "default").deprecated_values(&[("usual", "default")]);
+    /// The client that connects to the hosts.
+    #[serde(default)]
+    pub client: SshClient = Key::new(choice(), "auto");
     /// The verification of host keys.
-    pub known_hosts: KnownHosts = Key::new(choice(), "strict");
+    pub known_hosts: Option<KnownHosts> =
+        Key::optional(choice(), "from the SSH configuration, else `strict`");
     /// The host through which launch connects to the others.
     pub jump: Option<String> = Key::optional(one_host(), "from the SSH configuration, else none");
     /// The limit of each step of connecting to a host; at most `10m`.
     pub connect_timeout_ms: u64 =
         Key::new(duration_in(1..=MAX_CONNECT_TIMEOUT_MS, "a duration above 0 of at most `10m`"), "10s");
     /// The number of connections that are set up at the same time.
+    ///
+    /// On more hosts, the controller is connected with this number of agents, and each agent passes
+    /// on the connections of up to this number of others.
     #[serde(rename = "parallel")]
     pub fanout: u32 = Key::new(integer(1..=1024), "64").deprecated("parallel");
 }
@@ -59,6 +66,19 @@ pub enum SshConfig {
 fn ssh_config() -> ValueType<SshConfig> {
     in_variant!(path(), SshConfig::File)
         .or_keywords(&[("default", SshConfig::Default), ("none", SshConfig::None)])
+}
+
+choices! {
+    /// `cluster.ssh.client`: the program that connects to the hosts over SSH.
+    #[derive(Default)]
+    pub enum SshClient {
+        /// The built-in client, or OpenSSH's client for hosts whose configuration requires it.
+        Auto = "auto" is default,
+        /// The built-in client. A configuration that it cannot follow is an error.
+        Builtin = "builtin",
+        /// OpenSSH's client, which is the program `ssh` of this machine.
+        OpenSsh = "openssh",
+    }
 }
 
 choices! {

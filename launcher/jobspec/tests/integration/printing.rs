@@ -14,7 +14,7 @@ fn load_text(text: &str, set: &[String]) -> (JobSpec, SourceMap) {
 
 /// Jobs to print. Together they contain every key of job.yaml.
 const JOBS: &[&str] = &[
-    "cluster: {hosts: [a, 'me@n[1-3]:22'], include: ['a:0@n1:22'], ssh: {user: 'x', port: 2222, key: ~/.ssh/k, config: none, known_hosts: accept_new, jump: 'j@b:1', connect_timeout: 5s, fanout: 3}}\nrun: {command: [a]}",
+    "cluster: {hosts: [a, 'me@n[1-3]:22'], include: ['a:0@n1:22'], ssh: {user: 'x', port: 2222, key: ~/.ssh/k, config: none, client: openssh, known_hosts: accept_new, jump: 'j@b:1', connect_timeout: 5s, fanout: 3}}\nrun: {command: [a]}",
     "cluster: {hosts: {file: 'my hosts'}, exclude: 'b:1', ssh: {config: ./cfg}}\nrun: {command: [a]}",
     "run: {command: [a, -b, '', '1', 'x y'], env: {A: 'true', B: \"\\n\", S: {from_env: T}, F: {from_file: 'a b}.txt'}}, grace_period: 1500ms, restarts: 3, min_hosts: 2, hang_timeout: 90s, progress_pattern: 'step ', host_lease: 4s, controller_lease: 3m, on_controller_loss: continue, controller_timeout: 1h, signals: {SIGUSR2: save, SIGTERM: ignore}}\ncluster: {use_hosts: 4}",
     "train: {data: {files: [a.txt]}}\n\

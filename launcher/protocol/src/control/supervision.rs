@@ -62,6 +62,9 @@ pub struct AttachRequest {
     pub key: JobKey,
     /// The token of the new controller.
     pub token: ControllerToken,
+    /// The silence of another controller after which the agent may obey this one, in milliseconds
+    /// (`run.host_lease`).
+    pub host_lease_ms: u64,
     /// What the agent is to do.
     pub purpose: AttachPurpose,
 }

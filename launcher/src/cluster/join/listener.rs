@@ -6,13 +6,13 @@ use super::{
 };
 use crate::{
     cluster::{
-        accept::accept_next,
         open_handshakes::OpenHandshakes,
         pending_agent::{AgentConnection, AgentConnectionSlot},
     },
     connection::{
         encode_frame,
         handshake::{HANDSHAKE_TIMEOUT, HandshakeError, HandshakeKey, authenticate_node},
+        listeners::accept_next,
         read_frame, set_control_options,
     },
     warning_limit::WarningLimit,

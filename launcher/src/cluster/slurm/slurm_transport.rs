@@ -19,19 +19,17 @@ use crate::{
         pending_agent::PendingAgent,
         transport::{AgentHandle, AgentOutput, AgentProcess, Transport},
     },
-    connection::handshake::{HandshakeKey, Invitation},
-    discover::list_addresses,
+    connection::{
+        handshake::{HandshakeKey, Invitation},
+        listeners::open_listeners,
+    },
+    discover::{find_reachable_addresses, list_addresses, select_addresses},
 };
 use diagnostic::{Diagnostic, codes::slurm};
 use globset::Glob;
 use jobspec::{EnvSource, InterfaceSelector, JobSpec, PortSelection, RunSpec, env};
-use protocol::control::{ExitStatus, InterfaceAddress, is_routable};
-use std::{
-    collections::HashSet,
-    io,
-    net::{IpAddr, Ipv4Addr},
-    sync::Arc,
-};
+use protocol::control::ExitStatus;
+use std::{collections::HashSet, io, sync::Arc};
 use tokio::io::AsyncReadExt as _;
 
 /// The transport that starts agents on the nodes of the allocation in which this process runs.
@@ -104,10 +102,10 @@ impl SlurmTransport {
             Diagnostic::error(slurm::SLURM_LISTEN_FAILED, "cannot open a TCP port for the agents")
                 .with_cause(&error)
         };
-        let ips = find_controller_addresses(&self.interface, list_addresses());
-        let (ips, omitted) = listener::select_addresses(ips);
+        let ips = find_reachable_addresses(&self.interface, list_addresses());
+        let (ips, omitted) = select_addresses(ips);
         let (listeners, addresses) =
-            listener::open_listeners(&ips, self.ports, nodes.names.len()).map_err(cannot_listen)?;
+            open_listeners(&ips, self.ports, nodes.names.len()).map_err(cannot_listen)?;
         let invitation = Invitation { key: HandshakeKey::generate().map_err(cannot_listen)?, addresses };
         let executable = srun::StepExecutable::find_current(self.bcast, self.allocation.job)?;
         let arguments = srun::build_arguments(nodes, &executable, &self.step_options);
@@ -161,25 +159,6 @@ fn is_sent_encrypted(run: &RunSpec, name: &str) -> bool {
     run.env_from.iter().any(refers_to) || (env::looks_secret(name) && run.pass_env.iter().any(selects))
 }
 
-/// Returns the addresses of this machine to which agents connect. These are the addresses that
-/// `interface` selects or, if it selects no address, all addresses. `known` are the addresses of
-/// this machine. Link-local addresses are left out.
-fn find_controller_addresses(interface: &InterfaceSelector, known: Vec<InterfaceAddress>) -> Vec<IpAddr> {
-    let is_usable = |a: &&InterfaceAddress| !a.address.is_loopback() && is_routable(a.address);
-    if let InterfaceSelector::Named(_) = interface {
-        let selected = known.iter().filter(is_usable).filter(|a| interface.admits(&a.interface, a.address));
-        let selected: Vec<IpAddr> = selected.map(|a| a.address).collect();
-        if !selected.is_empty() {
-            return selected;
-        }
-    }
-    let found: Vec<IpAddr> = known.iter().filter(is_usable).map(|a| a.address).collect();
-    // A cluster of one machine may have no other address than that of the loopback.
-    let loopbacks = known.iter().map(|a| a.address).filter(IpAddr::is_loopback);
-    let loopback = loopbacks.min_by_key(IpAddr::is_ipv6).unwrap_or(Ipv4Addr::LOCALHOST.into());
-    found.into_iter().chain([loopback]).collect()
-}
-
 impl Transport for SlurmTransport {
     fn start_agents(&mut self, hosts: &[String]) -> Vec<diagnostic::Result<AgentProcess>> {
         let mut started: Vec<(String, diagnostic::Result<AgentProcess>)> = Vec::new();
@@ -218,7 +197,6 @@ impl Transport for SlurmTransport {
 mod tests {
     use super::*;
     use crate::cluster::slurm::allocation::{SlurmNode, SlurmNodeGroup};
-    use std::net::Ipv6Addr;
 
     /// Builds a node of an allocation that has `gpus` GPUs. `requires_gpu_request` states whether
     /// the job requested GPUs per task.
@@ -235,34 +213,6 @@ mod tests {
             .into_iter()
             .filter(|name| is_sent_encrypted(&run, name));
         assert_eq!(hidden.collect::<Vec<_>>(), ["MINE", "HF_TOKEN"]);
-    }
-
-    #[test]
-    fn agents_connect_to_the_selected_network_or_to_every_address() {
-        let known = || -> Vec<InterfaceAddress> {
-            [("lo", "127.0.0.1"), ("eth0", "192.0.2.4"), ("ib0", "10.1.0.4"), ("ib0", "fe80::4")]
-                .map(|(interface, ip)| InterfaceAddress {
-                    interface: interface.to_owned(),
-                    address: ip.parse().expect("an address"),
-                })
-                .into()
-        };
-        for (name, expected) in [
-            ("ib0", &["10.1.0.4"][..]),
-            ("10.1.0.0/16", &["10.1.0.4"]),
-            ("eth7", &["192.0.2.4", "10.1.0.4", "127.0.0.1"]),
-        ] {
-            let found = find_controller_addresses(&InterfaceSelector::Named(name.to_owned()), known());
-            assert_eq!(found.iter().map(IpAddr::to_string).collect::<Vec<_>>(), expected, "{name}");
-        }
-        assert_eq!(find_controller_addresses(&InterfaceSelector::Auto, known()).len(), 3);
-        let v6_only = known().into_iter().filter(|a| a.address.is_ipv6()).chain([
-            InterfaceAddress { interface: "lo".to_owned(), address: Ipv6Addr::LOCALHOST.into() },
-            InterfaceAddress { interface: "ib0".to_owned(), address: "fd00::4".parse().expect("an address") },
-            InterfaceAddress { interface: "usb0".to_owned(), address: "169.254.1.2".parse().expect("one") },
-        ]);
-        let found = find_controller_addresses(&InterfaceSelector::Auto, v6_only.collect());
-        assert_eq!(found.iter().map(IpAddr::to_string).collect::<Vec<_>>(), ["fd00::4", "::1"]);
     }
 
     #[test]

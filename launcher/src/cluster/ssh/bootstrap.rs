@@ -5,38 +5,52 @@
 //! login shell (sh, bash, zsh, ksh, csh, fish) passes on unchanged. The command prints its answer
 //! on a line with a random marker. Everything before that line is output of the login shell.
 use super::{
+    bootstrap_scripts::{
+        FETCH_TIMEOUT_S, MAX_FETCH_ADDRESSES, build_copy_script, build_fetch_script, build_run_script,
+    },
     connection_progress::ConnectionProgress,
     copy_failure::{classify_copy_failure, make_printable_excerpt},
-    relay::STDERR,
     ssh_error::build_ssh_error,
+    ssh_session::{SshChannel, SshExecError, SshSession},
     target::SshTarget,
+    tree::{TreeHub, TreeSource},
 };
-use crate::cluster::transport::{ConnectionStage, StartStep};
-use crate::leases::HELLO_TIMEOUT;
+use crate::{
+    cluster::transport::{ConnectionStage, StartStep},
+    connection::{
+        encode_frame,
+        tree::{TreeFrame, TreeSetup},
+    },
+    leases::HELLO_TIMEOUT,
+};
 use diagnostic::{
     Code, Diagnostic,
     codes::{host, ssh},
 };
-use ssh2::{Channel, Session};
+use protocol::frame::{HEADER_BYTES, decode_body, decode_body_length};
 use std::{
     fs::File,
     io::{self, Read, Write},
-    sync::OnceLock,
+    net::SocketAddr,
+    sync::{Mutex, OnceLock, PoisonError},
     time::Duration,
 };
 
 /// The time limit for an answer of a shell or of the executable, in milliseconds.
 const ANSWER_TIMEOUT_MS: u32 = 30_000;
-/// The time limit for sending one chunk of the executable, in milliseconds.
-const SEND_TIMEOUT_MS: u32 = 60_000;
+/// The time for which a host may take no bytes of the executable.
+const SEND_TIMEOUT: Duration = Duration::from_secs(60);
 /// The lowest rate at which the executable may be copied to a host, in bytes per second. The time
 /// limit of a copy grows with the size of the executable.
 const MIN_COPY_RATE: u64 = 128 << 10;
+/// The time limit for the answer of a host that gets the executable from another host, in
+/// milliseconds.
+const FETCH_ANSWER_TIMEOUT_MS: u32 = MAX_FETCH_ADDRESSES as u32 * FETCH_TIMEOUT_S * 1000 + ANSWER_TIMEOUT_MS;
+/// The time limit for an agent to connect to its neighbour in the tree, in milliseconds.
+const JOIN_TIMEOUT_MS: u32 = 30_000;
 /// The number of bytes that a login shell may print before the answer. The start of the agent fails
 /// if the shell prints more.
 const MAX_SHELL_OUTPUT_BYTES: usize = 256 << 10;
-/// The number of bytes that are read from the stderr of a remote command. Later bytes are ignored.
-const MAX_STDERR_BYTES: u64 = 8 << 10;
 /// The number of bytes of the executable that one write to the channel contains.
 const CHUNK_BYTES: usize = 256 << 10;
 
@@ -47,6 +61,8 @@ pub(super) struct Executable {
     /// The BLAKE3 hash of the executable, in hexadecimal.
     pub(super) hash: String,
     size: u64,
+    /// The SHA-256 hash of the executable, in hexadecimal. Computed when it is first needed.
+    sha256: Mutex<Option<String>>,
 }
 
 impl Executable {
@@ -63,7 +79,18 @@ impl Executable {
         let file = File::open("/proc/self/exe")?;
         let size = file.metadata()?.len();
         let hash = crate::executable::hash_executable()?;
-        Ok(Executable { file, hash, size })
+        Ok(Executable { file, hash, size, sha256: Mutex::new(None) })
+    }
+
+    /// Returns the SHA-256 hash of the executable, in hexadecimal. The hash is for programs of
+    /// hosts that know no BLAKE3.
+    fn read_sha256(&self) -> io::Result<String> {
+        let mut known = self.sha256.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(hash) = &*known {
+            return Ok(hash.clone());
+        }
+        let hash = crate::executable::compute_sha256()?;
+        Ok(known.insert(hash).clone())
     }
 }
 
@@ -75,30 +102,40 @@ fn build_unreadable_error(error: &io::Error) -> Diagnostic {
 
 /// A running agent on another host, with the SSH channel to it.
 pub(super) struct RemoteAgent {
-    pub(super) channel: Channel,
+    pub(super) channel: SshChannel,
     /// The bytes of the control stream that were read together with the marker.
     pub(super) leftover: Vec<u8>,
 }
 
-/// Starts an agent on a host over this SSH session. Copies the executable to the host if the host
-/// does not have it. Blocks.
+/// The start of an agent over one SSH session.
+pub(super) struct AgentStart<'a> {
+    pub(super) target: &'a SshTarget,
+    pub(super) session: &'a SshSession,
+    pub(super) executable: &'a Executable,
+    pub(super) progress: &'a ConnectionProgress,
+}
+
+/// Starts an agent on a host over an SSH session. If the host lacks the executable, calls
+/// `begin_copy` and then copies the executable. In a tree, the executable comes from a host that
+/// has it. Blocks.
 pub(super) fn start_remote_agent(
-    target: &SshTarget,
-    session: &Session,
-    executable: &Executable,
-    progress: &ConnectionProgress,
+    start: &AgentStart<'_>,
+    tree: Option<&TreeHub>,
+    begin_copy: impl FnOnce(),
 ) -> diagnostic::Result<RemoteAgent> {
+    let AgentStart { target, session, executable, progress } = *start;
     progress.set_stage(ConnectionStage::Exec);
     let marker = generate_marker().map_err(|error| {
         let message = format!("cannot read random numbers for the connection to host {}", target.name);
         build_ssh_error(target, ssh::SSH_SESSION_LIMIT, message).with_cause(&error)
     })?;
-    let mut bootstrap = AgentBootstrap { target, session, executable, progress, marker };
+    let mut bootstrap =
+        AgentBootstrap { target, session, executable, progress, marker, in_tree: tree.is_some() };
     if let AgentStartResult::Running(agent) = bootstrap.run_executable()? {
         return Ok(agent);
     }
-    progress.report_start_step(StartStep::Copying(compute_copy_limit(executable.size)));
-    bootstrap.copy_executable()?;
+    begin_copy();
+    bootstrap.copy_from_source(tree)?;
     progress.report_start_step(StartStep::Started);
     match bootstrap.run_executable()? {
         AgentStartResult::Running(agent) => Ok(agent),
@@ -109,6 +146,45 @@ pub(super) fn start_remote_agent(
                 .with_help("check whether a program on the host cleans ~/.cache/launch"))
         }
     }
+}
+
+/// Gives a started agent its place in the tree, and waits until the agent is connected with its
+/// neighbour. Fails if the agent cannot connect to it. Blocks.
+pub(super) fn connect_with_neighbour(
+    AgentStart { target, session, progress, .. }: &AgentStart<'_>,
+    agent: RemoteAgent,
+    setup: TreeSetup,
+) -> diagnostic::Result<()> {
+    let RemoteAgent { mut channel, leftover } = agent;
+    session.set_timeout(JOIN_TIMEOUT_MS);
+    let exchange = || -> io::Result<TreeFrame> {
+        let frame = encode_frame(&TreeFrame::Setup(Box::new(setup))).map_err(io::Error::other)?;
+        channel.write_all(&frame)?;
+        channel.flush()?;
+        let mut input = leftover.as_slice().chain(&mut channel);
+        let mut header = [0; HEADER_BYTES];
+        input.read_exact(&mut header)?;
+        let length = decode_body_length(header).map_err(io::Error::other)?;
+        let mut body = Vec::new();
+        input.take(u64::from(length)).read_to_end(&mut body)?;
+        decode_body(&body).map_err(io::Error::other)
+    };
+    match exchange() {
+        Ok(TreeFrame::Joined) => {
+            // Otherwise libssh2 would wait for the end of the agent before it closes the channel.
+            progress.shut_down_socket();
+            Ok(())
+        }
+        Ok(TreeFrame::NotJoined(error)) => Err(error),
+        Ok(_) => Err(build_join_error(target, &io::Error::from(io::ErrorKind::InvalidData))),
+        Err(error) => Err(build_join_error(target, &error)),
+    }
+}
+
+/// Builds the error for an agent that does not answer when it gets its place in the tree.
+fn build_join_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
+    let message = format!("the agent on host {} did not connect to another host of the job", target.name);
+    build_ssh_error(target, host::TREE_PARENT_UNREACHABLE, message).with_cause(error).with_remedy()
 }
 
 /// Returns the time limit for copying an executable of this size and starting it: the limit for a
@@ -135,11 +211,13 @@ enum AgentStartResult {
 /// The state of starting an agent over one SSH session.
 struct AgentBootstrap<'a> {
     target: &'a SshTarget,
-    session: &'a Session,
+    session: &'a SshSession,
     executable: &'a Executable,
     progress: &'a ConnectionProgress,
     /// The random text that precedes each answer of the host.
     marker: String,
+    /// Whether the agent becomes a part of a tree.
+    in_tree: bool,
 }
 
 impl AgentBootstrap<'_> {
@@ -154,19 +232,14 @@ impl AgentBootstrap<'_> {
     fn exec_script(&self, script: &str) -> diagnostic::Result<ChannelReader> {
         self.progress.check_not_aborted(&self.target.name)?;
         self.session.set_timeout(ANSWER_TIMEOUT_MS);
-        let open = self.session.channel_session().and_then(|mut channel| {
-            channel.exec(&build_command(script))?;
-            Ok(channel)
-        });
-        let channel = open.map_err(|error| {
-            self.build_error(
-                ssh::SSH_COMMAND_REJECTED,
-                format!("the host runs no commands: {}", error.message()),
-            )
-            .with_help(
-                "let this user run commands over SSH (`ForceCommand`, a restricted key or \
+        let channel = self.session.exec(script).map_err(|error| match error {
+            SshExecError::Rejected(reason) => self
+                .build_error(ssh::SSH_COMMAND_REJECTED, format!("the host runs no commands: {reason}"))
+                .with_help(
+                    "let this user run commands over SSH (`ForceCommand`, a restricted key or \
                      `MaxSessions` may forbid it)",
-            )
+                ),
+            SshExecError::Connection(error) => error,
         })?;
         Ok(ChannelReader { channel, unread: Vec::new() })
     }
@@ -174,7 +247,8 @@ impl AgentBootstrap<'_> {
     /// Starts the executable as an agent if the host has the executable. Fails if the host has
     /// another architecture.
     fn run_executable(&mut self) -> diagnostic::Result<AgentStartResult> {
-        let mut reader = self.exec_script(&build_run_script(&self.marker, &self.executable.hash))?;
+        let mut reader =
+            self.exec_script(&build_run_script(&self.marker, &self.executable.hash, self.in_tree))?;
         let answer = self.read_answer(&mut reader)?;
         let mut words = answer.split(' ');
         match (words.next(), words.next()) {
@@ -186,7 +260,7 @@ impl AgentBootstrap<'_> {
                 }))
             }
             (Some("missing"), Some(machine)) => {
-                _ = reader.channel.close();
+                reader.channel.close();
                 self.check_architecture(machine)?;
                 Ok(AgentStartResult::Missing)
             }
@@ -247,7 +321,10 @@ impl AgentBootstrap<'_> {
 
     /// Builds the error for a command whose output ended without the marker.
     fn build_shell_exit_error(&self, reader: &mut ChannelReader, shell_output: &[u8]) -> Diagnostic {
-        let (code, stderr) = reader.wait_for_exit();
+        if let Some(failure) = reader.channel.find_failure(self.target) {
+            return failure;
+        }
+        let (code, stderr) = reader.channel.wait_for_exit();
         let output = [shell_output, b"\n", stderr.as_bytes()].concat();
         let tail = quote_tail(&output);
         match code {
@@ -271,8 +348,50 @@ impl AgentBootstrap<'_> {
         .with_field("output", join_last_lines(&output))
     }
 
-    /// Copies the executable to the host. The copy is checked on the host and then moved to its
-    /// path in the cache directory.
+    /// Copies the executable to the host, from a host of the tree that has it or from this machine.
+    fn copy_from_source(&mut self, tree: Option<&TreeHub>) -> diagnostic::Result<()> {
+        let step = StartStep::Copying(compute_copy_limit(self.executable.size));
+        let Some(tree) = tree else {
+            self.progress.report_start_step(step);
+            return self.copy_executable();
+        };
+        self.progress.report_start_step(StartStep::Waiting);
+        let source = tree.wait_for_source(|| self.progress.is_aborted());
+        self.progress.check_not_aborted(&self.target.name)?;
+        let Some(source) = source else { return Ok(()) };
+        self.progress.report_start_step(step);
+        let mut result = match &source {
+            TreeSource::Controller => self.copy_executable(),
+            TreeSource::Agent(parent) => self.fetch_executable(&parent.addresses, tree.fetch_token()),
+        };
+        tree.return_source(&source);
+        if let (TreeSource::Agent(_), Err(error)) = (&source, &result) {
+            // The host may lack a program, or its network may not reach the other host.
+            tracing::info!(target: "tree", host = self.target.name, %error, "copying the executable over SSH");
+            self.progress.report_start_step(step);
+            result = self.copy_executable();
+        }
+        result
+    }
+
+    /// Lets the host get the executable from another host, which accepts requests at these
+    /// addresses. The host checks the copy and then moves it to its path in the cache directory.
+    fn fetch_executable(&mut self, addresses: &[SocketAddr], token: &str) -> diagnostic::Result<()> {
+        let sha256 = self.executable.read_sha256().map_err(|error| build_unreadable_error(&error))?;
+        let Executable { hash, size, .. } = self.executable;
+        let script = build_fetch_script(&self.marker, (hash, &sha256, *size), addresses, token);
+        let mut reader = self.exec_script(&script)?;
+        self.session.set_timeout(FETCH_ANSWER_TIMEOUT_MS);
+        let answer = self.read_answer(&mut reader)?;
+        if answer != "done" {
+            return Err(self.build_copy_error(&answer, &mut reader));
+        }
+        reader.channel.close();
+        Ok(())
+    }
+
+    /// Copies the executable to the host over SSH. The copy is checked on the host and then moved
+    /// to its path in the cache directory.
     fn copy_executable(&mut self) -> diagnostic::Result<()> {
         let Executable { hash, size, .. } = self.executable;
         let mut reader = self.exec_script(&build_copy_script(&self.marker, hash, *size))?;
@@ -280,7 +399,6 @@ impl AgentBootstrap<'_> {
         if answer != "ready" {
             return Err(self.build_copy_error(&answer, &mut reader));
         }
-        self.session.set_timeout(SEND_TIMEOUT_MS);
         let answer = match self.send_executable(&mut reader.channel) {
             // If the host stopped reading, its answer is the reason. If the connection failed, the
             // next read fails, too.
@@ -290,12 +408,12 @@ impl AgentBootstrap<'_> {
         if answer != "done" {
             return Err(self.build_copy_error(&answer, &mut reader));
         }
-        _ = reader.channel.close();
+        reader.channel.close();
         Ok(())
     }
 
     /// Sends the bytes of the executable to the command of a channel, then the end of the input.
-    fn send_executable(&self, channel: &mut Channel) -> Result<(), ExecutableSendError> {
+    fn send_executable(&self, channel: &mut SshChannel) -> Result<(), ExecutableSendError> {
         use std::os::unix::fs::FileExt;
         let file = &self.executable.file;
         // The file is read at explicit offsets, because copies to several hosts share the
@@ -307,15 +425,16 @@ impl AgentBootstrap<'_> {
             if n == 0 {
                 break;
             }
-            channel.write_all(&chunk[..n]).map_err(|_| ExecutableSendError::Remote)?;
+            let written = self.session.write_input(channel, &chunk[..n], SEND_TIMEOUT);
+            written.map_err(|_| ExecutableSendError::Remote)?;
             offset += n as u64;
         }
-        channel.send_eof().map_err(|_| ExecutableSendError::Remote)
+        channel.end_input().map_err(|_| ExecutableSendError::Remote)
     }
 
     /// Builds the error for an answer `fail STEP CODE` of the copy script.
     fn build_copy_error(&self, answer: &str, reader: &mut ChannelReader) -> Diagnostic {
-        let (_, stderr) = reader.wait_for_exit();
+        let (_, stderr) = reader.channel.wait_for_exit();
         let failure = classify_copy_failure(answer, &stderr);
         let diagnostic = self.build_error(failure.code, failure.message + &quote_tail(stderr.as_bytes()));
         match failure.help {
@@ -370,7 +489,7 @@ fn find_bytes(text: &[u8], part: &[u8]) -> Option<usize> {
 
 /// Reads lines from an SSH channel, and keeps the bytes that follow the last returned line.
 struct ChannelReader {
-    channel: Channel,
+    channel: SshChannel,
     /// The bytes that were received and not returned yet.
     unread: Vec<u8>,
 }
@@ -395,107 +514,5 @@ impl ChannelReader {
                 n => self.unread.extend(&chunk[..n]),
             }
         }
-    }
-
-    /// Waits for the end of the channel's command. Returns the exit code of the command (-1 if
-    /// unknown) and the first [`MAX_STDERR_BYTES`] of its stderr.
-    fn wait_for_exit(&mut self) -> (i32, String) {
-        let mut stderr = Vec::new();
-        _ = self.channel.stream(STDERR).take(MAX_STDERR_BYTES).read_to_end(&mut stderr);
-        _ = self.channel.send_eof();
-        let code = self.channel.wait_close().and_then(|()| self.channel.exit_status()).unwrap_or(-1);
-        (code, String::from_utf8_lossy(&stderr).into_owned())
-    }
-}
-
-/// Wraps a script in a command that any login shell passes to /bin/sh unchanged.
-fn build_command(script: &str) -> String {
-    format!("exec /bin/sh -c '{script}'")
-}
-
-/// The shell command that sets `d` to the directory of cached executables.
-const SET_CACHE_DIR: &str = "d=${XDG_CACHE_HOME:-$HOME/.cache}/launch/bin";
-
-/// Builds the script that starts the executable, which then prints `MARKER agent`. If the host
-/// lacks the executable, the script prints `MARKER missing MACHINE`. The modification time of the
-/// executable becomes the time of its last use.
-fn build_run_script(marker: &str, hash: &str) -> String {
-    let local = std::env::consts::ARCH;
-    format!(
-        "{SET_CACHE_DIR}; f=$d/{hash}; m=$(uname -m); \
-         if [ \"$m\" = {local} ] && {{ touch -c \"$f\" 2> /dev/null; [ -x \"$f\" ]; }}; then \
-         exec \"$f\" agent --marker {marker}; fi; \
-         echo; echo {marker} missing \"$m\""
-    )
-}
-
-/// Builds the script that prints `MARKER ready`, reads the executable from stdin, and prints
-/// `MARKER done` or `MARKER fail STEP CODE`.
-fn build_copy_script(marker: &str, hash: &str, size: u64) -> String {
-    let fail = |step: &str| format!("{{ c=$?; rm -f \"$t\"; echo; echo {marker} fail {step} $c; exit 1; }}");
-    let (directory, write, short, run, wrong, place) =
-        (fail("directory"), fail("write"), fail("size"), fail("run"), fail("hash"), fail("place"));
-    format!(
-        "LC_ALL=C; export LC_ALL; umask 077; {SET_CACHE_DIR}; f=$d/{hash}; t=$d/.{marker}; \
-         mkdir -p \"$d\" || {directory}; : > \"$t\" || {write}; echo; echo {marker} ready; \
-         cat > \"$t\" || {write}; [ $(wc -c < \"$t\") -eq {size} ] || {short}; \
-         chmod 700 \"$t\" || {write}; h=$(\"$t\" agent --own-hash) || {run}; \
-         [ \"$h\" = {hash} ] || {wrong}; mv -f \"$t\" \"$f\" || {place}; echo; echo {marker} done"
-    )
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::process::{Command, Stdio};
-
-    #[test]
-    fn scripts_have_no_characters_that_a_login_shell_interprets() {
-        for script in [build_run_script("m", "h"), build_copy_script("m", "h", 5)] {
-            assert!(!script.contains(['\'', '!', '\\', '\n', '`']), "{script}");
-        }
-    }
-
-    /// Runs the copy script with the home directory `home`, and with the shell script `program` as
-    /// the executable, whose expected size is `size` bytes. Returns the last answer and stderr.
-    fn run_copy_script(home: &std::path::Path, program: &str, size: usize) -> (String, String) {
-        let script = build_command(&build_copy_script("MARK", "HASH", size as u64));
-        let mut shell = Command::new("/bin/sh");
-        shell.args(["-c", &script]).env("HOME", home).env_remove("XDG_CACHE_HOME");
-        let mut child = shell
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .expect("a shell");
-        _ = child.stdin.take().expect("stdin").write_all(program.as_bytes());
-        let output = child.wait_with_output().expect("its output");
-        let text = String::from_utf8_lossy(&output.stdout);
-        let answer = text.lines().filter_map(|l| l.strip_prefix("MARK ")).next_back().unwrap_or("");
-        (answer.to_owned(), String::from_utf8_lossy(&output.stderr).into_owned())
-    }
-
-    #[test]
-    fn a_copy_is_checked_before_it_is_moved_into_place() {
-        let home = tempfile::tempdir().expect("a directory");
-        let cache = home.path().join(".cache/launch/bin");
-        let files = || std::fs::read_dir(&cache).map_or(0, Iterator::count);
-        let program = "#!/bin/sh\necho HASH\n";
-        for (program, size, expected) in [
-            (program, program.len() + 1, "fail size"),
-            ("#!/bin/sh\necho OTHER\n", 21, "fail hash"),
-            ("#!/bin/sh\nexit 7\n", 17, "fail run 7"),
-            ("#!/no/such/shell\n", 17, "fail run"),
-        ] {
-            let (answer, _) = run_copy_script(home.path(), program, size);
-            let is_expected = answer == expected || answer.starts_with(&format!("{expected} "));
-            assert!(is_expected, "{program}: {answer}");
-            assert_eq!(files(), 0, "{expected} must leave no file");
-        }
-        assert_eq!(run_copy_script(home.path(), program, program.len()).0, "done");
-        assert_eq!(files(), 1);
-        std::fs::write(home.path().join("file"), "").expect("a file");
-        let (answer, stderr) = run_copy_script(&home.path().join("file"), program, program.len());
-        assert_eq!(classify_copy_failure(&answer, &stderr).code, host::EXECUTABLE_CACHE_UNWRITABLE);
     }
 }

@@ -5,6 +5,7 @@
 //! -G` if a file contains them.
 use diagnostic::{Diagnostic, Location, codes::ssh};
 use std::{
+    collections::BTreeMap,
     fs, io,
     path::{Path, PathBuf},
 };
@@ -64,6 +65,8 @@ pub(super) struct SshHostSettings {
     pub(super) user_known_hosts: Option<Vec<String>>,
     pub(super) global_known_hosts: Option<Vec<String>>,
     pub(super) strict_host_key_checking: Option<String>,
+    /// The first value of each other keyword, by the keyword in lower case.
+    pub(super) other: BTreeMap<String, String>,
 }
 
 /// A syntax error in an SSH configuration file.
@@ -238,7 +241,7 @@ impl SshHostSettings {
             "userknownhostsfile" => _ = self.user_known_hosts.get_or_insert_with(|| values.to_vec()),
             "globalknownhostsfile" => _ = self.global_known_hosts.get_or_insert_with(|| values.to_vec()),
             "stricthostkeychecking" => set_once(&mut self.strict_host_key_checking),
-            _ => {}
+            _ => _ = self.other.entry(keyword.to_owned()).or_insert_with(|| values.join(" ")),
         }
     }
 }

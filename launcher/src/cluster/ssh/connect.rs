@@ -5,13 +5,12 @@ use super::{
     connection_progress::ConnectionProgress,
     dial::connect_to_any,
     known_hosts::{self, HostKeyStatus, KnownHosts, encode_base64, format_fingerprint},
-    relay::{self, KEEPALIVE_S},
+    relay,
     ssh_error::build_ssh_error,
-    target::SshTarget,
+    target::{HostKeyPolicy, SshTarget},
 };
 use crate::cluster::transport::ConnectionStage;
 use diagnostic::{Diagnostic, codes::ssh};
-use jobspec::KnownHosts as KnownHostsPolicy;
 use nix::sys::socket::{setsockopt, sockopt};
 use ssh2::{ErrorCode, HashType, HostKeyType, MethodType, Session};
 use std::{
@@ -109,7 +108,6 @@ fn connect_hop(
                 verify_host_key(hop, &session, &known_hosts)?;
                 progress.set_stage(ConnectionStage::Authentication);
                 auth::log_in(hop, &session)?;
-                session.set_keepalive(true, KEEPALIVE_S);
                 return Ok(session);
             }
         }
@@ -314,17 +312,33 @@ fn verify_host_key(
     if status == HostKeyStatus::Known {
         return Ok(());
     }
-    if status == HostKeyStatus::Unknown && target.host_key_policy == KnownHostsPolicy::AcceptNew {
-        return known_hosts::append_key(&target.new_keys_file, known_name, key_type, &key).map_err(|error| {
-            let file = target.new_keys_file.display().to_string();
-            let message = format!("cannot store the new key of host {} in {file}", target.name);
-            build_ssh_error(target, ssh::SSH_KNOWN_HOSTS_UNWRITABLE, message)
-                .with_field("file", file)
-                .with_cause(&error)
-                .with_help("make the file writable, or add the key yourself and use `strict`")
-        });
+    match (status, target.host_key_policy) {
+        (HostKeyStatus::Unknown, HostKeyPolicy::AcceptNew) => {
+            store_key(target, key_type, &key)?;
+            return Ok(());
+        }
+        (HostKeyStatus::Unknown | HostKeyStatus::OtherTypes, HostKeyPolicy::AcceptAny) => {
+            // The key is accepted anyway, also if it cannot be stored.
+            _ = store_key(target, key_type, &key);
+            return Ok(());
+        }
+        (HostKeyStatus::Changed, HostKeyPolicy::AcceptAny) => return Ok(()),
+        _ => {}
     }
     Err(build_host_key_error(target, status, key_type, &print))
+}
+
+/// Adds a host's new key to the first known_hosts file of the user, if there is one.
+fn store_key(target: &SshTarget, key_type: &str, key: &str) -> diagnostic::Result<()> {
+    let Some(file) = &target.new_keys_file else { return Ok(()) };
+    known_hosts::append_key(file, &target.known_hosts_name, key_type, key).map_err(|error| {
+        let file = file.display().to_string();
+        let message = format!("cannot store the new key of host {} in {file}", target.name);
+        build_ssh_error(target, ssh::SSH_KNOWN_HOSTS_UNWRITABLE, message)
+            .with_field("file", file)
+            .with_cause(&error)
+            .with_help("make the file writable, or add the key yourself and use `strict`")
+    })
 }
 
 /// Builds the error for a host key that is not accepted.

@@ -25,7 +25,7 @@ pub(crate) struct ConnectionProgress {
 }
 
 /// The number of steps of a start that fit into the channel to the controller. A start has at most
-/// four steps.
+/// eight steps.
 const START_STEP_CAPACITY: usize = 8;
 
 /// The state of a [`ConnectionProgress`] that a mutex protects.
@@ -38,6 +38,8 @@ struct ProgressState {
     exit_status: Option<ExitStatus>,
     /// The output of the login shell before the agent answered.
     shell_output: String,
+    /// The client that carries the connection, if it is not the built-in client.
+    client: Option<String>,
 }
 
 impl ConnectionProgress {
@@ -66,9 +68,18 @@ impl ConnectionProgress {
         self.lock_state().stage = stage;
     }
 
-    /// Records the text that the login shell printed before the agent answered.
+    /// Records the client that carries the connection, which is not the built-in client.
+    pub(super) fn set_client(&self, client: Option<String>) {
+        self.lock_state().client = client;
+    }
+
+    /// Records the text that the login shell printed before the agent answered. Keeps an earlier
+    /// text if there is no new one, because several scripts may run in one shell.
     pub(super) fn set_shell_output(&self, output: &[u8]) {
-        self.lock_state().shell_output = String::from_utf8_lossy(output).trim().to_owned();
+        let text = String::from_utf8_lossy(output).trim().to_owned();
+        if !text.is_empty() {
+            self.lock_state().shell_output = text;
+        }
     }
 
     /// Records a duplicate of `socket`, which [`RemoteConnection::abort`] shuts down. If the
@@ -78,6 +89,11 @@ impl ConnectionProgress {
         if self.aborted.load(Ordering::SeqCst) {
             self.shut_down_socket();
         }
+    }
+
+    /// Returns whether the controller has aborted the connection.
+    pub(super) fn is_aborted(&self) -> bool {
+        self.aborted.load(Ordering::SeqCst)
     }
 
     /// Fails if the controller has aborted the connection. `name` is the host's name for the error.
@@ -97,7 +113,7 @@ impl ConnectionProgress {
     }
 
     /// Shuts down the socket in use, if there is one.
-    fn shut_down_socket(&self) {
+    pub(super) fn shut_down_socket(&self) {
         if let Some(socket) = &self.lock_state().socket {
             _ = shutdown(socket.as_raw_fd(), Shutdown::Both);
         }
@@ -131,5 +147,9 @@ impl RemoteConnection for Arc<ConnectionProgress> {
 
     fn shell_output(&self) -> String {
         self.lock_state().shell_output.clone()
+    }
+
+    fn client(&self) -> Option<String> {
+        self.lock_state().client.clone()
     }
 }

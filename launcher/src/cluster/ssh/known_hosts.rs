@@ -78,7 +78,7 @@ enum EntryHosts {
 }
 
 /// The marker at the start of a line of a known_hosts file, such as `@revoked`. Lines with a marker
-/// permit no key.
+/// permit no key. Only OpenSSH's client verifies certificates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum EntryMarker {
     None,
@@ -137,6 +137,13 @@ impl KnownHosts {
             }
         }
         types
+    }
+
+    /// Returns whether known_hosts has a certificate authority for the keys of the host `name`.
+    pub(super) fn has_certificate_authority(&self, name: &str) -> bool {
+        // Comparing hashed names takes long, so it comes last.
+        let mut authorities = self.entries.iter().filter(|e| e.marker == EntryMarker::CertAuthority);
+        authorities.any(|entry| entry.names.matches_name(name))
     }
 
     /// Looks up in known_hosts whether the host `name` may present the key `key`. `name` is the
@@ -215,7 +222,7 @@ pub(super) fn format_known_hosts_name(host: &str, port: u16) -> String {
 }
 
 /// Appends a host's key to a known_hosts file. Creates the file and its directory if they do not
-/// exist.
+/// exist. A device such as `/dev/null` stores nothing.
 pub(super) fn append_key(file: &Path, name: &str, key_type: &str, key: &str) -> io::Result<()> {
     /// A lock under which threads that connect to different hosts append keys to known_hosts files,
     /// one after the other.
@@ -228,7 +235,8 @@ pub(super) fn append_key(file: &Path, name: &str, key_type: &str, key: &str) -> 
     let line = format!("{}{name} {key_type} {key}\n", if lacks_line_end { "\n" } else { "" });
     let mut file = OpenOptions::new().append(true).create(true).mode(0o600).open(file)?;
     file.write_all(line.as_bytes())?;
-    file.sync_all()
+    // Devices cannot be synchronized.
+    if file.metadata()?.is_file() { file.sync_all() } else { Ok(()) }
 }
 
 /// Formats the fingerprint of a key as OpenSSH prints it: `SHA256:…`. `sha256` is the hash of the
@@ -339,6 +347,7 @@ mod tests {
             assert_eq!(known_hosts.check_key(name, "ssh-ed25519", key), expected, "{name} {key}");
         }
         assert_eq!(known_hosts.list_key_types("e"), ["ssh-rsa"]);
+        assert!(known_hosts.has_certificate_authority("d") && !known_hosts.has_certificate_authority("a"));
     }
 
     /// Checks that hosts are found in a known_hosts file whose names `ssh-keygen -H` has hashed.
@@ -372,7 +381,8 @@ mod tests {
             .and_then(|mut f| f.write_all(b"# end"))
             .expect("appended");
         append_key(&file, "[b]:7", "ssh-ed25519", KEY).expect("added");
-        let known_hosts = KnownHosts::read_files(&[file]).expect("readable");
+        append_key(Path::new("/dev/null"), "a", "ssh-ed25519", KEY).expect("dropped");
+        let known_hosts = KnownHosts::read_files(&[file, "/dev/null".into()]).expect("readable");
         for name in ["a", "[b]:7"] {
             assert_eq!(known_hosts.check_key(name, "ssh-ed25519", KEY), HostKeyStatus::Known);
         }

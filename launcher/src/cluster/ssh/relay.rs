@@ -20,7 +20,7 @@ use std::{
 /// 5.2).
 pub(super) const STDERR: i32 = 1;
 /// The interval of keepalive messages on an idle connection, in seconds.
-pub(super) const KEEPALIVE_S: u32 = 15;
+const KEEPALIVE_S: u32 = 15;
 /// The size of the buffer of each relayed stream, in bytes.
 const BUFFER_BYTES: usize = 32 << 10;
 /// How long the host may take to report the exit status after the output has ended, in
@@ -45,6 +45,9 @@ pub(super) fn relay_channel(
     if let Some(stderr) = stderr {
         stderr.set_nonblocking(true)?;
     }
+    // Blocking calls of libssh2 fail when a keepalive message is due, even if their time limit has
+    // not passed. So the messages begin here.
+    session.set_keepalive(true, KEEPALIVE_S);
     session.set_blocking(false);
     let mut relay = ChannelRelay {
         session,
@@ -52,7 +55,7 @@ pub(super) fn relay_channel(
         local,
         stderr,
         to_host: RelayBuffer::default(),
-        from_host: RelayBuffer { bytes: leftover, written: 0 },
+        from_host: RelayBuffer::with_bytes(leftover),
         from_stderr: RelayBuffer::default(),
         input: RelayInputState::Open,
         blocked: None,
@@ -65,26 +68,31 @@ pub(super) fn relay_channel(
 /// The buffer of one relayed stream: bytes that were read from one side and must be written to the
 /// other side.
 #[derive(Default)]
-struct RelayBuffer {
+pub(super) struct RelayBuffer {
     bytes: Vec<u8>,
     /// The number of bytes at the start of `bytes` that were written already.
     written: usize,
 }
 
 impl RelayBuffer {
+    /// Creates a buffer with bytes that were not written to the other side.
+    pub(super) fn with_bytes(bytes: Vec<u8>) -> RelayBuffer {
+        RelayBuffer { bytes, written: 0 }
+    }
+
     /// Returns the bytes of the buffer that were not written to the other side yet.
     fn unwritten(&self) -> &[u8] {
         &self.bytes[self.written..]
     }
 
     /// Returns whether all bytes of the buffer were written.
-    fn is_empty(&self) -> bool {
+    pub(super) fn is_empty(&self) -> bool {
         self.written >= self.bytes.len()
     }
 
     /// Overwrites the buffer with bytes from `source`. The caller must first write out all earlier
     /// bytes. Returns the number of bytes that were read, which is 0 at the end of the stream.
-    fn fill_from(&mut self, mut source: impl Read) -> io::Result<usize> {
+    pub(super) fn fill_from(&mut self, mut source: impl Read) -> io::Result<usize> {
         self.bytes.resize(BUFFER_BYTES, 0);
         self.written = 0;
         let result = source.read(&mut self.bytes);
@@ -94,7 +102,7 @@ impl RelayBuffer {
 
     /// Writes as many bytes of the buffer to `sink` as it accepts. Returns the number of bytes that
     /// were written.
-    fn write_to(&mut self, mut sink: impl Write) -> io::Result<usize> {
+    pub(super) fn write_to(&mut self, mut sink: impl Write) -> io::Result<usize> {
         let n = sink.write(self.unwritten())?;
         self.written += n;
         Ok(n)
@@ -274,7 +282,7 @@ impl ChannelRelay<'_> {
 
 /// Converts the errors `WouldBlock` and `Interrupted` of an I/O operation into `None`. Passes other
 /// errors on.
-fn none_if_would_block<T>(result: io::Result<T>) -> io::Result<Option<T>> {
+pub(super) fn none_if_would_block<T>(result: io::Result<T>) -> io::Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),
         Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => Ok(None),

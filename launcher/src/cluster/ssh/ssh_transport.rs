@@ -1,38 +1,55 @@
 //! [`SshTransport`]: starts agents on other hosts over SSH.
 //!
-//! Each host has one SSH connection on a separate thread. The thread connects, starts the
+//! Each host has one SSH connection, which a thread serves. The thread connects, starts the
 //! executable on the host (copying it first if necessary), and then relays the control connection.
 //! No TCP port is opened. Only one path, that of the executable on the host, passes through the
-//! login shell.
+//! login shell. In a [tree](super::tree), the connection ends once the agent is connected with
+//! another one.
 use super::{
-    bootstrap::{self, Executable, RemoteAgent},
-    connect::{self, THREAD_STACK_BYTES},
+    bootstrap::{self, AgentStart, Executable, RemoteAgent},
+    client_notice::{ClientNotice, NoticeStream, describe_client},
     connection_progress::ConnectionProgress,
-    relay,
+    connection_threads::{ConnectionThreads, ThreadTask},
+    openssh::{list_running_children, record_child_exit},
     ssh_error::build_ssh_error,
+    ssh_session::SshSession,
     target::{SshTarget, TargetResolver},
+    tree::{TreeHub, TreePlace, TreeSettings},
 };
-use crate::cluster::transport::{AgentHandle, AgentProcess, StartStep, Transport};
+use crate::{
+    cluster::transport::{AgentHandle, AgentProcess, DESCRIPTORS_PER_CONNECTION, StartStep, Transport},
+    connection::tree::StreamId,
+};
 use diagnostic::{
     Diagnostic,
     codes::{host, ssh},
 };
-use jobspec::{SshSpec, hosts::HostAddress};
+use jobspec::{JobSpec, SshClient, hosts::HostAddress};
 use protocol::control::ExitStatus;
 use std::{
     collections::HashMap,
     io,
     os::unix::net::UnixStream as StdStream,
-    path::Path,
     sync::{Arc, Condvar, Mutex, PoisonError},
-    thread,
+    time::Duration,
 };
-use tokio::net::UnixStream;
+use tokio::{net::UnixStream, sync::oneshot};
 
 /// The largest number of connections that are set up simultaneously through jump hosts. All of them
 /// may use one jump host, whose sshd by default drops connections from the eleventh on
 /// (`MaxStartups`).
 const MAX_JUMP_FANOUT: u32 = 8;
+
+/// The number of hosts per connection of the controller that may get, or wait for, the executable
+/// at the same time. These hosts need no further logins, so they leave their turns to other hosts.
+const COPIES_PER_FANOUT: u32 = 2;
+/// The number of file descriptors of an SSH connection in a tree that is set up: the socket and its
+/// duplicate.
+const SETUP_DESCRIPTORS: u64 = 2;
+
+/// The number of file descriptors that a connection through OpenSSH's client needs in addition: its
+/// log and its stderr.
+const CLIENT_DESCRIPTORS: u64 = 2;
 
 /// The transport that starts agents on other hosts over SSH.
 pub(crate) struct SshTransport {
@@ -40,27 +57,63 @@ pub(crate) struct SshTransport {
     hosts: HashMap<String, HostAddress>,
     resolver: Arc<TargetResolver>,
     executable: &'static Executable,
-    /// Limits how many direct connections are set up simultaneously.
-    fanout: Arc<FanoutLimit>,
-    /// Limits how many connections through jump hosts are set up simultaneously, over all jump
-    /// hosts.
-    jump_fanout: Arc<FanoutLimit>,
+    limits: Arc<ConnectionLimits>,
+    /// The tree of agents; `None` if the controller is connected with each agent.
+    tree: Option<Arc<TreeHub>>,
+    fanout: u32,
+    threads: Arc<ConnectionThreads<SshConnection>>,
+    /// The number of file descriptors of each connection.
+    connection_descriptors: u64,
+    notice: Arc<ClientNotice>,
+}
+
+/// The limits of connections that are set up simultaneously.
+struct ConnectionLimits {
+    /// Limits direct connections.
+    direct: FanoutLimit,
+    /// Limits connections through jump hosts, over all jump hosts.
+    through_jump_hosts: FanoutLimit,
+    /// Limits connections to hosts of a tree that get the executable.
+    copies: FanoutLimit,
 }
 
 impl SshTransport {
-    /// Creates the transport: reads the SSH configuration and hashes the executable. Relative paths
-    /// in `spec` are relative to `base`.
-    pub(crate) fn new(
-        spec: &SshSpec,
-        hosts: &[HostAddress],
-        base: &Path,
-    ) -> diagnostic::Result<SshTransport> {
+    /// Creates the transport of a job to these hosts: reads the SSH configuration and hashes the
+    /// executable. Relative paths in the job are relative to its working directory.
+    pub(crate) fn new(job: &JobSpec, hosts: &[HostAddress]) -> diagnostic::Result<SshTransport> {
+        let spec = &job.cluster.ssh;
+        let settings = TreeSettings {
+            width: spec.fanout,
+            host_lease: Duration::from_millis(job.run.host_lease_ms),
+            interface: job.cluster.interface.clone(),
+            ports: job.cluster.ports,
+        };
+        let tree = (hosts.len() > spec.fanout as usize).then(|| TreeHub::start(settings)).transpose();
+        let tree = tree.map_err(|error| {
+            Diagnostic::error(ssh::SSH_SESSION_LIMIT, "cannot start the thread of the tree of agents")
+                .with_cause(&error)
+        })?;
         Ok(SshTransport {
             hosts: hosts.iter().map(|host| (host.name_with_port(), host.clone())).collect(),
             executable: Executable::open_current()?,
-            resolver: Arc::new(TargetResolver::new(spec, base)?),
-            fanout: Arc::new(FanoutLimit::new(spec.fanout)),
-            jump_fanout: Arc::new(FanoutLimit::new(spec.fanout.min(MAX_JUMP_FANOUT))),
+            resolver: Arc::new(TargetResolver::new(spec, &job.run.workdir)?),
+            limits: Arc::new(ConnectionLimits {
+                direct: FanoutLimit::new(spec.fanout),
+                through_jump_hosts: FanoutLimit::new(spec.fanout.min(MAX_JUMP_FANOUT)),
+                copies: FanoutLimit::new(spec.fanout.saturating_mul(COPIES_PER_FANOUT)),
+            }),
+            // In a tree, most threads wait for a turn, a place or the executable.
+            threads: Arc::new(ConnectionThreads::new(match tree {
+                Some(_) => spec.fanout.saturating_mul(1 + COPIES_PER_FANOUT) as usize,
+                None => usize::MAX,
+            })),
+            tree: tree.map(Arc::new),
+            fanout: spec.fanout,
+            connection_descriptors: match spec.client {
+                SshClient::Builtin => DESCRIPTORS_PER_CONNECTION,
+                SshClient::Auto | SshClient::OpenSsh => DESCRIPTORS_PER_CONNECTION + CLIENT_DESCRIPTORS,
+            },
+            notice: Arc::default(),
         })
     }
 
@@ -81,32 +134,53 @@ impl SshTransport {
     /// Starts the thread of the connection to a host. Returns the agent's streams, which carry data
     /// once the connection is set up.
     fn spawn_connection(&self, host: &HostAddress) -> io::Result<AgentProcess> {
-        let (control, control_end) = StdStream::pair()?;
-        let (stderr, stderr_end) = StdStream::pair()?;
         let (progress, start_steps) = ConnectionProgress::new();
         let progress = Arc::new(progress);
+        let (mut process, carrier) = match &self.tree {
+            Some(tree) => {
+                let stream = tree.open_stream(&host.name_with_port(), progress.clone());
+                let process = AgentProcess {
+                    handle: AgentHandle::Connection(Box::new(stream.connection)),
+                    input: Box::new(stream.halves.output),
+                    output: Box::new(stream.halves.input),
+                    stderr: Box::new(stream.stderr),
+                    start_steps: Some(start_steps),
+                };
+                (process, StreamCarrier::Tree { tree: tree.clone(), stream: stream.id, place: None })
+            }
+            None => {
+                let (control, control_end) = StdStream::pair()?;
+                let (stderr, stderr_end) = StdStream::pair()?;
+                let (output, input) = into_async_stream(control)?.into_split();
+                let process = AgentProcess {
+                    handle: AgentHandle::Connection(Box::new(progress.clone())),
+                    input: Box::new(input),
+                    output: Box::new(output),
+                    stderr: Box::new(into_async_stream(stderr)?),
+                    start_steps: Some(start_steps),
+                };
+                (process, StreamCarrier::Direct { control: control_end, stderr: stderr_end })
+            }
+        };
+        let (notice_sender, stderr) = NoticeStream::new(process.stderr);
+        process.stderr = Box::new(stderr);
         let connection = SshConnection {
             host: host.clone(),
+            notice: self.notice.clone(),
+            notice_sender: Some(notice_sender),
             resolver: self.resolver.clone(),
             executable: self.executable,
-            fanout: self.fanout.clone(),
-            jump_fanout: self.jump_fanout.clone(),
+            limits: self.limits.clone(),
             progress: progress.clone(),
-            control: control_end,
-            stderr: stderr_end,
+            carrier,
+            threads: self.threads.clone(),
         };
-        thread::Builder::new()
-            .name("ssh".into())
-            .stack_size(THREAD_STACK_BYTES)
-            .spawn(move || connection.run_to_end())?;
-        let (output, input) = into_async_stream(control)?.into_split();
-        Ok(AgentProcess {
-            handle: AgentHandle::Connection(Box::new(progress)),
-            input: Box::new(input),
-            output: Box::new(output),
-            stderr: Box::new(into_async_stream(stderr)?),
-            start_steps: Some(start_steps),
-        })
+        if self.tree.is_some() {
+            // For a thread, a place and a turn.
+            progress.report_start_step(StartStep::Waiting);
+        }
+        self.threads.start(connection)?;
+        Ok(process)
     }
 }
 
@@ -121,61 +195,171 @@ impl Transport for SshTransport {
         hosts.iter().map(|name| self.start_agent(name)).collect()
     }
 
+    fn count_descriptors(&self, hosts: usize) -> u64 {
+        let connections = u64::from(self.fanout).min(hosts as u64);
+        match self.tree {
+            None => hosts as u64 * self.connection_descriptors,
+            Some(_) => {
+                let setups = u64::from(1 + COPIES_PER_FANOUT) * SETUP_DESCRIPTORS;
+                connections * (self.connection_descriptors + setups)
+            }
+        }
+    }
+
+    fn child_processes(&self) -> Vec<u32> {
+        list_running_children()
+    }
+
+    fn record_child_exit(&mut self, pid: u32, status: ExitStatus) {
+        record_child_exit(pid, status);
+    }
+
     fn update_hosts(&mut self, hosts: &[HostAddress]) {
         self.hosts.extend(hosts.iter().map(|host| (host.name_with_port(), host.clone())));
     }
 }
 
+/// What carries the control stream of an agent.
+enum StreamCarrier {
+    /// The SSH connection, which ends with the agent.
+    Direct { control: StdStream, stderr: StdStream },
+    /// The tree of agents. `place` is the place of the agent in the tree; `None` if the agent has
+    /// to wait for one.
+    Tree { tree: Arc<TreeHub>, stream: StreamId, place: Option<TreePlace> },
+}
+
 /// The connection to one host, owned by the thread of the connection.
 struct SshConnection {
     host: HostAddress,
+    notice: Arc<ClientNotice>,
+    /// Passes the notice on to the stderr of the agent, which begins with it.
+    notice_sender: Option<oneshot::Sender<String>>,
     resolver: Arc<TargetResolver>,
     executable: &'static Executable,
-    fanout: Arc<FanoutLimit>,
-    jump_fanout: Arc<FanoutLimit>,
+    limits: Arc<ConnectionLimits>,
     progress: Arc<ConnectionProgress>,
-    control: StdStream,
-    stderr: StdStream,
+    carrier: StreamCarrier,
+    threads: Arc<ConnectionThreads<SshConnection>>,
 }
 
-impl SshConnection {
-    /// Starts the agent and relays its streams. Blocks until the agent or the connection has ended,
-    /// and records the result in `progress`.
-    fn run_to_end(self) {
-        let (failure, status) = match self.start_and_relay_agent() {
+impl ThreadTask for SshConnection {
+    /// Gives the agent a place in the tree if one is free, so that the first hosts are connected
+    /// with the controller.
+    fn prepare(&mut self) {
+        if let StreamCarrier::Tree { tree, stream, place } = &mut self.carrier {
+            *place = tree.try_place(*stream);
+        }
+    }
+
+    /// Starts the agent and relays its streams. Blocks until the connection has ended, and records
+    /// the result in `progress`. The connection ends with the agent, or once the agent is connected
+    /// with another one.
+    fn run(mut self) {
+        let target = self.resolver.resolve_target(&self.host);
+        self.progress.set_client(target.as_ref().ok().and_then(describe_client));
+        let notice = target.as_ref().ok().and_then(|target| self.notice.take_text(target));
+        if let (Some(sender), Some(text)) = (self.notice_sender.take(), notice) {
+            // An error means that the controller no longer waits for the agent.
+            _ = sender.send(text);
+        }
+        let (failure, status) = match target.and_then(|target| self.start_and_relay_agent(&target)) {
             Ok(status) => (None, status),
             Err(failure) => (Some(failure), None),
         };
+        let has_failed = failure.is_some();
         self.progress.record_end(failure, status);
         // The streams end when `self` is dropped. So the result is recorded before they end.
+        if let StreamCarrier::Tree { tree, stream, .. } = &self.carrier
+            && has_failed
+        {
+            tree.abort(*stream);
+        }
+    }
+}
+
+impl SshConnection {
+    /// Starts the agent and relays its streams until the agent ends, or connects the agent with
+    /// another one. Returns the agent's exit status, or `None` if the host does not report it.
+    /// Fails if the connection is lost.
+    fn start_and_relay_agent(&self, target: &SshTarget) -> diagnostic::Result<Option<ExitStatus>> {
+        match &self.carrier {
+            StreamCarrier::Direct { control, stderr } => {
+                let (session, agent) = self.start_agent(target, None)?;
+                session.relay(target, agent.channel, agent.leftover, (control, stderr))
+            }
+            StreamCarrier::Tree { tree, stream, place } => {
+                let place =
+                    place.clone().or_else(|| tree.wait_for_place(*stream, || self.progress.is_aborted()));
+                self.progress.check_not_aborted(&target.name)?;
+                let Some(place) = place else { return Ok(None) };
+                let (session, agent) = self.start_agent(target, Some(tree))?;
+                self.join_tree(target, (&session, agent), tree, *stream, place)
+            }
+        }
     }
 
-    /// Starts the agent and relays its streams until the agent ends. Returns the agent's exit
-    /// status, or `None` if the host does not report it. Fails if the connection is lost.
-    fn start_and_relay_agent(&self) -> diagnostic::Result<Option<ExitStatus>> {
-        let target = self.resolver.resolve_target(&self.host)?;
-        let (session, agent) = self.start_agent(&target)?;
-        relay::relay_channel(&session, agent.channel, &self.control, Some(&self.stderr), agent.leftover)
-            .map_err(|error| {
-                let message = format!("the SSH connection to host {} was lost", target.name);
-                build_ssh_error(&target, ssh::SSH_CONNECTION_LOST, message)
-                    .with_cause(&error)
-                    .with_help("check that the host is up and reachable")
-            })
+    /// Gives a started agent its place in the tree. If the agent is connected with the controller,
+    /// relays its streams until it ends.
+    fn join_tree(
+        &self,
+        target: &SshTarget,
+        (session, agent): (&SshSession, RemoteAgent),
+        tree: &TreeHub,
+        stream: StreamId,
+        place: TreePlace,
+    ) -> diagnostic::Result<Option<ExitStatus>> {
+        match place {
+            TreePlace::Below(planned) => {
+                // Agents may have ended, and others become ready, while this one was started.
+                let present = tree.list_parents(stream);
+                let parents = if present.is_empty() { planned } else { present };
+                let setup = tree.build_setup(stream, &target.name, parents);
+                let start =
+                    AgentStart { target, session, executable: self.executable, progress: &self.progress };
+                bootstrap::connect_with_neighbour(&start, agent, setup).map(|()| None)
+            }
+            TreePlace::Root => {
+                let pairs = StdStream::pair().and_then(|control| Ok((control, StdStream::pair()?)));
+                let ((control, control_end), (stderr, stderr_end)) = pairs.map_err(|error| {
+                    let message = format!("cannot open a connection to the agent on host {}", target.name);
+                    build_ssh_error(target, ssh::SSH_SESSION_LIMIT, message).with_cause(&error)
+                })?;
+                tree.add_root(tree.build_setup(stream, &target.name, Vec::new()), control, stderr);
+                self.threads.run_long(|| {
+                    session.relay(target, agent.channel, agent.leftover, (&control_end, &stderr_end))
+                })
+            }
+        }
     }
 
     /// Connects to the host and starts the agent. First blocks until the fanout limit permits
-    /// another connection, and holds the permit until the agent runs.
-    fn start_agent(&self, target: &SshTarget) -> diagnostic::Result<(ssh2::Session, RemoteAgent)> {
-        let fanout = if target.jumps.is_empty() { &self.fanout } else { &self.jump_fanout };
-        let _permit = fanout.try_acquire_permit().unwrap_or_else(|| {
+    /// another connection, and holds the permit until the agent runs, or until the executable is
+    /// copied in a tree.
+    fn start_agent(
+        &self,
+        target: &SshTarget,
+        tree: Option<&Arc<TreeHub>>,
+    ) -> diagnostic::Result<(SshSession, RemoteAgent)> {
+        let limits = &self.limits;
+        let limit = if target.is_direct() { &limits.direct } else { &limits.through_jump_hosts };
+        let mut turn = Some(limit.try_acquire_permit().unwrap_or_else(|| {
             self.progress.report_start_step(StartStep::Waiting);
-            fanout.acquire_permit()
-        });
+            limit.acquire_permit()
+        }));
         self.progress.report_start_step(StartStep::Started);
         self.progress.check_not_aborted(&target.name)?;
-        let session = connect::open_session(target, &self.progress)?;
-        let agent = bootstrap::start_remote_agent(target, &session, self.executable, &self.progress)?;
+        let session = SshSession::open(target, &self.progress)?;
+        let mut copy_turn = None;
+        let begin_copy = || {
+            if tree.is_some() {
+                copy_turn = Some(limits.copies.acquire_permit());
+                turn = None;
+            }
+        };
+        let bootstrap =
+            AgentStart { target, session: &session, executable: self.executable, progress: &self.progress };
+        let agent = bootstrap::start_remote_agent(&bootstrap, tree.map(Arc::as_ref), begin_copy)?;
+        drop((turn, copy_turn));
         Ok((session, agent))
     }
 }

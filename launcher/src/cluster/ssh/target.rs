@@ -3,22 +3,25 @@
 use super::{
     config::{SshConfigLines, SshHostSettings, UnsupportedSshKeyword, expand_tilde},
     known_hosts::{self, KnownHosts, format_known_hosts_name},
+    openssh::{ClientOptions, ClientRequirement, HostFiles, SupervisedChild, find_requirement},
 };
 use diagnostic::{Diagnostic, codes::ssh};
 use jobspec::{
-    KnownHosts as KnownHostsPolicy, SshConfig, SshSpec,
+    KnownHosts as KnownHostsPolicy, SshClient, SshConfig, SshSpec,
     hosts::{HostAddress, parse_hosts},
 };
 use nix::unistd::{Uid, User};
 use std::{
     path::{Path, PathBuf},
-    process::{Command, Stdio},
+    process::Command,
     sync::Arc,
     time::Duration,
 };
 
 /// The largest number of jump hosts on the way to one host. More jump hosts are an error.
 const MAX_JUMPS: usize = 4;
+/// The time limit of `ssh -G`, which may run the commands of `Match exec`.
+const QUERY_TIMEOUT: Duration = Duration::from_secs(30);
 /// The names of the key files in `~/.ssh` that are tried if no key is configured. OpenSSH tries
 /// them, too.
 const DEFAULT_KEYS: [&str; 3] = ["id_ed25519", "id_ecdsa", "id_rsa"];
@@ -33,11 +36,10 @@ pub(super) struct SshTarget {
     pub(super) user: String,
     /// The name of the host in known_hosts.
     pub(super) known_hosts_name: String,
-    /// Whether the key of a host that has no key in known_hosts is accepted and stored.
-    pub(super) host_key_policy: KnownHostsPolicy,
+    pub(super) host_key_policy: HostKeyPolicy,
     pub(super) known_hosts_files: Vec<PathBuf>,
-    /// The known_hosts file that receives new host keys.
-    pub(super) new_keys_file: PathBuf,
+    /// The known_hosts file that receives new host keys; `None` if they are not stored.
+    pub(super) new_keys_file: Option<PathBuf>,
     /// The files of private keys to try, in order.
     pub(super) keys: Vec<PathBuf>,
     /// Whether only those keys of the SSH agent are offered that are also in `keys`
@@ -52,6 +54,33 @@ pub(super) struct SshTarget {
     /// The time limit for opening the TCP connection, and for each blocking operation of the SSH
     /// handshake and login.
     pub(super) timeout: Duration,
+    /// How OpenSSH's client reaches the host; `None` if the built-in client does. If it is set,
+    /// the fields about keys and jump hosts are empty.
+    pub(super) client: Option<ClientOptions>,
+}
+
+/// Which keys of a host are accepted (`StrictHostKeyChecking`). A revoked key never is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum HostKeyPolicy {
+    /// Keys that known_hosts contains.
+    Strict,
+    /// Also the key of a host that has no key in known_hosts. The key is stored.
+    AcceptNew,
+    /// Every key. A new key is stored.
+    AcceptAny,
+}
+
+impl HostKeyPolicy {
+    /// Returns the policy of the job or, if the job has none, of the SSH configuration.
+    fn choose(spec: Option<KnownHostsPolicy>, configured: Option<&str>) -> HostKeyPolicy {
+        match (spec, configured.map(str::to_ascii_lowercase).as_deref()) {
+            (Some(KnownHostsPolicy::Strict), _) => HostKeyPolicy::Strict,
+            (Some(KnownHostsPolicy::AcceptNew), _) | (None, Some("accept-new")) => HostKeyPolicy::AcceptNew,
+            (None, Some("no" | "off" | "false")) => HostKeyPolicy::AcceptAny,
+            // `ask` cannot ask.
+            (None, _) => HostKeyPolicy::Strict,
+        }
+    }
 }
 
 /// Resolves how the hosts of a job are reached over SSH.
@@ -92,36 +121,65 @@ impl TargetResolver {
         Ok(TargetResolver { spec, config, config_file, home, local_user })
     }
 
-    /// Resolves how this host is reached, including its jump hosts.
+    /// Resolves how this host is reached, and with which client. May run `ssh -G` and `klist`.
+    /// Fails if the job requires the built-in client, and the configuration OpenSSH's.
     pub(super) fn resolve_target(&self, host: &HostAddress) -> diagnostic::Result<SshTarget> {
         let settings = self.find_host_settings(host)?;
-        let mut target = self.resolve_hop(host, &settings, &self.spec)?;
-        let is_set = |value: &String| !value.eq_ignore_ascii_case("none");
-        if let Some(command) = settings.proxy_command.filter(is_set)
+        let resolved = match self.spec.client {
+            SshClient::OpenSsh => return Ok(self.build_client_target(host, &settings, None)),
+            SshClient::Auto | SshClient::Builtin => self.resolve_builtin(host, &settings),
+        };
+        match resolved {
+            Err(ResolveError::Requirement(requirement)) if self.spec.client == SshClient::Auto => {
+                Ok(self.build_client_target(host, &settings, Some(requirement)))
+            }
+            Err(ResolveError::Path(path, _)) if self.spec.client == SshClient::Auto => {
+                let requirement = ClientRequirement::new(format!("the path {path}"));
+                Ok(self.build_client_target(host, &settings, Some(requirement)))
+            }
+            resolved => resolved.map_err(|error| error.into_diagnostic(host, &settings)),
+        }
+    }
+
+    /// Resolves how the built-in client reaches a host, including its jump hosts. Fails if that
+    /// client cannot follow the configuration.
+    fn resolve_builtin(
+        &self,
+        host: &HostAddress,
+        settings: &SshHostSettings,
+    ) -> Result<SshTarget, ResolveError> {
+        let is_set = |value: &&String| !value.eq_ignore_ascii_case("none");
+        if let Some(command) = settings.proxy_command.as_ref().filter(is_set)
             && self.spec.jump.is_none()
         {
-            let message = format!(
-                "the SSH configuration reaches host {host} through `ProxyCommand {command}`, \
-                 which is not supported"
-            );
-            return Err(Diagnostic::error(ssh::SSH_PROXY_UNSUPPORTED, message)
-                .with_subject(host.name_with_port())
-                .with_field("proxy_command", command)
-                .with_help(
-                    "if the command only passes through another host, use `ProxyJump` or `cluster.ssh.jump`",
-                ));
+            return Err(ResolveError::Requirement(ClientRequirement::new(format!("ProxyCommand {command}"))));
         }
-        let jump = self.spec.jump.clone().or(settings.proxy_jump);
+        let mut target = self.resolve_hop(host, settings, &self.spec)?;
+        let jump = self.spec.jump.as_ref().or(settings.proxy_jump.as_ref());
         if let Some(jump) = jump.filter(is_set) {
-            target.jumps = self.resolve_jumps(&target, &jump)?;
+            target.jumps = self.resolve_jumps(&target, jump)?;
         }
         Ok(target)
+    }
+
+    /// Determines how OpenSSH's client reaches a host. `requirement` is why it was chosen; `None`
+    /// if the job requires it.
+    fn build_client_target(
+        &self,
+        host: &HostAddress,
+        settings: &SshHostSettings,
+        requirement: Option<ClientRequirement>,
+    ) -> SshTarget {
+        let mut target = self.build_target(host, settings, &self.spec);
+        let config_file = self.config_file.as_deref();
+        target.client = Some(ClientOptions::new(host, &self.spec, settings, config_file, requirement));
+        target
     }
 
     /// Resolves the comma-separated jump hosts in `text`, in the order in which the connection
     /// passes through them. Leaves out the target itself. Fails if there are more than
     /// [`MAX_JUMPS`].
-    fn resolve_jumps(&self, target: &SshTarget, text: &str) -> diagnostic::Result<Vec<SshTarget>> {
+    fn resolve_jumps(&self, target: &SshTarget, text: &str) -> Result<Vec<SshTarget>, ResolveError> {
         let text = text.strip_prefix("ssh://").unwrap_or(text);
         let invalid = |reason: String| {
             let message = format!("the jump hosts `{text}` of host {} are not valid: {reason}", target.name);
@@ -129,7 +187,7 @@ impl TargetResolver {
         };
         let hosts = parse_hosts(text).map_err(|error| invalid(error.to_string()))?;
         if hosts.len() > MAX_JUMPS {
-            return Err(invalid(format!("at most {MAX_JUMPS} are supported")));
+            return Err(invalid(format!("at most {MAX_JUMPS} are supported")).into());
         }
         // The user and port of the job apply to its hosts only. The key of the job applies to jump
         // hosts, too.
@@ -151,64 +209,82 @@ impl TargetResolver {
         }
     }
 
-    /// Determines how one host, which may be a jump host, is reached. Does not resolve the jump
-    /// hosts before it.
+    /// Determines the address, the user and the limits of one host, without keys and known_hosts
+    /// files.
+    fn build_target(&self, host: &HostAddress, settings: &SshHostSettings, spec: &SshSpec) -> SshTarget {
+        let hostname = settings.hostname.clone().unwrap_or_else(|| host.host.clone());
+        let hostname = hostname.replace("%h", &host.host).replace("%%", "%");
+        let user = host.user.clone().or_else(|| spec.user.clone()).or_else(|| settings.user.clone());
+        let port = host.port.or(spec.port).or(settings.port).unwrap_or(22);
+        let alias = settings.host_key_alias.as_ref().map(|alias| alias.to_lowercase());
+        SshTarget {
+            name: host.name_with_port(),
+            known_hosts_name: alias.unwrap_or_else(|| format_known_hosts_name(&hostname, port)),
+            hostname,
+            port,
+            user: user.unwrap_or_else(|| self.local_user.clone()),
+            host_key_policy: HostKeyPolicy::choose(
+                spec.known_hosts,
+                settings.strict_host_key_checking.as_deref(),
+            ),
+            known_hosts_files: Vec::new(),
+            new_keys_file: None,
+            keys: Vec::new(),
+            configured_keys_only: spec.key.is_some() || settings.identities_only == Some(true),
+            agent: None,
+            jumps: Vec::new(),
+            timeout: Duration::from_millis(spec.connect_timeout_ms),
+            client: None,
+        }
+    }
+
+    /// Determines how the built-in client reaches one host, which may be a jump host. Does not
+    /// resolve the jump hosts before it. Fails if that client cannot follow the configuration.
     fn resolve_hop(
         &self,
         host: &HostAddress,
         settings: &SshHostSettings,
         spec: &SshSpec,
-    ) -> diagnostic::Result<SshTarget> {
-        let hostname = settings.hostname.clone().unwrap_or_else(|| host.host.clone());
-        let hostname = hostname.replace("%h", &host.host).replace("%%", "%");
-        let user = host.user.clone().or_else(|| spec.user.clone()).or_else(|| settings.user.clone());
-        let user = user.unwrap_or_else(|| self.local_user.clone());
-        let port = host.port.or(spec.port).or(settings.port).unwrap_or(22);
+    ) -> Result<SshTarget, ResolveError> {
+        let mut target = self.build_target(host, settings, spec);
+        let (hostname, port, user) = (target.hostname.clone(), target.port, target.user.clone());
         let tokens = PathTokens { typed: &host.host, hostname: &hostname, port, user: &user };
         let path = |text: &String| {
-            self.expand_path(text, &tokens).map_err(|error| {
-                let message = format!("the path `{text}` in the SSH configuration of host {host}: {error}");
-                Diagnostic::error(ssh::SSH_CONFIG_TOKEN_UNKNOWN, message)
-                    .with_subject(host.name_with_port())
-                    .with_field("path", text.as_str())
-                    .with_help("set `cluster.ssh.key`, or another file as `cluster.ssh.config`")
-            })
+            let expanded = self.expand_path(text, &tokens);
+            expanded.map_err(|error| ResolveError::Path(text.clone(), error))
         };
-        let paths = |texts: &[String]| {
-            texts.iter().filter(|t| *t != "none").map(path).collect::<diagnostic::Result<Vec<_>>>()
-        };
+        let paths =
+            |texts: &[String]| texts.iter().filter(|t| *t != "none").map(path).collect::<Result<Vec<_>, _>>();
         let user_files = ["~/.ssh/known_hosts".to_owned(), "~/.ssh/known_hosts2".to_owned()];
         let system_files = ["/etc/ssh/ssh_known_hosts".to_owned(), "/etc/ssh/ssh_known_hosts2".to_owned()];
-        let mut known_hosts_files = paths(settings.user_known_hosts.as_deref().unwrap_or(&user_files))?;
-        let new_keys_file =
-            known_hosts_files.first().cloned().unwrap_or_else(|| self.home.join(".ssh/known_hosts"));
-        known_hosts_files.extend(paths(settings.global_known_hosts.as_deref().unwrap_or(&system_files))?);
-        let keys = match &spec.key {
+        target.known_hosts_files = paths(settings.user_known_hosts.as_deref().unwrap_or(&user_files))?;
+        target.new_keys_file = target.known_hosts_files.first().cloned();
+        let system_files = settings.global_known_hosts.as_deref().unwrap_or(&system_files);
+        target.known_hosts_files.extend(paths(system_files)?);
+        let has_default_keys = spec.key.is_none() && settings.identity_files.is_empty();
+        target.keys = match &spec.key {
             Some(key) => vec![key.clone()],
-            None if !settings.identity_files.is_empty() => paths(&settings.identity_files)?,
-            None => DEFAULT_KEYS.iter().map(|key| self.home.join(".ssh").join(key)).collect(),
+            None if has_default_keys => DEFAULT_KEYS.iter().map(|k| self.home.join(".ssh").join(k)).collect(),
+            None => paths(&settings.identity_files)?,
         };
-        let alias = settings.host_key_alias.as_ref().map(|alias| alias.to_lowercase());
-        let agent = match settings.identity_agent.as_deref() {
+        target.agent = match settings.identity_agent.as_deref() {
             None | Some("SSH_AUTH_SOCK") => None,
             Some("none") => Some(None),
             Some(socket) => Some(Some(path(&socket.to_owned())?)),
         };
-        Ok(SshTarget {
-            name: host.name_with_port(),
-            known_hosts_name: alias.unwrap_or_else(|| format_known_hosts_name(&hostname, port)),
-            hostname,
-            port,
-            user,
-            host_key_policy: spec.known_hosts,
-            known_hosts_files,
-            new_keys_file,
-            keys,
-            configured_keys_only: spec.key.is_some() || settings.identities_only == Some(true),
-            agent,
-            jumps: Vec::new(),
-            timeout: Duration::from_millis(spec.connect_timeout_ms),
-        })
+        // An unreadable file is an error when the key of the host is verified.
+        let known_hosts = target.load_known_hosts().ok();
+        let files = HostFiles {
+            keys: &target.keys,
+            has_default_keys,
+            user_directory: &self.home.join(".ssh"),
+            known_hosts: known_hosts.as_deref(),
+            known_hosts_name: &target.known_hosts_name,
+        };
+        match find_requirement(settings, &files) {
+            None => Ok(target),
+            Some(requirement) => Err(ResolveError::Requirement(requirement)),
+        }
     }
 
     /// Expands the tokens in a path (ssh_config(5), "TOKENS") and a leading `~/`. Fails if the path
@@ -256,7 +332,72 @@ enum PathTokenError {
     Variable,
 }
 
+/// Why the built-in client cannot reach a host.
+enum ResolveError {
+    /// Only OpenSSH's client can follow the configuration.
+    Requirement(ClientRequirement),
+    /// A path of the configuration cannot be expanded.
+    Path(String, PathTokenError),
+    Other(Diagnostic),
+}
+
+impl From<Diagnostic> for ResolveError {
+    fn from(error: Diagnostic) -> ResolveError {
+        ResolveError::Other(error)
+    }
+}
+
+impl ResolveError {
+    /// Converts the error to a diagnostic about a host with these settings.
+    fn into_diagnostic(self, host: &HostAddress, settings: &SshHostSettings) -> Diagnostic {
+        const HELP: &str =
+            "set `cluster.ssh.client: auto` or `openssh`, or another file as `cluster.ssh.config`";
+        let error = match self {
+            ResolveError::Other(error) => return error,
+            ResolveError::Path(path, error) => {
+                let message = format!("the path `{path}` in the SSH configuration of host {host}: {error}");
+                return Diagnostic::error(ssh::SSH_CONFIG_TOKEN_UNKNOWN, message)
+                    .with_subject(host.name_with_port())
+                    .with_field("path", path)
+                    .with_help("set `cluster.ssh.key`, or another file as `cluster.ssh.config`");
+            }
+            ResolveError::Requirement(ClientRequirement { option }) => {
+                let message = format!(
+                    "the SSH configuration of host {host} requires OpenSSH's client (`{option}`), and \
+                     `cluster.ssh.client` is `builtin`"
+                );
+                let is_proxy = option.starts_with("ProxyCommand ");
+                let code = if is_proxy { ssh::SSH_PROXY_UNSUPPORTED } else { ssh::SSH_OPTION_UNSUPPORTED };
+                Diagnostic::error(code, message).with_field("option", option)
+            }
+        };
+        let error = match &settings.proxy_command {
+            Some(command) => error.with_field("proxy_command", command.as_str()),
+            None => error,
+        };
+        error.with_subject(host.name_with_port()).with_help(HELP)
+    }
+}
+
 impl SshTarget {
+    /// Returns whether the connection passes through no jump host and no proxy command.
+    pub(super) fn is_direct(&self) -> bool {
+        self.jumps.is_empty() && self.client_proxy().is_none()
+    }
+
+    /// Returns the jump hosts or the proxy command of OpenSSH's client, if there are any.
+    pub(super) fn client_proxy(&self) -> Option<&str> {
+        self.client.as_ref()?.proxy.as_deref()
+    }
+
+    /// Returns the command with which the user can connect to the host.
+    pub(super) fn format_client_command(&self) -> String {
+        match &self.client {
+            Some(options) => options.shown_command.clone(),
+            None => format!("ssh -p {} {}@{}", self.port, self.user, self.hostname),
+        }
+    }
+
     /// Reads the known_hosts files of this target. Returns the cached content if the files have not
     /// changed since they were read.
     pub(super) fn load_known_hosts(&self) -> diagnostic::Result<Arc<KnownHosts>> {
@@ -272,7 +413,7 @@ fn query_openssh(
     keyword: &UnsupportedSshKeyword,
 ) -> diagnostic::Result<SshHostSettings> {
     let mut command = Command::new("ssh");
-    command.arg("-G").stdin(Stdio::null());
+    command.arg("-G");
     if let Some(file) = config_file {
         command.arg("-F").arg(file);
     }
@@ -283,7 +424,7 @@ fn query_openssh(
             command.args([option, &value]);
         }
     }
-    let reason = match command.arg("--").arg(&host.host).output() {
+    let reason = match SupervisedChild::run(command.arg("--").arg(&host.host), QUERY_TIMEOUT) {
         Ok(output) if output.status.success() => {
             return Ok(SshHostSettings::from_ssh_g(&String::from_utf8_lossy(&output.stdout)));
         }
@@ -331,7 +472,7 @@ mod tests {
         assert_eq!((target.hostname.as_str(), target.port, target.user.as_str()), ("a.lan", 7, "cfg"));
         assert_eq!(target.keys, [PathBuf::from("/k/cfg@a.lan:7")]);
         assert_eq!((target.known_hosts_name.as_str(), target.configured_keys_only), ("[a.lan]:7", true));
-        assert_eq!(target.new_keys_file, PathBuf::from("/kh"));
+        assert_eq!(target.new_keys_file, Some(PathBuf::from("/kh")));
         let (dir, job) = create_resolver(config, |s| {
             (s.user, s.port, s.key) = (Some("job".into()), Some(8), Some("key".into()))
         });
@@ -346,16 +487,66 @@ mod tests {
 
     #[test]
     fn jump_hosts_come_from_the_configuration() {
-        let config = "Host b\nUser x\nHost c\nProxyJump me@b,d:7\nHost p\nProxyCommand nc %h %p\nHost q\nProxyJump none\n";
+        let config = "Host b\nUser x\nHost c\nProxyJump me@b,d:7\nHost q\nProxyJump none\n";
         let (_dir, resolver) = create_resolver(config, |_| ());
         let jumps = resolver.resolve_target(&parse_host("c")).expect("a target").jumps;
         let shown: Vec<_> = jumps.iter().map(|t| (t.user.as_str(), t.hostname.as_str(), t.port)).collect();
         assert_eq!(shown[0], ("me", "b", 22));
         assert_eq!((shown[1].1, shown[1].2), ("d", 7));
         assert!(resolver.resolve_target(&parse_host("q")).expect("a target").jumps.is_empty());
-        let error = resolver.resolve_target(&parse_host("p")).expect_err("a command");
-        assert_eq!(error.code(), ssh::SSH_PROXY_UNSUPPORTED);
-        assert_eq!(error.field("proxy_command"), Some(&"nc %h %p".into()));
+    }
+
+    #[test]
+    fn the_configuration_of_a_host_decides_about_the_client() {
+        let config = "Host p\nProxyCommand nc %h %p\nHost c\nCertificateFile /c\nHost t\nIdentityFile /%C\n\
+                      Host j\nProxyJump c\n";
+        let clients = |client: SshClient, host: &str| {
+            let (_dir, resolver) = create_resolver(config, |s| s.client = client);
+            resolver.resolve_target(&parse_host(host)).map(|target| target.client)
+        };
+        for (host, option) in
+            [("p", "ProxyCommand nc %h %p"), ("c", "CertificateFile /c"), ("j", "CertificateFile /c")]
+        {
+            let options = clients(SshClient::Auto, host).expect("a target").expect("OpenSSH's client");
+            assert_eq!(options.requirement, Some(ClientRequirement::new(option)), "{host}");
+            let error = clients(SshClient::Builtin, host).expect_err("not supported");
+            let is_proxy = host == "p";
+            let code = if is_proxy { ssh::SSH_PROXY_UNSUPPORTED } else { ssh::SSH_OPTION_UNSUPPORTED };
+            assert!(error.code() == code && error.message().contains(option), "{host}: {error}");
+            assert_eq!(error.field("option"), Some(&option.into()));
+        }
+        assert_eq!(clients(SshClient::Auto, "a").expect("a target"), None);
+        assert_eq!(clients(SshClient::Builtin, "a").expect("a target"), None);
+        let required = clients(SshClient::OpenSsh, "a").expect("a target").expect("OpenSSH's client");
+        assert_eq!(required.requirement, None);
+        // OpenSSH's client expands more tokens.
+        assert!(clients(SshClient::OpenSsh, "t").is_ok_and(|client| client.is_some()));
+        assert!(clients(SshClient::Auto, "t").is_ok_and(|client| client.is_some()));
+    }
+
+    #[test]
+    fn the_job_decides_before_the_configuration_about_host_keys() {
+        use HostKeyPolicy::*;
+        for (config, expected) in [
+            ("", Strict),
+            ("StrictHostKeyChecking ask", Strict),
+            ("StrictHostKeyChecking yes", Strict),
+            ("StrictHostKeyChecking accept-new", AcceptNew),
+            ("StrictHostKeyChecking no", AcceptAny),
+            ("StrictHostKeyChecking OFF", AcceptAny),
+        ] {
+            for (spec, overridden) in [
+                (None, expected),
+                (Some(KnownHostsPolicy::Strict), Strict),
+                (Some(KnownHostsPolicy::AcceptNew), AcceptNew),
+            ] {
+                let (_dir, resolver) = create_resolver(config, |s| s.known_hosts = spec);
+                let target = resolver.resolve_target(&parse_host("a")).expect("a target");
+                assert_eq!(target.host_key_policy, overridden, "{config} {spec:?}");
+            }
+        }
+        let (_dir, resolver) = create_resolver("UserKnownHostsFile none", |_| ());
+        assert_eq!(resolver.resolve_target(&parse_host("a")).expect("a target").new_keys_file, None);
     }
 
     #[test]
@@ -371,7 +562,7 @@ mod tests {
     #[test]
     fn unknown_tokens_are_rejected() {
         for text in ["IdentityFile /%Z", "IdentityFile ${X}/k", "UserKnownHostsFile /%"] {
-            let (_dir, resolver) = create_resolver(text, |_| ());
+            let (_dir, resolver) = create_resolver(text, |s| s.client = SshClient::Builtin);
             let error = resolver.resolve_target(&parse_host("a")).expect_err(text);
             assert_eq!(error.code(), ssh::SSH_CONFIG_TOKEN_UNKNOWN);
         }

@@ -1,7 +1,7 @@
 //! [`StartedAgent`]: an agent that `launch check` has started on a host.
 use crate::{
     cluster::{AgentHandle, AgentProcess, RemoteConnection, Transport},
-    processes::reap_child,
+    processes::{lock_children, reap_group_leader},
 };
 use nix::{
     sys::signal::{Signal, kill},
@@ -90,6 +90,8 @@ impl TransportReaper {
                 return;
             }
             if Instant::now() > limit {
+                let _lock = lock_children();
+                let running = self.transport.borrow().child_processes();
                 // The processes are not reaped yet, so their pids are not reused.
                 running.iter().for_each(|pid| _ = kill(Pid::from_raw(*pid as i32), Signal::SIGKILL));
             }
@@ -102,8 +104,9 @@ impl TransportReaper {
 /// the transport.
 fn reap_child_processes(transport: &RefCell<Box<dyn Transport>>) {
     let mut transport = transport.borrow_mut();
+    let _lock = lock_children();
     for pid in transport.child_processes() {
-        if let Some(status) = reap_child(pid) {
+        if let Some(status) = reap_group_leader(pid) {
             transport.record_child_exit(pid, status);
         }
     }

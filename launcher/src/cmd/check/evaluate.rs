@@ -74,6 +74,9 @@ fn check_connection(probe: &ProbeResult, stages: &[(ConnectionStage, &'static st
             _ => CheckResult::ok(name, ""),
         });
     }
+    if let Some(client) = &probe.client {
+        checks.push(CheckResult::ok("ssh client", client.as_str()));
+    }
     if !probe.shell_output.is_empty() {
         let lines = probe.shell_output.lines().count();
         let found = format!("prints {}", format_count(lines, "line"));
@@ -334,6 +337,7 @@ mod tests {
             nonces: Vec::new(),
             nonce: String::new(),
             shell_output: String::new(),
+            client: None,
         }
     }
 

@@ -70,6 +70,8 @@ pub(super) struct ProbeResult {
     pub(super) nonce: String,
     /// The text that the login shell of the host prints before the agent starts; usually empty.
     pub(super) shell_output: String,
+    /// The external program that carries the connection, and why; `None` if there is none.
+    pub(super) client: Option<String>,
 }
 
 /// Probes the hosts of all `agents` in parallel and returns the results in the order of `agents`.
@@ -179,6 +181,7 @@ async fn inspect_host(mut host: StartedAgent, targets: ProbeTargets, nonce: Stri
         nonces: Vec::new(),
         nonce: nonce.clone(),
         shell_output: String::new(),
+        client: None,
     };
     let mut connection = None;
     let mut stderr = None;
@@ -208,6 +211,7 @@ async fn inspect_host(mut host: StartedAgent, targets: ProbeTargets, nonce: Stri
     }
     if let Some(connection) = host.connection() {
         (probe.stage, probe.shell_output) = (connection.stage(), connection.shell_output());
+        probe.client = connection.client();
     }
     ProbeSession { probe, host, connection }
 }

@@ -29,7 +29,7 @@ impl ControllerCore {
             (AgentConnectionState::Joined, _) => Some(AGENT_LEASE),
             (AgentConnectionState::Starting, Some(StartStep::Waiting)) => None,
             (AgentConnectionState::Starting, Some(StartStep::Copying(limit))) => Some(limit),
-            _ if self.state == AttemptState::Adopting => Some(ATTACH_TIMEOUT),
+            _ if self.state == AttemptState::Adopting => Some(self.setup.host_lease + ATTACH_TIMEOUT),
             _ => Some(self.setup.arrival.hello_timeout),
         }
     }

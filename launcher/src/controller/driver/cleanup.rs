@@ -7,7 +7,7 @@ use crate::{
         core::{ControllerInput, HostIndex},
         root_cause::AgentEnd,
     },
-    processes::{kill_descendants, reap_children},
+    processes::{kill_descendants, lock_children, reap_children},
 };
 use diagnostic::Diagnostic;
 use nix::{
@@ -72,8 +72,11 @@ impl ControllerDriver {
     /// died. Returns whether any child is left.
     pub(super) fn reap_children(&mut self) -> bool {
         let (agents, transport) = (&mut self.agents, &mut self.transport);
+        let _lock = lock_children();
+        // Also ends what such a process has left, such as the proxy command of an ssh.
+        let leaders = transport.child_processes();
         reap_children(
-            |_| false,
+            |pid| leaders.contains(&pid),
             |pid, status| match agents.values_mut().find(|a| a.find_unreaped_pid() == Some(pid)) {
                 Some(agent) => agent.ended = Some(status),
                 None => transport.record_child_exit(pid, status),
@@ -88,10 +91,12 @@ impl ControllerDriver {
         // One scan may miss a process that is forked during the scan.
         let mut empty_scans = 0;
         while self.reap_children() && empty_scans < 2 {
+            let lock = lock_children();
             let running = self.agents.values().filter_map(SupervisedAgent::find_unreaped_pid);
             let kept = running.chain(self.preexisting_children.iter().copied());
             let kept: Vec<u32> = kept.chain(self.transport.child_processes()).collect();
             empty_scans = if kill_descendants(&kept).is_empty() { empty_scans + 1 } else { 0 };
+            drop(lock);
             if self.clock.now() > limit {
                 self.report.show_message(
                     "launch: some processes did not end after SIGKILL; they are blocked in the kernel".into(),

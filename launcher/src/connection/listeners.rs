@@ -1,13 +1,35 @@
-//! Listens for the connections of agents, and accepts them.
-use std::{future::poll_fn, io, net::SocketAddr, task::Poll};
+//! The TCP listeners of a process, for the control connections of agents.
+use jobspec::PortSelection;
+use std::{
+    future::poll_fn,
+    io,
+    net::{IpAddr, SocketAddr},
+    task::Poll,
+};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 
 /// The largest number of connections that the kernel queues until this process accepts them.
 const MAX_BACKLOG: u32 = 4096;
 
+/// Opens a TCP listener at each of these addresses of this machine, each with a free port of
+/// `ports`. `agents` is the number of agents that will connect. Returns the listeners and their
+/// addresses.
+pub(crate) fn open_listeners(
+    addresses: &[IpAddr],
+    ports: PortSelection,
+    agents: usize,
+) -> io::Result<(Vec<TcpListener>, Vec<SocketAddr>)> {
+    let open = |address: &IpAddr| {
+        let listener = ports.bind(|port| listen(SocketAddr::new(*address, port), agents))?;
+        let local = listener.local_addr()?;
+        Ok((listener, local))
+    };
+    addresses.iter().map(open).collect()
+}
+
 /// Opens a TCP listener at `address`, an address of this machine, to which `agents` agents will
 /// connect. Port 0 stands for any free port. The function must be called within a runtime.
-pub(super) fn listen(address: SocketAddr, agents: usize) -> io::Result<TcpListener> {
+fn listen(address: SocketAddr, agents: usize) -> io::Result<TcpListener> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
     if address.port() != 0 {
         // Connections of an earlier run may still be closing.
@@ -18,7 +40,7 @@ pub(super) fn listen(address: SocketAddr, agents: usize) -> io::Result<TcpListen
 }
 
 /// Accepts the next connection of any listener. The listeners take turns.
-pub(super) async fn accept_next(listeners: &mut [TcpListener]) -> io::Result<(TcpStream, SocketAddr)> {
+pub(crate) async fn accept_next(listeners: &mut [TcpListener]) -> io::Result<(TcpStream, SocketAddr)> {
     let accepted = poll_fn(|cx| {
         let ready = listeners.iter().map(|listener| listener.poll_accept(cx)).find(Poll::is_ready);
         ready.unwrap_or(Poll::Pending)

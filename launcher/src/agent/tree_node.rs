@@ -1,0 +1,476 @@
+//! The tree node of an agent: connects the agent with its neighbours in the tree of agents, and
+//! passes on the streams of the agents below it (see [`crate::connection::tree`]).
+//!
+//! The node runs on a separate thread, so that the agents below do not depend on the agent's event
+//! loop. If the link to the neighbour above ends, the node connects to another agent that the
+//! controller has named. If none accepts it, the controller counts as lost.
+mod child_listener;
+mod executable_server;
+mod neighbour_link;
+mod parent_link;
+mod stderr_pipe;
+
+use crate::connection::tree::{
+    HEARTBEATS_PER_LEASE, LinkId, LinkInput, LinkSet, LocalStream, LocalStreamEvent, MAX_TREE_FRAME_BYTES,
+    RouterAction, StreamEnd, StreamHalves, TreeFrame, TreeRouter, TreeSetup,
+};
+use crate::connection::{FrameError, encode_frame, read_short_frame};
+use child_listener::ChildListener;
+use diagnostic::{Diagnostic, codes::host};
+use neighbour_link::NeighbourLink;
+use std::{io, os::fd::OwnedFd, sync::Arc, thread, time::Duration};
+use tokio::{
+    io::AsyncWriteExt,
+    net::unix::pipe,
+    sync::{mpsc, oneshot},
+    task::JoinHandle,
+    time::{Instant, sleep_until, timeout},
+};
+
+/// The number of inputs that fit into each channel of a node.
+const CHANNEL_CAPACITY: usize = 64;
+/// The time limit for the first message of the controller, in which the agent learns its place.
+const SETUP_TIMEOUT: Duration = Duration::from_secs(30);
+/// The part of a link's lease after which the controller counts as silent, as a fraction. The agents
+/// below then have the rest of `run.host_lease` to find another way to the controller.
+const CONTROLLER_SILENCE: (u32, u32) = (3, 5);
+/// The interval at which a node that is about to end checks whether it may.
+const END_INTERVAL: Duration = Duration::from_millis(20);
+/// How long a node that is about to end waits until the other end has received its stream.
+const DELIVERY_TIMEOUT: Duration = Duration::from_secs(2);
+/// The time for which a node that is about to end passes on the streams below it. Afterwards it
+/// asks the agents below to connect to other agents.
+const LEAVE_DELAY: Duration = Duration::from_secs(2);
+/// The longest time for which a node passes on the streams below it after its agent has ended.
+const MAX_LINGER: Duration = Duration::from_secs(10);
+
+/// The handle of a node's thread.
+pub(super) struct TreeNodeHandle {
+    /// Dropping the sender asks the node to end.
+    end: oneshot::Sender<()>,
+    thread: thread::JoinHandle<()>,
+}
+
+impl TreeNodeHandle {
+    /// Waits until the node has passed on what the agent has written, and until no agent below
+    /// needs the node any more.
+    pub(super) fn finish(self) {
+        drop(self.end);
+        // A node that has panicked has ended, too.
+        _ = self.thread.join();
+    }
+}
+
+/// Starts the node of this agent. `input` and `output` are the agent's standard streams. Returns
+/// the control stream to the controller. Blocks until the agent is connected. Fails if no agent of
+/// the tree can be reached.
+pub(super) fn join_tree(
+    input: OwnedFd,
+    output: OwnedFd,
+) -> diagnostic::Result<(StreamHalves, TreeNodeHandle)> {
+    let cannot_start = |error: &io::Error| {
+        Diagnostic::error(host::AGENT_START_FAILED, "cannot start the agent's node of the tree")
+            .with_cause(error)
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|error| cannot_start(&error))?;
+    let (started, result) = oneshot::channel();
+    let (end, ending) = oneshot::channel();
+    let thread = thread::Builder::new()
+        .name("tree".into())
+        .spawn(move || {
+            runtime.block_on(async {
+                match start_node(input, output).await {
+                    Ok((node, halves)) => {
+                        // An error means that the agent has ended.
+                        _ = started.send(Ok(halves));
+                        node.run(ending).await;
+                    }
+                    Err(error) => _ = started.send(Err(error)),
+                }
+            });
+            // Copies of the executable that are not complete are given up.
+            runtime.shutdown_background();
+        })
+        .map_err(|error| cannot_start(&error))?;
+    let result =
+        result.blocking_recv().unwrap_or_else(|_| Err(cannot_start(&io::Error::other("it panicked"))));
+    result.map(|halves| (halves, TreeNodeHandle { end, thread }))
+}
+
+/// Receives the agent's place in the tree, and connects the agent with its neighbours.
+async fn start_node(input: OwnedFd, output: OwnedFd) -> diagnostic::Result<(TreeNode, StreamHalves)> {
+    let cannot_start = |error: io::Error| {
+        Diagnostic::error(host::AGENT_START_FAILED, "cannot start the agent's node of the tree")
+            .with_cause(&error)
+    };
+    let open = || -> io::Result<_> {
+        Ok((
+            pipe::Receiver::from_owned_fd_unchecked(input.try_clone()?)?,
+            pipe::Sender::from_owned_fd_unchecked(output.try_clone()?)?,
+        ))
+    };
+    let (mut reader, mut writer) = open().map_err(cannot_start)?;
+    drop((input, output));
+    let first: Result<Option<TreeFrame>, FrameError> =
+        timeout(SETUP_TIMEOUT, read_short_frame(&mut reader, MAX_TREE_FRAME_BYTES))
+            .await
+            .unwrap_or(Err(FrameError::Io(io::ErrorKind::TimedOut.into())));
+    let setup = match first {
+        Ok(Some(TreeFrame::Setup(setup))) => *setup,
+        Ok(_) => return Err(cannot_start(io::Error::other("the first message was not the agent's place"))),
+        Err(error) => return Err(cannot_start(io::Error::other(error))),
+    };
+    let (children, accepted) = mpsc::channel(CHANNEL_CAPACITY);
+    let listener = ChildListener::open(&setup, children).map_err(cannot_start)?;
+    let (events_sender, events) = mpsc::channel(CHANNEL_CAPACITY);
+    let (near, far) = StreamHalves::create_pair();
+    let mut node = TreeNode {
+        router: TreeRouter::new_agent(setup.stream),
+        links: LinkSet::default(),
+        uplink: None,
+        local: Some(LocalStream::start(setup.stream, near, events_sender)),
+        from_uplink: mpsc::channel(CHANNEL_CAPACITY),
+        from_children: mpsc::channel(CHANNEL_CAPACITY),
+        reconnected: mpsc::channel(1),
+        attempt: None,
+        reports_silence: false,
+        silence_heard_at: None,
+        stderr: mpsc::channel(CHANNEL_CAPACITY),
+        accepted,
+        events,
+        listener,
+        setup: Arc::new(setup),
+    };
+    if node.setup.parents.is_empty() {
+        let link = node.links.add(reader, writer, node.from_uplink.0.clone());
+        node.use_uplink(link);
+        return Ok((node, far));
+    }
+    let answer = match parent_link::connect_to_parent(&node.setup).await {
+        Ok(stream) => {
+            node.add_parent(stream);
+            Ok(())
+        }
+        Err(error) => Err(error),
+    };
+    let frame = match &answer {
+        Ok(()) => TreeFrame::Joined,
+        Err(error) => TreeFrame::NotJoined(error.clone()),
+    };
+    let bytes = encode_frame(&frame).map_err(|error| cannot_start(io::Error::other(error)))?;
+    writer.write_all(&bytes).await.map_err(cannot_start)?;
+    answer?;
+    drop((reader, writer));
+    // The SSH session ends when no process has its streams any more.
+    stderr_pipe::redirect_output(node.stderr.0.clone()).map_err(cannot_start)?;
+    Ok((node, far))
+}
+
+/// The two ends of a channel.
+type ChannelEnds<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
+
+/// The node of an agent: its links, and the agent's own stream.
+struct TreeNode {
+    setup: Arc<TreeSetup>,
+    router: TreeRouter,
+    links: LinkSet,
+    uplink: Option<LinkId>,
+    /// The agent's own stream; `None` once the controller counts as lost.
+    local: Option<LocalStream>,
+    from_uplink: ChannelEnds<LinkInput>,
+    from_children: ChannelEnds<LinkInput>,
+    /// Delivers the link to another agent; after the link to the neighbour above has ended, also
+    /// the error if there is no other agent.
+    reconnected: ChannelEnds<diagnostic::Result<NeighbourLink>>,
+    /// The task that connects to another agent.
+    attempt: Option<JoinHandle<()>>,
+    /// Whether the agents below are informed that nothing arrives from the controller.
+    reports_silence: bool,
+    /// When the neighbour above last reported that it hears nothing from the controller; `None` if
+    /// it has not, or if it hears the controller again.
+    silence_heard_at: Option<Instant>,
+    /// Delivers what the agent writes to its standard error.
+    stderr: ChannelEnds<String>,
+    /// Delivers the connections of agents below.
+    accepted: mpsc::Receiver<NeighbourLink>,
+    events: mpsc::Receiver<LocalStreamEvent>,
+    listener: ChildListener,
+}
+
+impl TreeNode {
+    /// Passes on frames until the agent has ended and no agent below needs the node, or until the
+    /// controller counts as lost.
+    async fn run(mut self, mut ending: oneshot::Receiver<()>) {
+        let lease = Duration::from_millis(self.setup.link_lease_ms);
+        let interval = lease / HEARTBEATS_PER_LEASE;
+        let mut next_tick = Instant::now() + interval;
+        let mut ends_since: Option<Instant> = None;
+        let mut has_left = false;
+        while self.local.is_some() {
+            self.execute_actions();
+            if let Some(since) = ends_since {
+                let elapsed = since.elapsed();
+                let children = self.links.list(self.uplink);
+                let is_delivered = self.router.is_delivered(self.setup.stream) || elapsed > DELIVERY_TIMEOUT;
+                if (is_delivered && children.is_empty()) || elapsed > MAX_LINGER {
+                    break;
+                }
+                if elapsed > LEAVE_DELAY && !has_left {
+                    has_left = true;
+                    self.send_leave();
+                }
+                next_tick = next_tick.min(Instant::now() + END_INTERVAL);
+            }
+            let is_congested = self.links.is_congested(self.uplink);
+            tokio::select! {
+                Some((link, frame)) = self.from_uplink.1.recv() => self.receive_from_uplink(link, frame),
+                Some((link, frame)) = self.from_children.1.recv(), if !is_congested => {
+                    self.receive_from_child(link, frame);
+                }
+                Some(stream) = self.accepted.recv() => self.add_child(stream),
+                Some(event) = self.events.recv() => self.handle_local_event(event),
+                Some(text) = self.stderr.1.recv() => {
+                    self.router.send_up(TreeFrame::Stderr { stream: self.setup.stream, text });
+                }
+                Some(result) = self.reconnected.1.recv() => match result {
+                    Ok(stream) => self.add_parent(stream),
+                    Err(error) => self.lose_controller(&error.to_string()),
+                },
+                _ = &mut ending, if ends_since.is_none() => ends_since = Some(Instant::now()),
+                () = sleep_until(next_tick) => {
+                    let lateness = next_tick.elapsed();
+                    next_tick = Instant::now() + interval;
+                    self.check_links(lease, lateness);
+                }
+            }
+        }
+        self.execute_actions();
+        self.send_leave();
+        self.links.finish().await;
+    }
+
+    /// Sends signs of life, and closes links from which nothing has arrived for too long. The time
+    /// for which this process did not run (`lateness`) does not count as silence, because frames
+    /// may be waiting. While too many frames wait for the uplink, the links to the agents below are
+    /// not read, and not closed.
+    fn check_links(&mut self, lease: Duration, lateness: Duration) {
+        self.links.excuse(lateness);
+        if self.links.is_congested(self.uplink) {
+            self.links.renew(self.uplink);
+        }
+        self.links.send_heartbeats();
+        let controller = self.uplink.filter(|_| self.setup.parents.is_empty());
+        let mut silent = self.links.list_silent(lease);
+        if let Some(controller) = controller {
+            silent.retain(|link| *link != controller);
+            let tolerated = lease * CONTROLLER_SILENCE.0 / CONTROLLER_SILENCE.1;
+            self.report_controller_silence(self.links.list_silent(tolerated).contains(&controller));
+        }
+        if self.silence_heard_at.is_some_and(|heard_at| heard_at.elapsed() > lease) {
+            self.end_search();
+        }
+        for link in silent {
+            self.links.close(link);
+            self.handle_closed_link(link);
+        }
+        self.listener.set_child_count(self.links.list(self.uplink).len());
+    }
+
+    /// Handles the silence of the controller, which is suspended or cannot be reached from this
+    /// host. The agent waits. The agents below are asked at each heartbeat to connect to another
+    /// agent. If the controller is suspended, no other one accepts them.
+    fn report_controller_silence(&mut self, is_silent: bool) {
+        if is_silent != self.reports_silence {
+            tracing::info!(target: "tree", stream = self.setup.stream, is_silent, "controller");
+            self.reports_silence = is_silent;
+            self.listener.set_connected(!is_silent);
+        }
+        if is_silent {
+            for link in self.links.list(self.uplink) {
+                self.links.send(link, TreeFrame::ControllerSilent);
+            }
+        }
+    }
+
+    /// Executes the actions of the router, and those that follow from them. Handles links that were
+    /// closed because their queues were full.
+    fn execute_actions(&mut self) {
+        loop {
+            let (actions, overflowed) = (self.router.take_actions(), self.links.take_overflowed());
+            if actions.is_empty() && overflowed.is_empty() {
+                return;
+            }
+            actions.into_iter().for_each(|action| self.execute_action(action));
+            overflowed.into_iter().for_each(|link| self.handle_closed_link(link));
+        }
+    }
+
+    /// Executes one action of the router.
+    fn execute_action(&mut self, action: RouterAction) {
+        match action {
+            RouterAction::Send(link, frame) => self.links.send(link, frame),
+            RouterAction::Deliver(_, bytes) => {
+                if let Some(local) = &self.local {
+                    local.deliver(bytes);
+                }
+            }
+            RouterAction::AddSpace(_, count) => self.local.iter().for_each(|local| local.add_space(count)),
+            // The agent reads the end of the stream, and may still write.
+            RouterAction::End(_, StreamEnd::Finished) => {
+                self.local.iter_mut().for_each(LocalStream::end_reading);
+            }
+            RouterAction::End(..) => self.lose_controller("the controller has ended the stream"),
+            // An agent that is connected with the controller has no other neighbour.
+            RouterAction::SetParents(parents) => {
+                if !parents.is_empty() && !self.setup.parents.is_empty() {
+                    Arc::make_mut(&mut self.setup).parents = parents;
+                }
+            }
+            RouterAction::Attached(_)
+            | RouterAction::Detached(_)
+            | RouterAction::Ready(..)
+            | RouterAction::ShowStderr(..) => {}
+        }
+    }
+
+    /// Handles a link that this node has closed.
+    fn handle_closed_link(&mut self, link: LinkId) {
+        match self.uplink == Some(link) {
+            true => self.lose_uplink(),
+            false => self.router.remove_child(link),
+        }
+    }
+
+    /// Makes a link the way to the controller.
+    fn use_uplink(&mut self, link: LinkId) {
+        self.uplink = Some(link);
+        self.listener.set_connected(true);
+        self.router.set_uplink(link);
+        self.router.report_ready(self.setup.stream, self.listener.addresses().to_vec());
+    }
+
+    /// Makes a connection to another agent the way to the controller, in place of an earlier one.
+    fn add_parent(&mut self, stream: NeighbourLink) {
+        if let Some(earlier) = self.uplink.take() {
+            tracing::info!(target: "tree", stream = self.setup.stream, "left an agent without a controller");
+            self.links.close(earlier);
+            self.router.remove_uplink();
+        }
+        self.silence_heard_at = None;
+        let link = self.links.add(stream.input, stream.output, self.from_uplink.0.clone());
+        self.use_uplink(link);
+    }
+
+    /// Adds the connection of an agent below, and lets it begin.
+    fn add_child(&mut self, stream: NeighbourLink) {
+        let link = self.links.add(stream.input, stream.output, self.from_children.0.clone());
+        self.links.send(link, TreeFrame::Welcome { stream: self.setup.stream });
+    }
+
+    /// Handles a frame from the neighbour above, or the end of the link.
+    fn receive_from_uplink(&mut self, link: LinkId, frame: Option<TreeFrame>) {
+        if self.uplink != Some(link) {
+            return;
+        }
+        self.links.record_input(link);
+        match frame {
+            Some(TreeFrame::Leave) | None => self.lose_uplink(),
+            Some(TreeFrame::ControllerSilent) => self.search_parent(),
+            Some(frame) => self.router.receive_from_uplink(frame),
+        }
+    }
+
+    /// Handles a frame from a neighbour below, or the end of the link.
+    fn receive_from_child(&mut self, link: LinkId, frame: Option<TreeFrame>) {
+        if !self.links.record_input(link) {
+            return;
+        }
+        match frame {
+            Some(frame) => self.router.receive_from_child(link, frame),
+            None => {
+                self.links.close(link);
+                self.router.remove_child(link);
+            }
+        }
+    }
+
+    /// Handles an event of the agent's own stream.
+    fn handle_local_event(&mut self, event: LocalStreamEvent) {
+        match event {
+            LocalStreamEvent::Written(stream, bytes) => self.router.write(stream, &bytes),
+            LocalStreamEvent::Closed(stream) => self.router.finish(stream),
+            LocalStreamEvent::Consumed(stream, count) => self.router.consume(stream, count),
+        }
+    }
+
+    /// Handles the end of the link to the neighbour above. Connects to another agent in the
+    /// background. An agent that was connected with the controller itself has lost the controller.
+    fn lose_uplink(&mut self) {
+        let Some(link) = self.uplink.take() else { return };
+        self.links.close(link);
+        self.listener.set_connected(false);
+        self.router.remove_uplink();
+        if self.setup.parents.is_empty() {
+            return self.lose_controller("the SSH connection has ended");
+        }
+        self.silence_heard_at = None;
+        let (setup, reconnected) = (self.setup.clone(), self.reconnected.0.clone());
+        tracing::info!(target: "tree", stream = setup.stream, "connecting to another agent");
+        self.set_attempt(async move {
+            let result = parent_link::reconnect(&setup).await;
+            // An error means that the node has ended.
+            _ = reconnected.send(result).await;
+        });
+    }
+
+    /// Tries in the background to connect to another agent, until one accepts this one or the
+    /// neighbour above no longer reports that the controller is silent. The present link is used
+    /// until then.
+    fn search_parent(&mut self) {
+        self.silence_heard_at = Some(Instant::now());
+        if self.attempt.as_ref().is_some_and(|attempt| !attempt.is_finished()) {
+            return;
+        }
+        let (setup, reconnected) = (self.setup.clone(), self.reconnected.0.clone());
+        self.set_attempt(async move {
+            if let Ok(stream) = parent_link::reconnect(&setup).await {
+                // An error means that the node has ended.
+                _ = reconnected.send(Ok(stream)).await;
+            }
+        });
+    }
+
+    /// Ends the search for another agent, because the neighbour above hears the controller again.
+    fn end_search(&mut self) {
+        self.silence_heard_at = None;
+        if let Some(attempt) = self.attempt.take() {
+            attempt.abort();
+        }
+    }
+
+    /// Starts an attempt to connect to another agent, and ends an earlier one.
+    fn set_attempt(&mut self, attempt: impl Future<Output = ()> + Send + 'static) {
+        if let Some(earlier) = self.attempt.replace(tokio::spawn(attempt)) {
+            earlier.abort();
+        }
+    }
+
+    /// Ends the agent's own stream, because there is no way to the controller.
+    fn lose_controller(&mut self, reason: &str) {
+        tracing::info!(target: "tree", stream = self.setup.stream, reason, "lost the controller");
+        if let Some(local) = self.local.take() {
+            local.end_writing();
+        }
+    }
+
+    /// Asks the agents below to connect to other agents.
+    fn send_leave(&mut self) {
+        self.listener.set_connected(false);
+        for link in self.links.list(self.uplink) {
+            self.links.send(link, TreeFrame::Leave);
+        }
+    }
+}

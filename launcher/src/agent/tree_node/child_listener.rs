@@ -1,0 +1,143 @@
+//! [`ChildListener`]: accepts the connections of other agents at an agent of the tree.
+use super::{executable_server, neighbour_link::NeighbourLink};
+use crate::{
+    connection::{
+        encode_frame,
+        handshake::{HANDSHAKE_TIMEOUT, HandshakeError, HandshakeKey, authenticate_agent},
+        listeners::{accept_next, open_listeners},
+        tree::{TreeFrame, TreeSetup},
+    },
+    discover::{find_reachable_addresses, list_addresses, select_addresses},
+};
+use std::{
+    io,
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+use tokio::{
+    io::AsyncWriteExt,
+    net::{TcpListener, TcpStream},
+    sync::{Semaphore, mpsc},
+    time::{sleep, timeout},
+};
+
+/// The number of connections that may prove the key, or get the executable, at the same time.
+/// Further ones wait.
+const MAX_HANDSHAKES: usize = 64;
+/// The pause after a failed accept, for example because no file descriptor is free.
+const RETRY_PAUSE: Duration = Duration::from_millis(50);
+
+/// Accepts agents on a task of the node's runtime. The task ends with the runtime.
+pub(super) struct ChildListener {
+    addresses: Vec<SocketAddr>,
+    state: Arc<ListenerState>,
+}
+
+/// What the node and the listener's task share.
+struct ListenerState {
+    /// Whether the node has a way to the controller and accepts agents.
+    is_connected: AtomicBool,
+    /// The number of agents that are connected with the node.
+    children: AtomicUsize,
+    max_children: usize,
+    key: HandshakeKey,
+    fetch_token: String,
+}
+
+impl ChildListener {
+    /// Opens a port at the addresses of this host, and accepts agents that have the key. Sends
+    /// their connections to `accepted`.
+    pub(super) fn open(
+        setup: &TreeSetup,
+        accepted: mpsc::Sender<NeighbourLink>,
+    ) -> io::Result<ChildListener> {
+        let (mut ips, _) = select_addresses(find_reachable_addresses(&setup.interface, list_addresses()));
+        if ips.iter().any(|ip| !ip.is_loopback()) {
+            // On another host, a loopback address would be that of another agent.
+            ips.retain(|ip| !ip.is_loopback());
+        }
+        let (listeners, addresses) = open_listeners(&ips, setup.ports, setup.max_children as usize)?;
+        let state = Arc::new(ListenerState {
+            is_connected: AtomicBool::new(false),
+            children: AtomicUsize::new(0),
+            max_children: setup.max_children as usize,
+            key: HandshakeKey::from_job_key(&setup.key),
+            fetch_token: setup.fetch_token.clone(),
+        });
+        tokio::spawn(accept_children(listeners, state.clone(), accepted));
+        Ok(ChildListener { addresses, state })
+    }
+
+    /// Returns the addresses at which the listener accepts agents.
+    pub(super) fn addresses(&self) -> &[SocketAddr] {
+        &self.addresses
+    }
+
+    /// Sets whether agents are accepted.
+    pub(super) fn set_connected(&self, is_connected: bool) {
+        self.state.is_connected.store(is_connected, Ordering::Relaxed);
+    }
+
+    /// Sets the number of agents that are connected with the node.
+    pub(super) fn set_child_count(&self, count: usize) {
+        self.state.children.store(count, Ordering::Relaxed);
+    }
+}
+
+/// Accepts connections until the runtime ends.
+async fn accept_children(
+    mut listeners: Vec<TcpListener>,
+    state: Arc<ListenerState>,
+    accepted: mpsc::Sender<NeighbourLink>,
+) {
+    let limit = Arc::new(Semaphore::new(MAX_HANDSHAKES));
+    loop {
+        let Ok(permit) = limit.clone().acquire_owned().await else { return };
+        let Ok((stream, _)) = accept_next(&mut listeners).await else {
+            sleep(RETRY_PAUSE).await;
+            continue;
+        };
+        let (state, accepted) = (state.clone(), accepted.clone());
+        tokio::spawn(async move {
+            match timeout(HANDSHAKE_TIMEOUT, executable_server::is_fetch_request(&stream)).await {
+                Ok(Ok(true)) => executable_server::send_executable(stream, &state.fetch_token).await,
+                Ok(Ok(false)) => {
+                    let handshake = timeout(HANDSHAKE_TIMEOUT, accept_child(stream, &state)).await;
+                    if let Ok(Ok(Some(link))) = handshake {
+                        // An error means that the node ends.
+                        _ = accepted.send(link).await;
+                    }
+                }
+                // The other side has closed the connection, or sends nothing.
+                Ok(Err(_)) | Err(_) => {}
+            }
+            drop(permit);
+        });
+    }
+}
+
+/// Authenticates an agent that has connected. Returns `None` if the node accepts no agents, after
+/// the agent was informed.
+async fn accept_child(
+    stream: TcpStream,
+    state: &ListenerState,
+) -> Result<Option<NeighbourLink>, HandshakeError> {
+    stream.set_nodelay(true)?;
+    let (stream, name) = authenticate_agent(stream, &state.key).await?;
+    let (input, mut output) = stream.into_halves(TcpStream::into_split);
+    let has_space = state.children.load(Ordering::Relaxed) < state.max_children;
+    if !state.is_connected.load(Ordering::Relaxed) || !has_space {
+        tracing::debug!(target: "tree", name, "rejected an agent");
+        let frame = encode_frame(&TreeFrame::Leave).map_err(io::Error::other)?;
+        output.write_all(&frame).await?;
+        output.shutdown().await?;
+        return Ok(None);
+    }
+    tracing::debug!(target: "tree", name, "accepted an agent");
+    state.children.fetch_add(1, Ordering::Relaxed);
+    Ok(Some(NeighbourLink { input, output }))
+}

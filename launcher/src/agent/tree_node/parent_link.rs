@@ -1,0 +1,235 @@
+//! Connects an agent of the tree to another one, which passes on its stream.
+use super::neighbour_link::NeighbourLink;
+use crate::connection::{
+    FrameError,
+    handshake::{HANDSHAKE_TIMEOUT, HandshakeError, HandshakeKey, authenticate_controller},
+    read_short_frame,
+    tree::{MAX_TREE_FRAME_BYTES, StreamId, TreeFrame, TreeParent, TreeSetup},
+};
+use diagnostic::{Diagnostic, codes::host};
+use std::{
+    collections::BTreeMap,
+    fmt, io,
+    net::SocketAddr,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+use tokio::{
+    net::TcpStream,
+    task::JoinSet,
+    time::{sleep, timeout},
+};
+
+/// The delay between the starts of connection attempts to two agents, or to two addresses of one
+/// agent (RFC 8305).
+const ATTEMPT_DELAY: Duration = Duration::from_millis(200);
+/// The time limit of one attempt to connect to an agent.
+const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(10);
+/// The pause before an agent is tried again. It doubles after each attempt.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+/// The longest pause before an agent is tried again.
+const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+/// The longest time for which an agent that has just started tries agents that reject it.
+const MAX_JOIN_TIME: Duration = Duration::from_secs(20);
+
+/// Which failed attempts to connect to an agent are repeated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Repetition {
+    /// Attempts that the other agent has rejected, because it has no way to the controller at this
+    /// moment or is about to end.
+    Rejections,
+    /// All attempts.
+    AllFailures,
+}
+
+/// Why an attempt to connect to an agent has failed.
+enum AttemptFailure {
+    /// The other agent has the key, and does not accept the connection.
+    Rejected,
+    /// There is no connection to the other agent.
+    Failed(HandshakeError),
+}
+
+impl From<HandshakeError> for AttemptFailure {
+    fn from(error: HandshakeError) -> AttemptFailure {
+        AttemptFailure::Failed(error)
+    }
+}
+
+impl From<io::Error> for AttemptFailure {
+    fn from(error: io::Error) -> AttemptFailure {
+        AttemptFailure::Failed(error.into())
+    }
+}
+
+impl fmt::Display for AttemptFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            AttemptFailure::Rejected => {
+                f.write_str("the agent is about to end, has too many neighbours or hears no controller")
+            }
+            AttemptFailure::Failed(error) => error.fmt(f),
+        }
+    }
+}
+
+/// Connects an agent that has just started to the first of its possible neighbours that accepts it.
+/// Fails if none can be reached, or if those that can be reached reject the agent for too long.
+pub(super) async fn connect_to_parent(setup: &TreeSetup) -> diagnostic::Result<NeighbourLink> {
+    let limit = Duration::from_millis(setup.reconnect_ms).min(MAX_JOIN_TIME);
+    try_parents(setup, limit, Repetition::Rejections).await
+}
+
+/// Connects an agent whose link has ended to one of its possible neighbours. Tries them repeatedly,
+/// for the time that the controller has set.
+pub(super) async fn reconnect(setup: &TreeSetup) -> diagnostic::Result<NeighbourLink> {
+    try_parents(setup, Duration::from_millis(setup.reconnect_ms), Repetition::AllFailures).await
+}
+
+/// Tries to connect to all possible neighbours at the same time, each begun a bit later than the
+/// one before. A neighbour that does not answer delays no other one. Returns the first connection
+/// that is accepted. Fails if there is none after `limit`.
+async fn try_parents(
+    setup: &TreeSetup,
+    limit: Duration,
+    repetition: Repetition,
+) -> diagnostic::Result<NeighbourLink> {
+    let mut attempts = JoinSet::new();
+    let failures: Arc<Mutex<BTreeMap<SocketAddr, String>>> = Arc::default();
+    let mut delay = Duration::ZERO;
+    for TreeParent { stream, addresses } in &setup.parents {
+        for address in addresses {
+            let (stream, address, failures) = (*stream, *address, failures.clone());
+            let (key, name) = (HandshakeKey::from_job_key(&setup.key), setup.host.clone());
+            attempts.spawn(async move {
+                sleep(delay).await;
+                let record = |failure: &AttemptFailure| {
+                    let mut failures = failures.lock().unwrap_or_else(PoisonError::into_inner);
+                    failures.insert(address, format!("{address}: {failure}"));
+                };
+                let attempt = || try_address(stream, address, &key, &name);
+                try_repeatedly(attempt, repetition, record).await
+            });
+            delay += ATTEMPT_DELAY;
+        }
+    }
+    let wait_for_connection = async {
+        while let Some(finished) = attempts.join_next().await {
+            // The other attempts end when the set is dropped.
+            if let Ok(Some(link)) = finished {
+                return Some(link);
+            }
+        }
+        None
+    };
+    if let Ok(Some(link)) = timeout(limit, wait_for_connection).await {
+        return Ok(link);
+    }
+    let failures = failures.lock().unwrap_or_else(PoisonError::into_inner);
+    Err(build_error(setup, &failures.values().cloned().collect::<Vec<_>>()))
+}
+
+/// Tries to connect to one address until an attempt succeeds, or until one fails that is not to be
+/// repeated. Reports each failure to `record`.
+async fn try_repeatedly<T, F>(
+    attempt: impl Fn() -> F,
+    repetition: Repetition,
+    record: impl Fn(&AttemptFailure),
+) -> Option<T>
+where
+    F: Future<Output = Result<T, AttemptFailure>>,
+{
+    let mut pause = FIRST_PAUSE;
+    loop {
+        let result = timeout(ATTEMPT_TIMEOUT, attempt()).await;
+        let failure = match result.unwrap_or(Err(HandshakeError::Timeout.into())) {
+            Ok(link) => return Some(link),
+            Err(failure) => failure,
+        };
+        record(&failure);
+        if repetition == Repetition::Rejections && !matches!(failure, AttemptFailure::Rejected) {
+            return None;
+        }
+        sleep(pause).await;
+        pause = (pause * 2).min(LONGEST_PAUSE);
+    }
+}
+
+/// Connects to the agent at the end of a stream. Fails if another process answers, or if the agent
+/// does not accept the connection.
+async fn try_address(
+    stream: StreamId,
+    address: SocketAddr,
+    key: &HandshakeKey,
+    name: &str,
+) -> Result<NeighbourLink, AttemptFailure> {
+    let socket = TcpStream::connect(address).await?;
+    socket.set_nodelay(true)?;
+    let verified = timeout(HANDSHAKE_TIMEOUT, authenticate_controller(socket, key, name))
+        .await
+        .unwrap_or(Err(HandshakeError::Timeout))?;
+    let (mut input, output) = verified.confirm().await?.into_halves(TcpStream::into_split);
+    let first: Result<Option<TreeFrame>, FrameError> =
+        read_short_frame(&mut input, MAX_TREE_FRAME_BYTES).await;
+    match first.map_err(io::Error::other)? {
+        Some(TreeFrame::Welcome { stream: other }) if other == stream => Ok(NeighbourLink { input, output }),
+        Some(TreeFrame::Welcome { .. }) => {
+            Err(io::Error::other("another agent of the job answers at this address").into())
+        }
+        _ => Err(AttemptFailure::Rejected),
+    }
+}
+
+/// Builds the error of an agent that no other agent accepts.
+fn build_error(setup: &TreeSetup, failures: &[String]) -> Diagnostic {
+    let name = &setup.host;
+    let no_answer = ["no answer".to_owned()];
+    let failures = if failures.is_empty() { &no_answer } else { failures };
+    Diagnostic::error(
+        host::TREE_PARENT_UNREACHABLE,
+        format!("host {name} cannot connect to another host of the job ({})", failures.join("; ")),
+    )
+    .with_subject(name)
+    .with_field(
+        "addresses",
+        setup
+            .parents
+            .iter()
+            .flat_map(|parent| &parent.addresses)
+            .map(ToString::to_string)
+            .collect::<Vec<_>>(),
+    )
+    .with_remedy()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{cell::Cell, time::Instant};
+
+    /// The results of attempts that are rejected twice, then fail, and then succeed.
+    fn attempt(number: u32) -> Result<u32, AttemptFailure> {
+        match number {
+            1 | 2 => Err(AttemptFailure::Rejected),
+            3 => Err(io::Error::from(io::ErrorKind::ConnectionRefused).into()),
+            _ => Ok(number),
+        }
+    }
+
+    #[tokio::test]
+    async fn an_agent_that_starts_repeats_rejected_attempts_only() {
+        for (repetition, expected, pauses) in
+            [(Repetition::Rejections, None, 3), (Repetition::AllFailures, Some(4), 7)]
+        {
+            let (attempts, failures, began) = (Cell::new(0), Cell::new(0), Instant::now());
+            let run = || async {
+                attempts.set(attempts.get() + 1);
+                attempt(attempts.get())
+            };
+            let result = try_repeatedly(run, repetition, |_| failures.set(failures.get() + 1)).await;
+            assert_eq!((result, failures.get()), (expected, 3), "{repetition:?}");
+            let elapsed = began.elapsed();
+            assert!(elapsed >= FIRST_PAUSE * pauses, "{repetition:?}: {elapsed:?}");
+        }
+    }
+}

@@ -1,0 +1,45 @@
+//! Redirects the standard output and error of an agent, after its SSH session has ended, into the
+//! tree of agents.
+use nix::{fcntl::OFlag, unistd::pipe2};
+use std::{
+    fs::File,
+    io::{self, BufRead, BufReader},
+    thread,
+};
+use tokio::sync::mpsc;
+
+/// The size of the buffer of the pipe's reader, and the length at which a line is divided, in
+/// bytes.
+const BUFFER_BYTES: usize = 4 << 10;
+/// The stack size of the reading thread, in bytes.
+const STACK_BYTES: usize = 128 << 10;
+
+/// Redirects standard output and error of this process into a pipe, and starts a thread that sends
+/// the lines of the pipe to `lines`. The thread ends when the streams are redirected again. Lines
+/// that do not fit into the channel are dropped, because no process may wait for a terminal.
+pub(super) fn redirect_output(lines: mpsc::Sender<String>) -> io::Result<()> {
+    let (reader, writer) = pipe2(OFlag::O_CLOEXEC)?;
+    nix::unistd::dup2_stdout(&writer)?;
+    nix::unistd::dup2_stderr(&writer)?;
+    let run = move || {
+        let mut reader = BufReader::with_capacity(BUFFER_BYTES, File::from(reader));
+        let mut line = Vec::new();
+        loop {
+            let (count, is_end) = match reader.fill_buf() {
+                Ok([]) | Err(_) => break,
+                Ok(bytes) => {
+                    let end = bytes.iter().position(|byte| *byte == b'\n');
+                    let count = end.map_or(bytes.len(), |end| end + 1);
+                    line.extend_from_slice(&bytes[..count]);
+                    (count, end.is_some())
+                }
+            };
+            reader.consume(count);
+            if is_end || line.len() >= BUFFER_BYTES {
+                _ = lines.try_send(String::from_utf8_lossy(&line).into_owned());
+                line.clear();
+            }
+        }
+    };
+    thread::Builder::new().name("stderr".into()).stack_size(STACK_BYTES).spawn(run).map(drop)
+}

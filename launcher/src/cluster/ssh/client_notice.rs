@@ -1,0 +1,103 @@
+//! [`ClientNotice`]: informs the user once that OpenSSH's client was chosen, and why.
+use super::target::SshTarget;
+use crate::cluster::transport::AgentOutput;
+use std::{
+    future::Future,
+    io,
+    pin::{Pin, pin},
+    sync::atomic::{AtomicBool, Ordering},
+    task::{Context, Poll, ready},
+};
+use tokio::{
+    io::{AsyncRead, ReadBuf},
+    sync::oneshot,
+};
+
+/// Returns the client that connects to `target` and why it was chosen, or `None` for the built-in
+/// client.
+pub(super) fn describe_client(target: &SshTarget) -> Option<String> {
+    Some(match &target.client.as_ref()?.requirement {
+        Some(requirement) => format!("ssh, because of `{}`", requirement.option),
+        None => "ssh".to_owned(),
+    })
+}
+
+/// The notice of one transport. Only the first host that needs OpenSSH's client shows it.
+#[derive(Debug, Default)]
+pub(super) struct ClientNotice {
+    is_shown: AtomicBool,
+}
+
+impl ClientNotice {
+    /// Returns the notice for the user, if OpenSSH's client was chosen for `target` because of the
+    /// configuration, and no other host has shown the notice.
+    pub(super) fn take_text(&self, target: &SshTarget) -> Option<String> {
+        let requirement = target.client.as_ref()?.requirement.as_ref()?;
+        if self.is_shown.swap(true, Ordering::SeqCst) {
+            return None;
+        }
+        let name = &target.name;
+        Some(format!(
+            "launch: using `ssh` to connect to {name} and similar hosts, because of `{}` \
+             (cluster.ssh.client: auto)\n",
+            requirement.option
+        ))
+    }
+}
+
+/// The standard error of an agent that is being started, after a notice about its connection.
+pub(super) struct NoticeStream {
+    /// Delivers the notice. Without a notice, the sender is dropped.
+    notice: Option<oneshot::Receiver<String>>,
+    /// The part of the notice that was not read.
+    text: Vec<u8>,
+    stderr: AgentOutput,
+}
+
+impl NoticeStream {
+    /// Creates the stream, and the sender of the notice.
+    pub(super) fn new(stderr: AgentOutput) -> (oneshot::Sender<String>, NoticeStream) {
+        let (sender, receiver) = oneshot::channel();
+        (sender, NoticeStream { notice: Some(receiver), text: Vec::new(), stderr })
+    }
+}
+
+impl AsyncRead for NoticeStream {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        if let Some(notice) = &mut self.notice {
+            let text = ready!(pin!(notice).poll(cx));
+            self.notice = None;
+            self.text = text.unwrap_or_default().into_bytes();
+        }
+        if self.text.is_empty() {
+            return Pin::new(&mut self.stderr).poll_read(cx, buffer);
+        }
+        let length = self.text.len().min(buffer.remaining());
+        buffer.put_slice(&self.text.drain(..length).collect::<Vec<u8>>());
+        Poll::Ready(Ok(()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::io::AsyncReadExt;
+
+    #[tokio::test]
+    async fn a_notice_precedes_the_standard_error() {
+        for (notice, expected) in [(Some("notice\n"), "notice\nerror"), (None, "error")] {
+            let (sender, mut stream) = NoticeStream::new(Box::new(&b"error"[..]));
+            match notice {
+                Some(text) => sender.send(text.to_owned()).expect("a receiver"),
+                None => drop(sender),
+            }
+            let mut text = String::new();
+            stream.read_to_string(&mut text).await.expect("text");
+            assert_eq!(text, expected);
+        }
+    }
+}

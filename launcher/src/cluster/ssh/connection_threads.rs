@@ -1,0 +1,173 @@
+//! [`ConnectionThreads`]: the threads that serve SSH connections, of a limited number.
+use super::connect::THREAD_STACK_BYTES;
+use std::{
+    collections::VecDeque,
+    io,
+    panic::{self, AssertUnwindSafe},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread,
+};
+
+/// A task that blocks a thread.
+pub(super) trait ThreadTask: Send + 'static {
+    /// Prepares the task when its turn comes, in the order of the tasks. Must not block.
+    fn prepare(&mut self);
+
+    /// Executes the task.
+    fn run(self);
+}
+
+/// Threads that execute tasks in the order in which the tasks were started.
+#[derive(Debug)]
+pub(super) struct ConnectionThreads<T> {
+    /// The largest number of threads, without those in [`ConnectionThreads::run_long`].
+    limit: usize,
+    state: Mutex<ThreadsState<T>>,
+}
+
+/// The state of [`ConnectionThreads`] that the threads share.
+#[derive(Debug)]
+struct ThreadsState<T> {
+    /// The tasks that wait for a thread.
+    waiting: VecDeque<T>,
+    /// The number of threads, and how many of them are in [`ConnectionThreads::run_long`].
+    threads: usize,
+    long: usize,
+}
+
+impl<T: ThreadTask> ConnectionThreads<T> {
+    /// Creates an empty set of at most `limit` threads.
+    pub(super) fn new(limit: usize) -> Self {
+        let state = ThreadsState { waiting: VecDeque::new(), threads: 0, long: 0 };
+        ConnectionThreads { limit, state: Mutex::new(state) }
+    }
+
+    /// Locks the state, also after a task has panicked.
+    fn lock(&self) -> MutexGuard<'_, ThreadsState<T>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Executes a task on a thread as soon as one is free. Fails if there is no thread, and none
+    /// can be started.
+    pub(super) fn start(self: &Arc<Self>, task: T) -> io::Result<()> {
+        let mut state = self.lock();
+        state.waiting.push_back(task);
+        let has_threads = state.threads > state.long;
+        if state.threads - state.long < self.limit
+            && let Err(error) = self.spawn(&mut state)
+            && !has_threads
+        {
+            state.waiting.pop_back();
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    /// Executes a part of a task that may take as long as the job. Another thread takes over the
+    /// next tasks meanwhile.
+    pub(super) fn run_long<R>(self: &Arc<Self>, run: impl FnOnce() -> R) -> R {
+        let mut state = self.lock();
+        state.long += 1;
+        if !state.waiting.is_empty() {
+            // An error leaves the tasks to the other threads.
+            _ = self.spawn(&mut state);
+        }
+        drop(state);
+        let result = run();
+        self.lock().long -= 1;
+        result
+    }
+
+    /// Starts a thread.
+    fn spawn(self: &Arc<Self>, state: &mut ThreadsState<T>) -> io::Result<()> {
+        let threads = self.clone();
+        let run = move || {
+            while let Some(task) = threads.take() {
+                // A task that panics drops what it owns, which ends the connection.
+                _ = panic::catch_unwind(AssertUnwindSafe(|| task.run()));
+            }
+        };
+        thread::Builder::new().name("ssh".into()).stack_size(THREAD_STACK_BYTES).spawn(run)?;
+        state.threads += 1;
+        Ok(())
+    }
+
+    /// Takes the next task, and prepares it. Returns `None` if the thread is to end.
+    fn take(&self) -> Option<T> {
+        let mut state = self.lock();
+        let is_surplus = state.threads - state.long > self.limit;
+        let task = if is_surplus { None } else { state.waiting.pop_front() };
+        match task {
+            Some(mut task) => {
+                task.prepare();
+                Some(task)
+            }
+            None => {
+                state.threads -= 1;
+                None
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+
+    /// A task that reports its number, waits for a signal, and may wait for another one as a long
+    /// part.
+    struct TestTask {
+        number: usize,
+        prepared: mpsc::Sender<usize>,
+        started: mpsc::Sender<usize>,
+        wait: mpsc::Receiver<()>,
+        threads: Arc<ConnectionThreads<TestTask>>,
+    }
+
+    impl ThreadTask for TestTask {
+        fn prepare(&mut self) {
+            self.prepared.send(self.number).expect("the test runs");
+        }
+
+        fn run(self) {
+            self.started.send(self.number).expect("the test runs");
+            match self.number {
+                0 => self.threads.run_long(|| _ = self.wait.recv()),
+                1 => panic!("a panic for the test"),
+                _ => _ = self.wait.recv(),
+            }
+        }
+    }
+
+    #[test]
+    fn tasks_wait_for_a_thread_in_their_order_and_long_parts_take_none() {
+        let threads = Arc::new(ConnectionThreads::new(2));
+        let ((prepared, order), (started, numbers)) = (mpsc::channel(), mpsc::channel());
+        let mut signals: Vec<mpsc::Sender<()>> = (0..6)
+            .map(|number| {
+                let (signal, wait) = mpsc::channel();
+                let (prepared, started) = (prepared.clone(), started.clone());
+                threads
+                    .start(TestTask { number, prepared, started, wait, threads: threads.clone() })
+                    .expect("a thread");
+                signal
+            })
+            .collect();
+        // The long task 0 and the panic of task 1 leave both threads to the tasks 2 and 3.
+        let mut first: Vec<usize> = numbers.iter().take(4).collect();
+        first.sort_unstable();
+        assert_eq!(first, [0, 1, 2, 3]);
+        assert!(numbers.try_recv().is_err(), "the others wait");
+        signals.drain(2..4);
+        let mut rest: Vec<usize> = numbers.iter().take(2).collect();
+        rest.sort_unstable();
+        assert_eq!(rest, [4, 5]);
+        assert_eq!(order.iter().take(6).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5]);
+        drop(signals);
+        while threads.lock().threads > 0 {
+            thread::yield_now();
+        }
+        assert_eq!(threads.lock().long, 0);
+    }
+}

@@ -1,0 +1,204 @@
+//! [`find_requirement`]: finds what in the SSH configuration of a host only OpenSSH's client
+//! supports.
+use super::supervised_child::SupervisedChild;
+use crate::cluster::ssh::{
+    config::SshHostSettings,
+    known_hosts::{KnownHosts, decode_base64},
+};
+use std::{
+    fs::File,
+    io::Read,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::OnceLock,
+    time::Duration,
+};
+
+/// The number of bytes of a key file that are read to determine the type of the key.
+const MAX_KEY_BYTES: u64 = 16 << 10;
+/// The time limit for `klist`, which looks for a Kerberos ticket.
+const KLIST_TIMEOUT: Duration = Duration::from_secs(2);
+/// The types of keys that a hardware key holds.
+const HARDWARE_KEY_TYPES: [&str; 2] = ["sk-ssh-ed25519@openssh.com", "sk-ecdsa-sha2-nistp256@openssh.com"];
+/// The files of hardware keys that OpenSSH's client tries by default.
+const DEFAULT_HARDWARE_KEYS: [&str; 2] = ["id_ecdsa_sk", "id_ed25519_sk"];
+
+/// Keywords of the SSH configuration that only OpenSSH's client supports: in lower case and as
+/// documented, with the values that require nothing.
+const KEYWORDS: &[(&str, &str, &[&str])] = &[
+    ("controlpath", "ControlPath", &["none"]),
+    ("certificatefile", "CertificateFile", &["none"]),
+    ("hostbasedauthentication", "HostbasedAuthentication", &["no", "false"]),
+    ("pubkeyauthentication", "PubkeyAuthentication", &["yes", "true", "unbound", "host-bound"]),
+    ("pkcs11provider", "PKCS11Provider", &["none"]),
+    ("securitykeyprovider", "SecurityKeyProvider", &["internal", "none"]),
+    ("knownhostscommand", "KnownHostsCommand", &["none"]),
+    ("revokedhostkeys", "RevokedHostKeys", &["none"]),
+    ("verifyhostkeydns", "VerifyHostKeyDNS", &["no", "false", "ask"]),
+    ("bindaddress", "BindAddress", &[]),
+    ("bindinterface", "BindInterface", &[]),
+    ("addressfamily", "AddressFamily", &["any"]),
+];
+
+/// A setting, or a file, that only OpenSSH's client supports.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::cluster::ssh) struct ClientRequirement {
+    /// The setting as in the configuration, or the path of the file with its meaning.
+    pub(in crate::cluster::ssh) option: String,
+}
+
+impl ClientRequirement {
+    /// Creates the requirement of a setting or file.
+    pub(in crate::cluster::ssh) fn new(option: impl Into<String>) -> ClientRequirement {
+        ClientRequirement { option: option.into() }
+    }
+}
+
+/// The settings and files of a host that may require OpenSSH's client.
+pub(in crate::cluster::ssh) struct HostFiles<'a> {
+    /// The files of private keys.
+    pub(in crate::cluster::ssh) keys: &'a [PathBuf],
+    /// Whether `keys` are the default ones.
+    pub(in crate::cluster::ssh) has_default_keys: bool,
+    /// The directory `.ssh` of the user.
+    pub(in crate::cluster::ssh) user_directory: &'a Path,
+    pub(in crate::cluster::ssh) known_hosts: Option<&'a KnownHosts>,
+    /// The name of the host in known_hosts.
+    pub(in crate::cluster::ssh) known_hosts_name: &'a str,
+}
+
+/// Finds the first setting or file of a host that only OpenSSH's client supports. Proxies are not
+/// considered. May run `klist`.
+pub(in crate::cluster::ssh) fn find_requirement(
+    settings: &SshHostSettings,
+    files: &HostFiles<'_>,
+) -> Option<ClientRequirement> {
+    find_keyword(settings)
+        .or_else(|| find_key_file(files))
+        .or_else(|| {
+            let known_hosts = files.known_hosts?;
+            let has_authority = known_hosts.has_certificate_authority(files.known_hosts_name);
+            let option = || format!("@cert-authority in known_hosts for {}", files.known_hosts_name);
+            has_authority.then(|| ClientRequirement::new(option()))
+        })
+        .or_else(|| {
+            let uses_kerberos = settings.other.get("gssapiauthentication").is_some_and(|v| is_yes(v));
+            let option = "GSSAPIAuthentication yes, with a Kerberos ticket";
+            (uses_kerberos && has_kerberos_ticket()).then(|| ClientRequirement::new(option))
+        })
+}
+
+/// Returns whether a value of the configuration switches a setting on.
+fn is_yes(value: &str) -> bool {
+    ["yes", "true"].iter().any(|yes| value.eq_ignore_ascii_case(yes))
+}
+
+/// Finds the first keyword of the configuration that only OpenSSH's client supports.
+fn find_keyword(settings: &SshHostSettings) -> Option<ClientRequirement> {
+    let requires = |(keyword, name, harmless): &(&str, &str, &[&str])| {
+        let value = settings.other.get(*keyword)?;
+        let is_harmless = harmless.iter().any(|harmless| value.eq_ignore_ascii_case(harmless));
+        (!is_harmless).then(|| ClientRequirement::new(format!("{name} {value}")))
+    };
+    let methods = settings.other.get("preferredauthentications");
+    let excludes_keys = methods.filter(|list| !list.split(',').any(|method| method == "publickey"));
+    KEYWORDS.iter().find_map(requires).or_else(|| {
+        excludes_keys.map(|list| ClientRequirement::new(format!("PreferredAuthentications {list}")))
+    })
+}
+
+/// Finds a key with a certificate, or a key that a hardware key holds.
+fn find_key_file(files: &HostFiles<'_>) -> Option<ClientRequirement> {
+    for key in files.keys {
+        let mut certificate = key.as_os_str().to_owned();
+        certificate.push("-cert.pub");
+        let certificate = PathBuf::from(certificate);
+        if certificate.exists() {
+            return Some(ClientRequirement::new(format!("the certificate {}", certificate.display())));
+        }
+        if is_hardware_key(key) {
+            return Some(ClientRequirement::new(format!("the hardware key {}", key.display())));
+        }
+    }
+    let defaults = DEFAULT_HARDWARE_KEYS.iter().filter(|_| files.has_default_keys);
+    let mut existing = defaults.map(|name| files.user_directory.join(name)).filter(|key| key.exists());
+    existing.next().map(|key| ClientRequirement::new(format!("the hardware key {}", key.display())))
+}
+
+/// Returns whether a hardware key holds the private key of a file.
+fn is_hardware_key(key: &Path) -> bool {
+    let mut text = String::new();
+    let file = File::open(key).map(|file| file.take(MAX_KEY_BYTES).read_to_string(&mut text));
+    if !matches!(file, Ok(Ok(_))) {
+        return false;
+    }
+    // The public key at the beginning of the file is not encrypted.
+    let lines = text.lines().map(str::trim).filter(|line| !line.starts_with('-'));
+    let Some(bytes) = decode_base64(&lines.collect::<String>()) else { return false };
+    let has = |name: &str| bytes.windows(name.len()).any(|window| window == name.as_bytes());
+    HARDWARE_KEY_TYPES.iter().any(|name| has(name))
+}
+
+/// Returns whether the user has a Kerberos ticket. The result is determined once.
+fn has_kerberos_ticket() -> bool {
+    static FOUND: OnceLock<bool> = OnceLock::new();
+    *FOUND.get_or_init(|| {
+        let klist = SupervisedChild::run(Command::new("klist").arg("-s"), KLIST_TIMEOUT);
+        klist.is_ok_and(|output| output.status.success())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::client_options::read_settings, *};
+
+    /// Finds the requirement of the host `a` with this SSH configuration, and with keys in the
+    /// directory `dir`.
+    fn find(config: &str, dir: &Path, keys: &[&str]) -> Option<String> {
+        let keys: Vec<PathBuf> = keys.iter().map(|key| dir.join(key)).collect();
+        let files = HostFiles {
+            keys: &keys,
+            has_default_keys: keys.is_empty(),
+            user_directory: dir,
+            known_hosts: None,
+            known_hosts_name: "a",
+        };
+        find_requirement(&read_settings(config, "a"), &files).map(|found| found.option)
+    }
+
+    #[test]
+    fn keywords_of_openssh_require_its_client() {
+        let dir = tempfile::tempdir().expect("a directory");
+        for (config, expected) in [
+            ("CertificateFile ~/c.pub", Some("CertificateFile ~/c.pub")),
+            ("ControlPath ~/.ssh/%C", Some("ControlPath ~/.ssh/%C")),
+            ("PKCS11Provider /usr/lib/p.so", Some("PKCS11Provider /usr/lib/p.so")),
+            ("HostbasedAuthentication yes", Some("HostbasedAuthentication yes")),
+            ("PubkeyAuthentication no", Some("PubkeyAuthentication no")),
+            ("AddressFamily inet6", Some("AddressFamily inet6")),
+            ("PreferredAuthentications gssapi-with-mic", Some("PreferredAuthentications gssapi-with-mic")),
+            ("PreferredAuthentications gssapi-with-mic,publickey", None),
+            ("ControlPath none\nControlMaster auto\nPubkeyAuthentication yes\nAddressFamily any", None),
+            ("Host b\nCertificateFile ~/c.pub", None),
+            ("KexAlgorithms curve25519-sha256\nStrictHostKeyChecking no\nPort 5", None),
+        ] {
+            assert_eq!(find(config, dir.path(), &["k"]).as_deref(), expected, "{config}");
+        }
+    }
+
+    #[test]
+    fn certificates_and_hardware_keys_require_openssh() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).expect("a file");
+        write("plain", "-----BEGIN OPENSSH PRIVATE KEY-----\nc3NoLWVkMjU1MTk=\n-----END\n");
+        assert_eq!(find("", dir.path(), &["plain", "missing"]), None);
+        // openssh-key-v1 … sk-ssh-ed25519@openssh.com
+        write("sk", "-----BEGIN OPENSSH PRIVATE KEY-----\nAAAAc2stc3NoLWVkMjU1MTlAb3BlbnNzaC5jb20=\n");
+        assert!(find("", dir.path(), &["plain", "sk"]).is_some_and(|f| f.starts_with("the hardware key")));
+        write("id_ed25519_sk", "");
+        assert!(find("", dir.path(), &[]).is_some_and(|f| f.ends_with("id_ed25519_sk")));
+        assert_eq!(find("", dir.path(), &["plain"]), None, "another key is configured");
+        write("plain-cert.pub", "");
+        assert!(find("", dir.path(), &["plain"]).is_some_and(|f| f.starts_with("the certificate")));
+    }
+}

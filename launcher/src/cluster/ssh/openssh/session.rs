@@ -1,0 +1,396 @@
+//! [`OpenSshSession`]: a connection to a host that a process of OpenSSH's client carries.
+use super::{client_failure::ClientFailure, client_log::ClientLog, supervised_child::SupervisedChild};
+use crate::cluster::{
+    ssh::{connection_progress::ConnectionProgress, ssh_error::build_ssh_error, target::SshTarget},
+    transport::ConnectionStage,
+};
+use diagnostic::{Diagnostic, codes::ssh};
+use jobspec::env;
+use nix::{
+    errno::Errno,
+    fcntl::{FcntlArg, OFlag, fcntl},
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+};
+use protocol::control::ExitStatus;
+use std::{
+    cell::{Cell, RefCell},
+    fs::File,
+    io::{self, PipeWriter, Read, Write},
+    net::Shutdown,
+    os::{
+        fd::{AsFd, AsRawFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    process::{Command, Stdio},
+    rc::Rc,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// The remote command: a shell that runs each line of its input as a script, until a script
+/// replaces the shell.
+const REMOTE_COMMAND: &str = "exec /bin/sh -c 'while IFS= read -r c; do eval \"$c\"; done'";
+/// The number of bytes of the stderr of the client that are kept for error messages.
+const MAX_STDERR_BYTES: usize = 8 << 10;
+/// How long the client may take to end after it has closed its output.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
+/// How often the client is started again if the server closes the connection during the handshake,
+/// as servers with too many connections do.
+const MAX_ATTEMPTS: u32 = 6;
+/// The pause before the second attempt. The pause doubles with each further attempt.
+const FIRST_RETRY_DELAY: Duration = Duration::from_millis(200);
+
+/// A connection to a host. A host that ends the shell, because a script has failed, gets another
+/// connection for the next script.
+pub(in crate::cluster::ssh) struct OpenSshSession {
+    target: SshTarget,
+    progress: Arc<ConnectionProgress>,
+    client: RefCell<Rc<ClientProcess>>,
+    /// The time limit of each read and write.
+    timeout: Rc<Cell<Duration>>,
+}
+
+impl OpenSshSession {
+    /// Connects to a host and logs in. Blocks.
+    pub(in crate::cluster::ssh) fn open(
+        target: &SshTarget,
+        progress: &Arc<ConnectionProgress>,
+    ) -> diagnostic::Result<OpenSshSession> {
+        let client = connect(target, progress)?;
+        Ok(OpenSshSession {
+            target: target.clone(),
+            progress: progress.clone(),
+            client: RefCell::new(Rc::new(client)),
+            timeout: Rc::new(Cell::new(target.timeout)),
+        })
+    }
+
+    /// Sets the time limit of each read and write.
+    pub(in crate::cluster::ssh) fn set_timeout_ms(&self, timeout_ms: u32) {
+        self.timeout.set(Duration::from_millis(timeout_ms.into()));
+    }
+
+    /// Runs a script of one line on the host. Blocks.
+    pub(in crate::cluster::ssh) fn exec(&self, script: &str) -> diagnostic::Result<OpenSshChannel> {
+        if self.client.borrow().has_ended.get() {
+            let client = connect(&self.target, &self.progress)?;
+            *self.client.borrow_mut() = Rc::new(client);
+            self.progress.set_stage(ConnectionStage::Exec);
+        }
+        let client = self.client.borrow().clone();
+        client.absorb_output();
+        client.state.borrow_mut().stderr.clear();
+        let mut channel = OpenSshChannel { client, timeout: self.timeout.clone() };
+        // If the connection has ended, reading the answer fails with the reason.
+        _ = channel.write_all(format!("{script}\n").as_bytes());
+        Ok(channel)
+    }
+}
+
+/// Connects to a host and logs in, with several attempts if the server closes the connection.
+fn connect(target: &SshTarget, progress: &Arc<ConnectionProgress>) -> diagnostic::Result<ClientProcess> {
+    let mut delay = FIRST_RETRY_DELAY;
+    let mut attempt = 1;
+    loop {
+        progress.check_not_aborted(&target.name)?;
+        progress.set_stage(ConnectionStage::Name);
+        let client = ClientProcess::spawn(target)?;
+        let duplicate = client.stream.try_clone().map_err(|error| build_resource_error(target, &error))?;
+        progress.set_socket(&OwnedFd::from(duplicate));
+        let Err(failure) = client.wait_for_login(target) else { return Ok(client) };
+        progress.check_not_aborted(&target.name)?;
+        progress.set_stage(failure.stage);
+        if !failure.is_closed_by_server || attempt >= MAX_ATTEMPTS {
+            return Err(failure.into_diagnostic(target));
+        }
+        drop(client);
+        std::thread::sleep(delay);
+        delay *= 2;
+        attempt += 1;
+    }
+}
+
+/// Builds the error for a connection that lacks a resource of this machine.
+fn build_resource_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
+    let message = format!("cannot open an SSH connection to host {}", target.name);
+    build_ssh_error(target, ssh::SSH_SESSION_LIMIT, message).with_cause(error)
+}
+
+/// What the client has written in addition to the output of the remote command.
+#[derive(Default)]
+struct ClientOutput {
+    log: ClientLog,
+    /// The first bytes of stderr since the last script.
+    stderr: Vec<u8>,
+    has_log_ended: bool,
+    has_stderr_ended: bool,
+}
+
+/// A running process of OpenSSH's client. Dropping the value kills the process.
+pub(super) struct ClientProcess {
+    child: SupervisedChild,
+    /// The stdin and stdout of the remote command.
+    pub(super) stream: UnixStream,
+    pub(super) stderr: File,
+    pub(super) log: File,
+    /// The end of the log's pipe that the client opens by its path. Closed once the client has
+    /// written to the log.
+    log_writer: RefCell<Option<PipeWriter>>,
+    state: RefCell<ClientOutput>,
+    has_ended: Cell<bool>,
+}
+
+impl ClientProcess {
+    /// Starts the client for a host.
+    fn spawn(target: &SshTarget) -> diagnostic::Result<ClientProcess> {
+        let options = target.client.as_ref().unwrap_or_else(|| unreachable!("OpenSSH's client was chosen"));
+        Self::try_spawn(&options.arguments).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied => {
+                let message = format!("cannot start `ssh` to connect to host {}", target.name);
+                build_ssh_error(target, ssh::SSH_CLIENT_MISSING, message).with_cause(&error).with_remedy()
+            }
+            _ => build_resource_error(target, &error),
+        })
+    }
+
+    /// Starts the client with these arguments and the remote command.
+    fn try_spawn(arguments: &[String]) -> io::Result<ClientProcess> {
+        let (stream, client_end) = UnixStream::pair()?;
+        let (stderr, stderr_writer) = io::pipe()?;
+        let (log, log_writer) = io::pipe()?;
+        let mut command = Command::new("ssh");
+        // The log is separate from the stderr of the remote command, so a host cannot forge it.
+        let log_path = format!("/proc/{}/fd/{}", std::process::id(), log_writer.as_raw_fd());
+        command.args(["-E", &log_path]).args(arguments).arg(REMOTE_COMMAND);
+        // In the C locale. `SendEnv` of the configuration must not pass it on to the host.
+        let locale = std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(env::is_locale));
+        locale.for_each(|(name, _)| _ = command.env_remove(name));
+        command.stdin(OwnedFd::from(client_end.try_clone()?));
+        command.stdout(OwnedFd::from(client_end)).stderr(Stdio::from(stderr_writer));
+        let (child, _) = SupervisedChild::spawn(&mut command)?;
+        drop(command); // closes the copies of the client's ends
+        stream.set_nonblocking(true)?;
+        let (stderr, log) = (File::from(OwnedFd::from(stderr)), File::from(OwnedFd::from(log)));
+        for file in [&stderr, &log] {
+            fcntl(file, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+        }
+        Ok(ClientProcess {
+            child,
+            stream,
+            stderr,
+            log,
+            log_writer: RefCell::new(Some(log_writer)),
+            state: RefCell::default(),
+            has_ended: Cell::new(false),
+        })
+    }
+
+    /// Waits until the user is logged in, or until the remote command writes.
+    fn wait_for_login(&self, target: &SshTarget) -> Result<(), ClientFailure> {
+        let limit = target.client.as_ref().map_or(target.timeout, |options| options.login_timeout);
+        let deadline = Instant::now() + limit;
+        loop {
+            if self.state.borrow().log.is_logged_in {
+                return Ok(());
+            }
+            match self.poll(PollFlags::POLLIN, deadline) {
+                Ok(true) => {
+                    let mut byte = [0];
+                    let flags = nix::sys::socket::MsgFlags::MSG_PEEK;
+                    return match nix::sys::socket::recv(self.stream.as_raw_fd(), &mut byte, flags) {
+                        Ok(1..) => Ok(()),
+                        _ => Err(self
+                            .explain_end(target)
+                            .unwrap_or_else(|| self.explain_timeout(limit, target))),
+                    };
+                }
+                Ok(false) => {}
+                Err(_) => return Err(self.explain_timeout(limit, target)),
+            }
+        }
+    }
+
+    /// Explains a client that did not log in within `limit`.
+    fn explain_timeout(&self, limit: Duration, target: &SshTarget) -> ClientFailure {
+        let state = self.state.borrow();
+        ClientFailure::from_timeout(limit, &state.log, &state.stderr, target)
+    }
+
+    /// Waits once until the stream has one of these events or the client writes to its log or
+    /// stderr. Returns whether the stream is ready. Fails after the deadline.
+    fn poll(&self, events: PollFlags, deadline: Instant) -> io::Result<bool> {
+        let remaining = deadline.saturating_duration_since(Instant::now());
+        if remaining.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        // A millisecond more, because the limit of `poll` is rounded down.
+        let limit = PollTimeout::try_from(remaining.as_millis() + 1).unwrap_or(PollTimeout::MAX);
+        let mut fds = vec![PollFd::new(self.stream.as_fd(), events)];
+        fds.extend(self.list_output_fds());
+        match poll(&mut fds, limit) {
+            Ok(_) => {}
+            Err(Errno::EINTR) => return Ok(false),
+            Err(error) => return Err(error.into()),
+        }
+        let is_ready = fds[0].any().unwrap_or(false);
+        drop(fds);
+        self.absorb_output();
+        Ok(is_ready)
+    }
+
+    /// Returns the descriptors of the log and of stderr, as far as they have not ended.
+    pub(super) fn list_output_fds(&self) -> Vec<PollFd<'_>> {
+        let state = self.state.borrow();
+        let log = (!state.has_log_ended).then(|| PollFd::new(self.log.as_fd(), PollFlags::POLLIN));
+        let stderr = (!state.has_stderr_ended).then(|| PollFd::new(self.stderr.as_fd(), PollFlags::POLLIN));
+        log.into_iter().chain(stderr).collect()
+    }
+
+    /// Reads what the client has written to its log and to stderr. Never blocks.
+    fn absorb_output(&self) {
+        self.absorb_log();
+        let mut state = self.state.borrow_mut();
+        let state = &mut *state;
+        let kept = &mut state.stderr;
+        state.has_stderr_ended |= read_available(&self.stderr, |bytes| {
+            let free = MAX_STDERR_BYTES.saturating_sub(kept.len()).min(bytes.len());
+            kept.extend(&bytes[..free]);
+        });
+    }
+
+    /// Reads what the client has written to its log. Never blocks.
+    pub(super) fn absorb_log(&self) {
+        let mut state = self.state.borrow_mut();
+        let state = &mut *state;
+        let (log, mut has_begun) = (&mut state.log, false);
+        state.has_log_ended |= read_available(&self.log, |bytes| {
+            has_begun = true;
+            log.add(bytes);
+        });
+        if has_begun {
+            self.log_writer.replace(None);
+        }
+    }
+
+    /// Returns whether stderr has ended.
+    pub(super) fn has_stderr_ended(&self) -> bool {
+        self.state.borrow().has_stderr_ended
+    }
+
+    /// Records that stderr has ended.
+    pub(super) fn set_stderr_ended(&self) {
+        self.state.borrow_mut().has_stderr_ended = true;
+    }
+
+    /// Drops what the client, the proxy command and the login shell have written to stderr.
+    pub(super) fn discard_stderr(&self) {
+        self.absorb_output();
+        self.state.borrow_mut().stderr.clear();
+    }
+
+    /// Waits for the end of the client, whose output has ended. Returns the exit status, or `None`
+    /// if the client still runs.
+    fn wait_for_end(&self) -> Option<ExitStatus> {
+        self.has_ended.set(true);
+        let status = self.child.wait(EXIT_TIMEOUT);
+        self.absorb_output();
+        status
+    }
+
+    /// Explains the end of the client, or returns `None` if the remote command has ended.
+    fn explain_end(&self, target: &SshTarget) -> Option<ClientFailure> {
+        let status = self.wait_for_end();
+        let state = self.state.borrow();
+        ClientFailure::from_end(status, &state.log, &state.stderr, target)
+    }
+
+    /// Returns the exit status of the remote command after its output has ended, or `None` if the
+    /// host did not report it. Fails if the connection was lost.
+    pub(super) fn finish(&self, target: &SshTarget) -> diagnostic::Result<Option<ExitStatus>> {
+        if let Some(failure) = self.explain_end(target) {
+            return Err(failure.into_diagnostic(target));
+        }
+        let is_known = !self.state.borrow().log.has_exit_signal;
+        Ok(self.child.exit_status().filter(|_| is_known))
+    }
+}
+
+/// Calls `consume` with the bytes that can be read from a nonblocking file. Returns whether the
+/// file has ended.
+fn read_available(mut file: &File, mut consume: impl FnMut(&[u8])) -> bool {
+    let mut buffer = [0; 4096];
+    loop {
+        match file.read(&mut buffer) {
+            Ok(0) => return true,
+            Ok(n) => consume(&buffer[..n]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return error.kind() != io::ErrorKind::WouldBlock,
+        }
+    }
+}
+
+/// The stdin and stdout of the script that runs on the host.
+pub(in crate::cluster::ssh) struct OpenSshChannel {
+    pub(super) client: Rc<ClientProcess>,
+    timeout: Rc<Cell<Duration>>,
+}
+
+impl OpenSshChannel {
+    /// Explains why the output of the host has ended, or returns `None` if the remote command has
+    /// ended.
+    pub(in crate::cluster::ssh) fn find_failure(&self, target: &SshTarget) -> Option<Diagnostic> {
+        self.client.explain_end(target).map(|failure| failure.into_diagnostic(target))
+    }
+
+    /// Ends the input of the remote shell and waits for its end. Returns its exit code (-1 if
+    /// unknown), and what the last script wrote to stderr.
+    pub(in crate::cluster::ssh) fn wait_for_exit(&mut self) -> (i32, String) {
+        _ = self.client.stream.shutdown(Shutdown::Write);
+        _ = io::copy(self, &mut io::sink());
+        let code = match self.client.wait_for_end() {
+            Some(ExitStatus::Code(code)) => i32::from(code),
+            Some(ExitStatus::Signal(..)) | None => -1,
+        };
+        let state = self.client.state.borrow();
+        (code, String::from_utf8_lossy(&state.stderr).into_owned())
+    }
+
+    /// Performs an operation on the stream, which does not block, until it succeeds or the time
+    /// limit is reached.
+    fn retry<T>(
+        &self,
+        events: PollFlags,
+        mut operation: impl FnMut(&UnixStream) -> io::Result<T>,
+    ) -> io::Result<T> {
+        let deadline = Instant::now() + self.timeout.get();
+        loop {
+            match operation(&self.client.stream) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.client.poll(events, deadline)?;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                result => return result,
+            }
+        }
+    }
+}
+
+impl Read for OpenSshChannel {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        match self.retry(PollFlags::POLLIN, |mut stream| stream.read(buffer)) {
+            // The client has ended without reading all of its input.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Ok(0),
+            result => result,
+        }
+    }
+}
+
+impl Write for OpenSshChannel {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.retry(PollFlags::POLLOUT, |mut stream| stream.write(bytes))
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

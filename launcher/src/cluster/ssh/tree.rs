@@ -1,0 +1,12 @@
+//! The tree of agents of a job on many hosts: the controller is connected with
+//! `cluster.ssh.fanout` agents, and these pass on the streams of the others (see
+//! [`crate::connection::tree`]).
+//!
+//! The controller still logs in to each host, because the user's keys are on its machine only. The
+//! SSH connection to a host ends as soon as the agent is connected with another one. A host that
+//! lacks the executable gets it from a host that has it.
+mod hub;
+mod planner;
+
+pub(super) use hub::{TreeHub, TreeSettings};
+pub(super) use planner::{TreePlace, TreeSource};

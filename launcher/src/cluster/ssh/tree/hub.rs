@@ -1,0 +1,565 @@
+//! [`TreeHub`]: the controller's node of the tree, on a separate thread.
+use super::planner::{TreePlace, TreePlanner, TreeSource};
+use crate::{
+    cluster::{
+        ssh::connection_progress::ConnectionProgress,
+        transport::{ConnectionStage, RemoteConnection},
+    },
+    connection::tree::{
+        HEARTBEATS_PER_LEASE, LinkId, LinkInput, LinkSet, LocalStream, LocalStreamEvent, RouterAction,
+        StreamHalves, StreamId, TreeFrame, TreeParent, TreeRouter, TreeSetup,
+    },
+};
+use diagnostic::{Diagnostic, codes::host};
+use jobspec::{InterfaceSelector, PortSelection};
+use protocol::control::{ExitStatus, JobKey};
+use std::{
+    collections::{HashMap, VecDeque},
+    fmt, io,
+    os::unix::net::UnixStream as StdStream,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt, DuplexStream},
+    net::UnixStream,
+    sync::mpsc,
+    time::{Instant, MissedTickBehavior, sleep_until},
+};
+
+/// The largest number of commands that wait for the hub. The start of an agent has three at most.
+const MAX_COMMANDS: usize = 1 << 17;
+/// The number of inputs that fit into each channel of the hub.
+const CHANNEL_CAPACITY: usize = 1024;
+/// The interval at which a thread that waits for a decision checks whether its start was given up.
+const GIVE_UP_INTERVAL: Duration = Duration::from_secs(2);
+/// The longest sleep of the hub.
+const MAX_SLEEP: Duration = Duration::from_secs(60);
+/// The number of lines of an agent's standard error that wait for their reader. Further ones are
+/// dropped.
+const STDERR_CAPACITY: usize = 64;
+/// The size of one read of an agent's standard error, in bytes.
+const STDERR_CHUNK_BYTES: usize = 4 << 10;
+
+/// A command for the thread of the hub.
+enum HubCommand {
+    /// Open the stream of an agent that is being started.
+    Open(OpenedStream),
+    /// Use the connection to an agent as a link.
+    AddRoot { setup: Box<TreeSetup>, control: StdStream, stderr: StdStream },
+    /// End a stream in both directions.
+    Abort(StreamId),
+}
+
+/// The streams of an agent that is being started.
+struct OpenedStream {
+    stream: StreamId,
+    host: String,
+    halves: StreamHalves,
+    stderr: DuplexStream,
+    progress: Arc<ConnectionProgress>,
+}
+
+/// The controller's node of the tree. Its thread ends when the hub and all its streams are dropped.
+pub(crate) struct TreeHub {
+    commands: mpsc::Sender<HubCommand>,
+    planner: Arc<SharedPlanner>,
+    streams: AtomicU64,
+    key: JobKey,
+    settings: TreeSettings,
+    fetch_token: String,
+}
+
+/// The settings of a tree that come from the job.
+#[derive(Clone, Debug)]
+pub(crate) struct TreeSettings {
+    /// The largest number of agents below the controller, and below each agent.
+    pub(crate) width: u32,
+    /// How long a host may be silent.
+    pub(crate) host_lease: Duration,
+    pub(crate) interface: InterfaceSelector,
+    pub(crate) ports: PortSelection,
+}
+
+/// Returns the silence after which a link counts as broken. It is then replaced before the host
+/// counts as lost.
+fn find_link_lease(host_lease: Duration) -> Duration {
+    host_lease / 2
+}
+
+/// The planner, and the threads that wait for its decisions.
+///
+/// A change wakes one thread of each kind, and a thread that gets its decision wakes the next one.
+/// So the work for each decision does not depend on the number of threads.
+#[derive(Debug)]
+struct SharedPlanner {
+    planner: Mutex<TreePlanner>,
+    places: Condvar,
+    sources: Condvar,
+}
+
+impl SharedPlanner {
+    /// Locks the planner, also after a thread has panicked while it held the lock.
+    fn lock(&self) -> MutexGuard<'_, TreePlanner> {
+        self.planner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes the planner, and wakes threads that wait for a decision.
+    fn change(&self, change: impl FnOnce(&mut TreePlanner)) {
+        change(&mut self.lock());
+        self.places.notify_one();
+        self.sources.notify_one();
+    }
+
+    /// Waits at `changed` until the planner decides, or until `is_given_up` returns `true`, which
+    /// is checked every [`GIVE_UP_INTERVAL`].
+    fn wait_for<T>(
+        &self,
+        changed: &Condvar,
+        mut decide: impl FnMut(&mut TreePlanner) -> Option<T>,
+        is_given_up: impl Fn() -> bool,
+    ) -> Option<T> {
+        let mut planner = self.lock();
+        loop {
+            if is_given_up() {
+                changed.notify_one();
+                return None;
+            }
+            if let Some(decision) = decide(&mut planner) {
+                changed.notify_one();
+                return Some(decision);
+            }
+            let waited = changed.wait_timeout(planner, GIVE_UP_INTERVAL);
+            planner = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+/// The stream of an agent that is being started, as its streams and the handle of its connection.
+pub(crate) struct TreeStream {
+    pub(crate) id: StreamId,
+    pub(crate) halves: StreamHalves,
+    pub(crate) stderr: DuplexStream,
+    pub(crate) connection: TreeConnection,
+}
+
+impl TreeHub {
+    /// Starts the thread of a tree.
+    pub(crate) fn start(settings: TreeSettings) -> io::Result<TreeHub> {
+        let mut key = [0; 32];
+        getrandom::fill(&mut key)?;
+        let token = blake3::keyed_hash(&key, b"launch fetch token").to_hex().to_string();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let planner = TreePlanner::new(settings.width as usize);
+        let planner = Arc::new(SharedPlanner {
+            planner: Mutex::new(planner),
+            places: Condvar::new(),
+            sources: Condvar::new(),
+        });
+        let (commands, received) = mpsc::channel(MAX_COMMANDS);
+        let (shared, host_lease) = (planner.clone(), settings.host_lease);
+        let run = move || runtime.block_on(HubLoop::new(shared, host_lease).run(received));
+        thread::Builder::new().name("tree".into()).spawn(run)?;
+        Ok(TreeHub {
+            commands,
+            planner,
+            streams: AtomicU64::new(0),
+            key: JobKey(key),
+            settings,
+            fetch_token: token,
+        })
+    }
+
+    /// Returns the text with which a host asks another one for the executable.
+    pub(crate) fn fetch_token(&self) -> &str {
+        &self.fetch_token
+    }
+
+    /// Opens the stream of an agent that is about to be started on a host.
+    pub(crate) fn open_stream(&self, host: &str, progress: Arc<ConnectionProgress>) -> TreeStream {
+        let stream = self.streams.fetch_add(1, Ordering::Relaxed) + 1;
+        let (near, halves) = StreamHalves::create_pair();
+        let (stderr_writer, stderr) = tokio::io::duplex(STDERR_CAPACITY << 10);
+        self.send(HubCommand::Open(OpenedStream {
+            stream,
+            host: host.to_owned(),
+            halves: near,
+            stderr: stderr_writer,
+            progress: progress.clone(),
+        }));
+        let connection = TreeConnection { stream, commands: self.commands.clone(), progress };
+        TreeStream { id: stream, halves, stderr, connection }
+    }
+
+    /// Gives the agent of a stream a place if one is free now.
+    pub(crate) fn try_place(&self, stream: StreamId) -> Option<TreePlace> {
+        self.planner.lock().place(stream)
+    }
+
+    /// Waits until the agent of a stream has a place. Returns `None` if the start was given up.
+    pub(crate) fn wait_for_place(
+        &self,
+        stream: StreamId,
+        is_given_up: impl Fn() -> bool,
+    ) -> Option<TreePlace> {
+        self.planner.wait_for(&self.planner.places, |planner| planner.place(stream), is_given_up)
+    }
+
+    /// Lists the agents to which the agent of a stream may connect now. The list is empty for an
+    /// agent that is connected with the controller, and if no agent accepts others.
+    pub(crate) fn list_parents(&self, stream: StreamId) -> Vec<TreeParent> {
+        self.planner.lock().list_parents_of(stream)
+    }
+
+    /// Waits until a host that has the executable, or the controller, can send it. Returns `None`
+    /// if the start was given up.
+    pub(crate) fn wait_for_source(&self, is_given_up: impl Fn() -> bool) -> Option<TreeSource> {
+        self.planner.wait_for(&self.planner.sources, TreePlanner::take_source, is_given_up)
+    }
+
+    /// Records that a transfer of the executable has ended.
+    pub(crate) fn return_source(&self, source: &TreeSource) {
+        self.planner.change(|planner| planner.return_source(source));
+    }
+
+    /// Builds the first message to the agent of a stream: its place in the tree.
+    pub(crate) fn build_setup(&self, stream: StreamId, host: &str, parents: Vec<TreeParent>) -> TreeSetup {
+        let host_lease_ms = self.settings.host_lease.as_millis() as u64;
+        TreeSetup {
+            stream,
+            key: self.key.clone(),
+            parents,
+            host: host.to_owned(),
+            interface: self.settings.interface.clone(),
+            ports: self.settings.ports,
+            link_lease_ms: find_link_lease(self.settings.host_lease).as_millis() as u64,
+            reconnect_ms: host_lease_ms,
+            // The agents below a lost neighbour need places, too.
+            max_children: self.settings.width.saturating_mul(4),
+            fetch_token: self.fetch_token.clone(),
+        }
+    }
+
+    /// Uses the connection to an agent as a link. The agent gets its place first. `stderr` carries
+    /// the agent's standard error.
+    pub(crate) fn add_root(&self, setup: TreeSetup, control: StdStream, stderr: StdStream) {
+        self.send(HubCommand::AddRoot { setup: Box::new(setup), control, stderr });
+    }
+
+    /// Ends the stream of an agent that could not be started.
+    pub(crate) fn abort(&self, stream: StreamId) {
+        self.send(HubCommand::Abort(stream));
+    }
+
+    /// Sends a command to the thread of the hub.
+    fn send(&self, command: HubCommand) {
+        // An agent whose command does not fit counts as lost after the limit of its first message.
+        _ = self.commands.try_send(command);
+    }
+}
+
+/// The connection to an agent through the tree.
+pub(crate) struct TreeConnection {
+    stream: StreamId,
+    commands: mpsc::Sender<HubCommand>,
+    progress: Arc<ConnectionProgress>,
+}
+
+impl fmt::Debug for TreeConnection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "stream {} {:?}", self.stream, self.progress)
+    }
+}
+
+impl RemoteConnection for TreeConnection {
+    fn abort(&self) {
+        self.progress.abort();
+        // An error means that the hub has ended.
+        _ = self.commands.try_send(HubCommand::Abort(self.stream));
+    }
+
+    fn failure(&self) -> Option<Diagnostic> {
+        self.progress.failure()
+    }
+
+    fn exit_status(&self) -> Option<ExitStatus> {
+        self.progress.exit_status()
+    }
+
+    fn stage(&self) -> ConnectionStage {
+        self.progress.stage()
+    }
+
+    fn shell_output(&self) -> String {
+        self.progress.shell_output()
+    }
+
+    fn client(&self) -> Option<String> {
+        self.progress.client()
+    }
+}
+
+/// A stream at the controller's end.
+struct HubStream {
+    host: String,
+    local: LocalStream,
+    stderr: mpsc::Sender<String>,
+    progress: Arc<ConnectionProgress>,
+    /// When the way to the agent broke; `None` while there is one, and before the first one.
+    detached_at: Option<Instant>,
+}
+
+/// The state of the hub's thread.
+struct HubLoop {
+    planner: Arc<SharedPlanner>,
+    /// The time for which a stream may have no way through the tree. Afterwards its agent counts as
+    /// lost, before its host does.
+    max_detached: Duration,
+    /// The interval of the signs of life on each link.
+    heartbeat_interval: Duration,
+    router: TreeRouter,
+    links: LinkSet,
+    /// The streams of the agents that are connected with the controller.
+    roots: HashMap<LinkId, StreamId>,
+    streams: HashMap<StreamId, HubStream>,
+    /// The streams whose ways broke, in the order in which that happened.
+    detached: VecDeque<(Instant, StreamId)>,
+    frames: (mpsc::Sender<LinkInput>, mpsc::Receiver<LinkInput>),
+    events: (mpsc::Sender<LocalStreamEvent>, mpsc::Receiver<LocalStreamEvent>),
+}
+
+impl HubLoop {
+    /// Creates the state of a hub without streams.
+    fn new(planner: Arc<SharedPlanner>, host_lease: Duration) -> HubLoop {
+        HubLoop {
+            planner,
+            max_detached: host_lease * 3 / 5,
+            heartbeat_interval: find_link_lease(host_lease) / HEARTBEATS_PER_LEASE,
+            router: TreeRouter::new_controller(),
+            links: LinkSet::default(),
+            roots: HashMap::new(),
+            streams: HashMap::new(),
+            detached: VecDeque::new(),
+            frames: mpsc::channel(CHANNEL_CAPACITY),
+            events: mpsc::channel(CHANNEL_CAPACITY),
+        }
+    }
+
+    /// Passes on frames until no handle of the hub is left.
+    async fn run(mut self, mut commands: mpsc::Receiver<HubCommand>) {
+        let mut heartbeats = tokio::time::interval(self.heartbeat_interval);
+        heartbeats.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            self.execute_actions();
+            let due = self.detached.front().map(|(since, _)| *since + self.max_detached);
+            let due = due.unwrap_or_else(|| Instant::now() + MAX_SLEEP);
+            tokio::select! {
+                command = commands.recv() => match command {
+                    Some(command) => self.execute_command(command),
+                    None => return,
+                },
+                Some((link, frame)) = self.frames.1.recv() => self.receive(link, frame),
+                Some(event) = self.events.1.recv() => self.handle_local_event(event),
+                () = sleep_until(due) => self.end_detached_streams(),
+                _ = heartbeats.tick() => {
+                    self.links.send_heartbeats();
+                    for (stream, parents) in self.planner.lock().list_updates() {
+                        self.router.send_parents(stream, parents);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Executes a command of the controller or of a connection's thread.
+    fn execute_command(&mut self, command: HubCommand) {
+        match command {
+            HubCommand::Open(opened) => self.open_stream(opened),
+            HubCommand::AddRoot { setup, control, stderr } => {
+                let stream = setup.stream;
+                if let Err(error) = self.add_root(*setup, control, stderr) {
+                    tracing::warn!(target: "tree", stream, %error, "cannot use the connection to an agent");
+                    self.end_stream(stream, None);
+                }
+            }
+            HubCommand::Abort(stream) => {
+                self.router.abort(stream);
+                self.end_stream(stream, None);
+            }
+        }
+    }
+
+    /// Opens the stream of an agent that is being started.
+    fn open_stream(&mut self, opened: OpenedStream) {
+        let OpenedStream { stream, host, halves, stderr, progress } = opened;
+        self.router.open_stream(stream);
+        let local = LocalStream::start(stream, halves, self.events.0.clone());
+        let (sender, lines) = mpsc::channel(STDERR_CAPACITY);
+        tokio::spawn(write_stderr(stderr, lines));
+        self.streams.insert(stream, HubStream { host, local, stderr: sender, progress, detached_at: None });
+    }
+
+    /// Uses the connection to an agent as a link.
+    fn add_root(&mut self, setup: TreeSetup, control: StdStream, stderr: StdStream) -> io::Result<()> {
+        control.set_nonblocking(true)?;
+        stderr.set_nonblocking(true)?;
+        if let Some(state) = self.streams.get(&setup.stream) {
+            tokio::spawn(forward_stderr(UnixStream::from_std(stderr)?, state.stderr.clone()));
+        }
+        let (input, output) = UnixStream::from_std(control)?.into_split();
+        let link = self.links.add(input, output, self.frames.0.clone());
+        self.roots.insert(link, setup.stream);
+        self.links.send(link, TreeFrame::Setup(Box::new(setup)));
+        Ok(())
+    }
+
+    /// Handles a frame, or the end of a link.
+    fn receive(&mut self, link: LinkId, frame: Option<TreeFrame>) {
+        if !self.links.record_input(link) {
+            return;
+        }
+        match frame {
+            Some(frame) => self.router.receive_from_child(link, frame),
+            None => {
+                self.links.close(link);
+                self.remove_root(link);
+            }
+        }
+    }
+
+    /// Handles the end of the link to an agent that is connected with the controller. The agent
+    /// cannot connect in another way, so its stream ends. The others may find another way.
+    fn remove_root(&mut self, link: LinkId) {
+        self.router.remove_child(link);
+        if let Some(stream) = self.roots.remove(&link) {
+            self.router.abort(stream);
+            self.end_stream(stream, None);
+        }
+    }
+
+    /// Handles an event of a stream's reader or writer at the controller.
+    fn handle_local_event(&mut self, event: LocalStreamEvent) {
+        match event {
+            LocalStreamEvent::Written(stream, bytes) => self.router.write(stream, &bytes),
+            LocalStreamEvent::Closed(stream) => self.router.finish(stream),
+            LocalStreamEvent::Consumed(stream, count) => self.router.consume(stream, count),
+        }
+    }
+
+    /// Executes the actions of the router, and those that follow from them. Handles links that were
+    /// closed because their queues were full.
+    fn execute_actions(&mut self) {
+        loop {
+            let (actions, overflowed) = (self.router.take_actions(), self.links.take_overflowed());
+            if actions.is_empty() && overflowed.is_empty() {
+                return;
+            }
+            actions.into_iter().for_each(|action| self.execute_action(action));
+            overflowed.into_iter().for_each(|link| self.remove_root(link));
+        }
+    }
+
+    /// Executes one action of the router.
+    fn execute_action(&mut self, action: RouterAction) {
+        match action {
+            RouterAction::Send(link, frame) => self.links.send(link, frame),
+            RouterAction::Deliver(stream, bytes) => {
+                if let Some(state) = self.streams.get(&stream) {
+                    state.local.deliver(bytes);
+                }
+            }
+            RouterAction::AddSpace(stream, count) => {
+                if let Some(state) = self.streams.get(&stream) {
+                    state.local.add_space(count);
+                }
+            }
+            RouterAction::End(stream, _) => self.end_stream(stream, None),
+            RouterAction::Attached(stream) => {
+                if let Some(state) = self.streams.get_mut(&stream) {
+                    state.detached_at = None;
+                }
+            }
+            RouterAction::Detached(stream) => {
+                self.planner.change(|planner| planner.mark_detached(stream));
+                if let Some(state) = self.streams.get_mut(&stream) {
+                    let now = Instant::now();
+                    state.detached_at = Some(now);
+                    self.detached.push_back((now, stream));
+                }
+            }
+            RouterAction::Ready(stream, addresses) => {
+                self.planner.change(|planner| planner.mark_ready(stream, addresses));
+                // Lists that were sent while the agent had no way to the controller are lost.
+                let parents = self.planner.lock().list_parents_of(stream);
+                if !parents.is_empty() {
+                    self.router.send_parents(stream, parents);
+                }
+            }
+            // Frames to agents only.
+            RouterAction::SetParents(_) => {}
+            RouterAction::ShowStderr(stream, text) => {
+                if let Some(state) = self.streams.get(&stream) {
+                    // Lines for a reader that is too slow are dropped.
+                    _ = state.stderr.try_send(text);
+                }
+            }
+        }
+    }
+
+    /// Ends the streams that had no way for longer than permitted.
+    fn end_detached_streams(&mut self) {
+        while let Some((since, stream)) = self.detached.front().copied()
+            && since.elapsed() >= self.max_detached
+        {
+            self.detached.pop_front();
+            let state = self.streams.get(&stream).filter(|state| state.detached_at == Some(since));
+            if let Some(state) = state {
+                let name = state.host.clone();
+                let message = format!("lost host {name}: its connection to another host of the job ended");
+                let error =
+                    Diagnostic::error(host::TREE_CONNECTION_LOST, message).with_subject(name).with_remedy();
+                self.router.abort(stream);
+                self.end_stream(stream, Some(error));
+            }
+        }
+    }
+
+    /// Ends the streams of an agent for the controller. `failure` is the reason, if the
+    /// connection's thread has recorded none.
+    fn end_stream(&mut self, stream: StreamId, failure: Option<Diagnostic>) {
+        self.planner.change(|planner| planner.remove(stream));
+        if let Some(state) = self.streams.remove(&stream) {
+            if let Some(failure) = failure {
+                state.progress.record_end(Some(failure), None);
+            }
+            state.local.end_writing();
+        }
+    }
+}
+
+/// Passes on what an agent writes to its standard error over SSH.
+async fn forward_stderr(mut stream: UnixStream, lines: mpsc::Sender<String>) {
+    let mut buffer = vec![0; STDERR_CHUNK_BYTES];
+    while let Ok(count @ 1..) = stream.read(&mut buffer).await {
+        if lines.send(String::from_utf8_lossy(&buffer[..count]).into_owned()).await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Writes what an agent wrote to its standard error to the reader at the controller.
+async fn write_stderr(mut output: DuplexStream, mut lines: mpsc::Receiver<String>) {
+    while let Some(line) = lines.recv().await {
+        if output.write_all(line.as_bytes()).await.is_err() {
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "hub_tests.rs"]
+mod tests;

@@ -1,0 +1,223 @@
+//! [`TreePlanner`]: decides which agents of a tree are connected with each other, and which host
+//! sends the executable to which other one. A state machine without I/O and clock.
+use crate::connection::tree::{StreamId, TreeParent};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::SocketAddr,
+};
+
+/// The number of hosts to which one host sends the executable at the same time. Transfers share the
+/// network of the sender, so with one transfer at a time the number of senders grows fastest.
+const MAX_TRANSFERS: usize = 1;
+/// The number of hosts to which the controller sends the executable at the same time. A slow host
+/// does not delay all others.
+const MAX_CONTROLLER_TRANSFERS: usize = 2;
+/// The largest number of agents above an agent to which it may connect. A tree of the default width
+/// with as many levels has millions of agents.
+const MAX_ANCESTORS: usize = 8;
+/// The number of agents of the first level to which an agent may also connect, if those above it
+/// cannot be reached.
+const SPARE_PARENTS: usize = 4;
+
+/// The number of agents that are considered at once for a new list of agents to which they may
+/// connect.
+const UPDATES_AT_ONCE: usize = 64;
+
+/// The place of an agent in the tree.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum TreePlace {
+    /// The agent is connected with the controller.
+    Root,
+    /// The agent connects to the first of these agents that accepts it.
+    Below(Vec<TreeParent>),
+}
+
+/// Where a host gets the executable.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum TreeSource {
+    /// From the controller, over SSH.
+    Controller,
+    /// From the host of another agent.
+    Agent(TreeParent),
+}
+
+/// An agent of the tree.
+#[derive(Debug, Default)]
+struct PlannedAgent {
+    /// The number of agents between the agent and the controller.
+    depth: usize,
+    /// The neighbour above; `None` for an agent that is connected with the controller.
+    parent: Option<StreamId>,
+    /// The number of agents that were placed below the agent.
+    children: usize,
+    /// The number of hosts to which the agent's host sends the executable.
+    transfers: usize,
+    /// The addresses at which the agent accepts others; `None` while it accepts none.
+    addresses: Option<Vec<SocketAddr>>,
+}
+
+/// Decides on the places of agents in the tree.
+#[derive(Debug)]
+pub(crate) struct TreePlanner {
+    /// The largest number of agents below the controller, and below each agent.
+    width: usize,
+    agents: BTreeMap<StreamId, PlannedAgent>,
+    roots: BTreeSet<StreamId>,
+    /// The agents that accept others, by depth and number of agents below them.
+    open: BTreeSet<(usize, usize, StreamId)>,
+    /// The agents whose hosts can send the executable, by their numbers of transfers.
+    sources: BTreeSet<(usize, StreamId)>,
+    /// The number of hosts to which the controller sends the executable.
+    controller_transfers: usize,
+    /// Whether agents to which others may connect have changed since the last round of updates
+    /// began.
+    has_changed: bool,
+    /// The agent with which the present round of updates continues; `None` between rounds.
+    next_update: Option<StreamId>,
+}
+
+impl TreePlanner {
+    /// Creates the planner of a tree of this width.
+    pub(crate) fn new(width: usize) -> TreePlanner {
+        TreePlanner {
+            width: width.max(1),
+            agents: BTreeMap::new(),
+            roots: BTreeSet::new(),
+            open: BTreeSet::new(),
+            sources: BTreeSet::new(),
+            controller_transfers: 0,
+            has_changed: false,
+            next_update: None,
+        }
+    }
+
+    /// Chooses the place of an agent: below the controller or, if the controller has enough, below
+    /// the agent with the least depth that has the fewest agents below it. Returns `None` if the
+    /// agent has to wait until another agent accepts agents.
+    pub(crate) fn place(&mut self, stream: StreamId) -> Option<TreePlace> {
+        if self.roots.len() < self.width {
+            self.roots.insert(stream);
+            self.agents.insert(stream, PlannedAgent::default());
+            return Some(TreePlace::Root);
+        }
+        let (depth, _, parent) = *self.open.first()?;
+        self.change(parent, |agent| agent.children += 1);
+        let depth = depth + 1;
+        self.agents.insert(stream, PlannedAgent { depth, parent: Some(parent), ..PlannedAgent::default() });
+        Some(TreePlace::Below(self.list_parents(parent)))
+    }
+
+    /// Lists the agents to which the agent of a stream may connect. The list is empty for an agent
+    /// that is connected with the controller.
+    pub(crate) fn list_parents_of(&self, stream: StreamId) -> Vec<TreeParent> {
+        let parent = self.agents.get(&stream).and_then(|agent| agent.parent);
+        parent.map(|parent| self.list_parents(parent)).unwrap_or_default()
+    }
+
+    /// Lists the agents to which an agent below `parent` may connect: its neighbour above, those
+    /// above that, and some of the first level.
+    fn list_parents(&self, parent: StreamId) -> Vec<TreeParent> {
+        let mut parents: Vec<TreeParent> = Vec::new();
+        let mut next = Some(parent);
+        while let Some(stream) = next.filter(|_| parents.len() < MAX_ANCESTORS) {
+            parents.extend(self.find_parent(stream));
+            next = self.agents.get(&stream).and_then(|agent| agent.parent);
+        }
+        let known: Vec<StreamId> = parents.iter().map(|parent| parent.stream).collect();
+        // Begins behind the agent's number, so that the agents below a lost one go to several.
+        let others = self.roots.range(parent..).chain(self.roots.range(..parent));
+        let spares = others.filter(|root| !known.contains(root)).filter_map(|root| self.find_parent(*root));
+        parents.extend(spares.take(SPARE_PARENTS));
+        parents
+    }
+
+    /// Returns an agent with its addresses; `None` if it accepts no agents.
+    fn find_parent(&self, stream: StreamId) -> Option<TreeParent> {
+        let addresses = self.agents.get(&stream)?.addresses.clone()?;
+        Some(TreeParent { stream, addresses })
+    }
+
+    /// Records that an agent accepts others at these addresses, and that its host has the
+    /// executable.
+    pub(crate) fn mark_ready(&mut self, stream: StreamId, addresses: Vec<SocketAddr>) {
+        self.change(stream, |agent| agent.addresses = Some(addresses));
+    }
+
+    /// Lists a limited number of agents, each with the agents to which it may connect from now on.
+    /// After a change, a round of calls lists every agent, so that each one knows several others
+    /// that are alive. Without a change, the list is empty.
+    pub(crate) fn list_updates(&mut self) -> Vec<(StreamId, Vec<TreeParent>)> {
+        let first = match self.next_update {
+            Some(stream) => stream,
+            None if std::mem::take(&mut self.has_changed) => 0,
+            None => return Vec::new(),
+        };
+        let mut rest = self.agents.range(first..).map(|(stream, agent)| (*stream, agent.parent));
+        let considered: Vec<_> = rest.by_ref().take(UPDATES_AT_ONCE).collect();
+        self.next_update = rest.next().map(|(stream, _)| stream);
+        let list =
+            |(stream, parent): (StreamId, Option<StreamId>)| Some((stream, self.list_parents(parent?)));
+        considered.into_iter().filter_map(list).filter(|(_, parents)| !parents.is_empty()).collect()
+    }
+
+    /// Records that an agent has no way to the controller, so that it accepts no others.
+    pub(crate) fn mark_detached(&mut self, stream: StreamId) {
+        self.change(stream, |agent| agent.addresses = None);
+    }
+
+    /// Removes an agent that has ended.
+    pub(crate) fn remove(&mut self, stream: StreamId) {
+        self.mark_detached(stream);
+        self.roots.remove(&stream);
+        if let Some(parent) = self.agents.remove(&stream).and_then(|agent| agent.parent) {
+            self.change(parent, |agent| agent.children = agent.children.saturating_sub(1));
+        }
+    }
+
+    /// Chooses where a host gets the executable. Returns `None` if all hosts that have it are busy.
+    pub(crate) fn take_source(&mut self) -> Option<TreeSource> {
+        match self.sources.first().copied() {
+            Some((transfers, stream)) if transfers < MAX_TRANSFERS => {
+                let source = self.find_parent(stream)?;
+                self.change(stream, |agent| agent.transfers += 1);
+                Some(TreeSource::Agent(source))
+            }
+            _ if self.controller_transfers < MAX_CONTROLLER_TRANSFERS => {
+                self.controller_transfers += 1;
+                Some(TreeSource::Controller)
+            }
+            _ => None,
+        }
+    }
+
+    /// Records that a transfer of the executable has ended.
+    pub(crate) fn return_source(&mut self, source: &TreeSource) {
+        match source {
+            TreeSource::Controller => self.controller_transfers = self.controller_transfers.saturating_sub(1),
+            TreeSource::Agent(TreeParent { stream, .. }) => {
+                self.change(*stream, |agent| agent.transfers = agent.transfers.saturating_sub(1));
+            }
+        }
+    }
+
+    /// Changes an agent, and its entries in the lists of agents to choose from.
+    fn change(&mut self, stream: StreamId, change: impl FnOnce(&mut PlannedAgent)) {
+        let Some(agent) = self.agents.get_mut(&stream) else { return };
+        self.open.remove(&(agent.depth, agent.children, stream));
+        self.sources.remove(&(agent.transfers, stream));
+        let was_ready = agent.addresses.is_some();
+        change(agent);
+        let is_named = agent.parent.is_none() || agent.children > 0;
+        self.has_changed |= is_named && was_ready != agent.addresses.is_some();
+        if agent.addresses.is_some() {
+            self.sources.insert((agent.transfers, stream));
+            if agent.children < self.width {
+                self.open.insert((agent.depth, agent.children, stream));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "planner_tests.rs"]
+mod tests;

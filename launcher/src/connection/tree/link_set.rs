@@ -1,0 +1,267 @@
+//! [`LinkSet`]: the links of a router, each with a task that reads and a task that writes frames.
+use super::frame::{MAX_TREE_FRAME_BYTES, TreeFrame};
+use crate::connection::{FrameError, encode_frame, frame_tasks::BATCH_BYTES, read_short_frame};
+use std::{
+    collections::HashMap,
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, AsyncWriteExt, BufReader},
+    sync::mpsc,
+    task::{JoinHandle, JoinSet},
+    time::{Instant, timeout},
+};
+
+/// The number of a link, which no other link of the process has.
+pub(crate) type LinkId = u64;
+/// A frame that arrived on a link, or the end of the link (`None`).
+pub(crate) type LinkInput = (LinkId, Option<TreeFrame>);
+
+/// The number of bytes that may wait for a link that does not take them. A link with more is
+/// closed, and the streams on it find another way.
+const MAX_QUEUED_BYTES: usize = 64 << 20;
+/// The number of bytes in the queue of the link to the neighbour above from which on frames of the
+/// neighbours below are not read.
+const HIGH_WATER_BYTES: usize = 1 << 20;
+/// An estimate of the size of a frame without its bytes, for the limits of queues.
+const FRAME_OVERHEAD: usize = 64;
+/// How long the writing task of a closed link may take for the frames that wait. Afterwards the
+/// frames are dropped, because the neighbour takes none.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// One link.
+struct Link {
+    queue: mpsc::Sender<TreeFrame>,
+    /// The number of bytes in the queue.
+    queued: Arc<AtomicUsize>,
+    last_heard: Instant,
+    reader: JoinHandle<()>,
+    writer: JoinHandle<()>,
+}
+
+impl Link {
+    /// Closes the link after the frames in its queue are written, for [`FLUSH_TIMEOUT`] at most.
+    async fn finish(self) {
+        let Link { queue, reader, mut writer, .. } = self;
+        reader.abort();
+        drop(queue);
+        if timeout(FLUSH_TIMEOUT, &mut writer).await.is_err() {
+            writer.abort();
+        }
+    }
+}
+
+/// The links of a router.
+#[derive(Default)]
+pub(crate) struct LinkSet {
+    links: HashMap<LinkId, Link>,
+    /// The number of links so far.
+    count: LinkId,
+    /// The links that were closed because their queues were full, and not reported yet.
+    overflowed: Vec<LinkId>,
+}
+
+impl LinkSet {
+    /// Adds a link that consists of these streams, and starts its tasks. Its frames arrive in
+    /// `inbox`.
+    pub(crate) fn add(
+        &mut self,
+        input: impl AsyncRead + Send + Unpin + 'static,
+        output: impl AsyncWrite + Send + Unpin + 'static,
+        inbox: mpsc::Sender<LinkInput>,
+    ) -> LinkId {
+        self.count += 1;
+        let id = self.count;
+        // So many frames have more than the permitted number of bytes.
+        let (queue, frames) = mpsc::channel(MAX_QUEUED_BYTES / FRAME_OVERHEAD);
+        let queued = Arc::new(AtomicUsize::new(0));
+        let writer = tokio::spawn(write_link(output, frames, queued.clone()));
+        let reader = tokio::spawn(read_link(id, input, inbox));
+        self.links.insert(id, Link { queue, queued, last_heard: Instant::now(), reader, writer });
+        id
+    }
+
+    /// Sends a frame on a link. Closes a link whose queue is full, which
+    /// [`LinkSet::take_overflowed`] reports. Never blocks.
+    pub(crate) fn send(&mut self, link: LinkId, frame: TreeFrame) {
+        let Some(target) = self.links.get(&link) else { return };
+        let size = measure_frame(&frame);
+        if target.queued.fetch_add(size, Ordering::Relaxed) + size > MAX_QUEUED_BYTES {
+            self.close(link);
+            self.overflowed.push(link);
+            return;
+        }
+        // An error means that the link has ended, which its reader reports.
+        _ = target.queue.try_send(frame);
+    }
+
+    /// Takes the list of links that were closed because their queues were full.
+    pub(crate) fn take_overflowed(&mut self) -> Vec<LinkId> {
+        std::mem::take(&mut self.overflowed)
+    }
+
+    /// Records that a frame has arrived on a link. Returns whether the link is open.
+    pub(crate) fn record_input(&mut self, link: LinkId) -> bool {
+        let found = self.links.get_mut(&link);
+        found.map(|link| link.last_heard = Instant::now()).is_some()
+    }
+
+    /// Closes a link. The frames in its queue are still written, for [`FLUSH_TIMEOUT`] at most.
+    pub(crate) fn close(&mut self, link: LinkId) {
+        if let Some(link) = self.links.remove(&link) {
+            tokio::spawn(link.finish());
+        }
+    }
+
+    /// Closes all links, and waits until the frames in their queues are written, for a short time.
+    pub(crate) async fn finish(&mut self) {
+        let mut closed: JoinSet<()> = self.links.drain().map(|(_, link)| link.finish()).collect();
+        while closed.join_next().await.is_some() {}
+    }
+
+    /// Returns the links from which nothing has arrived for longer than `lease`.
+    pub(crate) fn list_silent(&self, lease: Duration) -> Vec<LinkId> {
+        let silent = self.links.iter().filter(|(_, link)| link.last_heard.elapsed() > lease);
+        silent.map(|(id, _)| *id).collect()
+    }
+
+    /// Sends a sign of life on each link.
+    pub(crate) fn send_heartbeats(&mut self) {
+        let links: Vec<LinkId> = self.links.keys().copied().collect();
+        for link in links {
+            self.send(link, TreeFrame::Heartbeat);
+        }
+    }
+
+    /// Does not count the last `pause` as silence of any link, because this process did not run.
+    pub(crate) fn excuse(&mut self, pause: Duration) {
+        let now = Instant::now();
+        for link in self.links.values_mut() {
+            link.last_heard = (link.last_heard + pause).min(now);
+        }
+    }
+
+    /// Counts links, without `except`, as heard from just now, because this process has not read
+    /// them before.
+    pub(crate) fn renew(&mut self, except: Option<LinkId>) {
+        let now = Instant::now();
+        let renewed = self.links.iter_mut().filter(|(id, _)| Some(**id) != except);
+        renewed.for_each(|(_, link)| link.last_heard = now);
+    }
+
+    /// Returns the links, without `except`.
+    pub(crate) fn list(&self, except: Option<LinkId>) -> Vec<LinkId> {
+        self.links.keys().copied().filter(|link| Some(*link) != except).collect()
+    }
+
+    /// Returns whether so many frames wait for a link that no more are to be read for it.
+    pub(crate) fn is_congested(&self, link: Option<LinkId>) -> bool {
+        let link = link.and_then(|link| self.links.get(&link));
+        link.is_some_and(|link| link.queued.load(Ordering::Relaxed) > HIGH_WATER_BYTES)
+    }
+}
+
+/// Estimates the number of bytes of a frame in a queue.
+fn measure_frame(frame: &TreeFrame) -> usize {
+    FRAME_OVERHEAD
+        + match frame {
+            TreeFrame::Data { bytes, .. } => bytes.0.len(),
+            TreeFrame::Stderr { text, .. } => text.len(),
+            _ => 0,
+        }
+}
+
+/// Reads the frames of a link into `inbox`, until the link ends or `inbox` is closed. An error is
+/// an end, too, because nothing after it can be read.
+async fn read_link(id: LinkId, input: impl AsyncRead + Unpin, inbox: mpsc::Sender<LinkInput>) {
+    let mut input = BufReader::new(input);
+    loop {
+        let frame: Result<Option<TreeFrame>, FrameError> =
+            read_short_frame(&mut input, MAX_TREE_FRAME_BYTES).await;
+        let frame = frame.unwrap_or_else(|error| {
+            tracing::debug!(target: "tree", link = id, %error, "link broke");
+            None
+        });
+        let is_last = frame.is_none();
+        if inbox.send((id, frame)).await.is_err() || is_last {
+            return;
+        }
+    }
+}
+
+/// Writes the frames of a queue to a link, until the queue is closed and empty, or the link fails.
+async fn write_link(
+    mut output: impl AsyncWrite + Unpin,
+    mut queue: mpsc::Receiver<TreeFrame>,
+    queued: Arc<AtomicUsize>,
+) {
+    while let Some(first) = queue.recv().await {
+        let (mut bytes, mut size) = (Vec::new(), 0);
+        let mut next = Some(first);
+        while let Some(frame) = next {
+            size += measure_frame(&frame);
+            // The frames of a tree are much shorter than the limit of a frame.
+            bytes.extend(encode_frame(&frame).unwrap_or_default());
+            next = if bytes.len() < BATCH_BYTES { queue.try_recv().ok() } else { None };
+        }
+        let write = async {
+            output.write_all(&bytes).await?;
+            output.flush().await
+        };
+        let written: io::Result<()> = write.await;
+        queued.fetch_sub(size, Ordering::Relaxed);
+        if written.is_err() {
+            return;
+        }
+    }
+    _ = output.shutdown().await;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::connection::tree::frame::StreamBytes;
+
+    #[tokio::test]
+    async fn a_link_whose_queue_is_full_is_closed_and_reported_once() {
+        let (mut links, (inbox, _frames)) = (LinkSet::default(), mpsc::channel(1));
+        // The neighbours read nothing.
+        let (near, _far) = tokio::io::duplex(1 << 10);
+        let (input, output) = tokio::io::split(near);
+        let full = links.add(input, output, inbox.clone());
+        let (near, _other_far) = tokio::io::duplex(1 << 10);
+        let (input, output) = tokio::io::split(near);
+        let other = links.add(input, output, inbox);
+        let data = || TreeFrame::Data { stream: 1, offset: 0, bytes: StreamBytes(vec![0; 1 << 20]) };
+        for _ in 1..MAX_QUEUED_BYTES >> 20 {
+            links.send(full, data());
+        }
+        assert!(links.take_overflowed().is_empty());
+        links.send(full, data());
+        // The link does not exist any more.
+        links.send_heartbeats();
+        assert_eq!((links.take_overflowed(), links.take_overflowed()), (vec![full], Vec::new()));
+        assert_eq!(links.list(None), [other]);
+    }
+
+    #[tokio::test]
+    async fn a_pause_of_the_process_does_not_count_as_silence() {
+        let (mut links, (inbox, _frames)) = (LinkSet::default(), mpsc::channel(1));
+        let (near, _far) = tokio::io::duplex(1 << 10);
+        let (input, output) = tokio::io::split(near);
+        let link = links.add(input, output, inbox);
+        let minutes = |count: u64| Duration::from_secs(60 * count);
+        links.links.get_mut(&link).expect("the link").last_heard = Instant::now() - minutes(30);
+        links.excuse(minutes(20));
+        assert_eq!((links.list_silent(minutes(11)), links.list_silent(minutes(9))), (vec![], vec![link]));
+        // The pause is longer than the silence.
+        links.excuse(minutes(60));
+        assert!(links.list_silent(minutes(1)).is_empty());
+        assert!(links.links[&link].last_heard <= Instant::now());
+    }
+}

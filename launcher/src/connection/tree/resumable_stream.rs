@@ -1,0 +1,179 @@
+//! [`ResumableStream`]: one end of a stream that survives the end of the links that carry it.
+//!
+//! Each end keeps the bytes that the other end has not acknowledged, at most [`WINDOW_BYTES`].
+//! After a change of the way through the tree, both ends exchange how much they have received, and
+//! send the rest again. Bytes that arrive twice are dropped, and so are bytes after a gap, which
+//! are sent again. The end of a direction counts as one byte after the last one.
+use super::frame::{StreamBytes, StreamId, StreamProgress, TreeFrame};
+use std::collections::VecDeque;
+
+/// The largest number of bytes of one direction that are not acknowledged.
+pub(super) const WINDOW_BYTES: usize = 128 << 10;
+/// The largest number of bytes in one frame.
+pub(super) const MAX_DATA_BYTES: usize = 32 << 10;
+/// The number of consumed bytes after which they are acknowledged.
+const ACK_BYTES: u64 = WINDOW_BYTES as u64 / 4;
+
+/// One end of a stream.
+#[derive(Debug, Default)]
+pub(super) struct ResumableStream {
+    /// The bytes that the other end has not acknowledged.
+    unacknowledged: VecDeque<u8>,
+    /// The offset of the first byte in `unacknowledged`.
+    base: u64,
+    /// The offset of the next byte to send on the present way.
+    next: u64,
+    /// Whether no byte follows those in `unacknowledged`.
+    is_finished: bool,
+    /// Whether the other end has acknowledged the end of the direction.
+    is_end_acknowledged: bool,
+    /// The number of bytes that were received, and the end of the direction.
+    received: u64,
+    /// Whether the end of the received direction has arrived.
+    has_received_end: bool,
+    /// The number of received bytes that the reader has taken.
+    consumed: u64,
+    /// What the last acknowledgement contained.
+    reported: u64,
+    /// Whether frames may be sent on the present way.
+    pub(super) is_synchronized: bool,
+}
+
+/// What a received frame adds to a stream.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum ReceivedPart {
+    /// These bytes follow the earlier ones.
+    Bytes(Vec<u8>),
+    /// No byte follows.
+    End,
+    /// Nothing: the frame repeats bytes, or frames before it are missing.
+    Nothing,
+    /// The other end has sent more than it may.
+    Violation,
+}
+
+impl ResumableStream {
+    /// Returns the number of bytes that the stream accepts.
+    pub(super) fn count_space(&self) -> usize {
+        WINDOW_BYTES.saturating_sub(self.unacknowledged.len())
+    }
+
+    /// Appends bytes to the direction to the other end. The caller observes the space.
+    pub(super) fn write(&mut self, bytes: &[u8]) {
+        debug_assert!(bytes.len() <= self.count_space(), "the writer observes the space");
+        self.unacknowledged.extend(bytes);
+    }
+
+    /// Ends the direction to the other end.
+    pub(super) fn finish(&mut self) {
+        self.is_finished = true;
+    }
+
+    /// Returns the offset behind the last byte of the direction to the other end.
+    fn find_end(&self) -> u64 {
+        self.base + self.unacknowledged.len() as u64
+    }
+
+    /// Returns whether the other end has received the whole direction and its end.
+    pub(super) fn is_delivered(&self) -> bool {
+        self.is_end_acknowledged
+    }
+
+    /// Returns the next frame to send; `None` if everything is sent, or while the stream has no way
+    /// to the other end.
+    pub(super) fn take_frame(&mut self, stream: StreamId) -> Option<TreeFrame> {
+        if !self.is_synchronized {
+            return None;
+        }
+        let (offset, end) = (self.next, self.find_end());
+        if offset < end {
+            let start = (offset - self.base) as usize;
+            let count = (self.unacknowledged.len() - start).min(MAX_DATA_BYTES);
+            let bytes = StreamBytes(self.unacknowledged.range(start..start + count).copied().collect());
+            self.next += count as u64;
+            return Some(TreeFrame::Data { stream, offset, bytes });
+        }
+        (self.is_finished && offset == end).then(|| {
+            self.next += 1;
+            TreeFrame::Fin { stream, offset }
+        })
+    }
+
+    /// Processes an acknowledgement of the other end: it needs nothing before `acknowledged` again.
+    /// Returns the number of bytes for which the stream has space again. Ignores acknowledgements
+    /// of bytes that do not exist.
+    pub(super) fn handle_acknowledgement(&mut self, acknowledged: u64) -> usize {
+        let end = self.find_end();
+        if acknowledged < self.base || acknowledged > end + u64::from(self.is_finished) {
+            return 0;
+        }
+        self.is_end_acknowledged |= acknowledged > end;
+        let count = (acknowledged.min(end) - self.base) as usize;
+        self.unacknowledged.drain(..count);
+        self.base += count as u64;
+        self.next = self.next.max(self.base);
+        count
+    }
+
+    /// Begins to send on another way, behind what the other end has received. Returns the number of
+    /// bytes for which the stream has space again.
+    pub(super) fn synchronize(&mut self, progress: StreamProgress) -> usize {
+        let freed = self.handle_acknowledgement(progress.acknowledged);
+        let last = self.find_end() + u64::from(self.is_finished);
+        self.next = progress.received.min(last).max(self.base);
+        self.is_synchronized = true;
+        freed
+    }
+
+    /// Returns how much this end has received, for the synchronization of the other end.
+    pub(super) fn report_progress(&mut self) -> StreamProgress {
+        self.reported = self.find_acknowledged();
+        StreamProgress { received: self.received, acknowledged: self.reported }
+    }
+
+    /// Returns what this end may acknowledge: the bytes that the reader has taken, and the end of
+    /// the direction if it has arrived.
+    fn find_acknowledged(&self) -> u64 {
+        if self.has_received_end { self.received } else { self.consumed }
+    }
+
+    /// Processes received bytes that begin at `offset`.
+    pub(super) fn receive_bytes(&mut self, offset: u64, bytes: Vec<u8>) -> ReceivedPart {
+        if bytes.len() > MAX_DATA_BYTES {
+            return ReceivedPart::Violation;
+        }
+        let end = offset.saturating_add(bytes.len() as u64);
+        if self.has_received_end || offset > self.received || end <= self.received {
+            return ReceivedPart::Nothing;
+        }
+        if end - self.consumed > WINDOW_BYTES as u64 {
+            return ReceivedPart::Violation;
+        }
+        let known = (self.received - offset) as usize;
+        self.received = end;
+        ReceivedPart::Bytes(if known == 0 { bytes } else { bytes[known..].to_vec() })
+    }
+
+    /// Processes the end of the received direction, which has `offset` bytes.
+    pub(super) fn receive_end(&mut self, offset: u64) -> ReceivedPart {
+        if self.has_received_end || offset != self.received {
+            return ReceivedPart::Nothing;
+        }
+        self.has_received_end = true;
+        self.received += 1;
+        ReceivedPart::End
+    }
+
+    /// Records that the reader has taken this number of bytes. Returns whether an acknowledgement
+    /// is due.
+    pub(super) fn consume(&mut self, count: u64) -> bool {
+        self.consumed += count;
+        self.consumed.saturating_sub(self.reported) >= ACK_BYTES
+    }
+
+    /// Builds the acknowledgement of everything that this end may acknowledge.
+    pub(super) fn build_acknowledgement(&mut self, stream: StreamId) -> TreeFrame {
+        self.reported = self.find_acknowledged();
+        TreeFrame::Ack { stream, acknowledged: self.reported }
+    }
+}

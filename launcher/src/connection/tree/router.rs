@@ -1,0 +1,403 @@
+//! [`TreeRouter`]: which link carries which stream, as a state machine without I/O and clock. The
+//! controller and every agent of the tree have one.
+use super::{
+    frame::{StreamId, TreeFrame, TreeParent},
+    link_set::LinkId,
+    resumable_stream::{ReceivedPart, ResumableStream},
+};
+use protocol::control::MAX_ADDRESSES;
+use std::{collections::HashMap, net::SocketAddr};
+
+/// The largest number of streams that an agent passes on. Registrations of others are ignored.
+const MAX_STREAMS: usize = 1 << 16;
+/// The largest number of bytes of an agent's standard error in one frame. Longer texts are ignored.
+const MAX_STDERR_BYTES: usize = 32 << 10;
+
+/// An action that the caller of the router executes.
+#[derive(Debug, PartialEq)]
+pub(crate) enum RouterAction {
+    /// Send a frame on a link.
+    Send(LinkId, TreeFrame),
+    /// Pass bytes to the reader of a local stream.
+    Deliver(StreamId, Vec<u8>),
+    /// A local stream accepts this number of bytes more.
+    AddSpace(StreamId, usize),
+    /// The reader of a local stream reads its end, and its writer cannot write any more, or (for
+    /// [`StreamEnd::Finished`]) can still write.
+    End(StreamId, StreamEnd),
+    /// A local stream has a way to its other end.
+    Attached(StreamId),
+    /// The way to the other end of a local stream is broken, until it is attached again.
+    Detached(StreamId),
+    /// The agent of a stream accepts connections of other agents at these addresses.
+    Ready(StreamId, Vec<SocketAddr>),
+    /// The agent of the local stream may connect to these agents from now on.
+    SetParents(Vec<TreeParent>),
+    /// Show output of the agent of a stream.
+    ShowStderr(StreamId, String),
+}
+
+/// Why a stream has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StreamEnd {
+    /// The other end has written everything.
+    Finished,
+    /// The other end has aborted the stream, or does not know it.
+    Aborted,
+    /// The neighbour has violated the protocol.
+    Violation,
+}
+
+/// Which side of the streams a router is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum RouterSide {
+    /// The controller, at which all streams begin.
+    Controller,
+    /// An agent, which passes on the streams that are not its own.
+    Agent,
+}
+
+/// Routes the frames of streams between links, and is the end of local streams.
+#[derive(Debug)]
+pub(crate) struct TreeRouter {
+    side: RouterSide,
+    /// The link to the neighbour above; always `None` at the controller.
+    uplink: Option<LinkId>,
+    /// The links through which each stream below was registered, the newest last, which carries the
+    /// stream. A late registration of an old way may be the newest for a short time: the neighbour
+    /// then reports that the stream is detached.
+    routes: HashMap<StreamId, Vec<LinkId>>,
+    /// The addresses of the agents below, which are reported again on a new uplink.
+    ready: HashMap<StreamId, Vec<SocketAddr>>,
+    streams: HashMap<StreamId, ResumableStream>,
+    actions: Vec<RouterAction>,
+}
+
+impl TreeRouter {
+    /// Creates the router of a controller.
+    pub(crate) fn new_controller() -> TreeRouter {
+        TreeRouter::new(RouterSide::Controller)
+    }
+
+    /// Creates the router of the agent at the end of a stream.
+    pub(crate) fn new_agent(stream: StreamId) -> TreeRouter {
+        let mut router = TreeRouter::new(RouterSide::Agent);
+        router.open_stream(stream);
+        router
+    }
+
+    /// Creates a router without links and streams.
+    fn new(side: RouterSide) -> TreeRouter {
+        TreeRouter {
+            side,
+            uplink: None,
+            routes: HashMap::new(),
+            ready: HashMap::new(),
+            streams: HashMap::new(),
+            actions: Vec::new(),
+        }
+    }
+
+    /// Takes the actions that the router has requested.
+    pub(crate) fn take_actions(&mut self) -> Vec<RouterAction> {
+        std::mem::take(&mut self.actions)
+    }
+
+    // ---- local streams ----
+
+    /// Opens a local stream.
+    pub(crate) fn open_stream(&mut self, stream: StreamId) {
+        self.streams.insert(stream, ResumableStream::default());
+    }
+
+    /// Returns the number of bytes that a local stream accepts at first.
+    pub(crate) fn initial_space() -> usize {
+        super::resumable_stream::WINDOW_BYTES
+    }
+
+    /// Writes bytes to a local stream. The caller observes the space.
+    pub(crate) fn write(&mut self, stream: StreamId, bytes: &[u8]) {
+        if let Some(state) = self.streams.get_mut(&stream) {
+            state.write(bytes);
+            self.send_pending(stream);
+        }
+    }
+
+    /// Ends the writing direction of a local stream.
+    pub(crate) fn finish(&mut self, stream: StreamId) {
+        if let Some(state) = self.streams.get_mut(&stream) {
+            state.finish();
+            self.send_pending(stream);
+        }
+    }
+
+    /// Records that the reader of a local stream has taken this number of bytes.
+    pub(crate) fn consume(&mut self, stream: StreamId, count: usize) {
+        if let Some(state) = self.streams.get_mut(&stream)
+            && state.consume(count as u64)
+        {
+            let frame = state.build_acknowledgement(stream);
+            self.send_on_way(stream, frame);
+        }
+    }
+
+    /// Ends a local stream in both directions, at both ends.
+    pub(crate) fn abort(&mut self, stream: StreamId) {
+        if self.streams.remove(&stream).is_some() {
+            self.send_on_way(stream, TreeFrame::Abort { stream });
+        }
+    }
+
+    /// Sends the agent of a local stream the agents to which it may connect from now on.
+    pub(crate) fn send_parents(&mut self, stream: StreamId, parents: Vec<TreeParent>) {
+        self.send_on_way(stream, TreeFrame::Parents { stream, parents });
+    }
+
+    /// Returns whether the other end of a local stream has received everything, or the stream has
+    /// ended.
+    pub(crate) fn is_delivered(&self, stream: StreamId) -> bool {
+        self.streams.get(&stream).is_none_or(ResumableStream::is_delivered)
+    }
+
+    /// Sends a frame about a local stream towards its other end. Drops the frame if there is no
+    /// way.
+    fn send_on_way(&mut self, stream: StreamId, frame: TreeFrame) {
+        let way = match self.side {
+            RouterSide::Controller => self.find_route(stream),
+            RouterSide::Agent => self.uplink,
+        };
+        self.actions.extend(way.map(|link| RouterAction::Send(link, frame)));
+    }
+
+    /// Sends what a local stream has to send.
+    fn send_pending(&mut self, stream: StreamId) {
+        while let Some(frame) = self.streams.get_mut(&stream).and_then(|state| state.take_frame(stream)) {
+            self.send_on_way(stream, frame);
+        }
+    }
+
+    // ---- links ----
+
+    /// Makes a link the way to the controller, and registers all streams there.
+    pub(crate) fn set_uplink(&mut self, link: LinkId) {
+        self.uplink = Some(link);
+        let local = self.streams.keys().copied();
+        let streams: Vec<StreamId> = local.chain(self.routes.keys().copied()).collect();
+        let register = |stream| RouterAction::Send(link, TreeFrame::Register { stream });
+        self.actions.extend(streams.into_iter().map(register));
+        let ready = self.ready.iter().map(|(stream, addresses)| {
+            let (stream, addresses) = (*stream, addresses.clone());
+            RouterAction::Send(link, TreeFrame::Ready { stream, addresses })
+        });
+        self.actions.extend(ready);
+    }
+
+    /// Records that the way to the controller is broken.
+    pub(crate) fn remove_uplink(&mut self) {
+        self.uplink = None;
+        self.streams.values_mut().for_each(|state| state.is_synchronized = false);
+    }
+
+    /// Reports the addresses at which the agent of a local stream accepts other agents.
+    pub(crate) fn report_ready(&mut self, stream: StreamId, addresses: Vec<SocketAddr>) {
+        self.ready.insert(stream, addresses.clone());
+        self.send_up(TreeFrame::Ready { stream, addresses });
+    }
+
+    /// Sends a frame to the neighbour above, if there is one.
+    pub(crate) fn send_up(&mut self, frame: TreeFrame) {
+        self.actions.extend(self.uplink.map(|link| RouterAction::Send(link, frame)));
+    }
+
+    /// Returns the link that carries a stream below; `None` if the stream has no way.
+    fn find_route(&self, stream: StreamId) -> Option<LinkId> {
+        self.routes.get(&stream).and_then(|links| links.last().copied())
+    }
+
+    /// Records that a link to a neighbour below has ended: it carries no stream any more.
+    pub(crate) fn remove_child(&mut self, link: LinkId) {
+        let lost: Vec<StreamId> = self
+            .routes
+            .iter()
+            .filter(|(_, links)| links.contains(&link))
+            .map(|(stream, _)| *stream)
+            .collect();
+        lost.into_iter().for_each(|stream| self.detach(stream, link));
+    }
+
+    /// Records that a link no longer carries a stream. If the stream was registered on another
+    /// link, that link carries it again.
+    fn detach(&mut self, stream: StreamId, link: LinkId) {
+        let Some(links) = self.routes.get_mut(&stream) else { return };
+        let was_carried_by = links.last().copied();
+        links.retain(|other| *other != link);
+        match links.last().copied() {
+            Some(other) if was_carried_by == Some(link) => return self.register(other, stream),
+            Some(_) => return,
+            None => _ = self.routes.remove(&stream),
+        }
+        self.ready.remove(&stream);
+        match self.side {
+            RouterSide::Agent => self.send_up(TreeFrame::Detached { stream }),
+            RouterSide::Controller => {
+                if let Some(state) = self.streams.get_mut(&stream) {
+                    state.is_synchronized = false;
+                    self.actions.push(RouterAction::Detached(stream));
+                }
+            }
+        }
+    }
+
+    /// Processes a frame that arrived on a link to a neighbour below. Ignores frames of streams
+    /// that are not registered on the link, and frames that no neighbour below sends.
+    pub(crate) fn receive_from_child(&mut self, link: LinkId, frame: TreeFrame) {
+        let stream = match &frame {
+            TreeFrame::Register { stream } => return self.add_route(link, *stream),
+            TreeFrame::Ready { addresses, .. } if addresses.len() > MAX_ADDRESSES => return,
+            TreeFrame::Stderr { text, .. } if text.len() > MAX_STDERR_BYTES => return,
+            TreeFrame::Detached { stream }
+            | TreeFrame::Ready { stream, .. }
+            | TreeFrame::Stderr { stream, .. }
+            | TreeFrame::Data { stream, .. }
+            | TreeFrame::Fin { stream, .. }
+            | TreeFrame::Ack { stream, .. }
+            | TreeFrame::SyncAck { stream, .. } => *stream,
+            _ => return,
+        };
+        if !self.routes.get(&stream).is_some_and(|links| links.contains(&link)) {
+            return;
+        }
+        match (frame, self.side) {
+            (TreeFrame::Detached { stream }, _) => self.detach(stream, link),
+            (TreeFrame::Ready { stream, addresses }, RouterSide::Controller) => {
+                self.actions.push(RouterAction::Ready(stream, addresses));
+            }
+            (frame, RouterSide::Controller) => self.receive_for_stream(frame),
+            (frame, RouterSide::Agent) => {
+                if let TreeFrame::Ready { stream, addresses } = &frame {
+                    self.ready.insert(*stream, addresses.clone());
+                }
+                self.send_up(frame);
+            }
+        }
+    }
+
+    /// Makes a link the way to a stream below. At the controller, an agent whose stream does not
+    /// exist any more is asked to end.
+    fn add_route(&mut self, link: LinkId, stream: StreamId) {
+        let is_known = match self.side {
+            RouterSide::Controller => self.streams.contains_key(&stream),
+            RouterSide::Agent if self.streams.contains_key(&stream) => false,
+            RouterSide::Agent => self.routes.len() < MAX_STREAMS || self.routes.contains_key(&stream),
+        };
+        if is_known {
+            let links = self.routes.entry(stream).or_default();
+            links.retain(|other| *other != link);
+            links.push(link);
+            self.register(link, stream);
+        } else if self.side == RouterSide::Controller {
+            self.actions.push(RouterAction::Send(link, TreeFrame::Abort { stream }));
+        }
+    }
+
+    /// Processes the registration of a stream on a link.
+    fn register(&mut self, link: LinkId, stream: StreamId) {
+        if self.side == RouterSide::Agent {
+            return self.send_up(TreeFrame::Register { stream });
+        }
+        if let Some(state) = self.streams.get_mut(&stream) {
+            state.is_synchronized = false;
+            let frame = TreeFrame::Sync { stream, progress: state.report_progress() };
+            self.actions.extend([RouterAction::Attached(stream), RouterAction::Send(link, frame)]);
+        }
+    }
+
+    /// Processes a frame that arrived on the link to the neighbour above.
+    pub(crate) fn receive_from_uplink(&mut self, frame: TreeFrame) {
+        let stream = match &frame {
+            TreeFrame::Data { stream, .. }
+            | TreeFrame::Fin { stream, .. }
+            | TreeFrame::Ack { stream, .. }
+            | TreeFrame::Sync { stream, .. }
+            | TreeFrame::Parents { stream, .. }
+            | TreeFrame::Abort { stream } => *stream,
+            // No neighbour above sends the other frames.
+            _ => return,
+        };
+        match self.find_route(stream) {
+            Some(link) => self.actions.push(RouterAction::Send(link, frame)),
+            None => self.receive_for_stream(frame),
+        }
+    }
+
+    /// Processes a frame for a local stream. Ignores frames of other streams.
+    fn receive_for_stream(&mut self, frame: TreeFrame) {
+        let (stream, part) = match frame {
+            TreeFrame::Data { stream, offset, bytes } => {
+                let Some(state) = self.streams.get_mut(&stream) else { return };
+                (stream, state.receive_bytes(offset, bytes.0))
+            }
+            TreeFrame::Fin { stream, offset } => {
+                let Some(state) = self.streams.get_mut(&stream) else { return };
+                (stream, state.receive_end(offset))
+            }
+            TreeFrame::Ack { stream, acknowledged } => {
+                let Some(state) = self.streams.get_mut(&stream) else { return };
+                let freed = state.handle_acknowledgement(acknowledged);
+                return self.add_space(stream, freed);
+            }
+            TreeFrame::Sync { stream, progress } | TreeFrame::SyncAck { stream, progress } => {
+                let Some(state) = self.streams.get_mut(&stream) else { return };
+                let freed = state.synchronize(progress);
+                if self.side == RouterSide::Agent {
+                    let progress = state.report_progress();
+                    self.send_on_way(stream, TreeFrame::SyncAck { stream, progress });
+                }
+                self.add_space(stream, freed);
+                return self.send_pending(stream);
+            }
+            TreeFrame::Abort { stream } => return self.end_stream(stream, StreamEnd::Aborted),
+            TreeFrame::Stderr { stream, text } => {
+                return self.actions.push(RouterAction::ShowStderr(stream, text));
+            }
+            TreeFrame::Parents { stream, parents } if self.streams.contains_key(&stream) => {
+                return self.actions.push(RouterAction::SetParents(parents));
+            }
+            _ => return,
+        };
+        match part {
+            ReceivedPart::Bytes(bytes) => self.actions.push(RouterAction::Deliver(stream, bytes)),
+            ReceivedPart::End => {
+                if let Some(state) = self.streams.get_mut(&stream) {
+                    let frame = state.build_acknowledgement(stream);
+                    self.send_on_way(stream, frame);
+                }
+                if self.side == RouterSide::Controller {
+                    // An agent that has written everything ends.
+                    self.streams.remove(&stream);
+                }
+                self.actions.push(RouterAction::End(stream, StreamEnd::Finished));
+            }
+            ReceivedPart::Nothing => {}
+            ReceivedPart::Violation => self.end_stream(stream, StreamEnd::Violation),
+        }
+    }
+
+    /// Reports that a local stream accepts this number of bytes more.
+    fn add_space(&mut self, stream: StreamId, count: usize) {
+        if count > 0 {
+            self.actions.push(RouterAction::AddSpace(stream, count));
+        }
+    }
+
+    /// Ends a local stream that the other end no longer has.
+    fn end_stream(&mut self, stream: StreamId, end: StreamEnd) {
+        if self.streams.remove(&stream).is_some() {
+            self.actions.push(RouterAction::End(stream, end));
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "router_tests.rs"]
+mod tests;
