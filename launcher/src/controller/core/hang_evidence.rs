@@ -1,0 +1,40 @@
+//! The part of the controller's state machine that waits for the evidence of a job that hangs, and
+//! adds the verdict to the root cause.
+use super::{ControllerCore, FailureReason, HostIndex};
+use crate::controller::hang_verdict::{describe_verdict, find_verdict};
+use protocol::hang::RankEvidence;
+use std::time::Duration;
+
+/// How long the report of a hang waits for the evidence of all running workers.
+const EVIDENCE_TIMEOUT: Duration = Duration::from_secs(10);
+
+impl ControllerCore {
+    /// Keeps what an agent has collected about a worker of its host. A later report about the same
+    /// rank is ignored.
+    pub(super) fn handle_hang_evidence(&mut self, host: HostIndex, evidence: RankEvidence) {
+        let is_new = self.evidence.iter().all(|known| known.rank != evidence.rank);
+        if is_new && self.find_worker(host, evidence.rank).is_some() {
+            self.evidence.push(evidence);
+        }
+    }
+
+    /// Returns whether the root cause is a hang, and evidence of a running worker may still arrive.
+    pub(super) fn awaits_evidence(&self, now: Duration) -> bool {
+        let is_hang = self.cause.as_ref().is_some_and(|c| matches!(c.reason, FailureReason::Hang { .. }));
+        let is_early = self.unreported_since.is_some_and(|since| now < since + EVIDENCE_TIMEOUT);
+        is_hang && is_early && self.active_hosts > 0 && self.evidence.len() < self.running
+    }
+
+    /// Adds the verdict to a root cause that is a hang and was not reported yet. Does nothing
+    /// without evidence.
+    pub(super) fn add_hang_verdict(&mut self) {
+        let Some(cause) = self.cause.as_mut().filter(|_| self.unreported_since.is_some()) else { return };
+        if let FailureReason::Hang { verdict: verdict @ None, .. } = &mut cause.reason
+            && !self.evidence.is_empty()
+        {
+            let found = find_verdict(&self.evidence);
+            cause.message = format!("{}; {}", cause.message, describe_verdict(&found));
+            *verdict = Some(Box::new(found));
+        }
+    }
+}
