@@ -212,8 +212,8 @@ pub const LAUNCH_MEMORY_FD: &str = "LAUNCH_MEMORY_FD";
 /// the inherited socket over which the agent passes the shared memory segment of each later
 /// attempt.
 pub const LAUNCH_ATTEMPT_FD: &str = "LAUNCH_ATTEMPT_FD";
-/// Set for programs in a job with `run.hang_timeout`: the directory in which the hang hook exchanges
-/// files with the agent (docs/design/processes.md).
+/// Set for programs in a job with `run.hang_timeout`: the directory in which the hang hook and the
+/// agent exchange files (docs/design/processes.md).
 pub const LAUNCH_HANG_DIR: &str = "LAUNCH_HANG_DIR";
 /// Set with `LAUNCH_HANG_DIR`: the number of the signal that makes Python write its stacks.
 pub const LAUNCH_HANG_SIGNAL: &str = "LAUNCH_HANG_SIGNAL";

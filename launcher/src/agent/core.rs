@@ -534,8 +534,8 @@ impl AgentCore {
 
     // ---- progress ----
 
-    /// Handles a measurement of a worker's CPU time and collectives. Reports a stall to the controller if the
-    /// worker has made no progress for `run.hang_timeout`.
+    /// Handles a measurement of a worker's CPU time and collectives. Reports a stall to the
+    /// controller if the worker has made no progress for `run.hang_timeout`.
     fn on_activity(
         &mut self,
         now: Duration,

@@ -127,8 +127,8 @@ pub(super) struct AgentDriver {
     termination: Option<SignalStream>,
     pump_events: ChannelEnds<(Rank, u32, PumpEvent)>,
     worker_messages: ChannelEnds<WorkerMessage>,
-    /// Delivers the number of an attempt after the stacks of the attempt's workers were written, and
-    /// the evidence that was collected.
+    /// Delivers the number of an attempt, and the evidence about its workers, after the stacks of
+    /// the workers were written.
     stacks_written: ChannelEnds<(u32, Vec<RankEvidence>)>,
     /// Delivers messages of the rendezvous store to the user.
     store_messages: ChannelEnds<String>,

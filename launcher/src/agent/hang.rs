@@ -4,7 +4,7 @@
 //! Programs in Python get a hook (`hang/sitecustomize.py`) by the variable `PYTHONPATH`. The hook
 //! publishes the numbers of collectives in a file, and answers requests that arrive on a FIFO. If a
 //! rank does not answer, because native code holds Python's lock, the agent sends the signal
-//! [`STACKS_SIGNAL`], for which the hook has registered Python's faulthandler.
+//! `STACKS_SIGNAL`, for which the hook has registered Python's faulthandler.
 mod faulthandler;
 mod hook_directory;
 mod thread_state;
@@ -20,18 +20,12 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-use thread_state::MainThread;
+use thread_state::{CPU_TIME_WINDOW, MainThread};
 
-/// The real-time signal for which the hook registers Python's faulthandler.
-const STACKS_SIGNAL: i32 = 51;
 /// How long the agent waits for the answers of all ranks.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(6);
-/// How long the agent waits for the stacks of ranks that do not answer.
-const FAULTHANDLER_TIMEOUT: Duration = Duration::from_millis(500);
 /// The pause between two checks for answers.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// The shortest time over which the use of CPU time is measured.
-const CPU_TIME_WINDOW: Duration = Duration::from_millis(500);
 
 /// A rank, and the process to which the evidence refers.
 struct Subject {

@@ -183,7 +183,8 @@ fn find_entry<'a>(p: &PendingCollective<'_>, evidence: &'a RankEvidence) -> Opti
 }
 
 /// Compares the calls of the ranks that have entered a collective. Returns the kind of the
-/// difference, and the different calls, that of most ranks first. Returns `None` if the calls match.
+/// difference, and the different calls, that of most ranks first. Returns `None` if the calls are
+/// equal.
 fn compare_calls(
     p: &PendingCollective<'_>,
     ranks: &BTreeMap<Rank, &RankEvidence>,

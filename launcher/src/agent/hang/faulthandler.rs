@@ -1,9 +1,17 @@
 //! [`request_stacks`]: lets Python's faulthandler write the stacks of processes, and reads them.
-use super::{FAULTHANDLER_TIMEOUT, POLL_INTERVAL, STACKS_SIGNAL, hook_directory::read_limited};
+use super::hook_directory::{STACKS_SIGNAL, read_limited};
 use jobspec::ids::Rank;
 use protocol::hang::StackFrame;
-use std::{fs, path::Path, path::PathBuf, thread};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    thread,
+    time::Duration,
+};
 
+
+/// How long the agent waits for the stacks of processes that have received the signal.
+const FAULTHANDLER_TIMEOUT: Duration = Duration::from_millis(500);
 /// The largest number of frames of a stack that are read.
 const MAX_FRAMES: usize = 64;
 /// The text before the stack of the thread that has received the signal. The kernel delivers the
@@ -27,7 +35,7 @@ pub(super) fn request_stacks(directory: &Path, processes: &[(Rank, u32)]) -> Vec
         })
         .collect();
     if signalled.iter().any(Option::is_some) {
-        thread::sleep(FAULTHANDLER_TIMEOUT.max(POLL_INTERVAL));
+        thread::sleep(FAULTHANDLER_TIMEOUT);
     }
     let read = |request: &Option<(PathBuf, usize)>| {
         let (path, length) = request.as_ref()?;

@@ -1,6 +1,5 @@
 //! [`HookDirectory`]: the directory in which the hook and its files are, and the files that a
 //! process with the hook writes there.
-use super::STACKS_SIGNAL;
 use crate::private_files::open_own_file_without_links;
 use jobspec::{env, ids::Rank};
 use protocol::hang::{CollectiveEntry, GroupCounters, RankEvidence, StackFrame, ThreadState};
@@ -13,6 +12,8 @@ use std::{
     time::Duration,
 };
 
+/// The real-time signal for which the hook registers Python's faulthandler.
+pub(super) const STACKS_SIGNAL: i32 = 51;
 /// The source of the hook.
 const HOOK: &str = include_str!("sitecustomize.py");
 /// The largest file of a hook that is read, in bytes.

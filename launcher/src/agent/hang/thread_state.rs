@@ -1,11 +1,12 @@
 //! [`MainThread`]: what the main thread of a process does, from `/proc`.
-use super::CPU_TIME_WINDOW;
 use protocol::hang::{ThreadState, WaitKind};
 use std::{
     fs,
     time::{Duration, Instant},
 };
 
+/// The shortest time over which the use of CPU time is measured.
+pub(super) const CPU_TIME_WINDOW: Duration = Duration::from_millis(500);
 /// The least share of a core that a busy thread uses.
 const BUSY_SHARE: f64 = 0.1;
 /// The duration of a clock tick of `/proc` on Linux.
