@@ -6,7 +6,7 @@ use std::fs;
 
 /// A script in which rank 1 does what its argument names instead of entering the fourth collective.
 const SCRIPT: &str = r#"
-import os, sys, threading, time
+import os, signal, sys, threading, time
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank, mode = dist.get_rank(), sys.argv[1]
@@ -29,7 +29,11 @@ def hold_up():
     elif mode == "fifo":
         os.mkfifo("fifo")
         open("fifo").read()
+    elif mode == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
 
+if mode == "shapes":
+    dist.all_reduce(x if rank == 0 else torch.ones(0))
 if mode == "order":
     outputs = [torch.zeros(4) for _ in range(2)]
     calls = [lambda: dist.all_reduce(x), lambda: dist.all_gather(outputs, x)]
@@ -52,8 +56,15 @@ fn run_hanging_script(test: &str, mode: &str) -> Option<Value> {
     );
     fs::write(job_dir.path("job.yaml"), job).unwrap();
     let ran = job_dir.run(&[]);
-    assert_eq!(ran.failure_code(), "hang-detected");
-    Some(ran.expect_failure()["reason"].clone())
+    let code = if mode == "stop" { "worker-suspended" } else { "hang-detected" };
+    assert_eq!(ran.failure_code(), code);
+    let reason = ran.expect_failure()["reason"].clone();
+    let run_dir = ran.events_named("start")[0]["run_dir"].as_str().unwrap().to_owned();
+    let file = fs::read(job_dir.path(&run_dir).join("hang-0.json")).unwrap();
+    let file: Value = serde_json::from_slice(&file).unwrap();
+    assert_eq!(file["verdict"], reason["verdict"]);
+    assert_eq!(file["evidence"].as_array().map(Vec::len), Some(2), "{file:#}");
+    Some(reason)
 }
 
 /// Checks that rank 1 is named in `hold_up`, doing `activity`, while rank 0 waits.
@@ -107,4 +118,25 @@ fn ranks_with_different_orders_of_collectives_are_named() {
         [(&json!("gloo:all_reduce"), &json!([0])), (&json!("gloo:all_gather"), &json!([1]))],
         "{reason:#}"
     );
+}
+
+#[test]
+fn a_stopped_rank_is_named_with_the_collective_in_which_others_wait() {
+    let test = "a_stopped_rank_is_named_with_the_collective_in_which_others_wait";
+    let Some(reason) = run_hanging_script(test, "stop") else { return };
+    let verdict = &reason["verdict"];
+    assert_eq!(verdict["collective"]["seq"], 4, "{reason:#}");
+    assert_eq!((&verdict["entered"], &verdict["not_entered"]), (&json!([0]), &json!([])), "{reason:#}");
+    let place = &verdict["undetermined"][0];
+    assert_eq!((&place["rank"], &place["activity"]["kind"]), (&json!(1), &json!("stopped")), "{reason:#}");
+}
+
+#[test]
+fn ranks_with_different_shapes_are_named() {
+    let Some(reason) = run_hanging_script("ranks_with_different_shapes_are_named", "shapes") else { return };
+    assert_eq!(reason["verdict"]["kind"], "different_shapes", "{reason:#}");
+    let calls = reason["verdict"]["calls"].as_array().unwrap();
+    let mut calls: Vec<(&Value, &Value)> = calls.iter().map(|c| (&c["ranks"], &c["inputs"])).collect();
+    calls.sort_by_key(|call| call.0.to_string());
+    assert_eq!(calls, [(&json!([0]), &json!("[[4]]")), (&json!([1]), &json!("[[0]]"))], "{reason:#}");
 }

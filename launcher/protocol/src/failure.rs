@@ -61,6 +61,9 @@ pub enum FailureReason {
     Suspended {
         /// The time without progress, in seconds.
         seconds: u64,
+        /// What the evidence of the ranks shows; `None` if no agent has sent evidence.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        verdict: Option<Box<HangVerdict>>,
     },
     /// A worker of the built-in runtime sent no heartbeat to its agent for too long.
     WorkerSilent {

@@ -118,6 +118,15 @@ pub struct HangVerdict {
     pub calls: Vec<RankCall>,
 }
 
+/// The content of the file `hang-ATTEMPT.json` in the run directory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HangFile {
+    /// The result of the diagnosis.
+    pub verdict: HangVerdict,
+    /// What the agents have collected, one item per rank.
+    pub evidence: Vec<RankEvidence>,
+}
+
 /// The kind of a hang.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -165,6 +165,8 @@ pub(super) struct AgentDriver {
     /// The directory with the hook by which programs report their collectives; `None` without
     /// `run.hang_timeout`, and if the directory cannot be created.
     hang_hook: Option<HookDirectory>,
+    /// Whether the directory of the hook could not be created, which was reported.
+    hang_hook_failed: bool,
     /// The changes of the environment by `run.activate`; `None` before the first activation.
     activation: Option<Arc<EnvironmentChanges>>,
     file_limit: process::OpenFileLimits,
@@ -211,6 +213,7 @@ impl AgentDriver {
             pump_events: mpsc::channel(CHANNEL_CAPACITY),
             worker_messages: mpsc::channel(CHANNEL_CAPACITY),
             hang_hook: None,
+            hang_hook_failed: false,
             stacks_written: mpsc::channel(1),
             store_messages: mpsc::channel(CHANNEL_CAPACITY),
             rendezvous: None,

@@ -30,6 +30,9 @@ const TORCH_DISTRIBUTED: &str = "/torch/distributed/";
 /// The parts of the paths of modules that do not belong to the program.
 const LIBRARY_PATHS: [&str; 3] = ["/lib/python", "/lib64/python", "<frozen "];
 
+/// The largest number of ranks whose places the message for the user contains.
+const MAX_PLACES: usize = 8;
+
 /// The first collective of a group that is not complete, and the ranks of the group.
 struct PendingCollective<'a> {
     group: &'a str,
@@ -70,8 +73,13 @@ pub(super) fn find_verdict(evidence: &[RankEvidence]) -> HangVerdict {
 /// Formats a verdict as one line for the user.
 pub(super) fn describe_verdict(verdict: &HangVerdict) -> String {
     let list = |ranks: &[Rank]| crate::format::format_ranks(ranks);
-    let places =
-        |places: &[RankPlace]| places.iter().map(RankPlace::to_string).collect::<Vec<_>>().join("; ");
+    let places = |places: &[RankPlace]| {
+        let mut texts: Vec<String> = places.iter().take(MAX_PLACES).map(RankPlace::to_string).collect();
+        if let Some(more) = places.len().checked_sub(MAX_PLACES).filter(|more| *more > 0) {
+            texts.push(format!("and {more} more ranks"));
+        }
+        texts.join("; ")
+    };
     let name = verdict.collective.as_ref().map_or_else(String::new, |c| {
         let operation = c.operation.as_deref().unwrap_or("a collective");
         format!("{operation} (number {} of group {})", c.seq, c.group)

@@ -142,7 +142,7 @@ fn next_reason(reason: Option<&FailureReason>) -> Option<FailureReason> {
         Some(R::WorkerError { .. }) => R::StoppedUnexpectedly,
         Some(R::StoppedUnexpectedly) => R::AbortedByPeer,
         Some(R::AbortedByPeer) => R::Hang { seconds: 60, ranks: vec![0, 1], verdict: None },
-        Some(R::Hang { .. }) => R::Suspended { seconds: 60 },
+        Some(R::Hang { .. }) => R::Suspended { seconds: 60, verdict: None },
         Some(R::Suspended { .. }) => R::WorkerSilent { seconds: 30 },
         Some(R::WorkerSilent { .. }) => R::WorkerLost,
         Some(R::WorkerLost) => R::StartFailed { code },

@@ -164,13 +164,27 @@ impl AgentDriver {
         None
     }
 
-    /// Adds the variables of the hang hook to the environment of a program in a job with
+    /// Adds the variables of torch's flight recorder and of the hang hook to the environment of a program in a job with
     /// `run.hang_timeout`. Without the hook, the state of the threads is the only evidence.
     fn add_hang_hook(&mut self, plan: &HostPlan, worker: &mut WorkerPlan, changes: &EnvironmentChanges) {
         let Some(timeout) = plan.job.run.hang_timeout_ms.filter(|_| worker.command.is_some()) else { return };
-        if self.hang_hook.is_none() {
-            self.hang_hook = HookDirectory::create().ok();
+        if self.hang_hook.is_none() && !self.hang_hook_failed {
+            match HookDirectory::create() {
+                Ok(hook) => self.hang_hook = Some(hook),
+                Err(error) => {
+                    self.hang_hook_failed = true;
+                    let message = format!("hangs are diagnosed without the hang hook: {error}");
+                    self.handle_input(AgentInput::Warning { rank: worker.rank, message });
+                }
+            }
         }
+        let planned_names: Vec<String> = worker.env.iter().map(|(name, _)| name.clone()).collect();
+        let is_given = |name: &str| {
+            planned_names.iter().any(|planned| planned == name)
+                || changes.sets(name)
+                || std::env::var_os(name).is_some()
+        };
+        HookDirectory::add_recorder_variables(worker, is_given);
         let Some(hook) = &self.hang_hook else { return };
         let planned = worker.env.iter().find(|(name, _)| name == env::PYTHONPATH);
         let activated = changes.assignments().find(|(name, _)| *name == env::PYTHONPATH);

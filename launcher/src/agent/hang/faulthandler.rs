@@ -9,7 +9,6 @@ use std::{
     time::Duration,
 };
 
-
 /// How long the agent waits for the stacks of processes that have received the signal.
 const FAULTHANDLER_TIMEOUT: Duration = Duration::from_millis(500);
 /// The largest number of frames of a stack that are read.

@@ -2,20 +2,25 @@
 //! process with the hook writes there.
 use crate::private_files::open_own_file_without_links;
 use jobspec::{env, ids::Rank};
-use protocol::hang::{CollectiveEntry, GroupCounters, RankEvidence, StackFrame, ThreadState};
+use protocol::{
+    control::WorkerPlan,
+    hang::{CollectiveEntry, GroupCounters, RankEvidence, StackFrame, ThreadState},
+};
 use serde::Deserialize;
 use std::{
     fs::{self, DirBuilder, OpenOptions},
     io::{self, Read, Write},
     os::unix::fs::{DirBuilderExt, OpenOptionsExt},
     path::{Path, PathBuf},
-    time::Duration,
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 /// The real-time signal for which the hook registers Python's faulthandler.
 pub(super) const STACKS_SIGNAL: i32 = 51;
 /// The source of the hook.
 const HOOK: &str = include_str!("sitecustomize.py");
+/// The number of collectives that torch's flight recorder keeps.
+const RECORDER_ENTRIES: &str = "2000";
 /// The largest file of a hook that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 /// The largest number of groups, entries and frames that are kept of a rank.
@@ -33,9 +38,10 @@ pub(in crate::agent) struct HookDirectory {
 impl HookDirectory {
     /// Creates the directory in the directory for temporary files.
     pub(in crate::agent) fn create() -> io::Result<HookDirectory> {
-        let path = std::env::temp_dir().join(format!("launch-hang-{}", std::process::id()));
-        // Only a process that has ended can have left a directory of this name.
-        _ = fs::remove_dir_all(&path);
+        // Containers may share the directory for temporary files, but not their pids.
+        let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let name = format!("launch-hang-{}-{}", std::process::id(), time.as_nanos());
+        let path = std::env::temp_dir().join(name);
         DirBuilder::new().mode(0o700).create(&path)?;
         let directory = HookDirectory { path };
         if directory.path.to_str().is_none_or(|path| path.contains(':')) {
@@ -73,6 +79,26 @@ impl HookDirectory {
         ];
         worker.retain(|(name, _)| !variables.iter().any(|(set, _)| set == name));
         worker.extend(variables.map(|(name, value)| (name.to_owned(), value)));
+    }
+
+    /// Adds the variables that switch on torch's flight recorder, except for those that `is_given`
+    /// reports as set. After a timeout, torch writes the recorded collectives to a file next to the
+    /// log of the worker.
+    pub(in crate::agent) fn add_recorder_variables(worker: &mut WorkerPlan, is_given: impl Fn(&str) -> bool) {
+        // Torch appends the rank.
+        let dump = worker.log.with_file_name("flight-recorder-").display().to_string();
+        let variables = [
+            (env::TORCH_FR_BUFFER_SIZE, RECORDER_ENTRIES.to_owned()),
+            (env::TORCH_NCCL_TRACE_BUFFER_SIZE, RECORDER_ENTRIES.to_owned()),
+            (env::TORCH_FR_DUMP_ON_TIMEOUT, "1".to_owned()),
+            (env::TORCH_NCCL_DUMP_ON_TIMEOUT, "1".to_owned()),
+            (env::TORCH_FR_DUMP_TEMP_FILE, dump.clone()),
+            (env::TORCH_NCCL_DEBUG_INFO_TEMP_FILE, dump),
+        ];
+        // Torch reads a variable by its new and by its previous name.
+        for pair in variables.chunks(2).filter(|pair| !pair.iter().any(|(name, _)| is_given(name))) {
+            worker.env.extend(pair.iter().map(|(name, value)| ((*name).to_owned(), value.clone())));
+        }
     }
 
     /// Returns a number that changes when a process of the rank enters or completes a collective.

@@ -270,7 +270,8 @@ impl ControllerCore {
         let cause = if suspended {
             let message =
                 format!("no progress for {seconds} s: the process is suspended (state T, as after SIGSTOP)");
-            RootCause::new(host, FailureReason::Suspended { seconds }, message).with_rank(Some(rank))
+            RootCause::new(host, FailureReason::Suspended { seconds, verdict: None }, message)
+                .with_rank(Some(rank))
         } else if self.stalled == self.running && self.state == AttemptState::Running {
             let running = self.workers.iter().zip(0u32..).filter(|(w, _)| w.is_running());
             let ranks: Vec<Rank> = running.map(|(_, rank)| rank).collect();
