@@ -163,7 +163,11 @@ fn find_pending_seq(evidence: &RankEvidence, group: &str, completed: i64, enqueu
     if entries.clone().next().is_some() {
         return entries.filter(|e| !e.retired).map(|e| e.seq).min();
     }
-    (0..enqueued).contains(&completed).then_some(completed + 1)
+    if completed < 0 {
+        // Without a flight recorder, only the stack shows that the rank waits in a collective.
+        return (enqueued > 0 && is_in_collective(evidence)).then_some(enqueued);
+    }
+    (completed < enqueued).then_some(completed + 1)
 }
 
 /// Returns whether a rank has entered the collective `seq` of a group; `None` if unknown.
@@ -173,11 +177,15 @@ fn has_entered(evidence: &RankEvidence, group: &str, seq: i64) -> Option<bool> {
     if counted.max(recorded).is_some_and(|last| last >= seq) {
         return Some(true);
     }
-    let is_outside = !evidence.stack.is_empty()
-        && !evidence.stack.iter().any(|frame| frame.file.contains(TORCH_DISTRIBUTED));
+    let is_outside = !evidence.stack.is_empty() && !is_in_collective(evidence);
     // Without an answer, the counters are old, and only the stack shows where the rank is.
     let is_known = if evidence.answered { counted.is_some() } else { is_outside };
     is_known.then_some(false)
+}
+
+/// Returns whether the main thread of a rank is in a function of torch's collectives.
+fn is_in_collective(evidence: &RankEvidence) -> bool {
+    evidence.stack.iter().any(|frame| frame.file.contains(TORCH_DISTRIBUTED))
 }
 
 /// Returns the name of a collective without the name of the backend.
@@ -364,6 +372,20 @@ mod tests {
     }
 
     #[test]
+    fn without_a_recorder_the_stack_shows_which_rank_waits() {
+        let mut ranks = [evidence(0, 2, &[SUM, SUM], true), evidence(1, 2, &[SUM], false)];
+        for rank in &mut ranks {
+            rank.entries.clear();
+            rank.groups[0].completed = -1;
+        }
+        assert_eq!(find_verdict(&ranks).kind, HangKind::Unknown, "no rank is known to wait");
+        ranks[0].stack[0].file = "/x/torch/distributed/distributed_c10d.py".to_owned();
+        let verdict = find_verdict(&ranks);
+        assert_eq!((verdict.kind, &verdict.entered[..]), (HangKind::NotEntered, &[0][..]));
+        assert_eq!(verdict.not_entered[0].rank, 1);
+    }
+
+    #[test]
     fn different_calls_are_named_as_such() {
         let gather = ("all_gather", "[[4]]");
         let order = [evidence(0, 2, &[SUM, SUM], true), evidence(1, 2, &[SUM, gather], true)];
@@ -396,6 +418,41 @@ mod tests {
         }
         let verdict = find_verdict(&ranks);
         assert_eq!((verdict.kind, verdict.calls.len()), (HangKind::DifferentOrder, 2));
+    }
+
+    /// What torch's analyzer has found in the dumps of the ranks.
+    #[derive(serde::Deserialize)]
+    struct AnalyzerFindings {
+        seq: i64,
+        missing: Vec<Rank>,
+        culprits: BTreeMap<Rank, String>,
+    }
+
+    #[test]
+    fn verdicts_equal_those_of_the_analyzer_of_torch() {
+        #[derive(serde::Deserialize)]
+        struct RecordedHang {
+            evidence: Vec<RankEvidence>,
+            analyzer: AnalyzerFindings,
+        }
+        for name in ["never_entered", "two_never_entered", "different_order", "different_shapes"] {
+            let path = format!("{}/../tests/golden/hangs/{name}.json", env!("CARGO_MANIFEST_DIR"));
+            let text = std::fs::read_to_string(path).expect("a golden file");
+            let RecordedHang { evidence, analyzer } = serde_json::from_str(&text).expect("valid");
+            let verdict = find_verdict(&evidence);
+            assert_eq!(verdict.collective.as_ref().map(|c| c.seq), Some(analyzer.seq), "{name}");
+            let missing: Vec<Rank> = verdict.not_entered.iter().map(|place| place.rank).collect();
+            assert_eq!((missing, verdict.undetermined.len()), (analyzer.missing, 0), "{name}");
+            // The first call is that of most ranks.
+            let culprits: Vec<Rank> = verdict.calls.iter().skip(1).flat_map(|c| c.ranks.clone()).collect();
+            assert_eq!(culprits, analyzer.culprits.keys().copied().collect::<Vec<_>>(), "{name}");
+            let kind = match analyzer.culprits.values().next().map(String::as_str) {
+                None => HangKind::NotEntered,
+                Some("COLLECTIVE_TYPE_MISMATCH") => HangKind::DifferentOrder,
+                Some(_) => HangKind::DifferentShapes,
+            };
+            assert_eq!(verdict.kind, kind, "{name}");
+        }
     }
 
     proptest! {

@@ -82,23 +82,20 @@ impl HookDirectory {
     }
 
     /// Adds the variables that switch on torch's flight recorder, except for those that `is_given`
-    /// reports as set. After a timeout, torch writes the recorded collectives to a file next to the
+    /// reports as set by their present or earlier name. After a timeout, torch writes the recorded collectives to a file next to the
     /// log of the worker.
     pub(in crate::agent) fn add_recorder_variables(worker: &mut WorkerPlan, is_given: impl Fn(&str) -> bool) {
         // Torch appends the rank.
         let dump = worker.log.with_file_name("flight-recorder-").display().to_string();
         let variables = [
             (env::TORCH_FR_BUFFER_SIZE, RECORDER_ENTRIES.to_owned()),
-            (env::TORCH_NCCL_TRACE_BUFFER_SIZE, RECORDER_ENTRIES.to_owned()),
             (env::TORCH_FR_DUMP_ON_TIMEOUT, "1".to_owned()),
-            (env::TORCH_NCCL_DUMP_ON_TIMEOUT, "1".to_owned()),
-            (env::TORCH_FR_DUMP_TEMP_FILE, dump.clone()),
-            (env::TORCH_NCCL_DEBUG_INFO_TEMP_FILE, dump),
+            (env::TORCH_FR_DUMP_TEMP_FILE, dump),
         ];
-        // Torch reads a variable by its new and by its previous name.
-        for pair in variables.chunks(2).filter(|pair| !pair.iter().any(|(name, _)| is_given(name))) {
-            worker.env.extend(pair.iter().map(|(name, value)| ((*name).to_owned(), value.clone())));
-        }
+        let given = |(new, old): (&str, &str)| is_given(new) || is_given(old);
+        let missing =
+            variables.into_iter().zip(env::OLD_FLIGHT_RECORDER).filter(|((n, _), o)| !given((n, o)));
+        worker.env.extend(missing.map(|((name, value), _)| (name.to_owned(), value)));
     }
 
     /// Returns a number that changes when a process of the rank enters or completes a collective.

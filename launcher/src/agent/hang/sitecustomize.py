@@ -192,9 +192,27 @@ def _start_thread(c10d):
     threading.Thread(target=run, name="launch-hang", daemon=True).start()
 
 
+def _set_old_names():
+    """Sets the variables of the flight recorder by the names that torch has read until 2.7."""
+    import torch
+
+    if tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 8):
+        return
+    for new, old in (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+                     ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"),
+                     ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")):
+        if new in os.environ:
+            os.environ.setdefault(old, os.environ[new])
+
+
 def _watch_process_groups(c10d):
     """Makes init_process_group start the thread, once per process."""
     import functools
+
+    try:
+        _set_old_names()
+    except Exception:
+        pass  # the flight recorder of this torch is off
 
     original = c10d.init_process_group
     started = set()
