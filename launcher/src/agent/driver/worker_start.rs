@@ -164,8 +164,9 @@ impl AgentDriver {
         None
     }
 
-    /// Adds the variables of torch's flight recorder and of the hang hook to the environment of a program in a job with
-    /// `run.hang_timeout`. Without the hook, the state of the threads is the only evidence.
+    /// Adds the variables of torch's flight recorder and of the hang hook to the environment of a
+    /// program in a job with `run.hang_timeout`. Without the hook, the state of the threads is the
+    /// only evidence.
     fn add_hang_hook(&mut self, plan: &HostPlan, worker: &mut WorkerPlan, changes: &EnvironmentChanges) {
         let Some(timeout) = plan.job.run.hang_timeout_ms.filter(|_| worker.command.is_some()) else { return };
         if self.hang_hook.is_none() && !self.hang_hook_failed {

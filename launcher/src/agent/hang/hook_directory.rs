@@ -82,8 +82,8 @@ impl HookDirectory {
     }
 
     /// Adds the variables that switch on torch's flight recorder, except for those that `is_given`
-    /// reports as set by their present or earlier name. After a timeout, torch writes the recorded collectives to a file next to the
-    /// log of the worker.
+    /// reports as set by their present or earlier name. After a timeout, torch writes the recorded
+    /// collectives to a file next to the log of the worker.
     pub(in crate::agent) fn add_recorder_variables(worker: &mut WorkerPlan, is_given: impl Fn(&str) -> bool) {
         // Torch appends the rank.
         let dump = worker.log.with_file_name("flight-recorder-").display().to_string();
