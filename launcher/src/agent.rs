@@ -16,6 +16,7 @@ pub(crate) mod environment_changes;
 mod error_file;
 mod executable_cache;
 mod gpu_faults;
+mod hang;
 mod kernel_log;
 mod log_thread;
 pub(crate) mod log_times;

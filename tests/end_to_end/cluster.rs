@@ -1,6 +1,7 @@
 //! Tests training on several hosts over real SSH. The losses are bit-equal on any number of hosts,
 //! also after saves, faults and restarts. Also tests unmodified programs for torchrun, and two jobs
 //! on the same hosts.
+mod hangs;
 mod kept_workers;
 mod memory_copies;
 mod networks;

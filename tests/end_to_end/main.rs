@@ -18,6 +18,7 @@ mod faults;
 mod faults_ssh;
 mod gpu;
 mod gpu_check;
+mod hangs;
 mod hosts;
 mod isolation;
 mod isolation_other_users;

@@ -214,6 +214,26 @@ pub const LAUNCH_MEMORY_FD: &str = "LAUNCH_MEMORY_FD";
 /// the inherited socket over which the agent passes the shared memory segment of each later
 /// attempt.
 pub const LAUNCH_ATTEMPT_FD: &str = "LAUNCH_ATTEMPT_FD";
+/// Set for programs in a job with `run.hang_timeout`, unless the user sets it: the number of
+/// collectives that torch's flight recorder keeps.
+pub const TORCH_FR_BUFFER_SIZE: &str = "TORCH_FR_BUFFER_SIZE";
+/// Set like `TORCH_FR_BUFFER_SIZE`: whether torch writes the recorded collectives after a timeout.
+pub const TORCH_FR_DUMP_ON_TIMEOUT: &str = "TORCH_FR_DUMP_ON_TIMEOUT";
+/// Set like `TORCH_FR_BUFFER_SIZE`: the path of the file for the recorded collectives, to which
+/// torch appends the rank.
+pub const TORCH_FR_DUMP_TEMP_FILE: &str = "TORCH_FR_DUMP_TEMP_FILE";
+/// The names that earlier versions of torch read instead of `TORCH_FR_BUFFER_SIZE`,
+/// `TORCH_FR_DUMP_ON_TIMEOUT` and `TORCH_FR_DUMP_TEMP_FILE`.
+pub const OLD_FLIGHT_RECORDER: [&str; 3] =
+    ["TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"];
+/// Set for programs in a job with `run.hang_timeout`: the directory in which the hang hook and the
+/// agent exchange files (docs/design/processes.md).
+pub const LAUNCH_HANG_DIR: &str = "LAUNCH_HANG_DIR";
+/// Set with `LAUNCH_HANG_DIR`: the number of the signal that makes Python write its stacks.
+pub const LAUNCH_HANG_SIGNAL: &str = "LAUNCH_HANG_SIGNAL";
+/// Set with `LAUNCH_HANG_DIR`: the interval at which the hang hook publishes counters, in
+/// milliseconds.
+pub const LAUNCH_HANG_INTERVAL_MS: &str = "LAUNCH_HANG_INTERVAL_MS";
 /// Set for commands of `launch exec`: the process id of the worker next to which the command runs.
 pub const LAUNCH_WORKER_PID: &str = "LAUNCH_WORKER_PID";
 /// Read by agents and built-in workers: `client-address client-port server-address server-port`,

@@ -28,6 +28,7 @@ pub use supervision::{
 use crate::{
     event::{Event, WorkerPhase},
     failure::GpuFault,
+    hang::RankEvidence,
     probe::{ProbeAnswer, ProbeRequest},
     step_times::StepTimes,
 };
@@ -313,6 +314,14 @@ pub enum FromAgent {
         stalled_ms: u64,
         /// Whether the process is suspended (state T).
         suspended: bool,
+    },
+    /// What the agent has collected about a worker of an attempt that hangs, in answer to
+    /// [`ToAgent::Kill`] with `stacks`.
+    HangEvidence {
+        /// The attempt of the worker.
+        attempt: u32,
+        /// The evidence, which contains the rank of the worker.
+        evidence: Box<RankEvidence>,
     },
     /// A worker makes progress again after [`FromAgent::Stalled`].
     Recovered {

@@ -1,4 +1,5 @@
 //! [`FailureReason`]: why a worker, an agent or a host failed, as data that programs can match.
+use crate::hang::HangVerdict;
 use diagnostic::{Code, codes::run};
 use jobspec::ids::Rank;
 use serde::{Deserialize, Serialize};
@@ -52,11 +53,17 @@ pub enum FailureReason {
         seconds: u64,
         /// The ranks whose processes were still running.
         ranks: Vec<Rank>,
+        /// What the evidence of the ranks shows; `None` if no agent has sent evidence.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        verdict: Option<Box<HangVerdict>>,
     },
     /// A worker's process was suspended by a signal (state T) for `run.hang_timeout`.
     Suspended {
         /// The time without progress, in seconds.
         seconds: u64,
+        /// What the evidence of the ranks shows; `None` if no agent has sent evidence.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        verdict: Option<Box<HangVerdict>>,
     },
     /// A worker of the built-in runtime sent no heartbeat to its agent for too long.
     WorkerSilent {

@@ -7,6 +7,7 @@ pub mod event;
 pub mod exit;
 pub mod failure;
 pub mod frame;
+pub mod hang;
 pub mod hardware;
 pub mod host_name;
 pub mod preflight;

@@ -264,7 +264,9 @@ impl AgentCore {
             AgentInput::WorkerExited { rank, status, oom, gpu } => {
                 self.on_worker_exited(now, rank, status, oom, gpu)
             }
-            AgentInput::Activity { rank, ticks, stopped } => self.on_activity(now, rank, ticks, stopped),
+            AgentInput::Activity { rank, ticks, stopped, collectives } => {
+                self.on_activity(now, rank, (ticks, collectives), stopped);
+            }
             AgentInput::Usage { attempt, usage } if attempt == self.attempt => {
                 self.send_to_controller(FromAgent::Usage { attempt, usage: Box::new(usage) });
             }
@@ -273,7 +275,7 @@ impl AgentCore {
             AgentInput::Bound { attempt, port } => {
                 self.send_to_controller(FromAgent::Bound { attempt, port })
             }
-            AgentInput::StacksWritten => self.on_stacks_written(now),
+            AgentInput::StacksWritten { evidence } => self.on_stacks_written(now, evidence),
             AgentInput::Drained { rank, tail, error } => {
                 if let Some(worker) = self.workers.get_mut(&rank) {
                     worker.tail = Some(tail);
@@ -491,7 +493,7 @@ impl AgentCore {
         }
         self.report_silent_workers(now);
         if now >= self.stacks_deadline {
-            self.on_stacks_written(now);
+            self.on_stacks_written(now, Vec::new());
         }
         if now >= self.activity_at && self.state == AgentState::Running {
             self.activity_at = now + ACTIVITY_INTERVAL;
@@ -532,13 +534,24 @@ impl AgentCore {
 
     // ---- progress ----
 
-    /// Handles a measurement of a worker's CPU time. Reports a stall to the controller if the
-    /// worker has made no progress for `run.hang_timeout`.
-    fn on_activity(&mut self, now: Duration, rank: Rank, ticks: u64, stopped: bool) {
+    /// Handles a measurement of a worker's CPU time and collectives. Reports a stall to the
+    /// controller if the worker has made no progress for `run.hang_timeout`.
+    fn on_activity(
+        &mut self,
+        now: Duration,
+        rank: Rank,
+        (ticks, collectives): (u64, Option<u64>),
+        stopped: bool,
+    ) {
         let (Some(timeout), Some(plan)) = (self.hang_timeout, self.plan.as_ref()) else { return };
         let has_pattern = plan.job.run.progress_pattern.is_some();
         let Some(worker) = self.workers.get_mut(&rank).filter(|w| w.is_alive()) else { return };
-        if worker.progress.record_cpu_time(ticks, worker.builtin, has_pattern) && !stopped {
+        let used_cpu = worker.progress.record_cpu_time(ticks, worker.builtin, has_pattern);
+        let progressed = match collectives {
+            Some(count) => worker.progress.record_collectives(count) && !has_pattern,
+            None => used_cpu,
+        };
+        if progressed && !stopped {
             return self.on_progress(now, rank);
         }
         if let Some((for_ms, stopped)) = worker.progress.take_stall_report(now, timeout, stopped) {

@@ -15,6 +15,7 @@ use super::{
     debug_log,
     environment_changes::EnvironmentChanges,
     gpu_faults::GpuFaultWatch,
+    hang::{self, HookDirectory},
     log_thread::LogThread,
     oom::OomWatch,
     output::{ConsoleQueue, OutputPump, PumpEvent},
@@ -36,8 +37,9 @@ use exec_state::ExecCommands;
 use jobspec::ids::Rank;
 use nix::sys::signal::Signal;
 use opened_logs::OpenedLogs;
-use protocol::control::{
-    ExitStatus, FromWorker, HostPlan, RendezvousRequest, SupervisionTerms, ToAgent, ToWorker,
+use protocol::{
+    control::{ExitStatus, FromWorker, HostPlan, RendezvousRequest, SupervisionTerms, ToAgent, ToWorker},
+    hang::RankEvidence,
 };
 use std::{
     collections::{HashMap, VecDeque},
@@ -125,8 +127,9 @@ pub(super) struct AgentDriver {
     termination: Option<SignalStream>,
     pump_events: ChannelEnds<(Rank, u32, PumpEvent)>,
     worker_messages: ChannelEnds<WorkerMessage>,
-    /// Delivers the number of an attempt after the stacks of the attempt's workers were written.
-    stacks_written: ChannelEnds<u32>,
+    /// Delivers the number of an attempt, and the evidence about its workers, after the stacks of
+    /// the workers were written.
+    stacks_written: ChannelEnds<(u32, Vec<RankEvidence>)>,
     /// Delivers messages of the rendezvous store to the user.
     store_messages: ChannelEnds<String>,
     rendezvous: Option<BoundRendezvous>,
@@ -159,6 +162,11 @@ pub(super) struct AgentDriver {
     running_removals: usize,
     /// The commands of `launch exec`.
     exec: ExecCommands,
+    /// The directory with the hook by which programs report their collectives; `None` without
+    /// `run.hang_timeout`, and if the directory cannot be created.
+    hang_hook: Option<HookDirectory>,
+    /// Whether the directory of the hook could not be created, which was reported.
+    hang_hook_failed: bool,
     /// The changes of the environment by `run.activate`; `None` before the first activation.
     activation: Option<Arc<EnvironmentChanges>>,
     file_limit: process::OpenFileLimits,
@@ -204,6 +212,8 @@ impl AgentDriver {
             },
             pump_events: mpsc::channel(CHANNEL_CAPACITY),
             worker_messages: mpsc::channel(CHANNEL_CAPACITY),
+            hang_hook: None,
+            hang_hook_failed: false,
             stacks_written: mpsc::channel(1),
             store_messages: mpsc::channel(CHANNEL_CAPACITY),
             rendezvous: None,
@@ -261,7 +271,7 @@ impl AgentDriver {
                 }
                 event = self.exec.receive_event() => self.on_exec_event(event),
                 (attempt, usage) = self.usage.receive() => AgentInput::Usage { attempt, usage },
-                Some(attempt) = self.stacks_written.1.recv() => self.on_stacks_written(attempt),
+                Some(written) = self.stacks_written.1.recv() => self.on_stacks_written(written),
                 Some(text) = self.store_messages.1.recv() => {
                     // The controller forwards the stderr of agents.
                     _ = writeln!(io::stderr(), "{text}");
@@ -456,9 +466,9 @@ impl AgentDriver {
 
     /// Returns the input by which the agent's state machine learns that the stacks of the workers
     /// of `attempt` were written. For an earlier attempt, the input is a tick.
-    fn on_stacks_written(&self, attempt: u32) -> AgentInput {
+    fn on_stacks_written(&self, (attempt, evidence): (u32, Vec<RankEvidence>)) -> AgentInput {
         let now = self.plan.as_ref().map(|plan| plan.attempt);
-        if now == Some(attempt) { AgentInput::StacksWritten } else { AgentInput::Tick }
+        if now == Some(attempt) { AgentInput::StacksWritten { evidence } } else { AgentInput::Tick }
     }
 
     /// Returns the pid of a worker that has not been reaped. Returns `None` for a reaped worker,
@@ -509,6 +519,7 @@ impl AgentDriver {
                 rank,
                 ticks: measured.ticks,
                 stopped: measured.stopped,
+                collectives: self.hang_hook.as_ref().and_then(|hook| hook.read_progress(rank)),
             });
         }
     }
@@ -534,11 +545,17 @@ impl AgentDriver {
             Some(StackTarget { pid: self.find_unreaped_pid(*rank)?, log })
         };
         let subjects: Vec<StackTarget> = ranks.iter().filter_map(subject).collect();
+        let pid = |rank: &Rank| Some((*rank, self.find_unreaped_pid(*rank)?));
+        let pids: Vec<(Rank, u32)> = ranks.iter().filter_map(pid).collect();
+        let directory = self.hang_hook.as_ref().map(|hook| hook.path().to_owned());
         let (written, attempt) = (self.stacks_written.0.clone(), plan.attempt);
         let work = move || {
-            stacks::write_stacks(&subjects);
+            let evidence = std::thread::scope(|scope| {
+                scope.spawn(|| stacks::write_stacks(&subjects));
+                hang::collect_evidence(directory.as_deref(), &pids)
+            });
             // An error means that the driver has stopped waiting.
-            _ = written.blocking_send(attempt);
+            _ = written.blocking_send((attempt, evidence));
         };
         // If the thread cannot be started, the core stops waiting after a timeout.
         _ = std::thread::Builder::new().name("stacks".into()).spawn(work);

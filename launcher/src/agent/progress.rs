@@ -16,6 +16,8 @@ pub(super) struct WorkerProgress {
     reported: Option<(WorkerPhase, u64)>,
     /// The worker's CPU time at the last measurement, in clock ticks.
     ticks: u64,
+    /// The counter of the worker's collectives; `None` before the first measurement.
+    collectives: Option<u64>,
     /// Whether the worker was stopped by a signal when a stall was last reported. `None` if no
     /// stall was reported since the last progress.
     stall_reported: Option<bool>,
@@ -24,7 +26,7 @@ pub(super) struct WorkerProgress {
 impl WorkerProgress {
     /// Creates the progress state of a worker that starts at `now`. The start counts as progress.
     pub(super) fn new(now: Duration) -> Self {
-        WorkerProgress { last_at: now, reported: None, ticks: 0, stall_reported: None }
+        WorkerProgress { last_at: now, reported: None, ticks: 0, collectives: None, stall_reported: None }
     }
 
     /// Records the phase and step that a worker with the built-in runtime has reported. Returns
@@ -44,6 +46,13 @@ impl WorkerProgress {
         self.ticks = ticks;
         let training = matches!(self.reported, Some((WorkerPhase::Training, _)));
         used && if builtin { !training } else { !has_pattern }
+    }
+
+    /// Records the counter of a program's collectives. Returns whether the counter has changed,
+    /// which counts as progress. CPU time does not count for such a program, because a rank that
+    /// waits in a collective may use CPU time.
+    pub(super) fn record_collectives(&mut self, count: u64) -> bool {
+        self.collectives.replace(count) != Some(count)
     }
 
     /// Records that the worker made progress at `now`. Returns whether a stall was reported since
@@ -102,6 +111,14 @@ mod tests {
             p.record_runtime_report(WorkerPhase::Training, 2)
                 && p.record_runtime_report(WorkerPhase::Saving, 2)
         );
+    }
+
+    #[test]
+    fn a_changed_counter_of_collectives_is_progress() {
+        let mut p = WorkerProgress::new(s(0));
+        assert!(p.record_collectives(3), "the process groups were initialized");
+        assert!(!p.record_collectives(3));
+        assert!(p.record_collectives(4));
     }
 
     #[test]

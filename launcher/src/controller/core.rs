@@ -11,6 +11,7 @@ mod adoption;
 mod adoption_state;
 mod attach_failure;
 mod ending;
+mod hang_evidence;
 pub(super) mod host_state;
 mod hosts;
 mod memo;
@@ -42,6 +43,7 @@ use protocol::{
     event::Event,
     exit::WorkerExit,
     failure::FailureReason,
+    hang::RankEvidence,
 };
 pub(crate) use run_memo::{RunMemo, StoredMemo, UnstoredEvent};
 pub(crate) use setup::{CoreSetup, HostSetup};
@@ -148,6 +150,8 @@ pub(crate) struct ControllerCore {
     running: usize,
     /// The number of running workers that make no progress, according to their agents.
     stalled: usize,
+    /// What the agents have collected about the workers of an attempt that hangs.
+    evidence: Vec<RankEvidence>,
     peer_exchange: PeerExchange,
     /// A failure that is probably the consequence of another, unreported failure. The time is the
     /// deadline for the report of the other failure.
@@ -233,6 +237,7 @@ impl ControllerCore {
             workers: Vec::new(),
             running: 0,
             stalled: 0,
+            evidence: Vec::new(),
             peer_exchange: PeerExchange::new(0, 0),
             suspect: None,
             cause: None,
@@ -453,6 +458,7 @@ fn find_message_attempt(message: &FromAgent) -> Option<u32> {
         | FromAgent::Usage { attempt, .. }
         | FromAgent::Listening { attempt, .. }
         | FromAgent::Stalled { attempt, .. }
+        | FromAgent::HangEvidence { attempt, .. }
         | FromAgent::Recovered { attempt, .. }
         | FromAgent::Fatal { attempt, .. }
         | FromAgent::Left { attempt, .. }

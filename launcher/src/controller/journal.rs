@@ -19,7 +19,7 @@ use crate::{
 use diagnostic::quantity::format_duration;
 use jobspec::JobSpec;
 use journal_files::JournalFiles;
-use protocol::event::Event;
+use protocol::{event::Event, hang::HangFile};
 use serde::Serialize;
 use std::{
     fs::File,
@@ -236,6 +236,16 @@ impl Journal {
         // An error means that the controller waits no longer.
         self.run(move |files, _| _ = answer.send(files.events.is_replaced()));
         receiver
+    }
+
+    /// Begins to write the evidence of an attempt that hangs to the run directory.
+    pub(super) fn write_hang_file(&self, attempt: u32, file: &HangFile) {
+        let name = format!("hang-{attempt}.json");
+        let (run_dir, text) = (self.run_dir.clone(), serde_json::to_vec_pretty(file));
+        self.run_in_background(move || match &text {
+            Ok(text) => write_atomically(&run_dir, &name, text),
+            Err(error) => Err(io::Error::other(error.to_string())),
+        });
     }
 
     /// Requests that the files be synced to the disk.

@@ -8,6 +8,7 @@ use protocol::{
     },
     exit::WorkerExit,
     failure::GpuFault,
+    hang::RankEvidence,
 };
 use std::rc::Rc;
 
@@ -55,8 +56,9 @@ pub(crate) enum AgentInput {
     },
     /// A measurement of one worker, in answer to [`AgentAction::MeasureActivity`]: the CPU time
     /// that its processes have used so far, in clock ticks, and whether a signal has stopped its
-    /// first process.
-    Activity { rank: Rank, ticks: u64, stopped: bool },
+    /// first process. `collectives` changes when the program enters or completes a collective;
+    /// `None` if the program publishes no counters.
+    Activity { rank: Rank, ticks: u64, stopped: bool, collectives: Option<u64> },
     /// What the host and the workers of an attempt have used since the previous measurement.
     Usage { attempt: u32, usage: HostUsage },
     /// A line of a worker's output contains `run.progress_pattern`.
@@ -64,9 +66,9 @@ pub(crate) enum AgentInput {
     /// The port on which the rendezvous of an attempt listens, or the error of opening the port.
     /// The answer to [`AgentAction::Bind`].
     Bound { attempt: u32, port: diagnostic::Result<u16> },
-    /// The stacks of the workers were written to the logs. The answer to
-    /// [`AgentAction::WriteStacks`].
-    StacksWritten,
+    /// The stacks of the workers were written to the logs, and this evidence was collected. The
+    /// answer to [`AgentAction::WriteStacks`].
+    StacksWritten { evidence: Vec<RankEvidence> },
     /// The output that an ended worker left in its pipes was written to the worker's log. The
     /// answer to [`AgentAction::DrainOutput`].
     Drained {
@@ -126,7 +128,7 @@ pub(crate) enum AgentAction {
     Bind(RendezvousRequest),
     /// Measure the CPU time of all workers. The answer is one [`AgentInput::Activity`] per worker.
     MeasureActivity,
-    /// Write the stacks of these workers to the workers' logs. The answer is
+    /// Collect evidence about these workers, and write their stacks to their logs. The answer is
     /// [`AgentInput::StacksWritten`].
     WriteStacks(Vec<Rank>),
     /// Read the output that an ended worker left in its pipes. The answer is

@@ -283,7 +283,7 @@ fn a_worker_that_starts_after_a_kill_request_is_ended_in_the_grace_period() {
         let commands = core.handle_input(ms(2), AgentInput::Spawned { rank: 1, pid: 6 });
         assert_eq!(select_signals(&commands), signals);
         assert!(!commands.iter().any(|command| matches!(command, AgentAction::Spawn(_))), "{commands:?}");
-        let commands = core.handle_input(ms(3), AgentInput::StacksWritten);
+        let commands = core.handle_input(ms(3), AgentInput::StacksWritten { evidence: Vec::new() });
         let ended = [(0, GroupSignal::Terminate), (1, GroupSignal::Terminate)];
         assert_eq!(select_signals(&commands), if stacks { &ended[..] } else { &[] });
     }

@@ -1,7 +1,10 @@
 //! The part of the agent's state machine that ends the workers of an attempt on request of the
 //! controller.
 use super::{AgentAction, AgentCore, AgentState, GroupSignal, STACKS_TIMEOUT, kill_request::KillRequest};
-use protocol::control::ToWorker;
+use protocol::{
+    control::{FromAgent, ToWorker},
+    hang::RankEvidence,
+};
 use std::time::Duration;
 
 impl AgentCore {
@@ -23,9 +26,14 @@ impl AgentCore {
     }
 
     /// Executes the kill request that waited until the stacks of the workers were written.
-    pub(super) fn on_stacks_written(&mut self, now: Duration) {
+    /// Sends the `evidence` to the controller.
+    pub(super) fn on_stacks_written(&mut self, now: Duration, evidence: Vec<RankEvidence>) {
         self.stacks_deadline = Duration::MAX;
         if let Some(request) = self.kill_after_stacks.take() {
+            for evidence in evidence {
+                let attempt = self.attempt;
+                self.send_to_controller(FromAgent::HangEvidence { attempt, evidence: Box::new(evidence) });
+            }
             self.end_workers(now, request);
         }
     }

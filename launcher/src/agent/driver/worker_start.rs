@@ -11,6 +11,7 @@ use crate::{
         core::{AgentInput, GroupSignal},
         debug_log,
         environment_changes::EnvironmentChanges,
+        hang::HookDirectory,
         output::{OutputPump, PumpEvent, PumpOptions},
         process::{self, InheritedEnvironment, SpawnedWorker},
         rank_log::RankLogWriter,
@@ -21,7 +22,7 @@ use crate::{
 use diagnostic::{Diagnostic, codes};
 use jobspec::{RunSpec, env, ids::Rank};
 use protocol::control::{HostPlan, ToWorker, WorkerPlan};
-use std::{io, os::fd::AsFd, rc::Rc, sync::Arc, thread};
+use std::{io, os::fd::AsFd, rc::Rc, sync::Arc, thread, time::Duration};
 use tokio::{net::UnixStream, sync::mpsc};
 
 impl AgentDriver {
@@ -141,10 +142,14 @@ impl AgentDriver {
         };
         let rank = worker.rank;
         let mut adapted = without_replaced_defaults(worker, &plan.job.run, &environment.changes);
-        if let Some(container) = WorkerContainer::of_worker(&plan, worker, None)
-            && let Err(diagnostic) = container.enter(&mut adapted)
-        {
-            return Some(AgentInput::SpawnFailed { rank, diagnostic });
+        match WorkerContainer::of_worker(&plan, worker, None) {
+            Some(container) => {
+                if let Err(diagnostic) = container.enter(&mut adapted) {
+                    return Some(AgentInput::SpawnFailed { rank, diagnostic });
+                }
+            }
+            // The directory of the hook is not visible in containers.
+            None => self.add_hang_hook(&plan, &mut adapted, &environment.changes),
         }
         self.spawner.begin(SpawnRequest {
             attempt: plan.attempt,
@@ -157,6 +162,39 @@ impl AgentDriver {
             uses_terminal: plan.job.run.terminal == Some(rank),
         });
         None
+    }
+
+    /// Adds the variables of torch's flight recorder and of the hang hook to the environment of a
+    /// program in a job with `run.hang_timeout`. Without the hook, the state of the threads is the
+    /// only evidence.
+    fn add_hang_hook(&mut self, plan: &HostPlan, worker: &mut WorkerPlan, changes: &EnvironmentChanges) {
+        let Some(timeout) = plan.job.run.hang_timeout_ms.filter(|_| worker.command.is_some()) else { return };
+        if self.hang_hook.is_none() && !self.hang_hook_failed {
+            match HookDirectory::create() {
+                Ok(hook) => self.hang_hook = Some(hook),
+                Err(error) => {
+                    self.hang_hook_failed = true;
+                    let message = format!("hangs are diagnosed without the hang hook: {error}");
+                    self.handle_input(AgentInput::Warning { rank: worker.rank, message });
+                }
+            }
+        }
+        let planned_names: Vec<String> = worker.env.iter().map(|(name, _)| name.clone()).collect();
+        let is_given = |name: &str| {
+            planned_names.iter().any(|planned| planned == name)
+                || changes.sets(name)
+                || std::env::var_os(name).is_some()
+        };
+        HookDirectory::add_recorder_variables(worker, is_given);
+        let Some(hook) = &self.hang_hook else { return };
+        let planned = worker.env.iter().find(|(name, _)| name == env::PYTHONPATH);
+        let activated = changes.assignments().find(|(name, _)| *name == env::PYTHONPATH);
+        let path = match (planned, activated) {
+            (Some((_, value)), _) => Some(value.clone()),
+            (None, Some((_, value))) => value.map(|value| value.to_string_lossy().into_owned()),
+            (None, None) => std::env::var(env::PYTHONPATH).ok(),
+        };
+        hook.add_variables(&mut worker.env, path, Duration::from_millis(timeout));
     }
 
     /// Lets the process of the worker at this index of the current plan take part in the attempt:

@@ -18,6 +18,7 @@ use jobspec::{ReloadValues, ids::Rank};
 use protocol::{
     control::{FromAgent, HostInventory, HostPlan, HostUsage, RendezvousRequest, ToAgent, WorkerAddresses},
     event::{Event, WorkerPhase},
+    hang::HangFile,
     step_times::StepTimes,
 };
 use std::{path::PathBuf, time::Duration};
@@ -100,6 +101,8 @@ pub(crate) enum ControllerAction {
     EvictAgent(HostIndex),
     /// Keep the inventory that the agent of a host sent with its hello.
     RecordInventory(HostIndex, HostInventory),
+    /// Write the evidence of an attempt that hangs to a file in the run directory.
+    WriteHangFile { attempt: u32, file: HangFile },
     /// Plan this attempt. The driver answers with [`ControllerInput::Planned`] or
     /// [`ControllerInput::Rejected`].
     Prepare {

@@ -153,6 +153,7 @@ impl ControllerCore {
             }
         }
         self.cause = Some(cause);
+        self.evidence.clear();
         self.unreported_since = Some(now);
         self.kill_workers(now, &reason, grace, stacks);
     }
@@ -189,6 +190,10 @@ impl ControllerCore {
     /// output lines of the failed rank are awaited; a later call then reports the root cause. Also
     /// does nothing if there is no root cause or it was reported already.
     pub(super) fn report_failure(&mut self, now: Duration) {
+        if self.awaits_evidence(now) {
+            return;
+        }
+        self.add_hang_verdict();
         let (Some(since), Some(cause)) = (self.unreported_since, &self.cause) else { return };
         let worker = cause.rank.and_then(|rank| self.workers.get(rank as usize));
         let tail_may_come = worker.is_some_and(WorkerState::is_running);

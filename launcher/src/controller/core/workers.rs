@@ -69,6 +69,7 @@ impl ControllerCore {
             FromAgent::Stalled { rank, stalled_ms, suspended, .. } => {
                 self.handle_stalled_worker(now, host, rank, Duration::from_millis(stalled_ms), suspended);
             }
+            FromAgent::HangEvidence { evidence, .. } => self.handle_hang_evidence(host, *evidence),
             FromAgent::Recovered { rank, .. } => {
                 if self.find_worker(host, rank).is_some_and(|w| w.stalled_for.take().is_some()) {
                     self.stalled -= 1;
@@ -95,7 +96,7 @@ impl ControllerCore {
     }
 
     /// Returns the worker of this rank, or `None` if the host does not run that rank.
-    fn find_worker(&mut self, host: HostIndex, rank: Rank) -> Option<&mut WorkerState> {
+    pub(super) fn find_worker(&mut self, host: HostIndex, rank: Rank) -> Option<&mut WorkerState> {
         self.workers.get_mut(rank as usize).filter(|w| w.host == host)
     }
 
@@ -269,7 +270,8 @@ impl ControllerCore {
         let cause = if suspended {
             let message =
                 format!("no progress for {seconds} s: the process is suspended (state T, as after SIGSTOP)");
-            RootCause::new(host, FailureReason::Suspended { seconds }, message).with_rank(Some(rank))
+            RootCause::new(host, FailureReason::Suspended { seconds, verdict: None }, message)
+                .with_rank(Some(rank))
         } else if self.stalled == self.running && self.state == AttemptState::Running {
             let running = self.workers.iter().zip(0u32..).filter(|(w, _)| w.is_running());
             let ranks: Vec<Rank> = running.map(|(_, rank)| rank).collect();
@@ -277,7 +279,7 @@ impl ControllerCore {
                 "no rank made progress for {seconds} s (ranks {}); the stack of each is in its log",
                 crate::format::format_ranks(&ranks)
             );
-            RootCause::new(host, FailureReason::Hang { seconds, ranks }, message)
+            RootCause::new(host, FailureReason::Hang { seconds, ranks, verdict: None }, message)
         } else {
             return;
         };

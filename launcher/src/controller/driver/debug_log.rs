@@ -107,6 +107,7 @@ pub(super) fn log_action(action: &ControllerAction) {
         }
         ControllerAction::Line { .. }
         | ControllerAction::Progress { .. }
+        | ControllerAction::WriteHangFile { .. }
         | ControllerAction::StepTimes(_)
         | ControllerAction::Usage { .. } => {}
         ControllerAction::KillAgent(host) => warn!(target: "controller::lease", host, "killing agent"),

@@ -52,6 +52,9 @@ impl ControllerDriver {
                 self.streamed_logs.append_line(rank, &text);
                 self.report.show_line(rank, stderr, text);
             }
+            ControllerAction::WriteHangFile { attempt, file } => {
+                self.journal.iter().for_each(|journal| journal.write_hang_file(attempt, &file));
+            }
             ControllerAction::Progress { rank, phase } => self.report.show_phase(rank, phase),
             ControllerAction::StepTimes(times) => self.status.set_step_times(times),
             ControllerAction::Usage { host, hosts, usage } => self.add_usage(host, hosts, *usage),

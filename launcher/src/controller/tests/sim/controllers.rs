@@ -319,6 +319,7 @@ impl Simulation {
             | ControllerAction::RecordInventory(..)
             | ControllerAction::Line { .. }
             | ControllerAction::Progress { .. }
+            | ControllerAction::WriteHangFile { .. }
             | ControllerAction::StepTimes(_)
             | ControllerAction::Usage { .. } => {}
         }

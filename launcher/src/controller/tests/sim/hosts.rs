@@ -192,7 +192,7 @@ impl Simulation {
                 None
             }
             AgentAction::Bind(bind) => Some(AgentInput::Bound { attempt: bind.attempt, port: Ok(4000) }),
-            AgentAction::WriteStacks(_) => Some(AgentInput::StacksWritten),
+            AgentAction::WriteStacks(_) => Some(AgentInput::StacksWritten { evidence: Vec::new() }),
             AgentAction::MeasureActivity | AgentAction::RequestSave(..) => None,
             AgentAction::Exit(_) => {
                 self.send_reports(host, number);

@@ -1,0 +1,240 @@
+//! Hangs: what agents collect about the ranks of a job that hangs, and the verdict of the
+//! controller.
+use jobspec::ids::Rank;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// What an agent has collected about one rank of a job that hangs.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankEvidence {
+    /// The rank.
+    pub rank: Rank,
+    /// The counters of the process groups of the rank. If the rank did not answer, they are those
+    /// that the rank published last.
+    pub groups: Vec<GroupCounters>,
+    /// The newest entries of torch's flight recorder.
+    pub entries: Vec<CollectiveEntry>,
+    /// Whether the rank answered the request of the agent. If so, the counters and entries are
+    /// current.
+    pub answered: bool,
+    /// The Python stack of the main thread, innermost frame first; empty if unknown.
+    pub stack: Vec<StackFrame>,
+    /// Whether the innermost frame of the main thread is in a call of native code.
+    pub in_native_call: bool,
+    /// The main thread, as the kernel describes it; `None` if the process has ended.
+    pub thread: Option<ThreadState>,
+}
+
+/// The numbers of the collectives of one process group, as one rank counts them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GroupCounters {
+    /// The name of the group.
+    pub name: String,
+    /// The name of the backend, such as `nccl` or `gloo`.
+    pub backend: String,
+    /// The ranks of the group.
+    pub ranks: Vec<Rank>,
+    /// The number of the last collective that the rank has entered; negative if unknown.
+    pub enqueued: i64,
+    /// The number of the last collective that the rank has completed; negative if unknown.
+    pub completed: i64,
+}
+
+/// A collective that a rank has entered, as torch's flight recorder has recorded it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CollectiveEntry {
+    /// The name of the process group.
+    pub group: String,
+    /// The number of the collective in its group.
+    pub seq: i64,
+    /// Whether the entry is a transfer between two ranks.
+    pub p2p: bool,
+    /// The name of the collective, such as `gloo:all_reduce`.
+    pub operation: String,
+    /// Whether the collective is complete.
+    pub retired: bool,
+    /// The sizes of the inputs, as text.
+    pub inputs: String,
+    /// The types of the inputs, as text.
+    pub dtypes: String,
+}
+
+/// A frame of a Python stack.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StackFrame {
+    /// The path of the source file.
+    pub file: String,
+    /// The line, counted from 1.
+    pub line: u32,
+    /// The name of the function.
+    pub function: String,
+}
+
+/// The state of a thread in `/proc`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ThreadState {
+    /// The letter of the state, such as `S`.
+    pub state: char,
+    /// The function of the kernel in which the thread waits; empty if unknown.
+    pub wait_channel: String,
+    /// What the system call waits for.
+    pub wait: WaitKind,
+    /// Whether the thread used CPU time while the agent collected the evidence.
+    pub busy: bool,
+}
+
+/// What the system call of a thread waits for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WaitKind {
+    /// A futex, that is, a lock or a condition.
+    Futex,
+    /// Data of a file, pipe or socket, or the other side of a FIFO.
+    Io,
+    /// A time.
+    Sleep,
+    /// One of several descriptors.
+    Poll,
+    /// The thread is not in a system call, or the system call is unknown.
+    #[default]
+    Other,
+}
+
+/// The result of a diagnosis: why the ranks of a job wait.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HangVerdict {
+    /// The kind of hang.
+    pub kind: HangKind,
+    /// The collective in which ranks wait; `None` if unknown.
+    pub collective: Option<WaitingCollective>,
+    /// The ranks that have entered the collective.
+    pub entered: Vec<Rank>,
+    /// The ranks that have not entered the collective, and where each of them is.
+    pub not_entered: Vec<RankPlace>,
+    /// The ranks for which the evidence does not show whether they have entered the collective, and
+    /// where each of them is.
+    pub undetermined: Vec<RankPlace>,
+    /// The different calls under the same number, if the calls differ.
+    pub calls: Vec<RankCall>,
+}
+
+/// The content of the file `hang-ATTEMPT.json` in the run directory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HangFile {
+    /// The result of the diagnosis.
+    pub verdict: HangVerdict,
+    /// What the agents have collected, one item per rank.
+    pub evidence: Vec<RankEvidence>,
+}
+
+/// The kind of a hang.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum HangKind {
+    /// Ranks wait in a collective that other ranks have not entered.
+    NotEntered,
+    /// Ranks have entered different collectives under the same number, or wait for each other in
+    /// collectives of different groups.
+    DifferentOrder,
+    /// Ranks have entered the same collective with different shapes or types.
+    DifferentShapes,
+    /// All ranks have entered the collective, and it does not complete.
+    AllEntered,
+    /// The evidence does not show what the ranks wait for.
+    Unknown,
+}
+
+/// A collective in which ranks wait.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WaitingCollective {
+    /// The name of the process group.
+    pub group: String,
+    /// The number of the collective in its group.
+    pub seq: i64,
+    /// The name of the collective; `None` if unknown.
+    pub operation: Option<String>,
+}
+
+/// Where a rank is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankPlace {
+    /// The rank.
+    pub rank: Rank,
+    /// What the main thread of the rank does.
+    pub activity: RankActivity,
+    /// The innermost frame of the program; `None` if unknown.
+    pub frame: Option<StackFrame>,
+}
+
+/// What the main thread of a rank does.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "kind")]
+pub enum RankActivity {
+    /// A signal or a debugger has stopped the process (state T).
+    Stopped,
+    /// The thread waits in the kernel and cannot be interrupted (state D).
+    Uninterruptible {
+        /// The function of the kernel in which the thread waits.
+        wait_channel: String,
+    },
+    /// The thread waits for data of a file, pipe or socket.
+    WaitsForData,
+    /// The thread waits for a lock or a condition.
+    WaitsForLock,
+    /// The thread sleeps for a time.
+    Sleeps,
+    /// The thread waits for one of several descriptors.
+    Polls,
+    /// The thread executes Python code.
+    RunsPython,
+    /// The thread executes native code that Python has called.
+    RunsNative,
+    /// The process has ended.
+    Ended,
+    /// The evidence does not show what the thread does.
+    Unknown,
+}
+
+/// The same call of several ranks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankCall {
+    /// The ranks.
+    pub ranks: Vec<Rank>,
+    /// The name of the process group.
+    pub group: String,
+    /// The name of the collective.
+    pub operation: String,
+    /// The sizes of the inputs, as text.
+    pub inputs: String,
+    /// The types of the inputs, as text.
+    pub dtypes: String,
+}
+
+impl fmt::Display for RankActivity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            RankActivity::Stopped => "stopped by a signal or a debugger (state T)",
+            RankActivity::Uninterruptible { wait_channel } => {
+                return write!(f, "in uninterruptible I/O (state D, {wait_channel})");
+            }
+            RankActivity::WaitsForData => "waits for data of a file, pipe or socket",
+            RankActivity::WaitsForLock => "waits for a lock",
+            RankActivity::Sleeps => "sleeps",
+            RankActivity::Polls => "waits for events",
+            RankActivity::RunsPython => "runs Python code",
+            RankActivity::RunsNative => "runs native code",
+            RankActivity::Ended => "has ended",
+            RankActivity::Unknown => "in an unknown state",
+        })
+    }
+}
+
+impl fmt::Display for RankPlace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {}: {}", self.rank, self.activity)?;
+        match &self.frame {
+            Some(StackFrame { file, line, function }) => write!(f, " in {function} ({file}:{line})"),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,270 @@
+//! [`HookDirectory`]: the directory in which the hook and its files are, and the files that a
+//! process with the hook writes there.
+use crate::private_files::open_own_file_without_links;
+use jobspec::{env, ids::Rank};
+use protocol::{
+    control::WorkerPlan,
+    hang::{CollectiveEntry, GroupCounters, RankEvidence, StackFrame, ThreadState},
+};
+use serde::Deserialize;
+use std::{
+    fs::{self, DirBuilder, OpenOptions},
+    io::{self, Read, Write},
+    os::unix::fs::{DirBuilderExt, OpenOptionsExt},
+    path::{Path, PathBuf},
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+/// The real-time signal for which the hook registers Python's faulthandler.
+pub(super) const STACKS_SIGNAL: i32 = 51;
+/// The source of the hook.
+const HOOK: &str = include_str!("sitecustomize.py");
+/// The number of collectives that torch's flight recorder keeps.
+const RECORDER_ENTRIES: &str = "2000";
+/// The largest file of a hook that is read, in bytes.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+/// The largest number of groups, entries and frames that are kept of a rank.
+const MAX_ITEMS: usize = 64;
+/// The longest text that is kept, in bytes.
+const MAX_TEXT: usize = 400;
+/// The shortest and the longest interval at which hooks publish counters.
+const INTERVALS: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(5));
+
+/// The private directory of an agent with the hook, which is deleted when the value is dropped.
+pub(in crate::agent) struct HookDirectory {
+    path: PathBuf,
+}
+
+impl HookDirectory {
+    /// Creates the directory in the directory for temporary files.
+    pub(in crate::agent) fn create() -> io::Result<HookDirectory> {
+        // Containers may share the directory for temporary files, but not their pids.
+        let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let name = format!("launch-hang-{}-{}", std::process::id(), time.as_nanos());
+        let path = std::env::temp_dir().join(name);
+        DirBuilder::new().mode(0o700).create(&path)?;
+        let directory = HookDirectory { path };
+        if directory.path.to_str().is_none_or(|path| path.contains(':')) {
+            // `PYTHONPATH` cannot contain such a path.
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        fs::write(directory.path.join("sitecustomize.py"), HOOK)?;
+        Ok(directory)
+    }
+
+    /// Returns the path of the directory.
+    pub(in crate::agent) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Adds the variables of the hook to the environment of a worker. `python_path` is the value of
+    /// `PYTHONPATH` without the hook.
+    pub(in crate::agent) fn add_variables(
+        &self,
+        worker: &mut Vec<(String, String)>,
+        python_path: Option<String>,
+        timeout: Duration,
+    ) {
+        let directory = self.path.display().to_string();
+        let path = match python_path {
+            Some(rest) if !rest.is_empty() => format!("{directory}:{rest}"),
+            _ => directory.clone(),
+        };
+        let interval = (timeout / 8).clamp(INTERVALS.0, INTERVALS.1);
+        let variables = [
+            (env::PYTHONPATH, path),
+            (env::LAUNCH_HANG_DIR, directory),
+            (env::LAUNCH_HANG_SIGNAL, STACKS_SIGNAL.to_string()),
+            (env::LAUNCH_HANG_INTERVAL_MS, interval.as_millis().to_string()),
+        ];
+        worker.retain(|(name, _)| !variables.iter().any(|(set, _)| set == name));
+        worker.extend(variables.map(|(name, value)| (name.to_owned(), value)));
+    }
+
+    /// Adds the variables that switch on torch's flight recorder, except for those that `is_given`
+    /// reports as set by their present or earlier name. After a timeout, torch writes the recorded
+    /// collectives to a file next to the log of the worker.
+    pub(in crate::agent) fn add_recorder_variables(worker: &mut WorkerPlan, is_given: impl Fn(&str) -> bool) {
+        // Torch appends the rank.
+        let dump = worker.log.with_file_name("flight-recorder-").display().to_string();
+        let variables = [
+            (env::TORCH_FR_BUFFER_SIZE, RECORDER_ENTRIES.to_owned()),
+            (env::TORCH_FR_DUMP_ON_TIMEOUT, "1".to_owned()),
+            (env::TORCH_FR_DUMP_TEMP_FILE, dump),
+        ];
+        let given = |(new, old): (&str, &str)| is_given(new) || is_given(old);
+        let missing =
+            variables.into_iter().zip(env::OLD_FLIGHT_RECORDER).filter(|((n, _), o)| !given((n, o)));
+        worker.env.extend(missing.map(|((name, value), _)| (name.to_owned(), value)));
+    }
+
+    /// Returns a number that changes when a process of the rank enters or completes a collective.
+    /// Returns `None` if no process of the rank has initialized torch's process groups.
+    pub(in crate::agent) fn read_progress(&self, rank: Rank) -> Option<u64> {
+        let groups: Vec<GroupCounters> =
+            list_processes(&self.path, rank).iter().flat_map(HookProcess::read_groups).collect();
+        let count = |n: i64| u64::try_from(n).unwrap_or(0);
+        (!groups.is_empty()).then(|| {
+            groups
+                .iter()
+                .fold(0u64, |sum, g| sum.wrapping_add(count(g.enqueued)).wrapping_add(count(g.completed)))
+        })
+    }
+}
+
+impl Drop for HookDirectory {
+    fn drop(&mut self) {
+        // The directory is in the directory for temporary files.
+        _ = fs::remove_dir_all(&self.path);
+    }
+}
+
+/// A process with the hook that has initialized torch's process groups.
+pub(super) struct HookProcess {
+    pid: u32,
+    /// The path of the files of the process without their ending.
+    base: PathBuf,
+}
+
+impl HookProcess {
+    /// Finds the process of a rank. `tree` are the pids of the processes of the worker.
+    pub(super) fn find(directory: &Path, rank: Rank, tree: &[i32]) -> Option<HookProcess> {
+        list_processes(directory, rank).into_iter().find(|process| tree.contains(&(process.pid as i32)))
+    }
+
+    /// Returns the pid.
+    pub(super) fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Requests an answer. Does nothing if the process does not read requests.
+    pub(super) fn request(&self) {
+        let path = self.base.with_extension("request");
+        let fifo =
+            OpenOptions::new().write(true).custom_flags(libc::O_NONBLOCK | libc::O_NOFOLLOW).open(path);
+        _ = fifo.and_then(|mut fifo| fifo.write_all(b"?"));
+    }
+
+    /// Reads the answer; `None` if the process has not answered.
+    pub(super) fn read_answer(&self) -> Option<HookAnswer> {
+        serde_json::from_slice(&read_limited(&self.base.with_extension("evidence"))?).ok()
+    }
+
+    /// Reads the counters that the process published last.
+    pub(super) fn read_groups(&self) -> Vec<GroupCounters> {
+        let text = read_limited(&self.base.with_extension("status")).unwrap_or_default();
+        let status: HookStatus = serde_json::from_slice(&text).unwrap_or_default();
+        limit_groups(status.groups)
+    }
+}
+
+/// The content of a status file.
+#[derive(Default, Deserialize)]
+struct HookStatus {
+    groups: Vec<GroupCounters>,
+}
+
+/// The answer of a process to a request.
+#[derive(Deserialize)]
+pub(super) struct HookAnswer {
+    groups: Vec<GroupCounters>,
+    entries: Vec<CollectiveEntry>,
+    stacks: Vec<HookStack>,
+    in_call: bool,
+}
+
+/// The stack of one thread.
+#[derive(Deserialize)]
+struct HookStack {
+    main: bool,
+    frames: Vec<StackFrame>,
+}
+
+impl HookAnswer {
+    /// Converts the answer to evidence of limited size.
+    pub(super) fn into_evidence(self, rank: Rank, thread: Option<ThreadState>) -> RankEvidence {
+        let skipped = self.entries.len().saturating_sub(MAX_ITEMS);
+        let mut entries: Vec<CollectiveEntry> = self.entries.into_iter().skip(skipped).collect();
+        for entry in &mut entries {
+            for text in [&mut entry.group, &mut entry.operation, &mut entry.inputs, &mut entry.dtypes] {
+                limit_text(text);
+            }
+        }
+        let main = self.stacks.into_iter().find(|stack| stack.main);
+        let mut stack = main.map_or_else(Vec::new, |stack| stack.frames);
+        stack.truncate(MAX_ITEMS);
+        for frame in &mut stack {
+            limit_text(&mut frame.file);
+            limit_text(&mut frame.function);
+        }
+        RankEvidence {
+            rank,
+            groups: limit_groups(self.groups),
+            entries,
+            answered: true,
+            stack,
+            in_native_call: self.in_call,
+            thread,
+        }
+    }
+}
+
+/// Limits the number of groups and the length of their names.
+fn limit_groups(mut groups: Vec<GroupCounters>) -> Vec<GroupCounters> {
+    groups.truncate(MAX_ITEMS);
+    for group in &mut groups {
+        limit_text(&mut group.name);
+        limit_text(&mut group.backend);
+    }
+    groups
+}
+
+/// Truncates a text to [`MAX_TEXT`].
+fn limit_text(text: &mut String) {
+    text.truncate(text.floor_char_boundary(MAX_TEXT));
+}
+
+/// Lists the processes of a rank that have a status file, in the order of their pids.
+fn list_processes(directory: &Path, rank: Rank) -> Vec<HookProcess> {
+    let prefix = format!("rank-{rank}.");
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    let parse = |entry: fs::DirEntry| {
+        let name = entry.file_name();
+        let pid = name.to_str()?.strip_prefix(&prefix)?.strip_suffix(".status")?.parse().ok()?;
+        Some(HookProcess { pid, base: directory.join(format!("{prefix}{pid}.x")) })
+    };
+    let mut processes: Vec<HookProcess> = entries.filter_map(parse).collect();
+    processes.sort_by_key(|process| process.pid);
+    processes
+}
+
+/// Reads a file of this user up to [`MAX_FILE_BYTES`]. Returns `None` if there is no such file, or
+/// if the file is larger.
+pub(super) fn read_limited(path: &Path) -> Option<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let file = open_own_file_without_links(path).ok()?;
+    file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes).ok()?;
+    (bytes.len() as u64 <= MAX_FILE_BYTES).then_some(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counters_and_answers_of_a_process_are_read() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let hook = HookDirectory { path: directory.path().to_owned() };
+        assert_eq!(hook.read_progress(3), None);
+        let status = "{\"groups\": [{\"name\": \"0\", \"backend\": \"gloo\", \"ranks\": [0], \
+                      \"enqueued\": 4, \"completed\": 3}]}    ";
+        fs::write(directory.path().join("rank-3.77.status"), status).expect("written");
+        assert_eq!(hook.read_progress(3), Some(7));
+        let process = HookProcess::find(directory.path(), 3, &[70, 77]).expect("found");
+        assert_eq!((process.pid(), process.read_groups().len()), (77, 1));
+        assert!(process.read_answer().is_none());
+        fs::write(directory.path().join("rank-3.77.evidence"), "{\"groups\": []").expect("written");
+        assert!(process.read_answer().is_none(), "an incomplete file is no answer");
+        std::mem::forget(hook);
+    }
+}

@@ -1,0 +1,49 @@
+//! The part of the controller's state machine that waits for the evidence of a job that hangs, and
+//! adds the verdict to the root cause.
+use super::{ControllerAction, ControllerCore, FailureReason, HostIndex, RootCause};
+use crate::controller::hang_verdict::{describe_verdict, find_verdict};
+use protocol::hang::{HangFile, HangVerdict, RankEvidence};
+use std::time::Duration;
+
+/// How long the report of a hang waits for the evidence of all running workers.
+const EVIDENCE_TIMEOUT: Duration = Duration::from_secs(10);
+
+impl ControllerCore {
+    /// Keeps what an agent has collected about a worker of its host. A later report about the same
+    /// rank is ignored.
+    pub(super) fn handle_hang_evidence(&mut self, host: HostIndex, evidence: RankEvidence) {
+        let is_new = self.evidence.iter().all(|known| known.rank != evidence.rank);
+        if is_new && self.find_worker(host, evidence.rank).is_some() {
+            self.evidence.push(evidence);
+        }
+    }
+
+    /// Returns whether the root cause is a hang, and evidence of a running worker may still arrive.
+    pub(super) fn awaits_evidence(&mut self, now: Duration) -> bool {
+        let is_hang = self.cause.as_mut().is_some_and(|cause| find_verdict_field(cause).is_some());
+        let is_early = self.unreported_since.is_some_and(|since| now < since + EVIDENCE_TIMEOUT);
+        is_hang && is_early && self.active_hosts > 0 && self.evidence.len() < self.running
+    }
+
+    /// Adds the verdict to a root cause that is a hang and was not reported yet, and writes the
+    /// evidence to a file. Does nothing without evidence.
+    pub(super) fn add_hang_verdict(&mut self) {
+        let is_unreported = self.unreported_since.is_some() && !self.evidence.is_empty();
+        let Some(cause) = self.cause.as_mut().filter(|_| is_unreported) else { return };
+        let Some(field @ None) = find_verdict_field(cause) else { return };
+        let verdict = find_verdict(&self.evidence);
+        let evidence = std::mem::take(&mut self.evidence);
+        *field = Some(Box::new(verdict.clone()));
+        cause.message = format!("{}; {}", cause.message, describe_verdict(&verdict));
+        let file = HangFile { verdict, evidence };
+        self.actions.push(ControllerAction::WriteHangFile { attempt: self.attempt, file });
+    }
+}
+
+/// Returns the verdict in the reason of a root cause; `None` if the reason is not a hang.
+fn find_verdict_field(cause: &mut RootCause) -> Option<&mut Option<Box<HangVerdict>>> {
+    match &mut cause.reason {
+        FailureReason::Hang { verdict, .. } | FailureReason::Suspended { verdict, .. } => Some(verdict),
+        _ => None,
+    }
+}
