@@ -1,4 +1,4 @@
-//! [`StatusReader`]: reads the newest measurements of a run from its status file, within limits.
+//! Reads the newest measurements of a run from its status file, within limits.
 use crate::{journal_line::limit_text, run_source::RunSource};
 use protocol::run_status::{RunStatus, STATUS_FILE, STATUS_VERSION};
 use std::{
