@@ -471,11 +471,11 @@ impl KerberosServer {
     /// Starts a server for a user who may log in to host `h0` as root. Returns `None` if the
     /// programs are not installed; the test is then skipped.
     fn start(test: &str, job: &SshJob, hosts: &SimulatedHosts) -> Option<KerberosServer> {
-        let has = |program: &&str| {
+        let has = |program: &str| {
             let found = clean_command("sh").args(["-c", &format!("command -v {program}")]).output();
             found.is_ok_and(|output| output.status.success())
         };
-        if !["krb5kdc", "kdb5_util", "kadmin.local", "kinit", "klist"].iter().all(|program| has(program)) {
+        if !["krb5kdc", "kdb5_util", "kadmin.local", "kinit", "klist"].into_iter().all(has) {
             report_skip(
                 test,
                 "krb5-kdc, krb5-admin-server or krb5-user not installed; run scripts/setup-tests",
