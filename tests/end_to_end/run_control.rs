@@ -224,7 +224,7 @@ fn a_controller_that_may_open_too_few_files_starts_nothing() {
     assert_eq!(ran.code, 3, "{}", ran.stderr);
     assert_eq!(ran.failure_reason_kind(), "controller_failed");
     assert_eq!(ran.failure_diagnostics()[0]["code"], "descriptors-too-few");
-    assert_eq!(ran.failure_diagnostics()[0]["fields"], serde_json::json!({"needed": 336, "available": 200}));
+    assert_eq!(ran.failure_diagnostics()[0]["fields"], serde_json::json!({"needed": 416, "available": 200}));
 }
 
 #[test]

@@ -9,7 +9,7 @@ mod faulthandler;
 mod hook_directory;
 mod thread_state;
 
-pub(super) use hook_directory::HookDirectory;
+pub(super) use hook_directory::{HookDirectory, choose_directory};
 
 use super::activity;
 use hook_directory::{HookAnswer, HookProcess};

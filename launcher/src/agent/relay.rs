@@ -54,8 +54,8 @@ pub(super) async fn relay_to_agent(
 }
 
 /// Sends the request to the agent again and again, as long as the agent obeys a controller that is
-/// silent, for `run.host_lease` and [`ADOPTION_TIMEOUT`] at most. Returns the last answer, and the connection on which it
-/// arrived. Fails if there is no answer.
+/// silent, for `run.host_lease` and [`ADOPTION_TIMEOUT`] at most. Returns the last answer, and the
+/// connection on which it arrived. Fails if there is no answer.
 async fn request_adoption(
     request: &AttachRequest,
 ) -> Result<(FromAgent, (SocketReader, SocketWriter)), AttachRejection> {

@@ -31,8 +31,8 @@ use tokio::{
 const CHANNEL_CAPACITY: usize = 64;
 /// The time limit for the first message of the controller, in which the agent learns its place.
 const SETUP_TIMEOUT: Duration = Duration::from_secs(30);
-/// The part of a link's lease after which the controller counts as silent, as a fraction. The agents
-/// below then have the rest of `run.host_lease` to find another way to the controller.
+/// The part of a link's lease after which the controller counts as silent, as a fraction. The
+/// agents below then have the rest of `run.host_lease` to find another way to the controller.
 const CONTROLLER_SILENCE: (u32, u32) = (3, 5);
 /// The interval at which a node that is about to end checks whether it may.
 const END_INTERVAL: Duration = Duration::from_millis(20);

@@ -3,8 +3,9 @@
 //! If the agent is killed, its workers are killed, too, but processes that the workers started in
 //! other sessions survive. Therefore the process that sshd started is a watchdog, and the agent is
 //! the child of the watchdog. The watchdog waits for the end of the agent and then kills every
-//! process that is left. On the controller's machine, the controller kills these processes.
-use super::process::fork_process;
+//! process that is left, and removes the agent's temporary files. On the controller's machine, the
+//! controller kills these processes.
+use super::{hang::choose_directory, process::fork_process};
 use crate::processes::{become_subreaper, kill_descendants, reap_children};
 use nix::{
     errno::Errno,
@@ -15,7 +16,7 @@ use nix::{
     unistd::{Pid, dup2_stderr, dup2_stdin, dup2_stdout},
 };
 use std::{
-    fs::OpenOptions,
+    fs::{self, OpenOptions},
     io, thread,
     time::{Duration, Instant},
 };
@@ -35,6 +36,7 @@ const IGNORED_SIGNALS: [Signal; 4] = [Signal::SIGINT, Signal::SIGTERM, Signal::S
 /// only one thread when it calls this function.
 pub(super) fn fork_below_watchdog() -> io::Result<Option<u8>> {
     become_subreaper()?;
+    choose_directory();
     match fork_process()? {
         None => Ok(None),
         Some(agent) => watch_agent(agent).map(Some),
@@ -63,6 +65,8 @@ fn watch_agent(agent: Pid) -> io::Result<u8> {
         }
     };
     sweep_descendants();
+    // An agent that was not killed has removed the directory.
+    _ = fs::remove_dir_all(choose_directory());
     Ok(exit_like_agent(status))
 }
 

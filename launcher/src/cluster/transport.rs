@@ -57,6 +57,13 @@ pub(crate) trait Transport {
         Vec::new()
     }
 
+    /// Returns those of [`Transport::child_processes`] whose process group is killed when the
+    /// process has ended. `srun` is not among them, because its second process ends the tasks of a
+    /// killed `srun`.
+    fn abandoned_group_leaders(&self) -> Vec<u32> {
+        Vec::new()
+    }
+
     /// Records that the child process `_pid`, which is not an agent, has ended with `_status`. The
     /// caller has reaped the process.
     fn record_child_exit(&mut self, _pid: u32, _status: ExitStatus) {}

@@ -354,7 +354,7 @@ mod tests {
             evidence(1, 3, &[SUM], false),
             evidence(2, 3, &[SUM, SUM], true),
         ];
-        insta::assert_snapshot!(describe_verdict(&find_verdict(&ranks)), @"ranks 0,2 wait in gloo:all_reduce (number 2 of group 0), which other ranks have not entered: rank 1: waits for a lock in load (/x/train.py:7)");
+        insta::assert_snapshot!(describe_verdict(&find_verdict(&ranks)), @"ranks 0, 2 wait in gloo:all_reduce (number 2 of group 0), which other ranks have not entered: rank 1: waits for a lock in load (/x/train.py:7)");
     }
 
     #[test]

@@ -186,7 +186,7 @@ fn without_keep_workers_all_workers_are_started_again() {
 fn the_workers_of_other_hosts_keep_their_processes_after_the_loss_of_a_host() {
     let test =
         "cluster::kept_workers::the_workers_of_other_hosts_keep_their_processes_after_the_loss_of_a_host";
-    check_loss_of_a_host(test, &[]);
+    check_loss_of_a_host(test, "train.steps=600", &[]);
 }
 
 /// The agents form a chain in any order. The lost agent may have another one below it.
@@ -195,15 +195,15 @@ fn workers_below_other_agents_keep_their_processes_after_the_loss_of_a_host() {
     let test =
         "cluster::kept_workers::workers_below_other_agents_keep_their_processes_after_the_loss_of_a_host";
     // On a busy machine, a reconnection takes seconds.
-    check_loss_of_a_host(test, &["cluster.ssh.fanout=1", "run.host_lease=10s"]);
+    let set = ["cluster.ssh.fanout=1", "run.host_lease=10s"];
+    check_loss_of_a_host(test, "train.steps=1200", &set);
 }
 
 /// Trains on three hosts, with the settings `set`, and loses a host and then a worker of another
-/// one. Checks, as the test `test`, that the other workers keep their processes.
-fn check_loss_of_a_host(test: &str, set: &[&str]) {
+/// one. Checks, as the test `test`, that the other workers keep their processes. The training of
+/// `steps` must take longer than the commands of the test, which take parts of a second.
+fn check_loss_of_a_host(test: &str, steps: &str, set: &[&str]) {
     let Some((job_dir, hosts)) = start_hosts(test) else { return };
-    // long enough for the commands of this test, which take parts of a second
-    let steps = "train.steps=600";
     let whole = run_undisturbed(&job_dir, &[steps]);
     let set = [&[steps, "run.restarts=3", "run.min_hosts=3"], set].concat();
     let mut job = start_with_spare_host(&job_dir, &hosts, "kept", &set);

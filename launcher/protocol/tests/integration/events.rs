@@ -7,10 +7,23 @@ use protocol::{
         StragglerState, TimeRange, TimedEvent,
     },
     failure::{FailureReason, GpuFault},
+    hang::{HangKind, HangVerdict},
     straggler::StragglerKind,
 };
 use serde_json::{Map, Value};
 use std::{collections::BTreeSet, fs, path::Path};
+
+/// Returns the verdict on a hang without a known collective.
+fn make_verdict() -> Box<HangVerdict> {
+    Box::new(HangVerdict {
+        kind: HangKind::Unknown,
+        collective: None,
+        entered: Vec::new(),
+        not_entered: Vec::new(),
+        undetermined: Vec::new(),
+        calls: Vec::new(),
+    })
+}
 
 /// Returns a failure report in which every field has a value.
 fn example_failure() -> Box<FailureReport> {
@@ -141,8 +154,8 @@ fn next_reason(reason: Option<&FailureReason>) -> Option<FailureReason> {
         Some(R::Panic) => R::WorkerError { code },
         Some(R::WorkerError { .. }) => R::StoppedUnexpectedly,
         Some(R::StoppedUnexpectedly) => R::AbortedByPeer,
-        Some(R::AbortedByPeer) => R::Hang { seconds: 60, ranks: vec![0, 1], verdict: None },
-        Some(R::Hang { .. }) => R::Suspended { seconds: 60, verdict: None },
+        Some(R::AbortedByPeer) => R::Hang { seconds: 60, ranks: vec![0, 1], verdict: Some(make_verdict()) },
+        Some(R::Hang { .. }) => R::Suspended { seconds: 60, verdict: Some(make_verdict()) },
         Some(R::Suspended { .. }) => R::WorkerSilent { seconds: 30 },
         Some(R::WorkerSilent { .. }) => R::WorkerLost,
         Some(R::WorkerLost) => R::StartFailed { code },

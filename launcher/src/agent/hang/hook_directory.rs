@@ -1,5 +1,8 @@
 //! [`HookDirectory`]: the directory in which the hook and its files are, and the files that a
 //! process with the hook writes there.
+//!
+//! The watchdog of an agent that was killed removes the directory. Agents without a watchdog leave
+//! it, and the next agent on the host removes it.
 use crate::private_files::open_own_file_without_links;
 use jobspec::{env, ids::Rank};
 use protocol::{
@@ -8,10 +11,11 @@ use protocol::{
 };
 use serde::Deserialize;
 use std::{
-    fs::{self, DirBuilder, OpenOptions},
+    fs::{self, DirBuilder, File, OpenOptions},
     io::{self, Read, Write},
-    os::unix::fs::{DirBuilderExt, OpenOptionsExt},
+    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
+    sync::OnceLock,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
@@ -30,20 +34,39 @@ const MAX_TEXT: usize = 400;
 /// The shortest and the longest interval at which hooks publish counters.
 const INTERVALS: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(5));
 
+/// How the names of the directories begin.
+const NAME_PREFIX: &str = "launch-hang-";
+/// The file of a directory that its agent keeps locked.
+const LOCK_FILE: &str = "lock";
+/// The age from which a directory without a locked file belongs to no agent. A younger one may have
+/// been created by an agent that has not yet locked the file.
+const CREATION_TIME: Duration = Duration::from_secs(60);
+
 /// The private directory of an agent with the hook, which is deleted when the value is dropped.
 pub(in crate::agent) struct HookDirectory {
     path: PathBuf,
+    _lock: File,
+}
+
+/// Returns the path of the directory of this agent, which does not change. If the watchdog calls
+/// this function before it forks, the watchdog and the agent know the same path.
+pub(in crate::agent) fn choose_directory() -> &'static Path {
+    static PATH: OnceLock<PathBuf> = OnceLock::new();
+    PATH.get_or_init(|| {
+        // Containers may share the directory for temporary files, but not their pids.
+        let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let name = format!("{NAME_PREFIX}{}-{}", std::process::id(), time.as_nanos());
+        std::env::temp_dir().join(name)
+    })
 }
 
 impl HookDirectory {
     /// Creates the directory in the directory for temporary files.
     pub(in crate::agent) fn create() -> io::Result<HookDirectory> {
-        // Containers may share the directory for temporary files, but not their pids.
-        let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let name = format!("launch-hang-{}-{}", std::process::id(), time.as_nanos());
-        let path = std::env::temp_dir().join(name);
-        DirBuilder::new().mode(0o700).create(&path)?;
-        let directory = HookDirectory { path };
+        let path = choose_directory();
+        remove_abandoned_directories(path.parent().unwrap_or(path), SystemTime::now());
+        DirBuilder::new().mode(0o700).create(path)?;
+        let directory = HookDirectory { path: path.to_owned(), _lock: lock_directory(path)? };
         if directory.path.to_str().is_none_or(|path| path.contains(':')) {
             // `PYTHONPATH` cannot contain such a path.
             return Err(io::ErrorKind::InvalidInput.into());
@@ -116,6 +139,30 @@ impl Drop for HookDirectory {
     fn drop(&mut self) {
         // The directory is in the directory for temporary files.
         _ = fs::remove_dir_all(&self.path);
+    }
+}
+
+/// Creates the lock file in a new directory, and locks the file.
+fn lock_directory(path: &Path) -> io::Result<File> {
+    let file = OpenOptions::new().write(true).create_new(true).open(path.join(LOCK_FILE))?;
+    file.try_lock()?;
+    Ok(file)
+}
+
+/// Removes the directories of agents of this user that were killed from `parent`. Ignores errors.
+fn remove_abandoned_directories(parent: &Path, now: SystemTime) {
+    let uid = nix::unistd::geteuid().as_raw();
+    for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
+        let is_named = entry.file_name().to_str().is_some_and(|name| name.starts_with(NAME_PREFIX));
+        // The metadata are those of the entry, also if it is a symbolic link.
+        let Ok(metadata) = entry.metadata().map(|metadata| is_named.then_some(metadata)) else { continue };
+        let Some(metadata) = metadata.filter(|m| m.is_dir() && m.uid() == uid) else { continue };
+        let age = metadata.modified().map(|at| now.duration_since(at).unwrap_or_default());
+        let lock = open_own_file_without_links(&entry.path().join(LOCK_FILE));
+        let is_locked = lock.is_ok_and(|lock| lock.try_lock().is_err());
+        if !is_locked && age.is_ok_and(|age| age > CREATION_TIME) {
+            _ = fs::remove_dir_all(entry.path());
+        }
     }
 }
 
@@ -254,7 +301,8 @@ mod tests {
     #[test]
     fn counters_and_answers_of_a_process_are_read() {
         let directory = tempfile::tempdir().expect("a directory");
-        let hook = HookDirectory { path: directory.path().to_owned() };
+        let lock = lock_directory(directory.path()).expect("a lock");
+        let hook = HookDirectory { path: directory.path().to_owned(), _lock: lock };
         assert_eq!(hook.read_progress(3), None);
         let status = "{\"groups\": [{\"name\": \"0\", \"backend\": \"gloo\", \"ranks\": [0], \
                       \"enqueued\": 4, \"completed\": 3}]}    ";
@@ -266,5 +314,28 @@ mod tests {
         fs::write(directory.path().join("rank-3.77.evidence"), "{\"groups\": []").expect("written");
         assert!(process.read_answer().is_none(), "an incomplete file is no answer");
         std::mem::forget(hook);
+    }
+
+    #[test]
+    fn only_directories_of_ended_agents_are_removed() {
+        let parent = tempfile::tempdir().expect("a directory");
+        let make = |name: &str| {
+            let path = parent.path().join(name);
+            fs::create_dir(&path).expect("created");
+            path
+        };
+        let (used, ended, other) = (make("launch-hang-1-1"), make("launch-hang-2-1"), make("other"));
+        let lock = lock_directory(&used).expect("a lock");
+        drop(lock_directory(&ended).expect("a lock"));
+        std::os::unix::fs::symlink(&other, parent.path().join("launch-hang-3-1")).expect("a link");
+        let exist = || [&used, &ended, &other].map(|path| path.exists());
+        remove_abandoned_directories(parent.path(), SystemTime::now());
+        assert_eq!(exist(), [true, true, true], "a new directory may not be locked yet");
+        let later = SystemTime::now() + 2 * CREATION_TIME;
+        remove_abandoned_directories(parent.path(), later);
+        assert_eq!(exist(), [true, false, true]);
+        drop(lock);
+        remove_abandoned_directories(parent.path(), later);
+        assert_eq!(exist(), [false, false, true]);
     }
 }

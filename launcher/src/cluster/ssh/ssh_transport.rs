@@ -210,6 +210,10 @@ impl Transport for SshTransport {
         list_running_children()
     }
 
+    fn abandoned_group_leaders(&self) -> Vec<u32> {
+        list_running_children()
+    }
+
     fn record_child_exit(&mut self, pid: u32, status: ExitStatus) {
         record_child_exit(pid, status);
     }
