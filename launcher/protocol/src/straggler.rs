@@ -21,6 +21,9 @@ const RECOVERY_FACTOR: f64 = 0.5;
 /// How many times as long as the median of the others the data of a rank must be on its way for a
 /// network to be called slow.
 const MIN_LINK_FACTOR: u64 = 2;
+/// The shortest delay per step that counts as one of the network, in microseconds. A thread that
+/// waits for a busy CPU receives data later by several time slices of the scheduler.
+const MIN_NETWORK_DELAY_US: u64 = 20_000;
 
 /// When a slow rank is reported.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -110,9 +113,12 @@ impl StragglerDetector {
             return Vec::new();
         }
         let step_s = duration as f64 / 1e6 / self.window_steps as f64;
+        let work = compute_work_shares(&self.window, duration);
+        let min_delay = MIN_NETWORK_DELAY_US.saturating_mul(self.window_steps);
+        let network = compute_network_shares(&self.window, duration, min_delay);
         let compared = [
-            (StragglerKind::Work, &mut self.work, compute_work_shares(&self.window, duration)),
-            (StragglerKind::Network, &mut self.network, compute_network_shares(&self.window, duration)),
+            (StragglerKind::Work, &mut self.work, work),
+            (StragglerKind::Network, &mut self.network, network),
         ];
         let mut changes = Vec::new();
         for (kind, track, shares) in compared {
@@ -185,8 +191,9 @@ fn compute_work_shares(ranks: &[RankTimes], window_us: u64) -> Vec<f64> {
 /// slow if data is long on its way to all other hosts, or if data from most other ranks is long on
 /// its way to the rank, but not to others.
 ///
-/// With two hosts, it cannot be found out which of them is slow. The shares are then 0.
-fn compute_network_shares(ranks: &[RankTimes], window_us: u64) -> Vec<f64> {
+/// With two hosts, it cannot be found out which of them is slow. The shares are then 0. Delays in
+/// the window below `min_delay_us` are ignored.
+fn compute_network_shares(ranks: &[RankTimes], window_us: u64, min_delay_us: u64) -> Vec<f64> {
     let mut shares = vec![0.0; ranks.len()];
     let links: Vec<_> = ranks.iter().enumerate().filter_map(|(rank, t)| Some((rank, t.links?))).collect();
     let has_choice = links.iter().any(|(_, l)| l.slowest_us != l.fastest_us);
@@ -196,7 +203,8 @@ fn compute_network_shares(ranks: &[RankTimes], window_us: u64) -> Vec<f64> {
     // To all others: even the fastest connection of the rank is slow.
     let fastest: Vec<u64> = links.iter().map(|(_, l)| l.fastest_us).collect();
     for ((rank, links), excess) in links.iter().zip(compute_excesses(&fastest)) {
-        let is_slow = links.fastest_us >= MIN_LINK_FACTOR.saturating_mul(links.fastest_us - excess);
+        let is_slow = links.fastest_us >= MIN_LINK_FACTOR.saturating_mul(links.fastest_us - excess)
+            && excess >= min_delay_us;
         shares[*rank] = if is_slow { excess as f64 / window_us as f64 } else { 0.0 };
     }
     // From most others: their slowest connections lead to the rank.
@@ -207,7 +215,10 @@ fn compute_network_shares(ranks: &[RankTimes], window_us: u64) -> Vec<f64> {
         let senders = links.iter().filter(|(sender, _)| *sender != rank);
         let excesses: Vec<u64> =
             senders.map(|(_, l)| if is_incoming(l) { l.slowest_us - l.fastest_us } else { 0 }).collect();
-        *share = share.max(find_lower_median(excesses) as f64 / window_us as f64);
+        let delay = find_lower_median(excesses);
+        if delay >= min_delay_us {
+            *share = share.max(delay as f64 / window_us as f64);
+        }
     }
     shares
 }
