@@ -184,14 +184,14 @@ fn read_until(control: &mut fs::File, texts: &[&str], output: &mut String) {
 }
 
 #[test]
-fn top_shows_a_run_and_restores_the_terminal() {
+fn top_shows_a_run_and_restores_the_terminal_or_ends_with_it() {
     let job = JobDirectory::new();
     let mut run = KilledAtEnd(job.start(&["train.steps=100000", "checkpoint.every=never"]));
     let mut events = read_events(&mut run.0);
     wait_for_event(&mut events, |event| event["event"] == "step");
     // The pipe must not fill up.
     let reader = std::thread::spawn(move || events.for_each(drop));
-    for (columns, rows, is_killed) in [(80, 24, false), (200, 60, true)] {
+    for (columns, rows, end) in [(80, 24, "key"), (200, 60, "signal"), (80, 24, "closed")] {
         let (mut control, terminal) = open_terminal(columns, rows);
         let mut top = KilledAtEnd(
             job.launch_command(&["top"])
@@ -205,11 +205,19 @@ fn top_shows_a_run_and_restores_the_terminal() {
         let mut output = String::new();
         // Only changed cells are drawn, so spaces between words are not in the output.
         read_until(&mut control, &["\u{1b}[?1049h", "tiny", "running", "events", "log"], &mut output);
-        if is_killed {
+        match end {
+            "key" => control.write_all(b"q").unwrap(),
             // SAFETY: the process is a child that was not waited for.
-            unsafe { libc::kill(top.0.id() as i32, libc::SIGTERM) };
-        } else {
-            control.write_all(b"q").unwrap();
+            "signal" => unsafe { _ = libc::kill(top.0.id() as i32, libc::SIGTERM) },
+            _ => {
+                drop(control);
+                let began = Instant::now();
+                while top.0.try_wait().unwrap().is_none() {
+                    assert!(began.elapsed() < TIMEOUT, "top has not ended");
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+                continue;
+            }
         }
         read_until(&mut control, &["\u{1b}[?1049l"], &mut output);
         assert!(top.0.wait().unwrap().success());

@@ -4,9 +4,11 @@ use super::{
     view::draw,
 };
 use dashboard::RunSnapshot;
+use nix::poll::{PollFd, PollFlags, poll};
 use ratatui::crossterm::event::{self, Event};
 use std::{
     io::{self, IsTerminal},
+    os::fd::AsFd,
     sync::atomic::{AtomicBool, Ordering},
     time::{Duration, Instant},
 };
@@ -15,6 +17,10 @@ use std::{
 const REFRESH_INTERVAL: Duration = Duration::from_millis(500);
 /// The longest time for which the view waits for a key before it checks for a signal.
 const KEY_INTERVAL: Duration = Duration::from_millis(100);
+
+/// The time in which the program ends after a signal, in seconds. Then the kernel ends it. The
+/// library that reads the keys does not return if the terminal is closed while it reads.
+const END_TIMEOUT_S: u32 = 2;
 
 /// Whether a signal that ends the program has arrived.
 static IS_ENDING: AtomicBool = AtomicBool::new(false);
@@ -31,6 +37,8 @@ pub(crate) trait TopSource {
 /// Records that the program must end. Called by the kernel when a signal arrives.
 extern "C" fn record_signal(_: libc::c_int) {
     IS_ENDING.store(true, Ordering::Relaxed);
+    // SAFETY: `alarm` may be called by a signal handler. SIGALRM ends the process.
+    unsafe { libc::alarm(END_TIMEOUT_S) };
 }
 
 /// Returns whether this process can show a full-screen view: stdin and stdout are terminals.
@@ -46,7 +54,7 @@ pub(crate) fn show_run(source: &dyn TopSource) -> io::Result<()> {
     }
     for signal in [libc::SIGTERM, libc::SIGHUP, libc::SIGINT] {
         let handler: extern "C" fn(libc::c_int) = record_signal;
-        // SAFETY: the handler only stores to an atomic variable.
+        // SAFETY: the handler only stores to an atomic variable and sets an alarm.
         unsafe { libc::signal(signal, handler as libc::sighandler_t) };
     }
     // Also installs a panic hook that restores the terminal.
@@ -70,25 +78,39 @@ fn run_event_loop(source: &dyn TopSource, terminal: &mut ratatui::DefaultTermina
             refreshed = Some(Instant::now());
         }
         terminal.draw(|frame| draw(frame, &state))?;
-        let event = match event::poll(KEY_INTERVAL) {
-            Ok(false) => continue,
-            Ok(true) => event::read(),
-            Err(error) => Err(error),
+        let events = match read_events() {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            read => read?,
         };
-        match event {
-            Ok(Event::Key(key)) => {
-                let selected = state.selected;
-                if state.handle_key(key) == KeyAction::Quit {
-                    return Ok(());
-                }
-                if state.selected != selected {
-                    state.log = source.read_log_end(state.selected);
-                }
+        let keys = events.into_iter().filter_map(|event| event.as_key_event());
+        for key in keys {
+            let selected = state.selected;
+            if state.handle_key(key) == KeyAction::Quit {
+                return Ok(());
             }
-            Ok(_) => {}
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
+            if state.selected != selected {
+                state.log = source.read_log_end(state.selected);
+            }
         }
     }
     Ok(())
+}
+
+/// Waits for input for [`KEY_INTERVAL`] and returns all events that have arrived. Fails if the
+/// terminal was closed.
+fn read_events() -> io::Result<Vec<Event>> {
+    let stdin = io::stdin();
+    let mut fds = [PollFd::new(stdin.as_fd(), PollFlags::POLLIN)];
+    if poll(&mut fds, KEY_INTERVAL.as_millis() as u16)? == 0 {
+        return Ok(Vec::new());
+    }
+    let closed = PollFlags::POLLHUP | PollFlags::POLLERR | PollFlags::POLLNVAL;
+    if fds[0].revents().is_none_or(|events| events.intersects(closed)) {
+        return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the terminal was closed"));
+    }
+    let mut events = Vec::new();
+    while event::poll(Duration::ZERO)? {
+        events.push(event::read()?);
+    }
+    Ok(events)
 }
