@@ -54,7 +54,7 @@ fn cpp_library_directory() -> &'static Path {
         let target = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
         let directory = target.join(format!("emulated-gpu-{:016x}", hasher.finish()));
         if !directory.exists() {
-            // Other tests that need the libraries wait, because a build takes 20 seconds of CPU time.
+            // A build takes 20 seconds of CPU time, so that other tests wait for it.
             let lock = fs::File::create(directory.with_extension("lock")).expect("a lock file");
             lock.lock().expect("locked");
             if !directory.exists() {
@@ -120,18 +120,17 @@ fn find_device_crate() -> PathBuf {
     candidates.into_iter().find(|path| path.join("tests/emulated_gpu").exists()).expect("the crate `device`")
 }
 
-/// Returns the options with which the emulated libraries are compiled. The libraries use the
-/// instructions of this CPU if they include fused multiply-add, which functions of the C library
-/// would otherwise emulate call by call.
+/// Returns the options with which the emulated libraries are compiled. The libraries use the fused
+/// multiply-add of this CPU if it has one. Otherwise, each operation is a call of the C library.
 fn compiler_options() -> Vec<&'static str> {
-    let mut options =
-        vec!["-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off"];
-    options.push("-U_FORTIFY_SOURCE");
     #[cfg(target_arch = "x86_64")]
-    if std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma") {
-        options.extend(["-mavx2", "-mfma"]);
-    }
-    options
+    let has_fma = std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma");
+    #[cfg(not(target_arch = "x86_64"))]
+    let has_fma = false;
+    let cpu: &[&str] = if has_fma { &["-mavx2", "-mfma"] } else { &[] };
+    let language = ["-std=c++17", "-ffp-contract=off", "-U_FORTIFY_SOURCE"];
+    let library = ["-O2", "-fPIC", "-shared", "-fvisibility=hidden"];
+    [&language[..], &library, cpu].concat()
 }
 
 /// Builds the emulated libraries in a temporary directory, which is then moved to `directory`.
