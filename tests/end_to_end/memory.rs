@@ -10,8 +10,8 @@ train:
   model: {family: llama, hidden_size: 256, intermediate_size: 688, num_hidden_layers: 8, num_attention_heads: 4, vocab_size: 2048}
   data: {files: [corpus.txt], seq_len: 64}
   batch: {global: 8, micro: 1}
-  steps: 6
-checkpoint: {every: 3, async: false, gather_16bit_weights_on_model_save: false}
+  steps: 3
+checkpoint: {every: 2, async: false, gather_16bit_weights_on_model_save: false}
 ";
 
 /// Runs `launch plan` and then the job itself, with the settings `set`. Returns the planned and the

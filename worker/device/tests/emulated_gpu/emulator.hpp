@@ -29,7 +29,8 @@ struct Dim {
     unsigned count() const { return x * y * z; }
 };
 constexpr unsigned WARP = 32, MAX_THREADS = 1024;
-constexpr size_t STACK = 64 << 10, GUARD = 64; // bytes
+// Stacks of 64 KiB exactly would compete for the same lines of the CPU's caches.
+constexpr size_t STACK = (64 << 10) + 5 * 64, GUARD = 64; // bytes
 
 [[noreturn]] inline void stop(const char* what) {
     fprintf(stderr, "emulated GPU: %s\n", what);
@@ -130,6 +131,14 @@ struct Fiber {
     void* stack = nullptr; // the stack pointer while the fiber does not run
     bool live = false;
     unsigned thread = 0;
+    // The barrier at which the fiber waits, or null; how often it had opened before; and the
+    // arguments of Block::wait.
+    const Barrier* barrier = nullptr;
+    uint64_t generation = 0;
+    unsigned count = 0;
+    const unsigned* ended = nullptr;
+
+    bool can_run() const { return live && (!barrier || barrier->generation != generation || barrier->arrived + *ended >= count); }
 };
 
 struct Block {
@@ -176,7 +185,9 @@ struct Block {
                 barrier.generation++;
                 return;
             }
+            running->barrier = &barrier, running->generation = generation, running->count = count, running->ended = &ended;
             yield();
+            running->barrier = nullptr;
         }
     }
     void sync() { wait(block_barrier, threads.count(), finished); }
@@ -203,6 +214,7 @@ struct Block {
     static void enter();
     void start(size_t i) {
         fibers[i].live = true;
+        fibers[i].barrier = nullptr;
         fibers[i].stack = prepare_stack(stacks + i * STACK, STACK, &Block::enter);
         resume(i);
     }
@@ -221,7 +233,7 @@ struct Block {
             before = progress;
             for (size_t i = begin; i < end; i++) {
                 size_t fiber = backwards ? begin + end - 1 - i : i;
-                if (fibers[fiber].live) resume(fiber);
+                if (fibers[fiber].can_run()) resume(fiber);
             }
         }
     }
@@ -406,10 +418,9 @@ static inline void mma_16x8x16(float (&c)[4], const unsigned (&a)[4], unsigned b
         for (unsigned i = 0; i < 2; i++) rows[16 + group][k + 8 * i] = bf16_of_register(b[i], (int)which);
     }
     emulator::block.sync_warp();
-    for (unsigned i = 0; i < 4; i++) {
-        const float *row = rows[group + 8 * (i / 2)], *column = rows[16 + 2 * lane_in_group + i % 2];
-        for (unsigned k = 0; k < 16; k++) c[i] += row[k] * column[k];
-    }
+    const float *left[2] = {rows[group], rows[group + 8]}, *right[2] = {rows[16 + 2 * lane_in_group], rows[17 + 2 * lane_in_group]};
+    for (unsigned k = 0; k < 16; k++) // the four sums are independent, so that the CPU overlaps them
+        for (unsigned i = 0; i < 4; i++) c[i] += left[i / 2][k] * right[i % 2][k];
 }
 
 // Exchanges the row addresses of a warp's four matrices, and returns them by lane. Bank conflicts

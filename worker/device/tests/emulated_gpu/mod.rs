@@ -50,10 +50,16 @@ fn cpp_library_directory() -> &'static Path {
             files.sort();
             files.iter().for_each(|file| fs::read(file).expect("a source").hash(&mut hasher));
         }
+        compiler_options().hash(&mut hasher);
         let target = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
         let directory = target.join(format!("emulated-gpu-{:016x}", hasher.finish()));
         if !directory.exists() {
-            build_libraries(&sources, &kernels, &directory);
+            // A build takes 20 seconds of CPU time, so that other tests wait for it.
+            let lock = fs::File::create(directory.with_extension("lock")).expect("a lock file");
+            lock.lock().expect("locked");
+            if !directory.exists() {
+                build_libraries(&sources, &kernels, &directory);
+            }
         }
         directory
     })
@@ -114,6 +120,19 @@ fn find_device_crate() -> PathBuf {
     candidates.into_iter().find(|path| path.join("tests/emulated_gpu").exists()).expect("the crate `device`")
 }
 
+/// Returns the options with which the emulated libraries are compiled. The libraries use the fused
+/// multiply-add of this CPU if it has one. Otherwise, each operation is a call of the C library.
+fn compiler_options() -> Vec<&'static str> {
+    #[cfg(target_arch = "x86_64")]
+    let has_fma = std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma");
+    #[cfg(not(target_arch = "x86_64"))]
+    let has_fma = false;
+    let cpu: &[&str] = if has_fma { &["-mavx2", "-mfma"] } else { &[] };
+    let language = ["-std=c++17", "-ffp-contract=off", "-U_FORTIFY_SOURCE"];
+    let library = ["-O2", "-fPIC", "-shared", "-fvisibility=hidden"];
+    [&language[..], &library, cpu].concat()
+}
+
 /// Builds the emulated libraries in a temporary directory, which is then moved to `directory`.
 /// Concurrent builds therefore see all libraries or none.
 fn build_libraries(sources: &Path, kernels: &Path, directory: &Path) {
@@ -122,15 +141,7 @@ fn build_libraries(sources: &Path, kernels: &Path, directory: &Path) {
     fs::write(new.join("kernels.inc"), generate_kernel_include(kernels)).expect("written");
     for (library, source) in LIBRARIES {
         let output = Command::new("c++")
-            .args([
-                "-std=c++17",
-                "-O2",
-                "-fPIC",
-                "-shared",
-                "-fvisibility=hidden",
-                "-ffp-contract=off",
-                "-U_FORTIFY_SOURCE",
-            ])
+            .args(compiler_options())
             .args(["-Wall", "-Wno-unknown-pragmas", "-Werror", "-I"])
             .arg(kernels)
             .arg("-I")

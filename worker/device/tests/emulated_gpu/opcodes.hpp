@@ -10,10 +10,17 @@ namespace ptx {
 #define GET(T, n) w.get<T>(i.slots[n], l)
 #define EACH_LANE(name, statement) \
     {name, {[](Warp& w, const Instruction& i, uint32_t lanes) { each_lane(lanes, [&](int l) { statement; }); }, InstructionKind::PLAIN}},
-#define UNARY(name, R, A, expression) EACH_LANE(name, A a = GET(A, 1); w.set<R>(i.slots[0], l, (R)(expression)))
-#define BINARY(name, R, A, B, expression) EACH_LANE(name, A a = GET(A, 1); B b = GET(B, 2); w.set<R>(i.slots[0], l, (R)(expression)))
-#define TERNARY(name, R, A, B, C, expression) \
-    EACH_LANE(name, A a = GET(A, 1); B b = GET(B, 2); C c = GET(C, 3); w.set<R>(i.slots[0], l, (R)(expression)))
+// An instruction that computes a register from others, lane by lane. `statements` begin with the
+// operands.
+#define COMPUTE(name, R, statements, expression) \
+    {name, {[](Warp& w, const Instruction& i, uint32_t lanes) { \
+        uint64_t* to = w.reg(i.slots[0]); \
+        each_separate_lane(lanes, [&](int l) { statements to[l] = to_register((R)(expression)); }); \
+    }, InstructionKind::PLAIN}},
+#define OPERAND(T, x, n) T x = from_register<T>(w.reg(i.slots[n])[l]);
+#define UNARY(name, R, A, expression) COMPUTE(name, R, OPERAND(A, a, 1), expression)
+#define BINARY(name, R, A, B, expression) COMPUTE(name, R, OPERAND(A, a, 1) OPERAND(B, b, 2), expression)
+#define TERNARY(name, R, A, B, C, expression) COMPUTE(name, R, OPERAND(A, a, 1) OPERAND(B, b, 2) OPERAND(C, c, 3), expression)
 #define SAME_TYPE(name, T, expression) BINARY(name, T, T, T, expression)
 #define COMPARE(name, T, expression) BINARY("setp." name, uint32_t, T, T, (expression) ? 1 : 0)
 #define COMPARE_ALL(type, T) \
@@ -93,15 +100,51 @@ inline uint8_t* resolve_address(Warp& w, const Instruction& i, int l, bool write
     default: return (uint8_t*)gpu_memory(w, at, bytes, i);
     }
 }
-template <class T> void load_as(Warp& w, const Instruction& i, uint32_t lanes) {
-    each_lane(lanes, [&](int l) {
-        const uint8_t* from = resolve_address(w, i, l, false);
-        for (int e = 0; e < i.elements; e++) {
-            T x;
-            memcpy(&x, from + (size_t)e * sizeof x, sizeof x);
-            w.set(i.slots[e], l, (uint64_t)x);
+// Returns the lowest byte and the end of the accesses by some lanes.
+inline std::pair<uint64_t, uint64_t> span_of_lanes(uint32_t lanes, const uint64_t (&at)[32], uint32_t bytes) {
+    uint64_t begin = UINT64_MAX, end = 0;
+    each_lane(lanes, [&](int l) { begin = std::min(begin, at[l]), end = std::max(end, at[l] + bytes); });
+    return {begin, end};
+}
+// Resolves the addresses of a load by a warp. Shared and GPU memory are checked for all lanes at
+// once.
+inline void resolve_addresses(Warp& w, const Instruction& i, uint32_t lanes, const uint8_t* (&from)[32]) {
+    uint64_t at[32], all = 0;
+    uint32_t bytes = (uint32_t)(i.bytes * i.elements);
+    const uint64_t* base = w.reg(i.base);
+    bool is_shared = i.space == Space::SHARED;
+    if (is_shared || i.space == Space::GLOBAL) {
+        each_lane(lanes, [&](int l) {
+            at[l] = (is_shared ? (uint32_t)base[l] : base[l]) + (uint64_t)i.offset;
+            all |= at[l];
+        });
+        if (!is_aligned(all, bytes)) stop("an address is misaligned: " + i.text);
+        const uint8_t* memory = nullptr;
+        if (is_shared) {
+            w.block->shadow.read_by_lanes(w.number, lanes, at, bytes, i.text);
+            memory = w.block->shared.data();
+        } else {
+            auto [begin, end] = span_of_lanes(lanes, at, bytes);
+            // Lanes may also access several allocations.
+            if (!w.block->is_accessible(begin, end - begin)) each_lane(lanes, [&](int l) { gpu_memory(w, at[l], bytes, i); });
+            else w.block->bytes += bytes * (uint64_t)__builtin_popcount(lanes);
         }
-    });
+        each_lane(lanes, [&](int l) { from[l] = memory + at[l]; });
+        return;
+    }
+    each_lane(lanes, [&](int l) { from[l] = resolve_address(w, i, l, false); });
+}
+template <class T> void load_as(Warp& w, const Instruction& i, uint32_t lanes) {
+    const uint8_t* from[32];
+    resolve_addresses(w, i, lanes, from);
+    for (int e = 0; e < i.elements; e++) {
+        uint64_t* to = w.reg(i.slots[e]);
+        each_lane(lanes, [&](int l) {
+            T x;
+            memcpy(&x, from[l] + (size_t)e * sizeof x, sizeof x);
+            to[l] = (uint64_t)x;
+        });
+    }
 }
 inline void load(Warp& w, const Instruction& i, uint32_t lanes) {
     switch (i.bytes) {

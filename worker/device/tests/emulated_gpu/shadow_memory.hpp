@@ -30,26 +30,30 @@ class ShadowMemory {
         for (auto& barriers : warps) barriers = 1;
         for (auto& period : periods) period = 1;
         for (auto& clock : clocks) clock = Clock();
+        last_stamp = 0;
+        for (auto& stamp : stamps) stamp = ++last_stamp;
         locations.assign((end >> shift) + 1, Location());
         reads.assign(locations.size() * count, 0);
         for (uint32_t at = RESERVED; at < kernel.static_end; at += 1 << shift) locations[at >> shift].forbidden = true;
         for (const Range& v : kernel.variables)
             for (uint32_t at = v.begin; at < v.end; at += 1 << shift) locations[at >> shift].forbidden = false;
     }
-    void warp_barrier(uint32_t warp) { warps[warp]++; }
+    void warp_barrier(uint32_t warp) { warps[warp]++, stamps[warp] = ++last_stamp; }
     // A warp's work so far happens before the work of those that acquire `barrier`.
     void release(uint32_t warp, Clock& barrier) {
         clocks[warp].seen[warp] = periods[warp]++;
+        stamps[warp] = ++last_stamp;
         barrier.join(clocks[warp]);
     }
     void acquire(uint32_t warp, const Clock& barrier) {
         clocks[warp].join(barrier);
-        warps[warp]++;
+        warp_barrier(warp);
     }
     // What the warp has written and knows of becomes visible to the async proxy.
     void proxy_fence(uint32_t warp) {
         Clock& clock = clocks[warp];
         clock.seen[warp] = periods[warp]++;
+        stamps[warp] = ++last_stamp;
         memcpy(clock.fenced, clock.seen, sizeof clock.fenced);
     }
     // A read by tensor cores on behalf of a warp.
@@ -63,19 +67,42 @@ class ShadowMemory {
             uint32_t from = p.writer / 32u;
             if (from != warp && clocks[warp].seen[from] < p.written) report_race("reads what was written", warp * 32, p.writer, text);
             if (clocks[warp].fenced[from] < p.written) stop("tensor cores read what was written without a proxy fence: " + text);
-            note_reader(i, warp * 32);
-            note_reader(i, warp * 32 + 1); // as if several lanes read it
+            // as if several lanes read it
+            p.reader = (uint16_t)(warp * 32 + 1);
+            p.read_in_warp = warps[warp];
+            p.several = true;
+            reads[i * warp_count + warp] = periods[warp];
         }
     }
 
     void read(uint32_t thread, uint64_t at, uint32_t bytes, const std::string& text) {
         check(at, bytes, text);
-        for (uint64_t i = at >> shift, end = (at + bytes - 1) >> shift; i <= end; i++) {
-            Location& p = locations[i];
-            if (p.forbidden) stop("an address is beyond its array in shared memory: " + text);
-            if (p.copying) report_race("reads the target of a copy in progress", thread, p.writer, text);
-            if (p.writer != NONE && !ordered(p.writer, p.written, thread, p.written_in_warp)) report_race("reads what was written", thread, p.writer, text);
-            note_reader(i, thread);
+        Reader reader(*this, thread / 32);
+        for (uint64_t i = at >> shift, end = (at + bytes - 1) >> shift; i <= end; i++) read_location(reader, i, thread, text);
+    }
+    // Reads by some lanes of a warp, each at the address `at[lane]`. Equals a `read` for each lane.
+    void read_by_lanes(uint32_t warp, uint32_t lanes, const uint64_t* at, uint32_t bytes, const std::string& text) {
+        Reader reader(*this, warp);
+        while (lanes) {
+            uint32_t first = (uint32_t)__builtin_ctz(lanes), last = first;
+            uint64_t address = at[first];
+            for (lanes &= lanes - 1; lanes && at[__builtin_ctz(lanes)] == address; lanes &= lanes - 1) {
+                uint32_t lane = (uint32_t)__builtin_ctz(lanes);
+                if (lane != last + 1) break; // the lanes of a group follow each other
+                last = lane;
+            }
+            check(address, bytes, text);
+            for (uint64_t i = address >> shift, end = (address + bytes - 1) >> shift; i <= end; i++) {
+                if (locations[i].verified == reader.stamp) continue;
+                read_location(reader, i, warp * 32 + first, text);
+                if (first == last) continue;
+                // Of several lanes, only one can be the writer.
+                if (locations[i].writer / 32u == warp)
+                    for (uint32_t lane = first + 1; lane <= last; lane++) read_location(reader, i, warp * 32 + lane, text);
+                locations[i].several = true;
+                locations[i].reader = (uint16_t)(warp * 32 + last);
+                locations[i].verified = reader.stamp;
+            }
         }
     }
     void write(uint32_t thread, uint64_t at, uint32_t bytes, const std::string& text, bool copying = false) {
@@ -104,6 +131,7 @@ class ShadowMemory {
         uint32_t written = 0;                           // period of the writer's warp
         uint32_t written_in_warp = 0, read_in_warp = 0; // number of barriers of the thread's warp before the access
         uint16_t writer = NONE, reader = NONE;          // the last ones
+        uint32_t verified = 0;                          // stamp of the warp of which every lane may read the location; 0 after a write
         bool several = false;                           // several readers of the reader's warp since its last barrier
         bool copying = false, forbidden = false;
     };
@@ -112,6 +140,9 @@ class ShadowMemory {
     uint32_t warp_count = 0;
     uint32_t warps[MAX_WARPS];   // number of barriers of each warp so far
     uint32_t periods[MAX_WARPS]; // number of the current period of each warp
+    // By warp: changes whenever `warps` or `periods` changes, and differs from the stamps of other
+    // warps. A read of a location that several lanes have read with the same stamp has no effect.
+    uint32_t stamps[MAX_WARPS], last_stamp = 0;
     Clock clocks[MAX_WARPS];
     std::vector<Location> locations;
     std::vector<uint32_t> reads; // by location and warp: the period of the warp's last read
@@ -119,6 +150,37 @@ class ShadowMemory {
     bool ordered(uint32_t earlier, uint32_t period, uint32_t thread, uint32_t barriers) const {
         uint32_t from = earlier / 32, warp = thread / 32;
         return from == warp ? earlier == thread || barriers < warps[warp] : clocks[warp].seen[from] >= period;
+    }
+    // What a read needs of a warp's state.
+    struct Reader {
+        Location* locations;
+        uint32_t* reads;
+        const uint32_t* seen;
+        uint32_t warp, count, barriers, period, stamp;
+        Reader(ShadowMemory& m, uint32_t warp)
+            : locations(m.locations.data()), reads(m.reads.data() + warp), seen(m.clocks[warp].seen), warp(warp), count(m.warp_count), barriers(m.warps[warp]),
+              period(m.periods[warp]), stamp(m.stamps[warp]) {}
+    };
+    static void read_location(const Reader& r, uint64_t i, uint32_t thread, const std::string& text) {
+        Location& p = r.locations[i];
+        if (p.verified == r.stamp) return;
+        if (p.forbidden | p.copying) reject_read(p, thread, text);
+        if (p.writer != NONE) {
+            uint32_t from = p.writer / 32u;
+            bool is_ordered = from == r.warp ? p.writer == thread || p.written_in_warp < r.barriers : r.seen[from] >= p.written;
+            if (!is_ordered) report_race("reads what was written", thread, p.writer, text);
+        }
+        // NONE belongs to no warp
+        bool same_period = p.reader / 32u == r.warp && p.read_in_warp == r.barriers;
+        p.several = same_period && (p.several | (p.reader != thread));
+        p.reader = (uint16_t)thread;
+        p.read_in_warp = r.barriers;
+        r.reads[i * r.count] = r.period;
+        if (p.several) p.verified = r.stamp;
+    }
+    [[noreturn]] static void reject_read(const Location& p, uint32_t thread, const std::string& text) {
+        if (p.forbidden) stop("an address is beyond its array in shared memory: " + text);
+        report_race("reads the target of a copy in progress", thread, p.writer, text);
     }
     void expect_readers_before(uint64_t i, uint32_t thread, const std::string& text) {
         const Location& p = locations[i];
@@ -128,19 +190,11 @@ class ShadowMemory {
         if (p.reader / 32u != thread / 32 || p.read_in_warp < warps[thread / 32]) return;
         if (p.several || p.reader != thread) report_race("writes what was read", thread, p.reader, text);
     }
-    void note_reader(uint64_t i, uint32_t thread) {
-        Location& p = locations[i];
-        uint32_t warp = thread / 32;
-        bool same_period = p.reader != NONE && p.reader / 32u == warp && p.read_in_warp == warps[warp];
-        p.several = same_period && (p.several || p.reader != thread);
-        p.reader = (uint16_t)thread;
-        p.read_in_warp = warps[warp];
-        reads[i * warp_count + warp] = periods[warp];
-    }
     void note_writer(Location& p, uint32_t thread) {
         p.written = periods[thread / 32];
         p.written_in_warp = warps[thread / 32];
         p.writer = (uint16_t)thread;
+        p.verified = 0;
     }
     void check(uint64_t at, uint32_t bytes, const std::string& text) const {
         if (at < RESERVED || at + bytes > bound) stop("an address is outside of the block's shared memory: " + text);

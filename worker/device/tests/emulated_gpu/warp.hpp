@@ -82,8 +82,10 @@ struct Warp {
     uint32_t thread(int lane) const { return number * 32 + (uint32_t)lane; }
     uint32_t enabled_lanes(const Instruction& i, uint32_t lanes) {
         if (i.guard < 0) return lanes;
+        const uint64_t* guard = reg(i.guard);
         uint32_t enabled = 0;
-        for (int l = 0; l < 32; l++) enabled |= (uint32_t)((reg(i.guard)[l] & 1) != (uint64_t)i.negated) << l;
+        for (int l = 0; l < 32; l++) enabled |= (uint32_t)(guard[l] & 1) << l;
+        if (i.negated) enabled = ~enabled;
         return enabled & lanes;
     }
     void advance();
@@ -110,6 +112,27 @@ template <class F> inline void each_lane(uint32_t lanes, F f) {
         return;
     }
     for (; lanes; lanes &= lanes - 1) f(__builtin_ctz(lanes));
+}
+// Like each_lane, for an `f` whose calls do not affect each other. The compiler may run them at once.
+template <class F> inline void each_separate_lane(uint32_t lanes, F f) {
+    if (lanes == ALL) {
+#pragma GCC ivdep
+        for (int l = 0; l < 32; l++) f(l);
+        return;
+    }
+    for (; lanes; lanes &= lanes - 1) f(__builtin_ctz(lanes));
+}
+
+// Reads a register as a T, and returns a register that contains x.
+template <class T> inline T from_register(uint64_t bits) {
+    T x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+template <class T> inline uint64_t to_register(T x) {
+    uint64_t bits = 0;
+    memcpy(&bits, &x, sizeof x);
+    return bits;
 }
 
 // Runs lanes that are at the same instruction until they diverge, meet other lanes, wait or end.
