@@ -155,6 +155,13 @@ pub struct HangFile {
     pub evidence: Vec<RankEvidence>,
 }
 
+impl HangFile {
+    /// Returns the name of the file of an attempt in the run directory.
+    pub fn name(attempt: u32) -> String {
+        format!("hang-{attempt}.json")
+    }
+}
+
 /// The kind of a hang.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -242,14 +249,18 @@ pub struct RankCall {
     pub inputs: String,
     /// The types of the inputs, as text.
     pub dtypes: String,
+    /// The frame of the program in which the first of the ranks has called the collective; `None` if
+    /// unknown.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub frame: Option<StackFrame>,
 }
 
 impl fmt::Display for RankActivity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            RankActivity::Stopped => "stopped by a signal or a debugger (state T)",
+            RankActivity::Stopped => "is stopped by a signal or a debugger (state T)",
             RankActivity::Uninterruptible { wait_channel } => {
-                return write!(f, "in uninterruptible I/O (state D, {wait_channel})");
+                return write!(f, "is in uninterruptible I/O (state D, {wait_channel})");
             }
             RankActivity::WaitsForData => "waits for data of a file, pipe or socket",
             RankActivity::WaitsForLock => "waits for a lock",
@@ -258,19 +269,25 @@ impl fmt::Display for RankActivity {
             RankActivity::RunsPython => "runs Python code",
             RankActivity::RunsNative => "runs native code",
             RankActivity::Ended => "has ended",
-            RankActivity::Unknown => "in an unknown state",
+            RankActivity::Unknown => "is in an unknown state",
         })
+    }
+}
+
+impl fmt::Display for StackFrame {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({}:{})", self.function, self.file, self.line)
     }
 }
 
 impl fmt::Display for RankPlace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "rank {}: {}", self.rank, self.activity)?;
+        write!(f, "rank {} {}", self.rank, self.activity)?;
         if let Some(path) = &self.file {
             write!(f, " ({path})")?;
         }
-        if let Some(StackFrame { file, line, function }) = &self.frame {
-            write!(f, " in {function} ({file}:{line})")?;
+        if let Some(frame) = &self.frame {
+            write!(f, " in {frame}")?;
         }
         self.task.iter().try_for_each(|task| write!(f, " while {task}"))
     }

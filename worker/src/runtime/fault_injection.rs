@@ -25,8 +25,7 @@ fn read_injected_fault(init: &WorkerInit) -> Result<Option<InjectedFault>> {
         .and_then(|v| v.split_once(':'))
         .and_then(|(rank, fault)| Some((rank.parse::<u32>().ok()?, parse_fault(fault)?)));
     let (rank, fault) = parsed.ok_or_else(|| {
-        let message =
-            format!("{}={value:?} is not of the form RANK:N or RANK:loop@STEPS", env::LAUNCH_FAULT);
+        let message = format!("{}={value:?} is not of the form RANK:N or RANK:loop@STEPS", env::LAUNCH_FAULT);
         Diagnostic::error(codes::training::FAULT_INJECTION_INVALID, message).with_subject(env::LAUNCH_FAULT)
     })?;
     Ok((rank == init.rank).then_some(fault))
