@@ -100,6 +100,7 @@ pub fn main() -> u8 {
 fn run_attempt(session: &AgentSession, init: &WorkerInit, kept: &mut KeptResources) -> Result<WorkerExit> {
     let _span =
         tracing::info_span!(target: "worker", "rank", rank = init.rank, attempt = init.attempt).entered();
+    session.status.begin_attempt(init);
     let memory = kept.take_shared_memory(session);
     let connected = memory.and_then(|memory| connect_to_other_ranks(session, init, memory));
     let result = connected.and_then(|comm| {
@@ -239,7 +240,6 @@ fn connect_observed_collectives(
     hosts: Arc<dyn Comm>,
 ) -> Result<Arc<dyn Comm>> {
     let comm = device.connect_collectives(session, &init.job.cluster, hosts)?;
-    session.status.begin_attempt(init, !device.ops().is_host());
     Ok(Arc::new(ObservedComm::new(comm, session.status.clone())))
 }
 

@@ -34,6 +34,9 @@ pub struct RankEvidence {
     /// host has them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub host_gpu_faults: Vec<GpuFault>,
+    /// The newest warnings of NCCL in the log of the rank.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub nccl_warnings: Vec<String>,
 }
 
 /// The numbers of the collectives of one process group, as one rank counts them.
@@ -133,6 +136,18 @@ pub struct HangVerdict {
     /// The errors that the GPU drivers of the hosts have reported.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub gpu_faults: Vec<RankGpuFault>,
+    /// The newest warning of NCCL of each rank that has one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub nccl_warnings: Vec<RankNcclWarning>,
+}
+
+/// The newest warning of NCCL in the log of a rank.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankNcclWarning {
+    /// The rank.
+    pub rank: Rank,
+    /// The text of the warning.
+    pub text: String,
 }
 
 /// An error that the driver of a GPU has reported while ranks hang.

@@ -76,10 +76,12 @@ impl WorkerStatus {
     }
 }
 
-/// Computes the 64-bit FNV-1a hash of `bytes`.
+/// Computes a checksum of 64-bit words, in the manner of FNV-1a. A difference in one word always
+/// changes the result.
 fn compute_checksum(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    bytes.chunks_exact(8).fold(0xcbf2_9ce4_8422_2325, |hash, word| {
+        let word = word.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte));
+        (hash ^ word).wrapping_mul(0x0000_0100_0000_01b3)
     })
 }
 

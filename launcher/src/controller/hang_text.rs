@@ -46,6 +46,8 @@ pub(super) fn describe_verdict(verdict: &HangVerdict) -> String {
     clauses.extend(join_items(&verdict.undetermined, |place| place.to_string()));
     let faults = join_items(&verdict.gpu_faults, RankGpuFault::to_string);
     clauses.extend(faults.map(|faults| format!("GPU errors: {faults}")));
+    let warnings = join_items(&verdict.nccl_warnings, |w| format!("rank {}: {}", w.rank, w.text));
+    clauses.extend(warnings.map(|warnings| format!("NCCL warnings: {warnings}")));
     clauses.join("; ")
 }
 

@@ -8,7 +8,7 @@
 //! answered, and whose stack is unknown, is undetermined.
 use jobspec::ids::Rank;
 use protocol::hang::{
-    CollectiveEntry, HangKind, HangVerdict, RankActivity, RankCall, RankEvidence, RankGpuFault, RankPlace,
+    CollectiveEntry, HangKind, HangVerdict, RankActivity, RankCall, RankEvidence, RankGpuFault, RankNcclWarning, RankPlace,
     StackFrame, ThreadState, WaitKind, WaitingCollective,
 };
 use std::collections::{BTreeMap, BTreeSet};
@@ -254,12 +254,19 @@ fn build_verdict(
         undetermined,
         calls,
         gpu_faults: ranks.values().flat_map(|evidence| list_gpu_faults(evidence)).collect(),
+        nccl_warnings: ranks.values().filter_map(|evidence| find_nccl_warning(evidence)).collect(),
     }
 }
 
 /// Returns whether an activity prevents a rank from taking part in a collective that it has entered.
 fn cannot_run(activity: &RankActivity) -> bool {
     matches!(activity, RankActivity::Stopped | RankActivity::Uninterruptible { .. } | RankActivity::Ended)
+}
+
+/// Returns the newest warning of NCCL in the evidence about a rank.
+fn find_nccl_warning(evidence: &RankEvidence) -> Option<RankNcclWarning> {
+    let text = evidence.nccl_warnings.last()?.clone();
+    Some(RankNcclWarning { rank: evidence.rank, text })
 }
 
 /// Lists the errors of GPUs in the evidence about a rank.

@@ -148,7 +148,7 @@ fn a_rank_that_is_stopped_within_a_collective_is_named() {
 }
 
 #[test]
-fn errors_of_gpus_are_part_of_the_verdict() {
+fn errors_of_gpus_and_nccl_are_part_of_the_verdict() {
     let fault = |xid, description: Option<&str>| protocol::failure::GpuFault {
         xid,
         pci_address: "0000:17:00".to_owned(),
@@ -157,7 +157,8 @@ fn errors_of_gpus_are_part_of_the_verdict() {
     let mut ranks = [evidence(0, 2, &[SUM], true), evidence(1, 2, &[SUM], true)];
     ranks[0].host_gpu_faults = vec![fault(79, Some("the GPU fell off the bus"))];
     ranks[1].gpu_faults = vec![fault(13, None)];
-    insta::assert_snapshot!(describe_verdict(&find_verdict(&ranks)), @"all ranks have entered gloo:all_reduce (number 1 of group 0), which does not complete; GPU errors: the host of rank 0: NVIDIA's driver reported Xid 79 (the GPU fell off the bus) on the GPU at 0000:17:00; rank 1: NVIDIA's driver reported Xid 13 on the GPU at 0000:17:00");
+    ranks[1].nccl_warnings = vec!["old".to_owned(), "NET/IB : Got completion with status=12".to_owned()];
+    insta::assert_snapshot!(describe_verdict(&find_verdict(&ranks)), @"all ranks have entered gloo:all_reduce (number 1 of group 0), which does not complete; GPU errors: the host of rank 0: NVIDIA's driver reported Xid 79 (the GPU fell off the bus) on the GPU at 0000:17:00; rank 1: NVIDIA's driver reported Xid 13 on the GPU at 0000:17:00; NCCL warnings: rank 1: NET/IB : Got completion with status=12");
 }
 
 /// What torch's analyzer has found in the dumps of the ranks.

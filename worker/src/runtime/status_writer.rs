@@ -1,8 +1,8 @@
 //! [`StatusWriter`]: writes what this rank does to memory that its agent reads.
 //!
 //! The agent finds out where a rank is that neither runs nor answers. Each write is one system call
-//! on a memfd, which takes less than a microsecond, so a rank that is stopped leaves the state of
-//! this moment.
+//! on a memfd, which takes about a microsecond, so a rank that is stopped leaves the state of this
+//! moment.
 use crate::{error::Result, model::MicroBatch, train::step::SampleSource};
 use comm::{CallObserver, CollectiveKind};
 use protocol::{
@@ -52,15 +52,14 @@ impl StatusWriter {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins the status of an attempt. `is_asynchronous` states whether collectives may run after
-    /// their calls have returned.
-    pub(super) fn begin_attempt(&self, init: &WorkerInit, is_asynchronous: bool) {
+    /// Begins the status of an attempt, before this rank connects to the others.
+    pub(super) fn begin_attempt(&self, init: &WorkerInit) {
         let mut slot = self.lock();
         slot.offset = u64::from(init.local_rank) * STATUS_BYTES as u64;
-        slot.is_asynchronous = is_asynchronous;
+        slot.is_asynchronous = init.job.cluster.trains_on_gpus();
         slot.status = WorkerStatus {
             attempt: init.attempt,
-            completed: (!is_asynchronous).then_some(0),
+            completed: (!slot.is_asynchronous).then_some(0),
             task: describe_phase(WorkerPhase::Starting).into(),
             ..WorkerStatus::default()
         };

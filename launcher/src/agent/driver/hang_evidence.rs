@@ -4,7 +4,7 @@ use super::AgentDriver;
 use crate::agent::{
     activity,
     core::AgentInput,
-    hang::{self, EvidenceRequest, HangingWorker},
+    hang::{self, EvidenceRequest, HangingWorker, read_nccl_warnings},
     stacks::{self, StackTarget},
 };
 use jobspec::ids::Rank;
@@ -72,15 +72,18 @@ impl AgentDriver {
             let begin = Instant::now();
             let (done, stacks_done) = sync_channel(1);
             let write = move || {
+                let warnings: Vec<_> = targets.iter().map(|target| read_nccl_warnings(&target.log)).collect();
                 stacks::write_stacks(&targets);
                 // An error means that the other thread has stopped waiting.
-                _ = done.send(());
+                _ = done.send(warnings);
             };
-            let writer = thread::Builder::new().name("stacks".into()).spawn(write);
-            let evidence = hang::collect_evidence(request);
-            if writer.is_ok() {
-                // Reading the description of a process may block like the process itself.
-                _ = stacks_done.recv_timeout(COLLECTION_TIMEOUT.saturating_sub(begin.elapsed()));
+            // Without the thread, the stacks and the warnings are left out.
+            _ = thread::Builder::new().name("stacks".into()).spawn(write);
+            let mut evidence = hang::collect_evidence(request);
+            // A stalled disk of the logs, or a description of a process, may block the thread.
+            let stacks_done = stacks_done.recv_timeout(COLLECTION_TIMEOUT.saturating_sub(begin.elapsed()));
+            for (evidence, warnings) in evidence.iter_mut().zip(stacks_done.unwrap_or_default()) {
+                evidence.nccl_warnings = warnings;
             }
             // An error means that the driver has stopped waiting.
             _ = written.blocking_send((attempt, evidence));
