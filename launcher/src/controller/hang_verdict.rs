@@ -8,8 +8,8 @@
 //! answered, and whose stack is unknown, is undetermined.
 use jobspec::ids::Rank;
 use protocol::hang::{
-    CollectiveEntry, HangKind, HangVerdict, RankActivity, RankCall, RankEvidence, RankGpuFault, RankNcclWarning, RankPlace,
-    StackFrame, ThreadState, WaitKind, WaitingCollective,
+    CollectiveEntry, HangKind, HangVerdict, RankActivity, RankCall, RankEvidence, RankGpuFault,
+    RankNcclWarning, RankPlace, StackFrame, ThreadState, WaitKind, WaitingCollective,
 };
 use std::collections::{BTreeMap, BTreeSet};
 
