@@ -141,14 +141,20 @@ fn find_pending_seq(evidence: &RankEvidence, group: &str, completed: i64, enqueu
 /// Returns whether a rank has entered the collective `seq` of a group; `None` if unknown.
 fn has_entered(evidence: &RankEvidence, group: &str, seq: i64) -> Option<bool> {
     let counted = evidence.groups.iter().find(|g| g.name == group).map(|g| g.enqueued);
-    let recorded = evidence.entries.iter().filter(|e| e.group == group && !e.p2p).map(|e| e.seq).max();
-    if counted.max(recorded).is_some_and(|last| last >= seq) {
+    if find_last_seq(evidence, group).is_some_and(|last| last >= seq) {
         return Some(true);
     }
     let is_outside = !evidence.stack.is_empty() && !is_in_collective(evidence);
     // Without an answer, the counters are old, and only the stack shows where the rank is.
     let is_known = if evidence.answered { counted.is_some() } else { is_outside };
     is_known.then_some(false)
+}
+
+/// Returns the number of the last collective of a group that a rank has entered; `None` if unknown.
+fn find_last_seq(evidence: &RankEvidence, group: &str) -> Option<i64> {
+    let counted = evidence.groups.iter().find(|g| g.name == group).map(|g| g.enqueued);
+    let recorded = evidence.entries.iter().filter(|e| e.group == group && !e.p2p).map(|e| e.seq).max();
+    counted.max(recorded)
 }
 
 /// Returns whether the main thread of a rank is in a function of torch's collectives.
@@ -203,9 +209,12 @@ fn build_call(
     ranks: &BTreeMap<Rank, &RankEvidence>,
 ) -> RankCall {
     let first = callers.first().and_then(|rank| ranks.get(rank));
+    // The stack of a rank that has left the call, or waits in a later one, does not show the call.
+    let is_in_call = |e: &&&RankEvidence| {
+        is_in_collective(e) && find_last_seq(e, &entry.group).is_some_and(|last| last == entry.seq)
+    };
     RankCall {
-        // Outside of a collective, the stack does not show where the call was made.
-        frame: first.filter(|evidence| is_in_collective(evidence)).and_then(|e| find_program_frame(e)),
+        frame: first.filter(is_in_call).and_then(|e| find_program_frame(e)),
         ranks: callers,
         group: entry.group.clone(),
         operation: entry.operation.clone(),

@@ -89,6 +89,20 @@ fn different_calls_are_named_as_such() {
 }
 
 #[test]
+fn a_call_has_a_frame_only_if_the_rank_waits_in_it() {
+    // Rank 1 has completed its call, and waits in the next one.
+    let mut ranks = [evidence(0, 2, &[("all_reduce", "[[8]]")], true), evidence(1, 2, &[SUM, SUM], true)];
+    for rank in &mut ranks {
+        let file = "/x/torch/distributed/distributed_c10d.py".to_owned();
+        rank.stack.insert(0, StackFrame { file, ..Default::default() });
+    }
+    let verdict = find_verdict(&ranks);
+    assert_eq!(verdict.kind, HangKind::DifferentShapes);
+    let has_frame: Vec<_> = verdict.calls.iter().map(|call| (call.ranks[0], call.frame.is_some())).collect();
+    assert_eq!(has_frame, [(0, true), (1, false)]);
+}
+
+#[test]
 fn ranks_that_wait_in_two_groups_for_each_other_are_a_different_order() {
     let mut ranks = [evidence(0, 2, &[SUM], false), evidence(1, 2, &[SUM], false)];
     for (rank, group) in ranks.iter_mut().zip(["a", "b"]) {
