@@ -12,6 +12,7 @@ mod descriptor_limit;
 mod driver;
 mod exec_socket;
 mod file_watch;
+mod hang_text;
 mod hang_verdict;
 mod hostfile;
 mod job_file;

@@ -81,7 +81,7 @@ impl Drop for QuotaGroup {
 }
 
 /// Finds the process of a rank of the run in the directory of a test.
-fn find_worker(job: &JobDirectory, rank: u32) -> u32 {
+pub(crate) fn find_worker(job: &JobDirectory, rank: u32) -> u32 {
     let (rank, directory) = (format!("RANK={rank}"), job.path("").display().to_string());
     let is_worker = |pid: &u32| {
         let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
@@ -97,7 +97,10 @@ fn find_worker(job: &JobDirectory, rank: u32) -> u32 {
 }
 
 /// Reads events until one fits.
-fn wait_for_event(lines: &mut impl Iterator<Item = Value>, fits: impl Fn(&Value) -> bool) -> Value {
+pub(crate) fn wait_for_event(
+    lines: &mut impl Iterator<Item = Value>,
+    fits: impl Fn(&Value) -> bool,
+) -> Value {
     let end = Instant::now() + TIMEOUT;
     loop {
         let event = lines.next().expect("the run continues");
@@ -108,7 +111,7 @@ fn wait_for_event(lines: &mut impl Iterator<Item = Value>, fits: impl Fn(&Value)
     }
 }
 
-fn read_events(process: &mut Child) -> impl Iterator<Item = Value> + use<> {
+pub(crate) fn read_events(process: &mut Child) -> impl Iterator<Item = Value> + use<> {
     let stdout = BufReader::new(process.stdout.take().expect("a pipe"));
     stdout.lines().map(|line| serde_json::from_str(&line.unwrap()).unwrap())
 }

@@ -8,6 +8,7 @@ mod rank_connection;
 mod rank_device;
 mod samples;
 mod session;
+mod status_writer;
 mod step_clock;
 mod step_times_collector;
 pub mod training_loop;
@@ -35,10 +36,10 @@ use crate::{
     zero::collective_queue::CollectiveQueue,
 };
 use ckpt::{StagingDir, TextFile};
-use comm::Comm;
+use comm::{Comm, ObservedComm};
 use debuglog::Filter;
 use diagnostic::{Diagnostic, codes};
-use fault_injection::{arm_fault_point, record_fault_points};
+use fault_injection::{arm_fault_point, find_endless_loop, record_fault_points};
 use gather_weights::gather_last_checkpoint_weights;
 use jobspec::{JobSpec, OffloadTarget, TrainSpec, ZeroSpec, env};
 use kept_resources::KeptResources;
@@ -48,8 +49,10 @@ use protocol::{
     exit::WorkerExit,
 };
 use rank_connection::connect_to_other_ranks;
+use rank_device::RankDevice;
 use samples::SampleSets;
 use session::{AgentSession, take_inherited_descriptor};
+use status_writer::ReportedSamples;
 use std::{
     os::fd::OwnedFd,
     path::{Path, PathBuf},
@@ -97,6 +100,7 @@ pub fn main() -> u8 {
 fn run_attempt(session: &AgentSession, init: &WorkerInit, kept: &mut KeptResources) -> Result<WorkerExit> {
     let _span =
         tracing::info_span!(target: "worker", "rank", rank = init.rank, attempt = init.attempt).entered();
+    session.status.begin_attempt(init);
     let memory = kept.take_shared_memory(session);
     let connected = memory.and_then(|memory| connect_to_other_ranks(session, init, memory));
     let result = connected.and_then(|comm| {
@@ -172,7 +176,7 @@ fn train_as_rank(
         return Err(Error::new(codes::run::INTERNAL, "the device and the tokenizer are not open"));
     };
     println!("rank {} of {}: pid {}, {}", init.rank, init.world, std::process::id(), device.describe());
-    let (ops, comm) = (device.ops(), device.connect_collectives(session, &job.cluster, comm)?);
+    let (ops, comm) = (device.ops(), connect_observed_collectives(device, (session, init), comm)?);
 
     let samples = open_samples(samples, (session, init), train, comm.as_ref(), tokenizer)?;
     let tokenizer = &*tokenizer;
@@ -212,7 +216,9 @@ fn train_as_rank(
         wait_for_all_ranks(&running)?;
         return Ok(WorkerExit::Stopped);
     }
-    let run_spec = RunContext { job, session, source: &samples.train, held_out, is_leader };
+    let loops_after = find_endless_loop(init)?;
+    let source = ReportedSamples { source: &samples.train, status: &session.status, loops_after };
+    let run_spec = RunContext { job, session, source: &source, held_out, is_leader };
     let mut exit = train_until_done(&mut running, &run_spec, &mut saver)?;
     if exit == WorkerExit::Done && job.checkpoint.gather_16bit_weights_on_model_save {
         session.set_phase(WorkerPhase::Gathering)?;
@@ -226,6 +232,17 @@ fn train_as_rank(
     Ok(exit)
 }
 
+/// Returns the communicator for data in the memory of `device`, whose calls are part of the status
+/// of this rank. `hosts` transfers data between host memories. Collective: every rank must call it.
+fn connect_observed_collectives(
+    device: &RankDevice,
+    (session, init): (&AgentSession, &WorkerInit),
+    hosts: Arc<dyn Comm>,
+) -> Result<Arc<dyn Comm>> {
+    let comm = device.connect_collectives(session, &init.job.cluster, hosts)?;
+    Ok(Arc::new(ObservedComm::new(comm, session.status.clone())))
+}
+
 /// Opens the samples of the run, unless an earlier attempt has. Then sends the warnings about the
 /// data to the controller. Collective: every rank must call it.
 fn open_samples<'a>(
@@ -235,6 +252,7 @@ fn open_samples<'a>(
     comm: &dyn Comm,
     tokenizer: &mut TextTokenizer,
 ) -> Result<&'a SampleSets> {
+    session.status.set_task("opening the data");
     let is_new = SampleSets::open(opened, train, init, comm, tokenizer)?;
     let samples = opened
         .as_ref()

@@ -90,7 +90,7 @@ codes! {
         remedy: "Unset the variable and start the job with `launch job.yaml`.",
     }
     FAULT_INJECTION_INVALID: Job = "fault-injection-invalid" {
-        summary: "The variable that injects a fault for tests is not of the form RANK:N.",
+        summary: "The variable that injects a fault for tests is not of the form RANK:N or RANK:loop@STEPS.",
         cause: "LAUNCH_FAULT was set by hand.",
         remedy: "Unset LAUNCH_FAULT, or set it to a rank and the number of a fault point, such as 0:3.",
     }

@@ -214,6 +214,9 @@ pub const LAUNCH_MEMORY_FD: &str = "LAUNCH_MEMORY_FD";
 /// the inherited socket over which the agent passes the shared memory segment of each later
 /// attempt.
 pub const LAUNCH_ATTEMPT_FD: &str = "LAUNCH_ATTEMPT_FD";
+/// Set for built-in workers: the number of the inherited file descriptor of the memory (a memfd)
+/// to which each worker of the host writes its status.
+pub const LAUNCH_STATUS_FD: &str = "LAUNCH_STATUS_FD";
 /// Set for programs in a job with `run.hang_timeout`, unless the user sets it: the number of
 /// collectives that torch's flight recorder keeps.
 pub const TORCH_FR_BUFFER_SIZE: &str = "TORCH_FR_BUFFER_SIZE";
@@ -239,8 +242,8 @@ pub const LAUNCH_WORKER_PID: &str = "LAUNCH_WORKER_PID";
 /// Read by agents and built-in workers: `client-address client-port server-address server-port`,
 /// which sshd sets. The server address is the address at which the controller reached the host.
 pub const SSH_CONNECTION: &str = "SSH_CONNECTION";
-/// For tests: `RANK:N` makes the worker of rank `RANK` kill itself at its N-th fault point
-/// (docs/testing.md).
+/// For tests: `RANK:N` makes the worker of rank `RANK` kill itself at its N-th fault point, and
+/// `RANK:loop@STEPS` lets it loop endlessly after so many steps (docs/testing.md).
 pub const LAUNCH_FAULT: &str = "LAUNCH_FAULT";
 /// For tests: a file to which every worker appends the number of fault points that it has passed.
 pub const LAUNCH_FAULT_COUNT: &str = "LAUNCH_FAULT_COUNT";

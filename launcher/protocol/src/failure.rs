@@ -1,4 +1,6 @@
 //! [`FailureReason`]: why a worker, an agent or a host failed, as data that programs can match.
+pub use crate::gpu_fault::GpuFault;
+
 use crate::hang::HangVerdict;
 use diagnostic::{Code, codes::run};
 use jobspec::ids::Rank;
@@ -155,20 +157,4 @@ impl FailureReason {
             FailureReason::Unknown => run::FAILURE_UNKNOWN,
         }
     }
-}
-
-/// An error of a GPU that NVIDIA's driver reported in the kernel log. NVIDIA calls such errors Xid.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
-#[error(
-    "NVIDIA's driver reported Xid {xid}{} on the GPU at {pci_address}",
-    .description.as_ref().map_or_else(String::new, |text| format!(" ({text})"))
-)]
-pub struct GpuFault {
-    /// The number of the error in NVIDIA's list of Xid errors.
-    pub xid: u32,
-    /// The GPU's address on the PCI bus, such as `0000:17:00`.
-    pub pci_address: String,
-    /// The meaning of the error number; `None` if this program does not know it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub description: Option<String>,
 }

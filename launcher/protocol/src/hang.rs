@@ -1,5 +1,6 @@
 //! Hangs: what agents collect about the ranks of a job that hangs, and the verdict of the
 //! controller.
+use crate::gpu_fault::GpuFault;
 use jobspec::ids::Rank;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -23,6 +24,19 @@ pub struct RankEvidence {
     pub in_native_call: bool,
     /// The main thread, as the kernel describes it; `None` if the process has ended.
     pub thread: Option<ThreadState>,
+    /// What the thread that trains does, in the built-in training; `None` for a program.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub task: Option<String>,
+    /// The errors that the GPU driver has reported for the process of the rank.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub gpu_faults: Vec<GpuFault>,
+    /// The errors that the GPU driver has reported without a process. Only the first rank of each
+    /// host has them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub host_gpu_faults: Vec<GpuFault>,
+    /// The newest warnings of NCCL in the log of the rank.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub nccl_warnings: Vec<String>,
 }
 
 /// The numbers of the collectives of one process group, as one rank counts them.
@@ -81,6 +95,9 @@ pub struct ThreadState {
     pub wait: WaitKind,
     /// Whether the thread used CPU time while the agent collected the evidence.
     pub busy: bool,
+    /// The path of the file for which the thread waits; `None` if unknown.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file: Option<String>,
 }
 
 /// What the system call of a thread waits for.
@@ -116,6 +133,32 @@ pub struct HangVerdict {
     pub undetermined: Vec<RankPlace>,
     /// The different calls under the same number, if the calls differ.
     pub calls: Vec<RankCall>,
+    /// The errors that the GPU drivers of the hosts have reported.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub gpu_faults: Vec<RankGpuFault>,
+    /// The newest warning of NCCL of each rank that has one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub nccl_warnings: Vec<RankNcclWarning>,
+}
+
+/// The newest warning of NCCL in the log of a rank.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankNcclWarning {
+    /// The rank.
+    pub rank: Rank,
+    /// The text of the warning.
+    pub text: String,
+}
+
+/// An error that the driver of a GPU has reported while ranks hang.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankGpuFault {
+    /// The rank whose GPU has failed, or the first rank of the host.
+    pub rank: Rank,
+    /// Whether the driver has not reported which process of the host is affected.
+    pub is_of_host: bool,
+    /// The error.
+    pub fault: GpuFault,
 }
 
 /// The content of the file `hang-ATTEMPT.json` in the run directory.
@@ -125,6 +168,13 @@ pub struct HangFile {
     pub verdict: HangVerdict,
     /// What the agents have collected, one item per rank.
     pub evidence: Vec<RankEvidence>,
+}
+
+impl HangFile {
+    /// Returns the name of the file of an attempt in the run directory.
+    pub fn name(attempt: u32) -> String {
+        format!("hang-{attempt}.json")
+    }
 }
 
 /// The kind of a hang.
@@ -164,6 +214,12 @@ pub struct RankPlace {
     pub activity: RankActivity,
     /// The innermost frame of the program; `None` if unknown.
     pub frame: Option<StackFrame>,
+    /// The path of the file for which the rank waits; `None` if unknown.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file: Option<String>,
+    /// What the rank does in the built-in training; `None` for a program.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub task: Option<String>,
 }
 
 /// What the main thread of a rank does.
@@ -208,14 +264,18 @@ pub struct RankCall {
     pub inputs: String,
     /// The types of the inputs, as text.
     pub dtypes: String,
+    /// The frame of the program in which the first of the ranks has called the collective; `None` if
+    /// unknown.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub frame: Option<StackFrame>,
 }
 
 impl fmt::Display for RankActivity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            RankActivity::Stopped => "stopped by a signal or a debugger (state T)",
+            RankActivity::Stopped => "is stopped by a signal or a debugger (state T)",
             RankActivity::Uninterruptible { wait_channel } => {
-                return write!(f, "in uninterruptible I/O (state D, {wait_channel})");
+                return write!(f, "is in uninterruptible I/O (state D, {wait_channel})");
             }
             RankActivity::WaitsForData => "waits for data of a file, pipe or socket",
             RankActivity::WaitsForLock => "waits for a lock",
@@ -224,17 +284,33 @@ impl fmt::Display for RankActivity {
             RankActivity::RunsPython => "runs Python code",
             RankActivity::RunsNative => "runs native code",
             RankActivity::Ended => "has ended",
-            RankActivity::Unknown => "in an unknown state",
+            RankActivity::Unknown => "is in an unknown state",
         })
+    }
+}
+
+impl fmt::Display for StackFrame {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({}:{})", self.function, self.file, self.line)
     }
 }
 
 impl fmt::Display for RankPlace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "rank {}: {}", self.rank, self.activity)?;
-        match &self.frame {
-            Some(StackFrame { file, line, function }) => write!(f, " in {function} ({file}:{line})"),
-            None => Ok(()),
+        write!(f, "rank {} {}", self.rank, self.activity)?;
+        if let Some(path) = &self.file {
+            write!(f, " ({path})")?;
         }
+        if let Some(frame) = &self.frame {
+            write!(f, " in {frame}")?;
+        }
+        self.task.iter().try_for_each(|task| write!(f, " while {task}"))
+    }
+}
+
+impl fmt::Display for RankGpuFault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let of_host = if self.is_of_host { "the host of " } else { "" };
+        write!(f, "{of_host}rank {}: {}", self.rank, self.fault)
     }
 }

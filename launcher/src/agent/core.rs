@@ -548,6 +548,7 @@ impl AgentCore {
         let Some(worker) = self.workers.get_mut(&rank).filter(|w| w.is_alive()) else { return };
         let used_cpu = worker.progress.record_cpu_time(ticks, worker.builtin, has_pattern);
         let progressed = match collectives {
+            Some(count) if worker.builtin => worker.progress.record_collectives(count) || used_cpu,
             Some(count) => worker.progress.record_collectives(count) && !has_pattern,
             None => used_cpu,
         };

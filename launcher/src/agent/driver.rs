@@ -4,24 +4,23 @@ mod controller_connection;
 mod controller_messages;
 mod exec_commands;
 mod exec_state;
+mod hang_evidence;
 mod opened_logs;
 mod worker_spawner;
 mod worker_start;
 
 use super::{
-    activity,
     attach_socket::{self, AttachConnection, LockError},
     core::{AgentAction, AgentCore, AgentInput},
     debug_log,
     environment_changes::EnvironmentChanges,
     gpu_faults::GpuFaultWatch,
-    hang::{self, HookDirectory},
+    hang::{HookDirectory, StatusMemory},
     log_thread::LogThread,
     oom::OomWatch,
     output::{ConsoleQueue, OutputPump, PumpEvent},
     probe::Prober,
     process::{self, BorrowedTerminal},
-    stacks::{self, StackTarget},
     usage::{SampledWorker, UsageSampler},
 };
 use crate::{
@@ -155,6 +154,8 @@ pub(super) struct AgentDriver {
     /// The memory for copies of the workers' states, which outlives attempts. `None` before the
     /// first attempt, and in jobs without `checkpoint.memory`.
     copy_memory: Option<Arc<OwnedFd>>,
+    /// The memory to which built-in workers write their status. `None` before the first attempt.
+    status_memory: Option<Arc<StatusMemory>>,
     spawner: WorkerSpawner,
     /// The commands that end the containers of processes, by the pid of the process.
     container_removals: HashMap<u32, Vec<String>>,
@@ -233,6 +234,7 @@ impl AgentDriver {
             exec: ExecCommands::new(),
             activation: None,
             copy_memory: None,
+            status_memory: None,
             file_limit: process::raise_file_limit()?,
             workers: HashMap::new(),
             leaders: HashMap::new(),
@@ -464,13 +466,6 @@ impl AgentDriver {
         None
     }
 
-    /// Returns the input by which the agent's state machine learns that the stacks of the workers
-    /// of `attempt` were written. For an earlier attempt, the input is a tick.
-    fn on_stacks_written(&self, (attempt, evidence): (u32, Vec<RankEvidence>)) -> AgentInput {
-        let now = self.plan.as_ref().map(|plan| plan.attempt);
-        if now == Some(attempt) { AgentInput::StacksWritten { evidence } } else { AgentInput::Tick }
-    }
-
     /// Returns the pid of a worker that has not been reaped. Returns `None` for a reaped worker,
     /// because another process may have got the pid.
     fn find_unreaped_pid(&self, rank: Rank) -> Option<u32> {
@@ -509,21 +504,6 @@ impl AgentDriver {
         AgentInput::Bound { attempt: bind.attempt, port }
     }
 
-    /// Measures the activity of all workers and reports each measurement to the agent's state
-    /// machine.
-    fn measure_activity(&mut self) {
-        let living: Vec<(u32, Rank)> = self.leaders.iter().map(|(pid, rank)| (*pid, *rank)).collect();
-        let pids: Vec<u32> = living.iter().map(|(pid, _)| *pid).collect();
-        for ((_, rank), measured) in living.into_iter().zip(activity::measure_activity(&pids)) {
-            self.handle_input(AgentInput::Activity {
-                rank,
-                ticks: measured.ticks,
-                stopped: measured.stopped,
-                collectives: self.hang_hook.as_ref().and_then(|hook| hook.read_progress(rank)),
-            });
-        }
-    }
-
     /// Passes the workers that have not been reaped to the thread that measures their usage.
     pub(super) fn update_sampled_workers(&self) {
         let Some(plan) = &self.plan else { return };
@@ -534,31 +514,6 @@ impl AgentDriver {
             .collect();
         workers.sort_by_key(|worker| worker.rank);
         self.usage.set_workers(plan.attempt, workers);
-    }
-
-    /// Starts a thread that writes the stacks of these workers to the workers' logs. Does not
-    /// block.
-    fn start_writing_stacks(&mut self, ranks: &[Rank]) {
-        let Some(plan) = self.plan.clone() else { return };
-        let subject = |rank: &Rank| {
-            let log = plan.workers.iter().find(|w| w.rank == *rank)?.log.clone();
-            Some(StackTarget { pid: self.find_unreaped_pid(*rank)?, log })
-        };
-        let subjects: Vec<StackTarget> = ranks.iter().filter_map(subject).collect();
-        let pid = |rank: &Rank| Some((*rank, self.find_unreaped_pid(*rank)?));
-        let pids: Vec<(Rank, u32)> = ranks.iter().filter_map(pid).collect();
-        let directory = self.hang_hook.as_ref().map(|hook| hook.path().to_owned());
-        let (written, attempt) = (self.stacks_written.0.clone(), plan.attempt);
-        let work = move || {
-            let evidence = std::thread::scope(|scope| {
-                scope.spawn(|| stacks::write_stacks(&subjects));
-                hang::collect_evidence(directory.as_deref(), &pids)
-            });
-            // An error means that the driver has stopped waiting.
-            _ = written.blocking_send((attempt, evidence));
-        };
-        // If the thread cannot be started, the core stops waiting after a timeout.
-        _ = std::thread::Builder::new().name("stacks".into()).spawn(work);
     }
 }
 

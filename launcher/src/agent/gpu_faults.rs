@@ -60,12 +60,36 @@ impl GpuFaultWatch {
     /// Returns the first fault with this pid. Without such a fault, returns the first fault of the
     /// last [`ATTRIBUTION_WINDOW`] without a pid, and attributes the fault to this process only.
     pub(super) fn find_fault(&mut self, pid: u32) -> Option<GpuFault> {
+        let now = self.read_log();
+        self.attribute_fault(pid, now)
+    }
+
+    /// Reads the new records of the kernel log, and lists the errors that the driver has reported
+    /// for one of these processes.
+    pub(super) fn list_faults_of(&mut self, pids: &[i32]) -> Vec<GpuFault> {
+        self.read_log();
+        let is_of_process = |pid: u32| pids.iter().any(|member| u32::try_from(*member) == Ok(pid));
+        let faults = self.faults.iter().filter(|fault| fault.pid.is_some_and(is_of_process));
+        faults.map(LoggedFault::describe).collect()
+    }
+
+    /// Reads the new records of the kernel log, and lists the errors of the time `within` before
+    /// now for which neither the driver nor this watch knows the process.
+    pub(super) fn list_faults_without_process(&mut self, within: Duration) -> Vec<GpuFault> {
+        let now = self.read_log();
+        let is_recent = |fault: &&LoggedFault| now.saturating_sub(fault.logged_at) <= within;
+        let faults = self.faults.iter().filter(|fault| fault.pid.is_none()).filter(is_recent);
+        faults.map(LoggedFault::describe).collect()
+    }
+
+    /// Reads the new records of the kernel log. Returns the time since the boot of the host.
+    fn read_log(&mut self) -> Duration {
         let now = read_monotonic_time();
         if let Some(mut log) = self.log.take() {
             log.read_new_records(|record| self.record_fault(record, now));
             self.log = Some(log);
         }
-        self.attribute_fault(pid, now)
+        now
     }
 
     /// Remembers the GPU error that a record of the kernel log reports, if it reports one. `now` is
@@ -88,9 +112,16 @@ impl GpuFaultWatch {
         let index = of_process.or_else(without_pid)?;
         let fault = &mut self.faults[index];
         fault.pid = Some(pid);
-        let description = XID_DESCRIPTIONS.iter().find(|(xid, _)| *xid == fault.xid);
+        Some(fault.describe())
+    }
+}
+
+impl LoggedFault {
+    /// Returns the fault with the meaning of its number.
+    fn describe(&self) -> GpuFault {
+        let description = XID_DESCRIPTIONS.iter().find(|(xid, _)| *xid == self.xid);
         let description = description.map(|(_, description)| (*description).to_owned());
-        Some(GpuFault { xid: fault.xid, pci_address: fault.pci_address.clone(), description })
+        GpuFault { xid: self.xid, pci_address: self.pci_address.clone(), description }
     }
 }
 
@@ -181,6 +212,18 @@ mod tests {
         assert_eq!(attribute_xid(&mut watch, 10, 20), None, "the fault belongs to process 9");
         // The final report of a worker and its exit ask for the same process.
         assert_eq!(attribute_xid(&mut watch, 9, 21), Some(79));
+    }
+
+    #[test]
+    fn faults_are_listed_by_their_processes() {
+        let of_process = "NVRM: Xid (PCI:0000:03:00): 31, pid=9, name=b";
+        let mut watch = make_watch(&[WITHOUT_PID, of_process]);
+        let xids = |faults: Vec<GpuFault>| faults.into_iter().map(|fault| fault.xid).collect::<Vec<_>>();
+        assert_eq!(xids(watch.list_faults_of(&[8, 9])), [31]);
+        assert_eq!(xids(watch.list_faults_of(&[8])), [0; 0]);
+        assert_eq!(xids(watch.list_faults_without_process(Duration::MAX)), [79]);
+        assert_eq!(attribute_xid(&mut watch, 10, 20), Some(79));
+        assert_eq!(xids(watch.list_faults_without_process(Duration::MAX)), [0; 0], "it is of process 10");
     }
 
     #[test]

@@ -7,16 +7,21 @@
 //! `STACKS_SIGNAL`, for which the hook has registered Python's faulthandler.
 mod faulthandler;
 mod hook_directory;
+mod nccl_warnings;
+mod status_memory;
+mod system_call;
 mod thread_state;
 
 pub(super) use hook_directory::{HookDirectory, choose_directory};
+pub(super) use nccl_warnings::read_nccl_warnings;
+pub(super) use status_memory::StatusMemory;
 
-use super::activity;
 use hook_directory::{HookAnswer, HookProcess};
 use jobspec::ids::Rank;
-use protocol::hang::RankEvidence;
+use protocol::{failure::GpuFault, hang::RankEvidence};
 use std::{
-    path::Path,
+    path::PathBuf,
+    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
@@ -27,26 +32,55 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(6);
 /// The pause between two checks for answers.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// A rank, and the process to which the evidence refers.
+/// What is needed to collect the evidence about the workers of a host.
+pub(super) struct EvidenceRequest {
+    /// The workers.
+    pub(super) workers: Vec<HangingWorker>,
+    /// The directory of the hook; `None` if the programs have no hook.
+    pub(super) hook_directory: Option<PathBuf>,
+    /// The memory with the status of built-in workers; `None` if there are none.
+    pub(super) status: Option<Arc<StatusMemory>>,
+    /// The number of the attempt.
+    pub(super) attempt: u32,
+    /// The number of workers of the job on all hosts.
+    pub(super) world: u32,
+}
+
+/// A worker about which evidence is collected.
+pub(super) struct HangingWorker {
+    pub(super) rank: Rank,
+    pub(super) pid: u32,
+    pub(super) local_rank: u32,
+    /// Whether the worker runs the built-in training instead of a program.
+    pub(super) is_builtin: bool,
+    /// The processes of the worker, beginning with `pid`.
+    pub(super) tree: Vec<i32>,
+    /// The errors that the GPU driver has reported for these processes.
+    pub(super) gpu_faults: Vec<GpuFault>,
+    /// The errors that the GPU driver has reported without a process.
+    pub(super) host_gpu_faults: Vec<GpuFault>,
+}
+
+/// A worker, and the process to which the evidence refers.
 struct Subject {
-    rank: Rank,
+    worker: HangingWorker,
     pid: u32,
     process: Option<HookProcess>,
     thread: MainThread,
     answer: Option<HookAnswer>,
 }
 
-/// Collects evidence about the workers with these ranks and pids. Blocks for little more than
-/// [`ANSWER_TIMEOUT`] at most.
-pub(super) fn collect_evidence(directory: Option<&Path>, workers: &[(Rank, u32)]) -> Vec<RankEvidence> {
+/// Collects evidence about workers. Blocks for little more than [`ANSWER_TIMEOUT`] at most.
+pub(super) fn collect_evidence(request: EvidenceRequest) -> Vec<RankEvidence> {
+    let EvidenceRequest { workers, hook_directory, status, attempt, world } = request;
     let begin = Instant::now();
-    let find = |(rank, leader): &(Rank, u32)| {
-        let tree = activity::list_process_tree(*leader);
-        let process = directory.and_then(|directory| HookProcess::find(directory, *rank, &tree));
-        let pid = process.as_ref().map_or(*leader, |process| process.pid());
-        Subject { rank: *rank, pid, process, thread: MainThread::observe(pid), answer: None }
+    let directory = hook_directory.as_deref();
+    let find = |worker: HangingWorker| {
+        let process = directory.and_then(|directory| HookProcess::find(directory, worker.rank, &worker.tree));
+        let pid = process.as_ref().map_or(worker.pid, |process| process.pid());
+        Subject { pid, process, thread: MainThread::observe(pid), answer: None, worker }
     };
-    let mut subjects: Vec<Subject> = workers.iter().map(find).collect();
+    let mut subjects: Vec<Subject> = workers.into_iter().map(find).collect();
     for subject in &subjects {
         subject.process.iter().for_each(HookProcess::request);
     }
@@ -62,24 +96,37 @@ pub(super) fn collect_evidence(directory: Option<&Path>, workers: &[(Rank, u32)]
         }
         thread::sleep(POLL_INTERVAL);
     }
+    let is_silent = |s: &&Subject| s.answer.is_none() && !s.worker.is_builtin;
     let silent: Vec<(Rank, u32)> =
-        subjects.iter().filter(|s| s.answer.is_none()).map(|s| (s.rank, s.pid)).collect();
+        subjects.iter().filter(is_silent).map(|s| (s.worker.rank, s.pid)).collect();
     let stacks = match directory {
         Some(directory) => faulthandler::request_stacks(directory, &silent),
         None => vec![Vec::new(); silent.len()],
     };
     let mut stacks: Vec<_> = silent.into_iter().zip(stacks).collect();
-    subjects.into_iter().map(|subject| build_evidence(subject, &mut stacks)).collect()
+    let build = |subject: Subject| {
+        let status = status.as_ref().filter(|_| subject.worker.is_builtin);
+        match status.and_then(|memory| memory.read(subject.worker.local_rank, attempt)) {
+            Some(status) => {
+                let thread = subject.thread.describe_blocked();
+                let evidence = status_memory::build_evidence(status, (subject.worker.rank, world), thread);
+                with_gpu_faults(evidence, subject.worker)
+            }
+            None => build_evidence(subject, &mut stacks),
+        }
+    };
+    subjects.into_iter().map(build).collect()
 }
 
-/// Builds the evidence about one rank. `stacks` are the stacks of the ranks that did not answer.
+/// Builds the evidence about one rank without a status. `stacks` are the stacks of the ranks that
+/// did not answer.
 fn build_evidence(
     subject: Subject,
     stacks: &mut [((Rank, u32), Vec<protocol::hang::StackFrame>)],
 ) -> RankEvidence {
     let thread = subject.thread.describe();
-    let rank = subject.rank;
-    match subject.answer {
+    let rank = subject.worker.rank;
+    let evidence = match subject.answer {
         Some(answer) => answer.into_evidence(rank, thread),
         None => RankEvidence {
             rank,
@@ -91,5 +138,11 @@ fn build_evidence(
             thread,
             ..RankEvidence::default()
         },
-    }
+    };
+    with_gpu_faults(evidence, subject.worker)
+}
+
+/// Adds the errors of the GPU of a worker to its evidence.
+fn with_gpu_faults(evidence: RankEvidence, worker: HangingWorker) -> RankEvidence {
+    RankEvidence { gpu_faults: worker.gpu_faults, host_gpu_faults: worker.host_gpu_faults, ..evidence }
 }

@@ -81,6 +81,13 @@ pub(super) struct HostMemory<'a> {
     pub(super) shm: Option<BorrowedFd<'a>>,
     /// The copies of the workers' states (`checkpoint.memory`), which outlive attempts.
     pub(super) copies: Option<BorrowedFd<'a>>,
+    /// The memory to which each worker writes its status.
+    pub(super) status: Option<BorrowedFd<'a>>,
+}
+
+/// Creates an empty memory file (memfd) to which the built-in workers write their status.
+pub(super) fn create_status_memory() -> io::Result<OwnedFd> {
+    Ok(memfd_create(c"launch-status", MFdFlags::MFD_CLOEXEC)?)
 }
 
 /// Creates an empty memory file (memfd) for copies of the workers' states. The memory is in use
@@ -185,6 +192,7 @@ pub(super) fn spawn_worker_process(
         pass(env::LAUNCH_CONTROL_FD, worker_end.as_raw_fd());
         memory.shm.iter().for_each(|shm| pass(env::LAUNCH_SHM_FD, shm.as_raw_fd()));
         memory.copies.iter().for_each(|copies| pass(env::LAUNCH_MEMORY_FD, copies.as_raw_fd()));
+        memory.status.iter().for_each(|status| pass(env::LAUNCH_STATUS_FD, status.as_raw_fd()));
         attempts_end.iter().for_each(|end| pass(env::LAUNCH_ATTEMPT_FD, end.as_raw_fd()));
     }
     let nodes = find_common_numa_node(&plan.cpus).and_then(NumaNodeMask::with_node);
@@ -273,9 +281,13 @@ fn apply_environment(command: &mut Command, inherited: &InheritedEnvironment) {
             None => command.env_remove(name),
         };
     }
-    for internal in
-        [env::LAUNCH_CONTROL_FD, env::LAUNCH_SHM_FD, env::LAUNCH_MEMORY_FD, env::LAUNCH_ATTEMPT_FD]
-    {
+    for internal in [
+        env::LAUNCH_CONTROL_FD,
+        env::LAUNCH_SHM_FD,
+        env::LAUNCH_MEMORY_FD,
+        env::LAUNCH_ATTEMPT_FD,
+        env::LAUNCH_STATUS_FD,
+    ] {
         command.env_remove(internal);
     }
     inherited.hidden.iter().for_each(|name| _ = command.env_remove(name));

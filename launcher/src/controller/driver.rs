@@ -292,6 +292,7 @@ impl ControllerDriver {
         let supervision = (identity.token(), identity.on_controller_loss());
         let setup = CoreSetup {
             arrival: transport.arrival(),
+            run_dir: plan.run_dir.clone(),
             ..CoreSetup::new(&job, setups.collect(), seed, supervision)
         };
         let status = StatusKeeper::new(&job.run.straggler, job.run.command.is_some());

@@ -1,5 +1,6 @@
 //! [`find_verdict`]: why the ranks of a job hang, from the evidence that agents have collected.
-//! This module does no I/O.
+//! This module does no I/O. [`describe_verdict`](super::hang_text::describe_verdict) formats the
+//! result.
 //!
 //! A rank is blocked if it has entered a collective that is not complete. It waits for the ranks of
 //! the group that have not entered the collective. A rank for which others wait, and that is not
@@ -7,8 +8,8 @@
 //! answered, and whose stack is unknown, is undetermined.
 use jobspec::ids::Rank;
 use protocol::hang::{
-    CollectiveEntry, HangKind, HangVerdict, RankActivity, RankCall, RankEvidence, RankPlace, StackFrame,
-    ThreadState, WaitKind, WaitingCollective,
+    CollectiveEntry, HangKind, HangVerdict, RankActivity, RankCall, RankEvidence, RankGpuFault,
+    RankNcclWarning, RankPlace, StackFrame, ThreadState, WaitKind, WaitingCollective,
 };
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -30,8 +31,8 @@ const TORCH_DISTRIBUTED: &str = "/torch/distributed/";
 /// The parts of the paths of modules that do not belong to the program.
 const LIBRARY_PATHS: [&str; 3] = ["/lib/python", "/lib64/python", "<frozen "];
 
-/// The largest number of ranks whose places the message for the user contains.
-const MAX_PLACES: usize = 8;
+/// The largest number of errors of GPUs of one rank in a verdict.
+const MAX_GPU_FAULTS: usize = 8;
 
 /// The first collective of a group that is not complete, and the ranks of the group.
 struct PendingCollective<'a> {
@@ -70,61 +71,6 @@ pub(super) fn find_verdict(evidence: &[RankEvidence]) -> HangVerdict {
     build_verdict(kind, pending.first(), Vec::new(), &ranks)
 }
 
-/// Formats a verdict as one line for the user.
-pub(super) fn describe_verdict(verdict: &HangVerdict) -> String {
-    let list = |ranks: &[Rank]| crate::format::format_ranks(ranks);
-    let places = |places: &[RankPlace]| {
-        let mut texts: Vec<String> = places.iter().take(MAX_PLACES).map(RankPlace::to_string).collect();
-        if let Some(more) = places.len().checked_sub(MAX_PLACES).filter(|more| *more > 0) {
-            texts.push(format!("and {more} more ranks"));
-        }
-        texts.join("; ")
-    };
-    let name = verdict.collective.as_ref().map_or_else(String::new, |c| {
-        let operation = c.operation.as_deref().unwrap_or("a collective");
-        format!("{operation} (number {} of group {})", c.seq, c.group)
-    });
-    let calls = || {
-        let call = |c: &RankCall| {
-            format!(
-                "{} {} {} of group {} on ranks {}",
-                c.operation,
-                c.inputs,
-                c.dtypes,
-                c.group,
-                list(&c.ranks)
-            )
-        };
-        verdict.calls.iter().map(call).collect::<Vec<_>>().join("; ")
-    };
-    match verdict.kind {
-        HangKind::NotEntered if verdict.not_entered.is_empty() => format!(
-            "ranks {} wait in {name}; unknown whether the others have entered it: {}",
-            list(&verdict.entered),
-            places(&verdict.undetermined)
-        ),
-        HangKind::NotEntered => {
-            let undetermined = match verdict.undetermined.as_slice() {
-                [] => String::new(),
-                unknown => format!("; unknown whether these have entered it: {}", places(unknown)),
-            };
-            format!(
-                "ranks {} wait in {name}, which other ranks have not entered: {}{undetermined}",
-                list(&verdict.entered),
-                places(&verdict.not_entered)
-            )
-        }
-        HangKind::DifferentOrder => format!("ranks have called different collectives: {}", calls()),
-        HangKind::DifferentShapes => {
-            format!("ranks have called {name} with different shapes or types: {}", calls())
-        }
-        HangKind::AllEntered => format!("all ranks have entered {name}, which does not complete"),
-        HangKind::Unknown => {
-            format!("no rank is known to wait in a collective: {}", places(&verdict.undetermined))
-        }
-    }
-}
-
 /// Returns the first incomplete collective of each group, in the order of the groups' names.
 fn find_pending<'a>(ranks: &BTreeMap<Rank, &'a RankEvidence>) -> Vec<PendingCollective<'a>> {
     let mut groups: BTreeMap<(&str, &[Rank]), i64> = BTreeMap::new();
@@ -135,6 +81,10 @@ fn find_pending<'a>(ranks: &BTreeMap<Rank, &'a RankEvidence>) -> Vec<PendingColl
                 *first = seq.min(*first);
             }
         }
+    }
+    for (group, seq) in find_pending_on_devices(ranks) {
+        let first = groups.entry(group).or_insert(seq);
+        *first = seq.min(*first);
     }
     let build = |((group, members), seq): ((&'a str, &'a [Rank]), i64)| {
         let mut pending = PendingCollective {
@@ -157,6 +107,24 @@ fn find_pending<'a>(ranks: &BTreeMap<Rank, &'a RankEvidence>) -> Vec<PendingColl
     groups.into_iter().map(build).collect()
 }
 
+/// Finds the groups of the built-in training in which some ranks have entered a collective that
+/// others have not. A rank does not know whether its GPU has completed a collective, but a
+/// collective that a rank has not entered is not complete.
+fn find_pending_on_devices<'a>(
+    ranks: &BTreeMap<Rank, &'a RankEvidence>,
+) -> BTreeMap<(&'a str, &'a [Rank]), i64> {
+    let mut counts: BTreeMap<(&str, &[Rank]), (i64, i64)> = BTreeMap::new();
+    for evidence in ranks.values().filter(|e| e.answered && e.task.is_some()) {
+        for group in evidence.groups.iter().filter(|group| group.completed < 0) {
+            let (least, most) =
+                counts.entry((&group.name, &group.ranks)).or_insert((group.enqueued, group.enqueued));
+            (*least, *most) = (group.enqueued.min(*least), group.enqueued.max(*most));
+        }
+    }
+    let differing = counts.into_iter().filter(|(_, (least, most))| least < most);
+    differing.map(|(group, (least, _))| (group, least.saturating_add(1))).collect()
+}
+
 /// Returns the number of the first collective of a group that a rank has entered and not completed.
 fn find_pending_seq(evidence: &RankEvidence, group: &str, completed: i64, enqueued: i64) -> Option<i64> {
     let entries = evidence.entries.iter().filter(|e| e.group == group && !e.p2p);
@@ -173,14 +141,20 @@ fn find_pending_seq(evidence: &RankEvidence, group: &str, completed: i64, enqueu
 /// Returns whether a rank has entered the collective `seq` of a group; `None` if unknown.
 fn has_entered(evidence: &RankEvidence, group: &str, seq: i64) -> Option<bool> {
     let counted = evidence.groups.iter().find(|g| g.name == group).map(|g| g.enqueued);
-    let recorded = evidence.entries.iter().filter(|e| e.group == group && !e.p2p).map(|e| e.seq).max();
-    if counted.max(recorded).is_some_and(|last| last >= seq) {
+    if find_last_seq(evidence, group).is_some_and(|last| last >= seq) {
         return Some(true);
     }
     let is_outside = !evidence.stack.is_empty() && !is_in_collective(evidence);
     // Without an answer, the counters are old, and only the stack shows where the rank is.
     let is_known = if evidence.answered { counted.is_some() } else { is_outside };
     is_known.then_some(false)
+}
+
+/// Returns the number of the last collective of a group that a rank has entered; `None` if unknown.
+fn find_last_seq(evidence: &RankEvidence, group: &str) -> Option<i64> {
+    let counted = evidence.groups.iter().find(|g| g.name == group).map(|g| g.enqueued);
+    let recorded = evidence.entries.iter().filter(|e| e.group == group && !e.p2p).map(|e| e.seq).max();
+    counted.max(recorded)
 }
 
 /// Returns whether the main thread of a rank is in a function of torch's collectives.
@@ -216,7 +190,7 @@ fn compare_calls(
         };
         match calls.iter_mut().find(matches) {
             Some(call) => call.ranks.push(*rank),
-            None => calls.push(build_call(vec![*rank], entry)),
+            None => calls.push(build_call(vec![*rank], entry, ranks)),
         }
     }
     let first = strip_backend(&calls.first()?.operation).to_owned();
@@ -228,10 +202,20 @@ fn compare_calls(
     (calls.len() > 1).then_some((kind, calls))
 }
 
-/// Builds the call of `ranks` that a flight recorder has recorded as `entry`.
-fn build_call(ranks: Vec<Rank>, entry: &CollectiveEntry) -> RankCall {
+/// Builds the call of `callers` that a flight recorder has recorded as `entry`.
+fn build_call(
+    callers: Vec<Rank>,
+    entry: &CollectiveEntry,
+    ranks: &BTreeMap<Rank, &RankEvidence>,
+) -> RankCall {
+    let first = callers.first().and_then(|rank| ranks.get(rank));
+    // The stack of a rank that has left the call, or waits in a later one, does not show the call.
+    let is_in_call = |e: &&&RankEvidence| {
+        is_in_collective(e) && find_last_seq(e, &entry.group).is_some_and(|last| last == entry.seq)
+    };
     RankCall {
-        ranks,
+        frame: first.filter(is_in_call).and_then(|e| find_program_frame(e)),
+        ranks: callers,
         group: entry.group.clone(),
         operation: entry.operation.clone(),
         inputs: entry.inputs.clone(),
@@ -243,7 +227,7 @@ fn build_call(ranks: Vec<Rank>, entry: &CollectiveEntry) -> RankCall {
 /// recorder has recorded it.
 fn describe_call(p: &PendingCollective<'_>, ranks: &BTreeMap<Rank, &RankEvidence>) -> Option<RankCall> {
     let entry = p.entered.iter().find_map(|rank| find_entry(p, ranks.get(rank)?))?;
-    Some(build_call(p.entered.iter().copied().collect(), entry))
+    Some(build_call(p.entered.iter().copied().collect(), entry, ranks))
 }
 
 /// Builds a verdict about a collective. Without a collective, all ranks are undetermined.
@@ -256,42 +240,79 @@ fn build_verdict(
     let locate = |set: &BTreeSet<Rank>| -> Vec<RankPlace> {
         set.iter().map(|rank| locate_rank(*rank, ranks.get(rank).copied())).collect()
     };
-    match pending {
-        Some(p) => HangVerdict {
-            kind,
-            collective: Some(WaitingCollective {
-                group: p.group.to_owned(),
-                seq: p.seq,
-                operation: describe_call(p, ranks).map(|call| call.operation),
-            }),
-            entered: p.entered.iter().copied().collect(),
-            not_entered: locate(&p.not_entered),
-            undetermined: locate(&p.undetermined),
-            calls,
-        },
-        None => HangVerdict {
-            kind,
-            collective: None,
-            entered: Vec::new(),
-            not_entered: Vec::new(),
-            undetermined: locate(&ranks.keys().copied().collect()),
-            calls,
-        },
+    let all_ranks: BTreeSet<Rank> = ranks.keys().copied().collect();
+    let undetermined = match (kind, pending) {
+        // Ranks that cannot run, although they have entered the collective.
+        (HangKind::AllEntered, _) => {
+            let mut places = locate(&all_ranks);
+            places.retain(|place| cannot_run(&place.activity));
+            places
+        }
+        (_, Some(p)) => locate(&p.undetermined),
+        (_, None) => locate(&all_ranks),
+    };
+    HangVerdict {
+        kind,
+        collective: pending.map(|p| WaitingCollective {
+            group: p.group.to_owned(),
+            seq: p.seq,
+            operation: describe_call(p, ranks).map(|call| call.operation),
+        }),
+        entered: pending.map_or_else(Vec::new, |p| p.entered.iter().copied().collect()),
+        not_entered: pending.map_or_else(Vec::new, |p| locate(&p.not_entered)),
+        undetermined,
+        calls,
+        gpu_faults: ranks.values().flat_map(|evidence| list_gpu_faults(evidence)).collect(),
+        nccl_warnings: ranks.values().filter_map(|evidence| find_nccl_warning(evidence)).collect(),
     }
+}
+
+/// Returns whether an activity prevents a rank from taking part in a collective that it has entered.
+fn cannot_run(activity: &RankActivity) -> bool {
+    matches!(activity, RankActivity::Stopped | RankActivity::Uninterruptible { .. } | RankActivity::Ended)
+}
+
+/// Returns the newest warning of NCCL in the evidence about a rank.
+fn find_nccl_warning(evidence: &RankEvidence) -> Option<RankNcclWarning> {
+    let text = evidence.nccl_warnings.last()?.clone();
+    Some(RankNcclWarning { rank: evidence.rank, text })
+}
+
+/// Lists the errors of GPUs in the evidence about a rank.
+fn list_gpu_faults(evidence: &RankEvidence) -> Vec<RankGpuFault> {
+    let of_rank = evidence.gpu_faults.iter().map(|fault| (false, fault));
+    let of_host = evidence.host_gpu_faults.iter().map(|fault| (true, fault));
+    let build = |(is_of_host, fault): (bool, &_)| RankGpuFault {
+        rank: evidence.rank,
+        is_of_host,
+        fault: Clone::clone(fault),
+    };
+    of_rank.chain(of_host).take(MAX_GPU_FAULTS).map(build).collect()
 }
 
 /// Finds out where a rank is.
 fn locate_rank(rank: Rank, evidence: Option<&RankEvidence>) -> RankPlace {
     let Some(evidence) = evidence else {
-        return RankPlace { rank, activity: RankActivity::Unknown, frame: None };
+        return RankPlace { rank, activity: RankActivity::Unknown, frame: None, file: None, task: None };
     };
-    let is_library = |frame: &StackFrame| LIBRARY_PATHS.iter().any(|part| frame.file.contains(part));
-    let frame = evidence.stack.iter().find(|frame| !is_library(frame)).or(evidence.stack.first());
     let activity = match &evidence.thread {
         None => RankActivity::Ended,
         Some(thread) => classify_activity(thread, evidence),
     };
-    RankPlace { rank, activity, frame: frame.cloned() }
+    RankPlace {
+        rank,
+        activity,
+        frame: find_program_frame(evidence),
+        file: evidence.thread.as_ref().and_then(|thread| thread.file.clone()),
+        task: evidence.task.clone(),
+    }
+}
+
+/// Returns the innermost frame of a rank's stack that belongs to the program, or the innermost frame
+/// if all belong to libraries.
+fn find_program_frame(evidence: &RankEvidence) -> Option<StackFrame> {
+    let is_library = |frame: &StackFrame| LIBRARY_PATHS.iter().any(|part| frame.file.contains(part));
+    evidence.stack.iter().find(|frame| !is_library(frame)).or(evidence.stack.first()).cloned()
 }
 
 /// Finds out what the main thread of a rank does.
@@ -311,169 +332,5 @@ fn classify_activity(thread: &ThreadState, evidence: &RankEvidence) -> RankActiv
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-    use protocol::hang::GroupCounters;
-
-    /// Builds the evidence of a rank of one group whose last collective is `calls`' last item.
-    fn evidence(rank: Rank, world: u32, calls: &[(&str, &str)], pending: bool) -> RankEvidence {
-        let last = calls.len() as i64;
-        let entry = |(seq, (operation, inputs)): (i64, &(&str, &str))| CollectiveEntry {
-            group: "0".to_owned(),
-            seq,
-            operation: format!("gloo:{operation}"),
-            retired: !pending || seq < last,
-            inputs: (*inputs).to_owned(),
-            ..CollectiveEntry::default()
-        };
-        let completed = if pending { last - 1 } else { last };
-        RankEvidence {
-            rank,
-            groups: vec![GroupCounters {
-                name: "0".to_owned(),
-                backend: "gloo".to_owned(),
-                ranks: (0..world).collect(),
-                enqueued: last,
-                completed,
-            }],
-            entries: (1..).zip(calls).map(entry).collect(),
-            answered: true,
-            stack: vec![StackFrame { file: "/x/train.py".into(), line: 7, function: "load".into() }],
-            in_native_call: true,
-            thread: Some(ThreadState { state: 'S', wait: WaitKind::Futex, ..ThreadState::default() }),
-        }
-    }
-
-    const SUM: (&str, &str) = ("all_reduce", "[[4]]");
-
-    #[test]
-    fn a_rank_that_never_enters_is_named_with_its_place() {
-        let ranks = [
-            evidence(0, 3, &[SUM, SUM], true),
-            evidence(1, 3, &[SUM], false),
-            evidence(2, 3, &[SUM, SUM], true),
-        ];
-        insta::assert_snapshot!(describe_verdict(&find_verdict(&ranks)), @"ranks 0, 2 wait in gloo:all_reduce (number 2 of group 0), which other ranks have not entered: rank 1: waits for a lock in load (/x/train.py:7)");
-    }
-
-    #[test]
-    fn a_rank_without_answer_is_named_only_if_its_stack_shows_where_it_is() {
-        let mut silent = evidence(1, 2, &[SUM], false);
-        (silent.answered, silent.entries) = (false, Vec::new());
-        let waiting = evidence(0, 2, &[SUM, SUM], true);
-        let verdict = find_verdict(&[waiting.clone(), silent.clone()]);
-        assert_eq!((verdict.not_entered.len(), verdict.undetermined.len()), (1, 0));
-        silent.stack.insert(0, StackFrame { file: "/torch/distributed/x.py".into(), ..Default::default() });
-        let verdict = find_verdict(&[waiting.clone(), silent]);
-        assert_eq!((verdict.not_entered.len(), verdict.undetermined.len()), (0, 1));
-        let verdict = find_verdict(&[waiting]);
-        assert_eq!((verdict.not_entered.len(), verdict.undetermined.len()), (0, 1));
-    }
-
-    #[test]
-    fn without_a_recorder_the_stack_shows_which_rank_waits() {
-        let mut ranks = [evidence(0, 2, &[SUM, SUM], true), evidence(1, 2, &[SUM], false)];
-        for rank in &mut ranks {
-            rank.entries.clear();
-            rank.groups[0].completed = -1;
-        }
-        assert_eq!(find_verdict(&ranks).kind, HangKind::Unknown, "no rank is known to wait");
-        ranks[0].stack[0].file = "/x/torch/distributed/distributed_c10d.py".to_owned();
-        let verdict = find_verdict(&ranks);
-        assert_eq!((verdict.kind, &verdict.entered[..]), (HangKind::NotEntered, &[0][..]));
-        assert_eq!(verdict.not_entered[0].rank, 1);
-    }
-
-    #[test]
-    fn different_calls_are_named_as_such() {
-        let gather = ("all_gather", "[[4]]");
-        let order = [evidence(0, 2, &[SUM, SUM], true), evidence(1, 2, &[SUM, gather], true)];
-        assert_eq!(find_verdict(&order).kind, HangKind::DifferentOrder);
-        let shapes = [
-            evidence(0, 3, &[("all_reduce", "[[8]]")], true),
-            evidence(1, 3, &[SUM], true),
-            evidence(2, 3, &[SUM], true),
-        ];
-        let verdict = find_verdict(&shapes);
-        assert_eq!(verdict.kind, HangKind::DifferentShapes);
-        assert_eq!(verdict.calls.iter().map(|c| c.ranks.clone()).collect::<Vec<_>>(), [vec![1, 2], vec![0]]);
-        let equal = [evidence(0, 2, &[SUM], true), evidence(1, 2, &[SUM], true)];
-        assert_eq!(find_verdict(&equal).kind, HangKind::AllEntered);
-    }
-
-    #[test]
-    fn ranks_that_wait_in_two_groups_for_each_other_are_a_different_order() {
-        let mut ranks = [evidence(0, 2, &[SUM], false), evidence(1, 2, &[SUM], false)];
-        for (rank, group) in ranks.iter_mut().zip(["a", "b"]) {
-            let counters = |name: &str| GroupCounters {
-                name: name.to_owned(),
-                ranks: vec![0, 1],
-                enqueued: i64::from(name == group),
-                ..GroupCounters::default()
-            };
-            rank.groups = vec![counters("a"), counters("b")];
-            rank.entries[0].group = group.to_owned();
-            rank.entries[0].retired = false;
-        }
-        let verdict = find_verdict(&ranks);
-        assert_eq!((verdict.kind, verdict.calls.len()), (HangKind::DifferentOrder, 2));
-    }
-
-    /// What torch's analyzer has found in the dumps of the ranks.
-    #[derive(serde::Deserialize)]
-    struct AnalyzerFindings {
-        seq: i64,
-        missing: Vec<Rank>,
-        culprits: BTreeMap<Rank, String>,
-    }
-
-    #[test]
-    fn verdicts_equal_those_of_the_analyzer_of_torch() {
-        #[derive(serde::Deserialize)]
-        struct RecordedHang {
-            evidence: Vec<RankEvidence>,
-            analyzer: AnalyzerFindings,
-        }
-        for name in ["never_entered", "two_never_entered", "different_order", "different_shapes"] {
-            let path = format!("{}/../tests/golden/hangs/{name}.json", env!("CARGO_MANIFEST_DIR"));
-            let text = std::fs::read_to_string(path).expect("a golden file");
-            let RecordedHang { evidence, analyzer } = serde_json::from_str(&text).expect("valid");
-            let verdict = find_verdict(&evidence);
-            assert_eq!(verdict.collective.as_ref().map(|c| c.seq), Some(analyzer.seq), "{name}");
-            let missing: Vec<Rank> = verdict.not_entered.iter().map(|place| place.rank).collect();
-            assert_eq!((missing, verdict.undetermined.len()), (analyzer.missing, 0), "{name}");
-            // The first call is that of most ranks.
-            let culprits: Vec<Rank> = verdict.calls.iter().skip(1).flat_map(|c| c.ranks.clone()).collect();
-            assert_eq!(culprits, analyzer.culprits.keys().copied().collect::<Vec<_>>(), "{name}");
-            let kind = match analyzer.culprits.values().next().map(String::as_str) {
-                None => HangKind::NotEntered,
-                Some("COLLECTIVE_TYPE_MISMATCH") => HangKind::DifferentOrder,
-                Some(_) => HangKind::DifferentShapes,
-            };
-            assert_eq!(verdict.kind, kind, "{name}");
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn no_rank_is_named_that_has_entered_or_is_unknown(
-            last in prop::collection::vec((1usize..4, any::<bool>()), 1..8)
-        ) {
-            let world = last.len() as u32;
-            let newest = last.iter().map(|(n, _)| *n).max().unwrap_or(1);
-            let ranks: Vec<RankEvidence> = (0..).zip(&last).map(|(rank, (n, answered))| {
-                let mut e = evidence(rank, world, &vec![SUM; *n], *n == newest);
-                if !answered {
-                    (e.answered, e.stack) = (false, Vec::new());
-                }
-                e
-            }).collect();
-            let verdict = find_verdict(&ranks);
-            for place in &verdict.not_entered {
-                let (n, answered) = last[place.rank as usize];
-                prop_assert!(answered && n < newest);
-            }
-        }
-    }
-}
+#[path = "hang_verdict_tests.rs"]
+mod tests;

@@ -7,6 +7,7 @@ use protocol::{
     control::ExitStatus,
     exit::{self, WorkerExit},
     failure::{FailureReason, GpuFault},
+    hang::HangKind,
 };
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -320,6 +321,10 @@ pub(crate) fn find_advice(reason: &FailureReason) -> Option<&'static str> {
         FailureReason::Gpu(_) => {
             "look the Xid up in NVIDIA's list (`dmesg | grep Xid` shows all of them); \
              `cluster.exclude` leaves the host out"
+        }
+        FailureReason::Hang { verdict: Some(verdict), .. } if verdict.kind != HangKind::Unknown => {
+            "the file with the evidence contains the collectives and the state of every rank, and the end \
+             of each rank's log its stack"
         }
         FailureReason::Hang { .. } => {
             "compare the stacks at the end of each rank's log: most often one rank waits in a \

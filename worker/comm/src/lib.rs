@@ -13,7 +13,7 @@
 //!   share memory.
 //!
 //! Two more communicators accept buffers in GPU memory: [`staged`] copies them through host memory,
-//! and [`nccl`] transfers them with NCCL.
+//! and [`nccl`] transfers them with NCCL. [`ObservedComm`] reports the calls of any communicator.
 mod abort_reason;
 mod call;
 mod call_error;
@@ -27,6 +27,7 @@ pub mod local;
 mod message_text;
 pub mod nccl;
 mod nccl_error;
+mod observed;
 mod shared_window;
 pub mod shm;
 pub mod staged;
@@ -42,4 +43,5 @@ pub use error::{CommError, Result};
 pub use join_error::{ConnectError, ConnectFailure, GroupError, RejectReason, SharedMemoryError};
 pub use limits::{MAX_GATHER_BYTES, MAX_WORLD};
 pub use link_delays::LinkDelays;
+pub use observed::{CallObserver, ObservedComm};
 pub use shared_window::{SharedView, SharedWindow};

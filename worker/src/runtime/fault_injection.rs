@@ -1,26 +1,51 @@
-//! Fault injection for tests: kills a worker at a chosen point of its run, and counts the points
-//! that it passed.
+//! Fault injection for tests: kills a worker at a chosen point of its run, lets it loop endlessly,
+//! and counts the points that it passed.
 use crate::error::Result;
 use diagnostic::{Diagnostic, codes};
 use jobspec::env;
 use protocol::control::WorkerInit;
 
-/// Makes this process kill itself at its N-th fault point if the test variable
-/// `LAUNCH_FAULT=RANK:N` names its rank.
-pub(super) fn arm_fault_point(init: &WorkerInit) -> Result<()> {
-    let Some(value) = std::env::var_os(env::LAUNCH_FAULT) else { return Ok(()) };
+/// What the test variable `LAUNCH_FAULT` requests of one rank.
+enum InjectedFault {
+    /// `RANK:N`: the process kills itself at its N-th fault point.
+    KilledAt(u64),
+    /// `RANK:loop@STEPS`: after so many steps, the rank does not return from reading samples.
+    LoopsAfter(u64),
+}
+
+/// Returns the fault that `LAUNCH_FAULT` requests of this rank.
+fn read_injected_fault(init: &WorkerInit) -> Result<Option<InjectedFault>> {
+    let Some(value) = std::env::var_os(env::LAUNCH_FAULT) else { return Ok(None) };
+    let parse_fault = |text: &str| match text.strip_prefix("loop@") {
+        Some(steps) => Some(InjectedFault::LoopsAfter(steps.parse().ok()?)),
+        None => Some(InjectedFault::KilledAt(text.parse().ok()?)),
+    };
     let parsed = value
         .to_str()
         .and_then(|v| v.split_once(':'))
-        .and_then(|(rank, n)| Some((rank.parse::<u32>().ok()?, n.parse().ok()?)));
-    let (rank, n) = parsed.ok_or_else(|| {
-        let message = format!("{}={value:?} is not of the form RANK:N", env::LAUNCH_FAULT);
+        .and_then(|(rank, fault)| Some((rank.parse::<u32>().ok()?, parse_fault(fault)?)));
+    let (rank, fault) = parsed.ok_or_else(|| {
+        let message = format!("{}={value:?} is not of the form RANK:N or RANK:loop@STEPS", env::LAUNCH_FAULT);
         Diagnostic::error(codes::training::FAULT_INJECTION_INVALID, message).with_subject(env::LAUNCH_FAULT)
     })?;
-    if rank == init.rank {
+    Ok((rank == init.rank).then_some(fault))
+}
+
+/// Makes this process kill itself at a fault point if the test variable `LAUNCH_FAULT` requests it.
+pub(super) fn arm_fault_point(init: &WorkerInit) -> Result<()> {
+    if let Some(InjectedFault::KilledAt(n)) = read_injected_fault(init)? {
         ckpt::fault_points::arm_fault_points(n);
     }
     Ok(())
+}
+
+/// Returns the number of steps after which this rank does not return from reading samples. Returns
+/// `None` unless the test variable `LAUNCH_FAULT` requests it.
+pub(super) fn find_endless_loop(init: &WorkerInit) -> Result<Option<u64>> {
+    match read_injected_fault(init)? {
+        Some(InjectedFault::LoopsAfter(steps)) => Ok(Some(steps)),
+        _ => Ok(None),
+    }
 }
 
 /// Appends this rank and the number of fault points that it passed to the file that the test

@@ -5,6 +5,7 @@
 use crate::{
     consensus::is_any_true,
     error::{Error, Result, build_thread_start_error},
+    runtime::status_writer::StatusWriter,
     zero::collective_queue::CollectiveQueue,
 };
 use diagnostic::{Diagnostic, codes};
@@ -134,6 +135,8 @@ pub(super) struct AgentSession {
     attempts: Option<UnixStream>,
     /// Whether this rank reports events for all ranks.
     is_leader: bool,
+    /// The status of this rank in memory that the agent reads.
+    pub(super) status: Arc<StatusWriter>,
 }
 
 /// The messages of the agent that the thread that trains waits for.
@@ -203,6 +206,7 @@ impl AgentSession {
             is_failure_reported: AtomicBool::new(false),
             attempts: None,
             is_leader: false,
+            status: Arc::default(),
         }
     }
 
@@ -240,6 +244,7 @@ impl AgentSession {
         read.set_read_timeout(None).map_err(build_connection_lost_error)?;
         session.is_leader = init.rank == 0;
         session.attempts = take_inherited_descriptor(env::LAUNCH_ATTEMPT_FD)?.map(UnixStream::from);
+        session.status = Arc::new(StatusWriter::new(take_inherited_descriptor(env::LAUNCH_STATUS_FD)?));
         Ok((Arc::new(session), read, init))
     }
 
@@ -494,11 +499,13 @@ impl AgentSession {
     pub(super) fn set_phase(&self, phase: WorkerPhase) -> Result<()> {
         tracing::info!(target: "worker::phase", phase = ?phase, step = self.step.load(Relaxed), "entering phase");
         *self.phase.lock().unwrap_or_else(PoisonError::into_inner) = phase;
+        self.status.set_phase(phase);
         self.send_progress()
     }
 
     /// Sets the number of optimizer steps done, which the next heartbeat reports.
     pub(super) fn set_step(&self, step: u64) {
+        self.status.set_step(step);
         self.step.store(step, Relaxed);
     }
 

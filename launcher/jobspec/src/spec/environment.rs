@@ -57,6 +57,7 @@ const RESERVED: &[(&str, &str)] = &[
     (env::LAUNCH_SHM_FD, "the variable is internal to launch"),
     (env::LAUNCH_MEMORY_FD, "the variable is internal to launch"),
     (env::LAUNCH_ATTEMPT_FD, "the variable is internal to launch"),
+    (env::LAUNCH_STATUS_FD, "the variable is internal to launch"),
 ];
 
 /// Returns whether launch sets the environment variable `name` itself. `run.env` cannot set such a

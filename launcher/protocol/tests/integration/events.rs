@@ -22,6 +22,8 @@ fn make_verdict() -> Box<HangVerdict> {
         not_entered: Vec::new(),
         undetermined: Vec::new(),
         calls: Vec::new(),
+        gpu_faults: Vec::new(),
+        nccl_warnings: Vec::new(),
     })
 }
 

@@ -7,6 +7,7 @@ use crate::{
     agent::{
         activation::evaluate_activation,
         environment_changes::EnvironmentChanges,
+        hang::StatusMemory,
         process::{self, HostMemory, InheritedEnvironment, OpenFileLimits, SpawnedWorker},
     },
     background_thread::BackgroundThread,
@@ -58,6 +59,8 @@ pub(super) struct SpawnRequest {
     pub(super) shm: Option<Arc<OwnedFd>>,
     /// The memory for copies of the workers' states (`checkpoint.memory`).
     pub(super) copy_memory: Option<Arc<OwnedFd>>,
+    /// The memory to which the worker writes its status.
+    pub(super) status_memory: Option<Arc<StatusMemory>>,
     pub(super) file_limit: OpenFileLimits,
     /// Whether the worker gets the terminal (`run.terminal`).
     pub(super) uses_terminal: bool,
@@ -104,12 +107,14 @@ impl WorkerSpawner {
                 environment,
                 shm,
                 copy_memory,
+                status_memory,
                 file_limit,
                 uses_terminal,
             } = request;
             let memory = HostMemory {
                 shm: shm.as_deref().map(AsFd::as_fd),
                 copies: copy_memory.as_deref().map(AsFd::as_fd),
+                status: status_memory.as_deref().map(AsFd::as_fd),
             };
             let start =
                 || process::spawn_worker_process(&worker, &environment, memory, file_limit, uses_terminal);

@@ -11,7 +11,7 @@ use crate::{
         core::{AgentInput, GroupSignal},
         debug_log,
         environment_changes::EnvironmentChanges,
-        hang::HookDirectory,
+        hang::{HookDirectory, StatusMemory},
         output::{OutputPump, PumpEvent, PumpOptions},
         process::{self, InheritedEnvironment, SpawnedWorker},
         rank_log::RankLogWriter,
@@ -65,10 +65,16 @@ impl AgentDriver {
         }
     }
 
-    /// Creates the memory that the workers of an attempt share and, in the first attempt of a job
-    /// with `checkpoint.memory`, the memory for copies of their states.
+    /// Creates the memory that the workers of an attempt share and, in the first attempt, the
+    /// memory for their status and, with `checkpoint.memory`, for copies of their states.
     fn create_host_memory(&mut self, plan: &HostPlan) -> io::Result<()> {
         self.shm = Some(Arc::new(process::create_shared_memory()?));
+        let status = match self.status_memory.take() {
+            Some(memory) => memory,
+            None => Arc::new(StatusMemory::create()?),
+        };
+        status.reserve(plan.workers.len())?;
+        self.status_memory = Some(status);
         if plan.job.checkpoint.memory.is_some() && self.copy_memory.is_none() {
             self.copy_memory = Some(Arc::new(process::create_copy_memory()?));
         }
@@ -158,6 +164,7 @@ impl AgentDriver {
             environment,
             shm: self.shm.clone(),
             copy_memory: self.copy_memory.clone(),
+            status_memory: self.status_memory.clone(),
             file_limit: self.file_limit,
             uses_terminal: plan.job.run.terminal == Some(rank),
         });

@@ -252,6 +252,7 @@ impl HookAnswer {
             stack,
             in_native_call: self.in_call,
             thread,
+            ..RankEvidence::default()
         }
     }
 }

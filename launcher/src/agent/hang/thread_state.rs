@@ -1,5 +1,6 @@
 //! [`MainThread`]: what the main thread of a process does, from `/proc`.
-use protocol::hang::{ThreadState, WaitKind};
+use super::system_call::{SystemCall, classify_wait};
+use protocol::hang::ThreadState;
 use std::{
     fs,
     time::{Duration, Instant},
@@ -11,6 +12,8 @@ pub(super) const CPU_TIME_WINDOW: Duration = Duration::from_millis(500);
 const BUSY_SHARE: f64 = 0.1;
 /// The duration of a clock tick of `/proc` on Linux.
 const TICK: Duration = Duration::from_millis(10);
+/// The largest number of threads of a process that are examined.
+const MAX_THREADS: usize = 256;
 
 /// The main thread of a process, and the CPU time that it had used when the observation began.
 pub(super) struct MainThread {
@@ -22,7 +25,7 @@ pub(super) struct MainThread {
 impl MainThread {
     /// Begins to observe the main thread of a process.
     pub(super) fn observe(pid: u32) -> MainThread {
-        MainThread { pid, observed: read_stat(pid), begin: Instant::now() }
+        MainThread { pid, observed: read_stat(pid, pid), begin: Instant::now() }
     }
 
     /// Returns whether a signal or a debugger had stopped the thread when the observation began.
@@ -33,60 +36,48 @@ impl MainThread {
     /// Ends the observation. Returns `None` if the process has ended.
     pub(super) fn describe(self) -> Option<ThreadState> {
         let (_, before) = self.observed?;
-        let (state, ticks) = read_stat(self.pid).filter(|(state, _)| !matches!(state, 'Z' | 'X'))?;
+        let (state, ticks) =
+            read_stat(self.pid, self.pid).filter(|(state, _)| !matches!(state, 'Z' | 'X'))?;
         let used = TICK * ticks.saturating_sub(before).try_into().unwrap_or(u32::MAX);
         let window = self.begin.elapsed().max(CPU_TIME_WINDOW);
-        let wait_channel = fs::read_to_string(format!("/proc/{}/wchan", self.pid)).unwrap_or_default();
-        let call = fs::read_to_string(format!("/proc/{}/syscall", self.pid)).unwrap_or_default();
-        let call = call.split_whitespace().next().and_then(|number| number.parse().ok());
-        Some(ThreadState {
-            state,
-            wait: classify_wait(call, &wait_channel),
-            wait_channel,
-            busy: used.as_secs_f64() >= BUSY_SHARE * window.as_secs_f64(),
-        })
+        let busy = used.as_secs_f64() >= BUSY_SHARE * window.as_secs_f64();
+        Some(describe_thread(self.pid, self.pid, state, busy))
+    }
+
+    /// Ends the observation, as [`MainThread::describe`] does. If the main thread waits, and another
+    /// thread waits in the kernel and cannot be interrupted, describes that thread.
+    pub(super) fn describe_blocked(self) -> Option<ThreadState> {
+        let pid = self.pid;
+        let main = self.describe()?;
+        if main.busy || main.state != 'S' {
+            return Some(main);
+        }
+        let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+        let mut threads =
+            threads.take(MAX_THREADS).filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+        let is_blocked = |thread: &u32| read_stat(pid, *thread).is_some_and(|(state, _)| state == 'D');
+        Some(threads.find(is_blocked).map_or(main, |thread| describe_thread(pid, thread, 'D', false)))
     }
 }
 
-/// Reads the state and the CPU time of a process's main thread, in clock ticks.
-fn read_stat(pid: u32) -> Option<(char, u64)> {
-    let text = fs::read_to_string(format!("/proc/{pid}/task/{pid}/stat")).ok()?;
+/// Reads what a thread waits for.
+fn describe_thread(pid: u32, thread: u32, state: char, busy: bool) -> ThreadState {
+    let directory = format!("/proc/{pid}/task/{thread}");
+    let wait_channel = fs::read_to_string(format!("{directory}/wchan")).unwrap_or_default();
+    let call = fs::read_to_string(format!("{directory}/syscall")).ok();
+    let call = call.and_then(|text| SystemCall::parse(&text));
+    let wait = classify_wait(call.as_ref(), &wait_channel);
+    let file = call.filter(|_| matches!(state, 'S' | 'D')).and_then(|call| call.find_file(pid));
+    ThreadState { state, wait, wait_channel, busy, file }
+}
+
+/// Reads the state and the CPU time of a thread, in clock ticks.
+fn read_stat(pid: u32, thread: u32) -> Option<(char, u64)> {
+    let text = fs::read_to_string(format!("/proc/{pid}/task/{thread}/stat")).ok()?;
     // The name of the program may contain spaces and parentheses.
     let fields: Vec<&str> = text.rsplit_once(')')?.1.split_whitespace().collect();
     let ticks = |index: usize| fields.get(index)?.parse::<u64>().ok();
     Some((fields.first()?.chars().next()?, ticks(11)? + ticks(12)?))
-}
-
-/// Finds out what a system call waits for, from its number or, if the number cannot be read, from
-/// the function of the kernel.
-fn classify_wait(call: Option<i64>, channel: &str) -> WaitKind {
-    const IO: [i64; 7] = [
-        libc::SYS_read,
-        libc::SYS_write,
-        libc::SYS_pread64,
-        libc::SYS_readv,
-        libc::SYS_recvfrom,
-        libc::SYS_recvmsg,
-        libc::SYS_openat,
-    ];
-    const SLEEP: [i64; 2] = [libc::SYS_nanosleep, libc::SYS_clock_nanosleep];
-    const POLL: [i64; 3] = [libc::SYS_ppoll, libc::SYS_pselect6, libc::SYS_epoll_pwait];
-    #[cfg(target_arch = "x86_64")]
-    const OLD_POLL: [i64; 3] = [libc::SYS_poll, libc::SYS_select, libc::SYS_epoll_wait];
-    #[cfg(not(target_arch = "x86_64"))]
-    const OLD_POLL: [i64; 0] = [];
-    match call {
-        Some(libc::SYS_futex) => WaitKind::Futex,
-        Some(call) if IO.contains(&call) => WaitKind::Io,
-        Some(call) if SLEEP.contains(&call) => WaitKind::Sleep,
-        Some(call) if POLL.contains(&call) || OLD_POLL.contains(&call) => WaitKind::Poll,
-        Some(_) => WaitKind::Other,
-        None if channel.starts_with("futex") => WaitKind::Futex,
-        None if channel.contains("pipe_read") || channel == "wait_for_partner" => WaitKind::Io,
-        None if channel.contains("nanosleep") => WaitKind::Sleep,
-        None if channel.contains("poll") || channel.contains("select") => WaitKind::Poll,
-        None => WaitKind::Other,
-    }
 }
 
 #[cfg(test)]
@@ -98,7 +89,7 @@ mod tests {
         let thread = MainThread::observe(std::process::id());
         assert!(!thread.is_stopped());
         assert!(thread.describe().is_some_and(|state| "RS".contains(state.state)));
-        assert_eq!(classify_wait(None, "futex_wait_queue"), WaitKind::Futex);
-        assert_eq!(classify_wait(Some(libc::SYS_read), ""), WaitKind::Io);
+        let thread = MainThread::observe(std::process::id());
+        assert!(thread.describe_blocked().is_some_and(|state| "RSD".contains(state.state)));
     }
 }

@@ -1,7 +1,7 @@
 //! The part of the controller's state machine that waits for the evidence of a job that hangs, and
 //! adds the verdict to the root cause.
 use super::{ControllerAction, ControllerCore, FailureReason, HostIndex, RootCause};
-use crate::controller::hang_verdict::{describe_verdict, find_verdict};
+use crate::controller::{hang_text::describe_verdict, hang_verdict::find_verdict};
 use protocol::hang::{HangFile, HangVerdict, RankEvidence};
 use std::time::Duration;
 
@@ -34,7 +34,9 @@ impl ControllerCore {
         let verdict = find_verdict(&self.evidence);
         let evidence = std::mem::take(&mut self.evidence);
         *field = Some(Box::new(verdict.clone()));
-        cause.message = format!("{}; {}", cause.message, describe_verdict(&verdict));
+        let path = self.setup.run_dir.join(HangFile::name(self.attempt));
+        let text = describe_verdict(&verdict);
+        cause.message = format!("{text}; {}; evidence: {}", cause.message, path.display());
         let file = HangFile { verdict, evidence };
         self.actions.push(ControllerAction::WriteHangFile { attempt: self.attempt, file });
     }

@@ -49,6 +49,7 @@ pub(super) fn create_setup(hosts: u32, builtin: bool) -> CoreSetup {
         min_hosts: hosts as usize,
         seed: 1,
         arrival: AgentArrival::default(),
+        run_dir: "/run".into(),
     }
 }
 

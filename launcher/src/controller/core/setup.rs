@@ -2,7 +2,7 @@
 use crate::cluster::AgentArrival;
 use jobspec::{ControllerLossAction, JobSpec, MinHosts};
 use protocol::control::ControllerToken;
-use std::time::Duration;
+use std::{path::PathBuf, time::Duration};
 
 /// The time that an agent without a controller needs to end its workers.
 const ORPHAN_END_TIME: Duration = Duration::from_secs(10);
@@ -51,6 +51,8 @@ pub(crate) struct CoreSetup {
     pub(crate) seed: u64,
     /// The time limits for agents that were requested, and how often a lost agent is awaited again.
     pub(crate) arrival: AgentArrival,
+    /// The run directory, which messages for the user name.
+    pub(crate) run_dir: PathBuf,
 }
 
 impl CoreSetup {
@@ -90,6 +92,7 @@ impl CoreSetup {
             min_hosts,
             seed,
             arrival: AgentArrival::default(),
+            run_dir: PathBuf::new(),
         }
     }
 }

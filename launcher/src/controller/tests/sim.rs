@@ -139,6 +139,7 @@ impl SimScenario {
             min_hosts: self.min_hosts,
             seed: self.seed,
             arrival: AgentArrival::default(),
+            run_dir: "/run".into(),
         }
     }
 

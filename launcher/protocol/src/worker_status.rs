@@ -1,0 +1,118 @@
+//! [`WorkerStatus`]: what a built-in worker does, in a form that its agent reads from shared memory
+//! without the help of the worker, which may be stopped or stuck.
+use std::borrow::Cow;
+
+/// The size of an encoded status in bytes. The status of the worker with local rank r begins at
+/// byte r × `STATUS_BYTES` of the shared memory.
+pub const STATUS_BYTES: usize = 128;
+/// The version of the encoding.
+const VERSION: u32 = 1;
+/// The byte ranges of the fields.
+const COLLECTIVE: std::ops::Range<usize> = 32..64;
+const TASK: std::ops::Range<usize> = 64..120;
+/// The first byte of the checksum of all earlier bytes.
+const CHECKSUM: usize = 120;
+/// The number that stands for an unknown number of completed collectives.
+const UNKNOWN: u64 = u64::MAX;
+
+/// What a built-in worker does: its task, and the numbers of its collectives.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct WorkerStatus {
+    /// The number of the attempt.
+    pub attempt: u32,
+    /// The number of optimizer steps that are done.
+    pub step: u64,
+    /// The number of collectives that the worker has entered in this attempt.
+    pub entered: u64,
+    /// The number of collectives that the worker has completed in this attempt; `None` if the
+    /// device runs them after the call has returned.
+    pub completed: Option<u64>,
+    /// The name of the collective that the worker has entered last; empty before the first one.
+    pub collective: Cow<'static, str>,
+    /// What the thread that trains does, such as `training`.
+    pub task: Cow<'static, str>,
+}
+
+impl WorkerStatus {
+    /// Encodes the status. Truncates long texts.
+    pub fn encode(&self) -> [u8; STATUS_BYTES] {
+        let mut bytes = [0; STATUS_BYTES];
+        bytes[0..4].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[4..8].copy_from_slice(&self.attempt.to_le_bytes());
+        let numbers = [self.step, self.entered, self.completed.unwrap_or(UNKNOWN)];
+        for (field, number) in bytes[8..32].chunks_exact_mut(8).zip(numbers) {
+            field.copy_from_slice(&number.to_le_bytes());
+        }
+        for (range, text) in [(COLLECTIVE, &self.collective), (TASK, &self.task)] {
+            let end = text.floor_char_boundary(range.len());
+            bytes[range.start..range.start + end].copy_from_slice(&text.as_bytes()[..end]);
+        }
+        let sum = compute_checksum(&bytes[..CHECKSUM]);
+        bytes[CHECKSUM..].copy_from_slice(&sum.to_le_bytes());
+        bytes
+    }
+
+    /// Decodes a status. Returns `None` if the worker has written none, or is just writing it.
+    pub fn decode(bytes: &[u8; STATUS_BYTES]) -> Option<WorkerStatus> {
+        let number = |at: usize| {
+            let mut number = [0; 8];
+            number.copy_from_slice(&bytes[at..at + 8]);
+            u64::from_le_bytes(number)
+        };
+        let text = |range: std::ops::Range<usize>| {
+            let text = String::from_utf8_lossy(&bytes[range]);
+            Cow::Owned(text.trim_end_matches('\0').to_owned())
+        };
+        let (version, attempt) = (number(0) as u32, (number(0) >> 32) as u32);
+        let is_valid = version == VERSION && number(CHECKSUM) == compute_checksum(&bytes[..CHECKSUM]);
+        is_valid.then(|| WorkerStatus {
+            attempt,
+            step: number(8),
+            entered: number(16),
+            completed: Some(number(24)).filter(|completed| *completed != UNKNOWN),
+            collective: text(COLLECTIVE),
+            task: text(TASK),
+        })
+    }
+}
+
+/// Computes a checksum of 64-bit words, in the manner of FNV-1a. A difference in one word always
+/// changes the result.
+fn compute_checksum(bytes: &[u8]) -> u64 {
+    bytes.chunks_exact(8).fold(0xcbf2_9ce4_8422_2325, |hash, word| {
+        let word = word.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte));
+        (hash ^ word).wrapping_mul(0x0000_0100_0000_01b3)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_status_survives_encoding() {
+        let status = WorkerStatus {
+            attempt: 3,
+            step: 1 << 40,
+            entered: 7,
+            completed: Some(6),
+            collective: "reduce_scatter_ordered".into(),
+            task: "training".into(),
+        };
+        assert_eq!(WorkerStatus::decode(&status.encode()), Some(status.clone()));
+        let unknown = WorkerStatus { completed: None, task: "ä".repeat(100).into(), ..status };
+        let decoded = WorkerStatus::decode(&unknown.encode()).expect("valid");
+        assert_eq!((decoded.completed, &*decoded.task), (None, "ä".repeat(28).as_str()));
+    }
+
+    #[test]
+    fn unwritten_and_incomplete_bytes_are_no_status() {
+        assert_eq!(WorkerStatus::decode(&[0; STATUS_BYTES]), None);
+        let mut bytes = WorkerStatus { entered: 5, ..WorkerStatus::default() }.encode();
+        for index in 0..STATUS_BYTES {
+            bytes[index] ^= 1;
+            assert_eq!(WorkerStatus::decode(&bytes), None, "byte {index}");
+            bytes[index] ^= 1;
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! Measures the activity of the workers, collects evidence about workers that hang, and writes
+//! their stacks.
+use super::AgentDriver;
+use crate::agent::{
+    activity,
+    core::AgentInput,
+    hang::{self, EvidenceRequest, HangingWorker, read_nccl_warnings},
+    stacks::{self, StackTarget},
+};
+use jobspec::ids::Rank;
+use protocol::{
+    control::{HostPlan, WorkerPlan},
+    hang::RankEvidence,
+};
+use std::{
+    sync::mpsc::sync_channel,
+    thread,
+    time::{Duration, Instant},
+};
+
+/// How long the agent waits for the stacks and the evidence. The stacks are left out if the kernel
+/// takes longer to describe the processes.
+const COLLECTION_TIMEOUT: Duration = Duration::from_secs(7);
+/// How long before a worker stops its progress the GPU driver may have reported the error that is
+/// the reason.
+const GPU_FAULT_LEAD: Duration = Duration::from_secs(120);
+
+impl AgentDriver {
+    /// Measures the activity of all workers and reports each measurement to the agent's state
+    /// machine.
+    pub(super) fn measure_activity(&mut self) {
+        let living: Vec<(u32, Rank)> = self.leaders.iter().map(|(pid, rank)| (*pid, *rank)).collect();
+        let pids: Vec<u32> = living.iter().map(|(pid, _)| *pid).collect();
+        for ((_, rank), measured) in living.into_iter().zip(activity::measure_activity(&pids)) {
+            self.handle_input(AgentInput::Activity {
+                rank,
+                ticks: measured.ticks,
+                stopped: measured.stopped,
+                collectives: self.count_collectives(rank),
+            });
+        }
+    }
+
+    /// Returns a number that changes when a worker enters or completes a collective. Returns `None`
+    /// if the worker has reported no collectives.
+    fn count_collectives(&self, rank: Rank) -> Option<u64> {
+        let plan = self.plan.as_ref()?;
+        let worker = plan.workers.iter().find(|worker| worker.rank == rank)?;
+        if worker.command.is_some() {
+            return self.hang_hook.as_ref()?.read_progress(rank);
+        }
+        let status = self.status_memory.as_ref()?.read(worker.local_rank, plan.attempt)?;
+        Some(status.entered.wrapping_add(status.completed.unwrap_or(0)))
+    }
+
+    /// Starts a thread that collects evidence about these workers, and writes their stacks to their
+    /// logs. Does not block.
+    pub(super) fn start_writing_stacks(&mut self, ranks: &[Rank]) {
+        let Some(plan) = self.plan.clone() else { return };
+        let workers: Vec<(&WorkerPlan, u32)> = ranks
+            .iter()
+            .filter_map(|rank| {
+                let worker = plan.workers.iter().find(|w| w.rank == *rank)?;
+                Some((worker, self.find_unreaped_pid(*rank)?))
+            })
+            .collect();
+        let targets: Vec<StackTarget> =
+            workers.iter().map(|(worker, pid)| StackTarget { pid: *pid, log: worker.log.clone() }).collect();
+        let request = self.build_evidence_request(&plan, &workers);
+        let (written, attempt) = (self.stacks_written.0.clone(), plan.attempt);
+        let work = move || {
+            let begin = Instant::now();
+            let (done, stacks_done) = sync_channel(1);
+            let write = move || {
+                let warnings: Vec<_> = targets.iter().map(|target| read_nccl_warnings(&target.log)).collect();
+                stacks::write_stacks(&targets);
+                // An error means that the other thread has stopped waiting.
+                _ = done.send(warnings);
+            };
+            // Without the thread, the stacks and the warnings are left out.
+            _ = thread::Builder::new().name("stacks".into()).spawn(write);
+            let mut evidence = hang::collect_evidence(request);
+            // A stalled disk of the logs, or a description of a process, may block the thread.
+            let stacks_done = stacks_done.recv_timeout(COLLECTION_TIMEOUT.saturating_sub(begin.elapsed()));
+            for (evidence, warnings) in evidence.iter_mut().zip(stacks_done.unwrap_or_default()) {
+                evidence.nccl_warnings = warnings;
+            }
+            // An error means that the driver has stopped waiting.
+            _ = written.blocking_send((attempt, evidence));
+        };
+        // If the thread cannot be started, the core stops waiting after a timeout.
+        _ = thread::Builder::new().name("hang-evidence".into()).spawn(work);
+    }
+
+    /// Builds the request for evidence about these workers, each with its pid.
+    fn build_evidence_request(&mut self, plan: &HostPlan, workers: &[(&WorkerPlan, u32)]) -> EvidenceRequest {
+        let window = Duration::from_millis(plan.job.run.hang_timeout_ms.unwrap_or(0)) + GPU_FAULT_LEAD;
+        let pids: Vec<u32> = workers.iter().map(|(_, pid)| *pid).collect();
+        let trees = activity::list_process_trees(&pids);
+        let mut host_gpu_faults = self.gpu_faults.list_faults_without_process(window);
+        let workers = workers.iter().zip(trees).map(|((worker, pid), tree)| HangingWorker {
+            rank: worker.rank,
+            pid: *pid,
+            local_rank: worker.local_rank,
+            is_builtin: worker.command.is_none(),
+            gpu_faults: self.gpu_faults.list_faults_of(&tree),
+            host_gpu_faults: std::mem::take(&mut host_gpu_faults),
+            tree,
+        });
+        EvidenceRequest {
+            workers: workers.collect(),
+            hook_directory: self.hang_hook.as_ref().map(|hook| hook.path().to_owned()),
+            status: self.status_memory.clone(),
+            attempt: plan.attempt,
+            world: plan.world,
+        }
+    }
+
+    /// Returns the input by which the agent's state machine learns that the stacks of the workers
+    /// of `attempt` were written. For an earlier attempt, the input is a tick.
+    pub(super) fn on_stacks_written(&self, (attempt, evidence): (u32, Vec<RankEvidence>)) -> AgentInput {
+        let now = self.plan.as_ref().map(|plan| plan.attempt);
+        if now == Some(attempt) { AgentInput::StacksWritten { evidence } } else { AgentInput::Tick }
+    }
+}

@@ -1,0 +1,125 @@
+//! [`StatusMemory`]: the memory to which the built-in workers of a host write their status, and the
+//! evidence that a status contains.
+use crate::agent::process;
+use jobspec::ids::Rank;
+use protocol::{
+    hang::{CollectiveEntry, GroupCounters, RankEvidence, ThreadState},
+    worker_status::{STATUS_BYTES, WorkerStatus},
+};
+use std::{
+    fs::File,
+    io,
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::fs::FileExt,
+    },
+    thread,
+    time::Duration,
+};
+
+/// The name of the group of all ranks in the evidence.
+const GROUP: &str = "world";
+/// The name of the backend in the evidence.
+const BACKEND: &str = "launch";
+/// How often the agent reads a status that a worker is just writing.
+const READ_TRIES: usize = 5;
+/// The pause between two tries.
+const READ_PAUSE: Duration = Duration::from_millis(1);
+
+/// The memory to which the built-in workers of a host write their status. It outlives attempts.
+pub(in crate::agent) struct StatusMemory(File);
+
+impl StatusMemory {
+    /// Creates the memory.
+    pub(in crate::agent) fn create() -> io::Result<StatusMemory> {
+        process::create_status_memory().map(|memory| StatusMemory(memory.into()))
+    }
+
+    /// Makes the memory large enough for so many workers.
+    pub(in crate::agent) fn reserve(&self, workers: usize) -> io::Result<()> {
+        let bytes = (workers * STATUS_BYTES) as u64;
+        if self.0.metadata()?.len() < bytes { self.0.set_len(bytes) } else { Ok(()) }
+    }
+
+    /// Reads the status of the worker with this local rank. Returns `None` if the worker has
+    /// written none in this attempt.
+    pub(in crate::agent) fn read(&self, local_rank: u32, attempt: u32) -> Option<WorkerStatus> {
+        let mut bytes = [0; STATUS_BYTES];
+        for _ in 0..READ_TRIES {
+            self.0.read_exact_at(&mut bytes, u64::from(local_rank) * STATUS_BYTES as u64).ok()?;
+            if let Some(status) = WorkerStatus::decode(&bytes) {
+                return Some(status).filter(|status| status.attempt == attempt);
+            }
+            thread::sleep(READ_PAUSE);
+        }
+        None
+    }
+}
+
+impl AsFd for StatusMemory {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// Builds the evidence about a built-in worker of a job with `world` ranks from its status.
+pub(super) fn build_evidence(
+    status: WorkerStatus,
+    (rank, world): (Rank, u32),
+    thread: Option<ThreadState>,
+) -> RankEvidence {
+    let to_number = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
+    let (entered, completed) = (to_number(status.entered), status.completed.map_or(-1, to_number));
+    let entry = CollectiveEntry {
+        group: GROUP.to_owned(),
+        seq: entered,
+        operation: status.collective.into_owned(),
+        // A device may still run the collective.
+        retired: completed < 0 || completed >= entered,
+        ..CollectiveEntry::default()
+    };
+    RankEvidence {
+        rank,
+        groups: vec![GroupCounters {
+            name: GROUP.to_owned(),
+            backend: BACKEND.to_owned(),
+            ranks: (0..world).collect(),
+            enqueued: entered,
+            completed,
+        }],
+        entries: if entered > 0 { vec![entry] } else { Vec::new() },
+        answered: true,
+        in_native_call: true,
+        thread,
+        task: Some(format!("{} (step {})", status.task, status.step.saturating_add(1))),
+        ..RankEvidence::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_status_of_the_attempt_is_read() {
+        let memory = StatusMemory::create().expect("memory");
+        memory.reserve(2).expect("reserved");
+        assert_eq!(memory.read(1, 0), None, "nothing was written");
+        let status = WorkerStatus {
+            attempt: 4,
+            entered: 9,
+            completed: Some(8),
+            collective: "all_reduce".into(),
+            task: "training".into(),
+            ..WorkerStatus::default()
+        };
+        memory.0.write_all_at(&status.encode(), STATUS_BYTES as u64).expect("written");
+        memory.reserve(1).expect("kept");
+        assert_eq!(memory.read(1, 4), Some(status.clone()));
+        assert_eq!((memory.read(1, 5), memory.read(0, 4), memory.read(2, 4)), (None, None, None));
+        let evidence = build_evidence(status, (6, 8), None);
+        assert_eq!((evidence.groups[0].enqueued, evidence.groups[0].completed), (9, 8));
+        assert_eq!((evidence.entries[0].seq, evidence.entries[0].retired), (9, false));
+        assert_eq!(evidence.task.as_deref(), Some("training (step 1)"));
+    }
+}

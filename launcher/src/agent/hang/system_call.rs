@@ -1,0 +1,168 @@
+//! [`SystemCall`]: the system call in which a thread of another process waits, and the file that the
+//! call uses.
+use protocol::hang::WaitKind;
+use std::{fs, fs::File, os::unix::fs::FileExt};
+
+/// The longest path that is read from the memory of a process, in bytes.
+const MAX_PATH_BYTES: usize = 400;
+/// The size of the pages of memory. A path may end just before a page that does not exist.
+const PAGE_BYTES: u64 = 4096;
+
+/// The calls that use the descriptor in their first argument, and wait for data or for a disk.
+const DESCRIPTOR_CALLS: [i64; 17] = [
+    libc::SYS_read,
+    libc::SYS_write,
+    libc::SYS_pread64,
+    libc::SYS_pwrite64,
+    libc::SYS_readv,
+    libc::SYS_writev,
+    libc::SYS_preadv,
+    libc::SYS_pwritev,
+    libc::SYS_recvfrom,
+    libc::SYS_recvmsg,
+    libc::SYS_fsync,
+    libc::SYS_fdatasync,
+    libc::SYS_ftruncate,
+    libc::SYS_fallocate,
+    libc::SYS_fstat,
+    libc::SYS_getdents64,
+    libc::SYS_flock,
+];
+/// The calls whose second argument is a path.
+const PATH_CALLS: [i64; 7] = [
+    libc::SYS_openat,
+    libc::SYS_newfstatat,
+    libc::SYS_statx,
+    libc::SYS_faccessat,
+    libc::SYS_mkdirat,
+    libc::SYS_unlinkat,
+    libc::SYS_readlinkat,
+];
+/// The calls whose first argument is a path.
+#[cfg(target_arch = "x86_64")]
+const OLD_PATH_CALLS: [i64; 6] =
+    [libc::SYS_open, libc::SYS_stat, libc::SYS_lstat, libc::SYS_access, libc::SYS_mkdir, libc::SYS_unlink];
+#[cfg(not(target_arch = "x86_64"))]
+const OLD_PATH_CALLS: [i64; 0] = [];
+const SLEEP_CALLS: [i64; 2] = [libc::SYS_nanosleep, libc::SYS_clock_nanosleep];
+const POLL_CALLS: [i64; 3] = [libc::SYS_ppoll, libc::SYS_pselect6, libc::SYS_epoll_pwait];
+#[cfg(target_arch = "x86_64")]
+const OLD_POLL_CALLS: [i64; 3] = [libc::SYS_poll, libc::SYS_select, libc::SYS_epoll_wait];
+#[cfg(not(target_arch = "x86_64"))]
+const OLD_POLL_CALLS: [i64; 0] = [];
+
+/// The system call in which a thread waits.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct SystemCall {
+    number: i64,
+    /// The first two arguments.
+    arguments: [u64; 2],
+}
+
+impl SystemCall {
+    /// Parses the file `/proc/PID/task/THREAD/syscall`. Returns `None` if the thread runs, or is in
+    /// no system call.
+    pub(super) fn parse(text: &str) -> Option<SystemCall> {
+        let mut fields = text.split_whitespace();
+        let number = fields.next()?.parse().ok().filter(|number| *number >= 0)?;
+        let mut argument = || u64::from_str_radix(fields.next()?.strip_prefix("0x")?, 16).ok();
+        Some(SystemCall { number, arguments: [argument()?, argument()?] })
+    }
+
+    /// Returns whether the call waits for data of a file, pipe or socket, or for a disk.
+    fn is_io(&self) -> bool {
+        let number = &self.number;
+        DESCRIPTOR_CALLS.contains(number) || PATH_CALLS.contains(number) || OLD_PATH_CALLS.contains(number)
+    }
+
+    /// Returns the path of the file that the call of the process `pid` uses. Returns `None` if the
+    /// call uses no file, or if this process may not read the path.
+    pub(super) fn find_file(&self, pid: u32) -> Option<String> {
+        let [first, second] = self.arguments;
+        if DESCRIPTOR_CALLS.contains(&self.number) {
+            let path = fs::read_link(format!("/proc/{pid}/fd/{}", first as i32)).ok()?;
+            // Pipes and sockets have no path.
+            return path.is_absolute().then(|| truncate(&path.to_string_lossy()));
+        }
+        match () {
+            () if PATH_CALLS.contains(&self.number) => read_text(pid, second),
+            () if OLD_PATH_CALLS.contains(&self.number) => read_text(pid, first),
+            () => None,
+        }
+    }
+}
+
+/// Finds out what a thread waits for, from its system call or, if the call is unknown, from the
+/// function of the kernel in which the thread waits.
+pub(super) fn classify_wait(call: Option<&SystemCall>, channel: &str) -> WaitKind {
+    match call {
+        Some(call) if call.number == libc::SYS_futex => WaitKind::Futex,
+        Some(call) if call.is_io() => WaitKind::Io,
+        Some(call) if SLEEP_CALLS.contains(&call.number) => WaitKind::Sleep,
+        Some(call) if POLL_CALLS.contains(&call.number) || OLD_POLL_CALLS.contains(&call.number) => {
+            WaitKind::Poll
+        }
+        Some(_) => WaitKind::Other,
+        None if channel.starts_with("futex") => WaitKind::Futex,
+        None if channel.contains("pipe_read") || channel == "wait_for_partner" => WaitKind::Io,
+        None if channel.starts_with("request_wait") || channel.starts_with("folio_wait") => WaitKind::Io,
+        None if channel.contains("nanosleep") => WaitKind::Sleep,
+        None if channel.contains("poll") || channel.contains("select") => WaitKind::Poll,
+        None => WaitKind::Other,
+    }
+}
+
+/// Reads a text that ends with a zero byte from the memory of a process. Returns `None` if the text
+/// is empty, or if this process may not read it.
+fn read_text(pid: u32, address: u64) -> Option<String> {
+    let memory = File::open(format!("/proc/{pid}/mem")).ok()?;
+    let mut text = Vec::new();
+    while text.len() < MAX_PATH_BYTES {
+        let at = address.checked_add(text.len() as u64)?;
+        let in_page = (PAGE_BYTES - at % PAGE_BYTES) as usize;
+        let mut bytes = vec![0; in_page.min(MAX_PATH_BYTES - text.len())];
+        memory.read_exact_at(&mut bytes, at).ok()?;
+        let end = bytes.iter().position(|byte| *byte == 0);
+        text.extend_from_slice(&bytes[..end.unwrap_or(bytes.len())]);
+        if end.is_some() {
+            break;
+        }
+    }
+    Some(truncate(&String::from_utf8_lossy(&text))).filter(|text| !text.is_empty())
+}
+
+/// Truncates a path to [`MAX_PATH_BYTES`].
+fn truncate(path: &str) -> String {
+    path[..path.floor_char_boundary(MAX_PATH_BYTES)].to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsRawFd;
+
+    #[test]
+    fn system_calls_are_parsed_and_classified() {
+        let read = SystemCall::parse(&format!("{} 0x3 0x7ffe 0x10 0x0 0x0 0x0 0x1 0x2", libc::SYS_read));
+        assert_eq!(read.as_ref().map(|call| call.arguments), Some([3, 0x7ffe]));
+        assert_eq!(classify_wait(read.as_ref(), ""), WaitKind::Io);
+        for text in ["running", "-1 0x7ffe 0x7f01", "", "0", "0 3 4"] {
+            assert_eq!(SystemCall::parse(text), None, "{text}");
+        }
+        assert_eq!(classify_wait(None, "futex_wait_queue"), WaitKind::Futex);
+    }
+
+    #[test]
+    fn the_file_of_a_call_is_found() {
+        let (file, pid) = (File::open("/proc/self/exe").expect("open"), std::process::id());
+        let path = fs::read_link("/proc/self/exe").expect("a path").display().to_string();
+        let call = |number, arguments| SystemCall { number, arguments };
+        let descriptor = file.as_raw_fd() as u64;
+        assert_eq!(call(libc::SYS_read, [descriptor, 0]).find_file(pid), Some(truncate(&path)));
+        let text = c"data/tokens.bin";
+        let address = text.as_ptr() as u64;
+        assert_eq!(call(libc::SYS_openat, [0, address]).find_file(pid).as_deref(), Some("data/tokens.bin"));
+        assert_eq!(call(libc::SYS_openat, [0, 0]).find_file(pid), None, "the address is not mapped");
+        assert_eq!(call(libc::SYS_futex, [address, 0]).find_file(pid), None);
+    }
+}

@@ -1,0 +1,157 @@
+//! [`ObservedComm`]: a communicator that reports to an observer which collectives a rank enters and
+//! completes.
+use crate::{AbortReason, CollectiveKind, Comm, LinkDelays, PartialSink, Result, SharedWindow};
+use device::{Dtype, View, ViewMut};
+use std::sync::Arc;
+
+/// Receives the calls of collectives of one rank. The functions must be fast, because the rank
+/// waits for them.
+pub trait CallObserver: Send + Sync {
+    /// The rank enters a collective.
+    fn on_enter(&self, kind: CollectiveKind);
+    /// The call of the collective that the rank has entered last has succeeded.
+    fn on_return(&self);
+}
+
+/// A communicator that reports each collective to an observer, and then calls another communicator.
+pub struct ObservedComm {
+    inner: Arc<dyn Comm>,
+    observer: Arc<dyn CallObserver>,
+}
+
+impl ObservedComm {
+    /// Creates a communicator that calls `inner`.
+    pub fn new(inner: Arc<dyn Comm>, observer: Arc<dyn CallObserver>) -> Self {
+        ObservedComm { inner, observer }
+    }
+
+    /// Runs the collective `call` on the inner communicator, between two reports.
+    fn observe<T>(&self, kind: CollectiveKind, call: impl FnOnce(&dyn Comm) -> Result<T>) -> Result<T> {
+        self.observer.on_enter(kind);
+        let result = call(self.inner.as_ref())?;
+        self.observer.on_return();
+        Ok(result)
+    }
+}
+
+impl Comm for ObservedComm {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn world(&self) -> usize {
+        self.inner.world()
+    }
+
+    fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
+        self.observe(CollectiveKind::AllGather, |comm| comm.all_gather(recv, send, counts))
+    }
+
+    fn reduce_scatter_ordered(
+        &self,
+        partials: &[View],
+        partial_counts: &[usize],
+        counts: &[usize],
+        sink: &mut PartialSink,
+    ) -> Result<()> {
+        let call = |comm: &dyn Comm| comm.reduce_scatter_ordered(partials, partial_counts, counts, sink);
+        self.observe(CollectiveKind::ReduceScatterOrdered, call)
+    }
+
+    fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
+        self.observe(CollectiveKind::ReduceScatter, |comm| comm.reduce_scatter(recv, send, counts))
+    }
+
+    fn all_reduce(&self, x: ViewMut) -> Result<()> {
+        self.observe(CollectiveKind::AllReduce, |comm| comm.all_reduce(x))
+    }
+
+    fn broadcast(&self, x: ViewMut, root: usize) -> Result<()> {
+        self.observe(CollectiveKind::Broadcast, |comm| comm.broadcast(x, root))
+    }
+
+    fn all_to_all(
+        &self,
+        recv: ViewMut,
+        recv_counts: &[usize],
+        send: View,
+        send_counts: &[usize],
+    ) -> Result<()> {
+        let call = |comm: &dyn Comm| comm.all_to_all(recv, recv_counts, send, send_counts);
+        self.observe(CollectiveKind::AllToAll, call)
+    }
+
+    fn all_to_all_bytes(
+        &self,
+        recv: &mut [u8],
+        recv_counts: &[usize],
+        send: &[u8],
+        send_counts: &[usize],
+    ) -> Result<()> {
+        let call = |comm: &dyn Comm| comm.all_to_all_bytes(recv, recv_counts, send, send_counts);
+        self.observe(CollectiveKind::AllToAll, call)
+    }
+
+    fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.observe(CollectiveKind::AllGatherBytes, |comm| comm.all_gather_bytes(bytes))
+    }
+
+    fn shared_window(&self, dtype: Dtype, counts: &[usize]) -> Result<Option<SharedWindow>> {
+        self.observe(CollectiveKind::SharedWindow, |comm| comm.shared_window(dtype, counts))
+    }
+
+    fn take_link_delays(&self) -> Option<LinkDelays> {
+        self.inner.take_link_delays()
+    }
+
+    fn barrier(&self) -> Result<()> {
+        self.observe(CollectiveKind::Barrier, |comm| comm.barrier())
+    }
+
+    fn abort(&self, reason: &str) {
+        self.inner.abort(reason);
+    }
+
+    fn abort_reason(&self) -> Option<AbortReason> {
+        self.inner.abort_reason()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{CommError, local};
+    use std::sync::Mutex;
+
+    /// The calls of a rank: `Some` for each entered collective, `None` for each return.
+    #[derive(Default)]
+    struct RecordedCalls(Mutex<Vec<Option<CollectiveKind>>>);
+
+    impl CallObserver for RecordedCalls {
+        fn on_enter(&self, kind: CollectiveKind) {
+            self.0.lock().unwrap().push(Some(kind));
+        }
+
+        fn on_return(&self) {
+            self.0.lock().unwrap().push(None);
+        }
+    }
+
+    #[test]
+    fn entered_and_completed_collectives_are_reported() {
+        let calls = Arc::new(RecordedCalls::default());
+        let comm = ObservedComm::new(Arc::new(local::create_group(1).remove(0)), calls.clone());
+        comm.barrier().unwrap();
+        assert_eq!(comm.all_gather_u64(&[5]).unwrap(), [[5]]);
+        comm.abort("over");
+        assert!(matches!(comm.barrier(), Err(CommError::Aborted(_))), "a failed call does not return");
+        let expected = [
+            Some(CollectiveKind::Barrier),
+            None,
+            Some(CollectiveKind::AllGatherBytes),
+            None,
+            Some(CollectiveKind::Barrier),
+        ];
+        assert_eq!(*calls.0.lock().unwrap(), expected);
+    }
+}

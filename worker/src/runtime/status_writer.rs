@@ -1,0 +1,139 @@
+//! [`StatusWriter`]: writes what this rank does to memory that its agent reads.
+//!
+//! The agent finds out where a rank is that neither runs nor answers. Each write is one system call
+//! on a memfd, which takes about a microsecond, so a rank that is stopped leaves the state of this
+//! moment.
+use crate::{error::Result, model::MicroBatch, train::step::SampleSource};
+use comm::{CallObserver, CollectiveKind};
+use protocol::{
+    control::WorkerInit,
+    event::WorkerPhase,
+    worker_status::{STATUS_BYTES, WorkerStatus},
+};
+use std::{
+    fs::File,
+    os::{fd::OwnedFd, unix::fs::FileExt},
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+/// Writes the status of this rank to the memory that its agent reads.
+#[derive(Default)]
+pub(super) struct StatusWriter(Mutex<StatusSlot>);
+
+/// The part of the memory that belongs to this rank, and the status that was written last.
+#[derive(Default)]
+struct StatusSlot {
+    /// The memory; `None` if the process inherited none.
+    memory: Option<File>,
+    /// The position of this rank's status in the memory.
+    offset: u64,
+    /// Whether collectives may run after their calls have returned.
+    is_asynchronous: bool,
+    status: WorkerStatus,
+}
+
+impl StatusSlot {
+    /// Writes the status. Without it, the agent has less evidence about a hang.
+    fn write(&self) {
+        if let Some(memory) = &self.memory {
+            _ = memory.write_all_at(&self.status.encode(), self.offset);
+        }
+    }
+}
+
+impl StatusWriter {
+    /// Creates a writer to `memory`. With `None`, the status is not written.
+    pub(super) fn new(memory: Option<OwnedFd>) -> Self {
+        StatusWriter(Mutex::new(StatusSlot { memory: memory.map(File::from), ..StatusSlot::default() }))
+    }
+
+    /// Locks the status.
+    fn lock(&self) -> MutexGuard<'_, StatusSlot> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins the status of an attempt, before this rank connects to the others.
+    pub(super) fn begin_attempt(&self, init: &WorkerInit) {
+        let mut slot = self.lock();
+        slot.offset = u64::from(init.local_rank) * STATUS_BYTES as u64;
+        slot.is_asynchronous = init.job.cluster.trains_on_gpus();
+        slot.status = WorkerStatus {
+            attempt: init.attempt,
+            completed: (!slot.is_asynchronous).then_some(0),
+            task: describe_phase(WorkerPhase::Starting).into(),
+            ..WorkerStatus::default()
+        };
+        slot.write();
+    }
+
+    /// Sets what the thread that trains does, as a phrase such as `reading samples`.
+    pub(super) fn set_task(&self, task: &'static str) {
+        let mut slot = self.lock();
+        slot.status.task = task.into();
+        slot.write();
+    }
+
+    /// Sets the task to that of a phase.
+    pub(super) fn set_phase(&self, phase: WorkerPhase) {
+        self.set_task(describe_phase(phase));
+    }
+
+    /// Sets the number of optimizer steps that are done.
+    pub(super) fn set_step(&self, step: u64) {
+        let mut slot = self.lock();
+        slot.status.step = step;
+        slot.write();
+    }
+}
+
+/// Returns what a rank does in a phase.
+fn describe_phase(phase: WorkerPhase) -> &'static str {
+    match phase {
+        WorkerPhase::Starting => "starting",
+        WorkerPhase::Resuming => "initializing the training state",
+        WorkerPhase::Training => "training",
+        WorkerPhase::Evaluating => "evaluating",
+        WorkerPhase::Saving => "saving a checkpoint",
+        WorkerPhase::Gathering => "gathering the weights",
+        WorkerPhase::Ending => "ending",
+    }
+}
+
+impl CallObserver for StatusWriter {
+    fn on_enter(&self, kind: CollectiveKind) {
+        let mut slot = self.lock();
+        slot.status.entered += 1;
+        slot.status.collective = kind.name().into();
+        slot.write();
+    }
+
+    fn on_return(&self) {
+        let mut slot = self.lock();
+        if !slot.is_asynchronous {
+            slot.status.completed = Some(slot.status.entered);
+            slot.write();
+        }
+    }
+}
+
+/// Samples whose reading is part of the status of the rank.
+pub(super) struct ReportedSamples<'a> {
+    /// The samples.
+    pub(super) source: &'a dyn SampleSource,
+    /// The status of the rank.
+    pub(super) status: &'a StatusWriter,
+    /// The number of steps after which the rank never returns from reading samples, for tests.
+    pub(super) loops_after: Option<u64>,
+}
+
+impl SampleSource for ReportedSamples<'_> {
+    fn fill(&self, first: u64, batch: &mut MicroBatch) -> Result<()> {
+        self.status.set_task("reading samples");
+        while self.loops_after.is_some_and(|steps| self.status.lock().status.step == steps) {
+            std::hint::spin_loop();
+        }
+        let result = self.source.fill(first, batch);
+        self.status.set_phase(WorkerPhase::Training);
+        result
+    }
+}
