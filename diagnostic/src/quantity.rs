@@ -17,8 +17,8 @@ pub fn format_duration(seconds: f64) -> String {
     if seconds < 10.0 { format!("{seconds:.1} s") } else { format_clock(seconds) }
 }
 
-/// Formats the duration of a step, given in seconds: `8.5 ms`, `250.0 ms`, and from one second on as
-/// [`format_duration`].
+/// Formats the duration of a step, given in seconds: `8.5 ms`, `250.0 ms`, and from one second on
+/// as [`format_duration`].
 pub fn format_step_time(seconds: f64) -> String {
     if seconds < 1.0 { format!("{:.1} ms", seconds * 1e3) } else { format_duration(seconds) }
 }
