@@ -70,8 +70,8 @@ fn run_hanging_script(test: &str, mode: &str) -> Option<Value> {
     Some(reason)
 }
 
-/// Checks that rank 1 is named in `hold_up`, doing `activity`, while rank 0 waits. Returns the place
-/// of rank 1, or `None` if torch is missing.
+/// Checks that rank 1 is named in `hold_up`, doing `activity`, while rank 0 waits. Returns the
+/// place of rank 1, or `None` if torch is missing.
 fn assert_holds_up(test: &str, mode: &str, activity: &str) -> Option<Value> {
     let reason = run_hanging_script(test, mode)?;
     let verdict = &reason["verdict"];

@@ -264,8 +264,8 @@ pub struct RankCall {
     pub inputs: String,
     /// The types of the inputs, as text.
     pub dtypes: String,
-    /// The frame of the program in which the first of the ranks has called the collective; `None` if
-    /// unknown.
+    /// The frame of the program in which the first of the ranks has called the collective; `None`
+    /// if unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub frame: Option<StackFrame>,
 }

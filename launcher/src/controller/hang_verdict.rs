@@ -267,7 +267,8 @@ fn build_verdict(
     }
 }
 
-/// Returns whether an activity prevents a rank from taking part in a collective that it has entered.
+/// Returns whether an activity prevents a rank from taking part in a collective that it has
+/// entered.
 fn cannot_run(activity: &RankActivity) -> bool {
     matches!(activity, RankActivity::Stopped | RankActivity::Uninterruptible { .. } | RankActivity::Ended)
 }
@@ -308,8 +309,8 @@ fn locate_rank(rank: Rank, evidence: Option<&RankEvidence>) -> RankPlace {
     }
 }
 
-/// Returns the innermost frame of a rank's stack that belongs to the program, or the innermost frame
-/// if all belong to libraries.
+/// Returns the innermost frame of a rank's stack that belongs to the program, or the innermost
+/// frame if all belong to libraries.
 fn find_program_frame(evidence: &RankEvidence) -> Option<StackFrame> {
     let is_library = |frame: &StackFrame| LIBRARY_PATHS.iter().any(|part| frame.file.contains(part));
     evidence.stack.iter().find(|frame| !is_library(frame)).or(evidence.stack.first()).cloned()

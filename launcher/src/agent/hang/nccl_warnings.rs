@@ -15,8 +15,8 @@ const MAX_WARNING_BYTES: usize = 300;
 /// The text that NCCL writes before a warning.
 const WARNING: &str = " NCCL WARN ";
 
-/// Returns the newest warnings of NCCL at the end of a log. Returns no warnings if the log cannot be
-/// read.
+/// Returns the newest warnings of NCCL at the end of a log. Returns no warnings if the log cannot
+/// be read.
 pub(in crate::agent) fn read_nccl_warnings(log: &Path) -> Vec<String> {
     let read = || {
         let mut file = open_own_file_without_links(log)?;

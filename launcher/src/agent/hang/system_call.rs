@@ -1,5 +1,5 @@
-//! [`SystemCall`]: the system call in which a thread of another process waits, and the file that the
-//! call uses.
+//! [`SystemCall`]: the system call in which a thread of another process waits, and the file that
+//! the call uses.
 use protocol::hang::WaitKind;
 use std::{fs, fs::File, os::unix::fs::FileExt};
 

@@ -44,8 +44,8 @@ impl MainThread {
         Some(describe_thread(self.pid, self.pid, state, busy))
     }
 
-    /// Ends the observation, as [`MainThread::describe`] does. If the main thread waits, and another
-    /// thread waits in the kernel and cannot be interrupted, describes that thread.
+    /// Ends the observation, as [`MainThread::describe`] does. If the main thread waits, and
+    /// another thread waits in the kernel and cannot be interrupted, describes that thread.
     pub(super) fn describe_blocked(self) -> Option<ThreadState> {
         let pid = self.pid;
         let main = self.describe()?;
