@@ -142,7 +142,9 @@ impl ControllerCore {
         self.suspect = None;
         self.phase_deadline = None;
         self.state = AttemptState::Ending;
-        self.hosts[cause.host].failures += u32::from(had_started);
+        // A rank that was aborted because a peer failed is no evidence against its own host.
+        let blames_host = !matches!(cause.reason, FailureReason::AbortedByPeer);
+        self.hosts[cause.host].failures += u32::from(had_started && blames_host);
         self.no_restart = None;
         if had_started && !stopping {
             let jitter = self.compute_jitter();

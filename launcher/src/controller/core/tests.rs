@@ -158,6 +158,7 @@ fn an_aborted_rank_is_reported_when_no_other_failure_follows() {
     assert_eq!((report.rank, &report.reason), (Some(0), &FailureReason::AbortedByPeer));
     assert_eq!(report.diagnostics.len(), 1, "the final report of the rank");
     assert_eq!(find_kill_messages(&actions).len(), 1);
+    assert_eq!(harness.core.hosts[0].failures, 0, "the host of the rank is not blamed");
 }
 
 #[test]
