@@ -17,12 +17,6 @@ pub fn format_duration(seconds: f64) -> String {
     if seconds < 10.0 { format!("{seconds:.1} s") } else { format_clock(seconds) }
 }
 
-/// Formats the duration of a step, given in seconds: `8.5 ms`, `250.0 ms`, and from one second on
-/// as [`format_duration`].
-pub fn format_step_time(seconds: f64) -> String {
-    if seconds < 1.0 { format!("{:.1} ms", seconds * 1e3) } else { format_duration(seconds) }
-}
-
 /// Formats a duration, given in seconds, in clock notation: `0:07`, `12:34`, `1:02:03`. A value
 /// that is not finite counts as 0.
 pub fn format_clock(seconds: f64) -> String {
@@ -53,7 +47,6 @@ mod tests {
         let bytes = [0, 1023, 1536, u64::MAX].map(format_bytes);
         assert_eq!(bytes, ["0 B", "1023 B", "1.5 KiB", "16.0 EiB"]);
         assert_eq!([0.04, 75.0].map(format_duration), ["0.0 s", "1:15"]);
-        assert_eq!([0.0085, 0.25, 1.5].map(format_step_time), ["8.5 ms", "250.0 ms", "1.5 s"]);
         assert_eq!([7.4, 3723.0, f64::NAN].map(format_clock), ["0:07", "1:02:03", "0:00"]);
         assert_eq!([50, 30_000].map(|ms| format_seconds(Duration::from_millis(ms))), ["0.05 s", "30 s"]);
         assert_eq!([0u32, 1, 2].map(|n| format_count(n, "rank")), ["0 ranks", "1 rank", "2 ranks"]);

@@ -167,6 +167,11 @@ fn open_terminal(columns: u16, rows: u16) -> (fs::File, OwnedFd) {
         libc::openpty(&mut control, &mut terminal, std::ptr::null_mut(), std::ptr::null_mut(), &size)
     };
     assert_eq!(result, 0);
+    // The terminal is closed with the controlling end, so no child may inherit that end.
+    for fd in [control, terminal] {
+        // SAFETY: sets a flag of a descriptor that openpty has opened.
+        assert_eq!(unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) }, 0);
+    }
     // SAFETY: openpty has opened both descriptors, which nothing else owns.
     unsafe { (fs::File::from_raw_fd(control), OwnedFd::from_raw_fd(terminal)) }
 }

@@ -1,7 +1,7 @@
 //! Formats the hosts with their ranks and usage, for `launch top`.
 use dashboard::{RankState, RunSnapshot, SnapshotHost};
 use diagnostic::{
-    quantity::{format_bytes, format_step_time},
+    quantity::{format_bytes, format_duration},
     terminal_text::filter_line,
 };
 use protocol::{control::HostUsage, run_status::RunStatus};
@@ -95,7 +95,7 @@ pub(super) fn describe_rank(run: &RunSnapshot, rank: u32) -> String {
     let Some(status) = &run.status else { return text };
     let steps = status.step_times.steps.max(1) as f64;
     if let Some(times) = status.step_times.ranks.get(rank as usize) {
-        let seconds = |us: u64| format_step_time(us as f64 / 1e6 / steps);
+        let seconds = |us: u64| format_duration(us as f64 / 1e6 / steps);
         text.push_str(&format!(
             ", step {}: work {}, waiting {}",
             seconds(times.step_us),

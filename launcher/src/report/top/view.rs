@@ -6,7 +6,7 @@ use super::{
 use crate::{format::format_number, report::event_text::format_event};
 use dashboard::RunSnapshot;
 use diagnostic::{
-    quantity::{format_bytes, format_step_time},
+    quantity::{format_bytes, format_duration},
     terminal_text::filter_line,
 };
 use protocol::event::Event;
@@ -92,7 +92,7 @@ fn format_head(run: &RunSnapshot) -> Vec<Line<'static>> {
     let loss = number(run.loss, |loss| format!("{loss:.4}"));
     let eval = run.eval_loss.map_or_else(String::new, |loss| format!("  eval loss {loss:.4}"));
     let speed = number(run.tokens_per_s, |speed| format!("{} tokens/s", format_number(speed)));
-    let step_s = number(run.step_s, format_step_time);
+    let step_s = number(run.step_s, format_duration);
     let memory = run.peak_rss.map_or_else(|| "–".into(), format_bytes);
     vec![
         Line::from(vec![
