@@ -41,7 +41,7 @@ static ALLOCATOR: LimitedAllocator = LimitedAllocator;
 type Target = fn(&[u8]);
 
 /// The fuzz targets, each with its name. `fuzz/run` reads the names from these lines.
-const TARGETS: [(&str, Target); 37] = [
+const TARGETS: [(&str, Target); 38] = [
     ("adapter_config", |bytes| drop(ckpt::untrusted::parse_adapter_config(bytes))),
     ("dcp_metadata", |bytes| drop(ckpt::untrusted::parse_dcp_metadata(bytes))),
     ("manifest", |bytes| drop(ckpt::untrusted::parse_manifest(bytes))),
