@@ -93,7 +93,8 @@ fn start_shell(shell: &str, script: &str, workdir: &Path, hidden: &[String]) -> 
     let mut command = Command::new(shell);
     command.args(["-l", "-c", script]).current_dir(workdir);
     hidden.iter().for_each(|name| _ = command.env_remove(name));
-    // Tests do not read the profile of the user, which may wait for a lock that a killed shell has left.
+    // Tests do not read the profile of the user, which may wait for a lock that a killed shell has
+    // left.
     #[cfg(test)]
     command.env("HOME", "/nonexistent");
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
