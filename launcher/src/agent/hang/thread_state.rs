@@ -35,12 +35,14 @@ impl MainThread {
 
     /// Ends the observation. Returns `None` if the process has ended.
     pub(super) fn describe(self) -> Option<ThreadState> {
-        let (_, before) = self.observed?;
+        let (state_before, before) = self.observed?;
         let (state, ticks) =
             read_stat(self.pid, self.pid).filter(|(state, _)| !matches!(state, 'Z' | 'X'))?;
         let used = TICK * ticks.saturating_sub(before).try_into().unwrap_or(u32::MAX);
         let window = self.begin.elapsed().max(CPU_TIME_WINDOW);
-        let busy = used.as_secs_f64() >= BUSY_SHARE * window.as_secs_f64();
+        // A thread that waits for a CPU may get only a small share of it.
+        let is_runnable = (state_before, state) == ('R', 'R');
+        let busy = is_runnable || used.as_secs_f64() >= BUSY_SHARE * window.as_secs_f64();
         Some(describe_thread(self.pid, self.pid, state, busy))
     }
 
