@@ -33,8 +33,8 @@ use std::{
 /// The time without a message after which a built-in worker counts as failed. The time is
 /// long because a worker in a debugger or on a machine that swaps is silent, too.
 pub(crate) const WORKER_LEASE: Duration = Duration::from_secs(30);
-/// The time limit for writing the stacks of hanging workers. After this time, the workers are
-/// killed even if their stacks are not written.
+/// The time limit for writing the stacks of hanging workers, and for the wait until the controller
+/// has the evidence of all hosts. After this time, the workers are killed in any case.
 pub(crate) const STACKS_TIMEOUT: Duration = Duration::from_secs(8);
 /// The interval at which the agent measures the activity (CPU time) of its workers.
 pub(crate) const ACTIVITY_INTERVAL: Duration = Duration::from_secs(1);
@@ -493,7 +493,7 @@ impl AgentCore {
         }
         self.report_silent_workers(now);
         if now >= self.stacks_deadline {
-            self.on_stacks_written(now, Vec::new());
+            self.end_waiting_workers(now);
         }
         if now >= self.activity_at && self.state == AgentState::Running {
             self.activity_at = now + ACTIVITY_INTERVAL;

@@ -290,6 +290,33 @@ fn a_worker_that_starts_after_a_kill_request_is_ended_in_the_grace_period() {
 }
 
 #[test]
+fn workers_with_evidence_end_when_the_request_is_repeated_or_after_a_timeout() {
+    for repeated in [true, false] {
+        let mut core = create_core();
+        core.handle_input(ms(0), AgentInput::Controller(make_hello(PROTOCOL_VERSION)));
+        core.handle_input(ms(0), AgentInput::Controller(ToAgent::Start(Box::new(make_plan(&[false])))));
+        core.handle_input(ms(0), AgentInput::Prepared { attempt: 0 });
+        core.handle_input(ms(0), AgentInput::Spawned { rank: 0, pid: 5 });
+        let kill = |stacks| {
+            let reason = "no".into();
+            let kill = ToAgent::Kill { attempt: 0, stacks, reason, grace_ms: 30_000, leave_ms: None };
+            AgentInput::Controller(kill)
+        };
+        core.handle_input(ms(1), kill(true));
+        let evidence = vec![protocol::hang::RankEvidence::default()];
+        let commands = core.handle_input(ms(2), AgentInput::StacksWritten { evidence });
+        assert!(matches!(commands[..], [AgentAction::Send(FromAgent::HangEvidence { .. })]), "{commands:?}");
+        let ended = if repeated {
+            core.handle_input(ms(3), kill(false))
+        } else {
+            assert_eq!(select_signals(&core.handle_input(STACKS_TIMEOUT, AgentInput::Tick)), []);
+            core.handle_input(STACKS_TIMEOUT + ms(1), AgentInput::Tick)
+        };
+        assert_eq!(select_signals(&ended), [(0, GroupSignal::Terminate)], "repeated: {repeated}");
+    }
+}
+
+#[test]
 fn messages_to_a_worker_are_held_back_until_it_is_initialized() {
     let mut agent = TestAgent::start(&[true]);
     assert!(

@@ -25,15 +25,26 @@ impl AgentCore {
         self.end_workers(now, request);
     }
 
-    /// Executes the kill request that waited until the stacks of the workers were written.
-    /// Sends the `evidence` to the controller.
+    /// Sends the `evidence` to the controller. The workers then continue until the controller
+    /// repeats its kill request, because their end would end ranks on other hosts, about which
+    /// there may be no evidence yet. Without evidence, executes the kill request.
     pub(super) fn on_stacks_written(&mut self, now: Duration, evidence: Vec<RankEvidence>) {
+        if evidence.is_empty() {
+            return self.end_waiting_workers(now);
+        }
+        if self.kill_after_stacks.is_none() {
+            return; // the workers have ended or are ending
+        }
+        for evidence in evidence {
+            let attempt = self.attempt;
+            self.send_to_controller(FromAgent::HangEvidence { attempt, evidence: Box::new(evidence) });
+        }
+    }
+
+    /// Executes the kill request that waited until the stacks of the workers were written.
+    pub(super) fn end_waiting_workers(&mut self, now: Duration) {
         self.stacks_deadline = Duration::MAX;
         if let Some(request) = self.kill_after_stacks.take() {
-            for evidence in evidence {
-                let attempt = self.attempt;
-                self.send_to_controller(FromAgent::HangEvidence { attempt, evidence: Box::new(evidence) });
-            }
             self.end_workers(now, request);
         }
     }

@@ -1,8 +1,11 @@
 //! The part of the controller's state machine that waits for the evidence of a job that hangs, and
 //! adds the verdict to the root cause.
-use super::{ControllerAction, ControllerCore, FailureReason, HostIndex, RootCause};
+use super::{ABORT_GRACE, ControllerAction, ControllerCore, FailureReason, HostIndex, RootCause};
 use crate::controller::{hang_text::describe_verdict, hang_verdict::find_verdict};
-use protocol::hang::{HangFile, HangVerdict, RankEvidence};
+use protocol::{
+    control::ToAgent,
+    hang::{HangFile, HangVerdict, RankEvidence},
+};
 use std::time::Duration;
 
 /// How long the report of a hang waits for the evidence of all running workers.
@@ -39,6 +42,16 @@ impl ControllerCore {
         cause.message = format!("{text}; {}; evidence: {}", cause.message, path.display());
         let file = HangFile { verdict, evidence };
         self.actions.push(ControllerAction::WriteHangFile { attempt: self.attempt, file });
+        self.repeat_kill_request(text);
+    }
+
+    /// Repeats the request to kill the workers, which agents with evidence about them wait for.
+    fn repeat_kill_request(&mut self, reason: String) {
+        let grace = if self.setup.builtin { ABORT_GRACE } else { self.setup.grace };
+        let (attempt, grace_ms) = (self.attempt, grace.as_millis() as u64);
+        // Workers that hang cannot leave.
+        let kill = ToAgent::Kill { attempt, reason, grace_ms, stacks: false, leave_ms: None };
+        self.broadcast_to_agents(&kill);
     }
 }
 
