@@ -60,7 +60,7 @@ pub(crate) trait Transport {
     /// Returns those of [`Transport::child_processes`] whose process group is killed when the
     /// process has ended. `srun` is not among them, because its second process ends the tasks of a
     /// killed `srun`.
-    fn abandoned_group_leaders(&self) -> Vec<u32> {
+    fn leaders_of_killed_groups(&self) -> Vec<u32> {
         Vec::new()
     }
 

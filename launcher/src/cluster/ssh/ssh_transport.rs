@@ -210,7 +210,7 @@ impl Transport for SshTransport {
         list_running_children()
     }
 
-    fn abandoned_group_leaders(&self) -> Vec<u32> {
+    fn leaders_of_killed_groups(&self) -> Vec<u32> {
         list_running_children()
     }
 

@@ -18,8 +18,8 @@ const REFRESH_INTERVAL: Duration = Duration::from_millis(500);
 /// The longest time for which the view waits for a key before it checks for a signal.
 const KEY_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The time in which the program ends after a signal, in seconds. Then the kernel ends it. The
-/// library that reads the keys does not return if the terminal is closed while it reads.
+/// The time after a signal at which the kernel ends the program if it has not ended, in seconds.
+/// The library that reads the keys does not return if the terminal is closed while it reads.
 const END_TIMEOUT_S: u32 = 2;
 
 /// Whether a signal that ends the program has arrived.
