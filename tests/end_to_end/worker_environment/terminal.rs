@@ -49,15 +49,21 @@ impl TerminalSession {
     /// Waits until the terminal shows `text` after the text that was found before. Returns what it
     /// showed in between, with `text`.
     fn expect(&mut self, text: &str) -> String {
+        self.expect_within(text, WAIT_LIMIT).unwrap_or_else(|| panic!("no {text:?} in {:?}", self.text))
+    }
+
+    /// Like [`TerminalSession::expect`], but returns `None` if the text is not there within `limit`
+    /// or the command has ended.
+    fn expect_within(&mut self, text: &str, limit: Duration) -> Option<String> {
         let began = Instant::now();
         loop {
             if let Some(position) = self.text.find(text) {
-                return self.text.drain(..position + text.len()).collect();
+                return Some(self.text.drain(..position + text.len()).collect());
             }
             match self.chunks.recv_timeout(Duration::from_millis(100)) {
                 Ok(chunk) => self.text.push_str(&String::from_utf8_lossy(&chunk)),
-                Err(RecvTimeoutError::Timeout) if began.elapsed() < WAIT_LIMIT => {}
-                Err(_) => panic!("no {text:?} in {:?}", self.text),
+                Err(RecvTimeoutError::Timeout) if began.elapsed() < limit => {}
+                Err(_) => return None,
             }
         }
     }
@@ -66,6 +72,19 @@ impl TerminalSession {
     fn type_keys(&mut self, keys: &str) {
         self.input.write_all(keys.as_bytes()).unwrap();
         self.input.flush().unwrap();
+    }
+
+    /// Types Ctrl-C until Python shows that it was interrupted. One Ctrl-C is not always enough:
+    /// Python's `input()` with readline waits in `select`, and a signal that arrives between the
+    /// prompt and `select` has no effect until the next key.
+    fn interrupt_python(&mut self) {
+        for _ in 0..WAIT_LIMIT.as_secs() / 5 {
+            self.type_keys("\u{3}");
+            if self.expect_within("KeyboardInterrupt", Duration::from_secs(5)).is_some() {
+                return;
+            }
+        }
+        panic!("Ctrl-C had no effect; the terminal shows {:?}", self.text);
     }
 
     /// Waits for the end of the command, and returns the exit code and the remaining text.
@@ -124,8 +143,7 @@ fn rank_0_stops_at_a_breakpoint_in_the_terminal() {
     terminal.expect("42");
     terminal.expect("(Pdb)");
     // Ctrl-C interrupts only the debugger. The terminal drops keys that were typed before.
-    terminal.type_keys("\u{3}");
-    terminal.expect("KeyboardInterrupt");
+    terminal.interrupt_python();
     terminal.expect("(Pdb)");
     terminal.type_keys("x = 7\n");
     terminal.expect("(Pdb)");
