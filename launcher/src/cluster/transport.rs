@@ -154,6 +154,23 @@ pub(crate) trait RemoteConnection: Send + fmt::Debug {
     fn client(&self) -> Option<String> {
         None
     }
+
+    /// Returns how the connection passes through the tree of agents. Returns `None` if there is no
+    /// tree.
+    fn tree_route(&self) -> Option<TreeRoute> {
+        None
+    }
+}
+
+/// How the connection to an agent passes through the tree of agents. Agents are identified by the
+/// numbers of their streams.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TreeRoute {
+    /// The agent at the end of the connection.
+    pub(crate) agent: u64,
+    /// The first agent on the way, which is connected with the controller: the same one if it is at
+    /// the end, and 0 before there was a way.
+    pub(crate) first: u64,
 }
 
 /// The stages of connecting to a host and starting its agent, in their order.

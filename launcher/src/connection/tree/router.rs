@@ -210,7 +210,7 @@ impl TreeRouter {
     }
 
     /// Returns the link that carries a stream below; `None` if the stream has no way.
-    fn find_route(&self, stream: StreamId) -> Option<LinkId> {
+    pub(crate) fn find_route(&self, stream: StreamId) -> Option<LinkId> {
         self.routes.get(&stream).and_then(|links| links.last().copied())
     }
 

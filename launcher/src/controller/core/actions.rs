@@ -66,6 +66,9 @@ pub(crate) enum ControllerInput {
     JournalTaken(Box<TakenJournal>),
     /// The agent of this lost host was asked to end, and has no workers left.
     Evicted(HostIndex),
+    /// The ways through the tree of agents have changed. Holds each host whose messages now come
+    /// through the agent of another host, or through none (`None`).
+    Relays(Vec<(HostIndex, Option<HostIndex>)>),
     /// Time passed, and a deadline may be due.
     Tick,
 }

@@ -35,6 +35,9 @@ pub(super) struct HostState {
     /// The time at which the most recent message of the agent arrived or, before the first message,
     /// at which the agent was started.
     pub(super) last_heard: Duration,
+    /// The host whose agent is connected with the controller and passes on the messages of this
+    /// host's agent; `None` if this agent is connected with the controller itself.
+    pub(super) relay: Option<HostIndex>,
     /// The most recent step of the agent's start that the transport has reported; `None` if it has
     /// reported no step.
     pub(super) start_step: Option<StartStep>,

@@ -19,6 +19,9 @@ use protocol::{
 };
 use std::{cmp::Reverse, time::Duration};
 
+/// How often a host's lease is checked while the host that passes on its messages is silent, too.
+const RELAY_CHECKS_PER_LEASE: u32 = 10;
+
 impl ControllerCore {
     /// Returns how long the agent of a host may be silent in its present state. Returns `None` if
     /// the time is not limited, because the agent waits for its turn to be started.
@@ -52,6 +55,13 @@ impl ControllerCore {
         if let Some(lease) = self.select_host_lease(id) {
             self.leases.0.push(Reverse((self.hosts[id].last_heard + lease, id, ticket)));
         }
+    }
+
+    /// Schedules the next lease check of a host's agent at the time `due`.
+    fn schedule_lease_check_at(&mut self, id: HostIndex, due: Duration) {
+        let host = &mut self.hosts[id];
+        host.ticket = host.ticket.wrapping_add(1);
+        self.leases.0.push(Reverse((due, id, host.ticket)));
     }
 
     /// Sends the hello to an agent that was just started, and begins its lease.
@@ -295,6 +305,7 @@ impl ControllerCore {
         host.agent = AgentConnectionState::Lost;
         host.quarantined_until = if remote { now + self.setup.arrival.quarantine } else { now };
         let was_active = host.active;
+        self.renew_leases_behind(now, id);
         self.guard_against_orphans(now, id, &end);
         let cause = self.build_agent_end_cause(id, end);
         self.deactivate_host(id);
@@ -444,6 +455,10 @@ impl ControllerCore {
                 self.schedule_lease_check(id);
                 continue;
             }
+            if self.is_behind_silent_relay(now, id, lease) {
+                self.schedule_lease_check_at(id, now + lease / RELAY_CHECKS_PER_LEASE);
+                continue;
+            }
             let seconds = lease.as_secs();
             let end = match self.hosts[id].agent {
                 AgentConnectionState::Starting => AgentEnd::NoHello { seconds },
@@ -453,6 +468,30 @@ impl ControllerCore {
             };
             self.actions.push(ControllerAction::KillAgent(id));
             self.handle_agent_gone(now, id, end);
+        }
+    }
+
+    /// Returns whether a host may be silent only because the host that passes on its messages is
+    /// silent. The latter then counts as lost, and the former has another lease to find another way.
+    fn is_behind_silent_relay(&self, now: Duration, id: HostIndex, lease: Duration) -> bool {
+        self.hosts[id].relay.and_then(|relay| self.hosts.get(relay)).is_some_and(|relay| {
+            relay.agent == AgentConnectionState::Joined && now > relay.last_heard + lease / 2
+        })
+    }
+
+    /// Records through which hosts the messages of hosts arrive.
+    pub(super) fn record_relays(&mut self, relays: Vec<(HostIndex, Option<HostIndex>)>) {
+        for (id, relay) in relays {
+            if let Some(host) = self.hosts.get_mut(id) {
+                host.relay = relay.filter(|relay| *relay != id);
+            }
+        }
+    }
+
+    /// Renews the leases of the hosts whose messages the agent of a lost host has passed on.
+    fn renew_leases_behind(&mut self, now: Duration, lost: HostIndex) {
+        for host in self.hosts.iter_mut().filter(|host| host.relay == Some(lost)) {
+            (host.relay, host.last_heard) = (None, now);
         }
     }
 

@@ -242,6 +242,35 @@ fn the_limit_of_the_first_message_counts_from_the_turn_of_the_host() {
     assert!(actions.contains(&ControllerAction::KillAgent(0)), "{actions:?}");
 }
 
+/// The messages of host 1 come through host 0. Both fall silent, host 0 a bit later.
+#[test]
+fn the_silence_of_a_host_behind_a_silent_host_does_not_count() {
+    let mut harness = CoreHarness::with_running_workers(3, 1, true);
+    harness.feed_input(ControllerInput::Relays(vec![(1, Some(0))]));
+    harness.now = millis(10);
+    harness.send_from_agent(0, FromAgent::Heartbeat);
+    harness.now = AGENT_LEASE - millis(100);
+    harness.send_from_agent(2, FromAgent::Heartbeat);
+    let mut actions = harness.tick_at(AGENT_LEASE + millis(5));
+    assert!(!actions.contains(&ControllerAction::KillAgent(1)), "{actions:?}");
+    actions = harness.tick_at(AGENT_LEASE + millis(11));
+    assert!(actions.contains(&ControllerAction::KillAgent(0)), "{actions:?}");
+    assert!(!actions.contains(&ControllerAction::KillAgent(1)), "{actions:?}");
+    // Host 1 has another lease to find another way.
+    assert_eq!(harness.core.hosts[1].last_heard, AGENT_LEASE + millis(11));
+}
+
+/// Host 1 falls silent, but the host that passes on its messages does not.
+#[test]
+fn a_host_behind_a_live_host_is_lost_after_its_lease() {
+    let mut harness = CoreHarness::with_running_workers(2, 1, true);
+    harness.feed_input(ControllerInput::Relays(vec![(1, Some(0))]));
+    harness.now = AGENT_LEASE;
+    harness.send_from_agent(0, FromAgent::Heartbeat);
+    let actions = harness.tick_at(AGENT_LEASE + millis(1));
+    assert!(actions.contains(&ControllerAction::KillAgent(1)), "{actions:?}");
+}
+
 #[test]
 fn an_agent_that_does_not_end_its_workers_is_killed() {
     let mut harness = CoreHarness::with_running_workers(1, 2, false);

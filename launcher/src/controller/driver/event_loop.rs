@@ -65,6 +65,7 @@ impl ControllerDriver {
             if Instant::now() >= journal_tick {
                 journal_tick = Instant::now() + JOURNAL_INTERVAL;
                 self.write_status();
+                self.update_relays();
                 let notice = self.journal.as_mut().and_then(|journal| journal.tick());
                 notice.into_iter().for_each(|notice| match self.is_adopting {
                     true => self.report.show_message(format!("launch: {notice}")),
@@ -191,6 +192,7 @@ impl ControllerDriver {
             ended: None,
         };
         self.agents.insert(host, agent);
+        self.relays.retain(|_, relay| *relay != host);
     }
 
     /// Moves messages that wait because the queue of their agent was full into that queue, as far

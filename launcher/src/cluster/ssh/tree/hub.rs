@@ -3,7 +3,7 @@ use super::planner::{TreePlace, TreePlanner, TreeSource};
 use crate::{
     cluster::{
         ssh::connection_progress::ConnectionProgress,
-        transport::{ConnectionStage, RemoteConnection},
+        transport::{ConnectionStage, RemoteConnection, TreeRoute},
     },
     connection::tree::{
         HEARTBEATS_PER_LEASE, LinkId, LinkInput, LinkSet, LocalStream, LocalStreamEvent, RouterAction,
@@ -62,6 +62,7 @@ struct OpenedStream {
     halves: StreamHalves,
     stderr: DuplexStream,
     progress: Arc<ConnectionProgress>,
+    first_agent: Arc<AtomicU64>,
 }
 
 /// The controller's node of the tree. Its thread ends when the hub and all its streams are dropped.
@@ -184,14 +185,17 @@ impl TreeHub {
         let stream = self.streams.fetch_add(1, Ordering::Relaxed) + 1;
         let (near, halves) = StreamHalves::create_pair();
         let (stderr_writer, stderr) = tokio::io::duplex(STDERR_CAPACITY << 10);
+        let first_agent = Arc::new(AtomicU64::new(0));
         self.send(HubCommand::Open(OpenedStream {
             stream,
             host: host.to_owned(),
             halves: near,
             stderr: stderr_writer,
             progress: progress.clone(),
+            first_agent: first_agent.clone(),
         }));
-        let connection = TreeConnection { stream, commands: self.commands.clone(), progress };
+        let commands = self.commands.clone();
+        let connection = TreeConnection { stream, commands, progress, first_agent };
         TreeStream { id: stream, halves, stderr, connection }
     }
 
@@ -267,6 +271,8 @@ pub(crate) struct TreeConnection {
     stream: StreamId,
     commands: mpsc::Sender<HubCommand>,
     progress: Arc<ConnectionProgress>,
+    /// See [`TreeRoute::first`].
+    first_agent: Arc<AtomicU64>,
 }
 
 impl fmt::Debug for TreeConnection {
@@ -301,6 +307,10 @@ impl RemoteConnection for TreeConnection {
     fn client(&self) -> Option<String> {
         self.progress.client()
     }
+
+    fn tree_route(&self) -> Option<TreeRoute> {
+        Some(TreeRoute { agent: self.stream, first: self.first_agent.load(Ordering::Relaxed) })
+    }
 }
 
 /// A stream at the controller's end.
@@ -311,6 +321,8 @@ struct HubStream {
     progress: Arc<ConnectionProgress>,
     /// When the way to the agent broke; `None` while there is one, and before the first one.
     detached_at: Option<Instant>,
+    /// See [`TreeRoute::first`].
+    first_agent: Arc<AtomicU64>,
 }
 
 /// The state of the hub's thread.
@@ -395,12 +407,13 @@ impl HubLoop {
 
     /// Opens the stream of an agent that is being started.
     fn open_stream(&mut self, opened: OpenedStream) {
-        let OpenedStream { stream, host, halves, stderr, progress } = opened;
+        let OpenedStream { stream, host, halves, stderr, progress, first_agent } = opened;
         self.router.open_stream(stream);
         let local = LocalStream::start(stream, halves, self.events.0.clone());
         let (sender, lines) = mpsc::channel(STDERR_CAPACITY);
         tokio::spawn(write_stderr(stderr, lines));
-        self.streams.insert(stream, HubStream { host, local, stderr: sender, progress, detached_at: None });
+        let state = HubStream { host, local, stderr: sender, progress, detached_at: None, first_agent };
+        self.streams.insert(stream, state);
     }
 
     /// Uses the connection to an agent as a link.
@@ -479,8 +492,11 @@ impl HubLoop {
             }
             RouterAction::End(stream, _) => self.end_stream(stream, None),
             RouterAction::Attached(stream) => {
+                let link = self.router.find_route(stream);
+                let first = link.and_then(|link| self.roots.get(&link).copied());
                 if let Some(state) = self.streams.get_mut(&stream) {
                     state.detached_at = None;
+                    state.first_agent.store(first.unwrap_or_default(), Ordering::Relaxed);
                 }
             }
             RouterAction::Detached(stream) => {

@@ -88,4 +88,7 @@ async fn an_agent_that_is_connected_late_learns_which_agents_became_ready_before
     let TreeFrame::Parents { stream, mut parents } = frame else { unreachable!("another frame") };
     parents.sort_by_key(|parent| parent.stream);
     assert_eq!((stream, names_of(&parents)), (late, vec![first, second, third]));
+    let routes = [&streams[0], &streams[3]].map(|stream| stream.connection.tree_route());
+    let route = |agent, first| Some(TreeRoute { agent, first });
+    assert_eq!(routes, [route(first, first), route(late, first)]);
 }
