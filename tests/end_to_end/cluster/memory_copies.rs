@@ -1,6 +1,7 @@
 //! Tests that a run with copies of its state in memory repeats no step before its most recent copy
 //! after a worker was killed or a host was lost, and that its weights do not change.
 use super::*;
+use crate::support::slowed_worker::SlowedWorker;
 
 /// The setting of a run that makes no checkpoints while it trains.
 pub(super) const NO_CHECKPOINTS: &str = "checkpoint.every=never";
@@ -114,6 +115,8 @@ fn hosts_that_are_lost_are_replaced_from_the_memory_of_their_peers() {
     let whole = run_undisturbed(&job_dir, &[steps]);
     let mut job =
         start_with_spare_host(&job_dir, &hosts, "copied", &[steps, "run.restarts=2", "run.min_hosts=2"]);
+    // The training must not end before both hosts are lost.
+    let slowed = SlowedWorker::start(&hosts, "h0");
     job.wait_for_event("step", 10);
     hosts.run_hosts_command(&["crash", "h1"]);
     let resumed = job.wait_for_event("resume", 0);
@@ -121,6 +124,7 @@ fn hosts_that_are_lost_are_replaced_from_the_memory_of_their_peers() {
     job.wait_for_event("step", resumed["step"].as_u64().unwrap() + 5);
     // no spare host is left
     hosts.run_hosts_command(&["crash", "h2"]);
+    drop(slowed);
     let ran = job.wait_for_end().expect_success();
     check_resumes(&ran, &whole, 2);
     let worlds: Vec<_> = ran.events_named("placement").iter().map(|e| e["world"].clone()).collect();

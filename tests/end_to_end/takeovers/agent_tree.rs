@@ -1,10 +1,7 @@
 //! Tests runs in which agents pass on the control connections of other agents, and which lose such
 //! agents or their controller.
-use super::{
-    BackgroundRun, RunHosts, TINY_JOB, check_attempts, check_undisturbed_journal,
-    slowed_worker::SlowedWorker, wait_until,
-};
-use crate::support::simulated_hosts::list_processes_of_host;
+use super::{BackgroundRun, RunHosts, TINY_JOB, check_attempts, check_undisturbed_journal, wait_until};
+use crate::support::{simulated_hosts::list_processes_of_host, slowed_worker::SlowedWorker};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -85,7 +82,7 @@ fn a_lost_inner_agent_costs_the_agents_below_it_a_reconnection() {
         "checkpoint.dir=saved",
     ];
     let run = hosts.start_run_on(&TREE_HOSTS, "training", TINY_JOB, &set);
-    let slowed = SlowedWorker::start(&hosts, "h4");
+    let slowed = SlowedWorker::start(&hosts.hosts, "h4");
     wait_until("the journal has steps", || run.last_step() >= 25);
     let controller = run.controller.expect("a controller");
     wait_until("the controller is connected with four agents", || count_ssh_connections(controller) == 4);
@@ -136,7 +133,7 @@ fn a_tree_of_agents_outlives_its_controller() {
     let undisturbed = hosts.train_undisturbed(steps);
     let set = ["cluster.ssh.fanout=1", "checkpoint.dir=saved", "checkpoint.every=never"];
     let mut run = hosts.start_training("training", steps, &set);
-    let slowed = SlowedWorker::start(&hosts, "h2");
+    let slowed = SlowedWorker::start(&hosts.hosts, "h2");
     wait_until("the journal has steps", || run.last_step() >= 3);
     for takeovers in 1..=2 {
         run.signal_controller(Signal::SIGKILL);
@@ -162,7 +159,7 @@ fn a_tree_of_agents_ends_with_its_controller_if_the_job_asks_for_it() {
     let Some(hosts) = RunHosts::start(test, 3, false) else { return };
     let set = ["run.on_controller_loss=stop", "cluster.ssh.fanout=1"];
     let run = hosts.start_training("training", 1_000_000, &set);
-    let slowed = SlowedWorker::start(&hosts, "h1");
+    let slowed = SlowedWorker::start(&hosts.hosts, "h1");
     wait_until("the journal has steps", || run.last_step() >= 3);
     let began = Instant::now();
     run.signal_controller(Signal::SIGKILL);

@@ -1,7 +1,6 @@
 //! [`SlowedWorker`]: makes the steps of a training slow without using CPU time, so that the
 //! training lasts longer than a disturbance.
-use super::RunHosts;
-use crate::support::simulated_hosts::list_processes_of_host;
+use super::simulated_hosts::{SimulatedHosts, list_processes_of_host};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -24,17 +23,17 @@ const SEARCH_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Suspends the built-in worker of a host again and again. The workers of the other hosts wait for
 /// it. Dropping the value lets the worker run.
-pub(super) struct SlowedWorker {
+pub(crate) struct SlowedWorker {
     ends: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl SlowedWorker {
     /// Starts to suspend the worker of a host, and each worker that replaces it.
-    pub(super) fn start(hosts: &RunHosts, host: &str) -> SlowedWorker {
+    pub(crate) fn start(hosts: &SimulatedHosts, host: &str) -> SlowedWorker {
         let ends = Arc::new(AtomicBool::new(false));
         let has_to_end = ends.clone();
-        let directory = hosts.hosts.host_directory(host);
+        let directory = hosts.host_directory(host);
         let find_worker = move || {
             let processes = list_processes_of_host(&directory);
             let worker = processes.iter().find(|(_, line)| line.starts_with("launch worker"));
