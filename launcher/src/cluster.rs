@@ -22,7 +22,7 @@ pub(crate) use provider::{Cluster, ClusterError, ClusterPreflight};
 pub(crate) use slurm::parse_untrusted_variables as parse_allocation_variables;
 pub(crate) use transport::{
     AgentArrival, AgentHandle, AgentOutput, AgentProcess, ConnectionStage, RemoteConnection, StartStep,
-    Transport, TreeRoute,
+    Transport,
 };
 
 use diagnostic::{Diagnostic, codes::run};

@@ -6,7 +6,8 @@ use super::{
     build_attempt_end,
 };
 use crate::{
-    controller::policy::RestartDecision,
+    controller::{core::host_state::AgentConnectionState, policy::RestartDecision},
+    leases::HEARTBEAT_INTERVAL,
     worker_end::{PeerEnd, WorkerEnd},
 };
 use diagnostic::{Diagnostic, codes::run};
@@ -16,6 +17,9 @@ use protocol::{
     exit,
 };
 use std::time::Duration;
+
+/// The number of missed heartbeats after which a host counts as lost if a rank misses it, too.
+const MISSED_HEARTBEATS: u32 = 3;
 
 impl ControllerCore {
     /// Processes a request to stop the run. The first request lets running workers save and stop,
@@ -258,11 +262,28 @@ impl ControllerCore {
         self.fail_attempt(now, cause);
     }
 
-    /// Makes the suspected failure the root cause. Does nothing without a suspect.
+    /// Makes the suspected failure the root cause, or the loss of the host from which it follows.
+    /// Does nothing without a suspect.
     pub(super) fn promote_suspect(&mut self, now: Duration) {
-        if let Some((cause, _)) = self.suspect.take() {
-            self.fail_attempt(now, cause);
+        let Some((cause, _)) = self.suspect.take() else { return };
+        if let Some(id) = self.find_silent_host_of_peer(now, &cause) {
+            let seconds = now.saturating_sub(self.hosts[id].last_heard).as_secs();
+            self.actions.push(ControllerAction::KillAgent(id));
+            self.handle_agent_gone(now, id, AgentEnd::Silent { seconds });
         }
+        // This is ignored if the lost host has made the attempt fail.
+        self.fail_attempt(now, cause);
+    }
+
+    /// Finds the host of the peer that an aborted rank misses, if the controller misses heartbeats
+    /// of this host, too. Ranks may notice the silence of a host before its lease expires.
+    fn find_silent_host_of_peer(&self, now: Duration, cause: &RootCause) -> Option<HostIndex> {
+        let peer = cause.diagnostics.first()?.field("peer")?.as_u64()?;
+        let id = self.workers.get(peer as usize)?.host;
+        let host = &self.hosts[id];
+        let is_silent = now >= host.last_heard + HEARTBEAT_INTERVAL * MISSED_HEARTBEATS;
+        let is_joined = host.agent == AgentConnectionState::Joined;
+        (self.setup.hosts[id].remote && is_joined && is_silent).then_some(id)
     }
 
     /// Handles the end of the last process of an attempt: ends the run, or begins the pause before

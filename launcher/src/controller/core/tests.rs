@@ -11,7 +11,7 @@ use crate::{
     leases::{AGENT_LEASE, HELLO_TIMEOUT},
     worker_end::WorkerEnd,
 };
-use diagnostic::codes::run;
+use diagnostic::codes::{self, run};
 use jobspec::{ReloadValues, ids::Rank};
 use protocol::control::{HostInventory, PROTOCOL_VERSION, WorkerAddresses};
 
@@ -159,6 +159,32 @@ fn an_aborted_rank_is_reported_when_no_other_failure_follows() {
     assert_eq!(report.diagnostics.len(), 1, "the final report of the rank");
     assert_eq!(find_kill_messages(&actions).len(), 1);
     assert_eq!(harness.core.hosts[0].failures, 0, "the host of the rank is not blamed");
+}
+
+/// Rank 0 misses rank 1, whose host sent its last message at 2 s. The lease of the host is longer.
+#[test]
+fn a_host_that_peers_and_the_controller_miss_is_lost() {
+    for (aborted_at, is_lost) in [(millis(7000), true), (millis(4000), false)] {
+        let mut setup = create_setup(2, true);
+        setup.host_lease = millis(30_000);
+        setup.hosts[1].remote = true;
+        let mut harness = CoreHarness::with_running_setup(setup, 1);
+        harness.now = millis(2000);
+        harness.send_from_agent(1, FromAgent::Heartbeat);
+        harness.now = aborted_at;
+        let diagnostic = Diagnostic::error(codes::collective::PEER_SILENT, "rank 1 is silent");
+        let diagnostic = diagnostic.with_field("peer", 1);
+        let (attempt, exit) = (harness.core.attempt, WorkerExit::Aborted);
+        harness.send_from_agent(0, FromAgent::Fatal { attempt, rank: 0, exit, diagnostic, gpu: None });
+        harness.report_worker_exit(0, ExitStatus::Code(76));
+        let actions = harness.tick_at(aborted_at + ROOT_CAUSE_TIMEOUT);
+        let expected = match is_lost {
+            true => (None, FailureReason::HostLost { host: "n1".into(), silent_s: Some(5) }),
+            false => (Some(0), FailureReason::AbortedByPeer),
+        };
+        assert_eq!(find_failure_reason(&actions), Some(expected));
+        assert_eq!(actions.contains(&ControllerAction::KillAgent(1)), is_lost);
+    }
 }
 
 #[test]
