@@ -4,8 +4,22 @@ use crate::access::Token;
 /// The HTML of the page. `{head}` and `{body}` stand for the elements that load or contain the
 /// style, the script and the data.
 const HTML: &str = include_str!("page/index.html");
-/// The script of the page.
-pub(crate) const SCRIPT: &str = include_str!("page/app.js");
+/// The script of the page: its files in one function, so that no name is visible outside. All texts
+/// from runs are written as text nodes, never as markup.
+pub(crate) const SCRIPT: &str = concat!(
+    "\"use strict\";\n(() => {\n",
+    include_str!("page/elements.js"),
+    include_str!("page/numbers.js"),
+    include_str!("page/state.js"),
+    include_str!("page/curves.js"),
+    include_str!("page/summary.js"),
+    include_str!("page/ranks.js"),
+    include_str!("page/events.js"),
+    include_str!("page/logs.js"),
+    include_str!("page/plan.js"),
+    include_str!("page/page.js"),
+    "})();\n",
+);
 /// The style of the page.
 pub(crate) const STYLE: &str = include_str!("page/style.css");
 /// The icon of the page.
