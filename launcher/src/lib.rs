@@ -20,6 +20,7 @@ mod format;
 mod import;
 mod leases;
 mod line_follower;
+mod mlflow;
 pub mod plan;
 mod private_files;
 mod process_arguments;
@@ -31,6 +32,7 @@ mod secrets;
 #[cfg(test)]
 mod testing;
 pub mod untrusted;
+mod usage_metrics;
 mod warning_limit;
 mod worker_end;
 

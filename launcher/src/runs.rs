@@ -19,7 +19,7 @@ pub(crate) use controller_proof::open_controller;
 pub(crate) use controller_socket::{bind_controller_socket, connect_to_controller, is_own_peer};
 pub(crate) use process_identity::ProcessHandle;
 pub(crate) use registry::{
-    LossReason, Run, RunState, list_runs, load_run, load_run_in_directory, parse_run_record, record_end,
-    register_run, register_takeover,
+    JOURNAL_FILE, LossReason, Run, RunState, list_runs, load_run, load_run_in_directory, parse_run_record,
+    record_end, register_run, register_takeover,
 };
 pub(crate) use select::{RunFilter, select_run};

@@ -84,6 +84,7 @@ pub(crate) fn sample_job() -> JobSpec {
             gather_16bit_weights_on_model_save: false,
         },
         resume: ResumeSpec { from: ResumeFrom::Auto, rng: RngPolicy::Reconcile },
+        observe: jobspec::ObserveSpec::default(),
         slurm: jobspec::SlurmSpec::default(),
     }
 }

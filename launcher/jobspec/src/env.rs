@@ -201,6 +201,24 @@ pub fn looks_secret(name: &str) -> bool {
     !counts_tokens && (SECRET_PARTS.iter().any(|part| name.contains(part)) || name.ends_with("_KEY"))
 }
 
+/// Read by the controller: the address of the MLflow server (`observe.mlflow`).
+pub const MLFLOW_TRACKING_URI: &str = "MLFLOW_TRACKING_URI";
+/// Read by the controller: the name of the experiment in MLflow.
+pub const MLFLOW_EXPERIMENT_NAME: &str = "MLFLOW_EXPERIMENT_NAME";
+/// Read by the controller: the token that is sent to the MLflow server.
+pub const MLFLOW_TRACKING_TOKEN: &str = "MLFLOW_TRACKING_TOKEN";
+/// Read by the controller: the name of the user at the MLflow server.
+pub const MLFLOW_TRACKING_USERNAME: &str = "MLFLOW_TRACKING_USERNAME";
+/// Read by the controller: the password of the user at the MLflow server.
+pub const MLFLOW_TRACKING_PASSWORD: &str = "MLFLOW_TRACKING_PASSWORD";
+/// Read by the controller: `true` if the certificate of the MLflow server is not checked.
+pub const MLFLOW_TRACKING_INSECURE_TLS: &str = "MLFLOW_TRACKING_INSECURE_TLS";
+/// Read by the controller: a file with the certificates that identify the MLflow server.
+pub const MLFLOW_TRACKING_SERVER_CERT_PATH: &str = "MLFLOW_TRACKING_SERVER_CERT_PATH";
+/// Variables of MLflow's client that launch does not support: further ways to authenticate.
+pub const MLFLOW_UNSUPPORTED: [&str; 3] =
+    ["MLFLOW_TRACKING_CLIENT_CERT_PATH", "MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4"];
+
 /// Set for built-in workers: the number of the inherited file descriptor that connects the worker
 /// to its agent.
 pub const LAUNCH_CONTROL_FD: &str = "LAUNCH_CONTROL_FD";

@@ -14,6 +14,7 @@ pub(crate) mod job;
 pub(crate) mod join;
 pub(crate) mod lora;
 pub(crate) mod model;
+pub(crate) mod observe;
 pub(crate) mod optimizer;
 pub(crate) mod param_groups;
 pub(crate) mod ports;

@@ -47,7 +47,7 @@ impl WorkerStatus {
             let end = text.floor_char_boundary(range.len());
             bytes[range.start..range.start + end].copy_from_slice(&text.as_bytes()[..end]);
         }
-        let sum = compute_checksum(&bytes[..CHECKSUM]);
+        let sum = u64::from(crc32c::crc32c(&bytes[..CHECKSUM]));
         bytes[CHECKSUM..].copy_from_slice(&sum.to_le_bytes());
         bytes
     }
@@ -64,7 +64,8 @@ impl WorkerStatus {
             Cow::Owned(text.trim_end_matches('\0').to_owned())
         };
         let (version, attempt) = (number(0) as u32, (number(0) >> 32) as u32);
-        let is_valid = version == VERSION && number(CHECKSUM) == compute_checksum(&bytes[..CHECKSUM]);
+        let is_valid =
+            version == VERSION && number(CHECKSUM) == u64::from(crc32c::crc32c(&bytes[..CHECKSUM]));
         is_valid.then(|| WorkerStatus {
             attempt,
             step: number(8),
@@ -74,15 +75,6 @@ impl WorkerStatus {
             task: text(TASK),
         })
     }
-}
-
-/// Computes a checksum of 64-bit words, in the manner of FNV-1a. A difference in one word always
-/// changes the result.
-fn compute_checksum(bytes: &[u8]) -> u64 {
-    bytes.chunks_exact(8).fold(0xcbf2_9ce4_8422_2325, |hash, word| {
-        let word = word.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte));
-        (hash ^ word).wrapping_mul(0x0000_0100_0000_01b3)
-    })
 }
 
 #[cfg(test)]

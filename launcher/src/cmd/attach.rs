@@ -12,6 +12,7 @@ use crate::{
         self, AttachOptions, ControlFile, FilteredHostfile, JournalSummary, RunOptions, RunRequest,
     },
     detached_controller::{DetachedStart, start_detached_controller},
+    mlflow,
     plan::Plan,
     private_files::append_private_file,
     report::command_output,
@@ -95,7 +96,7 @@ fn take_over(args: &AttachArgs, run: Run, context: &CommandContext) -> diagnosti
     };
     let plan = Plan {
         run: RunId(record.run),
-        run_dir: record.run_dir,
+        run_dir: record.run_dir.clone(),
         world: record.world,
         master_address: None,
         master_port: None,
@@ -103,12 +104,19 @@ fn take_over(args: &AttachArgs, run: Run, context: &CommandContext) -> diagnosti
         host_names: Vec::new(),
         warnings: Vec::new(),
     };
+    let mlflow = mlflow::resolve_stored_settings(&job, &record.run_dir).unwrap_or_else(|errors| {
+        let errors: Vec<String> = errors.iter().map(ToString::to_string).collect();
+        let message = format!("launch: MLflow does not record the rest of the run: {}\n", errors.join("; "));
+        command_output::write_message(&message);
+        None
+    });
     let options = RunOptions {
         json: context.format.json,
         schema: context.format.schema,
         command: record.command,
         on_controller_loss: ControllerLossAction::Continue,
         secrets: SecretVariables::default(),
+        mlflow,
         requeue,
         starter,
         job_file: None,

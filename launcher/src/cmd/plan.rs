@@ -339,7 +339,7 @@ mod tests {
         let plan =
             crate::plan::plan_attempt(&job, &planning, &placeholder_run_id(), &attempt).expect("a plan");
         let secrets = crate::secrets::SecretVariables::default();
-        PreparedJob { job, inventory, hosts, plan, secrets, preflight: report, warnings }
+        PreparedJob { job, inventory, hosts, plan, secrets, mlflow: None, preflight: report, warnings }
     }
 
     fn make_preflight_report() -> protocol::preflight::PreflightReport {

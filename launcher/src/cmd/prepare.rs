@@ -4,6 +4,7 @@ use super::output::invalid_job_error;
 use crate::{
     cluster::{ClusterError, HostTarget, find_cluster},
     discover,
+    mlflow::{self, MlflowSettings},
     plan::{self, Attempt, JobHost, Plan},
     secrets::{self, SecretVariables},
 };
@@ -59,6 +60,8 @@ pub(crate) struct PreparedJob {
     /// controller makes the final plan from the inventories that the agents report.
     pub(crate) plan: Plan,
     pub(crate) secrets: SecretVariables,
+    /// How the run is recorded with MLflow; `None` if the job does not request this.
+    pub(crate) mlflow: Option<MlflowSettings>,
     /// The preflight report of built-in training; `None` for a job that runs a program.
     pub(crate) preflight: Option<PreflightReport>,
     pub(crate) warnings: Vec<Diagnostic>,
@@ -121,6 +124,7 @@ pub(crate) fn prepare_job(
         return Err(invalid(vec![error.with_subject("run.workdir")]));
     }
     let secrets = secrets::resolve_secret_variables(&job.run).map_err(invalid)?;
+    let mlflow = mlflow::resolve_mlflow_settings(job).map_err(invalid)?;
     let inventory = discover_inventory()?;
     let hosts = find_cluster(job).and_then(|cluster| cluster.hosts(job, &inventory.host));
     let hosts = hosts.map_err(|error| loaded.cluster_error(error))?;
@@ -150,7 +154,7 @@ pub(crate) fn prepare_job(
         }
         report = Some(checked);
     }
-    Ok(PreparedJob { job: loaded.job, inventory, hosts, plan, secrets, preflight: report, warnings })
+    Ok(PreparedJob { job: loaded.job, inventory, hosts, plan, secrets, mlflow, preflight: report, warnings })
 }
 
 /// Discovers the inventory of this machine: its CPUs, GPUs, memory and network addresses.

@@ -378,7 +378,7 @@ fn run_controller(args: &RunArgs, request: &JobRequest, context: &CommandContext
         let overrides = args.set.iter().map(|set| format!("--set={}", hide_secret_values(set)));
         command_line.splice(at..=at, overrides);
     }
-    let PreparedJob { job, inventory, hosts, mut plan, warnings, secrets, .. } =
+    let PreparedJob { job, inventory, hosts, mut plan, warnings, secrets, mlflow, .. } =
         prepare_job(request, &run, preflight)?;
     super::terminal::check_terminal(&job, &plan, &hosts, starter.is_some())?;
     // The controller reports the warnings, so that the journal contains them too.
@@ -405,6 +405,7 @@ fn run_controller(args: &RunArgs, request: &JobRequest, context: &CommandContext
         command: command_line,
         on_controller_loss,
         secrets,
+        mlflow,
         requeue,
         starter,
         job_file,

@@ -10,6 +10,7 @@ mod finish;
 mod job_changes;
 mod loop_event;
 mod memo;
+mod mlflow;
 mod pause;
 mod relays;
 mod start_attempt;
@@ -42,11 +43,13 @@ use crate::{
     core_dumps::disable_core_dumps,
     detached_controller::StartNotifier,
     format::format_notice,
+    mlflow::{MlflowRecorder, MlflowSettings},
     plan::Plan,
     processes::{become_subreaper, list_children},
     report::{self, Reporter},
     runs,
     secrets::SecretVariables,
+    usage_metrics::UsageSchedule,
 };
 use diagnostic::{Diagnostic, codes};
 use jobspec::{ControllerLossAction, JobSpec, hosts::HostAddress};
@@ -212,9 +215,15 @@ struct ControllerDriver {
     /// The duration of the run under earlier controllers.
     earlier: Duration,
     streamed_logs: StreamedLogs,
+    /// How the run is recorded with MLflow, until the recorder is started.
+    mlflow_settings: Option<MlflowSettings>,
+    /// Records the run with MLflow; `None` if the job does not request this.
+    mlflow: Option<MlflowRecorder>,
     /// The newest measurements of the run.
     status: StatusKeeper,
     status_file: StatusFile,
+    /// When the measurements of a program are written to the event file of TensorBoard.
+    tensorboard_usage: UsageSchedule,
     agents: HashMap<HostIndex, SupervisedAgent>,
     /// The agents on other hosts that were asked to end and whose control streams have not ended.
     released: HashSet<AgentId>,
@@ -310,6 +319,7 @@ impl ControllerDriver {
             report: Reporter::start(config).map_err(no_threads)?,
             streamed_logs,
             status_file: StatusFile::start(plan.world).map_err(no_threads)?,
+            tensorboard_usage: UsageSchedule::new(),
             inventories: HostInventories::new(local_inventory.inherited_env, hosts.len()),
             job,
             plan,
@@ -325,6 +335,8 @@ impl ControllerDriver {
             starter: options.starter,
             not_started: 0,
             clock: RunningClock::start(),
+            mlflow_settings: options.mlflow,
+            mlflow: None,
             journal: None,
             stored: None,
             events: ControllerEvents::default(),
@@ -385,6 +397,7 @@ impl ControllerDriver {
             hosts = self.hosts.len(), "planned run");
         let (run, world) = (self.plan.run.to_string(), self.plan.world);
         self.emit_event(Event::Start { run, run_dir: directory, world });
+        self.start_mlflow(false);
         self.write_control_file();
         let continues = self.identity.on_controller_loss() == ControllerLossAction::Continue;
         let timeout_ms = continues.then_some(self.job.run.controller_timeout_ms);

@@ -100,15 +100,11 @@ impl Journal {
         let (version, stored) = (JOB_FILE_VERSION, &crate::secrets::redact_job(job));
         let file = StoredJob { version, run: &plan.run.0, world: plan.world, command, job: stored };
         write_atomically(&plan.run_dir, "job.json", &serde_json::to_vec_pretty(&file)?)?;
-        // Programs write their own metrics.
-        let trains = job.train.is_some();
         let time = read_unix_time();
-        let name = trains.then(|| tensorboard::format_file_name(&plan.run.0, time));
-        let mut files = JournalFiles::open(&plan.run_dir, name.as_deref())?;
+        let name = tensorboard::format_file_name(&plan.run.0, time);
+        let mut files = JournalFiles::open(&plan.run_dir, &name)?;
         let (journal, stored) = Journal::start(&plan.run_dir)?;
-        if let Some(file) = &mut files.tensorboard {
-            file.append(&tensorboard::encode_file_version(time), &mut |_| ());
-        }
+        files.tensorboard.append(&tensorboard::encode_file_version(time), &mut |_| ());
         *journal.lock_files() = Some(files);
         Ok((journal, stored))
     }
@@ -120,33 +116,25 @@ impl Journal {
     }
 
     /// Replaces the files of the journal by copies, which this journal continues. Sends a summary
-    /// of the content to `done`. Opens a new file for TensorBoard if `trains` is set. `restarts` is
-    /// the number of restarts of which the agents know. Never blocks. Repeats the takeover while
-    /// the disk is full or stalls.
-    pub(super) fn take_over(
-        &self,
-        run: &str,
-        trains: bool,
-        restarts: u32,
-        done: mpsc::Sender<JournalSummary>,
-    ) {
+    /// of the content to `done`. Opens a new file for TensorBoard. `restarts` is the number of
+    /// restarts of which the agents know. Never blocks. Repeats the takeover while the disk is full
+    /// or stalls.
+    pub(super) fn take_over(&self, run: &str, restarts: u32, done: mpsc::Sender<JournalSummary>) {
         let time = read_unix_time();
-        let name = trains.then(|| tensorboard::format_file_name(run, time));
+        let name = tensorboard::format_file_name(run, time);
         let (run_dir, files, error) = (self.run_dir.clone(), self.files.clone(), self.error.clone());
         let set_error = move |text| *error.lock().unwrap_or_else(PoisonError::into_inner) = text;
         self.thread.run(0, move || {
             let mut pauses = RetryPauses::default();
             let (mut taken, summary) = loop {
-                match takeover::take_over_files(&run_dir, name.as_deref(), restarts) {
+                match takeover::take_over_files(&run_dir, &name, restarts) {
                     Ok(taken) => break taken,
                     Err(e) => set_error(Some(e.to_string())),
                 }
                 thread::sleep(pauses.next_pause());
             };
             set_error(None);
-            if let Some(file) = &mut taken.tensorboard {
-                file.append(&tensorboard::encode_file_version(time), &mut |_| ());
-            }
+            taken.tensorboard.append(&tensorboard::encode_file_version(time), &mut |_| ());
             *files.lock().unwrap_or_else(PoisonError::into_inner) = Some(taken);
             // An error means that the controller has ended.
             _ = done.blocking_send(summary);
@@ -186,6 +174,16 @@ impl Journal {
         self.is_dirty = true;
         if is_important {
             self.sync();
+        }
+    }
+
+    /// Appends scalars to the event file of TensorBoard, at a number of seconds since the start of
+    /// the run. Leaves them out while the disk is full or stalls. Never blocks.
+    pub(super) fn append_scalars(&mut self, values: Vec<(String, f64)>, time: f64, seconds: u64) {
+        if self.thread.busy_time() < SYNC_INTERVAL {
+            let record = tensorboard::encode_scalars_record(&values, time, seconds);
+            self.run(move |files, on_error| files.tensorboard.append(&record, on_error));
+            self.is_dirty = true;
         }
     }
 
@@ -434,7 +432,7 @@ mod tests {
         assert_eq!((&job["run"], &job["command"][1]), (&"r1".into(), &"job.yaml".into()));
         assert_eq!(serde_json::from_value::<JobSpec>(job["job"].clone()).unwrap(), testing::sample_job());
         let names: Vec<_> = fs::read_dir(&run_dir).unwrap().map(|e| e.unwrap().file_name()).collect();
-        assert_eq!(names.len(), 3, "there is no temporary file: {names:?}");
+        assert_eq!(names.len(), 4, "there is no temporary file: {names:?}");
     }
 
     /// The state of a [`ClosedDisk`].
@@ -485,7 +483,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (mut journal, mut stored) =
             Journal::create(&build_plan(dir.path()), &testing::sample_job(), &[]).unwrap();
-        let mut files = JournalFiles::open(dir.path(), None).unwrap();
+        let mut files = JournalFiles::open(dir.path(), "tensorboard").unwrap();
         files.events = DurableFile::new(Box::new(disk.clone()), 0);
         *journal.lock_files() = Some(files);
         let began = Instant::now();

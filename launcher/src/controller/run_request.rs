@@ -4,6 +4,7 @@ use super::{hostfile::FilteredHostfile, job_file::JobFile};
 use crate::{
     cluster::{BatchJob, HostTarget, Transport},
     detached_controller::StartNotifier,
+    mlflow::MlflowSettings,
     plan::Plan,
     secrets::SecretVariables,
 };
@@ -48,6 +49,8 @@ pub(crate) struct RunOptions {
     pub(crate) on_controller_loss: ControllerLossAction,
     /// Secrets for the environment of the workers.
     pub(crate) secrets: SecretVariables,
+    /// How the run is recorded with MLflow; `None` if the job does not request this.
+    pub(crate) mlflow: Option<MlflowSettings>,
     /// The batch job that may be requeued after the run; `None` outside of a batch job.
     pub(crate) requeue: Option<BatchJob>,
     /// Notifies the `launch` process that started this detached controller, once all workers are

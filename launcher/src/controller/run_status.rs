@@ -42,6 +42,15 @@ pub(super) struct StatusKeeper {
     compared: BTreeMap<HostIndex, Vec<WorkerUsage>>,
 }
 
+/// Where a rank runs.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct RankPlacement {
+    /// The name of the host.
+    pub(super) host: String,
+    /// The number on its host of the GPU that the rank uses; `None` if unknown.
+    pub(super) gpu: Option<u32>,
+}
+
 /// The usages of a host.
 #[derive(Default)]
 struct KeptUsage {
@@ -129,15 +138,29 @@ impl StatusKeeper {
         changes.unwrap_or_default().into_iter().filter_map(to_event).collect()
     }
 
+    /// Returns events that the slow ranks are no longer slow, because their attempt has ended.
+    pub(super) fn list_straggler_ends(&self) -> Vec<Event> {
+        let end = |report: &StragglerReport| {
+            Event::Straggler(Box::new(StragglerReport { state: StragglerState::Recovered, ..report.clone() }))
+        };
+        self.stragglers.iter().map(end).collect()
+    }
+
     /// Completes the report of a slow rank: adds its host, the likely reason and the message.
-    /// `find_host` returns the name of the host of a rank. Changes no other event.
-    pub(super) fn complete_event(&mut self, event: &mut Event, find_host: impl Fn(Rank) -> Option<String>) {
+    /// `find_placement` returns the host and the GPU of a rank. Changes no other event.
+    pub(super) fn complete_event(
+        &mut self,
+        event: &mut Event,
+        find_placement: impl Fn(Rank) -> Option<RankPlacement>,
+    ) {
         let Event::Straggler(report) = event else { return };
-        report.host = find_host(report.rank).unwrap_or_default();
+        let placement = find_placement(report.rank);
+        let gpu = placement.as_ref().and_then(|placement| placement.gpu);
+        report.host = placement.map_or_else(String::new, |placement| placement.host);
         let previous = self.stragglers.iter().position(|r| (r.rank, r.kind) == (report.rank, report.kind));
         let previous = previous.map(|at| self.stragglers.remove(at));
         report.reason = match report.state {
-            StragglerState::Slow => self.find_reason(report),
+            StragglerState::Slow => self.find_reason(report, gpu),
             StragglerState::Recovered => previous.and_then(|report| report.reason),
         };
         report.message = describe_straggler(report);
@@ -146,8 +169,9 @@ impl StatusKeeper {
         }
     }
 
-    /// Finds the likely reason why a rank is slow, in the usages of its host.
-    fn find_reason(&self, report: &StragglerReport) -> Option<StragglerReason> {
+    /// Finds the likely reason why a rank is slow, in the usages of its host. `gpu` is the GPU of
+    /// the rank. If it is unknown, each GPU of the host may be the reason.
+    fn find_reason(&self, report: &StragglerReport, gpu: Option<u32>) -> Option<StragglerReason> {
         if report.kind == StragglerKind::Network {
             return Some(StragglerReason::SlowLink);
         }
@@ -164,8 +188,8 @@ impl StatusKeeper {
             return Some(StragglerReason::Stopped);
         }
         let newest = kept.usages.back()?;
-        if let Some((gpu, reason)) = newest.gpus.iter().find_map(|g| Some((g.gpu, g.clock_reasons.first()?)))
-        {
+        let gpus = || newest.gpus.iter().filter(|other| gpu.is_none_or(|gpu| other.gpu == gpu));
+        if let Some((gpu, reason)) = gpus().find_map(|g| Some((g.gpu, g.clock_reasons.first()?))) {
             return Some(StragglerReason::GpuClocks { gpu, reason: reason.clone() });
         }
         let faults = largest(|worker| worker.major_faults);
@@ -176,7 +200,7 @@ impl StatusKeeper {
         if delayed >= MIN_RUN_DELAY_SHARE {
             return Some(StragglerReason::CpuContention { share: delayed });
         }
-        let faulty = newest.gpus.iter().find_map(|g| Some((g.gpu, g.memory_errors.filter(|n| *n > 0)?)));
+        let faulty = gpus().find_map(|g| Some((g.gpu, g.memory_errors.filter(|n| *n > 0)?)));
         faulty.map(|(gpu, errors)| StragglerReason::GpuMemoryErrors { gpu, errors })
     }
 
@@ -233,8 +257,14 @@ mod tests {
         Event::Straggler(Box::new(StragglerReport::new(&change)))
     }
 
+    /// The GPU of a rank in these tests.
+    fn rank_gpu(event: &Event) -> u32 {
+        if let Event::Straggler(report) = event { report.rank % 2 + 1 } else { 0 }
+    }
+
     fn complete(keeper: &mut StatusKeeper, mut event: Event) -> StragglerReport {
-        keeper.complete_event(&mut event, |rank| Some(format!("node-{rank}")));
+        let gpu = Some(rank_gpu(&event));
+        keeper.complete_event(&mut event, |rank| Some(RankPlacement { host: format!("node-{rank}"), gpu }));
         match event {
             Event::Straggler(report) => *report,
             other => panic!("{other:?}"),
@@ -245,14 +275,17 @@ mod tests {
     fn the_reason_of_a_slow_rank_is_found_in_the_usage_of_its_host() {
         let base = worker(2);
         let gpu = GpuUsage { gpu: 1, clock_reasons: vec!["too hot".into()], ..GpuUsage::default() };
-        let broken = GpuUsage { gpu: 3, memory_errors: Some(2), ..GpuUsage::default() };
+        let broken = GpuUsage { gpu: 1, memory_errors: Some(2), ..GpuUsage::default() };
+        // The GPU of another rank is no reason.
+        let other = GpuUsage { gpu: 3, memory_errors: Some(9), ..GpuUsage::default() };
         let slow_cases = [
             (WorkerUsage { throttled_us: 500_000, run_delay_us: 600_000, ..base }, vec![]),
             (WorkerUsage { run_delay_us: 800_000, ..base }, vec![]),
             (WorkerUsage { major_faults: 400, ..base }, vec![]),
             (WorkerUsage { is_stopped: true, ..base }, vec![]),
             (base, vec![gpu]),
-            (base, vec![broken]),
+            (base, vec![other.clone(), broken]),
+            (base, vec![other]),
             (base, vec![]),
         ];
         let mut messages = Vec::new();
@@ -271,6 +304,17 @@ mod tests {
         assert_eq!(keeper.to_status(2.0).stragglers, []);
         messages.push(recovered.message);
         insta::assert_snapshot!(messages.join("\n"));
+    }
+
+    #[test]
+    fn the_end_of_an_attempt_ends_its_reports() {
+        let mut keeper = keeper(false);
+        complete(&mut keeper, straggler(1, true, StragglerKind::Work));
+        let ends = keeper.list_straggler_ends();
+        assert_eq!(ends.len(), 1);
+        let report = complete(&mut keeper, ends.into_iter().next().expect("an event"));
+        assert_eq!((report.rank, report.state), (1, StragglerState::Recovered));
+        assert_eq!(keeper.list_straggler_ends(), []);
     }
 
     #[test]

@@ -54,6 +54,13 @@ pub(super) fn encode_event_record(event: &Event, time: f64) -> Option<Vec<u8>> {
     Some(encode_record(&message))
 }
 
+/// Encodes scalars as a record of a TensorBoard event file. `time` is in seconds since 1970.
+pub(super) fn encode_scalars_record(values: &[(String, f64)], time: f64, step: u64) -> Vec<u8> {
+    let values: Vec<u8> =
+        values.iter().flat_map(|(tag, v)| encode_bytes_field(1, &encode_scalar_value(tag, *v))).collect();
+    encode_record(&encode_event_message(time, step, &encode_bytes_field(5, &values)))
+}
+
 /// Encodes `data` as a TFRecord, which adds its length and checksums.
 fn encode_record(data: &[u8]) -> Vec<u8> {
     let length = (data.len() as u64).to_le_bytes();

@@ -20,7 +20,7 @@ use std::{
 /// The version of the format of `run.json`.
 const RECORD_VERSION: u32 = 1;
 /// The file of a run directory that contains the journal of events.
-pub(super) const JOURNAL_FILE: &str = "events.jsonl";
+pub(crate) const JOURNAL_FILE: &str = "events.jsonl";
 /// The number of bytes of a `run.json` that are read. A longer file is not a valid record.
 const MAX_RECORD_BYTES: u64 = 256 << 10;
 /// The number of attempts to read a `run.json` before it counts as invalid. A controller that takes

@@ -2,6 +2,7 @@
 use super::{
     checkpoint::{CheckpointSpec, ResumeSpec},
     cluster::ClusterSpec,
+    observe::ObserveSpec,
     run::RunSpec,
     slurm::SlurmSpec,
     train::TrainSpec,
@@ -34,6 +35,9 @@ section! {
     pub checkpoint: CheckpointSpec = inner();
     /// `resume`: the checkpoint that the run resumes from, and the policy for its RNG streams.
     pub resume: ResumeSpec = inner();
+    /// `observe`: the services that record what the job does.
+    #[serde(default, skip_serializing_if = "ObserveSpec::is_empty")]
+    pub observe: ObserveSpec = inner();
     /// `slurm`: the options that `launch sbatch` passes to Slurm.
     pub slurm: SlurmSpec = inner();
 }

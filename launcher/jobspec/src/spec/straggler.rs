@@ -1,9 +1,15 @@
 //! `run.straggler`: when a rank that slows down the others is reported.
-use crate::keys::{
-    key::Key,
-    numbers::{integer, share},
-    section::section,
-    value_type::ValueType,
+use crate::{
+    keys::{
+        key::Key,
+        numbers::{integer, share},
+        section::section,
+        value_type::ValueType,
+    },
+    yaml::{
+        format::format_number,
+        tree::{YamlNode, YamlValue},
+    },
 };
 use serde_json::json;
 
@@ -19,12 +25,30 @@ section! {
     pub steps: u32 = Key::new(integer(1..=MAX_STEPS), "10");
 }
 
-/// Returns a [`ValueType`] that accepts numbers above 0 and below 1.
+/// Returns a [`ValueType`] that accepts numbers above 0 and below 1, and percentages such as `10%`.
 fn positive_share() -> ValueType<f64> {
-    let schema = json!({"exclusiveMinimum": 0});
-    share()
-        .limited("a number above 0 and below 1", schema, |share| *share > 0.0)
-        .documented_as("number above 0 and below 1")
+    const EXPECTED: &str = "a number above 0 and below 1, or a percentage such as `10%`";
+    let schema = json!({"anyOf": [
+        {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+        {"type": "string", "pattern": r"^[0-9]{1,2}(\.[0-9]+)?%$"},
+    ]});
+    let number = share().limited(EXPECTED, json!({}), |share| *share > 0.0);
+    let read = move |node: &YamlNode| match find_percentage(node) {
+        Some(share) if share > 0.0 && share < 1.0 => Ok(share),
+        _ => number.read(node).map_err(|error| error.with_expected(EXPECTED)),
+    };
+    ValueType::of_line("number above 0 and below 1, or percentage", schema, read, |share| {
+        format_number(*share)
+    })
+    .with_expected(EXPECTED)
+}
+
+/// Returns the share that a percentage such as `10%` stands for; `None` for another value.
+fn find_percentage(node: &YamlNode) -> Option<f64> {
+    let digits = node.raw.strip_suffix('%').filter(|_| matches!(node.value, YamlValue::Text))?;
+    let is_number = digits.starts_with(|c: char| c.is_ascii_digit())
+        && digits.chars().all(|c| c.is_ascii_digit() || c == '.');
+    digits.parse::<f64>().ok().filter(|_| is_number).map(|percent| percent / 100.0)
 }
 
 impl Default for StragglerSpec {

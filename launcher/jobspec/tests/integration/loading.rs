@@ -74,6 +74,10 @@ fn every_default_in_the_table_of_keys_is_the_default() {
                     "train: {data: {files: [a.txt]}, lora: {}, eval: {files: [b.txt], sample: {prompt: a}}}";
                 assert_eq!(load_text(text, &[&set]).0, load_text(text, &[]).0, "{set}");
             }
+            path if path.starts_with("observe.mlflow.") => {
+                let text = "train: {data: {files: [a.txt]}}\nobserve: {mlflow: {}}";
+                assert_eq!(load_text(text, &[&set]).0, load_text(text, &[]).0, "{set}");
+            }
             path if path.starts_with("checkpoint.memory.") => {
                 let text = "train: {data: {files: [a.txt]}}\ncheckpoint: {memory: {}}";
                 assert_eq!(load_text(text, &[&set]).0, load_text(text, &[]).0, "{set}");

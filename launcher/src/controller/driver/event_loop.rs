@@ -66,6 +66,7 @@ impl ControllerDriver {
                 journal_tick = Instant::now() + JOURNAL_INTERVAL;
                 self.write_status();
                 self.update_relays();
+                self.emit_mlflow_notices();
                 let notice = self.journal.as_mut().and_then(|journal| journal.tick());
                 notice.into_iter().for_each(|notice| match self.is_adopting {
                     true => self.report.show_message(format!("launch: {notice}")),

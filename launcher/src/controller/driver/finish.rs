@@ -37,6 +37,7 @@ impl ControllerDriver {
                 }
                 None => false,
             });
+        self.end_stragglers();
         self.emit_event(Event::Done { exit_code, step: outcome.step, seconds });
         // No process of the job is left, so the default actions are safe: Ctrl-C ends a wait for a
         // pager or a disk.
@@ -45,6 +46,7 @@ impl ControllerDriver {
             _ = unsafe { nix::sys::signal::signal(signal, SigHandler::SigDfl) };
         }
         self.complete_files(exit_code, seconds);
+        self.finish_mlflow();
         self.report.finish(report::RunSummary {
             exit_code,
             stopped: outcome.stopped,

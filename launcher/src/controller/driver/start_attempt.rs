@@ -112,6 +112,7 @@ impl ControllerDriver {
     /// rendezvous, and so starts the workers. `port` is the port of the rendezvous.
     pub(super) fn start_workers(&mut self, port: u16) {
         let Some(preparation) = self.preparation.take() else { return };
+        self.end_stragglers();
         self.plan = preparation.plan;
         self.plan.master_port = Some(port);
         self.not_started = self.plan.world;

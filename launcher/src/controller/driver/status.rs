@@ -1,7 +1,10 @@
 //! Keeps the newest measurements of the run, and writes them to the status file.
 use super::ControllerDriver;
-use crate::{clock::read_unix_time, controller::core::HostIndex};
-use jobspec::ids::Rank;
+use crate::{
+    clock::read_unix_time,
+    controller::{core::HostIndex, run_status::RankPlacement},
+};
+use jobspec::{env::CUDA_VISIBLE_DEVICES, ids::Rank};
 use protocol::{control::HostUsage, event::Event};
 
 impl ControllerDriver {
@@ -15,18 +18,63 @@ impl ControllerDriver {
     /// Completes an event about a slow rank, and changes no other event.
     pub(super) fn complete_event(&mut self, event: &mut Event) {
         let plans = &self.plan.host_plans;
-        let find_host = |rank: Rank| {
-            let plan = plans.iter().find(|plan| plan.workers.iter().any(|worker| worker.rank == rank))?;
-            Some(plan.host.clone())
+        let find_placement = |rank: Rank| {
+            let workers = plans.iter().flat_map(|plan| plan.workers.iter().map(move |worker| (plan, worker)));
+            let (plan, worker) = workers.into_iter().find(|(_, worker)| worker.rank == rank)?;
+            Some(RankPlacement { host: plan.host.clone(), gpu: find_gpu(&worker.env, worker.local_rank) })
         };
-        self.status.complete_event(event, find_host);
+        self.status.complete_event(event, find_placement);
     }
 
-    /// Writes the newest measurements to the status file, if this is due. Only the controller that
-    /// writes the journal writes the file.
+    /// Reports that the slow ranks of an attempt that has ended are no longer slow.
+    pub(super) fn end_stragglers(&mut self) {
+        let events = self.status.list_straggler_ends();
+        events.into_iter().for_each(|event| self.emit_event(event));
+    }
+
+    /// Writes the newest measurements to the status file, and those of a program to the event file
+    /// of TensorBoard, if this is due. Only the controller that writes the journal writes the
+    /// files.
     pub(super) fn write_status(&mut self) {
-        if self.journal.is_some() && !self.is_adopting && self.status_file.is_due() {
-            self.status_file.write(self.plan.run_dir.clone(), &self.status.to_status(read_unix_time()));
+        if self.is_adopting || !self.status_file.is_due() {
+            return;
+        }
+        let Some(journal) = &mut self.journal else { return };
+        let time = read_unix_time();
+        let status = self.status.to_status(time);
+        self.status_file.write(self.plan.run_dir.clone(), &status);
+        // The event file of a training has its steps. A resumed training hides later steps, and
+        // these measurements belong to no step.
+        if self.job.train.is_none()
+            && let Some(values) = self.tensorboard_usage.list_due(&status)
+        {
+            journal.append_scalars(values, time, (self.earlier + self.clock.now()).as_secs());
+        }
+    }
+}
+
+/// Returns the number on its host of the GPU that a worker with this environment uses. Returns
+/// `None` if the number is not known, because launch selects no GPUs or selects them by other
+/// names.
+fn find_gpu(env: &[(String, String)], local_rank: u32) -> Option<u32> {
+    let (_, visible) = env.iter().rfind(|(name, _)| name == CUDA_VISIBLE_DEVICES)?;
+    let gpus: Vec<&str> = visible.split(',').map(str::trim).collect();
+    let index = if gpus.len() == 1 { 0 } else { local_rank as usize };
+    gpus.get(index)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_gpu_of_a_worker_is_that_of_its_variable() {
+        assert_eq!(find_gpu(&[], 1), None);
+        for (visible, gpu) in
+            [("3", Some(3)), ("4,6", Some(6)), ("4, 6", Some(6)), ("GPU-1f,GPU-2", None), ("", None)]
+        {
+            let env = [(CUDA_VISIBLE_DEVICES.to_owned(), visible.to_owned())];
+            assert_eq!(find_gpu(&env, 1), gpu, "{visible}");
         }
     }
 }

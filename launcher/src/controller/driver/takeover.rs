@@ -86,8 +86,7 @@ impl ControllerDriver {
         // changes of such paths are reported as not reloadable.
         _ = std::env::set_current_dir(&stored.directory);
         if let Some(journal) = &self.journal {
-            let trains = self.job.train.is_some();
-            journal.take_over(&self.plan.run.0, trains, stored.memo.restarts, self.journal_taken.0.clone());
+            journal.take_over(&self.plan.run.0, stored.memo.restarts, self.journal_taken.0.clone());
         }
         self.taken_memo = Some(stored);
     }
@@ -114,6 +113,7 @@ impl ControllerDriver {
         self.is_adopting = false;
         let (host, pid) = (read_host_name(), std::process::id());
         self.emit_event(Event::Takeover { host, pid, unattended_s: unattended.as_secs_f64() });
+        self.start_mlflow(true);
         self.write_control_file();
         let directory = self.plan.run_dir.clone();
         if let Some(journal) = &self.journal {

@@ -9,12 +9,12 @@ pub(super) const EVENTS_FILE: &str = "events.jsonl";
 /// The name of the file with the metrics of steps and evaluations, in the run directory.
 pub(super) const METRICS_FILE: &str = "metrics.jsonl";
 
-/// The open files of a journal: events, metrics and, if requested, TensorBoard's event file. Only
-/// the thread of the journal uses them.
+/// The open files of a journal: events, metrics and TensorBoard's event file. Only the thread of
+/// the journal uses them.
 pub(super) struct JournalFiles {
     pub(super) events: DurableFile,
     metrics: DurableFile,
-    pub(super) tensorboard: Option<DurableFile>,
+    pub(super) tensorboard: DurableFile,
     /// The newest report of each agent, and of the controllers, that was written to the files but
     /// is not known to be on the disk. The keys are the numbers of the sequences of reports.
     pub(super) unsynced: BTreeMap<u64, u64>,
@@ -29,9 +29,9 @@ impl std::fmt::Debug for JournalFiles {
 impl JournalFiles {
     /// Opens the files of a run directory for appending. Creates them if they do not exist. Creates
     /// a file for TensorBoard with this name.
-    pub(super) fn open(run_dir: &Path, tensorboard: Option<&str>) -> io::Result<JournalFiles> {
+    pub(super) fn open(run_dir: &Path, tensorboard: &str) -> io::Result<JournalFiles> {
         let open = |name: &str| DurableFile::open(&run_dir.join(name));
-        let tensorboard = tensorboard.map(open).transpose()?;
+        let tensorboard = open(tensorboard)?;
         let (events, metrics) = (open(EVENTS_FILE)?, open(METRICS_FILE)?);
         Ok(JournalFiles { events, metrics, tensorboard, unsynced: BTreeMap::new() })
     }
@@ -49,10 +49,8 @@ impl JournalFiles {
         if let Some(line) = format_metrics_line(event, time) {
             self.metrics.append(line.as_bytes(), on_error);
         }
-        if let Some(file) = &mut self.tensorboard
-            && let Some(record) = tensorboard::encode_event_record(event, time)
-        {
-            file.append(&record, on_error);
+        if let Some(record) = tensorboard::encode_event_record(event, time) {
+            self.tensorboard.append(&record, on_error);
         }
         self.unsynced.extend(report);
     }
@@ -62,9 +60,7 @@ impl JournalFiles {
     pub(super) fn sync(&mut self, on_error: &mut dyn FnMut(&io::Error)) -> Vec<ReportId> {
         self.events.sync(on_error);
         self.metrics.sync(on_error);
-        if let Some(file) = &mut self.tensorboard {
-            file.sync(on_error);
-        }
+        self.tensorboard.sync(on_error);
         std::mem::take(&mut self.unsynced).into_iter().collect()
     }
 }

@@ -132,7 +132,7 @@ pub(crate) fn is_void_restart(event: &Event, restarts: u32) -> bool {
 /// interrupted, and the events for which [`is_void_restart`] returns `true`. Blocks.
 pub(super) fn take_over_files(
     run_dir: &Path,
-    tensorboard: Option<&str>,
+    tensorboard: &str,
     restarts: u32,
 ) -> io::Result<(JournalFiles, JournalSummary)> {
     let mut summary = JournalSummary::default();

@@ -1,0 +1,35 @@
+//! Records a run with an MLflow server, by its REST interface (`observe.mlflow` in the job).
+//!
+//! [`MlflowRecorder`] sends the parameters, metrics, tags and the result of a run. Its thread reads
+//! them from the files of the run directory. The controller therefore never waits for the server,
+//! and the journal is the queue: nothing is lost while the server is away, and no data waits in
+//! memory. A later controller continues the same run of MLflow where the lost controller stopped.
+mod batch;
+mod journal_reader;
+mod recorder;
+mod rest_client;
+mod run_recorder;
+mod settings;
+mod stored_run;
+
+pub(crate) use recorder::MlflowRecorder;
+pub(crate) use run_recorder::RecordedRun;
+pub(crate) use settings::{MlflowSettings, resolve_mlflow_settings};
+
+use diagnostic::Diagnostic;
+use jobspec::JobSpec;
+use std::path::Path;
+use stored_run::StoredRun;
+
+/// Reads the settings for a run that a lost controller has begun to record. The run stays on its
+/// server, and only the credentials are read again.
+pub(crate) fn resolve_stored_settings(
+    job: &JobSpec,
+    run_dir: &Path,
+) -> Result<Option<MlflowSettings>, Vec<Diagnostic>> {
+    let mut job = job.clone();
+    if let (Some(spec), Ok(Some(stored))) = (&mut job.observe.mlflow, StoredRun::read(run_dir)) {
+        spec.uri = Some(stored.uri);
+    }
+    resolve_mlflow_settings(&job)
+}

@@ -1,0 +1,250 @@
+//! [`MlflowRecorder`]: the thread that records a run with MLflow while the run continues.
+use super::{
+    run_recorder::{Progress, RecordError, RecordedRun, RunRecorder},
+    settings::MlflowSettings,
+};
+use diagnostic::quantity::format_duration;
+use std::{
+    collections::VecDeque,
+    io,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// The time between two looks for new events.
+const POLL_INTERVAL: Duration = Duration::from_secs(2);
+/// The pause after the first failed request. Each further failure doubles the pause.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+/// The longest pause after a failed request.
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+/// The pause after a failed request at the end of the run.
+const LAST_PAUSE: Duration = Duration::from_millis(500);
+/// The number of failed requests at the end of the run after which the rest is not sent.
+const LAST_FAILURES: u32 = 4;
+/// The largest number of notices about one run. Further notices are dropped.
+const MAX_NOTICES: u32 = 10;
+
+/// The handle of the thread that records a run. The thread ends when the handle is dropped.
+#[derive(Debug)]
+pub(crate) struct MlflowRecorder {
+    shared: Arc<Shared>,
+    uri: String,
+}
+
+/// The state that the thread and its handle share.
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<RecorderState>,
+    /// Notifies waiting threads of every change of the state.
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct RecorderState {
+    /// Whether the journal is complete, so that the thread ends once everything was sent.
+    is_ending: bool,
+    /// Whether the thread is to end at once.
+    is_stopped: bool,
+    /// Whether the thread has ended, and whether everything was sent.
+    ended: Option<bool>,
+    /// Notices that were not shown to the user.
+    notices: VecDeque<String>,
+    /// The number of notices so far.
+    notice_count: u32,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, RecorderState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a notice for the user, unless there were too many.
+    fn add_notice(&self, notice: Option<String>) {
+        let mut state = self.lock();
+        if let Some(notice) = notice
+            && state.notice_count < MAX_NOTICES
+        {
+            state.notice_count += 1;
+            state.notices.push_back(notice);
+        }
+    }
+
+    /// Waits for `pause`, or until the run ends. At the end of the run, waits at most
+    /// [`LAST_PAUSE`].
+    fn wait(&self, pause: Duration) {
+        let state = self.lock();
+        let pause = if state.is_ending { pause.min(LAST_PAUSE) } else { pause };
+        let was_ending = state.is_ending;
+        let is_waiting = |state: &mut RecorderState| !state.is_stopped && state.is_ending == was_ending;
+        drop(self.changed.wait_timeout_while(state, pause, is_waiting));
+    }
+}
+
+impl MlflowRecorder {
+    /// Starts the thread that records `run`.
+    pub(crate) fn start(settings: MlflowSettings, run: RecordedRun) -> io::Result<MlflowRecorder> {
+        let recorder = MlflowRecorder { shared: Arc::default(), uri: settings.uri.clone() };
+        let shared = recorder.shared.clone();
+        thread::Builder::new().name("mlflow".to_owned()).spawn(move || {
+            let uri = settings.uri.clone();
+            let is_complete = record(&shared, &uri, RunRecorder::new(settings, run));
+            shared.lock().ended = Some(is_complete);
+            shared.changed.notify_all();
+        })?;
+        Ok(recorder)
+    }
+
+    /// Returns the next notice for the user. Never blocks on the server.
+    pub(crate) fn take_notice(&self) -> Option<String> {
+        self.shared.lock().notices.pop_front()
+    }
+
+    /// Sends the rest of the run, whose journal is complete. Blocks for at most `limit`, and for a
+    /// moment only if the server is known to be away. Returns a message if MLflow has not received
+    /// everything.
+    pub(crate) fn finish(&self, limit: Duration) -> Option<String> {
+        let mut state = self.shared.lock();
+        state.is_ending = true;
+        self.shared.changed.notify_all();
+        let waited = self.shared.changed.wait_timeout_while(state, limit, |state| state.ended.is_none());
+        let state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        let message = || format!("MLflow at {} has not received the end of the run", self.uri);
+        (state.ended != Some(true)).then(message)
+    }
+}
+
+impl Drop for MlflowRecorder {
+    fn drop(&mut self) {
+        self.shared.lock().is_stopped = true;
+        self.shared.changed.notify_all();
+    }
+}
+
+/// The failed requests since the server was last available.
+#[derive(Debug, Default)]
+struct Outage {
+    /// The time of the first failure; `None` if the newest request was successful.
+    since: Option<Instant>,
+    failures: u32,
+    /// The number of failures at the end of the run.
+    last_failures: u32,
+    /// Whether the server was already away when the run ended.
+    is_known_at_end: bool,
+}
+
+impl Outage {
+    /// Counts a failed request. Returns a notice for the first one.
+    fn add_failure(&mut self, uri: &str, reason: &str, is_ending: bool) -> Option<String> {
+        if is_ending {
+            self.is_known_at_end |= self.last_failures == 0 && self.failures > 0;
+            self.last_failures += 1;
+        }
+        self.failures += 1;
+        let is_first = self.since.is_none();
+        self.since.get_or_insert_with(Instant::now);
+        is_first.then(|| {
+            format!(
+                "MLflow at {uri} is not available ({reason}); the job continues, and MLflow gets the data later"
+            )
+        })
+    }
+
+    /// Ends the outage after a successful request. Returns a notice if there was a failure.
+    fn end(&mut self, uri: &str) -> Option<String> {
+        let since = std::mem::take(self).since?;
+        let duration = format_duration(since.elapsed().as_secs_f64());
+        Some(format!("MLflow at {uri} accepts data again after {duration}"))
+    }
+
+    /// Returns whether the rest of a run that has ended is not sent.
+    fn is_final(&self) -> bool {
+        self.last_failures >= if self.is_known_at_end { 1 } else { LAST_FAILURES }
+    }
+
+    /// Returns the pause before the next request.
+    fn pause(&self) -> Duration {
+        FIRST_PAUSE.saturating_mul(1 << self.failures.saturating_sub(1).min(16)).min(LONGEST_PAUSE)
+    }
+}
+
+/// Records a run until everything was sent, or until the handle is dropped. Returns whether
+/// everything was sent.
+fn record(shared: &Shared, uri: &str, mut recorder: RunRecorder) -> bool {
+    let mut outage = Outage::default();
+    let mut is_up_to_date = false;
+    loop {
+        let (is_ending, is_stopped) = {
+            let state = shared.lock();
+            (state.is_ending, state.is_stopped)
+        };
+        // Without an end in the journal, the disk has not accepted it.
+        if is_stopped || is_up_to_date {
+            return false;
+        }
+        let result = recorder.send_next();
+        is_up_to_date = is_ending && result == Ok(Progress::UpToDate);
+        if result.is_ok() {
+            shared.add_notice(outage.end(uri));
+        }
+        match result {
+            Ok(Progress::Created(address)) => {
+                shared.add_notice(Some(format!("MLflow records the run: {address}")));
+            }
+            Ok(Progress::LeftOut(reason)) => {
+                shared.add_notice(Some(format!("MLflow has rejected a part of the run: {reason}")));
+            }
+            Ok(Progress::Sent) => {}
+            Ok(Progress::Complete) => return true,
+            Ok(Progress::UpToDate) if is_ending => {}
+            Ok(Progress::UpToDate) => shared.wait(POLL_INTERVAL),
+            Err(RecordError::Final(reason)) => {
+                shared.add_notice(Some(format!("MLflow at {uri} does not record the run: {reason}")));
+                return false;
+            }
+            Err(RecordError::Unavailable(reason)) => {
+                shared.add_notice(outage.add_failure(uri, &reason, is_ending));
+                if outage.is_final() {
+                    return false;
+                }
+                shared.wait(outage.pause());
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_notice_reports_an_outage_and_one_its_end() {
+        let mut outage = Outage::default();
+        assert_eq!(outage.end("u"), None);
+        assert!(outage.add_failure("u", "r", false).is_some_and(|notice| notice.contains("(r)")));
+        let pauses: Vec<u64> = (0..8)
+            .map(|_| {
+                assert_eq!(outage.add_failure("u", "r", false), None);
+                outage.pause().as_secs()
+            })
+            .collect();
+        assert_eq!(pauses, [2, 4, 8, 16, 32, 60, 60, 60]);
+        assert!(outage.end("u").is_some() && outage.end("u").is_none());
+    }
+
+    #[test]
+    fn the_end_of_a_run_waits_only_for_a_server_that_was_available() {
+        let mut outage = Outage::default();
+        for _ in 1..LAST_FAILURES {
+            _ = outage.add_failure("u", "r", true);
+            assert!(!outage.is_final());
+        }
+        _ = outage.add_failure("u", "r", true);
+        assert!(outage.is_final());
+        let mut outage = Outage::default();
+        _ = outage.add_failure("u", "r", false);
+        assert!(!outage.is_final());
+        _ = outage.add_failure("u", "r", true);
+        assert!(outage.is_final());
+    }
+}

@@ -1,0 +1,282 @@
+//! [`RunRecorder`]: sends the next part of a run to MLflow, from the files of the run directory.
+use super::{
+    batch::{Batch, format_params, format_tags, to_milliseconds},
+    journal_reader::JournalReader,
+    rest_client::{RequestError, RestClient},
+    settings::MlflowSettings,
+    stored_run::StoredRun,
+};
+use crate::{
+    clock::read_unix_time,
+    runs::{JOURNAL_FILE, read_private_file},
+    usage_metrics::UsageSchedule,
+};
+use protocol::{
+    event::TimedEvent,
+    run_status::{RunStatus, STATUS_FILE, STATUS_VERSION},
+};
+use serde_json::{Value, json};
+use std::{
+    collections::BTreeMap,
+    io,
+    path::{Path, PathBuf},
+};
+
+/// The age in seconds at which measurements are no longer recorded.
+const MAX_STATUS_AGE_S: f64 = 60.0;
+/// The largest size of the file with the newest measurements, in bytes.
+const MAX_STATUS_BYTES: u64 = 8 << 20;
+
+/// A run of launch that is recorded.
+#[derive(Clone, Debug)]
+pub(crate) struct RecordedRun {
+    /// The ID of the run.
+    pub(crate) run: String,
+    pub(crate) run_dir: PathBuf,
+    /// The name of the job.
+    pub(crate) job_name: String,
+    /// The number of workers.
+    pub(crate) world: u32,
+    /// The names of the hosts.
+    pub(crate) hosts: Vec<String>,
+    /// The values of the job's keys, without secrets.
+    pub(crate) params: BTreeMap<String, String>,
+    /// The time at which the run began, in seconds since 1970.
+    pub(crate) began_at: f64,
+    /// Whether a lost controller has begun to record the run.
+    pub(crate) is_taken_over: bool,
+}
+
+/// Why nothing can be sent at present.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum RecordError {
+    /// The server or a file is not available, and may be later. Contains the reason.
+    Unavailable(String),
+    /// MLflow will not record this run. Contains the reason.
+    Final(String),
+}
+
+/// What a call of [`RunRecorder::send_next`] has done.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Progress {
+    /// The run of MLflow exists from now on. Contains the address of its page.
+    Created(String),
+    /// A part was sent, and there may be more.
+    Sent,
+    /// MLflow has rejected a part, which is left out. Contains the reason.
+    LeftOut(String),
+    /// Everything so far was sent.
+    UpToDate,
+    /// Everything was sent, and the run has ended.
+    Complete,
+}
+
+/// Sends one part of a run after the other. Blocks for as long as the server needs.
+pub(super) struct RunRecorder {
+    settings: MlflowSettings,
+    run: RecordedRun,
+    journal: JournalReader,
+    /// The client and the run of MLflow, once they exist.
+    target: Option<(RestClient, StoredRun)>,
+    usage: UsageSchedule,
+}
+
+impl From<RequestError> for RecordError {
+    fn from(error: RequestError) -> RecordError {
+        match error {
+            RequestError::Unavailable(reason) => RecordError::Unavailable(reason),
+            RequestError::Rejected { code, message } => RecordError::Final(format!("{code}: {message}")),
+        }
+    }
+}
+
+/// Converts an error of a file, which may be readable later.
+fn file_error(error: io::Error) -> RecordError {
+    RecordError::Unavailable(format!("a file of the run directory: {error}"))
+}
+
+impl RunRecorder {
+    /// Creates the recorder of a run. Sends nothing.
+    pub(super) fn new(settings: MlflowSettings, run: RecordedRun) -> RunRecorder {
+        let journal = JournalReader::new(run.run_dir.join(JOURNAL_FILE));
+        RunRecorder { settings, run, journal, target: None, usage: UsageSchedule::new() }
+    }
+
+    /// Sends the next part of the run: creates the run of MLflow, or sends parameters or events or
+    /// the usage of hosts. After an error, the next call repeats the part.
+    pub(super) fn send_next(&mut self) -> Result<Progress, RecordError> {
+        let Some((client, stored)) = &mut self.target else {
+            let target = self.open_target()?;
+            let address = target.1.page_address();
+            self.target = Some(target);
+            return Ok(Progress::Created(address));
+        };
+        if !stored.has_params {
+            let mut rejected = None;
+            for request in format_params(&stored.run_id, &self.run.params) {
+                rejected = send_part(client, &request)?.or(rejected);
+            }
+            stored.has_params = true;
+            stored.write_position(&self.run.run_dir).map_err(file_error)?;
+            return Ok(rejected.map_or(Progress::Sent, Progress::LeftOut));
+        }
+        let mut batch = Batch::default();
+        let position = self.journal.read_lines(stored.position, &mut |line| {
+            if let Ok(timed) = TimedEvent::from_json(line) {
+                batch.add_event(&timed);
+            }
+            !batch.is_full() && batch.end.is_none()
+        });
+        let position = position.map_err(file_error)?;
+        if self.usage.is_due()
+            && let Some(status) = read_status(&self.run.run_dir)
+            && let Some(metrics) = self.usage.list_due(&status)
+        {
+            let mut usage = Batch::default();
+            usage.add_metrics(metrics, status.time, (status.time - self.run.began_at).max(0.0));
+            if let Some(reason) = send_part(client, &usage.to_request(&stored.run_id))? {
+                return Ok(Progress::LeftOut(reason));
+            }
+        }
+        if position == stored.position {
+            return Ok(Progress::UpToDate);
+        }
+        let rejected = match batch.has_content() {
+            true => send_part(client, &batch.to_request(&stored.run_id))?,
+            false => None,
+        };
+        if let Some((state, time)) = batch.end {
+            update_state(client, &stored.run_id, state, Some(time))?;
+        }
+        stored.position = position;
+        stored.write_position(&self.run.run_dir).map_err(file_error)?;
+        Ok(match (rejected, batch.end) {
+            (Some(reason), _) => Progress::LeftOut(reason),
+            (None, Some(_)) => Progress::Complete,
+            (None, None) => Progress::Sent,
+        })
+    }
+
+    /// Continues the run of MLflow that a lost controller has created, or creates a run.
+    fn open_target(&self) -> Result<(RestClient, StoredRun), RecordError> {
+        let stored = match self.run.is_taken_over {
+            true => StoredRun::read(&self.run.run_dir).map_err(file_error)?,
+            false => None,
+        };
+        let uri = stored.as_ref().map_or(&self.settings.uri, |stored| &stored.uri).clone();
+        let client = RestClient::new(&uri, &self.settings).map_err(|error| {
+            let file = self.settings.certificates.clone().unwrap_or_default();
+            RecordError::Unavailable(format!("the certificates in {}: {error}", file.display()))
+        })?;
+        if let Some(mut stored) = stored {
+            update_state(&client, &stored.run_id, "RUNNING", None)?;
+            stored.position = self.journal.check_position(stored.position).map_err(file_error)?;
+            return Ok((client, stored));
+        }
+        let experiment = self.open_experiment(&client)?;
+        // The lost controller may have created the run without storing its ID.
+        let existing = match self.run.is_taken_over {
+            true => self.find_run(&client, &experiment)?,
+            false => None,
+        };
+        let run_id = match existing {
+            Some(run_id) => run_id,
+            None => self.create_run(&client, &experiment)?,
+        };
+        let stored = StoredRun::new(&uri, &experiment, &run_id);
+        stored.write(&self.run.run_dir).map_err(file_error)?;
+        Ok((client, stored))
+    }
+
+    /// Returns the ID of the experiment. Creates the experiment if it does not exist.
+    fn open_experiment(&self, client: &RestClient) -> Result<String, RecordError> {
+        let name = &self.settings.experiment;
+        let find = || client.get("experiments/get-by-name", ("experiment_name", name));
+        let found = match find() {
+            Err(RequestError::Rejected { code, .. }) if code == "RESOURCE_DOES_NOT_EXIST" => {
+                match client.post("experiments/create", &json!({"name": name})) {
+                    // Another run has created the experiment in the meantime.
+                    Err(RequestError::Rejected { code, .. }) if code == "RESOURCE_ALREADY_EXISTS" => find()?,
+                    created => created?,
+                }
+            }
+            found => found?,
+        };
+        let id = found["experiment_id"].as_str().or(found["experiment"]["experiment_id"].as_str());
+        read_id(id, "experiment")
+    }
+
+    /// Creates the run of MLflow. Returns its ID.
+    fn create_run(&self, client: &RestClient, experiment: &str) -> Result<String, RecordError> {
+        let user = nix::unistd::User::from_uid(nix::unistd::getuid()).ok().flatten();
+        let user = user.map(|user| user.name).unwrap_or_default();
+        let tags = BTreeMap::from([
+            ("launch.run".to_owned(), self.run.run.clone()),
+            ("launch.run_dir".to_owned(), self.run.run_dir.display().to_string()),
+            ("launch.job".to_owned(), self.run.job_name.clone()),
+            ("launch.world".to_owned(), self.run.world.to_string()),
+            ("launch.hosts".to_owned(), self.run.hosts.join(", ")),
+            ("mlflow.user".to_owned(), user),
+            ("mlflow.source.name".to_owned(), self.run.job_name.clone()),
+            ("mlflow.source.type".to_owned(), "JOB".to_owned()),
+        ]);
+        let created = client.post(
+            "runs/create",
+            &json!({
+                "experiment_id": experiment,
+                "run_name": self.settings.run_name.as_ref().unwrap_or(&self.run.run),
+                "start_time": to_milliseconds(self.run.began_at),
+                "tags": format_tags(&tags),
+            }),
+        )?;
+        read_id(created["run"]["info"]["run_id"].as_str(), "run")
+    }
+
+    /// Finds the run of MLflow that records this run. Returns its ID, or `None` if there is none.
+    fn find_run(&self, client: &RestClient, experiment: &str) -> Result<Option<String>, RecordError> {
+        let filter = format!("tags.`launch.run` = '{}'", self.run.run.replace('\'', ""));
+        let request = json!({"experiment_ids": [experiment], "filter": filter, "max_results": 1});
+        let runs = client.post("runs/search", &request)?;
+        Ok(runs["runs"][0]["info"]["run_id"].as_str().map(str::to_owned))
+    }
+}
+
+/// Sends a part of a run. Returns the reason if MLflow rejects only this part.
+fn send_part(client: &RestClient, request: &Value) -> Result<Option<String>, RecordError> {
+    match client.post("runs/log-batch", request) {
+        Err(RequestError::Rejected { code, message })
+            if !["RESOURCE_DOES_NOT_EXIST", "INVALID_STATE", "PERMISSION_DENIED"]
+                .contains(&code.as_str()) =>
+        {
+            Ok(Some(format!("{code}: {message}")))
+        }
+        Err(error) => Err(error.into()),
+        Ok(_) => Ok(None),
+    }
+}
+
+/// Sets the state of a run of MLflow.
+fn update_state(client: &RestClient, run: &str, state: &str, end: Option<u64>) -> Result<(), RecordError> {
+    let mut request = json!({"run_id": run, "status": state});
+    if let Some(end) = end {
+        request["end_time"] = end.into();
+    }
+    client.post("runs/update", &request)?;
+    Ok(())
+}
+
+/// Checks an ID that the server has sent. IDs are parts of addresses that are shown.
+fn read_id(id: Option<&str>, kind: &str) -> Result<String, RecordError> {
+    let is_id =
+        |id: &&str| (1..=64).contains(&id.len()) && id.chars().all(|c| c.is_ascii_alphanumeric() || c == '-');
+    let missing = || RecordError::Unavailable(format!("its answer has no ID of the {kind}"));
+    id.filter(is_id).map(str::to_owned).ok_or_else(missing)
+}
+
+/// Reads the newest measurements. Returns `None` if there are none, or if they are too old.
+fn read_status(run_dir: &Path) -> Option<RunStatus> {
+    let bytes = read_private_file(&run_dir.join(STATUS_FILE), MAX_STATUS_BYTES).ok()?;
+    let status: RunStatus = serde_json::from_slice(&bytes).ok()?;
+    let is_recent = read_unix_time() - status.time < MAX_STATUS_AGE_S;
+    (status.version == STATUS_VERSION && is_recent).then_some(status)
+}

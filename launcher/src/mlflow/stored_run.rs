@@ -1,0 +1,90 @@
+//! [`StoredRun`]: the run of MLflow that records a run of launch, as the file `mlflow.json` of the
+//! run directory stores it.
+use super::journal_reader::JournalPosition;
+use crate::runs::{read_private_file, replace_volatile_file, write_atomically};
+use serde::{Deserialize, Serialize};
+use std::{io, path::Path};
+
+/// The version of the file.
+const VERSION: u32 = 1;
+/// The name of the file in the run directory.
+const FILE_NAME: &str = "mlflow.json";
+/// The largest size of the file, in bytes. A larger file is an error.
+const MAX_BYTES: u64 = 64 << 10;
+
+/// A run of MLflow, and what it contains. The file has no credentials.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct StoredRun {
+    version: u32,
+    /// The address of the server.
+    pub(super) uri: String,
+    /// The ID of the experiment.
+    pub(super) experiment_id: String,
+    /// The ID of the run.
+    pub(super) run_id: String,
+    /// Whether the run has all parameters. They can be set only once.
+    pub(super) has_params: bool,
+    /// The place in the journal up to which the run has the metrics.
+    pub(super) position: JournalPosition,
+}
+
+impl StoredRun {
+    /// Creates the description of a new run of MLflow.
+    pub(super) fn new(uri: &str, experiment_id: &str, run_id: &str) -> StoredRun {
+        StoredRun {
+            version: VERSION,
+            uri: uri.to_owned(),
+            experiment_id: experiment_id.to_owned(),
+            run_id: run_id.to_owned(),
+            has_params: false,
+            position: JournalPosition::default(),
+        }
+    }
+
+    /// Reads the file in the directory `run_dir`. Returns `None` if there is no file.
+    pub(super) fn read(run_dir: &Path) -> io::Result<Option<StoredRun>> {
+        let bytes = match read_private_file(&run_dir.join(FILE_NAME), MAX_BYTES) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            bytes => bytes?,
+        };
+        let stored: StoredRun = serde_json::from_slice(&bytes)?;
+        if stored.version != VERSION {
+            return Err(io::Error::other("the file is of another version of launch"));
+        }
+        Ok(Some(stored))
+    }
+
+    /// Writes the file durably. Needed when the run of MLflow changes.
+    pub(super) fn write(&self, run_dir: &Path) -> io::Result<()> {
+        write_atomically(run_dir, FILE_NAME, &serde_json::to_vec(self)?)
+    }
+
+    /// Writes the place in the journal. If a crash undoes this, metrics are sent again.
+    pub(super) fn write_position(&self, run_dir: &Path) -> io::Result<()> {
+        replace_volatile_file(run_dir, FILE_NAME, &serde_json::to_vec(self)?)
+    }
+
+    /// Returns the address at which a browser shows the run.
+    pub(super) fn page_address(&self) -> String {
+        format!("{}/#/experiments/{}/runs/{}", self.uri, self.experiment_id, self.run_id)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_file_reads_back_equal_and_a_damaged_file_is_an_error() {
+        let dir = tempfile::tempdir().expect("a directory");
+        assert_eq!(StoredRun::read(dir.path()).expect("no file"), None);
+        let mut stored = StoredRun::new("http://h", "7", "abc");
+        stored.write(dir.path()).expect("written");
+        stored.has_params = true;
+        stored.write_position(dir.path()).expect("written");
+        assert_eq!(StoredRun::read(dir.path()).expect("a file"), Some(stored.clone()));
+        assert_eq!(stored.page_address(), "http://h/#/experiments/7/runs/abc");
+        std::fs::write(dir.path().join(FILE_NAME), "{").expect("written");
+        StoredRun::read(dir.path()).expect_err("damaged");
+    }
+}
