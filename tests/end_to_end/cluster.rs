@@ -5,6 +5,7 @@ mod hangs;
 mod kept_workers;
 mod memory_copies;
 mod networks;
+mod slow_links;
 mod stop_requests;
 mod unmodified_programs;
 

@@ -29,6 +29,7 @@ mod join_rejections;
 mod lora;
 mod memory;
 mod misconfigured;
+mod mlflow;
 mod package;
 mod precision;
 mod processes;

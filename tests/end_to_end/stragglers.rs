@@ -1,9 +1,13 @@
 //! Tests of slow ranks and of `launch top`, with the real executable and a real run.
-use crate::support::{JobDirectory, report_skip};
+use crate::support::{
+    JobDirectory,
+    live_run::{find_worker, read_events, wait_for_event},
+    report_skip,
+};
 use serde_json::Value;
 use std::{
     fs,
-    io::{BufRead, BufReader, Read, Write},
+    io::{Read, Write},
     os::fd::{AsRawFd, FromRawFd, OwnedFd},
     path::{Path, PathBuf},
     process::{Child, Stdio},
@@ -80,42 +84,6 @@ impl Drop for QuotaGroup {
     }
 }
 
-/// Finds the process of a rank of the run in the directory of a test.
-pub(crate) fn find_worker(job: &JobDirectory, rank: u32) -> u32 {
-    let (rank, directory) = (format!("RANK={rank}"), job.path("").display().to_string());
-    let is_worker = |pid: &u32| {
-        let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-        let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        let text = String::from_utf8_lossy(&environment).into_owned();
-        text.split('\0').any(|variable| variable == rank)
-            && text.contains(directory.trim_end_matches('/'))
-            && String::from_utf8_lossy(&command).contains("\0worker")
-    };
-    let processes = fs::read_dir("/proc").unwrap().flatten();
-    let found = processes.filter_map(|e| e.file_name().to_str()?.parse().ok()).find(is_worker);
-    found.expect("the process of the rank")
-}
-
-/// Reads events until one fits.
-pub(crate) fn wait_for_event(
-    lines: &mut impl Iterator<Item = Value>,
-    fits: impl Fn(&Value) -> bool,
-) -> Value {
-    let end = Instant::now() + TIMEOUT;
-    loop {
-        let event = lines.next().expect("the run continues");
-        if fits(&event) {
-            return event;
-        }
-        assert!(Instant::now() < end, "no such event");
-    }
-}
-
-pub(crate) fn read_events(process: &mut Child) -> impl Iterator<Item = Value> + use<> {
-    let stdout = BufReader::new(process.stdout.take().expect("a pipe"));
-    stdout.lines().map(|line| serde_json::from_str(&line.unwrap()).unwrap())
-}
-
 #[test]
 fn a_rank_slowed_by_a_cpu_quota_is_named_with_the_reason() {
     // On a busy machine the other ranks get only a part of a CPU, too.
@@ -156,6 +124,44 @@ fn a_rank_slowed_by_a_cpu_quota_is_named_with_the_reason() {
     };
     assert_eq!(status["step_times"]["ranks"].as_array().map(Vec::len), Some(3), "{status}");
     assert_eq!(status["hosts"][0]["usage"]["workers"].as_array().map(Vec::len), Some(3), "{status}");
+}
+
+/// Measures the CPU time that a process uses per second, in percent of a CPU.
+fn measure_cpu_percent(pid: u32, duration: Duration) -> u32 {
+    let read = || {
+        let text = fs::read_to_string(format!("/proc/{pid}/stat")).expect("the process runs");
+        let fields: Vec<&str> = text.rsplit(") ").next().unwrap().split(' ').collect();
+        // the fields 14 and 15, in ticks of 10 ms
+        fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
+    };
+    let (before, began) = (read(), Instant::now());
+    std::thread::sleep(duration);
+    ((read() - before) as f64 / began.elapsed().as_secs_f64()) as u32
+}
+
+/// Trains with two ranks, and slows rank 1 down by a fifth.
+#[test]
+fn a_rank_slowed_by_a_fifth_is_named() {
+    let job = JobDirectory::new();
+    let settings = ["cluster.workers_per_host=2", "train.batch.global=16"];
+    let settings: Vec<&str> =
+        SETTINGS.iter().copied().filter(|s| !s.contains("workers_per")).chain(settings).collect();
+    let mut run = KilledAtEnd(job.start(&settings));
+    let mut events = read_events(&mut run.0);
+    wait_for_event(&mut events, |event| event["event"] == "step" && event["step"].as_u64() >= Some(4));
+    let worker = find_worker(&job, 1);
+    let percent = measure_cpu_percent(worker, Duration::from_secs(3));
+    let Some(group) = QuotaGroup::create(percent * 4 / 5) else {
+        return report_skip("stragglers", "control groups with CPU quotas cannot be created");
+    };
+    group.add(worker);
+    // Steps of the last seconds are in the pipe.
+    let slowed = wait_for_event(&mut events, |event| event["event"] == "step");
+    let report = wait_for_event(&mut events, |event| event["event"] == "straggler" && event["rank"] == 1);
+    assert_eq!((&report["state"], &report["kind"]), (&"slow".into(), &"work".into()), "{report}");
+    assert_eq!(report["reason"]["kind"], "cpu_quota", "{report}");
+    let steps = report["step"].as_u64().unwrap() - slowed["step"].as_u64().unwrap();
+    eprintln!("{percent} % of a CPU before the quota; named after at most {steps} steps: {report}");
 }
 
 /// Opens a pseudo-terminal with this size. Returns the controlling end and the terminal.

@@ -1,9 +1,9 @@
 //! Makes ranks of the built-in training hang on purpose: the verdict names them from the counters
 //! that the workers publish.
 use super::stalled_file::StalledFile;
-use crate::{
-    stragglers::{find_worker, read_events, wait_for_event},
-    support::{FinishedRun, JobDirectory},
+use crate::support::{
+    FinishedRun, JobDirectory,
+    live_run::{find_worker, read_events, wait_for_event},
 };
 use nix::{
     sys::signal::{Signal, kill},

@@ -2,6 +2,7 @@
 
 pub(crate) mod environment;
 pub(crate) mod fork_server;
+pub(crate) mod live_run;
 pub(crate) mod resumed_job;
 pub(crate) mod simulated_hosts;
 pub(crate) mod slowed_worker;

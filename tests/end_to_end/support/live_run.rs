@@ -1,0 +1,49 @@
+//! Reads the events of a run while the run continues, and finds the processes of its workers.
+use super::JobDirectory;
+use serde_json::Value;
+use std::{
+    fs,
+    io::{BufRead, BufReader},
+    process::Child,
+    time::{Duration, Instant},
+};
+
+/// The time in which something must happen, also on a busy machine.
+const TIMEOUT: Duration = Duration::from_secs(120);
+
+/// Finds the process of a rank of the run in the directory of a test.
+pub(crate) fn find_worker(job: &JobDirectory, rank: u32) -> u32 {
+    let (rank, directory) = (format!("RANK={rank}"), job.path("").display().to_string());
+    let is_worker = |pid: &u32| {
+        let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let text = String::from_utf8_lossy(&environment).into_owned();
+        text.split('\0').any(|variable| variable == rank)
+            && text.contains(directory.trim_end_matches('/'))
+            && String::from_utf8_lossy(&command).contains("\0worker")
+    };
+    let processes = fs::read_dir("/proc").unwrap().flatten();
+    let found = processes.filter_map(|e| e.file_name().to_str()?.parse().ok()).find(is_worker);
+    found.expect("the process of the rank")
+}
+
+/// Reads events until one fits.
+pub(crate) fn wait_for_event(
+    lines: &mut impl Iterator<Item = Value>,
+    fits: impl Fn(&Value) -> bool,
+) -> Value {
+    let end = Instant::now() + TIMEOUT;
+    loop {
+        let event = lines.next().expect("the run continues");
+        if fits(&event) {
+            return event;
+        }
+        assert!(Instant::now() < end, "no such event");
+    }
+}
+
+/// Returns an iterator over the events that a run prints with `--json`.
+pub(crate) fn read_events(process: &mut Child) -> impl Iterator<Item = Value> + use<> {
+    let stdout = BufReader::new(process.stdout.take().expect("a pipe"));
+    stdout.lines().map(|line| serde_json::from_str(&line.unwrap()).unwrap())
+}
