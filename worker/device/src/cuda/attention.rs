@@ -91,8 +91,8 @@ fn build_tiled_work(
     Work::Config(LaunchConfig { grid, block: [THREADS_PER_BLOCK, 1, 1], shared })
 }
 
-/// Kernel argument with the order in which the blocks of a flash.cu kernel process heads and tiles.
-/// The layout is that of `BlockOrder` in flash.cu.
+/// Kernel argument with the order in which the blocks of a kernel process heads and tiles. The
+/// layout is that of `BlockOrder` in blocks.cuh.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct BlockOrder {
@@ -106,7 +106,7 @@ struct BlockOrder {
     heads_together: usize,
 }
 
-// SAFETY: struct BlockOrder of flash.cu.
+// SAFETY: struct BlockOrder of blocks.cuh.
 unsafe impl KernelArg for BlockOrder {}
 
 /// The variants of one kernel of flash.cu, with the launch parameters of each. The first index is 0

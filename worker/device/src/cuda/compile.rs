@@ -51,9 +51,10 @@ macro_rules! source {
 }
 
 /// Names and texts of the headers that kernel sources include.
-const HEADERS: [(&CStr, &str); 5] = [
+const HEADERS: [(&CStr, &str); 6] = [
     (c"common.cuh", include_str!("kernels/common.cuh")),
     (c"attention.cuh", include_str!("kernels/attention.cuh")),
+    (c"blocks.cuh", include_str!("kernels/blocks.cuh")),
     (c"tiles.cuh", include_str!("kernels/tiles.cuh")),
     (c"hopper.cuh", include_str!("kernels/hopper.cuh")),
     (c"flash_hopper.cuh", include_str!("kernels/flash_hopper.cuh")),

@@ -8,11 +8,10 @@
 // 64 or 128. PLAIN kernels support neither a softcap nor dropout.
 #include "common.cuh"
 #include "attention.cuh"
+#include "blocks.cuh"
 #include "tiles.cuh"
 
 #define BLOCK_ROWS 128 // rows of a block
-#define LN2 0.6931471805599453f
-#define ALL_LANES 0xffffffffu
 
 // Returns true if x is true in all lanes of the warp.
 DEVICE bool warp_all(bool x) { return __all_sync(ALL_LANES, x); }
@@ -23,19 +22,6 @@ DEVICE float tanh_approx(float x) { return fmaf(-2.0f, reciprocal_approx(1.0f + 
 
 // --- the rows of a block ------------------------------------------------------------------------------------
 
-// Order in which a launch's blocks are scheduled. Heads whose streamed rows fit into the L2 cache
-// together are scheduled together. Among them, the tiles with the most work are scheduled first.
-struct BlockOrder {
-    i64 tiles;          // per head
-    i64 heads;          // per sequence
-    i64 total_heads;    // of all sequences
-    i64 heads_together; // that are scheduled together
-};
-// Position of a block: its tile, head and sequence.
-struct BlockPosition {
-    int tile, head, sequence;
-};
-
 // State of a block that is stored in shared memory, to save registers for sums.
 struct BlockState {
     BlockPosition at;
@@ -44,15 +30,6 @@ struct BlockState {
     i64 stats;       // offset of the first head's statistics in lse and dots
     HeadRows one, other; // the rows of the two tensors through which the block iterates
 };
-
-// Returns the position of this block. If `last_first`, the last tiles of a head come first.
-DEVICE BlockPosition find_block_position(const BlockOrder& order, bool last_first) {
-    u32 tiles = (u32)order.tiles, heads = (u32)order.heads, heads_together = (u32)order.heads_together;
-    u32 begin = blockIdx.x / (tiles * heads_together) * heads_together, rest = blockIdx.x - begin * tiles;
-    u32 size = (u32)order.total_heads - begin < heads_together ? (u32)order.total_heads - begin : heads_together;
-    u32 tile = rest / size, head = begin + rest % size;
-    return {(int)(last_first ? tiles - 1 - tile : tile), (int)(head % heads), (int)(head / heads)};
-}
 
 // A warp's 16·M queries. Rarely used values are in shared memory.
 template <int M> struct WarpQueries {
@@ -203,7 +180,7 @@ DEVICE void compute_forward(Tensor o, float* lse, Tensor qkv, const u32* starts,
     constexpr int THREADS = 32 * WARPS, N = CHUNK / 8, BUFFER = 2 * STEP * row_stride<D>(); // keys, then values
     u16 *tiles = (u16*)shared, *qs = tiles + (OperandRows::IN_SHARED ? 2 * BUFFER : 0), *warp_tile = qs + 16 * M * warp_index() * row_stride<D>();
     int* block_starts = (int*)(tiles + 2 * BUFFER + (OperandRows::IN_SHARED ? BLOCK_ROWS * row_stride<D>() : 0));
-    BlockPosition at = find_block_position(order, true);
+    BlockPosition at = find_position(order, blockIdx.x, true);
     int t = (int)a.t, first = at.tile * BLOCK_ROWS, end = min(first + BLOCK_ROWS, t), kv = at.head / (int)(a.heads / a.kv_heads);
     HeadRows k_rows = make_head_rows(qkv.at, at.sequence, qkv_row_width(a), (a.heads + kv) * a.dim, a);
     HeadRows v_rows = make_head_rows(qkv.at, at.sequence, qkv_row_width(a), (a.heads + a.kv_heads + kv) * a.dim, a);
@@ -275,7 +252,7 @@ DEVICE void compute_backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float*
     constexpr int THREADS = 32 * WARPS, N = CHUNK / 8, BUFFER = 2 * STEP * row_stride<D>(); // keys, then values
     u16 *tiles = (u16*)shared, *warp_tile = tiles + 16 * M * warp_index() * row_stride<D>();
     int* block_starts = (int*)(tiles + 2 * BUFFER);
-    BlockPosition at = find_block_position(order, true);
+    BlockPosition at = find_position(order, blockIdx.x, true);
     int t = (int)a.t, first = at.tile * BLOCK_ROWS, end = min(first + BLOCK_ROWS, t), kv = at.head / (int)(a.heads / a.kv_heads);
     HeadRows k_rows = make_head_rows(qkv.at, at.sequence, qkv_row_width(a), (a.heads + kv) * a.dim, a);
     HeadRows v_rows = make_head_rows(qkv.at, at.sequence, qkv_row_width(a), (a.heads + a.kv_heads + kv) * a.dim, a);
@@ -458,7 +435,7 @@ DEVICE void compute_backward_kv(Tensor dqkv, Tensor d_o, Tensor qkv, const float
     u16* values = tiles + (Values::IN_SHARED ? 2 * BUFFER : BLOCK_ROWS * row_stride<D>());
     QueryStats<STEP>* stats = (QueryStats<STEP>*)(tiles + 2 * BUFFER + (Values::IN_SHARED ? BLOCK_ROWS * row_stride<D>() : 0));
     BlockState* state = (BlockState*)(stats + 2);
-    BlockPosition at = find_block_position(order, false);
+    BlockPosition at = find_position(order, blockIdx.x, false);
     int t = (int)a.t, first = at.tile * BLOCK_ROWS, group = (int)(a.heads / a.kv_heads), head = at.head * group;
     i64 k_column = (a.heads + at.head) * a.dim, v_column = k_column + a.kv_heads * a.dim;
     fetch_rows<D, BLOCK_ROWS, THREADS>(tiles, make_head_rows(qkv.at, at.sequence, qkv_row_width(a), k_column, a), first);

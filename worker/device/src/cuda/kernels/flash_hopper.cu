@@ -3,6 +3,7 @@
 // other attention on tensor cores. The order of all sums depends on the shape only.
 #include "common.cuh"
 #include "attention.cuh"
+#include "blocks.cuh"
 #include "hopper.cuh"
 #include "flash_hopper.cuh"
 
@@ -13,7 +14,6 @@ template <int ROWS> struct BlockInfo {
     int starts[ROWS];
     float lse[ROWS], dots[ROWS];
 };
-
 
 // Divides the shared memory: the block's own tiles (OWNED tiles of ROWS rows), then the ring.
 #define SETUP(ROWS_, OWNED)                                                                            \

@@ -1,34 +1,11 @@
 // Common code of the attention kernels for Hopper GPUs (flash_hopper.cu): the order of tiles, the
 // ring of tiles in shared memory, and matmuls of tiles. A source includes this file at most once.
-#define LN2 0.6931471805599453f
-#define ALL_LANES 0xffffffffu
-
 // --- the order of tiles -----------------------------------------------------------------------------
-
-// Order in which tiles of rows are processed (BlockOrder of flash.cu).
-struct BlockOrder {
-    i64 tiles;          // per head
-    i64 heads;          // per sequence
-    i64 total_heads;    // of all sequences
-    i64 heads_together; // that are scheduled together
-};
-// Position of a tile: its number, head and sequence.
-struct BlockPosition {
-    int tile, head, sequence;
-};
 
 // Returns the number of the tile that this block processes in a round. There may be fewer blocks
 // than tiles. Tiles are sorted by their work, so the direction alternates.
 DEVICE u32 find_tile(u32 round) { return round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x); }
 
-// Returns the position of a tile. If `last_first`, the last tiles of a head come first.
-DEVICE BlockPosition find_position(const BlockOrder& o, u32 block, bool last_first) {
-    u32 tiles = (u32)o.tiles, heads = (u32)o.heads, together = (u32)o.heads_together;
-    u32 begin = block / (tiles * together) * together, rest = block - begin * tiles;
-    u32 size = (u32)o.total_heads - begin < together ? (u32)o.total_heads - begin : together;
-    u32 tile = rest / size, head = begin + rest % size;
-    return {(int)(last_first ? tiles - 1 - tile : tile), (int)(head % heads), (int)(head / heads)};
-}
 // Returns the position of a tile in registers that are uniform in a warp.
 DEVICE BlockPosition find_uniform_position(const BlockOrder& o, u32 block, bool last_first) {
     BlockPosition p = find_position(o, block, last_first);
