@@ -7,6 +7,7 @@
 use device::{
     Buf, Dtype, Ops, View, ViewMut,
     ops::{RouterShape, RowGroup},
+    storage::{DeviceError, Event},
 };
 use jobspec::ExpertsSpec;
 use std::ops::Range;
@@ -315,8 +316,26 @@ pub struct RouterStats {
     layers: Vec<LayerRouterStats>,
     /// The number of tokens of the micro-batch.
     rows: usize,
-    /// Host copies of probabilities and log-sum-exp, if the device is not the host.
-    host_buffers: [Buf; 2],
+    /// On a device that is not the host: for each layer, the sums of the probabilities of each
+    /// expert, and the sum of the squared log-sum-exp.
+    device_sums: Buf,
+    /// Host memory for copies of `device_sums`, one for each micro-batch of a step.
+    host_sums: Buf,
+    /// The event after which all copies that were started are complete.
+    copied: Event,
+}
+
+/// The router losses of a micro-batch whose sums may still be on their way to the host.
+pub enum PendingRouterLoss {
+    /// The sum of the router losses.
+    Known(f64),
+    /// The sums are copied to the host as copy number `copy`.
+    Copying {
+        /// The number of the copy.
+        copy: usize,
+        /// For each expert, the average number of selections per token and layer.
+        mean_selections: Vec<f64>,
+    },
 }
 
 /// How often one layer's router selected each expert in the micro-batch, and the sums for the
@@ -344,23 +363,87 @@ impl RouterStats {
             coefficients,
             layers: vec![empty; count],
             rows,
-            host_buffers: <[Buf; 2]>::default(),
+            device_sums: Buf::default(),
+            host_sums: Buf::default(),
+            copied: Event::default(),
         }
     }
 
+    /// Returns the number of sums of all layers in `device_sums`.
+    fn count_sums(&self) -> usize {
+        self.layers.len() * (self.shape.experts + 1)
+    }
+
     /// Replaces the statistics of the MoE layer number `index` by those of `routing`, the output of
-    /// the layer's router. Copies the output to the host.
+    /// the layer's router. Does not wait for a device.
     pub fn record_layer(&mut self, ops: &dyn Ops, index: usize, routing: &RouterOutput) {
-        let [probs, lse] = &mut self.host_buffers;
-        let (probs, lse) = (ops.to_host(routing.probs.view(), probs), ops.to_host(routing.lse.view(), lse));
         let t = &mut self.layers[index];
         t.selection_counts.fill(0);
-        t.prob_sums.fill(0.0);
         routing.selected_experts.iter().for_each(|&e| t.selection_counts[e as usize] += 1);
+        if !ops.is_host() {
+            return self.sum_layer_on_device(ops, index, routing);
+        }
+        let t = &mut self.layers[index];
+        let (probs, lse) = (routing.probs.view(), routing.lse.view());
+        t.prob_sums.fill(0.0);
         for row in probs.host().chunks_exact(self.shape.experts) {
             t.prob_sums.iter_mut().zip(row).for_each(|(sum, p)| *sum += f64::from(*p));
         }
         t.lse_squares = lse.host().iter().map(|&l| f64::from(l) * f64::from(l)).sum();
+    }
+
+    /// Enqueues the sums of the MoE layer number `index` over the tokens of the micro-batch.
+    fn sum_layer_on_device(&mut self, ops: &dyn Ops, index: usize, routing: &RouterOutput) {
+        let (experts, sums) = (self.shape.experts, self.count_sums());
+        if self.device_sums.len() < sums {
+            self.device_sums = ops.zeroed(Dtype::F32, sums);
+        }
+        self.copied.make_stream_wait(); // a copy may still read the sums
+        let at = index * (experts + 1);
+        let (mut probs, mut squares) =
+            self.device_sums.view_mut().slice(at..at + experts + 1).split_at(experts);
+        ops.clear(probs.reborrow());
+        ops.bias_backward(probs, routing.probs.view(), self.rows, experts);
+        ops.dot_rows(squares.reborrow(), routing.lse.view(), routing.lse.view(), self.rows);
+    }
+
+    /// Returns the router losses of the micro-batch that all layers recorded. On a device that is
+    /// not the host, starts to copy its sums to the host, as copy number `copy` of at most
+    /// `capacity`.
+    pub fn start_loss_copy(&mut self, ops: &dyn Ops, copy: usize, capacity: usize) -> PendingRouterLoss {
+        if ops.is_host() {
+            return PendingRouterLoss::Known(self.compute_loss());
+        }
+        let sums = self.count_sums();
+        if self.host_sums.len() < capacity * sums {
+            self.host_sums = ops.alloc_staging(Dtype::F32, capacity * sums);
+        }
+        let to = self.host_sums.view_mut().slice(copy * sums..(copy + 1) * sums);
+        self.copied = ops.copy_async(to, self.device_sums.view(), &[]);
+        let mean_selections = self.mean_selections_by_expert().collect();
+        PendingRouterLoss::Copying { copy, mean_selections }
+    }
+
+    /// Makes this thread's later work wait for all copies that were started.
+    pub fn make_stream_wait_for_copies(&self) {
+        self.copied.make_stream_wait();
+    }
+
+    /// Waits for the copies that were started, and returns the router losses `pending`.
+    pub fn finish_loss(&self, pending: &PendingRouterLoss) -> Result<f64, DeviceError> {
+        let (copy, mean_selections) = match pending {
+            PendingRouterLoss::Known(loss) => return Ok(*loss),
+            PendingRouterLoss::Copying { copy, mean_selections } => (copy, mean_selections),
+        };
+        if !self.copied.is_reached() {
+            self.copied.synchronize()?;
+        }
+        let sums = self.count_sums();
+        let layers =
+            self.host_sums.view().host()[copy * sums..(copy + 1) * sums].chunks_exact(self.shape.experts + 1);
+        let column = |e: usize| layers.clone().map(|layer| f64::from(layer[e])).sum::<f64>();
+        let prob_sums: Vec<f64> = (0..self.shape.experts).map(column).collect();
+        Ok(self.combine_losses(mean_selections, &prob_sums, column(self.shape.experts)))
     }
 
     /// Returns for each MoE layer how often each expert was selected.
@@ -380,13 +463,19 @@ impl RouterStats {
         (0..self.shape.experts).map(move |e| selections(e) / self.total_rows())
     }
 
-    /// Computes the sum of the router losses. Training adds this sum to the mean loss.
-    pub fn compute_loss(&self) -> f64 {
-        let mean_prob =
-            |e: usize| self.layers.iter().map(|t| t.prob_sums[e]).sum::<f64>() / self.total_rows();
-        let balance: f64 =
-            self.mean_selections_by_expert().enumerate().map(|(e, share)| share * mean_prob(e)).sum();
-        let squares: f64 = self.layers.iter().map(|t| t.lse_squares).sum();
+    /// Computes the sum of the router losses on the host. Training adds this sum to the mean loss.
+    fn compute_loss(&self) -> f64 {
+        let prob_sum = |e: usize| self.layers.iter().map(|t| t.prob_sums[e]).sum::<f64>();
+        let prob_sums: Vec<f64> = (0..self.shape.experts).map(prob_sum).collect();
+        let selections: Vec<f64> = self.mean_selections_by_expert().collect();
+        self.combine_losses(&selections, &prob_sums, self.layers.iter().map(|t| t.lse_squares).sum())
+    }
+
+    /// Computes the sum of the router losses from the average number of selections of each expert,
+    /// the sums of its probabilities, and the sum of the squared log-sum-exp.
+    fn combine_losses(&self, mean_selections: &[f64], prob_sums: &[f64], squares: f64) -> f64 {
+        let mean_probs = prob_sums.iter().map(|sum| sum / self.total_rows());
+        let balance: f64 = mean_selections.iter().zip(mean_probs).map(|(share, mean)| share * mean).sum();
         self.coefficients.aux * self.shape.experts as f64 * balance
             + self.coefficients.z * squares / self.total_rows()
     }

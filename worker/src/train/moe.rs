@@ -8,7 +8,7 @@ use crate::{
     expert_layout::{ExpertLayout, RecvPlan, SendPlan},
     model::{
         Model, MoeModel,
-        moe::{ExpertShape, RouterOutput, RouterStats},
+        moe::{ExpertShape, PendingRouterLoss, RouterOutput, RouterStats},
     },
     zero::engine::ZeroEngine,
 };
@@ -118,10 +118,20 @@ impl MoeTrainer {
         self.layers[l].as_ref().map(|layer| layer.unit)
     }
 
-    /// Returns the sum of the router losses, which the trainer adds to the mean loss of this rank's
-    /// micro-batch.
-    pub fn router_loss(&self) -> f64 {
-        self.router_stats.compute_loss()
+    /// Returns the statistics of the routers, from which the router losses follow.
+    pub(super) fn router_stats(&self) -> &RouterStats {
+        &self.router_stats
+    }
+
+    /// Starts to copy the sums of the router losses of this rank's micro-batch to the host, as copy
+    /// number `copy` of at most `capacity`.
+    pub(super) fn start_router_loss_copy(
+        &mut self,
+        ops: &dyn Ops,
+        copy: usize,
+        capacity: usize,
+    ) -> PendingRouterLoss {
+        self.router_stats.start_loss_copy(ops, copy, capacity)
     }
 
     /// Returns for each MoE layer how often the most recent micro-batch of this rank selected each

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     error::{Error, Result},
-    model::{HeadGrads, HeadInput, LayerInput, MicroBatch, Model},
+    model::{HeadGrads, HeadInput, LayerInput, MicroBatch, Model, moe::PendingRouterLoss},
     optim::{Optimizer, StepInputs},
     param_groups::find_first_trained_unit,
     params::list_tensors_in_canonical_order,
@@ -76,8 +76,8 @@ struct PendingLoss {
     micro_batch: usize,
     /// The number of target tokens.
     targets: u64,
-    /// The mean router loss; 0 for a dense model.
-    router_loss: f64,
+    /// The mean router loss.
+    router_loss: PendingRouterLoss,
 }
 
 /// The summed loss of one micro-batch in nats, and the number of its target tokens.
@@ -147,8 +147,12 @@ impl Trainer {
             self.run_forward(micro_batch.is_some())?;
             self.run_backward(round, micro_batch.is_some())?;
             if let Some(micro_batch) = micro_batch {
-                self.start_loss_copy(losses.len(), rounds);
-                let router_loss = self.experts.as_ref().map_or(0.0, MoeTrainer::router_loss);
+                let (copy, ops) = (losses.len(), self.ops.as_ref());
+                let router_loss = match &mut self.experts {
+                    Some(experts) => experts.start_router_loss_copy(ops, copy, rounds),
+                    None => PendingRouterLoss::Known(0.0),
+                };
+                self.start_loss_copy(copy, rounds);
                 losses.push(PendingLoss { micro_batch, targets: self.batch.count_targets(), router_loss });
             }
         }
@@ -161,12 +165,16 @@ impl Trainer {
     /// Collective: every rank must call it.
     fn finish_losses(&mut self, accumulated: &AccumulatedGradients) -> Result<StepOutcome> {
         let sums = self.read_copied_losses(accumulated.losses.len())?;
-        let to_loss = |(pending, sum): (&PendingLoss, f64)| {
+        let mut mine = Vec::with_capacity(sums.len());
+        for (pending, sum) in accumulated.losses.iter().zip(sums) {
+            let router_loss = match &self.experts {
+                Some(experts) => experts.router_stats().finish_loss(&pending.router_loss)?,
+                None => 0.0,
+            };
             // router losses are means per micro-batch; weight them by the micro-batch's targets
-            let sum = sum + pending.router_loss * pending.targets as f64;
-            (pending.micro_batch, MicroBatchLoss { sum, targets: pending.targets })
-        };
-        let mine: Vec<_> = accumulated.losses.iter().zip(sums).map(to_loss).collect();
+            let sum = sum + router_loss * pending.targets as f64;
+            mine.push((pending.micro_batch, MicroBatchLoss { sum, targets: pending.targets }));
+        }
         self.exchange_losses(&mine, self.engine.schedule.micro_batches, accumulated.report)
     }
 
@@ -452,6 +460,7 @@ impl Trainer {
         }
         // the wait for the norm then includes the copies of the losses
         self.activations.losses_copied.make_stream_wait();
+        self.experts.iter().for_each(|experts| experts.router_stats().make_stream_wait_for_copies());
         let blocks = self.sum_squares_of_gradients(&grads)?;
         let outcome = self.finish_losses(accumulated)?;
         let mean = self.compute_mean_scale(outcome.targets) / f64::from(self.loss_scale.factor());
