@@ -1,6 +1,11 @@
 // An emulated NCCL: its ranks are threads of one process, and its device memory is host memory. A
 // collective runs, with real sums, when the last rank has enqueued it. Streams are those of the
 // emulated GPU. fakeFault injects faults.
+//
+// With a virtual clock (EMULATED_GPU_TIMELINE), the process has one rank of a group, of which the
+// other ranks do not exist. Collectives then only take time. EMULATED_GPU_HOST_RANKS=8: number of
+// ranks per host.
+#include "costs.hpp"
 #include "streams.hpp"
 #include <chrono>
 #include <climits>
@@ -45,7 +50,7 @@ struct Config {
     int split, traffic_class; // the last is padding before 2.26
 };
 static_assert(sizeof(Config) == 48);
-enum CallKind { GATHER, SEND, RECV };
+enum CallKind { GATHER, REDUCE_SCATTER, SEND, RECV };
 // One recorded call of NCCL with its arguments: a collective, a send or a receive.
 struct RecordedCall {
     CallKind kind;
@@ -68,6 +73,8 @@ struct Work {
         if (!stream->threaded) stream->pending--;
     }
 };
+// Returns whether the emulated GPU has a virtual clock.
+static bool is_virtual() { return getenv("EMULATED_GPU_TIMELINE") != nullptr; }
 struct Group;
 // The communicator of one rank.
 struct Comm {
@@ -84,6 +91,7 @@ struct Group {
     std::vector<Comm*> ranks;
     size_t done = 0; // number of works that ran
     bool is_complete() const {
+        if (is_virtual()) return true;
         for (Comm* c : ranks)
             if (!c) return false;
         return true;
@@ -97,9 +105,9 @@ static const std::chrono::milliseconds FAILURE_DELAY{50};
 static std::mutex lock_;
 static std::map<std::string, std::shared_ptr<Group>> groups;
 static int fault = NO_FAULT, fault_rank = -1;
-// Number of all-gathers, and number of bytes that ranks sent to other ranks, since the process
-// started.
-static std::atomic<long long> gathers{0}, sent_bytes{0};
+// Number of all-gathers and reduce-scatters, and number of bytes that ranks sent to other ranks,
+// since the process started.
+static std::atomic<long long> gathers{0}, reduce_scatters{0}, sent_bytes{0};
 static std::atomic<int> live_communicators{0}; // communicators that were not aborted
 thread_local bool grouping = false;
 thread_local std::vector<RecordedCall> recorded;
@@ -113,7 +121,9 @@ API fakeFault(int which, int rank) {
     fault = which, fault_rank = rank;
     return SUCCESS;
 }
-// Returns how many all-gathers the ranks called, or how many bytes they sent to other ranks.
+// Returns how many all-gathers or reduce-scatters the ranks called, or how many bytes they sent to
+// other ranks.
+extern "C" __attribute__((visibility("default"))) long long fakeReduceScatters() { return reduce_scatters; }
 extern "C" __attribute__((visibility("default"))) long long fakeGathers() { return gathers; }
 extern "C" __attribute__((visibility("default"))) long long fakeSentBytes() { return sent_bytes; }
 // Returns the number of communicators that were not aborted.
@@ -206,6 +216,24 @@ static bool run_all_gather(const std::vector<const RecordedCall*>& parts) {
     return true;
 }
 
+// Runs one reduce-scatter of f32 elements with the calls of all ranks. As in NCCL, the order of a
+// sum depends on the number of ranks: each part is summed around the ring, beginning with the rank
+// after its receiver. Returns whether the calls match.
+static bool run_reduce_scatter(const std::vector<const RecordedCall*>& parts) {
+    const RecordedCall& one = *parts[0];
+    size_t world = parts.size(), count = one.count;
+    std::vector<std::vector<float>> sums(world, std::vector<float>(count));
+    for (const RecordedCall* p : parts)
+        if (p->kind != REDUCE_SCATTER || p->count != count || p->type != 7) return false;
+    for (size_t to = 0; to < world; to++)
+        for (size_t step = 1; step <= world; step++) {
+            const float* from = (const float*)parts[(to + step) % world]->send + to * count;
+            for (size_t i = 0; i < count; i++) sums[to][i] += from[i];
+        }
+    for (size_t to = 0; to < world; to++) memcpy(parts[to]->recv, sums[to].data(), count * 4);
+    return true;
+}
+
 // Runs the sends and receives of all ranks in the work with index `at`. Returns whether each send
 // matches a receive.
 static bool run_point_to_point(Group& g, size_t at) {
@@ -237,8 +265,9 @@ static void run_ready_work(Group& g) {
         for (Comm* c : g.ranks)
             if (!c->works[g.done].parts.empty()) first.push_back(&c->works[g.done].parts[0]);
         bool is_collective = first.size() == g.ranks.size() && first[0]->kind < SEND;
-        bool is_valid = is_collective ? run_all_gather(first)
-                                      : run_point_to_point(g, g.done);
+        bool is_valid = !is_collective              ? run_point_to_point(g, g.done)
+                        : first[0]->kind == GATHER ? run_all_gather(first)
+                                                   : run_reduce_scatter(first);
         for (Comm* c : g.ranks) {
             Work& work = c->works[g.done];
             if (!is_valid) c->error = INVALID_USAGE;
@@ -263,6 +292,20 @@ static void run_on_stream(Comm* c, size_t at) {
     }
 }
 
+// Estimates how long the GPU works on the calls of one NCCL group.
+static double estimate_ns(const Comm& c, const std::vector<RecordedCall>& parts) {
+    const char* configured = getenv("EMULATED_GPU_HOST_RANKS");
+    int world = c.group->world, ranks_per_host = configured ? atoi(configured) : 8;
+    double ns = 0, bytes = 0, bytes_between_hosts = 0;
+    for (const RecordedCall& part : parts) {
+        double size = (double)(part.count * element_size(part.type));
+        if (part.kind < SEND) ns += costs::ring_ns(size * world, world, ranks_per_host);
+        if (part.kind != SEND || part.peer == c.rank) continue;
+        (part.peer / ranks_per_host == c.rank / ranks_per_host ? bytes : bytes_between_hosts) += size;
+    }
+    return ns > 0 ? ns : costs::exchange_ns(bytes, bytes_between_hosts);
+}
+
 // Enqueues the calls of one NCCL group on a stream as one work. Returns a status code.
 static int enqueue(Comm* c, std::vector<RecordedCall> parts, Stream* stream) {
     LOCKED;
@@ -271,8 +314,13 @@ static int enqueue(Comm* c, std::vector<RecordedCall> parts, Stream* stream) {
     if (c->aborted || !c->group->is_complete() || c->polls_in_progress > 0) return INVALID_USAGE;
     for (const RecordedCall& part : parts) {
         if (part.kind == GATHER) gathers++;
+        if (part.kind == REDUCE_SCATTER) reduce_scatters++;
         if (part.kind == SEND && part.peer != c->rank)
             sent_bytes += (long long)(part.count * element_size(part.type));
+    }
+    if (stream->clock) {
+        enqueue_timed(stream, "collectives", costs::NCCL_CALL, estimate_ns(*c, parts));
+        return SUCCESS;
     }
     size_t at = c->works.size();
     c->works.push_back({std::move(parts), stream, !stream->threaded});
@@ -308,6 +356,11 @@ API ncclGroupEnd() {
 }
 API ncclAllGather(const void* send, void* recv, size_t count, int type, Comm* c, Stream* s) {
     return record_or_enqueue(c, {GATHER, send, recv, count, type, 0}, s);
+}
+// The operation 0 is the sum.
+API ncclReduceScatter(const void* send, void* recv, size_t count, int type, int operation, Comm* c, Stream* s) {
+    if (operation != 0) return INVALID_ARGUMENT;
+    return record_or_enqueue(c, {REDUCE_SCATTER, send, recv, count, type, 0}, s);
 }
 API ncclSend(const void* send, size_t count, int type, int peer, Comm* c, Stream* s) {
     return record_or_enqueue(c, {SEND, send, nullptr, count, type, peer}, s);

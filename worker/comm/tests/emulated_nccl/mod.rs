@@ -19,7 +19,7 @@ pub(crate) fn build_library() -> &'static Path {
         let source = sources.into_iter().find(|source| source.exists()).expect("the source file exists");
         let emulated_gpu = source.with_file_name("../../../device/tests/emulated_gpu");
         let mut hasher = DefaultHasher::new();
-        for file in [&source, &emulated_gpu.join("streams.hpp")] {
+        for file in [&source, &emulated_gpu.join("streams.hpp"), &emulated_gpu.join("costs.hpp")] {
             fs::read(file).expect("the source file is readable").hash(&mut hasher);
         }
         let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("nccl-{:016x}", hasher.finish()));

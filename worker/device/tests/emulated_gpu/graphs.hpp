@@ -84,10 +84,12 @@ API cuGraphExecKernelNodeSetParams_v2(void* ready, void* node, const KernelNode*
     ExecutableGraph* r = (ExecutableGraph*)ready;
     auto found = std::find_if(r->source.begin(), r->source.end(), [&](auto& candidate) { return candidate.get() == node; });
     if (found == r->source.end() || !live_nodes.count((Node*)node) || !(*found)->is_kernel || update->extra) return INVALID_VALUE;
-    std::function<void()> body = bind_launch((Kernel*)update->function, update->shape, update->arguments);
+    Stream* stream = (*found)->stream;
+    std::function<void()> body = bind_launch((Kernel*)update->function, update->shape, update->arguments, stream);
+    if (timeline()) timeline()->spend_on_host(costs::GRAPH_UPDATE_CALL);
     if (!body) return INVALID_VALUE;
     r->nodes = std::make_shared<Nodes>(*r->nodes);
-    (*r->nodes)[(size_t)(found - r->source.begin())] = std::make_shared<Node>(Node{with_lock(body), true});
+    (*r->nodes)[(size_t)(found - r->source.begin())] = std::make_shared<Node>(Node{with_lock(body), true, stream});
     return SUCCESS;
 }
 API cuGraphLaunch(void* ready, void* stream) {
@@ -98,6 +100,7 @@ API cuGraphLaunch(void* ready, void* stream) {
         LOCKED;
         MAY_FAIL("cuGraphLaunch");
     }
+    if (timeline()) timeline()->spend_on_host(costs::GRAPH_CALL);
     enqueue(stream, [nodes = ((ExecutableGraph*)ready)->nodes] {
         for (auto& node : *nodes) node->work();
     });

@@ -5,6 +5,7 @@
 #include "emulator.hpp"
 #include "streams.hpp"
 #include "common.cuh"
+#include "costs.hpp"
 
 #define API extern "C" __attribute__((visibility("default"))) int
 enum { SUCCESS = 0, ALLOC_FAILED = 3, INVALID_VALUE = 7, NOT_SUPPORTED = 15 };
@@ -112,8 +113,9 @@ static bool fits(const Desc* d, const Layout* a, const Layout* b, const Layout* 
     return k == k2 && c->rows == m && c->cols == n && types;
 }
 
-// Returns true if the library has no algorithm for the matmul. With BLAS_LACKS=odd or invalid there is no
-// algorithm that adds a bias, and none for 16-bit operands whose rows are not aligned to 16 bytes.
+// Returns true if the library has no algorithm for the matmul. With BLAS_LACKS=odd or invalid there
+// is no algorithm that adds a bias, and none for 16-bit operands whose rows are not aligned to 16
+// bytes.
 static bool is_lacking(const Desc* desc, const Layout* a, const Layout* b, const Preference* p) {
     const char* value = getenv("BLAS_LACKS");
     if (!value || (strcmp(value, "odd") && strcmp(value, "invalid"))) return false;
@@ -232,6 +234,15 @@ API cublasLtMatmul(void*, void* desc, const float* alpha, const void* A, void* a
     for (int i = 0; i < 4; i++)
         if ((uintptr_t)at[i] % algo->data[i]) return INVALID_VALUE;
     if (algo->data[5] == UNSUPPORTED) return NOT_SUPPORTED;
+    if (stream && ((Stream*)stream)->clock) {
+        const char* gpu = getenv("EMULATED_GPU_TIMELINE");
+        if (!gpu || !costs::select_gpu(gpu)) return INVALID_VALUE;
+        auto size = [](const Layout& l) { return l.type == R_32F ? 4.0 : is_fp8(&l) ? 1.0 : 2.0; };
+        double depth = (double)(settings.transa ? la.rows : la.cols);
+        double ns = costs::matmul_ns((double)ld.rows, (double)ld.cols, depth, size(la), size(ld), *beta != 0);
+        enqueue_timed(stream, "matmuls", costs::MATMUL_CALL, ns);
+        return SUCCESS;
+    }
     Tensor x = tensor(A, &la), y = tensor(B, &lb), z = tensor(D, &ld), old = tensor(C, &lc);
     bool slow = algo->data[5] == SLOW;
     enqueue(stream, [=, alpha = *alpha, beta = *beta] {

@@ -6,11 +6,11 @@
 //
 // EMULATED_GPU_VERSION=13000: the result of cuDriverGetVersion. EMULATED_GPU_COUNT=1: number of
 // GPUs. EMULATED_GPU_MEMORY: bytes of GPU memory. EMULATED_GPU_CAPABILITY=89: compute capability
-// (sm_89). EMULATED_GPU_POOLS=0: a GPU without memory pools. EMULATED_GPU_LIBRARY_BYTES: bytes of GPU
-// memory that the first loaded module, and the first matmul, take outside the pool.
+// (sm_89). EMULATED_GPU_POOLS=0: a GPU without memory pools. EMULATED_GPU_LIBRARY_BYTES: bytes of
+// GPU memory that the first loaded module, and the first matmul, take outside the pool.
 // EMULATED_GPU_FAILS=name:n: the n-th call of a function (from 1) fails with
 // CUDA_ERROR_LAUNCH_FAILED. EMULATED_GPU_KERNEL_FAULT=kernel:fault: each launch of a kernel has a
-// fault, see inject_fault.
+// fault, see inject_fault. EMULATED_GPU_TIMELINE=h200: work only takes virtual time (timeline.hpp).
 #include "emulator.hpp"
 #include "streams.hpp"
 #include <algorithm>
@@ -99,6 +99,8 @@ static void enqueue_locked(void* stream, std::function<void()> body) {
     if (!is_hung && !sticky_error) enqueue(stream, with_lock(std::move(body)));
 }
 
+#include "timeline.hpp"
+
 // --- memory ---------------------------------------------------------------------------------------
 
 struct Allocation {
@@ -112,7 +114,7 @@ static size_t allocated = 0;
 static std::multiset<size_t> pooled;
 static size_t pooled_bytes = 0;
 
-static size_t gpu_memory() { return (size_t)setting("EMULATED_GPU_MEMORY", 8l << 30); }
+static size_t gpu_memory() { return (size_t)setting("EMULATED_GPU_MEMORY", timeline() ? 1l << 40 : 8l << 30); }
 
 // Returns true if the range is within one allocation.
 static bool is_allocated(uintptr_t at, size_t bytes) {
@@ -150,14 +152,16 @@ static int map_memory(uintptr_t* out, size_t bytes) {
     if (bytes == 0) return INVALID_VALUE;
     if (allocated + pooled_bytes + bytes > gpu_memory()) return OUT_OF_MEMORY;
     size_t page = (size_t)sysconf(_SC_PAGESIZE), size = (bytes + page - 1) / page * page;
-    void* map = mmap(nullptr, size + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    int access = timeline() ? PROT_NONE : PROT_READ | PROT_WRITE;
+    void* map = mmap(nullptr, size + page, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (map == MAP_FAILED) return OUT_OF_MEMORY;
     mprotect((uint8_t*)map + size, page, PROT_NONE);
-    memset(map, 0xff, size);
+    if (!timeline()) memset(map, 0xff, size);
     uintptr_t at = (uintptr_t)map + (size - (bytes + 15) / 16 * 16);
     allocations[at] = {(uint8_t*)map, size + page, bytes};
     mapped[at] = bytes;
     allocated += bytes;
+    if (timeline()) timeline()->peak_bytes = std::max(timeline()->peak_bytes, allocated);
     *out = at;
     return SUCCESS;
 }
@@ -168,6 +172,7 @@ API cuMemAllocAsync(uintptr_t* out, size_t bytes, void* stream) {
     LOCKED;
     MAY_FAIL("cuMemAllocAsync");
     if (!has_pools()) return NOT_SUPPORTED;
+    if (timeline()) timeline()->spend_on_host(costs::MEMORY_CALL);
     if (auto same = pooled.find(bytes); same != pooled.end()) {
         pooled.erase(same);
         pooled_bytes -= bytes;
@@ -207,6 +212,7 @@ API cuMemFreeAsync(uintptr_t at, void* stream) {
         freed = found->second;
         allocations.erase(found);
     }
+    if (timeline()) timeline()->spend_on_host(costs::MEMORY_CALL);
     enqueue_locked(stream, [freed, at] {
         mapped.erase(at);
         allocated -= freed.bytes;
@@ -232,6 +238,7 @@ API cuMemHostAlloc(void** out, size_t bytes, unsigned) {
     COUNT_CALL("cuMemHostAlloc");
     LOCKED;
     if (posix_memalign(out, 4096, bytes ? bytes : 1)) return OUT_OF_MEMORY;
+    if (timeline()) memset(*out, 0, bytes); // copies do not write it
     pinned[(uintptr_t)*out] = bytes ? bytes : 1;
     return SUCCESS;
 }
@@ -252,6 +259,7 @@ API cuMemcpyHtoDAsync_v2(uintptr_t to, const void* from, size_t bytes, void* str
         LOCKED;
         MAY_FAIL("cuMemcpyHtoDAsync");
         if (!is_allocated(to, bytes)) return INVALID_VALUE;
+        if (timeline()) return timeline()->copy_to_or_from_host(stream, bytes, is_pinned(from)), SUCCESS;
         if (!is_pinned(from)) {
             calls_["pageableCopy"]++;
             snapshot.assign((const uint8_t*)from, (const uint8_t*)from + bytes);
@@ -270,6 +278,10 @@ API cuMemcpyDtoHAsync_v2(void* to, uintptr_t from, size_t bytes, void* stream) {
         MAY_FAIL("cuMemcpyDtoHAsync");
         if (!is_allocated(from, bytes)) return INVALID_VALUE;
         is_async = is_pinned(to);
+        if (timeline()) {
+            if (!is_async) memset(to, 0, bytes);
+            return timeline()->copy_to_or_from_host(stream, bytes, is_async), SUCCESS;
+        }
         if (!is_async) calls_["pageableCopy"]++;
     }
     enqueue_locked(stream, [=] { memcpy(to, (void*)from, bytes); });
@@ -289,6 +301,7 @@ API cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t bytes, void* strea
         if (!is_allocated(to, bytes) || !is_allocated(from, bytes)) return INVALID_VALUE;
         if (to < from + bytes && from < to + bytes && bytes) return INVALID_VALUE; // undefined on a GPU
     }
+    if (timeline()) return enqueue_timed(stream, "copies", costs::COPY_CALL, costs::transfer_ns(2.0 * (double)bytes)), SUCCESS;
     enqueue_locked(stream, [=] { memcpy((void*)to, (void*)from, bytes); });
     return SUCCESS;
 }
@@ -300,6 +313,7 @@ API cuMemsetD8Async(uintptr_t to, unsigned char value, size_t bytes, void* strea
         LOCKED;
         if (!is_allocated(to, bytes)) return INVALID_VALUE;
     }
+    if (timeline()) return enqueue_timed(stream, "copies", costs::FILL_CALL, costs::transfer_ns((double)bytes)), SUCCESS;
     enqueue_locked(stream, [=] { memset((void*)to, value, bytes); });
     return SUCCESS;
 }
@@ -340,12 +354,12 @@ static int compute_capability() {
         std::string path(here.dli_fname), directory = path.substr(0, path.rfind('/')) + "/nvrtc";
         return access(directory.c_str(), F_OK) ? 89 : 90;
     }();
-    return (int)setting("EMULATED_GPU_CAPABILITY", known);
+    return (int)setting("EMULATED_GPU_CAPABILITY", timeline() ? 90 : known);
 }
 API cuDeviceGetAttribute(int* value, int attribute, int) {
     switch (attribute) {
-    case 16: *value = 4; break;           // multiprocessors
-    case 38: *value = 256 << 10; break;   // L2 cache: so small that the heads of a test do not all fit
+    case 16: *value = timeline() ? costs::gpu.multiprocessors : 4; break;
+    case 38: *value = timeline() ? (int)costs::gpu.l2_cache : 256 << 10; break; // so small that the heads of a test do not all fit
     case 75: *value = compute_capability() / 10; break;
     case 76: *value = compute_capability() % 10; break;
     case 97: *value = 227 << 10; break;   // shared memory per block, opted in
@@ -354,8 +368,11 @@ API cuDeviceGetAttribute(int* value, int attribute, int) {
     }
     return SUCCESS;
 }
+// Set if this thread has opened the context but no stream. The first stream is the main stream.
+static thread_local bool opens_main_stream = false;
 API cuDevicePrimaryCtxRetain(void** context, int) {
     static int context_;
+    opens_main_stream = true;
     *context = &context_;
     return SUCCESS;
 }
@@ -379,20 +396,19 @@ API cuMemPoolSetAttribute(void*, int attribute, void* value) {
     return attribute == 4 || (attribute == 3 && !*(int*)value) ? SUCCESS : INVALID_VALUE;
 }
 static std::set<Stream*> streams;
-static void* open_stream(bool side) {
-    Stream* s = (Stream*)new_stream(side);
+static void* open_stream() {
+    bool is_main = std::exchange(opens_main_stream, false);
+    Stream* s = (Stream*)new_stream(!is_main);
     s->take_library_memory = take_library_memory;
     LOCKED;
+    s->clock = timeline();
+    if (timeline() && is_main) timeline()->main_stream = s;
     streams.insert(s);
     return s;
 }
-API cuStreamCreate(void** stream, unsigned) {
-    *stream = open_stream(false);
-    return SUCCESS;
-}
 API cuStreamCreateWithPriority(void** stream, unsigned, int priority) {
     if (priority < -5 || priority > 0) return INVALID_VALUE;
-    *stream = open_stream(true);
+    *stream = open_stream();
     return SUCCESS;
 }
 // Waits for all streams. A stream must not be capturing.
@@ -405,6 +421,7 @@ API cuCtxSynchronize() {
     }
     for (Stream* s : open) {
         FORBID_IN_CAPTURE(s);
+        if (timeline()) timeline()->wait_on_host(s->end_ns);
         s->finish();
     }
     return SUCCESS;
@@ -424,6 +441,7 @@ API cuStreamDestroy_v2(void* stream) {
 API cuStreamSynchronize(void* stream) {
     COUNT_CALL("cuStreamSynchronize");
     FORBID_IN_CAPTURE(stream);
+    if (timeline()) timeline()->wait_on_host(((Stream*)stream)->end_ns);
     wait_while_hung();
     ((Stream*)stream)->finish();
     CHECK_STICKY;
@@ -442,12 +460,14 @@ API cuEventDestroy_v2(void* event) {
 API cuEventRecord(void* event, void* stream) {
     CHECK_STICKY;
     FORBID_IN_CAPTURE(stream); // a GPU would make it an event of the capture, which cannot be waited for
-    record(*(SharedEvent*)event, stream);
+    if (timeline()) timeline()->record(**(SharedEvent*)event, (Stream*)stream);
+    else record(*(SharedEvent*)event, stream);
     return SUCCESS;
 }
 API cuEventSynchronize(void* event) {
     COUNT_CALL("cuEventSynchronize");
     SharedEvent shared = *(SharedEvent*)event;
+    if (timeline()) timeline()->wait_on_host((double)shared->nanoseconds);
     wait_while_hung();
     shared->wait(shared->recorded);
     CHECK_STICKY;
@@ -457,6 +477,7 @@ API cuEventQuery(void* event) {
     CHECK_STICKY;
     if (is_hung) return NOT_READY;
     Event& e = **(SharedEvent*)event;
+    if (timeline()) return timeline()->is_reached(e) ? SUCCESS : NOT_READY;
     return e.reached == e.recorded ? SUCCESS : NOT_READY;
 }
 API cuEventElapsedTime(float* ms, void* from, void* to) {
@@ -466,7 +487,8 @@ API cuEventElapsedTime(float* ms, void* from, void* to) {
 }
 API cuStreamWaitEvent(void* stream, void* event, unsigned) {
     if (invalidate_capture(stream)) return CAPTURE_ISOLATION;
-    wait_event(stream, *(SharedEvent*)event);
+    if (timeline()) timeline()->make_stream_wait((Stream*)stream, **(SharedEvent*)event);
+    else wait_event(stream, *(SharedEvent*)event);
     return SUCCESS;
 }
 API cuGetErrorName(int code, const char** name) {
@@ -567,6 +589,10 @@ API cuModuleUnload(void* module) {
 API cuModuleGetFunction(void** function, void* module, const char* name) {
     auto& kernels = ((Module*)module)->kernels;
     auto found = kernels.find(name);
+    if (found == kernels.end() && timeline()) { // a kernel without a C++ form takes time, too
+        found = kernels.emplace(name, Kernel{}).first;
+        found->second.name = name;
+    }
     if (found == kernels.end()) return NOT_FOUND;
     *function = &found->second;
     return SUCCESS;
@@ -594,10 +620,14 @@ API cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void*, int threads,
     return SUCCESS;
 }
 // Returns a launch with copies of its arguments, or null if a GPU would reject the launch.
-static std::function<void()> bind_launch(Kernel* k, const Shape& s, void** arguments) {
+static std::function<void()> bind_launch(Kernel* k, const Shape& s, void** arguments, Stream* stream) {
     auto [gx, gy, gz] = s.grid;
     auto [bx, by, bz] = s.threads;
     if (!gx || !gy || !gz || gy > 65535 || gz > 65535 || !bx || bx * by * bz > 1024 || s.shared > k->shared) return nullptr;
+    if (timeline()) {
+        costs::Work work = costs::kernel_work(k->name, s.grid, s.threads, arguments);
+        return [=] { timeline()->run(stream, work.kind, work.ns); };
+    }
     return [=, body = k->bind(arguments)] { body(s); };
 }
 // Applies the fault of EMULATED_GPU_KERNEL_FAULT to a launch of its kernel. The faults:
@@ -638,8 +668,9 @@ API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
         LOCKED;
         MAY_FAIL("cuLaunchKernel");
     }
-    std::function<void()> body = bind_launch(k, {{gx, gy, gz}, {bx, by, bz}, shared}, arguments);
+    std::function<void()> body = bind_launch(k, {{gx, gy, gz}, {bx, by, bz}, shared}, arguments, (Stream*)stream);
     if (!body) return INVALID_VALUE;
+    if (timeline()) timeline()->spend_on_host(costs::LAUNCH_CALL);
     enqueue_locked(stream, inject_fault(k, arguments, std::move(body)));
     if (((Stream*)stream)->capture) ((Stream*)stream)->capture->back()->is_kernel = true;
     if (setting("CUDA_LAUNCH_BLOCKING", 0) && !((Stream*)stream)->capture) return cuStreamSynchronize(stream);
@@ -647,3 +678,9 @@ API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
 }
 
 #include "graphs.hpp"
+// Starts the measurement of the virtual clock. All streams must be idle.
+extern "C" __attribute__((visibility("default"))) void emulatedGpuResetTimeline() {
+    LOCKED;
+    timeline()->reset(streams);
+    timeline()->peak_bytes = allocated;
+}

@@ -74,7 +74,8 @@ API nvrtcCompileProgram(void* program, int n, const char* const* options) {
     std::vector<const char*> adapted(options, options + n);
     for (auto& option : adapted) {
         if (strncmp(option, "--gpu-architecture=sm_", 22)) continue;
-        arch |= p->real || !strcmp(option, "--gpu-architecture=sm_89");
+        bool is_emulated = !strcmp(option, "--gpu-architecture=sm_89") || getenv("EMULATED_GPU_TIMELINE");
+        arch |= p->real || is_emulated;
         virtual_arch = std::string("--gpu-architecture=compute_") + (option + 22);
         option = virtual_arch.c_str();
     }

@@ -20,10 +20,20 @@
 #include <unistd.h>
 #include <vector>
 
+struct Stream;
 // A captured piece of work: one node of a graph.
 struct Node {
     std::function<void()> work;
     bool is_kernel = false;
+    Stream* stream = nullptr; // that captured the work
+};
+
+// The virtual clock of the emulated GPU, for all of its libraries (timeline.hpp).
+struct Clock {
+    // Advances the clock of the calling thread.
+    virtual void spend_on_host(double ns) = 0;
+    // Adds work of the given kind and duration to the end of a stream.
+    virtual void run(Stream* stream, const char* kind, double ns) = 0;
 };
 
 struct Stream {
@@ -43,6 +53,9 @@ struct Stream {
     bool invalid = false;
     // Takes GPU memory outside the pool, for other libraries. Returns false if there is not enough.
     bool (*take_library_memory)(size_t) = nullptr;
+    // The virtual clock, or null if work is executed. With a clock, work only takes time.
+    Clock* clock = nullptr;
+    double end_ns = 0; // virtual time at which all work of the stream is complete
 
     void push(std::function<void()> work) {
         std::lock_guard<std::mutex> held(lock);
@@ -104,16 +117,24 @@ static inline bool invalidate_capture(void* stream) {
 // Enqueues `work`. It runs immediately unless the stream has a thread or is capturing.
 static inline void enqueue(void* stream, std::function<void()> work) {
     Stream* s = (Stream*)stream;
-    if (s && s->capture) return s->capture->push_back(std::make_shared<Node>(Node{std::move(work)}));
+    if (s && s->capture) return s->capture->push_back(std::make_shared<Node>(Node{std::move(work), false, s}));
     if (s && s->threaded) return s->push(std::move(work));
     while (s && s->pending > 0) usleep(20);
     work();
+}
+
+// Enqueues work that only takes time, `host_ns` for the calling thread and `ns` on the GPU.
+static inline void enqueue_timed(void* stream, const char* kind, double host_ns, double ns) {
+    Stream* s = (Stream*)stream;
+    s->clock->spend_on_host(host_ns);
+    enqueue(stream, [=] { s->clock->run(s, kind, ns); });
 }
 
 // An event: the number of times that it was recorded, and how many of these records were reached.
 struct Event {
     std::atomic<long> recorded{0}, reached{0};
     std::atomic<long> nanoseconds{0}; // time at which it was reached last
+    std::atomic<long> host_nanoseconds{0}; // with a virtual clock: time at which it was recorded last
     void wait(long turn) {
         while (reached < turn) usleep(5);
     }

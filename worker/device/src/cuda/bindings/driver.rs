@@ -32,7 +32,6 @@ cuda_library! {
     fn cuDeviceGetDefaultMemPool(pool: *mut CUmemoryPool, device: CUdevice);
     fn cuMemPoolSetAttribute(pool: CUmemoryPool, attribute: CUmemPool_attribute, value: *mut c_void);
     fn cuMemPoolTrimTo(pool: CUmemoryPool, kept_bytes: usize);
-    fn cuStreamCreate(stream: *mut CUstream, flags: c_uint);
     fn cuStreamCreateWithPriority(stream: *mut CUstream, flags: c_uint, priority: c_int);
     fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int);
     fn cuStreamDestroy_v2(stream: CUstream);
