@@ -47,8 +47,16 @@ pub trait Comm: Send + Sync {
     ) -> Result<()>;
 
     /// Sums this rank's part of `send` (`counts[rank]` elements) over all ranks and stores the sum
-    /// in `recv`. The additions follow a fixed binary tree over ranks.
+    /// in `recv`. The additions follow a fixed binary tree over ranks, unless
+    /// [`Comm::has_native_reduce_scatter`].
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()>;
+
+    /// Returns whether [`Comm::reduce_scatter`] transfers less data than
+    /// [`Comm::reduce_scatter_ordered`], because the transport sums on the way. The order of its
+    /// additions then depends on the number of ranks and on the transport.
+    fn has_native_reduce_scatter(&self) -> bool {
+        false
+    }
 
     /// Replaces `x` by its sum over all ranks. The additions follow a fixed binary tree over ranks,
     /// so every rank gets the same bits.

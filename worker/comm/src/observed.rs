@@ -62,6 +62,10 @@ impl Comm for ObservedComm {
         self.observe(CollectiveKind::ReduceScatter, |comm| comm.reduce_scatter(recv, send, counts))
     }
 
+    fn has_native_reduce_scatter(&self) -> bool {
+        self.inner.has_native_reduce_scatter()
+    }
+
     fn all_reduce(&self, x: ViewMut) -> Result<()> {
         self.observe(CollectiveKind::AllReduce, |comm| comm.all_reduce(x))
     }

@@ -1,12 +1,13 @@
-//! Tests of all-gathers over the emulated NCCL with the partitions of the benchmarked models: NCCL
-//! gathers them with its all-gather, and the gathered bits are those that the ranks sent.
-use crate::{common::*, emulated::open_emulated_gpu, emulated_nccl};
+//! Tests of all-gathers and reduce-scatters over the emulated NCCL with the partitions of the
+//! benchmarked models: NCCL gathers and sums them with its collectives. The gathered bits are those
+//! that the ranks sent.
+use crate::{common::*, emulated::*, emulated_nccl, own_process::is_own_process};
 use comm::{
     Comm,
     nccl::{EqualParts, NcclComm, NcclLibrary},
 };
 use device::{Buf, Cuda, Dtype, Storage, ops::NORM_BLOCK_LEN};
-use jobspec::ModelSpec;
+use jobspec::{ModelSpec, Precision, TrainSpec};
 use std::{sync::Arc, time::Duration};
 use worker::{
     expert_layout::build_units_with_experts, model::build_model, params::ParamUnit,
@@ -56,17 +57,22 @@ fn list_benchmark_units() -> Vec<ParamUnit> {
 #[derive(Clone, Copy, Debug)]
 struct Traffic {
     gathers: i64,
+    reduce_scatters: i64,
     sent_bytes: i64,
 }
 
 impl Traffic {
     fn read() -> Traffic {
-        // SAFETY: libnccl.cpp declares both functions with this type.
+        // SAFETY: libnccl.cpp declares the functions with this type.
         unsafe {
             let library = libloading::Library::new(emulated_nccl::build_library().join("libnccl.so.2"));
             let library = library.unwrap();
             let call = |name: &[u8]| library.get::<unsafe extern "C" fn() -> i64>(name).unwrap()();
-            Traffic { gathers: call(b"fakeGathers\0"), sent_bytes: call(b"fakeSentBytes\0") }
+            Traffic {
+                gathers: call(b"fakeGathers\0"),
+                reduce_scatters: call(b"fakeReduceScatters\0"),
+                sent_bytes: call(b"fakeSentBytes\0"),
+            }
         }
     }
 }
@@ -134,5 +140,62 @@ fn unequal_parts_are_gathered_without_changing_a_bit() {
             let moved = if counts.iter().all(|n| *n == counts[0]) { 0 } else { parts.count_moved_elements() };
             assert_eq!(after.sent_bytes - before.sent_bytes, 2 * moved as i64, "{} at {world}", unit.len());
         }
+    }
+}
+
+/// Returns the summand of `rank` for element `i`, such that sums are exact in any order.
+fn compute_summand(rank: usize, i: usize) -> f32 {
+    ((i * 7 + rank * 13) % 1000) as f32
+}
+
+#[test]
+fn unequal_parts_are_summed_by_the_native_reduce_scatter() {
+    if !is_own_process("nccl_gathers::unequal_parts_are_summed_by_the_native_reduce_scatter") {
+        return;
+    }
+    // counts of units, and short vectors, of which no equal part exists or the remainder has
+    // several owners
+    let units = list_benchmark_units().into_iter().filter(|unit| unit.len() <= 1 << 20);
+    let of_units = units.flat_map(|unit| [2, 7].map(|n| Partition::new(&unit, n).shard_lengths().to_vec()));
+    let short = [vec![5, 3], vec![0, 130, 1], vec![200, 64, 70], vec![0, 0, 0, 9], vec![1000, 0, 1, 2, 3]];
+    for counts in of_units.chain(short) {
+        let (world, total) = (counts.len(), counts.iter().sum());
+        let before = Traffic::read();
+        run_over_nccl(world, |comm, cuda| {
+            let me = comm.rank();
+            let values: Vec<f32> = (0..total).map(|i| compute_summand(me, i)).collect();
+            let send = cuda.clone_to_device(Buf::from_slice(&values).view());
+            let mut recv = cuda.zeroed(Dtype::F32, counts[me]);
+            comm.reduce_scatter(recv.view_mut(), send.view(), &counts).unwrap();
+            let mut sums = Buf::default();
+            let sums = cuda.to_host(recv.view(), &mut sums);
+            let first: usize = counts[..me].iter().sum();
+            for (i, sum) in sums.host().iter().enumerate() {
+                let expected: f32 = (0..world).map(|rank| compute_summand(rank, first + i)).sum();
+                assert_eq!(*sum, expected, "element {i} of rank {me}, {counts:?}");
+            }
+        });
+        let calls = if EqualParts::new(&counts).part_len() > 0 { world as i64 } else { 0 };
+        assert_eq!(Traffic::read().reduce_scatters - before.reduce_scatters, calls, "{counts:?}");
+    }
+}
+
+/// Checks that training without determinism uses NCCL's sums at every stage, and that its losses
+/// differ from those of the ordered sums only by rounding.
+#[test]
+fn training_without_determinism_uses_the_native_reduce_scatter() {
+    if !is_own_process("nccl_gathers::training_without_determinism_uses_the_native_reduce_scatter") {
+        return;
+    }
+    for (stage, world) in [(0, 3), (1, 2), (2, 2), (3, 3)] {
+        let ordered = create_llama_train_spec(stage, Precision::Fp32);
+        let native = TrainSpec { deterministic: false, ..ordered.clone() };
+        let before = Traffic::read();
+        let expected = train_over_emulated_nccl(&ordered, world, 3);
+        let between = Traffic::read();
+        assert_eq!(between.reduce_scatters, before.reduce_scatters, "stage {stage}");
+        let losses = train_over_emulated_nccl(&native, world, 3);
+        assert!(Traffic::read().reduce_scatters > between.reduce_scatters, "stage {stage}");
+        assert_curves_near(&losses, &expected, 1e-5, &format!("stage {stage}"));
     }
 }

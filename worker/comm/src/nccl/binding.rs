@@ -53,6 +53,10 @@ device::dynamic_library! {
         send: *const c_void, recv: *mut c_void, count: usize, data_type: ncclDataType_t, comm: ncclComm_t,
         stream: cudaStream_t,
     );
+    fn ncclReduceScatter(
+        send: *const c_void, recv: *mut c_void, count: usize, data_type: ncclDataType_t, operation: ncclRedOp_t,
+        comm: ncclComm_t, stream: cudaStream_t,
+    );
     fn ncclSend(
         send: *const c_void, count: usize, data_type: ncclDataType_t, peer: c_int, comm: ncclComm_t,
         stream: cudaStream_t,

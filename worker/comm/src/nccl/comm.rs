@@ -5,9 +5,9 @@
 //!
 //! Transfers are enqueued on the stream of the calling thread's GPU work. A call returns before
 //! they are done, and they run in order with the operations around them. Only pieces are
-//! transferred; the caller sums them in the same fixed order as on every other transport. NCCL's
-//! own sums would add in an order that depends on the number of ranks.
-use super::equal_parts::EqualParts;
+//! transferred; the caller sums them in the same fixed order as on every other transport. Only
+//! [`Comm::reduce_scatter`] is summed by NCCL, in an order that depends on the number of ranks.
+use super::equal_parts::{EqualParts, intersect};
 use super::group::{CudaStream, NcclGroup, PeerBuffer};
 use super::library::NcclLibrary;
 use super::watchdog::Watchdog;
@@ -18,7 +18,7 @@ use crate::{
     staged::StagedComm,
 };
 use cudarc::nccl::sys::ncclDataType_t;
-use device::{Buf, Cuda, Dtype, Storage, View, ViewMut};
+use device::{Buf, Cuda, Dtype, Storage, View, ViewMut, ops::VectorOps};
 use std::{
     ops::Range,
     sync::{Arc, Mutex, PoisonError},
@@ -31,7 +31,7 @@ pub struct NcclComm {
     group: Arc<NcclGroup>,
     watchdog: Watchdog,
     /// The transport for everything that NCCL does not transfer: buffers in host memory, and all
-    /// calls of [`Comm::reduce_scatter`], [`Comm::all_reduce`] and [`Comm::broadcast`].
+    /// calls of [`Comm::all_reduce`] and [`Comm::broadcast`].
     host_comm: Arc<StagedComm>,
     cuda: Arc<Cuda>,
     /// GPU memory for pieces received from peers, reused by all calls.
@@ -115,6 +115,80 @@ impl NcclComm {
         self.exchange_parts(&sends, &receives, recv.dtype())?;
         let len = parts.part_len();
         self.gather_equal_parts(recv, recv.slice(me * len..(me + 1) * len), len)
+    }
+
+    /// Enqueues a reduce-scatter into parts of unequal lengths. NCCL sums equal parts into
+    /// `parts_sum`. Then ranks exchange the sums of the elements by which the parts differ from
+    /// equal parts, and the summands of the remainder. Each rank adds the summands of its elements
+    /// of the remainder, in the order of the ranks.
+    fn reduce_scatter_unequal_parts(
+        &self,
+        mut recv: ViewMut,
+        send: View,
+        parts: &EqualParts,
+        scratch: &mut Buf,
+    ) -> Result<()> {
+        let (me, len, world) = (self.rank(), parts.part_len(), self.world());
+        let (part, owned, remainder) = (parts.part(me), parts.owned(me), parts.remainder());
+        let summands = intersect(&owned, &remainder);
+        let required = len + world * summands.len();
+        if scratch.len() < required {
+            *scratch = self.cuda.zeroed(Dtype::F32, required);
+        }
+        if len > 0 {
+            self.cuda.make_current()?;
+            let (to, from) = (scratch.view().address(), send.address());
+            // SAFETY: see `exchange_parts`.
+            unsafe {
+                self.group.reduce_scatter(to, from, len, to_nccl_type(Dtype::F32), self.flushed_stream()?)
+            }?;
+        }
+        // the summands of rank r for this rank's elements of the remainder
+        let summands_of = |rank: usize| len + rank * summands.len()..len + (rank + 1) * summands.len();
+        let (mut sends, mut receives) = (Vec::new(), Vec::new());
+        for peer in 0..world {
+            let buffer = |x: View| PeerBuffer { peer, address: x.address(), len: x.len() };
+            sends.extend(parts.list_moves(peer, me).into_iter().map(|elements| {
+                let is_summed = elements.start < remainder.start;
+                let shift = |i: usize| i - part.start;
+                buffer(if is_summed {
+                    scratch.view().slice(shift(elements.start)..shift(elements.end))
+                } else {
+                    send.slice(elements)
+                })
+            }));
+            receives.extend(parts.list_moves(me, peer).into_iter().map(|elements| {
+                let is_summed = elements.start < remainder.start;
+                let shift = |i: usize| i - owned.start;
+                buffer(if is_summed {
+                    recv.as_view().slice(shift(elements.start)..shift(elements.end))
+                } else {
+                    scratch.view().slice(summands_of(peer))
+                })
+            }));
+        }
+        self.exchange_parts(&sends, &receives, Dtype::F32)?;
+        let mine = intersect(&owned, &part);
+        if !mine.is_empty() {
+            self.cuda.copy(
+                recv.slice_mut(mine.start - owned.start..mine.end - owned.start),
+                scratch.view().slice(mine.start - part.start..mine.end - part.start),
+            );
+        }
+        if summands.is_empty() {
+            return Ok(());
+        }
+        let sums = summands.start - owned.start..summands.end - owned.start;
+        self.cuda.clear(recv.slice_mut(sums.clone()));
+        for rank in 0..world {
+            let piece = if rank == me {
+                send.slice(summands.clone())
+            } else {
+                scratch.view().slice(summands_of(rank))
+            };
+            self.cuda.add(recv.slice_mut(sums.clone()), piece);
+        }
+        Ok(())
     }
 
     /// Returns this rank and the number of ranks in its group.
@@ -229,7 +303,20 @@ impl Comm for NcclComm {
     }
 
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        self.run_on_host(|host| host.reduce_scatter(recv, send, counts))
+        if recv.as_view().is_on_host() && send.is_on_host() {
+            return self.run_on_host(|host| host.reduce_scatter(recv, send, counts));
+        }
+        let lens = (recv.len(), send.len());
+        let call = CollectiveCall::describe_reduce_scatter(self.position(), lens.0, lens.1, counts);
+        let call = self.begin_call(call)?;
+        let mut scratch = self.received.lock().unwrap_or_else(PoisonError::into_inner);
+        self.reduce_scatter_unequal_parts(recv, send, &EqualParts::new(counts), &mut scratch)?;
+        self.watch(call);
+        Ok(())
+    }
+
+    fn has_native_reduce_scatter(&self) -> bool {
+        true
     }
 
     fn all_reduce(&self, x: ViewMut) -> Result<()> {

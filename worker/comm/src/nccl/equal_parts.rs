@@ -1,11 +1,12 @@
-//! [`EqualParts`]: how parts of unequal lengths are moved between ranks so that NCCL's all-gather,
-//! which needs equal parts, can gather them (pure).
+//! [`EqualParts`]: how parts of unequal lengths are moved between ranks so that NCCL's all-gather and
+//! reduce-scatter, which need equal parts, can gather or sum them (pure).
 //!
 //! The gathered vector is divided into equal parts, one per rank, and a remainder that is shorter
 //! than [`PART_ALIGNMENT`] elements per rank. A rank first receives those elements of its equal
 //! part, and of the remainder, that other ranks own. Shards of parameter units are cut at the
 //! allowed boundary that is nearest to an equal division, so these are few: at most half a block of
-//! the gradient norm at each end of a part.
+//! the gradient norm at each end of a part. After a reduce-scatter, the sums of these elements move
+//! in the opposite direction. Of the remainder, each owner receives the summands of all ranks.
 use crate::call::compute_offsets;
 use std::ops::Range;
 
@@ -39,8 +40,13 @@ impl EqualParts {
         self.owned[rank].clone()
     }
 
+    /// Returns the elements after the equal parts.
+    pub(super) fn remainder(&self) -> Range<usize> {
+        self.owned.len() * self.part_len..self.owned.last().map_or(0, |owned| owned.end)
+    }
+
     /// Returns the range of the vector that is the equal part of `rank`.
-    fn part(&self, rank: usize) -> Range<usize> {
+    pub(super) fn part(&self, rank: usize) -> Range<usize> {
         rank * self.part_len..(rank + 1) * self.part_len
     }
 
@@ -57,11 +63,15 @@ impl EqualParts {
         if from == to {
             return Vec::new();
         }
-        let (owned, remainder) = (&self.owned[from], self.owned.len() * self.part_len..usize::MAX);
-        let needed = [self.part(to), remainder];
-        let common = |needed: &Range<usize>| owned.start.max(needed.start)..owned.end.min(needed.end);
-        needed.iter().map(common).filter(|elements| !elements.is_empty()).collect()
+        let needed = [self.part(to), self.remainder()];
+        let common = needed.iter().map(|needed| intersect(&self.owned[from], needed));
+        common.filter(|elements| !elements.is_empty()).collect()
     }
+}
+
+/// Returns the elements that two ranges have in common.
+pub(super) fn intersect(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
+    a.start.max(b.start)..a.end.min(b.end).max(a.start.max(b.start))
 }
 
 #[cfg(test)]

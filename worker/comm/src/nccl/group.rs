@@ -5,7 +5,7 @@ use super::library::NcclLibrary;
 use crate::abort_reason::AbortReason;
 use crate::communicator::Comm;
 use crate::nccl_error::{NcclError, Result};
-use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclUniqueId};
+use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclUniqueId};
 use std::{
     ffi::{c_int, c_void},
     ptr,
@@ -305,6 +305,30 @@ impl NcclGroup {
         self.enqueue_call("ncclAllGather", |api, comm| {
             // SAFETY: the caller's promise.
             unsafe { (api.ncclAllGather)(from, to, count, dtype, comm, stream.0.cast()) }
+        })
+    }
+
+    /// Enqueues a reduce-scatter that sums the `send` buffers of all ranks (`count` elements per
+    /// rank), and stores this rank's part of the sum in `recv`. NCCL chooses the order of each sum,
+    /// which depends on the number of ranks.
+    ///
+    /// # Safety
+    ///
+    /// See [`NcclGroup::all_gather`].
+    pub unsafe fn reduce_scatter(
+        &self,
+        recv: u64,
+        send: u64,
+        count: usize,
+        dtype: ncclDataType_t,
+        stream: CudaStream,
+    ) -> Result<()> {
+        let (from, to) = (to_pointer(send), to_pointer(recv));
+        self.enqueue_call("ncclReduceScatter", |api, comm| {
+            // SAFETY: the caller's promise.
+            unsafe {
+                (api.ncclReduceScatter)(from, to, count, dtype, ncclRedOp_t::ncclSum, comm, stream.0.cast())
+            }
         })
     }
 

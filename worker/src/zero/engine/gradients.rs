@@ -97,12 +97,25 @@ impl ZeroEngine {
         }
         let (shards, schedule, ops, pool) =
             (shards.clone(), self.schedule, self.ops.clone(), self.gradient_pool.clone());
+        let policy = self.policy;
         self.submit_reduction(move |comm: &dyn Comm| {
             let s = &shards[u];
             let mut sums = lock_ignoring_poison(&s.grads);
             let whole = gradient.as_ref().map(|g| g.view().slice(0..s.trained_counts.iter().sum()));
             let has_micro_batch = |r| usize::from(schedule.find_micro_batch(r, round).is_some());
             let partial_counts: Vec<usize> = (0..schedule.world).map(has_micro_batch).collect();
+            if let Some(whole) = whole
+                && can_sum_natively(comm, policy, &partial_counts)
+            {
+                let mut piece = sums.take_buffer(ops.as_ref());
+                comm.reduce_scatter(piece.view_mut(), whole, &s.trained_counts)?;
+                let range = MicroBatchRange { start: round * schedule.world, len: schedule.world };
+                sums.push_owned(ops.as_ref(), range, piece);
+                gradient.into_iter().for_each(|g| {
+                    lock_ignoring_poison(&pool).give_back_after(g, ops.record_event());
+                });
+                return Ok(());
+            }
             let sink = &mut |from: usize, _: usize, piece: View| {
                 if let Some(micro_batch) = schedule.find_micro_batch(from, round) {
                     sums.push(ops.as_ref(), MicroBatchRange::from_index(micro_batch), piece);
@@ -230,6 +243,15 @@ impl ZeroEngine {
             let ranges: Vec<Vec<MicroBatchRange>> =
                 (0..schedule.world).map(|rank| list_partial_sum_ranges(policy, schedule, rank)).collect();
             let partial_counts: Vec<usize> = ranges.iter().map(Vec::len).collect();
+            if let [partial] = partials[..]
+                && can_sum_natively(comm, policy, &partial_counts)
+            {
+                let mut sum = ops.zeroed(Dtype::F32, owned);
+                comm.reduce_scatter(sum.view_mut(), partial, &s.trained_counts)?;
+                drop(partials);
+                whole.clear();
+                return Ok(sum);
+            }
             let sink = &mut |from: usize, index: usize, piece: View| {
                 sums.push(ops.as_ref(), ranges[from][index], piece);
             };
@@ -280,6 +302,13 @@ impl ZeroEngine {
     fn allocate_zeros(&self, len: usize) -> Buf {
         self.ops.zeroed(Dtype::F32, len)
     }
+}
+
+/// Returns whether the transport may sum the partial sums of all ranks in any order, and has a
+/// collective for it. `partial_counts` are the numbers of partial sums of the ranks. The result is
+/// equal on all ranks.
+fn can_sum_natively(comm: &dyn Comm, policy: ShardingPolicy, partial_counts: &[usize]) -> bool {
+    policy.sums_in_arrival_order && comm.has_native_reduce_scatter() && partial_counts.iter().all(|n| *n == 1)
 }
 
 /// Returns the range of micro-batches that each partial sum of `rank` covers, after the last round.
