@@ -34,3 +34,4 @@ mod offload;
 mod own_process;
 mod precision;
 mod resume;
+mod timeline;
