@@ -56,6 +56,14 @@ pub struct Accelerator {
     pub number: Option<u32>,
 }
 
+/// Returns the kinds of accelerators, each once and in ascending order.
+pub fn list_kinds(accelerators: &[Accelerator]) -> Vec<AcceleratorKind> {
+    let mut kinds: Vec<AcceleratorKind> = accelerators.iter().map(|a| a.kind).collect();
+    kinds.sort_unstable();
+    kinds.dedup();
+    kinds
+}
+
 impl Accelerator {
     /// Creates an accelerator of which only the kind is known.
     pub fn new(kind: AcceleratorKind) -> Accelerator {

@@ -60,8 +60,9 @@ fn discover_in(
     numbered_nodes::list_hpus(tree, &mut found);
     numbered_nodes::list_neuron_cores(tree, variable, &mut found);
     found.accelerators.truncate(MAX_ACCELERATORS);
-    found.has_other_devices =
-        tree.list_names("dev").iter().any(|name| OTHER_DEVICES.iter().any(|prefix| is_other(name, prefix)));
+    let select_other =
+        |name: String| OTHER_DEVICES.iter().any(|prefix| is_other(&name, prefix)).then_some(name);
+    found.has_other_devices = !tree.list_selected("dev", select_other).is_empty();
     found
 }
 

@@ -12,14 +12,6 @@ use std::collections::BTreeSet;
 /// The largest number of entries of a variable that lists devices. Further entries are ignored.
 const MAX_LISTED: usize = 1024;
 
-/// Returns the kinds of the accelerators of a host, each once.
-pub(super) fn list_kinds(inventory: &HostInventory) -> Vec<AcceleratorKind> {
-    let mut kinds: Vec<AcceleratorKind> = inventory.accelerators.iter().map(|a| a.kind).collect();
-    kinds.sort_unstable();
-    kinds.dedup();
-    kinds
-}
-
 /// The accelerators of one kind on a host, in the order in which a program numbers them if no
 /// variable restricts it.
 pub(super) struct AcceleratorPool<'a> {

@@ -1,15 +1,11 @@
 //! [`AcceleratorSelection`]: the accelerators that the workers of a host can use.
-use super::{
-    accelerator_pool::{AcceleratorPool, list_kinds},
-    job_host::JobHost,
-    key_error::key_error,
-};
+use super::{accelerator_pool::AcceleratorPool, job_host::JobHost, key_error::key_error};
 use diagnostic::{Diagnostic, codes::host as codes, quantity::format_count};
 use jobspec::{
     AcceleratorKind, DeviceSelection, JobSpec, VisibleDevices,
     env::{CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES},
 };
-use protocol::control::HostInventory;
+use protocol::{control::HostInventory, hardware::list_kinds};
 
 /// The accelerators that a job uses on one host, in the order in which a program numbers them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -98,7 +94,7 @@ pub(super) fn select_accelerators(
 /// Returns the selection of a job whose programs see no accelerators. Fails if the host has
 /// accelerators that cannot be hidden.
 fn hide_accelerators(inventory: &HostInventory) -> diagnostic::Result<AcceleratorSelection> {
-    let kinds = list_kinds(inventory);
+    let kinds = list_kinds(&inventory.accelerators);
     if let Some(traits) = kinds.iter().map(|kind| kind.traits()).find(|traits| traits.hide.is_none()) {
         let host = &inventory.host;
         let message =
@@ -123,7 +119,7 @@ fn list_usable_kinds(inventory: &HostInventory, trains: bool) -> Vec<Accelerator
     let is_set = |names: &[&str]| {
         inventory.inherited_env.iter().any(|(n, v)| names.contains(&n.as_str()) && !v.is_empty())
     };
-    let mut kinds = list_kinds(inventory);
+    let mut kinds = list_kinds(&inventory.accelerators);
     if !kinds.iter().any(is_nvidia) {
         return kinds;
     }

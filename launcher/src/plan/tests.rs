@@ -408,6 +408,26 @@ fn the_master_address_is_numeric_and_reachable() {
     assert_eq!(master(&[unknown], None), Ok(None), "the agents have not reported yet");
 }
 
+/// Checks that built-in workers do not take the address at which the user reached a host for the
+/// one at which the controller did.
+#[test]
+fn the_ssh_connection_of_the_user_is_hidden_from_built_in_workers() {
+    let job = load_job_text("cluster: {hosts: [a, b]}\ntrain: {data: {files: [a]}}");
+    let mut hosts = [remote_host("a", None, 0), remote_host("b", None, 0)];
+    for host in &mut hosts {
+        host.inventory.reached_address = Some("10.9.0.7".parse().expect("an address"));
+    }
+    hosts[0].local = true;
+    let hidden = |job: &JobSpec| {
+        let plan = plan_hosts(job, &hosts, &Attempt::default()).expect("a plan");
+        let is_hidden = |worker: &WorkerPlan| worker.env.contains(&("SSH_CONNECTION".into(), String::new()));
+        plan.host_plans.iter().map(|host| host.workers.iter().all(is_hidden)).collect::<Vec<_>>()
+    };
+    assert_eq!(hidden(&job), [true, false]);
+    let program = load_job_text("cluster: {hosts: [a, b]}\nrun: {command: [true]}");
+    assert_eq!(hidden(&program), [false, false]);
+}
+
 /// Checks that the workers of each host use the interface that the job or SSH selects there, unless
 /// the user or the host selects another one.
 #[test]

@@ -78,6 +78,11 @@ pub(super) fn build_worker_env(
             }
         }
     }
+    let is_hidden = |address: &IpAddr| host.reached_address(&job.cluster.hosts) != Some(*address);
+    if trains && job_env.between_hosts && inventory.reached_address.as_ref().is_some_and(is_hidden) {
+        // The user, and not the controller, reached this host at the address in the variable.
+        env.push((env::SSH_CONNECTION, String::new()));
+    }
     defaults.extend(build_interface_defaults(job_env, host));
     if trains && job.cluster.comm_backend == CommBackend::Nccl && job.cluster.workers_per_gpu > 1 {
         defaults.push((env::NCCL_MULTI_RANK_GPU_ENABLE, "1".to_owned()));

@@ -74,7 +74,7 @@ section! {
     );
     /// The process that serves the rendezvous store of a program.
     pub store: StoreHost = Key::new(choice(), "agent");
-    /// The network between built-in workers on different hosts.
+    /// The network through which the workers of different hosts reach each other.
     pub interface: InterfaceSelector = Key::new(
         in_variant!(interface_name(), InterfaceSelector::Named)
             .or_keywords(&[("auto", InterfaceSelector::Auto)])

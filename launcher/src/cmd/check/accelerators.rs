@@ -3,7 +3,10 @@
 use super::check_report::CheckResult;
 use diagnostic::{codes::host as codes, quantity::format_count};
 use jobspec::{AcceleratorKind, DeviceSelection, JobSpec};
-use protocol::{hardware::Accelerator, probe::HostInspection};
+use protocol::{
+    hardware::{Accelerator, list_kinds},
+    probe::HostInspection,
+};
 
 /// Checks the accelerators of a host unless they are whole GPUs of NVIDIA, which have separate
 /// checks. Warns if the host has accelerators of several kinds and the job does not choose one, if
@@ -31,7 +34,13 @@ pub(super) fn check_accelerators(
     let chooses_kind = !matches!(job.cluster.devices, DeviceSelection::Auto | DeviceSelection::List(_));
     let count = host.accelerators.len() as u32;
     let first_found = describe_accelerators(&first.accelerators);
-    Some(if kinds.len() > 1 && !chooses_kind {
+    let whole_gpus = host.gpus.gpus.iter().filter(|gpu| !gpu.mig_enabled).count();
+    Some(if kinds.contains(&AcceleratorKind::Mig) && whole_gpus > 0 {
+        let gpus = format_count(whole_gpus, "GPU");
+        let found = format!("{found}; {gpus} without MIG cannot be used next to them");
+        let help = "partition all GPUs of the host or none, or list the whole GPUs in CUDA_VISIBLE_DEVICES";
+        CheckResult::warn(NAME, codes::ACCELERATORS_MIXED, found, help)
+    } else if kinds.len() > 1 && !chooses_kind {
         let help = "choose a kind with `cluster.devices`";
         CheckResult::warn(NAME, codes::ACCELERATORS_MIXED, found, help)
     } else if found != first_found {
@@ -57,14 +66,6 @@ pub(super) fn describe_accelerators(accelerators: &[Accelerator]) -> String {
         kinds if kinds.is_empty() => "none".to_owned(),
         kinds => kinds.into_iter().map(describe).collect::<Vec<_>>().join(", "),
     }
-}
-
-/// Returns the kinds of the accelerators, each once.
-fn list_kinds(accelerators: &[Accelerator]) -> Vec<AcceleratorKind> {
-    let mut kinds: Vec<AcceleratorKind> = accelerators.iter().map(|a| a.kind).collect();
-    kinds.sort_unstable();
-    kinds.dedup();
-    kinds
 }
 
 #[cfg(test)]
@@ -104,6 +105,13 @@ mod tests {
         assert_eq!(check_accelerators(&job, &mixed, &mixed, None).map(|c| c.level), Some(CheckLevel::Ok));
         let nvidia = inspect(&[(Cuda, 2)]);
         assert_eq!(check(&nvidia, &nvidia, None), None, "GPUs of NVIDIA have separate checks");
+        let mut partitioned = inspect(&[(AcceleratorKind::Mig, 2)]);
+        let gpu = |mig_enabled| protocol::probe::GpuStatus { mig_enabled, ..Default::default() };
+        partitioned.gpus.gpus = vec![gpu(true)];
+        assert_eq!(check(&partitioned, &partitioned, None), ok("2 MIG instances (NVIDIA)"));
+        partitioned.gpus.gpus.push(gpu(false));
+        let found = "2 MIG instances (NVIDIA); 1 GPU without MIG cannot be used next to them";
+        assert_eq!(check(&partitioned, &partitioned, None), warning(codes::ACCELERATORS_MIXED, found));
         let denied = HostInspection { denied_accelerators: 4, ..HostInspection::default() };
         let expected = warning(codes::ACCELERATORS_DENIED, "4 devices denied to launch");
         assert_eq!(check(&denied, &denied, None), expected);

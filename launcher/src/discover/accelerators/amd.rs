@@ -12,8 +12,8 @@ const NODES: &str = "sys/class/kfd/kfd/topology/nodes";
 pub(super) fn list_amd(tree: &DeviceTree<'_>, found: &mut DiscoveredAccelerators) {
     let is_node = |name: &String| name.starts_with("renderD");
     let has_render_nodes = tree.list_names("dev/dri").iter().any(is_node);
-    let is_driver_usable =
-        !tree.list_names("dev").iter().any(|name| name == "kfd") || tree.is_permitted("dev/kfd");
+    let is_driver_usable = tree.list_selected("dev", |name| (name == "kfd").then_some(())).is_empty()
+        || tree.is_permitted("dev/kfd");
     for node in tree.list_numbers(NODES, "") {
         let Some(text) = tree.read_text(format!("{NODES}/{node}/properties")) else { continue };
         let value = |name: &str| {

@@ -8,8 +8,10 @@ use std::{
     str::FromStr,
 };
 
-/// The largest number of entries of a directory that are read. Further entries are ignored.
+/// The largest number of selected entries of a directory. Further entries are ignored.
 const MAX_ENTRIES: usize = 4096;
+/// The largest number of entries of a directory that are read. Further entries are ignored.
+const MAX_READ_ENTRIES: usize = 1 << 20;
 /// The largest number of bytes of a file that are read. Further bytes are ignored.
 const MAX_FILE_BYTES: u64 = 64 << 10;
 
@@ -28,11 +30,23 @@ impl<'a> DeviceTree<'a> {
     /// Returns the names of the entries of a directory, sorted. Returns no names if the directory
     /// cannot be read.
     pub(super) fn list_names(&self, directory: impl AsRef<Path>) -> Vec<String> {
+        self.list_selected(directory, Some)
+    }
+
+    /// Returns the values that `select` returns for the names of the entries of a directory,
+    /// sorted. Entries that are not selected do not count for the limit of [`MAX_ENTRIES`]: /dev
+    /// may hold thousands of other nodes.
+    pub(super) fn list_selected<T: Ord>(
+        &self,
+        directory: impl AsRef<Path>,
+        select: impl Fn(String) -> Option<T>,
+    ) -> Vec<T> {
         let Ok(entries) = fs::read_dir(self.root.join(directory)) else { return Vec::new() };
-        let names = entries.take(MAX_ENTRIES).flatten().filter_map(|e| e.file_name().into_string().ok());
-        let mut names: Vec<String> = names.collect();
-        names.sort_unstable();
-        names
+        let entries = entries.take(MAX_READ_ENTRIES).flatten();
+        let names = entries.filter_map(|e| e.file_name().into_string().ok());
+        let mut selected: Vec<T> = names.filter_map(select).take(MAX_ENTRIES).collect();
+        selected.sort_unstable();
+        selected
     }
 
     /// Returns the numbers N of the entries `{prefix}N` of a directory, in ascending order.
@@ -42,8 +56,7 @@ impl<'a> DeviceTree<'a> {
             let is_plain = digits.bytes().all(|b| b.is_ascii_digit());
             digits.parse::<u32>().ok().filter(|_| is_plain)
         };
-        let mut numbers: Vec<u32> = self.list_names(directory).into_iter().filter_map(number).collect();
-        numbers.sort_unstable();
+        let mut numbers = self.list_selected(directory, number);
         numbers.dedup();
         numbers
     }
@@ -92,5 +105,26 @@ impl<'a> DeviceTree<'a> {
     /// Returns whether this process may open the device node `path`, such as `dev/nvidia0`.
     pub(super) fn is_permitted(&self, path: impl AsRef<Path>) -> bool {
         (self.is_permitted)(&self.root.join(path))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_found_among_thousands_of_other_nodes() {
+        let root = tempfile::tempdir().expect("a directory");
+        let dev = root.path().join("dev");
+        fs::create_dir(&dev).expect("a directory");
+        for number in 0..MAX_ENTRIES + 1000 {
+            File::create(dev.join(format!("tty{number}"))).expect("a file");
+        }
+        for number in [11, 3] {
+            File::create(dev.join(format!("nvidia{number}"))).expect("a file");
+        }
+        let tree = DeviceTree::new(root.path(), &|_| true);
+        assert_eq!(tree.list_numbers("dev", "nvidia"), [3, 11]);
+        assert_eq!(tree.list_names("dev").len(), MAX_ENTRIES);
     }
 }
