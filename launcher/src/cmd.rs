@@ -43,8 +43,8 @@ pub(crate) enum LaunchCommand {
     Run(run::RunArgs),
     /// Show the ranks, environment and memory of a job without starting anything
     Plan(prepare::JobArgs),
-    /// Check every host of a job: connection, GPUs, storage, ports, clocks
-    Check(prepare::JobArgs),
+    /// Check every host of a job: connection, GPUs, storage, ports, clocks, network
+    Check(check::CheckArgs),
     /// Show active and past runs
     Ps(ps::PsArgs),
     /// Show the output of the ranks of a run

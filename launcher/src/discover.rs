@@ -5,9 +5,13 @@ mod addresses;
 mod cgroup;
 mod cpu_list;
 pub mod local;
+mod network_interfaces;
+mod rdma;
 mod reachable_addresses;
 pub(crate) mod topology;
 
 pub(crate) use addresses::list_addresses;
 pub(crate) use cgroup::{read_memory_usage, read_oom_kill_count, read_throttled_us};
+pub(crate) use network_interfaces::inspect_interface;
+pub(crate) use rdma::inspect_rdma;
 pub(crate) use reachable_addresses::{find_reachable_addresses, select_addresses};

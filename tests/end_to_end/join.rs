@@ -273,3 +273,33 @@ fn a_signal_to_any_node_saves_and_a_lost_node_0_ends_the_others() {
     drop(first);
     nodes.assert_nothing_left(2);
 }
+
+/// Checks nodes that join: node 0 reports all of them with their network, and the others end with
+/// its exit code. A node of a run is rejected.
+#[test]
+fn check_inspects_nodes_that_join() {
+    let Some(nodes) = Nodes::start("join::check_inspects_nodes_that_join", "h", 3) else { return };
+    let spawn = |rank: u32, command: &[&str]| {
+        let rank_text = rank.to_string();
+        let options =
+            ["--nodes", "3", "--node-rank", &rank_text, "--rendezvous", "h0:29411", "--key-file", "key"];
+        nodes.spawn(rank, &[], &[command, &options].concat())
+    };
+    let check = ["check", "job.yaml", "--network", "--json"];
+    let (first, second) = (spawn(0, &check), spawn(1, &check));
+    let rejected = output_to_text(&expect_code(spawn(2, &["run", "job.yaml"]), 3));
+    assert!(rejected.contains("`launch check`"), "{rejected}");
+    let third = spawn(2, &check);
+    let output = first.wait_with_output().expect("the check ends");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("a report");
+    let names: Vec<&str> =
+        report["hosts"].as_array().unwrap().iter().filter_map(|h| h["host"].as_str()).collect();
+    assert_eq!(names, ["node-0", "node-1", "node-2"], "{}", output_to_text(&output));
+    let directions = report["network"]["directions"].as_array().unwrap();
+    assert!(directions.len() == 6 && directions.iter().all(|d| d["reached"] == true), "{report}");
+    let code = output.status.code().expect("an exit code");
+    for child in [second, third] {
+        expect_code(child, code);
+    }
+    nodes.assert_nothing_left(3);
+}

@@ -11,6 +11,7 @@
 #   hosts.sh blackhole|unblackhole H     drop every IP packet silently while the link stays up
 #   hosts.sh partition H1 H2 | unpartition H1 H2
 #   hosts.sh link H1 H2 NET              a second network between two hosts, NET.1 and NET.2, on the interface data0
+#   hosts.sh network NET                 a second network of all hosts on the interface data0: NET.1, NET.2, …; or IPv6: NET1, …
 #   hosts.sh isolate|rejoin H            drop every packet between H and this machine; hosts reach each other
 #   hosts.sh crash H                     power off; peers notice nothing
 #   hosts.sh halt H                      power off; peers get a TCP RST
@@ -174,7 +175,7 @@ down() { # kills all processes of the hosts, and removes the hosts and their net
 network_down() { # removes the network namespaces, links and bridge of this set of hosts
   local n
   { for n in $(ls /run/netns 2>/dev/null | grep "^$ID-$PREFIX[0-9]*$"); do echo "netns del $n"; done; } | ip -force -batch - 2>/dev/null || true
-  ip link del "$BR" 2>/dev/null || true
+  ip link del "$BR" 2>/dev/null || true; ip link del "d$BR" 2>/dev/null || true
   for n in $(ls /sys/class/net | grep -E "^(v|t|b|x)$ID$PREFIX[0-9]+$"); do ip link del "$n" 2>/dev/null || true; done
 }
 thaw_if_frozen() { # thaw_if_frozen H
@@ -203,6 +204,10 @@ case $cmd in
   unpartition) run_iptables "$1" -D INPUT -s "$(cat "$DIR/$2/ip")" -j DROP; run_iptables "$1" -D OUTPUT -d "$(cat "$DIR/$2/ip")" -j DROP;;
   link) require_host "$1"; require_host "$2"; ip link add data0 netns "$ID-$1" type veth peer name data0 netns "$ID-$2"
       i=0; for h in "$1" "$2"; do i=$((i+1)); printf 'addr add %s/24 dev data0\nlink set data0 up\n' "$3.$i" | ip -n "$ID-$h" -batch -; done;;
+  network) ip link add "d$BR" type bridge; ip link set "d$BR" up; i=0
+      for h in $(print_names); do i=$((i+1)); case $1 in *:*) a="$1$i/64 dev data0 nodad";; *) a="$1.$i/24 dev data0";; esac
+        ip link add "x$ID$h" type veth peer name data0 netns "$ID-$h"; ip link set "x$ID$h" master "d$BR" up
+        printf 'addr add %s\nlink set data0 up\n' "$a" | ip -n "$ID-$h" -batch -; done;;
   isolate) run_in_network "$1" ip neigh replace "$NET.254" lladdr "$NOWHERE" nud permanent dev eth0
       ip neigh replace "$(cat "$DIR/$1/ip")" lladdr "$NOWHERE" nud permanent dev "$BR";;
   rejoin) run_in_network "$1" ip neigh del "$NET.254" dev eth0; ip neigh del "$(cat "$DIR/$1/ip")" dev "$BR";;
@@ -217,5 +222,5 @@ case $cmd in
   fill) d=${2:-/scratch}; run_in_host "$1" sh -c "a=\$(df -k --output=avail $d | tail -1); fallocate -l \$((a - ${3:-0}))k $d/.fill";;
   unfill) run_in_host "$1" rm -f "${2:-/scratch}/.fill";;
   mem) echo "$2" > "/sys/fs/cgroup/memory/$ID-$1/memory.limit_in_bytes";;
-  *) sed -n 2,21p "$SELF"; exit 2;;
+  *) sed -n 2,22p "$SELF"; exit 2;;
 esac

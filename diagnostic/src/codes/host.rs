@@ -483,6 +483,41 @@ codes! {
         cause: "A firewall blocks the ports, or there is no route.",
         remedy: "Open the ports between the hosts, or correct the route.",
     }
+    NETWORK_SLOW: Cluster = "network-slow" {
+        summary: "A host, or the path between two hosts, transfers data much more slowly than the others.",
+        cause: "A cable or port is damaged, an interface runs at a lower speed, or other programs use the network.",
+        remedy: "Check the cable, the port and the switch; look for errors in `ip -s link` and `ethtool -S`.",
+    }
+    LARGE_PACKETS_LOST: Cluster = "large-packets-lost" {
+        summary: "Large packets between two hosts vanish, and small ones arrive.",
+        cause: "The MTU of a switch or host is smaller than that of the sender, or a firewall drops ICMP messages.",
+        remedy: "Set the same MTU on all hosts and switches, and let ICMP pass.",
+    }
+    NETWORK_LATENCY_HIGH: Cluster = "network-latency-high" {
+        summary: "Round trips to a host take much longer than those between other hosts. This is a warning.",
+        cause: "The route to the host is long, or its network is busy.",
+        remedy: "Check the route to the host, and whether other programs use its network.",
+    }
+    PACKETS_LOST: Cluster = "packets-lost" {
+        summary: "More than 1 % of the TCP segments that a host sent were lost. This is a warning.",
+        cause: "A cable or port is damaged, or a switch is overloaded.",
+        remedy: "Look for errors in `ip -s link` and `ethtool -S`, and in the counters of the switch.",
+    }
+    NETWORK_LINK_UNSUITABLE: Cluster = "network-link-unsuitable" {
+        summary: "The interface of a host has a lower MTU or speed than those of other hosts, or half duplex. This is a warning.",
+        cause: "The interface is configured differently, or a cable limits its speed.",
+        remedy: "Compare `ip link` and `ethtool` on the hosts.",
+    }
+    NETWORK_CHECK_INCOMPLETE: Cluster = "network-check-incomplete" {
+        summary: "The time limit ended the measurements of `launch check --network`. This is a warning.",
+        cause: "Many hosts are unreachable or slow.",
+        remedy: "Correct the reported problems, or run the check on fewer hosts.",
+    }
+    RDMA_UNUSABLE: Cluster = "rdma-unusable" {
+        summary: "An InfiniBand, RoCE or EFA device of a host is missing, down, slow or not accessible. This is a warning.",
+        cause: "A cable or driver is missing, no subnet manager runs, or the user may not use the device.",
+        remedy: "Compare the output of `ibv_devinfo` on the hosts.",
+    }
     GPU_DRIVER_UNUSABLE: Cluster = "gpu-driver-unusable" {
         summary: "A host has GPU devices, and their driver cannot be used. This is a warning.",
         cause: "The driver is not loaded, or its library does not match the kernel module.",

@@ -1,5 +1,8 @@
 //! The requests of `launch check` to an agent, and the agent's answers.
-use crate::hardware::Accelerator;
+use crate::{
+    hardware::Accelerator,
+    network_probe::{MeasureRequest, Measurement, NetworkInspection, NetworkRequest},
+};
 use diagnostic::Diagnostic;
 use jobspec::PortSelection;
 use serde::{Deserialize, Serialize};
@@ -35,6 +38,11 @@ pub enum ProbeRequest {
         /// The time limit for each connection, in milliseconds.
         timeout_ms: u64,
     },
+    /// Inspects the network of the host. Afterwards, the agent accepts the measurements of other
+    /// agents until it ends.
+    Network(NetworkRequest),
+    /// Measures the connection to the agent of another host, after [`ProbeRequest::Network`].
+    Measure(MeasureRequest),
 }
 
 /// The agent of another host, and the addresses at which it listens during `launch check`.
@@ -61,6 +69,10 @@ pub enum ProbeAnswer {
         /// there.
         nonces: Vec<Vec<String>>,
     },
+    /// The answer to [`ProbeRequest::Network`].
+    Network(Box<NetworkInspection>),
+    /// The answer to [`ProbeRequest::Measure`].
+    Measure(Box<Measurement>),
 }
 
 /// What `launch check` found about one host: hardware, system limits and directories. Unknown

@@ -1,10 +1,13 @@
 //! Answers the probes of `launch check`, on separate threads of the agent.
 mod gpu;
 mod inspection;
+mod network;
 pub(super) mod nvml;
 
+use crate::discover::local::discover_local;
 use diagnostic::{Diagnostic, codes::host};
 use jobspec::PortSelection;
+use network::NetworkProber;
 use protocol::{
     preflight::Preflight,
     probe::{MAX_PEERS, PeerListener, ProbeAnswer, ProbeRequest},
@@ -39,6 +42,7 @@ const MAX_CONNECT_TIMEOUT_MS: u64 = 60_000;
 pub(super) struct Prober {
     preflight: &'static dyn Preflight,
     state: Arc<Mutex<ProbeState>>,
+    network: Arc<NetworkProber>,
 }
 
 /// What the agent has to remember between probes: the nonce files that it has written, and the
@@ -53,7 +57,7 @@ struct ProbeState {
 
 impl Prober {
     pub(super) fn new(preflight: &'static dyn Preflight) -> Self {
-        Prober { preflight, state: Arc::default() }
+        Prober { preflight, state: Arc::default(), network: Arc::default() }
     }
 
     /// Locks the state of the prober, even if another thread has panicked while it held the lock.
@@ -94,6 +98,10 @@ impl Prober {
                 let peers = connect_to_peers(&peers, timeout);
                 ProbeAnswer::Connect { peers, nonces: self.find_visible_nonces(&nonces) }
             }
+            ProbeRequest::Network(request) => ProbeAnswer::Network(Box::new(
+                self.network.inspect_and_listen(&request, discover_local().ok()),
+            )),
+            ProbeRequest::Measure(request) => ProbeAnswer::Measure(Box::new(self.network.measure(&request))),
         }
     }
 

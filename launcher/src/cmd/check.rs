@@ -5,50 +5,94 @@ mod agents;
 mod check_report;
 mod evaluate;
 mod gpus;
+mod network;
 mod probe;
 mod render;
 
 use super::{
     context::CommandContext,
+    node_role::{NodeArgs, NodeRole, choose_role},
     output::{print_json, print_output},
-    prepare::{JobArgs, LoadedJob},
+    prepare::{JobArgs, JobRequest, LoadedJob},
 };
-use crate::cluster::find_cluster;
+use crate::cluster::{find_cluster, join_run};
 use check_report::CheckReport;
+use clap::Args;
 use diagnostic::{
     Diagnostic,
     codes::{command, host},
 };
-use jobspec::{HostSelection, JobSpec};
+use jobspec::{HostSelection, JobSpec, hosts::RendezvousAddress};
+use network::{NetworkTargets, measure_network};
 use protocol::{exit, host_name::read_host_name};
 use std::{
     path::PathBuf,
     time::{SystemTime, UNIX_EPOCH},
 };
 
+/// The arguments of `launch check`.
+#[derive(Debug, Args)]
+pub(crate) struct CheckArgs {
+    #[command(flatten)]
+    job: JobArgs,
+    /// Also measure the connections between the hosts, and find slow and unreachable hosts
+    #[arg(long)]
+    network: bool,
+    #[command(flatten)]
+    node: NodeArgs,
+}
+
 /// Runs `launch check`: checks every host of the job and prints the results. Returns exit code 3 if
-/// a check failed.
-pub(crate) fn run(args: JobArgs, context: &CommandContext) -> diagnostic::Result<u8> {
-    let report = check_hosts(&args)?;
-    let code = match context.format.json {
-        true => print_json(&render::render_json(&report)),
-        false => print_output(&render::render_text(&report)),
-    }?;
-    Ok(if report.has_failed() { exit::CLUSTER } else { code })
+/// a check failed. A node that joins, other than node 0, only answers node 0.
+pub(crate) fn run(args: CheckArgs, context: &CommandContext) -> diagnostic::Result<u8> {
+    let check = |request: &JobRequest| {
+        let report = check_hosts(request, args.network)?;
+        let code = match context.format.json {
+            true => print_json(&render::render_json(&report)),
+            false => print_output(&render::render_text(&report)),
+        }?;
+        Ok(find_exit_code(&report).unwrap_or(code))
+    };
+    match choose_role(&args.node, args.job.to_request())? {
+        NodeRole::Alone(request) => check(&request),
+        NodeRole::Controller { request, fallback } => match (check(&request), fallback) {
+            (Err(error), Some(address)) if error.code() == host::JOIN_ADDRESS_IN_USE => {
+                join_check(&request, &address, None)
+            }
+            (result, _) => result,
+        },
+        NodeRole::Member { request, address, node_rank } => join_check(&request, &address, node_rank),
+    }
+}
+
+/// Joins, as a node, the check that node 0 at `address` performs. Returns the exit code of the
+/// check.
+fn join_check(
+    request: &JobRequest,
+    address: &RendezvousAddress,
+    node_rank: Option<u32>,
+) -> diagnostic::Result<u8> {
+    join_run(&load_job(request)?.job, address, node_rank)
+}
+
+/// Loads the job to check.
+fn load_job(request: &JobRequest) -> diagnostic::Result<LoadedJob> {
+    let mut loaded = LoadedJob::load(request)?;
+    loaded.job.cluster.join.checks_hosts = true;
+    Ok(loaded)
+}
+
+/// Returns the exit code of a report with a failed check, and `None` for any other report.
+fn find_exit_code(report: &CheckReport) -> Option<u8> {
+    report.has_failed().then_some(exit::CLUSTER)
 }
 
 /// Starts an agent on every host of the job, requests an inspection from each agent, and evaluates
-/// the answers. Blocks until all hosts have answered or timed out. Fails if the job is invalid or
-/// the hosts cannot be determined.
-fn check_hosts(args: &JobArgs) -> diagnostic::Result<CheckReport> {
-    let loaded = LoadedJob::load(&args.to_request())?;
+/// the answers. With `network`, also measures the connections between the hosts. Blocks until all
+/// hosts have answered or timed out. Fails if the job is invalid or the hosts cannot be determined.
+fn check_hosts(request: &JobRequest, network: bool) -> diagnostic::Result<CheckReport> {
+    let loaded = load_job(request)?;
     let job = &loaded.job;
-    if job.cluster.hosts == HostSelection::Join {
-        let message = "`launch check` cannot start anything on nodes that join";
-        return Err(Diagnostic::error(host::JOIN_OPTION_UNSUPPORTED, message)
-            .with_subject("cluster.hosts")
-            .with_help("run `launch check --set cluster.hosts=local` on each node"));
-    }
     let located = |error| loaded.cluster_error(error);
     let cluster = find_cluster(job).map_err(located)?;
     let hosts = cluster.hosts(job, &read_host_name()).map_err(located)?;
@@ -56,13 +100,33 @@ fn check_hosts(args: &JobArgs) -> diagnostic::Result<CheckReport> {
     let runtime = runtime.map_err(|e| {
         Diagnostic::error(command::ASYNC_RUNTIME_FAILED, "cannot start the event loop").with_cause(&e)
     })?;
+    let are_local = hosts.iter().map(|host| host.local).collect();
+    let network = network.then(|| NetworkTargets::new(job, are_local, limit_peer_timeout_ms(job)));
+    let network = network.transpose()?;
     tokio::task::LocalSet::new().block_on(&runtime, async {
+        let transport = cluster.transport(job).map_err(located)?;
         let names = hosts.iter().map(|host| host.name.clone()).collect();
-        let (agents, reaper) = agents::start_agents(cluster.transport(job).map_err(located)?, names);
+        let (agents, reaper) = agents::start_agents(transport, names);
         let (targets, nonce) = (collect_probe_targets(job), create_nonce());
-        let probes = probe::probe_hosts(agents, &targets, &nonce, limit_peer_timeout_ms(job)).await;
+        let mut sessions = probe::probe_hosts(agents, &targets, &nonce, limit_peer_timeout_ms(job)).await;
+        let mut measured = None;
+        if let Some(targets) = &network {
+            let (measured_sessions, found) = measure_network(sessions, targets).await;
+            (sessions, measured) = (measured_sessions, Some(found));
+        }
+        let (probes, agents) = probe::split_sessions(sessions);
+        let mut report = evaluate::evaluate_probes(job, &hosts, cluster.preflight(), probes);
+        if let Some(measured) = measured {
+            network::add_network_checks(&mut report, &measured);
+        }
+        if job.cluster.hosts == HostSelection::Join {
+            probe::send_end(agents, find_exit_code(&report).unwrap_or(exit::DONE)).await;
+        } else {
+            // The agents end, close their ports and remove their nonce files.
+            drop(agents);
+        }
         reaper.wait_or_kill().await;
-        Ok(evaluate::evaluate_probes(job, &hosts, cluster.preflight(), probes))
+        Ok(report)
     })
 }
 

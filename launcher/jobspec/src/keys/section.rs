@@ -177,23 +177,24 @@ macro_rules! section {
 pub(crate) use section;
 
 /// The declaration of a field of a section struct that no key of job.yaml sets.
-pub(crate) struct NotAKey;
+pub(crate) struct NotAKey<T>(PhantomData<T>);
 
-/// Declares a field that no key of job.yaml sets. Decoding leaves the field empty.
-pub(crate) fn not_a_key() -> NotAKey {
-    NotAKey
+/// Declares a field that no key of job.yaml sets. Decoding leaves the field at the default of its
+/// type.
+pub(crate) fn not_a_key<T>() -> NotAKey<T> {
+    NotAKey(PhantomData)
 }
 
-impl<S> Entry<S> for NotAKey {
-    type Value = String;
+impl<S, T: Default> Entry<S> for NotAKey<T> {
+    type Value = T;
 
     fn declare(&self, _context: FieldContext, _table: &mut Vec<KeyInfo>) {}
 
-    fn decode(&self, _context: FieldContext, _d: &mut JobDecoder, _section: &JobSection<'_>) -> String {
-        String::new()
+    fn decode(&self, _context: FieldContext, _d: &mut JobDecoder, _section: &JobSection<'_>) -> T {
+        T::default()
     }
 
-    fn print(&self, _context: FieldContext, _owner: &S, _value: &String, _values: &mut JobValues) {}
+    fn print(&self, _context: FieldContext, _owner: &S, _value: &T, _values: &mut JobValues) {}
 }
 
 /// The declaration of a field that is a section within another section, such as `train.batch`.

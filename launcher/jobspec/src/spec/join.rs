@@ -5,7 +5,7 @@ use crate::{
         info::{Condition, Rule},
         key::Key,
         numbers::{boolean, integer},
-        section::{default_section, section},
+        section::{default_section, not_a_key, section},
         text::{formatted_text, path},
         units::duration_in,
         value_type::ValueType,
@@ -29,6 +29,8 @@ section! {
     pub timeout_ms: u64 = Key::new(duration_in(1000..=MAX_TIMEOUT_MS, "a duration from `1s` to `7d`"), "10m");
     /// How long node 0 waits for more nodes once `run.min_hosts` nodes have joined.
     pub last_call_ms: u64 = Key::new(duration_in(0..=MAX_TIMEOUT_MS, "a duration of at most `7d`"), "30s");
+    /// Whether the nodes only check their hosts (`launch check`) and start no workers.
+    pub checks_hosts: bool = not_a_key();
 }
 
 /// The rule for keys that have no effect if the hosts do not join.

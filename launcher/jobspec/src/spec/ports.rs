@@ -40,12 +40,16 @@ impl PortSelection {
         }
     }
 
-    /// Returns the number of ports; `None` if any port may be used.
-    pub fn count(self) -> Option<u32> {
-        match self {
-            PortSelection::Any => None,
-            PortSelection::Range(first, last) => Some(u32::from(last - first) + 1),
-        }
+    /// Splits a range into at most `parts` ranges of about equal length, which together contain all
+    /// ports. Any port is a single part.
+    pub fn split(self, parts: usize) -> Vec<PortSelection> {
+        let PortSelection::Range(first, last) = self else { return vec![self] };
+        let (first, count) = (usize::from(first), usize::from(last - first) + 1);
+        let parts = parts.clamp(1, count);
+        let bound = |part: usize| first + part * count / parts;
+        (0..parts)
+            .map(|part| PortSelection::Range(bound(part) as u16, (bound(part + 1) - 1) as u16))
+            .collect()
     }
 
     /// Returns the ports to try: 0 for any port, or every port of the range. Processes with
@@ -107,12 +111,30 @@ mod tests {
     #[test]
     fn ranges_are_parsed() {
         assert_eq!(PortSelection::parse_range("1-65535"), Some(PortSelection::Range(1, 65_535)));
-        assert_eq!(PortSelection::parse_range("7-7").and_then(PortSelection::count), Some(1));
+        assert_eq!(PortSelection::parse_range("7-7"), Some(PortSelection::Range(7, 7)));
         for wrong in ["", "7", "0-5", "9-8", "1-65536", "+1-2", "1-2-3", " 1-2", "a-b"] {
             assert_eq!(PortSelection::parse_range(wrong), None, "{wrong}");
         }
         let range = PortSelection::Range(10, 12);
         assert!(range.contains(10) && range.contains(12) && !range.contains(13) && !range.contains(9));
+    }
+
+    #[test]
+    fn a_range_is_split_into_parts() {
+        let split = |first, last, parts| -> Vec<(u16, u16)> {
+            let parts = PortSelection::Range(first, last).split(parts);
+            parts
+                .into_iter()
+                .map(|part| match part {
+                    PortSelection::Range(first, last) => (first, last),
+                    PortSelection::Any => panic!("a range"),
+                })
+                .collect()
+        };
+        assert_eq!(split(10, 19, 3), [(10, 12), (13, 15), (16, 19)]);
+        assert_eq!(split(7, 8, 4), [(7, 7), (8, 8)]);
+        assert_eq!(split(1, u16::MAX, 1), [(1, u16::MAX)]);
+        assert_eq!(PortSelection::Any.split(4), [PortSelection::Any]);
     }
 
     #[test]

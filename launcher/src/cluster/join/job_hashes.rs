@@ -6,6 +6,9 @@ use std::collections::BTreeMap;
 /// The keys and sections whose values may differ between nodes.
 const LOCAL_KEYS: [&str; 3] = ["cluster.hosts", "cluster.join", "run.workdir"];
 
+/// What a message names, like a key, if one node runs the job and another one checks its hosts.
+const CHECK_COMMAND: &str = "launch check";
+
 /// Returns the keys of a job, each with a hash of its value. Keys whose values may differ between
 /// nodes are left out.
 pub(super) fn hash_job(job: &JobSpec) -> Vec<JobKeyHash> {
@@ -20,7 +23,10 @@ pub(super) fn hash_job(job: &JobSpec) -> Vec<JobKeyHash> {
         bytes.copy_from_slice(&blake3::hash(value.as_bytes()).as_bytes()[..8]);
         u64::from_le_bytes(bytes)
     };
-    values.map(|(path, value)| JobKeyHash { hash: hash(&value), path }).collect()
+    let keys = values.map(|(path, value)| JobKeyHash { hash: hash(&value), path });
+    // A node of a run does not join a check, which would end it without an error, and vice versa.
+    let check = job.cluster.join.checks_hosts.then(|| JobKeyHash { path: CHECK_COMMAND.to_owned(), hash: 0 });
+    keys.chain(check).collect()
 }
 
 /// Returns the paths of the keys in which two jobs differ.
@@ -48,6 +54,9 @@ mod tests {
         other.run.workdir = "/elsewhere".into();
         other.cluster.join.timeout_ms = 7;
         assert!(find_differences(&hash_job(&job), &hash_job(&other)).is_empty());
+        other.cluster.join.checks_hosts = true;
+        assert_eq!(find_differences(&hash_job(&job), &hash_job(&other)), ["launch check"]);
+        other.cluster.join.checks_hosts = false;
         other.run.restarts = 3;
         other.run.env = vec![("A".to_owned(), "b".to_owned())];
         assert_eq!(

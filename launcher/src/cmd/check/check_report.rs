@@ -11,6 +11,8 @@ pub(super) struct CheckReport {
     pub(super) hosts: Vec<HostReport>,
     /// Checks that concern all hosts together.
     pub(super) checks: Vec<CheckResult>,
+    /// The measurements of `--network` for programs; `None` without the option.
+    pub(super) network: Option<Value>,
 }
 
 impl CheckReport {

@@ -51,7 +51,7 @@ pub(super) fn evaluate_probes(
         let ProbeResult { name, inspection, clock_skew_s, .. } = probe;
         HostReport { name, inspection, clock_skew_s, checks }
     });
-    CheckReport { name: job.name.clone(), hosts: reports.collect(), checks }
+    CheckReport { name: job.name.clone(), hosts: reports.collect(), checks, network: None }
 }
 
 /// Returns one check result for each stage of connecting to a host, and a warning if the login

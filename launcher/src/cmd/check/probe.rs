@@ -25,6 +25,8 @@ use tokio::{
 
 /// How long `launch check` waits for an agent's answer to an inspection request.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long `launch check` waits for the end of the agents of nodes that join.
+const END_TIMEOUT: Duration = Duration::from_secs(2);
 /// The number of bytes that are read from the beginning of an agent's stderr. Further bytes are
 /// ignored. An error about the agent contains the text.
 const MAX_STDERR_BYTES: u64 = 4 << 10;
@@ -74,8 +76,8 @@ pub(super) struct ProbeResult {
     pub(super) client: Option<String>,
 }
 
-/// Probes the hosts of all `agents` in parallel and returns the results in the order of `agents`.
-/// Ends the agents afterwards.
+/// Probes the hosts of all `agents` in parallel and returns the sessions in the order of `agents`,
+/// with the results. Dropping a session ends its agent.
 ///
 /// `nonce` is the beginning of the nonces of all hosts. `connect_timeout_ms` limits each TCP
 /// connection between two hosts, in milliseconds. The caller must run in a
@@ -85,7 +87,7 @@ pub(super) async fn probe_hosts(
     targets: &ProbeTargets,
     nonce: &str,
     connect_timeout_ms: u64,
-) -> Vec<ProbeResult> {
+) -> Vec<ProbeSession> {
     let mut inspections = Vec::new();
     for (index, host) in agents.into_iter().enumerate() {
         let nonce = format!("{nonce}-{index}");
@@ -111,32 +113,69 @@ pub(super) async fn probe_hosts(
     for connection in connections {
         sessions.extend(connection.await.ok());
     }
-    // Dropping the sessions ends the agents, which close their ports and remove their nonce files.
-    sessions.into_iter().map(|session| session.probe).collect()
+    sessions
 }
 
 /// A host that is being probed: the results so far, the agent on the host and the control
 /// connection to the agent.
-struct ProbeSession {
-    probe: ProbeResult,
-    host: StartedAgent,
-    connection: Option<AgentConnection>,
+pub(super) struct ProbeSession {
+    pub(super) probe: ProbeResult,
+    pub(super) host: StartedAgent,
+    pub(super) connection: Option<AgentConnection>,
+}
+
+impl ProbeSession {
+    /// Returns the number of CPUs of the host; 0 if it was not inspected.
+    pub(super) fn count_cpus(&self) -> u32 {
+        self.probe.inspection.as_ref().map_or(0, |inspection| inspection.cpus)
+    }
+}
+
+/// An agent that has answered the probes, with its control connection. Dropping it ends the agent.
+pub(super) type ProbedAgent = (StartedAgent, Option<AgentConnection>);
+
+/// Splits sessions into their results and their agents.
+pub(super) fn split_sessions(sessions: Vec<ProbeSession>) -> (Vec<ProbeResult>, Vec<ProbedAgent>) {
+    sessions.into_iter().map(|session| (session.probe, (session.host, session.connection))).unzip()
+}
+
+/// Informs all agents that the check has ended with an exit code, and waits until they have ended,
+/// at most for [`END_TIMEOUT`].
+pub(super) async fn send_end(mut agents: Vec<ProbedAgent>, exit_code: u8) {
+    for (_, connection) in &mut agents {
+        if let Some(connection) = connection {
+            connection.send(ToAgent::End { exit_code: Some(exit_code) });
+        }
+    }
+    let deadline = tokio::time::Instant::now() + END_TIMEOUT;
+    for (_, connection) in &mut agents {
+        if let Some(connection) = connection {
+            let limit = deadline.saturating_duration_since(tokio::time::Instant::now());
+            // An error is the expected end of the connection.
+            _ = connection.wait_for_message(Some(limit), |_| None::<()>).await;
+        }
+    }
 }
 
 /// The control connection to an agent, as two queues: of messages to the agent and of messages from
 /// it.
-struct AgentConnection {
+pub(super) struct AgentConnection {
     outbox: Outbox<ToAgent>,
     inbox: mpsc::Receiver<((), Result<Option<FromAgent>, FrameError>)>,
 }
 
 impl AgentConnection {
+    /// Sends a message to the agent. A closed connection shows when the answer is awaited.
+    pub(super) fn send(&mut self, message: ToAgent) {
+        self.outbox.send_message(MessagePriority::Critical, message);
+    }
+
     /// Waits for a message of the agent for which `select` returns a value, and returns the value.
     /// Other messages are dropped.
     ///
     /// Fails if the agent reports an error, if the connection ends, or if no such message arrives
     /// within `limit`. With `None`, the time is not limited.
-    async fn wait_for_message<T>(
+    pub(super) async fn wait_for_message<T>(
         &mut self,
         limit: Option<Duration>,
         select: impl Fn(FromAgent) -> Option<T>,
@@ -221,7 +260,7 @@ async fn inspect_host(mut host: StartedAgent, targets: ProbeTargets, nonce: Stri
 /// Returns the first of these that exists: the error of the connection to the host, the error of
 /// starting the agent, and `error`. Adds the text of the agent's stderr to the message of the
 /// latter two. If the connection to a remote host has no error, aborts the connection.
-async fn find_root_error(
+pub(super) async fn find_root_error(
     host: &StartedAgent,
     error: Diagnostic,
     stderr: Option<JoinHandle<String>>,

@@ -147,6 +147,7 @@ pub(super) fn render_json(report: &CheckReport) -> Value {
         "ok": !report.has_failed(),
         "hosts": report.hosts.iter().map(host).collect::<Vec<_>>(),
         "checks": report.checks.iter().map(check_to_json).collect::<Vec<_>>(),
+        "network": report.network,
     })
 }
 
@@ -181,7 +182,7 @@ mod tests {
             CheckResult::failed("dns", ssh::SSH_NAME_UNRESOLVED, "cannot resolve the name", "correct it");
         let bad = vec![failed, CheckResult::skipped("driver")];
         let hosts = vec![report("n1", good()), report("n2", good()), report("n3", bad)];
-        let report = CheckReport { name: "job".to_owned(), hosts, checks: Vec::new() };
+        let report = CheckReport { name: "job".to_owned(), hosts, checks: Vec::new(), network: None };
         let rows: Vec<String> = format_check_rows(&report.hosts).iter().map(|row| row.join("|")).collect();
         assert_eq!(rows, ["check|hosts|found", "dns|2 ok, 1 failed|", "driver|2 ok, 1 skipped|550"]);
         insta::assert_snapshot!("report", render_text(&report));

@@ -1,0 +1,178 @@
+//! [`measure_connection`]: the side of a measurement that opens the connections.
+use super::{
+    measurement_server::{FIRST_DATA_TIMEOUT, TRAILER_BYTES, Trailer, receive_data, send_data},
+    measuring_connection::{MeasureCommand, MeasuringEnd, open_connection, read_retransmits},
+};
+use diagnostic::{Diagnostic, codes::host};
+use protocol::network_probe::{
+    MAX_MEASURED_PORTS, MAX_STREAMS, MAX_TRANSFER_MS, MeasureRequest, Measurement, Transfer,
+};
+use std::{
+    io::{self, Read, Write},
+    net::{Shutdown, SocketAddr, TcpStream},
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// The number of round trips of which the shortest is reported.
+const ROUND_TRIPS: usize = 20;
+/// The time after which no further round trip is measured.
+const ROUND_TRIPS_TIME: Duration = Duration::from_millis(300);
+/// The longest time limit of a connection. A longer limit in a request is reduced to this value.
+const MAX_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long the report of the other agent may take after the end of a transfer.
+const REPORT_TIMEOUT: Duration = Duration::from_secs(3);
+/// How long data that are still on the way are read after the end of a transfer.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
+/// The time of the transfers with small segments, which only test whether data arrive.
+const SMALL_SEGMENTS_TIME: Duration = Duration::from_millis(50);
+
+/// Connects to every address of the request, and measures round trips and transfers over the first
+/// address that is reachable. Errors are part of the result.
+pub(super) fn measure_connection(end: &MeasuringEnd, request: &MeasureRequest) -> Measurement {
+    let timeout = Duration::from_millis(request.timeout_ms).min(MAX_TIMEOUT);
+    let open = |address: &SocketAddr| {
+        let began = Instant::now();
+        let stream = open_connection(end, *address, timeout, false)?;
+        Ok((stream, began.elapsed().as_secs_f64() * 1e3))
+    };
+    let addresses: Vec<SocketAddr> = request.addresses.iter().copied().take(MAX_MEASURED_PORTS).collect();
+    let opened: Vec<io::Result<(TcpStream, f64)>> = thread::scope(|scope| {
+        let threads: Vec<_> = addresses.iter().map(|address| scope.spawn(move || open(address))).collect();
+        let panicked = |_| Err(io::Error::other("the probe panicked"));
+        threads.into_iter().map(|thread| thread.join().unwrap_or_else(panicked)).collect()
+    });
+    let mut found = Measurement::default();
+    let mut first = None;
+    for (address, result) in addresses.iter().zip(opened) {
+        found.connections.push(match result {
+            Ok((stream, ms)) => {
+                first.get_or_insert((*address, stream));
+                Ok(ms)
+            }
+            Err(error) => Err(build_connect_error(*address, &error)),
+        });
+    }
+    let Some((address, stream)) = first else { return found };
+    found.round_trip_ms = measure_round_trip(stream, timeout).ok();
+    let time = Duration::from_millis(request.transfer_ms.min(MAX_TRANSFER_MS));
+    if !time.is_zero() {
+        let streams = request.streams.clamp(1, MAX_STREAMS) as usize;
+        let open = |small| open_connection(end, address, timeout, small);
+        found.sent = Some(measure_direction(streams, time, open, &send_to_peer));
+        found.received = Some(measure_direction(streams, time, open, &receive_from_peer));
+    }
+    found
+}
+
+/// Builds the error for an address to which no connection is possible.
+fn build_connect_error(address: SocketAddr, error: &io::Error) -> Diagnostic {
+    Diagnostic::error(host::PEER_UNREACHABLE, format!("cannot connect to {address}: {error}"))
+        .with_field("address", address.to_string())
+}
+
+/// Returns the shortest round trip of a byte, in milliseconds.
+fn measure_round_trip(mut stream: TcpStream, timeout: Duration) -> io::Result<f64> {
+    stream.set_read_timeout(Some(timeout))?;
+    MeasureCommand::Echo.write(&mut stream)?;
+    let (began, mut shortest) = (Instant::now(), f64::INFINITY);
+    for number in 0..ROUND_TRIPS {
+        let sent = Instant::now();
+        stream.write_all(&[number as u8])?;
+        stream.read_exact(&mut [0])?;
+        shortest = shortest.min(sent.elapsed().as_secs_f64() * 1e3);
+        if began.elapsed() > ROUND_TRIPS_TIME {
+            break;
+        }
+    }
+    Ok(shortest)
+}
+
+/// Measures one direction with several connections at the same time. If no data arrive, repeats the
+/// transfer with small segments. `transfer` transfers data over one connection for a time.
+fn measure_direction(
+    streams: usize,
+    time: Duration,
+    open: impl Fn(bool) -> io::Result<TcpStream> + Sync,
+    transfer: &(dyn Fn(TcpStream, Duration) -> io::Result<Transfer> + Sync),
+) -> Transfer {
+    let run = |small: bool, time: Duration| open(small).and_then(|stream| transfer(stream, time));
+    let results: Vec<io::Result<Transfer>> = thread::scope(|scope| {
+        let threads: Vec<_> = (0..streams).map(|_| scope.spawn(|| run(false, time))).collect();
+        let panicked = |_| Err(io::Error::other("the probe panicked"));
+        threads.into_iter().map(|thread| thread.join().unwrap_or_else(panicked)).collect()
+    });
+    let add = |a: Option<u64>, b: Option<u64>| Some(a?.saturating_add(b?));
+    let mut sum = Transfer { retransmits: Some(0), segments: Some(0), ..Transfer::default() };
+    for result in results {
+        let part = result.unwrap_or_default();
+        sum.bytes += part.bytes;
+        sum.seconds = sum.seconds.max(part.seconds);
+        sum.retransmits = add(sum.retransmits, part.retransmits);
+        sum.segments = add(sum.segments, part.segments);
+    }
+    if sum.bytes == 0 {
+        let small = run(true, SMALL_SEGMENTS_TIME.min(time));
+        sum.small_segments_arrive = Some(small.is_ok_and(|transfer| transfer.bytes > 0));
+    }
+    sum
+}
+
+/// Sends data for about `time`, until the other agent reports how many bytes arrived.
+fn send_to_peer(mut stream: TcpStream, time: Duration) -> io::Result<Transfer> {
+    MeasureCommand::Receive(time.as_millis() as u64).write(&mut stream)?;
+    stream.set_read_timeout(Some(FIRST_DATA_TIMEOUT + time + REPORT_TIMEOUT))?;
+    let is_done = AtomicBool::new(false);
+    let mut writer = stream.try_clone()?;
+    let trailer = thread::scope(|scope| {
+        scope.spawn(|| send_data(&mut writer, &is_done));
+        let trailer = Trailer::read(&mut stream);
+        is_done.store(true, Ordering::Relaxed);
+        // Also ends a write that waits for the other side.
+        let retransmits = read_retransmits(&stream);
+        _ = stream.shutdown(Shutdown::Both);
+        trailer.map(|trailer| (trailer, retransmits))
+    });
+    let (Trailer { bytes, nanoseconds, .. }, retransmits) = trailer?;
+    let segments = retransmits.map(|(_, size)| bytes / size + 1);
+    Ok(Transfer {
+        bytes,
+        seconds: nanoseconds as f64 / 1e9,
+        retransmits: retransmits.map(|(count, _)| count),
+        segments,
+        small_segments_arrive: None,
+    })
+}
+
+/// Receives data from the other agent for about `time`, and then its report about retransmits.
+fn receive_from_peer(mut stream: TcpStream, time: Duration) -> io::Result<Transfer> {
+    MeasureCommand::Send(time.as_millis() as u64).write(&mut stream)?;
+    let (bytes, elapsed) = receive_data(&mut stream, time)?;
+    let mut found = Transfer { bytes, seconds: elapsed.as_secs_f64(), ..Transfer::default() };
+    stream.shutdown(Shutdown::Write)?;
+    if let Some(trailer) = drain_to_trailer(&mut stream) {
+        found.retransmits = Some(trailer.retransmits);
+        found.segments = Some(bytes / trailer.segment_bytes.max(1) + 1);
+    }
+    Ok(found)
+}
+
+/// Reads the data that are still on the way, and returns the report at their end. Returns `None` if
+/// the end does not arrive within [`DRAIN_TIMEOUT`].
+fn drain_to_trailer(stream: &mut TcpStream) -> Option<Trailer> {
+    let deadline = Instant::now() + DRAIN_TIMEOUT;
+    let mut buffer = vec![0; 256 << 10];
+    let mut tail: Vec<u8> = Vec::new();
+    loop {
+        let rest = deadline.checked_duration_since(Instant::now()).filter(|rest| !rest.is_zero())?;
+        stream.set_read_timeout(Some(rest)).ok()?;
+        match stream.read(&mut buffer).ok()? {
+            0 => return Trailer::parse(tail.get(tail.len().checked_sub(TRAILER_BYTES)?..)?),
+            count => {
+                tail.extend_from_slice(&buffer[count.saturating_sub(TRAILER_BYTES)..count]);
+                tail.drain(..tail.len().saturating_sub(TRAILER_BYTES));
+            }
+        }
+    }
+}

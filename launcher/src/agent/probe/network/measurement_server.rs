@@ -1,0 +1,217 @@
+//! [`start_serving`]: the side of a measurement that accepts connections, and the transfer of data.
+use super::measuring_connection::{MeasureCommand, accept_connection, read_retransmits};
+use crate::connection::handshake::HandshakeKey;
+use protocol::network_probe::MAX_TRANSFER_MS;
+use std::{
+    io::{self, Read, Write},
+    net::{Shutdown, TcpListener, TcpStream},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+/// The largest number of connections at the same time. Further connections are closed.
+const MAX_CONNECTIONS: usize = 64;
+/// The time in which another process must prove that it has the key.
+const AUTHENTICATION_TIMEOUT: Duration = Duration::from_secs(3);
+/// The time in which the first data of a transfer must arrive.
+pub(super) const FIRST_DATA_TIMEOUT: Duration = Duration::from_millis(1500);
+/// The time for which a connection without a command, or between two echoes, may be idle.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the end of a transfer may take on this side.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
+/// The largest number of bytes that one connection returns.
+const MAX_ECHOES: usize = 1000;
+/// The size of the buffer for reading and writing data, in bytes.
+const BUFFER_BYTES: usize = 256 << 10;
+/// The pause after a failure to accept a connection, such as too many open files.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// The length of a [`Trailer`] in bytes.
+pub(super) const TRAILER_BYTES: usize = 40;
+/// The first bytes of a [`Trailer`], which do not occur in the transferred zeros.
+const TRAILER_MAGIC: &[u8; 8] = b"launchT1";
+
+/// The report about a transfer, which one side sends to the other side.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Trailer {
+    /// The number of bytes that arrived, as the receiver reports it.
+    pub(super) bytes: u64,
+    /// The time from the first to the last byte, as the receiver reports it.
+    pub(super) nanoseconds: u64,
+    /// The number of segments that the sender sent again.
+    pub(super) retransmits: u64,
+    /// The size of a segment in bytes, as the sender reports it.
+    pub(super) segment_bytes: u64,
+}
+
+impl Trailer {
+    /// Returns the trailer as bytes.
+    fn to_bytes(self) -> [u8; TRAILER_BYTES] {
+        let mut bytes = [0; TRAILER_BYTES];
+        bytes[..8].copy_from_slice(TRAILER_MAGIC);
+        let numbers = [self.bytes, self.nanoseconds, self.retransmits, self.segment_bytes];
+        for (target, number) in bytes[8..].chunks_exact_mut(8).zip(numbers) {
+            target.copy_from_slice(&number.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// Parses a trailer. Returns `None` for other bytes.
+    pub(super) fn parse(bytes: &[u8]) -> Option<Trailer> {
+        let numbers = bytes.strip_prefix(TRAILER_MAGIC)?;
+        let mut numbers = numbers.chunks_exact(8).map(|n| n.try_into().map(u64::from_le_bytes));
+        let mut next = || numbers.next()?.ok();
+        Some(Trailer { bytes: next()?, nanoseconds: next()?, retransmits: next()?, segment_bytes: next()? })
+    }
+
+    /// Reads a trailer from a connection.
+    pub(super) fn read(stream: &mut TcpStream) -> io::Result<Trailer> {
+        let mut bytes = [0; TRAILER_BYTES];
+        stream.read_exact(&mut bytes)?;
+        Trailer::parse(&bytes).ok_or_else(|| io::ErrorKind::InvalidData.into())
+    }
+}
+
+/// Starts a thread for each listener, which serves the connections of agents with the key until
+/// this process ends. Fails if a thread cannot be started.
+pub(super) fn start_serving(listeners: Vec<TcpListener>, key: &HandshakeKey) -> io::Result<()> {
+    let active = Arc::new(AtomicUsize::new(0));
+    for listener in listeners {
+        let (active, key) = (active.clone(), key.clone());
+        let accept = move || {
+            loop {
+                match listener.accept() {
+                    Ok((stream, _)) => start_connection(stream, &active, &key),
+                    Err(_) => thread::sleep(ACCEPT_PAUSE),
+                }
+            }
+        };
+        thread::Builder::new().name("measured".into()).spawn(accept)?;
+    }
+    Ok(())
+}
+
+/// Serves a connection on a separate thread, unless [`MAX_CONNECTIONS`] are active.
+fn start_connection(stream: TcpStream, active: &Arc<AtomicUsize>, key: &HandshakeKey) {
+    if active.fetch_add(1, Ordering::Relaxed) >= MAX_CONNECTIONS {
+        active.fetch_sub(1, Ordering::Relaxed);
+        return;
+    }
+    let (counter, key) = (active.clone(), key.clone());
+    let serve = move || {
+        // A failure ends only this connection; the other side reports it.
+        _ = serve_connection(&key, stream);
+        counter.fetch_sub(1, Ordering::Relaxed);
+    };
+    if thread::Builder::new().name("measured".into()).spawn(serve).is_err() {
+        active.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Authenticates the other side, and executes its command.
+fn serve_connection(key: &HandshakeKey, stream: TcpStream) -> io::Result<()> {
+    let mut stream = accept_connection(key, stream, AUTHENTICATION_TIMEOUT)?;
+    stream.set_read_timeout(Some(IDLE_TIMEOUT))?;
+    stream.set_write_timeout(Some(IDLE_TIMEOUT))?;
+    let limit = |ms: u64| Duration::from_millis(ms.min(MAX_TRANSFER_MS));
+    match MeasureCommand::read(&mut stream)? {
+        MeasureCommand::Echo => {
+            let mut byte = [0];
+            for _ in 0..MAX_ECHOES {
+                stream.read_exact(&mut byte)?;
+                stream.write_all(&byte)?;
+            }
+            Ok(())
+        }
+        MeasureCommand::Receive(ms) => serve_receiving(stream, limit(ms)),
+        MeasureCommand::Send(ms) => serve_sending(stream, limit(ms)),
+    }
+}
+
+/// Receives data for `time`, and reports how many bytes arrived.
+fn serve_receiving(mut stream: TcpStream, time: Duration) -> io::Result<()> {
+    let (bytes, elapsed) = receive_data(&mut stream, time)?;
+    let nanoseconds = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
+    stream.write_all(&Trailer { bytes, nanoseconds, ..Trailer::default() }.to_bytes())?;
+    // Closing a connection with unread data would destroy the report on the other side.
+    let deadline = Instant::now() + CLOSE_TIMEOUT;
+    stream.set_read_timeout(Some(CLOSE_TIMEOUT))?;
+    let mut buffer = vec![0; BUFFER_BYTES];
+    while Instant::now() < deadline && stream.read(&mut buffer)? > 0 {}
+    Ok(())
+}
+
+/// Sends data until the other side closes its direction, and then the number of retransmits.
+fn serve_sending(mut stream: TcpStream, time: Duration) -> io::Result<()> {
+    stream.set_read_timeout(Some(FIRST_DATA_TIMEOUT + time + CLOSE_TIMEOUT))?;
+    let is_done = AtomicBool::new(false);
+    let mut writer = stream.try_clone()?;
+    thread::scope(|scope| {
+        let sender = scope.spawn(|| send_data(&mut writer, &is_done));
+        let end = stream.read(&mut [0]);
+        is_done.store(true, Ordering::Relaxed);
+        if end.is_err() {
+            // Ends a write that waits for the other side.
+            _ = stream.shutdown(Shutdown::Both);
+        }
+        sender.join().is_ok()
+    });
+    let (retransmits, segment_bytes) = read_retransmits(&stream).unwrap_or_default();
+    stream.write_all(&Trailer { retransmits, segment_bytes, ..Trailer::default() }.to_bytes())?;
+    stream.shutdown(Shutdown::Write)
+}
+
+/// Sends zeros until `is_done`, or until the connection ends.
+pub(super) fn send_data(stream: &mut TcpStream, is_done: &AtomicBool) {
+    let zeros = vec![0; BUFFER_BYTES];
+    while !is_done.load(Ordering::Relaxed) {
+        // The kernel takes a part of the data if the other side is slow.
+        if !matches!(stream.write(&zeros), Ok(count) if count > 0) {
+            return;
+        }
+    }
+}
+
+/// Receives data for `time` from the first byte on. Returns the number of bytes, and the time from
+/// the first to the last byte. Returns 0 bytes if none arrive within [`FIRST_DATA_TIMEOUT`].
+pub(super) fn receive_data(stream: &mut TcpStream, time: Duration) -> io::Result<(u64, Duration)> {
+    let mut buffer = vec![0; BUFFER_BYTES];
+    let mut read = |limit: Duration| {
+        stream.set_read_timeout(Some(limit.max(Duration::from_millis(1))))?;
+        match stream.read(&mut buffer) {
+            Ok(count) => Ok(count as u64),
+            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
+                Ok(0)
+            }
+            Err(error) => Err(error),
+        }
+    };
+    let mut bytes = read(FIRST_DATA_TIMEOUT)?;
+    let began = Instant::now();
+    let mut last = Duration::ZERO;
+    while bytes > 0 && began.elapsed() < time {
+        match read(time.saturating_sub(began.elapsed()))? {
+            0 => break,
+            count => bytes += count,
+        }
+        last = began.elapsed();
+    }
+    // A stall at the end counts, so that an interrupted transfer does not look fast.
+    Ok((bytes, if bytes > 0 { last.max(began.elapsed()) } else { last }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_trailer_round_trips_and_zeros_are_none() {
+        let trailer = Trailer { bytes: 1, nanoseconds: 2, retransmits: u64::MAX, segment_bytes: 1448 };
+        assert_eq!(Trailer::parse(&trailer.to_bytes()), Some(trailer));
+        assert_eq!(Trailer::parse(&[0; TRAILER_BYTES]), None);
+        assert_eq!(Trailer::parse(TRAILER_MAGIC), None);
+    }
+}

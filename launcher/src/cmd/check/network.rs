@@ -1,0 +1,232 @@
+//! `launch check --network`: lets the agents of the hosts measure the connections between them, and
+//! finds the hosts that slow down or block the others.
+mod fault_search;
+mod network_checks;
+mod network_report;
+mod pair_measurements;
+mod pair_rounds;
+mod rdma_checks;
+
+use super::probe::{ProbeSession, find_root_error};
+use diagnostic::{Diagnostic, codes::command};
+use jobspec::{HostSelection, JobSpec};
+use network_report::NetworkReport;
+use pair_measurements::{PairMeasurements, Property};
+use pair_rounds::{plan_rounds, select_disjoint};
+use protocol::{
+    control::{FromAgent, JobKey, ToAgent},
+    network_probe::{MAX_STREAMS, MeasureRequest, Measurement, NetworkInspection, NetworkRequest},
+    probe::{ProbeAnswer, ProbeRequest},
+};
+use std::time::Duration;
+use tokio::{task::spawn_local, time::Instant};
+
+pub(super) use network_checks::add_network_checks;
+
+/// The time after which no further round of measurements begins.
+const NETWORK_TIME: Duration = Duration::from_secs(180);
+/// The largest number of rounds that search the host at fault, after the first rounds.
+const MAX_SEARCH_ROUNDS: usize = 12;
+/// The time for which data are sent in each direction, in milliseconds.
+const TRANSFER_MS: u64 = 300;
+/// The time that an agent has for a measurement, in addition to its connections.
+const MEASUREMENT_TIMEOUT: Duration = Duration::from_secs(15);
+/// The number of connections that an agent opens one after another in a measurement: all ports, two
+/// directions, and these again with small segments.
+const CONNECTIONS_IN_SEQUENCE: u32 = 5;
+/// The number of CPUs of a host for each connection that transfers data at the same time.
+const CPUS_PER_STREAM: u32 = 2;
+
+/// How the network of a job is measured.
+#[derive(Clone, Debug)]
+pub(super) struct NetworkTargets {
+    request: NetworkRequest,
+    /// For each host, whether it is the machine of the controller.
+    are_local: Vec<bool>,
+    /// The time limit of each connection, in milliseconds.
+    timeout_ms: u64,
+}
+
+impl NetworkTargets {
+    /// Creates the targets for the hosts of a job, with a new random key. `are_local` states for
+    /// each host whether it is this machine. Fails if the kernel has no random numbers.
+    pub(super) fn new(
+        job: &JobSpec,
+        are_local: Vec<bool>,
+        timeout_ms: u64,
+    ) -> diagnostic::Result<NetworkTargets> {
+        let mut key = [0; 32];
+        getrandom::fill(&mut key).map_err(|error| {
+            let message = format!("cannot create a key for the measurements: {error}");
+            Diagnostic::error(command::ASYNC_RUNTIME_FAILED, message)
+        })?;
+        let request = NetworkRequest {
+            key: JobKey(key),
+            interface: job.cluster.interface.clone(),
+            prefers_reached_address: job.cluster.hosts != HostSelection::Join,
+            ports: job.cluster.ports,
+        };
+        Ok(NetworkTargets { request, are_local, timeout_ms })
+    }
+}
+
+/// The sessions with the agents of all hosts; `None` for a host that is in a measurement.
+type Sessions = Vec<Option<ProbeSession>>;
+
+/// Measures the connections between the hosts of `sessions`, one pair of each host at a time.
+/// Hosts without an agent are left out. The caller must run in a [`tokio::task::LocalSet`].
+pub(super) async fn measure_network(
+    sessions: Vec<ProbeSession>,
+    targets: &NetworkTargets,
+) -> (Vec<ProbeSession>, NetworkReport) {
+    let tasks: Vec<_> = sessions
+        .into_iter()
+        .enumerate()
+        .map(|(index, session)| {
+            let mut request = targets.request.clone();
+            // sshd states on this machine at which address the user reached it.
+            request.prefers_reached_address &= !targets.are_local.get(index).is_some_and(|local| *local);
+            spawn_local(inspect_network(session, request))
+        })
+        .collect();
+    let (mut sessions, mut inspections): (Sessions, Vec<_>) = (Vec::new(), Vec::new());
+    for task in tasks {
+        // A task that panicked counts as a host without an answer.
+        let (session, inspection) = task.await.map_or((None, None), |(s, i)| (Some(s), i));
+        sessions.push(session);
+        inspections.push(inspection);
+    }
+    let mut report = NetworkReport { inspections, ..NetworkReport::default() };
+    measure_rounds(&mut sessions, targets, &mut report).await;
+    (sessions.into_iter().flatten().collect(), report)
+}
+
+/// Measures pairs in the planned rounds, and then as many further pairs as are needed to find the
+/// hosts at fault.
+async fn measure_rounds(sessions: &mut Sessions, targets: &NetworkTargets, report: &mut NetworkReport) {
+    // Only hosts that listen can be measured; the others have a failed check.
+    let listens = |inspection: &Option<NetworkInspection>| {
+        inspection.as_ref().is_some_and(|inspection| !inspection.listeners.is_empty())
+    };
+    let hosts: Vec<usize> = (0..sessions.len()).filter(|host| listens(&report.inspections[*host])).collect();
+    let deadline = Instant::now() + NETWORK_TIME;
+    let mut planned = plan_rounds(hosts.len());
+    planned.reverse();
+    let mut searched = 0;
+    loop {
+        let round = match planned.pop() {
+            Some(round) => round.into_iter().map(|(a, b)| (hosts[a], hosts[b])).collect(),
+            None => choose_search_round(&report.pairs, sessions.len(), &hosts),
+        };
+        if round.is_empty() {
+            return;
+        }
+        searched += usize::from(planned.is_empty());
+        if Instant::now() >= deadline || searched > MAX_SEARCH_ROUNDS {
+            report.is_incomplete = true;
+            return;
+        }
+        report.rounds += 1;
+        measure_round(sessions, &round, targets, report).await;
+    }
+}
+
+/// Returns the pairs of hosts whose measurement shows which host is at fault. No host is in two of
+/// them. `count` is the number of all hosts, and `hosts` are those that can be measured.
+fn choose_search_round(pairs: &PairMeasurements, count: usize, hosts: &[usize]) -> Vec<(usize, usize)> {
+    let is_usable = |a: usize, b: usize| hosts.contains(&a) && hosts.contains(&b);
+    let wanted = Property::ALL
+        .into_iter()
+        .flat_map(|property| pairs.search_faults(property).choose_tests(count, is_usable));
+    select_disjoint(wanted.collect::<Vec<_>>())
+}
+
+/// Measures the pairs of one round at the same time.
+async fn measure_round(
+    sessions: &mut Sessions,
+    round: &[(usize, usize)],
+    targets: &NetworkTargets,
+    report: &mut NetworkReport,
+) {
+    let mut tasks = Vec::new();
+    for &(a, b) in round {
+        let (Some(first), Some(second)) = (sessions[a].take(), sessions[b].take()) else { continue };
+        let streams = [&first, &second].map(|session| session.count_cpus() / CPUS_PER_STREAM);
+        let request = |peer: usize, transfer_ms: u64| MeasureRequest {
+            addresses: report.inspections[peer].as_ref().map_or_else(Vec::new, |i| i.listeners.clone()),
+            timeout_ms: targets.timeout_ms,
+            transfer_ms,
+            streams: streams[0].min(streams[1]).clamp(1, MAX_STREAMS),
+        };
+        let requests = [request(b, TRANSFER_MS), request(a, 0), request(a, TRANSFER_MS)];
+        tasks.push(((a, b), spawn_local(measure_pair(first, second, requests))));
+    }
+    for ((a, b), task) in tasks {
+        let Ok((first, second, [forward, back])) = task.await else { continue };
+        (sessions[a], sessions[b]) = (Some(first), Some(second));
+        for (host, peer, found) in [(a, b, forward), (b, a, back)] {
+            if let Some(found) = found {
+                report.pairs.add(host, peer, &found);
+            }
+        }
+    }
+}
+
+/// Lets the first agent measure the connection to the second one, and then the second agent
+/// connect to the first one. If the first agent reaches no port of the second, the second agent
+/// measures the transfers. `requests` are the requests to the first agent, and those to the second
+/// without and with transfers.
+async fn measure_pair(
+    mut first: ProbeSession,
+    mut second: ProbeSession,
+    [forward, back, full_back]: [MeasureRequest; 3],
+) -> (ProbeSession, ProbeSession, [Option<Measurement>; 2]) {
+    let forward = request_measurement(&mut first, forward).await;
+    let is_measured = forward.as_ref().is_some_and(|found| found.sent.is_some());
+    let back = request_measurement(&mut second, if is_measured { back } else { full_back }).await;
+    (first, second, [forward, back])
+}
+
+/// Requests that an agent inspect its network and listen. Returns `None` if no agent answers.
+async fn inspect_network(
+    mut session: ProbeSession,
+    request: NetworkRequest,
+) -> (ProbeSession, Option<NetworkInspection>) {
+    let answer = ask_agent(&mut session, ProbeRequest::Network(request), MEASUREMENT_TIMEOUT, |answer| {
+        if let ProbeAnswer::Network(found) = answer { Some(*found) } else { None }
+    });
+    let inspection = answer.await;
+    (session, inspection)
+}
+
+/// Requests a measurement from an agent. Returns `None` if the agent does not answer in time.
+async fn request_measurement(session: &mut ProbeSession, request: MeasureRequest) -> Option<Measurement> {
+    let connections = Duration::from_millis(request.timeout_ms) * CONNECTIONS_IN_SEQUENCE;
+    ask_agent(session, ProbeRequest::Measure(request), connections + MEASUREMENT_TIMEOUT, |answer| {
+        if let ProbeAnswer::Measure(found) = answer { Some(*found) } else { None }
+    })
+    .await
+}
+
+/// Sends a request to an agent and waits for its answer. A failure is stored as the error of the
+/// host, which is then no longer asked.
+async fn ask_agent<T>(
+    session: &mut ProbeSession,
+    request: ProbeRequest,
+    limit: Duration,
+    select: impl Fn(ProbeAnswer) -> Option<T>,
+) -> Option<T> {
+    if session.probe.error.is_some() {
+        return None;
+    }
+    let connection = session.connection.as_mut()?;
+    connection.send(ToAgent::Probe(request));
+    let select = |message| if let FromAgent::Probed(answer) = message { select(answer) } else { None };
+    match connection.wait_for_message(Some(limit), select).await {
+        Ok(value) => Some(value),
+        Err(error) => {
+            session.probe.error = Some(find_root_error(&session.host, error, None).await);
+            None
+        }
+    }
+}

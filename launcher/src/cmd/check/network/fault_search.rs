@@ -1,0 +1,198 @@
+//! [`FaultSearch`]: finds out which host is at fault if transfers between hosts are bad, and which
+//! further tests are needed for that.
+//!
+//! A transfer is bad because of its sender, its receiver or the path between them. A host that
+//! takes part in a good transfer works in that role. So a bad transfer to a working receiver is
+//! evidence against the sender, and the other way round. Two pieces of evidence convict a host,
+//! because one can also come from a damaged path. If neither side of a bad transfer is known to
+//! work, each of them is tested with a host that is.
+use std::collections::BTreeMap;
+
+/// The number of bad transfers with different working partners that convict a host.
+const CONVICTING_TRANSFERS: usize = 2;
+/// How often a bad transfer is tested before it counts, because another load can disturb one test.
+const TESTS_OF_BAD_TRANSFER: u32 = 2;
+/// How often a bad transfer is tested of which no host is convicted, because no other transfer
+/// agrees with it.
+const TESTS_OF_BAD_PATH: u32 = 3;
+
+/// The tested transfers between hosts, by sender and receiver.
+#[derive(Clone, Debug, Default)]
+pub(super) struct FaultSearch {
+    transfers: BTreeMap<(usize, usize), TestedTransfer>,
+}
+
+/// The result of testing the transfer from one host to another one.
+#[derive(Clone, Copy, Debug)]
+struct TestedTransfer {
+    is_bad: bool,
+    tests: u32,
+}
+
+/// One of the two roles of a host in a transfer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum TransferRole {
+    Sender,
+    Receiver,
+}
+
+/// What is at fault if transfers are bad.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum TransferFault {
+    /// The host in this role: no transfer with a working partner was good.
+    Host(usize, TransferRole),
+    /// The path from the first host to the second one: both work with other hosts.
+    Path(usize, usize),
+    /// The first host as the sender, the second one as the receiver, or the path: there is no
+    /// further host that could distinguish them.
+    Undetermined(usize, usize),
+}
+
+impl FaultSearch {
+    /// Adds the transfer from `sender` to `receiver`, which was tested `tests` times, and whether
+    /// all of these tests were bad.
+    pub(super) fn add(&mut self, (sender, receiver): (usize, usize), is_bad: bool, tests: u32) {
+        self.transfers.insert((sender, receiver), TestedTransfer { is_bad, tests });
+    }
+
+    /// Returns whether `host` took part in a good transfer in this role.
+    fn works(&self, host: usize, role: TransferRole) -> bool {
+        let is_good = |(pair, transfer): (&(usize, usize), &TestedTransfer)| {
+            !transfer.is_bad && select_role(*pair, role) == host
+        };
+        self.transfers.iter().any(is_good)
+    }
+
+    /// Returns the pairs of the bad transfers in which `host` has this role and is suspected, and
+    /// whose other side works.
+    fn list_evidence(&self, host: usize, role: TransferRole) -> Vec<(usize, usize)> {
+        if self.works(host, role) {
+            return Vec::new();
+        }
+        let other = role.opposite();
+        let is_evidence = |pair: &(usize, usize), transfer: &TestedTransfer| {
+            transfer.is_bad
+                && select_role(*pair, role) == host
+                && self.works(select_role(*pair, other), other)
+        };
+        let evidence = self.transfers.iter().filter(|(pair, transfer)| is_evidence(pair, transfer));
+        evidence.map(|(pair, _)| *pair).collect()
+    }
+
+    /// Returns whether the evidence convicts `host` in this role.
+    fn is_convicted(&self, host: usize, role: TransferRole) -> bool {
+        self.list_evidence(host, role).len() >= CONVICTING_TRANSFERS
+    }
+
+    /// Returns the pairs of all bad transfers.
+    fn list_bad(&self) -> Vec<(usize, usize)> {
+        self.transfers.iter().filter(|(_, transfer)| transfer.is_bad).map(|(pair, _)| *pair).collect()
+    }
+
+    /// Returns everything that is at fault, in ascending order without duplicates. The result
+    /// explains every bad transfer.
+    pub(super) fn find_faults(&self) -> Vec<TransferFault> {
+        use TransferRole::{Receiver, Sender};
+        let mut faults = Vec::new();
+        for (sender, receiver) in self.list_bad() {
+            let convicted = [(sender, Sender), (receiver, Receiver)]
+                .map(|(host, role)| self.is_convicted(host, role).then_some(TransferFault::Host(host, role)));
+            faults.extend(convicted.iter().flatten());
+            if convicted.iter().all(Option::is_none) {
+                let both_work = self.works(sender, Sender) && self.works(receiver, Receiver);
+                faults.push(match both_work {
+                    true => TransferFault::Path(sender, receiver),
+                    false => TransferFault::Undetermined(sender, receiver),
+                });
+            }
+        }
+        faults.sort_unstable();
+        faults.dedup();
+        faults
+    }
+
+    /// Returns the transfers that should be tested next to determine the faults, by sender and
+    /// receiver, at most one for each doubt. The result is empty if no further test helps.
+    /// `is_usable` returns whether a transfer may be tested.
+    pub(super) fn choose_tests(
+        &self,
+        hosts: usize,
+        is_usable: impl Fn(usize, usize) -> bool,
+    ) -> Vec<(usize, usize)> {
+        let mut chosen = Vec::new();
+        for pair in self.list_bad() {
+            for role in [TransferRole::Sender, TransferRole::Receiver] {
+                chosen.extend(self.choose_test(select_role(pair, role), role, hosts, &is_usable));
+            }
+            let is_path_fault = [TransferRole::Sender, TransferRole::Receiver]
+                .into_iter()
+                .all(|role| !self.is_convicted(select_role(pair, role), role));
+            if is_path_fault && self.count_tests(pair) < TESTS_OF_BAD_PATH && is_usable(pair.0, pair.1) {
+                chosen.push(pair);
+            }
+        }
+        chosen.sort_unstable();
+        chosen.dedup();
+        chosen
+    }
+
+    /// Returns a transfer that shows whether `host` works in this role: a transfer with a partner
+    /// that works and was not tested with the host, or a convicting transfer to repeat.
+    fn choose_test(
+        &self,
+        host: usize,
+        role: TransferRole,
+        hosts: usize,
+        is_usable: &impl Fn(usize, usize) -> bool,
+    ) -> Option<(usize, usize)> {
+        if self.works(host, role) {
+            return None;
+        }
+        let pair = |partner: usize| match role {
+            TransferRole::Sender => (host, partner),
+            TransferRole::Receiver => (partner, host),
+        };
+        let evidence = self.list_evidence(host, role);
+        if evidence.len() >= CONVICTING_TRANSFERS {
+            // One confirmed transfer suffices: the others agree with it.
+            let is_confirmed = evidence.iter().any(|pair| self.count_tests(*pair) >= TESTS_OF_BAD_TRANSFER);
+            return evidence.into_iter().find(|pair| !is_confirmed && is_usable(pair.0, pair.1));
+        }
+        let is_new = |partner: &usize| {
+            let pair = pair(*partner);
+            *partner != host
+                && self.works(*partner, role.opposite())
+                && !self.transfers.contains_key(&pair)
+                && is_usable(pair.0, pair.1)
+        };
+        // Hosts begin with different partners, so that their tests can run at the same time.
+        (1..hosts).map(|step| (host + step) % hosts).find(is_new).map(pair)
+    }
+
+    /// Returns how often a transfer was tested.
+    fn count_tests(&self, pair: (usize, usize)) -> u32 {
+        self.transfers.get(&pair).map_or(0, |transfer| transfer.tests)
+    }
+}
+
+impl TransferRole {
+    /// Returns the role of the other side.
+    fn opposite(self) -> TransferRole {
+        match self {
+            TransferRole::Sender => TransferRole::Receiver,
+            TransferRole::Receiver => TransferRole::Sender,
+        }
+    }
+}
+
+/// Returns the host that has this role in a transfer.
+fn select_role((sender, receiver): (usize, usize), role: TransferRole) -> usize {
+    match role {
+        TransferRole::Sender => sender,
+        TransferRole::Receiver => receiver,
+    }
+}
+
+#[cfg(test)]
+#[path = "fault_search_tests.rs"]
+mod tests;

@@ -1,0 +1,368 @@
+//! [`add_network_checks`]: converts the measurements of `launch check --network` to checks of hosts
+//! and of the whole job.
+use super::{
+    fault_search::{TransferFault, TransferRole},
+    network_report::NetworkReport,
+    pair_measurements::{DirectedMeasurement, PairMeasurements, Property},
+    rdma_checks::check_rdma,
+};
+use crate::cmd::check::check_report::{CheckReport, CheckResult};
+use diagnostic::{Code, codes::host as codes, quantity::format_count};
+use protocol::network_probe::{NetworkInspection, NetworkInterface};
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+
+/// The share of retransmitted segments above which packets count as lost.
+const MAX_RETRANSMIT_SHARE: f64 = 0.01;
+/// The smallest number of retransmitted segments that count as lost packets.
+const MIN_RETRANSMITS: u64 = 20;
+/// The share of the speed of one interface below which the interface of the other host is slower.
+const SLOWER_LINK_SHARE: f64 = 0.5;
+/// The share of the usual rate below which a path between two hosts has failed. Above it, other
+/// load can be the reason, because no second path confirms the measurement.
+const FAILED_PATH_SHARE: f64 = 0.25;
+/// The name of the checks of whole networks.
+const NETWORK: &str = "network";
+
+/// Adds the checks of the network to the report of `launch check`: the interface, the RDMA devices
+/// and the faults of each host, faults between two hosts, and a summary.
+pub(in crate::cmd::check) fn add_network_checks(report: &mut CheckReport, network: &NetworkReport) {
+    let names: Vec<String> = report.hosts.iter().map(|host| host.name.clone()).collect();
+    let known: Vec<Option<&NetworkInspection>> = network.inspections.iter().map(Option::as_ref).collect();
+    for (index, host) in report.hosts.iter_mut().enumerate() {
+        let Some(Some(inspection)) = known.get(index) else { continue };
+        host.checks.push(check_interface(inspection, &known, &names));
+        host.checks.extend(check_rdma(&inspection.rdma, &known, &names));
+        host.checks.extend(check_ports(index, &network.pairs, &names));
+        host.checks.extend(check_retransmits(index, &network.pairs));
+    }
+    for property in Property::ALL {
+        for fault in network.pairs.search_faults(property).find_faults() {
+            let comparison = Comparison { property, pairs: &network.pairs, names: &names, known: &known };
+            match fault {
+                TransferFault::Host(host, role) => {
+                    let check = comparison.describe_host(host, role);
+                    report.hosts[host].checks.push(check);
+                }
+                TransferFault::Path(from, to) => report.checks.push(comparison.describe_path(from, to)),
+                TransferFault::Undetermined(from, to) => {
+                    report.checks.push(comparison.describe_undetermined(from, to));
+                }
+            }
+        }
+    }
+    report.checks.push(summarize(network, &names));
+    report.network = Some(to_json(network, &names));
+}
+
+/// Formats a rate in bytes per second in the units of networks: `94 Mb/s`, `9.4 Gb/s`.
+fn format_rate(bytes_per_second: f64) -> String {
+    let bits = bytes_per_second * 8.0;
+    let (value, unit) = match bits {
+        bits if bits >= 1e9 => (bits / 1e9, "Gb/s"),
+        bits if bits >= 1e6 => (bits / 1e6, "Mb/s"),
+        bits => (bits / 1e3, "kb/s"),
+    };
+    if value < 10.0 { format!("{value:.1} {unit}") } else { format!("{value:.0} {unit}") }
+}
+
+/// Returns the median of values, or `None` without values.
+fn find_median(mut values: Vec<f64>) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied()
+}
+
+/// Checks the interface of a host: that there is one at which the agent listens, and that its MTU,
+/// speed and duplex mode are those of most hosts.
+fn check_interface(
+    inspection: &NetworkInspection,
+    known: &[Option<&NetworkInspection>],
+    names: &[String],
+) -> CheckResult {
+    const NAME: &str = "interface";
+    if let Some(error) = &inspection.error {
+        let help = error.help().first().cloned().unwrap_or_else(|| "change `cluster.interface`".to_owned());
+        return CheckResult::failed(NAME, error.code(), error.to_string(), help);
+    }
+    let Some(interface) = &inspection.interface else { return CheckResult::skipped(NAME) };
+    let found = describe_interface(interface);
+    let others =
+        || names.iter().zip(known).filter_map(|(name, i)| Some((name, i.as_ref()?.interface.as_ref()?)));
+    let warn = |text: String, help: &str| CheckResult::warn(NAME, codes::NETWORK_LINK_UNSUITABLE, text, help);
+    // Compared with the largest value: one host with another value is at fault either way.
+    let largest_mtu = others().filter_map(|(name, other)| Some((other.mtu?, name))).max();
+    let fastest = others().filter_map(|(name, other)| Some((other.speed_mbps?, name))).max();
+    let result = match (largest_mtu, fastest) {
+        (Some((mtu, name)), _) if interface.mtu.is_some_and(|own| own < mtu) => warn(
+            format!("{found}; {name} has MTU {mtu}"),
+            "set the same MTU on all hosts and on the switches between them",
+        ),
+        (_, Some((speed, name))) if interface.speed_mbps.is_some_and(|own| own < speed) => {
+            let rate = format_rate(f64::from(speed) * 1e6 / 8.0);
+            warn(format!("{found}; that of {name} runs at {rate}"), "check the cable, the port and `ethtool`")
+        }
+        _ if interface.duplex.as_deref() == Some("half") => {
+            warn(found, "enable autonegotiation on both ends of the cable")
+        }
+        _ => CheckResult::ok(NAME, found),
+    };
+    let result = result.with_field("interface", interface.name.as_str());
+    result.with_field("address", interface.address.to_string())
+}
+
+/// Describes an interface: `eth0 10.0.0.1, MTU 9000, 100 Gb/s, full duplex, 3 rx_errors`.
+fn describe_interface(interface: &NetworkInterface) -> String {
+    let mtu = interface.mtu.map(|mtu| format!(", MTU {mtu}"));
+    let speed = interface.speed_mbps.map(|speed| format!(", {}", format_rate(f64::from(speed) * 1e6 / 8.0)));
+    let duplex = interface.duplex.as_ref().map(|duplex| format!(", {duplex} duplex"));
+    let errors = interface.error_counters.iter().map(|(name, count)| format!(", {count} {name}"));
+    let parts = [mtu, speed, duplex].into_iter().flatten().chain(errors);
+    format!("{} {}{}", interface.name, interface.address, parts.collect::<String>())
+}
+
+/// Checks that other hosts reach all ports of a host at which its agent listens. Hosts that reach
+/// no port are not considered.
+fn check_ports(host: usize, pairs: &PairMeasurements, names: &[String]) -> Option<CheckResult> {
+    let is_partial =
+        |direction: &DirectedMeasurement| direction.is_reached == Some(true) && !direction.errors.is_empty();
+    let partial: Vec<_> =
+        pairs.iter().filter(|((_, to), direction)| *to == host && is_partial(direction)).collect();
+    let ((from, _), first) = partial.first()?;
+    let error = first.errors.first()?;
+    let found = format!(
+        "{} of {} reached only some of its ports; from {}: {error}",
+        partial.len(),
+        format_count(pairs.iter().filter(|((_, to), _)| *to == host).count(), "host"),
+        names[*from],
+    );
+    let help = "open all ports of `cluster.ports` between the hosts (firewall)";
+    Some(CheckResult::failed("reachability", error.code(), found, help))
+}
+
+/// Warns if many segments that a host sent had to be sent again.
+fn check_retransmits(host: usize, pairs: &PairMeasurements) -> Option<CheckResult> {
+    let sent = pairs.iter().filter(|((from, _), _)| *from == host);
+    let (retransmits, segments) = sent
+        .filter_map(|(_, direction)| Some((direction.transfer?.retransmits?, direction.transfer?.segments?)))
+        .fold((0, 0), |sum, transfer| (sum.0 + transfer.0, sum.1 + transfer.1));
+    let share = retransmits as f64 / (segments.max(1)) as f64;
+    (retransmits >= MIN_RETRANSMITS && share > MAX_RETRANSMIT_SHARE).then(|| {
+        let found = format!("{:.1} % of the {segments} segments that it sent were lost", share * 100.0);
+        let help = "look for errors in `ip -s link` and `ethtool -S`, and in the counters of the switch";
+        CheckResult::warn("packet loss", codes::PACKETS_LOST, found, help)
+            .with_field("retransmits", retransmits)
+            .with_field("segments", segments)
+    })
+}
+
+/// The measurements of one property, for descriptions of faults.
+struct Comparison<'a> {
+    property: Property,
+    pairs: &'a PairMeasurements,
+    names: &'a [String],
+    known: &'a [Option<&'a NetworkInspection>],
+}
+
+impl Comparison<'_> {
+    /// Returns the values of the directions in which a host has this role.
+    fn list_own_values(&self, host: usize, role: TransferRole) -> Vec<((usize, usize), f64)> {
+        let mut values = self.pairs.list_values(self.property);
+        values.retain(|((from, to), _)| host == if role == TransferRole::Sender { *from } else { *to });
+        values
+    }
+
+    /// Returns the median of the values in which `hosts` do not take part.
+    fn find_median_of_others(&self, hosts: &[usize]) -> Option<f64> {
+        let values = self.pairs.list_values(self.property).into_iter();
+        let others = values.filter(|((from, to), _)| !hosts.contains(from) && !hosts.contains(to));
+        find_median(others.map(|(_, value)| value).collect())
+    }
+
+    /// Returns whether no large packets pass from the first host to the second one, and small ones
+    /// do.
+    fn loses_large_packets(&self, pair: (usize, usize)) -> bool {
+        let transfer = self.pairs.get(pair).and_then(|direction| direction.transfer);
+        transfer.is_some_and(|transfer| transfer.bytes == 0 && transfer.small_segments_arrive == Some(true))
+    }
+
+    /// Creates the check of a host that is at fault in this role.
+    fn describe_host(&self, host: usize, role: TransferRole) -> CheckResult {
+        let values = self.list_own_values(host, role);
+        let count = values.len();
+        let median = find_median(values.iter().map(|(_, value)| *value).collect()).unwrap_or(0.0);
+        let others = self.find_median_of_others(&[host]).unwrap_or(0.0);
+        let direction = if role == TransferRole::Sender { "to" } else { "from" };
+        match self.property {
+            Property::Reachability => {
+                let error = values.iter().find_map(|(pair, _)| self.pairs.get(*pair)?.errors.first());
+                let subject = if role == TransferRole::Sender {
+                    "no connections from it to"
+                } else {
+                    "no connections to it from"
+                };
+                let error = error.map_or_else(String::new, |error| format!(": {error}"));
+                let found = format!("{subject} {count} of {}{error}", format_count(count, "host"));
+                let help = "open the ports between the hosts (firewall), or correct the route";
+                CheckResult::failed("reachability", codes::PEER_UNREACHABLE, found, help)
+            }
+            Property::Rate if values.iter().all(|(pair, _)| self.loses_large_packets(*pair)) => {
+                let found = format!(
+                    "large packets {direction} {count} of {} vanish, small ones arrive",
+                    format_count(count, "host")
+                );
+                self.describe_lost_packets(found)
+            }
+            Property::Rate => {
+                let verb = if role == TransferRole::Sender { "sends" } else { "receives" };
+                let found = format!(
+                    "{verb} {} {direction} {count} of {}, median of the others {}",
+                    format_rate(median),
+                    format_count(count, "host"),
+                    format_rate(others)
+                );
+                CheckResult::failed("bandwidth", codes::NETWORK_SLOW, found, SLOW_HELP)
+                    .with_field("direction", verb)
+                    .with_field("hosts", count)
+                    .with_field("bytes_per_second", median)
+                    .with_field("median_of_others", others)
+            }
+            Property::RoundTrip => {
+                let found = format!(
+                    "{median:.2} ms {direction} {count} of {}, median of the others {others:.2} ms",
+                    format_count(count, "host")
+                );
+                CheckResult::warn("latency", codes::NETWORK_LATENCY_HIGH, found, LATENCY_HELP)
+            }
+        }
+    }
+
+    /// Creates the check of a path between two hosts that work with other hosts.
+    fn describe_path(&self, from: usize, to: usize) -> CheckResult {
+        let reason = "both hosts work with other hosts, so the path between them is at fault";
+        self.describe_direction((from, to), reason)
+    }
+
+    /// Creates the check of a transfer of which it is not known which side is at fault, unless the
+    /// speeds of the interfaces show it.
+    fn describe_undetermined(&self, from: usize, to: usize) -> CheckResult {
+        let speed = |host: usize| Some(f64::from(self.known[host]?.interface.as_ref()?.speed_mbps?));
+        let slower = match (speed(from), speed(to)) {
+            (Some(first), Some(second)) if first < SLOWER_LINK_SHARE * second => Some((from, first)),
+            (Some(first), Some(second)) if second < SLOWER_LINK_SHARE * first => Some((to, second)),
+            _ => None,
+        };
+        let reason = match slower {
+            Some((host, speed)) => {
+                let rate = format_rate(speed * 1e6 / 8.0);
+                format!("the interface of {} runs at only {rate}", self.names[host])
+            }
+            None => "the measurements do not show which of the two hosts is at fault".to_owned(),
+        };
+        self.describe_direction((from, to), &reason)
+    }
+
+    /// Creates the check of a bad transfer between two hosts, with the reason why no host is named.
+    fn describe_direction(&self, pair: (usize, usize), reason: &str) -> CheckResult {
+        let (from, to) = (&self.names[pair.0], &self.names[pair.1]);
+        let direction = self.pairs.get(pair);
+        let value = |pair| match self.property {
+            Property::Rate => {
+                format_rate(self.pairs.get(pair).and_then(|d| d.transfer).map_or(0.0, |t| t.rate()))
+            }
+            _ => format!("{:.2} ms", self.pairs.get(pair).and_then(|d| d.round_trip_ms).unwrap_or(0.0)),
+        };
+        let compared = match self.find_median_of_others(&[pair.0, pair.1]) {
+            Some(_) if self.property == Property::Reachability => String::new(),
+            Some(others) if self.property == Property::Rate => {
+                format!(", median of the others {}", format_rate(others))
+            }
+            Some(others) => format!(", median of the others {others:.2} ms"),
+            None => format!(", in the other direction {}", value((pair.1, pair.0))),
+        };
+        let result = match self.property {
+            Property::Reachability => {
+                let error = direction.and_then(|direction| direction.errors.first());
+                let error = error.map_or_else(String::new, |error| format!(": {error}"));
+                let found = format!("{from} cannot connect to {to}{error}; {reason}");
+                let help = "open the ports between the hosts (firewall), or correct the route";
+                CheckResult::failed(NETWORK, codes::PEER_UNREACHABLE, found, help)
+            }
+            Property::Rate if self.loses_large_packets(pair) => {
+                let found = format!("large packets from {from} to {to} vanish, small ones arrive; {reason}");
+                self.describe_lost_packets(found)
+            }
+            Property::Rate => {
+                let found = format!("{from} to {to}: {}{compared}; {reason}", value(pair));
+                let rate = direction.and_then(|d| d.transfer).map_or(0.0, |transfer| transfer.rate());
+                let usual = self.pairs.find_usual_value(Property::Rate).unwrap_or(0.0);
+                match rate < FAILED_PATH_SHARE * usual || rate == 0.0 {
+                    true => CheckResult::failed(NETWORK, codes::NETWORK_SLOW, found, SLOW_HELP),
+                    false => CheckResult::warn(NETWORK, codes::NETWORK_SLOW, found, SLOW_HELP),
+                }
+            }
+            Property::RoundTrip => {
+                let found = format!("{from} to {to}: {}{compared}; {reason}", value(pair));
+                CheckResult::warn(NETWORK, codes::NETWORK_LATENCY_HIGH, found, LATENCY_HELP)
+            }
+        };
+        result.with_field("from", from.as_str()).with_field("to", to.as_str())
+    }
+
+    /// Creates the check of a path on which large packets vanish.
+    fn describe_lost_packets(&self, found: String) -> CheckResult {
+        let code: Code = codes::LARGE_PACKETS_LOST;
+        let help = "set the same MTU on both hosts and all switches between them, and let ICMP pass";
+        CheckResult::failed("large packets", code, found, help)
+    }
+}
+
+/// The advice for a host or path that is slow.
+const SLOW_HELP: &str =
+    "check the cable, the port and the switch; look for errors in `ip -s link` and `ethtool -S`";
+/// The advice for a host or path with long round trips.
+const LATENCY_HELP: &str = "check the route to the host, and whether its network is busy";
+
+/// Creates the summary of the measurements: the numbers of rounds and pairs, and the usual values.
+fn summarize(network: &NetworkReport, names: &[String]) -> CheckResult {
+    let pairs: BTreeSet<(usize, usize)> =
+        network.pairs.iter().map(|((a, b), _)| (a.min(b), a.max(b))).collect();
+    let pairs = format_count(pairs.len(), "pair");
+    let usual = |property| network.pairs.find_usual_value(property);
+    let values = match (usual(Property::Rate), usual(Property::RoundTrip)) {
+        (Some(rate), Some(ms)) => format!(": usually {}, round trip {ms:.2} ms", format_rate(rate)),
+        _ => String::new(),
+    };
+    let rounds = format_count(network.rounds, "round");
+    let found = format!("{pairs} of {} in {rounds}{values}", format_count(names.len(), "host"));
+    match network.is_incomplete {
+        true => {
+            let found = format!("{found}; the time limit ended the measurements");
+            let help = "run the check on fewer hosts";
+            CheckResult::warn(NETWORK, codes::NETWORK_CHECK_INCOMPLETE, found, help)
+        }
+        false => CheckResult::ok(NETWORK, found),
+    }
+}
+
+/// Returns all measurements as JSON.
+fn to_json(network: &NetworkReport, names: &[String]) -> Value {
+    let hosts = names.iter().zip(&network.inspections).map(|(name, inspection)| {
+        json!({
+            "host": name,
+            "interface": inspection.as_ref().and_then(|i| i.interface.as_ref()),
+            "rdma": inspection.as_ref().map(|i| &i.rdma),
+        })
+    });
+    json!({
+        "rounds": network.rounds,
+        "complete": !network.is_incomplete,
+        "usual_bytes_per_second": network.pairs.find_usual_value(Property::Rate),
+        "usual_round_trip_ms": network.pairs.find_usual_value(Property::RoundTrip),
+        "hosts": hosts.collect::<Vec<_>>(),
+        "directions": network.pairs.to_json(names),
+    })
+}
+
+#[cfg(test)]
+#[path = "network_checks_tests.rs"]
+mod tests;

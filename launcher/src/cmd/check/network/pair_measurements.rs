@@ -1,0 +1,238 @@
+//! [`PairMeasurements`]: what was measured between pairs of hosts, and which of it is bad compared
+//! with the other pairs.
+use super::fault_search::FaultSearch;
+use diagnostic::Diagnostic;
+use protocol::network_probe::{Measurement, Transfer};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+
+/// A transfer is slow if its rate is below this share of the usual rate.
+const SLOW_SHARE: f64 = 0.5;
+/// A round trip is long if it takes more than this multiple of the usual time, and more than
+/// [`LONG_ROUND_TRIP_MS`] longer than that.
+const LONG_FACTOR: f64 = 5.0;
+/// The time by which a long round trip exceeds the usual one, in milliseconds.
+const LONG_ROUND_TRIP_MS: f64 = 1.0;
+
+/// What was measured from one host to another one, in the best of several tests.
+#[derive(Clone, Debug, Default)]
+pub(super) struct DirectedMeasurement {
+    /// How often the direction was tested.
+    pub(super) tests: u32,
+    /// Whether the first host reached the second one; `None` if it did not try.
+    pub(super) is_reached: Option<bool>,
+    /// The error of each port of the second host that the first host did not reach.
+    pub(super) errors: Vec<Diagnostic>,
+    /// How many ports of the second host the first host reached.
+    pub(super) reached_ports: usize,
+    /// The fastest transfer; `None` if none was possible.
+    pub(super) transfer: Option<Transfer>,
+    /// The shortest round trip, in milliseconds.
+    pub(super) round_trip_ms: Option<f64>,
+}
+
+/// What was measured between pairs of hosts. Hosts are numbered in the order of the job.
+#[derive(Clone, Debug, Default)]
+pub(super) struct PairMeasurements {
+    directions: BTreeMap<(usize, usize), DirectedMeasurement>,
+}
+
+/// A property of connections by which hosts are compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Property {
+    /// Whether connections can be opened.
+    Reachability,
+    /// The rate of transfers.
+    Rate,
+    /// The time of a round trip.
+    RoundTrip,
+}
+
+impl Property {
+    pub(super) const ALL: [Property; 3] = [Property::Reachability, Property::Rate, Property::RoundTrip];
+}
+
+impl PairMeasurements {
+    /// Adds what `host` measured about its connection to `peer`. The better of this and earlier
+    /// measurements counts.
+    pub(super) fn add(&mut self, host: usize, peer: usize, found: &Measurement) {
+        let forward = self.directions.entry((host, peer)).or_default();
+        forward.tests += 1;
+        let errors: Vec<Diagnostic> =
+            found.connections.iter().filter_map(|result| result.as_ref().err().cloned()).collect();
+        let reached = found.connections.len() - errors.len();
+        if forward.is_reached.is_none() || reached >= forward.reached_ports {
+            (forward.is_reached, forward.reached_ports) = (Some(reached > 0), reached);
+            forward.errors = errors;
+        }
+        keep_faster(&mut forward.transfer, found.sent);
+        let round_trip = found.round_trip_ms;
+        forward.round_trip_ms = [forward.round_trip_ms, round_trip].into_iter().flatten().reduce(f64::min);
+        if found.received.is_some() || found.sent.is_some() {
+            let back = self.directions.entry((peer, host)).or_default();
+            keep_faster(&mut back.transfer, found.received);
+        }
+    }
+
+    /// Returns what was measured from one host to another one.
+    pub(super) fn get(&self, pair: (usize, usize)) -> Option<&DirectedMeasurement> {
+        self.directions.get(&pair)
+    }
+
+    /// Returns all measured directions with the numbers of their hosts.
+    pub(super) fn iter(&self) -> impl Iterator<Item = ((usize, usize), &DirectedMeasurement)> {
+        self.directions.iter().map(|(pair, direction)| (*pair, direction))
+    }
+
+    /// Returns the value of a property of each direction in which it was measured. The value of the
+    /// reachability is 1 or 0.
+    pub(super) fn list_values(&self, property: Property) -> Vec<((usize, usize), f64)> {
+        let value = |direction: &DirectedMeasurement| match property {
+            Property::Reachability => direction.is_reached.map(|is_reached| f64::from(u8::from(is_reached))),
+            Property::Rate => direction.transfer.map(|transfer| transfer.rate()),
+            Property::RoundTrip => direction.round_trip_ms,
+        };
+        self.iter().filter_map(|(pair, direction)| Some((pair, value(direction)?))).collect()
+    }
+
+    /// Returns the usual value of a property: the median of the best values of all hosts. One slow
+    /// host of three slows down most pairs, but not the best values of the other two. Returns
+    /// `None` if nothing was measured.
+    pub(super) fn find_usual_value(&self, property: Property) -> Option<f64> {
+        let mut best: BTreeMap<usize, f64> = BTreeMap::new();
+        let is_better = |new: f64, old: f64| match property {
+            Property::RoundTrip => new < old,
+            Property::Reachability | Property::Rate => new > old,
+        };
+        for ((a, b), value) in self.list_values(property) {
+            for host in [a, b] {
+                let known = best.entry(host).or_insert(value);
+                if is_better(value, *known) {
+                    *known = value;
+                }
+            }
+        }
+        let mut values: Vec<f64> = best.into_values().collect();
+        values.sort_by(f64::total_cmp);
+        let middle = match property {
+            Property::RoundTrip => values.len().saturating_sub(1) / 2,
+            Property::Reachability | Property::Rate => values.len() / 2,
+        };
+        values.get(middle).copied()
+    }
+
+    /// Creates the search for the hosts at which a property is bad.
+    pub(super) fn search_faults(&self, property: Property) -> FaultSearch {
+        let mut search = FaultSearch::default();
+        let usual = self.find_usual_value(property).unwrap_or(0.0);
+        for (pair, value) in self.list_values(property) {
+            let is_bad = match property {
+                Property::Reachability => value == 0.0,
+                Property::Rate => value == 0.0 || value < SLOW_SHARE * usual,
+                Property::RoundTrip => value > LONG_FACTOR * usual && value > usual + LONG_ROUND_TRIP_MS,
+            };
+            let reverse = (pair.1, pair.0);
+            let tests = [pair, reverse].map(|pair| self.get(pair).map_or(0, |direction| direction.tests));
+            search.add(pair, is_bad, tests[0].max(tests[1]));
+        }
+        search
+    }
+
+    /// Returns the measured directions as JSON, with the hosts' names.
+    pub(super) fn to_json(&self, names: &[String]) -> Value {
+        let direction = |((from, to), direction): ((usize, usize), &DirectedMeasurement)| {
+            let transfer = direction.transfer;
+            json!({
+                "from": names.get(from),
+                "to": names.get(to),
+                "reached": direction.is_reached,
+                "bytes_per_second": transfer.map(|transfer| transfer.rate()),
+                "round_trip_ms": direction.round_trip_ms,
+                "retransmits": transfer.and_then(|transfer| transfer.retransmits),
+                "segments": transfer.and_then(|transfer| transfer.segments),
+                "errors": direction.errors.iter().map(Diagnostic::message).collect::<Vec<_>>(),
+            })
+        };
+        self.iter().map(direction).collect()
+    }
+}
+
+/// Replaces `known` by `new` if `new` is faster or the first transfer.
+fn keep_faster(known: &mut Option<Transfer>, new: Option<Transfer>) {
+    if let Some(new) = new
+        && known.is_none_or(|known| new.rate() > known.rate())
+    {
+        *known = Some(new);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cmd::check::network::fault_search::{TransferFault, TransferRole};
+
+    /// Returns the result of a host that reached its peer, with these rates in MB/s.
+    fn measure(sent: u64, received: u64, round_trip_ms: f64) -> Measurement {
+        let transfer = |rate: u64| Transfer { bytes: rate * 1_000_000, seconds: 1.0, ..Transfer::default() };
+        Measurement {
+            connections: vec![Ok(0.2)],
+            round_trip_ms: Some(round_trip_ms),
+            sent: Some(transfer(sent)),
+            received: Some(transfer(received)),
+        }
+    }
+
+    #[test]
+    fn the_slow_sender_of_three_hosts_is_found() {
+        let mut pairs = PairMeasurements::default();
+        for (a, b, sent, received) in [(0, 1, 1000, 900), (0, 2, 1100, 10), (1, 2, 950, 12)] {
+            for _ in 0..2 {
+                pairs.add(a, b, &measure(sent, received, 0.1));
+                pairs.add(b, a, &Measurement { connections: vec![Ok(0.1)], ..Measurement::default() });
+            }
+        }
+        let faults = |property| pairs.search_faults(property).find_faults();
+        assert_eq!(faults(Property::Rate), [TransferFault::Host(2, TransferRole::Sender)]);
+        assert_eq!(faults(Property::Reachability), []);
+        assert_eq!(faults(Property::RoundTrip), []);
+        assert!(pairs.find_usual_value(Property::Rate).is_some_and(|rate| rate > 9e8));
+    }
+
+    #[test]
+    fn both_directions_of_a_slow_host_do_not_move_the_usual_rate() {
+        let mut pairs = PairMeasurements::default();
+        for (a, b, rate) in [(0, 1, 1000), (0, 2, 10), (1, 2, 12)] {
+            pairs.add(a, b, &measure(rate, rate, 0.1));
+        }
+        let found = pairs.search_faults(Property::Rate).find_faults();
+        let expected =
+            [TransferRole::Sender, TransferRole::Receiver].map(|role| TransferFault::Host(2, role));
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn a_firewall_in_one_direction_is_a_fault_of_the_receiver() {
+        let mut pairs = PairMeasurements::default();
+        let closed = Diagnostic::error(diagnostic::codes::host::PEER_UNREACHABLE, "closed");
+        let unreachable = Measurement { connections: vec![Err(closed)], ..Measurement::default() };
+        for (a, b) in [(0, 1), (1, 0), (2, 0), (2, 1)] {
+            pairs.add(a, b, &measure(1000, 1000, 0.1));
+        }
+        pairs.add(0, 2, &unreachable);
+        pairs.add(1, 2, &unreachable);
+        let found = pairs.search_faults(Property::Reachability).find_faults();
+        assert_eq!(found, [TransferFault::Host(2, TransferRole::Receiver)]);
+        assert_eq!(pairs.get((0, 2)).map(|direction| direction.errors.len()), Some(1));
+    }
+
+    #[test]
+    fn the_better_of_two_tests_counts() {
+        let mut pairs = PairMeasurements::default();
+        pairs.add(0, 1, &measure(10, 10, 9.0));
+        pairs.add(0, 1, &measure(1000, 900, 0.1));
+        let direction = pairs.get((0, 1)).expect("measured");
+        assert_eq!((direction.tests, direction.round_trip_ms), (2, Some(0.1)));
+        assert_eq!(direction.transfer.map(|transfer| transfer.rate()), Some(1e9));
+        assert_eq!(pairs.get((1, 0)).and_then(|back| back.transfer).map(|t| t.rate()), Some(9e8));
+    }
+}
