@@ -21,6 +21,7 @@ pub(crate) mod output;
 pub(crate) mod plan;
 mod prepare;
 pub(crate) mod ps;
+pub(crate) mod quickstart;
 pub(crate) mod report;
 pub(crate) mod run;
 pub(crate) mod sbatch;
@@ -45,6 +46,8 @@ pub(crate) enum LaunchCommand {
     Plan(prepare::JobArgs),
     /// Check every host of a job: connection, GPUs, storage, ports, clocks, network
     Check(check::CheckArgs),
+    /// Write a small job with its training text, to try launch
+    Quickstart(quickstart::QuickstartArgs),
     /// Show active and past runs
     Ps(ps::PsArgs),
     /// Show the output of the ranks of a run
@@ -118,6 +121,7 @@ impl LaunchCommand {
             LaunchCommand::Run(args) => run::run(args, context),
             LaunchCommand::Plan(args) => plan::run(args, context),
             LaunchCommand::Check(args) => check::run(args, context),
+            LaunchCommand::Quickstart(args) => quickstart::run(args, context),
             LaunchCommand::Ps(args) => ps::run(args, context),
             LaunchCommand::Logs(args) => logs::run(args, context),
             LaunchCommand::Events(args) => events::run(args, context),

@@ -143,9 +143,15 @@ fn pip_installs_the_wheel_without_network_and_launch_is_on_the_path() {
          test -s environment/share/man/man1/launch-run.1\n\
          test -s environment/share/bash-completion/completions/launch\n\
          test -s environment/share/doc/launch/configs/quickstart.yaml\n\
+         launch quickstart\n\
+         cd quickstart\n\
+         launch job.yaml --set train.steps=1 --set train.batch.global=2 --set train.batch.micro=1 >&2\n\
+         test -d runs\n\
+         cd ..\n\
          environment/bin/pip --isolated show launch | grep -E '^(Name|Version|Summary)'";
     let output = run_shell(directory.path(), install);
-    for line in [concat!("launch ", env!("CARGO_PKG_VERSION")), "Name: launch"] {
+    let next = "to train: cd quickstart && launch job.yaml";
+    for line in [concat!("launch ", env!("CARGO_PKG_VERSION")), "Name: launch", next] {
         assert!(output.lines().any(|found| found == line), "{line}: {output}");
     }
     let check = r#"

@@ -211,6 +211,11 @@ codes! {
         cause: "A file of this name exists, or /tmp is not writable.",
         remedy: "Remove the file, or leave the option out.",
     }
+    QUICKSTART_EXISTS: Usage = "quickstart-exists" {
+        summary: "`launch quickstart` does not replace a file with other content.",
+        cause: "The directory contains a changed quick start, or files of another job.",
+        remedy: "Name another directory.",
+    }
     SHIM_EXISTS: Usage = "shim-exists" {
         summary: "`launch shims` does not replace a file that is not a link to launch.",
         cause: "The directory contains the original torchrun, accelerate or deepspeed, or another file of this name.",
