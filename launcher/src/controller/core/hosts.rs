@@ -472,7 +472,7 @@ impl ControllerCore {
     }
 
     /// Returns whether a host may be silent only because the host that passes on its messages is
-    /// silent. The latter then counts as lost, and the former has another lease to find another way.
+    /// silent. The latter is then the lost one. The former has another lease to find another way.
     fn is_behind_silent_relay(&self, now: Duration, id: HostIndex, lease: Duration) -> bool {
         self.hosts[id].relay.and_then(|relay| self.hosts.get(relay)).is_some_and(|relay| {
             relay.agent == AgentConnectionState::Joined && now > relay.last_heard + lease / 2
