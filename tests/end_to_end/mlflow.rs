@@ -90,6 +90,14 @@ fn a_server_that_fails_for_a_while_gets_everything_later() {
     assert!(record.tags["launch.failure"].contains("exited with code 4"), "{:?}", record.tags);
     let is_usage = |key: &&String| key.starts_with("system/") && key.ends_with("cpu_utilization_percentage");
     assert!(record.metrics.keys().any(|key| is_usage(&key)), "{:?}", record.metrics.keys());
+    // The event file of TensorBoard has the same metrics.
+    let run_dir = job.path(ran.events_named("start")[0]["run_dir"].as_str().unwrap());
+    let files = support::list_files_below(&run_dir);
+    let file = files.iter().find(|file| file.starts_with("events.out.tfevents.")).expect("an event file");
+    let content = fs::read(run_dir.join(file)).unwrap();
+    for tag in ["launch/restarts", "system/rank-1/memory_usage_megabytes"] {
+        assert!(content.windows(tag.len()).any(|bytes| bytes == tag.as_bytes()), "{tag}");
+    }
     // A notice at the end of the run is only on stderr, which has the others, too.
     assert_eq!(ran.stderr.matches("is not available (HTTP status 503)").count(), 1, "{}", ran.stderr);
     assert_eq!(ran.stderr.matches("accepts data again after").count(), 1, "{}", ran.stderr);

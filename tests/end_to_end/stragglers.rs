@@ -143,7 +143,7 @@ fn measure_cpu_percent(pid: u32, duration: Duration) -> u32 {
 #[test]
 fn a_rank_slowed_by_a_fifth_is_named() {
     let job = JobDirectory::new();
-    let settings = ["cluster.workers_per_host=2", "train.batch.global=16"];
+    let settings = ["cluster.workers_per_host=2", "train.batch.global=8"];
     let settings: Vec<&str> =
         SETTINGS.iter().copied().filter(|s| !s.contains("workers_per")).chain(settings).collect();
     let mut run = KilledAtEnd(job.start(&settings));

@@ -2,7 +2,8 @@
 use super::{ALL_HOSTS, TINY_JOB, assert_nothing_left, start_hosts, start_run, write_job};
 
 /// Settings of a training whose ranks exchange megabytes in each step.
-const SETTINGS: [&str; 8] = [
+const SETTINGS: [&str; 9] = [
+    "cluster.workers_per_host=1",
     "train.model.hidden_size=252",
     "train.model.intermediate_size=504",
     "train.data.seq_len=16",
