@@ -1,6 +1,6 @@
 //! Tests that a training step on the emulated GPU makes the host wait only once, or once more for
-//! each layer with experts, and allocates no memory after the first steps. There is one test function, because the call counts and the lag
-//! apply to the whole process.
+//! each layer with experts, and allocates no memory after the first steps. There is one test
+//! function, because the call counts and the lag apply to the whole process.
 use crate::call_counts::call_count;
 use crate::common::*;
 use crate::emulated::*;

@@ -69,8 +69,8 @@ section! {
     /// Losses with the same bits for any number of workers.
     ///
     /// If this value is `false`, the gradients of micro-batches are summed in their order of
-    /// arrival, and those of ranks in the order of NCCL. On GPUs, the algorithms for each matmul and for attention are then also timed, and
-    /// the fastest ones are used.
+    /// arrival, and those of ranks in the order of NCCL. On GPUs, the algorithms for each matmul
+    /// and for attention are then also timed, and the fastest ones are used.
     #[serde(rename = "numerics", default = "enabled_by_default", with = "numerics")]
     pub deterministic: bool = Key::new(boolean(), "true")
         .deprecated("numerics")

@@ -1,5 +1,5 @@
-//! [`EqualParts`]: how parts of unequal lengths are moved between ranks so that NCCL's all-gather and
-//! reduce-scatter, which need equal parts, can gather or sum them (pure).
+//! [`EqualParts`]: how parts of unequal lengths are moved between ranks so that NCCL's all-gather
+//! and reduce-scatter, which need equal parts, can gather or sum them (pure).
 //!
 //! The gathered vector is divided into equal parts, one per rank, and a remainder that is shorter
 //! than [`PART_ALIGNMENT`] elements per rank. A rank first receives those elements of its equal

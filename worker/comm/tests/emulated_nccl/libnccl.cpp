@@ -7,6 +7,7 @@
 // ranks per host.
 #include "costs.hpp"
 #include "streams.hpp"
+#include <algorithm>
 #include <chrono>
 #include <climits>
 #include <cstdint>
@@ -84,12 +85,12 @@ struct Comm {
     int error = SUCCESS;
     int polls_in_progress = 0; // how many polls report that the last call is in progress
     std::vector<Work> works; // in the order of the calls
+    size_t done = 0;         // number of works that ran
 };
 // The ranks that joined with one unique id.
 struct Group {
     int world;
     std::vector<Comm*> ranks;
-    size_t done = 0; // number of works that ran
     bool is_complete() const {
         if (is_virtual()) return true;
         for (Comm* c : ranks)
@@ -234,16 +235,24 @@ static bool run_reduce_scatter(const std::vector<const RecordedCall*>& parts) {
     return true;
 }
 
-// Runs the sends and receives of all ranks in the work with index `at`. Returns whether each send
-// matches a receive.
-static bool run_point_to_point(Group& g, size_t at) {
-    for (size_t to = 0; to < g.ranks.size(); to++)
-        for (size_t from = 0; from < g.ranks.size(); from++) {
+// The ranks that take part in the same work.
+typedef std::vector<Comm*> Ranks;
+// Returns the next work of a rank, or null if the rank has not enqueued it or its stream has not
+// reached it.
+static Work* next_work(Comm* c) {
+    bool is_ready = c->works.size() > c->done && c->works[c->done].arrived && !c->aborted;
+    return is_ready ? &c->works[c->done] : nullptr;
+}
+
+// Runs the sends and receives of `ranks`. Returns whether each send matches a receive.
+static bool run_point_to_point(const Ranks& ranks) {
+    for (Comm* to : ranks)
+        for (Comm* from : ranks) {
             std::vector<const RecordedCall*> sends, recvs;
-            for (auto& p : g.ranks[from]->works[at].parts)
-                if (p.kind == SEND && p.peer == (int)to) sends.push_back(&p);
-            for (auto& p : g.ranks[to]->works[at].parts)
-                if (p.kind == RECV && p.peer == (int)from) recvs.push_back(&p);
+            for (auto& p : next_work(from)->parts)
+                if (p.kind == SEND && p.peer == to->rank) sends.push_back(&p);
+            for (auto& p : next_work(to)->parts)
+                if (p.kind == RECV && p.peer == from->rank) recvs.push_back(&p);
             if (sends.size() != recvs.size()) return false;
             for (size_t i = 0; i < sends.size(); i++) {
                 const RecordedCall &send = *sends[i], &recv = *recvs[i];
@@ -254,31 +263,69 @@ static bool run_point_to_point(Group& g, size_t at) {
     return true;
 }
 
-// Runs works in their order, as long as every rank has enqueued the next one and its stream has
-// reached it.
+// Returns the ranks with which a rank exchanges data, directly or through other ranks, in their next
+// work. Returns no rank if one of them is not ready to exchange data.
+static Ranks find_exchanging_ranks(const Group& g, Comm* first) {
+    Ranks found{first};
+    for (size_t i = 0; i < found.size(); i++) {
+        Work* work = next_work(found[i]);
+        if (!work || work->parts[0].kind < SEND) return {};
+        for (const RecordedCall& part : work->parts) {
+            Comm* peer = g.ranks[(size_t)part.peer];
+            Work* theirs = next_work(peer);
+            auto is_mine = [&](const RecordedCall& p) { return p.kind >= SEND && p.peer == found[i]->rank; };
+            // the peer may have another exchange before
+            if (!theirs || std::none_of(theirs->parts.begin(), theirs->parts.end(), is_mine)) return {};
+            if (std::find(found.begin(), found.end(), peer) == found.end()) found.push_back(peer);
+        }
+    }
+    return found;
+}
+
+// Runs the next work of `ranks`. Returns whether their calls match.
+static bool run_work(const Ranks& ranks) {
+    std::vector<const RecordedCall*> first;
+    for (Comm* c : ranks) first.push_back(&next_work(c)->parts[0]);
+    bool is_valid = first[0]->kind >= SEND    ? run_point_to_point(ranks)
+                    : first[0]->kind == GATHER ? run_all_gather(first)
+                                               : run_reduce_scatter(first);
+    for (Comm* c : ranks) {
+        if (!is_valid) c->error = INVALID_USAGE;
+        else if (fault != NEVER_DONE && fault != HANGS_AND_FAILS_LATER) next_work(c)->end();
+        if (is_valid) c->done++;
+    }
+    return is_valid;
+}
+
+// Runs works in the order of each rank. A collective needs all ranks, and sends and receives need
+// the ranks between which they are.
 static void run_ready_work(Group& g) {
     if (!g.is_complete()) return;
-    for (;;) {
-        for (Comm* c : g.ranks)
-            if (c->works.size() <= g.done || !c->works[g.done].arrived || c->aborted) return;
-        std::vector<const RecordedCall*> first;
-        for (Comm* c : g.ranks)
-            if (!c->works[g.done].parts.empty()) first.push_back(&c->works[g.done].parts[0]);
-        bool is_collective = first.size() == g.ranks.size() && first[0]->kind < SEND;
-        bool is_valid = !is_collective              ? run_point_to_point(g, g.done)
-                        : first[0]->kind == GATHER ? run_all_gather(first)
-                                                   : run_reduce_scatter(first);
+    for (bool progressed = true; progressed;) {
+        progressed = false;
+        size_t ready = 0, collectives = 0;
         for (Comm* c : g.ranks) {
-            Work& work = c->works[g.done];
-            if (!is_valid) c->error = INVALID_USAGE;
-            else if (fault != NEVER_DONE && fault != HANGS_AND_FAILS_LATER) work.end();
+            Work* work = next_work(c);
+            ready += work != nullptr;
+            collectives += work && work->parts[0].kind < SEND;
         }
-        if (!is_valid) return;
-        g.done++;
+        if (collectives == g.ranks.size()) {
+            if (!run_work(g.ranks)) return;
+            progressed = true;
+            continue;
+        }
+        for (Comm* c : g.ranks) {
+            Ranks ranks = find_exchanging_ranks(g, c);
+            if (ranks.empty()) continue;
+            if (!run_work(ranks)) return;
+            progressed = true;
+        }
+        if (!progressed && ready == g.ranks.size()) // the ranks called different functions
+            for (Comm* c : g.ranks) c->error = INVALID_USAGE;
     }
 }
 
-// Marks the work `at` as reached by the rank's stream. The work begins when the streams of all
+// Marks the work `at` as reached by the rank's stream. The work begins when the streams of its
 // ranks have reached it. Blocks the stream until the work has ended.
 static void run_on_stream(Comm* c, size_t at) {
     {
