@@ -54,7 +54,7 @@ fn server_address() -> ValueType<String> {
         "address with `http://` or `https://`",
         expected,
         "^https?://[^/@?#\\s]+(/[^@?#\\s]*)?$",
-        |uri| is_server_address(uri),
+        is_server_address,
     )
 }
 
