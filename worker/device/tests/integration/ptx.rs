@@ -307,8 +307,8 @@ fn launch_kernel(image: &CString) -> c_int {
         let symbol = |name: &str| {
             driver.get::<Handle>(name.as_bytes()).expect("a function").try_as_raw_ptr().expect("an address")
         };
-        let create_stream: extern "C" fn(*mut Handle, c_uint) -> c_int =
-            std::mem::transmute(symbol("cuStreamCreate"));
+        let create_stream: extern "C" fn(*mut Handle, c_uint, c_int) -> c_int =
+            std::mem::transmute(symbol("cuStreamCreateWithPriority"));
         let allocate: extern "C" fn(*mut u64, usize, Handle) -> c_int =
             std::mem::transmute(symbol("cuMemAllocAsync"));
         let load: extern "C" fn(*mut Handle, *const c_char) -> c_int =
@@ -331,7 +331,7 @@ fn launch_kernel(image: &CString) -> c_int {
         let launch: Launch = std::mem::transmute(symbol("cuLaunchKernel"));
         let (mut stream, mut module, mut function, mut words) =
             (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut(), 0u64);
-        assert_eq!(create_stream(&mut stream, 0), 0);
+        assert_eq!(create_stream(&mut stream, 0, 0), 0);
         assert_eq!(allocate(&mut words, 256, stream), 0);
         assert_eq!(load(&mut module, image.as_ptr()), 0);
         assert_eq!(find(&mut function, module, c"f".as_ptr()), 0);
