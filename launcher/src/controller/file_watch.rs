@@ -22,6 +22,8 @@ const POLL_INTERVAL: Duration = Duration::from_secs(5);
 const SETTLE_TIME: Duration = Duration::from_millis(100);
 /// The delay before a file is read again because its content may be partially written.
 const REREAD_DELAY: Duration = Duration::from_millis(500);
+/// How often a file that changes while it is read is read again.
+const MAX_REPEATED_READS: u32 = 5;
 /// How long the start of a watch waits until the file was read.
 const FIRST_READ_TIMEOUT: Duration = Duration::from_secs(1);
 /// The number of changed contents that can wait in the channel to the watcher's caller. If the
@@ -106,12 +108,12 @@ async fn send_changes(
         if fingerprint == last_fingerprint {
             continue;
         }
-        last_fingerprint = fingerprint;
-        let mut content = read_content(path, limit);
+        let mut content;
+        (last_fingerprint, content) = read_settled_content(path, limit, fingerprint).await;
         if !matches!(&content, WatchedFileContent::Text(text) if is_complete(text)) {
             sleep(REREAD_DELAY).await;
-            last_fingerprint = wait_for_settled_fingerprint(path).await;
-            content = read_content(path, limit);
+            let fingerprint = wait_for_settled_fingerprint(path).await;
+            (last_fingerprint, content) = read_settled_content(path, limit, fingerprint).await;
         }
         if content != last_content {
             last_content = content.clone();
@@ -146,6 +148,25 @@ async fn wait_for_settled_fingerprint(path: &Path) -> FileFingerprint {
         before = now;
     }
     before
+}
+
+/// Reads a file whose settled fingerprint is `fingerprint`. Repeats this, at most
+/// [`MAX_REPEATED_READS`] times, if the file changes meanwhile, because it is empty for a moment when
+/// a program writes it anew. Returns the fingerprint and the content.
+async fn read_settled_content(
+    path: &Path,
+    limit: u64,
+    mut fingerprint: FileFingerprint,
+) -> (FileFingerprint, WatchedFileContent) {
+    let mut content = read_content(path, limit);
+    for _ in 0..MAX_REPEATED_READS {
+        if read_fingerprint(path) == fingerprint {
+            break;
+        }
+        fingerprint = wait_for_settled_fingerprint(path).await;
+        content = read_content(path, limit);
+    }
+    (fingerprint, content)
 }
 
 /// Reads a file as text. Returns [`WatchedFileContent::Unreadable`] with the reason if the file

@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 
 #[test]
 fn a_flood_of_output_blocks_no_worker_and_takes_little_memory() {
-    let script = "yes 0123456789012345678901234567890123456789 | head -c 100000000; echo > flooded; until [ -e go ]; do sleep 0.01; done; echo the end";
+    // The last line follows when the queues for the console have space again.
+    let script = "yes 0123456789012345678901234567890123456789 | head -c 100000000; echo > flooded; until [ -e go ]; do sleep 0.01; done; sleep 1; echo the end";
     let job = MarkedJob::with_shell_script(1, script, &["logs: {prefix: false}"]);
     let running = job.start(&[]);
     // the worker proceeds although the test does not read the controller's stdout

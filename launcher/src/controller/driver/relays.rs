@@ -1,5 +1,5 @@
 //! Observes through which hosts the messages of other hosts arrive (see
-//! [`crate::cluster::TreeRoute`]).
+//! [`crate::cluster::RemoteConnection::tree_route`]).
 use super::ControllerDriver;
 use crate::{
     cluster::AgentHandle,
