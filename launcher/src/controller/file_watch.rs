@@ -151,8 +151,8 @@ async fn wait_for_settled_fingerprint(path: &Path) -> FileFingerprint {
 }
 
 /// Reads a file whose settled fingerprint is `fingerprint`. Repeats this, at most
-/// [`MAX_REPEATED_READS`] times, if the file changes meanwhile, because it is empty for a moment when
-/// a program writes it anew. Returns the fingerprint and the content.
+/// [`MAX_REPEATED_READS`] times, if the file changes meanwhile: a program that replaces the content
+/// empties the file first. Returns the fingerprint and the content.
 async fn read_settled_content(
     path: &Path,
     limit: u64,

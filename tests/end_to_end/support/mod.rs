@@ -232,6 +232,7 @@ pub(crate) fn assert_snapshot(directory: &Path, name: &str, messages: &str, filt
         (r"\bpid \d+, \w+, \d+ threads?", "pid [PID], [CPU FEATURES], [N] threads"),
         (r"\bpid \d+", "pid [PID]"),
         (r"\b\d+(\.\d+)? (s|ms)\b", "[TIME]"),
+        (r"\bdone in \d+(:\d\d)+", "done in [TIME]"),
     ]);
     let snapshots = format!("../snapshots/{}", find_test_module());
     insta::with_settings!({
