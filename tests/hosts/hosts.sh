@@ -25,7 +25,7 @@ set -euo pipefail
 umask 022                                # the hosts do not have the umask of the caller
 ID=${HOSTS_ID:-tb}                       # at most 6 characters; sets with different IDs can coexist
 PREFIX=${HOSTS_PREFIX:-h}                # hosts are h0, h1, …
-NET=${HOSTS_NET:-10.77.0}                # the first of up to four /24 networks; the bridge is NET.254
+NET=${HOSTS_NET:-10.77.0}                # /24 network: host i is NET.(i+1), the bridge is NET.254
 DIR=${HOSTS_DIR:-${TMPDIR:-/tmp}/testbed/$ID}
 SCRATCH_MB=${HOSTS_SCRATCH_MB:-64}       # size of the private /scratch
 DISK_MB=${HOSTS_DISK_MB:-1024}           # size of the private writable layer
@@ -121,21 +121,16 @@ wait_ready() { # wait_ready H...: waits for sshd on each host, and records the o
     echo "${p% }" > "$DIR/$h/pid1"
   done
 }
-print_address() { # print_address I: the IP address of host I; 250 hosts are in each /24 network
-  echo "${NET%.*}.$((${NET##*.} + $1 / 250)).$(($1 % 250 + 1))"
-}
 up() { # up [N]: creates and starts N hosts
-  local n=${1:-4} i h ip mask=24
-  [ "$n" -le 1000 ] || die "$n hosts; at most 1000 are supported"
-  [ "$n" -le 250 ] || mask=22
-  [ "$mask" = 24 ] || [ $((${NET##*.} % 4)) = 0 ] || die "more than 250 hosts need a network whose last number is a multiple of 4"
+  local n=${1:-4} i h
+  [ "$n" -le 250 ] || die "$n hosts; at most 250 are supported"
   [ -n "$(command -v sshd || ls /usr/sbin/sshd 2>/dev/null)" ] || die "sshd is not installed (apt-get install openssh-server)"
   down
   mkdir -p "$DIR/shared/.boot" "$DIR/keys" /run/netns
   [ -f "$DIR/id_ed25519" ] || ssh-keygen -q -t ed25519 -N '' -C "$ID-test" -f "$DIR/id_ed25519"
   : > "$DIR/names"; : > "$DIR/known_hosts"; printf '127.0.0.1 localhost\n%s.254 %s-head\n' "$NET" "$ID" > "$DIR/etc_hosts"; : > "$DIR/ssh_config"
   local batch=""
-  for ((i=0;i<n;i++)); do h=$PREFIX$i; ip=$(print_address "$i")
+  for ((i=0;i<n;i++)); do h=$PREFIX$i; ip=$NET.$((i+1))
     echo "$h" >> "$DIR/names"; mkdir -p "$DIR/$h" "$DIR/shared/.boot/$h"; echo "$ip" > "$DIR/$h/ip"
     [ -f "$DIR/keys/$h" ] || ssh-keygen -q -t ed25519 -N '' -C "$h" -f "$DIR/keys/$h"   # kept for the next `up`
     cp "$DIR/keys/$h" "$DIR/shared/.boot/$h/ssh_host_ed25519_key"; cp "$DIR/keys/$h.pub" "$DIR/shared/.boot/$h/ssh_host_ed25519_key.pub"
@@ -145,14 +140,14 @@ up() { # up [N]: creates and starts N hosts
   done
   printf 'Host *\n  User root\n  IdentityFile %s\n  IdentitiesOnly yes\n  UserKnownHostsFile %s\n  GlobalKnownHostsFile /dev/null\n  StrictHostKeyChecking yes\n  BatchMode yes\n  KexAlgorithms curve25519-sha256\n  LogLevel ERROR\n' "$DIR/id_ed25519" "$DIR/known_hosts" >> "$DIR/ssh_config"
   # one ip -batch for the network of all hosts
-  { echo "link add $BR type bridge"; echo "addr add $NET.254/$mask dev $BR"; echo "link set $BR up"
+  { echo "link add $BR type bridge"; echo "addr add $NET.254/24 dev $BR"; echo "link set $BR up"
     i=0; while read -r h; do
       echo "netns add $ID-$h"; i=$((i+1)); done < "$DIR/names"; } | ip -batch -
   { while read -r h; do
       echo "link add v$ID$h type veth peer name eth0 netns $ID-$h"
       echo "link set v$ID$h master $BR up"; done < "$DIR/names"; } | ip -batch -
   while read -r h; do
-    printf 'link set lo up\naddr add %s/'"$mask"' dev eth0\nlink set eth0 up\nroute add default via %s.254\n' "$(cat "$DIR/$h/ip")" "$NET" | ip -n "$ID-$h" -batch -
+    printf 'link set lo up\naddr add %s/24 dev eth0\nlink set eth0 up\nroute add default via %s.254\n' "$(cat "$DIR/$h/ip")" "$NET" | ip -n "$ID-$h" -batch -
   done < "$DIR/names"
   while read -r h; do boot "$h"; done < "$DIR/names"
   wait_ready $(print_names)
