@@ -359,7 +359,7 @@ impl ControllerCore {
             }
             ControllerInput::Hosts { added, listed } => self.update_roster(now, added, &listed),
             ControllerInput::Evicted(host) => self.handle_eviction(host),
-            ControllerInput::Relays(relays) => self.record_relays(relays),
+            ControllerInput::InnerHosts(changes) => self.record_inner_hosts(changes),
             ControllerInput::StartStep(host, step) => self.handle_start_step(now, host, step),
             ControllerInput::JournalTaken(_) | ControllerInput::Tick => {}
         }

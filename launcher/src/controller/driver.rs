@@ -7,12 +7,12 @@ mod event_loop;
 mod exec_commands;
 mod execute_actions;
 mod finish;
+mod inner_hosts;
 mod job_changes;
 mod loop_event;
 mod memo;
 mod mlflow;
 mod pause;
-mod relays;
 mod start_attempt;
 mod status;
 mod takeover;
@@ -228,7 +228,7 @@ struct ControllerDriver {
     /// The agents on other hosts that were asked to end and whose control streams have not ended.
     released: HashSet<AgentId>,
     /// The hosts whose messages come through the agent of another host, and that host.
-    relays: HashMap<HostIndex, HostIndex>,
+    inner_hosts: HashMap<HostIndex, HostIndex>,
     /// The hosts whose agents have messages waiting because the queues of the agents are full.
     backlogged: HashSet<HostIndex>,
     /// Inputs of the controller's state machine that follow from the actions that it has requested.
@@ -345,7 +345,7 @@ impl ControllerDriver {
             evictions: mpsc::channel(INBOX_CAPACITY),
             earlier: Duration::ZERO,
             agents: HashMap::new(),
-            relays: HashMap::new(),
+            inner_hosts: HashMap::new(),
             released: HashSet::new(),
             backlogged: HashSet::new(),
             pending_inputs: VecDeque::new(),

@@ -68,7 +68,7 @@ pub(crate) enum ControllerInput {
     Evicted(HostIndex),
     /// The ways through the tree of agents have changed. Holds each host whose messages now come
     /// through the agent of another host, or through none (`None`).
-    Relays(Vec<(HostIndex, Option<HostIndex>)>),
+    InnerHosts(Vec<(HostIndex, Option<HostIndex>)>),
     /// Time passed, and a deadline may be due.
     Tick,
 }

@@ -37,7 +37,7 @@ pub(super) struct HostState {
     pub(super) last_heard: Duration,
     /// The host whose agent is connected with the controller and passes on the messages of this
     /// host's agent; `None` if this agent is connected with the controller itself.
-    pub(super) relay: Option<HostIndex>,
+    pub(super) inner_host: Option<HostIndex>,
     /// The most recent step of the agent's start that the transport has reported; `None` if it has
     /// reported no step.
     pub(super) start_step: Option<StartStep>,

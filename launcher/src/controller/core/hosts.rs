@@ -20,7 +20,7 @@ use protocol::{
 use std::{cmp::Reverse, time::Duration};
 
 /// How often a host's lease is checked while the host that passes on its messages is silent, too.
-const RELAY_CHECKS_PER_LEASE: u32 = 10;
+const CHECKS_PER_EXTENDED_LEASE: u32 = 10;
 
 impl ControllerCore {
     /// Returns how long the agent of a host may be silent in its present state. Returns `None` if
@@ -455,8 +455,8 @@ impl ControllerCore {
                 self.schedule_lease_check(id);
                 continue;
             }
-            if self.is_behind_silent_relay(now, id, lease) {
-                self.schedule_lease_check_at(id, now + lease / RELAY_CHECKS_PER_LEASE);
+            if self.is_behind_silent_host(now, id, lease) {
+                self.schedule_lease_check_at(id, now + lease / CHECKS_PER_EXTENDED_LEASE);
                 continue;
             }
             let seconds = lease.as_secs();
@@ -473,25 +473,25 @@ impl ControllerCore {
 
     /// Returns whether a host may be silent only because the host that passes on its messages is
     /// silent. The latter is then the lost one. The former has another lease to find another way.
-    fn is_behind_silent_relay(&self, now: Duration, id: HostIndex, lease: Duration) -> bool {
-        self.hosts[id].relay.and_then(|relay| self.hosts.get(relay)).is_some_and(|relay| {
-            relay.agent == AgentConnectionState::Joined && now > relay.last_heard + lease / 2
+    fn is_behind_silent_host(&self, now: Duration, id: HostIndex, lease: Duration) -> bool {
+        self.hosts[id].inner_host.and_then(|inner| self.hosts.get(inner)).is_some_and(|inner| {
+            inner.agent == AgentConnectionState::Joined && now > inner.last_heard + lease / 2
         })
     }
 
     /// Records through which hosts the messages of hosts arrive.
-    pub(super) fn record_relays(&mut self, relays: Vec<(HostIndex, Option<HostIndex>)>) {
-        for (id, relay) in relays {
+    pub(super) fn record_inner_hosts(&mut self, changes: Vec<(HostIndex, Option<HostIndex>)>) {
+        for (id, inner_host) in changes {
             if let Some(host) = self.hosts.get_mut(id) {
-                host.relay = relay.filter(|relay| *relay != id);
+                host.inner_host = inner_host.filter(|inner| *inner != id);
             }
         }
     }
 
     /// Renews the leases of the hosts whose messages the agent of a lost host has passed on.
     fn renew_leases_behind(&mut self, now: Duration, lost: HostIndex) {
-        for host in self.hosts.iter_mut().filter(|host| host.relay == Some(lost)) {
-            (host.relay, host.last_heard) = (None, now);
+        for host in self.hosts.iter_mut().filter(|host| host.inner_host == Some(lost)) {
+            (host.inner_host, host.last_heard) = (None, now);
         }
     }
 

@@ -272,7 +272,7 @@ fn the_limit_of_the_first_message_counts_from_the_turn_of_the_host() {
 #[test]
 fn the_silence_of_a_host_behind_a_silent_host_does_not_count() {
     let mut harness = CoreHarness::with_running_workers(3, 1, true);
-    harness.feed_input(ControllerInput::Relays(vec![(1, Some(0))]));
+    harness.feed_input(ControllerInput::InnerHosts(vec![(1, Some(0))]));
     harness.now = millis(10);
     harness.send_from_agent(0, FromAgent::Heartbeat);
     harness.now = AGENT_LEASE - millis(100);
@@ -290,7 +290,7 @@ fn the_silence_of_a_host_behind_a_silent_host_does_not_count() {
 #[test]
 fn a_host_behind_a_live_host_is_lost_after_its_lease() {
     let mut harness = CoreHarness::with_running_workers(2, 1, true);
-    harness.feed_input(ControllerInput::Relays(vec![(1, Some(0))]));
+    harness.feed_input(ControllerInput::InnerHosts(vec![(1, Some(0))]));
     harness.now = AGENT_LEASE;
     harness.send_from_agent(0, FromAgent::Heartbeat);
     let actions = harness.tick_at(AGENT_LEASE + millis(1));

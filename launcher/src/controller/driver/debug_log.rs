@@ -45,8 +45,8 @@ pub(super) fn log_input(input: &ControllerInput) {
         }
         ControllerInput::JournalTaken(_) => info!(target: "controller::journal", "took over journal"),
         ControllerInput::Evicted(host) => info!(target: "controller::lease", host, "lost agent has ended"),
-        ControllerInput::Relays(relays) => {
-            debug!(target: "controller::lease", ?relays, "ways through the tree of agents changed");
+        ControllerInput::InnerHosts(changes) => {
+            debug!(target: "controller::lease", ?changes, "ways through the tree of agents changed");
         }
         ControllerInput::Tick => trace!(target: "controller", "tick"),
     }

@@ -65,7 +65,7 @@ impl ControllerDriver {
             if Instant::now() >= journal_tick {
                 journal_tick = Instant::now() + JOURNAL_INTERVAL;
                 self.write_status();
-                self.update_relays();
+                self.update_inner_hosts();
                 self.emit_mlflow_notices();
                 let notice = self.journal.as_mut().and_then(|journal| journal.tick());
                 notice.into_iter().for_each(|notice| match self.is_adopting {
@@ -193,7 +193,7 @@ impl ControllerDriver {
             ended: None,
         };
         self.agents.insert(host, agent);
-        self.relays.retain(|_, relay| *relay != host);
+        self.inner_hosts.retain(|_, inner_host| *inner_host != host);
     }
 
     /// Moves messages that wait because the queue of their agent was full into that queue, as far
