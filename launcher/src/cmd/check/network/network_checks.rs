@@ -202,8 +202,7 @@ impl Comparison<'_> {
                 };
                 let error = error.map_or_else(String::new, |error| format!(": {error}"));
                 let found = format!("{subject} {count} of {}{error}", format_count(count, "host"));
-                let help = "open the ports between the hosts (firewall), or correct the route";
-                CheckResult::failed("reachability", codes::PEER_UNREACHABLE, found, help)
+                CheckResult::failed("reachability", codes::PEER_UNREACHABLE, found, UNREACHABLE_HELP)
             }
             Property::Rate if values.iter().all(|(pair, _)| self.loses_large_packets(*pair)) => {
                 let found = format!(
@@ -284,8 +283,7 @@ impl Comparison<'_> {
                 let error = direction.and_then(|direction| direction.errors.first());
                 let error = error.map_or_else(String::new, |error| format!(": {error}"));
                 let found = format!("{from} cannot connect to {to}{error}; {reason}");
-                let help = "open the ports between the hosts (firewall), or correct the route";
-                CheckResult::failed(NETWORK, codes::PEER_UNREACHABLE, found, help)
+                CheckResult::failed(NETWORK, codes::PEER_UNREACHABLE, found, UNREACHABLE_HELP)
             }
             Property::Rate if self.loses_large_packets(pair) => {
                 let found = format!("large packets from {from} to {to} vanish, small ones arrive; {reason}");
@@ -316,6 +314,8 @@ impl Comparison<'_> {
     }
 }
 
+/// The advice for a host that cannot be reached.
+const UNREACHABLE_HELP: &str = "open the ports between the hosts (firewall), or correct the route";
 /// The advice for a host or path that is slow.
 const SLOW_HELP: &str =
     "check the cable, the port and the switch; look for errors in `ip -s link` and `ethtool -S`";
