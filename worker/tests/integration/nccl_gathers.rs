@@ -7,7 +7,7 @@ use comm::{
     nccl::{EqualParts, NcclComm, NcclLibrary},
 };
 use device::{Buf, Cuda, Dtype, Storage, ops::NORM_BLOCK_LEN};
-use jobspec::{ModelSpec, Precision, TrainSpec};
+use jobspec::{Precision, TrainSpec};
 use std::{sync::Arc, time::Duration};
 use worker::{
     expert_layout::build_units_with_experts, model::build_model, params::ParamUnit,
@@ -22,19 +22,7 @@ const MAX_GATHERED: usize = 8 << 20;
 /// Returns the parameter units of a model with the given sizes: vocabulary, hidden size, size of
 /// the MLP, layers, heads, heads of keys.
 fn build_units(family: &str, sizes: [u32; 6], tied: bool) -> Vec<ParamUnit> {
-    let spec = ModelSpec {
-        family: family.into(),
-        vocab_size: sizes[0],
-        hidden_size: sizes[1],
-        intermediate_size: sizes[2],
-        num_hidden_layers: sizes[3],
-        num_attention_heads: sizes[4],
-        num_key_value_heads: sizes[5],
-        head_dim: sizes[1] / sizes[4],
-        max_position_embeddings: 1024,
-        tie_word_embeddings: tied,
-        ..create_odd_sized_model()
-    };
+    let spec = create_sized_model(family, sizes, tied, 1024);
     build_units_with_experts(&build_model(&spec, 1024).unwrap(), None)
 }
 

@@ -1,5 +1,5 @@
 // Estimated durations of GPU work for the virtual clock (timeline.hpp). docs/design/cuda.md
-// describes the estimates and their sources.
+// describes the estimates, and which of them are measured.
 #pragma once
 #include <algorithm>
 #include <cmath>

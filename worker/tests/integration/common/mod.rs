@@ -32,6 +32,24 @@ use worker::{
 /// The digest of the synthetic training data, which tests store in checkpoints and resume with.
 pub(crate) const SYNTHETIC_DATA_DIGEST: &str = "synthetic";
 
+/// Creates the `train.model` section of a dense model with these sizes: vocabulary, hidden size,
+/// size of the MLP, layers, heads, heads of keys.
+pub(crate) fn create_sized_model(family: &str, sizes: [u32; 6], tied: bool, positions: u32) -> ModelSpec {
+    ModelSpec {
+        family: family.into(),
+        vocab_size: sizes[0],
+        hidden_size: sizes[1],
+        intermediate_size: sizes[2],
+        num_hidden_layers: sizes[3],
+        num_attention_heads: sizes[4],
+        num_key_value_heads: sizes[5],
+        head_dim: sizes[1] / sizes[4],
+        max_position_embeddings: positions,
+        tie_word_embeddings: tied,
+        ..create_odd_sized_model()
+    }
+}
+
 /// Creates the `train.model` section of a tiny Llama. The sizes are no multiples of any number of
 /// ranks or vector width.
 pub(crate) fn create_odd_sized_model() -> ModelSpec {

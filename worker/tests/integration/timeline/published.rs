@@ -64,19 +64,7 @@ const CASES: [Case; 27] = [
 ];
 
 fn create_spec((_, (family, sizes, tied), world, stage, batch, settings): Case) -> TrainSpec {
-    let model = ModelSpec {
-        family: family.into(),
-        vocab_size: sizes[0],
-        hidden_size: sizes[1],
-        intermediate_size: sizes[2],
-        num_hidden_layers: sizes[3],
-        num_attention_heads: sizes[4],
-        num_key_value_heads: sizes[5],
-        head_dim: sizes[1] / sizes[4],
-        max_position_embeddings: batch[2],
-        tie_word_embeddings: tied,
-        ..create_odd_sized_model()
-    };
+    let model = create_sized_model(family, sizes, tied, batch[2]);
     let global = batch[0] * batch[1] * world as u32;
     TrainSpec {
         precision: Precision::Bf16,
