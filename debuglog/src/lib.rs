@@ -1,4 +1,4 @@
-//! Crate `debuglog`: the debug log of a process, which explains its decisions.
+//! Crate `debuglog`: a log for developers that explains the decisions of a process.
 //!
 //! Modules record events and spans with the macros of crate `tracing`. [`start`] selects which of
 //! them are logged, and [`open_file`] opens the file of the process. Logging never blocks the

@@ -18,20 +18,22 @@ use tracing_subscriber::fmt::MakeWriter;
 /// The size limit of a log file, in bytes. A full file is renamed to `NAME.1`, which replaces an
 /// older one.
 pub const MAX_FILE_BYTES: u64 = 8 << 20;
-/// The number of lines that may wait for the thread that writes the file, and the number of lines
-/// that are collected before a file is open. Further lines are dropped.
+/// The largest number of lines that wait in memory, in the queue of the thread that writes the file
+/// or, before a file is open, in the list of collected lines. Further lines are dropped.
 const QUEUE_LINES: usize = 1024;
 /// How long a process that is about to end waits until its queued log lines are written.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A request to the thread that writes the log file.
+/// A request to the thread that writes the log file: write a line, or report that all lines are
+/// written.
 enum Request {
     Line(Vec<u8>),
     /// Asks the thread for an answer as soon as all earlier lines are written.
     Flush(SyncSender<()>),
 }
 
-/// Where log lines are stored until they are written to the file.
+/// The place where log lines wait until they are written to the file: a list, or the queue of the
+/// thread that writes the file.
 enum Destination {
     /// The collected lines, while no file is open yet.
     Memory(Vec<Vec<u8>>),
@@ -147,8 +149,8 @@ impl CappedFile {
         Ok(CappedFile { path: path.to_owned(), file, bytes, max_bytes })
     }
 
-    /// Appends a line. If the file would exceed its limit, renames it and begins a new file.
-    /// Ignores errors, because a full disk must not end the process.
+    /// Appends a line to the log file. If the file would exceed its limit, renames it and begins a
+    /// new file. Ignores errors, because a full disk must not end the process.
     fn write_line(&mut self, line: &[u8]) {
         if self.bytes > 0 && self.bytes + line.len() as u64 > self.max_bytes {
             let mut older = self.path.clone().into_os_string();
@@ -188,7 +190,7 @@ impl<'a> MakeWriter<'a> for LineSink {
     }
 }
 
-/// Prints a line of the debug log on the terminal.
+/// A function that prints a line of the debug log on the terminal.
 pub type PrintLine = fn(&str);
 
 /// Prints log lines on the terminal.

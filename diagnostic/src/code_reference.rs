@@ -3,7 +3,7 @@
 use crate::{Category, Code, codes};
 use std::fmt::Write;
 
-/// The width at which the paragraphs of docs/errors.md are wrapped, in characters.
+/// The line width at which the paragraphs of docs/errors.md are wrapped, in characters.
 const WIDTH: usize = 100;
 
 /// Renders the explanation of one diagnostic code as Markdown: a heading, the summary, the exit

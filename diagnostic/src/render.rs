@@ -138,7 +138,8 @@ fn render_with_source(diagnostic: &Diagnostic, location: &Location, color: bool)
     format!("{}\n", renderer.render(&[group]))
 }
 
-/// Replaces unprintable characters in the texts of a location. The columns stay the same.
+/// Replaces unprintable characters in the file name and source line of a location. The columns stay
+/// the same.
 fn filter_location(location: &Location) -> Location {
     match location {
         Location::File { file } => Location::File { file: filter_line(file) },

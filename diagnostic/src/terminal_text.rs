@@ -8,9 +8,9 @@ const REPLACEMENT: char = char::REPLACEMENT_CHARACTER;
 /// The control sequence that ends all colors.
 const COLOR_RESET: &str = "\x1b[0m";
 
-/// Returns whether `c` controls the terminal or the layout of text. Such characters are control
-/// characters (C0, DEL and C1, including line breaks and tabs), line separators, bidirectional
-/// controls, deprecated format controls, annotations and tags.
+/// Returns whether `c` is a control character, or changes the direction or layout of text. Such
+/// characters are control characters (C0, DEL and C1, including line breaks and tabs), line
+/// separators, bidirectional controls, deprecated format controls, annotations and tags.
 pub fn is_unprintable(c: char) -> bool {
     c.is_control()
         || matches!(c,

@@ -37,7 +37,7 @@ unsafe impl GlobalAlloc for LimitedAllocator {
 #[global_allocator]
 static ALLOCATOR: LimitedAllocator = LimitedAllocator;
 
-/// A function that gives its input to a parser and ignores the result.
+/// A fuzz target, which is a function that passes its input to a parser and ignores the result.
 type Target = fn(&[u8]);
 
 /// The fuzz targets, each with its name. `fuzz/run` reads the names from these lines.
@@ -82,13 +82,13 @@ const TARGETS: [(&str, Target); 38] = [
     ("tokenizer", |bytes| drop(worker::untrusted::interpret_tokenizer(bytes))),
 ];
 
-/// The target that `FUZZ_TARGET` names.
+/// The fuzz target whose name is in the environment variable `FUZZ_TARGET`.
 static TARGET: LazyLock<Target> = LazyLock::new(|| {
     let name = env::var("FUZZ_TARGET").expect("FUZZ_TARGET names a target");
     TARGETS.iter().find(|(target, _)| *target == name).expect("a name of TARGETS").1
 });
 
-/// Performs a task other than fuzzing if this process was started for one, and then ends the
+/// If this process was started for a task other than fuzzing, performs the task and ends the
 /// process. The tasks are the sandbox process, which has no environment variables, and `write-seeds
 /// DIR`, which writes the seeds that are not files of a corpus.
 fn run_other_role() {

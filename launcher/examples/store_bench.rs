@@ -45,9 +45,9 @@ fn main() -> BenchResult<()> {
     Ok(())
 }
 
-/// Connects `clients` clients to the store at `address` and runs them to their end. Returns the
-/// seconds until all clients have connected, until all have passed the barrier, and until all have
-/// read the key.
+/// Connects `clients` clients to the store at `address`, and waits until all of them have ended.
+/// Returns the seconds until all clients have connected, until all have passed the barrier, and
+/// until all have read the key.
 async fn run_clients(clients: u32, address: String) -> BenchResult<[f64; 3]> {
     let start = Instant::now();
     let mut connecting = JoinSet::new();
@@ -97,8 +97,8 @@ async fn connect(address: String, client: u32) -> BenchResult<TcpStream> {
     Ok(stream)
 }
 
-/// Waits until all clients have arrived at a barrier, which is built from ADD and WAIT requests as
-/// in torch. The last client to arrive SETs the key for which all clients wait.
+/// Waits until all clients have arrived at a barrier, which uses ADD and WAIT requests as torch
+/// does. The last client to arrive SETs the key for which all clients wait.
 async fn pass_barrier(mut stream: TcpStream, clients: u32) -> BenchResult<TcpStream> {
     let add = [&[4][..], &encode_text("/count"), &1i64.to_le_bytes()].concat();
     stream.write_all(&add).await?;
@@ -126,8 +126,8 @@ async fn read_key(mut stream: TcpStream) -> BenchResult<()> {
     Ok(())
 }
 
-/// Finds the process that listens at the port `port` of this network namespace. Returns the path of
-/// its `/proc/PID/stat`.
+/// Finds the process that listens at the port `port` of this machine. Returns the path of its
+/// `/proc/PID/stat`.
 fn find_listener(port: u16) -> BenchResult<PathBuf> {
     const LISTENS: &str = "0A";
     for table in ["/proc/self/net/tcp", "/proc/self/net/tcp6"] {

@@ -1,16 +1,17 @@
-//! Decides which requests are answered: those with the token, for a name of this machine.
+//! Decides which HTTP requests to the dashboard are answered: those that contain its token and are
+//! addressed to a loopback name of this machine.
 use crate::request::Request;
 use std::io;
 use subtle::ConstantTimeEq;
 
-/// The number of random bytes of a token.
+/// The number of random bytes in the token of a dashboard.
 const TOKEN_BYTES: usize = 32;
 
 /// The secret that every request must contain. The text of a token consists of hexadecimal digits.
 #[derive(Clone)]
 pub(crate) struct Token(String);
 
-/// Why a request is not answered.
+/// The reason why a request to the dashboard is rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum AccessError {
     /// The request is for a host name that does not mean this machine. A page of another site
@@ -26,7 +27,7 @@ pub(crate) enum AccessError {
 }
 
 impl AccessError {
-    /// Returns the HTTP status of the answer.
+    /// Returns the HTTP status of the response to the rejected request.
     pub(crate) fn status(self) -> u16 {
         match self {
             AccessError::OtherHost | AccessError::OtherSite => 403,
@@ -47,12 +48,14 @@ impl Token {
         &self.0
     }
 
-    /// Compares the token with a text in a time that does not depend on the first difference.
+    /// Compares the token with a text in constant time, so that the duration reveals nothing about
+    /// the token.
     fn matches(&self, text: &str) -> bool {
         self.0.as_bytes().ct_eq(text.as_bytes()).into()
     }
 
-    /// Fails if a request must not be answered.
+    /// Fails if a request has no valid token, is addressed to another machine, or comes from a page
+    /// of another site.
     pub(crate) fn check(&self, request: &Request) -> Result<(), AccessError> {
         let host = request.host.as_deref().ok_or(AccessError::OtherHost)?;
         if !is_loopback_name(host) {

@@ -9,11 +9,11 @@ use std::{
 
 /// The number of bytes that one system call reads.
 const BUFFER_BYTES: usize = 256 << 10;
-/// The longest line in bytes. The content of a longer line is skipped, and the line counts as
-/// damaged.
+/// The largest length of a line that is read, in bytes. The content of a longer line is skipped,
+/// and the line counts as damaged.
 const MAX_LINE_BYTES: usize = 1 << 20;
 
-/// The lines of a file that may grow, and that another file may replace.
+/// A reader of the lines of a file that grows, and that may be replaced by another file.
 #[derive(Debug)]
 pub(crate) struct ChunkedLines {
     path: PathBuf,

@@ -1,4 +1,5 @@
-//! [`Dashboard`]: the runs that are shown, and those whose journals are read.
+//! [`Dashboard`]: the source of the runs that a dashboard shows, and the state of those whose
+//! journals are read.
 use crate::{
     run_source::{RunInfo, RunSource},
     tracked_run::TrackedRun,
@@ -12,7 +13,7 @@ use std::{
 /// The largest number of runs whose state is kept in memory. The runs that were not used for the
 /// longest time are dropped first.
 const MAX_TRACKED_RUNS: usize = 64;
-/// How long the list of runs is kept before the runs are listed again.
+/// How long a list of runs is reused before the runs are listed again.
 const LIST_LIFETIME: Duration = Duration::from_secs(2);
 /// The largest number of runs that are listed.
 const MAX_LISTED_RUNS: usize = 500;
@@ -20,7 +21,8 @@ const MAX_LISTED_RUNS: usize = 500;
 /// The state of a run, which several connections share.
 pub(crate) type SharedRun = Arc<Mutex<TrackedRun>>;
 
-/// The runs of a user, or one run, and the state of those that are shown.
+/// The data behind the pages of a dashboard: the source of runs, and the state of the runs that
+/// were shown recently.
 pub struct Dashboard {
     source: Box<dyn RunSource>,
     /// The list of runs and the time at which it was made.
@@ -35,7 +37,7 @@ impl std::fmt::Debug for Dashboard {
     }
 }
 
-/// Locks a mutex, also after a panic of another thread that held the lock.
+/// Locks a mutex, even if another thread panicked while it held the lock.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -84,7 +86,8 @@ impl Dashboard {
         Some(shared)
     }
 
-    /// Reads the journal of a run until its end or until `limit` has passed, and returns its state.
+    /// Reads the journal of a run until its end or until `limit` has passed, and returns the state
+    /// of the run.
     pub(crate) fn load_run(&self, run: &str, limit: Duration) -> Option<SharedRun> {
         let (shared, end) = (self.find_run(run)?, Instant::now() + limit);
         while !lock(&shared).refresh(self.source()) && Instant::now() < end {}

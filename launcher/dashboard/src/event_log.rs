@@ -3,12 +3,12 @@ use serde::Serialize;
 use serde_json::Value;
 use std::collections::VecDeque;
 
-/// The largest number of events that are kept.
+/// The largest number of events of a run that are kept.
 const MAX_EVENTS: usize = 1000;
 /// The largest size of all kept events, in bytes of their JSON.
 const MAX_BYTES: usize = 4 << 20;
 
-/// An event with its number.
+/// An event of a run, numbered in the order of the log.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct NumberedEvent {
     /// The number of the event among those of the log, from 1.
@@ -44,7 +44,7 @@ impl EventLog {
         self.events.iter().filter(|event| event.number > number).collect()
     }
 
-    /// Returns the number of events that were added.
+    /// Returns the number of events that were ever added, including those that are no longer kept.
     pub(crate) fn count(&self) -> u64 {
         self.count
     }

@@ -15,7 +15,7 @@ const KIND_PREFIX_BYTES: usize = 64;
 /// The text by which a line with a `step` event is recognized.
 const STEP_KIND: &[u8] = br#""event":"step""#;
 
-/// The numbers of a `step` event, of which a journal may have millions.
+/// The values of a `step` event, such as the loss and the learning rate.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 pub(crate) struct StepNumbers {
     pub(crate) time: f64,
@@ -68,8 +68,8 @@ impl JournalLine {
     }
 }
 
-/// Shortens the texts, lists and objects in a value. `values_left` is the number of values that may
-/// still be kept.
+/// Shortens the long texts, lists and objects in a JSON value. `values_left` is the number of
+/// values that may still be kept.
 pub(crate) fn limit_value(value: Value, values_left: &mut usize) -> Value {
     *values_left = values_left.saturating_sub(1);
     if *values_left == 0 {

@@ -1,18 +1,18 @@
-//! The metrics of ranks, hosts and GPUs, from the newest measurements of a run.
+//! The metrics of ranks, hosts and GPUs, whose values are the newest measurements of a run.
 use protocol::{
     control::{GpuUsage, HostUsage, WorkerUsage},
     run_status::RunStatus,
     step_times::RankTimes,
 };
 
-/// A gauge that each rank, host or GPU of a run has.
+/// A metric of type gauge that each rank, host or GPU of a run has.
 pub(crate) struct LiveMetric {
     pub(crate) name: &'static str,
     pub(crate) help: &'static str,
     value: LiveValue,
 }
 
-/// The source of the values of a metric.
+/// The function that reads the value of a live metric from the measurements of a rank, host or GPU.
 enum LiveValue {
     /// A time of a rank in microseconds, summed over several steps. The metric is the mean per step
     /// in seconds.
@@ -25,8 +25,7 @@ enum LiveValue {
     Gpu(fn(&GpuUsage) -> Option<f64>),
 }
 
-/// The value of a metric, with the labels that distinguish it from others of the run, each with the
-/// text of its value.
+/// One value of a metric with its labels, such as the rank or host, as pairs of name and value.
 pub(crate) type Sample = (Vec<(&'static str, String)>, f64);
 
 const fn metric(name: &'static str, help: &'static str, value: LiveValue) -> LiveMetric {
@@ -140,7 +139,7 @@ pub(crate) const LIVE_METRICS: [LiveMetric; 22] = [
 ];
 
 impl LiveMetric {
-    /// Lists the values of the metric.
+    /// Lists the values of the metric for all ranks, hosts or GPUs of a run.
     pub(crate) fn list_samples(&self, status: &RunStatus) -> Vec<Sample> {
         let rank_label = |rank: u32| vec![("rank", rank.to_string())];
         let hosts = status

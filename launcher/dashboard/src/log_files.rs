@@ -29,7 +29,7 @@ const MAX_PATTERN_BYTES: usize = 256;
 /// The prefix of the files with the console output of ranks on other hosts.
 const STREAMED_PREFIX: &str = "streamed-";
 
-/// A part of a log.
+/// Consecutive lines of a log, with the position at which the next request continues.
 #[derive(Debug, Default, PartialEq, Serialize)]
 pub(crate) struct LogPart {
     /// Lines without unprintable characters.
@@ -75,15 +75,14 @@ pub(crate) fn list_logs(logs: &Path) -> BTreeMap<u32, PathBuf> {
     found
 }
 
-/// Returns the time since each rank last wrote to its log, for the first `limit` logs.
+/// Returns how long ago each rank wrote to its log, for the first `limit` logs.
 pub(crate) fn read_output_ages(logs: &Path, limit: usize) -> BTreeMap<u32, Duration> {
     let now = SystemTime::now();
     let age = |path: &Path| now.duration_since(fs::symlink_metadata(path).ok()?.modified().ok()?).ok();
     list_logs(logs).into_iter().take(limit).filter_map(|(rank, path)| Some((rank, age(&path)?))).collect()
 }
 
-/// Reads the end of a log or, if `position` is the identity and the end of an earlier part, the
-/// lines that were added since.
+/// Reads the end of a log, or only the lines that were added after `position`.
 pub(crate) fn read_log(
     source: &dyn RunSource,
     path: &Path,

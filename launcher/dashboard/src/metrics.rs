@@ -8,12 +8,12 @@ use crate::{
 };
 use std::{fmt::Write, time::Duration};
 
-/// The largest number of runs with metrics.
+/// The largest number of runs whose metrics are exported.
 const MAX_RUNS: usize = 32;
-/// How long the metrics of a run wait until its journal is read.
+/// How long a request for metrics waits until the journal of a run is read.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// A format of metrics.
+/// A text format in which metrics are exported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MetricsFormat {
     /// OpenMetrics 1.0, which Prometheus requests.
@@ -22,14 +22,14 @@ pub(crate) enum MetricsFormat {
     Prometheus,
 }
 
-/// The type of a metric.
+/// The type of a metric in Prometheus: a gauge or a counter.
 #[derive(Clone, Copy, PartialEq)]
 enum MetricType {
     Gauge,
     Counter,
 }
 
-/// A metric of a run.
+/// A metric that each run has, with the function that reads its value.
 struct Metric {
     /// The name without the suffix `_total` of counters.
     name: &'static str,
@@ -39,7 +39,7 @@ struct Metric {
     value: fn(&TrackedRun) -> Option<f64>,
 }
 
-/// The metrics of each run.
+/// The metrics that each run has.
 const METRICS: [Metric; 19] = [
     Metric {
         name: "launch_run_active",
@@ -158,7 +158,7 @@ const METRICS: [Metric; 19] = [
 ];
 
 impl MetricsFormat {
-    /// Returns the value of the header `Content-Type`.
+    /// Returns the value of the header `Content-Type` for metrics in this format.
     pub(crate) fn content_type(self) -> &'static str {
         match self {
             MetricsFormat::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
@@ -167,7 +167,7 @@ impl MetricsFormat {
     }
 }
 
-/// Formats the metrics of runs for a file that a node exporter reads.
+/// Formats the metrics of runs for a file that Prometheus's node exporter reads.
 pub fn format_textfile(dashboard: &Dashboard) -> String {
     format_metrics(dashboard, MetricsFormat::Prometheus)
 }
@@ -237,7 +237,7 @@ fn append_live_metrics(text: &mut String, runs: &[SharedRun]) {
     }
 }
 
-/// Escapes the value of a label.
+/// Escapes the special characters in the value of a label.
 fn escape_label(value: &str) -> String {
     let value: String =
         value.chars().map(|c| if c.is_control() && c != '\n' { '\u{fffd}' } else { c }).collect();

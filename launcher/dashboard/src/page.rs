@@ -1,10 +1,10 @@
-//! The page: its HTML, script and style are part of the executable.
+//! The page of the dashboard, whose HTML, script and style sheet are embedded in the executable.
 use crate::access::Token;
 
-/// The HTML of the page. `{head}` and `{body}` stand for the elements that load or contain the
-/// style, the script and the data.
+/// The HTML of the page of the dashboard. `{head}` and `{body}` stand for the elements that load or
+/// contain the style, the script and the data.
 const HTML: &str = include_str!("page/index.html");
-/// The script of the page: its files in one function, so that no name is visible outside. All texts
+/// The JavaScript of the page, wrapped in one function so that its names are not global. All texts
 /// from runs are written as text nodes, never as markup.
 pub(crate) const SCRIPT: &str = concat!(
     "\"use strict\";\n(() => {\n",
@@ -20,9 +20,9 @@ pub(crate) const SCRIPT: &str = concat!(
     include_str!("page/page.js"),
     "})();\n",
 );
-/// The style of the page.
+/// The style sheet (CSS) of the page.
 pub(crate) const STYLE: &str = include_str!("page/style.css");
-/// The icon of the page.
+/// The icon of the page, as SVG.
 pub(crate) const ICON: &str = include_str!("page/favicon.svg");
 
 /// Formats the page that loads its files and its data from the server.
@@ -49,7 +49,7 @@ pub(crate) fn format_static_page(nonce: &str, data: &str) -> String {
     fill(&head, &body)
 }
 
-/// Inserts elements into the page.
+/// Inserts elements into the head and the body of the HTML of the page.
 fn fill(head: &str, body: &str) -> String {
     let (before, rest) = HTML.split_once("{head}").unwrap_or((HTML, ""));
     let (middle, after) = rest.split_once("{body}").unwrap_or((rest, ""));

@@ -10,7 +10,7 @@ const MAX_HOSTS: usize = 4096;
 /// The longest name of a host that is kept, in bytes.
 const MAX_HOST_BYTES: usize = 256;
 
-/// What a rank does, as far as the events show.
+/// What a rank does, according to the events of the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RankState {
     /// The rank is being started.
@@ -26,7 +26,7 @@ pub enum RankState {
 }
 
 impl RankState {
-    /// Returns the letter of the state in the text that the page gets.
+    /// Returns the letter that stands for the state in the JSON of the page.
     fn letter(self) -> char {
         match self {
             RankState::Starting => 's',
@@ -38,7 +38,7 @@ impl RankState {
     }
 }
 
-/// A host and its ranks.
+/// A host and the ranks on it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct HostRow {
     pub(crate) host: String,
@@ -58,7 +58,7 @@ pub(crate) struct RankGrid {
     notices: BTreeMap<u32, u32>,
 }
 
-/// A grid as the page gets it.
+/// The rank grid in the JSON form that the page receives.
 #[derive(Debug, Serialize)]
 pub(crate) struct GridJson<'a> {
     world: u32,
@@ -72,13 +72,14 @@ pub(crate) struct GridJson<'a> {
 }
 
 impl RankGrid {
-    /// Begins an attempt with `world` workers on one host, whose name may be unknown.
+    /// Resets the grid for a new attempt with `world` workers on one host, whose name may be
+    /// unknown.
     pub(crate) fn place_on_one_host(&mut self, world: u32, host: &str) {
         self.place(world, &[host.to_owned()], &[world]);
     }
 
-    /// Begins an attempt with `world` workers. `workers` is the number of workers of each host. If
-    /// it does not match `hosts`, all ranks are in one row, which names all hosts.
+    /// Resets the grid for a new attempt with `world` workers. `workers` is the number of workers
+    /// of each host. If it does not match `hosts`, all ranks are in one row, which names all hosts.
     pub(crate) fn place(&mut self, world: u32, hosts: &[String], workers: &[u32]) {
         self.world = world;
         self.states = vec![RankState::Starting; world.min(MAX_RANKS) as usize];
@@ -119,15 +120,15 @@ impl RankGrid {
         self.states.iter_mut().filter(|state| **state != RankState::Failed).for_each(|state| *state = end);
     }
 
-    /// Records a message of a rank.
+    /// Counts a message that a rank reported.
     pub(crate) fn record_notice(&mut self, rank: u32) {
         if rank < MAX_RANKS {
             *self.notices.entry(rank).or_default() += 1;
         }
     }
 
-    /// Returns the grid as the page gets it. `output_ages` is the time since the last output of
-    /// each rank with a log.
+    /// Returns the grid in the JSON form that the page receives. `output_ages` is the time since
+    /// the last output of each rank with a log.
     pub(crate) fn to_json(&self, output_ages: &BTreeMap<u32, Duration>) -> GridJson<'_> {
         GridJson {
             world: self.world,
@@ -155,7 +156,7 @@ impl RankGrid {
         self.hosts.len()
     }
 
-    /// Counts the ranks in a state.
+    /// Counts the ranks that are in the state `state`.
     pub(crate) fn count(&self, state: RankState) -> usize {
         self.states.iter().filter(|s| **s == state).count()
     }

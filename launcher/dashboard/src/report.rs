@@ -1,4 +1,4 @@
-//! Writes the page with the data of runs as one HTML file.
+//! Formats the page with the data of runs as one HTML file.
 use crate::{
     dashboard::{Dashboard, lock},
     log_files::{list_logs, read_log},
@@ -10,11 +10,11 @@ use std::{io, time::Duration};
 
 /// The largest number of runs in a report.
 pub const MAX_REPORT_RUNS: usize = 4;
-/// How long a report waits until the journal of a run is read.
+/// How long the creation of a report waits until the journal of a run is read.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
 /// The largest number of ranks whose logs are in a report.
 const MAX_LOGS: usize = 16;
-/// The number of bytes of a nonce.
+/// The number of random bytes in the nonce that allows browsers to run the script of a report.
 const NONCE_BYTES: usize = 16;
 
 /// Formats a report about the runs with these IDs: an HTML file that needs no other file. Fails if
@@ -32,7 +32,8 @@ pub fn write_report(dashboard: &Dashboard, runs: &[String]) -> io::Result<String
     Ok(format_static_page(&nonce, &data))
 }
 
-/// Collects the data of a run and the ends of its logs. The logs of failed ranks come first.
+/// Collects the data of a run and the last lines of its logs, as JSON. The logs of failed ranks
+/// come first.
 fn collect_run(dashboard: &Dashboard, run: &str) -> io::Result<Value> {
     let missing = || io::Error::new(io::ErrorKind::NotFound, format!("there is no run {run}"));
     let shared = dashboard.load_run(run, LOAD_TIMEOUT).ok_or_else(missing)?;

@@ -8,7 +8,7 @@ const MAX_HEADERS: usize = 64;
 /// The largest number of parameters of a query.
 const MAX_PARAMETERS: usize = 32;
 
-/// A request for a path.
+/// The path, query parameters and relevant headers of an HTTP request.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Request {
     pub(crate) method: String,
@@ -38,7 +38,8 @@ pub(crate) enum RequestError {
 }
 
 impl Request {
-    /// Parses the head of a request. Returns `None` if the head is incomplete.
+    /// Parses the head (request line and headers) of an HTTP request. Returns `None` if the head is
+    /// incomplete.
     pub(crate) fn parse(head: &[u8]) -> Result<Option<Request>, RequestError> {
         let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
         let mut parsed = httparse::Request::new(&mut headers);
@@ -65,7 +66,7 @@ impl Request {
         Ok(Some(request))
     }
 
-    /// Records a header. `name` is in lower case.
+    /// Records the value of a header that the dashboard uses. `name` is in lower case.
     fn add_header(&mut self, name: &str, value: &str) -> Result<(), RequestError> {
         let single = match name {
             "host" => &mut self.host,
@@ -105,7 +106,7 @@ impl Request {
     }
 }
 
-/// Splits the target of a request into path and query.
+/// Splits the target of a request (`/path?query`) into path and query.
 fn split_target(target: &str) -> (&str, &str) {
     target.split_once('?').unwrap_or((target, ""))
 }
@@ -120,7 +121,7 @@ fn parse_query(query: &str) -> Vec<(String, String)> {
     pairs.map(split).collect()
 }
 
-/// Decodes `%XX` and `+` of a query. Replaces bytes that are not UTF-8 by U+FFFD.
+/// Decodes `%XX` and `+` in a text of the query. Replaces bytes that are not UTF-8 by U+FFFD.
 fn decode(text: &str) -> String {
     let (mut bytes, mut rest) = (Vec::with_capacity(text.len()), text.as_bytes());
     while let Some((first, tail)) = rest.split_first() {

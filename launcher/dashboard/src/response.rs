@@ -1,10 +1,11 @@
 //! [`Response`]: an answer with the headers that protect the page.
 
-/// What browsers may load: only files of this server.
+/// The value of the header `Content-Security-Policy`, which allows browsers to load only files of
+/// this server.
 const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; \
                                        img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
-/// An answer to a request.
+/// An HTTP response to a request.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Response {
     pub(crate) status: u16,
@@ -17,13 +18,13 @@ impl Response {
         Response { status: 200, content_type, body: body.into() }
     }
 
-    /// Creates an answer that a request failed, with a line of text.
+    /// Creates a response that reports an error, with `message` as its text.
     pub(crate) fn error(status: u16, message: impl std::fmt::Display) -> Response {
         let body = format!("{message}\n").into_bytes();
         Response { status, content_type: "text/plain; charset=utf-8", body }
     }
 
-    /// Creates an answer with a value as JSON.
+    /// Creates a response whose body is `value` as JSON.
     pub(crate) fn json(value: &impl serde::Serialize) -> Response {
         match serde_json::to_vec(value) {
             Ok(body) => Response::new("application/json", body),
@@ -31,7 +32,8 @@ impl Response {
         }
     }
 
-    /// Formats the head of the answer. Without `length`, the body ends with the connection.
+    /// Formats the head (status line and headers) of the response. Without `length`, the body ends
+    /// with the connection.
     pub(crate) fn format_head(status: u16, content_type: &str, length: Option<usize>) -> String {
         let reason = match status {
             200 => "OK",

@@ -1,4 +1,4 @@
-//! Answers requests that have passed the checks of access.
+//! Answers the HTTP requests that have passed the access check.
 use crate::{
     access::Token,
     dashboard::{Dashboard, lock},
@@ -11,10 +11,11 @@ use crate::{
 use serde_json::json;
 use std::collections::BTreeMap;
 
-/// The path of the stream of events, which the server answers itself.
+/// The path of the stream of server-sent events, which the server module answers.
 pub(crate) const STREAM_PATH: &str = "/api/stream";
 
-/// Answers a request. Reads files, so the caller must be allowed to block.
+/// Answers a request with the page, a file of the page, metrics, runs or logs. Reads files, so the
+/// caller must be allowed to block.
 pub(crate) fn answer(dashboard: &Dashboard, token: &Token, request: &Request) -> Response {
     match request.path.as_str() {
         "/" | "/index.html" => Response::new("text/html; charset=utf-8", page::format_live_page(token)),
@@ -34,7 +35,7 @@ pub(crate) fn answer(dashboard: &Dashboard, token: &Token, request: &Request) ->
     }
 }
 
-/// Lists the ranks with a log on this machine.
+/// Answers with the list of the ranks that have a log on this machine.
 fn answer_logs(dashboard: &Dashboard, request: &Request) -> Response {
     match find_logs(dashboard, request) {
         Some(logs) => Response::json(&logs.keys().collect::<Vec<_>>()),
@@ -42,7 +43,7 @@ fn answer_logs(dashboard: &Dashboard, request: &Request) -> Response {
     }
 }
 
-/// Answers with the end of a rank's log, or with what was added since an earlier answer.
+/// Answers with the end of a rank's log, or with the lines that were added since an earlier answer.
 fn answer_log(dashboard: &Dashboard, request: &Request) -> Response {
     let number = |name: &str| request.parameter(name).and_then(|value| value.parse::<u64>().ok());
     let rank = number("rank").and_then(|rank| u32::try_from(rank).ok());
@@ -66,7 +67,7 @@ fn answer_search(dashboard: &Dashboard, request: &Request) -> Response {
     }
 }
 
-/// Lists the logs of the run that a request names.
+/// Lists the log files of the run that a request names, by rank.
 fn find_logs(dashboard: &Dashboard, request: &Request) -> Option<BTreeMap<u32, std::path::PathBuf>> {
     let run = dashboard.find_run(request.parameter("run")?)?;
     let directory = lock(&run).info.run_dir.join("logs");

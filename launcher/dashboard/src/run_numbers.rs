@@ -1,8 +1,10 @@
-//! [`RunNumbers`]: the current numbers of a run, which the page, the metrics and the terminal show.
+//! [`RunNumbers`]: the progress of a run, such as its step and loss, which the page, the metrics
+//! and the terminal show.
 use serde::Serialize;
 use serde_json::Value;
 
-/// The current numbers of a run. A number is `None` until an event has it.
+/// The progress and the newest values of a run, such as its step, loss and throughput. A number is
+/// `None` until an event has it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub(crate) struct RunNumbers {
     /// The number of optimizer steps that are done.
@@ -39,7 +41,7 @@ pub(crate) struct RunNumbers {
     pub(crate) damaged_lines: u64,
 }
 
-/// The numbers of a checkpoint.
+/// The step, size, duration and time of a saved checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(crate) struct CheckpointNumbers {
     pub(crate) step: u64,

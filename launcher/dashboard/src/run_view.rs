@@ -11,16 +11,16 @@ use serde::Serialize;
 use serde_json::Value;
 use std::collections::VecDeque;
 
-/// The largest number of marks of a run that are kept. The oldest are removed first.
+/// The largest number of curve marks of a run that are kept. The oldest are removed first.
 const MAX_MARKS: usize = 1000;
 
-/// The curves of a run. The order is that of the page.
+/// The names of the curves of a run. The order is that of the page.
 pub(crate) const SERIES_NAMES: [&str; SERIES] =
     ["loss", "eval_loss", "tokens_per_s", "step_s", "grad_norm", "lr", "peak_rss", "exposed_comm_s"];
-/// The number of curves.
+/// The number of curves of a run.
 pub(crate) const SERIES: usize = 8;
 
-/// A point of the curves at which something happened.
+/// A step of the curves at which something happened, such as a restart or a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct CurveMark {
     /// The kind of the mark: `restart`, `resume`, `checkpoint`, `reload` or `failure`.
@@ -29,7 +29,7 @@ pub(crate) struct CurveMark {
     time: f64,
 }
 
-/// The state of a run.
+/// The state of a run, as the lines of its journal describe it.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RunView {
     pub(crate) numbers: RunNumbers,
@@ -53,7 +53,7 @@ impl RunView {
         RunView { is_training, host: host.to_owned(), ..RunView::default() }
     }
 
-    /// Adds a line of the journal.
+    /// Updates the state with a line of the journal.
     pub(crate) fn add_line(&mut self, line: &[u8]) {
         if line.iter().all(u8::is_ascii_whitespace) && !line.is_empty() {
             return;
@@ -164,8 +164,8 @@ impl RunView {
         }
     }
 
-    /// Sets the state of the ranks at the start of an attempt. Programs do not report that they
-    /// have started.
+    /// Marks all ranks of a program as running at the start of an attempt. Programs do not report
+    /// that they have started.
     fn mark_started(&mut self) {
         if !self.is_training {
             self.grid.set_all(RankState::Running);

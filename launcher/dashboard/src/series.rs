@@ -1,17 +1,18 @@
-//! [`Series`]: a curve with a limited number of points, from which no extreme value is lost.
+//! [`Series`]: a curve that is reduced to a limited number of points, and keeps its extreme values.
 use serde::Serialize;
 
 /// The largest number of buckets of a series.
 pub(crate) const MAX_BUCKETS: usize = 1024;
 
-/// A value at an optimizer step.
+/// The value of a curve at one optimizer step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Point {
     pub(crate) step: u64,
     pub(crate) value: f64,
 }
 
-/// The points of consecutive steps, of which only four are kept.
+/// The points of a range of consecutive steps, of which at most four are kept: the first, the last,
+/// the smallest and the largest.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Bucket {
     /// The number of the bucket: its steps divided by the width of the series.
@@ -38,7 +39,7 @@ pub(crate) struct Series {
     generation: u64,
 }
 
-/// The part of a series that a reader does not have yet.
+/// The part of a series that a reader, such as the page, has not received yet.
 #[derive(Debug, PartialEq, Serialize)]
 pub(crate) struct SeriesUpdate {
     /// The generation of the series.
@@ -50,7 +51,8 @@ pub(crate) struct SeriesUpdate {
     buckets: Vec<Vec<f64>>,
 }
 
-/// How much of a series a reader has: the generation, and the number of buckets.
+/// How much of a series a reader has received: the generation (version of the earlier buckets), and
+/// the number of buckets.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct SeriesPosition {
     generation: u64,
@@ -68,7 +70,7 @@ impl Bucket {
         Bucket { index, first: point, last: point, min: point, max: point }
     }
 
-    /// Adds the points of a bucket whose points were added later than those of this bucket.
+    /// Merges into this bucket another one whose points were added later.
     fn merge(&mut self, later: &Bucket) {
         if later.first.step < self.first.step {
             self.first = later.first;
@@ -97,7 +99,7 @@ impl Bucket {
 }
 
 impl Series {
-    /// Adds a value. Ignores a value that is not finite.
+    /// Adds the value of the curve at a step. Ignores a value that is not finite.
     pub(crate) fn add(&mut self, step: u64, value: f64) {
         if !value.is_finite() {
             return;
@@ -113,7 +115,8 @@ impl Series {
         }
     }
 
-    /// Adds a bucket before the last one, which happens when a run repeats steps after a restart.
+    /// Adds a bucket before the last one, which is necessary when a run repeats steps after a
+    /// restart.
     fn add_earlier(&mut self, bucket: &Bucket) {
         self.generation += 1;
         match self.buckets.binary_search_by_key(&bucket.index, |b| b.index) {
@@ -122,7 +125,7 @@ impl Series {
         }
     }
 
-    /// Doubles the width of the buckets, and merges those that become one.
+    /// Doubles the width of the buckets, and merges each two that then cover the same steps.
     fn double_width(&mut self) {
         self.generation += 1;
         self.width = self.width.saturating_mul(2);
@@ -137,7 +140,7 @@ impl Series {
         self.buckets = merged;
     }
 
-    /// Returns the value at the largest step.
+    /// Returns the point with the largest step.
     #[cfg(test)]
     pub(crate) fn last(&self) -> Option<Point> {
         self.buckets.last().map(|bucket| bucket.last)
@@ -153,8 +156,8 @@ impl Series {
         self.buckets.iter().flat_map(Bucket::list_points).collect()
     }
 
-    /// Returns the buckets that a reader at `position` lacks, and moves `position` to the end.
-    /// Returns `None` if the series is empty.
+    /// Returns the buckets that a reader at `position` lacks, and moves `position` to the end of
+    /// the series. Returns `None` if the series is empty.
     pub(crate) fn take_update(&self, position: &mut SeriesPosition) -> Option<SeriesUpdate> {
         if self.buckets.is_empty() {
             return None;

@@ -21,25 +21,27 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// The largest number of connections. Further connections are closed.
+/// The largest number of connections that are served at the same time. Further connections are
+/// closed.
 const MAX_CONNECTIONS: usize = 64;
-/// The largest number of streams of events, so that connections for other requests remain.
+/// The largest number of event streams at the same time, which leaves connections for other
+/// requests.
 const MAX_STREAMS: usize = 32;
 /// The largest number of threads that read files.
 const MAX_THREADS: usize = 8;
 /// The time in which a client must send the head of a request.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
-/// The time in which a client must receive an answer, or a message of a stream.
+/// The time in which a client must receive a response, or a message of a stream.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(15);
 /// The interval at which a stream looks for new data.
 const STREAM_INTERVAL: Duration = Duration::from_millis(500);
-/// The number of intervals without data after which a stream sends a comment, so that a client
-/// that is gone is noticed.
+/// The number of intervals without new data after which the server sends a comment on a stream, to
+/// detect a closed connection.
 const QUIET_INTERVALS: u32 = 20;
-/// The pause after a connection could not be accepted, for example because of too many open files.
+/// The pause after an error of `accept`, for example because of too many open files.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
-/// A server whose port is bound.
+/// A server of the dashboard whose port is bound, but which serves no requests yet.
 #[derive(Debug)]
 pub struct BoundServer {
     listener: StdListener,
@@ -47,7 +49,7 @@ pub struct BoundServer {
     shared: Shared,
 }
 
-/// What all connections share.
+/// The state that all connections of the server share.
 #[derive(Clone)]
 struct Shared {
     dashboard: Arc<Dashboard>,
@@ -61,7 +63,8 @@ impl std::fmt::Debug for Shared {
     }
 }
 
-/// Binds a port of the loopback address 127.0.0.1, and creates a token. Port 0 binds a free port.
+/// Binds a port of the loopback address 127.0.0.1, and creates the token of the dashboard. Port 0
+/// binds a free port.
 pub fn bind(dashboard: Arc<Dashboard>, port: u16) -> io::Result<BoundServer> {
     let listener = StdListener::bind((Ipv4Addr::LOCALHOST, port))?;
     listener.set_nonblocking(true)?;
@@ -71,7 +74,7 @@ pub fn bind(dashboard: Arc<Dashboard>, port: u16) -> io::Result<BoundServer> {
 }
 
 impl BoundServer {
-    /// Returns the address of the page, with the token. `path` begins with `/`.
+    /// Returns the URL of the page, which contains the token. `path` begins with `/`.
     pub fn address(&self, path: &str) -> String {
         format!("http://127.0.0.1:{}{path}?token={}", self.port, self.shared.token.as_str())
     }
@@ -101,7 +104,7 @@ impl BoundServer {
     }
 }
 
-/// Answers the request of one connection.
+/// Reads the request of one connection, and answers it.
 async fn serve_connection(mut stream: TcpStream, shared: Shared) -> io::Result<()> {
     let request = match timeout(HEAD_TIMEOUT, read_request(&mut stream)).await {
         Ok(Ok(Some(request))) => request,
@@ -127,8 +130,8 @@ async fn serve_connection(mut stream: TcpStream, shared: Shared) -> io::Result<(
     send(&mut stream, &response, has_body).await
 }
 
-/// Reads the head of a request. Returns `None` if the client sends nothing. Fails with the answer
-/// to an invalid request.
+/// Reads and parses the head of a request. Returns `None` if the client sends nothing. Fails with
+/// the answer to an invalid request.
 async fn read_request(stream: &mut TcpStream) -> Result<Option<Request>, Response> {
     let (mut head, mut length) = (vec![0; MAX_HEAD_BYTES], 0);
     loop {
@@ -148,7 +151,7 @@ async fn read_request(stream: &mut TcpStream) -> Result<Option<Request>, Respons
     }
 }
 
-/// Sends an answer, and closes the connection.
+/// Sends a response, and closes the connection.
 async fn send(stream: &mut TcpStream, response: &Response, has_body: bool) -> io::Result<()> {
     let head = Response::format_head(response.status, response.content_type, Some(response.body.len()));
     write_within_limit(stream, head.as_bytes()).await?;
@@ -158,7 +161,8 @@ async fn send(stream: &mut TcpStream, response: &Response, has_body: bool) -> io
     stream.shutdown().await
 }
 
-/// Writes bytes. Fails if the client does not receive them in time.
+/// Writes bytes to a client within [`WRITE_TIMEOUT`]. Fails if the client does not receive them in
+/// time.
 async fn write_within_limit(stream: &mut TcpStream, bytes: &[u8]) -> io::Result<()> {
     timeout(WRITE_TIMEOUT, stream.write_all(bytes)).await.map_err(|_| io::ErrorKind::TimedOut)?
 }
@@ -192,7 +196,8 @@ async fn serve_stream(mut stream: TcpStream, shared: Shared, request: &Request) 
     }
 }
 
-/// Waits for `interval`. Returns early, and returns true, if the client closes the connection.
+/// Returns whether the client closes the connection within `interval`. Waits for the whole interval
+/// if it does not.
 async fn is_closed_within(stream: &mut TcpStream, interval: Duration) -> bool {
     let mut byte = [0];
     matches!(timeout(interval, stream.read(&mut byte)).await, Ok(Ok(0) | Err(_)))

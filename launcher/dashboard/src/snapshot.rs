@@ -66,8 +66,8 @@ pub struct RunSnapshot {
 }
 
 impl Dashboard {
-    /// Reads the journal of a run until its end or until `limit` has passed, and returns its state.
-    /// Returns `None` if there is no such run.
+    /// Reads the journal of a run until its end or until `limit` has passed, and returns a snapshot
+    /// of the run. Returns `None` if there is no such run.
     pub fn take_snapshot(&self, run: &str, limit: Duration) -> Option<RunSnapshot> {
         let shared = self.load_run(run, limit)?;
         let tracked = lock(&shared);

@@ -1,4 +1,4 @@
-//! [`StatusJson`]: the newest measurements of a run, as the page gets them.
+//! [`StatusJson`]: the newest measurements of a run, in the JSON form that the page receives.
 use protocol::{
     event::StragglerReport,
     run_status::{HostStatus, RunStatus},
@@ -6,11 +6,11 @@ use protocol::{
 };
 use serde::Serialize;
 
-/// The largest number of ranks whose times the page gets.
+/// The largest number of ranks whose times are sent to the page.
 const MAX_RANKS: usize = 16 << 10;
 
-/// The newest measurements of a run. The times of the ranks are lists by rank, which are shorter
-/// than a list of objects.
+/// The newest measurements of a run, in the JSON form that the page receives. The times of the
+/// ranks are lists by rank, which are shorter than a list of objects.
 #[derive(Debug, Serialize)]
 pub(crate) struct StatusJson<'a> {
     time: f64,

@@ -15,7 +15,7 @@ const MAX_HOSTS: usize = 4096;
 const MAX_STRAGGLERS: usize = 64;
 /// The longest text that is shown, in bytes.
 const MAX_TEXT_BYTES: usize = 1024;
-/// The age in seconds at which the measurements of an active run are no longer shown.
+/// The age in seconds above which the measurements of an active run are not shown.
 const MAX_AGE_S: f64 = 60.0;
 
 /// Reads the status file of a run. Returns `None` if the file is missing, too long or damaged.

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 /// The largest number of runs that one page shows at once.
 pub(crate) const MAX_STREAM_RUNS: usize = 4;
 
-/// The runs that a page shows, and how much of them it has.
+/// The runs that a page shows, and how much of each run was already sent to the page.
 #[derive(Debug)]
 pub(crate) struct RunStream {
     positions: BTreeMap<String, RunPosition>,
@@ -21,7 +21,7 @@ impl RunStream {
         RunStream { positions: positions.collect() }
     }
 
-    /// Reads new data of the runs, and returns the messages for the page. Also returns whether a
+    /// Reads new data of the runs, and returns it as messages for the page. Also returns whether a
     /// journal has more data that can be read at once. Blocks while it reads.
     pub(crate) fn build_messages(&mut self, dashboard: &Dashboard) -> (String, bool) {
         let (mut messages, mut has_more) = (String::new(), false);

@@ -19,15 +19,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The number of bytes of a journal that one refresh reads.
+/// The largest number of bytes of a journal that one refresh reads.
 const REFRESH_BYTES: u64 = 4 << 20;
-/// The number of bytes of a `job.json` that are read. A longer file is not shown.
+/// The largest size of a `job.json` that is shown, in bytes. A longer file is not shown.
 const MAX_JOB_BYTES: u64 = 4 << 20;
 /// The largest number of values of a job that are shown.
 const MAX_JOB_VALUES: usize = 20_000;
-/// The interval at which the state of a run, and the ages of its logs, are determined.
+/// The interval at which the state of a run and the times of the last writes to its logs are read.
 const STATE_INTERVAL: Duration = Duration::from_secs(2);
-/// The largest number of logs whose age is determined.
+/// The largest number of logs for which the time of the last write is determined.
 const MAX_AGED_LOGS: usize = 4096;
 
 /// A run, the state that its journal records, and its job.
@@ -52,7 +52,7 @@ pub(crate) struct TrackedRun {
     next_state: Instant,
 }
 
-/// How much of a run a reader has.
+/// How much of the data of a run a reader, such as a page, has received.
 #[derive(Debug, Default)]
 pub(crate) struct RunPosition {
     epoch: u64,
@@ -62,7 +62,7 @@ pub(crate) struct RunPosition {
     marks: u64,
 }
 
-/// The part of a run that a reader does not have yet.
+/// The data of a run that a reader, such as a page, has not received yet.
 #[derive(Debug, Serialize)]
 pub(crate) struct RunUpdate<'a> {
     /// Whether the reader must drop what it has of the run.
@@ -149,8 +149,8 @@ impl TrackedRun {
         }
     }
 
-    /// Returns what a reader at `position` lacks, and moves `position` to the present state.
-    /// Returns `None` if nothing has changed.
+    /// Returns the data that a reader at `position` lacks, and moves `position` to the present
+    /// state. Returns `None` if nothing has changed.
     pub(crate) fn take_update(&self, position: &mut RunPosition) -> Option<RunUpdate<'_>> {
         if (position.epoch, position.version) == (self.epoch, self.version) {
             return None;

@@ -4,7 +4,7 @@ use crate::{log_files::format_line, request::Request, run_view::RunView, status_
 /// The result of a parser: success, or its first error.
 pub type ParseResult = Result<(), Box<dyn std::error::Error + Send + Sync>>;
 
-/// Parses bytes as the lines of a journal, and builds the state of the run from them. Never fails,
+/// Parses bytes as the lines of a journal, and updates the state of a run with them. Never fails,
 /// because damaged lines are counted.
 pub fn parse_journal(bytes: &[u8]) -> ParseResult {
     let mut view = RunView::new(true, "host");
@@ -49,7 +49,7 @@ pub(crate) mod testing {
 {"schema":2,"event":"restart","attempt":1,"restarts_left":0,"pause_s":1.0,"rank":2,"host":"b","pid":1,"message":"killed","log":null,"tail":["</script><script>alert(1)</script>"],"time":105.0}
 "#;
 
-    /// Opens every regular file, and lists no runs.
+    /// A source of runs for tests that opens every regular file, and lists no runs.
     pub(crate) struct OpenSource;
 
     impl RunSource for OpenSource {
@@ -64,7 +64,7 @@ pub(crate) mod testing {
         }
     }
 
-    /// Lists the run `r1`.
+    /// A source of runs for tests that lists the run `r1`.
     struct OneRun(RunInfo);
 
     impl RunSource for OneRun {

@@ -10,7 +10,7 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// A server in a thread of this process, which ends with the process.
+/// A server of the dashboard in a thread of this process, which ends with the process.
 struct TestServer {
     run: RunDirectory,
     address: String,

@@ -12,7 +12,7 @@ pub(crate) struct RunDirectory {
 }
 
 impl RunDirectory {
-    /// Creates the files of a run with `world` workers on hosts of eight.
+    /// Creates the run directory of a run with `world` workers on hosts of eight workers.
     pub(crate) fn create(directory: &Path, world: u32) -> RunDirectory {
         fs::create_dir(directory.join("logs")).expect("created");
         fs::write(directory.join("logs/rank-0.log"), "hello\n<script>alert(1)</script>\n").expect("written");
