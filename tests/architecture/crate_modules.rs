@@ -36,7 +36,7 @@ pub(crate) struct SourceFile {
     pub(crate) top_level_module: Option<String>,
 }
 
-/// A module, or a block of code that contains items.
+/// A module of the crate, or a block of code that contains items.
 pub(crate) struct Module {
     pub(crate) name: String,
     pub(crate) file: FileId,
@@ -442,7 +442,7 @@ impl<'ast> Visit<'ast> for CrateReader<'_> {
     fn visit_visibility(&mut self, _: &'ast Visibility) {}
 }
 
-/// Returns whether only the module of an item and its descendants see the item.
+/// Returns whether an item is visible only within its module and the descendants of the module.
 fn is_private(visibility: &Visibility) -> bool {
     matches!(visibility, Visibility::Inherited)
 }
@@ -468,7 +468,8 @@ fn list_attributes(item: &Item) -> &[Attribute] {
     }
 }
 
-/// Returns whether attributes limit an item to test builds, as `#[cfg(test)]` does.
+/// Returns whether an item exists only in test builds, because of an attribute such as
+/// `#[cfg(test)]`.
 fn is_test_only(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         attribute.path().is_ident("cfg")
@@ -476,7 +477,7 @@ fn is_test_only(attributes: &[Attribute]) -> bool {
     })
 }
 
-/// Returns whether a condition of `#[cfg]` holds only in test builds.
+/// Returns whether the condition of a `#[cfg]` attribute can hold only in test builds.
 fn requires_test(condition: &Meta) -> bool {
     let list_conditions = |list: &syn::MetaList| {
         list.parse_args_with(Punctuated::<Meta, Token![,]>::parse_terminated).unwrap_or_default()

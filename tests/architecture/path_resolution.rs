@@ -3,7 +3,7 @@ use crate::crate_modules::{
     CrateModules, FileId, Import, ItemKind, Module, ModuleId, PathSyntax, PathUse, ROOT,
 };
 
-/// What a path in the code names: a module, an item, or an item of another crate.
+/// What a path in the code of a crate refers to: a module, an item, or an item of another crate.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Target {
     /// A module of the crate.
@@ -89,8 +89,8 @@ impl<'k> Resolver<'k> {
         }
     }
 
-    /// Resolves one more name of a path. `targets` are the modules or items that the part before
-    /// the name refers to.
+    /// Resolves the next name of a path, after the names before it were resolved. `targets` are the
+    /// modules or items that the part before the name refers to.
     fn resolve_next(
         &mut self,
         module: ModuleId,
@@ -205,7 +205,8 @@ impl<'k> Resolver<'k> {
         None
     }
 
-    /// Returns whether `inner` is `outer` or one of its descendants, which see its private names.
+    /// Returns whether the module `inner` is `outer` or one of its descendants, which see its
+    /// private names.
     fn is_within(&self, inner: ModuleId, outer: ModuleId) -> bool {
         let mut ancestor = Some(inner);
         while let Some(id) = ancestor.filter(|id| *id != outer) {

@@ -60,7 +60,7 @@ fn write_job(
     file.into_iter().chain(set.into_iter().flat_map(|s| ["--set".to_owned(), s])).collect()
 }
 
-/// A run whose events the test reads while the run continues.
+/// A run whose events the test reads while the run is active.
 struct ActiveRun {
     child: Child,
     reader: BufReader<ChildStdout>,

@@ -69,8 +69,8 @@ const LAUNCH_VARIABLES: [&str; 19] = [
     "JAX_PROCESS_ID",
 ];
 
-/// The environment variables that the original launchers set in these tests on CPUs, and that
-/// launch does not set.
+/// The environment variables that the original launchers set in these tests, and that launch does
+/// not set.
 const ORIGINAL_VARIABLES: [&str; 2] = ["CUDA_VISIBLE_DEVICES", "TORCHELASTIC_SIGNALS_TO_HANDLE"];
 
 /// Writes to `directory` the files that the command lines of the test cases name.

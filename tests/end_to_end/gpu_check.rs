@@ -27,7 +27,7 @@ struct Check {
     variables: Vec<(&'static str, OsString)>,
 }
 
-/// A row of the table: part, subject, values and result.
+/// A row of the table that `launch gpu-check` prints: part, subject, values and result.
 type TableRow<'a> = [&'a str; 4];
 
 impl Check {
@@ -87,7 +87,7 @@ impl CheckResult {
         rows[0]
     }
 
-    /// Returns the number of rows with this result.
+    /// Returns the number of rows whose result is `result`.
     fn count(&self, result: &str) -> usize {
         self.rows().iter().filter(|row| row[3] == result).count()
     }

@@ -171,8 +171,7 @@ fn build_init_message(
 /// The number of the attempt, as the test sends it to the workers. Each run has one attempt.
 const ATTEMPT: u32 = 4;
 
-/// Stands for the agents of all simulated hosts: exchanges messages with the workers as real agents
-/// do.
+/// Plays the agents of all simulated hosts: exchanges messages with the workers as real agents do.
 struct TestAgents<'a> {
     /// The host of each rank.
     hosts: &'a [u32],

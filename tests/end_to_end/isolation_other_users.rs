@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The uid and gid of the user as whom these tests attack a job.
+/// The uid and gid of the other user, as whom these tests attack a job.
 const OTHER_USER: u32 = 65_534;
 /// How long a test waits for a condition. After that, the test fails.
 const WAIT_LIMIT: Duration = Duration::from_secs(40);

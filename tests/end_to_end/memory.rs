@@ -14,7 +14,8 @@ train:
 checkpoint: {every: 2, async: false, gather_16bit_weights_on_model_save: false}
 ";
 
-/// The largest difference that a development build may make, in bytes.
+/// The largest amount of memory, in bytes, that a development build may use in addition to the
+/// planned memory.
 const MAX_EXCESS_OF_BUILD: f64 = 40e6;
 
 /// Runs `launch plan` and then the job itself, with the settings `set`. Returns the planned and the
@@ -35,8 +36,8 @@ fn plan_and_measure_peak(job_dir: &JobDirectory, set: &[&str]) -> (f64, f64) {
     (planned, peaks.fold(0.0, f64::max))
 }
 
-/// Measures how much more memory a process of a development build needs than the plan assumes, in
-/// bytes: the code that is not optimised is larger. The tiny job needs little other memory.
+/// Measures how many more bytes of memory a process of a development build uses than planned,
+/// because code that is not optimised is larger. The tiny job needs little other memory.
 fn measure_excess_of_build() -> f64 {
     if !cfg!(debug_assertions) {
         return 0.0;

@@ -17,7 +17,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The time in which something must happen, also on a busy machine.
+/// The time in which an expected condition must hold, also on a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Waits until a condition holds.
@@ -162,7 +162,7 @@ fn a_later_controller_continues_the_same_run() {
     assert_eq!(steps, (1..=400).collect::<Vec<u64>>());
 }
 
-/// The Python of the environment with the real MLflow; `None` if it is not installed.
+/// Returns the Python of the environment with the real MLflow; `None` if MLflow is not installed.
 fn find_mlflow() -> Option<PathBuf> {
     let cache = std::env::var_os("LAUNCH_TEST_CACHE").map(PathBuf::from);
     let cache =

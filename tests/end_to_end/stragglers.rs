@@ -14,9 +14,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The time in which something must happen, also on a busy machine.
+/// The time in which an expected condition must hold, also on a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// The directories of the CPU controller of control groups, of version 2 and of version 1.
+/// The directories of the CPU controller of cgroups, for version 2 and for version 1.
 const CPU_GROUPS: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/cpu"];
 /// The settings of a training with three ranks, whose steps take long enough to be compared.
 const SETTINGS: [&str; 7] = [
@@ -46,11 +46,12 @@ impl Drop for KilledAtEnd {
     }
 }
 
-/// A control group with a CPU quota, which is removed at the end of the test.
+/// A cgroup with a CPU quota, which is removed at the end of the test.
 struct QuotaGroup(PathBuf);
 
 impl QuotaGroup {
-    /// Creates a group that may use `percent` of one CPU. Returns `None` if this is not possible.
+    /// Creates a cgroup whose processes may use `percent` of one CPU. Returns `None` if this is not
+    /// possible.
     fn create(percent: u32) -> Option<QuotaGroup> {
         let name = format!("launch-test-{}", std::process::id());
         CPU_GROUPS.iter().find_map(|mount| {

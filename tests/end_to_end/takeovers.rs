@@ -45,7 +45,8 @@ fn wait_until(what: &str, mut is_true: impl FnMut() -> bool) {
     }
 }
 
-/// Returns the number of seconds in an environment variable; `seconds` if the variable is not set.
+/// Returns the number of seconds that an environment variable contains; `seconds` if the variable
+/// is not set.
 fn read_seconds(variable: &str, seconds: u64) -> Duration {
     let value = env::var(variable).ok().and_then(|value| value.parse().ok());
     Duration::from_secs(value.unwrap_or(seconds))

@@ -25,7 +25,8 @@ pub enum AcceleratorKind {
     Neuron,
 }
 
-/// The properties of a kind of accelerator: names for people, and the interface of its runtime.
+/// The properties of a kind of accelerator: the names that are shown to users, and the interface of
+/// its runtime.
 #[derive(Debug)]
 pub struct AcceleratorTraits {
     /// The name of the kind in job.yaml, in the torch device and in `launch plan`, e.g. `npu`.

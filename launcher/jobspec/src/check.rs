@@ -51,9 +51,9 @@ fn check_rules(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Returns whether a rule can be checked, because the keys in its conditions have no errors. A
-/// condition that only asks whether a key is given does not need a correct value, except for
-/// `run.command`.
+/// Returns whether a rule can be checked, that is, whether the keys in its conditions have no
+/// errors. A condition that only asks whether a key is given does not need a correct value, except
+/// for `run.command`.
 fn is_checkable(d: &JobDecoder, rule: &Rule) -> bool {
     rule.when.iter().all(|condition| match condition {
         Condition::Given(key) | Condition::NotGiven(key) if *key != "run.command" => true,

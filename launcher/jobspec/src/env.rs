@@ -1,67 +1,80 @@
 //! The names of all environment variables that launch reads or sets.
 
-/// Set for every worker: the global rank of the worker, from 0.
+/// Environment variable that launch sets for every worker: the global rank of the worker, from 0.
 pub const RANK: &str = "RANK";
-/// Set for every worker: the rank of the worker among those of its host, or 0 if the worker sees
-/// only its own GPU.
+/// Environment variable that launch sets for every worker: the rank of the worker among those of
+/// its host, or 0 if the worker sees only its own GPU.
 pub const LOCAL_RANK: &str = "LOCAL_RANK";
-/// Set for every worker: the number of workers of the job.
+/// Environment variable that launch sets for every worker: the number of workers of the job.
 pub const WORLD_SIZE: &str = "WORLD_SIZE";
-/// Set for every worker: the number of workers on the worker's host.
+/// Environment variable that launch sets for every worker: the number of workers on the worker's
+/// host.
 pub const LOCAL_WORLD_SIZE: &str = "LOCAL_WORLD_SIZE";
-/// Set for every worker: the IP address of rank 0's host.
+/// Environment variable that launch sets for every worker: the IP address of rank 0's host.
 pub const MASTER_ADDR: &str = "MASTER_ADDR";
-/// Set for every worker: the rendezvous port on rank 0's host.
+/// Environment variable that launch sets for every worker: the rendezvous port on rank 0's host.
 pub const MASTER_PORT: &str = "MASTER_PORT";
-/// Set for every worker: the number of threads that the worker may use.
+/// Environment variable that launch sets for every worker: the number of threads that the worker
+/// may use.
 pub const OMP_NUM_THREADS: &str = "OMP_NUM_THREADS";
-/// Set for programs, as torchrun does: the index of the worker's host, from 0.
+/// Environment variable that launch sets for programs, as torchrun does: the index of the worker's
+/// host, from 0.
 pub const GROUP_RANK: &str = "GROUP_RANK";
-/// Set for programs, as torchrun does: the rank within the role, which is the global rank.
+/// Environment variable that launch sets for programs, as torchrun does: the rank within the role,
+/// which is the global rank.
 pub const ROLE_RANK: &str = "ROLE_RANK";
-/// Set for programs, as torchrun does: the name of the worker's role. launch has a single role.
+/// Environment variable that launch sets for programs, as torchrun does: the name of the worker's
+/// role. launch has a single role.
 pub const ROLE_NAME: &str = "ROLE_NAME";
-/// Set for programs, as torchrun does: the number of hosts.
+/// Environment variable that launch sets for programs, as torchrun does: the number of hosts.
 pub const GROUP_WORLD_SIZE: &str = "GROUP_WORLD_SIZE";
-/// Set for programs, as torchrun does: the number of workers of the role, which are all workers.
+/// Environment variable that launch sets for programs, as torchrun does: the number of workers of
+/// the role, which are all workers.
 pub const ROLE_WORLD_SIZE: &str = "ROLE_WORLD_SIZE";
-/// Set for programs: the number of times that the workers were restarted in this run.
+/// Environment variable that launch sets for programs: the number of times that the workers were
+/// restarted in this run.
 pub const TORCHELASTIC_RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
-/// Set for programs: the largest number of restarts that the job allows (`run.restarts`).
+/// Environment variable that launch sets for programs: the largest number of restarts that the job
+/// allows (`run.restarts`).
 pub const TORCHELASTIC_MAX_RESTARTS: &str = "TORCHELASTIC_MAX_RESTARTS";
-/// Set for programs: the name of the run.
+/// Environment variable that launch sets for programs: the name of the run.
 pub const TORCHELASTIC_RUN_ID: &str = "TORCHELASTIC_RUN_ID";
-/// Set for programs: `True` if launch serves torch's TCPStore at `MASTER_ADDR`:`MASTER_PORT`,
-/// otherwise `False`.
+/// Environment variable that launch sets for programs: `True` if launch serves torch's TCPStore at
+/// `MASTER_ADDR`:`MASTER_PORT`, otherwise `False`.
 pub const TORCHELASTIC_USE_AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
-/// Set for programs: the file in which a worker records its failure as JSON. The agent reads the
-/// file after the worker has ended.
+/// Environment variable that launch sets for programs: the file in which a worker records its
+/// failure as JSON. The agent reads the file after the worker has ended.
 pub const TORCHELASTIC_ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
-/// Set for built-in workers that share a GPU and use NCCL: permits several ranks on one GPU. NCCL
-/// supports this from version 2.30 on.
+/// Environment variable that launch sets for built-in workers that share a GPU and use NCCL:
+/// permits several ranks on one GPU. NCCL supports this from version 2.30 on.
 pub const NCCL_MULTI_RANK_GPU_ENABLE: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
-/// Set for parts of `launch gpu-check` in which ranks share a GPU: the largest number of blocks of
-/// NCCL's kernels.
+/// Environment variable that launch sets for parts of `launch gpu-check` in which ranks share a
+/// GPU: the largest number of blocks of NCCL's kernels.
 pub const NCCL_MAX_CTAS: &str = "NCCL_MAX_CTAS";
-/// Set for parts of `launch gpu-check` in which ranks share a GPU: whether the driver loads all
-/// kernels at once (`EAGER`).
+/// Environment variable that launch sets for parts of `launch gpu-check` in which ranks share a
+/// GPU: whether the driver loads all kernels at once (`EAGER`).
 pub const CUDA_MODULE_LOADING: &str = "CUDA_MODULE_LOADING";
-/// Set by `launch gpu-check` after a failure: with `1`, each launch of a kernel waits for its end.
+/// Environment variable that `launch gpu-check` sets after a failure: with `1`, each launch of a
+/// kernel waits for its end.
 pub const CUDA_LAUNCH_BLOCKING: &str = "CUDA_LAUNCH_BLOCKING";
-/// Set for programs unless the user sets the variable: an NCCL error ends the process.
+/// Environment variable that launch sets for programs unless the user sets the variable: an NCCL
+/// error ends the process.
 pub const TORCH_NCCL_ASYNC_ERROR_HANDLING: &str = "TORCH_NCCL_ASYNC_ERROR_HANDLING";
-/// Set for programs unless the user sets the variable: Python does not buffer its output.
+/// Environment variable that launch sets for programs unless the user sets the variable: Python
+/// does not buffer its output.
 pub const PYTHONUNBUFFERED: &str = "PYTHONUNBUFFERED";
-/// Set for programs: the index of the worker's host, from 0.
+/// Environment variable that launch sets for programs: the index of the worker's host, from 0.
 pub const NODE_RANK: &str = "NODE_RANK";
-/// Set for programs, as DeepSpeed does: the number of workers on the worker's host.
+/// Environment variable that launch sets for programs, as DeepSpeed does: the number of workers on
+/// the worker's host.
 pub const LOCAL_SIZE: &str = "LOCAL_SIZE";
-/// Set for programs, as DeepSpeed does: the index of the worker's host, from 0.
+/// Environment variable that launch sets for programs, as DeepSpeed does: the index of the worker's
+/// host, from 0.
 pub const CROSS_RANK: &str = "CROSS_RANK";
-/// Set for programs, as DeepSpeed does: the number of hosts.
+/// Environment variable that launch sets for programs, as DeepSpeed does: the number of hosts.
 pub const CROSS_SIZE: &str = "CROSS_SIZE";
-/// Set for programs of jobs with `resume.from`: the directory of the checkpoint to resume from. The
-/// value is empty if there is no checkpoint.
+/// Environment variable that launch sets for programs of jobs with `resume.from`: the directory of
+/// the checkpoint to resume from. The value is empty if there is no checkpoint.
 pub const LAUNCH_RESUME_FROM: &str = "LAUNCH_RESUME_FROM";
 /// Variables that launch sets for programs only if they are absent from the user's environment.
 pub const USER_OVERRIDABLE: [&str; 6] = [
@@ -72,9 +85,11 @@ pub const USER_OVERRIDABLE: [&str; 6] = [
     JAX_COORDINATOR_ADDRESS,
     JAX_LOCAL_DEVICE_IDS,
 ];
-/// Set for programs of jobs that select GPUs: the list of the GPUs that the process can use.
+/// Environment variable that launch sets for programs of jobs that select GPUs: the list of the
+/// GPUs that the process can use.
 pub const CUDA_VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
-/// Set when launch selects GPUs by number: makes CUDA number GPUs in the order of the PCI bus.
+/// Environment variable that launch sets when it selects GPUs by number: makes CUDA number GPUs in
+/// the order of the PCI bus.
 pub const CUDA_DEVICE_ORDER: &str = "CUDA_DEVICE_ORDER";
 /// The list of the GPUs that a ROCm process can use. ROCm reads [`CUDA_VISIBLE_DEVICES`] only if
 /// this variable is not set.
@@ -84,10 +99,11 @@ pub const HIP_VISIBLE_DEVICES: &str = "HIP_VISIBLE_DEVICES";
 pub const ROCR_VISIBLE_DEVICES: &str = "ROCR_VISIBLE_DEVICES";
 /// The list of the GPUs, or of their tiles, that a process can use through Intel's Level Zero.
 pub const ZE_AFFINITY_MASK: &str = "ZE_AFFINITY_MASK";
-/// Read by launch: `COMPOSITE` makes Level Zero number GPUs instead of tiles.
+/// Environment variable that launch reads: `COMPOSITE` makes Level Zero number GPUs instead of
+/// tiles.
 pub const ZE_FLAT_DEVICE_HIERARCHY: &str = "ZE_FLAT_DEVICE_HIERARCHY";
-/// Set for programs of jobs with `cluster.devices: cpu` on hosts with GPUs of Intel: the devices
-/// that a process can use through SYCL.
+/// Environment variable that launch sets for programs of jobs with `cluster.devices: cpu` on hosts
+/// with GPUs of Intel: the devices that a process can use through SYCL.
 pub const ONEAPI_DEVICE_SELECTOR: &str = "ONEAPI_DEVICE_SELECTOR";
 /// The list of the Ascend NPUs that a process can use.
 pub const ASCEND_RT_VISIBLE_DEVICES: &str = "ASCEND_RT_VISIBLE_DEVICES";
@@ -95,9 +111,9 @@ pub const ASCEND_RT_VISIBLE_DEVICES: &str = "ASCEND_RT_VISIBLE_DEVICES";
 pub const HABANA_VISIBLE_MODULES: &str = "HABANA_VISIBLE_MODULES";
 /// The list of the NeuronCores that a process can use. The list may contain ranges.
 pub const NEURON_RT_VISIBLE_CORES: &str = "NEURON_RT_VISIBLE_CORES";
-/// Read by launch: how many physical NeuronCores form a logical NeuronCore.
+/// Environment variable that launch reads: how many physical NeuronCores form a logical NeuronCore.
 pub const NEURON_LOGICAL_NC_CONFIG: &str = "NEURON_LOGICAL_NC_CONFIG";
-/// Read by launch: an older name of [`NEURON_LOGICAL_NC_CONFIG`].
+/// Environment variable that launch reads: an older name of [`NEURON_LOGICAL_NC_CONFIG`].
 pub const NEURON_RT_VIRTUAL_CORE_SIZE: &str = "NEURON_RT_VIRTUAL_CORE_SIZE";
 /// The variables that restrict which accelerators a process can use, for each vendor.
 pub const VISIBLE_DEVICES: [&str; 7] = [
@@ -109,75 +125,88 @@ pub const VISIBLE_DEVICES: [&str; 7] = [
     HABANA_VISIBLE_MODULES,
     NEURON_RT_VISIBLE_CORES,
 ];
-/// Set for workers of jobs on several hosts that name a network: the interface of NCCL's sockets.
+/// Environment variable that launch sets for workers of jobs on several hosts that name a network:
+/// the interface of NCCL's sockets.
 pub const NCCL_SOCKET_IFNAME: &str = "NCCL_SOCKET_IFNAME";
-/// Set for programs on several hosts: the interface of Gloo.
+/// Environment variable that launch sets for programs on several hosts: the interface of Gloo.
 pub const GLOO_SOCKET_IFNAME: &str = "GLOO_SOCKET_IFNAME";
-/// Set for programs on several hosts: the interface of TensorPipe.
+/// Environment variable that launch sets for programs on several hosts: the interface of
+/// TensorPipe.
 pub const TP_SOCKET_IFNAME: &str = "TP_SOCKET_IFNAME";
 /// The variables that select network interfaces. launch does not replace values of the user or of
 /// the host.
 pub const SOCKET_INTERFACES: [&str; 3] = [NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME];
-/// Set for programs on hosts without accelerators unless the user sets the variable: makes
-/// Accelerate connect its workers on CPUs. Without the variable, each worker trains alone.
+/// Environment variable that launch sets for programs on hosts without accelerators unless the user
+/// sets the variable: makes Accelerate connect its workers on CPUs. Without the variable, each
+/// worker trains alone.
 pub const ACCELERATE_USE_CPU: &str = "ACCELERATE_USE_CPU";
-/// Read by launch: `true` makes Accelerate use DeepSpeed.
+/// Environment variable that launch reads: `true` makes Accelerate use DeepSpeed.
 pub const ACCELERATE_USE_DEEPSPEED: &str = "ACCELERATE_USE_DEEPSPEED";
-/// Read by launch: the device on which DeepSpeed computes, such as `cpu`.
+/// Environment variable that launch reads: the device on which DeepSpeed computes, such as `cpu`.
 pub const DS_ACCELERATOR: &str = "DS_ACCELERATOR";
 /// The variables by which launch recognizes that a program of Accelerate uses DeepSpeed. Such
 /// programs do not get [`ACCELERATE_USE_CPU`], with which Accelerate would ignore DeepSpeed.
 pub const DEEPSPEED_SETTINGS: [&str; 2] = [ACCELERATE_USE_DEEPSPEED, DS_ACCELERATOR];
-/// Set for programs unless the user sets the variable: `address:port` at which process 0 of JAX
-/// listens for the others.
+/// Environment variable that launch sets for programs unless the user sets the variable:
+/// `address:port` at which process 0 of JAX listens for the others.
 pub const JAX_COORDINATOR_ADDRESS: &str = "JAX_COORDINATOR_ADDRESS";
-/// Set for programs: the number of workers, as the number of processes of JAX.
+/// Environment variable that launch sets for programs: the number of workers, as the number of
+/// processes of JAX.
 pub const JAX_NUM_PROCESSES: &str = "JAX_NUM_PROCESSES";
-/// Set for programs: the rank, as the number of the process of JAX.
+/// Environment variable that launch sets for programs: the rank, as the number of the process of
+/// JAX.
 pub const JAX_PROCESS_ID: &str = "JAX_PROCESS_ID";
-/// Set for programs whose workers have a GPU each and see all GPUs, unless the user sets the
-/// variable: the number of the GPU that a process of JAX uses.
+/// Environment variable that launch sets for programs whose workers have a GPU each and see all
+/// GPUs, unless the user sets the variable: the number of the GPU that a process of JAX uses.
 pub const JAX_LOCAL_DEVICE_IDS: &str = "JAX_LOCAL_DEVICE_IDS";
-/// Read by launch: the directory below which the list of the user's runs is stored (XDG base
-/// directories).
+/// Environment variable that launch reads: the directory below which the list of the user's runs is
+/// stored (XDG base directories).
 pub const XDG_STATE_HOME: &str = "XDG_STATE_HOME";
-/// Read by launch: the user's home directory.
+/// Environment variable that launch reads: the user's home directory.
 pub const HOME: &str = "HOME";
 /// The directory of temporary files. Set for Charliecloud, which mounts it at `/tmp`.
 pub const TMPDIR: &str = "TMPDIR";
-/// Read by launch: the name of the user. Set for Charliecloud, which needs it.
+/// Environment variable that launch reads: the name of the user. Set for Charliecloud, which needs
+/// it.
 pub const USER: &str = "USER";
-/// Set for containers of enroot on hosts with GPUs of NVIDIA, unless the user sets the variable:
-/// the GPUs that the container sees.
+/// Environment variable that launch sets for containers of enroot on hosts with GPUs of NVIDIA,
+/// unless the user sets the variable: the GPUs that the container sees.
 pub const NVIDIA_VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
-/// Read by launch: the directories in which the shell finds programs. If one of them contains a
-/// Python, launch also searches the packages of this Python for the CUDA libraries.
+/// Environment variable that launch reads: the directories in which the shell finds programs. If
+/// one of them contains a Python, launch also searches the packages of this Python for the CUDA
+/// libraries.
 pub const PATH: &str = "PATH";
-/// Read by launch: the directory below which caches are stored (XDG base directories).
+/// Environment variable that launch reads: the directory below which caches are stored (XDG base
+/// directories).
 pub const XDG_CACHE_HOME: &str = "XDG_CACHE_HOME";
-/// Read by launch: directories in which the CUDA libraries are searched.
+/// Environment variable that launch reads: directories in which the CUDA libraries are searched.
 pub const LD_LIBRARY_PATH: &str = "LD_LIBRARY_PATH";
-/// Read by launch: the active Python environment, whose packages may contain the CUDA libraries.
+/// Environment variable that launch reads: the active Python environment, whose packages may
+/// contain the CUDA libraries.
 pub const VIRTUAL_ENV: &str = "VIRTUAL_ENV";
-/// Read by launch: the active Conda environment, whose packages may contain the CUDA libraries.
+/// Environment variable that launch reads: the active Conda environment, whose packages may contain
+/// the CUDA libraries.
 pub const CONDA_PREFIX: &str = "CONDA_PREFIX";
-/// Read by launch: the directory of a CUDA toolkit, in which the CUDA libraries are searched.
+/// Environment variable that launch reads: the directory of a CUDA toolkit, in which the CUDA
+/// libraries are searched.
 pub const CUDA_HOME: &str = "CUDA_HOME";
-/// Read by launch: the directory of a CUDA toolkit. This is an older name of [`CUDA_HOME`].
+/// Environment variable that launch reads: the directory of a CUDA toolkit. This is an older name
+/// of [`CUDA_HOME`].
 pub const CUDA_PATH: &str = "CUDA_PATH";
-/// Read by `launch torchrun`: the Python that runs scripts.
+/// Environment variable that `launch torchrun` reads: the Python that runs scripts.
 pub const PYTHON_EXEC: &str = "PYTHON_EXEC";
-/// Read by launch without a job file: the number of workers per node, which is the default of
-/// torchrun's option `--nproc-per-node`.
+/// Environment variable that launch reads if there is no job file: the number of workers per node,
+/// which is the default of torchrun's option `--nproc-per-node`.
 pub const PET_NPROC_PER_NODE: &str = "PET_NPROC_PER_NODE";
-/// Read by `launch accelerate`: the directory of Hugging Face's files, which also contains the
-/// default configuration of Accelerate.
+/// Environment variable that `launch accelerate` reads: the directory of Hugging Face's files,
+/// which also contains the default configuration of Accelerate.
 pub const HF_HOME: &str = "HF_HOME";
-/// Read by `launch deepspeed`: the name of the file with variables for workers on several hosts
-/// (`.deepspeed_env` without the variable).
+/// Environment variable that `launch deepspeed` reads: the name of the file with variables for
+/// workers on several hosts (`.deepspeed_env` without the variable).
 pub const DS_ENV_FILE: &str = "DS_ENV_FILE";
-/// Read by `launch accelerate` and `launch deepspeed`: the directories in which Python searches
-/// modules. For some jobs, both commands add the current directory, as the original programs do.
+/// Environment variable that `launch accelerate` and `launch deepspeed` read: the directories in
+/// which Python searches modules. For some jobs, both commands add the current directory, as the
+/// original programs do.
 pub const PYTHONPATH: &str = "PYTHONPATH";
 
 /// Returns whether the environment variable `name` restricts which accelerators a process sees.
@@ -201,96 +230,110 @@ pub fn looks_secret(name: &str) -> bool {
     !counts_tokens && (SECRET_PARTS.iter().any(|part| name.contains(part)) || name.ends_with("_KEY"))
 }
 
-/// Read by the controller: the address of the MLflow server (`observe.mlflow`).
+/// Environment variable that the controller reads: the address of the MLflow server
+/// (`observe.mlflow`).
 pub const MLFLOW_TRACKING_URI: &str = "MLFLOW_TRACKING_URI";
-/// Read by the controller: the name of the experiment in MLflow.
+/// Environment variable that the controller reads: the name of the experiment in MLflow.
 pub const MLFLOW_EXPERIMENT_NAME: &str = "MLFLOW_EXPERIMENT_NAME";
-/// Read by the controller: the token that is sent to the MLflow server.
+/// Environment variable that the controller reads: the token that is sent to the MLflow server.
 pub const MLFLOW_TRACKING_TOKEN: &str = "MLFLOW_TRACKING_TOKEN";
-/// Read by the controller: the name of the user at the MLflow server.
+/// Environment variable that the controller reads: the name of the user at the MLflow server.
 pub const MLFLOW_TRACKING_USERNAME: &str = "MLFLOW_TRACKING_USERNAME";
-/// Read by the controller: the password of the user at the MLflow server.
+/// Environment variable that the controller reads: the password of the user at the MLflow server.
 pub const MLFLOW_TRACKING_PASSWORD: &str = "MLFLOW_TRACKING_PASSWORD";
-/// Read by the controller: `true` if the certificate of the MLflow server is not checked.
+/// Environment variable that the controller reads: `true` if the certificate of the MLflow server
+/// is not checked.
 pub const MLFLOW_TRACKING_INSECURE_TLS: &str = "MLFLOW_TRACKING_INSECURE_TLS";
-/// Read by the controller: a file with the certificates that identify the MLflow server.
+/// Environment variable that the controller reads: a file with the certificates that identify the
+/// MLflow server.
 pub const MLFLOW_TRACKING_SERVER_CERT_PATH: &str = "MLFLOW_TRACKING_SERVER_CERT_PATH";
 /// Variables of MLflow's client that launch does not support: further ways to authenticate.
 pub const MLFLOW_UNSUPPORTED: [&str; 3] =
     ["MLFLOW_TRACKING_CLIENT_CERT_PATH", "MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4"];
 
-/// Set for built-in workers: the number of the inherited file descriptor that connects the worker
-/// to its agent.
+/// Environment variable that launch sets for built-in workers: the number of the inherited file
+/// descriptor that connects the worker to its agent.
 pub const LAUNCH_CONTROL_FD: &str = "LAUNCH_CONTROL_FD";
-/// Set for built-in workers: the number of the inherited file descriptor of the host's shared
-/// memory segment (a memfd).
+/// Environment variable that launch sets for built-in workers: the number of the inherited file
+/// descriptor of the host's shared memory segment (a memfd).
 pub const LAUNCH_SHM_FD: &str = "LAUNCH_SHM_FD";
-/// Set for built-in workers of a job with `checkpoint.memory`: the number of the inherited file
-/// descriptor of the host's memory for copies of the training state (a memfd).
+/// Environment variable that launch sets for built-in workers of a job with `checkpoint.memory`:
+/// the number of the inherited file descriptor of the host's memory for copies of the training
+/// state (a memfd).
 pub const LAUNCH_MEMORY_FD: &str = "LAUNCH_MEMORY_FD";
-/// Set for built-in workers that may leave an attempt and take part in a later one: the number of
-/// the inherited socket over which the agent passes the shared memory segment of each later
-/// attempt.
+/// Environment variable that launch sets for built-in workers that may leave an attempt and take
+/// part in a later one: the number of the inherited socket over which the agent passes the shared
+/// memory segment of each later attempt.
 pub const LAUNCH_ATTEMPT_FD: &str = "LAUNCH_ATTEMPT_FD";
-/// Set for built-in workers: the number of the inherited file descriptor of the memory (a memfd)
-/// to which each worker of the host writes its status.
+/// Environment variable that launch sets for built-in workers: the number of the inherited file
+/// descriptor of the memory (a memfd) to which each worker of the host writes its status.
 pub const LAUNCH_STATUS_FD: &str = "LAUNCH_STATUS_FD";
-/// Set for programs in a job with `run.hang_timeout`, unless the user sets it: the number of
-/// collectives that torch's flight recorder keeps.
+/// Environment variable that launch sets for programs in a job with `run.hang_timeout`, unless the
+/// user sets it: the number of collectives that torch's flight recorder keeps.
 pub const TORCH_FR_BUFFER_SIZE: &str = "TORCH_FR_BUFFER_SIZE";
-/// Set like `TORCH_FR_BUFFER_SIZE`: whether torch writes the recorded collectives after a timeout.
+/// Environment variable that launch sets in the same jobs as `TORCH_FR_BUFFER_SIZE`: whether torch
+/// writes the recorded collectives after a timeout.
 pub const TORCH_FR_DUMP_ON_TIMEOUT: &str = "TORCH_FR_DUMP_ON_TIMEOUT";
-/// Set like `TORCH_FR_BUFFER_SIZE`: the path of the file for the recorded collectives, to which
-/// torch appends the rank.
+/// Environment variable that launch sets in the same jobs as `TORCH_FR_BUFFER_SIZE`: the path of
+/// the file for the recorded collectives, to which torch appends the rank.
 pub const TORCH_FR_DUMP_TEMP_FILE: &str = "TORCH_FR_DUMP_TEMP_FILE";
 /// The names that earlier versions of torch read instead of `TORCH_FR_BUFFER_SIZE`,
 /// `TORCH_FR_DUMP_ON_TIMEOUT` and `TORCH_FR_DUMP_TEMP_FILE`.
 pub const OLD_FLIGHT_RECORDER: [&str; 3] =
     ["TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"];
-/// Set for programs in a job with `run.hang_timeout`: the directory in which the hang hook and the
-/// agent exchange files (docs/design/processes.md).
+/// Environment variable that launch sets for programs in a job with `run.hang_timeout`: the
+/// directory in which the hang hook and the agent exchange files (docs/design/processes.md).
 pub const LAUNCH_HANG_DIR: &str = "LAUNCH_HANG_DIR";
-/// Set with `LAUNCH_HANG_DIR`: the number of the signal that makes Python write its stacks.
+/// Environment variable that launch sets together with `LAUNCH_HANG_DIR`: the number of the signal
+/// that makes Python write its stacks.
 pub const LAUNCH_HANG_SIGNAL: &str = "LAUNCH_HANG_SIGNAL";
-/// Set with `LAUNCH_HANG_DIR`: the interval at which the hang hook publishes counters, in
-/// milliseconds.
+/// Environment variable that launch sets together with `LAUNCH_HANG_DIR`: the interval at which the
+/// hang hook publishes counters, in milliseconds.
 pub const LAUNCH_HANG_INTERVAL_MS: &str = "LAUNCH_HANG_INTERVAL_MS";
-/// Set for commands of `launch exec`: the process id of the worker next to which the command runs.
+/// Environment variable that launch sets for commands of `launch exec`: the process id of the
+/// worker next to which the command runs.
 pub const LAUNCH_WORKER_PID: &str = "LAUNCH_WORKER_PID";
-/// Read by agents and built-in workers: `client-address client-port server-address server-port`,
-/// which sshd sets. The server address is the address at which the controller reached the host.
+/// Environment variable that agents and built-in workers read: `client-address client-port
+/// server-address server-port`, which sshd sets. The server address is the address at which the
+/// controller reached the host.
 pub const SSH_CONNECTION: &str = "SSH_CONNECTION";
-/// For tests: `RANK:N` makes the worker of rank `RANK` kill itself at its N-th fault point, and
-/// `RANK:loop@STEPS` lets it loop endlessly after so many steps (docs/testing.md).
+/// Environment variable for tests: `RANK:N` makes the worker of rank `RANK` kill itself at its N-th
+/// fault point, and `RANK:loop@STEPS` lets it loop endlessly after so many steps (docs/testing.md).
 pub const LAUNCH_FAULT: &str = "LAUNCH_FAULT";
-/// For tests: a file to which every worker appends the number of fault points that it has passed.
+/// Environment variable for tests: a file to which every worker appends the number of fault points
+/// that it has passed.
 pub const LAUNCH_FAULT_COUNT: &str = "LAUNCH_FAULT_COUNT";
-/// Read by an agent in a Slurm step: the name of the agent's node.
+/// Environment variable that an agent in a Slurm step reads: the name of the agent's node.
 pub const SLURMD_NODENAME: &str = "SLURMD_NODENAME";
-/// Read by an agent: the number of the Slurm step that the agent is part of. The variable is not
-/// set outside of Slurm steps.
+/// Environment variable that an agent reads: the number of the Slurm step that the agent is part
+/// of. The variable is not set outside of Slurm steps.
 pub const SLURM_STEP_ID: &str = "SLURM_STEP_ID";
-/// Read by launch: the number of nodes on which launch is started, `N` or `MIN:MAX` (`--nodes`).
+/// Environment variable that launch reads: the number of nodes on which launch is started, `N` or
+/// `MIN:MAX` (`--nodes`).
 pub const LAUNCH_NODES: &str = "LAUNCH_NODES";
-/// Read by launch: the number of this node, from 0 (`--node-rank`).
+/// Environment variable that launch reads: the number of this node, from 0 (`--node-rank`).
 pub const LAUNCH_NODE_RANK: &str = "LAUNCH_NODE_RANK";
-/// Read by launch: the address at which nodes meet (`--rendezvous`).
+/// Environment variable that launch reads: the address at which nodes meet (`--rendezvous`).
 pub const LAUNCH_RENDEZVOUS: &str = "LAUNCH_RENDEZVOUS";
-/// Read by launch: the file with the key that the nodes share (`--key-file`).
+/// Environment variable that launch reads: the file with the key that the nodes share
+/// (`--key-file`).
 pub const LAUNCH_KEY_FILE: &str = "LAUNCH_KEY_FILE";
-/// Read by launch: `1` lets nodes join without a key (`--insecure`).
+/// Environment variable that launch reads: `1` lets nodes join without a key (`--insecure`).
 pub const LAUNCH_INSECURE: &str = "LAUNCH_INSECURE";
-/// For tests: the number of agents that launch starts on this machine. Each of these agents stands
-/// for a host.
+/// Environment variable for tests: the number of agents that launch starts on this machine. Each of
+/// these agents stands for a host.
 pub const LAUNCH_LOCAL_AGENTS: &str = "LAUNCH_LOCAL_AGENTS";
-/// For tests: the number of accelerators that launch assumes on this machine, instead of asking the
-/// driver. `8` stands for NVIDIA GPUs, `npu:8` for another kind, and `cuda:2,xpu:1` for several.
+/// Environment variable for tests: the number of accelerators that launch assumes on this machine,
+/// instead of asking the driver. `8` stands for NVIDIA GPUs, `npu:8` for another kind, and
+/// `cuda:2,xpu:1` for several.
 pub const LAUNCH_GPUS: &str = "LAUNCH_GPUS";
-/// Read by launch and built-in workers: the filter of the debug log, such as `agent=debug,info`.
+/// Environment variable that launch and built-in workers read: the filter of the debug log, such as
+/// `agent=debug,info`.
 pub const LAUNCH_LOG: &str = "LAUNCH_LOG";
-/// Read by launch: any value except an empty one disables color (<https://no-color.org>).
+/// Environment variable that launch reads: any value except an empty one disables color
+/// (<https://no-color.org>).
 pub const NO_COLOR: &str = "NO_COLOR";
-/// Read by launch: the path of the socket of the SSH agent.
+/// Environment variable that launch reads: the path of the socket of the SSH agent.
 pub const SSH_AUTH_SOCK: &str = "SSH_AUTH_SOCK";
 
 /// Returns whether an environment variable selects the language or another part of the locale.

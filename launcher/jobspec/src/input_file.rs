@@ -12,15 +12,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The longest pause in the data of a pipe. Reading fails after a longer one.
+/// The longest pause between two pieces of data of a pipe. Reading fails after a longer one.
 const PIPE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The time limit for reading a pipe to its end, as a multiple of the time limit for a pause in its
-/// data.
+/// The time limit for reading a whole pipe, in multiples of the longest pause in its data.
 const TOTAL_TIME_FACTOR: u32 = 12;
 /// The flags of `open`: do not wait for the writer of a pipe, and do not make a terminal the
 /// controlling one.
 const OPEN_FLAGS: OFlag = OFlag::O_NONBLOCK.union(OFlag::O_NOCTTY);
-/// The number of bytes of one read from a pipe.
+/// The largest number of bytes that one read from a pipe returns.
 const CHUNK_BYTES: usize = 64 << 10;
 
 /// Reads at most `limit + 1` bytes of the file at `path`. The additional byte shows the caller that
@@ -30,8 +29,8 @@ pub fn read_input_file(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     read_with_timeout(path, limit, PIPE_TIMEOUT)
 }
 
-/// Reads at most `limit + 1` bytes of the file at `path`. If the file is a pipe, fails when the
-/// pipe provides no data for the time `timeout`.
+/// Reads at most `limit + 1` bytes of the file at `path`, with a time limit for pipes. If the file
+/// is a pipe, fails when the pipe provides no data for the time `timeout`.
 fn read_with_timeout(path: &Path, limit: u64, timeout: Duration) -> io::Result<Vec<u8>> {
     let file = OpenOptions::new().read(true).custom_flags(OPEN_FLAGS.bits()).open(path)?;
     if !file.metadata()?.is_file() {

@@ -9,8 +9,8 @@ use crate::{
 };
 use serde_json::{Map, Value};
 
-/// The suffixes by which the name of a serialized field can differ from the name of its key: none,
-/// or `_ms` for a duration in milliseconds.
+/// The suffixes that the name of a serialized field may have in addition to the name of its key:
+/// none, or `_ms` for a duration in milliseconds.
 const FIELD_SUFFIXES: [&str; 2] = ["", "_ms"];
 
 impl JobSpec {

@@ -14,7 +14,7 @@ use diagnostic::{Diagnostic, codes::job as codes};
 /// The largest number of names and indices in the path of one `--set path=value` argument.
 const MAX_STEPS: usize = 16;
 
-/// One step of the path in a `--set path=value` argument: the name of a key, or the index of an
+/// A step in the path of a `--set path=value` argument: the name of a key, or the index of a list
 /// item.
 enum PathStep {
     Key(String),
@@ -52,8 +52,8 @@ fn invalid_override_error(span: SourceSpan, message: impl Into<String>) -> Value
     ValueError::new(codes::SET_ARGUMENT_INVALID, span, message)
 }
 
-/// Converts an error in a `--set` argument to a diagnostic. `path` is the documented path of the
-/// key, if known.
+/// Converts an error about the value of a `--set` argument to a diagnostic. `path` is the
+/// documented path of the key, if known.
 fn override_diagnostic(sources: &SourceMap, path: Option<&str>, error: ValueError) -> Diagnostic {
     let code = error.code;
     let mut list = error.into_diagnostics(sources, path, "`--set` ").into_iter();
@@ -105,8 +105,8 @@ fn parse_path(path: &str, source: u32) -> Result<Vec<(PathStep, SourceSpan)>, Va
     Ok(steps)
 }
 
-/// Sets the value at the path `steps` below `root`, and replaces a value that is already there.
-/// Keys that are absent are added. An index equal to the length of a list appends an item.
+/// Sets the value at the path `steps` below `root`, and replaces an existing value. Keys that are
+/// absent are added. An index equal to the length of a list appends an item.
 fn set_value(
     root: &mut YamlNode,
     steps: Vec<(PathStep, SourceSpan)>,

@@ -3,8 +3,8 @@
 use crate::{keys::values::JobValues, spec::job::JobSpec, table::KEYS};
 
 impl JobSpec {
-    /// Formats the whole job as YAML. Leaves out keys that have no effect in this job, such as
-    /// `momentum` with AdamW.
+    /// Formats the whole job as the text of a job.yaml. Leaves out keys that have no effect in this
+    /// job, such as `momentum` with AdamW.
     pub fn to_yaml(&self) -> String {
         self.list_used_values().to_yaml()
     }

@@ -51,8 +51,8 @@ fn format_keys(section: &str) -> String {
     table
 }
 
-/// Converts the documentation of a key to a phrase for a table cell: without an article, and
-/// beginning with a small letter.
+/// Converts the documentation of a key to a phrase for a table cell, which has no article and
+/// begins with a lower-case letter.
 fn format_meaning(key: &KeyInfo) -> String {
     let phrase = key.meaning.strip_prefix("The ").unwrap_or(&key.meaning);
     let (word, rest) = phrase.split_once(' ').unwrap_or((phrase, ""));

@@ -1,5 +1,5 @@
-//! Compares a running job with its edited job file: finds the keys that changed, and which of these
-//! can change while the job runs.
+//! Compares a running job with its edited job file: finds the changed keys, and which of them may
+//! change while the job runs.
 use crate::{
     ids::Rank,
     spec::{checkpoint::SaveInterval, job::JobSpec, schedule::ScheduleSpec},
@@ -8,7 +8,7 @@ use crate::{
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The values of all keys of a job that can change while the job runs.
+/// The values of the reloadable keys of a job, which may change while the job runs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ReloadValues {
     /// `run.logs.show`: the ranks whose output is shown. In events and journals the field is named
@@ -35,7 +35,7 @@ pub struct ReloadTrain {
     pub decay_steps: u64,
 }
 
-/// The differences between a running job and its edited job file.
+/// The keys in which an edited job file differs from the running job.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ReloadChanges {
     /// The reloadable keys that changed. Each item has the path of the key, the old value and the

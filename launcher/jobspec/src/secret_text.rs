@@ -2,11 +2,11 @@
 //! that are printed or stored.
 use crate::env::looks_secret;
 
-/// The text that precedes the name of an environment variable in an argument such as `--set
+/// The text before the name of an environment variable in an argument such as `--set
 /// run.env.NAME=value`.
 const ENV_PATH: &str = "run.env.";
-/// Texts that identify secrets: a lower-case name that contains one of them counts as the name of a
-/// secret. No key of job.yaml contains one of them.
+/// The texts by which a name, in lower case, counts as the name of a secret. No key of job.yaml
+/// contains one of them.
 const LOWER_CASE_PARTS: [&str; 6] = ["secret", "password", "passwd", "api_key", "private_key", "credential"];
 
 /// The endings that mark the name of an option as secret, so that the option's value is hidden.
@@ -61,7 +61,7 @@ fn hide_secrets_in_word(word: &str) -> String {
     }
 }
 
-/// Returns the name of the first option in `words`, a command line, whose value is a secret.
+/// Returns the name of the first option in the command line `words` whose value is a secret.
 /// Returns `None` if there is no such option.
 pub(crate) fn find_secret_option<S: AsRef<str>>(words: &[S]) -> Option<&str> {
     let position = (0..words.len()).find(|&i| {
@@ -86,8 +86,8 @@ fn is_secret_option(word: &str) -> bool {
     word.starts_with('-') && ends_with_any(&SECRET_OPTION_ENDS) && !ends_with_any(&TOKENIZER_OPTION_ENDS)
 }
 
-/// Returns whether a word can be a secret. An option, a variable such as `$NAME` and a placeholder
-/// cannot.
+/// Returns whether a word may be a secret, that is, not an option, a variable or a placeholder. An
+/// option, a variable such as `$NAME` and a placeholder cannot.
 fn is_secret_argument(word: &str) -> bool {
     !word.is_empty() && !word.starts_with("--") && !is_placeholder(word)
 }
@@ -138,9 +138,9 @@ fn is_name_character(c: char) -> bool {
     c.is_ascii_alphanumeric() || matches!(c, '_' | '-')
 }
 
-/// Returns whether a value after this name is a secret, so that it is hidden. A lower-case name
-/// that only contains `token` or `key` may be a key of job.yaml, and counts as secret only if it is
-/// a variable in `run.env`.
+/// Returns whether a name suggests that the value after it is a secret. A lower-case name that only
+/// contains `token` or `key` may be a key of job.yaml, and counts as secret only if it is a
+/// variable in `run.env`.
 fn is_secret_name(name: &str, is_variable: bool) -> bool {
     let name = name.replace('-', "_");
     let is_lower_case = name.chars().any(|c| c.is_ascii_lowercase());

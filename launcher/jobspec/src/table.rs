@@ -27,7 +27,7 @@ pub(crate) fn canonicalize_key_path(path: &str) -> String {
     key.map_or_else(|| path.to_owned(), |key| key.path.clone())
 }
 
-/// A previous name of a key, of some of its values, or of both.
+/// A deprecated name of a key, deprecated names of its values, or both.
 #[derive(Debug)]
 pub struct DeprecatedName {
     /// The section of the key, e.g. `cluster.ssh`.

@@ -381,8 +381,8 @@ pub enum FromAgent {
 }
 
 impl FromAgent {
-    /// Returns whether the next message of the same kind replaces this one, so that the message may
-    /// be lost.
+    /// Returns whether the message may be lost, because the next message of the same kind replaces
+    /// it.
     pub fn is_transient(&self) -> bool {
         matches!(
             self,

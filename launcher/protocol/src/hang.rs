@@ -5,7 +5,7 @@ use jobspec::ids::Rank;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// What an agent has collected about one rank of a job that hangs.
+/// The evidence that an agent has collected about one rank of a job that hangs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankEvidence {
     /// The rank.
@@ -39,7 +39,7 @@ pub struct RankEvidence {
     pub nccl_warnings: Vec<String>,
 }
 
-/// The numbers of the collectives of one process group, as one rank counts them.
+/// How many collectives of one process group a rank has entered and completed.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupCounters {
     /// The name of the group.
@@ -100,7 +100,7 @@ pub struct ThreadState {
     pub file: Option<String>,
 }
 
-/// What the system call of a thread waits for.
+/// What a thread waits for in its current system call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WaitKind {
@@ -150,7 +150,7 @@ pub struct RankNcclWarning {
     pub text: String,
 }
 
-/// An error that the driver of a GPU has reported while ranks hang.
+/// An error that a GPU driver has reported while ranks hang.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankGpuFault {
     /// The rank whose GPU has failed, or the first rank of the host.
@@ -177,7 +177,7 @@ impl HangFile {
     }
 }
 
-/// The kind of a hang.
+/// The way in which ranks hang, such as ranks that have not entered a collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum HangKind {
@@ -194,7 +194,7 @@ pub enum HangKind {
     Unknown,
 }
 
-/// A collective in which ranks wait.
+/// A collective in which ranks are waiting.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WaitingCollective {
     /// The name of the process group.
@@ -205,7 +205,7 @@ pub struct WaitingCollective {
     pub operation: Option<String>,
 }
 
-/// Where a rank is.
+/// Where in its program a rank is, and what it does there.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankPlace {
     /// The rank.
@@ -251,7 +251,7 @@ pub enum RankActivity {
     Unknown,
 }
 
-/// The same call of several ranks.
+/// A call of a collective that several ranks have made with equal arguments.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankCall {
     /// The ranks.

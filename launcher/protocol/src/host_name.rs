@@ -6,8 +6,8 @@ pub fn read_host_name() -> String {
     read_host_name_below(Path::new("/")).unwrap_or_default()
 }
 
-/// Reads the hostname from `/proc` below `root`, the root directory of a machine. The error
-/// contains the path of the file.
+/// Reads the hostname from `/proc` below the directory `root`. The error contains the path of the
+/// file.
 pub fn read_host_name_below(root: &Path) -> io::Result<String> {
     let path = "proc/sys/kernel/hostname";
     let name = fs::read_to_string(root.join(path));

@@ -1,5 +1,5 @@
-//! What `launch check --network` asks the agents of hosts, and what the agents find: network
-//! interfaces, RDMA devices, and measured connections between two hosts.
+//! The requests of `launch check --network` to agents, and their answers about network interfaces,
+//! RDMA devices, and the connections between two hosts.
 use crate::control::JobKey;
 use diagnostic::Diagnostic;
 use jobspec::{InterfaceSelector, PortSelection};
@@ -9,17 +9,17 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-/// The largest number of ports of one host that are measured. Of a larger range, evenly spaced
-/// ports are used.
+/// The largest number of ports of one host to which connections are measured. Of a larger range,
+/// evenly spaced ports are used.
 pub const MAX_MEASURED_PORTS: usize = 4;
-/// The longest time for which data are sent in one direction, in milliseconds. A longer time in a
-/// request is reduced to this value.
+/// The longest duration of a measured transfer in one direction, in milliseconds. A longer time in
+/// a request is reduced to this value.
 pub const MAX_TRANSFER_MS: u64 = 10_000;
 /// The largest number of connections that transfer data at the same time in one measurement.
 pub const MAX_STREAMS: u32 = 4;
 
-/// The request that an agent inspect its network and accept measurements of other agents, until the
-/// agent ends.
+/// A request that an agent inspect its network, and let other agents measure connections to it
+/// until the agent ends.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct NetworkRequest {
     /// The secret with which the agents prove to each other that they belong to the job.
@@ -32,7 +32,7 @@ pub struct NetworkRequest {
     pub ports: PortSelection,
 }
 
-/// The network of one host, and the addresses at which its agent accepts measurements.
+/// The network of one host, and the addresses to which other agents connect for measurements.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct NetworkInspection {
     /// The interface that workers use for other hosts; `None` if no interface is suitable.
@@ -107,7 +107,7 @@ pub struct RdmaPort {
     pub error_counters: BTreeMap<String, u64>,
 }
 
-/// The request that an agent measure the connection to the agent of another host.
+/// A request that an agent measure the connection to the agent of another host.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MeasureRequest {
     /// The addresses at which the other agent listens. At most [`MAX_MEASURED_PORTS`] are used.
@@ -134,7 +134,7 @@ pub struct Measurement {
     pub received: Option<Transfer>,
 }
 
-/// Data that were transferred in one direction.
+/// The amount, duration and losses of a transfer in one direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Transfer {
     /// The number of bytes that the receiver got.
@@ -150,7 +150,7 @@ pub struct Transfer {
 }
 
 impl Transfer {
-    /// Returns the rate in bytes per second; 0 if no data arrived.
+    /// Returns the transfer rate in bytes per second; 0 if no data arrived.
     pub fn rate(&self) -> f64 {
         if self.bytes > 0 && self.seconds > 0.0 { self.bytes as f64 / self.seconds } else { 0.0 }
     }

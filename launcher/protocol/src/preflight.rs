@@ -19,8 +19,8 @@ pub struct MemoryEstimate {
     pub total: u64,
 }
 
-/// The findings of the checks of a job. The subject of each diagnostic is the path of a key, e.g.
-/// `train.batch.global`.
+/// The results of the preflight checks of a job. The subject of each diagnostic is the path of a
+/// key, e.g. `train.batch.global`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PreflightReport {
     /// Errors, because of which the job must not start.

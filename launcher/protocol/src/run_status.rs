@@ -2,9 +2,9 @@
 use crate::{control::HostUsage, event::StragglerReport, step_times::StepTimes};
 use serde::{Deserialize, Serialize};
 
-/// The name of the file in the run directory.
+/// The name of the status file in a run directory.
 pub const STATUS_FILE: &str = "status.json";
-/// The version of the file.
+/// The version of the format of the status file.
 pub const STATUS_VERSION: u32 = 1;
 
 /// The newest measurements of a run. The journal does not contain them, because their number would

@@ -2,7 +2,8 @@
 use jobspec::ids::Rank;
 use serde::{Deserialize, Serialize};
 
-/// The largest number of ranks whose times are reported. The times of further ranks are left out.
+/// The largest number of ranks whose step times are reported. The times of further ranks are left
+/// out.
 pub const MAX_TIMED_RANKS: usize = 16 << 10;
 
 /// The times of one rank in one step, or their sums over several steps. A time is in microseconds.
@@ -20,8 +21,8 @@ pub struct RankTimes {
     pub links: Option<LinkTimes>,
 }
 
-/// For how long data was on its way from a rank to other hosts: sent, but not yet received. A time
-/// is in microseconds.
+/// The times between the sending of data by a rank and its receipt on other hosts. A time is in
+/// microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LinkTimes {
     /// The rank to which data was on its way for the longest time.
@@ -44,7 +45,8 @@ pub struct StepTimes {
 }
 
 impl RankTimes {
-    /// Returns the time in which the rank itself worked, and did not wait for others.
+    /// Returns the time in which the rank itself computed instead of waiting for others, in
+    /// microseconds.
     pub fn work_us(&self) -> u64 {
         self.step_us.saturating_sub(self.waiting_us)
     }
@@ -63,8 +65,8 @@ impl RankTimes {
 }
 
 impl LinkTimes {
-    /// Returns the sum of these times and those of a later step. The peer is that of the longer
-    /// time.
+    /// Returns the sum of these network times and those of a later step. The peer is that of the
+    /// longer time.
     fn plus(&self, later: &LinkTimes) -> LinkTimes {
         let slowest = if later.slowest_us > self.slowest_us { later } else { self };
         LinkTimes {

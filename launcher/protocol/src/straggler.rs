@@ -13,19 +13,20 @@ use serde::{Deserialize, Serialize};
 /// kernel enforces CPU quotas in periods of 100 ms, so a rank with a quota is slow only in some of
 /// its short steps.
 pub const MIN_WINDOW_US: u64 = 250_000;
-/// The number by which a window in which another rank or no rank was slow reduces the count of slow
-/// windows. A rank that is slow in most windows is found even if there is noise.
+/// The number by which the count of slow windows of a rank decreases after a window in which the
+/// rank was not slow. A rank that is slow in most windows is found even if there is noise.
 const NOISE_PENALTY: u32 = 2;
-/// The share of the limit that a straggler must stay below to count as recovered.
+/// The fraction of the reporting threshold below which a straggler counts as recovered.
 const RECOVERY_FACTOR: f64 = 0.5;
-/// How many times as long as the median of the others the data of a rank must be on its way for a
-/// network to be called slow.
+/// The factor by which the network times of a rank must exceed those of the others for the rank's
+/// network to count as slow.
 const MIN_LINK_FACTOR: u64 = 2;
-/// The shortest delay per step that counts as one of the network, in microseconds. A thread that
-/// waits for a busy CPU receives data later by several time slices of the scheduler.
+/// The smallest network delay per step, in microseconds, for which the network of a rank can count
+/// as slow. A thread that waits for a busy CPU receives data later by several time slices of the
+/// scheduler.
 const MIN_NETWORK_DELAY_US: u64 = 20_000;
 
-/// When a slow rank is reported.
+/// The thresholds above which a slow rank is reported.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StragglerRules {
     /// The share of the step time that a rank must cost, from 0 to 1.
@@ -61,7 +62,7 @@ pub struct StragglerChange {
     pub step_s: f64,
 }
 
-/// Finds the slowest rank, and the rank with the slowest network.
+/// Detects, from the times of the steps, a rank whose work or network slows down the others.
 #[derive(Clone, Debug)]
 pub struct StragglerDetector {
     rules: StragglerRules,
@@ -73,7 +74,7 @@ pub struct StragglerDetector {
     network: Track,
 }
 
-/// How often each rank was slow in one respect.
+/// How often each rank was slow, either by its work or by its network.
 #[derive(Clone, Debug, Default)]
 struct Track {
     ranks: Vec<SlowWindows>,
@@ -81,7 +82,7 @@ struct Track {
     reported: Option<(Rank, u32)>,
 }
 
-/// How often a rank was slow.
+/// How often, and by how much, one rank was slow in the recent windows of steps.
 #[derive(Clone, Copy, Debug, Default)]
 struct SlowWindows {
     /// The number of windows in which the rank was slow, less those in which it was not.
@@ -139,8 +140,9 @@ impl StragglerDetector {
 }
 
 impl Track {
-    /// Adds the shares that the ranks have cost in a window. Returns whether a rank became slow,
-    /// the rank, and the mean share that it costs; `None` if nothing has changed.
+    /// Adds a window of steps, in which each rank has cost the others a share of the time. Returns
+    /// whether a rank became slow, the rank, and the mean share that it costs; `None` if nothing
+    /// has changed.
     fn add_window(&mut self, rules: &StragglerRules, shares: &[f64]) -> Option<(bool, Rank, f64)> {
         self.ranks.resize(shares.len(), SlowWindows::default());
         self.ranks.iter_mut().zip(shares).for_each(|(rank, share)| rank.add_window(rules, *share));
@@ -175,9 +177,9 @@ impl SlowWindows {
     }
 }
 
-/// Computes for each rank the share of the window that its work costs: by what the window would be
-/// shorter if the rank worked as fast as the median of the others. A rank with more micro-batches
-/// than others may take longer in proportion.
+/// Computes for each rank the share of the window that its work costs: by how much the window would
+/// be shorter if the rank worked as fast as the median of the others. A rank with more
+/// micro-batches than others may take longer in proportion.
 fn compute_work_shares(ranks: &[RankTimes], window_us: u64) -> Vec<f64> {
     let work: Vec<u64> = ranks.iter().map(RankTimes::work_us).collect();
     let batches = |rank: usize| ranks[rank].micro_batches.max(1);
@@ -187,9 +189,9 @@ fn compute_work_shares(ranks: &[RankTimes], window_us: u64) -> Vec<f64> {
     excesses.map(|excess| excess as f64 / window_us as f64).collect()
 }
 
-/// Computes for each rank the share of the window that its network costs. The network of a rank is
-/// slow if data is long on its way to all other hosts, or if data from most other ranks is long on
-/// its way to the rank, but not to others.
+/// Computes for each rank the share of the time of the window that its slow network costs. The
+/// network of a rank is slow if data is long on its way to all other hosts, or if data from most
+/// other ranks is long on its way to the rank, but not to others.
 ///
 /// With two hosts, it cannot be found out which of them is slow. The shares are then 0. Delays in
 /// the window below `min_delay_us` are ignored.
@@ -223,7 +225,7 @@ fn compute_network_shares(ranks: &[RankTimes], window_us: u64, min_delay_us: u64
     shares
 }
 
-/// Computes by how much each value exceeds the median of the other values, the larger one of two.
+/// Computes by how much each value exceeds the (upper) median of the other values.
 fn compute_excesses(values: &[u64]) -> Vec<u64> {
     let mut sorted = values.to_vec();
     sorted.sort_unstable();
@@ -237,7 +239,7 @@ fn compute_excesses(values: &[u64]) -> Vec<u64> {
     values.iter().map(excess).collect()
 }
 
-/// Returns the median of values, the smaller one of two; 0 for none.
+/// Returns the lower median of the values; 0 if there are none.
 fn find_lower_median(mut values: Vec<u64>) -> u64 {
     if values.is_empty() {
         return 0;

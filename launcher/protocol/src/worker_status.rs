@@ -5,14 +5,14 @@ use std::borrow::Cow;
 /// The size of an encoded status in bytes. The status of the worker with local rank r begins at
 /// byte r × `STATUS_BYTES` of the shared memory.
 pub const STATUS_BYTES: usize = 128;
-/// The version of the encoding.
+/// The version of the encoding of a status.
 const VERSION: u32 = 1;
-/// The byte ranges of the fields.
+/// The byte ranges of the name of the collective and of the task in an encoded status.
 const COLLECTIVE: std::ops::Range<usize> = 32..64;
 const TASK: std::ops::Range<usize> = 64..120;
-/// The first byte of the checksum of all earlier bytes.
+/// The offset of the checksum, which covers all earlier bytes.
 const CHECKSUM: usize = 120;
-/// The number that stands for an unknown number of completed collectives.
+/// The value that encodes an unknown number of completed collectives.
 const UNKNOWN: u64 = u64::MAX;
 
 /// What a built-in worker does: its task, and the numbers of its collectives.

@@ -21,8 +21,8 @@ fn kill_process(pid: i32) {
     kill(Pid::from_raw(pid), Signal::SIGKILL).unwrap();
 }
 
-/// Waits until the run has resumed, and checks that the workers `kept` are alive and that there are
-/// `count` workers.
+/// Waits until the run has resumed, and checks that there are `count` workers, among them the
+/// processes `kept`.
 #[track_caller]
 fn expect_kept(job: &mut ActiveRun, kept: &[i32], count: usize) {
     job.wait_for_event("resume", 0);
@@ -64,7 +64,7 @@ fn workers_that_did_not_fail_keep_their_processes_at_every_stage() {
     }
 }
 
-/// Kills workers at any moment of evaluations and saves in the background.
+/// Kills workers at arbitrary moments of evaluations and of saves in the background.
 #[test]
 fn workers_leave_evaluations_and_saves() {
     let job_dir = JobDirectory::new();

@@ -3,7 +3,7 @@
 use super::*;
 use std::{collections::BTreeMap, ops::RangeInclusive};
 
-/// The address of the second network, without the number of the host.
+/// The first bytes of the addresses of the second network, without the number of the host.
 const DATA_NETWORK: &str = "10.99.7";
 /// The settings that select the second network and a range of ports.
 const SETTINGS: [&str; 2] = ["cluster.interface=10.99.7.0/24", "cluster.ports=21000-21020"];
@@ -50,7 +50,7 @@ fn traffic_takes_the_selected_network() {
     assert_nothing_left(&hosts, &["h0", "h1"]);
 }
 
-/// Runs `launch check --network` on the hosts of the YAML list `list`, with these settings. Checks
+/// Runs `launch check --network` with these settings on the hosts of the YAML list `list`. Checks
 /// the exit code. Returns the JSON report, and every check of a host or of the job that did not
 /// pass, without those that the test machine can cause. They have the form `HOST CHECK: FOUND`, or
 /// `CHECK: FOUND` for a check of the job.
@@ -151,7 +151,7 @@ fn check_finds_an_asymmetric_firewall_between_ipv6_addresses() {
     assert!(problem.starts_with(start) && problem.ends_with(end), "{problem}");
 }
 
-/// Checks that a path on which large packets vanish is reported as such.
+/// Checks that `launch check --network` reports a path on which large packets vanish.
 #[test]
 fn check_finds_vanishing_large_packets() {
     let test = "cluster::networks::check_finds_vanishing_large_packets";

@@ -7,7 +7,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard},
 };
 
-/// What the server has received.
+/// The experiments, runs, parameters and metrics that the server has received.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Record {
     /// The value of the header `Authorization` in the newest request.
@@ -130,7 +130,8 @@ impl Record {
         }
     }
 
-    /// Adds a batch. Rejects what MLflow rejects: too many items, and parameters that change.
+    /// Records a batch of metrics and parameters. Rejects what MLflow rejects: too many items, and
+    /// parameters that change.
     fn add_batch(&mut self, body: &Value) -> (u16, Value) {
         let invalid =
             |message: &str| (400, json!({"error_code": "INVALID_PARAMETER_VALUE", "message": message}));

@@ -177,13 +177,13 @@ impl SlurmCluster {
         assert_snapshot(&self.dir, snapshot, &lines.join("\n"), &filters);
     }
 
-    /// Returns the last step that a run of the job reported, or 0.
+    /// Returns the last step that any run of the job has reported, or 0.
     pub(super) fn find_last_step(&self, job: &str) -> u64 {
         let events = self.read_events(job);
         events.iter().rev().find_map(|e| e["step"].as_u64().filter(|_| e["event"] == "step")).unwrap_or(0)
     }
 
-    /// Returns one field of `scontrol show job`, or an empty string.
+    /// Returns one field of a Slurm job as `scontrol show job` prints it, or an empty string.
     pub(super) fn read_job_field(&self, job: &str, name: &str) -> String {
         let shown = self.run_on_node("h0", &format!("scontrol -o show job {job}"));
         let value = |word: &str| word.strip_prefix(name)?.strip_prefix('=').map(str::to_owned);

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The time in which something must happen, also on a busy machine.
+/// The time in which an expected condition must hold, also on a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Finds the process of a rank of the run in the directory of a test.

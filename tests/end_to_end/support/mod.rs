@@ -59,14 +59,15 @@ impl FinishedRun {
             .collect()
     }
 
-    /// Returns the run itself. Panics if the exit code is not 0.
+    /// Asserts that the run succeeded, and returns the run. Panics if the exit code is not 0.
     #[track_caller]
     pub(crate) fn expect_success(self) -> FinishedRun {
         assert_eq!(self.code, 0, "exit code; stderr:\n{}", self.stderr);
         self
     }
 
-    /// Returns the only `failure` event. Panics if there is not exactly one.
+    /// Asserts that the run failed, and returns the only `failure` event. Panics if there is not
+    /// exactly one.
     #[track_caller]
     pub(crate) fn expect_failure(&self) -> &Value {
         let failures = self.events_named("failure");

@@ -12,7 +12,7 @@ use std::{
     process::{Command, Output},
 };
 
-/// The largest number of host sets that exist at the same time.
+/// The largest number of sets of simulated hosts that exist at the same time.
 const MAX_HOST_SETS: u32 = 200;
 
 /// The hosts `h0`, `h1`, … in namespaces of this machine. Dropping the value removes the hosts.
@@ -167,7 +167,7 @@ impl Drop for SimulatedHosts {
     }
 }
 
-/// Returns the first three bytes of the addresses of a set of hosts.
+/// Returns the first three bytes of the IP addresses of a set of hosts.
 fn format_network(number: u32) -> String {
     format!("10.88.{number}")
 }

@@ -14,9 +14,9 @@ use std::{
     time::Duration,
 };
 
-/// How long the worker is suspended in each round of suspending and continuing.
+/// How long the worker is suspended each time.
 const SUSPENDED: Duration = Duration::from_millis(60);
-/// How long the worker runs in each round of suspending and continuing.
+/// How long the worker runs between two suspensions.
 const RUNNING: Duration = Duration::from_millis(6);
 /// The pause before another search for the process of a worker, if none was found.
 const SEARCH_INTERVAL: Duration = Duration::from_millis(200);

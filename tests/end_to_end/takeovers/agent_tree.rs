@@ -16,7 +16,7 @@ use std::{
 /// the controller.
 const TREE_HOSTS: [&str; 9] = ["h0", "h1", "h2", "h3", "h4", "h5", "h6", "h7", "h8"];
 
-/// Finds the agent of a host (not its watchdog).
+/// Finds the process of the agent on a host, which is not that of the watchdog.
 fn find_agent(hosts: &RunHosts, host: &str) -> Option<Pid> {
     let processes = list_processes_of_host(&hosts.hosts.host_directory(host));
     let is_agent = |pid: &i32| {

@@ -64,7 +64,8 @@ impl Drop for ActiveJob {
     }
 }
 
-/// Prints the environment, the working directory, and the command of the worker.
+/// A shell command that prints the environment, the working directory, and the command of the
+/// worker.
 const DESCRIBE: &str = "echo $RANK $WORLD_SIZE $FROM_JOB $ACTIVATED; pwd; tr '\\0' ' ' < /proc/$LAUNCH_WORKER_PID/cmdline; echo problem >&2; exit 7";
 
 #[test]

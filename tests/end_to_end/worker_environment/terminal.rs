@@ -68,7 +68,7 @@ impl TerminalSession {
         }
     }
 
-    /// Types `keys`.
+    /// Types the keys `keys` in the terminal.
     fn type_keys(&mut self, keys: &str) {
         self.input.write_all(keys.as_bytes()).unwrap();
         self.input.flush().unwrap();

@@ -24,7 +24,8 @@ pub struct Confinement {
 }
 
 impl Confinement {
-    /// Returns the names of the facilities that the kernel lacks, among `Landlock` and `seccomp`.
+    /// Returns the names of the facilities, among `Landlock` and `seccomp`, that the kernel does
+    /// not support.
     pub fn missing(self) -> Vec<&'static str> {
         let facilities = [(self.landlock, "Landlock"), (self.seccomp, "seccomp")];
         facilities.into_iter().filter(|(present, _)| !present).map(|(_, name)| name).collect()

@@ -26,15 +26,15 @@ struct LimitedWork {
 static RUNNING: Mutex<Vec<LimitedWork>> = Mutex::new(Vec::new());
 
 /// Runs `work` on this thread, and ends the sandbox process with
-/// [`SandboxError::OutOfCpuTime`](crate::SandboxError::OutOfCpuTime) if it needs more CPU time than
-/// `limit`. Outside of a sandbox process, the limit has no effect.
+/// [`SandboxError::OutOfCpuTime`](crate::SandboxError::OutOfCpuTime) if the work needs more CPU
+/// time than `limit`. Outside of a sandbox process, the limit has no effect.
 pub fn limit_cpu_time<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
     let _registered = Registration::new(limit);
     work()
 }
 
-/// The entry of a piece of work in [`RUNNING`], the list of work with a limit of CPU time. Dropping
-/// this value removes the entry, also after a panic.
+/// The entry of a piece of work in the list of work with a limit of CPU time ([`RUNNING`]).
+/// Dropping this value removes the entry, also after a panic.
 struct Registration(u64);
 
 impl Registration {

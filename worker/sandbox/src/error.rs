@@ -80,7 +80,7 @@ impl SandboxError {
         }
     }
 
-    /// Combines this error with `step`, the number of the step of the request at which it occurred.
+    /// Combines this error with `step`, the number of the step at which the request failed.
     pub(crate) fn in_step(self, step: u64) -> SandboxFailure {
         SandboxFailure { step, error: self }
     }

@@ -7,17 +7,18 @@ pub const STACK_BYTES: usize = 4 << 20;
 /// Stack size in bytes of each service thread of a sandbox process. Such threads read requests and
 /// check limits, but do not interpret files.
 pub(crate) const SERVICE_STACK_BYTES: usize = 512 << 10;
-/// Total size in bytes of the stacks of a sandbox process's service threads.
+/// Total size in bytes of the stacks of all service threads of a sandbox process.
 pub(crate) const SERVICE_STACKS_BYTES: u64 = 4 * SERVICE_STACK_BYTES as u64;
 /// Address space in bytes that a memory allocator may reserve for each thread without using it.
 pub(crate) const ARENA_BYTES: u64 = 128 << 20;
 /// Limit on the requests that wait in a sandbox process while it handles another one.
 pub(crate) const REQUESTS_QUEUED: usize = 2;
-/// The longest wait for a reply of a sandbox process, if the request may use no CPU time. The limit
-/// of CPU time ends a process that computes, so this limit ends only a process that is blocked.
+/// The part of the time limit for a reply that does not depend on the CPU time that the request may
+/// use. The limit of CPU time ends a process that computes, so this limit ends only a process that
+/// is blocked.
 pub(crate) const WAIT_BASE: Duration = Duration::from_secs(60);
-/// Seconds by which the wait for a reply may be longer for each second of CPU time that the request
-/// may use.
+/// The number of seconds that the time limit for a reply contains for each second of CPU time that
+/// the request may use.
 pub(crate) const WAIT_PER_CPU_TIME: u32 = 8;
 
 /// The settings with which a sandbox process starts: its number of threads and its largest memory.

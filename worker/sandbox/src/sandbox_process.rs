@@ -237,7 +237,7 @@ impl SandboxProcess {
         self.child.id()
     }
 
-    /// Shuts down the socket, so that the sandbox process sees the same as if its caller had ended.
+    /// Shuts down the socket, so that the sandbox process ends as if its caller had ended.
     #[cfg(test)]
     pub(crate) fn shut_down_socket(&self) {
         self.socket.shutdown(std::net::Shutdown::Both).expect("the socket is open");

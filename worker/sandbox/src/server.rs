@@ -34,10 +34,10 @@ use std::{
     time::Duration,
 };
 
-/// The exit code of a sandbox process whose caller closed the socket.
+/// The exit code of a sandbox process that ends because its caller has closed the socket.
 const DONE: u8 = 0;
-/// The exit code of a sandbox process that cannot start or cannot reach its caller, or whose
-/// exceeded limit was already reported.
+/// The exit code of a sandbox process that cannot start, cannot reach its caller, or has reported
+/// an exceeded limit.
 const FAILED: u8 = 1;
 
 /// The message and the source location of the last panic.
@@ -55,7 +55,7 @@ pub trait RequestHandler {
     fn handle(&mut self, request: &[u8], file: Option<File>, report_step: &mut ReportStep) -> Vec<u8>;
 }
 
-/// A request that the sandbox process has received, with its file and its limits.
+/// A received request of the sandbox process, with its file and its limits.
 struct Request {
     body: Vec<u8>,
     file: Option<File>,

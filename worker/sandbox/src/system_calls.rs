@@ -55,7 +55,7 @@ const ALLOWED: &[i64] = &[
     libc::SYS_poll,
 ];
 
-/// System calls that the filter rejects with ENOSYS, as if the kernel did not have them. The C
+/// System calls that the filter rejects with ENOSYS, as a kernel without these calls does. The C
 /// library and std then use older system calls, whose arguments the filter can check.
 const MISSING: [i64; 2] = [libc::SYS_clone3, libc::SYS_statx];
 /// The option `PR_SET_VMA` of the system call `prctl`, with which allocators name their memory.

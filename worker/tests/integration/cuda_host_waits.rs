@@ -17,8 +17,8 @@ const WAITS: [&str; 3] = ["cuStreamSynchronize", "cuEventSynchronize", "pageable
 const WARM_UP_STEPS: u64 = 6;
 /// Number of steps in which calls are counted.
 const COUNTED_STEPS: u64 = 3;
-/// Number of times that calls are counted until no memory was allocated. The ring of inputs grows
-/// if the GPU lags more than before, up to the inputs of one step.
+/// Largest number of times that the test counts the calls, until no memory was allocated meanwhile.
+/// The ring of inputs grows if the GPU lags more than before, up to the inputs of one step.
 const MAX_COUNTS: usize = 20;
 
 /// Creates test jobs with several micro-batches per step and one rank. Returns the number of waits

@@ -206,7 +206,7 @@ fn a_resume_with_another_placement_has_the_same_bits() {
     }
 }
 
-/// A source of samples with these tokens, which are also the labels.
+/// A source of samples with fixed tokens, which are also the labels.
 struct FixedTokenSamples(Vec<u32>);
 
 impl SampleSource for FixedTokenSamples {

@@ -47,8 +47,8 @@ fn sampled_tokens_do_not_depend_on_world_size_and_stage() {
     }
 }
 
-/// A sample whose only label is `label`, at the last position of `prompt`. The loss of the sample
-/// is the negative log-likelihood of `label` as the next token.
+/// A source of equal samples, whose only label is `label`, at the last position of `prompt`. The
+/// loss of the sample is the negative log-likelihood of `label` as the next token.
 struct NextTokenSample {
     prompt: Vec<u32>,
     label: u32,

@@ -21,8 +21,8 @@ fn create_spec(stage: u8, family: &str) -> TrainSpec {
     spec
 }
 
-/// Interrupts an evaluation and a generation: `rank` reports a stop request when it has been asked
-/// for one `calls` times. Asserts that every rank ends after the same number of calls.
+/// Interrupts an evaluation and a generation by a stop request, which `rank` reports at the
+/// `calls`-th check for one. Asserts that every rank ends after the same number of checks.
 fn interrupt(running: &mut RunningTrainer, rank: usize, calls: usize) {
     let source = SyntheticSamples { vocab: running.train_spec().model.vocab_size };
     let is_asked = running.trainer.engine.rank() == rank;

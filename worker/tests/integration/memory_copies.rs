@@ -15,7 +15,7 @@ use worker::checkpoint::{
     storage_topology::StorageTopology,
 };
 
-/// The distance in bytes between the regions of a host's memory, of which each rank has two.
+/// The distance in bytes between two regions in the memory of a host; each rank has two regions.
 const REGION: u64 = 1 << 40;
 
 /// Creates the memory of a host.
@@ -23,7 +23,7 @@ fn create_memory() -> File {
     File::from(memfd_create("test", MFdFlags::MFD_CLOEXEC).unwrap())
 }
 
-/// The hosts of an attempt: the number of ranks and the memory of each.
+/// The hosts of an attempt, each as its number of ranks and its memory.
 type Hosts<'a> = &'a [(usize, &'a File)];
 
 /// Where the training of an attempt resumed, and the losses that it computed.

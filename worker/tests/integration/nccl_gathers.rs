@@ -41,7 +41,7 @@ fn list_benchmark_units() -> Vec<ParamUnit> {
     units
 }
 
-/// The counters of the emulated NCCL for the whole process.
+/// The counters of collectives and bytes of the emulated NCCL, for the whole process.
 #[derive(Clone, Copy, Debug)]
 struct Traffic {
     gathers: i64,

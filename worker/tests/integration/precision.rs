@@ -10,9 +10,8 @@ use jobspec::{Precision, RecomputeMode, TrainSpec};
 use std::{collections::BTreeMap, path::Path};
 use worker::train::{running_trainer::RunningTrainer, step::RankStepReport};
 
-/// The largest accepted ratio of the error of launch to the error of PyTorch for one tensor.
-/// Rounding errors are random, and a gradient that is the small difference of large terms can have
-/// any error.
+/// The largest accepted ratio of launch's error to PyTorch's error for one tensor. Rounding errors
+/// are random, and a gradient that is the small difference of large terms can have any error.
 const MAX_TENSOR_RATIO: f64 = 5.0;
 /// The largest accepted geometric mean, over the tensors of one golden case, of the ratio of
 /// launch's error to PyTorch's error.

@@ -30,7 +30,7 @@ use worker::{
 
 /// The peak rate of an H100 and an H200 in dense bf16 operations per second.
 const PEAK_FLOPS: f64 = 989.5e12;
-/// How long ranks of several hosts take to exchange a short message, in ns.
+/// The time in ns that ranks of several hosts need to exchange a short message.
 const HOST_EXCHANGE_NS: f64 = 100e3;
 /// Number of steps before the measurement: enough that memory is allocated and graphs are captured.
 const WARM_UP_STEPS: u64 = 3;
@@ -57,7 +57,7 @@ impl VirtualClock {
         }
     }
 
-    /// Returns the names of the times that the clock has counted.
+    /// Returns the names of the times that the virtual clock has measured.
     fn list_names(&self) -> Vec<String> {
         // SAFETY: timeline.hpp declares the function with this type. The text is valid until the
         // next call.
@@ -67,7 +67,7 @@ impl VirtualClock {
         }
     }
 
-    /// Starts the measurement. The GPU must be idle.
+    /// Begins a new measurement, with all times at 0. The GPU must be idle.
     fn reset(&self) {
         // SAFETY: libcuda.cpp declares the function with this type.
         unsafe { self.0.get::<unsafe extern "C" fn()>(b"emulatedGpuResetTimeline\0").unwrap()() }

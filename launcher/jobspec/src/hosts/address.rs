@@ -8,7 +8,7 @@ use super::{
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// A host as the user writes it: `name`, optionally with a login name and a port.
+/// A host that the user has named: `name`, optionally with a login name and a port.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct HostAddress {
     /// The login name for SSH; `None` if the text contains none.

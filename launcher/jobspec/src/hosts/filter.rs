@@ -32,8 +32,7 @@ impl HostSlots {
 /// A host that filters have selected: its index in the list of all hosts, and its selected slots.
 pub type SelectedHost = (usize, HostSlots);
 
-/// Maps the index of a host to the slots of this host that filters name. An empty list stands for
-/// all slots.
+/// The slots that filters name, by the index of their host. An empty list stands for all slots.
 type NamedSlots = BTreeMap<usize, Vec<u32>>;
 
 /// Selects those of `hosts` that the filters `include` name, or that the filters `exclude` do not

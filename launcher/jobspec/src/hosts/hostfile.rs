@@ -55,7 +55,7 @@ struct HostfileParser {
     by_name: HashMap<String, (usize, bool)>,
 }
 
-/// The byte offset of a mistake in a line of a hostfile, and the mistake.
+/// The byte offset of a mistake in a line of a hostfile, and the kind of the mistake.
 type LocatedProblem = (usize, HostfileProblem);
 
 impl HostfileParser {
@@ -169,8 +169,9 @@ impl HostfileLineOptions {
     }
 }
 
-/// Sets `option`, an option of a hostfile line, to `value`. Fails if the option was set before. The
-/// error contains `key`, the name of the option, and `at`, its byte offset in the line.
+/// Sets `option`, an option of a hostfile line, to `value`, which is allowed only once per line.
+/// Fails if the option was set before. The error contains `key`, the name of the option, and `at`,
+/// its byte offset in the line.
 fn set_once<T>(option: &mut Option<T>, value: T, at: usize, key: &str) -> Result<(), LocatedProblem> {
     match option.replace(value) {
         None => Ok(()),

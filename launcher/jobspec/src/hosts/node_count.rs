@@ -2,7 +2,7 @@
 use super::limits::MAX_HOSTS;
 use std::{fmt, str::FromStr};
 
-/// The number of nodes of a job, `N` or `MIN:MAX`.
+/// The number of nodes of a job: exactly `N`, or from `MIN` to `MAX`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NodeCount {
     /// The smallest number of nodes with which the job can begin.

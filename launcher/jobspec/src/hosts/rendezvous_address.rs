@@ -2,7 +2,7 @@
 //! nodes connect.
 use std::{fmt, net::Ipv6Addr, str::FromStr};
 
-/// The port of an address without a port.
+/// The port of a rendezvous address that is written without a port.
 const DEFAULT_PORT: u16 = 29400;
 /// The length of the longest name of a host, in bytes.
 const MAX_NAME_BYTES: usize = 255;
@@ -30,7 +30,7 @@ impl fmt::Display for InvalidRendezvousAddress {
 impl std::error::Error for InvalidRendezvousAddress {}
 
 impl RendezvousAddress {
-    /// Creates an address with the default port.
+    /// Creates a rendezvous address with the default port.
     pub fn with_default_port(host: &str) -> RendezvousAddress {
         RendezvousAddress { host: host.to_owned(), port: DEFAULT_PORT }
     }

@@ -14,7 +14,7 @@ use diagnostic::{Code, Diagnostic, codes::job as codes};
 /// The largest number of errors that are collected for one job. Further errors are dropped.
 const MAX_ERRORS: usize = 200;
 
-/// Reads the values of a job, and collects the errors and warnings that are found.
+/// Reads the values of a job, and collects the errors and warnings about them.
 pub(crate) struct JobDecoder {
     pub(crate) sources: SourceMap,
     pub(crate) errors: Vec<Diagnostic>,
@@ -115,8 +115,8 @@ impl JobDecoder {
         JobSection { path, entries, given: node.is_some() }
     }
 
-    /// Reports keys of a section that are unknown, and keys that are given both by their name and
-    /// by an alias.
+    /// Reports the unknown keys of a section, and the keys that are given both by their name and by
+    /// an alias.
     fn check_key_names(&mut self, section: &'static str, entries: &[YamlEntry]) {
         let table = self.table;
         let mut known_names: Vec<&str> = Vec::new();
@@ -192,7 +192,7 @@ impl JobDecoder {
         }
     }
 
-    /// Reports an error about the key `path` that is not a malformed value, such as a conflict with
+    /// Reports an error about the key `path` other than a malformed value, such as a conflict with
     /// another key. An empty `path` stands for the whole job. `help` may be empty.
     pub(crate) fn report_error(&mut self, code: Code, path: &str, message: impl Into<String>, help: &str) {
         let error =

@@ -4,8 +4,8 @@ use diagnostic::{Code, Severity, codes::job as codes};
 use serde_json::Value;
 use std::collections::BTreeSet;
 
-/// The paths of the keys that a job does not contain, and whose defaults are computed after the job
-/// is decoded.
+/// The paths of the keys that are absent from a job, and whose defaults are computed when the other
+/// values are known.
 pub(crate) type UnsetKeys = BTreeSet<String>;
 
 /// One key of job.yaml: the values that it accepts, its default, its names and its documentation.
@@ -73,7 +73,7 @@ pub(crate) fn list_section_keys<'t>(
     table.iter().filter(move |key| key.split_path().0 == section)
 }
 
-/// A condition on the value of one key, from which [`Rule`]s are built.
+/// A condition on the value of one key, which is a part of a [`Rule`].
 #[derive(Clone, Copy, Debug)]
 pub enum Condition {
     /// The key has a value. A key with a default always has one.
@@ -127,15 +127,15 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// Creates a rule that a key has no effect if all conditions in `when` hold. A job to which the
-    /// rule applies is rejected.
+    /// Creates the rule that a key has no effect if all conditions in `when` hold. A job to which
+    /// the rule applies is rejected.
     pub(crate) const fn no_effect(when: &'static [Condition]) -> Rule {
         let code = codes::JOB_KEY_HAS_NO_EFFECT;
         Rule { when, severity: Severity::Error, code, text: None, help: "remove it" }
     }
 
-    /// Creates a rule that a key is contradictory if all conditions in `when` hold. A job to which
-    /// the rule applies is rejected.
+    /// Creates the rule that a key contradicts other keys if all conditions in `when` hold. A job
+    /// to which the rule applies is rejected.
     pub(crate) const fn conflict(when: &'static [Condition]) -> Rule {
         Rule { code: codes::JOB_KEYS_CONFLICT, ..Rule::no_effect(when) }
     }

@@ -20,8 +20,8 @@ pub(crate) struct Key<S, T> {
     rules: &'static [Rule],
 }
 
-/// A function that computes a default from the section of the key, and from the values of the other
-/// keys.
+/// A function that computes the default of a key from the section of the key and the values of
+/// other keys.
 type ComputeFn<S, T> = fn(&S, &JobValues) -> T;
 
 /// The default of a key: a fixed value, or a function that computes the value.
@@ -89,7 +89,7 @@ impl<S, T: 'static> Key<S, T> {
         Key { deprecated_values: values, ..self }
     }
 
-    /// Marks the key as reloadable: a new value takes effect while the job runs.
+    /// Marks the key as reloadable, so that an edited value takes effect while the job runs.
     pub(crate) fn reloadable(self) -> Self {
         Key { reloadable: true, ..self }
     }
@@ -99,7 +99,8 @@ impl<S, T: 'static> Key<S, T> {
         Key { ignores_section_rules: true, ..self }
     }
 
-    /// Adds rules: combinations with other keys in which this key is an error or has no effect.
+    /// Adds rules about combinations with other keys in which this key is an error or has no
+    /// effect.
     pub(crate) fn rules(self, rules: &'static [Rule]) -> Self {
         Key { rules, ..self }
     }

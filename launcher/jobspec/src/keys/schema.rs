@@ -56,8 +56,8 @@ fn describe_key(table: &[KeyInfo], key: &KeyInfo) -> Value {
     schema
 }
 
-/// Builds the JSON Schema of the value of a key under its deprecated name, in which deprecated
-/// names of values are allowed.
+/// Builds the JSON Schema of a key under its deprecated name, whose values may have deprecated
+/// names, too.
 fn describe_deprecated_key(key: &KeyInfo, schema: &Value) -> Value {
     let values: Vec<&str> = key.deprecated_values.iter().map(|(old, _)| *old).collect();
     let mut schema =
@@ -67,8 +67,8 @@ fn describe_deprecated_key(key: &KeyInfo, schema: &Value) -> Value {
     schema
 }
 
-/// Builds a JSON Schema for each rule that rejects jobs: if the conditions of the rule hold, its
-/// key is not allowed.
+/// Builds a JSON Schema for each rule that rejects jobs: it does not allow the key of the rule in
+/// jobs that meet the conditions.
 fn list_rules(table: &[KeyInfo]) -> Vec<Value> {
     let mut rules: Vec<(Vec<Value>, Value)> = Vec::new();
     for key in table {
@@ -137,8 +137,8 @@ fn merge_properties(schema: &mut Value, other: Value) {
     }
 }
 
-/// Builds a JSON Schema that accepts the jobs that contain the key `path` with a value that matches
-/// `schema`.
+/// Builds a JSON Schema that accepts the jobs whose key `path` is present and has a value that
+/// matches `schema`.
 pub(crate) fn at_path(path: &str, schema: Value) -> Value {
     path.rsplit('.').fold(
         schema,
@@ -146,7 +146,7 @@ pub(crate) fn at_path(path: &str, schema: Value) -> Value {
     )
 }
 
-/// Converts a value in YAML to JSON: a boolean, a number or a text.
+/// Converts a scalar in YAML to JSON: a boolean, a number or a text.
 fn parse_keyword(text: &str) -> Value {
     serde_json::from_str(text).unwrap_or_else(|_| json!(text))
 }

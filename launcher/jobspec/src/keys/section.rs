@@ -22,8 +22,8 @@ pub(crate) trait Section: Sized {
     /// a placeholder.
     fn decode(d: &mut JobDecoder, section: &JobSection<'_>) -> Self;
 
-    /// Replaces the placeholders of the keys in `unset` by computed defaults. `values` has the
-    /// values of the other keys.
+    /// Replaces the provisional values of the keys in `unset` by computed defaults. `values` has
+    /// the values of the other keys.
     fn fill_defaults(&mut self, unset: &UnsetKeys, values: &JobValues);
 
     /// Appends to `values` the YAML texts of the values of the section's keys.
@@ -66,7 +66,8 @@ pub(crate) fn first_paragraph(doc: &str) -> String {
     text.strip_suffix('.').unwrap_or(&text).to_owned()
 }
 
-/// The declaration of one field of the section `S`: usually one key or one inner section.
+/// The declaration of one field of the section struct `S`, which is usually a key or an inner
+/// section.
 pub(crate) trait Entry<S> {
     /// The Rust type of the field that the entry declares.
     type Value;
@@ -88,7 +89,7 @@ pub(crate) trait Entry<S> {
         None
     }
 
-    /// Computes the defaults of the keys within the value, if the value is a section.
+    /// Computes the defaults of the keys within the value, for fields whose value is a section.
     fn fill_inner(&self, _value: &mut Self::Value, _unset: &UnsetKeys, _values: &JobValues) {}
 
     /// Appends to `values` the YAML texts of the values of the field's keys. `owner` is the
@@ -96,8 +97,8 @@ pub(crate) trait Entry<S> {
     fn print(&self, context: FieldContext, owner: &S, value: &Self::Value, values: &mut JobValues);
 }
 
-/// Returns `entry` unchanged, and checks its type. The bounds make the compiler check that `entry`
-/// declares a field of the type `V` in the section `S`.
+/// Returns `entry` unchanged, and lets the compiler check the type of the field. The bounds make
+/// the compiler check that `entry` declares a field of the type `V` in the section `S`.
 pub(crate) fn entry_of<S, V, E: Entry<S, Value = V>>(entry: E) -> E {
     entry
 }
@@ -176,11 +177,11 @@ macro_rules! section {
 }
 pub(crate) use section;
 
-/// The declaration of a field of a section struct that no key of job.yaml sets.
+/// The declaration of a field that is part of a section struct, but not a key of job.yaml.
 pub(crate) struct NotAKey<T>(PhantomData<T>);
 
-/// Declares a field that no key of job.yaml sets. Decoding leaves the field at the default of its
-/// type.
+/// Declares a field that is part of a section struct, but not a key of job.yaml. Decoding leaves
+/// the field at the default of its type.
 pub(crate) fn not_a_key<T>() -> NotAKey<T> {
     NotAKey(PhantomData)
 }
@@ -252,7 +253,7 @@ pub(crate) fn optional_inner<T: Section>() -> OptionalInnerSection<T> {
 }
 
 impl<T> OptionalInnerSection<T> {
-    /// Makes it an error if a job has the value `null` for the section.
+    /// Rejects the value `null` for the section.
     pub(crate) fn without_null(self) -> OptionalInnerSection<T> {
         OptionalInnerSection { accepts_null: false, ..self }
     }
@@ -288,8 +289,8 @@ impl<S, T: Section> Entry<S> for OptionalInnerSection<T> {
     }
 }
 
-/// Creates the entry of the section `T` itself in the table of keys. `types` are the types of the
-/// section's value in JSON Schema.
+/// Creates the table entry (documentation and JSON Schema) of the section `T` itself. `types` are
+/// the types of the section's value in JSON Schema.
 fn describe_section<T: Section>(types: &[&str]) -> KeyInfo {
     KeyInfo {
         path: T::PATH.to_owned(),

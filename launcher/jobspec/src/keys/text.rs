@@ -47,8 +47,8 @@ pub(crate) fn formatted_text(
     ValueType::of_line(accepts, schema, read, |t| quote_yaml(t)).with_expected(expected)
 }
 
-/// Returns a [`ValueType`] that accepts texts with placeholders such as `{run}`. A placeholder that
-/// is not in `names`, and a brace without a counterpart, are errors.
+/// Returns a [`ValueType`] that accepts texts which may contain placeholders such as `{run}`. A
+/// placeholder that is not in `names`, and a brace without a counterpart, are errors.
 pub(crate) fn template(names: &'static [&'static str]) -> ValueType<String> {
     let quoted: Vec<String> = names.iter().map(|name| format!("`{{{name}}}`")).collect();
     let accepts = format!("path with {}", quoted.join(" and "));

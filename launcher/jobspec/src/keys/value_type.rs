@@ -13,7 +13,8 @@ pub(crate) type ReadResult<T> = Result<T, ValueError>;
 type ReadFn<T> = Box<dyn Fn(&YamlNode) -> ReadResult<T>>;
 type PrintFn<T> = Box<dyn Fn(&T) -> Option<Printed>>;
 
-/// The values that a key accepts, and how they are read, printed and described.
+/// The type of the value of a key, which determines the accepted values and how they are read,
+/// printed and described.
 pub(crate) struct ValueType<T> {
     read: ReadFn<T>,
     print: PrintFn<T>,
@@ -84,15 +85,16 @@ impl<T: 'static> ValueType<T> {
         ValueType { read, print, accepts: accepts.to_owned(), expected, schema }
     }
 
-    /// Sets the phrase that describes the accepted values in docs/job.md, and keeps the phrase of
+    /// Sets the phrase that describes the accepted values in docs/job.md, but not the phrase in
     /// messages.
     pub(crate) fn documented_as(mut self, accepts: &str) -> Self {
         accepts.clone_into(&mut self.accepts);
         self
     }
 
-    /// Returns a [`ValueType`] of the Rust type `U`. `from` converts a value after it was read, and
-    /// `to` converts it back to print it. A value for which `to` returns `None` is not printed.
+    /// Converts the type to one whose values have the Rust type `U`. `from` converts a value after
+    /// it was read, and `to` converts it back to print it. A value for which `to` returns `None` is
+    /// not printed.
     pub(crate) fn convert<U: 'static>(
         self,
         from: impl Fn(T) -> U + 'static,
@@ -108,8 +110,8 @@ impl<T: 'static> ValueType<T> {
         }
     }
 
-    /// Restricts the type to those of its values for which `fits` returns true. `expected`
-    /// describes them in messages, and `schema` has the additional keywords of the JSON Schema.
+    /// Restricts the type to the values for which `fits` returns true. `expected` describes them in
+    /// messages, and `schema` has the additional keywords of the JSON Schema.
     pub(crate) fn limited(
         self,
         expected: impl Into<String>,
@@ -228,8 +230,8 @@ pub(crate) fn wrong_format_error(expected: impl Into<String>, node: &YamlNode) -
     ValueError::unexpected(choose_text_code(node, codes::JOB_VALUE_FORMAT), expected, node)
 }
 
-/// Chooses the diagnostic code of an error about `node`: `code` if the node is text. Otherwise
-/// returns the code of a value of the wrong type.
+/// Returns the diagnostic code of an error about the value `node`, which is `code` if the node is
+/// text. Otherwise returns the code of a value of the wrong type.
 pub(crate) fn choose_text_code(node: &YamlNode, code: Code) -> Code {
     if matches!(node.value, YamlValue::Text) { code } else { codes::JOB_VALUE_TYPE }
 }

@@ -3,8 +3,8 @@ use super::info::{KeyInfo, Rule};
 use crate::yaml::{format::Printed, parse::parse_default};
 use std::fmt::Write as _;
 
-/// The values of a job's keys in YAML, in the order of the table of keys. Keys without a value are
-/// absent.
+/// The values of a job's keys as YAML text, in the order of the table of keys. Keys without a value
+/// are absent.
 #[derive(Debug, Default)]
 pub(crate) struct JobValues {
     /// The name that the job has if it does not contain the key `name`.

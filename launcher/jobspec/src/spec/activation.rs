@@ -34,7 +34,7 @@ pub enum ActivationStep {
 }
 
 impl ActivationStep {
-    /// Returns the key of the step and its value in YAML.
+    /// Returns the key of the step, such as `venv`, and its value in YAML.
     fn print(&self) -> (String, String) {
         let (key, value) = match self {
             ActivationStep::Venv(directory) => ("venv", path().print_line(directory)),

@@ -58,11 +58,12 @@ section! {
     ]);
 }
 
-/// The advice for a key of `checkpoint` in a job with a program.
+/// The advice to remove a key of `checkpoint` from a job that runs a program.
 const REMOVE: &str = "remove it; the program saves its own checkpoints";
-/// The rule for keys that have no effect in a job that runs a program.
+/// The rule for keys that only have an effect in the built-in training.
 const BUILT_IN_RULES: &[Rule] = &[Rule::no_effect(&[IN_PROGRAM]).help(REMOVE)];
-/// The rule for keys that have no effect in a job that runs a program without `resume.from: auto`.
+/// The rule for keys that, in a job that runs a program, only have an effect with `resume.from:
+/// auto`.
 const DIRECTORY_RULES: &[Rule] =
     &[Rule::no_effect(&[IN_PROGRAM, Condition::NoneOf("resume.from", &["auto"])])
         .text("`{key}` has no effect in a job with `run.command` without `resume.from: auto`")
@@ -86,7 +87,8 @@ section! {
     pub keep_workers: bool = Key::new(boolean(), "true");
 }
 
-/// Returns the default of `checkpoint.memory.keep_workers`, for jobs that were stored without it.
+/// Returns the default of `checkpoint.memory.keep_workers`, which jobs stored by earlier versions
+/// lack.
 fn keeps_workers_by_default() -> bool {
     true
 }
@@ -149,7 +151,7 @@ section! {
     pub rng: RngPolicy = Key::new(choice(), "reconcile").rules(RNG_RULES);
 }
 
-/// The rule for keys that have no effect in a job that runs a program without `resume.from`.
+/// The rule for keys that, in a job that runs a program, only have an effect with `resume.from`.
 const RNG_RULES: &[Rule] = &[Rule::no_effect(&[IN_PROGRAM, Condition::OneOf("resume.from", &["never"])])
     .warning()
     .text("`{key}` has no effect without `resume.from`")

@@ -145,7 +145,7 @@ impl ClusterSpec {
     }
 }
 impl InterfaceSelector {
-    /// Returns whether this selection allows a worker to listen at `address` of the interface
+    /// Returns whether a worker may listen at `address`, an address of the network interface
     /// `interface`. [`InterfaceSelector::Auto`] allows every address.
     pub fn admits(&self, interface: &str, address: IpAddr) -> bool {
         match self {

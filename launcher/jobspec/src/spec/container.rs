@@ -58,7 +58,7 @@ impl ContainerRuntime {
     }
 }
 
-/// A directory or file of the host that a container sees.
+/// A directory or file of the host that is visible in a container.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ContainerMount {
     /// The absolute path on the host.
@@ -102,7 +102,8 @@ fn mount() -> ValueType<ContainerMount> {
     )
 }
 
-/// Returns a [`ValueType`] that accepts images. An image cannot look like an option.
+/// Returns a [`ValueType`] that accepts images of containers, as names or paths. An image cannot
+/// look like an option.
 fn image() -> ValueType<String> {
     formatted_text("text", "a path or name of an image, which does not begin with `-`", "^[^-]", |image| {
         !image.starts_with('-')

@@ -194,7 +194,7 @@ impl<S> Entry<S> for DataSources {
     }
 }
 
-/// Returns the keys of a data source, each with its value in YAML.
+/// Returns the keys and YAML values of a data source.
 fn print_source(source: &DataSource) -> Vec<(String, Printed)> {
     let mut values = JobValues::default();
     source.print(&mut values);

@@ -191,7 +191,8 @@ fn read_environment(node: &YamlNode) -> ReadResult<Environment> {
     ValueError::merge(errors).map_or(Ok((env, env_from)), Err)
 }
 
-/// Reads the source of a variable's value: `{from_env: NAME}` or `{from_file: path}`.
+/// Reads the value of an entry of `run.env` that names a source: `{from_env: NAME}` or `{from_file:
+/// path}`.
 fn read_env_source(entry: &YamlEntry, from: &[YamlEntry]) -> ReadResult<EnvSource> {
     if entry.key == env::OMP_NUM_THREADS {
         let message = "must be a number, because the plan depends on it";

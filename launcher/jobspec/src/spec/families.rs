@@ -1,4 +1,4 @@
-//! Facts about model families that determine defaults and checks of `train.model`.
+//! The properties of model families that determine defaults and checks of `train.model`.
 
 /// The family of a new model whose job does not name one.
 pub(crate) const DEFAULT_FAMILY: &str = "llama";

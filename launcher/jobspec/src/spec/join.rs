@@ -33,7 +33,7 @@ section! {
     pub checks_hosts: bool = not_a_key();
 }
 
-/// The rule for keys that have no effect if the hosts do not join.
+/// The rule for keys that only have an effect in jobs whose hosts join.
 const RULES: &[Rule] =
     &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local", "slurm"])]).warning()];
 /// The longest wait for other nodes, in milliseconds.
@@ -47,7 +47,7 @@ impl Default for JoinSpec {
 }
 
 impl JoinSpec {
-    /// Returns whether a key of the section has another value than its default.
+    /// Returns whether a key of the section differs from its default.
     pub(crate) fn is_changed(&self) -> bool {
         *self != JoinSpec::default()
     }

@@ -33,7 +33,7 @@ section! {
 }
 
 impl ObserveSpec {
-    /// Returns whether no service records the job.
+    /// Returns whether the job names no service that records it.
     pub(crate) fn is_empty(&self) -> bool {
         self.mlflow.is_none()
     }

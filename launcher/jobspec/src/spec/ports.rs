@@ -66,9 +66,9 @@ impl PortSelection {
         }
     }
 
-    /// Calls `bind` with one port after another until a port is not in use, and returns the result.
-    /// Port 0 stands for any port. Fails if `bind` fails for another reason, or if all ports of the
-    /// range are in use.
+    /// Calls `bind` for one port after another until a port is free, and returns the result of that
+    /// call. Port 0 stands for any port. Fails if `bind` fails for another reason, or if all ports
+    /// of the range are in use.
     pub fn bind<T>(self, mut bind: impl FnMut(u16) -> io::Result<T>) -> io::Result<T> {
         for port in self.candidates() {
             match bind(port) {

@@ -145,8 +145,8 @@ fn default_hang_timeout(values: &JobValues) -> Option<u64> {
     (trains && has_gpus).then_some(GPU_HANG_TIMEOUT_MS)
 }
 
-/// Returns a [`ValueType`] that accepts leases: the time without messages after which the other
-/// side counts as lost. A lease is longer than the interval of heartbeats.
+/// Returns a [`ValueType`] that accepts leases, which are durations of at least 2 s. A lease is
+/// longer than the interval of heartbeats.
 fn lease() -> ValueType<u64> {
     duration_in(2000..=u64::MAX, "a duration of 2s or more").documented_as("duration of 2s or more")
 }
@@ -157,7 +157,7 @@ const PROGRAM_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.comm
 /// The rules that warn about activated environments, which the built-in training does not use.
 const ACTIVATE_RULES: &[Rule] = PROGRAM_RULES;
 
-/// The rules that warn about a time limit without anything to activate.
+/// The rules that warn about `run.activate_timeout` in a job that activates nothing.
 const ACTIVATE_TIMEOUT_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.activate")]).warning()];
 
 /// The rule that rejects wrappers of built-in workers, which do not permit a process between them
@@ -172,7 +172,8 @@ const CONTAINER_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.co
 /// The rule that rejects a terminal for the built-in training, which reads no input.
 const TERMINAL_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")])];
 
-/// The rule that warns about shown ranks while one rank has the terminal.
+/// The rule that warns about the selection of shown ranks in a job in which one rank has the
+/// terminal.
 const SHOW_RULES: &[Rule] = &[Rule::no_effect(&[Condition::Given("run.terminal")]).warning()];
 
 /// The largest value of `run.activate_timeout`, in milliseconds.
@@ -198,12 +199,12 @@ fn wrappers() -> ValueType<Vec<WrapSpec>> {
     )
 }
 
-/// The rule that warns about a lease in a job that runs on this machine only, where leases have no
+/// The rule that warns about a lease in a job that runs only on this machine, where leases have no
 /// effect.
 const LEASE_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local"])]).warning()];
 
-/// The rule that warns about a timeout that has no effect, because workers stop when the controller
-/// is lost.
+/// The rule that warns about a timeout for unattended workers in a job whose workers stop when the
+/// controller is lost.
 const TIMEOUT_RULES: &[Rule] =
     &[Rule::no_effect(&[Condition::OneOf("run.on_controller_loss", &["stop"])]).warning()];
 

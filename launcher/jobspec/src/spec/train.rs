@@ -140,7 +140,7 @@ const ATTENTION_RULES: &[Rule] = &[
 /// The condition that the job sets `train.attention: cudnn`, which requires attention by cuDNN.
 const CUDNN: Condition = Condition::OneOf("train.attention", &["cudnn"]);
 
-/// Returns `true`, the default of switches that a job stored by an earlier release may lack.
+/// Returns `true`, the default of switches that are absent from jobs stored by earlier releases.
 fn enabled_by_default() -> bool {
     true
 }

@@ -28,8 +28,8 @@ section! {
 }
 
 impl WrapSpec {
-    /// Returns the words for one worker: `values` are the names of placeholders and their values.
-    /// Other text in braces is unchanged, because profilers have placeholders, too.
+    /// Returns the words that precede the command of one worker, with the placeholders replaced by
+    /// `values`. Other text in braces is unchanged, because profilers have placeholders, too.
     pub fn expand_words(&self, values: &[(&str, String)]) -> Vec<String> {
         self.command.iter().map(|word| expand_placeholders(word, values)).collect()
     }

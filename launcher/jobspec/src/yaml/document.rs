@@ -38,7 +38,7 @@ pub struct DocumentItem {
     span: SourceSpan,
 }
 
-/// A value of a document, by its type in YAML or JSON.
+/// The value of a document item: a scalar, a list or a mapping.
 #[derive(Clone, Debug)]
 pub enum DocumentValue {
     /// `null`, `~` or an empty value.
@@ -58,8 +58,8 @@ pub enum DocumentValue {
 }
 
 impl DocumentItem {
-    /// Creates a document value that does not come from the file, such as one from a command line.
-    /// Its position is that of `neighbor`, a value of the document to which the new value is added.
+    /// Creates a document value that is not part of the file, such as one from a command line. Its
+    /// position is that of `neighbor`, a value of the document to which the new value is added.
     pub fn with_position_of(neighbor: &DocumentItem, value: DocumentValue, text: String) -> DocumentItem {
         DocumentItem { value, text, span: neighbor.span }
     }

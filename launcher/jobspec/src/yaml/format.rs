@@ -2,7 +2,7 @@
 use super::{scalar::resolve_scalar, tree::YamlValue};
 use std::fmt::Write as _;
 
-/// A value that was formatted as YAML: text on one line, or a block of entries.
+/// The YAML text of a value: one line, or a block of entries.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Printed {
     /// YAML on one line.

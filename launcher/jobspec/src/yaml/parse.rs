@@ -51,7 +51,7 @@ struct OpenNode {
     kind: OpenCollection,
 }
 
-/// The children of an [`OpenNode`] that have been read so far.
+/// The children of an unfinished list or mapping ([`OpenNode`]) that have been read so far.
 enum OpenCollection {
     List(Vec<YamlNode>),
     Map { entries: Vec<YamlEntry>, seen: HashMap<String, SourceSpan>, key: Option<(String, SourceSpan)> },
@@ -246,9 +246,9 @@ impl<'t> YamlTreeBuilder<'t> {
         self.add_node(node, 0)
     }
 
-    /// Counts `nodes` more nodes and `bytes` more bytes of scalars in the tree. Fails if the tree
-    /// then has more than [`MAX_NODES`] nodes or [`MAX_BYTES`] bytes of scalars. The error points
-    /// at `span`.
+    /// Counts `nodes` nodes and `bytes` bytes of scalars that are added to the tree, and fails
+    /// above the limits. Fails if the tree then has more than [`MAX_NODES`] nodes or [`MAX_BYTES`]
+    /// bytes of scalars. The error points at `span`.
     fn charge_budget(&mut self, nodes: usize, bytes: usize, span: SourceSpan) -> Result<(), ValueError> {
         self.nodes += nodes;
         self.bytes += bytes;
@@ -307,8 +307,9 @@ fn collection_as_key_error(span: SourceSpan) -> ValueError {
         .with_help("keys must be text")
 }
 
-/// Converts a node to the text and span of a key, and adds the key to `seen`. Fails if the node is
-/// a list, a mapping, empty or a merge key, or if `seen` already contains the key.
+/// Converts the node of a key to text and span, and adds the key to `seen`, the keys of the mapping
+/// so far. Fails if the node is a list, a mapping, empty or a merge key, or if `seen` already
+/// contains the key.
 fn take_key(
     node: YamlNode,
     seen: &mut HashMap<String, SourceSpan>,

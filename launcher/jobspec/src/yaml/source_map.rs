@@ -62,8 +62,8 @@ impl SourceMap {
         self.texts.len() as u32 - 1
     }
 
-    /// Records the spans of all keys and list items of the tree `root`. `canonical` converts the
-    /// path of a key to its documented path.
+    /// Records the spans of all keys and list items of the YAML tree `root`. `canonical` converts
+    /// the path of a key to its documented path.
     pub(crate) fn index_keys(&mut self, root: &YamlNode, canonical: impl Fn(&str) -> String) {
         let mut pending: Vec<(String, &YamlNode)> = vec![(String::new(), root)];
         while let Some((path, node)) = pending.pop() {

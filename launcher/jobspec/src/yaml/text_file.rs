@@ -7,13 +7,13 @@ use std::path::Path;
 /// The largest size of a job file, in bytes.
 pub const MAX_JOB: u64 = 1 << 20;
 
-/// Creates an error about the file `name` as a whole.
+/// Creates an error about the file `name` that has no position in the file.
 pub(crate) fn file_error(code: Code, name: &str, message: impl Into<String>) -> Diagnostic {
     Diagnostic::error(code, message).with_location(Location::File { file: name.to_owned() })
 }
 
-/// Reads a file. Fails if the file is larger than [`MAX_JOB`] bytes. Messages name the file `name`,
-/// and describe it as `what`, such as `job file`.
+/// Reads a whole file of limited size. Fails if the file is larger than [`MAX_JOB`] bytes. Messages
+/// name the file `name`, and describe it as `what`, such as `job file`.
 pub(crate) fn read_limited_file(path: &Path, name: &str, what: &str) -> diagnostic::Result<Vec<u8>> {
     let cannot_read = |error: std::io::Error| match error.kind() {
         std::io::ErrorKind::NotFound => {

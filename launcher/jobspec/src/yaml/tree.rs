@@ -12,7 +12,7 @@ pub(crate) struct SourceSpan {
     pub(crate) end: u32,
 }
 
-/// A value of the tree, with the span of text that the value was read from.
+/// A value in the tree of a YAML text, with the span of text that the value was read from.
 #[derive(Clone, Debug)]
 pub(crate) struct YamlNode {
     pub(crate) span: SourceSpan,

@@ -12,7 +12,7 @@ fn load_text(text: &str, set: &[String]) -> (JobSpec, SourceMap) {
     }
 }
 
-/// Jobs to print. Together they contain every key of job.yaml.
+/// The jobs that the tests print and load again. Together they contain every key of job.yaml.
 const JOBS: &[&str] = &[
     "cluster: {hosts: [a, 'me@n[1-3]:22'], include: ['a:0@n1:22'], ssh: {user: 'x', port: 2222, key: ~/.ssh/k, config: none, client: openssh, known_hosts: accept_new, jump: 'j@b:1', connect_timeout: 5s, fanout: 3}}\nrun: {command: [a]}",
     "cluster: {hosts: {file: 'my hosts'}, exclude: 'b:1', ssh: {config: ./cfg}}\nrun: {command: [a]}",

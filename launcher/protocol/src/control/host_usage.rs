@@ -1,9 +1,11 @@
-//! [`HostUsage`]: what a host and the workers on it use. The agent measures it every few seconds.
+//! [`HostUsage`]: how much of the CPUs, memory, disks, network and GPUs of a host is in use. The
+//! agent measures it every few seconds.
 use jobspec::ids::Rank;
 use serde::{Deserialize, Serialize};
 
-/// What a host and the workers of the job on it use. Amounts of work, such as bytes read, are those
-/// of the interval since the previous measurement.
+/// How much CPU, memory, disk and network a host and the workers of the job on it use, and the load
+/// of its GPUs. Amounts of work, such as bytes read, are those of the interval since the previous
+/// measurement.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct HostUsage {
@@ -37,7 +39,7 @@ pub struct HostUsage {
     pub workers: Vec<WorkerUsage>,
 }
 
-/// What a GPU does.
+/// The load, the memory and the faults of a GPU.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct GpuUsage {
@@ -56,7 +58,7 @@ pub struct GpuUsage {
     pub memory_errors: Option<u64>,
 }
 
-/// What the processes of a worker use.
+/// The CPU time and memory that the processes of a worker use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct WorkerUsage {

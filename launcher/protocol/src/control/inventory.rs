@@ -61,17 +61,17 @@ impl HostInventory {
         self.cpus.is_empty()
     }
 
-    /// Removes from the inventory all environment variables except those that select devices and
-    /// network interfaces, because an agent reports no others to the controller.
+    /// Removes the environment variables that an agent does not report to the controller, which are
+    /// all except those that select devices and network interfaces.
     pub fn into_report(mut self) -> HostInventory {
         self.inherited_env.retain(|(name, _)| is_device_variable(name) || is_interface_variable(name));
         self
     }
 
-    /// Returns the inventory of a host from the report of its agent. A topology that does not match
+    /// Converts the report of an agent to the inventory of its host. A topology that does not match
     /// the CPUs is replaced by one core per CPU. The variables in `user_env`, which are from the
-    /// controller's environment, replace those of the report. Only the variables that
-    /// select devices and network interfaces are taken from the report.
+    /// controller's environment, replace those of the report. Only the variables that select
+    /// devices and network interfaces are taken from the report.
     pub fn from_report(report: HostInventory, user_env: &[(String, String)]) -> HostInventory {
         let mut inventory = report.into_report();
         inventory.cpus.sort_unstable();

@@ -19,7 +19,7 @@ pub struct JoinRequest {
     pub job: Vec<JobKeyHash>,
 }
 
-/// A key of a job, with a hash of the value.
+/// The path of a key of job.yaml, with a hash of its value.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct JobKeyHash {
     /// The path of the key.

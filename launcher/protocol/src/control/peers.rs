@@ -30,8 +30,9 @@ pub struct WorkerAddresses {
 /// worker with more addresses is ignored, and an invitation of a controller with more is rejected.
 pub const MAX_ADDRESSES: usize = 16;
 
-/// A secret of one attempt or of one run. Processes of the job prove to each other that they know
-/// it. `Debug` does not print the secret.
+/// The secret key of one attempt or of one run, with which the processes of the job authenticate
+/// each other. Processes of the job prove to each other that they know it. `Debug` does not print
+/// the secret.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobKey(pub [u8; 32]);
 

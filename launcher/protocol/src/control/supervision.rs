@@ -20,9 +20,9 @@ pub struct ControllerToken {
     pub id: u64,
 }
 
-/// The terms on which an agent obeys its controller: the controller's token, and the times of
-/// silence after which the agent counts it as lost or accepts another one. Agents of `launch check`
-/// have none.
+/// The terms on which an agent obeys its controller, such as the token of the controller, and the
+/// time without messages after which the controller counts as lost. Agents of `launch check` have
+/// none.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SupervisionTerms {
     /// The name of the run.
@@ -47,7 +47,7 @@ pub struct SupervisionTerms {
     pub controller_timeout_ms: u64,
 }
 
-/// A request to the agent that already runs on a host, to obey another controller or to end. The
+/// A request to the agent that is already running on a host: obey another controller, or end. The
 /// controller sends this message first on a connection to a new `launch agent` process, which
 /// forwards the message to the running agent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -69,7 +69,7 @@ pub struct AttachRequest {
     pub purpose: AttachPurpose,
 }
 
-/// What an [`AttachRequest`] asks of the agent: to obey the controller, or to end.
+/// What an agent is to do on an [`AttachRequest`]: obey the new controller, or end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AttachPurpose {
     /// The agent is to obey the new controller.
@@ -82,7 +82,7 @@ pub enum AttachPurpose {
     },
 }
 
-/// The reason why an agent neither obeys the new controller nor ends, as an [`AttachRequest`] asks.
+/// The reason why an agent does not comply with an [`AttachRequest`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum AttachRejection {
     /// No agent of the run is alive on the host.
@@ -104,8 +104,8 @@ pub enum AttachRejection {
     Failed(Diagnostic),
 }
 
-/// The state that an agent reports to a new controller, which the agent obeys from now on. The
-/// agent then repeats its reports.
+/// The state of a running agent, which the agent reports to a new controller that it begins to
+/// obey. The agent then repeats its reports.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AdoptedAgent {
     /// The process id of the agent.

@@ -74,8 +74,8 @@ fn format_line(event: &Event, schema: EventSchema, time: Option<f64>) -> serde_j
     }
 }
 
-/// Renames an event and its fields from schema 1 to schema 2. An object that already has the names
-/// of schema 2 stays unchanged.
+/// Renames an event and its fields from their names in schema 1 to those in schema 2. An object
+/// that already has the names of schema 2 stays unchanged.
 fn upgrade_to_schema_2(object: &mut Map<String, Value>) {
     if let Some(Value::String(name)) = object.get_mut("event")
         && let Some((_, new)) = RENAMED_EVENTS.iter().find(|(old, _)| old == name)

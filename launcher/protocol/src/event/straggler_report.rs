@@ -85,7 +85,7 @@ pub enum StragglerReason {
     Unknown,
 }
 
-/// The times of the ranks over several steps, as statistics over the ranks.
+/// Statistics over the ranks of their times in the newest steps.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepTimesReport {
     /// The number of optimizer steps that are done.
@@ -117,8 +117,8 @@ pub struct TimeRange {
 }
 
 impl StragglerReport {
-    /// Creates the report of a change that rank 0 has found. The controller adds host, reason and
-    /// message.
+    /// Creates a report from a change that the straggler detector of rank 0 has found. The
+    /// controller adds host, reason and message.
     pub fn new(change: &StragglerChange) -> StragglerReport {
         StragglerReport {
             state: if change.is_slow { StragglerState::Slow } else { StragglerState::Recovered },
@@ -135,7 +135,8 @@ impl StragglerReport {
 }
 
 impl StepTimesReport {
-    /// Computes the statistics of times. Returns `None` for times without steps or ranks.
+    /// Computes the statistics over the ranks from the times of all ranks. Returns `None` for times
+    /// without steps or ranks.
     pub fn from_times(times: &StepTimes) -> Option<StepTimesReport> {
         let steps = Some(times.steps).filter(|steps| *steps > 0)?;
         let range = |time: fn(&RankTimes) -> u64| {

@@ -13,7 +13,7 @@ use protocol::{
 use serde_json::{Map, Value};
 use std::{collections::BTreeSet, fs, path::Path};
 
-/// Returns the verdict on a hang without a known collective.
+/// Returns the verdict on a hang in which the collective is unknown.
 fn make_verdict() -> Box<HangVerdict> {
     Box::new(HangVerdict {
         kind: HangKind::Unknown,

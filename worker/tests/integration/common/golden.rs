@@ -8,8 +8,8 @@ use device::{
 use serde_json::Value;
 use std::{collections::BTreeMap, path::Path};
 
-/// The largest accepted relative difference |ours − theirs| / |theirs| of a tensor (L2 norms), from
-/// docs/numerics.md.
+/// The largest accepted relative difference |ours − theirs| / |theirs| between a tensor of launch
+/// and of PyTorch (L2 norms), from docs/numerics.md.
 const MAX_RELATIVE_DIFFERENCE: f64 = 1e-5;
 
 /// A model, its samples, and the values that PyTorch computed for them.
