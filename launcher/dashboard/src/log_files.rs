@@ -82,7 +82,8 @@ pub(crate) fn read_output_ages(logs: &Path, limit: usize) -> BTreeMap<u32, Durat
     list_logs(logs).into_iter().take(limit).filter_map(|(rank, path)| Some((rank, age(&path)?))).collect()
 }
 
-/// Reads the end of a log, or only the lines that were added after `position`.
+/// Reads the end of a log, or only the lines that were added after `position`, which is the
+/// identity of the file and the end of the part that an earlier call returned.
 pub(crate) fn read_log(
     source: &dyn RunSource,
     path: &Path,

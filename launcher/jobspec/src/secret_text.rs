@@ -86,8 +86,8 @@ fn is_secret_option(word: &str) -> bool {
     word.starts_with('-') && ends_with_any(&SECRET_OPTION_ENDS) && !ends_with_any(&TOKENIZER_OPTION_ENDS)
 }
 
-/// Returns whether a word may be a secret, that is, not an option, a variable or a placeholder. An
-/// option, a variable such as `$NAME` and a placeholder cannot.
+/// Returns whether a word may be a secret, that is, neither an option nor a variable such as
+/// `$NAME` nor a placeholder.
 fn is_secret_argument(word: &str) -> bool {
     !word.is_empty() && !word.starts_with("--") && !is_placeholder(word)
 }

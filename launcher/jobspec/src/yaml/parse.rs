@@ -246,9 +246,9 @@ impl<'t> YamlTreeBuilder<'t> {
         self.add_node(node, 0)
     }
 
-    /// Counts `nodes` nodes and `bytes` bytes of scalars that are added to the tree, and fails
-    /// above the limits. Fails if the tree then has more than [`MAX_NODES`] nodes or [`MAX_BYTES`]
-    /// bytes of scalars. The error points at `span`.
+    /// Counts `nodes` nodes and `bytes` bytes of scalars that are added to the tree. Fails if the
+    /// tree then has more than [`MAX_NODES`] nodes or [`MAX_BYTES`] bytes of scalars. The error
+    /// points at `span`.
     fn charge_budget(&mut self, nodes: usize, bytes: usize, span: SourceSpan) -> Result<(), ValueError> {
         self.nodes += nodes;
         self.bytes += bytes;

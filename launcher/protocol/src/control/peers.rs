@@ -31,8 +31,7 @@ pub struct WorkerAddresses {
 pub const MAX_ADDRESSES: usize = 16;
 
 /// The secret key of one attempt or of one run, with which the processes of the job authenticate
-/// each other. Processes of the job prove to each other that they know it. `Debug` does not print
-/// the secret.
+/// each other. `Debug` does not print the secret.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobKey(pub [u8; 32]);
 
