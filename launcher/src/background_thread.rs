@@ -98,8 +98,8 @@ impl JobQueue {
 }
 
 impl BackgroundThread {
-    /// Starts a thread with this name, at most 15 bytes. `max_bytes` limits the size of the jobs
-    /// that wait.
+    /// Starts a thread with the name `name`, which may have at most 15 bytes. `max_bytes` limits
+    /// the size of the jobs that wait.
     pub(crate) fn start(name: &str, max_bytes: usize) -> io::Result<BackgroundThread> {
         let queue = Arc::new(JobQueue { max_bytes, state: Mutex::default(), changed: Condvar::new() });
         let jobs = queue.clone();
@@ -123,7 +123,7 @@ impl BackgroundThread {
         true
     }
 
-    /// Returns how long the function that the thread currently calls has run so far. Returns zero
+    /// Returns for how long the job that the thread currently runs has been running. Returns zero
     /// if no job runs.
     pub(crate) fn busy_time(&self) -> Duration {
         self.queue.0.lock().busy_since.map_or(Duration::ZERO, |since| since.elapsed())
@@ -140,8 +140,8 @@ impl BackgroundThread {
     }
 }
 
-/// Decides until when failed writes are repeated. The end of the repetitions applies to all clones
-/// of the value.
+/// A switch that ends the repetition of failed writes, in all threads that hold a clone of the
+/// switch.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct WriteRetries(Arc<(Mutex<bool>, Condvar)>);
 
@@ -202,7 +202,7 @@ pub(crate) struct RetryPauses {
 }
 
 impl RetryPauses {
-    /// Returns whether the operation was not repeated yet.
+    /// Returns `true` before the first repetition of the operation.
     pub(crate) fn is_first(&self) -> bool {
         self.failures == 0
     }

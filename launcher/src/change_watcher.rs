@@ -202,8 +202,7 @@ mod tests {
     use std::os::unix::fs::symlink;
     use tokio::time::Instant;
 
-    /// The time limit of a test's wait for a change, which is reached only if no change is
-    /// reported.
+    /// How long a test waits for the report of a change before the test fails.
     const LIMIT: Duration = Duration::from_secs(30);
 
     /// Runs an asynchronous test to its end, in a runtime on this thread.

@@ -110,7 +110,8 @@ pub(crate) enum LaunchCommand {
 }
 
 impl LaunchCommand {
-    /// Returns whether this process is an agent.
+    /// Returns whether the command is the internal `launch agent`, which makes this process an
+    /// agent.
     pub(crate) fn is_agent(&self) -> bool {
         matches!(self, LaunchCommand::Agent(_))
     }

@@ -12,12 +12,13 @@ pub(crate) const HELLO_TIMEOUT: Duration = Duration::from_secs(60);
 /// `run.host_lease`. The limit covers the connection and the login. It counts like
 /// [`HELLO_TIMEOUT`].
 pub(crate) const ATTACH_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long an agent of a tree is asked to obey a controller that takes over a run, in addition to
-/// `run.host_lease`, because only silence shows the agent that the earlier controller is lost.
+/// How long, in addition to `run.host_lease`, a controller that takes over a run repeats its
+/// request to an agent of a tree. Only silence shows such an agent that the earlier controller is
+/// lost.
 pub(crate) const ADOPTION_TIMEOUT: Duration = Duration::from_secs(15);
 /// How long an agent on the controller's machine may be silent before the controller counts it as
 /// lost.
 pub(crate) const AGENT_LEASE: Duration = Duration::from_secs(30);
-/// How long a lost remote host is not used again, because the host is probably still down. An agent
-/// that is still alive there is evicted by the next one.
+/// How long launch waits before it uses a lost remote host again, because the host is probably
+/// still down. An agent that is still alive there is evicted by the next one.
 pub(crate) const LOST_HOST_QUARANTINE: Duration = Duration::from_secs(12);

@@ -25,13 +25,13 @@ pub(crate) fn create_private_dir(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Opens a file for appending, or creates it such that only this user can read it.
+/// Opens a file for appending, and creates a missing file with permissions for this user only.
 pub(crate) fn append_private_file(path: &Path) -> io::Result<File> {
     OpenOptions::new().append(true).create(true).mode(PRIVATE_FILE_MODE).open(path)
 }
 
-/// Opens a file for writing and removes its content, or creates it such that only this user can
-/// read it.
+/// Opens a file for writing and removes its content, and creates a missing file with permissions
+/// for this user only.
 pub(crate) fn truncate_private_file(path: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).create(true).truncate(true).mode(PRIVATE_FILE_MODE).open(path)
 }
@@ -41,13 +41,13 @@ pub(crate) fn open_regular_file(path: &Path) -> io::Result<File> {
     open_checked(path, 0, |_| true)
 }
 
-/// Opens for reading a regular file that belongs to this user and that no other user can write.
+/// Opens for reading a regular file that belongs to this user and is not writable by all users.
 /// Never blocks on a pipe.
 pub(crate) fn open_own_file(path: &Path) -> io::Result<File> {
     open_checked(path, 0, is_own)
 }
 
-/// Opens for reading a regular file that belongs to this user and that no other user can write,
+/// Opens for reading a regular file that belongs to this user and is not writable by all users,
 /// without following a symbolic link. Fails if the path is a symbolic link, in contrast to
 /// [`open_own_file`].
 pub(crate) fn open_own_file_without_links(path: &Path) -> io::Result<File> {

@@ -31,7 +31,7 @@ pub(crate) struct BoundRendezvous {
     coordinator: Option<TcpListener>,
 }
 
-/// What is bound at `MASTER_PORT`: a reserved port, or a running store.
+/// The service that is bound at `MASTER_PORT`: a reserved port, or a running store.
 #[derive(Debug)]
 enum RendezvousService {
     /// A port that is reserved for rank 0, and its number. Rank 0 will bind the port.
@@ -84,8 +84,9 @@ impl BoundRendezvous {
         Err(build_port_error(bind, &error))
     }
 
-    /// Binds the rendezvous to one candidate after another, first to those whose next port is free
-    /// for JAX's coordinator. The iterator ends after a failure for which other ports do not help.
+    /// Tries to bind the rendezvous to one candidate port after another, and prefers ports whose
+    /// next port is free for JAX's coordinator. The iterator ends after a failure for which other
+    /// ports do not help.
     fn bind_candidates(
         bind: &RendezvousRequest,
         messages: &mpsc::Sender<String>,

@@ -175,8 +175,8 @@ pub fn parse_deepspeed_config(bytes: &[u8]) -> ParseResult {
     check_imported_job(converted.map_err(take_first_error)?)
 }
 
-/// Loads the job to which a configuration of Accelerate or DeepSpeed was converted. Panics if the
-/// job is not valid, because launch wrote it.
+/// Loads the job to which a configuration of Accelerate or DeepSpeed was converted, and panics if
+/// the job is not valid.
 fn check_imported_job(imported: ImportedJob) -> ParseResult {
     let source = JobSource::Text { name: "job.yaml".to_owned(), text: imported.job };
     match jobspec::load_job(source, &[]) {

@@ -19,8 +19,9 @@ pub(crate) struct WarningLimit {
 }
 
 impl WarningLimit {
-    /// Returns the number of warnings about `peer` that were omitted since a warning about it was
-    /// last printed, or `None` if a warning at the time `now` must be omitted, too.
+    /// Decides whether a warning about `peer` may be printed at the time `now`: returns how many
+    /// warnings about `peer` were omitted since the last printed one, or `None` if this warning
+    /// must be omitted, too.
     pub(crate) fn count_omitted(&mut self, peer: IpAddr, now: Instant) -> Option<u64> {
         if let Some((last, omitted)) = self.peers.get_mut(&peer) {
             if now.saturating_duration_since(*last) < WARNING_INTERVAL {

@@ -7,7 +7,7 @@ use std::fmt;
 /// The exit code of a Rust process that panicked.
 pub(crate) const PANIC_EXIT: u8 = 101;
 
-/// Describes how a worker ended that was not itself the root cause of the job's failure.
+/// The way in which a worker ended whose end was not the root cause of the job's failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum WorkerEnd {
     /// The process ended. `builtin` states whether it ran the built-in runtime.

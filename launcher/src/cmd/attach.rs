@@ -51,8 +51,8 @@ pub(crate) struct AttachArgs {
     detached: Option<String>,
 }
 
-/// Runs `launch attach`: takes over a run in this process or, with `--detach`, in another one.
-/// Returns the exit code of the run.
+/// Runs `launch attach`: takes over a run in this process or, with `--detach`, in a detached
+/// process. Returns the exit code of the run.
 pub(crate) fn run(args: AttachArgs, context: &CommandContext) -> diagnostic::Result<u8> {
     let run = resolve_run(args.run.as_deref(), RunFilter::Unattended)?;
     if let RunState::Ended(code, _) = run.state {

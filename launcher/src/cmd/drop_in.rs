@@ -157,8 +157,8 @@ fn read_variables() -> BTreeMap<String, String> {
     std::env::vars_os().filter_map(text).collect()
 }
 
-/// Collects the facts about this machine and the user's environment on which the conversion of
-/// another launcher's command line depends.
+/// Collects the properties of this machine and of the user's environment that determine how the
+/// command line of another launcher is converted.
 fn describe_machine<'a>(
     inventory: &HostInventory,
     variables: &'a BTreeMap<String, String>,

@@ -93,7 +93,7 @@ fn build_interruption_error(run: &str) -> Diagnostic {
     Diagnostic::error(command::EXEC_INTERRUPTED, message).with_subject(run).with_remedy()
 }
 
-/// The reason why no last reply about a command was received.
+/// The reason why `launch exec` did not receive the final reply to its request.
 enum ExecError {
     /// The request is too large.
     Request(FrameError),
@@ -103,8 +103,8 @@ enum ExecError {
     Output,
 }
 
-/// Sends the request for a command, and writes its output to stdout and stderr. Returns the last
-/// reply.
+/// Sends the request to run a command, and writes the output of the command to stdout and stderr.
+/// Returns the last reply.
 async fn run_command(stream: StdStream, request: ExecRequest) -> Result<ExecReply, ExecError> {
     stream.set_nonblocking(true).map_err(|_| ExecError::Connection)?;
     let (mut reader, mut writer) =

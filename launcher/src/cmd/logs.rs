@@ -25,8 +25,8 @@ use std::{
 /// The help text for a rank whose log is not on this host.
 const LOGS_ON_OTHER_HOSTS: &str = "without a shared run directory each host keeps its logs; \
                                    `run.logs.show` selects the ranks whose output is copied here";
-/// The file name prefix of copies of console output. The controller keeps these copies for ranks
-/// whose logs are on other hosts.
+/// The file name prefix of copies of the ranks' console output. The controller keeps these copies
+/// for ranks whose logs are on other hosts.
 const STREAMED_PREFIX: &str = "streamed-";
 /// The number of bytes of log text that are collected before they are written to stdout.
 const WRITE_BATCH_BYTES: usize = 64 << 10;
@@ -55,7 +55,7 @@ pub(crate) struct LogsArgs {
     raw: bool,
 }
 
-/// The limit of ranks in a list such as `0-3,7`. Every rank must be less than the limit.
+/// The number of ranks that `--rank` can name: each rank must be less than this number.
 const RANK_LIMIT: u32 = 1 << 20;
 
 /// Parses one rank, such as `3`, or a range of ranks, such as `0-3`. Returns the ranks in ascending
@@ -178,8 +178,8 @@ impl<'a> LogViewer<'a> {
             .with_help(LOGS_ON_OTHER_HOSTS)
     }
 
-    /// Prints a note to stderr with the number of selected ranks whose logs are not on this host.
-    /// Prints nothing if all of them are in `opened`.
+    /// Prints a note to stderr with the number of selected ranks whose logs are missing on this
+    /// host. Prints nothing if all of them are in `opened`.
     fn report_missing_logs(&self, opened: &[Rank]) {
         let selected = (0..self.run.record.world).filter(|rank| self.is_selected(*rank));
         let missing = selected.filter(|rank| !opened.contains(rank)).count();

@@ -36,7 +36,7 @@ pub(crate) struct NodeArgs {
 }
 
 impl NodeArgs {
-    /// Returns the name of an option that was given, or `None` without any.
+    /// Returns the name of one of the options that the user gave, or `None` if no option was given.
     fn find_option(&self) -> Option<&'static str> {
         let given = [
             (self.nodes.is_some(), "--nodes"),

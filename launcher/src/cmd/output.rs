@@ -18,7 +18,7 @@ pub(crate) struct OutputFormat {
     pub(crate) schema: EventSchema,
 }
 
-/// Converts the result of a command to its exit code. If the command failed, prints its error with
+/// Returns the exit code of a command from its result. If the command failed, prints its error with
 /// [`report_error`].
 pub(crate) fn report_result(result: diagnostic::Result<u8>, format: OutputFormat) -> u8 {
     result.unwrap_or_else(|error| report_error(&error, format))

@@ -194,8 +194,8 @@ pub(crate) fn render_text(p: &PreparedJob) -> String {
     text
 }
 
-/// Computes the cost of the copies of the training state in memory, or returns `None` for a job
-/// without copies.
+/// Computes what the copies of the training state in memory (`checkpoint.memory`) cost, or returns
+/// `None` for a job without such copies.
 fn compute_memory_copy_cost(p: &PreparedJob) -> Option<MemoryCopyCost> {
     let workers: Vec<usize> = p.plan.host_plans.iter().map(|plan| plan.workers.len()).collect();
     MemoryCopyCost::compute(&p.job, &workers, &p.preflight.as_ref()?.state_bytes)

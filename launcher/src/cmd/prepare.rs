@@ -67,7 +67,8 @@ pub(crate) struct PreparedJob {
     pub(crate) warnings: Vec<Diagnostic>,
 }
 
-/// A loaded job, and its source text, in which mistakes that are found later can be located.
+/// A loaded job with its source text, from which mistakes that are found later get their line and
+/// column.
 pub(super) struct LoadedJob {
     pub(super) job: JobSpec,
     file: String,

@@ -88,7 +88,7 @@ fn build_exists_error(path: &Path) -> Diagnostic {
         .with_help("name another directory: `launch quickstart DIR`")
 }
 
-/// Returns the text of the job: that of the repository, which trains on [`TEXT_FILE`] instead.
+/// Returns the text of the job: the example of the repository, changed to train on [`TEXT_FILE`].
 fn build_job() -> String {
     let start = REPOSITORY_JOB.find(FIRST_KEY).unwrap_or(0);
     let lines = REPOSITORY_JOB[start..].lines().map(|line| {
@@ -104,8 +104,7 @@ fn build_job() -> String {
     format!("{HEADER}{}", lines.collect::<String>())
 }
 
-/// Returns the training text, one record for each error: the descriptions of the errors, which the
-/// executable contains anyway.
+/// Returns the training text: one record with the explanation of each diagnostic code of launch.
 fn build_text() -> String {
     let record = |code| {
         let text = format!("{}\n", diagnostic::render_code_entry(code).trim());

@@ -97,9 +97,9 @@ pub(crate) fn run(args: RunArgs, context: &CommandContext) -> diagnostic::Result
     run_request(&args, request, context, began)
 }
 
-/// Runs a job in this process. `text` is the job in YAML, which a command such as `launch torchrun`
-/// has made from its arguments. `node` are the options of this node. Prints errors and returns the
-/// exit code.
+/// Runs, in this process, the job with the YAML text `text`, which a command such as `launch
+/// torchrun` has built from its arguments. `node` are the options of this node. Prints errors and
+/// returns the exit code.
 pub(super) fn run_command_line_job(
     text: String,
     node: NodeArgs,

@@ -74,8 +74,8 @@ fn serve_error(port: u16, error: &io::Error) -> Diagnostic {
         .with_help("choose another port, or leave out `--port`")
 }
 
-/// Writes the file of metrics, and starts a thread that writes it again from time to time. Fails if
-/// the file cannot be written the first time.
+/// Writes the file of metrics, and starts a thread that updates the file every
+/// [`TEXTFILE_INTERVAL`]. Fails if the file cannot be written the first time.
 fn start_textfile(dashboard: Arc<Dashboard>, file: PathBuf) -> diagnostic::Result<()> {
     let file = std::path::absolute(&file).unwrap_or(file);
     write_textfile(&dashboard, &file).map_err(|error| textfile_error(&file, &error))?;

@@ -9,7 +9,7 @@ use dashboard::{Dashboard, RunSnapshot};
 use diagnostic::{Diagnostic, codes::command};
 use std::{io, sync::Arc, time::Duration};
 
-/// How long one refresh reads the journal of the run.
+/// The longest time for which one refresh reads the journal of the run.
 const READ_LIMIT: Duration = Duration::from_millis(200);
 
 /// Arguments of `launch top`.
@@ -21,7 +21,7 @@ pub(crate) struct TopArgs {
     run: Option<String>,
 }
 
-/// The run that is shown.
+/// The run that `launch top` shows.
 struct ShownRun {
     dashboard: Arc<Dashboard>,
     run: String,

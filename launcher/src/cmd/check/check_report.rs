@@ -67,7 +67,8 @@ impl CheckResult {
         CheckResult { level: CheckLevel::Skipped, ..CheckResult::ok(name, "") }
     }
 
-    /// Returns a warning: the result of a check that found a problem with which the job can start.
+    /// Returns a warning: the result of a check that found a problem that does not prevent the job
+    /// from starting.
     pub(super) fn warn(
         name: &'static str,
         code: Code,
@@ -78,8 +79,8 @@ impl CheckResult {
         CheckResult { level, code: Some(code), help, ..CheckResult::ok(name, found) }
     }
 
-    /// Returns a failure: the result of a check that found a problem with which the job cannot
-    /// start.
+    /// Returns a failure: the result of a check that found a problem that prevents the job from
+    /// starting.
     pub(super) fn failed(
         name: &'static str,
         code: Code,

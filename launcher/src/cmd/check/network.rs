@@ -31,13 +31,13 @@ const MAX_SEARCH_ROUNDS: usize = 12;
 const TRANSFER_MS: u64 = 300;
 /// The time that an agent has for a measurement, in addition to its connections.
 const MEASUREMENT_TIMEOUT: Duration = Duration::from_secs(15);
-/// The number of connections that an agent opens one after another in a measurement: all ports, two
-/// directions, and these again with small segments.
+/// How many connections an agent opens one after another in a measurement: one to all ports at the
+/// same time, one for each direction, and one with small segments for each direction.
 const CONNECTIONS_IN_SEQUENCE: u32 = 5;
-/// The number of CPUs of a host for each connection that transfers data at the same time.
+/// The number of CPUs of a host for each parallel connection of a transfer.
 const CPUS_PER_STREAM: u32 = 2;
 
-/// How the network of a job is measured.
+/// The options with which `launch check --network` measures the network of a job.
 #[derive(Clone, Debug)]
 pub(super) struct NetworkTargets {
     request: NetworkRequest,
@@ -48,7 +48,7 @@ pub(super) struct NetworkTargets {
 }
 
 impl NetworkTargets {
-    /// Creates the targets for the hosts of a job, with a new random key. `are_local` states for
+    /// Creates the options for the hosts of a job, with a new random key. `are_local` states for
     /// each host whether it is this machine. Fails if the kernel has no random numbers.
     pub(super) fn new(
         job: &JobSpec,
@@ -73,8 +73,9 @@ impl NetworkTargets {
 /// The sessions with the agents of all hosts; `None` for a host that is in a measurement.
 type Sessions = Vec<Option<ProbeSession>>;
 
-/// Measures the connections between the hosts of `sessions`, one pair of each host at a time.
-/// Hosts without an agent are left out. The caller must run in a [`tokio::task::LocalSet`].
+/// Measures the connections between the hosts of `sessions`, so that each host takes part in only
+/// one measurement at a time. Hosts without an agent are left out. The caller must run in a
+/// [`tokio::task::LocalSet`].
 pub(super) async fn measure_network(
     sessions: Vec<ProbeSession>,
     targets: &NetworkTargets,
@@ -101,8 +102,8 @@ pub(super) async fn measure_network(
     (sessions.into_iter().flatten().collect(), report)
 }
 
-/// Measures pairs in the planned rounds, and then as many further pairs as are needed to find the
-/// hosts at fault.
+/// Measures the planned pairs of hosts round by round, and then as many further pairs as are needed
+/// to find the hosts at fault.
 async fn measure_rounds(sessions: &mut Sessions, targets: &NetworkTargets, report: &mut NetworkReport) {
     // Only hosts that listen can be measured; the others have a failed check.
     let listens = |inspection: &Option<NetworkInspection>| {
@@ -131,8 +132,8 @@ async fn measure_rounds(sessions: &mut Sessions, targets: &NetworkTargets, repor
     }
 }
 
-/// Returns the pairs of hosts whose measurement shows which host is at fault. No host is in two of
-/// them. `count` is the number of all hosts, and `hosts` are those that can be measured.
+/// Returns the pairs of hosts to measure next, to find out which hosts are at fault. No host is in
+/// two of them. `count` is the number of all hosts, and `hosts` are those that can be measured.
 fn choose_search_round(pairs: &PairMeasurements, count: usize, hosts: &[usize]) -> Vec<(usize, usize)> {
     let is_usable = |a: usize, b: usize| hosts.contains(&a) && hosts.contains(&b);
     let wanted = Property::ALL
@@ -187,7 +188,8 @@ async fn measure_pair(
     (first, second, [forward, back])
 }
 
-/// Requests that an agent inspect its network and listen. Returns `None` if no agent answers.
+/// Requests that an agent inspect the network of its host, and listen for connections of other
+/// agents. Returns `None` if no agent answers.
 async fn inspect_network(
     mut session: ProbeSession,
     request: NetworkRequest,

@@ -30,8 +30,8 @@ const END_TIMEOUT: Duration = Duration::from_secs(2);
 /// The number of bytes that are read from the beginning of an agent's stderr. Further bytes are
 /// ignored. An error about the agent contains the text.
 const MAX_STDERR_BYTES: u64 = 4 << 10;
-/// In a job with more than [`MAX_FULL_MESH_HOSTS`] hosts, each host connects to this number of
-/// hosts that follow it in the list of hosts, and to the first host.
+/// The number of following hosts in the list of hosts to which each host of a job with more than
+/// [`MAX_FULL_MESH_HOSTS`] hosts connects, in addition to the first host.
 const NEIGHBOUR_COUNT: usize = 4;
 /// The largest number of hosts for which every host connects to all other hosts.
 const MAX_FULL_MESH_HOSTS: usize = 16;
@@ -165,7 +165,7 @@ pub(super) struct AgentConnection {
 }
 
 impl AgentConnection {
-    /// Sends a message to the agent. A closed connection shows when the answer is awaited.
+    /// Queues a message to the agent. A closed connection shows when the answer is awaited.
     pub(super) fn send(&mut self, message: ToAgent) {
         self.outbox.send_message(MessagePriority::Critical, message);
     }
@@ -255,7 +255,7 @@ async fn inspect_host(mut host: StartedAgent, targets: ProbeTargets, nonce: Stri
     ProbeSession { probe, host, connection }
 }
 
-/// Returns the error to report for a host without an answer.
+/// Returns the error to report for a host whose agent did not answer.
 ///
 /// Returns the first of these that exists: the error of the connection to the host, the error of
 /// starting the agent, and `error`. Adds the text of the agent's stderr to the message of the

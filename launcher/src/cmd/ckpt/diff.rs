@@ -46,8 +46,7 @@ pub(super) fn run(args: DiffArgs, json: bool) -> diagnostic::Result<u8> {
     Ok(if report.is_equal() { exit::DONE } else { exit::FAILED })
 }
 
-/// Returns the tensors and tied weights of a checkpoint in the form that the comparison of two
-/// checkpoints requires.
+/// Converts a checkpoint to the input of the comparison: its tensors and tied weights.
 fn to_diff_side(found: &OpenedCheckpoint) -> DiffSide<'_> {
     let ties: &[TiedWeight] = match found {
         OpenedCheckpoint::Native(newest) => &newest.checkpoint.facts().model.ties,

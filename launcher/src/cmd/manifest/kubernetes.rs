@@ -18,7 +18,8 @@ const KEY_DIRECTORY: &str = "/etc/launch/key";
 const REPLICATED_JOB: &str = "node";
 /// The port at which the pod of node 0 listens for the other nodes.
 const PORT: u16 = 29400;
-/// The length of the longest name of a job, so that the names of its pods fit into DNS labels.
+/// The largest length of a job's name, in characters, for which the names of its pods fit into DNS
+/// labels.
 const MAX_NAME: usize = 40;
 /// The time that the built-in training gets to save after SIGTERM, in seconds.
 const BUILTIN_SAVE_SECONDS: u64 = 600;
@@ -134,7 +135,7 @@ fn make_object_name(name: &str) -> String {
     }
 }
 
-/// The objects of one job.
+/// The inputs from which the Kubernetes objects of one job are built.
 struct Manifest<'a> {
     args: &'a KubernetesArgs,
     job: &'a JobSpec,
@@ -329,7 +330,7 @@ impl Manifest<'_> {
         Ok(self.args.volume.iter().filter_map(|text| text.split_once(':')).collect())
     }
 
-    /// Returns how long a pod may take to save and stop after SIGTERM.
+    /// Returns how long a pod may take to save and stop after SIGTERM, in seconds.
     fn count_grace_seconds(&self) -> u64 {
         match self.job.run.command {
             Some(_) => self.job.run.grace_period_ms.div_ceil(1000) + END_SECONDS,

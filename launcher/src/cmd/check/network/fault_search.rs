@@ -8,15 +8,16 @@
 //! work, each of them is tested with a host that is.
 use std::collections::BTreeMap;
 
-/// The number of bad transfers with different working partners that convict a host.
+/// The number of bad transfers with different working partners from which on a host counts as
+/// faulty.
 const CONVICTING_TRANSFERS: usize = 2;
 /// How often a bad transfer is tested before it counts, because another load can disturb one test.
 const TESTS_OF_BAD_TRANSFER: u32 = 2;
-/// How often a bad transfer is tested of which no host is convicted, because no other transfer
-/// agrees with it.
+/// How often a bad transfer is tested if neither its sender nor its receiver is found to be faulty.
 const TESTS_OF_BAD_PATH: u32 = 3;
 
-/// The tested transfers between hosts, by sender and receiver.
+/// The results of all tested transfers between hosts, from which the faulty hosts and paths are
+/// derived.
 #[derive(Clone, Debug, Default)]
 pub(super) struct FaultSearch {
     transfers: BTreeMap<(usize, usize), TestedTransfer>,
@@ -36,7 +37,7 @@ pub(super) enum TransferRole {
     Receiver,
 }
 
-/// What is at fault if transfers are bad.
+/// A host or path that is at fault for bad transfers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum TransferFault {
     /// The host in this role: no transfer with a working partner was good.
@@ -63,8 +64,8 @@ impl FaultSearch {
         self.transfers.iter().any(is_good)
     }
 
-    /// Returns the pairs of the bad transfers in which `host` has this role and is suspected, and
-    /// whose other side works.
+    /// Returns the bad transfers that are evidence against `host` in this role, because their other
+    /// side is known to work.
     fn list_evidence(&self, host: usize, role: TransferRole) -> Vec<(usize, usize)> {
         if self.works(host, role) {
             return Vec::new();
@@ -79,7 +80,7 @@ impl FaultSearch {
         evidence.map(|(pair, _)| *pair).collect()
     }
 
-    /// Returns whether the evidence convicts `host` in this role.
+    /// Returns whether enough evidence shows that `host` is at fault in this role.
     fn is_convicted(&self, host: usize, role: TransferRole) -> bool {
         self.list_evidence(host, role).len() >= CONVICTING_TRANSFERS
     }
@@ -111,8 +112,8 @@ impl FaultSearch {
         faults
     }
 
-    /// Returns the transfers that should be tested next to determine the faults, by sender and
-    /// receiver, at most one for each doubt. The result is empty if no further test helps.
+    /// Returns the transfers to test next to determine the faults, as pairs of sender and receiver,
+    /// at most one for each open question. The result is empty if no further test helps.
     /// `is_usable` returns whether a transfer may be tested.
     pub(super) fn choose_tests(
         &self,
@@ -136,8 +137,8 @@ impl FaultSearch {
         chosen
     }
 
-    /// Returns a transfer that shows whether `host` works in this role: a transfer with a partner
-    /// that works and was not tested with the host, or a convicting transfer to repeat.
+    /// Returns the next transfer to test, to find out whether `host` works in this role: a transfer
+    /// with a new partner that is known to work, or the repetition of a bad transfer.
     fn choose_test(
         &self,
         host: usize,
@@ -176,7 +177,7 @@ impl FaultSearch {
 }
 
 impl TransferRole {
-    /// Returns the role of the other side.
+    /// Returns the role of the other host of a transfer.
     fn opposite(self) -> TransferRole {
         match self {
             TransferRole::Sender => TransferRole::Receiver,

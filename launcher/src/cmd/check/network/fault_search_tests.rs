@@ -2,10 +2,10 @@ use super::*;
 use crate::cmd::check::network::pair_rounds::{plan_rounds, select_disjoint};
 use proptest::prelude::*;
 
-/// The largest number of rounds after those of [`plan_rounds`].
+/// The largest number of search rounds that may follow the rounds of [`plan_rounds`].
 const MAX_FURTHER_ROUNDS: usize = 12;
 
-/// A network with faults, of which the search sees only the tested transfers.
+/// A simulated network with faults, which reports only the results of tested transfers.
 #[derive(Clone, Debug)]
 struct FaultyNetwork {
     hosts: usize,
@@ -21,8 +21,8 @@ impl FaultyNetwork {
             || self.paths.contains(&(sender, receiver))
     }
 
-    /// Searches the faults with as many tests as the search asks for. Returns the faults and the
-    /// number of tested pairs of hosts.
+    /// Runs a [`FaultSearch`] on the network until the search needs no further test. Returns the
+    /// faults and the number of tested pairs of hosts.
     fn search(&self) -> (Vec<TransferFault>, usize) {
         let mut tests: BTreeMap<(usize, usize), u32> = BTreeMap::new();
         let mut rounds = plan_rounds(self.hosts);

@@ -16,7 +16,8 @@ use std::collections::BTreeSet;
 const MAX_RETRANSMIT_SHARE: f64 = 0.01;
 /// The smallest number of retransmitted segments that count as lost packets.
 const MIN_RETRANSMITS: u64 = 20;
-/// The share of the speed of one interface below which the interface of the other host is slower.
+/// An interface counts as the slower one if its speed is below this share of the other interface's
+/// speed.
 const SLOWER_LINK_SHARE: f64 = 0.5;
 /// The share of the usual rate below which a path between two hosts has failed. Above it, other
 /// load can be the reason, because no second path confirms the measurement.
@@ -66,7 +67,7 @@ fn format_rate(bytes_per_second: f64) -> String {
     if value < 10.0 { format!("{value:.1} {unit}") } else { format!("{value:.0} {unit}") }
 }
 
-/// Returns the median of values, or `None` without values.
+/// Returns the median of `values`, or `None` if there are no values.
 fn find_median(mut values: Vec<f64>) -> Option<f64> {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied()
@@ -155,7 +156,8 @@ fn check_retransmits(host: usize, pairs: &PairMeasurements) -> Option<CheckResul
     })
 }
 
-/// The measurements of one property, for descriptions of faults.
+/// The measurements of one property of connections, from which faults of hosts and paths are
+/// described.
 struct Comparison<'a> {
     property: Property,
     pairs: &'a PairMeasurements,
@@ -164,28 +166,28 @@ struct Comparison<'a> {
 }
 
 impl Comparison<'_> {
-    /// Returns the values of the directions in which a host has this role.
+    /// Returns the values of all measured transfers in which `host` has this role.
     fn list_own_values(&self, host: usize, role: TransferRole) -> Vec<((usize, usize), f64)> {
         let mut values = self.pairs.list_values(self.property);
         values.retain(|((from, to), _)| host == if role == TransferRole::Sender { *from } else { *to });
         values
     }
 
-    /// Returns the median of the values in which `hosts` do not take part.
+    /// Returns the median of the values of all pairs that include no host of `hosts`.
     fn find_median_of_others(&self, hosts: &[usize]) -> Option<f64> {
         let values = self.pairs.list_values(self.property).into_iter();
         let others = values.filter(|((from, to), _)| !hosts.contains(from) && !hosts.contains(to));
         find_median(others.map(|(_, value)| value).collect())
     }
 
-    /// Returns whether no large packets pass from the first host to the second one, and small ones
-    /// do.
+    /// Returns whether small packets from the first host arrive at the second one, but large
+    /// packets do not.
     fn loses_large_packets(&self, pair: (usize, usize)) -> bool {
         let transfer = self.pairs.get(pair).and_then(|direction| direction.transfer);
         transfer.is_some_and(|transfer| transfer.bytes == 0 && transfer.small_segments_arrive == Some(true))
     }
 
-    /// Creates the check of a host that is at fault in this role.
+    /// Creates the check result of a host that is at fault as sender or receiver.
     fn describe_host(&self, host: usize, role: TransferRole) -> CheckResult {
         let values = self.list_own_values(host, role);
         let count = values.len();
@@ -235,14 +237,14 @@ impl Comparison<'_> {
         }
     }
 
-    /// Creates the check of a path between two hosts that work with other hosts.
+    /// Creates the check result of a faulty path between two hosts that work with other hosts.
     fn describe_path(&self, from: usize, to: usize) -> CheckResult {
         let reason = "both hosts work with other hosts, so the path between them is at fault";
         self.describe_direction((from, to), reason)
     }
 
-    /// Creates the check of a transfer of which it is not known which side is at fault, unless the
-    /// speeds of the interfaces show it.
+    /// Creates the check result of a bad transfer if the measurements do not show which side is at
+    /// fault.
     fn describe_undetermined(&self, from: usize, to: usize) -> CheckResult {
         let speed = |host: usize| Some(f64::from(self.known[host]?.interface.as_ref()?.speed_mbps?));
         let slower = match (speed(from), speed(to)) {
@@ -260,7 +262,8 @@ impl Comparison<'_> {
         self.describe_direction((from, to), &reason)
     }
 
-    /// Creates the check of a bad transfer between two hosts, with the reason why no host is named.
+    /// Creates the check result of a bad transfer from one host to another; `reason` states why no
+    /// single host is named.
     fn describe_direction(&self, pair: (usize, usize), reason: &str) -> CheckResult {
         let (from, to) = (&self.names[pair.0], &self.names[pair.1]);
         let direction = self.pairs.get(pair);
@@ -306,7 +309,7 @@ impl Comparison<'_> {
         result.with_field("from", from.as_str()).with_field("to", to.as_str())
     }
 
-    /// Creates the check of a path on which large packets vanish.
+    /// Creates the check result of a host or path that loses large packets.
     fn describe_lost_packets(&self, found: String) -> CheckResult {
         let code: Code = codes::LARGE_PACKETS_LOST;
         let help = "set the same MTU on both hosts and all switches between them, and let ICMP pass";
@@ -322,7 +325,8 @@ const SLOW_HELP: &str =
 /// The advice for a host or path with long round trips.
 const LATENCY_HELP: &str = "check the route to the host, and whether its network is busy";
 
-/// Creates the summary of the measurements: the numbers of rounds and pairs, and the usual values.
+/// Creates the check result that summarizes the measurements: the numbers of rounds and pairs, and
+/// the usual values.
 fn summarize(network: &NetworkReport, names: &[String]) -> CheckResult {
     let pairs: BTreeSet<(usize, usize)> =
         network.pairs.iter().map(|((a, b), _)| (a.min(b), a.max(b))).collect();

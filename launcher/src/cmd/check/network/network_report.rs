@@ -2,7 +2,7 @@
 use super::pair_measurements::PairMeasurements;
 use protocol::network_probe::NetworkInspection;
 
-/// What `launch check --network` found.
+/// The inspections and measurements that `launch check --network` has collected from the hosts.
 #[derive(Debug, Default)]
 pub(in crate::cmd::check) struct NetworkReport {
     /// For each host, its interface and devices, or the error; `None` if no agent answered.

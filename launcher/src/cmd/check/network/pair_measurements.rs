@@ -8,13 +8,13 @@ use std::collections::BTreeMap;
 
 /// A transfer is slow if its rate is below this share of the usual rate.
 const SLOW_SHARE: f64 = 0.5;
-/// A round trip is long if it takes more than this multiple of the usual time, and more than
-/// [`LONG_ROUND_TRIP_MS`] longer than that.
+/// A round trip is long if it takes more than this multiple of the usual time, and exceeds the
+/// usual time by more than [`LONG_ROUND_TRIP_MS`].
 const LONG_FACTOR: f64 = 5.0;
-/// The time by which a long round trip exceeds the usual one, in milliseconds.
+/// A round trip is long only if it exceeds the usual time by more than this time, in milliseconds.
 const LONG_ROUND_TRIP_MS: f64 = 1.0;
 
-/// What was measured from one host to another one, in the best of several tests.
+/// The best results of several tests of the connection from one host to another one.
 #[derive(Clone, Debug, Default)]
 pub(super) struct DirectedMeasurement {
     /// How often the direction was tested.
@@ -31,7 +31,8 @@ pub(super) struct DirectedMeasurement {
     pub(super) round_trip_ms: Option<f64>,
 }
 
-/// What was measured between pairs of hosts. Hosts are numbered in the order of the job.
+/// The results of all measurements between pairs of hosts. Hosts are numbered in the order of the
+/// job.
 #[derive(Clone, Debug, Default)]
 pub(super) struct PairMeasurements {
     directions: BTreeMap<(usize, usize), DirectedMeasurement>,
@@ -121,7 +122,8 @@ impl PairMeasurements {
         values.get(middle).copied()
     }
 
-    /// Creates the search for the hosts at which a property is bad.
+    /// Creates a search for the hosts and paths at which a property is bad, from the measurements
+    /// so far.
     pub(super) fn search_faults(&self, property: Property) -> FaultSearch {
         let mut search = FaultSearch::default();
         let usual = self.find_usual_value(property).unwrap_or(0.0);
@@ -157,7 +159,7 @@ impl PairMeasurements {
     }
 }
 
-/// Replaces `known` by `new` if `new` is faster or the first transfer.
+/// Stores the transfer `new` in `known` if `known` is empty or slower.
 fn keep_faster(known: &mut Option<Transfer>, new: Option<Transfer>) {
     if let Some(new) = new
         && known.is_none_or(|known| new.rate() > known.rate())

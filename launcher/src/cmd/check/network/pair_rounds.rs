@@ -1,6 +1,7 @@
 //! [`plan_rounds`]: pairs the hosts of a job so that each host talks to one other host at a time.
 
-/// The smallest number of rounds for jobs in which each host can talk to as many others.
+/// The number of rounds in small jobs, if each host has enough other hosts for a new partner in
+/// every round.
 const MIN_ROUNDS: usize = 3;
 
 /// Returns rounds of pairs of the hosts 0 to `hosts` - 1, each pair with its smaller host first.
@@ -32,8 +33,8 @@ pub(super) fn plan_rounds(hosts: usize) -> Vec<Vec<(usize, usize)>> {
     (0..rounds).map(round).collect()
 }
 
-/// Selects from `wanted` pairs of hosts that can be measured at the same time: no host is in two of
-/// them. The order of the pairs decides. Each pair has its smaller host first.
+/// Selects, from the pairs `wanted`, pairs that can be measured at the same time because no host is
+/// in two of them. The order of the pairs decides. Each pair has its smaller host first.
 pub(super) fn select_disjoint(wanted: impl IntoIterator<Item = (usize, usize)>) -> Vec<(usize, usize)> {
     let mut busy = std::collections::BTreeSet::new();
     let mut selected = Vec::new();

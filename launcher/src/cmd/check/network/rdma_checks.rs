@@ -6,7 +6,7 @@ use diagnostic::{
 };
 use protocol::network_probe::{NetworkInspection, RdmaDevice, RdmaPort, RdmaReport};
 
-/// The name of the check.
+/// The name of the check of RDMA devices in the report of `launch check`.
 const NAME: &str = "rdma";
 
 /// Checks the RDMA devices of a host: their number, state, rate and errors, and that programs can
@@ -57,7 +57,7 @@ pub(super) fn check_rdma(
     problems.into_iter().map(warn).collect()
 }
 
-/// Returns the kind of network of a port as users name it.
+/// Returns the name of a port's kind of network, such as `InfiniBand`, `RoCE` or `EFA`.
 fn describe_kind(device: &RdmaDevice, port: &RdmaPort) -> String {
     match (device.driver.as_deref(), port.link_layer.as_str()) {
         (Some("efa"), _) => "EFA".to_owned(),
