@@ -63,8 +63,8 @@ impl ControllerIdentity {
         self.on_controller_loss
     }
 
-    /// Returns a request to the agent of the run on host `host`, to obey this controller or to end
-    /// (`purpose`).
+    /// Builds the request that the agent on host `host` obey this controller or end, as `purpose`
+    /// determines.
     pub(super) fn build_request(&self, host: &str, purpose: AttachPurpose) -> AttachRequest {
         AttachRequest {
             version: PROTOCOL_VERSION,

@@ -67,7 +67,7 @@ pub(crate) const TAIL_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long an agent may take to report that its workers ended, counted from the time at which
 /// SIGKILL is due.
 pub(crate) const AGENT_END_TIMEOUT: Duration = Duration::from_secs(10);
-/// The number of attempts that may fail because of one host. Then the host is excluded, if the
+/// The number of attempts that may fail because of one host before the host is excluded, if the
 /// other hosts suffice for the job.
 pub(crate) const MAX_HOST_FAILURES: u32 = 2;
 
@@ -377,8 +377,8 @@ impl ControllerCore {
         self.actions.push(ControllerAction::Event(Event::new_notice(None, message)));
     }
 
-    /// Processes every deadline that has passed: those of the suspected failure, the next
-    /// heartbeat, the leases, the current phase and the pause before the next attempt.
+    /// Processes every deadline that has passed, such as that of a lease, a heartbeat, the current
+    /// phase or the pause before the next attempt.
     fn process_deadlines(&mut self, now: Duration) {
         if self.suspect.as_ref().is_some_and(|(_, until)| now >= *until) {
             self.promote_suspect(now);
@@ -396,7 +396,8 @@ impl ControllerCore {
         }
     }
 
-    /// Processes a message of a connected agent, which may be a report.
+    /// Processes a message of a connected agent. If the message is a report, the report is
+    /// acknowledged once the journal contains its event.
     fn receive_agent_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
         let FromAgent::Report { seq, age_ms, message } = message else {
             return self.handle_agent_message(now, host, message);
@@ -421,8 +422,8 @@ impl ControllerCore {
         }
     }
 
-    /// Processes a message of a connected agent. Drops messages of earlier attempts, except output
-    /// lines and failures of the agent itself.
+    /// Processes the content of a message of a connected agent. Drops messages of earlier attempts,
+    /// except output lines and failures of the agent itself.
     fn handle_agent_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
         if let FromAgent::Hello { version, pid, stream, inventory } = message {
             self.hosts[host].stream = stream;

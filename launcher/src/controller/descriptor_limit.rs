@@ -10,9 +10,8 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 /// The number of file descriptors that the controller needs without a host.
 const BASE_DESCRIPTORS: u64 = 96;
 
-/// Raises the limit of open files of this process to the hard limit, if the connections of a job on
-/// this number of hosts, which need `connections` descriptors, need more than the soft limit. Fails
-/// if even the hard limit is too low.
+/// Raises the limit of open files of this process to the hard limit if the soft limit is too low
+/// for a job on this number of hosts, whose connections need `connections` descriptors.
 pub(super) fn reserve_descriptors(hosts: usize, connections: u64) -> diagnostic::Result<()> {
     let failed = |message: &str, error: nix::Error| {
         Diagnostic::error(CONTROLLER_SETUP_FAILED, message.to_owned()).with_cause(&error)

@@ -110,7 +110,7 @@ fn build_setup_error(message: &str) -> Diagnostic {
     Diagnostic::error(codes::run::CONTROLLER_SETUP_FAILED, message)
 }
 
-/// Why the event loop has ended.
+/// The reason why the event loop of a controller has ended.
 enum RunEnd {
     /// The run is over.
     Ended(RunOutcome),
@@ -438,7 +438,7 @@ impl ControllerDriver {
         }
     }
 
-    /// Prepares this process for child processes and signals.
+    /// Prepares this process for starting child processes and catching signals.
     fn prepare_process(&mut self) -> diagnostic::Result<SignalReceiver> {
         let remote_hosts = self.hosts.iter().filter(|host| !host.local).count();
         reserve_descriptors(remote_hosts, self.transport.count_descriptors(remote_hosts))?;

@@ -107,8 +107,8 @@ fn find_pending<'a>(ranks: &BTreeMap<Rank, &'a RankEvidence>) -> Vec<PendingColl
     groups.into_iter().map(build).collect()
 }
 
-/// Finds the groups of the built-in training in which some ranks have entered a collective that
-/// others have not. A rank does not know whether its GPU has completed a collective, but a
+/// Finds the groups of built-in training in which some ranks have entered a collective that other
+/// ranks have not entered. A rank does not know whether its GPU has completed a collective, but a
 /// collective that a rank has not entered is not complete.
 fn find_pending_on_devices<'a>(
     ranks: &BTreeMap<Rank, &'a RankEvidence>,
@@ -167,14 +167,14 @@ fn strip_backend(operation: &str) -> &str {
     operation.split_once(':').map_or(operation, |(_, name)| name)
 }
 
-/// Returns the entry of a pending collective on a rank.
+/// Returns the entry about a pending collective in the flight recorder of a rank.
 fn find_entry<'a>(p: &PendingCollective<'_>, evidence: &'a RankEvidence) -> Option<&'a CollectiveEntry> {
     evidence.entries.iter().find(|e| e.group == p.group && e.seq == p.seq && !e.p2p)
 }
 
-/// Compares the calls of the ranks that have entered a collective. Returns the kind of the
-/// difference, and the different calls, that of most ranks first. Returns `None` if the calls are
-/// equal.
+/// Compares how the ranks that have entered a pending collective have called it. Returns the kind
+/// of the difference, and the different calls, that of most ranks first. Returns `None` if the
+/// calls are equal.
 fn compare_calls(
     p: &PendingCollective<'_>,
     ranks: &BTreeMap<Rank, &RankEvidence>,
@@ -202,7 +202,8 @@ fn compare_calls(
     (calls.len() > 1).then_some((kind, calls))
 }
 
-/// Builds the call of `callers` that a flight recorder has recorded as `entry`.
+/// Builds the description of a call by the ranks `callers` from `entry`, an entry of a flight
+/// recorder.
 fn build_call(
     callers: Vec<Rank>,
     entry: &CollectiveEntry,
@@ -223,7 +224,7 @@ fn build_call(
     }
 }
 
-/// Returns the call of the ranks that have entered a collective. Returns `None` if no flight
+/// Returns the call with which ranks have entered a pending collective. Returns `None` if no flight
 /// recorder has recorded it.
 fn describe_call(p: &PendingCollective<'_>, ranks: &BTreeMap<Rank, &RankEvidence>) -> Option<RankCall> {
     let entry = p.entered.iter().find_map(|rank| find_entry(p, ranks.get(rank)?))?;
@@ -291,7 +292,7 @@ fn list_gpu_faults(evidence: &RankEvidence) -> Vec<RankGpuFault> {
     of_rank.chain(of_host).take(MAX_GPU_FAULTS).map(build).collect()
 }
 
-/// Finds out where a rank is.
+/// Finds out what a rank does, and at which place in its program.
 fn locate_rank(rank: Rank, evidence: Option<&RankEvidence>) -> RankPlace {
     let Some(evidence) = evidence else {
         return RankPlace { rank, activity: RankActivity::Unknown, frame: None, file: None, task: None };

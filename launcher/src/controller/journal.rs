@@ -187,15 +187,15 @@ impl Journal {
         }
     }
 
-    /// Counts a report as stored although the journal does not contain it, because journals do not
-    /// record reports of this kind.
+    /// Counts a report as stored although the journal does not contain it, because journals contain
+    /// no reports of its kind.
     pub(super) fn skip_report(&mut self, (stream, seq): ReportId) {
         self.run(move |files, _| _ = files.unsynced.insert(stream, seq));
         self.is_dirty = true;
     }
 
-    /// Runs `work` on the journal's thread. `work` gets the open files, and a function that records
-    /// an error. Does nothing if the files are not open.
+    /// Calls `work` on the journal's thread, with the open files of the journal and a function that
+    /// records an error. Does nothing if the files are not open.
     fn run(&self, work: impl FnOnce(&mut JournalFiles, &mut dyn FnMut(&io::Error)) + Send + 'static) {
         let (files, error) = (self.files.clone(), self.error.clone());
         self.thread.run(0, move || {
@@ -208,7 +208,7 @@ impl Journal {
         });
     }
 
-    /// Runs a function on the journal's thread. Repeats the function while it fails with a
+    /// Calls a function on the journal's thread. Repeats the function while it fails with a
     /// transient error, such as a full disk. Never blocks.
     pub(super) fn run_in_background(&self, work: impl Fn() -> io::Result<()> + Send + 'static) {
         let error = self.error.clone();

@@ -15,7 +15,7 @@ pub(crate) const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 /// jitter prevents many jobs from restarting at the same moment.
 pub(crate) const MAX_JITTER: f64 = 0.2;
 
-/// The facts about a failed attempt from which the restart policy decides on a restart.
+/// The properties of a failed attempt from which the restart policy decides whether to restart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct AttemptEnd {
     /// The exit code that `launch` would have if the run ended after this attempt.
@@ -133,8 +133,8 @@ impl RestartHistory {
         RestartDecision::Restart(self.compute_restart_delay(chance))
     }
 
-    /// Returns the number of restarts in a row after which an attempt may end without progress, and
-    /// the job is restarted once more.
+    /// Returns how many restarts in a row may bring no progress before the run is no longer
+    /// restarted.
     ///
     /// Copies in memory make failures likely that are independent of the training: a job that
     /// restarts within a second may lose another worker before its next step.

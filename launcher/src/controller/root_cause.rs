@@ -40,7 +40,7 @@ impl RootCause {
         }
     }
 
-    /// Sets the failed rank, or `None` if the failure is not that of a worker.
+    /// Sets the failed rank; `None` means that no worker has failed.
     pub(crate) fn with_rank(mut self, rank: Option<Rank>) -> Self {
         self.rank = rank;
         self
@@ -246,8 +246,7 @@ impl AgentEnd {
         }
     }
 
-    /// Returns the reason of the failure of an attempt that fails because the agent has ended in
-    /// this way.
+    /// Returns the failure reason of an attempt that fails because the agent has ended in this way.
     pub(crate) fn to_failure_reason(&self, agent: AgentLabel<'_>) -> FailureReason {
         let silent_s = match self {
             AgentEnd::NoHello { seconds }
@@ -293,7 +292,7 @@ impl AgentEnd {
         }
     }
 
-    /// Returns the error because of which the agent has ended, if there is one.
+    /// Returns the error that has made the agent end, if there is one.
     pub(crate) fn into_diagnostic(self) -> Option<Diagnostic> {
         match self {
             AgentEnd::NotStarted(error)

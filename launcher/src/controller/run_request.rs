@@ -64,7 +64,7 @@ pub(crate) struct RunOptions {
     pub(crate) hostfile: Option<FilteredHostfile>,
 }
 
-/// What a controller needs to take over a run from a lost controller.
+/// The inputs that a controller needs to take over a run from a lost controller.
 #[derive(Clone, Debug)]
 pub(crate) struct AttachOptions {
     /// The key of the run.

@@ -21,12 +21,14 @@ const KEPT_USAGES: usize = 4;
 const MAX_STRAGGLERS: usize = 16;
 /// The largest number of workers and of GPUs of a host that are kept.
 const MAX_HOST_ITEMS: usize = 1024;
-/// The smallest share of the time for which a quota must stop a rank to be the reason.
+/// The smallest share of the time for which a CPU quota must stop a slow rank to count as the
+/// reason of the slowness.
 const MIN_THROTTLED_SHARE: f64 = 0.03;
-/// The smallest share of the time for which a rank must wait for CPUs to be slow for this reason.
+/// The smallest share of the time for which a slow rank must wait for CPUs for the wait to count as
+/// the reason of the slowness.
 const MIN_RUN_DELAY_SHARE: f64 = 0.05;
-/// The smallest number of pages per second that a slow rank must read from disks for this to be the
-/// reason.
+/// The smallest number of pages per second that a slow rank must read from disks for these reads to
+/// count as the reason of the slowness.
 const MIN_MAJOR_FAULTS: f64 = 50.0;
 
 /// The newest measurements of a run. Holds a bounded number of them for each host.
@@ -42,7 +44,7 @@ pub(super) struct StatusKeeper {
     compared: BTreeMap<HostIndex, Vec<WorkerUsage>>,
 }
 
-/// Where a rank runs.
+/// The host on which a rank runs, and the rank's GPU.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct RankPlacement {
     /// The name of the host.
@@ -51,7 +53,7 @@ pub(super) struct RankPlacement {
     pub(super) gpu: Option<u32>,
 }
 
-/// The usages of a host.
+/// The last measurements of the usage of a host and its workers.
 #[derive(Default)]
 struct KeptUsage {
     host: String,
@@ -90,8 +92,8 @@ impl StatusKeeper {
         self.step_times = times;
     }
 
-    /// Keeps a usage of a host. `hosts` is the number of hosts of the attempt. Returns the events
-    /// about slow ranks of a program.
+    /// Stores the newest usage of a host. `hosts` is the number of hosts of the attempt. Returns
+    /// the events about slow ranks of a program.
     pub(super) fn add_usage(
         &mut self,
         (host, name): (HostIndex, &str),

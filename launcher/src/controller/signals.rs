@@ -34,7 +34,7 @@ pub(super) enum SignalEvent {
 }
 
 impl SignalEvent {
-    /// Creates the event of a signal that requests `input` of the state machine.
+    /// Creates the meaning of a signal that passes `input` to the controller's state machine.
     fn request(input: ControllerInput) -> SignalEvent {
         SignalEvent::Request(Box::new(input))
     }

@@ -15,7 +15,8 @@ const WRITE_INTERVAL_PER_RANK: Duration = Duration::from_millis(1);
 /// The largest size of the file, in bytes. Larger measurements are not written.
 const MAX_BYTES: usize = 8 << 20;
 
-/// Writes the file on a separate thread, so that a slow disk does not block the controller.
+/// The status file of a run, which a separate thread writes, so that a slow disk does not block the
+/// controller.
 #[derive(Debug)]
 pub(super) struct StatusFile {
     thread: BackgroundThread,
@@ -39,8 +40,9 @@ impl StatusFile {
         Instant::now() >= self.next_write && self.thread.busy_time() == Duration::ZERO
     }
 
-    /// Replaces the file in the directory `run_dir`. Never blocks. A file that cannot be written is
-    /// tried again with the next measurements, and the journal reports the state of the disk.
+    /// Queues a replacement of the status file in the directory `run_dir` by `status`. Never
+    /// blocks. A file that cannot be written is tried again with the next measurements, and the
+    /// journal reports the state of the disk.
     pub(super) fn write(&mut self, run_dir: PathBuf, status: &RunStatus) {
         self.next_write = Instant::now() + self.interval;
         let Ok(bytes) = serde_json::to_vec(status) else { return };

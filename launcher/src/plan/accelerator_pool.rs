@@ -48,8 +48,8 @@ impl<'a> AcceleratorPool<'a> {
         (0..self.accelerators.len()).any(|index| self.name_of(index).is_none())
     }
 
-    /// Returns the name in the variable of the kind of the accelerator with this index; `None` if
-    /// unknown.
+    /// Returns the name by which the environment variable of this kind lists the accelerator with
+    /// this index; `None` if unknown.
     fn name_of(&self, index: usize) -> Option<String> {
         let accelerator = self.accelerators[index];
         match self.kind {

@@ -26,9 +26,9 @@ pub(crate) struct MemoryCopyCost {
 }
 
 impl MemoryCopyCost {
-    /// Computes what the memory copies of `job` cost on hosts of which host `i` has `workers[i]`
-    /// workers. `state_bytes` contains the size of the state of each rank, in bytes. Returns `None`
-    /// if the job keeps no memory copies.
+    /// Computes the memory and network traffic that the memory copies of `job` need, if host `i`
+    /// has `workers[i]` workers. `state_bytes` contains the size of the state of each rank, in
+    /// bytes. Returns `None` if the job keeps no memory copies.
     pub(crate) fn compute(job: &JobSpec, workers: &[usize], state_bytes: &[u64]) -> Option<Self> {
         let spec = job.checkpoint.memory.as_ref().filter(|_| !state_bytes.is_empty())?;
         let mut rest = state_bytes.iter();

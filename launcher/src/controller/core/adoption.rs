@@ -108,7 +108,7 @@ impl ControllerCore {
         }
     }
 
-    /// Ends the takeover without an order to any agent.
+    /// Gives up the takeover without changing what the agents do.
     fn abandon_takeover(&mut self, failure: AttachFailure) {
         if self.state == AttemptState::Adopting {
             self.state = AttemptState::Finished;
@@ -171,7 +171,8 @@ impl ControllerCore {
     }
 }
 
-/// Returns why the run cannot be taken over with these answers of its hosts.
+/// Returns the reason why a run cannot be taken over, from the answers of its hosts, or `None` if
+/// the run can be taken over.
 fn find_attach_failure(adoption: &Adoption, hosts: &[HostSetup]) -> Option<AttachFailure> {
     let is_unreachable = |id: &HostIndex| matches!(adoption.hosts[*id], HostAnswer::Unreachable(_));
     let adopted = adoption.adopted().count();

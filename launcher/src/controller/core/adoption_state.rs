@@ -73,7 +73,7 @@ pub(super) struct Adoption {
 }
 
 impl Adoption {
-    /// Begins to take over a run with `hosts` hosts.
+    /// Creates the state of the takeover of a run with `hosts` hosts, before any host has answered.
     pub(super) fn new(hosts: usize, placement: Option<(u32, Vec<String>)>, is_forced: bool) -> Adoption {
         let answers = (0..hosts).map(|_| HostAnswer::Awaited).collect();
         Adoption { hosts: answers, reports: Vec::new(), placement, is_forced, memo: None }

@@ -18,7 +18,8 @@ use protocol::{
 };
 use std::time::Duration;
 
-/// The number of missed heartbeats after which a host counts as lost if a rank misses it, too.
+/// The number of missed heartbeats after which a host counts as lost if a rank of another host also
+/// reports that the host is silent.
 const MISSED_HEARTBEATS: u32 = 3;
 
 impl ControllerCore {
@@ -262,8 +263,9 @@ impl ControllerCore {
         self.fail_attempt(now, cause);
     }
 
-    /// Makes the suspected failure the root cause, or the loss of the host from which it follows.
-    /// Does nothing without a suspect.
+    /// Makes the suspected failure the root cause of the failed attempt or, if the failure follows
+    /// from the loss of a host, makes that loss the root cause. Does nothing without a suspected
+    /// failure.
     pub(super) fn promote_suspect(&mut self, now: Duration) {
         let Some((cause, _)) = self.suspect.take() else { return };
         if let Some(id) = self.find_silent_host_of_peer(now, &cause) {
@@ -275,8 +277,9 @@ impl ControllerCore {
         self.fail_attempt(now, cause);
     }
 
-    /// Finds the host of the peer that an aborted rank misses, if the controller misses heartbeats
-    /// of this host, too. Ranks may notice the silence of a host before its lease expires.
+    /// Finds the host of the peer that an aborted rank reports as silent, if the controller has
+    /// received no heartbeats of this host either. Ranks may notice the silence of a host before
+    /// its lease expires.
     fn find_silent_host_of_peer(&self, now: Duration, cause: &RootCause) -> Option<HostIndex> {
         let peer = cause.diagnostics.first()?.field("peer")?.as_u64()?;
         let id = self.workers.get(peer as usize)?.host;

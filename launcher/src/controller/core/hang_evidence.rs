@@ -12,8 +12,8 @@ use std::time::Duration;
 const EVIDENCE_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl ControllerCore {
-    /// Keeps what an agent has collected about a worker of its host. A later report about the same
-    /// rank is ignored.
+    /// Stores the hang evidence that an agent has collected about a worker of its host. A later
+    /// report about the same rank is ignored.
     pub(super) fn handle_hang_evidence(&mut self, host: HostIndex, evidence: RankEvidence) {
         let is_new = self.evidence.iter().all(|known| known.rank != evidence.rank);
         if is_new && self.find_worker(host, evidence.rank).is_some() {
@@ -45,7 +45,8 @@ impl ControllerCore {
         self.repeat_kill_request(text);
     }
 
-    /// Repeats the request to kill the workers, which agents with evidence about them wait for.
+    /// Repeats the request to kill the workers for agents that delay it until their evidence has
+    /// arrived.
     fn repeat_kill_request(&mut self, reason: String) {
         let grace = if self.setup.builtin { ABORT_GRACE } else { self.setup.grace };
         let (attempt, grace_ms) = (self.attempt, grace.as_millis() as u64);

@@ -390,8 +390,8 @@ impl ControllerCore {
         }
     }
 
-    /// Returns whether the controller waits again for the agent of a host that was lost before an
-    /// attempt began.
+    /// Returns whether the controller may wait again for the agent of a host that was lost before
+    /// an attempt began.
     fn may_return(&self, id: HostIndex) -> bool {
         let host = &self.hosts[id];
         let has_joined = host.pid != 0;
@@ -488,7 +488,7 @@ impl ControllerCore {
         }
     }
 
-    /// Renews the leases of the hosts whose messages the agent of a lost host has passed on.
+    /// Renews the leases of the hosts whose messages were passed on by the agent of a lost host.
     fn renew_leases_behind(&mut self, now: Duration, lost: HostIndex) {
         for host in self.hosts.iter_mut().filter(|host| host.inner_host == Some(lost)) {
             (host.inner_host, host.last_heard) = (None, now);

@@ -34,7 +34,7 @@ impl ControllerCore {
     }
 
     /// Returns the time until which the end of the run must wait for answers of lost agents, or
-    /// `None` if it need not wait. An agent whose connection broke may obey a later controller,
+    /// `None` if no answer is awaited. An agent whose connection broke may obey a later controller,
     /// which then ends the run.
     pub(super) fn find_eviction_deadline(&self) -> Option<Duration> {
         self.awaited_evictions.values().max().copied()

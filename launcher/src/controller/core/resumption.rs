@@ -30,7 +30,7 @@ struct AdoptedMembers {
 
 impl ControllerCore {
     /// Continues a run whose memo is restored: completes the journal, processes the reports that
-    /// the lost controller may not have processed, and repeats its orders.
+    /// the lost controller may not have processed, and repeats the last order of that controller.
     pub(super) fn resume_run(&mut self, now: Duration, run: AdoptedRun, journal: TakenJournal) {
         let AdoptedRun { phase, plans, peers, placement, reports, lost, unattended } = run;
         self.end_obsolete_agents(&plans, &reports);

@@ -8,14 +8,15 @@ use jobspec::{env::CUDA_VISIBLE_DEVICES, ids::Rank};
 use protocol::{control::HostUsage, event::Event};
 
 impl ControllerDriver {
-    /// Keeps what a host of the attempt and its workers have used. Reports slow ranks of a program.
+    /// Stores the newest usage of a host and its workers. Reports slow ranks of a program.
     pub(super) fn add_usage(&mut self, host: HostIndex, hosts: usize, usage: HostUsage) {
         let name = self.hosts.get(host).map_or_else(String::new, |host| host.name.clone());
         let events = self.status.add_usage((host, &name), hosts, usage, read_unix_time());
         events.into_iter().for_each(|event| self.emit_event(event));
     }
 
-    /// Completes an event about a slow rank, and changes no other event.
+    /// Adds the host, the likely reason and the message to an event about a slow rank, and changes
+    /// no other event.
     pub(super) fn complete_event(&mut self, event: &mut Event) {
         let plans = &self.plan.host_plans;
         let find_placement = |rank: Rank| {
@@ -53,9 +54,9 @@ impl ControllerDriver {
     }
 }
 
-/// Returns the number on its host of the GPU that a worker with this environment uses. Returns
-/// `None` if the number is not known, because launch selects no GPUs or selects them by other
-/// names.
+/// Returns the number, on its host, of the GPU that a worker with these environment variables uses.
+/// Returns `None` if the number is not known, because launch selects no GPUs or selects them by
+/// other names.
 fn find_gpu(env: &[(String, String)], local_rank: u32) -> Option<u32> {
     let (_, visible) = env.iter().rfind(|(name, _)| name == CUDA_VISIBLE_DEVICES)?;
     let gpus: Vec<&str> = visible.split(',').map(str::trim).collect();

@@ -199,7 +199,7 @@ impl ControllerDriver {
     }
 }
 
-/// Returns the exit code of a controller that has not taken over the run.
+/// Returns the exit code of a controller that could not take over the run.
 pub(super) fn find_exit_code(failure: &AttachFailure) -> u8 {
     if *failure == AttachFailure::Interrupted { exit::INTERRUPTED } else { exit::CLUSTER }
 }

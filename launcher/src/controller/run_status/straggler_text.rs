@@ -1,4 +1,4 @@
-//! Describes slow ranks for people.
+//! Describes slow ranks in messages to the user.
 use protocol::{
     event::{StragglerReason, StragglerReport, StragglerState},
     straggler::StragglerKind,

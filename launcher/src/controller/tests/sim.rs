@@ -151,9 +151,9 @@ impl SimScenario {
         }
     }
 
-    /// Simulates the scenario, then passes the inputs that the first controller received to a
-    /// separate state machine. Returns the number of messages and the wall time that this state
-    /// machine took.
+    /// Measures how long the state machine of the first controller takes for its inputs in a
+    /// simulation of the scenario. Returns the number of messages and the wall time of the state
+    /// machine.
     pub(super) fn measure_core(self, limit: Duration) -> (u64, Duration) {
         let mut core = ControllerCore::new(self.build_setup(FIRST_TOKEN, self.hosts));
         let mut world = Simulation::new(self);

@@ -202,7 +202,8 @@ impl Simulation {
         })
     }
 
-    /// Schedules the message of the workers of this rank that they have left their attempt.
+    /// Schedules the messages by which the workers of this rank report that they have left their
+    /// attempt.
     fn schedule_leave(&mut self, host: HostIndex, number: u32, rank: Rank) {
         let at = self.now + self.rng.pick_delay(1, 60);
         let ranks = self.hosts[host].workers.keys().filter(|(_, r)| *r == rank);
