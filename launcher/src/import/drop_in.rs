@@ -15,7 +15,8 @@ use std::{collections::BTreeMap, path::Path};
 /// The largest number of workers on a host (`cluster.workers_per_host`).
 const MAX_WORKERS: i64 = 1024;
 
-/// The user's environment and this machine, on which the conversion of a command line depends.
+/// The properties of this machine and of the user's environment on which the conversion of a
+/// command line depends.
 #[derive(Debug)]
 pub(crate) struct DropInContext<'a> {
     /// The environment variables of the user.
@@ -46,7 +47,8 @@ impl<'a> DropInContext<'a> {
     }
 }
 
-/// How a worker is started from the script or program of a command line.
+/// The way in which Python, or no Python, starts the program of a command line: as a script, as a
+/// module, or directly.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct ProgramForm {
     /// Whether the program is the name of a Python module.
@@ -147,8 +149,8 @@ fn derive_name(program: &[String]) -> String {
     make_job_name(&script.map_or(first.into(), |name| name.to_string_lossy()), "program")
 }
 
-/// Fails if a host cannot have this number of workers. `option` is the option of `program` that
-/// states the number.
+/// Fails if a host cannot have `workers` workers. `option` is the option of `program` that states
+/// the number.
 pub(super) fn check_workers(program: &str, option: &str, workers: i64) -> Result<(), Diagnostic> {
     match workers {
         1..=MAX_WORKERS => Ok(()),
@@ -159,9 +161,9 @@ pub(super) fn check_workers(program: &str, option: &str, workers: i64) -> Result
     }
 }
 
-/// Returns a command that runs `command` in a changed environment. Sets the variables `set`. Undoes
-/// launch's changes of the variables `removed`: each gets the value that the user gave, or is
-/// unset.
+/// Returns a command that runs `command` with a changed environment, through the program `env`.
+/// Sets the variables `set`. Undoes launch's changes of the variables `removed`: each gets the
+/// value that the user gave, or is unset.
 pub(super) fn change_environment(
     command: Vec<String>,
     context: &DropInContext<'_>,

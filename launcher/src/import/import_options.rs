@@ -14,7 +14,7 @@ pub(crate) struct ImportOptions<'a> {
     pub(crate) program: &'a [String],
 }
 
-/// The errors because of which a configuration cannot be converted.
+/// The errors that prevent the conversion of a configuration.
 pub(crate) type ImportErrors = Vec<Diagnostic>;
 
 /// Adds up the slots of all hosts in the text of a hostfile. Returns `None` if a host does not
@@ -49,8 +49,8 @@ pub(super) fn set_command(draft: &mut JobDraft, context: &ImportOptions<'_>, con
     }
 }
 
-/// Handles a configuration that requires several hosts without naming them. Sets the number of
-/// Slurm nodes to `hosts`, and adds a note. `from` is the imported key that contains the number.
+/// Sets `slurm.nodes` to `hosts` for a configuration that requires this number of hosts without
+/// naming them, and adds a note. `from` is the imported key that contains the number.
 pub(super) fn note_unnamed_hosts(draft: &mut JobDraft, from: &str, hosts: u64) {
     draft.set_imported(from, "slurm.nodes", hosts.to_string());
     let reason =

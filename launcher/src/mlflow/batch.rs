@@ -166,7 +166,7 @@ fn format_number(value: f64) -> Value {
     }
 }
 
-/// Returns the state of a run in MLflow after an end with this exit code.
+/// Returns the state that MLflow shows for a run of launch that ended with this exit code.
 fn find_state(exit_code: u8) -> &'static str {
     match exit_code {
         exit::DONE => "FINISHED",

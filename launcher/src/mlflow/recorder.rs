@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The time between two looks for new events.
+/// The interval at which the recorder searches the journal for new events.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
 /// The pause after the first failed request. Each further failure doubles the pause.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
@@ -157,7 +157,8 @@ impl Outage {
         Some(format!("MLflow at {uri} accepts data again after {duration}"))
     }
 
-    /// Returns whether the rest of a run that has ended is not sent.
+    /// Returns whether the recorder gives up, after too many failed requests, to send the rest of a
+    /// run that has ended.
     fn is_final(&self) -> bool {
         self.last_failures >= if self.is_known_at_end { 1 } else { LAST_FAILURES }
     }
@@ -168,7 +169,7 @@ impl Outage {
     }
 }
 
-/// Records a run until everything was sent, or until the handle is dropped. Returns whether
+/// Sends a run to MLflow until everything was sent, or until the handle is dropped. Returns whether
 /// everything was sent.
 fn record(shared: &Shared, uri: &str, mut recorder: RunRecorder) -> bool {
     let mut outage = Outage::default();

@@ -26,7 +26,7 @@ const MAX_SHOWN_CHARS: usize = 200;
 /// The status codes, below 500, of requests that may succeed later.
 const TRANSIENT_STATUS: [u16; 3] = [408, 425, 429];
 
-/// Why a request has failed.
+/// The reason why a request to an MLflow server has failed.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum RequestError {
     /// The request may succeed later: the server is not available, or rejects the credentials.
@@ -133,7 +133,7 @@ fn classify_answer(status: u16, text: &str) -> Result<Value, RequestError> {
     }
 }
 
-/// Shortens a text of the server, and removes its control characters.
+/// Shortens a text that the server has sent, and removes its control characters.
 fn shorten(text: &str) -> String {
     text.chars().take(MAX_SHOWN_CHARS).map(|c| if c.is_control() { ' ' } else { c }).collect()
 }

@@ -27,7 +27,7 @@ const MAX_STATUS_AGE_S: f64 = 60.0;
 /// The largest size of the file with the newest measurements, in bytes.
 const MAX_STATUS_BYTES: u64 = 8 << 20;
 
-/// A run of launch that is recorded.
+/// A run of launch that is recorded with MLflow.
 #[derive(Clone, Debug)]
 pub(crate) struct RecordedRun {
     /// The ID of the run.
@@ -47,7 +47,7 @@ pub(crate) struct RecordedRun {
     pub(crate) is_taken_over: bool,
 }
 
-/// Why nothing can be sent at present.
+/// The reason why nothing can be sent to MLflow at present.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum RecordError {
     /// The server or a file is not available, and may be later. Contains the reason.
@@ -71,7 +71,8 @@ pub(super) enum Progress {
     Complete,
 }
 
-/// Sends one part of a run after the other. Blocks for as long as the server needs.
+/// Sends the parts of a run of launch to MLflow, one after the other. Blocks for as long as the
+/// server needs.
 pub(super) struct RunRecorder {
     settings: MlflowSettings,
     run: RecordedRun,
@@ -188,7 +189,8 @@ impl RunRecorder {
         Ok((client, stored))
     }
 
-    /// Returns the ID of the experiment. Creates the experiment if it does not exist.
+    /// Returns the ID of the experiment on the MLflow server. Creates the experiment if it does not
+    /// exist.
     fn open_experiment(&self, client: &RestClient) -> Result<String, RecordError> {
         let name = &self.settings.experiment;
         let find = || client.get("experiments/get-by-name", ("experiment_name", name));

@@ -20,8 +20,9 @@ const SUBJECT: &str = "observe.mlflow";
 /// The largest length of the name of an experiment, in bytes.
 const MAX_NAME_BYTES: usize = 500;
 
-/// Where and how a run is recorded with MLflow. The credentials come from environment variables,
-/// and are never printed or stored.
+/// The settings for recording a run with MLflow: the server, its credentials, and the names of the
+/// experiment and the run. The credentials come from environment variables, and are never printed
+/// or stored.
 #[derive(Clone, PartialEq)]
 pub(crate) struct MlflowSettings {
     /// The address of the server, without a slash at its end.

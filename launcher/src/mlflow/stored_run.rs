@@ -12,7 +12,8 @@ const FILE_NAME: &str = "mlflow.json";
 /// The largest size of the file, in bytes. A larger file is an error.
 const MAX_BYTES: u64 = 64 << 10;
 
-/// A run of MLflow, and what it contains. The file has no credentials.
+/// A run of MLflow, and the parts of the run of launch that it already contains. The file has no
+/// credentials.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct StoredRun {
     version: u32,
@@ -59,7 +60,8 @@ impl StoredRun {
         write_atomically(run_dir, FILE_NAME, &serde_json::to_vec(self)?)
     }
 
-    /// Writes the place in the journal. If a crash undoes this, metrics are sent again.
+    /// Stores the place in the journal up to which the run is recorded. If a crash undoes this,
+    /// metrics are sent again.
     pub(super) fn write_position(&self, run_dir: &Path) -> io::Result<()> {
         replace_volatile_file(run_dir, FILE_NAME, &serde_json::to_vec(self)?)
     }

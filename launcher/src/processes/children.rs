@@ -20,7 +20,8 @@ pub(crate) fn become_subreaper() -> io::Result<()> {
     Ok(prctl::set_child_subreaper(true)?)
 }
 
-/// Excludes that other threads start, reap or kill child processes while the guard exists.
+/// Prevents other threads from starting, reaping or killing child processes while the returned lock
+/// exists.
 ///
 /// Transports start processes on several threads. Without the lock, a process could be reaped, or
 /// killed as an unknown one, before its transport has listed it.

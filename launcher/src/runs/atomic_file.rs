@@ -31,8 +31,8 @@ pub(crate) fn replace_output_file(path: &Path, bytes: &[u8], mode: u32) -> io::R
     write_with_mode(path.parent().unwrap_or(Path::new("/")), name, bytes, mode)
 }
 
-/// Replaces the content of a file as [`write_atomically`] does. The new file has the permissions
-/// `mode`.
+/// Replaces the content of the file `name` in `directory` by `bytes`, atomically and durably. The
+/// new file has the permissions `mode`.
 fn write_with_mode(directory: &Path, name: &str, bytes: &[u8], mode: u32) -> io::Result<()> {
     let (file, temporary) = create_temporary_file(directory, name, bytes, mode)?;
     file.sync_all()?;

@@ -81,7 +81,7 @@ pub(crate) struct Run {
     pub(crate) step: Option<u64>,
 }
 
-/// Whether a run is active, or how it ended.
+/// The state of a run: active, or the way in which the run ended.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum RunState {
     /// The controller's process exists on this machine.
@@ -98,7 +98,7 @@ pub(crate) enum RunState {
     Lost(LossReason),
 }
 
-/// Why the journal of a run records no end although the controller has ended.
+/// The reason why the journal of a run records no end although the controller has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LossReason {
     /// The controller ended without recording an end, for example because it was killed.
@@ -210,8 +210,8 @@ fn read_record(file: &Path) -> Option<RunRecord> {
     (0..MAX_RECORD_READS).find_map(|_| read_record_once(file))
 }
 
-/// Reads a run record as [`read_record`] does. Also returns `None` if the file is replaced while it
-/// is read.
+/// Tries once to read a run record from the `run.json` at `file`. Returns `None` for the reasons
+/// for which [`read_record`] does, and if the file is replaced while it is read.
 fn read_record_once(file: &Path) -> Option<RunRecord> {
     let (mut bytes, opened) = (Vec::new(), open_own_file(file).ok()?);
     let identity = identify_file(&opened.metadata().ok()?);

@@ -252,7 +252,7 @@ pub(super) const SECTIONS: [(&str, &str); 5] = [
 ];
 
 /// Returns the section of Accelerate's configuration to which the option `name` belongs, and the
-/// prefix that the key may lack in the section. Returns `None` for options of no section.
+/// prefix that keys of the section may leave out. Returns `None` for options of no section.
 pub(super) fn find_section(name: &str) -> Option<(&'static str, &'static str)> {
     if DEEPSPEED_KEYS.contains(&name) {
         return Some(("deepspeed_config", ""));

@@ -83,7 +83,7 @@ pub(super) struct ProcessCount {
     is_joining: bool,
 }
 
-/// The conversion of a command line to a job.
+/// The state of converting a command line of `accelerate launch` to a job.
 pub(super) struct Conversion<'a> {
     pub(super) kind: LaunchKind,
     /// Whether there is a configuration file.

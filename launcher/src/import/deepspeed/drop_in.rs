@@ -21,6 +21,7 @@ use jobspec::{
 };
 use std::path::Path;
 
+/// The name of the other program in messages.
 const PROGRAM: &str = "deepspeed";
 /// The hostfile that DeepSpeed reads if the user names none.
 const DEFAULT_HOSTFILE: &str = "/job/hostfile";

@@ -58,7 +58,7 @@ impl Admission {
         Admission { allowed, uid: nix::unistd::geteuid().as_raw(), diagnostics }
     }
 
-    /// Returns whether clients on this machine are identified by their user.
+    /// Returns whether the policy identifies clients on this machine by the user who runs them.
     pub(super) fn identifies_users(&self) -> bool {
         self.diagnostics.is_some()
     }

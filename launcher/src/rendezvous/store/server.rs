@@ -40,8 +40,8 @@ const MAX_CONNECTIONS: usize = 65_536;
 const OTHER_FILES: u64 = 64;
 /// The largest number of bytes that one read from a client's socket returns.
 const READ_CHUNK_BYTES: usize = 64 << 10;
-/// Once the waiting replies to a client exceed this many bytes, they are written before more of its
-/// requests are executed.
+/// The number of bytes of waiting replies to a client above which they are written before more of
+/// its requests are executed.
 const REPLY_BATCH_BYTES: usize = 256 << 10;
 /// How long a client may take to send the handshake after it has connected. After this time, the
 /// server closes the connection.
@@ -71,8 +71,8 @@ impl StoreServer {
         Self::start_with_timeout(address, port, allowed, messages, HANDSHAKE_TIMEOUT)
     }
 
-    /// Starts a store as [`StoreServer::start`] does. Connections on which no handshake arrives are
-    /// closed after `handshake_timeout`.
+    /// Starts a store that closes connections on which no handshake arrives within
+    /// `handshake_timeout`.
     fn start_with_timeout(
         address: IpAddr,
         port: u16,
@@ -395,9 +395,9 @@ impl ClientConnection {
         }
     }
 
-    /// Executes a request of this client. Puts each reply, which may be for other clients, into the
-    /// reply buffer of its client. Fails if the first request is not the handshake, or if the store
-    /// rejects the request.
+    /// Executes a request of this client on the store. Puts each reply, which may be for other
+    /// clients, into the reply buffer of its client. Fails if the first request is not the
+    /// handshake, or if the store rejects the request.
     fn handle_request(&mut self, request: StoreRequest) -> Result<(), StoreClientError> {
         match request {
             StoreRequest::Validate => self.validated = true,

@@ -25,7 +25,7 @@ const END_TIMEOUT_S: u32 = 2;
 /// Whether a signal that ends the program has arrived.
 static IS_ENDING: AtomicBool = AtomicBool::new(false);
 
-/// Where the view gets its data from.
+/// The source of the data that `launch top` shows.
 pub(crate) trait TopSource {
     /// Returns the state of the run; `None` if the run no longer exists.
     fn take_snapshot(&self) -> Option<RunSnapshot>;
@@ -34,7 +34,8 @@ pub(crate) trait TopSource {
     fn read_log_end(&self, rank: u32) -> Vec<String>;
 }
 
-/// Records that the program must end. Called by the kernel when a signal arrives.
+/// Records that a signal has requested the end of the program. Called by the kernel when a signal
+/// arrives.
 extern "C" fn record_signal(_: libc::c_int) {
     IS_ENDING.store(true, Ordering::Relaxed);
     // SAFETY: `alarm` may be called by a signal handler. SIGALRM ends the process.

@@ -21,7 +21,7 @@ pub(super) struct TopState {
     pub(super) input: Option<String>,
 }
 
-/// What a key requests.
+/// The action that a pressed key requests from the event loop of `launch top`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum KeyAction {
     /// Draw the screen again.

@@ -19,7 +19,8 @@ use ratatui::{
 };
 use serde_json::Value;
 
-/// The width from which events and the log are next to each other, and the loss is drawn.
+/// The smallest width, in columns, at which the view shows events and log next to each other, and
+/// the curve of the loss.
 const WIDE_COLUMNS: u16 = 120;
 /// The largest number of lines of the hosts, without the border.
 const MAX_HOST_LINES: u16 = 20;
