@@ -98,8 +98,8 @@ pub(crate) fn run(args: RunArgs, context: &CommandContext) -> diagnostic::Result
 }
 
 /// Runs, in this process, the job with the YAML text `text`, which a command such as `launch
-/// torchrun` has built from its arguments. `node` are the options of this node. Prints errors and
-/// returns the exit code.
+/// torchrun` has built from its arguments. `node` are the options of this node. Returns the exit
+/// code.
 pub(super) fn run_command_line_job(
     text: String,
     node: NodeArgs,
