@@ -83,7 +83,7 @@ pub(crate) fn write_checkpoint(dir: &Path, elements: u64, ranks: u64, moments: b
     std::fs::write(dir.join("latest"), "global_step3")
 }
 
-/// The content of a tensor's storage that consists of zeros, except for a few F32 numbers.
+/// A tensor's storage that contains only zeros, except for a few F32 numbers.
 struct SparseStorage {
     bytes: u64,
     /// Byte offset and little-endian bytes of each nonzero number, in ascending order of offsets.
@@ -129,8 +129,8 @@ fn compute_crc_of_zeros(mut count: u64) -> Hasher {
     crc
 }
 
-/// Writes a file in the format of `torch.save`: a zip of uncompressed members with 64-bit sizes and
-/// offsets. Zeros of the storages become holes of the file.
+/// Writes a file in the format of `torch.save`, which is a zip of uncompressed members with 64-bit
+/// sizes and offsets. Zeros of the storages become holes of the file.
 fn write_torch_file(path: &Path, root: &str, pickle: &[u8], storages: Vec<SparseStorage>) -> io::Result<()> {
     let file = File::create_new(path)?;
     let (mut at, mut directory, mut count) = (0u64, Vec::new(), 0u64);

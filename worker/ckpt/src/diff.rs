@@ -180,8 +180,8 @@ struct TensorPair {
     b: TensorInfo,
 }
 
-/// Finds for each tensor the tensor of the other checkpoint with the same role and name. Returns
-/// the pairs whose elements can be compared, and a report of all other differences.
+/// Pairs each tensor with the tensor of the other checkpoint that has the same role and name.
+/// Returns the pairs whose elements can be compared, and a report of all other differences.
 fn pair_tensors(a: DiffSide<'_>, b: DiffSide<'_>, options: &DiffOptions) -> (DiffReport, Vec<TensorPair>) {
     let is_compared = |t: &TensorInfo| !options.weights_only || !t.role.is_optimizer_state();
     let tensors =
@@ -249,8 +249,8 @@ impl<'a> TensorIndex<'a> {
 }
 
 impl DiffReport {
-    /// Adds differences in the dtype and shape of two tensors to this report. Returns them as a
-    /// pair if their elements can be compared, otherwise `None`.
+    /// Adds differences in the dtype and shape of two tensors to this report. Returns the two
+    /// tensors as a pair if their elements can be compared, otherwise `None`.
     fn pair_if_comparable(&mut self, a: &TensorInfo, b: &TensorInfo) -> Option<TensorPair> {
         if a.dtype != b.dtype {
             self.dtypes.push(DtypeDiff { tensor: a.label(), a: a.dtype, b: b.dtype });

@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 /// How many levels of subdirectories of a checkpoint are checked for changes.
 const DEPTH_MAX: u32 = 4;
 
-/// Returns true for a part of a training state that programs write last, so that a save may still
-/// be in progress while it is missing. If `is_deepspeed` is true, DeepSpeed wrote the checkpoint,
+/// Returns true for a part of a training state that programs write last, so that a save may be in
+/// progress while the part is missing. If `is_deepspeed` is true, DeepSpeed wrote the checkpoint,
 /// which then has no separate scheduler file and no random generator states.
 fn is_written_late(part: &StatePart, is_deepspeed: bool) -> bool {
     match part {
@@ -61,7 +61,7 @@ pub struct DirectoryReport {
     pub status: DirectoryStatus,
 }
 
-/// What the previous poll found in a directory, and since when it has not changed.
+/// What the previous poll found in a directory, and since when the directory has not changed.
 struct DirectoryState {
     /// Names, sizes and modification times of the files.
     snapshot: Vec<FileState>,

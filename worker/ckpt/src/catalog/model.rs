@@ -144,8 +144,8 @@ pub struct RunFacts {
     pub job: Value,
 }
 
-/// The JSON key under which a checkpoint stores the step lag of each weight: by how many optimizer
-/// updates it is behind the run's step.
+/// The JSON key under which a checkpoint stores by how many optimizer updates each weight is behind
+/// the run's step (the step lag).
 pub(crate) const STEP_LAG_KEY: &str = "late";
 
 /// Fails if `tensors` has an invalid or repeated name, or a shape with too many dimensions or
@@ -191,9 +191,9 @@ impl ModelSpec {
         }
     }
 
-    /// Finds the first weight that is missing in this model or in `other`, or that has different
-    /// shapes in them. Returns the name of this weight and two texts, first for this model, then
-    /// for `other`. Each text gives the name and shape there, or states that the weight is missing.
+    /// Finds the first weight that this model or `other` lacks, or whose shape differs between the
+    /// two models. Returns the name of this weight and two texts, first for this model, then for
+    /// `other`. Each text gives the name and shape there, or states that the weight is missing.
     /// Returns `None` if both have the same weights, in any order.
     pub(crate) fn find_first_difference(&self, other: &[WeightShape]) -> Option<(String, String, String)> {
         /// Returns an index of the tensors by their names.
@@ -250,7 +250,7 @@ pub(crate) fn require_same_model(
     }
 }
 
-/// Name and shape of a weight.
+/// Borrowed name and shape of a weight.
 pub(crate) type ShapedWeight<'a> = (&'a str, &'a [u64]);
 
 /// Returns references to the names and shapes in `weights`.

@@ -68,8 +68,8 @@ pub struct ParamGroup {
 }
 
 impl ParamGroup {
-    /// Converts a parameter group of a [`crate::TrainingState`]. `steps` has the update counts by
-    /// the names of weights.
+    /// Converts a parameter group of a [`crate::TrainingState`] to this type. `steps` maps the
+    /// names of weights to their update counts.
     pub(crate) fn from_info(group: &ParamGroupInfo, steps: &BTreeMap<String, u64>) -> ParamGroup {
         ParamGroup {
             names: group.names.clone(),
@@ -78,8 +78,8 @@ impl ParamGroup {
         }
     }
 
-    /// Converts hyper-parameters from JSON to the Python objects that torch stores, without the
-    /// name of the group.
+    /// Converts the hyper-parameters of a parameter group from JSON to the Python objects that
+    /// torch stores, and leaves out the name of the group.
     fn options_from_json(hyper: &serde_json::Map<String, serde_json::Value>) -> Vec<(String, PythonObject)> {
         // only groups of native checkpoints have a name
         let options = hyper.iter().filter(|(key, _)| *key != "name");

@@ -58,9 +58,10 @@ pub trait TensorSource: Sync {
     /// After an error the contents of the buffers are undefined.
     fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()>;
 
-    /// Reads the elements of all requests as F32 into their buffers, possibly without verification,
-    /// so that each byte is read only once. The caller must later call
-    /// [`TensorSource::verify_reads`], and must discard the elements if that call fails.
+    /// Reads the elements of all requests as F32 into their buffers, and may leave the verification
+    /// of the stored bytes to [`TensorSource::verify_reads`]. Each byte is then read only once. The
+    /// caller must later call [`TensorSource::verify_reads`], and must discard the elements if that
+    /// call fails.
     fn read_unchecked(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
         self.read_many(requests)
     }
@@ -84,9 +85,9 @@ pub trait TensorSource: Sync {
         Err(CkptError::unsupported(self.path(), UnsupportedFeature::NotFloat { tensor }))
     }
 
-    /// Skips zeros of the tensor `info` that need not be read, because they are in a hole of a
-    /// sparse file. Returns the index of the first element that may differ from zero, or the number
-    /// of elements. By default returns `start`.
+    /// Returns the index of the first element of the tensor `info`, from `start` on, that is not in
+    /// a hole of a sparse file. Elements in a hole are zero and need not be read. Returns the
+    /// number of elements if all are in holes. By default returns `start`.
     fn skip_zeros(&self, info: &TensorInfo, start: u64) -> Result<u64> {
         let _ = info;
         Ok(start)

@@ -79,8 +79,8 @@ impl TrainingState {
         Some(format!("{name} has {updates} updates{others}, but the run is at step {run}"))
     }
 
-    /// Parses the state of the dynamic loss scale from `loss_scaler`. Returns `None` if there is no
-    /// loss scale or a constant one.
+    /// Parses the dynamic loss scale from `loss_scaler`, in the format of any supported program.
+    /// Returns `None` if there is no loss scale or a constant one.
     pub fn parse_loss_scale(&self) -> Option<LossScale> {
         let number = |key: &str| self.loss_scaler.get(key).and_then(Value::as_f64);
         let count = |key: &str| number(key).filter(|n| (0.0..9e15).contains(n)).map(|n| n as u64);

@@ -30,8 +30,8 @@ impl NarrowingBuffers {
     }
 }
 
-/// Finds a finite value that overflowed in the conversion of `wide` to `dtype`, whose result is
-/// `narrow`, and returns its index. Returns `None` if there is no such value, or the dtype does not
+/// Returns the index of a finite value of `wide` that became infinite in `narrow`, the result of
+/// converting `wide` to `dtype`. Returns `None` if there is no such value, or the dtype does not
 /// have 16 bits.
 pub(crate) fn find_overflow(dtype: Dtype, wide: &[f32], narrow: &[u8]) -> Option<usize> {
     let infinity = match dtype {

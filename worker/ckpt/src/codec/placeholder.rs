@@ -2,8 +2,8 @@
 //! of the real files.
 use crate::error::Placeholder;
 
-/// Recognizes by its first bytes whether a file of `size` bytes is a placeholder that a failed
-/// download or checkout left. `read_at(offset, buffer)` must fill the buffer with the bytes at the
+/// Determines from the first bytes of a file of `size` bytes whether a failed download or checkout
+/// left it as a placeholder. `read_at(offset, buffer)` must fill the buffer with the bytes at the
 /// offset. Returns `None` for other files, and if the bytes cannot be read.
 pub(crate) fn detect_placeholder(
     size: u64,

@@ -81,13 +81,14 @@ pub(crate) fn read_header(
     raw.validate(8 + length, size)
 }
 
-/// The header of a safetensors file as the file stores it, not checked yet.
+/// The unchecked header of a safetensors file, in the form in which the file stores it.
 struct RawHeader {
     entries: Vec<(String, RawEntry)>,
     metadata: BTreeMap<String, String>,
 }
 
-/// The description of a tensor in a safetensors header as the file stores it, not checked yet.
+/// The unchecked description of a tensor in a safetensors header, in the form in which the file
+/// stores it.
 #[derive(Deserialize)]
 struct RawEntry {
     dtype: RawDtype,

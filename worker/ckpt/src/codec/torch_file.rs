@@ -211,8 +211,8 @@ impl TorchFile {
         Ok(TorchFile::from_parts(size, root, members, tree))
     }
 
-    /// Creates a [`TorchFile`] from its parts. The members in the container's directory `data` are
-    /// the storages.
+    /// Creates a [`TorchFile`] from the members of its container and its parsed pickle. The members
+    /// in the container's directory `data` are the storages.
     fn from_parts(size: u64, root: String, members: Vec<ZipMember>, tree: PickleTree) -> TorchFile {
         let keys = if root.is_empty() { "data/".to_owned() } else { format!("{root}/data/") };
         let key = |(i, m): (usize, &ZipMember)| Some((m.name.strip_prefix(&keys)?.to_owned(), i));
@@ -335,7 +335,7 @@ impl TorchFile {
     }
 }
 
-/// The torch class of storages whose description states no dtype. The description of a tensor then
+/// Torch's class of storages whose description states no dtype. The description of a tensor then
 /// states it.
 const UNTYPED: &str = "torch.storage.UntypedStorage";
 

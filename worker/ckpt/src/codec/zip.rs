@@ -97,12 +97,14 @@ fn read_u16_zero_padded(bytes: &[u8], at: usize) -> u64 {
     bytes.get(at..at + 2).map_or(0, |b| u64::from(u16::from_le_bytes([b[0], b[1]])))
 }
 
-/// Reads a little-endian u32 from `bytes` at offset `at`. Missing 16-bit halves count as 0.
+/// Reads a little-endian u32 from `bytes` at offset `at`, which may be beyond the end. Missing
+/// 16-bit halves count as 0.
 fn read_u32_zero_padded(bytes: &[u8], at: usize) -> u64 {
     read_u16_zero_padded(bytes, at) | read_u16_zero_padded(bytes, at + 2) << 16
 }
 
-/// Reads a little-endian u64 from `bytes` at offset `at`. Missing 16-bit quarters count as 0.
+/// Reads a little-endian u64 from `bytes` at offset `at`, which may be beyond the end. Missing
+/// 16-bit quarters count as 0.
 fn read_u64_zero_padded(bytes: &[u8], at: usize) -> u64 {
     read_u32_zero_padded(bytes, at) | read_u32_zero_padded(bytes, at + 4) << 32
 }

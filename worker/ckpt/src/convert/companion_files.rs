@@ -1,6 +1,6 @@
-//! Adds to a converted checkpoint links to those files of the source checkpoint that are not
-//! converted, so that the program that wrote the source checkpoint can resume from the converted
-//! one.
+//! Adds links to the companion files of the source checkpoint, such as scheduler and RNG state
+//! files, to a converted checkpoint. The program that wrote the source checkpoint needs these files
+//! to resume from the converted one.
 use super::file_plan::{FileContent, FilePlan, OutputPlan};
 use super::notice::ConvertNotice;
 use super::source_state::SourceState;
@@ -13,13 +13,12 @@ use crate::error::Result;
 /// result.
 const EXCLUDED_FILES: [&str; 6] =
     ["latest", "latest_universal", "converted.json", "optimizer.pt", "optimizer.bin", ".metadata"];
-/// Files whose presence shows that the program that wrote a checkpoint needs further files of the
-/// directory to resume.
+/// Files that exist only in checkpoints whose program needs companion files to resume.
 const PROGRAM_MARKERS: [&str; 3] = ["trainer_state.json", "random_states_0.pkl", "zero_to_fp32.py"];
 
-/// Plans links to those other files of the source checkpoint that its program needs to resume. Adds
-/// a notice to `state` if the source has RNG state files for a different number of ranks than the
-/// plan. Does nothing if the source has no file of [`PROGRAM_MARKERS`].
+/// Plans links to the companion files of the source checkpoint, such as scheduler and RNG state
+/// files. Adds a notice to `state` if the source has RNG state files for a different number of
+/// ranks than the plan. Does nothing if the source has no file of [`PROGRAM_MARKERS`].
 pub(super) fn add_companion_files(
     source: &dyn TensorSource,
     state: &mut SourceState,

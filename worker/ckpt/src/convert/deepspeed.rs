@@ -61,8 +61,8 @@ pub(super) fn plan_deepspeed(state: &mut SourceState, options: &ConvertOptions) 
     Ok(OutputPlan { files, stage: Some(stage), world })
 }
 
-/// Adds the options that torch's AdamW requires in every parameter group, with their default
-/// values, where the source checkpoint lacks them. Does nothing for other optimizers.
+/// Adds to each parameter group the options that torch's AdamW requires and that the source
+/// checkpoint lacks, with their default values. Does nothing for other optimizers.
 pub(super) fn add_default_options(state: &mut SourceState) {
     let adam = state.roles.contains(&TensorRole::ExpAvg);
     for group in &mut state.groups {

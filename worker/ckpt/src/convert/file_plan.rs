@@ -100,8 +100,8 @@ impl StorageSpan {
 }
 
 impl FilePlan {
-    /// Returns the number of bytes of tensor data for a torch file or a shard, and the size of a
-    /// small file. Returns 0 for a link.
+    /// Returns the number of bytes of output that the plan accounts for: the tensor data of a torch
+    /// file or a shard, or the size of a small file. Returns 0 for a link.
     pub(super) fn bytes(&self) -> u64 {
         match &self.content {
             FileContent::Torch(plan) => plan.bytes(),

@@ -54,7 +54,7 @@ pub(super) fn plan_native(state: &mut SourceState) -> OutputPlan {
 }
 
 /// Chooses the dtype in which a native checkpoint stores a tensor: BF16 for a weight that a native
-/// source stores as BF16, without F32 master weights, and F32 for all other tensors.
+/// source stores only as BF16, and F32 for all other tensors.
 fn choose_shard_dtype(state: &SourceState, tensor: usize) -> Dtype {
     let TensorInfo { role, dtype, .. } = &state.tensors[tensor];
     let is_bf16_master =
@@ -148,15 +148,15 @@ fn compute_step_lags(state: &SourceState) -> Map<String, Value> {
     behind.filter(|(_, late)| *late > 0).map(|(name, late)| (name, late.into())).collect()
 }
 
-/// Encodes all parameter groups in the form that a native manifest has.
+/// Encodes all parameter groups as JSON for the manifest of a native checkpoint.
 fn encode_groups(state: &SourceState) -> Value {
     state.groups.iter().map(|g| encode_group(state, g)).collect()
 }
 
-/// Encodes a parameter group in the form that a native manifest has. Keeps the hyper-parameters of
-/// the source, except that `lr` becomes `initial_lr`, the learning rate without the schedule, if
-/// the source has this value. Adds hyper-parameters that a native manifest requires and the source
-/// lacks, with the value 0.
+/// Encodes a parameter group as JSON for the manifest of a native checkpoint. Keeps the
+/// hyper-parameters of the source, except that `lr` becomes `initial_lr`, the learning rate without
+/// the schedule, if the source has this value. Adds hyper-parameters that a native manifest
+/// requires and the source lacks, with the value 0.
 fn encode_group(state: &SourceState, group: &WeightGroup) -> Value {
     let mut json: Map<String, Value> = group.options.iter().map(|(k, v)| (k.clone(), v.to_json())).collect();
     let number = |key: &str| group.options.iter().find(|(k, _)| k == key).map(|(_, v)| v.to_json());

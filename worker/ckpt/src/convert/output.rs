@@ -25,10 +25,13 @@ use std::path::{Path, PathBuf};
 /// Disk space in bytes that a conversion needs in addition to tensors, for headers, pickles and
 /// rounding up to whole blocks.
 const OVERHEAD_BYTES: u64 = 16 << 20;
+/// Name of the file in the hidden output directory that describes an unfinished conversion.
 const TASK_FILE: &str = ".task.json";
 /// Limit on the number of JSON values in `.task.json`, the file that describes an unfinished
 /// conversion.
 const TASK_VALUES_MAX: usize = 100;
+/// Name of the file in the hidden output directory that lists the files that an unfinished
+/// conversion has completed.
 const DONE_FILE: &str = ".done";
 /// Limit on the size in bytes of `.done`, the list of files that an unfinished conversion has
 /// completed.

@@ -51,7 +51,7 @@ pub fn find_ungrouped_weights(source: &dyn TensorSource) -> Result<UngroupedWeig
     Ok(UngroupedWeights { names, groups: groups.len() })
 }
 
-/// Returns the parameter groups of a checkpoint, in which the names of weights may be missing.
+/// Returns the parameter groups that the checkpoint records, which may list no names of weights.
 /// Takes the groups out of `passthrough`, or makes them from `state` if `passthrough` has no
 /// groups.
 pub(super) fn take_listed_groups(
@@ -74,7 +74,7 @@ fn find_trained_weights(tensors: &[TensorInfo]) -> Vec<String> {
     weights.map(|t| t.name.clone()).collect()
 }
 
-/// Returns whether all trained weights belong to a single group: there is at most one group, and no
+/// Returns true if all trained weights belong to a single group: there is at most one group, and no
 /// group lists names.
 fn is_single_unnamed_group(groups: &[ParamGroup]) -> bool {
     groups.len() <= 1 && groups.iter().all(|g| g.names.is_empty())
@@ -132,8 +132,8 @@ pub(super) fn assign_weights(
     }
 }
 
-/// Fails if the group assignments in `options` lack a weight that the target format needs in a
-/// group, name a weight that is not in `ungrouped`, or name a group that does not exist.
+/// Fails if `options` assign no group to a weight that needs one, assign a group to a weight that
+/// is not in `ungrouped`, or name a group that does not exist.
 fn check_group_options(
     groups: &[ParamGroup],
     ungrouped: &[String],

@@ -16,7 +16,7 @@ use std::path::PathBuf;
 /// Limit on the number of ranks times the number of tensors of a converted checkpoint, if the
 /// options of the conversion do not set the number of ranks.
 const SOURCE_PIECES_MAX: u64 = 4 << 20;
-/// What each rank adds to the product that [`SOURCE_PIECES_MAX`] limits, as a number of tensors.
+/// The number of additional tensors that each rank counts for in the limit [`SOURCE_PIECES_MAX`].
 const PIECES_PER_RANK: u64 = 64;
 /// The DeepSpeed version that a converted checkpoint states if the source checkpoint does not state
 /// one.
@@ -211,9 +211,10 @@ fn choose_world(options: &ConvertOptions, state: &TrainingState, tensors: usize)
     }
 }
 
-/// Determines which weights are frozen, and which were frozen when the checkpoint was saved. A
-/// weight is frozen if no group in `groups` contains it and the source has a training state. A
-/// weight was frozen at the save if no group contains it, or if the source lists it as frozen.
+/// Determines which weights are frozen in the converted checkpoint, and which were frozen when the
+/// source checkpoint was saved. A weight is frozen if no group in `groups` contains it and the
+/// source has a training state. A weight was frozen at the save if no group contains it, or if the
+/// source lists it as frozen.
 fn find_frozen_weights<'a>(
     source: &dyn TensorSource,
     tensors: &[TensorInfo],

@@ -317,8 +317,8 @@ impl SharedWriteState<'_> {
         Ok(ShardReport { rank, world: self.world, file, bytes, blocks, pieces: reports })
     }
 
-    /// Passes each write step and its data to `sink`, in order. A second thread reads the data
-    /// ahead if there is more than one window.
+    /// Reads the data of each write step (a limited part of a storage), and passes step and data to
+    /// `sink`, in order. A second thread reads the data ahead if there is more than one window.
     fn stream_steps(
         &self,
         steps: &[WriteStep<'_>],

@@ -28,7 +28,7 @@ pub enum RoundingCast {
 }
 
 impl RoundingCast {
-    /// All conversions that are tried.
+    /// All conversions with which a comparison tries to explain differences.
     const ALL: [RoundingCast; 4] = [
         RoundingCast::BIsBf16OfA,
         RoundingCast::BIsF16OfA,
@@ -36,8 +36,8 @@ impl RoundingCast {
         RoundingCast::AIsF16OfB,
     ];
 
-    /// Returns whether this conversion turns one value into exactly the bits of the other. The kind
-    /// of conversion determines whether `a` or `b` is converted.
+    /// Returns true if this conversion turns one value of the pair into exactly the bits of the
+    /// other one. The kind of conversion determines whether `a` or `b` is converted.
     fn explains_pair(self, a: f32, b: f32) -> bool {
         let bf16 = |x: f32| bf16::from_f32(x).to_f32().to_bits();
         let f16 = |x: f32| f16::from_f32(x).to_f32().to_bits();
@@ -131,8 +131,8 @@ impl DiffStats {
         }
     }
 
-    /// Finds the conversions that do not turn every element of one slice into that of the other,
-    /// and adds them to `refuted`.
+    /// Adds to `refuted` the conversions that do not turn every element of one slice into the
+    /// element of the other slice.
     fn refute_casts(&mut self, a: &[f32], b: &[f32]) {
         for (refuted, cast) in self.refuted.iter_mut().zip(RoundingCast::ALL) {
             *refuted = !a.iter().zip(b).all(|(&x, &y)| cast.explains_pair(x, y));

@@ -38,10 +38,9 @@ fn find_module_position(rest: &str) -> Option<usize> {
     LAYER_MODULES.iter().position(|module| rest.starts_with(module))
 }
 
-/// Parses the name of an expert's matrix: the part before `.experts.`, the number of the expert,
-/// and the position of the matrix in the order in which transformers splits the fused tensors.
-/// `down_proj` is first, since it precedes `gate_up_proj` alphabetically. Returns `None` for other
-/// tensors.
+/// Parses the name of an expert's matrix into the part before `.experts.`, the number of the
+/// expert, and the position of the matrix in the order of transformers. `down_proj` is first, since
+/// it precedes `gate_up_proj` alphabetically. Returns `None` for other tensors.
 fn parse_split_expert(name: &str) -> Option<(&str, u64, usize)> {
     let (before, number, matrix) = parse_expert_matrix(name)?;
     Some((before, number, (matrix + 1) % 3))

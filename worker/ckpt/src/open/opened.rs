@@ -9,7 +9,8 @@ use crate::layout::native::{Checkpoint, list_checkpoints};
 use std::collections::HashSet;
 use std::path::Path;
 
-/// The newest readable checkpoint of a directory, and which newer ones were skipped.
+/// The newest readable checkpoint of a directory, with the errors of the newer checkpoints, which
+/// were skipped.
 #[derive(Debug)]
 pub struct NewestCheckpoint {
     /// The newest checkpoint that could be opened.
@@ -18,8 +19,8 @@ pub struct NewestCheckpoint {
     pub skipped: Vec<CkptError>,
 }
 
-/// Opens the native checkpoint at `path`. If `path` is a directory of native checkpoints, opens the
-/// newest one that is readable.
+/// Opens the native checkpoint at `path`, or the newest readable one if `path` is a directory of
+/// native checkpoints.
 ///
 /// # Errors
 /// Fails with the error of the newest checkpoint if no checkpoint is readable. Fails with a

@@ -117,8 +117,8 @@ pub(crate) fn find_lost_model_files(path: &Path) -> Result<Option<LostModelFiles
     Ok((!files.is_empty()).then_some(LostModelFiles { stage, world, files }))
 }
 
-/// Writes the lost file of `donor` to the directory `path`, as a copy of the members of the equal
-/// file. Removes a damaged file of this name first. The new file is not durable on return.
+/// Rebuilds the lost file of `donor` in the directory `path` as a copy of the zip members of its
+/// equal file. Removes a damaged file of this name first. The new file is not durable on return.
 pub(crate) fn write_replacement(path: &Path, donor: &ReplacementFile) -> Result<()> {
     let directory = Directory::open(path)?;
     let (file, size) = directory.open_file(&donor.source_file, nix::fcntl::OFlag::empty())?;

@@ -56,8 +56,8 @@ impl RepairDir {
         TempDir(self.dir.with_file_name(name))
     }
 
-    /// Replaces the path and the name of the hidden copy by those of the original in `lines`, which
-    /// are shown to the user.
+    /// Replaces, in the lines `lines` for the user, the path and the name of the hidden copy by
+    /// those of the original.
     pub(super) fn restore_original_paths(&self, lines: impl Iterator<Item = String>) -> Vec<String> {
         let (hidden, shown) = (self.dir.display().to_string(), self.original.display().to_string());
         let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();

@@ -77,9 +77,9 @@ fn find_zero_checkpoints(repair_dir: &RepairDir, tag: &str) -> Result<Vec<Extern
     find_related_checkpoints(repair_dir, tag, name, deepspeed::is_tag_directory)
 }
 
-/// Finds the sound checkpoints of one kind that belong to the checkpoint `tag`, next to it and in
-/// neighbouring directories. `derive_name` derives the name of such a checkpoint from that of the
-/// tag, and `is_kind` recognizes the kind.
+/// Finds the sound checkpoints of one kind that belong to the checkpoint `tag`, in the directory
+/// that contains the tag and in neighbouring directories. `derive_name` derives the name of such a
+/// checkpoint from that of the tag, and `is_kind` recognizes the kind.
 pub(super) fn find_related_checkpoints(
     repair_dir: &RepairDir,
     tag: &str,

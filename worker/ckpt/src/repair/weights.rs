@@ -72,8 +72,8 @@ pub(super) fn repair_weights(repair_dir: &mut RepairDir, directory: &str) -> Res
     }
 }
 
-/// Writes an index of weights to the subdirectory `directory` of `repair_dir`, and reports that it
-/// was rebuilt. `map` is the file by tensor name, and `bytes` the total size of the tensors.
+/// Writes an index of weights to the subdirectory `directory` of `repair_dir`, and reports that the
+/// index was rebuilt. `map` is the file by tensor name, and `bytes` the total size of the tensors.
 fn write_index(
     repair_dir: &mut RepairDir,
     directory: &str,

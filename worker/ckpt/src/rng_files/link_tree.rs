@@ -21,9 +21,9 @@ pub(crate) fn link_or_copy_tree(from: &Path, to: &Path, skip: &dyn Fn(&str) -> b
     link_or_copy_subtree(from, to, skip, DEPTH_MAX, &mut left)
 }
 
-/// Creates the directory `to` with links to or copies of every file in `from` and its
-/// subdirectories. Leaves out the entries of `from` itself whose names satisfy `skip`. Subtracts
-/// the number of duplicated entries from `left`.
+/// Duplicates the directory `from` as [`link_or_copy_tree`] does, within the limits `depth`
+/// (nesting) and `left` (entries). Leaves out the entries of `from` itself whose names satisfy
+/// `skip`. Subtracts the number of duplicated entries from `left`.
 ///
 /// # Errors
 ///

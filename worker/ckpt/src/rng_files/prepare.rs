@@ -126,8 +126,9 @@ pub fn prepare_resume(dir: &Path, options: &ReconcileOptions) -> Result<Prepared
     rewrite_for_world(dir, &checkpoint, old_world, options, resharded, record)
 }
 
-/// Builds the prepared directory, either for another number of ranks or with newly seeded random
-/// generators. `resharded` is DeepSpeed's state, or `None` if no state must be resharded.
+/// Builds a directory from which another number of ranks can resume, or from which ranks resume
+/// with newly seeded random generators. `resharded` is DeepSpeed's state, or `None` if no state
+/// must be resharded.
 fn rewrite_for_world(
     dir: &Path,
     checkpoint: &ProgramCheckpoint,

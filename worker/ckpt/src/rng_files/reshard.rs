@@ -12,9 +12,9 @@ use diagnostic::quantity::{format_bytes, format_count};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// Name of the file in a prepared directory that records from which checkpoint and with which
-/// options the directory was prepared. A later start with the same world size reuses a directory
-/// with a matching record.
+/// Name of the file in a prepared directory that records the original checkpoint and the options of
+/// the preparation. A later start with the same world size reuses a directory with a matching
+/// record.
 pub(super) const RECORD_FILE: &str = "launch_prepared.json";
 /// Limit on the size in bytes of the file [`RECORD_FILE`].
 const RECORD_MAX: u64 = 1 << 20;

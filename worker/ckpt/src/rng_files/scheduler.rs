@@ -1,5 +1,5 @@
-//! Adapts Accelerate's `scheduler.bin`, in which the number of processes multiplies the step
-//! counter, to another number of processes.
+//! Adapts Accelerate's `scheduler.bin`, whose step counter grows with the number of processes, to
+//! another number of processes.
 //!
 //! Accelerate steps a scheduler once per process, so its counter is optimizer steps × processes.
 use super::encode::{PickleWriter, ZipWriter};
@@ -121,8 +121,9 @@ fn read_scheduler_pickle(directory: &Directory, file: &TorchFile) -> Result<Vec<
         .ok_or_else(|| CkptError::damaged(directory.path(), SCHEDULER_FILE, DamageReason::Truncated))
 }
 
-/// Replaces the integer with the key `key` in a pickle by `after`, and returns the new pickle.
-/// Returns `None` if `key` does not occur exactly once, or has a different value than `before`.
+/// Replaces the integer that a pickled dict has for the key `key` by `after`, and returns the new
+/// pickle. Returns `None` if `key` does not occur exactly once, or has a different value than
+/// `before`.
 fn replace_counter(pickle: &[u8], key: &str, before: u64, after: i64) -> Option<Vec<u8>> {
     let mut text = PickleWriter { out: Vec::new(), storages: Vec::new() };
     text.write_text(key);

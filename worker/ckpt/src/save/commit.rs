@@ -72,8 +72,7 @@ impl Drop for StagingDir {
     }
 }
 
-/// Returns a name for the hidden directory of a save, made of step, process and time, so that no
-/// earlier process writes to it.
+/// Returns a unique name for the hidden directory of a save, made of step, process and time.
 fn make_staging_name(step: &str) -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
     format!("{SAVING_PREFIX}{step}-{}-{now}", std::process::id())
@@ -291,8 +290,8 @@ pub(crate) fn publish_directory(from: &Path, to: &Path, how: ReplaceMethod) -> R
     rename_path(&aside, from)
 }
 
-/// Renames a file or directory, with a place before and after at which tests may kill the process.
-/// Does not sync the parent directory.
+/// Renames a file or directory between two fault points, at which tests may kill the process. Does
+/// not sync the parent directory.
 fn rename_path(from: &Path, to: &Path) -> Result<()> {
     fault_points::run_between_points("rename", || fs::rename(from, to)).map_err(CkptError::io("rename", from))
 }

@@ -82,9 +82,9 @@ pub struct PreparedSave {
 }
 
 impl PreparedSave {
-    /// Performs the first of two phases of a commit on the host with the id `id`. Checks that the
-    /// staging directory contains the shards of this host, writes the manifest `text` there, and
-    /// syncs the directory.
+    /// Prepares a commit, as the first of two phases, on the host with the id `id`: checks the
+    /// host's shards in the staging directory, writes the manifest `text` there, and syncs the
+    /// directory.
     ///
     /// # Errors
     /// Fails if a shard is missing or has the wrong size, or the manifest is of another step. The

@@ -4,8 +4,8 @@ use crate::codec::disk::{self, Directory};
 use crate::error::{CkptError, OutputProblem, Result};
 use std::path::{Path, PathBuf};
 
-/// Divides the output path `out` into its parent directory and its name. Creates the parent
-/// directory if needed.
+/// Checks the output path `out`, and divides it into its parent directory and its name. Creates the
+/// parent directory if needed.
 ///
 /// # Errors
 /// Fails if `out` exists and can't be replaced (see [`check_replaceable`]), or is inside of the

@@ -21,7 +21,8 @@ const VERSION: u32 = 2;
 /// How many levels of subdirectories of a copy are searched for new files.
 const DEPTH_MAX: u32 = 4;
 
-/// Which operation wrote a directory, as the name and the format of its record show.
+/// Identifies the operation that wrote a directory by the name and the format of the record in the
+/// directory.
 pub(crate) struct OutputMarker {
     /// Name of the file.
     pub(crate) file: &'static str,

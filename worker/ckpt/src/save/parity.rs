@@ -195,9 +195,9 @@ impl<'m> CheckpointFiles<'m> {
         self.shards.get(shard).and_then(read_file_size)
     }
 
-    /// Reads a block of a shard, or rebuilds it from the other shards and the parity if it is
-    /// damaged. Returns the block, and whether it was rebuilt. Returns `None` if the block is
-    /// damaged and cannot be rebuilt.
+    /// Reads a block of a shard, or rebuilds a damaged block from the other shards and the parity.
+    /// Returns the block, and whether it was rebuilt. Returns `None` if the block is damaged and
+    /// cannot be rebuilt.
     fn read_or_rebuild_block(&self, shard: usize, block: u64) -> Option<(Vec<u8>, bool)> {
         let entry = self.manifest.files.get(shard)?;
         if let Some(bytes) = read_intact_block(self.shards.get(shard)?.as_ref(), entry, block) {
@@ -223,8 +223,8 @@ impl<'m> CheckpointFiles<'m> {
         Some(sum)
     }
 
-    /// Reads the parity block of the blocks with index `block` of all shards. Returns `None` if it
-    /// is damaged or missing.
+    /// Reads the parity block that protects block number `block` of every shard. Returns `None` if
+    /// it is damaged or missing.
     fn read_parity_block(&self, block: u64) -> Option<Vec<u8>> {
         let rank =
             (0..self.sizes.len()).find(|&r| compute_stripe(&self.sizes, r as u32).0.contains(&block))?;
@@ -245,7 +245,8 @@ fn compute_block_len(size: u64, block: u64) -> usize {
     size.saturating_sub(block.saturating_mul(BLOCK as u64)).min(BLOCK as u64) as usize
 }
 
-/// Reads a block of a file. Returns `None` if the block can't be read or does not match its hash.
+/// Reads block number `block` of a file if it is intact. Returns `None` if the block can't be read
+/// or does not match its hash.
 fn read_intact_block(file: Option<&File>, entry: &FileEntry, block: u64) -> Option<Vec<u8>> {
     let mut bytes = vec![0u8; compute_block_len(entry.bytes, block)];
     file?.read_exact_at(&mut bytes, block * BLOCK as u64).ok()?;

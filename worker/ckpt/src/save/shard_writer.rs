@@ -68,8 +68,8 @@ impl PieceElements<'_> {
     }
 }
 
-/// Describes a piece of a tensor that was written to a shard: which elements of the tensor it
-/// contains, and at which byte of the shard's file they begin.
+/// What a rank reports about a piece of a tensor that it wrote to its shard: which elements of the
+/// tensor the piece contains, and at which byte of the file they begin.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PieceReport {
     /// Name of the tensor.

@@ -57,8 +57,8 @@ struct ByteFlip {
     mask: u8,
 }
 
-/// Counts the effects of flipped bytes: reads that fail, that give other data with a notice, and
-/// that are unaffected.
+/// Counts reads after a flipped byte by their result: an error, other data with a notice, or
+/// unchanged data.
 #[derive(Default)]
 struct FlipCounts {
     rejected: AtomicUsize,

@@ -130,7 +130,7 @@ fn save_checkpoint(root: &Path, facts: &RunFacts) -> Result<CommittedCheckpoint>
     save_checkpoint_by(root, facts, ReplaceMethod::AtomicExchange)
 }
 
-/// Saves a complete checkpoint of `facts` to the checkpoint directory `root`. Replaces an existing
+/// Saves a complete checkpoint of `facts` to the directory `root`, and replaces an existing
 /// checkpoint of this step by the method `swap`.
 fn save_checkpoint_by(root: &Path, facts: &RunFacts, swap: ReplaceMethod) -> Result<CommittedCheckpoint> {
     let total = facts.model.weights.iter().map(|w| count_elements(w) * 12).sum();

@@ -16,12 +16,12 @@ use std::sync::Arc;
 /// The only Python classes and functions that the pickles of torch files may refer to.
 pub(crate) const GLOBALS: &[&[&str]] = &[TENSOR_GLOBALS, DTYPE_GLOBALS, PLAIN_GLOBALS];
 
-/// Names of the weights that the job which reads a checkpoint trains. The names identify optimizer
-/// states that a file stores only by number.
+/// Names of the weights that are trained by the job that reads the checkpoint. The names identify
+/// optimizer states that a file stores only by number.
 pub(crate) type TrainedNames = HashSet<String>;
 
-/// What was found so far in the directory of another program's checkpoint: files, tensors and
-/// facts.
+/// Collects the files, tensors and facts that are found in the directory of another program's
+/// checkpoint.
 pub(crate) struct ExternalCheckpointBuilder {
     pub(crate) directory: Arc<Directory>,
     /// The weights that the job which reads the checkpoint trains; `None` if unknown.
@@ -75,7 +75,7 @@ impl ExternalCheckpointBuilder {
         self.damaged(&self.store.files[file].name, reason)
     }
 
-    /// Returns the error that the part `part` of the checkpoint is missing.
+    /// Returns the error [`CkptError::Missing`] for the part `part` of the checkpoint.
     pub(crate) fn missing(&self, part: impl Into<MissingPart>) -> CkptError {
         CkptError::missing(self.directory.path(), part)
     }
@@ -85,15 +85,15 @@ impl ExternalCheckpointBuilder {
         self.facts.notices.push(line.into());
     }
 
-    /// Records that the optimizer state is ignored. `notice` states the reason to the user. The
-    /// first such notice also becomes the reason in the facts.
+    /// Records that the checkpoint's optimizer states are ignored. `notice` states the reason to
+    /// the user. The first such notice also becomes the reason in the facts.
     pub(crate) fn record_skipped_optimizer(&mut self, notice: String) {
         self.facts.ignored_optimizer.get_or_insert_with(|| notice.clone());
         self.add_notice(notice);
     }
 
-    /// Adds a notice that the optimizer states with the unknown keys `keys` are ignored, unless
-    /// there are none.
+    /// Adds a notice that the optimizer states with the unknown keys `keys` are ignored. Does
+    /// nothing if `keys` is empty.
     pub(crate) fn report_unknown_states<'k>(&mut self, keys: impl IntoIterator<Item = &'k String>) {
         let keys: BTreeSet<&String> = keys.into_iter().collect();
         if !keys.is_empty() {
@@ -115,15 +115,15 @@ impl ExternalCheckpointBuilder {
         self.entries.sort_by_key(|e| position.get(e.info.name.as_str()).copied().unwrap_or(usize::MAX));
     }
 
-    /// Completes the checkpoint that was found in the builder's directory. Lists the optimizer
-    /// state as missing in the facts if no tensor is an optimizer state.
+    /// Builds the [`ExternalCheckpoint`] from everything that was added to the builder. Lists the
+    /// optimizer state as missing in the facts if no tensor is an optimizer state.
     pub(crate) fn finish(self) -> Result<ExternalCheckpoint> {
         let path = self.directory.path().to_owned();
         self.finish_with_paths(&path, &path)
     }
 
-    /// Completes the checkpoint as [`ExternalCheckpointBuilder::finish`] does. `path` is the path
-    /// of the checkpoint, and `root` the directory with its config and tokenizer.
+    /// Builds the [`ExternalCheckpoint`] with the checkpoint path `path`, and reads the config and
+    /// the tokenizer from the directory `root`.
     pub(crate) fn finish_with_paths(mut self, path: &Path, root: &Path) -> Result<ExternalCheckpoint> {
         if !self.entries.iter().any(|e| e.info.role.is_optimizer_state()) {
             self.facts.missing.insert(0, StatePart::OptimizerState);

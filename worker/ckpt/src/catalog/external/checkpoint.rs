@@ -149,15 +149,16 @@ impl ExternalCheckpoint {
         index.map(|&i| &self.entries[i]).ok_or_else(|| CkptError::no_such_tensor(&self.path, role, name))
     }
 
-    /// Divides all read requests into reads of single parts of files.
+    /// Splits all read requests into reads that each concern a single part of a file.
     fn resolve_requests<'a>(&'a self, requests: &'a mut [ReadRequest<'_>]) -> Result<Vec<PartRead<'a>>> {
         let mut parts = Vec::new();
         requests.iter_mut().try_for_each(|request| self.resolve_request(request, &mut parts))?;
         Ok(parts)
     }
 
-    /// Divides a read request into reads of single parts of files, and appends these to `parts`.
-    /// Each stored part of the tensor that has some of the requested elements gets one read.
+    /// Splits a read request into reads that each concern a single part of a file, and appends
+    /// these reads to `parts`. Each stored part of the tensor that has some of the requested
+    /// elements gets one read.
     ///
     /// # Errors
     ///
@@ -328,8 +329,8 @@ fn index_tensors(
     Ok(index)
 }
 
-/// Reads `config.json`. Returns `None` if the directory does not have this file. Fails if the file
-/// is not a JSON object.
+/// Reads the model's `config.json` in the directory. Returns `None` if the directory does not have
+/// this file. Fails if the file is not a JSON object.
 fn read_config(directory: &Directory) -> Result<Option<Map<String, Value>>> {
     match read_json_if_exists(directory, CONFIG_FILE, CONFIG_BYTES_MAX)? {
         None => Ok(None),
@@ -341,8 +342,8 @@ fn read_config(directory: &Directory) -> Result<Option<Map<String, Value>>> {
     }
 }
 
-/// Reads the files of [`TEXT_FILES`] that the directory has. Fails if a file is not UTF-8 text, or
-/// the files together have more than [`TEXT_BYTES_MAX`] bytes.
+/// Reads those of the [`TEXT_FILES`] that exist in the directory. Fails if a file is not UTF-8
+/// text, or the files together have more than [`TEXT_BYTES_MAX`] bytes.
 fn read_text_files(directory: &Directory) -> Result<Vec<TextFile>> {
     let (mut texts, mut bytes_left) = (Vec::new(), TEXT_BYTES_MAX);
     for name in TEXT_FILES {

@@ -24,7 +24,7 @@ const THREADS_MAX: usize = 16;
 /// costs more than it saves.
 const THREAD_MIN_BYTES: u64 = 1 << 20;
 
-/// A part of a [`CrcSpan`] that one thread reads as one unit of work.
+/// A piece of a [`CrcSpan`] that one thread verifies as one unit of work.
 struct SpanPiece {
     /// Index of the file in [`StoredFiles`].
     file: usize,

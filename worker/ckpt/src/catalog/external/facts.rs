@@ -42,8 +42,8 @@ impl Serialize for StatePart {
     }
 }
 
-/// What is known about another program's checkpoint in addition to its tensors: what it records,
-/// and what follows from its files.
+/// Facts about another program's checkpoint that are not tensors, and that the checkpoint records
+/// or that follow from its files.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct ExternalFacts {
     /// The program and layout, such as `DeepSpeed` or `HF Trainer with DeepSpeed`.

@@ -16,7 +16,7 @@ const MATRIX_NAMES: [[&str; 3]; 2] = [["gate_proj", "up_proj", "down_proj"], ["w
 /// Mixtral, then in the model.
 const MOE_MODULE_NAMES: (&str, &str) = (".block_sparse_moe.", ".mlp.");
 
-/// A part of a fused tensor, which files store as a separate tensor.
+/// A separate tensor in a file that becomes a part of a fused tensor of the model.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct FusedMember {
     /// Name under which files store this part of the fused tensor.
@@ -37,14 +37,14 @@ pub(crate) struct FusedExperts {
     members: HashMap<String, Vec<FusedMember>>,
 }
 
-/// Maps the number of an expert and the index into a row of [`MATRIX_NAMES`] to the name and the
-/// shape of one expert's matrix.
+/// The name and the shape of each expert's matrices in one layer. The key is the number of the
+/// expert and the index of the matrix (0 for gate, 1 for up, 2 for down).
 type LayerMatrices<'a> = BTreeMap<(u64, usize), ShapedWeight<'a>>;
 
 impl FusedExperts {
-    /// Derives the weights of a model with fused experts from the weights in files, if the files
-    /// have a separate tensor for each expert. Returns `None` if they have no separate experts, or
-    /// if experts are missing or differ in shape.
+    /// Computes which fused weights the model has, if the files store each expert of a layer in
+    /// separate tensors. Returns `None` if they have no separate experts, or if experts are missing
+    /// or differ in shape.
     pub(crate) fn detect(weights: &[ShapedWeight<'_>]) -> Option<FusedExperts> {
         let mut fused = FusedExperts::default();
         let mut layers: BTreeMap<String, LayerMatrices<'_>> = BTreeMap::new();
@@ -118,9 +118,9 @@ impl FusedExperts {
     }
 }
 
-/// Parses the name of an expert's matrix. Returns the part of the name before `.experts.`, the
-/// number of the expert, and the index of the matrix: 0 for gate, 1 for up, 2 for down. Returns
-/// `None` for other names.
+/// Parses the name of an expert's matrix, such as `model.layers.0.mlp.experts.3.up_proj.weight`.
+/// Returns the part of the name before `.experts.`, the number of the expert, and the index of the
+/// matrix: 0 for gate, 1 for up, 2 for down. Returns `None` for other names.
 pub(crate) fn parse_expert_matrix(name: &str) -> Option<(&str, u64, usize)> {
     let (before, rest) = name.split_once(".experts.")?;
     let [number, matrix, "weight"] = rest.split('.').collect::<Vec<_>>()[..] else { return None };

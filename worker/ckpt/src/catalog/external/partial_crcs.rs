@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// Maps the offset of each piece of a file span that was read to the end and the CRC-32 of the
-/// piece. Adjacent pieces are merged.
+/// The CRC-32s of those pieces of a file span that were read so far, by the offset of the piece.
+/// Adjacent pieces are merged.
 #[derive(Default)]
 pub(super) struct PartialCrcs(Mutex<BTreeMap<u64, CrcPiece>>);
 
@@ -27,8 +27,8 @@ impl PartialCrcs {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds `crc`, the CRC-32 of the byte range `bytes`. Ignores an empty range, and a range that
-    /// overlaps an earlier range.
+    /// Records that the bytes in the range `bytes` have the CRC-32 `crc`. Ignores an empty range,
+    /// and a range that overlaps an earlier range.
     pub(super) fn add_crc(&self, bytes: Range<u64>, crc: u32) {
         if bytes.is_empty() {
             return;

@@ -19,7 +19,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Number of bytes of 16-bit floats that are read from a file and converted at a time.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// The place of a span: the index of its file in [`StoredFiles`], and its index in the file.
+/// The place of a span (a byte range of a file that contains tensors): the index of the file in
+/// [`StoredFiles`], and the index of the span in the file.
 pub(super) type SpanPlace = (usize, usize);
 
 /// The files of another program's checkpoint that contain tensors.
@@ -30,7 +31,8 @@ pub(crate) struct StoredFiles {
     strided: StridedCache,
 }
 
-/// A file of another program's checkpoint, and the spans of the file that contain tensors.
+/// A file of another program's checkpoint, and the byte ranges (spans) of the file that contain
+/// tensors.
 pub(crate) struct StoredFile {
     directory: Arc<Directory>,
     pub(crate) name: String,
@@ -53,7 +55,7 @@ pub(super) struct CrcSpan {
 }
 
 impl CrcSpan {
-    /// Returns true if the bytes of this file span need no further verification.
+    /// Returns true if the bytes of the span need no further verification.
     pub(super) fn is_verified(&self) -> bool {
         self.verified.load(Ordering::Acquire)
     }
@@ -80,13 +82,13 @@ pub(crate) struct PartRead<'a> {
 }
 
 impl StoredFile {
-    /// Describes the file `name` of `size` bytes in `directory`, without spans.
+    /// Creates the description of the file `name` of `size` bytes in `directory`, without spans.
     pub(crate) fn new(directory: Arc<Directory>, name: String, size: u64) -> StoredFile {
         StoredFile { directory, name, size, spans: Vec::new() }
     }
 
-    /// Adds a span for each of `members`, which are zip members or tensor storages. Returns the
-    /// index of the first added span.
+    /// Adds a span (a byte range that contains tensors) for each of `members`, which are zip
+    /// members or tensor storages. Returns the index of the first added span.
     pub(crate) fn add_spans(&mut self, members: Vec<ZipMember>) -> usize {
         let first = self.spans.len();
         self.spans.extend(members.into_iter().map(|m| CrcSpan {
@@ -131,8 +133,8 @@ impl StoredFile {
         open.compute_crc(bytes).map_err(|e| self.read_error(e))
     }
 
-    /// Reads bytes of `span` from offset `at` of the file to `out`. Records the CRC-32 of the bytes
-    /// if the span is not verified yet.
+    /// Reads bytes of `span` from offset `at` of the file to `out`, and records their CRC-32 if the
+    /// span is not verified yet.
     fn read_and_record_crc(
         &self,
         open: &mut OffsetReader<'_>,
@@ -155,8 +157,8 @@ impl StoredFile {
         open.read_into(at, out, |_| {}).map_err(|e| self.read_error(e))
     }
 
-    /// Converts an I/O error of a read in this file. The unexpected end of the file becomes
-    /// [`DamageReason::Truncated`].
+    /// Converts an I/O error of a read to a [`CkptError`] that names this file. The unexpected end
+    /// of the file becomes [`DamageReason::Truncated`].
     fn read_error(&self, e: io::Error) -> CkptError {
         match e.kind() {
             io::ErrorKind::UnexpectedEof => self.damaged(DamageReason::Truncated),
@@ -181,16 +183,16 @@ impl StoredFiles {
         self.files.len() - 1
     }
 
-    /// Returns the [`Damage`] of a span whose CRC-32 is wrong. `tensors` are the labels of the
-    /// tensors with a part in the span.
+    /// Returns the [`Damage`] that describes a span (byte range) whose CRC-32 is wrong. `tensors`
+    /// are the labels of the tensors with a part in the span.
     pub(super) fn crc_damage(&self, (file, span): SpanPlace, tensors: Vec<String>) -> Damage {
         let stored = &self.files[file];
         let reason = DamageReason::CrcMismatch { member: stored.spans[span].name.clone() };
         Damage { file: stored.name.clone(), block: None, tensors, reason }
     }
 
-    /// Returns the error [`CkptError::Damaged`] for a span whose CRC-32 is wrong. The error names
-    /// the tensors of `entries` that have a part in the span.
+    /// Returns the error [`CkptError::Damaged`] for a span (byte range) whose CRC-32 is wrong. The
+    /// error names the tensors of `entries` that have a part in the span.
     pub(super) fn crc_error(&self, span: SpanPlace, entries: &[ExternalTensor]) -> CkptError {
         let tensors = list_tensors_in_spans(&[span], entries).remove(&span).unwrap_or_default();
         CkptError::from_damage(self.files[span.0].directory.path(), self.crc_damage(span, tensors))
@@ -248,9 +250,9 @@ impl StoredFiles {
         Ok(())
     }
 
-    /// Returns the content of the whole span in which a part that is not contiguous is stored, from
-    /// the cache or else from the file. Returns `None` for contiguous parts, and if the span is too
-    /// large for the cache. The caller must have verified the span.
+    /// Returns the content of the whole span that contains a part with strides, from the cache or
+    /// else from the file. Returns `None` for contiguous parts, and if the span is too large for
+    /// the cache. The caller must have verified the span.
     fn load_strided_span(&self, part: &TensorPart, open: &mut OffsetReader<'_>) -> Result<Option<Arc<[u8]>>> {
         if part.strided.is_none() {
             return Ok(None);
@@ -288,9 +290,9 @@ impl StoredFiles {
         })
     }
 
-    /// Skips elements that need not be read, because they are in a hole of a sparse file and
-    /// therefore zero. Returns the index of the first other element, or the end of `range`. Skips
-    /// nothing if the part is not contiguous.
+    /// Returns the index of the first element of `range` that is not in a hole of a sparse file, or
+    /// the end of `range`. Elements in a hole are zero and need not be read. Returns the start of
+    /// `range` if the part is not contiguous.
     pub(super) fn skip_zeros(&self, part: &TensorPart, dtype: Dtype, range: Range<u64>) -> Result<u64> {
         if part.strided.is_some() {
             return Ok(range.start);
@@ -324,7 +326,8 @@ impl StoredFiles {
     }
 }
 
-/// Lists for each of `spans` the tensors among `entries` that have a part in it.
+/// Lists, for each of `spans` (byte ranges of files), those tensors of `entries` that have a part
+/// in the span.
 pub(super) fn list_tensors_in_spans(
     spans: &[SpanPlace],
     entries: &[ExternalTensor],

@@ -120,9 +120,8 @@ impl TensorPart {
         }
     }
 
-    /// Creates a part of another tensor that shares stored elements with the tensor of this part.
-    /// `taken` are the indices of the shared elements in this tensor, and must be in this part. The
-    /// first of these elements has the index `start` in the other tensor.
+    /// Returns the elements `taken` of this tensor as a part of another tensor, in which they begin
+    /// at index `start`. The elements must be in this part.
     pub(crate) fn slice(&self, taken: Range<u64>, start: u64) -> TensorPart {
         let before = taken.start - self.start;
         let mut part = TensorPart { start, count: taken.end - taken.start, ..self.clone() };
@@ -133,7 +132,7 @@ impl TensorPart {
         part
     }
 
-    /// Returns the range of the tensor's elements that this part holds.
+    /// Returns the indices of the tensor's elements that this part stores.
     pub(crate) fn element_range(&self) -> Range<u64> {
         self.start..self.start.saturating_add(self.count)
     }
@@ -165,7 +164,8 @@ impl TensorPart {
 }
 
 impl StridedLayout {
-    /// Returns where element `index` of the view is stored, in elements from the start of the view.
+    /// Returns the position of element `index` of the view in the file, in elements from the start
+    /// of the view.
     fn locate_element(&self, mut index: u64) -> u64 {
         let mut position = 0;
         for (&size, &stride) in self.shape.iter().zip(&self.strides).rev() {

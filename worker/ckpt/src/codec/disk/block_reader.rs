@@ -1,5 +1,5 @@
-//! Reads blocks of files in order. A thread reads ahead while the caller verifies and uses the
-//! previous blocks.
+//! Reads files sequentially, in whole blocks. A thread reads ahead while the caller verifies and
+//! uses the previous blocks.
 use super::buffer_pool::{AlignedBuffer, DiskBufferPool};
 use super::directory::Directory;
 use super::sparse::find_data;
@@ -44,7 +44,7 @@ impl BlockReader {
         Ok(BlockReader { file, directory, name, direct, size, base: 0 })
     }
 
-    /// Reads the byte range `range` of a memory file as if it were the file `name` in `directory`.
+    /// Opens the byte range `range` of a memory file as if it were the file `name` in `directory`.
     pub(crate) fn from_memory(file: File, range: Range<u64>, directory: &Path, name: &str) -> BlockReader {
         let (directory, name) = (directory.to_owned(), name.to_owned());
         let size = range.end - range.start;
@@ -91,8 +91,8 @@ impl BlockReader {
         }
     }
 
-    /// Reads the byte range `bytes` of the file into the beginning of `window`. Turns O_DIRECT off
-    /// if the file system rejects a direct read.
+    /// Reads the byte range `bytes` of the file into the beginning of `window`, without O_DIRECT if
+    /// the file system rejects a direct read.
     fn fill_window(&mut self, bytes: Range<u64>, window: &mut [u8]) -> io::Result<()> {
         let len = (bytes.end - bytes.start) as usize;
         let mut done = 0;
@@ -193,15 +193,15 @@ pub(crate) fn stream_windows(
     })
 }
 
-/// Reads windows, and keeps the file of the last request open.
+/// Reads windows (groups of blocks), and keeps the file of the last request open for the next one.
 struct WindowReader<F> {
     open: F,
     current: Option<(usize, BlockReader)>,
 }
 
 impl<F: Fn(usize) -> Result<BlockReader>> WindowReader<F> {
-    /// Reads the blocks of `job` into the beginning of `window`. Opens the file first if the
-    /// previous request was for another file.
+    /// Reads the blocks of the request `job` into the beginning of `window`. Opens the file first
+    /// if the previous request was for another file.
     fn read_request(&mut self, job: &BlockRequest, window: &mut [u8]) -> Result<()> {
         if self.current.as_ref().is_none_or(|(i, _)| *i != job.file) {
             self.current = Some((job.file, (self.open)(job.file)?));

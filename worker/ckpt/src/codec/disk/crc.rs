@@ -5,8 +5,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 
-/// A block of zeros, whose CRC-32 is computed directly. The CRC-32s of longer runs of zeros are
-/// derived from it.
+/// A block of zeros, from whose CRC-32 the CRC-32 of longer runs of zeros is derived.
 const ZEROS: [u8; 4096] = [0; 4096];
 
 /// Computes the CRC-32 of two concatenated byte sequences from their CRC-32s. `second_bytes` is the

@@ -44,7 +44,7 @@ pub(crate) struct WrittenFile {
     pub(crate) digest: Option<Hash>,
 }
 
-/// The hashes of what has been written to a file so far.
+/// The running hashes of everything that was written to a file so far.
 enum Hashes {
     Off,
     Blocks(Vec<Hash>),
@@ -183,7 +183,8 @@ enum WindowWriter {
     Closed,
 }
 
-/// Writes one new file. No byte is durable before [`FileWriter::finish`].
+/// Writes a new file in large aligned windows, and computes hashes of the content if requested. No
+/// byte is durable before [`FileWriter::finish`].
 pub(crate) struct FileWriter {
     path: PathBuf,
     writer: WindowWriter,
@@ -324,8 +325,8 @@ impl FileWriter {
     }
 }
 
-/// Starts a thread that appends the contents of each buffer that it receives to `output`, and sends
-/// the buffer back for reuse.
+/// Starts a thread that appends the contents of each received buffer to `output`, and sends the
+/// buffer back for reuse.
 fn spawn_writer_thread(mut output: OutputFile) -> io::Result<WindowWriter> {
     let (full, inbox) = sync_channel::<(AlignedBuffer, usize)>(WINDOWS_PER_FILE);
     let (outbox, empty) = sync_channel(WINDOWS_PER_FILE);

@@ -104,8 +104,7 @@ impl<'a> OffsetReader<'a> {
         compute_file_crc(&file, bytes, |data, hasher| self.for_each_piece(data, |piece| hasher.update(piece)))
     }
 
-    /// Finds the first part of the byte range `bytes` that is not in a hole of a sparse file, as
-    /// [`find_data`] does.
+    /// Returns the first part of the byte range `bytes` that is not in a hole of a sparse file.
     pub(crate) fn find_data(&self, bytes: Range<u64>) -> Range<u64> {
         find_data(&self.cached, bytes)
     }
@@ -121,8 +120,8 @@ impl<'a> OffsetReader<'a> {
         holes
     }
 
-    /// Converts an I/O error of a read in this file. A file that ends early becomes
-    /// [`DamageReason::Changed`].
+    /// Converts an I/O error of a read to a [`CkptError`] that names this file. A file that ends
+    /// early becomes [`DamageReason::Changed`].
     pub(super) fn describe_error(&self, e: io::Error) -> CkptError {
         match e.kind() {
             io::ErrorKind::UnexpectedEof => {

@@ -233,7 +233,7 @@ impl<'a> PickleMachine<'a> {
         Ok(self.stack.split_off(mark))
     }
 
-    /// Takes the protocol number from the input. Fails if the protocol is newer than 5.
+    /// Takes the protocol number from the input, and fails if the number is above 5.
     fn check_protocol(&mut self) -> Result<()> {
         match self.take_bytes(1)?[0] {
             0..=5 => Ok(()),
@@ -241,8 +241,8 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Takes the length of a frame from the input. Fails if the frame is longer than the rest of
-    /// the input.
+    /// Takes the length of a frame from the input, and fails if the frame is longer than the rest
+    /// of the input.
     fn check_frame(&mut self) -> Result<()> {
         let (len, left) = (self.take_size(8)?, self.input.len() - self.at);
         match len <= left {

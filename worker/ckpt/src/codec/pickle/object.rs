@@ -221,7 +221,8 @@ impl PickleView<'_> {
         })
     }
 
-    /// Copies a recorded call to a [`PythonObject`], as [`PickleView::to_object`] does.
+    /// Copies a recorded call into a [`PythonObject`], and subtracts the number of copied values
+    /// from `left`.
     fn call_to_object(
         self,
         call: &PickleCall,

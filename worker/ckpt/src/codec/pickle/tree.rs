@@ -20,8 +20,8 @@ const JSON_MAX: usize = 100_000;
 /// Number of a [`PickleNode`] in its [`PickleTree`].
 pub(crate) type NodeIndex = u32;
 
-/// A value of a pickle: a small value itself, or a reference to a [`PickleNode`] if it does not fit
-/// into a machine word.
+/// A value of a pickle: the value itself if it fits into a machine word, otherwise a reference to a
+/// [`PickleNode`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum PickleValue {
     None,

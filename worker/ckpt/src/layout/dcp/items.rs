@@ -167,8 +167,8 @@ struct ItemCollector {
 }
 
 impl ItemCollector {
-    /// Collects an entry, whose stored values are moved out of `read`. `metadata` is the name of
-    /// the `.metadata` file, for errors.
+    /// Collects an entry of the checkpoint, whose values are moved out of `read`. `metadata` is the
+    /// name of the `.metadata` file, for errors.
     fn collect_item(
         &mut self,
         builder: &mut ExternalCheckpointBuilder,

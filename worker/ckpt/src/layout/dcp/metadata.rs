@@ -126,8 +126,8 @@ fn read_attributes<'t>(value: PickleView<'t>, class: &'static str) -> Result<Pic
     }
 }
 
-/// Maps each value, by its key, and each part of a tensor, by its key and its offsets, to the place
-/// where it is stored. The offsets of a value are `None`.
+/// Maps each pickled value (by its key) and each part of a tensor (by its key and offsets) to its
+/// storage location. The offsets of a value are `None`.
 type StorageLocations = HashMap<(String, Option<Vec<u64>>), StorageLocation>;
 
 /// Reads from `.metadata` where each value and each part of a tensor is stored.
@@ -235,7 +235,8 @@ fn read_item_content(
 }
 
 impl StorageLocation {
-    /// Converts an error that occurred while the entry at this location was read.
+    /// Wraps an error of reading the entry at this location in a [`DcpError`] that names the
+    /// location.
     pub(super) fn convert_error(&self, error: TorchFileError) -> DcpError {
         DcpError::Item { offset: self.offset, error }
     }

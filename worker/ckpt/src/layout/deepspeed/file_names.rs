@@ -84,7 +84,7 @@ fn parse_number_after<'a>(text: &'a str, prefix: &str) -> Option<(u32, &'a str)>
     Some((rest[..end].parse().ok()?, &rest[end..]))
 }
 
-/// Parses `[bf16_|fp16_]zero_pp_rank_R_mp_rank_MM` at the start of `name`. Returns the
+/// Parses `[bf16_|fp16_]zero_pp_rank_R_mp_rank_MM` at the start of `name`, and returns the
 /// data-parallel rank, the model-parallel rank, and the rest of the name. Returns `None` for other
 /// names.
 fn parse_ranks(name: &str) -> Option<(u32, u32, &str)> {

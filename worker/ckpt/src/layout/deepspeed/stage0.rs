@@ -10,9 +10,9 @@ use crate::layout::hf::optimizer_state::ParamId;
 use crate::tensor::{Dtype, TensorRole};
 use std::collections::HashMap;
 
-/// Replaces the 16-bit weights in `builder` by the FP32 master weights of the optimizer `embedded`.
-/// Also adds its optimizer states, parameter groups and steps to `builder`. If the states cannot be
-/// assigned to weights, adds only a notice. `file` is the index of the model file in `StoredFiles`.
+/// Replaces the 16-bit weights in `builder` by the FP32 master weights of the optimizer `embedded`,
+/// and adds the optimizer states, parameter groups and steps. If the states cannot be assigned to
+/// weights, adds only a notice. `file` is the index of the model file in `StoredFiles`.
 pub(super) fn add_embedded_optimizer(
     builder: &mut ExternalCheckpointBuilder,
     file: usize,

@@ -88,9 +88,9 @@ impl TagContents {
         }
     }
 
-    /// Returns the ZeRO stage after checking the files of all ranks. Fails if a rank's file is
-    /// missing, a file's rank is not below the world size, or the files contradict each other in
-    /// stage or world size.
+    /// Checks that the files of all ranks belong together, and returns their ZeRO stage. Fails if a
+    /// rank's file is missing, a file's rank is not below the world size, or the files contradict
+    /// each other in stage or world size.
     pub(super) fn check_ranks(&self) -> Result<u8> {
         let Some((_, model)) = self.model.get(&0) else {
             return Err(self.builder.missing("the model file of rank 0"));
@@ -125,8 +125,9 @@ impl TagContents {
         Ok(stage)
     }
 
-    /// Returns the optimizer step, or `None` if no optimizer file records one. Fails if the
-    /// optimizer files, or the model files, of two ranks have different steps.
+    /// Checks that the files of all ranks have equal steps, and returns the optimizer step, or
+    /// `None` if no optimizer file records a step. Fails if the optimizer files, or the model
+    /// files, of two ranks have different steps.
     pub(super) fn check_steps(&self) -> Result<Option<f64>> {
         let (mut updates, mut steps) = (Vec::new(), Vec::new());
         for (&rank, (file, states)) in &self.optimizer {

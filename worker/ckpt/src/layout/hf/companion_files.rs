@@ -111,7 +111,7 @@ pub(crate) fn read_global_step(directory: &Directory) -> Result<Option<u64>> {
     parse_global_step(&text).map(Some).map_err(damaged)
 }
 
-/// Parses the text of `trainer_state.json`. Returns `global_step`.
+/// Returns `global_step` from `text`, the content of `trainer_state.json`.
 pub(crate) fn parse_global_step(text: &[u8]) -> std::result::Result<u64, Box<DamageReason>> {
     let TrainerState { global_step } = parse_object(text).map_err(DamageReason::from)?;
     global_step.ok_or_else(|| Box::new("no global_step".into()))
@@ -133,8 +133,8 @@ fn parse_rank_in_name(file: &str) -> Option<u32> {
     middle.split('.').next()?.parse::<u32>().ok()
 }
 
-/// Computes the smallest world size with which a run could have written these RNG state files.
-/// Returns `None` for an empty list.
+/// Computes the smallest world size of a run that could have written the RNG state files. Returns
+/// `None` for an empty list.
 fn compute_min_world(files: &[String]) -> Option<u32> {
     let ranks = files.iter().filter_map(|f| parse_rank_in_name(f)?.checked_add(1)).max();
     let has_unnumbered = files.iter().any(|f| f == "rng_state.pth");

@@ -1,6 +1,6 @@
-//! The order in which models of known families register their parameters, which determines the
-//! numbers by which optimizers identify them. Files of weights are sorted by name, while optimizers
-//! number parameters in the order of registration.
+//! The order in which models of known families register their parameters, by which torch optimizers
+//! number the parameters. Files of weights are sorted by name, while optimizers number parameters
+//! in the order of registration.
 //!
 //! A test compares the orders with the models of transformers (scripts/golden/orders.py). Names may
 //! match several families, since Mixtral registers the gate before the experts, and Qwen3-MoE after
@@ -144,7 +144,7 @@ pub(crate) fn sort_in_registration_orders<'a>(names: &[&'a str]) -> Vec<Vec<&'a 
 /// A key by which parameters are sorted as in a depth-first traversal of the modules.
 type RegistrationKey = [u64; 6];
 
-/// The position of each module in the order in which one family registers them.
+/// The position of each module of one model family in the order of registration.
 struct ModulePositions {
     /// Maps the name of each module, with `*` in place of numbers, to its position.
     modules: HashMap<&'static str, u64>,

@@ -112,7 +112,7 @@ impl OptimizerStateDict {
         self.groups.iter().map(|(_, ids)| ids.iter().map(shape).collect()).collect()
     }
 
-    /// Returns the names of the parameters of each group. If the file has only numbers,
+    /// Finds the names of the parameters of each parameter group. If the file has only numbers,
     /// [`param_matching::match_states_to_weights`] finds the names in `weights`. `in_order` states
     /// whether `weights` are in the order of the model.
     ///
@@ -137,8 +137,9 @@ impl OptimizerStateDict {
         }
     }
 
-    /// Returns the names of the parameters that the file records. Fails if a name is not in
-    /// `weights`, or if the weight's shape differs from the shape of the state.
+    /// Checks `names`, the names of the parameters that the file records, against `weights` and
+    /// returns them. Fails if a name is not in `weights`, or if the weight's shape differs from the
+    /// shape of the state.
     fn check_recorded_names(
         &self,
         names: Vec<Vec<String>>,

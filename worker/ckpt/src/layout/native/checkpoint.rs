@@ -133,8 +133,8 @@ impl Checkpoint {
         Checkpoint::from_parts(path, ShardStorage::Memory(shards), local_files, manifest)
     }
 
-    /// Makes a checkpoint from its manifest and, if a part of it is on this host, its open
-    /// directory.
+    /// Creates a checkpoint from its manifest and its open directory, which exists if this host
+    /// stores a part of the checkpoint.
     fn from_parts(
         path: &Path,
         storage: ShardStorage,
@@ -157,7 +157,7 @@ impl Checkpoint {
         &self.path
     }
 
-    /// Returns, for each shard, whether it is stored on this host.
+    /// Returns, for each shard, whether the shard is stored on this host.
     pub fn local_files(&self) -> &[bool] {
         &self.local_files
     }
@@ -173,7 +173,7 @@ impl Checkpoint {
         self.manifest.files.iter().map(|f| f.blocks.len() as u64).collect()
     }
 
-    /// Checks that every shard for which `needed` returns true is in the directory on this host.
+    /// Fails unless every shard for which `needed` returns true is in the directory on this host.
     /// Otherwise fails with [`CkptError::ShardsOnOtherHosts`], which lists the missing shards.
     fn require_local_shards(&self, needed: impl Fn(usize) -> bool) -> Result<()> {
         let absent = (0..self.local_files.len()).filter(|&i| !self.local_files[i] && needed(i));

@@ -11,8 +11,8 @@ pub(crate) const LATEST_FILE: &str = "latest";
 pub(crate) const SAVING_PREFIX: &str = ".saving-";
 /// Prefix of the name of a checkpoint that is being removed.
 pub(crate) const DELETING_PREFIX: &str = ".deleting-";
-/// Prefix of the name of an old checkpoint while another one replaces it, on file systems that
-/// can't exchange two names atomically.
+/// Prefix of the name that an old checkpoint has while a new one replaces it, on file systems that
+/// cannot exchange two names atomically.
 pub(crate) const REPLACED_PREFIX: &str = ".replaced-";
 /// Temporary name of `latest` while the file is written.
 pub(crate) const LATEST_TEMP_FILE: &str = ".latest-new";

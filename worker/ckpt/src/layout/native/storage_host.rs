@@ -13,7 +13,7 @@ pub(crate) const HOST_ID_LEN: usize = 32;
 /// Maximum length of a host's name in bytes.
 pub(crate) const HOST_NAME_MAX: usize = 255;
 
-/// A host with a checkpoint directory that other hosts do not see, and which stores shards there.
+/// A host that stores shards in a checkpoint directory that other hosts do not see.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StorageHost {
