@@ -7,7 +7,8 @@
 use diagnostic::{Code, Diagnostic, codes::collective as codes, quantity::format_seconds};
 use std::time::Duration;
 
-/// Size in bytes of the encoded abort reason without its text, which follows these fixed fields.
+/// Size in bytes of the fixed fields at the beginning of an encoded abort reason, which precede its
+/// text.
 pub(crate) const FIXED_BYTES: usize = 1 + 4 + 4 + 8;
 
 /// Why a group was aborted. Every rank receives the first reason that was given.
@@ -114,8 +115,8 @@ impl AbortReason {
         }
     }
 
-    /// Encodes this reason in at most `limit` bytes, in which it is sent to the peers. A text that
-    /// does not fit is cut at a character boundary.
+    /// Encodes this reason in at most `limit` bytes for transmission to the peers. A text that does
+    /// not fit is cut at a character boundary.
     ///
     /// `limit` must be at least [`FIXED_BYTES`].
     pub(crate) fn encode(&self, limit: usize) -> Vec<u8> {

@@ -62,9 +62,9 @@ impl fmt::Display for CollectiveCall {
 }
 
 impl CollectiveCall {
-    /// Summarizes a call of `kind` with `elements` elements and a hash of `agreed`, the numbers
-    /// that must be equal on all ranks. Calls that differ in either do not match. The call number
-    /// is 0 until it is set.
+    /// Summarizes a call of the collective `kind` with `elements` elements and a hash of `agreed`,
+    /// the arguments that must be equal on all ranks. Calls that differ in either do not match. The
+    /// call number is 0 until it is set.
     fn new(kind: CollectiveKind, elements: usize, agreed: impl IntoIterator<Item = usize>) -> Self {
         let (elements, digest) = (elements as u64, hash_arguments(agreed));
         CollectiveCall { kind, number: 0, elements, digest, element_bytes: size_of::<f32>() }

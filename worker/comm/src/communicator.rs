@@ -89,8 +89,9 @@ pub trait Comm: Send + Sync {
         send_counts: &[usize],
     ) -> Result<()>;
 
-    /// Sends `send_counts[r]` numbers of `send` to each rank r. Returns the numbers that this rank
-    /// received, `recv_counts[r]` from each rank r, in rank order.
+    /// Sends `send_counts[r]` numbers of `send` to each rank r, and returns the received numbers.
+    /// Returns the numbers that this rank received, `recv_counts[r]` from each rank r, in rank
+    /// order.
     fn all_to_all_u64(&self, recv_counts: &[usize], send: &[u64], send_counts: &[usize]) -> Result<Vec<u64>> {
         let to_bytes = |counts: &[usize]| counts.iter().map(|n| n * size_of::<u64>()).collect::<Vec<usize>>();
         let mut received = vec![0u64; recv_counts.iter().sum()];
@@ -144,8 +145,9 @@ pub trait Comm: Send + Sync {
     /// Blocks until every rank of the group has called `barrier`.
     fn barrier(&self) -> Result<()>;
 
-    /// Aborts the group for a reason that `reason` describes. Every waiting and later call on every
-    /// reachable rank returns [`crate::CommError::Aborted`]. Callable from any thread.
+    /// Aborts the group, and passes the text `reason` to every reachable rank. Every waiting and
+    /// later call on every reachable rank returns [`crate::CommError::Aborted`]. Callable from any
+    /// thread.
     fn abort(&self, reason: &str);
 
     /// Returns the reason of the group's abort, or `None` if this rank knows of no abort. Does not

@@ -47,9 +47,8 @@ pub fn create_group(world: usize) -> Vec<LocalComm> {
     create_group_with_timeout(world, DEFAULT_TIMEOUT)
 }
 
-/// Creates a group of `world` ranks in this process and returns their communicators, as
-/// [`create_group`] does. A collective fails on every rank if a peer does not enter it within
-/// `timeout`.
+/// Creates a group as [`create_group`] does, in which a collective fails on every rank if a peer
+/// does not enter it within `timeout`.
 pub fn create_group_with_timeout(world: usize, timeout: Duration) -> Vec<LocalComm> {
     assert!(
         (1..=crate::MAX_WORLD).contains(&world),

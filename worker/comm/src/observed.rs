@@ -7,13 +7,14 @@ use std::sync::Arc;
 /// Receives the calls of collectives of one rank. The functions must be fast, because the rank
 /// waits for them.
 pub trait CallObserver: Send + Sync {
-    /// The rank enters a collective.
+    /// Receives the kind of a collective when the rank enters it.
     fn on_enter(&self, kind: CollectiveKind);
-    /// The call of the collective that the rank has entered last has succeeded.
+    /// Receives the completion of the collective that the rank has entered last.
     fn on_return(&self);
 }
 
-/// A communicator that reports each collective to an observer, and then calls another communicator.
+/// A communicator that runs collectives on another communicator, and reports the start and the
+/// success of each to an observer.
 pub struct ObservedComm {
     inner: Arc<dyn Comm>,
     observer: Arc<dyn CallObserver>,
@@ -25,7 +26,8 @@ impl ObservedComm {
         ObservedComm { inner, observer }
     }
 
-    /// Runs the collective `call` on the inner communicator, between two reports.
+    /// Runs the collective `call` on the inner communicator, and reports its start and its success
+    /// to the observer.
     fn observe<T>(&self, kind: CollectiveKind, call: impl FnOnce(&dyn Comm) -> Result<T>) -> Result<T> {
         self.observer.on_enter(kind);
         let result = call(self.inner.as_ref())?;

@@ -93,9 +93,9 @@ impl NcclComm {
         Ok(())
     }
 
-    /// Enqueues an all-gather of parts of unequal lengths: copies this rank's part to its place in
-    /// `recv`, exchanges the elements by which the parts differ from equal parts, and gathers the
-    /// equal parts in place.
+    /// Enqueues an all-gather of parts of unequal lengths, as transfers between peers and an
+    /// all-gather of equal parts. Copies this rank's part to its place in `recv`, exchanges the
+    /// elements by which the parts differ from equal parts, and gathers the equal parts in place.
     ///
     /// No other memory is needed, and each rank copies only its own part. Padding each part to the
     /// longest one would need a second vector and a copy of the whole vector.
@@ -196,8 +196,8 @@ impl NcclComm {
         GroupPosition { rank: self.rank(), world: self.world() }
     }
 
-    /// Returns the call of a collective with its number. Fails if its arguments contradict each
-    /// other, or if an earlier collective has failed.
+    /// Checks the arguments of a collective, and returns its call with the next call number. Fails
+    /// if its arguments contradict each other, or if an earlier collective has failed.
     fn begin_call(&self, call: std::result::Result<CollectiveCall, ArgumentError>) -> Result<CollectiveCall> {
         let call = call.map_err(|error| CommError::InvalidArguments { rank: self.rank(), error })?;
         self.watchdog.number_call(call)
@@ -208,8 +208,8 @@ impl NcclComm {
         self.watchdog.watch(call, self.cuda.record_event());
     }
 
-    /// Runs a collective of the transport between host memories. If this rank's NCCL has failed,
-    /// returns that failure, because of which the transport was aborted.
+    /// Runs the collective `run` of the transport between host memories. If this rank's NCCL has
+    /// failed, returns that failure, because of which the transport was aborted.
     fn run_on_host<T>(&self, run: impl FnOnce(&StagedComm) -> Result<T>) -> Result<T> {
         self.watchdog.prefer_found_error(run(&self.host_comm))
     }

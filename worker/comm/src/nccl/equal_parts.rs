@@ -1,5 +1,5 @@
-//! [`EqualParts`]: how parts of unequal lengths are moved between ranks so that NCCL's all-gather
-//! and reduce-scatter, which need equal parts, can gather or sum them (pure).
+//! [`EqualParts`]: plans the transfers that turn parts of unequal lengths into equal parts, which
+//! NCCL's all-gather and reduce-scatter need.
 //!
 //! The gathered vector is divided into equal parts, one per rank, and a remainder that is shorter
 //! than [`PART_ALIGNMENT`] elements per rank. A rank first receives those elements of its equal
@@ -35,12 +35,12 @@ impl EqualParts {
         self.part_len
     }
 
-    /// Returns the elements that `rank` has before the all-gather.
+    /// Returns the range of elements that `rank` has before the all-gather.
     pub(super) fn owned(&self, rank: usize) -> Range<usize> {
         self.owned[rank].clone()
     }
 
-    /// Returns the elements after the equal parts.
+    /// Returns the range of elements after the equal parts.
     pub(super) fn remainder(&self) -> Range<usize> {
         self.owned.len() * self.part_len..self.owned.last().map_or(0, |owned| owned.end)
     }

@@ -80,8 +80,8 @@ impl Watchdog {
         Ok(Watchdog { shared, thread: Some(thread) })
     }
 
-    /// Returns `call` with its number among the collectives of this communicator. Fails with the
-    /// error that the watchdog has found, if it has found one.
+    /// Returns `call` with the next call number of this communicator. Fails with the error that the
+    /// watchdog has found, if it has found one.
     pub(super) fn number_call(&self, call: CollectiveCall) -> Result<CollectiveCall> {
         let mut calls = self.shared.lock_calls();
         if let Some(error) = &calls.error {
@@ -91,7 +91,8 @@ impl Watchdog {
         Ok(call.with_number(calls.count - 1))
     }
 
-    /// Watches `call`, which is complete when its stream reaches `done`.
+    /// Adds `call`, which is complete when its stream reaches the event `done`, to the watched
+    /// collectives.
     pub(super) fn watch(&self, call: CollectiveCall, done: Event) {
         let mut calls = self.shared.lock_calls();
         calls.forget_complete_calls();

@@ -50,8 +50,8 @@ pub(crate) struct JobRanks {
     pub(crate) world: usize,
 }
 
-/// What changes with each call of a communicator: the number of collectives and rounds that the
-/// rank has begun, and reusable memory.
+/// The state that changes with each call of a communicator: the number of collectives and rounds
+/// that the rank has begun, and reusable memory.
 pub(crate) struct ShmCallState {
     /// Number of collectives called so far.
     pub(super) calls: u64,

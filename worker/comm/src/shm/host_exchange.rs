@@ -207,9 +207,9 @@ impl ShmComm {
     }
 }
 
-/// Divides one chunk of a byte stream into contiguous ranges of memory. The stream consists of
-/// `ranges`, one after another, and the chunk is its `len` bytes starting at `offset`. Calls
-/// `visit(position in the chunk, range)` for each contiguous range of the chunk.
+/// Calls `visit(position in the chunk, range)` for each contiguous range of memory in a chunk of a
+/// byte stream. The stream consists of `ranges`, one after another, and the chunk is its `len`
+/// bytes starting at `offset`.
 fn visit_ranges(
     ranges: &[Range<usize>],
     offset: usize,

@@ -287,9 +287,9 @@ fn round_up_to_cache_line(n: usize) -> usize {
     n.next_multiple_of(CACHE_LINE_ELEMENTS)
 }
 
-/// Divides the vectors of all ranks, in the order (rank, index), into consecutive parts. Each part
-/// makes no rank collect more than `max_elements`. A vector that exceeds the limit is a part by
-/// itself.
+/// Divides the vectors of all ranks, in the order (rank, index), into consecutive windows, which
+/// are exchanged one after another. Each part makes no rank collect more than `max_elements`. A
+/// vector that exceeds the limit is a part by itself.
 pub(crate) fn partition_into_windows(
     partial_counts: &[usize],
     counts: &[usize],

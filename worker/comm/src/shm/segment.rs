@@ -364,8 +364,8 @@ fn ensure_file_size(fd: BorrowedFd<'_>, size: usize) -> Result<()> {
     Ok(())
 }
 
-/// Makes it impossible for any process to shrink the shared file, which would end the ranks with
-/// SIGBUS. The file can still grow.
+/// Prevents every process from shrinking the shared file, which would end the ranks with SIGBUS.
+/// The file can still grow.
 fn seal_against_shrinking(fd: BorrowedFd<'_>) -> Result<()> {
     let failed = |errno| SharedMemoryError::Os { operation: "seal", bytes: 0, errno };
     fcntl(fd, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK)).map_err(failed)?;
@@ -386,8 +386,8 @@ fn read_file_size(fd: BorrowedFd<'_>) -> Result<usize> {
     Ok(usize::try_from(stat.st_size).map_err(|_| failed(Errno::EINVAL))?)
 }
 
-/// Stores `value` in a word of the shared header if the word is still 0. Fails if a peer has stored
-/// another value, and names `field` in the error.
+/// Stores `value` in a word of the shared header, or checks that a peer has stored the same value.
+/// Fails if a peer has stored another value, and names `field` in the error.
 fn set_or_compare_word(
     word: &AtomicU64,
     value: u64,

@@ -57,8 +57,8 @@ pub(super) enum WaitError {
 }
 
 impl SegmentHeader {
-    /// Wakes every rank that sleeps in a wait for its peers, and changes the event count so that
-    /// ranks about to sleep do not.
+    /// Wakes every rank that sleeps in a wait for its peers, and changes the event count, so that a
+    /// rank that is about to sleep does not miss the event.
     pub(super) fn wake_sleepers(&self) {
         self.event_count.fetch_add(1, SeqCst);
         futex_wake(&self.event_count);

@@ -55,8 +55,8 @@ pub struct TcpComm {
     pub(super) monitor: Option<JoinHandle<()>>,
 }
 
-/// What changes with each call of a communicator: the number of collectives that the rank has
-/// begun, its connections, and reusable memory.
+/// The state that changes with each call of a communicator: the number of collectives that the rank
+/// has begun, its connections, and reusable memory.
 pub(super) struct TcpCallState {
     /// Number of collectives called so far.
     pub(super) calls: u64,

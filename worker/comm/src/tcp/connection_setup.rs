@@ -316,8 +316,8 @@ impl PendingQuotas {
         self.0.get(&source).map_or((None, MAX_PENDING_UNKNOWN), |quota| (Some(source), *quota))
     }
 
-    /// Adds `connection` to the queue `pending`. If its source address now has more pending
-    /// connections than its quota, closes the oldest of them.
+    /// Adds `connection` to the queue `pending`, and closes the oldest connection of its source
+    /// address if that address now exceeds its quota.
     fn add(&self, connection: PendingConnection, pending: &mut VecDeque<PendingConnection>) {
         let (source, quota) = self.find(connection.source);
         let is_counted = |other: &PendingConnection| self.find(other.source).0 == source;

@@ -10,11 +10,12 @@ const MAX_REASON_BYTES: usize = 1024;
 const HEADER_BYTES: usize = 3;
 /// The size of the longest frame in bytes.
 pub(super) const MAX_FRAME_BYTES: usize = HEADER_BYTES + MAX_REASON_BYTES;
-/// The number of a frame without a body, which shows that the sending rank is alive.
+/// The kind number of a heartbeat, a frame without a body that shows that the sending rank is
+/// alive.
 const HEARTBEAT: u8 = 1;
-/// The number of a frame whose body is an encoded abort reason.
+/// The kind number of an abort, a frame whose body is an encoded abort reason.
 const ABORT: u8 = 2;
-/// The number of a frame that a rank sends before it leaves its group cleanly.
+/// The kind number of a farewell, a frame that a rank sends before it leaves its group cleanly.
 const FAREWELL: u8 = 3;
 
 /// A frame of a control connection.

@@ -5,13 +5,13 @@ use std::{net::TcpStream, os::fd::AsRawFd, time::Duration};
 /// The largest number of connections of a rank that are measured. A measurement takes about a
 /// microsecond per connection.
 const MAX_MEASURED_LINKS: usize = 64;
-/// The size of the part of the kernel's `struct tcp_info` that is read.
+/// The number of bytes that are read from the start of the kernel's `struct tcp_info`.
 const INFO_BYTES: usize = 184;
-/// The offset of `tcpi_data_segs_out` in `struct tcp_info` (linux/tcp.h).
+/// The byte offset of `tcpi_data_segs_out` in `struct tcp_info` (linux/tcp.h).
 const DATA_SEGMENTS_AT: usize = 156;
-/// The offset of `tcpi_busy_time`.
+/// The byte offset of `tcpi_busy_time` in `struct tcp_info` (linux/tcp.h).
 const BUSY_AT: usize = 168;
-/// The offset of `tcpi_rwnd_limited`.
+/// The byte offset of `tcpi_rwnd_limited` in `struct tcp_info` (linux/tcp.h).
 const WINDOW_LIMITED_AT: usize = 176;
 
 /// The counters of a connection since it was opened.
@@ -33,9 +33,9 @@ pub(super) struct LinkClock {
 }
 
 impl LinkClock {
-    /// Measures the time since the previous call for which data was on its way. `streams` has the
-    /// rank and the stream of each connection. Returns `None` if nothing was sent, or if the kernel
-    /// does not measure the time.
+    /// Measures for how long data of this rank was on its way on its fastest and its slowest
+    /// connection since the previous call. `streams` has the rank and the stream of each
+    /// connection. Returns `None` if nothing was sent, or if the kernel does not measure the time.
     pub(super) fn take_delays<'s>(
         &mut self,
         streams: impl Iterator<Item = (usize, &'s TcpStream)>,
@@ -64,7 +64,8 @@ impl LinkClock {
     }
 }
 
-/// Reads the counters of a connection. Returns `None` if the kernel does not have them.
+/// Reads the kernel's counters of a TCP connection. Returns `None` if the kernel does not have
+/// them.
 fn read_counters(stream: &TcpStream) -> Option<LinkCounters> {
     let mut info = [0u8; INFO_BYTES];
     let mut length = INFO_BYTES as libc::socklen_t;

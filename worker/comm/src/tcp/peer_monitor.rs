@@ -26,16 +26,16 @@ use std::{
 const SHM_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// The longest time for which a leaving rank waits for its peers to read its farewell.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
-/// The longest such wait in an aborted group, whose ranks no longer depend on a farewell. A lost
-/// host never closes its connections.
+/// The longest time for which a rank that leaves an aborted group waits for its peers to read its
+/// farewell. A lost host never closes its connections.
 const ABORTED_LEAVE_TIMEOUT: Duration = Duration::from_millis(100);
 /// How long a rank waits for a farewell or an abort after the peer's data connection has ended.
 const FAREWELL_DELAY: Duration = Duration::from_millis(200);
 /// The number of heartbeats that are sent within the silence timeout.
 const HEARTBEATS_PER_TIMEOUT: u32 = 5;
 
-/// One rank's knowledge of its group's health: whether the group was aborted, which ranks have
-/// left, and when bytes of each peer last arrived. All threads of the rank share it.
+/// One rank's knowledge of its group: whether the group was aborted, which ranks have left, and
+/// when bytes of each peer last arrived. All threads of the rank share it.
 pub(super) struct GroupHealth {
     rank: usize,
     start: Instant,

@@ -338,8 +338,8 @@ pub(crate) fn check_all_gather_bytes(comm: &dyn Comm, id: u64, lens: &[usize]) -
     Ok(())
 }
 
-/// Checks that every rank reads the values that each rank wrote to memory that they share (a shared
-/// window), also after pages were released and after the values were replaced.
+/// Checks that every rank reads from a shared window the values that each rank wrote, also after
+/// pages were released and the values were replaced.
 pub(crate) fn check_shared_window(comm: &dyn Comm, id: u64, counts: &[usize]) -> Result<(), CheckFailure> {
     let Some(mut window) =
         comm.shared_window(Dtype::F32, counts).map_err(to_named_failure("shared_window"))?
