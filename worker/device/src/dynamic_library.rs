@@ -1,6 +1,6 @@
-//! [`dynamic_library!`](macro@crate::dynamic_library): declares the functions of a C library that
-//! is opened at run time. The compiler compares their signatures with the signatures in the crate
-//! `cudarc`.
+//! Declares the functions of a C library that is opened at run time
+//! ([`dynamic_library!`](macro@crate::dynamic_library)). The compiler compares their signatures
+//! with the signatures in the crate `cudarc`.
 
 /// Name of a function that an opened library lacks, because the library is too old.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

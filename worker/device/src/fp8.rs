@@ -1,5 +1,5 @@
-//! [`Fp8Format`]: conversion between `f32` and 8-bit floating-point numbers, and the scale of a
-//! matrix in fp8.
+//! Conversion between `f32` and 8-bit floating-point numbers, and the scale of a matrix in fp8
+//! ([`Fp8Format`]).
 //!
 //! Bits and rounding are those of torch's `float8_e4m3fn` and `float8_e5m2` (tests/golden/fp8),
 //! with one exception: values too large for E4M3 become NaN here, and 448 in torch.

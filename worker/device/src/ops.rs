@@ -1,5 +1,5 @@
-//! [`Ops`]: the operations of which models and optimizers consist, as traits that each backend
-//! implements. Each group of ops is a trait. The method for the backward pass of an op follows the
+//! The operations of which models and optimizers consist, as traits that each backend implements
+//! ([`Ops`]). Each group of ops is a trait. The method for the backward pass of an op follows the
 //! method for its forward pass.
 //!
 //! Matrices are row-major, and `y[m, n]` denotes a matrix of `m` rows and `n` columns. Weights have

@@ -1,5 +1,5 @@
-//! Philox4x32-10, a random generator that computes numbers from a counter (Salmon et al., "Parallel
-//! random numbers: as easy as 1, 2, 3", 2011). `kernels/common.cuh` implements it for GPUs.
+//! Philox4x32-10 (Salmon et al., 2011), a random generator that computes numbers from a counter.
+//! `kernels/common.cuh` implements it for GPUs.
 //!
 //! A random number is a function of key and counter, so it does not depend on the order in which
 //! elements are processed.

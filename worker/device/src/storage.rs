@@ -1,4 +1,4 @@
-//! [`Storage`]: the memory in which a backend computes, and copies between it and host memory.
+//! The memory in which a backend computes, and copies between it and host memory ([`Storage`]).
 use crate::buffer::{Buf, Dtype, View, ViewMut};
 use diagnostic::Diagnostic;
 use std::{any::Any, fmt, ops::Range, sync::Arc, time::Duration};
@@ -66,7 +66,7 @@ pub trait Storage: Send + Sync {
     fn record_event(&self) -> Event {
         Event::default()
     }
-    /// Makes this thread's stream wait for an event. The time of the wait is added to the sum that
+    /// Makes this thread's stream wait for an event, and adds the time of the wait to the sum that
     /// [`Storage::take_stall_seconds`] returns.
     fn wait_event_timed(&self, event: &Event) {
         event.make_stream_wait();

@@ -1,4 +1,4 @@
-//! [`Backends`]: runs an operation on the CPU and on the GPU, and compares the resulting buffers.
+//! Runs an operation on the CPU and on the GPU, and compares the resulting buffers ([`Backends`]).
 use super::error::ConformanceError;
 use crate::ops::{Ops, VectorOps, WriteMode};
 use crate::{Buf, Cpu, Cuda, Dtype, View, ViewMut, storage::Storage};
@@ -23,24 +23,24 @@ impl std::ops::AddAssign for MaxErrors {
     }
 }
 
-/// Result of one conformance case: its largest errors, or its failure.
+/// Result of comparing an op on the GPU with the CPU on one shape: the largest errors, or the
+/// failure.
 pub(super) type CaseResult = Result<MaxErrors, ConformanceError>;
 
-/// The values with which a conformance case fills one input or output buffer before the op runs.
+/// The values with which one input or output buffer is filled on both backends before an op runs.
 pub(super) struct CaseBuffer {
     values: Vec<f32>,
     /// True if the buffer has the element type under test. False if the buffer is always `f32`.
     varies_type: bool,
 }
 
-/// Describes a buffer of a conformance case whose element type is the one under test, such as
-/// activations or weights.
+/// Describes a buffer whose elements have the type under test, such as activations or weights.
 pub(super) fn make_typed_buffer(values: Vec<f32>) -> CaseBuffer {
     CaseBuffer { values, varies_type: true }
 }
 
-/// Describes a buffer of a conformance case that is `f32` whatever element type is under test, such
-/// as statistics, weight gradients or optimizer states.
+/// Describes a buffer that is always `f32`, whichever element type is under test, such as
+/// statistics, weight gradients or optimizer states.
 pub(super) fn make_f32_buffer(values: Vec<f32>) -> CaseBuffer {
     CaseBuffer { values, varies_type: false }
 }
@@ -72,7 +72,7 @@ impl OffsetBuf {
     }
 }
 
-/// The CPU and GPU backends that a conformance case compares, with the element types, offsets and
+/// The CPU and GPU backends whose results are compared, with the element types, offsets and
 /// tolerances that are tested.
 pub(super) struct Backends<'a> {
     pub(super) cpu: Cpu,
@@ -83,9 +83,9 @@ pub(super) struct Backends<'a> {
 }
 
 impl Backends<'_> {
-    /// Runs the operations of a conformance case on both backends and then compares all buffers.
-    /// The CPU computes in `f32` on values that were rounded to the GPU's element type. `case`
-    /// names the case in errors.
+    /// Runs operations on the CPU and on the GPU, and then compares all buffers. The CPU computes
+    /// in `f32` on values that were rounded to the GPU's element type. `case` names the case in
+    /// errors.
     pub(super) fn compare<const N: usize>(
         &self,
         case: &str,

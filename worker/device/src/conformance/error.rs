@@ -1,4 +1,5 @@
-//! [`ConformanceError`]: how the result of an operation on a GPU differs from the CPU's result.
+//! Describes how the result of an operation on a GPU differs from the CPU's result
+//! ([`ConformanceError`]).
 use crate::fp8::Fp8Format;
 use crate::ops::{RouterShape, StochasticRounding};
 use crate::storage::DeviceError;

@@ -1,5 +1,5 @@
-//! Conformance cases of experts: the router, ops on the rows of tokens, and grouped matmuls on one
-//! shape, compared with the CPU.
+//! Compares the router, ops on the rows of tokens, and grouped matmuls of a mixture-of-experts
+//! layer on the GPU with the CPU, on one shape.
 use super::comparison::{Backends, CaseResult, CaseRng, make_f32_buffer, make_nan_values, make_typed_buffer};
 use super::error::ConformanceError;
 use crate::ops::{RouterBackwardInputs, RouterShape, RowGroup, WriteMode};

@@ -1,9 +1,10 @@
-//! Conformance cases with fixed shapes, which are chosen to reach the special cases of GPU kernels.
+//! Compares ops on the GPU with the CPU on fixed shapes, which are chosen to reach the special
+//! cases of GPU kernels.
 use super::comparison::{Backends, CaseResult};
 use super::{cases, expert_cases};
 use crate::ops::{AttentionShape, ClassifierShape};
 
-/// A conformance case with a fixed shape, for one op or family of ops.
+/// A fixed shape on which one op or family of ops on the GPU is compared with the CPU.
 pub(super) enum FixedCase {
     /// RMSNorm, LayerNorm and bias of `m` rows of `d` elements.
     Norms { m: usize, d: usize },
@@ -61,7 +62,7 @@ impl FixedCase {
     }
 }
 
-/// Returns an iterator that runs the conformance cases of fixed shapes, one case for each item.
+/// Returns an iterator that compares the GPU with the CPU, on one fixed shape for each item.
 pub(super) fn compare_fixed_cases(backends: &Backends) -> impl Iterator<Item = CaseResult> {
     let cases = list_boundary_cases(backends)
         .into_iter()

@@ -1,5 +1,4 @@
-//! Conformance cases of fp8: matmuls, and the rounding of operands, which must equal the CPU's bit
-//! by bit.
+//! Compares fp8 matmuls on the GPU with the CPU, and the rounding of their operands bit by bit.
 use super::comparison::{
     Backends, CaseResult, CaseRng, MaxErrors, make_f32_buffer, make_nan_values, make_typed_buffer,
 };

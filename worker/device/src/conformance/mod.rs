@@ -32,8 +32,8 @@ pub struct FamilyReport {
     pub failure: Option<ConformanceError>,
 }
 
-/// The settings in which each conformance case runs: element type, offset of the buffers in their
-/// allocations (in elements), and tolerated relative error.
+/// The settings in which each op on the GPU is compared with the CPU: element type, offset of the
+/// buffers in their allocations (in elements), and tolerated relative error.
 ///
 /// The errors stem from rounding: operands are rounded once before an operation, and results once
 /// after the operation. Values that the forward pass keeps for the backward pass are also rounded

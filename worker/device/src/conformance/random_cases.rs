@@ -1,4 +1,4 @@
-//! Conformance cases of random shapes: one function for each family of ops.
+//! Compares each family of ops on the GPU with the CPU, on random shapes.
 use super::comparison::{Backends, CaseResult, CaseRng};
 use super::{cases, expert_cases, fp8_cases};
 use crate::ops::{AttentionShape, ClassifierShape};

@@ -1,4 +1,5 @@
-//! Conformance cases with the shapes of real models, and with tensors of more than 2³¹ bytes.
+//! Compares ops on the GPU with the CPU on shapes of real models, and on tensors of more than 2³¹
+//! bytes.
 use super::comparison::{
     Backends, CaseResult, CaseRng, MaxErrors, OffsetBuf, compute_relative_error, make_nan_values,
 };
@@ -9,7 +10,8 @@ use crate::ops::{AdamWHyperparams, AttentionShape, ClassifierShape, Ops, VectorO
 use crate::storage::Storage;
 use crate::{Buf, Cuda, Dtype};
 
-/// The names of the cases with realistic shapes. The number of a case is its position.
+/// The names of the shapes of real models on which the GPU is compared with the CPU. The number of
+/// a case is its position.
 pub(super) const NAMES: [&str; 13] = [
     "matmul 4096 × 2048 × 2048",
     "norms 4096 × 4096",
@@ -26,9 +28,9 @@ pub(super) const NAMES: [&str; 13] = [
     "tensors over 2³¹ bytes",
 ];
 
-/// Compares case number `number` of [`NAMES`] on the GPU with the CPU. Sizes are divided by
-/// `divisor`, which is above 1 for slow GPUs. Returns `None` if the GPU does not support the
-/// operations.
+/// Compares the operations of the realistic shape with index `number` in [`NAMES`] on the GPU with
+/// the CPU. Sizes are divided by `divisor`, which is above 1 for slow GPUs. Returns `None` if the
+/// GPU does not support the operations.
 pub(super) fn compare_case(backends: &Backends, number: usize, divisor: usize) -> Option<CaseResult> {
     // multiples of 16, which fp8 and the kernels for aligned rows require
     let size = |n: usize| (n / divisor).next_multiple_of(16);
@@ -64,7 +66,7 @@ pub(super) fn compare_case(backends: &Backends, number: usize, divisor: usize) -
 /// The number of rows at the end of a large tensor that are compared.
 const TAIL_ROWS: usize = 8;
 
-/// A tensor of a case with large tensors.
+/// The element type, row length and role of a tensor in a comparison of ops on more than 2³¹ bytes.
 struct LargeTensor {
     dtype: Dtype,
     /// The number of elements of a row.
@@ -174,7 +176,8 @@ fn compare_tails<const N: usize>(
     Ok(errors)
 }
 
-/// Allocates a tensor of `rows` rows in GPU memory: zeros, and the values `tail` at its end.
+/// Allocates a tensor of `rows` rows of zeros in GPU memory, and writes the values `tail` to its
+/// end.
 fn fill_tail(
     cuda: &Cuda,
     tensor: &LargeTensor,

@@ -1,5 +1,5 @@
-//! Activation functions: GELU (Hendrycks and Gimpel, 2016) in its tanh approximation, and the gated
-//! linear units SwiGLU and GeGLU (Shazeer, 2020).
+//! GELU (Hendrycks and Gimpel, 2016) in its tanh approximation, and the gated linear units SwiGLU
+//! and GeGLU (Shazeer, 2020), on the CPU.
 use super::backend::Cpu;
 use super::elements::InputElements;
 use super::instruction_set::multiversion;
@@ -20,8 +20,8 @@ enum Activation {
 }
 
 impl Activation {
-    /// Returns how expensive it is to compute this function for one element, as a multiple of the
-    /// cost of copying an element.
+    /// Returns the cost of computing this function for one element, as a multiple of the cost of
+    /// copying an element.
     fn cost(self) -> usize {
         match self {
             Activation::Silu => 4,

@@ -201,7 +201,7 @@ fn divide_by_sum<S: Simd>(s: S, o: &mut [f32], out: &[f32], total: f32) {
     }
 }
 
-/// Which queries and keys a block of attention scores belongs to, for masking and dropout.
+/// The positions of the queries and keys of a block of attention scores, for masking and dropout.
 struct TileMask<'a> {
     /// Position of the strip's first query.
     q0: usize,

@@ -1,4 +1,4 @@
-//! [`HeadDropout`]: dropout of the attention probabilities of one head.
+//! Dropout of the attention probabilities of one head on the CPU ([`HeadDropout`]).
 //!
 //! The factors of one query and one tile of keys are not stored. The forward and the backward pass
 //! recompute them.
@@ -57,7 +57,7 @@ impl HeadDropout {
     }
 }
 
-/// Multiplies elementwise: `row *= factors`.
+/// Multiplies a row elementwise by factors: `row *= factors`.
 #[inline(always)]
 pub(crate) fn multiply_row<S: Simd>(s: S, row: &mut [f32], factors: &[f32; KEY_TILE]) {
     for j in (0..row.len()).step_by(LANES) {

@@ -1,4 +1,4 @@
-//! [`AttentionLayout`]: the sizes of an attention op. Also functions that copy heads and mask
+//! The sizes of an attention op ([`AttentionLayout`]), and functions that copy heads and mask
 //! scores, for the forward and the backward pass.
 use super::attention_dropout::KEY_TILE;
 use super::elements::{Element, InputElements, with_elements};
@@ -8,8 +8,8 @@ use std::ops::Range;
 
 /// Number of queries in a tile, the block of queries that attention processes at a time.
 pub(crate) const QUERY_TILE: usize = 64;
-/// Number of elements after the end of a scratch matrix that the micro-kernel may read, if the
-/// number of rows is not a multiple of the rows that it computes at a time.
+/// Number of elements past the end of a scratch matrix that the micro-kernel may read, because it
+/// always computes a fixed number of rows.
 pub(crate) const READ_SLACK: usize = 16;
 /// Maximum number of rows of the tile of a matmul that is computed in registers, on any instruction
 /// set.
@@ -74,7 +74,8 @@ impl AttentionLayout {
     }
 }
 
-/// Some consecutive rows of one head, which is a part of the columns of a wider matrix such as qkv.
+/// Consecutive rows of one attention head, whose elements are some columns of a wider matrix such
+/// as qkv.
 #[derive(Clone, Copy)]
 pub(crate) struct HeadSlice<'a> {
     /// The elements of the whole matrix.
@@ -166,7 +167,7 @@ pub(crate) fn find_visible_keys(q: usize, start: u32, k0: usize) -> Range<usize>
     (start as usize).clamp(k0, k0 + end) - k0..end
 }
 
-/// Applies the softcap in place: a score `s` becomes `cap·tanh(s / cap)`.
+/// Applies the softcap to attention scores in place: a score `s` becomes `cap·tanh(s / cap)`.
 #[inline(always)]
 pub(crate) fn softcap_scores<S: Simd>(s: S, scores: &mut [f32], cap: f32) {
     let (cap, inverse) = (s.splat(cap), s.splat(1.0 / cap));

@@ -1,11 +1,11 @@
-//! [`Cpu`]: the CPU backend, with its threads and scratch memory.
+//! The CPU backend ([`Cpu`]) with its threads and scratch memory.
 use super::instruction_set::InstructionSet;
 use super::scratch::ScratchPool;
 use super::thread_pool::ThreadPool;
 use crate::ops::Ops;
 use std::ops::Range;
 
-/// The CPU backend: computes ops on host memory with several threads.
+/// The CPU backend, which computes ops on host memory with several threads.
 pub struct Cpu {
     pub(super) instruction_set: InstructionSet,
     pub(super) pool: ThreadPool,

@@ -1,4 +1,4 @@
-//! Bias: a vector that is added to every row, and its gradient.
+//! Adds a bias vector to every row of a matrix, and computes the gradient of the bias, on the CPU.
 //!
 //! The gradient is summed over chunks of rows, and the chunks' sums are added in order.
 use super::backend::Cpu;

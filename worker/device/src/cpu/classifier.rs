@@ -17,14 +17,13 @@ use crate::buffer::{View, ViewMut};
 use crate::ops::{ClassifierGrads, ClassifierOps, ClassifierShape, IGNORE_LABEL, WriteMode};
 use std::ops::Range;
 
-/// Maximum number of logits that are in memory at a time, unless a chunk has the minimum number of
-/// rows. The number of rows of a chunk depends on the vocabulary alone.
+/// Maximum number of logits in memory at a time, except that at least [`MIN_CHUNK_ROWS`] rows are
+/// processed at a time. The number of rows of a chunk depends on the vocabulary alone.
 const MAX_CHUNK_LOGITS: usize = 4 << 20;
-/// Maximum number of rows of a chunk, the rows whose logits are in memory at a time.
+/// Maximum number of rows whose logits are in memory at a time (a chunk of rows).
 const MAX_CHUNK_ROWS: usize = 512;
-/// Minimum number of rows of a chunk, the rows whose logits are in memory at a time. Fewer rows
-/// would be too slow, because each chunk packs `w` twice, and reads and writes the whole gradient
-/// of `w`.
+/// Minimum number of rows whose logits are in memory at a time (a chunk of rows). Fewer rows would
+/// be too slow, because each chunk packs `w` twice, and reads and writes the whole gradient of `w`.
 const MIN_CHUNK_ROWS: usize = 256;
 /// Number of columns of the logits that are processed at a time, so that they stay in the cache.
 const VOCAB_BLOCK: usize = 512;

@@ -1,4 +1,4 @@
-//! [`DisjointSlices`]: a slice of which several tasks write disjoint ranges at the same time.
+//! A slice of which several tasks write disjoint ranges at the same time ([`DisjointSlices`]).
 use std::{marker::PhantomData, ops::Range};
 
 /// A slice whose disjoint ranges are written by different tasks at the same time.

@@ -1,5 +1,5 @@
-//! [`InputElements`] and [`OutputElements`]: the inputs and outputs of ops on the CPU, with any
-//! element type.
+//! The inputs and outputs of ops on the CPU, with any element type ([`InputElements`] and
+//! [`OutputElements`]).
 //!
 //! Ops compute in `f32` and round each result once, to nearest, ties to even. A task converts the
 //! range that it needs. For `f32` elements, this is the slice itself. For 16-bit elements, it is a
@@ -366,9 +366,10 @@ impl<'a> OutputElements<'a> {
         }
     }
 
-    /// Runs `work` on the elements with indices in `r` as `f32`. `work` may use all threads. If the
-    /// elements are 16-bit, `work` gets an `f32` copy, which is then rounded to the output. The
-    /// copy has arbitrary content unless `prior` is [`PriorContents::Read`].
+    /// Runs `work` on the elements with indices in `r` as `f32`, and rounds the results to the type
+    /// of the output. `work` may use all threads. If the elements are 16-bit, `work` gets an `f32`
+    /// copy, which is then rounded to the output. The copy has arbitrary content unless `prior` is
+    /// [`PriorContents::Read`].
     ///
     /// # Safety
     ///

@@ -1,4 +1,4 @@
-//! Token embedding on the CPU: looks up rows of the weight, and adds the gradients of the looked-up
+//! Token embedding on the CPU, which looks up rows of the weight and adds the gradients of these
 //! rows.
 use super::backend::Cpu;
 use super::disjoint_slices::DisjointSlices;

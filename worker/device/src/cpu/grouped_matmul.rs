@@ -1,4 +1,4 @@
-//! Grouped matmul: each group of rows is multiplied by a separate matrix, such as the tokens of an
+//! Multiplies each group of rows by a separate matrix (grouped matmul), such as the tokens of an
 //! expert by the expert's weight.
 //!
 //! Every group is a separate matmul, so its result does not depend on the other groups. Each group
@@ -92,8 +92,7 @@ fn check_groups(groups: &[RowGroup], x_len: usize, k: usize, weights_len: usize,
     }
 }
 
-/// Calls `run` for each group. The calls are made in parallel, unless one group has most of the
-/// rows.
+/// Calls `run` for each group of rows, in parallel unless one group has most of the rows.
 fn for_each_group(cpu: &Cpu, groups: &[RowGroup], run: impl Fn(&RowGroup) + Sync) {
     let rows = groups.iter().map(|g| g.rows.len());
     let (total, largest) = (rows.clone().sum::<usize>(), rows.max().unwrap_or(0));

@@ -1,4 +1,5 @@
-//! [`InstructionSet`]: which vector instructions the kernels of the CPU backend use.
+//! Detects which vector instructions this machine has, and compiles the kernels of the CPU backend
+//! for each set of instructions ([`InstructionSet`]).
 #[cfg(target_arch = "x86_64")]
 use super::x86;
 

@@ -156,7 +156,7 @@ pub(crate) fn matmul_with_bias(
     unsafe { matmul_row_blocks(cpu, &c, 0, a, b, bias.as_deref(), shape) }
 }
 
-/// Computes the matmul [`matmul`], but writes the result to `c` starting at element `first`.
+/// Computes a matmul as [`matmul`] does, but writes the result to `c` starting at element `first`.
 ///
 /// # Safety
 ///
@@ -248,8 +248,8 @@ fn pack_shared_operand(
     });
 }
 
-/// One pass of a matmul: a range of the terms of each sum, and a range of the operand that is
-/// packed once for all tasks. A pass includes all rows or columns of the other operand.
+/// One pass of a matmul, which adds a range of the terms of each sum for a range of the operand
+/// that is packed once for all tasks. A pass includes all rows or columns of the other operand.
 struct MatmulPass<'a> {
     c: &'a DisjointSlices<'a, f32>,
     ldc: usize,
@@ -372,7 +372,7 @@ impl UnpackedOperands<'_> {
     }
 }
 
-/// From where a matmul task reads one operand: packed panels, or the operand itself.
+/// The memory from which a matmul task reads one operand: packed panels, or the operand itself.
 #[derive(Clone, Copy)]
 enum OperandSource<'a> {
     /// Packed panels of the block's rows or columns.

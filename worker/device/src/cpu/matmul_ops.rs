@@ -1,4 +1,5 @@
-//! Implementation of [`MatmulOps`] on the CPU: checks the arguments and computes the matmuls.
+//! Computes the matmuls of linear and Conv1D layers on the CPU, after checking the arguments
+//! ([`MatmulOps`]).
 use super::backend::Cpu;
 use super::matmul::{MatmulShape, matmul, matmul_with_bias};
 use super::packing::Operand;

@@ -1,5 +1,5 @@
-//! The matmul micro-kernel: computes a small tile of the result, a few rows × a few vectors, in
-//! registers.
+//! Computes a small tile of a matmul's result, a few rows × a few vectors, in registers (the
+//! micro-kernel).
 //!
 //! Each element of the result is one chain `acc = a·b + acc` over the depth in rising order, which
 //! starts from zero. The chain is then stored, or added to the previous element. The value depends

@@ -1,4 +1,4 @@
-//! The CPU backend: implements all ops with several threads and vector instructions.
+//! The CPU backend, which implements all ops with several threads and vector instructions.
 //!
 //! The instruction set and the number of threads are chosen at run time. They do not change any bit
 //! of a result, with one exception: an instruction set without fused multiply-add rounds

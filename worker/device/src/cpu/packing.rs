@@ -1,4 +1,4 @@
-//! Packing: copies operands of a matmul in the order in which the micro-kernel reads them.
+//! Copies operands of a matmul in the order in which the micro-kernel reads them (packing).
 //!
 //! A packed panel has `panel_width` rows of the left operand, or columns of the right operand.
 //! Element `i` of the panel at depth `p` is at `panel[p·panel_width + i]`.

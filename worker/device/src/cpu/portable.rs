@@ -1,5 +1,5 @@
-//! [`Portable`]: implements vectors of 16 lanes with arrays, for machines without a supported
-//! instruction set.
+//! Implements vectors of 16 lanes with arrays, for machines without a supported instruction set
+//! ([`Portable`]).
 use super::micro_kernel;
 use super::simd::{LANES, MicroTile, Simd};
 

@@ -79,8 +79,8 @@ fn select_experts(chosen: &mut [u32], probs: &[f32]) {
     }
 }
 
-/// Adds to `dprobs`, the gradient of the router's probabilities, the gradient that flows through
-/// the weights of the selected experts.
+/// Adds the gradient that flows back through the weights of the selected experts to `dprobs`, the
+/// gradient of the router's probabilities.
 fn add_weight_gradients(
     dprobs: &mut [f32],
     dweights: &[f32],

@@ -1,4 +1,4 @@
-//! [`RowOutputs`]: the outputs of an op, whose rows parallel tasks write.
+//! The outputs of an op, whose rows parallel tasks write ([`RowOutputs`]).
 use super::backend::Cpu;
 use super::disjoint_slices::DisjointSlices;
 use super::elements::{F32Output, OutputElements, PriorContents};
@@ -89,8 +89,8 @@ impl<A: RowOutputs, B: RowOutputs, C: RowOutputs> RowOutputs for (A, B, C) {
 }
 
 impl Cpu {
-    /// Divides the output `y` into rows of `width` elements, which tasks overwrite or add to as
-    /// `write` states.
+    /// Divides the output `y` into rows of `width` elements, which tasks overwrite or add to,
+    /// depending on `write`.
     pub(super) fn written_rows<'a>(
         &'a self,
         y: ViewMut<'a>,

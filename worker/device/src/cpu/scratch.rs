@@ -1,4 +1,4 @@
-//! [`ScratchPool`]: temporary memory for ops on the CPU, which later ops reuse.
+//! Temporary memory for ops on the CPU, which later ops reuse ([`ScratchPool`]).
 use crate::{buffer::Buf, huge_pages};
 use std::{
     ops::{Deref, DerefMut},
@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-/// The smallest scratch buffer whose size is rounded up to whole huge pages, in elements.
+/// Minimum length, in elements, of scratch buffers whose size is rounded up to whole huge pages.
 const HUGE_PAGE_MIN_LEN: usize = 64 << 10;
 
 /// Pool of `f32` buffers that ops on the CPU borrow as temporary memory.

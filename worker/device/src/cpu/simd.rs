@@ -1,4 +1,4 @@
-//! [`Simd`]: operations on a vector of 16 `f32` lanes, which each instruction set implements.
+//! Operations on a vector of 16 `f32` lanes, which each instruction set implements ([`Simd`]).
 //!
 //! The vector is one zmm register with AVX-512, two ymm registers with AVX2, and an array
 //! elsewhere.
@@ -87,9 +87,11 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn div(self, a: Self::V, b: Self::V) -> Self::V;
     /// Computes `√a` in each lane.
     fn sqrt(self, a: Self::V) -> Self::V;
-    /// Computes `a > b ? a : b` in each lane. The result is `b` where `a` or `b` is NaN.
+    /// Computes the larger of `a` and `b` in each lane, or `b` where `a` or `b` is NaN. The result
+    /// is `if a > b { a } else { b }`.
     fn max(self, a: Self::V, b: Self::V) -> Self::V;
-    /// Computes `a < b ? a : b` in each lane. The result is `b` where `a` or `b` is NaN.
+    /// Computes the smaller of `a` and `b` in each lane, or `b` where `a` or `b` is NaN. The result
+    /// is `if a < b { a } else { b }`.
     fn min(self, a: Self::V, b: Self::V) -> Self::V;
     /// Computes `a·b + c` in each lane, rounded once if the machine has a fused multiply-add.
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;

@@ -1,4 +1,4 @@
-//! [`ThreadPool`]: runs the tasks of an op on the threads of the CPU backend.
+//! Runs the tasks of an op on the threads of the CPU backend ([`ThreadPool`]).
 //!
 //! A task set is a function and the number of tasks for which the function is called. The calling
 //! thread and the helpers run tasks. A helper that wakes up after the last task has begun finds the
@@ -48,8 +48,8 @@ struct TaskSetSlot {
     panic: Option<Box<dyn Any + Send>>,
 }
 
-/// A unit of parallel work: a function, and the number of tasks for which it is called. Both
-/// pointers are valid while the task set is in the slot or a helper is active.
+/// A function, and the number of tasks for which the threads of a pool call it. Both pointers are
+/// valid while the task set is in the slot or a helper is active.
 #[derive(Clone, Copy)]
 struct TaskSet {
     run: *const (dyn Fn(usize) + Sync),

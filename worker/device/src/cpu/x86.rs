@@ -26,8 +26,8 @@ pub(crate) struct Avx512(());
 pub(crate) struct Avx2(());
 
 impl Avx512 {
-    /// Creates a value of this type, which stands for the right to use AVX-512, without checking
-    /// the machine.
+    /// Creates a value that permits the use of AVX-512, without checking whether the machine has
+    /// the instructions.
     ///
     /// # Safety
     ///
@@ -39,8 +39,8 @@ impl Avx512 {
 }
 
 impl Avx2 {
-    /// Creates a value of this type, which stands for the right to use AVX2, without checking the
-    /// machine.
+    /// Creates a value that permits the use of AVX2, without checking whether the machine has the
+    /// instructions.
     ///
     /// # Safety
     ///

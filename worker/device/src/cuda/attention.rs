@@ -199,8 +199,8 @@ impl BlockOrder {
     }
 }
 
-/// A kernel of flash_hopper.cu for heads of 64 or 128 elements, which are the two elements of each
-/// array.
+/// A kernel of flash_hopper.cu with a variant for heads of 64 elements and one for heads of 128,
+/// which are the two elements of each array.
 struct HopperKernel {
     names: [&'static CStr; 2],
     /// Number of warpgroups per block that own rows. Each owns 64 rows, and another one copies.

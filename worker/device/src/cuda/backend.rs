@@ -1,4 +1,4 @@
-//! [`Cuda`]: the backend for one GPU, and functions with which its ops allocate memory and enqueue
+//! The backend for one GPU ([`Cuda`]), and functions with which its ops allocate memory and enqueue
 //! work.
 use super::bindings::{Address, driver_sys::CUstream};
 use super::compile::{KernelModules, KernelSource, Nvrtc};
@@ -60,7 +60,7 @@ impl MemoryOwner for Gpu {
     }
 }
 
-/// Owner of a buffer without memory. Such a buffer replaces a buffer that could not be allocated.
+/// Owner of a buffer without memory, which replaces a buffer that could not be allocated.
 pub(super) struct NoMemory;
 
 impl MemoryOwner for NoMemory {
@@ -288,7 +288,7 @@ pub(super) fn choose_row_threads(width: usize) -> u32 {
     width.div_ceil(8).next_multiple_of(32).clamp(32, THREADS_PER_BLOCK) as u32
 }
 
-/// How much a kernel launch has to do, from which the numbers of blocks and threads follow.
+/// The amount of work of a kernel launch, which determines the numbers of blocks and threads.
 pub(super) enum Work {
     /// Work on this number of elements, of which each thread processes one at a time.
     Elements(usize),

@@ -1,5 +1,5 @@
-//! Bindings of CUDA's libraries: the functions that this program calls, looked up by name when a
-//! library is opened.
+//! Declares the functions of CUDA's libraries that this program calls, which are looked up by name
+//! when a library is opened.
 //!
 //! Types, constants and signatures are those of the crate `cudarc`, which generates them from the
 //! headers. The headers are those of the oldest supported versions: CUDA 12.0 and cuDNN 9.10.

@@ -1,19 +1,22 @@
-//! [`BlockCache`]: GPU memory for a GPU without memory pools. Freed blocks are kept and reused,
-//! because the driver's plain allocations wait for all work on the GPU.
+//! Keeps freed GPU memory for reuse on a GPU without memory pools ([`BlockCache`]), because the
+//! driver's plain allocations wait for all work on the GPU.
 use super::bindings::{Address, driver_sys::CUstream};
 use std::collections::{BTreeMap, HashMap};
 
-/// Blocks of at least this many bytes are multiples of [`LARGE_GRANULARITY`].
+/// Minimum size in bytes of large blocks, whose sizes are multiples of [`LARGE_GRANULARITY`].
 const LARGE_BLOCK: usize = 1 << 20;
-/// Granularity of small blocks in bytes.
+/// The size of a small block is a multiple of this number of bytes.
 const SMALL_GRANULARITY: usize = 512;
-/// Granularity of large blocks in bytes, which is the driver's own.
+/// The size of a large block is a multiple of this number of bytes, which is also the unit in which
+/// the driver allocates memory.
 const LARGE_GRANULARITY: usize = 2 << 20;
-/// A free block may be larger than a request by the request's size divided by this number.
+/// A free block is reused if it exceeds the requested size by at most that size divided by this
+/// number.
 const MAX_WASTE_DIVISOR: usize = 4;
 
-/// The blocks of GPU memory that were allocated one by one. A free block belongs to the stream in
-/// which it was freed, and is reused only there, so that the order of the stream protects it.
+/// The blocks of GPU memory that were allocated on a GPU without memory pools, in use or kept for
+/// reuse. A free block belongs to the stream in which it was freed, and is reused only there, so
+/// that the order of the stream protects it.
 #[derive(Default)]
 pub(super) struct BlockCache {
     /// Size in bytes of each block, free or in use.

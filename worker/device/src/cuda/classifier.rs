@@ -10,17 +10,17 @@ use crate::buffer::{Dtype, View, ViewMut};
 use crate::ops::{ClassifierGrads, ClassifierOps, ClassifierShape, WriteMode};
 use crate::storage::Storage;
 
-/// Maximum number of logits that are in memory at a time, unless a chunk has the minimum number of
-/// rows. Chunks are large because each chunk reads and writes the whole gradient of the matrix, and
-/// because matmuls are efficient with many rows.
+/// Maximum number of logits in memory at a time, except that at least [`MIN_CHUNK_ROWS`] rows are
+/// processed at a time. Chunks are large because each chunk reads and writes the whole gradient of
+/// the matrix, and because matmuls are efficient with many rows.
 const MAX_CHUNK_LOGITS: usize = 256 << 20;
-/// Minimum number of rows of a chunk, the rows whose logits are in memory at a time.
+/// Minimum number of rows whose logits are in memory at a time (a chunk of rows).
 const MIN_CHUNK_ROWS: usize = 1024;
 /// The length of each row of logits in memory is rounded up to a multiple of this number of
 /// elements. Matmuls are slow on rows that are not aligned to 16 bytes.
 const ROW_ALIGNMENT: usize = 64;
-/// Matmuls with 16-bit operands are several times slower if the size of the vocabulary is not a
-/// multiple of this number of elements (16 bytes).
+/// A vocabulary of 16-bit weights is padded if its size is not a multiple of this number of
+/// elements (16 bytes), because matmuls would be several times slower.
 const VOCABULARY_ALIGNMENT: usize = 8;
 /// With a padded vocabulary, the number of rows of a chunk is a multiple of this number.
 const CHUNK_ROW_ALIGNMENT: usize = 128;

@@ -32,8 +32,8 @@ const HOPPER: &str = "sm_90";
 const HOPPER_WITH_ALL_INSTRUCTIONS: &str = "sm_90a";
 
 impl KernelSource {
-    /// Returns the architecture for which this source is compiled for a GPU of the architecture
-    /// `gpu`, such as `sm_90`. Returns `None` if the GPU cannot run the kernels.
+    /// Returns the architecture for which NVRTC compiles this source if the GPU has the
+    /// architecture `gpu`, such as `sm_90`. Returns `None` if the GPU cannot run the kernels.
     pub(super) fn find_architecture<'a>(&self, gpu: &'a str) -> Option<&'a str> {
         match self.is_for_hopper {
             false => Some(gpu),
@@ -329,7 +329,8 @@ impl KernelModules {
         launched
     }
 
-    /// Returns the sources that NVRTC has compiled in this process, and the seconds that it needed.
+    /// Returns the kernel sources that NVRTC has compiled in this process, each with the seconds
+    /// that the compilation took.
     pub(super) fn compile_seconds(&self) -> Vec<(&'static str, f64)> {
         self.lock_compile_seconds().clone()
     }

@@ -1,4 +1,4 @@
-//! [`GpuContext`]: the CUDA context and streams of one open GPU, and calls that bypass the
+//! The CUDA context and streams of one open GPU ([`GpuContext`]), and calls that bypass the
 //! recording of CUDA graphs.
 use super::bindings::{
     Address, CaptureInfo, DriverApi, DriverGraphsApi,

@@ -1,4 +1,4 @@
-//! [`CudaError`]: errors of opening a GPU and its libraries, and of work on the GPU.
+//! Errors of opening a GPU and its libraries, and of work on the GPU ([`CudaError`]).
 use super::library::{CudaLibrary, RejectedLibrary};
 use crate::storage::DeviceError;
 use cudarc::{cublaslt::sys::cublasStatus_t, cudnn::sys::cudnnStatus_t, driver::sys::CUresult};
@@ -177,8 +177,8 @@ impl CudaError {
         *status == CUresult::CUDA_ERROR_OUT_OF_MEMORY as i32
     }
 
-    /// Returns this error with `name` in place of the name of the function that failed, such as a
-    /// name with the purpose of the call.
+    /// Returns this error with the name of the failed function replaced by `name`, which may also
+    /// state the purpose of the call.
     pub(super) fn with_function(mut self, name: impl Into<String>) -> Self {
         if let CudaError::Call { function, .. } = &mut self {
             *function = name.into();

@@ -1,4 +1,4 @@
-//! [`Gpu`]: one open GPU, and functions that enqueue calls on the current thread's stream.
+//! One open GPU ([`Gpu`]), and functions that enqueue calls on the current thread's stream.
 use super::bindings::{Address, driver_sys::CUstream};
 use super::context::{GPU_WORK, GpuContext};
 use super::error::Result;

@@ -1,5 +1,5 @@
-//! [`GpuState`]: clocks, temperature and power of a GPU as NVML reports them, and the attributes
-//! that the driver reports.
+//! Queries clocks, temperature and power of a GPU from NVML ([`GpuState`]), and attributes of the
+//! GPU from the driver.
 use super::backend::Cuda;
 use super::bindings::driver_sys::CUdevice_attribute;
 use super::error::{CudaError, Result};
@@ -12,10 +12,11 @@ use std::{
 
 /// File name of NVML, the management library that belongs to the driver.
 const NVML: &str = "libnvidia-ml.so.1";
-/// Numbers of NVML's clocks of the multiprocessors and of the memory, and of its temperature
-/// sensor.
+/// The number by which NVML identifies the clock of a GPU's multiprocessors.
 const NVML_CLOCK_SM: c_uint = 1;
+/// The number by which NVML identifies the clock of a GPU's memory.
 const NVML_CLOCK_MEMORY: c_uint = 2;
+/// The number by which NVML identifies a GPU's temperature sensor.
 const NVML_TEMPERATURE_GPU: c_uint = 0;
 /// NVML's reasons why clocks are lower than they could be, with their bits.
 const THROTTLE_REASONS: [(u64, &str); 9] = [
@@ -68,7 +69,9 @@ pub enum GpuStateError {
     Driver(#[from] CudaError),
 }
 
+/// A function of NVML that queries one number of a device.
 type GetUint = unsafe extern "C" fn(*mut c_void, *mut c_uint) -> c_int;
+/// A function of NVML that queries one number of a numbered part of a device, such as a clock.
 type GetNumbered = unsafe extern "C" fn(*mut c_void, c_uint, *mut c_uint) -> c_int;
 
 impl Cuda {

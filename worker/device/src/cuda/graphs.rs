@@ -1,5 +1,4 @@
-//! CUDA graphs: GPU calls are recorded in batches, and a batch that repeats is issued as one launch
-//! of a graph.
+//! Records GPU calls in batches, and issues a batch that repeats as one launch of a CUDA graph.
 //!
 //! With graphs on, kernels, matmuls, fills and copies within the GPU are recorded into a
 //! [`CallBatch`] instead of being issued. A batch ends at [`MAX_BATCH_CALLS`] calls, or at anything
@@ -45,7 +44,7 @@ const MAX_SEEN_HASHES: usize = 4096;
 /// Maximum number of batches of recorded calls that are kept in full, so that similar batches can
 /// be compared with them.
 const MAX_UNMATCHED_BATCHES: usize = 256;
-/// Maximum number of CUDA graphs that were evicted before their second launch. Beyond this limit,
+/// Maximum number of CUDA graphs that may be evicted before their second launch. Beyond this limit,
 /// no more graphs are created, because the batches do not repeat.
 const MAX_WASTED_GRAPHS: usize = 64;
 

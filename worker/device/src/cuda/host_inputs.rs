@@ -1,5 +1,5 @@
-//! [`HostInputCache`]: keeps integer inputs of kernels (tokens, labels, document starts) on the
-//! GPU, so that unchanged inputs are not uploaded again.
+//! Keeps integer inputs of kernels (tokens, labels, document starts) on the GPU, so that unchanged
+//! inputs are not uploaded again ([`HostInputCache`]).
 //!
 //! An input has a name and keeps its GPU address from one micro-batch to the next. Kernels that
 //! read the input are therefore launched with the same arguments each time, which CUDA graphs need.
@@ -12,11 +12,11 @@ use super::memory::DeviceMemory;
 use super::pinned_memory::PinnedRing;
 use std::{collections::HashMap, sync::Arc};
 
-/// Maximum number of copies on the GPU that are kept for inputs of one name and size. More than one
+/// Maximum number of inputs of one name and size of which copies are kept on the GPU. More than one
 /// copy is needed if layers alternate between inputs.
 const MAX_SLOTS_PER_INPUT: usize = 4;
-/// Number of consecutive uploads after which one more copy is kept, if each upload restores an
-/// input that the upload before has overwritten.
+/// Number of consecutive uploads, each of which restores the input that the previous one overwrote,
+/// after which one more copy is kept.
 const ALTERNATIONS_BEFORE_NEW_SLOT: u32 = 2;
 /// Minimum size in bytes of the GPU memory for one input. Sizes are powers of two.
 const MIN_SLOT_BYTES: usize = 256;

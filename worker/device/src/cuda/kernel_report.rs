@@ -1,5 +1,5 @@
-//! Reports what the compiler made of each kernel: registers, local and shared memory, and how many
-//! blocks of it a multiprocessor executes at once. Also reports the algorithms of matmuls.
+//! Reports the registers and the memory that each kernel uses, and how many of its blocks a
+//! multiprocessor executes at once. Also reports the algorithms of matmuls.
 use super::backend::Cuda;
 use super::bindings::driver_sys::CUfunction_attribute;
 use super::compile::list_kernel_names;
@@ -63,8 +63,8 @@ impl Cuda {
         self.cublas_lt.describe_plans()
     }
 
-    /// Returns the sources that this process has compiled, with the seconds that NVRTC needed.
-    /// Sources whose compiled kernels were cached are not listed.
+    /// Returns the kernel sources that this process has compiled, each with the seconds that NVRTC
+    /// needed. Sources whose compiled kernels were cached are not listed.
     pub fn kernel_compile_seconds(&self) -> Vec<(&'static str, f64)> {
         self.kernels.compile_seconds()
     }

@@ -1,5 +1,5 @@
-//! The launch log: the last calls that this process has enqueued on GPUs, in a file that another
-//! process can read after a crash or a hang of this one.
+//! Logs the last calls that this process has enqueued on GPUs in a file (the launch log), which
+//! another process can read after a crash or a hang of this one.
 //!
 //! The log is a ring of entries in memory that is mapped from the file. Enqueuing a call writes an
 //! entry of a few words, and nothing is formatted before the log is read.
@@ -19,18 +19,18 @@ use std::{
     },
 };
 
-/// The number of entries in the ring.
+/// The number of entries of the launch log, in which a new entry overwrites the oldest one.
 const ENTRIES: usize = 64;
-/// The number of 64-bit words of an entry.
+/// The number of 64-bit words of an entry of the launch log.
 const ENTRY_WORDS: usize = 64;
-/// The number of words of an entry that contain the name of the call.
+/// The number of 64-bit words of an entry of the launch log that contain the call's name.
 const NAME_WORDS: usize = 8;
-/// The index of the first word of the arguments in an entry. The words before are the number of the
-/// call, its name, and four words of the launch configuration.
+/// The index of the first word of a call's arguments in an entry of the launch log. The words
+/// before are the number of the call, its name, and four words of the launch configuration.
 const FIRST_ARGUMENT: usize = 1 + NAME_WORDS + 4;
-/// The number of words of arguments that an entry can contain.
+/// The number of 64-bit words of a call's arguments that an entry of the launch log can contain.
 const MAX_ARGUMENT_WORDS: usize = ENTRY_WORDS - FIRST_ARGUMENT;
-/// The size of the file in bytes.
+/// The size in bytes of the file of the launch log.
 const LOG_BYTES: usize = ENTRIES * ENTRY_WORDS * size_of::<u64>();
 
 /// The launch log of this process, once it has been opened.
@@ -53,14 +53,14 @@ pub fn log_launches_to(file: &File) -> io::Result<()> {
 }
 
 impl LaunchLog {
-    /// Returns the words of the ring.
+    /// Returns the 64-bit words of all entries of the launch log.
     fn words(&self) -> &[AtomicU64] {
         // SAFETY: the mapping has this size, is aligned to pages, and lives as long as self. It is
         // only accessed with atomic operations.
         unsafe { std::slice::from_raw_parts(self.memory.as_mut_ptr().cast(), ENTRIES * ENTRY_WORDS) }
     }
 
-    /// Writes an entry.
+    /// Writes an entry for one GPU call, in place of the oldest one.
     fn write(&self, name: &[u8], config: LaunchConfig, arguments: impl Iterator<Item = u64>) {
         let number = self.calls.fetch_add(1, Relaxed);
         let first = number as usize % ENTRIES * ENTRY_WORDS;
@@ -105,7 +105,8 @@ pub(super) fn log_kernel(name: &[u8], config: LaunchConfig, arguments: &[&dyn Ke
     log.write(name, config, words);
 }
 
-/// Logs another call than a kernel launch, such as a matmul, with the numbers that describe it.
+/// Logs a GPU call that is not a kernel launch, such as a matmul, with the numbers that describe
+/// the call.
 pub(super) fn log_call(name: &'static str, numbers: &[u64]) {
     if let Some(log) = LAUNCH_LOG.get() {
         let config = LaunchConfig { grid: [0; 3], block: [0; 3], shared: 0 };

@@ -1,5 +1,5 @@
-//! [`CudaLibrary`]: the CUDA libraries that are opened at run time, with their file names. Also the
-//! reasons for rejecting a library file.
+//! The CUDA libraries that are opened at run time ([`CudaLibrary`]), with their file names. Also
+//! the reasons for rejecting a library file.
 use std::{fmt, path::PathBuf};
 
 /// A library of CUDA that this program opens at run time.

@@ -16,7 +16,7 @@ pub fn check_driver_and_libraries(paths: &LibrarySearchPaths) -> Result<()> {
     Ok(())
 }
 
-/// Returns for each library that training on a GPU opens its name, and its version and path or the
+/// Returns the name of each library that training on a GPU opens, with its version and path or the
 /// error of opening it. cuDNN is optional.
 pub fn query_library_versions(paths: &LibrarySearchPaths) -> [(&'static str, Result<(String, PathBuf)>); 4] {
     let driver = properties::query_driver_version(paths);

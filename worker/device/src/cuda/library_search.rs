@@ -134,7 +134,7 @@ impl LibrarySearchPaths {
         })
     }
 
-    /// Returns the rejection of the library file at `path`, whose version is too new for the
+    /// Returns the library file at `path` as rejected, because its version is too new for the
     /// driver, or `None` if there is no such file.
     fn reject_newer(&self, path: PathBuf) -> Option<RejectedLibrary> {
         let driver_cuda_major = self.driver_cuda_major.filter(|_| path.exists())?;

@@ -40,7 +40,7 @@ pub const MATMUL_WORKSPACE_BYTES: usize = 32 << 20;
 /// are needed.
 const MAX_PLANS: usize = 4096;
 
-/// The plans of matmuls, by the key of the matmul and whether the key contains a size bucket. The
+/// The plans of matmuls, by key and by whether the key contains a rounded size (a size bucket). The
 /// value is `None` where the library has no algorithm.
 type MatmulPlans = HashMap<(Key, bool), Option<Arc<MatmulPlan>>>;
 

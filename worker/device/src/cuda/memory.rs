@@ -1,4 +1,4 @@
-//! [`DeviceMemory`]: a range of GPU memory that is allocated and freed in the order of a stream.
+//! GPU memory that is allocated and freed in the order of a stream ([`DeviceMemory`]).
 use super::bindings::{Address, driver_sys::CUresult};
 use super::error::{CudaError, Result};
 use super::gpu::Gpu;
@@ -74,9 +74,9 @@ impl Gpu {
         self.trim_pool()
     }
 
-    /// Makes a call of a library. If the library has no memory for it, releases all unused memory
-    /// and repeats the call once. Libraries allocate outside the pool, for example when they load a
-    /// kernel.
+    /// Makes a call of a library and, if the library has no memory for it, releases all unused
+    /// memory and repeats the call once. Libraries allocate outside the pool, for example when they
+    /// load a kernel.
     pub(super) fn retry_if_out_of_memory<T>(&self, call: impl Fn() -> Result<T>) -> Result<T> {
         match call() {
             Err(error) if error.is_out_of_memory() => {

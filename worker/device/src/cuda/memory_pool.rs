@@ -31,7 +31,8 @@ impl GpuContext {
         Ok(at)
     }
 
-    /// Allocates `bytes` bytes in the order of `stream`, from the pool or among the kept blocks.
+    /// Allocates `bytes` bytes in the order of `stream`, from the driver's memory pool or, on a GPU
+    /// without pools, from blocks kept for reuse.
     fn allocate_in_stream_order(&self, bytes: usize, stream: CUstream) -> Result<Address> {
         let mut at = 0;
         let Some(cache) = &self.block_cache else {
@@ -50,8 +51,8 @@ impl GpuContext {
         Ok(at)
     }
 
-    /// Returns the kept blocks that are free to the driver. All work that uses them must be
-    /// complete.
+    /// Gives all free blocks, which were kept for reuse, back to the driver. All work that uses
+    /// them must be complete.
     pub(super) fn free_cached_blocks(&self) {
         let Some(cache) = &self.block_cache else { return };
         for at in cache.lock().unwrap_or_else(PoisonError::into_inner).take_free_blocks() {
@@ -61,8 +62,8 @@ impl GpuContext {
         }
     }
 
-    /// Returns `bytes` bytes at the address `at` to the driver's memory pool, in the order of
-    /// `stream`.
+    /// Frees `bytes` bytes at the address `at` in the order of `stream`. The driver's memory pool
+    /// or, on a GPU without pools, the block cache keeps them for reuse.
     pub(super) fn free_to_pool(&self, at: Address, bytes: usize, stream: CUstream) {
         self.allocated_bytes.fetch_sub(bytes as u64, Relaxed);
         if let Some(cache) = &self.block_cache {
@@ -74,8 +75,8 @@ impl GpuContext {
         let _ = unsafe { (self.driver.cuMemFreeAsync)(at, stream) };
     }
 
-    /// Returns the free memory of the driver's memory pool to the operating system. All work that
-    /// uses that memory must be complete.
+    /// Returns the free memory of the driver's memory pool, or the blocks kept for reuse on a GPU
+    /// without pools, to the operating system. All work that uses that memory must be complete.
     pub(super) fn trim_pool(&self) -> Result<()> {
         if self.block_cache.is_some() {
             self.free_cached_blocks();
@@ -92,7 +93,7 @@ impl GpuContext {
         self.peak_allocated_bytes.load(Relaxed)
     }
 
-    /// Makes a call of a library. If the library has no memory for it, waits for all streams,
+    /// Makes a call of a library and, if the library has no memory for it, waits for all streams,
     /// returns the pool's free memory to the operating system, and repeats the call once. No stream
     /// may be capturing.
     pub(super) fn retry_after_trim<T>(&self, call: impl Fn() -> Result<T>) -> Result<T> {

@@ -1,4 +1,4 @@
-//! The backend for NVIDIA GPUs: implements all ops with CUDA kernels, cuBLASLt and cuDNN.
+//! The backend for NVIDIA GPUs, which implements all ops with CUDA kernels, cuBLASLt and cuDNN.
 //!
 //! Building the backend needs no CUDA toolkit. At run time, the backend searches for CUDA's
 //! libraries and opens them ([`library_search`]). Kernels are compiled for the GPU's exact

@@ -77,7 +77,7 @@ fn require_bf16<const N: usize>(tensors: [TensorArg; N]) -> [(TensorArg, Dtype);
     tensors.map(|tensor| (tensor, Dtype::Bf16))
 }
 
-/// By what factor [`sum_rows`] multiplies each row before it sums the rows.
+/// The factor by which [`sum_rows`] multiplies each row before the rows are summed.
 #[derive(Clone, Copy)]
 enum RowFactor {
     One,

@@ -1,4 +1,4 @@
-//! Pinned host memory: buffers for copies to and from the GPU, and [`PinnedRing`], through which
+//! Buffers in pinned host memory for copies to and from the GPU, and [`PinnedRing`], through which
 //! small inputs are uploaded without blocking the host.
 use super::bindings::Address;
 use super::error::Result;

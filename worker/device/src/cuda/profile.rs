@@ -1,5 +1,4 @@
-//! Profiling: measures the GPU time of each call between two events, and sums it by the call's
-//! name.
+//! Measures the GPU time of each call between two events, and sums it by the call's name.
 use super::error::Result;
 use super::gpu::Gpu;
 use super::streams::CudaEvent;

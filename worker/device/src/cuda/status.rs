@@ -1,4 +1,4 @@
-//! [`DeviceStatus`]: remembers the first failure of a GPU, for ops that cannot return errors.
+//! Remembers the first failure of a GPU, for ops that cannot return errors ([`DeviceStatus`]).
 use super::error::CudaError;
 use crate::storage::DeviceError;
 use std::sync::{

@@ -1,4 +1,4 @@
-//! [`TensorArg`]: a tensor in GPU memory in the form that kernels take as an argument.
+//! A tensor in GPU memory in the form that kernels take as an argument ([`TensorArg`]).
 use super::bindings::Address;
 use super::launch::KernelArg;
 use crate::buffer::{Dtype, View, ViewMut};

@@ -1,6 +1,6 @@
-//! Builds the emulated GPU: shared libraries in place of the CUDA driver, the compiler, cuBLASLt
-//! and cuDNN, which run kernels on the CPU. They are built from the sources in this directory and
-//! from the kernels' own sources, and opened in place of NVIDIA's.
+//! Builds the emulated GPU, which consists of shared libraries in place of the CUDA driver, the
+//! compiler, cuBLASLt and cuDNN that run kernels on the CPU. They are built from the sources in
+//! this directory and from the kernels' own sources, and opened in place of NVIDIA's.
 use std::{
     fmt::Write as _,
     fs,

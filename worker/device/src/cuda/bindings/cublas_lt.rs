@@ -1,4 +1,4 @@
-//! [`CublasLtApi`]: the functions of cuBLASLt that this program calls.
+//! The functions of cuBLASLt that this program calls ([`CublasLtApi`]).
 use super::super::error::CudaError;
 use super::super::library::CudaLibrary;
 use super::super::library_search::{LibrarySearchPaths, OpenLibrary};

@@ -1,5 +1,5 @@
-//! [`cuda_library!`]: declares the functions of a CUDA library, with methods that check status
-//! codes.
+//! Declares the functions of a CUDA library, with methods that check status codes
+//! ([`cuda_library!`]).
 use std::ffi::{CStr, c_char, c_int};
 
 /// A status code that a CUDA library returns; 0 is success.

@@ -1,4 +1,4 @@
-//! [`CudnnApi`]: the functions of cuDNN that this program calls.
+//! The functions of cuDNN that this program calls ([`CudnnApi`]).
 use super::super::error::CudaError;
 use super::super::library::CudaLibrary;
 use super::super::library_search::{LibrarySearchPaths, OpenLibrary};

@@ -1,4 +1,4 @@
-//! [`DriverApi`]: the functions of the CUDA driver that this program calls.
+//! The functions of the CUDA driver that this program calls ([`DriverApi`]).
 use super::super::error::CudaError;
 use super::super::library::CudaLibrary;
 use super::super::library_search::{LibrarySearchPaths, OpenLibrary};

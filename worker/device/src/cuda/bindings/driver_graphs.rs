@@ -1,4 +1,4 @@
-//! [`DriverGraphsApi`]: the functions of the CUDA driver for CUDA graphs. A driver may lack them.
+//! The functions of the CUDA driver for CUDA graphs ([`DriverGraphsApi`]). A driver may lack them.
 use super::super::error::CudaError;
 use super::super::library::CudaLibrary;
 use super::super::library_search::{LibrarySearchPaths, OpenLibrary};
@@ -35,7 +35,7 @@ impl DriverGraphsApi {
     }
 }
 
-/// `cuStreamGetCaptureInfo_v2`, which drivers since CUDA 11.3 have.
+/// Type of the driver's function `cuStreamGetCaptureInfo_v2`, which exists since CUDA 11.3.
 type CaptureInfoV2 = unsafe extern "C" fn(
     CUstream,
     *mut CUstreamCaptureStatus,
@@ -45,8 +45,8 @@ type CaptureInfoV2 = unsafe extern "C" fn(
     *mut usize,
 ) -> Status;
 
-/// `cuStreamGetCaptureInfo_v3`, which drivers since CUDA 12.3 have. It also returns the data of the
-/// edges.
+/// Type of the driver's function `cuStreamGetCaptureInfo_v3`, which exists since CUDA 12.3. The
+/// function also returns the data of the edges.
 type CaptureInfoV3 = unsafe extern "C" fn(
     CUstream,
     *mut CUstreamCaptureStatus,
@@ -57,15 +57,16 @@ type CaptureInfoV3 = unsafe extern "C" fn(
     *mut usize,
 ) -> Status;
 
-/// The driver's function that reports the state of a capture, in the version that the driver has.
+/// The driver's function that reports the state of a graph capture, in the newest version that the
+/// driver has.
 pub(in crate::cuda) enum CaptureInfo {
     V2(CaptureInfoV2),
     V3(CaptureInfoV3),
 }
 
 impl CaptureInfo {
-    /// Looks up the function in the driver. Returns `None` if the driver has no known version of
-    /// it.
+    /// Looks up the driver's function that reports the state of a graph capture. Returns `None` if
+    /// the driver has no known version of it.
     pub(in crate::cuda) fn open(paths: &LibrarySearchPaths) -> Option<CaptureInfo> {
         let library = std::mem::ManuallyDrop::new(paths.open(CudaLibrary::Driver).ok()?.library);
         // SAFETY: cuda.h declares the functions with these types.
@@ -78,8 +79,8 @@ impl CaptureInfo {
         }
     }
 
-    /// Returns the only node on which the next captured call depends. Returns null if the driver
-    /// does not report exactly one.
+    /// Returns the graph node on which the next captured call depends, or null if the driver does
+    /// not report exactly one.
     pub(in crate::cuda) fn query_last_node(&self, stream: CUstream) -> CUgraphNode {
         let (mut status, mut id, mut graph) = (MaybeUninit::uninit(), 0, ptr::null_mut());
         let (mut nodes, mut edges, mut count) = (ptr::null(), ptr::null(), 0);

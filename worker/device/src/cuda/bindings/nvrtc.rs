@@ -1,4 +1,4 @@
-//! [`NvrtcApi`]: the functions of NVRTC that this program calls.
+//! The functions of NVRTC that this program calls ([`NvrtcApi`]).
 use super::super::error::CudaError;
 use super::super::library::CudaLibrary;
 use super::super::library_search::{LibrarySearchPaths, OpenLibrary};

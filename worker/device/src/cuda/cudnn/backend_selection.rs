@@ -1,5 +1,5 @@
-//! [`CudnnAttention`]: decides for each attention shape whether cuDNN or the built-in kernels
-//! compute it. The decision follows the job's setting and timing.
+//! Decides for each attention shape whether cuDNN or the built-in kernels compute it
+//! ([`CudnnAttention`]). The decision follows the job's setting and timing.
 use super::super::error::{CudaError, Result};
 use super::super::gpu::Gpu;
 use super::super::launch_log::log_call;
@@ -92,11 +92,11 @@ impl CudnnAttention {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
     }
 
-    /// Enqueues an attention pass on cuDNN and returns true. Selects a plan first if none was
-    /// selected for the pass. The selection may call `built_in`, which runs the pass on the
-    /// built-in kernels, to time them. Returns false if the built-in kernels must compute the pass,
-    /// because cuDNN does not support the pass or was not selected. Fails instead if the job
-    /// requires cuDNN ([`AttentionBackend::Cudnn`]).
+    /// Enqueues an attention pass on cuDNN and returns true, or returns false if the built-in
+    /// kernels must compute the pass, because cuDNN does not support it or was not selected.
+    /// Selects a plan first if none was selected for the pass. The selection may call `built_in`,
+    /// which runs the pass on the built-in kernels, to time them. Fails instead if the job requires
+    /// cuDNN ([`AttentionBackend::Cudnn`]).
     pub(in super::super) fn try_enqueue(
         &self,
         (gpu, profile): (&Arc<Gpu>, &Profile),
@@ -212,8 +212,8 @@ impl CudnnAttention {
         Ok((seconds.ok_or(PlanRejection::NotTimed)?, plan))
     }
 
-    /// Queues a warning for the user: cuDNN does not compute this attention, because its plans were
-    /// rejected.
+    /// Queues a warning for the user that cuDNN does not compute an attention shape, because its
+    /// plans were rejected.
     fn report_rejection(&self, pass: &AttentionPass, rejection: &PlanRejection) {
         let attention = pass.describe();
         let message = format!("{attention} does not use cuDNN");

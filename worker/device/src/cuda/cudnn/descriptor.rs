@@ -1,5 +1,5 @@
-//! [`Descriptor`]: an object of cuDNN's backend API, such as a tensor or an operation. Its
-//! attributes are set before it is finalized.
+//! Objects of cuDNN's backend API, such as tensors and operations ([`Descriptor`]). Their
+//! attributes are set before they are finalized.
 use super::super::bindings::CudnnApi;
 use super::super::bindings::cudnn_sys::{
     cudnnBackendAttributeName_t, cudnnBackendAttributeType_t, cudnnBackendDescriptor_t,

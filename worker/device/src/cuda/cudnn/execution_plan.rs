@@ -1,4 +1,4 @@
-//! [`ExecutionPlan`]: compiles a graph of operations with cuDNN for a GPU, and executes it.
+//! Compiles a graph of operations with cuDNN for a GPU, and executes it ([`ExecutionPlan`]).
 use super::super::bindings::cudnn_sys::{
     cudnnBackendAttributeName_t::*, cudnnBackendDescriptorType_t::*, cudnnBackendHeurMode_t, cudnnHandle_t,
 };
@@ -32,8 +32,7 @@ pub(super) struct ExecutionPlan {
     _source: Arc<PlanSource>,
 }
 
-/// The descriptors from which execution plans were created. cuDNN may read them as long as the
-/// plans exist.
+/// The descriptors from which execution plans were created, which must exist as long as the plans.
 struct PlanSource {
     _graph_descriptor: Descriptor,
     graph: OperationGraph,

@@ -1,4 +1,4 @@
-//! [`Cudnn`]: the opened cuDNN library with its handle for a GPU.
+//! The opened cuDNN library with its handle for a GPU ([`Cudnn`]).
 use super::super::bindings::{CudnnApi, cudnn_sys::cudnnHandle_t};
 use super::super::error::{CudaError, Result};
 use super::super::library::CudaLibrary;

@@ -1,4 +1,4 @@
-//! [`OperationGraph`]: builds a graph of cuDNN's operations on four-dimensional tensors.
+//! Builds a graph of cuDNN's operations on four-dimensional tensors ([`OperationGraph`]).
 use super::super::bindings::CudnnApi;
 use super::super::bindings::cudnn_sys::{
     cudnnBackendAttributeName_t::{self, *},

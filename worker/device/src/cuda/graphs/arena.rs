@@ -1,5 +1,5 @@
-//! [`ScratchArena`]: allocates scratch memory in a few large blocks, so that equal sequences of
-//! requests get equal addresses.
+//! Allocates scratch memory in a few large blocks, so that equal sequences of requests get equal
+//! addresses ([`ScratchArena`]).
 //!
 //! The arena only records which ranges are allocated, for one stream. A freed range is reusable
 //! immediately, because the stream executes calls in order.

@@ -1,4 +1,4 @@
-//! [`GraphAutotuner`]: measures whether training steps are faster with or without CUDA graphs.
+//! Measures whether training steps are faster with or without CUDA graphs ([`GraphAutotuner`]).
 use std::time::Duration;
 
 /// Number of steps at the beginning of each phase of the measurement that are not timed. In these

@@ -1,5 +1,5 @@
-//! [`CallBatch`]: a list of recorded GPU calls, which can be issued one by one or become a CUDA
-//! graph.
+//! A list of recorded GPU calls, which can be issued one by one or become a CUDA graph
+//! ([`CallBatch`]).
 use super::super::bindings::{Address, driver_sys::CUDA_KERNEL_NODE_PARAMS};
 use super::super::context::GpuContext;
 use super::super::cudnn::execution_plan::PreparedPlan;

@@ -1,5 +1,5 @@
-//! [`ExecutableGraph`]: a CUDA graph made from a batch of recorded GPU calls, which is launched as
-//! a whole.
+//! A CUDA graph made from a batch of recorded GPU calls, which is launched as a whole
+//! ([`ExecutableGraph`]).
 use super::super::bindings::driver_sys::{CUgraph, CUgraphExec, CUgraphNode, CUstreamCaptureMode};
 use super::super::context::GpuContext;
 use super::super::error::Result;

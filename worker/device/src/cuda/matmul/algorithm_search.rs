@@ -1,5 +1,5 @@
-//! [`AlgorithmSearch`]: finds the fastest of cuBLASLt's algorithms for a matmul, and stores the
-//! choice on disk for other processes.
+//! Finds the fastest of cuBLASLt's algorithms for a matmul, and stores the choice on disk for other
+//! processes ([`AlgorithmSearch`]).
 //!
 //! Two algorithms may sum in different orders. Processes that share the directory use the same
 //! stored choice, whichever process made it. Hosts with other directories may choose differently.

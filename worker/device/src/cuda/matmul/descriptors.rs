@@ -3,8 +3,8 @@ use super::super::bindings::{Address, CublasLtApi, cublas_lt_sys::*};
 use super::super::error::Result;
 use std::{ffi::c_int, ptr, sync::Arc};
 
-/// GPU addresses of scales and bias, which cuBLASLt takes in a matmul's descriptor although they
-/// differ from call to call.
+/// GPU addresses of the scales and the bias of a matmul, which are part of cuBLASLt's descriptor
+/// although they differ from call to call.
 #[derive(Clone, Copy)]
 pub(super) struct CallPointers {
     /// GPU addresses of the scales of `a` and `b`; `None` unless the operands are fp8.

@@ -1,4 +1,4 @@
-//! [`MatmulPlanReport`]: which algorithm of cuBLASLt computes a matmul.
+//! Reports which algorithm of cuBLASLt computes a matmul ([`MatmulPlanReport`]).
 use super::super::bindings::{
     CublasLtApi,
     cublas_lt_sys::{cublasLtMatmulAlgo_t, cublasLtMatmulAlgoConfigAttributes_t},

@@ -1,5 +1,5 @@
-//! [`PreparedMatmul`]: a matmul with its algorithm, addresses and workspace, ready to be issued to
-//! a stream.
+//! A matmul with its algorithm, addresses and workspace, ready to be issued to a stream
+//! ([`PreparedMatmul`]).
 use super::super::bindings::{
     Address, CublasLtApi,
     cublas_lt_sys::{cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatrixLayout_t},

@@ -1,4 +1,4 @@
-//! [`Matmul`]: the description of a matmul that cuBLASLt must compute, and the key under which its
+//! The description of a matmul that cuBLASLt must compute ([`Matmul`]), and the key under which its
 //! plan is stored.
 use super::super::bindings::{Address, cublas_lt_sys::cudaDataType};
 use super::super::launch_log::log_call;
@@ -10,7 +10,7 @@ use std::ffi::c_int;
 /// Largest alignment of an operand, in bytes, that influences the choice of an algorithm. A larger
 /// alignment makes no algorithm faster.
 const MAX_ALIGNMENT: u64 = 256;
-/// Largest alignment, in bytes, of an operand of a matmul with a varying size in its key.
+/// Largest alignment, in bytes, that the key of a plan contains if a size of the matmul varies.
 const MAX_VARYING_ALIGNMENT: u32 = 16;
 
 /// Address and layout of a matrix in GPU memory that a matmul reads or writes.
@@ -91,7 +91,7 @@ impl Matmul {
         Key { sizes: [m, n, k, a, b, c], alignments, ..key }
     }
 
-    /// Returns the key of a plan for exactly this matmul.
+    /// Returns the key of a plan for exactly this matmul, without rounding its sizes.
     pub(super) fn exact_key(&self) -> Key {
         Key {
             sizes: [self.m, self.n, self.k, self.a.stride, self.b.stride, self.c.stride],
