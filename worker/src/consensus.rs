@@ -68,8 +68,8 @@ pub fn all_gather_results<T: Serialize + DeserializeOwned>(
     decode_reports(&queue.run_and_wait(move |comm| comm.all_gather_bytes(&bytes))?)
 }
 
-/// Exchanges the errors that ranks found. Returns the same on every rank: the error of the lowest
-/// rank that found one, or `None`.
+/// Exchanges the errors of all ranks, and returns on every rank the error of the lowest rank that
+/// has one, or `None`.
 ///
 /// Collective: every rank must call it.
 pub fn exchange_first_error(queue: &CollectiveQueue, mine: Option<Error>) -> Result<Option<Error>> {

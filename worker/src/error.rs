@@ -21,7 +21,8 @@ pub struct Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// Creates an error of this rank. See [`Diagnostic::error`] for the form of the message.
+    /// Creates an error that occurred on this rank. See [`Diagnostic::error`] for the form of the
+    /// message.
     pub fn new(code: Code, message: impl Into<String>) -> Self {
         Diagnostic::error(code, message).into()
     }

@@ -203,8 +203,9 @@ impl SendPlan {
         }
     }
 
-    /// Returns for each dispatched row to which choice of the router it belongs. A choice is a
-    /// token with one of its experts, and choices are numbered token by token, best expert first.
+    /// Returns for each dispatched row the number of the router's choice for which the row is sent.
+    /// A choice is a token with one of its experts, and choices are numbered token by token, best
+    /// expert first.
     pub fn list_choices(&self) -> Vec<u32> {
         let mut choices = vec![0; self.choice_rows.len()];
         (0..).zip(&self.choice_rows).for_each(|(choice, &row)| choices[row as usize] = choice);

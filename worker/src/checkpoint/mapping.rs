@@ -99,8 +99,8 @@ fn list_frozen_names(units: &[ParamUnit]) -> Vec<String> {
     frozen.map(|(u, i)| units[u].params[i].name.clone()).collect()
 }
 
-/// Finds the trained parameters for which `tensors`, the tensors of a checkpoint, lack an optimizer
-/// state. These states then start at zero.
+/// Finds the trained parameters whose optimizer states are missing among `tensors`, the tensors of
+/// a checkpoint. These states then start at zero.
 pub fn find_params_without_state(
     tensors: &[TensorInfo],
     units: &[ParamUnit],
@@ -301,15 +301,16 @@ fn read_units(
     Ok(())
 }
 
-/// Access of host code to a tensor as `f32`: in place, or through a copy that is written back.
+/// Lets host code read and change a tensor as `f32`, in place or through a copy that is written
+/// back.
 enum HostValues<'a> {
     InPlace(&'a mut [f32]),
     Copy { values: Buf, target: ViewMut<'a> },
 }
 
 impl<'a> HostValues<'a> {
-    /// Gives host code access to `target` as `f32`: in place if it is fp32 in host memory,
-    /// otherwise in a copy.
+    /// Makes the elements of `target` available as `f32`, in place if they are fp32 in host memory
+    /// and otherwise in a copy.
     fn new(ops: &dyn Ops, target: ViewMut<'a>) -> Self {
         let current = target.as_view();
         if current.dtype() != Dtype::F32 {

@@ -41,7 +41,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The memory for copies on this rank's host, and the other hosts of the job.
+/// Access to the memory copies of the training state on this rank's host and on the other hosts of
+/// the job.
 pub struct HostMemory {
     store: MemoryStore,
     hosts: HostMap,
@@ -50,8 +51,8 @@ pub struct HostMemory {
 }
 
 impl HostMemory {
-    /// Creates the handle of this rank to the memory file of its host. `local_rank` is the number
-    /// of the rank on its host. Collective: every rank must call it.
+    /// Connects this rank to the memory file in which its host keeps copies of the training state.
+    /// `local_rank` is the number of the rank on its host. Collective: every rank must call it.
     pub fn connect(
         queue: &CollectiveQueue,
         file: File,
@@ -68,7 +69,8 @@ impl HostMemory {
         self.attempt
     }
 
-    /// Lists the states of which the hosts have copies. Collective: every rank must call it.
+    /// Lists the training states of which hosts have copies in memory. Collective: every rank must
+    /// call it.
     pub(super) fn list_states(&self, queue: &CollectiveQueue) -> Result<StateSelection> {
         let report = match self.hosts.is_leader(queue.comm().rank()) {
             true => self.list_local_copies().map(|copies| build_host_report(&copies)),
@@ -80,13 +82,13 @@ impl HostMemory {
         Ok(select_states(&of_hosts))
     }
 
-    /// Lists the copies in the memory of this host.
+    /// Lists the copies of training states in the memory of this host.
     fn list_local_copies(&self) -> Result<StoredCopies> {
         self.store.list_copies().map_err(to_unreadable_checkpoint_error)
     }
 
-    /// Opens the checkpoint that the copies of a state form. The inner error is damage of the
-    /// copies; the outer error ends the job. Collective: every rank must call it.
+    /// Opens the memory copies of a training state as a checkpoint. The inner error is damage of
+    /// the copies; the outer error ends the job. Collective: every rank must call it.
     pub(super) fn open_state(
         &self,
         queue: &Arc<CollectiveQueue>,
@@ -131,26 +133,27 @@ impl HostMemory {
 }
 
 impl CompleteState {
-    /// Returns the name of the state in events and messages, which is not the path of a file.
+    /// Returns the name of the state, such as `memory/step-40`, that events and messages show
+    /// instead of a file path.
     pub(super) fn path(&self) -> PathBuf {
         PathBuf::from(format!("memory/step-{}", self.id.step))
     }
 }
 
-/// Builds the report of a host about its copies.
+/// Builds the report in which a host describes its memory copies to the other hosts.
 fn build_host_report(copies: &StoredCopies) -> HostCopies {
     let report =
         |copy: &ckpt::memory_store::StoredCopy| CopyReport { id: copy.id, rank: copy.rank, hash: copy.hash };
     HostCopies { copies: copies.complete.iter().map(report).collect(), incomplete: copies.incomplete.clone() }
 }
 
-/// Builds the error of descriptions that ranks exchanged and that are not valid.
+/// Builds the error for descriptions of memory copies that ranks exchanged and that are invalid.
 fn build_exchange_error() -> Diagnostic {
     let message = "the descriptions of the memory copies that ranks exchanged are not valid";
     Diagnostic::error(codes::training::PEER_REPORT_INVALID, message)
 }
 
-/// The cost of copying the state of a step.
+/// The size and the duration of copying the training state of a step to memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CopyCost {
     /// The size of this rank's copy in bytes.
@@ -176,7 +179,7 @@ impl fmt::Display for CopyCost {
     }
 }
 
-/// Copies the state of this rank to the memory of hosts after steps.
+/// Copies this rank's training state to the memory of hosts after training steps.
 pub struct MemoryCopier {
     memory: HostMemory,
     /// The number of the next copy, which selects its region.
@@ -186,18 +189,19 @@ pub struct MemoryCopier {
 }
 
 impl MemoryCopier {
-    /// Creates the copier. `sequence` is the number of the first copy, and must be greater than
-    /// that of the state from which the run resumed.
+    /// Creates a copier whose first copy has the number `sequence`, which must be greater than that
+    /// of the state from which the run resumed.
     pub fn new(memory: HostMemory, sequence: u64) -> Self {
         MemoryCopier { memory, sequence, count: 0 }
     }
 
-    /// Returns whether this process has made a copy.
+    /// Returns whether this process has copied its training state to memory.
     pub fn has_copied(&self) -> bool {
         self.count > 0
     }
 
-    /// Returns whether the job requires a copy after this step.
+    /// Returns whether the job requires a memory copy of the training state after step number
+    /// `step`.
     pub fn is_due(&self, step: u64) -> bool {
         step.is_multiple_of(self.memory.spec.every)
     }
@@ -246,8 +250,8 @@ impl MemoryCopier {
         written.map_err(to_unwritable_checkpoint_error)
     }
 
-    /// Frees the copies of ranks for which this host keeps no copies any more, such as those of
-    /// ranks of an earlier attempt with other hosts.
+    /// Frees the memory copies of ranks that this host no longer serves, for example after a
+    /// restart on other hosts.
     ///
     /// May be called after all ranks have completed a copy in this attempt.
     fn free_other_copies(&self, rank: usize) -> Result<()> {

@@ -109,8 +109,8 @@ fn report_skipped_checkpoints(skipped: &[(PathBuf, Error)], events: &mut EventSi
     Ok(())
 }
 
-/// Returns whether the error is about shards of hosts that are not part of the job. Such an error
-/// does not mean that a file is damaged.
+/// Returns whether the error reports shards that are stored only on hosts outside of the job. Such
+/// an error does not mean that a file is damaged.
 fn is_unreachable(error: &Error) -> bool {
     error.code() == codes::RESUME_SHARD_UNREACHABLE
 }

@@ -70,7 +70,7 @@ impl RunMetadata {
     }
 }
 
-/// A committed checkpoint.
+/// A checkpoint that was saved and committed, with the size and the duration of the save.
 pub struct SavedCheckpoint {
     /// The number of optimizer steps done.
     pub step: u64,
@@ -107,7 +107,7 @@ enum StagingMemory {
     Ready(Vec<Buf>),
 }
 
-/// A checkpoint that was begun and not committed.
+/// A checkpoint whose save has begun and is not committed yet.
 struct PendingSave {
     facts: RunFacts,
     /// The write of this rank's shard. It is dropped, and ends, before the staging directory.
@@ -415,8 +415,8 @@ impl CheckpointSaver {
         Ok((done.path, done.bytes))
     }
 
-    /// Builds the facts about the run that the manifest of a checkpoint stores, with these files of
-    /// the tokenizer.
+    /// Builds the description of the run that the manifest of a checkpoint stores, including the
+    /// tokenizer's files.
     fn build_run_facts(&self, running: &RunningTrainer, tokenizer: Vec<TextFile>) -> RunFacts {
         let (metadata, trainer, train) = (&self.metadata, &running.trainer, running.train_spec());
         let units = trainer.engine.clone_units();

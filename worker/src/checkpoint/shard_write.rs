@@ -22,7 +22,7 @@ use std::{
     thread::JoinHandle,
 };
 
-/// The writing of this rank's shard: finished, or running on a background thread.
+/// The write of this rank's shard, which is complete or continues on a background thread.
 pub(super) enum ShardWrite {
     Done(ShardResult),
     Background(BackgroundWrite),
@@ -31,8 +31,8 @@ pub(super) enum ShardWrite {
 /// The report about a shard that was written, or the error of writing it.
 pub(super) type ShardResult = std::result::Result<ShardReport, CkptError>;
 
-/// The result of the thread of a [`BackgroundWrite`]: the result of writing the shard, which is
-/// `None` after a cancellation, and the staging memory.
+/// What the thread of a [`BackgroundWrite`] returns, which is the result of writing the shard
+/// (`None` after a cancellation) and the staging memory.
 type BackgroundResult = std::result::Result<(Option<ShardResult>, Vec<Buf>), DeviceError>;
 
 /// A background thread that writes this rank's shard.
@@ -89,7 +89,7 @@ impl BackgroundWrite {
         self.is_running() && self.progress.written_bytes.load(Relaxed) < self.progress.total_bytes / 2
     }
 
-    /// Makes the thread end soon, without a complete shard.
+    /// Asks the thread to end before the shard is complete.
     pub(super) fn cancel(&self) {
         self.progress.is_cancelled.store(true, Relaxed);
     }
@@ -149,7 +149,7 @@ pub(super) fn spawn_thread<T: Send + 'static>(
     std::thread::Builder::new().name(name.into()).spawn(f).map_err(|e| build_thread_start_error(name, &e))
 }
 
-/// The failure of a thread that copies device memory or writes it.
+/// Why a thread failed that copies device memory or writes it to a file.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ThreadFailure {
     /// The device rejected an operation.

@@ -18,8 +18,8 @@ use std::{
 /// The size in bytes of a probe file, which shows that two ranks see the same directory.
 const NONCE_BYTES: usize = 32;
 
-/// A probe file, which one rank of a host writes into the checkpoint directory: its name and
-/// content.
+/// The name and the content of a probe file, which one rank of a host writes into the checkpoint
+/// directory.
 #[derive(Clone, Serialize, Deserialize)]
 struct ProbeFile {
     name: String,

@@ -21,7 +21,7 @@ use std::{
 /// The BLAKE3 digest of a file's content.
 pub(crate) type ContentDigest = [u8; 32];
 
-/// An index of known files: the digest of the content for the identity of each file.
+/// A map from the identity of a known file to the digest of the file's content.
 type DigestIndex = HashMap<FileIdentity, ContentDigest>;
 
 /// Name of the file in the cache directory that stores the digests of data files.
@@ -30,8 +30,8 @@ const INDEX_FILE_NAME: &str = "contents";
 const MAX_INDEX_BYTES: u64 = 256 << 20;
 /// Largest number of files in the stored index of digests.
 const MAX_INDEX_ENTRIES: usize = 1 << 20;
-/// The time after which a second change of a file certainly gives it another modification time, on
-/// every file system.
+/// The time between two changes of a file from which on the changes have different modification
+/// times on every file system.
 const FILE_TIME_RESOLUTION: Duration = Duration::from_secs(3);
 
 /// The properties by which an unchanged file is recognized: device, inode, size in bytes,
@@ -53,7 +53,7 @@ impl FileIdentity {
     }
 
     /// Returns whether the file's last change is so long before `now` that a further change would
-    /// give the file other times.
+    /// be visible in the file's times.
     fn is_settled(&self, now: SystemTime) -> bool {
         let before = now.checked_sub(FILE_TIME_RESOLUTION).and_then(|t| t.duration_since(UNIX_EPOCH).ok());
         before.is_some_and(|b| self.0[3].max(self.0[4]) < b.as_nanos() as i128)

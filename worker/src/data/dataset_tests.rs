@@ -51,8 +51,8 @@ fn expect_open_error(result: Result<Dataset, DataError>) -> DataError {
     result.err().expect("opening the data failed")
 }
 
-/// Several samples: their tokens, their labels, and the position at which the document of each
-/// token starts.
+/// The tokens and labels of several samples, and the position at which the document of each token
+/// starts.
 type SampleBatch = [Vec<u32>; 3];
 
 /// Reads `micro` samples, the first at position `first`, and checks that their labels are counted

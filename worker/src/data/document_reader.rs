@@ -245,8 +245,8 @@ impl DocumentAssembler<'_, '_> {
         Ok(())
     }
 
-    /// Passes the text that was read and not yet passed on (`pending`) to the receiver of document
-    /// parts (`sink`), and clears it. Does nothing without such text.
+    /// Passes the pending text of the current document to the callback, and clears it. Does nothing
+    /// without pending text.
     fn flush_pending_text(&mut self) -> Result<(), DataError> {
         if self.pending.is_empty() {
             return Ok(());
@@ -254,8 +254,8 @@ impl DocumentAssembler<'_, '_> {
         (self.sink)(DocumentPart::Text(std::mem::take(&mut self.pending)))
     }
 
-    /// Ends the current document: passes the text collected so far and the end of the document to
-    /// the callback. Does nothing if the document has no text.
+    /// Ends the current document, and passes its remaining text and its end to the callback. Does
+    /// nothing if the document has no text.
     fn end_document(&mut self) -> Result<(), DataError> {
         self.flush_pending_text()?;
         if std::mem::take(&mut self.has_text) { (self.sink)(DocumentPart::End) } else { Ok(()) }

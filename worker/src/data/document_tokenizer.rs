@@ -28,11 +28,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Number of requests that are sent to the sandbox process before a reply is awaited, so that the
-/// process always has work.
+/// Largest number of requests without a reply that the sandbox process has at a time. The next
+/// request waits while the process works on the previous one.
 const REQUESTS_SENT: usize = 2;
 /// Longest time for which the documents of a failed batch are interpreted one by one, to find the
-/// one that failed.
+/// document that fails.
 const SEARCH_TIME: Duration = Duration::from_secs(5);
 
 /// Sends documents to the sandbox process in order, and writes the tokens that it returns to a
@@ -218,8 +218,8 @@ impl<'a> DocumentTokenizer<'a> {
         }
     }
 
-    /// Returns the error for a record, given the `failure` of the sandbox process while it
-    /// interpreted this record.
+    /// Converts a `failure` of the sandbox process to an error that names the record which the
+    /// process was interpreting.
     fn to_record_error(&self, failure: InterpreterFailure, part: &BatchPart, is_exact: bool) -> DataError {
         let first_step = match part.part {
             DocumentPart::ChatLine(_) => Step::RenderChats,
@@ -345,8 +345,8 @@ impl<'a> DocumentTokenizer<'a> {
         Ok(())
     }
 
-    /// Returns the error for a Parquet file, given the `failure` of the sandbox process at or after
-    /// the row `first_row`.
+    /// Converts a `failure` of the sandbox process at or after the row `first_row` to an error that
+    /// names the Parquet file.
     fn to_rows_error(&self, failure: InterpreterFailure, path: &Path, first_row: u64) -> DataError {
         let range = RecordRange { first: RecordPosition::Row(first_row), is_exact: false };
         let rules = failure.step.and_then(|step| self.find_step_file(step));

@@ -266,8 +266,8 @@ impl DataError {
         }
     }
 
-    /// Adds the name of the source that the error is about. Returns the error unchanged if the
-    /// source has no name.
+    /// Adds the name of a data source to an error that occurred in that source. Returns the error
+    /// unchanged if the source has no name.
     pub(crate) fn with_source_name(self, name: &str) -> DataError {
         match name {
             "" => self,

@@ -38,12 +38,12 @@ pub struct FileLists {
 }
 
 impl FileLists {
-    /// Creates an empty set of lists. Relative patterns start at `workdir`.
+    /// Creates an instance that has expanded no patterns yet. Relative patterns start at `workdir`.
     pub fn new(workdir: &Path) -> Self {
         FileLists { workdir: workdir.to_path_buf(), found: Vec::new() }
     }
 
-    /// Returns the directory at which relative patterns start.
+    /// Returns the directory to which relative patterns refer.
     pub(super) fn workdir(&self) -> &Path {
         &self.workdir
     }

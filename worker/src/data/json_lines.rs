@@ -17,7 +17,7 @@ use std::{
 pub(crate) const MAX_LINE_BYTES: usize = 16 << 20;
 /// Largest number of field names that an error message lists.
 const FIELDS_LISTED: usize = 8;
-/// Length in bytes from which the name of a field is left out of error messages.
+/// Error messages omit field names of this many bytes or more.
 const LISTED_NAME_BYTES: usize = 64;
 
 /// A callback that receives the number of a line, from 1, and its text.

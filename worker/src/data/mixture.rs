@@ -8,8 +8,8 @@
 //! of a source are used in the order of its [`EpochPermutation`], epoch after epoch.
 use super::epoch_permutation::EpochPermutation;
 
-/// Largest number of positions after which the sources take turns in the same order again. Shares
-/// that need a longer cycle are rounded.
+/// Largest number of samples in the repeating order (cycle) in which the data sources take turns.
+/// Shares that need a longer cycle are rounded.
 const MAX_CYCLE: u64 = 1 << 16;
 
 /// The repeating order in which the data sources of a mixture take turns.
@@ -40,7 +40,7 @@ impl MixtureSchedule {
         MixtureSchedule { cycle_counts, cycle }
     }
 
-    /// Returns how many positions each source has in one cycle of the repeating order.
+    /// Returns how many samples of each data source one cycle of the mixture contains.
     pub(crate) fn cycle_counts(&self) -> &[u64] {
         &self.cycle_counts
     }
@@ -55,9 +55,9 @@ impl MixtureSchedule {
     }
 }
 
-/// Converts the weights of sources to the numbers of positions that they get in one cycle. The
-/// counts are exact if the weights have at most four decimal places and the cycle is not too long;
-/// otherwise they are rounded.
+/// Converts the weights of data sources to the numbers of samples that they contribute to one
+/// cycle. The counts are exact if the weights have at most four decimal places and the cycle is not
+/// too long; otherwise they are rounded.
 fn convert_weights_to_counts(weights: &[f64]) -> Vec<u64> {
     let sum: f64 = weights.iter().sum();
     for scale in [1.0, 10.0, 100.0, 1_000.0, 10_000.0] {
@@ -120,9 +120,9 @@ impl SampleOrder {
         self.sources.iter().map(EpochPermutation::epoch_len)
     }
 
-    /// Returns for a position of the run which sample is read there: the source, the source's
-    /// epoch, and the sample's number in the source. The position is `step * global batch size +
-    /// number of the micro-batch * micro-batch size + index in the micro-batch`.
+    /// Returns the sample that the run reads at a position, as the data source, the source's epoch,
+    /// and the sample's number in the source. The position is `step * global batch size + number of
+    /// the micro-batch * micro-batch size + index in the micro-batch`.
     pub fn locate_sample(&self, position: u64) -> (usize, u64, u64) {
         let (source, index) = self.schedule.locate_source(position);
         let (epoch, sample) = self.sources[source].locate_sample(index);

@@ -24,7 +24,7 @@ use super::token_cache::{NO_LOSS_BIT, TokenStream};
 /// PyTorch's cross-entropy.
 pub const IGNORE_INDEX: u32 = u32::MAX;
 
-/// Number of documents for which the index of unpacked samples has one entry.
+/// The index of unpacked samples has one entry for this many documents.
 const INDEX_STRIDE: u64 = 128;
 
 /// Divides a stream of tokens into samples. Packed samples cross the boundaries of documents,

@@ -18,8 +18,8 @@ const BYTES_PER_TOKEN: u64 = 4;
 const FILES_CHECKED: usize = 1000;
 /// Largest number of invalid files per data source that the preflight check reports.
 const FILES_REPORTED: usize = 4;
-/// Time after which the preflight check reads no further first records. A job checks all records
-/// when it reads them.
+/// Time after which the preflight check stops reading the first records of data files. A job checks
+/// all records when it reads them.
 const CHECK_TIME: Duration = Duration::from_secs(5);
 
 /// The size of the training data, estimated from the sizes of the files.

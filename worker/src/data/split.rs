@@ -10,7 +10,7 @@ pub enum Split {
     HeldOut,
 }
 
-/// Which pieces of text are read: all, only training data, or only held-out data.
+/// A filter that selects all text, only training data, or only held-out data.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum SplitFilter {
     /// Accepts every piece.

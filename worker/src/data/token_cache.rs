@@ -296,7 +296,7 @@ impl TokenStream for TokenCache {
     }
 }
 
-/// Error: a token id is not below the vocabulary size.
+/// The error that a token id is not below the vocabulary size.
 #[derive(Debug, thiserror::Error)]
 #[error("token id {token} is beyond the vocabulary of {vocab_size}")]
 struct TokenOutOfVocabulary {

@@ -150,8 +150,8 @@ impl TextTokenizer {
         }
     }
 
-    /// Returns the error for the `failure` of a request in `step`, which involved only the
-    /// tokenizer and no data file.
+    /// Converts the `failure` of a request that involved the tokenizer and no data file to an
+    /// error.
     fn to_tokenizer_error(&self, failure: InterpreterFailure, step: Step) -> DataError {
         let path = self.path().unwrap_or(Path::new(EMBEDDED_PATH));
         to_data_error(failure, step, path, None, None)
@@ -222,9 +222,9 @@ impl FileTokenizer {
     }
 }
 
-/// Returns the error for the `failure` of a request, during which the file at `path` was
-/// interpreted. `step` is the first work of the request. `rules` is the tokenizer or chat template
-/// with which a record was interpreted.
+/// Converts the `failure` of a sandbox request that interpreted the file at `path` to an error.
+/// `step` is the first work of the request. `rules` is the tokenizer or chat template with which a
+/// record was interpreted.
 pub(crate) fn to_data_error(
     failure: InterpreterFailure,
     step: Step,

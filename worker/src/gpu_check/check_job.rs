@@ -39,8 +39,8 @@ impl SampleSource for GeneratedSamples {
     }
 }
 
-/// Builds a job that trains a model. `model` is the section `train.model` as YAML. `rest` sets
-/// further keys of `train`, separated by spaces; all other keys have their defaults.
+/// Builds a job that trains the model `model`, a section `train.model` as YAML. `rest` sets further
+/// keys of `train`, separated by spaces; all other keys have their defaults.
 pub(super) fn build_check_job(model: &str, rest: &str) -> diagnostic::Result<JobSpec> {
     let text = format!("name: gpu-check\ntrain: {{data: {{files: [none]}}, model: {{{model}}}}}\n");
     let set: Vec<String> = rest.split_whitespace().map(|s| format!("train.{s}")).collect();

@@ -58,7 +58,7 @@ pub(super) enum CurveTransport {
 }
 
 impl CurveTransport {
-    /// Returns the group of the parts with these ranks.
+    /// Returns the name of the group of check parts that train with these ranks, such as `nccl`.
     pub(super) fn part_group(self) -> &'static str {
         match self {
             CurveTransport::OneRank => "curves",
@@ -68,7 +68,7 @@ impl CurveTransport {
         }
     }
 
-    /// Returns about how many seconds such a part takes.
+    /// Returns the approximate time in seconds that a check part with these ranks takes.
     pub(super) fn expected_seconds(self) -> u64 {
         match self {
             CurveTransport::OneRank => 3,

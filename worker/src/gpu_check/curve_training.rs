@@ -72,7 +72,7 @@ pub(super) fn train_on_gpu_for_curve(
     require_equal_curves(results.into_iter().collect::<Result<Vec<_>, _>>()?)
 }
 
-/// Returns the curve of rank 0. Fails if other ranks have another curve.
+/// Returns the losses of rank 0, or fails if another rank has different losses.
 pub(super) fn require_equal_curves(mut curves: Vec<TrainingCurve>) -> diagnostic::Result<TrainingCurve> {
     let (world, first) = (curves.len(), curves.swap_remove(0));
     if curves.iter().any(|other| *other != first) {

@@ -73,8 +73,8 @@ pub(super) fn compare_curves(
     Ok(())
 }
 
-/// Opens NCCL. Reports the row `subject` as skipped and returns `None` if NCCL cannot be used for
-/// these ranks.
+/// Opens NCCL, or reports the row `subject` as skipped and returns `None` if NCCL cannot be used
+/// for these ranks.
 fn open_nccl_or_skip(output: &PartOutput, subject: &str, transport: CurveTransport) -> Option<NcclLibrary> {
     let directories = collect_library_search_paths(&[], Path::new("")).list_directories(CudaLibrary::Nccl);
     let reason = match NcclLibrary::open(&directories) {

@@ -7,7 +7,7 @@ use serde_json::Value;
 /// The start of each line of stdout that is a message. Other lines are output of libraries.
 pub(super) const MESSAGE_PREFIX: &str = "gpu-check-message ";
 
-/// A message of the process of a part.
+/// A message that the process of a check part sends to the parent process.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(tag = "message", rename_all = "snake_case")]
 pub(super) enum PartMessage {
@@ -37,7 +37,7 @@ pub(super) struct Row {
     pub(super) data: Value,
 }
 
-/// The result of a row.
+/// The result of a row of the table, such as passed, failed or skipped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum RowResult {
@@ -87,18 +87,19 @@ impl Row {
 pub(super) struct PartOutput;
 
 impl PartOutput {
-    /// Sends a row of the table.
+    /// Sends a row of the result table to the parent process.
     pub(super) fn row(&self, row: Row) {
         self.send(&PartMessage::Row(row));
     }
 
-    /// Sends values for the JSON file.
+    /// Sends values with a name to the parent process, which stores them only in the JSON file.
     pub(super) fn details(&self, name: &str, value: Value) {
         self.send(&PartMessage::Details { name: name.to_owned(), value });
     }
 
-    /// Sends a message as one line. The line is written at once, because stdout is line-buffered.
-    /// An empty line precedes it, because a library may have printed a line without its end.
+    /// Prints a message to stdout as one line. The line is written at once, because stdout is
+    /// line-buffered. An empty line precedes it, because a library may have printed a line without
+    /// its end.
     pub(super) fn send(&self, message: &PartMessage) {
         let text = serde_json::to_string(message).unwrap_or_default();
         println!("\n{MESSAGE_PREFIX}{text}");

@@ -31,7 +31,7 @@ const STAGING_BYTES: usize = 1 << 20;
 /// The name of the values in which rank 1 reports its losses.
 const CURVE: &str = "curve of rank 1";
 
-/// What rank 0 needs to start the process of rank 1.
+/// Trains with two ranks that share a GPU, of which rank 0 starts the process of rank 1.
 pub(super) struct SecondRank<'a> {
     /// The name of the part.
     pub(super) part: &'a str,

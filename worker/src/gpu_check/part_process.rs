@@ -30,7 +30,7 @@ const MAX_LINE_BYTES: u64 = 4 << 20;
 /// The number of lines of other output, such as warnings of libraries, that are kept from the start
 /// and from the end of the output.
 const KEPT_OUTPUT_LINES: usize = 30;
-/// The number of characters that are kept of each of these lines.
+/// The number of characters that are kept of each line of other output.
 const KEPT_LINE_CHARS: usize = 400;
 /// How long a killed process may take to end. A process that hangs in the driver may take longer,
 /// and is then left behind.
@@ -79,7 +79,7 @@ pub(super) struct PartOutcome {
     pub(super) output: Vec<String>,
 }
 
-/// A line of a process of a part: a message, or other output.
+/// A line that the process of a part printed, which is a message or other output.
 enum PartLine {
     Message(PartMessage),
     Other(String),
@@ -254,7 +254,7 @@ fn follow(
 }
 
 impl PartEnd {
-    /// Describes how a process ended that should not have ended in this way.
+    /// Describes the unexpected end of a process.
     pub(super) fn describe(&self) -> String {
         match self {
             PartEnd::Exited(status) => match (status.code(), status.signal()) {

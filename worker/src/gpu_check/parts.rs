@@ -17,7 +17,7 @@ pub(super) const ENVIRONMENT: &str = "environment";
 /// or `--profile` selects them, because the parts that time models do this, too.
 pub(super) const PROFILES: &str = "profiles";
 
-/// The work of a part.
+/// What a part of the check does, such as comparing operations or timing a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PartWork {
     /// Describes the GPU and its libraries.

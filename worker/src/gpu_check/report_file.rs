@@ -10,12 +10,12 @@ use std::{
     path::Path,
 };
 
-/// The number of the file format.
+/// The version of the format of the JSON report.
 const FORMAT: u32 = 1;
-/// The largest file that is read.
+/// The largest JSON report that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 256 << 20;
 
-/// All results of a `launch gpu-check`.
+/// All results of one run of `launch gpu-check`.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Report {
     format: u32,
@@ -27,7 +27,7 @@ pub(super) struct Report {
     pub(super) parts: Vec<PartRecord>,
 }
 
-/// The results of a part.
+/// The results of one part of the check.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct PartRecord {
     pub(super) name: String,
@@ -70,8 +70,8 @@ impl PartRecord {
     }
 }
 
-/// Returns the result of a part with these rows: failed if one row failed, and skipped if every row
-/// was skipped.
+/// Returns the result of a part from the results of its rows: failed if one row failed, and skipped
+/// if every row was skipped.
 fn summarize(rows: &[Row]) -> RowResult {
     let has = |result| rows.iter().any(|row| row.result == result);
     match () {

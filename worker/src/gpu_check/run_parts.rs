@@ -22,17 +22,17 @@ use std::{
 /// A failed part is repeated at once if its process took less than this time. Otherwise it is
 /// repeated after all other parts.
 const QUICK_FAILURE: Duration = Duration::from_secs(30);
-/// The longest repetition of a failed part with blocking launches.
+/// The time limit for repeating a failed part with blocking launches.
 const MAX_REPEAT: Duration = Duration::from_secs(60);
-/// The longest repetition of a failed part under compute-sanitizer.
+/// The time limit for repeating a failed part under compute-sanitizer.
 const MAX_SANITIZED_REPEAT: Duration = Duration::from_secs(120);
-/// The shortest time in which a repetition is worth starting.
+/// A failed part is not repeated if less than this time is left.
 const MIN_REPEAT: Duration = Duration::from_secs(2);
 
 /// The number of GPU calls that are reported after a failure.
 const REPORTED_LAUNCHES: usize = 32;
 
-/// The options of running parts.
+/// The options with which the parts of a check run, such as the device and the time limit.
 pub(super) struct RunOptions<'a> {
     pub(super) device: usize,
     pub(super) filter: PartFilter,
@@ -44,7 +44,7 @@ pub(super) struct RunOptions<'a> {
     pub(super) resume: Option<&'a Path>,
 }
 
-/// How the process of a part runs.
+/// Whether a part runs normally, with blocking launches, or under compute-sanitizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RunMode {
     Normal,
@@ -55,7 +55,7 @@ enum RunMode {
 }
 
 impl RunMode {
-    /// Returns the name of a repetition of the part `part` in this mode, in the table.
+    /// Returns the name that the table shows for a run of the part `part` in this mode.
     fn name_run(self, part: &str) -> String {
         match self {
             RunMode::Normal => part.to_owned(),
@@ -104,7 +104,7 @@ pub(super) fn run_parts(options: RunOptions, parts: &[Part]) -> diagnostic::Resu
 }
 
 impl PartRunner<'_> {
-    /// Returns the time that is left for parts.
+    /// Returns the time that is left for further parts of the check.
     fn time_left(&self) -> Duration {
         Duration::from_secs(self.options.seconds).saturating_sub(self.began.elapsed())
     }
@@ -137,8 +137,9 @@ impl PartRunner<'_> {
         record
     }
 
-    /// Repeats each failed part with blocking launches, unless that was done at once, and under
-    /// compute-sanitizer, as long as time is left.
+    /// Repeats failed parts with blocking launches and then under compute-sanitizer, as long as
+    /// time is left. Parts that were already repeated with blocking launches are only repeated
+    /// under compute-sanitizer.
     fn repeat_failures(&mut self, parts: &[Part]) -> diagnostic::Result<()> {
         let sanitizer = find_sanitizer();
         for mode in [RunMode::Blocking, RunMode::Sanitized] {
@@ -235,7 +236,7 @@ impl PartRunner<'_> {
         }
     }
 
-    /// Prints what helps to find the reason of a failure.
+    /// Prints the last GPU calls and the output of a failed part.
     fn print_evidence(&mut self, record: &PartRecord) {
         let mut lines = Vec::new();
         for (title, evidence) in

@@ -10,7 +10,7 @@ pub(super) struct Table {
 }
 
 impl Table {
-    /// Creates a table. Times count from `began`.
+    /// Creates a table whose elapsed times count from `began`.
     pub(super) fn new(began: Instant) -> Table {
         Table { began, needs_header: true }
     }

@@ -95,8 +95,8 @@ pub(super) fn time_save(
     Ok(())
 }
 
-/// Builds the model on the GPU and runs the first steps. If the GPU has too little free memory,
-/// reports the row as skipped and returns `None`.
+/// Builds the model on the GPU and runs the first steps, or reports a skipped row and returns
+/// `None` if the GPU has too little free memory.
 fn warm_up_if_it_fits(
     output: &PartOutput,
     timed: &TimedModel,

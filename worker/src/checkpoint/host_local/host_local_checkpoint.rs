@@ -84,8 +84,8 @@ impl HostLocalCheckpoint {
         })
     }
 
-    /// Creates a checkpoint whose shards are in the memory of several hosts. `holders` lists, for
-    /// each shard, the ranks that can read it.
+    /// Combines the memory copies of shards on several hosts to one readable checkpoint. `holders`
+    /// lists, for each shard, the ranks that can read it.
     pub(crate) fn with_holders(
         queue: &Arc<CollectiveQueue>,
         checkpoint: Checkpoint,
@@ -95,15 +95,14 @@ impl HostLocalCheckpoint {
         HostLocalCheckpoint { queue: queue.clone(), checkpoint, holders, collective_error }
     }
 
-    /// Returns the checkpoint from the point of view of this host: the manifest and the local
-    /// files.
+    /// Returns the checkpoint as this host sees it, with the manifest and the files on this host.
     pub(crate) fn checkpoint(&self) -> &Checkpoint {
         &self.checkpoint
     }
 }
 
-/// The message that each rank sends to all ranks before blocks are exchanged: the blocks that it
-/// needs, and whether the other ranks can stop sending blocks to rank 0.
+/// The message in which each rank requests blocks from all ranks, and with which rank 0 ends the
+/// sending of blocks.
 #[derive(Default, Serialize, Deserialize)]
 struct FetchRequest {
     /// Whether rank 0 has read everything, so that the other ranks can stop sending blocks.
@@ -248,8 +247,8 @@ impl HostLocalCheckpoint {
         Ok(())
     }
 
-    /// Converts an error of [`HostLocalCheckpoint::fetch_blocks`] to an error of reading. Records
-    /// the first failure of a collective, because no further collective is possible.
+    /// Converts an error of fetching blocks from other ranks to an error of reading the checkpoint.
+    /// Records the first failure of a collective, because no further collective is possible.
     fn record_fetch_error(&self, e: Error) -> CkptError {
         let source = Box::new(e.diagnostic().clone());
         if e.to_worker_exit() != protocol::exit::WorkerExit::Checkpoint {
@@ -274,8 +273,8 @@ fn build_unreadable_block_error(rank: usize, error: CkptError) -> Diagnostic {
     diagnostic.with_field("rank", rank).with_cause(&error)
 }
 
-/// Returns how many bytes the transfer of the blocks `run` takes. The last block of a file is
-/// padded to a full block.
+/// Returns the number of bytes in which the consecutive blocks `run` are transferred. The last
+/// block of a file is padded to a full block.
 fn count_block_bytes(run: &BlockRange) -> usize {
     (run.blocks.end - run.blocks.start) as usize * BLOCK_BYTES
 }

@@ -9,8 +9,8 @@ pub(super) struct HostMap {
 }
 
 impl HostMap {
-    /// Derives the hosts from the local rank of each rank. The ranks of a host follow each other,
-    /// and the first one has local rank 0.
+    /// Determines which ranks share a host from the local ranks of all ranks. The ranks of a host
+    /// follow each other, and the first one has local rank 0.
     pub(super) fn from_local_ranks(local_ranks: impl Iterator<Item = u64>) -> HostMap {
         let mut hosts: Vec<Range<usize>> = Vec::new();
         for (rank, local_rank) in local_ranks.enumerate() {
@@ -37,7 +37,7 @@ impl HostMap {
         self.hosts.partition_point(|ranks| ranks.end <= rank)
     }
 
-    /// Lists all ranks of the hosts with these indices.
+    /// Lists all ranks that run on the hosts with the indices `hosts`.
     pub(super) fn list_ranks(&self, hosts: &[usize]) -> Vec<usize> {
         hosts.iter().filter_map(|host| self.hosts.get(*host)).flat_map(|ranks| ranks.clone()).collect()
     }

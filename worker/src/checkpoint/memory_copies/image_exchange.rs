@@ -11,9 +11,9 @@ use std::ops::Range;
 /// The largest number of bytes of a copy that a rank sends in one round.
 const ROUND_BYTES: u64 = 4 << 20;
 
-/// Sends this rank's copy with the number `sequence` to the ranks that keep it, and stores the
-/// copies that this rank keeps. Returns the number of sent bytes. Does nothing if no other host
-/// keeps copies. Collective: every rank must call it.
+/// Sends this rank's memory copy number `sequence` to the ranks that keep it, and stores the copies
+/// that other ranks send. Returns the number of sent bytes. Does nothing if no other host keeps
+/// copies. Collective: every rank must call it.
 pub(super) fn exchange_images(
     queue: &CollectiveQueue,
     store: &MemoryStore,

@@ -1,10 +1,10 @@
-//! Selects the states of which the hosts have a copy of every rank. Every rank computes the same
-//! selection from the reports of all hosts.
+//! Selects the training states that are complete in the memory of hosts, with a copy of every rank.
+//! Every rank computes the same selection from the reports of all hosts.
 use ckpt::{Hash, memory_store::CopyId};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A complete copy in the memory of a host.
+/// What a host reports about one complete memory copy of a rank's training state.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct CopyReport {
     pub(super) id: CopyId,
@@ -13,7 +13,7 @@ pub(super) struct CopyReport {
     pub(super) hash: Hash,
 }
 
-/// The copies in the memory of one host.
+/// The memory copies of training states that one host reports.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct HostCopies {
     pub(super) copies: Vec<CopyReport>,
@@ -21,7 +21,7 @@ pub(super) struct HostCopies {
     pub(super) incomplete: Vec<u32>,
 }
 
-/// A state of which the hosts have a copy of every rank.
+/// A training state that is complete in the memory of hosts, with a copy of every rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::checkpoint) struct CompleteState {
     pub(in crate::checkpoint) id: CopyId,
@@ -38,21 +38,21 @@ impl CompleteState {
         self.hashes.get(rank as usize).copied()
     }
 
-    /// Lists the ranks whose descriptions the host with the index `host` sends to all ranks: those
-    /// of which no earlier host has a copy.
+    /// Lists the ranks whose copies the host number `host` describes to all ranks, because no
+    /// earlier host has a copy of them.
     pub(super) fn list_ranks_sent_by(&self, host: usize) -> Vec<u32> {
         (0..self.id.world).filter(|rank| self.holders[*rank as usize].first() == Some(&host)).collect()
     }
 }
 
-/// A state that is not usable.
+/// A training state in memory that cannot be restored, with the reason.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::checkpoint) struct UnusableState {
     pub(in crate::checkpoint) step: u64,
     pub(in crate::checkpoint) reason: String,
 }
 
-/// The states of which the hosts have copies.
+/// The training states of which hosts have memory copies, complete and unusable ones.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(in crate::checkpoint) struct StateSelection {
     /// The complete states, newest first.
@@ -61,7 +61,7 @@ pub(in crate::checkpoint) struct StateSelection {
     pub(in crate::checkpoint) unusable: Vec<UnusableState>,
 }
 
-/// Selects the complete states from the reports of all hosts.
+/// Selects the complete training states in memory from the reports of all hosts.
 ///
 /// If hosts have different copies of a rank, those of the first host count.
 pub(super) fn select_states(hosts: &[HostCopies]) -> StateSelection {

@@ -129,8 +129,8 @@ fn read_matched_ranges(
     }
 }
 
-/// Rejects `resume.rng: strict` if the number of ranks changes, because RNG streams could not be
-/// restored for every rank.
+/// Rejects the policy `strict` of `resume.rng` if the number of ranks changes, because RNG streams
+/// could not be restored for every rank.
 fn reject_changed_world_with_strict_rng(
     source: &ExternalCheckpoint,
     job: &JobSpec,
@@ -283,8 +283,7 @@ fn collect_hyperparam_notices(
     notices
 }
 
-/// Describes each hyper-parameter that differs from the checkpoint's, such as
-/// `eps 1e-8 (checkpoint: 1e-6)`.
+/// Describes each hyper-parameter that differs from the checkpoint's, with both values.
 fn describe_changed_hyperparams(ours: &ParamGroup, stored: &Map<String, Value>) -> Vec<String> {
     let number = |key: &str| stored.get(key).and_then(Value::as_f64);
     let betas = stored
@@ -334,8 +333,8 @@ fn find_learning_rate_notice(
     })
 }
 
-/// Returns the number of steps that the scheduler has counted. DeepSpeed's schedulers count from
-/// −1, torch's from 0.
+/// Returns the step that a checkpoint's learning rate scheduler has reached. DeepSpeed's schedulers
+/// count from −1, torch's from 0.
 fn read_scheduler_position(scheduler: &Value) -> Option<u64> {
     let number = |key: &str| scheduler.get(key).and_then(Value::as_i64);
     let position = number("last_epoch").or_else(|| number("last_batch_iteration")?.checked_add(1));

@@ -11,7 +11,8 @@ use crate::{
 };
 use protocol::event::ResumeSource;
 
-/// The largest number of states for which a text states why they were not used.
+/// The largest number of training states in memory for which a message states why they were not
+/// used.
 const MAX_LISTED_STATES: usize = 2;
 
 /// The result of a search for copies of the training state in the memory of the hosts.
@@ -23,7 +24,7 @@ pub(super) enum MemorySearch {
     Unusable(Option<String>),
 }
 
-/// The range of steps whose states in memory [`resume_from_memory`] tries.
+/// The range of steps within which [`resume_from_memory`] tries training states in memory.
 #[derive(Clone, Copy)]
 pub(super) struct MemoryRange {
     /// The step of the next checkpoint on disk. States of earlier steps are not tried. `None` if
@@ -85,9 +86,9 @@ fn load_state(
     load_opened(ready, &opened, &state.path(), data_digest, origin, events)
 }
 
-/// Formats the reason why the newest states in memory are not used, from `problems`, which has the
-/// step and the problem of each such state. Mentions only states of `step` and of later steps, or
-/// all states if `step` is `None`. Returns `None` if there are none.
+/// Formats the reason why the newest training states in memory are not used. `problems` has the
+/// step and the problem of each state. Mentions only states of `step` and of later steps, or all
+/// states if `step` is `None`. Returns `None` if there are none.
 fn format_reason(problems: &[(u64, String)], step: Option<u64>) -> Option<String> {
     let mut newer: Vec<&(u64, String)> = problems.iter().filter(|(at, _)| Some(*at) >= step).collect();
     newer.sort_by_key(|(at, _)| std::cmp::Reverse(*at));

@@ -183,7 +183,7 @@ fn open_native(
     }
 }
 
-/// Builds an error about the position that a checkpoint records.
+/// Builds the error for a checkpoint whose recorded position in the run cannot be used.
 fn build_invalid_position_error(path: &Path, what: &str) -> Diagnostic {
     let message = format!("checkpoint {}: {what}", path.display());
     build_checkpoint_error(codes::RESUME_POSITION_INVALID, path, message)
@@ -234,8 +234,8 @@ fn restore_loss_scale(ready: &mut UninitializedTrainer, facts: &RunFacts, path: 
     Ok(ready.trainer.loss_scale.restore_state(state).map_err(|e| invalid().with_cause(&e))?)
 }
 
-/// Reads the step lags that the checkpoint records: by how many updates some parameters are behind
-/// the others.
+/// Reads from the checkpoint which parameters are behind the run's step, and by how many updates
+/// (the step lag).
 fn read_step_lag(facts: &RunFacts, path: &Path) -> Result<HashMap<String, u64>> {
     match facts.cursor.get("late") {
         None | Some(Value::Null) => Ok(HashMap::new()),

@@ -163,8 +163,8 @@ impl TensorMismatches {
         }
     }
 
-    /// Describes the first few names of each kind, such as `missing: a, b`. Kinds without names are
-    /// left out.
+    /// Describes the first few tensors of each kind of mismatch for an error message. Kinds without
+    /// tensors are left out.
     pub(super) fn describe(&self) -> Vec<String> {
         let kinds = [
             ("missing", &self.missing),

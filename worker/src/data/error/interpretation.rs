@@ -26,7 +26,8 @@ pub enum Step {
 }
 
 impl Step {
-    /// Returns the kind of work with the number `number`, or `None` for an unknown number.
+    /// Converts the number by which a sandbox process reports its kind of work, or returns `None`
+    /// for an unknown number.
     pub(crate) fn from_number(number: u64) -> Option<Self> {
         const STEPS: [Step; 6] = [
             Step::LoadTokenizer,
@@ -63,7 +64,8 @@ impl Step {
     }
 }
 
-/// Which record a library was interpreting when it failed, or the first of several such records.
+/// The record that a library was interpreting when it failed, or the first of the records of which
+/// one failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RecordRange {
     /// The record that was being interpreted, or the first of several such records.
@@ -72,7 +74,7 @@ pub struct RecordRange {
     pub is_exact: bool,
 }
 
-/// Error: a library in the sandbox process failed to interpret a file, or exceeded a limit.
+/// The error that a library in the sandbox process failed to interpret a file, or exceeded a limit.
 #[derive(Debug)]
 pub struct InterpretationError {
     /// What the library was doing when it failed.

@@ -37,7 +37,7 @@ pub enum PatternProblem {
     Wildcard(globset::ErrorKind),
 }
 
-/// Where a record is in its file: its line or row number.
+/// The position of a record in its file, as a line or row number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordPosition {
     /// A line of a JSON lines file, from 1.
@@ -250,7 +250,8 @@ impl fmt::Display for TemplateFailure {
 
 impl std::error::Error for TemplateFailure {}
 
-/// Why a chat cannot be rendered to a text whose loss-relevant parts are known.
+/// Why a chat cannot be rendered as text, or why it is unclear which parts of the text count for
+/// the loss.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum ChatProblem {
     /// The messages are not a list.
@@ -483,7 +484,7 @@ impl fmt::Display for CacheOperation {
     }
 }
 
-/// Why a file of the token cache is not used, but rebuilt.
+/// Why a token cache file cannot be used and is rebuilt.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CacheDamage {
     /// The file is shorter than a header.

@@ -289,7 +289,8 @@ fn read_rows(rows: &mut ParquetRows, limit: u64) -> (Vec<Result<RowRecord, Recor
     (records, false)
 }
 
-/// Converts the tokens or the error of the tokenizer to a result.
+/// Converts the tokens of a document, or the error of the tokenizer, to the result that is sent to
+/// the caller.
 fn to_result(tokens: tokenizers::Result<Vec<u32>>) -> DocumentResult {
     match tokens {
         Ok(tokens) => DocumentResult::Tokens(TokenList(tokens)),
@@ -297,12 +298,12 @@ fn to_result(tokens: tokenizers::Result<Vec<u32>>) -> DocumentResult {
     }
 }
 
-/// Returns the failure of a template whose library panicked.
+/// Describes a panic of the template library as the failure of a template.
 fn describe_template_panic(message: String) -> TemplateFailure {
     TemplateFailure { is_endless: false, detail: message, line: None }
 }
 
-/// Returns the result of a chat for which the template library panicked.
+/// Creates the result for a chat for which the template library panicked.
 fn reject_template_panic(message: String) -> PreparedDocument<'static> {
     let problem = ChatProblem::Template(describe_template_panic(message));
     PreparedDocument::Done(DocumentResult::Invalid(problem.into()))

@@ -9,20 +9,20 @@ const MEMORY_BYTES: u64 = if cfg!(test) { 256 << 20 } else { 896 << 20 };
 /// Total size in bytes of the documents for which [`MEMORY_BYTES`] is enough. More text needs
 /// additional memory.
 const SHORT_DOCUMENTS_BYTES: u64 = 1 << 20;
-/// Memory that the sandbox process may use in addition for each byte of text that is tokenized at
-/// the same time, in bytes. 170 bytes were measured.
+/// Additional memory in bytes that the sandbox process may use for each byte of text that is being
+/// tokenized. 170 bytes were measured.
 const MEMORY_PER_TEXT_BYTE: u64 = 192;
 /// CPU time that the sandbox process may use for one document or another small piece of work. The
 /// tests wait for a shorter time.
 const CPU_TIME: Duration = Duration::from_millis(if cfg!(test) { 1500 } else { 3000 });
-/// CPU time that the sandbox process may use in addition for each MiB of text. Tokenizing was
+/// Additional CPU time that the sandbox process may use for each MiB of text. Tokenizing was
 /// measured to take 1 s.
 const CPU_TIME_PER_MIB: Duration = Duration::from_secs(8);
-/// CPU time that the sandbox process may use for each MiB of a tokenizer's files that it loads, in
-/// addition to [`CPU_TIME`]. Loading was measured to take 0.05 s per MiB.
+/// Additional CPU time that the sandbox process may use for each MiB of a tokenizer's files that it
+/// loads. Loading was measured to take 0.05 s per MiB.
 const LOAD_CPU_TIME_PER_MIB: Duration = Duration::from_millis(150);
-/// CPU time that the sandbox process may use for all documents of a request together, in addition
-/// to [`CPU_TIME_PER_MIB`].
+/// CPU time that the sandbox process may use for a request with several documents, in addition to
+/// [`CPU_TIME_PER_MIB`].
 const CPU_TIME_PER_REQUEST: Duration = Duration::from_secs(8);
 /// Largest size of a reply without tokens, in bytes. Replies may contain a chat template.
 const REPLY_BYTES: u64 = 4 << 20;
@@ -46,8 +46,8 @@ fn scale_cpu_time(per_mib: Duration, bytes: u64) -> Duration {
     Duration::from_nanos((per_mib.as_nanos() as u64).saturating_mul(bytes) >> 20)
 }
 
-/// Returns the limits of a request that loads files of `bytes` bytes in total, or converts this
-/// many bytes.
+/// Returns the limits of a request whose input, such as the files of a tokenizer, has `bytes`
+/// bytes.
 pub(super) fn input_limits(bytes: usize) -> RequestLimits {
     RequestLimits {
         cpu: CPU_TIME + scale_cpu_time(LOAD_CPU_TIME_PER_MIB, bytes as u64),

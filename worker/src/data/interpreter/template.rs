@@ -24,11 +24,11 @@ use std::collections::BTreeMap;
 const MAX_INSTRUCTIONS: u64 = 10_000_000;
 /// Deepest nesting of lists and objects that the template filter `tojson` writes.
 const MAX_JSON_DEPTH: usize = 500;
-/// Character that stands for the template tag `{% generation %}` in rendered text (for private use
-/// in Unicode). A chat that contains the character is rejected.
+/// The private-use Unicode character that marks the template tag `{% generation %}` in rendered
+/// text. A chat that contains the character is rejected.
 const GENERATION_BEGIN: char = '\u{F70A1}';
-/// Character that stands for the template tag `{% endgeneration %}` in rendered text (for private
-/// use in Unicode). A chat that contains the character is rejected.
+/// The private-use Unicode character that marks the template tag `{% endgeneration %}` in rendered
+/// text. A chat that contains the character is rejected.
 const GENERATION_END: char = '\u{F70A2}';
 /// The name of the chat template in the template engine.
 const TEMPLATE_NAME: &str = "chat";
@@ -206,8 +206,8 @@ fn strip_generation_tags(rendered: &str) -> Result<LossMaskedText, ChatProblem> 
     }
 }
 
-/// Converts an error of the template engine. The result has a line number only if the error is in
-/// the chat template.
+/// Converts an error of the template engine to the failure that the caller reports. The result has
+/// a line number only if the error is in the chat template.
 fn to_template_failure(e: &Error) -> TemplateFailure {
     TemplateFailure {
         is_endless: e.kind() == ErrorKind::OutOfFuel,
@@ -216,8 +216,8 @@ fn to_template_failure(e: &Error) -> TemplateFailure {
     }
 }
 
-/// Implements the template filter `tojson` as in `transformers`: the spacing of Python's
-/// `json.dumps` without escaped HTML.
+/// Implements the template filter `tojson` as in `transformers`, with the spacing of Python's
+/// `json.dumps` and without escaped HTML.
 fn format_json_filter(value: Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     _ = options.get::<Option<bool>>("ensure_ascii")?;

@@ -17,8 +17,8 @@ pub(super) struct LibraryTokenizer {
 }
 
 impl LibraryTokenizer {
-    /// Loads a tokenizer from `files`, pairs of the name and the content of a file. The first file
-    /// must be tokenizer.json.
+    /// Loads a tokenizer from `files`, pairs of the name and the content of a file, and creates the
+    /// reply for the caller. The first file must be tokenizer.json.
     pub(super) fn load(files: &[(&str, &str)]) -> (Option<Self>, LoadTokenizerReply) {
         match Self::try_load(files) {
             Ok((tokenizer, info)) => (Some(tokenizer), Ok(info)),
@@ -26,8 +26,7 @@ impl LibraryTokenizer {
         }
     }
 
-    /// Loads a tokenizer from `files`, pairs of the name and the content of a file. An error has
-    /// the name of the invalid file.
+    /// Loads a tokenizer from `files`, or returns the problem with the name of the invalid file.
     fn try_load<'a>(files: &[(&'a str, &str)]) -> Result<(Self, TokenizerInfo), (&'a str, TokenizerProblem)> {
         let Some(((name, text), companions)) = files.split_first() else {
             return Err((TOKENIZER_FILE, TokenizerProblem::FileMissing));

@@ -30,14 +30,14 @@ const CHATS: [&str; 2] = [
 /// Texts that are tokenized with a tokenizer.
 const TEXTS: [&str; 3] = ["a b c", "", "Zoë's 12,345 naïve\t \u{1f680}\u{200d}\r\n</s> xxxxxxxxxxxxxxxx"];
 
-/// The input was rejected, or exceeded a limit of the sandbox process.
+/// The error that an untrusted input was rejected, or exceeded a limit of the sandbox process.
 #[derive(Debug, thiserror::Error)]
 #[error("{reason}")]
 pub(crate) struct UnusableInput {
     reason: String,
 }
 
-/// Creates the error for an input that the reader rejected.
+/// Creates the error for an untrusted input that was rejected for the reason `reason`.
 fn reject(reason: &impl ToString) -> UnusableInput {
     UnusableInput { reason: reason.to_string() }
 }
@@ -50,7 +50,8 @@ fn create_options(field: &str, loss_on: LossTargets) -> DocumentOptions<'_> {
     DocumentOptions { field, loss_on, filter: SplitFilter::All, tokenize: true }
 }
 
-/// Converts the end of the process to an error. Panics if no limit is the reason.
+/// Converts a failure of the sandbox process to an error of its input. Panics unless a limit was
+/// exceeded or a library panicked.
 fn describe_failure(failure: InterpreterFailure) -> UnusableInput {
     let error = failure.error;
     let is_expected = error.exceeded_limit().is_some() || matches!(error, SandboxError::Panicked { .. });
@@ -58,7 +59,7 @@ fn describe_failure(failure: InterpreterFailure) -> UnusableInput {
     reject(&error)
 }
 
-/// Converts a document that cannot be used to an error.
+/// Fails if the result of interpreting a document reports that the document cannot be used.
 fn check_result(result: DocumentResult) -> Result<(), UnusableInput> {
     match result {
         DocumentResult::Invalid(problem) => Err(reject(&problem)),
