@@ -142,7 +142,7 @@ impl ParamUnit {
         self.experts.is_some()
     }
 
-    /// Marks each tensor as trained or frozen: `trained` decides by the tensor's name.
+    /// Marks each tensor as trained if `trained` accepts its name, and as frozen otherwise.
     ///
     /// Gradients and optimizer states then have the layout of the *trained vector*: only the
     /// trained tensors, in the order of the flat vector.

@@ -108,8 +108,7 @@ fn check_data(job: &JobSpec, train: &TrainSpec, report: &mut PreflightReport) ->
     checked.estimate.map(|estimate| (estimate.vocab_size, estimate.tokens))
 }
 
-/// The `train` section, completed by the directories that it names, with the model and all of its
-/// units.
+/// The completed `train` section of a checked job, its model, and the parameter units of the model.
 type CheckedModel = (TrainSpec, Model, Vec<ParamUnit>);
 
 /// Builds the model with its adapters and experts for `world` ranks. Fails if the model cannot be

@@ -151,8 +151,9 @@ pub fn fill_uniform(
     fill_blocks(out, first_element, |block| stream.compute_uniforms(block).map(|u| (low + u * width) as f32));
 }
 
-/// Fills `out` with the elements of a tensor that begin at `first_element`. `values` computes
-/// blocks of four elements by their number, and the first and last block may be used in part.
+/// Fills `out` with the random values of a tensor's elements from number `first_element` on.
+/// `values` computes blocks of four elements by their number, and the first and last block may be
+/// used in part.
 fn fill_blocks(out: &mut [f32], first_element: u64, values: impl Fn(u64) -> [f32; 4] + Sync) {
     out.par_chunks_mut(CHUNK_ELEMENTS).enumerate().for_each(|(i, chunk)| {
         let mut element = first_element + (i * CHUNK_ELEMENTS) as u64;

@@ -232,8 +232,9 @@ fn train_as_rank(
     Ok(exit)
 }
 
-/// Returns the communicator for data in the memory of `device`, whose calls are part of the status
-/// of this rank. `hosts` transfers data between host memories. Collective: every rank must call it.
+/// Connects the communicator for data in the memory of `device`, and records its calls in the
+/// status of this rank. `hosts` transfers data between host memories. Collective: every rank must
+/// call it.
 fn connect_observed_collectives(
     device: &RankDevice,
     (session, init): (&AgentSession, &WorkerInit),
@@ -243,8 +244,8 @@ fn connect_observed_collectives(
     Ok(Arc::new(ObservedComm::new(comm, session.status.clone())))
 }
 
-/// Opens the samples of the run, unless an earlier attempt has. Then sends the warnings about the
-/// data to the controller. Collective: every rank must call it.
+/// Opens the samples of the run, unless an earlier attempt in this process has opened them. Then
+/// sends the warnings about the data to the controller. Collective: every rank must call it.
 fn open_samples<'a>(
     opened: &'a mut Option<SampleSets>,
     (session, init): (&AgentSession, &WorkerInit),
@@ -264,7 +265,7 @@ fn open_samples<'a>(
     Ok(samples)
 }
 
-/// Creates the saver of checkpoints of a run that begins at `resumed`, with copies in `memory`.
+/// Creates the checkpoint saver of a run that resumed at `resumed`, with memory copies in `memory`.
 fn create_saver(
     job: &JobSpec,
     root: &Path,
@@ -283,9 +284,9 @@ fn create_saver(
         .with_memory_copies(copier, is_source)
 }
 
-/// Connects this rank to the memory of its host, in which copies of the training state are kept.
-/// `kept` is the memory's file descriptor, which the rank inherited from its agent; `None` before
-/// the first call. Returns `None` without `checkpoint.memory`. Collective: every rank must call it.
+/// Connects this rank to the memory in which its host keeps copies of the training state. `kept` is
+/// the memory's file descriptor, which the rank inherited from its agent; `None` before the first
+/// call. Returns `None` without `checkpoint.memory`. Collective: every rank must call it.
 fn open_host_memory(
     kept: &mut Option<OwnedFd>,
     init: &WorkerInit,

@@ -8,7 +8,7 @@
 use crate::{data, model};
 use std::error::Error;
 
-/// The result of a reader: success, or its first error.
+/// The result of reading an untrusted input, which is success or the first error.
 pub type ParseResult = Result<(), Box<dyn Error + Send + Sync>>;
 
 /// The length of the sequences for which a model is built, in tokens.

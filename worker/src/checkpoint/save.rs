@@ -456,14 +456,16 @@ fn build_cursor_json(running: &RunningTrainer, data: &str, units: &[ParamUnit]) 
     cursor
 }
 
-/// Lists the element type and the length of each range that this rank owns.
+/// Lists the element type and the length of each range of weights and optimizer states that this
+/// rank owns.
 fn list_range_sizes(running: &RunningTrainer) -> Vec<(Dtype, usize)> {
     let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
     let guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.params(u)).collect();
     list_owned_ranges(engine, optimizer, &guards).iter().map(|o| (o.values.dtype(), o.values.len())).collect()
 }
 
-/// Allocates ordinary host memory for copies of the owned ranges.
+/// Allocates pageable host memory for copies of the weights and optimizer states that this rank
+/// owns.
 fn allocate_pageable_buffers(running: &RunningTrainer) -> Vec<Buf> {
     list_range_sizes(running).into_iter().map(|(dtype, len)| Buf::zeroed_as(dtype, len)).collect()
 }

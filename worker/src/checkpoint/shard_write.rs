@@ -124,7 +124,7 @@ pub(super) struct RangeLabel {
 }
 
 impl RangeLabel {
-    /// Creates the description of the range `o`.
+    /// Describes the owned range `o` without its values.
     pub(super) fn new(o: &OwnedRange) -> Self {
         RangeLabel { name: o.name.into(), role: o.role, start_element: o.start_element }
     }
@@ -141,7 +141,7 @@ impl RangeLabel {
     }
 }
 
-/// Starts a thread with this name. If this fails, the error names the thread.
+/// Starts a thread with the name `name`, which an error also states.
 pub(super) fn spawn_thread<T: Send + 'static>(
     name: &str,
     f: impl FnOnce() -> T + Send + 'static,

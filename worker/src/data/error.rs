@@ -231,7 +231,8 @@ pub enum DataError {
     },
 }
 
-/// Formats the line or row of a record in the form that follows the path of a file.
+/// Formats the line or row of a record for an error message, in which it follows the path of the
+/// file.
 fn format_position(position: &Option<RecordPosition>) -> String {
     position.map_or_else(String::new, |position| format!(":{position}"))
 }

@@ -95,7 +95,7 @@ pub(super) fn list_buffers<S: BufferSet<BufferSpec>>(set: S) -> Vec<BufferSpec> 
 /// A struct with one field of type `T` for each buffer of a set, which [`declare_buffer_set`]
 /// declares.
 pub(super) trait BufferSet<T>: Sized {
-    /// Creates a set whose fields have the next values of `values`, in order.
+    /// Creates a set from the next values of `values`, one for each field in order.
     ///
     /// # Panics
     ///

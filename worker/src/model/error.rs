@@ -149,12 +149,12 @@ pub enum ModelError {
 /// The result of building or configuring a model.
 pub type Result<T> = std::result::Result<T, ModelError>;
 
-/// Formats configuration entries for a message, each as `` `key: value` ``, separated by commas.
+/// Formats configuration entries for a message, as keys with their values, separated by commas.
 fn format_entries(entries: &[(String, String)]) -> String {
     entries.iter().map(|(key, value)| format!("`{key}: {value}`")).collect::<Vec<_>>().join(", ")
 }
 
-/// Joins items with commas. Returns `empty` if there are no items.
+/// Joins items with commas, or returns `empty` if there are no items.
 fn join_items_or(items: &[String], empty: &str) -> String {
     if items.is_empty() { empty.into() } else { items.join(", ") }
 }

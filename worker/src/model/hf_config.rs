@@ -172,8 +172,8 @@ impl<'a> HfConfigFields<'a> {
         self.read_optional_size(key)?.ok_or_else(|| ModelError::KeyMissing { key: key.into() })
     }
 
-    /// Reads the integer at `key`. Returns `None` if the key is absent, and fails if the value is
-    /// not from 1 to [`SIZE_MAX`].
+    /// Reads the optional integer at `key`, or returns `None` if the key is absent. Fails if the
+    /// value is not from 1 to [`SIZE_MAX`].
     pub(super) fn read_optional_size(&self, key: &'static str) -> Result<Option<u32>> {
         let Some(v) = self.read_value(key) else { return Ok(None) };
         match v.as_u64().filter(|n| (1..=SIZE_MAX).contains(n)).and_then(|n| u32::try_from(n).ok()) {
@@ -182,8 +182,8 @@ impl<'a> HfConfigFields<'a> {
         }
     }
 
-    /// Reads the number at `key`. Returns `None` if the key is absent, and fails if the number is
-    /// not finite in f32.
+    /// Reads the optional number at `key`, or returns `None` if the key is absent. Fails if the
+    /// number is not finite in f32.
     pub(super) fn read_optional_number(&self, key: &'static str) -> Result<Option<f64>> {
         let Some(v) = self.read_value(key) else { return Ok(None) };
         match v.as_f64().filter(|x| (*x as f32).is_finite()) {
@@ -192,19 +192,19 @@ impl<'a> HfConfigFields<'a> {
         }
     }
 
-    /// Reads the number at `key`. Returns `default` if the key is absent, and fails if the number
-    /// is not positive in f32.
+    /// Reads the positive number at `key`, or returns `default` if the key is absent. Fails if the
+    /// number is not positive in f32.
     pub(super) fn read_positive_number(&self, key: &'static str, default: f64) -> Result<f64> {
         let x = self.read_optional_number(key)?.unwrap_or(default);
         if x as f32 > 0.0 { Ok(x) } else { Err(invalid_value_error(key, &x.into(), "a number above 0")) }
     }
 
-    /// Reads the boolean at `key`. Returns false if the key is absent.
+    /// Reads the boolean at `key`, or returns false if the key is absent.
     pub(super) fn read_flag(&self, key: &'static str) -> Result<bool> {
         self.read_flag_or(key, false)
     }
 
-    /// Reads the boolean at `key`. Returns `default` if the key is absent.
+    /// Reads the boolean at `key`, or returns `default` if the key is absent.
     pub(super) fn read_flag_or(&self, key: &'static str, default: bool) -> Result<bool> {
         match self.read_value(key) {
             None => Ok(default),
@@ -213,7 +213,8 @@ impl<'a> HfConfigFields<'a> {
         }
     }
 
-    /// Reads a required number of layers. Fails if the number is above [`LAYERS_MAX`].
+    /// Reads the number of layers at `key`, which is required. Fails if the number is above
+    /// [`LAYERS_MAX`].
     pub(super) fn read_layer_count(&self, key: &'static str) -> Result<usize> {
         let layers = self.read_size(key)?;
         if layers as usize > LAYERS_MAX {
@@ -222,8 +223,8 @@ impl<'a> HfConfigFields<'a> {
         Ok(layers as usize)
     }
 
-    /// Reads a dropout rate, from 0 to below 1. Returns `default` if the key is absent, and fails
-    /// if its value is null.
+    /// Reads the dropout rate at `key`, which is from 0 to below 1, or returns `default` if the key
+    /// is absent. Fails if the value is null.
     pub(super) fn read_dropout_rate(&self, key: &'static str, default: f64) -> Result<f64> {
         self.read_keys.borrow_mut().insert(key);
         let Some(v) = self.map.get(key) else { return Ok(default) };

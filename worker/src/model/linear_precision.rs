@@ -82,9 +82,9 @@ impl LinearFormat {
         }
     }
 
-    /// Returns the gradient `dy` of the output in the form that both matmuls of the backward pass
-    /// take. If the backend rounds operands, writes the rounded gradient to `buffer`, once for both
-    /// matmuls.
+    /// Returns the gradient `dy` of the output, rounded to the precision of both matmuls of the
+    /// backward pass. If the backend rounds operands, writes the rounded gradient to `buffer`, once
+    /// for both matmuls.
     pub(super) fn round_gradient<'a>(self, ops: &dyn Ops, dy: View<'a>, buffer: &'a mut Buf) -> View<'a> {
         match self.precision {
             LinearPrecision::ComputeDtype => ops.as_matmul_operand(dy, buffer),

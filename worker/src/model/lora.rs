@@ -1,5 +1,5 @@
-//! [`LayerAdapters`]: low-rank adapters of frozen weight matrices (LoRA, Hu et al. 2021). With an
-//! adapter, a matmul computes `y = W·x + s·B·A·dropout(x)` with `s = alpha / rank`, or `alpha /
+//! [`LayerAdapters`]: low-rank adapters of frozen weight matrices (LoRA, Hu and others, 2021). With
+//! an adapter, a matmul computes `y = W·x + s·B·A·dropout(x)` with `s = alpha / rank`, or `alpha /
 //! √rank` for rsLoRA (Kalajdzievski 2023).
 //!
 //! An adapter consists of the two parameters `….q_proj.lora_A.weight`, `[rank, in]`, and
@@ -279,7 +279,7 @@ impl LayerAdapters {
         }
     }
 
-    /// Computes the inner activation `A·dropout(x)` of one LoRA adapter, and writes it to
+    /// Computes the low-rank activation `A·dropout(x)` of one LoRA adapter, and writes it to
     /// `s.low_rank`. Returns whether elements were dropped; in this case, writes the input after
     /// dropout to `s.input`.
     fn compute_low_rank_activation(

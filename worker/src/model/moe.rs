@@ -121,8 +121,8 @@ impl RouterOutput {
         ops.router_forward(probs, weights, self.lse.view_mut(), &mut self.selected_experts, logits, router);
     }
 
-    /// Computes the backward pass of the router: the gradient of its logits from `grads`, which
-    /// overwrites `dlogits`, `[rows, experts]`.
+    /// Computes the backward pass of the router, and writes the gradient of its logits to
+    /// `dlogits`, `[rows, experts]`. `grads` are the gradients of its output.
     pub(super) fn router_backward(
         &self,
         ops: &dyn Ops,
@@ -325,7 +325,8 @@ pub struct RouterStats {
     copied: Event,
 }
 
-/// The router losses of a micro-batch whose sums may still be on their way to the host.
+/// The router losses of a micro-batch, or the sums for them while they are copied from the device
+/// to the host.
 pub enum PendingRouterLoss {
     /// The sum of the router losses.
     Known(f64),
@@ -369,7 +370,8 @@ impl RouterStats {
         }
     }
 
-    /// Returns the number of sums of all layers in `device_sums`.
+    /// Returns the number of sums in device memory from which the router losses of all layers are
+    /// computed.
     fn count_sums(&self) -> usize {
         self.layers.len() * (self.shape.experts + 1)
     }
@@ -392,7 +394,8 @@ impl RouterStats {
         t.lse_squares = lse.host().iter().map(|&l| f64::from(l) * f64::from(l)).sum();
     }
 
-    /// Enqueues the sums of the MoE layer number `index` over the tokens of the micro-batch.
+    /// Enqueues on the device the sums for the router losses of MoE layer number `index` over the
+    /// tokens of the micro-batch.
     fn sum_layer_on_device(&mut self, ops: &dyn Ops, index: usize, routing: &RouterOutput) {
         let (experts, sums) = (self.shape.experts, self.count_sums());
         if self.device_sums.len() < sums {
@@ -407,9 +410,8 @@ impl RouterStats {
         ops.dot_rows(squares.reborrow(), routing.lse.view(), routing.lse.view(), self.rows);
     }
 
-    /// Returns the router losses of the micro-batch that all layers recorded. On a device that is
-    /// not the host, starts to copy its sums to the host, as copy number `copy` of at most
-    /// `capacity`.
+    /// Starts to copy the sums for the router losses of all layers to the host, as copy number
+    /// `copy` of at most `capacity`. On the CPU, returns the router losses at once.
     pub fn start_loss_copy(&mut self, ops: &dyn Ops, copy: usize, capacity: usize) -> PendingRouterLoss {
         if ops.is_host() {
             return PendingRouterLoss::Known(self.compute_loss());
@@ -429,7 +431,7 @@ impl RouterStats {
         self.copied.make_stream_wait();
     }
 
-    /// Waits for the copies that were started, and returns the router losses `pending`.
+    /// Waits for the started copies, and computes the router losses `pending` from the copied sums.
     pub fn finish_loss(&self, pending: &PendingRouterLoss) -> Result<f64, DeviceError> {
         let (copy, mean_selections) = match pending {
             PendingRouterLoss::Known(loss) => return Ok(*loss),
@@ -480,9 +482,10 @@ impl RouterStats {
             + self.coefficients.z * squares / self.total_rows()
     }
 
-    /// Computes the gradient of the router losses as two values for the backward pass. The first is
-    /// the gradient of `scale` × [`RouterStats::compute_loss`] with respect to the probabilities of
-    /// a row, which is equal for all rows. The second is the factor of Σ lse² in the scaled loss.
+    /// Computes the gradients of the load-balancing loss and the z-loss, for the backward pass of a
+    /// router. The first is the gradient of `scale` × [`RouterStats::compute_loss`] with respect to
+    /// the probabilities of a row, which is equal for all rows. The second is the factor of Σ lse²
+    /// in the scaled loss.
     pub fn compute_loss_gradient(&self, scale: f64) -> (Vec<f32>, f32) {
         let factor = scale * self.coefficients.aux * self.shape.experts as f64 / self.total_rows();
         let balance = self.mean_selections_by_expert().map(|share| (factor * share) as f32).collect();

@@ -1,4 +1,4 @@
-//! Rotary position embedding (RoPE, Su et al. 2021). [`RopeConfig`] describes the frequencies,
+//! Rotary position embedding (RoPE, Su and others, 2021). [`RopeConfig`] describes the frequencies,
 //! scaled as by `ROPE_INIT_FUNCTIONS` of transformers. [`RopeTables`] are the tables of cos and
 //! sin.
 use super::{
@@ -35,7 +35,7 @@ struct Llama3Scaling {
     original_max_position_embeddings: f64,
 }
 
-/// The scaling of frequencies by YaRN (Peng et al. 2023; `_compute_yarn_parameters` of
+/// The scaling of frequencies by YaRN (Peng and others, 2023; `_compute_yarn_parameters` of
 /// transformers). Attention scores grow by `attention_factor²`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct YarnScaling {

@@ -101,7 +101,7 @@ impl ParamUpdate {
 }
 
 impl Optimizer {
-    /// Creates the optimizer with states that are zero, for a range of each parameter unit.
+    /// Creates the optimizer with zeroed states for one range of each parameter unit.
     ///
     /// `rounding_seed` is the run's seed if bf16 weights have no master weights and are rounded
     /// stochastically.

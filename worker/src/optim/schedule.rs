@@ -149,7 +149,7 @@ mod tests {
         }
     }
 
-    /// Expected learning rates: a step, and its rates with a cosine, a linear and a wsd schedule.
+    /// Expected learning rates for each step with a cosine, a linear and a wsd schedule.
     const GOLDEN: &[(u64, f64, f64, f64)] = &[
         (0, 0.0, 0.0, 2.9999999999999997e-05),
         (1, 1.4999999999999999e-05, 1.4999999999999999e-05, 4.35e-05),

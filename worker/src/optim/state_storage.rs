@@ -101,9 +101,9 @@ impl StateVector {
         !self.is_empty() && self.unsynchronized_view().is_on_host() != ops.is_host()
     }
 
-    /// Starts to copy the optimizer states to `to` in the memory of the backend, after the event
-    /// `free`, from which on `to` may be overwritten. Returns the event that completes with the
-    /// copy.
+    /// Starts to copy the optimizer states to `to` in the memory of the backend. The copy waits for
+    /// the event `free`, after which `to` may be overwritten. Returns the event that completes with
+    /// the copy.
     pub fn start_copy_in(&mut self, ops: &dyn Ops, to: ViewMut, free: &Event) -> Event {
         let after = [self.last_copy.clone(), free.clone()];
         self.last_copy = ops.copy_async(to, self.unsynchronized_view(), &after);

@@ -5,8 +5,8 @@ use ckpt::TensorRole;
 use device::{Buf, Ops, View, ViewMut};
 use jobspec::OptimizerSpec;
 
-/// An optimizer: which states it keeps, and how it updates each parameter. `rules.rs` lists all
-/// optimizers.
+/// The rule of an optimizer, which defines the states that it keeps and how it updates each
+/// parameter. `rules.rs` lists all optimizers.
 pub(super) trait UpdateRule {
     /// Lists the kinds of states that the optimizer keeps for each parameter, in the order in which
     /// checkpoints store them. [`TensorRole::state_shape`] determines which parameters have a
@@ -48,8 +48,8 @@ pub(crate) trait TensorDirection: Sync {
     /// tensor with this shape.
     fn count_allocated_elements(&self, shape: &[usize]) -> usize;
 
-    /// Replaces the gradient of consecutive elements by their part of the input of
-    /// [`TensorDirection::compute_direction`]. Updates the sharded states of these elements.
+    /// Converts the gradient of consecutive elements in place to the input that
+    /// [`TensorDirection::compute_direction`] needs. Updates the sharded states of these elements.
     fn prepare_gradient(&self, ops: &dyn Ops, g: ViewMut, states: StateViews, inputs: &UpdateInputs<'_>);
 
     /// Computes the direction in which the parameter is updated from `prepared`, the prepared

@@ -113,8 +113,7 @@ impl MemoryPlan<'_> {
     }
 }
 
-/// A simulation of the gradient buffers between the backward pass of a unit and the end of its
-/// reduction, for the memory estimate.
+/// A simulation of the buffers in which gradients are written and reduced, for the memory estimate.
 #[derive(Default)]
 struct GradientBuffers {
     pool: BufferPoolEstimate,
@@ -131,8 +130,8 @@ struct GradientBuffers {
 }
 
 impl GradientBuffers {
-    /// Simulates that a gradient has been computed, if there is one: starts its reduction, or frees
-    /// its buffer.
+    /// Simulates the end of computing a gradient, which starts its reduction or frees its buffer.
+    /// Does nothing if there is no gradient.
     fn release_gradient(&mut self, gradient: Option<usize>, is_reduced: bool) {
         let Some(len) = gradient else { return };
         match is_reduced {
@@ -141,7 +140,8 @@ impl GradientBuffers {
         }
     }
 
-    /// Simulates the end of writing a stack of `len` elements, and starts its reduction.
+    /// Simulates that a stack (the gradients of one expert unit for several micro-batches) of `len`
+    /// elements is complete, and starts its reduction.
     fn release_stack(&mut self, len: usize) {
         match self.free_stacks.checked_sub(1) {
             Some(left) => self.free_stacks = left,

@@ -1,4 +1,4 @@
-//! [`MemoryPlan`]: the estimated peak memory of each rank, by purpose.
+//! [`MemoryPlan`]: estimates the peak memory of each rank, by purpose.
 use crate::{
     model::Model,
     optim::{
@@ -25,7 +25,8 @@ const PROCESS_BYTES: u64 = 18 << 20;
 /// read (`ckpt::write_shard`).
 const CHECKPOINT_BUFFER_BYTES: u64 = 24 << 20;
 
-/// The inputs of a memory estimate: a job, its model and the number of ranks.
+/// Estimates the peak memory of the ranks of a job, from the job, its model and the number of
+/// ranks.
 pub(super) struct MemoryPlan<'a> {
     pub(super) job: &'a JobSpec,
     pub(super) train: &'a TrainSpec,

@@ -15,8 +15,8 @@ use jobspec::{HostSelection, WorkersPerHost};
 use std::collections::{HashMap, VecDeque};
 
 impl MemoryPlan<'_> {
-    /// Returns the index of the output layer's parameter unit. Also returns for each layer the
-    /// index of its unit, and that of the unit of experts with a shard of this rank.
+    /// Returns the index of the output layer's parameter unit, and for each layer the indices of
+    /// its unit and of the unit of experts with a shard of this rank.
     pub(super) fn list_layer_units(&self, rank: usize) -> (usize, Vec<Vec<usize>>) {
         let head = self.model.sizes().layers + 1;
         let is_moe = |l: usize| MoeModel::from_model(self.model).is_some_and(|s| s.is_moe_layer(l));

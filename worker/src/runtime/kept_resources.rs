@@ -36,7 +36,7 @@ impl KeptResources {
     }
 
     /// Opens the device and the tokenizer, and limits the number of threads, unless an earlier
-    /// attempt has.
+    /// attempt in this process has done so.
     pub(super) fn open_device_and_tokenizer(&mut self, init: &WorkerInit, train: &TrainSpec) -> Result<()> {
         if self.device.is_none() {
             limit_threads(init.threads as usize)?;

@@ -46,8 +46,8 @@ const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// How long a rank whose collectives were aborted waits for the agent's abort before it reports the
 /// failure. The controller then learns of the failed rank or host first.
 const ABORT_ARRIVAL_TIME: Duration = Duration::from_millis(100);
-/// The longest wait of a rank whose collectives were aborted for the agent's decision whether the
-/// rank may leave the attempt. The controller may need this long to notice that a host is lost.
+/// How long a rank whose collectives were aborted waits for the agent to decide whether the rank
+/// may leave the attempt. The controller may need this long to notice that a host is lost.
 const LEAVE_DECISION_TIMEOUT: Duration = Duration::from_secs(10);
 /// The longest time for sending the notice that a run stopped before its first step. After it, the
 /// run stops without the notice.
@@ -55,7 +55,7 @@ const STOP_NOTICE_TIMEOUT: Duration = Duration::from_secs(1);
 /// The abort reason that a rank reports when its agent has ended.
 const AGENT_ENDED: &str = "the agent closed the control connection";
 
-/// How far a rank is on the way to its first step, which decides what a stop request does.
+/// How far a rank has prepared its first step, which decides how the rank reacts to a stop request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum StepReadiness {
     /// The rank prepares data, model or checkpoint. A stop request ends the process, because no
@@ -139,7 +139,7 @@ pub(super) struct AgentSession {
     pub(super) status: Arc<StatusWriter>,
 }
 
-/// The messages of the agent that the thread that trains waits for.
+/// The messages from the agent for which the training thread waits.
 #[derive(Default)]
 struct Inbox {
     /// The instructions for the next attempt.
@@ -308,7 +308,7 @@ impl AgentSession {
         self.arrived.notify_all();
     }
 
-    /// Locks the messages that the thread that trains waits for.
+    /// Locks the messages for which the training thread waits.
     fn lock_inbox(&self) -> MutexGuard<'_, Inbox> {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -441,7 +441,7 @@ impl AgentSession {
         true
     }
 
-    /// Sets how far this rank is on the way to its first step.
+    /// Sets how far this rank has prepared its first step.
     fn set_readiness(&self, readiness: StepReadiness) {
         *self.readiness.lock().unwrap_or_else(PoisonError::into_inner) = readiness;
     }

@@ -33,7 +33,8 @@ struct StatusSlot {
 }
 
 impl StatusSlot {
-    /// Writes the status. Without it, the agent has less evidence about a hang.
+    /// Writes the status to the memory that the agent reads. Without it, the agent has less
+    /// evidence about a hang.
     fn write(&self) {
         if let Some(memory) = &self.memory {
             _ = memory.write_all_at(&self.status.encode(), self.offset);
@@ -66,14 +67,15 @@ impl StatusWriter {
         slot.write();
     }
 
-    /// Sets what the thread that trains does, as a phrase such as `reading samples`.
+    /// Sets the current work of the training thread in the status, as a phrase such as `reading
+    /// samples`.
     pub(super) fn set_task(&self, task: &'static str) {
         let mut slot = self.lock();
         slot.status.task = task.into();
         slot.write();
     }
 
-    /// Sets the task to that of a phase.
+    /// Sets the current work of the training thread in the status to the description of a phase.
     pub(super) fn set_phase(&self, phase: WorkerPhase) {
         self.set_task(describe_phase(phase));
     }
@@ -86,7 +88,7 @@ impl StatusWriter {
     }
 }
 
-/// Returns what a rank does in a phase.
+/// Returns a phrase that describes the work of a rank in a phase, such as `saving a checkpoint`.
 fn describe_phase(phase: WorkerPhase) -> &'static str {
     match phase {
         WorkerPhase::Starting => "starting",

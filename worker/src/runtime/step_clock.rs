@@ -12,7 +12,7 @@ pub(super) struct StepClock {
 }
 
 impl StepClock {
-    /// Records a step that took the time `took`.
+    /// Records the duration `took` of a step, and for how long the step waited for collectives.
     pub(super) fn record_step(&mut self, queue: &CollectiveQueue, took: Duration) {
         self.exposed = queue.take_exposed_seconds();
         let micros = |seconds: f64| (seconds * 1e6) as u64;
@@ -24,8 +24,8 @@ impl StepClock {
         };
     }
 
-    /// Begins the next step. Adds the times of the previous step, and the waiting since, to the
-    /// report of this rank.
+    /// Begins the next step, and adds the times of the previous step to the report of this rank.
+    /// Also adds the waiting time since that step.
     pub(super) fn begin_step(&mut self, queue: &CollectiveQueue, report: RankStepReport) -> RankStepReport {
         let exposed_comm = self.exposed + queue.take_exposed_seconds();
         // The collectives of saves and evaluations belong to no step.

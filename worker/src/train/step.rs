@@ -64,8 +64,8 @@ pub struct Trainer {
 /// Access to the gathered parameters of the output layer and, if tied to it, of the embedding.
 pub(super) type HeadGuards<'a> = (&'a ParamsGuard, Option<&'a ParamsGuard>);
 
-/// The gradients of a global batch that are being computed and reduced, with what is known of this
-/// rank's losses. [`Trainer::update_parameters`] applies the gradients.
+/// The gradients of a global batch, which are still being computed and reduced, with the losses of
+/// this rank. [`Trainer::update_parameters`] applies the gradients.
 pub struct AccumulatedGradients {
     losses: Vec<PendingLoss>,
     report: RankStepReport,
@@ -88,8 +88,8 @@ pub(super) struct MicroBatchLoss {
 }
 
 impl Trainer {
-    /// Makes the next update of the parameters wait for the event `saved`, until which a save reads
-    /// parameters and optimizer states.
+    /// Makes the next update of the parameters wait for the event `saved`, after which a save has
+    /// read the parameters and optimizer states.
     pub fn delay_update_until(&mut self, saved: Event) {
         self.update_after = saved;
     }

@@ -92,13 +92,14 @@ impl RankStepReport {
     }
 }
 
-/// Stores two numbers in one word. A number above the largest `u32` is stored as this one, which is
-/// 72 minutes in microseconds.
+/// Packs two 32-bit numbers into one 64-bit word. A number above the largest `u32` is limited to
+/// the largest `u32`, which is 72 minutes in microseconds.
 fn join_halves(high: u64, low: u64) -> u64 {
     let limit = u64::from(u32::MAX);
     (high.min(limit) << 32) | low.min(limit)
 }
 
+/// Unpacks the two 32-bit numbers that [`join_halves`] packed into one word.
 fn split_halves(word: u64) -> (u64, u64) {
     (word >> 32, word & u64::from(u32::MAX))
 }

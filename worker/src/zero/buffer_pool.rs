@@ -4,8 +4,8 @@ use device::{Buf, Dtype, Ops, ViewMut, storage::Event};
 /// The length of every allocated buffer, in elements, is a multiple of this number.
 const GROWTH_ELEMENTS: usize = 1024;
 
-/// Returns the first `len` elements of `buf`, with unspecified content. Replaces `buf` by a longer
-/// buffer for `purpose` if necessary.
+/// Returns the first `len` elements of `buf`, which is first replaced by a longer buffer for
+/// `purpose` if necessary. The content is unspecified.
 pub fn resize_buffer<'a>(ops: &dyn Ops, purpose: &'static str, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
     if buf.len() < len {
         let dtype = buf.dtype();
@@ -52,14 +52,13 @@ impl BufferPool {
         }
     }
 
-    /// Returns a buffer to the pool. The next [`BufferPool::take`] may return it without waiting,
-    /// so only the thread that takes buffers may have used the buffer.
+    /// Returns a buffer to the pool for immediate reuse. The next [`BufferPool::take`] may return
+    /// it without waiting, so only the thread that takes buffers may have used the buffer.
     pub fn give_back(&mut self, buf: Buf) {
         self.give_back_after(buf, Event::default());
     }
 
-    /// Returns a buffer to the pool. The buffer may be written again only after the event
-    /// `last_use`.
+    /// Returns a buffer to the pool for reuse after the event `last_use`.
     pub fn give_back_after(&mut self, buf: Buf, last_use: Event) {
         self.free.push((buf, last_use));
     }

@@ -216,7 +216,7 @@ mod tests {
     use device::Cpu;
     use proptest::prelude::*;
 
-    /// Computes the fixed-order sum by its recursive definition, as the reference of the tests: the
+    /// Computes the fixed-order sum by its recursive definition, as the reference of the tests. The
     /// left part has the largest power of two below `n`.
     fn compute_recursive_sum(x: &[f64]) -> f64 {
         match x.len() {

@@ -12,7 +12,8 @@ use comm::{Comm, Result};
 use device::{Buf, Dtype, Ops, View, ViewMut};
 use std::ops::Range;
 
-/// The purpose that out-of-memory errors state for the memory of such exchanges.
+/// The purpose that out-of-memory errors state for the buffers in which ranks exchange parameters
+/// and gradients.
 const EXCHANGED: &str = "exchanged parameters and gradients";
 
 /// Reusable send and receive buffers for gathering and reducing parameter units that only some

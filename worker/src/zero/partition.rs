@@ -7,7 +7,8 @@ use crate::params::ParamUnit;
 use device::ops::NORM_BLOCK_LEN;
 use std::ops::Range;
 
-/// Which rank owns which elements of one parameter unit: rank r owns `cuts[r]..cuts[r+1]`.
+/// The division of one parameter unit's elements among the ranks that own it. Rank r owns
+/// `cuts[r]..cuts[r+1]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Partition {
     cuts: Vec<usize>,

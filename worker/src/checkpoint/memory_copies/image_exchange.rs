@@ -8,7 +8,7 @@ use crate::{
 use ckpt::memory_store::{COPY_HEADER_BYTES, MemoryStore};
 use std::ops::Range;
 
-/// The largest number of bytes of a copy that a rank sends in one round.
+/// The largest number of bytes of its memory copy that a rank sends in one round.
 const ROUND_BYTES: u64 = 4 << 20;
 
 /// Sends this rank's memory copy number `sequence` to the ranks that keep it, and stores the copies

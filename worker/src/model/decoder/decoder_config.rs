@@ -407,8 +407,8 @@ fn read_padding_token(fields: &HfConfigFields, vocab_size: usize) -> Option<u32>
     u32::try_from(id).ok()
 }
 
-/// Returns the config.json of a model that job.yaml describes: the keys that all decoder families
-/// share, and `family_keys`.
+/// Builds the config.json of a model that job.yaml describes, from the keys that all decoder
+/// families share and `family_keys`.
 pub(in crate::model) fn list_decoder_config_keys(spec: &ModelSpec, family_keys: Value) -> Map<String, Value> {
     let shared = json!({
         "attention_dropout": 0.0,

@@ -49,8 +49,9 @@ impl DecoderLayerSpans {
         [self.qkv, self.o, self.gate_up, self.down]
     }
 
-    /// Returns the ranges of the layer's norms and biases. Ops add to the gradients of these
-    /// tensors, so the gradients must be cleared before the backward pass.
+    /// Returns the ranges of the parameters of the layer's norms and biases in the flat vector. Ops
+    /// add to the gradients of these tensors, so the gradients must be cleared before the backward
+    /// pass.
     pub(super) fn list_accumulated_spans(&self) -> impl Iterator<Item = Range<usize>> {
         let biases = self.list_linears().map(|linear| &linear.bias);
         let norms =

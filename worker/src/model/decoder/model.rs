@@ -59,7 +59,8 @@ pub struct Model {
     pub(super) layer_dropout: Vec<LayerDropout>,
 }
 
-/// The dropout modules of one layer, for attention and the two branches.
+/// The dropout modules of one layer, for attention probabilities and for the outputs of attention
+/// and MLP.
 pub(super) struct LayerDropout {
     /// The dropout of attention probabilities.
     pub(super) attention: DropoutModule,
@@ -114,9 +115,8 @@ impl Model {
         at..at + experts * self.config.sizes.hidden
     }
 
-    /// Returns the number of elements of the matrix of the embedding, which is also that of the
-    /// output layer: `[vocab, hidden]`. Learned positions follow the embedding's matrix in its
-    /// unit.
+    /// Returns the number of elements of the embedding matrix `[vocab, hidden]`, which the matrix
+    /// of the output layer has, too. Learned positions follow the embedding's matrix in its unit.
     pub(super) fn vocab_matrix_len(&self) -> usize {
         self.config.sizes.vocab * self.config.sizes.hidden
     }

@@ -62,7 +62,7 @@ impl Model {
         InputNorm { ops: input.ops, norm: self.find_norm(input, span, buffer) }
     }
 
-    /// Computes the backward pass of what follows attention or the MLP: a norm or dropout. The
+    /// Computes the backward pass of the norm or dropout that follows attention or the MLP. The
     /// norm's parameters are at `span` in the layer's parameters. `dy` is the gradient of the
     /// output, and `(x, stats)` are the norm's input and its statistics. Writes the gradients of
     /// the parameters to `g`, the gradient of the layer's unit.
@@ -86,8 +86,8 @@ impl Model {
         buffer.view()
     }
 
-    /// Returns how the parts of q and of k that are normalized separately are laid out in the rows
-    /// of q, k and v. A part is a head, or all heads of a token.
+    /// Returns the layouts of q and of k in the rows of q, k and v, divided into the parts that are
+    /// normalized separately. A part is a head, or all heads of a token.
     fn normalized_part_layouts(&self, rows: usize, extent: QkNorm) -> [HeadLayout; 2] {
         let sizes = self.config.sizes;
         let layout = |first_column, heads: usize| {

@@ -136,8 +136,8 @@ fn read_rope_configs(fields: &HfConfigFields) -> Result<(RopeConfig, Option<Rope
     Ok((read("full_attention", full_theta)?, Some(read("sliding_attention", sliding_theta)?)))
 }
 
-/// Returns the config.json of a Gemma model that job.yaml describes. `family_keys` are the keys in
-/// which Gemma 2 and Gemma 3 differ.
+/// Builds the keys and values of config.json for a Gemma model that job.yaml describes.
+/// `family_keys` are the keys in which Gemma 2 and Gemma 3 differ.
 fn list_gemma_config_keys(spec: &ModelSpec, family_keys: Value) -> Map<String, Value> {
     let mut hf_config = list_decoder_config_keys(spec, family_keys);
     hf_config.remove("hidden_act");

@@ -115,7 +115,7 @@ fn read_config(fields: &HfConfigFields) -> Result<DecoderConfig> {
     Ok(config)
 }
 
-/// Returns the config.json of a GPT-2 model that job.yaml describes.
+/// Builds the keys and values of config.json for a GPT-2 model that job.yaml describes.
 fn list_config_keys(spec: &ModelSpec) -> Map<String, Value> {
     take_entries(json!({
         "activation_function": "gelu_new",

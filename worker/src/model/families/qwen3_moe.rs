@@ -49,7 +49,7 @@ fn read_config(fields: &HfConfigFields) -> Result<DecoderConfig> {
     Ok(config)
 }
 
-/// Returns the config.json of a Qwen 3 MoE model that job.yaml describes.
+/// Builds the keys and values of config.json for a Qwen 3 MoE model that job.yaml describes.
 fn list_config_keys(spec: &ModelSpec) -> Map<String, Value> {
     let family_keys = json!({
         "attention_bias": false,

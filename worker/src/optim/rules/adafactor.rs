@@ -111,8 +111,8 @@ fn update_row_means(ops: &dyn Ops, means: ViewMut, g: View, len: usize, inputs: 
     ops.axpby(means, (1.0 - one_minus_beta2) as f32, squares.view(), one_minus_beta2 as f32);
 }
 
-/// Divides each row of `x[rows, len]` by the square root of `mean / unit(means)`, where `mean` is
-/// the row's element of `means`.
+/// Divides each row of `x[rows, len]` by the square root of the row's element of `means`, which is
+/// first divided by `unit(means)`.
 fn divide_rows_by_roots(ops: &dyn Ops, x: ViewMut, means: View, len: usize, unit: impl Fn(&[f32]) -> f64) {
     let means = ops.clone_to_host(means);
     let unit = unit(means.host());
@@ -121,8 +121,8 @@ fn divide_rows_by_roots(ops: &dyn Ops, x: ViewMut, means: View, len: usize, unit
     ops.scale_rows(x, factors.view(), len);
 }
 
-/// Applies an Adafactor update to consecutive elements: subtracts their part of the tensor's
-/// direction or, with `beta1`, the moving average of the directions.
+/// Updates consecutive elements by subtracting their part of the tensor's Adafactor direction or,
+/// with `beta1`, the moving average of the directions.
 fn update(ops: &dyn Ops, p: ViewMut, direction: View, mut states: StateViews, inputs: &UpdateInputs<'_>) {
     let keep = (1.0 - inputs.lr * inputs.group.weight_decay) as f32;
     let Some(beta1) = inputs.spec.beta1 else { return ops.axpby(p, keep, direction, -1.0) };

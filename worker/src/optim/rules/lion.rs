@@ -1,4 +1,4 @@
-//! The optimizer Lion (Chen et al., 2023).
+//! The optimizer Lion (Chen and others, 2023).
 use crate::optim::{
     unit_states::StateViews,
     update_rule::{UpdateInputs, UpdateMethod, UpdateRule},

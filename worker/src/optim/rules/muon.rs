@@ -1,4 +1,4 @@
-//! The optimizer Muon (Jordan et al. 2024), which updates a matrix along its orthogonalized
+//! The optimizer Muon (Jordan and others, 2024), which updates a matrix along its orthogonalized
 //! momentum. AdamW updates the embedding, the head and everything that is not a matrix.
 //!
 //! The formula is that of torch.optim.Muon with Nesterov momentum and

@@ -37,8 +37,8 @@ impl ZeroEngine {
         packed
     }
 
-    /// Returns whether another gradient of parameter unit `u` is added directly to the existing
-    /// sum.
+    /// Returns whether the next gradient of parameter unit `u` is added in place to the existing
+    /// sum instead of being kept separately.
     fn accumulates_in_place(&self, u: usize) -> bool {
         self.policy.sums_in_arrival_order && !lock_ignoring_poison(&self.shards[u].grads).is_empty()
     }
