@@ -38,8 +38,11 @@ pub(crate) struct RunSummary {
     /// How those ranks ended that were not the root cause of a failure.
     pub(crate) peers: Vec<PeerEnd>,
     pub(crate) run_dir: PathBuf,
-    /// The command line that resumes the job.
-    pub(crate) resume: String,
+    /// The command line of the run.
+    pub(crate) command: String,
+    /// Whether the same command line resumes from the newest checkpoint, as `resume.from: auto`
+    /// does.
+    pub(crate) resumes_from_newest: bool,
     pub(crate) seconds: f64,
 }
 

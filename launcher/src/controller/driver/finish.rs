@@ -10,6 +10,7 @@ use crate::{
     report, runs,
 };
 use diagnostic::{Diagnostic, codes, quantity::format_duration};
+use jobspec::ResumeFrom;
 use nix::sys::signal::{SigHandler, Signal};
 use protocol::{event::Event, exit};
 use std::time::Duration;
@@ -53,7 +54,8 @@ impl ControllerDriver {
             killed: outcome.killed,
             peers: outcome.peers,
             run_dir: self.plan.run_dir,
-            resume: quote_shell_words(&self.command),
+            command: quote_shell_words(&self.command),
+            resumes_from_newest: self.job.resume.from == ResumeFrom::Auto,
             seconds,
         });
         // Requeuing is the last step, because the scheduler then ends this process, too.
