@@ -1,4 +1,4 @@
-//! The agent: the process on each host that starts, supervises and ends the workers of the host.
+//! The agent is the process on each host that starts, supervises and ends the workers of the host.
 //!
 //! Module `startup` prepares the agent's process and control connection. Module `core` is a state
 //! machine that decides on actions. Module `driver` executes the actions and reports events to the

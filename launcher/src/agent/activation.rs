@@ -16,21 +16,21 @@ use std::{
     time::Duration,
 };
 
-/// The largest size of the activated environment, in bytes, with what the login shell prints
-/// before.
+/// The largest output of the login shell that is accepted, in bytes, including the activated
+/// environment.
 const MAX_ENVIRONMENT_BYTES: usize = 2 << 20;
 /// The number of lines at the end of a script's output that an error contains.
 const ERROR_LINES: usize = 5;
 /// The longest line of a script's output in an error, in bytes.
 const MAX_ERROR_LINE: usize = 400;
-/// The variables of the shell itself, which workers do not get from it.
+/// The environment variables that a shell sets for itself, and that are not passed on to workers.
 const SHELL_VARIABLES: &[&str] = &["_", "SHLVL", "PWD", "OLDPWD"];
-/// The beginning of the names of the variables that the script of launch uses.
+/// The prefix of the variables that launch's activation script uses internally.
 const OWN_PREFIX: &str = "__launch_";
 
-/// Activates the environments of `run.activate` on this host, which is called `host`, and returns
-/// how they change the environment of this process. `hidden` are the variables that workers do not
-/// inherit. Blocks for up to `run.activate_timeout`.
+/// Activates the environments that `run.activate` lists, on the host named `host`, and returns how
+/// they change the environment variables of this process. `hidden` are the variables that workers
+/// do not inherit. Blocks for up to `run.activate_timeout`.
 ///
 /// Returns no changes for a job without `run.activate`.
 pub(crate) fn evaluate_activation(
@@ -75,7 +75,8 @@ pub(crate) fn evaluate_activation(
     }
 }
 
-/// Draws a text that the output of no script contains by chance.
+/// Returns a random text that marks where the activated environment begins in the output of the
+/// shell.
 fn draw_marker() -> io::Result<String> {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes).map_err(io::Error::other)?;
@@ -93,7 +94,7 @@ fn without_shell_variables(
     variables.filter(|(name, _)| !is_own(name)).collect()
 }
 
-/// The part of the script that every activation begins with.
+/// The shell code with which every activation script begins.
 ///
 /// Descriptor 9 is the pipe that launch reads. What sourced scripts print goes to stderr. After the
 /// marker, the shell writes `E` and the reason of a failure, or `S` and the environment.
@@ -102,8 +103,8 @@ __launch_fail() { printf 'E%s' "$1" >&9; exit 1; }
 __launch_check() { [ "$2" = 0 ] || __launch_fail "failed $1 $2"; }
 "#;
 
-/// Makes `conda activate` available. If `conda` is a program, its hook defines the function. If it
-/// is missing, the usual directories are searched.
+/// Shell code that makes `conda activate` available. If `conda` is a program, its hook defines the
+/// function. If it is missing, the usual directories are searched.
 const FIND_CONDA: &str = r#"case "$(command -v conda)" in
 conda) ;;
 '') for __launch_conda in "${CONDA_EXE-}" "${HOME-}"/miniforge3/bin/conda "${HOME-}"/mambaforge/bin/conda "${HOME-}"/miniconda3/bin/conda "${HOME-}"/anaconda3/bin/conda /opt/conda/bin/conda /opt/miniforge3/bin/conda /opt/miniconda3/bin/conda /opt/anaconda3/bin/conda; do
@@ -114,7 +115,8 @@ esac
 command -v conda >/dev/null 2>&1 || __launch_fail 'conda-missing'
 "#;
 
-/// Makes the command `module` available, which a login shell may lack on compute nodes.
+/// Shell code that makes the command `module` available, which a login shell may lack on compute
+/// nodes.
 const FIND_MODULE: &str = r#"if ! command -v module >/dev/null 2>&1; then
   for __launch_file in "${MODULESHOME-}/init/${BASH_VERSION:+ba}sh" /etc/profile.d/modules.sh /etc/profile.d/lmod.sh /etc/profile.d/z00_lmod.sh /usr/share/modules/init/${BASH_VERSION:+ba}sh /usr/share/Modules/init/${BASH_VERSION:+ba}sh /usr/share/lmod/lmod/init/${BASH_VERSION:+ba}sh; do
     if [ -r "$__launch_file" ]; then . "$__launch_file"; fi
@@ -171,15 +173,15 @@ fn quote_path(workdir: &Path, path: &Path) -> String {
     }
 }
 
-/// Builds the errors of activating `steps` on a host.
+/// Parses the result of activating `steps` on a host, and builds the errors of a failed activation.
 struct ActivationFailure<'a> {
     steps: &'a [ActivationStep],
     host: &'a str,
 }
 
 impl ActivationFailure<'_> {
-    /// Returns the environment in the output of a shell. Fails if the shell reported a failure, or
-    /// ended without the environment.
+    /// Parses the activated environment from the output of a shell. Fails if the shell reported a
+    /// failure, or ended without the environment.
     fn parse_environment(
         &self,
         output: &ShellOutput,
@@ -214,7 +216,7 @@ impl ActivationFailure<'_> {
         }
     }
 
-    /// Builds the error for a reason that the script reported.
+    /// Builds the error for a failure that the activation script reported as `reason`.
     fn build_reported(&self, reason: &str, printed: &[u8]) -> Diagnostic {
         let mut words = reason.split(' ');
         let kind = words.next().unwrap_or_default();
@@ -249,7 +251,7 @@ impl ActivationFailure<'_> {
         }
     }
 
-    /// Builds an error with the end of the output `printed`.
+    /// Builds an activation error that contains the end of the shell's output `printed`.
     fn build(&self, code: Code, message: &str, printed: &[u8]) -> Diagnostic {
         let message = format!("cannot activate the environment of the workers on {}: {message}", self.host);
         let error = Diagnostic::error(code, message)
@@ -274,7 +276,7 @@ fn add_status(error: Diagnostic, status: ExitStatus) -> Diagnostic {
     }
 }
 
-/// Describes how the shell ended, as a predicate.
+/// Describes how the shell ended, as the end of a sentence, such as `exited with code 1`.
 fn describe_end(status: ExitStatus) -> String {
     match status {
         ExitStatus::Code(code) => format!("ended with exit code {code}"),

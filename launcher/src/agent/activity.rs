@@ -1,10 +1,9 @@
-//! Measures the activity of workers from `/proc`: the CPU time of a worker's process tree, and
-//! whether its first process is stopped.
+//! Measures the activity of workers from `/proc`, which is the CPU time of a worker's process tree,
+//! and whether its first process is stopped.
 use crate::processes::{ProcessStat, list_processes};
 use std::collections::HashMap;
 
-/// The measured activity of one worker: the CPU time of the worker's process tree, and whether the
-/// worker is stopped.
+/// The CPU time that one worker's processes have used, and whether the worker is stopped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct WorkerActivity {
     /// The CPU time of all running processes of the tree in clock ticks, including the CPU time of
@@ -14,7 +13,7 @@ pub(super) struct WorkerActivity {
     pub(super) stopped: bool,
 }
 
-/// Measures the current activity of several workers from `/proc`.
+/// Measures, from `/proc`, the CPU time of several workers and whether each worker is stopped.
 ///
 /// `leaders` are the pids of the workers' first processes. The results have the order of `leaders`.
 pub(super) fn measure_activity(leaders: &[u32]) -> Vec<WorkerActivity> {
@@ -40,9 +39,9 @@ pub(super) fn list_process_trees(leaders: &[u32]) -> Vec<Vec<i32>> {
     leaders.iter().map(list).collect()
 }
 
-/// Sums the CPU time of each of `leaders` and its descendants, and determines whether the leader is
-/// stopped. The results have the order of `leaders`. `processes` is a list of all processes of the
-/// host.
+/// Sums the CPU time of each process in `leaders` and its descendants, and determines whether the
+/// leader is stopped. The results have the order of `leaders`. `processes` is a list of all
+/// processes of the host.
 fn sum_activity(processes: &[ProcessStat], leaders: &[u32]) -> Vec<WorkerActivity> {
     let children = index_children(processes);
     let measure = |leader: &u32| {

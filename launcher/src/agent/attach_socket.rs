@@ -44,15 +44,15 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
-/// The number of names from which an agent chooses one for its socket. There are several, so that
-/// another user cannot easily take all of them.
+/// The number of socket names that an agent may use; the agent takes the first free one. There are
+/// several, so that another user cannot easily take all of them.
 const NAME_COUNT: u32 = 16;
-/// The largest number of connections that prove at the same time that they have the key of the run.
-/// Further connections wait.
+/// The largest number of connections on which the handshake with the key of the run is performed at
+/// the same time. Further connections wait.
 const MAX_HANDSHAKES: usize = 16;
 /// How long an agent waits for the end of an older agent of its host.
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(8);
-/// The pause between two checks of whether the older agent of the host, which was asked to end, has
+/// How often an agent checks whether an older agent of the host, which it has asked to end, has
 /// ended.
 const EXIT_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -63,7 +63,7 @@ pub(super) type SocketReader = EncryptedReader<OwnedReadHalf>;
 /// agent's socket.
 pub(super) type SocketWriter = EncryptedWriter<OwnedWriteHalf>;
 
-/// A connection whose other side has proved that it has the key of the run.
+/// A connection to the agent's socket whose other side has proved that it has the key of the run.
 pub(super) struct AttachConnection {
     pub(super) input: SocketReader,
     pub(super) output: SocketWriter,
@@ -90,8 +90,8 @@ fn is_own_peer(socket: &impl AsFd) -> bool {
     credentials.is_ok_and(|peer| peer.uid() == 0 || peer.uid() == nix::unistd::geteuid().as_raw())
 }
 
-/// Connects to the agent of the run `run` that is alive on this host. Returns `None` if there is
-/// none. Fails on a system without abstract sockets. Never blocks.
+/// Connects to the socket of the agent of `run` that already runs on this host. Returns `None` if
+/// there is none. Fails on a system without abstract sockets. Never blocks.
 fn find_agent(key: &JobKey, run: &str, host: &str) -> io::Result<Option<StdStream>> {
     for name in derive_names(key, run, host) {
         let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
@@ -137,9 +137,9 @@ pub(super) enum LockError {
     InUse(Diagnostic),
 }
 
-/// Makes the calling agent the only agent of its run on this host: binds its socket, and evicts an
-/// older agent of the run. Returns the listener of the agent's socket, or `None` on a system
-/// without abstract sockets. Fails if the older agent does not end.
+/// Makes the calling agent the only agent of its run on this host, by binding its socket and
+/// evicting an older agent of the run. Returns the listener of the agent's socket, or `None` on a
+/// system without abstract sockets. Fails if the older agent does not end.
 pub(super) async fn lock_host(terms: &SupervisionTerms) -> Result<Option<StdListener>, LockError> {
     let deadline = Instant::now() + EVICTION_TIMEOUT;
     let mut eviction = Box::pin(request_eviction(terms));
@@ -197,8 +197,8 @@ async fn request_eviction(terms: &SupervisionTerms) -> Result<Option<FromAgent>,
     Ok(read_frame(&mut input).await.ok().flatten())
 }
 
-/// Connects to the agent of the run in `request` that is alive on this host, and sends `request` to
-/// it. Returns the connection, on which the agent answers.
+/// Sends an attach request to the agent of the run that already runs on this host. Returns the
+/// connection, on which the agent answers.
 pub(super) async fn connect_to_agent(
     request: &AttachRequest,
 ) -> Result<(SocketReader, SocketWriter), AttachRejection> {
@@ -293,8 +293,8 @@ pub(super) async fn reject_request(mut output: SocketWriter, rejection: AttachRe
     }
 }
 
-/// Informs the agents that have requested the end of this agent on `connections` that this agent
-/// has no workers left.
+/// Informs the processes that have requested the end of this agent, over their `connections`, that
+/// this agent has no workers left.
 pub(super) async fn report_end(connections: Vec<AttachConnection>) {
     let Ok(frame) = encode_frame(&FromAgent::WorkersEnded { attempt: 0 }) else { return };
     for mut connection in connections {

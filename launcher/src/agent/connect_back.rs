@@ -15,8 +15,8 @@ use diagnostic::{Diagnostic, codes::host};
 use std::{fs, io, net::SocketAddr, time::Duration};
 use tokio::{net::TcpStream, task::JoinSet, time::sleep, time::timeout};
 
-/// How long an agent waits after it has begun to connect to one address of the controller, before
-/// it also tries the next address (RFC 8305).
+/// The delay between the starts of the connection attempts to two addresses of the controller (RFC
+/// 8305).
 const ATTEMPT_DELAY: Duration = Duration::from_millis(200);
 /// The time limit of one TCP connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -28,8 +28,8 @@ pub(super) async fn connect_back(invitation: &Invitation) -> diagnostic::Result<
     connect_to_first_address(invitation, &cluster::read_host_name()).await
 }
 
-/// Tries to connect to all addresses of the controller in parallel, each started [`ATTEMPT_DELAY`]
-/// after the previous one.
+/// Tries all addresses of the controller in parallel, each started [`ATTEMPT_DELAY`] after the
+/// previous one, and returns the first connection that succeeds.
 ///
 /// Returns the first connection on which the controller proves that it has the job's key, and drops
 /// the other connections. Fails if no address succeeds. `name` is the name of this host.

@@ -7,14 +7,14 @@ use nix::unistd::{Uid, User, getgid, getuid};
 use protocol::control::{ExecId, HostPlan, WorkerPlan};
 use std::{collections::BTreeSet, path::Path};
 
-/// The program that changes to the directory `$1` and replaces itself by the other words. Runtimes
-/// without an option for the working directory start it.
+/// The shell script that changes to the directory `$1` and then executes its other arguments as a
+/// command. Runtimes without an option for the working directory start it.
 const CHANGE_DIRECTORY: &str = "cd -- \"$1\" && shift && exec \"$@\"";
 /// The longest name of a container, in bytes.
 const MAX_NAME_BYTES: usize = 128;
-/// Variables of the job that Apptainer replaces in the container unless they have this prefix.
+/// The prefix by which Apptainer takes a variable of the job over instead of replacing its value.
 const APPTAINER_PREFIX: &str = "APPTAINERENV_";
-/// The variables that Apptainer replaces in the container.
+/// The variables whose values Apptainer replaces in the container.
 const APPTAINER_REPLACED: [&str; 2] = ["PATH", "LD_LIBRARY_PATH"];
 
 /// The kind of GPUs on the host, which decides the options that make them visible in containers.
@@ -55,8 +55,8 @@ pub(super) struct WorkerContainer<'a> {
 }
 
 impl<'a> WorkerContainer<'a> {
-    /// Returns the container of the worker `worker` in the attempt of `plan`, or of the command
-    /// `exec` next to the worker. Returns `None` for a job without `run.container`.
+    /// Returns the container of a worker, or of a command of `launch exec` (`exec`) that runs next
+    /// to the worker. Returns `None` for a job without `run.container`.
     pub(super) fn of_worker(
         plan: &'a HostPlan,
         worker: &'a WorkerPlan,
@@ -80,8 +80,9 @@ impl<'a> WorkerContainer<'a> {
         })
     }
 
-    /// Makes the command of `worker` run in the container. The words of the runtime precede those
-    /// of `run.wrap`, which run in the container, too. Fails if a path cannot be mounted.
+    /// Changes the command of `worker` to one that runs the same program in the container. The
+    /// words of the runtime precede those of `run.wrap`, which run in the container, too. Fails if
+    /// a path cannot be mounted.
     pub(super) fn enter(&self, worker: &mut WorkerPlan) -> diagnostic::Result<()> {
         let mounts = self.collect_mounts()?;
         let mut words = match self.spec.runtime {
@@ -103,8 +104,9 @@ impl<'a> WorkerContainer<'a> {
         has_record.then(|| to_words(&[runtime.program(), "rm", "--force", &self.name]))
     }
 
-    /// Returns the mounts of the container: those of the job, the working directory and the run
-    /// directory. Fails if one does not exist, or if its path contains a separator.
+    /// Returns the directories to mount in the container, which are those of the job, the working
+    /// directory and the run directory. Fails if one does not exist, or if its path contains a
+    /// separator.
     fn collect_mounts(&self) -> diagnostic::Result<Vec<ContainerMount>> {
         let mut mounts = self.spec.mounts.clone();
         for directory in [self.workdir, self.run_dir] {
@@ -131,8 +133,9 @@ impl<'a> WorkerContainer<'a> {
         Ok(mounts)
     }
 
-    /// Builds the words of `apptainer exec`. Apptainer passes the environment, except for the
-    /// variables that it replaces, and shares devices, network and process numbers with the host.
+    /// Builds the command line of `apptainer exec`. Apptainer passes the environment, except for
+    /// the variables that it replaces, and shares devices, network and process numbers with the
+    /// host.
     fn build_apptainer_words(&self, mounts: &[ContainerMount], worker: &mut WorkerPlan) -> Vec<String> {
         let mut words = to_words(&["apptainer", "exec"]);
         match self.gpus {
@@ -156,7 +159,7 @@ impl<'a> WorkerContainer<'a> {
         self.finish_words(words)
     }
 
-    /// Builds the words of `enroot start`, which passes only the variables that are named.
+    /// Builds the command line of `enroot start`, which passes only the variables that are named.
     fn build_enroot_words(&self, mounts: &[ContainerMount], worker: &mut WorkerPlan) -> Vec<String> {
         let mut words = to_words(&["enroot", "start", "--rw"]);
         for mount in mounts {
@@ -174,9 +177,9 @@ impl<'a> WorkerContainer<'a> {
         words
     }
 
-    /// Builds the words of `docker run` or `podman run`. The container shares the network, shared
-    /// memory and process numbers of the host, as ranks need them. Only the names of variables are
-    /// arguments, because every user of the host can list arguments.
+    /// Builds the command line of `docker run` or `podman run`. The container shares the network,
+    /// shared memory and process numbers of the host, as ranks need them. Only the names of
+    /// variables are arguments, because every user of the host can list arguments.
     fn build_docker_words(&self, mounts: &[ContainerMount], worker: &mut WorkerPlan) -> Vec<String> {
         let runtime = self.spec.runtime;
         let mut words = to_words(&[runtime.program(), "run", "--rm", "--name", &self.name]);
@@ -223,8 +226,8 @@ impl<'a> WorkerContainer<'a> {
         self.finish_words(words)
     }
 
-    /// Builds the words of `ch-run`, which passes the environment and shares devices, network and
-    /// process numbers with the host. Fails for a read-only mount.
+    /// Builds the command line of `ch-run` (Charliecloud), which passes the environment and shares
+    /// devices, network and process numbers with the host. Fails for a read-only mount.
     fn build_charliecloud_words(
         &self,
         mounts: &[ContainerMount],
@@ -264,7 +267,7 @@ impl<'a> WorkerContainer<'a> {
         names.into_iter().flat_map(|name| ["--env".to_owned(), name.clone()]).collect()
     }
 
-    /// Appends the options of the job and the image.
+    /// Appends the container options that the job states, and the image, to a command line.
     fn finish_words(&self, mut words: Vec<String>) -> Vec<String> {
         words.extend(self.spec.options.iter().cloned());
         words.push(self.spec.image.clone());
@@ -291,13 +294,13 @@ fn has_variable(worker: &WorkerPlan, name: &str) -> bool {
     worker.env.iter().any(|(set, _)| set == name)
 }
 
-/// Converts words to strings.
+/// Converts string slices to owned strings.
 fn to_words(words: &[&str]) -> Vec<String> {
     words.iter().map(|word| (*word).to_owned()).collect()
 }
 
-/// Replaces the error that a worker's first program is missing by one that names the runtime, which
-/// is the first program of a worker in a container.
+/// Replaces a "program not found" error of a worker in a container by an error that names the
+/// missing container runtime.
 pub(super) fn explain_start_error(error: Diagnostic, plan: &HostPlan) -> Diagnostic {
     let Some(spec) = &plan.job.run.container else { return error };
     if error.code() != host::WORKER_WRAPPER_MISSING {

@@ -1,5 +1,5 @@
-//! The agent's state machine: messages, process exits and time are its input, and actions are its
-//! output. The state machine does no I/O and reads no clock.
+//! The agent's state machine, which decides what the agent does. Messages, process exits and time
+//! are its input, and actions are its output. The state machine does no I/O and reads no clock.
 mod actions;
 mod controller_link;
 mod kept_workers;
@@ -38,8 +38,8 @@ pub(crate) const WORKER_LEASE: Duration = Duration::from_secs(30);
 pub(crate) const STACKS_TIMEOUT: Duration = Duration::from_secs(8);
 /// The interval at which the agent measures the activity (CPU time) of its workers.
 pub(crate) const ACTIVITY_INTERVAL: Duration = Duration::from_secs(1);
-/// The time limit for the last output and the final report of a worker to arrive after the worker's
-/// process has ended.
+/// How long the agent waits, after the end of a worker's process, for the last output and the final
+/// report of the worker.
 pub(crate) const FINAL_OUTPUT_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The phase of an agent's life, from the wait for the controller's hello to the exit.
@@ -213,8 +213,8 @@ impl AgentCore {
         AgentCore { kill_report_delay, ..self }
     }
 
-    /// Returns the time by which the driver must pass the next [`AgentInput::Tick`], on the clock
-    /// of [`AgentCore::handle_input`].
+    /// Returns the time, on the clock of [`AgentCore::handle_input`], by which the driver must pass
+    /// the next [`AgentInput::Tick`].
     pub(crate) fn next_deadline(&self) -> Duration {
         if matches!(self.state, AgentState::AwaitingHello | AgentState::Exiting) {
             return Duration::MAX;
@@ -296,8 +296,9 @@ impl AgentCore {
         std::mem::take(&mut self.out)
     }
 
-    /// Reports a message to the controller. If the present controller does not receive the message,
-    /// a later one does. Messages that a newer one replaces are not repeated to a later controller.
+    /// Sends a message to the controller, and keeps it for a later controller if the present one
+    /// does not receive it. Messages that a newer one replaces are not repeated to a later
+    /// controller.
     fn send_to_controller(&mut self, message: FromAgent) {
         let is_transient = message.is_transient();
         match self.terms {
@@ -306,7 +307,8 @@ impl AgentCore {
         }
     }
 
-    /// Sends a message to the present controller, if there is one.
+    /// Sends a message to the present controller, and discards the message if there is no
+    /// controller.
     fn send_once(&mut self, message: FromAgent) {
         if self.unattended_since.is_none() {
             self.out.push(AgentAction::Send(message));
@@ -324,8 +326,8 @@ impl AgentCore {
         self.unattended_since.is_none() && self.reports.has_unsent()
     }
 
-    /// Returns whether the driver must not read messages of workers, because too many events wait
-    /// for a controller.
+    /// Returns whether so many events wait for the controller that the driver must stop reading
+    /// messages of workers.
     pub(crate) fn is_backlogged(&self) -> bool {
         self.reports.is_full()
     }
@@ -360,8 +362,8 @@ impl AgentCore {
         self.peers = Some(peers);
     }
 
-    /// Requests a save from all workers: from built-in workers by message, and from programs by the
-    /// signal `signal`.
+    /// Requests that all workers save a checkpoint. Built-in workers get a message, and programs
+    /// the signal `signal`.
     fn request_saves(&mut self, signal: i32) {
         for rank in self.running_ranks() {
             if self.workers[&rank].builtin {
@@ -372,8 +374,8 @@ impl AgentCore {
         }
     }
 
-    /// Applies the values of a changed job file. Updates which ranks' output is forwarded to the
-    /// controller.
+    /// Applies the values of a changed job file, and forwards them to the built-in worker of rank
+    /// 0. Updates which ranks' output is forwarded to the controller.
     ///
     /// Also sends the values to rank 0, if rank 0 is a built-in worker on this host. Rank 0 decides
     /// from which step on the values apply.
@@ -388,7 +390,7 @@ impl AgentCore {
         }
     }
 
-    /// Begins a new attempt with the workers of `plan`: resets the state of the previous attempt,
+    /// Begins a new attempt with the workers of `plan`. Resets the state of the previous attempt,
     /// and requests what the start of workers needs. The workers start afterwards. Ends the agent
     /// with an error if the plan is inconsistent or workers are still running.
     fn start_attempt(&mut self, now: Duration, plan: Box<HostPlan>) {
@@ -464,7 +466,7 @@ impl AgentCore {
 
     // ---- time ----
 
-    /// Performs what is due at `now`: heartbeats, leases, kills and measurements.
+    /// Performs what is due at `now`, such as heartbeats, checks of leases, kills and measurements.
     fn act_on_deadlines(&mut self, now: Duration) {
         if matches!(self.state, AgentState::AwaitingHello | AgentState::Exiting) {
             return;

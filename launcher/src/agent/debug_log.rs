@@ -1,5 +1,4 @@
-//! Writes the debug log of the agent: opens its file, and logs the inputs and actions of the
-//! agent's state machine.
+//! Writes the debug log of the agent, with the inputs and actions of the agent's state machine.
 use super::core::{AgentAction, AgentInput};
 use debuglog::{Filter, variant_name};
 use protocol::control::{FromAgent, HostPlan, ToAgent};

@@ -61,14 +61,13 @@ use worker_spawner::WorkerSpawner;
 /// How long a sweep, which kills the processes that workers left, waits for these processes to end.
 /// Processes that remain are reported as unkillable.
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
-/// The longest pause between two searches for remaining processes during a sweep, which kills the
-/// processes that workers left.
+/// The longest pause between two searches for remaining processes during a sweep.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(5);
 /// The number of messages that fit into each channel to the event loop.
 const CHANNEL_CAPACITY: usize = 256;
 
-/// The rank and the pid of a worker. The pid of a rank differs between attempts and reveals late
-/// messages of an earlier attempt.
+/// The rank and the pid that identify one process of a worker. The pid of a rank differs between
+/// attempts and reveals late messages of an earlier attempt.
 type WorkerId = (Rank, u32);
 
 /// The agent's connections to a worker's process.
@@ -472,8 +471,8 @@ impl AgentDriver {
         self.workers.get(&rank).map(|r| r.pid).filter(|pid| self.leaders.contains_key(pid))
     }
 
-    /// Sends the save signal to a program if the program has a handler for the signal. Otherwise
-    /// returns a warning, but only once per attempt.
+    /// Sends the signal that requests a checkpoint to a program, if the program has a handler for
+    /// the signal. Otherwise returns a warning, but only once per attempt.
     fn request_save(&mut self, rank: Rank, signal: i32) -> Option<AgentInput> {
         let attempt = self.plan.as_ref()?.attempt;
         if process::signal_if_handled(self.find_unreaped_pid(rank)?, signal)
@@ -517,7 +516,8 @@ impl AgentDriver {
     }
 }
 
-/// Waits for the next signal of `stream`. Waits forever if `stream` is `None`.
+/// Waits for the next signal that the signal stream `stream` delivers. Waits forever if `stream` is
+/// `None`.
 async fn receive_signal(stream: &mut Option<SignalStream>) {
     match stream {
         Some(stream) => _ = stream.recv().await,
@@ -525,7 +525,8 @@ async fn receive_signal(stream: &mut Option<SignalStream>) {
     }
 }
 
-/// Waits until `connection` has space for a report. Waits forever if `connection` is `None`.
+/// Waits until the message queue of `connection` has space for another report. Waits forever if
+/// `connection` is `None`.
 async fn wait_for_space(connection: Option<&ControllerConnection>) {
     match connection {
         Some(connection) => connection.outbox.wait_for_space().await,

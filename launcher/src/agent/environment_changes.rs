@@ -4,7 +4,7 @@ use std::{
     ffi::{OsStr, OsString},
 };
 
-/// How activating environments changes the environment of this process.
+/// The environment variables that activation (`run.activate`) adds, changes and removes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct EnvironmentChanges {
     /// The variables that were not set before, with their values.
@@ -16,7 +16,7 @@ pub(crate) struct EnvironmentChanges {
 }
 
 impl EnvironmentChanges {
-    /// Compares an environment with the one before.
+    /// Returns the differences between the environments before and after the activation.
     pub(super) fn between(
         before: &BTreeMap<OsString, OsString>,
         after: BTreeMap<OsString, OsString>,
@@ -35,7 +35,7 @@ impl EnvironmentChanges {
         set.chain(self.removed.iter().map(|name| (name.as_os_str(), None)))
     }
 
-    /// Returns whether activating sets the variable `name` to another value than before.
+    /// Returns whether the activation has changed the value of the variable `name`.
     pub(crate) fn sets(&self, name: &str) -> bool {
         self.added.contains_key(OsStr::new(name)) || self.changed.contains_key(OsStr::new(name))
     }

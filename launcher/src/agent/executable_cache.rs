@@ -13,27 +13,28 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-/// The interval at which an agent marks its executable as used.
+/// The interval at which an agent updates the modification time of its executable, which marks the
+/// executable as used.
 const TOUCH_INTERVAL: Duration = Duration::from_secs(3600);
-/// The time after which an executable that no agent has marked counts as unused. Much longer than
-/// [`TOUCH_INTERVAL`], so that the executable of a suspended agent stays.
+/// The time without an update of its modification time after which an executable counts as unused.
+/// Much longer than [`TOUCH_INTERVAL`], so that the executable of a suspended agent stays.
 const MIN_UNUSED: Duration = Duration::from_secs(2 * 24 * 3600);
 /// The age from which an unused executable is removed.
 const MAX_UNUSED: Duration = Duration::from_secs(30 * 24 * 3600);
-/// The number of executables that stay in the cache even if they are unused: the newest ones. The
-/// executable of the agent is one of them.
+/// The number of newest executables that stay in the cache even if they are unused. The executable
+/// of the agent is one of them.
 const KEPT_EXECUTABLES: usize = 4;
-/// The length of the name of a cached executable: its BLAKE3 hash in hexadecimal.
+/// The length of the name of a cached executable, which is its BLAKE3 hash in hexadecimal.
 const NAME_LENGTH: usize = 64;
-/// The beginning of the names of copies that are not complete.
+/// The prefix of the names of executables whose copy is not complete.
 const COPY_PREFIX: &str = ".launch-";
-/// The beginning of the names of executables that are being removed.
+/// The prefix of the names of executables that are being removed.
 const REMOVED_PREFIX: &str = ".removed-";
-/// The stack size of the thread, in bytes.
+/// The stack size of the thread that cleans the cache, in bytes.
 const STACK_BYTES: usize = 128 << 10;
 
-/// Starts a thread that marks the executable of this agent as used while the agent runs, and once
-/// removes old executables from the cache. Does nothing if the executable is not in a cache.
+/// Starts a thread that marks this agent's executable as used while the agent runs, and removes old
+/// executables from the cache once. Does nothing if the executable is not in a cache.
 pub(super) fn start_cache_thread() {
     let Some(executable) = find_cached_executable() else { return };
     let run = move || {
@@ -111,7 +112,7 @@ fn is_older(time: SystemTime, now: SystemTime, limit: Duration) -> bool {
     now.duration_since(time).is_ok_and(|age| age > limit)
 }
 
-/// Removes an executable from the cache, unless an agent is started from it at the same time.
+/// Removes an executable from the cache, unless an agent is being started from it.
 ///
 /// A start marks the executable as used before it runs. So the file first gets another name, which
 /// no start uses, and is removed only if it is still not marked.

@@ -7,9 +7,9 @@ use std::{collections::VecDeque, time::Duration};
 /// The largest number of GPU errors that a [`GpuFaultWatch`] remembers. A new fault replaces the
 /// oldest one.
 const MAX_FAULTS: usize = 1000;
-/// If the driver reports a GPU fault without a pid, the fault explains the end of one process
-/// within this time. A process fails at its next CUDA call, but may compute on the CPU or wait for
-/// data before that.
+/// How long after a GPU fault that the driver reported without a pid the end of a process is
+/// attributed to the fault. A process fails at its next CUDA call, but may compute on the CPU or
+/// wait for data before that.
 const ATTRIBUTION_WINDOW: Duration = Duration::from_secs(120);
 
 /// The Xid (error number) that the driver logs when it cleans up after a process that has ended.
@@ -48,14 +48,14 @@ pub(super) struct GpuFaultWatch {
 }
 
 impl GpuFaultWatch {
-    /// Starts the watch: opens the kernel log at its end. If this process may not read the kernel
-    /// log, the watch finds no faults.
+    /// Starts to watch for GPU errors, from the present end of the kernel log on. If this process
+    /// may not read the kernel log, the watch finds no faults.
     pub(super) fn start() -> Self {
         GpuFaultWatch { log: KernelLog::open(), faults: VecDeque::new() }
     }
 
-    /// Reads the new records of the kernel log, and finds the GPU error that explains the end of
-    /// the process `pid`.
+    /// Finds the GPU error that explains why the process `pid` ended, after reading the new records
+    /// of the kernel log.
     ///
     /// Returns the first fault with this pid. Without such a fault, returns the first fault of the
     /// last [`ATTRIBUTION_WINDOW`] without a pid, and attributes the fault to this process only.
@@ -64,8 +64,8 @@ impl GpuFaultWatch {
         self.attribute_fault(pid, now)
     }
 
-    /// Reads the new records of the kernel log, and lists the errors that the driver has reported
-    /// for one of these processes.
+    /// Lists the GPU errors that the driver has reported for one of these processes, after reading
+    /// the new records of the kernel log.
     pub(super) fn list_faults_of(&mut self, pids: &[i32]) -> Vec<GpuFault> {
         self.read_log();
         let is_of_process = |pid: u32| pids.iter().any(|member| u32::try_from(*member) == Ok(pid));
@@ -73,8 +73,8 @@ impl GpuFaultWatch {
         faults.map(LoggedFault::describe).collect()
     }
 
-    /// Reads the new records of the kernel log, and lists the errors of the time `within` before
-    /// now for which neither the driver nor this watch knows the process.
+    /// Lists the GPU errors of the last `within` that were not attributed to a process. Reads the
+    /// new records of the kernel log before.
     pub(super) fn list_faults_without_process(&mut self, within: Duration) -> Vec<GpuFault> {
         let now = self.read_log();
         let is_recent = |fault: &&LoggedFault| now.saturating_sub(fault.logged_at) <= within;
@@ -82,7 +82,8 @@ impl GpuFaultWatch {
         faults.map(LoggedFault::describe).collect()
     }
 
-    /// Reads the new records of the kernel log. Returns the time since the boot of the host.
+    /// Reads the new records of the kernel log, and remembers the GPU errors in them. Returns the
+    /// time since the boot of the host.
     fn read_log(&mut self) -> Duration {
         let now = read_monotonic_time();
         if let Some(mut log) = self.log.take() {
@@ -117,7 +118,7 @@ impl GpuFaultWatch {
 }
 
 impl LoggedFault {
-    /// Returns the fault with the meaning of its number.
+    /// Converts the fault to a [`GpuFault`] with a description of its Xid.
     fn describe(&self) -> GpuFault {
         let description = XID_DESCRIPTIONS.iter().find(|(xid, _)| *xid == self.xid);
         let description = description.map(|(_, description)| (*description).to_owned());
@@ -125,9 +126,9 @@ impl LoggedFault {
     }
 }
 
-/// Parses a record of the kernel log such as `4,1,8000000,-;NVRM: Xid (PCI:0000:17:00): 31,
-/// pid=4242, name=python, …`. `now` replaces the time of a record without one. Returns `None` if
-/// the record does not report a GPU error.
+/// Parses a GPU error (Xid) from a record of the kernel log. An example of a record is
+/// `4,1,8000000,-;NVRM: Xid (PCI:0000:17:00): 31, pid=4242, name=python, …`. `now` replaces the
+/// time of a record without one. Returns `None` if the record does not report a GPU error.
 fn parse_fault(record: &str, now: Duration) -> Option<LoggedFault> {
     let (prefix, rest) = record.split_once("NVRM: Xid (PCI:")?;
     let (pci_address, rest) = rest.split_once("):")?;

@@ -1,5 +1,5 @@
-//! Collects evidence about ranks that hang: the counters and the flight recorder of torch, Python
-//! stacks, and the state of the main thread.
+//! Collects evidence about ranks that hang, such as the counters and the flight recorder of torch,
+//! Python stacks, and the state of the main thread.
 //!
 //! Programs in Python get a hook (`hang/sitecustomize.py`) by the variable `PYTHONPATH`. The hook
 //! publishes the numbers of collectives in a file, and answers requests that arrive on a FIFO. If a
@@ -27,12 +27,12 @@ use std::{
 };
 use thread_state::{CPU_TIME_WINDOW, MainThread};
 
-/// How long the agent waits for the answers of all ranks.
+/// How long the agent waits until all hanging ranks have answered its request for evidence.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(6);
-/// The pause between two checks for answers.
+/// The pause between two checks for answers of hanging ranks.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What is needed to collect the evidence about the workers of a host.
+/// The hanging workers of a host, and the sources from which evidence about them is collected.
 pub(super) struct EvidenceRequest {
     /// The workers.
     pub(super) workers: Vec<HangingWorker>,
@@ -61,7 +61,7 @@ pub(super) struct HangingWorker {
     pub(super) host_gpu_faults: Vec<GpuFault>,
 }
 
-/// A worker, and the process to which the evidence refers.
+/// A hanging worker, with the one of its processes about which evidence is collected.
 struct Subject {
     worker: HangingWorker,
     pid: u32,
@@ -70,7 +70,8 @@ struct Subject {
     answer: Option<HookAnswer>,
 }
 
-/// Collects evidence about workers. Blocks for little more than [`ANSWER_TIMEOUT`] at most.
+/// Collects evidence about the hanging workers of a request. Blocks for little more than
+/// [`ANSWER_TIMEOUT`] at most.
 pub(super) fn collect_evidence(request: EvidenceRequest) -> Vec<RankEvidence> {
     let EvidenceRequest { workers, hook_directory, status, attempt, world } = request;
     let begin = Instant::now();
@@ -118,8 +119,8 @@ pub(super) fn collect_evidence(request: EvidenceRequest) -> Vec<RankEvidence> {
     subjects.into_iter().map(build).collect()
 }
 
-/// Builds the evidence about one rank without a status. `stacks` are the stacks of the ranks that
-/// did not answer.
+/// Builds the evidence about one rank that publishes no worker status, because it is not built-in
+/// training. `stacks` are the stacks of the ranks that did not answer.
 fn build_evidence(
     subject: Subject,
     stacks: &mut [((Rank, u32), Vec<protocol::hang::StackFrame>)],
@@ -142,7 +143,7 @@ fn build_evidence(
     with_gpu_faults(evidence, subject.worker)
 }
 
-/// Adds the errors of the GPU of a worker to its evidence.
+/// Adds the GPU errors of a worker to the evidence about it.
 fn with_gpu_faults(evidence: RankEvidence, worker: HangingWorker) -> RankEvidence {
     RankEvidence { gpu_faults: worker.gpu_faults, host_gpu_faults: worker.host_gpu_faults, ..evidence }
 }

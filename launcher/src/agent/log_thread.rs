@@ -9,14 +9,14 @@ use std::{
     time::Duration,
 };
 
-/// The largest amount of output of workers, in bytes, that may wait for the disk of the logs.
-/// Further output is dropped and counted.
+/// The largest amount of workers' output, in bytes, that may wait in memory until the disk accepts
+/// it. Further output is dropped and counted.
 const MAX_WAITING_LOG_BYTES: usize = 32 << 20;
-/// The time for which an agent that is about to end repeats log writes that fail because the disk
-/// is full. The controller kills an agent on its own machine that does not end within a second.
+/// How long an agent that is about to end retries log writes that fail because the disk is full.
+/// The controller kills an agent on its own machine that does not end within a second.
 const FULL_DISK_TIMEOUT: Duration = Duration::from_millis(500);
-/// The time for which an agent that is about to end waits for log writes that block because the
-/// disk does not answer.
+/// How long an agent that is about to end waits for log writes that block because the disk does not
+/// respond.
 const STALLED_DISK_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The handle of the thread that writes the logs of all ranks of an agent.
@@ -28,7 +28,7 @@ pub(crate) struct LogThread {
     lost_bytes: Arc<AtomicU64>,
 }
 
-/// The output of workers that is missing in their logs when the agent ends.
+/// The amount of workers' output that could not be written to their logs before the agent ended.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum LostOutput {
     /// The disk has rejected this number of bytes, because it is full for example.
@@ -44,15 +44,16 @@ impl LogThread {
         LogThread::with_capacity(MAX_WAITING_LOG_BYTES)
     }
 
-    /// Starts a thread for which at most `max_bytes` bytes of output may wait.
+    /// Starts the thread that writes logs, with at most `max_bytes` bytes of output that may wait
+    /// for it.
     pub(crate) fn with_capacity(max_bytes: usize) -> io::Result<LogThread> {
         let thread = BackgroundThread::start("rank-logs", max_bytes)?;
         Ok(LogThread { thread, retries: WriteRetries::default(), lost_bytes: Arc::default() })
     }
 
-    /// Runs `write` on the thread, after all earlier writes. `write` returns the number of bytes
-    /// that the disk has not accepted. Returns `false` if too much output waits to accept another
-    /// `bytes` bytes. Never blocks.
+    /// Queues the function `write`, which writes to a log, to run on the thread after all earlier
+    /// writes. `write` returns the number of bytes that the disk has not accepted. Returns `false`
+    /// if too much output waits to accept another `bytes` bytes. Never blocks.
     pub(crate) fn write(
         &self,
         bytes: usize,
@@ -79,8 +80,8 @@ impl LogThread {
         (bytes > 0).then_some(LostOutput::Rejected { bytes })
     }
 
-    /// Waits until all output so far is written, but at most for `limit`. Returns whether all of
-    /// this output was written.
+    /// Waits, for at most `limit`, until all output that is queued at present is written. Returns
+    /// whether all of this output was written.
     #[cfg(test)]
     pub(crate) fn flush(&self, limit: Duration) -> bool {
         self.thread.flush(limit)

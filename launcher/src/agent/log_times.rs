@@ -101,7 +101,7 @@ pub(crate) fn find_offset_at(log: &Path, since_ms: u64, end: u64) -> u64 {
     }
 }
 
-/// Decodes the second number of a pair of time and log size: the size of the log in bytes.
+/// Decodes the log size, in bytes, from the second half of a pair of time and log size.
 fn decode_log_size(pair: &[u8]) -> u64 {
     pair[8..].iter().rev().fold(0, |n, b| n << 8 | u64::from(*b))
 }

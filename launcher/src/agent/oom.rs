@@ -18,16 +18,16 @@ pub(super) struct OomWatch {
 }
 
 impl OomWatch {
-    /// Starts the watch: reads the current number of OOM kills of the control group or, if the
-    /// counter is not readable, opens the kernel log at its end.
+    /// Starts to watch for OOM kills, through the counter of the control group or, if that is not
+    /// readable, the kernel log.
     pub(super) fn start() -> Self {
         let known_kills = read_oom_kill_count(Path::new("/"));
         let log = if known_kills.is_none() { KernelLog::open() } else { None };
         OomWatch { known_kills, log, killed_pids: Vec::new() }
     }
 
-    /// Returns whether a process that died of SIGKILL was killed because memory ran out. Attributes
-    /// one counted OOM kill to the process.
+    /// Decides whether the kernel killed a process that died of SIGKILL because memory ran out.
+    /// Attributes one counted OOM kill to the process.
     ///
     /// The process must belong to this control group. The caller must call this function once for
     /// each process that died of SIGKILL.
@@ -49,9 +49,9 @@ impl OomWatch {
     }
 }
 
-/// Parses the pid in a record of the kernel log such as
-/// `… Out of memory: Killed process 123 (name) …`. Returns `None` if the record does not report an
-/// OOM kill.
+/// Parses the pid of a process that was killed for lack of memory from a record of the kernel log.
+/// An example of a record is `… Out of memory: Killed process 123 (name) …`. Returns `None` if the
+/// record does not report an OOM kill.
 fn parse_killed_pid(record: &str) -> Option<u32> {
     let (before, after) = record.split_once("Killed process ")?;
     let is_oom = before.to_ascii_lowercase().contains("out of memory");

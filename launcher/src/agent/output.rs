@@ -403,8 +403,7 @@ impl OutputSink {
     }
 }
 
-/// Converts a line of output to the text that a terminal would show: the part after the last
-/// carriage return, as valid UTF-8 and truncated to [`MAX_LINE_BYTES`].
+/// Converts a line of output to the text that a terminal would show.
 fn format_display_line(line: &[u8]) -> String {
     let line = line.strip_suffix(b"\r").unwrap_or(line);
     let line = line.rsplit(|b| *b == b'\r').next().unwrap_or(line);

@@ -28,8 +28,8 @@ const NONCE_PREFIX: &str = ".launch-check-";
 /// The largest number of addresses of one other agent to which a connection is tried. Further
 /// addresses are ignored.
 const MAX_PEER_ADDRESSES: usize = 8;
-/// The largest number of bytes that are read from a peer's greeting, the text that the agent of
-/// another host sends to test a connection.
+/// The largest number of bytes that are read from a greeting, the text by which agents test
+/// connections between hosts.
 const MAX_GREETING_BYTES: u64 = 256;
 /// The time limit for sending the greeting to one connected peer.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
@@ -45,8 +45,8 @@ pub(super) struct Prober {
     network: Arc<NetworkProber>,
 }
 
-/// What the agent has to remember between probes: the nonce files that it has written, and the
-/// directories to search for those of other hosts. Dropping the state removes the nonce files.
+/// The state that the agent keeps between probes, which is the nonce files that it has written and
+/// the directories to search for those of other hosts. Dropping the state removes the nonce files.
 #[derive(Debug, Default)]
 struct ProbeState {
     /// The directories of [`ProbeRequest::Inspect`] that exist, or their nearest existing parents.
@@ -105,8 +105,8 @@ impl Prober {
         }
     }
 
-    /// Writes a file named after `nonce` to each writable directory of `dirs`. Stores `dirs` for
-    /// [`Prober::find_visible_nonces`].
+    /// Writes a file named after `nonce` to each writable directory of `dirs`, so that other hosts
+    /// that share the directory can see it. Stores `dirs` for [`Prober::find_visible_nonces`].
     fn write_nonce_files(&self, nonce: &str, dirs: &[PathBuf]) {
         let mut state = self.lock_state();
         for dir in dirs {
@@ -119,8 +119,8 @@ impl Prober {
         state.dirs = dirs.to_vec();
     }
 
-    /// Returns, for each stored directory, those of `nonces` for which this host sees a file in the
-    /// directory. The agents of other hosts have written these files.
+    /// Returns, for each stored directory, the `nonces` whose files, written by agents of other
+    /// hosts, are visible on this host. The agents of other hosts have written these files.
     fn find_visible_nonces(&self, nonces: &[String]) -> Vec<Vec<String>> {
         let dirs = self.lock_state().dirs.clone();
         // The directory is listed because a listing makes NFS clients refresh their cache.
@@ -144,9 +144,9 @@ impl Drop for ProbeState {
     }
 }
 
-/// Opens a TCP port of `ports` for the connection tests of other hosts. A thread sends a greeting
-/// to every process that connects. Returns the port and the greeting, or `None` if the port or the
-/// thread is not available.
+/// Opens a TCP port of `ports` and sends a greeting to each host that connects, as a test of the
+/// connection. A thread sends a greeting to every process that connects. Returns the port and the
+/// greeting, or `None` if the port or the thread is not available.
 fn serve_greeting(nonce: &str, ports: PortSelection) -> Option<(u16, String)> {
     let at_every_address = |port| {
         let v6 = TcpListener::bind((Ipv6Addr::UNSPECIFIED, port));

@@ -74,7 +74,7 @@ pub(super) fn create_shared_memory() -> io::Result<OwnedFd> {
     Ok(memfd_create(c"launch", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?)
 }
 
-/// The memory files that built-in workers inherit from their agent.
+/// The memory files (memfds) that built-in workers inherit from their agent.
 #[derive(Clone, Copy, Default)]
 pub(super) struct HostMemory<'a> {
     /// The memory that the workers of the host share during an attempt.
@@ -117,8 +117,8 @@ pub(super) fn read_allowed_cpus() -> Vec<u32> {
     )
 }
 
-/// Sets the close-on-exec flag of every open descriptor above 2, so that workers do not inherit the
-/// descriptors. Descriptors that the agent opens later have the flag from the start.
+/// Sets the close-on-exec flag of every open file descriptor above 2, so that workers do not
+/// inherit them. Descriptors that the agent opens later have the flag from the start.
 pub(super) fn set_cloexec_on_all() {
     let open: Vec<RawFd> = std::fs::read_dir("/proc/self/fd")
         .map(|d| d.flatten().filter_map(|e| e.file_name().to_str()?.parse().ok()).collect())
@@ -141,8 +141,8 @@ pub(super) fn raise_file_limit() -> io::Result<OpenFileLimits> {
     Ok((soft, hard))
 }
 
-/// The differences between the environments of the agent and of its workers, without the variables
-/// of the plan.
+/// The environment that workers inherit from the agent, as differences from the agent's own
+/// environment.
 #[derive(Clone, Default)]
 pub(super) struct InheritedEnvironment {
     /// The changes by `run.activate`.
@@ -228,8 +228,8 @@ pub(super) fn spawn_worker_process(
     Ok(SpawnedWorker { pid: child.id(), stdout, stderr, control, terminal, attempts })
 }
 
-/// Makes a command use the terminal as stdin, stdout and stderr, and run in the terminal's
-/// foreground.
+/// Makes a command use the terminal as its stdin, stdout and stderr, and run in the foreground of
+/// the terminal.
 fn use_terminal(command: &mut Command, terminal: &BorrowedTerminal) -> io::Result<()> {
     let file = || terminal.file().try_clone();
     command.stdin(file()?).stdout(file()?).stderr(file()?);
@@ -239,14 +239,13 @@ fn use_terminal(command: &mut Command, terminal: &BorrowedTerminal) -> io::Resul
     Ok(())
 }
 
-/// Opens a pipe whose other end is closed.
+/// Opens a pipe from which a reader immediately gets the end of the file.
 fn open_ended_pipe(plan: &WorkerPlan) -> diagnostic::Result<OwnedFd> {
     let pipe = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC);
     pipe.map(|(reader, _)| reader).map_err(|error| worker_start_error(plan, &error.into()))
 }
 
-/// Returns the command that starts a worker: the program of the plan, or `launch worker` for a
-/// built-in worker.
+/// Builds the command that starts a worker, which is the program of the plan or `launch worker`.
 ///
 /// The worker leads a new process group. Its stdin is `/dev/null`, and its stdout and stderr are
 /// pipes. Its environment is that of `inherited`, with the variables of the plan. The program is
@@ -273,7 +272,7 @@ fn build_worker_command(plan: &WorkerPlan, inherited: &InheritedEnvironment) -> 
     command
 }
 
-/// Changes the environment that a command inherits from the agent to that of `inherited`.
+/// Changes the environment of a command, which it inherits from the agent, as `inherited` states.
 fn apply_environment(command: &mut Command, inherited: &InheritedEnvironment) {
     for (name, value) in inherited.changes.assignments() {
         match value {
@@ -293,8 +292,8 @@ fn apply_environment(command: &mut Command, inherited: &InheritedEnvironment) {
     inherited.hidden.iter().for_each(|name| _ = command.env_remove(name));
 }
 
-/// Returns the CPUs to which the plan binds a worker as a CPU set. Returns `None` if the plan does
-/// not bind the worker to CPUs.
+/// Converts the list of CPUs to which the plan binds a worker to the kernel's CPU set. Returns
+/// `None` if the plan does not bind the worker to CPUs.
 ///
 /// Fails if the agent may not run on one of the CPUs.
 fn build_cpu_set(plan: &WorkerPlan) -> diagnostic::Result<Option<nix::sched::CpuSet>> {
@@ -410,8 +409,8 @@ fn has_handler(status: &str, signal: i32) -> bool {
     (1..=64).contains(&signal) && mask >> (signal - 1) & 1 == 1
 }
 
-/// Runs the command `words`, which ends a container, and waits for its end for up to `limit`. Then
-/// kills the command. Ignores errors, such as those of a container that has ended.
+/// Runs a command that removes a container, and waits for its end for up to `limit`. Then kills the
+/// command. Ignores errors, such as those of a container that has ended.
 pub(super) fn run_container_removal(words: &[String], limit: std::time::Duration) {
     let Some((program, arguments)) = words.split_first() else { return };
     let mut command = Command::new(program);

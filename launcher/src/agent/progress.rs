@@ -48,9 +48,10 @@ impl WorkerProgress {
         used && if builtin { !training } else { !has_pattern }
     }
 
-    /// Records the counter of a program's collectives. Returns whether the counter has changed,
-    /// which counts as progress. CPU time does not count for such a program, because a rank that
-    /// waits in a collective may use CPU time.
+    /// Records a new value of the counter of a program's collectives, which is progress if the
+    /// value has changed. Returns whether the counter has changed, which counts as progress. CPU
+    /// time does not count for such a program, because a rank that waits in a collective may use
+    /// CPU time.
     pub(super) fn record_collectives(&mut self, count: u64) -> bool {
         self.collectives.replace(count) != Some(count)
     }
@@ -62,8 +63,8 @@ impl WorkerProgress {
         self.stall_reported.take().is_some()
     }
 
-    /// Decides whether the worker stalls, after a measurement without progress. A stall is a time
-    /// without progress of at least `timeout`.
+    /// Decides, after a measurement, whether a stall of the worker must be reported now. A stall is
+    /// a time without progress of at least `timeout`.
     ///
     /// If a stall must be reported now, records the report and returns the duration of the stall in
     /// milliseconds and `stopped`. Returns `None` if there is no stall, or if a stall with the same

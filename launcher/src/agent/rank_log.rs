@@ -28,7 +28,7 @@ pub(crate) struct RankLog {
 }
 
 impl RankLog {
-    /// Opens the log of a rank at `path` for appending. Creates the file and its directory if
+    /// Opens the log file of a rank at `path` for appending. Creates the file and its directory if
     /// necessary. `max_size` is the maximum size of the log in bytes.
     pub(crate) fn open(path: &Path, max_size: u64) -> io::Result<RankLog> {
         if let Some(directory) = path.parent() {
@@ -117,8 +117,8 @@ impl RankLogWriter {
         &self.path
     }
 
-    /// Makes the thread of logs append `bytes` to the log. Drops and counts them if too much output
-    /// waits for the disk.
+    /// Queues `bytes` to be appended to the log by the log thread. Drops and counts them if too
+    /// much output waits for the disk.
     pub(crate) fn append(&mut self, bytes: &[u8]) {
         let text = [self.format_dropped_notice().as_bytes(), bytes].concat();
         if self.write_in_background(text.len(), text) {
@@ -128,7 +128,7 @@ impl RankLogWriter {
         }
     }
 
-    /// Appends a line with the number of dropped bytes, if there are any.
+    /// Writes a notice to the log with the number of bytes that were dropped, if any.
     pub(crate) fn note_dropped_output(&mut self) {
         if self.dropped_bytes > 0 {
             self.write_in_background(0, self.format_dropped_notice().into());
@@ -136,8 +136,8 @@ impl RankLogWriter {
         }
     }
 
-    /// Makes the thread of logs append `text` to the log. Returns `false` if the text is too large
-    /// for the queue, in which it counts as `size` bytes.
+    /// Queues `text` to be appended to the log by the log thread. Returns `false` if the text is
+    /// too large for the queue, in which it counts as `size` bytes.
     fn write_in_background(&self, size: usize, text: Vec<u8>) -> bool {
         let (log, warn) = (self.log.clone(), self.warn.clone());
         self.thread.write(size, move |retries| {
@@ -146,8 +146,8 @@ impl RankLogWriter {
         })
     }
 
-    /// Formats the line that a log gets in place of dropped bytes, with their number. Returns an
-    /// empty text if no bytes were dropped.
+    /// Formats the notice that replaces dropped bytes in the log and states their number. Returns
+    /// an empty text if no bytes were dropped.
     fn format_dropped_notice(&self) -> String {
         match self.dropped_bytes {
             0 => String::new(),

@@ -12,15 +12,16 @@ use tokio::{
     time::{Instant, sleep, timeout_at},
 };
 
-/// The interval at which an agent that obeys a silent controller is asked again.
+/// The pause before a request to control an agent is repeated, while the agent obeys another
+/// controller that is silent.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
-/// How long messages of a controller that has ended may still arrive at an agent of a tree, and
-/// take until the agent processes them. A controller that is alive sends heartbeats more often.
+/// The longest time after the end of a controller in which its last messages may still reach an
+/// agent of a tree. A controller that is alive sends heartbeats more often.
 const MAX_MESSAGE_DELAY: Duration = Duration::from_secs(4);
 
-/// Passes the request of a controller to the agent that is alive on this host, and then copies the
-/// bytes of both directions until one side ends. Answers the request with a rejection if no agent
-/// can be reached. `input` and `output` are the control connection to the controller.
+/// Passes a controller's attach request to the agent that already runs on this host, and then
+/// relays the connection in both directions. Answers the request with a rejection if no agent can
+/// be reached. `input` and `output` are the control connection to the controller.
 ///
 /// In a tree, agents learn only from silence that their controller has ended. With `in_tree`, the
 /// agent is asked again until it obeys the new controller, or until the old one has sent a message
@@ -53,8 +54,8 @@ pub(super) async fn relay_to_agent(
     }
 }
 
-/// Sends the request to the agent again and again, as long as the agent obeys a controller that is
-/// silent, for `run.host_lease` and [`ADOPTION_TIMEOUT`] at most. Returns the last answer, and the
+/// Repeats the attach request to an agent while the agent obeys another controller that is silent.
+/// The time limit is `run.host_lease` and [`ADOPTION_TIMEOUT`]. Returns the last answer, and the
 /// connection on which it arrived. Fails if there is no answer.
 async fn request_adoption(
     request: &AttachRequest,
@@ -82,10 +83,11 @@ async fn request_adoption(
     }
 }
 
-/// Returns whether the controller of an agent is alive, because its last message has arrived long
-/// after the first request. `elapsed` is the time from the first request to the present one, and
-/// `silence` is the time since the last message. A silence of zero proves nothing: an agent that
-/// has just been adopted, and got no message since, reports it, too.
+/// Returns whether the last message that an agent received proves that its present controller is
+/// alive. It does if the message has arrived long after the first request. `elapsed` is the time
+/// from the first request to the present one, and `silence` is the time since the last message. A
+/// silence of zero proves nothing: an agent that has just been adopted, and got no message since,
+/// reports it, too.
 fn proves_controller(elapsed: Duration, silence: Duration) -> bool {
     !silence.is_zero() && elapsed.saturating_sub(silence) > MAX_MESSAGE_DELAY
 }

@@ -1,5 +1,5 @@
-//! Writes the stacks of hanging workers to the workers' logs: the state and kernel stack of every
-//! thread from `/proc`, and the Python stack if py-spy is installed.
+//! Writes the stacks of hanging workers to the workers' logs. The stacks are the state and kernel
+//! stack of every thread from `/proc`, and the Python stack if py-spy is installed.
 use super::{activity, process};
 use std::{
     fmt::Write as _,
@@ -13,8 +13,8 @@ use std::{
 const PY_SPY_TIMEOUT: Duration = Duration::from_secs(2);
 /// The time limit of all runs of py-spy together, for all workers of the host.
 const TOTAL_TIMEOUT: Duration = Duration::from_secs(6);
-/// The limit that applies to each of three numbers: the processes of a worker, the threads of a
-/// process, and the frames of a thread that are written. The others are left out.
+/// The largest number of processes of a worker, of threads of a process, and of frames of a thread
+/// that are written. The others are left out.
 const MAX_ITEMS: usize = 64;
 /// The size, in bytes, to which a `/proc` file or a dump of py-spy is truncated.
 const MAX_BYTES: usize = 64 << 10;

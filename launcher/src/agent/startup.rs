@@ -112,9 +112,10 @@ fn report_start_failure(error: &Diagnostic) -> u8 {
     1
 }
 
-/// Returns standard input and output as the control connection to the controller. If `marker` is
-/// given, first prints it, so that the controller finds the start of the agent's output. Replaces
-/// stdin by `/dev/null` and stdout by stderr, so that no other code writes to the connection.
+/// Takes over the standard input and output of this process as the control connection to the
+/// controller. If `marker` is given, first prints it, so that the controller finds the start of the
+/// agent's output. Replaces stdin by `/dev/null` and stdout by stderr, so that no other code writes
+/// to the connection.
 ///
 /// Makes this process a subreaper. Ignores the signals that a terminal, a batch system or an
 /// operator may send to every process of the job, because the controller handles these signals. The

@@ -1,4 +1,4 @@
-//! The tree node of an agent: connects the agent with its neighbours in the tree of agents, and
+//! The part of an agent that connects the agent with its neighbours in the tree of agents, and
 //! passes on the streams of the agents below it (see [`crate::connection::tree`]).
 //!
 //! The node runs on a separate thread, so that the agents below do not depend on the agent's event
@@ -29,22 +29,25 @@ use tokio::{
 
 /// The number of inputs that fit into each channel of a node.
 const CHANNEL_CAPACITY: usize = 64;
-/// The time limit for the first message of the controller, in which the agent learns its place.
+/// The time limit for the controller's first message, which states the agent's place in the tree.
 const SETUP_TIMEOUT: Duration = Duration::from_secs(30);
-/// The part of a link's lease after which the controller counts as silent, as a fraction. The
+/// The fraction of a link's lease after which a controller that sends nothing counts as silent. The
 /// agents below then have the rest of `run.host_lease` to find another way to the controller.
 const CONTROLLER_SILENCE: (u32, u32) = (3, 5);
-/// The interval at which a node that is about to end checks whether it may.
+/// The interval at which a node whose agent has ended checks whether other agents still need the
+/// node.
 const END_INTERVAL: Duration = Duration::from_millis(20);
-/// How long a node that is about to end waits until the other end has received its stream.
+/// How long a node that is about to end waits until its neighbour has received the rest of the
+/// agent's stream.
 const DELIVERY_TIMEOUT: Duration = Duration::from_secs(2);
-/// The time for which a node that is about to end passes on the streams below it. Afterwards it
-/// asks the agents below to connect to other agents.
+/// How long a node whose agent has ended passes on the streams of agents below, before it asks them
+/// to connect to other agents.
 const LEAVE_DELAY: Duration = Duration::from_secs(2);
-/// The longest time for which a node passes on the streams below it after its agent has ended.
+/// The longest time for which a node passes on the streams of agents below after its own agent has
+/// ended.
 const MAX_LINGER: Duration = Duration::from_secs(10);
 
-/// The handle of a node's thread.
+/// The handle of the thread that runs the tree node of an agent.
 pub(super) struct TreeNodeHandle {
     /// Dropping the sender asks the node to end.
     end: oneshot::Sender<()>,
@@ -52,7 +55,7 @@ pub(super) struct TreeNodeHandle {
 }
 
 impl TreeNodeHandle {
-    /// Waits until the node has passed on what the agent has written, and until no agent below
+    /// Waits until the node has passed on everything that the agent has written, and no agent below
     /// needs the node any more.
     pub(super) fn finish(self) {
         drop(self.end);
@@ -61,9 +64,9 @@ impl TreeNodeHandle {
     }
 }
 
-/// Starts the node of this agent. `input` and `output` are the agent's standard streams. Returns
-/// the control stream to the controller. Blocks until the agent is connected. Fails if no agent of
-/// the tree can be reached.
+/// Starts the tree node of this agent, and connects it with the tree of agents. `input` and
+/// `output` are the agent's standard streams. Returns the control stream to the controller. Blocks
+/// until the agent is connected. Fails if no agent of the tree can be reached.
 pub(super) fn join_tree(
     input: OwnedFd,
     output: OwnedFd,
@@ -169,10 +172,10 @@ async fn start_node(input: OwnedFd, output: OwnedFd) -> diagnostic::Result<(Tree
     Ok((node, far))
 }
 
-/// The two ends of a channel.
+/// The sender and the receiver of a channel.
 type ChannelEnds<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
 
-/// The node of an agent: its links, and the agent's own stream.
+/// The tree node of an agent, with its links to neighbours and the agent's own stream.
 struct TreeNode {
     setup: Arc<TreeSetup>,
     router: TreeRouter,
@@ -252,10 +255,10 @@ impl TreeNode {
         self.links.finish().await;
     }
 
-    /// Sends signs of life, and closes links from which nothing has arrived for too long. The time
-    /// for which this process did not run (`lateness`) does not count as silence, because frames
-    /// may be waiting. While too many frames wait for the uplink, the links to the agents below are
-    /// not read, and not closed.
+    /// Sends heartbeats on all links, and closes links on which nothing has arrived for too long.
+    /// The time for which this process did not run (`lateness`) does not count as silence, because
+    /// frames may be waiting. While too many frames wait for the uplink, the links to the agents
+    /// below are not read, and not closed.
     fn check_links(&mut self, lease: Duration, lateness: Duration) {
         self.links.excuse(lateness);
         if self.links.is_congested(self.uplink) {
@@ -279,9 +282,9 @@ impl TreeNode {
         self.listener.set_child_count(self.links.list(self.uplink).len());
     }
 
-    /// Handles the silence of the controller, which is suspended or cannot be reached from this
-    /// host. The agent waits. The agents below are asked at each heartbeat to connect to another
-    /// agent. If the controller is suspended, no other one accepts them.
+    /// Informs the agents below that nothing arrives from the controller, which is suspended or
+    /// cannot be reached. The agent waits. The agents below are asked at each heartbeat to connect
+    /// to another agent. If the controller is suspended, no other one accepts them.
     fn report_controller_silence(&mut self, is_silent: bool) {
         if is_silent != self.reports_silence {
             tracing::info!(target: "tree", stream = self.setup.stream, is_silent, "controller");
@@ -295,8 +298,8 @@ impl TreeNode {
         }
     }
 
-    /// Executes the actions of the router, and those that follow from them. Handles links that were
-    /// closed because their queues were full.
+    /// Executes all actions that the router requests, including those that result from other
+    /// actions. Handles links that were closed because their queues were full.
     fn execute_actions(&mut self) {
         loop {
             let (actions, overflowed) = (self.router.take_actions(), self.links.take_overflowed());
@@ -308,7 +311,7 @@ impl TreeNode {
         }
     }
 
-    /// Executes one action of the router.
+    /// Executes one action that the router requests.
     fn execute_action(&mut self, action: RouterAction) {
         match action {
             RouterAction::Send(link, frame) => self.links.send(link, frame),
@@ -344,7 +347,7 @@ impl TreeNode {
         }
     }
 
-    /// Makes a link the way to the controller.
+    /// Makes `link` the uplink, over which this node reaches the controller.
     fn use_uplink(&mut self, link: LinkId) {
         self.uplink = Some(link);
         self.listener.set_connected(true);
@@ -352,7 +355,7 @@ impl TreeNode {
         self.router.report_ready(self.setup.stream, self.listener.addresses().to_vec());
     }
 
-    /// Makes a connection to another agent the way to the controller, in place of an earlier one.
+    /// Makes a new connection to another agent the uplink, and closes the previous uplink.
     fn add_parent(&mut self, stream: NeighbourLink) {
         if let Some(earlier) = self.uplink.take() {
             tracing::info!(target: "tree", stream = self.setup.stream, "left an agent without a controller");
@@ -364,13 +367,13 @@ impl TreeNode {
         self.use_uplink(link);
     }
 
-    /// Adds the connection of an agent below, and lets it begin.
+    /// Adds the connection of an agent below, and sends it the welcome frame.
     fn add_child(&mut self, stream: NeighbourLink) {
         let link = self.links.add(stream.input, stream.output, self.from_children.0.clone());
         self.links.send(link, TreeFrame::Welcome { stream: self.setup.stream });
     }
 
-    /// Handles a frame from the neighbour above, or the end of the link.
+    /// Handles a frame from the neighbour above, or the end of the link to it.
     fn receive_from_uplink(&mut self, link: LinkId, frame: Option<TreeFrame>) {
         if self.uplink != Some(link) {
             return;
@@ -383,7 +386,7 @@ impl TreeNode {
         }
     }
 
-    /// Handles a frame from a neighbour below, or the end of the link.
+    /// Handles a frame from a neighbour below, or the end of the link to it.
     fn receive_from_child(&mut self, link: LinkId, frame: Option<TreeFrame>) {
         if !self.links.record_input(link) {
             return;
@@ -406,8 +409,9 @@ impl TreeNode {
         }
     }
 
-    /// Handles the end of the link to the neighbour above. Connects to another agent in the
-    /// background. An agent that was connected with the controller itself has lost the controller.
+    /// Handles the end of the link to the neighbour above, by connecting to another agent in the
+    /// background. Connects to another agent in the background. An agent that was connected with
+    /// the controller itself has lost the controller.
     fn lose_uplink(&mut self) {
         let Some(link) = self.uplink.take() else { return };
         self.links.close(link);
@@ -426,9 +430,9 @@ impl TreeNode {
         });
     }
 
-    /// Tries in the background to connect to another agent, until one accepts this one or the
-    /// neighbour above no longer reports that the controller is silent. The present link is used
-    /// until then.
+    /// Tries in the background to connect to another agent, because the neighbour above reports
+    /// that the controller is silent. Stops when an agent accepts this one, or when the neighbour
+    /// above hears the controller again. The present link is used until then.
     fn search_parent(&mut self) {
         self.silence_heard_at = Some(Instant::now());
         if self.attempt.as_ref().is_some_and(|attempt| !attempt.is_finished()) {
@@ -443,7 +447,8 @@ impl TreeNode {
         });
     }
 
-    /// Ends the search for another agent, because the neighbour above hears the controller again.
+    /// Stops the search for another agent, because the neighbour above receives messages of the
+    /// controller again.
     fn end_search(&mut self) {
         self.silence_heard_at = None;
         if let Some(attempt) = self.attempt.take() {
@@ -451,14 +456,14 @@ impl TreeNode {
         }
     }
 
-    /// Starts an attempt to connect to another agent, and ends an earlier one.
+    /// Starts the task that connects to another agent, and aborts an earlier one.
     fn set_attempt(&mut self, attempt: impl Future<Output = ()> + Send + 'static) {
         if let Some(earlier) = self.attempt.replace(tokio::spawn(attempt)) {
             earlier.abort();
         }
     }
 
-    /// Ends the agent's own stream, because there is no way to the controller.
+    /// Ends the agent's own stream, because no agent provides a connection to the controller.
     fn lose_controller(&mut self, reason: &str) {
         tracing::info!(target: "tree", stream = self.setup.stream, reason, "lost the controller");
         if let Some(local) = self.local.take() {

@@ -24,17 +24,17 @@ use worker_counters::WorkerCounters;
 
 /// The time between two measurements.
 const SAMPLE_INTERVAL: Duration = Duration::from_secs(2);
-/// The number of measurements after which the GPUs are read again, because their driver is slow.
+/// The number of usage measurements per reading of the GPUs, whose driver is slow.
 const GPU_SAMPLE_EVERY: u32 = 3;
 
-/// The workers that are measured, and their attempt.
+/// The workers whose usage is measured, and their attempt.
 #[derive(Clone, Debug, Default)]
 struct SampledWorkers {
     attempt: u32,
     workers: Vec<SampledWorker>,
 }
 
-/// The thread that measures the usage of this host, while workers run.
+/// The thread that measures the resource usage of this host while workers run.
 #[derive(Debug)]
 pub(super) struct UsageSampler {
     workers: Arc<Mutex<SampledWorkers>>,
@@ -42,8 +42,8 @@ pub(super) struct UsageSampler {
 }
 
 impl UsageSampler {
-    /// Starts the thread, which measures nothing before there are workers. The thread ends with the
-    /// process.
+    /// Starts the thread, which measures nothing as long as there are no workers. The thread ends
+    /// with the process.
     pub(super) fn start() -> io::Result<UsageSampler> {
         let workers: Arc<Mutex<SampledWorkers>> = Arc::default();
         let (sender, measured) = mpsc::channel(1);
@@ -70,7 +70,7 @@ fn lock(workers: &Mutex<SampledWorkers>) -> MutexGuard<'_, SampledWorkers> {
     workers.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Measures the usage until the driver of the agent has ended.
+/// Measures the usage periodically until the driver of the agent has ended.
 fn sample(shared: &Mutex<SampledWorkers>, sender: &mpsc::Sender<(u32, HostUsage)>) {
     let mut meter = UsageMeter::new(Path::new("/"));
     loop {
@@ -86,7 +86,8 @@ fn sample(shared: &Mutex<SampledWorkers>, sender: &mpsc::Sender<(u32, HostUsage)
     }
 }
 
-/// The counters at the previous measurement.
+/// Computes usage from the differences between the present counters and those of the previous
+/// measurement.
 struct UsageMeter<'r> {
     root: &'r Path,
     /// The counters of the host, and the time at which they were read; `None` while no worker runs.
@@ -111,8 +112,8 @@ impl<'r> UsageMeter<'r> {
         }
     }
 
-    /// Measures what was used since the previous call. Returns `None` at the first call, and if no
-    /// worker runs.
+    /// Measures the usage of the host, its GPUs and workers since the previous call. Returns `None`
+    /// at the first call, and if no worker runs.
     fn measure(&mut self, workers: &[SampledWorker], now: Instant) -> Option<HostUsage> {
         if workers.is_empty() {
             (self.host, self.workers, self.count) = (None, WorkerCounters::default(), 0);

@@ -1,4 +1,4 @@
-//! The watchdog: the parent process of an agent that was started over SSH.
+//! The watchdog is the parent process of an agent that was started over SSH.
 //!
 //! If the agent is killed, its workers are killed, too, but processes that the workers started in
 //! other sessions survive. Therefore the process that sshd started is a watchdog, and the agent is
@@ -29,7 +29,7 @@ const SWEEP_INTERVAL: Duration = Duration::from_millis(2);
 /// send them to the whole process group.
 const IGNORED_SIGNALS: [Signal; 4] = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT];
 
-/// Forks this process. The parent becomes the watchdog, and the child continues as the agent.
+/// Forks this process, which becomes the watchdog, and continues as the agent in the child.
 ///
 /// In the agent, returns `None` immediately. In the watchdog, blocks until the agent has ended and
 /// the remaining processes are killed, and returns the agent's exit code. The process must have

@@ -3,7 +3,7 @@ use super::*;
 use jobspec::ContainerRuntime::{Apptainer, Charliecloud, Docker, Enroot, Podman};
 use std::collections::BTreeMap;
 
-/// Returns the words that precede the command `train` of a worker in a container, and the
+/// Returns the arguments that precede the command `train` of a worker in a container, and the
 /// variables of the worker.
 fn build_words(
     runtime: ContainerRuntime,

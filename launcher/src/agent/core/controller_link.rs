@@ -68,8 +68,8 @@ impl AgentCore {
         }
     }
 
-    /// Handles the loss of the controller: the end of the connection or, with `silent_for`, silence
-    /// of this length. The agent then continues without a controller or ends its workers.
+    /// Continues without a controller, or ends the workers, after the controller was lost. The loss
+    /// is the end of the connection or, with `silent_for`, silence of this length.
     pub(super) fn on_controller_lost(&mut self, now: Duration, silent_for: Option<Duration>) {
         if self.is_ending || self.unattended_since.is_some() || self.state == AgentState::Exiting {
             return;
@@ -99,7 +99,8 @@ impl AgentCore {
         self.end_agent();
     }
 
-    /// Ends this new agent, because an agent on the host obeys a later controller.
+    /// Ends this agent, which has just started, because an older agent on the host obeys a later
+    /// controller.
     pub(super) fn on_controller_replaced(&mut self, token: ControllerToken) {
         self.send_once(FromAgent::Released { token: Some(token), silent_ms: None });
         self.request_exit(0);
@@ -125,8 +126,8 @@ impl AgentCore {
         }
     }
 
-    /// Checks whether the controller is silent for longer than its lease, and whether the time has
-    /// passed in which workers may continue without a controller.
+    /// Detects that the controller has been silent for longer than its lease, and ends workers that
+    /// have continued without a controller for too long.
     pub(super) fn check_controller(&mut self, now: Duration) {
         let Some(terms) = &self.terms else { return };
         let lease = Duration::from_millis(terms.controller_lease_ms);
@@ -200,7 +201,7 @@ impl AgentCore {
         }
     }
 
-    /// Returns why this agent may not obey a new controller with this token; `None` if it may.
+    /// Returns why this agent may not obey a new controller with this token, or `None` if it may.
     fn find_adoption_conflict(
         &self,
         now: Duration,
@@ -253,8 +254,8 @@ impl AgentCore {
     }
 }
 
-/// Creates the error that the controller has the version `version` of the control protocol, and
-/// this agent another one.
+/// Creates the error that the controller has another version of the control protocol, `version`,
+/// than this agent.
 fn version_error(version: u32) -> Diagnostic {
     let message = format!(
         "the agent speaks version {PROTOCOL_VERSION} of the control protocol and the controller version {version}"

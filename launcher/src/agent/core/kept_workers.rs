@@ -11,7 +11,7 @@ use std::{collections::BTreeMap, time::Duration};
 /// How long a worker that has left an attempt waits for the next one. The controller may wait this
 /// long for a lost host, and a host may be a spare host from now on.
 pub(super) const WAITING_LIMIT: Duration = Duration::from_secs(600);
-/// How recent the last message of a worker must be for its process to take part in the next
+/// How old the last message of a waiting worker may be for its process to take part in the next
 /// attempt. Workers send a heartbeat every second, so an older message means that the process is
 /// stopped or its connection does not work.
 const RECENT_MESSAGE: Duration = Duration::from_secs(4);
@@ -45,8 +45,8 @@ impl AgentCore {
         }
     }
 
-    /// Kills the processes of those ranks that wait for the next attempt and that `selects`
-    /// accepts.
+    /// Kills the waiting processes (those that wait for the next attempt) of the ranks that
+    /// `selects` accepts.
     pub(super) fn kill_waiting_workers(&mut self, selects: impl Fn(Rank) -> bool) {
         let ranks = self.waiting_ranks().into_iter().filter(|rank| selects(*rank));
         self.out.extend(ranks.map(|rank| AgentAction::Signal(rank, GroupSignal::Kill)));
@@ -68,8 +68,8 @@ impl AgentCore {
     }
 }
 
-/// Returns whether the worker of this rank is the same in two plans of a host, except for what
-/// always differs between attempts.
+/// Returns whether the worker of a rank has equal plans in two attempts, apart from values that
+/// differ in every attempt.
 fn is_unchanged(last: &HostPlan, next: &HostPlan, rank: Rank) -> bool {
     let find = |plan: &HostPlan| plan.workers.iter().find(|w| w.rank == rank).cloned().map(without_attempt);
     // The checkpoint from which an attempt resumes is in the first message of each attempt.
@@ -84,7 +84,7 @@ fn is_unchanged(last: &HostPlan, next: &HostPlan, rank: Rank) -> bool {
         && job(last) == next.job
 }
 
-/// Removes from the plan of a worker what differs between attempts.
+/// Returns the plan of a worker without the values that differ in every attempt.
 fn without_attempt(mut worker: WorkerPlan) -> WorkerPlan {
     worker.env.retain(|(name, _)| !VARIABLES_OF_ATTEMPT.contains(&name.as_str()));
     worker

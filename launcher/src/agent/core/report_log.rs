@@ -8,9 +8,9 @@ use std::{collections::VecDeque, time::Duration};
 /// size, the agent stops reading messages of its workers.
 pub(crate) const MAX_UNACKNOWLEDGED_BYTES: usize = 64 << 20;
 
-/// Numbers the reports of an agent, and keeps the reports that a later controller may need. Events
-/// are kept until the controller acknowledges them, and the other reports of an attempt until the
-/// next attempt starts.
+/// The numbered reports of an agent, some of which are kept for a later controller. Events are kept
+/// until the controller acknowledges them, and the other reports of an attempt until the next
+/// attempt starts.
 #[derive(Debug, Default)]
 pub(crate) struct ReportLog {
     /// The kept reports, by ascending number.
@@ -23,7 +23,7 @@ pub(crate) struct ReportLog {
     event_bytes: usize,
 }
 
-/// A report that a later controller may need.
+/// A report that is kept, because a later controller may need it.
 #[derive(Debug)]
 struct KeptReport {
     seq: u64,

@@ -25,9 +25,10 @@ impl AgentCore {
         self.end_workers(now, request);
     }
 
-    /// Sends the `evidence` to the controller. The workers then continue until the controller
-    /// repeats its kill request, because their end would end ranks on other hosts, about which
-    /// there may be no evidence yet. Without evidence, executes the kill request.
+    /// Sends the hang evidence of the workers to the controller after their stacks were written.
+    /// The workers then continue until the controller repeats its kill request, because their end
+    /// would end ranks on other hosts, about which there may be no evidence yet. Without evidence,
+    /// executes the kill request.
     pub(super) fn on_stacks_written(&mut self, now: Duration, evidence: Vec<RankEvidence>) {
         if evidence.is_empty() {
             return self.end_waiting_workers(now);
@@ -41,7 +42,7 @@ impl AgentCore {
         }
     }
 
-    /// Executes the kill request that waited until the stacks of the workers were written.
+    /// Executes the kill request that was postponed until the stacks of the workers were written.
     pub(super) fn end_waiting_workers(&mut self, now: Duration) {
         self.stacks_deadline = Duration::MAX;
         if let Some(request) = self.kill_after_stacks.take() {

@@ -35,8 +35,9 @@ impl AgentCore {
         }
     }
 
-    /// Records that the process of a worker was started, or takes part in another attempt
-    /// (`rejoins`). Reports the start to the controller, and requests the start of the next worker.
+    /// Records that the process of a worker was started or, with `rejoins`, that a kept process
+    /// takes part in another attempt. Reports the start to the controller, and requests the start
+    /// of the next worker.
     pub(super) fn on_spawned(&mut self, now: Duration, rank: Rank, pid: u32, rejoins: bool) {
         let Some(plan) = self.plan.clone() else { return };
         let Some(worker) = plan.workers.iter().find(|w| w.rank == rank) else { return };
@@ -136,7 +137,8 @@ impl AgentCore {
         }
     }
 
-    /// Reports the final report of a built-in worker to the controller.
+    /// Passes the final report of a built-in worker (its last message before it exits) to the
+    /// controller.
     pub(super) fn on_worker_fatal(
         &mut self,
         now: Duration,
@@ -187,7 +189,7 @@ impl AgentCore {
         }
     }
 
-    /// Returns the time at which the end of an ended worker is reported to the controller.
+    /// Returns the time at which the agent must report the end of a worker to the controller.
     ///
     /// This is the end of the worker if all output and messages of the worker have arrived, else
     /// [`FINAL_OUTPUT_TIMEOUT`] later. After a SIGKILL or SIGTERM that the agent did not send, it

@@ -4,8 +4,8 @@ use crate::agent::core::AgentInput;
 use protocol::control::ExitStatus;
 
 impl AgentDriver {
-    /// Begins to end the container of a process that has ended with `status`. Docker's containers
-    /// continue if their client is killed.
+    /// Starts the command that removes the container of a process, after the process has ended with
+    /// `status`. Docker's containers continue if their client is killed.
     pub(super) fn end_container(&mut self, pid: u32, status: ExitStatus) {
         let Some(words) = self.container_removals.remove(&pid) else { return };
         if status != ExitStatus::Code(0) {
@@ -14,7 +14,7 @@ impl AgentDriver {
         }
     }
 
-    /// Records that a command that ends a container has ended. The search for processes that the
+    /// Records that a command that removes a container has ended. The search for processes that the
     /// workers left begins once no such command is left.
     pub(super) fn on_container_removed(&mut self) -> AgentInput {
         self.running_removals = self.running_removals.saturating_sub(1);

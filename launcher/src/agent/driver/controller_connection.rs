@@ -7,12 +7,12 @@ use tokio::{task::JoinHandle, time::timeout};
 /// The number of a connection of the agent, counted from 1.
 pub(super) type ConnectionNumber = u64;
 
-/// How long closing a connection waits until its queued messages are written. Then they are
-/// dropped.
+/// How long the agent waits for queued messages to be written before it closes a connection. Then
+/// they are dropped.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The agent's connection to its controller: the queue of messages, and the tasks that read and
-/// write.
+/// The agent's connection to its controller, with the queue of messages and the tasks that read and
+/// write them.
 pub(super) struct ControllerConnection {
     pub(super) number: ConnectionNumber,
     pub(super) outbox: Outbox<FromAgent>,

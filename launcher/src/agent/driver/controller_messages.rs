@@ -19,7 +19,7 @@ use std::{
 use tokio::io::{AsyncRead, AsyncWrite};
 
 impl AgentDriver {
-    /// Uses `input` and `output` as the connection to the controller from now on.
+    /// Makes `input` and `output` the connection to the controller.
     pub(in crate::agent) fn connect(
         &mut self,
         input: impl AsyncRead + Send + Unpin + 'static,
@@ -34,7 +34,8 @@ impl AgentDriver {
         self.connection = Some(ControllerConnection::new(number, outbox, reader, writer));
     }
 
-    /// Handles the first message of the controller as if it had just arrived.
+    /// Passes the first message of the controller, which was read before the event loop began, to
+    /// the event loop.
     pub(in crate::agent) async fn receive_first_message(&mut self, message: Option<ToAgent>) {
         let (sender, _) = &self.controller_messages;
         // The channel is empty, and the event loop has not begun.
@@ -69,8 +70,8 @@ impl AgentDriver {
         self.connection.take()
     }
 
-    /// Accepts the attach request that was not decided yet: uses its connection as the connection
-    /// to the controller.
+    /// Accepts the attach request that waits for a decision, and uses its connection as the
+    /// connection to the controller.
     pub(super) fn accept_undecided_controller(&mut self) {
         if let Some(AttachConnection { input, output, .. }) = self.undecided.take() {
             self.connect(input, output);

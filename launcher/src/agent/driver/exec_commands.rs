@@ -136,7 +136,7 @@ impl AgentDriver {
         AgentInput::Tick
     }
 
-    /// Handles an event of a command.
+    /// Handles an event of a command of `launch exec`, such as output or its end.
     pub(super) fn on_exec_event(&mut self, (id, event): (ExecId, ExecEvent)) -> AgentInput {
         match event {
             ExecEvent::Output { stderr, bytes } => {
@@ -177,8 +177,8 @@ impl AgentDriver {
         }
     }
 
-    /// Ends a command whose client has ended: SIGTERM, and SIGKILL after [`CANCEL_GRACE`]. Its
-    /// output is no longer read.
+    /// Terminates a command of `launch exec` whose client has ended. The command gets SIGTERM, and
+    /// SIGKILL after [`CANCEL_GRACE`]. Its output is no longer read.
     fn cancel_exec_command(&mut self, id: ExecId) {
         let Some(command) = self.exec.commands.get_mut(&id) else { return };
         command.is_cancelled = true;

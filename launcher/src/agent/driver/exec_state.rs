@@ -35,7 +35,7 @@ pub(super) struct ExecCommand {
     pub(super) removal: Option<Vec<String>>,
 }
 
-/// An event of a command that runs next to a worker.
+/// An event of a command of `launch exec`, such as output or the end of the command.
 pub(super) enum ExecEvent {
     /// The command has printed `bytes`.
     Output { stderr: bool, bytes: Vec<u8> },
@@ -80,7 +80,7 @@ impl ExecCommands {
         self.leaders.keys().copied()
     }
 
-    /// Returns whether a command has this pid and has not been reaped.
+    /// Returns whether `pid` is the process of a command of `launch exec` that has not been reaped.
     pub(super) fn is_leader(&self, pid: u32) -> bool {
         self.leaders.contains_key(&pid)
     }
@@ -129,7 +129,7 @@ impl OutputReader {
     }
 }
 
-/// Makes a pipe readable by the runtime.
+/// Makes a pipe nonblocking, and wraps it in a reader of the async runtime.
 pub(super) fn open_pipe(pipe: OwnedFd) -> io::Result<pipe::Receiver> {
     let flags = OFlag::from_bits_retain(fcntl(pipe.as_fd(), FcntlArg::F_GETFL)?);
     fcntl(pipe.as_fd(), FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;

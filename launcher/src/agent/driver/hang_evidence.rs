@@ -18,11 +18,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long the agent waits for the stacks and the evidence. The stacks are left out if the kernel
-/// takes longer to describe the processes.
+/// How long the agent waits until the stacks and the evidence of hanging workers are collected. The
+/// stacks are left out if the kernel takes longer to describe the processes.
 const COLLECTION_TIMEOUT: Duration = Duration::from_secs(7);
-/// How long before a worker stops its progress the GPU driver may have reported the error that is
-/// the reason.
+/// The longest time between a GPU error that the driver reports and the hang of a worker that the
+/// error explains.
 const GPU_FAULT_LEAD: Duration = Duration::from_secs(120);
 
 impl AgentDriver {
@@ -41,8 +41,8 @@ impl AgentDriver {
         }
     }
 
-    /// Returns a number that changes when a worker enters or completes a collective. Returns `None`
-    /// if the worker has reported no collectives.
+    /// Returns a counter of a worker that changes whenever the worker enters or completes a
+    /// collective. Returns `None` if the worker has reported no collectives.
     fn count_collectives(&self, rank: Rank) -> Option<u64> {
         let plan = self.plan.as_ref()?;
         let worker = plan.workers.iter().find(|worker| worker.rank == rank)?;
@@ -116,8 +116,8 @@ impl AgentDriver {
         }
     }
 
-    /// Returns the input by which the agent's state machine learns that the stacks of the workers
-    /// of `attempt` were written. For an earlier attempt, the input is a tick.
+    /// Returns the input that informs the agent's state machine that the stacks of the workers of
+    /// `attempt` were written. For an earlier attempt, the input is a tick.
     pub(super) fn on_stacks_written(&self, (attempt, evidence): (u32, Vec<RankEvidence>)) -> AgentInput {
         let now = self.plan.as_ref().map(|plan| plan.attempt);
         if now == Some(attempt) { AgentInput::StacksWritten { evidence } } else { AgentInput::Tick }

@@ -17,8 +17,8 @@ use std::{
 /// How long a full disk may prevent the creation of a log before the start of the workers fails.
 const OPEN_LOG_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The result of opening the logs of all workers of one attempt: the open logs, or the first error
-/// and its rank.
+/// The open logs of all workers of one attempt, or the error of the first log that cannot be
+/// opened.
 pub(super) struct OpenedLogs {
     pub(super) attempt: u32,
     pub(super) logs: Result<HashMap<Rank, RankLog>, (Rank, Diagnostic)>,

@@ -35,7 +35,7 @@ pub(super) struct SpawnResult {
     pub(super) spawned: diagnostic::Result<SpawnedWorker>,
 }
 
-/// What the thread has done.
+/// The result of a task on the thread that starts processes.
 pub(super) enum SpawnerResult {
     /// A worker was started, or could not be started.
     Worker(SpawnResult),
@@ -48,7 +48,7 @@ pub(super) enum SpawnerResult {
     ContainerRemoved,
 }
 
-/// The worker to start, with what its process inherits.
+/// The request to start a worker, with the descriptors and settings that its process inherits.
 pub(super) struct SpawnRequest {
     pub(super) attempt: u32,
     pub(super) index: usize,
@@ -66,7 +66,7 @@ pub(super) struct SpawnRequest {
     pub(super) uses_terminal: bool,
 }
 
-/// The command of `launch exec` to start.
+/// The request to start a command of `launch exec`.
 pub(super) struct ExecSpawnRequest {
     pub(super) id: ExecId,
     /// The plan of the rank's worker, with the command instead of the worker's program.
@@ -81,7 +81,7 @@ pub(super) struct ExecSpawnResult {
     pub(super) spawned: diagnostic::Result<SpawnedWorker>,
 }
 
-/// Starts one worker after the other.
+/// Starts the processes of workers on a separate thread, one after another.
 pub(super) struct WorkerSpawner {
     /// The thread, which ends with this value. The kernel then kills the workers.
     thread: BackgroundThread,
@@ -91,7 +91,7 @@ pub(super) struct WorkerSpawner {
 }
 
 impl WorkerSpawner {
-    /// Starts the thread.
+    /// Starts the thread on which processes are started.
     pub(super) fn start() -> io::Result<WorkerSpawner> {
         let thread = BackgroundThread::start("start-workers", 0)?;
         Ok(WorkerSpawner { thread, results: mpsc::channel(1), pending: 0 })

@@ -1,5 +1,5 @@
-//! Starts the workers of an attempt: prepares their logs and shared memory, and starts their
-//! processes, output pumps and control connections.
+//! Starts the workers of an attempt, with their logs, shared memory, processes, output pumps and
+//! control connections.
 use super::{
     AgentDriver, WorkerHandle, WorkerId, WorkerMessage,
     opened_logs::{OpenedLogs, open_logs},
@@ -26,9 +26,8 @@ use std::{io, os::fd::AsFd, rc::Rc, sync::Arc, thread, time::Duration};
 use tokio::{net::UnixStream, sync::mpsc};
 
 impl AgentDriver {
-    /// Prepares the start of the workers of a plan: hands the rendezvous over to the workers,
-    /// creates the shared memory of built-in workers, and begins to open the logs on a separate
-    /// thread, because their disk may stall.
+    /// Hands the rendezvous over to the workers of a plan, creates their shared memory, and begins
+    /// to open their logs. The logs are opened on a separate thread, because their disk may stall.
     ///
     /// Returns [`AgentInput::SpawnFailed`] if the shared memory or the thread is not available.
     /// Keeps the connections to the processes of the ranks `kept`.
@@ -65,8 +64,8 @@ impl AgentDriver {
         }
     }
 
-    /// Creates the memory that the workers of an attempt share and, in the first attempt, the
-    /// memory for their status and, with `checkpoint.memory`, for copies of their states.
+    /// Creates the shared memory of an attempt and, in the first attempt, the memory for the status
+    /// and the state copies of workers.
     fn create_host_memory(&mut self, plan: &HostPlan) -> io::Result<()> {
         self.shm = Some(Arc::new(process::create_shared_memory()?));
         let status = match self.status_memory.take() {
@@ -113,7 +112,8 @@ impl AgentDriver {
         }
     }
 
-    /// Translates a result of the thread that starts processes for the core.
+    /// Converts a result of the thread that starts processes to an input of the agent's state
+    /// machine.
     pub(super) fn on_spawner_result(&mut self, result: SpawnerResult) -> AgentInput {
         let (attempt, changes) = match result {
             SpawnerResult::Worker(result) => return self.on_worker_spawned(result),
@@ -204,8 +204,9 @@ impl AgentDriver {
         hook.add_variables(&mut worker.env, path, Duration::from_millis(timeout));
     }
 
-    /// Lets the process of the worker at this index of the current plan take part in the attempt:
-    /// passes the shared memory of the attempt to the process. If that fails, kills the process.
+    /// Lets a process that was kept from an earlier attempt take part in the current one, as the
+    /// worker with this index. Passes the shared memory of the attempt to the process. If that
+    /// fails, kills the process.
     pub(super) fn rejoin_worker(&mut self, index: usize) -> Option<AgentInput> {
         let rank = self.plan.as_ref()?.workers.get(index)?.rank;
         let pass = |handle: &WorkerHandle| {
@@ -226,8 +227,8 @@ impl AgentDriver {
         Some(AgentInput::SpawnFailed { rank, diagnostic })
     }
 
-    /// Connects the agent to a worker's process that was started. Returns the answer for the
-    /// agent's state machine: [`AgentInput::Spawned`] or [`AgentInput::SpawnFailed`].
+    /// Connects the agent to the process of a worker that was just started. Returns the answer for
+    /// the agent's state machine: [`AgentInput::Spawned`] or [`AgentInput::SpawnFailed`].
     fn on_worker_spawned(&mut self, result: SpawnResult) -> AgentInput {
         let SpawnResult { attempt, index, spawned } = result;
         let plan = self.plan.clone().filter(|plan| plan.attempt == attempt);
@@ -308,8 +309,8 @@ impl AgentDriver {
     }
 }
 
-/// Returns the plan of a worker without the defaults of launch that activating an environment
-/// replaces.
+/// Removes from the plan of a worker those default variables of launch that an activated
+/// environment replaces.
 pub(super) fn without_replaced_defaults(
     worker: &WorkerPlan,
     run: &RunSpec,

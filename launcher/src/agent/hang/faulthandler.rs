@@ -13,8 +13,8 @@ use std::{
 const FAULTHANDLER_TIMEOUT: Duration = Duration::from_millis(500);
 /// The largest number of frames of a stack that are read.
 const MAX_FRAMES: usize = 64;
-/// The text before the stack of the thread that has received the signal. The kernel delivers the
-/// signal to the main thread unless that thread blocks the signal.
+/// The text by which faulthandler marks the stack of the thread that has received the signal. The
+/// kernel delivers the signal to the main thread unless that thread blocks the signal.
 const CURRENT_THREAD: &str = "Current thread ";
 
 /// Requests the stacks of these processes, and returns the stack of the main thread of each,
@@ -58,7 +58,8 @@ fn parse_current_thread(text: &str) -> Vec<StackFrame> {
     lines.map_while(parse_frame).take(MAX_FRAMES).collect()
 }
 
-/// Parses a line `  File "PATH", line NUMBER in FUNCTION`.
+/// Parses one stack frame from a line of faulthandler's output, `  File "PATH", line NUMBER in
+/// FUNCTION`.
 fn parse_frame(line: &str) -> Option<StackFrame> {
     let (file, rest) = line.strip_prefix("  File \"")?.split_once("\", line ")?;
     let (number, function) = rest.split_once(" in ")?;

@@ -21,35 +21,37 @@ use std::{
 
 /// The real-time signal for which the hook registers Python's faulthandler.
 pub(super) const STACKS_SIGNAL: i32 = 51;
-/// The source of the hook.
+/// The Python source code of the hang hook.
 const HOOK: &str = include_str!("sitecustomize.py");
 /// The number of collectives that torch's flight recorder keeps.
 const RECORDER_ENTRIES: &str = "2000";
 /// The largest file of a hook that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// The largest number of groups, entries and frames that are kept of a rank.
+/// The largest number of groups, collectives and stack frames that are kept of one rank.
 const MAX_ITEMS: usize = 64;
-/// The longest text that is kept, in bytes.
+/// The longest text from a hook that is kept, in bytes.
 const MAX_TEXT: usize = 400;
-/// The shortest and the longest interval at which hooks publish counters.
+/// The shortest and the longest interval at which hang hooks publish the counters of their
+/// collectives.
 const INTERVALS: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(5));
 
-/// How the names of the directories begin.
+/// The prefix of the names of hook directories.
 const NAME_PREFIX: &str = "launch-hang-";
-/// The file of a directory that its agent keeps locked.
+/// The name of the file in a hook directory that the agent keeps locked.
 const LOCK_FILE: &str = "lock";
-/// The age from which a directory without a locked file belongs to no agent. A younger one may have
-/// been created by an agent that has not yet locked the file.
+/// The age from which a hook directory without a locked file counts as abandoned. A younger one may
+/// have been created by an agent that has not yet locked the file.
 const CREATION_TIME: Duration = Duration::from_secs(60);
 
-/// The private directory of an agent with the hook, which is deleted when the value is dropped.
+/// The private directory of an agent that contains the hang hook, and that is deleted when the
+/// value is dropped.
 pub(in crate::agent) struct HookDirectory {
     path: PathBuf,
     _lock: File,
 }
 
-/// Returns the path of the directory of this agent, which does not change. If the watchdog calls
-/// this function before it forks, the watchdog and the agent know the same path.
+/// Returns the path of this agent's hook directory, which is chosen at the first call. If the
+/// watchdog calls this function before it forks, the watchdog and the agent know the same path.
 pub(in crate::agent) fn choose_directory() -> &'static Path {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
     PATH.get_or_init(|| {
@@ -61,7 +63,7 @@ pub(in crate::agent) fn choose_directory() -> &'static Path {
 }
 
 impl HookDirectory {
-    /// Creates the directory in the directory for temporary files.
+    /// Creates the hook directory within the directory for temporary files.
     pub(in crate::agent) fn create() -> io::Result<HookDirectory> {
         let path = choose_directory();
         remove_abandoned_directories(path.parent().unwrap_or(path), SystemTime::now());
@@ -75,13 +77,13 @@ impl HookDirectory {
         Ok(directory)
     }
 
-    /// Returns the path of the directory.
+    /// Returns the path of the hook directory.
     pub(in crate::agent) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Adds the variables of the hook to the environment of a worker. `python_path` is the value of
-    /// `PYTHONPATH` without the hook.
+    /// Adds the environment variables that load the hang hook to the environment of a worker.
+    /// `python_path` is the value of `PYTHONPATH` without the hook.
     pub(in crate::agent) fn add_variables(
         &self,
         worker: &mut Vec<(String, String)>,
@@ -121,8 +123,8 @@ impl HookDirectory {
         worker.env.extend(missing.map(|((name, value), _)| (name.to_owned(), value)));
     }
 
-    /// Returns a number that changes when a process of the rank enters or completes a collective.
-    /// Returns `None` if no process of the rank has initialized torch's process groups.
+    /// Returns a counter of a rank that changes whenever one of its processes enters or completes a
+    /// collective. Returns `None` if no process of the rank has initialized torch's process groups.
     pub(in crate::agent) fn read_progress(&self, rank: Rank) -> Option<u64> {
         let groups: Vec<GroupCounters> =
             list_processes(&self.path, rank).iter().flat_map(HookProcess::read_groups).collect();
@@ -149,7 +151,8 @@ fn lock_directory(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// Removes the directories of agents of this user that were killed from `parent`. Ignores errors.
+/// Removes the hook directories in `parent` that killed agents of this user have left. Ignores
+/// errors.
 fn remove_abandoned_directories(parent: &Path, now: SystemTime) {
     let uid = nix::unistd::geteuid().as_raw();
     for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
@@ -166,7 +169,7 @@ fn remove_abandoned_directories(parent: &Path, now: SystemTime) {
     }
 }
 
-/// A process with the hook that has initialized torch's process groups.
+/// A process that has loaded the hang hook and initialized torch's process groups.
 pub(super) struct HookProcess {
     pid: u32,
     /// The path of the files of the process without their ending.
@@ -174,17 +177,19 @@ pub(super) struct HookProcess {
 }
 
 impl HookProcess {
-    /// Finds the process of a rank. `tree` are the pids of the processes of the worker.
+    /// Finds the process of a rank that has loaded the hang hook. `tree` are the pids of the
+    /// processes of the worker.
     pub(super) fn find(directory: &Path, rank: Rank, tree: &[i32]) -> Option<HookProcess> {
         list_processes(directory, rank).into_iter().find(|process| tree.contains(&(process.pid as i32)))
     }
 
-    /// Returns the pid.
+    /// Returns the pid of the process.
     pub(super) fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// Requests an answer. Does nothing if the process does not read requests.
+    /// Requests the process to write an answer with its stacks and collectives. Does nothing if the
+    /// process does not read requests.
     pub(super) fn request(&self) {
         let path = self.base.with_extension("request");
         let fifo =
@@ -192,12 +197,12 @@ impl HookProcess {
         _ = fifo.and_then(|mut fifo| fifo.write_all(b"?"));
     }
 
-    /// Reads the answer; `None` if the process has not answered.
+    /// Reads the answer of the process; returns `None` if the process has not answered.
     pub(super) fn read_answer(&self) -> Option<HookAnswer> {
         serde_json::from_slice(&read_limited(&self.base.with_extension("evidence"))?).ok()
     }
 
-    /// Reads the counters that the process published last.
+    /// Reads the counters of collectives that the process has published last.
     pub(super) fn read_groups(&self) -> Vec<GroupCounters> {
         let text = read_limited(&self.base.with_extension("status")).unwrap_or_default();
         let status: HookStatus = serde_json::from_slice(&text).unwrap_or_default();
@@ -205,13 +210,13 @@ impl HookProcess {
     }
 }
 
-/// The content of a status file.
+/// The content of the status file in which a process publishes the counters of its collectives.
 #[derive(Default, Deserialize)]
 struct HookStatus {
     groups: Vec<GroupCounters>,
 }
 
-/// The answer of a process to a request.
+/// The answer of a process to a request for evidence.
 #[derive(Deserialize)]
 pub(super) struct HookAnswer {
     groups: Vec<GroupCounters>,
@@ -228,7 +233,7 @@ struct HookStack {
 }
 
 impl HookAnswer {
-    /// Converts the answer to evidence of limited size.
+    /// Converts the answer of a process to evidence of limited size.
     pub(super) fn into_evidence(self, rank: Rank, thread: Option<ThreadState>) -> RankEvidence {
         let skipped = self.entries.len().saturating_sub(MAX_ITEMS);
         let mut entries: Vec<CollectiveEntry> = self.entries.into_iter().skip(skipped).collect();

@@ -17,25 +17,25 @@ use std::{
     time::Duration,
 };
 
-/// The name of the group of all ranks in the evidence.
+/// The name that hang evidence of built-in workers gives to the group of all ranks.
 const GROUP: &str = "world";
-/// The name of the backend in the evidence.
+/// The name that hang evidence of built-in workers gives to their communication backend.
 const BACKEND: &str = "launch";
-/// How often the agent reads a status that a worker is just writing.
+/// How many times the agent tries to read a status while the worker is writing it.
 const READ_TRIES: usize = 5;
-/// The pause between two tries.
+/// The pause between two tries to read a status.
 const READ_PAUSE: Duration = Duration::from_millis(1);
 
 /// The memory to which the built-in workers of a host write their status. It outlives attempts.
 pub(in crate::agent) struct StatusMemory(File);
 
 impl StatusMemory {
-    /// Creates the memory.
+    /// Creates an empty memory file for the status of built-in workers.
     pub(in crate::agent) fn create() -> io::Result<StatusMemory> {
         process::create_status_memory().map(|memory| StatusMemory(memory.into()))
     }
 
-    /// Makes the memory large enough for so many workers.
+    /// Enlarges the memory so that it holds the status of this number of workers.
     pub(in crate::agent) fn reserve(&self, workers: usize) -> io::Result<()> {
         let bytes = (workers * STATUS_BYTES) as u64;
         if self.0.metadata()?.len() < bytes { self.0.set_len(bytes) } else { Ok(()) }

@@ -8,7 +8,7 @@ const MAX_PATH_BYTES: usize = 400;
 /// The size of the pages of memory. A path may end just before a page that does not exist.
 const PAGE_BYTES: u64 = 4096;
 
-/// The calls that use the descriptor in their first argument, and wait for data or for a disk.
+/// The system calls that wait for data or a disk, with a file descriptor as their first argument.
 const DESCRIPTOR_CALLS: [i64; 17] = [
     libc::SYS_read,
     libc::SYS_write,
@@ -28,7 +28,7 @@ const DESCRIPTOR_CALLS: [i64; 17] = [
     libc::SYS_getdents64,
     libc::SYS_flock,
 ];
-/// The calls whose second argument is a path.
+/// The system calls whose second argument is a path.
 const PATH_CALLS: [i64; 7] = [
     libc::SYS_openat,
     libc::SYS_newfstatat,
@@ -38,7 +38,7 @@ const PATH_CALLS: [i64; 7] = [
     libc::SYS_unlinkat,
     libc::SYS_readlinkat,
 ];
-/// The calls whose first argument is a path.
+/// The system calls whose first argument is a path, which exist only on x86-64.
 #[cfg(target_arch = "x86_64")]
 const OLD_PATH_CALLS: [i64; 6] =
     [libc::SYS_open, libc::SYS_stat, libc::SYS_lstat, libc::SYS_access, libc::SYS_mkdir, libc::SYS_unlink];
@@ -75,8 +75,8 @@ impl SystemCall {
         DESCRIPTOR_CALLS.contains(number) || PATH_CALLS.contains(number) || OLD_PATH_CALLS.contains(number)
     }
 
-    /// Returns the path of the file that the call of the process `pid` uses. Returns `None` if the
-    /// call uses no file, or if this process may not read the path.
+    /// Returns the path of the file on which this system call of the process `pid` operates.
+    /// Returns `None` if the call uses no file, or if this process may not read the path.
     pub(super) fn find_file(&self, pid: u32) -> Option<String> {
         let [first, second] = self.arguments;
         if DESCRIPTOR_CALLS.contains(&self.number) {
@@ -92,8 +92,8 @@ impl SystemCall {
     }
 }
 
-/// Finds out what a thread waits for, from its system call or, if the call is unknown, from the
-/// function of the kernel in which the thread waits.
+/// Classifies what a thread waits for, by its system call or, if the call is unknown, by the kernel
+/// function in which the thread waits.
 pub(super) fn classify_wait(call: Option<&SystemCall>, channel: &str) -> WaitKind {
     match call {
         Some(call) if call.number == libc::SYS_futex => WaitKind::Futex,
@@ -112,8 +112,8 @@ pub(super) fn classify_wait(call: Option<&SystemCall>, channel: &str) -> WaitKin
     }
 }
 
-/// Reads a text that ends with a zero byte from the memory of a process. Returns `None` if the text
-/// is empty, or if this process may not read it.
+/// Reads a zero-terminated text from the memory of another process. Returns `None` if the text is
+/// empty, or if this process may not read it.
 fn read_text(pid: u32, address: u64) -> Option<String> {
     let memory = File::open(format!("/proc/{pid}/mem")).ok()?;
     let mut text = Vec::new();

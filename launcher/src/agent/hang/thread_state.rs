@@ -6,16 +6,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The shortest time over which the use of CPU time is measured.
+/// The shortest time over which the CPU time of a thread is measured.
 pub(super) const CPU_TIME_WINDOW: Duration = Duration::from_millis(500);
-/// The least share of a core that a busy thread uses.
+/// The share of a CPU core from which a thread counts as busy.
 const BUSY_SHARE: f64 = 0.1;
 /// The duration of a clock tick of `/proc` on Linux.
 const TICK: Duration = Duration::from_millis(10);
 /// The largest number of threads of a process that are examined.
 const MAX_THREADS: usize = 256;
 
-/// The main thread of a process, and the CPU time that it had used when the observation began.
+/// The observed main thread of a process, with the CPU time that the thread had used at the start
+/// of the observation.
 pub(super) struct MainThread {
     pid: u32,
     observed: Option<(char, u64)>,
@@ -23,17 +24,19 @@ pub(super) struct MainThread {
 }
 
 impl MainThread {
-    /// Begins to observe the main thread of a process.
+    /// Starts to observe the main thread of a process.
     pub(super) fn observe(pid: u32) -> MainThread {
         MainThread { pid, observed: read_stat(pid, pid), begin: Instant::now() }
     }
 
-    /// Returns whether a signal or a debugger had stopped the thread when the observation began.
+    /// Returns whether a signal or a debugger had stopped the thread at the start of the
+    /// observation.
     pub(super) fn is_stopped(&self) -> bool {
         self.observed.is_some_and(|(state, _)| matches!(state, 'T' | 't'))
     }
 
-    /// Ends the observation. Returns `None` if the process has ended.
+    /// Ends the observation of the main thread, and returns what the thread did meanwhile. Returns
+    /// `None` if the process has ended.
     pub(super) fn describe(self) -> Option<ThreadState> {
         let (state_before, before) = self.observed?;
         let (state, ticks) =
@@ -46,8 +49,9 @@ impl MainThread {
         Some(describe_thread(self.pid, self.pid, state, busy))
     }
 
-    /// Ends the observation, as [`MainThread::describe`] does. If the main thread waits, and
-    /// another thread waits in the kernel and cannot be interrupted, describes that thread.
+    /// Ends the observation, and returns what the main thread, or another thread that blocks in the
+    /// kernel, did meanwhile. If the main thread waits, and another thread waits in the kernel and
+    /// cannot be interrupted, describes that thread.
     pub(super) fn describe_blocked(self) -> Option<ThreadState> {
         let pid = self.pid;
         let main = self.describe()?;
@@ -62,7 +66,7 @@ impl MainThread {
     }
 }
 
-/// Reads what a thread waits for.
+/// Determines what a thread waits for, from its files in `/proc`.
 fn describe_thread(pid: u32, thread: u32, state: char, busy: bool) -> ThreadState {
     let directory = format!("/proc/{pid}/task/{thread}");
     let wait_channel = fs::read_to_string(format!("{directory}/wchan")).unwrap_or_default();

@@ -81,8 +81,8 @@ fn check_writable(dir: &Path) -> diagnostic::Result<()> {
     })
 }
 
-/// Inspects a directory or, if the directory does not exist, the nearest existing parent: file
-/// system, free space, and whether it is writable.
+/// Inspects a directory or, if the directory does not exist, its nearest existing parent.
+/// Determines the file system, the free space, and whether the directory is writable.
 fn inspect_directory(dir: &Path) -> DirectoryInspection {
     let path = dir.ancestors().find(|a| a.is_dir()).unwrap_or(Path::new("/")).to_owned();
     DirectoryInspection {

@@ -25,18 +25,19 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// The purpose for which the key of measurements is derived from the secret in the request.
+/// The context string with which the key of measurements is derived from the secret in the request.
 const KEY_PURPOSE: &str = "launch check --network";
 
-/// Measures connections to other hosts, after a request has stated the key and the interface.
+/// Measures connections to the agents of other hosts for `launch check --network`.
 #[derive(Debug, Default)]
 pub(super) struct NetworkProber {
     end: Mutex<Option<MeasuringEnd>>,
 }
 
 impl NetworkProber {
-    /// Inspects the interface that workers use for other hosts, and all RDMA devices. Opens ports
-    /// at which threads accept measurements until the agent ends.
+    /// Inspects the network interface and the RDMA devices of this host, and opens ports at which
+    /// other agents can measure. Opens ports at which threads accept measurements until the agent
+    /// ends.
     pub(super) fn inspect_and_listen(
         &self,
         request: &NetworkRequest,
@@ -67,16 +68,17 @@ impl NetworkProber {
         NetworkInspection { interface: Some(interface), listeners, error, rdma }
     }
 
-    /// Measures the connection to the agent of another host, and blocks meanwhile. Each step has a
-    /// time limit. The result is empty before a call of [`Self::inspect_and_listen`].
+    /// Measures the connection to the agent of another host, and blocks until the measurement has
+    /// ended. Each step has a time limit. The result is empty before a call of
+    /// [`Self::inspect_and_listen`].
     pub(super) fn measure(&self, request: &MeasureRequest) -> Measurement {
         let end = self.end.lock().unwrap_or_else(PoisonError::into_inner).clone();
         end.map_or_else(Measurement::default, |end| measurement::measure_connection(&end, request))
     }
 }
 
-/// Opens a listener on up to [`MAX_MEASURED_PORTS`] ports of the request, spread over the range of
-/// ports. Fails if no port is free.
+/// Opens listeners on up to [`MAX_MEASURED_PORTS`] ports, spread over the port range of the
+/// request. Fails if no port is free.
 fn open_listeners(
     request: &NetworkRequest,
     address: IpAddr,

@@ -12,9 +12,10 @@ use std::{
 
 /// The file name of NVML, the management library of the NVIDIA driver.
 pub(in crate::agent) const NVML_LIBRARY: &str = "libnvidia-ml.so.1";
-/// The largest number of GPUs of a host that are queried. Further GPUs are missing in the report.
+/// The largest number of GPUs of a host that are queried through NVML. Further GPUs are missing in
+/// the report.
 const MAX_GPUS: u32 = 64;
-/// The largest number of processes of a GPU that can be reported. If more processes use the GPU,
+/// The largest number of processes that NVML can report for one GPU. If more processes use the GPU,
 /// the report has no processes of this GPU.
 const MAX_PROCESSES: usize = 64;
 /// The largest number of NVLinks of a GPU (`NVML_NVLINK_MAX_LINKS`).
@@ -201,8 +202,8 @@ impl Nvml {
         Ok(device)
     }
 
-    /// Queries the status of the GPU `device`, including the peer access from `device` to each GPU
-    /// in `devices`.
+    /// Queries the status of the GPU `device`, including which GPUs of `devices` it can access
+    /// directly.
     ///
     /// Fails if the name or the memory size cannot be read. Leaves other values empty that the GPU
     /// does not report.
@@ -305,8 +306,7 @@ impl Nvml {
         Ok((pending != 0, failed != 0))
     }
 
-    /// Returns descriptions from [`THROTTLE_REASONS`] of the faults that throttle the clocks of a
-    /// GPU.
+    /// Returns descriptions of the hardware faults that currently throttle the clocks of a GPU.
     fn query_throttle_reasons(&self, device: DeviceHandle) -> Result<Vec<String>, NvmlError> {
         let mut reasons = 0;
         // SAFETY: nvml.h's types.
@@ -320,7 +320,8 @@ impl Nvml {
             .collect())
     }
 
-    /// Queries what each GPU does. Values that a GPU does not support are `None`.
+    /// Queries the current utilization, memory use and faults of each GPU. Values that a GPU does
+    /// not support are `None`.
     pub(in crate::agent) fn query_usage(&self) -> Vec<GpuUsage> {
         let count = self.query_device_count().unwrap_or(0).min(MAX_GPUS);
         let query = |gpu: u32| {

@@ -23,10 +23,10 @@ use std::{
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// The size of one read of the shell's output, in bytes.
 const CHUNK_BYTES: usize = 16 << 10;
-/// The number of bytes of stderr that are kept: the last ones.
+/// The number of bytes that are kept from the end of the script's stderr.
 const MAX_STDERR_BYTES: usize = 8 << 10;
 
-/// The limits of a script in a login shell.
+/// The limits on the time and output of a script in a login shell.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::agent) struct ShellLimits {
     /// The time limit, after which the script is killed.
@@ -157,8 +157,8 @@ fn read_until_end(child: &mut Child, limits: ShellLimits) -> Result<ShellOutput,
     }
 }
 
-/// Appends the available output of a pipe to `text` while `keeps_reading` returns true after each
-/// chunk. Returns whether the pipe is still open.
+/// Appends the available output of a pipe to `text`, until no more is available or `keeps_reading`
+/// returns `false`. Returns whether the pipe is still open.
 fn read_available(
     pipe: &mut impl Read,
     text: &mut Vec<u8>,

@@ -15,8 +15,9 @@ use std::{
     os::fd::{AsFd, BorrowedFd},
 };
 
-/// The controlling terminal of this process, with the foreground process group and the settings
-/// that it had before a worker got it. Dropping the value gives the terminal back.
+/// The controlling terminal of this process, which a worker uses until this value is dropped.
+/// Dropping the value gives the terminal back, with its previous foreground process group and
+/// settings.
 pub(crate) struct BorrowedTerminal {
     file: File,
     group: Pid,
@@ -30,8 +31,8 @@ impl std::fmt::Debug for BorrowedTerminal {
 }
 
 impl BorrowedTerminal {
-    /// Opens the controlling terminal of this process for the worker of a rank. Fails if this
-    /// process has none, for example because another machine has started it.
+    /// Opens the controlling terminal of this process, so that the worker of a rank can use it.
+    /// Fails if this process has none, for example because another machine has started it.
     pub(super) fn open(rank: Rank) -> diagnostic::Result<BorrowedTerminal> {
         let open = || -> io::Result<BorrowedTerminal> {
             let file = OpenOptions::new().read(true).write(true).open("/dev/tty")?;
@@ -53,7 +54,7 @@ impl BorrowedTerminal {
         Ok(terminal)
     }
 
-    /// Returns the terminal as a file.
+    /// Returns the open file of the terminal.
     pub(super) fn file(&self) -> &File {
         &self.file
     }
@@ -84,8 +85,8 @@ pub(super) fn take_foreground(terminal: BorrowedFd<'_>) -> io::Result<()> {
     Ok(result?)
 }
 
-/// Calls `change` while this thread does not get SIGTTOU, which stops processes in the background
-/// that change their terminal. Async-signal-safe.
+/// Calls `change` while SIGTTOU is blocked in this thread, because the signal would stop a
+/// background process that changes its terminal. Async-signal-safe.
 fn without_stops(change: impl FnOnce()) {
     let (mut stop, mut before) = (SigSet::empty(), SigSet::empty());
     stop.add(Signal::SIGTTOU);

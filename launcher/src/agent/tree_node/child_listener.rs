@@ -25,19 +25,19 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// The number of connections that may prove the key, or get the executable, at the same time.
-/// Further ones wait.
+/// The largest number of connections that perform the handshake, or fetch the executable, at the
+/// same time. Further ones wait.
 const MAX_HANDSHAKES: usize = 64;
 /// The pause after a failed accept, for example because no file descriptor is free.
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
 
-/// Accepts agents on a task of the node's runtime. The task ends with the runtime.
+/// Accepts the connections of agents below this one in the tree. The task ends with the runtime.
 pub(super) struct ChildListener {
     addresses: Vec<SocketAddr>,
     state: Arc<ListenerState>,
 }
 
-/// What the node and the listener's task share.
+/// The state that the node and the task of its listener share.
 struct ListenerState {
     /// Whether the node has a way to the controller and accepts agents.
     is_connected: AtomicBool,
@@ -49,8 +49,8 @@ struct ListenerState {
 }
 
 impl ChildListener {
-    /// Opens a port at the addresses of this host, and accepts agents that have the key. Sends
-    /// their connections to `accepted`.
+    /// Opens a port at the addresses of this host, and starts to accept agents that have the key.
+    /// Sends their connections to `accepted`.
     pub(super) fn open(
         setup: &TreeSetup,
         accepted: mpsc::Sender<NeighbourLink>,
@@ -77,7 +77,8 @@ impl ChildListener {
         &self.addresses
     }
 
-    /// Sets whether agents are accepted.
+    /// Sets whether this node is connected with the controller, without which the listener accepts
+    /// no agents.
     pub(super) fn set_connected(&self, is_connected: bool) {
         self.state.is_connected.store(is_connected, Ordering::Relaxed);
     }

@@ -1,4 +1,4 @@
-//! Sends the executable of an agent to hosts that do not have it.
+//! Sends the executable of this agent to hosts that do not have it.
 //!
 //! Such a host has no program that could encrypt a connection, only a shell. The executable is no
 //! secret, and the host verifies it with a hash that it gets over SSH. So the connection is not
@@ -19,17 +19,17 @@ use tokio::{
 const REQUEST_PREFIX: &[u8; 6] = b"fetch ";
 /// The length of the longest request, in bytes.
 const MAX_REQUEST_BYTES: usize = 128;
-/// The time limit for the rest of a request.
+/// The time limit for the rest of a request after its first bytes.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
-/// The time for which a host may take no bytes.
+/// How long the sending of an executable may make no progress.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 /// The number of bytes that are read and sent in one step.
 const CHUNK_BYTES: usize = 256 << 10;
-/// The interval at which a connection is checked for its first bytes.
+/// The interval at which the server checks whether the first bytes of a connection have arrived.
 const PEEK_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Returns whether a connection begins with a request for the executable. Takes no byte from the
-/// connection. The caller limits the time.
+/// Returns whether the first bytes of a connection are a request for the executable. Takes no byte
+/// from the connection. The caller limits the time.
 pub(super) async fn is_fetch_request(stream: &TcpStream) -> io::Result<bool> {
     let mut first = [0; REQUEST_PREFIX.len()];
     loop {
@@ -43,8 +43,8 @@ pub(super) async fn is_fetch_request(stream: &TcpStream) -> io::Result<bool> {
     }
 }
 
-/// Answers a request that [`is_fetch_request`] has found. Closes the connection without an answer
-/// if the token is wrong.
+/// Reads a request that [`is_fetch_request`] has recognized, and sends the executable. Closes the
+/// connection without an answer if the token is wrong.
 pub(super) async fn send_executable(mut stream: TcpStream, token: &str) {
     let read = timeout(REQUEST_TIMEOUT, read_request(&mut stream)).await;
     let Ok(Ok(request)) = read else { return };
@@ -56,7 +56,7 @@ pub(super) async fn send_executable(mut stream: TcpStream, token: &str) {
     _ = tokio::task::spawn_blocking(move || copy_executable(stream)).await;
 }
 
-/// Reads a request up to its line end, which is not part of the result.
+/// Reads a request up to the end of its line, without the line end.
 async fn read_request(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
     let mut request = Vec::new();
     loop {

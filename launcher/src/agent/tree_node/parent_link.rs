@@ -1,4 +1,4 @@
-//! Connects an agent of the tree to another one, which passes on its stream.
+//! Connects an agent to the agent above it in the tree, which passes on its stream.
 use super::neighbour_link::NeighbourLink;
 use crate::connection::{
     FrameError,
@@ -25,14 +25,15 @@ use tokio::{
 const ATTEMPT_DELAY: Duration = Duration::from_millis(200);
 /// The time limit of one attempt to connect to an agent.
 const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(10);
-/// The pause before an agent is tried again. It doubles after each attempt.
+/// The pause before an agent tries the same neighbour for the second time. It doubles after each
+/// attempt.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
-/// The longest pause before an agent is tried again.
+/// The longest pause before an agent tries the same neighbour again.
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
-/// The longest time for which an agent that has just started tries agents that reject it.
+/// How long an agent that has just started repeats attempts that its possible neighbours reject.
 const MAX_JOIN_TIME: Duration = Duration::from_secs(20);
 
-/// Which failed attempts to connect to an agent are repeated.
+/// Which kinds of failed attempts to connect to an agent are repeated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Repetition {
     /// Attempts that the other agent has rejected, because it has no way to the controller at this
@@ -73,22 +74,22 @@ impl fmt::Display for AttemptFailure {
     }
 }
 
-/// Connects an agent that has just started to the first of its possible neighbours that accepts it.
+/// Connects an agent that has just started to the first of its possible parents that accepts it.
 /// Fails if none can be reached, or if those that can be reached reject the agent for too long.
 pub(super) async fn connect_to_parent(setup: &TreeSetup) -> diagnostic::Result<NeighbourLink> {
     let limit = Duration::from_millis(setup.reconnect_ms).min(MAX_JOIN_TIME);
     try_parents(setup, limit, Repetition::Rejections).await
 }
 
-/// Connects an agent whose link has ended to one of its possible neighbours. Tries them repeatedly,
-/// for the time that the controller has set.
+/// Connects an agent whose link to its parent has ended to one of its possible parents. Tries them
+/// repeatedly, for the time that the controller has set.
 pub(super) async fn reconnect(setup: &TreeSetup) -> diagnostic::Result<NeighbourLink> {
     try_parents(setup, Duration::from_millis(setup.reconnect_ms), Repetition::AllFailures).await
 }
 
-/// Tries to connect to all possible neighbours at the same time, each begun a bit later than the
-/// one before. A neighbour that does not answer delays no other one. Returns the first connection
-/// that is accepted. Fails if there is none after `limit`.
+/// Tries to connect to all possible parents at the same time, each attempt started a bit later than
+/// the one before. A neighbour that does not answer delays no other one. Returns the first
+/// connection that is accepted. Fails if there is none after `limit`.
 async fn try_parents(
     setup: &TreeSetup,
     limit: Duration,
@@ -129,7 +130,7 @@ async fn try_parents(
     Err(build_error(setup, &failures.values().cloned().collect::<Vec<_>>()))
 }
 
-/// Tries to connect to one address until an attempt succeeds, or until one fails that is not to be
+/// Tries to connect to one address until an attempt succeeds, or fails in a way that is not to be
 /// repeated. Reports each failure to `record`.
 async fn try_repeatedly<T, F>(
     attempt: impl Fn() -> F,
@@ -155,8 +156,8 @@ where
     }
 }
 
-/// Connects to the agent at the end of a stream. Fails if another process answers, or if the agent
-/// does not accept the connection.
+/// Connects to one address, and asks the agent there to accept this agent as a neighbour below.
+/// Fails if another process answers, or if the agent does not accept the connection.
 async fn try_address(
     stream: StreamId,
     address: SocketAddr,
@@ -180,7 +181,7 @@ async fn try_address(
     }
 }
 
-/// Builds the error of an agent that no other agent accepts.
+/// Builds the error that no agent of the tree accepts this agent.
 fn build_error(setup: &TreeSetup, failures: &[String]) -> Diagnostic {
     let name = &setup.host;
     let no_answer = ["no answer".to_owned()];

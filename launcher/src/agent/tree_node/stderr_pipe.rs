@@ -8,15 +8,15 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// The size of the buffer of the pipe's reader, and the length at which a line is divided, in
-/// bytes.
+/// The size of the pipe reader's buffer in bytes, which is also the length at which long lines are
+/// split.
 const BUFFER_BYTES: usize = 4 << 10;
 /// The stack size of the reading thread, in bytes.
 const STACK_BYTES: usize = 128 << 10;
 
-/// Redirects standard output and error of this process into a pipe, and starts a thread that sends
-/// the lines of the pipe to `lines`. The thread ends when the streams are redirected again. Lines
-/// that do not fit into the channel are dropped, because no process may wait for a terminal.
+/// Redirects stdout and stderr of this process into a pipe, and starts a thread that sends the
+/// lines of the pipe to `lines`. The thread ends when the streams are redirected again. Lines that
+/// do not fit into the channel are dropped, because no process may wait for a terminal.
 pub(super) fn redirect_output(lines: mpsc::Sender<String>) -> io::Result<()> {
     let (reader, writer) = pipe2(OFlag::O_CLOEXEC)?;
     nix::unistd::dup2_stdout(&writer)?;

@@ -3,14 +3,15 @@ use crate::agent::probe::nvml::{NVML_LIBRARY, Nvml};
 use protocol::control::GpuUsage;
 use std::{fs, path::Path};
 
-/// The directory in which the kernel lists graphics devices.
+/// The directory, relative to the root, in which the kernel lists graphics devices.
 const DRM: &str = "sys/class/drm";
-/// The prefix of the devices by which programs compute with a GPU.
+/// The prefix of the names of device nodes by which programs compute on a GPU.
 const RENDER_NODE: &str = "renderD";
-/// The largest number of GPUs of AMD that are read.
+/// The largest number of AMD GPUs whose usage is read.
 const MAX_GPUS: usize = 64;
 
-/// The library for the GPUs of NVIDIA, which is loaded at the first use.
+/// Reads the usage of the host's GPUs, through a library for those of NVIDIA that is loaded at the
+/// first use.
 #[derive(Default)]
 pub(super) struct GpuReader {
     is_opened: bool,
@@ -31,7 +32,7 @@ impl GpuReader {
     }
 }
 
-/// Reads the usage of the GPUs of AMD from the files of their driver.
+/// Reads the usage of AMD GPUs from the files of their driver in sysfs.
 fn read_amd_usage(root: &Path) -> Vec<GpuUsage> {
     let entries = fs::read_dir(root.join(DRM)).into_iter().flatten().flatten();
     let parse_node = |name: &str| name.strip_prefix(RENDER_NODE)?.parse::<u32>().ok();

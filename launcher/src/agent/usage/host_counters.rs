@@ -4,14 +4,15 @@ use std::{fs, path::Path};
 
 /// The number of bytes of a sector in `/proc/diskstats`, on every disk.
 const SECTOR_BYTES: u64 = 512;
-/// The columns of idle time and of time of waiting for disks in a line of `/proc/stat`.
+/// The indices of the columns of `/proc/stat` that count idle time and time of waiting for disks.
 const IDLE_COLUMNS: [usize; 2] = [3, 4];
-/// The number of columns of `/proc/stat` that divide the time. Later columns are parts of them.
+/// The number of columns of `/proc/stat` whose sum is the total CPU time. Later columns are parts
+/// of them.
 const CPU_COLUMNS: usize = 8;
-/// The prefixes of disks whose data another disk has, too, or that are memory.
+/// The prefixes of the names of disks that are in memory or store their data on another disk.
 const VIRTUAL_DISKS: [&str; 5] = ["loop", "ram", "zram", "dm-", "md"];
 
-/// The counters of a host since its start, and its memory at present.
+/// The CPU, disk and network counters of a host since its start, and its memory at present.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct HostCounters {
     cpus: u32,
@@ -28,7 +29,8 @@ pub(super) struct HostCounters {
 }
 
 impl HostCounters {
-    /// Reads the counters below `root`. A counter that cannot be read is 0.
+    /// Reads the counters of a host from the files of the kernel below `root`. A counter that
+    /// cannot be read is 0.
     pub(super) fn read(root: &Path) -> HostCounters {
         let read = |file: &str| fs::read_to_string(root.join("proc").join(file)).unwrap_or_default();
         let mut counters = HostCounters::default();
@@ -40,7 +42,7 @@ impl HostCounters {
         counters
     }
 
-    /// Computes what was used since the counters `before` were read.
+    /// Computes the usage between the reading of the counters `before` and that of these counters.
     pub(super) fn compute_usage_since(&self, before: &HostCounters) -> HostUsage {
         let ticks = self.ticks.saturating_sub(before.ticks);
         let busy = self.busy_ticks.saturating_sub(before.busy_ticks);
@@ -78,7 +80,8 @@ impl HostCounters {
         self.memory_available = value("MemAvailable:").unwrap_or(self.memory_total);
     }
 
-    /// Sums the sectors of whole disks. The lines of partitions follow that of their disk.
+    /// Sums the sectors that were read from and written to whole disks, without partitions and
+    /// virtual disks. The lines of partitions follow that of their disk.
     fn parse_diskstats(&mut self, text: &str) {
         let mut disk = "";
         for line in text.lines() {
@@ -108,8 +111,8 @@ impl HostCounters {
         }
     }
 
-    /// Reads the number of retransmitted segments. The first line of a protocol has the names of
-    /// the columns, the second one the values.
+    /// Reads the number of TCP segments that were retransmitted. The first line of a protocol has
+    /// the names of the columns, the second one the values.
     fn parse_snmp(&mut self, text: &str) {
         let mut lines = text.lines().filter_map(|line| line.strip_prefix("Tcp: "));
         let (Some(names), Some(values)) = (lines.next(), lines.next()) else { return };

@@ -1,7 +1,7 @@
 //! [`SampledWorker`]: a worker whose processes are measured.
 use jobspec::ids::Rank;
 
-/// A worker whose processes are measured.
+/// A worker whose resource usage is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::agent) struct SampledWorker {
     pub(in crate::agent) rank: Rank,

@@ -4,11 +4,11 @@ use crate::{agent::activity::list_process_trees, discover::read_throttled_us};
 use protocol::control::WorkerUsage;
 use std::{collections::HashMap, fs, path::Path};
 
-/// The largest number of threads of a process whose waiting for CPUs is measured.
+/// The largest number of threads of a process whose time of waiting for a CPU is measured.
 const MAX_THREADS: usize = 64;
 /// The largest number of processes of a worker that are measured.
 const MAX_PROCESSES: usize = 64;
-/// The number of measurements after which the child processes of programs are searched again.
+/// The number of usage measurements per search for new child processes of programs.
 const TREE_EVERY: u32 = 5;
 /// The number of clock ticks per second, which is fixed on Linux (`USER_HZ`).
 const TICKS_PER_SECOND: u64 = 100;
@@ -37,7 +37,7 @@ pub(super) struct WorkerCounters {
 }
 
 impl WorkerCounters {
-    /// Measures what the workers have used since the previous call; for new workers, since their
+    /// Measures the usage of the workers since the previous call or, for new workers, since their
     /// start. Reads files below `root`.
     pub(super) fn measure(&mut self, root: &Path, workers: &[SampledWorker]) -> Vec<WorkerUsage> {
         let programs: Vec<u32> = workers.iter().filter(|w| w.is_program).map(|w| w.pid).collect();

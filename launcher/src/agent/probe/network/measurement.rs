@@ -15,17 +15,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The number of round trips of which the shortest is reported.
+/// The largest number of round trips that are measured; the shortest one is reported.
 const ROUND_TRIPS: usize = 20;
-/// The time after which no further round trip is measured.
+/// The time limit after which no further round trip is started.
 const ROUND_TRIPS_TIME: Duration = Duration::from_millis(300);
-/// The longest time limit of a connection. A longer limit in a request is reduced to this value.
+/// The longest time limit of a measured connection. A longer limit in a request is reduced to this
+/// value.
 const MAX_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long the report of the other agent may take after the end of a transfer.
+/// How long an agent waits for the other agent's report after the end of a transfer.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(3);
-/// How long data that are still on the way are read after the end of a transfer.
+/// How long an agent reads data that still arrive after the end of a transfer.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
-/// The time of the transfers with small segments, which only test whether data arrive.
+/// The duration of the transfers with small segments, which only test whether data arrive at all.
 const SMALL_SEGMENTS_TIME: Duration = Duration::from_millis(50);
 
 /// Connects to every address of the request, and measures round trips and transfers over the first
@@ -72,7 +73,7 @@ fn build_connect_error(address: SocketAddr, error: &io::Error) -> Diagnostic {
         .with_field("address", address.to_string())
 }
 
-/// Returns the shortest round trip of a byte, in milliseconds.
+/// Measures several round trips of one byte, and returns the shortest in milliseconds.
 fn measure_round_trip(mut stream: TcpStream, timeout: Duration) -> io::Result<f64> {
     stream.set_read_timeout(Some(timeout))?;
     MeasureCommand::Echo.write(&mut stream)?;
@@ -89,8 +90,9 @@ fn measure_round_trip(mut stream: TcpStream, timeout: Duration) -> io::Result<f6
     Ok(shortest)
 }
 
-/// Measures one direction with several connections at the same time. If no data arrive, repeats the
-/// transfer with small segments. `transfer` transfers data over one connection for a time.
+/// Measures the throughput in one direction over several connections at the same time. If no data
+/// arrive, repeats the transfer with small segments. `transfer` transfers data over one connection
+/// for a time.
 fn measure_direction(
     streams: usize,
     time: Duration,
@@ -145,7 +147,8 @@ fn send_to_peer(mut stream: TcpStream, time: Duration) -> io::Result<Transfer> {
     })
 }
 
-/// Receives data from the other agent for about `time`, and then its report about retransmits.
+/// Receives data from the other agent for about `time`, and then the other agent's report about
+/// retransmits.
 fn receive_from_peer(mut stream: TcpStream, time: Duration) -> io::Result<Transfer> {
     MeasureCommand::Send(time.as_millis() as u64).write(&mut stream)?;
     let (bytes, elapsed) = receive_data(&mut stream, time)?;
@@ -158,8 +161,8 @@ fn receive_from_peer(mut stream: TcpStream, time: Duration) -> io::Result<Transf
     Ok(found)
 }
 
-/// Reads the data that are still on the way, and returns the report at their end. Returns `None` if
-/// the end does not arrive within [`DRAIN_TIMEOUT`].
+/// Reads the data that still arrive after a transfer, and returns the report ([`Trailer`]) that
+/// follows them. Returns `None` if the end does not arrive within [`DRAIN_TIMEOUT`].
 fn drain_to_trailer(stream: &mut TcpStream) -> Option<Trailer> {
     let deadline = Instant::now() + DRAIN_TIMEOUT;
     let mut buffer = vec![0; 256 << 10];

@@ -13,28 +13,30 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The largest number of connections at the same time. Further connections are closed.
+/// The largest number of measuring connections that the server serves at the same time. Further
+/// connections are closed.
 const MAX_CONNECTIONS: usize = 64;
-/// The time in which another process must prove that it has the key.
+/// The time limit for another process to prove that it has the key.
 const AUTHENTICATION_TIMEOUT: Duration = Duration::from_secs(3);
-/// The time in which the first data of a transfer must arrive.
+/// The time limit for the first data of a transfer to arrive.
 pub(super) const FIRST_DATA_TIMEOUT: Duration = Duration::from_millis(1500);
-/// The time for which a connection without a command, or between two echoes, may be idle.
+/// How long a connection may be idle before its command, or between two echoes.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long the end of a transfer may take on this side.
+/// How long the server waits for the end of a transfer after the time of the transfer has passed.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
-/// The largest number of bytes that one connection returns.
+/// The largest number of bytes that the server echoes on one connection.
 const MAX_ECHOES: usize = 1000;
 /// The size of the buffer for reading and writing data, in bytes.
 const BUFFER_BYTES: usize = 256 << 10;
-/// The pause after a failure to accept a connection, such as too many open files.
+/// The pause after a failure to accept a connection, for example because too many files are open.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// The length of a [`Trailer`] in bytes.
 pub(super) const TRAILER_BYTES: usize = 40;
-/// The first bytes of a [`Trailer`], which do not occur in the transferred zeros.
+/// The bytes with which a [`Trailer`] begins, and which cannot occur in the transferred zeros.
 const TRAILER_MAGIC: &[u8; 8] = b"launchT1";
 
-/// The report about a transfer, which one side sends to the other side.
+/// The report about a transfer, which the agent at one end sends to the agent at the other end
+/// after the data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Trailer {
     /// The number of bytes that arrived, as the receiver reports it.
@@ -48,7 +50,7 @@ pub(super) struct Trailer {
 }
 
 impl Trailer {
-    /// Returns the trailer as bytes.
+    /// Encodes the trailer as bytes.
     fn to_bytes(self) -> [u8; TRAILER_BYTES] {
         let mut bytes = [0; TRAILER_BYTES];
         bytes[..8].copy_from_slice(TRAILER_MAGIC);
@@ -59,7 +61,7 @@ impl Trailer {
         bytes
     }
 
-    /// Parses a trailer. Returns `None` for other bytes.
+    /// Decodes a trailer from bytes. Returns `None` for other bytes.
     pub(super) fn parse(bytes: &[u8]) -> Option<Trailer> {
         let numbers = bytes.strip_prefix(TRAILER_MAGIC)?;
         let mut numbers = numbers.chunks_exact(8).map(|n| n.try_into().map(u64::from_le_bytes));
@@ -67,7 +69,7 @@ impl Trailer {
         Some(Trailer { bytes: next()?, nanoseconds: next()?, retransmits: next()?, segment_bytes: next()? })
     }
 
-    /// Reads a trailer from a connection.
+    /// Reads a trailer from a connection and decodes it.
     pub(super) fn read(stream: &mut TcpStream) -> io::Result<Trailer> {
         let mut bytes = [0; TRAILER_BYTES];
         stream.read_exact(&mut bytes)?;
@@ -94,7 +96,8 @@ pub(super) fn start_serving(listeners: Vec<TcpListener>, key: &HandshakeKey) -> 
     Ok(())
 }
 
-/// Serves a connection on a separate thread, unless [`MAX_CONNECTIONS`] are active.
+/// Starts a separate thread that serves a connection, unless [`MAX_CONNECTIONS`] connections are
+/// active.
 fn start_connection(stream: TcpStream, active: &Arc<AtomicUsize>, key: &HandshakeKey) {
     if active.fetch_add(1, Ordering::Relaxed) >= MAX_CONNECTIONS {
         active.fetch_sub(1, Ordering::Relaxed);
@@ -111,7 +114,8 @@ fn start_connection(stream: TcpStream, active: &Arc<AtomicUsize>, key: &Handshak
     }
 }
 
-/// Authenticates the other side, and executes its command.
+/// Authenticates the agent at the other end of a connection, and executes the command that it
+/// sends.
 fn serve_connection(key: &HandshakeKey, stream: TcpStream) -> io::Result<()> {
     let mut stream = accept_connection(key, stream, AUTHENTICATION_TIMEOUT)?;
     stream.set_read_timeout(Some(IDLE_TIMEOUT))?;
@@ -131,7 +135,7 @@ fn serve_connection(key: &HandshakeKey, stream: TcpStream) -> io::Result<()> {
     }
 }
 
-/// Receives data for `time`, and reports how many bytes arrived.
+/// Receives data for `time`, and reports to the other agent how many bytes arrived.
 fn serve_receiving(mut stream: TcpStream, time: Duration) -> io::Result<()> {
     let (bytes, elapsed) = receive_data(&mut stream, time)?;
     let nanoseconds = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
@@ -144,7 +148,8 @@ fn serve_receiving(mut stream: TcpStream, time: Duration) -> io::Result<()> {
     Ok(())
 }
 
-/// Sends data until the other side closes its direction, and then the number of retransmits.
+/// Sends data until the other agent closes its direction of the connection, and then reports the
+/// number of retransmits.
 fn serve_sending(mut stream: TcpStream, time: Duration) -> io::Result<()> {
     stream.set_read_timeout(Some(FIRST_DATA_TIMEOUT + time + CLOSE_TIMEOUT))?;
     let is_done = AtomicBool::new(false);
@@ -164,7 +169,7 @@ fn serve_sending(mut stream: TcpStream, time: Duration) -> io::Result<()> {
     stream.shutdown(Shutdown::Write)
 }
 
-/// Sends zeros until `is_done`, or until the connection ends.
+/// Sends zeros until `is_done` becomes true or the connection ends.
 pub(super) fn send_data(stream: &mut TcpStream, is_done: &AtomicBool) {
     let zeros = vec![0; BUFFER_BYTES];
     while !is_done.load(Ordering::Relaxed) {
@@ -175,8 +180,9 @@ pub(super) fn send_data(stream: &mut TcpStream, is_done: &AtomicBool) {
     }
 }
 
-/// Receives data for `time` from the first byte on. Returns the number of bytes, and the time from
-/// the first to the last byte. Returns 0 bytes if none arrive within [`FIRST_DATA_TIMEOUT`].
+/// Receives data for `time`, counted from the first byte, and returns what has arrived. Returns the
+/// number of bytes, and the time from the first to the last byte. Returns 0 bytes if none arrive
+/// within [`FIRST_DATA_TIMEOUT`].
 pub(super) fn receive_data(stream: &mut TcpStream, time: Duration) -> io::Result<(u64, Duration)> {
     let mut buffer = vec![0; BUFFER_BYTES];
     let mut read = |limit: Duration| {

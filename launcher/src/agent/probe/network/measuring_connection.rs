@@ -11,17 +11,16 @@ use std::{
 };
 use tokio::net::TcpSocket;
 
-/// The segment size that is requested to find out whether only large packets are lost, in bytes.
-/// Every network must carry packets of this size.
+/// The small TCP segment size, in bytes, with which a test finds out whether only large packets are
+/// lost. Every network must carry packets of this size.
 pub(super) const SMALL_SEGMENT_BYTES: u32 = 536;
-/// The number of bytes that a sender hands to the kernel before they can be sent. A small number
+/// The largest number of unsent bytes in the kernel's send buffer of a connection. A small number
 /// keeps the time short in which data remain on the way after the end of a transfer.
 const UNSENT_BYTES: u32 = 128 << 10;
-/// The length of a command in bytes: the kind and a duration.
+/// The length of an encoded command (its kind and a duration), in bytes.
 const COMMAND_BYTES: usize = 9;
 
-/// The key and the address with which an agent measures connections; they are the same for all
-/// measurements of an agent.
+/// The local address and the key with which an agent performs all its measurements.
 #[derive(Clone, Debug)]
 pub(super) struct MeasuringEnd {
     pub(super) key: HandshakeKey,
@@ -29,7 +28,7 @@ pub(super) struct MeasuringEnd {
     pub(super) address: IpAddr,
 }
 
-/// What the other agent does on a connection.
+/// The command by which one agent asks another one to echo, receive or send data on a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum MeasureCommand {
     /// Return each byte immediately.
@@ -69,9 +68,9 @@ impl MeasureCommand {
     }
 }
 
-/// Opens a connection from `end` to the agent at `target`, and proves to each other that both sides
-/// have the key. `timeout` limits both together. With `small_segments`, the connection uses
-/// segments of [`SMALL_SEGMENT_BYTES`] in both directions.
+/// Opens a connection from `end` to the agent at `target`, and performs the handshake in which both
+/// prove that they have the key. `timeout` limits both together. With `small_segments`, the
+/// connection uses segments of [`SMALL_SEGMENT_BYTES`] in both directions.
 pub(super) fn open_connection(
     end: &MeasuringEnd,
     target: SocketAddr,
@@ -91,8 +90,8 @@ pub(super) fn open_connection(
     })
 }
 
-/// Performs the handshake on a connection that another process has opened. Fails if the process
-/// does not have the key, or not within `timeout`.
+/// Performs the handshake on an accepted connection. Fails if the process does not have the key, or
+/// not within `timeout`.
 pub(super) fn accept_connection(
     key: &HandshakeKey,
     stream: TcpStream,
@@ -115,7 +114,8 @@ fn run_with_limit<T>(timeout: Duration, future: impl Future<Output = io::Result<
     })
 }
 
-/// Converts a connection of a runtime to a blocking one, which sends small messages immediately.
+/// Converts a connection of the async runtime to a blocking one, which sends small messages
+/// immediately.
 fn into_blocking(stream: tokio::net::TcpStream) -> io::Result<TcpStream> {
     let stream = stream.into_std()?;
     stream.set_nonblocking(false)?;
@@ -134,8 +134,8 @@ fn into_blocking(stream: tokio::net::TcpStream) -> io::Result<TcpStream> {
     if result == 0 { Ok(stream) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Returns how many segments the kernel sent again on a connection, and the size of a segment in
-/// bytes. Returns `None` if the kernel does not report it.
+/// Returns the number of segments that the kernel has retransmitted on a connection, and the size
+/// of a segment in bytes. Returns `None` if the kernel does not report it.
 pub(super) fn read_retransmits(stream: &impl AsFd) -> Option<(u64, u64)> {
     // SAFETY: zeros are a valid value of this structure of integers.
     let mut info: libc::tcp_info = unsafe { zeroed() };
