@@ -1,4 +1,5 @@
-//! The providers of hosts, behind the trait [`Cluster`]: SSH, Slurm and this machine.
+//! The providers of hosts (SSH, Slurm, joining nodes and this machine), behind the trait
+//! [`Cluster`].
 //!
 //! The list of hosts of a job, the transport to the hosts, requeuing, submission and the checks of
 //! the hosts come from one provider. No other module of the launcher depends on a scheduler.
@@ -29,8 +30,8 @@ use diagnostic::{Diagnostic, codes::run};
 use jobspec::JobSpec;
 use std::time::Duration;
 
-/// The providers, in the order in which launch offers a job to them. The last one accepts every
-/// job.
+/// The providers of hosts, in the order in which launch asks whether they accept a job. The last
+/// one accepts every job.
 static PROVIDERS: &[&dyn Cluster] =
     &[&join::JoinCluster, &ssh::SshCluster, &slurm::SlurmCluster, &local::LocalCluster];
 
@@ -39,8 +40,8 @@ pub(crate) fn find_cluster(job: &JobSpec) -> Result<&'static dyn Cluster, Cluste
     select_cluster(PROVIDERS, job)
 }
 
-/// Finds out from the environment variables of this process whether another launcher has started
-/// it as one node of several. Returns `None` if not. Fails if the variables contradict each other.
+/// Determines from environment variables whether another launcher has started this process as one
+/// node of several. Returns `None` if not. Fails if the variables contradict each other.
 pub(crate) fn find_node_environment() -> diagnostic::Result<Option<NodeEnvironment>> {
     let get = |name: &str| std::env::var(name).ok();
     let read_file = |path: &str| std::fs::read_to_string(path).ok();
@@ -80,14 +81,15 @@ pub(crate) fn submit_job(command: &str, request: SubmitRequest<'_>) -> Result<Su
     }
 }
 
-/// Returns the name by which the controller knows this host. This is the name that a provider gives
-/// the host or, if no provider has one, the host name of the machine.
+/// Returns the name by which the controller refers to this host. This is the name that a provider
+/// gives the host or, if no provider has one, the host name of the machine.
 pub(crate) fn read_host_name() -> String {
     let names = PROVIDERS.iter().find_map(|provider| provider.host_name());
     names.unwrap_or_else(protocol::host_name::read_host_name)
 }
 
-/// Finds the preemption of the batch job in which launch runs. See [`Cluster::find_preemption`].
+/// Returns the preemption of the batch job in which launch runs, if the job is being preempted. See
+/// [`Cluster::find_preemption`].
 pub(crate) fn find_preemption() -> diagnostic::Result<Option<Preemption>> {
     PROVIDERS.iter().find_map(|provider| provider.find_preemption().transpose()).transpose()
 }

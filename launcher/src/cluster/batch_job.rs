@@ -2,7 +2,7 @@
 use jobspec::JobSpec;
 use std::{path::Path, time::Duration};
 
-/// The batch job in which launch runs, which may be requeued after the run.
+/// The batch job of a scheduler in which launch runs, and which may be requeued after the run.
 #[derive(Clone, Debug)]
 pub(crate) struct BatchJob {
     /// The batch job as messages name it, with the name of the scheduler.
@@ -19,7 +19,8 @@ pub(crate) struct BatchJob {
     pub(crate) requeue: fn(&str) -> diagnostic::Result<()>,
 }
 
-/// The preemption of the batch job in which launch runs, by a job with a higher priority.
+/// The information that the batch job in which launch runs is being preempted by a job with a
+/// higher priority.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Preemption {
     /// The batch job as messages name it, with the name of the scheduler.
@@ -41,7 +42,7 @@ pub(crate) struct SubmitRequest<'a> {
     pub(crate) print: bool,
 }
 
-/// The result of a [`SubmitRequest`].
+/// The result of a [`SubmitRequest`], such as the number of the submitted job.
 #[derive(Debug)]
 pub(crate) enum Submission {
     /// The text of the batch script, which was not submitted.

@@ -20,10 +20,10 @@ pub(crate) struct ClusterHost {
     pub(crate) slots: HostSlots,
 }
 
-/// The largest number of mistakes that are reported for one hostfile.
+/// The largest number of errors that are reported for one hostfile.
 const MAX_REPORTED: usize = 5;
 
-/// Returns those hosts that `cluster.hosts` names and the job's filters select, in the order of
+/// Returns the hosts in `cluster.hosts` that the job's filters select, in the order of
 /// `cluster.hosts`. Returns `None` if the job names no hosts. Fails if a job that names no hosts
 /// has filters. The path of a hostfile is relative to `base`.
 pub(crate) fn resolve_hosts(
@@ -52,7 +52,7 @@ pub(crate) fn resolve_hosts(
     apply_filters(cluster, &named).map(Some)
 }
 
-/// Parses the text of a hostfile, and returns those of its hosts that the job's filters select.
+/// Parses the text of a hostfile, and returns the hosts in it that the job's filters select.
 /// Messages name the path `file`.
 pub(crate) fn resolve_hostfile_text(
     cluster: &ClusterSpec,
@@ -62,7 +62,8 @@ pub(crate) fn resolve_hostfile_text(
     apply_filters(cluster, &parse_hostfile_entries(file, text)?)
 }
 
-/// Applies the filters of the job to the hosts `named`. Returns the hosts that remain.
+/// Applies the filters `cluster.include` and `cluster.exclude` to the hosts `named`. Returns the
+/// hosts that remain.
 fn apply_filters(cluster: &ClusterSpec, named: &[ClusterHost]) -> Result<Vec<ClusterHost>, Vec<Diagnostic>> {
     let names: Vec<(String, HostSlots)> =
         named.iter().map(|h| (h.host.name_with_port(), h.slots.clone())).collect();

@@ -15,7 +15,7 @@ use std::{
 };
 use tokio::net::unix::pipe;
 
-/// The largest value of `LAUNCH_LOCAL_AGENTS`: the number of agents that a test may start on this
+/// The largest value of `LAUNCH_LOCAL_AGENTS`, the number of agents that a test may start on this
 /// machine.
 const MAX_LOCAL_AGENTS: usize = 64;
 

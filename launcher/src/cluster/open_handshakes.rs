@@ -10,8 +10,7 @@ const MAX_PER_ADDRESS: usize = 2 * protocol::control::MAX_ADDRESSES;
 /// agent. The other side of such a connection has not yet proved that it has the job's key.
 const MAX_UNAUTHENTICATED_CONNECTIONS: usize = 256;
 
-/// The connections that are not authenticated: their other side has not yet proved that it has the
-/// job's key.
+/// The connections whose other side has not yet proved that it has the job's key.
 ///
 /// A new connection always gets a place. If its address or the listener has no place left, an older
 /// connection is closed: the oldest one of the address with the most connections. Idle connections
@@ -45,7 +44,7 @@ impl OpenHandshakes {
         Some(address)
     }
 
-    /// Adds a connection from `peer`, which `task` serves.
+    /// Adds a connection from `peer`, which the task `task` serves.
     pub(super) fn add(&mut self, peer: IpAddr, task: AbortHandle) {
         self.connections.push_back((peer, task));
     }

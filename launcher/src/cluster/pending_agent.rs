@@ -68,7 +68,7 @@ impl PendingAgent {
     }
 }
 
-/// The state of an [`AgentConnectionSlot`]: whether its agent has connected.
+/// Whether the agent of an [`AgentConnectionSlot`] has connected.
 enum AgentSlotState {
     /// The agent has not connected. Holds the channels that pass the two halves of the connection
     /// to the controller's streams.
@@ -79,15 +79,16 @@ enum AgentSlotState {
     Closed,
 }
 
-/// The data that all clones of an [`AgentConnectionSlot`] share.
+/// The state that all clones of an [`AgentConnectionSlot`] share.
 struct SharedSlot {
     state: Mutex<AgentSlotState>,
     /// The number of reads that returned bytes of the agent.
     received: Arc<AtomicU64>,
 }
 
-/// The slot of one agent's TCP connection. [`AgentConnectionSlot::fill`] passes the connection to
-/// the streams of the [`PendingAgent`]. Clones are the same slot.
+/// The slot that the TCP connection of one agent fills when the agent connects.
+/// [`AgentConnectionSlot::fill`] passes the connection to the streams of the [`PendingAgent`].
+/// Clones are the same slot.
 #[derive(Clone)]
 pub(super) struct AgentConnectionSlot {
     pub(super) name: String,
@@ -100,9 +101,9 @@ impl AgentConnectionSlot {
         self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Passes the TCP connection of the agent to the streams of the [`PendingAgent`]. Returns
-    /// `false` if the slot does not wait for the agent, because the agent has connected before or
-    /// the slot is closed.
+    /// Fills the slot with the TCP connection of the agent, which becomes the streams of the
+    /// [`PendingAgent`]. Returns `false` if the slot does not wait for the agent, because the agent
+    /// has connected before or the slot is closed.
     pub(super) fn fill(&self, connection: AgentConnection) -> bool {
         let mut state = self.lock();
         if !matches!(*state, AgentSlotState::Waiting(..)) {
@@ -116,7 +117,7 @@ impl AgentConnectionSlot {
         true
     }
 
-    /// Returns whether the agent has not connected and is still awaited.
+    /// Returns whether the slot still waits for the agent to connect.
     pub(super) fn is_waiting(&self) -> bool {
         matches!(*self.lock(), AgentSlotState::Waiting(..))
     }
@@ -127,7 +128,7 @@ impl AgentConnectionSlot {
         matches!(*self.lock(), AgentSlotState::Connected(_))
     }
 
-    /// Returns how often bytes of the agent have arrived.
+    /// Returns the number of reads that have returned bytes of the agent.
     pub(super) fn count_received(&self) -> u64 {
         self.shared.received.load(Ordering::Relaxed)
     }
@@ -141,7 +142,7 @@ impl AgentConnectionSlot {
         }
     }
 
-    /// Closes the slot and shuts the connection of its agent down.
+    /// Closes the slot, and shuts down the connection of its agent.
     pub(super) fn abort(&self) {
         let previous = std::mem::replace(&mut *self.lock(), AgentSlotState::Closed);
         if let AgentSlotState::Connected(socket) = previous {

@@ -8,8 +8,8 @@ use diagnostic::Diagnostic;
 use jobspec::{ControllerLossAction, JobSpec};
 use std::time::Duration;
 
-/// A provider of hosts, such as Slurm: finds the hosts of a job, and the transport that starts
-/// agents on them. A provider has no state: it reads the job and the environment of the process.
+/// A provider of hosts, such as Slurm, which finds the hosts of a job and starts agents on them. A
+/// provider has no state: it reads the job and the environment of the process.
 pub(crate) trait Cluster: Sync {
     /// Returns whether the hosts of the job come from this provider. Fails if the job requires this
     /// provider, but the provider has no hosts.
@@ -23,7 +23,7 @@ pub(crate) trait Cluster: Sync {
     /// [`Cluster::detect`] returns `true`.
     fn transport(&self, job: &JobSpec) -> Result<Box<dyn Transport>, ClusterError>;
 
-    /// Returns how `launch check` checks the hosts of this provider.
+    /// Returns how `launch check` must check the hosts of this provider.
     fn preflight(&self) -> ClusterPreflight {
         ClusterPreflight { stages: &[(ConnectionStage::Agent, "agent")], declares_slots: false }
     }
@@ -47,8 +47,7 @@ pub(crate) trait Cluster: Sync {
         Err(Diagnostic::error(diagnostic::codes::run::INTERNAL, message).into())
     }
 
-    /// Returns what agents do when the controller of a run is lost, if neither the job nor the
-    /// command line determines it.
+    /// Returns the provider's default for what agents do when the controller of a run is lost.
     fn on_controller_loss(&self) -> ControllerLossAction {
         ControllerLossAction::Stop
     }
@@ -71,7 +70,8 @@ pub(crate) trait Cluster: Sync {
         Ok(None)
     }
 
-    /// Returns the delay with which an agent must report that a worker died of SIGKILL or SIGTERM.
+    /// Returns how long an agent must wait before it reports that a worker died of SIGKILL or
+    /// SIGTERM.
     ///
     /// Some schedulers end a job by signalling workers and agent in any order. If the agent is
     /// signalled within the delay, the controller reports the end of the job instead of the end of
@@ -87,7 +87,7 @@ pub(crate) trait Cluster: Sync {
     }
 }
 
-/// How `launch check` checks the hosts of a provider.
+/// The settings by which `launch check` checks the hosts of a provider.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ClusterPreflight {
     /// The stages of the connection to a host, from the first to the last, each with the name of
@@ -97,7 +97,7 @@ pub(crate) struct ClusterPreflight {
     pub(crate) declares_slots: bool,
 }
 
-/// The error that the hosts of a job cannot be determined, reached or requested.
+/// The error that the hosts of a job cannot be determined or reached, or that their request failed.
 #[derive(Debug)]
 pub(crate) enum ClusterError {
     /// The mistakes in the job or in its hostfile.

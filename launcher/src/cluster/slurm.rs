@@ -25,8 +25,8 @@ use jobspec::{ControllerLossAction, DeviceSelection, HostSelection, JobSpec, Wor
 use slurm_transport::SlurmTransport;
 use std::time::Duration;
 
-/// The delay with which an agent in a Slurm step reports that a worker died of SIGKILL or SIGTERM.
-/// Slurm ends a step by signalling workers and agent in any order.
+/// How long an agent in a Slurm step waits before it reports that a worker died of SIGKILL or
+/// SIGTERM. Slurm ends a step by signalling workers and agent in any order.
 const STEP_KILL_DELAY: Duration = Duration::from_millis(300);
 
 /// The provider of the nodes of a Slurm allocation.
@@ -120,14 +120,15 @@ fn is_in_step() -> bool {
     std::env::var_os(env::SLURM_STEP_ID).is_some()
 }
 
-/// Reads the Slurm allocation from the environment variables of this process. Returns `None`
-/// outside of Slurm.
+/// Reads the Slurm allocation, if there is one, from the environment variables of this process.
+/// Returns `None` outside of Slurm.
 fn read_current_allocation() -> diagnostic::Result<Option<SlurmAllocation>> {
     read_allocation(&|name| std::env::var(name).ok())
 }
 
-/// Reads the Slurm allocation from the environment variables of this process. Asks Slurm for the
-/// numbers of GPUs if the job requested GPUs in total (`--gpus`). Fails outside of Slurm.
+/// Reads the Slurm allocation from the environment variables of this process, and fails if there is
+/// none. Asks Slurm for the numbers of GPUs if the job requested GPUs in total (`--gpus`). Fails
+/// outside of Slurm.
 fn require_allocation() -> Result<SlurmAllocation, ClusterError> {
     let mut allocation = read_current_allocation()?.ok_or_else(|| -> ClusterError {
         let message = "the job requires a Slurm allocation, but SLURM_JOB_ID is not set";
@@ -143,7 +144,7 @@ fn require_allocation() -> Result<SlurmAllocation, ClusterError> {
     Ok(allocation)
 }
 
-/// Converts a node of a Slurm allocation to a host of the job.
+/// Converts a node of a Slurm allocation to a [`HostTarget`].
 ///
 /// No node counts as the local host, not even the node on which launch runs, because the Slurm step
 /// starts the agents of all nodes.

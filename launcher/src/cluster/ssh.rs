@@ -27,7 +27,7 @@ use super::{
 use jobspec::{JobSpec, hosts::HostAddress};
 use ssh_transport::SshTransport;
 
-/// The provider of the hosts that a job names.
+/// The provider of the hosts that a job names, which are reached over SSH.
 pub(super) struct SshCluster;
 
 /// The stages of an SSH connection, each with the name of its check.

@@ -17,9 +17,9 @@ pub(crate) type AgentInput = Box<dyn AsyncWrite + Send + Unpin>;
 /// A stream of bytes from an agent to the controller.
 pub(crate) type AgentOutput = Box<dyn AsyncRead + Send + Unpin>;
 
-/// The number of file descriptors that the controller needs for the connection with an agent: the
-/// SSH connection, and both ends of the control stream and of the stream for stderr, with one in
-/// reserve.
+/// The number of file descriptors that the controller needs for each connection with an agent.
+/// These are the SSH connection, and both ends of the control stream and of the stream for stderr,
+/// with one in reserve.
 pub(crate) const DESCRIPTORS_PER_CONNECTION: u64 = 6;
 
 /// A way to start agents on the hosts of one job.
@@ -31,19 +31,18 @@ pub(crate) trait Transport {
     /// without a hello, [`RemoteConnection::failure`] returns the reason.
     fn start_agents(&mut self, hosts: &[String]) -> Vec<diagnostic::Result<AgentProcess>>;
 
-    /// Returns the time limits for the agents that [`Transport::start_agents`] requests, and how
-    /// often a lost agent is awaited again.
+    /// Returns the time limits for agents to connect, and how often a lost agent may return.
     fn arrival(&self) -> AgentArrival {
         AgentArrival::default()
     }
 
-    /// Replaces the addresses of hosts, and adds new hosts, after the list of hosts has changed.
-    /// `_hosts` holds all hosts of the new list. Hosts that are not in the list keep their
+    /// Replaces the addresses of the hosts, and adds new hosts, after the list of hosts has
+    /// changed. `_hosts` holds all hosts of the new list. Hosts that are not in the list keep their
     /// addresses. A transport that finds hosts without addresses ignores the call.
     fn update_hosts(&mut self, _hosts: &[HostAddress]) {}
 
-    /// Returns the number of file descriptors that the controller needs for agents on this number
-    /// of other hosts.
+    /// Returns the number of file descriptors that the controller needs for the agents of `hosts`
+    /// other hosts.
     fn count_descriptors(&self, hosts: usize) -> u64 {
         DESCRIPTORS_PER_CONNECTION * hosts as u64
     }
@@ -69,7 +68,7 @@ pub(crate) trait Transport {
     fn record_child_exit(&mut self, _pid: u32, _status: ExitStatus) {}
 }
 
-/// The time limits for the agents of a transport, and how often a lost agent is awaited again.
+/// The time limits for agents to connect, and how often a lost agent may return.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct AgentArrival {
     /// The time limit from the request for an agent to its hello, which is its first message.
@@ -88,7 +87,7 @@ impl Default for AgentArrival {
     }
 }
 
-/// An agent that is being started or runs, with its streams.
+/// An agent that is being started or runs, with the streams that connect it with the controller.
 pub(crate) struct AgentProcess {
     pub(crate) handle: AgentHandle,
     /// The control stream to the agent. When the stream is closed, the agent ends its workers and
@@ -116,7 +115,7 @@ pub(crate) enum StartStep {
     Copying(Duration),
 }
 
-/// The process of an agent, or the connection to it.
+/// The handle of an agent, which is its child process or the connection to it.
 pub(crate) enum AgentHandle {
     /// The pid of a child process. The controller reaps it and the orphans that it leaves.
     Child(u32),
@@ -149,20 +148,20 @@ pub(crate) trait RemoteConnection: Send + fmt::Debug {
         String::new()
     }
 
-    /// Returns the external program that carries the connection and why it was chosen, for people.
-    /// Returns `None` without such a program.
+    /// Returns a description of the external program that carries the connection, and why it was
+    /// chosen. Returns `None` without such a program.
     fn client(&self) -> Option<String> {
         None
     }
 
-    /// Returns how the connection passes through the tree of agents. Returns `None` if there is no
-    /// tree.
+    /// Returns the route of the connection through the tree of agents. Returns `None` if there is
+    /// no tree.
     fn tree_route(&self) -> Option<TreeRoute> {
         None
     }
 }
 
-/// How the connection to an agent passes through the tree of agents. Agents are identified by the
+/// The route of the connection to an agent through the tree of agents. Agents are identified by the
 /// numbers of their streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TreeRoute {

@@ -17,7 +17,7 @@ use tokio::{
     time::timeout,
 };
 
-/// The time limit for the resolution of the name of the rendezvous address.
+/// The time limit for resolving the host name of the rendezvous address.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The time limit of one TCP connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);

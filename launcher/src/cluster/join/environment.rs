@@ -10,7 +10,8 @@ use jobspec::{
 };
 use std::str::FromStr;
 
-/// The number and rank of this node and the address of node 0, as environment variables state them.
+/// The number of nodes, the rank of this node and the address of node 0, as environment variables
+/// state them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct NodeEnvironment {
     /// The names of the variables, for messages.
@@ -23,8 +24,8 @@ pub(crate) struct NodeEnvironment {
     pub(crate) rendezvous: Option<RendezvousAddress>,
 }
 
-/// What a scheduler that launch supports, such as Slurm, states about this process in environment
-/// variables.
+/// The information about this process in the environment variables of a supported scheduler, such
+/// as Slurm.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SchedulerVariables {
     /// Whether this process runs in an allocation of the scheduler.
@@ -46,8 +47,8 @@ pub(crate) struct StepVariables {
     pub(crate) tasks: u32,
 }
 
-/// The environment variables of this process, and what else is known about its machine: files, host
-/// name and scheduler.
+/// The environment variables of this process, and the files, host name and scheduler of its
+/// machine.
 pub(crate) struct ProcessEnvironment<'a> {
     /// Returns the value of an environment variable.
     pub(crate) get: &'a dyn Fn(&str) -> Option<String>,
@@ -58,8 +59,8 @@ pub(crate) struct ProcessEnvironment<'a> {
     pub(crate) scheduler: SchedulerVariables,
 }
 
-/// The number of processes that an MPI launcher started. It is the number of nodes, because one
-/// process is started on each.
+/// The number of processes of an MPI launcher, parsed from a variable in one of several notations.
+/// It is the number of nodes, because one process is started on each.
 struct ProcessCount(u32);
 
 impl FromStr for ProcessCount {
@@ -80,8 +81,8 @@ struct ProcessVariables {
 }
 
 /// The environment variables with which each supported MPI launcher, such as Open MPI's `mpirun`,
-/// describes a process: its rank, the number of processes and its local rank. All of these
-/// launchers set the number of processes.
+/// describes a process. They state its rank, the number of processes and its local rank. All of
+/// these launchers set the number of processes.
 const MPI_LAUNCHERS: &[ProcessVariables] = &[
     ProcessVariables {
         size: "OMPI_COMM_WORLD_SIZE",
@@ -99,14 +100,15 @@ const MPI_LAUNCHERS: &[ProcessVariables] = &[
         local_size: &["JSM_NAMESPACE_LOCAL_SIZE"],
     },
 ];
-/// The variables that the process managers of MPICH, Intel MPI and PALS set.
+/// The environment variables with which the process managers of MPICH, Intel MPI and PALS describe
+/// a process.
 const PMI_LAUNCHER: ProcessVariables = ProcessVariables {
     size: "PMI_SIZE",
     rank: "PMI_RANK",
     local_size: &["MPI_LOCALNRANKS", "PALS_LOCAL_SIZE"],
 };
 
-/// Finds out whether another launcher has started this process as one node of several. Returns
+/// Determines whether another launcher has started this process as one node of several. Returns
 /// `None` if no variable describes a node, or if there is one node. Fails if the variables
 /// contradict each other, or describe one worker of several.
 pub(crate) fn find_node_environment(
@@ -177,8 +179,8 @@ impl ProcessEnvironment<'_> {
         })
     }
 
-    /// Reads the variables that launch itself defines, such as `LAUNCH_NODES`. Returns `None`
-    /// without `LAUNCH_NODES`.
+    /// Reads the environment variables that launch itself defines for nodes, such as
+    /// `LAUNCH_NODES`. Returns `None` without `LAUNCH_NODES`.
     fn find_own_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
         let Some(nodes) = self.parse::<NodeCount>(env::LAUNCH_NODES)? else { return Ok(None) };
         Ok(Some(NodeEnvironment {
@@ -189,7 +191,8 @@ impl ProcessEnvironment<'_> {
         }))
     }
 
-    /// Fails if this process is a worker of another launcher, or of launch.
+    /// Fails if this process is one of several workers that another launcher, or launch, has
+    /// started.
     fn check_worker_variables(&self) -> diagnostic::Result<()> {
         let [rank, local, world] = [env::RANK, env::LOCAL_RANK, env::WORLD_SIZE].map(|name| self.value(name));
         match (rank, local, world.and_then(|world| world.trim().parse::<u32>().ok())) {
@@ -254,8 +257,8 @@ impl ProcessEnvironment<'_> {
         Ok(Some(NodeEnvironment { source, nodes: None, node_rank: Some(index), rendezvous }))
     }
 
-    /// Finds the domain of `host`, the name of this machine, in /etc/hosts: the rest of the
-    /// qualified name. Kubernetes writes the name there that a headless service gives the pod.
+    /// Finds the domain part of this machine's qualified host name in `/etc/hosts`. Kubernetes
+    /// writes the name there that a headless service gives the pod.
     fn find_domain(&self, host: &str) -> Option<String> {
         let hosts = (self.read_file)("/etc/hosts")?;
         let words =
@@ -264,8 +267,8 @@ impl ProcessEnvironment<'_> {
         qualified.map(str::to_owned)
     }
 
-    /// Reads the variables of an MPI launcher. Fails if it has started several processes on this
-    /// node.
+    /// Reads the rank and the number of processes from the variables of an MPI launcher. Fails if
+    /// it has started several processes on this node.
     fn find_mpi_variables(
         &self,
         variables: &ProcessVariables,
@@ -322,7 +325,7 @@ impl ProcessEnvironment<'_> {
         })
     }
 
-    /// Returns the address of node 0 in a batch job: the first host of the job, with the default
+    /// Returns the address of the first host of a batch job, which is node 0, with the default
     /// port.
     fn find_first_host(&self) -> Option<RendezvousAddress> {
         let batch = || self.list_batch_hosts().and_then(|(_, hosts)| hosts.into_iter().next());
@@ -330,8 +333,8 @@ impl ProcessEnvironment<'_> {
         Some(RendezvousAddress::with_default_port(&first))
     }
 
-    /// Returns the hosts of a job of LSF or PBS, without repetitions, and the variable that lists
-    /// them.
+    /// Returns the hosts of a job of LSF or PBS without repetitions, and the name of the variable
+    /// that lists them.
     fn list_batch_hosts(&self) -> Option<(&'static str, Vec<String>)> {
         let lsf = self.value("LSB_MCPU_HOSTS").map(|text| {
             // Host names and numbers of slots take turns.

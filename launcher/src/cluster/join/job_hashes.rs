@@ -1,16 +1,17 @@
-//! Compares the jobs of two nodes without sending the values of their keys.
+//! Compares the jobs of two nodes by hashes, without sending the values of their keys.
 use jobspec::{JobSpec, list_key_values};
 use protocol::control::JobKeyHash;
 use std::collections::BTreeMap;
 
-/// The keys and sections whose values may differ between nodes.
+/// The keys and sections of job.yaml whose values may differ between nodes.
 const LOCAL_KEYS: [&str; 3] = ["cluster.hosts", "cluster.join", "run.workdir"];
 
-/// What a message names, like a key, if one node runs the job and another one checks its hosts.
+/// The text that replaces a key in a message if one node runs the job and another one only checks
+/// its hosts.
 const CHECK_COMMAND: &str = "launch check";
 
-/// Returns the keys of a job, each with a hash of its value. Keys whose values may differ between
-/// nodes are left out.
+/// Returns the path of each key of a job with a hash of its value. Keys whose values may differ
+/// between nodes are left out.
 pub(super) fn hash_job(job: &JobSpec) -> Vec<JobKeyHash> {
     let is_local = |path: &str| {
         LOCAL_KEYS

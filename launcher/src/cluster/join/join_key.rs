@@ -4,18 +4,18 @@ use diagnostic::{Diagnostic, codes::host};
 use jobspec::JoinSpec;
 use std::{io::Read, os::unix::fs::MetadataExt, path::Path};
 
-/// The context string of the key derivation function for keys that come from key files.
+/// The context string of the key derivation function for keys that are read from key files.
 const KEY_PURPOSE: &str = "launch 2026 join key file";
-/// The text from which nodes without a key file derive their key, as the context string of the key
-/// derivation function. The key is not secret, because this text is public.
+/// The context string of the key derivation function for nodes without a key file, whose key
+/// protects from mistakes only. The key is not secret, because this text is public.
 const INSECURE_PURPOSE: &str = "launch 2026 join without a key";
 /// The smallest length of the secret in a key file, in bytes.
 const MIN_SECRET_BYTES: usize = 32;
 /// The largest length of a key file, in bytes.
 const MAX_FILE_BYTES: u64 = 4096;
 
-/// Returns the key with which the nodes of a job recognize each other. It is derived from the job's
-/// key file or, in a job with `insecure`, from a constant that everyone knows.
+/// Returns the key by which the nodes of a job authenticate each other. It is derived from the
+/// job's key file or, in a job with `insecure`, from a constant that everyone knows.
 pub(super) fn read_join_key(join: &JoinSpec) -> diagnostic::Result<HandshakeKey> {
     match &join.key_file {
         _ if join.insecure => Ok(HandshakeKey::derive(INSECURE_PURPOSE, &[])),

@@ -35,10 +35,9 @@ use tokio::{
     sync::mpsc,
 };
 
-/// The largest number of times that a node which is lost before an attempt begins may join again.
+/// How many times a node may join again after it was lost before an attempt begins.
 const MAX_RETURNS: u32 = 10;
-/// The number of lines of text that may wait until they are shown to the user. Further lines are
-/// dropped.
+/// The number of lines for the user that may wait until they are shown. Further lines are dropped.
 const LINE_CAPACITY: usize = 16;
 /// The size, in bytes, of the buffer between the task that writes lines for the user and the
 /// controller that shows them.
@@ -54,8 +53,8 @@ pub(super) struct JoinTransport {
 }
 
 impl JoinTransport {
-    /// Opens the port of the rendezvous. Fails if the job has no key, or if the port is not
-    /// available.
+    /// Opens the listeners at the rendezvous address, without accepting nodes yet. Fails if the job
+    /// has no key, or if the port is not available.
     pub(super) fn new(job: &JobSpec, address: &RendezvousAddress) -> Result<JoinTransport, ClusterError> {
         let join = &job.cluster.join;
         let key = read_join_key(join)?;
@@ -80,8 +79,8 @@ impl JoinTransport {
         Ok(JoinTransport { context: Arc::new(context), timeout, start: Some((listeners, received)) })
     }
 
-    /// Starts to accept nodes, unless an earlier call has started this. Returns the stream of lines
-    /// for the user in the first call, and `None` afterwards.
+    /// Starts to accept connections of nodes, unless an earlier call has done so. Returns the
+    /// stream of lines for the user in the first call, and `None` afterwards.
     fn start_accepting(&mut self) -> diagnostic::Result<Option<DuplexStream>> {
         let Some((listeners, lines)) = self.start.take() else { return Ok(None) };
         let listeners: std::io::Result<Vec<TcpListener>> =
@@ -96,8 +95,8 @@ impl JoinTransport {
         Ok(Some(far))
     }
 
-    /// Lets the node with the rank `rank` join from now on. Returns the streams of the node's
-    /// agent, which end if the node does not join in time.
+    /// Opens a slot in which the node with the rank `rank` can join. Returns the streams of the
+    /// node's agent, which end if the node does not join in time.
     fn await_node(&self, rank: u32, name: &str, stderr: AgentOutput) -> AgentProcess {
         let PendingAgent { input, output, slot } = PendingAgent::new(name);
         let expired = self.context.table().open_slot(rank, slot.clone(), Instant::now());

@@ -1,4 +1,4 @@
-//! Accepts the nodes that connect to node 0: checks each request to join, and passes the
+//! Accepts the nodes that connect to node 0, checks their requests to join, and passes the
 //! connections of accepted nodes to the controller.
 use super::{
     job_hashes::find_differences,
@@ -43,8 +43,8 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 /// 0.
 const MAX_NAMED_KEYS: usize = 5;
 
-/// The data that the tasks for all connections of nodes share: the key and the job of node 0, and
-/// the table of nodes.
+/// The data that the tasks for the connections of nodes share, which are the key and the job of
+/// node 0 and the table of nodes.
 pub(super) struct JoinContext {
     pub(super) key: HandshakeKey,
     pub(super) nodes: u32,
@@ -79,7 +79,8 @@ impl JoinContext {
         }
     }
 
-    /// Checks the request of a node. Fails if the node cannot join this run.
+    /// Checks whether the request of a node to join matches this run, such as its job and its
+    /// number of nodes. Fails if the node cannot join this run.
     fn check_request(&self, request: &JoinRequest) -> diagnostic::Result<()> {
         let rejected = |message: String| Err(Diagnostic::error(host::JOIN_REJECTED, message));
         let (nodes, node) = (self.nodes, &request.host);
@@ -158,7 +159,7 @@ fn report_missing_nodes(context: &JoinContext, report_at: &mut Instant) {
     }
 }
 
-/// Authenticates a node, and passes its connection to the controller if the node can join. Warns
+/// Authenticates a node, and passes its connection to the controller if the node may join. Warns
 /// the user about a node that cannot join.
 async fn admit_connection(
     stream: TcpStream,
@@ -197,8 +198,8 @@ async fn receive_request(
     }
 }
 
-/// The reservations that a connection has in the table of nodes. They are released when the value
-/// is dropped.
+/// Releases the claims of one connection in the table of nodes when the value is dropped. They are
+/// released when the value is dropped.
 struct Claims<'a> {
     number: ConnectionNumber,
     context: &'a JoinContext,
@@ -211,8 +212,8 @@ impl Drop for Claims<'_> {
 }
 
 impl Claims<'_> {
-    /// Waits until the node can take its place in the run, and passes the connection to the
-    /// controller. Rejects the node if it cannot get a place.
+    /// Waits until the node gets its slot in the run, and passes the connection to the controller.
+    /// Rejects the node if it cannot get a place.
     async fn wait_for_place(
         &mut self,
         mut connection: AgentConnection,
@@ -244,8 +245,8 @@ impl Claims<'_> {
         }
     }
 
-    /// Answers that the node has joined as `node_rank`, and passes its connection through `slot` to
-    /// the controller.
+    /// Informs the node that it has joined as `node_rank`, and passes its connection to the
+    /// controller through `slot`.
     async fn fill_slot(
         &mut self,
         mut connection: AgentConnection,
@@ -258,7 +259,7 @@ impl Claims<'_> {
         }
     }
 
-    /// Sends a node the answer that it cannot join, and warns the user.
+    /// Informs a node that it cannot join, and warns the user.
     async fn reject(&mut self, mut connection: AgentConnection, peer: SocketAddr, error: Diagnostic) {
         // Nodes with the key are few, so that their warnings need no limit.
         self.context.show_line(format_rejection(peer.ip(), error.message()));
@@ -276,8 +277,8 @@ async fn send_answer(connection: &mut AgentConnection, answer: &JoinAnswer) -> b
     matches!(timeout(HANDSHAKE_TIMEOUT, send).await, Ok(Ok(())))
 }
 
-/// Waits for [`RETRY_INTERVAL`]. Returns whether the node has closed the connection, or sent data
-/// before the answer.
+/// Waits for [`RETRY_INTERVAL`], and returns whether the node has closed the connection meanwhile.
+/// Returns whether the node has closed the connection, or sent data before the answer.
 async fn is_closed(connection: &mut AgentConnection) -> bool {
     let mut byte = [0];
     tokio::select! {

@@ -33,7 +33,7 @@ use tokio::time::{sleep, timeout_at};
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 /// The longest pause between two attempts to connect.
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
-/// How long a node tries to connect before it first reports why it waits.
+/// How long a node tries to connect before it first reports that it waits for node 0.
 const FIRST_REPORT_DELAY: Duration = Duration::from_secs(10);
 /// The time limit for the end of the processes that the agent left.
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);

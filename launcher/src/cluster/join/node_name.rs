@@ -1,6 +1,6 @@
-//! The names of hosts that join: `node-0`, `node-1` and so on.
+//! The names of hosts that join, such as `node-0` and `node-1`.
 
-/// Returns the name of the host with this node rank.
+/// Returns the name of the host that has joined with a node rank.
 pub(super) fn format_node_name(rank: u32) -> String {
     format!("node-{rank}")
 }

@@ -32,7 +32,7 @@ const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 /// The size of one read of the agent's stderr, in bytes.
 const STDERR_CHUNK_BYTES: usize = 4 << 10;
 
-/// How the participation of this node in a run ended.
+/// The reason why this node no longer takes part in a run.
 #[derive(Debug)]
 pub(super) enum NodeEnd {
     /// The run has ended with this exit code.
@@ -53,8 +53,8 @@ pub(super) enum NodeEnd {
 /// A message of node 0 or of the agent, the end of its stream (`Ok(None)`), or a read error.
 type Incoming<T> = ((), Result<Option<T>, FrameError>);
 
-/// A message of node 0 or of the agent (`None` at the end of the stream), and the place in the
-/// queue to which the message is passed (`None` if the queue is closed).
+/// A message to pass on (`None` at the end of the stream), and the reserved place in the queue for
+/// it (`None` if the queue is closed).
 type Received<T> = (Option<T>, Option<mpsc::OwnedPermit<T>>);
 
 /// Passes the control messages between node 0 and the agent of this node, and watches the agent's
@@ -84,7 +84,7 @@ pub(super) struct NodeRelay {
 }
 
 impl NodeRelay {
-    /// Starts the agent and the tasks that read and write the messages.
+    /// Starts the agent of this node, and the tasks that read and write control messages.
     pub(super) fn start(joined: JoinedNode) -> io::Result<NodeRelay> {
         let process = start_local_agent()?;
         let AgentHandle::Child(agent) = process.handle else {
@@ -117,7 +117,7 @@ impl NodeRelay {
         })
     }
 
-    /// Passes messages until the agent has ended.
+    /// Passes messages between node 0 and the agent until the agent has ended.
     pub(super) async fn run(mut self, signals: &mut NodeSignals) -> NodeEnd {
         while self.agent_status.is_none() || self.to_controller.is_some() {
             let kill_at = self.kill_at;
@@ -144,7 +144,7 @@ impl NodeRelay {
         self.conclude()
     }
 
-    /// Returns how the node ended.
+    /// Returns the reason why this node no longer takes part in the run, after the relay has ended.
     fn conclude(self) -> NodeEnd {
         let how = |status| format!("was {}", describe_process_end(status, false));
         match (self.end, self.signalled.filter(|_| self.is_killed), self.failure) {
@@ -160,8 +160,8 @@ impl NodeRelay {
         }
     }
 
-    /// Passes a message of node 0 to the agent, or closes the agent's control stream after the end
-    /// of the connection.
+    /// Passes a message of node 0 to the agent, or closes the agent's control stream if the
+    /// connection to node 0 has ended.
     fn pass_to_agent(&mut self, (message, place): Received<ToAgent>) {
         let Some(message) = message else {
             self.is_controller_gone = true;
@@ -174,8 +174,8 @@ impl NodeRelay {
         place.map(|place| place.send(message));
     }
 
-    /// Passes a message of the agent to node 0, or closes the connection after the end of the
-    /// agent's stream.
+    /// Passes a message of the agent to node 0, or closes the connection to node 0 if the agent's
+    /// stream has ended.
     fn pass_to_controller(&mut self, (message, place): Received<FromAgent>) {
         let Some(message) = message else {
             self.to_controller = None;
@@ -197,7 +197,8 @@ impl NodeRelay {
         });
     }
 
-    /// Requests that the run save and stop. A second signal ends the workers of this node.
+    /// Handles a signal to this node, by requesting that the run save and stop. A second signal
+    /// ends the workers of this node.
     fn handle_signal(&mut self, code: u8) {
         if self.signalled.replace(code).is_some() {
             write_message("launch: a second signal ends the workers of this node\n");
@@ -217,7 +218,7 @@ impl NodeRelay {
         self.kill_at.get_or_insert(Instant::now() + AGENT_EXIT_TIMEOUT);
     }
 
-    /// Reaps ended child processes.
+    /// Reaps ended child processes, and records how the agent ended.
     fn reap_agent(&mut self) {
         let agent = self.agent;
         reap_children(
@@ -242,8 +243,8 @@ impl NodeRelay {
     }
 }
 
-/// Waits for a place in `queue`, the queue to which a message will be passed, and then for the
-/// next message of `from`. Cancel-safe. Returns no place if the queue is closed, and no message at
+/// Reserves a place in `queue`, and then receives the next message from `from`, which is to be
+/// passed to that queue. Cancel-safe. Returns no place if the queue is closed, and no message at
 /// the end of the stream.
 async fn receive_next<T>(
     from: &mut mpsc::Receiver<Incoming<T>>,

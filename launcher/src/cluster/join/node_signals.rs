@@ -3,7 +3,7 @@ use protocol::exit;
 use std::io;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// The streams from which a node receives SIGINT, SIGTERM and SIGHUP, which end it, and SIGCHLD.
+/// The streams of the signals that end a node (SIGINT, SIGTERM and SIGHUP), and of SIGCHLD.
 pub(super) struct NodeSignals {
     interrupt: Signal,
     terminate: Signal,
@@ -22,7 +22,8 @@ impl NodeSignals {
         })
     }
 
-    /// Waits for a signal that ends the node, and returns the exit code for it. Cancel-safe.
+    /// Waits for a signal that ends the node, and returns the exit code that reports the signal.
+    /// Cancel-safe.
     pub(super) async fn receive(&mut self) -> u8 {
         tokio::select! {
             _ = self.interrupt.recv() => exit::INTERRUPTED,
@@ -31,8 +32,8 @@ impl NodeSignals {
         }
     }
 
-    /// Waits for a signal as [`NodeSignals::receive`] does, or for the end of a child process, for
-    /// which it returns `None`. Cancel-safe.
+    /// Waits for a signal that ends the node, for which it returns an exit code, or for the end of
+    /// a child process, for which it returns `None`. Cancel-safe.
     pub(super) async fn receive_any(&mut self) -> Option<u8> {
         tokio::select! {
             _ = self.interrupt.recv() => Some(exit::INTERRUPTED),

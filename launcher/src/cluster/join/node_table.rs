@@ -13,11 +13,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long after the arrival of a second node with the same rank messages of the first node do not
-/// count as a sign of life. The first node may have sent them before it died.
+/// How long after a second node has arrived with the rank of a first one late messages of the first
+/// node are ignored as signs of life. The first node may have sent them before it died.
 const SETTLE_TIME: Duration = Duration::from_millis(1500);
-/// How long a node without a rank waits for a free place if all nodes have joined. After this time
-/// the node is rejected.
+/// How long a node without a rank waits for a free place when all nodes have joined. After this
+/// time the node is rejected.
 const FULL_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The number of a connection of a node to node 0, counted from 1.
@@ -43,7 +43,7 @@ impl Candidate {
     }
 }
 
-/// The answer of the table to a node that asks to join.
+/// The decision of node 0 about a node that asks to join.
 pub(super) enum Decision {
     /// The node joins with this rank, and its connection fills this slot. The caller must call
     /// [`NodeTable::release`] afterwards.
@@ -57,7 +57,7 @@ pub(super) enum Decision {
     Full,
 }
 
-/// The entry of one node in the table: its slot, and the connections that want to fill the slot.
+/// The state of one node of the job, with its slot and the connections that want to fill the slot.
 #[derive(Default)]
 struct NodeEntry {
     /// The slot for the node's connection that the controller opened most recently; `None` before
@@ -86,7 +86,8 @@ impl NodeEntry {
     }
 }
 
-/// The nodes of a job, by rank. The entry of node 0 is not used, because node 0 does not join.
+/// The nodes of a job and the connections that want to join as them, by node rank. The entry of
+/// node 0 is not used, because node 0 does not join.
 pub(super) struct NodeTable {
     entries: Vec<NodeEntry>,
     /// The number of nodes, including node 0, with which the job can begin.
@@ -188,7 +189,7 @@ impl NodeTable {
         }
     }
 
-    /// Forgets that the connection `number` waits for a slot or has taken one. `host` is the host
+    /// Releases the slot that the connection `number` waits for or has claimed. `host` is the host
     /// name of its node if the node has joined.
     pub(super) fn release(&mut self, number: ConnectionNumber, host: Option<&str>) {
         for entry in &mut self.entries {
@@ -215,7 +216,7 @@ impl NodeTable {
         }
     }
 
-    /// Returns the ranks of the nodes that have not joined and are still awaited.
+    /// Returns the ranks of the nodes that node 0 still waits for.
     pub(super) fn list_awaited(&self) -> Vec<u32> {
         let awaited = self.entries.iter().enumerate().filter(|(_, entry)| entry.is_waiting());
         awaited.map(|(rank, _)| rank as u32).collect()

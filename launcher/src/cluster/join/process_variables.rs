@@ -5,7 +5,7 @@
 //! these variables would take all workers of a node for the same process: MPI, Accelerate and
 //! DeepSpeed read their rank from them.
 
-/// The beginnings of the names of variables that MPI and its process managers set.
+/// The prefixes of the names of variables that MPI and its process managers set.
 const PREFIXES: &[&str] = &[
     "HYDI_",
     "JSM_",

@@ -1,4 +1,4 @@
-//! Finds out whether the rendezvous address belongs to this machine, and opens the listeners of
+//! Determines whether the rendezvous address belongs to this machine, and opens the listeners of
 //! node 0.
 use super::dial::{DialError, JoinTarget, dial_once};
 use crate::{connection::handshake::HandshakeKey, discover::list_addresses};
@@ -30,10 +30,9 @@ pub(super) fn find_own_addresses(address: &RendezvousAddress) -> Vec<SocketAddr>
     found
 }
 
-/// Opens the listeners of node 0: at the addresses of the rendezvous that belong to this machine,
-/// or at every address ([`needs_every_address`]). Fails if the port is in use. The error names the
-/// job that uses the port if it has the same key. `(nodes, job)` are the number of nodes and the
-/// keys of the job.
+/// Opens the listeners of node 0, at the rendezvous addresses of this machine or at every address
+/// ([`needs_every_address`]). Fails if the port is in use. The error names the job that uses the
+/// port if it has the same key. `(nodes, job)` are the number of nodes and the keys of the job.
 pub(super) fn open_listeners(
     address: &RendezvousAddress,
     key: &HandshakeKey,
@@ -90,7 +89,8 @@ fn needs_every_address(host: &str, local: &[SocketAddr]) -> bool {
     local.is_empty() || (is_name && local.iter().all(|address| address.ip().is_loopback()))
 }
 
-/// Opens a listener at every address of this machine: of IPv6 and IPv4 or, without IPv6, of IPv4.
+/// Opens a listener at every IPv6 and IPv4 address of this machine or, without IPv6, at every IPv4
+/// address.
 fn open_at_every_address(port: u16) -> io::Result<TcpListener> {
     match TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)) {
         Err(error) if error.kind() != io::ErrorKind::AddrInUse => {
@@ -100,9 +100,9 @@ fn open_at_every_address(port: u16) -> io::Result<TcpListener> {
     }
 }
 
-/// Finds out whether another job of launch uses the rendezvous address, by asking the process that
-/// listens there to let this node join. Returns the error that names the other job, or `None` if no
-/// job of launch answers.
+/// Asks the process that listens at the rendezvous address, with a request to join, whether it is
+/// another job of launch. Returns the error that names the other job, or `None` if no job of launch
+/// answers.
 fn find_other_job(target: &JoinTarget) -> Option<Diagnostic> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().ok()?;
     let dial = runtime.block_on(async { tokio::time::timeout(PROBE_TIMEOUT, dial_once(target)).await });

@@ -38,7 +38,7 @@ pub(super) struct SlurmAllocation {
     pub(super) groups: Vec<SlurmNodeGroup>,
 }
 
-/// A group of nodes: the whole allocation, or one component of a heterogeneous job.
+/// The nodes of a whole allocation, or of one component of a heterogeneous job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SlurmNodeGroup {
     /// The number of the group in a heterogeneous job; `None` in other jobs.
@@ -71,8 +71,8 @@ impl SlurmAllocation {
         self.groups.iter().flat_map(|group| &group.nodes)
     }
 
-    /// Returns whether Slurm's environment variables do not state how many GPUs the job has on a
-    /// node, although steps must request these GPUs.
+    /// Returns whether steps must request GPUs whose number Slurm's environment variables do not
+    /// state.
     pub(super) fn lacks_gpu_counts(&self) -> bool {
         self.nodes().any(|node| node.requires_gpu_request && node.gpus.is_none())
     }
@@ -88,9 +88,10 @@ impl SlurmAllocation {
 }
 
 impl SlurmNode {
-    /// Returns the number of workers that `workers_per_host: auto` stands for. In a job that uses
-    /// GPUs, this is the number of GPUs. Otherwise it is the number of requested tasks, or 1.
-    /// `None` means that the number of GPUs is not known before an agent reports it.
+    /// Returns the default number of workers on the node, for jobs with `workers_per_host` set to
+    /// `auto`. In a job that uses GPUs, this is the number of GPUs. Otherwise it is the number of
+    /// requested tasks, or 1. `None` means that the number of GPUs is not known before an agent
+    /// reports it.
     pub(super) fn worker_count(&self, use_gpus: bool) -> Option<u32> {
         let tasks = self.tasks.unwrap_or(1).max(1);
         match self.gpus {
@@ -263,8 +264,8 @@ fn is_node_name(name: &str) -> bool {
     (1..=MAX_NAME_BYTES).contains(&name.len()) && !name.starts_with('-') && name.bytes().all(is_allowed)
 }
 
-/// Parses the values of environment variables of Slurm, one per line: node list, tasks per node,
-/// CPUs per node, number of groups.
+/// Parses untrusted values of Slurm's environment variables, for fuzzing. The lines of `text` are
+/// the node list, tasks per node, CPUs per node, and number of groups.
 pub(crate) fn parse_untrusted_variables(text: &str) -> diagnostic::Result<()> {
     let mut lines = text.lines();
     let names = ["SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE", "SLURM_HET_SIZE"];

@@ -115,7 +115,8 @@ fn resolve_absolute_path(path: &Path) -> diagnostic::Result<PathBuf> {
     })
 }
 
-/// Returns the directory in which the batch job writes its output file.
+/// Returns the directory that all runs of the job have in common, in which the batch job writes its
+/// output file.
 ///
 /// The directory is the part of `run.logs.dir` before `{run}`, which all runs of the job have in
 /// common.
@@ -128,7 +129,8 @@ fn find_common_run_dir(job: &JobSpec) -> PathBuf {
     job.run.workdir.join(common)
 }
 
-/// Returns a path as text for the batch script. Fails if the path is not UTF-8 or has line breaks.
+/// Converts a path to text for the batch script, and fails if the path cannot be written there.
+/// Fails if the path is not UTF-8 or has line breaks.
 fn path_to_script_text(path: &Path) -> diagnostic::Result<String> {
     let text = path.to_str().filter(|text| !text.contains('\n'));
     text.map(str::to_owned).ok_or_else(|| {
@@ -161,7 +163,7 @@ fn check_option_path(path: &Path) -> diagnostic::Result<()> {
 }
 
 impl BatchScript {
-    /// Returns the text of the batch script: `#SBATCH` lines and the command.
+    /// Returns the text of the batch script, with its `#SBATCH` lines and the command.
     pub(super) fn render(&self) -> String {
         let options: String =
             self.list_sbatch_options().iter().map(|option| format!("#SBATCH {option}\n")).collect();

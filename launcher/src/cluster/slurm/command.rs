@@ -1,4 +1,4 @@
-//! Runs the commands of Slurm: submits a batch script and requeues a batch job.
+//! Runs the commands of Slurm, for example to submit a batch script or requeue a batch job.
 use super::{allocation::expand_node_list, srun};
 use crate::cluster::batch_job::Preemption;
 use diagnostic::{Diagnostic, codes::slurm};
@@ -117,8 +117,8 @@ fn build_command_error(command: &str, status: ExitStatus, stderr: &[u8]) -> Diag
         .with_field("output", stderr)
 }
 
-/// Converts the result of running the Slurm command `command` to its output. Fails if the command
-/// could not be started, or if its exit status is not 0.
+/// Returns the output of the Slurm command `command`, or an error if the command has failed. Fails
+/// if the command could not be started, or if its exit status is not 0.
 pub(super) fn check_output(command: &str, output: io::Result<Output>) -> diagnostic::Result<Output> {
     let output = output.map_err(|error| build_start_error(command, &error))?;
     if output.status.success() {

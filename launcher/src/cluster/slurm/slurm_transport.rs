@@ -144,8 +144,8 @@ impl SlurmTransport {
     }
 }
 
-/// Returns whether the variable `name` of this process may be a secret that the workers get through
-/// the encrypted control connection. Such variables are those to which `run.env` refers, and those
+/// Returns whether a variable may be a secret, which workers get through the encrypted control
+/// connection and not through srun. Such variables are those to which `run.env` refers, and those
 /// with the name of a secret that `run.pass_env` selects. Variables that Slurm and the agents need,
 /// such as `PATH`, are never among them.
 fn is_sent_encrypted(run: &RunSpec, name: &str) -> bool {

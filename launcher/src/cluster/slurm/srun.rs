@@ -40,7 +40,8 @@ pub(super) struct StepExecutable {
 }
 
 impl StepExecutable {
-    /// Finds the file that this process runs. Fails if the file was replaced or removed.
+    /// Determines the executable file that this process runs, for srun to start on the nodes. Fails
+    /// if the file was replaced or removed.
     ///
     /// With `bcast`, srun copies the file to `/tmp` of each node, where the agent removes it after
     /// its start.
@@ -60,8 +61,8 @@ impl StepExecutable {
     }
 }
 
-/// Returns the path to which srun copies the executable on each node. No other user can predict the
-/// path and create a file there.
+/// Returns a random path to which srun copies the executable on each node. No other user can
+/// predict the path and create a file there.
 fn draw_copy_path(job: u64) -> diagnostic::Result<String> {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes).map_err(|error| {
@@ -165,20 +166,20 @@ pub(super) fn build_arguments(
     arguments
 }
 
-/// Returns whether a line of srun's output is a warning that does not matter for agents.
+/// Returns whether a line of srun's output is a warning that is irrelevant for agents.
 pub(super) fn is_irrelevant_warning(line: &str) -> bool {
     line.contains("cluster configuration lacks support for cpu binding")
 }
 
-/// Parses the nodes in a line such as `srun: error: h[2-3]: tasks 1-2: Exited with exit code 2`.
-/// Returns an empty list for other lines.
+/// Parses the names of the failed nodes from an error line of srun, such as `srun: error: h[2-3]:
+/// tasks 1-2: Exited with exit code 2`. Returns an empty list for other lines.
 pub(super) fn parse_failed_nodes(line: &str) -> Vec<String> {
     let nodes = line.strip_prefix("srun: error: ").and_then(|rest| rest.split_once(": task"));
     nodes.and_then(|(nodes, _)| expand_node_list(nodes)).unwrap_or_default()
 }
 
-/// Recognizes the reason of a failure in the output of a Slurm command, because Slurm reports it in
-/// no other form. Returns `None` if the reason is not known.
+/// Recognizes the reason of a failure in the text that a Slurm command prints, because Slurm
+/// reports it in no other form. Returns `None` if the reason is not known.
 pub(super) fn classify_output(output: &str) -> Option<Code> {
     let has = |part: &str| output.contains(part);
     if has("execve()") && has("No such file") {

@@ -28,12 +28,12 @@ const MAX_LINE_BYTES: u64 = 4 << 10;
 /// buffer is full, no more output of srun is read.
 const OUTPUT_BUFFER_BYTES: usize = 16 << 10;
 
-/// The largest number of warnings that may wait until they are added to srun's output. Further ones
+/// The largest number of warnings that may wait until they appear in srun's output. Further ones
 /// are dropped.
 const WARNING_CAPACITY: usize = 16;
 
-/// A running `srun`, whose tasks are agents. The value is shared by the connections to all of these
-/// agents.
+/// A running `srun` process, whose tasks are agents. The value is shared by the connections to all
+/// of these agents.
 #[derive(Debug)]
 pub(super) struct SlurmStep {
     pid: u32,
@@ -120,7 +120,7 @@ impl SlurmStep {
         self.exit_status.send_replace(Some(status));
     }
 
-    /// Returns a channel whose value becomes `Some` when srun has ended.
+    /// Returns a watch channel whose value becomes `Some` when srun has ended.
     pub(super) fn watch_exit(&self) -> watch::Receiver<Option<ExitStatus>> {
         self.exit_status.subscribe()
     }
@@ -132,7 +132,8 @@ impl SlurmStep {
         tail.iter().map(String::as_str).collect::<Vec<_>>().join(" | ")
     }
 
-    /// Adds the warning `text` to the output of srun that the controller reads. Never blocks.
+    /// Inserts the warning `text` into the output of srun, which the controller shows. Never
+    /// blocks.
     pub(super) fn print_warning(&self, text: String) {
         // If many warnings wait, the reader does not read.
         _ = self.warnings.try_send(text);
@@ -143,8 +144,8 @@ impl SlurmStep {
         self.failed_nodes.lock().unwrap_or_else(PoisonError::into_inner).contains(node)
     }
 
-    /// Adds `line`, a line of srun's output, to the last lines that are kept for error messages.
-    /// Also records the nodes on which the line reports a failed task.
+    /// Records a line of srun's output among the last lines, which error messages contain. Also
+    /// records the nodes on which the line reports a failed task.
     fn record_line(&self, line: &str) {
         let mut failed = self.failed_nodes.lock().unwrap_or_else(PoisonError::into_inner);
         failed.extend(srun::parse_failed_nodes(line));
@@ -157,8 +158,9 @@ impl SlurmStep {
     }
 }
 
-/// Reads the output of srun until it ends. Records each line in `step` and writes it to
-/// `forwarded`, except for irrelevant warnings. Writes each of `warnings` to `forwarded`, too.
+/// Forwards the output of srun and the warnings to the controller until srun's output ends. Records
+/// each line in `step` and writes it to `forwarded`, except for irrelevant warnings. Writes each of
+/// `warnings` to `forwarded`, too.
 async fn forward_output(
     output: impl AsyncRead + Unpin,
     mut forwarded: DuplexStream,

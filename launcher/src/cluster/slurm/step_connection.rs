@@ -21,9 +21,9 @@ use tokio::{
     time::{Sleep, sleep},
 };
 
-/// How long the end of an agent's stream is withheld from the controller while srun is running. If
-/// srun ends within this time, its exit status is known when the controller asks why the stream has
-/// ended.
+/// How long the end of an agent's stream is withheld from the controller while srun is still
+/// running. If srun ends within this time, its exit status is known when the controller asks why
+/// the stream has ended.
 const STEP_EXIT_TIMEOUT: Duration = Duration::from_millis(250);
 
 /// The connection to an agent in a Slurm step, before and after the agent has connected.
@@ -86,8 +86,8 @@ pub(super) struct StepAgentOutput {
     pub(super) end: Option<DelayedStreamEnd>,
 }
 
-/// The end of an agent's stream, which is held back until srun has ended or the deadline has
-/// passed.
+/// The postponed end of an agent's stream, which is delivered when srun has ended or the deadline
+/// has passed.
 pub(super) struct DelayedStreamEnd {
     result: io::Result<()>,
     deadline: Pin<Box<Sleep>>,

@@ -3,8 +3,8 @@
 use super::allocation::expand_node_list;
 use crate::cluster::join::{SchedulerVariables, StepVariables};
 
-/// Reads from Slurm's environment variables in which allocation and step this process runs. `get`
-/// returns the value of a variable. Malformed variables are ignored here, because
+/// Determines from Slurm's environment variables in which allocation and step this process runs.
+/// `get` returns the value of a variable. Malformed variables are ignored here, because
 /// [`read_allocation`](super::allocation::read_allocation) reports them.
 pub(in crate::cluster) fn read_scheduler_variables(
     get: &dyn Fn(&str) -> Option<String>,

@@ -21,10 +21,10 @@ const TASK_VARIABLES: &[&str] = &[
     "SLURM_TASKS_PER_NODE",
     "SLURM_TASK_PID",
 ];
-/// The beginnings of the names of variables that connect a task with a process manager of MPI.
+/// The prefixes of the names of variables that connect a task with a process manager of MPI.
 const PROCESS_MANAGER_PREFIXES: &[&str] = &["PMI_", "PMI2_", "PMIX_", "SLURM_PMI"];
 
-/// Returns whether the variable `name` describes one task of a step, or connects the task with a
+/// Returns whether the variable `name` describes one task of a Slurm step, or connects it with a
 /// process manager of MPI.
 pub(super) fn is_task_variable(name: &str) -> bool {
     TASK_VARIABLES.contains(&name) || PROCESS_MANAGER_PREFIXES.iter().any(|prefix| name.starts_with(prefix))

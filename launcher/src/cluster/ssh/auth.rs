@@ -10,13 +10,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The largest number of keys that are offered to one server. Further keys are skipped, because
+/// The largest number of keys that are offered to one SSH server. Further keys are skipped, because
 /// OpenSSH's server disconnects after six rejected keys.
 const MAX_OFFERED_KEYS: usize = 5;
 /// The largest number of bytes that are read from a key file. The rest of a longer file is ignored.
 const MAX_KEY_BYTES: u64 = 64 << 10;
 
-/// Logs in to an SSH server as the user of `target`: first with keys of the SSH agent, then with
+/// Logs in to an SSH server as the user of `target`, first with keys of the SSH agent and then with
 /// key files. Blocks. Fails if no key is accepted. The error lists the result of each key.
 pub(super) fn log_in(target: &SshTarget, session: &Session) -> diagnostic::Result<()> {
     let mut attempts = LoginAttempts::default();
@@ -68,7 +68,7 @@ pub(super) fn log_in(target: &SshTarget, session: &Session) -> diagnostic::Resul
     Err(attempts.into_diagnostic(target, session))
 }
 
-/// The keys that were tried or skipped, with the results.
+/// The keys that a login has tried or skipped, with the result of each.
 #[derive(Default)]
 struct LoginAttempts {
     /// The number of keys that were offered to the server.
@@ -189,8 +189,7 @@ fn read_key_file(file: &Path) -> io::Result<String> {
     Ok(text)
 }
 
-/// The result of inspecting a key file: whether it holds a private key that can be used without a
-/// prompt.
+/// Whether a key file holds a private key that can be used without a prompt or, if not, why.
 #[derive(Debug)]
 enum KeyFileState {
     Missing,
@@ -202,7 +201,7 @@ enum KeyFileState {
     Usable,
 }
 
-/// Finds out whether a file holds a private key that can be used without a prompt.
+/// Determines whether a file holds a private key that can be used without a prompt.
 fn inspect_key_file(file: &Path) -> KeyFileState {
     let text = match read_key_file(file) {
         Ok(text) => text,
@@ -227,9 +226,9 @@ fn inspect_key_file(file: &Path) -> KeyFileState {
     }
 }
 
-/// Parses the name of the cipher in a private key in OpenSSH's format: magic bytes, then a
-/// length-prefixed string. The cipher `none` means that the key has no passphrase. Returns `None`
-/// if the key is malformed.
+/// Parses the name of the cipher that encrypts a private key in OpenSSH's format, which follows the
+/// magic bytes as a length-prefixed string. The cipher `none` means that the key has no passphrase.
+/// Returns `None` if the key is malformed.
 fn parse_openssh_cipher(base64: &str) -> Option<Vec<u8>> {
     let bytes = known_hosts::decode_base64(base64)?;
     let rest = bytes.strip_prefix(b"openssh-key-v1\0")?;

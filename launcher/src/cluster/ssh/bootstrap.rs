@@ -1,5 +1,5 @@
-//! Starts an agent on a host over SSH: runs a copy of this executable, which is copied to the host
-//! first if necessary.
+//! Starts an agent on a host over SSH. The agent runs a copy of this executable, which is copied to
+//! the host first if necessary.
 //!
 //! Every command is `exec /bin/sh -c '…'` without quotes, `!` or backslashes inside, which any
 //! login shell (sh, bash, zsh, ksh, csh, fish) passes on unchanged. The command prints its answer
@@ -36,22 +36,22 @@ use std::{
     time::Duration,
 };
 
-/// The time limit for an answer of a shell or of the executable, in milliseconds.
+/// The time limit for an answer of the host's shell or executable, in milliseconds.
 const ANSWER_TIMEOUT_MS: u32 = 30_000;
-/// The time for which a host may take no bytes of the executable.
+/// How long the copying of the executable to a host may make no progress.
 const SEND_TIMEOUT: Duration = Duration::from_secs(60);
-/// The lowest rate at which the executable may be copied to a host, in bytes per second. The time
-/// limit of a copy grows with the size of the executable.
+/// The lowest rate in bytes per second from which the time limit for copying the executable is
+/// computed. The time limit of a copy grows with the size of the executable.
 const MIN_COPY_RATE: u64 = 128 << 10;
 /// The time limit for the answer of a host that gets the executable from another host, in
 /// milliseconds.
 const FETCH_ANSWER_TIMEOUT_MS: u32 = MAX_FETCH_ADDRESSES as u32 * FETCH_TIMEOUT_S * 1000 + ANSWER_TIMEOUT_MS;
 /// The time limit for an agent to connect to its neighbour in the tree, in milliseconds.
 const JOIN_TIMEOUT_MS: u32 = 30_000;
-/// The number of bytes that a login shell may print before the answer. The start of the agent fails
-/// if the shell prints more.
+/// The largest number of bytes that a login shell may print before the answer of a script. The
+/// start of the agent fails if the shell prints more.
 const MAX_SHELL_OUTPUT_BYTES: usize = 256 << 10;
-/// The number of bytes of the executable that one write to the channel contains.
+/// The number of bytes of the executable that are written to the SSH channel at once.
 const CHUNK_BYTES: usize = 256 << 10;
 
 /// The executable of this process, which is copied to hosts that do not have it.
@@ -66,8 +66,8 @@ pub(super) struct Executable {
 }
 
 impl Executable {
-    /// Opens and hashes the executable of this process on the first call. Later calls return the
-    /// result of the first call.
+    /// Returns the executable of this process, which is opened and hashed at the first call. Later
+    /// calls return the result of the first call.
     pub(super) fn open_current() -> diagnostic::Result<&'static Executable> {
         static CURRENT: OnceLock<diagnostic::Result<Executable>> = OnceLock::new();
         let open = || Self::open_and_hash().map_err(|error| build_unreadable_error(&error));
@@ -107,7 +107,7 @@ pub(super) struct RemoteAgent {
     pub(super) leftover: Vec<u8>,
 }
 
-/// The start of an agent over one SSH session.
+/// The inputs for starting an agent over one SSH session.
 pub(super) struct AgentStart<'a> {
     pub(super) target: &'a SshTarget,
     pub(super) session: &'a SshSession,
@@ -187,13 +187,13 @@ fn build_join_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
     build_ssh_error(target, host::TREE_PARENT_UNREACHABLE, message).with_cause(error).with_remedy()
 }
 
-/// Returns the time limit for copying an executable of this size and starting it: the limit for a
-/// start without a copy, and the time of a copy at [`MIN_COPY_RATE`].
+/// Returns the time limit for copying an executable of this size to a host and starting it. The
+/// copy counts at [`MIN_COPY_RATE`], in addition to the limit for a start without a copy.
 fn compute_copy_limit(size: u64) -> Duration {
     HELLO_TIMEOUT + Duration::from_secs(size.div_ceil(MIN_COPY_RATE))
 }
 
-/// Generates the marker of a connection: 128 random bits as text.
+/// Generates the random text (128 bits) that marks the answers of scripts in the output of a host.
 fn generate_marker() -> io::Result<String> {
     let mut bytes = [0u8; 16];
     getrandom::fill(&mut bytes)?;
@@ -208,7 +208,7 @@ enum AgentStartResult {
     Missing,
 }
 
-/// The state of starting an agent over one SSH session.
+/// The state of starting one agent over an SSH session.
 struct AgentBootstrap<'a> {
     target: &'a SshTarget,
     session: &'a SshSession,
@@ -244,8 +244,8 @@ impl AgentBootstrap<'_> {
         Ok(ChannelReader { channel, unread: Vec::new() })
     }
 
-    /// Starts the executable as an agent if the host has the executable. Fails if the host has
-    /// another architecture.
+    /// Runs the executable on the host as an agent, if the host has a copy of the executable. Fails
+    /// if the host has another architecture.
     fn run_executable(&mut self) -> diagnostic::Result<AgentStartResult> {
         let mut reader =
             self.exec_script(&build_run_script(&self.marker, &self.executable.hash, self.in_tree))?;
@@ -271,9 +271,9 @@ impl AgentBootstrap<'_> {
         }
     }
 
-    /// Reads the output of a script up to the next line with the marker, and returns the rest of
-    /// that line. Records the text before the marker as output of the login shell, in place of
-    /// earlier output. Fails if that text is longer than [`MAX_SHELL_OUTPUT_BYTES`].
+    /// Reads the output of a script up to its next answer, and returns the answer without the
+    /// marker. Records the text before the marker as output of the login shell, in place of earlier
+    /// output. Fails if that text is longer than [`MAX_SHELL_OUTPUT_BYTES`].
     fn read_answer(&self, reader: &mut ChannelReader) -> diagnostic::Result<String> {
         let mut shell_output = Vec::new();
         loop {
@@ -348,7 +348,8 @@ impl AgentBootstrap<'_> {
         .with_field("output", join_last_lines(&output))
     }
 
-    /// Copies the executable to the host, from a host of the tree that has it or from this machine.
+    /// Copies the executable to the host, either from another host that has it or from this
+    /// machine.
     fn copy_from_source(&mut self, tree: Option<&TreeHub>) -> diagnostic::Result<()> {
         let step = StartStep::Copying(compute_copy_limit(self.executable.size));
         let Some(tree) = tree else {
@@ -374,8 +375,8 @@ impl AgentBootstrap<'_> {
         result
     }
 
-    /// Lets the host get the executable from another host, which accepts requests at these
-    /// addresses. The host checks the copy and then moves it to its path in the cache directory.
+    /// Makes the host fetch the executable from another host, which serves it at `addresses`. The
+    /// host checks the copy and then moves it to its path in the cache directory.
     fn fetch_executable(&mut self, addresses: &[SocketAddr], token: &str) -> diagnostic::Result<()> {
         let sha256 = self.executable.read_sha256().map_err(|error| build_unreadable_error(&error))?;
         let Executable { hash, size, .. } = self.executable;
@@ -467,8 +468,8 @@ enum ExecutableSendError {
     Local(io::Error),
 }
 
-/// Formats the last three nonempty lines of a command's output as `; its output: "…"`, for the end
-/// of an error message. Returns an empty text if the output is empty.
+/// Formats the last three nonempty lines of a command's output for the end of an error message. The
+/// text is `; its output: "…"`, or empty if the output is empty.
 fn quote_tail(output: &[u8]) -> String {
     let tail = join_last_lines(output);
     if tail.is_empty() { tail } else { format!("; its output: \"{tail}\"") }

@@ -8,9 +8,9 @@
 //! otherwise take the rest of the executable for scripts.
 use std::net::SocketAddr;
 
-/// The time limit for getting the executable from one address of another host, in seconds.
+/// The time limit for fetching the executable from one address of another host, in seconds.
 pub(super) const FETCH_TIMEOUT_S: u32 = 60;
-/// The number of addresses of another host from which a host tries to get the executable.
+/// The largest number of addresses of another host from which a host tries to fetch the executable.
 pub(super) const MAX_FETCH_ADDRESSES: usize = 2;
 
 /// Wraps a script in a command that any login shell passes to /bin/sh unchanged.
@@ -18,7 +18,7 @@ pub(super) fn build_command(script: &str) -> String {
     format!("exec /bin/sh -c '{script}'")
 }
 
-/// The shell command that sets `d` to the directory of cached executables.
+/// The shell code that sets the variable `d` to the directory of cached executables.
 const SET_CACHE_DIR: &str = "d=${XDG_CACHE_HOME:-$HOME/.cache}/launch/bin";
 
 /// Builds the script that starts the executable, which then prints `MARKER agent`. If the host
@@ -35,9 +35,9 @@ pub(super) fn build_run_script(marker: &str, hash: &str, in_tree: bool) -> Strin
     )
 }
 
-/// Builds the script that gets the executable, with this hash, SHA-256 hash and size, from another
-/// host, and prints `MARKER done` or `MARKER fail STEP CODE`. The shell cannot encrypt the
-/// connection, so it verifies the SHA-256 hash before it runs the copy.
+/// Builds the script that fetches the executable from another host, verifies its size and hashes,
+/// and prints `MARKER done` or `MARKER fail STEP CODE`. The shell cannot encrypt the connection, so
+/// it verifies the SHA-256 hash before it runs the copy.
 pub(super) fn build_fetch_script(
     marker: &str,
     (hash, sha256, size): (&str, &str, u64),

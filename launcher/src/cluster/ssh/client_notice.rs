@@ -13,8 +13,8 @@ use tokio::{
     sync::oneshot,
 };
 
-/// Returns the client that connects to `target` and why it was chosen, or `None` for the built-in
-/// client.
+/// Returns the name of the SSH client that connects to `target` and why it was chosen, or `None`
+/// for the built-in client.
 pub(super) fn describe_client(target: &SshTarget) -> Option<String> {
     Some(match &target.client.as_ref()?.requirement {
         Some(requirement) => format!("ssh, because of `{}`", requirement.option),
@@ -22,7 +22,8 @@ pub(super) fn describe_client(target: &SshTarget) -> Option<String> {
     })
 }
 
-/// The notice of one transport. Only the first host that needs OpenSSH's client shows it.
+/// A notice to the user that OpenSSH's client is used, which is shown once per transport. Only the
+/// first host that needs OpenSSH's client shows it.
 #[derive(Debug, Default)]
 pub(super) struct ClientNotice {
     is_shown: AtomicBool,
@@ -45,7 +46,8 @@ impl ClientNotice {
     }
 }
 
-/// The standard error of an agent that is being started, after a notice about its connection.
+/// A stream that contains a notice about the connection of an agent, followed by the standard error
+/// of the agent.
 pub(super) struct NoticeStream {
     /// Delivers the notice. Without a notice, the sender is dropped.
     notice: Option<oneshot::Receiver<String>>,

@@ -13,7 +13,7 @@ use std::{
 /// The deepest permitted nesting of `Include` lines in SSH configuration files. A deeper `Include`
 /// is an error.
 const MAX_INCLUDE_DEPTH: u32 = 8;
-/// The size of the largest configuration file, in bytes. A larger file is an error.
+/// The largest size of an SSH configuration file that is read, in bytes. A larger file is an error.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 /// The largest number of lines of the configuration, including those of included files. More lines
 /// are an error.
@@ -100,8 +100,8 @@ impl ConfigSyntaxError {
 }
 
 impl SshConfigLines {
-    /// Reads SSH configuration files, one after the other. A file that does not exist is an error
-    /// only if `required` is set. `home` is the user's home directory.
+    /// Reads and parses SSH configuration files, one after the other. A file that does not exist is
+    /// an error only if `required` is set. `home` is the user's home directory.
     pub(super) fn read_files(
         files: &[PathBuf],
         required: bool,

@@ -1,5 +1,5 @@
-//! Opens an SSH session: TCP connection (possibly through jump hosts), key exchange, check of the
-//! host key, and login.
+//! Opens an SSH session, which takes a TCP connection (possibly through jump hosts), the key
+//! exchange, the check of the host key, and the login.
 use super::{
     auth,
     connection_progress::ConnectionProgress,
@@ -39,14 +39,15 @@ const HOST_KEY_ALGORITHMS: &str = "ssh-ed25519,ecdsa-sha2-nistp256,ecdsa-sha2-ni
 /// How long sent data may stay unacknowledged before the kernel closes the connection, in
 /// milliseconds.
 const TCP_USER_TIMEOUT_MS: u32 = 30_000;
-/// The largest number of attempts to connect directly to an SSH server that closes the connection
-/// before it sends its banner. A server with too many connections does so. The failure of the last
-/// attempt is an error.
+/// The largest number of attempts to connect to an SSH server that closes the connection before it
+/// sends its banner. A server with too many connections does so. The failure of the last attempt is
+/// an error.
 const MAX_CONNECT_ATTEMPTS: u32 = 6;
 /// The pause before the second attempt to connect. The pause doubles with each further attempt.
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(200);
 
-/// The socket through which the bytes of an SSH connection to a host's server pass.
+/// The socket that carries an SSH connection, which is a TCP connection or a tunnel through a jump
+/// host.
 enum SshSocket {
     Tcp(TcpStream),
     /// The local end of a tunnel through a jump host.
@@ -75,9 +76,9 @@ pub(super) fn open_session(target: &SshTarget, progress: &ConnectionProgress) ->
     connect_hop(target, target, previous, progress)
 }
 
-/// Connects to `hop`, which is `target` or a jump host on the way to it, checks the host key and
-/// logs in. Connects through the session with the previous hop, or directly if `previous` is
-/// `None`. Retries a direct connection that the server closes before its banner.
+/// Connects and logs in to `hop`, which is `target` or one of its jump hosts, and checks the host
+/// key. Connects through the session with the previous hop, or directly if `previous` is `None`.
+/// Retries a direct connection that the server closes before its banner.
 fn connect_hop(
     target: &SshTarget,
     hop: &SshTarget,
@@ -149,8 +150,7 @@ fn build_name_error(target: &SshTarget, reason: &str) -> Diagnostic {
         .with_help(format!("check the name with `getent hosts {hostname}`, or use an address"))
 }
 
-/// Formats an operating system error without the prefix and suffix that Rust's standard library
-/// adds to the system's text.
+/// Formats an operating system error without the text that Rust's standard library adds.
 fn format_system_error(error: &io::Error) -> String {
     let text = error.to_string();
     let text = text.rsplit_once(" (os error").map_or(text.as_str(), |(text, _)| text);

@@ -14,8 +14,8 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// The stage, socket and result of a connection. The connection's thread writes them, and the
-/// controller or `launch check` reads them.
+/// The progress of an SSH connection, with its stage, its socket and its result. The connection's
+/// thread writes them, and the controller or `launch check` reads them.
 #[derive(Default)]
 pub(crate) struct ConnectionProgress {
     state: Mutex<ProgressState>,
@@ -24,11 +24,11 @@ pub(crate) struct ConnectionProgress {
     start_steps: Option<mpsc::Sender<StartStep>>,
 }
 
-/// The number of steps of a start that fit into the channel to the controller. A start has at most
-/// eight steps.
+/// The capacity of the channel that delivers the steps of an agent's start to the controller. A
+/// start has at most eight steps.
 const START_STEP_CAPACITY: usize = 8;
 
-/// The state of a [`ConnectionProgress`] that a mutex protects.
+/// The part of a [`ConnectionProgress`] that a mutex protects.
 #[derive(Default)]
 struct ProgressState {
     stage: ConnectionStage,
@@ -50,7 +50,7 @@ impl ConnectionProgress {
         (ConnectionProgress { start_steps: Some(sender), ..ConnectionProgress::default() }, receiver)
     }
 
-    /// Reports a step of the start. Never blocks.
+    /// Reports a step of the agent's start to the controller. Never blocks.
     pub(super) fn report_start_step(&self, step: StartStep) {
         if let Some(steps) = &self.start_steps {
             // An error means that the controller no longer waits for the agent.
@@ -63,12 +63,12 @@ impl ConnectionProgress {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Records the stage that the connection's thread has begun.
+    /// Records that the connection has reached the stage `stage`.
     pub(super) fn set_stage(&self, stage: ConnectionStage) {
         self.lock_state().stage = stage;
     }
 
-    /// Records the client that carries the connection, which is not the built-in client.
+    /// Records the external client that carries the connection in place of the built-in one.
     pub(super) fn set_client(&self, client: Option<String>) {
         self.lock_state().client = client;
     }

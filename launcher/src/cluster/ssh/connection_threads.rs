@@ -8,16 +8,16 @@ use std::{
     thread,
 };
 
-/// A task that blocks a thread.
+/// A blocking task that [`ConnectionThreads`] execute.
 pub(super) trait ThreadTask: Send + 'static {
-    /// Prepares the task when its turn comes, in the order of the tasks. Must not block.
+    /// Prepares the task immediately before it is executed, without blocking. Must not block.
     fn prepare(&mut self);
 
     /// Executes the task.
     fn run(self);
 }
 
-/// Threads that execute tasks in the order in which the tasks were started.
+/// A pool of threads that execute blocking tasks in the order of their submission.
 #[derive(Debug)]
 pub(super) struct ConnectionThreads<T> {
     /// The largest number of threads, without those in [`ConnectionThreads::run_long`].
@@ -36,7 +36,7 @@ struct ThreadsState<T> {
 }
 
 impl<T: ThreadTask> ConnectionThreads<T> {
-    /// Creates an empty set of at most `limit` threads.
+    /// Creates a pool of at most `limit` threads, without tasks.
     pub(super) fn new(limit: usize) -> Self {
         let state = ThreadsState { waiting: VecDeque::new(), threads: 0, long: 0 };
         ConnectionThreads { limit, state: Mutex::new(state) }
@@ -47,8 +47,8 @@ impl<T: ThreadTask> ConnectionThreads<T> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Executes a task on a thread as soon as one is free. Fails if there is no thread, and none
-    /// can be started.
+    /// Submits a task, which is executed as soon as a thread is free. Fails if there is no thread,
+    /// and none can be started.
     pub(super) fn start(self: &Arc<Self>, task: T) -> io::Result<()> {
         let mut state = self.lock();
         state.waiting.push_back(task);
@@ -63,8 +63,8 @@ impl<T: ThreadTask> ConnectionThreads<T> {
         Ok(())
     }
 
-    /// Executes a part of a task that may take as long as the job. Another thread takes over the
-    /// next tasks meanwhile.
+    /// Executes the part of a task that may take as long as the job, which does not count for the
+    /// limit of threads. Another thread takes over the next tasks meanwhile.
     pub(super) fn run_long<R>(self: &Arc<Self>, run: impl FnOnce() -> R) -> R {
         let mut state = self.lock();
         state.long += 1;
@@ -78,7 +78,7 @@ impl<T: ThreadTask> ConnectionThreads<T> {
         result
     }
 
-    /// Starts a thread.
+    /// Starts another thread of the pool.
     fn spawn(self: &Arc<Self>, state: &mut ThreadsState<T>) -> io::Result<()> {
         let threads = self.clone();
         let run = move || {
@@ -92,7 +92,8 @@ impl<T: ThreadTask> ConnectionThreads<T> {
         Ok(())
     }
 
-    /// Takes the next task, and prepares it. Returns `None` if the thread is to end.
+    /// Removes the next task from the queue, and prepares it. Returns `None` if the thread is to
+    /// end.
     fn take(&self) -> Option<T> {
         let mut state = self.lock();
         let is_surplus = state.threads - state.long > self.limit;

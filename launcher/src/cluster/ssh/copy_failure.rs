@@ -1,10 +1,10 @@
 //! [`classify_copy_failure`]: determines why the executable could not be copied to a host.
 use diagnostic::{Code, codes::host};
 
-/// Advice that is added to the help of errors about the cache directory.
+/// The advice in the help of errors about the cache directory to use another directory.
 const OTHER_CACHE_HELP: &str = "or set XDG_CACHE_HOME on the host to another directory";
 
-/// The reason why the executable could not be copied, as code, message and help of an error.
+/// The reason why the executable could not be copied, with the code, message and help of the error.
 #[derive(Debug)]
 pub(super) struct ExecutableCopyFailure {
     pub(super) code: Code,
@@ -56,8 +56,8 @@ pub(super) fn classify_copy_failure(answer: &str, stderr: &str) -> ExecutableCop
     }
 }
 
-/// Recognizes a full disk or an exceeded quota, which can make any step fail, in the messages
-/// `stderr`. `stderr` is in lower case. Returns `None` for other reasons.
+/// Recognizes from the messages in `stderr` that a full disk or an exceeded quota has made a step
+/// of copying fail. `stderr` is in lower case. Returns `None` for other reasons.
 fn classify_full_disk(stderr: &str) -> Option<ExecutableCopyFailure> {
     let has = |part: &str| stderr.contains(part);
     let (code, message) = if has("no space left") {

@@ -9,20 +9,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long the attempts to connect to earlier addresses remain unanswered before the next address
-/// is tried in parallel (RFC 8305, section 5).
+/// How long a connection attempt may remain unanswered before the next address is tried in parallel
+/// (RFC 8305, section 5).
 const ATTEMPT_DELAY: Duration = Duration::from_millis(250);
 
-/// The stack size of the thread of an attempt, in bytes.
+/// The stack size of the thread that tries one address, in bytes.
 const STACK_BYTES: usize = 64 << 10;
 
-/// The result of trying to connect to an address.
+/// An address and the result of trying to connect to it.
 type Attempt = (SocketAddr, io::Result<TcpStream>);
 
-/// Opens a TCP connection to the first of these addresses that accepts one. Tries the next address
-/// as soon as one has failed, or after [`ATTEMPT_DELAY`], while the earlier ones are still tried.
-/// Returns the last error and its address if no address accepts a connection before `deadline`, and
-/// `None` without addresses.
+/// Tries several addresses in parallel, and opens a TCP connection to the first one that accepts
+/// it. Tries the next address as soon as one has failed, or after [`ATTEMPT_DELAY`], while the
+/// earlier ones are still tried. Returns the last error and its address if no address accepts a
+/// connection before `deadline`, and `None` without addresses.
 pub(super) fn connect_to_any(
     addresses: Vec<SocketAddr>,
     deadline: Instant,

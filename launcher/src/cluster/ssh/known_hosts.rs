@@ -57,7 +57,7 @@ pub(super) struct KnownHosts {
     entries: Vec<KnownHostsEntry>,
 }
 
-/// A line of a known_hosts file: a key, and the hosts that may present it.
+/// A line of a known_hosts file, with a key and the hosts that may present the key.
 #[derive(Debug)]
 struct KnownHostsEntry {
     names: EntryHosts,
@@ -86,7 +86,7 @@ enum EntryMarker {
     CertAuthority,
 }
 
-/// The result of looking up the key that a host presents in known_hosts.
+/// The result of comparing the key that a host presents with known_hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum HostKeyStatus {
     /// known_hosts has the key for this host.
@@ -122,7 +122,7 @@ impl KnownHosts {
         Ok(known_hosts)
     }
 
-    /// Returns the known_hosts lines that apply to the host with the name `name` in known_hosts.
+    /// Returns the known_hosts lines that apply to the host `name`.
     fn find_entries<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a KnownHostsEntry> {
         self.entries.iter().filter(move |entry| entry.names.matches_name(name))
     }
@@ -146,8 +146,8 @@ impl KnownHosts {
         authorities.any(|entry| entry.names.matches_name(name))
     }
 
-    /// Looks up in known_hosts whether the host `name` may present the key `key`. `name` is the
-    /// host's name in known_hosts, and `key` the base64 of the key's wire format.
+    /// Returns whether known_hosts permits that the host `name` presents the key `key`. `name` is
+    /// the host's name in known_hosts, and `key` the base64 of the key's wire format.
     pub(super) fn check_key(&self, name: &str, key_type: &str, key: &str) -> HostKeyStatus {
         if self.find_entries(name).any(|e| e.marker == EntryMarker::Revoked && e.key == key) {
             return HostKeyStatus::Revoked;
@@ -214,8 +214,8 @@ fn parse_entry(line: &str) -> Option<KnownHostsEntry> {
     Some(KnownHostsEntry { names, marker, key_type, key })
 }
 
-/// Formats the name of a host in known_hosts, in lower case: `HOST` for port 22, and `[HOST]:PORT`
-/// for any other port.
+/// Formats a host and port as the name under which known_hosts lists the host, in lower case. The
+/// name is `HOST` for port 22, and `[HOST]:PORT` for any other port.
 pub(super) fn format_known_hosts_name(host: &str, port: u16) -> String {
     let host = host.to_lowercase();
     if port == 22 { host } else { format!("[{host}]:{port}") }
@@ -239,8 +239,8 @@ pub(super) fn append_key(file: &Path, name: &str, key_type: &str, key: &str) -> 
     if file.metadata()?.is_file() { file.sync_all() } else { Ok(()) }
 }
 
-/// Formats the fingerprint of a key as OpenSSH prints it: `SHA256:…`. `sha256` is the hash of the
-/// key.
+/// Formats the SHA-256 fingerprint of a key as OpenSSH prints it, such as `SHA256:…`. `sha256` is
+/// the hash of the key.
 pub(super) fn format_fingerprint(sha256: &[u8]) -> String {
     format!("SHA256:{}", encode_base64(sha256).trim_end_matches('='))
 }

@@ -65,8 +65,7 @@ pub(super) fn relay_channel(
     Ok(relay.wait_for_exit_status())
 }
 
-/// The buffer of one relayed stream: bytes that were read from one side and must be written to the
-/// other side.
+/// A buffer of bytes that were read from one side of a relay and must be written to the other side.
 #[derive(Default)]
 pub(super) struct RelayBuffer {
     bytes: Vec<u8>,
@@ -75,7 +74,7 @@ pub(super) struct RelayBuffer {
 }
 
 impl RelayBuffer {
-    /// Creates a buffer with bytes that were not written to the other side.
+    /// Creates a buffer that contains bytes to be written.
     pub(super) fn with_bytes(bytes: Vec<u8>) -> RelayBuffer {
         RelayBuffer { bytes, written: 0 }
     }
@@ -109,7 +108,7 @@ impl RelayBuffer {
     }
 }
 
-/// The state of the remote process's input: whether its end was reached and sent to the host.
+/// Whether the input of the remote process has ended, and whether the host was informed of its end.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum RelayInputState {
     Open,
@@ -203,7 +202,7 @@ impl ChannelRelay<'_> {
         Ok(progressed)
     }
 
-    /// Performs `op` on the SSH session without blocking, unless there is nothing to do for `op`.
+    /// Performs the operation `op` on the SSH session without blocking, if `op` has anything to do.
     /// Returns whether the operation progressed.
     fn run_session_op(&mut self, op: SshSessionOp) -> io::Result<bool> {
         let result = match op {

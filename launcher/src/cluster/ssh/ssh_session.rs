@@ -21,11 +21,11 @@ use std::{
 
 /// The number of bytes that are read from the stderr of a remote command. Later bytes are ignored.
 const MAX_STDERR_BYTES: u64 = 8 << 10;
-/// The interval at which a write that the host does not take checks whether the host has answered,
-/// in milliseconds.
+/// The interval, in milliseconds, at which a blocked write checks whether the host has already
+/// answered.
 const WRITE_INTERVAL_MS: u32 = 200;
 
-/// A connection to a host on which a user is logged in.
+/// A connection to a host, through the built-in client or OpenSSH's client, after the login.
 pub(super) enum SshSession {
     Builtin(Session),
     OpenSsh(Box<OpenSshSession>),
@@ -53,8 +53,8 @@ impl SshSession {
         }
     }
 
-    /// Writes bytes to the input of a script that answers only after all of its input, or because
-    /// it has failed. Blocks. Fails if the host takes no bytes for `limit`, and soon after an
+    /// Writes bytes to the input of a script, and stops when the script answers, because it then
+    /// reads no more input. Blocks. Fails if the host takes no bytes for `limit`, and soon after an
     /// answer of the script if the host takes no bytes. (sshd closes the channel of a script that
     /// has ended, but a blocking write of libssh2 does not notice that.)
     pub(super) fn write_input(
@@ -140,8 +140,8 @@ impl SshSession {
     }
 }
 
-/// Waits with `try_write`, which fails with the kind `TimedOut` after a short time, until the host
-/// takes bytes. Returns the number of bytes. Fails after `limit`, and as soon as `has_answered`
+/// Calls `try_write`, which times out after a short time, until the host takes bytes or has
+/// answered. Returns the number of bytes. Fails after `limit`, and as soon as `has_answered`
 /// returns `true`: the host then takes no more bytes.
 fn write_unless_answered(
     limit: Duration,
@@ -172,7 +172,7 @@ pub(super) enum SshExecError {
     Connection(Diagnostic),
 }
 
-/// The stdin and stdout of a script, or of the agent that has replaced it, on a host.
+/// The stdin and stdout of a script on a host, or of the agent that has replaced the script.
 pub(super) enum SshChannel {
     Builtin(Channel),
     OpenSsh(OpenSshChannel),
@@ -196,8 +196,8 @@ impl SshChannel {
         }
     }
 
-    /// Explains why the output of the host has ended, if the client knows another reason than the
-    /// end of the remote command.
+    /// Explains why the output of the host has ended, if the reason is known to be another one than
+    /// the end of the remote command.
     pub(super) fn find_failure(&self, target: &SshTarget) -> Option<Diagnostic> {
         match self {
             SshChannel::Builtin(_) => None,

@@ -40,15 +40,15 @@ use tokio::{net::UnixStream, sync::oneshot};
 /// (`MaxStartups`).
 const MAX_JUMP_FANOUT: u32 = 8;
 
-/// The number of hosts per connection of the controller that may get, or wait for, the executable
-/// at the same time. These hosts need no further logins, so they leave their turns to other hosts.
+/// The number of hosts that may copy, or wait for, the executable at the same time, per connection
+/// of the controller. These hosts need no further logins, so they leave their turns to other hosts.
 const COPIES_PER_FANOUT: u32 = 2;
-/// The number of file descriptors of an SSH connection in a tree that is set up: the socket and its
-/// duplicate.
+/// The number of file descriptors (the socket and its duplicate) of an SSH connection in a tree
+/// during its setup.
 const SETUP_DESCRIPTORS: u64 = 2;
 
-/// The number of file descriptors that a connection through OpenSSH's client needs in addition: its
-/// log and its stderr.
+/// The number of additional file descriptors (its log and stderr) of a connection through OpenSSH's
+/// client.
 const CLIENT_DESCRIPTORS: u64 = 2;
 
 /// The transport that starts agents on other hosts over SSH.
@@ -67,7 +67,7 @@ pub(crate) struct SshTransport {
     notice: Arc<ClientNotice>,
 }
 
-/// The limits of connections that are set up simultaneously.
+/// The limits on the number of connections that are set up simultaneously.
 struct ConnectionLimits {
     /// Limits direct connections.
     direct: FanoutLimit,
@@ -78,8 +78,9 @@ struct ConnectionLimits {
 }
 
 impl SshTransport {
-    /// Creates the transport of a job to these hosts: reads the SSH configuration and hashes the
-    /// executable. Relative paths in the job are relative to its working directory.
+    /// Creates the transport that starts the agents of a job on these hosts. Reads the SSH
+    /// configuration and hashes the executable. Relative paths in the job are relative to its
+    /// working directory.
     pub(crate) fn new(job: &JobSpec, hosts: &[HostAddress]) -> diagnostic::Result<SshTransport> {
         let spec = &job.cluster.ssh;
         let settings = TreeSettings {
@@ -117,7 +118,7 @@ impl SshTransport {
         })
     }
 
-    /// Begins to start an agent on the host with this name. A separate thread sets up the
+    /// Begins to start an agent on a host in the background. A separate thread sets up the
     /// connection, and the function returns without waiting for it. Fails if the job has no such
     /// host.
     fn start_agent(&self, name: &str) -> diagnostic::Result<AgentProcess> {
@@ -131,8 +132,8 @@ impl SshTransport {
         })
     }
 
-    /// Starts the thread of the connection to a host. Returns the agent's streams, which carry data
-    /// once the connection is set up.
+    /// Starts the thread that sets up the connection to a host. Returns the agent's streams, which
+    /// carry data once the connection is set up.
     fn spawn_connection(&self, host: &HostAddress) -> io::Result<AgentProcess> {
         let (progress, start_steps) = ConnectionProgress::new();
         let progress = Arc::new(progress);
@@ -223,7 +224,7 @@ impl Transport for SshTransport {
     }
 }
 
-/// What carries the control stream of an agent.
+/// The connection that carries the control stream of an agent, which is SSH or the tree of agents.
 enum StreamCarrier {
     /// The SSH connection, which ends with the agent.
     Direct { control: StdStream, stderr: StdStream },
@@ -232,7 +233,7 @@ enum StreamCarrier {
     Tree { tree: Arc<TreeHub>, stream: StreamId, place: Option<TreePlace> },
 }
 
-/// The connection to one host, owned by the thread of the connection.
+/// The SSH connection to one host, which a separate thread owns.
 struct SshConnection {
     host: HostAddress,
     notice: Arc<ClientNotice>,
@@ -282,9 +283,9 @@ impl ThreadTask for SshConnection {
 }
 
 impl SshConnection {
-    /// Starts the agent and relays its streams until the agent ends, or connects the agent with
-    /// another one. Returns the agent's exit status, or `None` if the host does not report it.
-    /// Fails if the connection is lost.
+    /// Starts the agent, and relays its streams until it ends, or connects it with another agent of
+    /// the tree. Returns the agent's exit status, or `None` if the host does not report it. Fails
+    /// if the connection is lost.
     fn start_and_relay_agent(&self, target: &SshTarget) -> diagnostic::Result<Option<ExitStatus>> {
         match &self.carrier {
             StreamCarrier::Direct { control, stderr } => {
@@ -302,8 +303,8 @@ impl SshConnection {
         }
     }
 
-    /// Gives a started agent its place in the tree. If the agent is connected with the controller,
-    /// relays its streams until it ends.
+    /// Connects a started agent with its neighbour in the tree. If the agent is connected with the
+    /// controller, relays its streams until it ends.
     fn join_tree(
         &self,
         target: &SshTarget,
@@ -368,7 +369,7 @@ impl SshConnection {
     }
 }
 
-/// A limit of the connections that are set up simultaneously, as a semaphore.
+/// A limit on the number of connections that are set up simultaneously, as a semaphore.
 #[derive(Debug)]
 struct FanoutLimit {
     /// The number of permits that are free.
@@ -377,19 +378,20 @@ struct FanoutLimit {
 }
 
 impl FanoutLimit {
-    /// Creates a limit of `limit` connections. A limit of 0 counts as 1.
+    /// Creates a semaphore with `limit` permits. A limit of 0 counts as 1.
     fn new(limit: u32) -> FanoutLimit {
         FanoutLimit { free: Mutex::new(limit.max(1)), released: Condvar::new() }
     }
 
-    /// Takes a permit to set up one connection. Returns `None` if no permit is free.
+    /// Takes a permit to set up one connection, if one is available. Returns `None` if no permit is
+    /// free.
     fn try_acquire_permit(&self) -> Option<FanoutPermit<'_>> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         *free = free.checked_sub(1)?;
         Some(FanoutPermit(self))
     }
 
-    /// Takes a permit to set up one connection. Blocks until a permit is free.
+    /// Waits for a permit to set up one connection. Blocks until a permit is free.
     fn acquire_permit(&self) -> FanoutPermit<'_> {
         let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let mut free =
@@ -399,7 +401,8 @@ impl FanoutLimit {
     }
 }
 
-/// The right to set up one connection. Dropping it releases the permit.
+/// A permit to set up one connection, which is returned when the value is dropped. Dropping it
+/// releases the permit.
 struct FanoutPermit<'a>(&'a FanoutLimit);
 
 impl Drop for FanoutPermit<'_> {

@@ -59,7 +59,8 @@ pub(super) struct SshTarget {
     pub(super) client: Option<ClientOptions>,
 }
 
-/// Which keys of a host are accepted (`StrictHostKeyChecking`). A revoked key never is.
+/// The policy on which keys of a host are accepted (`StrictHostKeyChecking`). A revoked key never
+/// is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum HostKeyPolicy {
     /// Keys that known_hosts contains.
@@ -83,7 +84,7 @@ impl HostKeyPolicy {
     }
 }
 
-/// Resolves how the hosts of a job are reached over SSH.
+/// Resolves the address, user, keys and jump hosts by which each host of a job is reached over SSH.
 #[derive(Debug)]
 pub(super) struct TargetResolver {
     spec: SshSpec,
@@ -121,8 +122,8 @@ impl TargetResolver {
         Ok(TargetResolver { spec, config, config_file, home, local_user })
     }
 
-    /// Resolves how this host is reached, and with which client. May run `ssh -G` and `klist`.
-    /// Fails if the job requires the built-in client, and the configuration OpenSSH's.
+    /// Determines by which addresses, settings and SSH client a host is reached. May run `ssh -G`
+    /// and `klist`. Fails if the job requires the built-in client, and the configuration OpenSSH's.
     pub(super) fn resolve_target(&self, host: &HostAddress) -> diagnostic::Result<SshTarget> {
         let settings = self.find_host_settings(host)?;
         let resolved = match self.spec.client {
@@ -141,7 +142,7 @@ impl TargetResolver {
         }
     }
 
-    /// Resolves how the built-in client reaches a host, including its jump hosts. Fails if that
+    /// Determines how the built-in client reaches a host, including its jump hosts. Fails if that
     /// client cannot follow the configuration.
     fn resolve_builtin(
         &self,
@@ -332,7 +333,7 @@ enum PathTokenError {
     Variable,
 }
 
-/// Why the built-in client cannot reach a host.
+/// The reason why the built-in client cannot reach a host.
 enum ResolveError {
     /// Only OpenSSH's client can follow the configuration.
     Requirement(ClientRequirement),

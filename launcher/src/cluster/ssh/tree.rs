@@ -1,4 +1,4 @@
-//! The tree of agents of a job on many hosts: the controller is connected with
+//! The tree of agents of a job on many hosts, in which the controller is connected with
 //! `cluster.ssh.fanout` agents, and these pass on the streams of the others (see
 //! [`crate::connection::tree`]).
 //!

@@ -10,11 +10,11 @@ use std::{io, time::Duration};
 
 /// The exit code with which OpenSSH's client reports its own failures.
 const CLIENT_ERROR: u8 = 255;
-/// The number of the last lines of output that an error contains.
+/// The largest number of output lines that an error about the client contains.
 const MAX_OUTPUT_LINES: usize = 3;
 
-/// How the end of OpenSSH's client is explained: texts of its messages, the code of the error, and
-/// the stage of the connection that failed. The first entry with a matching text applies.
+/// The texts in messages of OpenSSH's client by which its failures are classified, each with an
+/// error code and the failed stage of the connection. The first entry with a matching text applies.
 ///
 /// The texts only select among failures. That the client has failed is known from its exit code.
 const CAUSES: &[(&[&str], Code, ConnectionStage)] = &[
@@ -57,11 +57,12 @@ const CAUSES: &[(&[&str], Code, ConnectionStage)] = &[
     (&CLOSED_TEXTS, ssh::SSH_HANDSHAKE_FAILED, ConnectionStage::HostKey),
 ];
 
-/// The messages about a server that closes the connection during the handshake.
+/// The texts by which OpenSSH's client reports that the server has closed the connection during the
+/// handshake.
 const CLOSED_TEXTS: [&str; 4] =
     ["kex_exchange_identification", "Connection closed by", "Connection reset by", "banner line"];
 
-/// Why OpenSSH's client has failed.
+/// The explanation of a failure of OpenSSH's client.
 #[derive(Debug)]
 pub(in crate::cluster::ssh) struct ClientFailure {
     code: Code,
@@ -76,8 +77,8 @@ pub(in crate::cluster::ssh) struct ClientFailure {
 }
 
 impl ClientFailure {
-    /// Explains a client that ended, or `None` if `status` is the exit status of the remote command
-    /// and not that of the client. `stderr` is what the remote command and the proxy command wrote.
+    /// Explains why the client has ended, or returns `None` if `status` is the exit status of the
+    /// remote command. `stderr` is what the remote command and the proxy command wrote.
     pub(super) fn from_end(
         status: Option<ExitStatus>,
         log: &ClientLog,
@@ -118,7 +119,7 @@ impl ClientFailure {
         Some(failure)
     }
 
-    /// Explains a client that has not logged in within `limit`.
+    /// Explains why the client has not logged in within `limit`.
     pub(super) fn from_timeout(
         limit: Duration,
         log: &ClientLog,
@@ -131,7 +132,7 @@ impl ClientFailure {
         Self::new(ssh::SSH_CLIENT_TIMEOUT, ConnectionStage::Authentication, message, output, log)
     }
 
-    /// Creates a failure that a server has not caused by closing the connection.
+    /// Creates a failure for another reason than that the server has closed the connection.
     fn new(
         code: Code,
         stage: ConnectionStage,
@@ -165,7 +166,7 @@ impl ClientFailure {
     }
 }
 
-/// Returns the last messages of the client, or the last lines of `stderr` if there are none.
+/// Returns the last messages in the client's log or, without messages, the last lines of `stderr`.
 fn collect_output(log: &ClientLog, stderr: &[u8]) -> Vec<String> {
     let mut lines: Vec<String> = log.messages().map(str::to_owned).collect();
     let text = String::from_utf8_lossy(stderr);

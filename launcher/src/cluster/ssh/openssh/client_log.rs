@@ -3,12 +3,12 @@
 //! The client writes its log in English only, and runs with `LogLevel=DEBUG1` in the C locale.
 use std::collections::VecDeque;
 
-/// The number of the last messages that are kept.
+/// The largest number of recent messages that are kept.
 const MAX_MESSAGES: usize = 24;
 /// The length of the longest kept line, in bytes. The rest of a longer line is ignored.
 const MAX_LINE_BYTES: usize = 1 << 10;
 
-/// Lines at the level of warnings that report no problem.
+/// The prefixes of lines of the client's log that look like warnings but report no problem.
 const IRRELEVANT_PREFIXES: [&str; 7] = [
     "OpenSSH_",
     "Authenticated to ",
@@ -19,7 +19,7 @@ const IRRELEVANT_PREFIXES: [&str; 7] = [
     "Pseudo-terminal will not be allocated",
 ];
 
-/// The state of a connection, as far as OpenSSH's client has reported it.
+/// The state of a connection as parsed from the log of OpenSSH's client.
 #[derive(Debug, Default)]
 pub(super) struct ClientLog {
     /// The beginning of a line whose end has not arrived.
@@ -37,7 +37,7 @@ pub(super) struct ClientLog {
 }
 
 impl ClientLog {
-    /// Adds a part of the log.
+    /// Parses the next part of the log.
     pub(super) fn add(&mut self, bytes: &[u8]) {
         for byte in bytes {
             match byte {
@@ -51,7 +51,7 @@ impl ClientLog {
         }
     }
 
-    /// Adds a line of the log.
+    /// Parses one line of the log.
     fn add_line(&mut self, line: &str) {
         if line.starts_with("Authenticated to ") {
             self.is_logged_in = true;
@@ -79,7 +79,7 @@ impl ClientLog {
         self.messages.push_back(line.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect());
     }
 
-    /// Returns the last messages that are not debug messages, oldest first.
+    /// Returns the last messages of the log, except debug messages, oldest first.
     pub(super) fn messages(&self) -> impl Iterator<Item = &str> {
         self.messages.iter().map(String::as_str)
     }

@@ -12,8 +12,8 @@ const KEEPALIVE_S: u32 = 15;
 /// The number of unanswered keepalive messages after which the client closes the connection.
 const MAX_UNANSWERED_KEEPALIVES: u32 = 2;
 
-/// The options of every connection. They override the configuration where a setting would prompt,
-/// open other connections, or change what the connection carries.
+/// The options of OpenSSH's client that every connection has. They override the configuration where
+/// a setting would prompt, open other connections, or change what the connection carries.
 const FIXED_OPTIONS: [&str; 7] = [
     "BatchMode=yes",
     "ClearAllForwardings=yes",
@@ -25,7 +25,7 @@ const FIXED_OPTIONS: [&str; 7] = [
     "ForwardX11=no",
 ];
 
-/// How OpenSSH's client reaches a host.
+/// The command line options with which OpenSSH's client connects to a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::cluster::ssh) struct ClientOptions {
     /// The arguments before the remote command. They end with `--` and the name of the host.
@@ -87,7 +87,7 @@ impl ClientOptions {
     }
 }
 
-/// Builds the options that a connection to a host and one to the job's jump host have in common.
+/// Builds the options that the connections to a host and to the job's jump host have in common.
 fn build_common_arguments(spec: &SshSpec, config_file: Option<&Path>) -> Vec<String> {
     let mut arguments: Vec<String> = vec!["-T".to_owned()];
     if let Some(file) = config_file {
@@ -127,7 +127,7 @@ fn build_destination(host: &HostAddress) -> Vec<String> {
     arguments
 }
 
-/// Returns the jump host that the job names, unless it is the host itself or `none`.
+/// Returns the jump host that the job configures, unless it is `none` or the host itself.
 fn find_jump(jump: &str, host: &HostAddress, settings: &SshHostSettings) -> Option<HostAddress> {
     if jump.eq_ignore_ascii_case("none") {
         return None;
@@ -147,12 +147,13 @@ fn build_proxy_command(jump: &HostAddress, spec: &SshSpec, config_file: Option<&
     format!("{} -W '[%h]:%p' {}", quoted(&words), quoted(&destination))
 }
 
-/// Quotes a word for the shell, and for OpenSSH's client, which replaces `%` and a letter.
+/// Quotes a word for the shell, and escapes `%` for OpenSSH's client, which replaces `%` and a
+/// letter.
 fn quote_word(word: &str) -> String {
     format!("'{}'", word.replace('\'', "'\\''").replace('%', "%%"))
 }
 
-/// Formats the command with which the user can connect to a host in the same way.
+/// Formats the `ssh` command with which the user can connect to a host as launch does.
 fn format_command(
     host: &HostAddress,
     spec: &SshSpec,

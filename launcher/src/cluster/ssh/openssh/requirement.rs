@@ -18,13 +18,13 @@ use std::{
 const MAX_KEY_BYTES: u64 = 16 << 10;
 /// The time limit for `klist`, which looks for a Kerberos ticket.
 const KLIST_TIMEOUT: Duration = Duration::from_secs(2);
-/// The types of keys that a hardware key holds.
+/// The types of private keys that are stored on a hardware key (FIDO).
 const HARDWARE_KEY_TYPES: [&str; 2] = ["sk-ssh-ed25519@openssh.com", "sk-ecdsa-sha2-nistp256@openssh.com"];
-/// The files of hardware keys that OpenSSH's client tries by default.
+/// The names of the files of hardware keys that OpenSSH's client tries by default.
 const DEFAULT_HARDWARE_KEYS: [&str; 2] = ["id_ecdsa_sk", "id_ed25519_sk"];
 
-/// Keywords of the SSH configuration that only OpenSSH's client supports: in lower case and as
-/// documented, with the values that require nothing.
+/// The keywords of the SSH configuration that only OpenSSH's client supports. Each one is given in
+/// lower case and as documented, with the values that require nothing.
 const KEYWORDS: &[(&str, &str, &[&str])] = &[
     ("controlpath", "ControlPath", &["none"]),
     ("certificatefile", "CertificateFile", &["none"]),
@@ -40,7 +40,7 @@ const KEYWORDS: &[(&str, &str, &[&str])] = &[
     ("addressfamily", "AddressFamily", &["any"]),
 ];
 
-/// A setting, or a file, that only OpenSSH's client supports.
+/// A setting or file because of which a host is reached through OpenSSH's client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::cluster::ssh) struct ClientRequirement {
     /// The setting as in the configuration, or the path of the file with its meaning.
@@ -48,7 +48,7 @@ pub(in crate::cluster::ssh) struct ClientRequirement {
 }
 
 impl ClientRequirement {
-    /// Creates the requirement of a setting or file.
+    /// Creates a requirement with the text of the setting or file that causes it.
     pub(in crate::cluster::ssh) fn new(option: impl Into<String>) -> ClientRequirement {
         ClientRequirement { option: option.into() }
     }
@@ -93,7 +93,7 @@ fn is_yes(value: &str) -> bool {
     ["yes", "true"].iter().any(|yes| value.eq_ignore_ascii_case(yes))
 }
 
-/// Finds the first keyword of the configuration that only OpenSSH's client supports.
+/// Finds the first keyword in a host's configuration that only OpenSSH's client supports.
 fn find_keyword(settings: &SshHostSettings) -> Option<ClientRequirement> {
     let requires = |(keyword, name, harmless): &(&str, &str, &[&str])| {
         let value = settings.other.get(*keyword)?;
@@ -107,7 +107,7 @@ fn find_keyword(settings: &SshHostSettings) -> Option<ClientRequirement> {
     })
 }
 
-/// Finds a key with a certificate, or a key that a hardware key holds.
+/// Finds a key file that has a certificate, or whose private key is on a hardware key.
 fn find_key_file(files: &HostFiles<'_>) -> Option<ClientRequirement> {
     for key in files.keys {
         let mut certificate = key.as_os_str().to_owned();
@@ -125,7 +125,7 @@ fn find_key_file(files: &HostFiles<'_>) -> Option<ClientRequirement> {
     existing.next().map(|key| ClientRequirement::new(format!("the hardware key {}", key.display())))
 }
 
-/// Returns whether a hardware key holds the private key of a file.
+/// Returns whether the private key of a key file is stored on a hardware key.
 fn is_hardware_key(key: &Path) -> bool {
     let mut text = String::new();
     let file = File::open(key).map(|file| file.take(MAX_KEY_BYTES).read_to_string(&mut text));

@@ -27,21 +27,21 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The remote command: a shell that runs each line of its input as a script, until a script
-/// replaces the shell.
+/// The remote command, which is a shell that runs each line of its input as a script. A script may
+/// replace the shell.
 const REMOTE_COMMAND: &str = "exec /bin/sh -c 'while IFS= read -r c; do eval \"$c\"; done'";
 /// The number of bytes of the stderr of the client that are kept for error messages.
 const MAX_STDERR_BYTES: usize = 8 << 10;
 /// How long the client may take to end after it has closed its output.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
-/// How often the client is started again if the server closes the connection during the handshake,
-/// as servers with too many connections do.
+/// The largest number of times that the client is started if the server closes the connection
+/// during the handshake, as servers with too many connections do.
 const MAX_ATTEMPTS: u32 = 6;
 /// The pause before the second attempt. The pause doubles with each further attempt.
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(200);
 
-/// A connection to a host. A host that ends the shell, because a script has failed, gets another
-/// connection for the next script.
+/// A connection to a host through a process of OpenSSH's client. A host that ends the shell,
+/// because a script has failed, gets another connection for the next script.
 pub(in crate::cluster::ssh) struct OpenSshSession {
     target: SshTarget,
     progress: Arc<ConnectionProgress>,
@@ -110,13 +110,13 @@ fn connect(target: &SshTarget, progress: &Arc<ConnectionProgress>) -> diagnostic
     }
 }
 
-/// Builds the error for a connection that lacks a resource of this machine.
+/// Builds the error that this machine lacks a resource for a connection, such as file descriptors.
 fn build_resource_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
     let message = format!("cannot open an SSH connection to host {}", target.name);
     build_ssh_error(target, ssh::SSH_SESSION_LIMIT, message).with_cause(error)
 }
 
-/// What the client has written in addition to the output of the remote command.
+/// The parts of the client's log and stderr that were read so far.
 #[derive(Default)]
 struct ClientOutput {
     log: ClientLog,
@@ -185,7 +185,7 @@ impl ClientProcess {
         })
     }
 
-    /// Waits until the user is logged in, or until the remote command writes.
+    /// Waits until the client has logged in, or until the remote command writes output.
     fn wait_for_login(&self, target: &SshTarget) -> Result<(), ClientFailure> {
         let limit = target.client.as_ref().map_or(target.timeout, |options| options.login_timeout);
         let deadline = Instant::now() + limit;
@@ -210,14 +210,14 @@ impl ClientProcess {
         }
     }
 
-    /// Explains a client that did not log in within `limit`.
+    /// Explains why the client did not log in within `limit`.
     fn explain_timeout(&self, limit: Duration, target: &SshTarget) -> ClientFailure {
         let state = self.state.borrow();
         ClientFailure::from_timeout(limit, &state.log, &state.stderr, target)
     }
 
-    /// Waits once until the stream has one of these events or the client writes to its log or
-    /// stderr. Returns whether the stream is ready. Fails after the deadline.
+    /// Waits until the stream has one of these events, or the client writes to its log or stderr.
+    /// Returns whether the stream is ready. Fails after the deadline.
     fn poll(&self, events: PollFlags, deadline: Instant) -> io::Result<bool> {
         let remaining = deadline.saturating_duration_since(Instant::now());
         if remaining.is_zero() {
@@ -238,7 +238,7 @@ impl ClientProcess {
         Ok(is_ready)
     }
 
-    /// Returns the descriptors of the log and of stderr, as far as they have not ended.
+    /// Returns the file descriptors of those of the client's log and stderr that have not ended.
     pub(super) fn list_output_fds(&self) -> Vec<PollFd<'_>> {
         let state = self.state.borrow();
         let log = (!state.has_log_ended).then(|| PollFd::new(self.log.as_fd(), PollFlags::POLLIN));
@@ -246,7 +246,7 @@ impl ClientProcess {
         log.into_iter().chain(stderr).collect()
     }
 
-    /// Reads what the client has written to its log and to stderr. Never blocks.
+    /// Reads and parses what the client has newly written to its log and to stderr. Never blocks.
     fn absorb_output(&self) {
         self.absorb_log();
         let mut state = self.state.borrow_mut();
@@ -258,7 +258,7 @@ impl ClientProcess {
         });
     }
 
-    /// Reads what the client has written to its log. Never blocks.
+    /// Reads and parses what the client has newly written to its log. Never blocks.
     pub(super) fn absorb_log(&self) {
         let mut state = self.state.borrow_mut();
         let state = &mut *state;
@@ -282,14 +282,15 @@ impl ClientProcess {
         self.state.borrow_mut().has_stderr_ended = true;
     }
 
-    /// Drops what the client, the proxy command and the login shell have written to stderr.
+    /// Discards what was read from stderr so far, which is output of the client, a proxy command or
+    /// the login shell.
     pub(super) fn discard_stderr(&self) {
         self.absorb_output();
         self.state.borrow_mut().stderr.clear();
     }
 
-    /// Waits for the end of the client, whose output has ended. Returns the exit status, or `None`
-    /// if the client still runs.
+    /// Waits until the client, whose output has ended, ends. Returns the exit status, or `None` if
+    /// the client still runs.
     fn wait_for_end(&self) -> Option<ExitStatus> {
         self.has_ended.set(true);
         let status = self.child.wait(EXIT_TIMEOUT);
@@ -297,15 +298,15 @@ impl ClientProcess {
         status
     }
 
-    /// Explains the end of the client, or returns `None` if the remote command has ended.
+    /// Explains why the client has ended, or returns `None` if the remote command has ended.
     fn explain_end(&self, target: &SshTarget) -> Option<ClientFailure> {
         let status = self.wait_for_end();
         let state = self.state.borrow();
         ClientFailure::from_end(status, &state.log, &state.stderr, target)
     }
 
-    /// Returns the exit status of the remote command after its output has ended, or `None` if the
-    /// host did not report it. Fails if the connection was lost.
+    /// Returns the exit status of the remote command, or `None` if the host did not report it,
+    /// after the output has ended. Fails if the connection was lost.
     pub(super) fn finish(&self, target: &SshTarget) -> diagnostic::Result<Option<ExitStatus>> {
         if let Some(failure) = self.explain_end(target) {
             return Err(failure.into_diagnostic(target));
@@ -315,8 +316,8 @@ impl ClientProcess {
     }
 }
 
-/// Calls `consume` with the bytes that can be read from a nonblocking file. Returns whether the
-/// file has ended.
+/// Reads the available bytes of a nonblocking file, and passes them to `consume`. Returns whether
+/// the file has ended.
 fn read_available(mut file: &File, mut consume: impl FnMut(&[u8])) -> bool {
     let mut buffer = [0; 4096];
     loop {
@@ -329,7 +330,7 @@ fn read_available(mut file: &File, mut consume: impl FnMut(&[u8])) -> bool {
     }
 }
 
-/// The stdin and stdout of the script that runs on the host.
+/// The stdin and stdout of the script that runs on the host through OpenSSH's client.
 pub(in crate::cluster::ssh) struct OpenSshChannel {
     pub(super) client: Rc<ClientProcess>,
     timeout: Rc<Cell<Duration>>,
@@ -355,8 +356,8 @@ impl OpenSshChannel {
         (code, String::from_utf8_lossy(&state.stderr).into_owned())
     }
 
-    /// Performs an operation on the stream, which does not block, until it succeeds or the time
-    /// limit is reached.
+    /// Repeats an operation on the nonblocking stream until it succeeds or the time limit is
+    /// reached.
     fn retry<T>(
         &self,
         events: PollFlags,

@@ -45,7 +45,7 @@ pub(in crate::cluster::ssh) fn relay_streams(
     client.finish(target)
 }
 
-/// Relays the bytes of one agent.
+/// The state of relaying the bytes of one agent.
 struct StreamRelay<'a> {
     client: &'a ClientProcess,
     local: &'a UnixStream,
@@ -76,7 +76,8 @@ impl StreamRelay<'_> {
         }
     }
 
-    /// Passes available input on to the agent. Returns whether any bytes moved.
+    /// Copies available input of the agent from the local socket to the agent. Returns whether any
+    /// bytes moved.
     fn relay_input(&mut self) -> io::Result<bool> {
         let mut progressed = false;
         if self.has_input && self.to_host.is_empty() {
@@ -100,7 +101,7 @@ impl StreamRelay<'_> {
         Ok(progressed)
     }
 
-    /// Passes available output on to the local socket. Returns whether any bytes moved.
+    /// Copies available output of the agent to the local socket. Returns whether any bytes moved.
     fn relay_output(&mut self) -> io::Result<bool> {
         let mut progressed = false;
         if self.has_output && self.from_host.is_empty() {
@@ -116,7 +117,8 @@ impl StreamRelay<'_> {
         Ok(progressed)
     }
 
-    /// Passes the agent's standard error on. Returns whether any bytes moved.
+    /// Copies available standard error of the agent to its local socket. Returns whether any bytes
+    /// moved.
     fn relay_stderr(&mut self) -> bool {
         let mut progressed = false;
         if !self.client.has_stderr_ended() && self.from_stderr.is_empty() {
@@ -136,7 +138,7 @@ impl StreamRelay<'_> {
         progressed
     }
 
-    /// Waits until a stream is ready.
+    /// Waits until one of the relayed streams is ready.
     fn wait_for_io(&self) -> io::Result<()> {
         let mut events = PollFlags::empty();
         events.set(PollFlags::POLLIN, self.has_output && self.from_host.is_empty());

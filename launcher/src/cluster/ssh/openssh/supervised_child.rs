@@ -20,13 +20,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The time between two checks whether a child process has ended.
+/// The interval at which a waiting thread checks whether a child process has ended.
 const WAIT_INTERVAL: Duration = Duration::from_millis(5);
 
 /// The exit status of a child process; `None` until the process was reaped.
 type ReapedStatus = Arc<Mutex<Option<ExitStatus>>>;
 
-/// The child processes that were not reaped, by pid.
+/// The child processes that run or were not yet reaped, by pid.
 static UNREAPED: Mutex<BTreeMap<u32, ReapedStatus>> = Mutex::new(BTreeMap::new());
 
 /// Locks a mutex, also after a thread has panicked while it held the lock.
@@ -34,12 +34,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns the pids of the child processes that were started here and were not reaped.
+/// Returns the pids of the [`SupervisedChild`] processes that were not reaped.
 pub(in crate::cluster::ssh) fn list_running_children() -> Vec<u32> {
     lock(&UNREAPED).keys().copied().collect()
 }
 
-/// Records the exit status of a child process that was reaped. The caller holds
+/// Records the exit status of a child process that another thread has reaped. The caller holds
 /// [`lock_children`]. Ignores processes that were not started here.
 pub(in crate::cluster::ssh) fn record_child_exit(pid: u32, status: ExitStatus) {
     if let Some(reaped) = lock(&UNREAPED).remove(&pid) {
@@ -47,7 +47,8 @@ pub(in crate::cluster::ssh) fn record_child_exit(pid: u32, status: ExitStatus) {
     }
 }
 
-/// A child process that leads a process group. Dropping the value kills the group.
+/// A child process that leads a process group, which is killed when the value is dropped. Dropping
+/// the value kills the group.
 ///
 /// The kernel also kills the process if the thread that started it ends. The process is reaped by
 /// the thread that reaps all children of this process, which calls [`record_child_exit`].
@@ -111,8 +112,8 @@ impl SupervisedChild {
         lock(&self.reaped).or_else(|| peek_exit_status(self.pid))
     }
 
-    /// Waits for the end of the process, but at most this long. Returns the exit status, or `None`
-    /// if the process still runs.
+    /// Waits for the end of the process, for at most `limit`. Returns the exit status, or `None` if
+    /// the process still runs.
     pub(super) fn wait(&self, limit: Duration) -> Option<ExitStatus> {
         let deadline = Instant::now() + limit;
         loop {

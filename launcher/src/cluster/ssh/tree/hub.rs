@@ -31,13 +31,15 @@ use tokio::{
     time::{Instant, MissedTickBehavior, sleep_until},
 };
 
-/// The largest number of commands that wait for the hub. The start of an agent has three at most.
+/// The largest number of commands that may wait for the hub. The start of an agent has three at
+/// most.
 const MAX_COMMANDS: usize = 1 << 17;
 /// The number of inputs that fit into each channel of the hub.
 const CHANNEL_CAPACITY: usize = 1024;
-/// The interval at which a thread that waits for a decision checks whether its start was given up.
+/// The interval at which a thread that waits for a decision checks whether the start of its agent
+/// was cancelled.
 const GIVE_UP_INTERVAL: Duration = Duration::from_secs(2);
-/// The longest sleep of the hub.
+/// The longest time for which the hub waits for an event.
 const MAX_SLEEP: Duration = Duration::from_secs(60);
 /// The number of lines of an agent's standard error that wait for their reader. Further ones are
 /// dropped.
@@ -55,7 +57,7 @@ enum HubCommand {
     Abort(StreamId),
 }
 
-/// The streams of an agent that is being started.
+/// The hub's ends of the streams of an agent that is about to be started.
 struct OpenedStream {
     stream: StreamId,
     host: String,
@@ -65,7 +67,8 @@ struct OpenedStream {
     first_agent: Arc<AtomicU64>,
 }
 
-/// The controller's node of the tree. Its thread ends when the hub and all its streams are dropped.
+/// The controller's part of the tree of agents, which is connected with the agents at the top of
+/// the tree. Its thread ends when the hub and all its streams are dropped.
 pub(crate) struct TreeHub {
     commands: mpsc::Sender<HubCommand>,
     planner: Arc<SharedPlanner>,
@@ -86,13 +89,14 @@ pub(crate) struct TreeSettings {
     pub(crate) ports: PortSelection,
 }
 
-/// Returns the silence after which a link counts as broken. It is then replaced before the host
-/// counts as lost.
+/// Returns the time of silence after which a link of the tree counts as broken. It is then replaced
+/// before the host counts as lost.
 fn find_link_lease(host_lease: Duration) -> Duration {
     host_lease / 2
 }
 
-/// The planner, and the threads that wait for its decisions.
+/// The [`TreePlanner`] behind a lock, with condition variables for the threads that wait for its
+/// decisions.
 ///
 /// A change wakes one thread of each kind, and a thread that gets its decision wakes the next one.
 /// So the work for each decision does not depend on the number of threads.
@@ -109,15 +113,15 @@ impl SharedPlanner {
         self.planner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the planner, and wakes threads that wait for a decision.
+    /// Changes the planner, and wakes the threads that wait for its decisions.
     fn change(&self, change: impl FnOnce(&mut TreePlanner)) {
         change(&mut self.lock());
         self.places.notify_one();
         self.sources.notify_one();
     }
 
-    /// Waits at `changed` until the planner decides, or until `is_given_up` returns `true`, which
-    /// is checked every [`GIVE_UP_INTERVAL`].
+    /// Waits on the condition variable `changed` until `decide` returns a decision, or
+    /// `is_given_up` returns `true`. Checks `is_given_up` every [`GIVE_UP_INTERVAL`].
     fn wait_for<T>(
         &self,
         changed: &Condvar,
@@ -140,7 +144,8 @@ impl SharedPlanner {
     }
 }
 
-/// The stream of an agent that is being started, as its streams and the handle of its connection.
+/// The controller's ends of the streams of an agent that is being started, and the handle of its
+/// connection.
 pub(crate) struct TreeStream {
     pub(crate) id: StreamId,
     pub(crate) halves: StreamHalves,
@@ -149,7 +154,7 @@ pub(crate) struct TreeStream {
 }
 
 impl TreeHub {
-    /// Starts the thread of a tree.
+    /// Starts the thread of the controller's part of a tree.
     pub(crate) fn start(settings: TreeSettings) -> io::Result<TreeHub> {
         let mut key = [0; 32];
         getrandom::fill(&mut key)?;
@@ -175,7 +180,7 @@ impl TreeHub {
         })
     }
 
-    /// Returns the text with which a host asks another one for the executable.
+    /// Returns the secret text by which a host may request the executable from another host.
     pub(crate) fn fetch_token(&self) -> &str {
         &self.fetch_token
     }
@@ -199,12 +204,13 @@ impl TreeHub {
         TreeStream { id: stream, halves, stderr, connection }
     }
 
-    /// Gives the agent of a stream a place if one is free now.
+    /// Assigns the agent of a stream a place in the tree, if one is free now.
     pub(crate) fn try_place(&self, stream: StreamId) -> Option<TreePlace> {
         self.planner.lock().place(stream)
     }
 
-    /// Waits until the agent of a stream has a place. Returns `None` if the start was given up.
+    /// Waits until the agent of a stream gets a place in the tree. Returns `None` if the start was
+    /// given up.
     pub(crate) fn wait_for_place(
         &self,
         stream: StreamId,
@@ -219,7 +225,7 @@ impl TreeHub {
         self.planner.lock().list_parents_of(stream)
     }
 
-    /// Waits until a host that has the executable, or the controller, can send it. Returns `None`
+    /// Waits until another host or the controller can send the executable to a host. Returns `None`
     /// if the start was given up.
     pub(crate) fn wait_for_source(&self, is_given_up: impl Fn() -> bool) -> Option<TreeSource> {
         self.planner.wait_for(&self.planner.sources, TreePlanner::take_source, is_given_up)
@@ -230,7 +236,7 @@ impl TreeHub {
         self.planner.change(|planner| planner.return_source(source));
     }
 
-    /// Builds the first message to the agent of a stream: its place in the tree.
+    /// Builds the first message to an agent, which contains its place in the tree.
     pub(crate) fn build_setup(&self, stream: StreamId, host: &str, parents: Vec<TreeParent>) -> TreeSetup {
         let host_lease_ms = self.settings.host_lease.as_millis() as u64;
         TreeSetup {
@@ -248,8 +254,8 @@ impl TreeHub {
         }
     }
 
-    /// Uses the connection to an agent as a link. The agent gets its place first. `stderr` carries
-    /// the agent's standard error.
+    /// Makes the connection to an agent a link of the tree, with the agent directly below the
+    /// controller. The agent gets its place first. `stderr` carries the agent's standard error.
     pub(crate) fn add_root(&self, setup: TreeSetup, control: StdStream, stderr: StdStream) {
         self.send(HubCommand::AddRoot { setup: Box::new(setup), control, stderr });
     }
@@ -313,7 +319,7 @@ impl RemoteConnection for TreeConnection {
     }
 }
 
-/// A stream at the controller's end.
+/// The state of one agent's stream at the controller's end.
 struct HubStream {
     host: String,
     local: LocalStream,
@@ -387,7 +393,7 @@ impl HubLoop {
         }
     }
 
-    /// Executes a command of the controller or of a connection's thread.
+    /// Executes a command that the controller or the thread of a connection has sent to the hub.
     fn execute_command(&mut self, command: HubCommand) {
         match command {
             HubCommand::Open(opened) => self.open_stream(opened),
@@ -405,7 +411,7 @@ impl HubLoop {
         }
     }
 
-    /// Opens the stream of an agent that is being started.
+    /// Registers the stream of an agent that is about to be started.
     fn open_stream(&mut self, opened: OpenedStream) {
         let OpenedStream { stream, host, halves, stderr, progress, first_agent } = opened;
         self.router.open_stream(stream);
@@ -416,7 +422,8 @@ impl HubLoop {
         self.streams.insert(stream, state);
     }
 
-    /// Uses the connection to an agent as a link.
+    /// Makes the connection to an agent a link of the tree, with the agent directly below the
+    /// controller.
     fn add_root(&mut self, setup: TreeSetup, control: StdStream, stderr: StdStream) -> io::Result<()> {
         control.set_nonblocking(true)?;
         stderr.set_nonblocking(true)?;
@@ -430,7 +437,7 @@ impl HubLoop {
         Ok(())
     }
 
-    /// Handles a frame, or the end of a link.
+    /// Handles a frame from a link, or the end of a link.
     fn receive(&mut self, link: LinkId, frame: Option<TreeFrame>) {
         if !self.links.record_input(link) {
             return;
@@ -444,8 +451,8 @@ impl HubLoop {
         }
     }
 
-    /// Handles the end of the link to an agent that is connected with the controller. The agent
-    /// cannot connect in another way, so its stream ends. The others may find another way.
+    /// Handles the end of the link to an agent directly below the controller. The agent cannot
+    /// connect in another way, so its stream ends. The others may find another way.
     fn remove_root(&mut self, link: LinkId) {
         self.router.remove_child(link);
         if let Some(stream) = self.roots.remove(&link) {
@@ -463,8 +470,8 @@ impl HubLoop {
         }
     }
 
-    /// Executes the actions of the router, and those that follow from them. Handles links that were
-    /// closed because their queues were full.
+    /// Executes all actions that the router requests. Handles links that were closed because their
+    /// queues were full.
     fn execute_actions(&mut self) {
         loop {
             let (actions, overflowed) = (self.router.take_actions(), self.links.take_overflowed());
@@ -476,7 +483,7 @@ impl HubLoop {
         }
     }
 
-    /// Executes one action of the router.
+    /// Executes one action that the router requests.
     fn execute_action(&mut self, action: RouterAction) {
         match action {
             RouterAction::Send(link, frame) => self.links.send(link, frame),
@@ -526,7 +533,7 @@ impl HubLoop {
         }
     }
 
-    /// Ends the streams that had no way for longer than permitted.
+    /// Ends the streams that have not been connected through the tree for too long.
     fn end_detached_streams(&mut self) {
         while let Some((since, stream)) = self.detached.front().copied()
             && since.elapsed() >= self.max_detached
@@ -544,7 +551,7 @@ impl HubLoop {
         }
     }
 
-    /// Ends the streams of an agent for the controller. `failure` is the reason, if the
+    /// Ends the streams that connect the controller with an agent. `failure` is the reason, if the
     /// connection's thread has recorded none.
     fn end_stream(&mut self, stream: StreamId, failure: Option<Diagnostic>) {
         self.planner.change(|planner| planner.remove(stream));
@@ -557,7 +564,7 @@ impl HubLoop {
     }
 }
 
-/// Passes on what an agent writes to its standard error over SSH.
+/// Reads the standard error of an agent from its SSH connection, and forwards the lines to `lines`.
 async fn forward_stderr(mut stream: UnixStream, lines: mpsc::Sender<String>) {
     let mut buffer = vec![0; STDERR_CHUNK_BYTES];
     while let Ok(count @ 1..) = stream.read(&mut buffer).await {
@@ -567,7 +574,7 @@ async fn forward_stderr(mut stream: UnixStream, lines: mpsc::Sender<String>) {
     }
 }
 
-/// Writes what an agent wrote to its standard error to the reader at the controller.
+/// Writes the lines of an agent's standard error to the stream that the controller reads.
 async fn write_stderr(mut output: DuplexStream, mut lines: mpsc::Receiver<String>) {
     while let Some(line) = lines.recv().await {
         if output.write_all(line.as_bytes()).await.is_err() {

@@ -6,21 +6,21 @@ use std::{
     net::SocketAddr,
 };
 
-/// The number of hosts to which one host sends the executable at the same time. Transfers share the
-/// network of the sender, so with one transfer at a time the number of senders grows fastest.
+/// The largest number of hosts to which one host sends the executable at the same time. Transfers
+/// share the network of the sender, so with one transfer at a time the number of senders grows
+/// fastest.
 const MAX_TRANSFERS: usize = 1;
-/// The number of hosts to which the controller sends the executable at the same time. A slow host
-/// does not delay all others.
+/// The largest number of hosts to which the controller sends the executable at the same time. A
+/// slow host does not delay all others.
 const MAX_CONTROLLER_TRANSFERS: usize = 2;
-/// The largest number of agents above an agent to which it may connect. A tree of the default width
-/// with as many levels has millions of agents.
+/// The largest number of agents on the path to the controller to which an agent may connect. A tree
+/// of the default width with as many levels has millions of agents.
 const MAX_ANCESTORS: usize = 8;
-/// The number of agents of the first level to which an agent may also connect, if those above it
-/// cannot be reached.
+/// The number of agents directly below the controller to which an agent may connect if no agent
+/// above it can be reached.
 const SPARE_PARENTS: usize = 4;
 
-/// The number of agents that are considered at once for a new list of agents to which they may
-/// connect.
+/// The largest number of agents whose lists of possible parents are updated at once.
 const UPDATES_AT_ONCE: usize = 64;
 
 /// The place of an agent in the tree.
@@ -32,7 +32,7 @@ pub(crate) enum TreePlace {
     Below(Vec<TreeParent>),
 }
 
-/// Where a host gets the executable.
+/// The source from which a host gets the executable, which is another host or the controller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum TreeSource {
     /// From the controller, over SSH.
@@ -41,7 +41,7 @@ pub(crate) enum TreeSource {
     Agent(TreeParent),
 }
 
-/// An agent of the tree.
+/// An agent in the planned tree, with its parent, depth and number of children.
 #[derive(Debug, Default)]
 struct PlannedAgent {
     /// The number of agents between the agent and the controller.
@@ -56,7 +56,7 @@ struct PlannedAgent {
     addresses: Option<Vec<SocketAddr>>,
 }
 
-/// Decides on the places of agents in the tree.
+/// Decides where agents are placed in the tree, and which hosts send the executable to others.
 #[derive(Debug)]
 pub(crate) struct TreePlanner {
     /// The largest number of agents below the controller, and below each agent.
@@ -77,7 +77,7 @@ pub(crate) struct TreePlanner {
 }
 
 impl TreePlanner {
-    /// Creates the planner of a tree of this width.
+    /// Creates the planner of a tree in which each agent has at most `width` agents below it.
     pub(crate) fn new(width: usize) -> TreePlanner {
         TreePlanner {
             width: width.max(1),
@@ -91,9 +91,9 @@ impl TreePlanner {
         }
     }
 
-    /// Chooses the place of an agent: below the controller or, if the controller has enough, below
-    /// the agent with the least depth that has the fewest agents below it. Returns `None` if the
-    /// agent has to wait until another agent accepts agents.
+    /// Places an agent in the tree, below the controller or, if that has enough agents, below the
+    /// least loaded agent of the lowest depth. Returns `None` if the agent has to wait until
+    /// another agent accepts agents.
     pub(crate) fn place(&mut self, stream: StreamId) -> Option<TreePlace> {
         if self.roots.len() < self.width {
             self.roots.insert(stream);
@@ -107,15 +107,15 @@ impl TreePlanner {
         Some(TreePlace::Below(self.list_parents(parent)))
     }
 
-    /// Lists the agents to which the agent of a stream may connect. The list is empty for an agent
-    /// that is connected with the controller.
+    /// Lists the possible parents of the agent of a stream, to which it may connect. The list is
+    /// empty for an agent that is connected with the controller.
     pub(crate) fn list_parents_of(&self, stream: StreamId) -> Vec<TreeParent> {
         let parent = self.agents.get(&stream).and_then(|agent| agent.parent);
         parent.map(|parent| self.list_parents(parent)).unwrap_or_default()
     }
 
-    /// Lists the agents to which an agent below `parent` may connect: its neighbour above, those
-    /// above that, and some of the first level.
+    /// Lists the possible parents of an agent below `parent`, which are `parent`, the agents above
+    /// that, and some directly below the controller.
     fn list_parents(&self, parent: StreamId) -> Vec<TreeParent> {
         let mut parents: Vec<TreeParent> = Vec::new();
         let mut next = Some(parent);
@@ -131,7 +131,8 @@ impl TreePlanner {
         parents
     }
 
-    /// Returns an agent with its addresses; `None` if it accepts no agents.
+    /// Returns an agent and the addresses at which it accepts other agents, or `None` if it accepts
+    /// no agents.
     fn find_parent(&self, stream: StreamId) -> Option<TreeParent> {
         let addresses = self.agents.get(&stream)?.addresses.clone()?;
         Some(TreeParent { stream, addresses })
@@ -143,9 +144,9 @@ impl TreePlanner {
         self.change(stream, |agent| agent.addresses = Some(addresses));
     }
 
-    /// Lists a limited number of agents, each with the agents to which it may connect from now on.
-    /// After a change, a round of calls lists every agent, so that each one knows several others
-    /// that are alive. Without a change, the list is empty.
+    /// Lists a limited number of agents whose possible parents have changed, each with its new
+    /// list. After a change, a round of calls lists every agent, so that each one knows several
+    /// others that are alive. Without a change, the list is empty.
     pub(crate) fn list_updates(&mut self) -> Vec<(StreamId, Vec<TreeParent>)> {
         let first = match self.next_update {
             Some(stream) => stream,
@@ -160,7 +161,8 @@ impl TreePlanner {
         considered.into_iter().filter_map(list).filter(|(_, parents)| !parents.is_empty()).collect()
     }
 
-    /// Records that an agent has no way to the controller, so that it accepts no others.
+    /// Records that an agent is no longer connected with the controller, so that it accepts no
+    /// other agents.
     pub(crate) fn mark_detached(&mut self, stream: StreamId) {
         self.change(stream, |agent| agent.addresses = None);
     }
@@ -174,7 +176,8 @@ impl TreePlanner {
         }
     }
 
-    /// Chooses where a host gets the executable. Returns `None` if all hosts that have it are busy.
+    /// Chooses and reserves the source from which a host gets the executable. Returns `None` if all
+    /// hosts that have it are busy.
     pub(crate) fn take_source(&mut self) -> Option<TreeSource> {
         match self.sources.first().copied() {
             Some((transfers, stream)) if transfers < MAX_TRANSFERS => {
@@ -190,7 +193,7 @@ impl TreePlanner {
         }
     }
 
-    /// Records that a transfer of the executable has ended.
+    /// Releases the source of the executable after a transfer has ended.
     pub(crate) fn return_source(&mut self, source: &TreeSource) {
         match source {
             TreeSource::Controller => self.controller_transfers = self.controller_transfers.saturating_sub(1),
@@ -200,7 +203,8 @@ impl TreePlanner {
         }
     }
 
-    /// Changes an agent, and its entries in the lists of agents to choose from.
+    /// Changes an agent, and updates its entries in the sorted sets from which parents and sources
+    /// are chosen.
     fn change(&mut self, stream: StreamId, change: impl FnOnce(&mut PlannedAgent)) {
         let Some(agent) = self.agents.get_mut(&stream) else { return };
         self.open.remove(&(agent.depth, agent.children, stream));

@@ -1,5 +1,5 @@
-//! Tests of the planner: places, senders of the executable, the controller's work with 10,000
-//! agents, and the computed time of their start.
+//! Tests of the planner, which cover places, senders of the executable, the controller's work with
+//! 10,000 agents, and the computed time of their start.
 use super::*;
 use crate::connection::tree::{LinkId, RouterAction, TreeRouter};
 use std::{
@@ -206,15 +206,15 @@ fn the_work_of_the_controller_per_host_does_not_depend_on_the_number_of_hosts() 
 const EXECUTABLE_BITS: f64 = 36e6 * 8.0;
 /// The rate of each host's network, in bits per second.
 const LINK_RATE: f64 = 1e9;
-/// The time of a login and of the search for the executable, in seconds, and the time from the end
-/// of a transfer until an agent accepts others. `docs/benchmarks/scale.md` states how they were
-/// measured.
+/// The time of a login and of the search for the executable, in seconds. `docs/benchmarks/scale.md`
+/// states how they were measured.
 const LOGIN_S: f64 = 0.15;
+/// The time from the end of a transfer until the started agent accepts other agents, in seconds.
 const START_S: f64 = 0.1;
 /// The CPU time of the controller for each host, in seconds.
 const CONTROLLER_CPU_S: f64 = 0.003;
 
-/// An event of the computation: the end of a login, of a transfer, or of the start of an agent.
+/// An event of the simulated start of the agents.
 #[derive(Clone, Debug, PartialEq)]
 enum StartEvent {
     LoggedIn,
@@ -222,8 +222,8 @@ enum StartEvent {
     Ready(StreamId),
 }
 
-/// Computes the time in which this number of hosts, of which none has the executable, start their
-/// agents, in seconds. Also returns the largest number of transfers by one host.
+/// Simulates the start of agents on this number of hosts, of which none has the executable, and
+/// returns the time in seconds. Also returns the largest number of transfers by one host.
 fn compute_start(hosts: u64, fanout: usize, copies: usize) -> (f64, usize) {
     let mut planner = TreePlanner::new(fanout);
     let mut events: Vec<Option<StartEvent>> = Vec::new();
