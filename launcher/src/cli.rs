@@ -81,8 +81,8 @@ fn find_help_command(args: &[OsString]) -> String {
     format!("{} --help", words.join(" "))
 }
 
-/// Returns the output format in which an error about `args` is printed: JSON if `args` contain
-/// `--json` before `--`.
+/// Returns whether an error about the arguments `args` is printed as JSON or as text. The format is
+/// JSON if `args` contain `--json` before `--`.
 fn detect_requested_format(args: &[OsString]) -> OutputFormat {
     let options = args.iter().take_while(|arg| *arg != "--");
     OutputFormat { json: options.into_iter().any(|arg| arg == "--json"), ..OutputFormat::default() }
@@ -127,7 +127,7 @@ fn insert_drop_in_command(mut args: Vec<OsString>) -> Vec<OsString> {
     args
 }
 
-/// Inserts the default command, so that `launch job.yaml …` becomes `launch run job.yaml …`.
+/// Inserts the default command `run`, so that `launch job.yaml …` becomes `launch run job.yaml …`.
 /// Returns other command lines unchanged.
 ///
 /// A first word that consists of letters only is always a command, also if no command has this
@@ -212,8 +212,8 @@ fn usage_error(error: &clap::Error, help_command: &str) -> Diagnostic {
     usage.with_help(format!("see `{help_command}`"))
 }
 
-/// Converts a text, several texts or a number in the context of clap's error to text. Returns
-/// `None` for other types of values.
+/// Converts one value in the context of clap's error, which is a text, several texts or a number,
+/// to text. Returns `None` for other types of values.
 fn context_to_text(value: &ContextValue) -> Option<String> {
     match value {
         ContextValue::String(text) => Some(text.clone()),

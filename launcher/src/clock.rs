@@ -4,8 +4,8 @@
 //! a debugger.
 use std::time::{Duration, Instant, SystemTime};
 
-/// The longest time by which the clock advances between two calls of [`RunningClock::now`]. The
-/// event loops that use the clock call it more often than this.
+/// The longest time by which the clock advances between two readings. The event loops that use the
+/// clock call it more often than this.
 const MAX_STEP: Duration = Duration::from_secs(2);
 
 /// Measures the time since [`RunningClock::start`], without the time during which the process was
@@ -28,8 +28,8 @@ impl RunningClock {
         self.advance_to(Instant::now())
     }
 
-    /// Returns whether more than [`MAX_STEP`] has passed since the last reading of the clock, so
-    /// that the process was probably stopped.
+    /// Returns whether more than [`MAX_STEP`] has passed since the last reading of the clock,
+    /// because the process was probably stopped.
     pub(crate) fn has_paused(&self) -> bool {
         self.last.elapsed() > MAX_STEP
     }

@@ -1,4 +1,4 @@
-//! Control connections: framed messages over any byte stream.
+//! Control connections, which carry framed messages over any byte stream.
 //!
 //! A connection inside SSH or through a pipe carries unencrypted frames. Any other connection
 //! begins with the [`handshake`] and is encrypted.

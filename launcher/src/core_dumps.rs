@@ -3,11 +3,11 @@
 use nix::sys::resource::{Resource, getrlimit, rlim_t, setrlimit};
 use std::{io, os::unix::process::CommandExt, process::Command, sync::OnceLock};
 
-/// The limit on the size of core files, in bytes, at which the kernel writes no core file and
-/// starts no program that collects core files. At the limit 0 it starts such a program.
+/// The core file size limit, in bytes, at which the kernel writes no core file and starts no
+/// program that collects core files. At the limit 0 it starts such a program.
 const NO_CORE_DUMP: rlim_t = 1;
 
-/// The limits of core dumps with which this process was started; empty before
+/// The limits on core files with which this process was started; empty before
 /// [`disable_core_dumps`].
 static INHERITED: OnceLock<(rlim_t, rlim_t)> = OnceLock::new();
 
@@ -19,9 +19,8 @@ pub(crate) fn disable_core_dumps() -> io::Result<()> {
     Ok(setrlimit(Resource::RLIMIT_CORE, NO_CORE_DUMP.min(hard), hard)?)
 }
 
-/// Gives the process that `command` starts the limit of core dumps with which this process was
-/// started. The function is called for workers, and for agents, which pass the limit on to their
-/// workers.
+/// Makes `command` start its process with the core file limits with which this process was started.
+/// The function is called for workers, and for agents, which pass the limit on to their workers.
 pub(crate) fn restore_core_dumps(command: &mut Command) {
     let Some((soft, hard)) = INHERITED.get().copied() else { return };
     // SAFETY: the closure makes one system call, which is allowed between fork and exec.

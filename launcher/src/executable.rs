@@ -1,4 +1,4 @@
-//! Computes the content hash of the running executable. The hash identifies the copy of the
+//! Computes hashes of the running executable's content. The hash identifies the copy of the
 //! executable in a host's cache.
 use sha2::{Digest, Sha256};
 use std::{

@@ -14,13 +14,13 @@ use std::{
 };
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 
-/// The size of the header of a record, in bytes.
+/// The size of the header of an encrypted record, in bytes.
 const HEADER_BYTES: usize = 2;
-/// The size of the tag that authenticates a record, in bytes.
+/// The size of the authentication tag of an encrypted record, in bytes.
 const TAG_BYTES: usize = 16;
-/// The largest number of bytes of text that one record carries.
+/// The largest number of bytes of plaintext that one encrypted record carries.
 pub(super) const MAX_RECORD_TEXT: usize = u16::MAX as usize - TAG_BYTES;
-/// The largest capacity of a buffer that stays allocated while the buffer is empty, in bytes.
+/// The largest capacity, in bytes, of an empty buffer whose memory is not freed.
 const KEPT_BYTES: usize = 8 << 10;
 
 /// A byte stream that is encrypted with the keys on which a handshake has agreed.
@@ -75,7 +75,7 @@ impl<S> EncryptedStream<S> {
 }
 
 impl<S: AsyncWrite + Unpin> EncryptedStream<S> {
-    /// Writes a record without text, which proves that this side has the keys.
+    /// Writes a record without plaintext, which proves that this side has the keys.
     pub(super) async fn write_empty_record(&mut self) -> io::Result<()> {
         let record = encrypt_record(&self.keys, self.next_write, &[])?;
         self.next_write += 1;
@@ -98,8 +98,8 @@ impl<S: AsyncRead + Unpin> EncryptedStream<S> {
     }
 }
 
-/// Encrypts `text` as the record with the number `number`. Fails if the text is longer than
-/// [`MAX_RECORD_TEXT`].
+/// Encrypts the plaintext `text` as the record with the number `number`. Fails if the text is
+/// longer than [`MAX_RECORD_TEXT`].
 fn encrypt_record(keys: &StatelessTransportState, number: u64, text: &[u8]) -> io::Result<Vec<u8>> {
     let mut record = vec![0; HEADER_BYTES + text.len() + TAG_BYTES];
     let (header, ciphertext) = record.split_at_mut(HEADER_BYTES);
@@ -131,8 +131,9 @@ impl<R> EncryptedReader<R> {
 }
 
 impl<R: AsyncRead + Unpin> EncryptedReader<R> {
-    /// Reads the next record into `self.record`. Returns false if the stream ends between two
-    /// records. Fails if the stream ends within a record.
+    /// Continues to read the next record into `self.record`, and returns when it is complete.
+    /// Returns false if the stream ends between two records. Fails if the stream ends within a
+    /// record.
     fn poll_record(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<bool>> {
         loop {
             let length = match self.record.first_chunk::<HEADER_BYTES>() {
@@ -173,7 +174,7 @@ impl<R: AsyncRead + Unpin> EncryptedReader<R> {
     }
 }
 
-/// Builds the error for a record that cannot be decrypted.
+/// Builds the error that a record was altered, because it cannot be decrypted.
 fn build_altered_error() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "the encrypted data were altered on the way")
 }
@@ -225,8 +226,7 @@ pub(crate) struct EncryptedWriter<W> {
 }
 
 impl<W: AsyncWrite + Unpin> EncryptedWriter<W> {
-    /// Writes the part of the most recently encrypted record that is not written yet to the
-    /// underlying stream.
+    /// Continues to write the most recently encrypted record to the underlying stream.
     fn poll_write_record(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         while self.written < self.record.len() {
             let rest = &self.record[self.written..];

@@ -18,7 +18,8 @@ where
     read_short_frame(stream, MAX_FRAME_BYTES).await
 }
 
-/// Reads one frame as [`read_frame`] does. Fails if its body is longer than `max_bytes`.
+/// Reads one frame of at most `max_bytes` bytes from a stream and decodes its message. Fails if its
+/// body is longer than `max_bytes`.
 pub(crate) async fn read_short_frame<R, T>(stream: &mut R, max_bytes: u32) -> Result<Option<T>, FrameError>
 where
     R: AsyncRead + Unpin,

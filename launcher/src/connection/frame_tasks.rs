@@ -8,8 +8,8 @@ use tokio::{
     sync::mpsc,
 };
 
-/// The capacity of a connection's queue of unsent messages. A message that does not fit is dropped
-/// or, if it is critical, kept in the overflow buffer of the [`Outbox`].
+/// The number of unsent messages that fit into the queue of a connection. A message that does not
+/// fit is dropped or, if it is critical, kept in the overflow buffer of the [`Outbox`].
 const QUEUE_CAPACITY: usize = 4096;
 /// The number of places of the queue that are reserved for messages above [`MessagePriority::Low`].
 /// Messages of low priority are dropped if no further place is free.
@@ -20,12 +20,12 @@ const RESERVED_FOR_CRITICAL: usize = 512;
 /// The capacity of an [`Outbox`]'s overflow buffer, in messages. If queue and buffer are full,
 /// critical messages are dropped, too.
 const OVERFLOW_CAPACITY: usize = 4096;
-/// The size of a full batch of encoded messages, in bytes. A full batch is written before waiting
-/// messages are encoded.
+/// The number of bytes of encoded messages after which a batch is written to the stream. A full
+/// batch is written before waiting messages are encoded.
 pub(super) const BATCH_BYTES: usize = 64 << 10;
 
-/// The sending end of a channel that carries the messages of several connections, each with the
-/// sender's id.
+/// The sending end of a channel that receives the messages of several connections, each with the id
+/// of its sender.
 ///
 /// The last message of a connection is `Ok(None)` if the stream ended, or an error.
 pub(crate) type InboxSender<K, T> = mpsc::Sender<(K, Result<Option<T>, FrameError>)>;
@@ -74,8 +74,8 @@ where
     }
 }
 
-/// The priority of a message. Messages of low priority are dropped first when the other side does
-/// not read.
+/// The priority of a message, by which it is kept or dropped when the queue is full. Messages of
+/// low priority are dropped first when the other side does not read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MessagePriority {
     /// Output lines, heartbeats and progress, which are dropped first.
@@ -87,8 +87,9 @@ pub(crate) enum MessagePriority {
     Critical,
 }
 
-/// The sending end of a connection: a queue of messages, which [`write_frames`] empties, and an
-/// overflow buffer for critical messages that do not fit into the queue. Sending never blocks.
+/// The sending end of a control connection, in which sending a message never blocks. It consists of
+/// a queue of messages, which [`write_frames`] empties, and an overflow buffer for critical
+/// messages that do not fit into the queue.
 #[derive(Debug)]
 pub(crate) struct Outbox<T> {
     queue: mpsc::Sender<T>,

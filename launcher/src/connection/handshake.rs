@@ -30,15 +30,15 @@ pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The length of the longest invitation, in bytes without the line break. A longer line is
 /// rejected.
 const MAX_INVITATION_BYTES: usize = 4096;
-/// The first bytes that an agent sends on a connection: the protocol and its version.
+/// The first bytes that an agent sends on a connection, which name the protocol and its version.
 const MAGIC: &[u8; 8] = b"launchJ2";
-/// The pattern and the algorithms of the handshake.
+/// The Noise protocol pattern and the cryptographic algorithms of the handshake.
 const NOISE_PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
-/// The length of a handshake message without text, in bytes: a public key and a tag.
+/// The length of a handshake message without payload (a public key and a tag), in bytes.
 const EMPTY_MESSAGE_BYTES: usize = 48;
 /// The length of the longest name of a host, in bytes.
 const MAX_NAME_BYTES: usize = 255;
-/// The first word of an invitation: the protocol and its version.
+/// The first word of an invitation, which names the protocol and its version.
 const INVITATION_PREFIX: &str = "launch-join-1";
 
 /// The secret key that a controller shares with one group of agents. It is never printed.
@@ -67,7 +67,7 @@ impl HandshakeKey {
         HandshakeKey(key.0)
     }
 
-    /// Begins a handshake with this key, for the side with this role.
+    /// Creates the state of a handshake with this key, for the side with the role `role`.
     fn begin_handshake(&self, role: HandshakeRole) -> Result<HandshakeState, HandshakeError> {
         let builder = Builder::new(NOISE_PATTERN.parse()?).psk(0, &self.0)?.prologue(MAGIC)?;
         Ok(match role {
@@ -177,7 +177,7 @@ fn read_random_bytes() -> io::Result<[u8; 32]> {
     Ok(bytes)
 }
 
-/// The key and addresses that an agent needs to connect to its controller. The agent gets the
+/// The key and the addresses by which an agent connects to its controller. The agent gets the
 /// invitation as one line of text on its standard input.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Invitation {
@@ -236,8 +236,8 @@ fn parse_key(hex: &str) -> Option<HandshakeKey> {
     bytes.try_into().ok().map(HandshakeKey)
 }
 
-/// Performs the agent's side of the handshake for the host `name`, up to the proof that the peer is
-/// the controller. Fails if the peer does not hold the key.
+/// Performs the agent's side of the handshake for the host `name`, until the controller has proved
+/// that it holds the key. Fails if the peer does not hold the key.
 ///
 /// An agent may perform handshakes on several connections simultaneously. The connection on which
 /// the agent then calls [`VerifiedControllerStream::confirm`] becomes the control connection.
@@ -270,8 +270,8 @@ where
     Ok(VerifiedControllerStream(EncryptedStream::new(stream, handshake.into_stateless_transport_mode()?)))
 }
 
-/// A connection in the middle of a handshake: the controller has proved that it holds the key, and
-/// the agent has not.
+/// A connection whose controller has proved that it holds the key, while the agent has not yet sent
+/// its own proof.
 pub(crate) struct VerifiedControllerStream<S>(EncryptedStream<S>);
 
 impl<S: AsyncWrite + Unpin> VerifiedControllerStream<S> {
@@ -299,9 +299,10 @@ where
     answer_agent(stream, handshake).await.map(|stream| (stream, name))
 }
 
-/// Performs the controller's side of the handshake as [`authenticate_agent`] does. An agent that
-/// has another key receives an answer, from which it learns that the keys differ. So a process that
-/// dialed the address by itself reports the cause.
+/// Performs the controller's side of the handshake with a node that joins, as
+/// [`authenticate_agent`] does with an agent. An agent that has another key receives an answer,
+/// from which it learns that the keys differ. So a process that dialed the address by itself
+/// reports the cause.
 pub(crate) async fn authenticate_node<S>(
     mut stream: S,
     key: &HandshakeKey,
@@ -370,9 +371,9 @@ where
     }
 }
 
-/// Reads bytes of a peer without the key as the controller does: as a handshake, and as records
-/// after a handshake. Returns the error of the handshake. Panics if the handshake succeeds or a
-/// record is decrypted.
+/// Checks, for fuzzing, that the controller rejects the bytes of a peer without the key. The bytes
+/// are read as a handshake, and as records after a handshake. Returns the error of the handshake.
+/// Panics if the handshake succeeds or a record is decrypted.
 pub(crate) fn read_untrusted_connection(bytes: &[u8]) -> Result<(), HandshakeError> {
     /// Runs a future whose streams are always ready.
     fn run<F: Future>(future: F) -> F::Output {

@@ -27,8 +27,8 @@ pub(crate) fn open_listeners(
     addresses.iter().map(open).collect()
 }
 
-/// Opens a TCP listener at `address`, an address of this machine, to which `agents` agents will
-/// connect. Port 0 stands for any free port. The function must be called within a runtime.
+/// Opens a TCP listener at `address` with a backlog for `agents` agents. Port 0 stands for any free
+/// port. The function must be called within a runtime.
 fn listen(address: SocketAddr, agents: usize) -> io::Result<TcpListener> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
     if address.port() != 0 {

@@ -12,8 +12,8 @@ const KEEPALIVE_IDLE_S: u32 = 10;
 /// The interval at which the kernel repeats an unanswered check, in seconds.
 const KEEPALIVE_INTERVAL_S: u32 = 5;
 
-/// Sets the options of the socket of a control connection: small messages are sent immediately, and
-/// the connection ends if the other host no longer answers.
+/// Sets the socket options of a control connection, so that small messages are sent immediately and
+/// an unreachable host is detected.
 pub(crate) fn set_control_options(socket: &impl AsFd) -> io::Result<()> {
     setsockopt(socket, sockopt::TcpNoDelay, &true)?;
     setsockopt(socket, sockopt::TcpUserTimeout, &TCP_USER_TIMEOUT_MS)?;

@@ -1,5 +1,5 @@
-//! The tree of agents: the byte streams between a controller and its agents, if the controller is
-//! connected only with some of the agents, and these carry the streams of the others.
+//! The tree of agents, in which the controller is connected only with some of the agents, and these
+//! carry the byte streams between the controller and the others.
 //!
 //! A *link* connects two neighbours of the tree. It carries frames ([`TreeFrame`]) of many streams.
 //! Each agent is the end of one stream, and passes the frames of the streams below it on. A stream

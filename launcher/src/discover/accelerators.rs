@@ -19,17 +19,17 @@ use nix::unistd::{AccessFlags, access};
 use protocol::hardware::Accelerator;
 use std::{path::Path, sync::OnceLock};
 
-/// The largest number of accelerators of a machine. Further accelerators are ignored.
+/// The largest number of accelerators that are discovered on one machine. Further accelerators are
+/// ignored.
 const MAX_ACCELERATORS: usize = 1024;
-/// The prefixes of device nodes in /dev through which programs may compute on devices that launch
-/// cannot select: GPUs in WSL and of NVIDIA's Tegra, and accelerators of Cambricon, Moore Threads,
+/// The name prefixes of device nodes in /dev of accelerators that launch cannot assign to workers.
+/// These are GPUs in WSL and of NVIDIA's Tegra, and accelerators of Cambricon, Moore Threads,
 /// Tecorigin and Google.
 const OTHER_DEVICES: [&str; 7] =
     ["dxg", "nvhost-gpu", "nvmap", "cambricon_dev", "mtgpu.", "tcaicard", "accel"];
 
-/// Discovers the accelerators of this machine, of each kind in the order in which their runtime
-/// numbers them. The files are read below `root`. `variable` returns environment variables of this
-/// process.
+/// Discovers the accelerators of this machine, ordered within each kind as their runtime numbers
+/// them. The files are read below `root`. `variable` returns environment variables of this process.
 ///
 /// Accelerators that the control group of this process denies are left out, because the runtimes do
 /// not number them. With ConstrainDevices, a scheduler denies the GPUs of other jobs, and the
@@ -45,8 +45,8 @@ pub(super) fn discover_accelerators(
     discover_in(&tree, variable, &|| MIG_UUIDS.get_or_init(|| read_mig_uuids("nvidia-smi")).clone())
 }
 
-/// Discovers the accelerators of the machine whose files `tree` reads. `mig_uuids` lists the UUIDs
-/// of MIG instances.
+/// Discovers the accelerators of the machine whose device files `tree` reads. `mig_uuids` lists the
+/// UUIDs of MIG instances.
 fn discover_in(
     tree: &DeviceTree<'_>,
     variable: &dyn Fn(&str) -> Option<String>,
@@ -66,16 +66,17 @@ fn discover_in(
     found
 }
 
-/// Returns whether `name` is that of a device node of another kind: the prefix, and a number or
-/// nothing. The directory `accel` holds nodes of kinds that launch knows.
+/// Returns whether the device node `name` consists of `prefix` and an optional number, and so
+/// belongs to an accelerator that launch cannot assign. The directory `accel` holds nodes of kinds
+/// that launch knows.
 fn is_other(name: &str, prefix: &str) -> bool {
     let number = name.strip_prefix(prefix);
     number.is_some_and(|n| n.bytes().all(|b| b.is_ascii_digit()) && !(n.is_empty() && prefix == "accel"))
 }
 
-/// Returns the accelerators that `text` describes for tests (`LAUNCH_GPUS`): a number, a kind and a
-/// number such as `npu:4`, or several of them as in `cuda:2,xpu:1`. At most [`MAX_ACCELERATORS`]
-/// are returned. Returns `None` if `text` is absent or malformed.
+/// Parses the simulated accelerators in the text of `LAUNCH_GPUS`, for tests. The text is a number,
+/// a kind and a number such as `npu:4`, or several of them as in `cuda:2,xpu:1`. At most
+/// [`MAX_ACCELERATORS`] are returned. Returns `None` if `text` is absent or malformed.
 pub(super) fn simulate_accelerators(text: Option<&str>) -> Option<Vec<Accelerator>> {
     let mut accelerators = Vec::new();
     for part in text?.split(',') {

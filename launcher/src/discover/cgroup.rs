@@ -5,7 +5,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The smallest number that stands for no limit. Version 1 writes a number near 2^63.
+/// The smallest memory limit that counts as no limit in control groups version 1. Version 1 writes
+/// a number near 2^63.
 const NO_LIMIT_V1: u64 = 1 << 60;
 
 /// The limits on CPU time and memory that control groups impose on this process.
@@ -17,8 +18,8 @@ pub(super) struct CgroupLimits {
     pub(super) memory: Option<u64>,
 }
 
-/// Reads the limits of this process's control groups and their parents, and returns the lowest
-/// ones. The files are read below `root`. A file that cannot be read imposes no limit.
+/// Reads the lowest limits among this process's control groups and their parents. The files are
+/// read below `root`. A file that cannot be read imposes no limit.
 pub(super) fn read_limits(root: &Path) -> CgroupLimits {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let mut limits = CgroupLimits::default();
@@ -72,7 +73,7 @@ pub(crate) fn read_oom_kill_count(root: &Path) -> Option<u64> {
     groups.lines().find_map(of_line)
 }
 
-/// Reads for how long quotas have stopped the processes of the control groups of a process, in
+/// Reads how long CPU quotas have stopped the processes in the control groups of a process, in
 /// microseconds. Reads the files below `root`. The largest time of the group and its parents
 /// counts. Returns `None` if the time cannot be read.
 pub(crate) fn read_throttled_us(root: &Path, pid: u32) -> Option<u64> {
@@ -96,8 +97,8 @@ pub(crate) fn read_throttled_us(root: &Path, pid: u32) -> Option<u64> {
     groups.lines().filter_map(of_line).max()
 }
 
-/// Reads the limit on memory of this process's control groups, and how much of it is used, both in
-/// bytes. Reads the files below `root`. Returns `None` if there is no limit.
+/// Reads the memory limit of this process's control groups and the memory in use, both in bytes.
+/// Reads the files below `root`. Returns `None` if there is no limit.
 pub(crate) fn read_memory_usage(root: &Path) -> Option<(u64, u64)> {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
     let mount = root.join("sys/fs/cgroup");
@@ -156,8 +157,8 @@ fn read_cpu_quota_v1(directory: &Path) -> Option<f64> {
     compute_quota_cpus(quota as f64, period as f64)
 }
 
-/// Computes the limit on CPU time, as a number of CPUs: `quota / period`. Returns `None` for no
-/// limit.
+/// Converts a CPU time quota per period to a number of CPUs (`quota / period`). Returns `None` for
+/// no limit.
 fn compute_quota_cpus(quota: f64, period: f64) -> Option<f64> {
     (quota > 0.0 && period > 0.0).then(|| quota / period)
 }

@@ -1,6 +1,6 @@
 //! [`parse_cpu_list`]: parses the lists of CPU numbers in /proc and /sys.
 
-/// The limit of CPU numbers: a CPU list with a number of this value or above is rejected.
+/// The CPU number from which on a CPU list is rejected.
 const MAX_CPUS: u32 = 65_536;
 
 /// Parses a list such as `0-3,8,10-11` into CPU numbers in ascending order. Returns `None` if the

@@ -18,8 +18,8 @@ pub fn discover_local() -> io::Result<HostInventory> {
     Ok(HostInventory { inherited_env: read_inherited_env(), addresses, reached_address, shm, ..found })
 }
 
-/// Reads the inventory of a machine from the files below `root`, the root directory of the machine.
-/// The addresses, the size of /dev/shm and the environment are missing in the result. `variable`
+/// Reads the inventory of the machine whose root directory is `root`, from its files. The
+/// addresses, the size of /dev/shm and the environment are missing in the result. `variable`
 /// returns environment variables of this process.
 fn discover_below(root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> io::Result<HostInventory> {
     let host = read_host_name_below(root)?;
@@ -53,7 +53,7 @@ fn discover_below(root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> io:
     })
 }
 
-/// Returns those environment variables of this process that belong to the inventory of a host, with
+/// Returns the environment variables of this process that an inventory of the host contains, with
 /// their values.
 fn read_inherited_env() -> Vec<(String, String)> {
     let value = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
@@ -64,7 +64,7 @@ fn read_inherited_env() -> Vec<(String, String)> {
     choices.chain(devices.filter_map(|name| Some(((*name).to_owned(), std::env::var(name).ok()?)))).collect()
 }
 
-/// Returns the address of this machine in the value of `SSH_CONNECTION`.
+/// Parses the address of this machine from the value of `SSH_CONNECTION`.
 fn parse_reached_address(connection: &str) -> Option<IpAddr> {
     connection.split(' ').nth(2)?.parse().ok()
 }

@@ -2,12 +2,12 @@
 use protocol::{control::InterfaceAddress, network_probe::NetworkInterface};
 use std::{collections::BTreeMap, fs, path::Path};
 
-/// The counters of a network interface that count lost or damaged packets.
+/// The names of the counters of lost or damaged packets of a network interface.
 const ERROR_COUNTERS: [&str; 5] =
     ["rx_errors", "rx_crc_errors", "rx_missed_errors", "tx_errors", "collisions"];
 
-/// Reads the properties of the interface with the address `selected`, from files below `root`, the
-/// root directory of the machine. Properties that the kernel does not know are `None`.
+/// Reads the properties of the network interface that has the address `selected`. Properties that
+/// the kernel does not know are `None`.
 pub(crate) fn inspect_interface(root: &Path, selected: &InterfaceAddress) -> NetworkInterface {
     let directory = root.join("sys/class/net").join(&selected.interface);
     // The kernel answers with an error for an interface without a link, and with -1 if unknown.

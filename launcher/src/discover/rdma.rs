@@ -1,5 +1,5 @@
-//! Finds InfiniBand, RoCE and EFA devices: their ports in /sys/class/infiniband, and the device
-//! nodes in /dev/infiniband through which programs use them.
+//! Finds InfiniBand, RoCE and EFA devices. Their ports are in /sys/class/infiniband, and the device
+//! nodes through which programs use them are in /dev/infiniband.
 use super::network_interfaces::read_driver_name;
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use protocol::network_probe::{RdmaDevice, RdmaPort, RdmaReport};
@@ -9,11 +9,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The largest number of devices, and of ports of a device, that are reported.
+/// The largest number of RDMA devices, and of ports of a device, that are inspected.
 const MAX_DEVICES: usize = 64;
 /// The largest number of addresses (GIDs) of a port that are counted.
 const MAX_GIDS: usize = 1024;
-/// The counters of a port that count damaged, lost or late packets, and retrained links.
+/// The names of the counters of a port for damaged, lost or late packets and retrained links.
 const ERROR_COUNTERS: [&str; 7] = [
     "symbol_error",
     "link_error_recovery",
@@ -24,7 +24,7 @@ const ERROR_COUNTERS: [&str; 7] = [
     "VL15_dropped",
 ];
 
-/// Finds the RDMA devices below `root`, the root directory of the machine.
+/// Inspects the RDMA devices of the machine whose root directory is `root`.
 pub(crate) fn inspect_rdma(root: &Path) -> RdmaReport {
     let devices = list_sorted(&root.join("sys/class/infiniband"), |_| true);
     let nodes = list_sorted(&root.join("dev/infiniband"), |name| {
@@ -45,8 +45,8 @@ pub(crate) fn inspect_rdma(root: &Path) -> RdmaReport {
     }
 }
 
-/// Lists the entries of a directory whose names `selects` selects, ordered by name with numbers in
-/// their numeric order, at most [`MAX_DEVICES`]. Returns nothing if the directory does not exist.
+/// Lists at most [`MAX_DEVICES`] entries of a directory whose names `selects` accepts, with numbers
+/// in numeric order. Returns nothing if the directory does not exist.
 fn list_sorted(directory: &Path, selects: impl Fn(&str) -> bool) -> Vec<PathBuf> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();

@@ -25,9 +25,9 @@ pub(crate) fn find_reachable_addresses(
     found.into_iter().chain([loopback]).collect()
 }
 
-/// Sorts addresses of this machine by how likely it is that agents on other nodes reach them, and
-/// removes duplicates: first global and private addresses, then link-local ones, then loopback.
-/// IPv4 comes before IPv6.
+/// Sorts addresses of this machine by how likely agents on other nodes can reach them, and removes
+/// duplicates. Global and private addresses come first, then link-local ones, then loopback. IPv4
+/// comes before IPv6.
 ///
 /// Returns the first [`MAX_ADDRESSES`] addresses, which fit into an invitation, and the others.
 pub(crate) fn select_addresses(addresses: Vec<IpAddr>) -> (Vec<IpAddr>, Vec<IpAddr>) {

@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, fs, path::Path};
 /// The largest number of CPUs of a machine that are taken into account. Further CPUs are ignored.
 const MAX_CPUS: usize = 16_384;
 
-/// Reads from /sys, below `root`, to which cores and NUMA nodes the CPUs `allowed` belong. A CPU
+/// Reads the cores and NUMA nodes to which the CPUs `allowed` belong from /sys below `root`. A CPU
 /// whose files cannot be read becomes a core of NUMA node 0.
 pub(super) fn read_topology(root: &Path, allowed: &[u32]) -> CpuTopology {
     let nodes = read_numa_node_by_cpu(root);
@@ -24,14 +24,13 @@ pub(super) fn read_topology(root: &Path, allowed: &[u32]) -> CpuTopology {
     }
 }
 
-/// Returns the NUMA node that all of these CPUs belong to. Returns `None` if the CPUs belong to
-/// several nodes, or if the machine has a single node.
+/// Returns the NUMA node to which all of these CPUs belong, if there is one. Returns `None` if the
+/// CPUs belong to several nodes, or if the machine has a single node.
 pub(crate) fn find_common_numa_node(cpus: &[u32]) -> Option<u32> {
     find_common_numa_node_below(Path::new("/"), cpus)
 }
 
-/// Returns the NUMA node that all of `cpus` belong to, like [`find_common_numa_node`], but reads
-/// /sys below `root`.
+/// Returns the NUMA node to which all of `cpus` belong, from the files of /sys below `root`.
 fn find_common_numa_node_below(root: &Path, cpus: &[u32]) -> Option<u32> {
     let nodes = read_numa_node_by_cpu(root);
     let several = nodes.values().any(|node| Some(node) != nodes.values().next());

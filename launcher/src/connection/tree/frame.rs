@@ -5,10 +5,11 @@ use protocol::control::JobKey;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::{fmt, net::SocketAddr};
 
-/// The largest number of bytes of a frame on a link.
+/// The largest size of a frame on a link of the tree, in bytes.
 pub(crate) const MAX_TREE_FRAME_BYTES: u32 = 64 << 10;
 
-/// The number of a stream. A controller gives each agent that it starts another number.
+/// The number that identifies the stream of one agent in the tree. A controller gives each agent
+/// that it starts another number.
 pub(crate) type StreamId = u64;
 
 /// A message on a link of the tree.
@@ -88,7 +89,7 @@ impl TreeFrame {
     }
 }
 
-/// An agent to which another agent may connect.
+/// An agent to which another agent of the tree may connect, with its addresses.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct TreeParent {
     /// The stream whose end the agent is.
@@ -96,7 +97,7 @@ pub(crate) struct TreeParent {
     pub(crate) addresses: Vec<SocketAddr>,
 }
 
-/// The place of an agent in the tree.
+/// The first message to an agent of the tree, which states its place and its settings.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct TreeSetup {
     /// The stream whose end the agent is.
@@ -123,7 +124,8 @@ pub(crate) struct TreeSetup {
     pub(crate) fetch_token: String,
 }
 
-/// How much one end of a stream has received. The end of a direction counts as one byte.
+/// The number of bytes that one end of a stream has received, and that its reader has taken. The
+/// end of a direction counts as one byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct StreamProgress {
     /// The offset behind the last received byte.
@@ -151,7 +153,7 @@ impl Serialize for StreamBytes {
 
 impl<'de> Deserialize<'de> for StreamBytes {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        /// Accepts binary data.
+        /// A visitor that accepts only MessagePack binary data.
         struct BytesVisitor;
         impl de::Visitor<'_> for BytesVisitor {
             type Value = StreamBytes;

@@ -17,24 +17,25 @@ use tokio::{
     time::{Instant, timeout},
 };
 
-/// The number of a link, which no other link of the process has.
+/// The number that identifies a link within this process.
 pub(crate) type LinkId = u64;
 /// A frame that arrived on a link, or the end of the link (`None`).
 pub(crate) type LinkInput = (LinkId, Option<TreeFrame>);
 
-/// The number of bytes that may wait for a link that does not take them. A link with more is
-/// closed, and the streams on it find another way.
+/// The largest number of bytes that may wait to be sent on a link. A link with more is closed, and
+/// the streams on it find another way.
 const MAX_QUEUED_BYTES: usize = 64 << 20;
-/// The number of bytes in the queue of the link to the neighbour above from which on frames of the
-/// neighbours below are not read.
+/// The number of bytes in the queue to the neighbour above from which on no frames are read from
+/// the neighbours below.
 const HIGH_WATER_BYTES: usize = 1 << 20;
-/// An estimate of the size of a frame without its bytes, for the limits of queues.
+/// The estimated size of a frame without its payload in bytes, which counts for the limits of
+/// queues.
 const FRAME_OVERHEAD: usize = 64;
-/// How long the writing task of a closed link may take for the frames that wait. Afterwards the
-/// frames are dropped, because the neighbour takes none.
+/// How long the queued frames of a closed link may take to be written. Afterwards the frames are
+/// dropped, because the neighbour takes none.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// One link.
+/// A connection to a neighbour in the tree, with its queue and its tasks.
 struct Link {
     queue: mpsc::Sender<TreeFrame>,
     /// The number of bytes in the queue.
@@ -45,7 +46,7 @@ struct Link {
 }
 
 impl Link {
-    /// Closes the link after the frames in its queue are written, for [`FLUSH_TIMEOUT`] at most.
+    /// Closes the link after its queued frames were written, or after [`FLUSH_TIMEOUT`].
     async fn finish(self) {
         let Link { queue, reader, mut writer, .. } = self;
         reader.abort();
@@ -56,7 +57,7 @@ impl Link {
     }
 }
 
-/// The links of a router.
+/// The links of one node of the tree to its neighbours.
 #[derive(Default)]
 pub(crate) struct LinkSet {
     links: HashMap<LinkId, Link>,
@@ -100,7 +101,7 @@ impl LinkSet {
         _ = target.queue.try_send(frame);
     }
 
-    /// Takes the list of links that were closed because their queues were full.
+    /// Returns the links that were closed because their queues were full, and clears the list.
     pub(crate) fn take_overflowed(&mut self) -> Vec<LinkId> {
         std::mem::take(&mut self.overflowed)
     }
@@ -118,7 +119,7 @@ impl LinkSet {
         }
     }
 
-    /// Closes all links, and waits until the frames in their queues are written, for a short time.
+    /// Closes all links after their queued frames were written, or after a short time.
     pub(crate) async fn finish(&mut self) {
         let mut closed: JoinSet<()> = self.links.drain().map(|(_, link)| link.finish()).collect();
         while closed.join_next().await.is_some() {}
@@ -130,7 +131,7 @@ impl LinkSet {
         silent.map(|(id, _)| *id).collect()
     }
 
-    /// Sends a sign of life on each link.
+    /// Sends a heartbeat on each link.
     pub(crate) fn send_heartbeats(&mut self) {
         let links: Vec<LinkId> = self.links.keys().copied().collect();
         for link in links {
@@ -138,7 +139,8 @@ impl LinkSet {
         }
     }
 
-    /// Does not count the last `pause` as silence of any link, because this process did not run.
+    /// Makes the last `pause`, during which this process did not run, not count as silence of any
+    /// link.
     pub(crate) fn excuse(&mut self, pause: Duration) {
         let now = Instant::now();
         for link in self.links.values_mut() {
@@ -146,27 +148,28 @@ impl LinkSet {
         }
     }
 
-    /// Counts links, without `except`, as heard from just now, because this process has not read
-    /// them before.
+    /// Resets the time since the last frame of every link other than `except`, because this process
+    /// has not read from them before.
     pub(crate) fn renew(&mut self, except: Option<LinkId>) {
         let now = Instant::now();
         let renewed = self.links.iter_mut().filter(|(id, _)| Some(**id) != except);
         renewed.for_each(|(_, link)| link.last_heard = now);
     }
 
-    /// Returns the links, without `except`.
+    /// Returns the links other than `except`.
     pub(crate) fn list(&self, except: Option<LinkId>) -> Vec<LinkId> {
         self.links.keys().copied().filter(|link| Some(*link) != except).collect()
     }
 
-    /// Returns whether so many frames wait for a link that no more are to be read for it.
+    /// Returns whether so many frames wait to be sent on a link that no further ones should be read
+    /// for it.
     pub(crate) fn is_congested(&self, link: Option<LinkId>) -> bool {
         let link = link.and_then(|link| self.links.get(&link));
         link.is_some_and(|link| link.queued.load(Ordering::Relaxed) > HIGH_WATER_BYTES)
     }
 }
 
-/// Estimates the number of bytes of a frame in a queue.
+/// Estimates the number of bytes that a frame needs in a queue.
 fn measure_frame(frame: &TreeFrame) -> usize {
     FRAME_OVERHEAD
         + match frame {

@@ -6,12 +6,13 @@ use tokio::{
     sync::{Semaphore, mpsc},
 };
 
-/// The number of bytes that fit into the pipe between a stream and its reader or writer.
+/// The capacity, in bytes, of the pipe between a stream and its reader or writer.
 const PIPE_BYTES: usize = 64 << 10;
-/// The number of bytes that are read from a writer at once. A controller has thousands of streams.
+/// The largest number of bytes that are read from a writer at once. A controller has thousands of
+/// streams.
 const READ_BYTES: usize = 4 << 10;
 
-/// An event of a local stream, for the router.
+/// An event of a local stream, which is passed to the router.
 #[derive(Debug)]
 pub(crate) enum LocalStreamEvent {
     /// The writer has written these bytes.
@@ -22,7 +23,8 @@ pub(crate) enum LocalStreamEvent {
     Consumed(StreamId, usize),
 }
 
-/// The router's end of a local stream. Dropping it ends the stream for the reader.
+/// The router's end of a stream whose reader and writer are in this process. Dropping it ends the
+/// stream for the reader.
 pub(crate) struct LocalStream {
     /// The bytes that the writer may still write.
     space: Arc<Semaphore>,
@@ -30,15 +32,15 @@ pub(crate) struct LocalStream {
     delivered: Option<mpsc::Sender<Vec<u8>>>,
 }
 
-/// The two directions at one end of a pair of pipes.
+/// The input and output at one end of a pair of pipes.
 pub(crate) struct StreamHalves {
     pub(crate) input: DuplexStream,
     pub(crate) output: DuplexStream,
 }
 
 impl StreamHalves {
-    /// Creates a pair of pipes. Returns the end of the router, and the end of the reader and
-    /// writer.
+    /// Creates the two ends of a pair of pipes. Returns the end of the router, and the end of the
+    /// reader and writer.
     pub(crate) fn create_pair() -> (StreamHalves, StreamHalves) {
         let (written, output) = duplex(PIPE_BYTES);
         let (input, read) = duplex(PIPE_BYTES);
@@ -47,8 +49,8 @@ impl StreamHalves {
 }
 
 impl LocalStream {
-    /// Starts the tasks between the router and its end of a pair of pipes. The tasks report to
-    /// `events`.
+    /// Starts the tasks that copy bytes between the router and one end of a pair of pipes. The
+    /// tasks report to `events`.
     pub(crate) fn start(
         stream: StreamId,
         halves: StreamHalves,
@@ -75,18 +77,18 @@ impl LocalStream {
         self.delivered = None;
     }
 
-    /// Lets the writer write this number of bytes more.
+    /// Permits the writer to write `count` more bytes.
     pub(crate) fn add_space(&self, count: usize) {
         self.space.add_permits(count);
     }
 
-    /// Lets the writer fail, because the stream has ended.
+    /// Makes further writes fail, because the stream has ended.
     pub(crate) fn end_writing(&self) {
         self.space.close();
     }
 }
 
-/// Passes what a writer writes to the router, as far as the stream has space.
+/// Reads the bytes of the writer, as far as the stream has space, and passes them to the router.
 async fn collect_written(
     stream: StreamId,
     mut written: DuplexStream,
@@ -107,7 +109,7 @@ async fn collect_written(
     _ = events.send(LocalStreamEvent::Closed(stream)).await;
 }
 
-/// Passes the bytes of a stream to its reader. Bytes for a reader that has gone count as taken.
+/// Writes the bytes of a stream to its reader. Bytes for a reader that has gone count as taken.
 async fn deliver(
     stream: StreamId,
     mut reader: DuplexStream,

@@ -7,14 +7,14 @@
 use super::frame::{StreamBytes, StreamId, StreamProgress, TreeFrame};
 use std::collections::VecDeque;
 
-/// The largest number of bytes of one direction that are not acknowledged.
+/// The largest number of unacknowledged bytes in one direction of a stream.
 pub(super) const WINDOW_BYTES: usize = 128 << 10;
-/// The largest number of bytes in one frame.
+/// The largest number of bytes of a stream in one frame.
 pub(super) const MAX_DATA_BYTES: usize = 32 << 10;
-/// The number of consumed bytes after which they are acknowledged.
+/// The number of consumed bytes after which an acknowledgement is sent.
 const ACK_BYTES: u64 = WINDOW_BYTES as u64 / 4;
 
-/// One end of a stream.
+/// One end of a stream whose connection can be replaced without losing bytes.
 #[derive(Debug, Default)]
 pub(super) struct ResumableStream {
     /// The bytes that the other end has not acknowledged.
@@ -39,7 +39,7 @@ pub(super) struct ResumableStream {
     pub(super) is_synchronized: bool,
 }
 
-/// What a received frame adds to a stream.
+/// The bytes or the end that a received frame adds to a stream.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum ReceivedPart {
     /// These bytes follow the earlier ones.
@@ -53,34 +53,34 @@ pub(super) enum ReceivedPart {
 }
 
 impl ResumableStream {
-    /// Returns the number of bytes that the stream accepts.
+    /// Returns the number of bytes that may be written before the other end acknowledges some.
     pub(super) fn count_space(&self) -> usize {
         WINDOW_BYTES.saturating_sub(self.unacknowledged.len())
     }
 
-    /// Appends bytes to the direction to the other end. The caller observes the space.
+    /// Appends bytes to the data that are sent to the other end. The caller observes the space.
     pub(super) fn write(&mut self, bytes: &[u8]) {
         debug_assert!(bytes.len() <= self.count_space(), "the writer observes the space");
         self.unacknowledged.extend(bytes);
     }
 
-    /// Ends the direction to the other end.
+    /// Ends the data that are sent to the other end.
     pub(super) fn finish(&mut self) {
         self.is_finished = true;
     }
 
-    /// Returns the offset behind the last byte of the direction to the other end.
+    /// Returns the offset behind the last byte that was written for the other end.
     fn find_end(&self) -> u64 {
         self.base + self.unacknowledged.len() as u64
     }
 
-    /// Returns whether the other end has received the whole direction and its end.
+    /// Returns whether the other end has acknowledged all data and their end.
     pub(super) fn is_delivered(&self) -> bool {
         self.is_end_acknowledged
     }
 
-    /// Returns the next frame to send; `None` if everything is sent, or while the stream has no way
-    /// to the other end.
+    /// Returns the next frame to send, or `None` if everything is sent or the stream has no
+    /// connection to the other end.
     pub(super) fn take_frame(&mut self, stream: StreamId) -> Option<TreeFrame> {
         if !self.is_synchronized {
             return None;
@@ -99,9 +99,9 @@ impl ResumableStream {
         })
     }
 
-    /// Processes an acknowledgement of the other end: it needs nothing before `acknowledged` again.
-    /// Returns the number of bytes for which the stream has space again. Ignores acknowledgements
-    /// of bytes that do not exist.
+    /// Frees the bytes that the other end has acknowledged, and returns their number. The other end
+    /// needs nothing before `acknowledged` again. Ignores acknowledgements of bytes that do not
+    /// exist.
     pub(super) fn handle_acknowledgement(&mut self, acknowledged: u64) -> usize {
         let end = self.find_end();
         if acknowledged < self.base || acknowledged > end + u64::from(self.is_finished) {
@@ -115,8 +115,8 @@ impl ResumableStream {
         count
     }
 
-    /// Begins to send on another way, behind what the other end has received. Returns the number of
-    /// bytes for which the stream has space again.
+    /// Resumes sending over a new connection, after the bytes that the other end has received.
+    /// Returns the number of bytes for which the stream has space again.
     pub(super) fn synchronize(&mut self, progress: StreamProgress) -> usize {
         let freed = self.handle_acknowledgement(progress.acknowledged);
         let last = self.find_end() + u64::from(self.is_finished);
@@ -125,14 +125,15 @@ impl ResumableStream {
         freed
     }
 
-    /// Returns how much this end has received, for the synchronization of the other end.
+    /// Returns the number of bytes that this end has received, from which the other end resumes
+    /// sending.
     pub(super) fn report_progress(&mut self) -> StreamProgress {
         self.reported = self.find_acknowledged();
         StreamProgress { received: self.received, acknowledged: self.reported }
     }
 
-    /// Returns what this end may acknowledge: the bytes that the reader has taken, and the end of
-    /// the direction if it has arrived.
+    /// Returns the offset up to which this end may acknowledge received bytes. These are the bytes
+    /// that the reader has taken, and the end of the direction if it has arrived.
     fn find_acknowledged(&self) -> u64 {
         if self.has_received_end { self.received } else { self.consumed }
     }
@@ -171,7 +172,7 @@ impl ResumableStream {
         self.consumed.saturating_sub(self.reported) >= ACK_BYTES
     }
 
-    /// Builds the acknowledgement of everything that this end may acknowledge.
+    /// Builds the acknowledgement of all bytes that the reader has taken.
     pub(super) fn build_acknowledgement(&mut self, stream: StreamId) -> TreeFrame {
         self.reported = self.find_acknowledged();
         TreeFrame::Ack { stream, acknowledged: self.reported }

@@ -8,12 +8,14 @@ use super::{
 use protocol::control::MAX_ADDRESSES;
 use std::{collections::HashMap, net::SocketAddr};
 
-/// The largest number of streams that an agent passes on. Registrations of others are ignored.
+/// The largest number of streams whose frames an agent passes on. Registrations of others are
+/// ignored.
 const MAX_STREAMS: usize = 1 << 16;
-/// The largest number of bytes of an agent's standard error in one frame. Longer texts are ignored.
+/// The largest number of bytes of an agent's standard error that one frame carries. Longer texts
+/// are ignored.
 const MAX_STDERR_BYTES: usize = 32 << 10;
 
-/// An action that the caller of the router executes.
+/// An action that the router requests from its caller, which does the I/O.
 #[derive(Debug, PartialEq)]
 pub(crate) enum RouterAction {
     /// Send a frame on a link.
@@ -48,7 +50,7 @@ pub(crate) enum StreamEnd {
     Violation,
 }
 
-/// Which side of the streams a router is.
+/// Whether a router belongs to the controller or to an agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RouterSide {
     /// The controller, at which all streams begin.
@@ -57,7 +59,7 @@ enum RouterSide {
     Agent,
 }
 
-/// Routes the frames of streams between links, and is the end of local streams.
+/// Routes frames of the tree between links, and processes the frames of local streams.
 #[derive(Debug)]
 pub(crate) struct TreeRouter {
     side: RouterSide,
@@ -98,19 +100,19 @@ impl TreeRouter {
         }
     }
 
-    /// Takes the actions that the router has requested.
+    /// Removes and returns the actions that the router has requested.
     pub(crate) fn take_actions(&mut self) -> Vec<RouterAction> {
         std::mem::take(&mut self.actions)
     }
 
     // ---- local streams ----
 
-    /// Opens a local stream.
+    /// Opens a local stream, whose reader and writer are in this process.
     pub(crate) fn open_stream(&mut self, stream: StreamId) {
         self.streams.insert(stream, ResumableStream::default());
     }
 
-    /// Returns the number of bytes that a local stream accepts at first.
+    /// Returns the number of bytes that may be written to a new local stream.
     pub(crate) fn initial_space() -> usize {
         super::resumable_stream::WINDOW_BYTES
     }
@@ -123,7 +125,7 @@ impl TreeRouter {
         }
     }
 
-    /// Ends the writing direction of a local stream.
+    /// Ends the data that are written to a local stream.
     pub(crate) fn finish(&mut self, stream: StreamId) {
         if let Some(state) = self.streams.get_mut(&stream) {
             state.finish();
@@ -141,26 +143,26 @@ impl TreeRouter {
         }
     }
 
-    /// Ends a local stream in both directions, at both ends.
+    /// Ends a local stream in both directions, and informs the other end.
     pub(crate) fn abort(&mut self, stream: StreamId) {
         if self.streams.remove(&stream).is_some() {
             self.send_on_way(stream, TreeFrame::Abort { stream });
         }
     }
 
-    /// Sends the agent of a local stream the agents to which it may connect from now on.
+    /// Sends the agent of a local stream its new list of possible parents.
     pub(crate) fn send_parents(&mut self, stream: StreamId, parents: Vec<TreeParent>) {
         self.send_on_way(stream, TreeFrame::Parents { stream, parents });
     }
 
-    /// Returns whether the other end of a local stream has received everything, or the stream has
+    /// Returns whether the other end of a local stream has received all data, or the stream has
     /// ended.
     pub(crate) fn is_delivered(&self, stream: StreamId) -> bool {
         self.streams.get(&stream).is_none_or(ResumableStream::is_delivered)
     }
 
-    /// Sends a frame about a local stream towards its other end. Drops the frame if there is no
-    /// way.
+    /// Sends a frame of a local stream on the link that leads to its other end. Drops the frame if
+    /// there is no way.
     fn send_on_way(&mut self, stream: StreamId, frame: TreeFrame) {
         let way = match self.side {
             RouterSide::Controller => self.find_route(stream),
@@ -169,7 +171,7 @@ impl TreeRouter {
         self.actions.extend(way.map(|link| RouterAction::Send(link, frame)));
     }
 
-    /// Sends what a local stream has to send.
+    /// Sends the frames that a local stream has ready.
     fn send_pending(&mut self, stream: StreamId) {
         while let Some(frame) = self.streams.get_mut(&stream).and_then(|state| state.take_frame(stream)) {
             self.send_on_way(stream, frame);
@@ -178,7 +180,7 @@ impl TreeRouter {
 
     // ---- links ----
 
-    /// Makes a link the way to the controller, and registers all streams there.
+    /// Makes a link the uplink, which leads to the controller, and registers all streams on it.
     pub(crate) fn set_uplink(&mut self, link: LinkId) {
         self.uplink = Some(link);
         let local = self.streams.keys().copied();
@@ -192,7 +194,7 @@ impl TreeRouter {
         self.actions.extend(ready);
     }
 
-    /// Records that the way to the controller is broken.
+    /// Records that the link to the neighbour above has ended.
     pub(crate) fn remove_uplink(&mut self) {
         self.uplink = None;
         self.streams.values_mut().for_each(|state| state.is_synchronized = false);
@@ -209,12 +211,12 @@ impl TreeRouter {
         self.actions.extend(self.uplink.map(|link| RouterAction::Send(link, frame)));
     }
 
-    /// Returns the link that carries a stream below; `None` if the stream has no way.
+    /// Returns the link that carries the stream of an agent below, or `None` if no link does.
     pub(crate) fn find_route(&self, stream: StreamId) -> Option<LinkId> {
         self.routes.get(&stream).and_then(|links| links.last().copied())
     }
 
-    /// Records that a link to a neighbour below has ended: it carries no stream any more.
+    /// Detaches all streams from a link to a neighbour below that has ended.
     pub(crate) fn remove_child(&mut self, link: LinkId) {
         let lost: Vec<StreamId> = self
             .routes
@@ -225,8 +227,8 @@ impl TreeRouter {
         lost.into_iter().for_each(|stream| self.detach(stream, link));
     }
 
-    /// Records that a link no longer carries a stream. If the stream was registered on another
-    /// link, that link carries it again.
+    /// Detaches a stream from a link, which no longer carries it. If the stream was registered on
+    /// another link, that link carries it again.
     fn detach(&mut self, stream: StreamId, link: LinkId) {
         let Some(links) = self.routes.get_mut(&stream) else { return };
         let was_carried_by = links.last().copied();
@@ -282,8 +284,8 @@ impl TreeRouter {
         }
     }
 
-    /// Makes a link the way to a stream below. At the controller, an agent whose stream does not
-    /// exist any more is asked to end.
+    /// Makes a link to a neighbour below carry the stream of an agent. At the controller, an agent
+    /// whose stream does not exist any more is asked to end.
     fn add_route(&mut self, link: LinkId, stream: StreamId) {
         let is_known = match self.side {
             RouterSide::Controller => self.streams.contains_key(&stream),
@@ -300,7 +302,7 @@ impl TreeRouter {
         }
     }
 
-    /// Processes the registration of a stream on a link.
+    /// Handles the registration of a stream that arrived on a link.
     fn register(&mut self, link: LinkId, stream: StreamId) {
         if self.side == RouterSide::Agent {
             return self.send_up(TreeFrame::Register { stream });
@@ -383,14 +385,14 @@ impl TreeRouter {
         }
     }
 
-    /// Reports that a local stream accepts this number of bytes more.
+    /// Informs the writer of a local stream that it may write `count` more bytes.
     fn add_space(&mut self, stream: StreamId, count: usize) {
         if count > 0 {
             self.actions.push(RouterAction::AddSpace(stream, count));
         }
     }
 
-    /// Ends a local stream that the other end no longer has.
+    /// Ends a local stream, because the other end no longer knows it.
     fn end_stream(&mut self, stream: StreamId, end: StreamEnd) {
         if self.streams.remove(&stream).is_some() {
             self.actions.push(RouterAction::End(stream, end));

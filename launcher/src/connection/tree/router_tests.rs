@@ -5,10 +5,10 @@ use crate::connection::tree::resumable_stream::WINDOW_BYTES;
 use proptest::prelude::*;
 use std::collections::VecDeque;
 
-/// The controller, in lists of routers.
+/// The index of the controller in lists of routers.
 const CONTROLLER: usize = 0;
 
-/// A link between two routers, with the frames in both directions.
+/// A simulated link between two routers, with the frames in both directions.
 #[derive(Debug)]
 struct TestLink {
     upper: usize,
@@ -17,7 +17,7 @@ struct TestLink {
     up: VecDeque<TreeFrame>,
 }
 
-/// One direction of a stream at its ends.
+/// The bytes that were written to and read from one direction of a stream.
 #[derive(Debug, Default)]
 struct TestDirection {
     /// The number of bytes that were written, and the number that the writer may still write.
@@ -29,7 +29,7 @@ struct TestDirection {
     is_finished: bool,
 }
 
-/// A tree of routers whose links deliver frames when the test asks for it.
+/// A simulated tree of routers, whose links deliver frames when the test asks for it.
 struct TestTree {
     routers: Vec<Option<TreeRouter>>,
     /// The number of routers between each router and the controller.
@@ -42,7 +42,7 @@ struct TestTree {
     ended: Vec<Option<StreamEnd>>,
 }
 
-/// Returns the byte at an offset of a stream.
+/// Returns the test byte at an offset of a stream.
 fn build_byte(stream: usize, offset: usize) -> u8 {
     (stream * 31 + offset * 7 + (offset >> 8)) as u8
 }
@@ -83,8 +83,8 @@ impl TestTree {
         self.execute(lower);
     }
 
-    /// Breaks a link: its frames are lost. The lower end connects to a router above it that is
-    /// alive.
+    /// Breaks a link with the loss of its frames, and connects the lower end with a router above it
+    /// that is alive.
     fn break_link(&mut self, link: LinkId) {
         let Some(TestLink { upper, lower, .. }) = self.links.remove(&link) else { return };
         if self.routers[upper].is_some() {
@@ -184,7 +184,7 @@ impl TestTree {
         true
     }
 
-    /// Delivers all frames, and lets all readers take everything, until nothing moves.
+    /// Delivers all frames, and reads all received bytes, until nothing changes any more.
     fn settle(&mut self) {
         loop {
             let mut ids: Vec<LinkId> = self.links.keys().copied().collect();
@@ -206,7 +206,7 @@ impl TestTree {
         }
     }
 
-    /// Checks that the ends of all agents that are alive have received everything.
+    /// Checks that both ends of the streams of all living agents have received everything.
     fn check_delivered(&self) {
         for stream in 1..self.routers.len() {
             for (direction, is_down) in [(&self.down[stream], true), (&self.up[stream], false)] {

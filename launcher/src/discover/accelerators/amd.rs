@@ -3,12 +3,12 @@ use super::{device_tree::DeviceTree, discovered::DiscoveredAccelerators};
 use jobspec::AcceleratorKind;
 use protocol::hardware::Accelerator;
 
-/// The directory in which AMD's compute driver lists CPUs and GPUs as nodes.
+/// The directory in which AMD's compute driver (KFD) lists CPUs and GPUs as nodes.
 const NODES: &str = "sys/class/kfd/kfd/topology/nodes";
 
-/// Lists the GPUs of AMD's compute driver that this process may open, in the order in which ROCm
-/// numbers them. Only GPUs have SIMD units. A process needs /dev/kfd and the render node of each
-/// GPU. The driver hides the properties of GPUs that the control group denies.
+/// Lists the AMD GPUs that this process may open, in the order in which ROCm numbers them. Only
+/// GPUs have SIMD units. A process needs /dev/kfd and the render node of each GPU. The driver hides
+/// the properties of GPUs that the control group denies.
 pub(super) fn list_amd(tree: &DeviceTree<'_>, found: &mut DiscoveredAccelerators) {
     let is_node = |name: &String| name.starts_with("renderD");
     let has_render_nodes = tree.list_names("dev/dri").iter().any(is_node);

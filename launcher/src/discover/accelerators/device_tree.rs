@@ -8,14 +8,14 @@ use std::{
     str::FromStr,
 };
 
-/// The largest number of selected entries of a directory. Further entries are ignored.
+/// The largest number of directory entries that one listing returns. Further entries are ignored.
 const MAX_ENTRIES: usize = 4096;
-/// The largest number of entries of a directory that are read. Further entries are ignored.
+/// The largest number of directory entries that one listing reads. Further entries are ignored.
 const MAX_READ_ENTRIES: usize = 1 << 20;
 /// The largest number of bytes of a file that are read. Further bytes are ignored.
 const MAX_FILE_BYTES: u64 = 64 << 10;
 
-/// The files of device drivers in /proc, /sys and /dev below a root directory.
+/// Reads the files of device drivers in /proc, /sys and /dev below a root directory.
 pub(super) struct DeviceTree<'a> {
     root: &'a Path,
     /// Returns whether this process may open a device node.
@@ -33,9 +33,9 @@ impl<'a> DeviceTree<'a> {
         self.list_selected(directory, Some)
     }
 
-    /// Returns the values that `select` returns for the names of the entries of a directory,
-    /// sorted. Entries that are not selected do not count for the limit of [`MAX_ENTRIES`]: /dev
-    /// may hold thousands of other nodes.
+    /// Calls `select` with the names of the entries of a directory, and returns the selected
+    /// values, sorted. Entries that are not selected do not count for the limit of [`MAX_ENTRIES`]:
+    /// /dev may hold thousands of other nodes.
     pub(super) fn list_selected<T: Ord>(
         &self,
         directory: impl AsRef<Path>,
@@ -49,7 +49,8 @@ impl<'a> DeviceTree<'a> {
         selected
     }
 
-    /// Returns the numbers N of the entries `{prefix}N` of a directory, in ascending order.
+    /// Returns the numbers N of the directory entries that are named `{prefix}N`, in ascending
+    /// order.
     pub(super) fn list_numbers(&self, directory: impl AsRef<Path>, prefix: &str) -> Vec<u32> {
         let number = |name: String| {
             let digits = name.strip_prefix(prefix)?;
@@ -86,7 +87,7 @@ impl<'a> DeviceTree<'a> {
         u32::from_str_radix(self.read_text(path)?.trim().strip_prefix("0x")?, 16).ok()
     }
 
-    /// Returns the last part of the target of a symbolic link. Drivers link a device to the
+    /// Returns the last component of the target of a symbolic link. Drivers link a device to the
     /// directory that is named after its address.
     pub(super) fn read_link_name(&self, path: impl AsRef<Path>) -> Option<String> {
         let target = fs::read_link(self.root.join(path)).ok()?;

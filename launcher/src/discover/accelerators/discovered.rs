@@ -1,7 +1,8 @@
 //! [`DiscoveredAccelerators`]: the accelerators of a machine.
 use protocol::hardware::Accelerator;
 
-/// The accelerators of a machine.
+/// The accelerators of a machine that this process may use, and the number of those that it may
+/// not.
 #[derive(Debug, Default, PartialEq)]
 pub(in crate::discover) struct DiscoveredAccelerators {
     /// The accelerators that this process may use. Those of one kind are in the order in which

@@ -5,17 +5,17 @@ use protocol::hardware::Accelerator;
 
 /// The directory in which the kernel lists graphics devices.
 const DRM: &str = "sys/class/drm";
-/// The number of Intel as a PCI vendor.
+/// The PCI vendor number of Intel.
 const INTEL: u32 = 0x8086;
-/// The class of display controllers on the PCI bus, without subclass and interface.
+/// The PCI class number of display controllers, without subclass and interface.
 const DISPLAY_CLASS: u32 = 0x03;
-/// The address of graphics that are integrated in a CPU of Intel.
+/// The PCI address of the graphics unit that is integrated in an Intel CPU.
 const INTEGRATED: &str = "0000:00:02.0";
 /// The largest number of tiles of a GPU.
 const MAX_TILES: usize = 8;
 
-/// Lists the GPUs of Intel that this process may open, in the order of the PCI bus. Graphics that
-/// are integrated in a CPU are left out.
+/// Lists the Intel GPUs that this process may open, in the order of their PCI addresses. Graphics
+/// that are integrated in a CPU are left out.
 ///
 /// By default, Level Zero numbers the tiles of GPUs, so each tile is an accelerator. If
 /// `ZE_FLAT_DEVICE_HIERARCHY` is `COMPOSITE`, Level Zero numbers GPUs.

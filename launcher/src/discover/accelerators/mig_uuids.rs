@@ -9,23 +9,25 @@ use std::{
     time::Duration,
 };
 
-/// How long `nvidia-smi -L` may take. It is killed afterwards, and the UUIDs remain unknown.
+/// The time limit for running `nvidia-smi -L`. It is killed afterwards, and the UUIDs remain
+/// unknown.
 const TOOL_TIMEOUT: Duration = Duration::from_secs(10);
 /// The largest number of bytes of the tool's output that are read.
 const MAX_OUTPUT_BYTES: u64 = 256 << 10;
 
-/// The UUIDs of the MIG instances of each GPU, in the tool's order, by the UUID of the GPU.
+/// The UUIDs of MIG instances in the order of `nvidia-smi`, by the UUID of their GPU.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct MigUuids(BTreeMap<String, Vec<String>>);
 
 impl MigUuids {
-    /// Returns the UUIDs of the instances of the GPU with the UUID `gpu`; none if unknown.
+    /// Returns the UUIDs of the MIG instances of a GPU, or an empty list if the GPU is unknown.
     pub(super) fn of_gpu(&self, gpu: Option<&str>) -> &[String] {
         gpu.and_then(|gpu| self.0.get(gpu)).map_or(&[], Vec::as_slice)
     }
 
-    /// Parses the output of `nvidia-smi -L`: a line for each GPU, followed by lines for its MIG
-    /// instances. Lines that contain no UUID are ignored.
+    /// Parses the UUIDs of GPUs and their MIG instances from the output of `nvidia-smi -L`. A line
+    /// for each GPU is followed by lines for its MIG instances. Lines that contain no UUID are
+    /// ignored.
     pub(super) fn parse(text: &str) -> MigUuids {
         let mut by_gpu: BTreeMap<String, Vec<String>> = BTreeMap::new();
         let mut gpu = None;
@@ -76,8 +78,8 @@ fn read_output(program: &str, limit: Duration) -> Option<String> {
     text
 }
 
-/// Kills the process group of a child process, whose output has been read or is not wanted, and
-/// reaps the child process.
+/// Kills the process group of a child process that is no longer needed, and reaps the child
+/// process.
 fn end_process_group(child: &mut Child) {
     // The child is not reaped yet, so its process id is not reused.
     let group = nix::unistd::Pid::from_raw(child.id() as i32);

@@ -1,12 +1,12 @@
-//! Lists accelerators whose drivers create a numbered device node for each: Ascend NPUs, Gaudi
-//! HPUs and the NeuronCores of AWS.
+//! Lists the accelerators whose drivers create a numbered device node for each (Ascend NPUs, Gaudi
+//! HPUs and AWS NeuronCores).
 use super::{device_tree::DeviceTree, discovered::DiscoveredAccelerators};
 use jobspec::{AcceleratorKind, env};
 use protocol::hardware::Accelerator;
 
 /// The directory in which the kernel lists compute accelerators.
 const ACCEL: &str = "sys/class/accel";
-/// The number of Habana Labs, the vendor of Gaudi, on the PCI bus.
+/// The PCI vendor number of Habana Labs, which makes Gaudi.
 const HABANA: u32 = 0x1da3;
 /// The largest number of NeuronCores of a device.
 const MAX_CORES_PER_DEVICE: u32 = 128;
@@ -48,9 +48,9 @@ pub(super) fn list_hpus(tree: &DeviceTree<'_>, found: &mut DiscoveredAccelerator
     found.accelerators.extend(hpus);
 }
 
-/// Lists the NeuronCores of the devices that this process may open. The runtime numbers the cores
-/// of all devices from 0. If the driver does not state how many cores a device has, the device
-/// counts as one accelerator, whose number is unknown.
+/// Lists the NeuronCores of the Neuron devices that this process may open. The runtime numbers the
+/// cores of all devices from 0. If the driver does not state how many cores a device has, the
+/// device counts as one accelerator, whose number is unknown.
 pub(super) fn list_neuron_cores(
     tree: &DeviceTree<'_>,
     variable: &dyn Fn(&str) -> Option<String>,
@@ -82,8 +82,8 @@ fn count_cores(tree: &DeviceTree<'_>, device: u32, variable: &dyn Fn(&str) -> Op
     Some((physical / combined.unwrap_or_else(default).max(1)).max(1))
 }
 
-/// Returns the numbers of the device nodes `{prefix}N` of a directory that this process may open,
-/// and counts the others as denied.
+/// Returns the numbers of the device nodes `{prefix}N` that this process may open, and counts the
+/// others as denied.
 fn list_permitted(
     tree: &DeviceTree<'_>,
     directory: &str,

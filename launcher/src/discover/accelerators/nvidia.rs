@@ -3,13 +3,13 @@ use super::{device_tree::DeviceTree, discovered::DiscoveredAccelerators, mig_uui
 use jobspec::AcceleratorKind;
 use protocol::hardware::Accelerator;
 
-/// The directory in which NVIDIA's driver lists its GPUs by their addresses on the PCI bus.
+/// The directory in which NVIDIA's driver lists its GPUs by their PCI addresses.
 const GPUS: &str = "proc/driver/nvidia/gpus";
 
-/// Lists the GPUs of NVIDIA that this process may open, in the order of the PCI bus. CUDA uses the
-/// same order if all GPUs are of one model. A GPU that is partitioned counts as its MIG instances,
-/// and CUDA does not show other GPUs to a process that sees a MIG instance. `mig_uuids` is called
-/// only if there are MIG instances.
+/// Lists the NVIDIA GPUs that this process may open, in the order of their PCI addresses. CUDA uses
+/// the same order if all GPUs are of one model. A GPU that is partitioned counts as its MIG
+/// instances, and CUDA does not show other GPUs to a process that sees a MIG instance. `mig_uuids`
+/// is called only if there are MIG instances.
 pub(super) fn list_nvidia(
     tree: &DeviceTree<'_>,
     mig_uuids: &dyn Fn() -> MigUuids,
@@ -56,8 +56,8 @@ pub(super) fn list_nvidia(
     found.accelerators.extend(if instances.is_empty() { gpus } else { instances });
 }
 
-/// Returns the numbers of MIG instances (compute instances) of the GPU with the device number
-/// `device`: those that this process may use, and those that it may not.
+/// Counts the MIG instances (compute instances) of the GPU with the device number `device` that
+/// this process may use, and those that it may not.
 fn count_instances(tree: &DeviceTree<'_>, device: Option<u32>) -> (u32, u32) {
     let Some(device) = device else { return (0, 0) };
     let mig = format!("proc/driver/nvidia/capabilities/gpu{device}/mig");

@@ -47,8 +47,8 @@ impl FakeRoot {
         self.discover_without(&[])
     }
 
-    /// Discovers the accelerators with environment variables, and with `listing` as the output of
-    /// `nvidia-smi -L`.
+    /// Discovers the accelerators with the environment variables `variables`, and with `listing` as
+    /// the output of `nvidia-smi -L`.
     fn discover_with(
         &self,
         denied: &[&str],
