@@ -44,7 +44,7 @@ pub fn start(filter: &Filter, print: Option<PrintLine>) {
 /// Fails if the directory or the file cannot be created, or if the thread cannot be started.
 pub fn open_file(path: &Path) -> io::Result<()> {
     match LOG.get() {
-        Some((filter, sink)) if !filter.is_off() => sink.open(path),
+        Some((filter, sink)) if !filter.is_off() => sink.open_file(path),
         _ => Ok(()),
     }
 }
@@ -52,7 +52,7 @@ pub fn open_file(path: &Path) -> io::Result<()> {
 /// Returns the directives of the debug log's filter, such as `agent=debug,info`. This process
 /// passes them to the processes that it starts. Returns [`DEFAULT_FILTER`] if [`start`] was not
 /// called.
-pub fn directives() -> String {
+pub fn filter_directives() -> String {
     LOG.get().map_or_else(|| DEFAULT_FILTER.to_owned(), |(filter, _)| filter.directives().to_owned())
 }
 

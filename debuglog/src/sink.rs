@@ -20,13 +20,13 @@ use tracing_subscriber::fmt::MakeWriter;
 pub const MAX_FILE_BYTES: u64 = 8 << 20;
 /// The largest number of lines that wait in memory, in the queue of the thread that writes the file
 /// or, before a file is open, in the list of collected lines. Further lines are dropped.
-const QUEUE_LINES: usize = 1024;
+const MAX_QUEUED_LINES: usize = 1024;
 /// How long a process that is about to end waits until its queued log lines are written.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A request to the thread that writes the log file: write a line, or report that all lines are
 /// written.
-enum Request {
+enum WriterRequest {
     Line(Vec<u8>),
     /// Asks the thread for an answer as soon as all earlier lines are written.
     Flush(SyncSender<()>),
@@ -34,17 +34,17 @@ enum Request {
 
 /// The place where log lines wait until they are written to the file: a list, or the queue of the
 /// thread that writes the file.
-enum Destination {
+enum PendingLines {
     /// The collected lines, while no file is open yet.
     Memory(Vec<Vec<u8>>),
     /// The queue of the thread that writes the file.
-    Thread(SyncSender<Request>),
+    Thread(SyncSender<WriterRequest>),
 }
 
 /// Accepts log lines without blocking, and passes them to the thread that writes the file.
 #[derive(Clone)]
 pub(crate) struct LineSink {
-    destination: Arc<Mutex<Destination>>,
+    destination: Arc<Mutex<PendingLines>>,
     /// The number of dropped lines that the log file does not report yet.
     dropped: Arc<AtomicU64>,
 }
@@ -52,7 +52,7 @@ pub(crate) struct LineSink {
 impl LineSink {
     /// Creates a sink that collects lines in memory.
     pub(crate) fn new() -> LineSink {
-        let destination = Arc::new(Mutex::new(Destination::Memory(Vec::new())));
+        let destination = Arc::new(Mutex::new(PendingLines::Memory(Vec::new())));
         LineSink { destination, dropped: Arc::new(AtomicU64::new(0)) }
     }
 
@@ -60,33 +60,33 @@ impl LineSink {
     /// file is open.
     ///
     /// Blocks while the disk stalls. Meanwhile, lines are collected in memory.
-    pub(crate) fn open(&self, path: &Path) -> io::Result<()> {
-        if matches!(&*self.lock(), Destination::Thread(_)) {
+    pub(crate) fn open_file(&self, path: &Path) -> io::Result<()> {
+        if matches!(&*self.lock(), PendingLines::Thread(_)) {
             return Ok(());
         }
         let mut file = CappedFile::open(path, MAX_FILE_BYTES)?;
         let mut destination = self.lock();
-        let Destination::Memory(lines) = &mut *destination else { return Ok(()) };
-        let (sender, requests) = sync_channel(QUEUE_LINES);
+        let PendingLines::Memory(lines) = &mut *destination else { return Ok(()) };
+        let (sender, requests) = sync_channel(MAX_QUEUED_LINES);
         let (lines, dropped) = (mem::take(lines), self.dropped.clone());
         thread::Builder::new().name("launch-debuglog".to_owned()).spawn(move || {
             for line in &lines {
                 file.write_line(line);
             }
-            write_requests(&mut file, &requests, &dropped);
+            write_received_lines(&mut file, &requests, &dropped);
         })?;
-        *destination = Destination::Thread(sender);
+        *destination = PendingLines::Thread(sender);
         Ok(())
     }
 
     /// Waits until the lines so far are written, but at most for [`FLUSH_TIMEOUT`].
     pub(crate) fn flush(&self) {
         let sender = match &*self.lock() {
-            Destination::Thread(sender) => sender.clone(),
-            Destination::Memory(_) => return,
+            PendingLines::Thread(sender) => sender.clone(),
+            PendingLines::Memory(_) => return,
         };
         let (answer, answered) = sync_channel(1);
-        if sender.try_send(Request::Flush(answer)).is_ok() {
+        if sender.try_send(WriterRequest::Flush(answer)).is_ok() {
             _ = answered.recv_timeout(FLUSH_TIMEOUT);
         }
     }
@@ -94,12 +94,12 @@ impl LineSink {
     /// Queues a line. Drops and counts the line if the queue is full.
     fn push(&self, line: &[u8]) {
         let is_queued = match &mut *self.lock() {
-            Destination::Memory(lines) if lines.len() < QUEUE_LINES => {
+            PendingLines::Memory(lines) if lines.len() < MAX_QUEUED_LINES => {
                 lines.push(line.to_vec());
                 true
             }
-            Destination::Memory(_) => false,
-            Destination::Thread(sender) => sender.try_send(Request::Line(line.to_vec())).is_ok(),
+            PendingLines::Memory(_) => false,
+            PendingLines::Thread(sender) => sender.try_send(WriterRequest::Line(line.to_vec())).is_ok(),
         };
         if !is_queued {
             self.dropped.fetch_add(1, Ordering::Relaxed);
@@ -107,22 +107,22 @@ impl LineSink {
     }
 
     /// Locks the destination, also after a thread panicked while it held the lock.
-    fn lock(&self) -> MutexGuard<'_, Destination> {
+    fn lock(&self) -> MutexGuard<'_, PendingLines> {
         self.destination.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }
 
 /// Writes the lines that arrive through `requests` to `file`, until all senders of requests are
 /// dropped. Before a line, reports how many lines were dropped.
-fn write_requests(file: &mut CappedFile, requests: &Receiver<Request>, dropped: &AtomicU64) {
+fn write_received_lines(file: &mut CappedFile, requests: &Receiver<WriterRequest>, dropped: &AtomicU64) {
     for request in requests {
         match dropped.swap(0, Ordering::Relaxed) {
             0 => {}
             n => file.write_line(format!("{n} lines were dropped, because the queue was full\n").as_bytes()),
         }
         match request {
-            Request::Line(line) => file.write_line(&line),
-            Request::Flush(answer) => _ = answer.try_send(()),
+            WriterRequest::Line(line) => file.write_line(&line),
+            WriterRequest::Flush(answer) => _ = answer.try_send(()),
         }
     }
 }
@@ -225,10 +225,10 @@ mod tests {
     fn collected_lines_are_written_when_the_file_is_opened() {
         let dir = tempfile::tempdir().expect("a directory");
         let (sink, path) = (LineSink::new(), dir.path().join("logs/controller.debug.log"));
-        for n in 0..QUEUE_LINES + 3 {
+        for n in 0..MAX_QUEUED_LINES + 3 {
             sink.push(format!("line {n}\n").as_bytes());
         }
-        sink.open(&path).expect("opened");
+        sink.open_file(&path).expect("opened");
         sink.push(b"last\n");
         sink.flush();
         let text = fs::read_to_string(&path).expect("written");
@@ -238,11 +238,11 @@ mod tests {
 
     #[test]
     fn a_blocked_writer_drops_lines_and_does_not_block_the_process() {
-        let (sender, requests) = sync_channel(QUEUE_LINES);
+        let (sender, requests) = sync_channel(MAX_QUEUED_LINES);
         let sink = LineSink::new();
-        *sink.lock() = Destination::Thread(sender);
+        *sink.lock() = PendingLines::Thread(sender);
         let began = Instant::now();
-        for _ in 0..QUEUE_LINES + 5 {
+        for _ in 0..MAX_QUEUED_LINES + 5 {
             sink.push(b"line\n");
         }
         assert!(began.elapsed() < Duration::from_secs(10));

@@ -35,7 +35,7 @@ fn events_that_pass_the_filter_are_printed_and_written_with_their_spans() {
     let expected = "DEBUG host{host=\"node-1\" attempt=2}: agent::process: started worker rank=3";
     assert!(lines[1].contains(expected), "{text}");
     assert!(lines[2].contains("WARN controller: selected"), "{text}");
-    assert_eq!(directives(), "agent=debug,warn");
+    assert_eq!(filter_directives(), "agent=debug,warn");
 }
 
 /// A pipe represents a file on a disk that stalls: opening the pipe blocks until another process
@@ -49,7 +49,7 @@ fn lines_do_not_wait_for_a_file_whose_disk_stalls() {
     nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
     let sink = sink::LineSink::new();
     let opened = std::thread::scope(|scope| {
-        let opened = scope.spawn(|| sink.open(&path));
+        let opened = scope.spawn(|| sink.open_file(&path));
         std::thread::sleep(std::time::Duration::from_millis(100));
         let began = std::time::Instant::now();
         sink.make_writer().write_all(b"written meanwhile\n").expect("collected");

@@ -2,9 +2,9 @@
 use std::fmt::{self, Debug, Write};
 
 /// Collects the first identifier of the text that is written to it, and ignores the rest.
-struct FirstWord(String);
+struct FirstWordWriter(String);
 
-impl Write for FirstWord {
+impl Write for FirstWordWriter {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         for c in text.chars() {
             if !c.is_alphanumeric() && c != '_' {
@@ -20,7 +20,7 @@ impl Write for FirstWord {
 /// Returns the name of an enum's variant, such as `Start`. Does not format the values in the
 /// variant, which may be secret.
 pub fn variant_name(value: &impl Debug) -> String {
-    let mut word = FirstWord(String::new());
+    let mut word = FirstWordWriter(String::new());
     // The error only ends the formatting after the name.
     _ = write!(word, "{value:?}");
     word.0

@@ -4,7 +4,7 @@ use crate::{Category, Code, codes};
 use std::fmt::Write;
 
 /// The line width at which the paragraphs of docs/errors.md are wrapped, in characters.
-const WIDTH: usize = 100;
+const PARAGRAPH_WIDTH: usize = 100;
 
 /// Renders the explanation of one diagnostic code as Markdown: a heading, the summary, the exit
 /// code, the cause and the remedy.
@@ -51,7 +51,7 @@ fn push_paragraph(text: &mut String, paragraph: &str) {
     let mut column = 0;
     for word in paragraph.split_whitespace() {
         let width = word.chars().count();
-        if column > 0 && column + 1 + width > WIDTH {
+        if column > 0 && column + 1 + width > PARAGRAPH_WIDTH {
             text.push('\n');
             column = 0;
         } else if column > 0 {

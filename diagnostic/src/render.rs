@@ -96,7 +96,7 @@ fn render_with_source(diagnostic: &Diagnostic, location: &Location, color: bool)
         Severity::Note => Level::NOTE,
     };
     let title = level.primary_title(filter_text(diagnostic.message())).id(diagnostic.code().name());
-    let location = filter_location(location);
+    let location = filter_location_text(location);
     let mut group = match &location {
         Location::File { file } => title.element(Origin::path(file)),
         Location::Argument { text } if text.chars().count() > MAX_SHOWN_LINE_CHARS => {
@@ -140,7 +140,7 @@ fn render_with_source(diagnostic: &Diagnostic, location: &Location, color: bool)
 
 /// Replaces unprintable characters in the file name and source line of a location. The columns stay
 /// the same.
-fn filter_location(location: &Location) -> Location {
+fn filter_location_text(location: &Location) -> Location {
     match location {
         Location::File { file } => Location::File { file: filter_line(file) },
         Location::Line { file, line, column, width, text } => Location::Line {

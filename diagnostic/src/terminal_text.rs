@@ -4,7 +4,7 @@
 use std::{borrow::Cow, fmt::Write};
 
 /// The character that is printed instead of an unprintable one.
-const REPLACEMENT: char = char::REPLACEMENT_CHARACTER;
+const REPLACEMENT_CHAR: char = char::REPLACEMENT_CHARACTER;
 /// The control sequence that ends all colors.
 const COLOR_RESET: &str = "\x1b[0m";
 
@@ -21,13 +21,13 @@ pub fn is_unprintable(c: char) -> bool {
 /// Replaces all unprintable characters in `text`, including line breaks, tabs and color sequences,
 /// by U+FFFD. The text stays on one line.
 pub fn filter_line(text: &str) -> String {
-    text.chars().map(|c| if is_unprintable(c) { REPLACEMENT } else { c }).collect()
+    text.chars().map(|c| if is_unprintable(c) { REPLACEMENT_CHAR } else { c }).collect()
 }
 
 /// Replaces unprintable characters in `text`, except for line breaks and tabs, by U+FFFD.
 pub fn filter_text(text: &str) -> String {
     let is_replaced = |c: char| is_unprintable(c) && !matches!(c, '\n' | '\t');
-    text.chars().map(|c| if is_replaced(c) { REPLACEMENT } else { c }).collect()
+    text.chars().map(|c| if is_replaced(c) { REPLACEMENT_CHAR } else { c }).collect()
 }
 
 /// Replaces unprintable characters in `text`, except for line breaks, tabs and color sequences, by
@@ -38,26 +38,26 @@ pub fn filter_colored_text(text: &str) -> String {
         if number > 0 {
             filtered.push('\n');
         }
-        filter_colored_line(line, &mut filtered);
+        append_filtered_colored_line(line, &mut filtered);
     }
     filtered
 }
 
 /// Appends `line` to `filtered`, with its unprintable characters other than color sequences
 /// replaced.
-fn filter_colored_line(line: &str, filtered: &mut String) {
+fn append_filtered_colored_line(line: &str, filtered: &mut String) {
     let (mut rest, mut is_colored) = (line, false);
     while let Some(at) = rest.find(|c: char| is_unprintable(c) && c != '\t') {
         filtered.push_str(&rest[..at]);
         rest = &rest[at..];
-        let length = match find_color_sequence(rest) {
+        let length = match measure_color_sequence(rest) {
             Some(length) => {
                 is_colored = &rest[..length] != COLOR_RESET;
                 filtered.push_str(&rest[..length]);
                 length
             }
             None => {
-                filtered.push(REPLACEMENT);
+                filtered.push(REPLACEMENT_CHAR);
                 rest.chars().next().map_or(1, char::len_utf8)
             }
         };
@@ -71,7 +71,7 @@ fn filter_colored_line(line: &str, filtered: &mut String) {
 
 /// Returns the length of the color sequence (SGR) at the start of `text`, in bytes; `None` if
 /// `text` does not begin with such a sequence.
-fn find_color_sequence(text: &str) -> Option<usize> {
+fn measure_color_sequence(text: &str) -> Option<usize> {
     let body = text.strip_prefix("\x1b[")?;
     let end = body.find(|c: char| !c.is_ascii_digit() && c != ';')?;
     body[end..].starts_with('m').then_some(2 + end + 1)
@@ -79,7 +79,7 @@ fn find_color_sequence(text: &str) -> Option<usize> {
 
 /// Replaces unprintable characters in the text of a JSON document by escapes (`\u202e`), which do
 /// not change the value. Keeps the line breaks and tabs between values.
-pub fn escape_json(json: &str) -> Cow<'_, str> {
+pub fn escape_unprintable_in_json(json: &str) -> Cow<'_, str> {
     let is_escaped = |c: char| is_unprintable(c) && !matches!(c, '\n' | '\r' | '\t');
     if !json.contains(is_escaped) {
         return Cow::Borrowed(json);
@@ -136,9 +136,9 @@ mod tests {
     fn escaped_json_has_the_same_value() {
         let value = serde_json::json!({"a\u{202e}": "\x1b[1m\u{9b}\u{7f}\u{e0041}é\n"});
         let text = format!("{value:#}\n");
-        let escaped = escape_json(&text);
+        let escaped = escape_unprintable_in_json(&text);
         assert!(!escaped.contains(|c| is_unprintable(c) && c != '\n'), "{escaped}");
         assert_eq!(serde_json::from_str::<serde_json::Value>(&escaped).unwrap(), value);
-        assert!(matches!(escape_json("{\"a\": 1}\n"), Cow::Borrowed(_)));
+        assert!(matches!(escape_unprintable_in_json("{\"a\": 1}\n"), Cow::Borrowed(_)));
     }
 }

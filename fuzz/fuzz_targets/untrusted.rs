@@ -38,10 +38,10 @@ unsafe impl GlobalAlloc for LimitedAllocator {
 static ALLOCATOR: LimitedAllocator = LimitedAllocator;
 
 /// A fuzz target, which is a function that passes its input to a parser and ignores the result.
-type Target = fn(&[u8]);
+type FuzzTarget = fn(&[u8]);
 
 /// The fuzz targets, each with its name. `fuzz/run` reads the names from these lines.
-const TARGETS: [(&str, Target); 38] = [
+const TARGETS: [(&str, FuzzTarget); 38] = [
     ("adapter_config", |bytes| drop(ckpt::untrusted::parse_adapter_config(bytes))),
     ("dcp_metadata", |bytes| drop(ckpt::untrusted::parse_dcp_metadata(bytes))),
     ("manifest", |bytes| drop(ckpt::untrusted::parse_manifest(bytes))),
@@ -83,7 +83,7 @@ const TARGETS: [(&str, Target); 38] = [
 ];
 
 /// The fuzz target whose name is in the environment variable `FUZZ_TARGET`.
-static TARGET: LazyLock<Target> = LazyLock::new(|| {
+static SELECTED_TARGET: LazyLock<FuzzTarget> = LazyLock::new(|| {
     let name = env::var("FUZZ_TARGET").expect("FUZZ_TARGET names a target");
     TARGETS.iter().find(|(target, _)| *target == name).expect("a name of TARGETS").1
 });
@@ -91,14 +91,14 @@ static TARGET: LazyLock<Target> = LazyLock::new(|| {
 /// If this process was started for a task other than fuzzing, performs the task and ends the
 /// process. The tasks are the sandbox process, which has no environment variables, and `write-seeds
 /// DIR`, which writes the seeds that are not files of a corpus.
-fn run_other_role() {
+fn run_other_task_and_exit() {
     let mut arguments = env::args().skip(1);
     match arguments.next().as_deref() {
         Some(worker::SANDBOX_ROLE) => exit(worker::run_sandbox().into()),
         Some("write-seeds") => {
             let directory = PathBuf::from(arguments.next().expect("a directory"));
             let streams = launcher::untrusted::create_control_streams();
-            for (name, bytes) in streams.into_iter().chain(comm::untrusted::create_seeds()) {
+            for (name, bytes) in streams.into_iter().chain(comm::untrusted::create_fuzz_seeds()) {
                 fs::write(directory.join(name), bytes).expect("a writable directory");
             }
             exit(0);

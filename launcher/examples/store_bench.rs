@@ -18,24 +18,24 @@ use tokio::{
 type BenchResult<T> = Result<T, Box<dyn Error + Send + Sync>>;
 
 /// The number of GET requests that each client sends, one after the other.
-const GETS: u32 = 10;
+const GETS_PER_CLIENT: u32 = 10;
 /// The number of file descriptors that the process needs in addition to one per client.
-const OTHER_FILES: u64 = 64;
+const EXTRA_FILE_DESCRIPTORS: u64 = 64;
 
 fn main() -> BenchResult<()> {
     let clients: u32 = std::env::args().nth(1).ok_or("store_bench CLIENTS")?.parse()?;
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    if hard < u64::from(clients) + OTHER_FILES {
+    if hard < u64::from(clients) + EXTRA_FILE_DESCRIPTORS {
         return Err(format!("{clients} clients need more than the {hard} open files of `ulimit -Hn`").into());
     }
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
     let (host, port) = (std::env::var(env::MASTER_ADDR)?, std::env::var(env::MASTER_PORT)?.parse()?);
-    let server = find_listener(port)?;
-    let used_before = cpu_seconds(&server)?;
+    let server = find_listening_process(port)?;
+    let used_before = read_cpu_seconds(&server)?;
     let run = run_clients(clients, format!("{host}:{port}"));
     let [connected, met, finished] =
         tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(run)?;
-    let cpu = cpu_seconds(&server)? - used_before;
+    let cpu = read_cpu_seconds(&server)? - used_before;
     println!(
         "{{\"clients\": {clients}, \"connect_s\": {connected:.4}, \"meet_s\": {:.4}, \"gets_s\": {:.4}, \"all_s\": {finished:.4}, \
          \"server_cpu_s\": {cpu:.2}}}",
@@ -64,7 +64,7 @@ async fn run_clients(clients: u32, address: String) -> BenchResult<[f64; 3]> {
     let met = start.elapsed();
     let mut reading = JoinSet::new();
     for connection in connections {
-        reading.spawn(read_key(connection));
+        reading.spawn(get_key_repeatedly(connection));
     }
     join_all(reading).await?;
     Ok([connected, met, start.elapsed()].map(|time| time.as_secs_f64()))
@@ -113,9 +113,9 @@ async fn pass_barrier(mut stream: TcpStream, clients: u32) -> BenchResult<TcpStr
 }
 
 /// Sends [`GETS`] GET requests for the key that the last client has set, and checks the replies.
-async fn read_key(mut stream: TcpStream) -> BenchResult<()> {
+async fn get_key_repeatedly(mut stream: TcpStream) -> BenchResult<()> {
     let get = [&[3][..], &encode_text("/go")].concat();
-    for _ in 0..GETS {
+    for _ in 0..GETS_PER_CLIENT {
         stream.write_all(&get).await?;
         let mut answer = [0; 11];
         stream.read_exact(&mut answer).await?;
@@ -128,15 +128,15 @@ async fn read_key(mut stream: TcpStream) -> BenchResult<()> {
 
 /// Finds the process that listens at the port `port` of this machine. Returns the path of its
 /// `/proc/PID/stat`.
-fn find_listener(port: u16) -> BenchResult<PathBuf> {
-    const LISTENS: &str = "0A";
+fn find_listening_process(port: u16) -> BenchResult<PathBuf> {
+    const TCP_STATE_LISTEN: &str = "0A";
     for table in ["/proc/self/net/tcp", "/proc/self/net/tcp6"] {
         for line in fs::read_to_string(table)?.lines().skip(1) {
             let fields: Vec<&str> = line.split_whitespace().collect();
             let (local, state, inode) = (fields[1], fields[3], fields[9]);
-            if state == LISTENS
+            if state == TCP_STATE_LISTEN
                 && local.ends_with(&format!(":{port:04X}"))
-                && let Some(process) = socket_owner(&format!("socket:[{inode}]"))
+                && let Some(process) = find_socket_owner(&format!("socket:[{inode}]"))
             {
                 return Ok(process.join("stat"));
             }
@@ -147,7 +147,7 @@ fn find_listener(port: u16) -> BenchResult<PathBuf> {
 
 /// Finds a process that has the socket `socket` open. Returns the directory of the process in
 /// /proc.
-fn socket_owner(socket: &str) -> Option<PathBuf> {
+fn find_socket_owner(socket: &str) -> Option<PathBuf> {
     let list = |dir: PathBuf| fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
     list("/proc".into()).find(|process| {
         list(process.join("fd")).any(|fd| fs::read_link(fd).is_ok_and(|to| to.as_os_str() == socket))
@@ -156,7 +156,7 @@ fn socket_owner(socket: &str) -> Option<PathBuf> {
 
 /// Returns the CPU time that a process has used, in seconds: its user and system time in the file
 /// `stat`.
-fn cpu_seconds(stat: &PathBuf) -> BenchResult<f64> {
+fn read_cpu_seconds(stat: &PathBuf) -> BenchResult<f64> {
     let stat = fs::read_to_string(stat)?;
     let (_, after_name) = stat.rsplit_once(')').ok_or("/proc/PID/stat has no process name")?;
     let ticks =

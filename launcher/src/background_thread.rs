@@ -23,14 +23,14 @@ type Job = Box<dyn FnOnce() + Send>;
 #[derive(Clone, Debug)]
 pub(crate) struct BackgroundThread {
     /// The queue of the thread, which is closed when the last handle is dropped.
-    queue: Arc<OpenQueue>,
+    queue: Arc<QueueCloser>,
 }
 
 /// Closes the queue of a thread when the last handle of the thread is dropped.
 #[derive(Debug)]
-struct OpenQueue(Arc<JobQueue>);
+struct QueueCloser(Arc<JobQueue>);
 
-impl Drop for OpenQueue {
+impl Drop for QueueCloser {
     fn drop(&mut self) {
         self.0.lock().is_closed = true;
         self.0.changed.notify_all();
@@ -104,13 +104,13 @@ impl BackgroundThread {
         let queue = Arc::new(JobQueue { max_bytes, state: Mutex::default(), changed: Condvar::new() });
         let jobs = queue.clone();
         thread::Builder::new().name(name.to_owned()).spawn(move || jobs.run_jobs())?;
-        Ok(BackgroundThread { queue: Arc::new(OpenQueue(queue)) })
+        Ok(BackgroundThread { queue: Arc::new(QueueCloser(queue)) })
     }
 
     /// Queues the function `job`, which the thread calls after all earlier ones. Returns `false`
     /// and drops the job if the waiting jobs would be too large. A job of 0 bytes is always
     /// accepted. Never blocks.
-    pub(crate) fn run(&self, bytes: usize, job: impl FnOnce() + Send + 'static) -> bool {
+    pub(crate) fn enqueue_job(&self, bytes: usize, job: impl FnOnce() + Send + 'static) -> bool {
         let queue = &self.queue.0;
         let mut state = queue.lock();
         if bytes > 0 && state.bytes + bytes > queue.max_bytes {
@@ -143,18 +143,18 @@ impl BackgroundThread {
 /// A switch that ends the repetition of failed writes, in all threads that hold a clone of the
 /// switch.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct WriteRetries(Arc<(Mutex<bool>, Condvar)>);
+pub(crate) struct WriteRetrySwitch(Arc<(Mutex<bool>, Condvar)>);
 
-impl WriteRetries {
+impl WriteRetrySwitch {
     /// Stops the repetition of failed writes, also of the writes that are being repeated now.
-    pub(crate) fn end(&self) {
+    pub(crate) fn switch_off(&self) {
         *self.0.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.0.1.notify_all();
     }
 
     /// Waits for `pause` before a failed write is repeated. Returns `false` once the repetitions
     /// have ended.
-    fn wait(&self, pause: Duration) -> bool {
+    fn wait_before_retry(&self, pause: Duration) -> bool {
         let has_ended = self.0.0.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self.0.1.wait_timeout_while(has_ended, pause, |has_ended| !*has_ended);
         !*waited.unwrap_or_else(PoisonError::into_inner).0
@@ -172,7 +172,7 @@ impl WriteRetries {
 pub(crate) fn write_persistently(
     file: &mut (impl Write + ?Sized),
     mut bytes: &[u8],
-    retries: &WriteRetries,
+    retries: &WriteRetrySwitch,
     mut on_failure: impl FnMut(&io::Error),
 ) -> Result<(), (u64, io::Error)> {
     let mut pauses = RetryPauses::default();
@@ -186,7 +186,7 @@ pub(crate) fn write_persistently(
                 if pauses.is_first() {
                     on_failure(&error);
                 }
-                if !is_transient(&error) || !retries.wait(pauses.next_pause()) {
+                if !is_transient(&error) || !retries.wait_before_retry(pauses.next_pause()) {
                     return Err((left, error));
                 }
             }
@@ -247,10 +247,10 @@ mod tests {
         let thread = BackgroundThread::start("test", 10).expect("a thread");
         let (gate, opened) = mpsc::channel::<()>();
         let (done, order) = mpsc::channel();
-        assert!(thread.run(0, move || _ = opened.recv()));
+        assert!(thread.enqueue_job(0, move || _ = opened.recv()));
         let push = |bytes, n| {
             let done = done.clone();
-            thread.run(bytes, move || _ = done.send(n))
+            thread.enqueue_job(bytes, move || _ = done.send(n))
         };
         let began = Instant::now();
         while thread.busy_time().is_zero() {
@@ -295,7 +295,7 @@ mod tests {
     fn a_repeated_write_neither_loses_nor_repeats_a_byte_and_reports_one_error() {
         let mut file = FlakyFile { written: Vec::new(), calls: 0, code: libc::ENOSPC };
         let mut errors = Vec::new();
-        let retries = WriteRetries::default();
+        let retries = WriteRetrySwitch::default();
         write_persistently(&mut file, b"hello world", &retries, |e| errors.push(e.raw_os_error()))
             .expect("written");
         assert_eq!((file.written.as_slice(), errors), (&b"hello world"[..], vec![Some(libc::ENOSPC)]));
@@ -303,7 +303,7 @@ mod tests {
         let lasting = write_persistently(&mut file, b"hello", &retries, |_| ());
         assert_eq!(lasting.expect_err("a lasting error ends the writes").0, 2);
         let mut file = FlakyFile { written: Vec::new(), calls: 0, code: libc::ENOSPC };
-        retries.end();
+        retries.switch_off();
         let given_up = write_persistently(&mut file, b"hello", &retries, |_| ());
         assert_eq!(given_up.expect_err("no write is repeated").0, 2);
     }

@@ -20,7 +20,7 @@ use tokio::{sync::Notify, time::timeout};
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
 /// The numbers by which `statfs` identifies network file systems for which the crate nix has no
 /// constants: Lustre, 9p, Ceph, CIFS, SMB 2, GPFS, BeeGFS, OCFS2, GFS2, AFS and Coda.
-const NETWORK_MAGICS: [i64; 11] = [
+const NETWORK_FS_MAGICS: [i64; 11] = [
     0x0bd0_0bd0,
     0x0102_1997,
     0x00c3_6400,
@@ -67,7 +67,7 @@ impl ChangeWatcher {
     pub(crate) fn start(target: WatchTarget) -> ChangeWatcher {
         let changed = Arc::new(Notify::new());
         let mut watcher = ChangeWatcher { target, watched: Vec::new(), watchers: Vec::new(), changed };
-        watcher.watch_current_paths(is_on_network);
+        watcher.watch_current_paths(is_on_network_fs);
         watcher
     }
 
@@ -75,7 +75,7 @@ impl ChangeWatcher {
     /// ends the wait immediately. Cancel-safe.
     pub(crate) async fn wait_for_change(&mut self, limit: Duration) {
         // A directory that replaced a watched one has no watch yet.
-        if self.watch_current_paths(is_on_network) {
+        if self.watch_current_paths(is_on_network_fs) {
             return;
         }
         // After the limit, the caller examines the target anyway.
@@ -185,7 +185,7 @@ fn find_parent(path: &Path) -> PathBuf {
 
 /// Returns whether a path is on a file system that other hosts may write to. Returns `false` for a
 /// path that does not exist.
-fn is_on_network(path: &Path) -> bool {
+fn is_on_network_fs(path: &Path) -> bool {
     statfs(path).is_ok_and(|status| is_network_file_system(status.filesystem_type()))
 }
 
@@ -193,7 +193,7 @@ fn is_on_network(path: &Path) -> bool {
 /// counts as one.
 fn is_network_file_system(kind: FsType) -> bool {
     [NFS_SUPER_MAGIC, SMB_SUPER_MAGIC, FUSE_SUPER_MAGIC].contains(&kind)
-        || NETWORK_MAGICS.iter().any(|magic| *magic as u32 == kind.0 as u32)
+        || NETWORK_FS_MAGICS.iter().any(|magic| *magic as u32 == kind.0 as u32)
 }
 
 #[cfg(test)]
@@ -203,7 +203,7 @@ mod tests {
     use tokio::time::Instant;
 
     /// How long a test waits for the report of a change before the test fails.
-    const LIMIT: Duration = Duration::from_secs(30);
+    const CHANGE_TIMEOUT: Duration = Duration::from_secs(30);
 
     /// Runs an asynchronous test to its end, in a runtime on this thread.
     fn run_in_runtime(test: impl Future<Output = ()>) {
@@ -213,8 +213,8 @@ mod tests {
     /// Panics if the watcher reports no change before [`LIMIT`].
     async fn expect_change(watcher: &mut ChangeWatcher, what: &str) {
         let began = Instant::now();
-        watcher.wait_for_change(LIMIT).await;
-        assert!(began.elapsed() < LIMIT, "no report: {what}");
+        watcher.wait_for_change(CHANGE_TIMEOUT).await;
+        assert!(began.elapsed() < CHANGE_TIMEOUT, "no report: {what}");
     }
 
     /// Discards the reports of earlier changes: waits until 200 ms pass without a report.
@@ -305,7 +305,7 @@ mod tests {
                 // Within the second of the last scan, only another content or name is a change.
                 fs::write(&file, format!("changed {:?}", watcher.target)).expect("written");
                 fs::write(dir.path().join(format!("{:?}", Instant::now())), "").expect("written");
-                let reported = timeout(LIMIT, watcher.changed.notified()).await;
+                let reported = timeout(CHANGE_TIMEOUT, watcher.changed.notified()).await;
                 assert!(reported.is_ok(), "{:?}", watcher.target);
             }
         });
@@ -335,6 +335,6 @@ mod tests {
             assert!(is_network_file_system(magic), "{magic:?}");
         }
         assert!(!is_network_file_system(EXT4_SUPER_MAGIC) && !is_network_file_system(TMPFS_MAGIC));
-        assert!(!is_on_network(Path::new("/proc")));
+        assert!(!is_on_network_fs(Path::new("/proc")));
     }
 }

@@ -54,7 +54,7 @@ pub(crate) fn parse_command_line(args: impl Iterator<Item = OsString>) -> Parsed
     let args = insert_default_command(insert_drop_in_command(args.collect()).into_iter());
     let format = detect_requested_format(&args);
     let first = find_first_word(&args).map(|at| args[at].clone());
-    let help_command = find_help_command(&args);
+    let help_command = build_help_command(&args);
     let error = match Cli::try_parse_from(args) {
         Ok(cli) => return ParsedArgs::Command(Box::new(cli)),
         Err(error) => error,
@@ -71,7 +71,7 @@ pub(crate) fn parse_command_line(args: impl Iterator<Item = OsString>) -> Parsed
 
 /// Returns the command line that prints the help of the subcommand in `args`, such as
 /// `launch ckpt convert --help` for `launch ckpt convert a b --to zip`.
-fn find_help_command(args: &[OsString]) -> String {
+fn build_help_command(args: &[OsString]) -> String {
     let (mut command, mut words) = (Cli::command(), vec!["launch".to_owned()]);
     for word in find_first_word(args).map_or(&[][..], |at| &args[at..]) {
         let Some(subcommand) = command.find_subcommand(word).cloned() else { break };

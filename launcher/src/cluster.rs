@@ -22,7 +22,7 @@ pub(crate) use join::{NodeEnvironment, is_own_address, join_run};
 pub(crate) use provider::{Cluster, ClusterError, ClusterPreflight};
 pub(crate) use slurm::parse_untrusted_variables as parse_allocation_variables;
 pub(crate) use transport::{
-    AgentArrival, AgentHandle, AgentOutput, AgentProcess, ConnectionStage, RemoteConnection, StartStep,
+    ArrivalLimits, AgentHandle, AgentOutput, AgentProcess, ConnectionStage, RemoteConnection, StartStep,
     Transport,
 };
 
@@ -42,7 +42,7 @@ pub(crate) fn find_cluster(job: &JobSpec) -> Result<&'static dyn Cluster, Cluste
 
 /// Determines from environment variables whether another launcher has started this process as one
 /// node of several. Returns `None` if not. Fails if the variables contradict each other.
-pub(crate) fn find_node_environment() -> diagnostic::Result<Option<NodeEnvironment>> {
+pub(crate) fn detect_node_environment() -> diagnostic::Result<Option<NodeEnvironment>> {
     let get = |name: &str| std::env::var(name).ok();
     let read_file = |path: &str| std::fs::read_to_string(path).ok();
     let (host, scheduler) = (protocol::host_name::read_host_name(), slurm::read_scheduler_variables(&get));

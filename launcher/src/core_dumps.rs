@@ -5,7 +5,7 @@ use std::{io, os::unix::process::CommandExt, process::Command, sync::OnceLock};
 
 /// The core file size limit, in bytes, at which the kernel writes no core file and starts no
 /// program that collects core files. At the limit 0 it starts such a program.
-const NO_CORE_DUMP: rlim_t = 1;
+const NO_CORE_DUMP_LIMIT_BYTES: rlim_t = 1;
 
 /// The limits on core files with which this process was started; empty before
 /// [`disable_core_dumps`].
@@ -16,12 +16,12 @@ static INHERITED: OnceLock<(rlim_t, rlim_t)> = OnceLock::new();
 pub(crate) fn disable_core_dumps() -> io::Result<()> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_CORE)?;
     INHERITED.get_or_init(|| (soft, hard));
-    Ok(setrlimit(Resource::RLIMIT_CORE, NO_CORE_DUMP.min(hard), hard)?)
+    Ok(setrlimit(Resource::RLIMIT_CORE, NO_CORE_DUMP_LIMIT_BYTES.min(hard), hard)?)
 }
 
 /// Makes `command` start its process with the core file limits with which this process was started.
 /// The function is called for workers, and for agents, which pass the limit on to their workers.
-pub(crate) fn restore_core_dumps(command: &mut Command) {
+pub(crate) fn restore_core_dumps_in_child(command: &mut Command) {
     let Some((soft, hard)) = INHERITED.get().copied() else { return };
     // SAFETY: the closure makes one system call, which is allowed between fork and exec.
     unsafe { command.pre_exec(move || Ok(setrlimit(Resource::RLIMIT_CORE, soft, hard)?)) };
@@ -39,7 +39,7 @@ mod tests {
             let mut command = Command::new("sh");
             command.args(["-c", "ulimit -c"]);
             if restore {
-                restore_core_dumps(&mut command);
+                restore_core_dumps_in_child(&mut command);
             }
             String::from_utf8(command.output().expect("sh runs").stdout).expect("text").trim().to_owned()
         };
@@ -48,7 +48,7 @@ mod tests {
         disable_core_dumps().expect("disabled again");
         assert_eq!(
             getrlimit(Resource::RLIMIT_CORE).expect("limits").0,
-            NO_CORE_DUMP.min(getrlimit(Resource::RLIMIT_CORE).expect("limits").1)
+            NO_CORE_DUMP_LIMIT_BYTES.min(getrlimit(Resource::RLIMIT_CORE).expect("limits").1)
         );
         assert_eq!(limit_of_child(true), before);
     }

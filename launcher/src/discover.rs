@@ -14,4 +14,4 @@ pub(crate) use addresses::list_addresses;
 pub(crate) use cgroup::{read_memory_usage, read_oom_kill_count, read_throttled_us};
 pub(crate) use network_interfaces::inspect_interface;
 pub(crate) use rdma::inspect_rdma;
-pub(crate) use reachable_addresses::{find_reachable_addresses, select_addresses};
+pub(crate) use reachable_addresses::{find_reachable_addresses, sort_and_limit_addresses};

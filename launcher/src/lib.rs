@@ -38,7 +38,7 @@ mod worker_end;
 
 pub use cmd::{
     drop_in::is_other_launcher,
-    gpu_check::args::{GpuCheckArgs, RunGpuCheck},
+    gpu_check::args::{GpuCheckArgs, GpuCheckFunction},
 };
 
 use clap::CommandFactory;
@@ -61,7 +61,7 @@ use std::ffi::OsString;
 pub fn main(
     args: impl Iterator<Item = OsString>,
     preflight: &'static dyn Preflight,
-    run_gpu_check: RunGpuCheck,
+    run_gpu_check: GpuCheckFunction,
 ) -> u8 {
     let args: Vec<OsString> = args.collect();
     let words: Vec<_> = args.iter().map(|argument| argument.to_string_lossy()).collect();
@@ -101,7 +101,7 @@ pub fn main(
 /// Fails if the filter is invalid.
 fn start_debug_log(verbosity: u8) -> diagnostic::Result<()> {
     let directives = std::env::var(env::LAUNCH_LOG).ok();
-    let filter = Filter::select(directives.as_deref(), verbosity).map_err(|error| {
+    let filter = Filter::from_directives_or_verbosity(directives.as_deref(), verbosity).map_err(|error| {
         Diagnostic::error(command::USAGE, format!("`{}` is invalid: {error}", env::LAUNCH_LOG))
             .with_subject(env::LAUNCH_LOG)
             .with_help("write for example `LAUNCH_LOG=agent=debug,info`")

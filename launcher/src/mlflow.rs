@@ -19,7 +19,7 @@ pub(crate) use settings::{MlflowSettings, resolve_mlflow_settings};
 use diagnostic::Diagnostic;
 use jobspec::JobSpec;
 use std::path::Path;
-use stored_run::StoredRun;
+use stored_run::StoredMlflowRun;
 
 /// Reads the settings for a run that a lost controller has begun to record. The run stays on its
 /// server, and only the credentials are read again.
@@ -28,7 +28,7 @@ pub(crate) fn resolve_stored_settings(
     run_dir: &Path,
 ) -> Result<Option<MlflowSettings>, Vec<Diagnostic>> {
     let mut job = job.clone();
-    if let (Some(spec), Ok(Some(stored))) = (&mut job.observe.mlflow, StoredRun::read(run_dir)) {
+    if let (Some(spec), Ok(Some(stored))) = (&mut job.observe.mlflow, StoredMlflowRun::read(run_dir)) {
         spec.uri = Some(stored.uri);
     }
     resolve_mlflow_settings(&job)

@@ -122,7 +122,7 @@ fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) 
             on_cpus,
         };
         let ranks =
-            HostRanks { host, capacity, group: group as u32, attempt: attempt.number, first_rank, threads };
+            HostWithFirstRank { host, capacity, group: group as u32, attempt: attempt.number, first_rank, threads };
         host_plans.push(HostPlan {
             job: attempt_job.clone(),
             run: run.0.clone(),
@@ -163,7 +163,7 @@ struct HostCapacity {
 
 /// A host for which workers are planned, with its first rank. torchrun calls the workers of a host
 /// a group.
-struct HostRanks<'a> {
+struct HostWithFirstRank<'a> {
     host: &'a JobHost,
     capacity: &'a HostCapacity,
     /// The index of the host, which is the workers' `GROUP_RANK`.
@@ -180,12 +180,12 @@ struct HostRanks<'a> {
 /// bound to CPUs.
 fn plan_workers(
     job_env: &worker_env::SharedEnvValues<'_>,
-    ranks: &HostRanks<'_>,
+    ranks: &HostWithFirstRank<'_>,
 ) -> diagnostic::Result<Vec<WorkerPlan>> {
     let (job, inventory) = (job_env.job, &ranks.host.inventory);
     let HostCapacity { workers, accelerators } = ranks.capacity;
     let device_nodes: Vec<Option<u32>> =
-        (0..*workers).map(|local_rank| accelerators.numa_node_of(local_rank)).collect();
+        (0..*workers).map(|local_rank| accelerators.numa_node_of_worker(local_rank)).collect();
     // The cores of a host without an agent are not known yet.
     let bind = if inventory.is_unknown() { CpuBind::None } else { job.run.cpu_bind };
     let slots = cpu_binding::assign_cpus(inventory, &device_nodes, bind).map_err(|e| {
@@ -234,7 +234,7 @@ fn plan_workers(
 /// slots. Also fails if the accelerators do not suffice for the workers, or if there are too many
 /// workers.
 fn compute_host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<HostCapacity> {
-    const KEY: &str = "cluster.workers_per_host";
+    const WORKERS_KEY: &str = "cluster.workers_per_host";
     let name = &host.name;
     let accelerators =
         accelerator_selection::select_accelerators(job, &host.inventory)?.with_selected_slots(job, host)?;
@@ -243,7 +243,7 @@ fn compute_host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<Ho
         (WorkersPerHost::Exactly(n), Some(slots)) if n > slots => {
             let available = format_count(slots, "slot");
             let message = format!("the job places {n} workers on {name}, which has {available}");
-            return Err(key_error(codes::WORKERS_EXCEED_SLOTS, KEY, message)
+            return Err(key_error(codes::WORKERS_EXCEED_SLOTS, WORKERS_KEY, message)
                 .with_field("host", name.as_str())
                 .with_field("workers", n)
                 .with_field("slots", slots)
@@ -252,13 +252,13 @@ fn compute_host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<Ho
         (WorkersPerHost::Exactly(n), _) => n,
         (WorkersPerHost::Auto, Some(slots)) => slots,
         (WorkersPerHost::Auto, None) => {
-            accelerators.check_countable(&host.inventory)?;
+            accelerators.check_single_kind(&host.inventory)?;
             device_workers.max(1)
         }
     };
     match host.slots {
         Some(slots) if device_workers > 0 && slots > device_workers => {
-            let available = format_count(accelerators.count(), accelerators.unit());
+            let available = format_count(accelerators.count(), accelerators.unit_noun());
             let reason = match job.cluster.devices {
                 DeviceSelection::List(_) => format!("`cluster.devices` names {available}"),
                 _ => format!("the host has {available}"),
@@ -274,12 +274,12 @@ fn compute_host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<Ho
             let message = format!(
                 "the job places {workers} workers on {name}; at most {MAX_WORKERS_PER_HOST} are supported"
             );
-            Err(key_error(codes::WORKERS_OUT_OF_RANGE, KEY, message)
+            Err(key_error(codes::WORKERS_OUT_OF_RANGE, WORKERS_KEY, message)
                 .with_field("host", name.as_str())
                 .with_field("workers", workers))
         }
         _ => {
-            accelerators.check_workers(job, workers, &host.inventory)?;
+            accelerators.check_worker_count(job, workers, &host.inventory)?;
             Ok(HostCapacity { workers, accelerators })
         }
     }
@@ -308,7 +308,7 @@ fn adapt_job_to_attempt(job: &JobSpec, attempt: &Attempt) -> JobSpec {
 /// is `gpu 0`, `npu 0`, `cpu` or `unknown`.
 pub(crate) fn list_device_labels(job: &JobSpec, inventory: &HostInventory, workers: u32) -> Vec<String> {
     let accelerators = accelerator_selection::select_accelerators(job, inventory).unwrap_or_default();
-    (0..workers).map(|rank| accelerators.device_label(rank)).collect()
+    (0..workers).map(|rank| accelerators.device_label_of_worker(rank)).collect()
 }
 
 /// Returns the absolute path of the run directory. The names of the job and of the run replace the
@@ -358,7 +358,7 @@ fn collect_warnings(
         );
     }
     for (i, wrap) in job.run.wrap.iter().enumerate() {
-        let Some(rank) = wrap.ranks.largest().filter(|rank| *rank >= world) else { continue };
+        let Some(rank) = wrap.ranks.largest_rank().filter(|rank| *rank >= world) else { continue };
         let workers = format_count(world, "worker");
         let message = format!("there is no rank {rank} to wrap: the job has {workers}");
         warnings.push(

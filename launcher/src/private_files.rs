@@ -38,30 +38,30 @@ pub(crate) fn truncate_private_file(path: &Path) -> io::Result<File> {
 
 /// Opens a regular file for reading. Fails, without blocking, for a pipe or another special file.
 pub(crate) fn open_regular_file(path: &Path) -> io::Result<File> {
-    open_checked(path, 0, |_| true)
+    open_regular_with_flags(path, 0, |_| true)
 }
 
 /// Opens for reading a regular file that belongs to this user and is not writable by all users.
 /// Never blocks on a pipe.
 pub(crate) fn open_own_file(path: &Path) -> io::Result<File> {
-    open_checked(path, 0, is_own)
+    open_regular_with_flags(path, 0, is_own_and_not_world_writable)
 }
 
 /// Opens for reading a regular file that belongs to this user and is not writable by all users,
 /// without following a symbolic link. Fails if the path is a symbolic link, in contrast to
 /// [`open_own_file`].
 pub(crate) fn open_own_file_without_links(path: &Path) -> io::Result<File> {
-    open_checked(path, libc::O_NOFOLLOW, is_own)
+    open_regular_with_flags(path, libc::O_NOFOLLOW, is_own_and_not_world_writable)
 }
 
 /// Returns whether a file belongs to this user and cannot be written by all users.
-fn is_own(metadata: &Metadata) -> bool {
+fn is_own_and_not_world_writable(metadata: &Metadata) -> bool {
     metadata.uid() == nix::unistd::geteuid().as_raw() && metadata.mode() & 0o002 == 0
 }
 
 /// Opens a regular file for reading, with additional flags of open(2). Fails if `is_accepted`
 /// returns `false` for the metadata of the file.
-fn open_checked(path: &Path, flags: i32, is_accepted: fn(&Metadata) -> bool) -> io::Result<File> {
+fn open_regular_with_flags(path: &Path, flags: i32, is_accepted: fn(&Metadata) -> bool) -> io::Result<File> {
     // Without O_NONBLOCK, the open of a pipe waits for a writer.
     let flags = flags | libc::O_NONBLOCK | libc::O_NOCTTY;
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;

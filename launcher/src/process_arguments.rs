@@ -1,6 +1,6 @@
 //! Hides secrets in the command-line arguments of this process, because other users of the machine
 //! can read the arguments in process lists.
-use jobspec::{hide_secret_arguments, is_value_of_secret};
+use jobspec::{hide_secret_arguments, is_value_of_secret_option};
 use std::fs;
 
 /// Overwrites the values of secret variables in the arguments of this process with `*`, so that
@@ -30,7 +30,7 @@ fn hide_in_place(area: &mut [u8]) {
         let is_hidden = words[i] != hidden[i];
         // Invalid UTF-8 is longer in `words` than in the argument.
         let from = difference.unwrap_or(hidden[i].len()).min(argument.len());
-        let from = if is_value_of_secret(&words, i) { 0 } else { from };
+        let from = if is_value_of_secret_option(&words, i) { 0 } else { from };
         if is_hidden {
             argument[from..].fill(b'*');
         }

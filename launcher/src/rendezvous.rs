@@ -47,7 +47,7 @@ impl RendezvousService {
             let server = StoreServer::start(bind.address, bind.port, &bind.allowed, messages.clone())?;
             Ok(RendezvousService::Store(server))
         } else {
-            let (listener, number) = hold_port(bind.address, bind.port)?;
+            let (listener, number) = reserve_port(bind.address, bind.port)?;
             Ok(RendezvousService::Port(listener, number))
         }
     }
@@ -93,7 +93,7 @@ impl BoundRendezvous {
     ) -> impl Iterator<Item = io::Result<BoundRendezvous>> {
         let candidates = match (bind.port, bind.ports) {
             (0, PortSelection::Any) => vec![0; MAX_PAIR_ATTEMPTS],
-            (0, range) => range.candidates(),
+            (0, range) => range.candidate_ports(),
             (port, _) => vec![port],
         };
         let passes: &[bool] = if bind.coordinator { &[true, false] } else { &[false] };
@@ -126,7 +126,7 @@ impl BoundRendezvous {
         if !bind.ports.contains(port) {
             return Err(io::ErrorKind::AddrInUse.into());
         }
-        let (coordinator, _) = hold_port(bind.address, port).map_err(|_| io::ErrorKind::AddrInUse)?;
+        let (coordinator, _) = reserve_port(bind.address, port).map_err(|_| io::ErrorKind::AddrInUse)?;
         Ok(BoundRendezvous { service, coordinator: Some(coordinator) })
     }
 
@@ -184,7 +184,7 @@ fn build_port_error(bind: &RendezvousRequest, error: &io::Error) -> Diagnostic {
 /// Reserves a port by binding it, so that no other process takes it. Accepts no connections. If
 /// `port` is 0, binds any free port at `address`. Otherwise binds `port` at all addresses of
 /// this machine of the same family.
-fn hold_port(address: IpAddr, port: u16) -> io::Result<(TcpListener, u16)> {
+fn reserve_port(address: IpAddr, port: u16) -> io::Result<(TcpListener, u16)> {
     let listener = match port {
         0 => TcpListener::bind((address, 0)),
         number if address.is_ipv6() => TcpListener::bind((Ipv6Addr::UNSPECIFIED, number)),

@@ -16,10 +16,10 @@ pub(crate) use atomic_file::{
     read_private_file, replace_output_file, replace_volatile_file, write_atomically,
 };
 pub(crate) use controller_proof::open_controller;
-pub(crate) use controller_socket::{bind_controller_socket, connect_to_controller, is_own_peer};
+pub(crate) use controller_socket::{bind_controller_socket, connect_to_controller, is_peer_own_or_root};
 pub(crate) use process_identity::ProcessHandle;
 pub(crate) use registry::{
-    JOURNAL_FILE, LossReason, Run, RunState, list_runs, load_run, load_run_in_directory, parse_run_record,
+    JOURNAL_FILE, RunLossReason, Run, RunState, list_runs, load_run, load_run_in_directory, parse_run_record,
     record_end, register_run, register_takeover,
 };
 pub(crate) use select::{RunFilter, select_run};

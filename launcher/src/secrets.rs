@@ -10,7 +10,7 @@ use diagnostic::{
 use globset::{Glob, GlobMatcher};
 use jobspec::{
     EnvSource, JobSpec, RunSpec,
-    env::{USER_OVERRIDABLE, is_device_variable, looks_secret},
+    env::{USER_OVERRIDABLE_VARIABLES, is_device_variable, is_probable_secret_name},
     hide_secret_arguments, is_reserved_variable, read_input_file,
 };
 use std::{env, ffi::OsString, fmt, path::Path};
@@ -18,7 +18,7 @@ use std::{env, ffi::OsString, fmt, path::Path};
 /// The text that is printed and stored in place of a secret value.
 pub(crate) const REDACTED: &str = "***";
 /// The largest number of variables that `run.pass_env` may select.
-const MAX_PASSED: usize = 4096;
+const MAX_PASSED_VARIABLES: usize = 4096;
 /// The largest total size of the names and values that `run.pass_env` may select, in bytes.
 const MAX_PASSED_BYTES: usize = 1 << 20;
 /// The largest value that is read from a file, in bytes.
@@ -86,15 +86,15 @@ pub(crate) fn resolve_secret_variables(run: &RunSpec) -> Result<SecretVariables,
 /// Returns the value of an environment variable, or a placeholder if the name of the variable looks
 /// secret.
 pub(crate) fn redact_secret_value<'a>(name: &str, value: &'a str) -> &'a str {
-    if looks_secret(name) && !value.is_empty() { REDACTED } else { value }
+    if is_probable_secret_name(name) && !value.is_empty() { REDACTED } else { value }
 }
 
 /// Returns a copy of the job that may be printed and stored. In the copy, [`REDACTED`] replaces
 /// values of `run.env` and of options in `run.command` whose names suggest a secret.
-pub(crate) fn redact_job(job: &JobSpec) -> JobSpec {
+pub(crate) fn redact_job_secrets(job: &JobSpec) -> JobSpec {
     let mut redacted = job.clone();
     for (name, value) in &mut redacted.run.env {
-        if looks_secret(name) && !value.is_empty() {
+        if is_probable_secret_name(name) && !value.is_empty() {
             REDACTED.clone_into(value);
         }
     }
@@ -123,7 +123,7 @@ pub(crate) fn select_passed_variables(
     let is_set_elsewhere = |name: &str| {
         is_reserved_variable(name)
             || is_device_variable(name)
-            || USER_OVERRIDABLE.contains(&name)
+            || USER_OVERRIDABLE_VARIABLES.contains(&name)
             || run.env.iter().any(|(set, _)| set == name)
             || run.env_from.iter().any(|(set, _)| set == name)
     };
@@ -135,9 +135,9 @@ pub(crate) fn select_passed_variables(
     let mut passed: Vec<_> = environment.filter_map(utf8).filter(is_selected).collect();
     passed.sort();
     let bytes: usize = passed.iter().map(|(name, value)| name.len() + value.len()).sum();
-    if passed.len() > MAX_PASSED || bytes > MAX_PASSED_BYTES {
+    if passed.len() > MAX_PASSED_VARIABLES || bytes > MAX_PASSED_BYTES {
         let message = format!(
-            "`run.pass_env` selects {} variables of {bytes} bytes; at most {MAX_PASSED} variables of \
+            "`run.pass_env` selects {} variables of {bytes} bytes; at most {MAX_PASSED_VARIABLES} variables of \
              {MAX_PASSED_BYTES} bytes can be passed",
             passed.len()
         );
@@ -243,7 +243,7 @@ mod tests {
         let environment = environment.iter().map(|(n, v)| (OsString::from(n), OsString::from(v)));
         let passed = select_passed_variables(&run, environment).expect("few variables");
         assert_eq!(passed, [("AB", "c"), ("HF_TOKEN", "t")].map(|(n, v)| (n.to_owned(), v.to_owned())));
-        let many = (0..=MAX_PASSED).map(|i| (OsString::from(format!("HF_{i}")), OsString::new()));
+        let many = (0..=MAX_PASSED_VARIABLES).map(|i| (OsString::from(format!("HF_{i}")), OsString::new()));
         let error = select_passed_variables(&run, many).expect_err("too many");
         assert_eq!(error.code(), job::JOB_PASS_ENV_TOO_LARGE);
     }
@@ -261,7 +261,7 @@ mod tests {
         ] {
             job.run.env.push((name.to_owned(), "v".to_owned()));
         }
-        let values: Vec<String> = redact_job(&job).run.env.into_iter().map(|(_, v)| v).collect();
+        let values: Vec<String> = redact_job_secrets(&job).run.env.into_iter().map(|(_, v)| v).collect();
         assert_eq!(values, [REDACTED, REDACTED, "v", "v", REDACTED, "v"]);
     }
 

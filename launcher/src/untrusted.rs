@@ -41,16 +41,16 @@ pub fn parse_control_stream(bytes: &[u8]) -> ParseResult {
 /// Parses bytes as the frames of a neighbour in the tree of agents, and gives each frame to the
 /// router of a controller and to the router of an agent, as a frame from below and from above.
 pub fn parse_tree_frames(bytes: &[u8]) -> ParseResult {
-    const LINKS: [LinkId; 2] = [1, 2];
+    const LINK_IDS: [LinkId; 2] = [1, 2];
     let mut controller = TreeRouter::new_controller();
     controller.open_stream(1);
     let mut agent = TreeRouter::new_agent(1);
-    agent.set_uplink(LINKS[0]);
+    agent.set_uplink(LINK_IDS[0]);
     parse_frames(bytes, |frame: TreeFrame| {
-        for link in LINKS {
+        for link in LINK_IDS {
             controller.receive_from_child(link, frame.clone());
         }
-        agent.receive_from_child(LINKS[1], frame.clone());
+        agent.receive_from_child(LINK_IDS[1], frame.clone());
         agent.receive_from_uplink(frame);
         drop((controller.take_actions(), agent.take_actions()));
     })
@@ -82,7 +82,7 @@ pub fn create_control_streams() -> [(&'static str, Vec<u8>); 3] {
     [
         ("agent.control", encode_frames(&agent)),
         ("controller.control", encode_frames(&controller)),
-        ("neighbour.tree", encode_frames(&TreeFrame::list_examples())),
+        ("neighbour.tree", encode_frames(&TreeFrame::build_test_frames())),
     ]
 }
 
@@ -112,7 +112,7 @@ fn parse_frames<T: Serialize + DeserializeOwned>(
 /// exclude) to the hosts.
 pub fn parse_hostfile(bytes: &[u8]) -> ParseResult {
     let text = str::from_utf8(bytes)?;
-    if text.len() > hosts::MAX_HOSTFILE {
+    if text.len() > hosts::MAX_HOSTFILE_BYTES {
         return Err("the hostfile is larger than 4 MiB".into());
     }
     let entries = hosts::parse_hostfile(text).map_err(take_first_error)?;
@@ -165,19 +165,19 @@ pub fn parse_store_requests(bytes: &[u8]) -> ParseResult {
 pub fn parse_accelerate_config(bytes: &[u8]) -> ParseResult {
     let document = Document::parse("config.yaml", str::from_utf8(bytes)?, DocumentSyntax::Yaml)?;
     let converted = import::convert_accelerate_config(&document, &ImportOptions::default());
-    check_imported_job(converted.map_err(take_first_error)?)
+    expect_valid_imported_job(converted.map_err(take_first_error)?)
 }
 
 /// Converts a configuration of DeepSpeed to a job, which must be a valid one.
 pub fn parse_deepspeed_config(bytes: &[u8]) -> ParseResult {
     let document = Document::parse("config.json", str::from_utf8(bytes)?, DocumentSyntax::Json)?;
     let converted = import::convert_deepspeed_config(&document, None, &ImportOptions::default());
-    check_imported_job(converted.map_err(take_first_error)?)
+    expect_valid_imported_job(converted.map_err(take_first_error)?)
 }
 
 /// Loads the job to which a configuration of Accelerate or DeepSpeed was converted, and panics if
 /// the job is not valid.
-fn check_imported_job(imported: ImportedJob) -> ParseResult {
+fn expect_valid_imported_job(imported: ImportedJob) -> ParseResult {
     let source = JobSource::Text { name: "job.yaml".to_owned(), text: imported.job };
     match jobspec::load_job(source, &[]) {
         Ok(_) => Ok(()),
@@ -224,7 +224,7 @@ pub fn parse_invitation(bytes: &[u8]) -> ParseResult {
 /// Parses the bytes that a peer without the job's key sends to the port of the agents: first as a
 /// handshake, and then as encrypted records after a handshake. Panics if the bytes are accepted.
 pub fn parse_encrypted_connection(bytes: &[u8]) -> ParseResult {
-    Ok(crate::connection::handshake::read_untrusted_connection(bytes)?)
+    Ok(crate::connection::handshake::check_untrusted_connection(bytes)?)
 }
 
 /// Returns the first of several errors of a parser.

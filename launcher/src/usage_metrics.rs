@@ -24,7 +24,7 @@ const MAX_HOST_BYTES: usize = 100;
 const MEGABYTE: f64 = 1e6;
 
 /// The shortest time between two records of the metrics.
-const SHORTEST_INTERVAL: Duration = Duration::from_secs(10);
+const SHORTEST_RECORD_INTERVAL: Duration = Duration::from_secs(10);
 /// The additional time between two records for each metric, which limits the size of files and
 /// databases.
 const INTERVAL_PER_METRIC: Duration = Duration::from_millis(100);
@@ -50,7 +50,7 @@ impl UsageSchedule {
 
     /// Returns the metrics to record. Returns `None` if no record is due: soon after the last one
     /// in the same attempt, or if there is no newer measurement.
-    pub(crate) fn list_due(&mut self, status: &RunStatus) -> Option<Vec<(String, f64)>> {
+    pub(crate) fn list_due_metrics(&mut self, status: &RunStatus) -> Option<Vec<(String, f64)>> {
         let has_restarted = self.newest.is_some_and(|(attempt, _)| attempt != status.attempt);
         let is_known = self.newest.is_some_and(|(_, time)| status.time <= time);
         if status.hosts.is_empty() || is_known || !(self.is_due() || has_restarted) {
@@ -59,7 +59,7 @@ impl UsageSchedule {
         let mut metrics = list_usage_metrics(status);
         metrics.push(("launch/restarts".to_owned(), f64::from(status.attempt)));
         let count = u32::try_from(metrics.len()).unwrap_or(u32::MAX);
-        self.next = Instant::now() + SHORTEST_INTERVAL + INTERVAL_PER_METRIC * count;
+        self.next = Instant::now() + SHORTEST_RECORD_INTERVAL + INTERVAL_PER_METRIC * count;
         self.newest = Some((status.attempt, status.time));
         Some(metrics)
     }
@@ -70,7 +70,7 @@ fn list_usage_metrics(status: &RunStatus) -> Vec<(String, f64)> {
     let mut metrics = Vec::new();
     if status.hosts.len() <= MAX_HOSTS {
         for host in &status.hosts {
-            let name = make_name(&host.host);
+            let name = make_metric_name_part(&host.host);
             let values = list_host_values(&host.usage).into_iter().chain(list_gpu_values(&host.usage.gpus));
             metrics.extend(values.map(|(key, value)| (format!("system/{name}/{key}"), value)));
         }
@@ -159,7 +159,7 @@ fn summarize_hosts(hosts: &[HostStatus]) -> Vec<(String, f64)> {
 }
 
 /// Makes a part of a metric's name from the name of a host. MLflow accepts only these characters.
-fn make_name(host: &str) -> String {
+fn make_metric_name_part(host: &str) -> String {
     let is_accepted = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
     host.chars().take(MAX_HOST_BYTES).map(|c| if is_accepted(c) { c } else { '_' }).collect()
 }
@@ -222,17 +222,17 @@ mod tests {
     #[test]
     fn metrics_are_recorded_after_an_interval_or_a_restart() {
         let mut schedule = UsageSchedule::new();
-        assert_eq!(schedule.list_due(&RunStatus::default()), None, "nothing was measured");
+        assert_eq!(schedule.list_due_metrics(&RunStatus::default()), None, "nothing was measured");
         let first = RunStatus { time: 5.0, ..status(2) };
-        let metrics = schedule.list_due(&first).expect("the first record");
+        let metrics = schedule.list_due_metrics(&first).expect("the first record");
         assert_eq!(find(&metrics, "launch/restarts"), Some(0.0));
         assert!(!schedule.is_due());
-        assert_eq!(schedule.list_due(&RunStatus { time: 7.0, ..status(2) }), None);
+        assert_eq!(schedule.list_due_metrics(&RunStatus { time: 7.0, ..status(2) }), None);
         let restarted = RunStatus { time: 9.0, attempt: 1, ..status(2) };
-        assert!(schedule.list_due(&restarted).is_some_and(|m| find(&m, "launch/restarts") == Some(1.0)));
+        assert!(schedule.list_due_metrics(&restarted).is_some_and(|m| find(&m, "launch/restarts") == Some(1.0)));
         schedule.next = Instant::now();
-        assert_eq!(schedule.list_due(&restarted), None, "nothing new was measured");
-        assert!(schedule.list_due(&RunStatus { time: 9.5, ..restarted }).is_some());
+        assert_eq!(schedule.list_due_metrics(&restarted), None, "nothing new was measured");
+        assert!(schedule.list_due_metrics(&RunStatus { time: 9.5, ..restarted }).is_some());
     }
 
     #[test]

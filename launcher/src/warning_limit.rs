@@ -22,7 +22,7 @@ impl WarningLimit {
     /// Decides whether a warning about `peer` may be printed at the time `now`: returns how many
     /// warnings about `peer` were omitted since the last printed one, or `None` if this warning
     /// must be omitted, too.
-    pub(crate) fn count_omitted(&mut self, peer: IpAddr, now: Instant) -> Option<u64> {
+    pub(crate) fn admit_warning(&mut self, peer: IpAddr, now: Instant) -> Option<u64> {
         if let Some((last, omitted)) = self.peers.get_mut(&peer) {
             if now.saturating_duration_since(*last) < WARNING_INTERVAL {
                 *omitted += 1;
@@ -51,17 +51,17 @@ mod tests {
         let mut limit = WarningLimit::default();
         let (began, peer) = (Instant::now(), IpAddr::from([192, 0, 2, 7]));
         let at = |seconds| began + Duration::from_secs(seconds);
-        assert_eq!(limit.count_omitted(peer, at(0)), Some(0));
+        assert_eq!(limit.admit_warning(peer, at(0)), Some(0));
         for second in 1..60 {
-            assert_eq!(limit.count_omitted(peer, at(second)), None);
+            assert_eq!(limit.admit_warning(peer, at(second)), None);
         }
-        assert_eq!(limit.count_omitted(IpAddr::from([192, 0, 2, 8]), at(30)), Some(0));
-        assert_eq!(limit.count_omitted(peer, at(60)), Some(59));
-        assert_eq!(limit.count_omitted(peer, at(121)), Some(0));
+        assert_eq!(limit.admit_warning(IpAddr::from([192, 0, 2, 8]), at(30)), Some(0));
+        assert_eq!(limit.admit_warning(peer, at(60)), Some(59));
+        assert_eq!(limit.admit_warning(peer, at(121)), Some(0));
         let addresses =
             (0..2 * MAX_WARNED_PEERS as u32).map(|n| IpAddr::from((n + (10 << 24)).to_be_bytes()));
-        let printed = addresses.filter(|ip| limit.count_omitted(*ip, at(300)).is_some()).count();
+        let printed = addresses.filter(|ip| limit.admit_warning(*ip, at(300)).is_some()).count();
         assert_eq!(printed, MAX_WARNED_PEERS);
-        assert_eq!(limit.count_omitted(peer, at(361)), Some(0), "old addresses are forgotten");
+        assert_eq!(limit.admit_warning(peer, at(361)), Some(0), "old addresses are forgotten");
     }
 }

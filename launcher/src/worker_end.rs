@@ -5,7 +5,7 @@ use protocol::{control::ExitStatus, exit::WorkerExit};
 use std::fmt;
 
 /// The exit code of a Rust process that panicked.
-pub(crate) const PANIC_EXIT: u8 = 101;
+pub(crate) const PANIC_EXIT_CODE: u8 = 101;
 
 /// The way in which a worker ended whose end was not the root cause of the job's failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,7 +50,7 @@ pub(crate) fn describe_process_end(status: ExitStatus, builtin: bool) -> String 
         ExitStatus::Code(code) => match WorkerExit::from_exit_code(code).filter(|_| builtin) {
             Some(WorkerExit::Aborted) => "aborted after the failure".into(),
             Some(WorkerExit::Stopped) => "saved and stopped although no stop was requested".into(),
-            None if builtin && code == PANIC_EXIT => {
+            None if builtin && code == PANIC_EXIT_CODE => {
                 "panicked (exit code 101), which is a bug of launch".into()
             }
             _ => format!("exited with code {code}"),

@@ -17,7 +17,7 @@ pub(crate) type FileId = usize;
 pub(crate) type ModuleId = usize;
 
 /// The index of the crate root in [`CrateModules::modules`].
-pub(crate) const ROOT: ModuleId = 0;
+pub(crate) const ROOT_MODULE: ModuleId = 0;
 
 /// The modules, files and paths of a crate, without `#[cfg(test)]` items.
 #[derive(Default)]
@@ -106,7 +106,7 @@ pub(crate) fn read_crate(
     let mut reader = CrateReader {
         read_file,
         krate: CrateModules::default(),
-        module: ROOT,
+        module: ROOT_MODULE,
         file: 0,
         directory: root_path.parent().unwrap_or(Path::new("")).to_owned(),
         is_inline: false,
@@ -171,7 +171,7 @@ impl CrateReader<'_> {
         let name = declaration.ident.to_string();
         let outer = (self.module, self.file, self.directory.clone(), self.is_inline);
         let module = self.push_module(&name);
-        self.define(&declaration.ident, ItemKind::Module(module), is_private(&declaration.vis));
+        self.define_name(&declaration.ident, ItemKind::Module(module), is_private(&declaration.vis));
         self.module = module;
         match &declaration.content {
             Some((_, items)) => {
@@ -213,7 +213,7 @@ impl CrateReader<'_> {
     /// Returns the name of the module of the crate root that contains the current module.
     fn find_top_level_module(&self) -> String {
         let mut module = self.module;
-        while let Some(parent) = self.krate.modules[module].parent.filter(|parent| *parent != ROOT) {
+        while let Some(parent) = self.krate.modules[module].parent.filter(|parent| *parent != ROOT_MODULE) {
             module = parent;
         }
         self.krate.modules[module].name.clone()
@@ -227,7 +227,7 @@ impl CrateReader<'_> {
     }
 
     /// Adds `name` to the names that the current module defines.
-    fn define(&mut self, name: &Ident, kind: ItemKind, is_private: bool) {
+    fn define_name(&mut self, name: &Ident, kind: ItemKind, is_private: bool) {
         let items = &mut self.krate.modules[self.module].items;
         items.entry(name.to_string()).or_default().push(ItemName { kind, is_private });
     }
@@ -235,14 +235,14 @@ impl CrateReader<'_> {
     /// Adds the name that `item` defines to the names of the current module.
     fn define_item(&mut self, item: &Item) {
         match item {
-            Item::Const(i) => self.define(&i.ident, ItemKind::Value, is_private(&i.vis)),
-            Item::Enum(i) => self.define(&i.ident, ItemKind::Type, is_private(&i.vis)),
-            Item::Fn(i) => self.define(&i.sig.ident, ItemKind::Value, is_private(&i.vis)),
-            Item::Static(i) => self.define(&i.ident, ItemKind::Value, is_private(&i.vis)),
-            Item::Struct(i) => self.define(&i.ident, ItemKind::Type, is_private(&i.vis)),
-            Item::Trait(i) => self.define(&i.ident, ItemKind::Type, is_private(&i.vis)),
-            Item::Type(i) => self.define(&i.ident, ItemKind::Type, is_private(&i.vis)),
-            Item::Union(i) => self.define(&i.ident, ItemKind::Type, is_private(&i.vis)),
+            Item::Const(i) => self.define_name(&i.ident, ItemKind::Value, is_private(&i.vis)),
+            Item::Enum(i) => self.define_name(&i.ident, ItemKind::Type, is_private(&i.vis)),
+            Item::Fn(i) => self.define_name(&i.sig.ident, ItemKind::Value, is_private(&i.vis)),
+            Item::Static(i) => self.define_name(&i.ident, ItemKind::Value, is_private(&i.vis)),
+            Item::Struct(i) => self.define_name(&i.ident, ItemKind::Type, is_private(&i.vis)),
+            Item::Trait(i) => self.define_name(&i.ident, ItemKind::Type, is_private(&i.vis)),
+            Item::Type(i) => self.define_name(&i.ident, ItemKind::Type, is_private(&i.vis)),
+            Item::Union(i) => self.define_name(&i.ident, ItemKind::Type, is_private(&i.vis)),
             Item::Use(i) => {
                 let prefix = if i.leading_colon.is_some() { vec![String::new()] } else { Vec::new() };
                 self.add_imports(prefix, &i.tree, is_private(&i.vis));
@@ -250,8 +250,8 @@ impl CrateReader<'_> {
             Item::ForeignMod(i) => {
                 for item in &i.items {
                     match item {
-                        ForeignItem::Fn(f) => self.define(&f.sig.ident, ItemKind::Value, is_private(&f.vis)),
-                        ForeignItem::Static(s) => self.define(&s.ident, ItemKind::Value, is_private(&s.vis)),
+                        ForeignItem::Fn(f) => self.define_name(&f.sig.ident, ItemKind::Value, is_private(&f.vis)),
+                        ForeignItem::Static(s) => self.define_name(&s.ident, ItemKind::Value, is_private(&s.vis)),
                         _ => {}
                     }
                 }
@@ -259,10 +259,10 @@ impl CrateReader<'_> {
             Item::Macro(i) => match &i.ident {
                 Some(name) => {
                     let is_exported = i.attrs.iter().any(|a| a.path().is_ident("macro_export"));
-                    self.define(name, ItemKind::Macro, !is_exported);
+                    self.define_name(name, ItemKind::Macro, !is_exported);
                     if is_exported {
-                        let import = Import { segments: self.list_path(name), is_private: false };
-                        self.krate.modules[ROOT].imports.entry(name.to_string()).or_default().push(import);
+                        let import = Import { segments: self.build_item_path(name), is_private: false };
+                        self.krate.modules[ROOT_MODULE].imports.entry(name.to_string()).or_default().push(import);
                     }
                 }
                 None => self.krate.modules[self.module].has_item_macros = true,
@@ -272,7 +272,7 @@ impl CrateReader<'_> {
     }
 
     /// Returns the path from the crate root to the item `name` of the current module.
-    fn list_path(&self, name: &Ident) -> Vec<String> {
+    fn build_item_path(&self, name: &Ident) -> Vec<String> {
         let mut segments = vec![name.to_string()];
         let mut module = Some(self.module);
         while let Some(id) = module {

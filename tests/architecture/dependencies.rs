@@ -35,11 +35,11 @@ fn is_license_allowed(expression: &str, allowed: &BTreeSet<&str>) -> bool {
     is_allowed && words.next().is_none()
 }
 
-type Words<'w> = std::iter::Peekable<std::str::SplitWhitespace<'w>>;
+type LicenseWords<'w> = std::iter::Peekable<std::str::SplitWhitespace<'w>>;
 
 /// Parses terms of a license expression that `OR` separates, and returns whether at least one of
 /// them is allowed.
-fn parse_alternatives(words: &mut Words<'_>, allowed: &BTreeSet<&str>) -> bool {
+fn parse_alternatives(words: &mut LicenseWords<'_>, allowed: &BTreeSet<&str>) -> bool {
     let mut is_allowed = parse_conjunction(words, allowed);
     while words.next_if_eq(&"OR").is_some() {
         is_allowed |= parse_conjunction(words, allowed);
@@ -49,7 +49,7 @@ fn parse_alternatives(words: &mut Words<'_>, allowed: &BTreeSet<&str>) -> bool {
 
 /// Parses terms of a license expression that `AND` separates, and returns whether all of them are
 /// allowed.
-fn parse_conjunction(words: &mut Words<'_>, allowed: &BTreeSet<&str>) -> bool {
+fn parse_conjunction(words: &mut LicenseWords<'_>, allowed: &BTreeSet<&str>) -> bool {
     let mut is_allowed = true;
     loop {
         is_allowed &= match words.next() {

@@ -1,8 +1,8 @@
 //! [`ModuleGraph`]: the source files of a crate, with an edge from each file to every file whose
 //! items it uses.
 use crate::{
-    crate_modules::{CrateModules, FileId, ItemKind, ItemName, PathSyntax, ROOT, SourceFile},
-    path_resolution::{Target, resolve_path_use},
+    crate_modules::{CrateModules, FileId, ItemKind, ItemName, PathSyntax, ROOT_MODULE, SourceFile},
+    path_resolution::{PathTarget, resolve_path_use},
 };
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -55,20 +55,20 @@ impl ModuleGraph {
             });
             for target in targets {
                 match target {
-                    Target::Item { file, name, .. } if file != from => {
+                    PathTarget::Item { file, name, .. } if file != from => {
                         edges.entry((from, file)).or_default().insert(name);
                     }
-                    Target::External(item) => {
+                    PathTarget::External(item) => {
                         let file = krate.files[from].path.clone();
                         external_uses.push(ExternalUse { file, line: path_use.line, item });
                     }
-                    Target::Item { .. } | Target::Module(_) => {}
+                    PathTarget::Item { .. } | PathTarget::Module(_) => {}
                 }
             }
         }
         let declares_module =
             |items: &[ItemName]| items.iter().any(|i| matches!(i.kind, ItemKind::Module(_)));
-        let names = krate.modules[ROOT].items.iter().filter(|(_, items)| declares_module(items));
+        let names = krate.modules[ROOT_MODULE].items.iter().filter(|(_, items)| declares_module(items));
         let top_level_modules = names.map(|(name, _)| name.clone()).collect();
         ModuleGraph { files: krate.files, top_level_modules, edges, external_uses, unresolved_paths }
     }

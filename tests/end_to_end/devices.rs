@@ -7,17 +7,17 @@ use std::fs;
 /// Writes job.yaml and runs launch with `args` on a machine whose accelerators `LAUNCH_GPUS`
 /// describes. Returns the object that the command prints.
 fn run_json(job_dir: &JobDirectory, job: &str, accelerators: &str, args: &[&str]) -> Value {
-    let output = run(job_dir, job, accelerators, args);
+    let output = run_launch(job_dir, job, accelerators, args);
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {}", output_to_text(&output)))
 }
 
-fn run(job_dir: &JobDirectory, job: &str, accelerators: &str, args: &[&str]) -> std::process::Output {
+fn run_launch(job_dir: &JobDirectory, job: &str, accelerators: &str, args: &[&str]) -> std::process::Output {
     fs::write(job_dir.path("job.yaml"), job).unwrap();
     job_dir.launch_command(args).env("LAUNCH_GPUS", accelerators).output().unwrap()
 }
 
-const ONE_EACH: &str = "run: {command: [python, a.py], visible_devices: one}";
+const ONE_DEVICE_JOB: &str = "run: {command: [python, a.py], visible_devices: one}";
 
 #[test]
 fn each_worker_gets_an_accelerator_of_every_vendor() {
@@ -31,7 +31,7 @@ fn each_worker_gets_an_accelerator_of_every_vendor() {
         ("hpu:3", "hpu 2", "HABANA_VISIBLE_MODULES", "2"),
         ("neuron:3", "neuron 2", "NEURON_RT_VISIBLE_CORES", "2"),
     ] {
-        let plan = run_json(&job_dir, ONE_EACH, accelerators, &["plan", "job.yaml", "--json"]);
+        let plan = run_json(&job_dir, ONE_DEVICE_JOB, accelerators, &["plan", "job.yaml", "--json"]);
         let rank = &plan["ranks"][2];
         assert_eq!((&plan["world"], &rank["device"]), (&3.into(), &device.into()), "{accelerators}");
         assert_eq!(rank["env"][variable], value, "{accelerators}: {rank}");
@@ -52,7 +52,7 @@ fn accelerators_that_do_not_suffice_are_reported() {
         ("cluster: {devices: cpu}\nrun: {command: [a]}", "hpu:2", "accelerators-not-hidden"),
         ("cluster: {devices: npu}\ntrain: {data: {files: [a]}}", "npu:2", "job-key-has-no-effect"),
     ] {
-        let output = run(&job_dir, job, accelerators, &["plan", "job.yaml", "--json"]);
+        let output = run_launch(&job_dir, job, accelerators, &["plan", "job.yaml", "--json"]);
         let (exit_code, error) = parse_rejection(&output);
         // Mistakes with a position in the job file are details of one error.
         let mistake = error["details"].get(0).unwrap_or(&error);
@@ -72,7 +72,7 @@ fn check_shows_accelerators() {
     let check = host["checks"].as_array().unwrap().iter().find(|c| c["check"] == "accelerators");
     assert_eq!(check.unwrap()["found"], "8 NPUs (Ascend)");
     assert_eq!(host["node"]["accelerators"].as_array().unwrap().len(), 8);
-    let text = output_to_text(&run(&job_dir, "run: {command: [a]}", "xpu:4", &["check", "job.yaml"]));
+    let text = output_to_text(&run_launch(&job_dir, "run: {command: [a]}", "xpu:4", &["check", "job.yaml"]));
     assert!(text.contains("4 XPUs (Intel)"), "{text}");
 }
 

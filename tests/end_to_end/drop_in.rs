@@ -3,7 +3,7 @@
 mod cases;
 
 use crate::support::{self, JobDirectory, output_to_text};
-use cases::{CASES, Case, REJECTED};
+use cases::{CASES, Case, REJECTED_COMMAND_LINES};
 use serde_json::{Value, json};
 use std::{
     collections::BTreeMap,
@@ -152,7 +152,7 @@ fn run_originals(python: &Path, job_dir: &JobDirectory) -> Vec<i64> {
 
 /// Reads the files in `directory` that [`DUMP_SCRIPT`] wrote, one for each worker, and returns
 /// their contents by file name.
-fn read_facts(directory: &Path) -> BTreeMap<String, Value> {
+fn read_worker_dumps(directory: &Path) -> BTreeMap<String, Value> {
     let files = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
     let json = files.filter(|path| path.extension().is_some_and(|extension| extension == "json"));
     json.map(|path| {
@@ -203,7 +203,7 @@ fn workers_have_the_arguments_and_environment_of_the_original_programs() {
         let mut command = job_dir.launch_command(&words);
         command.env_clear().envs(build_environment(case, &python, &job_dir)).env("DUMP", &dump);
         let ran = command.output().unwrap();
-        let (original, ours) = (read_facts(&job_dir.path(&format!("originals/{number}"))), read_facts(&dump));
+        let (original, ours) = (read_worker_dumps(&job_dir.path(&format!("originals/{number}"))), read_worker_dumps(&dump));
         let mut differences = Vec::new();
         if (code == 0) != ran.status.success() {
             differences.push(format!("exit code {:?} instead of {code}", ran.status.code()));
@@ -227,7 +227,7 @@ fn workers_have_the_arguments_and_environment_of_the_original_programs() {
 fn options_without_counterpart_are_rejected_by_name() {
     let job_dir = JobDirectory::new();
     write_files(&job_dir.path(""));
-    for (line, option) in REJECTED {
+    for (line, option) in REJECTED_COMMAND_LINES {
         let words: Vec<&str> = line.split_whitespace().collect();
         let (code, error) = job_dir.expect_rejection(&words);
         assert_eq!(code, 2, "{line}: {error}");

@@ -22,7 +22,7 @@ use std::{
 /// The names of the simulated hosts.
 const HOSTS: [&str; 4] = ["h0", "h1", "h2", "h3"];
 /// The indices of the hosts on which faults are injected: the first, a middle and the last host.
-const POSITIONS: [usize; 3] = [0, 1, 3];
+const FAULTY_HOSTS: [usize; 3] = [0, 1, 3];
 /// How long a test waits for a condition that has no separate time limit. After that, the test
 /// fails.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
@@ -404,7 +404,7 @@ fn assert_nothing_left(hosts: &SimulatedHosts, what: &str) {
 fn run_faults_at_one_position(test: &str, faults: &[InjectedFault], limit: Duration) {
     let Some(hosts) = start_hosts(test) else { return };
     for (i, fault) in faults.iter().enumerate() {
-        let (reported, cleaned) = run_fault_case(&hosts, *fault, POSITIONS[i % 3]);
+        let (reported, cleaned) = run_fault_case(&hosts, *fault, FAULTY_HOSTS[i % 3]);
         let times = format!("{fault:?}: reported after {reported:.2?}, cleaned up after {cleaned:.2?}");
         println!("{times}");
         assert!(reported < limit && cleaned < limit, "{times}");
@@ -440,7 +440,7 @@ fn every_fault_at_every_position_ends_the_job() {
     let Some(hosts) = start_hosts("faults_ssh::every_fault_at_every_position") else { return };
     println!("| fault | first host | middle host | last host |\n|---|---|---|---|");
     for fault in REPORTED_FAULTS.into_iter().chain(SILENT_FAULTS).chain([SshdStopped]) {
-        let cells = POSITIONS.map(|host| {
+        let cells = FAULTY_HOSTS.map(|host| {
             let (reported, cleaned) = run_fault_case(&hosts, fault, host);
             format!("{:.2} / {:.2}", reported.as_secs_f64(), cleaned.as_secs_f64())
         });

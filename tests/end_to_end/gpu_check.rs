@@ -42,11 +42,11 @@ impl Check {
         let cuda = emulated_gpu::library_directory();
         let directories = [cuda.to_owned(), cuda.join("cudnn"), emulated_nccl::build_library().to_owned()];
         let libraries = std::env::join_paths(directories).expect("paths");
-        Check { libraries, variables: Vec::new() }.set("FAKE_NCCL_VERSION", "23007")
+        Check { libraries, variables: Vec::new() }.set_variable("FAKE_NCCL_VERSION", "23007")
     }
 
     /// Sets an environment variable, such as a setting of the emulated GPU.
-    fn set(mut self, name: &'static str, value: impl Into<OsString>) -> Check {
+    fn set_variable(mut self, name: &'static str, value: impl Into<OsString>) -> Check {
         self.variables.push((name, value.into()));
         self
     }
@@ -88,7 +88,7 @@ impl CheckResult {
     }
 
     /// Returns the number of rows whose result is `result`.
-    fn count(&self, result: &str) -> usize {
+    fn count_rows(&self, result: &str) -> usize {
         self.rows().iter().filter(|row| row[3] == result).count()
     }
 
@@ -204,7 +204,7 @@ fn gpu_check_passes_on_an_emulated_gpu() {
             |row: &TableRow| row[0] == part && row[3].starts_with("skipped: ") && row[3].contains(library);
         assert!(check.rows().iter().any(is_skipped), "no {library}: {}", check.text);
     }
-    assert_eq!(check.count("ok"), 11, "{}", check.text);
+    assert_eq!(check.count_rows("ok"), 11, "{}", check.text);
 }
 
 #[test]
@@ -213,7 +213,7 @@ fn the_attention_of_cudnn_is_checked_where_it_is_installed() {
     let [_, subject, values, result] = check.row("ops/cudnn");
     assert_eq!((subject, result), ("attention by cuDNN", "ok"));
     assert!(values.starts_with("6 shapes"), "{values}");
-    let check = Check::with_all_libraries().set("EMULATED_GPU_FAILS", "cudnnCreate");
+    let check = Check::with_all_libraries().set_variable("EMULATED_GPU_FAILS", "cudnnCreate");
     let check = check.run(&["--quick", "--only", "ops/cudnn,ops/embedding"]).expect_code(1);
     let result = check.row("ops/cudnn")[3];
     assert!(result.starts_with("FAILED: cuda-call-failed: cudnnCreate"), "{result}");
@@ -224,7 +224,7 @@ fn the_attention_of_cudnn_is_checked_where_it_is_installed() {
 /// kernel that lacks a barrier then computes other numbers.
 #[test]
 fn the_order_of_threads_does_not_change_results() {
-    Check::new().set("EMULATED_GPU_ORDER", "1").run(&["--quick", "--part-seconds", "240"]).expect_code(0);
+    Check::new().set_variable("EMULATED_GPU_ORDER", "1").run(&["--quick", "--part-seconds", "240"]).expect_code(0);
 }
 
 #[test]
@@ -235,10 +235,10 @@ fn unusable_drivers_and_libraries_end_the_check() {
         ("EMULATED_GPU_VERSION", "11080", "device-library-too-old"),
         ("EMULATED_GPU_VERSION", "12080", "device-library-unusable"),
     ] {
-        let check = Check::new().set(name, value).run(&["--quick"]).expect_code(3);
+        let check = Check::new().set_variable(name, value).run(&["--quick"]).expect_code(3);
         assert_eq!(extract_error_codes(&check.text), [code], "{}", check.text);
         // every part has a row, although none was started
-        let skipped = check.count("skipped: the GPU is not usable");
+        let skipped = check.count_rows("skipped: the GPU is not usable");
         assert_eq!(skipped, 13, "{}", check.text);
         messages += &format!("{name}={value}\n{}\n\n", skip_to_first_error(&check.text));
     }
@@ -273,7 +273,7 @@ fn failures_of_kernels_and_calls_are_reported_with_their_reason() {
             "FAILED: gpu-out-of-memory: out of GPU memory: 0.00 GiB more",
         ),
     ] {
-        let check = Check::new().set(name, value).run(&["--quick", "--only", part]).expect_code(1);
+        let check = Check::new().set_variable(name, value).run(&["--quick", "--only", part]).expect_code(1);
         let result = check.row(part)[3];
         assert!(result.starts_with(reason), "{value}: {result}");
     }
@@ -287,7 +287,7 @@ const OTHER_PARTS: [&str; 3] = ["ops/norms-bias", "ops/embedding", "curves/llama
 /// the others are complete.
 #[track_caller]
 fn run_with_fault(fault: &str, exit_code: i32) -> CheckResult {
-    let check = Check::new().set("EMULATED_GPU_KERNEL_FAULT", format!("geglu_forward:{fault}"));
+    let check = Check::new().set_variable("EMULATED_GPU_KERNEL_FAULT", format!("geglu_forward:{fault}"));
     let only = [&[FAULTY_PART], &OTHER_PARTS[..]].concat().join(",");
     let check =
         check.run(&["--quick", "--tiny", "--part-seconds", "6", "--only", &only]).expect_code(exit_code);
@@ -358,8 +358,8 @@ fn a_failed_part_is_repeated_under_compute_sanitizer() {
     let path = std::env::var_os("PATH").expect("a PATH");
     let paths = [directory.path().to_owned()].into_iter().chain(std::env::split_paths(&path));
     let check = Check::new()
-        .set("PATH", std::env::join_paths(paths).expect("paths"))
-        .set("EMULATED_GPU_KERNEL_FAULT", "geglu_forward:wrong")
+        .set_variable("PATH", std::env::join_paths(paths).expect("paths"))
+        .set_variable("EMULATED_GPU_KERNEL_FAULT", "geglu_forward:wrong")
         .run(&["--quick", "--only", FAULTY_PART])
         .expect_code(1);
     assert!(check.text.contains("    ========= COMPUTE-SANITIZER --tool memcheck"), "{}", check.text);
@@ -420,7 +420,7 @@ fn training_on_an_emulated_gpu_agrees_with_the_cpu() {
         let is_measured = |row: &TableRow| row[..2] == [part, subject] && row[3] == "measured";
         assert!(check.rows().iter().any(is_measured), "{part} is missing in: {}", check.text);
     }
-    assert_eq!(check.count("ok"), 3 * 4 + 13, "{}", check.text);
+    assert_eq!(check.count_rows("ok"), 3 * 4 + 13, "{}", check.text);
     let details = &check.part("models/llama")["details"];
     for name in ["launched_kernels", "matmul_algorithms", "operations"] {
         assert!(details[name].as_array().is_some_and(|list| !list.is_empty()), "{name}: {details}");
@@ -439,7 +439,7 @@ fn two_ranks_that_never_join_are_ended() {
     let check = check.run(&["--tiny", "--part-seconds", "6", "--only", only]).expect_code(1);
     assert_eq!(check.row("nccl-2/llama-fp32")[3], "FAILED: hung: killed after 6 s");
     assert_eq!(check.row("ops/embedding")[3], "ok");
-    let old = Check::with_all_libraries().set("FAKE_NCCL_VERSION", "22809");
+    let old = Check::with_all_libraries().set_variable("FAKE_NCCL_VERSION", "22809");
     let old = old.run(&["--tiny", "--only", "nccl-2/llama-fp32"]).expect_code(0);
     let result = old.row("nccl-2/llama-fp32")[3];
     assert!(

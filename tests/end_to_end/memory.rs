@@ -16,7 +16,7 @@ checkpoint: {every: 2, async: false, gather_16bit_weights_on_model_save: false}
 
 /// The largest amount of memory, in bytes, that a development build may use in addition to the
 /// planned memory.
-const MAX_EXCESS_OF_BUILD: f64 = 40e6;
+const MAX_BUILD_EXCESS_BYTES: f64 = 40e6;
 
 /// Runs `launch plan` and then the job itself, with the settings `set`. Returns the planned and the
 /// measured peak memory of the largest rank, in bytes.
@@ -43,7 +43,7 @@ fn measure_excess_of_build() -> f64 {
         return 0.0;
     }
     let (planned, measured) = plan_and_measure_peak(&JobDirectory::new(), &["cluster.workers_per_host=1"]);
-    assert!(measured < planned + MAX_EXCESS_OF_BUILD, "planned {planned}, measured {measured}");
+    assert!(measured < planned + MAX_BUILD_EXCESS_BYTES, "planned {planned}, measured {measured}");
     (measured - planned).max(0.0)
 }
 

@@ -42,7 +42,7 @@ fn a_training_is_recorded_and_its_token_is_stored_nowhere() {
     let uri = uri_setting(&server.address());
     let ran = job.run_with_env(&[&uri, "checkpoint.every=10"], "MLFLOW_TRACKING_TOKEN", "s3cret-token");
     let ran = ran.expect_success();
-    let record = server.record();
+    let record = server.received_data();
     assert_eq!(record.authorization.as_deref(), Some("Bearer s3cret-token"));
     assert_eq!((record.experiments.as_slice(), record.runs.len()), (["tiny".to_owned()].as_slice(), 1));
     let run = &ran.events_named("start")[0]["run"];
@@ -81,7 +81,7 @@ fn a_server_that_fails_for_a_while_gets_everything_later() {
     fs::write(job.path("job.yaml"), text).unwrap();
     let ran = job.run(&[]);
     assert_eq!(ran.code, 1);
-    let record = server.record();
+    let record = server.received_data();
     assert_eq!((record.runs.len(), &record.runs[0]["run_name"]), (1, &"r".into()));
     assert_eq!(
         (record.tags["launch.restarts"].as_str(), record.states.as_slice()),
@@ -146,12 +146,12 @@ fn a_later_controller_continues_the_same_run() {
     let uri = uri_setting(&server.address());
     let set = [uri.as_str(), "run.on_controller_loss=continue", "train.steps=400", "checkpoint.every=never"];
     let mut lost = job.start(&set);
-    wait_until("the first metrics", || server.record().metrics.contains_key("train/loss"));
+    wait_until("the first metrics", || server.received_data().metrics.contains_key("train/loss"));
     kill(Pid::from_raw(lost.id() as i32), Signal::SIGKILL).unwrap();
     lost.wait().unwrap();
     let output = job.run_launch(&["attach", "--json"]);
     assert!(output.status.success(), "{}", output_to_text(&output));
-    let record = server.record();
+    let record = server.received_data();
     assert_eq!(
         (record.runs.len(), record.states.as_slice()),
         (1, ["RUNNING".to_owned(), "FINISHED".into()].as_slice())

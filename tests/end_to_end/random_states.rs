@@ -4,7 +4,7 @@ use crate::support::{
     self, JobDirectory,
     environment::isolated_command,
     fork_server::{ForkServer, TRAINER_MODULES},
-    trainer_script::{TrainerScript, assert_losses_continue, read_contents},
+    trainer_script::{TrainerScript, assert_losses_continue, read_files_below},
 };
 use serde_json::Value;
 use std::{fs, path::Path};
@@ -56,7 +56,7 @@ fn draws_from_prepared_files_follow_the_rule() {
         calls.push(split_words(&format!("make {} {style} {differs}", dir(name).display())));
     }
     run_oracle(&job_dir, &python, &calls);
-    let originals: Vec<_> = sources.iter().flat_map(|s| read_contents(&dir(s.0))).collect();
+    let originals: Vec<_> = sources.iter().flat_map(|s| read_files_below(&dir(s.0))).collect();
     let mut checks = Vec::new();
     for (name, _, world, differs) in sources {
         for new in [1, 2, 3, 4] {
@@ -96,7 +96,7 @@ fn draws_from_prepared_files_follow_the_rule() {
     }
     let accelerate = checks.iter().position(|check| check[3].contains("/c/")).unwrap();
     assert!(results[accelerate]["steps"] == 7, "the counter of Accelerate changed: {}", results[accelerate]);
-    let after: Vec<_> = sources.iter().flat_map(|s| read_contents(&dir(s.0))).collect();
+    let after: Vec<_> = sources.iter().flat_map(|s| read_files_below(&dir(s.0))).collect();
     assert!(originals == after, "an original was changed");
     assert_rejections(&job_dir, &dir("a"));
 }
@@ -117,9 +117,9 @@ fn assert_rejections(job_dir: &JobDirectory, a: &Path) {
     };
     is_rejected(&["--world-size=3", "--strict"], 4, "rng-strict-would-reseed");
     is_rejected(&["--world-size=2", "--strict", "--reseed"], 2, "usage");
-    let before = read_contents(a);
+    let before = read_files_below(a);
     succeeds(&["--world-size=2", "--strict"]);
-    assert!(read_contents(a) == before, "the original was changed");
+    assert!(read_files_below(a) == before, "the original was changed");
     is_rejected(&["--world-size=3", "--replicated=torch_cpu"], 4, "rng-stream-not-replicated");
     is_rejected(&["--world-size=3", "--out=corpus.txt"], 2, "checkpoint-output-exists");
     // the directory is replaced, and the next call reads the new one
@@ -157,7 +157,7 @@ fn a_trainer_script_resumes_with_another_number_of_ranks() {
     let (_, whole) = trained.run(2, "whole", "", &[]);
     assert_eq!(whole.len(), 9, "nine steps");
     let saved = trained.job_dir.path("out-whole/checkpoint-3");
-    let before = read_contents(&saved);
+    let before = read_files_below(&saved);
     for step in [6, 9] {
         fs::remove_file(trained.job_dir.path(&format!("out-whole/checkpoint-{step}/trainer_state.json")))
             .unwrap();
@@ -195,7 +195,7 @@ fn a_trainer_script_resumes_with_another_number_of_ranks() {
             );
         }
     }
-    assert!(before == read_contents(&saved), "the original was changed");
+    assert!(before == read_files_below(&saved), "the original was changed");
     // RNG states that cannot be restored are rejected before a worker starts
     let strict = "resume: {from: out-whole/checkpoint-3, rng: strict}";
     let (ran, _) = trained.run(4, "strict", strict, &[]);

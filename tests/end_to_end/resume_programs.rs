@@ -3,7 +3,7 @@
 //! steps.
 use crate::support::{
     resumed_job::{ResumedJob, parse_numbers},
-    trainer_script::read_contents,
+    trainer_script::read_files_below,
 };
 use serde_json::Value;
 use std::path::Path;
@@ -49,7 +49,7 @@ fn resumed_losses_equal_those_of_the_programs() {
             resumed.job_dir.run_launch(&["ckpt", "inspect", "--json", resumed.from.to_str().unwrap()]);
         let inspected: Value = serde_json::from_slice(&inspected.stdout).unwrap();
         assert_eq!((&inspected["kind"], &recording["world"]), (&kind.into(), &world.into()), "{name}");
-        let before = read_contents(&resumed.from);
+        let before = read_files_below(&resumed.from);
         let mut bits = Vec::new();
         let (optimizer, rate) = match name.rsplit_once('_') {
             Some((_, "sgd")) => (&[SGD][..], 5e-2),
@@ -73,7 +73,7 @@ fn resumed_losses_equal_those_of_the_programs() {
             bits.push(ran.collect_losses());
         }
         assert!(bits.iter().all(|b| *b == bits[0]), "{name}: losses depend on the number of workers");
-        assert!(before == read_contents(&resumed.from), "{name}: the original was changed");
+        assert!(before == read_files_below(&resumed.from), "{name}: the original was changed");
     }
 }
 

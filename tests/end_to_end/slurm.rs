@@ -260,7 +260,7 @@ fn jobs_save_at_the_time_limit_and_at_scancel_and_resume() {
     let limited = cluster.run_on_node_successfully("h0", "./launch sbatch limited.yaml");
     let expected = cluster.write_training_job(4, 400);
     let job = cluster.run_on_node_successfully("h0", "./launch sbatch job.yaml");
-    let begun = || (cluster.find_last_step("tiny") >= 10).then_some(());
+    let begun = || (cluster.read_last_step("tiny") >= 10).then_some(());
     wait_until("the first steps", || cluster.describe_job(&job), begun);
     // the signal that Slurm sends to the batch script before the limit (--signal=B:USR1@…)
     cluster.run_on_node_successfully("h0", &format!("scancel -b -s USR1 {job}"));
@@ -270,12 +270,12 @@ fn jobs_save_at_the_time_limit_and_at_scancel_and_resume() {
             .then_some(())
     };
     wait_until("the requeue", || cluster.describe_job(&job), again);
-    let stopped = cluster.find_last_step("tiny");
+    let stopped = cluster.read_last_step("tiny");
     assert!(stopped < 400, "the run completed before the signal");
     wait_until(
         "more steps",
         || cluster.describe_job(&job),
-        || (cluster.find_last_step("tiny") > stopped).then_some(()),
+        || (cluster.read_last_step("tiny") > stopped).then_some(()),
     );
     // scancel signals every process of the job, which saves and ends
     cluster.run_on_node_successfully("h0", &format!("scancel {job}"));
@@ -284,7 +284,7 @@ fn jobs_save_at_the_time_limit_and_at_scancel_and_resume() {
     let resumes = |cluster: &SlurmCluster| {
         cluster.read_events("tiny").iter().filter(|e| e["event"] == "resume").count()
     };
-    let steps = cluster.find_last_step("tiny");
+    let steps = cluster.read_last_step("tiny");
     let saved =
         cluster.read_events("tiny").iter().rev().find(|e| e["event"] == "checkpoint").unwrap()["step"]
             .clone();
@@ -330,7 +330,7 @@ fn a_job_that_loses_a_node_is_requeued_and_resumes() {
     let set = format!("--set cluster.interface={interface}");
     let job =
         cluster.run_on_node_successfully("h0", &format!("./launch sbatch job.yaml {set} -- --exclude=h3"));
-    let begun = || (cluster.find_last_step("tiny") >= 30).then_some(());
+    let begun = || (cluster.read_last_step("tiny") >= 30).then_some(());
     wait_until("the first checkpoint", || cluster.describe_job(&job), begun);
     let node = cluster.read_job_field(&job, "BatchHost");
     assert!(cluster.run_cluster_script(&["crash", &node]).status.success());

@@ -47,15 +47,15 @@ impl Drop for KilledAtEnd {
 }
 
 /// A cgroup with a CPU quota, which is removed at the end of the test.
-struct QuotaGroup(PathBuf);
+struct CpuQuotaGroup(PathBuf);
 
-impl QuotaGroup {
+impl CpuQuotaGroup {
     /// Creates a cgroup whose processes may use `percent` of one CPU. Returns `None` if this is not
     /// possible.
-    fn create(percent: u32) -> Option<QuotaGroup> {
+    fn create(percent: u32) -> Option<CpuQuotaGroup> {
         let name = format!("launch-test-{}", std::process::id());
         CPU_GROUPS.iter().find_map(|mount| {
-            let group = QuotaGroup(Path::new(mount).join(&name));
+            let group = CpuQuotaGroup(Path::new(mount).join(&name));
             fs::create_dir(&group.0).ok()?;
             // With version 1, the directory above the controllers is not a control group.
             if !group.0.join("cgroup.procs").exists() {
@@ -74,7 +74,7 @@ impl QuotaGroup {
     }
 }
 
-impl Drop for QuotaGroup {
+impl Drop for CpuQuotaGroup {
     fn drop(&mut self) {
         for _ in 0..100 {
             if fs::remove_dir(&self.0).is_ok() {
@@ -88,7 +88,7 @@ impl Drop for QuotaGroup {
 #[test]
 fn a_rank_slowed_by_a_cpu_quota_is_named_with_the_reason() {
     // On a busy machine the other ranks get only a part of a CPU, too.
-    let Some(group) = QuotaGroup::create(5) else {
+    let Some(group) = CpuQuotaGroup::create(5) else {
         return report_skip("stragglers", "control groups with CPU quotas cannot be created");
     };
     let job = JobDirectory::new();
@@ -152,7 +152,7 @@ fn a_rank_slowed_by_a_fifth_is_named() {
     wait_for_event(&mut events, |event| event["event"] == "step" && event["step"].as_u64() >= Some(4));
     let worker = find_worker(&job, 1);
     let percent = measure_cpu_percent(worker, Duration::from_secs(3));
-    let Some(group) = QuotaGroup::create(percent * 4 / 5) else {
+    let Some(group) = CpuQuotaGroup::create(percent * 4 / 5) else {
         return report_skip("stragglers", "control groups with CPU quotas cannot be created");
     };
     group.add(worker);

@@ -47,7 +47,7 @@ fn wait_until(what: &str, mut is_true: impl FnMut() -> bool) {
 
 /// Returns the number of seconds that an environment variable contains; `seconds` if the variable
 /// is not set.
-fn read_seconds(variable: &str, seconds: u64) -> Duration {
+fn read_seconds_variable(variable: &str, seconds: u64) -> Duration {
     let value = env::var(variable).ok().and_then(|value| value.parse().ok());
     Duration::from_secs(value.unwrap_or(seconds))
 }
@@ -72,7 +72,7 @@ impl RunHosts {
             true => Some(RunDirectoryDisk::mount(test, &job_dir.path("disk.img"), &job_dir.path("runs"))?),
             false => None,
         };
-        RunHosts::start_in(test, count, job_dir, (disk, None))
+        RunHosts::start_in_directory(test, count, job_dir, (disk, None))
     }
 
     /// Starts three hosts with a directory `stalling` that can be stalled. Returns `None` if the
@@ -81,12 +81,12 @@ impl RunHosts {
         let job_dir = JobDirectory::new();
         ["runs", "stalling"].iter().for_each(|name| fs::create_dir(job_dir.path(name)).unwrap());
         let stalling = StallingDirectory::mount(test, &job_dir.path("stalling"))?;
-        RunHosts::start_in(test, 3, job_dir, (None, Some(stalling)))
+        RunHosts::start_in_directory(test, 3, job_dir, (None, Some(stalling)))
     }
 
     /// Starts `count` hosts that all see the directory of `job_dir`. `disk` and `stalling` are the
     /// test file systems that are mounted in this directory. Returns `None` if the test is skipped.
-    fn start_in(
+    fn start_in_directory(
         test: &str,
         count: u32,
         job_dir: JobDirectory,
@@ -327,8 +327,8 @@ fn stalled_and_full_run_directories_and_suspended_controllers_disturb_no_run() {
     let test = "takeovers::stalled_and_full_run_directories_and_suspended_controllers_disturb_no_run";
     let Some(hosts) = RunHosts::start(test, 3, true) else { return };
     let disk = hosts.disk.as_ref().unwrap();
-    let stall = read_seconds("LAUNCH_TEST_STALL_SECONDS", 20);
-    let suspension = read_seconds("LAUNCH_TEST_SUSPEND_SECONDS", 10);
+    let stall = read_seconds_variable("LAUNCH_TEST_STALL_SECONDS", 20);
+    let suspension = read_seconds_variable("LAUNCH_TEST_SUSPEND_SECONDS", 10);
     let full_disk = Duration::from_secs(10);
     // A slowed training makes at most 15 steps per second.
     let steps = 150 + 15 * (stall + suspension + full_disk).as_secs();

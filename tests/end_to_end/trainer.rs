@@ -4,7 +4,7 @@
 use crate::support::{
     self,
     fork_server::{ForkServer, TRAINER_MODULES},
-    trainer_script::{TrainerScript, assert_losses_continue, read_contents},
+    trainer_script::{TrainerScript, assert_losses_continue, read_files_below},
 };
 use serde_json::json;
 use std::{
@@ -51,7 +51,7 @@ fn resume_trainer_script(python: &[String], stage: u8, bf16: bool) {
     ran.expect_success();
     assert_eq!(whole.len(), 9, "nine steps");
     let saved = trained.job_dir.path("out-whole/checkpoint-3");
-    let before = read_contents(&saved);
+    let before = read_files_below(&saved);
     let others: &[u32] = if bf16 { &[1] } else { &[1, 4] };
     for &workers in others {
         let report = format!("w{workers}");
@@ -68,7 +68,7 @@ fn resume_trainer_script(python: &[String], stage: u8, bf16: bool) {
             "{workers} ranks"
         );
     }
-    assert!(before == read_contents(&saved), "the original was changed");
+    assert!(before == read_files_below(&saved), "the original was changed");
     if stage == 3 {
         // a checkpoint of four ranks
         let (ran, rest) = trained.run(2, "fewer", "resume: {from: out-w4/checkpoint-6}", resume_argument);
@@ -125,7 +125,7 @@ fn resume_accelerate_loop_repeatedly(script: &TrainerScript) {
     assert_eq!(whole.len(), 9, "nine steps");
     for (from, old, workers, step) in [("whole", 2, 4, 3), ("w4", 4, 2, 6), ("whole", 2, 1, 3)] {
         let saved: PathBuf = script.job_dir.path(&format!("out-{from}/step_{step}"));
-        let before = read_contents(&saved);
+        let before = read_files_below(&saved);
         let (report, resume) = (format!("w{workers}"), format!("resume: {{from: out-{from}/step_{step}}}"));
         let (ran, rest) = script.run(workers, &report, &resume, &[]);
         let snapshot = format!("accelerate_{old}_ranks_to_{workers}");
@@ -143,7 +143,7 @@ fn resume_accelerate_loop_repeatedly(script: &TrainerScript) {
             1,
             "streams of Python stay equal on all ranks"
         );
-        assert!(before == read_contents(&saved), "the original was changed");
+        assert!(before == read_files_below(&saved), "the original was changed");
     }
 }
 
@@ -155,14 +155,14 @@ fn resume_accelerate_loop(script: &TrainerScript, name: &str, close: f64, worker
     ran.expect_success();
     assert_eq!(whole.len(), 9, "nine steps");
     let saved = script.job_dir.path("out-whole/step_3");
-    let before = read_contents(&saved);
+    let before = read_files_below(&saved);
     let report = format!("w{workers}");
     let (ran, rest) = script.run(workers, &report, "resume: {from: out-whole/step_3}", &[]);
     let snapshot = format!("accelerate_{name}_{report}");
     script.assert_notices(&snapshot, &ran.expect_success());
     assert_losses_continue(&rest, &whole, close);
     assert_begins_at(script, &report, workers, 3);
-    assert!(before == read_contents(&saved), "the original was changed");
+    assert!(before == read_files_below(&saved), "the original was changed");
 }
 
 /// Checks that an HF Trainer script with FSDP resumes on one rank from a checkpoint of two ranks.

@@ -10,7 +10,7 @@ use serde::{Serialize, de::DeserializeOwned};
 
 /// The largest number of bytes that [`broadcast_bytes`] sends in one message. Longer data are sent
 /// in several messages.
-const WINDOW_BYTES: usize = 4 << 20;
+const MAX_MESSAGE_BYTES: usize = 4 << 20;
 /// The largest number of bytes that [`broadcast_bytes`] accepts. More bytes are an error.
 const MAX_BROADCAST_BYTES: u64 = 256 << 20;
 
@@ -122,7 +122,7 @@ pub fn broadcast_bytes(queue: &CollectiveQueue, root: usize, mine: Result<Vec<u8
     }
     let (length, mut received) = (length as usize, Vec::new());
     while received.len() < length {
-        let end = length.min(received.len() + WINDOW_BYTES);
+        let end = length.min(received.len() + MAX_MESSAGE_BYTES);
         let window = mine.get(received.len()..end).unwrap_or(&[]).to_vec();
         let windows = queue.run_and_wait(move |comm| comm.all_gather_bytes(&window))?;
         match windows.into_iter().nth(root) {

@@ -24,12 +24,12 @@ mod timed_models;
 
 pub use part_filter::PartFilter;
 
-use parts::{PROFILES, Part, list_parts, select_parts};
+use parts::{PROFILES_GROUP, Part, list_parts, select_parts};
 use run_part::{open_gpu, run_part};
 use run_parts::{RunOptions, run_parts};
 use std::path::PathBuf;
 use throughput::measure_model;
-use timed_models::{describe_models, find_model_by_number};
+use timed_models::{describe_timed_models_as_json, find_model_by_number};
 
 /// The options of `launch gpu-check`.
 #[derive(Clone, Debug)]
@@ -103,12 +103,12 @@ pub fn run_gpu_check(options: GpuCheckOptions) -> diagnostic::Result<bool> {
         GpuCheckTask::RunPart { name, launch_log, rank_memory } => {
             return run_part(&name, device, filter, launch_log.as_deref(), rank_memory.as_deref());
         }
-        GpuCheckTask::ListModels => println!("{}", describe_models(tiny)?),
+        GpuCheckTask::ListModels => println!("{}", describe_timed_models_as_json(tiny)?),
         GpuCheckTask::MeasureModel(number) => {
             println!("{}", measure_model(&|| open_gpu(device), tiny, number)?);
         }
         GpuCheckTask::ProfileModel(number) => {
-            let name = format!("{PROFILES}/{}", find_model_by_number(tiny, number)?.part_name);
+            let name = format!("{PROFILES_GROUP}/{}", find_model_by_number(tiny, number)?.part_name);
             let parts: Vec<Part> = select_parts(list_parts(filter), &[name])?;
             let seconds = parts.iter().map(|part| part.limit_seconds).sum();
             return run_parts(RunOptions { device, filter, seconds, report: None, resume: None }, &parts);

@@ -207,7 +207,7 @@ impl ParamUnit {
         let mut end = 0;
         for s in self.list_trained_segments(0..self.len()) {
             let len = s.flat.len();
-            ops.move_elements_down(flat_vector.reborrow(), s.flat, end);
+            ops.move_elements_to_lower_index(flat_vector.reborrow(), s.flat, end);
             end += len;
         }
     }

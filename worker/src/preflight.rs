@@ -12,7 +12,7 @@ use crate::{
 };
 use diagnostic::{Diagnostic, codes};
 use jobspec::{JobSpec, TrainSpec};
-use memory::MemoryPlan;
+use memory::MemoryEstimator;
 use protocol::{
     preflight::{Preflight, PreflightReport},
     probe::LibraryReport,
@@ -69,7 +69,7 @@ fn check_train_section(
         return;
     }
     report.warnings.extend(find_idle_worker_warning(&train, world));
-    let plan = MemoryPlan {
+    let plan = MemoryEstimator {
         job,
         train: &train,
         model: &model,

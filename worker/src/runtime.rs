@@ -20,7 +20,7 @@ pub(crate) use rank_connection::STAGING_BYTES;
 use crate::{
     checkpoint::{
         host_local,
-        memory_copies::{HostMemory, MemoryCopier},
+        memory_copies::{HostMemoryCopies, MemoryCopier},
         resume::{
             CheckpointDirs, MemoryResume, PretrainedModel, ResumePoint, resume_from_checkpoint,
             start_from_model,
@@ -39,7 +39,7 @@ use ckpt::{StagingDir, TextFile};
 use comm::{Comm, ObservedComm};
 use debuglog::Filter;
 use diagnostic::{Diagnostic, codes};
-use fault_injection::{arm_fault_point, find_endless_loop, record_fault_points};
+use fault_injection::{arm_fault_point, read_endless_loop_step, record_fault_points};
 use gather_weights::gather_last_checkpoint_weights;
 use jobspec::{JobSpec, OffloadTarget, TrainSpec, ZeroSpec, env};
 use kept_resources::KeptResources;
@@ -80,7 +80,7 @@ pub fn main() -> u8 {
         let result = std::mem::replace(&mut started, Ok(()));
         let result = result.and_then(|()| run_attempt(&session, &init, &mut kept));
         if let Err(error) = &result
-            && session.leaves_after(error, &init)
+            && session.waits_to_leave_attempt(error, &init)
         {
             // The controller may keep the reason of another rank only.
             eprint!("{}", diagnostic::render(error.diagnostic(), false));
@@ -141,7 +141,7 @@ fn end_process(session: &AgentSession, result: Result<WorkerExit>) -> u8 {
 /// directory. An invalid filter is replaced by the default one.
 fn start_debug_log(init: &WorkerInit) -> std::io::Result<()> {
     let directives = std::env::var(env::LAUNCH_LOG).ok();
-    let filter = Filter::select(directives.as_deref(), 0).unwrap_or_default();
+    let filter = Filter::from_directives_or_verbosity(directives.as_deref(), 0).unwrap_or_default();
     debuglog::start(&filter, None);
     debuglog::open_file(&init.run_dir.join("logs").join(format!("worker-{}.debug.log", init.rank)))?;
     tracing::info!(target: "worker", rank = init.rank, world = init.world, attempt = init.attempt,
@@ -212,11 +212,11 @@ fn train_as_rank(
         // No rank but the leader decodes generated text.
         tokenizer.end_sandbox_process();
     }
-    if !session.begin_first_step(running.trainer.engine.queue())? {
+    if !session.wait_for_first_step(running.trainer.engine.queue())? {
         wait_for_all_ranks(&running)?;
         return Ok(WorkerExit::Stopped);
     }
-    let loops_after = find_endless_loop(init)?;
+    let loops_after = read_endless_loop_step(init)?;
     let source = ReportedSamples { source: &samples.train, status: &session.status, loops_after };
     let run_spec = RunContext { job, session, source: &source, held_out, is_leader };
     let mut exit = train_until_done(&mut running, &run_spec, &mut saver)?;
@@ -271,7 +271,7 @@ fn create_saver(
     root: &Path,
     layout: StorageTopology,
     metadata: RunMetadata,
-    (memory, resumed): (Option<HostMemory>, Option<ResumePoint>),
+    (memory, resumed): (Option<HostMemoryCopies>, Option<ResumePoint>),
 ) -> CheckpointSaver {
     let MemoryResume { is_source, newest_saved, next_sequence } =
         resumed.as_ref().map_or_else(MemoryResume::default, |r| r.memory.clone());
@@ -291,7 +291,7 @@ fn open_host_memory(
     kept: &mut Option<OwnedFd>,
     init: &WorkerInit,
     queue: &CollectiveQueue,
-) -> Result<Option<HostMemory>> {
+) -> Result<Option<HostMemoryCopies>> {
     let Some(spec) = &init.job.checkpoint.memory else { return Ok(None) };
     let missing = |message: &str| {
         Diagnostic::error(codes::training::SHARED_MEMORY_MISSING, message).with_subject(env::LAUNCH_MEMORY_FD)
@@ -306,7 +306,7 @@ fn open_host_memory(
     let memory = memory
         .try_clone()
         .map_err(|e| missing("the memory for copies of the state cannot be opened").with_cause(&e))?;
-    HostMemory::connect(queue, memory.into(), spec, (init.local_rank, init.attempt)).map(Some)
+    HostMemoryCopies::connect(queue, memory.into(), spec, (init.local_rank, init.attempt)).map(Some)
 }
 
 /// Returns the `train` section, with paths relative to the working directory made absolute. Fails
@@ -339,7 +339,7 @@ fn resume_or_initialise(
 ) -> Result<(RunningTrainer, Option<ResumePoint>)> {
     let mut send = |event| if init.rank == 0 { session.send_event(event) } else { Ok(()) };
     match resume_from_checkpoint(&mut ready, &init.job, dirs, data_digest, &mut send)? {
-        Some(resumed) => Ok((ready.start_at(resumed.cursor), Some(resumed))),
+        Some(resumed) => Ok((ready.start_at_position(resumed.cursor), Some(resumed))),
         None => Ok((start_from_model(ready, pretrained, &mut send)?, None)),
     }
 }
@@ -410,7 +410,7 @@ fn detect_checkpoint_layout(
     if init.rank == 0 {
         let message = format!(
             "checkpoint.dir is not shared: each of {} directories on the hosts stores the shards of its workers",
-            layout.hosts().len()
+            layout.list_directory_hosts().len()
         );
         session.send_event(Event::new_notice(Some(0), message))?;
     }
@@ -427,7 +427,7 @@ fn check_checkpoint_storage(
     let (engine, optimizer) = (&ready.trainer.engine, &ready.trainer.optimizer);
     let rank = engine.rank();
     let result = if layout.is_directory_leader(rank) {
-        let bytes = layout.compute_bytes_share(rank, count_checkpoint_bytes(engine, optimizer));
+        let bytes = layout.compute_directory_bytes(rank, count_checkpoint_bytes(engine, optimizer));
         StagingDir::create(root, 0, bytes).map(drop).map_err(to_unwritable_checkpoint_error)
     } else {
         Ok(())

@@ -103,7 +103,7 @@ impl BuiltModel {
         let train = self.train;
         let queue = CollectiveQueue::new(comm, ops.clone())
             .map_err(|e| build_thread_start_error("communication", &e))?;
-        let expert_layout = ExpertLayout::new(&train.experts, &self.model, queue.comm().world())?;
+        let expert_layout = ExpertLayout::new(&train.experts, &self.model, queue.comm().world_size())?;
         let mut units = expert_layout::build_units_with_experts(&self.model, expert_layout.as_ref());
         param_groups::mark_trained(&mut units, &self.model.tied_weights(), &train)
             .map_err(combine_train_mistakes)?;
@@ -113,7 +113,7 @@ impl BuiltModel {
         let retention = (zero.prefetch as usize, zero.max_live_parameters);
         let engine = ZeroEngine::new(units, policy, micro_batches, retention, weights, queue, ops.clone())?;
         let mut model = self.model;
-        model.move_to_device(ops.as_ref());
+        model.move_constants_to_device(ops.as_ref());
         Ok(ShardedModel { train, model: model.into(), engine, ops, expert_layout })
     }
 }
@@ -124,7 +124,7 @@ impl ShardedModel {
     pub fn create_optimizer(self) -> Result<UninitializedTrainer> {
         let ShardedModel { train, model, engine, ops, expert_layout } = self;
         let units = engine.clone_units();
-        let ranges = (0..units.len()).map(|u| engine.update_range(u));
+        let ranges = (0..units.len()).map(|u| engine.optimizer_range(u));
         let offload = train.zero.offload.as_ref();
         let seed = train.rounds_stochastically().then_some(train.seed);
         let optimizer = Optimizer::new(
@@ -187,12 +187,12 @@ impl UninitializedTrainer {
     /// Fills all parameters with random initial values, and starts the run at step 0.
     pub fn start_fresh(self) -> RunningTrainer {
         self.initialise_params(|_| true);
-        self.start_at(Cursor::default())
+        self.start_at_position(Cursor::default())
     }
 
     /// Starts the run at `position`, with the parameters and states that were loaded or initialised
     /// before.
-    pub fn start_at(self, position: Cursor) -> RunningTrainer {
+    pub fn start_at_position(self, position: Cursor) -> RunningTrainer {
         RunningTrainer::new(self.trainer, self.train, position)
     }
 }

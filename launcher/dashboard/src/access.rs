@@ -56,7 +56,7 @@ impl Token {
 
     /// Fails if a request has no valid token, is addressed to another machine, or comes from a page
     /// of another site.
-    pub(crate) fn check(&self, request: &Request) -> Result<(), AccessError> {
+    pub(crate) fn check_request(&self, request: &Request) -> Result<(), AccessError> {
         let host = request.host.as_deref().ok_or(AccessError::OtherHost)?;
         if !is_loopback_name(host) {
             return Err(AccessError::OtherHost);
@@ -96,7 +96,7 @@ mod tests {
 
     fn check(token: &Token, target: &str, headers: &str) -> Result<(), AccessError> {
         let head = format!("GET {target} HTTP/1.1\r\n{headers}\r\n");
-        token.check(&Request::parse(head.as_bytes()).expect("valid").expect("complete"))
+        token.check_request(&Request::parse(head.as_bytes()).expect("valid").expect("complete"))
     }
 
     #[test]

@@ -15,7 +15,7 @@ const MAX_LINE_BYTES: usize = 1 << 20;
 
 /// A reader of the lines of a file that grows, and that may be replaced by another file.
 #[derive(Debug)]
-pub(crate) struct ChunkedLines {
+pub(crate) struct GrowingFileReader {
     path: PathBuf,
     file: Option<File>,
     offset: u64,
@@ -36,14 +36,14 @@ pub(crate) struct ReadProgress {
     pub(crate) share: f64,
 }
 
-impl ChunkedLines {
-    pub(crate) fn new(path: PathBuf) -> ChunkedLines {
-        ChunkedLines { path, file: None, offset: 0, unfinished: Vec::new(), is_skipping: false }
+impl GrowingFileReader {
+    pub(crate) fn new(path: PathBuf) -> GrowingFileReader {
+        GrowingFileReader { path, file: None, offset: 0, unfinished: Vec::new(), is_skipping: false }
     }
 
     /// Reads at most about `limit` bytes, and passes each complete line to `on_line`, without its
     /// line end. Passes an empty line in place of a line that is too long.
-    pub(crate) fn read(
+    pub(crate) fn read_lines(
         &mut self,
         source: &dyn RunSource,
         limit: u64,
@@ -67,7 +67,7 @@ impl ChunkedLines {
         let is_replaced = is_at_end && (!is_same || opened.len() < self.offset);
         let share = if opened.len() == 0 { 1.0 } else { self.offset as f64 / opened.len() as f64 };
         match is_replaced {
-            true => *self = ChunkedLines::new(self.path.clone()),
+            true => *self = GrowingFileReader::new(self.path.clone()),
             false => self.file = Some(file),
         }
         Ok(ReadProgress { is_replaced, is_at_end, share: share.min(1.0) })
@@ -101,7 +101,7 @@ impl ChunkedLines {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::untrusted::testing::OpenSource;
+    use crate::untrusted::testing::AnyFileSource;
     use std::{fs, io::Write};
 
     #[test]
@@ -112,13 +112,13 @@ mod tests {
             let file = fs::OpenOptions::new().append(true).create(true).open(&path);
             file.expect("file").write_all(text.as_bytes()).expect("written");
         };
-        let mut lines = ChunkedLines::new(path.clone());
-        lines.read(&OpenSource, 10, &mut |_| ()).expect_err("no file");
+        let mut lines = GrowingFileReader::new(path.clone());
+        lines.read_lines(&AnyFileSource, 10, &mut |_| ()).expect_err("no file");
         append("one\ntwo\nthr");
-        let read = |lines: &mut ChunkedLines| {
+        let read = |lines: &mut GrowingFileReader| {
             let mut texts = Vec::new();
             let on_line = &mut |line: &[u8]| texts.push(String::from_utf8_lossy(line).into_owned());
-            let progress = lines.read(&OpenSource, 64 << 20, on_line).expect("read");
+            let progress = lines.read_lines(&AnyFileSource, 64 << 20, on_line).expect("read");
             (texts, progress)
         };
         assert_eq!(read(&mut lines).0, ["one", "two"]);
@@ -143,10 +143,10 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("a");
         fs::write(&path, "0123456789\n".repeat(200_000)).expect("written");
-        let (mut lines, mut count) = (ChunkedLines::new(path), 0);
-        let progress = lines.read(&OpenSource, 1, &mut |_| count += 1).expect("read");
+        let (mut lines, mut count) = (GrowingFileReader::new(path), 0);
+        let progress = lines.read_lines(&AnyFileSource, 1, &mut |_| count += 1).expect("read");
         assert!(!progress.is_at_end && progress.share < 0.2 && count < 30_000, "{progress:?} {count}");
-        while !lines.read(&OpenSource, 1, &mut |_| count += 1).expect("read").is_at_end {}
+        while !lines.read_lines(&AnyFileSource, 1, &mut |_| count += 1).expect("read").is_at_end {}
         assert_eq!(count, 200_000);
     }
 }

@@ -14,7 +14,7 @@ use std::{
 /// longest time are dropped first.
 const MAX_TRACKED_RUNS: usize = 64;
 /// How long a list of runs is reused before the runs are listed again.
-const LIST_LIFETIME: Duration = Duration::from_secs(2);
+const RUN_LIST_LIFETIME: Duration = Duration::from_secs(2);
 /// The largest number of runs that are listed.
 const MAX_LISTED_RUNS: usize = 500;
 
@@ -38,7 +38,7 @@ impl std::fmt::Debug for Dashboard {
 }
 
 /// Locks a mutex, even if another thread panicked while it held the lock.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock_ignoring_poison<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -54,9 +54,9 @@ impl Dashboard {
 
     /// Lists the runs, from the newest to the oldest.
     pub(crate) fn list_runs(&self) -> Arc<Vec<RunInfo>> {
-        let mut listed = lock(&self.listed);
+        let mut listed = lock_ignoring_poison(&self.listed);
         if let Some((at, runs)) = &*listed
-            && at.elapsed() < LIST_LIFETIME
+            && at.elapsed() < RUN_LIST_LIFETIME
         {
             return runs.clone();
         }
@@ -70,13 +70,13 @@ impl Dashboard {
     /// Returns the state of the run with this ID. Begins to track the run if no state is kept.
     /// Returns `None` if there is no such run.
     pub(crate) fn find_run(&self, run: &str) -> Option<SharedRun> {
-        if let Some((used, shared)) = lock(&self.tracked).get_mut(run) {
+        if let Some((used, shared)) = lock_ignoring_poison(&self.tracked).get_mut(run) {
             *used = Instant::now();
             return Some(shared.clone());
         }
         let info = self.list_runs().iter().find(|info| info.run == run)?.clone();
         let shared = Arc::new(Mutex::new(TrackedRun::new(self.source(), info)));
-        let mut tracked = lock(&self.tracked);
+        let mut tracked = lock_ignoring_poison(&self.tracked);
         let entry = tracked.entry(run.to_owned()).or_insert_with(|| (Instant::now(), shared));
         let shared = entry.1.clone();
         while tracked.len() > MAX_TRACKED_RUNS {
@@ -90,7 +90,7 @@ impl Dashboard {
     /// of the run.
     pub(crate) fn load_run(&self, run: &str, limit: Duration) -> Option<SharedRun> {
         let (shared, end) = (self.find_run(run)?, Instant::now() + limit);
-        while !lock(&shared).refresh(self.source()) && Instant::now() < end {}
+        while !lock_ignoring_poison(&shared).refresh(self.source()) && Instant::now() < end {}
         Some(shared)
     }
 }

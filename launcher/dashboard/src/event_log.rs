@@ -45,7 +45,7 @@ impl EventLog {
     }
 
     /// Returns the number of events that were ever added, including those that are no longer kept.
-    pub(crate) fn count(&self) -> u64 {
+    pub(crate) fn added_count(&self) -> u64 {
         self.count
     }
 }
@@ -58,7 +58,7 @@ mod tests {
     fn the_newest_events_are_kept_within_limits() {
         let mut log = EventLog::default();
         (0..3000).for_each(|n| log.add(Value::from(n)));
-        assert_eq!((log.events.len(), log.count(), log.list_after(2998).len()), (MAX_EVENTS, 3000, 2));
+        assert_eq!((log.events.len(), log.added_count(), log.list_after(2998).len()), (MAX_EVENTS, 3000, 2));
         (0..100).for_each(|_| log.add(Value::from("x".repeat(100_000))));
         assert!(log.bytes <= MAX_BYTES && log.events.len() < 100, "{}", log.bytes);
         log.add(Value::from("x".repeat(2 * MAX_BYTES)));

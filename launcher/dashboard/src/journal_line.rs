@@ -7,17 +7,17 @@ use serde_json::{Map, Value};
 /// ellipsis.
 const MAX_TEXT_BYTES: usize = 4096;
 /// The largest number of entries of a list or an object of an event that are kept.
-const MAX_ENTRIES: usize = 256;
+const MAX_COLLECTION_ENTRIES: usize = 256;
 /// The largest number of values of one event that are kept.
-const MAX_VALUES: usize = 4096;
+const MAX_EVENT_VALUES: usize = 4096;
 /// The number of bytes at the start of a line in which the kind of the event is expected.
-const KIND_PREFIX_BYTES: usize = 64;
+const KIND_SEARCH_BYTES: usize = 64;
 /// The text by which a line with a `step` event is recognized.
 const STEP_KIND: &[u8] = br#""event":"step""#;
 
 /// The values of a `step` event, such as the loss and the learning rate.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
-pub(crate) struct StepNumbers {
+pub(crate) struct StepValues {
     pub(crate) time: f64,
     pub(crate) step: u64,
     pub(crate) loss: f64,
@@ -34,7 +34,7 @@ pub(crate) struct StepNumbers {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum JournalLine {
     /// A `step` event.
-    Step(StepNumbers),
+    Step(StepValues),
     /// Any other event that this version knows.
     Event {
         time: f64,
@@ -50,9 +50,9 @@ impl JournalLine {
     /// Parses a line. Returns `None` if the line is damaged: not a JSON object with the fields
     /// `event` and `time`.
     pub(crate) fn parse(line: &[u8]) -> Option<JournalLine> {
-        let prefix = &line[..line.len().min(KIND_PREFIX_BYTES)];
+        let prefix = &line[..line.len().min(KIND_SEARCH_BYTES)];
         if prefix.windows(STEP_KIND.len()).any(|part| part == STEP_KIND)
-            && let Ok(numbers) = serde_json::from_slice::<StepNumbers>(line)
+            && let Ok(numbers) = serde_json::from_slice::<StepValues>(line)
         {
             return Some(JournalLine::Step(numbers));
         }
@@ -60,7 +60,7 @@ impl JournalLine {
         let object: Map<String, Value> = serde_json::from_str(text).ok()?;
         let time = object.get("time")?.as_f64()?;
         object.get("event")?.as_str()?;
-        let json = limit_value(Value::Object(object), &mut MAX_VALUES.clone());
+        let json = limit_value(Value::Object(object), &mut MAX_EVENT_VALUES.clone());
         match TimedEvent::from_json(text) {
             Ok(timed) => Some(JournalLine::Event { time, event: Box::new(timed.event), json }),
             Err(_) => Some(JournalLine::Unknown { time, json }),
@@ -76,14 +76,14 @@ pub(crate) fn limit_value(value: Value, values_left: &mut usize) -> Value {
         return Value::Null;
     }
     match value {
-        Value::String(text) => Value::String(limit_text(text, MAX_TEXT_BYTES)),
+        Value::String(text) => Value::String(truncate_text(text, MAX_TEXT_BYTES)),
         Value::Array(items) => {
-            let items = items.into_iter().take(MAX_ENTRIES);
+            let items = items.into_iter().take(MAX_COLLECTION_ENTRIES);
             Value::Array(items.map(|item| limit_value(item, values_left)).collect())
         }
         Value::Object(fields) => {
-            let fields = fields.into_iter().take(MAX_ENTRIES);
-            let limit = |(name, v)| (limit_text(name, MAX_TEXT_BYTES), limit_value(v, values_left));
+            let fields = fields.into_iter().take(MAX_COLLECTION_ENTRIES);
+            let limit = |(name, v)| (truncate_text(name, MAX_TEXT_BYTES), limit_value(v, values_left));
             Value::Object(fields.map(limit).collect())
         }
         other => other,
@@ -91,7 +91,7 @@ pub(crate) fn limit_value(value: Value, values_left: &mut usize) -> Value {
 }
 
 /// Shortens a text to at most `limit` bytes and an ellipsis.
-pub(crate) fn limit_text(mut text: String, limit: usize) -> String {
+pub(crate) fn truncate_text(mut text: String, limit: usize) -> String {
     if text.len() > limit {
         text.truncate(text.floor_char_boundary(limit));
         text.push('…');
@@ -132,7 +132,7 @@ mod tests {
         let Some(JournalLine::Unknown { time, json }) = JournalLine::parse(line.as_bytes()) else {
             panic!("an unknown event")
         };
-        assert_eq!((time, json["list"].as_array().map(Vec::len)), (2.5, Some(MAX_ENTRIES)));
+        assert_eq!((time, json["list"].as_array().map(Vec::len)), (2.5, Some(MAX_COLLECTION_ENTRIES)));
         assert!(json["text"].as_str().is_some_and(|t| t.len() <= MAX_TEXT_BYTES + 3 && t.ends_with('…')));
     }
 

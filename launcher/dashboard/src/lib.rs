@@ -35,7 +35,7 @@ pub mod untrusted;
 pub use dashboard::Dashboard;
 pub use metrics::format_textfile;
 pub use rank_grid::RankState;
-pub use report::{MAX_REPORT_RUNS, write_report};
+pub use report::{MAX_REPORT_RUNS, format_report};
 pub use run_source::{RunInfo, RunSource};
 pub use server::{BoundServer, bind};
 pub use snapshot::{RunSnapshot, SnapshotHost};

@@ -9,11 +9,11 @@ use protocol::{
 pub(crate) struct LiveMetric {
     pub(crate) name: &'static str,
     pub(crate) help: &'static str,
-    value: LiveValue,
+    value: LiveMetricSource,
 }
 
 /// The function that reads the value of a live metric from the measurements of a rank, host or GPU.
-enum LiveValue {
+enum LiveMetricSource {
     /// A time of a rank in microseconds, summed over several steps. The metric is the mean per step
     /// in seconds.
     Time(fn(&RankTimes) -> u64),
@@ -26,145 +26,145 @@ enum LiveValue {
 }
 
 /// One value of a metric with its labels, such as the rank or host, as pairs of name and value.
-pub(crate) type Sample = (Vec<(&'static str, String)>, f64);
+pub(crate) type LabeledValue = (Vec<(&'static str, String)>, f64);
 
-const fn metric(name: &'static str, help: &'static str, value: LiveValue) -> LiveMetric {
+const fn new_live_metric(name: &'static str, help: &'static str, value: LiveMetricSource) -> LiveMetric {
     LiveMetric { name, help, value }
 }
 
 /// The metrics of ranks, hosts and GPUs.
 pub(crate) const LIVE_METRICS: [LiveMetric; 22] = [
-    metric(
+    new_live_metric(
         "launch_rank_step_seconds",
         "Mean duration of the newest steps.",
-        LiveValue::Time(|times| times.step_us),
+        LiveMetricSource::Time(|times| times.step_us),
     ),
-    metric(
+    new_live_metric(
         "launch_rank_work_seconds",
         "Mean time per step in which the rank itself worked.",
-        LiveValue::Time(RankTimes::work_us),
+        LiveMetricSource::Time(RankTimes::work_us),
     ),
-    metric(
+    new_live_metric(
         "launch_rank_waiting_seconds",
         "Mean time per step for which the computation waited for collectives.",
-        LiveValue::Time(|times| times.waiting_us),
+        LiveMetricSource::Time(|times| times.waiting_us),
     ),
-    metric(
+    new_live_metric(
         "launch_rank_collective_seconds",
         "Mean time per step for which collectives ran.",
-        LiveValue::Time(|times| times.collective_us),
+        LiveMetricSource::Time(|times| times.collective_us),
     ),
-    metric("launch_rank_rss_bytes", "Resident memory.", LiveValue::Worker(|w, _| w.rss as f64)),
-    metric(
+    new_live_metric("launch_rank_rss_bytes", "Resident memory.", LiveMetricSource::Worker(|w, _| w.rss as f64)),
+    new_live_metric(
         "launch_rank_cpus",
         "Number of CPUs that the threads used on average.",
-        LiveValue::Worker(|w, seconds| w.cpu_us as f64 / 1e6 / seconds),
+        LiveMetricSource::Worker(|w, seconds| w.cpu_us as f64 / 1e6 / seconds),
     ),
-    metric(
+    new_live_metric(
         "launch_rank_run_delay_cpus",
         "Number of threads that waited for a CPU on average.",
-        LiveValue::Worker(|w, seconds| w.run_delay_us as f64 / 1e6 / seconds),
+        LiveMetricSource::Worker(|w, seconds| w.run_delay_us as f64 / 1e6 / seconds),
     ),
-    metric(
+    new_live_metric(
         "launch_rank_throttled_ratio",
         "Share of the time for which a CPU quota stopped the rank.",
-        LiveValue::Worker(|w, seconds| w.throttled_us as f64 / 1e6 / seconds),
+        LiveMetricSource::Worker(|w, seconds| w.throttled_us as f64 / 1e6 / seconds),
     ),
-    metric(
+    new_live_metric(
         "launch_rank_major_faults_per_second",
         "Pages per second that were read from disks.",
-        LiveValue::Worker(|w, seconds| w.major_faults as f64 / seconds),
+        LiveMetricSource::Worker(|w, seconds| w.major_faults as f64 / seconds),
     ),
-    metric("launch_host_cpus", "CPUs of the host.", LiveValue::Host(|h, _| Some(f64::from(h.cpus)))),
-    metric(
+    new_live_metric("launch_host_cpus", "CPUs of the host.", LiveMetricSource::Host(|h, _| Some(f64::from(h.cpus)))),
+    new_live_metric(
         "launch_host_cpu_busy_ratio",
         "Share of the time for which the CPUs were busy.",
-        LiveValue::Host(|h, _| Some(h.cpu_share)),
+        LiveMetricSource::Host(|h, _| Some(h.cpu_share)),
     ),
-    metric(
+    new_live_metric(
         "launch_host_memory_bytes",
         "Memory of the host.",
-        LiveValue::Host(|h, _| Some(h.memory_total as f64)),
+        LiveMetricSource::Host(|h, _| Some(h.memory_total as f64)),
     ),
-    metric(
+    new_live_metric(
         "launch_host_memory_used_bytes",
         "Memory in use.",
-        LiveValue::Host(|h, _| Some(h.memory_used as f64)),
+        LiveMetricSource::Host(|h, _| Some(h.memory_used as f64)),
     ),
-    metric(
+    new_live_metric(
         "launch_host_cgroup_memory_limit_bytes",
         "Limit of the control group of the job.",
-        LiveValue::Host(|h, _| h.cgroup_memory_limit.map(|n| n as f64)),
+        LiveMetricSource::Host(|h, _| h.cgroup_memory_limit.map(|n| n as f64)),
     ),
-    metric(
+    new_live_metric(
         "launch_host_cgroup_memory_used_bytes",
         "Memory that the control group uses.",
-        LiveValue::Host(|h, _| h.cgroup_memory_used.map(|n| n as f64)),
+        LiveMetricSource::Host(|h, _| h.cgroup_memory_used.map(|n| n as f64)),
     ),
-    metric(
+    new_live_metric(
         "launch_host_disk_read_bytes_per_second",
         "Bytes per second read from disks.",
-        LiveValue::Host(|h, seconds| Some(h.disk_read as f64 / seconds)),
+        LiveMetricSource::Host(|h, seconds| Some(h.disk_read as f64 / seconds)),
     ),
-    metric(
+    new_live_metric(
         "launch_host_disk_written_bytes_per_second",
         "Bytes per second written to disks.",
-        LiveValue::Host(|h, seconds| Some(h.disk_written as f64 / seconds)),
+        LiveMetricSource::Host(|h, seconds| Some(h.disk_written as f64 / seconds)),
     ),
-    metric(
+    new_live_metric(
         "launch_host_network_received_bytes_per_second",
         "Bytes per second received over the network.",
-        LiveValue::Host(|h, seconds| Some(h.network_received as f64 / seconds)),
+        LiveMetricSource::Host(|h, seconds| Some(h.network_received as f64 / seconds)),
     ),
-    metric(
+    new_live_metric(
         "launch_host_network_sent_bytes_per_second",
         "Bytes per second sent over the network.",
-        LiveValue::Host(|h, seconds| Some(h.network_sent as f64 / seconds)),
+        LiveMetricSource::Host(|h, seconds| Some(h.network_sent as f64 / seconds)),
     ),
-    metric(
+    new_live_metric(
         "launch_gpu_busy_ratio",
         "Share of the time for which the GPU was busy.",
-        LiveValue::Gpu(|gpu| gpu.busy_share),
+        LiveMetricSource::Gpu(|gpu| gpu.busy_share),
     ),
-    metric(
+    new_live_metric(
         "launch_gpu_memory_used_bytes",
         "Memory of the GPU in use.",
-        LiveValue::Gpu(|gpu| gpu.memory_used.map(|n| n as f64)),
+        LiveMetricSource::Gpu(|gpu| gpu.memory_used.map(|n| n as f64)),
     ),
-    metric(
+    new_live_metric(
         "launch_gpu_clocks_reduced",
         "Whether a fault reduces the clocks of the GPU.",
-        LiveValue::Gpu(|gpu| Some(f64::from(u8::from(!gpu.clock_reasons.is_empty())))),
+        LiveMetricSource::Gpu(|gpu| Some(f64::from(u8::from(!gpu.clock_reasons.is_empty())))),
     ),
 ];
 
 impl LiveMetric {
     /// Lists the values of the metric for all ranks, hosts or GPUs of a run.
-    pub(crate) fn list_samples(&self, status: &RunStatus) -> Vec<Sample> {
+    pub(crate) fn list_samples(&self, status: &RunStatus) -> Vec<LabeledValue> {
         let rank_label = |rank: u32| vec![("rank", rank.to_string())];
         let hosts = status
             .hosts
             .iter()
             .map(|host| (&host.host, &host.usage, host.usage.interval_ms.max(1) as f64 / 1000.0));
         match &self.value {
-            LiveValue::Time(time) => {
+            LiveMetricSource::Time(time) => {
                 let steps = status.step_times.steps.max(1) as f64;
                 let ranks = (0..).zip(&status.step_times.ranks);
                 ranks.map(|(rank, times)| (rank_label(rank), time(times) as f64 / 1e6 / steps)).collect()
             }
-            LiveValue::Worker(value) => {
+            LiveMetricSource::Worker(value) => {
                 let of_host = |(_, usage, seconds): (_, &HostUsage, f64)| {
                     let sample = |w: &WorkerUsage| (rank_label(w.rank), value(w, seconds));
                     usage.workers.iter().map(sample).collect::<Vec<_>>()
                 };
                 hosts.flat_map(of_host).collect()
             }
-            LiveValue::Host(value) => hosts
+            LiveMetricSource::Host(value) => hosts
                 .filter_map(|(host, usage, seconds)| {
                     Some((vec![("host", host.clone())], value(usage, seconds)?))
                 })
                 .collect(),
-            LiveValue::Gpu(value) => {
+            LiveMetricSource::Gpu(value) => {
                 let of_host = |(host, usage, _): (&String, &HostUsage, f64)| {
                     let labels = |gpu: &GpuUsage| vec![("host", host.clone()), ("gpu", gpu.gpu.to_string())];
                     let sample = |gpu: &GpuUsage| Some((labels(gpu), value(gpu)?));

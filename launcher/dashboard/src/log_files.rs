@@ -1,5 +1,5 @@
 //! Reads the end of the logs of ranks, and searches in them.
-use crate::{journal_line::limit_text, run_source::RunSource};
+use crate::{journal_line::truncate_text, run_source::RunSource};
 use diagnostic::terminal_text::filter_line;
 use serde::Serialize;
 use std::{
@@ -76,7 +76,7 @@ pub(crate) fn list_logs(logs: &Path) -> BTreeMap<u32, PathBuf> {
 }
 
 /// Returns how long ago each rank wrote to its log, for the first `limit` logs.
-pub(crate) fn read_output_ages(logs: &Path, limit: usize) -> BTreeMap<u32, Duration> {
+pub(crate) fn read_log_ages(logs: &Path, limit: usize) -> BTreeMap<u32, Duration> {
     let now = SystemTime::now();
     let age = |path: &Path| now.duration_since(fs::symlink_metadata(path).ok()?.modified().ok()?).ok();
     list_logs(logs).into_iter().take(limit).filter_map(|(rank, path)| Some((rank, age(&path)?))).collect()
@@ -124,7 +124,7 @@ pub(crate) fn search_logs(
         return found;
     }
     for (rank, path) in logs {
-        let Ok(bytes) = read_end(source, path, bytes_left) else { continue };
+        let Ok(bytes) = read_end_of_file(source, path, bytes_left) else { continue };
         bytes_left -= bytes.len() as u64;
         let matching = bytes.rsplit(|b| *b == b'\n').filter(|line| contains_ignoring_case(line, pattern));
         let limit = MAX_MATCHES - found.matches.len();
@@ -142,7 +142,7 @@ pub(crate) fn search_logs(
 }
 
 /// Reads at most `limit` bytes at the end of a file.
-fn read_end(source: &dyn RunSource, path: &Path, limit: u64) -> io::Result<Vec<u8>> {
+fn read_end_of_file(source: &dyn RunSource, path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     let mut file = source.open_file(path)?;
     let length = file.metadata()?.len();
     file.seek(SeekFrom::Start(length.saturating_sub(limit)))?;
@@ -160,7 +160,7 @@ fn contains_ignoring_case(line: &[u8], pattern: &[u8]) -> bool {
 pub(crate) fn format_line(line: &[u8]) -> String {
     let line = &line[..line.len().min(4 * MAX_LINE_BYTES)];
     let text = String::from_utf8_lossy(line.strip_suffix(b"\r").unwrap_or(line));
-    limit_text(filter_line(&remove_colors(&text).replace('\t', "    ")), MAX_LINE_BYTES)
+    truncate_text(filter_line(&remove_colors(&text).replace('\t', "    ")), MAX_LINE_BYTES)
 }
 
 /// Removes color sequences (`ESC [ … m`).
@@ -185,7 +185,7 @@ fn remove_colors(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::untrusted::testing::OpenSource;
+    use crate::untrusted::testing::AnyFileSource;
     use std::io::Write;
 
     #[test]
@@ -197,20 +197,20 @@ mod tests {
             file.expect("file").write_all(text.as_bytes()).expect("written");
         };
         append("\u{1b}[31mred\u{1b}[0m\ttab\r\n\u{1b}]0;title\u{7}\nhalf");
-        let part = read_log(&OpenSource, &path, None).expect("read");
+        let part = read_log(&AnyFileSource, &path, None).expect("read");
         assert_eq!(part.lines, ["red    tab", "\u{fffd}]0;title\u{fffd}"]);
         append(" line\n");
-        let more = read_log(&OpenSource, &path, Some((part.file, part.end))).expect("read");
+        let more = read_log(&AnyFileSource, &path, Some((part.file, part.end))).expect("read");
         assert_eq!((more.lines.as_slice(), more.is_cut), (&["half line".to_owned()][..], false));
-        let other = read_log(&OpenSource, &path, Some((part.file + 1, 0))).expect("read");
+        let other = read_log(&AnyFileSource, &path, Some((part.file + 1, 0))).expect("read");
         assert_eq!(other.lines.len(), 3);
         append(&"0123456789\n".repeat(100_000));
-        let end = read_log(&OpenSource, &path, None).expect("read");
+        let end = read_log(&AnyFileSource, &path, None).expect("read");
         assert!(end.is_cut && end.lines.len() < 7000 && end.lines.iter().all(|l| l == "0123456789"));
         append(&"y".repeat(3 << 20));
         let mut position = (end.file, end.end);
         for _ in 0..12 {
-            let part = read_log(&OpenSource, &path, Some(position)).expect("read");
+            let part = read_log(&AnyFileSource, &path, Some(position)).expect("read");
             assert!(part.end > position.1 && part.lines[0].len() <= MAX_LINE_BYTES + 3);
             position = (part.file, part.end);
         }
@@ -231,14 +231,14 @@ mod tests {
         }
         let logs = list_logs(dir.path());
         assert_eq!(logs.keys().copied().collect::<Vec<_>>(), [0, 12]);
-        let found = search_logs(&OpenSource, &logs, "needle");
+        let found = search_logs(&AnyFileSource, &logs, "needle");
         let lines: Vec<_> = found.matches.iter().map(|m| (m.rank, m.line.as_str())).collect();
         assert_eq!((lines, found.is_cut), (vec![(0, "a Needle"), (12, "neEdle <b>")], false));
-        assert_eq!(search_logs(&OpenSource, &logs, "").matches, []);
-        assert_eq!(search_logs(&OpenSource, &logs, &"x".repeat(9999)).matches, []);
+        assert_eq!(search_logs(&AnyFileSource, &logs, "").matches, []);
+        assert_eq!(search_logs(&AnyFileSource, &logs, &"x".repeat(9999)).matches, []);
         fs::write(dir.path().join("rank-0.log"), "needle\n".repeat(2000)).expect("written");
-        let found = search_logs(&OpenSource, &logs, "needle");
+        let found = search_logs(&AnyFileSource, &logs, "needle");
         assert_eq!((found.matches.len(), found.is_cut), (MAX_MATCHES, true));
-        assert_eq!(read_output_ages(dir.path(), 1).len(), 1);
+        assert_eq!(read_log_ages(dir.path(), 1).len(), 1);
     }
 }

@@ -1,6 +1,6 @@
 //! Formats the numbers of runs as metrics: in the format of OpenMetrics or of Prometheus.
 use crate::{
-    dashboard::{Dashboard, SharedRun, lock},
+    dashboard::{Dashboard, SharedRun, lock_ignoring_poison},
     live_metrics::LIVE_METRICS,
     rank_grid::RankState,
     status_reader::is_recent,
@@ -9,7 +9,7 @@ use crate::{
 use std::{fmt::Write, time::Duration};
 
 /// The largest number of runs whose metrics are exported.
-const MAX_RUNS: usize = 32;
+const MAX_EXPORTED_RUNS: usize = 32;
 /// How long a request for metrics waits until the journal of a run is read.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -30,7 +30,7 @@ enum MetricType {
 }
 
 /// A metric that each run has, with the function that reads its value.
-struct Metric {
+struct RunMetric {
     /// The name without the suffix `_total` of counters.
     name: &'static str,
     kind: MetricType,
@@ -40,116 +40,116 @@ struct Metric {
 }
 
 /// The metrics that each run has.
-const METRICS: [Metric; 19] = [
-    Metric {
+const RUN_METRICS: [RunMetric; 19] = [
+    RunMetric {
         name: "launch_run_active",
         kind: MetricType::Gauge,
         help: "Whether the run is active.",
         value: |run| Some(f64::from(u8::from(run.info.is_active))),
     },
-    Metric {
+    RunMetric {
         name: "launch_run_start_time_seconds",
         kind: MetricType::Gauge,
         help: "Start of the run since 1970.",
         value: |run| Some(run.info.began_ms as f64 / 1000.0),
     },
-    Metric {
+    RunMetric {
         name: "launch_run_exit_code",
         kind: MetricType::Gauge,
         help: "Exit code of a run that has ended.",
         value: |run| run.view.numbers.exit_code.map(f64::from),
     },
-    Metric {
+    RunMetric {
         name: "launch_last_event_time_seconds",
         kind: MetricType::Gauge,
         help: "Time of the newest event since 1970.",
         value: |run| run.view.numbers.time,
     },
-    Metric {
+    RunMetric {
         name: "launch_workers",
         kind: MetricType::Gauge,
         help: "Number of workers of the current attempt.",
         value: |run| Some(f64::from(run.view.grid.world())),
     },
-    Metric {
+    RunMetric {
         name: "launch_hosts",
         kind: MetricType::Gauge,
         help: "Number of hosts of the current attempt.",
         value: |run| Some(run.view.grid.host_count() as f64),
     },
-    Metric {
+    RunMetric {
         name: "launch_workers_running",
         kind: MetricType::Gauge,
         help: "Number of workers that train.",
-        value: |run| Some(run.view.grid.count(RankState::Running) as f64),
+        value: |run| Some(run.view.grid.count_in_state(RankState::Running) as f64),
     },
-    Metric {
+    RunMetric {
         name: "launch_step",
         kind: MetricType::Gauge,
         help: "Optimizer steps that are done.",
         value: |run| run.view.numbers.step.map(|v| v as f64),
     },
-    Metric {
+    RunMetric {
         name: "launch_steps_planned",
         kind: MetricType::Gauge,
         help: "Optimizer steps of the whole training.",
         value: |run| run.view.numbers.total_steps.map(|v| v as f64),
     },
-    Metric {
+    RunMetric {
         name: "launch_step_seconds",
         kind: MetricType::Gauge,
         help: "Duration of the newest step.",
         value: |run| run.view.numbers.step_s,
     },
-    Metric {
+    RunMetric {
         name: "launch_loss",
         kind: MetricType::Gauge,
         help: "Loss of the newest step.",
         value: |run| run.view.numbers.loss,
     },
-    Metric {
+    RunMetric {
         name: "launch_eval_loss",
         kind: MetricType::Gauge,
         help: "Loss of the newest evaluation.",
         value: |run| run.view.numbers.eval_loss,
     },
-    Metric {
+    RunMetric {
         name: "launch_grad_norm",
         kind: MetricType::Gauge,
         help: "Norm of the gradients of the newest step.",
         value: |run| run.view.numbers.grad_norm,
     },
-    Metric {
+    RunMetric {
         name: "launch_learning_rate",
         kind: MetricType::Gauge,
         help: "Learning rate of the newest step.",
         value: |run| run.view.numbers.lr,
     },
-    Metric {
+    RunMetric {
         name: "launch_tokens_per_second",
         kind: MetricType::Gauge,
         help: "Tokens per second of all ranks.",
         value: |run| run.view.numbers.tokens_per_s,
     },
-    Metric {
+    RunMetric {
         name: "launch_peak_rss_bytes",
         kind: MetricType::Gauge,
         help: "Largest resident set of a rank.",
         value: |run| run.view.numbers.peak_rss.map(|v| v as f64),
     },
-    Metric {
+    RunMetric {
         name: "launch_exposed_communication_seconds",
         kind: MetricType::Gauge,
         help: "Time for which computation waited for collectives in the newest step.",
         value: |run| run.view.numbers.exposed_comm_s,
     },
-    Metric {
+    RunMetric {
         name: "launch_restarts",
         kind: MetricType::Counter,
         help: "Restarts of the workers.",
         value: |run| Some(run.view.numbers.restarts as f64),
     },
-    Metric {
+    RunMetric {
         name: "launch_checkpoints",
         kind: MetricType::Counter,
         help: "Checkpoints that were saved.",
@@ -176,10 +176,10 @@ pub fn format_textfile(dashboard: &Dashboard) -> String {
 pub(crate) fn format_metrics(dashboard: &Dashboard, format: MetricsFormat) -> String {
     let listed = dashboard.list_runs();
     let shown = listed.iter().enumerate().filter(|(at, info)| *at == 0 || info.is_active || info.is_named);
-    let names = shown.take(MAX_RUNS).map(|(_, info)| &info.run);
+    let names = shown.take(MAX_EXPORTED_RUNS).map(|(_, info)| &info.run);
     let runs: Vec<_> = names.filter_map(|run| dashboard.load_run(run, LOAD_TIMEOUT)).collect();
     let mut text = String::new();
-    for metric in &METRICS {
+    for metric in &RUN_METRICS {
         let suffix = if metric.kind == MetricType::Counter { "_total" } else { "" };
         let (name, help) = (metric.name, metric.help);
         let kind = if metric.kind == MetricType::Counter { "counter" } else { "gauge" };
@@ -187,12 +187,12 @@ pub(crate) fn format_metrics(dashboard: &Dashboard, format: MetricsFormat) -> St
         let family_suffix = if format == MetricsFormat::Prometheus { suffix } else { "" };
         let mut samples = String::new();
         for run in &runs {
-            let run = lock(run);
+            let run = lock_ignoring_poison(run);
             if let Some(value) = (metric.value)(&run).filter(|value| value.is_finite()) {
                 let labels = format!(
                     r#"run="{}",job_name="{}""#,
-                    escape_label(&run.info.run),
-                    escape_label(&run.info.name)
+                    escape_label_value(&run.info.run),
+                    escape_label_value(&run.info.name)
                 );
                 // Writing to a string cannot fail.
                 _ = writeln!(samples, "{name}{suffix}{{{labels}}} {value:?}");
@@ -219,7 +219,7 @@ fn append_live_metrics(text: &mut String, runs: &[SharedRun]) {
         // Writing to a string cannot fail.
         let mut header = Some(format!("# HELP {name} {help}\n# TYPE {name} gauge\n"));
         for run in runs {
-            let run = lock(run);
+            let run = lock_ignoring_poison(run);
             let status = run.status.as_ref().filter(|status| run.info.is_active && is_recent(status));
             let samples = status.map(|status| metric.list_samples(status));
             for (labels, value) in samples.unwrap_or_default().into_iter().filter(|(_, v)| v.is_finite()) {
@@ -227,10 +227,10 @@ fn append_live_metrics(text: &mut String, runs: &[SharedRun]) {
                 _ = write!(
                     text,
                     r#"{name}{{run="{}",job_name="{}""#,
-                    escape_label(&run.info.run),
-                    escape_label(&run.info.name)
+                    escape_label_value(&run.info.run),
+                    escape_label_value(&run.info.name)
                 );
-                labels.iter().for_each(|(label, v)| _ = write!(text, r#",{label}="{}""#, escape_label(v)));
+                labels.iter().for_each(|(label, v)| _ = write!(text, r#",{label}="{}""#, escape_label_value(v)));
                 _ = writeln!(text, "}} {value:?}");
             }
         }
@@ -238,7 +238,7 @@ fn append_live_metrics(text: &mut String, runs: &[SharedRun]) {
 }
 
 /// Escapes the special characters in the value of a label.
-fn escape_label(value: &str) -> String {
+fn escape_label_value(value: &str) -> String {
     let value: String =
         value.chars().map(|c| if c.is_control() && c != '\n' { '\u{fffd}' } else { c }).collect();
     value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")

@@ -31,7 +31,7 @@ pub(crate) fn format_live_page(token: &Token) -> String {
     let head = format!(
         r#"<link rel="icon" href="favicon.svg?token={token}"><link rel="stylesheet" href="style.css?token={token}">"#
     );
-    fill(&head, &format!(r#"<script src="app.js?token={token}"></script>"#))
+    fill_page_template(&head, &format!(r#"<script src="app.js?token={token}"></script>"#))
 }
 
 /// Formats the page with its files and with `data`, a JSON text. Browsers run only the script with
@@ -46,11 +46,11 @@ pub(crate) fn format_static_page(nonce: &str, data: &str) -> String {
     let body = format!(
         r#"<script type="application/json" id="data">{data}</script><script nonce="{nonce}">{SCRIPT}</script>"#
     );
-    fill(&head, &body)
+    fill_page_template(&head, &body)
 }
 
 /// Inserts elements into the head and the body of the HTML of the page.
-fn fill(head: &str, body: &str) -> String {
+fn fill_page_template(head: &str, body: &str) -> String {
     let (before, rest) = HTML.split_once("{head}").unwrap_or((HTML, ""));
     let (middle, after) = rest.split_once("{body}").unwrap_or((rest, ""));
     [before, head, middle, body, after].concat()

@@ -1,5 +1,5 @@
 //! [`RankGrid`]: the ranks of a run by host, each with its state, as the events show them.
-use crate::journal_line::limit_text;
+use crate::journal_line::truncate_text;
 use serde::Serialize;
 use std::{collections::BTreeMap, time::Duration};
 
@@ -74,39 +74,39 @@ pub(crate) struct GridJson<'a> {
 impl RankGrid {
     /// Resets the grid for a new attempt with `world` workers on one host, whose name may be
     /// unknown.
-    pub(crate) fn place_on_one_host(&mut self, world: u32, host: &str) {
-        self.place(world, &[host.to_owned()], &[world]);
+    pub(crate) fn begin_attempt_on_one_host(&mut self, world: u32, host: &str) {
+        self.begin_attempt(world, &[host.to_owned()], &[world]);
     }
 
     /// Resets the grid for a new attempt with `world` workers. `workers` is the number of workers
     /// of each host. If it does not match `hosts`, all ranks are in one row, which names all hosts.
-    pub(crate) fn place(&mut self, world: u32, hosts: &[String], workers: &[u32]) {
+    pub(crate) fn begin_attempt(&mut self, world: u32, hosts: &[String], workers: &[u32]) {
         self.world = world;
         self.states = vec![RankState::Starting; world.min(MAX_RANKS) as usize];
         let sum: u64 = workers.iter().map(|n| u64::from(*n)).sum();
         let is_complete = hosts.len() == workers.len() && sum == u64::from(world);
         self.hosts.clear();
         if !is_complete {
-            let host = limit_text(hosts.join(", "), MAX_HOST_BYTES);
+            let host = truncate_text(hosts.join(", "), MAX_HOST_BYTES);
             self.hosts.push(HostRow { host, first_rank: 0, workers: world });
             return;
         }
         let mut first_rank = 0;
         for (host, workers) in hosts.iter().zip(workers).take(MAX_HOSTS) {
-            let host = limit_text(host.clone(), MAX_HOST_BYTES);
+            let host = truncate_text(host.clone(), MAX_HOST_BYTES);
             self.hosts.push(HostRow { host, first_rank, workers: *workers });
             first_rank += workers;
         }
     }
 
     /// Sets the state of all ranks.
-    pub(crate) fn set_all(&mut self, state: RankState) {
+    pub(crate) fn set_all_states(&mut self, state: RankState) {
         self.states.fill(state);
     }
 
     /// Records the end of an attempt. `rank` is the root cause, if a worker is.
     pub(crate) fn record_failure(&mut self, rank: Option<u32>) {
-        self.set_all(RankState::Ended);
+        self.set_all_states(RankState::Ended);
         let Some(rank) = rank.filter(|rank| *rank < MAX_RANKS) else { return };
         if let Some(state) = self.states.get_mut(rank as usize) {
             *state = RankState::Failed;
@@ -157,7 +157,7 @@ impl RankGrid {
     }
 
     /// Counts the ranks that are in the state `state`.
-    pub(crate) fn count(&self, state: RankState) -> usize {
+    pub(crate) fn count_in_state(&self, state: RankState) -> usize {
         self.states.iter().filter(|s| **s == state).count()
     }
 }
@@ -174,27 +174,27 @@ mod tests {
     fn ranks_are_placed_on_their_hosts() {
         let hosts = ["a".to_owned(), "b".to_owned()];
         let mut grid = RankGrid::default();
-        grid.place(5, &hosts, &[2, 3]);
+        grid.begin_attempt(5, &hosts, &[2, 3]);
         assert_eq!(names(&grid), [("a", 0, 2), ("b", 2, 3)]);
         // A journal of an earlier version has no numbers of workers.
-        grid.place(5, &hosts, &[]);
+        grid.begin_attempt(5, &hosts, &[]);
         assert_eq!(names(&grid), [("a, b", 0, 5)]);
-        grid.place(u32::MAX, &hosts, &[u32::MAX, u32::MAX]);
+        grid.begin_attempt(u32::MAX, &hosts, &[u32::MAX, u32::MAX]);
         assert_eq!((names(&grid), grid.states.len()), (vec![("a, b", 0, u32::MAX)], MAX_RANKS as usize));
     }
 
     #[test]
     fn the_rank_that_failed_is_marked_until_the_next_attempt() {
         let mut grid = RankGrid::default();
-        grid.place_on_one_host(3, "a");
-        grid.set_all(RankState::Running);
+        grid.begin_attempt_on_one_host(3, "a");
+        grid.set_all_states(RankState::Running);
         grid.record_failure(Some(1));
         grid.record_end(false);
         grid.record_failure(Some(u32::MAX));
         let states = grid.to_json(&BTreeMap::new()).states;
         assert_eq!(states, "eee", "a rank that does not exist");
-        grid.place_on_one_host(3, "a");
-        grid.set_all(RankState::Running);
+        grid.begin_attempt_on_one_host(3, "a");
+        grid.set_all_states(RankState::Running);
         grid.record_failure(Some(1));
         grid.record_end(false);
         assert_eq!(grid.to_json(&BTreeMap::new()).states, "efe");

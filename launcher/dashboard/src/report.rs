@@ -1,6 +1,6 @@
 //! Formats the page with the data of runs as one HTML file.
 use crate::{
-    dashboard::{Dashboard, lock},
+    dashboard::{Dashboard, lock_ignoring_poison},
     log_files::{list_logs, read_log},
     page::format_static_page,
     tracked_run::RunPosition,
@@ -19,11 +19,11 @@ const NONCE_BYTES: usize = 16;
 
 /// Formats a report about the runs with these IDs: an HTML file that needs no other file. Fails if
 /// a run does not exist, or has a journal that takes too long to read.
-pub fn write_report(dashboard: &Dashboard, runs: &[String]) -> io::Result<String> {
+pub fn format_report(dashboard: &Dashboard, runs: &[String]) -> io::Result<String> {
     let runs: Vec<Value> = runs
         .iter()
         .take(MAX_REPORT_RUNS)
-        .map(|run| collect_run(dashboard, run))
+        .map(|run| collect_run_data(dashboard, run))
         .collect::<io::Result<_>>()?;
     let mut nonce = [0; NONCE_BYTES];
     getrandom::fill(&mut nonce).map_err(io::Error::other)?;
@@ -34,10 +34,10 @@ pub fn write_report(dashboard: &Dashboard, runs: &[String]) -> io::Result<String
 
 /// Collects the data of a run and the last lines of its logs, as JSON. The logs of failed ranks
 /// come first.
-fn collect_run(dashboard: &Dashboard, run: &str) -> io::Result<Value> {
+fn collect_run_data(dashboard: &Dashboard, run: &str) -> io::Result<Value> {
     let missing = || io::Error::new(io::ErrorKind::NotFound, format!("there is no run {run}"));
     let shared = dashboard.load_run(run, LOAD_TIMEOUT).ok_or_else(missing)?;
-    let tracked = lock(&shared);
+    let tracked = lock_ignoring_poison(&shared);
     if !tracked.is_loaded {
         return Err(io::Error::new(io::ErrorKind::TimedOut, "the journal takes too long to read"));
     }
@@ -62,7 +62,7 @@ mod tests {
     #[test]
     fn a_report_contains_the_run_and_no_text_of_it_is_markup() {
         let (_directory, dashboard) = build_dashboard("job");
-        let report = write_report(&dashboard, &["r1".to_owned()]).expect("a report");
+        let report = format_report(&dashboard, &["r1".to_owned()]).expect("a report");
         let start = report.find(r#"id="data">"#).expect("data") + r#"id="data">"#.len();
         let data = &report[start..start + report[start..].find("</script>").expect("end")];
         let data: Value = serde_json::from_str(data).expect("JSON");
@@ -71,6 +71,6 @@ mod tests {
         assert_eq!(run["update"]["numbers"]["failure"]["tail"][0], "</script><script>alert(1)</script>");
         assert_eq!(run["logs"]["0"]["lines"][1], "<img src=x onerror=alert(1)>");
         assert_eq!(report.matches("<img").count() + report.matches("alert(1)</script>").count(), 0);
-        write_report(&dashboard, &["r2".to_owned()]).expect_err("no such run");
+        format_report(&dashboard, &["r2".to_owned()]).expect_err("no such run");
     }
 }

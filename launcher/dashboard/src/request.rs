@@ -101,7 +101,7 @@ impl Request {
     }
 
     /// Returns all values of a parameter of the query.
-    pub(crate) fn list_parameters<'r>(&'r self, name: &'r str) -> impl Iterator<Item = &'r str> {
+    pub(crate) fn list_parameter_values<'r>(&'r self, name: &'r str) -> impl Iterator<Item = &'r str> {
         self.parameters.iter().filter(move |(n, _)| n == name).map(|(_, value)| value.as_str())
     }
 }
@@ -116,13 +116,13 @@ fn parse_query(query: &str) -> Vec<(String, String)> {
     let pairs = query.split('&').filter(|pair| !pair.is_empty()).take(MAX_PARAMETERS);
     let split = |pair: &str| {
         let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
-        (decode(name), decode(value))
+        (decode_query_text(name), decode_query_text(value))
     };
     pairs.map(split).collect()
 }
 
 /// Decodes `%XX` and `+` in a text of the query. Replaces bytes that are not UTF-8 by U+FFFD.
-fn decode(text: &str) -> String {
+fn decode_query_text(text: &str) -> String {
     let (mut bytes, mut rest) = (Vec::with_capacity(text.len()), text.as_bytes());
     while let Some((first, tail)) = rest.split_first() {
         let hex = tail.get(..2).and_then(|hex| std::str::from_utf8(hex).ok());
@@ -158,7 +158,7 @@ mod tests {
                     authorization: bearer  t\r\nAccept: */*\r\n\r\n";
         let request = parse(head).expect("valid").expect("complete");
         assert_eq!((request.method.as_str(), request.path.as_str()), ("GET", "/api/log"));
-        assert_eq!(request.list_parameters("run").collect::<Vec<_>>(), ["a", "b/c"]);
+        assert_eq!(request.list_parameter_values("run").collect::<Vec<_>>(), ["a", "b/c"]);
         assert_eq!((request.parameter("q"), request.bearer.as_deref()), (Some("x &%zz"), Some("t")));
         assert_eq!(request.host.as_deref(), Some("localhost:1"));
         assert_eq!(parse(&head[..40]), Ok(None));

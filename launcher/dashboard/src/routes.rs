@@ -1,7 +1,7 @@
 //! Answers the HTTP requests that have passed the access check.
 use crate::{
     access::Token,
-    dashboard::{Dashboard, lock},
+    dashboard::{Dashboard, lock_ignoring_poison},
     log_files::{list_logs, read_log, search_logs},
     metrics::{MetricsFormat, format_metrics},
     page,
@@ -16,7 +16,7 @@ pub(crate) const STREAM_PATH: &str = "/api/stream";
 
 /// Answers a request with the page, a file of the page, metrics, runs or logs. Reads files, so the
 /// caller must be allowed to block.
-pub(crate) fn answer(dashboard: &Dashboard, token: &Token, request: &Request) -> Response {
+pub(crate) fn answer_request(dashboard: &Dashboard, token: &Token, request: &Request) -> Response {
     match request.path.as_str() {
         "/" | "/index.html" => Response::new("text/html; charset=utf-8", page::format_live_page(token)),
         "/app.js" => Response::new("text/javascript; charset=utf-8", page::SCRIPT),
@@ -28,7 +28,7 @@ pub(crate) fn answer(dashboard: &Dashboard, token: &Token, request: &Request) ->
             Response::new(format.content_type(), format_metrics(dashboard, format))
         }
         "/api/runs" => Response::json(&*dashboard.list_runs()),
-        "/api/logs" => answer_logs(dashboard, request),
+        "/api/logs" => answer_log_list(dashboard, request),
         "/api/log" => answer_log(dashboard, request),
         "/api/search" => answer_search(dashboard, request),
         _ => Response::error(404, "no such page"),
@@ -36,8 +36,8 @@ pub(crate) fn answer(dashboard: &Dashboard, token: &Token, request: &Request) ->
 }
 
 /// Answers with the list of the ranks that have a log on this machine.
-fn answer_logs(dashboard: &Dashboard, request: &Request) -> Response {
-    match find_logs(dashboard, request) {
+fn answer_log_list(dashboard: &Dashboard, request: &Request) -> Response {
+    match list_requested_logs(dashboard, request) {
         Some(logs) => Response::json(&logs.keys().collect::<Vec<_>>()),
         None => Response::error(404, "no such run"),
     }
@@ -47,7 +47,7 @@ fn answer_logs(dashboard: &Dashboard, request: &Request) -> Response {
 fn answer_log(dashboard: &Dashboard, request: &Request) -> Response {
     let number = |name: &str| request.parameter(name).and_then(|value| value.parse::<u64>().ok());
     let rank = number("rank").and_then(|rank| u32::try_from(rank).ok());
-    let path = find_logs(dashboard, request).zip(rank).and_then(|(mut logs, rank)| logs.remove(&rank));
+    let path = list_requested_logs(dashboard, request).zip(rank).and_then(|(mut logs, rank)| logs.remove(&rank));
     let Some(path) = path else { return Response::error(404, "no such log") };
     match read_log(dashboard.source(), &path, number("file").zip(number("end"))) {
         Ok(part) => Response::json(&part),
@@ -57,7 +57,7 @@ fn answer_log(dashboard: &Dashboard, request: &Request) -> Response {
 
 /// Answers with the lines of the logs that contain a text.
 fn answer_search(dashboard: &Dashboard, request: &Request) -> Response {
-    let Some(mut logs) = find_logs(dashboard, request) else { return Response::error(404, "no such run") };
+    let Some(mut logs) = list_requested_logs(dashboard, request) else { return Response::error(404, "no such run") };
     if let Some(rank) = request.parameter("rank").and_then(|rank| rank.parse::<u32>().ok()) {
         logs.retain(|r, _| *r == rank);
     }
@@ -68,8 +68,8 @@ fn answer_search(dashboard: &Dashboard, request: &Request) -> Response {
 }
 
 /// Lists the log files of the run that a request names, by rank.
-fn find_logs(dashboard: &Dashboard, request: &Request) -> Option<BTreeMap<u32, std::path::PathBuf>> {
+fn list_requested_logs(dashboard: &Dashboard, request: &Request) -> Option<BTreeMap<u32, std::path::PathBuf>> {
     let run = dashboard.find_run(request.parameter("run")?)?;
-    let directory = lock(&run).info.run_dir.join("logs");
+    let directory = lock_ignoring_poison(&run).info.run_dir.join("logs");
     Some(list_logs(&directory))
 }

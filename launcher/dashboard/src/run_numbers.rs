@@ -6,7 +6,7 @@ use serde_json::Value;
 /// The progress and the newest values of a run, such as its step, loss and throughput. A number is
 /// `None` until an event has it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub(crate) struct RunNumbers {
+pub(crate) struct RunProgress {
     /// The number of optimizer steps that are done.
     pub(crate) step: Option<u64>,
     pub(crate) total_steps: Option<u64>,
@@ -29,7 +29,7 @@ pub(crate) struct RunNumbers {
     /// The number of steps that were skipped because of an fp16 overflow.
     pub(crate) skipped_steps: u64,
     /// The step, size in bytes, duration in seconds and time of the newest checkpoint.
-    pub(crate) checkpoint: Option<CheckpointNumbers>,
+    pub(crate) checkpoint: Option<CheckpointSummary>,
     /// The JSON object of the failure that ended the run, or of the newest restart.
     pub(crate) failure: Option<Value>,
     pub(crate) exit_code: Option<u8>,
@@ -43,7 +43,7 @@ pub(crate) struct RunNumbers {
 
 /// The step, size, duration and time of a saved checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub(crate) struct CheckpointNumbers {
+pub(crate) struct CheckpointSummary {
     pub(crate) step: u64,
     pub(crate) bytes: u64,
     pub(crate) seconds: f64,

@@ -1,9 +1,9 @@
 //! [`RunView`]: the state of a run, built from the lines of its journal.
 use crate::{
     event_log::EventLog,
-    journal_line::{JournalLine, StepNumbers},
+    journal_line::{JournalLine, StepValues},
     rank_grid::{RankGrid, RankState},
-    run_numbers::{CheckpointNumbers, RunNumbers},
+    run_numbers::{CheckpointSummary, RunProgress},
     series::Series,
 };
 use protocol::event::Event;
@@ -15,10 +15,10 @@ use std::collections::VecDeque;
 const MAX_MARKS: usize = 1000;
 
 /// The names of the curves of a run. The order is that of the page.
-pub(crate) const SERIES_NAMES: [&str; SERIES] =
+pub(crate) const SERIES_NAMES: [&str; SERIES_COUNT] =
     ["loss", "eval_loss", "tokens_per_s", "step_s", "grad_norm", "lr", "peak_rss", "exposed_comm_s"];
 /// The number of curves of a run.
-pub(crate) const SERIES: usize = 8;
+pub(crate) const SERIES_COUNT: usize = 8;
 
 /// A step of the curves at which something happened, such as a restart or a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -32,9 +32,9 @@ pub(crate) struct CurveMark {
 /// The state of a run, as the lines of its journal describe it.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RunView {
-    pub(crate) numbers: RunNumbers,
+    pub(crate) numbers: RunProgress,
     /// The curves, in the order of [`SERIES_NAMES`].
-    pub(crate) series: [Series; SERIES],
+    pub(crate) series: [Series; SERIES_COUNT],
     pub(crate) marks: VecDeque<CurveMark>,
     /// The number of marks that were added.
     pub(crate) mark_count: u64,
@@ -54,7 +54,7 @@ impl RunView {
     }
 
     /// Updates the state with a line of the journal.
-    pub(crate) fn add_line(&mut self, line: &[u8]) {
+    pub(crate) fn add_journal_line(&mut self, line: &[u8]) {
         if line.iter().all(u8::is_ascii_whitespace) && !line.is_empty() {
             return;
         }
@@ -73,7 +73,7 @@ impl RunView {
         }
     }
 
-    fn add_step(&mut self, step: &StepNumbers) {
+    fn add_step(&mut self, step: &StepValues) {
         let numbers = &mut self.numbers;
         let previous = numbers.step.zip(numbers.time);
         let step_s = previous.filter(|(before, _)| *before < step.step).map(|(before, time)| {
@@ -102,7 +102,7 @@ impl RunView {
         ];
         for (series, value) in self.series.iter_mut().zip(values) {
             if let Some(value) = value {
-                series.add(step.step, value);
+                series.add_value(step.step, value);
             }
         }
     }
@@ -111,33 +111,33 @@ impl RunView {
         let numbers = &mut self.numbers;
         match event {
             Event::Start { world, .. } => {
-                self.grid.place_on_one_host(world, &self.host);
-                self.mark_started();
+                self.grid.begin_attempt_on_one_host(world, &self.host);
+                self.mark_ranks_running();
             }
             Event::Placement { attempt, world, hosts, workers } => {
                 numbers.attempt = attempt;
                 match hosts.len() {
-                    1 => self.grid.place_on_one_host(world, &hosts[0]),
-                    _ => self.grid.place(world, &hosts, &workers),
+                    1 => self.grid.begin_attempt_on_one_host(world, &hosts[0]),
+                    _ => self.grid.begin_attempt(world, &hosts, &workers),
                 }
-                self.mark_started();
+                self.mark_ranks_running();
             }
             Event::Ready { step, total_steps, parameters, tokens_per_step } => {
                 numbers.step = Some(step);
                 numbers.total_steps = Some(total_steps);
                 numbers.parameters = Some(parameters);
                 numbers.tokens_per_step = Some(tokens_per_step);
-                self.grid.set_all(RankState::Running);
+                self.grid.set_all_states(RankState::Running);
             }
             Event::Resume { step, .. } => self.add_mark("resume", step, time),
             Event::Overflow { skipped, .. } => numbers.skipped_steps = skipped,
             Event::Eval { step, loss, .. } => {
                 numbers.eval_loss = Some(loss);
-                self.series[1].add(step, loss);
+                self.series[1].add_value(step, loss);
             }
             Event::Checkpoint { step, bytes, seconds, .. } => {
                 numbers.checkpoints += 1;
-                numbers.checkpoint = Some(CheckpointNumbers { step, bytes, seconds, time });
+                numbers.checkpoint = Some(CheckpointSummary { step, bytes, seconds, time });
                 self.add_mark("checkpoint", step, time);
             }
             Event::Reload { step, .. } => self.add_mark("reload", step, time),
@@ -166,9 +166,9 @@ impl RunView {
 
     /// Marks all ranks of a program as running at the start of an attempt. Programs do not report
     /// that they have started.
-    fn mark_started(&mut self) {
+    fn mark_ranks_running(&mut self) {
         if !self.is_training {
-            self.grid.set_all(RankState::Running);
+            self.grid.set_all_states(RankState::Running);
         }
     }
 
@@ -195,7 +195,7 @@ mod tests {
 
     fn build(text: &str) -> RunView {
         let mut view = RunView::new(true, "a");
-        text.lines().for_each(|line| view.add_line(line.as_bytes()));
+        text.lines().for_each(|line| view.add_journal_line(line.as_bytes()));
         view
     }
 
@@ -214,7 +214,7 @@ mod tests {
         let durations: Vec<_> = view.series[3].list_points().iter().map(|p| (p.step, p.value)).collect();
         assert_eq!(durations[0], (2, 0.5));
         let mut view = view;
-        view.add_line(br#"{"event":"done","exit_code":1,"step":3,"seconds":9.0,"time":110.0}"#);
+        view.add_journal_line(br#"{"event":"done","exit_code":1,"step":3,"seconds":9.0,"time":110.0}"#);
         assert_eq!((view.numbers.exit_code, view.numbers.seconds), (Some(1), Some(9.0)));
     }
 
@@ -223,10 +223,10 @@ mod tests {
         let lines = JOURNAL.replace("\"step\":2,\"loss\"", "\"step\":2,\"lo");
         let mut view = build(&lines);
         assert_eq!((view.numbers.damaged_lines, view.numbers.step), (1, Some(3)));
-        view.add_line(b"\0\0\0\0");
-        view.add_line(b"");
+        view.add_journal_line(b"\0\0\0\0");
+        view.add_journal_line(b"");
         assert_eq!(view.numbers.damaged_lines, 3);
-        view.add_line(br#"{"event":"start","run":"r","run_dir":"/r","world":4294967295,"time":1e300}"#);
+        view.add_journal_line(br#"{"event":"start","run":"r","run_dir":"/r","world":4294967295,"time":1e300}"#);
         assert_eq!(view.grid.world(), u32::MAX);
         (0..5000).for_each(|step| view.add_mark("reload", step, 0.0));
         assert_eq!(view.marks.len(), MAX_MARKS);

@@ -100,24 +100,24 @@ impl Bucket {
 
 impl Series {
     /// Adds the value of the curve at a step. Ignores a value that is not finite.
-    pub(crate) fn add(&mut self, step: u64, value: f64) {
+    pub(crate) fn add_value(&mut self, step: u64, value: f64) {
         if !value.is_finite() {
             return;
         }
         let bucket = Bucket::new(step / self.width, Point { step, value });
         match self.buckets.last_mut() {
             Some(last) if last.index == bucket.index => last.merge(&bucket),
-            Some(last) if last.index > bucket.index => self.add_earlier(&bucket),
+            Some(last) if last.index > bucket.index => self.add_earlier_bucket(&bucket),
             _ => self.buckets.push(bucket),
         }
         while self.buckets.len() > MAX_BUCKETS {
-            self.double_width();
+            self.double_bucket_width();
         }
     }
 
     /// Adds a bucket before the last one, which is necessary when a run repeats steps after a
     /// restart.
-    fn add_earlier(&mut self, bucket: &Bucket) {
+    fn add_earlier_bucket(&mut self, bucket: &Bucket) {
         self.generation += 1;
         match self.buckets.binary_search_by_key(&bucket.index, |b| b.index) {
             Ok(at) => self.buckets[at].merge(bucket),
@@ -126,7 +126,7 @@ impl Series {
     }
 
     /// Doubles the width of the buckets, and merges each two that then cover the same steps.
-    fn double_width(&mut self) {
+    fn double_bucket_width(&mut self) {
         self.generation += 1;
         self.width = self.width.saturating_mul(2);
         let mut merged: Vec<Bucket> = Vec::with_capacity(self.buckets.len() / 2 + 1);
@@ -142,7 +142,7 @@ impl Series {
 
     /// Returns the point with the largest step.
     #[cfg(test)]
-    pub(crate) fn last(&self) -> Option<Point> {
+    pub(crate) fn last_point(&self) -> Option<Point> {
         self.buckets.last().map(|bucket| bucket.last)
     }
 
@@ -182,7 +182,7 @@ mod tests {
 
     fn build(points: &[(u64, f64)]) -> Series {
         let mut series = Series::default();
-        points.iter().for_each(|(step, value)| series.add(*step, *value));
+        points.iter().for_each(|(step, value)| series.add_value(*step, *value));
         series
     }
 
@@ -197,14 +197,14 @@ mod tests {
     fn a_million_steps_keep_a_spike_of_one_step() {
         let mut series = Series::default();
         for step in 1..=1_000_000u64 {
-            series.add(step, if step == 654_321 { 99.0 } else { 2.0 + 1.0 / step as f64 });
+            series.add_value(step, if step == 654_321 { 99.0 } else { 2.0 + 1.0 / step as f64 });
         }
         let points = series.list_points();
         assert!(series.buckets.len() <= MAX_BUCKETS && points.len() <= 4 * MAX_BUCKETS, "{}", points.len());
         assert!(series.buckets.len() > MAX_BUCKETS / 3, "{}", series.buckets.len());
         assert!(points.contains(&Point { step: 654_321, value: 99.0 }));
         assert_eq!(points[0], Point { step: 1, value: 3.0 });
-        assert_eq!(series.last().map(|p| p.step), Some(1_000_000));
+        assert_eq!(series.last_point().map(|p| p.step), Some(1_000_000));
     }
 
     #[test]
@@ -213,7 +213,7 @@ mod tests {
         assert_eq!(series.list_points().len(), 2);
         let spread: Vec<(u64, f64)> = (0..64).map(|bit| (1u64 << bit, f64::from(bit))).collect();
         let mut series = build(&spread);
-        (0..5000).for_each(|n| series.add(u64::MAX - n * (1 << 50), 0.5));
+        (0..5000).for_each(|n| series.add_value(u64::MAX - n * (1 << 50), 0.5));
         assert!(series.buckets.len() <= MAX_BUCKETS);
     }
 
@@ -242,7 +242,7 @@ mod tests {
         ) {
             let (mut series, mut position, mut buckets) = (Series::default(), SeriesPosition::default(), vec![]);
             for (n, (step, value)) in values.iter().enumerate() {
-                series.add(*step, *value);
+                series.add_value(*step, *value);
                 if n % every == 0 {
                     apply(&mut buckets, series.take_update(&mut position));
                 }

@@ -28,7 +28,7 @@ const MAX_CONNECTIONS: usize = 64;
 /// requests.
 const MAX_STREAMS: usize = 32;
 /// The largest number of threads that read files.
-const MAX_THREADS: usize = 8;
+const MAX_READER_THREADS: usize = 8;
 /// The time in which a client must send the head of a request.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time in which a client must receive a response, or a message of a stream.
@@ -37,7 +37,7 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(15);
 const STREAM_INTERVAL: Duration = Duration::from_millis(500);
 /// The number of intervals without new data after which the server sends a comment on a stream, to
 /// detect a closed connection.
-const QUIET_INTERVALS: u32 = 20;
+const QUIET_INTERVALS_BEFORE_COMMENT: u32 = 20;
 /// The pause after an error of `accept`, for example because of too many open files.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
@@ -46,18 +46,18 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 pub struct BoundServer {
     listener: StdListener,
     port: u16,
-    shared: Shared,
+    shared: ConnectionContext,
 }
 
 /// The state that all connections of the server share.
 #[derive(Clone)]
-struct Shared {
+struct ConnectionContext {
     dashboard: Arc<Dashboard>,
     token: Token,
     streams: Arc<Semaphore>,
 }
 
-impl std::fmt::Debug for Shared {
+impl std::fmt::Debug for ConnectionContext {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Shared").finish_non_exhaustive()
     }
@@ -70,19 +70,19 @@ pub fn bind(dashboard: Arc<Dashboard>, port: u16) -> io::Result<BoundServer> {
     listener.set_nonblocking(true)?;
     let port = listener.local_addr()?.port();
     let streams = Arc::new(Semaphore::new(MAX_STREAMS));
-    Ok(BoundServer { listener, port, shared: Shared { dashboard, token: Token::create()?, streams } })
+    Ok(BoundServer { listener, port, shared: ConnectionContext { dashboard, token: Token::create()?, streams } })
 }
 
 impl BoundServer {
     /// Returns the URL of the page, which contains the token. `path` begins with `/`.
-    pub fn address(&self, path: &str) -> String {
+    pub fn page_url(&self, path: &str) -> String {
         format!("http://127.0.0.1:{}{path}?token={}", self.port, self.shared.token.as_str())
     }
 
     /// Serves requests until the process ends. Fails if the event loop cannot be started.
     pub fn run(self) -> io::Result<()> {
         let mut builder = tokio::runtime::Builder::new_current_thread();
-        let runtime = builder.enable_io().enable_time().max_blocking_threads(MAX_THREADS).build()?;
+        let runtime = builder.enable_io().enable_time().max_blocking_threads(MAX_READER_THREADS).build()?;
         runtime.block_on(async move {
             let listener = TcpListener::from_std(self.listener)?;
             let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
@@ -105,29 +105,29 @@ impl BoundServer {
 }
 
 /// Reads the request of one connection, and answers it.
-async fn serve_connection(mut stream: TcpStream, shared: Shared) -> io::Result<()> {
+async fn serve_connection(mut stream: TcpStream, shared: ConnectionContext) -> io::Result<()> {
     let request = match timeout(HEAD_TIMEOUT, read_request(&mut stream)).await {
         Ok(Ok(Some(request))) => request,
         Ok(Ok(None)) => return Ok(()),
-        Ok(Err(response)) => return send(&mut stream, &response, true).await,
+        Ok(Err(response)) => return send_response(&mut stream, &response, true).await,
         Err(_) => {
             let response = Response::error(408, "the head of the request took too long");
-            return send(&mut stream, &response, true).await;
+            return send_response(&mut stream, &response, true).await;
         }
     };
     let has_body = request.method != "HEAD";
-    if let Err(error) = shared.token.check(&request) {
-        return send(&mut stream, &Response::error(error.status(), error), has_body).await;
+    if let Err(error) = shared.token.check_request(&request) {
+        return send_response(&mut stream, &Response::error(error.status(), error), has_body).await;
     }
     if !matches!(request.method.as_str(), "GET" | "HEAD") {
-        return send(&mut stream, &Response::error(405, "only GET and HEAD are allowed"), has_body).await;
+        return send_response(&mut stream, &Response::error(405, "only GET and HEAD are allowed"), has_body).await;
     }
     if request.path == STREAM_PATH && has_body {
         return serve_stream(stream, shared, &request).await;
     }
-    let answer = spawn_blocking(move || routes::answer(&shared.dashboard, &shared.token, &request)).await;
+    let answer = spawn_blocking(move || routes::answer_request(&shared.dashboard, &shared.token, &request)).await;
     let response = answer.unwrap_or_else(|_| Response::error(500, "internal error"));
-    send(&mut stream, &response, has_body).await
+    send_response(&mut stream, &response, has_body).await
 }
 
 /// Reads and parses the head of a request. Returns `None` if the client sends nothing. Fails with
@@ -152,29 +152,29 @@ async fn read_request(stream: &mut TcpStream) -> Result<Option<Request>, Respons
 }
 
 /// Sends a response, and closes the connection.
-async fn send(stream: &mut TcpStream, response: &Response, has_body: bool) -> io::Result<()> {
+async fn send_response(stream: &mut TcpStream, response: &Response, has_body: bool) -> io::Result<()> {
     let head = Response::format_head(response.status, response.content_type, Some(response.body.len()));
-    write_within_limit(stream, head.as_bytes()).await?;
+    write_with_timeout(stream, head.as_bytes()).await?;
     if has_body {
-        write_within_limit(stream, &response.body).await?;
+        write_with_timeout(stream, &response.body).await?;
     }
     stream.shutdown().await
 }
 
 /// Writes bytes to a client within [`WRITE_TIMEOUT`]. Fails if the client does not receive them in
 /// time.
-async fn write_within_limit(stream: &mut TcpStream, bytes: &[u8]) -> io::Result<()> {
+async fn write_with_timeout(stream: &mut TcpStream, bytes: &[u8]) -> io::Result<()> {
     timeout(WRITE_TIMEOUT, stream.write_all(bytes)).await.map_err(|_| io::ErrorKind::TimedOut)?
 }
 
 /// Sends the changes of runs as server-sent events, until the client closes the connection.
-async fn serve_stream(mut stream: TcpStream, shared: Shared, request: &Request) -> io::Result<()> {
+async fn serve_stream(mut stream: TcpStream, shared: ConnectionContext, request: &Request) -> io::Result<()> {
     let Ok(_permit) = shared.streams.clone().try_acquire_owned() else {
-        return send(&mut stream, &Response::error(503, "too many pages are open"), true).await;
+        return send_response(&mut stream, &Response::error(503, "too many pages are open"), true).await;
     };
     let head = Response::format_head(200, "text/event-stream", None);
-    write_within_limit(&mut stream, head.as_bytes()).await?;
-    let mut runs = RunStream::new(request.list_parameters("run"));
+    write_with_timeout(&mut stream, head.as_bytes()).await?;
+    let mut runs = RunStream::new(request.list_parameter_values("run"));
     let mut quiet = 0;
     loop {
         let dashboard = shared.dashboard.clone();
@@ -186,9 +186,9 @@ async fn serve_stream(mut stream: TcpStream, shared: Shared, request: &Request) 
         runs = returned;
         quiet = if messages.is_empty() { quiet + 1 } else { 0 };
         if !messages.is_empty() {
-            write_within_limit(&mut stream, messages.as_bytes()).await?;
-        } else if quiet % QUIET_INTERVALS == 0 {
-            write_within_limit(&mut stream, b":\n\n").await?;
+            write_with_timeout(&mut stream, messages.as_bytes()).await?;
+        } else if quiet % QUIET_INTERVALS_BEFORE_COMMENT == 0 {
+            write_with_timeout(&mut stream, b":\n\n").await?;
         }
         if !has_more && is_closed_within(&mut stream, STREAM_INTERVAL).await {
             return Ok(());

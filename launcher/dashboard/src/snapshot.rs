@@ -1,6 +1,6 @@
 //! [`RunSnapshot`]: the present state of a run, for views that are not a browser.
 use crate::{
-    dashboard::{Dashboard, lock},
+    dashboard::{Dashboard, lock_ignoring_poison},
     log_files::{list_logs, read_log},
     rank_grid::RankState,
     run_source::RunInfo,
@@ -70,14 +70,14 @@ impl Dashboard {
     /// of the run. Returns `None` if there is no such run.
     pub fn take_snapshot(&self, run: &str, limit: Duration) -> Option<RunSnapshot> {
         let shared = self.load_run(run, limit)?;
-        let tracked = lock(&shared);
+        let tracked = lock_ignoring_poison(&shared);
         let (numbers, grid) = (&tracked.view.numbers, &tracked.view.grid);
         let hosts = grid.hosts().iter().map(|row| SnapshotHost {
             host: row.host.clone(),
             first_rank: row.first_rank,
             workers: row.workers,
         });
-        let after = tracked.view.log.count().saturating_sub(MAX_EVENTS as u64);
+        let after = tracked.view.log.added_count().saturating_sub(MAX_EVENTS as u64);
         Some(RunSnapshot {
             step: numbers.step,
             total_steps: numbers.total_steps,
@@ -104,7 +104,7 @@ impl Dashboard {
     /// log is not on this machine.
     pub fn read_log_end(&self, run: &str, rank: u32) -> Option<Vec<String>> {
         let shared = self.find_run(run)?;
-        let directory = lock(&shared).info.run_dir.join("logs");
+        let directory = lock_ignoring_poison(&shared).info.run_dir.join("logs");
         let path = list_logs(&directory).remove(&rank)?;
         Some(read_log(self.source(), &path, None).ok()?.lines)
     }

@@ -1,5 +1,5 @@
 //! Reads the newest measurements of a run from its status file, within limits.
-use crate::{journal_line::limit_text, run_source::RunSource};
+use crate::{journal_line::truncate_text, run_source::RunSource};
 use protocol::run_status::{RunStatus, STATUS_FILE, STATUS_VERSION};
 use std::{
     io::Read,
@@ -38,7 +38,7 @@ pub(crate) fn parse_status(bytes: &[u8]) -> Option<RunStatus> {
     }
     status.hosts.truncate(MAX_HOSTS);
     status.stragglers.truncate(MAX_STRAGGLERS);
-    let shorten = |text: &mut String| *text = limit_text(std::mem::take(text), MAX_TEXT_BYTES);
+    let shorten = |text: &mut String| *text = truncate_text(std::mem::take(text), MAX_TEXT_BYTES);
     for host in &mut status.hosts {
         shorten(&mut host.host);
         host.usage.gpus.iter_mut().for_each(|gpu| gpu.clock_reasons.iter_mut().for_each(shorten));
@@ -59,13 +59,13 @@ pub(crate) fn is_recent(status: &RunStatus) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::untrusted::testing::OpenSource;
+    use crate::untrusted::testing::AnyFileSource;
 
     #[test]
     fn a_damaged_or_long_status_is_not_shown() {
         let directory = tempfile::tempdir().expect("a directory");
         let write = |text: &str| std::fs::write(directory.path().join(STATUS_FILE), text).expect("written");
-        let read = || read_status(&OpenSource, directory.path());
+        let read = || read_status(&AnyFileSource, directory.path());
         assert_eq!(read(), None);
         for text in ["", "[]", "{", r#"{"hosts":7}"#, "\0"] {
             write(text);

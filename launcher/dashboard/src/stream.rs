@@ -1,6 +1,6 @@
 //! [`RunStream`]: the messages of a stream of server-sent events, which keep a page up to date.
 use crate::{
-    dashboard::{Dashboard, lock},
+    dashboard::{Dashboard, lock_ignoring_poison},
     tracked_run::RunPosition,
 };
 use std::collections::BTreeMap;
@@ -30,7 +30,7 @@ impl RunStream {
                 messages.push_str(&format_message("missing", &run));
                 continue;
             };
-            let mut tracked = lock(&shared);
+            let mut tracked = lock_ignoring_poison(&shared);
             has_more |= !tracked.refresh(dashboard.source());
             if let Some(update) = tracked.take_update(position) {
                 messages.push_str(&format_message("run", &update));

@@ -1,11 +1,11 @@
 //! [`TrackedRun`]: a run whose journal is read as it grows.
 use crate::{
-    chunked_lines::ChunkedLines,
+    chunked_lines::GrowingFileReader,
     journal_line::limit_value,
-    log_files::read_output_ages,
+    log_files::read_log_ages,
     rank_grid::GridJson,
     run_source::{RunInfo, RunSource},
-    run_view::{RunView, SERIES, SERIES_NAMES},
+    run_view::{RunView, SERIES_COUNT, SERIES_NAMES},
     series::{SeriesPosition, SeriesUpdate},
     status_json::StatusJson,
     status_reader::read_status,
@@ -28,7 +28,7 @@ const MAX_JOB_VALUES: usize = 20_000;
 /// The interval at which the state of a run and the times of the last writes to its logs are read.
 const STATE_INTERVAL: Duration = Duration::from_secs(2);
 /// The largest number of logs for which the time of the last write is determined.
-const MAX_AGED_LOGS: usize = 4096;
+const MAX_LOGS_WITH_AGE: usize = 4096;
 
 /// A run, the state that its journal records, and its job.
 #[derive(Debug)]
@@ -37,7 +37,7 @@ pub(crate) struct TrackedRun {
     pub(crate) view: RunView,
     /// The content of `job.json`; `Null` if the file is not readable.
     job: Value,
-    journal: ChunkedLines,
+    journal: GrowingFileReader,
     /// The share of the journal that was read, from 0 to 1.
     pub(crate) share: f64,
     /// Whether the journal was read to its end.
@@ -57,7 +57,7 @@ pub(crate) struct TrackedRun {
 pub(crate) struct RunPosition {
     epoch: u64,
     version: u64,
-    series: [SeriesPosition; SERIES],
+    series: [SeriesPosition; SERIES_COUNT],
     events: u64,
     marks: u64,
 }
@@ -89,7 +89,7 @@ impl TrackedRun {
     pub(crate) fn new(source: &dyn RunSource, info: RunInfo) -> TrackedRun {
         let job = read_job(source, &info).unwrap_or_default();
         let view = create_view(&job, &info);
-        let journal = ChunkedLines::new(info.run_dir.join("events.jsonl"));
+        let journal = GrowingFileReader::new(info.run_dir.join("events.jsonl"));
         TrackedRun {
             info,
             view,
@@ -112,9 +112,9 @@ impl TrackedRun {
             self.refresh_state(source);
         }
         let (mut lines, view) = (0, &mut self.view);
-        let read = self.journal.read(source, REFRESH_BYTES, &mut |line| {
+        let read = self.journal.read_lines(source, REFRESH_BYTES, &mut |line| {
             lines += 1;
-            view.add_line(line);
+            view.add_journal_line(line);
         });
         self.version += u64::from(lines > 0);
         match read {
@@ -142,7 +142,7 @@ impl TrackedRun {
             self.version += 1;
         }
         if self.info.is_active {
-            self.output_ages = read_output_ages(&self.info.run_dir.join("logs"), MAX_AGED_LOGS);
+            self.output_ages = read_log_ages(&self.info.run_dir.join("logs"), MAX_LOGS_WITH_AGE);
             self.version += u64::from(!self.output_ages.is_empty());
         } else {
             self.output_ages.clear();
@@ -167,7 +167,7 @@ impl TrackedRun {
         let has_marks = position.marks != self.view.mark_count || reset;
         let marks = has_marks.then(|| serde_json::to_value(&self.view.marks).unwrap_or_default());
         (position.epoch, position.version) = (self.epoch, self.version);
-        (position.events, position.marks) = (self.view.log.count(), self.view.mark_count);
+        (position.events, position.marks) = (self.view.log.added_count(), self.view.mark_count);
         Some(RunUpdate {
             reset,
             info: &self.info,

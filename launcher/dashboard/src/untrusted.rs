@@ -8,7 +8,7 @@ pub type ParseResult = Result<(), Box<dyn std::error::Error + Send + Sync>>;
 /// because damaged lines are counted.
 pub fn parse_journal(bytes: &[u8]) -> ParseResult {
     let mut view = RunView::new(true, "host");
-    bytes.split(|b| *b == b'\n').for_each(|line| view.add_line(line));
+    bytes.split(|b| *b == b'\n').for_each(|line| view.add_journal_line(line));
     Ok(())
 }
 
@@ -50,9 +50,9 @@ pub(crate) mod testing {
 "#;
 
     /// A source of runs for tests that opens every regular file, and lists no runs.
-    pub(crate) struct OpenSource;
+    pub(crate) struct AnyFileSource;
 
-    impl RunSource for OpenSource {
+    impl RunSource for AnyFileSource {
         fn list_runs(&self) -> Vec<RunInfo> {
             Vec::new()
         }
@@ -65,9 +65,9 @@ pub(crate) mod testing {
     }
 
     /// A source of runs for tests that lists the run `r1`.
-    struct OneRun(RunInfo);
+    struct OneRunSource(RunInfo);
 
-    impl RunSource for OneRun {
+    impl RunSource for OneRunSource {
         fn list_runs(&self) -> Vec<RunInfo> {
             vec![self.0.clone()]
         }
@@ -100,7 +100,7 @@ pub(crate) mod testing {
             step: Some(3),
             run_dir: directory.path().into(),
         };
-        (directory, Dashboard::new(Box::new(OneRun(info))))
+        (directory, Dashboard::new(Box::new(OneRunSource(info))))
     }
 
     /// Appends a line to the journal of a run directory.

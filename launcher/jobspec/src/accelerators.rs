@@ -49,7 +49,7 @@ pub struct AcceleratorTraits {
 }
 
 /// The properties of each kind, in the order of [`AcceleratorKind::ALL`].
-const TRAITS: [AcceleratorTraits; 7] = [
+const KIND_TRAITS: [AcceleratorTraits; 7] = [
     AcceleratorTraits {
         name: "cuda",
         vendor: "NVIDIA",
@@ -130,7 +130,7 @@ impl AcceleratorKind {
 
     /// Returns the properties of this kind.
     pub const fn traits(self) -> &'static AcceleratorTraits {
-        &TRAITS[self as usize]
+        &KIND_TRAITS[self as usize]
     }
 
     /// Returns whether programs use accelerators of this kind as CUDA devices. torch also calls the

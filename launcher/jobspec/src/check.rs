@@ -8,7 +8,7 @@ mod train;
 
 use self::train::check_train;
 use crate::{
-    env::looks_secret,
+    env::is_probable_secret_name,
     keys::{
         decoder::JobDecoder,
         info::{Condition, Rule},
@@ -30,7 +30,7 @@ pub(crate) fn check_job(d: &mut JobDecoder, job: &JobSpec) {
     check_run_or_train(d, job);
     check_rules(d, job);
     check_devices(d, job);
-    check_secrets(d, job);
+    warn_about_secrets(d, job);
     if let Some(train) = &job.train {
         check_train(d, train);
     }
@@ -41,8 +41,8 @@ pub(crate) fn check_job(d: &mut JobDecoder, job: &JobSpec) {
 fn check_rules(d: &mut JobDecoder, job: &JobSpec) {
     let values = job.list_values();
     for key in KEYS.iter().filter(|key| !key.rules.is_empty()) {
-        let rule = key.rules.iter().filter(|rule| is_checkable(d, rule)).find(|rule| values.meets(rule));
-        let Some(rule) = rule.filter(|_| d.sources.is_given(&key.path)) else { continue };
+        let rule = key.rules.iter().filter(|rule| is_checkable(d, rule)).find(|rule| values.meets_conditions(rule));
+        let Some(rule) = rule.filter(|_| d.sources.is_key_given(&key.path)) else { continue };
         let (message, help) = (values.format_message(rule, &key.path), rule.format_help(key.name()));
         match rule.severity {
             Severity::Error => d.report_error(rule.code, &key.path, message, &help),
@@ -57,14 +57,14 @@ fn check_rules(d: &mut JobDecoder, job: &JobSpec) {
 fn is_checkable(d: &JobDecoder, rule: &Rule) -> bool {
     rule.when.iter().all(|condition| match condition {
         Condition::Given(key) | Condition::NotGiven(key) if *key != "run.command" => true,
-        condition => d.are_valid(&[condition.key()]),
+        condition => d.are_keys_valid(&[condition.key()]),
     })
 }
 
 /// Checks that the job has exactly one of `run.command` and `train`.
 fn check_run_or_train(d: &mut JobDecoder, job: &JobSpec) {
-    let command = d.sources.is_given("run.command");
-    if !d.are_valid(&[""]) {
+    let command = d.sources.is_key_given("run.command");
+    if !d.are_keys_valid(&[""]) {
         return;
     }
     match (command, job.train.is_some()) {
@@ -88,55 +88,55 @@ fn check_run_or_train(d: &mut JobDecoder, job: &JobSpec) {
 /// Checks that a program with `resume.from: auto` has a checkpoint directory, in which launch
 /// searches for its checkpoints.
 fn check_program_resume(d: &mut JobDecoder, job: &JobSpec) {
-    const FROM: &str = "resume.from";
-    const DIR: &str = "checkpoint.dir";
-    let is_auto = d.sources.is_given(FROM) && job.resume.from == ResumeFrom::Auto;
-    if d.are_valid(&[FROM, DIR]) && is_auto && !d.sources.is_given(DIR) {
+    const FROM_KEY: &str = "resume.from";
+    const DIR_KEY: &str = "checkpoint.dir";
+    let is_auto = d.sources.is_key_given(FROM_KEY) && job.resume.from == ResumeFrom::Auto;
+    if d.are_keys_valid(&[FROM_KEY, DIR_KEY]) && is_auto && !d.sources.is_key_given(DIR_KEY) {
         let message = "`resume.from: auto` requires `checkpoint.dir` in a job with `run.command`";
         let help =
             "set `checkpoint.dir` to the directory that contains the program's checkpoint-N directories";
-        d.report_error(codes::JOB_KEY_REQUIRED, FROM, message, help);
+        d.report_error(codes::JOB_KEY_REQUIRED, FROM_KEY, message, help);
     }
 }
 
 /// Checks that the selected devices are compatible with `run.visible_devices` and
 /// `cluster.comm_backend`, and the rendezvous port with `cluster.ports`.
 fn check_devices(d: &mut JobDecoder, job: &JobSpec) {
-    const VISIBLE: &str = "run.visible_devices";
-    const WORKERS: &str = "cluster.workers_per_gpu";
-    const BACKEND: &str = "cluster.comm_backend";
+    const VISIBLE_KEY: &str = "run.visible_devices";
+    const WORKERS_KEY: &str = "cluster.workers_per_gpu";
+    const BACKEND_KEY: &str = "cluster.comm_backend";
     let cluster = &job.cluster;
-    if d.are_valid(&["run.command", "cluster.devices", VISIBLE])
+    if d.are_keys_valid(&["run.command", "cluster.devices", VISIBLE_KEY])
         && job.run.command.is_some()
         && cluster.devices == DeviceSelection::Cpu
         && job.run.visible_devices == VisibleDevices::One
     {
         let message =
             "`run.visible_devices: one` gives each worker a GPU, but `cluster.devices: cpu` hides all GPUs";
-        d.report_error(codes::JOB_KEYS_CONFLICT, VISIBLE, message, "remove one of them");
+        d.report_error(codes::JOB_KEYS_CONFLICT, VISIBLE_KEY, message, "remove one of them");
     }
     if let MasterPort::Fixed(port) = cluster.master_port
-        && d.are_valid(&["cluster.master_port", "cluster.ports"])
+        && d.are_keys_valid(&["cluster.master_port", "cluster.ports"])
         && !cluster.ports.contains(port)
     {
         let message = format!("`cluster.master_port` is {port}, which is not among `cluster.ports`");
         d.report_error(codes::JOB_KEYS_CONFLICT, "cluster.master_port", message, "remove one of them");
     }
     let is_nccl = cluster.comm_backend == CommBackend::Nccl;
-    if d.are_valid(&["cluster.devices", WORKERS, BACKEND]) && is_nccl && cluster.workers_per_gpu > 2 {
+    if d.are_keys_valid(&["cluster.devices", WORKERS_KEY, BACKEND_KEY]) && is_nccl && cluster.workers_per_gpu > 2 {
         let message = format!(
-            "`{BACKEND}: nccl` supports at most 2 workers on a GPU (1 before NCCL 2.30), `{WORKERS}` is {}",
+            "`{BACKEND_KEY}: nccl` supports at most 2 workers on a GPU (1 before NCCL 2.30), `{WORKERS_KEY}` is {}",
             cluster.workers_per_gpu
         );
         let help = "use `auto` or `host`, or `cluster.workers_per_gpu: 2`";
-        d.report_error(codes::JOB_KEYS_CONFLICT, BACKEND, message, help);
+        d.report_error(codes::JOB_KEYS_CONFLICT, BACKEND_KEY, message, help);
     }
 }
 
 /// Warns about probable secrets, such as passwords, whose values the job itself contains: in
 /// variables of `run.env` and in arguments of `run.command`.
-fn check_secrets(d: &mut JobDecoder, job: &JobSpec) {
-    for (name, _) in job.run.env.iter().filter(|(name, value)| looks_secret(name) && !value.is_empty()) {
+fn warn_about_secrets(d: &mut JobDecoder, job: &JobSpec) {
+    for (name, _) in job.run.env.iter().filter(|(name, value)| is_probable_secret_name(name) && !value.is_empty()) {
         d.report_warning(
             codes::JOB_SECRET_IN_FILE,
             &format!("run.env.{name}"),

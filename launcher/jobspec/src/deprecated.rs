@@ -5,7 +5,7 @@
 //! the table of keys, and cause no warning.
 use crate::{
     keys::decoder::JobDecoder,
-    table::{DEPRECATED, DeprecatedName, canonicalize_key_path},
+    table::{DEPRECATED_NAMES, DeprecatedName, canonicalize_key_path},
     yaml::{
         scalar::resolve_scalar,
         source_map::join_key_path,
@@ -17,7 +17,7 @@ use diagnostic::{Diagnostic, codes::job as codes};
 /// Replaces deprecated names in the YAML tree by the present names. Adds a warning for each use.
 /// Adds an error for a key that is given by both of its names.
 pub(crate) fn rewrite_deprecated_names(decoder: &mut JobDecoder, root: &mut YamlNode) {
-    for name in DEPRECATED.iter() {
+    for name in DEPRECATED_NAMES.iter() {
         if let Some(entries) = find_section_entries(root, name.section) {
             rewrite_name(decoder, entries, name);
         }

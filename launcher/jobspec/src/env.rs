@@ -77,7 +77,7 @@ pub const CROSS_SIZE: &str = "CROSS_SIZE";
 /// the checkpoint to resume from. The value is empty if there is no checkpoint.
 pub const LAUNCH_RESUME_FROM: &str = "LAUNCH_RESUME_FROM";
 /// Variables that launch sets for programs only if they are absent from the user's environment.
-pub const USER_OVERRIDABLE: [&str; 6] = [
+pub const USER_OVERRIDABLE_VARIABLES: [&str; 6] = [
     OMP_NUM_THREADS,
     PYTHONUNBUFFERED,
     TORCH_NCCL_ASYNC_ERROR_HANDLING,
@@ -116,7 +116,7 @@ pub const NEURON_LOGICAL_NC_CONFIG: &str = "NEURON_LOGICAL_NC_CONFIG";
 /// Environment variable that launch reads: an older name of [`NEURON_LOGICAL_NC_CONFIG`].
 pub const NEURON_RT_VIRTUAL_CORE_SIZE: &str = "NEURON_RT_VIRTUAL_CORE_SIZE";
 /// The variables that restrict which accelerators a process can use, for each vendor.
-pub const VISIBLE_DEVICES: [&str; 7] = [
+pub const DEVICE_VARIABLES: [&str; 7] = [
     CUDA_VISIBLE_DEVICES,
     HIP_VISIBLE_DEVICES,
     ROCR_VISIBLE_DEVICES,
@@ -135,7 +135,7 @@ pub const GLOO_SOCKET_IFNAME: &str = "GLOO_SOCKET_IFNAME";
 pub const TP_SOCKET_IFNAME: &str = "TP_SOCKET_IFNAME";
 /// The variables that select network interfaces. launch does not replace values of the user or of
 /// the host.
-pub const SOCKET_INTERFACES: [&str; 3] = [NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME];
+pub const INTERFACE_VARIABLES: [&str; 3] = [NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME];
 /// Environment variable that launch sets for programs on hosts without accelerators unless the user
 /// sets the variable: makes Accelerate connect its workers on CPUs. Without the variable, each
 /// worker trains alone.
@@ -146,7 +146,7 @@ pub const ACCELERATE_USE_DEEPSPEED: &str = "ACCELERATE_USE_DEEPSPEED";
 pub const DS_ACCELERATOR: &str = "DS_ACCELERATOR";
 /// The variables by which launch recognizes that a program of Accelerate uses DeepSpeed. Such
 /// programs do not get [`ACCELERATE_USE_CPU`], with which Accelerate would ignore DeepSpeed.
-pub const DEEPSPEED_SETTINGS: [&str; 2] = [ACCELERATE_USE_DEEPSPEED, DS_ACCELERATOR];
+pub const ACCELERATE_DEEPSPEED_VARIABLES: [&str; 2] = [ACCELERATE_USE_DEEPSPEED, DS_ACCELERATOR];
 /// Environment variable that launch sets for programs unless the user sets the variable:
 /// `address:port` at which process 0 of JAX listens for the others.
 pub const JAX_COORDINATOR_ADDRESS: &str = "JAX_COORDINATOR_ADDRESS";
@@ -212,17 +212,17 @@ pub const PYTHONPATH: &str = "PYTHONPATH";
 /// Returns whether the environment variable `name` restricts which accelerators a process sees.
 /// `run.pass_env` never passes such variables, because the user or the plan sets them.
 pub fn is_device_variable(name: &str) -> bool {
-    VISIBLE_DEVICES.contains(&name)
+    DEVICE_VARIABLES.contains(&name)
 }
 
 /// Returns whether the environment variable `name` selects the network interface of a library.
 pub fn is_interface_variable(name: &str) -> bool {
-    SOCKET_INTERFACES.contains(&name)
+    INTERFACE_VARIABLES.contains(&name)
 }
 
 /// Returns whether the value of the variable `name` is probably a secret, such as a token or a
 /// password. Only the name is examined.
-pub fn looks_secret(name: &str) -> bool {
+pub fn is_probable_secret_name(name: &str) -> bool {
     const SECRET_PARTS: [&str; 7] =
         ["TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "PRIVATE_KEY", "CREDENTIAL"];
     let name = name.to_ascii_uppercase();
@@ -248,7 +248,7 @@ pub const MLFLOW_TRACKING_INSECURE_TLS: &str = "MLFLOW_TRACKING_INSECURE_TLS";
 /// MLflow server.
 pub const MLFLOW_TRACKING_SERVER_CERT_PATH: &str = "MLFLOW_TRACKING_SERVER_CERT_PATH";
 /// Variables of MLflow's client that launch does not support: further ways to authenticate.
-pub const MLFLOW_UNSUPPORTED: [&str; 3] =
+pub const UNSUPPORTED_MLFLOW_VARIABLES: [&str; 3] =
     ["MLFLOW_TRACKING_CLIENT_CERT_PATH", "MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4"];
 
 /// Environment variable that launch sets for built-in workers: the number of the inherited file
@@ -279,7 +279,7 @@ pub const TORCH_FR_DUMP_ON_TIMEOUT: &str = "TORCH_FR_DUMP_ON_TIMEOUT";
 pub const TORCH_FR_DUMP_TEMP_FILE: &str = "TORCH_FR_DUMP_TEMP_FILE";
 /// The names that earlier versions of torch read instead of `TORCH_FR_BUFFER_SIZE`,
 /// `TORCH_FR_DUMP_ON_TIMEOUT` and `TORCH_FR_DUMP_TEMP_FILE`.
-pub const OLD_FLIGHT_RECORDER: [&str; 3] =
+pub const OLD_FLIGHT_RECORDER_VARIABLES: [&str; 3] =
     ["TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"];
 /// Environment variable that launch sets for programs in a job with `run.hang_timeout`: the
 /// directory in which the hang hook and the agent exchange files (docs/design/processes.md).
@@ -337,6 +337,6 @@ pub const NO_COLOR: &str = "NO_COLOR";
 pub const SSH_AUTH_SOCK: &str = "SSH_AUTH_SOCK";
 
 /// Returns whether an environment variable selects the language or another part of the locale.
-pub fn is_locale(name: &str) -> bool {
+pub fn is_locale_variable(name: &str) -> bool {
     matches!(name, "LANG" | "LANGUAGE") || name.starts_with("LC_")
 }

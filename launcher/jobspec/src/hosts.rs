@@ -18,8 +18,8 @@ pub use error::{
     FilterError, FilterProblem, HostSyntaxError, HostSyntaxProblem, HostfileError, HostfileProblem,
 };
 pub use filter::{HostSlots, SelectedHost, filter_hosts};
-pub use hostfile::{HostfileEntry, MAX_HOSTFILE, parse_hostfile};
-pub use limits::{MAX_HOSTS, MAX_NAME};
+pub use hostfile::{HostfileEntry, MAX_HOSTFILE_BYTES, parse_hostfile};
+pub use limits::{MAX_HOSTS, MAX_NAME_BYTES};
 pub use node_count::{InvalidNodeCount, NodeCount};
 pub use range::expand_ranges;
 pub use rendezvous_address::{InvalidRendezvousAddress, RendezvousAddress};

@@ -13,7 +13,7 @@ use std::{
 };
 
 /// The longest pause between two pieces of data of a pipe. Reading fails after a longer one.
-const PIPE_TIMEOUT: Duration = Duration::from_secs(5);
+const MAX_PIPE_PAUSE: Duration = Duration::from_secs(5);
 /// The time limit for reading a whole pipe, in multiples of the longest pause in its data.
 const TOTAL_TIME_FACTOR: u32 = 12;
 /// The flags of `open`: do not wait for the writer of a pipe, and do not make a terminal the
@@ -26,7 +26,7 @@ const CHUNK_BYTES: usize = 64 << 10;
 /// the file is longer than `limit`. A pipe, such as that of `<(command)` in a shell, must provide
 /// data within [`PIPE_TIMEOUT`].
 pub fn read_input_file(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
-    read_with_timeout(path, limit, PIPE_TIMEOUT)
+    read_with_timeout(path, limit, MAX_PIPE_PAUSE)
 }
 
 /// Reads at most `limit + 1` bytes of the file at `path`, with a time limit for pipes. If the file

@@ -5,7 +5,7 @@
 //! by the present ones, for programs that read `launch plan --json`.
 use crate::{
     spec::job::JobSpec,
-    table::{DEPRECATED, DeprecatedName},
+    table::{DEPRECATED_NAMES, DeprecatedName},
 };
 use serde_json::{Map, Value};
 
@@ -19,7 +19,7 @@ impl JobSpec {
     /// serialized form has other names.
     pub fn to_key_json(&self) -> Value {
         let mut job = serde_json::to_value(self).unwrap_or(Value::Null);
-        for name in DEPRECATED.iter() {
+        for name in DEPRECATED_NAMES.iter() {
             let section = format!("/{}", name.section.replace('.', "/"));
             if let Some(Value::Object(fields)) = job.pointer_mut(&section) {
                 rename_field(fields, name);

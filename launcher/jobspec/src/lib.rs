@@ -31,9 +31,9 @@ pub use input_file::read_input_file;
 pub use keys::info::{Condition, KeyDefault, KeyInfo, Rule};
 pub use load::{JobSource, load_job};
 pub use reference::update_reference;
-pub use reload::{ReloadChanges, ReloadTrain, ReloadValues, compare_jobs, list_key_values};
+pub use reload::{ReloadChanges, ReloadTrainValues, ReloadValues, compare_jobs, list_key_values};
 pub use schema::build_schema;
-pub use secret_text::{hide_secret_arguments, hide_secret_values, is_value_of_secret};
+pub use secret_text::{hide_secret_arguments, hide_secret_values, is_value_of_secret_option};
 pub use spec::{
     activation::ActivationStep,
     checkpoint::{CheckpointSpec, MemoryCopySpec, ResumeFrom, ResumeSpec, RngPolicy, SaveInterval},
@@ -67,11 +67,11 @@ pub use spec::{
     },
     wrap::{RankSelection, WrapSpec},
 };
-pub use table::{DEPRECATED, DeprecatedName, KEYS};
+pub use table::{DEPRECATED_NAMES, DeprecatedName, KEYS};
 pub use yaml::{
     document::{Document, DocumentItem, DocumentSyntax, DocumentValue},
     format::quote_yaml,
     scalar::{parse_duration, parse_size},
     source_map::{JobArgument, SourceMap},
-    text_file::MAX_JOB,
+    text_file::MAX_JOB_BYTES,
 };

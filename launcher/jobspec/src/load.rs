@@ -9,7 +9,7 @@ use crate::{
     yaml::{
         parse::parse_yaml,
         source_map::{JobArgument, SourceMap},
-        text_file::{MAX_JOB, check_characters, decode_utf8, file_error, read_limited_file, too_large_error},
+        text_file::{MAX_JOB_BYTES, check_characters, decode_utf8, file_error, read_limited_file, too_large_error},
         value_error::ValueError,
     },
 };
@@ -17,7 +17,7 @@ use diagnostic::{Diagnostic, Location, codes::job as codes};
 use std::path::{Path, PathBuf};
 
 /// The name by which messages refer to a job without a job file.
-const COMMAND_LINE: &str = "the command line";
+const COMMAND_LINE_NAME: &str = "the command line";
 
 /// The file or text from which a job is loaded.
 #[derive(Clone, Debug)]
@@ -47,7 +47,7 @@ impl JobSource {
         match self {
             JobSource::File(path) => path.display().to_string(),
             JobSource::Text { name, .. } => name.clone(),
-            JobSource::CommandLine { .. } => COMMAND_LINE.to_owned(),
+            JobSource::CommandLine { .. } => COMMAND_LINE_NAME.to_owned(),
         }
     }
 }
@@ -71,7 +71,7 @@ pub fn load_job(
         JobSource::Text { text, .. } => (text, None),
         JobSource::CommandLine { text, arguments } => (text, Some(arguments)),
     };
-    if text.len() as u64 > MAX_JOB {
+    if text.len() as u64 > MAX_JOB_BYTES {
         return Err(vec![too_large_error(&name, "job file", text.len() as u64)]);
     }
     let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
@@ -95,7 +95,7 @@ fn load_job_text(
         "the shortest job is `run: {command: [./program]}`; docs/job.md lists the keys";
     let fail = |sources: &SourceMap, error: ValueError| vec![error.into_diagnostic(sources)];
     check_characters(text).map_err(|error| fail(&sources, error))?;
-    let mut root = match parse_yaml(text, SourceMap::JOB, 0) {
+    let mut root = match parse_yaml(text, SourceMap::JOB_FILE_INDEX, 0) {
         Ok(Some(root)) => root,
         Ok(None) => {
             let error = file_error(codes::JOB_EMPTY, name, "the job is empty");

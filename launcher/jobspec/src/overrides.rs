@@ -12,7 +12,7 @@ use crate::{
 use diagnostic::{Diagnostic, codes::job as codes};
 
 /// The largest number of names and indices in the path of one `--set path=value` argument.
-const MAX_STEPS: usize = 16;
+const MAX_PATH_STEPS: usize = 16;
 
 /// A step in the path of a `--set path=value` argument: the name of a key, or the index of a list
 /// item.
@@ -98,8 +98,8 @@ fn parse_path(path: &str, source: u32) -> Result<Vec<(PathStep, SourceSpan)>, Va
             };
             steps.push((PathStep::Index(number), span));
         }
-        if steps.len() > MAX_STEPS {
-            return Err(invalid_override_error(span, format!("has a path of more than {MAX_STEPS} parts")));
+        if steps.len() > MAX_PATH_STEPS {
+            return Err(invalid_override_error(span, format!("has a path of more than {MAX_PATH_STEPS} parts")));
         }
     }
     Ok(steps)

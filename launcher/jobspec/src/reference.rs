@@ -1,12 +1,12 @@
 //! Generates the tables of docs/job.md from the declarations of keys.
 use crate::{
     keys::info::{KeyDefault, KeyInfo, list_section_keys},
-    table::{DEPRECATED, KEYS},
+    table::{DEPRECATED_NAMES, KEYS},
 };
 use std::fmt::Write as _;
 
 /// The largest width of a table row in docs/job.md, in characters.
-const MAX_ROW: usize = 200;
+const MAX_ROW_CHARS: usize = 200;
 
 /// Replaces the tables of keys in `page`, the text of docs/job.md, by tables that are generated
 /// from the present declarations. A table follows a line `<!-- keys: SECTION -->`, or `<!--
@@ -20,7 +20,7 @@ pub fn update_reference(page: &str) -> String {
         let table = match comment {
             Some("deprecated names") => format_deprecated_names(),
             Some(comment) => match comment.strip_prefix("keys:") {
-                Some(section) => format_keys(section.trim()),
+                Some(section) => format_key_table(section.trim()),
                 None => continue,
             },
             None => continue,
@@ -32,7 +32,7 @@ pub fn update_reference(page: &str) -> String {
 }
 
 /// Formats the table in docs/job.md of the keys directly within the section `section`.
-fn format_keys(section: &str) -> String {
+fn format_key_table(section: &str) -> String {
     let mut table = String::from("| key | type | default | meaning |\n|---|---|---|---|\n");
     for key in list_section_keys(&KEYS, section).filter(|key| key.default != KeyDefault::Section) {
         let default = match key.default {
@@ -41,11 +41,11 @@ fn format_keys(section: &str) -> String {
             KeyDefault::Required | KeyDefault::Section => "required".to_owned(),
         };
         let row = |more: &str| {
-            format!("| `{}` | {} | {default} | {}{more} |\n", key.path, key.accepts, format_meaning(key))
+            format!("| `{}` | {} | {default} | {}{more} |\n", key.path, key.accepts, format_key_meaning(key))
         };
-        let with_names = row(&format_notes(key));
+        let with_names = row(&format_key_notes(key));
         // A key with long aliases has a paragraph that names them.
-        let fits = with_names.trim_end().chars().count() <= MAX_ROW;
+        let fits = with_names.trim_end().chars().count() <= MAX_ROW_CHARS;
         table.push_str(&if fits { with_names } else { row("") });
     }
     table
@@ -53,7 +53,7 @@ fn format_keys(section: &str) -> String {
 
 /// Converts the documentation of a key to a phrase for a table cell, which has no article and
 /// begins with a lower-case letter.
-fn format_meaning(key: &KeyInfo) -> String {
+fn format_key_meaning(key: &KeyInfo) -> String {
     let phrase = key.meaning.strip_prefix("The ").unwrap_or(&key.meaning);
     let (word, rest) = phrase.split_once(' ').unwrap_or((phrase, ""));
     // A word with another capital letter, such as `ZeRO`, is a name.
@@ -62,7 +62,7 @@ fn format_meaning(key: &KeyInfo) -> String {
 }
 
 /// Lists the aliases of a key, and states whether the key is reloadable.
-fn format_notes(key: &KeyInfo) -> String {
+fn format_key_notes(key: &KeyInfo) -> String {
     let mut notes = String::new();
     if key.reloadable {
         notes.push_str("; reloadable");
@@ -76,7 +76,7 @@ fn format_notes(key: &KeyInfo) -> String {
 /// Formats the table in docs/job.md of deprecated names of keys and values.
 fn format_deprecated_names() -> String {
     let mut table = String::from("| deprecated key | deprecated value | use instead |\n|---|---|---|\n");
-    for name in DEPRECATED.iter() {
+    for name in DEPRECATED_NAMES.iter() {
         let join = |values: Vec<&str>| {
             values.iter().map(|value| format!("`{value}`")).collect::<Vec<_>>().join(", ")
         };

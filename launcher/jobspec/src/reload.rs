@@ -18,12 +18,12 @@ pub struct ReloadValues {
     /// `checkpoint.every`: the interval between checkpoints.
     pub checkpoint_every: SaveInterval,
     /// The reloadable values of `train`; `None` in a job that runs a program.
-    pub train: Option<ReloadTrain>,
+    pub train: Option<ReloadTrainValues>,
 }
 
 /// The values of the reloadable keys of `train`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct ReloadTrain {
+pub struct ReloadTrainValues {
     /// `train.steps`: the number of steps, at which the schedule also ends.
     pub steps: u64,
     /// `train.eval.every`: the number of steps between evaluations; `None` in a job without
@@ -50,7 +50,7 @@ pub struct ReloadChanges {
 impl ReloadValues {
     /// Returns the values of the reloadable keys of `job`.
     pub fn from_job(job: &JobSpec) -> ReloadValues {
-        let train = job.train.as_ref().map(|t| ReloadTrain {
+        let train = job.train.as_ref().map(|t| ReloadTrainValues {
             steps: t.steps,
             eval_every: t.eval.as_ref().map(|e| e.every),
             min_lr: t.schedule.min_lr,

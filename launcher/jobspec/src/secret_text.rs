@@ -1,17 +1,17 @@
 //! [`hide_secret_values`] and [`hide_secret_arguments`]: hide secrets in text and in command lines
 //! that are printed or stored.
-use crate::env::looks_secret;
+use crate::env::is_probable_secret_name;
 
 /// The text before the name of an environment variable in an argument such as `--set
 /// run.env.NAME=value`.
-const ENV_PATH: &str = "run.env.";
+const ENV_KEY_PREFIX: &str = "run.env.";
 /// The texts by which a name, in lower case, counts as the name of a secret. No key of job.yaml
 /// contains one of them.
-const LOWER_CASE_PARTS: [&str; 6] = ["secret", "password", "passwd", "api_key", "private_key", "credential"];
+const SECRET_NAME_PARTS: [&str; 6] = ["secret", "password", "passwd", "api_key", "private_key", "credential"];
 
 /// The endings that mark the name of an option as secret, so that the option's value is hidden.
 /// Names are compared in upper case, with `_` for `-`.
-const SECRET_OPTION_ENDS: [&str; 10] = [
+const SECRET_OPTION_SUFFIXES: [&str; 10] = [
     "TOKEN",
     "SECRET",
     "PASSWORD",
@@ -25,7 +25,7 @@ const SECRET_OPTION_ENDS: [&str; 10] = [
 ];
 /// The endings of the names of options whose values are special tokens of a tokenizer, such as
 /// `--eos-token`. These values are not secret.
-const TOKENIZER_OPTION_ENDS: [&str; 10] = [
+const TOKENIZER_OPTION_SUFFIXES: [&str; 10] = [
     "BOS_TOKEN",
     "CLS_TOKEN",
     "EOD_TOKEN",
@@ -38,13 +38,13 @@ const TOKENIZER_OPTION_ENDS: [&str; 10] = [
     "UNK_TOKEN",
 ];
 /// The text that replaces an argument that is a secret.
-const HIDDEN_ARGUMENT: &str = "***";
+const HIDDEN_ARGUMENT_TEXT: &str = "***";
 
 /// Returns a copy of a command line without secrets: without the values of options such as
 /// `--token`, and of variables such as `HF_TOKEN=value`. Only names are examined.
 pub fn hide_secret_arguments<S: AsRef<str>>(words: &[S]) -> Vec<String> {
-    let hide = |(i, word): (usize, &S)| match is_value_of_secret(words, i) {
-        true => HIDDEN_ARGUMENT.to_owned(),
+    let hide = |(i, word): (usize, &S)| match is_value_of_secret_option(words, i) {
+        true => HIDDEN_ARGUMENT_TEXT.to_owned(),
         false => hide_secrets_in_word(word.as_ref()),
     };
     words.iter().enumerate().map(hide).collect()
@@ -54,8 +54,8 @@ pub fn hide_secret_arguments<S: AsRef<str>>(words: &[S]) -> Vec<String> {
 /// of the word.
 fn hide_secrets_in_word(word: &str) -> String {
     match word.split_once('=') {
-        Some((option, value)) if is_secret_option(option) && is_secret_argument(value) => {
-            format!("{option}={HIDDEN_ARGUMENT}")
+        Some((option, value)) if is_secret_option(option) && may_be_secret_argument(value) => {
+            format!("{option}={HIDDEN_ARGUMENT_TEXT}")
         }
         _ => hide_secret_values(word),
     }
@@ -66,29 +66,29 @@ fn hide_secrets_in_word(word: &str) -> String {
 pub(crate) fn find_secret_option<S: AsRef<str>>(words: &[S]) -> Option<&str> {
     let position = (0..words.len()).find(|&i| {
         let word = words[i].as_ref();
-        is_value_of_secret(words, i + 1) || (word.starts_with('-') && hide_secrets_in_word(word) != *word)
+        is_value_of_secret_option(words, i + 1) || (word.starts_with('-') && hide_secrets_in_word(word) != *word)
     });
     position.map(|i| words[i].as_ref().split('=').next().unwrap_or_default())
 }
 
 /// Returns whether the word at `position` of a command line is a secret value, because the word
 /// before it is an option for secrets such as `--token`.
-pub fn is_value_of_secret<S: AsRef<str>>(words: &[S], position: usize) -> bool {
+pub fn is_value_of_secret_option<S: AsRef<str>>(words: &[S], position: usize) -> bool {
     let Some(word) = words.get(position) else { return false };
     let option = position.checked_sub(1).map(|before| words[before].as_ref());
-    option.is_some_and(is_secret_option) && is_secret_argument(word.as_ref())
+    option.is_some_and(is_secret_option) && may_be_secret_argument(word.as_ref())
 }
 
 /// Returns whether a word is an option whose value is a secret, such as `--api-key`.
 fn is_secret_option(word: &str) -> bool {
     let name = word.trim_start_matches('-').replace('-', "_").to_ascii_uppercase();
     let ends_with_any = |ends: &[&str]| ends.iter().any(|end| name.ends_with(end));
-    word.starts_with('-') && ends_with_any(&SECRET_OPTION_ENDS) && !ends_with_any(&TOKENIZER_OPTION_ENDS)
+    word.starts_with('-') && ends_with_any(&SECRET_OPTION_SUFFIXES) && !ends_with_any(&TOKENIZER_OPTION_SUFFIXES)
 }
 
 /// Returns whether a word may be a secret, that is, neither an option nor a variable such as
 /// `$NAME` nor a placeholder.
-fn is_secret_argument(word: &str) -> bool {
+fn may_be_secret_argument(word: &str) -> bool {
     !word.is_empty() && !word.starts_with("--") && !is_placeholder(word)
 }
 
@@ -111,20 +111,20 @@ pub fn hide_secret_values(text: &str) -> String {
         hidden.push_str(&rest[..name_start]);
         rest = &rest[name_start..];
         let name_end = rest.find(|c| !is_name_character(c)).unwrap_or(rest.len());
-        let is_secret = is_secret_name(&rest[..name_end], hidden.ends_with(ENV_PATH));
+        let is_secret = is_secret_name(&rest[..name_end], hidden.ends_with(ENV_KEY_PREFIX));
         let is_option = is_secret_option(&rest[..name_end]);
         hidden.push_str(&rest[..name_end]);
         rest = &rest[name_end..];
         let value_start = match is_option {
-            true => find_option_value(rest),
-            false => find_value(rest).filter(|_| is_secret),
+            true => find_option_value_start(rest),
+            false => find_value_start(rest).filter(|_| is_secret),
         };
         let Some(value_start) = value_start else { continue };
         hidden.push_str(&rest[..value_start]);
         rest = &rest[value_start..];
         let value_end = match is_option {
-            true => find_option_value_end(rest, &hidden),
-            false => find_value_end(rest, hidden.contains('{')),
+            true => measure_option_value(rest, &hidden),
+            false => measure_value(rest, hidden.contains('{')),
         };
         hidden.extend(rest[..value_end].chars().map(|_| '*'));
         rest = &rest[value_end..];
@@ -144,13 +144,13 @@ fn is_name_character(c: char) -> bool {
 fn is_secret_name(name: &str, is_variable: bool) -> bool {
     let name = name.replace('-', "_");
     let is_lower_case = name.chars().any(|c| c.is_ascii_lowercase());
-    let is_specific = LOWER_CASE_PARTS.iter().any(|part| name.to_ascii_lowercase().contains(part));
-    looks_secret(&name) && (is_variable || !is_lower_case || is_specific)
+    let is_specific = SECRET_NAME_PARTS.iter().any(|part| name.to_ascii_lowercase().contains(part));
+    is_probable_secret_name(&name) && (is_variable || !is_lower_case || is_specific)
 }
 
 /// Finds the value in `text`, the text after a name, and returns its byte offset. Returns `None` if
 /// no value follows, or if the value is a reference such as `{from_env: NAME}`.
-fn find_value(text: &str) -> Option<usize> {
+fn find_value_start(text: &str) -> Option<usize> {
     let after_quote = text.trim_start_matches(['"', '\'']).trim_start_matches(' ');
     let value = after_quote.strip_prefix([':', '='])?.trim_start_matches(' ');
     let is_value = !value.is_empty() && !value.starts_with(['{', '[', '|', '>', '\n']);
@@ -159,21 +159,21 @@ fn find_value(text: &str) -> Option<usize> {
 
 /// Finds the value in `text`, the text after the name of an option, and returns its byte offset.
 /// Recognizes `--token=value`, `--token value`, `[--token, value]` and `["--token", "value"]`.
-fn find_option_value(text: &str) -> Option<usize> {
+fn find_option_value_start(text: &str) -> Option<usize> {
     let value = match text.strip_prefix('=') {
         Some(value) => value,
         None => text.trim_start_matches(['"', '\'']).trim_start_matches([',', ' ']),
     };
     let value = value.trim_start_matches(['"', '\'']);
     let start = text.len() - value.len();
-    let end = find_option_value_end(value, &text[..start]);
-    (start > 0 && is_secret_argument(&value[..end])).then_some(start)
+    let end = measure_option_value(value, &text[..start]);
+    (start > 0 && may_be_secret_argument(&value[..end])).then_some(start)
 }
 
 /// Returns the length in bytes of the option value with which the text `value` begins. `before` is
 /// the text before the value. A value that is quoted, alone or with its option, ends at the quote.
 /// Another value ends at a space or a quote and, in a list, at the next separator.
-fn find_option_value_end(value: &str, before: &str) -> usize {
+fn measure_option_value(value: &str, before: &str) -> usize {
     let line = value.find('\n').unwrap_or(value.len());
     let before_option = before.strip_suffix('=').map(|option| option.trim_end_matches(is_name_character));
     let end = match before_option.unwrap_or(before).chars().next_back() {
@@ -186,7 +186,7 @@ fn find_option_value_end(value: &str, before: &str) -> usize {
 
 /// Returns the length in bytes of the value with which `text` begins. In a flow mapping, a plain
 /// value ends before the next separator.
-fn find_value_end(text: &str, in_mapping: bool) -> usize {
+fn measure_value(text: &str, in_mapping: bool) -> usize {
     let line = text.find('\n').unwrap_or(text.len());
     let quoted = text.chars().next().filter(|quote| matches!(quote, '"' | '\''));
     let end = match quoted {

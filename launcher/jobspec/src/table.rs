@@ -53,7 +53,7 @@ impl DeprecatedName {
 }
 
 /// All deprecated names, in the order of the table of keys.
-pub static DEPRECATED: LazyLock<Vec<DeprecatedName>> = LazyLock::new(|| {
+pub static DEPRECATED_NAMES: LazyLock<Vec<DeprecatedName>> = LazyLock::new(|| {
     let is_renamed = |key: &&KeyInfo| key.deprecated.is_some() || !key.deprecated_values.is_empty();
     let name = |key: &'static KeyInfo| {
         let (section, new) = key.split_path();

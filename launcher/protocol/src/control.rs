@@ -19,7 +19,7 @@ pub use host_network::{is_routable, select_host_address};
 pub use host_plan::{HostPlan, WorkerPlan};
 pub use host_usage::{GpuUsage, HostUsage, WorkerUsage};
 pub use inventory::{HostInventory, InterfaceAddress};
-pub use join::{JobKeyHash, JoinAnswer, JoinRequest};
+pub use join::{JobSettingHash, JoinAnswer, JoinRequest};
 pub use peers::{JobKey, MAX_ADDRESSES, WorkerAddresses, WorkerPeers};
 pub use supervision::{
     AdoptedAgent, AttachPurpose, AttachRejection, AttachRequest, ControllerToken, SupervisionTerms,

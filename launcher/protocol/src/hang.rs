@@ -127,10 +127,10 @@ pub struct HangVerdict {
     /// The ranks that have entered the collective.
     pub entered: Vec<Rank>,
     /// The ranks that have not entered the collective, and where each of them is.
-    pub not_entered: Vec<RankPlace>,
+    pub not_entered: Vec<RankPosition>,
     /// The ranks for which the evidence does not show whether they have entered the collective, and
     /// where each of them is.
-    pub undetermined: Vec<RankPlace>,
+    pub undetermined: Vec<RankPosition>,
     /// The different calls under the same number, if the calls differ.
     pub calls: Vec<RankCall>,
     /// The errors that the GPU drivers of the hosts have reported.
@@ -207,7 +207,7 @@ pub struct WaitingCollective {
 
 /// Where in its program a rank is, and what it does there.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RankPlace {
+pub struct RankPosition {
     /// The rank.
     pub rank: Rank,
     /// What the main thread of the rank does.
@@ -295,7 +295,7 @@ impl fmt::Display for StackFrame {
     }
 }
 
-impl fmt::Display for RankPlace {
+impl fmt::Display for RankPosition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "rank {} {}", self.rank, self.activity)?;
         if let Some(path) = &self.file {

@@ -57,7 +57,7 @@ pub struct Accelerator {
 }
 
 /// Returns the kinds of accelerators, each once and in ascending order.
-pub fn list_kinds(accelerators: &[Accelerator]) -> Vec<AcceleratorKind> {
+pub fn list_accelerator_kinds(accelerators: &[Accelerator]) -> Vec<AcceleratorKind> {
     let mut kinds: Vec<AcceleratorKind> = accelerators.iter().map(|a| a.kind).collect();
     kinds.sort_unstable();
     kinds.dedup();

@@ -15,12 +15,12 @@ use serde::{Deserialize, Serialize};
 pub const MIN_WINDOW_US: u64 = 250_000;
 /// The number by which the count of slow windows of a rank decreases after a window in which the
 /// rank was not slow. A rank that is slow in most windows is found even if there is noise.
-const NOISE_PENALTY: u32 = 2;
+const FAST_WINDOW_PENALTY: u32 = 2;
 /// The fraction of the reporting threshold below which a straggler counts as recovered.
 const RECOVERY_FACTOR: f64 = 0.5;
 /// The factor by which the network times of a rank must exceed those of the others for the rank's
 /// network to count as slow.
-const MIN_LINK_FACTOR: u64 = 2;
+const MIN_NETWORK_FACTOR: u64 = 2;
 /// The smallest network delay per step, in microseconds, for which the network of a rank can count
 /// as slow. A thread that waits for a busy CPU receives data later by several time slices of the
 /// scheduler.
@@ -70,13 +70,13 @@ pub struct StragglerDetector {
     window: Vec<RankTimes>,
     /// The number of steps in the window.
     window_steps: u64,
-    work: Track,
-    network: Track,
+    work: SlownessCounts,
+    network: SlownessCounts,
 }
 
 /// How often each rank was slow, either by its work or by its network.
 #[derive(Clone, Debug, Default)]
-struct Track {
+struct SlownessCounts {
     ranks: Vec<SlowWindows>,
     /// The rank that was reported, and the number of windows in turn in which it was not slow.
     reported: Option<(Rank, u32)>,
@@ -96,7 +96,7 @@ struct SlowWindows {
 impl StragglerDetector {
     /// Creates a detector that has seen no step.
     pub fn new(rules: StragglerRules) -> StragglerDetector {
-        let (work, network) = (Track::default(), Track::default());
+        let (work, network) = (SlownessCounts::default(), SlownessCounts::default());
         StragglerDetector { rules, window: Vec::new(), window_steps: 0, work, network }
     }
 
@@ -139,7 +139,7 @@ impl StragglerDetector {
     }
 }
 
-impl Track {
+impl SlownessCounts {
     /// Adds a window of steps, in which each rank has cost the others a share of the time. Returns
     /// whether a rank became slow, the rank, and the mean share that it costs; `None` if nothing
     /// has changed.
@@ -164,7 +164,7 @@ impl SlowWindows {
     fn add_window(&mut self, rules: &StragglerRules, share: f64) {
         self.count = match share >= rules.share {
             true => (self.count + 1).min(rules.steps),
-            false => self.count.saturating_sub(NOISE_PENALTY),
+            false => self.count.saturating_sub(FAST_WINDOW_PENALTY),
         };
         *self = match self.count {
             0 => SlowWindows::default(),
@@ -205,14 +205,14 @@ fn compute_network_shares(ranks: &[RankTimes], window_us: u64, min_delay_us: u64
     // To all others: even the fastest connection of the rank is slow.
     let fastest: Vec<u64> = links.iter().map(|(_, l)| l.fastest_us).collect();
     for ((rank, links), excess) in links.iter().zip(compute_excesses(&fastest)) {
-        let is_slow = links.fastest_us >= MIN_LINK_FACTOR.saturating_mul(links.fastest_us - excess)
+        let is_slow = links.fastest_us >= MIN_NETWORK_FACTOR.saturating_mul(links.fastest_us - excess)
             && excess >= min_delay_us;
         shares[*rank] = if is_slow { excess as f64 / window_us as f64 } else { 0.0 };
     }
     // From most others: their slowest connections lead to the rank.
     for (rank, share) in shares.iter_mut().enumerate() {
         let is_incoming = |l: &LinkTimes| {
-            l.slowest_peer as usize == rank && l.slowest_us >= MIN_LINK_FACTOR.saturating_mul(l.fastest_us)
+            l.slowest_peer as usize == rank && l.slowest_us >= MIN_NETWORK_FACTOR.saturating_mul(l.fastest_us)
         };
         let senders = links.iter().filter(|(sender, _)| *sender != rank);
         let excesses: Vec<u64> =

@@ -11,7 +11,7 @@ struct Noise(u64);
 
 impl Noise {
     /// Returns a number from 0 to below 1.
-    fn next(&mut self) -> f64 {
+    fn next_fraction(&mut self) -> f64 {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 11) as f64 / (1u64 << 53) as f64
     }
@@ -31,7 +31,7 @@ fn simulate_step(work: &[u64]) -> Vec<RankTimes> {
 }
 
 /// Runs the detector over simulated steps. `work` returns the work of a rank in a step.
-fn run(ranks: usize, steps: u64, mut work: impl FnMut(u64, usize) -> f64) -> Vec<StragglerChange> {
+fn run_detector(ranks: usize, steps: u64, mut work: impl FnMut(u64, usize) -> f64) -> Vec<StragglerChange> {
     let mut detector = StragglerDetector::new(RULES);
     let simulate = |step| (0..ranks).map(|rank| (work(step, rank) * 300_000.0) as u64).collect::<Vec<_>>();
     (1..=steps)
@@ -41,7 +41,7 @@ fn run(ranks: usize, steps: u64, mut work: impl FnMut(u64, usize) -> f64) -> Vec
         .collect()
 }
 
-fn summarize(changes: &[StragglerChange]) -> Vec<(bool, u32)> {
+fn summarize_changes(changes: &[StragglerChange]) -> Vec<(bool, u32)> {
     changes.iter().map(|c| (c.is_slow, c.rank)).collect()
 }
 
@@ -50,9 +50,9 @@ fn no_rank_is_named_in_2000_quiet_steps() {
     for (seed, ranks) in [(1, 2), (2, 3), (3, 8), (4, 64), (5, 3), (6, 8)] {
         let mut noise = Noise(seed);
         // Every rank varies by 15 %, and one step in 25 has a pause that triples its work.
-        let changes = run(ranks, 2000, |_, _| {
-            let pause = if noise.next() < 0.04 { 2.0 } else { 0.0 };
-            1.0 + 0.15 * noise.next() + pause
+        let changes = run_detector(ranks, 2000, |_, _| {
+            let pause = if noise.next_fraction() < 0.04 { 2.0 } else { 0.0 };
+            1.0 + 0.15 * noise.next_fraction() + pause
         });
         assert_eq!(changes, [], "{ranks} ranks");
     }
@@ -60,13 +60,13 @@ fn no_rank_is_named_in_2000_quiet_steps() {
 
 #[test]
 fn ranks_that_are_slow_together_are_not_named() {
-    let changes = run(8, 500, |step, _| if (100..300).contains(&step) { 2.0 } else { 1.0 });
+    let changes = run_detector(8, 500, |step, _| if (100..300).contains(&step) { 2.0 } else { 1.0 });
     assert_eq!(changes, []);
 }
 
 #[test]
 fn a_rank_that_is_slow_for_one_step_is_not_named() {
-    let changes = run(3, 500, |step, rank| if step % 50 == 0 && rank == 1 { 20.0 } else { 1.0 });
+    let changes = run_detector(3, 500, |step, rank| if step % 50 == 0 && rank == 1 { 20.0 } else { 1.0 });
     assert_eq!(changes, []);
 }
 
@@ -74,11 +74,11 @@ fn a_rank_that_is_slow_for_one_step_is_not_named() {
 fn a_rank_slowed_by_20_percent_is_named_within_20_steps_and_once() {
     for seed in 0..50 {
         let mut noise = Noise(seed);
-        let changes = run(3, 600, |step, rank| {
+        let changes = run_detector(3, 600, |step, rank| {
             let factor = if rank == 2 && (101..400).contains(&step) { 1.2 } else { 1.0 };
-            factor * (1.0 + 0.03 * noise.next())
+            factor * (1.0 + 0.03 * noise.next_fraction())
         });
-        assert_eq!(summarize(&changes), [(true, 2), (false, 2)], "seed {seed}");
+        assert_eq!(summarize_changes(&changes), [(true, 2), (false, 2)], "seed {seed}");
         assert!((101..=120).contains(&changes[0].step), "{:?}", changes[0]);
         assert!((400..=430).contains(&changes[1].step), "{:?}", changes[1]);
         assert!((0.1..0.25).contains(&changes[0].share), "{:?}", changes[0]);
@@ -100,13 +100,13 @@ fn a_quota_that_stops_a_rank_in_some_of_its_short_steps_is_found() {
         };
         detector.add_step(step, &times.iter().map(shorten).collect::<Vec<_>>())
     });
-    assert_eq!(summarize(&steps.collect::<Vec<_>>()), [(true, 1)]);
+    assert_eq!(summarize_changes(&steps.collect::<Vec<_>>()), [(true, 1)]);
 }
 
 #[test]
 fn both_ranks_of_a_slow_host_lead_to_one_report() {
     let mut noise = Noise(7);
-    let changes = run(6, 300, |_, rank| (if rank >= 4 { 1.4 } else { 1.0 }) * (1.0 + 0.02 * noise.next()));
+    let changes = run_detector(6, 300, |_, rank| (if rank >= 4 { 1.4 } else { 1.0 }) * (1.0 + 0.02 * noise.next_fraction()));
     assert_eq!(changes.len(), 1);
     assert!(changes[0].is_slow && changes[0].rank >= 4);
 }
@@ -156,7 +156,7 @@ fn the_rank_with_the_slow_network_is_named() {
         let mut detector = StragglerDetector::new(RULES);
         let changes: Vec<_> =
             (1..=40).flat_map(|step| detector.add_step(step, &simulate_network(&times))).collect();
-        assert_eq!(summarize(&changes), [(true, 1)]);
+        assert_eq!(summarize_changes(&changes), [(true, 1)]);
         assert_eq!((changes[0].kind, changes[0].step), (StragglerKind::Network, 10));
     }
 }
@@ -166,7 +166,7 @@ fn a_network_that_is_slow_everywhere_names_no_rank() {
     let mut noise = Noise(11);
     let mut detector = StragglerDetector::new(RULES);
     for step in 1..2000 {
-        let mut vary = |us: u64| (us as f64 * (1.0 + 0.3 * noise.next())) as u64;
+        let mut vary = |us: u64| (us as f64 * (1.0 + 0.3 * noise.next_fraction())) as u64;
         let times: Vec<LinkTimes> = (0..4u32)
             .filter_map(|rank| {
                 let (a, b) = (vary(100_000), vary(100_000));
@@ -230,10 +230,10 @@ proptest! {
         ranks in 2usize..20, slow in 0usize..20, factor in 1.3f64..4.0, seed in any::<u64>(),
     ) {
         let (slow, mut noise) = (slow % ranks, Noise(seed));
-        let changes = run(ranks, 30, |_, rank| {
-            (if rank == slow { factor } else { 1.0 }) * (1.0 + 0.05 * noise.next())
+        let changes = run_detector(ranks, 30, |_, rank| {
+            (if rank == slow { factor } else { 1.0 }) * (1.0 + 0.05 * noise.next_fraction())
         });
-        prop_assert_eq!(summarize(&changes), vec![(true, slow as u32)]);
+        prop_assert_eq!(summarize_changes(&changes), vec![(true, slow as u32)]);
         prop_assert!(changes[0].step <= 20);
     }
 }

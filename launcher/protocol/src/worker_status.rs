@@ -6,14 +6,14 @@ use std::borrow::Cow;
 /// byte r × `STATUS_BYTES` of the shared memory.
 pub const STATUS_BYTES: usize = 128;
 /// The version of the encoding of a status.
-const VERSION: u32 = 1;
+const ENCODING_VERSION: u32 = 1;
 /// The byte ranges of the name of the collective and of the task in an encoded status.
-const COLLECTIVE: std::ops::Range<usize> = 32..64;
-const TASK: std::ops::Range<usize> = 64..120;
+const COLLECTIVE_RANGE: std::ops::Range<usize> = 32..64;
+const TASK_RANGE: std::ops::Range<usize> = 64..120;
 /// The offset of the checksum, which covers all earlier bytes.
-const CHECKSUM: usize = 120;
+const CHECKSUM_OFFSET: usize = 120;
 /// The value that encodes an unknown number of completed collectives.
-const UNKNOWN: u64 = u64::MAX;
+const UNKNOWN_COUNT: u64 = u64::MAX;
 
 /// What a built-in worker does: its task, and the numbers of its collectives.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -37,18 +37,18 @@ impl WorkerStatus {
     /// Encodes the status. Truncates long texts.
     pub fn encode(&self) -> [u8; STATUS_BYTES] {
         let mut bytes = [0; STATUS_BYTES];
-        bytes[0..4].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[0..4].copy_from_slice(&ENCODING_VERSION.to_le_bytes());
         bytes[4..8].copy_from_slice(&self.attempt.to_le_bytes());
-        let numbers = [self.step, self.entered, self.completed.unwrap_or(UNKNOWN)];
+        let numbers = [self.step, self.entered, self.completed.unwrap_or(UNKNOWN_COUNT)];
         for (field, number) in bytes[8..32].chunks_exact_mut(8).zip(numbers) {
             field.copy_from_slice(&number.to_le_bytes());
         }
-        for (range, text) in [(COLLECTIVE, &self.collective), (TASK, &self.task)] {
+        for (range, text) in [(COLLECTIVE_RANGE, &self.collective), (TASK_RANGE, &self.task)] {
             let end = text.floor_char_boundary(range.len());
             bytes[range.start..range.start + end].copy_from_slice(&text.as_bytes()[..end]);
         }
-        let sum = u64::from(crc32c::crc32c(&bytes[..CHECKSUM]));
-        bytes[CHECKSUM..].copy_from_slice(&sum.to_le_bytes());
+        let sum = u64::from(crc32c::crc32c(&bytes[..CHECKSUM_OFFSET]));
+        bytes[CHECKSUM_OFFSET..].copy_from_slice(&sum.to_le_bytes());
         bytes
     }
 
@@ -65,14 +65,14 @@ impl WorkerStatus {
         };
         let (version, attempt) = (number(0) as u32, (number(0) >> 32) as u32);
         let is_valid =
-            version == VERSION && number(CHECKSUM) == u64::from(crc32c::crc32c(&bytes[..CHECKSUM]));
+            version == ENCODING_VERSION && number(CHECKSUM_OFFSET) == u64::from(crc32c::crc32c(&bytes[..CHECKSUM_OFFSET]));
         is_valid.then(|| WorkerStatus {
             attempt,
             step: number(8),
             entered: number(16),
-            completed: Some(number(24)).filter(|completed| *completed != UNKNOWN),
-            collective: text(COLLECTIVE),
-            task: text(TASK),
+            completed: Some(number(24)).filter(|completed| *completed != UNKNOWN_COUNT),
+            collective: text(COLLECTIVE_RANGE),
+            task: text(TASK_RANGE),
         })
     }
 }

@@ -18,22 +18,22 @@ use std::{
 
 /// The largest output of the login shell that is accepted, in bytes, including the activated
 /// environment.
-const MAX_ENVIRONMENT_BYTES: usize = 2 << 20;
+const MAX_SHELL_OUTPUT_BYTES: usize = 2 << 20;
 /// The number of lines at the end of a script's output that an error contains.
-const ERROR_LINES: usize = 5;
+const MAX_ERROR_OUTPUT_LINES: usize = 5;
 /// The longest line of a script's output in an error, in bytes.
-const MAX_ERROR_LINE: usize = 400;
+const MAX_ERROR_LINE_BYTES: usize = 400;
 /// The environment variables that a shell sets for itself, and that are not passed on to workers.
 const SHELL_VARIABLES: &[&str] = &["_", "SHLVL", "PWD", "OLDPWD"];
 /// The prefix of the variables that launch's activation script uses internally.
-const OWN_PREFIX: &str = "__launch_";
+const SCRIPT_VARIABLE_PREFIX: &str = "__launch_";
 
 /// Activates the environments that `run.activate` lists, on the host named `host`, and returns how
 /// they change the environment variables of this process. `hidden` are the variables that workers
 /// do not inherit. Blocks for up to `run.activate_timeout`.
 ///
 /// Returns no changes for a job without `run.activate`.
-pub(crate) fn evaluate_activation(
+pub(crate) fn activate_environments(
     run: &RunSpec,
     host: &str,
     hidden: &[String],
@@ -41,55 +41,55 @@ pub(crate) fn evaluate_activation(
     if run.activate.is_empty() {
         return Ok(EnvironmentChanges::default());
     }
-    let failure = ActivationFailure { steps: &run.activate, host };
-    let marker = draw_marker().map_err(|error| {
+    let failure = ActivationResultParser { steps: &run.activate, host };
+    let marker = generate_output_marker().map_err(|error| {
         failure
-            .build(codes::ACTIVATION_FAILED, "the system provides no random numbers", &[])
+            .build_error(codes::ACTIVATION_FAILED, "the system provides no random numbers", &[])
             .with_cause(&error)
     })?;
-    let script = build_script(&run.activate, &run.workdir, &marker);
+    let script = build_activation_script(&run.activate, &run.workdir, &marker);
     let time = Duration::from_millis(run.activate_timeout_ms);
-    let limits = ShellLimits { time, stdout_bytes: MAX_ENVIRONMENT_BYTES };
+    let limits = ShellLimits { time, stdout_bytes: MAX_SHELL_OUTPUT_BYTES };
     match run_login_shell(&script, &run.workdir, hidden, limits) {
         Ok(output) => {
             let after = failure.parse_environment(&output, &marker)?;
             let is_hidden = |name: &OsString| hidden.iter().any(|hidden| OsStr::new(hidden) == name);
             let before = std::env::vars_os().filter(|(name, _)| !is_hidden(name));
-            Ok(EnvironmentChanges::between(&without_shell_variables(before), after))
+            Ok(EnvironmentChanges::compare_environments(&remove_shell_variables(before), after))
         }
         Err(ShellError::TimedOut(text)) => {
             let message = format!("the login shell did not end within {}", format_seconds(time));
             Err(failure
-                .build(codes::ACTIVATION_TIMEOUT, &message, &text)
+                .build_error(codes::ACTIVATION_TIMEOUT, &message, &text)
                 .with_field("seconds", time.as_secs_f64()))
         }
         Err(ShellError::TooMuchOutput) => {
-            let message = format!("the environment is larger than {} MiB", MAX_ENVIRONMENT_BYTES >> 20);
-            Err(failure.build(codes::ACTIVATION_ENVIRONMENT_INVALID, &message, &[]))
+            let message = format!("the environment is larger than {} MiB", MAX_SHELL_OUTPUT_BYTES >> 20);
+            Err(failure.build_error(codes::ACTIVATION_ENVIRONMENT_INVALID, &message, &[]))
         }
         Err(ShellError::Io(error)) => {
             let directory = run.workdir.display();
             let message = format!("cannot run a login shell in {directory}");
-            Err(failure.build(codes::ACTIVATION_FAILED, &message, &[]).with_cause(&error))
+            Err(failure.build_error(codes::ACTIVATION_FAILED, &message, &[]).with_cause(&error))
         }
     }
 }
 
 /// Returns a random text that marks where the activated environment begins in the output of the
 /// shell.
-fn draw_marker() -> io::Result<String> {
+fn generate_output_marker() -> io::Result<String> {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes).map_err(io::Error::other)?;
     Ok(format!("launch-activation-{:032x}", u128::from_ne_bytes(bytes)))
 }
 
 /// Returns the variables of an environment by name, without those of the shell and of the script.
-fn without_shell_variables(
+fn remove_shell_variables(
     variables: impl Iterator<Item = (OsString, OsString)>,
 ) -> BTreeMap<OsString, OsString> {
     let is_own = |name: &OsString| {
         SHELL_VARIABLES.iter().any(|other| OsStr::new(other) == name)
-            || name.as_bytes().starts_with(OWN_PREFIX.as_bytes())
+            || name.as_bytes().starts_with(SCRIPT_VARIABLE_PREFIX.as_bytes())
     };
     variables.filter(|(name, _)| !is_own(name)).collect()
 }
@@ -98,14 +98,14 @@ fn without_shell_variables(
 ///
 /// Descriptor 9 is the pipe that launch reads. What sourced scripts print goes to stderr. After the
 /// marker, the shell writes `E` and the reason of a failure, or `S` and the environment.
-const PROLOGUE: &str = r#"exec 9>&1 1>&2
+const SCRIPT_PROLOGUE: &str = r#"exec 9>&1 1>&2
 __launch_fail() { printf 'E%s' "$1" >&9; exit 1; }
 __launch_check() { [ "$2" = 0 ] || __launch_fail "failed $1 $2"; }
 "#;
 
 /// Shell code that makes `conda activate` available. If `conda` is a program, its hook defines the
 /// function. If it is missing, the usual directories are searched.
-const FIND_CONDA: &str = r#"case "$(command -v conda)" in
+const CONDA_SETUP_SCRIPT: &str = r#"case "$(command -v conda)" in
 conda) ;;
 '') for __launch_conda in "${CONDA_EXE-}" "${HOME-}"/miniforge3/bin/conda "${HOME-}"/mambaforge/bin/conda "${HOME-}"/miniconda3/bin/conda "${HOME-}"/anaconda3/bin/conda /opt/conda/bin/conda /opt/miniforge3/bin/conda /opt/miniconda3/bin/conda /opt/anaconda3/bin/conda; do
   if [ -n "$__launch_conda" ] && [ -x "$__launch_conda" ]; then eval "$("$__launch_conda" shell.posix hook)"; break; fi
@@ -117,7 +117,7 @@ command -v conda >/dev/null 2>&1 || __launch_fail 'conda-missing'
 
 /// Shell code that makes the command `module` available, which a login shell may lack on compute
 /// nodes.
-const FIND_MODULE: &str = r#"if ! command -v module >/dev/null 2>&1; then
+const MODULE_SETUP_SCRIPT: &str = r#"if ! command -v module >/dev/null 2>&1; then
   for __launch_file in "${MODULESHOME-}/init/${BASH_VERSION:+ba}sh" /etc/profile.d/modules.sh /etc/profile.d/lmod.sh /etc/profile.d/z00_lmod.sh /usr/share/modules/init/${BASH_VERSION:+ba}sh /usr/share/Modules/init/${BASH_VERSION:+ba}sh /usr/share/lmod/lmod/init/${BASH_VERSION:+ba}sh; do
     if [ -r "$__launch_file" ]; then . "$__launch_file"; fi
     if command -v module >/dev/null 2>&1; then break; fi
@@ -128,8 +128,8 @@ command -v module >/dev/null 2>&1 || __launch_fail 'modules-missing'
 
 /// Builds the shell script that activates `steps` and writes the environment after `marker`.
 /// Relative paths begin at `workdir`.
-fn build_script(steps: &[ActivationStep], workdir: &Path, marker: &str) -> String {
-    let mut script = format!("{PROLOGUE}printf '{marker}' >&9\n");
+fn build_activation_script(steps: &[ActivationStep], workdir: &Path, marker: &str) -> String {
+    let mut script = format!("{SCRIPT_PROLOGUE}printf '{marker}' >&9\n");
     for (i, step) in steps.iter().enumerate() {
         // Sourced scripts get no arguments.
         script.push_str("set --\n");
@@ -145,12 +145,12 @@ fn build_script(steps: &[ActivationStep], workdir: &Path, marker: &str) -> Strin
             ActivationStep::Conda(name) => {
                 // The name of an environment contains no `/`.
                 let name =
-                    if name.contains('/') { quote_path(workdir, Path::new(name)) } else { quote(name) };
-                script.push_str(&format!("{FIND_CONDA}conda activate {name}\n"));
+                    if name.contains('/') { quote_path(workdir, Path::new(name)) } else { quote_word(name) };
+                script.push_str(&format!("{CONDA_SETUP_SCRIPT}conda activate {name}\n"));
             }
             ActivationStep::Modules(names) => {
-                let names: Vec<String> = names.iter().map(|name| quote(name)).collect();
-                script.push_str(&format!("{FIND_MODULE}module load {}\n", names.join(" ")));
+                let names: Vec<String> = names.iter().map(|name| quote_word(name)).collect();
+                script.push_str(&format!("{MODULE_SETUP_SCRIPT}module load {}\n", names.join(" ")));
             }
         }
         script.push_str(&format!("__launch_check {i} \"$?\"\n"));
@@ -160,7 +160,7 @@ fn build_script(steps: &[ActivationStep], workdir: &Path, marker: &str) -> Strin
 }
 
 /// Quotes a word for a POSIX shell.
-fn quote(word: &str) -> String {
+fn quote_word(word: &str) -> String {
     format!("'{}'", word.replace('\'', "'\\''"))
 }
 
@@ -168,18 +168,18 @@ fn quote(word: &str) -> String {
 /// of the host. Other relative paths begin at `workdir`.
 fn quote_path(workdir: &Path, path: &Path) -> String {
     match path.strip_prefix("~") {
-        Ok(rest) => format!("\"${{HOME-}}\"/{}", quote(&rest.to_string_lossy())),
-        Err(_) => quote(&workdir.join(path).to_string_lossy()),
+        Ok(rest) => format!("\"${{HOME-}}\"/{}", quote_word(&rest.to_string_lossy())),
+        Err(_) => quote_word(&workdir.join(path).to_string_lossy()),
     }
 }
 
 /// Parses the result of activating `steps` on a host, and builds the errors of a failed activation.
-struct ActivationFailure<'a> {
+struct ActivationResultParser<'a> {
     steps: &'a [ActivationStep],
     host: &'a str,
 }
 
-impl ActivationFailure<'_> {
+impl ActivationResultParser<'_> {
     /// Parses the activated environment from the output of a shell. Fails if the shell reported a
     /// failure, or ended without the environment.
     fn parse_environment(
@@ -194,65 +194,65 @@ impl ActivationFailure<'_> {
         let printed = [profile, &output.stderr].concat();
         match (captured, captured.and_then(|captured| captured.split_first()), output.status) {
             (_, Some((b'E', reason)), _) => {
-                Err(self.build_reported(&String::from_utf8_lossy(reason), &printed))
+                Err(self.build_reported_error(&String::from_utf8_lossy(reason), &printed))
             }
             (_, Some((b'S', environment)), ExitStatus::Code(0)) => {
                 let variables = parse_variables(environment).ok_or_else(|| {
                     let message = "the login shell wrote no valid environment";
-                    self.build(codes::ACTIVATION_ENVIRONMENT_INVALID, message, &printed)
+                    self.build_error(codes::ACTIVATION_ENVIRONMENT_INVALID, message, &printed)
                 })?;
-                Ok(without_shell_variables(variables.into_iter()))
+                Ok(remove_shell_variables(variables.into_iter()))
             }
             (None, _, status) => {
-                let message = format!("the login profile {}", describe_end(status));
-                Err(self.build(codes::ACTIVATION_FAILED, &message, &printed))
+                let message = format!("the login profile {}", describe_shell_exit(status));
+                Err(self.build_error(codes::ACTIVATION_FAILED, &message, &printed))
             }
             (_, _, status) => {
                 let message =
-                    format!("the login shell {} before the environment was read", describe_end(status));
-                let error = self.build(codes::ACTIVATION_FAILED, &message, &printed);
-                Err(add_status(error, status))
+                    format!("the login shell {} before the environment was read", describe_shell_exit(status));
+                let error = self.build_error(codes::ACTIVATION_FAILED, &message, &printed);
+                Err(add_exit_status(error, status))
             }
         }
     }
 
     /// Builds the error for a failure that the activation script reported as `reason`.
-    fn build_reported(&self, reason: &str, printed: &[u8]) -> Diagnostic {
+    fn build_reported_error(&self, reason: &str, printed: &[u8]) -> Diagnostic {
         let mut words = reason.split(' ');
         let kind = words.next().unwrap_or_default();
         let step = words.next().and_then(|index| self.steps.get(index.parse::<usize>().ok()?));
         match (kind, step) {
             ("conda-missing", _) => {
                 let message = "the login shell has no command `conda`";
-                self.build(codes::ACTIVATION_CONDA_MISSING, message, printed)
+                self.build_error(codes::ACTIVATION_CONDA_MISSING, message, printed)
             }
             ("modules-missing", _) => {
                 let message = "the login shell has no command `module`";
-                self.build(codes::ACTIVATION_MODULES_MISSING, message, printed)
+                self.build_error(codes::ACTIVATION_MODULES_MISSING, message, printed)
             }
             ("venv-missing", Some(ActivationStep::Venv(directory))) => {
                 let file = directory.join("bin/activate");
                 let message = format!("there is no readable file {}", file.display());
-                self.build(codes::ACTIVATION_VENV_MISSING, &message, &[])
+                self.build_error(codes::ACTIVATION_VENV_MISSING, &message, &[])
             }
             ("script-missing", Some(ActivationStep::Script(file))) => {
                 let message = format!("there is no readable file {}", file.display());
-                self.build(codes::ACTIVATION_SCRIPT_MISSING, &message, &[])
+                self.build_error(codes::ACTIVATION_SCRIPT_MISSING, &message, &[])
             }
             ("failed", Some(step)) => {
                 let code: u64 = words.next().and_then(|code| code.parse().ok()).unwrap_or(1);
                 let message = format!("{} ended with exit code {code}", step.to_yaml());
-                self.build(codes::ACTIVATION_FAILED, &message, printed).with_field("exit_code", code)
+                self.build_error(codes::ACTIVATION_FAILED, &message, printed).with_field("exit_code", code)
             }
             _ => {
                 let message = "the login shell reported no valid reason";
-                self.build(codes::ACTIVATION_ENVIRONMENT_INVALID, message, printed)
+                self.build_error(codes::ACTIVATION_ENVIRONMENT_INVALID, message, printed)
             }
         }
     }
 
     /// Builds an activation error that contains the end of the shell's output `printed`.
-    fn build(&self, code: Code, message: &str, printed: &[u8]) -> Diagnostic {
+    fn build_error(&self, code: Code, message: &str, printed: &[u8]) -> Diagnostic {
         let message = format!("cannot activate the environment of the workers on {}: {message}", self.host);
         let error = Diagnostic::error(code, message)
             .with_subject("run.activate")
@@ -269,7 +269,7 @@ impl ActivationFailure<'_> {
 }
 
 /// Adds the exit code or signal of the shell to an error.
-fn add_status(error: Diagnostic, status: ExitStatus) -> Diagnostic {
+fn add_exit_status(error: Diagnostic, status: ExitStatus) -> Diagnostic {
     match status {
         ExitStatus::Code(code) => error.with_field("exit_code", u64::from(code)),
         ExitStatus::Signal(signal, _) => error.with_field("signal", signal),
@@ -277,7 +277,7 @@ fn add_status(error: Diagnostic, status: ExitStatus) -> Diagnostic {
 }
 
 /// Describes how the shell ended, as the end of a sentence, such as `exited with code 1`.
-fn describe_end(status: ExitStatus) -> String {
+fn describe_shell_exit(status: ExitStatus) -> String {
     match status {
         ExitStatus::Code(code) => format!("ended with exit code {code}"),
         ExitStatus::Signal(signal, _) => format!("was killed by signal {signal}"),
@@ -301,10 +301,10 @@ fn take_last_lines(printed: &[u8]) -> Vec<String> {
     let text = String::from_utf8_lossy(printed);
     let lines: Vec<&str> = text.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
     let shorten = |line: &&str| {
-        let end = (0..=line.len().min(MAX_ERROR_LINE)).rev().find(|i| line.is_char_boundary(*i)).unwrap_or(0);
+        let end = (0..=line.len().min(MAX_ERROR_LINE_BYTES)).rev().find(|i| line.is_char_boundary(*i)).unwrap_or(0);
         hide_secret_values(&diagnostic::terminal_text::filter_line(&line[..end]))
     };
-    lines[lines.len().saturating_sub(ERROR_LINES)..].iter().map(shorten).collect()
+    lines[lines.len().saturating_sub(MAX_ERROR_OUTPUT_LINES)..].iter().map(shorten).collect()
 }
 
 #[cfg(test)]
@@ -327,7 +327,7 @@ mod tests {
         let mut run = crate::testing::sample_job().run;
         run.workdir = directory.path().to_owned();
         (run.activate, run.activate_timeout_ms) = (steps, limit_ms);
-        evaluate_activation(&run, "h7", &[])
+        activate_environments(&run, "h7", &[])
     }
 
     fn script(text: &str) -> diagnostic::Result<EnvironmentChanges> {
@@ -348,7 +348,7 @@ mod tests {
         assert_eq!(text(&changes, "A").as_deref(), Some("two\nlines"));
         assert_eq!((text(&changes, "B"), text(&changes, "C")), (Some("it's".into()), Some("0".into())));
         assert_eq!(changes.removed, ["PATH"]);
-        assert!(!changes.sets("PWD") && !changes.sets("SHLVL") && changes.sets("A"), "{changes:?}");
+        assert!(!changes.changes_variable("PWD") && !changes.changes_variable("SHLVL") && changes.changes_variable("A"), "{changes:?}");
         assert!(changes.added.keys().all(|name| !name.to_string_lossy().starts_with("__launch")));
     }
 

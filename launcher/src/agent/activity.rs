@@ -17,7 +17,7 @@ pub(super) struct WorkerActivity {
 ///
 /// `leaders` are the pids of the workers' first processes. The results have the order of `leaders`.
 pub(super) fn measure_activity(leaders: &[u32]) -> Vec<WorkerActivity> {
-    sum_activity(&list_processes(), leaders)
+    sum_cpu_times(&list_processes(), leaders)
 }
 
 /// Returns the pids of a worker's first process `leader` and all descendants, beginning with
@@ -42,7 +42,7 @@ pub(super) fn list_process_trees(leaders: &[u32]) -> Vec<Vec<i32>> {
 /// Sums the CPU time of each process in `leaders` and its descendants, and determines whether the
 /// leader is stopped. The results have the order of `leaders`. `processes` is a list of all
 /// processes of the host.
-fn sum_activity(processes: &[ProcessStat], leaders: &[u32]) -> Vec<WorkerActivity> {
+fn sum_cpu_times(processes: &[ProcessStat], leaders: &[u32]) -> Vec<WorkerActivity> {
     let children = index_children(processes);
     let measure = |leader: &u32| {
         let mut activity = WorkerActivity::default();
@@ -108,10 +108,10 @@ mod tests {
         ];
         let activity = |ticks, stopped| WorkerActivity { ticks, stopped };
         assert_eq!(
-            sum_activity(&processes, &[10, 20, 99]),
+            sum_cpu_times(&processes, &[10, 20, 99]),
             [activity(13, true), activity(3, false), activity(0, false)]
         );
-        assert!(sum_activity(&processes, &[30])[0].ticks >= 18, "a cycle ends");
+        assert!(sum_cpu_times(&processes, &[30])[0].ticks >= 18, "a cycle ends");
     }
 
     #[test]

@@ -46,10 +46,10 @@ use tokio::{
 
 /// The number of socket names that an agent may use; the agent takes the first free one. There are
 /// several, so that another user cannot easily take all of them.
-const NAME_COUNT: u32 = 16;
+const SOCKET_NAME_COUNT: u32 = 16;
 /// The largest number of connections on which the handshake with the key of the run is performed at
 /// the same time. Further connections wait.
-const MAX_HANDSHAKES: usize = 16;
+const MAX_CONCURRENT_HANDSHAKES: usize = 16;
 /// How long an agent waits for the end of an older agent of its host.
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(8);
 /// How often an agent checks whether an older agent of the host, which it has asked to end, has
@@ -72,12 +72,12 @@ pub(super) struct AttachConnection {
 
 /// Derives the names that the socket of the agent of run `run` on host `host` may have, in the
 /// order in which agents try them.
-fn derive_names(key: &JobKey, run: &str, host: &str) -> impl Iterator<Item = String> {
+fn derive_socket_names(key: &JobKey, run: &str, host: &str) -> impl Iterator<Item = String> {
     let mut hasher = blake3::Hasher::new_keyed(&key.0);
     for part in ["launch agent socket", run, host] {
         hasher.update(&(part.len() as u64).to_le_bytes()).update(part.as_bytes());
     }
-    (0..NAME_COUNT).map(move |number| {
+    (0..SOCKET_NAME_COUNT).map(move |number| {
         let hash = hasher.clone().update(&number.to_le_bytes()).finalize();
         format!("launch-{}", &hash.to_hex()[..40])
     })
@@ -85,19 +85,19 @@ fn derive_names(key: &JobKey, run: &str, host: &str) -> impl Iterator<Item = Str
 
 /// Returns whether the process at the other end of a socket belongs to this user or to root. For a
 /// connecting socket, this is the process that listens.
-fn is_own_peer(socket: &impl AsFd) -> bool {
+fn is_peer_of_user_or_root(socket: &impl AsFd) -> bool {
     let credentials = getsockopt(socket, PeerCredentials);
     credentials.is_ok_and(|peer| peer.uid() == 0 || peer.uid() == nix::unistd::geteuid().as_raw())
 }
 
 /// Connects to the socket of the agent of `run` that already runs on this host. Returns `None` if
 /// there is none. Fails on a system without abstract sockets. Never blocks.
-fn find_agent(key: &JobKey, run: &str, host: &str) -> io::Result<Option<StdStream>> {
-    for name in derive_names(key, run, host) {
+fn connect_to_agent_socket(key: &JobKey, run: &str, host: &str) -> io::Result<Option<StdStream>> {
+    for name in derive_socket_names(key, run, host) {
         let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
         let socket = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
         match connect(socket.as_raw_fd(), &UnixAddr::new_abstract(name.as_bytes())?) {
-            Ok(()) if is_own_peer(&socket) => return Ok(Some(socket.into())),
+            Ok(()) if is_peer_of_user_or_root(&socket) => return Ok(Some(socket.into())),
             // No process listens, or one that does not accept connections, as an agent does.
             Ok(()) | Err(Errno::ECONNREFUSED | Errno::EAGAIN) => {}
             Err(error) => return Err(error.into()),
@@ -108,9 +108,9 @@ fn find_agent(key: &JobKey, run: &str, host: &str) -> io::Result<Option<StdStrea
 
 /// Makes an agent listen on a socket with the first of its possible names that is free. Fails if no
 /// name is free, or on a system without abstract sockets.
-fn bind_first_name(terms: &SupervisionTerms) -> io::Result<StdListener> {
+fn bind_first_free_name(terms: &SupervisionTerms) -> io::Result<StdListener> {
     let mut last = io::Error::from(io::ErrorKind::AddrInUse);
-    for name in derive_names(&terms.key, &terms.run, &terms.host) {
+    for name in derive_socket_names(&terms.key, &terms.run, &terms.host) {
         match StdListener::bind_addr(&SocketAddr::from_abstract_name(name)?) {
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => last = error,
             result => return result,
@@ -122,9 +122,9 @@ fn bind_first_name(terms: &SupervisionTerms) -> io::Result<StdListener> {
 /// Makes an agent listen on its socket, unless another agent of the run is alive on this host.
 /// Fails with [`io::ErrorKind::AddrInUse`] if one is.
 fn bind_unless_in_use(terms: &SupervisionTerms) -> io::Result<StdListener> {
-    match find_agent(&terms.key, &terms.run, &terms.host)? {
+    match connect_to_agent_socket(&terms.key, &terms.run, &terms.host)? {
         Some(_) => Err(io::ErrorKind::AddrInUse.into()),
-        None => bind_first_name(terms),
+        None => bind_first_free_name(terms),
     }
 }
 
@@ -193,13 +193,13 @@ async fn request_eviction(terms: &SupervisionTerms) -> Result<Option<FromAgent>,
         purpose: AttachPurpose::Evict { below: terms.number },
     };
     // The connection ends when its output is dropped.
-    let (mut input, _output) = connect_to_agent(&request).await?;
+    let (mut input, _output) = send_request_to_agent(&request).await?;
     Ok(read_frame(&mut input).await.ok().flatten())
 }
 
 /// Sends an attach request to the agent of the run that already runs on this host. Returns the
 /// connection, on which the agent answers.
-pub(super) async fn connect_to_agent(
+pub(super) async fn send_request_to_agent(
     request: &AttachRequest,
 ) -> Result<(SocketReader, SocketWriter), AttachRejection> {
     let failed = |error: &(dyn std::error::Error + 'static)| {
@@ -208,7 +208,7 @@ pub(super) async fn connect_to_agent(
             Diagnostic::error(host::AGENT_UNREACHABLE, message).with_subject(&request.host).with_cause(error),
         )
     };
-    let found = find_agent(&request.key, &request.run, &request.host).map_err(|error| failed(&error))?;
+    let found = connect_to_agent_socket(&request.key, &request.run, &request.host).map_err(|error| failed(&error))?;
     let stream = found.ok_or(AttachRejection::NoAgent)?;
     let connect = async {
         let stream = UnixStream::from_std(stream)?;
@@ -232,11 +232,11 @@ pub(super) async fn accept_connections(
 ) -> io::Result<()> {
     listener.set_nonblocking(true)?;
     let listener = UnixListener::from_std(listener)?;
-    let (limit, terms) = (Arc::new(Semaphore::new(MAX_HANDSHAKES)), Arc::new(terms));
+    let (limit, terms) = (Arc::new(Semaphore::new(MAX_CONCURRENT_HANDSHAKES)), Arc::new(terms));
     loop {
         let Ok(permit) = limit.clone().acquire_owned().await else { return Ok(()) };
         let (stream, _) = listener.accept().await?;
-        if !is_own_peer(&stream) {
+        if !is_peer_of_user_or_root(&stream) {
             continue;
         }
         let (terms, requests) = (terms.clone(), requests.clone());
@@ -295,7 +295,7 @@ pub(super) async fn reject_request(mut output: SocketWriter, rejection: AttachRe
 
 /// Informs the processes that have requested the end of this agent, over their `connections`, that
 /// this agent has no workers left.
-pub(super) async fn report_end(connections: Vec<AttachConnection>) {
+pub(super) async fn report_agent_end(connections: Vec<AttachConnection>) {
     let Ok(frame) = encode_frame(&FromAgent::WorkersEnded { attempt: 0 }) else { return };
     for mut connection in connections {
         // An error means that the other side has ended.
@@ -381,7 +381,7 @@ mod tests {
                 purpose: AttachPurpose::Adopt,
             };
             assert_eq!(
-                connect_to_agent(&request).await.map(drop).expect_err("no agent"),
+                send_request_to_agent(&request).await.map(drop).expect_err("no agent"),
                 AttachRejection::NoAgent
             );
             let listener = lock_host(&build_terms(&run, 1)).await.expect("free").expect("a socket");
@@ -389,13 +389,13 @@ mod tests {
             other.key = JobKey([8; 32]);
             let (sender, mut requests) = mpsc::channel(1);
             tokio::spawn(accept_connections(listener, other, sender));
-            let rejection = connect_to_agent(&request).await.map(drop).expect_err("another key");
+            let rejection = send_request_to_agent(&request).await.map(drop).expect_err("another key");
             assert!(matches!(rejection, AttachRejection::Failed(_)), "{rejection:?}");
             assert!(requests.try_recv().is_err());
             // Another key leads to another socket.
             request.key = JobKey([9; 32]);
             assert_eq!(
-                connect_to_agent(&request).await.map(drop).expect_err("no agent"),
+                send_request_to_agent(&request).await.map(drop).expect_err("no agent"),
                 AttachRejection::NoAgent
             );
         });

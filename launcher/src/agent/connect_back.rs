@@ -17,7 +17,7 @@ use tokio::{net::TcpStream, task::JoinSet, time::sleep, time::timeout};
 
 /// The delay between the starts of the connection attempts to two addresses of the controller (RFC
 /// 8305).
-const ATTEMPT_DELAY: Duration = Duration::from_millis(200);
+const NEXT_ADDRESS_DELAY: Duration = Duration::from_millis(200);
 /// The time limit of one TCP connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -25,7 +25,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// the controller has proved at one address that it has the job's key. Fails if no address
 /// succeeds.
 pub(super) async fn connect_back(invitation: &Invitation) -> diagnostic::Result<EncryptedStream<TcpStream>> {
-    connect_to_first_address(invitation, &cluster::read_host_name()).await
+    race_controller_addresses(invitation, &cluster::read_host_name()).await
 }
 
 /// Tries all addresses of the controller in parallel, each started [`ATTEMPT_DELAY`] after the
@@ -33,7 +33,7 @@ pub(super) async fn connect_back(invitation: &Invitation) -> diagnostic::Result<
 ///
 /// Returns the first connection on which the controller proves that it has the job's key, and drops
 /// the other connections. Fails if no address succeeds. `name` is the name of this host.
-async fn connect_to_first_address(
+async fn race_controller_addresses(
     invitation: &Invitation,
     name: &str,
 ) -> diagnostic::Result<EncryptedStream<TcpStream>> {
@@ -41,7 +41,7 @@ async fn connect_to_first_address(
     for (i, address) in invitation.addresses.iter().copied().enumerate() {
         let (key, name) = (invitation.key.clone(), name.to_owned());
         attempts.spawn(async move {
-            sleep(ATTEMPT_DELAY * i as u32).await;
+            sleep(NEXT_ADDRESS_DELAY * i as u32).await;
             let attempt = async {
                 let stream = timeout(CONNECT_TIMEOUT, TcpStream::connect(address))
                     .await

@@ -9,13 +9,13 @@ use std::{collections::BTreeSet, path::Path};
 
 /// The shell script that changes to the directory `$1` and then executes its other arguments as a
 /// command. Runtimes without an option for the working directory start it.
-const CHANGE_DIRECTORY: &str = "cd -- \"$1\" && shift && exec \"$@\"";
+const CHANGE_DIRECTORY_SCRIPT: &str = "cd -- \"$1\" && shift && exec \"$@\"";
 /// The longest name of a container, in bytes.
-const MAX_NAME_BYTES: usize = 128;
+const MAX_CONTAINER_NAME_BYTES: usize = 128;
 /// The prefix by which Apptainer takes a variable of the job over instead of replacing its value.
-const APPTAINER_PREFIX: &str = "APPTAINERENV_";
+const APPTAINER_VARIABLE_PREFIX: &str = "APPTAINERENV_";
 /// The variables whose values Apptainer replaces in the container.
-const APPTAINER_REPLACED: [&str; 2] = ["PATH", "LD_LIBRARY_PATH"];
+const APPTAINER_REPLACED_VARIABLES: [&str; 2] = ["PATH", "LD_LIBRARY_PATH"];
 
 /// The kind of GPUs on the host, which decides the options that make them visible in containers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,7 +57,7 @@ pub(super) struct WorkerContainer<'a> {
 impl<'a> WorkerContainer<'a> {
     /// Returns the container of a worker, or of a command of `launch exec` (`exec`) that runs next
     /// to the worker. Returns `None` for a job without `run.container`.
-    pub(super) fn of_worker(
+    pub(super) fn for_worker(
         plan: &'a HostPlan,
         worker: &'a WorkerPlan,
         exec: Option<ExecId>,
@@ -83,13 +83,13 @@ impl<'a> WorkerContainer<'a> {
     /// Changes the command of `worker` to one that runs the same program in the container. The
     /// words of the runtime precede those of `run.wrap`, which run in the container, too. Fails if
     /// a path cannot be mounted.
-    pub(super) fn enter(&self, worker: &mut WorkerPlan) -> diagnostic::Result<()> {
+    pub(super) fn wrap_command(&self, worker: &mut WorkerPlan) -> diagnostic::Result<()> {
         let mounts = self.collect_mounts()?;
         let mut words = match self.spec.runtime {
-            ContainerRuntime::Apptainer => self.build_apptainer_words(&mounts, worker),
-            ContainerRuntime::Enroot => self.build_enroot_words(&mounts, worker),
-            ContainerRuntime::Podman | ContainerRuntime::Docker => self.build_docker_words(&mounts, worker),
-            ContainerRuntime::Charliecloud => self.build_charliecloud_words(&mounts, worker)?,
+            ContainerRuntime::Apptainer => self.build_apptainer_command(&mounts, worker),
+            ContainerRuntime::Enroot => self.build_enroot_command(&mounts, worker),
+            ContainerRuntime::Podman | ContainerRuntime::Docker => self.build_docker_command(&mounts, worker),
+            ContainerRuntime::Charliecloud => self.build_charliecloud_command(&mounts, worker)?,
         };
         words.append(&mut worker.wrapper);
         worker.wrapper = words;
@@ -98,10 +98,10 @@ impl<'a> WorkerContainer<'a> {
 
     /// Returns the command that ends the container and deletes its record. Returns `None` if the
     /// container ends with the process of its runtime.
-    pub(super) fn build_removal(&self) -> Option<Vec<String>> {
+    pub(super) fn build_removal_command(&self) -> Option<Vec<String>> {
         let runtime = self.spec.runtime;
         let has_record = matches!(runtime, ContainerRuntime::Docker | ContainerRuntime::Podman);
-        has_record.then(|| to_words(&[runtime.program(), "rm", "--force", &self.name]))
+        has_record.then(|| to_owned_strings(&[runtime.program(), "rm", "--force", &self.name]))
     }
 
     /// Returns the directories to mount in the container, which are those of the job, the working
@@ -136,32 +136,32 @@ impl<'a> WorkerContainer<'a> {
     /// Builds the command line of `apptainer exec`. Apptainer passes the environment, except for
     /// the variables that it replaces, and shares devices, network and process numbers with the
     /// host.
-    fn build_apptainer_words(&self, mounts: &[ContainerMount], worker: &mut WorkerPlan) -> Vec<String> {
-        let mut words = to_words(&["apptainer", "exec"]);
+    fn build_apptainer_command(&self, mounts: &[ContainerMount], worker: &mut WorkerPlan) -> Vec<String> {
+        let mut words = to_owned_strings(&["apptainer", "exec"]);
         match self.gpus {
             ContainerGpus::None => {}
             ContainerGpus::Nvidia => words.push("--nv".to_owned()),
             ContainerGpus::Amd => words.push("--rocm".to_owned()),
         }
         for mount in mounts {
-            words.extend(["--bind".to_owned(), format_bind(mount)]);
+            words.extend(["--bind".to_owned(), format_bind_mount(mount)]);
         }
         words.extend(["--pwd".to_owned(), self.workdir.to_string_lossy().into_owned()]);
         let replaced: Vec<(String, String)> = worker
             .env
             .iter()
-            .filter(|(name, _)| APPTAINER_REPLACED.contains(&name.as_str()))
+            .filter(|(name, _)| APPTAINER_REPLACED_VARIABLES.contains(&name.as_str()))
             .cloned()
             .collect();
         worker
             .env
-            .extend(replaced.into_iter().map(|(name, value)| (APPTAINER_PREFIX.to_owned() + &name, value)));
-        self.finish_words(words)
+            .extend(replaced.into_iter().map(|(name, value)| (APPTAINER_VARIABLE_PREFIX.to_owned() + &name, value)));
+        self.append_job_options_and_image(words)
     }
 
     /// Builds the command line of `enroot start`, which passes only the variables that are named.
-    fn build_enroot_words(&self, mounts: &[ContainerMount], worker: &mut WorkerPlan) -> Vec<String> {
-        let mut words = to_words(&["enroot", "start", "--rw"]);
+    fn build_enroot_command(&self, mounts: &[ContainerMount], worker: &mut WorkerPlan) -> Vec<String> {
+        let mut words = to_owned_strings(&["enroot", "start", "--rw"]);
         for mount in mounts {
             let options = if mount.read_only { "x-create=auto,rbind,ro" } else { "x-create=auto,rbind" };
             words.extend(["--mount".to_owned(), format!("{}:{}:none:{options}", mount.source, mount.target)]);
@@ -171,8 +171,8 @@ impl<'a> WorkerContainer<'a> {
             worker.env.push((env::NVIDIA_VISIBLE_DEVICES.to_owned(), "all".to_owned()));
         }
         words.extend(self.list_environment_options(worker));
-        let mut words = self.finish_words(words);
-        words.extend(to_words(&["sh", "-c", CHANGE_DIRECTORY, "sh"]));
+        let mut words = self.append_job_options_and_image(words);
+        words.extend(to_owned_strings(&["sh", "-c", CHANGE_DIRECTORY_SCRIPT, "sh"]));
         words.push(self.workdir.to_string_lossy().into_owned());
         words
     }
@@ -180,14 +180,14 @@ impl<'a> WorkerContainer<'a> {
     /// Builds the command line of `docker run` or `podman run`. The container shares the network,
     /// shared memory and process numbers of the host, as ranks need them. Only the names of
     /// variables are arguments, because every user of the host can list arguments.
-    fn build_docker_words(&self, mounts: &[ContainerMount], worker: &mut WorkerPlan) -> Vec<String> {
+    fn build_docker_command(&self, mounts: &[ContainerMount], worker: &mut WorkerPlan) -> Vec<String> {
         let runtime = self.spec.runtime;
-        let mut words = to_words(&[runtime.program(), "run", "--rm", "--name", &self.name]);
+        let mut words = to_owned_strings(&[runtime.program(), "run", "--rm", "--name", &self.name]);
         words.extend(["--label".to_owned(), format!("launch.run={}", self.run)]);
-        words.extend(to_words(&["--network", "host", "--ipc", "host", "--pid", "host"]));
+        words.extend(to_owned_strings(&["--network", "host", "--ipc", "host", "--pid", "host"]));
         let (uid, gid) = self.user;
         match runtime {
-            ContainerRuntime::Podman if uid != 0 => words.extend(to_words(&["--userns", "keep-id"])),
+            ContainerRuntime::Podman if uid != 0 => words.extend(to_owned_strings(&["--userns", "keep-id"])),
             ContainerRuntime::Docker => {
                 words.extend(["--user".to_owned(), format!("{uid}:{gid}")]);
                 let cpus: Vec<String> = worker.cpus.iter().map(u32::to_string).collect();
@@ -201,10 +201,10 @@ impl<'a> WorkerContainer<'a> {
         match self.gpus {
             ContainerGpus::None => {}
             ContainerGpus::Nvidia if runtime == ContainerRuntime::Docker => {
-                words.extend(to_words(&["--gpus", "all"]));
+                words.extend(to_owned_strings(&["--gpus", "all"]));
             }
-            ContainerGpus::Nvidia => words.extend(to_words(&["--device", "nvidia.com/gpu=all"])),
-            ContainerGpus::Amd => words.extend(to_words(&[
+            ContainerGpus::Nvidia => words.extend(to_owned_strings(&["--device", "nvidia.com/gpu=all"])),
+            ContainerGpus::Amd => words.extend(to_owned_strings(&[
                 "--device",
                 "/dev/kfd",
                 "--device",
@@ -214,26 +214,26 @@ impl<'a> WorkerContainer<'a> {
             ])),
         }
         if self.uses_terminal {
-            words.extend(to_words(&["--interactive", "--tty"]));
+            words.extend(to_owned_strings(&["--interactive", "--tty"]));
         }
         for mount in mounts {
-            words.extend(["--volume".to_owned(), format_bind(mount)]);
+            words.extend(["--volume".to_owned(), format_bind_mount(mount)]);
         }
         words.extend(["--workdir".to_owned(), self.workdir.to_string_lossy().into_owned()]);
         words.extend(self.list_environment_options(worker));
         // The command replaces an entry point of the image, which could change it.
-        words.extend(to_words(&["--entrypoint", ""]));
-        self.finish_words(words)
+        words.extend(to_owned_strings(&["--entrypoint", ""]));
+        self.append_job_options_and_image(words)
     }
 
     /// Builds the command line of `ch-run` (Charliecloud), which passes the environment and shares
     /// devices, network and process numbers with the host. Fails for a read-only mount.
-    fn build_charliecloud_words(
+    fn build_charliecloud_command(
         &self,
         mounts: &[ContainerMount],
         worker: &mut WorkerPlan,
     ) -> diagnostic::Result<Vec<String>> {
-        let mut words = to_words(&["ch-run"]);
+        let mut words = to_owned_strings(&["ch-run"]);
         for mount in mounts {
             if mount.read_only {
                 let message = format!("Charliecloud cannot mount {} read-only", mount.source);
@@ -241,7 +241,7 @@ impl<'a> WorkerContainer<'a> {
                     .with_subject(&mount.source)
                     .with_remedy());
             }
-            words.extend(["--bind".to_owned(), format_bind(mount)]);
+            words.extend(["--bind".to_owned(), format_bind_mount(mount)]);
         }
         words.extend(["--cd".to_owned(), self.workdir.to_string_lossy().into_owned()]);
         // ch-run mounts this directory of the host at /tmp, which would hide a working directory
@@ -255,7 +255,7 @@ impl<'a> WorkerContainer<'a> {
             let name = user.map_or_else(|| self.user.0.to_string(), |user| user.name);
             worker.env.push((env::USER.to_owned(), name));
         }
-        let mut words = self.finish_words(words);
+        let mut words = self.append_job_options_and_image(words);
         words.push("--".to_owned());
         Ok(words)
     }
@@ -268,7 +268,7 @@ impl<'a> WorkerContainer<'a> {
     }
 
     /// Appends the container options that the job states, and the image, to a command line.
-    fn finish_words(&self, mut words: Vec<String>) -> Vec<String> {
+    fn append_job_options_and_image(&self, mut words: Vec<String>) -> Vec<String> {
         words.extend(self.spec.options.iter().cloned());
         words.push(self.spec.image.clone());
         words
@@ -280,12 +280,12 @@ impl<'a> WorkerContainer<'a> {
 fn build_container_name(run: &str, suffix: &str) -> String {
     let fits = |c: char| c.is_ascii_alphanumeric() || "_.-".contains(c);
     let run: String = run.chars().map(|c| if fits(c) { c } else { '-' }).collect();
-    let length = run.len().min(MAX_NAME_BYTES - suffix.len().min(MAX_NAME_BYTES / 2));
+    let length = run.len().min(MAX_CONTAINER_NAME_BYTES - suffix.len().min(MAX_CONTAINER_NAME_BYTES / 2));
     format!("launch-{}{suffix}", &run[..length])
 }
 
 /// Formats a mount as Apptainer, Docker and Charliecloud take it.
-fn format_bind(mount: &ContainerMount) -> String {
+fn format_bind_mount(mount: &ContainerMount) -> String {
     format!("{}:{}{}", mount.source, mount.target, if mount.read_only { ":ro" } else { "" })
 }
 
@@ -295,13 +295,13 @@ fn has_variable(worker: &WorkerPlan, name: &str) -> bool {
 }
 
 /// Converts string slices to owned strings.
-fn to_words(words: &[&str]) -> Vec<String> {
+fn to_owned_strings(words: &[&str]) -> Vec<String> {
     words.iter().map(|word| (*word).to_owned()).collect()
 }
 
 /// Replaces a "program not found" error of a worker in a container by an error that names the
 /// missing container runtime.
-pub(super) fn explain_start_error(error: Diagnostic, plan: &HostPlan) -> Diagnostic {
+pub(super) fn explain_missing_runtime(error: Diagnostic, plan: &HostPlan) -> Diagnostic {
     let Some(spec) = &plan.job.run.container else { return error };
     if error.code() != host::WORKER_WRAPPER_MISSING {
         return error;

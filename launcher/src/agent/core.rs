@@ -220,7 +220,7 @@ impl AgentCore {
             return Duration::MAX;
         }
         let first = self.unreported.front().and_then(|rank| self.workers.get(rank));
-        let report_at = first.map(|worker| self.report_due_at(worker));
+        let report_at = first.map(|worker| self.exit_report_time(worker));
         let heartbeat_at = self.unattended_since.is_none().then_some(self.heartbeat_at);
         let (activity_at, stacks_deadline) = (Some(self.activity_at), Some(self.stacks_deadline));
         let deadlines = [heartbeat_at, self.unattended_deadline(), self.kill_at, self.waiting_until];
@@ -241,7 +241,7 @@ impl AgentCore {
             AgentInput::Prepared { attempt } => {
                 if self.preparing && attempt == self.attempt {
                     self.preparing = false;
-                    self.spawn_next();
+                    self.spawn_next_worker();
                 }
             }
             AgentInput::Spawned { rank, pid } => self.on_spawned(now, rank, pid, false),
@@ -258,7 +258,7 @@ impl AgentCore {
             }
             AgentInput::Worker { rank, message } => self.on_worker_message(now, rank, message),
             AgentInput::WorkerFatal { rank, exit, diagnostic, gpu } => {
-                self.on_worker_fatal(now, rank, (exit, diagnostic), gpu);
+                self.on_final_report(now, rank, (exit, diagnostic), gpu);
             }
             AgentInput::WorkerConnectionEnded { rank, error } => self.on_worker_connection_ended(rank, error),
             AgentInput::WorkerExited { rank, status, oom, gpu } => {
@@ -303,13 +303,13 @@ impl AgentCore {
         let is_transient = message.is_transient();
         match self.terms {
             Some(_) if !is_transient => self.reports.append_report(self.now, message),
-            _ => self.send_once(message),
+            _ => self.send_if_connected(message),
         }
     }
 
     /// Sends a message to the present controller, and discards the message if there is no
     /// controller.
-    fn send_once(&mut self, message: FromAgent) {
+    fn send_if_connected(&mut self, message: FromAgent) {
         if self.unattended_since.is_none() {
             self.out.push(AgentAction::Send(message));
         }
@@ -349,7 +349,7 @@ impl AgentCore {
 
     /// Sends the addresses of all ranks to the built-in workers of the current attempt.
     /// Ignores the addresses if the workers have them already, from an earlier controller.
-    fn forward_peers(&mut self, peers: WorkerPeers) {
+    fn forward_peer_addresses(&mut self, peers: WorkerPeers) {
         let is_current = self.plan.as_ref().is_some_and(|plan| plan.attempt == peers.attempt);
         if !is_current || self.peers.is_some() {
             return;
@@ -379,7 +379,7 @@ impl AgentCore {
     ///
     /// Also sends the values to rank 0, if rank 0 is a built-in worker on this host. Rank 0 decides
     /// from which step on the values apply.
-    fn forward_reload(&mut self, values: ReloadValues) {
+    fn apply_changed_job(&mut self, values: ReloadValues) {
         self.out.push(AgentAction::ShowOutput(values.log_ranks.clone()));
         if let Some(plan) = &mut self.plan {
             // A later controller takes the job from the plan.
@@ -424,7 +424,7 @@ impl AgentCore {
 
     /// Requests the start of the next worker of the plan. Does nothing if the workers have to stop,
     /// or if a kill of the workers is scheduled.
-    fn spawn_next(&mut self) {
+    fn spawn_next_worker(&mut self) {
         let count = self.plan.as_ref().map_or(0, |p| p.workers.len());
         let is_ending = self.stop_requested || self.kill_after_stacks.is_some() || self.kill_at.is_some();
         self.spawning = self.next < count && !is_ending;
@@ -475,7 +475,7 @@ impl AgentCore {
             self.heartbeat_at = now + HEARTBEAT_INTERVAL;
             self.send_to_controller(FromAgent::Heartbeat);
         }
-        self.check_controller(now);
+        self.check_controller_deadlines(now);
         if self.preparing && self.kill_at.is_some_and(|at| now >= at) {
             // No worker was started, and the preparation may be blocked by a disk.
             (self.preparing, self.spawning) = (false, false);

@@ -7,8 +7,8 @@ use tracing::{debug, info, trace, warn};
 
 /// Starts the debug log with the filter that the plan contains, and opens its file in the run
 /// directory. Does nothing for later attempts.
-pub(super) fn start_log(plan: &HostPlan) -> io::Result<()> {
-    let Ok(filter) = Filter::select(Some(&plan.debug_filter), 0) else { return Ok(()) };
+pub(super) fn start_debug_log(plan: &HostPlan) -> io::Result<()> {
+    let Ok(filter) = Filter::from_directives_or_verbosity(Some(&plan.debug_filter), 0) else { return Ok(()) };
     debuglog::start(&filter, None);
     let host = plan.host.replace('/', "_");
     debuglog::open_file(&plan.run_dir.join("logs").join(format!("agent-{host}.debug.log")))?;

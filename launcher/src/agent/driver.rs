@@ -187,7 +187,7 @@ impl AgentDriver {
     /// Creates a driver without workers and without a controller. Reads the inventory of the host,
     /// starts the watches for OOM kills and GPU errors, and raises the limit of open files.
     pub(super) fn new(prober: Prober) -> io::Result<Self> {
-        let inventory = crate::discover::local::discover_local()?;
+        let inventory = crate::discover::local::discover_local_host()?;
         let mut clock = RunningClock::start();
         clock.now();
         let stream = draw_stream_number()?;
@@ -249,7 +249,7 @@ impl AgentDriver {
     pub(super) async fn run_event_loop(mut self) -> u8 {
         loop {
             if let Some(code) = self.exit {
-                return self.finish(code).await;
+                return self.flush_and_get_exit_code(code).await;
             }
             let now = self.clock.now();
             let pause = self.core.next_deadline().saturating_sub(now).min(Duration::from_secs(1));
@@ -263,7 +263,7 @@ impl AgentDriver {
                 Some(connection) = self.attach_requests.1.recv() => self.on_attach_request(connection),
                 Some(logs) = self.opened_logs.1.recv() => self.on_logs_opened(logs),
                 result = self.spawner.receive_result() => self.on_spawner_result(result),
-                () = wait_for_space(self.connection.as_ref()), if self.core.has_report() => AgentInput::Tick,
+                () = wait_for_queue_space(self.connection.as_ref()), if self.core.has_report() => AgentInput::Tick,
                 _ = self.children.recv() => AgentInput::Tick,
                 () = receive_signal(&mut self.termination) => AgentInput::Terminated,
                 Some((rank, pid, event)) = self.pump_events.1.recv() => self.on_pump_event(rank, pid, event),
@@ -289,12 +289,12 @@ impl AgentDriver {
 
     /// Waits until the last messages and the logs of the workers are written, and returns the exit
     /// code of the agent.
-    async fn finish(mut self, code: u8) -> u8 {
+    async fn flush_and_get_exit_code(mut self, code: u8) -> u8 {
         self.send_reports();
         // The pumps write the rest of the output.
         self.workers.clear();
         self.close_connection().await;
-        attach_socket::report_end(std::mem::take(&mut self.evicting)).await;
+        attach_socket::report_agent_end(std::mem::take(&mut self.evicting)).await;
         if let Some(lost) = self.rank_logs.finish() {
             _ = writeln!(io::stderr(), "launch agent: {lost}");
         }
@@ -363,7 +363,7 @@ impl AgentDriver {
             let pids: Vec<u32> = leaders.keys().copied().chain(exec.pids()).collect();
             ended.extend(pids.iter().filter_map(reap));
         } else {
-            let is_leader = |pid| leaders.contains_key(&pid) || exec.is_leader(pid);
+            let is_leader = |pid| leaders.contains_key(&pid) || exec.is_running_command(pid);
             reap_children(is_leader, |pid, status| ended.push((pid, status)));
         }
         for (pid, status) in ended {
@@ -420,8 +420,8 @@ impl AgentDriver {
         debug_log::log_action(&command);
         match command {
             AgentAction::Send(message) => self.send_to_controller(message),
-            AgentAction::Disconnect => self.disconnect(),
-            AgentAction::AcceptController => self.accept_undecided_controller(),
+            AgentAction::Disconnect => self.close_connection_in_background(),
+            AgentAction::AcceptController => self.accept_pending_controller(),
             AgentAction::AcceptEviction => self.evicting.extend(self.undecided.take()),
             AgentAction::RejectRequest(rejection) => {
                 if let Some(connection) = self.undecided.take() {
@@ -440,7 +440,7 @@ impl AgentDriver {
                 let terminal = self.plan.as_ref().and_then(|plan| plan.job.run.terminal);
                 let ranks = if terminal.is_some() { Vec::new() } else { ranks };
                 for (rank, worker) in &self.workers {
-                    worker.pump.iter().for_each(|pump| pump.set_shown(ranks.contains(rank)));
+                    worker.pump.iter().for_each(|pump| pump.set_console_forwarding(ranks.contains(rank)));
                 }
             }
             AgentAction::Signal(rank, ending) => {
@@ -527,9 +527,9 @@ async fn receive_signal(stream: &mut Option<SignalStream>) {
 
 /// Waits until the message queue of `connection` has space for another report. Waits forever if
 /// `connection` is `None`.
-async fn wait_for_space(connection: Option<&ControllerConnection>) {
+async fn wait_for_queue_space(connection: Option<&ControllerConnection>) {
     match connection {
-        Some(connection) => connection.outbox.wait_for_space().await,
+        Some(connection) => connection.outbox.wait_for_space_for_report().await,
         None => std::future::pending().await,
     }
 }

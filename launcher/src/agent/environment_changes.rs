@@ -17,7 +17,7 @@ pub(crate) struct EnvironmentChanges {
 
 impl EnvironmentChanges {
     /// Returns the differences between the environments before and after the activation.
-    pub(super) fn between(
+    pub(super) fn compare_environments(
         before: &BTreeMap<OsString, OsString>,
         after: BTreeMap<OsString, OsString>,
     ) -> Self {
@@ -36,7 +36,7 @@ impl EnvironmentChanges {
     }
 
     /// Returns whether the activation has changed the value of the variable `name`.
-    pub(crate) fn sets(&self, name: &str) -> bool {
+    pub(crate) fn changes_variable(&self, name: &str) -> bool {
         self.added.contains_key(OsStr::new(name)) || self.changed.contains_key(OsStr::new(name))
     }
 }

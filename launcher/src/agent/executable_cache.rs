@@ -18,14 +18,14 @@ use std::{
 const TOUCH_INTERVAL: Duration = Duration::from_secs(3600);
 /// The time without an update of its modification time after which an executable counts as unused.
 /// Much longer than [`TOUCH_INTERVAL`], so that the executable of a suspended agent stays.
-const MIN_UNUSED: Duration = Duration::from_secs(2 * 24 * 3600);
+const MIN_UNUSED_TIME: Duration = Duration::from_secs(2 * 24 * 3600);
 /// The age from which an unused executable is removed.
-const MAX_UNUSED: Duration = Duration::from_secs(30 * 24 * 3600);
+const MAX_UNUSED_TIME: Duration = Duration::from_secs(30 * 24 * 3600);
 /// The number of newest executables that stay in the cache even if they are unused. The executable
 /// of the agent is one of them.
 const KEPT_EXECUTABLES: usize = 4;
 /// The length of the name of a cached executable, which is its BLAKE3 hash in hexadecimal.
-const NAME_LENGTH: usize = 64;
+const EXECUTABLE_NAME_LENGTH: usize = 64;
 /// The prefix of the names of executables whose copy is not complete.
 const COPY_PREFIX: &str = ".launch-";
 /// The prefix of the names of executables that are being removed.
@@ -35,7 +35,7 @@ const STACK_BYTES: usize = 128 << 10;
 
 /// Starts a thread that marks this agent's executable as used while the agent runs, and removes old
 /// executables from the cache once. Does nothing if the executable is not in a cache.
-pub(super) fn start_cache_thread() {
+pub(super) fn start_cache_cleanup_thread() {
     let Some(executable) = find_cached_executable() else { return };
     let run = move || {
         // The cache works without the removal, and a later agent tries again.
@@ -58,7 +58,7 @@ fn find_cached_executable() -> Option<PathBuf> {
 
 /// Returns whether a file of the cache with this name is a complete executable.
 fn is_executable_name(name: &str) -> bool {
-    name.len() == NAME_LENGTH && name.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+    name.len() == EXECUTABLE_NAME_LENGTH && name.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
 /// Sets the modification time of a file to the present time of its file system.
@@ -91,7 +91,7 @@ fn remove_old_executables(executable: &Path) -> io::Result<()> {
         if is_executable_name(name) {
             executables.push((modified, path));
         } else if (name.starts_with(COPY_PREFIX) || name.starts_with(REMOVED_PREFIX))
-            && is_older(modified, now, MIN_UNUSED)
+            && is_older_than(modified, now, MIN_UNUSED_TIME)
         {
             _ = fs::remove_file(path);
         }
@@ -99,8 +99,8 @@ fn remove_old_executables(executable: &Path) -> io::Result<()> {
     // The newest one is first.
     executables.sort_unstable_by(|a, b| b.cmp(a));
     for (index, (modified, path)) in executables.into_iter().enumerate() {
-        let limit = if index < KEPT_EXECUTABLES { MAX_UNUSED } else { MIN_UNUSED };
-        if path != executable && is_older(modified, now, limit) {
+        let limit = if index < KEPT_EXECUTABLES { MAX_UNUSED_TIME } else { MIN_UNUSED_TIME };
+        if path != executable && is_older_than(modified, now, limit) {
             remove_if_unused(&path, now);
         }
     }
@@ -108,7 +108,7 @@ fn remove_old_executables(executable: &Path) -> io::Result<()> {
 }
 
 /// Returns whether a time is more than `limit` before `now`.
-fn is_older(time: SystemTime, now: SystemTime, limit: Duration) -> bool {
+fn is_older_than(time: SystemTime, now: SystemTime, limit: Duration) -> bool {
     now.duration_since(time).is_ok_and(|age| age > limit)
 }
 
@@ -129,7 +129,7 @@ fn remove_if_unused(path: &Path, now: SystemTime) {
     match fs::metadata(&removed).and_then(|data| data.modified()) {
         // If the file was copied again in the meantime, the link fails. The renamed file stays
         // until it is old enough.
-        Ok(modified) if !is_older(modified, now, MIN_UNUSED) => {
+        Ok(modified) if !is_older_than(modified, now, MIN_UNUSED_TIME) => {
             if fs::hard_link(&removed, path).is_ok() {
                 _ = fs::remove_file(&removed);
             }

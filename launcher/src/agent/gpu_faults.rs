@@ -70,16 +70,16 @@ impl GpuFaultWatch {
         self.read_log();
         let is_of_process = |pid: u32| pids.iter().any(|member| u32::try_from(*member) == Ok(pid));
         let faults = self.faults.iter().filter(|fault| fault.pid.is_some_and(is_of_process));
-        faults.map(LoggedFault::describe).collect()
+        faults.map(LoggedFault::to_gpu_fault).collect()
     }
 
     /// Lists the GPU errors of the last `within` that were not attributed to a process. Reads the
     /// new records of the kernel log before.
-    pub(super) fn list_faults_without_process(&mut self, within: Duration) -> Vec<GpuFault> {
+    pub(super) fn list_unattributed_faults(&mut self, within: Duration) -> Vec<GpuFault> {
         let now = self.read_log();
         let is_recent = |fault: &&LoggedFault| now.saturating_sub(fault.logged_at) <= within;
         let faults = self.faults.iter().filter(|fault| fault.pid.is_none()).filter(is_recent);
-        faults.map(LoggedFault::describe).collect()
+        faults.map(LoggedFault::to_gpu_fault).collect()
     }
 
     /// Reads the new records of the kernel log, and remembers the GPU errors in them. Returns the
@@ -113,13 +113,13 @@ impl GpuFaultWatch {
         let index = of_process.or_else(without_pid)?;
         let fault = &mut self.faults[index];
         fault.pid = Some(pid);
-        Some(fault.describe())
+        Some(fault.to_gpu_fault())
     }
 }
 
 impl LoggedFault {
     /// Converts the fault to a [`GpuFault`] with a description of its Xid.
-    fn describe(&self) -> GpuFault {
+    fn to_gpu_fault(&self) -> GpuFault {
         let description = XID_DESCRIPTIONS.iter().find(|(xid, _)| *xid == self.xid);
         let description = description.map(|(_, description)| (*description).to_owned());
         GpuFault { xid: self.xid, pci_address: self.pci_address.clone(), description }
@@ -222,9 +222,9 @@ mod tests {
         let xids = |faults: Vec<GpuFault>| faults.into_iter().map(|fault| fault.xid).collect::<Vec<_>>();
         assert_eq!(xids(watch.list_faults_of(&[8, 9])), [31]);
         assert_eq!(xids(watch.list_faults_of(&[8])), [0; 0]);
-        assert_eq!(xids(watch.list_faults_without_process(Duration::MAX)), [79]);
+        assert_eq!(xids(watch.list_unattributed_faults(Duration::MAX)), [79]);
         assert_eq!(attribute_xid(&mut watch, 10, 20), Some(79));
-        assert_eq!(xids(watch.list_faults_without_process(Duration::MAX)), [0; 0], "it is of process 10");
+        assert_eq!(xids(watch.list_unattributed_faults(Duration::MAX)), [0; 0], "it is of process 10");
     }
 
     #[test]

@@ -12,7 +12,7 @@ mod status_memory;
 mod system_call;
 mod thread_state;
 
-pub(super) use hook_directory::{HookDirectory, choose_directory};
+pub(super) use hook_directory::{HookDirectory, choose_directory_path};
 pub(super) use nccl_warnings::read_nccl_warnings;
 pub(super) use status_memory::StatusMemory;
 
@@ -62,7 +62,7 @@ pub(super) struct HangingWorker {
 }
 
 /// A hanging worker, with the one of its processes about which evidence is collected.
-struct Subject {
+struct ObservedWorker {
     worker: HangingWorker,
     pid: u32,
     process: Option<HookProcess>,
@@ -77,19 +77,19 @@ pub(super) fn collect_evidence(request: EvidenceRequest) -> Vec<RankEvidence> {
     let begin = Instant::now();
     let directory = hook_directory.as_deref();
     let find = |worker: HangingWorker| {
-        let process = directory.and_then(|directory| HookProcess::find(directory, worker.rank, &worker.tree));
+        let process = directory.and_then(|directory| HookProcess::find_for_rank(directory, worker.rank, &worker.tree));
         let pid = process.as_ref().map_or(worker.pid, |process| process.pid());
-        Subject { pid, process, thread: MainThread::observe(pid), answer: None, worker }
+        ObservedWorker { pid, process, thread: MainThread::observe(pid), answer: None, worker }
     };
-    let mut subjects: Vec<Subject> = workers.into_iter().map(find).collect();
+    let mut subjects: Vec<ObservedWorker> = workers.into_iter().map(find).collect();
     for subject in &subjects {
-        subject.process.iter().for_each(HookProcess::request);
+        subject.process.iter().for_each(HookProcess::request_answer);
     }
     loop {
         for subject in subjects.iter_mut().filter(|s| s.answer.is_none()) {
             subject.answer = subject.process.as_ref().and_then(HookProcess::read_answer);
         }
-        let is_waiting = |s: &Subject| s.answer.is_none() && s.process.is_some() && !s.thread.is_stopped();
+        let is_waiting = |s: &ObservedWorker| s.answer.is_none() && s.process.is_some() && !s.thread.is_stopped();
         let elapsed = begin.elapsed();
         let may_end = !subjects.iter().any(is_waiting) || elapsed >= ANSWER_TIMEOUT;
         if may_end && elapsed >= CPU_TIME_WINDOW {
@@ -97,7 +97,7 @@ pub(super) fn collect_evidence(request: EvidenceRequest) -> Vec<RankEvidence> {
         }
         thread::sleep(POLL_INTERVAL);
     }
-    let is_silent = |s: &&Subject| s.answer.is_none() && !s.worker.is_builtin;
+    let is_silent = |s: &&ObservedWorker| s.answer.is_none() && !s.worker.is_builtin;
     let silent: Vec<(Rank, u32)> =
         subjects.iter().filter(is_silent).map(|s| (s.worker.rank, s.pid)).collect();
     let stacks = match directory {
@@ -105,15 +105,15 @@ pub(super) fn collect_evidence(request: EvidenceRequest) -> Vec<RankEvidence> {
         None => vec![Vec::new(); silent.len()],
     };
     let mut stacks: Vec<_> = silent.into_iter().zip(stacks).collect();
-    let build = |subject: Subject| {
+    let build = |subject: ObservedWorker| {
         let status = status.as_ref().filter(|_| subject.worker.is_builtin);
         match status.and_then(|memory| memory.read(subject.worker.local_rank, attempt)) {
             Some(status) => {
-                let thread = subject.thread.describe_blocked();
+                let thread = subject.thread.finish_observation_of_blocked();
                 let evidence = status_memory::build_evidence(status, (subject.worker.rank, world), thread);
-                with_gpu_faults(evidence, subject.worker)
+                add_gpu_faults(evidence, subject.worker)
             }
-            None => build_evidence(subject, &mut stacks),
+            None => build_program_evidence(subject, &mut stacks),
         }
     };
     subjects.into_iter().map(build).collect()
@@ -121,11 +121,11 @@ pub(super) fn collect_evidence(request: EvidenceRequest) -> Vec<RankEvidence> {
 
 /// Builds the evidence about one rank that publishes no worker status, because it is not built-in
 /// training. `stacks` are the stacks of the ranks that did not answer.
-fn build_evidence(
-    subject: Subject,
+fn build_program_evidence(
+    subject: ObservedWorker,
     stacks: &mut [((Rank, u32), Vec<protocol::hang::StackFrame>)],
 ) -> RankEvidence {
-    let thread = subject.thread.describe();
+    let thread = subject.thread.finish_observation();
     let rank = subject.worker.rank;
     let evidence = match subject.answer {
         Some(answer) => answer.into_evidence(rank, thread),
@@ -140,10 +140,10 @@ fn build_evidence(
             ..RankEvidence::default()
         },
     };
-    with_gpu_faults(evidence, subject.worker)
+    add_gpu_faults(evidence, subject.worker)
 }
 
 /// Adds the GPU errors of a worker to the evidence about it.
-fn with_gpu_faults(evidence: RankEvidence, worker: HangingWorker) -> RankEvidence {
+fn add_gpu_faults(evidence: RankEvidence, worker: HangingWorker) -> RankEvidence {
     RankEvidence { gpu_faults: worker.gpu_faults, host_gpu_faults: worker.host_gpu_faults, ..evidence }
 }

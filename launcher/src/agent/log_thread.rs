@@ -1,5 +1,5 @@
 //! [`LogThread`]: the thread that writes the logs of all ranks of an agent.
-use crate::background_thread::{BackgroundThread, WriteRetries};
+use crate::background_thread::{BackgroundThread, WriteRetrySwitch};
 use std::{
     io,
     sync::{
@@ -23,7 +23,7 @@ const STALLED_DISK_TIMEOUT: Duration = Duration::from_secs(20);
 #[derive(Clone, Debug)]
 pub(crate) struct LogThread {
     thread: BackgroundThread,
-    retries: WriteRetries,
+    retries: WriteRetrySwitch,
     /// The bytes of output that the disk did not accept before the end of the agent.
     lost_bytes: Arc<AtomicU64>,
 }
@@ -48,19 +48,19 @@ impl LogThread {
     /// for it.
     pub(crate) fn with_capacity(max_bytes: usize) -> io::Result<LogThread> {
         let thread = BackgroundThread::start("rank-logs", max_bytes)?;
-        Ok(LogThread { thread, retries: WriteRetries::default(), lost_bytes: Arc::default() })
+        Ok(LogThread { thread, retries: WriteRetrySwitch::default(), lost_bytes: Arc::default() })
     }
 
     /// Queues the function `write`, which writes to a log, to run on the thread after all earlier
     /// writes. `write` returns the number of bytes that the disk has not accepted. Returns `false`
     /// if too much output waits to accept another `bytes` bytes. Never blocks.
-    pub(crate) fn write(
+    pub(crate) fn queue_write(
         &self,
         bytes: usize,
-        write: impl FnOnce(&WriteRetries) -> u64 + Send + 'static,
+        write: impl FnOnce(&WriteRetrySwitch) -> u64 + Send + 'static,
     ) -> bool {
         let (retries, lost_bytes) = (self.retries.clone(), self.lost_bytes.clone());
-        self.thread.run(bytes, move || {
+        self.thread.enqueue_job(bytes, move || {
             lost_bytes.fetch_add(write(&retries), Ordering::Relaxed);
         })
     }
@@ -71,7 +71,7 @@ impl LogThread {
     /// written.
     pub(crate) fn finish(&self) -> Option<LostOutput> {
         if !self.thread.flush(FULL_DISK_TIMEOUT) {
-            self.retries.end();
+            self.retries.switch_off();
             if !self.thread.flush(STALLED_DISK_TIMEOUT) {
                 return Some(LostOutput::Stalled);
             }
@@ -90,7 +90,7 @@ impl LogThread {
     /// Returns how long the write that currently runs on the thread has taken so far. Returns zero
     /// if no write runs.
     #[cfg(test)]
-    pub(crate) fn busy_time(&self) -> Duration {
+    pub(crate) fn current_write_time(&self) -> Duration {
         self.thread.busy_time()
     }
 }

@@ -16,7 +16,7 @@ use std::{
 };
 
 /// The shortest time between two recorded pairs of time and log size.
-const MIN_INTERVAL: Duration = Duration::from_secs(1);
+const MIN_RECORD_INTERVAL: Duration = Duration::from_secs(1);
 /// The size of a pair of time and log size, in bytes.
 const PAIR_BYTES: usize = 16;
 /// The largest size of a file `rank-N.log.times`, in bytes. It is reached after twelve days with
@@ -50,7 +50,7 @@ impl LogTimesWriter {
     ///
     /// The caller must call this function before each write to the log.
     pub(super) fn record_size(&mut self, bytes: u64) {
-        if self.last.is_some_and(|last| last.elapsed() < MIN_INTERVAL) || self.size >= MAX_FILE_BYTES {
+        if self.last.is_some_and(|last| last.elapsed() < MIN_RECORD_INTERVAL) || self.size >= MAX_FILE_BYTES {
             return;
         }
         self.last = Some(Instant::now());

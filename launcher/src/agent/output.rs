@@ -39,7 +39,7 @@ pub(crate) const MAX_LINE_BYTES: usize = 4 << 10;
 const UNFINISHED_LINE_MS: u16 = 200;
 /// The largest number of bytes that one read from a worker's pipe returns. Also the length in bytes
 /// above which a line without a line end is written to the log.
-const CHUNK_BYTES: usize = 64 << 10;
+const MAX_READ_BYTES: usize = 64 << 10;
 /// The shortest time between two reports that a worker's output contains the progress pattern.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -149,7 +149,7 @@ impl OutputPump {
     }
 
     /// Sets whether output lines are forwarded to the controller from now on.
-    pub(crate) fn set_shown(&self, show: bool) {
+    pub(crate) fn set_console_forwarding(&self, show: bool) {
         self.show.store(show, Ordering::Relaxed);
     }
 
@@ -216,7 +216,7 @@ struct PumpThread {
 impl PumpThread {
     /// Copies the worker's output until the command [`COMMAND_QUIT`] arrives.
     fn run(mut self) {
-        let mut buffer = vec![0; CHUNK_BYTES];
+        let mut buffer = vec![0; MAX_READ_BYTES];
         loop {
             let ready = self.wait_for_output();
             match self.command.0.swap(COMMAND_CONTINUE, Ordering::AcqRel) {
@@ -299,7 +299,7 @@ impl OutputSink {
     fn push_bytes(&mut self, stream: &mut OutputStream, bytes: &[u8]) {
         let Some(end) = bytes.iter().rposition(|b| *b == b'\n') else {
             stream.unfinished.extend_from_slice(bytes);
-            if stream.pipe.is_none() || stream.unfinished.len() > CHUNK_BYTES {
+            if stream.pipe.is_none() || stream.unfinished.len() > MAX_READ_BYTES {
                 self.finish_line(stream);
             }
             return;
@@ -391,7 +391,7 @@ impl OutputSink {
         {
             self.dropped_lines = 0;
         }
-        self.log.note_dropped_output();
+        self.log.write_dropped_notice();
         let tail = self.tail.iter().cloned().collect();
         let error = self.options.error_file.as_deref().and_then(error_file::read_error_message);
         self.send_event(PumpEvent::Drained { tail, error });

@@ -4,7 +4,7 @@ mod inspection;
 mod network;
 pub(super) mod nvml;
 
-use crate::discover::local::discover_local;
+use crate::discover::local::discover_local_host;
 use diagnostic::{Diagnostic, codes::host};
 use jobspec::PortSelection;
 use network::NetworkProber;
@@ -88,7 +88,7 @@ impl Prober {
                     .map_or_else(Vec::new, |directories| self.preflight.inspect_gpu_libraries(&directories));
                 let existing: Vec<PathBuf> = report.dirs.iter().map(|d| d.path.clone()).collect();
                 self.write_nonce_files(&nonce, &existing);
-                if let Some((port, greeting)) = serve_greeting(&nonce, ports) {
+                if let Some((port, greeting)) = open_greeting_port(&nonce, ports) {
                     (report.port, report.greeting) = (Some(port), greeting);
                 }
                 ProbeAnswer::Inspect(Box::new(report))
@@ -99,7 +99,7 @@ impl Prober {
                 ProbeAnswer::Connect { peers, nonces: self.find_visible_nonces(&nonces) }
             }
             ProbeRequest::Network(request) => ProbeAnswer::Network(Box::new(
-                self.network.inspect_and_listen(&request, discover_local().ok()),
+                self.network.inspect_and_listen(&request, discover_local_host().ok()),
             )),
             ProbeRequest::Measure(request) => ProbeAnswer::Measure(Box::new(self.network.measure(&request))),
         }
@@ -147,7 +147,7 @@ impl Drop for ProbeState {
 /// Opens a TCP port of `ports` and sends a greeting to each host that connects, as a test of the
 /// connection. A thread sends a greeting to every process that connects. Returns the port and the
 /// greeting, or `None` if the port or the thread is not available.
-fn serve_greeting(nonce: &str, ports: PortSelection) -> Option<(u16, String)> {
+fn open_greeting_port(nonce: &str, ports: PortSelection) -> Option<(u16, String)> {
     let at_every_address = |port| {
         let v6 = TcpListener::bind((Ipv6Addr::UNSPECIFIED, port));
         let is_without_v6 = |error: &io::Error| error.kind() != io::ErrorKind::AddrInUse;
@@ -157,7 +157,7 @@ fn serve_greeting(nonce: &str, ports: PortSelection) -> Option<(u16, String)> {
             v6
         }
     };
-    let listener = ports.bind(at_every_address).ok()?;
+    let listener = ports.bind_first_free_port(at_every_address).ok()?;
     let port = listener.local_addr().ok()?.port();
     let greeting = sanitize_nonce(nonce);
     let line = format!("{greeting}\n");

@@ -12,7 +12,7 @@ pub(super) use terminal::BorrowedTerminal;
 pub(super) use login_shell::{ShellError, ShellLimits, ShellOutput, run_login_shell};
 
 use super::{core::GroupSignal, environment_changes::EnvironmentChanges};
-use crate::{core_dumps::restore_core_dumps, discover::topology::find_common_numa_node};
+use crate::{core_dumps::restore_core_dumps_in_child, discover::topology::find_common_numa_node};
 use child_setup::{die_with_parent, reset_signals};
 use diagnostic::{
     Diagnostic,
@@ -76,7 +76,7 @@ pub(super) fn create_shared_memory() -> io::Result<OwnedFd> {
 
 /// The memory files (memfds) that built-in workers inherit from their agent.
 #[derive(Clone, Copy, Default)]
-pub(super) struct HostMemory<'a> {
+pub(super) struct WorkerMemoryFiles<'a> {
     /// The memory that the workers of the host share during an attempt.
     pub(super) shm: Option<BorrowedFd<'a>>,
     /// The copies of the workers' states (`checkpoint.memory`), which outlive attempts.
@@ -144,7 +144,7 @@ pub(super) fn raise_file_limit() -> io::Result<OpenFileLimits> {
 /// The environment that workers inherit from the agent, as differences from the agent's own
 /// environment.
 #[derive(Clone, Default)]
-pub(super) struct InheritedEnvironment {
+pub(super) struct EnvironmentDifferences {
     /// The changes by `run.activate`.
     pub(super) changes: Arc<EnvironmentChanges>,
     /// The variables that workers do not inherit.
@@ -158,8 +158,8 @@ pub(super) struct InheritedEnvironment {
 /// without the variables of the plan. `(soft, hard)` are the worker's limits of open files.
 pub(super) fn spawn_worker_process(
     plan: &WorkerPlan,
-    inherited_env: &InheritedEnvironment,
-    memory: HostMemory<'_>,
+    inherited_env: &EnvironmentDifferences,
+    memory: WorkerMemoryFiles<'_>,
     (soft, hard): OpenFileLimits,
     uses_terminal: bool,
 ) -> diagnostic::Result<SpawnedWorker> {
@@ -178,7 +178,7 @@ pub(super) fn spawn_worker_process(
         _ => (None, None),
     };
     let mut command = build_worker_command(plan, inherited_env);
-    restore_core_dumps(&mut command);
+    restore_core_dumps_in_child(&mut command);
     let terminal = uses_terminal.then(|| BorrowedTerminal::open(plan.rank)).transpose()?;
     if let Some(terminal) = &terminal {
         use_terminal(&mut command, terminal).map_err(|error| worker_start_error(plan, &error))?;
@@ -222,7 +222,7 @@ pub(super) fn spawn_worker_process(
     let (stdout, stderr) = match (child.stdout.take(), child.stderr.take()) {
         (Some(stdout), Some(stderr)) => (stdout.into(), stderr.into()),
         // The output goes to the terminal, so the log is empty.
-        _ => (open_ended_pipe(plan)?, open_ended_pipe(plan)?),
+        _ => (open_pipe_at_end(plan)?, open_pipe_at_end(plan)?),
     };
     // Dropping `child` neither waits for the process nor kills it; `reap_children` waits.
     Ok(SpawnedWorker { pid: child.id(), stdout, stderr, control, terminal, attempts })
@@ -240,7 +240,7 @@ fn use_terminal(command: &mut Command, terminal: &BorrowedTerminal) -> io::Resul
 }
 
 /// Opens a pipe from which a reader immediately gets the end of the file.
-fn open_ended_pipe(plan: &WorkerPlan) -> diagnostic::Result<OwnedFd> {
+fn open_pipe_at_end(plan: &WorkerPlan) -> diagnostic::Result<OwnedFd> {
     let pipe = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC);
     pipe.map(|(reader, _)| reader).map_err(|error| worker_start_error(plan, &error.into()))
 }
@@ -250,7 +250,7 @@ fn open_ended_pipe(plan: &WorkerPlan) -> diagnostic::Result<OwnedFd> {
 /// The worker leads a new process group. Its stdin is `/dev/null`, and its stdout and stderr are
 /// pipes. Its environment is that of `inherited`, with the variables of the plan. The program is
 /// searched in the `PATH` of this environment.
-fn build_worker_command(plan: &WorkerPlan, inherited: &InheritedEnvironment) -> Command {
+fn build_worker_command(plan: &WorkerPlan, inherited: &EnvironmentDifferences) -> Command {
     let mut command = match plan.command.as_deref() {
         Some(words @ [_, ..]) => {
             let mut words = plan.wrapper.iter().chain(words);
@@ -273,7 +273,7 @@ fn build_worker_command(plan: &WorkerPlan, inherited: &InheritedEnvironment) -> 
 }
 
 /// Changes the environment of a command, which it inherits from the agent, as `inherited` states.
-fn apply_environment(command: &mut Command, inherited: &InheritedEnvironment) {
+fn apply_environment(command: &mut Command, inherited: &EnvironmentDifferences) {
     for (name, value) in inherited.changes.assignments() {
         match value {
             Some(value) => command.env(name, value),

@@ -2,7 +2,7 @@
 //! an agent, so that a slow disk blocks neither the agent nor its workers.
 use super::{log_thread::LogThread, log_times::LogTimesWriter};
 use crate::{
-    background_thread::{WriteRetries, is_transient, write_persistently},
+    background_thread::{WriteRetrySwitch, is_transient, write_persistently},
     private_files::{append_private_file, create_private_dir},
 };
 use diagnostic::{Diagnostic, codes::host::WORKER_LOG_UNWRITABLE};
@@ -52,7 +52,7 @@ impl RankLog {
     /// notice and drops all later bytes. Blocks while the disk is full or stalls, until `retries`
     /// ends the repetitions of writes. `warn` is called with the first error. Returns the number of
     /// bytes that the disk has not accepted.
-    fn append(&mut self, bytes: &[u8], retries: &WriteRetries, mut warn: impl FnMut(Diagnostic)) -> u64 {
+    fn append(&mut self, bytes: &[u8], retries: &WriteRetrySwitch, mut warn: impl FnMut(Diagnostic)) -> u64 {
         if self.closed {
             return if self.lost { bytes.len() as u64 } else { 0 };
         }
@@ -129,7 +129,7 @@ impl RankLogWriter {
     }
 
     /// Writes a notice to the log with the number of bytes that were dropped, if any.
-    pub(crate) fn note_dropped_output(&mut self) {
+    pub(crate) fn write_dropped_notice(&mut self) {
         if self.dropped_bytes > 0 {
             self.write_in_background(0, self.format_dropped_notice().into());
             self.dropped_bytes = 0;
@@ -140,7 +140,7 @@ impl RankLogWriter {
     /// too large for the queue, in which it counts as `size` bytes.
     fn write_in_background(&self, size: usize, text: Vec<u8>) -> bool {
         let (log, warn) = (self.log.clone(), self.warn.clone());
-        self.thread.write(size, move |retries| {
+        self.thread.queue_write(size, move |retries| {
             let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
             log.append(&text, retries, |warning| warn(warning))
         })
@@ -178,11 +178,11 @@ mod tests {
         let mut log =
             RankLogWriter::new(create_log(writer.into(), 1 << 30), thread.clone(), Arc::new(|_| ()));
         log.write_in_background(0, vec![b'x'; capacity + 1]);
-        while thread.busy_time().is_zero() {}
+        while thread.current_write_time().is_zero() {}
         for _ in 0..30 {
             log.append(b"line five\n");
         }
-        log.note_dropped_output();
+        log.write_dropped_notice();
         let (done, text) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
             let mut bytes = Vec::new();
@@ -201,14 +201,14 @@ mod tests {
         let (warned, warnings) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
             let mut log = create_log(full, 1 << 20);
-            log.append(b"text\n", &WriteRetries::default(), |warning| _ = warned.send(warning.to_string()));
+            log.append(b"text\n", &WriteRetrySwitch::default(), |warning| _ = warned.send(warning.to_string()));
         });
         let warning = warnings.recv().expect("a warning");
         assert!(warnings.recv_timeout(Duration::from_millis(200)).is_err(), "one warning");
         let mut closed = create_log(File::open("/dev/null").expect("/dev/null"), 1 << 20);
         let mut texts = vec![warning];
         for _ in 0..2 {
-            closed.append(b"text\n", &WriteRetries::default(), |warning| texts.push(warning.to_string()));
+            closed.append(b"text\n", &WriteRetrySwitch::default(), |warning| texts.push(warning.to_string()));
         }
         insta::assert_snapshot!("warnings_of_unwritable_logs", texts.join("\n"));
     }

@@ -1,5 +1,5 @@
 //! [`relay_to_agent`]: connects a new controller with the agent that is alive on this host.
-use super::attach_socket::{SocketReader, SocketWriter, connect_to_agent};
+use super::attach_socket::{SocketReader, SocketWriter, send_request_to_agent};
 use crate::{
     connection::{encode_frame, read_frame},
     leases::ADOPTION_TIMEOUT,
@@ -34,7 +34,7 @@ pub(super) async fn relay_to_agent(
 ) {
     let connected = match in_tree && request.purpose == AttachPurpose::Adopt {
         true => request_adoption(&request).await.map(|(answer, connection)| (Some(answer), connection)),
-        false => connect_to_agent(&request).await.map(|connection| (None, connection)),
+        false => send_request_to_agent(&request).await.map(|connection| (None, connection)),
     };
     let (answer, connection) = match connected {
         Ok((answer, connection)) => (answer, Some(connection)),
@@ -64,7 +64,7 @@ async fn request_adoption(
     let deadline = start + Duration::from_millis(request.host_lease_ms) + ADOPTION_TIMEOUT;
     loop {
         let elapsed = start.elapsed();
-        let (mut from_agent, to_agent) = connect_to_agent(request).await?;
+        let (mut from_agent, to_agent) = send_request_to_agent(request).await?;
         let answer = timeout_at(deadline, read_frame(&mut from_agent)).await.ok().and_then(Result::ok);
         let answer = answer.flatten().ok_or_else(|| {
             let message = "the agent that is alive on the host does not answer";
@@ -73,7 +73,7 @@ async fn request_adoption(
         })?;
         match &answer {
             FromAgent::NotAdopted(AttachRejection::Controlled { silent_ms, .. })
-                if !proves_controller(elapsed, Duration::from_millis(*silent_ms))
+                if !proves_live_controller(elapsed, Duration::from_millis(*silent_ms))
                     && Instant::now() + RETRY_INTERVAL < deadline =>
             {
                 sleep(RETRY_INTERVAL).await;
@@ -88,7 +88,7 @@ async fn request_adoption(
 /// from the first request to the present one, and `silence` is the time since the last message. A
 /// silence of zero proves nothing: an agent that has just been adopted, and got no message since,
 /// reports it, too.
-fn proves_controller(elapsed: Duration, silence: Duration) -> bool {
+fn proves_live_controller(elapsed: Duration, silence: Duration) -> bool {
     !silence.is_zero() && elapsed.saturating_sub(silence) > MAX_MESSAGE_DELAY
 }
 
@@ -100,7 +100,7 @@ mod tests {
     #[test]
     fn late_messages_of_a_controller_that_has_ended_do_not_prove_that_it_is_alive() {
         let check = |elapsed_ms, silent_ms| {
-            proves_controller(Duration::from_millis(elapsed_ms), Duration::from_millis(silent_ms))
+            proves_live_controller(Duration::from_millis(elapsed_ms), Duration::from_millis(silent_ms))
         };
         // The last message arrives after two seconds, and the silence grows from then on.
         for (elapsed_ms, silent_ms) in [(0, 900), (500, 1400), (2000, 1), (2500, 500), (9000, 7000)] {

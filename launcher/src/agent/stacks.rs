@@ -15,9 +15,9 @@ const PY_SPY_TIMEOUT: Duration = Duration::from_secs(2);
 const TOTAL_TIMEOUT: Duration = Duration::from_secs(6);
 /// The largest number of processes of a worker, of threads of a process, and of frames of a thread
 /// that are written. The others are left out.
-const MAX_ITEMS: usize = 64;
+const MAX_WRITTEN_ITEMS: usize = 64;
 /// The size, in bytes, to which a `/proc` file or a dump of py-spy is truncated.
-const MAX_BYTES: usize = 64 << 10;
+const MAX_TEXT_BYTES: usize = 64 << 10;
 
 /// A worker whose stacks are to be written, and the log to which the stacks are appended.
 #[derive(Clone, Debug)]
@@ -33,19 +33,19 @@ pub(super) fn write_stacks(workers: &[StackTarget]) {
     for worker in workers {
         let text: String = activity::list_process_tree(worker.pid)
             .into_iter()
-            .take(MAX_ITEMS)
+            .take(MAX_WRITTEN_ITEMS)
             .map(describe_threads)
             .collect();
         append_to_log(&worker.log, &format!("launch: no progress; the stacks of the processes:\n{text}"));
     }
     let deadline = Instant::now() + TOTAL_TIMEOUT;
     for worker in workers {
-        for pid in activity::list_process_tree(worker.pid).into_iter().take(MAX_ITEMS) {
+        for pid in activity::list_process_tree(worker.pid).into_iter().take(MAX_WRITTEN_ITEMS) {
             let remaining = deadline.saturating_duration_since(Instant::now()).min(PY_SPY_TIMEOUT);
             if remaining.is_zero() {
                 return;
             }
-            match process::run_py_spy_dump(pid, remaining, MAX_BYTES) {
+            match process::run_py_spy_dump(pid, remaining, MAX_TEXT_BYTES) {
                 Some(text) if !text.is_empty() => append_to_log(&worker.log, &text),
                 Some(_) => {}
                 None => return, // py-spy is not installed
@@ -60,7 +60,7 @@ fn describe_threads(pid: i32) -> String {
     let root = PathBuf::from(format!("/proc/{pid}"));
     let command = read_truncated(&root.join("cmdline")).replace('\0', " ");
     let mut text = format!("  process {pid}: {}\n", command.trim());
-    let threads = fs::read_dir(root.join("task")).into_iter().flatten().flatten().take(MAX_ITEMS);
+    let threads = fs::read_dir(root.join("task")).into_iter().flatten().flatten().take(MAX_WRITTEN_ITEMS);
     for thread in threads {
         let status = read_truncated(&thread.path().join("status"));
         let field = |name: &str| {
@@ -79,7 +79,7 @@ fn describe_threads(pid: i32) -> String {
             field("State:"),
             if channel.is_empty() || channel == "0" { "-" } else { &channel },
         );
-        for frame in read_truncated(&thread.path().join("stack")).lines().take(MAX_ITEMS) {
+        for frame in read_truncated(&thread.path().join("stack")).lines().take(MAX_WRITTEN_ITEMS) {
             _ = writeln!(text, "      {frame}");
         }
     }
@@ -90,7 +90,7 @@ fn describe_threads(pid: i32) -> String {
 /// be read.
 fn read_truncated(path: &Path) -> String {
     let bytes = fs::read(path).unwrap_or_default();
-    String::from_utf8_lossy(&bytes[..bytes.len().min(MAX_BYTES)]).trim_end().to_owned()
+    String::from_utf8_lossy(&bytes[..bytes.len().min(MAX_TEXT_BYTES)]).trim_end().to_owned()
 }
 
 /// Appends text and a line end to an existing log with one write. Ignores errors.

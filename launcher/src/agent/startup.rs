@@ -49,7 +49,7 @@ pub fn main(options: AgentOptions) -> u8 {
     }
     // An agent with a marker was started by sshd, so no other process of launch watches the agent.
     if options.marker.is_some() {
-        match super::watchdog::fork_below_watchdog() {
+        match super::watchdog::fork_agent_below_watchdog() {
             Ok(None) => {}
             Ok(Some(code)) => return code,
             Err(error) => {
@@ -64,7 +64,7 @@ pub fn main(options: AgentOptions) -> u8 {
         }
     }
     if options.marker.is_some() {
-        executable_cache::start_cache_thread();
+        executable_cache::start_cache_cleanup_thread();
     }
     run_agent(&options).unwrap_or_else(|error| report_start_failure(&error))
 }
@@ -83,13 +83,13 @@ fn run_agent(options: &AgentOptions) -> diagnostic::Result<u8> {
         return runtime.block_on(async {
             let stream = connect_back::connect_back(&invitation).await?;
             let (input, output) = stream.into_halves(TcpStream::into_split);
-            run_on_connection(input, output, options).await.map_err(cannot_start)
+            run_event_loop_on(input, output, options).await.map_err(cannot_start)
         });
     }
     if options.tree {
         set_nonblocking(&input).and_then(|()| set_nonblocking(&output)).map_err(cannot_start)?;
         let (halves, node) = tree_node::join_tree(input, output)?;
-        let code = runtime.block_on(run_on_connection(halves.input, halves.output, options));
+        let code = runtime.block_on(run_event_loop_on(halves.input, halves.output, options));
         // The socket of the agent is closed before the node waits for the agents below.
         drop(runtime);
         node.finish();
@@ -100,7 +100,7 @@ fn run_agent(options: &AgentOptions) -> diagnostic::Result<u8> {
         set_nonblocking(&output)?;
         let input = pipe::Receiver::from_owned_fd_unchecked(input)?;
         let output = pipe::Sender::from_owned_fd_unchecked(output)?;
-        run_on_connection(input, output, options).await
+        run_event_loop_on(input, output, options).await
     };
     runtime.block_on(run).map_err(cannot_start)
 }
@@ -145,7 +145,7 @@ fn take_standard_streams(marker: Option<&str>) -> io::Result<(OwnedFd, OwnedFd)>
 /// Runs the event loop of the agent on a control connection, read from `input` and written to
 /// `output`, until the agent exits. Returns the exit code. If the first message asks for the agent
 /// that is already alive on this host, relays the connection to that agent instead.
-async fn run_on_connection(
+async fn run_event_loop_on(
     mut input: impl AsyncRead + Send + Unpin + 'static,
     output: impl AsyncWrite + Send + Unpin + 'static,
     AgentOptions { tree: in_tree, preflight, .. }: &AgentOptions,
@@ -158,8 +158,8 @@ async fn run_on_connection(
         first => first,
     };
     let mut driver = AgentDriver::new(Prober::new(*preflight))?;
-    driver.connect(input, output);
-    driver.receive_first_message(first).await;
+    driver.set_controller_connection(input, output);
+    driver.queue_first_message(first).await;
     Ok(driver.run_event_loop().await)
 }
 

@@ -30,22 +30,22 @@ use tokio::{
 /// The number of inputs that fit into each channel of a node.
 const CHANNEL_CAPACITY: usize = 64;
 /// The time limit for the controller's first message, which states the agent's place in the tree.
-const SETUP_TIMEOUT: Duration = Duration::from_secs(30);
+const FIRST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(30);
 /// The fraction of a link's lease after which a controller that sends nothing counts as silent. The
 /// agents below then have the rest of `run.host_lease` to find another way to the controller.
-const CONTROLLER_SILENCE: (u32, u32) = (3, 5);
+const SILENT_CONTROLLER_LEASE_FRACTION: (u32, u32) = (3, 5);
 /// The interval at which a node whose agent has ended checks whether other agents still need the
 /// node.
-const END_INTERVAL: Duration = Duration::from_millis(20);
+const END_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 /// How long a node that is about to end waits until its neighbour has received the rest of the
 /// agent's stream.
 const DELIVERY_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a node whose agent has ended passes on the streams of agents below, before it asks them
 /// to connect to other agents.
-const LEAVE_DELAY: Duration = Duration::from_secs(2);
+const LEAVE_REQUEST_DELAY: Duration = Duration::from_secs(2);
 /// The longest time for which a node passes on the streams of agents below after its own agent has
 /// ended.
-const MAX_LINGER: Duration = Duration::from_secs(10);
+const MAX_LINGER_TIME: Duration = Duration::from_secs(10);
 
 /// The handle of the thread that runs the tree node of an agent.
 pub(super) struct TreeNodeHandle {
@@ -85,7 +85,7 @@ pub(super) fn join_tree(
         .name("tree".into())
         .spawn(move || {
             runtime.block_on(async {
-                match start_node(input, output).await {
+                match connect_node(input, output).await {
                     Ok((node, halves)) => {
                         // An error means that the agent has ended.
                         _ = started.send(Ok(halves));
@@ -104,7 +104,7 @@ pub(super) fn join_tree(
 }
 
 /// Receives the agent's place in the tree, and connects the agent with its neighbours.
-async fn start_node(input: OwnedFd, output: OwnedFd) -> diagnostic::Result<(TreeNode, StreamHalves)> {
+async fn connect_node(input: OwnedFd, output: OwnedFd) -> diagnostic::Result<(TreeNode, StreamHalves)> {
     let cannot_start = |error: io::Error| {
         Diagnostic::error(host::AGENT_START_FAILED, "cannot start the agent's node of the tree")
             .with_cause(&error)
@@ -118,7 +118,7 @@ async fn start_node(input: OwnedFd, output: OwnedFd) -> diagnostic::Result<(Tree
     let (mut reader, mut writer) = open().map_err(cannot_start)?;
     drop((input, output));
     let first: Result<Option<TreeFrame>, FrameError> =
-        timeout(SETUP_TIMEOUT, read_short_frame(&mut reader, MAX_TREE_FRAME_BYTES))
+        timeout(FIRST_MESSAGE_TIMEOUT, read_short_frame(&mut reader, MAX_TREE_FRAME_BYTES))
             .await
             .unwrap_or(Err(FrameError::Io(io::ErrorKind::TimedOut.into())));
     let setup = match first {
@@ -149,12 +149,12 @@ async fn start_node(input: OwnedFd, output: OwnedFd) -> diagnostic::Result<(Tree
     };
     if node.setup.parents.is_empty() {
         let link = node.links.add(reader, writer, node.from_uplink.0.clone());
-        node.use_uplink(link);
+        node.set_uplink(link);
         return Ok((node, far));
     }
     let answer = match parent_link::connect_to_parent(&node.setup).await {
         Ok(stream) => {
-            node.add_parent(stream);
+            node.replace_uplink(stream);
             Ok(())
         }
         Err(error) => Err(error),
@@ -218,14 +218,14 @@ impl TreeNode {
                 let elapsed = since.elapsed();
                 let children = self.links.list(self.uplink);
                 let is_delivered = self.router.is_delivered(self.setup.stream) || elapsed > DELIVERY_TIMEOUT;
-                if (is_delivered && children.is_empty()) || elapsed > MAX_LINGER {
+                if (is_delivered && children.is_empty()) || elapsed > MAX_LINGER_TIME {
                     break;
                 }
-                if elapsed > LEAVE_DELAY && !has_left {
+                if elapsed > LEAVE_REQUEST_DELAY && !has_left {
                     has_left = true;
-                    self.send_leave();
+                    self.send_leave_requests();
                 }
-                next_tick = next_tick.min(Instant::now() + END_INTERVAL);
+                next_tick = next_tick.min(Instant::now() + END_CHECK_INTERVAL);
             }
             let is_congested = self.links.is_congested(self.uplink);
             tokio::select! {
@@ -236,11 +236,11 @@ impl TreeNode {
                 Some(stream) = self.accepted.recv() => self.add_child(stream),
                 Some(event) = self.events.recv() => self.handle_local_event(event),
                 Some(text) = self.stderr.1.recv() => {
-                    self.router.send_up(TreeFrame::Stderr { stream: self.setup.stream, text });
+                    self.router.send_to_uplink(TreeFrame::Stderr { stream: self.setup.stream, text });
                 }
                 Some(result) = self.reconnected.1.recv() => match result {
-                    Ok(stream) => self.add_parent(stream),
-                    Err(error) => self.lose_controller(&error.to_string()),
+                    Ok(stream) => self.replace_uplink(stream),
+                    Err(error) => self.end_local_stream(&error.to_string()),
                 },
                 _ = &mut ending, if ends_since.is_none() => ends_since = Some(Instant::now()),
                 () = sleep_until(next_tick) => {
@@ -251,7 +251,7 @@ impl TreeNode {
             }
         }
         self.execute_actions();
-        self.send_leave();
+        self.send_leave_requests();
         self.links.finish().await;
     }
 
@@ -260,20 +260,20 @@ impl TreeNode {
     /// frames may be waiting. While too many frames wait for the uplink, the links to the agents
     /// below are not read, and not closed.
     fn check_links(&mut self, lease: Duration, lateness: Duration) {
-        self.links.excuse(lateness);
+        self.links.exclude_pause_from_silence(lateness);
         if self.links.is_congested(self.uplink) {
-            self.links.renew(self.uplink);
+            self.links.reset_silence(self.uplink);
         }
         self.links.send_heartbeats();
         let controller = self.uplink.filter(|_| self.setup.parents.is_empty());
         let mut silent = self.links.list_silent(lease);
         if let Some(controller) = controller {
             silent.retain(|link| *link != controller);
-            let tolerated = lease * CONTROLLER_SILENCE.0 / CONTROLLER_SILENCE.1;
+            let tolerated = lease * SILENT_CONTROLLER_LEASE_FRACTION.0 / SILENT_CONTROLLER_LEASE_FRACTION.1;
             self.report_controller_silence(self.links.list_silent(tolerated).contains(&controller));
         }
         if self.silence_heard_at.is_some_and(|heard_at| heard_at.elapsed() > lease) {
-            self.end_search();
+            self.end_parent_search();
         }
         for link in silent {
             self.links.close(link);
@@ -325,7 +325,7 @@ impl TreeNode {
             RouterAction::End(_, StreamEnd::Finished) => {
                 self.local.iter_mut().for_each(LocalStream::end_reading);
             }
-            RouterAction::End(..) => self.lose_controller("the controller has ended the stream"),
+            RouterAction::End(..) => self.end_local_stream("the controller has ended the stream"),
             // An agent that is connected with the controller has no other neighbour.
             RouterAction::SetParents(parents) => {
                 if !parents.is_empty() && !self.setup.parents.is_empty() {
@@ -342,13 +342,13 @@ impl TreeNode {
     /// Handles a link that this node has closed.
     fn handle_closed_link(&mut self, link: LinkId) {
         match self.uplink == Some(link) {
-            true => self.lose_uplink(),
+            true => self.on_uplink_lost(),
             false => self.router.remove_child(link),
         }
     }
 
     /// Makes `link` the uplink, over which this node reaches the controller.
-    fn use_uplink(&mut self, link: LinkId) {
+    fn set_uplink(&mut self, link: LinkId) {
         self.uplink = Some(link);
         self.listener.set_connected(true);
         self.router.set_uplink(link);
@@ -356,7 +356,7 @@ impl TreeNode {
     }
 
     /// Makes a new connection to another agent the uplink, and closes the previous uplink.
-    fn add_parent(&mut self, stream: NeighbourLink) {
+    fn replace_uplink(&mut self, stream: NeighbourLink) {
         if let Some(earlier) = self.uplink.take() {
             tracing::info!(target: "tree", stream = self.setup.stream, "left an agent without a controller");
             self.links.close(earlier);
@@ -364,7 +364,7 @@ impl TreeNode {
         }
         self.silence_heard_at = None;
         let link = self.links.add(stream.input, stream.output, self.from_uplink.0.clone());
-        self.use_uplink(link);
+        self.set_uplink(link);
     }
 
     /// Adds the connection of an agent below, and sends it the welcome frame.
@@ -380,8 +380,8 @@ impl TreeNode {
         }
         self.links.record_input(link);
         match frame {
-            Some(TreeFrame::Leave) | None => self.lose_uplink(),
-            Some(TreeFrame::ControllerSilent) => self.search_parent(),
+            Some(TreeFrame::Leave) | None => self.on_uplink_lost(),
+            Some(TreeFrame::ControllerSilent) => self.start_parent_search(),
             Some(frame) => self.router.receive_from_uplink(frame),
         }
     }
@@ -404,27 +404,27 @@ impl TreeNode {
     fn handle_local_event(&mut self, event: LocalStreamEvent) {
         match event {
             LocalStreamEvent::Written(stream, bytes) => self.router.write(stream, &bytes),
-            LocalStreamEvent::Closed(stream) => self.router.finish(stream),
-            LocalStreamEvent::Consumed(stream, count) => self.router.consume(stream, count),
+            LocalStreamEvent::Closed(stream) => self.router.finish_writing(stream),
+            LocalStreamEvent::Consumed(stream, count) => self.router.record_consumed_bytes(stream, count),
         }
     }
 
     /// Handles the end of the link to the neighbour above, by connecting to another agent in the
     /// background. Connects to another agent in the background. An agent that was connected with
     /// the controller itself has lost the controller.
-    fn lose_uplink(&mut self) {
+    fn on_uplink_lost(&mut self) {
         let Some(link) = self.uplink.take() else { return };
         self.links.close(link);
         self.listener.set_connected(false);
         self.router.remove_uplink();
         if self.setup.parents.is_empty() {
-            return self.lose_controller("the SSH connection has ended");
+            return self.end_local_stream("the SSH connection has ended");
         }
         self.silence_heard_at = None;
         let (setup, reconnected) = (self.setup.clone(), self.reconnected.0.clone());
         tracing::info!(target: "tree", stream = setup.stream, "connecting to another agent");
-        self.set_attempt(async move {
-            let result = parent_link::reconnect(&setup).await;
+        self.start_parent_attempt(async move {
+            let result = parent_link::reconnect_to_parent(&setup).await;
             // An error means that the node has ended.
             _ = reconnected.send(result).await;
         });
@@ -433,14 +433,14 @@ impl TreeNode {
     /// Tries in the background to connect to another agent, because the neighbour above reports
     /// that the controller is silent. Stops when an agent accepts this one, or when the neighbour
     /// above hears the controller again. The present link is used until then.
-    fn search_parent(&mut self) {
+    fn start_parent_search(&mut self) {
         self.silence_heard_at = Some(Instant::now());
         if self.attempt.as_ref().is_some_and(|attempt| !attempt.is_finished()) {
             return;
         }
         let (setup, reconnected) = (self.setup.clone(), self.reconnected.0.clone());
-        self.set_attempt(async move {
-            if let Ok(stream) = parent_link::reconnect(&setup).await {
+        self.start_parent_attempt(async move {
+            if let Ok(stream) = parent_link::reconnect_to_parent(&setup).await {
                 // An error means that the node has ended.
                 _ = reconnected.send(Ok(stream)).await;
             }
@@ -449,7 +449,7 @@ impl TreeNode {
 
     /// Stops the search for another agent, because the neighbour above receives messages of the
     /// controller again.
-    fn end_search(&mut self) {
+    fn end_parent_search(&mut self) {
         self.silence_heard_at = None;
         if let Some(attempt) = self.attempt.take() {
             attempt.abort();
@@ -457,14 +457,14 @@ impl TreeNode {
     }
 
     /// Starts the task that connects to another agent, and aborts an earlier one.
-    fn set_attempt(&mut self, attempt: impl Future<Output = ()> + Send + 'static) {
+    fn start_parent_attempt(&mut self, attempt: impl Future<Output = ()> + Send + 'static) {
         if let Some(earlier) = self.attempt.replace(tokio::spawn(attempt)) {
             earlier.abort();
         }
     }
 
     /// Ends the agent's own stream, because no agent provides a connection to the controller.
-    fn lose_controller(&mut self, reason: &str) {
+    fn end_local_stream(&mut self, reason: &str) {
         tracing::info!(target: "tree", stream = self.setup.stream, reason, "lost the controller");
         if let Some(local) = self.local.take() {
             local.end_writing();
@@ -472,7 +472,7 @@ impl TreeNode {
     }
 
     /// Asks the agents below to connect to other agents.
-    fn send_leave(&mut self) {
+    fn send_leave_requests(&mut self) {
         self.listener.set_connected(false);
         for link in self.links.list(self.uplink) {
             self.links.send(link, TreeFrame::Leave);

@@ -8,7 +8,7 @@ mod sampled_worker;
 mod worker_counters;
 
 use crate::discover::read_memory_usage;
-use gpu_counters::GpuReader;
+use gpu_counters::GpuUsageReader;
 use host_counters::HostCounters;
 use protocol::control::{GpuUsage, HostUsage};
 pub(super) use sampled_worker::SampledWorker;
@@ -25,7 +25,7 @@ use worker_counters::WorkerCounters;
 /// The time between two measurements.
 const SAMPLE_INTERVAL: Duration = Duration::from_secs(2);
 /// The number of usage measurements per reading of the GPUs, whose driver is slow.
-const GPU_SAMPLE_EVERY: u32 = 3;
+const SAMPLES_PER_GPU_READING: u32 = 3;
 
 /// The workers whose usage is measured, and their attempt.
 #[derive(Clone, Debug, Default)]
@@ -48,13 +48,13 @@ impl UsageSampler {
         let workers: Arc<Mutex<SampledWorkers>> = Arc::default();
         let (sender, measured) = mpsc::channel(1);
         let shared = workers.clone();
-        thread::Builder::new().name("usage".into()).spawn(move || sample(&shared, &sender))?;
+        thread::Builder::new().name("usage".into()).spawn(move || run_sampler(&shared, &sender))?;
         Ok(UsageSampler { workers, measured })
     }
 
     /// Sets the running workers and their attempt.
     pub(super) fn set_workers(&self, attempt: u32, workers: Vec<SampledWorker>) {
-        *lock(&self.workers) = SampledWorkers { attempt, workers };
+        *lock_workers(&self.workers) = SampledWorkers { attempt, workers };
     }
 
     /// Waits for the next measurement. Returns it with the attempt of the workers.
@@ -66,16 +66,16 @@ impl UsageSampler {
     }
 }
 
-fn lock(workers: &Mutex<SampledWorkers>) -> MutexGuard<'_, SampledWorkers> {
+fn lock_workers(workers: &Mutex<SampledWorkers>) -> MutexGuard<'_, SampledWorkers> {
     workers.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Measures the usage periodically until the driver of the agent has ended.
-fn sample(shared: &Mutex<SampledWorkers>, sender: &mpsc::Sender<(u32, HostUsage)>) {
+fn run_sampler(shared: &Mutex<SampledWorkers>, sender: &mpsc::Sender<(u32, HostUsage)>) {
     let mut meter = UsageMeter::new(Path::new("/"));
     loop {
         thread::sleep(SAMPLE_INTERVAL);
-        let SampledWorkers { attempt, workers } = lock(shared).clone();
+        let SampledWorkers { attempt, workers } = lock_workers(shared).clone();
         let usage = meter.measure(&workers, Instant::now());
         // A measurement that the driver has not taken yet is as good as this one.
         if let Some(usage) = usage
@@ -93,7 +93,7 @@ struct UsageMeter<'r> {
     /// The counters of the host, and the time at which they were read; `None` while no worker runs.
     host: Option<(HostCounters, Instant)>,
     workers: WorkerCounters,
-    gpu_reader: GpuReader,
+    gpu_reader: GpuUsageReader,
     gpus: Vec<GpuUsage>,
     /// The number of measurements.
     count: u32,
@@ -106,7 +106,7 @@ impl<'r> UsageMeter<'r> {
             root,
             host: None,
             workers: WorkerCounters::default(),
-            gpu_reader: GpuReader::default(),
+            gpu_reader: GpuUsageReader::default(),
             gpus: Vec::new(),
             count: 0,
         }
@@ -121,7 +121,7 @@ impl<'r> UsageMeter<'r> {
         }
         let counters = HostCounters::read(self.root);
         let workers = self.workers.measure(self.root, workers);
-        if self.count.is_multiple_of(GPU_SAMPLE_EVERY) {
+        if self.count.is_multiple_of(SAMPLES_PER_GPU_READING) {
             self.gpus = self.gpu_reader.read_usage(self.root);
         }
         self.count = self.count.wrapping_add(1);

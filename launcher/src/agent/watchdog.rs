@@ -5,7 +5,7 @@
 //! the child of the watchdog. The watchdog waits for the end of the agent and then kills every
 //! process that is left, and removes the agent's temporary files. On the controller's machine, the
 //! controller kills these processes.
-use super::{hang::choose_directory, process::fork_process};
+use super::{hang::choose_directory_path, process::fork_process};
 use crate::processes::{become_subreaper, kill_descendants, reap_children};
 use nix::{
     errno::Errno,
@@ -34,9 +34,9 @@ const IGNORED_SIGNALS: [Signal; 4] = [Signal::SIGINT, Signal::SIGTERM, Signal::S
 /// In the agent, returns `None` immediately. In the watchdog, blocks until the agent has ended and
 /// the remaining processes are killed, and returns the agent's exit code. The process must have
 /// only one thread when it calls this function.
-pub(super) fn fork_below_watchdog() -> io::Result<Option<u8>> {
+pub(super) fn fork_agent_below_watchdog() -> io::Result<Option<u8>> {
     become_subreaper()?;
-    choose_directory();
+    choose_directory_path();
     match fork_process()? {
         None => Ok(None),
         Some(agent) => watch_agent(agent).map(Some),
@@ -66,8 +66,8 @@ fn watch_agent(agent: Pid) -> io::Result<u8> {
     };
     sweep_descendants();
     // An agent that was not killed has removed the directory.
-    _ = fs::remove_dir_all(choose_directory());
-    Ok(exit_like_agent(status))
+    _ = fs::remove_dir_all(choose_directory_path());
+    Ok(mirror_agent_exit(status))
 }
 
 /// Kills and reaps the descendants of this process until no descendant is left or [`SWEEP_TIMEOUT`]
@@ -85,7 +85,7 @@ fn sweep_descendants() {
 
 /// Returns the exit code of an agent that ended with `status`. If a signal killed the agent, sends
 /// the same signal to this process instead, so that sshd reports the signal.
-fn exit_like_agent(status: WaitStatus) -> u8 {
+fn mirror_agent_exit(status: WaitStatus) -> u8 {
     match status {
         WaitStatus::Exited(_, code) => code as u8,
         WaitStatus::Signaled(_, number, _) => {

@@ -4,7 +4,7 @@ use diagnostic::{Diagnostic, codes::job as codes};
 use jobspec::{
     ClusterSpec, HostSelection,
     hosts::{
-        HostAddress, HostSlots, HostfileEntry, HostfileError, MAX_HOSTFILE, MAX_HOSTS, filter_hosts,
+        HostAddress, HostSlots, HostfileEntry, HostfileError, MAX_HOSTFILE_BYTES, MAX_HOSTS, filter_hosts,
         parse_hostfile, parse_hosts,
     },
     read_input_file,
@@ -21,7 +21,7 @@ pub(crate) struct ClusterHost {
 }
 
 /// The largest number of errors that are reported for one hostfile.
-const MAX_REPORTED: usize = 5;
+const MAX_REPORTED_ERRORS: usize = 5;
 
 /// Returns the hosts in `cluster.hosts` that the job's filters select, in the order of
 /// `cluster.hosts`. Returns `None` if the job names no hosts. Fails if a job that names no hosts
@@ -104,9 +104,9 @@ pub(crate) fn read_hostfile(file: &Path) -> diagnostic::Result<String> {
         let diagnostic = Diagnostic::error(codes::HOSTFILE_UNREADABLE, message);
         diagnostic.with_subject("cluster.hosts").with_field("file", path.as_str())
     };
-    let bytes = read_input_file(file, MAX_HOSTFILE as u64)
+    let bytes = read_input_file(file, MAX_HOSTFILE_BYTES as u64)
         .map_err(|error| unreadable(format!("cannot read the hostfile {path}")).with_cause(&error))?;
-    if bytes.len() > MAX_HOSTFILE {
+    if bytes.len() > MAX_HOSTFILE_BYTES {
         return Err(unreadable(format!("the hostfile {path} is larger than 4 MiB")));
     }
     String::from_utf8(bytes).map_err(|_| unreadable(format!("the hostfile {path} is not UTF-8 text")))
@@ -125,7 +125,7 @@ pub(crate) fn parse_hostfile_entries(file: &Path, text: &str) -> Result<Vec<Clus
                 .with_field("column", column)
                 .with_help("a line is `host slots=N`, as in DeepSpeed and Open MPI")
         };
-        errors.into_iter().take(MAX_REPORTED).map(diagnostic).collect::<Vec<_>>()
+        errors.into_iter().take(MAX_REPORTED_ERRORS).map(diagnostic).collect::<Vec<_>>()
     })?;
     let host = |entry: HostfileEntry| ClusterHost {
         host: entry.host,

@@ -88,7 +88,7 @@ impl Cluster for JoinCluster {
             return Vec::new();
         }
         let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
-        names.filter(|name| process_variables::describes_process(name)).collect()
+        names.filter(|name| process_variables::is_process_variable(name)).collect()
     }
 }
 

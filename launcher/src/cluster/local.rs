@@ -5,7 +5,7 @@ use super::{
     provider::{Cluster, ClusterError},
     transport::{AgentHandle, AgentProcess, Transport},
 };
-use crate::core_dumps::restore_core_dumps;
+use crate::core_dumps::restore_core_dumps_in_child;
 use diagnostic::{Diagnostic, codes::host};
 use jobspec::{JobSpec, env};
 use std::{
@@ -70,7 +70,7 @@ pub(super) fn start_local_agent() -> io::Result<AgentProcess> {
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     // In a separate group, the agent does not receive a terminal's Ctrl-C.
     command.process_group(0);
-    restore_core_dumps(&mut command);
+    restore_core_dumps_in_child(&mut command);
     let mut child = command.spawn()?;
     let (Some(input), Some(output), Some(stderr)) =
         (child.stdin.take(), child.stdout.take(), child.stderr.take())

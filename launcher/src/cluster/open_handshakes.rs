@@ -5,7 +5,7 @@ use tokio::task::AbortHandle;
 
 /// The largest number of simultaneous unauthenticated connections from one address. The other side
 /// of such a connection has not yet proved that it has the job's key. An agent opens fewer.
-const MAX_PER_ADDRESS: usize = 2 * protocol::control::MAX_ADDRESSES;
+const MAX_CONNECTIONS_PER_ADDRESS: usize = 2 * protocol::control::MAX_ADDRESSES;
 /// The largest number of simultaneous unauthenticated connections, in addition to one for each
 /// agent. The other side of such a connection has not yet proved that it has the job's key.
 const MAX_UNAUTHENTICATED_CONNECTIONS: usize = 256;
@@ -32,10 +32,10 @@ impl OpenHandshakes {
     /// many. Returns the address of the closed connection.
     pub(super) fn make_space(&mut self, peer: IpAddr) -> Option<IpAddr> {
         self.connections.retain(|(_, task)| !task.is_finished());
-        let address = if self.count(peer) >= MAX_PER_ADDRESS {
+        let address = if self.count_connections_from(peer) >= MAX_CONNECTIONS_PER_ADDRESS {
             peer
         } else if self.connections.len() >= self.limit {
-            self.connections.iter().map(|(address, _)| *address).max_by_key(|address| self.count(*address))?
+            self.connections.iter().map(|(address, _)| *address).max_by_key(|address| self.count_connections_from(*address))?
         } else {
             return None;
         };
@@ -50,7 +50,7 @@ impl OpenHandshakes {
     }
 
     /// Returns the number of connections from an address.
-    fn count(&self, address: IpAddr) -> usize {
+    fn count_connections_from(&self, address: IpAddr) -> usize {
         self.connections.iter().filter(|(other, _)| *other == address).count()
     }
 }
@@ -73,9 +73,9 @@ mod tests {
         assert_eq!(closed, None);
         let idle = IpAddr::from([10, 0, 0, 2]);
         let (_, oldest) = connect(&mut handshakes, idle);
-        for count in 2..=3 * MAX_PER_ADDRESS {
+        for count in 2..=3 * MAX_CONNECTIONS_PER_ADDRESS {
             let (closed, _) = connect(&mut handshakes, idle);
-            assert_eq!(closed, (count > MAX_PER_ADDRESS).then_some(idle));
+            assert_eq!(closed, (count > MAX_CONNECTIONS_PER_ADDRESS).then_some(idle));
             tokio::task::yield_now().await;
         }
         assert!(oldest.is_finished() && !agent_task.is_finished());

@@ -129,7 +129,7 @@ impl AgentConnectionSlot {
     }
 
     /// Returns the number of reads that have returned bytes of the agent.
-    pub(super) fn count_received(&self) -> u64 {
+    pub(super) fn count_reads(&self) -> u64 {
         self.shared.received.load(Ordering::Relaxed)
     }
 

@@ -155,7 +155,7 @@ fn build_target(job: &JobSpec, node: &SlurmNode) -> HostTarget {
         DeviceSelection::Cpu | DeviceSelection::List(_) => false,
     };
     let slots = match job.cluster.workers_per_host {
-        WorkersPerHost::Auto => node.worker_count(use_gpus),
+        WorkersPerHost::Auto => node.default_worker_count(use_gpus),
         WorkersPerHost::Exactly(_) => None,
     };
     HostTarget { name: node.name.clone(), slots, selected_slots: None, local: false }

@@ -31,7 +31,7 @@ use ssh_transport::SshTransport;
 pub(super) struct SshCluster;
 
 /// The stages of an SSH connection, each with the name of its check.
-const STAGES: &[(ConnectionStage, &str)] = &[
+const STAGE_CHECK_NAMES: &[(ConnectionStage, &str)] = &[
     (ConnectionStage::Config, "config"),
     (ConnectionStage::Name, "dns"),
     (ConnectionStage::Tcp, "tcp"),
@@ -61,6 +61,6 @@ impl Cluster for SshCluster {
     }
 
     fn preflight(&self) -> ClusterPreflight {
-        ClusterPreflight { stages: STAGES, declares_slots: true }
+        ClusterPreflight { stages: STAGE_CHECK_NAMES, declares_slots: true }
     }
 }

@@ -32,8 +32,8 @@ pub(crate) trait Transport {
     fn start_agents(&mut self, hosts: &[String]) -> Vec<diagnostic::Result<AgentProcess>>;
 
     /// Returns the time limits for agents to connect, and how often a lost agent may return.
-    fn arrival(&self) -> AgentArrival {
-        AgentArrival::default()
+    fn arrival_limits(&self) -> ArrivalLimits {
+        ArrivalLimits::default()
     }
 
     /// Replaces the addresses of the hosts, and adds new hosts, after the list of hosts has
@@ -59,7 +59,7 @@ pub(crate) trait Transport {
     /// Returns those of [`Transport::child_processes`] whose process group is killed when the
     /// process has ended. `srun` is not among them, because its second process ends the tasks of a
     /// killed `srun`.
-    fn leaders_of_killed_groups(&self) -> Vec<u32> {
+    fn children_with_killed_groups(&self) -> Vec<u32> {
         Vec::new()
     }
 
@@ -70,7 +70,7 @@ pub(crate) trait Transport {
 
 /// The time limits for agents to connect, and how often a lost agent may return.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct AgentArrival {
+pub(crate) struct ArrivalLimits {
     /// The time limit from the request for an agent to its hello, which is its first message.
     pub(crate) hello_timeout: Duration,
     /// The time for which a host is not used again after it was lost.
@@ -80,10 +80,10 @@ pub(crate) struct AgentArrival {
     pub(crate) max_returns: u32,
 }
 
-impl Default for AgentArrival {
+impl Default for ArrivalLimits {
     /// Returns the limits for transports that start the agents themselves, such as SSH.
-    fn default() -> AgentArrival {
-        AgentArrival { hello_timeout: HELLO_TIMEOUT, quarantine: LOST_HOST_QUARANTINE, max_returns: 0 }
+    fn default() -> ArrivalLimits {
+        ArrivalLimits { hello_timeout: HELLO_TIMEOUT, quarantine: LOST_HOST_QUARANTINE, max_returns: 0 }
     }
 }
 

@@ -60,13 +60,13 @@ pub(crate) fn run(args: AttachArgs, context: &CommandContext) -> diagnostic::Res
         return Err(Diagnostic::error(run_codes::RUN_NOT_ATTACHABLE, message).with_subject(run.record.run));
     }
     match args.detach {
-        true => start_detached(&args, &run, context),
-        false => take_over(&args, run, context),
+        true => start_detached_takeover(&args, &run, context),
+        false => take_over_run(&args, run, context),
     }
 }
 
 /// Takes over a run, and runs its controller in this process until the run ends.
-fn take_over(args: &AttachArgs, run: Run, context: &CommandContext) -> diagnostic::Result<u8> {
+fn take_over_run(args: &AttachArgs, run: Run, context: &CommandContext) -> diagnostic::Result<u8> {
     let record = run.record;
     let starter =
         args.detached.as_deref().map(parse_detached_option).transpose()?.map(|(_, starter)| starter);
@@ -136,7 +136,7 @@ fn take_over(args: &AttachArgs, run: Run, context: &CommandContext) -> diagnosti
 
 /// Starts a controller in a separate session, and blocks until it has taken over the run or has
 /// ended. Returns 0, or the exit code of a controller that has not taken over the run.
-fn start_detached(args: &AttachArgs, run: &Run, context: &CommandContext) -> diagnostic::Result<u8> {
+fn start_detached_takeover(args: &AttachArgs, run: &Run, context: &CommandContext) -> diagnostic::Result<u8> {
     let (name, directory) = (&run.record.run, &run.record.run_dir);
     let console = directory.join("console.log");
     let cannot_write = |error: io::Error| {
@@ -166,7 +166,7 @@ fn start_detached(args: &AttachArgs, run: &Run, context: &CommandContext) -> dia
             output::print_line(name)
         }
         DetachedStart::Ended(status) => {
-            command_output::write_message(&read_from(&console, earlier_bytes).unwrap_or_default());
+            command_output::write_message(&read_file_from(&console, earlier_bytes).unwrap_or_default());
             Ok(match status {
                 ExitStatus::Code(code) => code,
                 ExitStatus::Signal(..) => protocol::exit::FAILED,
@@ -176,7 +176,7 @@ fn start_detached(args: &AttachArgs, run: &Run, context: &CommandContext) -> dia
 }
 
 /// Reads the part of a text file that begins at byte `position`.
-fn read_from(path: &Path, position: u64) -> io::Result<String> {
+fn read_file_from(path: &Path, position: u64) -> io::Result<String> {
     let mut file = File::open(path)?;
     file.seek(SeekFrom::Start(position))?;
     let mut bytes = Vec::new();

@@ -23,7 +23,7 @@ use diagnostic::{
     codes::{command, host},
 };
 use jobspec::{HostSelection, JobSpec, hosts::RendezvousAddress};
-use network::{NetworkTargets, measure_network};
+use network::{NetworkCheckOptions, measure_network};
 use protocol::{exit, host_name::read_host_name};
 use std::{
     path::PathBuf,
@@ -101,7 +101,7 @@ fn check_hosts(request: &JobRequest, network: bool) -> diagnostic::Result<CheckR
         Diagnostic::error(command::ASYNC_RUNTIME_FAILED, "cannot start the event loop").with_cause(&e)
     })?;
     let are_local = hosts.iter().map(|host| host.local).collect();
-    let network = network.then(|| NetworkTargets::new(job, are_local, limit_peer_timeout_ms(job)));
+    let network = network.then(|| NetworkCheckOptions::new(job, are_local, limit_peer_timeout_ms(job)));
     let network = network.transpose()?;
     tokio::task::LocalSet::new().block_on(&runtime, async {
         let transport = cluster.transport(job).map_err(located)?;
@@ -120,7 +120,7 @@ fn check_hosts(request: &JobRequest, network: bool) -> diagnostic::Result<CheckR
             network::add_network_checks(&mut report, &measured);
         }
         if job.cluster.hosts == HostSelection::Join {
-            probe::send_end(agents, find_exit_code(&report).unwrap_or(exit::DONE)).await;
+            probe::end_probed_agents(agents, find_exit_code(&report).unwrap_or(exit::DONE)).await;
         } else {
             // The agents end, close their ports and remove their nonce files.
             drop(agents);

@@ -1,5 +1,5 @@
 //! [`CommandContext`]: what a command gets in addition to its arguments, such as the output format.
-use super::{gpu_check::args::RunGpuCheck, output::OutputFormat};
+use super::{gpu_check::args::GpuCheckFunction, output::OutputFormat};
 use protocol::preflight::Preflight;
 
 /// The output format of a command and the inputs that do not come from its arguments.
@@ -15,5 +15,5 @@ pub(crate) struct CommandContext {
     /// The checks of the `train` section of a job.
     pub(crate) preflight: &'static dyn Preflight,
     /// The implementation of `launch gpu-check`.
-    pub(crate) run_gpu_check: RunGpuCheck,
+    pub(crate) run_gpu_check: GpuCheckFunction,
 }

@@ -25,7 +25,7 @@ use crate::{
 use clap::Args;
 use diagnostic::{Category, Diagnostic, codes::command};
 use jobspec::{AcceleratorKind, Document, DocumentSyntax, env, read_input_file};
-use original_program::{find_python, run_original};
+use original_program::{find_python, exec_original_program};
 use protocol::control::HostInventory;
 use std::{
     collections::BTreeMap,
@@ -53,7 +53,7 @@ pub(crate) const DEEPSPEED_HELP: &str = "The options after the name of the comma
     docs/cli.md#drop-in-commands lists the differences.";
 
 /// The directory of the files that `deepspeed --save_pid` writes.
-const PID_DIRECTORY: &str = "/tmp";
+const PID_FILE_DIRECTORY: &str = "/tmp";
 /// The name of the file with variables for workers on several hosts, unless `DS_ENV_FILE` is set.
 const DEEPSPEED_ENV_FILE: &str = ".deepspeed_env";
 /// The largest size of a file with variables for workers, in bytes.
@@ -81,7 +81,7 @@ pub(crate) fn run(
     context: &CommandContext,
 ) -> diagnostic::Result<u8> {
     let Some(arguments) = select_job_arguments(launcher, &args.arguments) else {
-        return Err(run_original(launcher, &args.arguments));
+        return Err(exec_original_program(launcher, &args.arguments));
     };
     let words: Option<Vec<String>> = arguments.iter().map(|word| word.to_str().map(str::to_owned)).collect();
     let words = words.ok_or_else(|| {
@@ -92,16 +92,16 @@ pub(crate) fn run(
         return print_help(launcher, context);
     }
     let inventory = discover_inventory()?;
-    let variables = read_variables();
+    let variables = read_environment_variables();
     let python = find_python(launcher, &words)?;
     let directory = std::env::current_dir().map_err(|error| {
         let message = "cannot determine the current directory";
         Diagnostic::error(command::CURRENT_DIRECTORY_UNAVAILABLE, message).with_cause(&error)
     })?;
     let directory = directory.display().to_string();
-    let machine = describe_machine(&inventory, &variables, &python, &directory);
-    let pid_file = launcher == OtherLauncher::Deepspeed && saves_pid(&words);
-    let ImportedJob { job, notes, nodes } = convert(launcher, &words, &machine)?;
+    let machine = build_drop_in_context(&inventory, &variables, &python, &directory);
+    let pid_file = launcher == OtherLauncher::Deepspeed && requests_pid_file(&words);
+    let ImportedJob { job, notes, nodes } = convert_to_job(launcher, &words, &machine)?;
     let node = build_node_args(nodes);
     command_output::write_message(&notes.iter().map(|note| format!("{note}\n")).collect::<String>());
     let pid_file = if pid_file { Some(PidFile::create()?) } else { None };
@@ -151,7 +151,7 @@ fn print_help(launcher: OtherLauncher, context: &CommandContext) -> diagnostic::
 }
 
 /// Returns the environment variables of this process whose names and values are UTF-8 text.
-fn read_variables() -> BTreeMap<String, String> {
+fn read_environment_variables() -> BTreeMap<String, String> {
     let text =
         |(name, value): (OsString, OsString)| Some((name.into_string().ok()?, value.into_string().ok()?));
     std::env::vars_os().filter_map(text).collect()
@@ -159,7 +159,7 @@ fn read_variables() -> BTreeMap<String, String> {
 
 /// Collects the properties of this machine and of the user's environment that determine how the
 /// command line of another launcher is converted.
-fn describe_machine<'a>(
+fn build_drop_in_context<'a>(
     inventory: &HostInventory,
     variables: &'a BTreeMap<String, String>,
     python: &'a str,
@@ -197,7 +197,7 @@ fn describe_machine<'a>(
 
 /// Converts the arguments of a command line to a job. Reads the files that the other launcher would
 /// read.
-fn convert(
+fn convert_to_job(
     launcher: OtherLauncher,
     words: &[String],
     machine: &DropInContext<'_>,
@@ -207,8 +207,8 @@ fn convert(
         OtherLauncher::Torchrun => import::convert_torchrun_command(words, machine).map_err(rejected),
         OtherLauncher::Accelerate => {
             let command = AccelerateCommand::parse(words).map_err(rejected)?;
-            let (files, is_required) = command.config_files(machine);
-            let config = read_config(&files, is_required)?;
+            let (files, is_required) = command.list_config_files(machine);
+            let config = read_accelerate_config(&files, is_required)?;
             command.convert(config.as_ref(), machine).map_err(rejected)
         }
         OtherLauncher::Deepspeed => {
@@ -232,7 +232,7 @@ fn combine_rejections(launcher: OtherLauncher, mut mistakes: Vec<Diagnostic>) ->
 
 /// Reads the first existing file of `files`, and parses it as a configuration of Accelerate. If
 /// `is_required` is true, a missing file is an error.
-fn read_config(files: &[PathBuf], is_required: bool) -> diagnostic::Result<Option<Document>> {
+fn read_accelerate_config(files: &[PathBuf], is_required: bool) -> diagnostic::Result<Option<Document>> {
     let Some(file) = files.iter().find(|file| is_required || file.is_file()) else { return Ok(None) };
     let is_json = file.extension().is_some_and(|extension| extension == "json");
     let syntax = if is_json { DocumentSyntax::Json } else { DocumentSyntax::Yaml };
@@ -275,8 +275,8 @@ fn read_variable_file(path: &Path) -> diagnostic::Result<String> {
 
 /// Returns whether a command line of `deepspeed` requests a file with the process id. Returns
 /// `false` for an invalid command line.
-fn saves_pid(words: &[String]) -> bool {
-    DeepSpeedCommand::parse(words).is_ok_and(|command| command.saves_pid())
+fn requests_pid_file(words: &[String]) -> bool {
+    DeepSpeedCommand::parse(words).is_ok_and(|command| command.requests_pid_file())
 }
 
 /// The file with the process id of this process that `deepspeed --save_pid` requests. Dropping the
@@ -289,7 +289,7 @@ impl PidFile {
     /// Creates the file. Fails if it exists.
     fn create() -> diagnostic::Result<PidFile> {
         let pid = std::process::id();
-        let path = Path::new(PID_DIRECTORY).join(format!("{pid}.deepspeed"));
+        let path = Path::new(PID_FILE_DIRECTORY).join(format!("{pid}.deepspeed"));
         let written = OpenOptions::new().write(true).create_new(true).open(&path);
         written.and_then(|mut file| write!(file, "{pid}")).map_err(|error| {
             super::output::path_error(command::PID_FILE_FAILED, "cannot write", &path, &error)

@@ -13,7 +13,7 @@ use clap::Args;
 use diagnostic::{
     codes::command,
     quantity::format_clock,
-    terminal_text::{escape_json, filter_line},
+    terminal_text::{escape_unprintable_in_json, filter_line},
 };
 use protocol::event::TimedEvent;
 use serde::Deserialize;
@@ -55,7 +55,7 @@ fn print_journal(run: &Run, follow: bool, format: OutputFormat) -> diagnostic::R
             });
         });
         let more = more.map_err(unreadable)?;
-        match command_output::write_strict(&text) {
+        match command_output::write_filtered_text(&text) {
             Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => return Ok(()),
             other => other.map_err(|error| output_error(&error))?,
         }
@@ -82,7 +82,7 @@ fn convert_json_line(line: &str, format: OutputFormat) -> String {
         }
         _ => None,
     };
-    format!("{}\n", escape_json(converted.as_deref().unwrap_or(line)))
+    format!("{}\n", escape_unprintable_in_json(converted.as_deref().unwrap_or(line)))
 }
 
 /// Returns 1, the event schema of journal lines without a schema number. Earlier releases wrote

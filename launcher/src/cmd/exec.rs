@@ -16,7 +16,7 @@ use tokio::{
 };
 
 /// The value that shells add to the number of a signal that ended a command.
-const SIGNAL_EXIT_CODE: u8 = 128;
+const SIGNAL_EXIT_CODE_OFFSET: u8 = 128;
 
 /// Arguments of `launch exec`.
 #[derive(Debug, Args)]
@@ -72,23 +72,23 @@ pub(crate) fn run(args: ExecArgs, _context: &CommandContext) -> diagnostic::Resu
     match runtime.block_on(run_command(stream, request)) {
         Ok(ExecReply::Ended(ExitStatus::Code(code))) => Ok(code),
         Ok(ExecReply::Ended(ExitStatus::Signal(signal, _))) => {
-            Ok(SIGNAL_EXIT_CODE.saturating_add(u8::try_from(signal).unwrap_or(u8::MAX)))
+            Ok(SIGNAL_EXIT_CODE_OFFSET.saturating_add(u8::try_from(signal).unwrap_or(u8::MAX)))
         }
         Ok(ExecReply::Failed(error)) => Err(error),
         // Output is not a last reply.
-        Ok(ExecReply::Output { .. }) => Err(build_interruption_error(name)),
+        Ok(ExecReply::Output { .. }) => Err(build_connection_closed_error(name)),
         Err(ExecError::Request(error)) => {
             let message = "the command was not sent to the controller";
             Err(Diagnostic::error(command::EXEC_UNAVAILABLE, message).with_cause(&error))
         }
-        Err(ExecError::Connection) => Err(build_interruption_error(name)),
+        Err(ExecError::Connection) => Err(build_connection_closed_error(name)),
         // The reader of the output has ended, for example `head`.
-        Err(ExecError::Output) => Ok(SIGNAL_EXIT_CODE + nix::libc::SIGPIPE as u8),
+        Err(ExecError::Output) => Ok(SIGNAL_EXIT_CODE_OFFSET + nix::libc::SIGPIPE as u8),
     }
 }
 
 /// Builds the error that the controller has closed the connection.
-fn build_interruption_error(run: &str) -> Diagnostic {
+fn build_connection_closed_error(run: &str) -> Diagnostic {
     let message = format!("the controller of run {run} has ended, and the command with it");
     Diagnostic::error(command::EXEC_INTERRUPTED, message).with_subject(run).with_remedy()
 }
@@ -109,13 +109,13 @@ async fn run_command(stream: StdStream, request: ExecRequest) -> Result<ExecRepl
     stream.set_nonblocking(true).map_err(|_| ExecError::Connection)?;
     let (mut reader, mut writer) =
         UnixStream::from_std(stream).map_err(|_| ExecError::Connection)?.into_split();
-    send(&mut writer, &request).await?;
+    send_request(&mut writer, &request).await?;
     loop {
         match read_frame(&mut reader).await {
             Ok(Some(ExecReply::Output { stderr, bytes })) => {
                 command_output::write_program_output(stderr, &bytes).map_err(|_| ExecError::Output)?;
                 let bytes = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
-                send(&mut writer, &ExecRequest::Consumed { bytes }).await?;
+                send_request(&mut writer, &ExecRequest::Consumed { bytes }).await?;
             }
             Ok(Some(last)) => return Ok(last),
             Ok(None) | Err(_) => return Err(ExecError::Connection),
@@ -124,7 +124,7 @@ async fn run_command(stream: StdStream, request: ExecRequest) -> Result<ExecRepl
 }
 
 /// Sends a request to the controller.
-async fn send(writer: &mut OwnedWriteHalf, request: &ExecRequest) -> Result<(), ExecError> {
+async fn send_request(writer: &mut OwnedWriteHalf, request: &ExecRequest) -> Result<(), ExecError> {
     let frame = encode_frame(request).map_err(ExecError::Request)?;
     // The error of a connection that the controller has closed is in its last reply.
     _ = writer.write_all(&frame).await;

@@ -27,7 +27,7 @@ const LOGS_ON_OTHER_HOSTS: &str = "without a shared run directory each host keep
                                    `run.logs.show` selects the ranks whose output is copied here";
 /// The file name prefix of copies of the ranks' console output. The controller keeps these copies
 /// for ranks whose logs are on other hosts.
-const STREAMED_PREFIX: &str = "streamed-";
+const CONSOLE_COPY_PREFIX: &str = "streamed-";
 /// The number of bytes of log text that are collected before they are written to stdout.
 const WRITE_BATCH_BYTES: usize = 64 << 10;
 
@@ -56,14 +56,14 @@ pub(crate) struct LogsArgs {
 }
 
 /// The number of ranks that `--rank` can name: each rank must be less than this number.
-const RANK_LIMIT: u32 = 1 << 20;
+const MAX_RANK_COUNT: u32 = 1 << 20;
 
 /// Parses one rank, such as `3`, or a range of ranks, such as `0-3`. Returns the ranks in ascending
 /// order.
 fn parse_ranks(text: &str) -> Result<Vec<u32>, OptionValueError> {
     let (first, last) = text.split_once('-').unwrap_or((text, text));
     match (first.trim().parse(), last.trim().parse()) {
-        (Ok(first), Ok(last)) if first <= last && last < RANK_LIMIT => Ok((first..=last).collect()),
+        (Ok(first), Ok(last)) if first <= last && last < MAX_RANK_COUNT => Ok((first..=last).collect()),
         _ => Err(OptionValueError::Ranks),
     }
 }
@@ -153,7 +153,7 @@ impl<'a> LogViewer<'a> {
             for rank in opened.clone() {
                 more |= self.collect_lines(rank)?;
             }
-            self.write_collected(true)?;
+            self.write_collected_lines(true)?;
             match (more, may_grow) {
                 _ if self.reader_gone => return Ok(()),
                 (true, _) => {}
@@ -203,7 +203,7 @@ impl<'a> LogViewer<'a> {
         for path in fs::read_dir(&self.directory).into_iter().flatten().flatten().map(|e| e.path()) {
             let Some(name) = path.file_name().and_then(|n| n.to_str()) else { continue };
             let parse = |name: &str| parse_log_name(name).filter(|(rank, _)| self.is_selected(*rank));
-            if let Some((rank, _)) = name.strip_prefix(STREAMED_PREFIX).and_then(parse) {
+            if let Some((rank, _)) = name.strip_prefix(CONSOLE_COPY_PREFIX).and_then(parse) {
                 copies.insert(rank, path);
             } else if let Some((rank, rotations)) = parse(name) {
                 logs.entry(rank).or_default().push((rotations, path));
@@ -252,17 +252,17 @@ impl<'a> LogViewer<'a> {
             out.push('\n');
         });
         let more = more.map_err(|e| unreadable_log_error(follower.path(), &e))?;
-        self.write_collected(false)?;
+        self.write_collected_lines(false)?;
         Ok(more && !self.reader_gone)
     }
 
     /// Writes the collected text to stdout if it has at least [`WRITE_BATCH_BYTES`] or if `flush`
     /// is set. Records a closed pipe in `reader_gone`.
-    fn write_collected(&mut self, flush: bool) -> diagnostic::Result<()> {
+    fn write_collected_lines(&mut self, flush: bool) -> diagnostic::Result<()> {
         if !flush && self.out.len() < WRITE_BATCH_BYTES {
             return Ok(());
         }
-        match command_output::write_strict(&std::mem::take(&mut self.out)) {
+        match command_output::write_filtered_text(&std::mem::take(&mut self.out)) {
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => self.reader_gone = true,
             Err(error) => return Err(output_error(&error)),
             Ok(()) => {}

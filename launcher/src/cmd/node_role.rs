@@ -1,7 +1,7 @@
 //! [`NodeRole`]: whether this process runs a job alone, controls the nodes that join, or is one of
 //! these nodes. The options and the environment variables of the process decide.
 use super::prepare::{JobRequest, LoadedJob};
-use crate::cluster::{NodeEnvironment, find_cluster, find_node_environment, is_own_address};
+use crate::cluster::{NodeEnvironment, find_cluster, detect_node_environment, is_own_address};
 use clap::Args;
 use diagnostic::{Diagnostic, codes::host};
 use jobspec::{
@@ -37,7 +37,7 @@ pub(crate) struct NodeArgs {
 
 impl NodeArgs {
     /// Returns the name of one of the options that the user gave, or `None` if no option was given.
-    fn find_option(&self) -> Option<&'static str> {
+    fn find_given_option(&self) -> Option<&'static str> {
         let given = [
             (self.nodes.is_some(), "--nodes"),
             (self.node_rank.is_some(), "--node-rank"),
@@ -77,11 +77,11 @@ pub(super) enum NodeRole {
 /// Chooses the role of this process for the job of a request. Fails if this process is one node of
 /// several, but cannot join the others.
 pub(super) fn choose_role(args: &NodeArgs, request: JobRequest) -> diagnostic::Result<NodeRole> {
-    let option = args.find_option();
+    let option = args.find_given_option();
     let loaded = LoadedJob::load(&request)?;
     let job = &loaded.job;
     if args.nodes.is_some_and(|nodes| nodes.max == 1) && args.node_rank.unwrap_or(0) == 0 {
-        return Ok(run_alone(request, job));
+        return Ok(build_alone_role(request, job));
     }
     // Without a job file, `local` is only the default.
     let is_default =
@@ -105,20 +105,20 @@ pub(super) fn choose_role(args: &NodeArgs, request: JobRequest) -> diagnostic::R
         _ => error,
     };
     let is_complete = args.nodes.is_some() && args.node_rank.is_some();
-    let found = if is_complete { None } else { find_node_environment().map_err(explain)? };
+    let found = if is_complete { None } else { detect_node_environment().map_err(explain)? };
     if !has_options && found.is_none() && job.cluster.hosts != HostSelection::Join {
         return Ok(NodeRole::Alone(request));
     }
     let settings = NodeSettings::collect(args, found, job).map_err(explain)?;
     if settings.nodes.max == 1 {
-        return Ok(run_alone(request, job));
+        return Ok(build_alone_role(request, job));
     }
     settings.into_role(request)
 }
 
 /// Returns the role of a process that runs a job without other nodes. Replaces `cluster.hosts:
 /// join` in the job by `local`.
-fn run_alone(mut request: JobRequest, job: &JobSpec) -> NodeRole {
+fn build_alone_role(mut request: JobRequest, job: &JobSpec) -> NodeRole {
     if job.cluster.hosts == HostSelection::Join {
         request.set.push("cluster.hosts=local".to_owned());
     }
@@ -146,7 +146,7 @@ impl NodeSettings {
     ) -> diagnostic::Result<NodeSettings> {
         let join = &job.cluster.join;
         let nodes = args.nodes.or(found.as_ref().and_then(|found| found.nodes));
-        let nodes = nodes.or(join.nodes.map(NodeCount::exactly));
+        let nodes = nodes.or(join.nodes.map(NodeCount::from_exact_count));
         let node_rank = args.node_rank.or(found.as_ref().and_then(|found| found.node_rank));
         let source = found.as_ref().map(|found| found.source.clone());
         let label = describe_node(nodes, node_rank, source.as_deref());
@@ -273,7 +273,7 @@ mod tests {
     fn environment() -> NodeEnvironment {
         NodeEnvironment {
             source: "PET_NNODES".to_owned(),
-            nodes: Some(NodeCount::exactly(4)),
+            nodes: Some(NodeCount::from_exact_count(4)),
             node_rank: Some(2),
             rendezvous: Some(RendezvousAddress::with_default_port("h0")),
         }

@@ -7,11 +7,11 @@ use super::{
     prepare::{JobArgs, JobRequest, PreparedJob, prepare_job},
 };
 use crate::{
-    agent::{activation::evaluate_activation, environment_changes::EnvironmentChanges},
+    agent::{activation::activate_environments, environment_changes::EnvironmentChanges},
     cluster::{self, HostTarget},
     format::{format_ranges, format_rank_label, format_table, quote_shell_words},
     plan::MemoryCopyCost,
-    secrets::{redact_job, redact_secret_value},
+    secrets::{redact_job_secrets, redact_secret_value},
 };
 use diagnostic::{
     Diagnostic, Location,
@@ -33,7 +33,7 @@ pub(crate) fn run(args: JobArgs, context: &CommandContext) -> diagnostic::Result
 
 /// Runs `launch run --dry-run`: prints the plan of a job and the job with all defaults. Returns the
 /// exit code.
-pub(crate) fn run_dry(request: &JobRequest, context: &CommandContext) -> diagnostic::Result<u8> {
+pub(crate) fn print_dry_run_plan(request: &JobRequest, context: &CommandContext) -> diagnostic::Result<u8> {
     print_plan(&prepare_job(request, &placeholder_run_id(), context.preflight)?, context, true)
 }
 
@@ -61,7 +61,7 @@ fn print_plan(prepared: &PreparedJob, context: &CommandContext, with_job: bool) 
         text.push_str(&activated_environment::format_changes(changes, &prepared.inventory.host));
     }
     if with_job {
-        _ = write!(text, "\n# the job with all defaults\n{}", redact_job(&prepared.job).to_yaml());
+        _ = write!(text, "\n# the job with all defaults\n{}", redact_job_secrets(&prepared.job).to_yaml());
     }
     output::print_output(&text)
 }
@@ -82,7 +82,7 @@ fn activate_environment(prepared: &PreparedJob) -> diagnostic::Result<Option<Env
         return Ok(None);
     }
     let hidden = cluster::list_hidden_variables(&prepared.job);
-    evaluate_activation(run, &prepared.inventory.host, &hidden).map(Some)
+    activate_environments(run, &prepared.inventory.host, &hidden).map(Some)
 }
 
 /// Returns the plan of a job as the JSON object that `--json` prints. Secrets are redacted.
@@ -98,7 +98,7 @@ pub(crate) fn render_json(p: &PreparedJob) -> Value {
                 "device": devices.get(w.rank as usize),
                 "cpus": w.cpus,
                 "threads": w.threads,
-                "env": env_to_json(&complete_env(p, w)),
+                "env": env_to_json(&add_master_variables(p, w)),
                 "workdir": w.workdir,
                 "command": w.command.as_deref().map(hide_secret_arguments),
                 "wrapper": hide_secret_arguments(&w.wrapper),
@@ -128,7 +128,7 @@ pub(crate) fn render_json(p: &PreparedJob) -> Value {
         })),
         "ranks": ranks,
         "warnings": warnings,
-        "job": redact_job(&p.job).to_key_json(),
+        "job": redact_job_secrets(&p.job).to_key_json(),
     })
 }
 
@@ -248,7 +248,7 @@ fn format_rank_rows(p: &PreparedJob) -> Vec<Vec<String>> {
 /// shown as `(by rank)`. A secret is shown only by its source.
 fn format_environment(p: &PreparedJob) -> String {
     let mut text = "environment of each worker:\n".to_owned();
-    let workers: Vec<_> = list_workers_with_hosts(p).map(|(_, worker)| complete_env(p, worker)).collect();
+    let workers: Vec<_> = list_workers_with_hosts(p).map(|(_, worker)| add_master_variables(p, worker)).collect();
     let Some(first) = workers.first() else { return text };
     for (name, value) in first {
         let differs = workers.iter().any(|env| !env.contains(&(name.clone(), value.clone())));
@@ -274,7 +274,7 @@ fn format_environment(p: &PreparedJob) -> String {
 }
 
 /// Returns the environment of a worker, with `MASTER_ADDR` and `MASTER_PORT` added.
-fn complete_env(p: &PreparedJob, worker: &WorkerPlan) -> Vec<(String, String)> {
+fn add_master_variables(p: &PreparedJob, worker: &WorkerPlan) -> Vec<(String, String)> {
     let mut env = worker.env.clone();
     p.plan.insert_rendezvous(&mut env);
     env

@@ -88,18 +88,18 @@ impl LoadedJob {
     }
 
     /// Combines mistakes in the job into one error, which has each mistake as a detail.
-    pub(super) fn invalid_error(&self, mistakes: Vec<Diagnostic>) -> Diagnostic {
-        invalid_job_error(&self.file, self.locate(mistakes))
+    pub(super) fn create_invalid_job_error(&self, mistakes: Vec<Diagnostic>) -> Diagnostic {
+        invalid_job_error(&self.file, self.locate_mistakes(mistakes))
     }
 
     /// Converts an error of a provider of hosts to a diagnostic.
     pub(super) fn cluster_error(&self, error: ClusterError) -> Diagnostic {
-        error.into_diagnostic(|mistakes| self.invalid_error(mistakes))
+        error.into_diagnostic(|mistakes| self.create_invalid_job_error(mistakes))
     }
 
     /// Adds the place of the mistake (file, line and column) to each diagnostic whose subject is a
     /// key of the job.
-    fn locate(&self, diagnostics: impl IntoIterator<Item = Diagnostic>) -> Vec<Diagnostic> {
+    fn locate_mistakes(&self, diagnostics: impl IntoIterator<Item = Diagnostic>) -> Vec<Diagnostic> {
         diagnostics.into_iter().map(|diagnostic| self.sources.add_location(diagnostic)).collect()
     }
 }
@@ -118,7 +118,7 @@ pub(crate) fn prepare_job(
     let mut loaded = LoadedJob::load(request)?;
     let mut warnings = std::mem::take(&mut loaded.warnings);
     let job = &loaded.job;
-    let invalid = |mistakes| loaded.invalid_error(mistakes);
+    let invalid = |mistakes| loaded.create_invalid_job_error(mistakes);
     if !job.run.workdir.is_dir() {
         let message = format!("the directory `{}` does not exist", job.run.workdir.display());
         let error = Diagnostic::error(job_codes::JOB_WORKDIR_INVALID, message);
@@ -140,7 +140,7 @@ pub(crate) fn prepare_job(
     }
     let planning: Vec<JobHost> = hosts.iter().map(|host| build_planning_host(host, &inventory)).collect();
     let plan = plan::plan_attempt(job, &planning, run, &Attempt::default()).map_err(invalid)?;
-    warnings.extend(loaded.locate(plan.warnings.iter().cloned()));
+    warnings.extend(loaded.locate_mistakes(plan.warnings.iter().cloned()));
     let mut report = None;
     if job.train.is_some() {
         let threads = plan.host_plans.iter().flat_map(|h| &h.workers).map(|w| w.threads).max();
@@ -148,10 +148,10 @@ pub(crate) fn prepare_job(
         if !checked.errors.is_empty() {
             return Err(invalid(checked.errors));
         }
-        warnings.extend(loaded.locate(checked.warnings.iter().cloned()));
+        warnings.extend(loaded.locate_mistakes(checked.warnings.iter().cloned()));
         // GPU memory is checked where it is allocated.
         if !job.cluster.trains_on_gpus() {
-            warnings.extend(loaded.locate(check_memory(&inventory, &checked)));
+            warnings.extend(loaded.locate_mistakes(check_memory(&inventory, &checked)));
         }
         report = Some(checked);
     }
@@ -160,7 +160,7 @@ pub(crate) fn prepare_job(
 
 /// Discovers the inventory of this machine: its CPUs, GPUs, memory and network addresses.
 pub(super) fn discover_inventory() -> diagnostic::Result<HostInventory> {
-    discover::local::discover_local().map_err(|e| {
+    discover::local::discover_local_host().map_err(|e| {
         Diagnostic::error(host::INVENTORY_UNREADABLE, "cannot determine the CPUs and memory of this machine")
             .with_cause(&e)
             .with_help("launch reads them from /proc; check that it is mounted")

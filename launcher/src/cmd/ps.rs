@@ -6,7 +6,7 @@ use super::{
 use crate::{
     clock::read_unix_time_ms,
     format::format_table,
-    runs::{self, LossReason, Run, RunFilter, RunState},
+    runs::{self, RunLossReason, Run, RunFilter, RunState},
 };
 use clap::Args;
 use diagnostic::{Diagnostic, codes::command, quantity::format_duration, terminal_text::filter_line};
@@ -52,8 +52,8 @@ fn run_to_json(run: &Run) -> Value {
         _ => (None, None),
     };
     let loss_reason = match run.state {
-        RunState::Lost(LossReason::ControllerDied) => Some("controller-died"),
-        RunState::Lost(LossReason::HostRebooted) => Some("host-rebooted"),
+        RunState::Lost(RunLossReason::ControllerDied) => Some("controller-died"),
+        RunState::Lost(RunLossReason::HostRebooted) => Some("host-rebooted"),
         _ => None,
     };
     json!({
@@ -164,7 +164,7 @@ mod tests {
             RunState::Ended(143, 1.0),
             RunState::Ended(1, 1.0),
             RunState::Unattended,
-            RunState::Lost(LossReason::HostRebooted),
+            RunState::Lost(RunLossReason::HostRebooted),
         ];
         assert_eq!(states.map(format_state), ["running", "done", "stopped", "failed", "unattended", "lost"]);
     }

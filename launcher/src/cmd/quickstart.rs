@@ -14,7 +14,7 @@ use std::{
 };
 
 /// The job of the example in the repository, which trains on the files of the repository.
-const REPOSITORY_JOB: &str = include_str!("../../../configs/quickstart.yaml");
+const EXAMPLE_JOB_TEXT: &str = include_str!("../../../configs/quickstart.yaml");
 /// The first key of the job, before which there are only comments.
 const FIRST_KEY: &str = "name: quickstart\n";
 /// The beginning of the line that names the training files.
@@ -28,7 +28,7 @@ const TEXT_FILE: &str = "corpus.jsonl";
 /// The permissions of the files, which contain no secrets.
 const FILE_MODE: u32 = 0o644;
 /// The comment at the beginning of the job file.
-const HEADER: &str = "\
+const JOB_FILE_HEADER: &str = "\
 # Trains a small byte-level Llama on the descriptions of launch's errors, sharded over two workers. The
 # job takes less than a minute on two cores:
 #   launch job.yaml
@@ -58,7 +58,7 @@ pub(crate) fn run(args: QuickstartArgs, context: &CommandContext) -> diagnostic:
 /// Writes the files of the quick start to `dir`, and returns their paths. Keeps files that have the
 /// same content. Fails before anything is written if a file with other content exists.
 fn write_files(dir: &Path) -> diagnostic::Result<Vec<PathBuf>> {
-    let contents = [(JOB_FILE, build_job()), (TEXT_FILE, build_text())];
+    let contents = [(JOB_FILE, build_job_text()), (TEXT_FILE, build_training_text())];
     let failed =
         |path: &Path, error: &io::Error| path_error(command::OUTPUT_FAILED, "cannot write", path, error);
     let mut missing = Vec::new();
@@ -66,7 +66,7 @@ fn write_files(dir: &Path) -> diagnostic::Result<Vec<PathBuf>> {
         let path = dir.join(name);
         match fs::read(&path) {
             Ok(known) if known == content.as_bytes() => {}
-            Ok(_) => return Err(build_exists_error(&path)),
+            Ok(_) => return Err(build_file_exists_error(&path)),
             Err(error) if error.kind() == io::ErrorKind::NotFound => missing.push((path, content)),
             Err(error) => return Err(failed(&path, &error)),
         }
@@ -81,7 +81,7 @@ fn write_files(dir: &Path) -> diagnostic::Result<Vec<PathBuf>> {
 }
 
 /// Creates the error that a file exists which the command would replace.
-fn build_exists_error(path: &Path) -> Diagnostic {
+fn build_file_exists_error(path: &Path) -> Diagnostic {
     let path = path.display().to_string();
     Diagnostic::error(command::QUICKSTART_EXISTS, format!("{path} exists and has other content"))
         .with_subject(path)
@@ -89,9 +89,9 @@ fn build_exists_error(path: &Path) -> Diagnostic {
 }
 
 /// Returns the text of the job: the example of the repository, changed to train on [`TEXT_FILE`].
-fn build_job() -> String {
-    let start = REPOSITORY_JOB.find(FIRST_KEY).unwrap_or(0);
-    let lines = REPOSITORY_JOB[start..].lines().map(|line| {
+fn build_job_text() -> String {
+    let start = EXAMPLE_JOB_TEXT.find(FIRST_KEY).unwrap_or(0);
+    let lines = EXAMPLE_JOB_TEXT[start..].lines().map(|line| {
         if line.starts_with(FILES_KEY) {
             format!("{FILES_KEY}[{TEXT_FILE}]\n")
         } else if line.starts_with(HELD_OUT_KEY) {
@@ -101,11 +101,11 @@ fn build_job() -> String {
             format!("{line}\n")
         }
     });
-    format!("{HEADER}{}", lines.collect::<String>())
+    format!("{JOB_FILE_HEADER}{}", lines.collect::<String>())
 }
 
 /// Returns the training text: one record with the explanation of each diagnostic code of launch.
-fn build_text() -> String {
+fn build_training_text() -> String {
     let record = |code| {
         let text = format!("{}\n", diagnostic::render_code_entry(code).trim());
         format!("{}\n", json!({ "text": text }))

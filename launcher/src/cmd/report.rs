@@ -10,7 +10,7 @@ use crate::{
     runs::{RunFilter, replace_output_file},
 };
 use clap::Args;
-use dashboard::{MAX_REPORT_RUNS, write_report};
+use dashboard::{MAX_REPORT_RUNS, format_report};
 use diagnostic::{Diagnostic, codes::command};
 use serde_json::json;
 use std::path::PathBuf;
@@ -47,7 +47,7 @@ pub(crate) fn run(args: ReportArgs, context: &CommandContext) -> diagnostic::Res
             .with_subject(&ids[0])
             .with_cause(&error)
     };
-    let html = write_report(&create_dashboard(runs), &ids).map_err(unreadable)?;
+    let html = format_report(&create_dashboard(runs), &ids).map_err(unreadable)?;
     replace_output_file(&file, html.as_bytes(), PRIVATE_FILE_MODE)
         .map_err(|error| path_error(command::OUTPUT_FILE_FAILED, "cannot write", &file, &error))?;
     match context.format.json {

@@ -126,7 +126,7 @@ fn run_request(
         | NodeRole::Member { request, .. }
             if args.dry_run =>
         {
-            super::plan::run_dry(&request, context)
+            super::plan::print_dry_run_plan(&request, context)
         }
         NodeRole::Alone(request) if args.detach => start_detached(args, &request, context, began),
         NodeRole::Alone(request) => run_controller(args, &request, context),
@@ -134,12 +134,12 @@ fn run_request(
         NodeRole::Controller { request, fallback } => {
             match (run_controller(args, &request, context), fallback) {
                 (Err(error), Some(address)) if error.code() == host::JOIN_ADDRESS_IN_USE => {
-                    join_nodes(&request, &address, None)
+                    join_run_as_node(&request, &address, None)
                 }
                 (result, _) => result,
             }
         }
-        NodeRole::Member { request, address, node_rank } => join_nodes(&request, &address, node_rank),
+        NodeRole::Member { request, address, node_rank } => join_run_as_node(&request, &address, node_rank),
     });
     match result {
         Err(error) if format.json && !args.dry_run => {
@@ -153,7 +153,7 @@ fn run_request(
 }
 
 /// Joins, as a node, the run that node 0 at `address` controls. Returns the exit code of the run.
-fn join_nodes(
+fn join_run_as_node(
     request: &JobRequest,
     address: &RendezvousAddress,
     node_rank: Option<u32>,
@@ -182,32 +182,32 @@ fn build_job_request(args: &RunArgs) -> diagnostic::Result<JobRequest> {
         let message = "an argument of the program is not UTF-8 text";
         Diagnostic::error(command::ARGUMENT_NOT_UTF8, message)
     })?;
-    Ok(JobRequest { source: build_program_job(&words, &choose_workers(args)), set })
+    Ok(JobRequest { source: build_program_job(&words, &choose_worker_count(args)), set })
 }
 
 /// Returns the number of workers per host of a program: `--workers`, the default of torchrun's
 /// option `--nproc-per-node` in the environment, or 1.
-fn choose_workers(args: &RunArgs) -> WorkerNumber {
+fn choose_worker_count(args: &RunArgs) -> WorkerCount {
     let Some(workers) = args.workers else {
         let value = std::env::var(env::PET_NPROC_PER_NODE).unwrap_or_default();
         return match value.as_str() {
-            "" => WorkerNumber { value: "1".to_owned(), argument: None },
+            "" => WorkerCount { value: "1".to_owned(), argument: None },
             "auto" | "gpu" => {
-                WorkerNumber { value: "auto".to_owned(), argument: Some(env::PET_NPROC_PER_NODE.to_owned()) }
+                WorkerCount { value: "auto".to_owned(), argument: Some(env::PET_NPROC_PER_NODE.to_owned()) }
             }
             number => {
                 let is_number = number.bytes().all(|b| b.is_ascii_digit());
                 let value = if is_number { number.to_owned() } else { jobspec::quote_yaml(number) };
-                WorkerNumber { value, argument: Some(env::PET_NPROC_PER_NODE.to_owned()) }
+                WorkerCount { value, argument: Some(env::PET_NPROC_PER_NODE.to_owned()) }
             }
         };
     };
-    WorkerNumber { value: workers.to_string(), argument: Some(format!("--workers {workers}")) }
+    WorkerCount { value: workers.to_string(), argument: Some(format!("--workers {workers}")) }
 }
 
 /// The number of workers of a program, and the option or variable from which it comes.
 #[derive(Debug)]
-struct WorkerNumber {
+struct WorkerCount {
     /// The value of `cluster.workers_per_host` in YAML.
     value: String,
     /// The option or variable; `None` for the default.
@@ -215,7 +215,7 @@ struct WorkerNumber {
 }
 
 /// Builds the job that runs the command `words` as `workers` processes on this machine.
-fn build_program_job(words: &[&str], workers: &WorkerNumber) -> JobSource {
+fn build_program_job(words: &[&str], workers: &WorkerCount) -> JobSource {
     let mut text = format!(
         "name: {}\ncluster: {{hosts: local, workers_per_host: ",
         jobspec::quote_yaml(&derive_job_name(words))
@@ -480,13 +480,13 @@ mod tests {
     use proptest::prelude::*;
 
     /// Returns the number of workers that the option `--workers` requests with the value `workers`.
-    fn number_of(workers: u32) -> WorkerNumber {
-        WorkerNumber { value: workers.to_string(), argument: Some(format!("--workers {workers}")) }
+    fn parse_worker_count(workers: u32) -> WorkerCount {
+        WorkerCount { value: workers.to_string(), argument: Some(format!("--workers {workers}")) }
     }
 
     /// Loads the job that runs the command `words`. Panics if the job is invalid.
     fn load_program_job(words: &[&str], workers: u32) -> jobspec::JobSpec {
-        let source = build_program_job(words, &number_of(workers));
+        let source = build_program_job(words, &parse_worker_count(workers));
         match jobspec::load_job(source.clone(), &[]) {
             Ok((job, _, _)) => job,
             Err(mistakes) => panic!("{source:?}: {mistakes:?}"),
@@ -495,7 +495,7 @@ mod tests {
 
     #[test]
     fn mistakes_on_the_command_line_are_located_at_its_arguments() {
-        let source = build_program_job(&["./prog", "x"], &number_of(64));
+        let source = build_program_job(&["./prog", "x"], &parse_worker_count(64));
         let (_, map, _) = jobspec::load_job(source, &["run.restarts=2".to_owned()]).expect("a job");
         let locations = [
             ("cluster.workers_per_host", "--workers 64"),
@@ -509,7 +509,7 @@ mod tests {
             assert_eq!(map.locate_key(key).to_string(), expected, "{key}");
         }
         let mistakes = jobspec::load_job(
-            build_program_job(&[""], &WorkerNumber { value: "1".into(), argument: None }),
+            build_program_job(&[""], &WorkerCount { value: "1".into(), argument: None }),
             &[],
         )
         .expect_err("no program");

@@ -48,15 +48,15 @@ pub(crate) fn run(args: ServeArgs, context: &CommandContext) -> diagnostic::Resu
     let dashboard = create_dashboard(named.into_iter().collect());
     let server = bind(dashboard.clone(), args.port).map_err(|error| serve_error(args.port, &error))?;
     if let Some(file) = args.textfile {
-        start_textfile(dashboard, file)?;
+        start_textfile_writer(dashboard, file)?;
     }
-    let (page, metrics) = (server.address("/") + &fragment, server.address("/metrics"));
+    let (page, metrics) = (server.page_url("/") + &fragment, server.page_url("/metrics"));
     let text = match context.format.json {
         true => format!("{}\n", json!({ "address": page, "metrics": metrics })),
         false => format!("{page}\n"),
     };
     // A program that waits for the address gets it at once, also through a pipe.
-    command_output::write_strict(&text).map_err(|error| output_error(&error))?;
+    command_output::write_filtered_text(&text).map_err(|error| output_error(&error))?;
     if !context.format.json {
         command_output::write_message("the page shows your runs until Ctrl-C ends this command\n");
     }
@@ -76,7 +76,7 @@ fn serve_error(port: u16, error: &io::Error) -> Diagnostic {
 
 /// Writes the file of metrics, and starts a thread that updates the file every
 /// [`TEXTFILE_INTERVAL`]. Fails if the file cannot be written the first time.
-fn start_textfile(dashboard: Arc<Dashboard>, file: PathBuf) -> diagnostic::Result<()> {
+fn start_textfile_writer(dashboard: Arc<Dashboard>, file: PathBuf) -> diagnostic::Result<()> {
     let file = std::path::absolute(&file).unwrap_or(file);
     write_textfile(&dashboard, &file).map_err(|error| textfile_error(&file, &error))?;
     thread::spawn(move || {

@@ -2,7 +2,7 @@
 use super::{context::CommandContext, ps::resolve_run};
 use crate::{
     report::command_output,
-    runs::{self, LossReason, ProcessHandle, RunFilter, RunState},
+    runs::{self, RunLossReason, ProcessHandle, RunFilter, RunState},
 };
 use clap::Args;
 use diagnostic::{Diagnostic, codes::command};
@@ -53,7 +53,7 @@ pub(crate) fn run(args: StopArgs, _context: &CommandContext) -> diagnostic::Resu
     };
     let Some(handle) = runs::open_controller(&run.record).map_err(|e| cannot_signal(&e))? else {
         let reason = match run.state {
-            RunState::Lost(LossReason::HostRebooted) => ": this machine was restarted after the run began",
+            RunState::Lost(RunLossReason::HostRebooted) => ": this machine was restarted after the run began",
             _ => "",
         };
         command_output::write_message(&format!("run {name} is not active{reason}\n"));

@@ -10,7 +10,7 @@ use diagnostic::{Diagnostic, codes::command};
 use std::{io, sync::Arc, time::Duration};
 
 /// The longest time for which one refresh reads the journal of the run.
-const READ_LIMIT: Duration = Duration::from_millis(200);
+const MAX_JOURNAL_READ_TIME: Duration = Duration::from_millis(200);
 
 /// Arguments of `launch top`.
 #[derive(Debug, Args)]
@@ -29,7 +29,7 @@ struct ShownRun {
 
 impl TopSource for ShownRun {
     fn take_snapshot(&self) -> Option<RunSnapshot> {
-        self.dashboard.take_snapshot(&self.run, READ_LIMIT)
+        self.dashboard.take_snapshot(&self.run, MAX_JOURNAL_READ_TIME)
     }
 
     fn read_log_end(&self, rank: u32) -> Vec<String> {

@@ -19,9 +19,9 @@ const HEADER_BYTES: usize = 2;
 /// The size of the authentication tag of an encrypted record, in bytes.
 const TAG_BYTES: usize = 16;
 /// The largest number of bytes of plaintext that one encrypted record carries.
-pub(super) const MAX_RECORD_TEXT: usize = u16::MAX as usize - TAG_BYTES;
+pub(super) const MAX_PLAINTEXT_BYTES: usize = u16::MAX as usize - TAG_BYTES;
 /// The largest capacity, in bytes, of an empty buffer whose memory is not freed.
-const KEPT_BYTES: usize = 8 << 10;
+const MAX_KEPT_BUFFER_BYTES: usize = 8 << 10;
 
 /// A byte stream that is encrypted with the keys on which a handshake has agreed.
 /// [`Self::into_halves`] returns its two directions.
@@ -182,7 +182,7 @@ fn build_altered_error() -> io::Error {
 /// Empties a buffer, and frees its memory if the buffer is large.
 fn release_buffer(buffer: &mut Vec<u8>) {
     buffer.clear();
-    buffer.shrink_to(KEPT_BYTES);
+    buffer.shrink_to(MAX_KEPT_BUFFER_BYTES);
 }
 
 impl<R: AsyncRead + Unpin> AsyncRead for EncryptedReader<R> {
@@ -244,7 +244,7 @@ impl<W: AsyncWrite + Unpin> EncryptedWriter<W> {
 impl<W: AsyncWrite + Unpin> AsyncWrite for EncryptedWriter<W> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         ready!(self.poll_write_record(cx))?;
-        let text = &bytes[..bytes.len().min(MAX_RECORD_TEXT)];
+        let text = &bytes[..bytes.len().min(MAX_PLAINTEXT_BYTES)];
         if text.is_empty() {
             return Poll::Ready(Ok(0));
         }

@@ -83,9 +83,9 @@ fn records_that_are_repeated_moved_left_out_or_cut_are_rejected() {
 
 #[test]
 fn a_record_has_at_most_64_kib() {
-    let (records, keys) = encrypt(&[vec![7; 3 * MAX_RECORD_TEXT]]);
+    let (records, keys) = encrypt(&[vec![7; 3 * MAX_PLAINTEXT_BYTES]]);
     assert_eq!(records.iter().map(Vec::len).collect::<Vec<_>>(), [HEADER_BYTES + 65_535; 3]);
-    assert_eq!(decrypt(&records.concat(), keys).0, vec![7; 3 * MAX_RECORD_TEXT]);
+    assert_eq!(decrypt(&records.concat(), keys).0, vec![7; 3 * MAX_PLAINTEXT_BYTES]);
     for length in 0..TAG_BYTES as u16 {
         let result = decrypt(&length.to_le_bytes(), agree_on_keys().0).1;
         assert_eq!(result.unwrap_err().kind(), io::ErrorKind::InvalidData, "{length}");

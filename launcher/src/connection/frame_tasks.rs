@@ -13,10 +13,10 @@ use tokio::{
 const QUEUE_CAPACITY: usize = 4096;
 /// The number of places of the queue that are reserved for messages above [`MessagePriority::Low`].
 /// Messages of low priority are dropped if no further place is free.
-const RESERVED_ABOVE_LOW: usize = 3072;
+const PLACES_RESERVED_ABOVE_LOW: usize = 3072;
 /// The number of places of the queue that are reserved for critical messages. Messages of
 /// [`MessagePriority::Normal`] are dropped if no further place is free.
-const RESERVED_FOR_CRITICAL: usize = 512;
+const PLACES_RESERVED_FOR_CRITICAL: usize = 512;
 /// The capacity of an [`Outbox`]'s overflow buffer, in messages. If queue and buffer are full,
 /// critical messages are dropped, too.
 const OVERFLOW_CAPACITY: usize = 4096;
@@ -117,8 +117,8 @@ impl<T> Outbox<T> {
     pub(crate) fn send_message(&mut self, priority: MessagePriority, message: T) -> bool {
         self.flush_overflow();
         let reserved = match priority {
-            MessagePriority::Low => RESERVED_ABOVE_LOW,
-            MessagePriority::Normal => RESERVED_FOR_CRITICAL,
+            MessagePriority::Low => PLACES_RESERVED_ABOVE_LOW,
+            MessagePriority::Normal => PLACES_RESERVED_FOR_CRITICAL,
             MessagePriority::Critical => 0,
         };
         if self.overflow.is_empty() && self.queue.capacity() > reserved {
@@ -134,14 +134,14 @@ impl<T> Outbox<T> {
     /// Returns whether the queue has space for a report of an agent, and for critical messages
     /// after it.
     pub(crate) fn has_space_for_report(&self) -> bool {
-        self.overflow.is_empty() && self.queue.capacity() > RESERVED_FOR_CRITICAL
+        self.overflow.is_empty() && self.queue.capacity() > PLACES_RESERVED_FOR_CRITICAL
     }
 
     /// Waits until the queue has space for a report, or until the connection has ended.
     /// Cancel-safe.
-    pub(crate) async fn wait_for_space(&self) {
+    pub(crate) async fn wait_for_space_for_report(&self) {
         // The permits are returned at once; only the wait matters.
-        _ = self.queue.reserve_many(RESERVED_FOR_CRITICAL + 1).await;
+        _ = self.queue.reserve_many(PLACES_RESERVED_FOR_CRITICAL + 1).await;
     }
 
     /// Returns whether critical messages wait in the overflow buffer because the queue is full.
@@ -177,12 +177,12 @@ mod tests {
         let low = (0..2 * QUEUE_CAPACITY)
             .filter(|_| outbox.send_message(MessagePriority::Low, build_line()))
             .count();
-        assert_eq!(low, QUEUE_CAPACITY - RESERVED_ABOVE_LOW);
+        assert_eq!(low, QUEUE_CAPACITY - PLACES_RESERVED_ABOVE_LOW);
         let normal = (0..2 * QUEUE_CAPACITY)
             .filter(|_| outbox.send_message(MessagePriority::Normal, FromAgent::Heartbeat))
             .count();
-        assert_eq!(normal, RESERVED_ABOVE_LOW - RESERVED_FOR_CRITICAL);
-        for pid in 0..(RESERVED_FOR_CRITICAL + 100) as u32 {
+        assert_eq!(normal, PLACES_RESERVED_ABOVE_LOW - PLACES_RESERVED_FOR_CRITICAL);
+        for pid in 0..(PLACES_RESERVED_FOR_CRITICAL + 100) as u32 {
             assert!(
                 outbox
                     .send_message(MessagePriority::Critical, FromAgent::Started { attempt: 0, rank: 0, pid })
@@ -199,7 +199,7 @@ mod tests {
                 pids.push(pid);
             }
         }
-        assert_eq!(pids, (0..(RESERVED_FOR_CRITICAL + 100) as u32).collect::<Vec<_>>());
+        assert_eq!(pids, (0..(PLACES_RESERVED_FOR_CRITICAL + 100) as u32).collect::<Vec<_>>());
     }
 
     #[test]

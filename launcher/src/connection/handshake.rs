@@ -31,7 +31,7 @@ pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// rejected.
 const MAX_INVITATION_BYTES: usize = 4096;
 /// The first bytes that an agent sends on a connection, which name the protocol and its version.
-const MAGIC: &[u8; 8] = b"launchJ2";
+const PROTOCOL_MAGIC: &[u8; 8] = b"launchJ2";
 /// The Noise protocol pattern and the cryptographic algorithms of the handshake.
 const NOISE_PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 /// The length of a handshake message without payload (a public key and a tag), in bytes.
@@ -69,7 +69,7 @@ impl HandshakeKey {
 
     /// Creates the state of a handshake with this key, for the side with the role `role`.
     fn begin_handshake(&self, role: HandshakeRole) -> Result<HandshakeState, HandshakeError> {
-        let builder = Builder::new(NOISE_PATTERN.parse()?).psk(0, &self.0)?.prologue(MAGIC)?;
+        let builder = Builder::new(NOISE_PATTERN.parse()?).psk(0, &self.0)?.prologue(PROTOCOL_MAGIC)?;
         Ok(match role {
             HandshakeRole::Agent => builder.build_initiator()?,
             HandshakeRole::Controller => builder.build_responder()?,
@@ -255,7 +255,7 @@ where
     let mut handshake = key.begin_handshake(HandshakeRole::Agent)?;
     let mut message = [0; EMPTY_MESSAGE_BYTES + MAX_NAME_BYTES];
     let length = handshake.write_message(name.as_bytes(), &mut message)?;
-    let mut hello = Vec::from(MAGIC);
+    let mut hello = Vec::from(PROTOCOL_MAGIC);
     hello.extend((length as u16).to_le_bytes());
     hello.extend(&message[..length]);
     stream.write_all(&hello).await?;
@@ -332,13 +332,13 @@ async fn read_agent_message<S>(
 where
     S: AsyncRead + Unpin,
 {
-    let mut magic = [0; MAGIC.len()];
+    let mut magic = [0; PROTOCOL_MAGIC.len()];
     stream.read_exact(&mut magic).await?;
     let mut length = [0; 2];
     stream.read_exact(&mut length).await?;
     let length = usize::from(u16::from_le_bytes(length));
     let is_valid_length = (EMPTY_MESSAGE_BYTES..=EMPTY_MESSAGE_BYTES + MAX_NAME_BYTES).contains(&length);
-    if magic != *MAGIC || !is_valid_length {
+    if magic != *PROTOCOL_MAGIC || !is_valid_length {
         return Err(HandshakeError::WrongProtocol);
     }
     let mut message = [0; EMPTY_MESSAGE_BYTES + MAX_NAME_BYTES];
@@ -374,7 +374,7 @@ where
 /// Checks, for fuzzing, that the controller rejects the bytes of a peer without the key. The bytes
 /// are read as a handshake, and as records after a handshake. Returns the error of the handshake.
 /// Panics if the handshake succeeds or a record is decrypted.
-pub(crate) fn read_untrusted_connection(bytes: &[u8]) -> Result<(), HandshakeError> {
+pub(crate) fn check_untrusted_connection(bytes: &[u8]) -> Result<(), HandshakeError> {
     /// Runs a future whose streams are always ready.
     fn run<F: Future>(future: F) -> F::Output {
         let mut context = Context::from_waker(Waker::noop());

@@ -112,7 +112,7 @@ fn each_changed_byte_of_a_handshake_is_detected() {
     assert_eq!(controller.unwrap(), "n");
     for at in 0..recorded.hello.len() {
         // With a larger length, the controller waits for more bytes until its time limit.
-        if at == MAGIC.len() || at == MAGIC.len() + 1 {
+        if at == PROTOCOL_MAGIC.len() || at == PROTOCOL_MAGIC.len() + 1 {
             continue;
         }
         let (_, agent, controller) = relay_handshake(|bytes| bytes.hello[at] ^= 1);
@@ -141,7 +141,7 @@ fn a_recorded_handshake_cannot_be_replayed_or_reflected() {
     };
     let replayed = replay([&recorded.hello[..], &recorded.proof].concat());
     assert!(matches!(replayed, Err(HandshakeError::WrongKey(HandshakeRole::Agent))), "{replayed:?}");
-    let header = [&MAGIC[..], &48_u16.to_le_bytes()].concat();
+    let header = [&PROTOCOL_MAGIC[..], &48_u16.to_le_bytes()].concat();
     let reflected = replay([&header[..], &recorded.answer, &recorded.proof].concat());
     assert!(matches!(reflected, Err(HandshakeError::WrongKey(HandshakeRole::Agent))), "{reflected:?}");
 }
@@ -149,12 +149,12 @@ fn a_recorded_handshake_cannot_be_replayed_or_reflected() {
 #[test]
 fn a_name_and_later_bytes_are_not_readable_on_the_way() {
     let (recorded, ..) = relay_handshake(|_| ());
-    assert_ne!(recorded.hello[MAGIC.len() + 2 + 32], b'n', "the name is encrypted");
+    assert_ne!(recorded.hello[PROTOCOL_MAGIC.len() + 2 + 32], b'n', "the name is encrypted");
     for (length, expected) in [(47_u16, "WrongProtocol"), (304, "WrongProtocol"), (u16::MAX, "WrongProtocol")]
     {
         let result = block_on(async {
             let (mut near, far) = duplex(1024);
-            near.write_all(MAGIC).await.unwrap();
+            near.write_all(PROTOCOL_MAGIC).await.unwrap();
             near.write_all(&length.to_le_bytes()).await.unwrap();
             authenticate_agent(far, &key_from_byte(4)).await.map(|(_, name)| name)
         });
@@ -196,7 +196,7 @@ proptest! {
             near.shutdown().await.unwrap();
             assert!(authenticate_agent(far, &key_from_byte(5)).await.is_err());
         });
-        assert!(read_untrusted_connection(&bytes).is_err());
+        assert!(check_untrusted_connection(&bytes).is_err());
         _ = Invitation::read(&mut &bytes[..]);
     }
 

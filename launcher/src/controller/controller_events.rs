@@ -23,13 +23,13 @@ pub(crate) struct ControllerEvents {
 impl ControllerEvents {
     /// Continues the numbering after the event with the number `newest`. `unstored` are the events
     /// of earlier controllers that the journal lacks, oldest first.
-    pub(crate) fn continue_after(&mut self, newest: u64, unstored: impl Iterator<Item = UnstoredEvent>) {
+    pub(crate) fn continue_numbering_after(&mut self, newest: u64, unstored: impl Iterator<Item = UnstoredEvent>) {
         self.newest = newest;
         unstored.for_each(|event| self.push_unstored(event));
     }
 
     /// Returns the number of the newest event that a controller of the run has reported.
-    pub(crate) fn newest(&self) -> u64 {
+    pub(crate) fn newest_number(&self) -> u64 {
         self.newest
     }
 
@@ -79,7 +79,7 @@ mod tests {
     fn a_memo_contains_the_events_that_are_not_stored_up_to_a_limit() {
         let mut events = ControllerEvents::default();
         let earlier = UnstoredEvent { number: 4, time: 1.0, event: Event::new_notice(None, "0") };
-        events.continue_after(4, [earlier].into_iter());
+        events.continue_numbering_after(4, [earlier].into_iter());
         let add = |events: &mut ControllerEvents, text: &str| events.add(&Event::new_notice(None, text), 1.5);
         assert_eq!(add(&mut events, "a"), (CONTROLLER_STREAM, 5));
         add(&mut events, &"x".repeat(MAX_EVENT_BYTES));

@@ -38,7 +38,7 @@ impl ControllerIdentity {
 
     /// Creates the identity of a controller that takes over a run with this key. Agents obey the
     /// controller only if `epoch` is greater than that of earlier controllers.
-    pub(super) fn take_over(
+    pub(super) fn create_for_takeover(
         run: &str,
         settings: &RunSpec,
         key: JobKey,
@@ -59,13 +59,13 @@ impl ControllerIdentity {
     }
 
     /// Returns what agents do when this controller is lost.
-    pub(super) fn on_controller_loss(&self) -> ControllerLossAction {
+    pub(super) fn loss_action(&self) -> ControllerLossAction {
         self.on_controller_loss
     }
 
     /// Builds the request that the agent on host `host` obey this controller or end, as `purpose`
     /// determines.
-    pub(super) fn build_request(&self, host: &str, purpose: AttachPurpose) -> AttachRequest {
+    pub(super) fn build_attach_request(&self, host: &str, purpose: AttachPurpose) -> AttachRequest {
         AttachRequest {
             version: PROTOCOL_VERSION,
             run: self.run.clone(),
@@ -79,7 +79,7 @@ impl ControllerIdentity {
 
     /// Returns the terms on which the agent with the number `number` on host `host` obeys this
     /// controller.
-    pub(super) fn build_terms(&self, host: &str, number: u64) -> SupervisionTerms {
+    pub(super) fn build_supervision_terms(&self, host: &str, number: u64) -> SupervisionTerms {
         SupervisionTerms {
             run: self.run.clone(),
             host: host.to_owned(),

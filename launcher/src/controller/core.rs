@@ -53,7 +53,7 @@ pub(crate) use taken_journal::TakenJournal;
 
 /// How long the agent of the first host may take to bind the rendezvous port of an attempt
 /// (`MASTER_PORT`). After this time the attempt is rejected.
-pub(crate) const PREPARE_TIMEOUT: Duration = Duration::from_secs(15);
+pub(crate) const RENDEZVOUS_BIND_TIMEOUT: Duration = Duration::from_secs(15);
 /// How long the controller waits for the report of the root cause after a worker has exited only
 /// because a peer failed.
 pub(crate) const ROOT_CAUSE_TIMEOUT: Duration = Duration::from_millis(100);
@@ -63,7 +63,7 @@ pub(crate) const ABORT_GRACE: Duration = Duration::from_millis(500);
 /// next one. Workers that need longer are killed.
 pub(crate) const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a failure report waits for the last output lines of the failed rank.
-pub(crate) const TAIL_TIMEOUT: Duration = Duration::from_secs(1);
+pub(crate) const OUTPUT_TAIL_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long an agent may take to report that its workers ended, counted from the time at which
 /// SIGKILL is due.
 pub(crate) const AGENT_END_TIMEOUT: Duration = Duration::from_secs(10);
@@ -297,7 +297,7 @@ impl ControllerCore {
     /// if no deadline is pending.
     pub(crate) fn find_next_deadline(&self) -> Option<Duration> {
         let suspect = self.suspect.as_ref().map(|(_, until)| *until);
-        let tail = self.unreported_since.map(|since| since + TAIL_TIMEOUT);
+        let tail = self.unreported_since.map(|since| since + OUTPUT_TAIL_TIMEOUT);
         let backoff = match self.state {
             AttemptState::Backoff { until } => Some(until.max(self.find_orphan_deadline())),
             _ => None,
@@ -327,7 +327,7 @@ impl ControllerCore {
             ControllerInput::Agent(host, message) => {
                 if self.hosts.get(host).is_some_and(HostState::is_connected) {
                     self.hosts[host].last_heard = now;
-                    self.receive_agent_message(now, host, message);
+                    self.handle_report_or_message(now, host, message);
                 }
             }
             ControllerInput::AgentGone { host, end } => {
@@ -358,7 +358,7 @@ impl ControllerCore {
                 self.broadcast_to_agents(&ToAgent::Reload { attempt: self.attempt, values })
             }
             ControllerInput::Hosts { added, listed } => self.update_roster(now, added, &listed),
-            ControllerInput::Evicted(host) => self.handle_eviction(host),
+            ControllerInput::Evicted(host) => self.record_eviction(host),
             ControllerInput::InnerHosts(changes) => self.record_inner_hosts(changes),
             ControllerInput::StartStep(host, step) => self.handle_start_step(now, host, step),
             ControllerInput::JournalTaken(_) | ControllerInput::Tick => {}
@@ -381,7 +381,7 @@ impl ControllerCore {
     /// phase or the pause before the next attempt.
     fn process_deadlines(&mut self, now: Duration) {
         if self.suspect.as_ref().is_some_and(|(_, until)| now >= *until) {
-            self.promote_suspect(now);
+            self.confirm_suspected_failure(now);
         }
         self.send_heartbeats(now);
         self.expire_leases(now);
@@ -389,7 +389,7 @@ impl ControllerCore {
             self.phase_deadline = None;
             self.handle_phase_timeout(now);
         }
-        self.check_orphans(now);
+        self.retry_eviction(now);
         let earliest = self.find_orphan_deadline();
         if matches!(self.state, AttemptState::Backoff { until } if now >= until.max(earliest)) {
             self.begin_next_attempt(now);
@@ -398,7 +398,7 @@ impl ControllerCore {
 
     /// Processes a message of a connected agent. If the message is a report, the report is
     /// acknowledged once the journal contains its event.
-    fn receive_agent_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
+    fn handle_report_or_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
         let FromAgent::Report { seq, age_ms, message } = message else {
             return self.handle_agent_message(now, host, message);
         };

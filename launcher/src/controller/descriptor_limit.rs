@@ -22,14 +22,14 @@ pub(super) fn reserve_descriptors(hosts: usize, connections: u64) -> diagnostic:
     if needed <= soft {
         return Ok(());
     }
-    check_limit(hosts, needed, hard)?;
+    check_descriptor_limit(hosts, needed, hard)?;
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard)
         .map_err(|error| failed("cannot raise the limit of open files", error))
 }
 
 /// Fails if a limit of open files is too low for the controller of a job on this number of hosts,
 /// which needs `needed` descriptors.
-fn check_limit(hosts: usize, needed: u64, limit: u64) -> diagnostic::Result<()> {
+fn check_descriptor_limit(hosts: usize, needed: u64, limit: u64) -> diagnostic::Result<()> {
     if needed <= limit {
         return Ok(());
     }
@@ -52,8 +52,8 @@ mod tests {
 
     #[test]
     fn a_limit_is_rejected_only_if_the_hosts_need_more() {
-        assert!(check_limit(150, 996, 1024).is_ok());
-        let error = check_limit(256, 1632, 1024).expect_err("too few");
+        assert!(check_descriptor_limit(150, 996, 1024).is_ok());
+        let error = check_descriptor_limit(256, 1632, 1024).expect_err("too few");
         assert_eq!(error.code(), DESCRIPTORS_TOO_FEW);
         assert_eq!(
             error.to_string(),

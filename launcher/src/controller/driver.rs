@@ -28,7 +28,7 @@ use super::{
     exec_socket::{ExecClient, ExecSocket},
     hostfile::FilteredHostfile,
     job_file::JobFile,
-    journal::{Journal, JournalSummary, StoredReports},
+    journal::{Journal, JournalSummary, StoredReportReceiver},
     preparation::{AttemptPreparation, HostInventories, PlanningAttempt},
     run_request::{AttachOptions, ResumePreparer, RunOptions, RunRequest},
     run_status::StatusKeeper,
@@ -93,9 +93,9 @@ fn control_run(start: impl FnOnce() -> diagnostic::Result<ControllerDriver>) -> 
         let mut driver = start()?;
         let end = runtime.block_on(driver.run_to_end());
         Ok(match end {
-            RunEnd::Ended(outcome) => driver.finish_run(outcome),
-            RunEnd::Replaced(replacement) => driver.leave_run(&replacement),
-            RunEnd::Abandoned(failure) => driver.abandon_run(&failure),
+            EventLoopEnd::Ended(outcome) => driver.finish_run(outcome),
+            EventLoopEnd::Replaced(replacement) => driver.leave_run(&replacement),
+            EventLoopEnd::Abandoned(failure) => driver.abandon_run(&failure),
         })
     });
     result.unwrap_or_else(|error: Diagnostic| {
@@ -111,7 +111,7 @@ fn build_setup_error(message: &str) -> Diagnostic {
 }
 
 /// The reason why the event loop of a controller has ended.
-enum RunEnd {
+enum EventLoopEnd {
     /// The run is over.
     Ended(RunOutcome),
     /// The run continues without this controller.
@@ -201,7 +201,7 @@ struct ControllerDriver {
     report: Reporter,
     journal: Option<Journal>,
     /// Delivers the reports that the journal has stored; `None` without a journal.
-    stored: Option<StoredReports>,
+    stored: Option<StoredReportReceiver>,
     /// The events of the controllers of the run.
     events: ControllerEvents,
     /// Whether this controller is taking over the run.
@@ -255,7 +255,7 @@ struct ControllerDriver {
     /// The clients of `launch exec`.
     exec_clients: HashMap<ExecId, ExecClient>,
     /// Why the event loop is to end; `None` until then.
-    end: Option<RunEnd>,
+    end: Option<EventLoopEnd>,
 }
 
 /// Builds the settings of the report to the user, for a run on `hosts` hosts.
@@ -296,14 +296,14 @@ impl ControllerDriver {
         let setups = hosts.iter().map(|h| HostSetup { name: h.name.clone(), remote: !h.local });
         let identity = match &attach {
             Some(AttachOptions { key, epoch, .. }) => {
-                ControllerIdentity::take_over(&plan.run.0, &job.run, key.clone(), *epoch)?
+                ControllerIdentity::create_for_takeover(&plan.run.0, &job.run, key.clone(), *epoch)?
             }
             None => ControllerIdentity::create(&plan.run.0, &job.run, options.on_controller_loss)?,
         };
         let seed = RandomState::new().hash_one(&plan.run.0);
-        let supervision = (identity.token(), identity.on_controller_loss());
+        let supervision = (identity.token(), identity.loss_action());
         let setup = CoreSetup {
-            arrival: transport.arrival(),
+            arrival: transport.arrival_limits(),
             run_dir: plan.run_dir.clone(),
             ..CoreSetup::new(&job, setups.collect(), seed, supervision)
         };
@@ -363,7 +363,7 @@ impl ControllerDriver {
     }
 
     /// Runs the job to its end. Reports a failure to set up the run as the outcome.
-    async fn run_to_end(&mut self) -> RunEnd {
+    async fn run_to_end(&mut self) -> EventLoopEnd {
         let prepared = if self.is_adopting { self.prepare_takeover() } else { self.prepare_run() };
         match prepared {
             Ok(signals) => self.run_event_loop(signals).await,
@@ -376,7 +376,7 @@ impl ControllerDriver {
                     diagnostics: vec![error],
                     ..FailureReport::default()
                 })));
-                RunEnd::Ended(RunOutcome { exit_code, ..RunOutcome::default() })
+                EventLoopEnd::Ended(RunOutcome { exit_code, ..RunOutcome::default() })
             }
         }
     }
@@ -399,7 +399,7 @@ impl ControllerDriver {
         self.emit_event(Event::Start { run, run_dir: directory, world });
         self.start_mlflow(false);
         self.write_control_file();
-        let continues = self.identity.on_controller_loss() == ControllerLossAction::Continue;
+        let continues = self.identity.loss_action() == ControllerLossAction::Continue;
         let timeout_ms = continues.then_some(self.job.run.controller_timeout_ms);
         if let Err(error) = runs::register_run(&self.plan, &self.job.name, &self.command, timeout_ms) {
             self.emit_notice(format!(

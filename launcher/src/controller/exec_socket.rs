@@ -2,7 +2,7 @@
 use super::core::HostIndex;
 use crate::{
     connection::{FrameError, Outbox, read_frames, write_frames},
-    runs::{bind_controller_socket, is_own_peer},
+    runs::{bind_controller_socket, is_peer_own_or_root},
 };
 use protocol::control::{ExecId, ExecReply, ExecRequest};
 use std::{
@@ -96,7 +96,7 @@ async fn accept_clients(
             sleep(ACCEPT_PAUSE).await;
             continue;
         };
-        if !is_own_peer(&stream) {
+        if !is_peer_own_or_root(&stream) {
             continue;
         }
         id = id.wrapping_add(1);

@@ -1,10 +1,10 @@
 //! [`describe_verdict`]: the verdict about a hang as one line for the user.
 use crate::format::format_ranks;
 use jobspec::ids::Rank;
-use protocol::hang::{HangKind, HangVerdict, RankCall, RankGpuFault, RankPlace};
+use protocol::hang::{HangKind, HangVerdict, RankCall, RankGpuFault, RankPosition};
 
 /// The largest number of ranks, calls or errors that the line contains.
-const MAX_ITEMS: usize = 8;
+const MAX_LISTED_ITEMS: usize = 8;
 
 /// Formats a verdict as one line: first the ranks that hold up the job, then where they are.
 pub(super) fn describe_verdict(verdict: &HangVerdict) -> String {
@@ -12,20 +12,20 @@ pub(super) fn describe_verdict(verdict: &HangVerdict) -> String {
         let operation = c.operation.as_deref().unwrap_or("a collective");
         format!("{operation} (number {} of group {})", c.seq, c.group)
     });
-    let ranks_of = |places: &[RankPlace]| places.iter().map(|place| place.rank).collect::<Vec<_>>();
+    let ranks_of = |places: &[RankPosition]| places.iter().map(|place| place.rank).collect::<Vec<_>>();
     let waiting = match verdict.entered.as_slice() {
         [rank] => format!("rank {rank} waits"),
-        ranks => format!("{} wait", name_ranks(ranks)),
+        ranks => format!("{} wait", format_ranks_with_noun(ranks)),
     };
     let (not_entered, undetermined) = (ranks_of(&verdict.not_entered), ranks_of(&verdict.undetermined));
-    let (has, undetermined_has) = (select_has(&not_entered), select_has(&undetermined));
+    let (has, undetermined_has) = (choose_has_or_have(&not_entered), choose_has_or_have(&undetermined));
     let mut clauses = match verdict.kind {
         HangKind::NotEntered if not_entered.is_empty() => vec![format!(
             "{waiting} in {collective}; unknown whether {} {undetermined_has} entered it",
-            name_ranks(&undetermined)
+            format_ranks_with_noun(&undetermined)
         )],
         HangKind::NotEntered => {
-            vec![format!("{} {has} not entered {collective}, in which {waiting}", name_ranks(&not_entered))]
+            vec![format!("{} {has} not entered {collective}, in which {waiting}", format_ranks_with_noun(&not_entered))]
         }
         HangKind::DifferentOrder => {
             vec![format!("ranks have called different collectives: {}", list_calls(verdict))]
@@ -41,7 +41,7 @@ pub(super) fn describe_verdict(verdict: &HangVerdict) -> String {
     };
     clauses.extend(join_items(&verdict.not_entered, |place| place.to_string()));
     if verdict.kind == HangKind::NotEntered && !not_entered.is_empty() && !undetermined.is_empty() {
-        clauses.push(format!("unknown whether {} {undetermined_has} entered it", name_ranks(&undetermined)));
+        clauses.push(format!("unknown whether {} {undetermined_has} entered it", format_ranks_with_noun(&undetermined)));
     }
     clauses.extend(join_items(&verdict.undetermined, |place| place.to_string()));
     let faults = join_items(&verdict.gpu_faults, RankGpuFault::to_string);
@@ -56,22 +56,22 @@ fn list_calls(verdict: &HangVerdict) -> String {
     let describe = |call: &RankCall| {
         let RankCall { ranks, group, operation, inputs, dtypes, frame } = call;
         let place = frame.as_ref().map_or_else(String::new, |frame| format!(" in {frame}"));
-        format!("{} {operation} {inputs} {dtypes} of group {group}{place}", name_ranks(ranks))
+        format!("{} {operation} {inputs} {dtypes} of group {group}{place}", format_ranks_with_noun(ranks))
     };
     join_items(&verdict.calls, describe).unwrap_or_default()
 }
 
 /// Formats the first items of a list. Returns `None` if the list is empty.
 fn join_items<T>(items: &[T], format: impl Fn(&T) -> String) -> Option<String> {
-    let mut texts: Vec<String> = items.iter().take(MAX_ITEMS).map(format).collect();
-    if items.len() > MAX_ITEMS {
-        texts.push(format!("and {} more", items.len() - MAX_ITEMS));
+    let mut texts: Vec<String> = items.iter().take(MAX_LISTED_ITEMS).map(format).collect();
+    if items.len() > MAX_LISTED_ITEMS {
+        texts.push(format!("and {} more", items.len() - MAX_LISTED_ITEMS));
     }
     (!texts.is_empty()).then(|| texts.join("; "))
 }
 
 /// Formats ranks, such as `rank 1` or `ranks 0-3,7`.
-fn name_ranks(ranks: &[Rank]) -> String {
+fn format_ranks_with_noun(ranks: &[Rank]) -> String {
     match ranks {
         [rank] => format!("rank {rank}"),
         ranks => format!("ranks {}", format_ranks(ranks)),
@@ -79,6 +79,6 @@ fn name_ranks(ranks: &[Rank]) -> String {
 }
 
 /// Returns the form of *have* that fits the number of ranks.
-fn select_has(ranks: &[Rank]) -> &'static str {
+fn choose_has_or_have(ranks: &[Rank]) -> &'static str {
     if ranks.len() == 1 { "has" } else { "have" }
 }

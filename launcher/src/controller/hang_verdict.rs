@@ -9,13 +9,13 @@
 use jobspec::ids::Rank;
 use protocol::hang::{
     CollectiveEntry, HangKind, HangVerdict, RankActivity, RankCall, RankEvidence, RankGpuFault,
-    RankNcclWarning, RankPlace, StackFrame, ThreadState, WaitKind, WaitingCollective,
+    RankNcclWarning, RankPosition, StackFrame, ThreadState, WaitKind, WaitingCollective,
 };
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The collectives whose inputs must have the same sizes and types on all ranks, without the name
 /// of the backend.
-const EQUAL_INPUTS: [&str; 9] = [
+const EQUAL_INPUT_COLLECTIVES: [&str; 9] = [
     "all_reduce",
     "allreduce",
     "all_gather",
@@ -27,7 +27,7 @@ const EQUAL_INPUTS: [&str; 9] = [
     "_reduce_scatter_base",
 ];
 /// The parts of the paths of torch's modules for collectives.
-const TORCH_DISTRIBUTED: &str = "/torch/distributed/";
+const TORCH_COLLECTIVE_PATHS: &str = "/torch/distributed/";
 /// The parts of the paths of modules that do not belong to the program.
 const LIBRARY_PATHS: [&str; 3] = ["/lib/python", "/lib64/python", "<frozen "];
 
@@ -46,7 +46,7 @@ struct PendingCollective<'a> {
 /// Finds out why ranks hang. `evidence` is what is known about each rank, one item per rank.
 pub(super) fn find_verdict(evidence: &[RankEvidence]) -> HangVerdict {
     let ranks: BTreeMap<Rank, &RankEvidence> = evidence.iter().map(|e| (e.rank, e)).collect();
-    let pending = find_pending(&ranks);
+    let pending = find_pending_collectives(&ranks);
     let different = pending.iter().find_map(|p| {
         let (kind, calls) = compare_calls(p, &ranks)?;
         Some(build_verdict(kind, Some(p), calls, &ranks))
@@ -64,7 +64,7 @@ pub(super) fn find_verdict(evidence: &[RankEvidence]) -> HangVerdict {
     }
     if let Some(first) = pending.iter().find(|p| !p.not_entered.is_empty()) {
         // Each rank that has not entered a collective waits in a collective of another group.
-        let calls = pending.iter().filter_map(|p| describe_call(p, &ranks)).collect();
+        let calls = pending.iter().filter_map(|p| build_entered_call(p, &ranks)).collect();
         return build_verdict(HangKind::DifferentOrder, Some(first), calls, &ranks);
     }
     let kind = if pending.is_empty() { HangKind::Unknown } else { HangKind::AllEntered };
@@ -72,7 +72,7 @@ pub(super) fn find_verdict(evidence: &[RankEvidence]) -> HangVerdict {
 }
 
 /// Returns the first incomplete collective of each group, in the order of the groups' names.
-fn find_pending<'a>(ranks: &BTreeMap<Rank, &'a RankEvidence>) -> Vec<PendingCollective<'a>> {
+fn find_pending_collectives<'a>(ranks: &BTreeMap<Rank, &'a RankEvidence>) -> Vec<PendingCollective<'a>> {
     let mut groups: BTreeMap<(&str, &[Rank]), i64> = BTreeMap::new();
     for evidence in ranks.values().filter(|e| e.answered) {
         for group in &evidence.groups {
@@ -82,7 +82,7 @@ fn find_pending<'a>(ranks: &BTreeMap<Rank, &'a RankEvidence>) -> Vec<PendingColl
             }
         }
     }
-    for (group, seq) in find_pending_on_devices(ranks) {
+    for (group, seq) in find_pending_builtin_collectives(ranks) {
         let first = groups.entry(group).or_insert(seq);
         *first = seq.min(*first);
     }
@@ -110,7 +110,7 @@ fn find_pending<'a>(ranks: &BTreeMap<Rank, &'a RankEvidence>) -> Vec<PendingColl
 /// Finds the groups of built-in training in which some ranks have entered a collective that other
 /// ranks have not entered. A rank does not know whether its GPU has completed a collective, but a
 /// collective that a rank has not entered is not complete.
-fn find_pending_on_devices<'a>(
+fn find_pending_builtin_collectives<'a>(
     ranks: &BTreeMap<Rank, &'a RankEvidence>,
 ) -> BTreeMap<(&'a str, &'a [Rank]), i64> {
     let mut counts: BTreeMap<(&str, &[Rank]), (i64, i64)> = BTreeMap::new();
@@ -159,7 +159,7 @@ fn find_last_seq(evidence: &RankEvidence, group: &str) -> Option<i64> {
 
 /// Returns whether the main thread of a rank is in a function of torch's collectives.
 fn is_in_collective(evidence: &RankEvidence) -> bool {
-    evidence.stack.iter().any(|frame| frame.file.contains(TORCH_DISTRIBUTED))
+    evidence.stack.iter().any(|frame| frame.file.contains(TORCH_COLLECTIVE_PATHS))
 }
 
 /// Returns the name of a collective without the name of the backend.
@@ -168,7 +168,7 @@ fn strip_backend(operation: &str) -> &str {
 }
 
 /// Returns the entry about a pending collective in the flight recorder of a rank.
-fn find_entry<'a>(p: &PendingCollective<'_>, evidence: &'a RankEvidence) -> Option<&'a CollectiveEntry> {
+fn find_recorder_entry<'a>(p: &PendingCollective<'_>, evidence: &'a RankEvidence) -> Option<&'a CollectiveEntry> {
     evidence.entries.iter().find(|e| e.group == p.group && e.seq == p.seq && !e.p2p)
 }
 
@@ -181,11 +181,11 @@ fn compare_calls(
 ) -> Option<(HangKind, Vec<RankCall>)> {
     let mut calls: Vec<RankCall> = Vec::new();
     for rank in &p.entered {
-        let Some(entry) = ranks.get(rank).and_then(|e| find_entry(p, e)) else { continue };
+        let Some(entry) = ranks.get(rank).and_then(|e| find_recorder_entry(p, e)) else { continue };
         let operation = strip_backend(&entry.operation);
         let matches = |call: &&mut RankCall| {
             strip_backend(&call.operation) == operation
-                && (!EQUAL_INPUTS.contains(&operation)
+                && (!EQUAL_INPUT_COLLECTIVES.contains(&operation)
                     || (call.inputs == entry.inputs && call.dtypes == entry.dtypes))
         };
         match calls.iter_mut().find(matches) {
@@ -226,8 +226,8 @@ fn build_call(
 
 /// Returns the call with which ranks have entered a pending collective. Returns `None` if no flight
 /// recorder has recorded it.
-fn describe_call(p: &PendingCollective<'_>, ranks: &BTreeMap<Rank, &RankEvidence>) -> Option<RankCall> {
-    let entry = p.entered.iter().find_map(|rank| find_entry(p, ranks.get(rank)?))?;
+fn build_entered_call(p: &PendingCollective<'_>, ranks: &BTreeMap<Rank, &RankEvidence>) -> Option<RankCall> {
+    let entry = p.entered.iter().find_map(|rank| find_recorder_entry(p, ranks.get(rank)?))?;
     Some(build_call(p.entered.iter().copied().collect(), entry, ranks))
 }
 
@@ -238,7 +238,7 @@ fn build_verdict(
     calls: Vec<RankCall>,
     ranks: &BTreeMap<Rank, &RankEvidence>,
 ) -> HangVerdict {
-    let locate = |set: &BTreeSet<Rank>| -> Vec<RankPlace> {
+    let locate = |set: &BTreeSet<Rank>| -> Vec<RankPosition> {
         set.iter().map(|rank| locate_rank(*rank, ranks.get(rank).copied())).collect()
     };
     let all_ranks: BTreeSet<Rank> = ranks.keys().copied().collect();
@@ -246,7 +246,7 @@ fn build_verdict(
         // Ranks that cannot run, although they have entered the collective.
         (HangKind::AllEntered, _) => {
             let mut places = locate(&all_ranks);
-            places.retain(|place| cannot_run(&place.activity));
+            places.retain(|place| is_blocking_activity(&place.activity));
             places
         }
         (_, Some(p)) => locate(&p.undetermined),
@@ -257,7 +257,7 @@ fn build_verdict(
         collective: pending.map(|p| WaitingCollective {
             group: p.group.to_owned(),
             seq: p.seq,
-            operation: describe_call(p, ranks).map(|call| call.operation),
+            operation: build_entered_call(p, ranks).map(|call| call.operation),
         }),
         entered: pending.map_or_else(Vec::new, |p| p.entered.iter().copied().collect()),
         not_entered: pending.map_or_else(Vec::new, |p| locate(&p.not_entered)),
@@ -270,7 +270,7 @@ fn build_verdict(
 
 /// Returns whether an activity prevents a rank from taking part in a collective that it has
 /// entered.
-fn cannot_run(activity: &RankActivity) -> bool {
+fn is_blocking_activity(activity: &RankActivity) -> bool {
     matches!(activity, RankActivity::Stopped | RankActivity::Uninterruptible { .. } | RankActivity::Ended)
 }
 
@@ -293,15 +293,15 @@ fn list_gpu_faults(evidence: &RankEvidence) -> Vec<RankGpuFault> {
 }
 
 /// Finds out what a rank does, and at which place in its program.
-fn locate_rank(rank: Rank, evidence: Option<&RankEvidence>) -> RankPlace {
+fn locate_rank(rank: Rank, evidence: Option<&RankEvidence>) -> RankPosition {
     let Some(evidence) = evidence else {
-        return RankPlace { rank, activity: RankActivity::Unknown, frame: None, file: None, task: None };
+        return RankPosition { rank, activity: RankActivity::Unknown, frame: None, file: None, task: None };
     };
     let activity = match &evidence.thread {
         None => RankActivity::Ended,
         Some(thread) => classify_activity(thread, evidence),
     };
-    RankPlace {
+    RankPosition {
         rank,
         activity,
         frame: find_program_frame(evidence),

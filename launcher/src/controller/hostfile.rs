@@ -8,7 +8,7 @@ use crate::{
 use diagnostic::{Diagnostic, codes};
 use jobspec::{
     ClusterSpec, HostSelection, JobSpec,
-    hosts::{HostAddress, MAX_HOSTFILE, MAX_HOSTS},
+    hosts::{HostAddress, MAX_HOSTFILE_BYTES, MAX_HOSTS},
 };
 use std::{
     collections::{HashMap, HashSet},
@@ -96,7 +96,7 @@ impl HostfileWatch {
                     names.iter().all(|name| listed.contains(name))
                 })
             };
-            (file, watch_file(path, MAX_HOSTFILE as u64, reports_first, is_complete))
+            (file, watch_file(path, MAX_HOSTFILE_BYTES as u64, reports_first, is_complete))
         };
         HostfileWatch { file: file.map(watch), listed: vec![true; hosts.len()], addresses: HashMap::new() }
     }

@@ -2,7 +2,7 @@
 use super::file_watch::{WatchedFileContent, watch_file};
 use crate::format::format_first_error;
 use diagnostic::Diagnostic;
-use jobspec::{JobSource, JobSpec, MAX_JOB, ReloadValues, SourceMap, compare_jobs, load_job};
+use jobspec::{JobSource, JobSpec, MAX_JOB_BYTES, ReloadValues, SourceMap, compare_jobs, load_job};
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeSet, path::PathBuf};
 use tokio::sync::mpsc;
@@ -49,7 +49,7 @@ impl JobFileWatch {
         let watch = |file: JobFile| {
             let (path, job_file) = (file.path.clone(), file.clone());
             let is_complete = move |text: &str| load_job_text(&job_file, text).is_ok();
-            (file, watch_file(path, MAX_JOB, reports_first, is_complete))
+            (file, watch_file(path, MAX_JOB_BYTES, reports_first, is_complete))
         };
         JobFileWatch { file: file.map(watch), reported: BTreeSet::new() }
     }

@@ -44,13 +44,13 @@ const JOB_FILE_VERSION: u32 = 1;
 const SYNC_INTERVAL: Duration = Duration::from_secs(1);
 /// The interval at which the journal's modification time is set to the present. `launch ps` derives
 /// from this time how long a run is without a controller.
-const MARK_INTERVAL: Duration = Duration::from_secs(30);
+const MTIME_UPDATE_INTERVAL: Duration = Duration::from_secs(30);
 /// How long a write may take before the user gets a notice.
 const STALL_REPORT_DELAY: Duration = Duration::from_secs(5);
 /// How long the end of a run waits for a journal whose disk is full or stalls.
 const JOURNAL_CLOSE_TIMEOUT: Duration = Duration::from_secs(600);
 /// The number of messages from the journal's thread that may wait until the controller reads them.
-const STATUS_CAPACITY: usize = 16;
+const STATUS_CHANNEL_CAPACITY: usize = 16;
 
 /// The content of `job.json`: the job of a run, without secrets, and the command that started it.
 #[derive(Serialize)]
@@ -85,7 +85,7 @@ pub(super) struct Journal {
 
 /// The receiver of the reports that the journal has stored. An item has the newest stored report of
 /// each sequence of reports.
-pub(super) type StoredReports = mpsc::Receiver<Vec<ReportId>>;
+pub(super) type StoredReportReceiver = mpsc::Receiver<Vec<ReportId>>;
 
 impl Journal {
     /// Creates the run directory, writes `job.json`, and opens the other files for appending.
@@ -94,10 +94,10 @@ impl Journal {
         plan: &Plan,
         job: &JobSpec,
         command: &[String],
-    ) -> io::Result<(Journal, StoredReports)> {
+    ) -> io::Result<(Journal, StoredReportReceiver)> {
         create_private_dir(&plan.run_dir)?;
         // The jobs in the plan may lack the list of hosts, which a later controller needs.
-        let (version, stored) = (JOB_FILE_VERSION, &crate::secrets::redact_job(job));
+        let (version, stored) = (JOB_FILE_VERSION, &crate::secrets::redact_job_secrets(job));
         let file = StoredJob { version, run: &plan.run.0, world: plan.world, command, job: stored };
         write_atomically(&plan.run_dir, "job.json", &serde_json::to_vec_pretty(&file)?)?;
         let time = read_unix_time();
@@ -111,7 +111,7 @@ impl Journal {
 
     /// Opens the journal of a run whose controller was lost. The journal accepts no events before
     /// [`Journal::take_over`].
-    pub(super) fn open_existing(run_dir: &Path) -> io::Result<(Journal, StoredReports)> {
+    pub(super) fn open_existing(run_dir: &Path) -> io::Result<(Journal, StoredReportReceiver)> {
         Journal::start(run_dir)
     }
 
@@ -124,7 +124,7 @@ impl Journal {
         let name = tensorboard::format_file_name(run, time);
         let (run_dir, files, error) = (self.run_dir.clone(), self.files.clone(), self.error.clone());
         let set_error = move |text| *error.lock().unwrap_or_else(PoisonError::into_inner) = text;
-        self.thread.run(0, move || {
+        self.thread.enqueue_job(0, move || {
             let mut pauses = RetryPauses::default();
             let (mut taken, summary) = loop {
                 match takeover::take_over_files(&run_dir, &name, restarts) {
@@ -142,8 +142,8 @@ impl Journal {
     }
 
     /// Starts the thread of a journal whose files are not open.
-    fn start(run_dir: &Path) -> io::Result<(Journal, StoredReports)> {
-        let (stored, receiver) = mpsc::channel(STATUS_CAPACITY);
+    fn start(run_dir: &Path) -> io::Result<(Journal, StoredReportReceiver)> {
+        let (stored, receiver) = mpsc::channel(STATUS_CHANNEL_CAPACITY);
         let journal = Journal {
             run_dir: run_dir.to_owned(),
             // Events are never dropped, so they have no size in the queue.
@@ -153,7 +153,7 @@ impl Journal {
             stored,
             is_dirty: false,
             next_sync: Instant::now(),
-            next_mark: Instant::now() + MARK_INTERVAL,
+            next_mark: Instant::now() + MTIME_UPDATE_INTERVAL,
             stalled_since: None,
             is_deleted: Arc::default(),
             is_deletion_reported: false,
@@ -170,7 +170,7 @@ impl Journal {
     pub(super) fn append_event(&mut self, event: &Event, time: f64, report: Option<ReportId>) {
         let is_important = matches!(event, Event::Failure(_) | Event::Done { .. } | Event::Checkpoint { .. });
         let event = event.clone();
-        self.run(move |files, on_error| files.append(&event, time, report, on_error));
+        self.run_with_files(move |files, on_error| files.append(&event, time, report, on_error));
         self.is_dirty = true;
         if is_important {
             self.sync();
@@ -182,7 +182,7 @@ impl Journal {
     pub(super) fn append_scalars(&mut self, values: Vec<(String, f64)>, time: f64, seconds: u64) {
         if self.thread.busy_time() < SYNC_INTERVAL {
             let record = tensorboard::encode_scalars_record(&values, time, seconds);
-            self.run(move |files, on_error| files.tensorboard.append(&record, on_error));
+            self.run_with_files(move |files, on_error| files.tensorboard.append(&record, on_error));
             self.is_dirty = true;
         }
     }
@@ -190,15 +190,15 @@ impl Journal {
     /// Counts a report as stored although the journal does not contain it, because journals contain
     /// no reports of its kind.
     pub(super) fn skip_report(&mut self, (stream, seq): ReportId) {
-        self.run(move |files, _| _ = files.unsynced.insert(stream, seq));
+        self.run_with_files(move |files, _| _ = files.unsynced.insert(stream, seq));
         self.is_dirty = true;
     }
 
     /// Calls `work` on the journal's thread, with the open files of the journal and a function that
     /// records an error. Does nothing if the files are not open.
-    fn run(&self, work: impl FnOnce(&mut JournalFiles, &mut dyn FnMut(&io::Error)) + Send + 'static) {
+    fn run_with_files(&self, work: impl FnOnce(&mut JournalFiles, &mut dyn FnMut(&io::Error)) + Send + 'static) {
         let (files, error) = (self.files.clone(), self.error.clone());
-        self.thread.run(0, move || {
+        self.thread.enqueue_job(0, move || {
             let set_error = |text| *error.lock().unwrap_or_else(PoisonError::into_inner) = text;
             let mut files = files.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(files) = &mut *files {
@@ -212,7 +212,7 @@ impl Journal {
     /// transient error, such as a full disk. Never blocks.
     pub(super) fn run_in_background(&self, work: impl Fn() -> io::Result<()> + Send + 'static) {
         let error = self.error.clone();
-        self.thread.run(0, move || {
+        self.thread.enqueue_job(0, move || {
             let set_error = |text| *error.lock().unwrap_or_else(PoisonError::into_inner) = text;
             let mut pauses = RetryPauses::default();
             while let Err(e) = work() {
@@ -232,7 +232,7 @@ impl Journal {
     pub(super) fn check_replacement(&self) -> oneshot::Receiver<bool> {
         let (answer, receiver) = oneshot::channel();
         // An error means that the controller waits no longer.
-        self.run(move |files, _| _ = answer.send(files.events.is_replaced()));
+        self.run_with_files(move |files, _| _ = answer.send(files.events.is_replaced()));
         receiver
     }
 
@@ -250,7 +250,7 @@ impl Journal {
     fn sync(&mut self) {
         (self.is_dirty, self.next_sync) = (false, Instant::now() + SYNC_INTERVAL);
         let stored = self.stored.clone();
-        self.run(move |files, on_error| {
+        self.run_with_files(move |files, on_error| {
             let reports = files.sync(on_error);
             if reports.is_empty() {
                 return;
@@ -284,7 +284,7 @@ impl Journal {
             self.sync();
         }
         if Instant::now() >= self.next_mark && busy < SYNC_INTERVAL {
-            self.next_mark = Instant::now() + MARK_INTERVAL;
+            self.next_mark = Instant::now() + MTIME_UPDATE_INTERVAL;
             self.mark_as_used();
         }
         if self.is_deleted.load(Ordering::Acquire) && !replace(&mut self.is_deletion_reported, true) {

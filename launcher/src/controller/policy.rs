@@ -5,12 +5,12 @@ use serde::{Deserialize, Serialize};
 use std::{fmt, time::Duration};
 
 /// The pause before the first restart, and before a restart that follows progress.
-pub(crate) const FIRST_PAUSE: Duration = Duration::from_secs(1);
+pub(crate) const FIRST_RESTART_PAUSE: Duration = Duration::from_secs(1);
 /// The number of restarts in a row without progress that a job with copies in memory may use.
 const MAX_FRUITLESS_RESTARTS: u32 = 2;
 /// The longest pause between two attempts. Each restart in a row without progress doubles the
 /// pause.
-pub(crate) const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+pub(crate) const LONGEST_RESTART_PAUSE: Duration = Duration::from_secs(60);
 /// The largest fraction of a pause by which random jitter shortens or lengthens the pause. The
 /// jitter prevents many jobs from restarting at the same moment.
 pub(crate) const MAX_JITTER: f64 = 0.2;
@@ -115,7 +115,7 @@ impl RestartHistory {
         let reason = match end.exit_code {
             exit::USAGE => Some(NoRestartReason::JobInvalid),
             exit::CHECKPOINT => Some(NoRestartReason::CheckpointUnusable),
-            _ if self.builtin && no_progress && self.no_progress >= self.fruitless_restarts() => {
+            _ if self.builtin && no_progress && self.no_progress >= self.max_fruitless_restarts() => {
                 Some(NoRestartReason::NoProgress { attempts: self.no_progress + 2, step: end.step })
             }
             _ if self.used >= self.budget => Some(NoRestartReason::BudgetUsed { budget: self.budget }),
@@ -138,7 +138,7 @@ impl RestartHistory {
     ///
     /// Copies in memory make failures likely that are independent of the training: a job that
     /// restarts within a second may lose another worker before its next step.
-    fn fruitless_restarts(&self) -> u32 {
+    fn max_fruitless_restarts(&self) -> u32 {
         if self.has_memory_copies { MAX_FRUITLESS_RESTARTS } else { 0 }
     }
 
@@ -163,7 +163,7 @@ impl RestartHistory {
         }
         // The progress of programs is unknown, so every restart in a row counts.
         let doublings = self.no_progress.saturating_sub(u32::from(!self.builtin)).min(16);
-        let pause = FIRST_PAUSE.saturating_mul(1 << doublings).min(LONGEST_PAUSE);
+        let pause = FIRST_RESTART_PAUSE.saturating_mul(1 << doublings).min(LONGEST_RESTART_PAUSE);
         pause.mul_f64(1.0 + MAX_JITTER * (2.0 * chance.clamp(0.0, 1.0) - 1.0))
     }
 }

@@ -1,6 +1,6 @@
 //! [`RootCause`]: the first failure of an attempt, from which the others follow.
 use super::core::host_state::HostIndex;
-use crate::worker_end::{PANIC_EXIT, WorkerEnd, describe_process_end, format_signal_name};
+use crate::worker_end::{PANIC_EXIT_CODE, WorkerEnd, describe_process_end, format_signal_name};
 use diagnostic::{Diagnostic, codes};
 use jobspec::ids::Rank;
 use protocol::{
@@ -155,7 +155,7 @@ impl WorkerProcessEnd {
             }
             (.., ExitStatus::Code(code)) => match WorkerExit::from_exit_code(code).filter(|_| self.builtin) {
                 Some(WorkerExit::Stopped) => FailureReason::StoppedUnexpectedly,
-                None if self.builtin && code == PANIC_EXIT => FailureReason::Panic,
+                None if self.builtin && code == PANIC_EXIT_CODE => FailureReason::Panic,
                 _ => FailureReason::Exit { code, error: self.error },
             },
         };
@@ -275,7 +275,7 @@ impl AgentEnd {
     }
 
     /// Returns whether the agent has certainly ended, with its workers.
-    pub(crate) fn proves_end(&self) -> bool {
+    pub(crate) fn proves_workers_ended(&self) -> bool {
         match self {
             AgentEnd::NotStarted(_)
             | AgentEnd::Exited(_)

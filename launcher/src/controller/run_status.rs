@@ -16,7 +16,7 @@ use straggler_text::describe_straggler;
 
 /// The number of measurements of a host that are kept. The reason of a slow rank is searched in all
 /// of them.
-const KEPT_USAGES: usize = 4;
+const KEPT_USAGES_PER_HOST: usize = 4;
 /// The largest number of reported slow ranks that are kept.
 const MAX_STRAGGLERS: usize = 16;
 /// The largest number of workers and of GPUs of a host that are kept.
@@ -36,7 +36,7 @@ pub(super) struct StatusKeeper {
     attempt: u32,
     step_times: StepTimes,
     /// The newest usages of each host, oldest first, with the time of the newest one.
-    hosts: BTreeMap<HostIndex, KeptUsage>,
+    hosts: BTreeMap<HostIndex, HostUsageHistory>,
     stragglers: Vec<StragglerReport>,
     /// Finds slow ranks of programs, whose steps are unknown, by their waiting for CPUs.
     program_detector: Option<StragglerDetector>,
@@ -55,7 +55,7 @@ pub(super) struct RankPlacement {
 
 /// The last measurements of the usage of a host and its workers.
 #[derive(Default)]
-struct KeptUsage {
+struct HostUsageHistory {
     host: String,
     time: f64,
     usages: VecDeque<HostUsage>,
@@ -94,7 +94,7 @@ impl StatusKeeper {
 
     /// Stores the newest usage of a host. `hosts` is the number of hosts of the attempt. Returns
     /// the events about slow ranks of a program.
-    pub(super) fn add_usage(
+    pub(super) fn add_host_usage(
         &mut self,
         (host, name): (HostIndex, &str),
         hosts: usize,
@@ -108,7 +108,7 @@ impl StatusKeeper {
         let kept = self.hosts.entry(host).or_default();
         (kept.host, kept.time) = (name.to_owned(), time);
         kept.usages.push_back(usage);
-        if kept.usages.len() > KEPT_USAGES {
+        if kept.usages.len() > KEPT_USAGES_PER_HOST {
             kept.usages.pop_front();
         }
         if self.program_detector.is_none() {
@@ -116,13 +116,13 @@ impl StatusKeeper {
         }
         self.compared.insert(host, workers);
         match self.compared.len() >= hosts {
-            true => self.compare_programs(interval_us),
+            true => self.compare_program_ranks(interval_us),
             false => Vec::new(),
         }
     }
 
     /// Compares the ranks of a program by the time for which they waited for CPUs.
-    fn compare_programs(&mut self, interval_us: u64) -> Vec<Event> {
+    fn compare_program_ranks(&mut self, interval_us: u64) -> Vec<Event> {
         let mut workers: Vec<WorkerUsage> =
             std::mem::take(&mut self.compared).into_values().flatten().collect();
         workers.sort_by_key(|worker| worker.rank);
@@ -150,7 +150,7 @@ impl StatusKeeper {
 
     /// Completes the report of a slow rank: adds its host, the likely reason and the message.
     /// `find_placement` returns the host and the GPU of a rank. Changes no other event.
-    pub(super) fn complete_event(
+    pub(super) fn complete_straggler_event(
         &mut self,
         event: &mut Event,
         find_placement: impl Fn(Rank) -> Option<RankPlacement>,
@@ -162,7 +162,7 @@ impl StatusKeeper {
         let previous = self.stragglers.iter().position(|r| (r.rank, r.kind) == (report.rank, report.kind));
         let previous = previous.map(|at| self.stragglers.remove(at));
         report.reason = match report.state {
-            StragglerState::Slow => self.find_reason(report, gpu),
+            StragglerState::Slow => self.find_slowness_reason(report, gpu),
             StragglerState::Recovered => previous.and_then(|report| report.reason),
         };
         report.message = describe_straggler(report);
@@ -173,12 +173,12 @@ impl StatusKeeper {
 
     /// Finds the likely reason why a rank is slow, in the usages of its host. `gpu` is the GPU of
     /// the rank. If it is unknown, each GPU of the host may be the reason.
-    fn find_reason(&self, report: &StragglerReport, gpu: Option<u32>) -> Option<StragglerReason> {
+    fn find_slowness_reason(&self, report: &StragglerReport, gpu: Option<u32>) -> Option<StragglerReason> {
         if report.kind == StragglerKind::Network {
             return Some(StragglerReason::SlowLink);
         }
         let kept = self.hosts.values().find(|kept| kept.find_worker(report.rank).is_some())?;
-        let measured: Vec<(f64, WorkerUsage)> = kept.list_worker(report.rank).collect();
+        let measured: Vec<(f64, WorkerUsage)> = kept.list_usages_of_worker(report.rank).collect();
         let largest = |amount: fn(&WorkerUsage) -> u64| {
             measured.iter().map(|(seconds, worker)| amount(worker) as f64 / seconds).fold(0.0, f64::max)
         };
@@ -208,7 +208,7 @@ impl StatusKeeper {
 
     /// Returns the newest measurements, as the status file contains them.
     pub(super) fn to_status(&self, time: f64) -> RunStatus {
-        let host = |kept: &KeptUsage| {
+        let host = |kept: &HostUsageHistory| {
             let usage = kept.usages.back()?.clone();
             Some(HostStatus { host: kept.host.clone(), time: kept.time, usage })
         };
@@ -223,13 +223,13 @@ impl StatusKeeper {
     }
 }
 
-impl KeptUsage {
+impl HostUsageHistory {
     fn find_worker(&self, rank: Rank) -> Option<&WorkerUsage> {
         self.usages.back()?.workers.iter().find(|worker| worker.rank == rank)
     }
 
     /// Lists the usages of a worker, each with the duration of its interval in seconds.
-    fn list_worker(&self, rank: Rank) -> impl Iterator<Item = (f64, WorkerUsage)> {
+    fn list_usages_of_worker(&self, rank: Rank) -> impl Iterator<Item = (f64, WorkerUsage)> {
         self.usages.iter().filter_map(move |usage| {
             let worker = usage.workers.iter().find(|worker| worker.rank == rank)?;
             Some((usage.interval_ms.max(1) as f64 / 1000.0, *worker))
@@ -266,7 +266,7 @@ mod tests {
 
     fn complete(keeper: &mut StatusKeeper, mut event: Event) -> StragglerReport {
         let gpu = Some(rank_gpu(&event));
-        keeper.complete_event(&mut event, |rank| Some(RankPlacement { host: format!("node-{rank}"), gpu }));
+        keeper.complete_straggler_event(&mut event, |rank| Some(RankPlacement { host: format!("node-{rank}"), gpu }));
         match event {
             Event::Straggler(report) => *report,
             other => panic!("{other:?}"),
@@ -293,8 +293,8 @@ mod tests {
         let mut messages = Vec::new();
         for (slow, gpus) in slow_cases {
             let mut keeper = keeper(false);
-            keeper.add_usage((0, "node-0"), 2, usage(&[worker(0)]), 1.0);
-            keeper.add_usage((1, "node-2"), 2, HostUsage { gpus, ..usage(&[slow]) }, 1.0);
+            keeper.add_host_usage((0, "node-0"), 2, usage(&[worker(0)]), 1.0);
+            keeper.add_host_usage((1, "node-2"), 2, HostUsage { gpus, ..usage(&[slow]) }, 1.0);
             let report = complete(&mut keeper, straggler(2, true, StragglerKind::Work));
             assert_eq!((report.host.as_str(), keeper.to_status(2.0).stragglers.len()), ("node-2", 1));
             messages.push(report.message);
@@ -323,7 +323,7 @@ mod tests {
     fn measurements_are_bounded_and_belong_to_an_attempt() {
         let mut keeper = keeper(false);
         for step in 0..50 {
-            keeper.add_usage((0, "a"), 1, usage(&vec![worker(0); 5000]), f64::from(step));
+            keeper.add_host_usage((0, "a"), 1, usage(&vec![worker(0); 5000]), f64::from(step));
             complete(&mut keeper, straggler(step as Rank, true, StragglerKind::Work));
         }
         keeper.set_step_times(StepTimes { step: 1, steps: 1, ranks: vec![RankTimes::default(); 99_999] });
@@ -334,7 +334,7 @@ mod tests {
             (status.stragglers.len(), status.step_times.ranks.len()),
             (MAX_STRAGGLERS, MAX_TIMED_RANKS)
         );
-        assert_eq!(keeper.hosts[&0].usages.len(), KEPT_USAGES);
+        assert_eq!(keeper.hosts[&0].usages.len(), KEPT_USAGES_PER_HOST);
         keeper.begin_attempt(1);
         let expected = RunStatus { version: STATUS_VERSION, time: 61.0, attempt: 1, ..RunStatus::default() };
         assert_eq!(keeper.to_status(61.0), expected);
@@ -346,8 +346,8 @@ mod tests {
         let mut events = Vec::new();
         for _ in 0..20 {
             let slow = WorkerUsage { run_delay_us: 700_000, ..worker(1) };
-            events.extend(keeper.add_usage((0, "a"), 2, usage(&[worker(0), slow]), 1.0));
-            events.extend(keeper.add_usage((1, "b"), 2, usage(&[worker(2)]), 1.0));
+            events.extend(keeper.add_host_usage((0, "a"), 2, usage(&[worker(0), slow]), 1.0));
+            events.extend(keeper.add_host_usage((1, "b"), 2, usage(&[worker(2)]), 1.0));
         }
         assert_eq!(events.len(), 1);
         let report = complete(&mut keeper, events.remove(0));

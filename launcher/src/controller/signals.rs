@@ -35,7 +35,7 @@ pub(super) enum SignalEvent {
 
 impl SignalEvent {
     /// Creates the meaning of a signal that passes `input` to the controller's state machine.
-    fn request(input: ControllerInput) -> SignalEvent {
+    fn from_input(input: ControllerInput) -> SignalEvent {
         SignalEvent::Request(Box::new(input))
     }
 }
@@ -67,12 +67,12 @@ impl SignalReceiver {
         };
         let SignalActions { usr1, usr2, term } = self.actions;
         tokio::select! {
-            _ = self.interrupt.recv() => SignalEvent::request(ControllerInput::Stop(StopRequest::Interrupt)),
+            _ = self.interrupt.recv() => SignalEvent::from_input(ControllerInput::Stop(StopRequest::Interrupt)),
             _ = self.terminate.recv() => interpret_signal(term, Signal::SIGTERM),
-            _ = self.quit.recv() => SignalEvent::request(ControllerInput::Kill),
-            _ = hangup => SignalEvent::request(ControllerInput::Stop(StopRequest::Terminate)),
+            _ = self.quit.recv() => SignalEvent::from_input(ControllerInput::Kill),
+            _ = hangup => SignalEvent::from_input(ControllerInput::Stop(StopRequest::Terminate)),
             _ = self.usr1.recv() => match self.has_time_limit {
-                true => SignalEvent::request(ControllerInput::Stop(StopRequest::TimeLimit)),
+                true => SignalEvent::from_input(ControllerInput::Stop(StopRequest::TimeLimit)),
                 false => interpret_signal(usr1, Signal::SIGUSR1),
             },
             _ = self.usr2.recv() => interpret_signal(usr2, Signal::SIGUSR2),
@@ -84,8 +84,8 @@ impl SignalReceiver {
 /// Returns the meaning of the signal `signal`, to which `run.signals` assigns the action `action`.
 fn interpret_signal(action: SignalAction, signal: Signal) -> SignalEvent {
     match action {
-        SignalAction::Save => SignalEvent::request(ControllerInput::Save(signal as i32)),
-        SignalAction::SaveAndStop => SignalEvent::request(ControllerInput::Stop(StopRequest::Terminate)),
+        SignalAction::Save => SignalEvent::from_input(ControllerInput::Save(signal as i32)),
+        SignalAction::SaveAndStop => SignalEvent::from_input(ControllerInput::Stop(StopRequest::Terminate)),
         SignalAction::Ignore => SignalEvent::Ignored,
     }
 }

@@ -47,6 +47,6 @@ impl StatusFile {
         self.next_write = Instant::now() + self.interval;
         let Ok(bytes) = serde_json::to_vec(status) else { return };
         let size = bytes.len();
-        self.thread.run(size, move || _ = replace_volatile_file(&run_dir, STATUS_FILE, &bytes));
+        self.thread.enqueue_job(size, move || _ = replace_volatile_file(&run_dir, STATUS_FILE, &bytes));
     }
 }

@@ -57,7 +57,7 @@ impl StreamedLogs {
         let files = self.files.clone();
         // Ranks may have moved to other hosts.
         let close = move || files.lock().unwrap_or_else(PoisonError::into_inner).close();
-        self.thread.run(0, close);
+        self.thread.enqueue_job(0, close);
     }
 
     /// Queues a line of a rank's output, which is then written to the file of the rank. Ignores
@@ -77,7 +77,7 @@ impl StreamedLogs {
             }
         };
         let (files, warnings) = (self.files.clone(), self.warnings.clone());
-        let accepted = self.thread.run(line.len(), move || {
+        let accepted = self.thread.enqueue_job(line.len(), move || {
             let warning = files.lock().unwrap_or_else(PoisonError::into_inner).append_line(rank, &line);
             // The warning is dropped if too many messages wait for the user.
             _ = warning.map(|warning| warnings.try_send(warning));

@@ -12,7 +12,7 @@ mod tests;
 
 pub(super) use discovered::DiscoveredAccelerators;
 
-use device_tree::DeviceTree;
+use device_tree::DeviceFiles;
 use jobspec::AcceleratorKind;
 use mig_uuids::{MigUuids, read_mig_uuids};
 use nix::unistd::{AccessFlags, access};
@@ -25,7 +25,7 @@ const MAX_ACCELERATORS: usize = 1024;
 /// The name prefixes of device nodes in /dev of accelerators that launch cannot assign to workers.
 /// These are GPUs in WSL and of NVIDIA's Tegra, and accelerators of Cambricon, Moore Threads,
 /// Tecorigin and Google.
-const OTHER_DEVICES: [&str; 7] =
+const UNSUPPORTED_DEVICE_PREFIXES: [&str; 7] =
     ["dxg", "nvhost-gpu", "nvmap", "cambricon_dev", "mtgpu.", "tcaicard", "accel"];
 
 /// Discovers the accelerators of this machine, ordered within each kind as their runtime numbers
@@ -41,35 +41,35 @@ pub(super) fn discover_accelerators(
     // An agent calls this function first before it has workers. Later, its main loop could reap the
     // process of the tool.
     static MIG_UUIDS: OnceLock<MigUuids> = OnceLock::new();
-    let tree = DeviceTree::new(root, &is_device_permitted);
-    discover_in(&tree, variable, &|| MIG_UUIDS.get_or_init(|| read_mig_uuids("nvidia-smi")).clone())
+    let tree = DeviceFiles::new(root, &is_device_permitted);
+    discover_in_tree(&tree, variable, &|| MIG_UUIDS.get_or_init(|| read_mig_uuids("nvidia-smi")).clone())
 }
 
 /// Discovers the accelerators of the machine whose device files `tree` reads. `mig_uuids` lists the
 /// UUIDs of MIG instances.
-fn discover_in(
-    tree: &DeviceTree<'_>,
+fn discover_in_tree(
+    tree: &DeviceFiles<'_>,
     variable: &dyn Fn(&str) -> Option<String>,
     mig_uuids: &dyn Fn() -> MigUuids,
 ) -> DiscoveredAccelerators {
     let mut found = DiscoveredAccelerators::default();
-    nvidia::list_nvidia(tree, mig_uuids, &mut found);
-    amd::list_amd(tree, &mut found);
+    nvidia::list_nvidia_gpus(tree, mig_uuids, &mut found);
+    amd::list_amd_gpus(tree, &mut found);
     intel::list_xpus(tree, variable, &mut found);
     numbered_nodes::list_npus(tree, &mut found);
     numbered_nodes::list_hpus(tree, &mut found);
     numbered_nodes::list_neuron_cores(tree, variable, &mut found);
     found.accelerators.truncate(MAX_ACCELERATORS);
     let select_other =
-        |name: String| OTHER_DEVICES.iter().any(|prefix| is_other(&name, prefix)).then_some(name);
-    found.has_other_devices = !tree.list_selected("dev", select_other).is_empty();
+        |name: String| UNSUPPORTED_DEVICE_PREFIXES.iter().any(|prefix| is_unsupported_device(&name, prefix)).then_some(name);
+    found.has_other_devices = !tree.select_entries("dev", select_other).is_empty();
     found
 }
 
 /// Returns whether the device node `name` consists of `prefix` and an optional number, and so
 /// belongs to an accelerator that launch cannot assign. The directory `accel` holds nodes of kinds
 /// that launch knows.
-fn is_other(name: &str, prefix: &str) -> bool {
+fn is_unsupported_device(name: &str, prefix: &str) -> bool {
     let number = name.strip_prefix(prefix);
     number.is_some_and(|n| n.bytes().all(|b| b.is_ascii_digit()) && !(n.is_empty() && prefix == "accel"))
 }
@@ -77,7 +77,7 @@ fn is_other(name: &str, prefix: &str) -> bool {
 /// Parses the simulated accelerators in the text of `LAUNCH_GPUS`, for tests. The text is a number,
 /// a kind and a number such as `npu:4`, or several of them as in `cuda:2,xpu:1`. At most
 /// [`MAX_ACCELERATORS`] are returned. Returns `None` if `text` is absent or malformed.
-pub(super) fn simulate_accelerators(text: Option<&str>) -> Option<Vec<Accelerator>> {
+pub(super) fn parse_simulated_accelerators(text: Option<&str>) -> Option<Vec<Accelerator>> {
     let mut accelerators = Vec::new();
     for part in text?.split(',') {
         let (name, count) = part.split_once(':').unwrap_or(("cuda", part));

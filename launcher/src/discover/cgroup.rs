@@ -7,7 +7,7 @@ use std::{
 
 /// The smallest memory limit that counts as no limit in control groups version 1. Version 1 writes
 /// a number near 2^63.
-const NO_LIMIT_V1: u64 = 1 << 60;
+const MIN_UNLIMITED_BYTES_V1: u64 = 1 << 60;
 
 /// The limits on CPU time and memory that control groups impose on this process.
 #[derive(Debug, Default, PartialEq)]
@@ -20,7 +20,7 @@ pub(super) struct CgroupLimits {
 
 /// Reads the lowest limits among this process's control groups and their parents. The files are
 /// read below `root`. A file that cannot be read imposes no limit.
-pub(super) fn read_limits(root: &Path) -> CgroupLimits {
+pub(super) fn read_cgroup_limits(root: &Path) -> CgroupLimits {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let mut limits = CgroupLimits::default();
     for line in groups.lines() {
@@ -31,17 +31,17 @@ pub(super) fn read_limits(root: &Path) -> CgroupLimits {
         if controllers.is_empty() {
             for directory in list_group_and_parents(&mount, group) {
                 limits
-                    .lower_limits(read_cpu_quota_v2(&directory), read_number(&directory.join("memory.max")));
+                    .apply_lower_limits(read_cpu_quota_v2(&directory), read_number(&directory.join("memory.max")));
             }
         } else if has("cpu") {
             // Inside a container the path of the group may be invisible. The root of the mount is
             // then the group.
             for directory in list_group_and_parents(&mount.join("cpu"), group) {
-                limits.lower_limits(read_cpu_quota_v1(&directory), None);
+                limits.apply_lower_limits(read_cpu_quota_v1(&directory), None);
             }
         } else if has("memory") {
             for directory in list_group_and_parents(&mount.join("memory"), group) {
-                limits.lower_limits(None, read_number(&directory.join("memory.limit_in_bytes")));
+                limits.apply_lower_limits(None, read_number(&directory.join("memory.limit_in_bytes")));
             }
         }
     }
@@ -113,7 +113,7 @@ pub(crate) fn read_memory_usage(root: &Path) -> Option<(u64, u64)> {
             _ => return None,
         };
         let of_directory = |directory: &PathBuf| {
-            let limit = read_number(&directory.join(limit)).filter(|bytes| *bytes < NO_LIMIT_V1)?;
+            let limit = read_number(&directory.join(limit)).filter(|bytes| *bytes < MIN_UNLIMITED_BYTES_V1)?;
             Some((limit, read_number(&directory.join(used))?))
         };
         list_group_and_parents(&mount, group).iter().filter_map(of_directory).min()
@@ -123,9 +123,9 @@ pub(crate) fn read_memory_usage(root: &Path) -> Option<(u64, u64)> {
 
 impl CgroupLimits {
     /// Lowers the limits to `cpus` and `memory` if these are lower.
-    fn lower_limits(&mut self, cpus: Option<f64>, memory: Option<u64>) {
+    fn apply_lower_limits(&mut self, cpus: Option<f64>, memory: Option<u64>) {
         self.cpus = [self.cpus, cpus].into_iter().flatten().reduce(f64::min);
-        let memory = memory.filter(|&m| m < NO_LIMIT_V1);
+        let memory = memory.filter(|&m| m < MIN_UNLIMITED_BYTES_V1);
         self.memory = [self.memory, memory].into_iter().flatten().min();
     }
 }
@@ -186,7 +186,7 @@ mod tests {
 
     #[test]
     fn unreadable_files_are_no_limit() {
-        assert_eq!(read_limits(write_tree(&[]).path()), CgroupLimits::default());
+        assert_eq!(read_cgroup_limits(write_tree(&[]).path()), CgroupLimits::default());
     }
 
     #[test]
@@ -236,7 +236,7 @@ mod tests {
             ("sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes", "1048576"),
             ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712"),
         ]);
-        assert_eq!(read_limits(root.path()), CgroupLimits { cpus: Some(1.5), memory: Some(1 << 20) });
+        assert_eq!(read_cgroup_limits(root.path()), CgroupLimits { cpus: Some(1.5), memory: Some(1 << 20) });
     }
 
     #[test]
@@ -246,6 +246,6 @@ mod tests {
             ("sys/fs/cgroup/cpu.max", "50000 100000"),
             ("sys/other/cpu.max", "1 100000"),
         ]);
-        assert_eq!(read_limits(root.path()).cpus, Some(0.5));
+        assert_eq!(read_cgroup_limits(root.path()).cpus, Some(0.5));
     }
 }

@@ -1,7 +1,7 @@
 //! [`parse_cpu_list`]: parses the lists of CPU numbers in /proc and /sys.
 
 /// The CPU number from which on a CPU list is rejected.
-const MAX_CPUS: u32 = 65_536;
+const CPU_NUMBER_LIMIT: u32 = 65_536;
 
 /// Parses a list such as `0-3,8,10-11` into CPU numbers in ascending order. Returns `None` if the
 /// list is empty or malformed.
@@ -10,7 +10,7 @@ pub(super) fn parse_cpu_list(text: &str) -> Option<Vec<u32>> {
     for part in text.split(',') {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         let (first, last) = (first.trim().parse::<u32>().ok()?, last.trim().parse::<u32>().ok()?);
-        if first > last || last >= MAX_CPUS {
+        if first > last || last >= CPU_NUMBER_LIMIT {
             return None;
         }
         cpus.extend(first..=last);

@@ -6,11 +6,11 @@ use protocol::{control::HostInventory, host_name::read_host_name_below};
 use std::{fs, io, net::IpAddr, path::Path};
 
 /// Reads the inventory of this machine. The error names the file that cannot be read.
-pub fn discover_local() -> io::Result<HostInventory> {
+pub fn discover_local_host() -> io::Result<HostInventory> {
     let shm = nix::sys::statvfs::statvfs("/dev/shm").map_or(0, |fs| fs.blocks() * fs.fragment_size());
     let variable = |name: &str| std::env::var(name).ok();
-    let mut found = discover_below(Path::new("/"), &variable)?;
-    if let Some(simulated) = accelerators::simulate_accelerators(variable(env::LAUNCH_GPUS).as_deref()) {
+    let mut found = discover_host_below(Path::new("/"), &variable)?;
+    if let Some(simulated) = accelerators::parse_simulated_accelerators(variable(env::LAUNCH_GPUS).as_deref()) {
         (found.accelerators, found.has_other_devices) = (simulated, false);
     }
     let reached_address = variable(env::SSH_CONNECTION).and_then(|text| parse_reached_address(&text));
@@ -21,9 +21,9 @@ pub fn discover_local() -> io::Result<HostInventory> {
 /// Reads the inventory of the machine whose root directory is `root`, from its files. The
 /// addresses, the size of /dev/shm and the environment are missing in the result. `variable`
 /// returns environment variables of this process.
-fn discover_below(root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> io::Result<HostInventory> {
+fn discover_host_below(root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> io::Result<HostInventory> {
     let host = read_host_name_below(root)?;
-    let status = read_system_file(root, "proc/self/status")?;
+    let status = read_file_below_root(root, "proc/self/status")?;
     let list = status.lines().find_map(|l| l.strip_prefix("Cpus_allowed_list:")).unwrap_or("");
     let cpus = parse_cpu_list(list.trim()).ok_or_else(|| {
         io::Error::new(
@@ -31,9 +31,9 @@ fn discover_below(root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> io:
             format!("/proc/self/status lists no CPUs: `{}`", list.trim()),
         )
     })?;
-    let limits = cgroup::read_limits(root);
+    let limits = cgroup::read_cgroup_limits(root);
     let installed =
-        read_system_file(root, "proc/meminfo").ok().and_then(|text| parse_total_memory(&text)).unwrap_or(0);
+        read_file_below_root(root, "proc/meminfo").ok().and_then(|text| parse_total_memory(&text)).unwrap_or(0);
     let memory = match limits.memory {
         Some(limit) if installed == 0 || limit < installed => limit,
         _ => installed,
@@ -57,10 +57,10 @@ fn discover_below(root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> io:
 /// their values.
 fn read_inherited_env() -> Vec<(String, String)> {
     let value = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-    let settings = env::USER_OVERRIDABLE.iter().chain(&env::DEEPSPEED_SETTINGS);
+    let settings = env::USER_OVERRIDABLE_VARIABLES.iter().chain(&env::ACCELERATE_DEEPSPEED_VARIABLES);
     let choices = settings.filter_map(|name| Some(((*name).to_owned(), value(name)?)));
     // An empty list of devices hides all accelerators, so it is kept.
-    let devices = env::VISIBLE_DEVICES.iter().chain(&env::SOCKET_INTERFACES);
+    let devices = env::DEVICE_VARIABLES.iter().chain(&env::INTERFACE_VARIABLES);
     choices.chain(devices.filter_map(|name| Some(((*name).to_owned(), std::env::var(name).ok()?)))).collect()
 }
 
@@ -70,7 +70,7 @@ fn parse_reached_address(connection: &str) -> Option<IpAddr> {
 }
 
 /// Reads the file `path` below `root`. The error contains the path.
-fn read_system_file(root: &Path, path: &str) -> io::Result<String> {
+fn read_file_below_root(root: &Path, path: &str) -> io::Result<String> {
     fs::read_to_string(root.join(path)).map_err(|e| io::Error::new(e.kind(), format!("/{path}: {e}")))
 }
 
@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn this_machine_has_an_inventory() {
-        let inventory = discover_local().expect("an inventory");
+        let inventory = discover_local_host().expect("an inventory");
         assert!(!inventory.host.is_empty() && !inventory.cpus.is_empty() && inventory.memory > 0);
         assert!((1..=inventory.cpus.len() as u32).contains(&inventory.usable_cpus()));
         assert!(inventory.addresses.iter().any(|a| a.address.is_loopback()), "{:?}", inventory.addresses);
@@ -128,7 +128,7 @@ mod tests {
         for file in ["nvidia0", "nvidia11", "nvidiactl", "nvidia-uvm", "nvidia"] {
             write(&format!("dev/{file}"), "");
         }
-        let inventory = discover_below(root.path(), &|_| None).expect("an inventory");
+        let inventory = discover_host_below(root.path(), &|_| None).expect("an inventory");
         let expected = HostInventory {
             host: "node-7".into(),
             cpus: vec![2, 3, 4, 5],

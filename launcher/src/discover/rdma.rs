@@ -10,7 +10,7 @@ use std::{
 };
 
 /// The largest number of RDMA devices, and of ports of a device, that are inspected.
-const MAX_DEVICES: usize = 64;
+const MAX_DEVICES_OR_PORTS: usize = 64;
 /// The largest number of addresses (GIDs) of a port that are counted.
 const MAX_GIDS: usize = 1024;
 /// The names of the counters of a port for damaged, lost or late packets and retrained links.
@@ -26,8 +26,8 @@ const ERROR_COUNTERS: [&str; 7] = [
 
 /// Inspects the RDMA devices of the machine whose root directory is `root`.
 pub(crate) fn inspect_rdma(root: &Path) -> RdmaReport {
-    let devices = list_sorted(&root.join("sys/class/infiniband"), |_| true);
-    let nodes = list_sorted(&root.join("dev/infiniband"), |name| {
+    let devices = list_entries_in_order(&root.join("sys/class/infiniband"), |_| true);
+    let nodes = list_entries_in_order(&root.join("dev/infiniband"), |name| {
         let number = name.strip_prefix("uverbs");
         number.is_some_and(|number| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()))
     });
@@ -47,7 +47,7 @@ pub(crate) fn inspect_rdma(root: &Path) -> RdmaReport {
 
 /// Lists at most [`MAX_DEVICES`] entries of a directory whose names `selects` accepts, with numbers
 /// in numeric order. Returns nothing if the directory does not exist.
-fn list_sorted(directory: &Path, selects: impl Fn(&str) -> bool) -> Vec<PathBuf> {
+fn list_entries_in_order(directory: &Path, selects: impl Fn(&str) -> bool) -> Vec<PathBuf> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
     names.retain(|name| selects(name));
@@ -55,7 +55,7 @@ fn list_sorted(directory: &Path, selects: impl Fn(&str) -> bool) -> Vec<PathBuf>
         let prefix = name.trim_end_matches(|c: char| c.is_ascii_digit());
         (prefix.to_owned(), name[prefix.len()..].parse::<u64>().unwrap_or(0))
     });
-    names.truncate(MAX_DEVICES);
+    names.truncate(MAX_DEVICES_OR_PORTS);
     names.iter().map(|name| directory.join(name)).collect()
 }
 
@@ -67,7 +67,7 @@ fn file_name(path: &Path) -> String {
 /// Inspects the device with this directory in /sys/class/infiniband.
 fn inspect_device(directory: &Path) -> RdmaDevice {
     let is_number = |name: &str| name.parse::<u32>().is_ok();
-    let ports = list_sorted(&directory.join("ports"), is_number);
+    let ports = list_entries_in_order(&directory.join("ports"), is_number);
     RdmaDevice {
         name: file_name(directory),
         driver: read_driver_name(directory),

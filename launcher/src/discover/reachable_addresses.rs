@@ -12,7 +12,7 @@ pub(crate) fn find_reachable_addresses(
 ) -> Vec<IpAddr> {
     let is_usable = |a: &&InterfaceAddress| !a.address.is_loopback() && is_routable(a.address);
     if let InterfaceSelector::Named(_) = interface {
-        let selected = known.iter().filter(is_usable).filter(|a| interface.admits(&a.interface, a.address));
+        let selected = known.iter().filter(is_usable).filter(|a| interface.allows_address(&a.interface, a.address));
         let selected: Vec<IpAddr> = selected.map(|a| a.address).collect();
         if !selected.is_empty() {
             return selected;
@@ -30,7 +30,7 @@ pub(crate) fn find_reachable_addresses(
 /// comes before IPv6.
 ///
 /// Returns the first [`MAX_ADDRESSES`] addresses, which fit into an invitation, and the others.
-pub(crate) fn select_addresses(addresses: Vec<IpAddr>) -> (Vec<IpAddr>, Vec<IpAddr>) {
+pub(crate) fn sort_and_limit_addresses(addresses: Vec<IpAddr>) -> (Vec<IpAddr>, Vec<IpAddr>) {
     let mut selected: Vec<IpAddr> = Vec::new();
     for address in addresses {
         if !selected.contains(&address) {
@@ -86,10 +86,10 @@ mod tests {
         };
         let addresses = parse(&["127.0.0.1", "fe80::1", "169.254.3.4", "fd00::1", "10.0.0.1", "10.0.0.1"]);
         let sorted = parse(&["10.0.0.1", "fd00::1", "169.254.3.4", "fe80::1", "127.0.0.1"]);
-        assert_eq!(select_addresses(addresses), (sorted, Vec::new()));
+        assert_eq!(sort_and_limit_addresses(addresses), (sorted, Vec::new()));
         let link_local = parse(&["169.254.3.4"]);
         let global: Vec<IpAddr> = (1..=MAX_ADDRESSES as u8).map(|i| IpAddr::from([10, 0, 0, i])).collect();
         let addresses = [link_local.clone(), global.clone()].concat();
-        assert_eq!(select_addresses(addresses), (global, link_local.clone()));
+        assert_eq!(sort_and_limit_addresses(addresses), (global, link_local.clone()));
     }
 }

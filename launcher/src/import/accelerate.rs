@@ -57,7 +57,7 @@ pub(crate) fn convert_accelerate_config(
     let has_mpi_hostfile = set_mpi_hostfile(&mut draft, &mut keys, context);
     let named = has_mpi_hostfile || context.hostfile.is_some();
     let machines = set_processes(&mut draft, &mut keys, kind, cpu, named);
-    set_master(&mut draft, &mut keys);
+    set_master_port(&mut draft, &mut keys);
     let names_hosts = env::set_environment(&mut draft, &mut keys, kind, cpu);
     if machines > 1 && !named && !names_hosts {
         note_unnamed_hosts(&mut draft, "num_machines", machines);
@@ -241,7 +241,7 @@ fn note_multi_host_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, mach
 
 /// Converts the rendezvous port in Accelerate's configuration to `cluster.master_port`, and adds a
 /// note about the rendezvous address, which launch chooses itself.
-fn set_master(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
+fn set_master_port(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     if let Some(address) = keys.take_text("main_process_ip") {
         let reason = format!("`{}`: `MASTER_ADDR` is the address of the first host", address.escape_debug());
         draft.add_not_converted_note("main_process_ip", reason, "name that host first in `cluster.hosts`");

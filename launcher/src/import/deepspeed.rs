@@ -17,7 +17,7 @@ use super::{
 use diagnostic::Diagnostic;
 use jobspec::{Document, DocumentValue};
 use std::path::Path;
-use unsupported_keys::{AUTO, UNSUPPORTED_KEYS};
+use unsupported_keys::{AUTO_VALUE_REASON, UNSUPPORTED_KEYS};
 
 /// Converts a configuration of DeepSpeed to a job with notes. `hosts` is the text of the hostfile.
 pub(crate) fn convert_deepspeed_config(
@@ -116,9 +116,9 @@ fn set_training(draft: &mut JobDraft, mut keys: RemainingKeys<'_>, workers: Opti
 /// `train.batch.micro`. DeepSpeed requires `train_batch_size = micro-batch × accumulation steps ×
 /// workers`. A configuration may contain only some of these sizes.
 fn convert_batch(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, workers: Option<u64>) {
-    const NAMES: [&str; 3] =
+    const BATCH_SIZE_KEYS: [&str; 3] =
         ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
-    let [global, micro, steps] = NAMES.map(|name| {
+    let [global, micro, steps] = BATCH_SIZE_KEYS.map(|name| {
         if keys.is_auto(name) {
             keys.take(name);
             draft.add_not_converted_note(name, "HF Trainer replaces `auto`", "set `train.batch`");
@@ -128,28 +128,28 @@ fn convert_batch(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, workers: Op
     });
     let each = micro.unwrap_or(1) * steps.unwrap_or(1);
     if let Some(micro) = micro {
-        draft.set_imported(NAMES[1], "train.batch.micro", micro.to_string());
+        draft.set_imported(BATCH_SIZE_KEYS[1], "train.batch.micro", micro.to_string());
     }
     match (global, workers) {
         (Some(global), workers) => {
-            draft.set_imported(NAMES[0], "train.batch.global", global.to_string());
+            draft.set_imported(BATCH_SIZE_KEYS[0], "train.batch.global", global.to_string());
             if let (Some(n), true, true) = (workers, micro.is_some(), steps.is_some())
                 && each * i128::from(n) != global
             {
                 let reason = format!("{each} × {n} workers is not {global}, which DeepSpeed rejects");
                 let todo = "a step has `batch.global` samples for any number of workers";
-                draft.add_key_note(NAMES[0], reason, todo);
+                draft.add_key_note(BATCH_SIZE_KEYS[0], reason, todo);
             }
             if micro.is_none() {
                 let micro = compute_default_micro_batch(global, steps, workers);
-                draft.set_imported(NAMES[0], "train.batch.micro", micro.to_string());
+                draft.set_imported(BATCH_SIZE_KEYS[0], "train.batch.micro", micro.to_string());
             }
         }
         (None, Some(n)) if micro.is_some() => {
-            draft.set_imported(NAMES[1], "train.batch.global", (each * i128::from(n)).to_string());
+            draft.set_imported(BATCH_SIZE_KEYS[1], "train.batch.global", (each * i128::from(n)).to_string());
         }
         (None, _) if micro.is_some() => {
-            draft.set_imported(NAMES[1], "train.batch.global", each.to_string());
+            draft.set_imported(BATCH_SIZE_KEYS[1], "train.batch.global", each.to_string());
             let reason = format!("{each} is the number of samples of one worker");
             draft.add_key_note(
                 "train.batch.global",
@@ -176,7 +176,7 @@ fn convert_precision(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
         let enabled = match part.is_auto("enabled") {
             true => {
                 part.take("enabled");
-                draft.add_not_converted_note(&part.path("enabled"), AUTO, "");
+                draft.add_not_converted_note(&part.path("enabled"), AUTO_VALUE_REASON, "");
                 false
             }
             false => part.take_boolean("enabled").unwrap_or(false),
@@ -218,13 +218,13 @@ fn convert_loss_scale(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
 /// Converts DeepSpeed's setting of gradient clipping to `train.clip_norm`. If the configuration
 /// does not contain the key, clipping is turned off, which is DeepSpeed's default.
 fn convert_clipping(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
-    const NAME: &str = "gradient_clipping";
-    if keys.is_auto(NAME) {
-        keys.take(NAME);
-        return draft.add_not_converted_note(NAME, AUTO, "set `train.clip_norm`");
+    const CLIPPING_KEY: &str = "gradient_clipping";
+    if keys.is_auto(CLIPPING_KEY) {
+        keys.take(CLIPPING_KEY);
+        return draft.add_not_converted_note(CLIPPING_KEY, AUTO_VALUE_REASON, "set `train.clip_norm`");
     }
-    match keys.take_number(NAME) {
-        Some(norm) if norm > 0.0 => draft.set_imported(NAME, "train.clip_norm", format!("{norm:?}")),
-        _ => draft.set_imported(NAME, "train.clip_norm", "off"),
+    match keys.take_number(CLIPPING_KEY) {
+        Some(norm) if norm > 0.0 => draft.set_imported(CLIPPING_KEY, "train.clip_norm", format!("{norm:?}")),
+        _ => draft.set_imported(CLIPPING_KEY, "train.clip_norm", "off"),
     }
 }

@@ -8,7 +8,7 @@ use std::fmt::{self, Write};
 
 /// The largest number of attempts to load the job. Each failed attempt removes at least one
 /// rejected key.
-const MAX_ATTEMPTS: usize = 64;
+const MAX_LOAD_ATTEMPTS: usize = 64;
 
 /// The result of an import: a job.yaml that can be loaded, and notes about its keys.
 #[derive(Debug)]
@@ -143,14 +143,14 @@ impl JobDraft {
                     // An imported key without effect is not worth a warning in the new job.
                     let unused = |w: &Diagnostic| w.code() == codes::job::JOB_KEY_HAS_NO_EFFECT;
                     let unused: Vec<Diagnostic> = warnings.into_iter().filter(unused).collect();
-                    if attempts < MAX_ATTEMPTS && self.remove_rejected(&unused) {
+                    if attempts < MAX_LOAD_ATTEMPTS && self.remove_rejected_keys(&unused) {
                         continue;
                     }
                     return Ok(ImportedJob { job: text, notes: self.notes, nodes: None });
                 }
                 Err(errors) => errors,
             };
-            if attempts == MAX_ATTEMPTS || !self.remove_rejected(&errors) {
+            if attempts == MAX_LOAD_ATTEMPTS || !self.remove_rejected_keys(&errors) {
                 return Err(errors);
             }
         }
@@ -158,7 +158,7 @@ impl JobDraft {
 
     /// Removes the imported keys that `errors` are about, and adds a note for each. Returns whether
     /// a key was removed.
-    fn remove_rejected(&mut self, errors: &[Diagnostic]) -> bool {
+    fn remove_rejected_keys(&mut self, errors: &[Diagnostic]) -> bool {
         let before = self.keys.len();
         for error in errors {
             // An error about an entry may name only its mapping, but its location is the entry's

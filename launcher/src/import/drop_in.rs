@@ -73,7 +73,7 @@ impl ProgramForm {
 }
 
 /// Creates the error that the option `option` of `program`, such as `--tpu`, cannot be honoured.
-pub(super) fn reject_option(program: &str, option: &str, reason: impl AsRef<str>, help: &str) -> Diagnostic {
+pub(super) fn create_unsupported_option_error(program: &str, option: &str, reason: impl AsRef<str>, help: &str) -> Diagnostic {
     let message = format!("launch does not support `{option}` of {program}: {}", reason.as_ref());
     let error = Diagnostic::error(command::DROP_IN_UNSUPPORTED, message).with_subject(option);
     if help.is_empty() { error } else { error.with_help(help) }
@@ -81,10 +81,10 @@ pub(super) fn reject_option(program: &str, option: &str, reason: impl AsRef<str>
 
 /// Creates the error that launch does not support the option `option`, because it is for jobs in
 /// which the user starts `program` on each of several machines.
-pub(super) fn reject_several_machines(program: &str, option: &str, reason: &str) -> Diagnostic {
+pub(super) fn create_several_machines_error(program: &str, option: &str, reason: &str) -> Diagnostic {
     let help = "one launch starts all hosts over SSH or in a Slurm allocation: name them in `cluster.hosts` \
                 of a job.yaml; `launch run --nodes N --node-rank K -- PROGRAM` runs on each node";
-    reject_option(program, option, reason, help)
+    create_unsupported_option_error(program, option, reason, help)
 }
 
 /// The effect of an option that has no counterpart in a job: none, or the rejection of the command
@@ -126,7 +126,7 @@ pub(super) fn apply_rules(
                 } else {
                     format!("{reason} (value: {shown})")
                 };
-                errors.push(reject_option(program, &option, reason, help));
+                errors.push(create_unsupported_option_error(program, &option, reason, help));
             }
         }
     }
@@ -135,7 +135,7 @@ pub(super) fn apply_rules(
 /// Adds to `draft` the keys that all drop-in jobs have: the name, the command, this machine as
 /// host, the number of workers, and no binding of workers to CPUs.
 pub(super) fn set_local_job(draft: &mut JobDraft, program: &[String], command: &[String], workers: i64) {
-    draft.set_required("name", &quote_yaml(&derive_name(program)));
+    draft.set_required("name", &quote_yaml(&derive_job_name(program)));
     draft.set_required("run.command", &format_yaml_list(command));
     draft.set_required("run.cpu_bind", "none");
     draft.set_required("cluster.hosts", "local");
@@ -143,7 +143,7 @@ pub(super) fn set_local_job(draft: &mut JobDraft, program: &[String], command: &
 }
 
 /// Derives the name of a job from the script, module or program.
-fn derive_name(program: &[String]) -> String {
+fn derive_job_name(program: &[String]) -> String {
     let first = program.first().map_or("", String::as_str);
     let script = Path::new(first).file_stem().filter(|_| first.ends_with(".py") || first.contains('/'));
     make_job_name(&script.map_or(first.into(), |name| name.to_string_lossy()), "program")
@@ -151,12 +151,12 @@ fn derive_name(program: &[String]) -> String {
 
 /// Fails if a host cannot have `workers` workers. `option` is the option of `program` that states
 /// the number.
-pub(super) fn check_workers(program: &str, option: &str, workers: i64) -> Result<(), Diagnostic> {
+pub(super) fn check_worker_count(program: &str, option: &str, workers: i64) -> Result<(), Diagnostic> {
     match workers {
         1..=MAX_WORKERS => Ok(()),
         _ => {
             let reason = format!("the number of workers is {workers}; expected 1 to {MAX_WORKERS}");
-            Err(reject_option(program, option, reason, ""))
+            Err(create_unsupported_option_error(program, option, reason, ""))
         }
     }
 }
@@ -164,7 +164,7 @@ pub(super) fn check_workers(program: &str, option: &str, workers: i64) -> Result
 /// Returns a command that runs `command` with a changed environment, through the program `env`.
 /// Sets the variables `set`. Undoes launch's changes of the variables `removed`: each gets the
 /// value that the user gave, or is unset.
-pub(super) fn change_environment(
+pub(super) fn build_env_command(
     command: Vec<String>,
     context: &DropInContext<'_>,
     removed: &[&str],
@@ -188,7 +188,7 @@ pub(super) fn change_environment(
 /// Converts torchrun's options `--tee`, `--redirects` and `--local-ranks-filter` to the ranks whose
 /// output the console shows. Fails if a value is not valid, or if only one of the two streams of a
 /// rank is redirected.
-pub(super) fn set_console(
+pub(super) fn set_console_ranks(
     draft: &mut JobDraft,
     program: &str,
     workers: i64,
@@ -196,7 +196,7 @@ pub(super) fn set_console(
 ) -> Result<(), Diagnostic> {
     let invalid = |option: &str, value: &str| {
         let reason = format!("`{}` is not 0, 1, 2, 3 or a mapping such as 0:3,1:3", value.escape_debug());
-        reject_option(program, option, reason, "")
+        create_unsupported_option_error(program, option, reason, "")
     };
     let streams = |option: &str, value: Option<&str>| match value {
         None => Ok(vec![0; workers as usize]),
@@ -208,7 +208,7 @@ pub(super) fn set_console(
         Some(text) => {
             let ranks: Option<Vec<i64>> = text.split(',').map(|rank| rank.trim().parse().ok()).collect();
             let reason = || format!("`{}` is not a list of ranks such as 0,1", text.escape_debug());
-            Some(ranks.ok_or_else(|| reject_option(program, "--local-ranks-filter", reason(), ""))?)
+            Some(ranks.ok_or_else(|| create_unsupported_option_error(program, "--local-ranks-filter", reason(), ""))?)
         }
     };
     let chosen = tee.iter().chain(&redirects).any(|streams| *streams != 0);
@@ -222,7 +222,7 @@ pub(super) fn set_console(
             let stream = if hidden == 1 { "stdout" } else { "stderr" };
             let reason = format!("only {stream} of rank {rank} is redirected");
             let help = "a rank's log has both streams; use `--redirects 3`, or `--tee 3`";
-            return Err(reject_option(program, "--redirects", reason, help));
+            return Err(create_unsupported_option_error(program, "--redirects", reason, help));
         }
         if hidden == 0 && filter.as_ref().is_none_or(|ranks| ranks.contains(&(rank as i64))) {
             shown.push(rank.to_string());
@@ -252,7 +252,7 @@ fn parse_streams(text: &str, workers: i64) -> Option<Vec<u8>> {
 }
 
 /// Sets `OMP_NUM_THREADS` of the workers, unless the user has set the variable.
-pub(super) fn set_threads(draft: &mut JobDraft, context: &DropInContext<'_>, threads: i64) {
+pub(super) fn set_thread_count(draft: &mut JobDraft, context: &DropInContext<'_>, threads: i64) {
     if context.variable(env::OMP_NUM_THREADS).is_none() {
         draft.set_required(&format!("run.env.{}", env::OMP_NUM_THREADS), &quote_yaml(&threads.to_string()));
     }
@@ -272,6 +272,6 @@ pub(super) fn finish_drop_in(
     };
     let (unsupported, notes): (Vec<ImportNote>, Vec<ImportNote>) =
         job.notes.into_iter().partition(|note| note.kind == NoteKind::NotConverted);
-    errors.extend(unsupported.iter().map(|note| reject_option(program, &note.key, &note.text, "")));
+    errors.extend(unsupported.iter().map(|note| create_unsupported_option_error(program, &note.key, &note.text, "")));
     if errors.is_empty() { Ok(ImportedJob { job: job.job, notes, nodes: None }) } else { Err(errors) }
 }

@@ -97,12 +97,12 @@ impl<'d> RemainingKeys<'d> {
     /// Removes the key `key` from the remaining keys, and returns its integer value, from `min` to
     /// `u32::MAX`. Any other value is recorded as an error.
     pub(super) fn take_integer(&mut self, key: &str, min: i128) -> Option<i128> {
-        self.take_integer_in(key, min, u32::MAX.into())
+        self.take_integer_in_range(key, min, u32::MAX.into())
     }
 
     /// Removes the key `key` from the remaining keys, and returns its integer value, from `min` to
     /// `max`. Any other value is recorded as an error.
-    pub(super) fn take_integer_in(&mut self, key: &str, min: i128, max: i128) -> Option<i128> {
+    pub(super) fn take_integer_in_range(&mut self, key: &str, min: i128, max: i128) -> Option<i128> {
         let item = self.take(key)?;
         let number = match item.value {
             DocumentValue::Int(n) => Some(n),

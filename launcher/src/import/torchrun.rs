@@ -12,7 +12,7 @@ use arguments::parse_torchrun_args;
 use jobspec::quote_yaml;
 
 /// The default value of torchrun's option `--signals-to-handle`.
-const SIGNALS: &str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT";
+const DEFAULT_SIGNALS: &str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT";
 
 /// The options of torchrun that have no counterpart in a job. Each has its name, the value that has
 /// no effect, and the reason in a note.
@@ -46,7 +46,7 @@ pub(crate) fn convert_torchrun_args(
         vec![error.into_diagnostic("torchrun").with_help(example)]
     };
     let mut given = parse_torchrun_args(args).map_err(rejected)?;
-    check_values(&given).map_err(rejected)?;
+    check_option_values(&given).map_err(rejected)?;
     let mut draft = JobDraft::default();
     draft.set_required("run.command", &value_text::format_yaml_list(&take_program_command(&mut given)));
     set_hosts(&mut draft, &mut given, context);
@@ -85,7 +85,7 @@ fn take_program_command(given: &mut CommandLine) -> Vec<String> {
 }
 
 /// Fails if an option has a value that torchrun itself would reject.
-fn check_values(given: &CommandLine) -> Result<(), CommandLineError> {
+fn check_option_values(given: &CommandLine) -> Result<(), CommandLineError> {
     type ValuePredicate = fn(&str) -> bool;
     let count: ValuePredicate = |text| text.parse::<u32>().is_ok();
     let seconds: ValuePredicate = |text| text.parse::<f64>().is_ok_and(|s| s >= 0.0 && s.is_finite());
@@ -150,32 +150,32 @@ fn set_hosts(draft: &mut JobDraft, given: &mut CommandLine, context: &ImportOpti
 /// Converts torchrun's `--nproc-per-node` (a number, `auto`, `gpu` or `cpu`),
 /// `--virtual-local-rank` and `--numa-binding` to keys of the job.
 fn set_workers(draft: &mut JobDraft, given: &mut CommandLine) {
-    const FROM: &str = "--nproc-per-node";
+    const OPTION_NAME: &str = "--nproc-per-node";
     let (path, devices) = ("cluster.workers_per_host", "cluster.devices");
     match given.take_last_value("nproc-per-node").as_deref() {
         None => draft.set_required(path, "1"),
         Some("gpu") => {
-            draft.set_imported(FROM, devices, "cuda");
-            draft.set_imported(FROM, path, "auto");
+            draft.set_imported(OPTION_NAME, devices, "cuda");
+            draft.set_imported(OPTION_NAME, path, "auto");
         }
         Some("auto") => {
-            draft.set_imported(FROM, path, "auto");
+            draft.set_imported(OPTION_NAME, path, "auto");
             draft.add_key_note(
-                FROM,
+                OPTION_NAME,
                 "on a host without GPUs torchrun starts one worker per CPU, launch a single one",
                 "",
             );
         }
         Some("cpu") => {
-            draft.set_imported(FROM, devices, "cpu");
+            draft.set_imported(OPTION_NAME, devices, "cpu");
             draft.set_required(path, "1");
             draft.add_not_converted_note(
-                FROM,
+                OPTION_NAME,
                 "one worker per CPU is not supported",
                 "set `cluster.workers_per_host`",
             );
         }
-        Some(other) => draft.set_imported(FROM, path, value_text::format_whole_number(other)),
+        Some(other) => draft.set_imported(OPTION_NAME, path, value_text::format_whole_number(other)),
     }
     if given.take_flag("virtual-local-rank") {
         draft.set_imported("--virtual-local-rank", "run.visible_devices", "one");
@@ -210,9 +210,9 @@ fn set_restarts_and_signals(draft: &mut JobDraft, given: &mut CommandLine) {
     if let Some(port) = given.take_last_value("master-port").filter(|port| port != "0") {
         draft.set_imported("--master-port", "cluster.master_port", value_text::format_whole_number(&port));
     }
-    let Some(signals) = given.take_last_value("signals-to-handle").filter(|s| s != SIGNALS) else { return };
+    let Some(signals) = given.take_last_value("signals-to-handle").filter(|s| s != DEFAULT_SIGNALS) else { return };
     for signal in
-        signals.split(',').map(str::trim).filter(|s| !SIGNALS.split(',').any(|default| default == *s))
+        signals.split(',').map(str::trim).filter(|s| !DEFAULT_SIGNALS.split(',').any(|default| default == *s))
     {
         match signal {
             "SIGUSR1" | "SIGUSR2" => {

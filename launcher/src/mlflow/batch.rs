@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 /// The number of metrics from which on a batch is full. MLflow accepts 1,000 metrics, params and
 /// tags in one request, and a single event has fewer than 20 of them.
-const FULL_METRICS: usize = 900;
+const FULL_BATCH_METRICS: usize = 900;
 /// The largest number of parameters in one request.
 const MAX_PARAMS: usize = 100;
 /// The longest value of a parameter, in bytes. Servers before MLflow 2.8 reject longer values.
@@ -48,13 +48,13 @@ impl Batch {
 
     /// Returns whether further events belong in another batch.
     pub(super) fn is_full(&self) -> bool {
-        self.metrics.len() >= FULL_METRICS
+        self.metrics.len() >= FULL_BATCH_METRICS
     }
 
     /// Adds metrics that belong to no optimizer step, at a number of seconds since the start of the
     /// run.
     pub(super) fn add_metrics(&mut self, values: Vec<(String, f64)>, time: f64, seconds: f64) {
-        for (key, value) in values.into_iter().take(FULL_METRICS) {
+        for (key, value) in values.into_iter().take(FULL_BATCH_METRICS) {
             self.add_metric(&key, value, time, seconds as u64);
         }
     }
@@ -108,7 +108,7 @@ impl Batch {
             Event::Failure(failure) => self.add_tag("failure", failure.message.clone()),
             Event::Done { exit_code, .. } => {
                 self.add_tag("exit_code", exit_code.to_string());
-                self.end = Some((find_state(*exit_code), to_milliseconds(time)));
+                self.end = Some((choose_run_state(*exit_code), to_milliseconds(time)));
             }
             _ => {}
         }
@@ -127,7 +127,7 @@ impl Batch {
 
 /// Formats tags as JSON. Shortens long values.
 pub(super) fn format_tags(tags: &BTreeMap<String, String>) -> Vec<Value> {
-    tags.iter().map(|(key, value)| json!({"key": key, "value": shorten(value, MAX_TAG_BYTES)})).collect()
+    tags.iter().map(|(key, value)| json!({"key": key, "value": shorten_to_bytes(value, MAX_TAG_BYTES)})).collect()
 }
 
 /// Formats the parameters of a run as the bodies of requests to `runs/log-batch`. Shortens long
@@ -135,20 +135,20 @@ pub(super) fn format_tags(tags: &BTreeMap<String, String>) -> Vec<Value> {
 pub(super) fn format_params(run_id: &str, params: &BTreeMap<String, String>) -> Vec<Value> {
     let accepted: Vec<Value> = params
         .iter()
-        .filter(|(key, _)| is_key(key))
-        .map(|(key, value)| json!({"key": key, "value": shorten(value, MAX_PARAM_BYTES)}))
+        .filter(|(key, _)| is_valid_param_key(key))
+        .map(|(key, value)| json!({"key": key, "value": shorten_to_bytes(value, MAX_PARAM_BYTES)}))
         .collect();
     accepted.chunks(MAX_PARAMS).map(|chunk| json!({"run_id": run_id, "params": chunk})).collect()
 }
 
 /// Returns whether MLflow accepts the key of a parameter.
-fn is_key(key: &str) -> bool {
+fn is_valid_param_key(key: &str) -> bool {
     let is_accepted = |c: char| c.is_ascii_alphanumeric() || "_-. /".contains(c);
     !key.is_empty() && key.len() <= MAX_KEY_BYTES && key.chars().all(is_accepted)
 }
 
 /// Shortens a text to at most `limit` bytes.
-fn shorten(text: &str, limit: usize) -> String {
+fn shorten_to_bytes(text: &str, limit: usize) -> String {
     if text.len() <= limit {
         return text.to_owned();
     }
@@ -167,7 +167,7 @@ fn format_number(value: f64) -> Value {
 }
 
 /// Returns the state that MLflow shows for a run of launch that ended with this exit code.
-fn find_state(exit_code: u8) -> &'static str {
+fn choose_run_state(exit_code: u8) -> &'static str {
     match exit_code {
         exit::DONE => "FINISHED",
         exit::INTERRUPTED | exit::TERMINATED => "KILLED",

@@ -36,13 +36,13 @@ impl JournalReader {
 
     /// Returns `position` if the journal contains the line before it, else the start of the
     /// journal. Whatever is read twice is recorded twice, with equal values.
-    pub(super) fn check_position(&self, position: JournalPosition) -> io::Result<JournalPosition> {
+    pub(super) fn resolve_position(&self, position: JournalPosition) -> io::Result<JournalPosition> {
         let mut file = open_own_file(&self.path)?;
         let is_possible = position.line_bytes <= position.offset.min(CHUNK_BYTES);
         if !is_possible || file.metadata()?.len() < position.offset {
             return Ok(JournalPosition::default());
         }
-        let line = read_part(&mut file, position.offset - position.line_bytes, position.line_bytes)?;
+        let line = read_file_part(&mut file, position.offset - position.line_bytes, position.line_bytes)?;
         let is_same = crc32c::crc32c(&line) == position.line_checksum;
         Ok(if is_same { position } else { JournalPosition::default() })
     }
@@ -59,7 +59,7 @@ impl JournalReader {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(position),
             file => file?,
         };
-        let bytes = read_part(&mut file, position.offset, CHUNK_BYTES)?;
+        let bytes = read_file_part(&mut file, position.offset, CHUNK_BYTES)?;
         let mut place = position;
         for line in bytes.split_inclusive(|byte| *byte == b'\n') {
             let is_complete = line.ends_with(b"\n");
@@ -82,7 +82,7 @@ impl JournalReader {
 }
 
 /// Reads at most `length` bytes of a file, beginning at the byte `offset`.
-fn read_part(file: &mut File, offset: u64, length: u64) -> io::Result<Vec<u8>> {
+fn read_file_part(file: &mut File, offset: u64, length: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     file.seek(SeekFrom::Start(offset))?;
     file.take(length).read_to_end(&mut bytes)?;
@@ -137,12 +137,12 @@ mod tests {
         append(&path, "one\ntwo\n");
         read(&reader, &mut position, 9);
         append(&path, "three\n");
-        assert_eq!(reader.check_position(position).expect("read"), position);
+        assert_eq!(reader.resolve_position(position).expect("read"), position);
         for content in ["", "one\n", "one\ntwx\nthree\n", "oone\ntwo\n"] {
             fs::write(&path, content).expect("written");
-            assert_eq!(reader.check_position(position).expect("read"), JournalPosition::default());
+            assert_eq!(reader.resolve_position(position).expect("read"), JournalPosition::default());
         }
         let damaged = JournalPosition { line_bytes: u64::MAX, ..position };
-        assert_eq!(reader.check_position(damaged).expect("read"), JournalPosition::default());
+        assert_eq!(reader.resolve_position(damaged).expect("read"), JournalPosition::default());
     }
 }

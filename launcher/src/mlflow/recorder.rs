@@ -1,6 +1,6 @@
 //! [`MlflowRecorder`]: the thread that records a run with MLflow while the run continues.
 use super::{
-    run_recorder::{Progress, RecordError, RecordedRun, RunRecorder},
+    run_recorder::{SendProgress, RecordError, RecordedRun, RunRecorder},
     settings::MlflowSettings,
 };
 use diagnostic::quantity::format_duration;
@@ -15,26 +15,26 @@ use std::{
 /// The interval at which the recorder searches the journal for new events.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
 /// The pause after the first failed request. Each further failure doubles the pause.
-const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const FIRST_RETRY_PAUSE: Duration = Duration::from_secs(1);
 /// The longest pause after a failed request.
-const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(60);
 /// The pause after a failed request at the end of the run.
-const LAST_PAUSE: Duration = Duration::from_millis(500);
+const FINAL_RETRY_PAUSE: Duration = Duration::from_millis(500);
 /// The number of failed requests at the end of the run after which the rest is not sent.
-const LAST_FAILURES: u32 = 4;
+const MAX_FINAL_FAILURES: u32 = 4;
 /// The largest number of notices about one run. Further notices are dropped.
 const MAX_NOTICES: u32 = 10;
 
 /// The handle of the thread that records a run. The thread ends when the handle is dropped.
 #[derive(Debug)]
 pub(crate) struct MlflowRecorder {
-    shared: Arc<Shared>,
+    shared: Arc<SharedRecorderState>,
     uri: String,
 }
 
 /// The state that the thread and its handle share.
 #[derive(Debug, Default)]
-struct Shared {
+struct SharedRecorderState {
     state: Mutex<RecorderState>,
     /// Notifies waiting threads of every change of the state.
     changed: Condvar,
@@ -54,7 +54,7 @@ struct RecorderState {
     notice_count: u32,
 }
 
-impl Shared {
+impl SharedRecorderState {
     fn lock(&self) -> MutexGuard<'_, RecorderState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -72,9 +72,9 @@ impl Shared {
 
     /// Waits for `pause`, or until the run ends. At the end of the run, waits at most
     /// [`LAST_PAUSE`].
-    fn wait(&self, pause: Duration) {
+    fn wait_for_pause_or_end(&self, pause: Duration) {
         let state = self.lock();
-        let pause = if state.is_ending { pause.min(LAST_PAUSE) } else { pause };
+        let pause = if state.is_ending { pause.min(FINAL_RETRY_PAUSE) } else { pause };
         let was_ending = state.is_ending;
         let is_waiting = |state: &mut RecorderState| !state.is_stopped && state.is_ending == was_ending;
         drop(self.changed.wait_timeout_while(state, pause, is_waiting));
@@ -88,7 +88,7 @@ impl MlflowRecorder {
         let shared = recorder.shared.clone();
         thread::Builder::new().name("mlflow".to_owned()).spawn(move || {
             let uri = settings.uri.clone();
-            let is_complete = record(&shared, &uri, RunRecorder::new(settings, run));
+            let is_complete = record_run(&shared, &uri, RunRecorder::new(settings, run));
             shared.lock().ended = Some(is_complete);
             shared.changed.notify_all();
         })?;
@@ -159,19 +159,19 @@ impl Outage {
 
     /// Returns whether the recorder gives up, after too many failed requests, to send the rest of a
     /// run that has ended.
-    fn is_final(&self) -> bool {
-        self.last_failures >= if self.is_known_at_end { 1 } else { LAST_FAILURES }
+    fn should_give_up(&self) -> bool {
+        self.last_failures >= if self.is_known_at_end { 1 } else { MAX_FINAL_FAILURES }
     }
 
     /// Returns the pause before the next request.
-    fn pause(&self) -> Duration {
-        FIRST_PAUSE.saturating_mul(1 << self.failures.saturating_sub(1).min(16)).min(LONGEST_PAUSE)
+    fn retry_pause(&self) -> Duration {
+        FIRST_RETRY_PAUSE.saturating_mul(1 << self.failures.saturating_sub(1).min(16)).min(LONGEST_RETRY_PAUSE)
     }
 }
 
 /// Sends a run to MLflow until everything was sent, or until the handle is dropped. Returns whether
 /// everything was sent.
-fn record(shared: &Shared, uri: &str, mut recorder: RunRecorder) -> bool {
+fn record_run(shared: &SharedRecorderState, uri: &str, mut recorder: RunRecorder) -> bool {
     let mut outage = Outage::default();
     let mut is_up_to_date = false;
     loop {
@@ -184,31 +184,31 @@ fn record(shared: &Shared, uri: &str, mut recorder: RunRecorder) -> bool {
             return false;
         }
         let result = recorder.send_next();
-        is_up_to_date = is_ending && result == Ok(Progress::UpToDate);
+        is_up_to_date = is_ending && result == Ok(SendProgress::UpToDate);
         if result.is_ok() {
             shared.add_notice(outage.end(uri));
         }
         match result {
-            Ok(Progress::Created(address)) => {
+            Ok(SendProgress::Created(address)) => {
                 shared.add_notice(Some(format!("MLflow records the run: {address}")));
             }
-            Ok(Progress::LeftOut(reason)) => {
+            Ok(SendProgress::LeftOut(reason)) => {
                 shared.add_notice(Some(format!("MLflow has rejected a part of the run: {reason}")));
             }
-            Ok(Progress::Sent) => {}
-            Ok(Progress::Complete) => return true,
-            Ok(Progress::UpToDate) if is_ending => {}
-            Ok(Progress::UpToDate) => shared.wait(POLL_INTERVAL),
+            Ok(SendProgress::Sent) => {}
+            Ok(SendProgress::Complete) => return true,
+            Ok(SendProgress::UpToDate) if is_ending => {}
+            Ok(SendProgress::UpToDate) => shared.wait_for_pause_or_end(POLL_INTERVAL),
             Err(RecordError::Final(reason)) => {
                 shared.add_notice(Some(format!("MLflow at {uri} does not record the run: {reason}")));
                 return false;
             }
             Err(RecordError::Unavailable(reason)) => {
                 shared.add_notice(outage.add_failure(uri, &reason, is_ending));
-                if outage.is_final() {
+                if outage.should_give_up() {
                     return false;
                 }
-                shared.wait(outage.pause());
+                shared.wait_for_pause_or_end(outage.retry_pause());
             }
         }
     }
@@ -226,7 +226,7 @@ mod tests {
         let pauses: Vec<u64> = (0..8)
             .map(|_| {
                 assert_eq!(outage.add_failure("u", "r", false), None);
-                outage.pause().as_secs()
+                outage.retry_pause().as_secs()
             })
             .collect();
         assert_eq!(pauses, [2, 4, 8, 16, 32, 60, 60, 60]);
@@ -236,16 +236,16 @@ mod tests {
     #[test]
     fn the_end_of_a_run_waits_only_for_a_server_that_was_available() {
         let mut outage = Outage::default();
-        for _ in 1..LAST_FAILURES {
+        for _ in 1..MAX_FINAL_FAILURES {
             _ = outage.add_failure("u", "r", true);
-            assert!(!outage.is_final());
+            assert!(!outage.should_give_up());
         }
         _ = outage.add_failure("u", "r", true);
-        assert!(outage.is_final());
+        assert!(outage.should_give_up());
         let mut outage = Outage::default();
         _ = outage.add_failure("u", "r", false);
-        assert!(!outage.is_final());
+        assert!(!outage.should_give_up());
         _ = outage.add_failure("u", "r", true);
-        assert!(outage.is_final());
+        assert!(outage.should_give_up());
     }
 }

@@ -24,7 +24,7 @@ const MAX_CERTIFICATES_BYTES: u64 = 8 << 20;
 /// The longest text of a server that is shown to the user, in characters.
 const MAX_SHOWN_CHARS: usize = 200;
 /// The status codes, below 500, of requests that may succeed later.
-const TRANSIENT_STATUS: [u16; 3] = [408, 425, 429];
+const TRANSIENT_STATUS_CODES: [u16; 3] = [408, 425, 429];
 
 /// The reason why a request to an MLflow server has failed.
 #[derive(Clone, Debug, PartialEq)]
@@ -126,7 +126,7 @@ fn classify_answer(status: u16, text: &str) -> Result<Value, RequestError> {
         (401 | 403, _) => Err(RequestError::Unavailable(reason(&format!(
             "it rejects the credentials (HTTP status {status})"
         )))),
-        (status, Some(code)) if status < 500 && !TRANSIENT_STATUS.contains(&status) => {
+        (status, Some(code)) if status < 500 && !TRANSIENT_STATUS_CODES.contains(&status) => {
             Err(RequestError::Rejected { code, message: field("message").unwrap_or_default() })
         }
         _ => Err(RequestError::Unavailable(reason(&format!("HTTP status {status}")))),

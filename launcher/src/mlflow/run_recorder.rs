@@ -4,7 +4,7 @@ use super::{
     journal_reader::JournalReader,
     rest_client::{RequestError, RestClient},
     settings::MlflowSettings,
-    stored_run::StoredRun,
+    stored_run::StoredMlflowRun,
 };
 use crate::{
     clock::read_unix_time,
@@ -58,7 +58,7 @@ pub(super) enum RecordError {
 
 /// What a call of [`RunRecorder::send_next`] has done.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Progress {
+pub(super) enum SendProgress {
     /// The run of MLflow exists from now on. Contains the address of its page.
     Created(String),
     /// A part was sent, and there may be more.
@@ -78,7 +78,7 @@ pub(super) struct RunRecorder {
     run: RecordedRun,
     journal: JournalReader,
     /// The client and the run of MLflow, once they exist.
-    target: Option<(RestClient, StoredRun)>,
+    target: Option<(RestClient, StoredMlflowRun)>,
     usage: UsageSchedule,
 }
 
@@ -105,12 +105,12 @@ impl RunRecorder {
 
     /// Sends the next part of the run: creates the run of MLflow, or sends parameters or events or
     /// the usage of hosts. After an error, the next call repeats the part.
-    pub(super) fn send_next(&mut self) -> Result<Progress, RecordError> {
+    pub(super) fn send_next(&mut self) -> Result<SendProgress, RecordError> {
         let Some((client, stored)) = &mut self.target else {
-            let target = self.open_target()?;
+            let target = self.open_mlflow_run()?;
             let address = target.1.page_address();
             self.target = Some(target);
-            return Ok(Progress::Created(address));
+            return Ok(SendProgress::Created(address));
         };
         if !stored.has_params {
             let mut rejected = None;
@@ -119,7 +119,7 @@ impl RunRecorder {
             }
             stored.has_params = true;
             stored.write_position(&self.run.run_dir).map_err(file_error)?;
-            return Ok(rejected.map_or(Progress::Sent, Progress::LeftOut));
+            return Ok(rejected.map_or(SendProgress::Sent, SendProgress::LeftOut));
         }
         let mut batch = Batch::default();
         let position = self.journal.read_lines(stored.position, &mut |line| {
@@ -131,16 +131,16 @@ impl RunRecorder {
         let position = position.map_err(file_error)?;
         if self.usage.is_due()
             && let Some(status) = read_status(&self.run.run_dir)
-            && let Some(metrics) = self.usage.list_due(&status)
+            && let Some(metrics) = self.usage.list_due_metrics(&status)
         {
             let mut usage = Batch::default();
             usage.add_metrics(metrics, status.time, (status.time - self.run.began_at).max(0.0));
             if let Some(reason) = send_part(client, &usage.to_request(&stored.run_id))? {
-                return Ok(Progress::LeftOut(reason));
+                return Ok(SendProgress::LeftOut(reason));
             }
         }
         if position == stored.position {
-            return Ok(Progress::UpToDate);
+            return Ok(SendProgress::UpToDate);
         }
         let rejected = match batch.has_content() {
             true => send_part(client, &batch.to_request(&stored.run_id))?,
@@ -152,16 +152,16 @@ impl RunRecorder {
         stored.position = position;
         stored.write_position(&self.run.run_dir).map_err(file_error)?;
         Ok(match (rejected, batch.end) {
-            (Some(reason), _) => Progress::LeftOut(reason),
-            (None, Some(_)) => Progress::Complete,
-            (None, None) => Progress::Sent,
+            (Some(reason), _) => SendProgress::LeftOut(reason),
+            (None, Some(_)) => SendProgress::Complete,
+            (None, None) => SendProgress::Sent,
         })
     }
 
     /// Continues the run of MLflow that a lost controller has created, or creates a run.
-    fn open_target(&self) -> Result<(RestClient, StoredRun), RecordError> {
+    fn open_mlflow_run(&self) -> Result<(RestClient, StoredMlflowRun), RecordError> {
         let stored = match self.run.is_taken_over {
-            true => StoredRun::read(&self.run.run_dir).map_err(file_error)?,
+            true => StoredMlflowRun::read(&self.run.run_dir).map_err(file_error)?,
             false => None,
         };
         let uri = stored.as_ref().map_or(&self.settings.uri, |stored| &stored.uri).clone();
@@ -171,27 +171,27 @@ impl RunRecorder {
         })?;
         if let Some(mut stored) = stored {
             update_state(&client, &stored.run_id, "RUNNING", None)?;
-            stored.position = self.journal.check_position(stored.position).map_err(file_error)?;
+            stored.position = self.journal.resolve_position(stored.position).map_err(file_error)?;
             return Ok((client, stored));
         }
-        let experiment = self.open_experiment(&client)?;
+        let experiment = self.find_or_create_experiment(&client)?;
         // The lost controller may have created the run without storing its ID.
         let existing = match self.run.is_taken_over {
-            true => self.find_run(&client, &experiment)?,
+            true => self.find_mlflow_run(&client, &experiment)?,
             false => None,
         };
         let run_id = match existing {
             Some(run_id) => run_id,
-            None => self.create_run(&client, &experiment)?,
+            None => self.create_mlflow_run(&client, &experiment)?,
         };
-        let stored = StoredRun::new(&uri, &experiment, &run_id);
+        let stored = StoredMlflowRun::new(&uri, &experiment, &run_id);
         stored.write(&self.run.run_dir).map_err(file_error)?;
         Ok((client, stored))
     }
 
     /// Returns the ID of the experiment on the MLflow server. Creates the experiment if it does not
     /// exist.
-    fn open_experiment(&self, client: &RestClient) -> Result<String, RecordError> {
+    fn find_or_create_experiment(&self, client: &RestClient) -> Result<String, RecordError> {
         let name = &self.settings.experiment;
         let find = || client.get("experiments/get-by-name", ("experiment_name", name));
         let found = match find() {
@@ -205,11 +205,11 @@ impl RunRecorder {
             found => found?,
         };
         let id = found["experiment_id"].as_str().or(found["experiment"]["experiment_id"].as_str());
-        read_id(id, "experiment")
+        check_id(id, "experiment")
     }
 
     /// Creates the run of MLflow. Returns its ID.
-    fn create_run(&self, client: &RestClient, experiment: &str) -> Result<String, RecordError> {
+    fn create_mlflow_run(&self, client: &RestClient, experiment: &str) -> Result<String, RecordError> {
         let user = nix::unistd::User::from_uid(nix::unistd::getuid()).ok().flatten();
         let user = user.map(|user| user.name).unwrap_or_default();
         let tags = BTreeMap::from([
@@ -231,11 +231,11 @@ impl RunRecorder {
                 "tags": format_tags(&tags),
             }),
         )?;
-        read_id(created["run"]["info"]["run_id"].as_str(), "run")
+        check_id(created["run"]["info"]["run_id"].as_str(), "run")
     }
 
     /// Finds the run of MLflow that records this run. Returns its ID, or `None` if there is none.
-    fn find_run(&self, client: &RestClient, experiment: &str) -> Result<Option<String>, RecordError> {
+    fn find_mlflow_run(&self, client: &RestClient, experiment: &str) -> Result<Option<String>, RecordError> {
         let filter = format!("tags.`launch.run` = '{}'", self.run.run.replace('\'', ""));
         let request = json!({"experiment_ids": [experiment], "filter": filter, "max_results": 1});
         let runs = client.post("runs/search", &request)?;
@@ -268,7 +268,7 @@ fn update_state(client: &RestClient, run: &str, state: &str, end: Option<u64>) -
 }
 
 /// Checks an ID that the server has sent. IDs are parts of addresses that are shown.
-fn read_id(id: Option<&str>, kind: &str) -> Result<String, RecordError> {
+fn check_id(id: Option<&str>, kind: &str) -> Result<String, RecordError> {
     let is_id =
         |id: &&str| (1..=64).contains(&id.len()) && id.chars().all(|c| c.is_ascii_alphanumeric() || c == '-');
     let missing = || RecordError::Unavailable(format!("its answer has no ID of the {kind}"));

@@ -9,14 +9,14 @@ use jobspec::{
     env::{
         MLFLOW_EXPERIMENT_NAME, MLFLOW_TRACKING_INSECURE_TLS, MLFLOW_TRACKING_PASSWORD,
         MLFLOW_TRACKING_SERVER_CERT_PATH, MLFLOW_TRACKING_TOKEN, MLFLOW_TRACKING_URI,
-        MLFLOW_TRACKING_USERNAME, MLFLOW_UNSUPPORTED,
+        MLFLOW_TRACKING_USERNAME, UNSUPPORTED_MLFLOW_VARIABLES,
     },
     is_server_address,
 };
 use std::{ffi::OsString, fmt, path::PathBuf};
 
 /// The key of the job that errors about the settings name.
-const SUBJECT: &str = "observe.mlflow";
+const SUBJECT_KEY: &str = "observe.mlflow";
 /// The largest length of the name of an experiment, in bytes.
 const MAX_NAME_BYTES: usize = 500;
 
@@ -78,7 +78,7 @@ fn resolve_settings(
     let token = variable(MLFLOW_TRACKING_TOKEN);
     let is_insecure = variable(MLFLOW_TRACKING_INSECURE_TLS);
     let certificates = variable(MLFLOW_TRACKING_SERVER_CERT_PATH).map(PathBuf::from);
-    let unsupported = MLFLOW_UNSUPPORTED.iter().filter(|name| read(name).is_some_and(|v| !v.is_empty()));
+    let unsupported = UNSUPPORTED_MLFLOW_VARIABLES.iter().filter(|name| read(name).is_some_and(|v| !v.is_empty()));
     errors.extend(unsupported.map(|name| {
         build_variable_error(name, "is not supported")
             .with_help("use MLFLOW_TRACKING_TOKEN, or a user name and a password")
@@ -104,7 +104,7 @@ fn resolve_settings(
         errors.push(build_variable_error(MLFLOW_EXPERIMENT_NAME, "is longer than 500 bytes"));
     }
     if !errors.is_empty() {
-        return Err(errors.into_iter().map(|error| error.with_subject(SUBJECT)).collect());
+        return Err(errors.into_iter().map(|error| error.with_subject(SUBJECT_KEY)).collect());
     }
     Ok(Some(MlflowSettings {
         uri: uri.trim_end_matches('/').to_owned(),
@@ -184,7 +184,7 @@ mod tests {
         let mut messages = vec![resolve(None, &[]).expect_err("no address")];
         messages.push(resolve(None, &[(MLFLOW_TRACKING_URI, "http://me:secret@h")]).expect_err("a password"));
         messages.push(resolve(None, &[(MLFLOW_TRACKING_URI, "sqlite:///m.db")]).expect_err("no server"));
-        messages.push(resolve(Some("http://a"), &[(MLFLOW_UNSUPPORTED[1], "x")]).expect_err("unsupported"));
+        messages.push(resolve(Some("http://a"), &[(UNSUPPORTED_MLFLOW_VARIABLES[1], "x")]).expect_err("unsupported"));
         messages.push(resolve(Some("http://a"), &[(MLFLOW_TRACKING_TOKEN, "a\nb")]).expect_err("two lines"));
         assert!(!format!("{messages:?}").contains("secret"), "{messages:?}");
         assert!(messages.iter().all(|errors| errors.len() == 1), "{messages:?}");

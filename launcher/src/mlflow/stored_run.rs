@@ -15,7 +15,7 @@ const MAX_BYTES: u64 = 64 << 10;
 /// A run of MLflow, and the parts of the run of launch that it already contains. The file has no
 /// credentials.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct StoredRun {
+pub(super) struct StoredMlflowRun {
     version: u32,
     /// The address of the server.
     pub(super) uri: String,
@@ -29,10 +29,10 @@ pub(super) struct StoredRun {
     pub(super) position: JournalPosition,
 }
 
-impl StoredRun {
+impl StoredMlflowRun {
     /// Creates the description of a new run of MLflow.
-    pub(super) fn new(uri: &str, experiment_id: &str, run_id: &str) -> StoredRun {
-        StoredRun {
+    pub(super) fn new(uri: &str, experiment_id: &str, run_id: &str) -> StoredMlflowRun {
+        StoredMlflowRun {
             version: VERSION,
             uri: uri.to_owned(),
             experiment_id: experiment_id.to_owned(),
@@ -43,12 +43,12 @@ impl StoredRun {
     }
 
     /// Reads the file in the directory `run_dir`. Returns `None` if there is no file.
-    pub(super) fn read(run_dir: &Path) -> io::Result<Option<StoredRun>> {
+    pub(super) fn read(run_dir: &Path) -> io::Result<Option<StoredMlflowRun>> {
         let bytes = match read_private_file(&run_dir.join(FILE_NAME), MAX_BYTES) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             bytes => bytes?,
         };
-        let stored: StoredRun = serde_json::from_slice(&bytes)?;
+        let stored: StoredMlflowRun = serde_json::from_slice(&bytes)?;
         if stored.version != VERSION {
             return Err(io::Error::other("the file is of another version of launch"));
         }
@@ -79,14 +79,14 @@ mod tests {
     #[test]
     fn the_file_reads_back_equal_and_a_damaged_file_is_an_error() {
         let dir = tempfile::tempdir().expect("a directory");
-        assert_eq!(StoredRun::read(dir.path()).expect("no file"), None);
-        let mut stored = StoredRun::new("http://h", "7", "abc");
+        assert_eq!(StoredMlflowRun::read(dir.path()).expect("no file"), None);
+        let mut stored = StoredMlflowRun::new("http://h", "7", "abc");
         stored.write(dir.path()).expect("written");
         stored.has_params = true;
         stored.write_position(dir.path()).expect("written");
-        assert_eq!(StoredRun::read(dir.path()).expect("a file"), Some(stored.clone()));
+        assert_eq!(StoredMlflowRun::read(dir.path()).expect("a file"), Some(stored.clone()));
         assert_eq!(stored.page_address(), "http://h/#/experiments/7/runs/abc");
         std::fs::write(dir.path().join(FILE_NAME), "{").expect("written");
-        StoredRun::read(dir.path()).expect_err("damaged");
+        StoredMlflowRun::read(dir.path()).expect_err("damaged");
     }
 }

@@ -10,7 +10,7 @@ use protocol::{control::HostInventory, hardware::Accelerator};
 use std::collections::BTreeSet;
 
 /// The largest number of entries of a variable that lists devices. Further entries are ignored.
-const MAX_LISTED: usize = 1024;
+const MAX_LISTED_DEVICES: usize = 1024;
 
 /// The accelerators of one kind on a host, in the order in which a program numbers them if no
 /// variable restricts it.
@@ -29,7 +29,7 @@ impl<'a> AcceleratorPool<'a> {
         match find_variable(inventory, ROCR_VISIBLE_DEVICES).filter(|list| !list.is_empty()) {
             Some(list) if kind == AcceleratorKind::Rocm => {
                 let entries = parse_device_list(list);
-                let found = entries.iter().map_while(|name| pool.find(name)).collect();
+                let found = entries.iter().map_while(|name| pool.find_accelerator(name)).collect();
                 AcceleratorPool { accelerators: found, ..pool }
             }
             _ => pool,
@@ -39,18 +39,18 @@ impl<'a> AcceleratorPool<'a> {
     /// Returns the names of all accelerators of the pool. An accelerator whose name is unknown has
     /// its position as a placeholder.
     pub(super) fn names(&self) -> Vec<String> {
-        let name = |index: usize| self.name_of(index).unwrap_or_else(|| index.to_string());
+        let name = |index: usize| self.name_of_index(index).unwrap_or_else(|| index.to_string());
         (0..self.accelerators.len()).map(name).collect()
     }
 
     /// Returns whether the name of an accelerator of the pool is unknown.
     pub(super) fn is_unnamed(&self) -> bool {
-        (0..self.accelerators.len()).any(|index| self.name_of(index).is_none())
+        (0..self.accelerators.len()).any(|index| self.name_of_index(index).is_none())
     }
 
     /// Returns the name by which the environment variable of this kind lists the accelerator with
     /// this index; `None` if unknown.
-    fn name_of(&self, index: usize) -> Option<String> {
+    fn name_of_index(&self, index: usize) -> Option<String> {
         let accelerator = self.accelerators[index];
         match self.kind {
             AcceleratorKind::Mig => accelerator.uuid.clone(),
@@ -61,7 +61,7 @@ impl<'a> AcceleratorPool<'a> {
 
     /// Returns the names of the accelerators with the numbers `numbers`. Fails if there is no such
     /// accelerator, unless the accelerators of the host are `unknown`.
-    pub(super) fn list_numbered(&self, numbers: &[u32], unknown: bool) -> diagnostic::Result<Vec<String>> {
+    pub(super) fn list_names_of_numbers(&self, numbers: &[u32], unknown: bool) -> diagnostic::Result<Vec<String>> {
         if unknown {
             return Ok(numbers.iter().map(u32::to_string).collect());
         }
@@ -91,7 +91,7 @@ impl<'a> AcceleratorPool<'a> {
             // UUIDs may be unknown, and without an inventory every entry may be right. A number
             // never means a MIG instance, but a GPU that is not partitioned.
             let is_checked = !self.accelerators.is_empty() && self.kind != AcceleratorKind::Mig;
-            !is_checked || name.parse::<u32>().is_err() || self.find(name).is_some()
+            !is_checked || name.parse::<u32>().is_err() || self.find_accelerator(name).is_some()
         };
         let mut seen = BTreeSet::new();
         let present = entries.into_iter().take_while(is_present);
@@ -99,7 +99,7 @@ impl<'a> AcceleratorPool<'a> {
     }
 
     /// Returns the accelerator whose number is `name`, or whose UUID begins with `name`.
-    fn find(&self, name: &str) -> Option<&'a Accelerator> {
+    fn find_accelerator(&self, name: &str) -> Option<&'a Accelerator> {
         // Level Zero writes the tile T of the GPU G as `G.T`.
         let number = name.split_once('.').map_or(name, |(gpu, _)| gpu).parse::<u32>().ok();
         let is_numbered = matches!(self.kind, AcceleratorKind::Hpu | AcceleratorKind::Neuron);
@@ -117,7 +117,7 @@ impl<'a> AcceleratorPool<'a> {
     /// Returns the NUMA node of the accelerator with this name. Returns `None` if the node or the
     /// accelerator is unknown.
     pub(super) fn find_numa_node(&self, name: &str) -> Option<u32> {
-        self.find(name)?.numa_node
+        self.find_accelerator(name)?.numa_node
     }
 
     /// Creates the error that the host has no accelerator with the number `number`.
@@ -132,7 +132,7 @@ impl<'a> AcceleratorPool<'a> {
     }
 
     /// Creates the error that the host has no accelerator, although `devices` requires one.
-    pub(super) fn required_error(&self, devices: &DeviceSelection) -> Diagnostic {
+    pub(super) fn no_accelerator_error(&self, devices: &DeviceSelection) -> Diagnostic {
         let (host, traits) = (&self.inventory.host, self.kind.traits());
         let value = if *devices == DeviceSelection::Cuda { "cuda" } else { traits.name };
         let denied = match self.inventory.denied_accelerators {
@@ -169,7 +169,7 @@ fn find_variable<'a>(inventory: &'a HostInventory, name: &str) -> Option<&'a str
 /// Parses the entries of a variable such as `CUDA_VISIBLE_DEVICES`. Like CUDA, ignores the first
 /// invalid entry and everything after it.
 fn parse_device_list(list: &str) -> Vec<String> {
-    let entries = list.split(',').map(str::trim).take(MAX_LISTED);
+    let entries = list.split(',').map(str::trim).take(MAX_LISTED_DEVICES);
     entries.take_while(|entry| !entry.is_empty() && !entry.starts_with('-')).map(str::to_owned).collect()
 }
 
@@ -180,7 +180,7 @@ fn expand_ranges(list: &str) -> Vec<String> {
     for entry in list.split(',').map(str::trim) {
         let (first, last) = entry.split_once('-').unwrap_or((entry, entry));
         let (Ok(first), Ok(last)) = (first.trim().parse::<u32>(), last.trim().parse::<u32>()) else { break };
-        numbers.extend((first..=last).take(MAX_LISTED - numbers.len()).map(|n| n.to_string()));
+        numbers.extend((first..=last).take(MAX_LISTED_DEVICES - numbers.len()).map(|n| n.to_string()));
     }
     numbers
 }

@@ -5,7 +5,7 @@ use jobspec::{
     AcceleratorKind, DeviceSelection, JobSpec, VisibleDevices,
     env::{CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES},
 };
-use protocol::{control::HostInventory, hardware::list_kinds};
+use protocol::{control::HostInventory, hardware::list_accelerator_kinds};
 
 /// The accelerators that a job uses on one host, in the order in which a program numbers them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -59,7 +59,7 @@ pub(super) fn select_accelerators(
     let Some(kind) = choose_kind(devices, &kinds, inventory) else {
         let mixed = kinds;
         if matches!(devices, DeviceSelection::List(_)) {
-            return Err(mixed_error(&mixed, inventory));
+            return Err(mixed_kinds_error(&mixed, inventory));
         }
         return Ok(AcceleratorSelection { mixed, has_other_devices, ..AcceleratorSelection::default() });
     };
@@ -67,12 +67,12 @@ pub(super) fn select_accelerators(
     let inherited = pool.inherited_names();
     let in_bus_order = inherited.is_none() || matches!(devices, DeviceSelection::List(_));
     let (names, set_always) = match devices {
-        DeviceSelection::List(listed) => (pool.list_numbered(listed, unknown)?, true),
+        DeviceSelection::List(listed) => (pool.list_names_of_numbers(listed, unknown)?, true),
         _ => (inherited.unwrap_or_else(|| pool.names()), false),
     };
     let is_required = matches!(devices, DeviceSelection::Cuda | DeviceSelection::Kind(_));
     if names.is_empty() && is_required && !unknown {
-        return Err(pool.required_error(devices));
+        return Err(pool.no_accelerator_error(devices));
     }
     let numa_nodes = names.iter().map(|name| pool.find_numa_node(name)).collect();
     let workers_per_gpu = if trains { job.cluster.workers_per_gpu } else { 0 };
@@ -94,7 +94,7 @@ pub(super) fn select_accelerators(
 /// Returns the selection of a job whose programs see no accelerators. Fails if the host has
 /// accelerators that cannot be hidden.
 fn hide_accelerators(inventory: &HostInventory) -> diagnostic::Result<AcceleratorSelection> {
-    let kinds = list_kinds(&inventory.accelerators);
+    let kinds = list_accelerator_kinds(&inventory.accelerators);
     if let Some(traits) = kinds.iter().map(|kind| kind.traits()).find(|traits| traits.hide.is_none()) {
         let host = &inventory.host;
         let message =
@@ -119,7 +119,7 @@ fn list_usable_kinds(inventory: &HostInventory, trains: bool) -> Vec<Accelerator
     let is_set = |names: &[&str]| {
         inventory.inherited_env.iter().any(|(n, v)| names.contains(&n.as_str()) && !v.is_empty())
     };
-    let mut kinds = list_kinds(&inventory.accelerators);
+    let mut kinds = list_accelerator_kinds(&inventory.accelerators);
     if !kinds.iter().any(is_nvidia) {
         return kinds;
     }
@@ -166,7 +166,7 @@ fn choose_kind(
 
 /// Creates the error of a host with accelerators of several kinds, of which the job must choose
 /// one.
-fn mixed_error(kinds: &[AcceleratorKind], inventory: &HostInventory) -> Diagnostic {
+fn mixed_kinds_error(kinds: &[AcceleratorKind], inventory: &HostInventory) -> Diagnostic {
     let host = &inventory.host;
     let describe = |kind: &AcceleratorKind| {
         let count = inventory.accelerators.iter().filter(|a| a.kind == *kind).count();
@@ -195,7 +195,7 @@ impl AcceleratorSelection {
     pub(super) fn with_selected_slots(self, job: &JobSpec, host: &JobHost) -> diagnostic::Result<Self> {
         let Some(slots) = &host.selected_slots else { return Ok(self) };
         if !self.mixed.is_empty() {
-            return Err(mixed_error(&self.mixed, &host.inventory));
+            return Err(mixed_kinds_error(&self.mixed, &host.inventory));
         }
         let are_first = slots.iter().zip(0..).all(|(slot, index)| *slot == index);
         let key = if job.cluster.include.is_empty() { "cluster.exclude" } else { "cluster.include" };
@@ -249,7 +249,7 @@ impl AcceleratorSelection {
     }
 
     /// Returns the noun for one accelerator, such as `GPU`.
-    pub(super) fn unit(&self) -> &'static str {
+    pub(super) fn unit_noun(&self) -> &'static str {
         self.kind.traits().unit
     }
 
@@ -267,33 +267,33 @@ impl AcceleratorSelection {
 
     /// Returns the index in `names` of the accelerator that the worker with the local rank
     /// `local_rank` uses.
-    fn index_of_worker(&self, local_rank: u32) -> usize {
+    fn accelerator_index_of_worker(&self, local_rank: u32) -> usize {
         (local_rank / self.workers_per_gpu.max(1)) as usize
     }
 
     /// Returns the NUMA node of the accelerator of the worker with this local rank; `None` if
     /// unknown or without an accelerator.
-    pub(super) fn numa_node_of(&self, local_rank: u32) -> Option<u32> {
-        self.numa_nodes.get(self.index_of_worker(local_rank)).copied().flatten()
+    pub(super) fn numa_node_of_worker(&self, local_rank: u32) -> Option<u32> {
+        self.numa_nodes.get(self.accelerator_index_of_worker(local_rank)).copied().flatten()
     }
 
     /// Returns the name of the device of the worker with this local rank, such as `gpu 0`, `npu 0`,
     /// `cpu` or `unknown`.
-    pub(super) fn device_label(&self, local_rank: u32) -> String {
+    pub(super) fn device_label_of_worker(&self, local_rank: u32) -> String {
         let none = if self.unknown || !self.mixed.is_empty() { "unknown" } else { "cpu" };
         let kind = match self.kind {
             AcceleratorKind::Cuda | AcceleratorKind::Rocm => "gpu",
             kind => kind.traits().name,
         };
         self.names
-            .get(self.index_of_worker(local_rank))
+            .get(self.accelerator_index_of_worker(local_rank))
             .map_or_else(|| none.to_owned(), |name| format!("{kind} {name}"))
     }
 
     /// Fails if the job requires accelerators, and there are too few for each of `workers` workers
     /// to have one or a share of one. Also fails if the workers cannot be assigned to them. Skips
     /// the check if no accelerator is selected because those of the host are not known yet.
-    pub(super) fn check_workers(
+    pub(super) fn check_worker_count(
         &self,
         job: &JobSpec,
         workers: u32,
@@ -310,7 +310,7 @@ impl AcceleratorSelection {
                 .with_help(help))
         };
         if sees_one && !self.mixed.is_empty() {
-            return Err(mixed_error(&self.mixed, inventory));
+            return Err(mixed_kinds_error(&self.mixed, inventory));
         }
         if self.workers_per_gpu > 0 && too_few {
             let message = format!(
@@ -361,7 +361,7 @@ impl AcceleratorSelection {
         if self.workers_per_gpu > 0 || count == 0 || workers as usize <= count {
             return None;
         }
-        let available = format_count(count, self.unit());
+        let available = format_count(count, self.unit_noun());
         let message = format!("{workers} workers on {host} have {available}");
         let warning = Diagnostic::warning(codes::ACCELERATORS_SHARED, message)
             .with_subject("cluster.workers_per_host")
@@ -373,8 +373,8 @@ impl AcceleratorSelection {
 
     /// Fails if the number of workers depends on the accelerators, and the host has several kinds
     /// of which the job does not choose one.
-    pub(super) fn check_countable(&self, inventory: &HostInventory) -> diagnostic::Result<()> {
-        if self.mixed.is_empty() { Ok(()) } else { Err(mixed_error(&self.mixed, inventory)) }
+    pub(super) fn check_single_kind(&self, inventory: &HostInventory) -> diagnostic::Result<()> {
+        if self.mixed.is_empty() { Ok(()) } else { Err(mixed_kinds_error(&self.mixed, inventory)) }
     }
 
     /// Returns the environment variables that select the accelerators of the worker with this local
@@ -389,7 +389,7 @@ impl AcceleratorSelection {
             return env;
         }
         let policy = if self.workers_per_gpu > 0 { VisibleDevices::One } else { policy };
-        let visible = match (policy, self.names.get(self.index_of_worker(local_rank))) {
+        let visible = match (policy, self.names.get(self.accelerator_index_of_worker(local_rank))) {
             (VisibleDevices::One, Some(name)) => name.clone(),
             _ if self.set_always => self.names.join(","),
             _ => return Vec::new(),

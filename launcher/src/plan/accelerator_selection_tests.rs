@@ -94,7 +94,7 @@ fn gpu_variables_follow_the_policy_and_the_inventory() {
     }
     let gpus = select_accelerators(&job_with_devices(DeviceSelection::Auto), &some).expect("GPUs");
     assert_eq!(
-        (gpus.count(), gpus.numa_node_of(0), gpus.numa_node_of(1), gpus.numa_node_of(2)),
+        (gpus.count(), gpus.numa_node_of_worker(0), gpus.numa_node_of_worker(1), gpus.numa_node_of_worker(2)),
         (2, Some(1), Some(0), None)
     );
 }
@@ -114,7 +114,7 @@ fn selected_slots_are_gpus() {
         let host = JobHost { name, slots, selected_slots, local: false, inventory: inventory.clone() };
         let gpus = select_accelerators(&job, &inventory)?.with_selected_slots(&job, &host)?;
         let env = gpus.build_env(VisibleDevices::All, 0);
-        let last = gpus.numa_node_of(slots.unwrap_or(1) - 1);
+        let last = gpus.numa_node_of_worker(slots.unwrap_or(1) - 1);
         Ok::<_, Diagnostic>((env.first().map_or_else(String::new, |(_, value)| value.clone()), last))
     };
     let expected = |text: &str, node| Ok((text.to_owned(), node));
@@ -147,11 +147,11 @@ fn built_in_workers_have_a_gpu_each_unless_they_share() {
     let seen = |job: &JobSpec, rank| {
         let gpus = select_accelerators(job, &inventory).expect("GPUs");
         let env = gpus.build_env(VisibleDevices::All, rank);
-        (env[0].1.clone(), gpus.numa_node_of(rank), gpus.device_label(rank))
+        (env[0].1.clone(), gpus.numa_node_of_worker(rank), gpus.device_label_of_worker(rank))
     };
     assert_eq!(seen(&job, 1), ("1".to_owned(), Some(1), "gpu 1".to_owned()));
     let gpus = select_accelerators(&job, &inventory).expect("GPUs");
-    let too_few = gpus.check_workers(&job, 3, &inventory).expect_err("two GPUs");
+    let too_few = gpus.check_worker_count(&job, 3, &inventory).expect_err("two GPUs");
     assert_eq!(too_few.code(), codes::GPUS_TOO_FEW);
     assert_eq!(too_few.subject(), Some("cluster.workers_per_host"));
     job.cluster.workers_per_gpu = 2;
@@ -160,7 +160,7 @@ fn built_in_workers_have_a_gpu_each_unless_they_share() {
     let gpus = select_accelerators(&job, &inventory).expect("GPUs");
     assert_eq!(gpus.worker_capacity(), 4);
     assert!(
-        gpus.check_workers(&job, 4, &inventory).is_ok() && gpus.check_workers(&job, 5, &inventory).is_err()
+        gpus.check_worker_count(&job, 4, &inventory).is_ok() && gpus.check_worker_count(&job, 5, &inventory).is_err()
     );
     job.cluster.devices = DeviceSelection::Auto;
     assert_eq!(select_accelerators(&job, &inventory).expect("no GPU").count(), 0);
@@ -185,8 +185,8 @@ fn gpus_that_do_not_exist_are_rejected() {
     let mut one = job_with_devices(DeviceSelection::Auto);
     one.run.visible_devices = VisibleDevices::One;
     let gpus = select_accelerators(&one, &inventory).expect("GPUs");
-    assert!(gpus.check_workers(&one, 2, &inventory).is_ok());
-    let error = gpus.check_workers(&one, 3, &inventory).expect_err("two GPUs");
+    assert!(gpus.check_worker_count(&one, 2, &inventory).is_ok());
+    let error = gpus.check_worker_count(&one, 3, &inventory).expect_err("two GPUs");
     assert_eq!((error.code(), error.subject()), (codes::GPUS_TOO_FEW, Some("run.visible_devices")));
 }
 
@@ -216,7 +216,7 @@ fn each_kind_has_its_variable() {
         assert_eq!(format_env(&host, DeviceSelection::Auto, One, 1), expected);
         assert_eq!(format_env(&host, list(), One, 0), expected, "a list counts positions");
         let selection = select_accelerators(&job_with_devices(list()), &host).expect("two");
-        assert_eq!((selection.count(), selection.numa_node_of(0)), (2, Some(1)));
+        assert_eq!((selection.count(), selection.numa_node_of_worker(0)), (2, Some(1)));
         assert_eq!(format_env(&host, DeviceSelection::Auto, VisibleDevices::All, 1), "");
     }
     let npu = select_accelerators(
@@ -224,7 +224,7 @@ fn each_kind_has_its_variable() {
         &build_host(AcceleratorKind::Npu, 2, &[]),
     )
     .expect("NPUs");
-    assert_eq!((npu.device_label(1), npu.device_label(2)), ("npu 1".to_owned(), "cpu".to_owned()));
+    assert_eq!((npu.device_label_of_worker(1), npu.device_label_of_worker(2)), ("npu 1".to_owned(), "cpu".to_owned()));
 }
 
 /// Checks that variables of the user restrict each kind, with the numbering of its runtime.
@@ -237,7 +237,7 @@ fn variables_of_the_host_restrict_each_kind() {
         }
         let found = select_accelerators(&job_with_devices(DeviceSelection::Auto), &host).expect("selected");
         let nodes: Vec<Option<u32>> =
-            (0..found.count() as u32).map(|rank| found.numa_node_of(rank)).collect();
+            (0..found.count() as u32).map(|rank| found.numa_node_of_worker(rank)).collect();
         (found.names.join(" "), nodes)
     };
     let some = |nodes: &[u32]| nodes.iter().copied().map(Some).collect::<Vec<_>>();
@@ -304,7 +304,7 @@ fn listed_gpus_are_kept_next_to_mig_instances_and_count_once() {
     let job = job_with_devices(DeviceSelection::Auto);
     let selection = select_accelerators(&job, &host).expect("listed");
     assert_eq!(selection.names, ["0", "1", "2", "3"]);
-    assert!(selection.check_workers(&job, 4, &host).is_ok());
+    assert!(selection.check_worker_count(&job, 4, &host).is_ok());
 }
 
 /// Checks that a job must choose a kind only where the kind matters.
@@ -314,18 +314,18 @@ fn a_mixed_host_needs_a_choice() {
     mixed.accelerators.push(Accelerator::new(AcceleratorKind::Xpu));
     let select = |devices| select_accelerators(&job_with_devices(devices), &mixed);
     let auto = select(DeviceSelection::Auto).expect("no choice");
-    let error = auto.check_countable(&mixed).expect_err("several kinds");
+    let error = auto.check_single_kind(&mixed).expect_err("several kinds");
     assert_eq!((error.code(), error.subject()), (codes::ACCELERATORS_MIXED, Some("cluster.devices")));
     let message = "h has accelerators of several kinds: 2 GPUs (NVIDIA), 1 XPU (Intel)";
     assert_eq!(error.to_string(), message);
     assert_eq!(error.help(), ["choose a kind: `cluster.devices: cuda` or `xpu`"]);
     let job = job_with_devices(DeviceSelection::Auto);
-    assert!(auto.check_workers(&job, 3, &mixed).is_ok(), "the program chooses");
+    assert!(auto.check_worker_count(&job, 3, &mixed).is_ok(), "the program chooses");
     assert!(!auto.computes_on_cpus());
-    assert_eq!((auto.device_label(0), auto.build_env(VisibleDevices::All, 0)), ("unknown".into(), vec![]));
+    assert_eq!((auto.device_label_of_worker(0), auto.build_env(VisibleDevices::All, 0)), ("unknown".into(), vec![]));
     let mut one = job;
     one.run.visible_devices = VisibleDevices::One;
-    assert_eq!(auto.check_workers(&one, 1, &mixed).expect_err("mixed").code(), codes::ACCELERATORS_MIXED);
+    assert_eq!(auto.check_worker_count(&one, 1, &mixed).expect_err("mixed").code(), codes::ACCELERATORS_MIXED);
     assert_eq!(select(DeviceSelection::List(vec![0])).expect_err("mixed").code(), codes::ACCELERATORS_MIXED);
     let chosen = |devices| select(devices).expect("a kind").count();
     assert_eq!(chosen(DeviceSelection::Cuda), 2);
@@ -361,7 +361,7 @@ fn workers_on_mig_instances_need_one_each() {
     let mut job = job_with_devices(DeviceSelection::Auto);
     let check = |job: &JobSpec, host: &HostInventory, workers| {
         let selection = select_accelerators(job, host).expect("instances");
-        selection.check_workers(job, workers, host).map_err(|error| error.code())
+        selection.check_worker_count(job, workers, host).map_err(|error| error.code())
     };
     assert_eq!(check(&job, &host, 1), Ok(()));
     assert_eq!(check(&job, &host, 3), Err(codes::MIG_INSTANCES_SHARED));
@@ -383,7 +383,7 @@ fn more_workers_than_accelerators_are_reported() {
         let job = job_with_devices(devices);
         let selection = select_accelerators(&job, &host).expect("NPUs");
         let warning = selection.find_shared_warning("h", workers).map(|warning| warning.to_string());
-        (selection.check_workers(&job, workers, &host).map_err(|e| e.to_string()), warning)
+        (selection.check_worker_count(&job, workers, &host).map_err(|e| e.to_string()), warning)
     };
     assert_eq!(select(DeviceSelection::Auto, 2), (Ok(()), None));
     assert_eq!(select(DeviceSelection::Auto, 3), (Ok(()), Some("3 workers on h have 2 NPUs".into())));

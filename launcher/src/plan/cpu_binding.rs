@@ -61,7 +61,7 @@ pub(super) fn assign_cpus(
 /// Returns `None` if a worker would have no cores.
 fn bind_to_numa_nodes(cores: &[&CpuCore], gpu_nodes: &[Option<u32>]) -> Option<Vec<WorkerCpus>> {
     let nodes = group_cores_by_node(cores);
-    let assigned = assign_nodes(&nodes, gpu_nodes);
+    let assigned = assign_numa_nodes(&nodes, gpu_nodes);
     let slot = |worker: usize| {
         let cores: Vec<&CpuCore> =
             assigned[worker].iter().flat_map(|node| nodes[node].iter().copied()).collect();
@@ -108,7 +108,7 @@ fn divide_within_nodes<'c>(
     gpu_nodes: &[Option<u32>],
 ) -> Option<Vec<Vec<&'c CpuCore>>> {
     let nodes = group_cores_by_node(units);
-    let assigned = assign_nodes(&nodes, gpu_nodes);
+    let assigned = assign_numa_nodes(&nodes, gpu_nodes);
     let mut workers_by_nodes: BTreeMap<&[u32], usize> = BTreeMap::new();
     assigned.iter().for_each(|nodes| *workers_by_nodes.entry(nodes.as_slice()).or_default() += 1);
     let cores_of =
@@ -140,7 +140,7 @@ fn group_cores_by_node<'c>(cores: &[&'c CpuCore]) -> BTreeMap<u32, Vec<&'c CpuCo
 /// A worker gets the node of its GPU. Workers without a known GPU node get equal shares of the
 /// nodes without a GPU, where each share consists of neighbouring nodes. If every node has a GPU,
 /// each of these workers gets the node that has the fewest workers so far.
-fn assign_nodes(nodes: &BTreeMap<u32, Vec<&CpuCore>>, gpu_nodes: &[Option<u32>]) -> Vec<Vec<u32>> {
+fn assign_numa_nodes(nodes: &BTreeMap<u32, Vec<&CpuCore>>, gpu_nodes: &[Option<u32>]) -> Vec<Vec<u32>> {
     let known = |gpu_node: &Option<u32>| gpu_node.filter(|node| nodes.contains_key(node));
     let mut workers: BTreeMap<u32, usize> = nodes.keys().map(|node| (*node, 0)).collect();
     gpu_nodes.iter().filter_map(known).for_each(|node| *workers.entry(node).or_default() += 1);

@@ -9,7 +9,7 @@ use jobspec::JobSpec;
 
 /// The number of buffers for each copied state on a host: a failure while one buffer is written
 /// leaves the previous copy in the other one intact.
-const BUFFERS: u64 = 2;
+const BUFFERS_PER_COPY: u64 = 2;
 
 /// The memory and the network traffic that the copies of the training state in the hosts' memory
 /// need.
@@ -39,7 +39,7 @@ impl MemoryCopyCost {
             (0..=copies).map(|distance| by_host[(host + hosts - distance) % hosts]).sum::<u64>()
         };
         Some(MemoryCopyCost {
-            memory_by_host: (0..hosts).map(|host| BUFFERS * kept(host)).collect(),
+            memory_by_host: (0..hosts).map(|host| BUFFERS_PER_COPY * kept(host)).collect(),
             sent_by_host: by_host.iter().map(|bytes| bytes * copies as u64).collect(),
             every: spec.every,
         })

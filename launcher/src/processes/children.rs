@@ -26,8 +26,8 @@ pub(crate) fn become_subreaper() -> io::Result<()> {
 /// Transports start processes on several threads. Without the lock, a process could be reaped, or
 /// killed as an unknown one, before its transport has listed it.
 pub(crate) fn lock_children() -> MutexGuard<'static, ()> {
-    static LOCK: Mutex<()> = Mutex::new(());
-    LOCK.lock().unwrap_or_else(PoisonError::into_inner)
+    static CHILDREN_LOCK: Mutex<()> = Mutex::new(());
+    CHILDREN_LOCK.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Reaps every child process that has ended, and calls `on_exit` with the pid and the exit status

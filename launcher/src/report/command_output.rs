@@ -1,17 +1,17 @@
 //! Writes the output of commands other than `launch run` to stdout and stderr, immediately and
 //! completely.
-use diagnostic::terminal_text::{escape_json, filter_colored_text, filter_line, filter_text};
+use diagnostic::terminal_text::{escape_unprintable_in_json, filter_colored_text, filter_line, filter_text};
 use std::io::{self, IsTerminal, Write};
 
 /// Writes text to stdout, without unprintable characters. Returns `Ok` if stdout is a closed pipe.
 pub(crate) fn write_text(text: &str) -> io::Result<()> {
-    ignore_closed_pipe(write_strict(&filter_text(text)))
+    ignore_closed_pipe(write_filtered_text(&filter_text(text)))
 }
 
 /// Writes JSON to stdout, with escapes for unprintable characters. Returns `Ok` if stdout is a
 /// closed pipe.
 pub(crate) fn write_json(json: &str) -> io::Result<()> {
-    ignore_closed_pipe(write_strict(&escape_json(json)))
+    ignore_closed_pipe(write_filtered_text(&escape_unprintable_in_json(json)))
 }
 
 /// Writes the text of a file to stdout. Only a terminal gets the text without unprintable
@@ -19,13 +19,13 @@ pub(crate) fn write_json(json: &str) -> io::Result<()> {
 pub(crate) fn write_file_text(text: &str) -> io::Result<()> {
     match stdout_is_terminal() {
         true => write_text(text),
-        false => ignore_closed_pipe(write_strict(text)),
+        false => ignore_closed_pipe(write_filtered_text(text)),
     }
 }
 
 /// Writes `text`, which the caller has already filtered, to stdout and flushes stdout. Fails if
 /// stdout is a closed pipe, so that a command that follows a file (`--follow`) can end.
-pub(crate) fn write_strict(text: &str) -> io::Result<()> {
+pub(crate) fn write_filtered_text(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes()).and_then(|()| out.flush())
 }

@@ -13,7 +13,7 @@ use std::{
 pub(super) const MERGE_WINDOW: Duration = Duration::from_millis(100);
 /// The largest number of lines that wait for equal lines of other ranks. If more lines wait, the
 /// oldest one is shown immediately.
-const MAX_WAITING: usize = 1024;
+const MAX_WAITING_LINES: usize = 1024;
 
 /// A line of output, with the ranks that printed the line.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -87,7 +87,7 @@ impl Deduplicator {
         while let Some((_, since, line)) = self.waiting.front() {
             if line.ranks.len() < self.shown_ranks
                 && now < *since + MERGE_WINDOW
-                && self.waiting.len() <= MAX_WAITING
+                && self.waiting.len() <= MAX_WAITING_LINES
             {
                 break;
             }
@@ -193,8 +193,8 @@ mod tests {
     fn the_number_of_waiting_lines_is_bounded() {
         let mut dedup = Deduplicator::new(2);
         let out: usize =
-            (0..MAX_WAITING + 10).map(|i| dedup.push_line(ms(0), 0, false, i.to_string()).len()).sum();
-        assert_eq!((out, dedup.take_all_lines().len()), (10, MAX_WAITING));
+            (0..MAX_WAITING_LINES + 10).map(|i| dedup.push_line(ms(0), 0, false, i.to_string()).len()).sum();
+        assert_eq!((out, dedup.take_all_lines().len()), (10, MAX_WAITING_LINES));
         assert!(
             dedup.last_of_rank.is_empty() && dedup.numbers_of_text.is_empty(),
             "shown lines are forgotten"

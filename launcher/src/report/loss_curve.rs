@@ -1,9 +1,9 @@
 //! [`LossCurve`]: plots the losses of a run in braille characters.
 
 /// The width of the plot of a run's losses, in characters. A braille character has 2 × 4 dots.
-const COLUMNS: usize = 60;
+const PLOT_COLUMNS: usize = 60;
 /// The height of the plot of a run's losses, in characters.
-const ROWS: usize = 8;
+const PLOT_ROWS: usize = 8;
 /// The largest number of losses that are stored for the plot of a run. If there are more,
 /// neighboring points are averaged in pairs.
 const MAX_POINTS: usize = 1 << 16;
@@ -40,13 +40,13 @@ impl LossCurve {
         let low = self.points.iter().map(|p| p.1).fold(f64::INFINITY, f64::min);
         let high = self.points.iter().map(|p| p.1).fold(f64::NEG_INFINITY, f64::max);
         let span = if high > low { high - low } else { 1.0 };
-        let (width, height) = (2 * COLUMNS - 1, 4 * ROWS - 1);
+        let (width, height) = (2 * PLOT_COLUMNS - 1, 4 * PLOT_ROWS - 1);
         let steps = last.0.saturating_sub(first.0).max(1) as f64;
         let position = |(step, loss): (u64, f64)| {
             let x = step.saturating_sub(first.0) as f64 / steps * width as f64;
             (x.clamp(0.0, width as f64), (high - loss) / span * height as f64)
         };
-        let mut cells = vec![[0u8; COLUMNS]; ROWS];
+        let mut cells = vec![[0u8; PLOT_COLUMNS]; PLOT_ROWS];
         for pair in self.points.windows(2) {
             let ((x0, y0), (x1, y1)) = (position(pair[0]), position(pair[1]));
             let dots = (x1 - x0).abs().max(1.0).round() as usize;
@@ -63,15 +63,15 @@ impl LossCurve {
         let braille = |bits: &u8| char::from_u32(0x2800 + u32::from(*bits)).unwrap_or(' ');
         let label = |row: usize| match row {
             0 => format!("{high:8.4}"),
-            r if r == ROWS - 1 => format!("{low:8.4}"),
+            r if r == PLOT_ROWS - 1 => format!("{low:8.4}"),
             _ => " ".repeat(8),
         };
-        let line = |(row, cells): (usize, &[u8; COLUMNS])| {
+        let line = |(row, cells): (usize, &[u8; PLOT_COLUMNS])| {
             format!("{} ┤{}", label(row), cells.iter().map(braille).collect::<String>()).trim_end().to_owned()
         };
         let mut lines: Vec<String> = cells.iter().enumerate().map(line).collect();
         let (left, right) = (format!("step {}", first.0), last.0.to_string());
-        let gap = COLUMNS.saturating_sub(left.len() + right.len());
+        let gap = PLOT_COLUMNS.saturating_sub(left.len() + right.len());
         lines.push(format!("    loss └{left}{}{right}", " ".repeat(gap)));
         lines
     }
@@ -91,9 +91,9 @@ mod tests {
         let mut curve = LossCurve::default();
         (0..=100).for_each(|i| curve.push_loss(i, 5.0 - 0.04 * i as f64));
         let lines = curve.draw_lines();
-        assert_eq!(lines.len(), ROWS + 1);
-        assert!(find_dots(&lines[0])[0] && find_dots(&lines[ROWS - 1])[COLUMNS - 1]);
-        assert!(!find_dots(&lines[ROWS - 1])[0]);
+        assert_eq!(lines.len(), PLOT_ROWS + 1);
+        assert!(find_dots(&lines[0])[0] && find_dots(&lines[PLOT_ROWS - 1])[PLOT_COLUMNS - 1]);
+        assert!(!find_dots(&lines[PLOT_ROWS - 1])[0]);
         insta::assert_snapshot!(lines.join("\n"));
     }
 
@@ -107,7 +107,7 @@ mod tests {
         curve.push_loss(8, 2.0);
         curve.push_loss(u64::MAX, 2.0);
         curve.push_loss(3, -1e300);
-        assert_eq!(curve.draw_lines().len(), ROWS + 1);
+        assert_eq!(curve.draw_lines().len(), PLOT_ROWS + 1);
     }
 
     #[test]

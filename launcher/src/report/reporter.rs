@@ -89,7 +89,7 @@ impl Reporter {
 
     /// Queues an event of an earlier controller, which is shown to the user, but not printed as
     /// JSON.
-    pub(crate) fn show_context(&mut self, event: Event) {
+    pub(crate) fn show_earlier_event(&mut self, event: Event) {
         self.enqueue(ReportItem::Context(event));
     }
 

@@ -14,7 +14,7 @@ use crate::{
 };
 use diagnostic::{
     quantity::{format_clock, format_count, format_duration},
-    terminal_text::{escape_json, filter_line},
+    terminal_text::{escape_unprintable_in_json, filter_line},
 };
 use jobspec::ids::Rank;
 use protocol::event::{Event, FailureReport, WorkerPhase};
@@ -30,12 +30,12 @@ use std::{
 /// progress bar.
 const STEP_LINE_INTERVAL: Duration = Duration::from_secs(10);
 /// The approximate number of lines about steps that are shown during a run without a progress bar.
-const STEP_LINES: u64 = 20;
+const STEP_LINE_COUNT: u64 = 20;
 /// The time constant of the exponential average of step durations, in seconds.
 const AVERAGING_SECONDS: f64 = 10.0;
 /// The smallest share of a step's duration, from 0 to 1, that waiting for collectives must take to
 /// be shown. Smaller shares are omitted.
-const SHOWN_EXPOSED_SHARE: f64 = 0.05;
+const MIN_SHOWN_EXPOSED_SHARE: f64 = 0.05;
 
 /// The displayed state of a run, and the console that displays the run.
 pub(super) struct RunView {
@@ -188,7 +188,7 @@ impl RunView {
         if let Some(schema) = self.config.json
             && let Ok(line) = event.to_json(schema)
         {
-            self.console.write_data(&escape_json(&line));
+            self.console.write_data(&escape_unprintable_in_json(&line));
         }
         match event {
             Event::Start { .. } if !self.config.builtin => {}
@@ -274,7 +274,7 @@ impl RunView {
         );
         self.metrics = format!("loss {loss:.4}  {speed}");
         self.update_bar(Some(*step));
-        let spacing = self.total_steps.div_ceil(STEP_LINES).max(1);
+        let spacing = self.total_steps.div_ceil(STEP_LINE_COUNT).max(1);
         let is_due = self.last_step_line.is_none_or(|at| now - at >= STEP_LINE_INTERVAL)
             || step % spacing == 0
             || *step == self.total_steps;
@@ -354,7 +354,7 @@ impl RunView {
                 self.write_message(&format!("ended with exit code {exit_code} after {time}"));
             }
         }
-        self.show_files(summary);
+        self.show_file_paths(summary);
     }
 
     /// Describes the end of a rank that was not the root cause. Names the host of the rank if the
@@ -365,7 +365,7 @@ impl RunView {
 
     /// Writes the paths of the run's files to stderr. For a built-in training that failed or was
     /// stopped, also writes the command that resumes the training.
-    fn show_files(&mut self, summary: &RunSummary) {
+    fn show_file_paths(&mut self, summary: &RunSummary) {
         let weights = self.weights.as_ref().map(|path| format!("  weights      {}", path.display()));
         let checkpoint = self
             .checkpoint
@@ -389,7 +389,7 @@ impl RunView {
 /// `exposed` is the waiting time, and `step` the duration of the step, both in seconds.
 fn format_exposed_share(exposed: f64, step: f64) -> String {
     let share = if step > 0.0 { (exposed / step).min(1.0) } else { 0.0 };
-    if share < SHOWN_EXPOSED_SHARE {
+    if share < MIN_SHOWN_EXPOSED_SHARE {
         String::new()
     } else {
         format!("  {:.0} % waiting for collectives", 100.0 * share)

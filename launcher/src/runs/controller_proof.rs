@@ -26,7 +26,7 @@ pub(crate) fn open_controller(record: &RunRecord) -> io::Result<Option<ProcessHa
     let began = Instant::now();
     loop {
         let Some(handle) = record.controller.open_handle()? else { return Ok(None) };
-        let proof = find_open_journal(record);
+        let proof = has_journal_open(record);
         match proof {
             Ok(true) => return Ok(Some(handle)),
             _ if began.elapsed() < PROOF_TIMEOUT => thread::sleep(PROOF_POLL_INTERVAL),
@@ -37,7 +37,7 @@ pub(crate) fn open_controller(record: &RunRecord) -> io::Result<Option<ProcessHa
 }
 
 /// Returns whether the process that `record` names as the controller has the run's journal open.
-fn find_open_journal(record: &RunRecord) -> io::Result<bool> {
+fn has_journal_open(record: &RunRecord) -> io::Result<bool> {
     let journal = open_own_file(&record.run_dir.join(JOURNAL_FILE))?.metadata()?;
     let files = fs::read_dir(format!("/proc/{}/fd", record.controller.pid))?;
     // The link to an open file is followed without opening the file again.

@@ -18,7 +18,7 @@ use std::{
 
 /// The number of names from which a controller chooses one, so that another user cannot easily take
 /// all of them.
-const NAME_COUNT: u32 = 16;
+const SOCKET_NAME_COUNT: u32 = 16;
 
 /// Returns the addresses that the socket of a controller may have, in the order in which they are
 /// tried.
@@ -28,7 +28,7 @@ fn list_addresses(run: &str, controller: &ProcessIdentity) -> impl Iterator<Item
         hasher.update(&(part.len() as u64).to_le_bytes()).update(part.as_bytes());
     }
     hasher.update(&controller.pid.to_le_bytes()).update(&controller.start_ticks.to_le_bytes());
-    (0..NAME_COUNT).map(move |number| {
+    (0..SOCKET_NAME_COUNT).map(move |number| {
         let hash = hasher.clone().update(&number.to_le_bytes()).finalize();
         SocketAddr::from_abstract_name(format!("launch-{}", &hash.to_hex()[..40]))
     })
@@ -55,7 +55,7 @@ pub(crate) fn connect_to_controller(record: &RunRecord) -> io::Result<UnixStream
             Ok(stream) => {
                 let peer = getsockopt(&stream, PeerCredentials)?;
                 // For a connected client, these are the credentials of the process that listens.
-                if peer.pid() == record.controller.pid as i32 && is_own_user(peer.uid()) {
+                if peer.pid() == record.controller.pid as i32 && is_own_user_or_root(peer.uid()) {
                     return Ok(stream);
                 }
             }
@@ -66,12 +66,12 @@ pub(crate) fn connect_to_controller(record: &RunRecord) -> io::Result<UnixStream
 }
 
 /// Returns whether the process at the other end of a socket belongs to this user or to root.
-pub(crate) fn is_own_peer(socket: &impl AsFd) -> bool {
-    getsockopt(socket, PeerCredentials).is_ok_and(|peer| is_own_user(peer.uid()))
+pub(crate) fn is_peer_own_or_root(socket: &impl AsFd) -> bool {
+    getsockopt(socket, PeerCredentials).is_ok_and(|peer| is_own_user_or_root(peer.uid()))
 }
 
 /// Returns whether `uid` is this user or root.
-fn is_own_user(uid: u32) -> bool {
+fn is_own_user_or_root(uid: u32) -> bool {
     uid == 0 || uid == nix::unistd::geteuid().as_raw()
 }
 
@@ -101,7 +101,7 @@ mod tests {
         let first = bind_controller_socket(&record.run).expect("bound");
         let client = connect_to_controller(&record).expect("connected");
         let (server, _) = first.accept().expect("a client");
-        assert!(is_own_peer(&server) && is_own_peer(&client));
+        assert!(is_peer_own_or_root(&server) && is_peer_own_or_root(&client));
         // Another process has taken the first name.
         let second = bind_controller_socket(&record.run).expect("bound to another name");
         drop(first);

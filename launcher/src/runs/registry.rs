@@ -95,12 +95,12 @@ pub(crate) enum RunState {
     Unattended,
     /// The controller was started on this machine and has ended, no workers can continue without
     /// it, and the journal records no end.
-    Lost(LossReason),
+    Lost(RunLossReason),
 }
 
 /// The reason why the journal of a run records no end although the controller has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum LossReason {
+pub(crate) enum RunLossReason {
     /// The controller ended without recording an end, for example because it was killed.
     ControllerDied,
     /// The machine was restarted after the start of the controller.
@@ -253,8 +253,8 @@ pub(crate) fn load_run(record: RunRecord) -> Run {
         Some((code, seconds)) => RunState::Ended(code, seconds),
         None if !record.controller.is_on_this_host() => RunState::Elsewhere,
         None if may_continue => RunState::Unattended,
-        None if !record.controller.is_on_this_boot() => RunState::Lost(LossReason::HostRebooted),
-        None => RunState::Lost(LossReason::ControllerDied),
+        None if !record.controller.is_on_this_boot() => RunState::Lost(RunLossReason::HostRebooted),
+        None => RunState::Lost(RunLossReason::ControllerDied),
     };
     Run { record, state, step }
 }
@@ -339,8 +339,8 @@ mod tests {
         let gone = this.with_other_start();
         let state = |controller: &ProcessIdentity| load_run(make_record(dir.path(), controller.clone()));
         assert_eq!(state(&this).state, RunState::Running);
-        assert_eq!(state(&gone).state, RunState::Lost(LossReason::ControllerDied));
-        assert_eq!(state(&this.with_other_boot()).state, RunState::Lost(LossReason::HostRebooted));
+        assert_eq!(state(&gone).state, RunState::Lost(RunLossReason::ControllerDied));
+        assert_eq!(state(&this.with_other_boot()).state, RunState::Lost(RunLossReason::HostRebooted));
         assert_eq!(state(&this.with_other_host()).state, RunState::Elsewhere);
         let continues =
             RunRecord { controller_timeout_ms: Some(60_000), ..make_record(dir.path(), gone.clone()) };
@@ -350,7 +350,7 @@ mod tests {
             fs::File::options().append(true).open(dir.path().join("events.jsonl")).expect("a journal");
         let long_ago = SystemTime::now() - UNATTENDED_MARGIN - Duration::from_secs(61);
         journal.set_modified(long_ago).expect("modified");
-        assert_eq!(load_run(continues).state, RunState::Lost(LossReason::ControllerDied));
+        assert_eq!(load_run(continues).state, RunState::Lost(RunLossReason::ControllerDied));
         let journal =
             "{\"event\":\"done\",\"exit_code\":143,\"step\":7,\"seconds\":2.5,\"time\":1}\n{\"event\":\"st";
         fs::write(dir.path().join("events.jsonl"), journal).expect("a journal");

@@ -152,7 +152,7 @@ mod tests {
     use super::*;
     use crate::runs::{
         process_identity::ProcessIdentity,
-        registry::{LossReason, RunRecord},
+        registry::{RunLossReason, RunRecord},
     };
     use diagnostic::Code;
 
@@ -175,7 +175,7 @@ mod tests {
             step: None,
         };
         let (active, ended) = (RunState::Running, RunState::Ended(0, 1.0));
-        let lost = RunState::Lost(LossReason::HostRebooted);
+        let lost = RunState::Lost(RunLossReason::HostRebooted);
         let none: [Run; 0] = [];
         let past = [run("2026-3", "b", ended), run("2026-2", "a", lost), run("2025-1", "a", ended)];
         let one = [run("2026-3", "b", ended), run("2026-2", "a", active), run("2025-1", "a", ended)];

@@ -24,7 +24,7 @@ fn kill_process(pid: i32) {
 /// Waits until the run has resumed, and checks that there are `count` workers, among them the
 /// processes `kept`.
 #[track_caller]
-fn expect_kept(job: &mut ActiveRun, kept: &[i32], count: usize) {
+fn assert_workers_kept(job: &mut ActiveRun, kept: &[i32], count: usize) {
     job.wait_for_event("resume", 0);
     let workers: BTreeSet<i32> = list_workers(job.child.id()).into_iter().collect();
     assert!(kept.iter().all(|pid| workers.contains(pid)), "{kept:?} in {workers:?}");
@@ -56,7 +56,7 @@ fn workers_that_did_not_fail_keep_their_processes_at_every_stage() {
             let mut workers = list_workers(job.child.id());
             assert_eq!(workers.len(), 3, "{workers:?}");
             kill_process(workers.remove((kill_number + stage) % 3));
-            expect_kept(&mut job, &workers, 3);
+            assert_workers_kept(&mut job, &workers, 3);
         }
         let ran = job.wait_for_end().expect_success();
         check_resumes(&ran, &whole, 4);
@@ -79,7 +79,7 @@ fn workers_leave_evaluations_and_saves() {
         let mut workers = list_workers(job.child.id());
         assert_eq!(workers.len(), 2, "{workers:?}");
         kill_process(workers.remove(kill_number % 2));
-        expect_kept(&mut job, &workers, 2);
+        assert_workers_kept(&mut job, &workers, 2);
     }
     let ran = job.wait_for_end().expect_success();
     for step in ran.collect_losses() {
@@ -126,7 +126,7 @@ fn a_worker_that_does_not_leave_is_replaced() {
     let workers = list_workers(job.child.id());
     kill(Pid::from_raw(workers[0]), Signal::SIGSTOP).unwrap();
     kill_process(workers[1]);
-    expect_kept(&mut job, &workers[2..], 3);
+    assert_workers_kept(&mut job, &workers[2..], 3);
     assert!(!list_workers(job.child.id()).contains(&workers[0]), "the suspended worker was killed");
     let ran = job.wait_for_end().expect_success();
     check_resumes(&ran, &whole, 1);
@@ -151,7 +151,7 @@ fn restarts_do_not_make_a_kept_worker_grow() {
         }
         let other = list_workers(job.child.id()).into_iter().find(|pid| *pid != kept).unwrap();
         kill_process(other);
-        expect_kept(&mut job, &[kept], 2);
+        assert_workers_kept(&mut job, &[kept], 2);
     }
     job.wait_for_event("step", step + 1);
     let last = measure_process(kept);

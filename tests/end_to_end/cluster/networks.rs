@@ -4,7 +4,7 @@ use super::*;
 use std::{collections::BTreeMap, ops::RangeInclusive};
 
 /// The first bytes of the addresses of the second network, without the number of the host.
-const DATA_NETWORK: &str = "10.99.7";
+const DATA_NETWORK_PREFIX: &str = "10.99.7";
 /// The settings that select the second network and a range of ports.
 const SETTINGS: [&str; 2] = ["cluster.interface=10.99.7.0/24", "cluster.ports=21000-21020"];
 const PORTS: RangeInclusive<u16> = 21_000..=21_020;
@@ -15,7 +15,7 @@ const PORTS: RangeInclusive<u16> = 21_000..=21_020;
 fn traffic_takes_the_selected_network() {
     let test = "cluster::networks::traffic_takes_the_selected_network";
     let Some((job_dir, hosts)) = start_hosts(test) else { return };
-    hosts.run_hosts_command(&["link", "h0", "h1", DATA_NETWORK]);
+    hosts.run_hosts_command(&["link", "h0", "h1", DATA_NETWORK_PREFIX]);
     let program = "name: tiny\nrun: {command: [sh, -c, 'env > env.$RANK']}\n";
     let args = write_job(&job_dir, &hosts, "env", program, "[h0, h1]");
     start_run(&job_dir, &args, &SETTINGS).wait_for_end().expect_success();
@@ -43,7 +43,7 @@ fn traffic_takes_the_selected_network() {
     assert_eq!(lines.lines().count(), 4, "{lines}");
     for line in lines.lines() {
         let port = line
-            .split_once(&format!("on {DATA_NETWORK}."))
+            .split_once(&format!("on {DATA_NETWORK_PREFIX}."))
             .and_then(|(_, rest)| rest.split_once(':')?.1.split(' ').next()?.parse::<u16>().ok());
         assert!(port.is_some_and(|port| PORTS.contains(&port)), "{line}");
     }
@@ -54,7 +54,7 @@ fn traffic_takes_the_selected_network() {
 /// the exit code. Returns the JSON report, and every check of a host or of the job that did not
 /// pass, without those that the test machine can cause. They have the form `HOST CHECK: FOUND`, or
 /// `CHECK: FOUND` for a check of the job.
-fn check_network(
+fn run_network_check(
     job_dir: &JobDirectory,
     hosts: &SimulatedHosts,
     (list, settings): (&str, &[&str]),
@@ -92,14 +92,14 @@ fn check_network(
 fn check_names_the_slow_host_and_the_host_behind_a_firewall() {
     let test = "cluster::networks::check_names_the_slow_host_and_the_host_behind_a_firewall";
     let Some((job_dir, hosts)) = start_hosts(test) else { return };
-    hosts.run_hosts_command(&["network", DATA_NETWORK]);
+    hosts.run_hosts_command(&["network", DATA_NETWORK_PREFIX]);
     hosts.run_shell("h2", "tc qdisc add dev data0 root tbf rate 40mbit burst 64kb latency 50ms");
     hosts.run_shell("h3", "iptables -A INPUT -i data0 -p tcp --dport 21010:21020 -j DROP");
     let sent = |host: &str, interface: &str| -> u64 {
         let file = format!("cat /sys/class/net/{interface}/statistics/tx_bytes");
         hosts.run_shell(host, &file).trim().parse().unwrap()
     };
-    let (report, problems) = check_network(&job_dir, &hosts, (ALL_HOSTS, &SETTINGS), 3);
+    let (report, problems) = run_network_check(&job_dir, &hosts, (ALL_HOSTS, &SETTINGS), 3);
     let [slow, firewalled] = &problems[..] else { panic!("{problems:#?}") };
     assert!(
         slow.starts_with("h2 bandwidth: sends ") && slow.contains(" to 3 of 3 hosts, median of the others "),
@@ -133,16 +133,16 @@ fn check_finds_an_asymmetric_firewall_between_ipv6_addresses() {
     let Some((job_dir, hosts)) = start_hosts(test) else { return };
     hosts.run_hosts_command(&["network", "fd00:9::"]);
     let interface = ["cluster.interface=data0", "cluster.ssh.connect_timeout=1s"];
-    let (report, problems) = check_network(&job_dir, &hosts, ("[h0, h1, h2]", &interface), 0);
+    let (report, problems) = run_network_check(&job_dir, &hosts, ("[h0, h1, h2]", &interface), 0);
     assert_eq!((problems, report["ok"].as_bool()), (Vec::new(), Some(true)));
     hosts.run_shell("h1", "ip6tables -A INPUT -i data0 -p tcp --syn -j DROP");
-    let (report, problems) = check_network(&job_dir, &hosts, ("[h0, h1, h2]", &interface), 3);
+    let (report, problems) = run_network_check(&job_dir, &hosts, ("[h0, h1, h2]", &interface), 3);
     let [problem] = &problems[..] else { panic!("{problems:#?}") };
     assert!(problem.starts_with("h1 reachability: no connections to it from 2 of 2 hosts: "), "{problem}");
     for direction in report["network"]["directions"].as_array().unwrap() {
         assert!(direction["bytes_per_second"].as_f64().is_some_and(|rate| rate > 0.0), "{direction}");
     }
-    let (_, problems) = check_network(&job_dir, &hosts, ("[h0, h1]", &interface), 3);
+    let (_, problems) = run_network_check(&job_dir, &hosts, ("[h0, h1]", &interface), 3);
     let [problem] = &problems[..] else { panic!("{problems:#?}") };
     let [start, end] = [
         "network: h0 cannot connect to h1: ",
@@ -156,11 +156,11 @@ fn check_finds_an_asymmetric_firewall_between_ipv6_addresses() {
 fn check_finds_vanishing_large_packets() {
     let test = "cluster::networks::check_finds_vanishing_large_packets";
     let Some((job_dir, hosts)) = start_hosts(test) else { return };
-    hosts.run_hosts_command(&["network", DATA_NETWORK]);
+    hosts.run_hosts_command(&["network", DATA_NETWORK_PREFIX]);
     // Without segmentation by the network device, each packet has the size that is sent.
     hosts.run_hosts_command(&["netexec", "h2", "ip", "link", "set", "data0", "gso_max_segs", "1"]);
     hosts.run_shell("h2", "iptables -A OUTPUT -o data0 -m length --length 1000:65535 -j DROP");
     let interface = ["cluster.interface=data0"];
-    let (_, problems) = check_network(&job_dir, &hosts, ("[h0, h1, h2]", &interface), 3);
+    let (_, problems) = run_network_check(&job_dir, &hosts, ("[h0, h1, h2]", &interface), 3);
     assert_eq!(problems, ["h2 large packets: large packets to 2 of 2 hosts vanish, small ones arrive"]);
 }

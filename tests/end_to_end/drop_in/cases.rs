@@ -14,17 +14,17 @@ pub(super) struct Case {
 }
 
 /// Creates a case from a command line, without variables and without a configuration.
-const fn line(line: &'static str) -> Case {
+const fn case_with_command_line(line: &'static str) -> Case {
     Case { line, variables: &[], default_config: None, compared: &[] }
 }
 
 /// Creates a case in the environment `variables`.
-const fn with_variables(line: &'static str, variables: &'static [(&'static str, &'static str)]) -> Case {
+const fn case_with_variables(line: &'static str, variables: &'static [(&'static str, &'static str)]) -> Case {
     Case { line, variables, default_config: None, compared: &[] }
 }
 
 /// Creates a case with `config` as the default configuration of Accelerate.
-const fn with_config(line: &'static str, config: &'static str) -> Case {
+const fn case_with_config(line: &'static str, config: &'static str) -> Case {
     Case { line, variables: &[], default_config: Some(config), compared: &[] }
 }
 
@@ -108,86 +108,86 @@ use_cpu: false
 
 /// The command lines that are run both with the original launchers and with launch.
 pub(super) const CASES: &[Case] = &[
-    line("torchrun dump.py"),
-    line("torchrun --nproc-per-node=2 dump.py --arg1 --arg2=3 x"),
-    line("torchrun --nproc_per_node 2 dump.py -- --nnodes 3"),
-    line("torchrun --standalone --nnodes=1 --nproc-per-node=2 dump.py"),
-    line("torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 --nnodes=1 --nproc-per-node=2 dump.py"),
+    case_with_command_line("torchrun dump.py"),
+    case_with_command_line("torchrun --nproc-per-node=2 dump.py --arg1 --arg2=3 x"),
+    case_with_command_line("torchrun --nproc_per_node 2 dump.py -- --nnodes 3"),
+    case_with_command_line("torchrun --standalone --nnodes=1 --nproc-per-node=2 dump.py"),
+    case_with_command_line("torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 --nnodes=1 --nproc-per-node=2 dump.py"),
     Case {
         line: "torchrun --nnodes=1:1 --nproc-per-node=2 --max-restarts=3 --rdzv-id=100 --rdzv-backend=c10d dump.py",
         variables: &[],
         default_config: None,
         compared: &["TORCHELASTIC_RUN_ID"],
     },
-    line("torchrun --nproc-per-node 2 --role trainer --monitor-interval 1 dump.py"),
-    line("torchrun --nproc-per-node 2 -m dump a $$x"),
-    line("torchrun --nproc-per-node 2 --no-python ./dump.sh a b"),
-    line("torchrun --nproc-per-node 2 --tee 3 --log-dir logs dump.py"),
-    line("torchrun --nproc-per-node 2 -r 3 --log-dir logs dump.py"),
-    line("torchrun --nproc-per-node 2 --local-ranks-filter 0 --start-method spawn dump.py"),
-    line("torchrun --nproc-per-node cpu dump.py"),
-    line("torchrun --nproc-per-node auto dump.py"),
-    with_variables("torchrun dump.py", &[("PET_NPROC_PER_NODE", "2"), ("PET_STANDALONE", "1")]),
-    with_variables("torchrun --nproc-per-node 2 dump.py", &[("OMP_NUM_THREADS", "3")]),
-    with_variables("torchrun --nproc-per-node 2 dump.py", &[("EXIT_CODE", "7")]),
-    with_variables("torchrun --nproc-per-node 2 dump.py", &[("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")]),
-    line("accelerate launch --cpu dump.py --lr 1"),
-    line("accelerate launch --cpu --num_processes 1 --num-machines 1 --mixed-precision bf16 dump.py"),
-    line("accelerate launch --cpu --num_processes 2 dump.py"),
-    line("accelerate launch --num_processes 1 --cpu -m dump x"),
-    line("accelerate launch --cpu --no_python ./dump.sh x"),
-    line(
+    case_with_command_line("torchrun --nproc-per-node 2 --role trainer --monitor-interval 1 dump.py"),
+    case_with_command_line("torchrun --nproc-per-node 2 -m dump a $$x"),
+    case_with_command_line("torchrun --nproc-per-node 2 --no-python ./dump.sh a b"),
+    case_with_command_line("torchrun --nproc-per-node 2 --tee 3 --log-dir logs dump.py"),
+    case_with_command_line("torchrun --nproc-per-node 2 -r 3 --log-dir logs dump.py"),
+    case_with_command_line("torchrun --nproc-per-node 2 --local-ranks-filter 0 --start-method spawn dump.py"),
+    case_with_command_line("torchrun --nproc-per-node cpu dump.py"),
+    case_with_command_line("torchrun --nproc-per-node auto dump.py"),
+    case_with_variables("torchrun dump.py", &[("PET_NPROC_PER_NODE", "2"), ("PET_STANDALONE", "1")]),
+    case_with_variables("torchrun --nproc-per-node 2 dump.py", &[("OMP_NUM_THREADS", "3")]),
+    case_with_variables("torchrun --nproc-per-node 2 dump.py", &[("EXIT_CODE", "7")]),
+    case_with_variables("torchrun --nproc-per-node 2 dump.py", &[("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")]),
+    case_with_command_line("accelerate launch --cpu dump.py --lr 1"),
+    case_with_command_line("accelerate launch --cpu --num_processes 1 --num-machines 1 --mixed-precision bf16 dump.py"),
+    case_with_command_line("accelerate launch --cpu --num_processes 2 dump.py"),
+    case_with_command_line("accelerate launch --num_processes 1 --cpu -m dump x"),
+    case_with_command_line("accelerate launch --cpu --no_python ./dump.sh x"),
+    case_with_command_line(
         "accelerate launch --num_processes=1 --dynamo_backend inductor --dynamo_use_fullgraph --cpu dump.py",
     ),
-    with_variables("accelerate launch --cpu dump.py", &[("RANK", "5"), ("MASTER_PORT", "1234")]),
-    with_variables("accelerate launch --cpu dump.py", &[("EXIT_CODE", "7")]),
-    line("accelerate launch --multi_gpu --num_processes 2 dump.py"),
-    line("accelerate launch --multi_gpu --num_processes 2 --mixed_precision fp16 --debug --role r dump.py"),
-    line(
+    case_with_variables("accelerate launch --cpu dump.py", &[("RANK", "5"), ("MASTER_PORT", "1234")]),
+    case_with_variables("accelerate launch --cpu dump.py", &[("EXIT_CODE", "7")]),
+    case_with_command_line("accelerate launch --multi_gpu --num_processes 2 dump.py"),
+    case_with_command_line("accelerate launch --multi_gpu --num_processes 2 --mixed_precision fp16 --debug --role r dump.py"),
+    case_with_command_line(
         "accelerate launch --multi_gpu --num_processes 2 --num_cpu_threads_per_process 4 --enable_cpu_affinity dump.py",
     ),
-    line(
+    case_with_command_line(
         "accelerate launch --use_fsdp --num_processes 2 --fsdp_version 2 --fsdp_offload_params True dump.py",
     ),
-    line(
+    case_with_command_line(
         "accelerate launch --use_fsdp --num_processes=2 --fsdp-auto-wrap-policy TRANSFORMER_BASED_WRAP \
          --fsdp_transformer_layer_cls_to_wrap BertLayer --fsdp_min_num_params 2000 --fsdp_state_dict_type FULL_STATE_DICT dump.py",
     ),
-    line(
+    case_with_command_line(
         "accelerate launch --use_fsdp --fsdp_version=2 --use_parallelism_config --parallelism_config_tp_size 2 \
          --num_processes 2 dump.py",
     ),
-    line(
+    case_with_command_line(
         "accelerate launch --use_deepspeed --num_processes 2 --zero_stage 3 --gradient_clipping 1 \
          --offload_optimizer_device cpu --mixed_precision bf16 dump.py",
     ),
-    line("accelerate launch --use_deepspeed --num_processes 2 --deepspeed_config_file ds.json dump.py"),
-    line(
+    case_with_command_line("accelerate launch --use_deepspeed --num_processes 2 --deepspeed_config_file ds.json dump.py"),
+    case_with_command_line(
         "accelerate launch --use_megatron_lm --num_processes 2 --megatron_lm_tp_degree 2 \
          --megatron_lm_no_load_optim False --megatron_lm_gradient_clipping 0.5 dump.py",
     ),
-    line("accelerate launch --config_file fsdp.yaml dump.py x"),
-    line("accelerate launch --config_file fsdp.yaml --fsdp_offload_params true --mixed_precision no dump.py"),
-    line("accelerate launch --config_file deepspeed.yaml --zero_stage 2 dump.py"),
-    line("accelerate launch --config_file deepspeed.yaml --mixed_precision bf16 dump.py"),
-    with_config("accelerate launch dump.py", CPU_CONFIG),
-    with_config("accelerate launch dump.py", GPU_CONFIG),
-    with_config("accelerate launch --dynamo_backend eager --num_processes 3 dump.py", GPU_CONFIG),
-    with_config("accelerate launch --cpu dump.py", GPU_CONFIG),
-    line("deepspeed --num_gpus 2 dump.py --deepspeed --deepspeed_config ds.json"),
-    line("deepspeed --num_gpus=2 --num_nodes=1 --master_port 29511 dump.py x"),
-    line("deepspeed --no_local_rank --num_gpus 2 dump.py"),
-    line("deepspeed --module --num_gpus 2 dump x"),
-    line("deepspeed --no_python --no_local_rank --num_gpus 2 ./dump.sh x"),
-    with_variables("deepspeed dump.py", &[("LOCAL_SIZE", "2")]),
-    with_variables("deepspeed --include localhost:0,1 dump.py", &[("LOCAL_SIZE", "3")]),
-    with_variables("deepspeed --exclude localhost:2 dump.py", &[("LOCAL_SIZE", "3")]),
-    line("deepspeed --hostfile hostfile --no_ssh --node_rank 0 --master_addr 127.0.0.1 dump.py"),
-    with_variables("deepspeed --num_gpus 2 dump.py", &[("EXIT_CODE", "7")]),
+    case_with_command_line("accelerate launch --config_file fsdp.yaml dump.py x"),
+    case_with_command_line("accelerate launch --config_file fsdp.yaml --fsdp_offload_params true --mixed_precision no dump.py"),
+    case_with_command_line("accelerate launch --config_file deepspeed.yaml --zero_stage 2 dump.py"),
+    case_with_command_line("accelerate launch --config_file deepspeed.yaml --mixed_precision bf16 dump.py"),
+    case_with_config("accelerate launch dump.py", CPU_CONFIG),
+    case_with_config("accelerate launch dump.py", GPU_CONFIG),
+    case_with_config("accelerate launch --dynamo_backend eager --num_processes 3 dump.py", GPU_CONFIG),
+    case_with_config("accelerate launch --cpu dump.py", GPU_CONFIG),
+    case_with_command_line("deepspeed --num_gpus 2 dump.py --deepspeed --deepspeed_config ds.json"),
+    case_with_command_line("deepspeed --num_gpus=2 --num_nodes=1 --master_port 29511 dump.py x"),
+    case_with_command_line("deepspeed --no_local_rank --num_gpus 2 dump.py"),
+    case_with_command_line("deepspeed --module --num_gpus 2 dump x"),
+    case_with_command_line("deepspeed --no_python --no_local_rank --num_gpus 2 ./dump.sh x"),
+    case_with_variables("deepspeed dump.py", &[("LOCAL_SIZE", "2")]),
+    case_with_variables("deepspeed --include localhost:0,1 dump.py", &[("LOCAL_SIZE", "3")]),
+    case_with_variables("deepspeed --exclude localhost:2 dump.py", &[("LOCAL_SIZE", "3")]),
+    case_with_command_line("deepspeed --hostfile hostfile --no_ssh --node_rank 0 --master_addr 127.0.0.1 dump.py"),
+    case_with_variables("deepspeed --num_gpus 2 dump.py", &[("EXIT_CODE", "7")]),
 ];
 
 /// Command lines that launch rejects, each with a text that the error contains.
-pub(super) const REJECTED: &[(&str, &str)] = &[
+pub(super) const REJECTED_COMMAND_LINES: &[(&str, &str)] = &[
     ("torchrun --nnodes 4:1 --rdzv-backend c10d --rdzv-endpoint h:1 dump.py", "--nnodes"),
     ("torchrun --nnodes 2 --node-rank 2 --master-addr h dump.py", "--node-rank"),
     ("torchrun --node-rank 1 dump.py", "--node-rank"),

@@ -9,7 +9,7 @@ use std::{
 
 /// The experiments, runs, parameters and metrics that the server has received.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Record {
+pub(crate) struct ReceivedData {
     /// The value of the header `Authorization` in the newest request.
     pub(crate) authorization: Option<String>,
     /// The names of the experiments.
@@ -29,7 +29,7 @@ pub(crate) struct Record {
 /// A server on a loopback address. Its threads end with the process of the test.
 pub(crate) struct RecordingServer {
     address: String,
-    record: Arc<Mutex<Record>>,
+    record: Arc<Mutex<ReceivedData>>,
 }
 
 impl RecordingServer {
@@ -37,7 +37,7 @@ impl RecordingServer {
     pub(crate) fn start(failures: u32) -> RecordingServer {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = format!("http://{}", listener.local_addr().unwrap());
-        let record = Arc::new(Mutex::new(Record { failures, ..Record::default() }));
+        let record = Arc::new(Mutex::new(ReceivedData { failures, ..ReceivedData::default() }));
         let shared = record.clone();
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
@@ -53,13 +53,13 @@ impl RecordingServer {
     }
 
     /// Returns what the server has received so far.
-    pub(crate) fn record(&self) -> Record {
+    pub(crate) fn received_data(&self) -> ReceivedData {
         self.record.lock().unwrap().clone()
     }
 }
 
 /// Answers the requests of a connection until it is closed.
-fn serve(stream: &TcpStream, record: &Mutex<Record>) {
+fn serve(stream: &TcpStream, record: &Mutex<ReceivedData>) {
     let mut reader = BufReader::new(stream);
     loop {
         let mut line = String::new();
@@ -93,7 +93,7 @@ fn serve(stream: &TcpStream, record: &Mutex<Record>) {
 }
 
 /// Returns the status and the body of the answer to a request.
-fn answer(path: &str, body: &Value, record: &mut MutexGuard<'_, Record>) -> (u16, Value) {
+fn answer(path: &str, body: &Value, record: &mut MutexGuard<'_, ReceivedData>) -> (u16, Value) {
     if record.failures > 0 {
         record.failures -= 1;
         return (503, json!({}));
@@ -122,7 +122,7 @@ fn answer(path: &str, body: &Value, record: &mut MutexGuard<'_, Record>) -> (u16
     }
 }
 
-impl Record {
+impl ReceivedData {
     fn add_tags(&mut self, tags: &Value) {
         for tag in tags.as_array().into_iter().flatten() {
             let text = |name: &str| tag[name].as_str().unwrap().to_owned();

@@ -178,7 +178,7 @@ impl SlurmCluster {
     }
 
     /// Returns the last step that any run of the job has reported, or 0.
-    pub(super) fn find_last_step(&self, job: &str) -> u64 {
+    pub(super) fn read_last_step(&self, job: &str) -> u64 {
         let events = self.read_events(job);
         events.iter().rev().find_map(|e| e["step"].as_u64().filter(|_| e["event"] == "step")).unwrap_or(0)
     }

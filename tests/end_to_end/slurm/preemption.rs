@@ -36,7 +36,7 @@ fn submit_training(cluster: &SlurmCluster, name: &str, partition: &str) -> Strin
 /// Waits until a job has reported this step.
 #[track_caller]
 fn wait_for_step(cluster: &SlurmCluster, job: &str, name: &str, step: u64) {
-    let has_step = || (cluster.find_last_step(name) >= step).then_some(());
+    let has_step = || (cluster.read_last_step(name) >= step).then_some(());
     wait_until(&format!("step {step}"), || cluster.describe_job(job), has_step);
 }
 
@@ -51,7 +51,7 @@ fn check_preempted_training(
     let name = format!("tiny-{partition}");
     let job = submit_training(cluster, &name, partition);
     for restarts in 1..=count {
-        wait_for_step(cluster, &job, &name, cluster.find_last_step(&name) + 10);
+        wait_for_step(cluster, &job, &name, cluster.read_last_step(&name) + 10);
         let began = Instant::now();
         preempt_job(cluster, &job, 2, restarts);
         println!("preemption {restarts} in {partition}: runs again after {:.1?}", began.elapsed());

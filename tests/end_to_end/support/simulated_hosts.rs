@@ -45,7 +45,7 @@ impl SimulatedHosts {
         (name_prefix, count): (&str, u32),
         shared_directory: &Path,
     ) -> Option<SimulatedHosts> {
-        SimulatedHosts::start_set(test, (name_prefix, count), shared_directory, false)
+        SimulatedHosts::start_host_set(test, (name_prefix, count), shared_directory, false)
     }
 
     /// Starts `count` hosts that see the directory `shared_directory` of this machine under the
@@ -55,11 +55,11 @@ impl SimulatedHosts {
         count: u32,
         shared_directory: &Path,
     ) -> Option<SimulatedHosts> {
-        SimulatedHosts::start_set(test, ("h", count), shared_directory, true)
+        SimulatedHosts::start_host_set(test, ("h", count), shared_directory, true)
     }
 
     /// Starts `count` hosts whose names begin with `name_prefix`.
-    fn start_set(
+    fn start_host_set(
         test: &str,
         (name_prefix, count): (&str, u32),
         shared_directory: &Path,
@@ -80,7 +80,7 @@ impl SimulatedHosts {
             .expect("a free number");
         let hosts = SimulatedHosts {
             id: format!("lt{number}"),
-            network_prefix: format_network(number),
+            network_prefix: format_network_prefix(number),
             directory: root.join(format!("lt{number}")),
             shared_directory: shared_directory.to_path_buf(),
             name_prefix: name_prefix.to_owned(),
@@ -168,14 +168,14 @@ impl Drop for SimulatedHosts {
 }
 
 /// Returns the first three bytes of the IP addresses of a set of hosts.
-fn format_network(number: u32) -> String {
+fn format_network_prefix(number: u32) -> String {
     format!("10.88.{number}")
 }
 
 /// Returns whether another program has given this machine an address in the network of a set of
 /// hosts, as Podman does. The address with the last byte 254 is that of the bridge of the hosts.
 fn is_network_in_use(number: u32) -> bool {
-    let network = format_network(number);
+    let network = format_network_prefix(number);
     // Only an address of this machine can be bound.
     (1..254).any(|last| UdpSocket::bind((format!("{network}.{last}"), 0)).is_ok())
 }

@@ -15,9 +15,9 @@ use std::{
 };
 
 /// How long the worker is suspended each time.
-const SUSPENDED: Duration = Duration::from_millis(60);
+const SUSPENDED_TIME: Duration = Duration::from_millis(60);
 /// How long the worker runs between two suspensions.
-const RUNNING: Duration = Duration::from_millis(6);
+const RUNNING_TIME: Duration = Duration::from_millis(6);
 /// The pause before another search for the process of a worker, if none was found.
 const SEARCH_INTERVAL: Duration = Duration::from_millis(200);
 
@@ -49,10 +49,10 @@ impl SlowedWorker {
                     }
                     continue;
                 };
-                thread::sleep(SUSPENDED);
+                thread::sleep(SUSPENDED_TIME);
                 // An error means that the worker has been killed.
                 _ = kill(pid, Signal::SIGCONT);
-                thread::sleep(RUNNING);
+                thread::sleep(RUNNING_TIME);
             }
         });
         SlowedWorker { ends, thread: Some(thread) }

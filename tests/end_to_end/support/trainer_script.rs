@@ -107,7 +107,7 @@ impl TrainerScript {
 }
 
 /// Reads the names and contents of all files below a directory.
-pub(crate) fn read_contents(dir: &Path) -> Vec<(String, Vec<u8>)> {
+pub(crate) fn read_files_below(dir: &Path) -> Vec<(String, Vec<u8>)> {
     list_files_below(dir).into_iter().map(|f| (f.clone(), fs::read(dir.join(f)).unwrap())).collect()
 }
 

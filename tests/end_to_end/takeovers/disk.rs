@@ -23,7 +23,7 @@ impl RunDirectoryDisk {
             &["mkfs.ext4", "-q", "-m", "0", &image.display().to_string()][..],
             &["mount", "-o", "loop", &image.display().to_string(), &directory.display().to_string()],
         ] {
-            if let Err(error) = run(command) {
+            if let Err(error) = run_command(command) {
                 report_skip(test, &format!("cannot mount a disk: {error}"));
                 return None;
             }
@@ -33,12 +33,12 @@ impl RunDirectoryDisk {
 
     /// Freezes the file system, so that every write to the disk blocks.
     pub(super) fn freeze(&self) {
-        run(&["fsfreeze", "--freeze", &self.directory.display().to_string()]).expect("a frozen disk");
+        run_command(&["fsfreeze", "--freeze", &self.directory.display().to_string()]).expect("a frozen disk");
     }
 
     /// Ends the freeze, so that blocked writes continue.
     pub(super) fn thaw(&self) {
-        run(&["fsfreeze", "--unfreeze", &self.directory.display().to_string()]).expect("a thawed disk");
+        run_command(&["fsfreeze", "--unfreeze", &self.directory.display().to_string()]).expect("a thawed disk");
     }
 
     /// Fills the disk to the last byte.
@@ -59,14 +59,14 @@ impl Drop for RunDirectoryDisk {
     fn drop(&mut self) {
         let directory = self.directory.display().to_string();
         // An error means that the disk is not frozen.
-        _ = run(&["fsfreeze", "--unfreeze", &directory]);
+        _ = run_command(&["fsfreeze", "--unfreeze", &directory]);
         // The processes of a failed test may still use the disk.
-        _ = run(&["umount", "--lazy", &directory]);
+        _ = run_command(&["umount", "--lazy", &directory]);
     }
 }
 
 /// Runs a command. Fails with the reason as text if the command fails.
-fn run(command: &[&str]) -> Result<(), String> {
+fn run_command(command: &[&str]) -> Result<(), String> {
     let mut process = clean_command(command[0]);
     let output = process.args(&command[1..]).output().map_err(|error| format!("{}: {error}", command[0]))?;
     match output.status.success() {

@@ -45,7 +45,7 @@ fn write_profile(home: &Path) {
 }
 
 /// The `run` section of a job that activates everything.
-const RUN: &str = "run:
+const RUN_SECTION: &str = "run:
   command: [python, program.py]
   activate: [{script: env.sh}, {conda: base}, {modules: [gcc/12, cuda]}, {venv: env}]
   env: {FROM_JOB: job}
@@ -70,7 +70,7 @@ fn assert_activated(job_dir: &JobDirectory, ranks: u32) {
 fn workers_have_the_activated_environment() {
     let job_dir = create_directory();
     write_profile(&job_dir.path(".home"));
-    fs::write(job_dir.path("job.yaml"), format!("cluster: {{workers_per_host: 2}}\n{RUN}")).unwrap();
+    fs::write(job_dir.path("job.yaml"), format!("cluster: {{workers_per_host: 2}}\n{RUN_SECTION}")).unwrap();
     FinishedRun::from_output(&job_dir.run_launch(&["job.yaml", "--json"])).expect_success();
     assert_activated(&job_dir, 2);
 
@@ -138,7 +138,7 @@ fn each_host_activates_its_environment() {
     let config = hosts.ssh_config_path();
     let cluster =
         format!("cluster: {{hosts: [h0, h1], workers_per_host: 2, ssh: {{config: {}}}}}\n", config.display());
-    fs::write(job_dir.path("job.yaml"), format!("{cluster}{RUN}")).unwrap();
+    fs::write(job_dir.path("job.yaml"), format!("{cluster}{RUN_SECTION}")).unwrap();
     FinishedRun::from_output(&job_dir.run_launch(&["job.yaml", "--json"])).expect_success();
     assert_activated(&job_dir, 4);
 

@@ -51,7 +51,7 @@ impl ActiveJob {
     }
 
     /// Runs `launch exec --rank RANK -- COMMAND` to its end.
-    fn exec(&self, rank: u32, command: &[&str]) -> Output {
+    fn run_exec(&self, rank: u32, command: &[&str]) -> Output {
         self.exec_command(rank, command).output().unwrap()
     }
 }
@@ -66,25 +66,25 @@ impl Drop for ActiveJob {
 
 /// A shell command that prints the environment, the working directory, and the command of the
 /// worker.
-const DESCRIBE: &str = "echo $RANK $WORLD_SIZE $FROM_JOB $ACTIVATED; pwd; tr '\\0' ' ' < /proc/$LAUNCH_WORKER_PID/cmdline; echo problem >&2; exit 7";
+const DESCRIBE_SCRIPT: &str = "echo $RANK $WORLD_SIZE $FROM_JOB $ACTIVATED; pwd; tr '\\0' ' ' < /proc/$LAUNCH_WORKER_PID/cmdline; echo problem >&2; exit 7";
 
 #[test]
 fn a_command_runs_with_the_environment_of_its_rank() {
     let job = ActiveJob::start(JobDirectory::new(), "", 1);
-    let output = job.exec(1, &["sh", "-c", DESCRIBE]);
+    let output = job.run_exec(1, &["sh", "-c", DESCRIBE_SCRIPT]);
     let directory = job.job_dir.path("");
     let expected =
         format!("1 2 job yes\n{}\nsleep 600 ", directory.display().to_string().trim_end_matches('/'));
     assert_eq!((String::from_utf8_lossy(&output.stdout), output.status.code()), (expected.into(), Some(7)));
     assert_eq!(String::from_utf8_lossy(&output.stderr), "problem\n");
-    assert_eq!(job.exec(0, &["sh", "-c", "kill -9 $$"]).status.code(), Some(128 + 9));
+    assert_eq!(job.run_exec(0, &["sh", "-c", "kill -9 $$"]).status.code(), Some(128 + 9));
 
-    let much = job.exec(0, &["sh", "-c", "seq 1 200000; sleep 0.1; echo end"]);
+    let much = job.run_exec(0, &["sh", "-c", "seq 1 200000; sleep 0.1; echo end"]);
     assert!(much.status.success());
     let numbers: String = (1..=200_000).map(|n| format!("{n}\n")).collect();
     assert!(String::from_utf8_lossy(&much.stdout) == numbers + "end\n", "output is missing or reordered");
     let began = Instant::now();
-    assert!(job.exec(0, &["sh", "-c", "sleep 100 & exit 0"]).status.success());
+    assert!(job.run_exec(0, &["sh", "-c", "sleep 100 & exit 0"]).status.success());
     assert!(began.elapsed() < Duration::from_secs(50), "waited for a process in the background");
 }
 
@@ -94,7 +94,7 @@ fn commands_that_cannot_run_are_rejected() {
     for (rank, command, code) in
         [(2, "true", "exec-rank-not-running"), (0, "no-such-program", "worker-program-missing")]
     {
-        let output = job.exec(rank, &[command]);
+        let output = job.run_exec(rank, &[command]);
         assert_eq!(output.status.code(), Some(3), "{}", output_to_text(&output));
         assert!(output_to_text(&output).contains(code), "{}", output_to_text(&output));
     }
@@ -116,7 +116,7 @@ fn a_command_ends_with_its_client_and_with_its_run() {
     let mut idle = job.exec_command(0, &["sh", "-c", "touch flooding; exec yes"]);
     let mut idle = idle.stdout(Stdio::piped()).spawn().unwrap();
     job.wait_until("the command runs", || job.job_dir.path("flooding").exists());
-    assert!(job.exec(1, &["true"]).status.success());
+    assert!(job.run_exec(1, &["true"]).status.success());
 
     let client =
         job.exec_command(1, &["sh", "-c", "touch waiting; exec sleep 600"]).stderr(Stdio::piped()).spawn();
@@ -147,7 +147,7 @@ fn check_commands_on_hosts(test: &str, fanout: u32) {
     let cluster = format!(", hosts: [h0, h1], ssh: {{config: {config}, fanout: {fanout}}}");
     let job = ActiveJob::start(job_dir, &cluster, 2);
     for (rank, host) in [(0, "h0"), (3, "h1")] {
-        let output = job.exec(rank, &["sh", "-c", "hostname; echo $RANK $ACTIVATED; exit 5"]);
+        let output = job.run_exec(rank, &["sh", "-c", "hostname; echo $RANK $ACTIVATED; exit 5"]);
         let expected = format!("{host}\n{rank} yes\n");
         assert_eq!(
             (String::from_utf8_lossy(&output.stdout), output.status.code()),
@@ -155,7 +155,7 @@ fn check_commands_on_hosts(test: &str, fanout: u32) {
         );
     }
     // More bytes than the connections between the agents hold.
-    let much = job.exec(3, &["sh", "-c", "seq 1 200000"]);
+    let much = job.run_exec(3, &["sh", "-c", "seq 1 200000"]);
     assert_eq!(much.stdout.iter().filter(|byte| **byte == b'\n').count(), 200_000);
     // The command ends with its client on another host, too.
     let mut client = job.exec_command(3, &["sh", "-c", "touch begun; exec sleep 611"]).spawn().unwrap();

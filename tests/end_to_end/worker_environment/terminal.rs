@@ -88,7 +88,7 @@ impl TerminalSession {
     }
 
     /// Waits for the end of the command, and returns the exit code and the remaining text.
-    fn wait(mut self) -> (Option<i32>, String) {
+    fn wait_for_end(mut self) -> (Option<i32>, String) {
         while let Ok(chunk) = self.chunks.recv_timeout(WAIT_LIMIT) {
             self.text.push_str(&String::from_utf8_lossy(&chunk));
         }
@@ -151,7 +151,7 @@ fn rank_0_stops_at_a_breakpoint_in_the_terminal() {
     terminal.expect("exit code 0");
     terminal.type_keys("a line\n");
     terminal.expect("got a line");
-    let (code, _) = terminal.wait();
+    let (code, _) = terminal.wait_for_end();
     assert_eq!((code, fs::read_to_string(job_dir.path("resumed")).unwrap()), (Some(0), "7".to_owned()));
     let settings = ["before", "after"].map(|name| fs::read_to_string(job_dir.path(name)).unwrap());
     assert_eq!(settings[0], settings[1], "the settings of the terminal");
@@ -190,5 +190,5 @@ fn a_rank_on_another_host_cannot_have_the_terminal() {
     fs::write(job_dir.path("job.yaml"), text).unwrap();
     let mut terminal = TerminalSession::start(&job_dir, &format!("{LAUNCH_EXECUTABLE} job.yaml"));
     terminal.expect("error[terminal-rank-remote]");
-    assert_ne!(terminal.wait().0, Some(0));
+    assert_ne!(terminal.wait_for_end().0, Some(0));
 }

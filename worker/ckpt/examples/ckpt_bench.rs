@@ -209,7 +209,7 @@ fn load_checkpoint(path: &Path, parts: &mut [Vec<f32>]) -> Result<(), Error> {
             at += part.len() as u64;
             threads.push(s.spawn(move || {
                 let checkpoint = Checkpoint::open(path)?;
-                checkpoint.read_many(&mut [ReadRequest {
+                checkpoint.read_verified(&mut [ReadRequest {
                     name: "w",
                     role: TensorRole::Weight,
                     start_element,

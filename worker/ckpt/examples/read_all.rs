@@ -63,7 +63,7 @@ fn read_tensors(source: &dyn TensorSource) -> Result<Vec<MmapMut>, Error> {
             if let Ok(mut part) = part.lock()
                 && let Some(request) = part.take()
             {
-                source.read_unchecked(&mut [request])?;
+                source.read_unverified(&mut [request])?;
             }
         }
         Ok(())

@@ -41,7 +41,7 @@ pub(crate) fn list_weight_shapes(elements: u64) -> Vec<[u64; 2]> {
 
 /// Computes element `i` of the test data: of the concatenated weights (`role` 0), first moments (1)
 /// or second moments (2).
-pub(crate) fn compute_value(i: u64, role: u64) -> f32 {
+pub(crate) fn compute_test_element(i: u64, role: u64) -> f32 {
     if i.is_multiple_of(NONZERO_DISTANCE) { (3 * (i / NONZERO_DISTANCE) + role + 1) as f32 } else { 0.0 }
 }
 
@@ -96,7 +96,7 @@ impl SparseStorage {
     fn new(range: std::ops::Range<u64>, role: u64) -> SparseStorage {
         let first = range.start.next_multiple_of(NONZERO_DISTANCE);
         let marked = (first..range.end).step_by(NONZERO_DISTANCE as usize);
-        let mark = |i: u64| (4 * (i - range.start), compute_value(i, role).to_le_bytes());
+        let mark = |i: u64| (4 * (i - range.start), compute_test_element(i, role).to_le_bytes());
         SparseStorage { bytes: 4 * (range.end - range.start), nonzero_values: marked.map(mark).collect() }
     }
 

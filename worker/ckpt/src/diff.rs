@@ -6,7 +6,7 @@ mod stats;
 
 pub use crate::diff::stats::{ElementDiff, ElementPair, RoundingCast};
 
-use crate::catalog::{TensorInfo, TensorSource, TiedWeight, request_spans};
+use crate::catalog::{TensorInfo, TensorSource, TiedWeight, build_span_requests};
 use crate::diff::stats::DiffStats;
 use crate::error::Result;
 use crate::parallel;
@@ -362,8 +362,8 @@ fn compare_window(
 ) -> Result<Vec<(usize, DiffStats)>> {
     let spans_of_a = spans.iter().map(|s| (Some(&pairs[s.pair].a), s.range.clone()));
     let spans_of_b = spans.iter().map(|s| (Some(&pairs[s.pair].b), s.range.clone()));
-    a.read_many(&mut request_spans(spans_of_a, left))?;
-    b.read_many(&mut request_spans(spans_of_b, right))?;
+    a.read_verified(&mut build_span_requests(spans_of_a, left))?;
+    b.read_verified(&mut build_span_requests(spans_of_b, right))?;
     let (mut found, mut at) = (Vec::new(), 0);
     for span in spans {
         let count = (span.range.end - span.range.start) as usize;

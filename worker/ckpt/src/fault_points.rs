@@ -8,14 +8,14 @@ use std::sync::{Mutex, PoisonError};
 /// Whether this process counts the fault points that it passes.
 static ARE_POINTS_ARMED: AtomicBool = AtomicBool::new(false);
 /// The number of the fault point at which the process is killed.
-static KILLED_POINT: AtomicU64 = AtomicU64::new(0);
+static KILL_POINT_NUMBER: AtomicU64 = AtomicU64::new(0);
 /// The names of the fault points that were passed, in order.
 static PASSED_POINTS: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
 
 /// Starts to number the fault points that this process passes, from 1. The fault point with the
 /// number `n` kills the process with SIGKILL. If `n` is 0, points are only counted.
 pub fn arm_fault_points(n: u64) {
-    KILLED_POINT.store(n, Ordering::Relaxed);
+    KILL_POINT_NUMBER.store(n, Ordering::Relaxed);
     PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner).clear();
     ARE_POINTS_ARMED.store(true, Ordering::Release);
 }
@@ -36,27 +36,27 @@ pub fn list_passed_points() -> Vec<&'static str> {
 /// [`arm_fault_points`]. After such a call, records the point, and kills the process if this call
 /// selected the number of the point. `name` is the operation that follows or precedes the point.
 #[inline]
-pub fn pass_point(name: &'static str) {
+pub fn pass_fault_point(name: &'static str) {
     if ARE_POINTS_ARMED.load(Ordering::Relaxed) {
-        record_point(name);
+        record_passed_point(name);
     }
 }
 
 #[cold]
 /// Adds a fault point to the list of passed points, and kills the process with SIGKILL if
 /// [`arm_fault_points`] selected its number.
-fn record_point(name: &'static str) {
+fn record_passed_point(name: &'static str) {
     let mut passed = PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner);
     passed.push(name);
-    if passed.len() as u64 == KILLED_POINT.load(Ordering::Relaxed) {
+    if passed.len() as u64 == KILL_POINT_NUMBER.load(Ordering::Relaxed) {
         let _ = nix::sys::signal::kill(nix::unistd::Pid::this(), nix::sys::signal::Signal::SIGKILL);
     }
 }
 
 /// Runs `op` between two fault points, both with the name `name`, and returns its result.
-pub(crate) fn run_between_points<T>(name: &'static str, op: impl FnOnce() -> T) -> T {
-    pass_point(name);
+pub(crate) fn run_between_fault_points<T>(name: &'static str, op: impl FnOnce() -> T) -> T {
+    pass_fault_point(name);
     let result = op();
-    pass_point(name);
+    pass_fault_point(name);
     result
 }

@@ -28,11 +28,11 @@ pub(crate) const TENSORS_MAX: usize = 1 << 19;
 pub(crate) const NAME_BYTES_MAX: usize = 4096;
 /// Limit on the number of JSON values in the hyper-parameters of all parameter groups of a
 /// checkpoint.
-pub(crate) const HYPER_VALUES_MAX: usize = 1 << 20;
+pub(crate) const HYPER_PARAMETER_VALUES_MAX: usize = 1 << 20;
 /// Number of 32-bit words in the state of a Mersenne Twister (MT19937) random generator.
-pub(crate) const TWISTER_WORDS: usize = 624;
+pub(crate) const MERSENNE_TWISTER_WORDS: usize = 624;
 /// Size in bytes of the state of torch's random generator on CPUs.
-pub(crate) const CPU_STATE_BYTES: usize = 5056;
+pub(crate) const CPU_RNG_STATE_BYTES: usize = 5056;
 /// Size in bytes of the state of torch's random generator on a CUDA GPU: the seed (u64) and the
 /// Philox offset (i64).
-pub(crate) const CUDA_STATE_BYTES: usize = 16;
+pub(crate) const CUDA_RNG_STATE_BYTES: usize = 16;

@@ -68,11 +68,11 @@ pub use error::{
 pub use gather::{GatherOptions, GatherReport, GatheredFile, gather_weights, gather_weights_until};
 pub use hash::Hash;
 pub use layout::native::{
-    BlockFetcher, BlockRange, BlockSink, Checkpoint, MemoryShard, find_latest, list_checkpoints,
+    BlockFetcher, BlockRange, BlockSink, Checkpoint, MemoryShard, find_latest_checkpoint, list_checkpoints,
     parse_step_dir_name, step_dir_name,
 };
 pub use layout::peft;
-pub use open::{NewestCheckpoint, OpenedCheckpoint, open_checkpoint, open_newest, open_with_trained_names};
+pub use open::{NewestCheckpoint, OpenedCheckpoint, open_checkpoint, open_newest_native, open_checkpoint_for_training};
 pub use repair::{RepairOptions, RepairReport, repair_checkpoints};
 pub use save::{
     CommittedCheckpoint, ParityFileReport, PieceElements, PieceReport, ShardReport, StagingDir, TensorPiece,

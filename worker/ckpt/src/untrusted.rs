@@ -2,7 +2,7 @@
 //!
 //! Each function fails if the bytes are invalid. A function must not panic, loop forever, or
 //! allocate more memory than the limits of its parser.
-use crate::catalog::GLOBALS;
+use crate::catalog::ALLOWED_GLOBALS;
 use crate::codec::sealed_json::JsonSeal;
 use crate::codec::torch_file::{TorchFile, copy_content};
 use crate::codec::{safetensors as header, zip as container};
@@ -15,28 +15,28 @@ use diagnostic::{Diagnostic, Result};
 use std::path::Path;
 
 /// Makes the diagnostic of an input that a parser rejected.
-fn report_rejected(reason: impl Into<crate::DamageReason>) -> Diagnostic {
+fn make_rejection_diagnostic(reason: impl Into<crate::DamageReason>) -> Diagnostic {
     CkptError::damaged(Path::new("."), "input", reason).into()
 }
 
 /// Parses a pickle that is not in a container, and converts it to JSON.
 pub fn parse_pickle(bytes: &[u8]) -> Result<()> {
-    let tree = crate::codec::pickle::parse_pickle(bytes, GLOBALS);
+    let tree = crate::codec::pickle::parse_pickle(bytes, ALLOWED_GLOBALS);
     tree.map(|tree| drop(tree.root_value().to_json()))
-        .map_err(|e| report_rejected(crate::error::TorchFileError::from(e)))
+        .map_err(|e| make_rejection_diagnostic(crate::error::TorchFileError::from(e)))
 }
 
 /// Parses the central directory of a zip file.
 pub fn parse_zip(bytes: &[u8]) -> Result<()> {
     container::read_members(bytes.len() as u64, |at, out| copy_content(bytes, at, out))
         .map(drop)
-        .map_err(report_rejected)
+        .map_err(make_rejection_diagnostic)
 }
 
 /// Parses the zip or legacy structure of a torch file in memory, and its pickle.
 fn open_torch_file(bytes: &[u8]) -> Result<TorchFile> {
     let read = |at: u64, out: &mut [u8]| copy_content(bytes, at, out);
-    TorchFile::parse(bytes.len() as u64, read, GLOBALS).map_err(report_rejected)
+    TorchFile::parse(bytes.len() as u64, read, ALLOWED_GLOBALS).map_err(make_rejection_diagnostic)
 }
 
 /// Parses a torch file of the zip or the legacy format, and every tensor at the top level of its
@@ -45,46 +45,46 @@ pub fn parse_torch_file(bytes: &[u8]) -> Result<()> {
     let file = open_torch_file(bytes)?;
     if let Some(pairs) = file.value().as_pairs() {
         for (_, value) in pairs {
-            file.parse_tensor(value).map_err(report_rejected)?;
+            file.parse_tensor(value).map_err(make_rejection_diagnostic)?;
         }
     }
-    file.parse_tensor(file.value()).map(drop).map_err(report_rejected)
+    file.parse_tensor(file.value()).map(drop).map_err(make_rejection_diagnostic)
 }
 
 /// Parses the `state_dict` of an optimizer in a torch file.
 pub fn parse_optimizer(bytes: &[u8]) -> Result<()> {
     let file = open_torch_file(bytes)?;
     let parsed = state_dict::OptimizerStateDict::read(&file, file.value());
-    parsed.map(|optimizer| drop(optimizer.state_shapes())).map_err(report_rejected)
+    parsed.map(|optimizer| drop(optimizer.state_shapes())).map_err(make_rejection_diagnostic)
 }
 
 /// Parses the header of a safetensors file.
 pub fn parse_safetensors(bytes: &[u8]) -> Result<()> {
     header::read_header(bytes.len() as u64, |at, out| copy_content(bytes, at, out))
         .map(drop)
-        .map_err(report_rejected)
+        .map_err(make_rejection_diagnostic)
 }
 
 /// Parses the `.metadata` of a torch distributed checkpoint.
 pub fn parse_dcp_metadata(bytes: &[u8]) -> Result<()> {
-    dcp::metadata::parse_metadata(bytes).map(drop).map_err(report_rejected)
+    dcp::metadata::parse_metadata(bytes).map(drop).map_err(make_rejection_diagnostic)
 }
 
 /// Parses PEFT's `adapter_config.json`.
 pub fn parse_adapter_config(bytes: &[u8]) -> Result<()> {
     crate::layout::peft::AdapterConfig::from_json(bytes)
         .map(|config| drop(config.to_json(None)))
-        .map_err(report_rejected)
+        .map_err(make_rejection_diagnostic)
 }
 
 /// Parses the index of a model's shards, such as `model.safetensors.index.json`.
 pub fn parse_weight_index(bytes: &[u8]) -> Result<()> {
-    weights::parse_weight_map(bytes).map(drop).map_err(|reason| report_rejected(*reason))
+    weights::parse_weight_map(bytes).map(drop).map_err(|reason| make_rejection_diagnostic(*reason))
 }
 
 /// Parses the `trainer_state.json` of HF Trainer.
 pub fn parse_trainer_state(bytes: &[u8]) -> Result<()> {
-    companion_files::parse_global_step(bytes).map(drop).map_err(|reason| report_rejected(*reason))
+    companion_files::parse_global_step(bytes).map(drop).map_err(|reason| make_rejection_diagnostic(*reason))
 }
 
 /// Parses the manifest of a native checkpoint after writing the matching hash into the text.
@@ -99,5 +99,5 @@ pub fn parse_manifest(bytes: &[u8]) -> Result<()> {
 pub fn parse_output_record(bytes: &[u8]) -> Result<()> {
     let mut text = bytes.to_vec();
     JsonSeal::INDENTED.seal(&mut text);
-    GATHER_MARKER.parse_record(&mut text).map(drop).map_err(|reason| report_rejected(*reason))
+    GATHER_MARKER.parse_record(&mut text).map(drop).map_err(|reason| make_rejection_diagnostic(*reason))
 }

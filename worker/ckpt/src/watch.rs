@@ -5,7 +5,7 @@
 //! is missing, every file can be opened (a torch file ends with its zip directory), and no file has
 //! changed for a while. A native checkpoint gets its final name when it is complete.
 use crate::catalog::StatePart;
-use crate::codec::disk::{Directory, FileState, exists, list_file_states};
+use crate::codec::disk::{Directory, FileState, path_exists, list_file_states};
 use crate::error::Result;
 use crate::layout::deepspeed;
 use crate::layout::native::{list_checkpoints, parse_step_dir_name};
@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// How many levels of subdirectories of a checkpoint are checked for changes.
-const DEPTH_MAX: u32 = 4;
+const WATCH_DEPTH_MAX: u32 = 4;
 
 /// Returns true for a part of a training state that programs write last, so that a save may be in
 /// progress while the part is missing. If `is_deepspeed` is true, DeepSpeed wrote the checkpoint,
@@ -113,7 +113,7 @@ impl CheckpointWatch {
         self.states.retain(|path, _| found.contains(path));
         for path in found {
             // a directory that is being removed, or has too many files, is skipped
-            let Ok(snapshot) = list_file_states(&path, DEPTH_MAX) else { continue };
+            let Ok(snapshot) = list_file_states(&path, WATCH_DEPTH_MAX) else { continue };
             let fresh = || DirectoryState { snapshot: snapshot.clone(), since: now, reported: false };
             let state = self.states.entry(path.clone()).or_insert_with(fresh);
             if state.snapshot != snapshot {
@@ -147,7 +147,7 @@ fn determine_status(
         // a directory gets the name of a native checkpoint when the checkpoint is complete
         return Some(match crate::Checkpoint::open(path) {
             Ok(checkpoint) => {
-                DirectoryStatus::Complete { step: Some(checkpoint.facts().step), missing: Vec::new() }
+                DirectoryStatus::Complete { step: Some(checkpoint.run_facts().step), missing: Vec::new() }
             }
             Err(e) => DirectoryStatus::Incomplete { why: e.to_string() },
         });
@@ -180,7 +180,7 @@ fn determine_status(
 /// file that HF Trainer writes last. Only HF Trainer names directories `checkpoint-…`.
 fn lacks_trainer_state(path: &Path) -> bool {
     let trainer = path.file_name().is_some_and(|n| n.to_string_lossy().starts_with("checkpoint-"));
-    trainer && !exists(&path.join("trainer_state.json"))
+    trainer && !path_exists(&path.join("trainer_state.json"))
 }
 
 /// Lists the subdirectories of `root` that are checkpoints or may become complete ones, oldest step

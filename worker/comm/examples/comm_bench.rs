@@ -84,13 +84,13 @@ fn run_rank(rank: usize, world: usize, fd: i32) {
         let (from, mut to) = (Buf::from_slice(&vec![1.0; bytes / 4]), Buf::zeroed(bytes / 4));
         move |comm: &ShmComm| {
             if comm.rank() == 0 {
-                to.host_mut().copy_from_slice(from.host());
+                to.host_slice_mut().copy_from_slice(from.host_slice());
             }
         }
     });
     measure_row(&comm, "memcpy, all at once", 1.0, |bytes| {
         let (from, mut to) = (Buf::from_slice(&vec![1.0; bytes / 4]), Buf::zeroed(bytes / 4));
-        move |_: &ShmComm| to.host_mut().copy_from_slice(from.host())
+        move |_: &ShmComm| to.host_slice_mut().copy_from_slice(from.host_slice())
     });
     measure_row(&comm, "all_gather", crossing, |bytes| {
         let n = bytes / 4 / world;
@@ -103,10 +103,10 @@ fn run_rank(rank: usize, world: usize, fd: i32) {
         let n = bytes / 4 / world;
         let (partial, mut sum) = (Buf::from_slice(&vec![1.0; n * world]), Buf::zeroed(n));
         move |comm: &ShmComm| {
-            let sum = sum.host_mut();
+            let sum = sum.host_slice_mut();
             let sink = &mut |rank: usize, _: usize, piece: device::View<'_>| match rank {
-                0 => sum.copy_from_slice(piece.host()),
-                _ => sum.iter_mut().zip(piece.host()).for_each(|(s, p)| *s += p),
+                0 => sum.copy_from_slice(piece.host_slice()),
+                _ => sum.iter_mut().zip(piece.host_slice()).for_each(|(s, p)| *s += p),
             };
             comm.reduce_scatter_ordered(&[partial.view()], &vec![1; world], &vec![n; world], sink)
                 .expect("the collective succeeds");

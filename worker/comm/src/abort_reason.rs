@@ -9,7 +9,7 @@ use std::time::Duration;
 
 /// Size in bytes of the fixed fields at the beginning of an encoded abort reason, which precede its
 /// text.
-pub(crate) const FIXED_BYTES: usize = 1 + 4 + 4 + 8;
+pub(crate) const FIXED_FIELDS_BYTES: usize = 1 + 4 + 4 + 8;
 
 /// Why a group was aborted. Every rank receives the first reason that was given.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -130,7 +130,7 @@ impl AbortReason {
             AbortReason::RankPanicked { rank } => (6, *rank, 0, Duration::ZERO, ""),
             AbortReason::InvalidFrame { rank, observer } => (7, *rank, *observer, Duration::ZERO, ""),
         };
-        let mut end = text.len().min(limit - FIXED_BYTES);
+        let mut end = text.len().min(limit - FIXED_FIELDS_BYTES);
         while !text.is_char_boundary(end) {
             end -= 1;
         }
@@ -145,7 +145,7 @@ impl AbortReason {
     /// Decodes an abort reason that a peer wrote with [`AbortReason::encode`]. Returns
     /// [`AbortReason::Lost`] if the bytes are not valid.
     pub(crate) fn decode(bytes: &[u8]) -> Self {
-        let Some((fixed, text)) = bytes.split_first_chunk::<FIXED_BYTES>() else {
+        let Some((fixed, text)) = bytes.split_first_chunk::<FIXED_FIELDS_BYTES>() else {
             return AbortReason::Lost;
         };
         let word = |at: usize| {
@@ -192,13 +192,13 @@ mod tests {
 
     #[test]
     fn a_long_text_is_cut_at_a_character() {
-        let bytes = AbortReason::from_request(&"ä".repeat(10)).encode(FIXED_BYTES + 5);
+        let bytes = AbortReason::from_request(&"ä".repeat(10)).encode(FIXED_FIELDS_BYTES + 5);
         assert_eq!(AbortReason::decode(&bytes), AbortReason::from_request("ää"));
     }
 
     #[test]
     fn invalid_bytes_decode_to_a_lost_reason() {
-        for bytes in [&[][..], &[1; FIXED_BYTES - 1], &[99; FIXED_BYTES + 3]] {
+        for bytes in [&[][..], &[1; FIXED_FIELDS_BYTES - 1], &[99; FIXED_FIELDS_BYTES + 3]] {
             assert_eq!(AbortReason::decode(bytes), AbortReason::Lost);
         }
     }

@@ -78,7 +78,7 @@ impl CollectiveCall {
     }
 
     /// Returns this summary with the call number `number`, which counts the calls of a group.
-    pub(crate) fn with_number(self, number: u64) -> Self {
+    pub(crate) fn with_call_number(self, number: u64) -> Self {
         CollectiveCall { number, ..self }
     }
 
@@ -269,7 +269,7 @@ pub(crate) fn check_transfer_lengths(
 
 /// Returns for each rank the index of the first element of its part, if rank r's part has
 /// `counts[r]` elements (exclusive prefix sums).
-pub(crate) fn compute_offsets(counts: &[usize]) -> Vec<usize> {
+pub(crate) fn compute_part_offsets(counts: &[usize]) -> Vec<usize> {
     counts
         .iter()
         .scan(0, |end, &n| {
@@ -282,7 +282,7 @@ pub(crate) fn compute_offsets(counts: &[usize]) -> Vec<usize> {
 
 /// Returns the index ranges of consecutive parts that have the lengths `lens`.
 pub(crate) fn compute_consecutive_ranges(lens: &[usize]) -> Vec<Range<usize>> {
-    compute_offsets(lens).into_iter().zip(lens).map(|(start, n)| start..start + n).collect()
+    compute_part_offsets(lens).into_iter().zip(lens).map(|(start, n)| start..start + n).collect()
 }
 
 /// Computes the range of elements that `rank` gets if `len` elements are divided among `world`
@@ -401,9 +401,9 @@ mod tests {
 
     #[test]
     fn a_mismatch_names_both_calls() {
-        let ours = CollectiveCall::describe_all_reduce(5).with_number(17);
+        let ours = CollectiveCall::describe_all_reduce(5).with_call_number(17);
         assert_eq!(ours.check_peer_call(0, 2, ours.to_words()), Ok(()));
-        let barrier = CollectiveCall::describe_barrier().with_number(17);
+        let barrier = CollectiveCall::describe_barrier().with_call_number(17);
         let gather = |counts| {
             CollectiveCall::describe_all_gather(
                 POSITION,

@@ -23,7 +23,7 @@ pub trait Comm: Send + Sync {
     /// Returns the rank of this communicator.
     fn rank(&self) -> usize;
     /// Returns the number of ranks in the group.
-    fn world(&self) -> usize;
+    fn world_size(&self) -> usize;
 
     /// Stores the `send` buffers of all ranks one after another in `recv`, in rank order.
     ///

@@ -145,7 +145,7 @@ impl CommError {
 
     /// Returns a function that wraps an I/O error in [`CommError::Transport`], for use with
     /// `map_err`. `operation` names the failed operation.
-    pub(crate) fn from_failed_operation(operation: &'static str) -> impl Fn(std::io::Error) -> CommError {
+    pub(crate) fn wrap_io_error(operation: &'static str) -> impl Fn(std::io::Error) -> CommError {
         move |error| CommError::Transport { operation, error: error.to_string() }
     }
 

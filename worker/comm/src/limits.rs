@@ -4,4 +4,4 @@
 pub const MAX_GATHER_BYTES: usize = 16 << 20;
 
 /// The largest number of ranks in a group.
-pub const MAX_WORLD: usize = 1024;
+pub const MAX_WORLD_SIZE: usize = 1024;

@@ -51,9 +51,9 @@ pub fn create_group(world: usize) -> Vec<LocalComm> {
 /// does not enter it within `timeout`.
 pub fn create_group_with_timeout(world: usize, timeout: Duration) -> Vec<LocalComm> {
     assert!(
-        (1..=crate::MAX_WORLD).contains(&world),
+        (1..=crate::MAX_WORLD_SIZE).contains(&world),
         "a group has 1 to {} ranks, not {world}",
-        crate::MAX_WORLD
+        crate::MAX_WORLD_SIZE
     );
     let group = Arc::new(LocalGroup::new(world, timeout.min(MAX_TIMEOUT)));
     let member = |rank| LocalComm {
@@ -119,7 +119,7 @@ impl LocalComm {
             return Ok(());
         }
         let size = send_shape.element_bytes;
-        let starts = call::compute_offsets(send_counts);
+        let starts = call::compute_part_offsets(send_counts);
         let slice = |(&start, &n)| PublishedSlice::from_bytes(&send[start * size..(start + n) * size], size);
         let slices = starts.iter().zip(send_counts).map(slice).collect();
         let contribution = Contribution { call, slices, expected: recv_counts.to_vec() };
@@ -141,7 +141,7 @@ impl Comm for LocalComm {
         self.position.rank
     }
 
-    fn world(&self) -> usize {
+    fn world_size(&self) -> usize {
         self.position.world
     }
 
@@ -149,7 +149,7 @@ impl Comm for LocalComm {
         let shapes = (BufferShape::new(recv.as_view()), BufferShape::new(send));
         let call = CollectiveCall::describe_all_gather(self.position, shapes.0, shapes.1, counts);
         let (mut call_state, call) = self.begin_call(call)?;
-        let (recv, send) = (recv.bytes(), send.bytes());
+        let (recv, send) = (recv.host_bytes_mut(), send.host_bytes());
         if self.position.world == 1 {
             recv.copy_from_slice(send);
             return Ok(());
@@ -186,9 +186,9 @@ impl Comm for LocalComm {
             partials.iter().enumerate().for_each(|(i, p)| sink(0, i, *p));
             return Ok(());
         }
-        let start = call::compute_offsets(counts)[self.position.rank];
+        let start = call::compute_part_offsets(counts)[self.position.rank];
         let part = start..start + counts[self.position.rank];
-        let slices = partials.iter().map(|p| PublishedSlice::from_f32(p.host())).collect();
+        let slices = partials.iter().map(|p| PublishedSlice::from_f32(p.host_slice())).collect();
         self.exchange_contributions(
             &mut call_state,
             Contribution { call, slices, expected: Vec::new() },
@@ -207,12 +207,12 @@ impl Comm for LocalComm {
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
         let call = CollectiveCall::describe_reduce_scatter(self.position, recv.len(), send.len(), counts);
         let (mut call_state, call) = self.begin_call(call)?;
-        let (recv, send) = (recv.host(), send.host());
+        let (recv, send) = (recv.host_slice_mut(), send.host_slice());
         if self.position.world == 1 {
             recv.copy_from_slice(send);
             return Ok(());
         }
-        let start = call::compute_offsets(counts)[self.position.rank];
+        let start = call::compute_part_offsets(counts)[self.position.rank];
         let part = start..start + recv.len();
         let slices = vec![PublishedSlice::from_f32(send)];
         self.exchange_contributions(
@@ -232,7 +232,7 @@ impl Comm for LocalComm {
         if self.position.world == 1 {
             return Ok(());
         }
-        let x = x.host();
+        let x = x.host_slice_mut();
         if x.len() > MAX_SINGLE_EXCHANGE_LEN {
             return self.all_reduce_large(&mut call_state, call, x);
         }
@@ -257,7 +257,7 @@ impl Comm for LocalComm {
         if self.position.world == 1 {
             return Ok(());
         }
-        let x = x.host();
+        let x = x.host_slice_mut();
         let is_root = self.position.rank == root;
         let slices = if is_root { vec![PublishedSlice::from_f32(x)] } else { Vec::new() };
         self.exchange_contributions(
@@ -280,7 +280,7 @@ impl Comm for LocalComm {
         send_counts: &[usize],
     ) -> Result<()> {
         let shapes = [BufferShape::new(recv.as_view()), BufferShape::new(send)];
-        self.exchange_parts(shapes, recv.bytes(), recv_counts, send.bytes(), send_counts)
+        self.exchange_parts(shapes, recv.host_bytes_mut(), recv_counts, send.host_bytes(), send_counts)
     }
 
     fn all_to_all_bytes(

@@ -41,8 +41,8 @@ impl Comm for ObservedComm {
         self.inner.rank()
     }
 
-    fn world(&self) -> usize {
-        self.inner.world()
+    fn world_size(&self) -> usize {
+        self.inner.world_size()
     }
 
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {

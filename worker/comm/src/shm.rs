@@ -91,7 +91,7 @@ impl Comm for ShmComm {
         self.position.rank
     }
 
-    fn world(&self) -> usize {
+    fn world_size(&self) -> usize {
         self.position.world
     }
 
@@ -99,17 +99,17 @@ impl Comm for ShmComm {
         let shapes = (BufferShape::new(recv.as_view()), BufferShape::new(send));
         let call = CollectiveCall::describe_all_gather(self.position, shapes.0, shapes.1, counts);
         let (mut call_state, call) = self.begin_call(call)?;
-        let (recv, send) = (recv.bytes(), send.bytes());
+        let (recv, send) = (recv.host_bytes_mut(), send.host_bytes());
         if self.position.world == 1 {
             recv.copy_from_slice(send);
             return Ok(());
         }
         let lens: Vec<usize> = counts.iter().map(|n| n * shapes.1.element_bytes).collect();
-        let starts = call::compute_offsets(&lens);
+        let starts = call::compute_part_offsets(&lens);
         let bypass_cache = recv.len() >= streaming_copy::MIN_STREAMING_BYTES;
-        self.gather_chunks(&mut call_state, &call, send, &lens, |from, offset, chunk| {
+        self.gather_in_chunks(&mut call_state, &call, send, &lens, |from, offset, chunk| {
             let start = starts[from] + offset.min(lens[from]);
-            streaming_copy::copy_bytes(&mut recv[start..start + chunk.len()], chunk, bypass_cache);
+            streaming_copy::copy_bytes_streaming(&mut recv[start..start + chunk.len()], chunk, bypass_cache);
         })
     }
 
@@ -128,14 +128,14 @@ impl Comm for ShmComm {
             partials.iter().enumerate().for_each(|(i, p)| sink(0, i, *p));
             return Ok(());
         }
-        let partials: Vec<&[f32]> = partials.iter().map(|p| p.host()).collect();
+        let partials: Vec<&[f32]> = partials.iter().map(|p| p.host_slice()).collect();
         self.reduce_scatter_ordered_rounds(&mut call_state, &call, &partials, counts, sink)
     }
 
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
         let call = CollectiveCall::describe_reduce_scatter(self.position, recv.len(), send.len(), counts);
         let (mut call_state, call) = self.begin_call(call)?;
-        let (recv, send) = (recv.host(), send.host());
+        let (recv, send) = (recv.host_slice_mut(), send.host_slice());
         if self.position.world == 1 {
             recv.copy_from_slice(send);
             return Ok(());
@@ -148,7 +148,7 @@ impl Comm for ShmComm {
         if self.position.world == 1 {
             return Ok(());
         }
-        let x = x.host();
+        let x = x.host_slice_mut();
         self.all_reduce_in_rounds(&mut call_state, &call, x)
     }
 
@@ -158,7 +158,7 @@ impl Comm for ShmComm {
         if self.position.world == 1 {
             return Ok(());
         }
-        let x: &mut [u8] = bytemuck::cast_slice_mut(x.host());
+        let x: &mut [u8] = bytemuck::cast_slice_mut(x.host_slice_mut());
         let mut ranges = vec![Vec::new(); self.position.world];
         ranges[root].push(0..x.len());
         self.replicate_ranges(&mut call_state, &call, x, &ranges)
@@ -172,7 +172,7 @@ impl Comm for ShmComm {
         send_counts: &[usize],
     ) -> Result<()> {
         let shapes = [BufferShape::new(recv.as_view()), BufferShape::new(send)];
-        self.exchange_parts(shapes, recv.bytes(), recv_counts, send.bytes(), send_counts)
+        self.exchange_parts(shapes, recv.host_bytes_mut(), recv_counts, send.host_bytes(), send_counts)
     }
 
     fn all_to_all_bytes(
@@ -201,7 +201,7 @@ impl Comm for ShmComm {
         let lens: Vec<usize> = lens.into_iter().map(|n| n as usize).collect();
         let mut gathered: Vec<Vec<u8>> = lens.iter().map(|&n| Vec::with_capacity(n)).collect();
         let take = |from: usize, _: usize, chunk: &[u8]| gathered[from].extend_from_slice(chunk);
-        self.gather_chunks(&mut call_state, &call, bytes, &lens, take)?;
+        self.gather_in_chunks(&mut call_state, &call, bytes, &lens, take)?;
         Ok(gathered)
     }
 

@@ -113,8 +113,8 @@ impl Comm for StagedComm {
         self.inner.rank()
     }
 
-    fn world(&self) -> usize {
-        self.inner.world()
+    fn world_size(&self) -> usize {
+        self.inner.world_size()
     }
 
     fn take_link_delays(&self) -> Option<LinkDelays> {

@@ -30,7 +30,7 @@ mod topology;
 mod untrusted;
 
 pub use communicator::{TcpComm, TcpLimits};
-pub(crate) use untrusted::{create_seeds, parse_control_frames, parse_handshake};
+pub(crate) use untrusted::{create_fuzz_seeds, parse_control_frames, parse_handshake};
 
 pub use rank_listener::{AbortHandle, GroupMember, GroupSpec, KEY_BYTES, RankListener};
 
@@ -53,7 +53,7 @@ impl TcpComm {
         send_counts: &[usize],
     ) -> Result<()> {
         let call = CollectiveCall::describe_all_to_all(
-            self.position(),
+            self.group_position(),
             recv_shape,
             recv_counts,
             send_shape,
@@ -79,8 +79,8 @@ impl Comm for TcpComm {
         self.topology.rank
     }
 
-    fn world(&self) -> usize {
-        self.topology.world()
+    fn world_size(&self) -> usize {
+        self.topology.world_size()
     }
 
     fn take_link_delays(&self) -> Option<LinkDelays> {
@@ -93,13 +93,13 @@ impl Comm for TcpComm {
 
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
         let shapes = (BufferShape::new(recv.as_view()), BufferShape::new(send));
-        let call = CollectiveCall::describe_all_gather(self.position(), shapes.0, shapes.1, counts);
+        let call = CollectiveCall::describe_all_gather(self.group_position(), shapes.0, shapes.1, counts);
         let (mut call_state, call) = self.begin_call(call)?;
         let lens: Vec<usize> = counts.iter().map(|n| n * shapes.1.element_bytes).collect();
         let parts = compute_consecutive_ranges(&lens);
-        let recv = recv.bytes();
-        recv[parts[self.rank()].clone()].copy_from_slice(send.bytes());
-        self.replicate(&mut call_state.connections, &call, recv, &parts)
+        let recv = recv.host_bytes_mut();
+        recv[parts[self.rank()].clone()].copy_from_slice(send.host_bytes());
+        self.replicate_parts(&mut call_state.connections, &call, recv, &parts)
     }
 
     fn reduce_scatter_ordered(
@@ -111,10 +111,10 @@ impl Comm for TcpComm {
     ) -> Result<()> {
         let lens = partials.iter().map(View::len);
         let call =
-            CollectiveCall::describe_reduce_scatter_ordered(self.position(), lens, partial_counts, counts);
+            CollectiveCall::describe_reduce_scatter_ordered(self.group_position(), lens, partial_counts, counts);
         let (mut call_state, call) = self.begin_call(call)?;
         let _guard = AbortOnPanic(self);
-        let partials: Vec<&[u8]> = partials.iter().map(|p| bytemuck::cast_slice(p.host())).collect();
+        let partials: Vec<&[u8]> = partials.iter().map(|p| bytemuck::cast_slice(p.host_slice())).collect();
         // peers are not trusted to pass what they agreed to pass
         let partial_counts =
             self.all_gather_u64(&mut call_state.connections, &call, partials.len() as u64)?;
@@ -126,23 +126,23 @@ impl Comm for TcpComm {
         let partial_counts: Vec<usize> = partial_counts.into_iter().map(|n| n as usize).collect();
         let max_elements = self.compute_scratch_elements(counts.iter().copied().max().unwrap_or(0));
         for window in partition_into_windows(&partial_counts, counts, max_elements) {
-            self.exchange_window(&mut call_state, &call, &partials, &window, counts, sink)?;
+            self.exchange_and_deliver_window(&mut call_state, &call, &partials, &window, counts, sink)?;
         }
         Ok(())
     }
 
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        let call = CollectiveCall::describe_reduce_scatter(self.position(), recv.len(), send.len(), counts);
+        let call = CollectiveCall::describe_reduce_scatter(self.group_position(), recv.len(), send.len(), counts);
         let (mut call_state, call) = self.begin_call(call)?;
-        let (recv, send) = (recv.host(), send.host());
-        let starts = call::compute_offsets(counts);
+        let (recv, send) = (recv.host_slice_mut(), send.host_slice());
+        let starts = call::compute_part_offsets(counts);
         let longest = counts.iter().copied().max().unwrap_or(0);
-        let chunk_len = (self.compute_scratch_elements(0) / self.world()).max(1);
+        let chunk_len = (self.compute_scratch_elements(0) / self.world_size()).max(1);
         let mut offset = 0;
         loop {
             let chunk = |r: usize| counts[r].min(offset)..counts[r].min(offset + chunk_len);
             let ranges: Vec<Range<usize>> =
-                (0..self.world()).map(|r| starts[r] + chunk(r).start..starts[r] + chunk(r).end).collect();
+                (0..self.world_size()).map(|r| starts[r] + chunk(r).start..starts[r] + chunk(r).end).collect();
             let out = &mut recv[chunk(self.rank())];
             self.reduce_scatter_ranges(&mut call_state, &call, send, &ranges, out)?;
             offset += chunk_len;
@@ -154,7 +154,7 @@ impl Comm for TcpComm {
 
     fn all_reduce(&self, x: ViewMut) -> Result<()> {
         let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::describe_all_reduce(x.len())))?;
-        let x = x.host();
+        let x = x.host_slice_mut();
         match size_of_val(x) <= MAX_SINGLE_STEP_BYTES {
             true => self.all_reduce_small(&mut call_state, &call, x),
             false => self.all_reduce_large(&mut call_state, &call, x),
@@ -162,12 +162,12 @@ impl Comm for TcpComm {
     }
 
     fn broadcast(&self, x: ViewMut, root: usize) -> Result<()> {
-        let call = CollectiveCall::describe_broadcast(self.position(), x.len(), root);
+        let call = CollectiveCall::describe_broadcast(self.group_position(), x.len(), root);
         let (mut call_state, call) = self.begin_call(call)?;
-        let x: &mut [u8] = bytemuck::cast_slice_mut(x.host());
+        let x: &mut [u8] = bytemuck::cast_slice_mut(x.host_slice_mut());
         let part = |r: usize| if r == root { 0..x.len() } else { 0..0 };
-        let parts: Vec<Range<usize>> = (0..self.world()).map(part).collect();
-        self.replicate(&mut call_state.connections, &call, x, &parts)
+        let parts: Vec<Range<usize>> = (0..self.world_size()).map(part).collect();
+        self.replicate_parts(&mut call_state.connections, &call, x, &parts)
     }
 
     fn all_to_all(
@@ -178,7 +178,7 @@ impl Comm for TcpComm {
         send_counts: &[usize],
     ) -> Result<()> {
         let shapes = [BufferShape::new(recv.as_view()), BufferShape::new(send)];
-        self.exchange_parts(shapes, recv.bytes(), recv_counts, send.bytes(), send_counts)
+        self.exchange_parts(shapes, recv.host_bytes_mut(), recv_counts, send.host_bytes(), send_counts)
     }
 
     fn all_to_all_bytes(
@@ -204,13 +204,13 @@ impl Comm for TcpComm {
         let parts = compute_consecutive_ranges(&lens.iter().map(|&n| n as usize).collect::<Vec<_>>());
         let mut gathered = vec![0; parts.last().map_or(0, |p| p.end)];
         gathered[parts[self.rank()].clone()].copy_from_slice(bytes);
-        self.replicate(&mut call_state.connections, &call, &mut gathered, &parts)?;
+        self.replicate_parts(&mut call_state.connections, &call, &mut gathered, &parts)?;
         Ok(parts.into_iter().map(|part| gathered[part].to_vec()).collect())
     }
 
     fn barrier(&self) -> Result<()> {
         let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::describe_barrier()))?;
-        self.replicate(&mut call_state.connections, &call, &mut [], &vec![0..0; self.world()])
+        self.replicate_parts(&mut call_state.connections, &call, &mut [], &vec![0..0; self.world_size()])
     }
 
     fn abort(&self, reason: &str) {

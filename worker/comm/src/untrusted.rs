@@ -11,9 +11,9 @@ pub struct InvalidPeerBytes;
 /// Creates valid inputs of the parsers, from which fuzzing starts, each with a name. The name's
 /// extension identifies the parser. The inputs are not files, because they change with the
 /// protocol.
-pub fn create_seeds() -> Vec<(&'static str, Vec<u8>)> {
+pub fn create_fuzz_seeds() -> Vec<(&'static str, Vec<u8>)> {
     let reason = AbortReason::from_request("disk full").encode(256);
-    tcp::create_seeds().into_iter().chain([("requested.reason", reason)]).collect()
+    tcp::create_fuzz_seeds().into_iter().chain([("requested.reason", reason)]).collect()
 }
 
 /// Parses the bytes of a control connection between two ranks as frames.
@@ -54,7 +54,7 @@ mod tests {
 
     #[test]
     fn seeds_are_accepted_by_their_parsers() {
-        for (name, bytes) in create_seeds() {
+        for (name, bytes) in create_fuzz_seeds() {
             let parser = PARSERS.iter().find(|(extension, _)| name.ends_with(extension));
             assert_eq!(parser.expect("a parser").1(&bytes), Ok(()), "{name}");
         }
@@ -70,7 +70,7 @@ mod tests {
             added in proptest::collection::vec(any::<u8>(), 0..40),
             length in 0usize..400,
         ) {
-            let mut bytes = create_seeds()[seed].1.clone();
+            let mut bytes = create_fuzz_seeds()[seed].1.clone();
             for (at, byte) in changes {
                 let at = at.index(bytes.len());
                 bytes[at] = byte;

@@ -20,12 +20,12 @@ const HEADS: usize = 6;
 const HEAD_DIM: usize = HIDDEN / HEADS;
 const EXPERTS: usize = 8;
 const VOCABULARY: usize = 8192;
-const SEQUENCE: usize = 256;
+const SEQUENCE_LEN: usize = 256;
 const LAYERS: usize = 6;
 
 fn main() {
     let mut threads = Vec::new();
-    let mut rows = vec![SEQUENCE, 8 * SEQUENCE];
+    let mut rows = vec![SEQUENCE_LEN, 8 * SEQUENCE_LEN];
     let (mut only, mut level) = (String::new(), String::new());
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
@@ -61,7 +61,7 @@ fn main() {
             ops_bench.bench_classifier();
             ops_bench.bench_row_ops();
             if "step".contains(&only) {
-                TrainingStep::new(&cpu, m).measure_and_report(peak);
+                TrainingStepBench::new(&cpu, m).measure_and_report(peak);
             }
         }
         println!("scratch {:.1} MiB", cpu.scratch_bytes() as f64 / f64::from(1 << 20));
@@ -71,12 +71,12 @@ fn main() {
 /// Measures memcpy, 32 MiB at a time. Returns the number of bytes copied per second.
 fn measure_memcpy() -> f64 {
     let (a, mut b) = (make_random_buf(8 << 20), Buf::zeroed(8 << 20));
-    let seconds = measure_fastest_run(|| b.host_mut().copy_from_slice(a.host()));
+    let seconds = measure_fastest_run(|| b.host_slice_mut().copy_from_slice(a.host_slice()));
     (a.len() * 4) as f64 / seconds
 }
 
 /// Benchmark of a whole training step: forward pass, backward pass and optimizer update of a model.
-struct TrainingStep<'a> {
+struct TrainingStepBench<'a> {
     cpu: &'a Cpu,
     shape: AttentionShape,
     starts: Vec<u32>,
@@ -125,14 +125,14 @@ struct TransformerLayer {
 }
 
 /// The shapes (outputs, inputs) of the weights of a layer: qkv, o, gate_up, down.
-const MATRICES: [(usize, usize); 4] =
+const LAYER_WEIGHT_SHAPES: [(usize, usize); 4] =
     [(3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)];
 
-impl<'a> TrainingStep<'a> {
+impl<'a> TrainingStepBench<'a> {
     fn new(cpu: &'a Cpu, m: usize) -> Self {
         let layer = |_| TransformerLayer {
             norms: [(); 2].map(|()| TrainedWeight::new(HIDDEN)),
-            matrices: MATRICES.map(|(n, k)| TrainedWeight::new(n * k)),
+            matrices: LAYER_WEIGHT_SHAPES.map(|(n, k)| TrainedWeight::new(n * k)),
             inputs: [(); 2].map(|()| make_random_buf(m * HIDDEN)),
             normed: [(); 2].map(|()| Buf::zeroed(m * HIDDEN)),
             rstd: [(); 2].map(|()| Buf::zeroed(m)),
@@ -143,13 +143,13 @@ impl<'a> TrainingStep<'a> {
             activated: Buf::zeroed(m * INTERMEDIATE),
         };
         let [x, branch, dx, dbranch] = [(); 4].map(|()| Buf::zeroed(m * HIDDEN));
-        TrainingStep {
+        TrainingStepBench {
             cpu,
-            shape: AttentionShape::new(m / SEQUENCE, SEQUENCE, HEADS, HEADS, HEAD_DIM),
+            shape: AttentionShape::new(m / SEQUENCE_LEN, SEQUENCE_LEN, HEADS, HEADS, HEAD_DIM),
             starts: vec![0; m],
             tokens: (0..m).map(|i| (i * 977 % VOCABULARY) as u32).collect(),
-            cos: make_random_buf(SEQUENCE * HEAD_DIM / 2),
-            sin: make_random_buf(SEQUENCE * HEAD_DIM / 2),
+            cos: make_random_buf(SEQUENCE_LEN * HEAD_DIM / 2),
+            sin: make_random_buf(SEQUENCE_LEN * HEAD_DIM / 2),
             layers: (0..LAYERS).map(layer).collect(),
             head: TrainedWeight::new(VOCABULARY * HIDDEN),
             x,
@@ -167,8 +167,8 @@ impl<'a> TrainingStep<'a> {
     fn measure_and_report(&mut self, peak: f64) {
         let m = self.tokens.len();
         let matrices: usize =
-            LAYERS * MATRICES.iter().map(|(n, k)| n * k).sum::<usize>() + VOCABULARY * HIDDEN;
-        let attention = LAYERS * self.shape.b * HEADS * SEQUENCE * (SEQUENCE + 1) * HEAD_DIM;
+            LAYERS * LAYER_WEIGHT_SHAPES.iter().map(|(n, k)| n * k).sum::<usize>() + VOCABULARY * HIDDEN;
+        let attention = LAYERS * self.shape.b * HEADS * SEQUENCE_LEN * (SEQUENCE_LEN + 1) * HEAD_DIM;
         let flops = (6 * m * matrices + 7 * attention) as f64;
         let seconds = measure_fastest_run(|| {
             self.run_forward();
@@ -191,7 +191,7 @@ impl<'a> TrainingStep<'a> {
     fn run_forward(&mut self) {
         let (cpu, m, d, f) = (self.cpu, self.tokens.len(), HIDDEN, INTERMEDIATE);
         cpu.embedding_forward(self.x.view_mut(), self.head.w.view(), &self.tokens, d);
-        self.branch.host_mut().fill(0.0);
+        self.branch.host_slice_mut().fill(0.0);
         for l in &mut self.layers {
             let [qkv, o, gate_up, down] = &l.matrices;
             for half in 0..2 {
@@ -207,7 +207,7 @@ impl<'a> TrainingStep<'a> {
                     d,
                     1e-5,
                 );
-                l.inputs[half].host_mut().copy_from_slice(self.x.host());
+                l.inputs[half].host_slice_mut().copy_from_slice(self.x.host_slice());
                 let normed = l.normed[half].view();
                 if half == 0 {
                     cpu.matmul_forward(
@@ -353,7 +353,7 @@ impl<'a> TrainingStep<'a> {
 fn make_random_buf(len: usize) -> Buf {
     let mut b = Buf::zeroed(len);
     let mut state = 1u32;
-    for x in b.host_mut() {
+    for x in b.host_slice_mut() {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
         *x = state as f32 / u32::MAX as f32 - 0.5;
     }
@@ -474,14 +474,14 @@ impl OpsBench<'_> {
     fn bench_attention(&self) {
         let (cpu, m) = (self.cpu, self.m);
         for kv_heads in [HEADS, 2] {
-            let shape = AttentionShape::new(m / SEQUENCE, SEQUENCE, HEADS, kv_heads, HEAD_DIM);
+            let shape = AttentionShape::new(m / SEQUENCE_LEN, SEQUENCE_LEN, HEADS, kv_heads, HEAD_DIM);
             let qkv = make_random_buf(m * (HEADS + 2 * kv_heads) * HEAD_DIM);
             let d_o = make_random_buf(m * HIDDEN);
             let (mut o, mut lse) = (Buf::zeroed(m * HIDDEN), Buf::zeroed(HEADS * m));
             let mut dqkv = Buf::zeroed(qkv.len());
             let starts = vec![0; m];
             // Half of two matmuls of t × t × head_dim (causal); the backward pass has five.
-            let product = shape.b * HEADS * SEQUENCE * (SEQUENCE + 1) * HEAD_DIM;
+            let product = shape.b * HEADS * SEQUENCE_LEN * (SEQUENCE_LEN + 1) * HEAD_DIM;
             self.report_flops(&format!("attention forward, {kv_heads} kv heads"), 2 * product, || {
                 cpu.attention_forward(o.view_mut(), lse.view_mut(), qkv.view(), &starts, shape);
             });
@@ -538,10 +538,10 @@ impl OpsBench<'_> {
             );
         });
         let mut qkv = make_random_buf(m * 3 * d);
-        let (cos, sin) = (make_random_buf(SEQUENCE * HEAD_DIM / 2), make_random_buf(SEQUENCE * HEAD_DIM / 2));
+        let (cos, sin) = (make_random_buf(SEQUENCE_LEN * HEAD_DIM / 2), make_random_buf(SEQUENCE_LEN * HEAD_DIM / 2));
         self.report_bytes("rope forward, q and k", 4 * m * d, || {
-            let (b, heads) = (m / SEQUENCE, 2 * HEADS);
-            let shape = RopeShape { b, t: SEQUENCE, heads, head_dim: HEAD_DIM, stride: 3 * d };
+            let (b, heads) = (m / SEQUENCE_LEN, 2 * HEADS);
+            let shape = RopeShape { b, t: SEQUENCE_LEN, heads, head_dim: HEAD_DIM, stride: 3 * d };
             cpu.rope_forward(qkv.view_mut(), cos.view(), sin.view(), shape);
         });
         let (gate_up, mut dz) = (make_random_buf(m * 2 * f), make_random_buf(m * f));
@@ -582,7 +582,7 @@ impl OpsBench<'_> {
             step: 9,
             grad_scale: 0.5,
         };
-        m.host_mut().fill(0.0);
+        m.host_slice_mut().fill(0.0);
         self.report_bytes("adamw", 7 * len, || {
             cpu.adamw(p.view_mut(), g.view(), m.view_mut(), v.view_mut(), &h);
         });

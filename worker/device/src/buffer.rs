@@ -61,7 +61,7 @@ impl ElementRange {
     }
 
     /// Returns the number of bytes of all elements.
-    fn size(self) -> usize {
+    fn byte_len(self) -> usize {
         self.len * self.dtype.size()
     }
 
@@ -216,14 +216,14 @@ impl Buf {
     /// Copies `src` to a new host buffer.
     pub fn from_slice(src: &[f32]) -> Self {
         let mut b = Self::zeroed(src.len());
-        b.host_mut().copy_from_slice(src);
+        b.host_slice_mut().copy_from_slice(src);
         b
     }
 
     /// Copies `src`, which must be in host memory, to a new host buffer with the same element type.
     pub fn from_view(src: View) -> Self {
         let mut b = Self::zeroed_as(src.dtype(), src.len());
-        b.view_mut().bytes().copy_from_slice(src.bytes());
+        b.view_mut().host_bytes_mut().copy_from_slice(src.host_bytes());
         b
     }
 
@@ -248,15 +248,15 @@ impl Buf {
 
     /// Returns the buffer's elements as a slice. Panics unless they are `f32` in host memory.
     #[track_caller]
-    pub fn host(&self) -> &[f32] {
-        self.view().host()
+    pub fn host_slice(&self) -> &[f32] {
+        self.view().host_slice()
     }
 
     /// Returns the buffer's elements as a writable slice. Panics unless they are `f32` in host
     /// memory.
     #[track_caller]
-    pub fn host_mut(&mut self) -> &mut [f32] {
-        self.view_mut().host()
+    pub fn host_slice_mut(&mut self) -> &mut [f32] {
+        self.view_mut().host_slice_mut()
     }
 }
 
@@ -273,7 +273,7 @@ impl Drop for Buf {
             return;
         }
         if let Some(owner) = &self.owner {
-            owner.release(ptr as u64, self.elements.size());
+            owner.release(ptr as u64, self.elements.byte_len());
         } else {
             // SAFETY: `zeroed_as` allocated it with this layout.
             unsafe { alloc::dealloc(ptr, Self::allocation_layout(len, dtype)) }
@@ -317,7 +317,7 @@ impl<'a> View<'a> {
 
     /// Returns the view's elements as a slice. Panics unless they are `f32` in host memory.
     #[track_caller]
-    pub fn host(self) -> &'a [f32] {
+    pub fn host_slice(self) -> &'a [f32] {
         // SAFETY: `len` elements of `f32` that outlive 'a.
         unsafe { std::slice::from_raw_parts(self.elements.f32_ptr(), self.len()) }
     }
@@ -331,9 +331,9 @@ impl<'a> View<'a> {
     }
 
     /// Returns the view's elements as bytes. Panics if they are in GPU memory.
-    pub fn bytes(self) -> &'a [u8] {
+    pub fn host_bytes(self) -> &'a [u8] {
         // SAFETY: the elements have no padding and outlive 'a.
-        unsafe { std::slice::from_raw_parts(self.elements.host_ptr(), self.elements.size()) }
+        unsafe { std::slice::from_raw_parts(self.elements.host_ptr(), self.elements.byte_len()) }
     }
 }
 
@@ -393,7 +393,7 @@ impl<'a> ViewMut<'a> {
     /// Returns the view's elements as a writable slice. Panics unless they are `f32` in host
     /// memory.
     #[track_caller]
-    pub fn host(self) -> &'a mut [f32] {
+    pub fn host_slice_mut(self) -> &'a mut [f32] {
         // SAFETY: `len` exclusive elements of `f32` that outlive 'a.
         unsafe { std::slice::from_raw_parts_mut(self.elements.f32_ptr(), self.len()) }
     }
@@ -408,10 +408,10 @@ impl<'a> ViewMut<'a> {
 
     /// Returns the view's elements as writable bytes. Every bit pattern is a valid element. Panics
     /// if they are in GPU memory.
-    pub fn bytes(self) -> &'a mut [u8] {
+    pub fn host_bytes_mut(self) -> &'a mut [u8] {
         // SAFETY: the elements have no padding, any bytes are valid, and the range is exclusive for
         // 'a.
-        unsafe { std::slice::from_raw_parts_mut(self.elements.host_ptr(), self.elements.size()) }
+        unsafe { std::slice::from_raw_parts_mut(self.elements.host_ptr(), self.elements.byte_len()) }
     }
 }
 

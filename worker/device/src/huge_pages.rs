@@ -33,11 +33,11 @@ mod tests {
             [super::HUGE_PAGE_BYTES / 4, super::HUGE_PAGE_BYTES / 4 + 1, 3 * super::HUGE_PAGE_BYTES / 4 + 17]
         {
             let mut buf = Buf::zeroed(len);
-            assert_eq!(buf.host().as_ptr().align_offset(super::HUGE_PAGE_BYTES), 0);
-            assert_eq!(buf.host().len(), len);
-            assert!(buf.host().iter().all(|x| x.to_bits() == 0));
-            buf.host_mut().fill(1.0);
-            assert_eq!(buf.host()[len - 1], 1.0);
+            assert_eq!(buf.host_slice().as_ptr().align_offset(super::HUGE_PAGE_BYTES), 0);
+            assert_eq!(buf.host_slice().len(), len);
+            assert!(buf.host_slice().iter().all(|x| x.to_bits() == 0));
+            buf.host_slice_mut().fill(1.0);
+            assert_eq!(buf.host_slice()[len - 1], 1.0);
         }
         assert_eq!(Buf::zeroed_as(Dtype::Bf16, super::HUGE_PAGE_BYTES).len(), super::HUGE_PAGE_BYTES);
     }

@@ -25,11 +25,11 @@ pub trait Storage: Send + Sync {
     /// Allocates `len` zeros in the memory in which ops compute. Errors name `purpose` as the use
     /// of the memory, such as `gradients`. If the memory is full, records the failure and returns a
     /// buffer without memory, which later calls do not access.
-    fn zeroed_for(&self, purpose: &'static str, dtype: Dtype, len: usize) -> Buf;
+    fn zeroed_with_purpose(&self, purpose: &'static str, dtype: Dtype, len: usize) -> Buf;
     /// Allocates `len` zeros in the memory in which ops compute, with [`Storage::zeroed_for`].
     /// Out-of-memory errors name the current step as the purpose.
     fn zeroed(&self, dtype: Dtype, len: usize) -> Buf {
-        self.zeroed_for("this step", dtype, len)
+        self.zeroed_with_purpose("this step", dtype, len)
     }
     /// Allocates a buffer of `len` zeros in host memory for fast copies to and from the backend,
     /// which is pinned memory for GPUs. If there is no pinned memory, records the failure and
@@ -47,7 +47,7 @@ pub trait Storage: Send + Sync {
     fn clear(&self, x: ViewMut);
     /// Moves the elements `from` of `x` to the lower position `to`, which must be at most
     /// `from.start`. The ranges may overlap.
-    fn move_elements_down(&self, x: ViewMut, from: Range<usize>, to: usize);
+    fn move_elements_to_lower_index(&self, x: ViewMut, from: Range<usize>, to: usize);
     /// Blocks until all work that this thread has enqueued on its stream is complete. Returns the
     /// status.
     fn synchronize(&self) -> Result<(), DeviceError> {

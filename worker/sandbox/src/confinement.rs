@@ -1,6 +1,6 @@
 //! Restricts what a sandbox process can do, with resource limits, Landlock and seccomp.
 use crate::{
-    limits::{ARENA_BYTES, RequestLimits, SERVICE_STACKS_BYTES, STACK_BYTES, SandboxSettings},
+    limits::{ARENA_BYTES, RequestLimits, TOTAL_SERVICE_STACK_BYTES, STACK_BYTES, SandboxSettings},
     system_calls::build_filters,
 };
 use landlock::{
@@ -26,7 +26,7 @@ pub struct Confinement {
 impl Confinement {
     /// Returns the names of the facilities, among `Landlock` and `seccomp`, that the kernel does
     /// not support.
-    pub fn missing(self) -> Vec<&'static str> {
+    pub fn missing_facilities(self) -> Vec<&'static str> {
         let facilities = [(self.landlock, "Landlock"), (self.seccomp, "seccomp")];
         facilities.into_iter().filter(|(present, _)| !present).map(|(_, name)| name).collect()
     }
@@ -65,7 +65,7 @@ pub(crate) fn confine(settings: &SandboxSettings) -> io::Result<(Confinement, Re
 fn limit_resources(settings: &SandboxSettings) -> io::Result<RequestLimiter> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let threads = u64::from(settings.threads);
-    let stacks = threads.saturating_mul(STACK_BYTES as u64) + SERVICE_STACKS_BYTES;
+    let stacks = threads.saturating_mul(STACK_BYTES as u64) + TOTAL_SERVICE_STACK_BYTES;
     let arenas = threads.saturating_mul(ARENA_BYTES);
     let idle_bytes = find_status_bytes(&status, "VmData:")?.saturating_add(stacks);
     let address_space = find_status_bytes(&status, "VmSize:")?

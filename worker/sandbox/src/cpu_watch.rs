@@ -23,35 +23,35 @@ struct LimitedWork {
 }
 
 /// All work with a limit of CPU time that is running in this process.
-static RUNNING: Mutex<Vec<LimitedWork>> = Mutex::new(Vec::new());
+static RUNNING_WORK: Mutex<Vec<LimitedWork>> = Mutex::new(Vec::new());
 
 /// Runs `work` on this thread, and ends the sandbox process with
 /// [`SandboxError::OutOfCpuTime`](crate::SandboxError::OutOfCpuTime) if the work needs more CPU
 /// time than `limit`. Outside of a sandbox process, the limit has no effect.
 pub fn limit_cpu_time<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
-    let _registered = Registration::new(limit);
+    let _registered = WorkRegistration::new(limit);
     work()
 }
 
 /// The entry of a piece of work in the list of work with a limit of CPU time ([`RUNNING`]).
 /// Dropping this value removes the entry, also after a panic.
-struct Registration(u64);
+struct WorkRegistration(u64);
 
-impl Registration {
+impl WorkRegistration {
     /// Adds an entry for work that begins now on this thread and may use `limit` of CPU time.
     fn new(limit: Duration) -> Self {
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
         let clock = find_thread_clock();
         let work = LimitedWork { id, clock, deadline: read_clock(clock) + limit, limit };
-        RUNNING.lock().unwrap_or_else(PoisonError::into_inner).push(work);
-        Registration(id)
+        RUNNING_WORK.lock().unwrap_or_else(PoisonError::into_inner).push(work);
+        WorkRegistration(id)
     }
 }
 
-impl Drop for Registration {
+impl Drop for WorkRegistration {
     fn drop(&mut self) {
-        let mut running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut running = RUNNING_WORK.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(at) = running.iter().position(|work| work.id == self.0) {
             running.swap_remove(at);
         }
@@ -63,7 +63,7 @@ impl Drop for Registration {
 pub(crate) fn watch_cpu_time(report: impl Fn(Duration) -> std::convert::Infallible) {
     loop {
         thread::sleep(CHECK_INTERVAL);
-        let running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+        let running = RUNNING_WORK.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(work) = running.iter().find(|work| read_clock(work.clock) > work.deadline) {
             report(work.limit);
         }

@@ -111,13 +111,13 @@ pub struct FrameDecoder {
 impl FrameDecoder {
     /// Returns the number of the step that the sandbox process reported most recently for the
     /// current request, or 0 if it reported none.
-    pub(crate) fn step(&self) -> u64 {
+    pub(crate) fn current_step(&self) -> u64 {
         self.progress.0
     }
 
     /// Returns the buffer to which the caller must append the bytes that arrive next, and the
     /// largest number of bytes to append.
-    pub(crate) fn buffer(&mut self) -> (&mut Vec<u8>, usize) {
+    pub(crate) fn next_read_buffer(&mut self) -> (&mut Vec<u8>, usize) {
         match self.body {
             None => {
                 let missing = REPLY_HEADER_BYTES - self.header.len();
@@ -179,7 +179,7 @@ fn decode_reply_header(header: &[u8], reply_bytes: u64) -> Result<(ReplyKind, us
 pub fn decode_frames(mut bytes: &[u8], reply_bytes: u64) -> Result<usize, SandboxError> {
     let (mut decoder, mut results) = (FrameDecoder::default(), 0);
     while !bytes.is_empty() {
-        let (buffer, missing) = decoder.buffer();
+        let (buffer, missing) = decoder.next_read_buffer();
         let (taken, rest) = bytes.split_at(missing.min(bytes.len()));
         buffer.extend_from_slice(taken);
         bytes = rest;
@@ -239,10 +239,10 @@ mod tests {
         let mut decoder = FrameDecoder::default();
         let mut feed = |kind: u64, body: &[u8]| {
             for part in [&encode_u64s::<2, 16>([kind, body.len() as u64])[..], body] {
-                decoder.buffer().0.extend_from_slice(part);
+                decoder.next_read_buffer().0.extend_from_slice(part);
                 _ = decoder.take_reply(8).unwrap();
             }
-            decoder.step()
+            decoder.current_step()
         };
         assert_eq!(feed(4, &3u64.to_le_bytes()), 3);
         assert_eq!(feed(4, &4u64.to_le_bytes()), 4);

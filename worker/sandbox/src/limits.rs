@@ -8,18 +8,18 @@ pub const STACK_BYTES: usize = 4 << 20;
 /// check limits, but do not interpret files.
 pub(crate) const SERVICE_STACK_BYTES: usize = 512 << 10;
 /// Total size in bytes of the stacks of all service threads of a sandbox process.
-pub(crate) const SERVICE_STACKS_BYTES: u64 = 4 * SERVICE_STACK_BYTES as u64;
+pub(crate) const TOTAL_SERVICE_STACK_BYTES: u64 = 4 * SERVICE_STACK_BYTES as u64;
 /// Address space in bytes that a memory allocator may reserve for each thread without using it.
 pub(crate) const ARENA_BYTES: u64 = 128 << 20;
 /// Limit on the requests that wait in a sandbox process while it handles another one.
-pub(crate) const REQUESTS_QUEUED: usize = 2;
+pub(crate) const MAX_QUEUED_REQUESTS: usize = 2;
 /// The part of the time limit for a reply that does not depend on the CPU time that the request may
 /// use. The limit of CPU time ends a process that computes, so this limit ends only a process that
 /// is blocked.
-pub(crate) const WAIT_BASE: Duration = Duration::from_secs(60);
+pub(crate) const BASE_REPLY_TIMEOUT: Duration = Duration::from_secs(60);
 /// The number of seconds that the time limit for a reply contains for each second of CPU time that
 /// the request may use.
-pub(crate) const WAIT_PER_CPU_TIME: u32 = 8;
+pub(crate) const REPLY_TIMEOUT_PER_CPU_SECOND: u32 = 8;
 
 /// The settings with which a sandbox process starts: its number of threads and its largest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,7 +48,7 @@ impl RequestLimits {
     }
 
     /// Returns how long the caller waits for the reply before it kills the sandbox process.
-    pub(crate) fn wait(&self) -> Duration {
-        WAIT_BASE + Duration::from_secs(self.cpu_seconds()) * WAIT_PER_CPU_TIME
+    pub(crate) fn reply_timeout(&self) -> Duration {
+        BASE_REPLY_TIMEOUT + Duration::from_secs(self.cpu_seconds()) * REPLY_TIMEOUT_PER_CPU_SECOND
     }
 }

@@ -128,7 +128,7 @@ impl SandboxProcess {
     }
 
     /// Returns the number of requests whose replies the caller has not received yet.
-    pub fn pending(&self) -> usize {
+    pub fn pending_requests(&self) -> usize {
         self.pending.len() + self.replies.len()
     }
 
@@ -152,7 +152,7 @@ impl SandboxProcess {
                 }
                 Err(nix::errno::Errno::EINTR) => {}
                 Err(nix::errno::Errno::EAGAIN) => {
-                    self.wait_and_read(PollFlags::POLLIN | PollFlags::POLLOUT);
+                    self.wait_and_read_replies(PollFlags::POLLIN | PollFlags::POLLOUT);
                 }
                 // The process has closed its socket.
                 Err(_) => return,
@@ -170,13 +170,13 @@ impl SandboxProcess {
                 let limits = self.pending.pop_front().unwrap_or(START_LIMITS);
                 return Err(self.find_end_reason(&limits).in_step(0));
             }
-            self.wait_and_read(PollFlags::POLLIN);
+            self.wait_and_read_replies(PollFlags::POLLIN);
         }
     }
 
     /// Waits for the socket, and decodes the replies that have arrived. Queues a failure after
     /// these replies, because they may arrive together with the end of the process.
-    fn wait_and_read(&mut self, events: PollFlags) {
+    fn wait_and_read_replies(&mut self, events: PollFlags) {
         if let Err(failure) = self.wait_for_socket(events).and_then(|()| self.read_replies()) {
             self.has_failed = true;
             self.pending.pop_front();
@@ -192,9 +192,9 @@ impl SandboxProcess {
             let timeout = PollTimeout::try_from(POLL_INTERVAL).unwrap_or(PollTimeout::MAX);
             let ready = poll(&mut [PollFd::new(self.socket.as_fd(), events)], timeout);
             self.waited += began.elapsed().min(POLL_INTERVAL);
-            let limit = self.pending.front().unwrap_or(&START_LIMITS).wait();
+            let limit = self.pending.front().unwrap_or(&START_LIMITS).reply_timeout();
             if self.waited > limit {
-                return Err(self.kill_after(SandboxError::TimedOut { limit }));
+                return Err(self.kill_because_of(SandboxError::TimedOut { limit }));
             }
             if ready.is_ok_and(|ready| ready > 0) {
                 return Ok(());
@@ -205,13 +205,13 @@ impl SandboxProcess {
     /// Reads the bytes that have arrived, and decodes complete replies.
     fn read_replies(&mut self) -> Result<(), SandboxFailure> {
         while let Some(limits) = self.pending.front().copied() {
-            let (buffer, missing) = self.decoder.buffer();
+            let (buffer, missing) = self.decoder.next_read_buffer();
             let read = (&self.socket).take(missing as u64).read_to_end(buffer);
             let is_closed = match &read {
                 Ok(bytes) => *bytes < missing,
                 Err(error) => !matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted),
             };
-            let step = self.decoder.step();
+            let step = self.decoder.current_step();
             match self.decoder.take_reply(limits.reply_bytes) {
                 Ok(None) if is_closed => {
                     let reason = self.find_end_reason(&limits);
@@ -219,7 +219,7 @@ impl SandboxProcess {
                 }
                 Ok(None) if read.is_ok() => {}
                 Ok(None) => return Ok(()),
-                Err(error @ SandboxError::InvalidReply) => return Err(self.kill_after(error)),
+                Err(error @ SandboxError::InvalidReply) => return Err(self.kill_because_of(error)),
                 result => {
                     let result = result.map_err(|error| error.in_step(step));
                     self.replies.extend(result.transpose());
@@ -258,9 +258,9 @@ impl SandboxProcess {
     }
 
     /// Kills the process because of `error`. Returns `error` as the failure of the oldest request.
-    fn kill_after(&mut self, error: SandboxError) -> SandboxFailure {
+    fn kill_because_of(&mut self, error: SandboxError) -> SandboxFailure {
         self.kill();
-        error.in_step(self.decoder.step())
+        error.in_step(self.decoder.current_step())
     }
 
     /// Kills the process, and waits until it has ended.

@@ -6,7 +6,7 @@ use crate::{
         MAX_PANIC_BYTES, REQUEST_HEADER_BYTES, ReplyKind, SETTINGS_BYTES, decode_request_header,
         decode_settings, encode_reply_header,
     },
-    limits::{REQUESTS_QUEUED, RequestLimits, SERVICE_STACK_BYTES, SandboxSettings},
+    limits::{MAX_QUEUED_REQUESTS, RequestLimits, SERVICE_STACK_BYTES, SandboxSettings},
 };
 use nix::{
     cmsg_space,
@@ -35,10 +35,10 @@ use std::{
 };
 
 /// The exit code of a sandbox process that ends because its caller has closed the socket.
-const DONE: u8 = 0;
+const EXIT_DONE: u8 = 0;
 /// The exit code of a sandbox process that cannot start, cannot reach its caller, or has reported
 /// an exceeded limit.
-const FAILED: u8 = 1;
+const EXIT_FAILED: u8 = 1;
 
 /// The message and the source location of the last panic.
 static LAST_PANIC: Mutex<String> = Mutex::new(String::new());
@@ -68,8 +68,8 @@ pub fn serve(create_handler: impl FnOnce(&SandboxSettings) -> Box<dyn RequestHan
     // SAFETY: the process was started with a socket as file 0, and no other code uses this number.
     let socket = UnixStream::from(unsafe { OwnedFd::from_raw_fd(0) });
     match serve_socket(socket, create_handler) {
-        Ok(()) => DONE,
-        Err(_) => FAILED,
+        Ok(()) => EXIT_DONE,
+        Err(_) => EXIT_FAILED,
     }
 }
 
@@ -86,11 +86,11 @@ fn serve_socket(
     let settings = decode_settings(&settings);
     let (confinement, limiter) = confine(&settings)?;
     panic::set_hook(Box::new(record_panic));
-    let (sender, requests) = sync_channel(REQUESTS_QUEUED);
+    let (sender, requests) = sync_channel(MAX_QUEUED_REQUESTS);
     let (mut reader, watched, reporter) = (socket.try_clone()?, socket.try_clone()?, socket.try_clone()?);
-    spawn_thread("watch", move || exit_with_caller(&watched))?;
-    spawn_thread("read", move || read_requests(&mut reader, &sender))?;
-    spawn_thread("watch-cpu", move || watch_cpu_time(|limit| exit_out_of_cpu_time(&reporter, limit)))?;
+    spawn_service_thread("watch", move || exit_with_caller(&watched))?;
+    spawn_service_thread("read", move || read_requests(&mut reader, &sender))?;
+    spawn_service_thread("watch-cpu", move || watch_cpu_time(|limit| exit_out_of_cpu_time(&reporter, limit)))?;
     let mut handler = create_handler(&settings);
     send_reply(&socket, ReplyKind::Result, &[confinement.to_byte()])?;
     answer_requests(&socket, &requests, &limiter, handler.as_mut())
@@ -101,11 +101,11 @@ fn serve_socket(
 fn exit_out_of_cpu_time(socket: &UnixStream, limit: Duration) -> Infallible {
     // Without the reply, the caller reports that the process ended.
     _ = send_reply(socket, ReplyKind::OutOfCpuTime, &limit.as_secs().to_le_bytes());
-    process::exit(FAILED.into())
+    process::exit(EXIT_FAILED.into())
 }
 
 /// Starts a service thread of the sandbox process, which does not interpret files.
-fn spawn_thread(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
+fn spawn_service_thread(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
     thread::Builder::new().name(name.to_owned()).stack_size(SERVICE_STACK_BYTES).spawn(run).map(drop)
 }
 
@@ -143,7 +143,7 @@ fn exit_with_caller(socket: &UnixStream) {
     // A closed connection is reported without being requested.
     let mut watched = [PollFd::new(socket.as_fd(), PollFlags::empty())];
     while poll(&mut watched, PollTimeout::NONE) == Err(nix::errno::Errno::EINTR) {}
-    process::exit(DONE.into());
+    process::exit(EXIT_DONE.into());
 }
 
 /// Reads requests from the socket, and passes them through `sender` to the thread that answers

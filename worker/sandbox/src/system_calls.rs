@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 /// System calls that a sandbox process may use with any arguments. They open no path and create no
 /// process, socket or file.
-const ALLOWED: &[i64] = &[
+const ALLOWED_SYSTEM_CALLS: &[i64] = &[
     libc::SYS_brk,
     libc::SYS_clock_getres,
     libc::SYS_clock_gettime,
@@ -57,7 +57,7 @@ const ALLOWED: &[i64] = &[
 
 /// System calls that the filter rejects with ENOSYS, as a kernel without these calls does. The C
 /// library and std then use older system calls, whose arguments the filter can check.
-const MISSING: [i64; 2] = [libc::SYS_clone3, libc::SYS_statx];
+const ENOSYS_SYSTEM_CALLS: [i64; 2] = [libc::SYS_clone3, libc::SYS_statx];
 /// The option `PR_SET_VMA` of the system call `prctl`, with which allocators name their memory.
 const PR_SET_VMA: u64 = 0x5356_4d41;
 
@@ -79,8 +79,8 @@ pub(crate) fn build_filters() -> Result<[BpfProgram; 2], BackendError> {
     let this_process =
         SeccompCondition::new(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, std::process::id().into())?;
     let abort = SeccompCondition::new(2, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, libc::SIGABRT as u64)?;
-    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = ALLOWED.iter().map(|&call| (call, Vec::new())).collect();
-    rules.extend(MISSING.iter().map(|&call| (call, Vec::new())));
+    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = ALLOWED_SYSTEM_CALLS.iter().map(|&call| (call, Vec::new())).collect();
+    rules.extend(ENOSYS_SYSTEM_CALLS.iter().map(|&call| (call, Vec::new())));
     rules.insert(libc::SYS_clone, vec![masked(0, libc::CLONE_THREAD)?]);
     rules.insert(libc::SYS_prlimit64, vec![argument(0, 0)?]);
     rules.insert(libc::SYS_prctl, vec![argument(0, libc::PR_SET_NAME as u64)?, argument(0, PR_SET_VMA)?]);
@@ -89,7 +89,7 @@ pub(crate) fn build_filters() -> Result<[BpfProgram; 2], BackendError> {
     let allow =
         SeccompFilter::new(rules, SeccompAction::Errno(libc::EPERM as u32), SeccompAction::Allow, arch)?;
     let without_missing = SeccompFilter::new(
-        MISSING.iter().map(|&call| (call, Vec::new())).collect(),
+        ENOSYS_SYSTEM_CALLS.iter().map(|&call| (call, Vec::new())).collect(),
         SeccompAction::Allow,
         SeccompAction::Errno(libc::ENOSYS as u32),
         arch,

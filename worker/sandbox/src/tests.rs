@@ -134,7 +134,7 @@ fn requests_are_answered_in_order_also_after_panics_and_long_replies() {
     assert_eq!(call(&mut sandbox, "repeat 1048576", None).unwrap().len(), 1 << 20);
     assert_eq!(call(&mut sandbox, "threads", None).unwrap(), "\u{1c}");
     assert_eq!(call(&mut sandbox, "limited", None).unwrap(), "done");
-    assert_eq!(sandbox.pending(), 0);
+    assert_eq!(sandbox.pending_requests(), 0);
 }
 
 #[test]
@@ -144,7 +144,7 @@ fn many_large_requests_may_be_pending() {
     for _ in 0..20 {
         sandbox.send(format!("echo {text}").as_bytes(), None, &LIMITS);
     }
-    assert_eq!(sandbox.pending(), 20);
+    assert_eq!(sandbox.pending_requests(), 20);
     for _ in 0..20 {
         assert_eq!(sandbox.receive().unwrap(), text.as_bytes());
     }
@@ -180,7 +180,7 @@ fn exceeded_limits_and_crashes_end_the_sandbox_with_their_reason() {
         assert!(is_expected(&failure.error), "{request}: {failure:?}");
         assert_eq!(failure.step, if request == "spin-in-step" { 7 } else { 0 }, "{request}");
         sandbox.receive().expect_err("the sandbox process has ended");
-        assert_eq!(sandbox.pending(), 0, "{request}");
+        assert_eq!(sandbox.pending_requests(), 0, "{request}");
         assert!(began.elapsed() < Duration::from_secs(60), "{request}");
     }
 }
@@ -206,7 +206,7 @@ fn replies_before_a_crash_are_received_however_late_they_are_read() {
     let ended = sandbox.receive().expect_err("the end");
     assert!(matches!(&ended.error, SandboxError::Ended(text) if text.contains('3')), "{ended:?}");
     sandbox.receive().expect_err("no reply after the end");
-    assert_eq!(sandbox.pending(), 0);
+    assert_eq!(sandbox.pending_requests(), 0);
 }
 
 #[test]
@@ -232,7 +232,7 @@ fn the_sandbox_has_no_files_network_processes_or_variables() {
     let (path, address) = (existing.display(), listener.local_addr().unwrap());
     let mut sandbox = start_sandbox();
     let confinement = sandbox.confinement();
-    assert_eq!(confinement.missing(), Vec::<&str>::new(), "the kernel of the tests has both");
+    assert_eq!(confinement.missing_facilities(), Vec::<&str>::new(), "the kernel of the tests has both");
     for request in [
         format!("open {path}"),
         "open /etc/passwd".to_owned(),

@@ -59,11 +59,11 @@ pub(crate) fn commit_on_all_hosts(
     keep: u32,
 ) -> Result<(PathBuf, u64)> {
     let rank = queue.comm().rank();
-    let (hosts, host_indices) = (layout.hosts().to_vec(), layout.list_host_indices());
+    let (hosts, host_indices) = (layout.list_directory_hosts().to_vec(), layout.list_directory_index_by_rank());
     let host_id =
         host_indices.get(rank).and_then(|h| hosts.get(*h)).map(|h| h.id.clone()).unwrap_or_default();
     let text = match rank {
-        0 => host_local::encode_manifest(facts, reports, hosts, &host_indices)
+        0 => host_local::encode_host_local_manifest(facts, reports, hosts, &host_indices)
             .map_err(to_unwritable_checkpoint_error),
         _ => Ok(Vec::new()),
     };

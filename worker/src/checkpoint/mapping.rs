@@ -153,7 +153,7 @@ pub fn list_owned_ranges<'a>(
         }));
         for states in optimizer.states(u).by_role() {
             let values = states.view();
-            let written = states.list_written(unit, own.clone());
+            let written = states.list_saved_segments(unit, own.clone());
             out.extend(written.iter().map(|seg| piece(states.role(), seg, values.slice(seg.flat.clone()))));
         }
     }
@@ -168,7 +168,7 @@ pub fn list_owned_ranges<'a>(
 /// if the checkpoint contains more than weights, and its optimizer states are not those of
 /// `optimizer`.
 pub fn require_compatible(ckpt: &Checkpoint, units: &[ParamUnit], optimizer: &OptimizerSpec) -> Result<()> {
-    ckpt.require_model(&list_canonical_weight_shapes(units)).map_err(to_unreadable_checkpoint_error)?;
+    ckpt.require_matching_model(&list_canonical_weight_shapes(units)).map_err(to_unreadable_checkpoint_error)?;
     let roles = list_state_roles(optimizer);
     if ckpt.has_only_weights() {
         return Ok(());
@@ -264,7 +264,7 @@ fn read_units(
     reading: &ReadPlan,
 ) -> std::result::Result<(), CkptError> {
     let (engine, optimizer, ops) = (&ready.trainer.engine, &mut ready.trainer.optimizer, &ready.trainer.ops);
-    let mut guards: Vec<_> = units.clone().map(|u| engine.params_mut(u)).collect();
+    let mut guards: Vec<_> = units.clone().map(|u| engine.lock_resident_params_mut(u)).collect();
     let mut vectors = Vec::new();
     let states = optimizer.all_states_mut().skip(units.start);
     for ((u, params), st) in units.zip(&mut guards).zip(states) {
@@ -279,7 +279,7 @@ fn read_units(
         ));
         for states in st.by_role_mut().iter_mut().filter(|_| reading.with_states) {
             let role = states.role();
-            for (segments, values) in states.list_read_mut(unit, own.clone()) {
+            for (segments, values) in states.list_loaded_segments_mut(unit, own.clone()) {
                 vectors.push((unit, role, segments, HostValues::new(ops.as_ref(), values)));
             }
         }
@@ -296,7 +296,7 @@ fn read_units(
             request.name = stored_name;
         }
     }
-    reading.source.read_many(&mut requests)?;
+    reading.source.read_verified(&mut requests)?;
     vectors.into_iter().for_each(|(.., values)| values.write_back(ops.as_ref()));
     Ok(())
 }
@@ -320,7 +320,7 @@ impl<'a> HostValues<'a> {
             return HostValues::Copy { values, target };
         }
         match current.is_on_host() {
-            true => HostValues::InPlace(target.host()),
+            true => HostValues::InPlace(target.host_slice_mut()),
             false => HostValues::Copy { values: ops.clone_to_host(current), target },
         }
     }
@@ -329,7 +329,7 @@ impl<'a> HostValues<'a> {
     fn values(&mut self) -> &mut [f32] {
         match self {
             HostValues::InPlace(values) => values,
-            HostValues::Copy { values, .. } => values.host_mut(),
+            HostValues::Copy { values, .. } => values.host_slice_mut(),
         }
     }
 

@@ -31,7 +31,7 @@ use diagnostic::{Diagnostic, codes, quantity::format_bytes};
 use host_map::HostMap;
 use image_exchange::exchange_images;
 use jobspec::MemoryCopySpec;
-use state_selection::{CopyReport, HostCopies, select_states};
+use state_selection::{ReportedCopy, HostCopies, select_states};
 use std::{
     collections::HashMap,
     fmt,
@@ -43,14 +43,14 @@ use std::{
 
 /// Access to the memory copies of the training state on this rank's host and on the other hosts of
 /// the job.
-pub struct HostMemory {
+pub struct HostMemoryCopies {
     store: MemoryStore,
     hosts: HostMap,
     spec: MemoryCopySpec,
     attempt: u32,
 }
 
-impl HostMemory {
+impl HostMemoryCopies {
     /// Connects this rank to the memory file in which its host keeps copies of the training state.
     /// `local_rank` is the number of the rank on its host. Collective: every rank must call it.
     pub fn connect(
@@ -61,7 +61,7 @@ impl HostMemory {
     ) -> Result<Self> {
         let local_ranks = queue.run_and_wait(move |c| c.all_gather_u64(&[u64::from(local_rank)]))?;
         let hosts = HostMap::from_local_ranks(local_ranks.into_iter().flatten());
-        Ok(HostMemory { store: MemoryStore::new(file), hosts, spec: spec.clone(), attempt })
+        Ok(HostMemoryCopies { store: MemoryStore::new(file), hosts, spec: spec.clone(), attempt })
     }
 
     /// Returns the number of the current attempt.
@@ -99,12 +99,12 @@ impl HostMemory {
             .list_local_copies()?
             .complete
             .into_iter()
-            .filter(|copy| copy.id == state.id && state.hash_of(copy.rank) == Some(copy.hash))
+            .filter(|copy| copy.id == state.id && state.find_copy_hash(copy.rank) == Some(copy.hash))
             .map(|copy| (copy.rank, copy))
             .collect();
         let mut texts: HashMap<u32, Vec<u8>> = HashMap::new();
         for (host, leader) in self.hosts.leaders().enumerate() {
-            let sent = state.list_ranks_sent_by(host);
+            let sent = state.list_ranks_described_by(host);
             if sent.is_empty() {
                 continue;
             }
@@ -119,7 +119,7 @@ impl HostMemory {
             texts.extend(received);
         }
         let parse = |rank: u32| {
-            let (text, hash) = (texts.get(&rank).map_or(&[][..], Vec::as_slice), state.hash_of(rank));
+            let (text, hash) = (texts.get(&rank).map_or(&[][..], Vec::as_slice), state.find_copy_hash(rank));
             parse_copy_description(text, hash.unwrap_or(Hash([0; 32])))
         };
         let descriptions: ckpt::Result<Vec<_>> = (0..state.id.world).map(parse).collect();
@@ -127,7 +127,7 @@ impl HostMemory {
         let opened = descriptions.and_then(|d| open_memory_checkpoint(&state.path(), d, shards));
         let holders = state.holders.iter().map(|hosts| self.hosts.list_ranks(hosts)).collect();
         Ok(opened
-            .map(|checkpoint| HostLocalCheckpoint::with_holders(queue, checkpoint, holders))
+            .map(|checkpoint| HostLocalCheckpoint::from_memory_copies(queue, checkpoint, holders))
             .map_err(to_unreadable_checkpoint_error))
     }
 }
@@ -143,7 +143,7 @@ impl CompleteState {
 /// Builds the report in which a host describes its memory copies to the other hosts.
 fn build_host_report(copies: &StoredCopies) -> HostCopies {
     let report =
-        |copy: &ckpt::memory_store::StoredCopy| CopyReport { id: copy.id, rank: copy.rank, hash: copy.hash };
+        |copy: &ckpt::memory_store::StoredCopy| ReportedCopy { id: copy.id, rank: copy.rank, hash: copy.hash };
     HostCopies { copies: copies.complete.iter().map(report).collect(), incomplete: copies.incomplete.clone() }
 }
 
@@ -181,7 +181,7 @@ impl fmt::Display for CopyCost {
 
 /// Copies this rank's training state to the memory of hosts after training steps.
 pub struct MemoryCopier {
-    memory: HostMemory,
+    memory: HostMemoryCopies,
     /// The number of the next copy, which selects its region.
     sequence: u64,
     /// The number of copies that this process has made.
@@ -191,7 +191,7 @@ pub struct MemoryCopier {
 impl MemoryCopier {
     /// Creates a copier whose first copy has the number `sequence`, which must be greater than that
     /// of the state from which the run resumed.
-    pub fn new(memory: HostMemory, sequence: u64) -> Self {
+    pub fn new(memory: HostMemoryCopies, sequence: u64) -> Self {
         MemoryCopier { memory, sequence, count: 0 }
     }
 
@@ -223,7 +223,7 @@ impl MemoryCopier {
         let bytes = self.copy_to_host(running, facts)?;
         let copied = Instant::now();
         let queue = running.trainer.engine.queue();
-        let HostMemory { store, hosts, spec, .. } = &self.memory;
+        let HostMemoryCopies { store, hosts, spec, .. } = &self.memory;
         let sent_bytes = exchange_images(queue, store, hosts, spec.copies as usize, self.sequence)?;
         self.sequence += 1;
         self.count += 1;
@@ -240,7 +240,7 @@ impl MemoryCopier {
             attempt: self.memory.attempt,
             world: engine.world() as u32,
         };
-        let guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.params(u)).collect();
+        let guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.lock_resident_params(u)).collect();
         let ranges: Vec<OwnedRange> = list_owned_ranges(engine, optimizer, &guards);
         let labels: Vec<RangeLabel> = ranges.iter().map(RangeLabel::new).collect();
         let values: Vec<View> = ranges.iter().map(|o| o.values).collect();
@@ -255,7 +255,7 @@ impl MemoryCopier {
     ///
     /// May be called after all ranks have completed a copy in this attempt.
     fn free_other_copies(&self, rank: usize) -> Result<()> {
-        let HostMemory { store, hosts, spec, .. } = &self.memory;
+        let HostMemoryCopies { store, hosts, spec, .. } = &self.memory;
         if !hosts.is_leader(rank) {
             return Ok(());
         }

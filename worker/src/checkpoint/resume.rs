@@ -24,7 +24,7 @@ use candidates::{NamedCheckpoint, find_named_checkpoint, list_candidates};
 use diagnostic::{Diagnostic, codes::training as codes};
 use external::load_external;
 use jobspec::{JobSpec, ResumeFrom};
-use memory::{MemoryRange, MemorySearch, resume_from_memory};
+use memory::{MemoryStepRange, MemorySearchOutcome, resume_from_memory};
 use native::{LoadError, load_native};
 use protocol::event::Event;
 use std::path::{Path, PathBuf};
@@ -53,13 +53,13 @@ pub fn resume_from_checkpoint(
     };
     let newest_saved = listed.first().map(|newest| newest.path.clone());
     let from = listed.first().and_then(CheckpointCandidate::step);
-    let range = MemoryRange { from, below: None };
+    let range = MemoryStepRange { from, below: None };
     let mut reason = match resume_from_memory(ready, dirs, range, data_digest, events)? {
-        MemorySearch::Resumed(mut resumed) => {
+        MemorySearchOutcome::Resumed(mut resumed) => {
             resumed.memory.newest_saved = newest_saved;
             return Ok(Some(resumed));
         }
-        MemorySearch::Unusable(reason) => reason,
+        MemorySearchOutcome::Unusable(reason) => reason,
     };
     let (candidates, is_named) = match &job.resume.from {
         ResumeFrom::Never => return Ok(None),
@@ -86,14 +86,14 @@ pub fn resume_from_checkpoint(
         }
         // States in memory that are older than this checkpoint, but newer than the next one.
         let from = candidates.peek().and_then(CheckpointCandidate::step);
-        let range = MemoryRange { from, below: candidate.step() };
+        let range = MemoryStepRange { from, below: candidate.step() };
         match resume_from_memory(ready, dirs, range, data_digest, events)? {
-            MemorySearch::Resumed(mut resumed) => {
+            MemorySearchOutcome::Resumed(mut resumed) => {
                 resumed.memory.newest_saved = newest_saved;
                 report_skipped_checkpoints(&skipped, events)?;
                 return Ok(Some(resumed));
             }
-            MemorySearch::Unusable(further) => reason = further.or(reason),
+            MemorySearchOutcome::Unusable(further) => reason = further.or(reason),
         }
     }
     if skipped.is_empty() { Ok(None) } else { Err(build_no_usable_checkpoint_error(root, &skipped)) }
@@ -102,7 +102,7 @@ pub fn resume_from_checkpoint(
 /// Reports each checkpoint that was skipped because it is damaged or incomplete, with the reason.
 fn report_skipped_checkpoints(skipped: &[(PathBuf, Error)], events: &mut EventSink) -> Result<()> {
     for (path, error) in skipped {
-        let state = if is_unreachable(error) { "incomplete" } else { "damaged" };
+        let state = if is_shard_unreachable(error) { "incomplete" } else { "damaged" };
         let message = format!("skipped {state} checkpoint {}: {error}", path.display());
         events(Event::new_diagnostic_notice(None, message, error.diagnostic()))?;
     }
@@ -111,7 +111,7 @@ fn report_skipped_checkpoints(skipped: &[(PathBuf, Error)], events: &mut EventSi
 
 /// Returns whether the error reports shards that are stored only on hosts outside of the job. Such
 /// an error does not mean that a file is damaged.
-fn is_unreachable(error: &Error) -> bool {
+fn is_shard_unreachable(error: &Error) -> bool {
     error.code() == codes::RESUME_SHARD_UNREACHABLE
 }
 
@@ -119,7 +119,7 @@ fn is_unreachable(error: &Error) -> bool {
 /// checkpoint first.
 fn build_no_usable_checkpoint_error(root: &Path, skipped: &[(PathBuf, Error)]) -> Error {
     let (_, newest) = &skipped[0];
-    if skipped.iter().all(|(_, e)| is_unreachable(e)) {
+    if skipped.iter().all(|(_, e)| is_shard_unreachable(e)) {
         return newest.clone();
     }
     let message = match skipped.len() {

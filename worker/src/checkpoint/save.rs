@@ -152,7 +152,7 @@ impl CheckpointSaver {
 
     /// Copies the current state to the memory of hosts if the job requires a copy after this step.
     /// Returns the cost of the copy. Collective: every rank must call it.
-    pub fn copy_if_due(&mut self, running: &mut RunningTrainer) -> Result<Option<CopyCost>> {
+    pub fn copy_to_memory_if_due(&mut self, running: &mut RunningTrainer) -> Result<Option<CopyCost>> {
         let Some(mut memory) = self.memory.take_if(|m| m.is_due(running.position.step)) else {
             return Ok(None);
         };
@@ -163,7 +163,7 @@ impl CheckpointSaver {
     }
 
     /// Returns whether this process has copied its state to memory.
-    pub fn has_copied(&self) -> bool {
+    pub fn has_copied_to_memory(&self) -> bool {
         self.memory.as_ref().is_some_and(MemoryCopier::has_copied)
     }
 
@@ -213,7 +213,7 @@ impl CheckpointSaver {
 
     /// Takes the notice which states that this rank could not allocate pinned memory, and therefore
     /// copies to pageable memory. Returns `None` if there is no notice or it was already taken.
-    pub fn take_notice(&mut self) -> Option<String> {
+    pub fn take_staging_notice(&mut self) -> Option<String> {
         self.notice.take()
     }
 
@@ -259,7 +259,7 @@ impl CheckpointSaver {
     /// Cancels the save in progress if a rank has written less than half of its shard, and if an
     /// older checkpoint exists. The save that follows is then not delayed. Returns the step of the
     /// cancelled save. Collective: every rank must call it.
-    pub fn cancel_early_save(&mut self, running: &RunningTrainer) -> Result<Option<u64>> {
+    pub fn cancel_mostly_unwritten_save(&mut self, running: &RunningTrainer) -> Result<Option<u64>> {
         let Some(write) = self.find_background_write().filter(|_| self.last.is_some()) else {
             return Ok(None);
         };
@@ -275,7 +275,7 @@ impl CheckpointSaver {
         };
         // The result is not needed; an error of the storage recurs in the next save.
         if let Ok((_, buffers)) = write.finish() {
-            self.keep_staging(running, buffers);
+            self.keep_staging_for_next_save(running, buffers);
         }
         is_any_true(queue, false)?; // every rank has stopped writing before the directory is removed
         drop(staging);
@@ -283,7 +283,7 @@ impl CheckpointSaver {
     }
 
     /// Keeps the staging memory of a background save for the next save, on a GPU.
-    fn keep_staging(&mut self, running: &RunningTrainer, buffers: Vec<Buf>) {
+    fn keep_staging_for_next_save(&mut self, running: &RunningTrainer, buffers: Vec<Buf>) {
         if !running.trainer.ops.is_host() {
             self.staging = StagingMemory::Ready(buffers);
         }
@@ -296,7 +296,7 @@ impl CheckpointSaver {
         let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
         let facts = self.build_run_facts(running, self.metadata.tokenizer.clone());
         let (rank, leader) = (engine.rank(), self.layout.find_directory_leader(engine.rank()));
-        let bytes = self.layout.compute_bytes_share(rank, self.count_total_bytes(engine, optimizer));
+        let bytes = self.layout.compute_directory_bytes(rank, self.count_total_bytes(engine, optimizer));
         let staging = (rank == leader).then(|| StagingDir::create(&self.root, facts.step, bytes));
         let staging = staging.transpose().map_err(to_unwritable_checkpoint_error);
         let path = staging.as_ref().map(|s| s.as_ref().map(|s| s.path().to_path_buf())).map_err(Clone::clone);
@@ -306,7 +306,7 @@ impl CheckpointSaver {
             .nth(leader)
             .flatten()
             .ok_or_else(|| build_writer_error(format!("rank {leader} reported no staging directory")))?;
-        let guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.params(u)).collect();
+        let guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.lock_resident_params(u)).collect();
         let ranges = list_owned_ranges(engine, optimizer, &guards);
         let ops = running.trainer.ops.as_ref();
         let rank = engine.rank() as u32;
@@ -353,7 +353,7 @@ impl CheckpointSaver {
             ShardWrite::Done(written) => written.map_err(to_unwritable_checkpoint_error),
             ShardWrite::Background(write) => match write.finish() {
                 Ok((Some(written), buffers)) => {
-                    self.keep_staging(running, buffers);
+                    self.keep_staging_for_next_save(running, buffers);
                     written.map_err(to_unwritable_checkpoint_error)
                 }
                 Ok((None, _)) => Err(build_writer_error("the checkpoint writer was cancelled".into())),
@@ -460,7 +460,7 @@ fn build_cursor_json(running: &RunningTrainer, data: &str, units: &[ParamUnit]) 
 /// rank owns.
 fn list_range_sizes(running: &RunningTrainer) -> Vec<(Dtype, usize)> {
     let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
-    let guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.params(u)).collect();
+    let guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.lock_resident_params(u)).collect();
     list_owned_ranges(engine, optimizer, &guards).iter().map(|o| (o.values.dtype(), o.values.len())).collect()
 }
 

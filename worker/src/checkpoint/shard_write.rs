@@ -24,21 +24,21 @@ use std::{
 
 /// The write of this rank's shard, which is complete or continues on a background thread.
 pub(super) enum ShardWrite {
-    Done(ShardResult),
+    Done(ShardWriteResult),
     Background(BackgroundWrite),
 }
 
 /// The report about a shard that was written, or the error of writing it.
-pub(super) type ShardResult = std::result::Result<ShardReport, CkptError>;
+pub(super) type ShardWriteResult = std::result::Result<ShardReport, CkptError>;
 
 /// What the thread of a [`BackgroundWrite`] returns, which is the result of writing the shard
 /// (`None` after a cancellation) and the staging memory.
-type BackgroundResult = std::result::Result<(Option<ShardResult>, Vec<Buf>), DeviceError>;
+type BackgroundWriteResult = std::result::Result<(Option<ShardWriteResult>, Vec<Buf>), DeviceError>;
 
 /// A background thread that writes this rank's shard.
 pub(super) struct BackgroundWrite {
     /// The thread; `None` after [`BackgroundWrite::finish`].
-    thread: Option<JoinHandle<BackgroundResult>>,
+    thread: Option<JoinHandle<BackgroundWriteResult>>,
     progress: Arc<WriteProgress>,
 }
 
@@ -96,7 +96,7 @@ impl BackgroundWrite {
 
     /// Waits for the writing thread to end. Returns its result, which is `None` after a
     /// cancellation, and the staging memory.
-    pub(super) fn finish(mut self) -> std::result::Result<(Option<ShardResult>, Vec<Buf>), ThreadFailure> {
+    pub(super) fn finish(mut self) -> std::result::Result<(Option<ShardWriteResult>, Vec<Buf>), ThreadFailure> {
         match self.thread.take() {
             Some(thread) => join_thread(thread),
             None => Ok((None, Vec::new())),
@@ -133,7 +133,7 @@ impl RangeLabel {
     /// needs.
     fn with_values<'a>(&'a self, data: View<'a>) -> TensorPiece<'a> {
         let data = match data.dtype() {
-            Dtype::F32 => PieceElements::F32(data.host()),
+            Dtype::F32 => PieceElements::F32(data.host_slice()),
             Dtype::Bf16 => PieceElements::Bf16(data.half_bits()),
             Dtype::F16 => unreachable!("with fp16, checkpoints hold fp32 master weights"),
         };
@@ -197,7 +197,7 @@ pub(super) fn write_in_foreground(
     world: u32,
     labels: &[RangeLabel],
     values: &[View],
-) -> std::result::Result<ShardResult, DeviceError> {
+) -> std::result::Result<ShardWriteResult, DeviceError> {
     with_host_pieces(ops, labels, values, |pieces| ckpt::write_shard(path, rank, world, pieces))
 }
 

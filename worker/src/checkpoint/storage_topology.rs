@@ -71,12 +71,12 @@ impl StorageTopology {
 
     /// Returns for each checkpoint directory the host of its leader, the lowest rank that sees it,
     /// ordered by leader. The slice is empty if all ranks see one directory.
-    pub fn hosts(&self) -> &[StorageHost] {
+    pub fn list_directory_hosts(&self) -> &[StorageHost] {
         &self.hosts
     }
 
     /// Returns for each rank the index of its directory in [`StorageTopology::hosts`].
-    pub fn list_host_indices(&self) -> Vec<usize> {
+    pub fn list_directory_index_by_rank(&self) -> Vec<usize> {
         let leaders = self.list_directory_leaders();
         self.leaders.iter().map(|k| leaders.binary_search(k).unwrap_or(0)).collect()
     }
@@ -90,7 +90,7 @@ impl StorageTopology {
 
     /// Returns how many of the `total` bytes of a checkpoint are written to the directory that
     /// `rank` sees.
-    pub fn compute_bytes_share(&self, rank: usize, total: u64) -> u64 {
+    pub fn compute_directory_bytes(&self, rank: usize, total: u64) -> u64 {
         let leader = self.find_directory_leader(rank);
         let ranks = self.leaders.iter().filter(|k| **k == leader).count() as u64;
         (total / self.leaders.len().max(1) as u64 + 1).saturating_mul(ranks).min(total)

@@ -1,7 +1,7 @@
 //! [`ChatTemplate`]: the chat template of a data source, with which the sandbox process renders
 //! chats.
 use super::{
-    error::{ChatTemplateProblem, DataError, Step},
+    error::{ChatTemplateProblem, DataError, InterpretationStep},
     interpreter::{Interpreter, TemplateSource},
     tokenizer::{TextTokenizer, read_text_file, to_data_error},
 };
@@ -58,7 +58,7 @@ impl ChatTemplate {
             Ok(Err(failure)) => {
                 Err(DataError::InvalidChatTemplate { problem: ChatTemplateProblem::Syntax(failure) })
             }
-            Err(failure) => Err(to_data_error(failure, Step::CompileTemplate, &path, None, None)),
+            Err(failure) => Err(to_data_error(failure, InterpretationStep::CompileTemplate, &path, None, None)),
         }
     }
 

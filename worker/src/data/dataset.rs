@@ -6,7 +6,7 @@ use super::{
     document_reader::RecordReadOptions,
     epoch_permutation::EpochPermutation,
     error::DataError,
-    file_patterns::FileLists,
+    file_patterns::FilePatternCache,
     mixture::{MixtureSchedule, SampleOrder},
     packer::{Packer, SampleBuffers},
     split::{Split, SplitFilter},
@@ -50,19 +50,19 @@ impl Dataset {
     ) -> Result<Self, DataError> {
         validate_data_settings(spec)?;
         let tokenizer = TextTokenizer::open(&spec.tokenizer, workdir)?;
-        let mut files = FileLists::new(workdir);
-        Self::open_with(spec, eval_files, split, &tokenizer, &mut files)
+        let mut files = FilePatternCache::new(workdir);
+        Self::open_with_tokenizer(spec, eval_files, split, &tokenizer, &mut files)
     }
 
     /// Opens the data as [`Dataset::open`] does, but with `tokenizer`, which is already open. It
     /// must be the tokenizer of the data section. Files that match the patterns of a source are
     /// searched once with the same `files`.
-    pub fn open_with(
+    pub fn open_with_tokenizer(
         spec: &DataSpec,
         eval_files: Option<&[String]>,
         split: Split,
         tokenizer: &TextTokenizer,
-        files: &mut FileLists,
+        files: &mut FilePatternCache,
     ) -> Result<Self, DataError> {
         validate_data_settings(spec)?;
         let eval_files = eval_files.filter(|f| !f.is_empty());
@@ -95,7 +95,7 @@ impl Dataset {
             if !source.name.is_empty() {
                 let length = source.name.len() as u64;
                 hasher.update(&length.to_le_bytes()).update(source.name.as_bytes());
-                hasher.update(&schedule.cycle_counts()[i].to_le_bytes());
+                hasher.update(&schedule.positions_per_cycle()[i].to_le_bytes());
             }
             let header = &source.cache.header;
             hasher.update(&header.body_digest);
@@ -215,7 +215,7 @@ fn open_source_cache(
     source: &DataSource,
     filter: SplitFilter,
     tokenizer: &TextTokenizer,
-    lists: &mut FileLists,
+    lists: &mut FilePatternCache,
     warnings: &mut Vec<Diagnostic>,
 ) -> Result<TokenCache, DataError> {
     let mut files = lists.find_files(&source.files)?.to_vec();

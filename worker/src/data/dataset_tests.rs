@@ -244,7 +244,7 @@ fn the_first_record_of_each_file_is_checked() {
 #[test]
 fn the_embedded_tokenizer_equals_its_file() {
     let dir = create_directory_with(&[("a.txt", "Größe 🦀\n\n  x"), ("b.txt", "more")]);
-    for (name, text) in TextTokenizer::bytes().build_hf_files() {
+    for (name, text) in TextTokenizer::new_byte_tokenizer().build_hf_files() {
         fs::write(dir.path().join(name), text).unwrap();
     }
     let bytes = open_train_data(&create_data_spec(&["*.txt"], 4), &dir).unwrap();
@@ -377,16 +377,16 @@ fn errors_render_with_message_cause_and_help() {
         tokenizer(TokenizerProblem::FileMissing),
         tokenizer(TokenizerProblem::FileUnreadable(TextFileError::NotUtf8 { offset: 7 })),
         template(ChatTemplateProblem::TokenizerHasNone),
-        interpretation(Step::LoadTokenizer, None, None, SandboxError::OutOfMemory { limit_bytes: 896 << 20 }),
+        interpretation(InterpretationStep::LoadTokenizer, None, None, SandboxError::OutOfMemory { limit_bytes: 896 << 20 }),
         interpretation(
-            Step::Tokenize,
-            Some(RecordRange { first: RecordPosition::Line(3), is_exact: true }),
+            InterpretationStep::Tokenize,
+            Some(FailedRecord { first: RecordPosition::Line(3), is_exact: true }),
             Some("tokenizer.json"),
             SandboxError::OutOfCpuTime { limit_s: 3 },
         ),
         interpretation(
-            Step::ReadRows,
-            Some(RecordRange { first: RecordPosition::Row(1), is_exact: false }),
+            InterpretationStep::ReadRows,
+            Some(FailedRecord { first: RecordPosition::Row(1), is_exact: false }),
             None,
             SandboxError::Ended("by signal SIGKILL".into()),
         ),

@@ -26,11 +26,11 @@ use std::{
 
 /// Longest piece of a text file that is assigned as a whole to the training or the evaluation data,
 /// in bytes.
-pub(crate) const PIECE_BYTES: usize = 16 << 10;
+pub(crate) const MAX_PIECE_BYTES: usize = 16 << 10;
 /// Longest part of a text file that is passed to the tokenizer in one call, in bytes. Longer
 /// documents are cut after a newline, or otherwise between characters. The text of a record is
 /// never cut and may be longer.
-const SEGMENT_BYTES: usize = 256 << 10;
+const MAX_SEGMENT_BYTES: usize = 256 << 10;
 
 /// How the records of a data source are converted to text: field, chat template and further
 /// options.
@@ -162,12 +162,12 @@ pub(crate) fn open_data_file(path: &Path, options: RecordReadOptions) -> Result<
 /// Reads the first piece of a text file and checks that it is UTF-8. Returns false if the file is
 /// empty, and fails if the piece is not UTF-8.
 pub(crate) fn read_first_text_piece(input: &mut impl Read, path: &Path) -> Result<bool, DataError> {
-    let mut bytes = vec![0; PIECE_BYTES];
+    let mut bytes = vec![0; MAX_PIECE_BYTES];
     let n = read_until_full(input, &mut bytes).map_err(|source| DataError::unreadable(path, source))?;
     bytes.truncate(n);
     match std::str::from_utf8(&bytes) {
         // The end of the piece may cut a character.
-        Err(e) if e.error_len().is_some() || n < PIECE_BYTES => Err(DataError::NotUtf8 {
+        Err(e) if e.error_len().is_some() || n < MAX_PIECE_BYTES => Err(DataError::NotUtf8 {
             path: path.to_path_buf(),
             line: 1 + count_newlines(&bytes[..e.valid_up_to()]),
             offset: e.valid_up_to() as u64,
@@ -237,7 +237,7 @@ struct DocumentAssembler<'a, 'b> {
 impl DocumentAssembler<'_, '_> {
     /// Appends a piece of the text file to the current document.
     fn add_piece(&mut self, piece: &str) -> Result<(), DataError> {
-        if self.pending.len() + piece.len() > SEGMENT_BYTES {
+        if self.pending.len() + piece.len() > MAX_SEGMENT_BYTES {
             self.flush_pending_text()?;
         }
         self.pending.push_str(piece);
@@ -271,7 +271,7 @@ fn read_text_documents(
     sink: &mut TextPartSink,
 ) -> Result<(), DataError> {
     let mut assembler = DocumentAssembler { pending: String::new(), has_text: false, sink };
-    let (mut buffer, mut filled) = (vec![0u8; 16 * PIECE_BYTES], 0);
+    let (mut buffer, mut filled) = (vec![0u8; 16 * MAX_PIECE_BYTES], 0);
     let (mut offset, mut line) = (0u64, 1u64);
     loop {
         let n = read_until_full(input, &mut buffer[filled..])
@@ -279,7 +279,7 @@ fn read_text_documents(
         filled += n;
         let at_end = filled < buffer.len();
         let mut from = 0;
-        while from < filled && (at_end || filled - from > PIECE_BYTES) {
+        while from < filled && (at_end || filled - from > MAX_PIECE_BYTES) {
             let length = find_first_piece_length(&buffer[from..filled]);
             let bytes = &buffer[from..from + length];
             let piece = std::str::from_utf8(bytes).map_err(|e| DataError::NotUtf8 {
@@ -327,15 +327,15 @@ fn read_until_full(input: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize
 /// or evaluation data. The caller must pass more than [`PIECE_BYTES`] bytes, or the whole rest of
 /// the file.
 fn find_first_piece_length(bytes: &[u8]) -> usize {
-    if bytes.len() <= PIECE_BYTES {
+    if bytes.len() <= MAX_PIECE_BYTES {
         return bytes.len();
     }
-    if let Some(newline) = bytes[..PIECE_BYTES].iter().rposition(|&b| b == b'\n') {
+    if let Some(newline) = bytes[..MAX_PIECE_BYTES].iter().rposition(|&b| b == b'\n') {
         return newline + 1;
     }
     // The byte after the cut begins a character. Invalid UTF-8 is cut anywhere; the reader rejects
     // it.
-    (PIECE_BYTES - 3..=PIECE_BYTES).rev().find(|&i| bytes[i] & 0xC0 != 0x80).unwrap_or(PIECE_BYTES)
+    (MAX_PIECE_BYTES - 3..=MAX_PIECE_BYTES).rev().find(|&i| bytes[i] & 0xC0 != 0x80).unwrap_or(MAX_PIECE_BYTES)
 }
 
 #[cfg(test)]
@@ -367,7 +367,7 @@ mod tests {
             match part {
                 DocumentPart::ChatLine(line) => panic!("{line}"),
                 DocumentPart::Text(t) => {
-                    assert!(!t.is_empty() && t.len() <= SEGMENT_BYTES.max(MAX_LINE_BYTES));
+                    assert!(!t.is_empty() && t.len() <= MAX_SEGMENT_BYTES.max(MAX_LINE_BYTES));
                     now.push_str(&t);
                 }
                 DocumentPart::End => {
@@ -502,7 +502,7 @@ mod tests {
         #[test]
         fn any_bytes_are_read_or_rejected(
             bytes in proptest::collection::vec(any::<u8>(), 0..200),
-            padding in prop_oneof![Just(0), PIECE_BYTES - 150..PIECE_BYTES + 50, 16 * PIECE_BYTES - 150..16 * PIECE_BYTES + 50],
+            padding in prop_oneof![Just(0), MAX_PIECE_BYTES - 150..MAX_PIECE_BYTES + 50, 16 * MAX_PIECE_BYTES - 150..16 * MAX_PIECE_BYTES + 50],
             share in 0.0f64..1.0,
         ) {
             let content = [vec![b'x'; padding], bytes].concat();

@@ -8,10 +8,10 @@
 use super::{
     byte_tokenizer,
     document_reader::{DocumentPart, RecordReadOptions},
-    error::{CacheOperation, DataError, RecordPosition, RecordRange, Step},
+    error::{CacheOperation, DataError, RecordPosition, FailedRecord, InterpretationStep},
     interpreter::{
-        Document, DocumentOptions, DocumentResult, InterpreterFailure, OpenParquetReply, RECORDS_PER_REPLY,
-        REQUEST_TEXT_BYTES, Request, RequestStream, RowsReply, documents_limits, rows_limits,
+        Document, DocumentOptions, DocumentResult, InterpreterFailure, OpenParquetReply, MAX_RECORDS_PER_REPLY,
+        MAX_REQUEST_TEXT_BYTES, Request, RequestStream, RowsReply, documents_request_limits, rows_request_limits,
     },
     split::SplitFilter,
     token_cache::TokenCacheWriter,
@@ -30,10 +30,10 @@ use std::{
 
 /// Largest number of requests without a reply that the sandbox process has at a time. The next
 /// request waits while the process works on the previous one.
-const REQUESTS_SENT: usize = 2;
+const MAX_PENDING_REQUESTS: usize = 2;
 /// Longest time for which the documents of a failed batch are interpreted one by one, to find the
 /// document that fails.
-const SEARCH_TIME: Duration = Duration::from_secs(5);
+const MAX_FAILURE_SEARCH_TIME: Duration = Duration::from_secs(5);
 
 /// Sends documents to the sandbox process in order, and writes the tokens that it returns to a
 /// token cache.
@@ -105,16 +105,16 @@ impl<'a> DocumentTokenizer<'a> {
             DocumentPart::End => 0,
         };
         match &part {
-            DocumentPart::Text(text) if self.tokenizer.is_embedded() => {
+            DocumentPart::Text(text) if self.tokenizer.is_byte_tokenizer() => {
                 let tokens: Vec<u32> = byte_tokenizer::encode(text).collect();
                 return self.write_tokens(&tokens);
             }
-            DocumentPart::End if self.tokenizer.is_embedded() => return self.end_document(),
+            DocumentPart::End if self.tokenizer.is_byte_tokenizer() => return self.end_document(),
             _ => {}
         }
         self.batch.bytes += size_of::<BatchPart>() + text;
         self.batch.parts.push(BatchPart { part, path: Arc::clone(path), position });
-        if self.batch.bytes < REQUEST_TEXT_BYTES {
+        if self.batch.bytes < MAX_REQUEST_TEXT_BYTES {
             return Ok(());
         }
         let sent = self.send_batch();
@@ -123,7 +123,7 @@ impl<'a> DocumentTokenizer<'a> {
 
     /// Writes the tokens of all documents that were added. After an error, the documents whose
     /// tokens are not written are dropped.
-    pub(crate) fn flush(&mut self) -> Result<(), DataError> {
+    pub(crate) fn finish_pending_documents(&mut self) -> Result<(), DataError> {
         let mut flushed = self.send_batch();
         while flushed.is_ok() && !self.sent.is_empty() {
             flushed = self.receive_batch();
@@ -150,29 +150,29 @@ impl<'a> DocumentTokenizer<'a> {
         if batch.parts.is_empty() {
             return Ok(());
         }
-        while self.sent.len() >= REQUESTS_SENT {
+        while self.sent.len() >= MAX_PENDING_REQUESTS {
             self.receive_batch()?;
         }
-        self.send(batch)
+        self.send_documents(batch)
     }
 
     /// Sends a batch of documents to the sandbox process.
-    fn send(&mut self, batch: Batch) -> Result<(), DataError> {
+    fn send_documents(&mut self, batch: Batch) -> Result<(), DataError> {
         let documents: Vec<Document> = batch.parts.iter().filter_map(BatchPart::as_document).collect();
         let sizes = documents.iter().map(|document| document.as_str().len());
-        let limits = documents_limits(sizes, self.tokenizer.interpreter().threads());
+        let limits = documents_request_limits(sizes, self.tokenizer.interpreter().threads());
         let request = Request::Documents { documents, options: self.document_options() };
         let sent = self.stream.send(&request, None, &limits);
         drop(request);
         self.sent.push_back(batch);
-        sent.or_else(|failure| self.recover(failure))
+        sent.or_else(|failure| self.retry_failed_batch(failure))
     }
 
     /// Receives the results of the oldest batch, and writes its tokens to the token cache.
     fn receive_batch(&mut self) -> Result<(), DataError> {
         let results = match self.stream.receive::<Vec<DocumentResult>>() {
             Ok(results) => results,
-            Err(failure) => return self.recover(failure),
+            Err(failure) => return self.retry_failed_batch(failure),
         };
         let Some(batch) = self.sent.pop_front() else { return Ok(()) };
         self.write_batch(&batch, results)
@@ -180,13 +180,13 @@ impl<'a> DocumentTokenizer<'a> {
 
     /// Repeats the oldest batch after the sandbox process failed on it, and sends the later batches
     /// again.
-    fn recover(&mut self, failure: InterpreterFailure) -> Result<(), DataError> {
+    fn retry_failed_batch(&mut self, failure: InterpreterFailure) -> Result<(), DataError> {
         let sent = std::mem::take(&mut self.sent);
         let mut batches = sent.into_iter();
         let Some(batch) = batches.next() else { return Ok(()) };
         let results = self.interpret_one_by_one(&batch, failure)?;
         self.write_batch(&batch, results)?;
-        batches.try_for_each(|batch| self.send(batch))
+        batches.try_for_each(|batch| self.send_documents(batch))
     }
 
     /// Interprets the documents of a batch one by one, after the sandbox process failed on the
@@ -196,7 +196,7 @@ impl<'a> DocumentTokenizer<'a> {
         batch: &Batch,
         failure: InterpreterFailure,
     ) -> Result<Vec<DocumentResult>, DataError> {
-        let deadline = Instant::now() + SEARCH_TIME;
+        let deadline = Instant::now() + MAX_FAILURE_SEARCH_TIME;
         let documents = batch.parts.iter().filter_map(|part| Some((part, part.as_document()?)));
         let (mut results, mut first) = (Vec::new(), None);
         for (part, document) in documents {
@@ -222,20 +222,20 @@ impl<'a> DocumentTokenizer<'a> {
     /// process was interpreting.
     fn to_record_error(&self, failure: InterpreterFailure, part: &BatchPart, is_exact: bool) -> DataError {
         let first_step = match part.part {
-            DocumentPart::ChatLine(_) => Step::RenderChats,
-            DocumentPart::Text(_) | DocumentPart::End => Step::Tokenize,
+            DocumentPart::ChatLine(_) => InterpretationStep::RenderChats,
+            DocumentPart::Text(_) | DocumentPart::End => InterpretationStep::Tokenize,
         };
-        let records = part.position.map(|first| RecordRange { first, is_exact });
+        let records = part.position.map(|first| FailedRecord { first, is_exact });
         let rules = self.find_step_file(failure.step.unwrap_or(first_step));
         to_data_error(failure, first_step, &part.path, records, rules)
     }
 
     /// Returns the path of the file that the sandbox process used in `step`: the tokenizer or the
     /// chat template. Returns `None` if the step uses no file.
-    fn find_step_file(&self, step: Step) -> Option<&Path> {
+    fn find_step_file(&self, step: InterpretationStep) -> Option<&Path> {
         match step {
-            Step::RenderChats => self.options.chat_template.map(|template| template.path()),
-            Step::Tokenize => self.tokenizer.path(),
+            InterpretationStep::RenderChats => self.options.chat_template.map(|template| template.path()),
+            InterpretationStep::Tokenize => self.tokenizer.path(),
             _ => None,
         }
     }
@@ -316,9 +316,9 @@ impl<'a> DocumentTokenizer<'a> {
     /// Tokenizes all rows of a Parquet file and writes their tokens. All documents that were added
     /// before must have been written.
     pub(crate) fn tokenize_rows(&mut self, file: &File, path: &Path) -> Result<(), DataError> {
-        let limits = rows_limits(self.tokenizer.interpreter().threads());
+        let limits = rows_request_limits(self.tokenizer.interpreter().threads());
         let (field, is_chat) = (self.options.field, self.options.chat_template.is_some());
-        let read = Request::ReadRows { rows: RECORDS_PER_REPLY, options: self.document_options() };
+        let read = Request::ReadRows { rows: MAX_RECORDS_PER_REPLY, options: self.document_options() };
         let mut first_row = 1;
         let open = self.stream.send(&Request::OpenParquet { field, is_chat }, Some(file), &limits);
         let opened = open.and_then(|()| self.stream.receive::<OpenParquetReply>());
@@ -328,7 +328,7 @@ impl<'a> DocumentTokenizer<'a> {
         // One more reply than needed arrives, and is empty.
         let (mut pending, mut at_end) = (0, false);
         while pending > 0 || !at_end {
-            while !at_end && pending < REQUESTS_SENT {
+            while !at_end && pending < MAX_PENDING_REQUESTS {
                 let sent = self.stream.send(&read, None, &limits);
                 sent.map_err(|failure| self.to_rows_error(failure, path, first_row))?;
                 pending += 1;
@@ -348,9 +348,9 @@ impl<'a> DocumentTokenizer<'a> {
     /// Converts a `failure` of the sandbox process at or after the row `first_row` to an error that
     /// names the Parquet file.
     fn to_rows_error(&self, failure: InterpreterFailure, path: &Path, first_row: u64) -> DataError {
-        let range = RecordRange { first: RecordPosition::Row(first_row), is_exact: false };
+        let range = FailedRecord { first: RecordPosition::Row(first_row), is_exact: false };
         let rules = failure.step.and_then(|step| self.find_step_file(step));
-        to_data_error(failure, Step::ReadRows, path, Some(range), rules)
+        to_data_error(failure, InterpretationStep::ReadRows, path, Some(range), rules)
     }
 }
 

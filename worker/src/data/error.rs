@@ -3,7 +3,7 @@ mod interpretation;
 mod keys;
 mod problems;
 
-pub use interpretation::{InterpretationError, RecordRange, Step};
+pub use interpretation::{InterpretationError, FailedRecord, InterpretationStep};
 pub(crate) use keys::FILES_KEY;
 pub use problems::{
     CacheDamage, CacheOperation, ChatProblem, ChatTemplateProblem, ParquetProblem, PatternProblem,
@@ -137,7 +137,7 @@ pub enum DataError {
         problem: TokenizerProblem,
     },
     /// The tokenizer failed on a record.
-    #[error("cannot tokenize {}{}: {message}", .path.display(), format_position(.position))]
+    #[error("cannot tokenize {}{}: {message}", .path.display(), format_record_position(.position))]
     RecordNotTokenized {
         /// Path of the data file.
         path: PathBuf,
@@ -233,7 +233,7 @@ pub enum DataError {
 
 /// Formats the line or row of a record for an error message, in which it follows the path of the
 /// file.
-fn format_position(position: &Option<RecordPosition>) -> String {
+fn format_record_position(position: &Option<RecordPosition>) -> String {
     position.map_or_else(String::new, |position| format!(":{position}"))
 }
 
@@ -255,7 +255,7 @@ impl DataError {
     }
 
     /// Returns whether the error reports that the sandbox process failed or did not start.
-    pub(crate) fn is_of_sandbox(&self) -> bool {
+    pub(crate) fn is_sandbox_failure(&self) -> bool {
         matches!(self, DataError::Uninterpretable(_) | DataError::SandboxUnavailable { .. })
     }
 
@@ -279,7 +279,7 @@ impl DataError {
     /// Converts the error to a diagnostic with its code, fields, help and cause. The subject is the
     /// key of job.yaml that the error is about.
     pub(super) fn to_diagnostic(&self) -> Diagnostic {
-        let mut diagnostic = self.add_fields(self.classify());
+        let mut diagnostic = self.add_fields(self.to_classified_diagnostic());
         if let Some(help) = self.find_help() {
             diagnostic = diagnostic.with_help(help);
         }
@@ -291,7 +291,7 @@ impl DataError {
 
     /// Returns a diagnostic with the code and the subject of this error. A problem of a record or
     /// of a file adds its fields and its help.
-    fn classify(&self) -> Diagnostic {
+    fn to_classified_diagnostic(&self) -> Diagnostic {
         let (code, key) = match self {
             DataError::InvalidParquet { problem, .. } => {
                 return problem.to_diagnostic(self.to_string()).with_subject(FILES_KEY);

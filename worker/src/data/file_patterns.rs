@@ -31,16 +31,16 @@ pub(crate) struct DataFile {
 
 /// The files that the patterns of data sources match. Each list of patterns is expanded once, so
 /// that the training and the held-out data of a source are the same files.
-pub struct FileLists {
+pub struct FilePatternCache {
     workdir: PathBuf,
     /// The expanded lists of patterns, each with its files.
     found: Vec<(Vec<String>, Vec<DataFile>)>,
 }
 
-impl FileLists {
+impl FilePatternCache {
     /// Creates an instance that has expanded no patterns yet. Relative patterns start at `workdir`.
     pub fn new(workdir: &Path) -> Self {
-        FileLists { workdir: workdir.to_path_buf(), found: Vec::new() }
+        FilePatternCache { workdir: workdir.to_path_buf(), found: Vec::new() }
     }
 
     /// Returns the directory to which relative patterns refer.

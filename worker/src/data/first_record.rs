@@ -1,10 +1,10 @@
 //! [`has_record`]: checks whether a data file has a record, and whether its first record is valid.
 use super::{
     document_reader::{DataFileFormat, RecordReadOptions, open_data_file, read_first_text_piece},
-    error::{DataError, RecordPosition, RecordRange, Step},
+    error::{DataError, RecordPosition, FailedRecord, InterpretationStep},
     interpreter::{
         Document, DocumentOptions, DocumentResult, Interpreter, InterpreterFailure, OpenParquetReply,
-        Request, RowsReply, rows_limits,
+        Request, RowsReply, rows_request_limits,
     },
     json_lines::{parse_text_record, read_json_lines},
     split::SplitFilter,
@@ -44,11 +44,11 @@ fn has_line(
             let parsed = parse_text_record(text, options.field);
             return parsed.map(drop).map_err(|problem| DataError::invalid_record(path, position, problem));
         };
-        let result = interpreter.interpret_document(Document::ChatLine(text), check_options(options));
-        let range = RecordRange { first: position, is_exact: true };
+        let result = interpreter.interpret_document(Document::ChatLine(text), build_check_options(options));
+        let range = FailedRecord { first: position, is_exact: true };
         let failed =
-            |failure| to_data_error(failure, Step::RenderChats, path, Some(range), Some(template.path()));
-        check_result(result.map_err(failed)?, path, position)
+            |failure| to_data_error(failure, InterpretationStep::RenderChats, path, Some(range), Some(template.path()));
+        require_valid_result(result.map_err(failed)?, path, position)
     })?;
     Ok(found)
 }
@@ -61,17 +61,17 @@ fn has_row(
     interpreter: &Interpreter,
 ) -> Result<bool, DataError> {
     let position = RecordPosition::Row(1);
-    let range = RecordRange { first: position, is_exact: true };
+    let range = FailedRecord { first: position, is_exact: true };
     let rules = options.chat_template.map(|template| template.path());
     let failed = |failure: InterpreterFailure| {
-        let rules = rules.filter(|_| failure.step == Some(Step::RenderChats));
-        to_data_error(failure, Step::ReadRows, path, Some(range), rules)
+        let rules = rules.filter(|_| failure.step == Some(InterpretationStep::RenderChats));
+        to_data_error(failure, InterpretationStep::ReadRows, path, Some(range), rules)
     };
     let mut stream = interpreter.open_stream();
-    let limits = rows_limits(interpreter.threads());
+    let limits = rows_request_limits(interpreter.threads());
     let is_chat = options.chat_template.is_some();
     let open = Request::OpenParquet { field: options.field, is_chat };
-    let read = Request::ReadRows { rows: 1, options: check_options(options) };
+    let read = Request::ReadRows { rows: 1, options: build_check_options(options) };
     stream.send(&open, Some(file), &limits).map_err(failed)?;
     stream.send(&read, None, &limits).map_err(failed)?;
     let opened: OpenParquetReply = stream.receive().map_err(failed)?;
@@ -79,13 +79,13 @@ fn has_row(
     let mut reply: RowsReply = stream.receive().map_err(failed)?;
     match reply.rows.pop() {
         None => Ok(false),
-        Some(result) => check_result(result, path, position).map(|()| true),
+        Some(result) => require_valid_result(result, path, position).map(|()| true),
     }
 }
 
 /// Returns the options with which the sandbox process only checks a record and does not tokenize
 /// it.
-fn check_options(options: RecordReadOptions<'_>) -> DocumentOptions<'_> {
+fn build_check_options(options: RecordReadOptions<'_>) -> DocumentOptions<'_> {
     DocumentOptions {
         field: options.field,
         loss_on: options.chat_template.map_or(LossTargets::All, |template| template.loss_on()),
@@ -95,14 +95,14 @@ fn check_options(options: RecordReadOptions<'_>) -> DocumentOptions<'_> {
 }
 
 /// Fails if `result`, the sandbox process's result of checking a record, is an error.
-fn check_result(result: DocumentResult, path: &Path, position: RecordPosition) -> Result<(), DataError> {
+fn require_valid_result(result: DocumentResult, path: &Path, position: RecordPosition) -> Result<(), DataError> {
     match result {
         DocumentResult::Valid | DocumentResult::Skipped => Ok(()),
         DocumentResult::Invalid(problem) => Err(DataError::invalid_record(path, position, problem)),
         DocumentResult::Tokens(_) | DocumentResult::TokenizerFailed(_) => {
-            let range = RecordRange { first: position, is_exact: true };
+            let range = FailedRecord { first: position, is_exact: true };
             let failure = SandboxError::InvalidReply.into();
-            Err(to_data_error(failure, Step::RenderChats, path, Some(range), None))
+            Err(to_data_error(failure, InterpretationStep::RenderChats, path, Some(range), None))
         }
     }
 }

@@ -16,9 +16,9 @@ use std::{
 /// Longest line of a JSON lines file, in bytes. A longer line is an error.
 pub(crate) const MAX_LINE_BYTES: usize = 16 << 20;
 /// Largest number of field names that an error message lists.
-const FIELDS_LISTED: usize = 8;
+const MAX_LISTED_FIELDS: usize = 8;
 /// Error messages omit field names of this many bytes or more.
-const LISTED_NAME_BYTES: usize = 64;
+const MAX_LISTED_NAME_BYTES: usize = 64;
 
 /// A callback that receives the number of a line, from 1, and its text.
 pub(crate) type LineSink<'a> = dyn FnMut(u64, &str) -> Result<(), DataError> + 'a;
@@ -127,7 +127,7 @@ impl<'de, T: Deserialize<'de>> Visitor<'de> for FieldVisitor<'_, T> {
                 continue;
             }
             map.next_value::<IgnoredAny>()?;
-            if present.len() < FIELDS_LISTED && key.len() < LISTED_NAME_BYTES {
+            if present.len() < MAX_LISTED_FIELDS && key.len() < MAX_LISTED_NAME_BYTES {
                 present.push(key);
             }
         }

@@ -41,7 +41,7 @@ impl MixtureSchedule {
     }
 
     /// Returns how many samples of each data source one cycle of the mixture contains.
-    pub(crate) fn cycle_counts(&self) -> &[u64] {
+    pub(crate) fn positions_per_cycle(&self) -> &[u64] {
         &self.cycle_counts
     }
 

@@ -36,14 +36,14 @@ pub(crate) use json_lines::{parse_chat_record, parse_text_record};
 pub use dataset::Dataset;
 pub use error::{
     CacheDamage, CacheOperation, ChatProblem, ChatTemplateProblem, DataError, InterpretationError,
-    ParquetProblem, PatternProblem, RecordPosition, RecordProblem, RecordRange, Step, TemplateFailure,
+    ParquetProblem, PatternProblem, RecordPosition, RecordProblem, FailedRecord, InterpretationStep, TemplateFailure,
     TextFileError, TokenizerProblem,
 };
-pub use file_patterns::FileLists;
+pub use file_patterns::FilePatternCache;
 pub use interpreter::SANDBOX_ROLE;
 pub use mixture::SampleOrder;
 pub use packer::IGNORE_INDEX;
-pub use preflight::{DataEstimate, DataReport, check_data};
+pub use preflight::{DataEstimate, DataCheckReport, check_data};
 pub use split::Split;
 pub use tokenizer::TextTokenizer;
 

@@ -69,7 +69,7 @@ impl Packer {
             if d.is_multiple_of(INDEX_STRIDE) {
                 index.push(samples);
             }
-            samples += count_pieces(stream, d, seq_len);
+            samples += count_samples_of_document(stream, d, seq_len);
         }
         Packer { seq_len, eod, samples, unpacked_index: Some(index) }
     }
@@ -156,7 +156,7 @@ impl Packer {
         let mut document = entry as u64 * INDEX_STRIDE;
         let mut within = s - index[entry];
         loop {
-            let n = count_pieces(stream, document, self.seq_len);
+            let n = count_samples_of_document(stream, document, self.seq_len);
             if within < n {
                 break;
             }
@@ -171,7 +171,7 @@ impl Packer {
 /// Returns the number of samples that document `d` gives if samples are not packed: its length
 /// divided by `seq_len`, rounded up. The length does not include the end-of-document token, which
 /// is a label but not an input.
-fn count_pieces(stream: &impl TokenStream, d: u64, seq_len: u64) -> u64 {
+fn count_samples_of_document(stream: &impl TokenStream, d: u64, seq_len: u64) -> u64 {
     (stream.document_offset(d + 1) - 1 - stream.document_offset(d)).div_ceil(seq_len)
 }
 

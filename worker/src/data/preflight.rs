@@ -15,12 +15,12 @@ use std::{
 const BYTES_PER_TOKEN: u64 = 4;
 /// Largest number of files per data source whose first record the preflight check reads. A job may
 /// have millions of files.
-const FILES_CHECKED: usize = 1000;
+const MAX_CHECKED_FILES: usize = 1000;
 /// Largest number of invalid files per data source that the preflight check reports.
-const FILES_REPORTED: usize = 4;
+const MAX_REPORTED_FILES: usize = 4;
 /// Time after which the preflight check stops reading the first records of data files. A job checks
 /// all records when it reads them.
-const CHECK_TIME: Duration = Duration::from_secs(5);
+const MAX_CHECK_TIME: Duration = Duration::from_secs(5);
 
 /// The size of the training data, estimated from the sizes of the files.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -37,7 +37,7 @@ pub struct DataEstimate {
 
 /// The result of checking a job's data section: the estimated size of the data, and all errors.
 #[derive(Debug)]
-pub struct DataReport {
+pub struct DataCheckReport {
     /// The size of the training data. Absent if there are errors in it.
     pub estimate: Option<DataEstimate>,
     /// The errors in the settings, the tokenizer and the training data.
@@ -52,22 +52,22 @@ pub struct DataReport {
 /// Checks the data section of a job without writing a file, and estimates the size of the training
 /// data. Checks the tokenizer, the chat template, and the names, sizes and first records of all
 /// files. Reports all errors that are found in this way. Relative paths start at `workdir`.
-pub fn check_data(spec: &DataSpec, eval_files: &[String], workdir: &Path) -> DataReport {
+pub fn check_data(spec: &DataSpec, eval_files: &[String], workdir: &Path) -> DataCheckReport {
     let mut report =
-        DataReport { estimate: None, errors: Vec::new(), eval_errors: Vec::new(), confinement: None };
+        DataCheckReport { estimate: None, errors: Vec::new(), eval_errors: Vec::new(), confinement: None };
     if let Err(error) = dataset::validate_data_settings(spec) {
         report.errors.push(error);
         return report;
     }
     let interpreter = Interpreter::new(1);
-    let tokenizer = TextTokenizer::open_with(&spec.tokenizer, workdir, Arc::clone(&interpreter));
+    let tokenizer = TextTokenizer::open_with_interpreter(&spec.tokenizer, workdir, Arc::clone(&interpreter));
     let tokenizer = tokenizer.map_err(|e| report.errors.push(e)).ok();
     let mut checker = SourceChecker {
         spec,
         workdir,
         interpreter: &interpreter,
         tokenizer: tokenizer.as_ref(),
-        deadline: Instant::now() + CHECK_TIME,
+        deadline: Instant::now() + MAX_CHECK_TIME,
         has_sandbox_failed: false,
     };
     let (mut files, mut bytes) = (0, 0);
@@ -132,14 +132,14 @@ impl SourceChecker<'_> {
             (RecordFormat::Chat, Some(tokenizer)) => {
                 let template = dataset::open_chat_template(self.spec, source, tokenizer, self.workdir);
                 template.map_err(|e| {
-                    self.has_sandbox_failed |= e.is_of_sandbox();
+                    self.has_sandbox_failed |= e.is_sandbox_failure();
                     vec![e]
                 })?
             }
         };
         let options = RecordReadOptions { field: &source.field, chat_template: chat_template.as_ref() };
-        let (mut errors, mut is_empty) = (Vec::new(), files.len() <= FILES_CHECKED);
-        for file in files.iter().filter(|f| f.bytes > 0).take(FILES_CHECKED) {
+        let (mut errors, mut is_empty) = (Vec::new(), files.len() <= MAX_CHECKED_FILES);
+        for file in files.iter().filter(|f| f.bytes > 0).take(MAX_CHECKED_FILES) {
             if Instant::now() > self.deadline {
                 is_empty = false;
                 break;
@@ -147,11 +147,11 @@ impl SourceChecker<'_> {
             match has_record(&file.path, options, self.interpreter) {
                 Ok(found) => is_empty &= !found,
                 Err(e) => {
-                    self.has_sandbox_failed |= e.is_of_sandbox();
+                    self.has_sandbox_failed |= e.is_sandbox_failure();
                     errors.push(e);
                 }
             }
-            if errors.len() == FILES_REPORTED || self.has_sandbox_failed {
+            if errors.len() == MAX_REPORTED_FILES || self.has_sandbox_failed {
                 break;
             }
         }

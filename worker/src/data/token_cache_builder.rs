@@ -35,7 +35,7 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(15 * 60);
 const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Number of token caches that are kept in a directory. The least recently used ones beyond this
 /// number are deleted.
-const CACHES_KEPT: usize = 16;
+const MAX_KEPT_CACHES: usize = 16;
 
 /// Everything that determines the content of a token cache: files, tokenizer, template and options.
 pub(crate) struct TokenCacheInputs<'a> {
@@ -224,7 +224,7 @@ fn remove_stale_files(directory: &Path, current_stem: &str, is_locked: bool) {
         }
     }
     caches.sort_by(|a, b| b.cmp(a));
-    for (_, path) in caches.into_iter().skip(CACHES_KEPT - 1) {
+    for (_, path) in caches.into_iter().skip(MAX_KEPT_CACHES - 1) {
         let _ = fs::remove_file(path.with_extension("lock"));
         let _ = fs::remove_file(path);
     }
@@ -278,14 +278,14 @@ fn tokenize_files(
     for (file, digest) in inputs.files.iter().zip(inputs.digests) {
         let hash = tokenize_file(inputs, &file.path, &mut documents).or_else(|error| {
             // A record before the one that cannot be read may be invalid, too.
-            documents.flush()?;
+            documents.finish_pending_documents()?;
             Err(error)
         })?;
         if hash.as_bytes() != digest {
             return Err(DataError::ChangedWhileRead { path: file.path.clone() });
         }
     }
-    documents.flush()?;
+    documents.finish_pending_documents()?;
     Ok(documents.into_writer())
 }
 
@@ -297,7 +297,7 @@ fn tokenize_file(
 ) -> Result<blake3::Hash, DataError> {
     let data = document_reader::open_data_file(path, inputs.format)?;
     if data.format == DataFileFormat::Parquet {
-        documents.flush()?;
+        documents.finish_pending_documents()?;
         documents.tokenize_rows(&data.file, path)?;
         let hash = document_reader::hash_file(&data.file);
         return hash.map_err(|source| DataError::unreadable(path, source));
@@ -322,7 +322,7 @@ mod tests {
         let files = file_patterns::expand_patterns(&["*.txt".into()], dir)?;
         let cache = dir.join("cache");
         let digests = content_digests::find_or_compute_digests(&files, &cache, SystemTime::UNIX_EPOCH)?;
-        let tokenizer = TextTokenizer::bytes();
+        let tokenizer = TextTokenizer::new_byte_tokenizer();
         let inputs = TokenCacheInputs {
             files: &files,
             digests: &digests,
@@ -433,7 +433,7 @@ mod tests {
     #[test]
     fn the_least_recently_used_caches_are_removed() {
         let dir = write_two_text_files();
-        for i in 0..CACHES_KEPT + 4 {
+        for i in 0..MAX_KEPT_CACHES + 4 {
             fs::write(dir.path().join("a.txt"), format!("text {i}")).unwrap();
             open_cache_of_text_files(dir.path(), SplitFilter::All).unwrap();
             let newest = list_cache_files(dir.path(), "tokens")
@@ -444,8 +444,8 @@ mod tests {
             let time = SystemTime::UNIX_EPOCH + Duration::from_secs(86_400 * (i as u64 + 1));
             File::open(newest).unwrap().set_modified(time).unwrap();
         }
-        assert_eq!(list_cache_files(dir.path(), "tokens").len(), CACHES_KEPT);
-        assert_eq!(list_cache_files(dir.path(), "lock").len(), CACHES_KEPT);
+        assert_eq!(list_cache_files(dir.path(), "tokens").len(), MAX_KEPT_CACHES);
+        assert_eq!(list_cache_files(dir.path(), "lock").len(), MAX_KEPT_CACHES);
     }
 
     #[test]
@@ -466,7 +466,7 @@ mod tests {
         let dir = write_two_text_files();
         let files = file_patterns::expand_patterns(&["*.txt".into()], dir.path()).unwrap();
         let digests = [[0; 32]; 2];
-        let tokenizer = TextTokenizer::bytes();
+        let tokenizer = TextTokenizer::new_byte_tokenizer();
         let inputs = TokenCacheInputs {
             files: &files,
             digests: &digests,
@@ -487,7 +487,7 @@ mod tests {
         let cache = dir.path().join("cache");
         let later = SystemTime::now() + Duration::from_secs(60);
         content_digests::tests::write_index_with_wrong_digest(&files[0], &cache);
-        let tokenizer = TextTokenizer::bytes();
+        let tokenizer = TextTokenizer::new_byte_tokenizer();
         let open = || {
             let digests = content_digests::find_or_compute_digests(&files, &cache, later).unwrap();
             let (files, digests) = (&files[..], &digests[..]);

@@ -7,7 +7,7 @@
 use super::{
     byte_tokenizer,
     error::{
-        ChatTemplateProblem, DataError, InterpretationError, RecordRange, Step, TextFileError,
+        ChatTemplateProblem, DataError, InterpretationError, FailedRecord, InterpretationStep, TextFileError,
         TokenizerProblem,
     },
     interpreter::{
@@ -33,7 +33,7 @@ const MAX_TOKENIZER_BYTES: u64 = 64 << 20;
 /// chat templates.
 const MAX_COMPANION_BYTES: u64 = 16 << 20;
 /// The name of the built-in tokenizer in errors, in place of a path.
-const EMBEDDED_PATH: &str = "bytes";
+const BYTE_TOKENIZER_NAME: &str = "bytes";
 
 /// The tokenizer of a job: the built-in byte tokenizer, or one from a file that the sandbox process
 /// interprets.
@@ -54,13 +54,13 @@ struct FileTokenizer {
 
 impl TextTokenizer {
     /// Returns the built-in byte tokenizer.
-    pub fn bytes() -> Self {
-        Self::bytes_with(Interpreter::new(rayon::current_num_threads()))
+    pub fn new_byte_tokenizer() -> Self {
+        Self::new_byte_tokenizer_with_interpreter(Interpreter::new(rayon::current_num_threads()))
     }
 
     /// Returns the built-in byte tokenizer with `interpreter`, which interprets chat templates and
     /// Parquet files.
-    fn bytes_with(interpreter: Arc<Interpreter>) -> Self {
+    fn new_byte_tokenizer_with_interpreter(interpreter: Arc<Interpreter>) -> Self {
         TextTokenizer { file: None, interpreter }
     }
 
@@ -71,16 +71,16 @@ impl TextTokenizer {
     /// otherwise the `eos_token` of special_tokens_map.json. If neither file names one, the first
     /// of a list of well-known tokens is used that is a special token of the tokenizer.
     pub fn open(spec: &TokenizerSpec, workdir: &Path) -> Result<Self, DataError> {
-        Self::open_with(spec, workdir, Interpreter::new(rayon::current_num_threads()))
+        Self::open_with_interpreter(spec, workdir, Interpreter::new(rayon::current_num_threads()))
     }
 
     /// Loads the tokenizer that the job names, in the sandbox process of `interpreter`.
-    pub(crate) fn open_with(
+    pub(crate) fn open_with_interpreter(
         spec: &TokenizerSpec,
         workdir: &Path,
         interpreter: Arc<Interpreter>,
     ) -> Result<Self, DataError> {
-        let TokenizerSpec::File(path) = spec else { return Ok(Self::bytes_with(interpreter)) };
+        let TokenizerSpec::File(path) = spec else { return Ok(Self::new_byte_tokenizer_with_interpreter(interpreter)) };
         let path = workdir.join(path);
         let path = if path.is_dir() { path.join(TOKENIZER_FILE) } else { path };
         let file = Some(FileTokenizer::open(path, &interpreter)?);
@@ -88,7 +88,7 @@ impl TextTokenizer {
     }
 
     /// Returns whether this is the built-in byte tokenizer.
-    pub(crate) fn is_embedded(&self) -> bool {
+    pub(crate) fn is_byte_tokenizer(&self) -> bool {
         self.file.is_none()
     }
 
@@ -119,7 +119,7 @@ impl TextTokenizer {
 
     /// Appends the tokens of a text to `out`, without an end-of-document token.
     pub fn encode(&self, text: &str, out: &mut Vec<u32>) -> Result<(), DataError> {
-        if self.is_embedded() {
+        if self.is_byte_tokenizer() {
             out.extend(byte_tokenizer::encode(text));
             return Ok(());
         }
@@ -130,21 +130,21 @@ impl TextTokenizer {
             tokenize: true,
         };
         let result = self.interpreter.interpret_document(Document::Text(text), options);
-        match result.map_err(|failure| self.to_tokenizer_error(failure, Step::Tokenize))? {
+        match result.map_err(|failure| self.to_tokenizer_error(failure, InterpretationStep::Tokenize))? {
             DocumentResult::Tokens(tokens) => out.extend(tokens.0),
             DocumentResult::TokenizerFailed(message) => return Err(DataError::TokenizerFailed { message }),
-            _ => return Err(self.to_tokenizer_error(SandboxError::InvalidReply.into(), Step::Tokenize)),
+            _ => return Err(self.to_tokenizer_error(SandboxError::InvalidReply.into(), InterpretationStep::Tokenize)),
         }
         Ok(())
     }
 
     /// Converts tokens to text. Omits special and unknown tokens.
     pub fn decode(&self, tokens: &[u32]) -> Result<String, DataError> {
-        if self.is_embedded() {
+        if self.is_byte_tokenizer() {
             return Ok(byte_tokenizer::decode(tokens));
         }
         let decoded = self.interpreter.decode_tokens(tokens);
-        match decoded.map_err(|failure| self.to_tokenizer_error(failure, Step::DecodeTokens))? {
+        match decoded.map_err(|failure| self.to_tokenizer_error(failure, InterpretationStep::DecodeTokens))? {
             DecodeTokensReply::Text(text) => Ok(text),
             DecodeTokensReply::Failed(message) => Err(DataError::TokenizerFailed { message }),
         }
@@ -152,8 +152,8 @@ impl TextTokenizer {
 
     /// Converts the `failure` of a request that involved the tokenizer and no data file to an
     /// error.
-    fn to_tokenizer_error(&self, failure: InterpreterFailure, step: Step) -> DataError {
-        let path = self.path().unwrap_or(Path::new(EMBEDDED_PATH));
+    fn to_tokenizer_error(&self, failure: InterpreterFailure, step: InterpretationStep) -> DataError {
+        let path = self.path().unwrap_or(Path::new(BYTE_TOKENIZER_NAME));
         to_data_error(failure, step, path, None, None)
     }
 
@@ -217,7 +217,7 @@ impl FileTokenizer {
                 Err(invalid_tokenizer_error(&path, problem))
             }
             Ok(Err((name, problem))) => Err(invalid_tokenizer_error(&path.with_file_name(name), problem)),
-            Err(failure) => Err(to_data_error(failure, Step::LoadTokenizer, &path, None, None)),
+            Err(failure) => Err(to_data_error(failure, InterpretationStep::LoadTokenizer, &path, None, None)),
         }
     }
 }
@@ -227,9 +227,9 @@ impl FileTokenizer {
 /// record was interpreted.
 pub(crate) fn to_data_error(
     failure: InterpreterFailure,
-    step: Step,
+    step: InterpretationStep,
     path: &Path,
-    records: Option<RecordRange>,
+    records: Option<FailedRecord>,
     rules: Option<&Path>,
 ) -> DataError {
     match failure.error {

@@ -19,7 +19,7 @@ use std::{
 };
 
 /// A function that opens the GPU, called once for each run and each rank.
-pub(super) type OpenGpu<'a> = &'a (dyn Fn() -> diagnostic::Result<Arc<Cuda>> + Sync);
+pub(super) type GpuOpener<'a> = &'a (dyn Fn() -> diagnostic::Result<Arc<Cuda>> + Sync);
 
 /// A source of samples whose tokens are computed from the number of the sample, in place of data
 /// files.

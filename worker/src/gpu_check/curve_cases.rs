@@ -59,7 +59,7 @@ pub(super) enum CurveTransport {
 
 impl CurveTransport {
     /// Returns the name of the group of check parts that train with these ranks, such as `nccl`.
-    pub(super) fn part_group(self) -> &'static str {
+    pub(super) fn part_group_name(self) -> &'static str {
         match self {
             CurveTransport::OneRank => "curves",
             CurveTransport::SeveralRanks => "ranks",

@@ -1,6 +1,6 @@
 //! Trains a model for a few steps on a GPU or on the CPU, with one or several ranks, and returns
 //! the losses.
-use super::check_job::{OpenGpu, build_trainer, run_check, take_step};
+use super::check_job::{GpuOpener, build_trainer, run_check, take_step};
 use crate::gpu::to_unusable_nccl_error;
 use comm::{
     Comm, local,
@@ -36,7 +36,7 @@ pub(super) fn train_for_curve(
 /// NCCL. `hosts` connects the ranks. Calls `on_connected` once the ranks are connected.
 pub(super) fn train_rank_for_curve(
     train: &TrainSpec,
-    open: OpenGpu,
+    open: GpuOpener,
     nccl: Option<&NcclLibrary>,
     hosts: Arc<dyn Comm>,
     steps: usize,
@@ -58,7 +58,7 @@ pub(super) fn train_rank_for_curve(
 /// norm of each step. Fails if the ranks have different results.
 pub(super) fn train_on_gpu_for_curve(
     train: &TrainSpec,
-    open: OpenGpu,
+    open: GpuOpener,
     nccl: Option<&NcclLibrary>,
     world: usize,
     steps: usize,

@@ -1,11 +1,11 @@
 //! Compares the losses of training on a GPU with those of training on the CPU, for `launch
 //! gpu-check`. Models have random weights, and the data are generated.
 use super::{
-    check_job::{OpenGpu, build_check_job, require_train_section},
+    check_job::{GpuOpener, build_check_job, require_train_section},
     curve_cases::{CURVE_PRECISIONS, CurveTransport, select_curve_cases},
     curve_training::{TrainingCurve, train_for_curve, train_on_gpu_for_curve},
     message::{PartOutput, Row, RowResult},
-    nccl_ranks::SecondRank,
+    nccl_ranks::TwoRankTraining,
 };
 use crate::gpu::collect_library_search_paths;
 use comm::{Comm, local, nccl::NcclLibrary};
@@ -17,16 +17,16 @@ use std::{path::Path, sync::Arc};
 /// [`CurveTransport::NcclTwoRanks`], `second_rank` is the other rank.
 pub(super) fn compare_curves(
     output: &PartOutput,
-    open: OpenGpu,
+    open: GpuOpener,
     (case, precision): (usize, usize),
     transport: CurveTransport,
-    second_rank: &SecondRank,
+    second_rank: &TwoRankTraining,
 ) -> diagnostic::Result<()> {
     let tiny = second_rank.filter.tiny;
     let (case, (precision, tolerance)) = (&select_curve_cases(tiny)[case], CURVE_PRECISIONS[precision]);
     let subject = |ranks: &str| format!("{}, {precision}, {ranks}", case.name);
     if precision == "fp8" && !open()?.properties().has_fp8() {
-        output.row(Row::skipped(subject("all ranks"), "the GPU has no fp8"));
+        output.send_row(Row::skipped(subject("all ranks"), "the GPU has no fp8"));
         return Ok(());
     }
     let nccl = match transport {
@@ -47,7 +47,7 @@ pub(super) fn compare_curves(
         _ => Some(train_on_gpu_for_curve(&spec, open, None, 1, steps)?),
     };
     if second_rank.memory.is_some() {
-        return second_rank.run(output, &spec, open, nccl.as_ref(), steps);
+        return second_rank.train_as_rank_one(output, &spec, open, nccl.as_ref(), steps);
     }
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let cpu_comm: Arc<dyn Comm> = Arc::new(local::create_group(1).remove(0));
@@ -60,10 +60,10 @@ pub(super) fn compare_curves(
     };
     for (ranks, world) in compared {
         let curve = match transport {
-            CurveTransport::NcclTwoRanks => second_rank.train_with(&spec, open, nccl.as_ref(), steps),
+            CurveTransport::NcclTwoRanks => second_rank.train_as_rank_zero(&spec, open, nccl.as_ref(), steps),
             _ => train_on_gpu_for_curve(&spec, open, nccl.as_ref(), *world, steps),
         };
-        output.row(match curve {
+        output.send_row(match curve {
             Ok(gpu) => compare_losses(subject(ranks), tolerance, &gpu, &cpu, one_rank.as_ref()),
             Err(error) => {
                 Row::failed(subject(ranks), format!("{}: {}", error.code().name(), error.message()))
@@ -84,7 +84,7 @@ fn open_nccl_or_skip(output: &PartOutput, subject: &str, transport: CurveTranspo
         Ok(nccl) => return Some(nccl),
         Err(error) => error.to_string(),
     };
-    output.row(Row::skipped(subject, reason));
+    output.send_row(Row::skipped(subject, reason));
     None
 }
 

@@ -1,7 +1,7 @@
 //! Describes the machine for `launch gpu-check`: the GPU, its libraries and environment variables,
 //! and the kernels.
 use super::{
-    check_job::OpenGpu,
+    check_job::GpuOpener,
     message::{PartOutput, Row},
     part_process::query_nvidia_smi,
 };
@@ -19,16 +19,16 @@ const VARIABLE_PREFIXES: [&str; 5] = ["CUDA_", "NCCL_", "NVIDIA_", "CUBLAS", "CU
 
 /// Reports the environment variables and libraries, and the properties of the GPU. Fails with the
 /// category `Cluster` if the GPU is not usable.
-pub(super) fn describe_environment(output: &PartOutput, open: OpenGpu) -> diagnostic::Result<()> {
+pub(super) fn describe_environment(output: &PartOutput, open: GpuOpener) -> diagnostic::Result<()> {
     let is_listed = |name: &str| VARIABLE_PREFIXES.iter().any(|prefix| name.starts_with(prefix));
     let variables =
         std::env::vars_os().map(|(name, value)| [name, value].map(|s| s.to_string_lossy().into()));
     let variables: Map<String, Value> = variables
         .filter_map(|[name, value]: [String; 2]| is_listed(&name).then_some((name, Value::String(value))))
         .collect();
-    output.details("variables", Value::Object(variables));
+    output.send_details("variables", Value::Object(variables));
     for library in probe_libraries(&collect_library_search_paths(&[], Path::new(""))) {
-        output.row(match library.result {
+        output.send_row(match library.result {
             Ok((version, path)) => {
                 let data = json!({"version": version, "path": path});
                 Row::measured(library.name, format!("{version} ({})", path.display()), data)
@@ -55,7 +55,7 @@ pub(super) fn describe_environment(output: &PartOutput, open: OpenGpu) -> diagno
         "l2_cache_bytes": gpu.l2_cache_bytes, "driver": gpu.driver_version,
         "attributes": attributes, "clocks": query_clocks(&cuda).1,
     });
-    output.row(Row::measured(format!("GPU {}", gpu.index), values, data));
+    output.send_row(Row::measured(format!("GPU {}", gpu.index), values, data));
     Ok(())
 }
 
@@ -70,33 +70,33 @@ pub(super) fn load_kernels(output: &PartOutput, cuda: &Cuda) -> diagnostic::Resu
         count => format!("{seconds:.2} s, {} compiled", format_count(count, "source")),
     };
     let data = json!({"seconds": seconds, "compile_seconds": compiled});
-    output.row(Row::measured("loading all kernels", values, data));
+    output.send_row(Row::measured("loading all kernels", values, data));
     for (file, seconds) in compiled {
-        output.row(Row::measured(format!("- {file}"), format!("{seconds:.2} s"), Value::Null));
+        output.send_row(Row::measured(format!("- {file}"), format!("{seconds:.2} s"), Value::Null));
     }
     if let Some(why) = cuda.kernel_cache_error() {
-        output.row(Row::failed("writing the kernel cache", why.to_string()));
+        output.send_row(Row::failed("writing the kernel cache", why.to_string()));
     }
     let kernels = cuda.describe_kernels()?;
-    output.details("kernels", kernels.iter().map(to_kernel_json).collect());
+    output.send_details("kernels", kernels.iter().map(to_kernel_json).collect());
     let spilling = kernels.iter().filter(|kernel| kernel.local_bytes > 0);
     let spilling: Vec<_> = spilling.map(|k| format!("{} {} B", k.name, k.local_bytes)).collect();
     let subject = format!("{} of {} use local memory", spilling.len(), format_count(kernels.len(), "kernel"));
-    output.row(Row::measured(subject, spilling.join(", "), Value::Null));
+    output.send_row(Row::measured(subject, spilling.join(", "), Value::Null));
     Ok(())
 }
 
 /// Reports, for the JSON file, the kernels that were launched and the algorithms of matmuls.
 pub(super) fn report_used_kernels(output: &PartOutput, cuda: &Cuda) -> diagnostic::Result<()> {
     let kernels = cuda.describe_launched_kernels()?;
-    output.details("launched_kernels", kernels.iter().map(to_kernel_json).collect());
+    output.send_details("launched_kernels", kernels.iter().map(to_kernel_json).collect());
     let plans = cuda.describe_matmul_plans().into_iter().map(|plan| {
         let algorithm: Option<Map<String, Value>> = plan.algorithm.map(|attributes| {
             attributes.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect()
         });
         json!({"matmul": plan.matmul, "algorithm": algorithm, "workspace_bytes": plan.workspace_bytes})
     });
-    output.details("matmul_algorithms", plans.collect());
+    output.send_details("matmul_algorithms", plans.collect());
     Ok(())
 }
 

@@ -88,12 +88,12 @@ pub(super) struct PartOutput;
 
 impl PartOutput {
     /// Sends a row of the result table to the parent process.
-    pub(super) fn row(&self, row: Row) {
+    pub(super) fn send_row(&self, row: Row) {
         self.send(&PartMessage::Row(row));
     }
 
     /// Sends values with a name to the parent process, which stores them only in the JSON file.
-    pub(super) fn details(&self, name: &str, value: Value) {
+    pub(super) fn send_details(&self, name: &str, value: Value) {
         self.send(&PartMessage::Details { name: name.to_owned(), value });
     }
 

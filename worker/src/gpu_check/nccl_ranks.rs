@@ -2,7 +2,7 @@
 //! because two ranks in one CUDA context can block each other: a kernel of NCCL waits for the other
 //! rank, whose next call waits until the context is idle.
 use super::{
-    check_job::OpenGpu,
+    check_job::GpuOpener,
     curve_training::{TrainingCurve, require_equal_curves, train_rank_for_curve},
     memory_file::{MemoryFile, open_memory_file},
     message::{PartMessage, PartOutput},
@@ -29,10 +29,10 @@ const RANK_TIMEOUT: Duration = Duration::from_secs(60);
 /// The size in bytes of each of a rank's staging slots in the shared memory.
 const STAGING_BYTES: usize = 1 << 20;
 /// The name of the values in which rank 1 reports its losses.
-const CURVE: &str = "curve of rank 1";
+const RANK_ONE_CURVE_NAME: &str = "curve of rank 1";
 
 /// Trains with two ranks that share a GPU, of which rank 0 starts the process of rank 1.
-pub(super) struct SecondRank<'a> {
+pub(super) struct TwoRankTraining<'a> {
     /// The name of the part.
     pub(super) part: &'a str,
     pub(super) device: usize,
@@ -41,13 +41,13 @@ pub(super) struct SecondRank<'a> {
     pub(super) memory: Option<&'a Path>,
 }
 
-impl SecondRank<'_> {
+impl TwoRankTraining<'_> {
     /// Trains as rank 0 together with a new process, which is rank 1. Returns the losses. Fails if
     /// the ranks have different losses.
-    pub(super) fn train_with(
+    pub(super) fn train_as_rank_zero(
         &self,
         spec: &TrainSpec,
-        open: OpenGpu,
+        open: GpuOpener,
         nccl: Option<&NcclLibrary>,
         steps: usize,
     ) -> diagnostic::Result<TrainingCurve> {
@@ -60,7 +60,7 @@ impl SecondRank<'_> {
         let lock_connected = || connected.lock().unwrap_or_else(PoisonError::into_inner);
         std::thread::scope(|scope| {
             let other = scope.spawn(|| {
-                run_rank_one(&command).inspect_err(|error| {
+                run_rank_one_process(&command).inspect_err(|error| {
                     // An error means that the group does not exist yet. Joining it then times out.
                     let _ = abort_group(fd.as_fd(), &error.to_string());
                     if let Some(comm) = &*lock_connected() {
@@ -80,18 +80,18 @@ impl SecondRank<'_> {
     }
 
     /// Trains as rank 1, and reports the losses to rank 0.
-    pub(super) fn run(
+    pub(super) fn train_as_rank_one(
         &self,
         output: &PartOutput,
         spec: &TrainSpec,
-        open: OpenGpu,
+        open: GpuOpener,
         nccl: Option<&NcclLibrary>,
         steps: usize,
     ) -> diagnostic::Result<()> {
         let memory = open_memory_file(self.memory.unwrap_or(Path::new(""))).map_err(to_memory_error)?;
         let hosts = join_ranks(memory.into(), 1)?;
         let curve = train_rank_for_curve(spec, open, nccl, hosts, steps, drop)?;
-        output.details(CURVE, json!(curve));
+        output.send_details(RANK_ONE_CURVE_NAME, json!(curve));
         Ok(())
     }
 }
@@ -103,10 +103,10 @@ fn join_ranks(memory: OwnedFd, rank: usize) -> diagnostic::Result<Arc<dyn Comm>>
 }
 
 /// Runs the process of rank 1 until it ends. Returns its losses.
-fn run_rank_one(command: &PartCommand) -> diagnostic::Result<TrainingCurve> {
+fn run_rank_one_process(command: &PartCommand) -> diagnostic::Result<TrainingCurve> {
     let (mut curve, mut failure) = (None, None);
     let PartOutcome { end, output, .. } = run_part_process(command, RANK_TIMEOUT, |message| match message {
-        PartMessage::Details { name, value } if name == CURVE => curve = serde_json::from_value(value).ok(),
+        PartMessage::Details { name, value } if name == RANK_ONE_CURVE_NAME => curve = serde_json::from_value(value).ok(),
         PartMessage::Failed { error } => failure = Some(*error),
         PartMessage::Details { .. } | PartMessage::Row(_) | PartMessage::Done => {}
     });

@@ -101,7 +101,7 @@ fn measure_op(output: &PartOutput, cuda: &Cuda, mut op: TimedOp) -> Result<(), D
     let rate = op.amount / seconds / 1e12;
     let values = format!("{:.1} µs, {rate:.2} {}", seconds * 1e6, op.unit);
     let data = json!({"seconds": seconds, "rate": rate, "unit": op.unit});
-    output.row(Row::measured(op.name, values, data));
+    output.send_row(Row::measured(op.name, values, data));
     Ok(())
 }
 

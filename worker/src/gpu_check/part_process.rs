@@ -24,7 +24,7 @@ use std::{
 };
 
 /// The number of received lines that can wait for the parent. A process that prints faster waits.
-const LINE_QUEUE: usize = 64;
+const LINE_QUEUE_CAPACITY: usize = 64;
 /// The longest accepted line of output. The rest of a longer line is dropped.
 const MAX_LINE_BYTES: u64 = 4 << 20;
 /// The number of lines of other output, such as warnings of libraries, that are kept from the start
@@ -34,7 +34,7 @@ const KEPT_OUTPUT_LINES: usize = 30;
 const KEPT_LINE_CHARS: usize = 400;
 /// How long a killed process may take to end. A process that hangs in the driver may take longer,
 /// and is then left behind.
-const END_TIMEOUT: Duration = Duration::from_secs(10);
+const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 /// The interval between two checks of whether a process has ended.
 const END_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
@@ -94,10 +94,10 @@ pub(super) fn run_part_process(
 ) -> PartOutcome {
     let began = Instant::now();
     let (mut first, mut last) = (Vec::new(), VecDeque::new());
-    let end = match start(command) {
+    let end = match start_part_process(command) {
         Ok(mut child) => {
             let lines = read_lines(&mut child);
-            let end = follow(&mut child, &lines, began + limit, limit, |line| match line {
+            let end = handle_lines_until_end(&mut child, &lines, began + limit, limit, |line| match line {
                 PartLine::Message(message) => on_message(message),
                 PartLine::Other(text) if first.len() < KEPT_OUTPUT_LINES => first.push(text),
                 PartLine::Other(text) => {
@@ -143,7 +143,7 @@ pub(super) fn query_nvidia_smi(bus_id: &str) -> io::Result<String> {
 
 /// Starts the process of a part as the leader of a new process group. The kernel kills the process
 /// when this process ends.
-fn start(part: &PartCommand) -> io::Result<Child> {
+fn start_part_process(part: &PartCommand) -> io::Result<Child> {
     let mut command = match part.wrapper.split_first() {
         None => Command::new("/proc/self/exe"),
         Some((program, arguments)) => {
@@ -167,7 +167,7 @@ fn start(part: &PartCommand) -> io::Result<Child> {
 /// Starts threads that read the lines of the process's stdout and stderr. The channel is closed
 /// when both streams have ended.
 fn read_lines(child: &mut Child) -> Receiver<PartLine> {
-    let (sender, receiver) = sync_channel(LINE_QUEUE);
+    let (sender, receiver) = sync_channel(LINE_QUEUE_CAPACITY);
     let spawn_reader = |stream: Option<Box<dyn Read + Send>>| {
         let sender: SyncSender<PartLine> = sender.clone();
         if let Some(stream) = stream {
@@ -217,7 +217,7 @@ fn read_line(reader: &mut impl BufRead) -> io::Result<Option<PartLine>> {
 
 /// Handles the lines of a process until it ends or the time `deadline` is reached. Then kills its
 /// process group.
-fn follow(
+fn handle_lines_until_end(
     child: &mut Child,
     lines: &Receiver<PartLine>,
     deadline: Instant,
@@ -246,10 +246,10 @@ fn follow(
         return Ok(PartEnd::Exited(status));
     }
     let killed = Instant::now();
-    while child.try_wait()?.is_none() && killed.elapsed() < END_TIMEOUT {
+    while child.try_wait()?.is_none() && killed.elapsed() < KILL_TIMEOUT {
         thread::sleep(END_POLL_INTERVAL);
     }
-    lines.try_iter().take(LINE_QUEUE).for_each(on_line);
+    lines.try_iter().take(LINE_QUEUE_CAPACITY).for_each(on_line);
     Ok(PartEnd::TimedOut(limit))
 }
 

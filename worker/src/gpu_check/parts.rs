@@ -12,10 +12,10 @@ use jobspec::env;
 use std::ffi::OsString;
 
 /// The name of the part that describes the machine. It runs first.
-pub(super) const ENVIRONMENT: &str = "environment";
+pub(super) const ENVIRONMENT_PART: &str = "environment";
 /// The group of parts that only time the operations of a training step. They run only if `--only`
 /// or `--profile` selects them, because the parts that time models do this, too.
-pub(super) const PROFILES: &str = "profiles";
+pub(super) const PROFILES_GROUP: &str = "profiles";
 
 /// What a part of the check does, such as comparing operations or timing a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +56,7 @@ pub(super) struct Part {
 
 impl Part {
     /// Returns environment variables that the process of the part needs.
-    pub(super) fn variables(&self) -> Vec<(&'static str, OsString)> {
+    pub(super) fn environment_variables(&self) -> Vec<(&'static str, OsString)> {
         match self.work {
             PartWork::Curve { transport: CurveTransport::NcclTwoRanks, .. } => vec![
                 (env::NCCL_MULTI_RANK_GPU_ENABLE, "1".into()),
@@ -82,7 +82,7 @@ pub(super) fn list_parts(filter: PartFilter) -> Vec<Part> {
     let mut add = |name: String, work, expected_seconds, limit_seconds| {
         parts.push(Part { name, work, expected_seconds, limit_seconds });
     };
-    add(ENVIRONMENT.to_owned(), PartWork::Environment, 2, 30);
+    add(ENVIRONMENT_PART.to_owned(), PartWork::Environment, 2, 30);
     add("kernels".to_owned(), PartWork::Kernels, 5, 180);
     if !filter.quick {
         add("ceilings".to_owned(), PartWork::Speed(SpeedGroup::Ceilings), 3, 60);
@@ -92,7 +92,7 @@ pub(super) fn list_parts(filter: PartFilter) -> Vec<Part> {
     }
     add("ops/cudnn".to_owned(), PartWork::CudnnAttention, 4, 60);
     if !filter.quick {
-        for (number, shape) in conformance::REALISTIC_SHAPES.iter().enumerate() {
+        for (number, shape) in conformance::REALISTIC_SHAPE_NAMES.iter().enumerate() {
             add(format!("shapes/{}", to_part_name(shape)), PartWork::Shape(number), 5, 90);
         }
         for (name, group) in SpeedGroup::OPERATIONS {
@@ -104,7 +104,7 @@ pub(super) fn list_parts(filter: PartFilter) -> Vec<Part> {
     }
     for (number, model) in select_timed_models(filter.tiny).0.iter().enumerate() {
         let seconds = model.expected_seconds;
-        add(format!("{PROFILES}/{}", model.part_name), PartWork::Profile(number), seconds, 60 + 2 * seconds);
+        add(format!("{PROFILES_GROUP}/{}", model.part_name), PartWork::Profile(number), seconds, 60 + 2 * seconds);
     }
     parts
 }
@@ -114,7 +114,7 @@ fn add_training_parts(tiny: bool, add: &mut dyn FnMut(String, PartWork, u64, u64
     let add_curves = |add: &mut dyn FnMut(String, PartWork, u64, u64), transport: CurveTransport| {
         for (case, curve) in select_curve_cases(tiny).iter().enumerate() {
             for (precision, (name, _)) in CURVE_PRECISIONS.iter().enumerate() {
-                let name = format!("{}/{}-{name}", transport.part_group(), curve.part_name);
+                let name = format!("{}/{}-{name}", transport.part_group_name(), curve.part_name);
                 let work = PartWork::Curve { case, precision, transport };
                 add(name, work, transport.expected_seconds(), 90);
             }
@@ -157,7 +157,7 @@ pub(super) fn select_parts(parts: Vec<Part>, only: &[String]) -> diagnostic::Res
         return Err(Diagnostic::error(codes::command::USAGE, message).with_help(help));
     }
     let is_selected = |part: &Part| {
-        only.is_empty() && !part.is_selected_by(PROFILES) || only.iter().any(|name| part.is_selected_by(name))
+        only.is_empty() && !part.is_selected_by(PROFILES_GROUP) || only.iter().any(|name| part.is_selected_by(name))
     };
     Ok(parts.into_iter().filter(is_selected).collect())
 }
@@ -198,7 +198,7 @@ mod tests {
         let names = |parts: Vec<Part>| parts.into_iter().map(|part| part.name).collect::<Vec<_>>();
         let selected = names(select(&["speed", "environment"]).expect("parts"));
         assert_eq!(selected, ["environment", "speed/matmul", "speed/attention", "speed/memory"]);
-        assert!(names(select(&[]).expect("parts")).iter().all(|name| !name.starts_with(PROFILES)));
+        assert!(names(select(&[]).expect("parts")).iter().all(|name| !name.starts_with(PROFILES_GROUP)));
         assert_eq!(select(&["speed", "spee"]).err().map(|error| error.code()), Some(codes::command::USAGE));
     }
 

@@ -11,7 +11,7 @@ use std::{
 };
 
 /// The version of the format of the JSON report.
-const FORMAT: u32 = 1;
+const FORMAT_VERSION: u32 = 1;
 /// The largest JSON report that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 256 << 20;
 
@@ -59,20 +59,20 @@ impl PartRecord {
         rows: Vec<Row>,
         details: Map<String, Value>,
     ) -> PartRecord {
-        let (name, result) = (name.to_owned(), summarize(&rows));
+        let (name, result) = (name.to_owned(), combine_row_results(&rows));
         let (output, launches, repeats) = (Vec::new(), Vec::new(), Vec::new());
         PartRecord { name, result, began_at, seconds, rows, details, output, launches, repeats }
     }
 
     /// Creates the results of a part that was skipped. `row` contains the reason.
-    pub(super) fn of_skipped_part(name: &str, at: f64, row: Row) -> PartRecord {
+    pub(super) fn new_skipped(name: &str, at: f64, row: Row) -> PartRecord {
         PartRecord::new(name, at, 0.0, vec![row], Map::new())
     }
 }
 
 /// Returns the result of a part from the results of its rows: failed if one row failed, and skipped
 /// if every row was skipped.
-fn summarize(rows: &[Row]) -> RowResult {
+fn combine_row_results(rows: &[Row]) -> RowResult {
     let has = |result| rows.iter().any(|row| row.result == result);
     match () {
         () if has(RowResult::Failed) => RowResult::Failed,
@@ -86,7 +86,7 @@ impl Report {
     /// Creates a report without parts.
     pub(super) fn new(tiny: bool) -> Report {
         let launch = env!("CARGO_PKG_VERSION").to_owned();
-        Report { format: FORMAT, launch, tiny, seconds: 0.0, parts: Vec::new() }
+        Report { format: FORMAT_VERSION, launch, tiny, seconds: 0.0, parts: Vec::new() }
     }
 
     /// Returns the results of the part `name`, if the report contains them and the part has not
@@ -105,8 +105,8 @@ impl Report {
         let report: Report = read_limited(path)
             .map_err(|error| fail(error.to_string()))
             .and_then(|bytes| serde_json::from_slice(&bytes).map_err(|error| fail(error.to_string())))?;
-        if report.format != FORMAT {
-            return Err(fail(format!("format {} is not {FORMAT}", report.format)));
+        if report.format != FORMAT_VERSION {
+            return Err(fail(format!("format {} is not {FORMAT_VERSION}", report.format)));
         }
         if report.tiny != tiny {
             return Err(fail("one check has --tiny and the other has not".to_owned()));
@@ -164,7 +164,7 @@ mod tests {
         for (name, row) in [("ops/a", passed), ("ops/b", Row::failed("add", "a reason"))] {
             report.parts.push(PartRecord::new(name, 0.5, 1.0, vec![row], Map::new()));
         }
-        report.parts.push(PartRecord::of_skipped_part("ops/c", 2.0, Row::skipped("all", "no time")));
+        report.parts.push(PartRecord::new_skipped("ops/c", 2.0, Row::skipped("all", "no time")));
         report
     }
 

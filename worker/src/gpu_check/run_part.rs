@@ -5,7 +5,7 @@ use super::{
     environment::{describe_environment, load_kernels, report_used_kernels},
     memory_file::open_memory_file,
     message::{PartMessage, PartOutput, Row, RowResult},
-    nccl_ranks::SecondRank,
+    nccl_ranks::TwoRankTraining,
     op_speed::measure_op_speed,
     part_filter::PartFilter,
     parts::{PartWork, list_parts, select_parts},
@@ -22,13 +22,13 @@ use serde_json::json;
 use std::{path::Path, sync::Arc};
 
 /// The number of random shapes with which each family of operations is compared.
-const ROUNDS: usize = 40;
+const RANDOM_SHAPES: usize = 40;
 /// The number of random shapes with which each family of operations is compared if `--quick` is
 /// given.
-const QUICK_ROUNDS: usize = 2;
+const QUICK_RANDOM_SHAPES: usize = 2;
 
 /// The number by which `--tiny` divides the sizes of realistic shapes.
-const TINY_DIVISOR: usize = 1 << 9;
+const TINY_SHAPE_DIVISOR: usize = 1 << 9;
 
 /// Runs the part `name`, and sends its rows and its end to the parent process. Logs the launches in
 /// the file `launch_log`. With `rank_memory`, runs the part as rank 1, which shares that memory
@@ -73,7 +73,7 @@ fn run_named_part(
 ) -> diagnostic::Result<()> {
     let open = || open_gpu(device);
     let parts = select_parts(list_parts(filter), &[name.to_owned()])?;
-    let rounds = if filter.quick { QUICK_ROUNDS } else { ROUNDS };
+    let rounds = if filter.quick { QUICK_RANDOM_SHAPES } else { RANDOM_SHAPES };
     for part in parts {
         match part.work {
             PartWork::Environment => describe_environment(output, &open)?,
@@ -85,30 +85,30 @@ fn run_named_part(
             }
             PartWork::Family(number) => {
                 let (name, cuda) = (conformance::FAMILY_NAMES[number], open()?);
-                output.row(match conformance::compare_family_with_cpu(&cuda, number, 1, rounds) {
+                output.send_row(match conformance::compare_family_with_cpu(&cuda, number, 1, rounds) {
                     Some(report) => to_row(&report),
                     None => Row::skipped(name, format!("{} has no fp8", cuda.describe_gpu())),
                 });
             }
             PartWork::Shape(number) => {
                 let (cuda, threads) = (open()?, std::thread::available_parallelism().map_or(1, usize::from));
-                let divisor = if filter.tiny { TINY_DIVISOR } else { 1 };
+                let divisor = if filter.tiny { TINY_SHAPE_DIVISOR } else { 1 };
                 let report = conformance::compare_realistic_shape_with_cpu(&cuda, number, divisor, threads);
-                output.row(report.as_ref().map_or_else(
-                    || Row::skipped(conformance::REALISTIC_SHAPES[number], "the GPU has no fp8"),
+                output.send_row(report.as_ref().map_or_else(
+                    || Row::skipped(conformance::REALISTIC_SHAPE_NAMES[number], "the GPU has no fp8"),
                     to_row,
                 ));
                 report_used_kernels(output, &cuda)?;
             }
-            PartWork::CudnnAttention => output.row(match open_gpu_with_cudnn(device) {
+            PartWork::CudnnAttention => output.send_row(match open_gpu_with_cudnn(device) {
                 Ok(cudnn) => to_row(&conformance::compare_cudnn_attention_with_cpu(&cudnn, 1, rounds)),
                 Err(error @ CudaError::LibraryNotFound { .. }) => {
-                    Row::skipped(conformance::CUDNN_ATTENTION, error.to_string())
+                    Row::skipped(conformance::CUDNN_ATTENTION_FAMILY, error.to_string())
                 }
                 Err(error) => return Err(error.into()),
             }),
             PartWork::Curve { case, precision, transport } => {
-                let second_rank = SecondRank { part: name, device, filter, memory: rank_memory };
+                let second_rank = TwoRankTraining { part: name, device, filter, memory: rank_memory };
                 compare_curves(output, &open, (case, precision), transport, &second_rank)?;
             }
             PartWork::Model(number) => time_model(output, &open, filter.tiny, number)?,

@@ -5,7 +5,7 @@ use super::{
     message::{PartMessage, Row, RowResult},
     part_filter::PartFilter,
     part_process::{PartCommand, PartEnd, PartOutcome, find_sanitizer, run_part_process},
-    parts::{ENVIRONMENT, Part},
+    parts::{ENVIRONMENT_PART, Part},
     report_file::{PartRecord, Report},
     table::Table,
 };
@@ -21,16 +21,16 @@ use std::{
 
 /// A failed part is repeated at once if its process took less than this time. Otherwise it is
 /// repeated after all other parts.
-const QUICK_FAILURE: Duration = Duration::from_secs(30);
+const MAX_QUICK_FAILURE_TIME: Duration = Duration::from_secs(30);
 /// The time limit for repeating a failed part with blocking launches.
-const MAX_REPEAT: Duration = Duration::from_secs(60);
+const MAX_REPEAT_TIME: Duration = Duration::from_secs(60);
 /// The time limit for repeating a failed part under compute-sanitizer.
-const MAX_SANITIZED_REPEAT: Duration = Duration::from_secs(120);
+const MAX_SANITIZED_REPEAT_TIME: Duration = Duration::from_secs(120);
 /// A failed part is not repeated if less than this time is left.
-const MIN_REPEAT: Duration = Duration::from_secs(2);
+const MIN_REPEAT_TIME: Duration = Duration::from_secs(2);
 
 /// The number of GPU calls that are reported after a failure.
-const REPORTED_LAUNCHES: usize = 32;
+const MAX_REPORTED_LAUNCHES: usize = 32;
 
 /// The options with which the parts of a check run, such as the device and the time limit.
 pub(super) struct RunOptions<'a> {
@@ -56,7 +56,7 @@ enum RunMode {
 
 impl RunMode {
     /// Returns the name that the table shows for a run of the part `part` in this mode.
-    fn name_run(self, part: &str) -> String {
+    fn repetition_name(self, part: &str) -> String {
         match self {
             RunMode::Normal => part.to_owned(),
             RunMode::Blocking => format!("{part}, blocking launches"),
@@ -93,7 +93,7 @@ pub(super) fn run_parts(options: RunOptions, parts: &[Part]) -> diagnostic::Resu
                 runner.table.print_row(&part.name, &Row::skipped("all", "passed in the earlier check"));
                 record.clone()
             }
-            None => runner.run_or_skip(part),
+            None => runner.run_or_skip_part(part),
         };
         runner.report.parts.push(record);
         runner.write_report()?;
@@ -111,7 +111,7 @@ impl PartRunner<'_> {
 
     /// Runs a part, or skips it if the GPU is not usable or too little time is left. Repeats a part
     /// that fails soon.
-    fn run_or_skip(&mut self, part: &Part) -> PartRecord {
+    fn run_or_skip_part(&mut self, part: &Part) -> PartRecord {
         let left = self.time_left().as_secs();
         let cause = if self.unusable.is_some() {
             Some("the GPU is not usable".to_owned())
@@ -123,16 +123,16 @@ impl PartRunner<'_> {
         if let Some(cause) = cause {
             let row = Row::skipped("all", cause);
             self.table.print_row(&part.name, &row);
-            return PartRecord::of_skipped_part(&part.name, self.began.elapsed().as_secs_f64(), row);
+            return PartRecord::new_skipped(&part.name, self.began.elapsed().as_secs_f64(), row);
         }
         let limit = Duration::from_secs(part.limit_seconds);
-        let mut record = self.run(part, RunMode::Normal, limit);
+        let mut record = self.run_part_in_process(part, RunMode::Normal, limit);
         let has_failed = record.result == RowResult::Failed && self.unusable.is_none();
         // A part that hangs would hang again, so its repetition comes after the other parts.
-        let is_quick = record.seconds < QUICK_FAILURE.min(limit).as_secs_f64();
+        let is_quick = record.seconds < MAX_QUICK_FAILURE_TIME.min(limit).as_secs_f64();
         if has_failed && is_quick {
             let limit = Duration::from_secs_f64(5.0 + 3.0 * record.seconds);
-            record.repeats.extend(self.repeat(part, RunMode::Blocking, limit));
+            record.repeats.extend(self.repeat_part(part, RunMode::Blocking, limit));
         }
         record
     }
@@ -153,10 +153,10 @@ impl PartRunner<'_> {
                     continue;
                 }
                 let limit = match mode {
-                    RunMode::Sanitized => MAX_SANITIZED_REPEAT,
-                    _ => MAX_REPEAT.min(Duration::from_secs(part.limit_seconds)),
+                    RunMode::Sanitized => MAX_SANITIZED_REPEAT_TIME,
+                    _ => MAX_REPEAT_TIME.min(Duration::from_secs(part.limit_seconds)),
                 };
-                if let Some(repeat) = self.repeat(part, mode, limit) {
+                if let Some(repeat) = self.repeat_part(part, mode, limit) {
                     self.report.parts[number].repeats.push(repeat);
                     self.write_report()?;
                 }
@@ -166,14 +166,14 @@ impl PartRunner<'_> {
     }
 
     /// Repeats a failed part. Returns `None` if too little time is left.
-    fn repeat(&mut self, part: &Part, mode: RunMode, limit: Duration) -> Option<PartRecord> {
-        (self.time_left() >= MIN_REPEAT).then(|| self.run(part, mode, limit))
+    fn repeat_part(&mut self, part: &Part, mode: RunMode, limit: Duration) -> Option<PartRecord> {
+        (self.time_left() >= MIN_REPEAT_TIME).then(|| self.run_part_in_process(part, mode, limit))
     }
 
     /// Runs a part in a process, and prints its rows as they arrive. Prints the last launches and
     /// the output of a part that fails.
-    fn run(&mut self, part: &Part, mode: RunMode, limit: Duration) -> PartRecord {
-        let name = mode.name_run(&part.name);
+    fn run_part_in_process(&mut self, part: &Part, mode: RunMode, limit: Duration) -> PartRecord {
+        let name = mode.repetition_name(&part.name);
         let launch_log = MemoryFile::create();
         let command = self.build_command(part, mode, launch_log.as_ref().ok());
         let (mut rows, mut details, mut end) = (Vec::new(), Map::new(), None);
@@ -191,7 +191,7 @@ impl PartRunner<'_> {
             PartMessage::Failed { error } => end = Some(Err(*error)),
         });
         let PartOutcome { end: process_end, seconds, output } = outcome;
-        if let Some(cause) = self.find_failure(part, end, &process_end, &rows) {
+        if let Some(cause) = self.find_failure_reason(part, end, &process_end, &rows) {
             let row = Row::failed("all", cause);
             self.table.print_row(&name, &row);
             rows.push(row);
@@ -202,14 +202,14 @@ impl PartRunner<'_> {
             record.launches = launch_log
                 .and_then(|log| read_last_launches(&log))
                 .unwrap_or_else(|error| vec![format!("the launch log is not available: {error}")]);
-            self.print_evidence(&record);
+            self.print_failure_evidence(&record);
         }
         record
     }
 
     /// Returns why a part failed, or `None` if its process ended as it should or a row names the
     /// failure. `end` is the last message of the process, if it sent one.
-    fn find_failure(
+    fn find_failure_reason(
         &mut self,
         part: &Part,
         end: Option<diagnostic::Result<()>>,
@@ -220,7 +220,7 @@ impl PartRunner<'_> {
             (Some(Ok(())), PartEnd::Exited(status)) if status.success() => None,
             (Some(Err(error)), PartEnd::Exited(_)) => {
                 let cause = format!("{}: {}", error.code().name(), error.message());
-                if part.name == ENVIRONMENT && error.category() == Category::Cluster {
+                if part.name == ENVIRONMENT_PART && error.category() == Category::Cluster {
                     self.unusable = Some(error);
                 }
                 Some(cause)
@@ -237,7 +237,7 @@ impl PartRunner<'_> {
     }
 
     /// Prints the last GPU calls and the output of a failed part.
-    fn print_evidence(&mut self, record: &PartRecord) {
+    fn print_failure_evidence(&mut self, record: &PartRecord) {
         let mut lines = Vec::new();
         for (title, evidence) in
             [("last GPU calls, the latest one last", &record.launches), ("output", &record.output)]
@@ -258,7 +258,7 @@ impl PartRunner<'_> {
         if let Some(log) = launch_log {
             command.arguments.extend(["--launch-log".into(), log.path().into()]);
         }
-        command.variables = part.variables();
+        command.variables = part.environment_variables();
         if mode == RunMode::Blocking {
             command.variables.push((env::CUDA_LAUNCH_BLOCKING, "1".into()));
         }
@@ -277,6 +277,6 @@ impl PartRunner<'_> {
 /// Returns the last calls in a launch log, the latest one last.
 fn read_last_launches(log: &MemoryFile) -> io::Result<Vec<String>> {
     let mut launches = read_launch_log(&log.path())?;
-    launches.drain(..launches.len().saturating_sub(REPORTED_LAUNCHES));
+    launches.drain(..launches.len().saturating_sub(MAX_REPORTED_LAUNCHES));
     Ok(launches)
 }

@@ -1,7 +1,7 @@
 //! Measures the speed of training on a GPU with random weights and generated data, for `launch
 //! gpu-check`.
 use super::{
-    check_job::{OpenGpu, build_trainer, run_check, take_step},
+    check_job::{GpuOpener, build_trainer, run_check, take_step},
     environment::{query_clocks, report_used_kernels},
     message::{PartOutput, Row},
     timed_models::{TimedModel, find_model_by_number, select_timed_models},
@@ -27,7 +27,7 @@ use std::{
 };
 
 /// The smallest share of a step that an operation needs for a row of the table.
-const MIN_PRINTED_SHARE: f64 = 0.01;
+const MIN_PRINTED_TIME_SHARE: f64 = 0.01;
 /// The peak rates of GPUs in dense bf16 operations per second, from NVIDIA's data sheets (SXM).
 const PEAK_BF16_FLOPS: [(&str, f64); 4] =
     [("H100", 989.5e12), ("H200", 989.5e12), ("A100", 312e12), ("B200", 2250e12)];
@@ -36,7 +36,7 @@ const PEAK_BF16_FLOPS: [(&str, f64); 4] =
 /// the rows.
 pub(super) fn time_model(
     output: &PartOutput,
-    open: OpenGpu,
+    open: GpuOpener,
     tiny: bool,
     number: usize,
 ) -> diagnostic::Result<()> {
@@ -45,21 +45,21 @@ pub(super) fn time_model(
     let before = query_clocks(&model.cuda).1;
     let measured = measure_training(&mut model, duration)?;
     let (clocks, after) = query_clocks(&model.cuda);
-    output.details("clocks", json!({"before": before, "after": after}));
+    output.send_details("clocks", json!({"before": before, "after": after}));
     let values = [measured.to_text(), clocks].into_iter().filter(|text| !text.is_empty());
     let values = values.collect::<Vec<_>>().join(", ");
-    output.row(Row::measured(timed.name, values, measured.to_json(timed)));
+    output.send_row(Row::measured(timed.name, values, measured.to_json(timed)));
     while let Some(notice) = model.cuda.record_step_duration(Duration::ZERO) {
-        output.row(Row::measured(format!("- {notice}"), "", Value::Null));
+        output.send_row(Row::measured(format!("- {notice}"), "", Value::Null));
     }
-    profile_step(output, timed, &mut model, MIN_PRINTED_SHARE)?;
+    profile_step(output, timed, &mut model, MIN_PRINTED_TIME_SHARE)?;
     report_used_kernels(output, &model.cuda)
 }
 
 /// Times each operation of a training step of model number `number`, and reports a row for each.
 pub(super) fn profile_model(
     output: &PartOutput,
-    open: OpenGpu,
+    open: GpuOpener,
     tiny: bool,
     number: usize,
 ) -> diagnostic::Result<()> {
@@ -67,14 +67,14 @@ pub(super) fn profile_model(
     let Some(mut model) = warm_up_if_it_fits(output, timed, open()?)? else { return Ok(()) };
     let seconds = time_steps(&mut model.running, &mut |steps, _| steps >= 5)?;
     let values = format!("one step takes {:.2} ms", 1e3 * seconds);
-    output.row(Row::measured(timed.name, values, json!({"step_seconds": seconds})));
+    output.send_row(Row::measured(timed.name, values, json!({"step_seconds": seconds})));
     profile_step(output, timed, &mut model, 0.0)
 }
 
 /// Measures the cost of saving model number `number`, and reports a row.
 pub(super) fn time_save(
     output: &PartOutput,
-    open: OpenGpu,
+    open: GpuOpener,
     tiny: bool,
     number: usize,
 ) -> diagnostic::Result<()> {
@@ -91,7 +91,7 @@ pub(super) fn time_save(
     let data = json!({
         "blocked_seconds": save.blocked_seconds, "seconds": save.seconds, "slowdown": save.slowdown,
     });
-    output.row(Row::measured(timed.name, values, data));
+    output.send_row(Row::measured(timed.name, values, data));
     Ok(())
 }
 
@@ -105,7 +105,7 @@ fn warm_up_if_it_fits(
     let free_gib = cuda.query_memory_info()?.0 as f64 / f64::from(1 << 30);
     if free_gib < f64::from(timed.min_gib) {
         let cause = format!("needs {} GiB of GPU memory, and {free_gib:.1} GiB are free", timed.min_gib);
-        output.row(Row::skipped(timed.name, cause));
+        output.send_row(Row::skipped(timed.name, cause));
         return Ok(None);
     }
     warm_up_model(timed, cuda).map(Some)
@@ -113,7 +113,7 @@ fn warm_up_if_it_fits(
 
 /// Measures the speed and the memory of training model number `number`. Returns the measured values
 /// as JSON.
-pub(super) fn measure_model(open: OpenGpu, tiny: bool, number: usize) -> diagnostic::Result<Value> {
+pub(super) fn measure_model(open: GpuOpener, tiny: bool, number: usize) -> diagnostic::Result<Value> {
     let timed = find_model_by_number(tiny, number)?;
     let (cuda, duration) = (open()?, select_timed_models(tiny).1);
     let measured = run_check(|| measure_training(&mut warm_up_model(timed, cuda)?, duration))?;
@@ -194,16 +194,16 @@ fn profile_step(
     let profile = model.cuda.stop_profiling()?;
     let sum: f64 = profile.iter().map(|spent| spent.seconds).sum();
     let entry = |spent: &ProfileEntry| json!([spent.name, spent.calls, spent.seconds]);
-    output.details("operations", profile.iter().map(entry).collect());
+    output.send_details("operations", profile.iter().map(entry).collect());
     let values = format!("{:.2} ms", 1e3 * sum);
     let subject = format!("{}: sum of all operations of a step", timed.name);
-    output.row(Row::measured(subject, values, json!({"seconds": sum})));
+    output.send_row(Row::measured(subject, values, json!({"seconds": sum})));
     for spent in profile {
         let share = spent.seconds / sum.max(f64::MIN_POSITIVE);
         if share >= min_share {
             let calls = format_count(spent.calls, "call");
             let values = format!("{:.3} ms, {calls}, {:.1} %", 1e3 * spent.seconds, 100.0 * share);
-            output.row(Row::measured(format!("- {}", spent.name), values, Value::Null));
+            output.send_row(Row::measured(format!("- {}", spent.name), values, Value::Null));
         }
     }
     Ok(())

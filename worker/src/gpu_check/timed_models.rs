@@ -221,7 +221,7 @@ pub(super) fn find_model_by_number(tiny: bool, number: usize) -> diagnostic::Res
 
 /// Describes the timed models as JSON, each with its `config.json`, so that other programs can
 /// train the models.
-pub(super) fn describe_models(tiny: bool) -> diagnostic::Result<Value> {
+pub(super) fn describe_timed_models_as_json(tiny: bool) -> diagnostic::Result<Value> {
     let models = select_timed_models(tiny).0.iter().map(|timed| {
         let spec = timed.build_spec()?.1;
         let model = resolve_model(&spec.model, spec.model.vocab_size, spec.data.seq_len)?;

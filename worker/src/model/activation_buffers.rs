@@ -20,12 +20,12 @@ pub struct BufferSpec {
 
 impl BufferSpec {
     /// Declares a buffer of `len` elements in the data type in which the model computes.
-    pub(super) fn compute(len: usize) -> Self {
+    pub(super) fn in_compute_dtype(len: usize) -> Self {
         BufferSpec { name: "", len, is_f32: false }
     }
 
     /// Declares a buffer of `len` elements that are f32, whatever the precision of the model.
-    pub(super) fn f32(len: usize) -> Self {
+    pub(super) fn in_f32(len: usize) -> Self {
         BufferSpec { name: "", len, is_f32: true }
     }
 
@@ -50,7 +50,7 @@ impl ActivationBuffers {
     /// Allocates a zeroed buffer for each declaration in `specs`, for a model that computes in the
     /// data type `compute`.
     pub fn new(ops: &dyn Ops, specs: &[BufferSpec], compute: Dtype) -> Self {
-        let allocate = |spec: &BufferSpec| ops.zeroed_for("activations", spec.dtype(compute), spec.len);
+        let allocate = |spec: &BufferSpec| ops.zeroed_with_purpose("activations", spec.dtype(compute), spec.len);
         ActivationBuffers {
             names: specs.iter().map(|spec| spec.name).collect(),
             buffers: specs.iter().map(allocate).collect(),
@@ -70,7 +70,7 @@ impl ActivationBuffers {
     ///
     /// Panics if there are fewer buffers than fields.
     pub(super) fn borrow_set<'a, S: BufferSet<&'a Buf>>(&'a self) -> S {
-        S::take_fields(&mut self.buffers.iter())
+        S::from_values(&mut self.buffers.iter())
     }
 
     /// Returns exclusive references to the allocated buffers of the set `S`, which must be the set
@@ -80,7 +80,7 @@ impl ActivationBuffers {
     ///
     /// Panics if there are fewer buffers than fields.
     pub(super) fn borrow_set_mut<'a, S: BufferSet<&'a mut Buf>>(&'a mut self) -> S {
-        S::take_fields(&mut self.buffers.iter_mut())
+        S::from_values(&mut self.buffers.iter_mut())
     }
 }
 
@@ -100,7 +100,7 @@ pub(super) trait BufferSet<T>: Sized {
     /// # Panics
     ///
     /// Panics if there are fewer values than fields.
-    fn take_fields(values: &mut impl Iterator<Item = T>) -> Self;
+    fn from_values(values: &mut impl Iterator<Item = T>) -> Self;
 
     /// Appends the values of the fields to `values`.
     fn append_fields(self, values: &mut Vec<T>);
@@ -172,9 +172,9 @@ mod tests {
     #[test]
     fn buffers_have_the_declared_names_lengths_and_types() {
         let specs = list_buffers(OuterBuffers {
-            first: BufferSpec::compute(3),
-            second: BufferSpec::f32(4),
-            inner: InnerBuffers { third: BufferSpec::compute(5) },
+            first: BufferSpec::in_compute_dtype(3),
+            second: BufferSpec::in_f32(4),
+            inner: InnerBuffers { third: BufferSpec::in_compute_dtype(5) },
         });
         assert_eq!(specs.iter().map(|s| s.count_bytes(Dtype::Bf16)).collect::<Vec<_>>(), [6, 16, 10]);
         let mut buffers = ActivationBuffers::new(&Cpu::new(1), &specs, Dtype::Bf16);
@@ -188,7 +188,7 @@ mod tests {
         let OuterBuffers { first, second, inner } = buffers.borrow_set();
         assert_eq!([first, second, inner.third].map(Buf::len), [3, 4, 5]);
         let OuterBuffers { second, .. } = buffers.borrow_set_mut();
-        second.host_mut()[3] = 1.0;
-        assert_eq!(buffers.find_buffer("second").map(|b| b.host()[3]), Some(1.0));
+        second.host_slice_mut()[3] = 1.0;
+        assert_eq!(buffers.find_buffer("second").map(|b| b.host_slice()[3]), Some(1.0));
     }
 }

@@ -16,7 +16,7 @@ mod row_norm;
 
 pub(super) use decoder_config::{
     Activation, DECODER_KEY_NAMES, DecoderConfig, DropoutConfig, LayerNorms, LearnedPositions, NormKind,
-    QkNorm, TensorNames, list_decoder_config_keys,
+    QkNorm, TensorNames, build_decoder_config_json,
 };
 pub(super) use decoder_moe_config::{DecoderMoeConfig, ExpertTensorNames};
 pub use model::Model;

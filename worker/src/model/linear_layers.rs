@@ -91,7 +91,7 @@ impl LinearLayers {
     }
 
     /// Returns the matmul with the layout `layout` for the layer of `input`.
-    pub(super) fn select<'a>(&'a self, input: &'a LayerInput, layout: &'a LinearLayout) -> Linear<'a> {
+    pub(super) fn select_linear<'a>(&'a self, input: &'a LayerInput, layout: &'a LinearLayout) -> Linear<'a> {
         Linear { layers: self, input, layout }
     }
 }
@@ -117,7 +117,7 @@ impl Linear<'_> {
         let (input, layout) = (self.input, self.layout);
         let w = input.params.slice(layout.weight.clone());
         let bias = layout.bias.clone().map(|span| input.params.slice(span));
-        self.layers.format.forward(input.ops, y.reborrow(), x, w, bias, layout.sizes(input));
+        self.layers.format.forward(input.ops, y.reborrow(), x, w, bias, layout.matmul_sizes(input));
         if let Some(adapters) = self.adapters() {
             adapters.forward(layout.index, input, x, y, lora);
         }
@@ -138,7 +138,7 @@ impl Linear<'_> {
         let needs_grad = self.layers.needs_grad.get(input.layer).is_none_or(|needs| needs[layout.index]);
         if needs_grad {
             let dw = g.slice_mut(layout.weight.clone());
-            self.layers.format.backward_weight(input.ops, dw, dy, x, layout.sizes(input));
+            self.layers.format.backward_weight(input.ops, dw, dy, x, layout.matmul_sizes(input));
         }
     }
 
@@ -154,7 +154,7 @@ impl Linear<'_> {
     pub(super) fn backward_input(&self, mut dx: ViewMut, dy: View, lora: &mut LoraScratch) {
         let (input, layout) = (self.input, self.layout);
         let w = input.params.slice(layout.weight.clone());
-        self.layers.format.backward_input(input.ops, dx.reborrow(), dy, w, layout.sizes(input));
+        self.layers.format.backward_input(input.ops, dx.reborrow(), dy, w, layout.matmul_sizes(input));
         if let Some(adapters) = self.adapters() {
             adapters.backward_input(layout.index, input, dx, lora);
         }

@@ -27,7 +27,7 @@ impl LinearLayout {
 
     /// Returns the sizes of the matmul: the number of rows of the micro-batch, the inputs per row,
     /// and the outputs per row.
-    pub(super) fn sizes(&self, input: &LayerInput) -> MatmulSizes {
+    pub(super) fn matmul_sizes(&self, input: &LayerInput) -> MatmulSizes {
         (input.batch.rows(), self.inputs, self.outputs())
     }
 }

@@ -165,7 +165,7 @@ mod tests {
         depth: usize,
         term: impl Fn(usize, usize, usize) -> f64,
     ) {
-        for (i, actual) in actual.host().iter().enumerate() {
+        for (i, actual) in actual.host_slice().iter().enumerate() {
             let expected: f64 = (0..depth).map(|p| term(i / columns, i % columns, p)).sum();
             assert!(
                 (f64::from(*actual) - expected).abs() < 1e-4,

@@ -155,7 +155,7 @@ pub(super) fn declare_lora_scratch(layers: &[LayerAdapters], rows: usize) -> Lor
             lengths.iter_mut().zip(needed).for_each(|(a, b)| *a = b.max(*a));
         }
     }
-    let [input, low_rank, d_low_rank, padded_b, d_padded_b] = lengths.map(BufferSpec::f32);
+    let [input, low_rank, d_low_rank, padded_b, d_padded_b] = lengths.map(BufferSpec::in_f32);
     LoraScratchBuffers { input, low_rank, d_low_rank, padded_b, d_padded_b }
 }
 

@@ -388,10 +388,10 @@ impl RouterStats {
         let t = &mut self.layers[index];
         let (probs, lse) = (routing.probs.view(), routing.lse.view());
         t.prob_sums.fill(0.0);
-        for row in probs.host().chunks_exact(self.shape.experts) {
+        for row in probs.host_slice().chunks_exact(self.shape.experts) {
             t.prob_sums.iter_mut().zip(row).for_each(|(sum, p)| *sum += f64::from(*p));
         }
-        t.lse_squares = lse.host().iter().map(|&l| f64::from(l) * f64::from(l)).sum();
+        t.lse_squares = lse.host_slice().iter().map(|&l| f64::from(l) * f64::from(l)).sum();
     }
 
     /// Enqueues on the device the sums for the router losses of MoE layer number `index` over the
@@ -442,7 +442,7 @@ impl RouterStats {
         }
         let sums = self.count_sums();
         let layers =
-            self.host_sums.view().host()[copy * sums..(copy + 1) * sums].chunks_exact(self.shape.experts + 1);
+            self.host_sums.view().host_slice()[copy * sums..(copy + 1) * sums].chunks_exact(self.shape.experts + 1);
         let column = |e: usize| layers.clone().map(|layer| f64::from(layer[e])).sum::<f64>();
         let prob_sums: Vec<f64> = (0..self.shape.experts).map(column).collect();
         Ok(self.combine_losses(mean_selections, &prob_sums, column(self.shape.experts)))

@@ -269,8 +269,8 @@ impl RopeTables {
             let inverse = rope.compute_frequency(i, head_dim);
             for pos in 0..positions {
                 let angle = f64::from(pos as f32 * inverse);
-                cos.host_mut()[pos * half_head_dim + i] = angle.cos() as f32 * factor;
-                sin.host_mut()[pos * half_head_dim + i] = angle.sin() as f32 * factor;
+                cos.host_slice_mut()[pos * half_head_dim + i] = angle.cos() as f32 * factor;
+                sin.host_slice_mut()[pos * half_head_dim + i] = angle.sin() as f32 * factor;
             }
         }
         RopeTables { cos, sin, half_head_dim }

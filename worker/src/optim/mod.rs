@@ -87,7 +87,7 @@ struct ParamUpdate {
 
 impl ParamUpdate {
     /// Returns the inputs of the parameter's update in a step. `shape` is the parameter's shape.
-    fn inputs<'a>(
+    fn build_update_inputs<'a>(
         &self,
         spec: &'a OptimizerSpec,
         groups: &'a [GroupHyperparams],
@@ -251,8 +251,8 @@ impl Optimizer {
             at = r.end;
             let param = &self.params[u][seg.param];
             if let Some(direction) = param.method.direction {
-                let inputs = param.inputs(&self.spec, &self.groups, &unit.params[seg.param].shape, step);
-                direction.prepare_gradient(ops, grad.slice_mut(r), states.select_sharded(seg.param), &inputs);
+                let inputs = param.build_update_inputs(&self.spec, &self.groups, &unit.params[seg.param].shape, step);
+                direction.prepare_gradient(ops, grad.slice_mut(r), states.select_sharded_states(seg.param), &inputs);
             }
         }
     }
@@ -285,15 +285,15 @@ impl Optimizer {
             let r = at..at + seg.flat.len();
             at = r.end;
             let param = &self.params[u][seg.param];
-            let inputs = param.inputs(&self.spec, &self.groups, &unit.params[seg.param].shape, step);
+            let inputs = param.build_update_inputs(&self.spec, &self.groups, &unit.params[seg.param].shape, step);
             let UpdateMethod { direction, update } = param.method;
             let direction = direction.map(|direction| {
                 let whole = whole_grad.slice(unit.compute_trained_range(unit.tensor_range(seg.param)));
-                direction.compute_direction(ops, whole, states.select_replicated(seg.param), &inputs)
+                direction.compute_direction(ops, whole, states.select_replicated_states(seg.param), &inputs)
             });
             let g =
                 direction.as_ref().map_or_else(|| grad.slice(r), |d| d.view().slice(seg.elements.clone()));
-            let mut states = states.select_sharded(seg.param);
+            let mut states = states.select_sharded_states(seg.param);
             update_in_f32(&mut self.rounding, ops, (u, &seg), step.step, p, |p, piece| {
                 update(ops, p, g.slice(piece.clone()), states.slice_mut(piece), &inputs);
             });

@@ -36,7 +36,7 @@ impl StateVector {
     /// that `offload` selects.
     pub fn zeroed(ops: &dyn Ops, len: usize, offload: Option<&OffloadTarget>) -> io::Result<Self> {
         let storage = match offload.filter(|_| len > 0) {
-            None => StateStorage::Memory(ops.zeroed_for("the optimizer's states", Dtype::F32, len)),
+            None => StateStorage::Memory(ops.zeroed_with_purpose("the optimizer's states", Dtype::F32, len)),
             Some(OffloadTarget::Cpu) => StateStorage::Memory(ops.alloc_staging(Dtype::F32, len)),
             Some(OffloadTarget::Files(directory)) => {
                 let file = create_unlinked_file(directory)?;
@@ -193,8 +193,8 @@ mod tests {
             fs::read_dir(directory.path().join("new")).expect("directory").next().is_none(),
             "a file remains"
         );
-        assert!(states.view().host().iter().all(|x| *x == 0.0));
-        states.view_mut().host().iter_mut().enumerate().for_each(|(i, x)| *x = i as f32);
+        assert!(states.view().host_slice().iter().all(|x| *x == 0.0));
+        states.view_mut().host_slice_mut().iter_mut().enumerate().for_each(|(i, x)| *x = i as f32);
         assert!(
             read_resident_kilobytes(directory.path()) >= 4096,
             "4 MiB are resident while the states are used"
@@ -202,7 +202,7 @@ mod tests {
         states.evict_pages();
         assert_eq!(read_resident_kilobytes(directory.path()), 0);
         states.read_ahead();
-        assert!(states.view().host().iter().enumerate().all(|(i, x)| *x == i as f32));
+        assert!(states.view().host_slice().iter().enumerate().all(|(i, x)| *x == i as f32));
     }
 
     #[test]

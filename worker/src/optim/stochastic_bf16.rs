@@ -37,7 +37,7 @@ impl StochasticUpdate {
         let keys = units.iter().map(|u| u.params.iter().map(|p| key(&p.name)).collect()).collect();
         let len =
             compute_update_chunk_len(units.iter().zip(states).map(|(unit, st)| (unit, st.range.clone())));
-        let chunk = ops.zeroed_for("the weights being updated", Dtype::F32, len);
+        let chunk = ops.zeroed_with_purpose("the weights being updated", Dtype::F32, len);
         StochasticUpdate { keys, chunk }
     }
 

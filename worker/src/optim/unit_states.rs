@@ -66,7 +66,7 @@ impl StateLayout {
 
     /// Lists the parts of the sharded states that belong to the range `shard` of the parameter
     /// unit. They are adjacent in the state vector.
-    fn list_sharded(&self, unit: &ParamUnit, shard: Range<usize>) -> Vec<Segment> {
+    fn list_sharded_segments(&self, unit: &ParamUnit, shard: Range<usize>) -> Vec<Segment> {
         let in_vector = |part: Segment| {
             let i = self.sharded.binary_search_by_key(&part.param, |s| s.param).ok()?;
             let start = self.sharded[i].flat.start + part.elements.start - self.sharded[i].elements.start;
@@ -137,21 +137,21 @@ impl RoleStates {
 
     /// Lists the parts of the states that the owner of the range `shard` writes to checkpoints. The
     /// owner of a parameter's first element writes its replicated states.
-    pub fn list_written(&self, unit: &ParamUnit, shard: Range<usize>) -> Vec<Segment> {
+    pub fn list_saved_segments(&self, unit: &ParamUnit, shard: Range<usize>) -> Vec<Segment> {
         let begins_in_shard = |s: &&Segment| shard.contains(&unit.tensor_range(s.param).start);
         let replicated = self.layout.replicated.iter().filter(begins_in_shard).cloned();
-        self.layout.list_sharded(unit, shard.clone()).into_iter().chain(replicated).collect()
+        self.layout.list_sharded_segments(unit, shard.clone()).into_iter().chain(replicated).collect()
     }
 
     /// Returns the states that the owner of the range `shard` of the unit reads from checkpoints:
     /// its part of the sharded states, and all replicated states. Each item has the segments of
     /// consecutive elements.
-    pub fn list_read_mut(
+    pub fn list_loaded_segments_mut(
         &mut self,
         unit: &ParamUnit,
         shard: Range<usize>,
     ) -> [(Vec<Segment>, ViewMut<'_>); 2] {
-        let part = self.layout.list_sharded(unit, shard);
+        let part = self.layout.list_sharded_segments(unit, shard);
         let range = part.first().map_or(0, |s| s.flat.start)..part.last().map_or(0, |s| s.flat.end);
         let (sharded, replicated) = self.vector.view_mut().split_at(self.layout.sharded_len());
         [(part, sharded.slice(range)), (self.layout.replicated.clone(), replicated)]
@@ -167,7 +167,7 @@ impl RoleStates {
     pub fn pack_trained(&self, ops: &dyn Ops, unit: &ParamUnit, shard: Range<usize>) -> Buf {
         let trained = unit.compute_trained_range(shard.clone());
         let mut packed = ops.zeroed(Dtype::F32, trained.len());
-        for s in self.layout.list_sharded(unit, shard) {
+        for s in self.layout.list_sharded_segments(unit, shard) {
             let start = find_trained_offset(unit, &s) - trained.start;
             let to = packed.view_mut().slice(start..start + s.flat.len());
             ops.copy(to, self.vector.view().slice(s.flat));
@@ -203,18 +203,18 @@ pub(super) struct DeviceStates<'a>(pub(super) Vec<(&'a StateLayout, ViewMut<'a>)
 
 impl DeviceStates<'_> {
     /// Returns the sharded states of a parameter: those parts that this rank has.
-    pub(super) fn select_sharded(&mut self, param: usize) -> StateViews<'_> {
-        self.select(param, |layout| &layout.sharded)
+    pub(super) fn select_sharded_states(&mut self, param: usize) -> StateViews<'_> {
+        self.select_states(param, |layout| &layout.sharded)
     }
 
     /// Returns the replicated states of a parameter.
-    pub(super) fn select_replicated(&mut self, param: usize) -> StateViews<'_> {
-        self.select(param, |layout| &layout.replicated)
+    pub(super) fn select_replicated_states(&mut self, param: usize) -> StateViews<'_> {
+        self.select_states(param, |layout| &layout.replicated)
     }
 
     /// Returns the states of a parameter in the segments that `list` selects, the sharded or the
     /// replicated ones.
-    fn select(&mut self, param: usize, list: fn(&StateLayout) -> &[Segment]) -> StateViews<'_> {
+    fn select_states(&mut self, param: usize, list: fn(&StateLayout) -> &[Segment]) -> StateViews<'_> {
         let mut views = Vec::new();
         for (layout, vector) in &mut self.0 {
             let segments = list(layout);
@@ -235,7 +235,7 @@ impl<'a> StateViews<'a> {
     /// # Panics
     ///
     /// Panics if the parameter has no such state, or if it was taken before.
-    pub(super) fn take(&mut self, role: TensorRole) -> ViewMut<'a> {
+    pub(super) fn take_state(&mut self, role: TensorRole) -> ViewMut<'a> {
         let i = self.0.iter().position(|(r, _)| *r == role);
         let i = i.unwrap_or_else(|| panic!("the parameter has no state {role}"));
         self.0.swap_remove(i).1

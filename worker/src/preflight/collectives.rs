@@ -1,5 +1,5 @@
 //! Estimates how much memory collectives need, in addition to the data that they transfer.
-use super::memory::MemoryPlan;
+use super::memory::MemoryEstimator;
 use crate::{
     runtime::STAGING_BYTES,
     zero::{ShardingPolicy, micro_batch_sums::merge_into_aligned_ranges, owner_groups, partition::Partition},
@@ -10,7 +10,7 @@ use device::Dtype;
 /// reads.
 const PEER_CHUNK_BYTES: usize = 1 << 20;
 
-impl MemoryPlan<'_> {
+impl MemoryEstimator<'_> {
     /// Computes the size in bytes of the buffers in which a rank exchanges messages with the ranks
     /// that own experts.
     pub(super) fn count_moe_message_bytes(&self, policy: ShardingPolicy, rank: usize, dtype: Dtype) -> u64 {

@@ -1,6 +1,6 @@
 //! Estimates the peak memory of gradients: of their sums, and of the buffers in which they are
 //! computed and reduced.
-use super::memory::MemoryPlan;
+use super::memory::MemoryEstimator;
 use crate::{
     param_groups::find_first_backward_layer,
     params::ParamUnit,
@@ -14,7 +14,7 @@ use crate::{
 };
 use std::collections::VecDeque;
 
-impl MemoryPlan<'_> {
+impl MemoryEstimator<'_> {
     /// Computes the largest number of gradient elements that a rank has in memory at one time.
     /// Buffers are reused by the same rules as in the engine's buffer pools.
     pub(super) fn count_gradient_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
@@ -72,13 +72,13 @@ impl MemoryPlan<'_> {
         in_flight: usize,
         has_buffer: impl Fn(&ParamUnit) -> bool,
     ) -> usize {
-        let mut buffers = GradientBuffers { in_flight, ..GradientBuffers::default() };
-        let (head, layers) = self.list_layer_units(rank);
+        let mut buffers = GradientBufferEstimate { in_flight, ..GradientBufferEstimate::default() };
+        let (head, layers) = self.list_head_and_layer_units(rank);
         let is_trained = |u: usize| self.units[u].has_any_trained();
         let schedule = self.build_micro_batch_schedule(policy);
         // In the second round the last gradient of the first round is still being reduced.
         for _ in 0..schedule.count_rounds().min(2) {
-            let take = |b: &mut GradientBuffers, u: usize| {
+            let take = |b: &mut GradientBufferEstimate, u: usize| {
                 has_buffer(&self.units[u]).then(|| b.pool.take(self.units[u].len()))
             };
             let of_head = take(&mut buffers, head);
@@ -115,7 +115,7 @@ impl MemoryPlan<'_> {
 
 /// A simulation of the buffers in which gradients are written and reduced, for the memory estimate.
 #[derive(Default)]
-struct GradientBuffers {
+struct GradientBufferEstimate {
     pool: BufferPoolEstimate,
     /// The number of gradients that may be reduced while the next one is written.
     in_flight: usize,
@@ -129,7 +129,7 @@ struct GradientBuffers {
     free_stacks: usize,
 }
 
-impl GradientBuffers {
+impl GradientBufferEstimate {
     /// Simulates the end of computing a gradient, which starts its reduction or frees its buffer.
     /// Does nothing if there is no gradient.
     fn release_gradient(&mut self, gradient: Option<usize>, is_reduced: bool) {

@@ -27,7 +27,7 @@ const CHECKPOINT_BUFFER_BYTES: u64 = 24 << 20;
 
 /// Estimates the peak memory of the ranks of a job, from the job, its model and the number of
 /// ranks.
-pub(super) struct MemoryPlan<'a> {
+pub(super) struct MemoryEstimator<'a> {
     pub(super) job: &'a JobSpec,
     pub(super) train: &'a TrainSpec,
     pub(super) model: &'a Model,
@@ -38,15 +38,15 @@ pub(super) struct MemoryPlan<'a> {
     pub(super) tokens: u64,
 }
 
-impl MemoryPlan<'_> {
+impl MemoryEstimator<'_> {
     /// Estimates the peak memory of one rank. Counts GPU memory if the rank trains on a GPU,
     /// otherwise host memory.
     pub(super) fn estimate_rank_memory(&self, rank: u32) -> MemoryEstimate {
         let policy = ShardingPolicy::for_job(self.train);
-        let mut parts = self.list_training_parts(policy, rank as usize);
+        let mut parts = self.list_common_memory(policy, rank as usize);
         parts.extend(match self.job.cluster.trains_on_gpus() {
-            true => self.list_gpu_parts(),
-            false => self.list_host_parts(policy, rank as usize),
+            true => self.list_gpu_only_memory(),
+            false => self.list_cpu_only_memory(policy, rank as usize),
         });
         let mut parts: Vec<(String, u64)> =
             parts.into_iter().filter(|(_, bytes)| *bytes > 0).map(|(name, n)| (name.to_owned(), n)).collect();
@@ -73,7 +73,7 @@ impl MemoryPlan<'_> {
     }
 
     /// Lists the memory that is needed on both CPUs and GPUs, in bytes by purpose.
-    fn list_training_parts(&self, policy: ShardingPolicy, rank: usize) -> Vec<(&'static str, u64)> {
+    fn list_common_memory(&self, policy: ShardingPolicy, rank: usize) -> Vec<(&'static str, u64)> {
         let weights = ParamDtypes::for_job(self.train);
         let (dtype, bytes) = (weights.compute, weights.compute.size() as u64);
         let sum = |lengths: Vec<usize>| lengths.iter().sum::<usize>() as u64;
@@ -84,7 +84,7 @@ impl MemoryPlan<'_> {
             true => shards,
             false => full,
         };
-        let master_weights = match weights.has_masters() {
+        let master_weights = match weights.has_master_weights() {
             true if policy.shards_updated_params(true) => shards,
             true => full,
             false => 0,
@@ -110,13 +110,13 @@ impl MemoryPlan<'_> {
     }
 
     /// Lists the memory that is only needed on a GPU, in bytes by purpose.
-    fn list_gpu_parts(&self) -> Vec<(&'static str, u64)> {
+    fn list_gpu_only_memory(&self) -> Vec<(&'static str, u64)> {
         let (b, t) = self.micro_batch_shape();
         vec![("logits and operator workspace", self.count_gpu_workspace_bytes(b, t))]
     }
 
     /// Lists the memory that is only needed on CPUs, in bytes by purpose.
-    fn list_host_parts(&self, policy: ShardingPolicy, rank: usize) -> Vec<(&'static str, u64)> {
+    fn list_cpu_only_memory(&self, policy: ShardingPolicy, rank: usize) -> Vec<(&'static str, u64)> {
         let weights = ParamDtypes::for_job(self.train);
         let (dtype, bytes) = (weights.compute, weights.compute.size() as u64);
         let (b, t) = self.micro_batch_shape();

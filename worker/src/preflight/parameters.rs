@@ -1,6 +1,6 @@
 //! Estimates the peak memory of those parameters that a rank gets from other ranks, in buffers or
 //! through shared memory.
-use super::memory::MemoryPlan;
+use super::memory::MemoryEstimator;
 use crate::{
     model::MoeModel,
     param_groups::find_first_backward_layer,
@@ -14,10 +14,10 @@ use crate::{
 use jobspec::{HostSelection, WorkersPerHost};
 use std::collections::{HashMap, VecDeque};
 
-impl MemoryPlan<'_> {
+impl MemoryEstimator<'_> {
     /// Returns the index of the output layer's parameter unit, and for each layer the indices of
     /// its unit and of the unit of experts with a shard of this rank.
-    pub(super) fn list_layer_units(&self, rank: usize) -> (usize, Vec<Vec<usize>>) {
+    pub(super) fn list_head_and_layer_units(&self, rank: usize) -> (usize, Vec<Vec<usize>>) {
         let head = self.model.sizes().layers + 1;
         let is_moe = |l: usize| MoeModel::from_model(self.model).is_some_and(|s| s.is_moe_layer(l));
         let mut experts =
@@ -29,7 +29,7 @@ impl MemoryPlan<'_> {
 
     /// Returns the parameter units in the order in which a training step gathers them.
     fn list_units_in_gather_order(&self, rank: usize) -> Vec<usize> {
-        let (head, layers) = self.list_layer_units(rank);
+        let (head, layers) = self.list_head_and_layer_units(rank);
         let forward = layers.iter().flatten().copied();
         let backward = layers[find_first_backward_layer(self.units)..].iter().rev().flatten().copied();
         let tied = self.model.has_tied_embeddings().then_some(0);

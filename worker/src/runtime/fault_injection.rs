@@ -41,7 +41,7 @@ pub(super) fn arm_fault_point(init: &WorkerInit) -> Result<()> {
 
 /// Returns the number of steps after which this rank must loop endlessly while it reads samples, or
 /// `None` unless the test variable `LAUNCH_FAULT` requests this fault.
-pub(super) fn find_endless_loop(init: &WorkerInit) -> Result<Option<u64>> {
+pub(super) fn read_endless_loop_step(init: &WorkerInit) -> Result<Option<u64>> {
     match read_injected_fault(init)? {
         Some(InjectedFault::LoopsAfter(steps)) => Ok(Some(steps)),
         _ => Ok(None),

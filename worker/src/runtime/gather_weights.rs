@@ -28,7 +28,7 @@ pub(super) fn gather_last_checkpoint_weights(
         false => {
             let opened = HostLocalCheckpoint::open(queue, layout, path, None)?;
             if is_leader {
-                let written = write_weights(session, &opened, opened.checkpoint().facts().step, root);
+                let written = write_weights(session, &opened, opened.local_view().run_facts().step, root);
                 opened.end_serving()?;
                 written
             } else {
@@ -44,7 +44,7 @@ pub(super) fn gather_last_checkpoint_weights(
 /// rank can read every shard.
 fn gather_shared_checkpoint(session: &AgentSession, path: &Path, root: &Path) -> Result<bool> {
     let checkpoint = Checkpoint::open(path).map_err(to_unreadable_checkpoint_error)?;
-    write_weights(session, &checkpoint, checkpoint.facts().step, root)
+    write_weights(session, &checkpoint, checkpoint.run_facts().step, root)
 }
 
 /// Writes the weights of `source` to the directory `weights` below `root`, and reports to the

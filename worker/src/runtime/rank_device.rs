@@ -83,7 +83,7 @@ impl RankDevice {
         hosts: Arc<dyn Comm>,
     ) -> Result<Arc<dyn Comm>> {
         let RankDevice::Gpu(cuda, paths) = self else { return Ok(hosts) };
-        let has_own_gpu = hosts.world() > 1 && cluster.workers_per_gpu == 1;
+        let has_own_gpu = hosts.world_size() > 1 && cluster.workers_per_gpu == 1;
         match cluster.comm_backend {
             CommBackend::Nccl => {}
             CommBackend::Auto if has_own_gpu => {}

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     consensus::exchange_values_without_queue,
-    data::{Dataset, FileLists, SampleOrder, Split, TextTokenizer},
+    data::{Dataset, FilePatternCache, SampleOrder, Split, TextTokenizer},
     error::Result,
     model::MicroBatch,
     train::{generation::GenerationRequest, step::SampleSource},
@@ -101,9 +101,9 @@ impl SampleSets {
     /// Opens the training data and the held-out data on this rank, and determines in which order
     /// samples are read.
     fn open_on_this_rank(train: &TrainSpec, init: &WorkerInit, tokenizer: &TextTokenizer) -> Result<Self> {
-        let (spec, mut lists) = (&train.data, FileLists::new(&init.workdir));
+        let (spec, mut lists) = (&train.data, FilePatternCache::new(&init.workdir));
         let mut open = |files, split| {
-            Dataset::open_with(spec, files, split, tokenizer, &mut lists).map_err(Diagnostic::from)
+            Dataset::open_with_tokenizer(spec, files, split, tokenizer, &mut lists).map_err(Diagnostic::from)
         };
         let data = open(None, Split::Train)?;
         let eval = train.eval.as_ref().map(|e| {

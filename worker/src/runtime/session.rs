@@ -53,11 +53,11 @@ const LEAVE_DECISION_TIMEOUT: Duration = Duration::from_secs(10);
 /// run stops without the notice.
 const STOP_NOTICE_TIMEOUT: Duration = Duration::from_secs(1);
 /// The abort reason that a rank reports when its agent has ended.
-const AGENT_ENDED: &str = "the agent closed the control connection";
+const AGENT_ENDED_REASON: &str = "the agent closed the control connection";
 
 /// How far a rank has prepared its first step, which decides how the rank reacts to a stop request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum StepReadiness {
+enum FirstStepReadiness {
     /// The rank prepares data, model or checkpoint. A stop request ends the process, because no
     /// state would be lost.
     Preparing,
@@ -111,7 +111,7 @@ impl AgentRequests {
     }
 
     /// Stores the values of a changed job file.
-    fn set_reload(&self, values: ReloadValues) {
+    fn store_reload(&self, values: ReloadValues) {
         *self.reload_values.lock().unwrap_or_else(PoisonError::into_inner) = Some(values);
     }
 }
@@ -124,7 +124,7 @@ pub(super) struct AgentSession {
     phase: Mutex<WorkerPhase>,
     step: AtomicU64,
     aborts: Mutex<AbortHandlers>,
-    readiness: Mutex<StepReadiness>,
+    readiness: Mutex<FirstStepReadiness>,
     inbox: Mutex<Inbox>,
     /// Signals that a message has arrived in `inbox`, or that the attempt was aborted.
     arrived: Condvar,
@@ -200,7 +200,7 @@ impl AgentSession {
             phase: Mutex::new(WorkerPhase::Starting),
             step: AtomicU64::new(0),
             aborts: Mutex::default(),
-            readiness: Mutex::new(StepReadiness::Preparing),
+            readiness: Mutex::new(FirstStepReadiness::Preparing),
             inbox: Mutex::default(),
             arrived: Condvar::new(),
             is_failure_reported: AtomicBool::new(false),
@@ -259,7 +259,7 @@ impl AgentSession {
                 match receive_message(&mut read) {
                     Ok(Some(message)) => session.handle_message(message),
                     Ok(None) | Err(_) => {
-                        session.call_abort_handlers(AGENT_ENDED, false);
+                        session.call_abort_handlers(AGENT_ENDED_REASON, false);
                         std::process::exit(WorkerExit::Aborted.exit_code().into());
                     }
                 }
@@ -283,7 +283,7 @@ impl AgentSession {
         match message {
             ToWorker::Stop => self.handle_stop_request(),
             ToWorker::Save => self.requests.save.store(true, Relaxed),
-            ToWorker::Reload(values) => self.requests.set_reload(values),
+            ToWorker::Reload(values) => self.requests.store_reload(values),
             ToWorker::Abort { reason, keep } => self.call_abort_handlers(&reason, keep),
             ToWorker::Peers(peers) => {
                 self.lock_inbox().peers = Some(peers);
@@ -302,7 +302,7 @@ impl AgentSession {
         }
         self.requests.clear();
         *self.aborts.lock().unwrap_or_else(PoisonError::into_inner) = AbortHandlers::default();
-        self.set_readiness(StepReadiness::Preparing);
+        self.set_readiness(FirstStepReadiness::Preparing);
         self.is_failure_reported.store(false, Relaxed);
         *inbox = Inbox { init: Some(init), ..Inbox::default() };
         self.arrived.notify_all();
@@ -343,7 +343,7 @@ impl AgentSession {
     /// the next one. Waits up to [`LEAVE_DECISION_TIMEOUT`] for the agent's decision.
     ///
     /// Only a rank on a CPU leaves, and only if `error` is the consequence of another failure.
-    pub(super) fn leaves_after(&self, error: &Error, init: &WorkerInit) -> bool {
+    pub(super) fn waits_to_leave_attempt(&self, error: &Error, init: &WorkerInit) -> bool {
         let keeps_workers = init.job.checkpoint.memory.as_ref().is_some_and(|memory| memory.keep_workers);
         let can_leave = self.attempts.is_some() && keeps_workers && !init.job.cluster.trains_on_gpus();
         if !can_leave || error.to_worker_exit() != WorkerExit::Aborted {
@@ -399,7 +399,7 @@ impl AgentSession {
     fn handle_stop_request(&self) {
         let readiness = self.readiness.lock().unwrap_or_else(PoisonError::into_inner);
         self.requests.request_stop();
-        if *readiness != StepReadiness::Preparing {
+        if *readiness != FirstStepReadiness::Preparing {
             return;
         }
         // The lock is still locked, so that the rank does not become ready meanwhile.
@@ -412,13 +412,13 @@ impl AgentSession {
 
     /// Waits until every rank is ready for the first step. Returns false if a rank was asked to
     /// stop before, so that no rank begins the step. Collective: every rank must call it.
-    pub(super) fn begin_first_step(&self, queue: &CollectiveQueue) -> Result<bool> {
-        self.set_readiness(StepReadiness::Waiting);
+    pub(super) fn wait_for_first_step(&self, queue: &CollectiveQueue) -> Result<bool> {
+        self.set_readiness(FirstStepReadiness::Waiting);
         let is_stopping = is_any_true(queue, self.requests.is_stop_requested())?;
         if is_stopping {
             self.report_stop_before_first_step();
         } else {
-            self.set_readiness(StepReadiness::Training);
+            self.set_readiness(FirstStepReadiness::Training);
         }
         Ok(!is_stopping)
     }
@@ -428,7 +428,7 @@ impl AgentSession {
     /// [`STOP_ARRIVAL_TIMEOUT`] for the request.
     pub(super) fn is_stopped_before_first_step(&self, error: &Error) -> bool {
         let readiness = *self.readiness.lock().unwrap_or_else(PoisonError::into_inner);
-        if readiness == StepReadiness::Training || error.to_worker_exit() != WorkerExit::Aborted {
+        if readiness == FirstStepReadiness::Training || error.to_worker_exit() != WorkerExit::Aborted {
             return false;
         }
         let deadline = Instant::now() + STOP_ARRIVAL_TIMEOUT;
@@ -442,7 +442,7 @@ impl AgentSession {
     }
 
     /// Sets how far this rank has prepared its first step.
-    fn set_readiness(&self, readiness: StepReadiness) {
+    fn set_readiness(&self, readiness: FirstStepReadiness) {
         *self.readiness.lock().unwrap_or_else(PoisonError::into_inner) = readiness;
     }
 

@@ -24,7 +24,7 @@ fn begin_on_ranks(stopped: &[usize]) -> Vec<bool> {
     std::thread::scope(|scope| {
         let begin = |rank: usize| {
             let (session, queue, _) = &ranks[rank];
-            scope.spawn(move || session.begin_first_step(queue).unwrap())
+            scope.spawn(move || session.wait_for_first_step(queue).unwrap())
         };
         let threads: Vec<_> = (0..ranks.len()).map(begin).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
@@ -56,7 +56,7 @@ fn a_failed_collective_is_a_stop_if_the_request_follows_before_the_first_step() 
     session.call_abort_handlers("rank 1 failed", false);
     assert!(!session.is_stopped_before_first_step(&aborted), "the agent aborts after a failure");
     let (session, queue, _agent) = create_ranks(1).remove(0);
-    assert!(session.begin_first_step(&queue).unwrap());
+    assert!(session.wait_for_first_step(&queue).unwrap());
     session.requests.request_stop();
     assert!(!session.is_stopped_before_first_step(&aborted), "a step may be complete on other ranks");
 }
@@ -95,18 +95,18 @@ fn a_rank_leaves_only_a_failed_attempt_and_only_if_the_agent_allows_it() {
     let abort = |keep| ToWorker::Abort { reason: "rank 1 failed".into(), keep };
     let (session, _agent, _memory) = create_lasting_session();
     session.handle_message(abort(true));
-    assert!(session.leaves_after(&aborted, &build_init(0)));
-    assert!(!session.leaves_after(&failed, &build_init(0)));
+    assert!(session.waits_to_leave_attempt(&aborted, &build_init(0)));
+    assert!(!session.waits_to_leave_attempt(&failed, &build_init(0)));
     let mut init = build_init(0);
     init.job.checkpoint.memory = None;
-    assert!(!session.leaves_after(&aborted, &init));
+    assert!(!session.waits_to_leave_attempt(&aborted, &init));
     let (session, _agent, _memory) = create_lasting_session();
     session.handle_message(abort(false));
-    assert!(!session.leaves_after(&aborted, &build_init(0)));
+    assert!(!session.waits_to_leave_attempt(&aborted, &build_init(0)));
     let (stream, _agent) = UnixStream::pair().unwrap();
     let session = AgentSession::new(stream);
     session.handle_message(abort(true));
-    assert!(!session.leaves_after(&aborted, &build_init(0)), "the process has no socket for later attempts");
+    assert!(!session.waits_to_leave_attempt(&aborted, &build_init(0)), "the process has no socket for later attempts");
 }
 
 #[test]

@@ -110,7 +110,7 @@ pub(super) fn train_until_done(
         let last = running.is_done();
         if stop || last || flags & SAVE != 0 || is_save_due(&values, running.position.step) {
             if stop {
-                cancel_early_save(running, run, saver)?;
+                cancel_mostly_unwritten_save(running, run, saver)?;
             }
             save_checkpoint(running, run, saver, stop || last)?;
             last_save = Instant::now();
@@ -160,19 +160,19 @@ fn copy_and_evaluate(
 ) -> Result<()> {
     running.position.is_evaluation_due = is_evaluation_due(running, run, values);
     let evaluates = running.position.is_evaluation_due;
-    copy_if_due(running, run, saver)?;
+    copy_to_memory_if_due(running, run, saver)?;
     evaluate_if_due(running, run)?;
     if evaluates && !running.position.is_evaluation_due {
-        copy_if_due(running, run, saver)?;
+        copy_to_memory_if_due(running, run, saver)?;
     }
     Ok(())
 }
 
 /// Copies the state to the memory of hosts if the job requires a copy after this step. Reports the
 /// cost of the first copy. Collective: every rank must call it.
-fn copy_if_due(running: &mut RunningTrainer, run: &RunContext, saver: &mut CheckpointSaver) -> Result<()> {
-    let is_first = !saver.has_copied();
-    match saver.copy_if_due(running)? {
+fn copy_to_memory_if_due(running: &mut RunningTrainer, run: &RunContext, saver: &mut CheckpointSaver) -> Result<()> {
+    let is_first = !saver.has_copied_to_memory();
+    match saver.copy_to_memory_if_due(running)? {
         Some(cost) if is_first && run.is_leader => {
             run.session.send_event(Event::new_notice(None, cost.to_string()))
         }
@@ -405,7 +405,7 @@ fn save_checkpoint(
     run.session.set_phase(WorkerPhase::Saving)?;
     finish_save(running, run, saver)?;
     saver.begin_save(running)?;
-    if let Some(message) = saver.take_notice() {
+    if let Some(message) = saver.take_staging_notice() {
         run.session.send_event(Event::new_notice(Some(running.trainer.engine.rank() as u32), message))?;
     }
     if wait || !run.job.checkpoint.r#async {
@@ -427,8 +427,8 @@ fn is_stopping_after_save(
 
 /// Before a stopping run saves its last checkpoint, cancels the background save in progress if it
 /// is far from complete. Collective: every rank must call it.
-fn cancel_early_save(running: &RunningTrainer, run: &RunContext, saver: &mut CheckpointSaver) -> Result<()> {
-    match saver.cancel_early_save(running)? {
+fn cancel_mostly_unwritten_save(running: &RunningTrainer, run: &RunContext, saver: &mut CheckpointSaver) -> Result<()> {
+    match saver.cancel_mostly_unwritten_save(running)? {
         Some(step) if run.is_leader => {
             let message = format!("cancelled the save of step {step}, because the run saves and stops");
             run.session.send_event(Event::new_notice(None, message))

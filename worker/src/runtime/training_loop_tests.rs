@@ -134,7 +134,7 @@ fn run_rank(
     comm: Arc<dyn Comm>,
     session: &AgentSession,
 ) -> (WorkerExit, usize) {
-    let (job, rank, world) = (load_test_job(root, settings), comm.rank(), comm.world());
+    let (job, rank, world) = (load_test_job(root, settings), comm.rank(), comm.world_size());
     let spec = ResolvedSpec::new(job.train.as_ref().unwrap(), VOCAB).unwrap();
     let sharded = spec.build_model().unwrap().shard_model(comm, Arc::new(Cpu::new(1))).unwrap();
     let mut ready = sharded.create_optimizer().unwrap();
@@ -143,7 +143,7 @@ fn run_rank(
     let resumed = resume_from_checkpoint(&mut ready, &job, &dirs, "digest", &mut |_| Ok(())).unwrap();
     let last = resumed.as_ref().map(|resumed| resumed.path.clone());
     let mut running = match resumed {
-        Some(resumed) => ready.start_at(resumed.cursor),
+        Some(resumed) => ready.start_at_position(resumed.cursor),
         None => ready.start_fresh(),
     };
     let stops = |moment: Option<StopAt>, evaluates: bool| match moment {
@@ -221,8 +221,8 @@ fn run_undisturbed_job() -> Vec<String> {
 
 /// Returns the step of the newest checkpoint below `root`, and whether an evaluation is due.
 fn read_newest_position(root: &Path) -> (u64, bool) {
-    let checkpoint = ckpt::open_newest(root).unwrap().checkpoint;
-    (checkpoint.facts().step, checkpoint.facts().cursor["at"]["is_evaluation_due"] == true)
+    let checkpoint = ckpt::open_newest_native(root).unwrap().checkpoint;
+    (checkpoint.run_facts().step, checkpoint.run_facts().cursor["at"]["is_evaluation_due"] == true)
 }
 
 /// Creates the settings of a process that saves only at its end.

@@ -20,16 +20,16 @@ pub(super) fn initialise_unit(
     selects: impl Fn(&str) -> bool,
 ) {
     let (unit, resident, computed) =
-        (&engine.shards[u].unit, engine.resident_range(u), engine.compute_range(u));
+        (&engine.shards[u].unit, engine.resident_range(u), engine.compute_copy_range(u));
     let longest = resident.len().max(computed.len());
     let mut buffer = ops.alloc_staging(Dtype::F32, INIT_BUFFER_ELEMENTS.min(longest));
     let is_selected = |seg: &Segment| selects(&unit.params[seg.param].name);
     for seg in unit.list_segments(resident.clone()).iter().filter(|seg| is_selected(seg)) {
         for from in seg.flat.clone().step_by(INIT_BUFFER_ELEMENTS) {
             let range = from..seg.flat.end.min(from + INIT_BUFFER_ELEMENTS);
-            let values = &mut buffer.host_mut()[..range.len()];
+            let values = &mut buffer.host_slice_mut()[..range.len()];
             fill_initial_values(unit, range.clone(), seed, &selects, values);
-            engine.write_resident(u, range.start - resident.start, View::from(&*values));
+            engine.write_resident_params(u, range.start - resident.start, View::from(&*values));
         }
     }
     if resident == computed {
@@ -37,7 +37,7 @@ pub(super) fn initialise_unit(
     }
     // The compute copy has more elements than this rank's shard of the fp32 master weights.
     for offset in (0..computed.len()).step_by(INIT_BUFFER_ELEMENTS) {
-        let values = &mut buffer.host_mut()[..INIT_BUFFER_ELEMENTS.min(computed.len() - offset)];
+        let values = &mut buffer.host_slice_mut()[..INIT_BUFFER_ELEMENTS.min(computed.len() - offset)];
         values.fill(0.0);
         let from = computed.start + offset;
         fill_initial_values(unit, from..from + values.len(), seed, &selects, values);

@@ -93,7 +93,7 @@ pub struct LayerActivations<'a> {
 impl MicroBatchActivations {
     /// Allocates the activation buffers that `plan` lists.
     pub fn new(ops: &dyn Ops, plan: &ActivationPlan) -> Self {
-        let allocate = |dtype, len| ops.zeroed_for("activations", dtype, len);
+        let allocate = |dtype, len| ops.zeroed_with_purpose("activations", dtype, len);
         let set = |specs: &[BufferSpec]| ActivationBuffers::new(ops, specs, plan.dtype);
         MicroBatchActivations {
             layer_inputs: (0..=plan.layers).map(|_| allocate(plan.dtype, plan.stream_len)).collect(),

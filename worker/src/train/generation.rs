@@ -92,7 +92,7 @@ impl GenerationRequest {
             if is_leader {
                 let logits = trainer.ops.to_host(logits.view(), &mut host_logits);
                 trainer.ops.status()?;
-                tokens.push(self.choose_token(logits.host(), i, step));
+                tokens.push(self.choose_token(logits.host_slice(), i, step));
             }
         }
         Ok(Some(tokens.split_off(self.prompt.len())))

@@ -114,7 +114,7 @@ impl MoeTrainer {
 
     /// Returns the index of the parameter unit with this rank's experts of layer `l`, or `None` for
     /// a layer without experts.
-    pub fn unit(&self, l: usize) -> Option<usize> {
+    pub fn expert_unit(&self, l: usize) -> Option<usize> {
         self.layers[l].as_ref().map(|layer| layer.unit)
     }
 

@@ -2,7 +2,7 @@
 //! steps.
 use super::step::{RankStepReport, SampleSource, StepOutcome, Trainer};
 use crate::{error::Result, optim::schedule::compute_learning_rate};
-use jobspec::{ReloadTrain, TrainSpec};
+use jobspec::{ReloadTrainValues, TrainSpec};
 
 /// A trainer whose parameters have values and which knows its position in the run, so that it can
 /// run training steps.
@@ -76,7 +76,7 @@ impl RunningTrainer {
     }
 
     /// Applies the new values of keys that the user changed in the job file while the job runs.
-    pub fn apply_reloaded_values(&mut self, values: &ReloadTrain) {
+    pub fn apply_reloaded_values(&mut self, values: &ReloadTrainValues) {
         self.train.steps = values.steps;
         self.train.schedule.min_lr = values.min_lr;
         self.train.schedule.decay_steps = values.decay_steps;

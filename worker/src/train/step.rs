@@ -390,7 +390,7 @@ impl Trainer {
         }
         self.ops.status()?;
         let rows = w.row_losses.len();
-        let copies = w.host_losses.view().host().chunks_exact(rows).take(count);
+        let copies = w.host_losses.view().host_slice().chunks_exact(rows).take(count);
         Ok(copies.map(|losses| losses.iter().map(|&l| f64::from(l)).sum()).collect())
     }
 
@@ -499,7 +499,7 @@ impl Trainer {
         let base = self.engine.resident_range(u).start;
         let range = self.optimizer.states(u).range.clone();
         let (unit, optimizer) = (&self.engine.shards[u].unit, &mut self.optimizer);
-        self.engine.with_resident(u, |params| {
+        self.engine.with_resident_params(u, |params| {
             let p = params.view_mut().slice(range.start - base..range.end - base);
             optimizer.update_unit(ops.as_ref(), u, unit, p, grad.view(), whole_grad, step_params);
         });

@@ -53,18 +53,18 @@ impl RankStepReport {
             self.flags,
             self.peak_rss,
             self.exposed_comm.to_bits(),
-            join_halves(self.times.step_us, self.times.waiting_us),
-            join_halves(self.times.collective_us, peer),
-            join_halves(slowest_us, fastest_us),
+            pack_two_u32(self.times.step_us, self.times.waiting_us),
+            pack_two_u32(self.times.collective_us, peer),
+            pack_two_u32(slowest_us, fastest_us),
         ]
     }
 
     /// Decodes a report. `micro_batches` is the number of micro-batches that the rank processed.
     pub(super) fn decode(words: &[u64; REPORT_WORDS], micro_batches: usize) -> RankStepReport {
         let [flags, peak_rss, exposed_comm, times, collective, links] = *words;
-        let (step_us, waiting_us) = split_halves(times);
+        let (step_us, waiting_us) = unpack_two_u32(times);
         let ((collective_us, peer), (slowest_us, fastest_us)) =
-            (split_halves(collective), split_halves(links));
+            (unpack_two_u32(collective), unpack_two_u32(links));
         let links =
             peer.checked_sub(1).map(|peer| LinkTimes { slowest_peer: peer as u32, slowest_us, fastest_us });
         RankStepReport {
@@ -94,13 +94,13 @@ impl RankStepReport {
 
 /// Packs two 32-bit numbers into one 64-bit word. A number above the largest `u32` is limited to
 /// the largest `u32`, which is 72 minutes in microseconds.
-fn join_halves(high: u64, low: u64) -> u64 {
+fn pack_two_u32(high: u64, low: u64) -> u64 {
     let limit = u64::from(u32::MAX);
     (high.min(limit) << 32) | low.min(limit)
 }
 
 /// Unpacks the two 32-bit numbers that [`join_halves`] packed into one word.
-fn split_halves(word: u64) -> (u64, u64) {
+fn unpack_two_u32(word: u64) -> (u64, u64) {
     (word >> 32, word & u64::from(u32::MAX))
 }
 

@@ -2,7 +2,7 @@
 use device::{Buf, Dtype, Ops, ViewMut, storage::Event};
 
 /// The length of every allocated buffer, in elements, is a multiple of this number.
-const GROWTH_ELEMENTS: usize = 1024;
+const LENGTH_GRANULARITY_ELEMENTS: usize = 1024;
 
 /// Returns the first `len` elements of `buf`, which is first replaced by a longer buffer for
 /// `purpose` if necessary. The content is unspecified.
@@ -11,7 +11,7 @@ pub fn resize_buffer<'a>(ops: &dyn Ops, purpose: &'static str, buf: &'a mut Buf,
         let dtype = buf.dtype();
         // free the old buffer first, so that both do not exist at the same time
         *buf = ops.zeroed(dtype, 0);
-        *buf = ops.zeroed_for(purpose, dtype, len.next_multiple_of(GROWTH_ELEMENTS));
+        *buf = ops.zeroed_with_purpose(purpose, dtype, len.next_multiple_of(LENGTH_GRANULARITY_ELEMENTS));
     }
     buf.view_mut().slice(0..len)
 }
@@ -48,7 +48,7 @@ impl BufferPool {
                 last_use.make_stream_wait();
                 buf
             }
-            None => ops.zeroed_for(self.purpose, self.dtype, len),
+            None => ops.zeroed_with_purpose(self.purpose, self.dtype, len),
         }
     }
 

@@ -98,7 +98,7 @@ impl CollectiveQueue {
             host_nanoseconds: AtomicU64::new(0),
             collective_nanoseconds: AtomicU64::new(0),
         });
-        if comm.world() == 1 {
+        if comm.world_size() == 1 {
             return Ok(CollectiveQueue { comm, ops, waits, jobs: None, thread: None });
         }
         let (jobs, todo) = mpsc::sync_channel::<CollectiveJob>(QUEUE_LIMIT);

@@ -26,7 +26,7 @@ use std::{
 };
 
 /// The purpose that out-of-memory errors state for the memory of gathered parameters.
-const GATHERED_PARAMETERS: &str = "gathered parameters";
+const GATHERED_PARAMETERS_LABEL: &str = "gathered parameters";
 /// The largest number of gradient reductions that run at the same time as the computation. One
 /// reduction runs while the gradient of the next block is computed.
 pub const REDUCTIONS_IN_FLIGHT: usize = 1;
@@ -65,8 +65,8 @@ impl UnitShard {
         queue: &CollectiveQueue,
         ops: &dyn Ops,
     ) -> Result<Self> {
-        let (rank, world, dtype) = (queue.comm().rank(), queue.comm().world(), weights.compute);
-        let parameters = |dtype, len| ops.zeroed_for("the parameters", dtype, len);
+        let (rank, world, dtype) = (queue.comm().rank(), queue.comm().world_size(), weights.compute);
+        let parameters = |dtype, len| ops.zeroed_with_purpose("the parameters", dtype, len);
         let part = Partition::new(&unit, world);
         let shared = match policy.shard_parameters && unit.owners.count_below(world) > 1 {
             true => {
@@ -82,7 +82,7 @@ impl UnitShard {
         let sharded_len = |sharded: bool| if sharded { owned } else { owner_len(unit.len()) };
         let computed = || shared.unwrap_or_else(|| parameters(dtype, sharded_len(policy.shard_parameters)));
         let masters = || parameters(weights.updated, sharded_len(policy.shards_updated_params(true)));
-        let (params, compute_copy) = match weights.has_masters() {
+        let (params, compute_copy) = match weights.has_master_weights() {
             false => (computed(), None),
             true if casts_on_gather(policy, weights, ops.is_host()) => (masters(), None),
             true => (masters(), Some(RwLock::new(computed()))),
@@ -126,7 +126,7 @@ impl ParamDtypes {
 
     /// Returns whether fp32 master weights are kept in addition to the parameters for forward and
     /// backward passes.
-    pub fn has_masters(&self) -> bool {
+    pub fn has_master_weights(&self) -> bool {
         self.compute != self.updated
     }
 }
@@ -137,7 +137,7 @@ impl ParamDtypes {
 /// This is the case on GPUs at stage 3, where parameters are gathered for each use anyway. Casting
 /// saves two bytes per parameter, and takes little time compared with the gather.
 pub fn casts_on_gather(policy: ShardingPolicy, weights: ParamDtypes, on_host: bool) -> bool {
-    policy.shard_parameters && weights.has_masters() && !on_host
+    policy.shard_parameters && weights.has_master_weights() && !on_host
 }
 
 /// Access to the gathered parameters of a unit, until [`ZeroEngine::release_params`] ends it.
@@ -213,7 +213,7 @@ impl ZeroEngine {
         queue: CollectiveQueue,
         ops: Arc<dyn Ops>,
     ) -> Result<Self> {
-        let (rank, world) = (queue.comm().rank(), queue.comm().world());
+        let (rank, world) = (queue.comm().rank(), queue.comm().world_size());
         let dtype = weights.compute;
         let shards = units.into_iter().map(|unit| UnitShard::new(unit, policy, weights, &queue, &*ops));
         let shards = Arc::new(shards.collect::<Result<Vec<_>>>()?);
@@ -229,7 +229,7 @@ impl ZeroEngine {
             queue: Arc::new(queue),
             prefetch,
             max_retained: max_live,
-            param_pool: Arc::new(Mutex::new(BufferPool::new(dtype, GATHERED_PARAMETERS))),
+            param_pool: Arc::new(Mutex::new(BufferPool::new(dtype, GATHERED_PARAMETERS_LABEL))),
             cast_buffer,
             gradient_pool: Arc::new(Mutex::new(BufferPool::new(Dtype::F32, "gradients"))),
             micro_batch_sums_pool: Arc::default(),
@@ -284,17 +284,17 @@ impl ZeroEngine {
     /// precision that the optimizer updates. With master weights, this rank updates exactly this
     /// range.
     pub fn resident_range(&self, u: usize) -> Range<usize> {
-        self.select_stored_range(u, self.policy.shards_updated_params(self.weights.has_masters()))
+        self.select_stored_range(u, self.policy.shards_updated_params(self.weights.has_master_weights()))
     }
 
     /// Returns the range of parameter unit `u`'s flat vector that this rank always has in the
     /// precision of forward and backward passes.
-    pub fn compute_range(&self, u: usize) -> Range<usize> {
+    pub fn compute_copy_range(&self, u: usize) -> Range<usize> {
         self.select_stored_range(u, self.policy.shard_parameters)
     }
 
     /// Returns the range of parameter unit `u`'s flat vector that this rank's optimizer updates.
-    pub fn update_range(&self, u: usize) -> Range<usize> {
+    pub fn optimizer_range(&self, u: usize) -> Range<usize> {
         self.select_stored_range(u, self.policy.shard_optimizer)
     }
 
@@ -322,8 +322,8 @@ impl ZeroEngine {
     /// Writes `values` to the parameters of unit `u` in the precision that the optimizer updates,
     /// starting at element `at` of [`ZeroEngine::resident_range`]. Rounds to the nearest value if
     /// the parameters have 16 bits.
-    pub fn write_resident(&self, u: usize, at: usize, values: View) {
-        copy_or_cast(self.ops.as_ref(), self.params_mut(u).view_mut().slice(at..at + values.len()), values);
+    pub fn write_resident_params(&self, u: usize, at: usize, values: View) {
+        copy_or_cast(self.ops.as_ref(), self.lock_resident_params_mut(u).view_mut().slice(at..at + values.len()), values);
     }
 
     /// Converts the master weights of parameter unit `u` to the 16-bit copy for forward and
@@ -331,24 +331,24 @@ impl ZeroEngine {
     ///
     /// If several ranks store the whole unit, all of them must have changed the unit equally.
     pub fn refresh_compute_copy(&self, u: usize) {
-        self.shards[u].refresh_compute_copy(self.ops.as_ref(), self.resident_range(u), self.compute_range(u));
+        self.shards[u].refresh_compute_copy(self.ops.as_ref(), self.resident_range(u), self.compute_copy_range(u));
     }
 
     /// Runs `f` on the parameters of unit `u` that this rank always stores
     /// ([`ZeroEngine::resident_range`]).
-    pub fn with_resident<T>(&self, u: usize, f: impl FnOnce(&mut Buf) -> T) -> T {
-        f(&mut self.params_mut(u))
+    pub fn with_resident_params<T>(&self, u: usize, f: impl FnOnce(&mut Buf) -> T) -> T {
+        f(&mut self.lock_resident_params_mut(u))
     }
 
     /// Locks the parameters of unit `u` that this rank always stores
     /// ([`ZeroEngine::resident_range`]) for reading.
-    pub fn params(&self, u: usize) -> RwLockReadGuard<'_, Buf> {
+    pub fn lock_resident_params(&self, u: usize) -> RwLockReadGuard<'_, Buf> {
         lock_for_reading(&self.shards[u].params)
     }
 
     /// Locks the parameters of unit `u` that this rank always stores
     /// ([`ZeroEngine::resident_range`]) for writing.
-    pub fn params_mut(&self, u: usize) -> RwLockWriteGuard<'_, Buf> {
+    pub fn lock_resident_params_mut(&self, u: usize) -> RwLockWriteGuard<'_, Buf> {
         lock_for_writing(&self.shards[u].params)
     }
 
@@ -420,7 +420,7 @@ impl ZeroEngine {
             (self.casts_on_gather(), shards[u].unit.owners.count_below(self.world) == 1);
         self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
-            let owned = lock_for_reading(s.compute_params());
+            let owned = lock_for_reading(s.select_compute_params());
             let (ops, to, lengths) =
                 (ops.as_ref(), whole.view_mut().slice(0..len), s.partition.shard_lengths());
             let mut buffers = lock_ignoring_poison(&buffers);
@@ -430,7 +430,7 @@ impl ZeroEngine {
                 ops.cast(to, owned.view());
             } else {
                 let mut mine = lock_ignoring_poison(&cast_buffer);
-                let mut mine = resize_buffer(ops, GATHERED_PARAMETERS, &mut mine, owned.len());
+                let mut mine = resize_buffer(ops, GATHERED_PARAMETERS_LABEL, &mut mine, owned.len());
                 ops.cast(mine.reborrow(), owned.view());
                 buffers.gather_from_owners(comm, ops, s.unit.owners, lengths, to, mine.as_view())?;
             }
@@ -441,7 +441,7 @@ impl ZeroEngine {
     /// Runs `f` on the whole parameters of the unit to which `guard` gives access.
     pub fn with_params<T>(&self, guard: &ParamsGuard, f: impl FnOnce(View) -> T) -> T {
         match guard {
-            ParamsGuard::Resident(u) => f(lock_for_reading(self.shards[*u].compute_params()).view()),
+            ParamsGuard::Resident(u) => f(lock_for_reading(self.shards[*u].select_compute_params()).view()),
             ParamsGuard::Gathered(fetch, buf) => f(buf.view().slice(0..self.shards[fetch.unit].unit.len())),
             ParamsGuard::Shared(fetch) => {
                 let shared = self.shards[fetch.unit].shared_view.as_ref().expect("shared memory");
@@ -506,14 +506,14 @@ impl ZeroEngine {
             return self.refresh_compute_copy(u);
         }
         let (shards, ops, owned) = (self.shards.clone(), self.ops.clone(), self.owned_range(u));
-        let (resident, computed) = (self.resident_range(u), self.compute_range(u));
+        let (resident, computed) = (self.resident_range(u), self.compute_copy_range(u));
         let (stores_shard_only, buffers) =
-            (self.policy.shards_updated_params(self.weights.has_masters()), self.exchange.clone());
+            (self.policy.shards_updated_params(self.weights.has_master_weights()), self.exchange.clone());
         self.pending_param_gathers.push(self.queue.submit(move |comm: &dyn Comm| {
             let (s, buffers) = (&shards[u], &mut lock_ignoring_poison(&buffers));
             if stores_shard_only {
                 s.refresh_compute_copy(ops.as_ref(), resident, computed.clone());
-                return s.gather_in_place(comm, ops.as_ref(), buffers, s.compute_params(), owned, computed);
+                return s.gather_in_place(comm, ops.as_ref(), buffers, s.select_compute_params(), owned, computed);
             }
             s.gather_in_place(comm, ops.as_ref(), buffers, &s.params, owned, resident.clone())?;
             s.refresh_compute_copy(ops.as_ref(), resident, computed);
@@ -531,7 +531,7 @@ impl ZeroEngine {
 impl UnitShard {
     /// Returns the parameters for forward and backward passes: the 16-bit copy if one is stored,
     /// otherwise the parameters that the optimizer updates.
-    fn compute_params(&self) -> &RwLock<Buf> {
+    fn select_compute_params(&self) -> &RwLock<Buf> {
         self.compute_copy.as_ref().unwrap_or(&self.params)
     }
 

@@ -107,7 +107,7 @@ impl MicroBatchSums {
     pub fn take_buffer(&mut self, ops: &dyn Ops) -> Buf {
         let first = (0..self.free_buffers.len()).min_by_key(|i| self.free_buffers[*i].view().address());
         first.map_or_else(
-            || ops.zeroed_for("gradients", Dtype::F32, self.len),
+            || ops.zeroed_with_purpose("gradients", Dtype::F32, self.len),
             |i| self.free_buffers.swap_remove(i),
         )
     }
@@ -238,7 +238,7 @@ mod tests {
             for (s, &v) in x.iter().enumerate() {
                 whole.push(&ops, MicroBatchRange::from_index(s), one(v).view());
             }
-            let expected = whole.finish(&ops).unwrap().host()[0];
+            let expected = whole.finish(&ops).unwrap().host_slice()[0];
             // Each rank sums a contiguous range and sends its partial sums.
             let mut cuts: Vec<usize> = cuts.into_iter().map(|c| c % x.len()).chain([0, x.len()]).collect();
             cuts.sort_unstable();
@@ -254,7 +254,7 @@ mod tests {
                     owner.push(&ops, range, v);
                 }
             }
-            prop_assert_eq!(owner.finish(&ops).unwrap().host()[0].to_bits(), expected.to_bits());
+            prop_assert_eq!(owner.finish(&ops).unwrap().host_slice()[0].to_bits(), expected.to_bits());
         }
 
         #[test]
@@ -267,7 +267,7 @@ mod tests {
                 prop_assert_eq!(sum.partials().map(|(range, _)| range).collect::<Vec<_>>(), [MicroBatchRange { start: 0, len: s + 1 }]);
             }
             let expected = x.iter().copied().reduce(|a, b| a + b).unwrap();
-            prop_assert_eq!(sum.finish(&ops).unwrap().host()[0].to_bits(), expected.to_bits());
+            prop_assert_eq!(sum.finish(&ops).unwrap().host_slice()[0].to_bits(), expected.to_bits());
         }
 
         #[test]

@@ -14,7 +14,7 @@ use std::ops::Range;
 
 /// The purpose that out-of-memory errors state for the buffers in which ranks exchange parameters
 /// and gradients.
-const EXCHANGED: &str = "exchanged parameters and gradients";
+const EXCHANGE_BUFFERS_LABEL: &str = "exchanged parameters and gradients";
 
 /// Reusable send and receive buffers for gathering and reducing parameter units that only some
 /// ranks own.
@@ -32,9 +32,9 @@ impl ExchangeBuffers {
     /// Returns the first `len` elements of the send buffer for elements of type `dtype`.
     fn reserve_send_buffer(&mut self, ops: &dyn Ops, dtype: Dtype, len: usize) -> ViewMut<'_> {
         if dtype == Dtype::F32 {
-            return resize_buffer(ops, EXCHANGED, &mut self.sent, len);
+            return resize_buffer(ops, EXCHANGE_BUFFERS_LABEL, &mut self.sent, len);
         }
-        resize_buffer(ops, EXCHANGED, ensure_dtype(ops, &mut self.sent_rounded, dtype), len)
+        resize_buffer(ops, EXCHANGE_BUFFERS_LABEL, ensure_dtype(ops, &mut self.sent_rounded, dtype), len)
     }
 
     /// Copies `owned` to the beginning of a reusable buffer, and returns the buffer. Must be
@@ -45,7 +45,7 @@ impl ExchangeBuffers {
     pub(super) fn take_copy_of_shard(&mut self, ops: &dyn Ops, owned: View) -> Buf {
         let mut buffer = std::mem::take(&mut self.owned);
         let typed = ensure_dtype(ops, &mut buffer, owned.dtype());
-        ops.copy(resize_buffer(ops, EXCHANGED, typed, owned.len()), owned);
+        ops.copy(resize_buffer(ops, EXCHANGE_BUFFERS_LABEL, typed, owned.len()), owned);
         buffer
     }
 
@@ -71,7 +71,7 @@ impl ExchangeBuffers {
         if owners.includes_all() {
             return comm.all_gather(whole, owned, shard_lengths);
         }
-        let world = comm.world();
+        let world = comm.world_size();
         let mine = owners.contains(comm.rank());
         let only = |counts: &dyn Fn(usize) -> usize| -> Vec<usize> {
             (0..world).map(|r| if mine && owners.contains(r) { counts(r) } else { 0 }).collect()
@@ -98,7 +98,7 @@ impl ExchangeBuffers {
         partial_sums: &MicroBatchSums,
         sink: &mut dyn FnMut(MicroBatchRange, View),
     ) -> Result<()> {
-        let (owners, world, me) = (unit.owners, comm.world(), comm.rank());
+        let (owners, world, me) = (unit.owners, comm.world_size(), comm.rank());
         let parts: Vec<_> = (0..world).map(|r| unit.compute_trained_range(part.range(r))).collect();
         let owned = parts[me].len();
         let kept: Vec<View> = partial_sums.partials().map(|(_, v)| v).collect();
@@ -118,7 +118,7 @@ impl ExchangeBuffers {
         let ExchangeBuffers { sent: send, received: buffer, .. } = self;
         let (mut send, mut buffer) = (
             send.view_mut().slice(0..sent.iter().sum()),
-            resize_buffer(ops, EXCHANGED, buffer, received.iter().sum()),
+            resize_buffer(ops, EXCHANGE_BUFFERS_LABEL, buffer, received.iter().sum()),
         );
         let mut end = 0;
         for part in parts {

@@ -12,14 +12,14 @@ use worker::train::step::RankStepReport;
 
 /// The calls of the driver with which the host waits for the GPU. The driver also waits in copies
 /// between GPU memory and host memory that is not pinned.
-const WAITS: [&str; 3] = ["cuStreamSynchronize", "cuEventSynchronize", "pageableCopy"];
+const WAITING_CALLS: [&str; 3] = ["cuStreamSynchronize", "cuEventSynchronize", "pageableCopy"];
 /// Number of steps before the calls are counted: enough that every graph is captured.
 const WARM_UP_STEPS: u64 = 6;
 /// Number of steps in which calls are counted.
 const COUNTED_STEPS: u64 = 3;
 /// Largest number of times that the test counts the calls, until no memory was allocated meanwhile.
 /// The ring of inputs grows if the GPU lags more than before, up to the inputs of one step.
-const MAX_COUNTS: usize = 20;
+const MAX_MEASUREMENTS: usize = 20;
 
 /// Creates test jobs with several micro-batches per step and one rank. Returns the number of waits
 /// of each step.
@@ -69,8 +69,8 @@ fn the_host_waits_once_per_step() {
             train(WARM_UP_STEPS);
             // memory is freed when the stream reaches the call
             cuda.synchronize().unwrap();
-            let count = || (WAITS.map(call_count), call_count("cuMemHostAlloc"));
-            let is_memory_stable = (0..MAX_COUNTS).any(|_| {
+            let count = || (WAITING_CALLS.map(call_count), call_count("cuMemHostAlloc"));
+            let is_memory_stable = (0..MAX_MEASUREMENTS).any(|_| {
                 let memory = cuda.query_memory_info().unwrap();
                 let (waits, pinned) = count();
                 train(COUNTED_STEPS);

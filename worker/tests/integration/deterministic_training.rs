@@ -204,14 +204,14 @@ fn a_step_with_an_infinite_loss_changes_no_parameter_and_no_position() {
         let mut running = build_trainer(&spec, c, 1).start_fresh();
         let source = SyntheticSamples { vocab: spec.model.vocab_size };
         let diverged = (0..5).find_map(|_| {
-            let before = (running.position, running.trainer.engine.params(1).host().to_vec());
+            let before = (running.position, running.trainer.engine.lock_resident_params(1).host_slice().to_vec());
             let (o, _) = running.run_step(&source, Default::default()).unwrap();
             (!(o.loss.is_finite() && o.grad_norm.is_finite())).then_some(before)
         });
         let (position, params) = diverged.expect("a learning rate of 1e30 diverges");
         assert_eq!(running.position, position);
-        let after = running.trainer.engine.params(1);
-        assert!(after.host().iter().zip(&params).all(|(a, b)| a.to_bits() == b.to_bits()));
+        let after = running.trainer.engine.lock_resident_params(1);
+        assert!(after.host_slice().iter().zip(&params).all(|(a, b)| a.to_bits() == b.to_bits()));
     });
 }
 

@@ -258,18 +258,18 @@ fn each_dropout_module_of_gpt2_has_its_own_mask() {
         // Four standard errors of 11 rows of 42 elements.
         assert!((share - rate).abs() < 0.086, "{module}: {share}");
     };
-    let dropped: Vec<bool> = work.layer_inputs[0].host().iter().map(|x| *x == 0.0).collect();
+    let dropped: Vec<bool> = work.layer_inputs[0].host_slice().iter().map(|x| *x == 0.0).collect();
     assert_share("embedding", &dropped);
-    let gradients = &gradients.host()[positions][..dropped.len()];
+    let gradients = &gradients.host_slice()[positions][..dropped.len()];
     assert!(gradients.iter().any(|g| *g != 0.0));
     assert!(dropped.iter().zip(gradients).all(|(dropped, g)| !dropped || *g == 0.0), "position embeddings");
     let unchanged = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| a == b).collect::<Vec<_>>();
     let mut masks = vec![dropped];
     for l in 0..layers {
         let (before, middle, after) = (
-            work.layer_inputs[l].host(),
-            work.saved[l].find_buffer("residual").unwrap().host(),
-            work.layer_inputs[l + 1].host(),
+            work.layer_inputs[l].host_slice(),
+            work.saved[l].find_buffer("residual").unwrap().host_slice(),
+            work.layer_inputs[l + 1].host_slice(),
         );
         for (name, mask) in [("attention", unchanged(before, middle)), ("mlp", unchanged(middle, after))] {
             assert_share(&format!("{name} of layer {l}"), &mask);

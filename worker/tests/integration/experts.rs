@@ -246,9 +246,9 @@ fn steer_routing(running: &mut RunningTrainer, preferred_experts: &[usize]) {
                 continue;
             }
             let d = running.trainer.model.sizes().hidden;
-            engine.with_resident(u, |buf| {
+            engine.with_resident_params(u, |buf| {
                 for (i, x) in
-                    buf.host_mut()[seg.flat.start - base..seg.flat.end - base].iter_mut().enumerate()
+                    buf.host_slice_mut()[seg.flat.start - base..seg.flat.end - base].iter_mut().enumerate()
                 {
                     let (row, column) = ((seg.elements.start + i) / d, (seg.elements.start + i) % d);
                     let direction = if is_router { row } else { preferred_experts[row % VOCAB_SIZE] };
@@ -360,17 +360,17 @@ fn moe_gradients_equal_finite_differences_of_the_loss() {
     }
     assert_eq!(names.len(), 6);
     for (u, name, range) in names {
-        let gradient = &grads[u].host()[range.clone()];
+        let gradient = &grads[u].host_slice()[range.clone()];
         // Finite differences of a loss in f32 are only exact enough for the largest element.
         let (i, largest) = (0..gradient.len())
             .map(|i| (i, gradient[i]))
             .max_by(|a, b| a.1.abs().total_cmp(&b.1.abs()))
             .unwrap();
         let mut loss = |by: f32| {
-            running.trainer.engine.with_resident(u, |p| p.host_mut()[range.start + i] += by);
+            running.trainer.engine.with_resident_params(u, |p| p.host_slice_mut()[range.start + i] += by);
             let loss =
                 running.trainer.accumulate_gradients(&source, 0, RankStepReport::default()).unwrap().loss;
-            running.trainer.engine.with_resident(u, |p| p.host_mut()[range.start + i] -= by);
+            running.trainer.engine.with_resident_params(u, |p| p.host_slice_mut()[range.start + i] -= by);
             for u in 0..running.trainer.engine.shards.len() {
                 let spent = running.trainer.engine.finish_gradient(u).unwrap();
                 running.trainer.engine.recycle_gradient(u, spent);

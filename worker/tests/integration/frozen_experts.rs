@@ -109,7 +109,7 @@ fn compute_first_gradients(spec: &TrainSpec) -> BTreeMap<String, Vec<u32>> {
     let mut gradients = BTreeMap::new();
     for u in 0..running.trainer.engine.shards.len() {
         let sum = running.trainer.engine.finish_gradient(u).unwrap();
-        let mut rest = sum.host();
+        let mut rest = sum.host_slice();
         for p in running.trainer.engine.shards[u].unit.list_trained_params() {
             let (gradient, after) = rest.split_at(p.len());
             rest = after;
@@ -157,7 +157,7 @@ fn frozen_experts_do_not_change_and_a_resume_with_another_placement_has_the_same
     });
     let checkpoint = Checkpoint::open(&dir.path().join("step-00000003")).unwrap();
     let count = |role| checkpoint.tensors().filter(|t| t.role == role).count();
-    let frozen = &checkpoint.facts().model.frozen;
+    let frozen = &checkpoint.run_facts().model.frozen;
     assert_eq!(frozen.len(), 2 * 3 + 1 + 1 + 2);
     assert_eq!(count(TensorRole::ExpAvg) + frozen.len(), count(TensorRole::Weight));
     let initial_weights = {

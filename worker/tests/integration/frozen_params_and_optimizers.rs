@@ -129,7 +129,7 @@ fn compute_first_gradients(spec: &TrainSpec) -> BTreeMap<String, Vec<u32>> {
     let mut gradients = BTreeMap::new();
     for u in 0..running.trainer.engine.shards.len() {
         let sum = running.trainer.engine.finish_gradient(u).unwrap();
-        let mut rest = sum.host();
+        let mut rest = sum.host_slice();
         for p in running.trainer.engine.shards[u].unit.list_trained_params() {
             let (gradient, after) = rest.split_at(p.len());
             rest = after;
@@ -380,7 +380,7 @@ fn a_run_with_frozen_parts_resumes_with_the_same_bits() {
             save_checkpoint(&mut running, &create_half_frozen_spec(from), dir.path());
         });
         let checkpoint = Checkpoint::open(&dir.path().join("step-00000003")).unwrap();
-        let frozen = &checkpoint.facts().model.frozen;
+        let frozen = &checkpoint.run_facts().model.frozen;
         assert!(frozen.contains(&"model.layers.0.mlp.down_proj.weight".to_owned()), "{frozen:?}");
         let states = checkpoint.tensors().filter(|t| t.role == TensorRole::ExpAvg).count();
         let weights = checkpoint.tensors().filter(|t| t.role == TensorRole::Weight).count();
@@ -427,7 +427,7 @@ fn freezing_keeps_other_optimizer_states_and_unfreezing_resets_them() {
     assert_notices_match_snapshot("tuned_newly_frozen_parameter", &notices, dir.path());
     let checkpoint = Checkpoint::open(&dir.path().join("step-00000003")).unwrap();
     for (u, shard) in running.trainer.engine.shards.iter().enumerate() {
-        let mut rest = running.trainer.optimizer.states(u).by_role()[0].view().host();
+        let mut rest = running.trainer.optimizer.states(u).by_role()[0].view().host_slice();
         for p in shard.unit.list_trained_params() {
             let mut stored = vec![0.0; p.len()];
             checkpoint.read_f32(&p.name, TensorRole::ExpAvg, 0..p.len() as u64, &mut stored).unwrap();
@@ -462,7 +462,7 @@ fn freezing_keeps_other_optimizer_states_and_unfreezing_resets_them() {
     // The checkpoint records that the parameter is five updates behind.
     save_checkpoint(&mut running, &whole(0), dir.path());
     let checkpoint = Checkpoint::open(&dir.path().join("step-00000006")).unwrap();
-    assert_eq!(checkpoint.facts().cursor["late"], serde_json::json!({ FROZEN: 5 }));
+    assert_eq!(checkpoint.run_facts().cursor["late"], serde_json::json!({ FROZEN: 5 }));
 }
 
 /// Returns the code and key of the error that a changed `train` section causes when a trainer is

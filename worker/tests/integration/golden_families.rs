@@ -401,7 +401,7 @@ fn gpt2_of_the_hub_is_loaded_with_one_notice_about_its_masks() {
             };
             pretrained.load_pretrained_weights(&mut ready, &mut collect).unwrap();
             let config = ready.trainer.model.hf_config().clone();
-            (train_steps(&mut ready.start_at(Cursor::default()), 2), notices, config)
+            (train_steps(&mut ready.start_at_position(Cursor::default()), 2), notices, config)
         })
         .remove(0)
     };

@@ -51,7 +51,7 @@ fn resume_train_and_save(
         let dirs = CheckpointDirs { root: &root, workdir: &root, layout: &layout, memory: None };
         let mut running =
             match resume_from_checkpoint(&mut ready, &job, &dirs, SYNTHETIC_DATA_DIGEST, &mut |_| Ok(()))? {
-                Some(resumed) => ready.start_at(resumed.cursor),
+                Some(resumed) => ready.start_at_position(resumed.cursor),
                 None => ready.start_fresh(),
             };
         let (trainer, train, digest) = (&running.trainer, running.train_spec(), SYNTHETIC_DATA_DIGEST.into());

@@ -23,7 +23,7 @@ fn create_spec(stage: u8, family: &str) -> TrainSpec {
 
 /// Interrupts an evaluation and a generation by a stop request, which `rank` reports at the
 /// `calls`-th check for one. Asserts that every rank ends after the same number of checks.
-fn interrupt(running: &mut RunningTrainer, rank: usize, calls: usize) {
+fn interrupt_eval_and_generation(running: &mut RunningTrainer, rank: usize, calls: usize) {
     let source = SyntheticSamples { vocab: running.train_spec().model.vocab_size };
     let is_asked = running.trainer.engine.rank() == rank;
     let count = Cell::new(0);
@@ -48,7 +48,7 @@ fn train_and_evaluate(
     let mut running = build_trainer(spec, comm, 1).start_fresh();
     let mut losses = train_steps(&mut running, 1);
     for &(rank, calls) in interruptions {
-        interrupt(&mut running, rank, calls);
+        interrupt_eval_and_generation(&mut running, rank, calls);
     }
     let evaluated = running.trainer.evaluate(&source, 3, EVAL_MICRO_BATCHES, &|| false);
     let loss = evaluated.unwrap().unwrap().loss.to_bits();
@@ -93,7 +93,7 @@ fn a_cancelled_save_leaves_no_checkpoint_and_the_next_save_is_complete() {
         let mut save = |running: &mut RunningTrainer, cancels: bool| {
             saver.begin_save(running).unwrap();
             if cancels {
-                return saver.cancel_early_save(running).unwrap();
+                return saver.cancel_mostly_unwritten_save(running).unwrap();
             }
             saver.finish_save(running).unwrap().map(|saved| saved.step)
         };
@@ -120,8 +120,8 @@ fn the_first_save_is_not_cancelled() {
     let job = create_job_spec(&spec, dir.path(), true);
     let mut running = build_trainer(&spec, create_single_rank_comm(), 1).start_fresh();
     let mut saver = create_checkpoint_saver(&running, &job, dir.path());
-    assert_eq!(saver.cancel_early_save(&running).unwrap(), None);
+    assert_eq!(saver.cancel_mostly_unwritten_save(&running).unwrap(), None);
     saver.begin_save(&mut running).unwrap();
-    assert_eq!(saver.cancel_early_save(&running).unwrap(), None);
+    assert_eq!(saver.cancel_mostly_unwritten_save(&running).unwrap(), None);
     assert_eq!(saver.finish_save(&running).unwrap().map(|saved| saved.step), Some(0));
 }

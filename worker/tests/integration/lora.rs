@@ -286,9 +286,9 @@ fn evaluation_of_adapters_has_no_dropout() {
         // The output of adapters is zero as long as B is zero.
         for u in 0..running.trainer.engine.shards.len() {
             let unit = running.trainer.engine.shards[u].unit.clone();
-            running.trainer.engine.with_resident(u, |params| {
+            running.trainer.engine.with_resident_params(u, |params| {
                 for s in unit.list_trained_segments(0..unit.len()) {
-                    params.host_mut()[s.flat].fill(0.01);
+                    params.host_slice_mut()[s.flat].fill(0.01);
                 }
             });
         }

@@ -178,10 +178,10 @@ fn collect_updated_weights(running: &RunningTrainer) -> Vec<f32> {
     let engine = &running.trainer.engine;
     (0..engine.shards.len())
         .flat_map(|u| {
-            let params = engine.params(u);
+            let params = engine.lock_resident_params(u);
             let mut wide = device::Buf::zeroed(params.len());
             running.trainer.ops.cast(wide.view_mut(), params.view());
-            wide.host().to_vec()
+            wide.host_slice().to_vec()
         })
         .collect()
 }
@@ -193,7 +193,7 @@ fn round_to_bf16(values: &[f32]) -> Vec<f32> {
     let mut wide = device::Buf::zeroed(values.len());
     cpu.cast(half.view_mut(), values.into());
     cpu.cast(wide.view_mut(), half.view());
-    wide.host().to_vec()
+    wide.host_slice().to_vec()
 }
 
 #[test]
@@ -254,7 +254,7 @@ fn a_checkpoint_stores_bf16_weights_and_gathers_them_unchanged() {
         let (mut a, mut b) = (vec![0.0; t.element_count() as usize], vec![1.0; t.element_count() as usize]);
         checkpoint.read_f32(&t.name, t.role, 0..t.element_count(), &mut a).unwrap();
         let request = ckpt::ReadRequest { name: &t.name, role: t.role, start_element: 0, out: &mut b };
-        gathered.read_many(&mut [request]).unwrap();
+        gathered.read_verified(&mut [request]).unwrap();
         assert_eq!(a, b, "{}", t.name);
     }
 }
@@ -302,9 +302,9 @@ fn train_learnable_losses(spec: &TrainSpec, round_masters: bool, steps: u64) -> 
     let source = LearnableSamples { vocab: spec.model.vocab_size, ignored: None };
     let round = |running: &mut RunningTrainer| {
         for u in 0..running.trainer.engine.shards.len() {
-            running.trainer.engine.with_resident(u, |p| {
-                let rounded = round_to_bf16(p.host());
-                p.host_mut().copy_from_slice(&rounded);
+            running.trainer.engine.with_resident_params(u, |p| {
+                let rounded = round_to_bf16(p.host_slice());
+                p.host_slice_mut().copy_from_slice(&rounded);
             });
         }
     };

@@ -10,13 +10,13 @@ use std::{
     path::Path,
 };
 use worker::checkpoint::{
-    memory_copies::{HostMemory, MemoryCopier},
+    memory_copies::{HostMemoryCopies, MemoryCopier},
     resume::{CheckpointDirs, MemoryResume, resume_from_checkpoint},
     storage_topology::StorageTopology,
 };
 
 /// The distance in bytes between two regions in the memory of a host; each rank has two regions.
-const REGION: u64 = 1 << 40;
+const REGION_BYTES: u64 = 1 << 40;
 
 /// Creates the memory of a host.
 fn create_memory() -> File {
@@ -65,7 +65,7 @@ fn run_attempt(
         let queue = ready.trainer.engine.queue().clone();
         let file = hosts[host].1.try_clone().unwrap();
         let memory_spec = job.checkpoint.memory.as_ref().unwrap();
-        let memory = HostMemory::connect(&queue, file, memory_spec, (local_rank, attempt)).unwrap();
+        let memory = HostMemoryCopies::connect(&queue, file, memory_spec, (local_rank, attempt)).unwrap();
         let layout = StorageTopology::for_shared_directory(places.len());
         let dirs = CheckpointDirs { root, workdir: root, layout: &layout, memory: Some(&memory) };
         let mut event = None;
@@ -78,7 +78,7 @@ fn run_attempt(
         let resumed = resumed.unwrap();
         let next = resumed.as_ref().map_or_else(MemoryResume::default, |r| r.memory.clone()).next_sequence;
         let mut running = match resumed {
-            Some(resumed) => ready.start_at(resumed.cursor),
+            Some(resumed) => ready.start_at_position(resumed.cursor),
             None => ready.start_fresh(),
         };
         let copier = MemoryCopier::new(memory, next);
@@ -87,7 +87,7 @@ fn run_attempt(
         let mut losses = Vec::new();
         for _ in 0..steps {
             losses.extend(train_steps(&mut running, 1));
-            assert!(saver.copy_if_due(&mut running).unwrap().is_some());
+            assert!(saver.copy_to_memory_if_due(&mut running).unwrap().is_some());
         }
         if saves {
             saver.begin_save(&mut running).unwrap();
@@ -176,8 +176,8 @@ fn expert_parallel_ranks_resume_from_memory() {
 }
 
 /// Flips a bit of the copy of `rank` with the number `sequence`, at `offset` from its first byte.
-fn damage(memory: &File, rank: u64, sequence: u64, offset: u64) {
-    let at = (rank * 2 + sequence % 2) * REGION + offset;
+fn flip_bit_in_copy(memory: &File, rank: u64, sequence: u64, offset: u64) {
+    let at = (rank * 2 + sequence % 2) * REGION_BYTES + offset;
     let mut byte = [0];
     memory.read_exact_at(&mut byte, at).unwrap();
     memory.write_all_at(&[byte[0] ^ 4], at).unwrap();
@@ -196,7 +196,7 @@ fn damaged_copies_are_replaced_by_older_ones_and_then_by_the_disk() {
     assert_eq!(run(0, 2, true).resumed, None);
     assert_eq!(run(1, 2, false).losses, expected[2..4]);
     // the content of the copy of step 4
-    damage(&memory, 1, 3, 30_000);
+    flip_bit_in_copy(&memory, 1, 3, 30_000);
     let resumed = run(2, 1, false);
     let Some((source, step, Some(reason))) = &resumed.resumed else { panic!("{resumed:?}") };
     assert_eq!((*source, *step), (ResumeSource::Memory, 3));
@@ -204,8 +204,8 @@ fn damaged_copies_are_replaced_by_older_ones_and_then_by_the_disk() {
     assert_eq!(resumed.losses, expected[3..4]);
     // The copies of steps 3 and 4 have the numbers 2 and 3. The header of one copy of each state is
     // damaged, as if the copies were cut off.
-    damage(&memory, 0, 2, 20);
-    damage(&memory, 1, 3, 20);
+    flip_bit_in_copy(&memory, 0, 2, 20);
+    flip_bit_in_copy(&memory, 1, 3, 20);
     let resumed = run(3, 3, false);
     let reason = "step 4 in memory is not used: the copy of rank 1 is incomplete; \
                   step 3 in memory is not used: the copy of rank 0 is incomplete";
@@ -226,7 +226,7 @@ fn a_damaged_checkpoint_on_disk_is_replaced_by_an_older_state_in_memory() {
     let run = |attempt, steps, saves| run_attempt(&job, dir.path(), &[(2, &memory)], attempt, steps, saves);
     run(0, 3, true);
     // The copy of step 3 has the number 2. Only step 2 remains in memory.
-    damage(&memory, 0, 2, 20);
+    flip_bit_in_copy(&memory, 0, 2, 20);
     let checkpoint = dir.path().join("step-00000003");
     for file in std::fs::read_dir(&checkpoint).unwrap() {
         let path = file.unwrap().path();

@@ -15,9 +15,9 @@ use worker::{
 };
 
 /// The numbers of ranks for which the partitions are tested.
-const WORLDS: std::ops::RangeInclusive<usize> = 2..=16;
+const WORLD_SIZES: std::ops::RangeInclusive<usize> = 2..=16;
 /// The largest unit whose data is gathered, in elements. Of larger units, only the plan is checked.
-const MAX_GATHERED: usize = 8 << 20;
+const MAX_GATHERED_ELEMENTS: usize = 8 << 20;
 
 /// Returns the parameter units of a model with the given sizes: vocabulary, hidden size, size of
 /// the MLP, layers, heads, heads of keys.
@@ -43,20 +43,20 @@ fn list_benchmark_units() -> Vec<ParamUnit> {
 
 /// The counters of collectives and bytes of the emulated NCCL, for the whole process.
 #[derive(Clone, Copy, Debug)]
-struct Traffic {
+struct NcclCounters {
     gathers: i64,
     reduce_scatters: i64,
     sent_bytes: i64,
 }
 
-impl Traffic {
-    fn read() -> Traffic {
+impl NcclCounters {
+    fn read() -> NcclCounters {
         // SAFETY: libnccl.cpp declares the functions with this type.
         unsafe {
             let library = libloading::Library::new(emulated_nccl::build_library().join("libnccl.so.2"));
             let library = library.unwrap();
             let call = |name: &[u8]| library.get::<unsafe extern "C" fn() -> i64>(name).unwrap()();
-            Traffic {
+            NcclCounters {
                 gathers: call(b"fakeGathers\0"),
                 reduce_scatters: call(b"fakeReduceScatters\0"),
                 sent_bytes: call(b"fakeSentBytes\0"),
@@ -85,7 +85,7 @@ fn create_unit_values(len: usize) -> Buf {
 #[test]
 fn parts_of_every_benchmarked_model_are_gathered_by_the_native_all_gather() {
     for unit in list_benchmark_units() {
-        for world in WORLDS {
+        for world in WORLD_SIZES {
             let counts = Partition::new(&unit, world).shard_lengths().to_vec();
             let parts = EqualParts::new(&counts);
             let (native, moved) = (parts.part_len() * world, parts.count_moved_elements());
@@ -100,13 +100,13 @@ fn parts_of_every_benchmarked_model_are_gathered_by_the_native_all_gather() {
 
 #[test]
 fn unequal_parts_are_gathered_without_changing_a_bit() {
-    for unit in list_benchmark_units().into_iter().filter(|unit| unit.len() <= MAX_GATHERED) {
+    for unit in list_benchmark_units().into_iter().filter(|unit| unit.len() <= MAX_GATHERED_ELEMENTS) {
         let values = create_unit_values(unit.len());
         // all numbers of ranks for small units, some for large ones
-        for world in WORLDS.filter(|world| unit.len() < 1 << 20 || [2, 3, 7, 16].contains(world)) {
+        for world in WORLD_SIZES.filter(|world| unit.len() < 1 << 20 || [2, 3, 7, 16].contains(world)) {
             let part = Partition::new(&unit, world);
             let counts = part.shard_lengths();
-            let before = Traffic::read();
+            let before = NcclCounters::read();
             run_over_nccl(world, |comm, cuda| {
                 let owned = values.view().slice(part.range(comm.rank()));
                 let send = cuda.clone_to_device(owned);
@@ -121,7 +121,7 @@ fn unequal_parts_are_gathered_without_changing_a_bit() {
                     comm.rank()
                 );
             });
-            let after = Traffic::read();
+            let after = NcclCounters::read();
             let parts = EqualParts::new(counts);
             let calls = if parts.part_len() > 0 { world as i64 } else { 0 };
             assert_eq!(after.gathers - before.gathers, calls, "{} at {world} ranks", unit.len());
@@ -148,7 +148,7 @@ fn unequal_parts_are_summed_by_the_native_reduce_scatter() {
     let short = [vec![5, 3], vec![0, 130, 1], vec![200, 64, 70], vec![0, 0, 0, 9], vec![1000, 0, 1, 2, 3]];
     for counts in of_units.chain(short) {
         let (world, total) = (counts.len(), counts.iter().sum());
-        let before = Traffic::read();
+        let before = NcclCounters::read();
         run_over_nccl(world, |comm, cuda| {
             let me = comm.rank();
             let values: Vec<f32> = (0..total).map(|i| compute_summand(me, i)).collect();
@@ -158,13 +158,13 @@ fn unequal_parts_are_summed_by_the_native_reduce_scatter() {
             let mut sums = Buf::default();
             let sums = cuda.to_host(recv.view(), &mut sums);
             let first: usize = counts[..me].iter().sum();
-            for (i, sum) in sums.host().iter().enumerate() {
+            for (i, sum) in sums.host_slice().iter().enumerate() {
                 let expected: f32 = (0..world).map(|rank| compute_summand(rank, first + i)).sum();
                 assert_eq!(*sum, expected, "element {i} of rank {me}, {counts:?}");
             }
         });
         let calls = if EqualParts::new(&counts).part_len() > 0 { world as i64 } else { 0 };
-        assert_eq!(Traffic::read().reduce_scatters - before.reduce_scatters, calls, "{counts:?}");
+        assert_eq!(NcclCounters::read().reduce_scatters - before.reduce_scatters, calls, "{counts:?}");
     }
 }
 
@@ -178,12 +178,12 @@ fn training_without_determinism_uses_the_native_reduce_scatter() {
     for (stage, world) in [(0, 3), (1, 2), (2, 2), (3, 3)] {
         let ordered = create_llama_train_spec(stage, Precision::Fp32);
         let native = TrainSpec { deterministic: false, ..ordered.clone() };
-        let before = Traffic::read();
+        let before = NcclCounters::read();
         let expected = train_over_emulated_nccl(&ordered, world, 3);
-        let between = Traffic::read();
+        let between = NcclCounters::read();
         assert_eq!(between.reduce_scatters, before.reduce_scatters, "stage {stage}");
         let losses = train_over_emulated_nccl(&native, world, 3);
-        assert!(Traffic::read().reduce_scatters > between.reduce_scatters, "stage {stage}");
+        assert!(NcclCounters::read().reduce_scatters > between.reduce_scatters, "stage {stage}");
         assert_curves_near(&losses, &expected, 1e-5, &format!("stage {stage}"));
     }
 }

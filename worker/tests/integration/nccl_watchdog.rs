@@ -17,7 +17,7 @@ const HANGS_AND_FAILS_LATER: c_int = 6;
 /// The rank whose communicator fails.
 const FAILING_RANK: c_int = 1;
 /// A limit on the time until the wait of every rank ends. Without the watchdog, it never ends.
-const LIMIT: Duration = Duration::from_secs(60);
+const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
 /// Injects [`HANGS_AND_FAILS_LATER`] into [`FAILING_RANK`].
 fn inject_fault() {
@@ -50,7 +50,7 @@ fn an_error_while_a_rank_waits_for_the_gpu_ends_the_wait_of_every_rank() {
             comm.all_gather(recv.view_mut(), send.view(), &[4, 4]).unwrap();
             let began = Instant::now();
             cuda.synchronize().unwrap();
-            assert!(began.elapsed() < LIMIT);
+            assert!(began.elapsed() < WAIT_LIMIT);
         });
         // what the GPU has computed is not used, because the next collective fails
         [comm.barrier().unwrap_err(), comm.all_gather_bytes(&[]).unwrap_err()]

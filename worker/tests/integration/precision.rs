@@ -76,7 +76,7 @@ fn compute_results(case: &GoldenCase, start: StartRunFn) -> BTreeMap<String, Vec
     let mut running = start(case);
     let outcome = running.trainer.accumulate_gradients(case, 0, RankStepReport::default()).unwrap();
     out.insert("loss".to_string(), vec![outcome.loss as f32]);
-    out.insert("loss_per_token".into(), running.trainer.activations.row_losses.host().to_vec());
+    out.insert("loss_per_token".into(), running.trainer.activations.row_losses.host_slice().to_vec());
     out.insert("logits".into(), compute_logits(&running, case));
     let positions = (case.spec.batch.global * case.spec.data.seq_len) as f32;
     let mean = positions / outcome.targets as f32 / running.trainer.loss_scale.factor();
@@ -84,7 +84,7 @@ fn compute_results(case: &GoldenCase, start: StartRunFn) -> BTreeMap<String, Vec
         let g = running.trainer.engine.finish_gradient(u).unwrap();
         let unit = &running.trainer.engine.shards[u].unit;
         for (i, spec) in unit.params.iter().enumerate() {
-            let ours = g.host()[unit.tensor_range(i)].iter().map(|x| x * mean).collect();
+            let ours = g.host_slice()[unit.tensor_range(i)].iter().map(|x| x * mean).collect();
             out.insert(format!("grad/{}", spec.name), ours);
         }
     }

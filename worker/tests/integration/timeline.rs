@@ -98,7 +98,7 @@ impl Comm for VirtualGroup {
         0
     }
 
-    fn world(&self) -> usize {
+    fn world_size(&self) -> usize {
         self.world
     }
 
@@ -175,20 +175,20 @@ struct Estimate {
 
 impl Estimate {
     /// Returns the sum of the parts whose names begin with `prefix`.
-    fn sum(&self, prefix: &str) -> f64 {
+    fn sum_parts(&self, prefix: &str) -> f64 {
         self.parts.iter().filter(|(name, _)| name.starts_with(prefix)).map(|(_, ns)| ns).sum()
     }
 
     /// Returns the time of one part.
-    fn part(&self, name: &str) -> f64 {
+    fn part_time(&self, name: &str) -> f64 {
         self.parts.iter().find(|(part, _)| part == name).map_or(0.0, |(_, ns)| *ns)
     }
 }
 
 /// Samples of one document each, whose tokens follow from their positions.
-struct Samples;
+struct PositionSamples;
 
-impl SampleSource for Samples {
+impl SampleSource for PositionSamples {
     fn fill(&self, first: u64, batch: &mut MicroBatch) -> worker::error::Result<()> {
         let from = first as u32 * 7;
         batch.tokens.iter_mut().zip(from..).for_each(|(token, i)| *token = i % 50_000);
@@ -213,10 +213,10 @@ fn open_rank(world: usize) -> (Arc<Cuda>, Arc<dyn Comm>) {
 /// Estimates a training step of one rank of `world`.
 fn estimate_step(spec: &TrainSpec, world: usize) -> Estimate {
     let (cuda, comm) = open_rank(world);
-    let mut running = build_trainer_on(spec, comm, cuda.clone()).start_at(Cursor::default());
+    let mut running = build_trainer_on(spec, comm, cuda.clone()).start_at_position(Cursor::default());
     let mut train = |steps| {
         for _ in 0..steps {
-            running.run_step(&Samples, RankStepReport::default()).unwrap();
+            running.run_step(&PositionSamples, RankStepReport::default()).unwrap();
         }
     };
     train(WARM_UP_STEPS);
@@ -280,15 +280,15 @@ fn a_timeline_consists_of_its_parts() {
             let estimate = estimate_step(&spec(stage, world as u32, deterministic), world);
             assert_eq!(estimate.host_waits, 1.0, "{what}");
             // the host waits for the end of the main stream's work
-            let difference = (estimate.sum("main:") - estimate.step).abs();
+            let difference = (estimate.sum_parts("main:") - estimate.step).abs();
             assert!(difference < 10e3, "{what}: {difference} ns of {} are missing", estimate.step);
-            let (collective, overlap) = (estimate.part("side:collectives"), estimate.overlap);
+            let (collective, overlap) = (estimate.part_time("side:collectives"), estimate.overlap);
             assert_eq!(collective > 0.0, world > 1, "{what}");
             assert!(
                 overlap <= collective && (overlap > 0.0 || world == 1),
                 "{what}: {overlap} of {collective}"
             );
-            assert!(estimate.part("main:matmuls") > 0.4 * estimate.sum("main:") || world > 1, "{what}");
+            assert!(estimate.part_time("main:matmuls") > 0.4 * estimate.sum_parts("main:") || world > 1, "{what}");
             assert!((0.05..0.9).contains(&estimate.mfu) || world > 1, "{what}: MFU {}", estimate.mfu);
             collectives.push(collective);
         }

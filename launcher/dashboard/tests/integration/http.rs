@@ -27,7 +27,7 @@ impl TestServer {
         let run = RunDirectory::create(directory.path(), 16);
         let source = RunDirectory { directory: directory.path().into() };
         let server = bind(Arc::new(Dashboard::new(Box::new(source))), 0).expect("a free port");
-        let url = server.address("/");
+        let url = server.page_url("/");
         thread::spawn(move || server.run());
         let (address, token) = url.split_once("/?token=").expect("an address with a token");
         let address = address.strip_prefix("http://").expect("an address").to_owned();

@@ -2,7 +2,7 @@
 //! hosts.
 use super::{
     error::{HostSyntaxError, HostSyntaxProblem},
-    limits::{MAX_HOSTS, MAX_NAME},
+    limits::{MAX_HOSTS, MAX_NAME_BYTES},
     range::{self, expand_ranges},
 };
 use serde::{Deserialize, Serialize};
@@ -107,7 +107,7 @@ pub(super) fn check_user_name(user: &str) -> Result<(), HostSyntaxProblem> {
     let is_allowed = |c: char| c.is_alphanumeric() || "._-\\$+".contains(c);
     match () {
         () if user.is_empty() => Err(HostSyntaxProblem::UserEmpty),
-        () if user.len() > MAX_NAME => Err(HostSyntaxProblem::UserTooLong),
+        () if user.len() > MAX_NAME_BYTES => Err(HostSyntaxProblem::UserTooLong),
         () if user.starts_with('-') || !user.chars().all(is_allowed) => Err(HostSyntaxProblem::UserInvalid),
         () => Ok(()),
     }
@@ -119,7 +119,7 @@ fn check_host_name(name: &str) -> Result<(), HostSyntaxProblem> {
     if name.is_empty() {
         return Err(HostSyntaxProblem::NameEmpty);
     }
-    if name.len() > MAX_NAME {
+    if name.len() > MAX_NAME_BYTES {
         return Err(HostSyntaxProblem::NameTooLong);
     }
     if name.contains(':') {

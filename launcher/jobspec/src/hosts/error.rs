@@ -1,5 +1,5 @@
 //! Errors in host names, host lists, hostfiles and filters of hosts.
-use super::limits::{MAX_BRACKETS, MAX_DIGITS, MAX_HOSTS, MAX_NAME, MAX_SLOT, MAX_SLOTS};
+use super::limits::{MAX_BRACKET_PAIRS, MAX_RANGE_DIGITS, MAX_HOSTS, MAX_NAME_BYTES, MAX_SLOT_NUMBER, MAX_SLOTS_PER_HOST};
 use diagnostic::{Code, codes};
 use thiserror::Error;
 
@@ -21,7 +21,7 @@ pub enum HostSyntaxProblem {
     #[error("has no user before the `@`")]
     UserEmpty,
     /// The login name is longer than [`MAX_NAME`].
-    #[error("has a user of more than {MAX_NAME} bytes")]
+    #[error("has a user of more than {MAX_NAME_BYTES} bytes")]
     UserTooLong,
     /// The login name contains characters that ssh or a shell could misinterpret.
     #[error("has a user with characters other than letters, digits, `.`, `_`, `-`")]
@@ -30,7 +30,7 @@ pub enum HostSyntaxProblem {
     #[error("names no host")]
     NameEmpty,
     /// A host name is longer than [`MAX_NAME`].
-    #[error("has a name of more than {MAX_NAME} bytes")]
+    #[error("has a name of more than {MAX_NAME_BYTES} bytes")]
     NameTooLong,
     /// A name contains a character that is not allowed in host names. The variant contains the
     /// character.
@@ -58,10 +58,10 @@ pub enum HostSyntaxProblem {
     #[error("has a `[` that is never closed")]
     BracketUnclosed,
     /// A name has more pairs of brackets than are supported.
-    #[error("has more than {} pairs of brackets", MAX_BRACKETS)]
+    #[error("has more than {} pairs of brackets", MAX_BRACKET_PAIRS)]
     TooManyBrackets,
     /// A range contains text that is not a number, or a number with too many digits.
-    #[error("needs numbers of at most {} digits between brackets, as in [01-16,20]", MAX_DIGITS)]
+    #[error("needs numbers of at most {} digits between brackets, as in [01-16,20]", MAX_RANGE_DIGITS)]
     RangeNumberInvalid,
     /// The last number of a range is less than its first number. The variant contains the range.
     #[error("has a range that ends before it begins: {0}")]
@@ -154,7 +154,7 @@ pub enum HostfileProblem {
     #[error("`{0}` is given twice")]
     OptionTwice(String),
     /// The number of slots is 0, too large or not a number. The variant contains the text.
-    #[error("slots must be a number from 1 to {MAX_SLOTS}, found `{0}`")]
+    #[error("slots must be a number from 1 to {MAX_SLOTS_PER_HOST}, found `{0}`")]
     SlotsInvalid(String),
     /// `slots` is larger than `max-slots`.
     #[error("slots ({slots}) is more than max-slots ({max})")]
@@ -226,7 +226,7 @@ pub enum FilterProblem {
     SlotsAmbiguous(String),
     /// A list of slots in the filter contains text that is not a number, or a number that is too
     /// large. The variant contains the list.
-    #[error("has the slots `{}`; slots are numbers from 0 to {MAX_SLOT}, as in `node-1:0,2`", .0.escape_debug())]
+    #[error("has the slots `{}`; slots are numbers from 0 to {MAX_SLOT_NUMBER}, as in `node-1:0,2`", .0.escape_debug())]
     SlotsInvalid(String),
     /// A list of slots in the filter is too long, because it repeats slots.
     #[error("names too many slots of one host")]

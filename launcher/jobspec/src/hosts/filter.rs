@@ -2,7 +2,7 @@
 //! and two slots of worker-1.
 use super::{
     error::{FilterError, FilterProblem},
-    limits::MAX_SLOT,
+    limits::MAX_SLOT_NUMBER,
     range::expand_ranges,
 };
 use std::collections::{BTreeMap, HashMap};
@@ -33,7 +33,7 @@ impl HostSlots {
 pub type SelectedHost = (usize, HostSlots);
 
 /// The slots that filters name, by the index of their host. An empty list stands for all slots.
-type NamedSlots = BTreeMap<usize, Vec<u32>>;
+type SlotsByHostIndex = BTreeMap<usize, Vec<u32>>;
 
 /// Selects those of `hosts` that the filters `include` name, or that the filters `exclude` do not
 /// name. Each host is given by name and slots. Returns the remaining hosts in the order of `hosts`.
@@ -55,7 +55,7 @@ pub fn filter_hosts(
     // its first host.
     let by_name: HashMap<&str, usize> =
         hosts.iter().enumerate().rev().map(|(index, (host, _))| (host.as_str(), index)).collect();
-    let mut named = NamedSlots::new();
+    let mut named = SlotsByHostIndex::new();
     for (item, text) in include.iter().chain(exclude).enumerate() {
         let in_item = |problem| FilterError { exclude: is_exclude, item: Some(item), problem };
         parse_filter(hosts, &by_name, text, &mut named).map_err(in_item)?;
@@ -97,7 +97,7 @@ fn parse_filter(
     hosts: &[(String, HostSlots)],
     by_name: &HashMap<&str, usize>,
     text: &str,
-    named: &mut NamedSlots,
+    named: &mut SlotsByHostIndex,
 ) -> Result<(), FilterProblem> {
     for part in text.split('@') {
         let known = |name: &str| by_name.get(name).copied();
@@ -133,7 +133,7 @@ fn add_slots(
     (host, slots): &(String, HostSlots),
     index: usize,
     these: &[u32],
-    named: &mut NamedSlots,
+    named: &mut SlotsByHostIndex,
 ) -> Result<(), FilterProblem> {
     if let Some(available) = list_slot_numbers(slots)
         && let Some(slot) = these.iter().find(|slot| !available.contains(slot))
@@ -161,13 +161,13 @@ fn parse_slots(text: &str) -> Result<Vec<u32>, FilterProblem> {
         let (low, high) = part.split_once('-').unwrap_or((part, part));
         let number = |text: &str| {
             let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
-            text.parse::<u32>().ok().filter(|n| digits && *n <= MAX_SLOT)
+            text.parse::<u32>().ok().filter(|n| digits && *n <= MAX_SLOT_NUMBER)
         };
         match (number(low), number(high)) {
             (Some(low), Some(high)) if low <= high => slots.extend(low..=high),
             _ => return Err(FilterProblem::SlotsInvalid(text.to_owned())),
         }
-        if slots.len() > 4 * MAX_SLOT as usize {
+        if slots.len() > 4 * MAX_SLOT_NUMBER as usize {
             return Err(FilterProblem::TooManySlots);
         }
     }

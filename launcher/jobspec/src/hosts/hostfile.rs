@@ -3,12 +3,12 @@
 use super::{
     address::{HostAddress, check_user_name, parse_hosts},
     error::{HostfileError, HostfileProblem},
-    limits::{MAX_HOSTS, MAX_SLOTS},
+    limits::{MAX_HOSTS, MAX_SLOTS_PER_HOST},
 };
 use std::collections::HashMap;
 
 /// The largest size of a hostfile, in bytes.
-pub const MAX_HOSTFILE: usize = 4 << 20;
+pub const MAX_HOSTFILE_BYTES: usize = 4 << 20;
 /// The largest number of mistakes that are reported for one hostfile. After that, parsing stops.
 const MAX_ERRORS: usize = 20;
 
@@ -114,7 +114,7 @@ impl HostfileParser {
         }
         // In Open MPI a host without `slots=` has as many slots as lines that name it.
         let more = known.slots.unwrap_or(1) + 1;
-        if more > MAX_SLOTS {
+        if more > MAX_SLOTS_PER_HOST {
             return Err((at, HostfileProblem::TooManySlots(name)));
         }
         known.slots = Some(more);
@@ -183,7 +183,7 @@ fn set_once<T>(option: &mut Option<T>, value: T, at: usize, key: &str) -> Result
 /// and becomes the position of the error.
 fn parse_slot_count(text: &str, at: usize) -> Result<u32, LocatedProblem> {
     let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
-    let number = text.parse::<u32>().ok().filter(|n| digits && (1..=MAX_SLOTS).contains(n));
+    let number = text.parse::<u32>().ok().filter(|n| digits && (1..=MAX_SLOTS_PER_HOST).contains(n));
     number.ok_or_else(|| (at, HostfileProblem::SlotsInvalid(make_excerpt(text))))
 }
 
@@ -252,7 +252,7 @@ mod tests {
         #[test]
         fn any_hostfile_is_parsed_within_bounds_or_rejected(text in "[ab#\\n =slotmax0-9\\[\\]@:,-]{0,80}") {
             match parse_hostfile(&text) {
-                Ok(hosts) => prop_assert!(hosts.iter().all(|h| h.slots.is_none_or(|s| (1..=MAX_SLOTS).contains(&s)))),
+                Ok(hosts) => prop_assert!(hosts.iter().all(|h| h.slots.is_none_or(|s| (1..=MAX_SLOTS_PER_HOST).contains(&s)))),
                 Err(errors) => prop_assert!(!errors.is_empty() && errors.len() <= MAX_ERRORS),
             }
         }

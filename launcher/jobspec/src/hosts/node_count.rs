@@ -26,7 +26,7 @@ impl std::error::Error for InvalidNodeCount {}
 
 impl NodeCount {
     /// Creates the count of exactly `n` nodes.
-    pub fn exactly(n: u32) -> NodeCount {
+    pub fn from_exact_count(n: u32) -> NodeCount {
         NodeCount { min: n, max: n }
     }
 }

@@ -2,7 +2,7 @@
 //! (`n[1-2].cluster`).
 use super::{
     error::{HostSyntaxError, HostSyntaxProblem},
-    limits::{MAX_BRACKETS, MAX_DIGITS, MAX_HOSTS, MAX_NAME},
+    limits::{MAX_BRACKET_PAIRS, MAX_RANGE_DIGITS, MAX_HOSTS, MAX_NAME_BYTES},
 };
 
 /// Creates an error about the problem `problem` at byte `at` of the text.
@@ -68,7 +68,7 @@ fn expand_name(text: &str) -> Result<Vec<String>, HostSyntaxError> {
             return Err(range_error(at + open, HostSyntaxProblem::BracketUnclosed));
         };
         brackets += 1;
-        if brackets > MAX_BRACKETS {
+        if brackets > MAX_BRACKET_PAIRS {
             return Err(range_error(at + open, HostSyntaxProblem::TooManyBrackets));
         }
         let numbers = expand_numbers(&inside[..close], at + open + 1)?;
@@ -92,7 +92,7 @@ fn expand_name(text: &str) -> Result<Vec<String>, HostSyntaxError> {
 /// The check avoids the cost of appending a long text to thousands of names. `at` becomes the
 /// position of the error.
 fn check_name_length(names: &[String], piece: &str, at: usize) -> Result<(), HostSyntaxError> {
-    match names.first().is_some_and(|name| name.len() + piece.len() > MAX_NAME) {
+    match names.first().is_some_and(|name| name.len() + piece.len() > MAX_NAME_BYTES) {
         true => Err(range_error(at, HostSyntaxProblem::NameTooLong)),
         false => Ok(()),
     }
@@ -108,7 +108,7 @@ fn expand_numbers(text: &str, at: usize) -> Result<Vec<String>, HostSyntaxError>
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         let number = |digits: &str, at: usize| {
             let is_number =
-                (1..=MAX_DIGITS).contains(&digits.len()) && digits.bytes().all(|b| b.is_ascii_digit());
+                (1..=MAX_RANGE_DIGITS).contains(&digits.len()) && digits.bytes().all(|b| b.is_ascii_digit());
             let number = digits.parse::<u64>().ok().filter(|_| is_number);
             number.ok_or(range_error(at, HostSyntaxProblem::RangeNumberInvalid))
         };

@@ -50,18 +50,18 @@ macro_rules! choices {
 pub(crate) use choices;
 
 /// Returns a [`ValueType`] that accepts the keywords of the enum `T`.
-pub(crate) fn choice<T: Choice>() -> ValueType<T> {
+pub(crate) fn choice_type<T: Choice>() -> ValueType<T> {
     let docs: Vec<String> =
         T::CHOICES.iter().map(|(.., doc)| doc.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
     let names: Vec<&str> = T::CHOICES.iter().map(|(name, ..)| *name).collect();
-    let mut values = keywords(T::CHOICES.iter().map(|(name, value, _)| (*name, *value)).collect());
+    let mut values = keywords_type(T::CHOICES.iter().map(|(name, value, _)| (*name, *value)).collect());
     values.schema = json!({"enum": names, "enumDescriptions": docs});
     values
 }
 
 /// Returns a [`ValueType`] that accepts keywords, each of which stands for a value. The error for
 /// any other text suggests the most similar keyword.
-pub(crate) fn keywords<T: Clone + PartialEq + 'static>(values: Vec<(&'static str, T)>) -> ValueType<T> {
+pub(crate) fn keywords_type<T: Clone + PartialEq + 'static>(values: Vec<(&'static str, T)>) -> ValueType<T> {
     let names: Vec<&'static str> = values.iter().map(|(name, _)| *name).collect();
     let (accepts, schema) = (format_choices(&names), json!({"enum": names}));
     let (expected, printed) = (accepts.clone(), values.clone());
@@ -80,7 +80,7 @@ pub(crate) fn keywords<T: Clone + PartialEq + 'static>(values: Vec<(&'static str
     };
     let print = move |value: &T| {
         let keyword = printed.iter().find(|(_, of_keyword)| of_keyword == value);
-        keyword.map(|(name, _)| crate::yaml::format::Printed::Line((*name).to_owned()))
+        keyword.map(|(name, _)| crate::yaml::format::YamlText::Line((*name).to_owned()))
     };
     ValueType::new(accepts, schema, read, print)
 }

@@ -1,7 +1,7 @@
 //! Creates the [`ValueType`]s of keys whose values are lists.
 use super::value_type::{ReadResult, ValueType, wrong_type_error};
 use crate::yaml::{
-    format::{Printed, format_list},
+    format::{YamlText, format_list},
     tree::{YamlNode, YamlValue, make_excerpt},
     value_error::ValueError,
 };
@@ -9,13 +9,13 @@ use serde_json::json;
 
 /// Returns a [`ValueType`] that accepts lists whose items have the type `item`. `accepts` describes
 /// the list, such as `list of paths`. The error of a list contains the mistakes of all items.
-pub(crate) fn list_of<T: 'static>(accepts: &'static str, item: ValueType<T>) -> ValueType<Vec<T>> {
-    described_list_of(accepts, format!("a {accepts}"), item)
+pub(crate) fn list_type<T: 'static>(accepts: &'static str, item: ValueType<T>) -> ValueType<Vec<T>> {
+    described_list_type(accepts, format!("a {accepts}"), item)
 }
 
 /// Returns a [`ValueType`] that accepts lists whose items have the type `item`. `expected`
 /// describes the list in messages, and `accepts` in docs/job.md.
-pub(crate) fn described_list_of<T: 'static>(
+pub(crate) fn described_list_type<T: 'static>(
     accepts: &'static str,
     expected: impl Into<String>,
     item: ValueType<T>,
@@ -25,7 +25,7 @@ pub(crate) fn described_list_of<T: 'static>(
     let schema = json!({"type": "array", "items": item.schema});
     let read = move |node: &YamlNode| read_list(&message, &item, node);
     let print = move |values: &Vec<T>| {
-        Some(Printed::Line(format_list(values.iter().map(|value| printer.print_line(value)))))
+        Some(YamlText::Line(format_list(values.iter().map(|value| printer.print_line(value)))))
     };
     ValueType::new(accepts, schema, read, print).with_expected(expected)
 }
@@ -57,12 +57,12 @@ fn read_list<T: 'static>(expected: &str, item: &ValueType<T>, node: &YamlNode) -
 
 /// Returns a [`ValueType`] that accepts lists of exactly two items of the type `item`. `accepts`
 /// describes the pair in docs/job.md, and `expected` in messages.
-pub(crate) fn pair_of<T: Clone + 'static>(
+pub(crate) fn pair_type<T: Clone + 'static>(
     accepts: &'static str,
     expected: &'static str,
     item: ValueType<T>,
 ) -> ValueType<(T, T)> {
-    let list = described_list_of(accepts, expected, item).limited(
+    let list = described_list_type(accepts, expected, item).restricted_to(
         expected,
         json!({"minItems": 2, "maxItems": 2}),
         |items| items.len() == 2,

@@ -223,7 +223,7 @@ impl JobDecoder {
 
     /// Returns whether the keys `paths` have no errors. If a key has an error, its decoded value
     /// may be a default instead of the value in the job.
-    pub(crate) fn are_valid(&self, paths: &[&str]) -> bool {
+    pub(crate) fn are_keys_valid(&self, paths: &[&str]) -> bool {
         !self.errors.iter().any(|error| paths.contains(&error.subject().unwrap_or_default()))
     }
 }

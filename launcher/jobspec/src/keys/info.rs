@@ -141,23 +141,23 @@ impl Rule {
     }
 
     /// Changes the rule to report a warning instead of an error.
-    pub(crate) const fn warning(self) -> Rule {
+    pub(crate) const fn as_warning(self) -> Rule {
         Rule { severity: Severity::Warning, ..self }
     }
 
     /// Sets the message of the rule's error or warning. In the message, `{key}` stands for the
     /// key's path.
-    pub(crate) const fn text(self, text: &'static str) -> Rule {
+    pub(crate) const fn with_message(self, text: &'static str) -> Rule {
         Rule { text: Some(text), ..self }
     }
 
     /// Sets the diagnostic code of the error or warning that the rule causes.
-    pub(crate) const fn code(self, code: Code) -> Rule {
+    pub(crate) const fn with_code(self, code: Code) -> Rule {
         Rule { code, ..self }
     }
 
     /// Sets the advice that the error or warning of the rule gives the user.
-    pub(crate) const fn help(self, help: &'static str) -> Rule {
+    pub(crate) const fn with_help(self, help: &'static str) -> Rule {
         Rule { help, ..self }
     }
 

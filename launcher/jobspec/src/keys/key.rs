@@ -2,11 +2,11 @@
 use super::{
     decoder::{JobDecoder, JobSection},
     info::{KeyDefault, KeyInfo, Rule, UnsetKeys},
-    section::{Entry, FieldContext, first_paragraph},
+    section::{FieldDeclaration, FieldContext, first_paragraph},
     value_type::ValueType,
     values::JobValues,
 };
-use crate::yaml::parse::parse_default;
+use crate::yaml::parse::parse_default_value;
 
 /// The declaration of a key with values of type `T` in the section `S`.
 pub(crate) struct Key<S, T> {
@@ -75,33 +75,33 @@ impl<S, T: 'static> Key<S, T> {
     }
 
     /// Adds aliases: other permanent names of the key.
-    pub(crate) fn aliases(self, aliases: &'static [&'static str]) -> Self {
+    pub(crate) fn with_aliases(self, aliases: &'static [&'static str]) -> Self {
         Key { aliases, ..self }
     }
 
     /// Adds a deprecated name: a previous name of the key, which is still accepted with a warning.
-    pub(crate) fn deprecated(self, name: &'static str) -> Self {
+    pub(crate) fn with_deprecated_name(self, name: &'static str) -> Self {
         Key { deprecated: Some(name), ..self }
     }
 
     /// Adds previous names of the key's values, each with the present name of the value.
-    pub(crate) fn deprecated_values(self, values: &'static [(&'static str, &'static str)]) -> Self {
+    pub(crate) fn with_deprecated_values(self, values: &'static [(&'static str, &'static str)]) -> Self {
         Key { deprecated_values: values, ..self }
     }
 
     /// Marks the key as reloadable, so that an edited value takes effect while the job runs.
-    pub(crate) fn reloadable(self) -> Self {
+    pub(crate) fn as_reloadable(self) -> Self {
         Key { reloadable: true, ..self }
     }
 
     /// Exempts the key from the rules that its section applies to every key.
-    pub(crate) fn ignores_section_rules(self) -> Self {
+    pub(crate) fn ignoring_section_rules(self) -> Self {
         Key { ignores_section_rules: true, ..self }
     }
 
     /// Adds rules about combinations with other keys in which this key is an error or has no
     /// effect.
-    pub(crate) fn rules(self, rules: &'static [Rule]) -> Self {
+    pub(crate) fn with_rules(self, rules: &'static [Rule]) -> Self {
         Key { rules, ..self }
     }
 }
@@ -113,7 +113,7 @@ impl<S, T: Clone + 'static> Key<S, Option<T>> {
     }
 }
 
-impl<S, T: 'static> Entry<S> for Key<S, T> {
+impl<S, T: 'static> FieldDeclaration<S> for Key<S, T> {
     type Value = T;
 
     fn declare(&self, context: FieldContext, table: &mut Vec<KeyInfo>) {
@@ -140,7 +140,7 @@ impl<S, T: 'static> Entry<S> for Key<S, T> {
             return value;
         }
         match &self.default {
-            DefaultValue::Yaml(text) => parse_default(text)
+            DefaultValue::Yaml(text) => parse_default_value(text)
                 .and_then(|node| self.values.read(&node).ok())
                 .unwrap_or_else(|| unreachable!("the default of {} is valid", context.path())),
             DefaultValue::Computed { placeholder, .. } => {

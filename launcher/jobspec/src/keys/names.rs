@@ -3,8 +3,8 @@
 /// Returns the name that is most similar to `word`. Returns `None` if `word` is not likely to be a
 /// misspelling of any of the names.
 pub(crate) fn find_nearest_name<'n>(word: &str, names: impl Iterator<Item = &'n str>) -> Option<&'n str> {
-    const MAX_WORD: usize = 80;
-    if word.len() > MAX_WORD {
+    const MAX_WORD_CHARS: usize = 80;
+    if word.len() > MAX_WORD_CHARS {
         return None;
     }
     let word = word.to_lowercase();

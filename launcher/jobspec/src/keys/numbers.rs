@@ -32,7 +32,7 @@ impl Integer for u64 {
 }
 
 /// Returns a [`ValueType`] that accepts integers in `range`.
-pub(crate) fn integer<T: Integer>(range: RangeInclusive<u64>) -> ValueType<T> {
+pub(crate) fn integer_type<T: Integer>(range: RangeInclusive<u64>) -> ValueType<T> {
     let (low, high) = (*range.start(), *range.end());
     let expected = format!("an integer from {low} to {high}");
     let accepts = format!("integer from {low} to {high}");
@@ -41,7 +41,7 @@ pub(crate) fn integer<T: Integer>(range: RangeInclusive<u64>) -> ValueType<T> {
 
 /// Returns a [`ValueType`] that accepts integers from `low` up to the largest value of the type
 /// `T`.
-pub(crate) fn at_least<T: Integer>(low: u64) -> ValueType<T> {
+pub(crate) fn integer_at_least_type<T: Integer>(low: u64) -> ValueType<T> {
     let accepts = format!("integer of {low} or more");
     let expected = match T::LARGEST {
         u64::MAX => format!("an integer of {low} or more"),
@@ -67,7 +67,7 @@ fn build_integer<T: Integer>(
         };
         value.and_then(|n| T::try_from(n).ok()).ok_or_else(|| integer_error(&message, node))
     };
-    ValueType::of_line(accepts, schema, read, T::to_string).with_expected(expected)
+    ValueType::new_single_line(accepts, schema, read, T::to_string).with_expected(expected)
 }
 
 /// Creates the error that `node` is not an accepted integer. `expected` describes the accepted
@@ -96,7 +96,7 @@ fn guess_intended_integer(node: &YamlNode) -> Option<u64> {
 
 /// Returns a [`ValueType`] that accepts finite numbers for which `fits` returns true. `accepts`
 /// describes them, and `schema` has the keywords of JSON Schema for their range.
-fn number(accepts: &'static str, schema: serde_json::Value, fits: fn(f64) -> bool) -> ValueType<f64> {
+fn number_type(accepts: &'static str, schema: serde_json::Value, fits: fn(f64) -> bool) -> ValueType<f64> {
     let expected = format!("a {accepts}");
     let read = move |node: &YamlNode| {
         let x = match node.value {
@@ -106,48 +106,48 @@ fn number(accepts: &'static str, schema: serde_json::Value, fits: fn(f64) -> boo
         };
         if x.is_finite() && fits(x) { Ok(x) } else { Err(out_of_range_error(expected.as_str(), node)) }
     };
-    ValueType::of_line(accepts, schema, read, |x| format_number(*x))
+    ValueType::new_single_line(accepts, schema, read, |x| format_number(*x))
 }
 
 /// Returns a [`ValueType`] that accepts numbers above 0.
-pub(crate) fn positive_number() -> ValueType<f64> {
-    number("number above 0", json!({"type": "number", "exclusiveMinimum": 0}), |x| x > 0.0)
+pub(crate) fn positive_number_type() -> ValueType<f64> {
+    number_type("number above 0", json!({"type": "number", "exclusiveMinimum": 0}), |x| x > 0.0)
 }
 
 /// Returns a [`ValueType`] that accepts numbers that are above 0 and finite as f32, because kernels
 /// compute with f32.
-pub(crate) fn positive_float() -> ValueType<f64> {
-    number("number above 0", json!({"type": "number", "exclusiveMinimum": 0}), |x| {
+pub(crate) fn positive_float_type() -> ValueType<f64> {
+    number_type("number above 0", json!({"type": "number", "exclusiveMinimum": 0}), |x| {
         x as f32 > 0.0 && (x as f32).is_finite()
     })
 }
 
 /// Returns a [`ValueType`] that accepts numbers of 0 or more.
-pub(crate) fn non_negative_number() -> ValueType<f64> {
-    number("number of 0 or more", json!({"type": "number", "minimum": 0}), |x| x >= 0.0)
+pub(crate) fn non_negative_number_type() -> ValueType<f64> {
+    number_type("number of 0 or more", json!({"type": "number", "minimum": 0}), |x| x >= 0.0)
 }
 
 /// Returns a [`ValueType`] that accepts numbers of 0 or more that are finite as f32.
-pub(crate) fn non_negative_float() -> ValueType<f64> {
-    number("number of 0 or more", json!({"type": "number", "minimum": 0}), |x| {
+pub(crate) fn non_negative_float_type() -> ValueType<f64> {
+    number_type("number of 0 or more", json!({"type": "number", "minimum": 0}), |x| {
         x >= 0.0 && (x as f32).is_finite()
     })
 }
 
 /// Returns a [`ValueType`] that accepts numbers of 0 or less.
-pub(crate) fn non_positive_number() -> ValueType<f64> {
-    number("number of 0 or less", json!({"type": "number", "maximum": 0}), |x| x <= 0.0)
+pub(crate) fn non_positive_number_type() -> ValueType<f64> {
+    number_type("number of 0 or less", json!({"type": "number", "maximum": 0}), |x| x <= 0.0)
 }
 
 /// Returns a [`ValueType`] that accepts shares: numbers from 0 to below 1.
-pub(crate) fn share() -> ValueType<f64> {
+pub(crate) fn share_type() -> ValueType<f64> {
     let schema = json!({"type": "number", "minimum": 0, "exclusiveMaximum": 1});
-    number("number from 0 to below 1", schema, |x| (0.0..1.0).contains(&x))
+    number_type("number from 0 to below 1", schema, |x| (0.0..1.0).contains(&x))
 }
 
 /// Returns a [`ValueType`] that accepts `true` and `false`.
-pub(crate) fn boolean() -> ValueType<bool> {
-    ValueType::of_line("`true` or `false`", json!({"type": "boolean"}), read_boolean, bool::to_string)
+pub(crate) fn boolean_type() -> ValueType<bool> {
+    ValueType::new_single_line("`true` or `false`", json!({"type": "boolean"}), read_boolean, bool::to_string)
 }
 
 /// Reads `true` or `false`. For another spelling, such as `yes` or `0`, the error suggests the

@@ -9,7 +9,7 @@ use super::{
     values::JobValues,
 };
 use crate::yaml::{
-    format::{Printed, format_map},
+    format::{YamlText, format_map},
     tree::{YamlEntry, YamlNode, YamlValue, make_excerpt},
     value_error::ValueError,
 };
@@ -18,7 +18,7 @@ use diagnostic::codes::job as codes;
 /// Returns a [`ValueType`] that accepts mappings with the keys of the section `T`. `accepts`
 /// describes them in docs/job.md, and `expected` in messages. The error of a mapping contains the
 /// mistakes of all keys.
-pub(crate) fn record<T: Section + 'static>(accepts: &'static str, expected: &'static str) -> ValueType<T> {
+pub(crate) fn record_type<T: Section + 'static>(accepts: &'static str, expected: &'static str) -> ValueType<T> {
     let mut table = Vec::new();
     T::declare(&mut table);
     let schema = describe_object(&table, "");
@@ -29,7 +29,7 @@ pub(crate) fn record<T: Section + 'static>(accepts: &'static str, expected: &'st
     let print = |value: &T| {
         let mut values = JobValues::default();
         value.print(&mut values);
-        Some(Printed::Line(format_map(values.list_lines())))
+        Some(YamlText::Line(format_map(values.list_lines())))
     };
     ValueType::new(accepts, schema, read, print).with_expected(expected)
 }
@@ -58,7 +58,7 @@ fn read_record<T: Section>(table: &[KeyInfo], node: &YamlNode, entries: &[YamlEn
         let is_given = |key: &&KeyInfo| entries.iter().any(|entry| key.has_name(&entry.key));
         let rules =
             table.iter().filter(is_given).flat_map(|key| key.rules.iter().map(move |rule| (key, rule)));
-        errors.extend(rules.filter(|(_, rule)| values.meets(rule)).map(|(key, rule)| {
+        errors.extend(rules.filter(|(_, rule)| values.meets_conditions(rule)).map(|(key, rule)| {
             let message = values.format_message(rule, &key.path);
             ValueError::new(rule.code, node.span, message).with_help(rule.format_help(&key.path))
         }));

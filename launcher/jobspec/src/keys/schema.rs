@@ -26,7 +26,7 @@ pub(crate) fn describe_object(table: &[KeyInfo], section: &str) -> Value {
         object["required"] = json!(required);
     }
     if section.is_empty() {
-        let rules = list_rules(table);
+        let rules = describe_rules(table);
         if !rules.is_empty() {
             object["allOf"] = Value::Array(rules);
         }
@@ -69,7 +69,7 @@ fn describe_deprecated_key(key: &KeyInfo, schema: &Value) -> Value {
 
 /// Builds a JSON Schema for each rule that rejects jobs: it does not allow the key of the rule in
 /// jobs that meet the conditions.
-fn list_rules(table: &[KeyInfo]) -> Vec<Value> {
+fn describe_rules(table: &[KeyInfo]) -> Vec<Value> {
     let mut rules: Vec<(Vec<Value>, Value)> = Vec::new();
     for key in table {
         for rule in key.rules.iter().filter(|rule| rule.severity == Severity::Error) {
@@ -92,19 +92,19 @@ fn describe_condition(table: &[KeyInfo], condition: &Condition) -> Value {
     let is_default =
         |values: &[&str]| matches!(default, Some(KeyDefault::Yaml(text)) if values.contains(&text));
     let one_of = |values: &[&str]| {
-        let values: Vec<Value> = values.iter().map(|text| parse_keyword(text)).collect();
-        at_path(key, json!({"enum": values}))
+        let values: Vec<Value> = values.iter().map(|text| convert_scalar_to_json(text)).collect();
+        describe_value_at_path(key, json!({"enum": values}))
     };
     match condition {
-        Condition::Given(_) => at_path(key, json!({})),
-        Condition::NotGiven(_) => json!({"not": at_path(key, json!({}))}),
+        Condition::Given(_) => describe_value_at_path(key, json!({})),
+        Condition::NotGiven(_) => json!({"not": describe_value_at_path(key, json!({}))}),
         // A key that the job does not contain has its default.
         Condition::OneOf(_, values) if is_default(values) => {
-            json!({"anyOf": [one_of(values), {"not": at_path(key, json!({}))}]})
+            json!({"anyOf": [one_of(values), {"not": describe_value_at_path(key, json!({}))}]})
         }
         Condition::OneOf(_, values) => one_of(values),
         Condition::NoneOf(_, values) if is_default(values) => {
-            json!({"not": {"anyOf": [one_of(values), {"not": at_path(key, json!({}))}]}})
+            json!({"not": {"anyOf": [one_of(values), {"not": describe_value_at_path(key, json!({}))}]}})
         }
         Condition::NoneOf(_, values) => json!({"not": one_of(values)}),
     }
@@ -139,7 +139,7 @@ fn merge_properties(schema: &mut Value, other: Value) {
 
 /// Builds a JSON Schema that accepts the jobs whose key `path` is present and has a value that
 /// matches `schema`.
-pub(crate) fn at_path(path: &str, schema: Value) -> Value {
+pub(crate) fn describe_value_at_path(path: &str, schema: Value) -> Value {
     path.rsplit('.').fold(
         schema,
         |schema, name| json!({"type": "object", "properties": {name: schema}, "required": [name]}),
@@ -147,6 +147,6 @@ pub(crate) fn at_path(path: &str, schema: Value) -> Value {
 }
 
 /// Converts a scalar in YAML to JSON: a boolean, a number or a text.
-fn parse_keyword(text: &str) -> Value {
+fn convert_scalar_to_json(text: &str) -> Value {
     serde_json::from_str(text).unwrap_or_else(|_| json!(text))
 }

@@ -68,7 +68,7 @@ pub(crate) fn first_paragraph(doc: &str) -> String {
 
 /// The declaration of one field of the section struct `S`, which is usually a key or an inner
 /// section.
-pub(crate) trait Entry<S> {
+pub(crate) trait FieldDeclaration<S> {
     /// The Rust type of the field that the entry declares.
     type Value;
 
@@ -90,7 +90,7 @@ pub(crate) trait Entry<S> {
     }
 
     /// Computes the defaults of the keys within the value, for fields whose value is a section.
-    fn fill_inner(&self, _value: &mut Self::Value, _unset: &UnsetKeys, _values: &JobValues) {}
+    fn fill_inner_defaults(&self, _value: &mut Self::Value, _unset: &UnsetKeys, _values: &JobValues) {}
 
     /// Appends to `values` the YAML texts of the values of the field's keys. `owner` is the
     /// section.
@@ -99,7 +99,7 @@ pub(crate) trait Entry<S> {
 
 /// Returns `entry` unchanged, and lets the compiler check the type of the field. The bounds make
 /// the compiler check that `entry` declares a field of the type `V` in the section `S`.
-pub(crate) fn entry_of<S, V, E: Entry<S, Value = V>>(entry: E) -> E {
+pub(crate) fn check_entry_type<S, V, E: FieldDeclaration<S, Value = V>>(entry: E) -> E {
     entry
 }
 
@@ -178,15 +178,15 @@ macro_rules! section {
 pub(crate) use section;
 
 /// The declaration of a field that is part of a section struct, but not a key of job.yaml.
-pub(crate) struct NotAKey<T>(PhantomData<T>);
+pub(crate) struct FieldWithoutKey<T>(PhantomData<T>);
 
 /// Declares a field that is part of a section struct, but not a key of job.yaml. Decoding leaves
 /// the field at the default of its type.
-pub(crate) fn not_a_key<T>() -> NotAKey<T> {
-    NotAKey(PhantomData)
+pub(crate) fn field_without_key<T>() -> FieldWithoutKey<T> {
+    FieldWithoutKey(PhantomData)
 }
 
-impl<S, T: Default> Entry<S> for NotAKey<T> {
+impl<S, T: Default> FieldDeclaration<S> for FieldWithoutKey<T> {
     type Value = T;
 
     fn declare(&self, _context: FieldContext, _table: &mut Vec<KeyInfo>) {}
@@ -204,7 +204,7 @@ pub(crate) struct InnerSection<T> {
 }
 
 /// Declares a field that is an inner section, such as `train.batch` within `train`.
-pub(crate) fn inner<T: Section>() -> InnerSection<T> {
+pub(crate) fn inner_section<T: Section>() -> InnerSection<T> {
     InnerSection { is_printed: |_| true }
 }
 
@@ -215,11 +215,11 @@ impl<T> InnerSection<T> {
     }
 }
 
-impl<S, T: Section> Entry<S> for InnerSection<T> {
+impl<S, T: Section> FieldDeclaration<S> for InnerSection<T> {
     type Value = T;
 
     fn declare(&self, _context: FieldContext, table: &mut Vec<KeyInfo>) {
-        table.push(describe_section::<T>(&["object"]));
+        table.push(section_key_info::<T>(&["object"]));
         T::declare(table);
     }
 
@@ -228,7 +228,7 @@ impl<S, T: Section> Entry<S> for InnerSection<T> {
         T::decode(d, &inner)
     }
 
-    fn fill_inner(&self, value: &mut T, unset: &UnsetKeys, values: &JobValues) {
+    fn fill_inner_defaults(&self, value: &mut T, unset: &UnsetKeys, values: &JobValues) {
         value.fill_defaults(unset, values);
     }
 
@@ -248,23 +248,23 @@ pub(crate) struct OptionalInnerSection<T> {
 
 /// Declares a field that is an inner section, such as `train.eval` within `train`, and that a job
 /// may omit. The value `null` stands for an absent section.
-pub(crate) fn optional_inner<T: Section>() -> OptionalInnerSection<T> {
+pub(crate) fn optional_inner_section<T: Section>() -> OptionalInnerSection<T> {
     OptionalInnerSection { accepts_null: true, section: PhantomData }
 }
 
 impl<T> OptionalInnerSection<T> {
     /// Rejects the value `null` for the section.
-    pub(crate) fn without_null(self) -> OptionalInnerSection<T> {
+    pub(crate) fn rejecting_null(self) -> OptionalInnerSection<T> {
         OptionalInnerSection { accepts_null: false, ..self }
     }
 }
 
-impl<S, T: Section> Entry<S> for OptionalInnerSection<T> {
+impl<S, T: Section> FieldDeclaration<S> for OptionalInnerSection<T> {
     type Value = Option<T>;
 
     fn declare(&self, _context: FieldContext, table: &mut Vec<KeyInfo>) {
         let types: &[&str] = if self.accepts_null { &["object", "null"] } else { &["object"] };
-        table.push(describe_section::<T>(types));
+        table.push(section_key_info::<T>(types));
         T::declare(table);
     }
 
@@ -276,7 +276,7 @@ impl<S, T: Section> Entry<S> for OptionalInnerSection<T> {
         inner.is_given().then(|| T::decode(d, &inner))
     }
 
-    fn fill_inner(&self, value: &mut Option<T>, unset: &UnsetKeys, values: &JobValues) {
+    fn fill_inner_defaults(&self, value: &mut Option<T>, unset: &UnsetKeys, values: &JobValues) {
         if let Some(value) = value {
             value.fill_defaults(unset, values);
         }
@@ -291,7 +291,7 @@ impl<S, T: Section> Entry<S> for OptionalInnerSection<T> {
 
 /// Creates the table entry (documentation and JSON Schema) of the section `T` itself. `types` are
 /// the types of the section's value in JSON Schema.
-fn describe_section<T: Section>(types: &[&str]) -> KeyInfo {
+fn section_key_info<T: Section>(types: &[&str]) -> KeyInfo {
     KeyInfo {
         path: T::PATH.to_owned(),
         accepts: "mapping".to_owned(),

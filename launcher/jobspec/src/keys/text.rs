@@ -11,29 +11,29 @@ use std::path::PathBuf;
 
 /// Returns a [`ValueType`] that accepts texts that are not empty and have no control characters,
 /// line breaks and tabs included.
-pub(crate) fn text() -> ValueType<String> {
+pub(crate) fn text_type() -> ValueType<String> {
     let schema = json!({"type": "string", "minLength": 1});
-    ValueType::of_line("text", schema, read_text, |t| quote_yaml(t)).with_expected("text")
+    ValueType::new_single_line("text", schema, read_text, |t| quote_yaml(t)).with_expected("text")
 }
 
 /// Returns a [`ValueType`] that accepts any scalar, also a number or boolean, and reads it as the
 /// text that the job file contains. Arguments and values of variables may look like numbers. Line
 /// breaks are allowed.
-pub(crate) fn verbatim() -> ValueType<String> {
+pub(crate) fn verbatim_text_type() -> ValueType<String> {
     let schema = json!({"type": ["string", "number", "boolean"]});
     let quote = |text: &String| quote_yaml(text);
-    ValueType::of_line("text", schema, read_verbatim, quote).with_expected("text")
+    ValueType::new_single_line("text", schema, read_verbatim, quote).with_expected("text")
 }
 
 /// Returns a [`ValueType`] that accepts paths, which are texts without control characters.
-pub(crate) fn path() -> ValueType<PathBuf> {
-    text().documented_as("path").convert(PathBuf::from, |path| Some(path.to_string_lossy().into_owned()))
+pub(crate) fn path_type() -> ValueType<PathBuf> {
+    text_type().documented_as("path").convert(PathBuf::from, |path| Some(path.to_string_lossy().into_owned()))
 }
 
 /// Returns a [`ValueType`] that accepts texts for which `fits` returns true. `pattern` is the
 /// regular expression of the format in JSON Schema, and `fits` is the exact check. `expected`
 /// describes the format in messages.
-pub(crate) fn formatted_text(
+pub(crate) fn formatted_text_type(
     accepts: &'static str,
     expected: &'static str,
     pattern: &'static str,
@@ -44,12 +44,12 @@ pub(crate) fn formatted_text(
         let text = read_text(node)?;
         if fits(&text) { Ok(text) } else { Err(wrong_format_error(expected, node)) }
     };
-    ValueType::of_line(accepts, schema, read, |t| quote_yaml(t)).with_expected(expected)
+    ValueType::new_single_line(accepts, schema, read, |t| quote_yaml(t)).with_expected(expected)
 }
 
 /// Returns a [`ValueType`] that accepts texts which may contain placeholders such as `{run}`. A
 /// placeholder that is not in `names`, and a brace without a counterpart, are errors.
-pub(crate) fn template(names: &'static [&'static str]) -> ValueType<String> {
+pub(crate) fn template_type(names: &'static [&'static str]) -> ValueType<String> {
     let quoted: Vec<String> = names.iter().map(|name| format!("`{{{name}}}`")).collect();
     let accepts = format!("path with {}", quoted.join(" and "));
     let pattern = format!("^([^{{}}]|\\{{({})\\}})+$", names.join("|"));
@@ -60,7 +60,7 @@ pub(crate) fn template(names: &'static [&'static str]) -> ValueType<String> {
         Err(ValueError::new(codes::JOB_PLACEHOLDER_INVALID, node.span, message)
             .with_help(format!("the {noun} {}", quoted.join(" and "))))
     };
-    ValueType::of_line(accepts, json!({"type": "string", "pattern": pattern}), read, |t| quote_yaml(t))
+    ValueType::new_single_line(accepts, json!({"type": "string", "pattern": pattern}), read, |t| quote_yaml(t))
 }
 
 /// Describes the first wrong placeholder of a template; `None` if all are right.

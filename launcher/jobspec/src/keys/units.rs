@@ -9,28 +9,28 @@ use serde_json::json;
 use std::ops::RangeInclusive;
 
 /// Returns a [`ValueType`] that accepts durations such as `90s`, and converts them to milliseconds.
-pub(crate) fn duration() -> ValueType<u64> {
+pub(crate) fn duration_type() -> ValueType<u64> {
     let example = "a duration such as `500ms`, `10s`, `5m`, `2h`";
-    number_with_unit("duration", example, "ms|s|m|h|d", "s", parse_duration, format_duration)
+    number_with_unit_type("duration", example, "ms|s|m|h|d", "s", parse_duration, format_duration)
 }
 
 /// Returns a [`ValueType`] that accepts durations in `range`, and converts them to milliseconds.
 /// `expected` describes the durations in messages.
-pub(crate) fn duration_in(range: RangeInclusive<u64>, expected: &'static str) -> ValueType<u64> {
-    duration().limited(expected, json!({}), move |ms| range.contains(ms))
+pub(crate) fn duration_range_type(range: RangeInclusive<u64>, expected: &'static str) -> ValueType<u64> {
+    duration_type().restricted_to(expected, json!({}), move |ms| range.contains(ms))
 }
 
 /// Returns a [`ValueType`] that accepts sizes of at least `least` bytes, such as `4KiB`, and
 /// converts them to bytes. `expected` describes the sizes in messages.
-pub(crate) fn size(least: u64, expected: &'static str) -> ValueType<u64> {
+pub(crate) fn size_type(least: u64, expected: &'static str) -> ValueType<u64> {
     let example = "a size such as `512KiB`, `100MB`, `1GiB`";
-    number_with_unit("size", example, "B|[kK]B|[MGT]B|[KMGT]iB", "B", parse_size, |bytes| format!("{bytes}B"))
-        .limited(expected, json!({}), move |bytes| *bytes >= least)
+    number_with_unit_type("size", example, "B|[kK]B|[MGT]B|[KMGT]iB", "B", parse_size, |bytes| format!("{bytes}B"))
+        .restricted_to(expected, json!({}), move |bytes| *bytes >= least)
 }
 
 /// Returns a [`ValueType`] that accepts texts that consist of a number and a unit. `units` is a
 /// regular expression for the unit. `unit` is the unit that the error for a bare number suggests.
-fn number_with_unit(
+fn number_with_unit_type(
     accepts: &'static str,
     expected: &'static str,
     units: &str,
@@ -49,5 +49,5 @@ fn number_with_unit(
             _ => Err(error()),
         }
     };
-    ValueType::of_line(accepts, schema, read, move |value| print(*value)).with_expected(expected)
+    ValueType::new_single_line(accepts, schema, read, move |value| print(*value)).with_expected(expected)
 }

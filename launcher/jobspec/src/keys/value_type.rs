@@ -1,6 +1,6 @@
 //! [`ValueType`]: the values that a key accepts, with their YAML form and JSON Schema.
 use crate::yaml::{
-    format::Printed,
+    format::YamlText,
     tree::{YamlNode, YamlValue},
     value_error::ValueError,
 };
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 pub(crate) type ReadResult<T> = Result<T, ValueError>;
 
 type ReadFn<T> = Box<dyn Fn(&YamlNode) -> ReadResult<T>>;
-type PrintFn<T> = Box<dyn Fn(&T) -> Option<Printed>>;
+type PrintFn<T> = Box<dyn Fn(&T) -> Option<YamlText>>;
 
 /// The type of the value of a key, which determines the accepted values and how they are read,
 /// printed and described.
@@ -33,7 +33,7 @@ impl<T: 'static> ValueType<T> {
         accepts: impl Into<String>,
         schema: Value,
         read: impl Fn(&YamlNode) -> ReadResult<T> + 'static,
-        print: impl Fn(&T) -> Option<Printed> + 'static,
+        print: impl Fn(&T) -> Option<YamlText> + 'static,
     ) -> Self {
         let accepts = accepts.into();
         let expected = add_article(&accepts);
@@ -41,13 +41,13 @@ impl<T: 'static> ValueType<T> {
     }
 
     /// Creates a [`ValueType`] whose values are printed on one line of YAML.
-    pub(crate) fn of_line(
+    pub(crate) fn new_single_line(
         accepts: impl Into<String>,
         schema: Value,
         read: impl Fn(&YamlNode) -> ReadResult<T> + 'static,
         print: impl Fn(&T) -> String + 'static,
     ) -> Self {
-        Self::new(accepts, schema, read, move |value| Some(Printed::Line(print(value))))
+        Self::new(accepts, schema, read, move |value| Some(YamlText::Line(print(value))))
     }
 
     /// Reads a value of this type from the YAML node `node`. Fails if the node is not such a value.
@@ -56,7 +56,7 @@ impl<T: 'static> ValueType<T> {
     }
 
     /// Formats `value` as YAML. Returns `None` for a value that is written by leaving out the key.
-    pub(crate) fn print(&self, value: &T) -> Option<Printed> {
+    pub(crate) fn print(&self, value: &T) -> Option<YamlText> {
         (self.print)(value)
     }
 
@@ -64,7 +64,7 @@ impl<T: 'static> ValueType<T> {
     /// form.
     pub(crate) fn print_line(&self, value: &T) -> String {
         match (self.print)(value) {
-            Some(Printed::Line(line)) => line,
+            Some(YamlText::Line(line)) => line,
             _ => String::new(),
         }
     }
@@ -112,7 +112,7 @@ impl<T: 'static> ValueType<T> {
 
     /// Restricts the type to the values for which `fits` returns true. `expected` describes them in
     /// messages, and `schema` has the additional keywords of the JSON Schema.
-    pub(crate) fn limited(
+    pub(crate) fn restricted_to(
         self,
         expected: impl Into<String>,
         schema: Value,
@@ -163,7 +163,7 @@ impl<T: Clone + PartialEq + 'static> ValueType<T> {
         });
         let print: PrintFn<T> = Box::new(move |value| {
             let keyword = printed.iter().find(|(_, of_keyword)| of_keyword == value);
-            keyword.map_or_else(|| print(value), |(name, _)| Some(Printed::Line((*name).to_owned())))
+            keyword.map_or_else(|| print(value), |(name, _)| Some(YamlText::Line((*name).to_owned())))
         });
         ValueType { read, print, accepts, expected, schema }
     }
@@ -174,7 +174,7 @@ impl<T: 'static> ValueType<Vec<T>> {
     /// leaving out the key.
     pub(crate) fn not_empty(self) -> Self {
         let expected = self.expected.clone();
-        self.limited(expected, json!({"minItems": 1}), |list| !list.is_empty()).hidden_if_empty()
+        self.restricted_to(expected, json!({"minItems": 1}), |list| !list.is_empty()).hidden_if_empty()
     }
 
     /// Makes printed jobs leave out the key if its value is an empty list.

@@ -1,6 +1,6 @@
 //! [`JobValues`]: the values of all keys of a job in YAML.
 use super::info::{KeyInfo, Rule};
-use crate::yaml::{format::Printed, parse::parse_default};
+use crate::yaml::{format::YamlText, parse::parse_default_value};
 use std::fmt::Write as _;
 
 /// The values of a job's keys as YAML text, in the order of the table of keys. Keys without a value
@@ -9,23 +9,23 @@ use std::fmt::Write as _;
 pub(crate) struct JobValues {
     /// The name that the job has if it does not contain the key `name`.
     pub(crate) default_name: String,
-    values: Vec<(String, Printed)>,
+    values: Vec<(String, YamlText)>,
 }
 
 impl JobValues {
     /// Appends the value `value` of the key `path`.
-    pub(crate) fn add(&mut self, path: String, value: Printed) {
+    pub(crate) fn add(&mut self, path: String, value: YamlText) {
         self.values.push((path, value));
     }
 
     /// Adds the entries of the block `more` to the value of the key `path`, which is a block or
     /// `{}`.
-    pub(crate) fn add_entries(&mut self, path: &str, more: Printed) {
-        let Printed::Block(more) = more else { return };
+    pub(crate) fn add_entries(&mut self, path: &str, more: YamlText) {
+        let YamlText::Block(more) = more else { return };
         match self.values.iter_mut().find(|(of, _)| of == path) {
-            Some((_, Printed::Block(entries))) => entries.extend(more),
-            Some((_, line)) => *line = Printed::Block(more),
-            None => self.values.push((path.to_owned(), Printed::Block(more))),
+            Some((_, YamlText::Block(entries))) => entries.extend(more),
+            Some((_, line)) => *line = YamlText::Block(more),
+            None => self.values.push((path.to_owned(), YamlText::Block(more))),
         }
     }
 
@@ -33,8 +33,8 @@ impl JobValues {
     /// has no value.
     pub(crate) fn get(&self, path: &str) -> Option<&str> {
         self.values.iter().find(|(of, _)| of == path).map(|(_, value)| match value {
-            Printed::Line(value) => value.as_str(),
-            Printed::Block(_) => "",
+            YamlText::Line(value) => value.as_str(),
+            YamlText::Block(_) => "",
         })
     }
 
@@ -47,11 +47,11 @@ impl JobValues {
     /// Returns the value of the key `path` as text without quotes. Returns `None` if the key has no
     /// value.
     pub(crate) fn text(&self, path: &str) -> Option<String> {
-        self.get(path).and_then(parse_default).map(|node| node.raw)
+        self.get(path).and_then(parse_default_value).map(|node| node.raw)
     }
 
     /// Returns whether a rule applies to the job, because all of the rule's conditions hold.
-    pub(crate) fn meets(&self, rule: &Rule) -> bool {
+    pub(crate) fn meets_conditions(&self, rule: &Rule) -> bool {
         rule.when.iter().all(|condition| condition.holds(self.get(condition.key())))
     }
 
@@ -66,7 +66,7 @@ impl JobValues {
         let is_unused = |path: &str| {
             let key = table.iter().find(|key| key.path == path);
             key.is_some_and(|key| {
-                key.rules.iter().any(|rule| rule.concerns_every_value(path) && self.meets(rule))
+                key.rules.iter().any(|rule| rule.concerns_every_value(path) && self.meets_conditions(rule))
             })
         };
         let unused: Vec<bool> = self.values.iter().map(|(path, _)| is_unused(path)).collect();
@@ -78,10 +78,10 @@ impl JobValues {
     /// Lists the values as pairs of path and value in YAML. Entries of a block have paths below the
     /// key.
     pub(crate) fn list_lines(&self) -> Vec<(String, String)> {
-        fn add_lines(path: &str, value: &Printed, lines: &mut Vec<(String, String)>) {
+        fn add_lines(path: &str, value: &YamlText, lines: &mut Vec<(String, String)>) {
             match value {
-                Printed::Line(value) => lines.push((path.to_owned(), value.clone())),
-                Printed::Block(entries) => {
+                YamlText::Line(value) => lines.push((path.to_owned(), value.clone())),
+                YamlText::Block(entries) => {
                     entries
                         .iter()
                         .for_each(|(name, value)| add_lines(&format!("{path}.{name}"), value, lines));
@@ -112,12 +112,12 @@ impl JobValues {
 
 /// Appends the key `name` and its value to `yaml`, indented for a key within `depth` nested
 /// sections.
-fn write_value(yaml: &mut String, depth: usize, name: &str, value: &Printed) {
+fn write_value(yaml: &mut String, depth: usize, name: &str, value: &YamlText) {
     let indent = 2 * depth;
     // Writing to a String cannot fail.
     match value {
-        Printed::Line(value) => _ = writeln!(yaml, "{:indent$}{name}: {value}", ""),
-        Printed::Block(entries) => {
+        YamlText::Line(value) => _ = writeln!(yaml, "{:indent$}{name}: {value}", ""),
+        YamlText::Block(entries) => {
             _ = writeln!(yaml, "{:indent$}{name}:", "");
             entries.iter().for_each(|(name, value)| write_value(yaml, depth + 1, name, value));
         }

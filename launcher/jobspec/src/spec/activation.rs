@@ -1,12 +1,12 @@
 //! `run.activate`: the environments of a host that its workers use, such as a virtual environment.
 use crate::{
     keys::{
-        collections::list_of,
-        text::{formatted_text, path},
+        collections::list_type,
+        text::{formatted_text_type, path_type},
         value_type::{ReadResult, ValueType, out_of_range_error, wrong_type_error},
     },
     yaml::{
-        format::{Printed, format_list, format_map},
+        format::{YamlText, format_list, format_map},
         tree::{YamlNode, YamlValue, make_excerpt},
         value_error::ValueError,
     },
@@ -17,7 +17,7 @@ use serde_json::json;
 use std::path::PathBuf;
 
 /// The largest number of items of `run.activate`.
-const MAX_STEPS: usize = 16;
+const MAX_ACTIVATION_STEPS: usize = 16;
 
 /// An item of `run.activate`: an environment that is activated on each host of the job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -35,69 +35,69 @@ pub enum ActivationStep {
 
 impl ActivationStep {
     /// Returns the key of the step, such as `venv`, and its value in YAML.
-    fn print(&self) -> (String, String) {
+    fn to_key_and_value(&self) -> (String, String) {
         let (key, value) = match self {
-            ActivationStep::Venv(directory) => ("venv", path().print_line(directory)),
-            ActivationStep::Conda(name) => ("conda", environment_name().print_line(name)),
-            ActivationStep::Modules(names) => ("modules", modules().print_line(names)),
-            ActivationStep::Script(file) => ("script", path().print_line(file)),
+            ActivationStep::Venv(directory) => ("venv", path_type().print_line(directory)),
+            ActivationStep::Conda(name) => ("conda", environment_name_type().print_line(name)),
+            ActivationStep::Modules(names) => ("modules", modules_type().print_line(names)),
+            ActivationStep::Script(file) => ("script", path_type().print_line(file)),
         };
         (key.to_owned(), value)
     }
 
     /// Formats the step as a mapping on one line of YAML, such as `{venv: env}`.
     pub fn to_yaml(&self) -> String {
-        format_map([self.print()])
+        format_map([self.to_key_and_value()])
     }
 }
 
 /// Returns a [`ValueType`] that accepts one step, such as `{venv: path}`, or a list of steps.
-pub(crate) fn activation() -> ValueType<Vec<ActivationStep>> {
+pub(crate) fn activation_type() -> ValueType<Vec<ActivationStep>> {
     let object = |key: &str, value: serde_json::Value| json!({"type": "object", "properties": {key: value}, "required": [key], "additionalProperties": false});
     let step = json!({"anyOf": [
-        object("venv", path().schema),
-        object("conda", environment_name().schema),
-        object("modules", modules().schema),
-        object("script", path().schema),
+        object("venv", path_type().schema),
+        object("conda", environment_name_type().schema),
+        object("modules", modules_type().schema),
+        object("script", path_type().schema),
     ]});
     let schema =
-        json!({"anyOf": [step, {"type": "array", "items": step, "minItems": 1, "maxItems": MAX_STEPS}]});
+        json!({"anyOf": [step, {"type": "array", "items": step, "minItems": 1, "maxItems": MAX_ACTIVATION_STEPS}]});
     let print = |steps: &Vec<ActivationStep>| match &steps[..] {
         [] => None,
-        [only] => Some(Printed::Line(only.to_yaml())),
-        several => Some(Printed::Line(format_list(several.iter().map(ActivationStep::to_yaml)))),
+        [only] => Some(YamlText::Line(only.to_yaml())),
+        several => Some(YamlText::Line(format_list(several.iter().map(ActivationStep::to_yaml)))),
     };
-    ValueType::new(ACCEPTS, schema, read_activation, print).with_expected(EXPECTED)
+    ValueType::new(DOCUMENTED_VALUES, schema, read_activation, print).with_expected(EXPECTED_VALUES)
 }
 
 /// The description of the values of `run.activate` in docs/job.md.
-const ACCEPTS: &str =
+const DOCUMENTED_VALUES: &str =
     "`{venv: path}`, `{conda: name}`, `{modules: [name]}`, `{script: path}`, or a list of these";
 /// The phrase by which messages describe the values of `run.activate`.
-const EXPECTED: &str =
+const EXPECTED_VALUES: &str =
     "`{venv: path}`, `{conda: name}`, `{modules: [name]}`, `{script: path}`, or a list of these";
 
 /// Returns a [`ValueType`] that accepts names of environments and modules, which commands get as
 /// arguments.
-fn environment_name() -> ValueType<String> {
+fn environment_name_type() -> ValueType<String> {
     let expected = "a name of letters, digits and `_-.,:/@+~`";
-    formatted_text("name", expected, "^[A-Za-z0-9_.,:/@+~][A-Za-z0-9_.,:/@+~-]{0,254}$", |name| {
+    formatted_text_type("name", expected, "^[A-Za-z0-9_.,:/@+~][A-Za-z0-9_.,:/@+~-]{0,254}$", |name| {
         let fits = |c: char| c.is_ascii_alphanumeric() || "_-.,:/@+~".contains(c);
         name.chars().all(fits) && !name.starts_with('-') && name.len() <= 255
     })
 }
 
 /// Returns a [`ValueType`] that accepts lists of names of modules.
-fn modules() -> ValueType<Vec<String>> {
-    list_of("list of names", environment_name()).not_empty()
+fn modules_type() -> ValueType<Vec<String>> {
+    list_type("list of names", environment_name_type()).not_empty()
 }
 
 /// Reads a value of `run.activate` from YAML.
 fn read_activation(node: &YamlNode) -> ReadResult<Vec<ActivationStep>> {
     match &node.value {
         YamlValue::Map(_) => Ok(vec![read_step(node)?]),
-        YamlValue::List(items) if items.is_empty() || items.len() > MAX_STEPS => {
-            Err(out_of_range_error(format!("a list of 1 to {MAX_STEPS} items"), node))
+        YamlValue::List(items) if items.is_empty() || items.len() > MAX_ACTIVATION_STEPS => {
+            Err(out_of_range_error(format!("a list of 1 to {MAX_ACTIVATION_STEPS} items"), node))
         }
         YamlValue::List(items) => {
             let read = |(i, item): (usize, &YamlNode)| {
@@ -105,24 +105,24 @@ fn read_activation(node: &YamlNode) -> ReadResult<Vec<ActivationStep>> {
             };
             items.iter().enumerate().map(read).collect()
         }
-        _ => Err(wrong_type_error(EXPECTED, node)),
+        _ => Err(wrong_type_error(EXPECTED_VALUES, node)),
     }
 }
 
 /// Reads one step: a mapping with one key.
 fn read_step(node: &YamlNode) -> ReadResult<ActivationStep> {
-    const ONE: &str = "a mapping with one of the keys `venv`, `conda`, `modules` and `script`";
-    let YamlValue::Map(entries) = &node.value else { return Err(wrong_type_error(ONE, node)) };
+    const EXPECTED_STEP: &str = "a mapping with one of the keys `venv`, `conda`, `modules` and `script`";
+    let YamlValue::Map(entries) = &node.value else { return Err(wrong_type_error(EXPECTED_STEP, node)) };
     let [entry] = &entries[..] else {
-        return Err(ValueError::new(codes::JOB_VALUE_FORMAT, node.span, format!("must be {ONE}"))
+        return Err(ValueError::new(codes::JOB_VALUE_FORMAT, node.span, format!("must be {EXPECTED_STEP}"))
             .with_help("write a list to activate several: [{modules: [cuda]}, {venv: env}]"));
     };
     let value = &entry.value;
     let step = match entry.key.as_str() {
-        "venv" => path().read(value).map(ActivationStep::Venv),
-        "conda" => environment_name().read(value).map(ActivationStep::Conda),
-        "modules" => modules().read(value).map(ActivationStep::Modules),
-        "script" => path().read(value).map(ActivationStep::Script),
+        "venv" => path_type().read(value).map(ActivationStep::Venv),
+        "conda" => environment_name_type().read(value).map(ActivationStep::Conda),
+        "modules" => modules_type().read(value).map(ActivationStep::Modules),
+        "script" => path_type().read(value).map(ActivationStep::Script),
         other => {
             let message = format!("has the unknown key `{}`", make_excerpt(other));
             let error = ValueError::new(codes::JOB_KEY_UNKNOWN, entry.key_span, message);

@@ -1,14 +1,14 @@
 //! `checkpoint` and `resume`: when and where a job saves, and from which checkpoint it resumes.
-use super::cluster::IN_PROGRAM;
+use super::cluster::RUNS_PROGRAM;
 use crate::{
     keys::{
-        choice::{choice, choices},
+        choice::{choice_type, choices},
         info::{Condition, Rule},
         key::Key,
-        numbers::{at_least, boolean, integer},
-        section::{optional_inner, section},
-        text::{path, template},
-        units::duration,
+        numbers::{integer_at_least_type, boolean_type, integer_type},
+        section::{optional_inner_section, section},
+        text::{path_type, template_type},
+        units::duration_type,
         value_type::{
             ReadResult, ValueType, in_variant, out_of_range_error, wrong_format_error, wrong_type_error,
         },
@@ -24,67 +24,67 @@ use std::path::PathBuf;
 
 section! {
     /// When and where the built-in training saves, and which checkpoints are kept.
-    pub struct CheckpointSpec at "checkpoint", rules BUILT_IN_RULES;
+    pub struct CheckpointSpec at "checkpoint", rules BUILT_IN_ONLY_RULES;
     /// The directory of the checkpoints.
     ///
     /// The path is relative to the workdir. The name of the job has already replaced the
     /// placeholder `{name}`.
     pub dir: PathBuf = Key::new(
-        template(&["name"]).convert(PathBuf::from, |path| Some(path.to_string_lossy().into_owned())),
+        template_type(&["name"]).convert(PathBuf::from, |path| Some(path.to_string_lossy().into_owned())),
         "runs/{name}/checkpoints",
-    ).ignores_section_rules().rules(DIRECTORY_RULES);
+    ).ignoring_section_rules().with_rules(RESUME_AUTO_ONLY_RULES);
     /// The number of steps, or the time, between checkpoints.
-    pub every: SaveInterval = Key::new(save_interval(), "100").reloadable();
+    pub every: SaveInterval = Key::new(save_interval_type(), "100").as_reloadable();
     /// The number of newest complete checkpoints that are kept; 0 keeps all.
-    pub keep: u32 = Key::new(at_least(0), "3");
+    pub keep: u32 = Key::new(integer_at_least_type(0), "3");
     /// Write checkpoints while training continues.
     ///
     /// Otherwise training waits for the write.
-    pub r#async: bool = Key::new(boolean(), "true");
+    pub r#async: bool = Key::new(boolean_type(), "true");
     /// Write XOR parity, from which one lost or damaged shard can be rebuilt.
-    pub parity: bool = Key::new(boolean(), "false");
+    pub parity: bool = Key::new(boolean_type(), "false");
     /// Reject hosts that do not share `dir`.
     ///
     /// Otherwise each host keeps the shards of its ranks in its own directory.
     #[serde(default)]
-    pub require_shared: bool = Key::new(boolean(), "false");
+    pub require_shared: bool = Key::new(boolean_type(), "false");
     /// Copies of the training state in the memory of hosts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub memory: Option<MemoryCopySpec> = optional_inner();
+    pub memory: Option<MemoryCopySpec> = optional_inner_section();
     /// At the end of the run, write the weights as a Hugging Face directory in bf16.
-    pub gather_16bit_weights_on_model_save: bool = Key::new(boolean(), "true").aliases(&[
+    pub gather_16bit_weights_on_model_save: bool = Key::new(boolean_type(), "true").with_aliases(&[
         "stage3_gather_16bit_weights_on_model_save",
         "stage3_gather_fp16_weights_on_model_save",
     ]);
 }
 
 /// The advice to remove a key of `checkpoint` from a job that runs a program.
-const REMOVE: &str = "remove it; the program saves its own checkpoints";
+const REMOVE_KEY_HELP: &str = "remove it; the program saves its own checkpoints";
 /// The rule for keys that only have an effect in the built-in training.
-const BUILT_IN_RULES: &[Rule] = &[Rule::no_effect(&[IN_PROGRAM]).help(REMOVE)];
+const BUILT_IN_ONLY_RULES: &[Rule] = &[Rule::no_effect(&[RUNS_PROGRAM]).with_help(REMOVE_KEY_HELP)];
 /// The rule for keys that, in a job that runs a program, only have an effect with `resume.from:
 /// auto`.
-const DIRECTORY_RULES: &[Rule] =
-    &[Rule::no_effect(&[IN_PROGRAM, Condition::NoneOf("resume.from", &["auto"])])
-        .text("`{key}` has no effect in a job with `run.command` without `resume.from: auto`")
-        .help(REMOVE)];
+const RESUME_AUTO_ONLY_RULES: &[Rule] =
+    &[Rule::no_effect(&[RUNS_PROGRAM, Condition::NoneOf("resume.from", &["auto"])])
+        .with_message("`{key}` has no effect in a job with `run.command` without `resume.from: auto`")
+        .with_help(REMOVE_KEY_HELP)];
 
 section! {
     /// Copies of the training state in memory, from which a restarted job resumes.
     ///
     /// Each host keeps the copies of its workers, which survive the workers.
-    pub struct MemoryCopySpec at "checkpoint.memory", rules BUILT_IN_RULES;
+    pub struct MemoryCopySpec at "checkpoint.memory", rules BUILT_IN_ONLY_RULES;
     /// The number of other hosts that keep a copy of each worker's state; 0: only its own host.
     ///
     /// With 1 or more, the copies survive the loss of a host.
-    pub copies: u32 = Key::new(integer(0..=MAX_MEMORY_COPIES), "1");
+    pub copies: u32 = Key::new(integer_type(0..=MAX_MEMORY_COPIES), "1");
     /// The number of steps from one copy to the next.
-    pub every: u64 = Key::new(at_least(1), "1");
+    pub every: u64 = Key::new(integer_at_least_type(1), "1");
     /// Keep the processes of workers on CPUs that did not fail when an attempt ends.
     ///
     /// Otherwise, and on GPUs, a restart starts all workers again.
     #[serde(default = "keeps_workers_by_default")]
-    pub keep_workers: bool = Key::new(boolean(), "true");
+    pub keep_workers: bool = Key::new(boolean_type(), "true");
 }
 
 /// Returns the default of `checkpoint.memory.keep_workers`, which jobs stored by earlier versions
@@ -111,12 +111,12 @@ pub enum SaveInterval {
 }
 
 /// Returns a [`ValueType`] that accepts a number of steps, a duration, or `never`.
-fn save_interval() -> ValueType<SaveInterval> {
+fn save_interval_type() -> ValueType<SaveInterval> {
     let schema = json!({"anyOf": [
-        {"enum": ["never"]}, at_least::<u64>(1).schema, duration().schema,
+        {"enum": ["never"]}, integer_at_least_type::<u64>(1).schema, duration_type().schema,
     ]});
     let accepts = "integer of 1 or more, duration, or `never`";
-    ValueType::of_line(accepts, schema, read_save_interval, |every| match every {
+    ValueType::new_single_line(accepts, schema, read_save_interval, |every| match every {
         SaveInterval::Never => "never".to_owned(),
         SaveInterval::Steps(n) => n.to_string(),
         SaveInterval::Duration(ms) => format_duration(*ms),
@@ -128,11 +128,11 @@ fn read_save_interval(node: &YamlNode) -> ReadResult<SaveInterval> {
     let what = "a number of steps, a duration such as `10m`, or `never`";
     match node.value {
         YamlValue::Text if node.raw == "never" => Ok(SaveInterval::Never),
-        YamlValue::Text => match duration().read(node) {
+        YamlValue::Text => match duration_type().read(node) {
             Ok(ms) if ms > 0 => Ok(SaveInterval::Duration(ms)),
             _ => Err(wrong_format_error(what, node)),
         },
-        _ => at_least(1).read(node).map(SaveInterval::Steps).map_err(|_| match node.value {
+        _ => integer_at_least_type(1).read(node).map(SaveInterval::Steps).map_err(|_| match node.value {
             YamlValue::Int(0) => out_of_range_error(what, node).with_help("write `never`"),
             _ => wrong_type_error(what, node),
         }),
@@ -143,23 +143,23 @@ section! {
     /// The checkpoint from which a run resumes.
     pub struct ResumeSpec at "resume";
     /// The checkpoint to resume from.
-    pub from: ResumeFrom = Key::computed(resume_from(), "`auto`; `never` with `run.command`", |_, v| {
+    pub from: ResumeFrom = Key::computed(resume_from_type(), "`auto`; `never` with `run.command`", |_, v| {
         // A program finds its checkpoints itself, unless the job has `resume.from`.
         if v.get("run.command").is_some() { ResumeFrom::Never } else { ResumeFrom::Auto }
     });
     /// The treatment of the RNG streams of a checkpoint.
-    pub rng: RngPolicy = Key::new(choice(), "reconcile").rules(RNG_RULES);
+    pub rng: RngPolicy = Key::new(choice_type(), "reconcile").with_rules(RNG_RULES);
 }
 
 /// The rule for keys that, in a job that runs a program, only have an effect with `resume.from`.
-const RNG_RULES: &[Rule] = &[Rule::no_effect(&[IN_PROGRAM, Condition::OneOf("resume.from", &["never"])])
-    .warning()
-    .text("`{key}` has no effect without `resume.from`")
-    .help("set `resume.from`, or remove the key")];
+const RNG_RULES: &[Rule] = &[Rule::no_effect(&[RUNS_PROGRAM, Condition::OneOf("resume.from", &["never"])])
+    .as_warning()
+    .with_message("`{key}` has no effect without `resume.from`")
+    .with_help("set `resume.from`, or remove the key")];
 
 /// Returns a [`ValueType`] that accepts `auto`, `never`, and paths of checkpoints.
-fn resume_from() -> ValueType<ResumeFrom> {
-    in_variant!(path(), ResumeFrom::Path)
+fn resume_from_type() -> ValueType<ResumeFrom> {
+    in_variant!(path_type(), ResumeFrom::Path)
         .or_keywords(&[("auto", ResumeFrom::Auto), ("never", ResumeFrom::Never)])
 }
 

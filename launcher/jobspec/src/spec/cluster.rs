@@ -1,19 +1,19 @@
 //! `cluster`: the hosts and devices of a job.
 use super::{
-    host_values::{HostSelection, filters, host_selection},
+    host_values::{HostSelection, host_filters_type, host_selection_type},
     join::JoinSpec,
-    ports::{PortSelection, ports},
+    ports::{PortSelection, ports_type},
     ssh::SshSpec,
 };
 use crate::accelerators::AcceleratorKind;
 use crate::keys::{
-    choice::{choice, choices, keywords},
-    collections::{described_list_of, list_of},
+    choice::{choice_type, choices, keywords_type},
+    collections::{described_list_type, list_type},
     info::{Condition, Rule},
     key::Key,
-    numbers::integer,
-    section::{inner, section},
-    text::{formatted_text, path},
+    numbers::integer_type,
+    section::{inner_section, section},
+    text::{formatted_text_type, path_type},
     value_type::{ReadResult, ValueType, in_variant, out_of_range_error},
 };
 use crate::yaml::{
@@ -31,77 +31,77 @@ section! {
     /// The hosts of the job.
     ///
     /// The job may use these hosts before `include` and `exclude` are applied.
-    pub hosts: HostSelection = Key::new(host_selection(), "auto");
+    pub hosts: HostSelection = Key::new(host_selection_type(), "auto");
     /// DeepSpeed's filter: only these hosts and slots.
     ///
     /// The filters are stored as written in the job, and cannot be combined with `exclude`.
-    pub include: Vec<String> = Key::new(filters(), "[]");
+    pub include: Vec<String> = Key::new(host_filters_type(), "[]");
     /// DeepSpeed's filter: all but these hosts and slots.
     ///
     /// The filters are stored as written in the job, and cannot be combined with `include`.
-    pub exclude: Vec<String> = Key::new(filters(), "[]");
+    pub exclude: Vec<String> = Key::new(host_filters_type(), "[]");
     /// The settings of the SSH connections to the hosts.
-    pub ssh: SshSpec = inner();
+    pub ssh: SshSpec = inner_section();
     /// How the hosts of a job with `hosts: join` find each other.
     #[serde(default)]
-    pub join: JoinSpec = inner().printed_if(JoinSpec::is_changed);
+    pub join: JoinSpec = inner_section().printed_if(JoinSpec::differs_from_default);
     /// The number of hosts that run workers; the others are spare hosts.
     ///
     /// `None` stands for all hosts. The first available hosts are used.
     pub use_hosts: Option<u32> = Key::new(
-        integer(1..=MAX_HOST_COUNT).documented_as("integer of 1 or more").or_none("all"),
+        integer_type(1..=MAX_HOST_COUNT).documented_as("integer of 1 or more").or_none("all"),
         "all",
     );
     /// The number of workers (ranks) on each host.
     pub workers_per_host: WorkersPerHost =
-        Key::new(workers_per_host(), "auto").aliases(&["nproc_per_node"]);
+        Key::new(workers_per_host_type(), "auto").with_aliases(&["nproc_per_node"]);
     /// The devices of the workers.
-    pub devices: DeviceSelection = Key::new(devices(), "auto").rules(DEVICE_RULES);
+    pub devices: DeviceSelection = Key::new(devices_type(), "auto").with_rules(DEVICE_RULES);
     /// The number of built-in workers that share a GPU.
-    pub workers_per_gpu: u32 = Key::new(integer(1..=64), "1").rules(WORKERS_PER_GPU_RULES);
+    pub workers_per_gpu: u32 = Key::new(integer_type(1..=64), "1").with_rules(WORKERS_PER_GPU_RULES);
     /// The backend that transfers data between built-in workers on GPUs.
     #[serde(rename = "collectives")]
     pub comm_backend: CommBackend =
-        Key::new(choice(), "auto").deprecated("collectives").rules(COMM_BACKEND_RULES);
+        Key::new(choice_type(), "auto").with_deprecated_name("collectives").with_rules(COMM_BACKEND_RULES);
     /// The directories in which launch searches first for the CUDA libraries.
     #[serde(rename = "cuda_libs")]
     pub cuda_library_paths: Vec<PathBuf> =
-        Key::new(list_of("list of paths", path()), "[]").deprecated("cuda_libs").rules(LIBRARY_RULES);
+        Key::new(list_type("list of paths", path_type()), "[]").with_deprecated_name("cuda_libs").with_rules(LIBRARY_RULES);
     /// The value of `MASTER_PORT` of the workers.
     pub master_port: MasterPort = Key::new(
-        in_variant!(integer(1..=65535), MasterPort::Fixed).or_keywords(&[("auto", MasterPort::Auto)]),
+        in_variant!(integer_type(1..=65535), MasterPort::Fixed).or_keywords(&[("auto", MasterPort::Auto)]),
         "auto",
     );
     /// The process that serves the rendezvous store of a program.
-    pub store: StoreHost = Key::new(choice(), "agent");
+    pub store: StoreHost = Key::new(choice_type(), "agent");
     /// The network through which the workers of different hosts reach each other.
     pub interface: InterfaceSelector = Key::new(
-        in_variant!(interface_name(), InterfaceSelector::Named)
+        in_variant!(interface_name_type(), InterfaceSelector::Named)
             .or_keywords(&[("auto", InterfaceSelector::Auto)])
             .documented_as("`auto`, name of an interface or network such as `10.1.0.0/16`"),
         "auto",
     );
     /// The TCP ports on which launch and the built-in workers listen for other hosts.
     #[serde(default)]
-    pub ports: PortSelection = Key::new(ports(), "any");
+    pub ports: PortSelection = Key::new(ports_type(), "any");
 }
 
 /// The largest number of hosts in `cluster.use_hosts` and `run.min_hosts`.
 pub(crate) const MAX_HOST_COUNT: u64 = 65_536;
 /// The largest number of GPUs on a host. GPU numbers in `cluster.devices` are below this value.
-const MAX_GPUS: u64 = 1024;
+const MAX_GPUS_PER_HOST: u64 = 1024;
 
 /// The condition that built-in workers compute on CPUs.
-pub(crate) const ON_CPUS: Condition = Condition::OneOf("cluster.devices", &["auto", "cpu"]);
+pub(crate) const TRAINS_ON_CPUS: Condition = Condition::OneOf("cluster.devices", &["auto", "cpu"]);
 /// The condition that the job runs a program.
-pub(crate) const IN_PROGRAM: Condition = Condition::Given("run.command");
+pub(crate) const RUNS_PROGRAM: Condition = Condition::Given("run.command");
 
 /// Creates the rule for keys that only have an effect in built-in training on GPUs. `when` are the
 /// conditions under which a job is no such training.
-const fn only_on_gpus(when: &'static [Condition]) -> Rule {
+const fn only_on_gpus_rule(when: &'static [Condition]) -> Rule {
     Rule::no_effect(when)
-        .text("`{key}` has no effect except in built-in training on GPUs")
-        .help("set `cluster.devices: cuda`, or remove the key")
+        .with_message("`{key}` has no effect except in built-in training on GPUs")
+        .with_help("set `cluster.devices: cuda`, or remove the key")
 }
 
 /// The rule that only programs use accelerators other than the GPUs of NVIDIA.
@@ -109,21 +109,21 @@ const DEVICE_RULES: &[Rule] = &[Rule::no_effect(&[
     Condition::NotGiven("run.command"),
     Condition::OneOf("cluster.devices", &["rocm", "xpu", "npu", "hpu", "neuron"]),
 ])
-.text("the built-in training computes on CPUs or GPUs of NVIDIA only")
-.help("set `cluster.devices` to `cpu` or `cuda`")];
+.with_message("the built-in training computes on CPUs or GPUs of NVIDIA only")
+.with_help("set `cluster.devices` to `cpu` or `cuda`")];
 /// The rules for keys that only have an effect in built-in training on GPUs: one rule for programs,
 /// and one for training on CPUs.
-const WORKERS_PER_GPU_RULES: &[Rule] = &[only_on_gpus(&[IN_PROGRAM]), only_on_gpus(&[ON_CPUS])];
+const WORKERS_PER_GPU_RULES: &[Rule] = &[only_on_gpus_rule(&[RUNS_PROGRAM]), only_on_gpus_rule(&[TRAINS_ON_CPUS])];
 /// The rules that `comm_backend` only has an effect in built-in training on GPUs. On CPUs, workers
 /// communicate through the host, so only `nccl` is an error.
 const COMM_BACKEND_RULES: &[Rule] = &[
-    only_on_gpus(&[IN_PROGRAM]),
-    only_on_gpus(&[ON_CPUS, Condition::OneOf("cluster.comm_backend", &["nccl"])]),
-    only_on_gpus(&[ON_CPUS]).warning(),
+    only_on_gpus_rule(&[RUNS_PROGRAM]),
+    only_on_gpus_rule(&[TRAINS_ON_CPUS, Condition::OneOf("cluster.comm_backend", &["nccl"])]),
+    only_on_gpus_rule(&[TRAINS_ON_CPUS]).as_warning(),
 ];
 /// The rules that the directories of CUDA libraries have an effect only in built-in training on
 /// GPUs.
-const LIBRARY_RULES: &[Rule] = &[only_on_gpus(&[IN_PROGRAM]), only_on_gpus(&[ON_CPUS]).warning()];
+const LIBRARY_RULES: &[Rule] = &[only_on_gpus_rule(&[RUNS_PROGRAM]), only_on_gpus_rule(&[TRAINS_ON_CPUS]).as_warning()];
 
 /// `cluster.interface`: the network interface on which a built-in worker listens for workers on
 /// other hosts.
@@ -147,7 +147,7 @@ impl ClusterSpec {
 impl InterfaceSelector {
     /// Returns whether a worker may listen at `address`, an address of the network interface
     /// `interface`. [`InterfaceSelector::Auto`] allows every address.
-    pub fn admits(&self, interface: &str, address: IpAddr) -> bool {
+    pub fn allows_address(&self, interface: &str, address: IpAddr) -> bool {
         match self {
             InterfaceSelector::Auto => true,
             InterfaceSelector::Named(wanted) => match wanted.split_once('/') {
@@ -249,15 +249,15 @@ choices! {
 }
 
 /// Returns a [`ValueType`] that accepts `auto` and numbers of workers.
-fn workers_per_host() -> ValueType<WorkersPerHost> {
-    in_variant!(integer(1..=1024), WorkersPerHost::Exactly).or_keywords(&[("auto", WorkersPerHost::Auto)])
+fn workers_per_host_type() -> ValueType<WorkersPerHost> {
+    in_variant!(integer_type(1..=1024), WorkersPerHost::Exactly).or_keywords(&[("auto", WorkersPerHost::Auto)])
 }
 
 /// Returns a [`ValueType`] that accepts names of network interfaces, and networks as an address and
 /// a prefix length.
-fn interface_name() -> ValueType<String> {
+fn interface_name_type() -> ValueType<String> {
     let expected = "the name of an interface or a network such as `10.1.0.0/16`";
-    formatted_text(
+    formatted_text_type(
         "name",
         expected,
         "^([^\\s:/]{1,15}|[0-9a-fA-F.:]+/[0-9]+)$",
@@ -267,27 +267,27 @@ fn interface_name() -> ValueType<String> {
 
 /// Returns a [`ValueType`] that accepts `auto`, `cpu`, names of kinds of accelerators such as
 /// `cuda`, and lists of different GPU numbers.
-fn devices() -> ValueType<DeviceSelection> {
+fn devices_type() -> ValueType<DeviceSelection> {
     let schema = json!({"anyOf": [
-        device_keywords().schema,
-        {"type": "array", "items": integer::<u32>(0..=MAX_GPUS - 1).schema, "minItems": 1, "uniqueItems": true},
+        device_keywords_type().schema,
+        {"type": "array", "items": integer_type::<u32>(0..=MAX_GPUS_PER_HOST - 1).schema, "minItems": 1, "uniqueItems": true},
     ]});
     ValueType::new(
         "`auto`, `cpu`, `cuda`, `rocm`, `xpu`, `npu`, `hpu`, `neuron` or list of integers",
         schema,
         read_devices,
         |devices| match devices {
-            DeviceSelection::List(numbers) => gpu_numbers().print(numbers),
-            keyword => device_keywords().print(keyword),
+            DeviceSelection::List(numbers) => gpu_numbers_type().print(numbers),
+            keyword => device_keywords_type().print(keyword),
         },
     )
 }
 
 /// Returns a [`ValueType`] that accepts the keywords of `cluster.devices`.
-fn device_keywords() -> ValueType<DeviceSelection> {
+fn device_keywords_type() -> ValueType<DeviceSelection> {
     use AcceleratorKind::{Hpu, Neuron, Npu, Rocm, Xpu};
     let kind = |kind: AcceleratorKind| (kind.traits().name, DeviceSelection::Kind(kind));
-    keywords(vec![
+    keywords_type(vec![
         ("auto", DeviceSelection::Auto),
         ("cpu", DeviceSelection::Cpu),
         ("cuda", DeviceSelection::Cuda),
@@ -300,16 +300,16 @@ fn device_keywords() -> ValueType<DeviceSelection> {
 }
 
 /// Returns a [`ValueType`] that accepts lists of GPU numbers.
-fn gpu_numbers() -> ValueType<Vec<u32>> {
-    described_list_of("list of integers", "a list of GPU numbers", integer(0..=MAX_GPUS - 1))
+fn gpu_numbers_type() -> ValueType<Vec<u32>> {
+    described_list_type("list of integers", "a list of GPU numbers", integer_type(0..=MAX_GPUS_PER_HOST - 1))
 }
 
 /// Reads a value of `cluster.devices` from YAML.
 fn read_devices(node: &YamlNode) -> ReadResult<DeviceSelection> {
     if !matches!(node.value, YamlValue::List(_)) {
-        return device_keywords().read(node);
+        return device_keywords_type().read(node);
     }
-    let numbers = gpu_numbers().read(node)?;
+    let numbers = gpu_numbers_type().read(node)?;
     match numbers.iter().enumerate().find(|(i, n)| numbers[..*i].contains(n)) {
         _ if numbers.is_empty() => Err(out_of_range_error("a list of at least one GPU number", node)),
         Some((_, n)) => {

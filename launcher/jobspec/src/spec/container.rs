@@ -1,10 +1,10 @@
 //! `run.container`: the container in which each worker of a program runs.
 use crate::keys::{
-    choice::{choice, choices},
-    collections::described_list_of,
+    choice::{choice_type, choices},
+    collections::described_list_type,
     key::Key,
     section::section,
-    text::{formatted_text, verbatim},
+    text::{formatted_text_type, verbatim_text_type},
     value_type::ValueType,
 };
 use serde::{Deserialize, Serialize};
@@ -14,18 +14,18 @@ section! {
     #[derive(Default)]
     pub struct ContainerSpec at "";
     /// The image: a file, a directory or a name, as the runtime takes it.
-    pub image: String = Key::required(image());
+    pub image: String = Key::required(image_type());
     /// The program that starts the container.
-    pub runtime: ContainerRuntime = Key::required(choice());
+    pub runtime: ContainerRuntime = Key::required(choice_type());
     /// The directories of the host that the container sees, in addition to the working directory
     /// and the run directory.
     pub mounts: Vec<ContainerMount> = Key::new(
-        described_list_of("list of `/source[:/target][:ro]`", "a list of mounts such as \"/data:/mnt:ro\"", mount()),
+        described_list_type("list of `/source[:/target][:ro]`", "a list of mounts such as \"/data:/mnt:ro\"", mount_type()),
         "[]",
     );
     /// Further options for the runtime, which precede the image.
     pub options: Vec<String> =
-        Key::new(described_list_of("list of text", "a list of options of the runtime", verbatim()), "[]");
+        Key::new(described_list_type("list of text", "a list of options of the runtime", verbatim_text_type()), "[]");
 }
 
 choices! {
@@ -91,9 +91,9 @@ impl ContainerMount {
 }
 
 /// Returns a [`ValueType`] that accepts mounts such as `/data:/mnt:ro`.
-fn mount() -> ValueType<ContainerMount> {
+fn mount_type() -> ValueType<ContainerMount> {
     let expected = "absolute paths such as \"/data\" or \"/data:/mnt:ro\", without commas";
-    formatted_text("mount", expected, "^/[^:,]*(:/[^:,]*)?(:ro)?$", |text| {
+    formatted_text_type("mount", expected, "^/[^:,]*(:/[^:,]*)?(:ro)?$", |text| {
         ContainerMount::parse(text).is_some()
     })
     .convert(
@@ -104,8 +104,8 @@ fn mount() -> ValueType<ContainerMount> {
 
 /// Returns a [`ValueType`] that accepts images of containers, as names or paths. An image cannot
 /// look like an option.
-fn image() -> ValueType<String> {
-    formatted_text("text", "a path or name of an image, which does not begin with `-`", "^[^-]", |image| {
+fn image_type() -> ValueType<String> {
+    formatted_text_type("text", "a path or name of an image, which does not begin with `-`", "^[^-]", |image| {
         !image.starts_with('-')
     })
 }

@@ -2,9 +2,9 @@
 use super::data_source::{DataSource, data_sources};
 use crate::keys::{
     key::Key,
-    numbers::{boolean, integer, share},
+    numbers::{boolean_type, integer_type, share_type},
     section::section,
-    text::path,
+    text::path_type,
     value_type::{ValueType, in_variant},
     values::JobValues,
 };
@@ -19,25 +19,25 @@ section! {
     /// The file with the Jinja template for chats.
     ///
     /// The path is relative to the workdir.
-    pub chat_template: Option<PathBuf> = Key::optional(path(), "the template of the tokenizer");
+    pub chat_template: Option<PathBuf> = Key::optional(path_type(), "the template of the tokenizer");
     /// The tokenizer; `bytes` has 256 byte values and an end-of-document token.
     pub tokenizer: TokenizerSpec =
-        Key::computed(tokenizer(), "`bytes`; with `model.from` its tokenizer.json", default_tokenizer);
+        Key::computed(tokenizer_type(), "`bytes`; with `model.from` its tokenizer.json", default_tokenizer);
     /// The number of target tokens of a sample.
-    pub seq_len: u32 = Key::new(integer(1..=1 << 20), "256");
+    pub seq_len: u32 = Key::new(integer_type(1..=1 << 20), "256");
     /// Fill samples with several documents.
     ///
     /// The documents do not attend to each other. Otherwise a sample holds one document or a part
     /// of one.
-    pub pack: bool = Key::new(boolean(), "true");
+    pub pack: bool = Key::new(boolean_type(), "true");
     /// Read samples in random order, which differs in each epoch.
     ///
     /// `seed` determines the order.
-    pub shuffle: bool = Key::new(boolean(), "true");
+    pub shuffle: bool = Key::new(boolean_type(), "true");
     /// The share of the text that is held out for `eval`.
-    pub held_out: f64 = Key::new(share(), "0");
+    pub held_out: f64 = Key::new(share_type(), "0");
     /// The directory of the token caches; it can be deleted at any time.
-    pub cache: PathBuf = Key::new(path(), ".launch-cache");
+    pub cache: PathBuf = Key::new(path_type(), ".launch-cache");
 }
 
 /// `train.data.tokenizer`: the tokenizer of the training text.
@@ -51,8 +51,8 @@ pub enum TokenizerSpec {
 }
 
 /// Returns a [`ValueType`] that accepts `bytes` and paths of tokenizer.json files.
-fn tokenizer() -> ValueType<TokenizerSpec> {
-    in_variant!(path().documented_as("path of a tokenizer.json"), TokenizerSpec::File)
+fn tokenizer_type() -> ValueType<TokenizerSpec> {
+    in_variant!(path_type().documented_as("path of a tokenizer.json"), TokenizerSpec::File)
         .or_keywords(&[("bytes", TokenizerSpec::Bytes)])
 }
 

@@ -1,20 +1,20 @@
 //! [`DataSource`]: the files of `train.data`, or one source of its mixture.
 use crate::{
     keys::{
-        choice::{choice, choices},
-        collections::described_list_of,
+        choice::{choice_type, choices},
+        collections::described_list_type,
         decoder::{JobDecoder, JobSection},
         info::{Condition, KeyDefault, KeyInfo, Rule},
         key::Key,
-        numbers::positive_number,
-        record::record,
-        section::{Entry, FieldContext, Section, first_paragraph, not_a_key, section},
-        text::text,
+        numbers::positive_number_type,
+        record::record_type,
+        section::{FieldDeclaration, FieldContext, Section, first_paragraph, field_without_key, section},
+        text::text_type,
         value_type::{ReadResult, ValueType, wrong_type_error},
         values::JobValues,
     },
     yaml::{
-        format::Printed,
+        format::YamlText,
         tree::{YamlEntry, YamlNode, YamlValue, make_excerpt},
         value_error::ValueError,
     },
@@ -27,38 +27,38 @@ section! {
     /// `data.files` or for one source of `data.mixture`.
     pub struct DataSource at "";
     /// The name in `data.mixture`; empty for the source that `data.files` defines.
-    pub name: String = not_a_key();
+    pub name: String = field_without_key();
     /// The relative share of the samples that come from this source.
     ///
     /// The share is this value divided by the sum of the weights of all sources.
-    pub weight: f64 = Key::new(positive_number(), "1");
+    pub weight: f64 = Key::new(positive_number_type(), "1");
     /// The training text.
     ///
     /// The items are paths and globs of files, relative to the workdir.
     pub files: Vec<String> = Key::required(
-        described_list_of("list of paths and globs", "a list of files and globs", text()).not_empty(),
+        described_list_type("list of paths and globs", "a list of files and globs", text_type()).not_empty(),
     );
     /// The content of a record.
-    pub format: RecordFormat = Key::new(choice(), "text");
+    pub format: RecordFormat = Key::new(choice_type(), "text");
     /// The name of the field with the text or the messages.
     ///
     /// The field belongs to a JSON lines or Parquet record.
-    pub field: String = Key::computed(text(), "`text`; `messages` for chats", |source: &DataSource, _| {
+    pub field: String = Key::computed(text_type(), "`text`; `messages` for chats", |source: &DataSource, _| {
         source.format.default_field().to_owned()
     });
     /// The tokens that count for the loss.
     pub loss_on: LossTargets =
-        Key::computed(choice(), "`assistant` for chats, else `all`", |source: &DataSource, _| {
+        Key::computed(choice_type(), "`assistant` for chats, else `all`", |source: &DataSource, _| {
             source.format.default_loss_targets()
-        }).rules(LOSS_RULES);
+        }).with_rules(LOSS_RULES);
 }
 
 /// The rule that `loss_on: assistant` requires chats, because only chats have messages of an
 /// assistant.
 const LOSS_RULES: &[Rule] =
     &[Rule::conflict(&[Condition::NoneOf("format", &["chat"]), Condition::OneOf("loss_on", &["assistant"])])
-        .text("has `loss_on: assistant`, which requires `format: chat`")
-        .help("set its `format: chat`, or remove `loss_on`")];
+        .with_message("has `loss_on: assistant`, which requires `format: chat`")
+        .with_help("set its `format: chat`, or remove `loss_on`")];
 
 choices! {
     /// `format`: what the records of a data source contain.
@@ -103,21 +103,21 @@ choices! {
 /// The largest number of data sources in `train.data.mixture`. A larger mixture is rejected.
 const MAX_SOURCES: usize = 64;
 /// The path of the key that lists the files of a single data source.
-const FILES: &str = "train.data.files";
-const MIXTURE: &str = "train.data.mixture";
+const FILES_KEY: &str = "train.data.files";
+const MIXTURE_KEY: &str = "train.data.mixture";
 
 /// The rule that the settings of `files` conflict with `mixture`, because each source of a mixture
 /// has separate settings.
 const FILES_RULES: &[Rule] =
-    &[Rule::conflict(&[Condition::Given(MIXTURE)]).help("move the key into the sources of the mixture")];
+    &[Rule::conflict(&[Condition::Given(MIXTURE_KEY)]).with_help("move the key into the sources of the mixture")];
 /// The rule that `train.data.loss_on: assistant` requires chats, for jobs with `train.data.files`.
 /// [`LOSS_RULES`] is the rule for sources of a mixture.
 const FILES_LOSS_RULES: &[Rule] = &[Rule::conflict(&[
     Condition::NoneOf("train.data.format", &["chat"]),
     Condition::OneOf("train.data.loss_on", &["assistant"]),
 ])
-.text("`train.data.loss_on: assistant` requires `train.data.format: chat`")
-.help("set `train.data.format: chat`, or remove `loss_on`")];
+.with_message("`train.data.loss_on: assistant` requires `train.data.format: chat`")
+.with_help("set `train.data.format: chat`, or remove `loss_on`")];
 
 /// The declaration of the data sources of a job: either `files` with its settings, or `mixture`.
 pub(crate) struct DataSources;
@@ -128,7 +128,7 @@ pub(crate) fn data_sources() -> DataSources {
     DataSources
 }
 
-impl<S> Entry<S> for DataSources {
+impl<S> FieldDeclaration<S> for DataSources {
     type Value = Vec<DataSource>;
 
     fn declare(&self, context: FieldContext, table: &mut Vec<KeyInfo>) {
@@ -143,9 +143,9 @@ impl<S> Entry<S> for DataSources {
             let rules = FILES_RULES.iter().chain(loss_rules).copied().collect();
             table.push(KeyInfo { path: format!("{}.{}", context.section, key.path), default, rules, ..key });
         }
-        let mixture = mixture();
+        let mixture = mixture_type();
         table.push(KeyInfo {
-            path: MIXTURE.to_owned(),
+            path: MIXTURE_KEY.to_owned(),
             accepts: mixture.accepts,
             default: KeyDefault::Computed("none"),
             aliases: &[],
@@ -168,13 +168,13 @@ impl<S> Entry<S> for DataSources {
         let mut source = DataSource::decode(d, section);
         let unset = std::mem::replace(&mut d.unset, outer);
         source.fill_defaults(&unset, &JobValues::default());
-        let mixture = d.read_key(section, "mixture", &[], &mixture());
-        if d.sources.is_given(MIXTURE) {
+        let mixture = d.read_key(section, "mixture", &[], &mixture_type());
+        if d.sources.is_key_given(MIXTURE_KEY) {
             return mixture.unwrap_or_default();
         }
-        if !d.sources.is_given(FILES) {
+        if !d.sources.is_key_given(FILES_KEY) {
             let help = "name the training text, for example `data: {files: [\"docs/**/*.md\"]}`";
-            d.report_error(codes::JOB_KEY_REQUIRED, FILES, format!("`{FILES}` is missing"), help);
+            d.report_error(codes::JOB_KEY_REQUIRED, FILES_KEY, format!("`{FILES_KEY}` is missing"), help);
         }
         vec![source]
     }
@@ -182,28 +182,28 @@ impl<S> Entry<S> for DataSources {
     fn print(&self, context: FieldContext, _owner: &S, sources: &Vec<DataSource>, values: &mut JobValues) {
         match &sources[..] {
             [only] if only.name.is_empty() => {
-                let lines = print_source(only).into_iter().filter(|(name, _)| name != "weight");
+                let lines = list_source_values(only).into_iter().filter(|(name, _)| name != "weight");
                 lines.for_each(|(name, line)| values.add(format!("{}.{name}", context.section), line));
             }
             sources => {
                 let block =
-                    sources.iter().map(|source| (source.name.clone(), Printed::Block(print_source(source))));
-                values.add(MIXTURE.to_owned(), Printed::Block(block.collect()));
+                    sources.iter().map(|source| (source.name.clone(), YamlText::Block(list_source_values(source))));
+                values.add(MIXTURE_KEY.to_owned(), YamlText::Block(block.collect()));
             }
         }
     }
 }
 
 /// Returns the keys and YAML values of a data source.
-fn print_source(source: &DataSource) -> Vec<(String, Printed)> {
+fn list_source_values(source: &DataSource) -> Vec<(String, YamlText)> {
     let mut values = JobValues::default();
     source.print(&mut values);
-    values.list_lines().into_iter().map(|(name, line)| (name, Printed::Line(line))).collect()
+    values.list_lines().into_iter().map(|(name, line)| (name, YamlText::Line(line))).collect()
 }
 
 /// Returns a [`ValueType`] that accepts mappings of names to data sources.
-fn mixture() -> ValueType<Vec<DataSource>> {
-    let source = record::<DataSource>("source", SOURCE).schema;
+fn mixture_type() -> ValueType<Vec<DataSource>> {
+    let source = record_type::<DataSource>("source", EXPECTED_SOURCE).schema;
     let schema = json!({
         "type": "object",
         "propertyNames": {"pattern": "^[A-Za-z0-9._-]{1,64}$"},
@@ -216,7 +216,7 @@ fn mixture() -> ValueType<Vec<DataSource>> {
 }
 
 /// The phrase by which error messages describe a source of a mixture.
-const SOURCE: &str = "a mapping with `files`";
+const EXPECTED_SOURCE: &str = "a mapping with `files`";
 
 /// Reads the value of `train.data.mixture`, a mapping of names to data sources. The sources are
 /// sorted by name, because the order of a mapping has no meaning.
@@ -245,6 +245,6 @@ fn read_named_source(entry: &YamlEntry) -> ReadResult<DataSource> {
         let error = ValueError::new(codes::JOB_VALUE_FORMAT, entry.key_span, "has an invalid name");
         return Err(error.with_help("names consist of up to 64 letters, digits, `.`, `_` and `-`"));
     }
-    let source = record::<DataSource>("source", SOURCE).read(&entry.value)?;
+    let source = record_type::<DataSource>("source", EXPECTED_SOURCE).read(&entry.value)?;
     Ok(DataSource { name: entry.key.clone(), ..source })
 }

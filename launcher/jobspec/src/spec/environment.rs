@@ -4,13 +4,13 @@ use crate::{
     keys::{
         decoder::{JobDecoder, JobSection},
         info::{KeyDefault, KeyInfo},
-        section::{Entry, FieldContext, first_paragraph},
-        text::{path, text, verbatim},
+        section::{FieldDeclaration, FieldContext, first_paragraph},
+        text::{path_type, text_type, verbatim_text_type},
         value_type::{ReadResult, ValueType, in_variant, wrong_type_error},
         values::JobValues,
     },
     yaml::{
-        format::{Printed, format_map},
+        format::{YamlText, format_map},
         tree::{YamlEntry, YamlNode, YamlValue, make_excerpt},
         value_error::ValueError,
     },
@@ -31,7 +31,7 @@ pub enum EnvSource {
 }
 
 /// The environment variables that launch sets itself. Each has advice on what to use instead.
-const RESERVED: &[(&str, &str)] = &[
+const RESERVED_VARIABLES: &[(&str, &str)] = &[
     (env::RANK, "the value differs between workers"),
     (env::LOCAL_RANK, "the value differs between workers"),
     (env::WORLD_SIZE, "use `cluster.workers_per_host`"),
@@ -63,7 +63,7 @@ const RESERVED: &[(&str, &str)] = &[
 /// Returns whether launch sets the environment variable `name` itself. `run.env` cannot set such a
 /// variable.
 pub fn is_reserved_variable(name: &str) -> bool {
-    RESERVED.iter().any(|(reserved, _)| *reserved == name)
+    RESERVED_VARIABLES.iter().any(|(reserved, _)| *reserved == name)
 }
 
 /// The variables of `run.env`: those with a value in the job, and those whose values are read from
@@ -88,7 +88,7 @@ pub(crate) fn environment_sources() -> EnvironmentSources {
     EnvironmentSources
 }
 
-impl<S> Entry<S> for EnvironmentValues {
+impl<S> FieldDeclaration<S> for EnvironmentValues {
     type Value = Vec<(String, String)>;
 
     fn declare(&self, context: FieldContext, table: &mut Vec<KeyInfo>) {
@@ -116,7 +116,7 @@ impl<S> Entry<S> for EnvironmentValues {
     }
 }
 
-impl<S> Entry<S> for EnvironmentSources {
+impl<S> FieldDeclaration<S> for EnvironmentSources {
     type Value = Vec<(String, EnvSource)>;
 
     fn declare(&self, _context: FieldContext, _table: &mut Vec<KeyInfo>) {}
@@ -137,7 +137,7 @@ impl<S> Entry<S> for EnvironmentSources {
 fn environment_type() -> ValueType<Environment> {
     let source = |key: &str, schema: Value| json!({"type": "object", "properties": {key: schema}, "required": [key], "additionalProperties": false});
     let value = json!({"anyOf": [
-        verbatim().schema, source("from_env", text().schema), source("from_file", path().schema),
+        verbatim_text_type().schema, source("from_env", text_type().schema), source("from_file", path_type().schema),
     ]});
     let schema = json!({
         "type": "object",
@@ -151,20 +151,20 @@ fn environment_type() -> ValueType<Environment> {
 }
 
 /// Formats the variables as a block with a line for each.
-fn print_environment(env: &[(String, String)], env_from: &[(String, EnvSource)]) -> Printed {
+fn print_environment(env: &[(String, String)], env_from: &[(String, EnvSource)]) -> YamlText {
     let from = |key: &str, value: String| format_map([(key.to_owned(), value)]);
     let sources = env_from.iter().map(|(name, source)| match source {
-        EnvSource::FromEnv(of) => (name.clone(), from("from_env", text().print_line(of))),
-        EnvSource::FromFile(file) => (name.clone(), from("from_file", path().print_line(file))),
+        EnvSource::FromEnv(of) => (name.clone(), from("from_env", text_type().print_line(of))),
+        EnvSource::FromFile(file) => (name.clone(), from("from_file", path_type().print_line(file))),
     });
-    let values = env.iter().map(|(name, value)| (name.clone(), verbatim().print_line(value)));
-    let lines: Vec<_> = values.chain(sources).map(|(name, line)| (name, Printed::Line(line))).collect();
-    if lines.is_empty() { Printed::Line("{}".to_owned()) } else { Printed::Block(lines) }
+    let values = env.iter().map(|(name, value)| (name.clone(), verbatim_text_type().print_line(value)));
+    let lines: Vec<_> = values.chain(sources).map(|(name, line)| (name, YamlText::Line(line))).collect();
+    if lines.is_empty() { YamlText::Line("{}".to_owned()) } else { YamlText::Block(lines) }
 }
 
 /// Lists the environment variables that launch sets itself.
 fn list_reserved_variables() -> Vec<&'static str> {
-    RESERVED.iter().map(|(name, _)| *name).collect()
+    RESERVED_VARIABLES.iter().map(|(name, _)| *name).collect()
 }
 
 /// Reads `run.env`. The error contains the mistakes of all its entries.
@@ -184,7 +184,7 @@ fn read_environment(node: &YamlNode) -> ReadResult<Environment> {
             YamlValue::Map(from) => {
                 read_env_source(entry, from).map(|v| env_from.push((name.clone(), v))).err()
             }
-            _ => verbatim().read(&entry.value).map(|v| env.push((name.clone(), v))).err(),
+            _ => verbatim_text_type().read(&entry.value).map(|v| env.push((name.clone(), v))).err(),
         };
         errors.extend(error.map(|error| error.in_part(&format!("entry `{name}`"))));
     }
@@ -200,8 +200,8 @@ fn read_env_source(entry: &YamlEntry, from: &[YamlEntry]) -> ReadResult<EnvSourc
             .with_help("remove it to use the worker's share of the cores"));
     }
     match from {
-        [only] if only.key == "from_env" => in_variant!(text(), EnvSource::FromEnv).read(&only.value),
-        [only] if only.key == "from_file" => in_variant!(path(), EnvSource::FromFile).read(&only.value),
+        [only] if only.key == "from_env" => in_variant!(text_type(), EnvSource::FromEnv).read(&only.value),
+        [only] if only.key == "from_file" => in_variant!(path_type(), EnvSource::FromFile).read(&only.value),
         _ => Err(wrong_type_error("text, `{from_env: NAME}` or `{from_file: path}`", &entry.value)),
     }
 }
@@ -220,7 +220,7 @@ fn check_variable_name(entry: &YamlEntry) -> ReadResult<()> {
         let help = "names consist of letters, digits and `_`, and do not begin with a digit";
         return error(codes::JOB_ENV_NAME_INVALID, message, help);
     }
-    if let Some((_, instead)) = RESERVED.iter().find(|(reserved, _)| reserved == name) {
+    if let Some((_, instead)) = RESERVED_VARIABLES.iter().find(|(reserved, _)| reserved == name) {
         let message = format!("cannot set `{name}`, which launch sets itself");
         return error(codes::JOB_ENV_NAME_RESERVED, message, instead);
     }

@@ -3,12 +3,12 @@
 use crate::{
     keys::{
         key::Key,
-        numbers::{integer, non_negative_float},
+        numbers::{integer_type, non_negative_float_type},
         section::{default_section, section},
         value_type::{ReadResult, ValueType, out_of_range_error, wrong_type_error},
     },
     yaml::{
-        format::{Printed, format_map},
+        format::{YamlText, format_map},
         tree::{YamlEntry, YamlNode, YamlValue, make_excerpt},
         value_error::ValueError,
     },
@@ -26,13 +26,13 @@ section! {
     ///
     /// The experts of a layer are distributed over these ranks.
     #[serde(rename = "parallel")]
-    pub expert_parallel_size: u32 = Key::new(integer(1..=1024), "1").deprecated("parallel");
+    pub expert_parallel_size: u32 = Key::new(integer_type(1..=1024), "1").with_deprecated_name("parallel");
     /// The assignment of experts to the ranks of a group.
-    pub placement: ExpertPlacement = Key::new(placement(), "balanced");
+    pub placement: ExpertPlacement = Key::new(placement_type(), "balanced");
     /// The factor of the load-balancing loss ([numerics.md](numerics.md#experts)).
-    pub aux_loss: Option<f64> = Key::optional(non_negative_float(), "`router_aux_loss_coef` of config.json");
+    pub aux_loss: Option<f64> = Key::optional(non_negative_float_type(), "`router_aux_loss_coef` of config.json");
     /// The factor of the mean squared log-sum-exp of the router's logits.
-    pub z_loss: f64 = Key::new(non_negative_float(), "0");
+    pub z_loss: f64 = Key::new(non_negative_float_type(), "0");
 }
 
 impl Default for ExpertsSpec {
@@ -53,25 +53,25 @@ pub enum ExpertPlacement {
 }
 
 /// The phrase by which docs/job.md and messages describe the values of `train.experts.placement`.
-const PLACEMENT: &str = "`balanced`, experts with their ranks, or layers with such mappings";
+const EXPECTED_PLACEMENT: &str = "`balanced`, experts with their ranks, or layers with such mappings";
 
 /// Returns a [`ValueType`] that accepts `balanced`, a mapping of experts to ranks, or a mapping of
 /// layers to such mappings.
-fn placement() -> ValueType<ExpertPlacement> {
+fn placement_type() -> ValueType<ExpertPlacement> {
     let numbered = |values| {
         json!({"type": "object", "minProperties": 1, "propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"},
             "additionalProperties": values})
     };
-    let rank = rank_in_group().schema;
+    let rank = rank_in_group_type().schema;
     let schema = json!({"anyOf": [{"enum": ["balanced"]}, numbered(rank.clone()), numbered(numbered(rank))]});
-    ValueType::new(PLACEMENT, schema, read_placement, |placement| {
+    ValueType::new(EXPECTED_PLACEMENT, schema, read_placement, |placement| {
         Some(match placement {
-            ExpertPlacement::Balanced => Printed::Line("balanced".to_owned()),
-            ExpertPlacement::Experts(ranks) => Printed::Line(format_ranks(ranks)),
-            ExpertPlacement::Layers(layers) => Printed::Block(
+            ExpertPlacement::Balanced => YamlText::Line("balanced".to_owned()),
+            ExpertPlacement::Experts(ranks) => YamlText::Line(format_ranks(ranks)),
+            ExpertPlacement::Layers(layers) => YamlText::Block(
                 layers
                     .iter()
-                    .map(|(layer, of)| (layer.to_string(), Printed::Line(format_ranks(of))))
+                    .map(|(layer, of)| (layer.to_string(), YamlText::Line(format_ranks(of))))
                     .collect(),
             ),
         })
@@ -84,8 +84,8 @@ fn format_ranks(ranks: &BTreeMap<u32, u32>) -> String {
 }
 
 /// Returns a [`ValueType`] that accepts ranks within an expert-parallel group.
-fn rank_in_group() -> ValueType<u32> {
-    integer(0..=1023)
+fn rank_in_group_type() -> ValueType<u32> {
+    integer_type(0..=1023)
 }
 
 /// Reads `train.experts.placement`: `balanced`, a mapping of experts to ranks, or a mapping of
@@ -93,21 +93,21 @@ fn rank_in_group() -> ValueType<u32> {
 fn read_placement(node: &YamlNode) -> ReadResult<ExpertPlacement> {
     match &node.value {
         YamlValue::Text if node.raw == "balanced" => Ok(ExpertPlacement::Balanced),
-        YamlValue::Map(entries) if entries.is_empty() => Err(out_of_range_error(PLACEMENT, node)),
+        YamlValue::Map(entries) if entries.is_empty() => Err(out_of_range_error(EXPECTED_PLACEMENT, node)),
         YamlValue::Map(entries) if entries.iter().all(|e| matches!(e.value.value, YamlValue::Map(_))) => {
             let experts = |node: &YamlNode| match &node.value {
                 YamlValue::Map(entries) => {
-                    read_numbered_map(entries, "the number of an expert", |node| rank_in_group().read(node))
+                    read_numbered_map(entries, "the number of an expert", |node| rank_in_group_type().read(node))
                 }
                 _ => Err(wrong_type_error("a mapping of experts to ranks", node)),
             };
             read_numbered_map(entries, "the number of a layer", experts).map(ExpertPlacement::Layers)
         }
         YamlValue::Map(entries) => {
-            read_numbered_map(entries, "the number of an expert", |node| rank_in_group().read(node))
+            read_numbered_map(entries, "the number of an expert", |node| rank_in_group_type().read(node))
                 .map(ExpertPlacement::Experts)
         }
-        _ => Err(wrong_type_error(PLACEMENT, node)),
+        _ => Err(wrong_type_error(EXPECTED_PLACEMENT, node)),
     }
 }
 

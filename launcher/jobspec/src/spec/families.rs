@@ -5,16 +5,16 @@ pub(crate) const DEFAULT_FAMILY: &str = "llama";
 /// The families with learned positions and LayerNorm in place of rotary embeddings and RMSNorm.
 /// Their heads have the width `hidden_size` / `num_attention_heads`, and there are as many key
 /// heads as query heads.
-pub(crate) const LEARNED_POSITIONS: &[&str] = &["gpt2"];
+pub(crate) const LEARNED_POSITION_FAMILIES: &[&str] = &["gpt2"];
 /// The text by which docs/job.md describes the defaults of `intermediate_size`.
-pub(crate) const INTERMEDIATE_SIZE_DEFAULT: &str =
+pub(crate) const INTERMEDIATE_SIZE_DEFAULT_TEXT: &str =
     "8/3 `hidden_size`, rounded up to a multiple of 16; `gpt2`: 4 `hidden_size`";
 /// The text by which docs/job.md describes the defaults of `tie_word_embeddings`.
-pub(crate) const TIED_EMBEDDINGS_DEFAULT: &str = "`false`; `true` with `gpt2` and `gemma…`";
+pub(crate) const TIED_EMBEDDINGS_DEFAULT_TEXT: &str = "`false`; `true` with `gpt2` and `gemma…`";
 
 /// Returns whether a family has learned positions and LayerNorm.
 pub(crate) fn has_learned_positions(family: &str) -> bool {
-    LEARNED_POSITIONS.contains(&family)
+    LEARNED_POSITION_FAMILIES.contains(&family)
 }
 
 /// Returns whether the embedding and the output layer of a family share one matrix by default.

@@ -2,13 +2,13 @@
 use crate::{
     hosts::{MAX_HOSTS, parse_hosts},
     keys::{
-        choice::keywords,
-        collections::{described_list_of, list_of},
-        text::{formatted_text, path, read_text, text},
+        choice::keywords_type,
+        collections::{described_list_type, list_type},
+        text::{formatted_text_type, path_type, read_text, text_type},
         value_type::{ReadResult, ValueType, in_variant, out_of_range_error, wrong_type_error},
     },
     yaml::{
-        format::{Printed, format_map},
+        format::{YamlText, format_map},
         tree::{YamlNode, YamlValue},
         value_error::ValueError,
     },
@@ -37,30 +37,30 @@ pub enum HostSelection {
 }
 
 /// The description of the values of `cluster.hosts` in messages.
-const HOSTS: &str = "`auto`, `local`, `slurm`, `join`, a list of hosts, or `{file: hostfile}`";
+const EXPECTED_HOSTS: &str = "`auto`, `local`, `slurm`, `join`, a list of hosts, or `{file: hostfile}`";
 
 /// Returns a [`ValueType`] that accepts `auto`, `local`, `slurm`, `join`, lists of hosts, and
 /// `{file: hostfile}`.
-pub(crate) fn host_selection() -> ValueType<HostSelection> {
-    let file = json!({"file": path().schema});
+pub(crate) fn host_selection_type() -> ValueType<HostSelection> {
+    let file = json!({"file": path_type().schema});
     let schema = json!({"anyOf": [
-        host_keywords().schema,
+        host_keywords_type().schema,
         {"type": "array", "items": {"type": ["string", "integer"], "minLength": 1}, "minItems": 1},
         {"type": "object", "properties": file, "required": ["file"], "additionalProperties": false},
     ]});
     let accepts = "`auto`, `local`, `slurm`, `join`, list of hosts, or `{file: hostfile}`";
     ValueType::new(accepts, schema, read_hosts, |hosts| match hosts {
-        HostSelection::List(texts) => list_of("list of hosts", text()).print(texts),
+        HostSelection::List(texts) => list_type("list of hosts", text_type()).print(texts),
         HostSelection::File(file) => {
-            Some(Printed::Line(format_map([("file".to_owned(), path().print_line(file))])))
+            Some(YamlText::Line(format_map([("file".to_owned(), path_type().print_line(file))])))
         }
-        keyword => host_keywords().print(keyword),
+        keyword => host_keywords_type().print(keyword),
     })
 }
 
 /// Returns a [`ValueType`] that accepts the keywords of `cluster.hosts`.
-fn host_keywords() -> ValueType<HostSelection> {
-    keywords(vec![
+fn host_keywords_type() -> ValueType<HostSelection> {
+    keywords_type(vec![
         ("auto", HostSelection::Auto),
         ("local", HostSelection::Local),
         ("slurm", HostSelection::Slurm),
@@ -71,22 +71,22 @@ fn host_keywords() -> ValueType<HostSelection> {
 /// Reads a value of `cluster.hosts` from YAML.
 fn read_hosts(node: &YamlNode) -> ReadResult<HostSelection> {
     match &node.value {
-        YamlValue::List(items) if items.is_empty() => Err(out_of_range_error(HOSTS, node)),
+        YamlValue::List(items) if items.is_empty() => Err(out_of_range_error(EXPECTED_HOSTS, node)),
         YamlValue::List(_) => {
-            let host = ValueType::of_line("host", json!({}), read_host, String::clone);
-            let hosts = described_list_of("list of hosts", HOSTS, host).read(node)?;
+            let host = ValueType::new_single_line("host", json!({}), read_host, String::clone);
+            let hosts = described_list_type("list of hosts", EXPECTED_HOSTS, host).read(node)?;
             reject_duplicate_hosts(node, &hosts)?;
             Ok(HostSelection::List(hosts))
         }
         YamlValue::Map(entries) => match entries.as_slice() {
-            [only] if only.key == "file" => in_variant!(path(), HostSelection::File).read(&only.value),
-            _ => Err(wrong_type_error(HOSTS, node)),
+            [only] if only.key == "file" => in_variant!(path_type(), HostSelection::File).read(&only.value),
+            _ => Err(wrong_type_error(EXPECTED_HOSTS, node)),
         },
-        YamlValue::Text if host_keywords().read(node).is_err() && read_host(node).is_ok() => {
+        YamlValue::Text if host_keywords_type().read(node).is_err() && read_host(node).is_ok() => {
             let help = format!("write a list of one item as [\"{}\"]", node.raw);
-            Err(wrong_type_error(HOSTS, node).with_help(help))
+            Err(wrong_type_error(EXPECTED_HOSTS, node).with_help(help))
         }
-        _ => host_keywords().read(node),
+        _ => host_keywords_type().read(node),
     }
 }
 
@@ -134,27 +134,27 @@ fn reject_duplicate_hosts(node: &YamlNode, texts: &[String]) -> ReadResult<()> {
 
 /// Returns a [`ValueType`] that accepts lists of DeepSpeed's filters. A single text is also
 /// accepted, as on DeepSpeed's command line.
-pub(crate) fn filters() -> ValueType<Vec<String>> {
+pub(crate) fn host_filters_type() -> ValueType<Vec<String>> {
     let filters =
-        || described_list_of("list of text", "a list of filters such as `worker-0@worker-1:0,2`", text());
-    let schema = json!({"anyOf": [text().schema, filters().schema]});
+        || described_list_type("list of text", "a list of filters such as `worker-0@worker-1:0,2`", text_type());
+    let schema = json!({"anyOf": [text_type().schema, filters().schema]});
     let read = move |node: &YamlNode| match node.value {
-        YamlValue::Text => text().read(node).map(|text| vec![text]),
+        YamlValue::Text => text_type().read(node).map(|text| vec![text]),
         _ => filters().read(node),
     };
     ValueType::new("list of text", schema, read, move |list| filters().print(list))
 }
 
 /// Returns a [`ValueType`] that accepts login names that [`parse_hosts`] accepts before an `@`.
-pub(crate) fn user_name() -> ValueType<String> {
-    formatted_text("text", "a user name", "^[^@:\\s]+$", |name| {
+pub(crate) fn user_name_type() -> ValueType<String> {
+    formatted_text_type("text", "a user name", "^[^@:\\s]+$", |name| {
         parse_hosts(&format!("{name}@host")).is_ok_and(|hosts| hosts.len() == 1)
     })
 }
 
 /// Returns a [`ValueType`] that accepts texts that name exactly one host.
-pub(crate) fn one_host() -> ValueType<String> {
-    formatted_text("text: `[user@]host[:port]`", "one host: `[user@]host[:port]`", "^\\S+$", |text| {
+pub(crate) fn one_host_type() -> ValueType<String> {
+    formatted_text_type("text: `[user@]host[:port]`", "one host: `[user@]host[:port]`", "^\\S+$", |text| {
         parse_hosts(text).is_ok_and(|hosts| hosts.len() == 1)
     })
 }

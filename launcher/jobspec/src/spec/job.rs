@@ -11,8 +11,8 @@ use crate::{
     keys::{
         decoder::JobDecoder,
         key::Key,
-        section::{Section, inner, optional_inner, section},
-        text::formatted_text,
+        section::{Section, inner_section, optional_inner_section, section},
+        text::formatted_text_type,
         value_type::ValueType,
         values::JobValues,
     },
@@ -24,22 +24,22 @@ section! {
     pub struct JobSpec at "";
     /// The name of the job, part of the paths of its files; at most 100 characters.
     pub name: String =
-        Key::computed(job_name(), "the name of the job file without extension", |_, v| v.default_name.clone());
+        Key::computed(job_name_type(), "the name of the job file without extension", |_, v| v.default_name.clone());
     /// `cluster`: the hosts and devices that the job uses.
-    pub cluster: ClusterSpec = inner();
+    pub cluster: ClusterSpec = inner_section();
     /// `run`: the program, its environment and supervision.
-    pub run: RunSpec = inner();
+    pub run: RunSpec = inner_section();
     /// `train`: the built-in training; `None` exactly if the job has `run.command`.
-    pub train: Option<TrainSpec> = optional_inner().without_null();
+    pub train: Option<TrainSpec> = optional_inner_section().rejecting_null();
     /// `checkpoint`: when and where the built-in training saves checkpoints.
-    pub checkpoint: CheckpointSpec = inner();
+    pub checkpoint: CheckpointSpec = inner_section();
     /// `resume`: the checkpoint that the run resumes from, and the policy for its RNG streams.
-    pub resume: ResumeSpec = inner();
+    pub resume: ResumeSpec = inner_section();
     /// `observe`: the services that record what the job does.
     #[serde(default, skip_serializing_if = "ObserveSpec::is_empty")]
-    pub observe: ObserveSpec = inner();
+    pub observe: ObserveSpec = inner_section();
     /// `slurm`: the options that `launch sbatch` passes to Slurm.
-    pub slurm: SlurmSpec = inner();
+    pub slurm: SlurmSpec = inner_section();
 }
 
 impl JobSpec {
@@ -65,14 +65,14 @@ impl JobSpec {
 }
 
 /// The largest length of a job's name, in bytes. A longer name is rejected.
-const MAX_NAME: usize = 100;
+const MAX_NAME_BYTES: usize = 100;
 
 /// Returns a [`ValueType`] that accepts job names that are safe as a component of a path.
-fn job_name() -> ValueType<String> {
+fn job_name_type() -> ValueType<String> {
     let expected = "a file name of at most 100 letters, digits, `.`, `_` and `-` that begins with a letter, a digit or `_`";
     let accepts = "text: letters, digits, `.`, `_`, `-`";
-    formatted_text(accepts, expected, "^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$", |name| {
-        name.chars().all(is_safe_in_path) && !name.starts_with(['.', '-']) && name.len() <= MAX_NAME
+    formatted_text_type(accepts, expected, "^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$", |name| {
+        name.chars().all(is_safe_in_path) && !name.starts_with(['.', '-']) && name.len() <= MAX_NAME_BYTES
     })
 }
 
@@ -85,7 +85,7 @@ fn is_safe_in_path(c: char) -> bool {
 /// `-`. Returns `default` if no character is left.
 pub fn make_job_name(text: &str, default: &str) -> String {
     let safe: String =
-        text.chars().take(MAX_NAME).map(|c| if is_safe_in_path(c) { c } else { '-' }).collect();
+        text.chars().take(MAX_NAME_BYTES).map(|c| if is_safe_in_path(c) { c } else { '-' }).collect();
     let safe = safe.trim_start_matches(['.', '-']);
     if safe.is_empty() { default.to_owned() } else { safe.to_owned() }
 }

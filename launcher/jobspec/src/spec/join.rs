@@ -4,10 +4,10 @@ use crate::{
     keys::{
         info::{Condition, Rule},
         key::Key,
-        numbers::{boolean, integer},
-        section::{default_section, not_a_key, section},
-        text::{formatted_text, path},
-        units::duration_in,
+        numbers::{boolean_type, integer_type},
+        section::{default_section, field_without_key, section},
+        text::{formatted_text_type, path_type},
+        units::duration_range_type,
         value_type::ValueType,
     },
 };
@@ -16,26 +16,26 @@ use std::path::PathBuf;
 section! {
     /// How the hosts of a job with `hosts: join` find each other.
     #[derive(Eq)]
-    pub struct JoinSpec at "cluster.join", rules RULES;
+    pub struct JoinSpec at "cluster.join", rules JOIN_RULES;
     /// The number of nodes, with node 0; the user starts launch once on each node.
-    pub nodes: Option<u32> = Key::optional(integer(1..=16_384), "from `--nodes` or the environment");
+    pub nodes: Option<u32> = Key::optional(integer_type(1..=16_384), "from `--nodes` or the environment");
     /// The address of node 0, to which the other nodes connect; the default port is 29400.
-    pub rendezvous: Option<String> = Key::optional(rendezvous(), "from `--rendezvous` or the environment");
+    pub rendezvous: Option<String> = Key::optional(rendezvous_type(), "from `--rendezvous` or the environment");
     /// The file with the secret key of all nodes, of 32 bytes or more.
-    pub key_file: Option<PathBuf> = Key::optional(path(), "from `--key-file` or `LAUNCH_KEY_FILE`");
+    pub key_file: Option<PathBuf> = Key::optional(path_type(), "from `--key-file` or `LAUNCH_KEY_FILE`");
     /// Let every process that reaches node 0 join, without a key.
-    pub insecure: bool = Key::new(boolean(), "false");
+    pub insecure: bool = Key::new(boolean_type(), "false");
     /// How long node 0 waits for the other nodes, and these for node 0.
-    pub timeout_ms: u64 = Key::new(duration_in(1000..=MAX_TIMEOUT_MS, "a duration from `1s` to `7d`"), "10m");
+    pub timeout_ms: u64 = Key::new(duration_range_type(1000..=MAX_TIMEOUT_MS, "a duration from `1s` to `7d`"), "10m");
     /// How long node 0 waits for more nodes once `run.min_hosts` nodes have joined.
-    pub last_call_ms: u64 = Key::new(duration_in(0..=MAX_TIMEOUT_MS, "a duration of at most `7d`"), "30s");
+    pub last_call_ms: u64 = Key::new(duration_range_type(0..=MAX_TIMEOUT_MS, "a duration of at most `7d`"), "30s");
     /// Whether the nodes only check their hosts (`launch check`) and start no workers.
-    pub checks_hosts: bool = not_a_key();
+    pub checks_hosts: bool = field_without_key();
 }
 
 /// The rule for keys that only have an effect in jobs whose hosts join.
-const RULES: &[Rule] =
-    &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local", "slurm"])]).warning()];
+const JOIN_RULES: &[Rule] =
+    &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local", "slurm"])]).as_warning()];
 /// The longest wait for other nodes, in milliseconds.
 const MAX_TIMEOUT_MS: u64 = 7 * 86_400_000;
 
@@ -48,14 +48,14 @@ impl Default for JoinSpec {
 
 impl JoinSpec {
     /// Returns whether a key of the section differs from its default.
-    pub(crate) fn is_changed(&self) -> bool {
+    pub(crate) fn differs_from_default(&self) -> bool {
         *self != JoinSpec::default()
     }
 }
 
 /// Returns a [`ValueType`] that accepts rendezvous addresses such as `host:29400`.
-fn rendezvous() -> ValueType<String> {
-    formatted_text("text: `HOST[:PORT]`", "an address such as `node-0.example.org:29400`", "^\\S+$", |text| {
+fn rendezvous_type() -> ValueType<String> {
+    formatted_text_type("text: `HOST[:PORT]`", "an address such as `node-0.example.org:29400`", "^\\S+$", |text| {
         text.parse::<RendezvousAddress>().is_ok()
     })
 }

@@ -1,11 +1,11 @@
 //! `train.lora`: low-rank adapters of the matrices of a model.
 use crate::keys::{
-    collections::described_list_of,
+    collections::described_list_type,
     info::{Condition, Rule},
     key::Key,
-    numbers::{boolean, integer, positive_float, share},
+    numbers::{boolean_type, integer_type, positive_float_type, share_type},
     section::section,
-    text::{path, text},
+    text::{path_type, text_type},
     value_type::{ValueType, in_variant},
 };
 use serde::{Deserialize, Serialize};
@@ -18,33 +18,33 @@ section! {
     ///
     /// `None` stands for new adapters. The directory has PEFT's layout, and its path is relative to
     /// the workdir. Its `adapter_config.json` replaces all settings below except `dropout`.
-    pub from: Option<PathBuf> = Key::optional(path(), "none: new adapters").ignores_section_rules();
+    pub from: Option<PathBuf> = Key::optional(path_type(), "none: new adapters").ignoring_section_rules();
     /// The rank, which is the number of rows of A and of columns of B.
     ///
     /// An adapter is the matrix product B·A.
-    pub rank: u32 = Key::new(integer(1..=1 << 16), "8");
+    pub rank: u32 = Key::new(integer_type(1..=1 << 16), "8");
     /// The scale of an adapter: its output is multiplied by `alpha / rank`.
-    pub alpha: f64 = Key::computed(positive_float(), "`rank`", |lora: &LoraSpec, _| f64::from(lora.rank));
+    pub alpha: f64 = Key::computed(positive_float_type(), "`rank`", |lora: &LoraSpec, _| f64::from(lora.rank));
     /// The dropout rate of an adapter's inputs.
     ///
     /// If this value is `None`, new adapters have no dropout and existing adapters keep theirs.
     pub dropout: Option<f64> =
-        Key::optional(share(), "0; with `from` the value of adapter_config.json").ignores_section_rules();
+        Key::optional(share_type(), "0; with `from` the value of adapter_config.json").ignoring_section_rules();
     /// Multiply the output by `alpha / √rank` instead of `alpha / rank`.
-    pub rslora: bool = Key::new(boolean(), "false");
+    pub rslora: bool = Key::new(boolean_type(), "false");
     /// The matrices of the layers that get adapters.
-    pub targets: LoraTargets = Key::new(targets(), "all-linear");
+    pub targets: LoraTargets = Key::new(targets_type(), "all-linear");
 }
 
 /// The rule for keys that conflict with `train.lora.from`, because the adapter_config.json of the
 /// existing adapters determines their values.
 const NEW_ADAPTER_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("train.lora.from")])
-    .help("remove it; adapter_config.json of the directory has {name}")];
+    .with_help("remove it; adapter_config.json of the directory has {name}")];
 
 /// Returns a [`ValueType`] that accepts `all-linear` and lists of at least one matrix name.
-fn targets() -> ValueType<LoraTargets> {
+fn targets_type() -> ValueType<LoraTargets> {
     let names =
-        described_list_of("list of module names", "a list of names such as `[q_proj, v_proj]`", text());
+        described_list_type("list of module names", "a list of names such as `[q_proj, v_proj]`", text_type());
     in_variant!(names.not_empty(), LoraTargets::Names).or_keywords(&[("all-linear", LoraTargets::AllLinear)])
 }
 

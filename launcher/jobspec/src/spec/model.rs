@@ -1,11 +1,11 @@
 //! `train.model`: the model that is trained.
-use super::families::{self, LEARNED_POSITIONS};
+use super::families::{self, LEARNED_POSITION_FAMILIES};
 use crate::keys::{
     info::{Condition, Rule},
     key::Key,
-    numbers::{boolean, integer, positive_float, positive_number, share},
+    numbers::{boolean_type, integer_type, positive_float_type, positive_number_type, share_type},
     section::section,
-    text::{path, text},
+    text::{path_type, text_type},
     value_type::ValueType,
 };
 use std::path::{Path, PathBuf};
@@ -19,74 +19,74 @@ section! {
     /// config.json replaces the settings below, and its weights are the initial weights.
     #[serde(default)]
     pub from: Option<PathBuf> =
-        Key::optional(path(), "none: a new model from these keys").ignores_section_rules();
+        Key::optional(path_type(), "none: a new model from these keys").ignoring_section_rules();
     /// The dropout rate, in place of all rates of config.json.
     ///
     /// If this value is `None`, the rates of config.json apply, and a new model has no dropout.
     #[serde(default)]
     pub dropout: Option<f64> =
-        Key::optional(share(), "0; with `from` the rates of config.json").ignores_section_rules();
+        Key::optional(share_type(), "0; with `from` the rates of config.json").ignoring_section_rules();
     /// The model family.
     ///
     /// The family decides the architecture.
-    pub family: String = Key::new(text(), families::DEFAULT_FAMILY);
+    pub family: String = Key::new(text_type(), families::DEFAULT_FAMILY);
     /// The number of rows of the embedding; `auto`: the vocabulary size of the tokenizer.
     ///
     /// 0 stands for `auto`.
-    pub vocab_size: u32 = Key::new(size_or_auto(), "auto");
+    pub vocab_size: u32 = Key::new(size_or_auto_type(), "auto");
     /// The width; without `head_dim`, a multiple of `num_attention_heads`.
-    pub hidden_size: u32 = Key::new(integer(1..=1 << 20), "256");
+    pub hidden_size: u32 = Key::new(integer_type(1..=1 << 20), "256");
     /// The width of the feed-forward network.
     pub intermediate_size: u32 = Key::computed(
-        integer(1..=1 << 22),
-        families::INTERMEDIATE_SIZE_DEFAULT,
+        integer_type(1..=1 << 22),
+        families::INTERMEDIATE_SIZE_DEFAULT_TEXT,
         |m: &ModelSpec, _| families::default_intermediate_size(&m.family, m.hidden_size),
     );
     /// The number of blocks.
-    pub num_hidden_layers: u32 = Key::new(integer(1..=4096), "4");
+    pub num_hidden_layers: u32 = Key::new(integer_type(1..=4096), "4");
     /// The number of query heads.
-    pub num_attention_heads: u32 = Key::new(integer(1..=1 << 16), "4");
+    pub num_attention_heads: u32 = Key::new(integer_type(1..=1 << 16), "4");
     /// The number of key and value heads (grouped-query attention); divides `num_attention_heads`.
     pub num_key_value_heads: u32 =
-        Key::computed(integer(1..=1 << 16), "`num_attention_heads`", |m: &ModelSpec, _| m.num_attention_heads);
+        Key::computed(integer_type(1..=1 << 16), "`num_attention_heads`", |m: &ModelSpec, _| m.num_attention_heads);
     /// The width of a head.
     pub head_dim: u32 = Key::computed(
-        integer(1..=1 << 16).documented_as("integer from 2 to 65536, even"),
+        integer_type(1..=1 << 16).documented_as("integer from 2 to 65536, even"),
         "`hidden_size` / `num_attention_heads`",
         |m: &ModelSpec, _| m.hidden_size / m.num_attention_heads,
     );
     /// The number of experts per layer in a family with experts.
     #[serde(default)]
-    pub num_experts: Option<u32> = Key::optional(integer(1..=1 << 16), "8 in a family with experts");
+    pub num_experts: Option<u32> = Key::optional(integer_type(1..=1 << 16), "8 in a family with experts");
     /// The number of experts per token; at most `num_experts`.
     #[serde(default)]
-    pub num_experts_per_tok: Option<u32> = Key::optional(integer(1..=1 << 16), "2 in a family with experts");
+    pub num_experts_per_tok: Option<u32> = Key::optional(integer_type(1..=1 << 16), "2 in a family with experts");
     /// The width of an expert; only in families in which it can differ from `intermediate_size`.
     #[serde(default)]
-    pub moe_intermediate_size: Option<u32> = Key::optional(integer(1..=1 << 22), "`intermediate_size`");
+    pub moe_intermediate_size: Option<u32> = Key::optional(integer_type(1..=1 << 22), "`intermediate_size`");
     /// The longest sequence; `auto`: `data.seq_len`.
     ///
     /// 0 stands for `auto`.
-    pub max_position_embeddings: u32 = Key::new(size_or_auto(), "auto");
+    pub max_position_embeddings: u32 = Key::new(size_or_auto_type(), "auto");
     /// The constant added under the root of RMSNorm.
-    pub rms_norm_eps: f64 = Key::new(positive_float(), "1e-6").rules(ROTARY_RULES);
+    pub rms_norm_eps: f64 = Key::new(positive_float_type(), "1e-6").with_rules(ROTARY_RULES);
     /// The base of the frequencies of rotary embeddings.
-    pub rope_theta: f64 = Key::new(positive_number(), "10000").rules(ROTARY_RULES);
+    pub rope_theta: f64 = Key::new(positive_number_type(), "10000").with_rules(ROTARY_RULES);
     /// Share one matrix between embedding and output.
     pub tie_word_embeddings: bool =
-        Key::computed(boolean(), families::TIED_EMBEDDINGS_DEFAULT, |m: &ModelSpec, _| families::ties_embeddings(&m.family));
+        Key::computed(boolean_type(), families::TIED_EMBEDDINGS_DEFAULT_TEXT, |m: &ModelSpec, _| families::ties_embeddings(&m.family));
     /// The standard deviation of the initial weights.
-    pub initializer_range: f64 = Key::new(positive_float(), "0.02");
+    pub initializer_range: f64 = Key::new(positive_float_type(), "0.02");
 }
 
 /// The rule for keys that conflict with `train.model.from`, because the config.json of the
 /// pretrained model determines their values.
 const NEW_MODEL_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("train.model.from")])
-    .help("remove it; config.json of the directory has {name}")];
+    .with_help("remove it; config.json of the directory has {name}")];
 /// The rule that rejects keys that do not apply to the job's model family, because the family has
 /// learned positions.
 const ROTARY_RULES: &[Rule] =
-    &[Rule::conflict(&[Condition::OneOf("train.model.family", LEARNED_POSITIONS)]).help(FAMILY_HELP)];
+    &[Rule::conflict(&[Condition::OneOf("train.model.family", LEARNED_POSITION_FAMILIES)]).with_help(FAMILY_HELP)];
 /// The advice of errors about keys that do not apply to model families with learned positions.
 pub(crate) const FAMILY_HELP: &str = "remove it; the family has LayerNorm, learned positions, and as many key heads \
     as query heads, of width `hidden_size` / `num_attention_heads`";
@@ -99,6 +99,6 @@ impl ModelSpec {
 }
 
 /// Returns a [`ValueType`] that accepts sizes from 1 and `auto`. The value `auto` becomes 0.
-fn size_or_auto() -> ValueType<u32> {
-    integer(1..=1 << 24).or_keywords(&[("auto", 0)])
+fn size_or_auto_type() -> ValueType<u32> {
+    integer_type(1..=1 << 24).or_keywords(&[("auto", 0)])
 }

@@ -1,8 +1,8 @@
 //! `observe`: the services that record what the job does.
 use crate::keys::{
     key::Key,
-    section::{optional_inner, section},
-    text::{formatted_text, text},
+    section::{optional_inner_section, section},
+    text::{formatted_text_type, text_type},
     value_type::ValueType,
 };
 use serde_json::json;
@@ -17,19 +17,19 @@ section! {
     #[derive(Default)]
     pub struct ObserveSpec at "observe";
     /// The MLflow server that records the run; `None` for no server.
-    pub mlflow: Option<MlflowSpec> = optional_inner();
+    pub mlflow: Option<MlflowSpec> = optional_inner_section();
 }
 
 section! {
     /// The MLflow server that records parameters, metrics and the result of the run.
     pub struct MlflowSpec at "observe.mlflow";
     /// The address of the server; `env`: the variable `MLFLOW_TRACKING_URI`.
-    pub uri: Option<String> = Key::new(server_address().or_none("env"), "env");
+    pub uri: Option<String> = Key::new(server_address_type().or_none("env"), "env");
     /// The name of the experiment, which is created if it does not exist.
     pub experiment: Option<String> =
-        Key::optional(name(), "`MLFLOW_EXPERIMENT_NAME`, else the name of the job");
+        Key::optional(name_type(), "`MLFLOW_EXPERIMENT_NAME`, else the name of the job");
     /// The name of the run in MLflow.
-    pub run_name: Option<String> = Key::optional(name(), "the ID of the run");
+    pub run_name: Option<String> = Key::optional(name_type(), "the ID of the run");
 }
 
 impl ObserveSpec {
@@ -40,17 +40,17 @@ impl ObserveSpec {
 }
 
 /// Returns a [`ValueType`] that accepts names of experiments and runs.
-fn name() -> ValueType<String> {
+fn name_type() -> ValueType<String> {
     let expected = "text of at most 500 bytes";
-    text()
-        .limited(expected, json!({"maxLength": MAX_NAME_BYTES}), |name| name.len() <= MAX_NAME_BYTES)
+    text_type()
+        .restricted_to(expected, json!({"maxLength": MAX_NAME_BYTES}), |name| name.len() <= MAX_NAME_BYTES)
         .documented_as(expected)
 }
 
 /// Returns a [`ValueType`] that accepts addresses of servers.
-fn server_address() -> ValueType<String> {
+fn server_address_type() -> ValueType<String> {
     let expected = "an address such as `https://mlflow.example.com:5000`, without a user name";
-    formatted_text(
+    formatted_text_type(
         "address with `http://` or `https://`",
         expected,
         "^https?://[^/@?#\\s]+(/[^@?#\\s]*)?$",

@@ -1,12 +1,12 @@
 //! `train.optimizer`: the optimizer and its hyper-parameters.
-use super::param_groups::{ParamGroupSpec, betas, patterns};
+use super::param_groups::{ParamGroupSpec, betas_type, patterns_type};
 use crate::keys::{
-    choice::{choice, choices},
-    collections::described_list_of,
+    choice::{choice_type, choices},
+    collections::described_list_type,
     info::{Condition, Rule},
     key::Key,
-    numbers::{non_negative_number, non_positive_number, positive_float, positive_number, share},
-    record::record,
+    numbers::{non_negative_number_type, non_positive_number_type, positive_float_type, positive_number_type, share_type},
+    record::record_type,
     section::section,
 };
 
@@ -14,41 +14,41 @@ section! {
     /// The optimizer and its hyper-parameters.
     pub struct OptimizerSpec at "train.optimizer";
     /// The update rule.
-    pub name: OptimizerName = Key::new(choice(), "adamw");
+    pub name: OptimizerName = Key::new(choice_type(), "adamw");
     /// The highest learning rate.
-    pub lr: f64 = Key::new(positive_number(), "3e-4");
+    pub lr: f64 = Key::new(positive_number_type(), "3e-4");
     /// The decay rates of the moments of AdamW (also within Muon) and Lion.
-    pub betas: (f64, f64) = Key::computed(betas(), BETAS_DEFAULT, |o: &OptimizerSpec, _| o.name.default_betas())
-        .rules(BETAS_RULES);
+    pub betas: (f64, f64) = Key::computed(betas_type(), BETAS_DEFAULT_TEXT, |o: &OptimizerSpec, _| o.name.default_betas())
+        .with_rules(BETAS_RULES);
     /// The term added to the denominator of AdamW (also within Muon), and to the squared gradient
     /// of Adafactor.
-    pub eps: f64 = Key::computed(positive_float(), EPS_DEFAULT, |o: &OptimizerSpec, _| o.name.default_eps())
-        .rules(EPS_RULES);
+    pub eps: f64 = Key::computed(positive_float_type(), EPS_DEFAULT_TEXT, |o: &OptimizerSpec, _| o.name.default_eps())
+        .with_rules(EPS_RULES);
     /// The momentum of SGD and Muon.
-    pub momentum: f64 = Key::computed(share(), MOMENTUM_DEFAULT, |o: &OptimizerSpec, _| o.name.default_momentum())
-        .rules(MOMENTUM_RULES);
+    pub momentum: f64 = Key::computed(share_type(), MOMENTUM_DEFAULT_TEXT, |o: &OptimizerSpec, _| o.name.default_momentum())
+        .with_rules(MOMENTUM_RULES);
     /// The decay rate of the first moment of Adafactor.
-    pub beta1: Option<f64> = Key::optional(share(), "no first moment").rules(ADAFACTOR_RULES);
+    pub beta1: Option<f64> = Key::optional(share_type(), "no first moment").with_rules(ADAFACTOR_RULES);
     /// The exponent of Adafactor: the decay rate of second moments is 1 − t^`beta2_decay` in step
     /// t.
-    pub beta2_decay: f64 = Key::new(non_positive_number(), "-0.8").aliases(&["decay_rate"]).rules(ADAFACTOR_RULES);
+    pub beta2_decay: f64 = Key::new(non_positive_number_type(), "-0.8").with_aliases(&["decay_rate"]).with_rules(ADAFACTOR_RULES);
     /// The largest root mean square of an update of Adafactor, as a multiple of the learning rate.
-    pub clip_threshold: f64 = Key::new(positive_number(), "1.0").rules(ADAFACTOR_RULES);
+    pub clip_threshold: f64 = Key::new(positive_number_type(), "1.0").with_rules(ADAFACTOR_RULES);
     /// The weight decay: decoupled from the gradient, or with `sgd` added to the gradient.
-    pub weight_decay: f64 = Key::new(non_negative_number(), "0.1");
+    pub weight_decay: f64 = Key::new(non_negative_number_type(), "0.1");
     /// The parameters without weight decay.
     ///
     /// Each item is a name pattern (`*`, `?`).
-    pub no_decay: Vec<String> = Key::new(patterns(), "[\"*norm*\", \"*.ln_*\", \"*.bias\"]");
+    pub no_decay: Vec<String> = Key::new(patterns_type(), "[\"*norm*\", \"*.ln_*\", \"*.bias\"]");
     /// The hyper-parameters of some parameters.
     ///
     /// If several groups match a parameter, the first one applies.
     #[serde(default)]
     pub groups: Vec<ParamGroupSpec> = Key::new(
-        described_list_of(
+        described_list_type(
             "list of groups",
             "a list of groups such as `{match: [\"*embed*\"], lr: 1e-4}`",
-            record("group", "a group such as `{match: [\"*embed*\"], lr: 1e-4}`"),
+            record_type("group", "a group such as `{match: [\"*embed*\"], lr: 1e-4}`"),
         ).hidden_if_empty(),
         "[]",
     );
@@ -71,24 +71,24 @@ choices! {
 }
 
 /// The path in job.yaml of the key that names the optimizer.
-const NAME: &str = "train.optimizer.name";
+const NAME_KEY: &str = "train.optimizer.name";
 /// The rule that rejects the key `betas` in jobs with an optimizer that has no such
 /// hyper-parameter.
-const BETAS_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf(NAME, &["sgd", "adafactor"])])];
+const BETAS_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf(NAME_KEY, &["sgd", "adafactor"])])];
 /// The rule that rejects the key `eps` in jobs with an optimizer that has no such hyper-parameter.
-const EPS_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf(NAME, &["sgd", "lion"])])];
+const EPS_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf(NAME_KEY, &["sgd", "lion"])])];
 /// The rule that rejects the key `momentum` in jobs with an optimizer that has no such
 /// hyper-parameter.
 const MOMENTUM_RULES: &[Rule] =
-    &[Rule::no_effect(&[Condition::OneOf(NAME, &["adamw", "lion", "adafactor"])])];
+    &[Rule::no_effect(&[Condition::OneOf(NAME_KEY, &["adamw", "lion", "adafactor"])])];
 /// The rule that rejects the keys of Adafactor for all other optimizers.
-const ADAFACTOR_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NoneOf(NAME, &["adafactor"])])];
+const ADAFACTOR_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NoneOf(NAME_KEY, &["adafactor"])])];
 /// The text by which docs/job.md describes the defaults of `betas`.
-const BETAS_DEFAULT: &str = "[0.9, 0.95]; with `lion` [0.9, 0.99]";
+const BETAS_DEFAULT_TEXT: &str = "[0.9, 0.95]; with `lion` [0.9, 0.99]";
 /// The text by which docs/job.md describes the defaults of `eps`.
-const EPS_DEFAULT: &str = "1e-8; with `adafactor` 1e-30";
+const EPS_DEFAULT_TEXT: &str = "1e-8; with `adafactor` 1e-30";
 /// The text by which docs/job.md describes the defaults of `momentum`.
-const MOMENTUM_DEFAULT: &str = "0.9 with `sgd`, 0.95 with `muon`";
+const MOMENTUM_DEFAULT_TEXT: &str = "0.9 with `sgd`, 0.95 with `muon`";
 
 impl OptimizerName {
     /// Returns the default of `betas`, the decay rates of the optimizer's moments.

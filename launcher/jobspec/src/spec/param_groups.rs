@@ -1,12 +1,12 @@
 //! Declares the keys of an item of `train.optimizer.groups`, and [`ValueType`]s for patterns and
 //! decay rates.
 use crate::keys::{
-    collections::{list_of, pair_of},
+    collections::{list_type, pair_type},
     info::{Condition, Rule},
     key::Key,
-    numbers::{non_negative_number, positive_float, positive_number, share},
+    numbers::{non_negative_number_type, positive_float_type, positive_number_type, share_type},
     section::section,
-    text::text,
+    text::text_type,
     value_type::ValueType,
 };
 
@@ -16,33 +16,33 @@ section! {
     #[derive(Default)]
     pub struct ParamGroupSpec at "";
     /// The name patterns (`*`, `?`) of the parameters that belong to the group.
-    pub r#match: Vec<String> = Key::required(patterns().not_empty());
+    pub r#match: Vec<String> = Key::required(patterns_type().not_empty());
     /// The highest learning rate of the group.
-    pub lr: Option<f64> = Key::optional(positive_number(), UNCHANGED);
+    pub lr: Option<f64> = Key::optional(positive_number_type(), UNCHANGED_DEFAULT_TEXT);
     /// The highest learning rate of the group, as a multiple of `optimizer.lr`.
-    pub lr_scale: Option<f64> = Key::optional(non_negative_number(), UNCHANGED).rules(SCALE_RULES);
+    pub lr_scale: Option<f64> = Key::optional(non_negative_number_type(), UNCHANGED_DEFAULT_TEXT).with_rules(LR_SCALE_RULES);
     /// The weight decay, which also applies to parameters that `no_decay` names.
-    pub weight_decay: Option<f64> = Key::optional(non_negative_number(), UNCHANGED);
+    pub weight_decay: Option<f64> = Key::optional(non_negative_number_type(), UNCHANGED_DEFAULT_TEXT);
     /// The decay rates of the first and second moments.
-    pub betas: Option<(f64, f64)> = Key::optional(betas(), UNCHANGED);
+    pub betas: Option<(f64, f64)> = Key::optional(betas_type(), UNCHANGED_DEFAULT_TEXT);
     /// The constant that is added to the denominator of the update.
-    pub eps: Option<f64> = Key::optional(positive_float(), UNCHANGED);
+    pub eps: Option<f64> = Key::optional(positive_float_type(), UNCHANGED_DEFAULT_TEXT);
     /// The momentum of SGD or Muon.
-    pub momentum: Option<f64> = Key::optional(share(), UNCHANGED);
+    pub momentum: Option<f64> = Key::optional(share_type(), UNCHANGED_DEFAULT_TEXT);
 }
 
 /// The text by which docs/job.md describes the default of a hyper-parameter in
 /// `train.optimizer.groups`.
-const UNCHANGED: &str = "the value of `train.optimizer`";
+const UNCHANGED_DEFAULT_TEXT: &str = "the value of `train.optimizer`";
 /// The rule that a group has `lr` or `lr_scale`, but not both.
-const SCALE_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("lr")]).help("keep one of them")];
+const LR_SCALE_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("lr")]).with_help("keep one of them")];
 
 /// Returns a [`ValueType`] that accepts lists of patterns of parameter names.
-pub(crate) fn patterns() -> ValueType<Vec<String>> {
-    list_of("list of patterns", text())
+pub(crate) fn patterns_type() -> ValueType<Vec<String>> {
+    list_type("list of patterns", text_type())
 }
 
 /// Returns a [`ValueType`] that accepts decay rates of moments: two numbers from 0 to below 1.
-pub(crate) fn betas() -> ValueType<(f64, f64)> {
-    pair_of("two numbers from 0 to below 1", "a list of two numbers from 0 to below 1", share())
+pub(crate) fn betas_type() -> ValueType<(f64, f64)> {
+    pair_type("two numbers from 0 to below 1", "a list of two numbers from 0 to below 1", share_type())
 }

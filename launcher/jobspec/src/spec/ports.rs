@@ -54,7 +54,7 @@ impl PortSelection {
 
     /// Returns the ports to try: 0 for any port, or every port of the range. Processes with
     /// different process ids begin at different ports.
-    pub fn candidates(self) -> Vec<u16> {
+    pub fn candidate_ports(self) -> Vec<u16> {
         match self {
             PortSelection::Any => vec![0],
             PortSelection::Range(first, last) => {
@@ -69,8 +69,8 @@ impl PortSelection {
     /// Calls `bind` for one port after another until a port is free, and returns the result of that
     /// call. Port 0 stands for any port. Fails if `bind` fails for another reason, or if all ports
     /// of the range are in use.
-    pub fn bind<T>(self, mut bind: impl FnMut(u16) -> io::Result<T>) -> io::Result<T> {
-        for port in self.candidates() {
+    pub fn bind_first_free_port<T>(self, mut bind: impl FnMut(u16) -> io::Result<T>) -> io::Result<T> {
+        for port in self.candidate_ports() {
             match bind(port) {
                 Err(error) if error.kind() == io::ErrorKind::AddrInUse && self != PortSelection::Any => {}
                 result => return result,
@@ -90,7 +90,7 @@ impl PortSelection {
 }
 
 /// Returns a [`ValueType`] that accepts `any` and ranges of port numbers.
-pub(crate) fn ports() -> ValueType<PortSelection> {
+pub(crate) fn ports_type() -> ValueType<PortSelection> {
     const EXPECTED: &str = "`any` or range of ports such as `20000-20100`";
     let schema = json!({"type": "string", "pattern": "^(any|[0-9]{1,5}-[0-9]{1,5})$"});
     let read = |node: &YamlNode| {
@@ -100,7 +100,7 @@ pub(crate) fn ports() -> ValueType<PortSelection> {
             range => PortSelection::parse_range(range).ok_or_else(|| wrong_format_error(EXPECTED, node)),
         }
     };
-    ValueType::of_line(EXPECTED, schema, read, |ports| ports.format())
+    ValueType::new_single_line(EXPECTED, schema, read, |ports| ports.format())
 }
 
 #[cfg(test)]
@@ -142,21 +142,21 @@ mod tests {
         let bind = |port| TcpListener::bind((Ipv4Addr::LOCALHOST, port));
         let taken = bind(0).expect("a port");
         let port = taken.local_addr().expect("an address").port();
-        let error = PortSelection::Range(port, port).bind(bind).expect_err("taken");
+        let error = PortSelection::Range(port, port).bind_first_free_port(bind).expect_err("taken");
         assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
         assert!(error.to_string().contains(&format!("`cluster.ports: {port}-{port}`")), "{error}");
-        assert!(PortSelection::Any.bind(bind).is_ok());
+        assert!(PortSelection::Any.bind_first_free_port(bind).is_ok());
         let mut tried = Vec::new();
-        let bound = PortSelection::Range(20, 24).bind(|port| {
+        let bound = PortSelection::Range(20, 24).bind_first_free_port(|port| {
             tried.push(port);
             if tried.len() < 3 { Err(io::ErrorKind::AddrInUse.into()) } else { Ok(port) }
         });
         assert_eq!(bound.ok(), tried.last().copied());
         assert!(tried.iter().all(|port| (20..=24).contains(port)) && tried.len() == 3);
         let denied =
-            PortSelection::Range(1, 5).bind(|_| Err::<(), _>(io::ErrorKind::PermissionDenied.into()));
+            PortSelection::Range(1, 5).bind_first_free_port(|_| Err::<(), _>(io::ErrorKind::PermissionDenied.into()));
         assert_eq!(denied.expect_err("denied").kind(), io::ErrorKind::PermissionDenied);
-        let mut candidates = PortSelection::Range(65_530, 65_535).candidates();
+        let mut candidates = PortSelection::Range(65_530, 65_535).candidate_ports();
         candidates.sort_unstable();
         assert_eq!(candidates, (65_530..=65_535).collect::<Vec<u16>>());
     }

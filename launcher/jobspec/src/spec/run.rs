@@ -1,26 +1,26 @@
 //! `run`: the program of a job, its environment and supervision.
 use super::{
-    activation::{ActivationStep, activation},
+    activation::{ActivationStep, activation_type},
     cluster::MAX_HOST_COUNT,
     container::ContainerSpec,
     environment::{EnvSource, environment, environment_sources},
-    run_values::{command, variable_pattern},
-    signals::{Signals, signals},
+    run_values::{command_type, variable_pattern_type},
+    signals::{Signals, signals_type},
     straggler::StragglerSpec,
     wrap::WrapSpec,
 };
 use crate::{
     ids::Rank,
     keys::{
-        choice::{choice, choices},
-        collections::described_list_of,
+        choice::{choice_type, choices},
+        collections::described_list_type,
         info::{Condition, Rule},
         key::Key,
-        numbers::{boolean, integer},
-        record::record,
-        section::{inner, section},
-        text::{path, template, text},
-        units::{duration, duration_in, size},
+        numbers::{boolean_type, integer_type},
+        record::record_type,
+        section::{inner_section, section},
+        text::{path_type, template_type, text_type},
+        units::{duration_type, duration_range_type, size_type},
         value_type::{ValueType, in_variant},
         values::JobValues,
     },
@@ -35,11 +35,11 @@ section! {
     ///
     /// `None` stands for the built-in runtime.
     pub command: Option<Vec<String>> =
-        Key::optional(command(), "none: the built-in training, which needs `train`");
+        Key::optional(command_type(), "none: the built-in training, which needs `train`");
     /// The working directory of the workers; other paths of the job are relative to it.
     ///
     /// The path is absolute after loading.
-    pub workdir: PathBuf = Key::new(path(), ".");
+    pub workdir: PathBuf = Key::new(path_type(), ".");
     /// The variables that are added to the environment of each worker.
     ///
     /// The field contains the variables whose values are written in the job.
@@ -51,71 +51,71 @@ section! {
     ///
     /// Each item is a name pattern. The values are never shown.
     pub pass_env: Vec<String> =
-        Key::new(described_list_of("list of patterns", "a list of patterns of names", variable_pattern()), "[]");
+        Key::new(described_list_type("list of patterns", "a list of patterns of names", variable_pattern_type()), "[]");
     /// The environments of each host that its workers use, such as a virtual environment.
     ///
     /// A login shell activates them in this order, once per host. An empty list activates nothing.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub activate: Vec<ActivationStep> = Key::computed(activation(), "none", |_, _| Vec::new()).rules(ACTIVATE_RULES);
+    pub activate: Vec<ActivationStep> = Key::computed(activation_type(), "none", |_, _| Vec::new()).with_rules(ACTIVATE_RULES);
     /// The time limit of `activate` on each host.
     #[serde(default = "default_activate_timeout")]
     pub activate_timeout_ms: u64 = Key::new(
-        duration_in(1..=MAX_ACTIVATE_TIMEOUT, "a duration of at most 1h").documented_as("duration of at most 1h"),
+        duration_range_type(1..=MAX_ACTIVATE_TIMEOUT_MS, "a duration of at most 1h").documented_as("duration of at most 1h"),
         "60s",
-    ).rules(ACTIVATE_TIMEOUT_RULES);
+    ).with_rules(ACTIVATE_TIMEOUT_RULES);
     /// The programs that start the workers of some ranks, such as profilers.
     ///
     /// The first item that matches a rank is the outermost program.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub wrap: Vec<WrapSpec> = Key::new(wrappers(), "[]").rules(WRAP_RULES);
+    pub wrap: Vec<WrapSpec> = Key::new(wrappers_type(), "[]").with_rules(WRAP_RULES);
     /// The container in which each worker runs.
     ///
     /// The agents run outside, and supervise the containers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub container: Option<ContainerSpec> = Key::optional(container(), "none").rules(CONTAINER_RULES);
+    pub container: Option<ContainerSpec> = Key::optional(container_type(), "none").with_rules(CONTAINER_RULES);
     /// The rank that gets the terminal in which launch runs, such as for `breakpoint()`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub terminal: Option<Rank> = Key::optional(integer(0..=u64::from(u32::MAX) - 1), "none").rules(TERMINAL_RULES);
+    pub terminal: Option<Rank> = Key::optional(integer_type(0..=u64::from(u32::MAX) - 1), "none").with_rules(TERMINAL_RULES);
     /// The binding of workers to CPUs.
     #[serde(rename = "bind")]
-    pub cpu_bind: CpuBind = Key::new(choice(), "auto").deprecated("bind");
+    pub cpu_bind: CpuBind = Key::new(choice_type(), "auto").with_deprecated_name("bind");
     /// The GPUs that a worker of a program sees.
-    pub visible_devices: VisibleDevices = Key::new(choice(), "all").rules(PROGRAM_RULES);
+    pub visible_devices: VisibleDevices = Key::new(choice_type(), "all").with_rules(PROGRAM_RULES);
     /// Insert `--local_rank=N` after the name of the script.
     ///
     /// Older launchers do so. `N` is the local rank.
-    pub local_rank_argument: bool = Key::new(boolean(), "false").rules(PROGRAM_RULES);
+    pub local_rank_argument: bool = Key::new(boolean_type(), "false").with_rules(PROGRAM_RULES);
     /// The time from SIGTERM to SIGKILL when a program must end.
     #[serde(rename = "grace_ms")]
-    pub grace_period_ms: u64 = Key::new(duration(), "30s").deprecated("grace");
+    pub grace_period_ms: u64 = Key::new(duration_type(), "30s").with_deprecated_name("grace");
     /// The maximum number of restarts of the job after failures.
     ///
     /// The limit applies regardless of which hosts failed.
-    pub restarts: u32 = Key::new(integer(0..=10_000), "0");
+    pub restarts: u32 = Key::new(integer_type(0..=10_000), "0");
     /// The minimum number of hosts of an attempt.
     pub min_hosts: MinHosts = Key::new(
-        in_variant!(integer(1..=MAX_HOST_COUNT).documented_as("integer of 1 or more"), MinHosts::AtLeast)
+        in_variant!(integer_type(1..=MAX_HOST_COUNT).documented_as("integer of 1 or more"), MinHosts::AtLeast)
             .or_keywords(&[("all", MinHosts::All)]),
         "all",
     );
     /// The time without a message from a host after which the host counts as lost.
     ///
     /// The key applies to other hosts than that of the controller.
-    pub host_lease_ms: u64 = Key::new(lease(), "5s").rules(LEASE_RULES);
+    pub host_lease_ms: u64 = Key::new(lease_type(), "5s").with_rules(LEASE_RULES);
     /// The time without a message from the controller after which a host counts the controller as
     /// lost.
     ///
     /// A suspended controller is tolerated for this time.
-    pub controller_lease_ms: u64 = Key::new(lease(), "60s").rules(LEASE_RULES);
+    pub controller_lease_ms: u64 = Key::new(lease_type(), "60s").with_rules(LEASE_RULES);
     /// What workers do when the [controller is lost](design/processes.md#loss-of-the-controller).
     pub on_controller_loss: Option<ControllerLossAction> =
-        Key::optional(choice(), "`stop`; with `--detach` and in Slurm `continue`");
+        Key::optional(choice_type(), "`stop`; with `--detach` and in Slurm `continue`");
     /// How long workers continue without a controller before they save and stop, with
     /// `on_controller_loss: continue`.
-    pub controller_timeout_ms: u64 = Key::new(duration(), "15m").rules(TIMEOUT_RULES);
+    pub controller_timeout_ms: u64 = Key::new(duration_type(), "15m").with_rules(CONTROLLER_TIMEOUT_RULES);
     /// The time without progress after which the attempt fails.
     pub hang_timeout_ms: Option<u64> = Key::computed(
-        duration_in(1000..=u64::MAX, "a duration of 1s or more").documented_as("duration of 1s or more").or_none("off"),
+        duration_range_type(1000..=u64::MAX, "a duration of 1s or more").documented_as("duration of 1s or more").or_none("off"),
         "`10m` in the built-in training on GPUs, else `off`",
         |_, v| default_hang_timeout(v),
     );
@@ -123,14 +123,14 @@ section! {
     ///
     /// If this value is `None`, CPU time counts as progress.
     #[serde(rename = "progress")]
-    pub progress_pattern: Option<String> = Key::new(text().or_none("off"), "off").deprecated("progress");
+    pub progress_pattern: Option<String> = Key::new(text_type().or_none("off"), "off").with_deprecated_name("progress");
     /// The actions of launch on signals.
-    pub signals: Signals = Key::new(signals(), "{SIGUSR1: save, SIGUSR2: ignore, SIGTERM: save_and_stop}");
+    pub signals: Signals = Key::new(signals_type(), "{SIGUSR1: save, SIGUSR2: ignore, SIGTERM: save_and_stop}");
     /// When a rank that slows down the others is reported.
     #[serde(default)]
-    pub straggler: StragglerSpec = inner();
+    pub straggler: StragglerSpec = inner_section();
     /// The settings of workers' logs and of the console.
-    pub logs: LogsSpec = inner();
+    pub logs: LogsSpec = inner_section();
 }
 
 /// The default of [`RunSpec::hang_timeout_ms`] for the built-in training on GPUs. A rank that waits
@@ -147,37 +147,37 @@ fn default_hang_timeout(values: &JobValues) -> Option<u64> {
 
 /// Returns a [`ValueType`] that accepts leases, which are durations of at least 2 s. A lease is
 /// longer than the interval of heartbeats.
-fn lease() -> ValueType<u64> {
-    duration_in(2000..=u64::MAX, "a duration of 2s or more").documented_as("duration of 2s or more")
+fn lease_type() -> ValueType<u64> {
+    duration_range_type(2000..=u64::MAX, "a duration of 2s or more").documented_as("duration of 2s or more")
 }
 
 /// The rule that warns about a key that has no effect in a job without a program (`run.command`).
-const PROGRAM_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")]).warning()];
+const PROGRAM_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")]).as_warning()];
 
 /// The rules that warn about activated environments, which the built-in training does not use.
 const ACTIVATE_RULES: &[Rule] = PROGRAM_RULES;
 
 /// The rules that warn about `run.activate_timeout` in a job that activates nothing.
-const ACTIVATE_TIMEOUT_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.activate")]).warning()];
+const ACTIVATE_TIMEOUT_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.activate")]).as_warning()];
 
 /// The rule that rejects wrappers of built-in workers, which do not permit a process between them
 /// and their agent.
 const WRAP_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")])
-    .text("`{key}` starts only programs; the built-in training cannot be wrapped")];
+    .with_message("`{key}` starts only programs; the built-in training cannot be wrapped")];
 
 /// The rule that rejects a container for built-in workers, which share memory with their agent.
 const CONTAINER_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")])
-    .text("`{key}` contains only programs; the built-in training runs without a container")];
+    .with_message("`{key}` contains only programs; the built-in training runs without a container")];
 
 /// The rule that rejects a terminal for the built-in training, which reads no input.
 const TERMINAL_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")])];
 
 /// The rule that warns about the selection of shown ranks in a job in which one rank has the
 /// terminal.
-const SHOW_RULES: &[Rule] = &[Rule::no_effect(&[Condition::Given("run.terminal")]).warning()];
+const SHOW_RULES: &[Rule] = &[Rule::no_effect(&[Condition::Given("run.terminal")]).as_warning()];
 
 /// The largest value of `run.activate_timeout`, in milliseconds.
-const MAX_ACTIVATE_TIMEOUT: u64 = 3_600_000;
+const MAX_ACTIVATE_TIMEOUT_MS: u64 = 3_600_000;
 
 /// Returns the value of `run.activate_timeout` in stored jobs that do not have the key.
 fn default_activate_timeout() -> u64 {
@@ -185,14 +185,14 @@ fn default_activate_timeout() -> u64 {
 }
 
 /// Returns a [`ValueType`] that accepts the mapping of `run.container`.
-fn container() -> ValueType<ContainerSpec> {
-    record("mapping of `image`, `runtime`, `mounts` and `options`", "a mapping with `image` and `runtime`")
+fn container_type() -> ValueType<ContainerSpec> {
+    record_type("mapping of `image`, `runtime`, `mounts` and `options`", "a mapping with `image` and `runtime`")
 }
 
 /// Returns a [`ValueType`] that accepts the items of `run.wrap`.
-fn wrappers() -> ValueType<Vec<WrapSpec>> {
-    let item = record("mapping of `ranks` and `command`", "a mapping of `ranks` and `command`");
-    described_list_of(
+fn wrappers_type() -> ValueType<Vec<WrapSpec>> {
+    let item = record_type("mapping of `ranks` and `command`", "a mapping of `ranks` and `command`");
+    described_list_type(
         "list of mappings of `ranks` and `command`",
         "a list of mappings of `ranks` and `command`",
         item,
@@ -201,27 +201,27 @@ fn wrappers() -> ValueType<Vec<WrapSpec>> {
 
 /// The rule that warns about a lease in a job that runs only on this machine, where leases have no
 /// effect.
-const LEASE_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local"])]).warning()];
+const LEASE_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local"])]).as_warning()];
 
 /// The rule that warns about a timeout for unattended workers in a job whose workers stop when the
 /// controller is lost.
-const TIMEOUT_RULES: &[Rule] =
-    &[Rule::no_effect(&[Condition::OneOf("run.on_controller_loss", &["stop"])]).warning()];
+const CONTROLLER_TIMEOUT_RULES: &[Rule] =
+    &[Rule::no_effect(&[Condition::OneOf("run.on_controller_loss", &["stop"])]).as_warning()];
 
 section! {
     /// The settings of workers' logs and of the console.
     pub struct LogsSpec at "run.logs";
     /// The run directory.
-    pub dir: String = Key::new(template(&["name", "run"]), "runs/{name}/{run}");
+    pub dir: String = Key::new(template_type(&["name", "run"]), "runs/{name}/{run}");
     /// The ranks whose output the [console](cli.md#console) shows.
     pub show: Vec<Rank> = Key::new(
-        described_list_of("list of integers", "a list of ranks", integer(0..=u64::from(u32::MAX) - 1)),
+        described_list_type("list of integers", "a list of ranks", integer_type(0..=u64::from(u32::MAX) - 1)),
         "[0]",
-    ).reloadable().rules(SHOW_RULES);
+    ).as_reloadable().with_rules(SHOW_RULES);
     /// Show `[rank N]` before each line, and deduplicate equal lines of several ranks.
-    pub prefix: bool = Key::new(boolean(), "true");
+    pub prefix: bool = Key::new(boolean_type(), "true");
     /// The maximum size of a rank's log, at least `4KiB`; output beyond this size is not stored.
-    pub max_size: u64 = Key::new(size(4096, "a size of 4KiB or more"), "1GiB");
+    pub max_size: u64 = Key::new(size_type(4096, "a size of 4KiB or more"), "1GiB");
 }
 
 /// `run.min_hosts`: the smallest number of hosts with which an attempt starts.

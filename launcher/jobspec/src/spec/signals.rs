@@ -1,7 +1,7 @@
 //! `run.signals`: the actions of launch on signals.
 use crate::{
     keys::{
-        choice::{choice, choices},
+        choice::{choice_type, choices},
         value_type::{ReadResult, ValueType, wrong_type_error},
     },
     yaml::{
@@ -40,15 +40,15 @@ choices! {
 }
 
 /// Returns a [`ValueType`] that accepts mappings of signals to actions.
-pub(crate) fn signals() -> ValueType<Signals> {
-    let action = choice::<SignalAction>().schema;
+pub(crate) fn signals_type() -> ValueType<Signals> {
+    let action = choice_type::<SignalAction>().schema;
     let schema = json!({
         "type": "object",
         "properties": {"SIGUSR1": action, "SIGUSR2": action, "SIGTERM": action},
         "additionalProperties": false,
     });
     let accepts = "mapping of SIGUSR1, SIGUSR2, SIGTERM to `save`, `save_and_stop` or `ignore`";
-    ValueType::of_line(accepts, schema, read_signals, |Signals { usr1, usr2, term }| {
+    ValueType::new_single_line(accepts, schema, read_signals, |Signals { usr1, usr2, term }| {
         let actions = [("SIGUSR1", usr1), ("SIGUSR2", usr2), ("SIGTERM", term)];
         format_map(actions.map(|(name, action)| (name.to_owned(), action.name().to_owned())))
     })
@@ -73,7 +73,7 @@ fn read_signals(node: &YamlNode) -> ReadResult<Signals> {
                     .with_help("use SIGUSR1, SIGUSR2 or SIGTERM"));
             }
         };
-        *action = choice().read(&entry.value).map_err(|error| error.in_part(&entry.key))?;
+        *action = choice_type().read(&entry.value).map_err(|error| error.in_part(&entry.key))?;
     }
     Ok(signals)
 }

@@ -1,11 +1,11 @@
 //! `slurm`: the options of `launch sbatch`, including how a job is requeued at its time limit.
 use crate::keys::{
-    collections::described_list_of,
+    collections::described_list_type,
     key::Key,
-    numbers::{boolean, integer},
+    numbers::{boolean_type, integer_type},
     section::{default_section, section},
-    text::formatted_text,
-    units::{duration_in, size},
+    text::formatted_text_type,
+    units::{duration_range_type, size_type},
     value_type::ValueType,
 };
 
@@ -13,35 +13,35 @@ section! {
     /// The options of `launch sbatch`. If an option is `None`, Slurm's default applies.
     pub struct SlurmSpec at "slurm";
     /// The option `--partition`.
-    pub partition: Option<String> = Key::optional(slurm_name(), "Slurm's default");
+    pub partition: Option<String> = Key::optional(slurm_names_type(), "Slurm's default");
     /// The option `--account`.
-    pub account: Option<String> = Key::optional(slurm_name(), "Slurm's default");
+    pub account: Option<String> = Key::optional(slurm_names_type(), "Slurm's default");
     /// The option `--qos`, the quality of service.
-    pub qos: Option<String> = Key::optional(slurm_name(), "Slurm's default");
+    pub qos: Option<String> = Key::optional(slurm_names_type(), "Slurm's default");
     /// The option `--nodes`.
-    pub nodes: u32 = Key::new(integer(1..=16_384), "1");
+    pub nodes: u32 = Key::new(integer_type(1..=16_384), "1");
     /// The option `--time`, rounded up to seconds.
-    pub time_ms: Option<u64> = Key::optional(time_limit(), "the limit of the partition");
+    pub time_ms: Option<u64> = Key::optional(time_limit_type(), "the limit of the partition");
     /// The option `--gpus-per-node`; 0 requests no GPUs.
-    pub gpus_per_node: u32 = Key::new(integer(0..=1024), "0");
+    pub gpus_per_node: u32 = Key::new(integer_type(0..=1024), "0");
     /// The option `--cpus-per-task`: the CPUs of each node, because each node has a single task.
-    pub cpus_per_task: Option<u32> = Key::optional(integer(1..=65_536), "Slurm's default");
+    pub cpus_per_task: Option<u32> = Key::optional(integer_type(1..=65_536), "Slurm's default");
     /// The option `--mem`, which is the memory of each node.
-    pub mem: Option<u64> = Key::optional(size(1 << 20, "a size of 1MiB or more"), "Slurm's default");
+    pub mem: Option<u64> = Key::optional(size_type(1 << 20, "a size of 1MiB or more"), "Slurm's default");
     /// Additional options of sbatch; each item is one option, `--option=value`.
-    pub extra: Vec<String> = Key::new(described_list_of("list of options", "a list of options", sbatch_option()), "[]");
+    pub extra: Vec<String> = Key::new(described_list_type("list of options", "a list of options", sbatch_option_type()), "[]");
     /// Additional options of srun for the step of the agents; each item is one option.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub step_options: Vec<String> = Key::new(described_list_of("list of options", "a list of options", srun_option()), "[]");
+    pub step_options: Vec<String> = Key::new(described_list_type("list of options", "a list of options", srun_option_type()), "[]");
     /// How long before the time limit the job saves and stops.
     #[serde(rename = "notice_ms")]
-    pub signal_time_ms: u64 = Key::new(signal_time(), "120s").deprecated("notice");
+    pub signal_time_ms: u64 = Key::new(signal_time_type(), "120s").with_deprecated_name("notice");
     /// The maximum number of requeues after the time limit or the loss of a node.
-    pub requeues: u32 = Key::new(integer(0..=10_000), "10");
+    pub requeues: u32 = Key::new(integer_type(0..=10_000), "10");
     /// Copy launch's executable to `/tmp` of each node.
-    pub bcast: bool = Key::new(boolean(), "false");
+    pub bcast: bool = Key::new(boolean_type(), "false");
     /// Let workers see the variables of the step that describe a task, such as `SLURM_PROCID`.
-    pub step_variables: bool = Key::new(boolean(), "false");
+    pub step_variables: bool = Key::new(boolean_type(), "false");
 }
 
 impl Default for SlurmSpec {
@@ -53,27 +53,27 @@ impl Default for SlurmSpec {
 
 /// The longest `slurm.signal_time`, in milliseconds. Slurm stores the time of `--signal` as 16-bit
 /// seconds.
-const MAX_SIGNAL_TIME: u64 = 65_535_000;
+const MAX_SIGNAL_TIME_MS: u64 = 65_535_000;
 /// The longest `slurm.time`, in milliseconds: a hundred years.
-const MAX_TIME: u64 = 36_525 * 86_400_000;
+const MAX_TIME_LIMIT_MS: u64 = 36_525 * 86_400_000;
 
 /// Returns a [`ValueType`] that accepts durations from one minute to [`MAX_TIME`], and converts
 /// them to milliseconds.
-fn time_limit() -> ValueType<u64> {
-    duration_in(60_000..=MAX_TIME, "a duration from `1m` to a hundred years")
+fn time_limit_type() -> ValueType<u64> {
+    duration_range_type(60_000..=MAX_TIME_LIMIT_MS, "a duration from `1m` to a hundred years")
         .documented_as("duration of 1m or more")
 }
 
 /// Returns a [`ValueType`] that accepts durations from one second to [`MAX_SIGNAL_TIME`], and
 /// converts them to milliseconds.
-fn signal_time() -> ValueType<u64> {
-    duration_in(1000..=MAX_SIGNAL_TIME, "a duration from `1s` to `65535s`")
+fn signal_time_type() -> ValueType<u64> {
+    duration_range_type(1000..=MAX_SIGNAL_TIME_MS, "a duration from `1s` to `65535s`")
 }
 
 /// Returns a [`ValueType`] that accepts names of partitions, accounts or QOS, separated by commas.
-fn slurm_name() -> ValueType<String> {
+fn slurm_names_type() -> ValueType<String> {
     let expected = "a name of letters, digits and `_-.,:/@+`";
-    formatted_text("text", expected, "^[A-Za-z0-9_.,:/@+][A-Za-z0-9_.,:/@+-]{0,254}$", |name| {
+    formatted_text_type("text", expected, "^[A-Za-z0-9_.,:/@+][A-Za-z0-9_.,:/@+-]{0,254}$", |name| {
         let fits = |c: char| c.is_ascii_alphanumeric() || "_-.,:/@+".contains(c);
         name.chars().all(fits) && !name.starts_with('-') && name.len() <= 255
     })
@@ -81,8 +81,8 @@ fn slurm_name() -> ValueType<String> {
 
 /// Returns a [`ValueType`] that accepts options of sbatch, such as `--constraint=a100`. Each option
 /// becomes one line of the batch script.
-fn sbatch_option() -> ValueType<String> {
-    formatted_text("text", "an option of sbatch such as \"--constraint=a100\"", "^--.+$", |option| {
+fn sbatch_option_type() -> ValueType<String> {
+    formatted_text_type("text", "an option of sbatch such as \"--constraint=a100\"", "^--.+$", |option| {
         option.starts_with("--") && option.len() > 2 && option.len() <= 1024
     })
 }
@@ -112,9 +112,9 @@ const RESERVED_STEP_OPTIONS: &[&str] = &[
 
 /// Returns a [`ValueType`] that accepts options of srun, such as `--container-image=IMAGE`, except
 /// those that launch sets itself and their abbreviations.
-fn srun_option() -> ValueType<String> {
+fn srun_option_type() -> ValueType<String> {
     let expected = "an option of srun such as \"--container-image=IMAGE\" that launch does not set itself";
-    formatted_text("text", expected, "^--.+$", |option| {
+    formatted_text_type("text", expected, "^--.+$", |option| {
         let name = option.strip_prefix("--").and_then(|option| option.split('=').next()).unwrap_or_default();
         let is_reserved = RESERVED_STEP_OPTIONS.iter().any(|reserved| reserved.starts_with(name));
         !name.is_empty() && !is_reserved && option.len() <= 1024

@@ -1,12 +1,12 @@
 //! `cluster.ssh`: the settings of SSH connections.
-use super::host_values::{one_host, user_name};
+use super::host_values::{one_host_type, user_name_type};
 use crate::keys::{
-    choice::{choice, choices},
+    choice::{choice_type, choices},
     key::Key,
-    numbers::integer,
+    numbers::integer_type,
     section::section,
-    text::path,
-    units::duration_in,
+    text::path_type,
+    units::duration_range_type,
     value_type::{ValueType, in_variant},
 };
 use serde::{Deserialize, Serialize};
@@ -17,34 +17,34 @@ section! {
     #[derive(Eq)]
     pub struct SshSpec at "cluster.ssh";
     /// The login name of hosts without `user@`.
-    pub user: Option<String> = Key::optional(user_name(), "from the SSH configuration, else the current user");
+    pub user: Option<String> = Key::optional(user_name_type(), "from the SSH configuration, else the current user");
     /// The port of hosts without `:port`.
-    pub port: Option<u16> = Key::optional(integer(1..=65535), "from the SSH configuration, else 22");
+    pub port: Option<u16> = Key::optional(integer_type(1..=65535), "from the SSH configuration, else 22");
     /// The private key; a key with a passphrase must be loaded into `ssh-agent`.
     ///
     /// If this value is `None`, the keys of the SSH configuration, of the SSH agent and the default
     /// keys are used.
     pub key: Option<PathBuf> =
-        Key::optional(path(), "from the SSH configuration, then `ssh-agent`, then the default keys");
+        Key::optional(path_type(), "from the SSH configuration, then `ssh-agent`, then the default keys");
     /// The SSH configuration to read.
-    pub config: SshConfig = Key::new(ssh_config(), "default").deprecated_values(&[("usual", "default")]);
+    pub config: SshConfig = Key::new(ssh_config_type(), "default").with_deprecated_values(&[("usual", "default")]);
     /// The client that connects to the hosts.
     #[serde(default)]
-    pub client: SshClient = Key::new(choice(), "auto");
+    pub client: SshClient = Key::new(choice_type(), "auto");
     /// The verification of host keys.
     pub known_hosts: Option<KnownHosts> =
-        Key::optional(choice(), "from the SSH configuration, else `strict`");
+        Key::optional(choice_type(), "from the SSH configuration, else `strict`");
     /// The host through which launch connects to the others.
-    pub jump: Option<String> = Key::optional(one_host(), "from the SSH configuration, else none");
+    pub jump: Option<String> = Key::optional(one_host_type(), "from the SSH configuration, else none");
     /// The limit of each step of connecting to a host; at most `10m`.
     pub connect_timeout_ms: u64 =
-        Key::new(duration_in(1..=MAX_CONNECT_TIMEOUT_MS, "a duration above 0 of at most `10m`"), "10s");
+        Key::new(duration_range_type(1..=MAX_CONNECT_TIMEOUT_MS, "a duration above 0 of at most `10m`"), "10s");
     /// The number of connections that are set up at the same time.
     ///
     /// On more hosts, the controller is connected with this number of agents, and each agent passes
     /// on the connections of up to this number of others.
     #[serde(rename = "parallel")]
-    pub fanout: u32 = Key::new(integer(1..=1024), "64").deprecated("parallel");
+    pub fanout: u32 = Key::new(integer_type(1..=1024), "64").with_deprecated_name("parallel");
 }
 
 /// The longest `cluster.ssh.connect_timeout`, in milliseconds.
@@ -63,8 +63,8 @@ pub enum SshConfig {
 }
 
 /// Returns a [`ValueType`] that accepts `default`, `none`, and paths of configuration files.
-fn ssh_config() -> ValueType<SshConfig> {
-    in_variant!(path(), SshConfig::File)
+fn ssh_config_type() -> ValueType<SshConfig> {
+    in_variant!(path_type(), SshConfig::File)
         .or_keywords(&[("default", SshConfig::Default), ("none", SshConfig::None)])
 }
 

@@ -2,7 +2,7 @@
 use crate::{
     keys::{
         key::Key,
-        numbers::{integer, share},
+        numbers::{integer_type, share_type},
         section::section,
         value_type::ValueType,
     },
@@ -14,37 +14,37 @@ use crate::{
 use serde_json::json;
 
 /// The largest value of `run.straggler.steps`.
-const MAX_STEPS: u64 = 10_000;
+const MAX_STRAGGLER_STEPS: u64 = 10_000;
 
 section! {
     /// When a rank that slows down the others is reported.
     pub struct StragglerSpec at "run.straggler";
     /// The share of the step time that a [slow rank](observability.md#slow-ranks) must cost.
-    pub share: Option<f64> = Key::new(positive_share().or_none("off"), "0.1");
+    pub share: Option<f64> = Key::new(positive_share_type().or_none("off"), "0.1");
     /// The number of steps for which the rank must be slow.
-    pub steps: u32 = Key::new(integer(1..=MAX_STEPS), "10");
+    pub steps: u32 = Key::new(integer_type(1..=MAX_STRAGGLER_STEPS), "10");
 }
 
 /// Returns a [`ValueType`] that accepts numbers above 0 and below 1, and percentages such as `10%`.
-fn positive_share() -> ValueType<f64> {
+fn positive_share_type() -> ValueType<f64> {
     const EXPECTED: &str = "a number above 0 and below 1, or a percentage such as `10%`";
     let schema = json!({"anyOf": [
         {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
         {"type": "string", "pattern": r"^[0-9]{1,2}(\.[0-9]+)?%$"},
     ]});
-    let number = share().limited(EXPECTED, json!({}), |share| *share > 0.0);
-    let read = move |node: &YamlNode| match find_percentage(node) {
+    let number = share_type().restricted_to(EXPECTED, json!({}), |share| *share > 0.0);
+    let read = move |node: &YamlNode| match parse_percentage(node) {
         Some(share) if share > 0.0 && share < 1.0 => Ok(share),
         _ => number.read(node).map_err(|error| error.with_expected(EXPECTED)),
     };
-    ValueType::of_line("number above 0 and below 1, or percentage", schema, read, |share| {
+    ValueType::new_single_line("number above 0 and below 1, or percentage", schema, read, |share| {
         format_number(*share)
     })
     .with_expected(EXPECTED)
 }
 
 /// Returns the share that a percentage such as `10%` stands for; `None` for another value.
-fn find_percentage(node: &YamlNode) -> Option<f64> {
+fn parse_percentage(node: &YamlNode) -> Option<f64> {
     let digits = node.raw.strip_suffix('%').filter(|_| matches!(node.value, YamlValue::Text))?;
     let is_number = digits.starts_with(|c: char| c.is_ascii_digit())
         && digits.chars().all(|c| c.is_ascii_digit() || c == '.');

@@ -1,14 +1,14 @@
 //! Sections and choices of `train`: sharding, precision, batch sizes, kernels and evaluation.
-use super::cluster::ON_CPUS;
+use super::cluster::TRAINS_ON_CPUS;
 use crate::{
     keys::{
         choice::choices,
-        collections::described_list_of,
+        collections::described_list_type,
         info::{Condition, Rule},
         key::Key,
-        numbers::{at_least, boolean, integer, non_negative_float, positive_float},
-        section::{default_section, optional_inner, section},
-        text::{path, text, verbatim},
+        numbers::{integer_at_least_type, boolean_type, integer_type, non_negative_float_type, positive_float_type},
+        section::{default_section, optional_inner_section, section},
+        text::{path_type, text_type, verbatim_text_type},
         value_type::{ReadResult, ValueType, wrong_type_error},
     },
     yaml::{
@@ -27,32 +27,32 @@ section! {
     ///
     /// Stage 0 shards nothing, stage 1 optimizer states, stage 2 also gradients, and stage 3 also
     /// parameters.
-    pub stage: u8 = Key::new(integer(0..=3), "3");
+    pub stage: u8 = Key::new(integer_type(0..=3), "3");
     /// The number of blocks that stage 3 gathers ahead of their use.
-    pub prefetch: u32 = Key::new(integer(0..=64), "1");
+    pub prefetch: u32 = Key::new(integer_type(0..=64), "1");
     /// The number of elements of gathered parameters that stage 3 may keep in memory.
     ///
     /// Parameters are kept until their next use in a step.
     #[serde(default)]
-    pub max_live_parameters: u64 = Key::new(at_least(0), "0");
+    pub max_live_parameters: u64 = Key::new(integer_at_least_type(0), "0");
     /// The storage of optimizer states.
     ///
     /// `None` stands for the memory of the computing device.
     #[serde(default)]
     pub offload: Option<OffloadTarget> = Key::new(
-        offload_target().or_none("none").documented_as("`none`, `{optimizer: cpu}` or `{optimizer: path}`"),
+        offload_target_type().or_none("none").documented_as("`none`, `{optimizer: cpu}` or `{optimizer: path}`"),
         "none",
-    ).rules(OFFLOAD_RULES);
+    ).with_rules(OFFLOAD_RULES);
 }
 
 /// The rule that warns about offloading to host memory in training on CPUs, where it has no effect.
 const OFFLOAD_RULES: &[Rule] =
-    &[Rule::no_effect(&[ON_CPUS, Condition::OneOf("train.zero.offload", &["{optimizer: cpu}"])])
-        .warning()
-        .text(
+    &[Rule::no_effect(&[TRAINS_ON_CPUS, Condition::OneOf("train.zero.offload", &["{optimizer: cpu}"])])
+        .as_warning()
+        .with_message(
             "`{optimizer: cpu}` has no effect in training on CPUs, whose optimizer states are in host memory",
         )
-        .help("remove it, name a directory to keep the states in files, or set `cluster.devices: cuda`")];
+        .with_help("remove it, name a directory to keep the states in files, or set `cluster.devices: cuda`")];
 
 /// `train.zero.offload`: where offloaded optimizer states are stored.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -80,31 +80,31 @@ impl From<OffloadTarget> for PathBuf {
 }
 
 /// Returns a [`ValueType`] that accepts `{optimizer: cpu}` and `{optimizer: path}`.
-fn offload_target() -> ValueType<OffloadTarget> {
+fn offload_target_type() -> ValueType<OffloadTarget> {
     let schema = json!({
         "type": "object",
-        "properties": {"optimizer": path().schema},
+        "properties": {"optimizer": path_type().schema},
         "required": ["optimizer"],
         "additionalProperties": false,
     });
-    ValueType::of_line(OFFLOAD, schema, read_offload, |target| {
-        format_map([("optimizer".to_owned(), path().print_line(&target.clone().into()))])
+    ValueType::new_single_line(EXPECTED_OFFLOAD, schema, read_offload, |target| {
+        format_map([("optimizer".to_owned(), path_type().print_line(&target.clone().into()))])
     })
 }
 
 /// The phrase by which error messages describe the values of `train.zero.offload` other than
 /// `none`.
-const OFFLOAD: &str = "`{optimizer: cpu}` or `{optimizer: path}`";
+const EXPECTED_OFFLOAD: &str = "`{optimizer: cpu}` or `{optimizer: path}`";
 
 /// Reads a value of `train.zero.offload` other than `none`: a mapping that names where optimizer
 /// states are stored.
 fn read_offload(node: &YamlNode) -> ReadResult<OffloadTarget> {
     match &node.value {
         YamlValue::Map(entries) => match entries.as_slice() {
-            [only] if only.key == "optimizer" => path().read(&only.value).map(OffloadTarget::from),
-            _ => Err(wrong_type_error(OFFLOAD, node)),
+            [only] if only.key == "optimizer" => path_type().read(&only.value).map(OffloadTarget::from),
+            _ => Err(wrong_type_error(EXPECTED_OFFLOAD, node)),
         },
-        _ => Err(wrong_type_error(OFFLOAD, node)),
+        _ => Err(wrong_type_error(EXPECTED_OFFLOAD, node)),
     }
 }
 
@@ -136,17 +136,17 @@ section! {
     /// The dynamic loss scale of `precision: fp16`. Fields have DeepSpeed's names.
     pub struct LossScaleSpec at "train.loss_scale", rules FP16_RULES;
     /// The exponent of the initial scale, a power of two.
-    pub initial_scale_power: u32 = Key::new(integer(0..=32), "16");
+    pub initial_scale_power: u32 = Key::new(integer_type(0..=32), "16");
     /// The number of steps without overflow after which the scale doubles.
-    pub loss_scale_window: u64 = Key::new(at_least(1), "2000");
+    pub loss_scale_window: u64 = Key::new(integer_at_least_type(1), "2000");
     /// The smallest scale.
     ///
     /// Training fails at an overflow that would reduce the scale below this value.
-    pub min_loss_scale: f64 = Key::new(positive_float(), "1");
+    pub min_loss_scale: f64 = Key::new(positive_float_type(), "1");
 }
 
 /// The rule that warns about a key that only has an effect with `train.precision: fp16`.
-const FP16_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NoneOf("train.precision", &["fp16"])]).warning()];
+const FP16_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NoneOf("train.precision", &["fp16"])]).as_warning()];
 
 impl Default for LossScaleSpec {
     fn default() -> Self {
@@ -159,11 +159,11 @@ section! {
     #[derive(Copy, Eq)]
     pub struct BatchSpec at "train.batch";
     /// The number of samples per optimizer step, over all workers; a multiple of `micro`.
-    pub global: u32 = Key::new(integer(1..=1 << 20), "64").aliases(&["train_batch_size"]);
+    pub global: u32 = Key::new(integer_type(1..=1 << 20), "64").with_aliases(&["train_batch_size"]);
     /// The number of samples of a forward pass.
     ///
     /// Micro-batches are also the units of fixed-order sums (docs/numerics.md).
-    pub micro: u32 = Key::new(integer(1..=1 << 16), "4").aliases(&["train_micro_batch_size_per_gpu"]);
+    pub micro: u32 = Key::new(integer_type(1..=1 << 16), "4").with_aliases(&["train_micro_batch_size_per_gpu"]);
 }
 
 choices! {
@@ -205,9 +205,9 @@ impl CudaGraphMode {
 }
 
 /// Returns a [`ValueType`] that accepts `auto`, `true` and `false`.
-pub(crate) fn cuda_graph_mode() -> ValueType<CudaGraphMode> {
+pub(crate) fn cuda_graph_mode_type() -> ValueType<CudaGraphMode> {
     let mode = |on| if on { CudaGraphMode::Always } else { CudaGraphMode::Never };
-    boolean()
+    boolean_type()
         .convert(mode, |mode| match mode {
             CudaGraphMode::Auto => None,
             CudaGraphMode::Always => Some(true),
@@ -233,26 +233,26 @@ section! {
     /// The settings of evaluations during training.
     pub struct EvalSpec at "train.eval";
     /// The number of steps between evaluations; an evaluation always follows the last step.
-    pub every: u64 = Key::new(at_least(1), "50").reloadable();
+    pub every: u64 = Key::new(integer_at_least_type(1), "50").as_reloadable();
     /// The text for the evaluation; `[]`: the held-out share of the data.
     ///
     /// The items are paths and globs.
     pub files: Vec<String> =
-        Key::new(described_list_of("list of paths and globs", "a list of files and globs", text()), "[]");
+        Key::new(described_list_type("list of paths and globs", "a list of files and globs", text_type()), "[]");
     /// The maximum number of samples of an evaluation.
-    pub samples: u32 = Key::new(integer(1..=1 << 20), "64");
+    pub samples: u32 = Key::new(integer_type(1..=1 << 20), "64");
     /// The prompt that is continued after each evaluation; `None` for no generation.
     #[serde(default)]
-    pub sample: Option<GenerationSpec> = optional_inner();
+    pub sample: Option<GenerationSpec> = optional_inner_section();
 }
 
 section! {
     /// A prompt that the model continues after each evaluation.
     pub struct GenerationSpec at "train.eval.sample";
     /// The text that the model continues.
-    pub prompt: String = Key::required(verbatim());
+    pub prompt: String = Key::required(verbatim_text_type());
     /// The maximum number of tokens; an end-of-document token ends the text earlier.
-    pub tokens: u32 = Key::new(integer(1..=4096), "32");
+    pub tokens: u32 = Key::new(integer_type(1..=4096), "32");
     /// The sampling temperature; 0 selects the most probable token.
-    pub temperature: f64 = Key::new(non_negative_float(), "0");
+    pub temperature: f64 = Key::new(non_negative_float_type(), "0");
 }

@@ -1,5 +1,5 @@
 //! `run.wrap`: programs that start the workers of some ranks, such as profilers and debuggers.
-use super::run_values::command;
+use super::run_values::command_type;
 use crate::{
     ids::Rank,
     keys::{
@@ -20,11 +20,11 @@ section! {
     #[derive(Default)]
     pub struct WrapSpec at "";
     /// The ranks.
-    pub ranks: RankSelection = Key::required(rank_selection());
+    pub ranks: RankSelection = Key::required(rank_selection_type());
     /// The words that precede the command of these ranks.
     ///
     /// `{rank}`, `{local_rank}`, `{host}`, `{run}` and `{attempt}` are replaced.
-    pub command: Vec<String> = Key::required(command());
+    pub command: Vec<String> = Key::required(command_type());
 }
 
 impl WrapSpec {
@@ -60,7 +60,7 @@ fn expand_placeholders(word: &str, values: &[(&str, String)]) -> String {
 }
 
 /// The largest number of ranges in a selection of ranks.
-const MAX_RANGES: usize = 1024;
+const MAX_RANK_RANGES: usize = 1024;
 
 /// A selection of ranks, such as `all` or `0,3-5`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -84,7 +84,7 @@ impl RankSelection {
     }
 
     /// Returns the largest rank that the selection names; `None` if it contains all ranks.
-    pub fn largest(&self) -> Option<Rank> {
+    pub fn largest_rank(&self) -> Option<Rank> {
         match self {
             RankSelection::All => None,
             RankSelection::Ranges(ranges) => ranges.iter().map(|(_, last)| *last).max(),
@@ -110,34 +110,34 @@ impl RankSelection {
             (first <= last).then_some((first, last))
         };
         let ranges: Vec<_> = text.split(',').map(range).collect::<Option<_>>()?;
-        (ranges.len() <= MAX_RANGES).then_some(RankSelection::Ranges(ranges))
+        (ranges.len() <= MAX_RANK_RANGES).then_some(RankSelection::Ranges(ranges))
     }
 }
 
 /// Returns a [`ValueType`] that accepts `all`, a rank, and ranges of ranks.
-fn rank_selection() -> ValueType<RankSelection> {
+fn rank_selection_type() -> ValueType<RankSelection> {
     let schema = json!({"anyOf": [
         {"enum": ["all"]}, {"type": "integer", "minimum": 0},
         {"type": "string", "pattern": "^ *[0-9]+ *(- *[0-9]+ *)?(, *[0-9]+ *(- *[0-9]+ *)?)*$"},
     ]});
-    ValueType::of_line("`all` or ranks such as `0,3-5`", schema, read_rank_selection, |ranks| match ranks {
+    ValueType::new_single_line("`all` or ranks such as `0,3-5`", schema, read_rank_selection, |ranks| match ranks {
         RankSelection::All => ranks.format(),
         RankSelection::Ranges(_) => quote_yaml(&ranks.format()),
     })
-    .with_expected(RANKS)
+    .with_expected(EXPECTED_RANKS)
 }
 
 /// The phrase by which messages describe a selection of ranks.
-const RANKS: &str = "`all`, or ranks such as \"0,3-5\"";
+const EXPECTED_RANKS: &str = "`all`, or ranks such as \"0,3-5\"";
 
 /// Reads a selection of ranks from YAML.
 fn read_rank_selection(node: &YamlNode) -> ReadResult<RankSelection> {
     match node.value {
         YamlValue::Text if node.raw == "all" => Ok(RankSelection::All),
         YamlValue::Text | YamlValue::Int(_) => {
-            RankSelection::parse_ranges(&node.raw).ok_or_else(|| wrong_format_error(RANKS, node))
+            RankSelection::parse_ranges(&node.raw).ok_or_else(|| wrong_format_error(EXPECTED_RANKS, node))
         }
-        _ => Err(wrong_type_error(RANKS, node)),
+        _ => Err(wrong_type_error(EXPECTED_RANKS, node)),
     }
 }
 
@@ -151,7 +151,7 @@ mod tests {
         let selection = RankSelection::parse_ranges("0, 3-5").expect("ranges");
         let ranks: Vec<Rank> = (0..8).filter(|rank| selection.contains(*rank)).collect();
         assert_eq!((ranks, selection.format()), (vec![0, 3, 4, 5], "0,3-5".to_owned()));
-        assert_eq!((selection.largest(), RankSelection::All.largest()), (Some(5), None));
+        assert_eq!((selection.largest_rank(), RankSelection::All.largest_rank()), (Some(5), None));
         assert!(RankSelection::All.contains(7));
         for wrong in ["", "5-3", "-1", "1,", "a", "1-2-3", "4294967295"] {
             assert_eq!(RankSelection::parse_ranges(wrong), None, "{wrong}");
@@ -181,7 +181,7 @@ mod tests {
         assert_eq!(load(&printed).expect("a job").0.run.wrap, job.run.wrap, "{printed}");
         assert_eq!(job.run.wrap.len(), 2);
         assert_eq!(
-            load("[{ranks: 1, command: [nice]}]").expect("a job").0.run.wrap[0].ranks.largest(),
+            load("[{ranks: 1, command: [nice]}]").expect("a job").0.run.wrap[0].ranks.largest_rank(),
             Some(1)
         );
         for wrong in ["[{ranks: all}]", "[{command: [nice]}]", "[{ranks: none, command: [nice]}]", "[nice]"] {

@@ -2,7 +2,7 @@
 use super::{
     parse::parse_yaml,
     source_map::SourceMap,
-    text_file::{MAX_JOB, check_characters, decode_utf8, file_error, read_limited_file},
+    text_file::{MAX_JOB_BYTES, check_characters, decode_utf8, file_error, read_limited_file},
     tree::{SourceSpan, YamlNode, YamlValue, make_excerpt},
 };
 use diagnostic::{
@@ -92,7 +92,7 @@ impl Document {
         let json;
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
         let sources = SourceMap::new(name, text);
-        if text.len() as u64 > MAX_JOB {
+        if text.len() as u64 > MAX_JOB_BYTES {
             return Err(file_error(codes::JOB_TOO_LARGE, name, "the file is larger than 1 MiB"));
         }
         check_characters(text).map_err(|error| error.into_diagnostic(&sources))?;
@@ -107,7 +107,7 @@ impl Document {
                 &json
             }
         };
-        match parse_yaml(yaml, SourceMap::JOB, 0).map_err(|error| error.into_diagnostic(&sources))? {
+        match parse_yaml(yaml, SourceMap::JOB_FILE_INDEX, 0).map_err(|error| error.into_diagnostic(&sources))? {
             Some(node) => Ok(Document { root: item_from_yaml(node), sources }),
             None => Err(file_error(codes::JOB_EMPTY, name, "the file is empty")),
         }

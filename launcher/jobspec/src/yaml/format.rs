@@ -4,11 +4,11 @@ use std::fmt::Write as _;
 
 /// The YAML text of a value: one line, or a block of entries.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Printed {
+pub(crate) enum YamlText {
     /// YAML on one line.
     Line(String),
     /// A mapping that is printed as a block, with one line or block per entry.
-    Block(Vec<(String, Printed)>),
+    Block(Vec<(String, YamlText)>),
 }
 
 /// Formats a text as a YAML scalar. The text is put in double quotes if YAML could read it as

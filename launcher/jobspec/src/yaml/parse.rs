@@ -19,7 +19,7 @@ const MAX_DEPTH: usize = 32;
 const MAX_NODES: usize = 50_000;
 /// The largest total size of the scalars in the tree of one YAML text, in bytes, after aliases are
 /// expanded. A larger tree is rejected.
-const MAX_BYTES: usize = 4 << 20;
+const MAX_SCALAR_BYTES: usize = 4 << 20;
 
 /// Parses a text that contains at most one YAML document. Returns `None` if the text is empty.
 ///
@@ -39,7 +39,7 @@ pub(crate) fn parse_yaml(text: &str, source: u32, base: u32) -> Result<Option<Ya
 
 /// Parses the YAML text of a key's default, which the key's declaration contains. Returns `None` if
 /// the text is not valid.
-pub(crate) fn parse_default(text: &str) -> Option<YamlNode> {
+pub(crate) fn parse_default_value(text: &str) -> Option<YamlNode> {
     parse_yaml(text, u32::MAX, 0).ok().flatten()
 }
 
@@ -105,7 +105,7 @@ impl<'t> YamlTreeBuilder<'t> {
     }
 
     /// Converts a span in characters, as the parser counts, to a span in bytes.
-    fn to_span(&self, span: YamlSpan) -> SourceSpan {
+    fn to_byte_span(&self, span: YamlSpan) -> SourceSpan {
         let (start, end) =
             (self.find_byte_offset(span.start.index()), self.find_byte_offset(span.end.index()));
         self.make_span(start, end.max(start))
@@ -119,7 +119,7 @@ impl<'t> YamlTreeBuilder<'t> {
     /// Adds what one event of the YAML parser describes, such as a scalar or the start of a list,
     /// to the tree. Fails if the event is not supported or exceeds a limit.
     fn add_event(&mut self, event: Event<'_>, at: YamlSpan) -> Result<(), ValueError> {
-        let span = self.to_span(at);
+        let span = self.to_byte_span(at);
         match event {
             Event::DocumentStart(_) => {
                 self.documents += 1;
@@ -220,7 +220,7 @@ impl<'t> YamlTreeBuilder<'t> {
                     let span = if node.span.start == node.span.end { key_span } else { node.span };
                     entries.push(YamlEntry { key, key_span, value: YamlNode { span, ..node } });
                 }
-                None => *key = Some(take_key(node, seen)?),
+                None => *key = Some(convert_key_node(node, seen)?),
             },
         }
         Ok(())
@@ -252,7 +252,7 @@ impl<'t> YamlTreeBuilder<'t> {
     fn charge_budget(&mut self, nodes: usize, bytes: usize, span: SourceSpan) -> Result<(), ValueError> {
         self.nodes += nodes;
         self.bytes += bytes;
-        if self.nodes > MAX_NODES || self.bytes > MAX_BYTES {
+        if self.nodes > MAX_NODES || self.bytes > MAX_SCALAR_BYTES {
             let message =
                 format!("the file expands to more than {MAX_NODES} values or 4 MiB of text at this value");
             return Err(ValueError::new(codes::JOB_ALIAS_BUDGET, span, message)
@@ -310,7 +310,7 @@ fn collection_as_key_error(span: SourceSpan) -> ValueError {
 /// Converts the node of a key to text and span, and adds the key to `seen`, the keys of the mapping
 /// so far. Fails if the node is a list, a mapping, empty or a merge key, or if `seen` already
 /// contains the key.
-fn take_key(
+fn convert_key_node(
     node: YamlNode,
     seen: &mut HashMap<String, SourceSpan>,
 ) -> Result<(String, SourceSpan), ValueError> {

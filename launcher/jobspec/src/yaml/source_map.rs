@@ -40,7 +40,7 @@ pub struct SourceMap {
 
 impl SourceMap {
     /// The index of the job file's text among the texts of a [`SourceMap`].
-    pub(crate) const JOB: u32 = 0;
+    pub(crate) const JOB_FILE_INDEX: u32 = 0;
 
     /// Creates a map with the text of the job file, and without keys. `name` is the name of the
     /// file.
@@ -98,7 +98,7 @@ impl SourceMap {
     }
 
     /// Returns whether the job file or a `--set` argument contains the key `path`.
-    pub fn is_given(&self, path: &str) -> bool {
+    pub fn is_key_given(&self, path: &str) -> bool {
         self.keys.contains_key(path)
     }
 

@@ -5,7 +5,7 @@ use diagnostic::{Code, Diagnostic, Location, codes::job as codes};
 use std::path::Path;
 
 /// The largest size of a job file, in bytes.
-pub const MAX_JOB: u64 = 1 << 20;
+pub const MAX_JOB_BYTES: u64 = 1 << 20;
 
 /// Creates an error about the file `name` that has no position in the file.
 pub(crate) fn file_error(code: Code, name: &str, message: impl Into<String>) -> Diagnostic {
@@ -30,12 +30,12 @@ pub(crate) fn read_limited_file(path: &Path, name: &str, what: &str) -> diagnost
             file_error(codes::JOB_FILE_UNREADABLE, name, message).with_help("name a file in the directory")
         );
     }
-    if metadata.len() > MAX_JOB {
+    if metadata.len() > MAX_JOB_BYTES {
         return Err(too_large_error(name, what, metadata.len()));
     }
     // The length in the metadata is not reliable for pipes and growing files.
-    let bytes = read_input_file(path, MAX_JOB).map_err(cannot_read)?;
-    if bytes.len() as u64 > MAX_JOB {
+    let bytes = read_input_file(path, MAX_JOB_BYTES).map_err(cannot_read)?;
+    if bytes.len() as u64 > MAX_JOB_BYTES {
         return Err(too_large_error(name, what, bytes.len() as u64));
     }
     Ok(bytes)
@@ -44,11 +44,11 @@ pub(crate) fn read_limited_file(path: &Path, name: &str, what: &str) -> diagnost
 /// Creates the error that the file `name` has more than [`MAX_JOB`] bytes. `bytes` is a lower bound
 /// of the file's size, because the reader stops one byte above the limit.
 pub(crate) fn too_large_error(name: &str, what: &str, bytes: u64) -> Diagnostic {
-    let mib = bytes as f64 / MAX_JOB as f64;
+    let mib = bytes as f64 / MAX_JOB_BYTES as f64;
     let message = format!("the {what} is too large: {mib:.1} MiB or more, at most 1 MiB is allowed");
     file_error(codes::JOB_TOO_LARGE, name, message)
         .with_field("bytes", bytes)
-        .with_field("max_bytes", MAX_JOB)
+        .with_field("max_bytes", MAX_JOB_BYTES)
         .with_help("check that the path is correct")
 }
 
@@ -79,7 +79,7 @@ pub(crate) fn check_characters(text: &str) -> Result<(), ValueError> {
     match text.char_indices().find(|&(_, c)| control(c)) {
         Some((at, c)) => {
             let span =
-                SourceSpan { source: SourceMap::JOB, start: at as u32, end: (at + c.len_utf8()) as u32 };
+                SourceSpan { source: SourceMap::JOB_FILE_INDEX, start: at as u32, end: (at + c.len_utf8()) as u32 };
             let message = format!("the text contains the control character U+{:04X}", c as u32);
             Err(ValueError::new(codes::JOB_CONTROL_CHARACTER, span, message)
                 .with_help("remove the character; the file must be plain text"))

@@ -1,7 +1,7 @@
 //! [`YamlNode`]: a tree of YAML values. Each value has the span of text that it was read from.
 
 /// The largest number of characters of a value that a message quotes.
-const MAX_EXCERPT: usize = 60;
+const MAX_EXCERPT_CHARS: usize = 60;
 
 /// A part of a text: the bytes `start..end` of the text with the index `source` in the
 /// `SourceMap`.
@@ -103,10 +103,10 @@ impl YamlNode {
 pub(crate) fn make_excerpt(text: &str) -> String {
     let mut out: String = text
         .chars()
-        .take(MAX_EXCERPT)
+        .take(MAX_EXCERPT_CHARS)
         .flat_map(|c| if c.is_control() { c.escape_default().collect() } else { vec![c] })
         .collect();
-    if text.chars().nth(MAX_EXCERPT).is_some() {
+    if text.chars().nth(MAX_EXCERPT_CHARS).is_some() {
         out.push('…');
     }
     out

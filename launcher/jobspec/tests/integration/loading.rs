@@ -242,7 +242,7 @@ fn deprecated_names_are_accepted_with_a_warning() {
         let (found, map, warnings) = load_text(text, &[old]);
         assert_eq!(found, expected, "{old}");
         let key = new.split('=').next().expect("a key");
-        assert!(map.is_given(key), "{old}");
+        assert!(map.is_key_given(key), "{old}");
         assert_eq!(warnings.len(), 1, "{old}");
         assert_eq!((warnings[0].code(), warnings[0].subject()), (codes::JOB_KEY_DEPRECATED, Some(key)));
     }

@@ -81,7 +81,7 @@ fn every_key_is_printed() {
     let maps: Vec<SourceMap> =
         JOBS.iter().map(|text| load_text(&load_text(text, &[]).0.to_yaml(), &[]).1).collect();
     for key in KEYS.iter().filter(|k| k.default != KeyDefault::Section) {
-        assert!(maps.iter().any(|m| m.is_given(&key.path)), "{} is never printed", key.path);
+        assert!(maps.iter().any(|m| m.is_key_given(&key.path)), "{} is never printed", key.path);
     }
 }
 

@@ -20,7 +20,7 @@ pub fn select_host_address<'a>(
     let is_usable = |a: &&InterfaceAddress| {
         is_routable(a.address)
             && (is_named || !a.address.is_loopback())
-            && selector.admits(&a.interface, a.address)
+            && selector.allows_address(&a.interface, a.address)
     };
     let candidates = || addresses.iter().filter(is_usable);
     let at_reached = candidates().find(|a| !is_named && Some(a.address) == reached);

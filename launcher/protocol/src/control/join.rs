@@ -16,12 +16,12 @@ pub struct JoinRequest {
     /// The process id of launch on the node.
     pub pid: u32,
     /// The keys of the node's job, each with a hash of its value.
-    pub job: Vec<JobKeyHash>,
+    pub job: Vec<JobSettingHash>,
 }
 
 /// The path of a key of job.yaml, with a hash of its value.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct JobKeyHash {
+pub struct JobSettingHash {
     /// The path of the key.
     pub path: String,
     /// A hash of the value in YAML.

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 /// Returns the arguments that precede the command `train` of a worker in a container, and the
 /// variables of the worker.
-fn build_words(
+fn build_command_line(
     runtime: ContainerRuntime,
     mounts: &[ContainerMount],
     gpus: ContainerGpus,
@@ -14,7 +14,7 @@ fn build_words(
         image: "image".to_owned(),
         runtime,
         mounts: mounts.to_vec(),
-        options: to_words(&["--option", "1"]),
+        options: to_owned_strings(&["--option", "1"]),
     };
     let container = WorkerContainer {
         spec: &spec,
@@ -25,14 +25,14 @@ fn build_words(
         gpus,
         user: (1000, 100),
         uses_terminal: false,
-        passed: to_words(&["HF_HOME"]),
+        passed: to_owned_strings(&["HF_HOME"]),
     };
     let mut worker = WorkerPlan {
         rank: 3,
         local_rank: 1,
         local_world: 2,
-        command: Some(to_words(&["train"])),
-        wrapper: to_words(&["nsys", "profile"]),
+        command: Some(to_owned_strings(&["train"])),
+        wrapper: to_owned_strings(&["nsys", "profile"]),
         env: [("RANK", "3"), ("PATH", "/opt/bin"), ("TOKEN", "secret")]
             .map(|(name, value)| (name.to_owned(), value.to_owned()))
             .to_vec(),
@@ -41,7 +41,7 @@ fn build_words(
         threads: 2,
         log: "/tmp/rank-3.log".into(),
     };
-    container.enter(&mut worker)?;
+    container.wrap_command(&mut worker)?;
     let text = worker.wrapper.join(" ");
     assert!(!text.contains("secret"), "a value is an argument: {text}");
     assert!(text.ends_with(" nsys profile"), "the wrapper does not run in the container: {text}");
@@ -56,7 +56,7 @@ fn mount(path: &str, target: &str, read_only: bool) -> ContainerMount {
 #[test]
 fn each_runtime_gets_its_options() {
     let mounts = [mount("/usr", "/data", true)];
-    let words = |runtime, gpus| build_words(runtime, &mounts, gpus).expect("words").0;
+    let words = |runtime, gpus| build_command_line(runtime, &mounts, gpus).expect("words").0;
     assert_eq!(
         words(Apptainer, ContainerGpus::Nvidia),
         "apptainer exec --nv --bind /usr:/data:ro --bind /:/ --pwd / --option 1 image"
@@ -79,29 +79,29 @@ fn each_runtime_gets_its_options() {
     }
     assert!(words(Podman, ContainerGpus::Amd).contains(" --device /dev/kfd --device /dev/dri "));
     let (text, _) =
-        build_words(Charliecloud, &[mount("/usr", "/data", false)], ContainerGpus::Nvidia).unwrap();
+        build_command_line(Charliecloud, &[mount("/usr", "/data", false)], ContainerGpus::Nvidia).unwrap();
     assert_eq!(text, "ch-run --bind /usr:/data --bind /:/ --cd / --option 1 image --");
 }
 
 #[test]
 fn variables_that_a_runtime_replaces_are_passed() {
-    let (_, env) = build_words(Apptainer, &[], ContainerGpus::None).unwrap();
+    let (_, env) = build_command_line(Apptainer, &[], ContainerGpus::None).unwrap();
     assert_eq!(env["APPTAINERENV_PATH"], "/opt/bin");
-    let (words, env) = build_words(Enroot, &[], ContainerGpus::Nvidia).unwrap();
+    let (words, env) = build_command_line(Enroot, &[], ContainerGpus::Nvidia).unwrap();
     assert_eq!(env["NVIDIA_VISIBLE_DEVICES"], "all");
     assert!(words.contains("--env NVIDIA_VISIBLE_DEVICES"), "{words}");
 }
 
 #[test]
 fn directories_of_the_job_are_mounted_once() {
-    let (text, _) = build_words(Charliecloud, &[mount("/", "/", false)], ContainerGpus::None).unwrap();
+    let (text, _) = build_command_line(Charliecloud, &[mount("/", "/", false)], ContainerGpus::None).unwrap();
     assert_eq!(text, "ch-run --bind /:/ --cd / --option 1 image --");
 }
 
 #[test]
 fn unusable_mounts_are_rejected() {
     for (runtime, path, read_only) in [(Podman, "/no/such/path", false), (Charliecloud, "/usr", true)] {
-        let error = build_words(runtime, &[mount(path, path, read_only)], ContainerGpus::None).unwrap_err();
+        let error = build_command_line(runtime, &[mount(path, path, read_only)], ContainerGpus::None).unwrap_err();
         assert_eq!((error.code(), error.subject()), (host::CONTAINER_MOUNT_UNUSABLE, Some(path)));
     }
 }
@@ -109,5 +109,5 @@ fn unusable_mounts_are_rejected() {
 #[test]
 fn names_have_only_permitted_characters() {
     assert_eq!(build_container_name("a b/ü", "-0-1"), "launch-a-b---0-1");
-    assert_eq!(build_container_name(&"x".repeat(500), "-0-1").len(), "launch-".len() + MAX_NAME_BYTES);
+    assert_eq!(build_container_name(&"x".repeat(500), "-0-1").len(), "launch-".len() + MAX_CONTAINER_NAME_BYTES);
 }

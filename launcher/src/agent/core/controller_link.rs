@@ -28,7 +28,7 @@ impl AgentCore {
                     self.heartbeat_at = now + HEARTBEAT_INTERVAL;
                     self.terms = terms.map(|terms| *terms);
                     let (pid, stream, inventory) = (self.pid, self.stream, self.inventory.clone());
-                    self.send_once(FromAgent::Hello { version, pid, stream, inventory });
+                    self.send_if_connected(FromAgent::Hello { version, pid, stream, inventory });
                 }
                 ToAgent::Hello { version, .. } => self.fail_and_exit(version_error(version)),
                 _ => self.fail_and_exit(protocol_error("the controller's first message was not a hello")),
@@ -61,10 +61,10 @@ impl AgentCore {
             ToAgent::Kill { attempt, reason, grace_ms, stacks, leave_ms } if is_current(attempt) => {
                 self.kill_workers(now, KillRequest { reason, grace_ms, leave_ms }, stacks);
             }
-            ToAgent::Reload { attempt, values } if is_current(attempt) => self.forward_reload(values),
+            ToAgent::Reload { attempt, values } if is_current(attempt) => self.apply_changed_job(values),
             // The message is for an attempt that has ended.
             ToAgent::Stop { .. } | ToAgent::Save { .. } | ToAgent::Kill { .. } | ToAgent::Reload { .. } => {}
-            ToAgent::Peers(peers) => self.forward_peers(peers),
+            ToAgent::Peers(peers) => self.forward_peer_addresses(peers),
         }
     }
 
@@ -84,7 +84,7 @@ impl AgentCore {
         if continues {
             if let Some(silent) = silent_for {
                 let silent_ms = silent.as_millis() as u64;
-                self.send_once(FromAgent::Released { token: None, silent_ms: Some(silent_ms) });
+                self.send_if_connected(FromAgent::Released { token: None, silent_ms: Some(silent_ms) });
             }
             self.out.push(AgentAction::Disconnect);
             (self.unattended_since, self.controller_heard_at) = (Some(now), None);
@@ -102,7 +102,7 @@ impl AgentCore {
     /// Ends this agent, which has just started, because an older agent on the host obeys a later
     /// controller.
     pub(super) fn on_controller_replaced(&mut self, token: ControllerToken) {
-        self.send_once(FromAgent::Released { token: Some(token), silent_ms: None });
+        self.send_if_connected(FromAgent::Released { token: Some(token), silent_ms: None });
         self.request_exit(0);
     }
 
@@ -128,7 +128,7 @@ impl AgentCore {
 
     /// Detects that the controller has been silent for longer than its lease, and ends workers that
     /// have continued without a controller for too long.
-    pub(super) fn check_controller(&mut self, now: Duration) {
+    pub(super) fn check_controller_deadlines(&mut self, now: Duration) {
         let Some(terms) = &self.terms else { return };
         let lease = Duration::from_millis(terms.controller_lease_ms);
         if let Some(heard_at) = self.controller_heard_at.filter(|heard_at| now > *heard_at + lease) {
@@ -227,7 +227,7 @@ impl AgentCore {
         let since = self.unattended_since.or(self.controller_heard_at).unwrap_or(now);
         let unattended_ms = now.saturating_sub(since).as_millis() as u64;
         if self.unattended_since.is_none() {
-            self.send_once(FromAgent::Released { token: Some(token), silent_ms: Some(unattended_ms) });
+            self.send_if_connected(FromAgent::Released { token: Some(token), silent_ms: Some(unattended_ms) });
             self.out.push(AgentAction::Disconnect);
         }
         let Some(terms) = &mut self.terms else { return };
@@ -240,12 +240,12 @@ impl AgentCore {
         self.heartbeat_at = now + HEARTBEAT_INTERVAL;
         self.reports.rewind();
         self.out.push(AgentAction::AcceptController);
-        self.send_once(FromAgent::Adopted(Box::new(AdoptedAgent {
+        self.send_if_connected(FromAgent::Adopted(Box::new(AdoptedAgent {
             pid: self.pid,
             stream: self.stream,
             number,
             inventory: self.inventory.clone(),
-            last_report: self.reports.last_kept(),
+            last_report: self.reports.last_kept_number(),
             memo: self.memo.clone(),
             plan: self.plan.as_deref().cloned().map(Box::new),
             peers: self.peers.clone(),

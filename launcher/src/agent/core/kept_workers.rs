@@ -10,13 +10,13 @@ use std::{collections::BTreeMap, time::Duration};
 
 /// How long a worker that has left an attempt waits for the next one. The controller may wait this
 /// long for a lost host, and a host may be a spare host from now on.
-pub(super) const WAITING_LIMIT: Duration = Duration::from_secs(600);
+pub(super) const MAX_WAITING_TIME: Duration = Duration::from_secs(600);
 /// How old the last message of a waiting worker may be for its process to take part in the next
 /// attempt. Workers send a heartbeat every second, so an older message means that the process is
 /// stopped or its connection does not work.
-const RECENT_MESSAGE: Duration = Duration::from_secs(4);
+const MAX_LAST_MESSAGE_AGE: Duration = Duration::from_secs(4);
 /// The environment variables that differ between attempts, and that built-in workers do not read.
-const VARIABLES_OF_ATTEMPT: [&str; 1] = [env::MASTER_PORT];
+const PER_ATTEMPT_VARIABLES: [&str; 1] = [env::MASTER_PORT];
 
 impl AgentCore {
     /// Returns whether the workers of the current plan are built-in workers on CPUs, which can
@@ -57,8 +57,8 @@ impl AgentCore {
         let can_rejoin = |rank: &Rank| {
             let worker = &self.workers[rank];
             worker.connection_open
-                && now <= worker.last_message_at + RECENT_MESSAGE
-                && self.plan.as_deref().is_some_and(|last| is_unchanged(last, next, *rank))
+                && now <= worker.last_message_at + MAX_LAST_MESSAGE_AGE
+                && self.plan.as_deref().is_some_and(|last| is_worker_unchanged(last, next, *rank))
         };
         let ranks = self.waiting_ranks().into_iter().filter(can_rejoin);
         let pid_of = |rank: Rank| self.workers[&rank].pid.map(|pid| (rank, pid));
@@ -70,8 +70,8 @@ impl AgentCore {
 
 /// Returns whether the worker of a rank has equal plans in two attempts, apart from values that
 /// differ in every attempt.
-fn is_unchanged(last: &HostPlan, next: &HostPlan, rank: Rank) -> bool {
-    let find = |plan: &HostPlan| plan.workers.iter().find(|w| w.rank == rank).cloned().map(without_attempt);
+fn is_worker_unchanged(last: &HostPlan, next: &HostPlan, rank: Rank) -> bool {
+    let find = |plan: &HostPlan| plan.workers.iter().find(|w| w.rank == rank).cloned().map(remove_attempt_values);
     // The checkpoint from which an attempt resumes is in the first message of each attempt.
     let job = |plan: &HostPlan| {
         let mut job = plan.job.clone();
@@ -85,7 +85,7 @@ fn is_unchanged(last: &HostPlan, next: &HostPlan, rank: Rank) -> bool {
 }
 
 /// Returns the plan of a worker without the values that differ in every attempt.
-fn without_attempt(mut worker: WorkerPlan) -> WorkerPlan {
-    worker.env.retain(|(name, _)| !VARIABLES_OF_ATTEMPT.contains(&name.as_str()));
+fn remove_attempt_values(mut worker: WorkerPlan) -> WorkerPlan {
+    worker.env.retain(|(name, _)| !PER_ATTEMPT_VARIABLES.contains(&name.as_str()));
     worker
 }

@@ -85,7 +85,7 @@ impl ReportLog {
 
     /// Returns the number of the newest report that is kept for a later controller; 0 if none is
     /// kept.
-    pub(crate) fn last_kept(&self) -> u64 {
+    pub(crate) fn last_kept_number(&self) -> u64 {
         self.reports.back().map_or(0, |report| report.seq)
     }
 
@@ -97,7 +97,7 @@ impl ReportLog {
 
     /// Returns whether there is a report that was not yet sent to the present controller.
     pub(crate) fn has_unsent(&self) -> bool {
-        self.last_kept() > self.sent
+        self.last_kept_number() > self.sent
     }
 
     /// Drops the kept reports for which `is_dropped` returns `true`.
@@ -153,7 +153,7 @@ mod tests {
         log.rewind();
         assert_eq!(take_all(&mut log, Duration::from_secs(4)), [(3, 1000)]);
         log.acknowledge(3);
-        assert_eq!((log.last_kept(), log.event_bytes), (0, 0));
+        assert_eq!((log.last_kept_number(), log.event_bytes), (0, 0));
         log.append_report(Duration::from_secs(5), build_event("c"));
         assert_eq!(take_all(&mut log, Duration::from_secs(5)), [(4, 0)], "numbers are not used again");
     }

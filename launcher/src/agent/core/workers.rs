@@ -2,7 +2,7 @@
 //! workers.
 use super::{
     AgentAction, AgentCore, AgentState, FINAL_OUTPUT_TIMEOUT, GroupSignal, WorkerState,
-    kept_workers::WAITING_LIMIT,
+    kept_workers::MAX_WAITING_TIME,
 };
 use crate::agent::progress::WorkerProgress;
 use diagnostic::{Diagnostic, codes::run};
@@ -90,7 +90,7 @@ impl AgentCore {
         } else if self.stop_requested {
             self.stop_worker(rank);
         }
-        self.spawn_next();
+        self.spawn_next_worker();
     }
 
     /// Handles a message of a built-in worker. Answers the hello with the first message to the
@@ -139,7 +139,7 @@ impl AgentCore {
 
     /// Passes the final report of a built-in worker (its last message before it exits) to the
     /// controller.
-    pub(super) fn on_worker_fatal(
+    pub(super) fn on_final_report(
         &mut self,
         now: Duration,
         rank: Rank,
@@ -194,7 +194,7 @@ impl AgentCore {
     /// This is the end of the worker if all output and messages of the worker have arrived, else
     /// [`FINAL_OUTPUT_TIMEOUT`] later. After a SIGKILL or SIGTERM that the agent did not send, it
     /// is at least `kill_report_delay` later.
-    pub(super) fn report_due_at(&self, worker: &WorkerState) -> Duration {
+    pub(super) fn exit_report_time(&self, worker: &WorkerState) -> Duration {
         let complete = worker.tail.is_some() && !worker.connection_open;
         let is_of_batch_system = |status| match status {
             ExitStatus::Signal(SIGKILL, _) => !worker.oom,
@@ -212,7 +212,7 @@ impl AgentCore {
     /// reports of workers that ended later.
     pub(super) fn report_ended_workers(&mut self, now: Duration) {
         while let Some(&rank) = self.unreported.front() {
-            if self.workers.get(&rank).is_none_or(|worker| now < self.report_due_at(worker)) {
+            if self.workers.get(&rank).is_none_or(|worker| now < self.exit_report_time(worker)) {
                 return;
             }
             let Some(worker) = self.workers.get_mut(&rank) else { return };
@@ -257,7 +257,7 @@ impl AgentCore {
         }
         self.state = AgentState::Idle;
         let is_waiting = !self.waiting_ranks().is_empty();
-        self.waiting_until = is_waiting.then(|| self.now + WAITING_LIMIT);
+        self.waiting_until = is_waiting.then(|| self.now + MAX_WAITING_TIME);
         self.send_to_controller(FromAgent::WorkersEnded { attempt: self.attempt });
         if self.is_ending {
             self.request_exit(1);

@@ -20,7 +20,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 impl AgentDriver {
     /// Makes `input` and `output` the connection to the controller.
-    pub(in crate::agent) fn connect(
+    pub(in crate::agent) fn set_controller_connection(
         &mut self,
         input: impl AsyncRead + Send + Unpin + 'static,
         output: impl AsyncWrite + Send + Unpin + 'static,
@@ -36,7 +36,7 @@ impl AgentDriver {
 
     /// Passes the first message of the controller, which was read before the event loop began, to
     /// the event loop.
-    pub(in crate::agent) async fn receive_first_message(&mut self, message: Option<ToAgent>) {
+    pub(in crate::agent) async fn queue_first_message(&mut self, message: Option<ToAgent>) {
         let (sender, _) = &self.controller_messages;
         // The channel is empty, and the event loop has not begun.
         _ = sender.send((self.connections, Ok(message))).await;
@@ -44,7 +44,7 @@ impl AgentDriver {
 
     /// Closes the connection to the controller in the background. The agent has no controller
     /// afterwards.
-    pub(super) fn disconnect(&mut self) {
+    pub(super) fn close_connection_in_background(&mut self) {
         if let Some(connection) = self.take_connection() {
             tokio::spawn(connection.close());
         }
@@ -72,9 +72,9 @@ impl AgentDriver {
 
     /// Accepts the attach request that waits for a decision, and uses its connection as the
     /// connection to the controller.
-    pub(super) fn accept_undecided_controller(&mut self) {
+    pub(super) fn accept_pending_controller(&mut self) {
         if let Some(AttachConnection { input, output, .. }) = self.undecided.take() {
-            self.connect(input, output);
+            self.set_controller_connection(input, output);
         }
     }
 

@@ -2,14 +2,14 @@
 //! the controller.
 use super::{
     AgentDriver,
-    exec_state::{ExecCommand, ExecEvent, OutputReader, open_pipe},
+    exec_state::{ExecCommand, ExecEvent, OutputReader, into_async_pipe},
     worker_spawner::{ExecSpawnRequest, ExecSpawnResult},
-    worker_start::without_replaced_defaults,
+    worker_start::remove_replaced_defaults,
 };
 use crate::agent::{
-    container::{WorkerContainer, explain_start_error},
+    container::{WorkerContainer, explain_missing_runtime},
     core::{AgentInput, GroupSignal},
-    process::{self, InheritedEnvironment},
+    process::{self, EnvironmentDifferences},
 };
 use diagnostic::{Diagnostic, codes};
 use jobspec::{env, ids::Rank};
@@ -23,7 +23,7 @@ use tokio::{
 /// The largest number of commands that run on a host at the same time.
 const MAX_COMMANDS: usize = 16;
 /// The time from SIGTERM to SIGKILL for a command whose client has ended.
-const CANCEL_GRACE: Duration = Duration::from_secs(2);
+const CANCEL_GRACE_PERIOD: Duration = Duration::from_secs(2);
 
 impl AgentDriver {
     /// Handles a request about a command of `launch exec`.
@@ -63,19 +63,19 @@ impl AgentDriver {
             let message = format!("{MAX_COMMANDS} commands of `launch exec` already run on the host");
             return Err(Diagnostic::error(codes::command::EXEC_UNAVAILABLE, message));
         }
-        let environment = InheritedEnvironment {
+        let environment = EnvironmentDifferences {
             changes: self.activation.clone().unwrap_or_default(),
             hidden: crate::cluster::list_hidden_variables(&plan.job),
         };
-        let mut worker = without_replaced_defaults(planned, &plan.job.run, &environment.changes);
+        let mut worker = remove_replaced_defaults(planned, &plan.job.run, &environment.changes);
         worker.wrapper = Vec::new();
         // The error of the command is not that of the worker.
         worker.env.retain(|(name, _)| name != env::TORCHELASTIC_ERROR_FILE);
         worker.command = Some(words);
         worker.env.push((env::LAUNCH_WORKER_PID.to_owned(), pid.to_string()));
-        let container = WorkerContainer::of_worker(&plan, planned, Some(id));
-        container.as_ref().map_or(Ok(()), |container| container.enter(&mut worker))?;
-        let removal = container.and_then(|container| container.build_removal());
+        let container = WorkerContainer::for_worker(&plan, planned, Some(id));
+        container.as_ref().map_or(Ok(()), |container| container.wrap_command(&mut worker))?;
+        let removal = container.and_then(|container| container.build_removal_command());
         self.spawner.begin_exec(ExecSpawnRequest { id, worker, environment, file_limit: self.file_limit });
         let command = ExecCommand {
             pid: None,
@@ -99,7 +99,7 @@ impl AgentDriver {
             Err(diagnostic) => {
                 self.exec.commands.remove(&id);
                 let diagnostic = match &self.plan {
-                    Some(plan) => explain_start_error(diagnostic, plan),
+                    Some(plan) => explain_missing_runtime(diagnostic, plan),
                     None => diagnostic,
                 };
                 self.send_exec_reply(id, ExecReply::Failed(diagnostic));
@@ -121,7 +121,7 @@ impl AgentDriver {
                 has_ended: command.has_ended.subscribe(),
                 events: self.exec.events.0.clone(),
             };
-            match open_pipe(pipe) {
+            match into_async_pipe(pipe) {
                 Ok(pipe) => {
                     command.open_pipes += 1;
                     tokio::spawn(reader.read_to_end(pipe));
@@ -188,7 +188,7 @@ impl AgentDriver {
             process::signal_group(pid, GroupSignal::Terminate);
             let events = self.exec.events.0.clone();
             tokio::spawn(async move {
-                sleep(CANCEL_GRACE).await;
+                sleep(CANCEL_GRACE_PERIOD).await;
                 // An error means that the agent has ended.
                 _ = events.send((id, ExecEvent::GraceEnded)).await;
             });

@@ -81,7 +81,7 @@ impl ExecCommands {
     }
 
     /// Returns whether `pid` is the process of a command of `launch exec` that has not been reaped.
-    pub(super) fn is_leader(&self, pid: u32) -> bool {
+    pub(super) fn is_running_command(&self, pid: u32) -> bool {
         self.leaders.contains_key(&pid)
     }
 }
@@ -130,7 +130,7 @@ impl OutputReader {
 }
 
 /// Makes a pipe nonblocking, and wraps it in a reader of the async runtime.
-pub(super) fn open_pipe(pipe: OwnedFd) -> io::Result<pipe::Receiver> {
+pub(super) fn into_async_pipe(pipe: OwnedFd) -> io::Result<pipe::Receiver> {
     let flags = OFlag::from_bits_retain(fcntl(pipe.as_fd(), FcntlArg::F_GETFL)?);
     fcntl(pipe.as_fd(), FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
     pipe::Receiver::from_owned_fd(pipe)

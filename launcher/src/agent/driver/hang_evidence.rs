@@ -23,7 +23,7 @@ use std::{
 const COLLECTION_TIMEOUT: Duration = Duration::from_secs(7);
 /// The longest time between a GPU error that the driver reports and the hang of a worker that the
 /// error explains.
-const GPU_FAULT_LEAD: Duration = Duration::from_secs(120);
+const MAX_GPU_FAULT_AGE: Duration = Duration::from_secs(120);
 
 impl AgentDriver {
     /// Measures the activity of all workers and reports each measurement to the agent's state
@@ -36,18 +36,18 @@ impl AgentDriver {
                 rank,
                 ticks: measured.ticks,
                 stopped: measured.stopped,
-                collectives: self.count_collectives(rank),
+                collectives: self.read_collective_counter(rank),
             });
         }
     }
 
     /// Returns a counter of a worker that changes whenever the worker enters or completes a
     /// collective. Returns `None` if the worker has reported no collectives.
-    fn count_collectives(&self, rank: Rank) -> Option<u64> {
+    fn read_collective_counter(&self, rank: Rank) -> Option<u64> {
         let plan = self.plan.as_ref()?;
         let worker = plan.workers.iter().find(|worker| worker.rank == rank)?;
         if worker.command.is_some() {
-            return self.hang_hook.as_ref()?.read_progress(rank);
+            return self.hang_hook.as_ref()?.read_collective_counter(rank);
         }
         let status = self.status_memory.as_ref()?.read(worker.local_rank, plan.attempt)?;
         Some(status.entered.wrapping_add(status.completed.unwrap_or(0)))
@@ -94,10 +94,10 @@ impl AgentDriver {
 
     /// Builds the request for evidence about these workers, each with its pid.
     fn build_evidence_request(&mut self, plan: &HostPlan, workers: &[(&WorkerPlan, u32)]) -> EvidenceRequest {
-        let window = Duration::from_millis(plan.job.run.hang_timeout_ms.unwrap_or(0)) + GPU_FAULT_LEAD;
+        let window = Duration::from_millis(plan.job.run.hang_timeout_ms.unwrap_or(0)) + MAX_GPU_FAULT_AGE;
         let pids: Vec<u32> = workers.iter().map(|(_, pid)| *pid).collect();
         let trees = activity::list_process_trees(&pids);
-        let mut host_gpu_faults = self.gpu_faults.list_faults_without_process(window);
+        let mut host_gpu_faults = self.gpu_faults.list_unattributed_faults(window);
         let workers = workers.iter().zip(trees).map(|((worker, pid), tree)| HangingWorker {
             rank: worker.rank,
             pid: *pid,

@@ -5,10 +5,10 @@
 //! stalls. Meanwhile the agent must send heartbeats.
 use crate::{
     agent::{
-        activation::evaluate_activation,
+        activation::activate_environments,
         environment_changes::EnvironmentChanges,
         hang::StatusMemory,
-        process::{self, HostMemory, InheritedEnvironment, OpenFileLimits, SpawnedWorker},
+        process::{self, WorkerMemoryFiles, EnvironmentDifferences, OpenFileLimits, SpawnedWorker},
     },
     background_thread::BackgroundThread,
 };
@@ -54,7 +54,7 @@ pub(super) struct SpawnRequest {
     pub(super) index: usize,
     pub(super) worker: WorkerPlan,
     /// The environment of the worker without the variables of its plan.
-    pub(super) environment: InheritedEnvironment,
+    pub(super) environment: EnvironmentDifferences,
     /// The memory that the built-in workers of the host share.
     pub(super) shm: Option<Arc<OwnedFd>>,
     /// The memory for copies of the workers' states (`checkpoint.memory`).
@@ -71,7 +71,7 @@ pub(super) struct ExecSpawnRequest {
     pub(super) id: ExecId,
     /// The plan of the rank's worker, with the command instead of the worker's program.
     pub(super) worker: WorkerPlan,
-    pub(super) environment: InheritedEnvironment,
+    pub(super) environment: EnvironmentDifferences,
     pub(super) file_limit: OpenFileLimits,
 }
 
@@ -98,8 +98,8 @@ impl WorkerSpawner {
     }
 
     /// Begins to start a worker. The earlier start must have ended. Does not block.
-    pub(super) fn begin(&mut self, request: SpawnRequest) {
-        self.run(move || {
+    pub(super) fn begin_worker_start(&mut self, request: SpawnRequest) {
+        self.run_on_thread(move || {
             let SpawnRequest {
                 attempt,
                 index,
@@ -111,7 +111,7 @@ impl WorkerSpawner {
                 file_limit,
                 uses_terminal,
             } = request;
-            let memory = HostMemory {
+            let memory = WorkerMemoryFiles {
                 shm: shm.as_deref().map(AsFd::as_fd),
                 copies: copy_memory.as_deref().map(AsFd::as_fd),
                 status: status_memory.as_deref().map(AsFd::as_fd),
@@ -127,8 +127,8 @@ impl WorkerSpawner {
     /// workers do not inherit. Does not block.
     pub(super) fn begin_activation(&mut self, plan: &HostPlan, hidden: Vec<String>) {
         let (attempt, run, host) = (plan.attempt, plan.job.run.clone(), plan.host.clone());
-        self.run(move || {
-            let evaluate = || evaluate_activation(&run, &host, &hidden);
+        self.run_on_thread(move || {
+            let evaluate = || activate_environments(&run, &host, &hidden);
             SpawnerResult::Activation(attempt, catch_panic(evaluate, "the activation panicked"))
         });
     }
@@ -136,7 +136,7 @@ impl WorkerSpawner {
     /// Begins to run the command `words` that ends the container of a process that was killed. Does
     /// not block.
     pub(super) fn begin_container_removal(&mut self, words: Vec<String>) {
-        self.run(move || {
+        self.run_on_thread(move || {
             let remove = || {
                 process::run_container_removal(&words, CONTAINER_REMOVAL_TIMEOUT);
                 Ok(())
@@ -149,10 +149,10 @@ impl WorkerSpawner {
 
     /// Begins to start a command of `launch exec`. Does not block.
     pub(super) fn begin_exec(&mut self, request: ExecSpawnRequest) {
-        self.run(move || {
+        self.run_on_thread(move || {
             let ExecSpawnRequest { id, worker, environment, file_limit } = request;
             let start = || {
-                process::spawn_worker_process(&worker, &environment, HostMemory::default(), file_limit, false)
+                process::spawn_worker_process(&worker, &environment, WorkerMemoryFiles::default(), file_limit, false)
             };
             let spawned = catch_panic(start, "the start of the command panicked");
             SpawnerResult::Exec(ExecSpawnResult { id, spawned })
@@ -160,10 +160,10 @@ impl WorkerSpawner {
     }
 
     /// Calls `work` on the thread, and sends its result to the event loop.
-    fn run(&mut self, work: impl FnOnce() -> SpawnerResult + Send + 'static) {
+    fn run_on_thread(&mut self, work: impl FnOnce() -> SpawnerResult + Send + 'static) {
         self.pending += 1;
         let results = self.results.0.clone();
-        self.thread.run(0, move || {
+        self.thread.enqueue_job(0, move || {
             // An error means that the agent has ended.
             _ = results.blocking_send(work());
         });

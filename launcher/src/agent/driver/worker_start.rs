@@ -7,13 +7,13 @@ use super::{
 };
 use crate::{
     agent::{
-        container::{WorkerContainer, explain_start_error},
+        container::{WorkerContainer, explain_missing_runtime},
         core::{AgentInput, GroupSignal},
         debug_log,
         environment_changes::EnvironmentChanges,
         hang::{HookDirectory, StatusMemory},
         output::{OutputPump, PumpEvent, PumpOptions},
-        process::{self, InheritedEnvironment, SpawnedWorker},
+        process::{self, EnvironmentDifferences, SpawnedWorker},
         rank_log::RankLogWriter,
     },
     cluster,
@@ -44,7 +44,7 @@ impl AgentDriver {
             Some(AgentInput::SpawnFailed { rank, diagnostic })
         };
         if let Some(builtin) = plan.workers.iter().find(|w| w.command.is_none())
-            && let Err(error) = self.create_host_memory(&plan)
+            && let Err(error) = self.create_shared_memories(&plan)
         {
             let message = "cannot create the shared memory of the host (memfd)";
             return failed(builtin.rank, message, &error);
@@ -54,7 +54,7 @@ impl AgentDriver {
         plan.workers.retain(|worker| !kept.contains(&worker.rank));
         let open = move || {
             // The workers run without the debug log, too.
-            _ = debug_log::start_log(&plan);
+            _ = debug_log::start_debug_log(&plan);
             // An error means that the agent has ended.
             _ = opened.blocking_send(OpenedLogs { attempt: plan.attempt, logs: open_logs(&plan) });
         };
@@ -66,7 +66,7 @@ impl AgentDriver {
 
     /// Creates the shared memory of an attempt and, in the first attempt, the memory for the status
     /// and the state copies of workers.
-    fn create_host_memory(&mut self, plan: &HostPlan) -> io::Result<()> {
+    fn create_shared_memories(&mut self, plan: &HostPlan) -> io::Result<()> {
         self.shm = Some(Arc::new(process::create_shared_memory()?));
         let status = match self.status_memory.take() {
             Some(memory) => memory,
@@ -142,22 +142,22 @@ impl AgentDriver {
             let diagnostic = Diagnostic::error(codes::run::INTERNAL, "the log is not open");
             return Some(AgentInput::SpawnFailed { rank: worker.rank, diagnostic });
         }
-        let environment = InheritedEnvironment {
+        let environment = EnvironmentDifferences {
             changes: self.activation.clone().unwrap_or_default(),
             hidden: cluster::list_hidden_variables(&plan.job),
         };
         let rank = worker.rank;
-        let mut adapted = without_replaced_defaults(worker, &plan.job.run, &environment.changes);
-        match WorkerContainer::of_worker(&plan, worker, None) {
+        let mut adapted = remove_replaced_defaults(worker, &plan.job.run, &environment.changes);
+        match WorkerContainer::for_worker(&plan, worker, None) {
             Some(container) => {
-                if let Err(diagnostic) = container.enter(&mut adapted) {
+                if let Err(diagnostic) = container.wrap_command(&mut adapted) {
                     return Some(AgentInput::SpawnFailed { rank, diagnostic });
                 }
             }
             // The directory of the hook is not visible in containers.
             None => self.add_hang_hook(&plan, &mut adapted, &environment.changes),
         }
-        self.spawner.begin(SpawnRequest {
+        self.spawner.begin_worker_start(SpawnRequest {
             attempt: plan.attempt,
             index,
             worker: adapted,
@@ -189,7 +189,7 @@ impl AgentDriver {
         let planned_names: Vec<String> = worker.env.iter().map(|(name, _)| name.clone()).collect();
         let is_given = |name: &str| {
             planned_names.iter().any(|planned| planned == name)
-                || changes.sets(name)
+                || changes.changes_variable(name)
                 || std::env::var_os(name).is_some()
         };
         HookDirectory::add_recorder_variables(worker, is_given);
@@ -242,7 +242,7 @@ impl AgentDriver {
         match spawned.and_then(|spawned| self.connect_worker(plan, worker, spawned)) {
             Ok(pid) => AgentInput::Spawned { rank, pid },
             Err(diagnostic) => {
-                AgentInput::SpawnFailed { rank, diagnostic: explain_start_error(diagnostic, plan) }
+                AgentInput::SpawnFailed { rank, diagnostic: explain_missing_runtime(diagnostic, plan) }
             }
         }
     }
@@ -259,7 +259,7 @@ impl AgentDriver {
     ) -> diagnostic::Result<u32> {
         let (rank, pid) = (worker.rank, spawned.pid);
         self.leaders.insert(pid, rank);
-        let removal = WorkerContainer::of_worker(plan, worker, None).and_then(|c| c.build_removal());
+        let removal = WorkerContainer::for_worker(plan, worker, None).and_then(|c| c.build_removal_command());
         self.container_removals.extend(removal.map(|words| (pid, words)));
         let Some(log) = self.logs.logs.as_mut().ok().and_then(|logs| logs.remove(&rank)) else {
             process::signal_group(pid, GroupSignal::Kill);
@@ -311,7 +311,7 @@ impl AgentDriver {
 
 /// Removes from the plan of a worker those default variables of launch that an activated
 /// environment replaces.
-pub(super) fn without_replaced_defaults(
+pub(super) fn remove_replaced_defaults(
     worker: &WorkerPlan,
     run: &RunSpec,
     changes: &EnvironmentChanges,
@@ -320,7 +320,7 @@ pub(super) fn without_replaced_defaults(
         run.env.iter().any(|(set, _)| set == name) || run.env_from.iter().any(|(set, _)| set == name)
     };
     let is_replaced =
-        |name: &str| env::USER_OVERRIDABLE.contains(&name) && changes.sets(name) && !is_given(name);
+        |name: &str| env::USER_OVERRIDABLE_VARIABLES.contains(&name) && changes.changes_variable(name) && !is_given(name);
     let mut worker = worker.clone();
     worker.env.retain(|(name, _)| !is_replaced(name));
     worker

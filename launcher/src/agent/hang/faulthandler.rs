@@ -15,7 +15,7 @@ const FAULTHANDLER_TIMEOUT: Duration = Duration::from_millis(500);
 const MAX_FRAMES: usize = 64;
 /// The text by which faulthandler marks the stack of the thread that has received the signal. The
 /// kernel delivers the signal to the main thread unless that thread blocks the signal.
-const CURRENT_THREAD: &str = "Current thread ";
+const CURRENT_THREAD_MARKER: &str = "Current thread ";
 
 /// Requests the stacks of these processes, and returns the stack of the main thread of each,
 /// innermost frame first. A process without a handler of the signal gets no signal, because the
@@ -54,7 +54,7 @@ fn handles_signal(pid: u32) -> bool {
 
 /// Returns the stack of the thread that received the signal, from the text of faulthandler.
 fn parse_current_thread(text: &str) -> Vec<StackFrame> {
-    let lines = text.lines().skip_while(|line| !line.starts_with(CURRENT_THREAD)).skip(1);
+    let lines = text.lines().skip_while(|line| !line.starts_with(CURRENT_THREAD_MARKER)).skip(1);
     lines.map_while(parse_frame).take(MAX_FRAMES).collect()
 }
 

@@ -22,26 +22,26 @@ use std::{
 /// The real-time signal for which the hook registers Python's faulthandler.
 pub(super) const STACKS_SIGNAL: i32 = 51;
 /// The Python source code of the hang hook.
-const HOOK: &str = include_str!("sitecustomize.py");
+const HOOK_SOURCE: &str = include_str!("sitecustomize.py");
 /// The number of collectives that torch's flight recorder keeps.
-const RECORDER_ENTRIES: &str = "2000";
+const FLIGHT_RECORDER_ENTRIES: &str = "2000";
 /// The largest file of a hook that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 /// The largest number of groups, collectives and stack frames that are kept of one rank.
 const MAX_ITEMS: usize = 64;
 /// The longest text from a hook that is kept, in bytes.
-const MAX_TEXT: usize = 400;
+const MAX_TEXT_BYTES: usize = 400;
 /// The shortest and the longest interval at which hang hooks publish the counters of their
 /// collectives.
-const INTERVALS: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(5));
+const PUBLISH_INTERVALS: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(5));
 
 /// The prefix of the names of hook directories.
-const NAME_PREFIX: &str = "launch-hang-";
+const DIRECTORY_NAME_PREFIX: &str = "launch-hang-";
 /// The name of the file in a hook directory that the agent keeps locked.
 const LOCK_FILE: &str = "lock";
 /// The age from which a hook directory without a locked file counts as abandoned. A younger one may
 /// have been created by an agent that has not yet locked the file.
-const CREATION_TIME: Duration = Duration::from_secs(60);
+const ABANDONED_AGE: Duration = Duration::from_secs(60);
 
 /// The private directory of an agent that contains the hang hook, and that is deleted when the
 /// value is dropped.
@@ -52,12 +52,12 @@ pub(in crate::agent) struct HookDirectory {
 
 /// Returns the path of this agent's hook directory, which is chosen at the first call. If the
 /// watchdog calls this function before it forks, the watchdog and the agent know the same path.
-pub(in crate::agent) fn choose_directory() -> &'static Path {
+pub(in crate::agent) fn choose_directory_path() -> &'static Path {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
     PATH.get_or_init(|| {
         // Containers may share the directory for temporary files, but not their pids.
         let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let name = format!("{NAME_PREFIX}{}-{}", std::process::id(), time.as_nanos());
+        let name = format!("{DIRECTORY_NAME_PREFIX}{}-{}", std::process::id(), time.as_nanos());
         std::env::temp_dir().join(name)
     })
 }
@@ -65,7 +65,7 @@ pub(in crate::agent) fn choose_directory() -> &'static Path {
 impl HookDirectory {
     /// Creates the hook directory within the directory for temporary files.
     pub(in crate::agent) fn create() -> io::Result<HookDirectory> {
-        let path = choose_directory();
+        let path = choose_directory_path();
         remove_abandoned_directories(path.parent().unwrap_or(path), SystemTime::now());
         DirBuilder::new().mode(0o700).create(path)?;
         let directory = HookDirectory { path: path.to_owned(), _lock: lock_directory(path)? };
@@ -73,7 +73,7 @@ impl HookDirectory {
             // `PYTHONPATH` cannot contain such a path.
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        fs::write(directory.path.join("sitecustomize.py"), HOOK)?;
+        fs::write(directory.path.join("sitecustomize.py"), HOOK_SOURCE)?;
         Ok(directory)
     }
 
@@ -95,7 +95,7 @@ impl HookDirectory {
             Some(rest) if !rest.is_empty() => format!("{directory}:{rest}"),
             _ => directory.clone(),
         };
-        let interval = (timeout / 8).clamp(INTERVALS.0, INTERVALS.1);
+        let interval = (timeout / 8).clamp(PUBLISH_INTERVALS.0, PUBLISH_INTERVALS.1);
         let variables = [
             (env::PYTHONPATH, path),
             (env::LAUNCH_HANG_DIR, directory),
@@ -113,21 +113,21 @@ impl HookDirectory {
         // Torch appends the rank.
         let dump = worker.log.with_file_name("flight-recorder-").display().to_string();
         let variables = [
-            (env::TORCH_FR_BUFFER_SIZE, RECORDER_ENTRIES.to_owned()),
+            (env::TORCH_FR_BUFFER_SIZE, FLIGHT_RECORDER_ENTRIES.to_owned()),
             (env::TORCH_FR_DUMP_ON_TIMEOUT, "1".to_owned()),
             (env::TORCH_FR_DUMP_TEMP_FILE, dump),
         ];
         let given = |(new, old): (&str, &str)| is_given(new) || is_given(old);
         let missing =
-            variables.into_iter().zip(env::OLD_FLIGHT_RECORDER).filter(|((n, _), o)| !given((n, o)));
+            variables.into_iter().zip(env::OLD_FLIGHT_RECORDER_VARIABLES).filter(|((n, _), o)| !given((n, o)));
         worker.env.extend(missing.map(|((name, value), _)| (name.to_owned(), value)));
     }
 
     /// Returns a counter of a rank that changes whenever one of its processes enters or completes a
     /// collective. Returns `None` if no process of the rank has initialized torch's process groups.
-    pub(in crate::agent) fn read_progress(&self, rank: Rank) -> Option<u64> {
+    pub(in crate::agent) fn read_collective_counter(&self, rank: Rank) -> Option<u64> {
         let groups: Vec<GroupCounters> =
-            list_processes(&self.path, rank).iter().flat_map(HookProcess::read_groups).collect();
+            list_rank_processes(&self.path, rank).iter().flat_map(HookProcess::read_groups).collect();
         let count = |n: i64| u64::try_from(n).unwrap_or(0);
         (!groups.is_empty()).then(|| {
             groups
@@ -156,14 +156,14 @@ fn lock_directory(path: &Path) -> io::Result<File> {
 fn remove_abandoned_directories(parent: &Path, now: SystemTime) {
     let uid = nix::unistd::geteuid().as_raw();
     for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
-        let is_named = entry.file_name().to_str().is_some_and(|name| name.starts_with(NAME_PREFIX));
+        let is_named = entry.file_name().to_str().is_some_and(|name| name.starts_with(DIRECTORY_NAME_PREFIX));
         // The metadata are those of the entry, also if it is a symbolic link.
         let Ok(metadata) = entry.metadata().map(|metadata| is_named.then_some(metadata)) else { continue };
         let Some(metadata) = metadata.filter(|m| m.is_dir() && m.uid() == uid) else { continue };
         let age = metadata.modified().map(|at| now.duration_since(at).unwrap_or_default());
         let lock = open_own_file_without_links(&entry.path().join(LOCK_FILE));
         let is_locked = lock.is_ok_and(|lock| lock.try_lock().is_err());
-        if !is_locked && age.is_ok_and(|age| age > CREATION_TIME) {
+        if !is_locked && age.is_ok_and(|age| age > ABANDONED_AGE) {
             _ = fs::remove_dir_all(entry.path());
         }
     }
@@ -179,8 +179,8 @@ pub(super) struct HookProcess {
 impl HookProcess {
     /// Finds the process of a rank that has loaded the hang hook. `tree` are the pids of the
     /// processes of the worker.
-    pub(super) fn find(directory: &Path, rank: Rank, tree: &[i32]) -> Option<HookProcess> {
-        list_processes(directory, rank).into_iter().find(|process| tree.contains(&(process.pid as i32)))
+    pub(super) fn find_for_rank(directory: &Path, rank: Rank, tree: &[i32]) -> Option<HookProcess> {
+        list_rank_processes(directory, rank).into_iter().find(|process| tree.contains(&(process.pid as i32)))
     }
 
     /// Returns the pid of the process.
@@ -190,7 +190,7 @@ impl HookProcess {
 
     /// Requests the process to write an answer with its stacks and collectives. Does nothing if the
     /// process does not read requests.
-    pub(super) fn request(&self) {
+    pub(super) fn request_answer(&self) {
         let path = self.base.with_extension("request");
         let fifo =
             OpenOptions::new().write(true).custom_flags(libc::O_NONBLOCK | libc::O_NOFOLLOW).open(path);
@@ -274,11 +274,11 @@ fn limit_groups(mut groups: Vec<GroupCounters>) -> Vec<GroupCounters> {
 
 /// Truncates a text to [`MAX_TEXT`].
 fn limit_text(text: &mut String) {
-    text.truncate(text.floor_char_boundary(MAX_TEXT));
+    text.truncate(text.floor_char_boundary(MAX_TEXT_BYTES));
 }
 
 /// Lists the processes of a rank that have a status file, in the order of their pids.
-fn list_processes(directory: &Path, rank: Rank) -> Vec<HookProcess> {
+fn list_rank_processes(directory: &Path, rank: Rank) -> Vec<HookProcess> {
     let prefix = format!("rank-{rank}.");
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let parse = |entry: fs::DirEntry| {
@@ -309,12 +309,12 @@ mod tests {
         let directory = tempfile::tempdir().expect("a directory");
         let lock = lock_directory(directory.path()).expect("a lock");
         let hook = HookDirectory { path: directory.path().to_owned(), _lock: lock };
-        assert_eq!(hook.read_progress(3), None);
+        assert_eq!(hook.read_collective_counter(3), None);
         let status = "{\"groups\": [{\"name\": \"0\", \"backend\": \"gloo\", \"ranks\": [0], \
                       \"enqueued\": 4, \"completed\": 3}]}    ";
         fs::write(directory.path().join("rank-3.77.status"), status).expect("written");
-        assert_eq!(hook.read_progress(3), Some(7));
-        let process = HookProcess::find(directory.path(), 3, &[70, 77]).expect("found");
+        assert_eq!(hook.read_collective_counter(3), Some(7));
+        let process = HookProcess::find_for_rank(directory.path(), 3, &[70, 77]).expect("found");
         assert_eq!((process.pid(), process.read_groups().len()), (77, 1));
         assert!(process.read_answer().is_none());
         fs::write(directory.path().join("rank-3.77.evidence"), "{\"groups\": []").expect("written");
@@ -337,7 +337,7 @@ mod tests {
         let exist = || [&used, &ended, &other].map(|path| path.exists());
         remove_abandoned_directories(parent.path(), SystemTime::now());
         assert_eq!(exist(), [true, true, true], "a new directory may not be locked yet");
-        let later = SystemTime::now() + 2 * CREATION_TIME;
+        let later = SystemTime::now() + 2 * ABANDONED_AGE;
         remove_abandoned_directories(parent.path(), later);
         assert_eq!(exist(), [true, false, true]);
         drop(lock);

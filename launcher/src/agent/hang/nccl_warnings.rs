@@ -7,13 +7,13 @@ use std::{
 };
 
 /// The size of the end of a log that is searched, in bytes.
-const SEARCHED_BYTES: u64 = 64 << 10;
+const SEARCHED_LOG_BYTES: u64 = 64 << 10;
 /// The largest number of warnings of a rank.
 const MAX_WARNINGS: usize = 4;
 /// The longest warning that is kept, in bytes.
 const MAX_WARNING_BYTES: usize = 300;
 /// The text that NCCL writes before a warning.
-const WARNING: &str = " NCCL WARN ";
+const WARNING_MARKER: &str = " NCCL WARN ";
 
 /// Returns the newest warnings of NCCL at the end of a log. Returns no warnings if the log cannot
 /// be read.
@@ -21,9 +21,9 @@ pub(in crate::agent) fn read_nccl_warnings(log: &Path) -> Vec<String> {
     let read = || {
         let mut file = open_own_file_without_links(log)?;
         let length = file.metadata()?.len();
-        file.seek(SeekFrom::Start(length.saturating_sub(SEARCHED_BYTES)))?;
+        file.seek(SeekFrom::Start(length.saturating_sub(SEARCHED_LOG_BYTES)))?;
         let mut bytes = Vec::new();
-        file.take(SEARCHED_BYTES).read_to_end(&mut bytes)?;
+        file.take(SEARCHED_LOG_BYTES).read_to_end(&mut bytes)?;
         std::io::Result::Ok(bytes)
     };
     read().map_or_else(|_| Vec::new(), |bytes| find_warnings(&String::from_utf8_lossy(&bytes)))
@@ -32,7 +32,7 @@ pub(in crate::agent) fn read_nccl_warnings(log: &Path) -> Vec<String> {
 /// Finds the newest warnings in the text of a log.
 fn find_warnings(text: &str) -> Vec<String> {
     let warning = |line: &str| {
-        let (_, warning) = line.split_once(WARNING)?;
+        let (_, warning) = line.split_once(WARNING_MARKER)?;
         let printable: String = warning.trim().chars().filter(|c| !c.is_control()).collect();
         Some(printable[..printable.floor_char_boundary(MAX_WARNING_BYTES)].to_owned())
     };

@@ -18,11 +18,11 @@ use std::{
 };
 
 /// The name that hang evidence of built-in workers gives to the group of all ranks.
-const GROUP: &str = "world";
+const WORLD_GROUP_NAME: &str = "world";
 /// The name that hang evidence of built-in workers gives to their communication backend.
-const BACKEND: &str = "launch";
+const BACKEND_NAME: &str = "launch";
 /// How many times the agent tries to read a status while the worker is writing it.
-const READ_TRIES: usize = 5;
+const MAX_READ_TRIES: usize = 5;
 /// The pause between two tries to read a status.
 const READ_PAUSE: Duration = Duration::from_millis(1);
 
@@ -45,7 +45,7 @@ impl StatusMemory {
     /// written none in this attempt.
     pub(in crate::agent) fn read(&self, local_rank: u32, attempt: u32) -> Option<WorkerStatus> {
         let mut bytes = [0; STATUS_BYTES];
-        for _ in 0..READ_TRIES {
+        for _ in 0..MAX_READ_TRIES {
             self.0.read_exact_at(&mut bytes, u64::from(local_rank) * STATUS_BYTES as u64).ok()?;
             if let Some(status) = WorkerStatus::decode(&bytes) {
                 return Some(status).filter(|status| status.attempt == attempt);
@@ -71,7 +71,7 @@ pub(super) fn build_evidence(
     let to_number = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
     let (entered, completed) = (to_number(status.entered), status.completed.map_or(-1, to_number));
     let entry = CollectiveEntry {
-        group: GROUP.to_owned(),
+        group: WORLD_GROUP_NAME.to_owned(),
         seq: entered,
         operation: status.collective.into_owned(),
         // A device may still run the collective.
@@ -81,8 +81,8 @@ pub(super) fn build_evidence(
     RankEvidence {
         rank,
         groups: vec![GroupCounters {
-            name: GROUP.to_owned(),
-            backend: BACKEND.to_owned(),
+            name: WORLD_GROUP_NAME.to_owned(),
+            backend: BACKEND_NAME.to_owned(),
             ranks: (0..world).collect(),
             enqueued: entered,
             completed,

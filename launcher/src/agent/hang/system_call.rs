@@ -82,11 +82,11 @@ impl SystemCall {
         if DESCRIPTOR_CALLS.contains(&self.number) {
             let path = fs::read_link(format!("/proc/{pid}/fd/{}", first as i32)).ok()?;
             // Pipes and sockets have no path.
-            return path.is_absolute().then(|| truncate(&path.to_string_lossy()));
+            return path.is_absolute().then(|| truncate_path(&path.to_string_lossy()));
         }
         match () {
-            () if PATH_CALLS.contains(&self.number) => read_text(pid, second),
-            () if OLD_PATH_CALLS.contains(&self.number) => read_text(pid, first),
+            () if PATH_CALLS.contains(&self.number) => read_process_text(pid, second),
+            () if OLD_PATH_CALLS.contains(&self.number) => read_process_text(pid, first),
             () => None,
         }
     }
@@ -114,7 +114,7 @@ pub(super) fn classify_wait(call: Option<&SystemCall>, channel: &str) -> WaitKin
 
 /// Reads a zero-terminated text from the memory of another process. Returns `None` if the text is
 /// empty, or if this process may not read it.
-fn read_text(pid: u32, address: u64) -> Option<String> {
+fn read_process_text(pid: u32, address: u64) -> Option<String> {
     let memory = File::open(format!("/proc/{pid}/mem")).ok()?;
     let mut text = Vec::new();
     while text.len() < MAX_PATH_BYTES {
@@ -128,11 +128,11 @@ fn read_text(pid: u32, address: u64) -> Option<String> {
             break;
         }
     }
-    Some(truncate(&String::from_utf8_lossy(&text))).filter(|text| !text.is_empty())
+    Some(truncate_path(&String::from_utf8_lossy(&text))).filter(|text| !text.is_empty())
 }
 
 /// Truncates a path to [`MAX_PATH_BYTES`].
-fn truncate(path: &str) -> String {
+fn truncate_path(path: &str) -> String {
     path[..path.floor_char_boundary(MAX_PATH_BYTES)].to_owned()
 }
 
@@ -158,7 +158,7 @@ mod tests {
         let path = fs::read_link("/proc/self/exe").expect("a path").display().to_string();
         let call = |number, arguments| SystemCall { number, arguments };
         let descriptor = file.as_raw_fd() as u64;
-        assert_eq!(call(libc::SYS_read, [descriptor, 0]).find_file(pid), Some(truncate(&path)));
+        assert_eq!(call(libc::SYS_read, [descriptor, 0]).find_file(pid), Some(truncate_path(&path)));
         let text = c"data/tokens.bin";
         let address = text.as_ptr() as u64;
         assert_eq!(call(libc::SYS_openat, [0, address]).find_file(pid).as_deref(), Some("data/tokens.bin"));

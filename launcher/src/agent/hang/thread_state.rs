@@ -9,7 +9,7 @@ use std::{
 /// The shortest time over which the CPU time of a thread is measured.
 pub(super) const CPU_TIME_WINDOW: Duration = Duration::from_millis(500);
 /// The share of a CPU core from which a thread counts as busy.
-const BUSY_SHARE: f64 = 0.1;
+const MIN_BUSY_CPU_SHARE: f64 = 0.1;
 /// The duration of a clock tick of `/proc` on Linux.
 const TICK: Duration = Duration::from_millis(10);
 /// The largest number of threads of a process that are examined.
@@ -37,7 +37,7 @@ impl MainThread {
 
     /// Ends the observation of the main thread, and returns what the thread did meanwhile. Returns
     /// `None` if the process has ended.
-    pub(super) fn describe(self) -> Option<ThreadState> {
+    pub(super) fn finish_observation(self) -> Option<ThreadState> {
         let (state_before, before) = self.observed?;
         let (state, ticks) =
             read_stat(self.pid, self.pid).filter(|(state, _)| !matches!(state, 'Z' | 'X'))?;
@@ -45,16 +45,16 @@ impl MainThread {
         let window = self.begin.elapsed().max(CPU_TIME_WINDOW);
         // A thread that waits for a CPU may get only a small share of it.
         let is_runnable = (state_before, state) == ('R', 'R');
-        let busy = is_runnable || used.as_secs_f64() >= BUSY_SHARE * window.as_secs_f64();
+        let busy = is_runnable || used.as_secs_f64() >= MIN_BUSY_CPU_SHARE * window.as_secs_f64();
         Some(describe_thread(self.pid, self.pid, state, busy))
     }
 
     /// Ends the observation, and returns what the main thread, or another thread that blocks in the
     /// kernel, did meanwhile. If the main thread waits, and another thread waits in the kernel and
     /// cannot be interrupted, describes that thread.
-    pub(super) fn describe_blocked(self) -> Option<ThreadState> {
+    pub(super) fn finish_observation_of_blocked(self) -> Option<ThreadState> {
         let pid = self.pid;
-        let main = self.describe()?;
+        let main = self.finish_observation()?;
         if main.busy || main.state != 'S' {
             return Some(main);
         }
@@ -94,8 +94,8 @@ mod tests {
     fn the_test_process_is_observed() {
         let thread = MainThread::observe(std::process::id());
         assert!(!thread.is_stopped());
-        assert!(thread.describe().is_some_and(|state| "RS".contains(state.state)));
+        assert!(thread.finish_observation().is_some_and(|state| "RS".contains(state.state)));
         let thread = MainThread::observe(std::process::id());
-        assert!(thread.describe_blocked().is_some_and(|state| "RSD".contains(state.state)));
+        assert!(thread.finish_observation_of_blocked().is_some_and(|state| "RSD".contains(state.state)));
     }
 }

@@ -1,6 +1,6 @@
 //! Inspects this host for `launch check`: hardware, directories, limits and network addresses.
 use super::gpu;
-use crate::{discover::local::discover_local, executable::hash_executable};
+use crate::{discover::local::discover_local_host, executable::hash_executable};
 use diagnostic::{Diagnostic, codes::host};
 use nix::sys::{
     resource::{RLIM_INFINITY, Resource, getrlimit},
@@ -22,7 +22,7 @@ use std::{
 pub(super) fn inspect_host(dirs: &[PathBuf]) -> HostInspection {
     let text = |file: &str| fs::read_to_string(file).unwrap_or_default();
     let meminfo = text("/proc/meminfo");
-    let inventory = discover_local().ok();
+    let inventory = discover_local_host().ok();
     let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
     let mut report = HostInspection {
         hostname: read_host_name(),

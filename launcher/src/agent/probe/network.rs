@@ -11,7 +11,7 @@ use crate::connection::handshake::HandshakeKey;
 use crate::discover::{inspect_interface, inspect_rdma, list_addresses};
 use diagnostic::{Diagnostic, codes::host};
 use measurement_server::start_serving;
-use measuring_connection::MeasuringEnd;
+use measuring_connection::MeasurementEndpoint;
 use protocol::{
     control::{HostInventory, InterfaceAddress, select_host_address},
     network_probe::{
@@ -26,12 +26,12 @@ use std::{
 };
 
 /// The context string with which the key of measurements is derived from the secret in the request.
-const KEY_PURPOSE: &str = "launch check --network";
+const MEASUREMENT_KEY_CONTEXT: &str = "launch check --network";
 
 /// Measures connections to the agents of other hosts for `launch check --network`.
 #[derive(Debug, Default)]
 pub(super) struct NetworkProber {
-    end: Mutex<Option<MeasuringEnd>>,
+    end: Mutex<Option<MeasurementEndpoint>>,
 }
 
 impl NetworkProber {
@@ -52,8 +52,8 @@ impl NetworkProber {
             return NetworkInspection { rdma, error: Some(error), ..NetworkInspection::default() };
         };
         let interface: NetworkInterface = inspect_interface(Path::new("/"), selected);
-        let key = HandshakeKey::derive(KEY_PURPOSE, &request.key.0);
-        let end = MeasuringEnd { key, address: selected.address };
+        let key = HandshakeKey::derive(MEASUREMENT_KEY_CONTEXT, &request.key.0);
+        let end = MeasurementEndpoint { key, address: selected.address };
         let opened = open_listeners(request, selected.address)
             .and_then(|(listeners, addresses)| start_serving(listeners, &end.key).map(|()| addresses));
         *self.end.lock().unwrap_or_else(PoisonError::into_inner) = Some(end);
@@ -86,7 +86,7 @@ fn open_listeners(
     let mut opened = Vec::new();
     let mut last_error = io::Error::from(io::ErrorKind::AddrInUse);
     for part in request.ports.split(MAX_MEASURED_PORTS) {
-        let listener = part.bind(|port| TcpListener::bind(SocketAddr::new(address, port)));
+        let listener = part.bind_first_free_port(|port| TcpListener::bind(SocketAddr::new(address, port)));
         match listener.and_then(|listener| Ok((listener.local_addr()?, listener))) {
             Ok((local, listener)) => opened.push((listener, local)),
             Err(error) => last_error = error,

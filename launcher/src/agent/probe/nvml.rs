@@ -21,11 +21,11 @@ const MAX_PROCESSES: usize = 64;
 /// The largest number of NVLinks of a GPU (`NVML_NVLINK_MAX_LINKS`).
 const MAX_LINKS: c_uint = 18;
 /// The value of `nvmlMemoryErrorType_t` for memory errors that ECC could not correct.
-const UNCORRECTED: c_int = 1;
+const ECC_ERROR_UNCORRECTED: c_int = 1;
 /// The value of `nvmlEccCounterType_t` for counting memory errors since the driver was loaded.
-const VOLATILE: c_int = 0;
+const ECC_COUNTER_VOLATILE: c_int = 0;
 /// The value of `nvmlGpuP2PCapsIndex_t` for reads from the memory of another GPU.
-const P2P_READ: c_int = 0;
+const P2P_CAPABILITY_READ: c_int = 0;
 /// The value of `nvmlComputeMode_t` for GPUs that any number of processes may use.
 const COMPUTE_MODE_DEFAULT: c_int = 0;
 
@@ -40,7 +40,7 @@ const THROTTLE_REASONS: [(u64, &str); 4] = [
 
 /// Descriptions of the values 1 to 5 of `nvmlGpuP2PStatus_t`, which are reasons why a GPU cannot
 /// access the memory of another GPU.
-const NO_PEER_ACCESS: [&str; 5] = [
+const PEER_ACCESS_FAILURE_REASONS: [&str; 5] = [
     "not supported by the chipset",
     "not supported by the GPU",
     "the GPUs are too far apart on the PCI bus",
@@ -223,7 +223,7 @@ impl Nvml {
             remapped_rows: self.query_remapped_rows(device).unwrap_or_default(),
             throttle_reasons: self.query_throttle_reasons(device).unwrap_or_default(),
             exclusive_compute: self
-                .query_number(device, c"nvmlDeviceGetComputeMode")
+                .call_integer_query(device, c"nvmlDeviceGetComputeMode")
                 .is_ok_and(|mode| mode != COMPUTE_MODE_DEFAULT),
             mig_enabled: self.query_mig_enabled(device).unwrap_or_default(),
             nvlinks: (0..MAX_LINKS)
@@ -279,8 +279,8 @@ impl Nvml {
                 self,
                 c"nvmlDeviceGetTotalEccErrors",
                 device => DeviceHandle,
-                UNCORRECTED => c_int,
-                VOLATILE => c_int,
+                ECC_ERROR_UNCORRECTED => c_int,
+                ECC_COUNTER_VOLATILE => c_int,
                 &mut errors => *mut c_ulonglong
             )?;
         }
@@ -351,7 +351,7 @@ impl Nvml {
 
     /// Calls the NVML function `name` for a GPU and returns the number that the function reports.
     /// The function must have exactly two parameters: the GPU and a pointer to the `int` result.
-    fn query_number(&self, device: DeviceHandle, name: &CStr) -> Result<c_int, NvmlError> {
+    fn call_integer_query(&self, device: DeviceHandle, name: &CStr) -> Result<c_int, NvmlError> {
         type IntQuery = unsafe extern "C" fn(DeviceHandle, *mut c_int) -> c_int;
         let mut number = 0;
         // SAFETY: the functions that are called here have this type in nvml.h.
@@ -394,11 +394,11 @@ impl Nvml {
                     c"nvmlDeviceGetP2PStatus",
                     device => DeviceHandle,
                     *other => DeviceHandle,
-                    P2P_READ => c_int,
+                    P2P_CAPABILITY_READ => c_int,
                     &mut status => *mut c_int
                 )
             };
-            let why = NO_PEER_ACCESS
+            let why = PEER_ACCESS_FAILURE_REASONS
                 .get((status as usize).checked_sub(1)?)
                 .copied()
                 .unwrap_or("for an unknown reason");
@@ -438,7 +438,7 @@ mod tests {
 
     /// The C source of a fake NVML with three GPUs. The second GPU is faulty, and the third one is
     /// an old model that does not support all queries.
-    const DRIVER: &str = r#"
+    const FAKE_NVML_SOURCE: &str = r#"
         #include <stdint.h>
         #include <stdio.h>
         #include <string.h>
@@ -479,9 +479,9 @@ mod tests {
 
     /// Compiles the fake NVML in [`DRIVER`] to a library in a directory, and returns the path of
     /// the library.
-    fn compile_driver(dir: &Path) -> String {
+    fn compile_fake_nvml(dir: &Path) -> String {
         let (source, library) = (dir.join("nvml.c"), dir.join("libnvml.so"));
-        std::fs::write(&source, DRIVER).expect("file");
+        std::fs::write(&source, FAKE_NVML_SOURCE).expect("file");
         let compiled =
             Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status();
         assert!(compiled.expect("cc").success());
@@ -492,7 +492,7 @@ mod tests {
     fn the_state_of_gpus_is_read_from_the_driver() {
         let dir = tempfile::tempdir().expect("directory");
         let mut report = GpuReport::default();
-        Nvml::open(&compile_driver(dir.path())).expect("opens").fill_report(&mut report);
+        Nvml::open(&compile_fake_nvml(dir.path())).expect("opens").fill_report(&mut report);
         assert_eq!((report.driver.as_deref(), report.error), (Some("580.1"), None));
         let healthy = GpuStatus {
             name: "gpu 0".into(),
@@ -522,7 +522,7 @@ mod tests {
             ..healthy.clone()
         };
         assert_eq!(report.gpus, [healthy, faulty, old]);
-        let usage = Nvml::open(&compile_driver(dir.path())).expect("opens").query_usage();
+        let usage = Nvml::open(&compile_fake_nvml(dir.path())).expect("opens").query_usage();
         let healthy = GpuUsage {
             gpu: 0,
             busy_share: Some(0.75),

@@ -1,6 +1,6 @@
 //! [`run_login_shell`]: runs a script in a login shell, and returns what the script prints.
 use super::child_setup::{die_with_parent, reset_signals};
-use crate::core_dumps::restore_core_dumps;
+use crate::core_dumps::restore_core_dumps_in_child;
 use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::signal::{Signal, killpg},
@@ -98,7 +98,7 @@ fn start_shell(shell: &str, script: &str, workdir: &Path, hidden: &[String]) -> 
     #[cfg(test)]
     command.env("HOME", "/nonexistent");
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    restore_core_dumps(&mut command);
+    restore_core_dumps_in_child(&mut command);
     let parent = Pid::this();
     // SAFETY: the closure only makes system calls that are allowed between fork and exec.
     unsafe {

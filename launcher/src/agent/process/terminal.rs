@@ -50,7 +50,7 @@ impl BorrowedTerminal {
         // A worker that Ctrl-Z suspends could not be continued, because the shell does not know it.
         let mut settings = terminal.settings.clone();
         settings.control_chars[SpecialCharacterIndices::VSUSP as usize] = libc::_POSIX_VDISABLE;
-        terminal.change_settings(&settings);
+        terminal.apply_settings(&settings);
         Ok(terminal)
     }
 
@@ -60,8 +60,8 @@ impl BorrowedTerminal {
     }
 
     /// Changes the settings of the terminal. Ignores errors, because the terminal may be gone.
-    fn change_settings(&self, settings: &Termios) {
-        without_stops(|| _ = tcsetattr(&self.file, SetArg::TCSANOW, settings));
+    fn apply_settings(&self, settings: &Termios) {
+        with_sigttou_blocked(|| _ = tcsetattr(&self.file, SetArg::TCSANOW, settings));
     }
 }
 
@@ -72,8 +72,8 @@ impl Drop for BorrowedTerminal {
         if foreground.is_ok_and(|group| group != self.group && Ok(group) == getsid(None)) {
             return;
         }
-        without_stops(|| _ = tcsetpgrp(&self.file, self.group));
-        self.change_settings(&self.settings);
+        with_sigttou_blocked(|| _ = tcsetpgrp(&self.file, self.group));
+        self.apply_settings(&self.settings);
     }
 }
 
@@ -81,13 +81,13 @@ impl Drop for BorrowedTerminal {
 /// Async-signal-safe.
 pub(super) fn take_foreground(terminal: BorrowedFd<'_>) -> io::Result<()> {
     let mut result = Ok(());
-    without_stops(|| result = tcsetpgrp(terminal.as_fd(), nix::unistd::getpgrp()));
+    with_sigttou_blocked(|| result = tcsetpgrp(terminal.as_fd(), nix::unistd::getpgrp()));
     Ok(result?)
 }
 
 /// Calls `change` while SIGTTOU is blocked in this thread, because the signal would stop a
 /// background process that changes its terminal. Async-signal-safe.
-fn without_stops(change: impl FnOnce()) {
+fn with_sigttou_blocked(change: impl FnOnce()) {
     let (mut stop, mut before) = (SigSet::empty(), SigSet::empty());
     stop.add(Signal::SIGTTOU);
     _ = sigprocmask(SigmaskHow::SIG_BLOCK, Some(&stop), Some(&mut before));

@@ -7,7 +7,7 @@ use crate::{
         listeners::{accept_next, open_listeners},
         tree::{TreeFrame, TreeSetup},
     },
-    discover::{find_reachable_addresses, list_addresses, select_addresses},
+    discover::{find_reachable_addresses, list_addresses, sort_and_limit_addresses},
 };
 use std::{
     io,
@@ -55,7 +55,7 @@ impl ChildListener {
         setup: &TreeSetup,
         accepted: mpsc::Sender<NeighbourLink>,
     ) -> io::Result<ChildListener> {
-        let (mut ips, _) = select_addresses(find_reachable_addresses(&setup.interface, list_addresses()));
+        let (mut ips, _) = sort_and_limit_addresses(find_reachable_addresses(&setup.interface, list_addresses()));
         if ips.iter().any(|ip| !ip.is_loopback()) {
             // On another host, a loopback address would be that of another agent.
             ips.retain(|ip| !ip.is_loopback());

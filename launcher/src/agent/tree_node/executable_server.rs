@@ -53,7 +53,7 @@ pub(super) async fn send_executable(mut stream: TcpStream, token: &str) {
     }
     let Ok(stream) = stream.into_std() else { return };
     // An error means that the host has given up, or takes no bytes. The controller notices.
-    _ = tokio::task::spawn_blocking(move || copy_executable(stream)).await;
+    _ = tokio::task::spawn_blocking(move || write_executable(stream)).await;
 }
 
 /// Reads a request up to the end of its line, without the line end.
@@ -69,7 +69,7 @@ async fn read_request(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
 }
 
 /// Sends the executable of this process, and closes the connection. Blocks.
-fn copy_executable(mut stream: StdStream) -> io::Result<()> {
+fn write_executable(mut stream: StdStream) -> io::Result<()> {
     stream.set_nonblocking(false)?;
     stream.set_write_timeout(Some(WRITE_TIMEOUT))?;
     let mut file = File::open("/proc/self/exe")?;

@@ -27,15 +27,15 @@ const ATTEMPT_DELAY: Duration = Duration::from_millis(200);
 const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(10);
 /// The pause before an agent tries the same neighbour for the second time. It doubles after each
 /// attempt.
-const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(100);
 /// The longest pause before an agent tries the same neighbour again.
-const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(2);
 /// How long an agent that has just started repeats attempts that its possible neighbours reject.
-const MAX_JOIN_TIME: Duration = Duration::from_secs(20);
+const MAX_FIRST_CONNECT_TIME: Duration = Duration::from_secs(20);
 
 /// Which kinds of failed attempts to connect to an agent are repeated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Repetition {
+enum RetryPolicy {
     /// Attempts that the other agent has rejected, because it has no way to the controller at this
     /// moment or is about to end.
     Rejections,
@@ -77,14 +77,14 @@ impl fmt::Display for AttemptFailure {
 /// Connects an agent that has just started to the first of its possible parents that accepts it.
 /// Fails if none can be reached, or if those that can be reached reject the agent for too long.
 pub(super) async fn connect_to_parent(setup: &TreeSetup) -> diagnostic::Result<NeighbourLink> {
-    let limit = Duration::from_millis(setup.reconnect_ms).min(MAX_JOIN_TIME);
-    try_parents(setup, limit, Repetition::Rejections).await
+    let limit = Duration::from_millis(setup.reconnect_ms).min(MAX_FIRST_CONNECT_TIME);
+    try_parents(setup, limit, RetryPolicy::Rejections).await
 }
 
 /// Connects an agent whose link to its parent has ended to one of its possible parents. Tries them
 /// repeatedly, for the time that the controller has set.
-pub(super) async fn reconnect(setup: &TreeSetup) -> diagnostic::Result<NeighbourLink> {
-    try_parents(setup, Duration::from_millis(setup.reconnect_ms), Repetition::AllFailures).await
+pub(super) async fn reconnect_to_parent(setup: &TreeSetup) -> diagnostic::Result<NeighbourLink> {
+    try_parents(setup, Duration::from_millis(setup.reconnect_ms), RetryPolicy::AllFailures).await
 }
 
 /// Tries to connect to all possible parents at the same time, each attempt started a bit later than
@@ -93,7 +93,7 @@ pub(super) async fn reconnect(setup: &TreeSetup) -> diagnostic::Result<Neighbour
 async fn try_parents(
     setup: &TreeSetup,
     limit: Duration,
-    repetition: Repetition,
+    repetition: RetryPolicy,
 ) -> diagnostic::Result<NeighbourLink> {
     let mut attempts = JoinSet::new();
     let failures: Arc<Mutex<BTreeMap<SocketAddr, String>>> = Arc::default();
@@ -109,7 +109,7 @@ async fn try_parents(
                     failures.insert(address, format!("{address}: {failure}"));
                 };
                 let attempt = || try_address(stream, address, &key, &name);
-                try_repeatedly(attempt, repetition, record).await
+                retry_address(attempt, repetition, record).await
             });
             delay += ATTEMPT_DELAY;
         }
@@ -127,20 +127,20 @@ async fn try_parents(
         return Ok(link);
     }
     let failures = failures.lock().unwrap_or_else(PoisonError::into_inner);
-    Err(build_error(setup, &failures.values().cloned().collect::<Vec<_>>()))
+    Err(build_unreachable_error(setup, &failures.values().cloned().collect::<Vec<_>>()))
 }
 
 /// Tries to connect to one address until an attempt succeeds, or fails in a way that is not to be
 /// repeated. Reports each failure to `record`.
-async fn try_repeatedly<T, F>(
+async fn retry_address<T, F>(
     attempt: impl Fn() -> F,
-    repetition: Repetition,
+    repetition: RetryPolicy,
     record: impl Fn(&AttemptFailure),
 ) -> Option<T>
 where
     F: Future<Output = Result<T, AttemptFailure>>,
 {
-    let mut pause = FIRST_PAUSE;
+    let mut pause = FIRST_RETRY_PAUSE;
     loop {
         let result = timeout(ATTEMPT_TIMEOUT, attempt()).await;
         let failure = match result.unwrap_or(Err(HandshakeError::Timeout.into())) {
@@ -148,11 +148,11 @@ where
             Err(failure) => failure,
         };
         record(&failure);
-        if repetition == Repetition::Rejections && !matches!(failure, AttemptFailure::Rejected) {
+        if repetition == RetryPolicy::Rejections && !matches!(failure, AttemptFailure::Rejected) {
             return None;
         }
         sleep(pause).await;
-        pause = (pause * 2).min(LONGEST_PAUSE);
+        pause = (pause * 2).min(LONGEST_RETRY_PAUSE);
     }
 }
 
@@ -182,7 +182,7 @@ async fn try_address(
 }
 
 /// Builds the error that no agent of the tree accepts this agent.
-fn build_error(setup: &TreeSetup, failures: &[String]) -> Diagnostic {
+fn build_unreachable_error(setup: &TreeSetup, failures: &[String]) -> Diagnostic {
     let name = &setup.host;
     let no_answer = ["no answer".to_owned()];
     let failures = if failures.is_empty() { &no_answer } else { failures };
@@ -220,17 +220,17 @@ mod tests {
     #[tokio::test]
     async fn an_agent_that_starts_repeats_rejected_attempts_only() {
         for (repetition, expected, pauses) in
-            [(Repetition::Rejections, None, 3), (Repetition::AllFailures, Some(4), 7)]
+            [(RetryPolicy::Rejections, None, 3), (RetryPolicy::AllFailures, Some(4), 7)]
         {
             let (attempts, failures, began) = (Cell::new(0), Cell::new(0), Instant::now());
             let run = || async {
                 attempts.set(attempts.get() + 1);
                 attempt(attempts.get())
             };
-            let result = try_repeatedly(run, repetition, |_| failures.set(failures.get() + 1)).await;
+            let result = retry_address(run, repetition, |_| failures.set(failures.get() + 1)).await;
             assert_eq!((result, failures.get()), (expected, 3), "{repetition:?}");
             let elapsed = began.elapsed();
-            assert!(elapsed >= FIRST_PAUSE * pauses, "{repetition:?}: {elapsed:?}");
+            assert!(elapsed >= FIRST_RETRY_PAUSE * pauses, "{repetition:?}: {elapsed:?}");
         }
     }
 }

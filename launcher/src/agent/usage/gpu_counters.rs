@@ -4,22 +4,22 @@ use protocol::control::GpuUsage;
 use std::{fs, path::Path};
 
 /// The directory, relative to the root, in which the kernel lists graphics devices.
-const DRM: &str = "sys/class/drm";
+const DRM_DIRECTORY: &str = "sys/class/drm";
 /// The prefix of the names of device nodes by which programs compute on a GPU.
-const RENDER_NODE: &str = "renderD";
+const RENDER_NODE_PREFIX: &str = "renderD";
 /// The largest number of AMD GPUs whose usage is read.
 const MAX_GPUS: usize = 64;
 
 /// Reads the usage of the host's GPUs, through a library for those of NVIDIA that is loaded at the
 /// first use.
 #[derive(Default)]
-pub(super) struct GpuReader {
+pub(super) struct GpuUsageReader {
     is_opened: bool,
     /// `None` if the library is missing.
     nvml: Option<Nvml>,
 }
 
-impl GpuReader {
+impl GpuUsageReader {
     /// Reads the usage of all GPUs of this host. Reads files below `root`.
     pub(super) fn read_usage(&mut self, root: &Path) -> Vec<GpuUsage> {
         if !self.is_opened {
@@ -34,12 +34,12 @@ impl GpuReader {
 
 /// Reads the usage of AMD GPUs from the files of their driver in sysfs.
 fn read_amd_usage(root: &Path) -> Vec<GpuUsage> {
-    let entries = fs::read_dir(root.join(DRM)).into_iter().flatten().flatten();
-    let parse_node = |name: &str| name.strip_prefix(RENDER_NODE)?.parse::<u32>().ok();
+    let entries = fs::read_dir(root.join(DRM_DIRECTORY)).into_iter().flatten().flatten();
+    let parse_node = |name: &str| name.strip_prefix(RENDER_NODE_PREFIX)?.parse::<u32>().ok();
     let mut numbers: Vec<u32> = entries.filter_map(|e| parse_node(e.file_name().to_str()?)).collect();
     numbers.sort_unstable();
     let read = |number: u32| {
-        let directory = root.join(format!("{DRM}/{RENDER_NODE}{number}/device"));
+        let directory = root.join(format!("{DRM_DIRECTORY}/{RENDER_NODE_PREFIX}{number}/device"));
         let value = |name: &str| fs::read_to_string(directory.join(name)).ok()?.trim().parse::<u64>().ok();
         let total = value("mem_info_vram_total")?;
         Some(GpuUsage {
@@ -61,14 +61,14 @@ mod tests {
     fn gpus_of_amd_are_read_in_order_and_other_devices_are_skipped() {
         let root = tempfile::tempdir().expect("a directory");
         let write = |name: &str, text: &str| {
-            let path = root.path().join(DRM).join(name);
+            let path = root.path().join(DRM_DIRECTORY).join(name);
             fs::create_dir_all(path.parent().expect("parent")).expect("directory");
             fs::write(path, text).expect("file");
         };
         for (number, busy) in [(130, "7"), (128, "93")] {
-            write(&format!("{RENDER_NODE}{number}/device/mem_info_vram_total"), "1000\n");
-            write(&format!("{RENDER_NODE}{number}/device/mem_info_vram_used"), "600\n");
-            write(&format!("{RENDER_NODE}{number}/device/gpu_busy_percent"), busy);
+            write(&format!("{RENDER_NODE_PREFIX}{number}/device/mem_info_vram_total"), "1000\n");
+            write(&format!("{RENDER_NODE_PREFIX}{number}/device/mem_info_vram_used"), "600\n");
+            write(&format!("{RENDER_NODE_PREFIX}{number}/device/gpu_busy_percent"), busy);
         }
         write("renderD129/device/vendor", "0x1a03\n");
         write("version", "drm 1.1.0\n");

@@ -8,9 +8,9 @@ const SECTOR_BYTES: u64 = 512;
 const IDLE_COLUMNS: [usize; 2] = [3, 4];
 /// The number of columns of `/proc/stat` whose sum is the total CPU time. Later columns are parts
 /// of them.
-const CPU_COLUMNS: usize = 8;
+const CPU_COLUMN_COUNT: usize = 8;
 /// The prefixes of the names of disks that are in memory or store their data on another disk.
-const VIRTUAL_DISKS: [&str; 5] = ["loop", "ram", "zram", "dm-", "md"];
+const VIRTUAL_DISK_PREFIXES: [&str; 5] = ["loop", "ram", "zram", "dm-", "md"];
 
 /// The CPU, disk and network counters of a host since its start, and its memory at present.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -65,7 +65,7 @@ impl HostCounters {
             text.lines().filter(|line| line.starts_with("cpu") && !line.starts_with("cpu ")).count() as u32;
         let Some(line) = text.lines().find_map(|line| line.strip_prefix("cpu ")) else { return };
         let columns = parse_numbers(line);
-        let columns = &columns[..columns.len().min(CPU_COLUMNS)];
+        let columns = &columns[..columns.len().min(CPU_COLUMN_COUNT)];
         self.ticks = sum(columns.iter().copied());
         let idle = sum(IDLE_COLUMNS.iter().filter_map(|column| columns.get(*column).copied()));
         self.busy_ticks = self.ticks.saturating_sub(idle);
@@ -88,7 +88,7 @@ impl HostCounters {
             let mut fields = line.split_whitespace().skip(2);
             let Some(name) = fields.next() else { continue };
             let is_partition = !disk.is_empty() && name.starts_with(disk);
-            if is_partition || VIRTUAL_DISKS.iter().any(|prefix| name.starts_with(prefix)) {
+            if is_partition || VIRTUAL_DISK_PREFIXES.iter().any(|prefix| name.starts_with(prefix)) {
                 continue;
             }
             disk = name;

@@ -9,14 +9,14 @@ const MAX_THREADS: usize = 64;
 /// The largest number of processes of a worker that are measured.
 const MAX_PROCESSES: usize = 64;
 /// The number of usage measurements per search for new child processes of programs.
-const TREE_EVERY: u32 = 5;
+const SAMPLES_PER_TREE_SEARCH: u32 = 5;
 /// The number of clock ticks per second, which is fixed on Linux (`USER_HZ`).
 const TICKS_PER_SECOND: u64 = 100;
 
 /// The counters of a worker's processes since their start, and the present state of its first
 /// process.
 #[derive(Clone, Copy, Debug, Default)]
-struct Counters {
+struct ProcessCounters {
     rss: u64,
     cpu_us: u64,
     run_delay_us: u64,
@@ -29,7 +29,7 @@ struct Counters {
 #[derive(Debug, Default)]
 pub(super) struct WorkerCounters {
     /// By the pid of the worker's first process.
-    previous: HashMap<u32, Counters>,
+    previous: HashMap<u32, ProcessCounters>,
     /// The processes of programs, by the pid of the first one.
     trees: HashMap<u32, Vec<i32>>,
     /// The number of measurements.
@@ -41,7 +41,7 @@ impl WorkerCounters {
     /// start. Reads files below `root`.
     pub(super) fn measure(&mut self, root: &Path, workers: &[SampledWorker]) -> Vec<WorkerUsage> {
         let programs: Vec<u32> = workers.iter().filter(|w| w.is_program).map(|w| w.pid).collect();
-        if self.count.is_multiple_of(TREE_EVERY) || programs.iter().any(|pid| !self.trees.contains_key(pid)) {
+        if self.count.is_multiple_of(SAMPLES_PER_TREE_SEARCH) || programs.iter().any(|pid| !self.trees.contains_key(pid)) {
             let trees = if programs.is_empty() { Vec::new() } else { list_process_trees(&programs) };
             self.trees = programs.into_iter().zip(trees).collect();
         }
@@ -70,9 +70,9 @@ impl WorkerCounters {
 }
 
 /// Reads the counters of the processes `pids` of a worker, whose first process is `leader`.
-fn read_counters(root: &Path, leader: u32, pids: &[i32]) -> Counters {
+fn read_counters(root: &Path, leader: u32, pids: &[i32]) -> ProcessCounters {
     let mut sum =
-        Counters { throttled_us: read_throttled_us(root, leader).unwrap_or(0), ..Counters::default() };
+        ProcessCounters { throttled_us: read_throttled_us(root, leader).unwrap_or(0), ..ProcessCounters::default() };
     for pid in pids.iter().take(MAX_PROCESSES) {
         let directory = root.join(format!("proc/{pid}"));
         let stat = fs::read_to_string(directory.join("stat")).unwrap_or_default();
@@ -92,16 +92,16 @@ fn read_counters(root: &Path, leader: u32, pids: &[i32]) -> Counters {
 
 /// Parses the content of `/proc/PID/stat`. The fields after the name of the process are numbered
 /// from 3 in proc(5).
-fn parse_stat(stat: &str) -> Option<Counters> {
+fn parse_stat(stat: &str) -> Option<ProcessCounters> {
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_ascii_whitespace().collect();
     let number = |field: usize| fields.get(field - 3)?.parse::<u64>().ok();
     let ticks = number(14)?.saturating_add(number(15)?);
-    Some(Counters {
+    Some(ProcessCounters {
         rss: number(24)?.saturating_mul(page_bytes()),
         cpu_us: ticks.saturating_mul(1_000_000 / TICKS_PER_SECOND),
         major_faults: number(12)?,
         is_stopped: fields.first() == Some(&"T"),
-        ..Counters::default()
+        ..ProcessCounters::default()
     })
 }
 

@@ -54,7 +54,7 @@ impl From<io::Error> for DialError {
 
 /// Tries the addresses of node 0 one after the other, and asks to join the run at the first one
 /// that answers. Waits for the decision of node 0 without a time limit.
-pub(super) async fn dial_once(target: &JoinTarget) -> Result<JoinedNode, DialError> {
+pub(super) async fn try_join_once(target: &JoinTarget) -> Result<JoinedNode, DialError> {
     let RendezvousAddress { host: name, port } = &target.address;
     let resolved = timeout(RESOLVE_TIMEOUT, lookup_host((name.as_str(), *port))).await;
     let resolved =
@@ -63,7 +63,7 @@ pub(super) async fn dial_once(target: &JoinTarget) -> Result<JoinedNode, DialErr
         resolved.map_err(|error| DialError::Unreachable(error.to_string()))?.collect();
     let mut last = DialError::Unreachable(format!("{name} has no address"));
     for address in addresses {
-        match join_at(address, target).await {
+        match join_at_address(address, target).await {
             Err(DialError::Unreachable(reason)) => {
                 last = DialError::Unreachable(format!("{address}: {reason}"))
             }
@@ -74,7 +74,7 @@ pub(super) async fn dial_once(target: &JoinTarget) -> Result<JoinedNode, DialErr
 }
 
 /// Connects to node 0 at `address`, proves that this node has the key, and asks to join the run.
-async fn join_at(address: SocketAddr, target: &JoinTarget) -> Result<JoinedNode, DialError> {
+async fn join_at_address(address: SocketAddr, target: &JoinTarget) -> Result<JoinedNode, DialError> {
     let stream = timeout(CONNECT_TIMEOUT, TcpStream::connect(address)).await.map_err(io::Error::from)??;
     set_control_options(&stream)?;
     let name = &target.request.host;

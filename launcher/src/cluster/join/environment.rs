@@ -115,9 +115,9 @@ pub(crate) fn find_node_environment(
     environment: &ProcessEnvironment<'_>,
 ) -> diagnostic::Result<Option<NodeEnvironment>> {
     if let Some(found) = environment.find_own_variables()? {
-        return Ok(found.into_several());
+        return Ok(found.into_multi_node());
     }
-    environment.check_worker_variables()?;
+    environment.check_not_a_worker()?;
     let in_allocation = environment.scheduler.is_allocated;
     let find = || -> diagnostic::Result<Option<NodeEnvironment>> {
         if !in_allocation {
@@ -147,13 +147,13 @@ pub(crate) fn find_node_environment(
             None => Ok(environment.find_pmix_variables()?.or_else(|| environment.find_batch_variables())),
         }
     };
-    Ok(find()?.and_then(NodeEnvironment::into_several))
+    Ok(find()?.and_then(NodeEnvironment::into_multi_node))
 }
 
 impl NodeEnvironment {
     /// Returns this environment if it describes several nodes or an unknown number, and `None` if
     /// it describes a single node.
-    fn into_several(self) -> Option<NodeEnvironment> {
+    fn into_multi_node(self) -> Option<NodeEnvironment> {
         (self.nodes.is_none_or(|nodes| nodes.max > 1)).then_some(self)
     }
 }
@@ -193,7 +193,7 @@ impl ProcessEnvironment<'_> {
 
     /// Fails if this process is one of several workers that another launcher, or launch, has
     /// started.
-    fn check_worker_variables(&self) -> diagnostic::Result<()> {
+    fn check_not_a_worker(&self) -> diagnostic::Result<()> {
         let [rank, local, world] = [env::RANK, env::LOCAL_RANK, env::WORLD_SIZE].map(|name| self.value(name));
         match (rank, local, world.and_then(|world| world.trim().parse::<u32>().ok())) {
             (Some(rank), Some(_), Some(world)) if world > 1 => {
@@ -220,7 +220,7 @@ impl ProcessEnvironment<'_> {
             node_rank: self.parse("PET_NODE_RANK")?,
             rendezvous: match endpoint {
                 Some(endpoint) => Some(endpoint),
-                None => self.join_address("PET_MASTER_ADDR", "PET_MASTER_PORT")?,
+                None => self.read_address("PET_MASTER_ADDR", "PET_MASTER_PORT")?,
             },
         }))
     }
@@ -239,7 +239,7 @@ impl ProcessEnvironment<'_> {
             source: "WORLD_SIZE and RANK".to_owned(),
             nodes: self.parse(env::WORLD_SIZE)?,
             node_rank: self.parse(env::RANK)?,
-            rendezvous: self.join_address(env::MASTER_ADDR, env::MASTER_PORT)?,
+            rendezvous: self.read_address(env::MASTER_ADDR, env::MASTER_PORT)?,
         }))
     }
 
@@ -250,7 +250,7 @@ impl ProcessEnvironment<'_> {
         let host = self.host.split('.').next().unwrap_or_default();
         let stem = host.strip_suffix(&index.to_string()).filter(|stem| stem.ends_with('-'));
         let rendezvous = stem.and_then(|stem| {
-            let domain = self.find_domain(host)?;
+            let domain = self.find_host_domain(host)?;
             Some(RendezvousAddress::with_default_port(&format!("{stem}0.{domain}")))
         });
         let source = "JOB_COMPLETION_INDEX".to_owned();
@@ -259,7 +259,7 @@ impl ProcessEnvironment<'_> {
 
     /// Finds the domain part of this machine's qualified host name in `/etc/hosts`. Kubernetes
     /// writes the name there that a headless service gives the pod.
-    fn find_domain(&self, host: &str) -> Option<String> {
+    fn find_host_domain(&self, host: &str) -> Option<String> {
         let hosts = (self.read_file)("/etc/hosts")?;
         let words =
             hosts.lines().filter(|line| !line.trim_start().starts_with('#')).flat_map(str::split_whitespace);
@@ -279,7 +279,7 @@ impl ProcessEnvironment<'_> {
         }
         Ok(Some(NodeEnvironment {
             source: format!("{} and {}", variables.size, variables.rank),
-            nodes: Some(NodeCount::exactly(nodes.0)),
+            nodes: Some(NodeCount::from_exact_count(nodes.0)),
             node_rank: self.parse(variables.rank)?,
             rendezvous: self.find_first_host(),
         }))
@@ -295,7 +295,7 @@ impl ProcessEnvironment<'_> {
         }
         Ok(Some(NodeEnvironment {
             source: step.source.clone(),
-            nodes: Some(NodeCount::exactly(step.nodes)),
+            nodes: Some(NodeCount::from_exact_count(step.nodes)),
             node_rank: Some(step.node_rank),
             rendezvous: self.find_first_host(),
         }))
@@ -306,7 +306,7 @@ impl ProcessEnvironment<'_> {
     fn find_pmix_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
         let Some(rank) = self.parse::<u32>("PMIX_RANK")? else { return Ok(None) };
         let hosts = self.list_batch_hosts().map(|(_, hosts)| hosts).unwrap_or_default();
-        let nodes = u32::try_from(hosts.len()).ok().filter(|n| *n > 0).map(NodeCount::exactly);
+        let nodes = u32::try_from(hosts.len()).ok().filter(|n| *n > 0).map(NodeCount::from_exact_count);
         let rendezvous = self.find_first_host();
         Ok(Some(NodeEnvironment { source: "PMIX_RANK".to_owned(), nodes, node_rank: Some(rank), rendezvous }))
     }
@@ -319,7 +319,7 @@ impl ProcessEnvironment<'_> {
         let nodes = hosts.len() as u32;
         Some(NodeEnvironment {
             source: source.to_owned(),
-            nodes: Some(NodeCount::exactly(nodes)),
+            nodes: Some(NodeCount::from_exact_count(nodes)),
             node_rank: hosts.iter().position(|name| short(name) == this_host).map(|rank| rank as u32),
             rendezvous: self.find_first_host(),
         })
@@ -359,7 +359,7 @@ impl ProcessEnvironment<'_> {
 
     /// Builds the address of node 0 from the variables `host_name` and `port_name`, which contain
     /// its host and port. A missing port is the default one.
-    fn join_address(
+    fn read_address(
         &self,
         host_name: &str,
         port_name: &str,

@@ -1,20 +1,20 @@
 //! Compares the jobs of two nodes by hashes, without sending the values of their keys.
 use jobspec::{JobSpec, list_key_values};
-use protocol::control::JobKeyHash;
+use protocol::control::JobSettingHash;
 use std::collections::BTreeMap;
 
 /// The keys and sections of job.yaml whose values may differ between nodes.
-const LOCAL_KEYS: [&str; 3] = ["cluster.hosts", "cluster.join", "run.workdir"];
+const KEYS_THAT_MAY_DIFFER: [&str; 3] = ["cluster.hosts", "cluster.join", "run.workdir"];
 
 /// The text that replaces a key in a message if one node runs the job and another one only checks
 /// its hosts.
-const CHECK_COMMAND: &str = "launch check";
+const CHECK_COMMAND_SUBJECT: &str = "launch check";
 
 /// Returns the path of each key of a job with a hash of its value. Keys whose values may differ
 /// between nodes are left out.
-pub(super) fn hash_job(job: &JobSpec) -> Vec<JobKeyHash> {
+pub(super) fn hash_job(job: &JobSpec) -> Vec<JobSettingHash> {
     let is_local = |path: &str| {
-        LOCAL_KEYS
+        KEYS_THAT_MAY_DIFFER
             .iter()
             .any(|key| path.strip_prefix(key).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
     };
@@ -24,15 +24,15 @@ pub(super) fn hash_job(job: &JobSpec) -> Vec<JobKeyHash> {
         bytes.copy_from_slice(&blake3::hash(value.as_bytes()).as_bytes()[..8]);
         u64::from_le_bytes(bytes)
     };
-    let keys = values.map(|(path, value)| JobKeyHash { hash: hash(&value), path });
+    let keys = values.map(|(path, value)| JobSettingHash { hash: hash(&value), path });
     // A node of a run does not join a check, which would end it without an error, and vice versa.
-    let check = job.cluster.join.checks_hosts.then(|| JobKeyHash { path: CHECK_COMMAND.to_owned(), hash: 0 });
+    let check = job.cluster.join.checks_hosts.then(|| JobSettingHash { path: CHECK_COMMAND_SUBJECT.to_owned(), hash: 0 });
     keys.chain(check).collect()
 }
 
 /// Returns the paths of the keys in which two jobs differ.
-pub(super) fn find_differences(first: &[JobKeyHash], second: &[JobKeyHash]) -> Vec<String> {
-    let by_path = |keys: &[JobKeyHash]| -> BTreeMap<String, u64> {
+pub(super) fn find_differences(first: &[JobSettingHash], second: &[JobSettingHash]) -> Vec<String> {
+    let by_path = |keys: &[JobSettingHash]| -> BTreeMap<String, u64> {
         keys.iter().map(|key| (key.path.clone(), key.hash)).collect()
     };
     let (first, second) = (by_path(first), by_path(second));

@@ -5,10 +5,10 @@ use jobspec::JoinSpec;
 use std::{io::Read, os::unix::fs::MetadataExt, path::Path};
 
 /// The context string of the key derivation function for keys that are read from key files.
-const KEY_PURPOSE: &str = "launch 2026 join key file";
+const KEY_FILE_CONTEXT: &str = "launch 2026 join key file";
 /// The context string of the key derivation function for nodes without a key file, whose key
 /// protects from mistakes only. The key is not secret, because this text is public.
-const INSECURE_PURPOSE: &str = "launch 2026 join without a key";
+const INSECURE_KEY_CONTEXT: &str = "launch 2026 join without a key";
 /// The smallest length of the secret in a key file, in bytes.
 const MIN_SECRET_BYTES: usize = 32;
 /// The largest length of a key file, in bytes.
@@ -18,7 +18,7 @@ const MAX_FILE_BYTES: u64 = 4096;
 /// job's key file or, in a job with `insecure`, from a constant that everyone knows.
 pub(super) fn read_join_key(join: &JoinSpec) -> diagnostic::Result<HandshakeKey> {
     match &join.key_file {
-        _ if join.insecure => Ok(HandshakeKey::derive(INSECURE_PURPOSE, &[])),
+        _ if join.insecure => Ok(HandshakeKey::derive(INSECURE_KEY_CONTEXT, &[])),
         Some(file) => read_key_file(file),
         None => {
             Err(Diagnostic::error(host::JOIN_KEY_MISSING, "the nodes of the job have no key").with_remedy())
@@ -57,7 +57,7 @@ fn read_key_file(file: &Path) -> diagnostic::Result<HandshakeKey> {
             format!("the key in {shown} has {found} bytes; expected {MIN_SECRET_BYTES} to {MAX_FILE_BYTES}");
         return Err(invalid(message).with_help("`openssl rand -hex 32` prints a key"));
     }
-    Ok(HandshakeKey::derive(KEY_PURPOSE, secret))
+    Ok(HandshakeKey::derive(KEY_FILE_CONTEXT, secret))
 }
 
 #[cfg(test)]

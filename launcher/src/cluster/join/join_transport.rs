@@ -13,7 +13,7 @@ use crate::{
         local::start_local_agent,
         pending_agent::{AgentConnectionSlot, PendingAgent},
         provider::ClusterError,
-        transport::{AgentArrival, AgentHandle, AgentOutput, AgentProcess, RemoteConnection, Transport},
+        transport::{ArrivalLimits, AgentHandle, AgentOutput, AgentProcess, RemoteConnection, Transport},
     },
     leases::HELLO_TIMEOUT,
 };
@@ -36,12 +36,12 @@ use tokio::{
 };
 
 /// How many times a node may join again after it was lost before an attempt begins.
-const MAX_RETURNS: u32 = 10;
+const MAX_REJOINS: u32 = 10;
 /// The number of lines for the user that may wait until they are shown. Further lines are dropped.
 const LINE_CAPACITY: usize = 16;
 /// The size, in bytes, of the buffer between the task that writes lines for the user and the
 /// controller that shows them.
-const LINE_BYTES: usize = 16 << 10;
+const LINE_BUFFER_BYTES: usize = 16 << 10;
 
 /// Waits on node 0 for the agents of the other nodes, and starts the agent of node 0.
 pub(super) struct JoinTransport {
@@ -90,16 +90,16 @@ impl JoinTransport {
             Diagnostic::error(host::JOIN_ADDRESS_IN_USE, message).with_cause(&error)
         })?;
         tokio::spawn(accept_nodes(listeners, self.context.clone()));
-        let (near, far) = tokio::io::duplex(LINE_BYTES);
+        let (near, far) = tokio::io::duplex(LINE_BUFFER_BYTES);
         tokio::spawn(write_lines(lines, near));
         Ok(Some(far))
     }
 
     /// Opens a slot in which the node with the rank `rank` can join. Returns the streams of the
     /// node's agent, which end if the node does not join in time.
-    fn await_node(&self, rank: u32, name: &str, stderr: AgentOutput) -> AgentProcess {
+    fn open_node_slot(&self, rank: u32, name: &str, stderr: AgentOutput) -> AgentProcess {
         let PendingAgent { input, output, slot } = PendingAgent::new(name);
-        let expired = self.context.table().open_slot(rank, slot.clone(), Instant::now());
+        let expired = self.context.lock_table().open_slot(rank, slot.clone(), Instant::now());
         let connection = NodeConnection { slot, expired };
         AgentProcess {
             handle: AgentHandle::Connection(Box::new(connection)),
@@ -135,18 +135,18 @@ impl Transport for JoinTransport {
                     Some(lines) => Box::new(lines),
                     None => Box::new(tokio::io::empty()),
                 };
-                Ok(self.await_node(rank.unwrap_or(u32::MAX), name, stderr))
+                Ok(self.open_node_slot(rank.unwrap_or(u32::MAX), name, stderr))
             }
         };
         hosts.iter().map(&mut start).collect()
     }
 
-    fn arrival(&self) -> AgentArrival {
+    fn arrival_limits(&self) -> ArrivalLimits {
         // A node that is lost may be started again at once, and evicts its predecessor.
-        AgentArrival {
+        ArrivalLimits {
             hello_timeout: self.timeout + HELLO_TIMEOUT,
             quarantine: Duration::ZERO,
-            max_returns: MAX_RETURNS,
+            max_returns: MAX_REJOINS,
         }
     }
 }

@@ -2,7 +2,7 @@
 //! connections of accepted nodes to the controller.
 use super::{
     job_hashes::find_differences,
-    node_table::{Candidate, ConnectionNumber, Decision, NodeTable},
+    node_table::{JoinCandidate, ConnectionNumber, JoinDecision, NodeTable},
 };
 use crate::{
     cluster::{
@@ -18,7 +18,7 @@ use crate::{
     warning_limit::WarningLimit,
 };
 use diagnostic::{Diagnostic, codes::host, quantity::format_count};
-use protocol::control::{JobKeyHash, JoinAnswer, JoinRequest, PROTOCOL_VERSION};
+use protocol::control::{JobSettingHash, JoinAnswer, JoinRequest, PROTOCOL_VERSION};
 use std::{
     io,
     net::{IpAddr, SocketAddr},
@@ -49,7 +49,7 @@ pub(super) struct JoinContext {
     pub(super) key: HandshakeKey,
     pub(super) nodes: u32,
     /// The keys of the job of node 0, each with a hash of its value.
-    pub(super) job: Vec<JobKeyHash>,
+    pub(super) job: Vec<JobSettingHash>,
     pub(super) table: Mutex<NodeTable>,
     /// Carries lines for the user. Lines that do not fit are dropped.
     pub(super) lines: mpsc::Sender<String>,
@@ -58,7 +58,7 @@ pub(super) struct JoinContext {
 
 impl JoinContext {
     /// Locks the table of nodes.
-    pub(super) fn table(&self) -> MutexGuard<'_, NodeTable> {
+    pub(super) fn lock_table(&self) -> MutexGuard<'_, NodeTable> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -69,10 +69,10 @@ impl JoinContext {
     }
 
     /// Warns the user about a connection from `peer`, at most once a minute for each address.
-    fn warn(&self, peer: IpAddr, reason: &str) {
+    fn warn_about_peer(&self, peer: IpAddr, reason: &str) {
         let mut limit = self.limit.lock().unwrap_or_else(PoisonError::into_inner);
         let text = format_rejection(peer, reason);
-        match limit.count_omitted(peer, Instant::now()) {
+        match limit.admit_warning(peer, Instant::now()) {
             None => {}
             Some(0) => self.show_line(text),
             Some(n) => self.show_line(format!("{text} ({} omitted)", format_count(n, "similar message"))),
@@ -81,7 +81,7 @@ impl JoinContext {
 
     /// Checks whether the request of a node to join matches this run, such as its job and its
     /// number of nodes. Fails if the node cannot join this run.
-    fn check_request(&self, request: &JoinRequest) -> diagnostic::Result<()> {
+    fn check_join_request(&self, request: &JoinRequest) -> diagnostic::Result<()> {
         let rejected = |message: String| Err(Diagnostic::error(host::JOIN_REJECTED, message));
         let (nodes, node) = (self.nodes, &request.host);
         if request.version != PROTOCOL_VERSION {
@@ -126,7 +126,7 @@ pub(super) async fn accept_nodes(mut listeners: Vec<TcpListener>, context: Arc<J
     let mut number: ConnectionNumber = 0;
     let mut report_at = Instant::now() + FIRST_REPORT_DELAY;
     loop {
-        context.table().close_expired(Instant::now());
+        context.lock_table().close_expired_slots(Instant::now());
         report_missing_nodes(&context, &mut report_at);
         let accepted = tokio::select! {
             accepted = accept_next(&mut listeners) => accepted,
@@ -137,7 +137,7 @@ pub(super) async fn accept_nodes(mut listeners: Vec<TcpListener>, context: Arc<J
             continue;
         };
         if let Some(closed) = handshakes.make_space(peer.ip()) {
-            context.warn(closed, "too many connections from there wait");
+            context.warn_about_peer(closed, "too many connections from there wait");
         }
         number += 1;
         let task = tokio::spawn(admit_connection(stream, peer, number, context.clone()));
@@ -147,7 +147,7 @@ pub(super) async fn accept_nodes(mut listeners: Vec<TcpListener>, context: Arc<J
 
 /// Reports which nodes are missing if `report_at` has passed, and sets the time of the next report.
 fn report_missing_nodes(context: &JoinContext, report_at: &mut Instant) {
-    let awaited = context.table().list_awaited();
+    let awaited = context.lock_table().list_awaited_ranks();
     let now = Instant::now();
     if awaited.is_empty() {
         *report_at = now + FIRST_REPORT_DELAY;
@@ -172,14 +172,14 @@ async fn admit_connection(
         Ok(received) => received,
         // A node tries several addresses, and port scanners send nothing.
         Err(HandshakeError::Io(_)) => return,
-        Err(error) => return context.warn(peer.ip(), &error.to_string()),
+        Err(error) => return context.warn_about_peer(peer.ip(), &error.to_string()),
     };
-    let mut claims = Claims { number, context: &context };
-    if let Err(error) = context.check_request(&request) {
+    let mut claims = SlotClaims { number, context: &context };
+    if let Err(error) = context.check_join_request(&request) {
         return claims.reject(connection, peer, error).await;
     }
-    let mut candidate = Candidate::new(number, request.node_rank, Instant::now());
-    claims.wait_for_place(connection, peer, &mut candidate, &request).await;
+    let mut candidate = JoinCandidate::new(number, request.node_rank, Instant::now());
+    claims.wait_for_slot(connection, peer, &mut candidate, &request).await;
 }
 
 /// Performs the handshake with a node and reads its request.
@@ -200,43 +200,43 @@ async fn receive_request(
 
 /// Releases the claims of one connection in the table of nodes when the value is dropped. They are
 /// released when the value is dropped.
-struct Claims<'a> {
+struct SlotClaims<'a> {
     number: ConnectionNumber,
     context: &'a JoinContext,
 }
 
-impl Drop for Claims<'_> {
+impl Drop for SlotClaims<'_> {
     fn drop(&mut self) {
-        self.context.table().release(self.number, None);
+        self.context.lock_table().release_claims(self.number, None);
     }
 }
 
-impl Claims<'_> {
+impl SlotClaims<'_> {
     /// Waits until the node gets its slot in the run, and passes the connection to the controller.
     /// Rejects the node if it cannot get a place.
-    async fn wait_for_place(
+    async fn wait_for_slot(
         &mut self,
         mut connection: AgentConnection,
         peer: SocketAddr,
-        candidate: &mut Candidate,
+        candidate: &mut JoinCandidate,
         request: &JoinRequest,
     ) {
         loop {
-            let decision = self.context.table().decide(candidate, Instant::now());
+            let decision = self.context.lock_table().decide_join(candidate, Instant::now());
             let message = match decision {
-                Decision::Take(slot, rank) => {
+                JoinDecision::Take(slot, rank) => {
                     return self.fill_slot(connection, &slot, rank, &request.host).await;
                 }
-                Decision::Wait => {
-                    if is_closed(&mut connection).await {
+                JoinDecision::Wait => {
+                    if wait_until_closed_or_retry(&mut connection).await {
                         return;
                     }
                     continue;
                 }
-                Decision::Duplicate(rank, other) => {
+                JoinDecision::Duplicate(rank, other) => {
                     format!("{} has the node rank {rank}, with which {other}", request.host)
                 }
-                Decision::Full => {
+                JoinDecision::Full => {
                     format!("{} comes too late: all {} nodes have joined", request.host, self.context.nodes)
                 }
             };
@@ -255,7 +255,7 @@ impl Claims<'_> {
         node: &str,
     ) {
         if send_answer(&mut connection, &JoinAnswer::Accepted { node_rank }).await && slot.fill(connection) {
-            self.context.table().release(self.number, Some(node));
+            self.context.lock_table().release_claims(self.number, Some(node));
         }
     }
 
@@ -279,7 +279,7 @@ async fn send_answer(connection: &mut AgentConnection, answer: &JoinAnswer) -> b
 
 /// Waits for [`RETRY_INTERVAL`], and returns whether the node has closed the connection meanwhile.
 /// Returns whether the node has closed the connection, or sent data before the answer.
-async fn is_closed(connection: &mut AgentConnection) -> bool {
+async fn wait_until_closed_or_retry(connection: &mut AgentConnection) -> bool {
     let mut byte = [0];
     tokio::select! {
         _ = connection.reader.transport_mut().peek(&mut byte) => true,

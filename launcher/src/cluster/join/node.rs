@@ -5,7 +5,7 @@
 //! node 0. So it ends with this process. This process handles the signals of the node, kills what
 //! the agent leaves, and exits with the exit code of the run.
 use super::{
-    dial::{DialError, JoinTarget, JoinedNode, dial_once},
+    dial::{DialError, JoinTarget, JoinedNode, try_join_once},
     job_hashes::hash_job,
     join_key::read_join_key,
     node_relay::{NodeEnd, NodeRelay},
@@ -30,9 +30,9 @@ use std::{
 use tokio::time::{sleep, timeout_at};
 
 /// The pause after the first failed attempt to connect. Each further attempt doubles it.
-const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(100);
 /// The longest pause between two attempts to connect.
-const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(2);
 /// How long a node tries to connect before it first reports that it waits for node 0.
 const FIRST_REPORT_DELAY: Duration = Duration::from_secs(10);
 /// The time limit for the end of the processes that the agent left.
@@ -70,7 +70,7 @@ pub(crate) fn join_run(
         let timeout = Duration::from_millis(join.timeout_ms);
         let joined = tokio::select! {
             joined = wait_for_node_0(&target, timeout) => joined?,
-            code = signals.receive() => {
+            code = signals.receive_end_signal() => {
                 write_message("launch: stopped before the node joined\n");
                 return Ok(code);
             }
@@ -86,10 +86,10 @@ pub(crate) fn join_run(
 async fn wait_for_node_0(target: &JoinTarget, limit: Duration) -> diagnostic::Result<JoinedNode> {
     let began = Instant::now();
     let deadline = tokio::time::Instant::now() + limit;
-    let (mut pause, mut is_reported) = (FIRST_PAUSE, false);
+    let (mut pause, mut is_reported) = (FIRST_RETRY_PAUSE, false);
     let mut reason = "no answer".to_owned();
     loop {
-        match timeout_at(deadline, dial_once(target)).await {
+        match timeout_at(deadline, try_join_once(target)).await {
             Ok(Ok(joined)) => return Ok(joined),
             Ok(Err(DialError::Rejected(error))) => return Err(error),
             Ok(Err(DialError::Unreachable(text))) => reason = text,
@@ -109,7 +109,7 @@ async fn wait_for_node_0(target: &JoinTarget, limit: Duration) -> diagnostic::Re
             write_message(&format!("launch: waiting for node 0 at {}: {reason}\n", target.address));
         }
         sleep(pause).await;
-        pause = (pause * 2).min(LONGEST_PAUSE);
+        pause = (pause * 2).min(LONGEST_RETRY_PAUSE);
     }
 }
 

@@ -51,11 +51,11 @@ pub(super) enum NodeEnd {
 }
 
 /// A message of node 0 or of the agent, the end of its stream (`Ok(None)`), or a read error.
-type Incoming<T> = ((), Result<Option<T>, FrameError>);
+type IncomingMessage<T> = ((), Result<Option<T>, FrameError>);
 
 /// A message to pass on (`None` at the end of the stream), and the reserved place in the queue for
 /// it (`None` if the queue is closed).
-type Received<T> = (Option<T>, Option<mpsc::OwnedPermit<T>>);
+type ReceivedMessage<T> = (Option<T>, Option<mpsc::OwnedPermit<T>>);
 
 /// Passes the control messages between node 0 and the agent of this node, and watches the agent's
 /// process.
@@ -65,8 +65,8 @@ pub(super) struct NodeRelay {
     to_agent: Option<mpsc::Sender<ToAgent>>,
     /// The queue of messages to node 0; `None` after the connection was closed.
     to_controller: Option<mpsc::Sender<FromAgent>>,
-    from_controller: mpsc::Receiver<Incoming<ToAgent>>,
-    from_agent: mpsc::Receiver<Incoming<FromAgent>>,
+    from_controller: mpsc::Receiver<IncomingMessage<ToAgent>>,
+    from_agent: mpsc::Receiver<IncomingMessage<FromAgent>>,
     /// The task that writes messages to node 0. It ends when the last message was written.
     writer: tokio::task::JoinHandle<()>,
     /// The result that node 0 sent when it no longer needed this node; `None` before.
@@ -128,12 +128,12 @@ impl NodeRelay {
                 }
             };
             tokio::select! {
-                next = receive_next(&mut self.from_controller, self.to_agent.as_ref()),
+                next = receive_with_reserved_place(&mut self.from_controller, self.to_agent.as_ref()),
                     if !self.is_controller_gone => self.pass_to_agent(next),
-                next = receive_next(&mut self.from_agent, self.to_controller.as_ref()),
+                next = receive_with_reserved_place(&mut self.from_agent, self.to_controller.as_ref()),
                     if self.to_controller.is_some() => self.pass_to_controller(next),
-                signal = signals.receive_any() => match signal {
-                    Some(code) => self.handle_signal(code),
+                signal = signals.receive_end_or_child_signal() => match signal {
+                    Some(code) => self.stop_on_signal(code),
                     None => self.reap_agent(),
                 },
                 () = kill_time => self.kill_agent(),
@@ -141,11 +141,11 @@ impl NodeRelay {
         }
         // The last messages explain the end of the node to node 0.
         _ = tokio::time::timeout(FLUSH_TIMEOUT, &mut self.writer).await;
-        self.conclude()
+        self.into_node_end()
     }
 
     /// Returns the reason why this node no longer takes part in the run, after the relay has ended.
-    fn conclude(self) -> NodeEnd {
+    fn into_node_end(self) -> NodeEnd {
         let how = |status| format!("was {}", describe_process_end(status, false));
         match (self.end, self.signalled.filter(|_| self.is_killed), self.failure) {
             (Some(end), ..) => end,
@@ -162,10 +162,10 @@ impl NodeRelay {
 
     /// Passes a message of node 0 to the agent, or closes the agent's control stream if the
     /// connection to node 0 has ended.
-    fn pass_to_agent(&mut self, (message, place): Received<ToAgent>) {
+    fn pass_to_agent(&mut self, (message, place): ReceivedMessage<ToAgent>) {
         let Some(message) = message else {
             self.is_controller_gone = true;
-            return self.close_agent();
+            return self.close_agent_stream();
         };
         if let (ToAgent::End { exit_code }, true) = (&message, self.to_agent.is_some()) {
             self.end = Some(exit_code.map_or(NodeEnd::Released, NodeEnd::RunEnded));
@@ -176,10 +176,10 @@ impl NodeRelay {
 
     /// Passes a message of the agent to node 0, or closes the connection to node 0 if the agent's
     /// stream has ended.
-    fn pass_to_controller(&mut self, (message, place): Received<FromAgent>) {
+    fn pass_to_controller(&mut self, (message, place): ReceivedMessage<FromAgent>) {
         let Some(message) = message else {
             self.to_controller = None;
-            return self.close_agent();
+            return self.close_agent_stream();
         };
         self.failure = self.failure.take().or_else(|| find_agent_failure(&message));
         // Without a place, the connection has ended.
@@ -199,11 +199,11 @@ impl NodeRelay {
 
     /// Handles a signal to this node, by requesting that the run save and stop. A second signal
     /// ends the workers of this node.
-    fn handle_signal(&mut self, code: u8) {
+    fn stop_on_signal(&mut self, code: u8) {
         if self.signalled.replace(code).is_some() {
             write_message("launch: a second signal ends the workers of this node\n");
             self.is_killed = true;
-            return self.close_agent();
+            return self.close_agent_stream();
         }
         write_message(
             "launch: asked node 0 to save and stop the run; a second signal ends the workers of this node\n",
@@ -213,7 +213,7 @@ impl NodeRelay {
 
     /// Closes the control stream to the agent, which then ends its workers and exits. Schedules a
     /// kill of the agent.
-    fn close_agent(&mut self) {
+    fn close_agent_stream(&mut self) {
         self.to_agent = None;
         self.kill_at.get_or_insert(Instant::now() + AGENT_EXIT_TIMEOUT);
     }
@@ -246,10 +246,10 @@ impl NodeRelay {
 /// Reserves a place in `queue`, and then receives the next message from `from`, which is to be
 /// passed to that queue. Cancel-safe. Returns no place if the queue is closed, and no message at
 /// the end of the stream.
-async fn receive_next<T>(
-    from: &mut mpsc::Receiver<Incoming<T>>,
+async fn receive_with_reserved_place<T>(
+    from: &mut mpsc::Receiver<IncomingMessage<T>>,
     queue: Option<&mpsc::Sender<T>>,
-) -> Received<T> {
+) -> ReceivedMessage<T> {
     let place = match queue {
         Some(queue) => queue.clone().reserve_owned().await.ok(),
         None => None,

@@ -24,7 +24,7 @@ impl NodeSignals {
 
     /// Waits for a signal that ends the node, and returns the exit code that reports the signal.
     /// Cancel-safe.
-    pub(super) async fn receive(&mut self) -> u8 {
+    pub(super) async fn receive_end_signal(&mut self) -> u8 {
         tokio::select! {
             _ = self.interrupt.recv() => exit::INTERRUPTED,
             _ = self.terminate.recv() => exit::TERMINATED,
@@ -34,7 +34,7 @@ impl NodeSignals {
 
     /// Waits for a signal that ends the node, for which it returns an exit code, or for the end of
     /// a child process, for which it returns `None`. Cancel-safe.
-    pub(super) async fn receive_any(&mut self) -> Option<u8> {
+    pub(super) async fn receive_end_or_child_signal(&mut self) -> Option<u8> {
         tokio::select! {
             _ = self.interrupt.recv() => Some(exit::INTERRUPTED),
             _ = self.terminate.recv() => Some(exit::TERMINATED),

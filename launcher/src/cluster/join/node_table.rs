@@ -15,17 +15,17 @@ use std::{
 
 /// How long after a second node has arrived with the rank of a first one late messages of the first
 /// node are ignored as signs of life. The first node may have sent them before it died.
-const SETTLE_TIME: Duration = Duration::from_millis(1500);
+const LATE_MESSAGE_TIME: Duration = Duration::from_millis(1500);
 /// How long a node without a rank waits for a free place when all nodes have joined. After this
 /// time the node is rejected.
-const FULL_TIMEOUT: Duration = Duration::from_secs(15);
+const FREE_PLACE_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The number of a connection of a node to node 0, counted from 1.
 pub(super) type ConnectionNumber = u64;
 
 /// A node that has authenticated itself to node 0 and asks to join the run.
 #[derive(Debug)]
-pub(super) struct Candidate {
+pub(super) struct JoinCandidate {
     pub(super) number: ConnectionNumber,
     /// The node rank that the node asks for; `None` if it takes any free one.
     pub(super) rank: Option<u32>,
@@ -36,15 +36,15 @@ pub(super) struct Candidate {
     baseline: Option<u64>,
 }
 
-impl Candidate {
+impl JoinCandidate {
     /// Creates a candidate that arrived at the time `now`.
-    pub(super) fn new(number: ConnectionNumber, rank: Option<u32>, now: Instant) -> Candidate {
-        Candidate { number, rank, arrived: now, baseline: None }
+    pub(super) fn new(number: ConnectionNumber, rank: Option<u32>, now: Instant) -> JoinCandidate {
+        JoinCandidate { number, rank, arrived: now, baseline: None }
     }
 }
 
 /// The decision of node 0 about a node that asks to join.
-pub(super) enum Decision {
+pub(super) enum JoinDecision {
     /// The node joins with this rank, and its connection fills this slot. The caller must call
     /// [`NodeTable::release`] afterwards.
     Take(AgentConnectionSlot, u32),
@@ -124,44 +124,44 @@ impl NodeTable {
 
     /// Decides at the time `now` whether `candidate`, a node that asks to join, may do so. The
     /// caller repeats the question while the answer is [`Decision::Wait`].
-    pub(super) fn decide(&mut self, candidate: &mut Candidate, now: Instant) -> Decision {
+    pub(super) fn decide_join(&mut self, candidate: &mut JoinCandidate, now: Instant) -> JoinDecision {
         match candidate.rank {
-            Some(rank) => self.decide_for_rank(rank, candidate, now),
-            None => self.decide_for_any(candidate, now),
+            Some(rank) => self.decide_join_with_rank(rank, candidate, now),
+            None => self.decide_join_without_rank(candidate, now),
         }
     }
 
     /// Decides at the time `now` whether `candidate` may join with the node rank `rank`.
-    fn decide_for_rank(&mut self, rank: u32, candidate: &mut Candidate, now: Instant) -> Decision {
-        let Some(entry) = self.entries.get_mut(rank as usize) else { return Decision::Full };
+    fn decide_join_with_rank(&mut self, rank: u32, candidate: &mut JoinCandidate, now: Instant) -> JoinDecision {
+        let Some(entry) = self.entries.get_mut(rank as usize) else { return JoinDecision::Full };
         let age = now.saturating_duration_since(candidate.arrived);
         match &entry.slot {
             Some(slot) if slot.is_waiting() => match entry.claim {
-                Some(other) if other != candidate.number => Decision::Wait,
+                Some(other) if other != candidate.number => JoinDecision::Wait,
                 _ => {
                     entry.claim = Some(candidate.number);
-                    Decision::Take(slot.clone(), rank)
+                    JoinDecision::Take(slot.clone(), rank)
                 }
             },
             Some(slot) if slot.is_connected() => {
-                let received = slot.count_received();
-                let baseline = match age >= SETTLE_TIME {
+                let received = slot.count_reads();
+                let baseline = match age >= LATE_MESSAGE_TIME {
                     true => *candidate.baseline.get_or_insert(received),
                     false => received,
                 };
                 match received > baseline {
-                    true => Decision::Duplicate(rank, format!("{} has joined", entry.host)),
-                    false => Decision::Wait,
+                    true => JoinDecision::Duplicate(rank, format!("{} has joined", entry.host)),
+                    false => JoinDecision::Wait,
                 }
             }
             _ => match entry.parked {
-                Some(other) if other != candidate.number && age >= SETTLE_TIME => {
-                    Decision::Duplicate(rank, "another node waits to join".to_owned())
+                Some(other) if other != candidate.number && age >= LATE_MESSAGE_TIME => {
+                    JoinDecision::Duplicate(rank, "another node waits to join".to_owned())
                 }
-                Some(_) => Decision::Wait,
+                Some(_) => JoinDecision::Wait,
                 None => {
                     entry.parked = Some(candidate.number);
-                    Decision::Wait
+                    JoinDecision::Wait
                 }
             },
         }
@@ -169,7 +169,7 @@ impl NodeTable {
 
     /// Decides at the time `now` whether `candidate`, which asks for no rank, may join with any
     /// free rank.
-    fn decide_for_any(&mut self, candidate: &mut Candidate, now: Instant) -> Decision {
+    fn decide_join_without_rank(&mut self, candidate: &mut JoinCandidate, now: Instant) -> JoinDecision {
         let ranks = || 1..self.entries.len();
         let is_own = |other: Option<ConnectionNumber>| other.is_none_or(|other| other == candidate.number);
         let is_free = |rank: &usize| {
@@ -181,17 +181,17 @@ impl NodeTable {
             !entry.is_waiting() && !entry.is_connected() && is_own(entry.parked)
         };
         if let Some(rank) = ranks().find(is_free).or_else(|| ranks().find(can_park)) {
-            return self.decide_for_rank(rank as u32, candidate, now);
+            return self.decide_join_with_rank(rank as u32, candidate, now);
         }
-        match now.saturating_duration_since(candidate.arrived) >= FULL_TIMEOUT {
-            true => Decision::Full,
-            false => Decision::Wait,
+        match now.saturating_duration_since(candidate.arrived) >= FREE_PLACE_TIMEOUT {
+            true => JoinDecision::Full,
+            false => JoinDecision::Wait,
         }
     }
 
     /// Releases the slot that the connection `number` waits for or has claimed. `host` is the host
     /// name of its node if the node has joined.
-    pub(super) fn release(&mut self, number: ConnectionNumber, host: Option<&str>) {
+    pub(super) fn release_claims(&mut self, number: ConnectionNumber, host: Option<&str>) {
         for entry in &mut self.entries {
             if entry.claim == Some(number) {
                 entry.claim = None;
@@ -202,7 +202,7 @@ impl NodeTable {
     }
 
     /// Closes, at the time `now`, the slots for which no node has joined in time.
-    pub(super) fn close_expired(&mut self, now: Instant) {
+    pub(super) fn close_expired_slots(&mut self, now: Instant) {
         let joined = 1 + self.entries.iter().filter(|entry| entry.is_connected()).count();
         self.enough_since = if joined >= self.min_nodes { self.enough_since.or(Some(now)) } else { None };
         let is_last_call_over = self.min_nodes < self.entries.len()
@@ -217,7 +217,7 @@ impl NodeTable {
     }
 
     /// Returns the ranks of the nodes that node 0 still waits for.
-    pub(super) fn list_awaited(&self) -> Vec<u32> {
+    pub(super) fn list_awaited_ranks(&self) -> Vec<u32> {
         let awaited = self.entries.iter().enumerate().filter(|(_, entry)| entry.is_waiting());
         awaited.map(|(rank, _)| rank as u32).collect()
     }
@@ -231,26 +231,26 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
 
     /// Formats a decision as text, such as `wait` or `take NAME RANK`.
-    fn describe(decision: &Decision) -> String {
+    fn describe(decision: &JoinDecision) -> String {
         match decision {
-            Decision::Take(slot, rank) => format!("take {} {rank}", slot.name),
-            Decision::Wait => "wait".to_owned(),
-            Decision::Duplicate(rank, other) => format!("duplicate {rank} {other}"),
-            Decision::Full => "full".to_owned(),
+            JoinDecision::Take(slot, rank) => format!("take {} {rank}", slot.name),
+            JoinDecision::Wait => "wait".to_owned(),
+            JoinDecision::Duplicate(rank, other) => format!("duplicate {rank} {other}"),
+            JoinDecision::Full => "full".to_owned(),
         }
     }
 
     /// A table of nodes, with the agents whose streams keep its slots open.
-    struct Bench {
+    struct TestTable {
         table: NodeTable,
         agents: Vec<PendingAgent>,
         start: Instant,
     }
 
-    impl Bench {
-        fn new(nodes: u32, min_nodes: u32) -> Bench {
+    impl TestTable {
+        fn new(nodes: u32, min_nodes: u32) -> TestTable {
             let table = NodeTable::new(nodes, min_nodes, 60 * SECOND, 5 * SECOND);
-            Bench { table, agents: Vec::new(), start: Instant::now() }
+            TestTable { table, agents: Vec::new(), start: Instant::now() }
         }
 
         fn open(&mut self, rank: u32, at: Duration) -> Arc<AtomicBool> {
@@ -260,18 +260,18 @@ mod tests {
             expired
         }
 
-        fn decide(&mut self, candidate: &mut Candidate, at: Duration) -> String {
-            describe(&self.table.decide(candidate, self.start + at))
+        fn decide(&mut self, candidate: &mut JoinCandidate, at: Duration) -> String {
+            describe(&self.table.decide_join(candidate, self.start + at))
         }
 
-        fn candidate(&self, number: u64, rank: Option<u32>) -> Candidate {
-            Candidate::new(number, rank, self.start)
+        fn candidate(&self, number: u64, rank: Option<u32>) -> JoinCandidate {
+            JoinCandidate::new(number, rank, self.start)
         }
     }
 
     #[test]
     fn early_nodes_wait_and_second_ones_are_duplicates() {
-        let mut bench = Bench::new(3, 3);
+        let mut bench = TestTable::new(3, 3);
         let (mut first, mut second) = (bench.candidate(1, Some(2)), bench.candidate(2, Some(2)));
         assert_eq!(bench.decide(&mut first, Duration::ZERO), "wait");
         assert_eq!(bench.decide(&mut second, Duration::ZERO), "wait", "the first one may be gone");
@@ -280,16 +280,16 @@ mod tests {
         assert_eq!(bench.decide(&mut first, 2 * SECOND), "take node-2 2");
         assert_eq!(bench.decide(&mut second, 2 * SECOND), "wait");
         // The first connection breaks before it has joined.
-        bench.table.release(1, None);
+        bench.table.release_claims(1, None);
         assert_eq!(bench.decide(&mut second, 2 * SECOND), "take node-2 2");
         assert_eq!(bench.decide(&mut bench.candidate(3, Some(7)), SECOND), "full");
     }
 
     #[test]
     fn nodes_without_a_rank_take_free_places() {
-        let mut bench = Bench::new(3, 3);
+        let mut bench = TestTable::new(3, 3);
         (1..3).for_each(|rank| _ = bench.open(rank, Duration::ZERO));
-        let mut any: Vec<Candidate> = (1..4).map(|number| bench.candidate(number, None)).collect();
+        let mut any: Vec<JoinCandidate> = (1..4).map(|number| bench.candidate(number, None)).collect();
         assert_eq!(bench.decide(&mut any[0], Duration::ZERO), "take node-1 1");
         assert_eq!(bench.decide(&mut any[1], Duration::ZERO), "take node-2 2");
         assert_eq!(bench.decide(&mut any[2], Duration::ZERO), "wait");
@@ -298,18 +298,18 @@ mod tests {
 
     #[test]
     fn slots_close_at_their_time_limit_or_after_the_last_call() {
-        let mut bench = Bench::new(3, 3);
+        let mut bench = TestTable::new(3, 3);
         let expired = bench.open(1, Duration::ZERO);
-        bench.table.close_expired(bench.start + 59 * SECOND);
-        assert_eq!(bench.table.list_awaited(), [1]);
-        bench.table.close_expired(bench.start + 60 * SECOND);
-        assert!(bench.table.list_awaited().is_empty() && expired.load(Ordering::Relaxed));
-        let mut bench = Bench::new(3, 1);
+        bench.table.close_expired_slots(bench.start + 59 * SECOND);
+        assert_eq!(bench.table.list_awaited_ranks(), [1]);
+        bench.table.close_expired_slots(bench.start + 60 * SECOND);
+        assert!(bench.table.list_awaited_ranks().is_empty() && expired.load(Ordering::Relaxed));
+        let mut bench = TestTable::new(3, 1);
         let expired = bench.open(1, Duration::ZERO);
-        bench.table.close_expired(bench.start);
-        bench.table.close_expired(bench.start + 4 * SECOND);
+        bench.table.close_expired_slots(bench.start);
+        bench.table.close_expired_slots(bench.start + 4 * SECOND);
         assert!(!expired.load(Ordering::Relaxed));
-        bench.table.close_expired(bench.start + 5 * SECOND);
+        bench.table.close_expired_slots(bench.start + 5 * SECOND);
         assert!(expired.load(Ordering::Relaxed), "node 0 alone is enough for the job");
     }
 }

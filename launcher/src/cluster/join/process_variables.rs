@@ -6,7 +6,7 @@
 //! DeepSpeed read their rank from them.
 
 /// The prefixes of the names of variables that MPI and its process managers set.
-const PREFIXES: &[&str] = &[
+const MPI_VARIABLE_PREFIXES: &[&str] = &[
     "HYDI_",
     "JSM_",
     "MPI_LOCALNRANKS",
@@ -23,8 +23,8 @@ const PREFIXES: &[&str] = &[
 ];
 
 /// Returns whether the variable `name` describes one process of another launcher.
-pub(super) fn describes_process(name: &str) -> bool {
-    PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+pub(super) fn is_process_variable(name: &str) -> bool {
+    MPI_VARIABLE_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
 
 #[cfg(test)]
@@ -34,10 +34,10 @@ mod tests {
     #[test]
     fn variables_of_the_job_are_not_those_of_a_process() {
         for name in ["OMPI_COMM_WORLD_RANK", "PMI_SIZE", "PMIX_RANK", "PALS_NODEID", "MPI_LOCALRANKID"] {
-            assert!(describes_process(name), "{name}");
+            assert!(is_process_variable(name), "{name}");
         }
         for name in ["OMPI_MCA_btl", "PET_NNODES", "JOB_COMPLETION_INDEX", "MPI_HOME", "LSB_HOSTS"] {
-            assert!(!describes_process(name), "{name}");
+            assert!(!is_process_variable(name), "{name}");
         }
     }
 }

@@ -1,10 +1,10 @@
 //! Determines whether the rendezvous address belongs to this machine, and opens the listeners of
 //! node 0.
-use super::dial::{DialError, JoinTarget, dial_once};
+use super::dial::{DialError, JoinTarget, try_join_once};
 use crate::{connection::handshake::HandshakeKey, discover::list_addresses};
 use diagnostic::{Diagnostic, codes::host};
 use jobspec::hosts::RendezvousAddress;
-use protocol::control::{JobKeyHash, JoinRequest, PROTOCOL_VERSION};
+use protocol::control::{JobSettingHash, JoinRequest, PROTOCOL_VERSION};
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs as _},
@@ -36,7 +36,7 @@ pub(super) fn find_own_addresses(address: &RendezvousAddress) -> Vec<SocketAddr>
 pub(super) fn open_listeners(
     address: &RendezvousAddress,
     key: &HandshakeKey,
-    (nodes, job): (u32, &[JobKeyHash]),
+    (nodes, job): (u32, &[JobSettingHash]),
 ) -> diagnostic::Result<Vec<TcpListener>> {
     let local = find_own_addresses(address);
     let probe = || {
@@ -105,7 +105,7 @@ fn open_at_every_address(port: u16) -> io::Result<TcpListener> {
 /// answers.
 fn find_other_job(target: &JoinTarget) -> Option<Diagnostic> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().ok()?;
-    let dial = runtime.block_on(async { tokio::time::timeout(PROBE_TIMEOUT, dial_once(target)).await });
+    let dial = runtime.block_on(async { tokio::time::timeout(PROBE_TIMEOUT, try_join_once(target)).await });
     match dial {
         Ok(Err(DialError::Rejected(error))) => {
             let message = format!("another job uses the rendezvous address {}", target.address);

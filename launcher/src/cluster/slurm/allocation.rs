@@ -92,7 +92,7 @@ impl SlurmNode {
     /// `auto`. In a job that uses GPUs, this is the number of GPUs. Otherwise it is the number of
     /// requested tasks, or 1. `None` means that the number of GPUs is not known before an agent
     /// reports it.
-    pub(super) fn worker_count(&self, use_gpus: bool) -> Option<u32> {
+    pub(super) fn default_worker_count(&self, use_gpus: bool) -> Option<u32> {
         let tasks = self.tasks.unwrap_or(1).max(1);
         match self.gpus {
             Some(gpus) if use_gpus && gpus > 0 => Some(gpus),
@@ -109,7 +109,7 @@ pub(super) fn read_allocation(
 ) -> diagnostic::Result<Option<SlurmAllocation>> {
     let Some(job) = get("SLURM_JOB_ID") else { return Ok(None) };
     let job = parse_number(&job).ok_or_else(|| invalid_variable_error("SLURM_JOB_ID", &job))?;
-    check_single_instance(get)?;
+    check_single_task_step(get)?;
     let groups = match get("SLURM_HET_SIZE") {
         None => vec![read_group(get, None)?],
         Some(size) => {
@@ -140,7 +140,7 @@ pub(super) fn read_allocation(
 
 /// Fails if launch runs in a step of several tasks (`srun launch job.yaml`), which would run the
 /// whole job once per task.
-fn check_single_instance(get: &dyn Fn(&str) -> Option<String>) -> diagnostic::Result<()> {
+fn check_single_task_step(get: &dyn Fn(&str) -> Option<String>) -> diagnostic::Result<()> {
     let tasks = get("SLURM_STEP_ID").and(get("SLURM_STEP_NUM_TASKS")).and_then(|n| parse_number(&n));
     match tasks {
         Some(tasks) if tasks > 1 => {

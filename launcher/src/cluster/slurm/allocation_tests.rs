@@ -86,11 +86,11 @@ fn recorded_environments_are_read() {
 fn the_workers_of_a_node_follow_gpus_and_tasks() {
     let node =
         |tasks, gpus| SlurmNode { name: "n".into(), tasks, cpus: 4, gpus, requires_gpu_request: false };
-    assert_eq!(node(Some(2), Some(4)).worker_count(true), Some(4));
-    assert_eq!(node(Some(2), Some(4)).worker_count(false), Some(2));
-    assert_eq!(node(Some(2), Some(0)).worker_count(true), Some(2));
-    assert_eq!(node(Some(2), None).worker_count(true), Some(2));
-    assert_eq!((node(None, None).worker_count(true), node(None, None).worker_count(false)), (None, Some(1)));
+    assert_eq!(node(Some(2), Some(4)).default_worker_count(true), Some(4));
+    assert_eq!(node(Some(2), Some(4)).default_worker_count(false), Some(2));
+    assert_eq!(node(Some(2), Some(0)).default_worker_count(true), Some(2));
+    assert_eq!(node(Some(2), None).default_worker_count(true), Some(2));
+    assert_eq!((node(None, None).default_worker_count(true), node(None, None).default_worker_count(false)), (None, Some(1)));
 }
 
 #[test]

@@ -61,7 +61,7 @@ pub(super) fn build_batch_script(request: SubmitRequest<'_>) -> Result<BatchScri
         return Err(error.into());
     }
     let script = BatchScript {
-        output: find_common_run_dir(&job).join("slurm-%j.out"),
+        output: find_output_dir(&job).join("slurm-%j.out"),
         chdir: resolve_absolute_path(Path::new("."))?,
         name: job.name,
         slurm: job.slurm,
@@ -120,7 +120,7 @@ fn resolve_absolute_path(path: &Path) -> diagnostic::Result<PathBuf> {
 ///
 /// The directory is the part of `run.logs.dir` before `{run}`, which all runs of the job have in
 /// common.
-fn find_common_run_dir(job: &JobSpec) -> PathBuf {
+fn find_output_dir(job: &JobSpec) -> PathBuf {
     let template = job.run.logs.dir.replace("{name}", &job.name);
     let common: PathBuf = Path::new(&template)
         .components()
@@ -347,7 +347,7 @@ mod tests {
             [("runs/{name}/{run}", "/w/runs/sample"), ("/logs/{run}-{name}", "/logs"), ("here", "/w/here")]
         {
             job.run.logs.dir = template.into();
-            assert_eq!(find_common_run_dir(&job), PathBuf::from(dir));
+            assert_eq!(find_output_dir(&job), PathBuf::from(dir));
         }
     }
 }

@@ -21,7 +21,7 @@ pub(super) fn submit_job(script: &str, options: &[String]) -> diagnostic::Result
         // If sbatch has ended already, its exit status and output explain why.
         _ = stdin.write_all(script.as_bytes());
     }
-    let output = check_output("sbatch", child.wait_with_output())?;
+    let output = into_output("sbatch", child.wait_with_output())?;
     // `ID` or `ID;CLUSTER`
     let text = String::from_utf8_lossy(&output.stdout);
     let job = text.trim().split(';').next().unwrap_or_default();
@@ -37,7 +37,7 @@ pub(super) fn submit_job(script: &str, options: &[String]) -> diagnostic::Result
 /// same id.
 pub(super) fn requeue_job(job: &str) -> diagnostic::Result<()> {
     let output = Command::new("scontrol").arg("requeue").arg(job).stdin(Stdio::null()).output();
-    check_output("scontrol requeue", output).map(drop)
+    into_output("scontrol requeue", output).map(drop)
 }
 
 /// Asks Slurm whether it is preempting the job `job`, and returns the preemption or `None`. Blocks.
@@ -55,7 +55,7 @@ pub(super) fn read_gpu_counts(job: u64) -> diagnostic::Result<BTreeMap<String, u
 fn show_job(job: u64) -> diagnostic::Result<String> {
     let mut command = Command::new("scontrol");
     command.args(["--details", "show", "job", &job.to_string()]).stdin(Stdio::null());
-    let output = check_output("scontrol show job", command.output())?;
+    let output = into_output("scontrol show job", command.output())?;
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
@@ -119,7 +119,7 @@ fn build_command_error(command: &str, status: ExitStatus, stderr: &[u8]) -> Diag
 
 /// Returns the output of the Slurm command `command`, or an error if the command has failed. Fails
 /// if the command could not be started, or if its exit status is not 0.
-pub(super) fn check_output(command: &str, output: io::Result<Output>) -> diagnostic::Result<Output> {
+pub(super) fn into_output(command: &str, output: io::Result<Output>) -> diagnostic::Result<Output> {
     let output = output.map_err(|error| build_start_error(command, &error))?;
     if output.status.success() {
         Ok(output)

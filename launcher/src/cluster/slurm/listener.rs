@@ -83,11 +83,11 @@ impl RejectionWarnings {
     fn warn(&self, peer: IpAddr, reason: &str) {
         let mut limit = self.limit.lock().unwrap_or_else(PoisonError::into_inner);
         let text = format!("launch: closed a connection from {peer} to the port of the agents: {reason}");
-        match limit.count_omitted(peer, Instant::now()) {
+        match limit.admit_warning(peer, Instant::now()) {
             None => {}
-            Some(0) => self.step.print_warning(text),
+            Some(0) => self.step.add_warning_to_output(text),
             Some(n) => {
-                self.step.print_warning(format!("{text} ({} omitted)", format_count(n, "similar message")));
+                self.step.add_warning_to_output(format!("{text} ({} omitted)", format_count(n, "similar message")));
             }
         }
     }

@@ -23,7 +23,7 @@ use crate::{
         handshake::{HandshakeKey, Invitation},
         listeners::open_listeners,
     },
-    discover::{find_reachable_addresses, list_addresses, select_addresses},
+    discover::{find_reachable_addresses, list_addresses, sort_and_limit_addresses},
 };
 use diagnostic::{Diagnostic, codes::slurm};
 use globset::Glob;
@@ -59,7 +59,7 @@ impl SlurmTransport {
             step_options: job.slurm.step_options.clone(),
             interface: job.cluster.interface.clone(),
             ports: job.cluster.ports,
-            secret_variables: names.filter(|name| is_sent_encrypted(&job.run, name)).collect(),
+            secret_variables: names.filter(|name| is_withheld_from_srun(&job.run, name)).collect(),
             steps: Vec::new(),
         }
     }
@@ -103,7 +103,7 @@ impl SlurmTransport {
                 .with_cause(&error)
         };
         let ips = find_reachable_addresses(&self.interface, list_addresses());
-        let (ips, omitted) = select_addresses(ips);
+        let (ips, omitted) = sort_and_limit_addresses(ips);
         let (listeners, addresses) =
             open_listeners(&ips, self.ports, nodes.names.len()).map_err(cannot_listen)?;
         let invitation = Invitation { key: HandshakeKey::generate().map_err(cannot_listen)?, addresses };
@@ -148,7 +148,7 @@ impl SlurmTransport {
 /// connection and not through srun. Such variables are those to which `run.env` refers, and those
 /// with the name of a secret that `run.pass_env` selects. Variables that Slurm and the agents need,
 /// such as `PATH`, are never among them.
-fn is_sent_encrypted(run: &RunSpec, name: &str) -> bool {
+fn is_withheld_from_srun(run: &RunSpec, name: &str) -> bool {
     const NEEDED: [&str; 6] = ["HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "USER"];
     if NEEDED.contains(&name) || name.starts_with("SLURM") {
         return false;
@@ -156,7 +156,7 @@ fn is_sent_encrypted(run: &RunSpec, name: &str) -> bool {
     let refers_to = |(_, source): &(String, EnvSource)| matches!(source, EnvSource::FromEnv(n) if n == name);
     // The patterns were checked with the job.
     let selects = |glob: &String| Glob::new(glob).is_ok_and(|glob| glob.compile_matcher().is_match(name));
-    run.env_from.iter().any(refers_to) || (env::looks_secret(name) && run.pass_env.iter().any(selects))
+    run.env_from.iter().any(refers_to) || (env::is_probable_secret_name(name) && run.pass_env.iter().any(selects))
 }
 
 impl Transport for SlurmTransport {
@@ -211,7 +211,7 @@ mod tests {
         run.pass_env = vec!["HF_*".into(), "P*".into()];
         let hidden = ["MINE", "HF_TOKEN", "HF_HOME", "WANDB_API_KEY", "HOME", "PATH", "SLURM_JOB_ID"]
             .into_iter()
-            .filter(|name| is_sent_encrypted(&run, name));
+            .filter(|name| is_withheld_from_srun(&run, name));
         assert_eq!(hidden.collect::<Vec<_>>(), ["MINE", "HF_TOKEN"]);
     }
 

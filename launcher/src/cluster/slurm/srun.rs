@@ -56,14 +56,14 @@ impl StepExecutable {
             return Err(Diagnostic::error(host::EXECUTABLE_REPLACED, message)
                 .with_subject(path.display().to_string()));
         }
-        let copy = bcast.then(|| draw_copy_path(job)).transpose()?;
+        let copy = bcast.then(|| generate_copy_path(job)).transpose()?;
         Ok(StepExecutable { path, copy })
     }
 }
 
 /// Returns a random path to which srun copies the executable on each node. No other user can
 /// predict the path and create a file there.
-fn draw_copy_path(job: u64) -> diagnostic::Result<String> {
+fn generate_copy_path(job: u64) -> diagnostic::Result<String> {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes).map_err(|error| {
         let message = "the system provides no random name for the copy of the executable";

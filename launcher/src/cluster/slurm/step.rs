@@ -4,7 +4,7 @@ use super::{
     command::build_start_error,
     srun::{self, REMOVED_ENV_VARIABLES},
 };
-use crate::{connection::handshake::Invitation, core_dumps::restore_core_dumps};
+use crate::{connection::handshake::Invitation, core_dumps::restore_core_dumps_in_child};
 use protocol::control::ExitStatus;
 use std::{
     collections::{HashSet, VecDeque},
@@ -26,7 +26,7 @@ const TAIL_LINES: usize = 5;
 const MAX_LINE_BYTES: u64 = 4 << 10;
 /// The number of bytes of srun's output that may wait until the controller reads them. Once the
 /// buffer is full, no more output of srun is read.
-const OUTPUT_BUFFER_BYTES: usize = 16 << 10;
+const MAX_WAITING_OUTPUT_BYTES: usize = 16 << 10;
 
 /// The largest number of warnings that may wait until they appear in srun's output. Further ones
 /// are dropped.
@@ -77,7 +77,7 @@ impl SlurmStep {
         // tasks.
         command.process_group(0);
         // Slurm gives the limits of srun to the agents.
-        restore_core_dumps(&mut command);
+        restore_core_dumps_in_child(&mut command);
         let mut child = command.spawn()?;
         drop(command); // closes this process's copies of the pipe's writing end
         let (warnings, received_warnings) = mpsc::channel(WARNING_CAPACITY);
@@ -94,8 +94,8 @@ impl SlurmStep {
             _ = stdin.write_all(invitation.to_line().as_bytes());
         }
         let output = pipe::Receiver::from_owned_fd(OwnedFd::from(output))?;
-        let (near, far) = tokio::io::duplex(OUTPUT_BUFFER_BYTES);
-        tokio::spawn(forward_output(output, near, step.clone(), received_warnings));
+        let (near, far) = tokio::io::duplex(MAX_WAITING_OUTPUT_BYTES);
+        tokio::spawn(forward_srun_output(output, near, step.clone(), received_warnings));
         // Dropping `child` neither waits for it nor kills it; the controller reaps it.
         Ok((step, far))
     }
@@ -134,7 +134,7 @@ impl SlurmStep {
 
     /// Inserts the warning `text` into the output of srun, which the controller shows. Never
     /// blocks.
-    pub(super) fn print_warning(&self, text: String) {
+    pub(super) fn add_warning_to_output(&self, text: String) {
         // If many warnings wait, the reader does not read.
         _ = self.warnings.try_send(text);
     }
@@ -161,7 +161,7 @@ impl SlurmStep {
 /// Forwards the output of srun and the warnings to the controller until srun's output ends. Records
 /// each line in `step` and writes it to `forwarded`, except for irrelevant warnings. Writes each of
 /// `warnings` to `forwarded`, too.
-async fn forward_output(
+async fn forward_srun_output(
     output: impl AsyncRead + Unpin,
     mut forwarded: DuplexStream,
     step: Arc<SlurmStep>,

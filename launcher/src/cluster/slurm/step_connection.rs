@@ -83,12 +83,12 @@ impl RemoteConnection for SlurmConnection {
 pub(super) struct StepAgentOutput {
     pub(super) stream: PendingAgentOutput,
     pub(super) step: Arc<SlurmStep>,
-    pub(super) end: Option<DelayedStreamEnd>,
+    pub(super) end: Option<PostponedStreamEnd>,
 }
 
 /// The postponed end of an agent's stream, which is delivered when srun has ended or the deadline
 /// has passed.
-pub(super) struct DelayedStreamEnd {
+pub(super) struct PostponedStreamEnd {
     result: io::Result<()>,
     deadline: Pin<Box<Sleep>>,
     step_exit: Pin<Box<dyn Future<Output = ()> + Send>>,
@@ -109,7 +109,7 @@ impl AsyncRead for StepAgentOutput {
             let mut exit = self.step.watch_exit();
             let step_exit = Box::pin(async move { _ = exit.wait_for(Option::is_some).await });
             let deadline = Box::pin(sleep(STEP_EXIT_TIMEOUT));
-            self.end = Some(DelayedStreamEnd { result, deadline, step_exit });
+            self.end = Some(PostponedStreamEnd { result, deadline, step_exit });
         }
         if let Some(end) = &mut self.end
             && end.deadline.as_mut().poll(cx).is_pending()

@@ -65,7 +65,7 @@ pub(super) fn log_in(target: &SshTarget, session: &Session) -> diagnostic::Resul
             }
         }
     }
-    Err(attempts.into_diagnostic(target, session))
+    Err(attempts.into_login_error(target, session))
 }
 
 /// The keys that a login has tried or skipped, with the result of each.
@@ -105,7 +105,7 @@ impl LoginAttempts {
     }
 
     /// Builds the error that the server of `target` did not accept any of the keys.
-    fn into_diagnostic(self, target: &SshTarget, session: &Session) -> Diagnostic {
+    fn into_login_error(self, target: &SshTarget, session: &Session) -> Diagnostic {
         let methods = session.auth_methods(&target.user).unwrap_or_default().to_owned();
         let no_publickey = !methods.is_empty() && !methods.split(',').any(|m| m == "publickey");
         let (code, help) = match &self.locked_key {

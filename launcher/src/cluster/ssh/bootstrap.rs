@@ -13,7 +13,7 @@ use super::{
     ssh_error::build_ssh_error,
     ssh_session::{SshChannel, SshExecError, SshSession},
     target::SshTarget,
-    tree::{TreeHub, TreeSource},
+    tree::{TreeHub, ExecutableSource},
 };
 use crate::{
     cluster::transport::{ConnectionStage, StartStep},
@@ -42,7 +42,7 @@ const ANSWER_TIMEOUT_MS: u32 = 30_000;
 const SEND_TIMEOUT: Duration = Duration::from_secs(60);
 /// The lowest rate in bytes per second from which the time limit for copying the executable is
 /// computed. The time limit of a copy grows with the size of the executable.
-const MIN_COPY_RATE: u64 = 128 << 10;
+const MIN_COPY_BYTES_PER_SECOND: u64 = 128 << 10;
 /// The time limit for the answer of a host that gets the executable from another host, in
 /// milliseconds.
 const FETCH_ANSWER_TIMEOUT_MS: u32 = MAX_FETCH_ADDRESSES as u32 * FETCH_TIMEOUT_S * 1000 + ANSWER_TIMEOUT_MS;
@@ -108,7 +108,7 @@ pub(super) struct RemoteAgent {
 }
 
 /// The inputs for starting an agent over one SSH session.
-pub(super) struct AgentStart<'a> {
+pub(super) struct AgentStartInputs<'a> {
     pub(super) target: &'a SshTarget,
     pub(super) session: &'a SshSession,
     pub(super) executable: &'a Executable,
@@ -119,25 +119,25 @@ pub(super) struct AgentStart<'a> {
 /// `begin_copy` and then copies the executable. In a tree, the executable comes from a host that
 /// has it. Blocks.
 pub(super) fn start_remote_agent(
-    start: &AgentStart<'_>,
+    start: &AgentStartInputs<'_>,
     tree: Option<&TreeHub>,
     begin_copy: impl FnOnce(),
 ) -> diagnostic::Result<RemoteAgent> {
-    let AgentStart { target, session, executable, progress } = *start;
+    let AgentStartInputs { target, session, executable, progress } = *start;
     progress.set_stage(ConnectionStage::Exec);
-    let marker = generate_marker().map_err(|error| {
+    let marker = generate_answer_marker().map_err(|error| {
         let message = format!("cannot read random numbers for the connection to host {}", target.name);
         build_ssh_error(target, ssh::SSH_SESSION_LIMIT, message).with_cause(&error)
     })?;
     let mut bootstrap =
         AgentBootstrap { target, session, executable, progress, marker, in_tree: tree.is_some() };
-    if let AgentStartResult::Running(agent) = bootstrap.run_executable()? {
+    if let AgentStartResult::Running(agent) = bootstrap.run_executable_as_agent()? {
         return Ok(agent);
     }
     begin_copy();
-    bootstrap.copy_from_source(tree)?;
+    bootstrap.copy_or_fetch_executable(tree)?;
     progress.report_start_step(StartStep::Started);
-    match bootstrap.run_executable()? {
+    match bootstrap.run_executable_as_agent()? {
         AgentStartResult::Running(agent) => Ok(agent),
         AgentStartResult::Missing => {
             let message = "the executable was copied and has been removed again";
@@ -151,7 +151,7 @@ pub(super) fn start_remote_agent(
 /// Gives a started agent its place in the tree, and waits until the agent is connected with its
 /// neighbour. Fails if the agent cannot connect to it. Blocks.
 pub(super) fn connect_with_neighbour(
-    AgentStart { target, session, progress, .. }: &AgentStart<'_>,
+    AgentStartInputs { target, session, progress, .. }: &AgentStartInputs<'_>,
     agent: RemoteAgent,
     setup: TreeSetup,
 ) -> diagnostic::Result<()> {
@@ -172,7 +172,7 @@ pub(super) fn connect_with_neighbour(
     match exchange() {
         Ok(TreeFrame::Joined) => {
             // Otherwise libssh2 would wait for the end of the agent before it closes the channel.
-            progress.shut_down_socket();
+            progress.shut_down_current_socket();
             Ok(())
         }
         Ok(TreeFrame::NotJoined(error)) => Err(error),
@@ -190,11 +190,11 @@ fn build_join_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
 /// Returns the time limit for copying an executable of this size to a host and starting it. The
 /// copy counts at [`MIN_COPY_RATE`], in addition to the limit for a start without a copy.
 fn compute_copy_limit(size: u64) -> Duration {
-    HELLO_TIMEOUT + Duration::from_secs(size.div_ceil(MIN_COPY_RATE))
+    HELLO_TIMEOUT + Duration::from_secs(size.div_ceil(MIN_COPY_BYTES_PER_SECOND))
 }
 
 /// Generates the random text (128 bits) that marks the answers of scripts in the output of a host.
-fn generate_marker() -> io::Result<String> {
+fn generate_answer_marker() -> io::Result<String> {
     let mut bytes = [0u8; 16];
     getrandom::fill(&mut bytes)?;
     Ok(bytes.iter().fold("launch-".to_owned(), |text, b| text + &format!("{b:02x}")))
@@ -246,7 +246,7 @@ impl AgentBootstrap<'_> {
 
     /// Runs the executable on the host as an agent, if the host has a copy of the executable. Fails
     /// if the host has another architecture.
-    fn run_executable(&mut self) -> diagnostic::Result<AgentStartResult> {
+    fn run_executable_as_agent(&mut self) -> diagnostic::Result<AgentStartResult> {
         let mut reader =
             self.exec_script(&build_run_script(&self.marker, &self.executable.hash, self.in_tree))?;
         let answer = self.read_answer(&mut reader)?;
@@ -294,7 +294,7 @@ impl AgentBootstrap<'_> {
                 let message = format!(
                     "the login shell printed more than {} KiB before a command ran{}",
                     MAX_SHELL_OUTPUT_BYTES >> 10,
-                    quote_tail(&shell_output)
+                    format_output_tail(&shell_output)
                 );
                 return Err(self
                     .build_error(ssh::SSH_SHELL_OUTPUT_TOO_LONG, message)
@@ -310,7 +310,7 @@ impl AgentBootstrap<'_> {
                 let message = format!(
                     "no answer to a command within {} s{}",
                     ANSWER_TIMEOUT_MS / 1000,
-                    quote_tail(shell_output)
+                    format_output_tail(shell_output)
                 );
                 self.build_error(ssh::SSH_SHELL_TIMEOUT, message)
                     .with_help("check whether the login shell of this user waits for something")
@@ -326,7 +326,7 @@ impl AgentBootstrap<'_> {
         }
         let (code, stderr) = reader.channel.wait_for_exit();
         let output = [shell_output, b"\n", stderr.as_bytes()].concat();
-        let tail = quote_tail(&output);
+        let tail = format_output_tail(&output);
         match code {
             126 | 127 => self
                 .build_error(
@@ -350,23 +350,23 @@ impl AgentBootstrap<'_> {
 
     /// Copies the executable to the host, either from another host that has it or from this
     /// machine.
-    fn copy_from_source(&mut self, tree: Option<&TreeHub>) -> diagnostic::Result<()> {
+    fn copy_or_fetch_executable(&mut self, tree: Option<&TreeHub>) -> diagnostic::Result<()> {
         let step = StartStep::Copying(compute_copy_limit(self.executable.size));
         let Some(tree) = tree else {
             self.progress.report_start_step(step);
             return self.copy_executable();
         };
         self.progress.report_start_step(StartStep::Waiting);
-        let source = tree.wait_for_source(|| self.progress.is_aborted());
+        let source = tree.wait_for_executable_source(|| self.progress.is_aborted());
         self.progress.check_not_aborted(&self.target.name)?;
         let Some(source) = source else { return Ok(()) };
         self.progress.report_start_step(step);
         let mut result = match &source {
-            TreeSource::Controller => self.copy_executable(),
-            TreeSource::Agent(parent) => self.fetch_executable(&parent.addresses, tree.fetch_token()),
+            ExecutableSource::Controller => self.copy_executable(),
+            ExecutableSource::Agent(parent) => self.fetch_executable(&parent.addresses, tree.fetch_token()),
         };
-        tree.return_source(&source);
-        if let (TreeSource::Agent(_), Err(error)) = (&source, &result) {
+        tree.release_executable_source(&source);
+        if let (ExecutableSource::Agent(_), Err(error)) = (&source, &result) {
             // The host may lack a program, or its network may not reach the other host.
             tracing::info!(target: "tree", host = self.target.name, %error, "copying the executable over SSH");
             self.progress.report_start_step(step);
@@ -426,7 +426,7 @@ impl AgentBootstrap<'_> {
             if n == 0 {
                 break;
             }
-            let written = self.session.write_input(channel, &chunk[..n], SEND_TIMEOUT);
+            let written = self.session.write_input_until_answer(channel, &chunk[..n], SEND_TIMEOUT);
             written.map_err(|_| ExecutableSendError::Remote)?;
             offset += n as u64;
         }
@@ -437,7 +437,7 @@ impl AgentBootstrap<'_> {
     fn build_copy_error(&self, answer: &str, reader: &mut ChannelReader) -> Diagnostic {
         let (_, stderr) = reader.channel.wait_for_exit();
         let failure = classify_copy_failure(answer, &stderr);
-        let diagnostic = self.build_error(failure.code, failure.message + &quote_tail(stderr.as_bytes()));
+        let diagnostic = self.build_error(failure.code, failure.message + &format_output_tail(stderr.as_bytes()));
         match failure.help {
             Some(help) => diagnostic.with_help(help),
             None => diagnostic,
@@ -470,7 +470,7 @@ enum ExecutableSendError {
 
 /// Formats the last three nonempty lines of a command's output for the end of an error message. The
 /// text is `; its output: "…"`, or empty if the output is empty.
-fn quote_tail(output: &[u8]) -> String {
+fn format_output_tail(output: &[u8]) -> String {
     let tail = join_last_lines(output);
     if tail.is_empty() { tail } else { format!("; its output: \"{tail}\"") }
 }

@@ -14,12 +14,12 @@ pub(super) const FETCH_TIMEOUT_S: u32 = 60;
 pub(super) const MAX_FETCH_ADDRESSES: usize = 2;
 
 /// Wraps a script in a command that any login shell passes to /bin/sh unchanged.
-pub(super) fn build_command(script: &str) -> String {
+pub(super) fn wrap_in_shell_command(script: &str) -> String {
     format!("exec /bin/sh -c '{script}'")
 }
 
 /// The shell code that sets the variable `d` to the directory of cached executables.
-const SET_CACHE_DIR: &str = "d=${XDG_CACHE_HOME:-$HOME/.cache}/launch/bin";
+const SET_CACHE_DIR_SCRIPT: &str = "d=${XDG_CACHE_HOME:-$HOME/.cache}/launch/bin";
 
 /// Builds the script that starts the executable, which then prints `MARKER agent`. If the host
 /// lacks the executable, the script prints `MARKER missing MACHINE`. The modification time of the
@@ -28,7 +28,7 @@ pub(super) fn build_run_script(marker: &str, hash: &str, in_tree: bool) -> Strin
     let local = std::env::consts::ARCH;
     let option = if in_tree { " --tree" } else { "" };
     format!(
-        "{SET_CACHE_DIR}; f=$d/{hash}; m=$(uname -m); \
+        "{SET_CACHE_DIR_SCRIPT}; f=$d/{hash}; m=$(uname -m); \
          if [ \"$m\" = {local} ] && {{ touch -c \"$f\" 2> /dev/null; [ -x \"$f\" ]; }}; then \
          exec \"$f\" agent --marker {marker}{option}; fi; \
          echo; echo {marker} missing \"$m\""
@@ -54,7 +54,7 @@ pub(super) fn build_fetch_script(
         .collect();
     let addresses = addresses.join(" ");
     format!(
-        "( LC_ALL=C; export LC_ALL; umask 077; {SET_CACHE_DIR}; f=$d/{hash}; t=$d/.{marker}; \
+        "( LC_ALL=C; export LC_ALL; umask 077; {SET_CACHE_DIR_SCRIPT}; f=$d/{hash}; t=$d/.{marker}; \
          mkdir -p \"$d\" || {directory}; : > \"$t\" || {write}; \
          for p in bash cat sha256sum timeout; do command -v $p > /dev/null || {fetch}; done; \
          n=0; for a in {addresses}; do \
@@ -73,7 +73,7 @@ pub(super) fn build_copy_script(marker: &str, hash: &str, size: u64) -> String {
     let (directory, write, short, run, wrong, place) =
         (fail("directory"), fail("write"), fail("size"), fail("run"), fail("hash"), fail("place"));
     format!(
-        "( LC_ALL=C; export LC_ALL; umask 077; {SET_CACHE_DIR}; f=$d/{hash}; t=$d/.{marker}; \
+        "( LC_ALL=C; export LC_ALL; umask 077; {SET_CACHE_DIR_SCRIPT}; f=$d/{hash}; t=$d/.{marker}; \
          mkdir -p \"$d\" || {directory}; : > \"$t\" || {write}; echo; echo {marker} ready; \
          head -c {size} > \"$t\" || {write}; [ $(wc -c < \"$t\") -eq {size} ] || {short}; \
          chmod 700 \"$t\" || {write}; h=$(\"$t\" agent --own-hash) || {run}; \
@@ -112,7 +112,7 @@ mod tests {
     /// Runs a script with the home directory `home` and with `input` on stdin. Returns the last
     /// answer and stderr.
     fn run_script(home: &std::path::Path, script: &str, input: &str) -> (String, String) {
-        let script = build_command(script);
+        let script = wrap_in_shell_command(script);
         let mut shell = Command::new("/bin/sh");
         shell.args(["-c", &script]).env("HOME", home).env_remove("XDG_CACHE_HOME");
         let mut child = shell

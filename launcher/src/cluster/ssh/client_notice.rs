@@ -25,14 +25,14 @@ pub(super) fn describe_client(target: &SshTarget) -> Option<String> {
 /// A notice to the user that OpenSSH's client is used, which is shown once per transport. Only the
 /// first host that needs OpenSSH's client shows it.
 #[derive(Debug, Default)]
-pub(super) struct ClientNotice {
+pub(super) struct OpenSshNotice {
     is_shown: AtomicBool,
 }
 
-impl ClientNotice {
+impl OpenSshNotice {
     /// Returns the notice for the user, if OpenSSH's client was chosen for `target` because of the
     /// configuration, and no other host has shown the notice.
-    pub(super) fn take_text(&self, target: &SshTarget) -> Option<String> {
+    pub(super) fn take_notice_text(&self, target: &SshTarget) -> Option<String> {
         let requirement = target.client.as_ref()?.requirement.as_ref()?;
         if self.is_shown.swap(true, Ordering::SeqCst) {
             return None;

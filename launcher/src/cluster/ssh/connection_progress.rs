@@ -87,7 +87,7 @@ impl ConnectionProgress {
     pub(super) fn set_socket(&self, socket: &OwnedFd) {
         self.lock_state().socket = socket.try_clone().ok();
         if self.aborted.load(Ordering::SeqCst) {
-            self.shut_down_socket();
+            self.shut_down_current_socket();
         }
     }
 
@@ -113,7 +113,7 @@ impl ConnectionProgress {
     }
 
     /// Shuts down the socket in use, if there is one.
-    pub(super) fn shut_down_socket(&self) {
+    pub(super) fn shut_down_current_socket(&self) {
         if let Some(socket) = &self.lock_state().socket {
             _ = shutdown(socket.as_raw_fd(), Shutdown::Both);
         }
@@ -130,7 +130,7 @@ impl fmt::Debug for ConnectionProgress {
 impl RemoteConnection for Arc<ConnectionProgress> {
     fn abort(&self) {
         self.aborted.store(true, Ordering::SeqCst);
-        self.shut_down_socket();
+        self.shut_down_current_socket();
     }
 
     fn failure(&self) -> Option<Diagnostic> {

@@ -49,12 +49,12 @@ impl<T: ThreadTask> ConnectionThreads<T> {
 
     /// Submits a task, which is executed as soon as a thread is free. Fails if there is no thread,
     /// and none can be started.
-    pub(super) fn start(self: &Arc<Self>, task: T) -> io::Result<()> {
+    pub(super) fn submit(self: &Arc<Self>, task: T) -> io::Result<()> {
         let mut state = self.lock();
         state.waiting.push_back(task);
         let has_threads = state.threads > state.long;
         if state.threads - state.long < self.limit
-            && let Err(error) = self.spawn(&mut state)
+            && let Err(error) = self.spawn_thread(&mut state)
             && !has_threads
         {
             state.waiting.pop_back();
@@ -65,12 +65,12 @@ impl<T: ThreadTask> ConnectionThreads<T> {
 
     /// Executes the part of a task that may take as long as the job, which does not count for the
     /// limit of threads. Another thread takes over the next tasks meanwhile.
-    pub(super) fn run_long<R>(self: &Arc<Self>, run: impl FnOnce() -> R) -> R {
+    pub(super) fn run_without_thread_limit<R>(self: &Arc<Self>, run: impl FnOnce() -> R) -> R {
         let mut state = self.lock();
         state.long += 1;
         if !state.waiting.is_empty() {
             // An error leaves the tasks to the other threads.
-            _ = self.spawn(&mut state);
+            _ = self.spawn_thread(&mut state);
         }
         drop(state);
         let result = run();
@@ -79,10 +79,10 @@ impl<T: ThreadTask> ConnectionThreads<T> {
     }
 
     /// Starts another thread of the pool.
-    fn spawn(self: &Arc<Self>, state: &mut ThreadsState<T>) -> io::Result<()> {
+    fn spawn_thread(self: &Arc<Self>, state: &mut ThreadsState<T>) -> io::Result<()> {
         let threads = self.clone();
         let run = move || {
-            while let Some(task) = threads.take() {
+            while let Some(task) = threads.take_next_task() {
                 // A task that panics drops what it owns, which ends the connection.
                 _ = panic::catch_unwind(AssertUnwindSafe(|| task.run()));
             }
@@ -94,7 +94,7 @@ impl<T: ThreadTask> ConnectionThreads<T> {
 
     /// Removes the next task from the queue, and prepares it. Returns `None` if the thread is to
     /// end.
-    fn take(&self) -> Option<T> {
+    fn take_next_task(&self) -> Option<T> {
         let mut state = self.lock();
         let is_surplus = state.threads - state.long > self.limit;
         let task = if is_surplus { None } else { state.waiting.pop_front() };
@@ -134,7 +134,7 @@ mod tests {
         fn run(self) {
             self.started.send(self.number).expect("the test runs");
             match self.number {
-                0 => self.threads.run_long(|| _ = self.wait.recv()),
+                0 => self.threads.run_without_thread_limit(|| _ = self.wait.recv()),
                 1 => panic!("a panic for the test"),
                 _ => _ = self.wait.recv(),
             }
@@ -150,7 +150,7 @@ mod tests {
                 let (signal, wait) = mpsc::channel();
                 let (prepared, started) = (prepared.clone(), started.clone());
                 threads
-                    .start(TestTask { number, prepared, started, wait, threads: threads.clone() })
+                    .submit(TestTask { number, prepared, started, wait, threads: threads.clone() })
                     .expect("a thread");
                 signal
             })

@@ -2,7 +2,7 @@
 use diagnostic::{Code, codes::host};
 
 /// The advice in the help of errors about the cache directory to use another directory.
-const OTHER_CACHE_HELP: &str = "or set XDG_CACHE_HOME on the host to another directory";
+const OTHER_CACHE_DIR_HELP: &str = "or set XDG_CACHE_HOME on the host to another directory";
 
 /// The reason why the executable could not be copied, with the code, message and help of the error.
 #[derive(Debug)]
@@ -70,7 +70,7 @@ fn classify_full_disk(stderr: &str) -> Option<ExecutableCopyFailure> {
     } else {
         return None;
     };
-    let help = format!("free some space in the home directory, {OTHER_CACHE_HELP}");
+    let help = format!("free some space in the home directory, {OTHER_CACHE_DIR_HELP}");
     Some(ExecutableCopyFailure::new(code, message, &help))
 }
 
@@ -87,7 +87,7 @@ fn classify_write_failure(step: &str, stderr: &str) -> ExecutableCopyFailure {
         }
         _ => ("the executable cannot be written to the cache directory", "make ~/.cache/launch writable"),
     };
-    let help = format!("{remedy}, {OTHER_CACHE_HELP}");
+    let help = format!("{remedy}, {OTHER_CACHE_DIR_HELP}");
     ExecutableCopyFailure::new(host::EXECUTABLE_CACHE_UNWRITABLE, message, &help)
 }
 
@@ -105,7 +105,7 @@ fn classify_run_failure(exit_code: &str, stderr: &str) -> ExecutableCopyFailure 
             host::EXECUTABLE_NOT_ALLOWED,
             "programs may not run from the cache directory: its file system is mounted with noexec, \
              or a policy forbids it",
-            &format!("mount it with exec, {OTHER_CACHE_HELP}"),
+            &format!("mount it with exec, {OTHER_CACHE_DIR_HELP}"),
         ),
         _ if has("glibc_") => ExecutableCopyFailure::new(
             host::EXECUTABLE_LIBC_TOO_OLD,

@@ -11,13 +11,13 @@ use std::{
 
 /// How long a connection attempt may remain unanswered before the next address is tried in parallel
 /// (RFC 8305, section 5).
-const ATTEMPT_DELAY: Duration = Duration::from_millis(250);
+const NEXT_ADDRESS_DELAY: Duration = Duration::from_millis(250);
 
 /// The stack size of the thread that tries one address, in bytes.
 const STACK_BYTES: usize = 64 << 10;
 
 /// An address and the result of trying to connect to it.
-type Attempt = (SocketAddr, io::Result<TcpStream>);
+type ConnectAttempt = (SocketAddr, io::Result<TcpStream>);
 
 /// Tries several addresses in parallel, and opens a TCP connection to the first one that accepts
 /// it. Tries the next address as soon as one has failed, or after [`ATTEMPT_DELAY`], while the
@@ -32,19 +32,19 @@ pub(super) fn connect_to_any(
         let limit = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         return TcpStream::connect_timeout(&address, limit).map_err(|error| Some((error, address)));
     }
-    let mut waiting = VecDeque::from(alternate_families(addresses));
-    let (results, attempts) = mpsc::sync_channel::<Attempt>(waiting.len());
+    let mut waiting = VecDeque::from(alternate_address_families(addresses));
+    let (results, attempts) = mpsc::sync_channel::<ConnectAttempt>(waiting.len());
     let (mut running, mut last_error) = (0, None);
     loop {
         let remaining = deadline.saturating_duration_since(Instant::now());
         if let Some(address) = waiting.pop_front().filter(|_| !remaining.is_zero()) {
             running += 1;
             last_error.get_or_insert((io::ErrorKind::TimedOut.into(), address));
-            start_attempt(address, remaining, results.clone());
+            start_connect_attempt(address, remaining, results.clone());
         } else if running == 0 || remaining.is_zero() {
             return Err(last_error);
         }
-        let pause = if waiting.is_empty() { remaining } else { ATTEMPT_DELAY.min(remaining) };
+        let pause = if waiting.is_empty() { remaining } else { NEXT_ADDRESS_DELAY.min(remaining) };
         match attempts.recv_timeout(pause) {
             Ok((_, Ok(stream))) => return Ok(stream),
             Ok((address, Err(error))) => {
@@ -59,8 +59,8 @@ pub(super) fn connect_to_any(
 
 /// Tries to connect to an address on a separate thread, or on this one if no thread can be started.
 /// The thread ends after `limit` at the latest.
-fn start_attempt(address: SocketAddr, limit: Duration, results: mpsc::SyncSender<Attempt>) {
-    let attempt = move |results: mpsc::SyncSender<Attempt>| {
+fn start_connect_attempt(address: SocketAddr, limit: Duration, results: mpsc::SyncSender<ConnectAttempt>) {
+    let attempt = move |results: mpsc::SyncSender<ConnectAttempt>| {
         // An error means that another address was faster.
         _ = results.send((address, TcpStream::connect_timeout(&address, limit)));
     };
@@ -74,7 +74,7 @@ fn start_attempt(address: SocketAddr, limit: Duration, results: mpsc::SyncSender
 
 /// Orders addresses so that their families alternate, beginning with the family of the first one
 /// (RFC 8305, section 4).
-fn alternate_families(addresses: Vec<SocketAddr>) -> Vec<SocketAddr> {
+fn alternate_address_families(addresses: Vec<SocketAddr>) -> Vec<SocketAddr> {
     let is_first_v6 = addresses.first().is_some_and(SocketAddr::is_ipv6);
     let (first, second): (Vec<_>, Vec<_>) =
         addresses.into_iter().partition(|address| address.is_ipv6() == is_first_v6);
@@ -101,7 +101,7 @@ mod tests {
         };
         let given = parse(&["[::1]:1", "[::2]:1", "[::3]:1", "10.0.0.1:1", "10.0.0.2:1"]);
         let expected = parse(&["[::1]:1", "10.0.0.1:1", "[::2]:1", "10.0.0.2:1", "[::3]:1"]);
-        assert_eq!(alternate_families(given), expected);
+        assert_eq!(alternate_address_families(given), expected);
     }
 
     #[test]

@@ -107,7 +107,7 @@ impl KnownHosts {
     pub(super) fn read_files(files: &[PathBuf]) -> diagnostic::Result<KnownHosts> {
         let mut known_hosts = KnownHosts::default();
         for file in files {
-            match read_bounded_file(file) {
+            match read_known_hosts_file(file) {
                 Ok(text) => known_hosts.entries.extend(text.lines().filter_map(parse_entry)),
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => {
@@ -180,7 +180,7 @@ impl EntryHosts {
 
 /// Reads a known_hosts file as text. Replaces bytes that are not UTF-8. Fails if the file is longer
 /// than [`MAX_FILE_BYTES`].
-fn read_bounded_file(file: &Path) -> io::Result<String> {
+fn read_known_hosts_file(file: &Path) -> io::Result<String> {
     let mut bytes = Vec::new();
     fs::File::open(file)?.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > MAX_FILE_BYTES {
@@ -231,7 +231,7 @@ pub(super) fn append_key(file: &Path, name: &str, key_type: &str, key: &str) -> 
     if let Some(directory) = file.parent() {
         fs::DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
     }
-    let lacks_line_end = read_bounded_file(file).is_ok_and(|text| !text.is_empty() && !text.ends_with('\n'));
+    let lacks_line_end = read_known_hosts_file(file).is_ok_and(|text| !text.is_empty() && !text.ends_with('\n'));
     let line = format!("{}{name} {key_type} {key}\n", if lacks_line_end { "\n" } else { "" });
     let mut file = OpenOptions::new().append(true).create(true).mode(0o600).open(file)?;
     file.write_all(line.as_bytes())?;

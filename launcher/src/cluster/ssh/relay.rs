@@ -18,7 +18,7 @@ use std::{
 
 /// The number of the SSH channel's stream that carries the stderr of the remote process (RFC 4254,
 /// 5.2).
-pub(super) const STDERR: i32 = 1;
+pub(super) const STDERR_STREAM_ID: i32 = 1;
 /// The interval of keepalive messages on an idle connection, in seconds.
 const KEEPALIVE_S: u32 = 15;
 /// The size of the buffer of each relayed stream, in bytes.
@@ -217,7 +217,7 @@ impl ChannelRelay<'_> {
                 self.from_host.fill_from(&mut self.channel).map(|n| n > 0)
             }
             SshSessionOp::ReadStderr if self.from_stderr.is_empty() => {
-                self.from_stderr.fill_from(self.channel.stream(STDERR)).map(|n| n > 0)
+                self.from_stderr.fill_from(self.channel.stream(STDERR_STREAM_ID)).map(|n| n > 0)
             }
             _ => Ok(false),
         };

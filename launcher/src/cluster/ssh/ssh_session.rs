@@ -1,10 +1,10 @@
 //! [`SshSession`]: a connection to a host, through the built-in client or through OpenSSH's.
 use super::{
-    bootstrap_scripts::build_command,
+    bootstrap_scripts::wrap_in_shell_command,
     connect,
     connection_progress::ConnectionProgress,
     openssh::{OpenSshChannel, OpenSshSession, relay_streams},
-    relay::{STDERR, relay_channel},
+    relay::{STDERR_STREAM_ID, relay_channel},
     ssh_error::build_ssh_error,
     target::SshTarget,
 };
@@ -23,7 +23,7 @@ use std::{
 const MAX_STDERR_BYTES: u64 = 8 << 10;
 /// The interval, in milliseconds, at which a blocked write checks whether the host has already
 /// answered.
-const WRITE_INTERVAL_MS: u32 = 200;
+const ANSWER_CHECK_INTERVAL_MS: u32 = 200;
 
 /// A connection to a host, through the built-in client or OpenSSH's client, after the login.
 pub(super) enum SshSession {
@@ -57,7 +57,7 @@ impl SshSession {
     /// reads no more input. Blocks. Fails if the host takes no bytes for `limit`, and soon after an
     /// answer of the script if the host takes no bytes. (sshd closes the channel of a script that
     /// has ended, but a blocking write of libssh2 does not notice that.)
-    pub(super) fn write_input(
+    pub(super) fn write_input_until_answer(
         &self,
         channel: &mut SshChannel,
         mut bytes: &[u8],
@@ -71,7 +71,7 @@ impl SshSession {
                 return channel.write_all(bytes);
             }
         };
-        session.set_timeout(WRITE_INTERVAL_MS);
+        session.set_timeout(ANSWER_CHECK_INTERVAL_MS);
         let channel = RefCell::new(channel);
         let has_answered = || {
             let channel = channel.borrow();
@@ -99,7 +99,7 @@ impl SshSession {
         match self {
             SshSession::Builtin(session) => {
                 let open = session.channel_session().and_then(|mut channel| {
-                    channel.exec(&build_command(script))?;
+                    channel.exec(&wrap_in_shell_command(script))?;
                     Ok(channel)
                 });
                 open.map(SshChannel::Builtin).map_err(|error| SshExecError::Rejected(error.message().into()))
@@ -211,7 +211,7 @@ impl SshChannel {
         match self {
             SshChannel::Builtin(channel) => {
                 let mut stderr = Vec::new();
-                _ = channel.stream(STDERR).take(MAX_STDERR_BYTES).read_to_end(&mut stderr);
+                _ = channel.stream(STDERR_STREAM_ID).take(MAX_STDERR_BYTES).read_to_end(&mut stderr);
                 _ = channel.send_eof();
                 let code = channel.wait_close().and_then(|()| channel.exit_status()).unwrap_or(-1);
                 (code, String::from_utf8_lossy(&stderr).into_owned())

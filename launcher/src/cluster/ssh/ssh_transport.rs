@@ -6,8 +6,8 @@
 //! login shell. In a [tree](super::tree), the connection ends once the agent is connected with
 //! another one.
 use super::{
-    bootstrap::{self, AgentStart, Executable, RemoteAgent},
-    client_notice::{ClientNotice, NoticeStream, describe_client},
+    bootstrap::{self, AgentStartInputs, Executable, RemoteAgent},
+    client_notice::{OpenSshNotice, NoticeStream, describe_client},
     connection_progress::ConnectionProgress,
     connection_threads::{ConnectionThreads, ThreadTask},
     openssh::{list_running_children, record_child_exit},
@@ -45,11 +45,11 @@ const MAX_JUMP_FANOUT: u32 = 8;
 const COPIES_PER_FANOUT: u32 = 2;
 /// The number of file descriptors (the socket and its duplicate) of an SSH connection in a tree
 /// during its setup.
-const SETUP_DESCRIPTORS: u64 = 2;
+const DESCRIPTORS_PER_SETUP: u64 = 2;
 
 /// The number of additional file descriptors (its log and stderr) of a connection through OpenSSH's
 /// client.
-const CLIENT_DESCRIPTORS: u64 = 2;
+const DESCRIPTORS_PER_CLIENT: u64 = 2;
 
 /// The transport that starts agents on other hosts over SSH.
 pub(crate) struct SshTransport {
@@ -64,7 +64,7 @@ pub(crate) struct SshTransport {
     threads: Arc<ConnectionThreads<SshConnection>>,
     /// The number of file descriptors of each connection.
     connection_descriptors: u64,
-    notice: Arc<ClientNotice>,
+    notice: Arc<OpenSshNotice>,
 }
 
 /// The limits on the number of connections that are set up simultaneously.
@@ -112,7 +112,7 @@ impl SshTransport {
             fanout: spec.fanout,
             connection_descriptors: match spec.client {
                 SshClient::Builtin => DESCRIPTORS_PER_CONNECTION,
-                SshClient::Auto | SshClient::OpenSsh => DESCRIPTORS_PER_CONNECTION + CLIENT_DESCRIPTORS,
+                SshClient::Auto | SshClient::OpenSsh => DESCRIPTORS_PER_CONNECTION + DESCRIPTORS_PER_CLIENT,
             },
             notice: Arc::default(),
         })
@@ -121,7 +121,7 @@ impl SshTransport {
     /// Begins to start an agent on a host in the background. A separate thread sets up the
     /// connection, and the function returns without waiting for it. Fails if the job has no such
     /// host.
-    fn start_agent(&self, name: &str) -> diagnostic::Result<AgentProcess> {
+    fn begin_agent_start(&self, name: &str) -> diagnostic::Result<AgentProcess> {
         let host = self.hosts.get(name).ok_or_else(|| {
             Diagnostic::error(host::HOST_UNKNOWN, format!("the job has no host {name}")).with_subject(name)
         })?;
@@ -139,7 +139,7 @@ impl SshTransport {
         let progress = Arc::new(progress);
         let (mut process, carrier) = match &self.tree {
             Some(tree) => {
-                let stream = tree.open_stream(&host.name_with_port(), progress.clone());
+                let stream = tree.open_agent_stream(&host.name_with_port(), progress.clone());
                 let process = AgentProcess {
                     handle: AgentHandle::Connection(Box::new(stream.connection)),
                     input: Box::new(stream.halves.output),
@@ -147,7 +147,7 @@ impl SshTransport {
                     stderr: Box::new(stream.stderr),
                     start_steps: Some(start_steps),
                 };
-                (process, StreamCarrier::Tree { tree: tree.clone(), stream: stream.id, place: None })
+                (process, ControlStreamCarrier::Tree { tree: tree.clone(), stream: stream.id, place: None })
             }
             None => {
                 let (control, control_end) = StdStream::pair()?;
@@ -160,7 +160,7 @@ impl SshTransport {
                     stderr: Box::new(into_async_stream(stderr)?),
                     start_steps: Some(start_steps),
                 };
-                (process, StreamCarrier::Direct { control: control_end, stderr: stderr_end })
+                (process, ControlStreamCarrier::Direct { control: control_end, stderr: stderr_end })
             }
         };
         let (notice_sender, stderr) = NoticeStream::new(process.stderr);
@@ -180,7 +180,7 @@ impl SshTransport {
             // For a thread, a place and a turn.
             progress.report_start_step(StartStep::Waiting);
         }
-        self.threads.start(connection)?;
+        self.threads.submit(connection)?;
         Ok(process)
     }
 }
@@ -193,7 +193,7 @@ fn into_async_stream(stream: StdStream) -> io::Result<UnixStream> {
 
 impl Transport for SshTransport {
     fn start_agents(&mut self, hosts: &[String]) -> Vec<diagnostic::Result<AgentProcess>> {
-        hosts.iter().map(|name| self.start_agent(name)).collect()
+        hosts.iter().map(|name| self.begin_agent_start(name)).collect()
     }
 
     fn count_descriptors(&self, hosts: usize) -> u64 {
@@ -201,7 +201,7 @@ impl Transport for SshTransport {
         match self.tree {
             None => hosts as u64 * self.connection_descriptors,
             Some(_) => {
-                let setups = u64::from(1 + COPIES_PER_FANOUT) * SETUP_DESCRIPTORS;
+                let setups = u64::from(1 + COPIES_PER_FANOUT) * DESCRIPTORS_PER_SETUP;
                 connections * (self.connection_descriptors + setups)
             }
         }
@@ -211,7 +211,7 @@ impl Transport for SshTransport {
         list_running_children()
     }
 
-    fn leaders_of_killed_groups(&self) -> Vec<u32> {
+    fn children_with_killed_groups(&self) -> Vec<u32> {
         list_running_children()
     }
 
@@ -225,7 +225,7 @@ impl Transport for SshTransport {
 }
 
 /// The connection that carries the control stream of an agent, which is SSH or the tree of agents.
-enum StreamCarrier {
+enum ControlStreamCarrier {
     /// The SSH connection, which ends with the agent.
     Direct { control: StdStream, stderr: StdStream },
     /// The tree of agents. `place` is the place of the agent in the tree; `None` if the agent has
@@ -236,14 +236,14 @@ enum StreamCarrier {
 /// The SSH connection to one host, which a separate thread owns.
 struct SshConnection {
     host: HostAddress,
-    notice: Arc<ClientNotice>,
+    notice: Arc<OpenSshNotice>,
     /// Passes the notice on to the stderr of the agent, which begins with it.
     notice_sender: Option<oneshot::Sender<String>>,
     resolver: Arc<TargetResolver>,
     executable: &'static Executable,
     limits: Arc<ConnectionLimits>,
     progress: Arc<ConnectionProgress>,
-    carrier: StreamCarrier,
+    carrier: ControlStreamCarrier,
     threads: Arc<ConnectionThreads<SshConnection>>,
 }
 
@@ -251,8 +251,8 @@ impl ThreadTask for SshConnection {
     /// Gives the agent a place in the tree if one is free, so that the first hosts are connected
     /// with the controller.
     fn prepare(&mut self) {
-        if let StreamCarrier::Tree { tree, stream, place } = &mut self.carrier {
-            *place = tree.try_place(*stream);
+        if let ControlStreamCarrier::Tree { tree, stream, place } = &mut self.carrier {
+            *place = tree.try_place_agent(*stream);
         }
     }
 
@@ -262,7 +262,7 @@ impl ThreadTask for SshConnection {
     fn run(mut self) {
         let target = self.resolver.resolve_target(&self.host);
         self.progress.set_client(target.as_ref().ok().and_then(describe_client));
-        let notice = target.as_ref().ok().and_then(|target| self.notice.take_text(target));
+        let notice = target.as_ref().ok().and_then(|target| self.notice.take_notice_text(target));
         if let (Some(sender), Some(text)) = (self.notice_sender.take(), notice) {
             // An error means that the controller no longer waits for the agent.
             _ = sender.send(text);
@@ -274,10 +274,10 @@ impl ThreadTask for SshConnection {
         let has_failed = failure.is_some();
         self.progress.record_end(failure, status);
         // The streams end when `self` is dropped. So the result is recorded before they end.
-        if let StreamCarrier::Tree { tree, stream, .. } = &self.carrier
+        if let ControlStreamCarrier::Tree { tree, stream, .. } = &self.carrier
             && has_failed
         {
-            tree.abort(*stream);
+            tree.abort_stream(*stream);
         }
     }
 }
@@ -288,11 +288,11 @@ impl SshConnection {
     /// if the connection is lost.
     fn start_and_relay_agent(&self, target: &SshTarget) -> diagnostic::Result<Option<ExitStatus>> {
         match &self.carrier {
-            StreamCarrier::Direct { control, stderr } => {
+            ControlStreamCarrier::Direct { control, stderr } => {
                 let (session, agent) = self.start_agent(target, None)?;
                 session.relay(target, agent.channel, agent.leftover, (control, stderr))
             }
-            StreamCarrier::Tree { tree, stream, place } => {
+            ControlStreamCarrier::Tree { tree, stream, place } => {
                 let place =
                     place.clone().or_else(|| tree.wait_for_place(*stream, || self.progress.is_aborted()));
                 self.progress.check_not_aborted(&target.name)?;
@@ -318,9 +318,9 @@ impl SshConnection {
                 // Agents may have ended, and others become ready, while this one was started.
                 let present = tree.list_parents(stream);
                 let parents = if present.is_empty() { planned } else { present };
-                let setup = tree.build_setup(stream, &target.name, parents);
+                let setup = tree.build_first_message(stream, &target.name, parents);
                 let start =
-                    AgentStart { target, session, executable: self.executable, progress: &self.progress };
+                    AgentStartInputs { target, session, executable: self.executable, progress: &self.progress };
                 bootstrap::connect_with_neighbour(&start, agent, setup).map(|()| None)
             }
             TreePlace::Root => {
@@ -329,8 +329,8 @@ impl SshConnection {
                     let message = format!("cannot open a connection to the agent on host {}", target.name);
                     build_ssh_error(target, ssh::SSH_SESSION_LIMIT, message).with_cause(&error)
                 })?;
-                tree.add_root(tree.build_setup(stream, &target.name, Vec::new()), control, stderr);
-                self.threads.run_long(|| {
+                tree.add_root(tree.build_first_message(stream, &target.name, Vec::new()), control, stderr);
+                self.threads.run_without_thread_limit(|| {
                     session.relay(target, agent.channel, agent.leftover, (&control_end, &stderr_end))
                 })
             }
@@ -362,7 +362,7 @@ impl SshConnection {
             }
         };
         let bootstrap =
-            AgentStart { target, session: &session, executable: self.executable, progress: &self.progress };
+            AgentStartInputs { target, session: &session, executable: self.executable, progress: &self.progress };
         let agent = bootstrap::start_remote_agent(&bootstrap, tree.map(Arc::as_ref), begin_copy)?;
         drop((turn, copy_turn));
         Ok((session, agent))

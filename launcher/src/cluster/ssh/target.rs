@@ -3,7 +3,7 @@
 use super::{
     config::{SshConfigLines, SshHostSettings, UnsupportedSshKeyword, expand_tilde},
     known_hosts::{self, KnownHosts, format_known_hosts_name},
-    openssh::{ClientOptions, ClientRequirement, HostFiles, SupervisedChild, find_requirement},
+    openssh::{ClientOptions, ClientRequirement, HostSettingsAndFiles, SupervisedChild, find_client_requirement},
 };
 use diagnostic::{Diagnostic, codes::ssh};
 use jobspec::{
@@ -73,7 +73,7 @@ pub(super) enum HostKeyPolicy {
 
 impl HostKeyPolicy {
     /// Returns the policy of the job or, if the job has none, of the SSH configuration.
-    fn choose(spec: Option<KnownHostsPolicy>, configured: Option<&str>) -> HostKeyPolicy {
+    fn choose_policy(spec: Option<KnownHostsPolicy>, configured: Option<&str>) -> HostKeyPolicy {
         match (spec, configured.map(str::to_ascii_lowercase).as_deref()) {
             (Some(KnownHostsPolicy::Strict), _) => HostKeyPolicy::Strict,
             (Some(KnownHostsPolicy::AcceptNew), _) | (None, Some("accept-new")) => HostKeyPolicy::AcceptNew,
@@ -128,13 +128,13 @@ impl TargetResolver {
         let settings = self.find_host_settings(host)?;
         let resolved = match self.spec.client {
             SshClient::OpenSsh => return Ok(self.build_client_target(host, &settings, None)),
-            SshClient::Auto | SshClient::Builtin => self.resolve_builtin(host, &settings),
+            SshClient::Auto | SshClient::Builtin => self.resolve_builtin_target(host, &settings),
         };
         match resolved {
-            Err(ResolveError::Requirement(requirement)) if self.spec.client == SshClient::Auto => {
+            Err(TargetResolveError::Requirement(requirement)) if self.spec.client == SshClient::Auto => {
                 Ok(self.build_client_target(host, &settings, Some(requirement)))
             }
-            Err(ResolveError::Path(path, _)) if self.spec.client == SshClient::Auto => {
+            Err(TargetResolveError::Path(path, _)) if self.spec.client == SshClient::Auto => {
                 let requirement = ClientRequirement::new(format!("the path {path}"));
                 Ok(self.build_client_target(host, &settings, Some(requirement)))
             }
@@ -144,16 +144,16 @@ impl TargetResolver {
 
     /// Determines how the built-in client reaches a host, including its jump hosts. Fails if that
     /// client cannot follow the configuration.
-    fn resolve_builtin(
+    fn resolve_builtin_target(
         &self,
         host: &HostAddress,
         settings: &SshHostSettings,
-    ) -> Result<SshTarget, ResolveError> {
+    ) -> Result<SshTarget, TargetResolveError> {
         let is_set = |value: &&String| !value.eq_ignore_ascii_case("none");
         if let Some(command) = settings.proxy_command.as_ref().filter(is_set)
             && self.spec.jump.is_none()
         {
-            return Err(ResolveError::Requirement(ClientRequirement::new(format!("ProxyCommand {command}"))));
+            return Err(TargetResolveError::Requirement(ClientRequirement::new(format!("ProxyCommand {command}"))));
         }
         let mut target = self.resolve_hop(host, settings, &self.spec)?;
         let jump = self.spec.jump.as_ref().or(settings.proxy_jump.as_ref());
@@ -180,7 +180,7 @@ impl TargetResolver {
     /// Resolves the comma-separated jump hosts in `text`, in the order in which the connection
     /// passes through them. Leaves out the target itself. Fails if there are more than
     /// [`MAX_JUMPS`].
-    fn resolve_jumps(&self, target: &SshTarget, text: &str) -> Result<Vec<SshTarget>, ResolveError> {
+    fn resolve_jumps(&self, target: &SshTarget, text: &str) -> Result<Vec<SshTarget>, TargetResolveError> {
         let text = text.strip_prefix("ssh://").unwrap_or(text);
         let invalid = |reason: String| {
             let message = format!("the jump hosts `{text}` of host {} are not valid: {reason}", target.name);
@@ -224,7 +224,7 @@ impl TargetResolver {
             hostname,
             port,
             user: user.unwrap_or_else(|| self.local_user.clone()),
-            host_key_policy: HostKeyPolicy::choose(
+            host_key_policy: HostKeyPolicy::choose_policy(
                 spec.known_hosts,
                 settings.strict_host_key_checking.as_deref(),
             ),
@@ -246,13 +246,13 @@ impl TargetResolver {
         host: &HostAddress,
         settings: &SshHostSettings,
         spec: &SshSpec,
-    ) -> Result<SshTarget, ResolveError> {
+    ) -> Result<SshTarget, TargetResolveError> {
         let mut target = self.build_target(host, settings, spec);
         let (hostname, port, user) = (target.hostname.clone(), target.port, target.user.clone());
         let tokens = PathTokens { typed: &host.host, hostname: &hostname, port, user: &user };
         let path = |text: &String| {
             let expanded = self.expand_path(text, &tokens);
-            expanded.map_err(|error| ResolveError::Path(text.clone(), error))
+            expanded.map_err(|error| TargetResolveError::Path(text.clone(), error))
         };
         let paths =
             |texts: &[String]| texts.iter().filter(|t| *t != "none").map(path).collect::<Result<Vec<_>, _>>();
@@ -275,16 +275,16 @@ impl TargetResolver {
         };
         // An unreadable file is an error when the key of the host is verified.
         let known_hosts = target.load_known_hosts().ok();
-        let files = HostFiles {
+        let files = HostSettingsAndFiles {
             keys: &target.keys,
             has_default_keys,
             user_directory: &self.home.join(".ssh"),
             known_hosts: known_hosts.as_deref(),
             known_hosts_name: &target.known_hosts_name,
         };
-        match find_requirement(settings, &files) {
+        match find_client_requirement(settings, &files) {
             None => Ok(target),
-            Some(requirement) => Err(ResolveError::Requirement(requirement)),
+            Some(requirement) => Err(TargetResolveError::Requirement(requirement)),
         }
     }
 
@@ -334,7 +334,7 @@ enum PathTokenError {
 }
 
 /// The reason why the built-in client cannot reach a host.
-enum ResolveError {
+enum TargetResolveError {
     /// Only OpenSSH's client can follow the configuration.
     Requirement(ClientRequirement),
     /// A path of the configuration cannot be expanded.
@@ -342,27 +342,27 @@ enum ResolveError {
     Other(Diagnostic),
 }
 
-impl From<Diagnostic> for ResolveError {
-    fn from(error: Diagnostic) -> ResolveError {
-        ResolveError::Other(error)
+impl From<Diagnostic> for TargetResolveError {
+    fn from(error: Diagnostic) -> TargetResolveError {
+        TargetResolveError::Other(error)
     }
 }
 
-impl ResolveError {
+impl TargetResolveError {
     /// Converts the error to a diagnostic about a host with these settings.
     fn into_diagnostic(self, host: &HostAddress, settings: &SshHostSettings) -> Diagnostic {
         const HELP: &str =
             "set `cluster.ssh.client: auto` or `openssh`, or another file as `cluster.ssh.config`";
         let error = match self {
-            ResolveError::Other(error) => return error,
-            ResolveError::Path(path, error) => {
+            TargetResolveError::Other(error) => return error,
+            TargetResolveError::Path(path, error) => {
                 let message = format!("the path `{path}` in the SSH configuration of host {host}: {error}");
                 return Diagnostic::error(ssh::SSH_CONFIG_TOKEN_UNKNOWN, message)
                     .with_subject(host.name_with_port())
                     .with_field("path", path)
                     .with_help("set `cluster.ssh.key`, or another file as `cluster.ssh.config`");
             }
-            ResolveError::Requirement(ClientRequirement { option }) => {
+            TargetResolveError::Requirement(ClientRequirement { option }) => {
                 let message = format!(
                     "the SSH configuration of host {host} requires OpenSSH's client (`{option}`), and \
                      `cluster.ssh.client` is `builtin`"
@@ -425,7 +425,7 @@ fn query_openssh(
             command.args([option, &value]);
         }
     }
-    let reason = match SupervisedChild::run(command.arg("--").arg(&host.host), QUERY_TIMEOUT) {
+    let reason = match SupervisedChild::run_to_end(command.arg("--").arg(&host.host), QUERY_TIMEOUT) {
         Ok(output) if output.status.success() => {
             return Ok(SshHostSettings::from_ssh_g(&String::from_utf8_lossy(&output.stdout)));
         }

@@ -4,7 +4,7 @@ use super::check_report::CheckResult;
 use diagnostic::{codes::host as codes, quantity::format_count};
 use jobspec::{AcceleratorKind, DeviceSelection, JobSpec};
 use protocol::{
-    hardware::{Accelerator, list_kinds},
+    hardware::{Accelerator, list_accelerator_kinds},
     probe::HostInspection,
 };
 
@@ -18,17 +18,17 @@ pub(super) fn check_accelerators(
     first: &HostInspection,
     slots: Option<u32>,
 ) -> Option<CheckResult> {
-    const NAME: &str = "accelerators";
-    let kinds = list_kinds(&host.accelerators);
+    const CHECK_NAME: &str = "accelerators";
+    let kinds = list_accelerator_kinds(&host.accelerators);
     let found = describe_accelerators(&host.accelerators);
     let only_nvidia_gpus = kinds.iter().all(|kind| *kind == AcceleratorKind::Cuda);
     if kinds.is_empty() && host.denied_accelerators > 0 {
         let found = format!("{} denied to launch", format_count(host.denied_accelerators, "device"));
         let help = "add the user to the groups of the device nodes in /dev, or request devices from the \
                     scheduler";
-        return Some(CheckResult::warn(NAME, codes::ACCELERATORS_DENIED, found, help));
+        return Some(CheckResult::warn(CHECK_NAME, codes::ACCELERATORS_DENIED, found, help));
     }
-    if only_nvidia_gpus && list_kinds(&first.accelerators).iter().all(|kind| *kind == AcceleratorKind::Cuda) {
+    if only_nvidia_gpus && list_accelerator_kinds(&first.accelerators).iter().all(|kind| *kind == AcceleratorKind::Cuda) {
         return None;
     }
     let chooses_kind = !matches!(job.cluster.devices, DeviceSelection::Auto | DeviceSelection::List(_));
@@ -39,19 +39,19 @@ pub(super) fn check_accelerators(
         let gpus = format_count(whole_gpus, "GPU");
         let found = format!("{found}; {gpus} without MIG cannot be used next to them");
         let help = "partition all GPUs of the host or none, or list the whole GPUs in CUDA_VISIBLE_DEVICES";
-        CheckResult::warn(NAME, codes::ACCELERATORS_MIXED, found, help)
+        CheckResult::warn(CHECK_NAME, codes::ACCELERATORS_MIXED, found, help)
     } else if kinds.len() > 1 && !chooses_kind {
         let help = "choose a kind with `cluster.devices`";
-        CheckResult::warn(NAME, codes::ACCELERATORS_MIXED, found, help)
+        CheckResult::warn(CHECK_NAME, codes::ACCELERATORS_MIXED, found, help)
     } else if found != first_found {
         let found = format!("{found}, {} has {first_found}", first.hostname);
-        CheckResult::warn(NAME, codes::GPU_COUNT_DIFFERS, found, "look for a missing device on the host")
+        CheckResult::warn(CHECK_NAME, codes::GPU_COUNT_DIFFERS, found, "look for a missing device on the host")
     } else if let Some(slots) = slots.filter(|slots| *slots > count && count > 0) {
         let found = format!("{found}, but the hostfile declares {slots} slots");
         let help = "correct the slots; ranks share devices, unless the job computes on CPUs";
-        CheckResult::warn(NAME, codes::GPUS_FEWER_THAN_SLOTS, found, help)
+        CheckResult::warn(CHECK_NAME, codes::GPUS_FEWER_THAN_SLOTS, found, help)
     } else {
-        CheckResult::ok(NAME, found)
+        CheckResult::ok(CHECK_NAME, found)
     })
 }
 
@@ -62,7 +62,7 @@ pub(super) fn describe_accelerators(accelerators: &[Accelerator]) -> String {
         let traits = kind.traits();
         format!("{} ({})", format_count(count, traits.unit), traits.vendor)
     };
-    match list_kinds(accelerators) {
+    match list_accelerator_kinds(accelerators) {
         kinds if kinds.is_empty() => "none".to_owned(),
         kinds => kinds.into_iter().map(describe).collect::<Vec<_>>().join(", "),
     }

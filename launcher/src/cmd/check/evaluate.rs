@@ -205,18 +205,18 @@ fn check_limits(host: &HostInspection) -> Vec<CheckResult> {
             false => CheckResult::ok("locked memory", found),
         });
     }
-    const SHM: &str = "/dev/shm";
+    const SHM_CHECK_NAME: &str = "/dev/shm";
     checks.push(match host.shm_size_and_free {
         Some((size, _)) if size < MIN_SHM_BYTES => CheckResult::warn(
-            SHM,
+            SHM_CHECK_NAME,
             codes::SHARED_MEMORY_SMALL,
             format_bytes(size),
             "mount a larger tmpfs (docker: --shm-size); data loaders and NCCL need it",
         ),
         Some((size, free)) => {
-            CheckResult::ok(SHM, format!("{} free of {}", format_bytes(free), format_bytes(size)))
+            CheckResult::ok(SHM_CHECK_NAME, format!("{} free of {}", format_bytes(free), format_bytes(size)))
         }
-        None => CheckResult::warn(SHM, codes::SHARED_MEMORY_SMALL, "missing", "mount a tmpfs at /dev/shm"),
+        None => CheckResult::warn(SHM_CHECK_NAME, codes::SHARED_MEMORY_SMALL, "missing", "mount a tmpfs at /dev/shm"),
     });
     checks
 }
@@ -375,7 +375,7 @@ mod tests {
     }
 
     /// Creates an error about a directory that is not writable, for tests.
-    fn make_error() -> Diagnostic {
+    fn make_directory_error() -> Diagnostic {
         Diagnostic::error(host::DIRECTORY_UNWRITABLE, "read-only")
     }
 
@@ -384,7 +384,7 @@ mod tests {
         let skewed = |a: &mut ProbeResult| a.clock_skew_s = Some((-3.0, 0.1));
         assert_eq!(evaluate_changed_host(skewed), [("clock", Warn)]);
         let unreachable_peer = |a: &mut ProbeResult| {
-            a.peers = vec![("x".into(), Err(make_error())), ("y".into(), Ok(1.0))];
+            a.peers = vec![("x".into(), Err(make_directory_error())), ("y".into(), Ok(1.0))];
         };
         assert_eq!(evaluate_changed_host(unreachable_peer), [("ports", Fail)]);
         let printing_shell = |a: &mut ProbeResult| a.shell_output = "hello".into();
@@ -415,13 +415,13 @@ mod tests {
             ),
             (
                 |host| {
-                    let writable = |dir: &str| (dir.into(), Err(make_error()));
+                    let writable = |dir: &str| (dir.into(), Err(make_directory_error()));
                     host.writable = vec![writable("/root"), writable("/cache")];
                 },
                 &[("home", Warn), ("cache", Warn)],
             ),
             (|host| host.dirs[0].path = "/tmp".into(), &[("workdir", Fail)]),
-            (|host| host.dirs[1].writable = Err(make_error()), &[("logs", Fail)]),
+            (|host| host.dirs[1].writable = Err(make_directory_error()), &[("logs", Fail)]),
         ];
         for (index, (change, expected)) in cases.into_iter().enumerate() {
             assert_eq!(evaluate_changed_inspection(change), expected, "case {index}");

@@ -39,12 +39,12 @@ pub(super) fn check_gpus(
 /// the first host that answered. Warns if there are fewer GPUs than slots, if the numbers differ,
 /// or if the GPU driver does not work.
 fn check_gpu_count(gpus: &GpuReport, first: &HostInspection, slots: Option<u32>) -> CheckResult {
-    const NAME: &str = "gpus";
+    const CHECK_NAME: &str = "gpus";
     let (count, first_count) = (gpus.gpus.len() as u32, first.gpus.gpus.len());
     let model = gpus.gpus.first().map_or("", |g| g.name.as_str());
     match (&gpus.error, slots) {
         (Some(error), _) => CheckResult::warn(
-            NAME,
+            CHECK_NAME,
             codes::GPU_DRIVER_UNUSABLE,
             format!("{} devices, but {error}", gpus.devices),
             "run `nvidia-smi` on the host",
@@ -52,16 +52,16 @@ fn check_gpu_count(gpus: &GpuReport, first: &HostInspection, slots: Option<u32>)
         (None, Some(slots)) if count > 0 && slots > count => {
             let found = format!("{count} found, but the hostfile declares {slots} slots");
             let help = "correct the slots; ranks share GPUs, unless the job computes on CPUs";
-            CheckResult::warn(NAME, codes::GPUS_FEWER_THAN_SLOTS, found, help)
+            CheckResult::warn(CHECK_NAME, codes::GPUS_FEWER_THAN_SLOTS, found, help)
         }
         (None, _) if count as usize != first_count => CheckResult::warn(
-            NAME,
+            CHECK_NAME,
             codes::GPU_COUNT_DIFFERS,
             format!("{count}, {} has {first_count}", first.hostname),
             "look for a missing GPU with `nvidia-smi`",
         ),
-        (None, _) if count == 0 => CheckResult::ok(NAME, "none"),
-        (None, _) => CheckResult::ok(NAME, format!("{count} × {model}")),
+        (None, _) if count == 0 => CheckResult::ok(CHECK_NAME, "none"),
+        (None, _) => CheckResult::ok(CHECK_NAME, format!("{count} × {model}")),
     }
 }
 
@@ -85,7 +85,7 @@ fn check_nccl(gpus: &GpuReport, first: &HostInspection) -> CheckResult {
 /// A required library that cannot be loaded is a failure. Another version than on `first`, the
 /// first host that answered, is a warning.
 fn check_libraries(gpus: &GpuReport, first: &HostInspection) -> Vec<CheckResult> {
-    const NAME: &str = "cuda";
+    const CHECK_NAME: &str = "cuda";
     let first_version = |name: &str| {
         let library = first.gpus.libraries.iter().find(|library| library.name == name)?;
         library.result.as_ref().ok().map(|(version, _)| version.as_str())
@@ -93,22 +93,22 @@ fn check_libraries(gpus: &GpuReport, first: &HostInspection) -> Vec<CheckResult>
     let check = |LibraryReport { name, required, result }: &LibraryReport| match result {
         Ok((version, path)) => match first_version(name).filter(|other| other != version) {
             Some(other) => CheckResult::warn(
-                NAME,
+                CHECK_NAME,
                 codes::LIBRARY_VERSION_DIFFERS,
                 format!("{name} {version}, {} has {other}", first.hostname),
                 "install the same version on all hosts",
             ),
-            None => CheckResult::ok(NAME, format!("{name} {version} ({})", path.display())),
+            None => CheckResult::ok(CHECK_NAME, format!("{name} {version} ({})", path.display())),
         },
-        Err(_) if name == "cuDNN" => CheckResult::ok(NAME, "no cuDNN; attention uses launch's kernels"),
+        Err(_) if name == "cuDNN" => CheckResult::ok(CHECK_NAME, "no cuDNN; attention uses launch's kernels"),
         Err(error) if *required => CheckResult::failed(
-            NAME,
+            CHECK_NAME,
             codes::CUDA_LIBRARY_MISSING,
             format!("{name}: {error}"),
             join_help(error, "install the library, or name its directory in `cluster.cuda_library_paths`"),
         ),
         Err(error) => CheckResult::warn(
-            NAME,
+            CHECK_NAME,
             codes::NCCL_MISSING,
             format!("{name}: {error}"),
             "only workers with a GPU each need it; otherwise collectives use host memory \
@@ -128,12 +128,12 @@ fn join_help(error: &Diagnostic, advice: &str) -> String {
 /// Returns one warning for each problem, or one passed check if the GPUs have no problem. Returns
 /// no checks for a host without GPUs.
 fn check_gpu_health(gpus: &GpuReport) -> Vec<CheckResult> {
-    const NAME: &str = "gpu health";
+    const CHECK_NAME: &str = "gpu health";
     let mut checks = Vec::new();
     for (index, gpu) in gpus.gpus.iter().enumerate() {
         let mut warn = |code, found: String, help: &str| {
             checks.push(CheckResult::warn(
-                NAME,
+                CHECK_NAME,
                 code,
                 format!("GPU {index} ({}): {found}", gpu.pci_address),
                 help,
@@ -172,7 +172,7 @@ fn check_gpu_health(gpus: &GpuReport) -> Vec<CheckResult> {
     if checks.is_empty() && !gpus.gpus.is_empty() {
         let has_ecc = gpus.gpus.iter().all(|gpu| gpu.uncorrected_ecc_errors.is_some());
         let found = if has_ecc { "no memory errors, full clocks" } else { "full clocks (no ECC)" };
-        checks.push(CheckResult::ok(NAME, found));
+        checks.push(CheckResult::ok(CHECK_NAME, found));
     }
     checks
 }
@@ -180,7 +180,7 @@ fn check_gpu_health(gpus: &GpuReport) -> Vec<CheckResult> {
 /// Warns if GPUs of a host cannot access each other's memory, or have different numbers of active
 /// NVLinks. Returns `None` if the host has fewer than two GPUs.
 fn check_gpu_links(gpus: &GpuReport) -> Option<CheckResult> {
-    const NAME: &str = "gpu links";
+    const CHECK_NAME: &str = "gpu links";
     let (first, _) = (gpus.gpus.first()?, gpus.gpus.get(1)?);
     // Every pair of GPUs is listed once, under the lower index.
     let pairs = gpus.gpus.iter().enumerate().flat_map(|(index, gpu)| {
@@ -192,27 +192,27 @@ fn check_gpu_links(gpus: &GpuReport) -> Option<CheckResult> {
     Some(if !pairs.is_empty() {
         let found = format!("no direct access between GPUs {}", pairs.join(", "));
         let help = "check whether an IOMMU or PCIe ACS is enabled; NCCL transfers through host memory";
-        CheckResult::warn(NAME, codes::GPU_PEER_ACCESS_MISSING, found, help)
+        CheckResult::warn(CHECK_NAME, codes::GPU_PEER_ACCESS_MISSING, found, help)
     } else if links.iter().any(|n| *n != first.nvlinks) {
         let found = format!("active NVLinks by GPU: {links:?}");
         let help = "links are down: run `nvidia-smi nvlink --status` and `dmesg | grep Xid`";
-        CheckResult::warn(NAME, codes::GPU_LINK_DOWN, found, help)
+        CheckResult::warn(CHECK_NAME, codes::GPU_LINK_DOWN, found, help)
     } else if first.nvlinks > 0 {
-        CheckResult::ok(NAME, format!("{} NVLinks each", first.nvlinks))
+        CheckResult::ok(CHECK_NAME, format!("{} NVLinks each", first.nvlinks))
     } else {
-        CheckResult::ok(NAME, "direct access over PCIe")
+        CheckResult::ok(CHECK_NAME, "direct access over PCIe")
     })
 }
 
 /// Checks whether processes already use GPUs of a host. Returns one warning for each GPU in use. If
 /// no GPU is in use, returns one passed check with the free memory of the fullest GPU.
 fn check_gpu_memory(gpus: &GpuReport) -> Vec<CheckResult> {
-    const NAME: &str = "gpu memory";
+    const CHECK_NAME: &str = "gpu memory";
     let fullest = gpus.gpus.iter().min_by_key(|g| g.memory_free);
     if let Some(gpu) = fullest.filter(|_| gpus.gpus.iter().all(|g| g.processes.is_empty())) {
         let found =
             format!("at least {} free of {}", format_bytes(gpu.memory_free), format_bytes(gpu.memory));
-        return vec![CheckResult::ok(NAME, found)];
+        return vec![CheckResult::ok(CHECK_NAME, found)];
     }
     let used = gpus.gpus.iter().enumerate().filter(|(_, g)| !g.processes.is_empty()).map(|(i, g)| {
         let processes: Vec<String> =
@@ -220,7 +220,7 @@ fn check_gpu_memory(gpus: &GpuReport) -> Vec<CheckResult> {
         let (free, total) = (format_bytes(g.memory_free), format_bytes(g.memory));
         let found = format!("GPU {i}: {free} free of {total}, used by {}", processes.join(", "));
         let help = "wait until the other processes end, or exclude the GPU with `cluster.exclude`";
-        CheckResult::warn(NAME, codes::GPU_IN_USE, found, help)
+        CheckResult::warn(CHECK_NAME, codes::GPU_IN_USE, found, help)
     });
     used.collect()
 }

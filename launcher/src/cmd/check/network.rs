@@ -11,8 +11,8 @@ use super::probe::{ProbeSession, find_root_error};
 use diagnostic::{Diagnostic, codes::command};
 use jobspec::{HostSelection, JobSpec};
 use network_report::NetworkReport;
-use pair_measurements::{PairMeasurements, Property};
-use pair_rounds::{plan_rounds, select_disjoint};
+use pair_measurements::{PairMeasurements, ConnectionProperty};
+use pair_rounds::{plan_rounds, select_disjoint_pairs};
 use protocol::{
     control::{FromAgent, JobKey, ToAgent},
     network_probe::{MAX_STREAMS, MeasureRequest, Measurement, NetworkInspection, NetworkRequest},
@@ -24,7 +24,7 @@ use tokio::{task::spawn_local, time::Instant};
 pub(super) use network_checks::add_network_checks;
 
 /// The time after which no further round of measurements begins.
-const NETWORK_TIME: Duration = Duration::from_secs(180);
+const MAX_MEASURING_TIME: Duration = Duration::from_secs(180);
 /// The largest number of rounds that search the host at fault, after the first rounds.
 const MAX_SEARCH_ROUNDS: usize = 12;
 /// The time for which data are sent in each direction, in milliseconds.
@@ -39,7 +39,7 @@ const CPUS_PER_STREAM: u32 = 2;
 
 /// The options with which `launch check --network` measures the network of a job.
 #[derive(Clone, Debug)]
-pub(super) struct NetworkTargets {
+pub(super) struct NetworkCheckOptions {
     request: NetworkRequest,
     /// For each host, whether it is the machine of the controller.
     are_local: Vec<bool>,
@@ -47,14 +47,14 @@ pub(super) struct NetworkTargets {
     timeout_ms: u64,
 }
 
-impl NetworkTargets {
+impl NetworkCheckOptions {
     /// Creates the options for the hosts of a job, with a new random key. `are_local` states for
     /// each host whether it is this machine. Fails if the kernel has no random numbers.
     pub(super) fn new(
         job: &JobSpec,
         are_local: Vec<bool>,
         timeout_ms: u64,
-    ) -> diagnostic::Result<NetworkTargets> {
+    ) -> diagnostic::Result<NetworkCheckOptions> {
         let mut key = [0; 32];
         getrandom::fill(&mut key).map_err(|error| {
             let message = format!("cannot create a key for the measurements: {error}");
@@ -66,19 +66,19 @@ impl NetworkTargets {
             prefers_reached_address: job.cluster.hosts != HostSelection::Join,
             ports: job.cluster.ports,
         };
-        Ok(NetworkTargets { request, are_local, timeout_ms })
+        Ok(NetworkCheckOptions { request, are_local, timeout_ms })
     }
 }
 
 /// The sessions with the agents of all hosts; `None` for a host that is in a measurement.
-type Sessions = Vec<Option<ProbeSession>>;
+type AgentSessions = Vec<Option<ProbeSession>>;
 
 /// Measures the connections between the hosts of `sessions`, so that each host takes part in only
 /// one measurement at a time. Hosts without an agent are left out. The caller must run in a
 /// [`tokio::task::LocalSet`].
 pub(super) async fn measure_network(
     sessions: Vec<ProbeSession>,
-    targets: &NetworkTargets,
+    targets: &NetworkCheckOptions,
 ) -> (Vec<ProbeSession>, NetworkReport) {
     let tasks: Vec<_> = sessions
         .into_iter()
@@ -90,7 +90,7 @@ pub(super) async fn measure_network(
             spawn_local(inspect_network(session, request))
         })
         .collect();
-    let (mut sessions, mut inspections): (Sessions, Vec<_>) = (Vec::new(), Vec::new());
+    let (mut sessions, mut inspections): (AgentSessions, Vec<_>) = (Vec::new(), Vec::new());
     for task in tasks {
         // A task that panicked counts as a host without an answer.
         let (session, inspection) = task.await.map_or((None, None), |(s, i)| (Some(s), i));
@@ -104,13 +104,13 @@ pub(super) async fn measure_network(
 
 /// Measures the planned pairs of hosts round by round, and then as many further pairs as are needed
 /// to find the hosts at fault.
-async fn measure_rounds(sessions: &mut Sessions, targets: &NetworkTargets, report: &mut NetworkReport) {
+async fn measure_rounds(sessions: &mut AgentSessions, targets: &NetworkCheckOptions, report: &mut NetworkReport) {
     // Only hosts that listen can be measured; the others have a failed check.
     let listens = |inspection: &Option<NetworkInspection>| {
         inspection.as_ref().is_some_and(|inspection| !inspection.listeners.is_empty())
     };
     let hosts: Vec<usize> = (0..sessions.len()).filter(|host| listens(&report.inspections[*host])).collect();
-    let deadline = Instant::now() + NETWORK_TIME;
+    let deadline = Instant::now() + MAX_MEASURING_TIME;
     let mut planned = plan_rounds(hosts.len());
     planned.reverse();
     let mut searched = 0;
@@ -136,17 +136,17 @@ async fn measure_rounds(sessions: &mut Sessions, targets: &NetworkTargets, repor
 /// two of them. `count` is the number of all hosts, and `hosts` are those that can be measured.
 fn choose_search_round(pairs: &PairMeasurements, count: usize, hosts: &[usize]) -> Vec<(usize, usize)> {
     let is_usable = |a: usize, b: usize| hosts.contains(&a) && hosts.contains(&b);
-    let wanted = Property::ALL
+    let wanted = ConnectionProperty::ALL
         .into_iter()
-        .flat_map(|property| pairs.search_faults(property).choose_tests(count, is_usable));
-    select_disjoint(wanted.collect::<Vec<_>>())
+        .flat_map(|property| pairs.create_fault_search(property).choose_tests(count, is_usable));
+    select_disjoint_pairs(wanted.collect::<Vec<_>>())
 }
 
 /// Measures the pairs of one round at the same time.
 async fn measure_round(
-    sessions: &mut Sessions,
+    sessions: &mut AgentSessions,
     round: &[(usize, usize)],
-    targets: &NetworkTargets,
+    targets: &NetworkCheckOptions,
     report: &mut NetworkReport,
 ) {
     let mut tasks = Vec::new();

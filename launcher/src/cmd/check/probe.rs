@@ -141,7 +141,7 @@ pub(super) fn split_sessions(sessions: Vec<ProbeSession>) -> (Vec<ProbeResult>, 
 
 /// Informs all agents that the check has ended with an exit code, and waits until they have ended,
 /// at most for [`END_TIMEOUT`].
-pub(super) async fn send_end(mut agents: Vec<ProbedAgent>, exit_code: u8) {
+pub(super) async fn end_probed_agents(mut agents: Vec<ProbedAgent>, exit_code: u8) {
     for (_, connection) in &mut agents {
         if let Some(connection) = connection {
             connection.send(ToAgent::End { exit_code: Some(exit_code) });

@@ -3,7 +3,7 @@
 use super::{
     gather::{self, DtypeOption},
     open::open_checkpoint,
-    output::{log_line, report_to_json, show_progress},
+    output::{log_line, report_to_json, run_with_progress},
 };
 use crate::cmd::{
     option_value::{OptionValueError, parse_size},
@@ -54,7 +54,7 @@ pub(super) struct ConvertArgs {
     /// Assign parameters for which the checkpoint records no group to optimizer group N, counted
     /// from 0, if their names match PATTERN; repeatable; without a match, the group is 0
     #[arg(long = "group", value_name = "PATTERN=N", value_parser = parse_group_rule)]
-    groups: Vec<GroupRule>,
+    groups: Vec<OptimizerGroupRule>,
     /// Memory limit, not counting the metadata of the result: 64MiB or more, or 256MB or more with
     /// `--to safetensors`
     #[arg(long, value_name = "SIZE", default_value = "512MB", value_parser = parse_memory_limit)]
@@ -80,7 +80,7 @@ enum TargetFormat {
 /// The smallest memory limit that `--memory` accepts, in bytes.
 const MIN_MEMORY_BYTES: u64 = 64 << 20;
 /// The smallest memory limit that `--memory` accepts together with `--to safetensors`, in bytes.
-const GATHER_MEMORY_BYTES: u64 = 256_000_000;
+const MIN_GATHER_MEMORY_BYTES: u64 = 256_000_000;
 
 /// Parses the value of `--memory` and returns the limit in bytes. Fails if the limit is less than
 /// [`MIN_MEMORY_BYTES`].
@@ -93,20 +93,20 @@ fn parse_memory_limit(text: &str) -> Result<u64, OptionValueError> {
 
 /// One `--group PATTERN=N` option: parameters with matching names get optimizer group N.
 #[derive(Clone, Debug)]
-struct GroupRule {
+struct OptimizerGroupRule {
     pattern: GlobMatcher,
     group: usize,
 }
 
 /// Parses the value `PATTERN=N` of `--group`: a glob pattern and the number of an optimizer group.
-fn parse_group_rule(text: &str) -> Result<GroupRule, OptionValueError> {
+fn parse_group_rule(text: &str) -> Result<OptimizerGroupRule, OptionValueError> {
     let (pattern, group) = text
         .rsplit_once('=')
         .and_then(|(pattern, group)| Some((pattern, group.parse().ok()?)))
         .filter(|(pattern, _)| !pattern.is_empty())
         .ok_or(OptionValueError::GroupRule)?;
     let glob = Glob::new(pattern).map_err(|error| OptionValueError::Pattern(error.kind().clone()))?;
-    Ok(GroupRule { pattern: glob.compile_matcher(), group })
+    Ok(OptimizerGroupRule { pattern: glob.compile_matcher(), group })
 }
 
 /// Assigns optimizer groups to the parameters of a checkpoint that records no group for them.
@@ -116,9 +116,9 @@ fn parse_group_rule(text: &str) -> Result<GroupRule, OptionValueError> {
 /// does not exist, or if two rules match one parameter.
 fn assign_groups(
     source: &dyn TensorSource,
-    rules: &[GroupRule],
+    rules: &[OptimizerGroupRule],
 ) -> diagnostic::Result<BTreeMap<String, usize>> {
-    let mut assigned: BTreeMap<String, &GroupRule> = BTreeMap::new();
+    let mut assigned: BTreeMap<String, &OptimizerGroupRule> = BTreeMap::new();
     if rules.is_empty() {
         return Ok(BTreeMap::new());
     }
@@ -192,10 +192,10 @@ fn check_options(args: &ConvertArgs) -> diagnostic::Result<()> {
     if args.sub_group_size.is_some() && args.to != TargetFormat::Deepspeed {
         return unsupported("--sub-group-size", "only `--to deepspeed` has sub-groups");
     }
-    if weights_only && args.memory < GATHER_MEMORY_BYTES {
+    if weights_only && args.memory < MIN_GATHER_MEMORY_BYTES {
         let message = "`--to safetensors` needs 256 MB of memory".to_owned();
         return Err(option_error(command::CONVERT_MEMORY_TOO_SMALL, "--memory", message)
-            .with_field("required_bytes", GATHER_MEMORY_BYTES)
+            .with_field("required_bytes", MIN_GATHER_MEMORY_BYTES)
             .with_field("memory_bytes", args.memory)
             .with_help("raise `--memory`"));
     }
@@ -229,7 +229,7 @@ pub(super) fn run(args: ConvertArgs, json: bool) -> diagnostic::Result<u8> {
         memory: args.memory,
         force: args.force,
     };
-    let report = show_progress("converting", |progress| {
+    let report = run_with_progress("converting", |progress| {
         ckpt::convert_checkpoint(source, &args.out, &options, progress)
     })?;
     for notice in &report.notices {

@@ -11,13 +11,13 @@ use std::collections::HashSet;
 
 /// The largest number of settings that the table of optimizer groups shows. Further settings are
 /// left out.
-const SETTINGS_MAX: usize = 32;
+const MAX_SHOWN_SETTINGS: usize = 32;
 /// The length, in characters, to which a setting in the table of optimizer groups is truncated.
-const CELL_CHARS_MAX: usize = 60;
+const MAX_CELL_CHARS: usize = 60;
 
 /// Describes a checkpoint of launch as a JSON object with the properties, shards and tensors.
 pub(super) fn describe_native_as_json(checkpoint: &Checkpoint) -> Value {
-    let facts = checkpoint.facts();
+    let facts = checkpoint.run_facts();
     let tensors: Vec<Value> = checkpoint.tensors().map(|t| tensor_to_json(&t)).collect();
     let files: Vec<Value> = checkpoint
         .shard_sizes()
@@ -40,7 +40,7 @@ fn shard_file_to_json(checkpoint: &Checkpoint, file: usize, name: &str, bytes: u
     let mut value = json!({"name": name, "bytes": bytes});
     if let Some(host) = checkpoint.shard_host(file) {
         value["host"] = json!(host);
-        value["here"] = json!(checkpoint.local_files().get(file));
+        value["here"] = json!(checkpoint.local_shard_flags().get(file));
     }
     value
 }
@@ -49,7 +49,7 @@ fn shard_file_to_json(checkpoint: &Checkpoint, file: usize, name: &str, bytes: u
 /// host of each shard. Returns `None` if all shards are on this host.
 fn format_remote_shards(checkpoint: &Checkpoint) -> Option<String> {
     let absent =
-        checkpoint.shard_sizes().zip(checkpoint.local_files()).enumerate().filter(|(_, (_, here))| !**here);
+        checkpoint.shard_sizes().zip(checkpoint.local_shard_flags()).enumerate().filter(|(_, (_, here))| !**here);
     let line = |(i, ((name, _), _)): (usize, ((&str, u64), &bool))| {
         let host = checkpoint.shard_host(i)?.to_string();
         Some(format!("{name} on host {}", filter_line(&host)))
@@ -61,7 +61,7 @@ fn format_remote_shards(checkpoint: &Checkpoint) -> Option<String> {
 /// Returns the names of the parts of a complete training state that the checkpoint does not
 /// contain, such as `optimizer state`.
 fn list_missing_parts(checkpoint: &Checkpoint) -> Vec<&'static str> {
-    let facts = checkpoint.facts();
+    let facts = checkpoint.run_facts();
     let optimizer = checkpoint.tensors().any(|t| t.role.is_optimizer_state());
     let parts = [
         ("optimizer state", optimizer),
@@ -77,7 +77,7 @@ fn list_missing_parts(checkpoint: &Checkpoint) -> Vec<&'static str> {
 /// Describes a checkpoint of launch as text: a list of properties, and tables of the optimizer
 /// groups and tensors.
 pub(super) fn describe_native_as_text(checkpoint: &Checkpoint) -> String {
-    let facts = checkpoint.facts();
+    let facts = checkpoint.run_facts();
     let tensors: Vec<TensorInfo> = checkpoint.tensors().collect();
     let bytes = checkpoint.total_shard_bytes();
     let mut lines = vec![
@@ -207,7 +207,7 @@ fn sum_sizes(sizes: impl Iterator<Item = u64>) -> u64 {
 
 /// Describes a tensor as a JSON object with name, role, dtype, shape and size in bytes.
 fn tensor_to_json(t: &TensorInfo) -> Value {
-    json!({"name": t.name, "role": t.role, "dtype": t.dtype, "shape": t.shape, "bytes": t.bytes()})
+    json!({"name": t.name, "role": t.role, "dtype": t.dtype, "shape": t.shape, "bytes": t.size_in_bytes()})
 }
 
 /// Returns `text` or, if `text` is empty, the text `none`.
@@ -272,7 +272,7 @@ fn format_group_table(groups: &Value) -> String {
     }
     let first = ["name", "lr", "initial_lr", "weight_decay", "betas", "eps", "momentum"];
     columns.sort_by_key(|c| first.iter().position(|f| f == c).unwrap_or(first.len()));
-    columns.truncate(SETTINGS_MAX);
+    columns.truncate(MAX_SHOWN_SETTINGS);
     let cell = |v: Option<&Value>| match v {
         None | Some(Value::Null) => "-".to_owned(),
         Some(Value::String(s)) => format_cell(s),
@@ -291,7 +291,7 @@ fn format_group_table(groups: &Value) -> String {
 /// Formats `text`, which comes from a file, as one table cell of at most [`CELL_CHARS_MAX`]
 /// characters.
 fn format_cell(text: &str) -> String {
-    let mut cell: String = text.chars().take(CELL_CHARS_MAX).collect();
+    let mut cell: String = text.chars().take(MAX_CELL_CHARS).collect();
     if cell.len() < text.len() {
         cell.push('…');
     }

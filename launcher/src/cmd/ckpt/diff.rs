@@ -1,7 +1,7 @@
 //! `launch ckpt diff`: compares two checkpoints of any format.
 use super::{
     open::open_checkpoint,
-    output::{log_line, report_to_json, show_progress},
+    output::{log_line, report_to_json, run_with_progress},
 };
 use crate::cmd::output::{print_json, print_output};
 use ckpt::{DiffOptions, DiffReport, DiffSide, FloatTensorDiff, OpenedCheckpoint, RoundingCast, TiedWeight};
@@ -30,7 +30,7 @@ pub(super) struct DiffArgs {
 pub(super) fn run(args: DiffArgs, json: bool) -> diagnostic::Result<u8> {
     let (a, b) = (open_checkpoint(&args.a)?, open_checkpoint(&args.b)?);
     let options = DiffOptions { weights_only: args.weights_only };
-    let report = show_progress("comparing", |progress| {
+    let report = run_with_progress("comparing", |progress| {
         ckpt::diff_checkpoints(to_diff_side(&a), to_diff_side(&b), &options, progress)
     })?;
     if json {
@@ -49,7 +49,7 @@ pub(super) fn run(args: DiffArgs, json: bool) -> diagnostic::Result<u8> {
 /// Converts a checkpoint to the input of the comparison: its tensors and tied weights.
 fn to_diff_side(found: &OpenedCheckpoint) -> DiffSide<'_> {
     let ties: &[TiedWeight] = match found {
-        OpenedCheckpoint::Native(newest) => &newest.checkpoint.facts().model.ties,
+        OpenedCheckpoint::Native(newest) => &newest.checkpoint.run_facts().model.ties,
         OpenedCheckpoint::External(external) => &external.facts().state.ties,
     };
     DiffSide { source: found.source(), ties }

@@ -1,7 +1,7 @@
 //! `launch ckpt gather`: writes full weights as a Hugging Face directory.
 use super::{
     open::open_checkpoint,
-    output::{log_line, report_to_json, show_progress},
+    output::{log_line, report_to_json, run_with_progress},
 };
 use crate::cmd::{
     option_value::parse_size,
@@ -68,7 +68,7 @@ pub(super) fn write_weights(
 ) -> diagnostic::Result<u8> {
     let found = open_checkpoint(dir)?;
     let source = found.source();
-    let report = show_progress("gathering", |progress| ckpt::gather_weights(source, out, options, progress))?;
+    let report = run_with_progress("gathering", |progress| ckpt::gather_weights(source, out, options, progress))?;
     if !report.config {
         log_line(format_args!(
             "note: the checkpoint has no config.json; copy that of the model to the weights"

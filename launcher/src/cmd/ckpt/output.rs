@@ -25,7 +25,7 @@ pub(super) fn report_to_json(report: &impl Serialize) -> Value {
 /// Runs an operation and shows its progress in bytes as a line on stderr. `action` names the
 /// operation as a present participle, such as `converting`. The operation reports the done and the
 /// total number of bytes to the function that it gets. Draws nothing if stderr is not a terminal.
-pub(super) fn show_progress<T>(
+pub(super) fn run_with_progress<T>(
     action: &str,
     operation: impl FnOnce(&mut (dyn FnMut(u64, u64) + Send)) -> T,
 ) -> T {

@@ -74,7 +74,7 @@ fn prepare_resume_directory(
         RngPolicy::Strict => ReconcilePolicy::Strict,
         RngPolicy::Reseed => ReconcilePolicy::Reseed,
     };
-    let prepared = prepare::prepare_resume(&dir, &ReconcileOptions::new(world, policy))
+    let prepared = prepare::prepare_resume_directory(&dir, &ReconcileOptions::new(world, policy))
         .map_err(|error| Diagnostic::from(error).with_field("key", "resume.from"))?;
     let path = prepared.path.display().to_string();
     notes.extend(prepared.lines.into_iter().map(|line| {

@@ -41,15 +41,15 @@ pub(super) struct RngArgs {
     pub(super) gpus: Option<u32>,
     /// Kinds of streams that must be equal on all ranks; different streams are an error
     #[arg(long, value_enum, value_name = "KIND,…", value_delimiter = ',')]
-    pub(super) replicated: Vec<StreamOption>,
+    pub(super) replicated: Vec<StreamKindOption>,
     /// Kinds of streams that each rank has separately, even if they are equal
     #[arg(long, value_enum, value_name = "KIND,…", value_delimiter = ',')]
-    pub(super) per_rank: Vec<StreamOption>,
+    pub(super) per_rank: Vec<StreamKindOption>,
 }
 
 /// The kind of RNG stream that `--replicated` and `--per-rank` name.
 #[derive(Clone, Copy, Debug, ValueEnum)]
-pub(super) enum StreamOption {
+pub(super) enum StreamKindOption {
     Python,
     Numpy,
     #[value(name = "torch_cpu")]
@@ -58,13 +58,13 @@ pub(super) enum StreamOption {
     TorchCuda,
 }
 
-impl StreamOption {
+impl StreamKindOption {
     fn to_stream_kind(self) -> StreamKind {
         match self {
-            StreamOption::Python => StreamKind::Python,
-            StreamOption::Numpy => StreamKind::Numpy,
-            StreamOption::TorchCpu => StreamKind::TorchCpu,
-            StreamOption::TorchCuda => StreamKind::TorchCuda,
+            StreamKindOption::Python => StreamKind::Python,
+            StreamKindOption::Numpy => StreamKind::Numpy,
+            StreamKindOption::TorchCpu => StreamKind::TorchCpu,
+            StreamKindOption::TorchCuda => StreamKind::TorchCuda,
         }
     }
 }
@@ -86,7 +86,7 @@ pub(super) fn run(args: RngArgs, json: bool) -> diagnostic::Result<u8> {
         (None, true) => PrepareDestination::InPlace,
         (None, false) => PrepareDestination::Sibling,
     };
-    let prepared = prepare::prepare_rng(&args.dir, &options, &destination)?;
+    let prepared = prepare::prepare_rng_states(&args.dir, &options, &destination)?;
     if json {
         return print_json(&json!({ "path": prepared.path, "decision": prepared.decision }));
     }

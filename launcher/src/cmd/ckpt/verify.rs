@@ -9,7 +9,7 @@ use protocol::exit;
 use std::path::PathBuf;
 
 /// The largest number of files without checksums that a message names.
-const NAMES_MAX: usize = 4;
+const MAX_LISTED_FILES: usize = 4;
 
 /// Arguments of `launch ckpt verify`.
 #[derive(Debug, Args)]
@@ -63,8 +63,8 @@ pub(super) fn run(args: VerifyArgs, json: bool) -> diagnostic::Result<u8> {
 pub(super) fn list_unchecked_files(report: &VerifyReport) -> Vec<String> {
     let line = |c: &CheckpointReport| {
         let (path, files) = (c.path.display(), format_count(c.unchecked.len(), "file"));
-        let more = if c.unchecked.len() > NAMES_MAX { ", …" } else { "" };
-        let names: Vec<&str> = c.unchecked.iter().take(NAMES_MAX).map(String::as_str).collect();
+        let more = if c.unchecked.len() > MAX_LISTED_FILES { ", …" } else { "" };
+        let names: Vec<&str> = c.unchecked.iter().take(MAX_LISTED_FILES).map(String::as_str).collect();
         let names = filter_line(&names.join(", "));
         format!("{path}: {files} without checksums, whose content was not verified: {names}{more}")
     };

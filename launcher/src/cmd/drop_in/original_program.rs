@@ -13,11 +13,11 @@ use std::{
 };
 
 /// The number of bytes at the start of a script in which its interpreter is searched.
-const HEADER_BYTES: u64 = 4096;
+const MAX_SCRIPT_HEADER_BYTES: u64 = 4096;
 
 /// Replaces this process by the original program with the arguments `arguments`. Returns only if
 /// that fails, with the error.
-pub(super) fn run_original(launcher: OtherLauncher, arguments: &[OsString]) -> Diagnostic {
+pub(super) fn exec_original_program(launcher: OtherLauncher, arguments: &[OsString]) -> Diagnostic {
     let name = launcher.name();
     let Some(program) = find_program(name) else {
         let shown = arguments.first().map(|first| format!(" {}", first.display())).unwrap_or_default();
@@ -67,7 +67,7 @@ fn find_program(name: &str) -> Option<PathBuf> {
 /// `'''exec' /path/python "$0" "$@"` of scripts with long paths. Returns `None` for other files.
 fn read_interpreter(program: &Path) -> Option<PathBuf> {
     let mut header = Vec::new();
-    File::open(program).ok()?.take(HEADER_BYTES).read_to_end(&mut header).ok()?;
+    File::open(program).ok()?.take(MAX_SCRIPT_HEADER_BYTES).read_to_end(&mut header).ok()?;
     let text = String::from_utf8_lossy(&header);
     let mut lines = text.lines();
     let first = lines.next()?.strip_prefix("#!")?.trim();

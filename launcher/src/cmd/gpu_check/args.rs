@@ -7,7 +7,7 @@ use std::path::PathBuf;
 ///
 /// Crate `launcher` does not depend on crate `worker`, which implements the check. The `main`
 /// function of the executable passes the implementation to [`crate::main`].
-pub type RunGpuCheck = fn(GpuCheckArgs) -> diagnostic::Result<bool>;
+pub type GpuCheckFunction = fn(GpuCheckArgs) -> diagnostic::Result<bool>;
 
 /// Arguments of `launch gpu-check`.
 #[derive(Clone, Debug, Args)]

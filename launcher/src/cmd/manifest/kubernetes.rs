@@ -11,20 +11,20 @@ use serde_json::{Map, Value, json};
 use std::fs;
 
 /// The directory in which a pod finds the job file.
-const JOB_DIRECTORY: &str = "/etc/launch/job";
+const JOB_FILE_DIRECTORY: &str = "/etc/launch/job";
 /// The directory in which a pod finds the key.
 const KEY_DIRECTORY: &str = "/etc/launch/key";
 /// The name of the replicated job in a JobSet, which is part of the names of its pods.
 const REPLICATED_JOB: &str = "node";
 /// The port at which the pod of node 0 listens for the other nodes.
-const PORT: u16 = 29400;
+const RENDEZVOUS_PORT: u16 = 29400;
 /// The largest length of a job's name, in characters, for which the names of its pods fit into DNS
 /// labels.
-const MAX_NAME: usize = 40;
+const MAX_JOB_NAME_CHARS: usize = 40;
 /// The time that the built-in training gets to save after SIGTERM, in seconds.
 const BUILTIN_SAVE_SECONDS: u64 = 600;
 /// The time that launch may take to end after the grace period of the workers, in seconds.
-const END_SECONDS: u64 = 30;
+const SHUTDOWN_SECONDS: u64 = 30;
 
 /// The kind of object that runs the pods.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -88,12 +88,12 @@ pub(super) fn build_objects(args: &KubernetesArgs, job: &JobSpec) -> diagnostic:
             .with_subject("cluster.hosts")
             .with_help("remove the key, or add `--set cluster.hosts=join`"));
     }
-    let nodes = args.nodes.or(job.cluster.join.nodes.map(NodeCount::exactly)).ok_or_else(|| {
+    let nodes = args.nodes.or(job.cluster.join.nodes.map(NodeCount::from_exact_count)).ok_or_else(|| {
         Diagnostic::error(host::JOIN_NODES_INVALID, "the number of nodes is not known")
             .with_help("add `--nodes N`, or set `cluster.join.nodes`")
     })?;
     let text = read_job_file(args)?;
-    let manifest = Manifest { args, job, nodes, name: make_object_name(&job.name) };
+    let manifest = KubernetesManifest { args, job, nodes, name: make_object_name(&job.name) };
     let mut objects = vec![manifest.build_secret()?, manifest.build_config_map(&text)];
     let workload = manifest.build_job_spec()?;
     match args.kind {
@@ -126,7 +126,7 @@ fn read_job_file(args: &KubernetesArgs) -> diagnostic::Result<String> {
 fn make_object_name(name: &str) -> String {
     let lower = name.to_ascii_lowercase();
     let safe: String =
-        lower.chars().take(MAX_NAME).map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
+        lower.chars().take(MAX_JOB_NAME_CHARS).map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
     let safe = safe.trim_matches('-');
     match safe.chars().next() {
         Some(first) if first.is_ascii_alphabetic() => safe.to_owned(),
@@ -136,7 +136,7 @@ fn make_object_name(name: &str) -> String {
 }
 
 /// The inputs from which the Kubernetes objects of one job are built.
-struct Manifest<'a> {
+struct KubernetesManifest<'a> {
     args: &'a KubernetesArgs,
     job: &'a JobSpec,
     nodes: NodeCount,
@@ -144,7 +144,7 @@ struct Manifest<'a> {
     name: String,
 }
 
-impl Manifest<'_> {
+impl KubernetesManifest<'_> {
     /// Builds an object with the name of the job and `suffix`. `content` has the other keys.
     fn build_object(&self, version: &str, kind: &str, suffix: &str, content: Value) -> Value {
         let mut metadata = json!({"name": format!("{}{suffix}", self.name), "labels": self.build_labels()});
@@ -186,7 +186,7 @@ impl Manifest<'_> {
             "clusterIP": "None",
             "publishNotReadyAddresses": true,
             "selector": {"app.kubernetes.io/instance": self.name},
-            "ports": [{"name": "rendezvous", "port": PORT}],
+            "ports": [{"name": "rendezvous", "port": RENDEZVOUS_PORT}],
         });
         self.build_object("v1", "Service", "", json!({"spec": spec}))
     }
@@ -233,7 +233,7 @@ impl Manifest<'_> {
     fn build_pod_spec(&self) -> diagnostic::Result<Value> {
         let volumes = self.parse_volumes()?;
         let mut mounts = vec![
-            json!({"name": "job", "mountPath": JOB_DIRECTORY, "readOnly": true}),
+            json!({"name": "job", "mountPath": JOB_FILE_DIRECTORY, "readOnly": true}),
             json!({"name": "key", "mountPath": KEY_DIRECTORY, "readOnly": true}),
             json!({"name": "shm", "mountPath": "/dev/shm"}),
         ];
@@ -253,7 +253,7 @@ impl Manifest<'_> {
         }
         let mut spec = json!({
             "restartPolicy": "Never",
-            "terminationGracePeriodSeconds": self.count_grace_seconds(),
+            "terminationGracePeriodSeconds": self.compute_grace_seconds(),
             "enableServiceLinks": false,
             "automountServiceAccountToken": false,
             "containers": [self.build_container(mounts)?],
@@ -267,7 +267,7 @@ impl Manifest<'_> {
 
     /// Builds the container of a pod with the volume mounts `mounts`.
     fn build_container(&self, mounts: Vec<Value>) -> diagnostic::Result<Value> {
-        let mut command = vec!["launch".to_owned(), "run".to_owned(), format!("{JOB_DIRECTORY}/job.yaml")];
+        let mut command = vec!["launch".to_owned(), "run".to_owned(), format!("{JOB_FILE_DIRECTORY}/job.yaml")];
         command.extend(self.args.job.set.iter().map(|set| format!("--set={set}")));
         let count = match self.nodes {
             NodeCount { min, max } if min < max => format!("{min}:{max}"),
@@ -285,10 +285,10 @@ impl Manifest<'_> {
             // The number of the node is JOB_COMPLETION_INDEX.
             "env": [
                 variable(jobspec::env::LAUNCH_NODES, count),
-                variable(jobspec::env::LAUNCH_RENDEZVOUS, format!("{first}.{}:{PORT}", self.name)),
+                variable(jobspec::env::LAUNCH_RENDEZVOUS, format!("{first}.{}:{RENDEZVOUS_PORT}", self.name)),
                 variable(jobspec::env::LAUNCH_KEY_FILE, format!("{KEY_DIRECTORY}/key")),
             ],
-            "ports": [{"name": "rendezvous", "containerPort": PORT}],
+            "ports": [{"name": "rendezvous", "containerPort": RENDEZVOUS_PORT}],
             "resources": self.build_resources()?,
             "volumeMounts": mounts,
         });
@@ -310,7 +310,7 @@ impl Manifest<'_> {
         }
         for text in &self.args.rdma {
             let (name, count) = text.split_once('=').unwrap_or((text, "1"));
-            let count: u32 = count.parse().map_err(|_| invalid_option("--rdma", text, "NAME=N"))?;
+            let count: u32 = count.parse().map_err(|_| invalid_option_error("--rdma", text, "NAME=N"))?;
             limits.insert(name.to_owned(), json!(count));
         }
         requests.extend(self.args.cpus.iter().map(|cpus| ("cpu".to_owned(), json!(cpus))));
@@ -324,16 +324,16 @@ impl Manifest<'_> {
         let parse = |text: &'_ String| {
             let split =
                 text.split_once(':').filter(|(claim, path)| !claim.is_empty() && path.starts_with('/'));
-            split.map(|_| ()).ok_or_else(|| invalid_option("--volume", text, "CLAIM:/PATH"))
+            split.map(|_| ()).ok_or_else(|| invalid_option_error("--volume", text, "CLAIM:/PATH"))
         };
         self.args.volume.iter().try_for_each(parse)?;
         Ok(self.args.volume.iter().filter_map(|text| text.split_once(':')).collect())
     }
 
     /// Returns how long a pod may take to save and stop after SIGTERM, in seconds.
-    fn count_grace_seconds(&self) -> u64 {
+    fn compute_grace_seconds(&self) -> u64 {
         match self.job.run.command {
-            Some(_) => self.job.run.grace_period_ms.div_ceil(1000) + END_SECONDS,
+            Some(_) => self.job.run.grace_period_ms.div_ceil(1000) + SHUTDOWN_SECONDS,
             None => BUILTIN_SAVE_SECONDS,
         }
     }
@@ -341,7 +341,7 @@ impl Manifest<'_> {
 
 /// Creates the error that the value `value` of the option `option` is malformed. `expected`
 /// describes the values that the option accepts.
-fn invalid_option(option: &str, value: &str, expected: &str) -> Diagnostic {
+fn invalid_option_error(option: &str, value: &str, expected: &str) -> Diagnostic {
     let message = format!("`{}` is not a value of `{option}`; expected {expected}", value.escape_debug());
     Diagnostic::error(command::USAGE, message).with_subject(option)
 }

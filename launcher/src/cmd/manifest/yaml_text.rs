@@ -55,7 +55,7 @@ fn write_value(value: &Value, indent: usize, text: &mut String) {
             text.push('\n');
             write_block(value, indent, text);
         }
-        Value::String(lines) if is_literal(lines) => {
+        Value::String(lines) if can_be_literal_block(lines) => {
             text.push_str(" |\n");
             for line in lines.lines() {
                 match line.is_empty() {
@@ -69,7 +69,7 @@ fn write_value(value: &Value, indent: usize, text: &mut String) {
 }
 
 /// Returns whether a text can be written as a literal block: several lines of printable text.
-fn is_literal(text: &str) -> bool {
+fn can_be_literal_block(text: &str) -> bool {
     text.ends_with('\n')
         && !text.ends_with("\n\n")
         && !text.starts_with([' ', '\n'])

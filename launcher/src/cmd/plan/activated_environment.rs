@@ -13,11 +13,11 @@ pub(super) fn format_changes(changes: &EnvironmentChanges, host: &str) -> String
     let mut text = format!("\nchanges of the environment by run.activate on {host}:\n");
     for (mark, variables) in [('+', &changes.added), ('~', &changes.changed)] {
         for (name, value) in variables {
-            _ = writeln!(text, "  {mark} {}={}", to_line(&to_text(name)), to_line(&redact(name, value)));
+            _ = writeln!(text, "  {mark} {}={}", to_single_line(&to_printable_text(name)), to_single_line(&redact(name, value)));
         }
     }
     for name in &changes.removed {
-        _ = writeln!(text, "  - {}", to_line(&to_text(name)));
+        _ = writeln!(text, "  - {}", to_single_line(&to_printable_text(name)));
     }
     text
 }
@@ -25,25 +25,25 @@ pub(super) fn format_changes(changes: &EnvironmentChanges, host: &str) -> String
 /// Returns the changes as a JSON object. Secret values are redacted.
 pub(super) fn changes_to_json(changes: &EnvironmentChanges) -> Value {
     let object = |variables: &BTreeMap<OsString, OsString>| -> Map<String, Value> {
-        variables.iter().map(|(name, value)| (to_text(name), redact(name, value).into())).collect()
+        variables.iter().map(|(name, value)| (to_printable_text(name), redact(name, value).into())).collect()
     };
-    let removed: Vec<String> = changes.removed.iter().map(|name| to_text(name)).collect();
+    let removed: Vec<String> = changes.removed.iter().map(|name| to_printable_text(name)).collect();
     json!({"added": object(&changes.added), "changed": object(&changes.changed), "removed": removed})
 }
 
 /// Returns a name or value as printable text.
-fn to_text(text: &OsStr) -> String {
+fn to_printable_text(text: &OsStr) -> String {
     text.to_string_lossy().into_owned()
 }
 
 /// Replaces control characters, so that the text fits into a line.
-fn to_line(text: &str) -> String {
+fn to_single_line(text: &str) -> String {
     text.replace(char::is_control, "\u{fffd}")
 }
 
 /// Returns the value of a variable, or a placeholder if its name looks secret.
 fn redact(name: &OsStr, value: &OsStr) -> String {
-    redact_secret_value(&to_text(name), &to_text(value)).to_owned()
+    redact_secret_value(&to_printable_text(name), &to_printable_text(value)).to_owned()
 }
 
 #[cfg(test)]

@@ -61,7 +61,7 @@ pub(crate) enum TreeFrame {
 
 impl TreeFrame {
     /// Returns frames of the stream 1 and of another stream, for tests of untrusted input.
-    pub(crate) fn list_examples() -> Vec<TreeFrame> {
+    pub(crate) fn build_test_frames() -> Vec<TreeFrame> {
         let progress = StreamProgress { received: 3, acknowledged: 3 };
         let addresses = vec![SocketAddr::from(([10, 0, 0, 1], 4000))];
         [1, 2]

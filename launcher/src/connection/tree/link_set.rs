@@ -27,10 +27,10 @@ pub(crate) type LinkInput = (LinkId, Option<TreeFrame>);
 const MAX_QUEUED_BYTES: usize = 64 << 20;
 /// The number of bytes in the queue to the neighbour above from which on no frames are read from
 /// the neighbours below.
-const HIGH_WATER_BYTES: usize = 1 << 20;
+const UPLINK_HIGH_WATER_BYTES: usize = 1 << 20;
 /// The estimated size of a frame without its payload in bytes, which counts for the limits of
 /// queues.
-const FRAME_OVERHEAD: usize = 64;
+const FRAME_OVERHEAD_BYTES: usize = 64;
 /// How long the queued frames of a closed link may take to be written. Afterwards the frames are
 /// dropped, because the neighbour takes none.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
@@ -79,7 +79,7 @@ impl LinkSet {
         self.count += 1;
         let id = self.count;
         // So many frames have more than the permitted number of bytes.
-        let (queue, frames) = mpsc::channel(MAX_QUEUED_BYTES / FRAME_OVERHEAD);
+        let (queue, frames) = mpsc::channel(MAX_QUEUED_BYTES / FRAME_OVERHEAD_BYTES);
         let queued = Arc::new(AtomicUsize::new(0));
         let writer = tokio::spawn(write_link(output, frames, queued.clone()));
         let reader = tokio::spawn(read_link(id, input, inbox));
@@ -91,7 +91,7 @@ impl LinkSet {
     /// [`LinkSet::take_overflowed`] reports. Never blocks.
     pub(crate) fn send(&mut self, link: LinkId, frame: TreeFrame) {
         let Some(target) = self.links.get(&link) else { return };
-        let size = measure_frame(&frame);
+        let size = estimate_frame_bytes(&frame);
         if target.queued.fetch_add(size, Ordering::Relaxed) + size > MAX_QUEUED_BYTES {
             self.close(link);
             self.overflowed.push(link);
@@ -141,7 +141,7 @@ impl LinkSet {
 
     /// Makes the last `pause`, during which this process did not run, not count as silence of any
     /// link.
-    pub(crate) fn excuse(&mut self, pause: Duration) {
+    pub(crate) fn exclude_pause_from_silence(&mut self, pause: Duration) {
         let now = Instant::now();
         for link in self.links.values_mut() {
             link.last_heard = (link.last_heard + pause).min(now);
@@ -150,7 +150,7 @@ impl LinkSet {
 
     /// Resets the time since the last frame of every link other than `except`, because this process
     /// has not read from them before.
-    pub(crate) fn renew(&mut self, except: Option<LinkId>) {
+    pub(crate) fn reset_silence(&mut self, except: Option<LinkId>) {
         let now = Instant::now();
         let renewed = self.links.iter_mut().filter(|(id, _)| Some(**id) != except);
         renewed.for_each(|(_, link)| link.last_heard = now);
@@ -165,13 +165,13 @@ impl LinkSet {
     /// for it.
     pub(crate) fn is_congested(&self, link: Option<LinkId>) -> bool {
         let link = link.and_then(|link| self.links.get(&link));
-        link.is_some_and(|link| link.queued.load(Ordering::Relaxed) > HIGH_WATER_BYTES)
+        link.is_some_and(|link| link.queued.load(Ordering::Relaxed) > UPLINK_HIGH_WATER_BYTES)
     }
 }
 
 /// Estimates the number of bytes that a frame needs in a queue.
-fn measure_frame(frame: &TreeFrame) -> usize {
-    FRAME_OVERHEAD
+fn estimate_frame_bytes(frame: &TreeFrame) -> usize {
+    FRAME_OVERHEAD_BYTES
         + match frame {
             TreeFrame::Data { bytes, .. } => bytes.0.len(),
             TreeFrame::Stderr { text, .. } => text.len(),
@@ -207,7 +207,7 @@ async fn write_link(
         let (mut bytes, mut size) = (Vec::new(), 0);
         let mut next = Some(first);
         while let Some(frame) = next {
-            size += measure_frame(&frame);
+            size += estimate_frame_bytes(&frame);
             // The frames of a tree are much shorter than the limit of a frame.
             bytes.extend(encode_frame(&frame).unwrap_or_default());
             next = if bytes.len() < BATCH_BYTES { queue.try_recv().ok() } else { None };
@@ -260,10 +260,10 @@ mod tests {
         let link = links.add(input, output, inbox);
         let minutes = |count: u64| Duration::from_secs(60 * count);
         links.links.get_mut(&link).expect("the link").last_heard = Instant::now() - minutes(30);
-        links.excuse(minutes(20));
+        links.exclude_pause_from_silence(minutes(20));
         assert_eq!((links.list_silent(minutes(11)), links.list_silent(minutes(9))), (vec![], vec![link]));
         // The pause is longer than the silence.
-        links.excuse(minutes(60));
+        links.exclude_pause_from_silence(minutes(60));
         assert!(links.list_silent(minutes(1)).is_empty());
         assert!(links.links[&link].last_heard <= Instant::now());
     }

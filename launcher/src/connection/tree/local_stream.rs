@@ -56,11 +56,11 @@ impl LocalStream {
         halves: StreamHalves,
         events: mpsc::Sender<LocalStreamEvent>,
     ) -> LocalStream {
-        let space = Arc::new(Semaphore::new(TreeRouter::initial_space()));
+        let space = Arc::new(Semaphore::new(TreeRouter::initial_writable_bytes()));
         // Each delivery has at least one byte of the window.
-        let (delivered, deliveries) = mpsc::channel(TreeRouter::initial_space());
-        tokio::spawn(collect_written(stream, halves.input, space.clone(), events.clone()));
-        tokio::spawn(deliver(stream, halves.output, deliveries, events));
+        let (delivered, deliveries) = mpsc::channel(TreeRouter::initial_writable_bytes());
+        tokio::spawn(read_from_writer(stream, halves.input, space.clone(), events.clone()));
+        tokio::spawn(write_to_reader(stream, halves.output, deliveries, events));
         LocalStream { space, delivered: Some(delivered) }
     }
 
@@ -89,7 +89,7 @@ impl LocalStream {
 }
 
 /// Reads the bytes of the writer, as far as the stream has space, and passes them to the router.
-async fn collect_written(
+async fn read_from_writer(
     stream: StreamId,
     mut written: DuplexStream,
     space: Arc<Semaphore>,
@@ -110,7 +110,7 @@ async fn collect_written(
 }
 
 /// Writes the bytes of a stream to its reader. Bytes for a reader that has gone count as taken.
-async fn deliver(
+async fn write_to_reader(
     stream: StreamId,
     mut reader: DuplexStream,
     mut deliveries: mpsc::Receiver<Vec<u8>>,

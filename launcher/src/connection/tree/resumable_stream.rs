@@ -12,7 +12,7 @@ pub(super) const WINDOW_BYTES: usize = 128 << 10;
 /// The largest number of bytes of a stream in one frame.
 pub(super) const MAX_DATA_BYTES: usize = 32 << 10;
 /// The number of consumed bytes after which an acknowledgement is sent.
-const ACK_BYTES: u64 = WINDOW_BYTES as u64 / 4;
+const BYTES_PER_ACK: u64 = WINDOW_BYTES as u64 / 4;
 
 /// One end of a stream whose connection can be replaced without losing bytes.
 #[derive(Debug, Default)]
@@ -41,7 +41,7 @@ pub(super) struct ResumableStream {
 
 /// The bytes or the end that a received frame adds to a stream.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum ReceivedPart {
+pub(super) enum ReceivedData {
     /// These bytes follow the earlier ones.
     Bytes(Vec<u8>),
     /// No byte follows.
@@ -54,23 +54,23 @@ pub(super) enum ReceivedPart {
 
 impl ResumableStream {
     /// Returns the number of bytes that may be written before the other end acknowledges some.
-    pub(super) fn count_space(&self) -> usize {
+    pub(super) fn count_writable_bytes(&self) -> usize {
         WINDOW_BYTES.saturating_sub(self.unacknowledged.len())
     }
 
     /// Appends bytes to the data that are sent to the other end. The caller observes the space.
     pub(super) fn write(&mut self, bytes: &[u8]) {
-        debug_assert!(bytes.len() <= self.count_space(), "the writer observes the space");
+        debug_assert!(bytes.len() <= self.count_writable_bytes(), "the writer observes the space");
         self.unacknowledged.extend(bytes);
     }
 
     /// Ends the data that are sent to the other end.
-    pub(super) fn finish(&mut self) {
+    pub(super) fn finish_writing(&mut self) {
         self.is_finished = true;
     }
 
     /// Returns the offset behind the last byte that was written for the other end.
-    fn find_end(&self) -> u64 {
+    fn written_end_offset(&self) -> u64 {
         self.base + self.unacknowledged.len() as u64
     }
 
@@ -85,7 +85,7 @@ impl ResumableStream {
         if !self.is_synchronized {
             return None;
         }
-        let (offset, end) = (self.next, self.find_end());
+        let (offset, end) = (self.next, self.written_end_offset());
         if offset < end {
             let start = (offset - self.base) as usize;
             let count = (self.unacknowledged.len() - start).min(MAX_DATA_BYTES);
@@ -103,7 +103,7 @@ impl ResumableStream {
     /// needs nothing before `acknowledged` again. Ignores acknowledgements of bytes that do not
     /// exist.
     pub(super) fn handle_acknowledgement(&mut self, acknowledged: u64) -> usize {
-        let end = self.find_end();
+        let end = self.written_end_offset();
         if acknowledged < self.base || acknowledged > end + u64::from(self.is_finished) {
             return 0;
         }
@@ -117,9 +117,9 @@ impl ResumableStream {
 
     /// Resumes sending over a new connection, after the bytes that the other end has received.
     /// Returns the number of bytes for which the stream has space again.
-    pub(super) fn synchronize(&mut self, progress: StreamProgress) -> usize {
+    pub(super) fn resume_sending(&mut self, progress: StreamProgress) -> usize {
         let freed = self.handle_acknowledgement(progress.acknowledged);
-        let last = self.find_end() + u64::from(self.is_finished);
+        let last = self.written_end_offset() + u64::from(self.is_finished);
         self.next = progress.received.min(last).max(self.base);
         self.is_synchronized = true;
         freed
@@ -128,53 +128,53 @@ impl ResumableStream {
     /// Returns the number of bytes that this end has received, from which the other end resumes
     /// sending.
     pub(super) fn report_progress(&mut self) -> StreamProgress {
-        self.reported = self.find_acknowledged();
+        self.reported = self.acknowledgeable_offset();
         StreamProgress { received: self.received, acknowledged: self.reported }
     }
 
     /// Returns the offset up to which this end may acknowledge received bytes. These are the bytes
     /// that the reader has taken, and the end of the direction if it has arrived.
-    fn find_acknowledged(&self) -> u64 {
+    fn acknowledgeable_offset(&self) -> u64 {
         if self.has_received_end { self.received } else { self.consumed }
     }
 
     /// Processes received bytes that begin at `offset`.
-    pub(super) fn receive_bytes(&mut self, offset: u64, bytes: Vec<u8>) -> ReceivedPart {
+    pub(super) fn receive_bytes(&mut self, offset: u64, bytes: Vec<u8>) -> ReceivedData {
         if bytes.len() > MAX_DATA_BYTES {
-            return ReceivedPart::Violation;
+            return ReceivedData::Violation;
         }
         let end = offset.saturating_add(bytes.len() as u64);
         if self.has_received_end || offset > self.received || end <= self.received {
-            return ReceivedPart::Nothing;
+            return ReceivedData::Nothing;
         }
         if end - self.consumed > WINDOW_BYTES as u64 {
-            return ReceivedPart::Violation;
+            return ReceivedData::Violation;
         }
         let known = (self.received - offset) as usize;
         self.received = end;
-        ReceivedPart::Bytes(if known == 0 { bytes } else { bytes[known..].to_vec() })
+        ReceivedData::Bytes(if known == 0 { bytes } else { bytes[known..].to_vec() })
     }
 
     /// Processes the end of the received direction, which has `offset` bytes.
-    pub(super) fn receive_end(&mut self, offset: u64) -> ReceivedPart {
+    pub(super) fn receive_end(&mut self, offset: u64) -> ReceivedData {
         if self.has_received_end || offset != self.received {
-            return ReceivedPart::Nothing;
+            return ReceivedData::Nothing;
         }
         self.has_received_end = true;
         self.received += 1;
-        ReceivedPart::End
+        ReceivedData::End
     }
 
     /// Records that the reader has taken this number of bytes. Returns whether an acknowledgement
     /// is due.
-    pub(super) fn consume(&mut self, count: u64) -> bool {
+    pub(super) fn record_consumed_bytes(&mut self, count: u64) -> bool {
         self.consumed += count;
-        self.consumed.saturating_sub(self.reported) >= ACK_BYTES
+        self.consumed.saturating_sub(self.reported) >= BYTES_PER_ACK
     }
 
     /// Builds the acknowledgement of all bytes that the reader has taken.
     pub(super) fn build_acknowledgement(&mut self, stream: StreamId) -> TreeFrame {
-        self.reported = self.find_acknowledged();
+        self.reported = self.acknowledgeable_offset();
         TreeFrame::Ack { stream, acknowledged: self.reported }
     }
 }

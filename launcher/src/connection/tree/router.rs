@@ -3,7 +3,7 @@
 use super::{
     frame::{StreamId, TreeFrame, TreeParent},
     link_set::LinkId,
-    resumable_stream::{ReceivedPart, ResumableStream},
+    resumable_stream::{ReceivedData, ResumableStream},
 };
 use protocol::control::MAX_ADDRESSES;
 use std::{collections::HashMap, net::SocketAddr};
@@ -52,7 +52,7 @@ pub(crate) enum StreamEnd {
 
 /// Whether a router belongs to the controller or to an agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum RouterSide {
+enum RouterRole {
     /// The controller, at which all streams begin.
     Controller,
     /// An agent, which passes on the streams that are not its own.
@@ -62,7 +62,7 @@ enum RouterSide {
 /// Routes frames of the tree between links, and processes the frames of local streams.
 #[derive(Debug)]
 pub(crate) struct TreeRouter {
-    side: RouterSide,
+    side: RouterRole,
     /// The link to the neighbour above; always `None` at the controller.
     uplink: Option<LinkId>,
     /// The links through which each stream below was registered, the newest last, which carries the
@@ -78,18 +78,18 @@ pub(crate) struct TreeRouter {
 impl TreeRouter {
     /// Creates the router of a controller.
     pub(crate) fn new_controller() -> TreeRouter {
-        TreeRouter::new(RouterSide::Controller)
+        TreeRouter::new(RouterRole::Controller)
     }
 
     /// Creates the router of the agent at the end of a stream.
     pub(crate) fn new_agent(stream: StreamId) -> TreeRouter {
-        let mut router = TreeRouter::new(RouterSide::Agent);
+        let mut router = TreeRouter::new(RouterRole::Agent);
         router.open_stream(stream);
         router
     }
 
     /// Creates a router without links and streams.
-    fn new(side: RouterSide) -> TreeRouter {
+    fn new(side: RouterRole) -> TreeRouter {
         TreeRouter {
             side,
             uplink: None,
@@ -113,7 +113,7 @@ impl TreeRouter {
     }
 
     /// Returns the number of bytes that may be written to a new local stream.
-    pub(crate) fn initial_space() -> usize {
+    pub(crate) fn initial_writable_bytes() -> usize {
         super::resumable_stream::WINDOW_BYTES
     }
 
@@ -121,38 +121,38 @@ impl TreeRouter {
     pub(crate) fn write(&mut self, stream: StreamId, bytes: &[u8]) {
         if let Some(state) = self.streams.get_mut(&stream) {
             state.write(bytes);
-            self.send_pending(stream);
+            self.send_pending_frames(stream);
         }
     }
 
     /// Ends the data that are written to a local stream.
-    pub(crate) fn finish(&mut self, stream: StreamId) {
+    pub(crate) fn finish_writing(&mut self, stream: StreamId) {
         if let Some(state) = self.streams.get_mut(&stream) {
-            state.finish();
-            self.send_pending(stream);
+            state.finish_writing();
+            self.send_pending_frames(stream);
         }
     }
 
     /// Records that the reader of a local stream has taken this number of bytes.
-    pub(crate) fn consume(&mut self, stream: StreamId, count: usize) {
+    pub(crate) fn record_consumed_bytes(&mut self, stream: StreamId, count: usize) {
         if let Some(state) = self.streams.get_mut(&stream)
-            && state.consume(count as u64)
+            && state.record_consumed_bytes(count as u64)
         {
             let frame = state.build_acknowledgement(stream);
-            self.send_on_way(stream, frame);
+            self.send_towards_other_end(stream, frame);
         }
     }
 
     /// Ends a local stream in both directions, and informs the other end.
-    pub(crate) fn abort(&mut self, stream: StreamId) {
+    pub(crate) fn abort_stream(&mut self, stream: StreamId) {
         if self.streams.remove(&stream).is_some() {
-            self.send_on_way(stream, TreeFrame::Abort { stream });
+            self.send_towards_other_end(stream, TreeFrame::Abort { stream });
         }
     }
 
     /// Sends the agent of a local stream its new list of possible parents.
     pub(crate) fn send_parents(&mut self, stream: StreamId, parents: Vec<TreeParent>) {
-        self.send_on_way(stream, TreeFrame::Parents { stream, parents });
+        self.send_towards_other_end(stream, TreeFrame::Parents { stream, parents });
     }
 
     /// Returns whether the other end of a local stream has received all data, or the stream has
@@ -163,18 +163,18 @@ impl TreeRouter {
 
     /// Sends a frame of a local stream on the link that leads to its other end. Drops the frame if
     /// there is no way.
-    fn send_on_way(&mut self, stream: StreamId, frame: TreeFrame) {
+    fn send_towards_other_end(&mut self, stream: StreamId, frame: TreeFrame) {
         let way = match self.side {
-            RouterSide::Controller => self.find_route(stream),
-            RouterSide::Agent => self.uplink,
+            RouterRole::Controller => self.find_route(stream),
+            RouterRole::Agent => self.uplink,
         };
         self.actions.extend(way.map(|link| RouterAction::Send(link, frame)));
     }
 
     /// Sends the frames that a local stream has ready.
-    fn send_pending(&mut self, stream: StreamId) {
+    fn send_pending_frames(&mut self, stream: StreamId) {
         while let Some(frame) = self.streams.get_mut(&stream).and_then(|state| state.take_frame(stream)) {
-            self.send_on_way(stream, frame);
+            self.send_towards_other_end(stream, frame);
         }
     }
 
@@ -203,11 +203,11 @@ impl TreeRouter {
     /// Reports the addresses at which the agent of a local stream accepts other agents.
     pub(crate) fn report_ready(&mut self, stream: StreamId, addresses: Vec<SocketAddr>) {
         self.ready.insert(stream, addresses.clone());
-        self.send_up(TreeFrame::Ready { stream, addresses });
+        self.send_to_uplink(TreeFrame::Ready { stream, addresses });
     }
 
     /// Sends a frame to the neighbour above, if there is one.
-    pub(crate) fn send_up(&mut self, frame: TreeFrame) {
+    pub(crate) fn send_to_uplink(&mut self, frame: TreeFrame) {
         self.actions.extend(self.uplink.map(|link| RouterAction::Send(link, frame)));
     }
 
@@ -224,24 +224,24 @@ impl TreeRouter {
             .filter(|(_, links)| links.contains(&link))
             .map(|(stream, _)| *stream)
             .collect();
-        lost.into_iter().for_each(|stream| self.detach(stream, link));
+        lost.into_iter().for_each(|stream| self.detach_stream(stream, link));
     }
 
     /// Detaches a stream from a link, which no longer carries it. If the stream was registered on
     /// another link, that link carries it again.
-    fn detach(&mut self, stream: StreamId, link: LinkId) {
+    fn detach_stream(&mut self, stream: StreamId, link: LinkId) {
         let Some(links) = self.routes.get_mut(&stream) else { return };
         let was_carried_by = links.last().copied();
         links.retain(|other| *other != link);
         match links.last().copied() {
-            Some(other) if was_carried_by == Some(link) => return self.register(other, stream),
+            Some(other) if was_carried_by == Some(link) => return self.register_stream(other, stream),
             Some(_) => return,
             None => _ = self.routes.remove(&stream),
         }
         self.ready.remove(&stream);
         match self.side {
-            RouterSide::Agent => self.send_up(TreeFrame::Detached { stream }),
-            RouterSide::Controller => {
+            RouterRole::Agent => self.send_to_uplink(TreeFrame::Detached { stream }),
+            RouterRole::Controller => {
                 if let Some(state) = self.streams.get_mut(&stream) {
                     state.is_synchronized = false;
                     self.actions.push(RouterAction::Detached(stream));
@@ -270,16 +270,16 @@ impl TreeRouter {
             return;
         }
         match (frame, self.side) {
-            (TreeFrame::Detached { stream }, _) => self.detach(stream, link),
-            (TreeFrame::Ready { stream, addresses }, RouterSide::Controller) => {
+            (TreeFrame::Detached { stream }, _) => self.detach_stream(stream, link),
+            (TreeFrame::Ready { stream, addresses }, RouterRole::Controller) => {
                 self.actions.push(RouterAction::Ready(stream, addresses));
             }
-            (frame, RouterSide::Controller) => self.receive_for_stream(frame),
-            (frame, RouterSide::Agent) => {
+            (frame, RouterRole::Controller) => self.receive_for_local_stream(frame),
+            (frame, RouterRole::Agent) => {
                 if let TreeFrame::Ready { stream, addresses } = &frame {
                     self.ready.insert(*stream, addresses.clone());
                 }
-                self.send_up(frame);
+                self.send_to_uplink(frame);
             }
         }
     }
@@ -288,24 +288,24 @@ impl TreeRouter {
     /// whose stream does not exist any more is asked to end.
     fn add_route(&mut self, link: LinkId, stream: StreamId) {
         let is_known = match self.side {
-            RouterSide::Controller => self.streams.contains_key(&stream),
-            RouterSide::Agent if self.streams.contains_key(&stream) => false,
-            RouterSide::Agent => self.routes.len() < MAX_STREAMS || self.routes.contains_key(&stream),
+            RouterRole::Controller => self.streams.contains_key(&stream),
+            RouterRole::Agent if self.streams.contains_key(&stream) => false,
+            RouterRole::Agent => self.routes.len() < MAX_STREAMS || self.routes.contains_key(&stream),
         };
         if is_known {
             let links = self.routes.entry(stream).or_default();
             links.retain(|other| *other != link);
             links.push(link);
-            self.register(link, stream);
-        } else if self.side == RouterSide::Controller {
+            self.register_stream(link, stream);
+        } else if self.side == RouterRole::Controller {
             self.actions.push(RouterAction::Send(link, TreeFrame::Abort { stream }));
         }
     }
 
     /// Handles the registration of a stream that arrived on a link.
-    fn register(&mut self, link: LinkId, stream: StreamId) {
-        if self.side == RouterSide::Agent {
-            return self.send_up(TreeFrame::Register { stream });
+    fn register_stream(&mut self, link: LinkId, stream: StreamId) {
+        if self.side == RouterRole::Agent {
+            return self.send_to_uplink(TreeFrame::Register { stream });
         }
         if let Some(state) = self.streams.get_mut(&stream) {
             state.is_synchronized = false;
@@ -328,12 +328,12 @@ impl TreeRouter {
         };
         match self.find_route(stream) {
             Some(link) => self.actions.push(RouterAction::Send(link, frame)),
-            None => self.receive_for_stream(frame),
+            None => self.receive_for_local_stream(frame),
         }
     }
 
     /// Processes a frame for a local stream. Ignores frames of other streams.
-    fn receive_for_stream(&mut self, frame: TreeFrame) {
+    fn receive_for_local_stream(&mut self, frame: TreeFrame) {
         let (stream, part) = match frame {
             TreeFrame::Data { stream, offset, bytes } => {
                 let Some(state) = self.streams.get_mut(&stream) else { return };
@@ -350,13 +350,13 @@ impl TreeRouter {
             }
             TreeFrame::Sync { stream, progress } | TreeFrame::SyncAck { stream, progress } => {
                 let Some(state) = self.streams.get_mut(&stream) else { return };
-                let freed = state.synchronize(progress);
-                if self.side == RouterSide::Agent {
+                let freed = state.resume_sending(progress);
+                if self.side == RouterRole::Agent {
                     let progress = state.report_progress();
-                    self.send_on_way(stream, TreeFrame::SyncAck { stream, progress });
+                    self.send_towards_other_end(stream, TreeFrame::SyncAck { stream, progress });
                 }
                 self.add_space(stream, freed);
-                return self.send_pending(stream);
+                return self.send_pending_frames(stream);
             }
             TreeFrame::Abort { stream } => return self.end_stream(stream, StreamEnd::Aborted),
             TreeFrame::Stderr { stream, text } => {
@@ -368,20 +368,20 @@ impl TreeRouter {
             _ => return,
         };
         match part {
-            ReceivedPart::Bytes(bytes) => self.actions.push(RouterAction::Deliver(stream, bytes)),
-            ReceivedPart::End => {
+            ReceivedData::Bytes(bytes) => self.actions.push(RouterAction::Deliver(stream, bytes)),
+            ReceivedData::End => {
                 if let Some(state) = self.streams.get_mut(&stream) {
                     let frame = state.build_acknowledgement(stream);
-                    self.send_on_way(stream, frame);
+                    self.send_towards_other_end(stream, frame);
                 }
-                if self.side == RouterSide::Controller {
+                if self.side == RouterRole::Controller {
                     // An agent that has written everything ends.
                     self.streams.remove(&stream);
                 }
                 self.actions.push(RouterAction::End(stream, StreamEnd::Finished));
             }
-            ReceivedPart::Nothing => {}
-            ReceivedPart::Violation => self.end_stream(stream, StreamEnd::Violation),
+            ReceivedData::Nothing => {}
+            ReceivedData::Violation => self.end_stream(stream, StreamEnd::Violation),
         }
     }
 

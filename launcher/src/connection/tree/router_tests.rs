@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use std::collections::VecDeque;
 
 /// The index of the controller in lists of routers.
-const CONTROLLER: usize = 0;
+const CONTROLLER_INDEX: usize = 0;
 
 /// A simulated link between two routers, with the frames in both directions.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ struct TestLink {
 
 /// The bytes that were written to and read from one direction of a stream.
 #[derive(Debug, Default)]
-struct TestDirection {
+struct TestStreamDirection {
     /// The number of bytes that were written, and the number that the writer may still write.
     written: usize,
     space: usize,
@@ -37,8 +37,8 @@ struct TestTree {
     links: HashMap<LinkId, TestLink>,
     link_count: LinkId,
     /// The directions to and from the agent of each stream.
-    down: Vec<TestDirection>,
-    up: Vec<TestDirection>,
+    down: Vec<TestStreamDirection>,
+    up: Vec<TestStreamDirection>,
     ended: Vec<Option<StreamEnd>>,
 }
 
@@ -50,7 +50,7 @@ fn build_byte(stream: usize, offset: usize) -> u8 {
 impl TestTree {
     /// Connects `agents` agents, of which the agent `i` is below the router `(i - 1) / 2`.
     fn new(agents: usize) -> TestTree {
-        let new_direction = || TestDirection { space: WINDOW_BYTES, ..TestDirection::default() };
+        let new_direction = || TestStreamDirection { space: WINDOW_BYTES, ..TestStreamDirection::default() };
         let mut tree = TestTree {
             routers: vec![Some(TreeRouter::new_controller())],
             depths: vec![0],
@@ -64,7 +64,7 @@ impl TestTree {
             let parent = (agent - 1) / 2;
             tree.depths.push(tree.depths[parent] + 1);
             tree.routers.push(Some(TreeRouter::new_agent(agent as StreamId)));
-            tree.router(CONTROLLER).open_stream(agent as StreamId);
+            tree.router(CONTROLLER_INDEX).open_stream(agent as StreamId);
             tree.connect(agent, parent);
         }
         tree
@@ -96,12 +96,12 @@ impl TestTree {
             let parent = (0..upper).rev().find(|above| {
                 self.routers[*above].is_some() && self.depths[*above] < self.depths[lower] && *above != upper
             });
-            self.connect(lower, parent.unwrap_or(CONTROLLER));
+            self.connect(lower, parent.unwrap_or(CONTROLLER_INDEX));
         }
     }
 
     /// Ends an agent.
-    fn kill(&mut self, agent: usize) {
+    fn kill_agent(&mut self, agent: usize) {
         self.routers[agent] = None;
         let touches = |link: &TestLink| link.upper == agent || link.lower == agent;
         let links: Vec<LinkId> =
@@ -123,7 +123,7 @@ impl TestTree {
     }
 
     fn execute_action(&mut self, at: usize, action: RouterAction) {
-        let (sent, received) = match at == CONTROLLER {
+        let (sent, received) = match at == CONTROLLER_INDEX {
             true => (&mut self.down, &mut self.up),
             false => (&mut self.up, &mut self.down),
         };
@@ -134,14 +134,14 @@ impl TestTree {
             }
             RouterAction::Deliver(stream, bytes) => received[stream as usize].received.extend(bytes),
             RouterAction::AddSpace(stream, count) => sent[stream as usize].space += count,
-            RouterAction::End(stream, end) if at == CONTROLLER => self.ended[stream as usize] = Some(end),
+            RouterAction::End(stream, end) if at == CONTROLLER_INDEX => self.ended[stream as usize] = Some(end),
             _ => {}
         }
     }
 
     /// Writes up to `count` bytes at one end of a stream.
     fn write(&mut self, stream: usize, from_controller: bool, count: usize) {
-        let at = if from_controller { CONTROLLER } else { stream };
+        let at = if from_controller { CONTROLLER_INDEX } else { stream };
         if self.routers[at].is_none() {
             return;
         }
@@ -158,19 +158,19 @@ impl TestTree {
     }
 
     /// Lets the reader at one end of a stream take everything that has arrived.
-    fn take(&mut self, stream: usize, at_controller: bool) {
-        let at = if at_controller { CONTROLLER } else { stream };
+    fn take_received_bytes(&mut self, stream: usize, at_controller: bool) {
+        let at = if at_controller { CONTROLLER_INDEX } else { stream };
         let direction = if at_controller { &mut self.up[stream] } else { &mut self.down[stream] };
         let count =
             direction.received.len() - std::mem::replace(&mut direction.taken, direction.received.len());
         if self.routers[at].is_some() {
-            self.router(at).consume(stream as StreamId, count);
+            self.router(at).record_consumed_bytes(stream as StreamId, count);
             self.execute(at);
         }
     }
 
     /// Delivers the first frame of one direction of a link. Returns whether there was one.
-    fn deliver(&mut self, id: LinkId, is_down: bool) -> bool {
+    fn deliver_first_frame(&mut self, id: LinkId, is_down: bool) -> bool {
         let Some(link) = self.links.get_mut(&id) else { return false };
         let (upper, lower) = (link.upper, link.lower);
         let frame = if is_down { link.down.pop_front() } else { link.up.pop_front() };
@@ -185,19 +185,19 @@ impl TestTree {
     }
 
     /// Delivers all frames, and reads all received bytes, until nothing changes any more.
-    fn settle(&mut self) {
+    fn deliver_all_frames(&mut self) {
         loop {
             let mut ids: Vec<LinkId> = self.links.keys().copied().collect();
             ids.sort_unstable();
             let mut has_moved = false;
             for id in ids {
-                while self.deliver(id, true) || self.deliver(id, false) {
+                while self.deliver_first_frame(id, true) || self.deliver_first_frame(id, false) {
                     has_moved = true;
                 }
             }
             for stream in 1..self.routers.len() {
-                self.take(stream, true);
-                self.take(stream, false);
+                self.take_received_bytes(stream, true);
+                self.take_received_bytes(stream, false);
             }
             let waiting = self.links.values().any(|link| !link.down.is_empty() || !link.up.is_empty());
             if !has_moved && !waiting {
@@ -261,10 +261,10 @@ proptest! {
             };
             match step {
                 TestStep::Write { stream, from_controller, count } => tree.write(stream, from_controller, count),
-                TestStep::Take { stream, at_controller } => tree.take(stream, at_controller),
+                TestStep::Take { stream, at_controller } => tree.take_received_bytes(stream, at_controller),
                 TestStep::Deliver { link, is_down } => {
                     if let Some(link) = pick(&tree, link) {
-                        tree.deliver(link, is_down);
+                        tree.deliver_first_frame(link, is_down);
                     }
                 }
                 TestStep::Break { link } => {
@@ -272,10 +272,10 @@ proptest! {
                         tree.break_link(link);
                     }
                 }
-                TestStep::Kill { agent } => tree.kill(agent),
+                TestStep::Kill { agent } => tree.kill_agent(agent),
             }
         }
-        tree.settle();
+        tree.deliver_all_frames();
         tree.check_delivered();
         assert!(tree.ended.iter().all(Option::is_none), "{:?}", tree.ended);
     }
@@ -284,14 +284,14 @@ proptest! {
 #[test]
 fn the_end_of_a_stream_arrives_after_its_bytes_also_on_another_way() {
     let mut tree = TestTree::new(6);
-    tree.settle();
+    tree.deliver_all_frames();
     // The agent 5 is below the agent 2. The bytes and the end are lost with the link of agent 2.
     tree.write(5, false, 100_000);
-    tree.router(5).finish(5);
+    tree.router(5).finish_writing(5);
     tree.execute(5);
-    assert!(tree.deliver(5, false));
-    tree.kill(2);
-    tree.settle();
+    assert!(tree.deliver_first_frame(5, false));
+    tree.kill_agent(2);
+    tree.deliver_all_frames();
     assert_eq!(tree.up[5].received.len(), 100_000);
     assert_eq!(tree.ended[5], Some(StreamEnd::Finished));
     assert!(tree.router(5).is_delivered(5));
@@ -300,36 +300,36 @@ fn the_end_of_a_stream_arrives_after_its_bytes_also_on_another_way() {
 #[test]
 fn an_aborted_or_unknown_stream_ends_at_the_agent() {
     let mut tree = TestTree::new(6);
-    tree.settle();
-    tree.router(CONTROLLER).abort(5);
-    tree.execute(CONTROLLER);
-    tree.settle();
+    tree.deliver_all_frames();
+    tree.router(CONTROLLER_INDEX).abort_stream(5);
+    tree.execute(CONTROLLER_INDEX);
+    tree.deliver_all_frames();
     assert!(tree.router(5).is_delivered(5), "the agent has no stream any more");
     // An agent that was not reachable learns of it when it connects again.
-    tree.router(CONTROLLER).abort(6);
-    tree.router(CONTROLLER).take_actions();
+    tree.router(CONTROLLER_INDEX).abort_stream(6);
+    tree.router(CONTROLLER_INDEX).take_actions();
     let link = tree.links.iter().find(|(_, link)| link.lower == 6).map(|(id, _)| *id).expect("a link");
     tree.break_link(link);
-    tree.settle();
+    tree.deliver_all_frames();
     assert!(tree.router(6).is_delivered(6), "the agent has no stream any more");
 }
 
 #[test]
 fn a_late_report_about_an_old_way_does_not_detach_a_stream() {
     let mut tree = TestTree::new(6);
-    tree.settle();
+    tree.deliver_all_frames();
     // Agent 5 connects to the controller. Its old neighbour, agent 2, notices the end of the link
     // later.
     let link = tree.links.iter().find(|(_, link)| link.lower == 5).map(|(id, _)| *id).expect("a link");
     tree.links.remove(&link);
     tree.router(5).remove_uplink();
-    tree.connect(5, CONTROLLER);
-    tree.settle();
+    tree.connect(5, CONTROLLER_INDEX);
+    tree.deliver_all_frames();
     tree.router(2).remove_child(link);
     tree.execute(2);
-    tree.settle();
+    tree.deliver_all_frames();
     tree.write(5, true, 1000);
-    tree.settle();
+    tree.deliver_all_frames();
     assert_eq!(tree.down[5].received.len(), 1000);
 }
 

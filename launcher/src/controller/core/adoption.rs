@@ -38,7 +38,7 @@ impl ControllerCore {
                 self.hosts[id].last_heard = now;
                 self.handle_adoption_message(now, id, message);
             }
-            ControllerInput::AgentGone { host, end } => self.lose_adopted_host(host, end),
+            ControllerInput::AgentGone { host, end } => self.mark_host_not_adoptable(host, end),
             ControllerInput::StartStep(host, step) => self.handle_start_step(now, host, step),
             ControllerInput::JournalTaken(journal) => self.finish_adoption(now, *journal),
             ControllerInput::Stop(_) | ControllerInput::Kill => {
@@ -47,7 +47,7 @@ impl ControllerCore {
             // The agents accept no other orders before the run is taken over.
             _ => {}
         }
-        self.check_adoption();
+        self.try_take_over_journal();
     }
 
     /// Processes a message of an agent during a takeover.
@@ -87,12 +87,12 @@ impl ControllerCore {
                 self.hosts[id].agent = AgentConnectionState::NotStarted;
             }
             FromAgent::NotAdopted(AttachRejection::Failed(error)) => {
-                self.lose_adopted_host(id, AgentEnd::Failed(error));
+                self.mark_host_not_adoptable(id, AgentEnd::Failed(error));
             }
             FromAgent::Line { rank, stderr, text } => {
                 self.actions.push(ControllerAction::Line { rank, stderr, text });
             }
-            FromAgent::Failed { diagnostic, .. } => self.lose_adopted_host(id, AgentEnd::Failed(diagnostic)),
+            FromAgent::Failed { diagnostic, .. } => self.mark_host_not_adoptable(id, AgentEnd::Failed(diagnostic)),
             // The other messages only prove that the agent is alive, or are not expected.
             _ => {}
         }
@@ -100,7 +100,7 @@ impl ControllerCore {
 
     /// Records that the agent of a host cannot be adopted, because it has ended or cannot be
     /// reached.
-    pub(super) fn lose_adopted_host(&mut self, id: HostIndex, end: AgentEnd) {
+    pub(super) fn mark_host_not_adoptable(&mut self, id: HostIndex, end: AgentEnd) {
         let Some(adoption) = &mut self.adoption else { return };
         if !matches!(adoption.hosts[id], HostAnswer::NoAgent | HostAnswer::Unreachable(_)) {
             adoption.hosts[id] = HostAnswer::Unreachable(end);
@@ -118,7 +118,7 @@ impl ControllerCore {
 
     /// Requests the takeover of the journal once every host has answered. Abandons the takeover if
     /// the run cannot be taken over.
-    fn check_adoption(&mut self) {
+    fn try_take_over_journal(&mut self) {
         let Some(adoption) = self.adoption.as_mut().filter(|_| self.state == AttemptState::Adopting) else {
             return;
         };
@@ -130,7 +130,7 @@ impl ControllerCore {
             (None, None) => AttachFailure::NotStarted,
             (None, Some(stored)) => {
                 // The plan of the newest attempt has the job with all changes.
-                let plans = adoption.adopted().filter_map(|(_, agent)| agent.plan.as_deref());
+                let plans = adoption.adopted_agents().filter_map(|(_, agent)| agent.plan.as_deref());
                 if let Some(plan) = plans.max_by_key(|plan| plan.attempt) {
                     self.actions.push(ControllerAction::AdoptPlan(Box::new(plan.clone())));
                     self.actions.push(ControllerAction::TakeOverJournal(Box::new(stored.clone())));
@@ -175,7 +175,7 @@ impl ControllerCore {
 /// the run can be taken over.
 fn find_attach_failure(adoption: &Adoption, hosts: &[HostSetup]) -> Option<AttachFailure> {
     let is_unreachable = |id: &HostIndex| matches!(adoption.hosts[*id], HostAnswer::Unreachable(_));
-    let adopted = adoption.adopted().count();
+    let adopted = adoption.adopted_agents().count();
     if adopted == 0 {
         let unreachable = (0..hosts.len()).filter(is_unreachable).count();
         return Some(AttachFailure::NoAgents { unreachable });

@@ -25,15 +25,15 @@ pub(super) enum HostAnswer {
 
 /// A time on the clock of this controller in milliseconds, which is negative before the start of
 /// the controller.
-pub(super) type TimeMs = i64;
+pub(super) type SignedTimeMs = i64;
 
 /// Returns the time that is `age_ms` milliseconds before `now`.
-pub(super) fn subtract_age(now: Duration, age_ms: u64) -> TimeMs {
+pub(super) fn subtract_age(now: Duration, age_ms: u64) -> SignedTimeMs {
     to_time_ms(now).saturating_sub(i64::try_from(age_ms).unwrap_or(i64::MAX))
 }
 
 /// Converts a time on the clock of this controller to milliseconds.
-fn to_time_ms(now: Duration) -> TimeMs {
+fn to_time_ms(now: Duration) -> SignedTimeMs {
     i64::try_from(now.as_millis()).unwrap_or(i64::MAX)
 }
 
@@ -42,7 +42,7 @@ fn to_time_ms(now: Duration) -> TimeMs {
 #[derive(Debug)]
 pub(super) struct ReplayedReport {
     /// The time at which the agent made the report.
-    pub(super) at: TimeMs,
+    pub(super) at: SignedTimeMs,
     pub(super) host: HostIndex,
     pub(super) seq: u64,
     pub(super) message: Box<FromAgent>,
@@ -80,7 +80,7 @@ impl Adoption {
     }
 
     /// Returns the agents that obey this controller, each with the index of its host.
-    pub(super) fn adopted(&self) -> impl Iterator<Item = (HostIndex, &AdoptedAgent)> {
+    pub(super) fn adopted_agents(&self) -> impl Iterator<Item = (HostIndex, &AdoptedAgent)> {
         self.hosts.iter().enumerate().filter_map(|(id, answer)| match answer {
             HostAnswer::Adopted { agent, .. } => Some((id, &**agent)),
             _ => None,
@@ -98,7 +98,7 @@ impl Adoption {
     /// Finds the newest memo, the state of the run that agents keep for a later controller, among
     /// those of all agents.
     pub(super) fn find_newest_memo(&self) -> Option<StoredMemo> {
-        let memos = self.adopted().filter_map(|(_, agent)| agent.memo.as_deref());
+        let memos = self.adopted_agents().filter_map(|(_, agent)| agent.memo.as_deref());
         let parsed = memos.filter_map(|memo| serde_json::from_str::<StoredMemo>(memo).ok());
         parsed.max_by_key(|stored| (stored.memo.token, stored.memo.number))
     }

@@ -2,7 +2,7 @@
 //! ends the run.
 use super::{
     ABORT_GRACE, AGENT_END_TIMEOUT, AgentEnd, AttemptState, ControllerAction, ControllerCore, FailureReason,
-    HostIndex, LEAVE_TIMEOUT, RootCause, RunOutcome, StopRequest, TAIL_TIMEOUT, WorkerState,
+    HostIndex, LEAVE_TIMEOUT, RootCause, RunOutcome, StopRequest, OUTPUT_TAIL_TIMEOUT, WorkerState,
     build_attempt_end,
 };
 use crate::{
@@ -20,7 +20,7 @@ use std::time::Duration;
 
 /// The number of missed heartbeats after which a host counts as lost if a rank of another host also
 /// reports that the host is silent.
-const MISSED_HEARTBEATS: u32 = 3;
+const MISSED_HEARTBEATS_UNTIL_LOST: u32 = 3;
 
 impl ControllerCore {
     /// Processes a request to stop the run. The first request lets running workers save and stop,
@@ -45,7 +45,7 @@ impl ControllerCore {
                 self.phase_deadline = None;
                 self.state = AttemptState::Ending;
             }
-            AttemptState::Running if self.suspect.is_none() => self.begin_stopping(now, request),
+            AttemptState::Running if self.suspect.is_none() => self.request_save_and_stop(now, request),
             AttemptState::Draining { host_lost: false } if self.suspect.is_none() => {
                 // The workers are stopping already. A second signal would end some programs without
                 // a save.
@@ -82,9 +82,9 @@ impl ControllerCore {
     }
 
     /// Asks the workers of a running attempt to save and stop, and reports the request to the user.
-    fn begin_stopping(&mut self, now: Duration, request: StopRequest) {
+    fn request_save_and_stop(&mut self, now: Duration, request: StopRequest) {
         self.state = AttemptState::Stopping(request);
-        self.send_stop(now);
+        self.send_stop_to_workers(now);
         let (builtin, grace) = (self.setup.builtin, self.setup.grace);
         let signal = match request {
             StopRequest::Interrupt => "received SIGINT",
@@ -102,7 +102,7 @@ impl ControllerCore {
 
     /// Asks built-in workers to save and stop, without a time limit. Programs get SIGTERM, and
     /// SIGKILL after the grace period.
-    pub(super) fn send_stop(&mut self, now: Duration) {
+    pub(super) fn send_stop_to_workers(&mut self, now: Duration) {
         let (builtin, grace) = (self.setup.builtin, self.setup.grace);
         let deadline_ms = (!builtin).then_some(grace.as_millis() as u64);
         self.phase_deadline = (!builtin).then_some(now + grace + AGENT_END_TIMEOUT);
@@ -204,7 +204,7 @@ impl ControllerCore {
         let (Some(since), Some(cause)) = (self.unreported_since, &self.cause) else { return };
         let worker = cause.rank.and_then(|rank| self.workers.get(rank as usize));
         let tail_may_come = worker.is_some_and(WorkerState::is_running);
-        if tail_may_come && self.hosts[cause.host].active && now < since + TAIL_TIMEOUT {
+        if tail_may_come && self.hosts[cause.host].active && now < since + OUTPUT_TAIL_TIMEOUT {
             return;
         }
         self.unreported_since = None;
@@ -240,7 +240,7 @@ impl ControllerCore {
     pub(super) fn handle_phase_timeout(&mut self, now: Duration) {
         if self.state == AttemptState::Preparing {
             let host = self.members.first().copied().unwrap_or(0);
-            let seconds = super::PREPARE_TIMEOUT.as_secs();
+            let seconds = super::RENDEZVOUS_BIND_TIMEOUT.as_secs();
             let message =
                 format!("the rendezvous was not bound on {} within {seconds} s", self.choose_hostname(host));
             let error = Diagnostic::error(run::RENDEZVOUS_TIMEOUT, message).with_field("seconds", seconds);
@@ -266,7 +266,7 @@ impl ControllerCore {
     /// Makes the suspected failure the root cause of the failed attempt or, if the failure follows
     /// from the loss of a host, makes that loss the root cause. Does nothing without a suspected
     /// failure.
-    pub(super) fn promote_suspect(&mut self, now: Duration) {
+    pub(super) fn confirm_suspected_failure(&mut self, now: Duration) {
         let Some((cause, _)) = self.suspect.take() else { return };
         if let Some(id) = self.find_silent_host_of_peer(now, &cause) {
             let seconds = now.saturating_sub(self.hosts[id].last_heard).as_secs();
@@ -284,7 +284,7 @@ impl ControllerCore {
         let peer = cause.diagnostics.first()?.field("peer")?.as_u64()?;
         let id = self.workers.get(peer as usize)?.host;
         let host = &self.hosts[id];
-        let is_silent = now >= host.last_heard + HEARTBEAT_INTERVAL * MISSED_HEARTBEATS;
+        let is_silent = now >= host.last_heard + HEARTBEAT_INTERVAL * MISSED_HEARTBEATS_UNTIL_LOST;
         let is_joined = host.agent == AgentConnectionState::Joined;
         (self.setup.hosts[id].remote && is_joined && is_silent).then_some(id)
     }
@@ -303,8 +303,8 @@ impl ControllerCore {
         if !has_workers || self.active_hosts > 0 {
             return;
         }
-        self.promote_suspect(now);
-        self.report_failure(now + TAIL_TIMEOUT);
+        self.confirm_suspected_failure(now);
+        self.report_failure(now + OUTPUT_TAIL_TIMEOUT);
         if let Some(pause) = self.restart_pause.take() {
             return self.begin_backoff(now, pause);
         }

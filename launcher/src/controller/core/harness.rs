@@ -1,6 +1,6 @@
 //! [`CoreHarness`]: the controller's state machine with simulated agents, for tests.
 use super::*;
-use crate::cluster::AgentArrival;
+use crate::cluster::ArrivalLimits;
 use diagnostic::codes;
 use jobspec::ids::Rank;
 use protocol::{
@@ -48,7 +48,7 @@ pub(super) fn create_setup(hosts: u32, builtin: bool) -> CoreSetup {
         use_all_listed: false,
         min_hosts: hosts as usize,
         seed: 1,
-        arrival: AgentArrival::default(),
+        arrival: ArrivalLimits::default(),
         run_dir: "/run".into(),
     }
 }

@@ -3,7 +3,7 @@
 use super::host_state::{AgentConnectionState, HostIndex, HostState};
 use super::{
     AgentEnd, AttemptState, ControllerAction, ControllerCore, FailureReason, MAX_HOST_FAILURES,
-    PREPARE_TIMEOUT, PlannedWorker, RootCause, WorkerState,
+    RENDEZVOUS_BIND_TIMEOUT, PlannedWorker, RootCause, WorkerState,
 };
 use crate::{
     cluster::StartStep,
@@ -114,7 +114,7 @@ impl ControllerCore {
         self.actions.push(ControllerAction::RecordInventory(id, inventory));
         self.send_memo_to(id);
         // The agent has locked its host, so no earlier one is left.
-        self.handle_eviction(id);
+        self.record_eviction(id);
         self.release_unlisted_hosts(now);
         self.try_prepare_attempt(now);
     }
@@ -205,7 +205,7 @@ impl ControllerCore {
     ) {
         let Some(first) = self.members.first().copied() else { return };
         self.planned = Some(workers);
-        self.phase_deadline = Some(now + PREPARE_TIMEOUT);
+        self.phase_deadline = Some(now + RENDEZVOUS_BIND_TIMEOUT);
         self.actions.push(ControllerAction::Send(first, ToAgent::Bind(bind)));
     }
 
@@ -294,7 +294,7 @@ impl ControllerCore {
     /// quarantines the host. Does nothing if the host is lost already or its agent was released.
     pub(super) fn handle_agent_gone(&mut self, now: Duration, id: HostIndex, end: AgentEnd) {
         if self.state == AttemptState::Adopting {
-            return self.lose_adopted_host(id, end);
+            return self.mark_host_not_adoptable(id, end);
         }
         // A lost host is counted once, and a released agent may end.
         if matches!(self.hosts[id].agent, AgentConnectionState::Lost | AgentConnectionState::NotStarted) {
@@ -305,7 +305,7 @@ impl ControllerCore {
         host.agent = AgentConnectionState::Lost;
         host.quarantined_until = if remote { now + self.setup.arrival.quarantine } else { now };
         let was_active = host.active;
-        self.renew_leases_behind(now, id);
+        self.renew_leases_behind_host(now, id);
         self.guard_against_orphans(now, id, &end);
         let cause = self.build_agent_end_cause(id, end);
         self.deactivate_host(id);
@@ -336,8 +336,8 @@ impl ControllerCore {
             AttemptState::Preparing => self.members.contains(&id),
             _ => false,
         };
-        if is_used && self.may_return(id) {
-            return self.await_return(now, id, &cause.message);
+        if is_used && self.may_host_return(id) {
+            return self.await_host_return(now, id, &cause.message);
         }
         match self.state {
             AttemptState::Joining => {
@@ -392,7 +392,7 @@ impl ControllerCore {
 
     /// Returns whether the controller may wait again for the agent of a host that was lost before
     /// an attempt began.
-    fn may_return(&self, id: HostIndex) -> bool {
+    fn may_host_return(&self, id: HostIndex) -> bool {
         let host = &self.hosts[id];
         let has_joined = host.pid != 0;
         has_joined && !host.excluded && host.returns < self.setup.arrival.max_returns
@@ -400,7 +400,7 @@ impl ControllerCore {
 
     /// Waits again for the agent of a host that was lost before an attempt began. `message`
     /// describes the loss.
-    fn await_return(&mut self, now: Duration, id: HostIndex, message: &str) {
+    fn await_host_return(&mut self, now: Duration, id: HostIndex, message: &str) {
         self.emit_notice(format!("{message}; waiting until it joins again"));
         if self.state == AttemptState::Preparing {
             self.state = AttemptState::Joining;
@@ -489,7 +489,7 @@ impl ControllerCore {
     }
 
     /// Renews the leases of the hosts whose messages were passed on by the agent of a lost host.
-    fn renew_leases_behind(&mut self, now: Duration, lost: HostIndex) {
+    fn renew_leases_behind_host(&mut self, now: Duration, lost: HostIndex) {
         for host in self.hosts.iter_mut().filter(|host| host.inner_host == Some(lost)) {
             (host.inner_host, host.last_heard) = (None, now);
         }
@@ -569,11 +569,11 @@ mod tests {
         ControllerInput,
         harness::{CoreHarness, create_setup},
     };
-    use crate::{cluster::AgentArrival, controller::core::CoreSetup};
+    use crate::{cluster::ArrivalLimits, controller::core::CoreSetup};
 
     #[test]
     fn a_node_that_is_lost_before_the_first_attempt_may_return() {
-        let arrival = AgentArrival { max_returns: 1, quarantine: Duration::ZERO, ..AgentArrival::default() };
+        let arrival = ArrivalLimits { max_returns: 1, quarantine: Duration::ZERO, ..ArrivalLimits::default() };
         let mut setup = CoreSetup { arrival, ..create_setup(2, true) };
         setup.hosts.iter_mut().for_each(|host| host.remote = true);
         let mut harness = CoreHarness::with_setup(setup, 1);

@@ -16,7 +16,7 @@ impl ControllerCore {
             let hosts = (0..self.hosts.len())
                 .filter(|id| self.hosts[*id].agent == AgentConnectionState::Joined)
                 .collect();
-            self.push_memo(hosts);
+            self.push_memo_action(hosts);
         }
     }
 
@@ -24,13 +24,13 @@ impl ControllerCore {
     /// `id`. Does nothing if the run ends with its controller. The agent must have joined.
     pub(super) fn send_memo_to(&mut self, id: HostIndex) {
         if self.setup.outlives_controller {
-            self.push_memo(vec![id]);
+            self.push_memo_action(vec![id]);
         }
     }
 
     /// Requests from the driver that the present state of the run be sent as a memo to the agents
     /// of `hosts`, which keep it for a later controller.
-    fn push_memo(&mut self, hosts: Vec<HostIndex>) {
+    fn push_memo_action(&mut self, hosts: Vec<HostIndex>) {
         let memo = Box::new(self.build_memo());
         self.actions.push(ControllerAction::SendMemo { hosts, memo });
     }

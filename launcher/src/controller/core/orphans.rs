@@ -16,7 +16,7 @@ impl ControllerCore {
     pub(super) fn guard_against_orphans(&mut self, now: Duration, id: HostIndex, end: &AgentEnd) {
         let host = &self.hosts[id];
         let is_child = !self.setup.hosts[id].remote && !host.is_adopted;
-        if !host.active || is_child || (end.proves_end() && !host.is_adopted) {
+        if !host.active || is_child || (end.proves_workers_ended() && !host.is_adopted) {
             return;
         }
         let has_all = host.ranks.len() == self.workers.len();
@@ -42,7 +42,7 @@ impl ControllerCore {
 
     /// Records that the lost agent of host `id` has ended, which its answer proves. The next
     /// attempt need not wait for it.
-    pub(super) fn handle_eviction(&mut self, id: HostIndex) {
+    pub(super) fn record_eviction(&mut self, id: HostIndex) {
         self.awaited_evictions.remove(&id);
         if self.orphans.as_ref().is_some_and(|orphans| orphans.host == id) {
             self.orphans = None;
@@ -64,7 +64,7 @@ impl ControllerCore {
 
     /// Asks the lost agent again to end, once per [`EVICTION_RETRY_INTERVAL`], while the next
     /// attempt waits for it.
-    pub(super) fn check_orphans(&mut self, now: Duration) {
+    pub(super) fn retry_eviction(&mut self, now: Duration) {
         self.awaited_evictions.retain(|_, until| now < *until);
         let Some(orphans) = &mut self.orphans else { return };
         if now >= orphans.until {

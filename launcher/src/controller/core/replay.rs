@@ -5,7 +5,7 @@
 //! about the ends of workers follow, because they make this controller report events.
 use super::{
     ControllerAction, ControllerCore, HostIndex,
-    adoption_state::{ReplayedReport, TimeMs, subtract_age},
+    adoption_state::{ReplayedReport, SignedTimeMs, subtract_age},
     find_message_attempt,
     run_memo::UnstoredEvent,
     taken_journal::{MissingEvent, TakenJournal},
@@ -74,7 +74,7 @@ impl ControllerCore {
             }
             message => {
                 let message = Box::new(message);
-                self.receive_agent_message(now, host, FromAgent::Report { seq, age_ms, message });
+                self.handle_report_or_message(now, host, FromAgent::Report { seq, age_ms, message });
             }
         }
     }
@@ -85,7 +85,7 @@ impl ControllerCore {
         let age_ms = replayed.age_ms(now);
         let ReplayedReport { host, seq, message, .. } = replayed;
         if find_message_attempt(&message).is_none_or(|attempt| attempt >= self.attempt) {
-            self.receive_agent_message(now, host, FromAgent::Report { seq, age_ms, message });
+            self.handle_report_or_message(now, host, FromAgent::Report { seq, age_ms, message });
         }
     }
 }
@@ -94,7 +94,7 @@ impl ControllerCore {
 /// which is that of their arrival.
 fn sort_reports(mut reports: Vec<ReplayedReport>) -> Vec<ReplayedReport> {
     // Reports may arrive late, and then seem to be younger than they are.
-    let mut next: BTreeMap<HostIndex, TimeMs> = BTreeMap::new();
+    let mut next: BTreeMap<HostIndex, SignedTimeMs> = BTreeMap::new();
     for report in reports.iter_mut().rev() {
         let at = next.entry(report.host).or_insert(report.at);
         *at = report.at.min(*at);

@@ -37,7 +37,7 @@ impl ControllerCore {
         self.state = AttemptState::Joining;
         let mut is_incomplete = false;
         if phase != MemoPhase::BeforeStart {
-            let members = self.find_members(&plans, placement.as_ref());
+            let members = self.find_adopted_members(&plans, placement.as_ref());
             is_incomplete = members.members.iter().any(|(id, _, was_started)| {
                 !was_started && self.hosts[*id].agent == AgentConnectionState::Joined
             });
@@ -51,17 +51,17 @@ impl ControllerCore {
         }
         // The first order of this controller, from which on the agents obey no earlier one.
         self.send_memo();
-        self.restore_peers(peers);
+        self.resend_peer_addresses(peers);
         let reports = self.replay_events(now, reports, journal);
         self.actions.push(ControllerAction::ReportTakeover { unattended });
         if is_incomplete {
             self.restart_incomplete_attempt(now);
         }
-        self.handle_hosts_lost_before(now, lost);
+        self.handle_unadopted_hosts(now, lost);
         for report in reports {
             self.replay_report(now, report);
         }
-        self.repeat_orders(now);
+        self.repeat_last_order(now);
     }
 
     /// Ends agents whose workers belong to an earlier attempt than the present one, and are not
@@ -81,7 +81,7 @@ impl ControllerCore {
 
     /// Finds the hosts of the present attempt and their ranks, from the plans of the adopted agents
     /// and the placement in the journal.
-    fn find_members(
+    fn find_adopted_members(
         &self,
         plans: &[(HostIndex, HostPlan)],
         placement: Option<&(u32, Vec<String>)>,
@@ -161,7 +161,7 @@ impl ControllerCore {
 
     /// Sends the addresses of the workers to the agents that may not have received them from the
     /// lost controller. All workers need the same key.
-    fn restore_peers(&mut self, known: Option<(HostIndex, WorkerPeers)>) {
+    fn resend_peer_addresses(&mut self, known: Option<(HostIndex, WorkerPeers)>) {
         let known = known.filter(|(_, peers)| peers.attempt == self.attempt);
         let awaited = if known.is_some() { 0 } else { self.workers.len() };
         self.peer_exchange = PeerExchange::new(self.attempt, awaited);
@@ -190,7 +190,7 @@ impl ControllerCore {
     /// Processes the loss of the hosts whose agents do not obey this controller, because they could
     /// not be reached. Their losses precede all other failures, because the loss of a host makes
     /// other workers fail.
-    fn handle_hosts_lost_before(&mut self, now: Duration, lost: Vec<(HostIndex, AgentEnd)>) {
+    fn handle_unadopted_hosts(&mut self, now: Duration, lost: Vec<(HostIndex, AgentEnd)>) {
         for (id, end) in lost {
             let host = &mut self.hosts[id];
             if self.members.contains(&id) {
@@ -206,9 +206,9 @@ impl ControllerCore {
 
     /// Repeats the most recent order of the lost controller, such as a stop, because some agents
     /// may not have received it.
-    fn repeat_orders(&mut self, now: Duration) {
+    fn repeat_last_order(&mut self, now: Duration) {
         match self.state {
-            AttemptState::Stopping(_) | AttemptState::Draining { host_lost: false } => self.send_stop(now),
+            AttemptState::Stopping(_) | AttemptState::Draining { host_lost: false } => self.send_stop_to_workers(now),
             AttemptState::Draining { host_lost: true } | AttemptState::Ending => {
                 let grace = if self.setup.builtin { ABORT_GRACE } else { self.setup.grace };
                 let reason = self.cause.as_ref().map(|cause| cause.message.clone());

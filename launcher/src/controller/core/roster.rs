@@ -81,7 +81,7 @@ impl ControllerCore {
                 continue;
             }
             match (is_usable(host), surplus) {
-                (true, 0) => self.report_unlisted_in_use(id),
+                (true, 0) => self.report_unlisted_hosts_in_use(id),
                 (counts, _) => {
                     surplus -= usize::from(counts);
                     if host.active { busy.push(id) } else { idle.push(id) }
@@ -109,7 +109,7 @@ impl ControllerCore {
 
     /// Reports in a notice, once for each host, that the host stays in use although it is no longer
     /// listed.
-    fn report_unlisted_in_use(&mut self, id: HostIndex) {
+    fn report_unlisted_hosts_in_use(&mut self, id: HostIndex) {
         if !std::mem::replace(&mut self.hosts[id].use_reported, true) {
             let label = self.format_host_label(id);
             let needed = format_count(self.setup.min_hosts, "host");
@@ -138,7 +138,7 @@ impl ControllerCore {
     /// attempt starts them on the other hosts.
     fn drain_hosts(&mut self, now: Duration, leaving: &[HostIndex]) {
         self.state = AttemptState::Draining { host_lost: false };
-        self.send_stop(now);
+        self.send_stop_to_workers(now);
         let names: Vec<&str> = leaving.iter().rev().map(|id| self.setup.hosts[*id].name.as_str()).collect();
         let hosts = if names.len() == 1 { "host" } else { "hosts" };
         let subject = format!("draining {hosts} {}, no longer listed", names.join(", "));

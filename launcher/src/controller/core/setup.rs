@@ -1,5 +1,5 @@
 //! [`CoreSetup`]: the settings of a job on which the controller's decisions depend.
-use crate::cluster::AgentArrival;
+use crate::cluster::ArrivalLimits;
 use jobspec::{ControllerLossAction, JobSpec, MinHosts};
 use protocol::control::ControllerToken;
 use std::{path::PathBuf, time::Duration};
@@ -50,7 +50,7 @@ pub(crate) struct CoreSetup {
     /// The seed of the random jitter of the pauses before restarts.
     pub(crate) seed: u64,
     /// The time limits for agents that were requested, and how often a lost agent is awaited again.
-    pub(crate) arrival: AgentArrival,
+    pub(crate) arrival: ArrivalLimits,
     /// The run directory, which messages for the user name.
     pub(crate) run_dir: PathBuf,
 }
@@ -91,7 +91,7 @@ impl CoreSetup {
             use_all_listed,
             min_hosts,
             seed,
-            arrival: AgentArrival::default(),
+            arrival: ArrivalLimits::default(),
             run_dir: PathBuf::new(),
         }
     }

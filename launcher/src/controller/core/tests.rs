@@ -19,9 +19,9 @@ mod random_events;
 mod stop_requests;
 
 /// The exit status of a process that succeeded.
-const DONE: ExitStatus = ExitStatus::Code(0);
+const SUCCESS_STATUS: ExitStatus = ExitStatus::Code(0);
 /// The exit status of a process that was killed by SIGKILL.
-const KILLED: ExitStatus = ExitStatus::Signal(9, false);
+const KILLED_STATUS: ExitStatus = ExitStatus::Signal(9, false);
 
 /// Builds the failure reason for a program that exited with this exit code.
 fn build_exit_reason(code: u8) -> FailureReason {
@@ -43,7 +43,7 @@ fn a_successful_run_ends_with_exit_code_0() {
     for builtin in [true, false] {
         let mut harness = CoreHarness::with_running_workers(2, 2, builtin);
         for rank in 0..4 {
-            assert!(harness.report_worker_exit(rank, DONE).is_empty());
+            assert!(harness.report_worker_exit(rank, SUCCESS_STATUS).is_empty());
         }
         assert!(harness.report_workers_ended(0).is_empty());
         let actions = harness.report_workers_ended(1);
@@ -98,7 +98,7 @@ fn the_error_that_a_program_recorded_is_part_of_the_reason() {
 #[test]
 fn built_in_workers_have_a_short_grace_period() {
     let mut harness = CoreHarness::with_running_workers(1, 2, true);
-    let actions = harness.report_worker_exit(1, KILLED);
+    let actions = harness.report_worker_exit(1, KILLED_STATUS);
     assert_eq!(find_kill_messages(&actions), [(0, 500)]);
     assert_eq!(find_failure_reason(&actions), Some((Some(1), build_killed_reason())));
 }
@@ -128,8 +128,8 @@ fn the_final_report_of_a_worker_is_the_reason_and_decides_the_exit_code() {
 fn a_failure_report_waits_for_the_last_lines_up_to_a_limit() {
     let mut harness = CoreHarness::with_running_workers(1, 2, true);
     harness.send_final_report(0, WorkerExit::Failed);
-    assert_eq!(find_failure(&harness.tick_at(TAIL_TIMEOUT - millis(1))), None);
-    let actions = harness.tick_at(TAIL_TIMEOUT);
+    assert_eq!(find_failure(&harness.tick_at(OUTPUT_TAIL_TIMEOUT - millis(1))), None);
+    let actions = harness.tick_at(OUTPUT_TAIL_TIMEOUT);
     let report = find_failure(&actions).expect("a failure");
     assert_eq!((report.rank, &report.reason), (Some(0), &build_worker_error_reason()));
     assert!(report.tail.is_empty());
@@ -142,7 +142,7 @@ fn an_aborted_rank_is_not_the_root_cause_when_another_failure_follows() {
     let actions = harness.report_worker_exit(0, ExitStatus::Code(76));
     assert!(actions.is_empty());
     harness.now = millis(60);
-    let actions = harness.report_worker_exit(2, KILLED);
+    let actions = harness.report_worker_exit(2, KILLED_STATUS);
     assert_eq!(find_failure_reason(&actions), Some((Some(2), build_killed_reason())));
     assert!(harness.tick_at(millis(500)).is_empty());
 }
@@ -191,7 +191,7 @@ fn a_host_that_peers_and_the_controller_miss_is_lost() {
 fn an_aborted_rank_is_a_failure_when_all_others_finish() {
     let mut harness = CoreHarness::with_running_workers(1, 2, true);
     harness.report_worker_exit(0, ExitStatus::Code(76));
-    harness.report_worker_exit(1, DONE);
+    harness.report_worker_exit(1, SUCCESS_STATUS);
     let actions = harness.report_workers_ended(0);
     assert!(find_failure(&actions).is_some());
     assert_eq!(find_outcome(&actions).unwrap().exit_code, 1);
@@ -207,7 +207,7 @@ fn a_worker_that_stops_without_a_request_is_a_failure() {
 #[test]
 fn a_dead_agent_is_a_failure_and_the_other_workers_are_killed() {
     let mut harness = CoreHarness::with_running_workers(2, 1, true);
-    let actions = harness.feed_input(ControllerInput::AgentGone { host: 1, end: AgentEnd::Exited(KILLED) });
+    let actions = harness.feed_input(ControllerInput::AgentGone { host: 1, end: AgentEnd::Exited(KILLED_STATUS) });
     assert_eq!(find_kill_messages(&actions), [(0, 500)]);
     let report = find_failure(&actions).expect("a failure");
     assert_eq!((report.rank, &report.reason), (None, &FailureReason::AgentLost));
@@ -341,8 +341,8 @@ fn an_unusable_spare_host_does_not_fail_the_run() {
     };
     assert!(notices(&actions) == 1 && actions.contains(&ControllerAction::KillAgent(2)), "{actions:?}");
     assert!(find_failure(&actions).is_none() && find_kill_messages(&actions).is_empty());
-    harness.report_worker_exit(0, DONE);
-    harness.report_worker_exit(1, DONE);
+    harness.report_worker_exit(0, SUCCESS_STATUS);
+    harness.report_worker_exit(1, SUCCESS_STATUS);
     harness.report_workers_ended(0);
     assert_eq!(find_outcome(&harness.report_workers_ended(1)).map(|o| o.exit_code), Some(0));
 
@@ -380,13 +380,13 @@ fn an_attempt_without_a_plan_or_rendezvous_ends_the_run() {
     assert_eq!(find_outcome(&actions).unwrap().exit_code, 3);
     let mut harness = CoreHarness::new(1, 1, false);
     harness.send_hello(0);
-    assert!(harness.tick_at(PREPARE_TIMEOUT).is_empty(), "planning may take long");
+    assert!(harness.tick_at(RENDEZVOUS_BIND_TIMEOUT).is_empty(), "planning may take long");
     let bind = create_rendezvous_request(0);
     let workers = vec![vec![PlannedWorker { log: "/run/0.log".into() }]];
     harness.feed_input(ControllerInput::Planned { attempt: 0, workers, bind });
     let timeout = FailureReason::Rejected { code: run::RENDEZVOUS_TIMEOUT };
     assert_eq!(
-        find_failure_reason(&harness.tick_at(PREPARE_TIMEOUT + PREPARE_TIMEOUT)),
+        find_failure_reason(&harness.tick_at(RENDEZVOUS_BIND_TIMEOUT + RENDEZVOUS_BIND_TIMEOUT)),
         Some((None, timeout))
     );
 }

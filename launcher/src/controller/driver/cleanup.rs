@@ -74,7 +74,7 @@ impl ControllerDriver {
         let (agents, transport) = (&mut self.agents, &mut self.transport);
         let _lock = lock_children();
         // Also ends what such a process has left, such as the proxy command of an ssh.
-        let leaders = transport.leaders_of_killed_groups();
+        let leaders = transport.children_with_killed_groups();
         reap_children(
             |pid| leaders.contains(&pid),
             |pid, status| match agents.values_mut().find(|a| a.find_unreaped_pid() == Some(pid)) {

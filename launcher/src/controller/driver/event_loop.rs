@@ -1,6 +1,6 @@
 //! The event loop of the controller: processes messages, signals, file changes and deadlines.
 use super::{
-    AgentId, ControllerDriver, ControllerReplacement, RunEnd, SupervisedAgent, debug_log,
+    AgentId, ControllerDriver, ControllerReplacement, EventLoopEnd, SupervisedAgent, debug_log,
     loop_event::LoopEvent,
 };
 use crate::{
@@ -11,7 +11,7 @@ use crate::{
         exec_socket::{ExecClientEvent, ExecSocket},
         hostfile::HostfileWatch,
         job_file::JobFileWatch,
-        journal::StoredReports,
+        journal::StoredReportReceiver,
         report_id::ReportId,
         root_cause::AgentEnd,
         signals::{SignalEvent, SignalReceiver},
@@ -32,22 +32,22 @@ const STDERR_CHUNK_BYTES: usize = 4 << 10;
 /// between two readings, so the clock would lag after a longer sleep.
 const MAX_SLEEP: Duration = Duration::from_secs(1);
 /// The interval at which the journal is synced, and at which its disk is checked for a stall.
-const JOURNAL_INTERVAL: Duration = Duration::from_millis(500);
+const JOURNAL_SYNC_INTERVAL: Duration = Duration::from_millis(500);
 
 impl ControllerDriver {
     /// Starts the agents, then processes messages, signals, file changes and deadlines until the
     /// run ends or another controller takes it over. In the first case, all agents have ended when
     /// this function returns.
-    pub(super) async fn run_event_loop(&mut self, mut signals: SignalReceiver) -> RunEnd {
+    pub(super) async fn run_event_loop(&mut self, mut signals: SignalReceiver) -> EventLoopEnd {
         // The files are read before the first heartbeat is due, because their disk may stall.
         let (mut job_file, mut hostfile) = self.watch_files(false);
         self.start_first_agents();
         let mut journal_tick = Instant::now();
         loop {
             match self.end.take() {
-                Some(RunEnd::Ended(outcome)) => {
+                Some(EventLoopEnd::Ended(outcome)) => {
                     self.close_agents(outcome.exit_code).await;
-                    return RunEnd::Ended(outcome);
+                    return EventLoopEnd::Ended(outcome);
                 }
                 Some(end) => {
                     self.wait_for_released_agents().await;
@@ -63,7 +63,7 @@ impl ControllerDriver {
             }
             self.flush_outboxes();
             if Instant::now() >= journal_tick {
-                journal_tick = Instant::now() + JOURNAL_INTERVAL;
+                journal_tick = Instant::now() + JOURNAL_SYNC_INTERVAL;
                 self.write_status();
                 self.update_inner_hosts();
                 self.emit_mlflow_notices();
@@ -93,7 +93,7 @@ impl ControllerDriver {
             Some(line) = self.lines.1.recv() => LoopEvent::Line(line),
             event = signals.receive() => LoopEvent::Signal(event),
             Some(planned) = self.planned.1.recv() => LoopEvent::Planned(planned),
-            Some(reports) = receive_stored(&mut self.stored) => LoopEvent::Stored(reports),
+            Some(reports) = receive_stored_reports(&mut self.stored) => LoopEvent::Stored(reports),
             Some(summary) = self.journal_taken.1.recv() => LoopEvent::JournalTaken(Box::new(summary)),
             Some(answer) = self.evictions.1.recv() => LoopEvent::Eviction(answer),
             content = job_file.wait_for_change() => LoopEvent::JobFile(content),
@@ -226,7 +226,7 @@ impl ControllerDriver {
         match message {
             Ok(Some(FromAgent::Released { token, silent_ms })) => {
                 let is_controlled = token.is_some();
-                self.end = Some(RunEnd::Replaced(ControllerReplacement { is_controlled, silent_ms }));
+                self.end = Some(EventLoopEnd::Replaced(ControllerReplacement { is_controlled, silent_ms }));
             }
             Ok(Some(FromAgent::Exec { id, reply })) => self.send_exec_reply(id, reply),
             Ok(Some(message)) => {
@@ -236,11 +236,11 @@ impl ControllerDriver {
                 self.handle_input(ControllerInput::Agent(host, message));
             }
             Ok(None) => {
-                self.end_exec_commands_on(host);
+                self.end_exec_commands_on_host(host);
                 self.handle_agent_end(host, None).await;
             }
             Err(error) => {
-                self.end_exec_commands_on(host);
+                self.end_exec_commands_on_host(host);
                 self.handle_agent_end(host, Some(error.into())).await;
             }
         }
@@ -280,7 +280,7 @@ fn is_worker_start(message: &FromAgent) -> bool {
 }
 
 /// Receives the next reports that the journal has stored. Waits forever without a journal.
-async fn receive_stored(stored: &mut Option<StoredReports>) -> Option<Vec<ReportId>> {
+async fn receive_stored_reports(stored: &mut Option<StoredReportReceiver>) -> Option<Vec<ReportId>> {
     match stored {
         Some(stored) => stored.recv().await,
         None => std::future::pending().await,

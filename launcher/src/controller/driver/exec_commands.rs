@@ -90,7 +90,7 @@ impl ControllerDriver {
     }
 
     /// Reports to all clients with commands on a host that its agent has ended.
-    pub(super) fn end_exec_commands_on(&mut self, host: HostIndex) {
+    pub(super) fn end_exec_commands_on_host(&mut self, host: HostIndex) {
         let ids: Vec<ExecId> = self
             .exec_clients
             .iter()

@@ -1,5 +1,5 @@
 //! Executes the actions that the controller's state machine requests.
-use super::{ControllerDriver, RunEnd, debug_log};
+use super::{ControllerDriver, EventLoopEnd, debug_log};
 use crate::{
     clock::read_unix_time,
     cluster::AgentHandle,
@@ -23,7 +23,7 @@ impl ControllerDriver {
         match action {
             ControllerAction::Send(host, message) => self.send_to_agent(host, message),
             ControllerAction::SendHello(host) => self.send_hello(host),
-            ControllerAction::SendAttach(host) => self.send_attach(host),
+            ControllerAction::SendAttach(host) => self.send_attach_request(host),
             ControllerAction::SendMemo { hosts, memo } => self.send_memo(&hosts, *memo),
             ControllerAction::RecordAgentNumber(number) => {
                 self.agents_started = self.agents_started.max(number);
@@ -57,9 +57,9 @@ impl ControllerDriver {
             }
             ControllerAction::Progress { rank, phase } => self.report.show_phase(rank, phase),
             ControllerAction::StepTimes(times) => self.status.set_step_times(times),
-            ControllerAction::Usage { host, hosts, usage } => self.add_usage(host, hosts, *usage),
+            ControllerAction::Usage { host, hosts, usage } => self.record_host_usage(host, hosts, *usage),
             ControllerAction::KillAgent(host) => self.kill_agent(host),
-            ControllerAction::End(outcome) => self.end = Some(RunEnd::Ended(outcome)),
+            ControllerAction::End(outcome) => self.end = Some(EventLoopEnd::Ended(outcome)),
         }
     }
 
@@ -77,7 +77,7 @@ impl ControllerDriver {
     /// Sends the hello to the agent of a host, with the terms on which the agent is to obey.
     fn send_hello(&mut self, host: HostIndex) {
         let (Some(target), Some(agent)) = (self.hosts.get(host), self.agents.get(&host)) else { return };
-        let terms = self.identity.build_terms(&target.name, agent.number);
+        let terms = self.identity.build_supervision_terms(&target.name, agent.number);
         self.send_to_agent(host, ToAgent::Hello { version: PROTOCOL_VERSION, terms: Some(Box::new(terms)) });
     }
 
@@ -100,7 +100,7 @@ impl ControllerDriver {
 
     /// Writes an event of the controller to the journal and reports the event to the user.
     pub(super) fn emit_event(&mut self, mut event: Event) {
-        self.complete_event(&mut event);
+        self.complete_straggler_event(&mut event);
         let time = read_unix_time();
         let report = self.events.add(&event, time);
         if let Some(journal) = &mut self.journal {
@@ -123,7 +123,7 @@ impl ControllerDriver {
             return;
         }
         let event = event.map(|mut event| {
-            self.complete_event(&mut event);
+            self.complete_straggler_event(&mut event);
             event
         });
         let Some(journal) = &mut self.journal else { return };

@@ -1,5 +1,5 @@
 //! Ends a run, or ends a controller that another controller has replaced.
-use super::{ControllerDriver, ControllerReplacement, takeover::find_exit_code};
+use super::{ControllerDriver, ControllerReplacement, takeover::find_attach_exit_code};
 use crate::{
     cluster::{self, Preemption},
     controller::{
@@ -46,7 +46,7 @@ impl ControllerDriver {
             // SAFETY: the default action runs no code of this program.
             _ = unsafe { nix::sys::signal::signal(signal, SigHandler::SigDfl) };
         }
-        self.complete_files(exit_code, seconds);
+        self.wait_for_complete_files(exit_code, seconds);
         self.finish_mlflow();
         self.report.finish(report::RunSummary {
             exit_code,
@@ -81,7 +81,7 @@ impl ControllerDriver {
     /// Waits until the journal, and the files with the console output of other hosts, are complete.
     /// If the journal cannot be completed, records the end of the run in the user's state
     /// directory.
-    fn complete_files(&mut self, exit_code: u8, seconds: f64) {
+    fn wait_for_complete_files(&mut self, exit_code: u8, seconds: f64) {
         if !self.streamed_logs.flush(STREAMED_LOGS_TIMEOUT) {
             let message =
                 "launch: the last output of other hosts is not stored, because the disk does not accept it";
@@ -104,7 +104,7 @@ impl ControllerDriver {
     /// Ends this controller because it cannot take over the run. Returns the exit code of `launch`.
     pub(super) fn abandon_run(self, failure: &AttachFailure) -> u8 {
         report_error(&self.build_attach_error(failure));
-        find_exit_code(failure)
+        find_attach_exit_code(failure)
     }
 
     /// Ends this controller because the run continues without it. Neither agents nor the journal

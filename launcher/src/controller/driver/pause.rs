@@ -1,6 +1,6 @@
 //! Continues after a pause of this process, such as a Ctrl-Z, in which another controller may have
 //! taken over the run.
-use super::{ControllerDriver, ControllerReplacement, RunEnd, loop_event::LoopEvent};
+use super::{ControllerDriver, ControllerReplacement, EventLoopEnd, loop_event::LoopEvent};
 use crate::controller::{hostfile::HostfileWatch, job_file::JobFileWatch, journal::Journal};
 use protocol::control::FromAgent;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use tokio::time::{Instant, timeout_at};
 /// How long the controller waits after a pause for the news that another controller has taken over
 /// the run. Agents sent this news when it happened, but not over connections that had broken
 /// before. The journal shows the takeover in any case.
-const NEWS_TIMEOUT: Duration = Duration::from_secs(1);
+const TAKEOVER_NEWS_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl ControllerDriver {
     /// Processes the first event after a pause. If another controller has taken over the run in the
@@ -24,7 +24,7 @@ impl ControllerDriver {
     ) {
         let heartbeats = self.core.build_heartbeats();
         heartbeats.into_iter().for_each(|action| self.execute_action(action));
-        let deadline = Instant::now() + NEWS_TIMEOUT;
+        let deadline = Instant::now() + TAKEOVER_NEWS_TIMEOUT;
         let replaced = self.journal.as_ref().map(Journal::check_replacement);
         let mut events = vec![event];
         loop {
@@ -49,7 +49,7 @@ impl ControllerDriver {
             && matches!(timeout_at(deadline, replaced).await, Ok(Ok(true)))
         {
             let replacement = ControllerReplacement { is_controlled: true, silent_ms: None };
-            self.end = Some(RunEnd::Replaced(replacement));
+            self.end = Some(EventLoopEnd::Replaced(replacement));
             return;
         }
         for event in events {

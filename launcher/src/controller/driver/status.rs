@@ -9,22 +9,22 @@ use protocol::{control::HostUsage, event::Event};
 
 impl ControllerDriver {
     /// Stores the newest usage of a host and its workers. Reports slow ranks of a program.
-    pub(super) fn add_usage(&mut self, host: HostIndex, hosts: usize, usage: HostUsage) {
+    pub(super) fn record_host_usage(&mut self, host: HostIndex, hosts: usize, usage: HostUsage) {
         let name = self.hosts.get(host).map_or_else(String::new, |host| host.name.clone());
-        let events = self.status.add_usage((host, &name), hosts, usage, read_unix_time());
+        let events = self.status.add_host_usage((host, &name), hosts, usage, read_unix_time());
         events.into_iter().for_each(|event| self.emit_event(event));
     }
 
     /// Adds the host, the likely reason and the message to an event about a slow rank, and changes
     /// no other event.
-    pub(super) fn complete_event(&mut self, event: &mut Event) {
+    pub(super) fn complete_straggler_event(&mut self, event: &mut Event) {
         let plans = &self.plan.host_plans;
         let find_placement = |rank: Rank| {
             let workers = plans.iter().flat_map(|plan| plan.workers.iter().map(move |worker| (plan, worker)));
             let (plan, worker) = workers.into_iter().find(|(_, worker)| worker.rank == rank)?;
-            Some(RankPlacement { host: plan.host.clone(), gpu: find_gpu(&worker.env, worker.local_rank) })
+            Some(RankPlacement { host: plan.host.clone(), gpu: find_worker_gpu(&worker.env, worker.local_rank) })
         };
-        self.status.complete_event(event, find_placement);
+        self.status.complete_straggler_event(event, find_placement);
     }
 
     /// Reports that the slow ranks of an attempt that has ended are no longer slow.
@@ -47,7 +47,7 @@ impl ControllerDriver {
         // The event file of a training has its steps. A resumed training hides later steps, and
         // these measurements belong to no step.
         if self.job.train.is_none()
-            && let Some(values) = self.tensorboard_usage.list_due(&status)
+            && let Some(values) = self.tensorboard_usage.list_due_metrics(&status)
         {
             journal.append_scalars(values, time, (self.earlier + self.clock.now()).as_secs());
         }
@@ -57,7 +57,7 @@ impl ControllerDriver {
 /// Returns the number, on its host, of the GPU that a worker with these environment variables uses.
 /// Returns `None` if the number is not known, because launch selects no GPUs or selects them by
 /// other names.
-fn find_gpu(env: &[(String, String)], local_rank: u32) -> Option<u32> {
+fn find_worker_gpu(env: &[(String, String)], local_rank: u32) -> Option<u32> {
     let (_, visible) = env.iter().rfind(|(name, _)| name == CUDA_VISIBLE_DEVICES)?;
     let gpus: Vec<&str> = visible.split(',').map(str::trim).collect();
     let index = if gpus.len() == 1 { 0 } else { local_rank as usize };
@@ -70,12 +70,12 @@ mod tests {
 
     #[test]
     fn the_gpu_of_a_worker_is_that_of_its_variable() {
-        assert_eq!(find_gpu(&[], 1), None);
+        assert_eq!(find_worker_gpu(&[], 1), None);
         for (visible, gpu) in
             [("3", Some(3)), ("4,6", Some(6)), ("4, 6", Some(6)), ("GPU-1f,GPU-2", None), ("", None)]
         {
             let env = [(CUDA_VISIBLE_DEVICES.to_owned(), visible.to_owned())];
-            assert_eq!(find_gpu(&env, 1), gpu, "{visible}");
+            assert_eq!(find_worker_gpu(&env, 1), gpu, "{visible}");
         }
     }
 }

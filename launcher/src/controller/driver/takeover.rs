@@ -1,6 +1,6 @@
 //! Takes over a run from a lost controller: connects to its agents, and continues its journal and
 //! its other files.
-use super::{ControllerDriver, ControllerReplacement, EvictionAnswer, RunEnd};
+use super::{ControllerDriver, ControllerReplacement, EvictionAnswer, EventLoopEnd};
 use crate::{
     clock::read_unix_time,
     cluster::{AgentHandle, AgentProcess},
@@ -33,9 +33,9 @@ const EVICTION_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl ControllerDriver {
     /// Asks the agent that is alive on a host to obey this controller.
-    pub(super) fn send_attach(&mut self, host: HostIndex) {
+    pub(super) fn send_attach_request(&mut self, host: HostIndex) {
         let Some(target) = self.hosts.get(host) else { return };
-        let request = self.identity.build_request(&target.name, AttachPurpose::Adopt);
+        let request = self.identity.build_attach_request(&target.name, AttachPurpose::Adopt);
         self.send_to_agent(host, ToAgent::Attach(Box::new(request)));
     }
 
@@ -44,7 +44,7 @@ impl ControllerDriver {
     pub(super) fn evict_agent(&mut self, host: HostIndex) {
         let Some(target) = self.hosts.get(host) else { return };
         let purpose = AttachPurpose::Evict { below: self.agents_started + 1 };
-        let request = self.identity.build_request(&target.name, purpose);
+        let request = self.identity.build_attach_request(&target.name, purpose);
         let Ok(frame) = encode_frame(&ToAgent::Attach(Box::new(request))) else { return };
         if let Some(Ok(process)) = self.transport.start_agents(std::slice::from_ref(&target.name)).pop() {
             let token = self.identity.token();
@@ -58,7 +58,7 @@ impl ControllerDriver {
             EvictionAnswer::Ended(host) => self.handle_input(ControllerInput::Evicted(host)),
             EvictionAnswer::Replaced => {
                 let replacement = ControllerReplacement { is_controlled: true, silent_ms: None };
-                self.end = Some(RunEnd::Replaced(replacement));
+                self.end = Some(EventLoopEnd::Replaced(replacement));
             }
         }
     }
@@ -97,13 +97,13 @@ impl ControllerDriver {
         let Some(StoredMemo { unstored, newest_event, .. }) = self.taken_memo.take() else { return };
         let newest = summary.newest_controller_event().max(newest_event);
         let journal = TakenJournal::new(summary, unstored, read_unix_time());
-        self.events.continue_after(newest, journal.missing_events().cloned());
+        self.events.continue_numbering_after(newest, journal.missing_events().cloned());
         let summary = journal.summary();
         if let Some(began_at) = summary.began_at {
             self.earlier = Duration::try_from_secs_f64(read_unix_time() - began_at).unwrap_or_default();
         }
         // The progress bar needs the number of steps.
-        summary.ready.iter().for_each(|ready| self.report.show_context(ready.clone()));
+        summary.ready.iter().for_each(|ready| self.report.show_earlier_event(ready.clone()));
         self.handle_input(ControllerInput::JournalTaken(Box::new(journal)));
     }
 
@@ -128,7 +128,7 @@ impl ControllerDriver {
     /// agents. Does nothing if the run does not outlive its controller.
     pub(super) fn write_control_file(&mut self) {
         let Some(journal) = &self.journal else { return };
-        if self.identity.on_controller_loss() == ControllerLossAction::Continue {
+        if self.identity.loss_action() == ControllerLossAction::Continue {
             let (file, directory) = (self.build_control_file(), self.plan.run_dir.clone());
             journal.run_in_background(move || file.write(&directory));
         }
@@ -147,7 +147,7 @@ impl ControllerDriver {
         if failure == AttachFailure::NotStarted {
             (0..self.hosts.len()).for_each(|host| self.release_agent(host, None));
         }
-        self.end = Some(RunEnd::Abandoned(failure));
+        self.end = Some(EventLoopEnd::Abandoned(failure));
     }
 
     /// Builds the error that this controller cannot take over the run, for the reason `failure`.
@@ -200,7 +200,7 @@ impl ControllerDriver {
 }
 
 /// Returns the exit code of a controller that could not take over the run.
-pub(super) fn find_exit_code(failure: &AttachFailure) -> u8 {
+pub(super) fn find_attach_exit_code(failure: &AttachFailure) -> u8 {
     if *failure == AttachFailure::Interrupted { exit::INTERRUPTED } else { exit::CLUSTER }
 }
 

@@ -39,13 +39,13 @@ impl OpenFile {
     /// Opens a file for appending. Creates the file if it does not exist.
     fn open(path: &Path) -> io::Result<OpenFile> {
         let file = append_private_file(path)?;
-        let identity = read_identity(&file.metadata()?);
+        let identity = read_file_identity(&file.metadata()?);
         Ok(OpenFile { path: path.to_owned(), file, identity })
     }
 }
 
 /// Returns the device and the inode of a file.
-fn read_identity(metadata: &Metadata) -> (u64, u64) {
+fn read_file_identity(metadata: &Metadata) -> (u64, u64) {
     (metadata.dev(), metadata.ino())
 }
 
@@ -71,7 +71,7 @@ impl AppendFile for OpenFile {
     }
 
     fn is_replaced(&self) -> bool {
-        fs::symlink_metadata(&self.path).is_ok_and(|other| read_identity(&other) != self.identity)
+        fs::symlink_metadata(&self.path).is_ok_and(|other| read_file_identity(&other) != self.identity)
     }
 }
 

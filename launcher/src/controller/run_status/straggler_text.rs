@@ -24,14 +24,14 @@ pub(super) fn describe_straggler(report: &StragglerReport) -> String {
         }
         None => format!("{subject} waits for CPUs for {percent} of the time longer than the other ranks"),
     };
-    match report.reason.as_ref().and_then(describe_reason) {
+    match report.reason.as_ref().and_then(describe_slowness_reason) {
         Some(reason) => format!("{effect}; {reason}"),
         None => effect,
     }
 }
 
 /// Describes why a rank is slow. Returns `None` if the description of the rank includes the reason.
-fn describe_reason(reason: &StragglerReason) -> Option<String> {
+fn describe_slowness_reason(reason: &StragglerReason) -> Option<String> {
     Some(match reason {
         StragglerReason::CpuQuota { share } => {
             let percent = format_percent(*share);

@@ -10,7 +10,7 @@ use super::super::{
 };
 use crate::{
     agent::simulated::{AgentCore, AgentInput},
-    cluster::AgentArrival,
+    cluster::ArrivalLimits,
 };
 use jobspec::{ControllerLossAction, ids::Rank};
 use protocol::{
@@ -138,7 +138,7 @@ impl SimScenario {
             use_all_listed: self.use_hosts == self.hosts && self.min_hosts < self.use_hosts,
             min_hosts: self.min_hosts,
             seed: self.seed,
-            arrival: AgentArrival::default(),
+            arrival: ArrivalLimits::default(),
             run_dir: "/run".into(),
         }
     }
@@ -154,7 +154,7 @@ impl SimScenario {
     /// Measures how long the state machine of the first controller takes for its inputs in a
     /// simulation of the scenario. Returns the number of messages and the wall time of the state
     /// machine.
-    pub(super) fn measure_core(self, limit: Duration) -> (u64, Duration) {
+    pub(super) fn measure_core_time(self, limit: Duration) -> (u64, Duration) {
         let mut core = ControllerCore::new(self.build_setup(FIRST_TOKEN, self.hosts));
         let mut world = Simulation::new(self);
         world.recorded = Some(Vec::new());
@@ -317,7 +317,7 @@ impl Simulation {
     }
 
     /// Returns the lines of the journal.
-    pub(super) fn journal(&self) -> &[JournalLine] {
+    pub(super) fn journal_lines(&self) -> &[JournalLine] {
         self.journals.last().map_or(&[], Vec::as_slice)
     }
 
@@ -416,7 +416,7 @@ impl Simulation {
                 Ok(())
             }
             SimEvent::WriteJournal(index) => {
-                self.write_journal(index);
+                self.write_queued_items(index);
                 Ok(())
             }
             SimEvent::TakeOverJournal(index) => {
@@ -440,7 +440,7 @@ impl Simulation {
             SimEvent::ResumeController(index) => self.resume_controller(index),
             SimEvent::ControlConfirmed(index) => self.process_delayed_events(index),
             SimEvent::Attach => {
-                self.attach();
+                self.start_takeover_controller();
                 Ok(())
             }
         }

@@ -7,7 +7,7 @@ use protocol::{event::Event, failure::FailureReason};
 use std::time::Duration;
 
 /// How many random scenarios the test simulates, one for each seed from 0.
-const SEEDS: u64 = 2000;
+const SEED_COUNT: u64 = 2000;
 /// The time limit of a run, in simulated time. The longest possible run, in which every attempt has
 /// a silent host, a quarantine and a late agent, is shorter.
 pub(super) const TIME_LIMIT: Duration = Duration::from_secs(1200);
@@ -160,7 +160,7 @@ fn every_run_ends_with_at_most_one_root_cause_and_no_workers() {
     }
     let (mut restarted, mut failed, mut done) = (0, 0, 0);
     let mut violation = Vec::new();
-    for seed in 0..SEEDS {
+    for seed in 0..SEED_COUNT {
         let world = match simulate_seed(seed) {
             Ok(world) => world,
             Err(why) => {
@@ -176,10 +176,10 @@ fn every_run_ends_with_at_most_one_root_cause_and_no_workers() {
         }
     }
     let shown = violation.iter().take(3).cloned().collect::<Vec<_>>().join("\n");
-    assert!(violation.is_empty(), "{} of {SEEDS} seeds:\n{shown}", violation.len());
+    assert!(violation.is_empty(), "{} of {SEED_COUNT} seeds:\n{shown}", violation.len());
     // The scenarios cover all outcomes.
     assert!(
-        restarted > SEEDS / 20 && failed > SEEDS / 20 && done > SEEDS / 20,
+        restarted > SEED_COUNT / 20 && failed > SEED_COUNT / 20 && done > SEED_COUNT / 20,
         "{restarted} {failed} {done}"
     );
 }
@@ -242,7 +242,7 @@ fn controller_at_scale() {
         let scenes = cases.into_iter().map(|faults| build_quiet_scenario(hosts, faults)).chain([restarts]);
         let cells: Vec<String> = scenes
             .map(|scenario| {
-                let (messages, spent) = scenario.measure_core(TIME_LIMIT);
+                let (messages, spent) = scenario.measure_core_time(TIME_LIMIT);
                 let (messages, spent) = (messages as f64, spent.as_secs_f64() * 1e6);
                 format!("{:.1}, {:.1}", messages / hosts as f64, spent / hosts as f64)
             })

@@ -9,7 +9,7 @@ use std::{collections::BTreeSet, time::Duration};
 
 /// How many random scenarios the test simulates, one for each seed from 0, unless
 /// `LAUNCH_SIM_SEEDS` is set.
-const SEEDS: u64 = 1000;
+const DEFAULT_SEED_COUNT: u64 = 1000;
 /// The time limit of a run, in simulated time.
 const TIME_LIMIT: Duration = Duration::from_secs(3600);
 
@@ -19,7 +19,7 @@ fn check_journal(world: &Simulation) -> Result<(), String> {
     if let Some(violation) = &world.violation {
         return Err(violation.clone());
     }
-    let journal = world.journal();
+    let journal = world.journal_lines();
     let mut reports = BTreeSet::new();
     if let Some((event, report)) = journal.iter().find(|(_, report)| !reports.insert(*report)) {
         return Err(format!("{report:?} is repeated: {event:?}"));
@@ -137,7 +137,7 @@ fn no_event_is_lost_or_repeated_by_losses_of_controllers() {
     let only = std::env::var("LAUNCH_SIM_SEED").ok().and_then(|seed| seed.parse::<u64>().ok());
     let (mut takeovers, mut ended, mut violations) = (0, 0, Vec::new());
     let seeds = std::env::var("LAUNCH_SIM_SEEDS").ok().and_then(|seeds| seeds.parse::<u64>().ok());
-    let seeds = seeds.unwrap_or(SEEDS);
+    let seeds = seeds.unwrap_or(DEFAULT_SEED_COUNT);
     for seed in only.map_or(0..seeds, |seed| seed..seed + 1) {
         let scenario = build_random_scenario(seed);
         let mut world = Simulation::new(scenario.clone());

@@ -1,21 +1,21 @@
 //! [`list_amd`]: lists the GPUs of AMD.
-use super::{device_tree::DeviceTree, discovered::DiscoveredAccelerators};
+use super::{device_tree::DeviceFiles, discovered::DiscoveredAccelerators};
 use jobspec::AcceleratorKind;
 use protocol::hardware::Accelerator;
 
 /// The directory in which AMD's compute driver (KFD) lists CPUs and GPUs as nodes.
-const NODES: &str = "sys/class/kfd/kfd/topology/nodes";
+const KFD_NODES_DIRECTORY: &str = "sys/class/kfd/kfd/topology/nodes";
 
 /// Lists the AMD GPUs that this process may open, in the order in which ROCm numbers them. Only
 /// GPUs have SIMD units. A process needs /dev/kfd and the render node of each GPU. The driver hides
 /// the properties of GPUs that the control group denies.
-pub(super) fn list_amd(tree: &DeviceTree<'_>, found: &mut DiscoveredAccelerators) {
+pub(super) fn list_amd_gpus(tree: &DeviceFiles<'_>, found: &mut DiscoveredAccelerators) {
     let is_node = |name: &String| name.starts_with("renderD");
     let has_render_nodes = tree.list_names("dev/dri").iter().any(is_node);
-    let is_driver_usable = tree.list_selected("dev", |name| (name == "kfd").then_some(())).is_empty()
+    let is_driver_usable = tree.select_entries("dev", |name| (name == "kfd").then_some(())).is_empty()
         || tree.is_permitted("dev/kfd");
-    for node in tree.list_numbers(NODES, "") {
-        let Some(text) = tree.read_text(format!("{NODES}/{node}/properties")) else { continue };
+    for node in tree.list_numbers(KFD_NODES_DIRECTORY, "") {
+        let Some(text) = tree.read_text(format!("{KFD_NODES_DIRECTORY}/{node}/properties")) else { continue };
         let value = |name: &str| {
             let line = text.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(' '))?;
             line.trim().parse::<u64>().ok()

@@ -16,27 +16,27 @@ const MAX_READ_ENTRIES: usize = 1 << 20;
 const MAX_FILE_BYTES: u64 = 64 << 10;
 
 /// Reads the files of device drivers in /proc, /sys and /dev below a root directory.
-pub(super) struct DeviceTree<'a> {
+pub(super) struct DeviceFiles<'a> {
     root: &'a Path,
     /// Returns whether this process may open a device node.
     is_permitted: &'a dyn Fn(&Path) -> bool,
 }
 
-impl<'a> DeviceTree<'a> {
-    pub(super) fn new(root: &'a Path, is_permitted: &'a dyn Fn(&Path) -> bool) -> DeviceTree<'a> {
-        DeviceTree { root, is_permitted }
+impl<'a> DeviceFiles<'a> {
+    pub(super) fn new(root: &'a Path, is_permitted: &'a dyn Fn(&Path) -> bool) -> DeviceFiles<'a> {
+        DeviceFiles { root, is_permitted }
     }
 
     /// Returns the names of the entries of a directory, sorted. Returns no names if the directory
     /// cannot be read.
     pub(super) fn list_names(&self, directory: impl AsRef<Path>) -> Vec<String> {
-        self.list_selected(directory, Some)
+        self.select_entries(directory, Some)
     }
 
     /// Calls `select` with the names of the entries of a directory, and returns the selected
     /// values, sorted. Entries that are not selected do not count for the limit of [`MAX_ENTRIES`]:
     /// /dev may hold thousands of other nodes.
-    pub(super) fn list_selected<T: Ord>(
+    pub(super) fn select_entries<T: Ord>(
         &self,
         directory: impl AsRef<Path>,
         select: impl Fn(String) -> Option<T>,
@@ -57,7 +57,7 @@ impl<'a> DeviceTree<'a> {
             let is_plain = digits.bytes().all(|b| b.is_ascii_digit());
             digits.parse::<u32>().ok().filter(|_| is_plain)
         };
-        let mut numbers = self.list_selected(directory, number);
+        let mut numbers = self.select_entries(directory, number);
         numbers.dedup();
         numbers
     }
@@ -124,7 +124,7 @@ mod tests {
         for number in [11, 3] {
             File::create(dev.join(format!("nvidia{number}"))).expect("a file");
         }
-        let tree = DeviceTree::new(root.path(), &|_| true);
+        let tree = DeviceFiles::new(root.path(), &|_| true);
         assert_eq!(tree.list_numbers("dev", "nvidia"), [3, 11]);
         assert_eq!(tree.list_names("dev").len(), MAX_ENTRIES);
     }

@@ -1,16 +1,16 @@
 //! [`list_xpus`]: lists the GPUs of Intel and their tiles.
-use super::{device_tree::DeviceTree, discovered::DiscoveredAccelerators};
+use super::{device_tree::DeviceFiles, discovered::DiscoveredAccelerators};
 use jobspec::{AcceleratorKind, env};
 use protocol::hardware::Accelerator;
 
 /// The directory in which the kernel lists graphics devices.
-const DRM: &str = "sys/class/drm";
+const DRM_DIRECTORY: &str = "sys/class/drm";
 /// The PCI vendor number of Intel.
-const INTEL: u32 = 0x8086;
+const INTEL_VENDOR_ID: u32 = 0x8086;
 /// The PCI class number of display controllers, without subclass and interface.
-const DISPLAY_CLASS: u32 = 0x03;
+const DISPLAY_PCI_CLASS: u32 = 0x03;
 /// The PCI address of the graphics unit that is integrated in an Intel CPU.
-const INTEGRATED: &str = "0000:00:02.0";
+const INTEGRATED_GPU_ADDRESS: &str = "0000:00:02.0";
 /// The largest number of tiles of a GPU.
 const MAX_TILES: usize = 8;
 
@@ -20,19 +20,19 @@ const MAX_TILES: usize = 8;
 /// By default, Level Zero numbers the tiles of GPUs, so each tile is an accelerator. If
 /// `ZE_FLAT_DEVICE_HIERARCHY` is `COMPOSITE`, Level Zero numbers GPUs.
 pub(super) fn list_xpus(
-    tree: &DeviceTree<'_>,
+    tree: &DeviceFiles<'_>,
     variable: &dyn Fn(&str) -> Option<String>,
     found: &mut DiscoveredAccelerators,
 ) {
     let is_composite = variable(env::ZE_FLAT_DEVICE_HIERARCHY).is_some_and(|mode| mode == "COMPOSITE");
     let mut gpus = Vec::new();
-    for number in tree.list_numbers(DRM, "renderD") {
-        let device = format!("{DRM}/renderD{number}/device");
+    for number in tree.list_numbers(DRM_DIRECTORY, "renderD") {
+        let device = format!("{DRM_DIRECTORY}/renderD{number}/device");
         let class = tree.read_hex(format!("{device}/class")).map(|class| class >> 16);
         let bus = tree.read_link_name(&device);
-        if tree.read_hex(format!("{device}/vendor")) != Some(INTEL)
-            || class.is_some_and(|class| class != DISPLAY_CLASS)
-            || bus.as_deref() == Some(INTEGRATED)
+        if tree.read_hex(format!("{device}/vendor")) != Some(INTEL_VENDOR_ID)
+            || class.is_some_and(|class| class != DISPLAY_PCI_CLASS)
+            || bus.as_deref() == Some(INTEGRATED_GPU_ADDRESS)
         {
             continue;
         }
@@ -50,7 +50,7 @@ pub(super) fn list_xpus(
 
 /// Returns the number of tiles of the GPU with the directory `device`. The drivers xe and i915 list
 /// tiles in different directories.
-fn count_tiles(tree: &DeviceTree<'_>, device: &str) -> usize {
+fn count_tiles(tree: &DeviceFiles<'_>, device: &str) -> usize {
     let xe = tree.list_numbers(device, "tile").len();
     let nodes = tree.list_names(format!("{device}/drm"));
     let i915 =

@@ -11,7 +11,7 @@ use std::{
 
 /// The time limit for running `nvidia-smi -L`. It is killed afterwards, and the UUIDs remain
 /// unknown.
-const TOOL_TIMEOUT: Duration = Duration::from_secs(10);
+const NVIDIA_SMI_TIMEOUT: Duration = Duration::from_secs(10);
 /// The largest number of bytes of the tool's output that are read.
 const MAX_OUTPUT_BYTES: u64 = 256 << 10;
 
@@ -21,7 +21,7 @@ pub(super) struct MigUuids(BTreeMap<String, Vec<String>>);
 
 impl MigUuids {
     /// Returns the UUIDs of the MIG instances of a GPU, or an empty list if the GPU is unknown.
-    pub(super) fn of_gpu(&self, gpu: Option<&str>) -> &[String] {
+    pub(super) fn list_for_gpu(&self, gpu: Option<&str>) -> &[String] {
         gpu.and_then(|gpu| self.0.get(gpu)).map_or(&[], Vec::as_slice)
     }
 
@@ -52,12 +52,12 @@ impl MigUuids {
 /// Runs `program -L`, and returns the UUIDs of the MIG instances that it lists. The result is empty
 /// if the program is missing, fails or exceeds [`TOOL_TIMEOUT`].
 pub(super) fn read_mig_uuids(program: &str) -> MigUuids {
-    read_output(program, TOOL_TIMEOUT).map_or_else(MigUuids::default, |text| MigUuids::parse(&text))
+    run_and_read_output(program, NVIDIA_SMI_TIMEOUT).map_or_else(MigUuids::default, |text| MigUuids::parse(&text))
 }
 
 /// Runs `program -L` in a separate process group for at most `limit`, and returns its output.
 /// Returns `None` if the output is not complete at this time.
-fn read_output(program: &str, limit: Duration) -> Option<String> {
+fn run_and_read_output(program: &str, limit: Duration) -> Option<String> {
     let mut command = Command::new(program);
     command.arg("-L").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).process_group(0);
     let mut child = command.spawn().ok()?;
@@ -98,9 +98,9 @@ mod tests {
                     MIG 2g.10gb Device  1: (UUID: MIG-2)\nGPU 1: x (UUID: GPU-b)\nwarning\n  \
                     MIG 3g Device 0: (UUID: MIG-GPU-b/1/0)\n  MIG (UUID: MIG-a b)\n  MIG (UUID: MIG-3\n";
         let uuids = MigUuids::parse(text);
-        assert_eq!(uuids.of_gpu(Some("GPU-a")), ["MIG-1", "MIG-2"]);
-        assert_eq!(uuids.of_gpu(Some("GPU-b")), ["MIG-GPU-b/1/0"]);
-        assert!(uuids.of_gpu(Some("GPU-c")).is_empty() && uuids.of_gpu(None).is_empty());
+        assert_eq!(uuids.list_for_gpu(Some("GPU-a")), ["MIG-1", "MIG-2"]);
+        assert_eq!(uuids.list_for_gpu(Some("GPU-b")), ["MIG-GPU-b/1/0"]);
+        assert!(uuids.list_for_gpu(Some("GPU-c")).is_empty() && uuids.list_for_gpu(None).is_empty());
         assert_eq!(MigUuids::parse("  MIG (UUID: MIG-1)\n"), MigUuids::default(), "an instance without GPU");
     }
 
@@ -115,11 +115,11 @@ mod tests {
             path.to_str().expect("UTF-8").to_owned()
         };
         let good = write("good", "echo \"GPU 0: x (UUID: GPU-a)\"; echo \"  MIG (UUID: MIG-$1)\"");
-        assert_eq!(read_mig_uuids(&good).of_gpu(Some("GPU-a")), ["MIG--L"]);
+        assert_eq!(read_mig_uuids(&good).list_for_gpu(Some("GPU-a")), ["MIG--L"]);
         let pid_file = directory.path().join("pid");
         let hung = write("hung", &format!("sleep 300 & echo $! > {}; wait", pid_file.display()));
         let start = Instant::now();
-        assert_eq!(read_output(&hung, Duration::from_secs(1)), None);
+        assert_eq!(run_and_read_output(&hung, Duration::from_secs(1)), None);
         assert!(start.elapsed() < Duration::from_secs(60));
         let pid = fs::read_to_string(&pid_file).expect("the script ran");
         let has_ended = || {
@@ -131,6 +131,6 @@ mod tests {
             assert!(start.elapsed() < Duration::from_secs(60), "the whole group is killed");
             thread::sleep(Duration::from_millis(5));
         }
-        assert_eq!(read_output("/nonexistent/nvidia-smi", TOOL_TIMEOUT), None);
+        assert_eq!(run_and_read_output("/nonexistent/nvidia-smi", NVIDIA_SMI_TIMEOUT), None);
     }
 }

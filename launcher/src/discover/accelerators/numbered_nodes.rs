@@ -1,31 +1,31 @@
 //! Lists the accelerators whose drivers create a numbered device node for each (Ascend NPUs, Gaudi
 //! HPUs and AWS NeuronCores).
-use super::{device_tree::DeviceTree, discovered::DiscoveredAccelerators};
+use super::{device_tree::DeviceFiles, discovered::DiscoveredAccelerators};
 use jobspec::{AcceleratorKind, env};
 use protocol::hardware::Accelerator;
 
 /// The directory in which the kernel lists compute accelerators.
-const ACCEL: &str = "sys/class/accel";
+const ACCEL_DIRECTORY: &str = "sys/class/accel";
 /// The PCI vendor number of Habana Labs, which makes Gaudi.
-const HABANA: u32 = 0x1da3;
+const HABANA_VENDOR_ID: u32 = 0x1da3;
 /// The largest number of NeuronCores of a device.
 const MAX_CORES_PER_DEVICE: u32 = 128;
 
 /// Lists the Ascend NPUs that this process may open, by device number.
-pub(super) fn list_npus(tree: &DeviceTree<'_>, found: &mut DiscoveredAccelerators) {
-    let nodes = list_permitted(tree, "dev", "davinci", found);
+pub(super) fn list_npus(tree: &DeviceFiles<'_>, found: &mut DiscoveredAccelerators) {
+    let nodes = list_permitted_nodes(tree, "dev", "davinci", found);
     found.accelerators.extend(nodes.iter().map(|_| Accelerator::new(AcceleratorKind::Npu)));
 }
 
 /// Lists the Gaudi accelerators that this process may open, by module id. The module id, which
 /// `HABANA_VISIBLE_MODULES` lists, differs from the number of the device node. The id is unknown
 /// with drivers that do not state it.
-pub(super) fn list_hpus(tree: &DeviceTree<'_>, found: &mut DiscoveredAccelerators) {
+pub(super) fn list_hpus(tree: &DeviceFiles<'_>, found: &mut DiscoveredAccelerators) {
     let mut hpus = Vec::new();
     for number in tree.list_numbers("dev/accel", "accel") {
-        let device = format!("{ACCEL}/accel{number}/device");
+        let device = format!("{ACCEL_DIRECTORY}/accel{number}/device");
         // Accelerators of other vendors have the same names.
-        if tree.read_hex(format!("{device}/vendor")) != Some(HABANA) {
+        if tree.read_hex(format!("{device}/vendor")) != Some(HABANA_VENDOR_ID) {
             continue;
         }
         if !tree.is_permitted(format!("dev/accel/accel{number}")) {
@@ -41,7 +41,7 @@ pub(super) fn list_hpus(tree: &DeviceTree<'_>, found: &mut DiscoveredAccelerator
     }
     if hpus.is_empty() {
         // Drivers for kernels before 6.2 create these nodes.
-        let nodes = list_permitted(tree, "dev", "hl", found);
+        let nodes = list_permitted_nodes(tree, "dev", "hl", found);
         hpus.extend(nodes.iter().map(|_| Accelerator::new(AcceleratorKind::Hpu)));
     }
     hpus.sort_by_key(|hpu| hpu.number);
@@ -52,11 +52,11 @@ pub(super) fn list_hpus(tree: &DeviceTree<'_>, found: &mut DiscoveredAccelerator
 /// cores of all devices from 0. If the driver does not state how many cores a device has, the
 /// device counts as one accelerator, whose number is unknown.
 pub(super) fn list_neuron_cores(
-    tree: &DeviceTree<'_>,
+    tree: &DeviceFiles<'_>,
     variable: &dyn Fn(&str) -> Option<String>,
     found: &mut DiscoveredAccelerators,
 ) {
-    let devices = list_permitted(tree, "dev", "neuron", found);
+    let devices = list_permitted_nodes(tree, "dev", "neuron", found);
     let cores: Vec<Option<u32>> = devices.iter().map(|device| count_cores(tree, *device, variable)).collect();
     let is_known = cores.iter().all(Option::is_some);
     let count = cores.into_iter().map(|count| count.filter(|_| is_known).unwrap_or(1)).sum::<u32>();
@@ -70,7 +70,7 @@ pub(super) fn list_neuron_cores(
 /// Returns the number of logical NeuronCores of the device with the number `device`, or `None` if
 /// the driver does not state it. Devices of the second and later generations of Trainium combine
 /// two physical cores to a logical core, unless an environment variable states another number.
-fn count_cores(tree: &DeviceTree<'_>, device: u32, variable: &dyn Fn(&str) -> Option<String>) -> Option<u32> {
+fn count_cores(tree: &DeviceFiles<'_>, device: u32, variable: &dyn Fn(&str) -> Option<String>) -> Option<u32> {
     let directory = format!("sys/devices/virtual/neuron_device/neuron{device}");
     let listed = || Some(tree.list_numbers(&directory, "neuron_core").len() as u32);
     let physical = tree.read_value::<u32>(format!("{directory}/core_count")).or_else(listed);
@@ -84,8 +84,8 @@ fn count_cores(tree: &DeviceTree<'_>, device: u32, variable: &dyn Fn(&str) -> Op
 
 /// Returns the numbers of the device nodes `{prefix}N` that this process may open, and counts the
 /// others as denied.
-fn list_permitted(
-    tree: &DeviceTree<'_>,
+fn list_permitted_nodes(
+    tree: &DeviceFiles<'_>,
     directory: &str,
     prefix: &str,
     found: &mut DiscoveredAccelerators,

@@ -1,24 +1,24 @@
 //! [`list_nvidia`]: lists the GPUs of NVIDIA and their MIG instances.
-use super::{device_tree::DeviceTree, discovered::DiscoveredAccelerators, mig_uuids::MigUuids};
+use super::{device_tree::DeviceFiles, discovered::DiscoveredAccelerators, mig_uuids::MigUuids};
 use jobspec::AcceleratorKind;
 use protocol::hardware::Accelerator;
 
 /// The directory in which NVIDIA's driver lists its GPUs by their PCI addresses.
-const GPUS: &str = "proc/driver/nvidia/gpus";
+const NVIDIA_GPUS_DIRECTORY: &str = "proc/driver/nvidia/gpus";
 
 /// Lists the NVIDIA GPUs that this process may open, in the order of their PCI addresses. CUDA uses
 /// the same order if all GPUs are of one model. A GPU that is partitioned counts as its MIG
 /// instances, and CUDA does not show other GPUs to a process that sees a MIG instance. `mig_uuids`
 /// is called only if there are MIG instances.
-pub(super) fn list_nvidia(
-    tree: &DeviceTree<'_>,
+pub(super) fn list_nvidia_gpus(
+    tree: &DeviceFiles<'_>,
     mig_uuids: &dyn Fn() -> MigUuids,
     found: &mut DiscoveredAccelerators,
 ) {
     let nodes = tree.list_numbers("dev", "nvidia");
     let (usable, denied): (Vec<u32>, Vec<u32>) =
         nodes.iter().copied().partition(|n| tree.is_permitted(format!("dev/nvidia{n}")));
-    let buses = tree.list_names(GPUS);
+    let buses = tree.list_names(NVIDIA_GPUS_DIRECTORY);
     if buses.is_empty() {
         // A container may hide the driver's list but show the device nodes.
         found.denied += denied.len() as u32;
@@ -28,7 +28,7 @@ pub(super) fn list_nvidia(
     let (mut gpus, mut instances) = (Vec::new(), Vec::new());
     let mut uuids: Option<MigUuids> = None;
     for bus in buses {
-        let text = tree.read_text(format!("{GPUS}/{bus}/information")).unwrap_or_default();
+        let text = tree.read_text(format!("{NVIDIA_GPUS_DIRECTORY}/{bus}/information")).unwrap_or_default();
         let field = |what: &str| text.lines().find_map(|l| l.strip_prefix(what)).map(str::trim);
         // A container may show the list of the whole host but only some of its devices, and a
         // cgroup may deny some of them. Without any device node, the list is all there is.
@@ -40,13 +40,13 @@ pub(super) fn list_nvidia(
         let uuid = field("GPU UUID:").filter(|u| !u.contains('?')).map(str::to_owned);
         let numa_node = tree.read_numa_node(&bus);
         let gpu = Accelerator { bus: Some(bus), uuid, numa_node, ..Accelerator::new(AcceleratorKind::Cuda) };
-        let (usable_instances, denied_instances) = count_instances(tree, device);
+        let (usable_instances, denied_instances) = count_mig_instances(tree, device);
         found.denied += denied_instances;
         if usable_instances + denied_instances == 0 {
             gpus.push(gpu);
             continue;
         }
-        let listed = uuids.get_or_insert_with(mig_uuids).of_gpu(gpu.uuid.as_deref());
+        let listed = uuids.get_or_insert_with(mig_uuids).list_for_gpu(gpu.uuid.as_deref());
         for index in 0..usable_instances as usize {
             // With another number of UUIDs, they are not those of the instances of this process.
             let uuid = listed.get(index).filter(|_| listed.len() == usable_instances as usize).cloned();
@@ -58,7 +58,7 @@ pub(super) fn list_nvidia(
 
 /// Counts the MIG instances (compute instances) of the GPU with the device number `device` that
 /// this process may use, and those that it may not.
-fn count_instances(tree: &DeviceTree<'_>, device: Option<u32>) -> (u32, u32) {
+fn count_mig_instances(tree: &DeviceFiles<'_>, device: Option<u32>) -> (u32, u32) {
     let Some(device) = device else { return (0, 0) };
     let mig = format!("proc/driver/nvidia/capabilities/gpu{device}/mig");
     let has_nodes = !tree.list_names("dev/nvidia-caps").is_empty();

@@ -58,7 +58,7 @@ impl FakeRoot {
         let is_permitted = |node: &Path| !denied.iter().any(|name| node.ends_with(name));
         let variable =
             |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_owned());
-        discover_in(&DeviceTree::new(self.0.path(), &is_permitted), &variable, &|| MigUuids::parse(listing))
+        discover_in_tree(&DeviceFiles::new(self.0.path(), &is_permitted), &variable, &|| MigUuids::parse(listing))
     }
 }
 
@@ -305,12 +305,12 @@ fn damaged_trees_are_read_with_limits() {
 
 #[test]
 fn simulated_accelerators_are_parsed() {
-    let count = |text| simulate_accelerators(Some(text)).map(|found| (found.len(), found[0].kind));
+    let count = |text| parse_simulated_accelerators(Some(text)).map(|found| (found.len(), found[0].kind));
     assert_eq!(count("8"), Some((8, AcceleratorKind::Cuda)));
     assert_eq!(count("npu:4"), Some((4, AcceleratorKind::Npu)));
     assert_eq!(count("cuda:99999"), Some((MAX_ACCELERATORS, AcceleratorKind::Cuda)));
     assert_eq!((count("tpu:1"), count("x"), count("npu:-1")), (None, None, None));
     assert_eq!(count("xpu:1,npu:2"), Some((3, AcceleratorKind::Xpu)));
-    assert_eq!(simulate_accelerators(Some("0")), Some(Vec::new()));
-    assert_eq!(simulate_accelerators(None), None);
+    assert_eq!(parse_simulated_accelerators(Some("0")), Some(Vec::new()));
+    assert_eq!(parse_simulated_accelerators(None), None);
 }

@@ -207,7 +207,7 @@ pub(super) const ACCELERATE_OPTIONS: OptionTable = OptionTable {
 };
 
 /// The options that Accelerate converts with Python's `bool`, so that any text is true.
-pub(super) const PYTHON_BOOLS: [&str; 8] = [
+pub(super) const PYTHON_BOOL_OPTIONS: [&str; 8] = [
     "megatron_lm_use_custom_fsdp",
     "megatron_lm_no_load_optim",
     "megatron_lm_eod_mask_loss",
@@ -219,11 +219,11 @@ pub(super) const PYTHON_BOOLS: [&str; 8] = [
 ];
 
 /// The options whose values are words such as `true` and `no`, which Accelerate converts to 1 or 0.
-pub(super) const BOOLEAN_WORDS: [&str; 3] =
+pub(super) const BOOLEAN_WORD_OPTIONS: [&str; 3] =
     ["fp8_override_linear_precision", "fp8_enable_fsdp_float8_all_gather", "fp8_pad_inner_dim"];
 
 /// The options of DeepSpeed, which are keys of the section `deepspeed_config`.
-const DEEPSPEED_KEYS: [&str; 15] = [
+const DEEPSPEED_SECTION_OPTIONS: [&str; 15] = [
     "deepspeed_config_file",
     "zero_stage",
     "offload_optimizer_device",
@@ -243,7 +243,7 @@ const DEEPSPEED_KEYS: [&str; 15] = [
 
 /// The sections of Accelerate's configuration, each with the prefix of the names of the options
 /// that belong to it.
-pub(super) const SECTIONS: [(&str, &str); 5] = [
+pub(super) const CONFIG_SECTIONS: [(&str, &str); 5] = [
     ("fsdp_config", "fsdp_"),
     ("megatron_lm_config", "megatron_lm_"),
     ("parallelism_config", "parallelism_config_"),
@@ -254,8 +254,8 @@ pub(super) const SECTIONS: [(&str, &str); 5] = [
 /// Returns the section of Accelerate's configuration to which the option `name` belongs, and the
 /// prefix that keys of the section may leave out. Returns `None` for options of no section.
 pub(super) fn find_section(name: &str) -> Option<(&'static str, &'static str)> {
-    if DEEPSPEED_KEYS.contains(&name) {
+    if DEEPSPEED_SECTION_OPTIONS.contains(&name) {
         return Some(("deepspeed_config", ""));
     }
-    SECTIONS.into_iter().find(|(_, prefix)| name.starts_with(prefix))
+    CONFIG_SECTIONS.into_iter().find(|(_, prefix)| name.starts_with(prefix))
 }

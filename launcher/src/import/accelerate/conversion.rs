@@ -10,8 +10,8 @@ use crate::import::{
     command_line::CommandLine,
     draft::{ImportedNodes, JobDraft},
     drop_in::{
-        DropInContext, OptionEffect::NoEffect, OptionRule, ProgramForm, apply_rules, change_environment,
-        check_workers, reject_option, reject_several_machines, set_console, set_local_job, set_threads,
+        DropInContext, OptionEffect::NoEffect, OptionRule, ProgramForm, apply_rules, build_env_command,
+        check_worker_count, create_unsupporcreate_several_machines_errort_several_machines, set_console_ranks, set_local_job, set_thread_count,
     },
     import_options::{ImportErrors, set_hostfile},
     remaining_keys::RemainingKeys,
@@ -25,7 +25,7 @@ use jobspec::{
 use std::path::PathBuf;
 
 /// The name of the other program in messages.
-pub(super) const PROGRAM: &str = "accelerate launch";
+pub(super) const PROGRAM_NAME: &str = "accelerate launch";
 
 /// The variables that launch sets for the workers of a program, but `accelerate launch` does not
 /// set for a single process.
@@ -52,7 +52,7 @@ const RANK_VARIABLES: [&str; 19] = [
 ];
 
 /// The options that `accelerate launch` ignores if it starts a single process.
-const SINGLE_RULES: &[OptionRule] = &[
+const SINGLE_PROCESS_RULES: &[OptionRule] = &[
     ("tee", &["0"], NoEffect("Accelerate ignores it for a single process")),
     ("log_dir", &[], NoEffect("Accelerate ignores it for a single process")),
     ("role", &["default"], NoEffect("Accelerate ignores it for a single process")),
@@ -84,14 +84,14 @@ pub(super) struct ProcessCount {
 }
 
 /// The state of converting a command line of `accelerate launch` to a job.
-pub(super) struct Conversion<'a> {
+pub(super) struct AccelerateConversion<'a> {
     pub(super) kind: LaunchKind,
     /// Whether there is a configuration file.
     pub(super) has_config: bool,
     pub(super) context: &'a DropInContext<'a>,
 }
 
-impl Conversion<'_> {
+impl AccelerateConversion<'_> {
     /// Returns whether `accelerate launch` starts a single process or mpirun, without torchrun.
     fn is_simple(&self) -> bool {
         self.kind.distributed == DistributedType::Single
@@ -156,7 +156,7 @@ impl Conversion<'_> {
             "deepspeed_inclusion_filter",
             "deepspeed_multinode_launcher",
         ];
-        merged.remove_in("deepspeed_config", &hosts);
+        merged.remove_from_section("deepspeed_config", &hosts);
         Ok(())
     }
 
@@ -167,8 +167,8 @@ impl Conversion<'_> {
         merged: &MergedConfig,
         given: &CommandLine,
     ) -> Result<ProcessCount, Diagnostic> {
-        const OPTION: &str = "--num_processes";
-        let reject = |reason: &str, help: &str| Err(reject_option(PROGRAM, OPTION, reason, help));
+        const OPTION_NAME: &str = "--num_processes";
+        let reject = |reason: &str, help: &str| Err(create_unsupported_option_error(PROGRAM_NAME, OPTION_NAME, reason, help));
         let requested = match merged.value("num_processes") {
             Some(item) => read_integer(item).unwrap_or_default(),
             None if !self.has_config => self.context.gpus as i64,
@@ -208,7 +208,7 @@ impl Conversion<'_> {
         if workers == 0 {
             return reject("this machine has no GPU, so the number is 0", "give the number");
         }
-        check_workers(PROGRAM, OPTION, workers)?;
+        check_worker_count(PROGRAM_NAME, OPTION_NAME, workers)?;
         Ok(ProcessCount { requested, workers, hostfile, is_joining: machines > 1 && !self.is_simple() })
     }
 
@@ -227,29 +227,29 @@ impl Conversion<'_> {
         let Some(machines) = merged.value("num_machines").and_then(read_integer) else { return Ok(None) };
         let is_mpi = self.is_simple() && merged.value("mpirun_config").is_some();
         if machines <= 1 || is_mpi {
-            let count = NodeCount::exactly(1);
+            let count = NodeCount::from_exact_count(1);
             return Ok(Some(ImportedNodes { count, node_rank: None, rendezvous: None }));
         }
         if self.is_simple() {
             let reason =
                 format!("Accelerate starts one process on each of {machines} machines without torchrun");
-            return Err(reject_several_machines(PROGRAM, "--num_machines", &reason));
+            return Err(create_several_machines_error(PROGRAM_NAME, "--num_machines", &reason));
         }
         ["machine_rank", "main_process_ip", "same_network"]
             .iter()
             .for_each(|name| _ = given.take_last_value(name));
         let Ok(count) = machines.to_string().parse::<NodeCount>() else {
-            return Err(reject_option(PROGRAM, "--num_machines", format!("{machines} is too large"), ""));
+            return Err(create_unsupported_option_error(PROGRAM_NAME, "--num_machines", format!("{machines} is too large"), ""));
         };
         let rank = rank.as_deref().map_or(Some(0), |rank| rank.trim().parse().ok());
         let reason = || format!("the rank is not a number below {machines}");
         let rank = rank.filter(|rank| *rank < count.max);
-        let rank = rank.ok_or_else(|| reject_option(PROGRAM, "--machine_rank", reason(), ""))?;
+        let rank = rank.ok_or_else(|| create_unsupported_option_error(PROGRAM_NAME, "--machine_rank", reason(), ""))?;
         let mut rendezvous: Option<RendezvousAddress> = None;
         if let Some(text) = address {
             let reason = format!("`{}` is not a host", text.escape_debug());
             rendezvous =
-                Some(text.parse().map_err(|_| reject_option(PROGRAM, "--main_process_ip", reason, ""))?);
+                Some(text.parse().map_err(|_| create_unsupported_option_error(PROGRAM_NAME, "--main_process_ip", reason, ""))?);
         }
         let port = merged.value("main_process_port").and_then(read_integer).filter(|port| *port > 0);
         if let (Some(rendezvous), Some(port)) =
@@ -272,14 +272,14 @@ impl Conversion<'_> {
         let (module, no_python) = (given.take_flag("module"), given.take_flag("no_python"));
         if module && no_python {
             let reason = "it contradicts `--no_python`, as in Accelerate";
-            return Err(reject_option(PROGRAM, "--module", reason, "remove one of them"));
+            return Err(create_unsupported_option_error(PROGRAM_NAME, "--module", reason, "remove one of them"));
         }
         let form = ProgramForm { module, no_python, unbuffered: !self.is_simple() };
         let mut command = form.build_command(self.context.python, &given.program);
         let port = merged.value("main_process_port").and_then(read_integer);
         if self.is_simple() {
             given.take_last_value("mpirun_hostfile");
-            apply_rules(draft, &mut Vec::new(), PROGRAM, given, SINGLE_RULES);
+            apply_rules(draft, &mut Vec::new(), PROGRAM_NAME, given, SINGLE_PROCESS_RULES);
         }
         if self.is_simple() && processes.hostfile.is_none() {
             let mut set = Vec::new();
@@ -291,12 +291,12 @@ impl Conversion<'_> {
                 set.push((env::MASTER_ADDR, address.to_owned()));
                 set.push((env::MASTER_PORT, port.unwrap_or(29500).to_string()));
             }
-            command = change_environment(command, self.context, &RANK_VARIABLES, &set);
+            command = build_env_command(command, self.context, &RANK_VARIABLES, &set);
         } else if let Some(port) = port.filter(|port| *port > 0 && !processes.is_joining) {
             draft.set_imported("--main_process_port", "cluster.master_port", port.to_string());
         }
         if let Some(role) = given.take_last_value("role").filter(|role| role != "default") {
-            command = change_environment(command, self.context, &[], &[(env::ROLE_NAME, role)]);
+            command = build_env_command(command, self.context, &[], &[(env::ROLE_NAME, role)]);
         }
         set_local_job(draft, &given.program, &command, processes.workers);
         if let Some(file) = &processes.hostfile {
@@ -310,13 +310,13 @@ impl Conversion<'_> {
             draft.set_imported("--log_dir", "run.logs.dir", quote_yaml(&dir));
         }
         let tee = given.take_last_value("tee");
-        set_console(draft, PROGRAM, processes.workers, [tee.as_deref(), None, None])?;
+        set_console_ranks(draft, PROGRAM_NAME, processes.workers, [tee.as_deref(), None, None])?;
         self.set_gpus(draft, merged)
     }
 
     /// Converts the value of `gpu_ids` to the job key `cluster.devices`.
     fn set_gpus(&self, draft: &mut JobDraft, merged: &MergedConfig) -> Result<(), Diagnostic> {
-        const OPTION: &str = "--gpu_ids";
+        const OPTION_NAME: &str = "--gpu_ids";
         let Some(ids) = merged.value("gpu_ids").map(|item| item.text.as_str()).filter(|ids| *ids != "all")
         else {
             return Ok(());
@@ -324,14 +324,14 @@ impl Conversion<'_> {
         let numbers: Option<Vec<u32>> = ids.split(',').map(|id| id.trim().parse().ok()).collect();
         let Some(numbers) = numbers else {
             let reason = format!("`{}` is not a list of numbers", ids.escape_debug());
-            return Err(reject_option(PROGRAM, OPTION, reason, "set CUDA_VISIBLE_DEVICES instead"));
+            return Err(create_unsupported_option_error(PROGRAM_NAME, OPTION_NAME, reason, "set CUDA_VISIBLE_DEVICES instead"));
         };
         if numbers.len() < 2 && self.kind.distributed == DistributedType::Gpu && self.has_config {
             let reason = "a job on several GPUs requires at least two";
-            return Err(reject_option(PROGRAM, OPTION, reason, "list more, or use `--gpu_ids all`"));
+            return Err(create_unsupported_option_error(PROGRAM_NAME, OPTION_NAME, reason, "list more, or use `--gpu_ids all`"));
         }
         let numbers: Vec<String> = numbers.iter().map(u32::to_string).collect();
-        draft.set_imported(OPTION, "cluster.devices", format!("[{}]", numbers.join(", ")));
+        draft.set_imported(OPTION_NAME, "cluster.devices", format!("[{}]", numbers.join(", ")));
         Ok(())
     }
 
@@ -365,7 +365,7 @@ impl Conversion<'_> {
             let parts = path.split(':').filter(|part| !part.is_empty()).chain([self.context.directory]);
             draft.set_env("--use_deepspeed", env::PYTHONPATH, &parts.collect::<Vec<_>>().join(":"));
             if processes.workers > 1 {
-                set_threads(draft, self.context, 1);
+                set_thread_count(draft, self.context, 1);
             }
         } else {
             let uses_cpu = if self.has_config { use_cpu } else { self.kind.cpu };

@@ -2,7 +2,7 @@
 //! converts to a job and runs on this machine, or on the nodes that join.
 use super::{
     arguments::ACCELERATE_OPTIONS,
-    conversion::{Conversion, LaunchKind, PROGRAM},
+    conversion::{AccelerateConversion, LaunchKind, PROGRAM_NAME},
     distributed_type::DistributedType,
     merged_config::MergedConfig,
     take_distributed_type,
@@ -13,7 +13,7 @@ use crate::import::{
     drop_in::{
         DropInContext, OptionEffect,
         OptionEffect::{NoEffect, Rejected},
-        OptionRule, apply_rules, finish_drop_in, reject_option,
+        OptionRule, apply_rules, finish_drop_in, create_unsupported_option_error,
     },
     import_options::ImportErrors,
     remaining_keys::RemainingKeys,
@@ -22,23 +22,23 @@ use jobspec::{Document, DocumentValue, env};
 use std::path::{Path, PathBuf};
 
 /// The reason to reject options for TPUs.
-const ON_TPUS: OptionRule = ("tpu", &[], Rejected("launch doesn't run on TPUs", "use `accelerate` itself"));
+const TPU_REJECTION: OptionRule = ("tpu", &[], Rejected("launch doesn't run on TPUs", "use `accelerate` itself"));
 /// The reason to reject options for SageMaker.
-const SAGEMAKER: OptionEffect =
+const SAGEMAKER_REJECTION: OptionEffect =
     Rejected("launch doesn't submit jobs to SageMaker", "use `accelerate` itself");
 
 /// The options without counterpart in a job.
-const RULES: &[OptionRule] = &[
-    ON_TPUS,
-    ("tpu_cluster", &[], ON_TPUS.2),
+const UNSUPPORTED_OPTION_RULES: &[OptionRule] = &[
+    TPU_REJECTION,
+    ("tpu_cluster", &[], TPU_REJECTION.2),
     ("no_tpu_cluster", &[], NoEffect("the option is for TPUs")),
-    ("tpu_use_sudo", &[], ON_TPUS.2),
-    ("vm", &[], ON_TPUS.2),
-    ("env", &[], ON_TPUS.2),
+    ("tpu_use_sudo", &[], TPU_REJECTION.2),
+    ("vm", &[], TPU_REJECTION.2),
+    ("env", &[], TPU_REJECTION.2),
     ("downcast_bf16", &[], NoEffect("the option is for TPUs")),
     ("main_training_function", &["main"], NoEffect("the option is for TPUs; launch runs the whole script")),
-    ("aws_access_key_id", &[], SAGEMAKER),
-    ("aws_secret_access_key", &[], SAGEMAKER),
+    ("aws_access_key_id", &[], SAGEMAKER_REJECTION),
+    ("aws_secret_access_key", &[], SAGEMAKER_REJECTION),
     ("ipex", &[], Rejected("Accelerate no longer supports it", "remove the option")),
     ("use_xpu", &[], Rejected("Accelerate no longer supports it", "remove the option")),
     ("mpirun_ccl", &[], Rejected("launch starts the processes without mpirun", "remove the option")),
@@ -64,13 +64,13 @@ pub(crate) struct AccelerateCommand {
 impl AccelerateCommand {
     /// Parses the arguments that follow `accelerate launch`. Fails if Accelerate would reject them.
     pub(crate) fn parse(args: &[String]) -> Result<AccelerateCommand, ImportErrors> {
-        let rejected = |error: CommandLineError| vec![error.into_diagnostic(PROGRAM)];
+        let rejected = |error: CommandLineError| vec![error.into_diagnostic(PROGRAM_NAME)];
         Ok(AccelerateCommand { given: ACCELERATE_OPTIONS.parse(args).map_err(rejected)? })
     }
 
     /// Returns the files that may contain the configuration. The first one that exists is read. If
     /// the flag is true, the first file must exist.
-    pub(crate) fn config_files(&self, variables: &DropInContext<'_>) -> (Vec<PathBuf>, bool) {
+    pub(crate) fn list_config_files(&self, variables: &DropInContext<'_>) -> (Vec<PathBuf>, bool) {
         if let Some(file) = self.given.last_value("config_file") {
             return (vec![PathBuf::from(file)], true);
         }
@@ -99,12 +99,12 @@ impl AccelerateCommand {
     ) -> Result<ImportedJob, ImportErrors> {
         let AccelerateCommand { mut given } = self;
         given.take_last_value("config_file");
-        let kind = select_kind(&mut given, config, context)?;
+        let kind = select_launch_kind(&mut given, config, context)?;
         let mut merged = MergedConfig::new(config)?;
         let mut draft = JobDraft::default();
         let mut errors = ImportErrors::new();
         let fields = list_deepspeed_fields(&merged, &given);
-        let conversion = Conversion { kind, has_config: config.is_some(), context };
+        let conversion = AccelerateConversion { kind, has_config: config.is_some(), context };
         conversion.merge_options(&mut draft, &mut merged, &mut given).map_err(|error| vec![error])?;
         let processes = conversion.count_processes(&merged, &given).map_err(|error| vec![error])?;
         let nodes = conversion.take_nodes(&mut given, &merged).unwrap_or_else(|error| {
@@ -113,12 +113,12 @@ impl AccelerateCommand {
         });
         errors.extend(conversion.set_program(&mut draft, &mut given, &merged, &processes).err());
         conversion.set_variables(&mut draft, &mut given, &merged, &fields, &processes)?;
-        apply_rules(&mut draft, &mut errors, PROGRAM, &mut given, RULES);
+        apply_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, UNSUPPORTED_OPTION_RULES);
         for (name, _) in given.take_remaining() {
-            errors.push(reject_option(PROGRAM, &format!("--{name}"), "launch does not handle it", ""));
+            errors.push(create_unsupported_option_error(PROGRAM_NAME, &format!("--{name}"), "launch does not handle it", ""));
         }
         match errors.is_empty() {
-            true => finish_drop_in(draft, PROGRAM, errors).map(|job| ImportedJob { nodes, ..job }),
+            true => finish_drop_in(draft, PROGRAM_NAME, errors).map(|job| ImportedJob { nodes, ..job }),
             false => Err(errors),
         }
     }
@@ -126,7 +126,7 @@ impl AccelerateCommand {
 
 /// Selects what `accelerate launch` starts from its flags and its configuration. Fails if the flags
 /// contradict each other.
-fn select_kind(
+fn select_launch_kind(
     given: &mut CommandLine,
     config: Option<&Document>,
     context: &DropInContext<'_>,
@@ -138,11 +138,11 @@ fn select_kind(
     if [multi, cpu, is_tpu, deepspeed, fsdp].iter().filter(|given| **given).count() > 1 {
         let reason =
             "only one of `--cpu`, `--multi_gpu`, `--tpu`, `--use_deepspeed`, `--use_fsdp` can be given";
-        return Err(vec![reject_option(PROGRAM, "--cpu", reason, "remove the others")]);
+        return Err(vec![create_unsupported_option_error(PROGRAM_NAME, "--cpu", reason, "remove the others")]);
     }
     if parallelism && !fsdp {
         let reason = "it requires `--use_fsdp` and `--fsdp_version 2`";
-        return Err(vec![reject_option(PROGRAM, "--use_parallelism_config", reason, "")]);
+        return Err(vec![create_unsupported_option_error(PROGRAM_NAME, "--use_parallelism_config", reason, "")]);
     }
     let mut distributed = match (deepspeed, fsdp, megatron, multi) {
         (true, ..) => DistributedType::DeepSpeed,

@@ -12,7 +12,7 @@ use std::path::Path;
 struct EnvVariableRule(&'static str, &'static str, Option<&'static str>, bool);
 
 /// The rules that convert keys of `dynamo_config` to environment variables.
-const DYNAMO: &[EnvVariableRule] = &[
+const DYNAMO_RULES: &[EnvVariableRule] = &[
     EnvVariableRule("ACCELERATE_DYNAMO_MODE", "mode", Some("default"), false),
     EnvVariableRule("ACCELERATE_DYNAMO_USE_FULLGRAPH", "use_fullgraph", Some("False"), false),
     EnvVariableRule("ACCELERATE_DYNAMO_USE_DYNAMIC", "use_dynamic", Some("False"), false),
@@ -25,7 +25,7 @@ const DYNAMO: &[EnvVariableRule] = &[
 ];
 
 /// The rules that convert keys of `fsdp_config` to environment variables.
-const FSDP: &[EnvVariableRule] = &[
+const FSDP_RULES: &[EnvVariableRule] = &[
     EnvVariableRule("FSDP_VERSION", "version", Some("1"), false),
     EnvVariableRule("FSDP_SHARDING_STRATEGY", "sharding_strategy", Some("FULL_SHARD"), false),
     EnvVariableRule("FSDP_RESHARD_AFTER_FORWARD", "reshard_after_forward", Some("true"), true),
@@ -50,7 +50,7 @@ const FSDP: &[EnvVariableRule] = &[
 ];
 
 /// The rules that convert keys of `deepspeed_config` to environment variables.
-const DEEPSPEED: &[EnvVariableRule] = &[
+const DEEPSPEED_RULES: &[EnvVariableRule] = &[
     EnvVariableRule("ACCELERATE_DEEPSPEED_ZERO_STAGE", "zero_stage", None, false),
     EnvVariableRule("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "gradient_accumulation_steps", None, false),
     EnvVariableRule("ACCELERATE_GRADIENT_CLIPPING", "gradient_clipping", None, true),
@@ -71,7 +71,7 @@ const DEEPSPEED: &[EnvVariableRule] = &[
 ];
 
 /// The rules that convert keys of `parallelism_config` to environment variables.
-const PARALLEL: &[EnvVariableRule] = &[
+const PARALLELISM_RULES: &[EnvVariableRule] = &[
     EnvVariableRule("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "dp_replicate_size", Some("1"), false),
     EnvVariableRule("PARALLELISM_CONFIG_DP_SHARD_SIZE", "dp_shard_size", Some("1"), false),
     EnvVariableRule("PARALLELISM_CONFIG_TP_SIZE", "tp_size", Some("1"), false),
@@ -82,10 +82,10 @@ const PARALLEL: &[EnvVariableRule] = &[
 ];
 
 /// The rules for keys of `parallelism_config` that only apply with context parallelism.
-const CONTEXT: &[EnvVariableRule] =
+const CONTEXT_PARALLEL_RULES: &[EnvVariableRule] =
     &[EnvVariableRule("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "cp_comm_strategy", Some("allgather"), false)];
 /// The rules for keys of `parallelism_config` that only apply with sequence parallelism.
-const SEQUENCE: &[EnvVariableRule] = &[
+const SEQUENCE_PARALLEL_RULES: &[EnvVariableRule] = &[
     EnvVariableRule("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "sp_seq_length", Some("None"), false),
     EnvVariableRule(
         "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE",
@@ -116,7 +116,7 @@ const MEGATRON_DEFAULTS: &[(&str, &str)] = &[
     ("gradient_clipping", "1.0"),
 ];
 /// The keys of Accelerate's section `megatron_lm_config` that have no default values.
-const MEGATRON: &[&str] = &[
+const MEGATRON_KEYS: &[&str] = &[
     "decoder_last_pipeline_num_layers",
     "num_micro_batches",
     "sequence_parallelism",
@@ -138,7 +138,7 @@ const MEGATRON: &[&str] = &[
 
 /// The keys of Accelerate's section `fp8_config` that become environment variables. Each has the
 /// end of the variable's name, the names that the key may have, and the default value.
-const FP8: &[(&str, &[&str], &str)] = &[
+const FP8_KEYS: &[(&str, &[&str], &str)] = &[
     ("BACKEND", &["backend"], ""),
     ("USE_AUTOCAST_DURING_EVAL", &["use_autocast_during_eval"], "False"),
     ("MARGIN", &["margin"], "0"),
@@ -253,7 +253,7 @@ fn set_precision_variable(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) ->
 /// default values.
 fn set_fp8_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let mut part = keys.take_section("fp8_config");
-    for (end, names, default) in FP8 {
+    for (end, names, default) in FP8_KEYS {
         let spellings = names.iter().flat_map(|name| [(*name).to_owned(), format!("fp8_{name}")]);
         let given: Vec<String> = spellings.filter_map(|name| part.as_mut()?.take_text(&name)).collect();
         let value = given.first().map_or(*default, String::as_str);
@@ -292,7 +292,7 @@ fn note_unknown_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, part: R
 
 /// Adds to `draft` the environment variables for the keys of the section `part`, by the rules in
 /// `table`. Each key is looked up with the prefix `prefix` first, and then without it.
-fn set_variables(
+fn set_variables_by_rules(
     draft: &mut JobDraft,
     part: &mut RemainingKeys<'_>,
     prefix: &str,
@@ -317,7 +317,7 @@ fn set_dynamo_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
         let backend = top_level.unwrap_or_else(|| "no".to_owned()).to_uppercase();
         let backend = if backend == "FALSE" { "NO".to_owned() } else { backend };
         draft.set_env("dynamo_backend", "ACCELERATE_DYNAMO_BACKEND", &backend);
-        for EnvVariableRule(name, key, default, _) in DYNAMO {
+        for EnvVariableRule(name, key, default, _) in DYNAMO_RULES {
             draft.set_env(key, name, default.unwrap_or_default());
         }
         return;
@@ -325,7 +325,7 @@ fn set_dynamo_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let backend = part.take_text("dynamo_backend").or_else(|| part.take_text("backend")).or(top_level);
     let backend = backend.unwrap_or_else(|| "no".to_owned()).to_uppercase();
     draft.set_env("dynamo_config.dynamo_backend", "ACCELERATE_DYNAMO_BACKEND", &backend);
-    set_variables(draft, &mut part, "dynamo_", DYNAMO);
+    set_variables_by_rules(draft, &mut part, "dynamo_", DYNAMO_RULES);
     note_unknown_keys(draft, keys, part);
 }
 
@@ -334,14 +334,14 @@ fn set_dynamo_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
 fn set_fsdp_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     draft.set_env("distributed_type", "ACCELERATE_USE_FSDP", "true");
     let Some(mut part) = keys.take_section("fsdp_config") else {
-        for EnvVariableRule(name, key, default, _) in FSDP {
+        for EnvVariableRule(name, key, default, _) in FSDP_RULES {
             if let Some(value) = default {
                 draft.set_env(key, name, value);
             }
         }
         return;
     };
-    set_variables(draft, &mut part, "fsdp_", FSDP);
+    set_variables_by_rules(draft, &mut part, "fsdp_", FSDP_RULES);
     note_unknown_keys(draft, keys, part);
 }
 
@@ -351,7 +351,7 @@ fn set_megatron_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     draft.set_env("distributed_type", "ACCELERATE_USE_MEGATRON_LM", "true");
     let mut part = keys.take_section("megatron_lm_config");
     let names = MEGATRON_DEFAULTS.iter().map(|(name, value)| (*name, Some(*value)));
-    for (name, default) in names.chain(MEGATRON.iter().map(|name| (*name, None))) {
+    for (name, default) in names.chain(MEGATRON_KEYS.iter().map(|name| (*name, None))) {
         let given = part.as_mut().and_then(|part| part.take_text(&format!("megatron_lm_{name}")));
         if let Some(value) = given.or_else(|| default.map(str::to_owned)) {
             let variable = format!("MEGATRON_LM_{}", name.to_uppercase());
@@ -370,16 +370,16 @@ fn set_parallelism_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>)
     if part.remaining_names().is_empty() {
         return;
     }
-    const PREFIX: &str = "parallelism_config_";
+    const VARIABLE_PREFIX: &str = "parallelism_config_";
     draft.set_env("parallelism_config", "ACCELERATE_USE_PARALLELISM_CONFIG", "true");
     let above_one = |size: &str| {
-        part.peek_integer(&format!("{PREFIX}{size}")).or(part.peek_integer(size)).is_some_and(|n| n > 1)
+        part.peek_integer(&format!("{VARIABLE_PREFIX}{size}")).or(part.peek_integer(size)).is_some_and(|n| n > 1)
     };
     let (context, sequence) = (above_one("cp_size"), above_one("sp_size"));
-    set_variables(draft, &mut part, PREFIX, PARALLEL);
-    for (used, table) in [(context, CONTEXT), (sequence, SEQUENCE)] {
+    set_variables_by_rules(draft, &mut part, VARIABLE_PREFIX, PARALLELISM_RULES);
+    for (used, table) in [(context, CONTEXT_PARALLEL_RULES), (sequence, SEQUENCE_PARALLEL_RULES)] {
         if used {
-            set_variables(draft, &mut part, PREFIX, table);
+            set_variables_by_rules(draft, &mut part, VARIABLE_PREFIX, table);
         }
     }
     note_unknown_keys(draft, keys, part);
@@ -400,7 +400,7 @@ fn set_deepspeed_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, p
         fields.push("mixed_precision");
     }
     draft.set_env("deepspeed_config", "ACCELERATE_CONFIG_DS_FIELDS", &fields.join(",").to_lowercase());
-    set_variables(draft, &mut part, "", DEEPSPEED);
+    set_variables_by_rules(draft, &mut part, "", DEEPSPEED_RULES);
     let named = set_deepspeed_hosts(draft, &mut part);
     note_unknown_keys(draft, keys, part);
     named

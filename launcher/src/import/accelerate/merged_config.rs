@@ -1,6 +1,6 @@
 //! [`MergedConfig`]: Accelerate's configuration with the options of a command line, which replace
 //! keys of the file.
-use super::arguments::{ACCELERATE_OPTIONS, BOOLEAN_WORDS, PYTHON_BOOLS, find_section};
+use super::arguments::{ACCELERATE_OPTIONS, BOOLEAN_WORD_OPTIONS, PYTHON_BOOL_OPTIONS, find_section};
 use crate::import::{command_line::CommandLineError, import_options::ImportErrors};
 use diagnostic::Diagnostic;
 use jobspec::{Document, DocumentItem, DocumentSyntax, DocumentValue};
@@ -58,7 +58,7 @@ impl MergedConfig {
     }
 
     /// Removes the keys `keys` from the section `section` of the configuration.
-    pub(super) fn remove_in(&mut self, section: &str, keys: &[&str]) {
+    pub(super) fn remove_from_section(&mut self, section: &str, keys: &[&str]) {
         let Some(entries) = self.entries() else { return };
         if let Some((_, item)) = entries.iter_mut().find(|(name, _)| name == section)
             && let DocumentValue::Map(entries) = &mut item.value
@@ -88,7 +88,7 @@ impl MergedConfig {
             self.set(section, DocumentValue::Map(Vec::new()), String::new());
         }
         let bare = name.strip_prefix(prefix).unwrap_or(name);
-        self.remove_in(section, &[name, bare]);
+        self.remove_from_section(section, &[name, bare]);
         let Some(entries) = self.entries() else { return Ok(()) };
         if let Some((_, part)) = entries.iter_mut().find(|(key, _)| key == section)
             && let DocumentValue::Map(entries) = &mut part.value
@@ -106,14 +106,14 @@ impl MergedConfig {
         if ACCELERATE_OPTIONS.flags.contains(&name) {
             return Ok(item(DocumentValue::Bool(true), "true".to_owned()));
         }
-        if PYTHON_BOOLS.contains(&name) {
+        if PYTHON_BOOL_OPTIONS.contains(&name) {
             return Ok(item(DocumentValue::Bool(!value.is_empty()), (!value.is_empty()).to_string()));
         }
-        if BOOLEAN_WORDS.contains(&name) {
+        if BOOLEAN_WORD_OPTIONS.contains(&name) {
             let words: Option<Vec<&str>> = value.split(',').map(parse_boolean_word).collect();
             return match words.as_deref() {
-                Some([one]) if name != BOOLEAN_WORDS[0] => Ok(text((*one).to_owned())),
-                Some(three @ [_, _, _]) if name == BOOLEAN_WORDS[0] => {
+                Some([one]) if name != BOOLEAN_WORD_OPTIONS[0] => Ok(text((*one).to_owned())),
+                Some(three @ [_, _, _]) if name == BOOLEAN_WORD_OPTIONS[0] => {
                     let items = three.iter().map(|word| text((*word).to_owned())).collect();
                     Ok(item(DocumentValue::List(items), String::new()))
                 }

@@ -7,8 +7,8 @@ use crate::import::{
     drop_in::{
         DropInContext,
         OptionEffect::{NoEffect, Rejected},
-        OptionRule, ProgramForm, apply_rules, check_workers, finish_drop_in, reject_option,
-        reject_several_machines, set_local_job,
+        OptionRule, ProgramForm, apply_rules, check_worker_count, finish_drop_in, create_unsupported_option_error,
+        create_several_machines_error, set_local_job,
     },
     import_options::{ImportErrors, set_hostfile},
     value_text::format_yaml_list,
@@ -22,7 +22,7 @@ use jobspec::{
 use std::path::Path;
 
 /// The name of the other program in messages.
-const PROGRAM: &str = "deepspeed";
+const PROGRAM_NAME: &str = "deepspeed";
 /// The hostfile that DeepSpeed reads if the user names none.
 const DEFAULT_HOSTFILE: &str = "/job/hostfile";
 /// The name of this machine in DeepSpeed's filters.
@@ -30,11 +30,11 @@ const THIS_MACHINE: &str = "localhost";
 /// The variables that DeepSpeed passes to workers on several hosts, as patterns of `run.pass_env`.
 const PASSED_VARIABLES: [&str; 5] = ["MLFLOW*", "PYTHON*", "MV2*", "UCX*", "NCCL*"];
 /// The environment variable that selects the kind of device that DeepSpeed uses.
-const ACCELERATOR: &str = "DS_ACCELERATOR";
+const ACCELERATOR_VARIABLE: &str = "DS_ACCELERATOR";
 
 /// The options of `deepspeed` that have no counterpart in a job, each with what launch does if the
 /// option is given.
-const RULES: &[OptionRule] = &[
+const UNSUPPORTED_OPTION_RULES: &[OptionRule] = &[
     (
         "autotuning",
         &[],
@@ -65,7 +65,7 @@ const RULES: &[OptionRule] = &[
 ];
 
 /// The options that `deepspeed` itself ignores in a job on one machine.
-const LOCAL_RULES: &[OptionRule] = &[
+const LOCAL_JOB_RULES: &[OptionRule] = &[
     ("launcher", &["pdsh", "ssh"], NoEffect("the job runs on one machine")),
     ("ssh_port", &[], NoEffect("the job runs on one machine")),
     ("no_ssh", &[], NoEffect("the job runs on one machine")),
@@ -88,7 +88,7 @@ pub(crate) struct DeepSpeedFiles {
 
 /// The hosts and slots on which a `deepspeed` command line runs its workers.
 #[derive(Debug)]
-enum Resources {
+enum DeepSpeedResources {
     /// This machine, with this number of workers, and the numbers of the GPUs if the command line
     /// selects GPUs.
     Local(i64, Option<Vec<u32>>),
@@ -99,7 +99,7 @@ enum Resources {
 impl DeepSpeedCommand {
     /// Parses the arguments that follow `deepspeed`. Fails if DeepSpeed would reject them.
     pub(crate) fn parse(args: &[String]) -> Result<DeepSpeedCommand, ImportErrors> {
-        let rejected = |error: CommandLineError| vec![error.into_diagnostic(PROGRAM)];
+        let rejected = |error: CommandLineError| vec![error.into_diagnostic(PROGRAM_NAME)];
         Ok(DeepSpeedCommand { given: DEEPSPEED_OPTIONS.parse(args).map_err(rejected)? })
     }
 
@@ -109,7 +109,7 @@ impl DeepSpeedCommand {
     }
 
     /// Returns whether a file with the process id of launch is requested (`--save_pid`).
-    pub(crate) fn saves_pid(&self) -> bool {
+    pub(crate) fn requests_pid_file(&self) -> bool {
         self.given.last_value("save_pid").is_some()
     }
 
@@ -133,7 +133,7 @@ impl DeepSpeedCommand {
         let resources = select_resources(&given, files, context).map_err(|error| vec![error])?;
         errors.extend(set_program(&mut draft, &mut given, &resources, context).err());
         match &resources {
-            Resources::Local(_, devices) => {
+            DeepSpeedResources::Local(_, devices) => {
                 if let Some(devices) = devices {
                     let numbers: Vec<String> = devices.iter().map(u32::to_string).collect();
                     draft.set_imported("--include", "cluster.devices", format!("[{}]", numbers.join(", ")));
@@ -141,28 +141,28 @@ impl DeepSpeedCommand {
                 for name in ["include", "exclude", "num_nodes", "num_gpus", "force_multi"] {
                     given.take_last_value(name);
                 }
-                apply_rules(&mut draft, &mut errors, PROGRAM, &mut given, LOCAL_RULES);
+                apply_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, LOCAL_JOB_RULES);
             }
-            Resources::Hosts => {
+            DeepSpeedResources::Hosts => {
                 set_hostfile(&mut draft, "--hostfile", Path::new(&hostfile));
                 errors.extend(set_hosts(&mut draft, &mut given, context).err());
                 set_file_variables(&mut draft, &files.variables, &mut errors);
             }
         }
-        set_master_and_logs(&mut draft, &mut given);
-        apply_rules(&mut draft, &mut errors, PROGRAM, &mut given, RULES);
+        set_master_port_and_log_dir(&mut draft, &mut given);
+        apply_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, UNSUPPORTED_OPTION_RULES);
         for (name, _) in given.take_remaining() {
-            errors.push(reject_option(PROGRAM, &format!("--{name}"), "launch does not handle it", ""));
+            errors.push(create_unsupported_option_error(PROGRAM_NAME, &format!("--{name}"), "launch does not handle it", ""));
         }
         match errors.is_empty() {
-            true => finish_drop_in(draft, PROGRAM, errors),
+            true => finish_drop_in(draft, PROGRAM_NAME, errors),
             false => Err(errors),
         }
     }
 }
 
 /// Returns the value of the integer option `name`, or -1 if the option was not given.
-fn read_number(given: &CommandLine, name: &str) -> i64 {
+fn read_integer_option(given: &CommandLine, name: &str) -> i64 {
     given.last_value(name).and_then(|text| text.trim().parse().ok()).unwrap_or(-1)
 }
 
@@ -171,23 +171,23 @@ fn select_resources(
     given: &CommandLine,
     files: &DeepSpeedFiles,
     context: &DropInContext<'_>,
-) -> Result<Resources, Diagnostic> {
+) -> Result<DeepSpeedResources, Diagnostic> {
     let filter = |name: &str| given.last_value(name).filter(|text| !text.is_empty()).map(str::to_owned);
     let (mut include, exclude) = (filter("include"), filter("exclude"));
-    let (nodes, gpus) = (read_number(given, "num_nodes"), read_number(given, "num_gpus"));
+    let (nodes, gpus) = (read_integer_option(given, "num_nodes"), read_integer_option(given, "num_gpus"));
     if (nodes >= 0 || gpus >= 0) && (include.is_some() || exclude.is_some()) {
         let reason = "it contradicts `--include` and `--exclude`, as in DeepSpeed";
-        return Err(reject_option(PROGRAM, "--num_gpus", reason, "use one of them"));
+        return Err(create_unsupported_option_error(PROGRAM_NAME, "--num_gpus", reason, "use one of them"));
     }
-    let uses_gpus = context.installed_gpus > 0 && context.variable(ACCELERATOR) != Some("cpu");
+    let uses_gpus = context.installed_gpus > 0 && context.variable(ACCELERATOR_VARIABLE) != Some("cpu");
     let mut selects_gpus = gpus > 0 || include.is_some() || exclude.is_some();
     let pool: Vec<(String, HostSlots)> = match &files.hostfile {
         Some(text) => parse_hostfile_slots(text)?,
         None => {
             if nodes > 1 {
                 let reason = "the job has several nodes, but there is no hostfile";
-                return Err(reject_option(
-                    PROGRAM,
+                return Err(create_unsupported_option_error(
+                    PROGRAM_NAME,
                     "--num_nodes",
                     reason,
                     "name the hosts with `--hostfile`",
@@ -206,13 +206,13 @@ fn select_resources(
     let include: Vec<String> = include.into_iter().collect();
     let exclude: Vec<String> = exclude.into_iter().collect();
     let mut left = filter_hosts(&pool, &include, &exclude)
-        .map_err(|error| reject_option(PROGRAM, option, error.to_string(), "slots count from 0"))?;
+        .map_err(|error| create_unsupported_option_error(PROGRAM_NAME, option, error.to_string(), "slots count from 0"))?;
     if nodes > 0 {
         left.truncate(nodes as usize);
     }
     let force = given.last_value("force_multi").is_some();
     if files.hostfile.is_some() && (left.len() > 1 || force) {
-        return Ok(Resources::Hosts);
+        return Ok(DeepSpeedResources::Hosts);
     }
     let slots = match left.into_iter().next() {
         _ if gpus > 0 => HostSlots::Count(gpus.min(i64::from(u32::MAX)) as u32),
@@ -220,14 +220,14 @@ fn select_resources(
         None => HostSlots::Count(0),
     };
     let workers = i64::from(slots.count().unwrap_or(1));
-    check_workers(PROGRAM, "--num_gpus", workers)?;
+    check_worker_count(PROGRAM_NAME, "--num_gpus", workers)?;
     selects_gpus |= files.hostfile.is_some();
     let devices = match slots {
         HostSlots::Selected(numbers) => Some(numbers),
         HostSlots::Count(count) => Some((0..count).collect()),
         HostSlots::Auto => None,
     };
-    Ok(Resources::Local(workers, devices.filter(|_| uses_gpus && selects_gpus)))
+    Ok(DeepSpeedResources::Local(workers, devices.filter(|_| uses_gpus && selects_gpus)))
 }
 
 /// Parses a hostfile into hosts and slots. Fails if the text is not valid.
@@ -240,7 +240,7 @@ fn parse_hostfile_slots(text: &str) -> Result<Vec<(String, HostSlots)>, Diagnost
         Err(errors) => {
             let reason =
                 errors.first().map(|error| format!("line {}: {error}", error.line)).unwrap_or_default();
-            Err(reject_option(PROGRAM, "--hostfile", reason, "a line is `host slots=N`"))
+            Err(create_unsupported_option_error(PROGRAM_NAME, "--hostfile", reason, "a line is `host slots=N`"))
         }
     }
 }
@@ -260,17 +260,17 @@ fn count_local_slots(uses_gpus: bool, context: &DropInContext<'_>) -> u32 {
 fn set_program(
     draft: &mut JobDraft,
     given: &mut CommandLine,
-    resources: &Resources,
+    resources: &DeepSpeedResources,
     context: &DropInContext<'_>,
 ) -> Result<(), Diagnostic> {
     let (module, no_python) = (given.take_flag("module"), given.take_flag("no_python"));
     if module && no_python {
         let reason = "it contradicts `--no_python`, as in DeepSpeed";
-        return Err(reject_option(PROGRAM, "--module", reason, "remove one of them"));
+        return Err(create_unsupported_option_error(PROGRAM_NAME, "--module", reason, "remove one of them"));
     }
     let form = ProgramForm { module, no_python, unbuffered: true };
     let command = form.build_command(context.python, &given.program);
-    let workers = if let Resources::Local(workers, _) = resources { *workers } else { 1 };
+    let workers = if let DeepSpeedResources::Local(workers, _) = resources { *workers } else { 1 };
     set_local_job(draft, &given.program, &command, workers);
     if !given.take_flag("no_local_rank") {
         draft.set_required("run.local_rank_argument", "true");
@@ -291,15 +291,15 @@ fn set_hosts(
     given.take_flag("force_multi");
     if given.take_flag("no_ssh") {
         let reason = "`deepspeed --no_ssh` runs on each of the hosts";
-        return Err(reject_several_machines(PROGRAM, "--no_ssh", reason));
+        return Err(create_several_machines_error(PROGRAM_NAME, "--no_ssh", reason));
     }
     let launcher = given.take_last_value("launcher").unwrap_or_else(|| "pdsh".to_owned()).to_lowercase();
     match launcher.as_str() {
         "pdsh" | "ssh" => {}
         "slurm" => {
             let help = "remove `--launcher` and the hostfile inside an allocation, or use `launch sbatch`";
-            return Err(reject_option(
-                PROGRAM,
+            return Err(create_unsupported_option_error(
+                PROGRAM_NAME,
                 "--launcher slurm",
                 "launch reaches the hosts over SSH",
                 help,
@@ -308,7 +308,7 @@ fn set_hosts(
         other => {
             let option = format!("--launcher {}", other.escape_debug());
             let help = "remove `--launcher`; launch connects over SSH";
-            return Err(reject_option(PROGRAM, &option, "launch does not use MPI", help));
+            return Err(create_unsupported_option_error(PROGRAM_NAME, &option, "launch does not use MPI", help));
         }
     }
     for name in ["include", "exclude"] {
@@ -316,7 +316,7 @@ fn set_hosts(
             draft.set_imported(&format!("--{name}"), &format!("cluster.{name}"), format_yaml_list(&[filter]));
         }
     }
-    let (nodes, gpus) = (read_number(given, "num_nodes"), read_number(given, "num_gpus"));
+    let (nodes, gpus) = (read_integer_option(given, "num_nodes"), read_integer_option(given, "num_gpus"));
     given.take_last_value("num_nodes");
     given.take_last_value("num_gpus");
     if nodes > 0 {
@@ -347,7 +347,7 @@ fn set_file_variables(draft: &mut JobDraft, files: &[String], errors: &mut Impor
             None => {
                 let shown: String = line.chars().take(60).flat_map(char::escape_debug).collect();
                 let reason = format!("the line `{shown}` is not `NAME=VALUE`");
-                errors.push(reject_option(PROGRAM, ".deepspeed_env", reason, "correct the line"));
+                errors.push(create_unsupported_option_error(PROGRAM_NAME, ".deepspeed_env", reason, "correct the line"));
             }
         }
     }
@@ -355,7 +355,7 @@ fn set_file_variables(draft: &mut JobDraft, files: &[String], errors: &mut Impor
 
 /// Converts DeepSpeed's options for the port of the rendezvous and for the directory of logs to
 /// keys of the job.
-fn set_master_and_logs(draft: &mut JobDraft, given: &mut CommandLine) {
+fn set_master_port_and_log_dir(draft: &mut JobDraft, given: &mut CommandLine) {
     let address = given.take_last_value("master_addr").unwrap_or_default();
     if !["", "127.0.0.1", THIS_MACHINE].contains(&address.as_str()) {
         draft.add_key_note("--master_addr", "`MASTER_ADDR` is the address of the first host", "");

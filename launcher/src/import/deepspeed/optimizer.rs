@@ -1,7 +1,7 @@
 //! Converts the sections `optimizer` and `scheduler` of a DeepSpeed configuration to keys of a job.
 //!
 //! For each setting that the configuration does not contain, the job gets DeepSpeed's default.
-use super::unsupported_keys::AUTO;
+use super::unsupported_keys::AUTO_VALUE_REASON;
 use crate::import::{draft::JobDraft, remaining_keys::RemainingKeys, value_text::format_yaml_number};
 use jobspec::DocumentValue;
 
@@ -85,12 +85,12 @@ fn convert_adam(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, decoupled:
 /// Converts DeepSpeed's `betas`, the decay rates of the optimizer's moments, to
 /// `train.optimizer.betas`.
 fn convert_betas(draft: &mut JobDraft, params: &mut RemainingKeys<'_>) {
-    const FROM: &str = "optimizer.params.betas";
+    const BETAS_KEY: &str = "optimizer.params.betas";
     let auto = params.is_auto("betas");
     let item = params.take("betas");
     let given = match item.map(|item| &item.value) {
         _ if auto => {
-            draft.add_not_converted_note(FROM, AUTO, "");
+            draft.add_not_converted_note(BETAS_KEY, AUTO_VALUE_REASON, "");
             return;
         }
         Some(DocumentValue::List(list)) => {
@@ -105,7 +105,7 @@ fn convert_betas(draft: &mut JobDraft, params: &mut RemainingKeys<'_>) {
         }
         None => "[0.9, 0.999]".to_owned(),
     };
-    draft.set_imported(FROM, "train.optimizer.betas", given);
+    draft.set_imported(BETAS_KEY, "train.optimizer.betas", given);
 }
 
 /// Converts DeepSpeed's hyper-parameters of SGD to keys of the job. Returns the learning rate.
@@ -141,7 +141,7 @@ fn convert_number(
     let from = params.path(name);
     if params.is_auto(name) {
         params.take(name);
-        draft.add_not_converted_note(&from, AUTO, &format!("set `{path}`"));
+        draft.add_not_converted_note(&from, AUTO_VALUE_REASON, &format!("set `{path}`"));
         return default;
     }
     let value = params.take_number(name).unwrap_or(default);
@@ -259,7 +259,7 @@ fn take_integer_unless_auto(
 ) -> Option<i128> {
     if params.is_auto(name) {
         params.take(name);
-        draft.add_not_converted_note(&params.path(name), AUTO, "see `train.schedule` in docs/job.md");
+        draft.add_not_converted_note(&params.path(name), AUTO_VALUE_REASON, "see `train.schedule` in docs/job.md");
         return None;
     }
     params.take_integer(name, 0)
@@ -275,7 +275,7 @@ fn take_number_or_default(
 ) -> f64 {
     if params.is_auto(name) {
         params.take(name);
-        draft.add_not_converted_note(&params.path(name), AUTO, "");
+        draft.add_not_converted_note(&params.path(name), AUTO_VALUE_REASON, "");
         return default;
     }
     params.take_number(name).unwrap_or(default)

@@ -14,7 +14,7 @@ pub(super) fn convert_zero(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     draft.set_imported(&part.path("stage"), "train.zero.stage", stage.to_string());
     convert_gather(draft, &mut part);
     for name in ["stage3_max_live_parameters", "max_live_parameters"] {
-        if let Some(count) = part.take_integer_in(name, 0, u64::MAX.into()) {
+        if let Some(count) = part.take_integer_in_range(name, 0, u64::MAX.into()) {
             draft.set_imported(&part.path(name), "train.zero.max_live_parameters", count.to_string());
         }
     }
@@ -54,8 +54,8 @@ fn convert_gather(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
 /// Converts DeepSpeed's setting that offloads optimizer states to files to the job key
 /// `train.zero.offload`. Adds notes about all other offloading.
 fn convert_offload(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
-    const OFFLOAD: &str = "train.zero.offload";
-    const INSTEAD: &str = "set `train.zero.offload: {optimizer: DIRECTORY}` for files, or `{optimizer: cpu}` \
+    const OFFLOAD_KEY: &str = "train.zero.offload";
+    const OFFLOAD_ADVICE: &str = "set `train.zero.offload: {optimizer: DIRECTORY}` for files, or `{optimizer: cpu}` \
                            with `cluster.devices: cuda` for host memory";
     for (name, optimizer) in [("offload_optimizer", true), ("offload_param", false)] {
         let Some(mut inner) = part.take_section(name) else { continue };
@@ -65,13 +65,13 @@ fn convert_offload(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
             ("none", ..) => {}
             ("nvme", true, Some(path)) => {
                 let yaml = format!("{{optimizer: {}}}", jobspec::quote_yaml(path));
-                draft.set_imported(&inner.path("nvme_path"), OFFLOAD, yaml);
+                draft.set_imported(&inner.path("nvme_path"), OFFLOAD_KEY, yaml);
             }
-            ("nvme", true, None) => draft.add_not_converted_note(&from, "`nvme_path` is missing", INSTEAD),
+            ("nvme", true, None) => draft.add_not_converted_note(&from, "`nvme_path` is missing", OFFLOAD_ADVICE),
             (_, true, _) => {
-                draft.add_not_converted_note(&from, in_memory_reason("optimizer states", &device), INSTEAD)
+                draft.add_not_converted_note(&from, build_offload_reason("optimizer states", &device), OFFLOAD_ADVICE)
             }
-            (_, false, _) => draft.add_not_converted_note(&from, in_memory_reason("parameters", &device), ""),
+            (_, false, _) => draft.add_not_converted_note(&from, build_offload_reason("parameters", &device), ""),
         }
         let (rest, errors) = inner.into_untaken();
         part.errors.extend(errors);
@@ -85,7 +85,7 @@ fn convert_offload(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
         ("cpu_offload_param", "parameters"),
     ] {
         if part.take_boolean(old) == Some(true) {
-            draft.add_not_converted_note(&part.path(old), in_memory_reason(what, "cpu"), "");
+            draft.add_not_converted_note(&part.path(old), build_offload_reason(what, "cpu"), "");
         }
     }
     if part.take_boolean("cpu_offload_use_pin_memory") == Some(true) {
@@ -98,6 +98,6 @@ fn convert_offload(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
 }
 
 /// Returns the text of a note: the reason why launch does not offload `what` to `device`.
-fn in_memory_reason(what: &str, device: &str) -> String {
+fn build_offload_reason(what: &str, device: &str) -> String {
     format!("launch keeps {what} in the memory that it computes in (value: {})", device.escape_debug())
 }

@@ -48,7 +48,7 @@ pub(super) const TORCHRUN_OPTIONS: OptionTable = OptionTable {
 };
 
 /// The options for which torchrun reads no default from the environment.
-const WITHOUT_VARIABLE: [&str; 2] = ["logs-specs", "numa-binding"];
+const OPTIONS_WITHOUT_VARIABLE: [&str; 2] = ["logs-specs", "numa-binding"];
 
 /// Parses the arguments of torchrun. The name `torchrun` may precede them, because users copy it
 /// along.
@@ -59,12 +59,12 @@ pub(super) fn parse_torchrun_args(args: &[String]) -> Result<CommandLine, Comman
 
 /// Adds the defaults that torchrun reads from variables such as `PET_NPROC_PER_NODE`. The function
 /// `variable` returns the value of a variable.
-pub(super) fn insert_variables<'a>(
+pub(super) fn insert_variable_defaults<'a>(
     given: &mut CommandLine,
     variable: impl Fn(&str) -> Option<&'a str>,
 ) -> Result<(), CommandLineError> {
     let named = |name: &str| variable(&format!("PET_{}", name.replace('-', "_").to_uppercase()));
-    for name in TORCHRUN_OPTIONS.values.iter().filter(|name| !WITHOUT_VARIABLE.contains(name)) {
+    for name in TORCHRUN_OPTIONS.values.iter().filter(|name| !OPTIONS_WITHOUT_VARIABLE.contains(name)) {
         if let Some(value) = named(name) {
             TORCHRUN_OPTIONS.check_value(name, value)?;
             given.insert_default(name, value.to_owned());
@@ -129,13 +129,13 @@ mod tests {
         let variables = [("PET_NPROC_PER_NODE", "4"), ("PET_MODULE", "1"), ("PET_STANDALONE", "0")];
         let find = |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| *value);
         let mut given = parse_line("--nproc-per-node 2 a.py").expect("read");
-        insert_variables(&mut given, find).expect("valid");
+        insert_variable_defaults(&mut given, find).expect("valid");
         assert_eq!(given.last_value("nproc-per-node"), Some("2"));
         assert!(given.take_flag("module") && !given.take_flag("standalone"));
         let mut given = parse_line("a.py").expect("read");
-        insert_variables(&mut given, find).expect("valid");
+        insert_variable_defaults(&mut given, find).expect("valid");
         assert_eq!(given.last_value("nproc-per-node"), Some("4"));
-        let mistake = insert_variables(&mut given, |name| (name == "PET_RUN_PATH").then_some("yes"));
+        let mistake = insert_variable_defaults(&mut given, |name| (name == "PET_RUN_PATH").then_some("yes"));
         assert!(matches!(mistake, Err(CommandLineError::InvalidValue { option: "run-path", .. })));
     }
 }

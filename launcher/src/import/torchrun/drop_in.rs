@@ -1,8 +1,8 @@
 //! [`convert_torchrun_command`]: converts a command line of torchrun to the job that `launch
 //! torchrun` runs on this machine, or on the nodes that join.
 use super::{
-    arguments::{insert_variables, parse_torchrun_args},
-    check_values, set_binding, set_restarts_and_signals,
+    arguments::{insert_variable_defaults, parse_torchrun_args},
+    check_option_values, set_binding, set_restarts_and_signals,
 };
 use crate::import::{
     command_line::{CommandLine, CommandLineError},
@@ -10,8 +10,8 @@ use crate::import::{
     drop_in::{
         DropInContext,
         OptionEffect::{NoEffect, Rejected},
-        OptionRule, ProgramForm, apply_rules, change_environment, check_workers, finish_drop_in,
-        reject_option, set_console, set_local_job, set_threads,
+        OptionRule, ProgramForm, apply_rules, build_env_command, check_worker_count, finish_drop_in,
+        create_unsupported_option_error, set_console_ranks, set_local_job, set_thread_count,
     },
     import_options::ImportErrors,
 };
@@ -22,12 +22,12 @@ use jobspec::{
     quote_yaml,
 };
 
-const PROGRAM: &str = "torchrun";
+const PROGRAM_NAME: &str = "torchrun";
 /// The names of this machine that need no note in `--rdzv-endpoint` and `--master-addr`.
-const LOOPBACK: [&str; 4] = ["", "localhost", "127.0.0.1", "[::1]"];
+const LOOPBACK_NAMES: [&str; 4] = ["", "localhost", "127.0.0.1", "[::1]"];
 
 /// The options of torchrun without counterpart in a job.
-const RULES: &[OptionRule] = &[
+const UNSUPPORTED_OPTION_RULES: &[OptionRule] = &[
     ("rdzv-backend", &["static", "c10d"], NoEffect("launch assigns the ranks itself")),
     ("rdzv-conf", &[""], NoEffect("launch assigns the ranks itself")),
     ("monitor-interval", &["0.1"], NoEffect("launch is notified at once when a worker ends")),
@@ -58,10 +58,10 @@ pub(crate) fn convert_torchrun_command(
     args: &[String],
     context: &DropInContext<'_>,
 ) -> Result<ImportedJob, ImportErrors> {
-    let rejected = |error: CommandLineError| vec![error.into_diagnostic(PROGRAM)];
+    let rejected = |error: CommandLineError| vec![error.into_diagnostic(PROGRAM_NAME)];
     let mut given = parse_torchrun_args(args).map_err(rejected)?;
-    insert_variables(&mut given, |name| context.variable(name)).map_err(rejected)?;
-    check_values(&given).map_err(rejected)?;
+    insert_variable_defaults(&mut given, |name| context.variable(name)).map_err(rejected)?;
+    check_option_values(&given).map_err(rejected)?;
     if given.take_flag("standalone") {
         for name in ["rdzv-backend", "rdzv-endpoint", "rdzv-id", "nnodes", "node-rank"] {
             given.take_last_value(name);
@@ -83,16 +83,16 @@ pub(crate) fn convert_torchrun_command(
         Vec::new()
     });
     set_local_job(&mut draft, &given.program, &command, workers);
-    set_master(&mut draft, &mut given, is_joining);
+    set_master_address(&mut draft, &mut given, is_joining);
     set_binding(&mut draft, &mut given);
     set_restarts_and_signals(&mut draft, &mut given);
     errors.extend(set_logs(&mut draft, &mut given, workers).err());
     if workers > 1 {
-        set_threads(&mut draft, context, 1);
+        set_thread_count(&mut draft, context, 1);
     }
-    apply_rules(&mut draft, &mut errors, PROGRAM, &mut given, RULES);
+    apply_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, UNSUPPORTED_OPTION_RULES);
     match errors.is_empty() {
-        true => finish_drop_in(draft, PROGRAM, errors).map(|job| ImportedJob { nodes, ..job }),
+        true => finish_drop_in(draft, PROGRAM_NAME, errors).map(|job| ImportedJob { nodes, ..job }),
         false => Err(errors),
     }
 }
@@ -106,19 +106,19 @@ fn take_nodes(given: &mut CommandLine) -> Result<Option<ImportedNodes>, Diagnost
         return match rank.filter(|rank| !rank.trim_start_matches('0').is_empty()) {
             Some(rank) => {
                 let reason = format!("there is no node {} without `--nnodes`", rank.escape_debug());
-                Err(reject_option(PROGRAM, "--node-rank", reason, "add `--nnodes N`"))
+                Err(create_unsupported_option_error(PROGRAM_NAME, "--node-rank", reason, "add `--nnodes N`"))
             }
             None => Ok(None),
         };
     };
     let Ok(count) = text.parse::<NodeCount>() else {
         let reason = format!("`{}` is not a number such as 4 or a range such as 1:4", text.escape_debug());
-        return Err(reject_option(PROGRAM, "--nnodes", reason, ""));
+        return Err(create_unsupported_option_error(PROGRAM_NAME, "--nnodes", reason, ""));
     };
     if let Some(rank) = rank.as_ref().filter(|rank| rank.trim().parse::<u32>().is_ok_and(|n| n >= count.max))
     {
         let reason = format!("`{}` is not a number below {}", rank.escape_debug(), count.max);
-        return Err(reject_option(PROGRAM, "--node-rank", reason, ""));
+        return Err(create_unsupported_option_error(PROGRAM_NAME, "--node-rank", reason, ""));
     }
     if count.max == 1 {
         return Ok(Some(ImportedNodes { count, node_rank: None, rendezvous: None }));
@@ -127,8 +127,8 @@ fn take_nodes(given: &mut CommandLine) -> Result<Option<ImportedNodes>, Diagnost
     let backend = given.last_value("rdzv-backend").unwrap_or("static");
     if !["static", "c10d"].contains(&backend) {
         let reason = format!("the nodes meet at node 0, and not at a server of `{}`", backend.escape_debug());
-        return Err(reject_option(
-            PROGRAM,
+        return Err(create_unsupported_option_error(
+            PROGRAM_NAME,
             "--rdzv-backend",
             reason,
             "use `c10d`, and the address of node 0",
@@ -136,7 +136,7 @@ fn take_nodes(given: &mut CommandLine) -> Result<Option<ImportedNodes>, Diagnost
     }
     let is_static = backend == "static";
     let invalid = |option: &str, text: &str| {
-        reject_option(PROGRAM, option, format!("`{}` is not `HOST:PORT`", text.escape_debug()), "")
+        create_unsupported_option_error(PROGRAM_NAME, option, format!("`{}` is not `HOST:PORT`", text.escape_debug()), "")
     };
     let rendezvous = match (endpoint, given.last_value("master-addr")) {
         (Some(text), _) => Some(text.parse().map_err(|_| invalid("--rdzv-endpoint", &text))?),
@@ -156,7 +156,7 @@ fn take_nodes(given: &mut CommandLine) -> Result<Option<ImportedNodes>, Diagnost
 
 /// Removes `--nproc-per-node` from `given`, and returns the number of workers that it requests.
 fn count_workers(given: &mut CommandLine, context: &DropInContext<'_>) -> Result<i64, Diagnostic> {
-    const OPTION: &str = "--nproc-per-node";
+    const OPTION_NAME: &str = "--nproc-per-node";
     let workers = match given.take_last_value("nproc-per-node").as_deref() {
         None => 1,
         Some("cpu") => context.cpus as i64,
@@ -164,15 +164,15 @@ fn count_workers(given: &mut CommandLine, context: &DropInContext<'_>) -> Result
         Some("auto") => context.gpus as i64,
         Some("gpu") if context.gpus > 0 && context.kind.is_cuda_device() => context.gpus as i64,
         Some("gpu") => {
-            return Err(reject_option(PROGRAM, OPTION, "this machine has no GPU", "use a number, or `cpu`"));
+            return Err(create_unsupported_option_error(PROGRAM_NAME, OPTION_NAME, "this machine has no GPU", "use a number, or `cpu`"));
         }
         Some("xpu") if context.gpus > 0 && context.kind == AcceleratorKind::Xpu => context.gpus as i64,
         Some("xpu") => {
-            return Err(reject_option(PROGRAM, OPTION, "this machine has no XPU", "use a number, or `cpu`"));
+            return Err(create_unsupported_option_error(PROGRAM_NAME, OPTION_NAME, "this machine has no XPU", "use a number, or `cpu`"));
         }
         Some(number) => number.trim().parse().unwrap_or_default(),
     };
-    check_workers(PROGRAM, OPTION, workers).map(|()| workers)
+    check_worker_count(PROGRAM_NAME, OPTION_NAME, workers).map(|()| workers)
 }
 
 /// Removes from `given` the options that select how the script is run, and returns the command of a
@@ -186,7 +186,7 @@ fn take_command(
     let run_path = given.take_flag("run-path");
     if module && no_python && !run_path {
         let reason = "it contradicts `--no-python`, as in torchrun";
-        return Err(reject_option(PROGRAM, "--module", reason, "remove one of them"));
+        return Err(create_unsupported_option_error(PROGRAM_NAME, "--module", reason, "remove one of them"));
     }
     // With --run-path torchrun runs the script inside a Python process, which the script does not
     // notice.
@@ -213,7 +213,7 @@ fn take_command(
             Some((name, value))
         })
         .collect();
-    Ok(change_environment(command, context, &[], &set))
+    Ok(build_env_command(command, context, &[], &set))
 }
 
 /// Replaces torchrun's macros in an argument of the script: `$$` becomes `$`, and `${local_rank}`
@@ -240,7 +240,7 @@ fn substitute_macros(argument: &str, workers: i64) -> Result<String, Diagnostic>
             Some(_) => {
                 let help = "read the variable LOCAL_RANK in the script";
                 let reason = "launch gives all workers the same arguments";
-                return Err(reject_option(PROGRAM, "${local_rank}", reason, help));
+                return Err(create_unsupported_option_error(PROGRAM_NAME, "${local_rank}", reason, help));
             }
             None => text.push('$'),
         }
@@ -253,8 +253,8 @@ fn substitute_macros(argument: &str, workers: i64) -> Result<String, Diagnostic>
 /// one host the port becomes `MASTER_PORT`, and the ranks meet at the loopback address. If nodes
 /// join (`is_joining`), the nodes meet at the address, and launch chooses another port for the
 /// ranks.
-fn set_master(draft: &mut JobDraft, given: &mut CommandLine, is_joining: bool) {
-    const REASON: &str = "the ranks of one host meet at its loopback address";
+fn set_master_address(draft: &mut JobDraft, given: &mut CommandLine, is_joining: bool) {
+    const NOTE_REASON: &str = "the ranks of one host meet at its loopback address";
     if given.take_flag("virtual-local-rank") {
         draft.set_imported("--virtual-local-rank", "run.visible_devices", "one");
     }
@@ -266,14 +266,14 @@ fn set_master(draft: &mut JobDraft, given: &mut CommandLine, is_joining: bool) {
     }
     let endpoint = given.take_last_value("rdzv-endpoint").unwrap_or_default();
     let (host, port) = endpoint.rsplit_once(':').unwrap_or((&endpoint, "0"));
-    if !LOOPBACK.contains(&host) {
-        draft.add_key_note("--rdzv-endpoint", REASON, "");
+    if !LOOPBACK_NAMES.contains(&host) {
+        draft.add_key_note("--rdzv-endpoint", NOTE_REASON, "");
     }
     if port != "0" {
         draft.set_imported("--rdzv-endpoint", "cluster.master_port", quote_number(port));
     }
-    if given.take_last_value("master-addr").is_some_and(|address| !LOOPBACK.contains(&address.as_str())) {
-        draft.add_key_note("--master-addr", REASON, "");
+    if given.take_last_value("master-addr").is_some_and(|address| !LOOPBACK_NAMES.contains(&address.as_str())) {
+        draft.add_key_note("--master-addr", NOTE_REASON, "");
     }
 }
 
@@ -290,5 +290,5 @@ fn set_logs(draft: &mut JobDraft, given: &mut CommandLine, workers: i64) -> Resu
     }
     let [tee, redirects, filter] =
         ["tee", "redirects", "local-ranks-filter"].map(|name| given.take_last_value(name));
-    set_console(draft, PROGRAM, workers, [tee.as_deref(), redirects.as_deref(), filter.as_deref()])
+    set_console_ranks(draft, PROGRAM_NAME, workers, [tee.as_deref(), redirects.as_deref(), filter.as_deref()])
 }

@@ -13,18 +13,18 @@ use std::{
 
 /// The reason why the rendezvous store accepts a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum AdmittedBy {
+pub(super) enum AdmissionReason {
     /// The client is on this machine, and its socket belongs to this user or to root.
     User,
     /// The client has the address of a host of the job.
     Address,
 }
 
-impl fmt::Display for AdmittedBy {
+impl fmt::Display for AdmissionReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            AdmittedBy::User => "user",
-            AdmittedBy::Address => "address",
+            AdmissionReason::User => "user",
+            AdmissionReason::Address => "address",
         })
     }
 }
@@ -41,7 +41,7 @@ pub(super) enum AdmissionError {
 }
 
 /// Decides which connections the rendezvous store accepts.
-pub(super) struct Admission {
+pub(super) struct AdmissionPolicy {
     /// The addresses of the hosts of the job.
     allowed: HashSet<IpAddr>,
     uid: u32,
@@ -50,16 +50,16 @@ pub(super) struct Admission {
     diagnostics: Option<SocketDiagnostics>,
 }
 
-impl Admission {
+impl AdmissionPolicy {
     /// Creates a policy that admits clients of this user on this machine, and clients at the
     /// `allowed` addresses.
     pub(super) fn new(allowed: HashSet<IpAddr>) -> Self {
         let diagnostics = SocketDiagnostics::open().ok();
-        Admission { allowed, uid: nix::unistd::geteuid().as_raw(), diagnostics }
+        AdmissionPolicy { allowed, uid: nix::unistd::geteuid().as_raw(), diagnostics }
     }
 
     /// Returns whether the policy identifies clients on this machine by the user who runs them.
-    pub(super) fn identifies_users(&self) -> bool {
+    pub(super) fn identifies_local_users(&self) -> bool {
         self.diagnostics.is_some()
     }
 
@@ -68,7 +68,7 @@ impl Admission {
         &mut self,
         peer: SocketAddr,
         local: SocketAddr,
-    ) -> Result<AdmittedBy, AdmissionError> {
+    ) -> Result<AdmissionReason, AdmissionError> {
         let owner = match &mut self.diagnostics {
             Some(diagnostics) => diagnostics.find_owner(peer, local),
             None => Err(io::ErrorKind::Unsupported.into()),
@@ -83,7 +83,7 @@ impl Admission {
         };
         match owner {
             Some(SocketOwner { inode: 0, .. }) => Err(AdmissionError::Closed),
-            Some(SocketOwner { uid, .. }) if uid == self.uid || uid == 0 => Ok(AdmittedBy::User),
+            Some(SocketOwner { uid, .. }) if uid == self.uid || uid == 0 => Ok(AdmissionReason::User),
             Some(SocketOwner { uid, .. }) => Err(AdmissionError::OtherUser { uid }),
             // A client of this machine without a socket has sent data and closed it.
             None if is_address_of_this_machine(peer.ip()) => Err(AdmissionError::Closed),
@@ -93,10 +93,10 @@ impl Admission {
 
     /// Decides by the address of a client whether to accept the client's connection.
     /// `is_loopback_allowed` admits every client that uses the loopback address.
-    fn admit_by_address(&self, ip: IpAddr, is_loopback_allowed: bool) -> Result<AdmittedBy, AdmissionError> {
+    fn admit_by_address(&self, ip: IpAddr, is_loopback_allowed: bool) -> Result<AdmissionReason, AdmissionError> {
         let ip = ip.to_canonical();
         match self.allowed.contains(&ip) || (is_loopback_allowed && ip.is_loopback()) {
-            true => Ok(AdmittedBy::Address),
+            true => Ok(AdmissionReason::Address),
             false => Err(AdmissionError::UnknownAddress),
         }
     }
@@ -126,10 +126,10 @@ mod tests {
         let _client = TcpStream::connect(local).unwrap();
         let (_accepted, peer) = listener.accept().unwrap();
         let remote = IpAddr::from([192, 0, 2, 7]);
-        let mut admission = Admission::new(HashSet::from([remote, Ipv4Addr::LOCALHOST.into()]));
-        assert!(admission.identifies_users());
-        assert_eq!(admission.admit(peer, local), Ok(AdmittedBy::User));
-        assert_eq!(admission.admit((remote, 1).into(), local), Ok(AdmittedBy::Address));
+        let mut admission = AdmissionPolicy::new(HashSet::from([remote, Ipv4Addr::LOCALHOST.into()]));
+        assert!(admission.identifies_local_users());
+        assert_eq!(admission.admit(peer, local), Ok(AdmissionReason::User));
+        assert_eq!(admission.admit((remote, 1).into(), local), Ok(AdmissionReason::Address));
         let unknown = (IpAddr::from([192, 0, 2, 8]), 1).into();
         assert_eq!(admission.admit(unknown, local), Err(AdmissionError::UnknownAddress));
         // The address is allowed, but no process has this socket.
@@ -137,21 +137,21 @@ mod tests {
         assert_eq!(admission.admit(absent, local), Err(AdmissionError::Closed));
         admission.uid = 4_000_000_000;
         let uid = nix::unistd::geteuid().as_raw();
-        let expected = if uid == 0 { Ok(AdmittedBy::User) } else { Err(AdmissionError::OtherUser { uid }) };
+        let expected = if uid == 0 { Ok(AdmissionReason::User) } else { Err(AdmissionError::OtherUser { uid }) };
         assert_eq!(admission.admit(peer, local), expected);
     }
 
     #[test]
     fn without_sock_diag_clients_are_admitted_by_address() {
-        let mut admission = Admission::new(HashSet::from([IpAddr::from([192, 0, 2, 7])]));
+        let mut admission = AdmissionPolicy::new(HashSet::from([IpAddr::from([192, 0, 2, 7])]));
         admission.diagnostics = None;
-        assert!(!admission.identifies_users());
+        assert!(!admission.identifies_local_users());
         let local = (Ipv4Addr::LOCALHOST, 5).into();
         for (ip, expected) in [
-            ("127.0.0.1", Ok(AdmittedBy::Address)),
-            ("::1", Ok(AdmittedBy::Address)),
-            ("192.0.2.7", Ok(AdmittedBy::Address)),
-            ("::ffff:192.0.2.7", Ok(AdmittedBy::Address)),
+            ("127.0.0.1", Ok(AdmissionReason::Address)),
+            ("::1", Ok(AdmissionReason::Address)),
+            ("192.0.2.7", Ok(AdmissionReason::Address)),
+            ("::ffff:192.0.2.7", Ok(AdmissionReason::Address)),
             ("192.0.2.8", Err(AdmissionError::UnknownAddress)),
             ("2001:db8::8", Err(AdmissionError::UnknownAddress)),
         ] {

@@ -3,7 +3,7 @@
 //! The store has no timeouts: a client that has waited too long cancels its wait.
 use super::{
     StoreClientError,
-    limits::{MAX_MESSAGE, MAX_TOTAL, MAX_VALUE},
+    limits::{MAX_MESSAGE_BYTES, MAX_STORE_BYTES, MAX_VALUE_BYTES},
     wire::{StoreKey, StoreReply, StoreRequest, StoreValue},
 };
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -12,13 +12,13 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 pub(super) type ClientId = u64;
 /// The overhead in bytes that counts toward the store's size limit for each value, each item of a
 /// queue, and each key that a client waits for, in addition to their contents.
-const ENTRY_BYTES: usize = 128;
+const ENTRY_OVERHEAD_BYTES: usize = 128;
 /// The reply to CHECK if all keys exist, and the reply to a WAIT or BARRIER that ends.
-const READY: u8 = 0;
+const READY_REPLY: u8 = 0;
 /// The reply to CHECK if a key is missing.
-const NOT_READY: u8 = 1;
+const NOT_READY_REPLY: u8 = 1;
 /// The reply to CANCEL_WAIT.
-const CANCELED: u8 = 1;
+const CANCELED_REPLY: u8 = 1;
 
 /// Replies and the clients that receive them, in the order in which they must be sent.
 pub(super) type ClientReplies = Vec<(ClientId, StoreReply)>;
@@ -50,7 +50,7 @@ pub(super) struct RendezvousStore {
 impl RendezvousStore {
     /// Returns the total number of bytes of all keys, values, queues and waits. [`MAX_TOTAL`]
     /// limits this number.
-    pub(super) fn bytes(&self) -> usize {
+    pub(super) fn total_bytes(&self) -> usize {
         self.bytes
     }
 
@@ -70,7 +70,7 @@ impl RendezvousStore {
             StoreRequest::GetMany(keys) => answer(StoreReply::Values(self.get_values(&keys)?)),
             StoreRequest::Check(keys) => {
                 let ready = keys.iter().all(|key| self.contains_key(key));
-                answer(StoreReply::Byte(if ready { READY } else { NOT_READY }));
+                answer(StoreReply::Byte(if ready { READY_REPLY } else { NOT_READY_REPLY }));
             }
             StoreRequest::CountKeys => {
                 answer(StoreReply::Number((self.values.len() + self.queues.len()) as i64))
@@ -83,7 +83,7 @@ impl RendezvousStore {
             StoreRequest::Pop(key) => answer(self.pop_item(&key)),
             StoreRequest::CancelWait => {
                 self.end_wait(client);
-                answer(StoreReply::Byte(CANCELED));
+                answer(StoreReply::Byte(CANCELED_REPLY));
             }
             StoreRequest::Set(key, value) => self.set_value(key, value, out)?,
             StoreRequest::SetMany(pairs) => {
@@ -161,7 +161,7 @@ impl RendezvousStore {
         value: StoreValue,
         out: &mut ClientReplies,
     ) -> Result<(), StoreClientError> {
-        if value.len() as u64 > MAX_VALUE {
+        if value.len() as u64 > MAX_VALUE_BYTES {
             return Err(StoreClientError::ValueTooLong);
         }
         let before = self.values.get(&key).map_or(0, |old| compute_entry_bytes(&key, old));
@@ -208,7 +208,7 @@ impl RendezvousStore {
     /// `after` bytes. Fails, without a change, if the result exceeds [`MAX_TOTAL`].
     fn account_bytes(&mut self, before: usize, after: usize) -> Result<(), StoreClientError> {
         let bytes = self.bytes - before + after;
-        if bytes > MAX_TOTAL {
+        if bytes > MAX_STORE_BYTES {
             return Err(StoreClientError::StoreFull);
         }
         self.bytes = bytes;
@@ -321,7 +321,7 @@ impl RendezvousStore {
         keys.dedup();
         let missing = keys.iter().filter(|key| !self.contains_key(key)).count();
         if missing == 0 {
-            out.push((client, StoreReply::Byte(READY)));
+            out.push((client, StoreReply::Byte(READY_REPLY)));
             return Ok(());
         }
         self.account_bytes(0, compute_wait_bytes(&keys))?;
@@ -346,7 +346,7 @@ impl RendezvousStore {
         let ready = matches!(self.waiting.get(&client), Some(ClientWait::Keys(_, 0)));
         if ready {
             self.end_wait(client);
-            out.push((client, StoreReply::Byte(READY)));
+            out.push((client, StoreReply::Byte(READY_REPLY)));
         }
         ready
     }
@@ -373,9 +373,9 @@ impl RendezvousStore {
         for waiter in self.arrived.remove(&key).unwrap_or_default() {
             self.waiting.remove(&waiter);
             self.bytes -= compute_wait_bytes(std::slice::from_ref(&key));
-            out.push((waiter, StoreReply::Byte(READY)));
+            out.push((waiter, StoreReply::Byte(READY_REPLY)));
         }
-        out.push((client, StoreReply::Byte(READY)));
+        out.push((client, StoreReply::Byte(READY_REPLY)));
         Ok(())
     }
 }
@@ -383,13 +383,13 @@ impl RendezvousStore {
 /// Returns how many bytes a key with its value, or an item of a queue, contributes to the size of
 /// the store, which [`MAX_TOTAL`] limits.
 fn compute_entry_bytes(key: &[u8], value: &[u8]) -> usize {
-    key.len() + value.len() + ENTRY_BYTES
+    key.len() + value.len() + ENTRY_OVERHEAD_BYTES
 }
 
 /// Returns how many bytes a wait for `keys` contributes to the size of the store, which
 /// [`MAX_TOTAL`] limits. The store holds each key twice: by client and by key.
 fn compute_wait_bytes(keys: &[StoreKey]) -> usize {
-    keys.iter().map(|key| 2 * key.len() + ENTRY_BYTES).sum()
+    keys.iter().map(|key| 2 * key.len() + ENTRY_OVERHEAD_BYTES).sum()
 }
 
 /// Returns the length of a queue as the signed number that replies contain.
@@ -399,7 +399,7 @@ fn count_items(queue: &VecDeque<StoreValue>) -> i64 {
 
 /// Fails if a reply of this many bytes would exceed [`MAX_MESSAGE`].
 fn check_reply_length(bytes: usize) -> Result<(), StoreClientError> {
-    match bytes > MAX_MESSAGE {
+    match bytes > MAX_MESSAGE_BYTES {
         true => Err(StoreClientError::ReplyTooLong(bytes)),
         false => Ok(()),
     }

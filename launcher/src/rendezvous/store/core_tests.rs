@@ -132,7 +132,7 @@ fn an_invalid_request_is_rejected_and_changes_nothing() {
     let store = &mut RendezvousStore::default();
     send_request(store, 1, StoreRequest::Set(to_bytes("t"), to_bytes("text")));
     send_request(store, 1, StoreRequest::Set(to_bytes("m"), to_bytes(&i64::MAX.to_string())));
-    let large = vec![0; MAX_VALUE as usize];
+    let large = vec![0; MAX_VALUE_BYTES as usize];
     send_request(store, 1, StoreRequest::Set(to_bytes("l"), large.clone()));
     send_request(store, 1, StoreRequest::Wait(vec![to_bytes("never")]));
     for (request, expected) in [
@@ -141,16 +141,16 @@ fn an_invalid_request_is_rejected_and_changes_nothing() {
         (StoreRequest::Append(to_bytes("l"), to_bytes("x")), StoreClientError::ValueTooLong),
         (
             StoreRequest::GetMany(vec![to_bytes("l"); 9]),
-            StoreClientError::ReplyTooLong(9 * (8 + MAX_VALUE as usize)),
+            StoreClientError::ReplyTooLong(9 * (8 + MAX_VALUE_BYTES as usize)),
         ),
         (StoreRequest::Wait(vec![to_bytes("other")]), StoreClientError::SecondWait),
         (StoreRequest::Barrier(to_bytes("b"), 2), StoreClientError::SecondWait),
     ] {
-        let before = store.bytes();
+        let before = store.total_bytes();
         assert_eq!(store.handle_request(1, request, &mut Vec::new()), Err(expected));
-        assert_eq!(store.bytes(), before);
+        assert_eq!(store.total_bytes(), before);
     }
-    store.bytes = MAX_TOTAL - 10;
+    store.bytes = MAX_STORE_BYTES - 10;
     for request in [
         StoreRequest::Push(to_bytes("q"), to_bytes("")),
         StoreRequest::Wait(vec![to_bytes("k")]),
@@ -286,7 +286,7 @@ proptest! {
                 ClientWait::Barrier(key) => compute_wait_bytes(std::slice::from_ref(key)),
             };
         }
-        prop_assert_eq!(store.bytes(), values + queues + waits);
+        prop_assert_eq!(store.total_bytes(), values + queues + waits);
         for client in 0..4 {
             store.end_wait(client);
         }

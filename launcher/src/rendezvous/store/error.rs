@@ -1,6 +1,6 @@
 //! [`StoreClientError`]: the reasons for which the rendezvous store closes the connection of a
 //! client.
-use super::limits::{MAX_MESSAGE, MAX_TOTAL, MAX_VALUE};
+use super::limits::{MAX_MESSAGE_BYTES, MAX_STORE_BYTES, MAX_VALUE_BYTES};
 
 /// A reason for which the rendezvous store closes the connection of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -18,17 +18,17 @@ pub(crate) enum StoreClientError {
     HandshakeTimeout,
     #[error("{field} of {length} is above the limit of {limit}")]
     LengthAboveLimit { field: RequestLengthField, length: u64, limit: u64 },
-    #[error("a request is longer than {MAX_MESSAGE} bytes")]
+    #[error("a request is longer than {MAX_MESSAGE_BYTES} bytes")]
     RequestTooLong,
     #[error("requested {0} bytes at once; the limit is {MAX_MESSAGE}")]
     ReplyTooLong(usize),
-    #[error("a value would be longer than {MAX_VALUE} bytes")]
+    #[error("a value would be longer than {MAX_VALUE_BYTES} bytes")]
     ValueTooLong,
     #[error("added to a value that is not a number, or beyond 64 bits")]
     InvalidSum,
     #[error("waits for two things at once")]
     SecondWait,
-    #[error("the store is full: it holds at most {MAX_TOTAL} bytes")]
+    #[error("the store is full: it holds at most {MAX_STORE_BYTES} bytes")]
     StoreFull,
     #[error("unfinished requests and unread replies fill the memory of the store")]
     BuffersFull,

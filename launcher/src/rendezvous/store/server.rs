@@ -5,9 +5,9 @@
 //! closed. Addresses are never resolved to names.
 use super::{
     StoreClientError,
-    admission::Admission,
+    admission::AdmissionPolicy,
     core::{ClientId, RendezvousStore},
-    limits::MAX_TOTAL,
+    limits::MAX_STORE_BYTES,
     wire::{self, RequestParseOutcome, StoreRequest},
 };
 use crate::warning_limit::WarningLimit;
@@ -37,7 +37,7 @@ use tokio::{
 const MAX_CONNECTIONS: usize = 65_536;
 /// The number of file descriptors that the process needs in addition to those for the connections
 /// of clients.
-const OTHER_FILES: u64 = 64;
+const OTHER_OPEN_FILES: u64 = 64;
 /// The largest number of bytes that one read from a client's socket returns.
 const READ_CHUNK_BYTES: usize = 64 << 10;
 /// The number of bytes of waiting replies to a client above which they are written before more of
@@ -83,7 +83,7 @@ impl StoreServer {
         let listener = StdListener::bind((address, port))?;
         // Connections from this machine to `address` have `address` as their source, too.
         let allowed: HashSet<IpAddr> = allowed.iter().chain([&address]).map(|ip| ip.to_canonical()).collect();
-        let admission = Admission::new(allowed);
+        let admission = AdmissionPolicy::new(allowed);
         // All ranks connect at the same moment, so the queue is as long as the kernel allows.
         listen(&listener, Backlog::MAXCONN)?;
         listener.set_nonblocking(true)?;
@@ -151,10 +151,10 @@ fn check_file_limit(clients: u32, open_files: u64) -> diagnostic::Result<()> {
         );
         return Err(error(message).with_help("let rank 0 serve the store (`cluster.store: rank0`)"));
     }
-    if u64::from(clients) + OTHER_FILES > open_files {
+    if u64::from(clients) + OTHER_OPEN_FILES > open_files {
         let message = format!(
             "the rendezvous store for {clients} ranks needs {} open files, but the limit is {open_files}",
-            u64::from(clients) + OTHER_FILES
+            u64::from(clients) + OTHER_OPEN_FILES
         );
         return Err(error(message).with_help(
             "raise the hard limit (`ulimit -Hn`), or let rank 0 serve the store (`cluster.store: rank0`)",
@@ -208,7 +208,7 @@ impl ServerState {
     /// shortly before.
     fn warn_about_peer(&self, peer: SocketAddr, text: &str) {
         tracing::debug!(target: "store", %peer, text, "warning");
-        let omitted = self.warning_limit.borrow_mut().count_omitted(peer.ip(), Instant::now());
+        let omitted = self.warning_limit.borrow_mut().admit_warning(peer.ip(), Instant::now());
         match omitted {
             None => {}
             Some(0) => self.warn_user(text.to_owned()),
@@ -219,7 +219,7 @@ impl ServerState {
 
 /// Accepts connections, and starts a task for each connection that `admission` admits. Warns the
 /// user about rejected connections. Returns only if the listener cannot be used.
-async fn accept_clients(listener: StdListener, mut admission: Admission, state: ServerState) {
+async fn accept_clients(listener: StdListener, mut admission: AdmissionPolicy, state: ServerState) {
     let shared = Rc::new(state);
     let listener = match TcpListener::from_std(listener) {
         Ok(listener) => listener,
@@ -231,7 +231,7 @@ async fn accept_clients(listener: StdListener, mut admission: Admission, state: 
         // Without its local address, the connection is closed already.
         let Ok(local) = stream.local_addr() else { continue };
         let admitted = admission.admit(peer, local);
-        if !admission.identifies_users() && !std::mem::replace(&mut has_warned_of_users, true) {
+        if !admission.identifies_local_users() && !std::mem::replace(&mut has_warned_of_users, true) {
             let text = "the kernel does not report the users of connections, so every user of this machine \
                         can connect";
             shared.warn_user(text.to_owned());
@@ -388,8 +388,8 @@ impl ClientConnection {
             self.input = Vec::new();
         }
         *self.shared.buffered.borrow_mut() -= consumed;
-        let bytes = *self.shared.buffered.borrow() + self.shared.store.borrow().bytes();
-        match bytes > MAX_TOTAL {
+        let bytes = *self.shared.buffered.borrow() + self.shared.store.borrow().total_bytes();
+        match bytes > MAX_STORE_BYTES {
             true => Err(StoreClientError::BuffersFull),
             false => Ok(()),
         }

@@ -130,7 +130,7 @@ fn requests_may_arrive_in_pieces_and_many_at_once() {
     for byte in encode_request(&StoreRequest::Set(to_bytes("/slow"), to_bytes("value"))) {
         client.write_all(&[byte]).expect("sent");
     }
-    let large = vec![7; crate::rendezvous::store::limits::MAX_VALUE as usize];
+    let large = vec![7; crate::rendezvous::store::limits::MAX_VALUE_BYTES as usize];
     send_request(&mut client, StoreRequest::Set(to_bytes("/large"), large.clone()));
     let many: Vec<u8> =
         (0..1000).flat_map(|_| encode_request(&StoreRequest::Get(to_bytes("/slow")))).collect();
@@ -290,7 +290,7 @@ fn a_low_limit_of_open_files_is_rejected() {
 fn unread_replies_count_until_their_connection_closes() {
     let (server, _messages) = start_server();
     let mut greedy = connect_client(&server);
-    let large = vec![7; crate::rendezvous::store::limits::MAX_VALUE as usize];
+    let large = vec![7; crate::rendezvous::store::limits::MAX_VALUE_BYTES as usize];
     send_request(&mut greedy, StoreRequest::Set(to_bytes("/large"), large));
     wait_until_handled(&mut greedy);
     // Each client requests 8 MiB and reads nothing. If the server did not release these bytes, it

@@ -28,9 +28,9 @@ const REQUEST_BYTES: usize = 56;
 /// The size of a sock_diag answer (`struct inet_diag_msg`) without the netlink header, in bytes.
 const ANSWER_BYTES: usize = 72;
 /// The byte offset of the user id in an answer of sock_diag. The inode follows.
-const UID_AT: usize = 64;
+const UID_OFFSET: usize = 64;
 /// The longest answer of the kernel that is read, in bytes.
-const LONGEST_ANSWER: usize = 8 << 10;
+const MAX_ANSWER_BYTES: usize = 8 << 10;
 /// How long this process waits for the kernel's answer to a sock_diag request, in seconds. The
 /// kernel normally answers at once.
 const ANSWER_TIMEOUT_S: i64 = 1;
@@ -92,7 +92,7 @@ impl SocketDiagnostics {
         self.sequence = self.sequence.wrapping_add(1);
         let request = encode_request(self.sequence, peer, local);
         send(self.socket.as_raw_fd(), &request, MsgFlags::empty())?;
-        let mut buffer = [0; LONGEST_ANSWER];
+        let mut buffer = [0; MAX_ANSWER_BYTES];
         loop {
             let length = recv(self.socket.as_raw_fd(), &mut buffer, MsgFlags::empty())?;
             return match parse_answer(&buffer[..length], self.sequence) {
@@ -161,8 +161,8 @@ pub(crate) fn parse_answer(bytes: &[u8], sequence: u32) -> Result<SocketAnswer, 
             Ok(SocketAnswer::Error((word(HEADER_BYTES)? as i32).wrapping_neg()))
         }
         SOCK_DIAG_BY_FAMILY if length >= HEADER_BYTES + ANSWER_BYTES => {
-            let uid = word(HEADER_BYTES + UID_AT)?;
-            let inode = word(HEADER_BYTES + UID_AT + 4)?;
+            let uid = word(HEADER_BYTES + UID_OFFSET)?;
+            let inode = word(HEADER_BYTES + UID_OFFSET + 4)?;
             Ok(SocketAnswer::Owner(SocketOwner { uid, inode }))
         }
         NLMSG_ERROR | SOCK_DIAG_BY_FAMILY => Err(SocketAnswerError::Truncated),
@@ -205,8 +205,8 @@ mod tests {
             [&header.concat()[..], &[0; 4], body].concat()
         };
         let mut body = [0; ANSWER_BYTES];
-        body[UID_AT] = 7;
-        body[UID_AT + 4] = 9;
+        body[UID_OFFSET] = 7;
+        body[UID_OFFSET + 4] = 9;
         let good = answer(SOCK_DIAG_BY_FAMILY, 3, &body);
         let owner =
             SocketOwner { uid: u32::from_ne_bytes([7, 0, 0, 0]), inode: u32::from_ne_bytes([9, 0, 0, 0]) };

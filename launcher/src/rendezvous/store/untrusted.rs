@@ -7,7 +7,7 @@ use super::{
 use std::collections::BTreeMap;
 
 /// The number of clients whose requests the untrusted input contains.
-const CLIENTS: u8 = 4;
+const CLIENT_COUNT: u8 = 4;
 
 /// Executes the requests in `bytes`, an untrusted input in which several clients take turns, on a
 /// new store. Then disconnects all clients. Each turn is one byte that selects the client, one byte
@@ -19,7 +19,7 @@ pub(crate) fn serve_untrusted_clients(mut bytes: &[u8]) -> Result<(), StoreClien
     while let [selector, length, rest @ ..] = bytes {
         let (sent, later) = rest.split_at(usize::from(*length).min(rest.len()));
         bytes = later;
-        let client = ClientId::from(selector % CLIENTS);
+        let client = ClientId::from(selector % CLIENT_COUNT);
         let input = clients.entry(client).or_default();
         input.extend_from_slice(sent);
         if let Err(error) = handle_requests(&mut store, client, input) {

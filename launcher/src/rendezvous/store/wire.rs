@@ -6,11 +6,11 @@
 //! before the connection waits for that many bytes.
 use super::{
     error::{RequestLengthField, StoreClientError},
-    limits::{MAX_KEY, MAX_KEYS, MAX_MESSAGE, MAX_VALUE},
+    limits::{MAX_KEY_BYTES, MAX_KEYS_PER_REQUEST, MAX_MESSAGE_BYTES, MAX_VALUE_BYTES},
 };
 
 /// The number that a client of torch 2.4 or later sends in its first request, the handshake.
-const MAGIC: u32 = 0x3C85_F7CE;
+const HANDSHAKE_MAGIC: u32 = 0x3C85_F7CE;
 
 /// A key of the rendezvous store: any sequence of bytes.
 pub(super) type StoreKey = Vec<u8>;
@@ -81,7 +81,7 @@ pub(super) fn parse_request(bytes: &[u8]) -> RequestParseOutcome {
     let mut parser = RequestParser { bytes, offset: 0, copies: true };
     match checked.and_then(|_| parser.parse_request()) {
         Ok(request) => RequestParseOutcome::Complete(request, parser.offset),
-        Err(RequestParseStop::Incomplete(needed)) if needed > MAX_MESSAGE => {
+        Err(RequestParseStop::Incomplete(needed)) if needed > MAX_MESSAGE_BYTES => {
             RequestParseOutcome::Malformed(StoreClientError::RequestTooLong)
         }
         Err(RequestParseStop::Incomplete(needed)) => RequestParseOutcome::Incomplete(needed),
@@ -138,7 +138,7 @@ impl RequestParser<'_> {
     /// Parses the handshake, which has to contain [`MAGIC`].
     fn read_magic(&mut self) -> Result<StoreRequest, RequestParseStop> {
         match u32::from_le_bytes(self.read_array()?) {
-            MAGIC => Ok(StoreRequest::Validate),
+            HANDSHAKE_MAGIC => Ok(StoreRequest::Validate),
             other => Err(RequestParseStop::Malformed(StoreClientError::WrongMagic(other))),
         }
     }
@@ -180,13 +180,13 @@ impl RequestParser<'_> {
 
     /// Parses a key: its length, then its bytes. Fails if the key is longer than [`MAX_KEY`].
     fn read_key(&mut self) -> Result<StoreKey, RequestParseStop> {
-        let length = self.read_length(RequestLengthField::Key, MAX_KEY)?;
+        let length = self.read_length(RequestLengthField::Key, MAX_KEY_BYTES)?;
         self.read_bytes(length)
     }
 
     /// Parses a value: its length, then its bytes. Fails if the value is longer than [`MAX_VALUE`].
     fn read_value(&mut self) -> Result<StoreValue, RequestParseStop> {
-        let length = self.read_length(RequestLengthField::Value, MAX_VALUE)?;
+        let length = self.read_length(RequestLengthField::Value, MAX_VALUE_BYTES)?;
         self.read_bytes(length)
     }
 
@@ -211,7 +211,7 @@ impl RequestParser<'_> {
         min_bytes: usize,
         item: impl Fn(&mut Self) -> Result<T, RequestParseStop>,
     ) -> Result<Vec<T>, RequestParseStop> {
-        let count = self.read_length(RequestLengthField::KeyCount, MAX_KEYS)?;
+        let count = self.read_length(RequestLengthField::KeyCount, MAX_KEYS_PER_REQUEST)?;
         let mut items = Vec::new();
         for left in (1..=count).rev() {
             // Nothing is parsed or allocated before the rest of the list can be complete.

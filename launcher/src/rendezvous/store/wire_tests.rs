@@ -18,7 +18,7 @@ pub(crate) fn encode_request(request: &StoreRequest) -> Vec<u8> {
     match request {
         StoreRequest::Validate => {
             out.push(0);
-            out.extend(MAGIC.to_le_bytes());
+            out.extend(HANDSHAKE_MAGIC.to_le_bytes());
         }
         StoreRequest::Set(k, v) => put(1, &[k, v]),
         StoreRequest::CompareSet(k, old, new) => put(2, &[k, old, new]),
@@ -95,29 +95,29 @@ pub(crate) fn any_request() -> impl Strategy<Value = StoreRequest> {
 #[test]
 fn bytes_of_another_protocol_are_rejected() {
     let mut long_key = vec![3];
-    long_key.extend((MAX_KEY + 1).to_le_bytes());
+    long_key.extend((MAX_KEY_BYTES + 1).to_le_bytes());
     let mut long_value = vec![1];
     append_text(&mut long_value, b"k");
     long_value.extend(u64::MAX.to_le_bytes());
     let mut many = vec![6];
-    many.extend((MAX_KEYS + 1).to_le_bytes());
+    many.extend((MAX_KEYS_PER_REQUEST + 1).to_le_bytes());
     let above = |field, length, limit| StoreClientError::LengthAboveLimit { field, length, limit };
     for (bytes, error) in [
         (vec![19], StoreClientError::UnknownOperation(19)),
         (vec![255], StoreClientError::UnknownOperation(255)),
         (vec![0, 1, 2, 3, 4], StoreClientError::WrongMagic(0x0403_0201)),
         (b"GET / HTTP/1.1".to_vec(), StoreClientError::UnknownOperation(71)),
-        (long_key, above(RequestLengthField::Key, 8193, MAX_KEY)),
-        (long_value, above(RequestLengthField::Value, u64::MAX, MAX_VALUE)),
-        (many, above(RequestLengthField::KeyCount, 131_073, MAX_KEYS)),
+        (long_key, above(RequestLengthField::Key, 8193, MAX_KEY_BYTES)),
+        (long_value, above(RequestLengthField::Value, u64::MAX, MAX_VALUE_BYTES)),
+        (many, above(RequestLengthField::KeyCount, 131_073, MAX_KEYS_PER_REQUEST)),
     ] {
         assert_eq!(parse_request(&bytes), RequestParseOutcome::Malformed(error));
     }
     let mut most = vec![11];
-    most.extend(MAX_KEYS.to_le_bytes());
+    most.extend(MAX_KEYS_PER_REQUEST.to_le_bytes());
     assert_eq!(
         parse_request(&most),
-        RequestParseOutcome::Incomplete(9 + 16 * MAX_KEYS as usize),
+        RequestParseOutcome::Incomplete(9 + 16 * MAX_KEYS_PER_REQUEST as usize),
         "nothing is allocated early"
     );
 }
@@ -140,7 +140,7 @@ proptest! {
         let bytes = [vec![code], bytes].concat();
         match parse_request(&bytes) {
             RequestParseOutcome::Complete(_, length) => prop_assert!(length <= bytes.len()),
-            RequestParseOutcome::Incomplete(needed) => prop_assert!(needed > bytes.len() && needed <= MAX_MESSAGE),
+            RequestParseOutcome::Incomplete(needed) => prop_assert!(needed > bytes.len() && needed <= MAX_MESSAGE_BYTES),
             RequestParseOutcome::Malformed(_) => {}
         }
     }

@@ -16,7 +16,7 @@ use std::{
 /// The time between two reads of the run.
 const REFRESH_INTERVAL: Duration = Duration::from_millis(500);
 /// The longest time for which the view waits for a key before it checks for a signal.
-const KEY_INTERVAL: Duration = Duration::from_millis(100);
+const KEY_WAIT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The time after a signal at which the kernel ends the program if it has not ended, in seconds.
 /// The library that reads the keys does not return if the terminal is closed while it reads.
@@ -43,14 +43,14 @@ extern "C" fn record_signal(_: libc::c_int) {
 }
 
 /// Returns whether this process can show a full-screen view: stdin and stdout are terminals.
-pub(crate) fn can_show() -> bool {
+pub(crate) fn can_show_full_screen() -> bool {
     io::stdin().is_terminal() && io::stdout().is_terminal()
 }
 
 /// Shows the run on the whole terminal until the user quits or a signal arrives. Restores the
 /// terminal, also after a panic.
 pub(crate) fn show_run(source: &dyn TopSource) -> io::Result<()> {
-    if !can_show() {
+    if !can_show_full_screen() {
         return Err(io::Error::new(io::ErrorKind::Unsupported, "stdin or stdout is not a terminal"));
     }
     for signal in [libc::SIGTERM, libc::SIGHUP, libc::SIGINT] {
@@ -102,7 +102,7 @@ fn run_event_loop(source: &dyn TopSource, terminal: &mut ratatui::DefaultTermina
 fn read_events() -> io::Result<Vec<Event>> {
     let stdin = io::stdin();
     let mut fds = [PollFd::new(stdin.as_fd(), PollFlags::POLLIN)];
-    if poll(&mut fds, KEY_INTERVAL.as_millis() as u16)? == 0 {
+    if poll(&mut fds, KEY_WAIT_INTERVAL.as_millis() as u16)? == 0 {
         return Ok(Vec::new());
     }
     let closed = PollFlags::POLLHUP | PollFlags::POLLERR | PollFlags::POLLNVAL;

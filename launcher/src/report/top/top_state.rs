@@ -4,7 +4,7 @@ use diagnostic::terminal_text::filter_line;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 
 /// The longest text that can be searched for, in characters.
-const MAX_FILTER: usize = 100;
+const MAX_FILTER_CHARS: usize = 100;
 
 /// The shown run, and the user's choices.
 #[derive(Debug, Default)]
@@ -45,7 +45,7 @@ impl TopState {
                 KeyCode::Esc => self.input = None,
                 KeyCode::Enter => self.filter = self.input.take().unwrap_or_default(),
                 KeyCode::Backspace => _ = input.pop(),
-                KeyCode::Char(c) if input.chars().count() < MAX_FILTER => input.push(c),
+                KeyCode::Char(c) if input.chars().count() < MAX_FILTER_CHARS => input.push(c),
                 _ => {}
             }
             return KeyAction::Redraw;
@@ -54,8 +54,8 @@ impl TopState {
             KeyCode::Char('q') => return KeyAction::Quit,
             KeyCode::Char('/') => self.input = Some(String::new()),
             KeyCode::Esc => self.filter.clear(),
-            KeyCode::Left => self.select(self.selected.saturating_sub(1)),
-            KeyCode::Right => self.select(self.selected.saturating_add(1)),
+            KeyCode::Left => self.select_rank(self.selected.saturating_sub(1)),
+            KeyCode::Right => self.select_rank(self.selected.saturating_add(1)),
             KeyCode::Up => self.select_host(-1),
             KeyCode::Down => self.select_host(1),
             _ => {}
@@ -66,10 +66,10 @@ impl TopState {
     /// Sets the newest state of the run.
     pub(super) fn set_run(&mut self, run: RunSnapshot) {
         self.run = Some(run);
-        self.select(self.selected);
+        self.select_rank(self.selected);
     }
 
-    fn select(&mut self, rank: u32) {
+    fn select_rank(&mut self, rank: u32) {
         let ranks = self.run.as_ref().map_or(0, |run| run.states.len() as u32);
         let rank = rank.min(ranks.saturating_sub(1));
         if rank != self.selected {
@@ -88,11 +88,11 @@ impl TopState {
         };
         let position = self.selected - run.hosts[at].first_rank;
         let Some(host) = at.checked_add_signed(by).and_then(|at| run.hosts.get(at)) else { return };
-        self.select(host.first_rank + position.min(host.workers.saturating_sub(1)));
+        self.select_rank(host.first_rank + position.min(host.workers.saturating_sub(1)));
     }
 
     /// Returns whether a line contains the text that the user searches for, without regard to case.
-    pub(super) fn matches(&self, line: &str) -> bool {
+    pub(super) fn matches_search(&self, line: &str) -> bool {
         self.filter.is_empty() || line.to_lowercase().contains(&self.filter.to_lowercase())
     }
 

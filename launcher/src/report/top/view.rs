@@ -21,7 +21,7 @@ use serde_json::Value;
 
 /// The smallest width, in columns, at which the view shows events and log next to each other, and
 /// the curve of the loss.
-const WIDE_COLUMNS: u16 = 120;
+const MIN_WIDE_COLUMNS: u16 = 120;
 /// The largest number of lines of the hosts, without the border.
 const MAX_HOST_LINES: u16 = 20;
 /// The height of the curve of the loss, with its border.
@@ -33,7 +33,7 @@ pub(super) fn draw(frame: &mut Frame, state: &TopState) {
     let Some(run) = &state.run else {
         return frame.render_widget(Paragraph::new("reading the run…"), area);
     };
-    let is_wide = area.width >= WIDE_COLUMNS;
+    let is_wide = area.width >= MIN_WIDE_COLUMNS;
     let slow = state.list_warnings();
     let hosts = (run.hosts.len() as u16).clamp(1, MAX_HOST_LINES).min(area.height / 4) + 2;
     let curve = if is_wide && area.height >= 40 { CURVE_LINES } else { 0 };
@@ -59,18 +59,18 @@ pub(super) fn draw(frame: &mut Frame, state: &TopState) {
     let title = format!(" hosts and ranks ({}) ", run.world);
     let lines =
         format_hosts(run, state.selected, grid.height.saturating_sub(2), grid.width.saturating_sub(2));
-    frame.render_widget(Paragraph::new(lines).block(framed(title)), grid);
+    frame.render_widget(Paragraph::new(lines).block(build_frame(title)), grid);
     frame.render_widget(Paragraph::new(describe_rank(run, state.selected)), detail);
     let halves = [Constraint::Percentage(50), Constraint::Percentage(50)];
     let [events, log] = match is_wide {
         true => Layout::horizontal(halves).areas(body),
         false => Layout::vertical(halves).areas(body),
     };
-    let texts = run.events.iter().map(format_event_line).filter(|text| state.matches(text)).collect();
-    draw_end(frame, " events ".into(), texts, events);
+    let texts = run.events.iter().map(format_event_line).filter(|text| state.matches_search(text)).collect();
+    draw_last_lines(frame, " events ".into(), texts, events);
     let lines: Vec<String> =
-        state.log.iter().map(|line| filter_line(line)).filter(|line| state.matches(line)).collect();
-    draw_end(frame, format!(" log of rank {} ", state.selected), lines, log);
+        state.log.iter().map(|line| filter_line(line)).filter(|line| state.matches_search(line)).collect();
+    draw_last_lines(frame, format!(" log of rank {} ", state.selected), lines, log);
     frame.render_widget(Paragraph::new(format_foot(state)), foot);
 }
 
@@ -126,18 +126,18 @@ fn draw_losses(frame: &mut Frame, run: &RunSnapshot, area: Rect) {
         _ => (0..columns).map(column).collect(),
     };
     let title = if points > 0 { format!(" loss {high:.4} to {low:.4} ") } else { " loss ".into() };
-    frame.render_widget(Sparkline::default().data(bars).block(framed(title)), area);
+    frame.render_widget(Sparkline::default().data(bars).block(build_frame(title)), area);
 }
 
 /// Draws the last lines that fit into an area.
-fn draw_end(frame: &mut Frame, title: String, lines: Vec<String>, area: Rect) {
+fn draw_last_lines(frame: &mut Frame, title: String, lines: Vec<String>, area: Rect) {
     let fitting = usize::from(area.height.saturating_sub(2));
     let first = lines.len().saturating_sub(fitting);
     let lines: Vec<Line> = lines.into_iter().skip(first).map(Line::raw).collect();
-    frame.render_widget(Paragraph::new(lines).block(framed(title)), area);
+    frame.render_widget(Paragraph::new(lines).block(build_frame(title)), area);
 }
 
-fn framed(title: String) -> Block<'static> {
+fn build_frame(title: String) -> Block<'static> {
     Block::new().borders(Borders::ALL).title(title)
 }
 

@@ -7,12 +7,12 @@ mod training_state;
 
 pub use external::{ExternalCheckpoint, ExternalFacts, StatePart};
 pub(crate) use external::{
-    ExternalCheckpointBuilder, ExternalTensor, FusedExperts, FusedMember, GLOBALS, StepValue, StoredFile,
-    TensorPart, TrainedNames, parse_expert_matrix, to_whole_step, verify_all_spans,
+    ExternalCheckpointBuilder, ExternalTensor, FusedExperts, FusedMember, ALLOWED_GLOBALS, StepValue, StoredFile,
+    TensorPart, TrainedWeightNames, parse_expert_matrix_name, convert_step_to_integer, verify_all_spans,
 };
 pub use model::{ModelSpec, RunFacts, TensorInfo, TextFile, TiedWeight, WeightShape};
-pub(crate) use model::{STEP_LAG_KEY, ShapedWeight, borrow_weights, require_same_model};
+pub(crate) use model::{STEP_LAG_KEY, BorrowedWeightShape, borrow_weights, require_same_model};
 pub use passthrough::{ParamGroup, PassthroughState};
-pub(crate) use tensor_source::request_spans;
+pub(crate) use tensor_source::build_span_requests;
 pub use tensor_source::{ReadRequest, TensorSource};
 pub use training_state::{LossScale, ParamGroupInfo, TrainingState};

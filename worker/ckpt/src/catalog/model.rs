@@ -41,7 +41,7 @@ impl TensorInfo {
     }
 
     /// Returns the size of all elements in bytes.
-    pub fn bytes(&self) -> u64 {
+    pub fn size_in_bytes(&self) -> u64 {
         self.element_count() * self.dtype.size()
     }
 }
@@ -251,9 +251,9 @@ pub(crate) fn require_same_model(
 }
 
 /// Borrowed name and shape of a weight.
-pub(crate) type ShapedWeight<'a> = (&'a str, &'a [u64]);
+pub(crate) type BorrowedWeightShape<'a> = (&'a str, &'a [u64]);
 
 /// Returns references to the names and shapes in `weights`.
-pub(crate) fn borrow_weights(weights: &[(String, Vec<u64>)]) -> Vec<ShapedWeight<'_>> {
+pub(crate) fn borrow_weights(weights: &[(String, Vec<u64>)]) -> Vec<BorrowedWeightShape<'_>> {
     weights.iter().map(|(name, shape)| (name.as_str(), shape.as_slice())).collect()
 }

@@ -25,7 +25,7 @@ pub struct ReadRequest<'a> {
 /// Creates read requests that fill `buffer` with the elements of `spans`, one span after another,
 /// and resizes the buffer to fit. A span is a range of elements of a tensor. A span without a
 /// tensor is filled with zeros.
-pub(crate) fn request_spans<'a>(
+pub(crate) fn build_span_requests<'a>(
     spans: impl Iterator<Item = (Option<&'a TensorInfo>, Range<u64>)> + Clone,
     buffer: &'a mut Vec<f32>,
 ) -> Vec<ReadRequest<'a>> {
@@ -56,14 +56,14 @@ pub trait TensorSource: Sync {
 
     /// Reads the elements of all requests as F32 into their buffers, and verifies the stored bytes.
     /// After an error the contents of the buffers are undefined.
-    fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()>;
+    fn read_verified(&self, requests: &mut [ReadRequest<'_>]) -> Result<()>;
 
     /// Reads the elements of all requests as F32 into their buffers, and may leave the verification
     /// of the stored bytes to [`TensorSource::verify_reads`]. Each byte is then read only once. The
     /// caller must later call [`TensorSource::verify_reads`], and must discard the elements if that
     /// call fails.
-    fn read_unchecked(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
-        self.read_many(requests)
+    fn read_unverified(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
+        self.read_verified(requests)
     }
 
     /// Verifies all bytes that [`TensorSource::read_unchecked`] has read, or all stored bytes if
@@ -88,7 +88,7 @@ pub trait TensorSource: Sync {
     /// Returns the index of the first element of the tensor `info`, from `start` on, that is not in
     /// a hole of a sparse file. Elements in a hole are zero and need not be read. Returns the
     /// number of elements if all are in holes. By default returns `start`.
-    fn skip_zeros(&self, info: &TensorInfo, start: u64) -> Result<u64> {
+    fn skip_file_holes(&self, info: &TensorInfo, start: u64) -> Result<u64> {
         let _ = info;
         Ok(start)
     }
@@ -103,7 +103,7 @@ pub trait TensorSource: Sync {
     fn completed_steps(&self) -> Option<u64>;
 
     /// Returns the dtype in which the weights are exported unless the user selects one.
-    fn weights_dtype(&self) -> Dtype {
+    fn default_export_dtype(&self) -> Dtype {
         Dtype::F32
     }
 
@@ -117,13 +117,13 @@ pub trait TensorSource: Sync {
 
     /// Returns the reason why [`TensorSource::tensors`] omits the optimizer states of the
     /// checkpoint. Returns `None` if no optimizer state is omitted.
-    fn ignored_optimizer(&self) -> Option<&str> {
+    fn ignored_optimizer_reason(&self) -> Option<&str> {
         None
     }
 
     /// Returns the number of tokens on which the model was trained, or `None` if the checkpoint
     /// does not record it.
-    fn tokens(&self) -> Option<u64> {
+    fn trained_token_count(&self) -> Option<u64> {
         None
     }
 
@@ -145,7 +145,7 @@ pub trait TensorSource: Sync {
 
     /// Fails if weights or buffers of the checkpoint are known to be missing, for example because
     /// other hosts store their shards.
-    fn require_weights(&self) -> Result<()> {
+    fn require_all_weights(&self) -> Result<()> {
         Ok(())
     }
 }

@@ -1,6 +1,6 @@
 //! Recognizes placeholders, which are small files that a failed download or checkout left in place
 //! of the real files.
-use crate::error::Placeholder;
+use crate::error::PlaceholderFile;
 
 /// Determines from the first bytes of a file of `size` bytes whether a failed download or checkout
 /// left it as a placeholder. `read_at(offset, buffer)` must fill the buffer with the bytes at the
@@ -8,15 +8,15 @@ use crate::error::Placeholder;
 pub(crate) fn detect_placeholder(
     size: u64,
     read_at: &mut impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,
-) -> Option<Placeholder> {
+) -> Option<PlaceholderFile> {
     let mut start = [0u8; 23];
     if size < start.len() as u64 || read_at(0, &mut start).is_err() {
         return None;
     }
     let starts_with = |text: &str| start[..text.len()].eq_ignore_ascii_case(text.as_bytes());
     match () {
-        () if starts_with("version https://git-lfs") => Some(Placeholder::GitLfsPointer),
-        () if starts_with("<!doctype") || starts_with("<html") => Some(Placeholder::HtmlPage),
+        () if starts_with("version https://git-lfs") => Some(PlaceholderFile::GitLfsPointer),
+        () if starts_with("<!doctype") || starts_with("<html") => Some(PlaceholderFile::HtmlPage),
         () => None,
     }
 }

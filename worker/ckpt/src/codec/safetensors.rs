@@ -3,7 +3,7 @@
 use super::disk::Directory;
 use super::json::deserialize_map;
 use super::placeholder;
-use crate::error::{CkptError, SafetensorsError, shorten};
+use crate::error::{CkptError, SafetensorsError, shorten_text};
 use crate::format_constants::{SAFETENSORS_HEADER_MAX, TENSORS_MAX};
 use crate::tensor::{Dtype, TensorRole, check_tensor_name, count_elements, deserialize_shape};
 use serde::{Deserialize, Deserializer, de};
@@ -77,7 +77,7 @@ pub(crate) fn read_header(
         return Err(SafetensorsError::NotAnObject);
     }
     let raw: RawHeader =
-        serde_json::from_slice(&text).map_err(|e| SafetensorsError::Json(shorten(e.to_string())))?;
+        serde_json::from_slice(&text).map_err(|e| SafetensorsError::Json(shorten_text(e.to_string())))?;
     raw.validate(8 + length, size)
 }
 
@@ -235,7 +235,7 @@ pub(crate) struct PlannedTensor<'a> {
 impl PlannedTensor<'_> {
     /// Returns the size of the tensor's elements in bytes. The caller must have checked that the
     /// size does not overflow.
-    pub(crate) fn bytes(&self) -> u64 {
+    pub(crate) fn size_in_bytes(&self) -> u64 {
         count_elements(self.shape).unwrap_or(0) * self.dtype.size()
     }
 }
@@ -255,7 +255,7 @@ pub(crate) fn encode_header(metadata: &[(&str, String)], tensors: &[PlannedTenso
     text.push('}');
     let mut at = 0;
     for t in tensors {
-        let end = at + t.bytes();
+        let end = at + t.size_in_bytes();
         text.push_str(&format!(
             ",{}:{{\"dtype\":\"{}\",\"shape\":{:?},\"data_offsets\":[{at},{end}]}}",
             json(&t.name),
@@ -286,7 +286,7 @@ pub(crate) fn encode_shard_header(rank: u32, world: u32, pieces: &[PlannedTensor
 
 /// Returns the name `role/name@start` under which a rank's file of a native checkpoint stores a
 /// part of a tensor. `start` is the index of the piece's first element in the tensor.
-pub(crate) fn piece_key(role: TensorRole, name: &str, start: u64) -> String {
+pub(crate) fn format_piece_key(role: TensorRole, name: &str, start: u64) -> String {
     format!("{role}/{name}@{start}")
 }
 

@@ -5,7 +5,7 @@ use crate::hash::Hash;
 use std::ops::Range;
 
 /// Number of hexadecimal digits of the hash in a sealed JSON file.
-const DIGITS: usize = 64;
+const HASH_DIGITS: usize = 64;
 
 /// The position of the hash within a JSON text that the hash protects.
 pub(crate) struct JsonSeal {
@@ -31,32 +31,32 @@ impl JsonSeal {
     /// Returns the zeros that a JSON text must contain in place of its hash while the hash is
     /// computed.
     pub(crate) fn empty_hash() -> String {
-        "0".repeat(DIGITS)
+        "0".repeat(HASH_DIGITS)
     }
 
     /// Returns the byte range of the hash's digits in the JSON text.
-    fn digits(&self) -> Range<usize> {
-        self.start.len()..self.start.len() + DIGITS
+    fn digit_range(&self) -> Range<usize> {
+        self.start.len()..self.start.len() + HASH_DIGITS
     }
 
     /// Returns true if the text begins with a hash, whether or not the hash matches the text.
     pub(crate) fn has_hash(&self, text: &[u8]) -> bool {
-        text.starts_with(self.start.as_bytes()) && text.len() > self.digits().end
+        text.starts_with(self.start.as_bytes()) && text.len() > self.digit_range().end
     }
 
     /// Computes the hash of the text and writes it to its place in the text. Does nothing if the
     /// text is too short.
     pub(crate) fn seal(&self, text: &mut [u8]) {
-        if text.get_mut(self.digits()).map(|hex| hex.fill(b'0')).is_some() {
+        if text.get_mut(self.digit_range()).map(|hex| hex.fill(b'0')).is_some() {
             let hash = Hash::digest(text).to_hex();
-            text[self.digits()].copy_from_slice(hash.as_bytes());
+            text[self.digit_range()].copy_from_slice(hash.as_bytes());
         }
     }
 
     /// Verifies the hash in the text, and replaces it by zeros. Returns the hash.
     pub(crate) fn unseal(&self, text: &mut [u8]) -> Result<String, SealError> {
-        let stored = text.get(self.digits()).ok_or(SealError::Truncated)?.to_owned();
-        text[self.digits()].fill(b'0');
+        let stored = text.get(self.digit_range()).ok_or(SealError::Truncated)?.to_owned();
+        text[self.digit_range()].fill(b'0');
         let hash = Hash::digest(text).to_hex();
         match text.starts_with(self.start.as_bytes()) && hash.as_bytes() == stored {
             true => Ok(hash),

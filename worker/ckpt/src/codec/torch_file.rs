@@ -118,7 +118,7 @@ pub(crate) struct TensorView {
 
 impl TensorView {
     /// Returns the number of elements of the view, which is the product of its dimensions.
-    pub(crate) fn elements(&self) -> u64 {
+    pub(crate) fn element_count(&self) -> u64 {
         count_elements(&self.shape).unwrap_or(0)
     }
 
@@ -135,7 +135,7 @@ impl TensorView {
             let fits = size == 1 || stride == expected;
             expected *= size;
             fits
-        }) || self.elements() == 0
+        }) || self.element_count() == 0
     }
 }
 
@@ -236,19 +236,19 @@ impl TorchFile {
         let arg = |i: usize| args.and_then(|a| a.get(i));
         match function {
             "torch._utils._rebuild_tensor_v2" | "torch._utils._rebuild_tensor" => {
-                self.parse_rebuild_arguments(args.ok_or(UNKNOWN_FORM)?, None).map(Some)
+                self.parse_rebuild_arguments(args.ok_or(UNKNOWN_TENSOR_FORM_ERROR)?, None).map(Some)
             }
             "torch._utils._rebuild_tensor_v3" => {
                 let dtype =
-                    arg(6).and_then(PickleView::as_global).and_then(parse_dtype).ok_or(UNKNOWN_FORM)?;
-                self.parse_rebuild_arguments(args.ok_or(UNKNOWN_FORM)?, Some(dtype)).map(Some)
+                    arg(6).and_then(PickleView::as_global).and_then(parse_dtype).ok_or(UNKNOWN_TENSOR_FORM_ERROR)?;
+                self.parse_rebuild_arguments(args.ok_or(UNKNOWN_TENSOR_FORM_ERROR)?, Some(dtype)).map(Some)
             }
-            "torch._utils._rebuild_parameter" => self.parse_tensor(arg(0).ok_or(UNKNOWN_FORM)?),
+            "torch._utils._rebuild_parameter" => self.parse_tensor(arg(0).ok_or(UNKNOWN_TENSOR_FORM_ERROR)?),
             "torch._tensor._rebuild_from_type_v2" => match arg(0).and_then(PickleView::as_global) {
                 Some("torch._utils._rebuild_tensor_v2") => self
-                    .parse_rebuild_arguments(arg(2).and_then(PickleView::as_items).ok_or(UNKNOWN_FORM)?, None)
+                    .parse_rebuild_arguments(arg(2).and_then(PickleView::as_items).ok_or(UNKNOWN_TENSOR_FORM_ERROR)?, None)
                     .map(Some),
-                _ => Err(UNKNOWN_FORM),
+                _ => Err(UNKNOWN_TENSOR_FORM_ERROR),
             },
             _ => Ok(None),
         }
@@ -258,25 +258,25 @@ impl TorchFile {
     /// tensor. `dtype` is the tensor's dtype if the storage is untyped, and `None` otherwise.
     fn parse_rebuild_arguments(&self, args: PickleItems<'_>, dtype: Option<Dtype>) -> Result<TensorView> {
         let counts = |i: usize| {
-            let value = args.get(i).ok_or(UNKNOWN_FORM)?;
-            parse_shape(value).ok_or(UNKNOWN_FORM)
+            let value = args.get(i).ok_or(UNKNOWN_TENSOR_FORM_ERROR)?;
+            parse_shape(value).ok_or(UNKNOWN_TENSOR_FORM_ERROR)
         };
         let storage = args
             .get(0)
             .and_then(PickleView::as_persistent_id)
             .and_then(PickleView::as_items)
-            .ok_or(UNKNOWN_FORM)?;
+            .ok_or(UNKNOWN_TENSOR_FORM_ERROR)?;
         let (dtype, member, held) = self.resolve_storage(storage, dtype)?;
         let stored = held.end;
         let offset = args
             .get(1)
             .and_then(PickleView::as_count)
             .and_then(|o| o.checked_add(held.start))
-            .ok_or(UNKNOWN_FORM)?;
+            .ok_or(UNKNOWN_TENSOR_FORM_ERROR)?;
         let (shape, strides) = (counts(2)?, counts(3)?);
         let total = count_elements(&shape).ok_or_else(|| TorchFileError::ImpossibleShape(shape.clone()))?;
         if shape.len() != strides.len() {
-            return Err(UNKNOWN_FORM);
+            return Err(UNKNOWN_TENSOR_FORM_ERROR);
         }
         let reach = |last: Option<u64>, (&size, &stride): (&u64, &u64)| {
             last?.checked_add(size.checked_sub(1)?.checked_mul(stride)?)
@@ -301,15 +301,15 @@ impl TorchFile {
         id: PickleItems<'_>,
         untyped: Option<Dtype>,
     ) -> Result<(Dtype, usize, Range<u64>)> {
-        let class = id.get(1).and_then(PickleView::as_global).ok_or(UNKNOWN_FORM)?;
-        let width = storage_dtype(class).ok_or(UNKNOWN_FORM)?;
-        let dtype = match (class == UNTYPED, untyped) {
+        let class = id.get(1).and_then(PickleView::as_global).ok_or(UNKNOWN_TENSOR_FORM_ERROR)?;
+        let width = storage_dtype(class).ok_or(UNKNOWN_TENSOR_FORM_ERROR)?;
+        let dtype = match (class == UNTYPED_STORAGE_CLASS, untyped) {
             (true, Some(dtype)) => dtype,
             (false, None) => width,
-            _ => return Err(UNKNOWN_FORM),
+            _ => return Err(UNKNOWN_TENSOR_FORM_ERROR),
         };
-        let key = id.get(2).and_then(PickleView::as_name).ok_or(UNKNOWN_FORM)?;
-        let count = id.get(4).and_then(PickleView::as_count).ok_or(UNKNOWN_FORM)?;
+        let key = id.get(2).and_then(PickleView::as_name).ok_or(UNKNOWN_TENSOR_FORM_ERROR)?;
+        let count = id.get(4).and_then(PickleView::as_count).ok_or(UNKNOWN_TENSOR_FORM_ERROR)?;
         let member = *self.storages.get(key).ok_or_else(|| TorchFileError::StorageMissing(key.into()))?;
         let data = &self.members[member].data;
         if count.checked_mul(width.size()) != Some(data.end - data.start) {
@@ -325,9 +325,9 @@ impl TorchFile {
             None => 0..count_of_dtype,
             Some(view) => {
                 let part = |i: usize| view.as_items().and_then(|v| v.get(i)).and_then(PickleView::as_count);
-                let (start, count) = part(1).zip(part(2)).ok_or(UNKNOWN_FORM)?;
+                let (start, count) = part(1).zip(part(2)).ok_or(UNKNOWN_TENSOR_FORM_ERROR)?;
                 let end =
-                    start.checked_add(count).filter(|&end| end <= count_of_dtype).ok_or(UNKNOWN_FORM)?;
+                    start.checked_add(count).filter(|&end| end <= count_of_dtype).ok_or(UNKNOWN_TENSOR_FORM_ERROR)?;
                 start..end
             }
         };
@@ -337,7 +337,7 @@ impl TorchFile {
 
 /// Torch's class of storages whose description states no dtype. The description of a tensor then
 /// states it.
-const UNTYPED: &str = "torch.storage.UntypedStorage";
+const UNTYPED_STORAGE_CLASS: &str = "torch.storage.UntypedStorage";
 
 /// Copies the bytes of `content` starting at offset `at` into `out`. Fails if `content` is too
 /// short.
@@ -363,13 +363,13 @@ pub(crate) fn parse_dtype(global: &str) -> Option<Dtype> {
 type Result<T> = std::result::Result<T, TorchFileError>;
 
 /// The error for a tensor that a pickle describes in an unknown way.
-const UNKNOWN_FORM: TorchFileError = TorchFileError::UnknownTensorForm;
+const UNKNOWN_TENSOR_FORM_ERROR: TorchFileError = TorchFileError::UnknownTensorForm;
 
 /// Returns the dtype of the elements of the storage class `class`: U8 for untyped storages, and
 /// `None` for unknown classes.
 fn storage_dtype(class: &str) -> Option<Dtype> {
     match class {
-        UNTYPED => Some(Dtype::U8),
+        UNTYPED_STORAGE_CLASS => Some(Dtype::U8),
         _ => Dtype::ALL.into_iter().find(|dtype| pickle::torch_storage_class(*dtype) == Some(class)),
     }
 }
@@ -439,25 +439,25 @@ mod tests {
     fn parse_view(pickle: &[u8], data: &[u8]) -> Result<TensorView> {
         let file = open_container(pickle, data)?;
         let view = file.parse_tensor(file.value())?;
-        view.ok_or(UNKNOWN_FORM)
+        view.ok_or(UNKNOWN_TENSOR_FORM_ERROR)
     }
 
     #[test]
     fn contiguous_and_strided_views_are_recognized() {
         let v = parse_view(&tensor_pickle(10, 2, &[2, 3], &[3, 1]), &[0; 40]).expect("sound");
-        assert_eq!((v.offset, v.elements(), v.is_contiguous()), (2, 6, true));
+        assert_eq!((v.offset, v.element_count(), v.is_contiguous()), (2, 6, true));
         let v = parse_view(&tensor_pickle(10, 0, &[2, 3], &[1, 2]), &[0; 40]).expect("transposed");
         assert!(!v.is_contiguous());
         let v = parse_view(&tensor_pickle(10, 9, &[1, 1], &[77, 5]), &[0; 40])
             .expect("strides of dimensions of size 1 are ignored");
         assert!(v.is_contiguous());
-        assert_eq!(parse_view(&tensor_pickle(0, 0, &[0], &[1]), &[]).expect("empty").elements(), 0);
+        assert_eq!(parse_view(&tensor_pickle(0, 0, &[0], &[1]), &[]).expect("empty").element_count(), 0);
     }
 
     #[test]
     fn a_large_tensor_must_not_have_more_elements_than_its_storage() {
         let v = parse_view(&tensor_pickle(10, 0, &[128, 128, 64], &[0, 0, 0]), &[0; 40]).expect("2^20");
-        assert_eq!(v.elements(), 1 << 20);
+        assert_eq!(v.element_count(), 1 << 20);
         let error = parse_view(&tensor_pickle(10, 0, &[128, 128, 65], &[0, 0, 0]), &[0; 40]);
         let expected =
             TorchFileError::Expanded { shape: vec![128, 128, 65], strides: vec![0; 3], elements: 10 };
@@ -480,7 +480,7 @@ mod tests {
             (tensor_pickle(10, 5, &[2, 3], &[3, 1]), 40, outside([3, 1], 5)),
             (tensor_pickle(10, 0, &[2, 3], &[8, 1]), 40, outside([8, 1], 0)),
             (tensor_pickle(10, 0, &[2, 3], &[3, 1]), 39, size),
-            (tensor_pickle(10, 0, &[2, 3], &[1]), 40, UNKNOWN_FORM),
+            (tensor_pickle(10, 0, &[2, 3], &[1]), 40, UNKNOWN_TENSOR_FORM_ERROR),
         ] {
             assert_eq!(parse_view(&pickle, &vec![0; bytes]), Err(expected));
         }

@@ -4,13 +4,13 @@
 //!
 //! Storages are streamed to the disk. The CRC-32 and size of a member are known only after its
 //! bytes were written, and follow the bytes in a data descriptor.
-use super::disk::{DiskBufferPool, FileWriter, Hashing, IoMode, WrittenFile};
+use super::disk::{DiskBufferPool, FileWriter, HashMode, IoMode, WrittenFile};
 use super::pickle::{self, PythonObject};
 use crate::error::{CkptError, Result};
 use std::path::PathBuf;
 
 /// Alignment in bytes of each member's data in a torch file.
-const ALIGNMENT: u64 = 64;
+const MEMBER_DATA_ALIGNMENT: u64 = 64;
 /// The smallest size or offset in bytes that is stored in a zip64 field.
 const ZIP64_MIN: u64 = u32::MAX as u64;
 /// Size in bytes of the header before a member's data, without the name and the extra field.
@@ -20,7 +20,7 @@ const LOCAL_HEADER_BYTES: u64 = 30;
 const MEMBER_FLAGS: u16 = 0x0808;
 /// The smallest file that is written with direct I/O, in bytes. Direct I/O does not make smaller
 /// files faster.
-const DIRECT_FILE_MIN: u64 = 1 << 20;
+const DIRECT_IO_BYTES_MIN: u64 = 1 << 20;
 
 /// What the central directory of the container lists about a completed member.
 struct WrittenMember {
@@ -65,7 +65,7 @@ impl TorchWriter {
         let mut writer = TorchWriter::create_empty(path, root, size, buffers)?;
         writer.write_member("data.pkl", &pickle)?;
         writer.write_member(".format_version", b"1")?;
-        writer.write_member(".storage_alignment", ALIGNMENT.to_string().as_bytes())?;
+        writer.write_member(".storage_alignment", MEMBER_DATA_ALIGNMENT.to_string().as_bytes())?;
         writer.write_member("byteorder", b"little")?;
         Ok(writer)
     }
@@ -80,8 +80,8 @@ impl TorchWriter {
         size: u64,
         buffers: &DiskBufferPool,
     ) -> Result<TorchWriter> {
-        let io_mode = if size < DIRECT_FILE_MIN { IoMode::Buffered } else { IoMode::Direct };
-        let out = FileWriter::with_buffers(path, io_mode, Hashing::File, buffers.clone())?;
+        let io_mode = if size < DIRECT_IO_BYTES_MIN { IoMode::Buffered } else { IoMode::Direct };
+        let out = FileWriter::with_buffers(path, io_mode, HashMode::File, buffers.clone())?;
         Ok(TorchWriter { out, root: root.into(), at: 0, members: Vec::new(), storages: 0, open: None })
     }
 
@@ -114,7 +114,7 @@ impl TorchWriter {
         let at = self.at;
         // an extra field `FB` with padding aligns the data
         let unaligned = at + LOCAL_HEADER_BYTES + name.len() as u64 + 4;
-        let filler = (unaligned.next_multiple_of(ALIGNMENT) - unaligned) as u16;
+        let filler = (unaligned.next_multiple_of(MEMBER_DATA_ALIGNMENT) - unaligned) as u16;
         let mut header = Vec::with_capacity(256);
         header.extend(b"PK\x03\x04");
         header.extend(45u16.to_le_bytes());

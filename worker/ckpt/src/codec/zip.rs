@@ -60,7 +60,7 @@ pub(crate) fn read_members(
     size: u64,
     mut read_at: impl FnMut(u64, &mut [u8]) -> io::Result<()>,
 ) -> Result<Vec<ZipMember>> {
-    let found = locate_directory(size, &mut read_at);
+    let found = locate_central_directory(size, &mut read_at);
     let (directory, count) = found.map_err(|error| {
         placeholder::detect_placeholder(size, &mut read_at).map_or(error, ZipError::Placeholder)
     })?;
@@ -69,12 +69,12 @@ pub(crate) fn read_members(
     let mut members = Vec::new();
     let mut at = 0;
     while at < bytes.len() {
-        let (mut member, used) = parse_entry(&bytes[at..])?;
+        let (mut member, used) = parse_directory_entry(&bytes[at..])?;
         at += used;
         if members.len() == MEMBERS_MAX {
             return Err(ZipError::TooManyMembers { limit: MEMBERS_MAX });
         }
-        member.data = locate_data(&member, directory.start, &mut read_at)?;
+        member.data = locate_member_data(&member, directory.start, &mut read_at)?;
         members.push(member);
     }
     if members.len() as u64 != count {
@@ -111,7 +111,7 @@ fn read_u64_zero_padded(bytes: &[u8], at: usize) -> u64 {
 
 /// Finds the central directory of a zip container of `size` bytes. Returns its byte range, and the
 /// number of members that the end record states.
-fn locate_directory(
+fn locate_central_directory(
     size: u64,
     read_at: &mut impl FnMut(u64, &mut [u8]) -> io::Result<()>,
 ) -> Result<(Range<u64>, u64)> {
@@ -166,7 +166,7 @@ fn locate_directory(
 /// Parses the entry of the central directory at the beginning of `bytes`. Returns the member and
 /// the entry's length in bytes. The range `data` of the member begins at the local header, until
 /// [`locate_data`] finds the content.
-fn parse_entry(bytes: &[u8]) -> Result<(ZipMember, usize)> {
+fn parse_directory_entry(bytes: &[u8]) -> Result<(ZipMember, usize)> {
     let damaged = || ZipError::DirectoryDamaged;
     if bytes.len() < DIRECTORY_ENTRY_BYTES || !bytes.starts_with(b"PK\x01\x02") {
         return Err(damaged());
@@ -234,7 +234,7 @@ fn check_member_name(name: &str) -> Result<()> {
 
 /// Returns the byte range of a member's content, which follows the member's local header. Fails if
 /// the header does not match the member, or if the content ends after the offset `limit`.
-fn locate_data(
+fn locate_member_data(
     member: &ZipMember,
     limit: u64,
     read_at: &mut impl FnMut(u64, &mut [u8]) -> io::Result<()>,

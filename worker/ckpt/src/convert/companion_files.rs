@@ -5,7 +5,7 @@ use super::file_plan::{FileContent, FilePlan, OutputPlan};
 use super::notice::ConvertNotice;
 use super::source_state::SourceState;
 use crate::catalog::TensorSource;
-use crate::codec::disk::{Directory, exists};
+use crate::codec::disk::{Directory, path_exists};
 use crate::error::Result;
 
 /// Names of files of the source checkpoint that a conversion must not link into its result. The
@@ -14,7 +14,7 @@ use crate::error::Result;
 const EXCLUDED_FILES: [&str; 6] =
     ["latest", "latest_universal", "converted.json", "optimizer.pt", "optimizer.bin", ".metadata"];
 /// Files that exist only in checkpoints whose program needs companion files to resume.
-const PROGRAM_MARKERS: [&str; 3] = ["trainer_state.json", "random_states_0.pkl", "zero_to_fp32.py"];
+const COMPANION_FILE_MARKERS: [&str; 3] = ["trainer_state.json", "random_states_0.pkl", "zero_to_fp32.py"];
 
 /// Plans links to the companion files of the source checkpoint, such as scheduler and RNG state
 /// files. Adds a notice to `state` if the source has RNG state files for a different number of
@@ -25,7 +25,7 @@ pub(super) fn add_companion_files(
     plan: &mut OutputPlan,
 ) -> Result<()> {
     let path = source.path();
-    if !PROGRAM_MARKERS.iter().any(|name| exists(&path.join(name))) {
+    if !COMPANION_FILE_MARKERS.iter().any(|name| path_exists(&path.join(name))) {
         return Ok(());
     }
     let directory = Directory::open(path)?;

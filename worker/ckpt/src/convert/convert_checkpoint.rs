@@ -86,10 +86,10 @@ pub(crate) fn convert_into_directory(
 /// Links to other files of the source are not planned.
 fn plan_conversion(source: &dyn TensorSource, options: &ConvertOptions) -> Result<(SourceState, OutputPlan)> {
     options.check_limits()?;
-    source.require_weights()?;
+    source.require_all_weights()?;
     let mut state = SourceState::from_source(source, options)?;
     if options.target != ConvertTarget::Native {
-        state.require_torch_states()?;
+        state.require_torch_optimizer_states()?;
     }
     let plan = match options.target {
         ConvertTarget::Native => native::plan_native(&mut state),

@@ -15,7 +15,7 @@ use std::ops::Range;
 const LOSS_SCALER_CLASS: &str = "deepspeed.runtime.fp16.loss_scaler.LossScaler";
 const DYNAMIC_LOSS_SCALER_CLASS: &str = "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler";
 const STAGE_ENUM_CLASS: &str = "deepspeed.runtime.zero.config.ZeroStageEnum";
-const FRAGMENT_CLASS: &str = "deepspeed.utils.tensor_fragment.fragment_address";
+const FRAGMENT_ADDRESS_CLASS: &str = "deepspeed.utils.tensor_fragment.fragment_address";
 
 /// The parameters that DeepSpeed concatenates in one flat array. These are all parameters of a
 /// group at stages 1 and 2, and the parameters of a sub-group at stage 3.
@@ -120,7 +120,7 @@ fn count_elements_per_rank(state: &SourceState, tensor: usize) -> u64 {
 
 impl FlatGroup {
     /// Returns the weights of this flat array, as indices of tensors.
-    fn group_weights<'a>(&self, state: &'a SourceState) -> &'a [usize] {
+    fn weight_indices<'a>(&self, state: &'a SourceState) -> &'a [usize] {
         &state.groups[self.group].weights[self.members.clone()]
     }
 }
@@ -179,7 +179,7 @@ fn plan_rank_slice(state: &SourceState, tensor: usize, rank: u32) -> Vec<Storage
 fn make_loss_scaler(state: &SourceState) -> PythonObject {
     let Some(LossScale { scale, steps }) = state.loss_scale else {
         let attributes = [("cur_scale", PythonObject::Float(1.0)), ("dynamic", PythonObject::Bool(false))];
-        return PythonObject::instance(LOSS_SCALER_CLASS, attributes);
+        return PythonObject::new_instance(LOSS_SCALER_CLASS, attributes);
     };
     let attributes = [
         ("cur_scale", PythonObject::Float(scale)),
@@ -195,7 +195,7 @@ fn make_loss_scaler(state: &SourceState) -> PythonObject {
         ("raise_error_at_min_scale", PythonObject::Bool(true)),
         ("dtype", PythonObject::Global("torch.float16".into())),
     ];
-    PythonObject::instance(DYNAMIC_LOSS_SCALER_CLASS, attributes)
+    PythonObject::new_instance(DYNAMIC_LOSS_SCALER_CLASS, attributes)
 }
 
 /// Returns the value to store under `key` in DeepSpeed's optimizer file. Takes the value from the
@@ -212,14 +212,14 @@ fn make_optimizer_field(state: &SourceState, key: &str) -> PythonObject {
 /// checkpoint records the limit. A source checkpoint of stage 3 does not have this limit. No
 /// default is added, since at stages 1 and 2 DeepSpeed would use the default instead of the limit
 /// in its config.
-fn add_clipping(state: &SourceState, optimizer: &mut PythonObject) {
+fn add_gradient_clipping(state: &SourceState, optimizer: &mut PythonObject) {
     if let Some(clip) = state.passthrough.optimizer_entry("clip_grad") {
         optimizer.set("clip_grad", clip.clone());
     }
 }
 
 /// Returns the Python object by which DeepSpeed stores the ZeRO stage `stage`.
-fn make_zero_stage(stage: u8) -> PythonObject {
+fn make_zero_stage_object(stage: u8) -> PythonObject {
     PythonObject::Call { function: STAGE_ENUM_CLASS.into(), args: vec![PythonObject::Int(stage.into())] }
 }
 
@@ -268,7 +268,7 @@ fn plan_stage12_optimizer_file(
     let world = u64::from(state.world);
     let mut storages = StorageBuilder::default();
     let total =
-        |flat: &FlatGroup| flat.group_weights(state).iter().map(|&w| state.element_count(w)).sum::<u64>();
+        |flat: &FlatGroup| flat.weight_indices(state).iter().map(|&w| state.element_count(w)).sum::<u64>();
     // DeepSpeed's collectives need pieces that begin at an even element
     let piece = |flat: &FlatGroup| total(flat).next_multiple_of(2 * world) / world;
     let range = |flat: &FlatGroup| u64::from(rank) * piece(flat)..(u64::from(rank) + 1) * piece(flat);
@@ -277,7 +277,7 @@ fn plan_stage12_optimizer_file(
     let base = make_optimizer_state(state, flats, &mut storages, &|flat, role| {
         plan_concatenated_spans(
             state,
-            &find_role_tensors(state, flat.group_weights(state), role),
+            &find_role_tensors(state, flat.weight_indices(state), role),
             range(flat),
         )
     });
@@ -285,34 +285,34 @@ fn plan_stage12_optimizer_file(
         let start = range(flat).start;
         storages.add_flat_tensor(plan_concatenated_spans(
             state,
-            flat.group_weights(state),
+            flat.weight_indices(state),
             start..start + unpadded(flat),
         ))
     });
     let masters = PythonObject::List(masters.collect());
     let per_flat = |f: &dyn Fn(&FlatGroup) -> PythonObject| PythonObject::List(flats.iter().map(f).collect());
     let mut optimizer = PythonObject::dict_from_pairs([
-        ("loss_scaler", storages.adopt_value(&make_optimizer_field(state, "loss_scaler"))),
+        ("loss_scaler", storages.import_value(&make_optimizer_field(state, "loss_scaler"))),
         ("dynamic_loss_scale", make_optimizer_field(state, "dynamic_loss_scale")),
         ("overflow", make_optimizer_field(state, "overflow")),
         ("base_optimizer_state", base),
         ("single_partition_of_fp32_groups", masters),
-        ("zero_stage", make_zero_stage(state.stage)),
+        ("zero_stage", make_zero_stage_object(state.stage)),
         ("group_paddings", per_flat(&|f| PythonObject::from_count(piece(f) - unpadded(f)))),
         (
             "param_alignment_paddings",
             per_flat(&|f| {
-                PythonObject::List(f.group_weights(state).iter().map(|_| PythonObject::Int(0)).collect())
+                PythonObject::List(f.weight_indices(state).iter().map(|_| PythonObject::Int(0)).collect())
             }),
         ),
         ("partition_count", per_flat(&|_| PythonObject::from_count(world))),
         ("ds_version", PythonObject::from_text(&state.version)),
         (
             "param_slice_mappings",
-            per_flat(&|f| make_fragment_addresses(state, f.group_weights(state), range(f))),
+            per_flat(&|f| make_fragment_addresses(state, f.weight_indices(state), range(f))),
         ),
     ]);
-    add_clipping(state, &mut optimizer);
+    add_gradient_clipping(state, &mut optimizer);
     finish_optimizer_file(state, storages, optimizer, path)
 }
 
@@ -326,7 +326,7 @@ fn make_fragment_addresses(state: &SourceState, weights: &[usize], range: Range<
             ("numel", PythonObject::from_count(elements.end - elements.start)),
             ("start", PythonObject::from_count(start)),
         ];
-        (state.tensor_name(weight), PythonObject::instance(FRAGMENT_CLASS, address))
+        (state.tensor_name(weight), PythonObject::new_instance(FRAGMENT_ADDRESS_CLASS, address))
     };
     let inside = intersect_concatenation(state, weights, range);
     PythonObject::ordered_dict_from_pairs(inside.into_iter().map(address))
@@ -337,7 +337,7 @@ fn make_fragment_addresses(state: &SourceState, weights: &[usize], range: Range<
 fn plan_stage3_optimizer_file(state: &SourceState, flats: &[FlatGroup], rank: u32, path: String) -> FilePlan {
     let mut storages = StorageBuilder::default();
     let slices = |flat: &FlatGroup, role: TensorRole| -> Vec<StorageSpan> {
-        find_role_tensors(state, flat.group_weights(state), role)
+        find_role_tensors(state, flat.weight_indices(state), role)
             .into_iter()
             .flat_map(|t| plan_rank_slice(state, t, rank))
             .collect()
@@ -346,15 +346,15 @@ fn plan_stage3_optimizer_file(state: &SourceState, flats: &[FlatGroup], rank: u3
     let masters =
         flats.iter().map(|flat| storages.add_flat_tensor(slices(flat, TensorRole::Weight))).collect();
     let mut optimizer = PythonObject::dict_from_pairs([
-        ("zero_stage", make_zero_stage(3)),
-        ("loss_scaler", storages.adopt_value(&make_optimizer_field(state, "loss_scaler"))),
+        ("zero_stage", make_zero_stage_object(3)),
+        ("loss_scaler", storages.import_value(&make_optimizer_field(state, "loss_scaler"))),
         ("dynamic_loss_scale", make_optimizer_field(state, "dynamic_loss_scale")),
         ("overflow", make_optimizer_field(state, "overflow")),
         ("partition_count", PythonObject::from_count(state.world.into())),
         ("optimizer_state_dict", base),
         ("fp32_flat_groups", PythonObject::List(masters)),
     ]);
-    add_clipping(state, &mut optimizer);
+    add_gradient_clipping(state, &mut optimizer);
     finish_optimizer_file(state, storages, optimizer, path)
 }
 
@@ -369,10 +369,10 @@ fn finish_optimizer_file(
 ) -> FilePlan {
     let value = PythonObject::dict_from_pairs([
         ("optimizer_state_dict", optimizer),
-        ("ds_config", storages.adopt_value(&make_deepspeed_config(state))),
+        ("ds_config", storages.import_value(&make_deepspeed_config(state))),
         ("ds_version", PythonObject::from_text(&state.version)),
     ]);
-    storages.into_file(path, value)
+    storages.into_file_plan(path, value)
 }
 
 /// Returns the DeepSpeed config of the converted checkpoint: that of the source checkpoint, with
@@ -490,9 +490,9 @@ fn plan_model_file(state: &SourceState, flats: &[FlatGroup], rank: u32, path: St
             (state.tensor_name(w).to_owned(), tensor)
         })
         .collect();
-    let groups = flats.iter().map(|f| make_shape_dict(state, f.group_weights(state))).collect();
+    let groups = flats.iter().map(|f| make_shape_dict(state, f.weight_indices(state))).collect();
     let pairs = make_model_entries(state, &mut storages, module, groups, (&state.frozen_at_save, fragments));
-    storages.into_file(path, PythonObject::dict_from_pairs(pairs))
+    storages.into_file_plan(path, PythonObject::dict_from_pairs(pairs))
 }
 
 /// Returns the entries of a model file: `module`, the shapes of the parameters in each of `groups`,
@@ -525,10 +525,10 @@ fn make_name_list(state: &SourceState, tensors: &[usize]) -> PythonObject {
 /// Returns the entries of a model file that belong to DeepSpeed's engine and the training program,
 /// such as step counters, scheduler and config.
 fn make_engine_entries(state: &SourceState, storages: &mut StorageBuilder) -> Vec<(String, PythonObject)> {
-    let mut pairs = vec![("lr_scheduler".to_owned(), storages.adopt_value(&state.passthrough.scheduler))];
+    let mut pairs = vec![("lr_scheduler".to_owned(), storages.import_value(&state.passthrough.scheduler))];
     for key in ["data_sampler", "random_ltd"] {
         let value = state.passthrough.model_entry(key).unwrap_or(&PythonObject::None);
-        pairs.push((key.into(), storages.adopt_value(value)));
+        pairs.push((key.into(), storages.import_value(value)));
     }
     pairs.push(("skipped_steps".into(), PythonObject::from_count(state.passthrough.skipped_steps)));
     pairs.push(("global_steps".into(), PythonObject::from_count(state.step)));
@@ -536,12 +536,12 @@ fn make_engine_entries(state: &SourceState, storages: &mut StorageBuilder) -> Ve
     pairs.extend(state.samples.map(|n| ("global_samples".to_owned(), PythonObject::from_count(n))));
     pairs.push(("dp_world_size".into(), PythonObject::from_count(state.world.into())));
     pairs.push(("mp_world_size".into(), PythonObject::Int(1)));
-    pairs.push(("ds_config".into(), storages.adopt_value(&make_deepspeed_config(state))));
+    pairs.push(("ds_config".into(), storages.import_value(&make_deepspeed_config(state))));
     pairs.push(("ds_version".into(), PythonObject::from_text(&state.version)));
     let written: Vec<String> = pairs.iter().map(|(k, _)| k.clone()).collect();
     for (key, value) in &state.passthrough.model_entries {
         if !written.contains(key) {
-            pairs.push((key.clone(), storages.adopt_value(value)));
+            pairs.push((key.clone(), storages.import_value(value)));
         }
     }
     pairs

@@ -43,7 +43,7 @@ impl PlannedPiece {
     }
 
     /// Returns the size of the piece in bytes.
-    pub(super) fn bytes(&self) -> u64 {
+    pub(super) fn size_in_bytes(&self) -> u64 {
         self.element_count() * self.dtype.size()
     }
 }
@@ -82,7 +82,7 @@ impl PlannedStorage {
     }
 
     /// Returns the size of the storage in bytes.
-    pub(super) fn bytes(&self) -> u64 {
+    pub(super) fn size_in_bytes(&self) -> u64 {
         self.element_count() * self.dtype.size()
     }
 }
@@ -102,10 +102,10 @@ impl StorageSpan {
 impl FilePlan {
     /// Returns the number of bytes of output that the plan accounts for: the tensor data of a torch
     /// file or a shard, or the size of a small file. Returns 0 for a link.
-    pub(super) fn bytes(&self) -> u64 {
+    pub(super) fn size_in_bytes(&self) -> u64 {
         match &self.content {
-            FileContent::Torch(plan) => plan.bytes(),
-            FileContent::Shard { pieces, .. } => pieces.iter().map(PlannedPiece::bytes).sum(),
+            FileContent::Torch(plan) => plan.size_in_bytes(),
+            FileContent::Shard { pieces, .. } => pieces.iter().map(PlannedPiece::size_in_bytes).sum(),
             FileContent::Bytes(bytes) => bytes.len() as u64,
             FileContent::LinkTo(_) => 0,
         }
@@ -120,8 +120,8 @@ impl FilePlan {
 
 impl TorchFilePlan {
     /// Returns the total size of the storages in bytes.
-    pub(super) fn bytes(&self) -> u64 {
-        self.storages.iter().map(PlannedStorage::bytes).sum()
+    pub(super) fn size_in_bytes(&self) -> u64 {
+        self.storages.iter().map(PlannedStorage::size_in_bytes).sum()
     }
 }
 
@@ -166,16 +166,16 @@ impl StorageBuilder {
 
     /// Converts `value`, which was read from another torch file, so that this file can store it.
     /// Tensors in the value get storages in this file.
-    pub(super) fn adopt_value(&mut self, value: &PythonObject) -> PythonObject {
+    pub(super) fn import_value(&mut self, value: &PythonObject) -> PythonObject {
         let pairs = |this: &mut StorageBuilder, pairs: &[(PythonObject, PythonObject)]| {
-            pairs.iter().map(|(k, v)| (k.clone(), this.adopt_value(v))).collect()
+            pairs.iter().map(|(k, v)| (k.clone(), this.import_value(v))).collect()
         };
         match value {
             PythonObject::Literal { dtype, shape, bytes } => {
                 self.add_tensor(*dtype, shape.clone(), vec![StorageSpan::Bytes(bytes.clone())])
             }
-            PythonObject::List(v) => PythonObject::List(v.iter().map(|v| self.adopt_value(v)).collect()),
-            PythonObject::Tuple(v) => PythonObject::Tuple(v.iter().map(|v| self.adopt_value(v)).collect()),
+            PythonObject::List(v) => PythonObject::List(v.iter().map(|v| self.import_value(v)).collect()),
+            PythonObject::Tuple(v) => PythonObject::Tuple(v.iter().map(|v| self.import_value(v)).collect()),
             PythonObject::Dict(v) => PythonObject::Dict(pairs(self, v)),
             PythonObject::OrderedDict(v) => PythonObject::OrderedDict(pairs(self, v)),
             other => other.clone(),
@@ -183,7 +183,7 @@ impl StorageBuilder {
     }
 
     /// Builds the plan of a file at `path` that contains `value` and the collected storages.
-    pub(super) fn into_file(self, path: String, value: PythonObject) -> FilePlan {
+    pub(super) fn into_file_plan(self, path: String, value: PythonObject) -> FilePlan {
         FilePlan { path, content: FileContent::Torch(TorchFilePlan { value, storages: self.0 }) }
     }
 }
@@ -197,5 +197,5 @@ pub(super) struct OutputPlan {
 
 /// Returns the sum of [`FilePlan::bytes`] of all files, or `u64::MAX` if the sum overflows.
 pub(super) fn sum_bytes(files: &[FilePlan]) -> u64 {
-    files.iter().fold(0, |sum, file| sum.saturating_add(file.bytes()))
+    files.iter().fold(0, |sum, file| sum.saturating_add(file.size_in_bytes()))
 }

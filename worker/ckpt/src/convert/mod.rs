@@ -24,5 +24,5 @@ pub(crate) use convert_checkpoint::convert_into_directory;
 pub use convert_checkpoint::{ConvertReport, convert_checkpoint};
 pub use notice::ConvertNotice;
 pub use options::{ConvertOptions, ConvertTarget};
-pub(crate) use output::compute_fingerprint;
+pub(crate) use output::compute_source_fingerprint;
 pub use param_groups::{UngroupedWeights, find_ungrouped_weights};

@@ -84,7 +84,7 @@ fn make_run_facts(state: &mut SourceState, plan: &OutputPlan) -> RunFacts {
     if let Some(native) = &state.passthrough.native_facts {
         let facts = RunFacts { world: plan.world, stage, ..(**native).clone() };
         return match state.regrouped {
-            true => RunFacts { groups: encode_groups(state), ..facts },
+            true => RunFacts { groups: encode_param_groups(state), ..facts },
             false => facts,
         };
     }
@@ -124,7 +124,7 @@ fn make_run_facts(state: &mut SourceState, plan: &OutputPlan) -> RunFacts {
         program,
         cursor,
         rng: Value::Null,
-        groups: encode_groups(state),
+        groups: encode_param_groups(state),
         model: ModelSpec {
             family: family.into(),
             hf_config: Value::Object(state.config.clone()),
@@ -149,15 +149,15 @@ fn compute_step_lags(state: &SourceState) -> Map<String, Value> {
 }
 
 /// Encodes all parameter groups as JSON for the manifest of a native checkpoint.
-fn encode_groups(state: &SourceState) -> Value {
-    state.groups.iter().map(|g| encode_group(state, g)).collect()
+fn encode_param_groups(state: &SourceState) -> Value {
+    state.groups.iter().map(|g| encode_param_group(state, g)).collect()
 }
 
 /// Encodes a parameter group as JSON for the manifest of a native checkpoint. Keeps the
 /// hyper-parameters of the source, except that `lr` becomes `initial_lr`, the learning rate without
 /// the schedule, if the source has this value. Adds hyper-parameters that a native manifest
 /// requires and the source lacks, with the value 0.
-fn encode_group(state: &SourceState, group: &WeightGroup) -> Value {
+fn encode_param_group(state: &SourceState, group: &WeightGroup) -> Value {
     let mut json: Map<String, Value> = group.options.iter().map(|(k, v)| (k.clone(), v.to_json())).collect();
     let number = |key: &str| group.options.iter().find(|(k, _)| k == key).map(|(_, v)| v.to_json());
     let decayed = number("weight_decay").and_then(|w| w.as_f64()).unwrap_or(0.0) != 0.0;

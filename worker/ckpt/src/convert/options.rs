@@ -42,9 +42,9 @@ pub struct ConvertOptions {
 }
 
 /// The least memory in bytes that [`ConvertOptions::memory`] may allow.
-const MEMORY_MIN: u64 = 64 << 20;
+const MEMORY_BYTES_MIN: u64 = 64 << 20;
 /// The largest number of ranks for which a checkpoint can be converted.
-pub(super) const WORLD_MAX: u32 = 65_536;
+pub(super) const WORLD_SIZE_MAX: u32 = 65_536;
 
 impl ConvertOptions {
     /// Returns the default options for converting to `target`.
@@ -65,12 +65,12 @@ impl ConvertOptions {
     pub(super) fn check_limits(&self) -> Result<()> {
         let problem = if let Some(stage) = self.stage.filter(|s| !(1..=3).contains(s)) {
             OptionProblem::Stage { stage }
-        } else if let Some(world) = self.world.filter(|w| !(1..=WORLD_MAX).contains(w)) {
-            OptionProblem::WorldSize { world, limit: WORLD_MAX }
+        } else if let Some(world) = self.world.filter(|w| !(1..=WORLD_SIZE_MAX).contains(w)) {
+            OptionProblem::WorldSize { world, limit: WORLD_SIZE_MAX }
         } else if self.sub_group_size == 0 {
             OptionProblem::EmptySubGroup
-        } else if self.memory < MEMORY_MIN {
-            OptionProblem::Memory { needed: MEMORY_MIN, limit: self.memory }
+        } else if self.memory < MEMORY_BYTES_MIN {
+            OptionProblem::Memory { needed: MEMORY_BYTES_MIN, limit: self.memory }
         } else if let Some(dtype) = self.dtype.filter(|d| !d.is_float()) {
             OptionProblem::Dtype { dtype }
         } else {

@@ -26,18 +26,18 @@ use std::path::{Path, PathBuf};
 /// rounding up to whole blocks.
 const OVERHEAD_BYTES: u64 = 16 << 20;
 /// Name of the file in the hidden output directory that describes an unfinished conversion.
-const TASK_FILE: &str = ".task.json";
+const CONVERSION_TASK_FILE: &str = ".task.json";
 /// Limit on the number of JSON values in `.task.json`, the file that describes an unfinished
 /// conversion.
 const TASK_VALUES_MAX: usize = 100;
 /// Name of the file in the hidden output directory that lists the files that an unfinished
 /// conversion has completed.
-const DONE_FILE: &str = ".done";
+const FINISHED_FILES_LIST: &str = ".done";
 /// Limit on the size in bytes of `.done`, the list of files that an unfinished conversion has
 /// completed.
-const DONE_BYTES_MAX: u64 = 1 << 30;
+const FINISHED_FILES_LIST_BYTES_MAX: u64 = 1 << 30;
 /// How many levels of subdirectories of the source checkpoint are checked for changes.
-const DEPTH_MAX: u32 = 4;
+const SOURCE_DEPTH_MAX: u32 = 4;
 
 /// The record of a file that a conversion has completed, one line of the file `.done`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -81,27 +81,27 @@ impl ConvertOutput {
         let dir = parent.join(format!(".{name}.converting"));
         let task = describe_task(source, options)?;
         disk::remove_unless_directory(&dir)?;
-        if disk::exists(&dir) {
-            let lock = disk::lock_dir(&dir)?;
+        if disk::path_exists(&dir) {
+            let lock = disk::try_lock_dir(&dir)?;
             if read_task(&dir) != Some(task.clone()) {
                 disk::remove_tree(&dir)?;
             }
             drop(lock);
         }
-        if !disk::exists(&dir) {
+        if !disk::path_exists(&dir) {
             disk::make_dir(&dir)?;
         }
-        let lock = disk::lock_dir(&dir)?;
+        let lock = disk::try_lock_dir(&dir)?;
         let finished_before = read_finished_files(&dir);
         let finished_bytes: u64 = finished_before.values().map(|f| f.bytes).sum();
         require_space(&parent, bytes.saturating_sub(finished_bytes))?;
-        disk::unlink(&dir.join(TASK_FILE))?;
-        disk::write_file(dir.join(TASK_FILE), task.to_string().as_bytes())?;
-        let record = open_done_file(&dir.join(DONE_FILE))?;
+        disk::unlink(&dir.join(CONVERSION_TASK_FILE))?;
+        disk::write_file(dir.join(CONVERSION_TASK_FILE), task.to_string().as_bytes())?;
+        let record = open_finished_list(&dir.join(FINISHED_FILES_LIST))?;
         let (record, _lock) = (Some(record), Some(lock));
         let mut output = ConvertOutput { path: parent.join(name), dir, finished_before, record, _lock };
         // terminates a line that a kill truncated
-        output.append_to_done_file("\n")?;
+        output.append_to_finished_list("\n")?;
         Ok(output)
     }
 
@@ -114,16 +114,16 @@ impl ConvertOutput {
     }
 
     /// Returns the record of the file `path` if an interrupted conversion had completed it.
-    pub(super) fn find_finished(&self, path: &str) -> Option<&FinishedFile> {
+    pub(super) fn find_finished_file(&self, path: &str) -> Option<&FinishedFile> {
         self.finished_before.get(path)
     }
 
     /// Appends `text` to `.done`, the list of completed files. Does nothing if the output is a
     /// directory of the caller, which has no `.done`.
-    fn append_to_done_file(&mut self, text: &str) -> Result<()> {
+    fn append_to_finished_list(&mut self, text: &str) -> Result<()> {
         match &mut self.record {
             Some(file) => {
-                file.write_all(text.as_bytes()).map_err(CkptError::io("write", &self.dir.join(DONE_FILE)))
+                file.write_all(text.as_bytes()).map_err(CkptError::io("write", &self.dir.join(FINISHED_FILES_LIST)))
             }
             None => Ok(()),
         }
@@ -131,19 +131,19 @@ impl ConvertOutput {
 
     /// Appends the record of a completed file to `.done`, so that a later conversion can reuse the
     /// file.
-    pub(super) fn record_finished(&mut self, file: &FinishedFile) -> Result<()> {
+    pub(super) fn record_finished_file(&mut self, file: &FinishedFile) -> Result<()> {
         let line = serde_json::to_string(file).map_err(CkptError::invalid_save)?;
-        self.append_to_done_file(&(line + "\n"))
+        self.append_to_finished_list(&(line + "\n"))
     }
 
     /// Completes the output: writes the list of files to `converted.json`, syncs all files, and
     /// renames the hidden directory to its final path. Removes the directory that previously had
     /// this path. Returns the final path. `files` are the records of the planned files.
     pub(super) fn publish(&mut self, files: &[FinishedFile]) -> Result<PathBuf> {
-        disk::unlink(&self.dir.join(DONE_FILE))?;
-        disk::unlink(&self.dir.join(TASK_FILE))?;
+        disk::unlink(&self.dir.join(FINISHED_FILES_LIST))?;
+        disk::unlink(&self.dir.join(CONVERSION_TASK_FILE))?;
         disk::unlink(&self.dir.join(CONVERT_MARKER.file))?;
-        let record = CONVERT_MARKER.make_record(list_recorded_files(&self.dir, files)?);
+        let record = CONVERT_MARKER.make_record(list_files_for_record(&self.dir, files)?);
         CONVERT_MARKER.write_record(&self.dir, record)?;
         disk::sync_file_system(&self.dir)?;
         publish_directory(&self.dir, &self.path, ReplaceMethod::AtomicExchange)?;
@@ -162,13 +162,13 @@ impl ConvertOutput {
 /// Lists all files of the output directory `dir` with their hashes, for the record of the
 /// conversion. The files `latest` and `latest_universal` get no hash, because a later save replaces
 /// them. The shards of native checkpoints get no hash, because the manifest has their hashes.
-fn list_recorded_files(dir: &Path, finished: &[FinishedFile]) -> Result<Vec<RecordedFile>> {
+fn list_files_for_record(dir: &Path, finished: &[FinishedFile]) -> Result<Vec<RecordedFile>> {
     let hashes: HashMap<&str, RecordedContent> = finished
         .iter()
         .filter_map(|f| Some((f.path.as_str(), RecordedContent { bytes: f.bytes, blake3: f.blake3? })))
         .collect();
     let mut files = Vec::new();
-    for (path, ..) in disk::list_file_states(dir, DEPTH_MAX)? {
+    for (path, ..) in disk::list_file_states(dir, SOURCE_DEPTH_MAX)? {
         let Some(name) = path.strip_prefix(dir).ok().and_then(Path::to_str) else { continue };
         let is_pointer = [LATEST_FILE, LATEST_UNIVERSAL_FILE].contains(&name);
         let content = hashes.get(name).copied().filter(|_| !is_pointer);
@@ -179,7 +179,7 @@ fn list_recorded_files(dir: &Path, finished: &[FinishedFile]) -> Result<Vec<Reco
 
 /// Opens the list of completed files, `.done`, for appending. Does not follow a symbolic link, and
 /// does not wait for the reader of a FIFO.
-fn open_done_file(path: &Path) -> Result<File> {
+fn open_finished_list(path: &Path) -> Result<File> {
     let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
     let opened = OpenOptions::new().append(true).create(true).custom_flags(flags.bits()).open(path);
     opened.map_err(CkptError::io("open", path))
@@ -194,14 +194,14 @@ fn require_space(dir: &Path, bytes: u64) -> Result<()> {
 /// Reads the description of the interrupted conversion whose hidden directory is `dir`. Returns
 /// `None` if `dir` has no valid description.
 fn read_task(dir: &Path) -> Option<Value> {
-    let task = read_json::<LimitedValue<TASK_VALUES_MAX>>(&Directory::open(dir).ok()?, TASK_FILE, 1 << 20);
+    let task = read_json::<LimitedValue<TASK_VALUES_MAX>>(&Directory::open(dir).ok()?, CONVERSION_TASK_FILE, 1 << 20);
     task.ok().map(|task| task.0)
 }
 
 /// Reads the list of completed files, `.done`, in `dir`, and returns the records by path. Ignores
 /// truncated lines.
 fn read_finished_files(dir: &Path) -> HashMap<String, FinishedFile> {
-    let text = Directory::open(dir).and_then(|f| f.read_file(DONE_FILE, DONE_BYTES_MAX)).unwrap_or_default();
+    let text = Directory::open(dir).and_then(|f| f.read_file(FINISHED_FIFINISHED_FILES_LIST_BYTES_MAX_BYTES_MAX)).unwrap_or_default();
     let lines = text.split(|&b| b == b'\n').filter_map(|l| serde_json::from_slice::<FinishedFile>(l).ok());
     lines.map(|f| (f.path.clone(), f)).collect()
 }
@@ -210,7 +210,7 @@ fn read_finished_files(dir: &Path) -> HashMap<String, FinishedFile> {
 /// version of launch, the source with a fingerprint of its files, and the options.
 fn describe_task(source: &dyn TensorSource, options: &ConvertOptions) -> Result<Value> {
     let path = source.path().canonicalize().map_err(CkptError::io("look at", source.path()))?;
-    let files = compute_fingerprint(&path)?;
+    let files = compute_source_fingerprint(&path)?;
     let to = match options.target {
         ConvertTarget::Native => "native",
         ConvertTarget::DeepSpeed => "deepspeed",
@@ -226,11 +226,11 @@ fn describe_task(source: &dyn TensorSource, options: &ConvertOptions) -> Result<
 
 /// Computes a digest of the paths, sizes and modification times of all files below `path`, at most
 /// [`DEPTH_MAX`] levels deep.
-pub(crate) fn compute_fingerprint(path: &Path) -> Result<String> {
+pub(crate) fn compute_source_fingerprint(path: &Path) -> Result<String> {
     let line = |(path, size, seconds, nanoseconds): disk::FileState| {
         format!("{} {size} {seconds} {nanoseconds}", path.display())
     };
-    let mut lines: Vec<String> = disk::list_file_states(path, DEPTH_MAX)?.into_iter().map(line).collect();
+    let mut lines: Vec<String> = disk::list_file_states(path, SOURCE_DEPTH_MAX)?.into_iter().map(line).collect();
     lines.sort();
     Ok(Hash::digest(lines.join("\n").as_bytes()).to_hex())
 }

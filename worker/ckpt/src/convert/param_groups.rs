@@ -21,7 +21,7 @@ pub(super) struct WeightGroup {
 }
 
 /// The parameter groups of an optimizer, and the trained weights that are in no group.
-pub(super) struct GroupSet<G> {
+pub(super) struct ParamGroupSet<G> {
     pub(super) groups: Vec<G>,
     /// Trained weights whose group is unknown.
     pub(super) ungrouped: Option<G>,
@@ -94,12 +94,12 @@ fn find_weights_without_group(groups: &[ParamGroup], trained: &[String]) -> Vec<
 /// # Errors
 /// Fails if the target needs names or an order that neither the checkpoint nor the options provide,
 /// or a weight is in two groups.
-pub(super) fn assign_weights(
+pub(super) fn assign_weights_to_groups(
     mut groups: Vec<ParamGroup>,
     tensors: &[TensorInfo],
     steps: &BTreeMap<String, u64>,
     options: &ConvertOptions,
-) -> GroupResult<GroupSet<ParamGroup>> {
+) -> GroupResult<ParamGroupSet<ParamGroup>> {
     let trained = find_trained_weights(tensors);
     let ungrouped = find_weights_without_group(&groups, &trained);
     check_group_options(&groups, &ungrouped, options)?;
@@ -108,7 +108,7 @@ pub(super) fn assign_weights(
     } else if !ungrouped.is_empty() && options.groups.is_empty() {
         let steps = ungrouped.iter().map(|name| steps.get(name).map(|&s| s as f64)).collect();
         let ungrouped = Some(ParamGroup { names: ungrouped, steps, options: Vec::new() });
-        return Ok(GroupSet { groups, ungrouped });
+        return Ok(ParamGroupSet { groups, ungrouped });
     }
     let mut added: Vec<Vec<String>> = vec![Vec::new(); groups.len()];
     for name in ungrouped {
@@ -127,7 +127,7 @@ pub(super) fn assign_weights(
     }
     let mut unique = HashSet::new();
     match groups.iter().flat_map(|g| &g.names).find(|name| !unique.insert(name.as_str())) {
-        None => Ok(GroupSet { groups, ungrouped: None }),
+        None => Ok(ParamGroupSet { groups, ungrouped: None }),
         Some(name) => Err(ConvertError::InTwoGroups { name: name.clone() }),
     }
 }
@@ -184,19 +184,19 @@ fn sort_by_registration(group: &mut ParamGroup, orders: &[Vec<&str>]) -> bool {
     true
 }
 
-impl GroupSet<ParamGroup> {
+impl ParamGroupSet<ParamGroup> {
     /// Replaces the names of the weights by the indices of their tensors. Unknown update counts
     /// become `step`.
     ///
     /// # Errors
     /// Fails if `index` lacks the tensor of a weight, or its optimizer state of a role in `roles`.
-    pub(super) fn resolve_indices(
+    pub(super) fn resolve_weight_indices(
         self,
         tensors: &[TensorInfo],
         index: &HashMap<(TensorRole, String), usize>,
         roles: &[TensorRole],
         step: u64,
-    ) -> GroupResult<GroupSet<WeightGroup>> {
+    ) -> GroupResult<ParamGroupSet<WeightGroup>> {
         let resolve = |given: ParamGroup| -> GroupResult<WeightGroup> {
             let mut weights = Vec::with_capacity(given.names.len());
             for name in &given.names {
@@ -215,6 +215,6 @@ impl GroupSet<ParamGroup> {
             Ok(WeightGroup { steps, weights, options: given.options })
         };
         let groups = self.groups.into_iter().map(resolve).collect::<GroupResult<_>>()?;
-        Ok(GroupSet { groups, ungrouped: self.ungrouped.map(resolve).transpose()? })
+        Ok(ParamGroupSet { groups, ungrouped: self.ungrouped.map(resolve).transpose()? })
     }
 }

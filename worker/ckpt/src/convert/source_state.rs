@@ -1,8 +1,8 @@
 //! [`SourceState`]: what a conversion reads from the source checkpoint, in a form from which the
 //! files of every target format are planned.
 use super::notice::ConvertNotice;
-use super::options::{ConvertOptions, ConvertTarget, WORLD_MAX};
-use super::param_groups::{self, GroupSet, WeightGroup};
+use super::options::{ConvertOptions, ConvertTarget, WORLD_SIZE_MAX};
+use super::param_groups::{self, ParamGroupSet, WeightGroup};
 use crate::catalog::{LossScale, PassthroughState, TensorInfo, TensorSource, TiedWeight, TrainingState};
 use crate::codec::disk::is_plain_file_name;
 use crate::codec::pickle::PythonObject;
@@ -86,13 +86,13 @@ impl SourceState {
             tensors.iter().enumerate().map(|(i, t)| ((t.role, t.name.clone()), i)).collect();
         let roles = find_optimizer_roles(&tensors);
         let at_source = |error: ConvertError| CkptError::unsupported(source.path(), error);
-        let world = choose_world(options, &state, tensors.len())?;
+        let world = choose_world_size(options, &state, tensors.len())?;
         let has_groups = passthrough.native_facts.is_some() || !given.is_empty();
         let step =
             determine_step(source, &roles, has_groups, options.target, &mut notices).map_err(at_source)?;
-        let GroupSet { groups, ungrouped } =
-            param_groups::assign_weights(given, &tensors, &state.steps, options)
-                .and_then(|given| given.resolve_indices(&tensors, &index, &roles, step))
+        let ParamGroupSet { groups, ungrouped } =
+            param_groups::assign_weights_to_groups(given, &tensors, &state.steps, options)
+                .and_then(|given| given.resolve_weight_indices(&tensors, &index, &roles, step))
                 .map_err(at_source)?;
         if let Some(ungrouped) = &ungrouped {
             let (parameters, groups) = (ungrouped.weights.len(), groups.len());
@@ -113,11 +113,11 @@ impl SourceState {
             regrouped: !options.groups.is_empty(),
             frozen,
             frozen_at_save,
-            buffers: find_tensors(&tensors, TensorRole::Buffer).collect(),
+            buffers: find_tensors_with_role(&tensors, TensorRole::Buffer).collect(),
             roles,
             step,
             samples: state.samples,
-            tokens: source.tokens().unwrap_or(0),
+            tokens: source.trained_token_count().unwrap_or(0),
             config: source.hf_config().cloned().unwrap_or_default(),
             text_files: source.exported_text_files().to_vec(),
             precision: options.dtype.or(passthrough.precision).unwrap_or(Dtype::F32),
@@ -136,7 +136,7 @@ impl SourceState {
 
     /// Fails with [`ConvertError::StateUnsupported`] if the source checkpoint has an optimizer
     /// state that no optimizer of torch has.
-    pub(super) fn require_torch_states(&self) -> Result<()> {
+    pub(super) fn require_torch_optimizer_states(&self) -> Result<()> {
         match self.roles.iter().find(|role| role.torch_key().is_none()) {
             Some(&role) => Err(CkptError::unsupported(&self.path, ConvertError::StateUnsupported { role })),
             None => Ok(()),
@@ -198,13 +198,13 @@ impl SourceState {
 /// # Errors
 /// Fails if the options have no number of ranks and that of the source is too large for `tensors`
 /// tensors. One number in an untrusted file could otherwise demand a plan of any size.
-fn choose_world(options: &ConvertOptions, state: &TrainingState, tensors: usize) -> Result<u32> {
+fn choose_world_size(options: &ConvertOptions, state: &TrainingState, tensors: usize) -> Result<u32> {
     if let Some(world) = options.world {
         return Ok(world);
     }
     let world = state.world.unwrap_or(1).max(1);
     let limit =
-        (SOURCE_PIECES_MAX / (tensors as u64 + PIECES_PER_RANK)).clamp(1, u64::from(WORLD_MAX)) as u32;
+        (SOURCE_PIECES_MAX / (tensors as u64 + PIECES_PER_RANK)).clamp(1, u64::from(WORLD_SIZE_MAX)) as u32;
     match world > limit {
         true => Err(CkptError::invalid_option(OptionProblem::SourceWorldSize { world, limit })),
         false => Ok(world),
@@ -227,14 +227,14 @@ fn find_frozen_weights<'a>(
         state.frozen.iter().chain(&passthrough.frozen_late).map(String::as_str).collect();
     // a source without training state has neither trained nor frozen weights
     let has_training_state = !source.has_only_weights();
-    let weights = || find_tensors(tensors, TensorRole::Weight);
+    let weights = || find_tensors_with_role(tensors, TensorRole::Weight);
     let frozen = weights().filter(|i| has_training_state && !grouped.contains(i)).collect();
     let is_frozen_at_save = |i: &usize| !grouped.contains(i) || listed.contains(tensors[*i].name.as_str());
     (frozen, weights().filter(is_frozen_at_save).collect())
 }
 
 /// Iterates over the indices of the tensors with the role `role`.
-fn find_tensors(tensors: &[TensorInfo], role: TensorRole) -> impl Iterator<Item = usize> {
+fn find_tensors_with_role(tensors: &[TensorInfo], role: TensorRole) -> impl Iterator<Item = usize> {
     (0..tensors.len()).filter(move |&i| tensors[i].role == role)
 }
 
@@ -277,7 +277,7 @@ fn determine_step(
     notices: &mut Vec<ConvertNotice>,
 ) -> std::result::Result<u64, ConvertError> {
     let has_states = !roles.is_empty();
-    if let Some(reason) = source.ignored_optimizer().filter(|_| !has_states) {
+    if let Some(reason) = source.ignored_optimizer_reason().filter(|_| !has_states) {
         return Err(ConvertError::StatesUnreadable { reason: reason.to_string() });
     }
     let weights_only = source.has_only_weights();

@@ -30,7 +30,7 @@ pub(super) fn plan_universal(state: &mut SourceState) -> Result<OutputPlan> {
         for (&w, &step) in group.weights.iter().zip(&group.steps) {
             files.extend(plan_parameter_files(
                 state,
-                &format!("{tag}/zero/{}", checked_parameter_dir(state, w)?),
+                &format!("{tag}/zero/{}", parameter_dir_name(state, w)?),
                 w,
                 step,
             ));
@@ -53,7 +53,7 @@ pub(super) fn plan_universal(state: &mut SourceState) -> Result<OutputPlan> {
 
 /// Returns the name of the directory for a parameter, which is the name of the weight. Fails if
 /// this name is too long, starts with a dot, or contains a path separator.
-fn checked_parameter_dir(state: &SourceState, weight: usize) -> Result<&str> {
+fn parameter_dir_name(state: &SourceState, weight: usize) -> Result<&str> {
     let name = state.tensor_name(weight);
     match name.len() > PARAMETER_NAME_MAX || name.contains(['/', '\\']) || name.starts_with('.') {
         true => Err(CkptError::unsupported(
@@ -76,11 +76,11 @@ fn plan_parameter_files(state: &SourceState, dir: &str, weight: usize, step: f64
         let spans = vec![StorageSpan::Elements(tensor, 0..state.element_count(tensor))];
         let param = storages.add_tensor(Dtype::F32, shape.clone(), spans);
         let value = PythonObject::dict_from_pairs([("cat_dim", PythonObject::Int(0)), ("param", param)]);
-        files.push(storages.into_file(format!("{dir}/{name}.pt"), value));
+        files.push(storages.into_file_plan(format!("{dir}/{name}.pt"), value));
     }
     let mut storages = StorageBuilder::default();
     let step = storages.add_scalar(step);
-    files.push(storages.into_file(format!("{dir}/step.pt"), step));
+    files.push(storages.into_file_plan(format!("{dir}/step.pt"), step));
     files
 }
 
@@ -120,7 +120,7 @@ fn plan_universal_optimizer_file(state: &SourceState, path: String) -> FilePlan 
         ("param_groups", PythonObject::List(groups)),
         ("optimizer_state_dict", stage3),
     ]);
-    storages.into_file(path, value)
+    storages.into_file_plan(path, value)
 }
 
 /// Plans a model file with everything that is in no parameter's directory: frozen weights, buffers
@@ -144,5 +144,5 @@ fn plan_universal_model_file(state: &SourceState, path: String) -> FilePlan {
     let module = PythonObject::ordered_dict_from_pairs(module);
     let mut pairs = make_model_entries(state, &mut storages, module, groups, (&state.frozen, fragments));
     pairs.push(("universal_checkpoint_info".into(), info));
-    storages.into_file(path, PythonObject::dict_from_pairs(pairs))
+    storages.into_file_plan(path, PythonObject::dict_from_pairs(pairs))
 }

@@ -6,9 +6,9 @@ use super::output::{ConvertOutput, FinishedFile};
 use super::resume_check::{is_shard_intact, is_torch_file_intact};
 use super::source_state::SourceState;
 use super::write_steps::{StepData, WINDOW_ELEMENTS, WriteStep, plan_storage_steps};
-use crate::catalog::{TensorInfo, TensorSource, request_spans};
+use crate::catalog::{TensorInfo, TensorSource, build_span_requests};
 use crate::codec::disk::{
-    self, Directory, DiskBufferPool, FileWriter, Hashing, IoMode, ReadBuffers, SMALL_WINDOW, WrittenFile,
+    self, Directory, DiskBufferPool, FileWriter, HashMode, IoMode, ReadBuffers, SMALL_WINDOW_BYTES, WrittenFile,
 };
 use crate::codec::narrow::NarrowingBuffers;
 use crate::codec::safetensors::{self, PlannedTensor};
@@ -29,9 +29,9 @@ use std::time::Duration;
 const WINDOWS_PER_WORKER: usize = 3;
 /// Memory in bytes that a conversion needs for each worker. Covers its windows, a converted window,
 /// three buffers of the writing thread, and one buffer for verifying the source.
-const WORKER_BYTES: u64 = 18 << 20;
+const WORKER_MEMORY_BYTES: u64 = 18 << 20;
 /// Memory in bytes that a conversion needs in addition to that of its workers.
-const BASE_BYTES: u64 = 8 << 20;
+const BASE_MEMORY_BYTES: u64 = 8 << 20;
 /// Maximum number of workers of a conversion, each of which writes one file at a time.
 const WORKERS_MAX: usize = 32;
 /// Maximum interval between two calls of the callback that shows the progress of a conversion.
@@ -87,8 +87,8 @@ pub(super) fn write_planned_files(
     let total = sum_bytes(files);
     let mut order: Vec<&FilePlan> = files.iter().collect();
     // largest first, so that no worker is left with a large file at the end
-    order.sort_by_key(|f| std::cmp::Reverse(f.bytes()));
-    let files = order.into_iter().map(|f| (f, output.find_finished(&f.path).cloned())).collect();
+    order.sort_by_key(|f| std::cmp::Reverse(f.size_in_bytes()));
+    let files = order.into_iter().map(|f| (f, output.find_finished_file(&f.path).cloned())).collect();
     let shared = SharedWriteState {
         source,
         tensors: &state.tensors,
@@ -98,7 +98,7 @@ pub(super) fn write_planned_files(
         next: AtomicUsize::new(0),
         stop: AtomicBool::new(false),
         bytes: AtomicU64::new(0),
-        buffers: DiskBufferPool::with_size(SMALL_WINDOW),
+        buffers: DiskBufferPool::with_size(SMALL_WINDOW_BYTES),
         scratch: ReadBuffers::default(),
         windows: Mutex::default(),
     };
@@ -111,7 +111,7 @@ pub(super) fn write_planned_files(
             scope.spawn(move || shared.run_worker(&sender));
         }
         drop(sender);
-        let result = collect_finished(&receiver, output, &mut done, || {
+        let result = collect_finished_files(&receiver, output, &mut done, || {
             progress(shared.bytes.load(Ordering::Relaxed), total);
         });
         if result.is_err() {
@@ -132,7 +132,7 @@ pub(super) fn write_planned_files(
 /// Adds new files to `.done` of `output`, and counts reused files and collects all records in
 /// `done`. Returns at the first error. Calls `progress` after each file, and at least every
 /// [`PROGRESS_INTERVAL`].
-fn collect_finished(
+fn collect_finished_files(
     receiver: &Receiver<Result<(FinishedFile, bool)>>,
     output: &mut ConvertOutput,
     done: &mut WrittenFiles,
@@ -144,7 +144,7 @@ fn collect_finished(
                 let (file, reused) = file?;
                 match reused {
                     true => done.reused += 1,
-                    false => output.record_finished(&file)?,
+                    false => output.record_finished_file(&file)?,
                 }
                 done.files.push(file);
             }
@@ -161,7 +161,7 @@ fn collect_finished(
 /// begins the next.
 fn compute_worker_count(memory: u64, files: usize) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-    let affordable = (memory.saturating_sub(BASE_BYTES) / WORKER_BYTES) as usize;
+    let affordable = (memory.saturating_sub(BASE_MEMORY_BYTES) / WORKER_MEMORY_BYTES) as usize;
     (cores + 1).min(affordable).min(files).clamp(1, WORKERS_MAX)
 }
 
@@ -199,8 +199,8 @@ impl SharedWriteState<'_> {
     /// Writes one file, or reuses an existing file that matches the record `earlier`. Returns the
     /// record of the file, and whether the file was reused.
     fn write_file(&self, file: &FilePlan, earlier: Option<&FinishedFile>) -> Result<(FinishedFile, bool)> {
-        if let Some(earlier) = earlier.filter(|e| self.is_intact(file, e)) {
-            self.bytes.fetch_add(file.bytes(), Ordering::Relaxed);
+        if let Some(earlier) = earlier.filter(|e| self.is_finished_file_intact(file, e)) {
+            self.bytes.fetch_add(file.size_in_bytes(), Ordering::Relaxed);
             return Ok((earlier.clone(), true));
         }
         let path = self.dir.join(&file.path);
@@ -223,7 +223,7 @@ impl SharedWriteState<'_> {
             }
             FileContent::Torch(plan) => {
                 let writer =
-                    TorchWriter::create(path, file.file_stem(), &plan.value, plan.bytes(), &self.buffers)?;
+                    TorchWriter::create(path, file.file_stem(), &plan.value, plan.size_in_bytes(), &self.buffers)?;
                 let written = self.write_torch_file(plan, writer)?;
                 (done.bytes, done.blake3) = (written.bytes, written.digest);
             }
@@ -234,7 +234,7 @@ impl SharedWriteState<'_> {
     /// Returns whether a file that an interrupted conversion had completed still matches its record
     /// `earlier`. Reads and verifies every byte of the tensors. Returns false for links and small
     /// files, which are cheap to write again.
-    fn is_intact(&self, file: &FilePlan, earlier: &FinishedFile) -> bool {
+    fn is_finished_file_intact(&self, file: &FilePlan, earlier: &FinishedFile) -> bool {
         let path = self.dir.join(&file.path);
         let open = || -> Option<(fs::File, u64)> {
             let name = path.file_name()?.to_str()?;
@@ -259,7 +259,7 @@ impl SharedWriteState<'_> {
         let steps: Vec<WriteStep> =
             plan.storages.iter().flat_map(|s| plan_storage_steps(s.dtype, &s.spans)).collect();
         let mut narrow = NarrowingBuffers::default();
-        self.stream_steps(&steps, |step, loaded| match (step, loaded) {
+        self.stream_write_steps(&steps, |step, loaded| match (step, loaded) {
             (WriteStep::Begin, _) => writer.begin_storage(),
             (WriteStep::End, _) => writer.end_member(),
             (WriteStep::Window { dtype, .. }, StepData::Values(values)) => {
@@ -281,14 +281,14 @@ impl SharedWriteState<'_> {
             .iter()
             .zip(&shapes)
             .map(|(p, shape)| {
-                let name = safetensors::piece_key(info(p).role, &info(p).name, p.elements.start);
+                let name = safetensors::format_piece_key(info(p).role, &info(p).name, p.elements.start);
                 PlannedTensor { name, dtype: p.dtype, shape }
             })
             .collect();
         let header =
             safetensors::encode_shard_header(rank, self.world, &planned).map_err(CkptError::invalid_save)?;
         let mut writer =
-            FileWriter::with_buffers(path.to_owned(), IoMode::Direct, Hashing::Blocks, self.buffers.clone())?;
+            FileWriter::with_buffers(path.to_owned(), IoMode::Direct, HashMode::Blocks, self.buffers.clone())?;
         writer.write(&header)?;
         let runs = pieces.chunk_by(|a, b| a.dtype == b.dtype).map(|run| {
             let spans: Vec<StorageSpan> =
@@ -299,7 +299,7 @@ impl SharedWriteState<'_> {
         let steps: Vec<WriteStep> =
             runs.iter().flat_map(|(dtype, spans)| plan_storage_steps(*dtype, spans)).collect();
         let mut narrow = NarrowingBuffers::default();
-        self.stream_steps(&steps, |step, loaded| match (step, loaded) {
+        self.stream_write_steps(&steps, |step, loaded| match (step, loaded) {
             (WriteStep::Window { dtype, .. }, StepData::Values(values)) => {
                 writer.write(narrow.convert_values(*dtype, values))
             }
@@ -310,7 +310,7 @@ impl SharedWriteState<'_> {
             let (name, role, start, count) =
                 (info(p).name.clone(), info(p).role, p.elements.start, p.element_count());
             reports.push(PieceReport { name, role, dtype: p.dtype, start, count, offset });
-            offset += p.bytes();
+            offset += p.size_in_bytes();
         }
         let WrittenFile { bytes, blocks, .. } = writer.finish()?;
         let file = shard_file_name(rank, self.world);
@@ -319,7 +319,7 @@ impl SharedWriteState<'_> {
 
     /// Reads the data of each write step (a limited part of a storage), and passes step and data to
     /// `sink`, in order. A second thread reads the data ahead if there is more than one window.
-    fn stream_steps(
+    fn stream_write_steps(
         &self,
         steps: &[WriteStep<'_>],
         mut sink: impl FnMut(&WriteStep<'_>, &StepData) -> Result<()>,
@@ -398,7 +398,7 @@ impl SharedWriteState<'_> {
         loaded: &StepData,
     ) -> Result<()> {
         sink(step, loaded)?;
-        self.bytes.fetch_add(step.bytes(), Ordering::Relaxed);
+        self.bytes.fetch_add(step.size_in_bytes(), Ordering::Relaxed);
         Ok(())
     }
 
@@ -410,7 +410,7 @@ impl SharedWriteState<'_> {
             WriteStep::Window { parts, .. } => {
                 let info = |tensor: Option<usize>| tensor.map(|i| &self.tensors[i]);
                 let spans = parts.iter().map(|(tensor, range)| (info(*tensor), range.clone()));
-                self.source.read_unchecked(&mut request_spans(spans, &mut buffer))?;
+                self.source.read_unverified(&mut build_span_requests(spans, &mut buffer))?;
                 Ok(StepData::Values(buffer))
             }
             WriteStep::Raw { tensor, start, bytes } => {

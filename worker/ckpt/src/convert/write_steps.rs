@@ -8,14 +8,14 @@ use std::ops::Range;
 pub(super) const WINDOW_ELEMENTS: usize = 512 << 10;
 
 /// A part of a step's elements: a range of a source tensor, given by its index, or zeros (`None`).
-pub(super) type WindowPart = (Option<usize>, Range<u64>);
+pub(super) type StepPart = (Option<usize>, Range<u64>);
 
 /// One step in which a part of a storage is written.
 pub(super) enum WriteStep<'p> {
     /// Begin the storage.
     Begin,
     /// Write the elements of a window, converted to `dtype`.
-    Window { dtype: Dtype, parts: Vec<WindowPart>, elements: usize },
+    Window { dtype: Dtype, parts: Vec<StepPart>, elements: usize },
     /// Write `bytes` bytes of a source tensor starting at element `start`, in the stored dtype.
     Raw { tensor: usize, start: u64, bytes: usize },
     /// Write literal bytes.
@@ -43,7 +43,7 @@ impl WriteStep<'_> {
     }
 
     /// Returns the number of bytes that the write step appends to the file.
-    pub(super) fn bytes(&self) -> u64 {
+    pub(super) fn size_in_bytes(&self) -> u64 {
         match self {
             WriteStep::Window { dtype, elements, .. } => *elements as u64 * dtype.size(),
             WriteStep::Raw { bytes, .. } => *bytes as u64,
@@ -69,9 +69,9 @@ pub(super) fn plan_storage_steps(dtype: Dtype, spans: &[StorageSpan]) -> Vec<Wri
                 }
             }
             StorageSpan::Elements(tensor, range) => {
-                push_elements(&mut steps, dtype, Some(*tensor), range.clone())
+                push_element_steps(&mut steps, dtype, Some(*tensor), range.clone())
             }
-            StorageSpan::Zeros(count) => push_elements(&mut steps, dtype, None, 0..*count),
+            StorageSpan::Zeros(count) => push_element_steps(&mut steps, dtype, None, 0..*count),
         }
     }
     steps.push(WriteStep::End);
@@ -80,7 +80,7 @@ pub(super) fn plan_storage_steps(dtype: Dtype, spans: &[StorageSpan]) -> Vec<Wri
 
 /// Adds steps to `steps` that write the elements `rest` of a source tensor, converted to `dtype`,
 /// or zeros if `tensor` is `None`. Fills the last step first, if it is not full.
-fn push_elements(steps: &mut Vec<WriteStep<'_>>, dtype: Dtype, tensor: Option<usize>, mut rest: Range<u64>) {
+fn push_element_steps(steps: &mut Vec<WriteStep<'_>>, dtype: Dtype, tensor: Option<usize>, mut rest: Range<u64>) {
     while !rest.is_empty() {
         if !matches!(steps.last(), Some(WriteStep::Window { elements, .. }) if *elements < WINDOW_ELEMENTS) {
             steps.push(WriteStep::Window { dtype, parts: Vec::new(), elements: 0 });

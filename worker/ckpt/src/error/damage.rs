@@ -9,7 +9,7 @@ use super::optimizer_state::OptimizerStateError;
 use super::read_failure::ReadFailure;
 use super::rng_files::{RngFilesError, RngStateError};
 use super::safetensors::SafetensorsError;
-use super::text::{format_names, shorten};
+use super::text::{format_names, shorten_text};
 use super::torch_file::TorchFileError;
 use crate::tensor::{CoverageError, InvalidTensorName};
 use serde::{Serialize, Serializer};
@@ -31,7 +31,7 @@ pub struct Damage {
 
 /// Serializes why a file is damaged as a message text, for the field `why`.
 fn serialize_as_text<S: Serializer>(reason: &DamageReason, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_str(&shorten(reason.to_string()))
+    serializer.serialize_str(&shorten_text(reason.to_string()))
 }
 
 impl Damage {
@@ -43,14 +43,14 @@ impl Damage {
 
 impl fmt::Display for Damage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&shorten(self.file.clone()))?;
+        f.write_str(&shorten_text(self.file.clone()))?;
         if let Some(block) = self.block {
             write!(f, ", block {block}")?;
         }
         if !self.tensors.is_empty() {
             write!(f, " (holds {})", format_names(&self.tensors))?;
         }
-        write!(f, ": {}", shorten(self.reason.to_string()))
+        write!(f, ": {}", shorten_text(self.reason.to_string()))
     }
 }
 

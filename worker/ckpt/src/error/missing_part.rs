@@ -46,7 +46,7 @@ pub enum MissingPart {
         blocks: Range<u64>,
     },
     /// The directory that `latest` or `latest_universal` names.
-    #[error("{target}, which `{pointer}` names{}", format_present(present))]
+    #[error("{target}, which `{pointer}` names{}", format_available_checkpoints(present))]
     LatestTarget {
         /// Name of the missing directory.
         target: String,
@@ -99,10 +99,10 @@ pub enum MissingPart {
 
 /// Formats missing shards and the hosts that have them as a list, of which at most three are shown.
 pub(crate) fn format_remote_shards(shards: &[RemoteShard]) -> String {
-    const LISTED: usize = 3;
+    const SHARDS_LISTED_MAX: usize = 3;
     let list: Vec<String> =
-        shards.iter().take(LISTED).map(|s| format!("{} on host {}", s.file, s.host)).collect();
-    match shards.len().saturating_sub(LISTED) {
+        shards.iter().take(SHARDS_LISTED_MAX).map(|s| format!("{} on host {}", s.file, s.host)).collect();
+    match shards.len().saturating_sub(SHARDS_LISTED_MAX) {
         0 => list.join(", "),
         more => format!("{} and {more} more", list.join(", ")),
     }
@@ -110,7 +110,7 @@ pub(crate) fn format_remote_shards(shards: &[RemoteShard]) -> String {
 
 /// Formats a remark at the end of a message, which lists the checkpoints that could be used
 /// instead. The remark is empty if there are none.
-fn format_present(present: &[String]) -> String {
+fn format_available_checkpoints(present: &[String]) -> String {
     match present.is_empty() {
         true => String::new(),
         false => format!(" (present: {})", present.join(", ")),

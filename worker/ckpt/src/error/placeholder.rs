@@ -3,7 +3,7 @@
 
 /// A small file that a failed download or checkout left in place of the real file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Placeholder {
+pub enum PlaceholderFile {
     /// A pointer of Git LFS, which names the real file by its hash.
     #[error("the file is a Git LFS pointer, not the file itself; `git lfs pull` downloads it")]
     GitLfsPointer,

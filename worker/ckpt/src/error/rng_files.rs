@@ -2,7 +2,7 @@
 //! scheduler files.
 use super::read_failure::ReadFailure;
 use super::torch_file::TorchFileError;
-use crate::format_constants::{CPU_STATE_BYTES, CUDA_STATE_BYTES, SCHEDULER_FILE, TWISTER_WORDS};
+use crate::format_constants::{CPU_RNG_STATE_BYTES, CUDA_RNG_STATE_BYTES, SCHEDULER_FILE, MERSENNE_TWISTER_WORDS};
 use crate::stream_kind::StreamKind;
 use diagnostic::{Code, codes::checkpoint as codes};
 
@@ -139,7 +139,7 @@ pub enum RngFilesError {
 }
 
 /// The largest number of ranks that the message of [`ReconcileError::NotReplicated`] lists.
-const RANKS_LISTED: usize = 8;
+const CONFLICTING_RANKS_LISTED_MAX: usize = 8;
 
 /// Why the random generator states of the ranks that saved a checkpoint cannot be assigned to
 /// another number of ranks.
@@ -229,7 +229,7 @@ impl ReconcileError {
 
 /// Formats a list of ranks, of which at most [`RANKS_LISTED`] are shown.
 fn format_ranks(ranks: &[usize]) -> String {
-    ranks.iter().take(RANKS_LISTED).map(usize::to_string).collect::<Vec<_>>().join(", ")
+    ranks.iter().take(CONFLICTING_RANKS_LISTED_MAX).map(usize::to_string).collect::<Vec<_>>().join(", ")
 }
 
 /// Why Accelerate's `scheduler.bin`, whose step counter depends on the number of processes, cannot

@@ -1,5 +1,5 @@
 //! [`SafetensorsError`]: why a safetensors file is rejected or cannot be written.
-use super::placeholder::Placeholder;
+use super::placeholder::PlaceholderFile;
 use super::read_failure::ReadFailure;
 use crate::format_constants::SAFETENSORS_HEADER_MAX;
 use crate::tensor::{Dtype, InvalidTensorName};
@@ -26,7 +26,7 @@ pub enum SafetensorsError {
     },
     /// The file is a placeholder, not a safetensors file.
     #[error("{0}")]
-    Placeholder(Placeholder),
+    Placeholder(PlaceholderFile),
     /// The header is not a JSON object.
     #[error("the safetensors header is not a JSON object")]
     NotAnObject,

@@ -8,7 +8,7 @@ const TEXT_CHARS_MAX: usize = 600;
 
 /// Shortens a text from an untrusted file to [`TEXT_CHARS_MAX`] characters, for a message. The end
 /// of a shortened text is `…`.
-pub(crate) fn shorten(mut text: String) -> String {
+pub(crate) fn shorten_text(mut text: String) -> String {
     if let Some((at, _)) = text.char_indices().nth(TEXT_CHARS_MAX) {
         text.truncate(at);
         text.push('…');

@@ -1,5 +1,5 @@
 //! [`ZipError`]: why a zip container is rejected.
-use super::placeholder::Placeholder;
+use super::placeholder::PlaceholderFile;
 use super::read_failure::ReadFailure;
 use crate::format_constants::ZIP_DIRECTORY_MAX;
 
@@ -14,7 +14,7 @@ pub enum ZipError {
     NoDirectory,
     /// The file is a placeholder for the real file, not a zip container.
     #[error("{0}")]
-    Placeholder(Placeholder),
+    Placeholder(PlaceholderFile),
     /// The zip64 end record is outside of the file or damaged.
     #[error("the zip64 end record is invalid")]
     Zip64Record,

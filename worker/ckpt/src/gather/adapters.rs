@@ -128,7 +128,7 @@ impl AdapterShape {
         let [a_name, b_name] = lora_matrix_names(name).unwrap_or_default();
         let (mut a, mut b) = (vec![0f32; ad.rank * ad.in_features], vec![0f32; ad.out_features * ad.rank]);
         let request = |name, out| ReadRequest { name, role: TensorRole::Weight, start_element: 0, out };
-        source.read_many(&mut [request(&a_name, &mut a), request(&b_name, &mut b)])?;
+        source.read_verified(&mut [request(&a_name, &mut a), request(&b_name, &mut b)])?;
         // values[i, j] += scale · Σ left[i, k] · right[k, j]
         let (left, right, columns) = match transposed {
             false => (b, a, ad.in_features),
@@ -199,7 +199,7 @@ impl TensorSource for AdapterView<'_> {
         }
     }
 
-    fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
+    fn read_verified(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
         let ViewContent::Merged { adapters, scale, transposed } = &self.content else {
             let mut renamed: Vec<ReadRequest<'_>> = requests
                 .iter_mut()
@@ -210,9 +210,9 @@ impl TensorSource for AdapterView<'_> {
                     out: &mut *r.out,
                 })
                 .collect();
-            return self.inner.read_many(&mut renamed);
+            return self.inner.read_verified(&mut renamed);
         };
-        self.inner.read_many(requests)?;
+        self.inner.read_verified(requests)?;
         for r in requests.iter_mut().filter(|r| r.role == TensorRole::Weight && !r.out.is_empty()) {
             if let Some(adapter) = adapters.get(r.name) {
                 let factors = (*scale, *transposed);
@@ -230,9 +230,9 @@ impl TensorSource for AdapterView<'_> {
         self.inner.read_raw(name, role, start_element, out)
     }
 
-    fn weights_dtype(&self) -> Dtype {
+    fn default_export_dtype(&self) -> Dtype {
         match self.content {
-            ViewContent::Adapters { .. } => self.inner.weights_dtype(),
+            ViewContent::Adapters { .. } => self.inner.default_export_dtype(),
             ViewContent::Merged { .. } => Dtype::F32,
         }
     }
@@ -245,8 +245,8 @@ impl TensorSource for AdapterView<'_> {
         self.inner.training_state()
     }
 
-    fn tokens(&self) -> Option<u64> {
-        self.inner.tokens()
+    fn trained_token_count(&self) -> Option<u64> {
+        self.inner.trained_token_count()
     }
 
     fn hf_config(&self) -> Option<&Map<String, Value>> {

@@ -69,7 +69,7 @@ pub fn gather_weights_until(
     options: &GatherOptions,
     progress: impl FnMut(u64, u64) -> ControlFlow<()>,
 ) -> Result<Option<GatherReport>> {
-    checkpoint.require_weights()?;
+    checkpoint.require_all_weights()?;
     let view = adapters::open_adapter_view(checkpoint, options.merge_lora)?;
     let stem = if view.is_some() && !options.merge_lora { ADAPTER_MODEL_STEM } else { MODEL_STEM };
     let checkpoint = view.as_ref().map_or(checkpoint, |view| view as &dyn TensorSource);
@@ -82,8 +82,8 @@ pub fn gather_weights_until(
     write_text_files(&out.dir, &files, &texts)?;
     checkpoint.verify_reads(false)?;
     plan.check_written_files(&out.dir, &files)?;
-    let mut record = GATHER_MARKER.make_record(list_recorded_files(&files, &texts));
-    (record.step, record.tokens) = (checkpoint.completed_steps(), checkpoint.tokens());
+    let mut record = GATHER_MARKER.make_record(list_files_for_record(&files, &texts));
+    (record.step, record.tokens) = (checkpoint.completed_steps(), checkpoint.trained_token_count());
     record.dtype = Some(plan.dtype.torch_name().into());
     GATHER_MARKER.write_record(&out.dir, record)?;
     disk::sync_dir(&out.dir)?;
@@ -116,7 +116,7 @@ fn write_text_files(dir: &Path, files: &[GatheredFile], texts: &[(String, String
 
 /// Lists all written files with their sizes and hashes, for the record that the gather writes to
 /// the output directory.
-fn list_recorded_files(files: &[GatheredFile], texts: &[(String, String)]) -> Vec<RecordedFile> {
+fn list_files_for_record(files: &[GatheredFile], texts: &[(String, String)]) -> Vec<RecordedFile> {
     let weights = files.iter().map(|f| (&f.name, RecordedContent { bytes: f.bytes, blake3: f.blake3 }));
     let texts = texts.iter().map(|(name, text)| (name, RecordedContent::from_text(text.as_bytes())));
     let record = |(name, content): (&String, _)| RecordedFile { name: name.clone(), content: Some(content) };

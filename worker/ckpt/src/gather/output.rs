@@ -33,7 +33,7 @@ impl GatherOutput {
         disk::require_free_bytes(&parent, bytes.saturating_add(OVERHEAD_BYTES))?;
         let dir = parent.join(format!("{hidden}{}", std::process::id()));
         disk::make_dir(&dir)?;
-        let lock = disk::lock_dir(&dir)?;
+        let lock = disk::try_lock_dir(&dir)?;
         Ok(GatherOutput { path: parent.join(name), dir, _lock: lock })
     }
 }
@@ -53,7 +53,7 @@ fn remove_interrupted_gathers(parent: &Path, hidden: &str) -> Result<()> {
     for name in Directory::open(parent)?.list_names()? {
         let path = parent.join(&name);
         if name.starts_with(hidden) && path.symlink_metadata().is_ok_and(|m| m.is_dir()) {
-            match disk::lock_dir(&path) {
+            match disk::try_lock_dir(&path) {
                 Ok(_lock) => disk::remove_tree(&path)?,
                 Err(CkptError::DirectoryBusy { .. }) => {
                     return Err(CkptError::DirectoryBusy { path: parent.to_owned() });

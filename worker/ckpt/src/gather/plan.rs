@@ -18,7 +18,7 @@ const CONFIG_FILE: &str = "config.json";
 /// What the names of all weight files begin with.
 pub(super) const MODEL_STEM: &str = "model";
 pub(super) const GENERATION_CONFIG_FILE: &str = "generation_config.json";
-const INDEX_FILE: &str = "model.safetensors.index.json";
+const WEIGHT_INDEX_FILE: &str = "model.safetensors.index.json";
 
 /// Options of [`crate::gather_weights`], such as the dtype and the size of files.
 #[derive(Clone, Debug)]
@@ -80,7 +80,7 @@ impl GatherPlan {
         options: &GatherOptions,
         stem: &str,
     ) -> Result<GatherPlan> {
-        let dtype = options.dtype.unwrap_or_else(|| checkpoint.weights_dtype());
+        let dtype = options.dtype.unwrap_or_else(|| checkpoint.default_export_dtype());
         if !dtype.is_float() {
             return Err(CkptError::invalid_option(OptionProblem::Dtype { dtype }));
         }
@@ -94,7 +94,7 @@ impl GatherPlan {
             tensors.iter().map(|t| t.element_count().saturating_mul(dtype.size())).collect();
         // PEFT reads a single file
         let limit = if stem == MODEL_STEM { options.max_shard_size } else { u64::MAX };
-        let units = save_order::group_shard_units(&tensors);
+        let units = save_order::group_inseparable_tensors(&tensors);
         let unit_sizes: Vec<u64> = units.iter().map(|unit| sum_sizes(&sizes[unit.clone()])).collect();
         let groups = split_by_size(&unit_sizes, limit);
         let count = groups.len();
@@ -148,7 +148,7 @@ impl GatherPlan {
             texts = self.make_config_files(checkpoint, config.clone())?;
         }
         if self.files.len() > 1 {
-            texts.push((INDEX_FILE.to_owned(), encode_pretty_json(&self.make_weight_index())?));
+            texts.push((WEIGHT_INDEX_FILE.to_owned(), encode_pretty_json(&self.make_weight_index())?));
         }
         if checkpoint.exported_text_files().iter().any(|t| t.name == GATHER_MARKER.file) {
             let name = GATHER_MARKER.file.to_owned();

@@ -4,7 +4,7 @@
 //! Tensors are in the order of modules in the model's code. Models whose fused experts transformers
 //! 5 splits are an exception: all tensors are sorted by name, and matrices that were one tensor
 //! stay in one shard.
-use crate::catalog::{TensorInfo, parse_expert_matrix};
+use crate::catalog::{TensorInfo, parse_expert_matrix_name};
 use std::{collections::HashMap, ops::Range};
 
 /// The modules of a decoder layer, in the order in which the model's code defines them.
@@ -42,7 +42,7 @@ fn find_module_position(rest: &str) -> Option<usize> {
 /// expert, and the position of the matrix in the order of transformers. `down_proj` is first, since
 /// it precedes `gate_up_proj` alphabetically. Returns `None` for other tensors.
 fn parse_split_expert(name: &str) -> Option<(&str, u64, usize)> {
-    let (before, number, matrix) = parse_expert_matrix(name)?;
+    let (before, number, matrix) = parse_expert_matrix_name(name)?;
     Some((before, number, (matrix + 1) % 3))
 }
 
@@ -108,7 +108,7 @@ pub(super) fn sort_as_save_pretrained(mut tensors: Vec<TensorInfo>) -> Vec<Tenso
 /// Groups sorted tensors into ranges, each of which must be written to a single file (shard). The
 /// experts' matrices of a layer form three ranges, for down, gate and up. Every other tensor is a
 /// range by itself.
-pub(super) fn group_shard_units(tensors: &[TensorInfo]) -> Vec<Range<usize>> {
+pub(super) fn group_inseparable_tensors(tensors: &[TensorInfo]) -> Vec<Range<usize>> {
     let fused =
         |t: &TensorInfo| parse_split_expert(&t.name).map(|(before, _, which)| (before.to_owned(), which));
     let mut units: Vec<Range<usize>> = Vec::with_capacity(tensors.len());
@@ -196,6 +196,6 @@ mod tests {
             "model.norm.weight",
         ];
         let tensors: Vec<TensorInfo> = names.iter().map(make_tensor).collect();
-        assert_eq!(group_shard_units(&tensors), [0..1, 1..3, 3..5, 5..6, 6..7, 7..8]);
+        assert_eq!(group_inseparable_tensors(&tensors), [0..1, 1..3, 3..5, 5..6, 6..7, 7..8]);
     }
 }

@@ -1,8 +1,8 @@
 //! Copies weights from a checkpoint to files. Several threads read ahead, and the calling thread
 //! converts the elements and writes the files.
 use super::plan::{GatherPlan, GatherWindow, GatheredFile};
-use crate::catalog::{TensorSource, request_spans};
-use crate::codec::disk::{FileWriter, Hashing, IoMode};
+use crate::catalog::{TensorSource, build_span_requests};
+use crate::codec::disk::{FileWriter, HashMode, IoMode};
 use crate::codec::narrow::{NarrowingBuffers, find_overflow};
 use crate::error::{CkptError, Result};
 use std::collections::{BTreeMap, BTreeSet};
@@ -63,7 +63,7 @@ pub(super) fn write_weights(
         let mut buffers = NarrowingBuffers::default();
         let mut not_finite = BTreeSet::new();
         for (i, (name, _)) in plan.files.iter().enumerate() {
-            let mut writer = FileWriter::create(dir.join(name), IoMode::Direct, Hashing::File)?;
+            let mut writer = FileWriter::create(dir.join(name), IoMode::Direct, HashMode::File)?;
             writer.write(&plan.encode_header(i)?)?;
             for _ in 0..plan.divide_into_windows(i).len() {
                 let (window, buffer) = read.receive_next()?;
@@ -123,7 +123,7 @@ fn read_window(
     mut buffer: Vec<f32>,
 ) -> Result<(GatherWindow, Vec<f32>)> {
     let spans = window.spans.iter().map(|(tensor, range)| (Some(&plan.tensors[*tensor]), range.clone()));
-    checkpoint.read_unchecked(&mut request_spans(spans, &mut buffer))?;
+    checkpoint.read_unverified(&mut build_span_requests(spans, &mut buffer))?;
     Ok((window, buffer))
 }
 

@@ -219,7 +219,7 @@ fn parse_target_modules(v: Option<&Value>) -> std::result::Result<Vec<String>, A
 /// # Errors
 /// Fails if the file of adapter weights is missing or damaged, or has tensors other than LoRA
 /// matrices.
-pub fn open_adapters(path: &Path) -> Result<ExternalCheckpoint> {
+pub fn open_peft_adapters(path: &Path) -> Result<ExternalCheckpoint> {
     let mut builder = ExternalCheckpointBuilder::new(path)?;
     let files = [format!("{ADAPTER_MODEL_STEM}.safetensors"), format!("{ADAPTER_MODEL_STEM}.bin")];
     let mut found = None;

@@ -1,7 +1,7 @@
 //! Finds out which program wrote a checkpoint from its files, and opens the checkpoint.
 use super::diagnose::diagnose_directory;
-use crate::catalog::{ExternalCheckpoint, ExternalCheckpointBuilder, StatePart, TrainedNames};
-use crate::codec::disk::{Directory, exists};
+use crate::catalog::{ExternalCheckpoint, ExternalCheckpointBuilder, StatePart, TrainedWeightNames};
+use crate::codec::disk::{Directory, path_exists};
 use crate::error::{CkptError, Diagnosis, Result};
 use crate::layout::hf::{companion_files, module_order, optimizer_state, weights};
 use crate::layout::{dcp, deepspeed};
@@ -29,7 +29,7 @@ pub(crate) fn open_external_checkpoint(path: &Path) -> Result<Option<ExternalChe
 /// were frozen, the states are assigned to the trained weights, provided that their shapes match.
 pub(crate) fn open_external_for_training(
     path: &Path,
-    trained: Option<&TrainedNames>,
+    trained: Option<&TrainedWeightNames>,
 ) -> Result<Option<ExternalCheckpoint>> {
     if path.is_file() {
         return open_weights_file(path).map(Some);
@@ -40,7 +40,7 @@ pub(crate) fn open_external_for_training(
     if only_weights && !inside.is_empty() {
         return open_newest_readable(path, &inside, trained).map(Some);
     }
-    if let Some(found) = open_directory(path, trained)? {
+    if let Some(found) = open_checkpoint_directory(path, trained)? {
         return Ok(Some(found));
     }
     // Accelerate's automatic naming uses the directory `checkpoints`
@@ -67,7 +67,7 @@ fn has_training_state(path: &Path, directory: &Directory) -> Result<bool> {
 
 /// Opens the checkpoint whose files are directly in the directory `path`. Returns `None` if the
 /// directory has no weights.
-fn open_directory(path: &Path, trained: Option<&TrainedNames>) -> Result<Option<ExternalCheckpoint>> {
+fn open_checkpoint_directory(path: &Path, trained: Option<&TrainedWeightNames>) -> Result<Option<ExternalCheckpoint>> {
     if let Some(found) = deepspeed::open_deepspeed(path)? {
         return Ok(Some(found));
     }
@@ -98,7 +98,7 @@ fn open_weights_file(path: &Path) -> Result<ExternalCheckpoint> {
     builder.facts.kind = "weights";
     builder.facts.tag = name.into_owned();
     builder.facts.writer = "unknown".into();
-    builder.finish().map(ExternalCheckpoint::into_single_file)
+    builder.finish().map(ExternalCheckpoint::mark_as_single_file)
 }
 
 /// Reads the weights, the optimizer state and the companion files that torch programs write, and
@@ -204,9 +204,9 @@ fn check_state_shapes(builder: &ExternalCheckpointBuilder) -> Result<()> {
     for info in builder.entries.iter().map(|e| &e.info).filter(|i| i.role.is_optimizer_state()) {
         let label = || format!("{}/{}", info.role, info.name);
         match weights.get(info.name.as_str()) {
-            None => return Err(builder.damaged(&label(), "no weight has this state's name")),
+            None => return Err(builder.damaged_file_error(&label(), "no weight has this state's name")),
             Some(shape) if *shape != info.shape.as_slice() => {
-                return Err(builder.damaged(
+                return Err(builder.damaged_file_error(
                     &label(),
                     format!("the shape is {:?}, that of the weight {shape:?}", info.shape),
                 ));
@@ -236,13 +236,13 @@ fn parse_step_in_name(name: &str) -> Option<u64> {
 fn open_newest_readable(
     path: &Path,
     names: &[String],
-    trained: Option<&TrainedNames>,
+    trained: Option<&TrainedWeightNames>,
 ) -> Result<ExternalCheckpoint> {
     let mut skipped: Vec<String> = Vec::new();
     let mut first = None;
     for name in names.iter().rev().take(CHECKPOINTS_TRIED_MAX) {
         let inner: PathBuf = path.join(name);
-        let found = open_directory(&inner, trained)
+        let found = open_checkpoint_directory(&inner, trained)
             .and_then(|f| f.ok_or_else(|| CkptError::not_a_checkpoint(&inner, diagnose_directory(&inner))));
         match found {
             Ok(mut found) => {
@@ -251,7 +251,7 @@ fn open_newest_readable(
                     1 => format!("using {name} in {shown}"),
                     total => format!("using {name}, the newest complete of {total} checkpoints in {shown}"),
                 });
-                let other_weights = weights::WEIGHTS_FILES.iter().find(|f| exists(&path.join(f)));
+                let other_weights = weights::WEIGHTS_FILES.iter().find(|f| path_exists(&path.join(f)));
                 let other_weights = other_weights
                     .map(|f| format!("there is also {f}; give its path to use only these weights"));
                 found.prepend_notices(chosen.chain(other_weights).chain(skipped).collect());

@@ -1,5 +1,5 @@
 //! Finds the probable reason why a path has no readable checkpoint.
-use crate::codec::disk::{Directory, exists};
+use crate::codec::disk::{Directory, path_exists};
 use crate::error::{CkptError, Diagnosis};
 use crate::format_constants::MANIFEST_FILE;
 use crate::layout::deepspeed;
@@ -116,7 +116,7 @@ impl SubdirectorySearch {
         self.is_cut = self.searched == SEARCHED_SUBDIRECTORIES_MAX;
         self.searched += 1;
         !self.is_cut
-            && MARKER_FILES.iter().chain(&weights::WEIGHTS_FILES).any(|name| exists(&path.join(name)))
+            && MARKER_FILES.iter().chain(&weights::WEIGHTS_FILES).any(|name| path_exists(&path.join(name)))
     }
 }
 

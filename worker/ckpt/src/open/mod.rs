@@ -5,4 +5,4 @@ mod opened;
 
 pub(crate) use detect::open_external_checkpoint;
 pub(crate) use diagnose::diagnose_directory;
-pub use opened::{NewestCheckpoint, OpenedCheckpoint, open_checkpoint, open_newest, open_with_trained_names};
+pub use opened::{NewestCheckpoint, OpenedCheckpoint, open_checkpoint, open_newest_native, open_checkpoint_for_training};

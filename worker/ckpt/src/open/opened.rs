@@ -2,7 +2,7 @@
 use super::detect::open_external_for_training;
 use super::diagnose::diagnose_directory;
 use crate::catalog::{ExternalCheckpoint, TensorSource};
-use crate::codec::disk::exists;
+use crate::codec::disk::path_exists;
 use crate::error::{CkptError, Result};
 use crate::format_constants::MANIFEST_FILE;
 use crate::layout::native::{Checkpoint, list_checkpoints};
@@ -25,11 +25,11 @@ pub struct NewestCheckpoint {
 /// # Errors
 /// Fails with the error of the newest checkpoint if no checkpoint is readable. Fails with a
 /// diagnosis of the directory if there is no native checkpoint.
-pub fn open_newest(path: &Path) -> Result<NewestCheckpoint> {
-    if exists(&path.join(MANIFEST_FILE)) {
+pub fn open_newest_native(path: &Path) -> Result<NewestCheckpoint> {
+    if path_exists(&path.join(MANIFEST_FILE)) {
         return Ok(NewestCheckpoint { checkpoint: Checkpoint::open(path)?, skipped: Vec::new() });
     }
-    if !exists(path) {
+    if !path_exists(path) {
         return Err(CkptError::NotFound { path: path.to_owned() });
     }
     let mut skipped = Vec::new();
@@ -68,19 +68,19 @@ impl OpenedCheckpoint {
 /// directory of native checkpoints, opens the newest readable one. If `path` is a DeepSpeed
 /// directory, opens the checkpoint that `latest` names.
 pub fn open_checkpoint(path: &Path) -> Result<OpenedCheckpoint> {
-    open_with_trained_names(path, None)
+    open_checkpoint_for_training(path, None)
 }
 
 /// Opens the checkpoint at `path` as [`open_checkpoint`] does, for a run that trains the weights
 /// with the names `trained`. HF Trainer and Accelerate store optimizer states by number. If some
 /// weights were frozen, assigning the states to weights needs the names in `trained`. With `None`,
 /// the result is that of [`open_checkpoint`].
-pub fn open_with_trained_names(path: &Path, trained: Option<&HashSet<String>>) -> Result<OpenedCheckpoint> {
-    let native = exists(&path.join(MANIFEST_FILE))
-        || !exists(path)
+pub fn open_checkpoint_for_training(path: &Path, trained: Option<&HashSet<String>>) -> Result<OpenedCheckpoint> {
+    let native = path_exists(&path.join(MANIFEST_FILE))
+        || !path_exists(path)
         || (path.is_dir() && !list_checkpoints(path)?.is_empty());
     if !native && let Some(checkpoint) = open_external_for_training(path, trained)? {
         return Ok(OpenedCheckpoint::External(Box::new(checkpoint)));
     }
-    open_newest(path).map(|n| OpenedCheckpoint::Native(Box::new(n)))
+    open_newest_native(path).map(|n| OpenedCheckpoint::Native(Box::new(n)))
 }

@@ -8,7 +8,7 @@ use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 
 /// The polynomial of CRC-32 (IEEE 802.3), lowest bit first.
-const POLYNOMIAL: u32 = 0xEDB8_8320;
+const CRC32_POLYNOMIAL: u32 = 0xEDB8_8320;
 /// Maximum size in bytes of a zip member that is searched for a flipped bit. Damage of many bits
 /// looks like a single flipped bit with a probability of 8 × size / 2³², one in a thousand for this
 /// size.
@@ -18,13 +18,13 @@ const MEMBER_BYTES_MAX: u64 = 512 << 10;
 /// `difference` is the XOR of the CRC-32s before and after the flip. Returns the index of the byte
 /// and the mask of the bit. Returns `None` if no single bit explains the difference.
 pub(super) fn find_flipped_bit(difference: u32, len: u64) -> Option<(u64, u8)> {
-    let mut reg = POLYNOMIAL;
+    let mut reg = CRC32_POLYNOMIAL;
     for back in 0..len.checked_mul(8)? {
         if reg == difference {
             let bit = len * 8 - 1 - back;
             return Some((bit / 8, 1 << (bit % 8)));
         }
-        reg = (reg >> 1) ^ (POLYNOMIAL * (reg & 1));
+        reg = (reg >> 1) ^ (CRC32_POLYNOMIAL * (reg & 1));
     }
     None
 }

@@ -12,7 +12,7 @@ use crate::rng_files::{missing_ranks, rank_files};
 use std::path::Path;
 
 /// How many levels of subdirectories are searched for torch files.
-const DEPTH_MAX: u32 = 4;
+const SEARCH_DEPTH_MAX: u32 = 4;
 /// What the names of torch files end with.
 const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".pkl"];
 
@@ -64,7 +64,7 @@ fn is_deepspeed_checkpoint(path: &Path) -> Result<bool> {
 /// and losses in `repair_dir`.
 fn repair_checkpoint(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let mut files = Vec::new();
-    list_files_recursively(&repair_dir.dir, directory, DEPTH_MAX, &mut files)?;
+    list_files_recursively(&repair_dir.dir, directory, SEARCH_DEPTH_MAX, &mut files)?;
     for name in files.iter().filter(|n| TORCH_SUFFIXES.iter().any(|end| n.ends_with(end))) {
         bit_flips::revert_bit_flips(repair_dir, name)?;
     }

@@ -1,10 +1,10 @@
 //! Replaces lost model files of a ZeRO stage 3 checkpoint by copies of another rank's model file.
 //! The model files of all ranks are equal if no weights are frozen.
-use crate::codec::disk::{self, Directory, DiskBufferPool, SMALL_WINDOW};
+use crate::codec::disk::{self, Directory, DiskBufferPool, SMALL_WINDOW_BYTES};
 use crate::codec::torch_file::TorchFile;
 use crate::codec::torch_writer::TorchWriter;
 use crate::error::{CkptError, MissingPart, Result};
-use crate::layout::deepspeed::{GLOBALS, ModelStates, OptimizerStates, TagFiles};
+use crate::layout::deepspeed::{ALLOWED_GLOBALS, ModelStates, OptimizerStates, TagFiles};
 use crate::verify::scan;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -29,13 +29,13 @@ pub(crate) struct ReplacementFile {
 ///
 /// # Errors
 /// Fails if a lost file had the only copy of slices of frozen weights.
-pub(crate) fn find_replacements(path: &Path) -> Result<Vec<ReplacementFile>> {
+pub(crate) fn find_replacement_files(path: &Path) -> Result<Vec<ReplacementFile>> {
     let directory = Directory::open(path)?;
     let names = TagFiles::list(&directory)?;
     let mut donor: Option<(u32, String, ModelStates)> = None;
     let mut sound = Vec::new();
     for (&rank, name) in &names.model {
-        let read = TorchFile::open(&directory, name, GLOBALS).map(|file| ModelStates::read(&file));
+        let read = TorchFile::open(&directory, name, ALLOWED_GLOBALS).map(|file| ModelStates::read(&file));
         if let Ok(Ok(states)) = read {
             sound.push(rank);
             donor.get_or_insert((rank, name.clone(), states));
@@ -44,7 +44,7 @@ pub(crate) fn find_replacements(path: &Path) -> Result<Vec<ReplacementFile>> {
     let Some(optimizer) = names.optimizer.values().next() else { return Ok(Vec::new()) };
     let Some((donor_rank, from, states)) = donor else { return Ok(Vec::new()) };
     let stage = states.stage.or_else(|| {
-        let file = TorchFile::open(&directory, optimizer, GLOBALS).ok()?;
+        let file = TorchFile::open(&directory, optimizer, ALLOWED_GLOBALS).ok()?;
         OptimizerStates::read(&file).ok().map(|o| o.stage)
     });
     if stage != Some(3) || states.world as usize != names.optimizer.len() {
@@ -92,7 +92,7 @@ pub(crate) fn find_lost_model_files(path: &Path) -> Result<Option<LostModelFiles
     let directory = Directory::open(path)?;
     let names = TagFiles::list(&directory)?;
     let read = |name: &String| {
-        let file = TorchFile::open(&directory, name, GLOBALS).ok()?;
+        let file = TorchFile::open(&directory, name, ALLOWED_GLOBALS).ok()?;
         OptimizerStates::read(&file).ok()
     };
     let Some(stage) = names.optimizer.values().find_map(read).map(|o| o.stage) else { return Ok(None) };
@@ -122,14 +122,14 @@ pub(crate) fn find_lost_model_files(path: &Path) -> Result<Option<LostModelFiles
 pub(crate) fn write_replacement(path: &Path, donor: &ReplacementFile) -> Result<()> {
     let directory = Directory::open(path)?;
     let (file, size) = directory.open_file(&donor.source_file, nix::fcntl::OFlag::empty())?;
-    let members = TorchFile::open(&directory, &donor.source_file, GLOBALS)?.members;
+    let members = TorchFile::open(&directory, &donor.source_file, ALLOWED_GLOBALS)?.members;
     let root = donor.lost_file.strip_suffix(".pt").unwrap_or(&donor.lost_file);
     disk::unlink(&path.join(&donor.lost_file))?;
     let mut writer = TorchWriter::create_empty(
         path.join(&donor.lost_file),
         root,
         size,
-        &DiskBufferPool::with_size(SMALL_WINDOW),
+        &DiskBufferPool::with_size(SMALL_WINDOW_BYTES),
     )?;
     let mut buffer = vec![0u8; CHUNK_BYTES as usize];
     for member in &members {

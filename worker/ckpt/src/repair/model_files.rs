@@ -5,7 +5,7 @@ use super::repair_dir::{RepairDir, join_subpath};
 use super::sound::open_if_sound;
 use super::universal::find_related_checkpoints;
 use crate::catalog::{ExternalCheckpoint, TensorSource};
-use crate::codec::disk::{self, Directory, exists};
+use crate::codec::disk::{self, Directory, path_exists};
 use crate::convert::{ConvertOptions, ConvertTarget, convert_into_directory};
 use crate::diff::{DiffOptions, DiffSide, diff_checkpoints};
 use crate::error::Result;
@@ -36,7 +36,7 @@ pub(super) fn repair_model_files(repair_dir: &mut RepairDir, tag: &str) -> Resul
 /// file. At stage 3 all ranks have equal model files if no weights are frozen.
 fn copy_model_files_from_ranks(repair_dir: &mut RepairDir, tag: &str) -> Result<()> {
     let path = repair_dir.dir.join(tag);
-    for donor in lost_model_files::find_replacements(&path)? {
+    for donor in lost_model_files::find_replacement_files(&path)? {
         lost_model_files::write_replacement(&path, &donor)?;
         let buffers = if donor.has_buffers { " (with that rank's buffers)" } else { "" };
         repair_dir
@@ -85,7 +85,7 @@ fn copy_model_files_from_universal(
     }
     for file in copied {
         disk::unlink(&repair_dir.dir.join(&file))?;
-        if exists(&repair_dir.original.join(&file)) {
+        if path_exists(&repair_dir.original.join(&file)) {
             repair_dir.replace_link_by_copy(&file)?;
         }
     }

@@ -14,17 +14,17 @@ use crate::verify::verify_checkpoints;
 /// directory, removes the checkpoints that can't be completed, points `latest` to the newest
 /// complete checkpoint, and repairs the gathered weights of the run.
 pub(super) fn repair_native(repair_dir: &mut RepairDir) -> Result<()> {
-    if disk::exists(&repair_dir.dir.join(MANIFEST_FILE)) {
-        return repair_step(repair_dir, "").map(drop);
+    if disk::path_exists(&repair_dir.dir.join(MANIFEST_FILE)) {
+        return repair_step_checkpoint(repair_dir, "").map(drop);
     }
     let previous = step_directories::read_latest_step(&repair_dir.dir).ok().flatten();
     let mut newest = None;
     for step in step_directories::list_steps(&repair_dir.dir)? {
-        let name = match step_directories::locate_step(&repair_dir.dir, step) {
+        let name = match step_directories::locate_step_checkpoint(&repair_dir.dir, step) {
             Some(path) => path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
             None => step_dir_name(step),
         };
-        match repair_step(repair_dir, &name)? {
+        match repair_step_checkpoint(repair_dir, &name)? {
             true => newest = newest.or(Some(step)),
             false => {
                 disk::remove_tree(&repair_dir.dir.join(&name))?;
@@ -46,7 +46,7 @@ pub(super) fn repair_native(repair_dir: &mut RepairDir) -> Result<()> {
 /// Repairs the native checkpoint in the subdirectory `directory` of `repair_dir` with its parity
 /// files. Returns whether the checkpoint is sound after the repair. If not, adds the reasons to the
 /// losses.
-fn repair_step(repair_dir: &mut RepairDir, directory: &str) -> Result<bool> {
+fn repair_step_checkpoint(repair_dir: &mut RepairDir, directory: &str) -> Result<bool> {
     let path = repair_dir.dir.join(directory);
     let report = verify_checkpoints(&path)?;
     if report.is_sound() {

@@ -2,7 +2,7 @@
 use super::loss::{RepairLoss, format_reason};
 use super::repair_dir::RepairDir;
 use super::{external, native};
-use crate::codec::disk::{self, exists};
+use crate::codec::disk::{self, path_exists};
 use crate::error::{CkptError, Damage, DamageReason, OutputProblem, Result};
 use crate::format_constants::{MANIFEST_FILE, RUN_WEIGHTS_DIR};
 use crate::layout::native::{Checkpoint, step_directories};
@@ -59,9 +59,9 @@ pub fn repair_checkpoints(path: &Path, options: &RepairOptions) -> Result<Repair
     let target = choose_target_path(&original, &name, options)?;
     let parent = disk::parent_dir(&target);
     disk::make_dirs(&parent)?;
-    let _parent_lock = disk::lock_dir(&parent)?;
+    let _parent_lock = disk::try_lock_dir(&parent)?;
     // a run that saves to the directory holds its lock
-    let _original_lock = options.in_place.then(|| disk::lock_dir(&original)).transpose()?;
+    let _original_lock = options.in_place.then(|| disk::try_lock_dir(&original)).transpose()?;
     let scratch = ScratchDir::new(&parent, &target.file_name().unwrap_or_default().to_string_lossy())?;
     link_tree::link_or_copy_tree(&original, &scratch.dir, &|name| {
         name.starts_with(step_directories::SAVING_PREFIX)
@@ -74,29 +74,29 @@ pub fn repair_checkpoints(path: &Path, options: &RepairOptions) -> Result<Repair
         lost: Vec::new(),
         restored: BTreeSet::new(),
     };
-    let native = exists(&repair_dir.dir.join(MANIFEST_FILE))
+    let native = path_exists(&repair_dir.dir.join(MANIFEST_FILE))
         || !step_directories::list_steps(&repair_dir.dir)?.is_empty();
     match native {
         true => native::repair_native(&mut repair_dir)?,
         false => external::repair_external(&mut repair_dir)?,
     }
     update_records(&repair_dir)?;
-    let sound = verify_result(&mut repair_dir)?;
+    let sound = verify_repaired_copy(&mut repair_dir)?;
     let mut report = RepairReport {
         path: None,
         kept: None,
         newest: repair_dir.newest.clone(),
-        rebuilt: repair_dir.restore_original_paths(repair_dir.rebuilt.iter().cloned()),
-        lost: repair_dir.restore_original_paths(repair_dir.lost.iter().map(RepairLoss::to_string)),
+        rebuilt: repair_dir.substitute_original_paths(repair_dir.rebuilt.iter().cloned()),
+        lost: repair_dir.substitute_original_paths(repair_dir.lost.iter().map(RepairLoss::to_string)),
         sound,
     };
-    publish_result(&repair_dir, &target, path, options, &mut report)?;
+    publish_repaired_copy(&repair_dir, &target, path, options, &mut report)?;
     Ok(report)
 }
 
 /// Renames the repaired copy to `target` if the repair changed something, and completes `report`.
 /// An incomplete repair does not replace the original.
-fn publish_result(
+fn publish_repaired_copy(
     repair_dir: &RepairDir,
     target: &Path,
     path: &Path,
@@ -110,7 +110,7 @@ fn publish_result(
         (false, false) if options.in_place => report.rebuilt.clear(),
         (false, _) => {
             disk::sync_file_system(&repair_dir.dir)?;
-            report.kept = rename_result(&repair_dir.dir, target, &repair_dir.original, options)?;
+            report.kept = rename_repaired_copy(&repair_dir.dir, target, &repair_dir.original, options)?;
             report.path = Some(if options.in_place { path } else { target }.to_owned());
         }
     }
@@ -130,8 +130,8 @@ fn choose_target_path(original: &Path, name: &str, options: &RepairOptions) -> R
         None => sibling("repaired"),
     };
     let kept = sibling("before-repair");
-    let required = if options.in_place && exists(&kept) { &kept } else { &target };
-    if exists(required) {
+    let required = if options.in_place && path_exists(&kept) { &kept } else { &target };
+    if path_exists(required) {
         return Err(CkptError::output_rejected(required, OutputProblem::Exists));
     }
     let parent = disk::parent_dir(&target);
@@ -144,7 +144,7 @@ fn choose_target_path(original: &Path, name: &str, options: &RepairOptions) -> R
 /// Renames the repaired copy to `target`. With `in_place`, renames the result further to
 /// `original`, and the original to `NAME.before-repair`. At every moment both directories are
 /// complete under a visible name. Returns the new path of the original if the original was renamed.
-fn rename_result(
+fn rename_repaired_copy(
     result: &Path,
     target: &Path,
     original: &Path,
@@ -176,7 +176,7 @@ fn update_records(repair_dir: &RepairDir) -> Result<()> {
 
 /// Verifies the repaired copy, and reports damage and non-finite values that remain. Returns
 /// whether the repaired copy is sound.
-fn verify_result(repair_dir: &mut RepairDir) -> Result<bool> {
+fn verify_repaired_copy(repair_dir: &mut RepairDir) -> Result<bool> {
     let report = match verify_checkpoints(&repair_dir.dir) {
         Ok(report) => report,
         Err(e) if e.is_checkpoint_at_fault() => {
@@ -199,7 +199,7 @@ fn verify_result(repair_dir: &mut RepairDir) -> Result<bool> {
 fn list_tensors_with_non_finite_values(report: &VerifyReport) -> Result<Vec<String>> {
     let mut lines = Vec::new();
     for c in report.checkpoints.iter().filter(|c| c.problems.is_empty() && c.elsewhere.is_empty()) {
-        if exists(&c.path.join(MANIFEST_FILE)) {
+        if path_exists(&c.path.join(MANIFEST_FILE)) {
             let found = find_non_finite_values(&Checkpoint::open(&c.path)?)?;
             lines.extend(found.into_iter().map(|line| format!("{}: {line}", c.path.display())));
         } else if let Some(opened) = open_external_checkpoint(&c.path)? {

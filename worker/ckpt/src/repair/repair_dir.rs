@@ -58,7 +58,7 @@ impl RepairDir {
 
     /// Replaces, in the lines `lines` for the user, the path and the name of the hidden copy by
     /// those of the original.
-    pub(super) fn restore_original_paths(&self, lines: impl Iterator<Item = String>) -> Vec<String> {
+    pub(super) fn substitute_original_paths(&self, lines: impl Iterator<Item = String>) -> Vec<String> {
         let (hidden, shown) = (self.dir.display().to_string(), self.original.display().to_string());
         let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let (hidden_name, name) = (name(&self.dir), name(&self.original));

@@ -3,7 +3,7 @@ use super::loss::RepairLoss;
 use super::repair_dir::{RepairDir, join_subpath, list_files_recursively};
 use super::sound::open_if_sound;
 use crate::catalog::ExternalCheckpoint;
-use crate::codec::disk::{self, Directory, exists};
+use crate::codec::disk::{self, Directory, path_exists};
 use crate::codec::torch_file::TorchFile;
 use crate::codec::zip::ZipMember;
 use crate::convert::{ConvertOptions, ConvertTarget, convert_checkpoint};
@@ -13,10 +13,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// Maximum number of neighbouring directories that are searched for a ZeRO checkpoint.
-const SIBLINGS_MAX: usize = 64;
+const SIBLING_DIRS_MAX: usize = 64;
 /// Names of the files that are compared to decide whether two universal checkpoints have the same
 /// training state.
-const TENSOR_FILES: [&str; 4] = ["fp32.pt", "exp_avg.pt", "exp_avg_sq.pt", "momentum_buffer.pt"];
+const COMPARED_TENSOR_FILES: [&str; 4] = ["fp32.pt", "exp_avg.pt", "exp_avg_sq.pt", "momentum_buffer.pt"];
 
 /// Repairs the newest universal checkpoint that can be completed in the subdirectory `directory` of
 /// `repair_dir`, and points `latest_universal` to this checkpoint.
@@ -89,7 +89,7 @@ pub(super) fn find_related_checkpoints(
     let at = repair_dir.original.join(tag);
     let name = derive_name(&at.file_name().unwrap_or_default().to_string_lossy());
     let paths = list_candidate_paths(repair_dir, tag, &name)?.into_iter();
-    Ok(paths.filter(|p| exists(p) && is_kind(p)).filter_map(|p| open_if_sound(&p).ok()).collect())
+    Ok(paths.filter(|p| path_exists(p) && is_kind(p)).filter_map(|p| open_if_sound(&p).ok()).collect())
 }
 
 /// Lists the paths at which a checkpoint called `name` that belongs to the checkpoint `tag` may be
@@ -101,7 +101,7 @@ fn list_candidate_paths(repair_dir: &RepairDir, tag: &str, name: &str) -> Result
         vec![disk::parent_dir(&repair_dir.dir.join(join_subpath(tag, "x"))).with_file_name(name)];
     let parent = disk::parent_dir(&disk::parent_dir(&at));
     for sibling in
-        Directory::open(&parent)?.list_names()?.into_iter().filter(|n| !n.starts_with('.')).take(SIBLINGS_MAX)
+        Directory::open(&parent)?.list_names()?.into_iter().filter(|n| !n.starts_with('.')).take(SIBLING_DIRS_MAX)
     {
         places.push(parent.join(sibling).join(name));
     }
@@ -128,7 +128,7 @@ fn copy_missing_files(repair_dir: &mut RepairDir, tag: &str, source: &ExternalCh
         match (read_storage_digests(&dir, name), read_storage_digests(&made, name)) {
             (None, _) => lost.push(name.clone()),
             (Some(old), Some(new)) => {
-                if TENSOR_FILES.contains(&kind) {
+                if COMPARED_TENSOR_FILES.contains(&kind) {
                     if old != new {
                         return Ok(false);
                     }
@@ -159,7 +159,7 @@ fn copy_missing_files(repair_dir: &mut RepairDir, tag: &str, source: &ExternalCh
 /// bytes and its CRC-32. Returns `None` if the file is missing or damaged.
 fn read_storage_digests(directory: &Path, name: &str) -> Option<BTreeMap<String, (u64, Option<u32>)>> {
     let directory = Directory::open(directory).ok()?;
-    let known = crate::catalog::GLOBALS;
+    let known = crate::catalog::ALLOWED_GLOBALS;
     let file = TorchFile::open(&directory, name, known).ok()?;
     let data = |m: &ZipMember| {
         let (_, inner) = m.name.split_once('/')?;

@@ -16,8 +16,8 @@ use crate::tensor::Dtype;
 use serde_json::json;
 use std::collections::BTreeMap;
 
-const SINGLE_FILE: &str = "model.safetensors";
-const INDEX_FILE: &str = "model.safetensors.index.json";
+const SINGLE_WEIGHTS_FILE: &str = "model.safetensors";
+const WEIGHT_INDEX_FILE: &str = "model.safetensors.index.json";
 /// The text with which the report explains that missing weights were gathered.
 const MISSING_REASON: &str = "the weights are missing";
 /// Maximum number of safetensors files that the weights of a model may have.
@@ -82,8 +82,8 @@ fn write_index(
 ) -> Result<()> {
     let index = json!({"metadata": {"total_size": bytes}, "weight_map": map});
     let text = format!("{index:#}\n");
-    repair_dir.write_file(&join_subpath(directory, INDEX_FILE), text.as_bytes())?;
-    let name = join_subpath(directory, INDEX_FILE);
+    repair_dir.write_file(&join_subpath(directory, WEIGHT_INDEX_FILE), text.as_bytes())?;
+    let name = join_subpath(directory, WEIGHT_INDEX_FILE);
     repair_dir
         .rebuilt
         .push(format!("{name}: rebuilt from the headers of the shards ({} tensors)", map.len()));
@@ -142,13 +142,13 @@ fn regather_weights(
     for name in Directory::open(&path)?
         .list_names()?
         .iter()
-        .filter(|n| *n == SINGLE_FILE || *n == INDEX_FILE || parse_shard_name(n).is_some())
+        .filter(|n| *n == SINGLE_WEIGHTS_FILE || *n == WEIGHT_INDEX_FILE || parse_shard_name(n).is_some())
     {
         crate::codec::disk::unlink(&path.join(name))?;
     }
     let mut names: Vec<&str> = made.files.iter().map(|f| f.name.as_str()).collect();
     if names.len() > 1 {
-        names.push(INDEX_FILE);
+        names.push(WEIGHT_INDEX_FILE);
     }
     for name in names {
         repair_dir.copy_file_in(&temp.0.join(name), &join_subpath(directory, name))?;
@@ -171,8 +171,8 @@ fn parse_shard_name(name: &str) -> Option<(u64, u64)> {
 /// Finds out, from the names and headers of its files, whether a directory contains complete
 /// safetensors weights.
 fn determine_weights_condition(directory: &Directory) -> Result<WeightsCondition> {
-    if directory.has_entry(SINGLE_FILE)? {
-        return Ok(match safetensors::open_header(directory, SINGLE_FILE) {
+    if directory.has_entry(SINGLE_WEIGHTS_FILE)? {
+        return Ok(match safetensors::open_header(directory, SINGLE_WEIGHTS_FILE) {
             Ok(_) => WeightsCondition::Sound,
             Err(e) => WeightsCondition::Broken(format_reason(&e)),
         });
@@ -183,7 +183,7 @@ fn determine_weights_condition(directory: &Directory) -> Result<WeightsCondition
         .filter_map(|n| Some((n.clone(), parse_shard_name(&n)?)))
         .collect();
     let Some(&(_, (_, count))) = shards.first() else {
-        return Ok(match directory.has_entry(INDEX_FILE)? {
+        return Ok(match directory.has_entry(WEIGHT_INDEX_FILE)? {
             true => WeightsCondition::Broken("the index exists, but all of its shards are missing".into()),
             false => WeightsCondition::None,
         });
@@ -206,7 +206,7 @@ fn determine_weights_condition(directory: &Directory) -> Result<WeightsCondition
             Err(e) => return Ok(WeightsCondition::Broken(format_reason(&e))),
         }
     }
-    match read_weight_map(directory, INDEX_FILE).is_ok_and(|stored| stored == map) {
+    match read_weight_map(directory, WEIGHT_INDEX_FILE).is_ok_and(|stored| stored == map) {
         true => Ok(WeightsCondition::Sound),
         false => Ok(WeightsCondition::IndexInvalid(map, bytes)),
     }

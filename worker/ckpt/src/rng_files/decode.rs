@@ -7,7 +7,7 @@ use crate::codec::disk::Directory;
 use crate::codec::pickle::PickleView;
 use crate::codec::torch_file::{TENSOR_GLOBALS, TorchFile};
 use crate::error::{CkptError, ReadFailure, Result, RngStateError};
-use crate::format_constants::{CPU_STATE_BYTES, TWISTER_WORDS};
+use crate::format_constants::{CPU_RNG_STATE_BYTES, MERSENNE_TWISTER_WORDS};
 use crate::tensor::Dtype;
 use nix::fcntl::OFlag;
 use std::fs::File;
@@ -15,14 +15,14 @@ use std::os::unix::fs::FileExt;
 
 /// Limit on the size in bytes of a file with random generator states. A usual file has 14 kB plus
 /// 16 bytes per GPU.
-const FILE_MAX: u64 = 16 << 20;
+const RNG_FILE_BYTES_MAX: u64 = 16 << 20;
 /// Limit on the size in bytes of the storage of one generator's state. Each state is stored
 /// separately.
-const STORAGE_MAX: u64 = 64 << 10;
+const STORAGE_BYTES_MAX: u64 = 64 << 10;
 /// Limit on the number of GPUs whose generator states one rank may have.
 const DEVICES_MAX: usize = 1024;
 /// Python classes and functions that the pickles may name, which describe tensors and NumPy arrays.
-const GLOBALS: &[&[&str]] = &[
+const ALLOWED_GLOBALS: &[&[&str]] = &[
     TENSOR_GLOBALS,
     &[
         "numpy._core.multiarray._reconstruct",
@@ -44,12 +44,12 @@ type DecodeResult<T> = std::result::Result<T, RngStateError>;
 pub(super) fn read_rank_file(directory: &Directory, name: &str) -> Result<(RngFormat, RankRngStates)> {
     let damaged = |error: RngStateError| CkptError::damaged(directory.path(), name, error);
     match directory.file_size(name)? {
-        Some(bytes) if bytes > FILE_MAX => {
-            return Err(damaged(RngStateError::FileTooLarge { bytes, limit: FILE_MAX }));
+        Some(bytes) if bytes > RNG_FILE_BYTES_MAX => {
+            return Err(damaged(RngStateError::FileTooLarge { bytes, limit: RNG_FILE_BYTES_MAX }));
         }
         _ => {}
     }
-    let file = TorchFile::open(directory, name, GLOBALS)?;
+    let file = TorchFile::open(directory, name, ALLOWED_GLOBALS)?;
     let (reader, _) = directory.open_file(name, OFlag::empty())?;
     let root = file.value();
     let keys: Vec<&str> = match root.as_pairs() {
@@ -100,10 +100,10 @@ fn decode_python_state(value: PickleView<'_>) -> DecodeResult<PythonRngState> {
     }
     let numbers = state.as_items().and_then(|i| i.to_counts()).ok_or_else(unusual)?;
     let (words, position) = match numbers.split_last() {
-        Some((position, words)) if words.len() == TWISTER_WORDS => (words, *position),
+        Some((position, words)) if words.len() == MERSENNE_TWISTER_WORDS => (words, *position),
         _ => return Err(unusual()),
     };
-    let mut twister_words = Box::new([0u32; TWISTER_WORDS]);
+    let mut twister_words = Box::new([0u32; MERSENNE_TWISTER_WORDS]);
     for (slot, word) in twister_words.iter_mut().zip(words) {
         *slot = u32::try_from(*word).map_err(|_| unusual())?;
     }
@@ -122,7 +122,7 @@ fn decode_python_state(value: PickleView<'_>) -> DecodeResult<PythonRngState> {
 /// is beyond the 624 words.
 fn check_twister_position(position: u64) -> DecodeResult<u32> {
     match u32::try_from(position) {
-        Ok(p) if p as usize <= TWISTER_WORDS => Ok(p),
+        Ok(p) if p as usize <= MERSENNE_TWISTER_WORDS => Ok(p),
         _ => Err(RngStateError::TwisterPosition { position }),
     }
 }
@@ -150,7 +150,7 @@ fn decode_numpy_state(value: PickleView<'_>) -> DecodeResult<(NumpyModule, Numpy
 /// Decodes the words of a Mersenne Twister, a pickled NumPy array of 624 little-endian u32. Also
 /// returns the NumPy module that the pickle of the array names. Returns `None` for any other value.
 /// Pickle protocol 2 stores the bytes of the array as Latin-1 text.
-fn decode_twister_words(value: PickleView<'_>) -> Option<(NumpyModule, Box<[u32; TWISTER_WORDS]>)> {
+fn decode_twister_words(value: PickleView<'_>) -> Option<(NumpyModule, Box<[u32; MERSENNE_TWISTER_WORDS]>)> {
     let (function, _, state) = value.as_object()?;
     let names = match function {
         "numpy._core.multiarray._reconstruct" => NumpyModule::PrivateCore,
@@ -164,13 +164,13 @@ fn decode_twister_words(value: PickleView<'_>) -> Option<(NumpyModule, Box<[u32;
         && args.as_items()?.get(0)?.as_str() == Some("u4")
         && order.as_items()?.get(1)?.as_str() == Some("<");
     let (encode, text, _) = state.get(4)?.as_object()?;
-    if shape != [TWISTER_WORDS as u64] || !of_u32 || encode != "_codecs.encode" {
+    if shape != [MERSENNE_TWISTER_WORDS as u64] || !of_u32 || encode != "_codecs.encode" {
         return None;
     }
     let bytes: Option<Vec<u8>> =
         text.as_items()?.get(0)?.as_str()?.chars().map(|c| u8::try_from(u32::from(c)).ok()).collect();
-    let bytes = bytes.filter(|b| b.len() == 4 * TWISTER_WORDS)?;
-    let mut words = Box::new([0u32; TWISTER_WORDS]);
+    let bytes = bytes.filter(|b| b.len() == 4 * MERSENNE_TWISTER_WORDS)?;
+    let mut words = Box::new([0u32; MERSENNE_TWISTER_WORDS]);
     for (word, b) in words.iter_mut().zip(bytes.as_chunks::<4>().0) {
         *word = u32::from_le_bytes(*b);
     }
@@ -202,17 +202,17 @@ fn decode_cuda_states(
 fn read_tensor_bytes(reader: &File, file: &TorchFile, value: PickleView<'_>) -> DecodeResult<Vec<u8>> {
     let unusual = || RngStateError::UnknownLayout { generator: "torch" };
     let view = file.parse_tensor(value)?.ok_or_else(unusual)?;
-    let len = view.elements();
+    let len = view.element_count();
     if view.dtype != Dtype::U8
         || !view.is_contiguous()
         || view.shape.len() != 1
-        || len > CPU_STATE_BYTES as u64
+        || len > CPU_RNG_STATE_BYTES as u64
     {
         return Err(unusual());
     }
     let member = file.members.get(view.member).ok_or_else(unusual)?;
     let stored = member.size();
-    if stored > STORAGE_MAX {
+    if stored > STORAGE_BYTES_MAX {
         return Err(unusual());
     }
     let mut bytes = vec![0u8; stored as usize];

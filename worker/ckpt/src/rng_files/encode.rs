@@ -4,7 +4,7 @@ use super::streams::{NumpyModule, NumpyRngState, PythonRngState, RankRngStates, 
 use crate::codec::torch_writer::encode_end_records;
 
 /// Alignment in bytes of the data of tensors in the encoded file.
-const ALIGNMENT: usize = 64;
+const TENSOR_DATA_ALIGNMENT: usize = 64;
 
 /// Returns the bytes of the file with the random generator states of one rank, in the format of the
 /// program `writer`. `stem` is the file name without its extension, which torch uses as the name of
@@ -185,7 +185,7 @@ impl ZipWriter {
         fields.extend((name.len() as u16).to_le_bytes());
         // an extra field `FB` of padding puts the data at a multiple of the alignment
         let start = self.file.len() + 30 + name.len() + 4;
-        let padding = if aligned { start.next_multiple_of(ALIGNMENT) - start } else { 0 };
+        let padding = if aligned { start.next_multiple_of(TENSOR_DATA_ALIGNMENT) - start } else { 0 };
         let extra = if aligned { padding as u16 + 4 } else { 0 };
         self.file.extend(b"PK\x03\x04");
         self.file.extend(&fields);
@@ -210,7 +210,7 @@ impl ZipWriter {
     /// Returns the bytes of the file.
     pub(super) fn finish(mut self, storages: &[Vec<u8>]) -> Vec<u8> {
         self.add_member(".format_version", b"1", false);
-        self.add_member(".storage_alignment", ALIGNMENT.to_string().as_bytes(), false);
+        self.add_member(".storage_alignment", TENSOR_DATA_ALIGNMENT.to_string().as_bytes(), false);
         self.add_member("byteorder", b"little", false);
         for (key, data) in storages.iter().enumerate() {
             self.add_member(&format!("data/{key}"), data, true);

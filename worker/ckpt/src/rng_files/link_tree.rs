@@ -1,5 +1,5 @@
 //! Duplicates a directory tree with hard links, or with copies where links are not possible.
-use crate::codec::disk::{self, Directory, exists};
+use crate::codec::disk::{self, Directory, path_exists};
 use crate::error::{CkptError, DamageReason, Result};
 use std::path::Path;
 use std::{fs, io};
@@ -51,7 +51,7 @@ fn link_or_copy_subtree(
         let kind = entry.file_type().map_err(CkptError::io("look at", &source))?;
         match () {
             () if kind.is_dir() => link_or_copy_subtree(&source, &target, &|_| false, depth - 1, left)?,
-            () if kind.is_file() => link_or_copy(&source, &target)?,
+            () if kind.is_file() => link_or_copy_file(&source, &target)?,
             () => {
                 let name = entry.file_name().to_string_lossy().into_owned();
                 return Err(CkptError::damaged(from, name, DamageReason::NotRegularFile));
@@ -62,7 +62,7 @@ fn link_or_copy_subtree(
 }
 
 /// Makes `target` a hard link to the file `source`, or a durable copy if a link is not possible.
-fn link_or_copy(source: &Path, target: &Path) -> Result<()> {
+fn link_or_copy_file(source: &Path, target: &Path) -> Result<()> {
     match fs::hard_link(source, target) {
         Ok(()) => return Ok(()),
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Err(CkptError::io("link", target)(e)),
@@ -97,7 +97,7 @@ impl ScratchDir {
 
 impl Drop for ScratchDir {
     fn drop(&mut self) {
-        if exists(&self.dir) {
+        if path_exists(&self.dir) {
             // a failure is harmless: the next attempt removes the directory
             let _ = disk::remove_tree(&self.dir);
         }

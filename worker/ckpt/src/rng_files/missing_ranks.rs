@@ -17,7 +17,7 @@ const CREATED_RANKS_MAX: u32 = 1 << 14;
 
 /// The result of [`create_missing_rng_files`]: the created files, and how the random generator
 /// states in them were assigned.
-pub(crate) struct FilledRngFiles {
+pub(crate) struct CreatedRngFiles {
     /// Names of the created files, in the order of ranks.
     pub(crate) files: Vec<String>,
     /// How the random generator states were assigned to the ranks.
@@ -36,7 +36,7 @@ pub(crate) struct FilledRngFiles {
 /// # Errors
 /// Fails if `world` exceeds [`CREATED_RANKS_MAX`], the files of two programs are mixed, or I/O
 /// fails.
-pub(crate) fn create_missing_rng_files(path: &Path, world: u32, step: u64) -> Result<Option<FilledRngFiles>> {
+pub(crate) fn create_missing_rng_files(path: &Path, world: u32, step: u64) -> Result<Option<CreatedRngFiles>> {
     if world > CREATED_RANKS_MAX {
         let error = RngFilesError::TooManyRanks { world, limit: CREATED_RANKS_MAX };
         return Err(CkptError::damaged(path, "RNG state files", error));
@@ -86,7 +86,7 @@ pub(crate) fn create_missing_rng_files(path: &Path, world: u32, step: u64) -> Re
         disk::write_file(path.join(&name), &bytes)?;
         files.push(name);
     }
-    Ok(Some(FilledRngFiles { files, decision }))
+    Ok(Some(CreatedRngFiles { files, decision }))
 }
 
 /// Returns the largest number of GPUs that a rank saw, or `None` if no rank saved a list of CUDA

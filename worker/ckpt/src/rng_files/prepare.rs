@@ -10,7 +10,7 @@ use super::reconcile::{ReconcileOptions, ReconcilePolicy, RngDecision, reconcile
 use super::streams::{RankRngStates, RngFormat};
 use super::{reshard, scheduler};
 use crate::catalog::ExternalCheckpoint;
-use crate::codec::disk::{self, Directory, exists};
+use crate::codec::disk::{self, Directory, path_exists};
 use crate::error::{CkptError, Diagnosis, MissingPart, OutputProblem, Result};
 use crate::layout::deepspeed;
 use crate::layout::hf::companion_files::{TRAINER_STATE_FILE, read_global_step};
@@ -52,7 +52,7 @@ pub struct PreparedCheckpoint {
 
 impl PreparedCheckpoint {
     /// Returns the original checkpoint in `dir`, which already fits the requested number of ranks.
-    fn unchanged(dir: &Path, lines: Vec<String>) -> PreparedCheckpoint {
+    fn from_unchanged_original(dir: &Path, lines: Vec<String>) -> PreparedCheckpoint {
         PreparedCheckpoint { path: dir.to_owned(), decision: None, lines, is_reused: false }
     }
 }
@@ -63,12 +63,12 @@ impl PreparedCheckpoint {
 /// # Errors
 /// Fails if the checkpoint has no valid RNG states, the rule forbids the assignment, or the
 /// destination exists and isn't a directory that `launch` made.
-pub fn prepare_rng(
+pub fn prepare_rng_states(
     dir: &Path,
     options: &ReconcileOptions,
     destination: &PrepareDestination,
 ) -> Result<PreparedCheckpoint> {
-    let checkpoint = ProgramCheckpoint::open(dir)?;
+    let checkpoint = HfCheckpoint::open(dir)?;
     let Some(stored) = &checkpoint.stored else {
         return Err(CkptError::missing(dir, MissingPart::AllRngFiles));
     };
@@ -81,7 +81,7 @@ pub fn prepare_rng(
         options.world,
         &checkpoint.name,
         &|name| rank_files::is_rng_file(name),
-        &mut |staged| rank_files::write_all_ranks(staged, stored.writer, &ranks, &record),
+        &mut |staged| rank_files::write_all_rank_states(staged, stored.writer, &ranks, &record),
     )?;
     Ok(PreparedCheckpoint { path, decision: Some(decision), lines, is_reused: false })
 }
@@ -92,19 +92,19 @@ pub fn prepare_rng(
 /// # Errors
 /// Fails if the directory isn't a checkpoint of these programs, is damaged, or can't be changed to
 /// `options.world` ranks.
-pub fn prepare_resume(dir: &Path, options: &ReconcileOptions) -> Result<PreparedCheckpoint> {
-    let checkpoint = ProgramCheckpoint::open(dir)?;
-    let Some(old_world) = checkpoint.world() else {
+pub fn prepare_resume_directory(dir: &Path, options: &ReconcileOptions) -> Result<PreparedCheckpoint> {
+    let checkpoint = HfCheckpoint::open(dir)?;
+    let Some(old_world) = checkpoint.world_size() else {
         let lines =
             vec![format!("{} has no RNG states; the program seeds its generators itself", dir.display())];
         if options.policy == ReconcilePolicy::Strict {
             return Err(CkptError::missing(dir, MissingPart::AllRngFiles));
         }
-        return Ok(PreparedCheckpoint::unchanged(dir, lines));
+        return Ok(PreparedCheckpoint::from_unchanged_original(dir, lines));
     };
     let resharded = checkpoint.state.as_ref().filter(|s| reshard::needs_reshard(s, options.world));
     if resharded.is_none() && old_world == options.world && options.policy != ReconcilePolicy::Reseed {
-        return Ok(PreparedCheckpoint::unchanged(dir, Vec::new()));
+        return Ok(PreparedCheckpoint::from_unchanged_original(dir, Vec::new()));
     }
     let record = reshard::PreparedRecord::new(
         dir,
@@ -113,25 +113,25 @@ pub fn prepare_resume(dir: &Path, options: &ReconcileOptions) -> Result<Prepared
         format!("{:?}, seed {:?}, GPUs {:?}", options.policy, options.run_seed, options.gpus),
     )?;
     if let Some(state) = resharded {
-        reshard::check_loadable(dir, state)?;
+        reshard::check_loadable_by_deepspeed(dir, state)?;
         // resharding takes long, so a result that an earlier start made from equal files is reused
         if let Some((path, earlier)) =
-            checkpoint.find_earlier_result(options.world).filter(|(_, e)| e.has_same_request(&record))
+            checkpoint.find_earlier_prepared_dir(options.world).filter(|(_, e)| e.has_same_request(&record))
         {
             let lines = vec![format!("{} (prepared at an earlier start)", earlier.summary)];
             let decision = RngRecord::read(&path)?.map(|r| r.decision);
             return Ok(PreparedCheckpoint { path, decision, lines, is_reused: true });
         }
     }
-    rewrite_for_world(dir, &checkpoint, old_world, options, resharded, record)
+    rewrite_for_world_size(dir, &checkpoint, old_world, options, resharded, record)
 }
 
 /// Builds a directory from which another number of ranks can resume, or from which ranks resume
 /// with newly seeded random generators. `resharded` is DeepSpeed's state, or `None` if no state
 /// must be resharded.
-fn rewrite_for_world(
+fn rewrite_for_world_size(
     dir: &Path,
-    checkpoint: &ProgramCheckpoint,
+    checkpoint: &HfCheckpoint,
     old_world: u32,
     options: &ReconcileOptions,
     resharded: Option<&ExternalCheckpoint>,
@@ -160,7 +160,7 @@ fn rewrite_for_world(
     lines.extend(scheduler.iter().map(|s| s.summary.clone()));
     let skip = |name: &str| {
         rank_files::is_rng_file(name)
-            || name == reshard::RECORD_FILE
+            || name == reshard::PREPARED_RECORD_FILE
             || scheduler.as_ref().is_some_and(|s| s.name == name)
             || resharded.is_some_and(|state| reshard::is_replaced_entry(state, name))
     };
@@ -173,7 +173,7 @@ fn rewrite_for_world(
         }
         if let Some((writer, ranks, decision)) = &reconciled {
             let record = RngRecord::new(checkpoint.name.clone(), decision.clone());
-            rank_files::write_all_ranks(staged, *writer, ranks, &record)?;
+            rank_files::write_all_rank_states(staged, *writer, ranks, &record)?;
         }
         record.summary = lines.join("; ");
         record.write(staged)
@@ -197,7 +197,7 @@ fn rewrite_for_world(
 /// Fails if the directory exists and can't be listed.
 pub fn find_newest_complete(dir: &Path) -> Result<(Option<PathBuf>, Vec<String>)> {
     let mut lines = Vec::new();
-    if !exists(dir) {
+    if !path_exists(dir) {
         return Ok((None, lines));
     }
     let number = |name: &String| {
@@ -209,7 +209,7 @@ pub fn find_newest_complete(dir: &Path) -> Result<(Option<PathBuf>, Vec<String>)
     names.sort_by(|a, b| b.cmp(a));
     for (step, name) in names {
         let path = dir.join(name);
-        match check_complete(&path, step) {
+        match check_trainer_checkpoint_complete(&path, step) {
             Ok(()) => return Ok((Some(path), lines)),
             Err(e) => lines.push(format!("skipped {}: {e}", path.display())),
         }
@@ -220,7 +220,7 @@ pub fn find_newest_complete(dir: &Path) -> Result<(Option<PathBuf>, Vec<String>)
 /// Checks that a checkpoint of HF Trainer (`checkpoint-N`) is complete. HF Trainer writes
 /// `trainer_state.json` last, so that file must exist and be of step `step`. The RNG states must be
 /// readable.
-fn check_complete(path: &Path, step: u64) -> Result<()> {
+fn check_trainer_checkpoint_complete(path: &Path, step: u64) -> Result<()> {
     match read_global_step(&Directory::open(path)?)? {
         Some(found) if found == step => {}
         Some(found) => {
@@ -232,11 +232,11 @@ fn check_complete(path: &Path, step: u64) -> Result<()> {
         }
         None => return Err(CkptError::missing(path, MissingPart::File(TRAINER_STATE_FILE.into()))),
     }
-    ProgramCheckpoint::open(path).map(drop)
+    HfCheckpoint::open(path).map(drop)
 }
 
 /// A checkpoint of HF Trainer or Accelerate, and the random generator states of its ranks.
-struct ProgramCheckpoint {
+struct HfCheckpoint {
     /// Name of the checkpoint directory.
     name: String,
     /// Absolute path of the checkpoint's parent directory.
@@ -249,14 +249,14 @@ struct ProgramCheckpoint {
     step: u64,
 }
 
-impl ProgramCheckpoint {
+impl HfCheckpoint {
     /// Opens the checkpoint in `dir` and reads the random generator states of its ranks.
     ///
     /// # Errors
     /// Fails if `dir` does not exist, isn't a checkpoint of these programs, or is damaged.
-    fn open(dir: &Path) -> Result<ProgramCheckpoint> {
+    fn open(dir: &Path) -> Result<HfCheckpoint> {
         let not = |diagnosis: Diagnosis| CkptError::not_a_checkpoint(dir, diagnosis);
-        if !exists(dir) {
+        if !path_exists(dir) {
             return Err(CkptError::NotFound { path: dir.to_owned() });
         }
         let absolute = fs::canonicalize(dir).map_err(CkptError::io("find", dir))?;
@@ -265,18 +265,18 @@ impl ProgramCheckpoint {
         let opened = Directory::open(dir)?;
         let trainer = read_global_step(&opened)?;
         let state = deepspeed::open_deepspeed(dir)?;
-        let stored = rank_files::read_all_ranks(dir, state.as_ref().and_then(|s| s.facts().state.world))?;
+        let stored = rank_files::read_all_rank_states(dir, state.as_ref().and_then(|s| s.facts().state.world))?;
         if trainer.is_none() && state.is_none() && stored.is_none() && !is_accelerate_directory(&opened)? {
             return Err(not(Diagnosis::NoTrainerState));
         }
         let counted = stored.as_ref().and_then(|s| s.ranks.first()?.step).and_then(|s| u64::try_from(s).ok());
         let step = trainer.or_else(|| state.as_ref()?.facts().state.step).or(counted).unwrap_or(0);
-        Ok(ProgramCheckpoint { name, parent: disk::parent_dir(&absolute), stored, state, step })
+        Ok(HfCheckpoint { name, parent: disk::parent_dir(&absolute), stored, state, step })
     }
 
     /// Returns the number of ranks that saved the checkpoint, or `None` if its files do not show
     /// the number.
-    fn world(&self) -> Option<u32> {
+    fn world_size(&self) -> Option<u32> {
         let world = self.state.as_ref().and_then(|s| s.facts().state.world);
         world.or(self.stored.as_ref().map(|s| s.ranks.len() as u32))
     }
@@ -289,7 +289,7 @@ impl ProgramCheckpoint {
         if let Some(state) = &self.state {
             return Ok(most(state));
         }
-        match exists(&dir.join(FSDP_OPTIMIZER_DIR)) {
+        match path_exists(&dir.join(FSDP_OPTIMIZER_DIR)) {
             true => Ok(open_external_checkpoint(dir)?.as_ref().and_then(most)),
             false => Ok(None),
         }
@@ -298,8 +298,8 @@ impl ProgramCheckpoint {
     /// Finds the directory that an earlier start prepared from this checkpoint for `world` ranks,
     /// with its record. Returns `None` if no such directory has a valid record. The caller must
     /// check that the record matches the original checkpoint and the options.
-    fn find_earlier_result(&self, world: u32) -> Option<(PathBuf, reshard::PreparedRecord)> {
-        let path = sibling_path(&self.parent, world, &self.name);
+    fn find_earlier_prepared_dir(&self, world: u32) -> Option<(PathBuf, reshard::PreparedRecord)> {
+        let path = prepared_sibling_path(&self.parent, world, &self.name);
         let record = reshard::PreparedRecord::read(&path)?;
         Some((path, record))
     }
@@ -347,11 +347,11 @@ impl ProgramCheckpoint {
 /// of sharded weights.
 fn is_accelerate_directory(directory: &Directory) -> Result<bool> {
     Ok(directory.file_size("optimizer.bin")?.is_some()
-        || exists(&directory.path().join("pytorch_model_fsdp_0")))
+        || path_exists(&directory.path().join("pytorch_model_fsdp_0")))
 }
 
 /// Returns the path in `parent` at which the checkpoint `name` is prepared for `world` ranks.
-fn sibling_path(parent: &Path, world: u32, name: &str) -> PathBuf {
+fn prepared_sibling_path(parent: &Path, world: u32, name: &str) -> PathBuf {
     parent.join(format!("launch-w{world}")).join(name)
 }
 
@@ -378,7 +378,7 @@ fn build_prepared_directory(
 ) -> Result<PathBuf> {
     let original = fs::canonicalize(dir).map_err(CkptError::io("find", dir))?;
     let target = match destination {
-        PrepareDestination::Sibling => sibling_path(&disk::parent_dir(dir), world, name),
+        PrepareDestination::Sibling => prepared_sibling_path(&disk::parent_dir(dir), world, name),
         PrepareDestination::At(path) => path.clone(),
         PrepareDestination::InPlace => original.clone(),
     };
@@ -386,13 +386,13 @@ fn build_prepared_directory(
     disk::make_dirs(&parent)?;
     let rejected = |problem: OutputProblem| CkptError::output_rejected(&target, problem);
     match destination {
-        PrepareDestination::At(_) if exists(&target) => return Err(rejected(OutputProblem::Exists)),
-        PrepareDestination::Sibling if exists(&target) && !was_prepared_from(&target, name)? => {
+        PrepareDestination::At(_) if path_exists(&target) => return Err(rejected(OutputProblem::Exists)),
+        PrepareDestination::Sibling if path_exists(&target) && !was_prepared_from(&target, name)? => {
             return Err(rejected(OutputProblem::NotOurs { operation: "`launch ckpt rng`" }));
         }
         _ => {}
     }
-    let _lock = disk::lock_dir(&parent)?;
+    let _lock = disk::try_lock_dir(&parent)?;
     let target_name = target.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
     let scratch = ScratchDir::new(&parent, &target_name)?;
     link_tree::link_or_copy_tree(&original, &scratch.dir, skip)?;

@@ -15,9 +15,9 @@ use std::path::Path;
 /// the memory.
 const READ_RANKS_MAX: u32 = 1 << 16;
 /// Name of the file that records how `launch` created the random generator states of a directory.
-pub const RECORD_FILE: &str = "launch_rng.json";
+pub const RNG_RECORD_FILE: &str = "launch_rng.json";
 /// Limit on the size in bytes of the file [`RECORD_FILE`].
-const RECORD_MAX: u64 = 1 << 20;
+const RNG_RECORD_BYTES_MAX: u64 = 1 << 20;
 
 /// The random generator states of all ranks, as a checkpoint directory stores them.
 #[derive(Clone, Debug)]
@@ -73,7 +73,7 @@ pub(crate) fn parse_rank_file_name(name: &str) -> Option<(RngFormat, u32)> {
 /// Returns true if the file `name` contains random generator states or is [`RECORD_FILE`]. These
 /// files depend on the number of ranks.
 pub(super) fn is_rng_file(name: &str) -> bool {
-    parse_rank_file_name(name).is_some() || name == RECORD_FILE
+    parse_rank_file_name(name).is_some() || name == RNG_RECORD_FILE
 }
 
 /// Reads the random generator states of all ranks in the directory `path`. Returns `None` if the
@@ -84,7 +84,7 @@ pub(super) fn is_rng_file(name: &str) -> bool {
 /// # Errors
 /// Fails if a rank has no file (the error names the first such rank), files of different programs
 /// or runs are mixed, or a file is invalid.
-pub fn read_all_ranks(path: &Path, world: Option<u32>) -> Result<Option<StoredRngStates>> {
+pub fn read_all_rank_states(path: &Path, world: Option<u32>) -> Result<Option<StoredRngStates>> {
     let directory = Directory::open(path)?;
     let mut files: BTreeMap<u32, String> = BTreeMap::new();
     let mut writer = None;
@@ -131,7 +131,7 @@ pub fn read_all_ranks(path: &Path, world: Option<u32>) -> Result<Option<StoredRn
 /// # Errors
 /// Fails if a file is missing or invalid.
 pub fn compute_stream_digests(path: &Path) -> Result<Vec<StreamDigest>> {
-    let Some(stored) = read_all_ranks(path, None)? else { return Ok(Vec::new()) };
+    let Some(stored) = read_all_rank_states(path, None)? else { return Ok(Vec::new()) };
     let rows =
         (0u32..).zip(stored.ranks.iter().zip(&stored.file_names)).flat_map(|(rank, (states, file))| {
             StreamKind::ALL.into_iter().filter_map(move |kind| {
@@ -145,7 +145,7 @@ pub fn compute_stream_digests(path: &Path) -> Result<Vec<StreamDigest>> {
 /// Writes the files with the random generator states of each rank, and the record, to the directory
 /// `path`. Fails if a file of the same name exists. The content of the files is durable on return,
 /// but not their directory entries.
-pub(super) fn write_all_ranks(
+pub(super) fn write_all_rank_states(
     path: &Path,
     writer: RngFormat,
     ranks: &[RankRngStates],
@@ -158,7 +158,7 @@ pub(super) fn write_all_ranks(
     }
     let mut text = serde_json::to_vec_pretty(record).map_err(CkptError::invalid_save)?;
     text.push(b'\n');
-    disk::write_file(path.join(RECORD_FILE), &text)?;
+    disk::write_file(path.join(RNG_RECORD_FILE), &text)?;
     Ok(())
 }
 
@@ -189,13 +189,13 @@ impl RngRecord {
     /// Fails if the record is damaged or of another version.
     pub fn read(path: &Path) -> Result<Option<RngRecord>> {
         let directory = Directory::open(path)?;
-        let Some(record) = read_json_if_exists::<RngRecord>(&directory, RECORD_FILE, RECORD_MAX)? else {
+        let Some(record) = read_json_if_exists::<RngRecord>(&directory, RNG_RECORD_FILE, RNG_RECORD_BYTES_MAX)? else {
             return Ok(None);
         };
         match record.version {
             1 => Ok(Some(record)),
             other => {
-                let what = format!("{RECORD_FILE} has version {other}, expected 1");
+                let what = format!("{RNG_RECORD_FILE} has version {other}, expected 1");
                 Err(CkptError::unsupported(path, what))
             }
         }

@@ -191,7 +191,7 @@ pub fn reconcile_rng_states(
             return Err(ReconcileError::MissingStream { kind, rank });
         }
         let scope = decide_stream_scope(old, kind, options)?;
-        let mode = decide_stream_mode(old.len(), scope, kind, options)?;
+        let mode = decide_stream_assignment(old.len(), scope, kind, options)?;
         for (rank, states) in new.iter_mut().enumerate() {
             match mode {
                 StreamAssignment::Restored => {}
@@ -231,7 +231,7 @@ fn compute_comparable_digest(states: &RankRngStates, kind: StreamKind, rank: usi
 /// Returns the state of the CUDA generator that the rank uses: that of device `rank` modulo the
 /// number of devices. Returns `None` if there are no devices.
 fn rank_cuda_state(cuda: &TorchCudaStates, rank: usize) -> Option<TorchCudaState> {
-    let devices = cuda.devices();
+    let devices = cuda.device_states();
     devices.get(rank.checked_rem(devices.len())?).copied()
 }
 
@@ -269,7 +269,7 @@ fn decide_stream_scope(
 ///
 /// # Errors
 /// Fails if the policy `strict` forbids a necessary reseed.
-fn decide_stream_mode(
+fn decide_stream_assignment(
     from_world: usize,
     scope: StreamScope,
     kind: StreamKind,
@@ -358,7 +358,7 @@ fn expand_cuda_states(states: &mut RankRngStates, old: &[RankRngStates], options
     if options.world == 1 && options.gpus.is_none() {
         return;
     }
-    let visible = old.iter().filter_map(|s| s.cuda.as_ref()).map(|c| c.devices().len()).max().unwrap_or(1);
+    let visible = old.iter().filter_map(|s| s.cuda.as_ref()).map(|c| c.device_states().len()).max().unwrap_or(1);
     // if each old rank used a separate GPU of one host, so do the new ranks
     let devices = if visible == old.len() { options.world as usize } else { visible };
     states.cuda = Some(TorchCudaStates::PerDevice(vec![state; options.gpus.map_or(devices, |g| g as usize)]));

@@ -1,11 +1,11 @@
 //! Divides the DeepSpeed state of a checkpoint among another number of ranks, in DeepSpeed's own
 //! layout.
 use crate::catalog::{ExternalCheckpoint, PassthroughState, TensorSource};
-use crate::codec::disk::{self, Directory, exists};
+use crate::codec::disk::{self, Directory, path_exists};
 use crate::codec::json::read_json;
 use crate::codec::pickle::PythonObject;
 use crate::convert::{
-    ConvertNotice, ConvertOptions, ConvertTarget, compute_fingerprint, convert_into_directory,
+    ConvertNotice, ConvertOptions, ConvertTarget, compute_source_fingerprint, convert_into_directory,
 };
 use crate::error::{CkptError, Result};
 use diagnostic::quantity::{format_bytes, format_count};
@@ -15,11 +15,11 @@ use std::path::Path;
 /// Name of the file in a prepared directory that records the original checkpoint and the options of
 /// the preparation. A later start with the same world size reuses a directory with a matching
 /// record.
-pub(super) const RECORD_FILE: &str = "launch_prepared.json";
+pub(super) const PREPARED_RECORD_FILE: &str = "launch_prepared.json";
 /// Limit on the size in bytes of the file [`RECORD_FILE`].
-const RECORD_MAX: u64 = 1 << 20;
+const PREPARED_RECORD_BYTES_MAX: u64 = 1 << 20;
 /// The value of the field `format` in the file [`RECORD_FILE`].
-const RECORD_FORMAT: &str = "launch prepared checkpoint";
+const PREPARED_RECORD_FORMAT: &str = "launch prepared checkpoint";
 /// Name of the file in which DeepSpeed stores the name of the newest checkpoint (tag).
 const LATEST_FILE: &str = "latest";
 /// Number of elements of a ZeRO-3 sub-group if the config does not state `sub_group_size`.
@@ -48,7 +48,7 @@ impl PreparedRecord {
     /// Creates a record, without a summary, for the checkpoint named `from` in the directory `dir`.
     /// Computes the fingerprint of `dir`.
     pub(super) fn new(dir: &Path, from: &str, world: u32, policy: String) -> Result<PreparedRecord> {
-        let (format, source) = (RECORD_FORMAT.to_owned(), compute_fingerprint(dir)?);
+        let (format, source) = (PREPARED_RECORD_FORMAT.to_owned(), compute_source_fingerprint(dir)?);
         Ok(PreparedRecord {
             format,
             version: 1,
@@ -69,15 +69,15 @@ impl PreparedRecord {
     /// Reads the record of a prepared directory. Returns `None` if the directory has no valid
     /// record.
     pub(super) fn read(dir: &Path) -> Option<PreparedRecord> {
-        let record: PreparedRecord = read_json(&Directory::open(dir).ok()?, RECORD_FILE, RECORD_MAX).ok()?;
-        (record.format == RECORD_FORMAT && record.version == 1).then_some(record)
+        let record: PreparedRecord = read_json(&Directory::open(dir).ok()?, PREPARED_RECORD_FILE, PREPARED_RECORD_BYTES_MAX).ok()?;
+        (record.format == PREPARED_RECORD_FORMAT && record.version == 1).then_some(record)
     }
 
     /// Writes this record durably to the directory `dir`. Fails if `dir` already has a record.
     pub(super) fn write(&self, dir: &Path) -> Result<()> {
         let mut text = serde_json::to_vec_pretty(self).map_err(CkptError::invalid_save)?;
         text.push(b'\n');
-        disk::write_file(dir.join(RECORD_FILE), &text).map(drop)
+        disk::write_file(dir.join(PREPARED_RECORD_FILE), &text).map(drop)
     }
 }
 
@@ -91,8 +91,8 @@ pub(super) fn needs_reshard(state: &ExternalCheckpoint, world: u32) -> bool {
 
 /// Fails if DeepSpeed's engine could not load the checkpoint in `dir`, because neither `latest` nor
 /// `latest_universal` exists. DeepSpeed's engine loads only a tag that one of these files names.
-pub(super) fn check_loadable(dir: &Path, state: &ExternalCheckpoint) -> Result<()> {
-    match exists(&dir.join(LATEST_FILE)) || exists(&dir.join("latest_universal")) {
+pub(super) fn check_loadable_by_deepspeed(dir: &Path, state: &ExternalCheckpoint) -> Result<()> {
+    match path_exists(&dir.join(LATEST_FILE)) || path_exists(&dir.join("latest_universal")) {
         true => Ok(()),
         false => {
             let what = format!(
@@ -107,7 +107,7 @@ pub(super) fn check_loadable(dir: &Path, state: &ExternalCheckpoint) -> Result<(
 /// Returns true if the entry `name` of the original checkpoint's directory must be replaced when
 /// the state is divided among another number of ranks.
 pub(super) fn is_replaced_entry(state: &ExternalCheckpoint, name: &str) -> bool {
-    name == state.facts().tag || [LATEST_FILE, "latest_universal", RECORD_FILE].contains(&name)
+    name == state.facts().tag || [LATEST_FILE, "latest_universal", PREPARED_RECORD_FILE].contains(&name)
 }
 
 /// Divides DeepSpeed's state among `world` ranks, and writes it to the directory `into`. Returns a

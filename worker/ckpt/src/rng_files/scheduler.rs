@@ -14,9 +14,9 @@ use std::os::unix::fs::FileExt;
 /// Name of the file in which Accelerate stores the state of the optimizer.
 const OPTIMIZER_FILE: &str = "optimizer.bin";
 /// Limit on the size in bytes of a file with the state of a learning rate scheduler.
-const SCHEDULER_MAX: u64 = 16 << 20;
+const SCHEDULER_BYTES_MAX: u64 = 16 << 20;
 /// Python classes that pickles of torch's learning rate schedulers may name.
-const GLOBALS: &[&[&str]] = &[&["collections.Counter", "collections.OrderedDict"]];
+const ALLOWED_GLOBALS: &[&[&str]] = &[&["collections.Counter", "collections.OrderedDict"]];
 
 /// The content of a scheduler file that was adapted to another number of processes.
 pub(super) struct RescaledScheduler {
@@ -45,10 +45,10 @@ pub(super) fn rescale_scheduler(
     }
     let done = match (done, directory.file_size(OPTIMIZER_FILE)?) {
         (Some(done), _) => Some(done),
-        (None, Some(_)) => read_steps_done(directory)?,
+        (None, Some(_)) => read_completed_steps(directory)?,
         (None, None) => return Ok(None),
     };
-    let file = TorchFile::open(directory, SCHEDULER_FILE, GLOBALS)?;
+    let file = TorchFile::open(directory, SCHEDULER_FILE, ALLOWED_GLOBALS)?;
     let count = |key: &str| file.value().get(key).and_then(PickleView::as_count);
     let (Some(last), Some(done)) = (count("last_epoch"), done) else { return Ok(None) };
     if last == 0 || done.checked_mul(u64::from(old)) != Some(last) {
@@ -65,7 +65,7 @@ pub(super) fn rescale_scheduler(
         // `_step_count` also counts the call at construction
         let Some(before) = before else { continue };
         let after = new + i64::try_from(before).map_err(|_| overflow())? - last as i64;
-        pickle = replace_counter(&pickle, key, before, after)
+        pickle = replace_pickled_integer(&pickle, key, before, after)
             .ok_or_else(|| unsupported(RescaleError::UnknownPickle))?;
     }
     let mut zip = ZipWriter::new(&file.root);
@@ -78,7 +78,7 @@ pub(super) fn rescale_scheduler(
 
 /// Reads the step counter of the first parameter in `optimizer.bin`. Returns `None` if the file has
 /// no step counter, or if the counter is not a whole number.
-fn read_steps_done(directory: &Directory) -> Result<Option<u64>> {
+fn read_completed_steps(directory: &Directory) -> Result<Option<u64>> {
     let file = TorchFile::open(directory, OPTIMIZER_FILE, &[TENSOR_GLOBALS])?;
     let first = file.value().get("state").and_then(PickleView::as_pairs).and_then(|mut p| p.next());
     let Some(step) = first.and_then(|(_, state)| state.get("step")) else { return Ok(None) };
@@ -90,7 +90,7 @@ fn read_steps_done(directory: &Directory) -> Result<Option<u64>> {
         return Ok(None);
     };
     let member = &file.members[view.member];
-    if view.dtype != crate::tensor::Dtype::F32 || view.elements() != 1 {
+    if view.dtype != crate::tensor::Dtype::F32 || view.element_count() != 1 {
         return Ok(None);
     }
     let mut bytes = [0u8; 4];
@@ -114,7 +114,7 @@ fn read_scheduler_pickle(directory: &Directory, file: &TorchFile) -> Result<Vec<
     if file.members.iter().any(|m| m.name.starts_with(&format!("{}/data/", file.root))) {
         return Err(damaged("the file contains tensors, but a scheduler has none"));
     }
-    let whole = directory.read_file(SCHEDULER_FILE, SCHEDULER_MAX)?;
+    let whole = directory.read_file(SCHEDULER_FILE, SCHEDULER_BYTES_MAX)?;
     let bytes = whole.get(range.start as usize..range.end as usize);
     bytes
         .map(<[u8]>::to_vec)
@@ -124,7 +124,7 @@ fn read_scheduler_pickle(directory: &Directory, file: &TorchFile) -> Result<Vec<
 /// Replaces the integer that a pickled dict has for the key `key` by `after`, and returns the new
 /// pickle. Returns `None` if `key` does not occur exactly once, or has a different value than
 /// `before`.
-fn replace_counter(pickle: &[u8], key: &str, before: u64, after: i64) -> Option<Vec<u8>> {
+fn replace_pickled_integer(pickle: &[u8], key: &str, before: u64, after: i64) -> Option<Vec<u8>> {
     let mut text = PickleWriter { out: Vec::new(), storages: Vec::new() };
     text.write_text(key);
     let mut places = pickle.windows(text.out.len()).enumerate().filter(|(_, w)| *w == text.out);

@@ -1,7 +1,7 @@
 //! The random generator states (RNG) of one rank: those of Python, of NumPy, and of torch on the
 //! CPU and on each GPU.
 use crate::error::RngStateError;
-use crate::format_constants::{CPU_STATE_BYTES, CUDA_STATE_BYTES, TWISTER_WORDS};
+use crate::format_constants::{CPU_RNG_STATE_BYTES, CUDA_RNG_STATE_BYTES, MERSENNE_TWISTER_WORDS};
 use crate::hash::Hash;
 pub use crate::stream_kind::StreamKind;
 use serde::Serialize;
@@ -14,7 +14,7 @@ const CPU_WORDS_OFFSET: usize = 24;
 /// The state of a Mersenne Twister random generator: its words, and how many of them were used.
 #[derive(Clone, PartialEq, Eq)]
 pub struct MersenneTwister {
-    pub(crate) words: Box<[u32; TWISTER_WORDS]>,
+    pub(crate) words: Box<[u32; MERSENNE_TWISTER_WORDS]>,
     /// Words used since the last refill, 0 to 624.
     pub(crate) position: u32,
 }
@@ -22,14 +22,14 @@ pub struct MersenneTwister {
 impl MersenneTwister {
     /// Seeds a Mersenne Twister with `init_genrand` of the reference implementation (mt19937ar.c).
     fn from_seed(seed: u32) -> MersenneTwister {
-        let mut words = Box::new([0u32; TWISTER_WORDS]);
+        let mut words = Box::new([0u32; MERSENNE_TWISTER_WORDS]);
         let mut last = seed;
         for (i, word) in (0u32..).zip(words.iter_mut()) {
             last =
                 if i == 0 { seed } else { 1_812_433_253u32.wrapping_mul(last ^ last >> 30).wrapping_add(i) };
             *word = last;
         }
-        MersenneTwister { words, position: TWISTER_WORDS as u32 }
+        MersenneTwister { words, position: MERSENNE_TWISTER_WORDS as u32 }
     }
 
     /// Seeds a Mersenne Twister with `init_by_array` of the reference implementation (mt19937ar.c),
@@ -39,19 +39,19 @@ impl MersenneTwister {
         let w = &mut mt.words;
         let mixed = |before: u32, factor: u32| (before ^ before >> 30).wrapping_mul(factor);
         let (mut i, mut j) = (1, 0);
-        for _ in 0..TWISTER_WORDS.max(key.len()) {
+        for _ in 0..MERSENNE_TWISTER_WORDS.max(key.len()) {
             let add = key.get(j).copied().unwrap_or(0).wrapping_add(j as u32);
             w[i] = (w[i] ^ mixed(w[i - 1], 1_664_525)).wrapping_add(add);
             (i, j) = (i + 1, if j + 1 >= key.len() { 0 } else { j + 1 });
-            if i >= TWISTER_WORDS {
-                (w[0], i) = (w[TWISTER_WORDS - 1], 1);
+            if i >= MERSENNE_TWISTER_WORDS {
+                (w[0], i) = (w[MERSENNE_TWISTER_WORDS - 1], 1);
             }
         }
-        for _ in 1..TWISTER_WORDS {
+        for _ in 1..MERSENNE_TWISTER_WORDS {
             w[i] = (w[i] ^ mixed(w[i - 1], 1_566_083_941)).wrapping_sub(i as u32);
             i += 1;
-            if i >= TWISTER_WORDS {
-                (w[0], i) = (w[TWISTER_WORDS - 1], 1);
+            if i >= MERSENNE_TWISTER_WORDS {
+                (w[0], i) = (w[MERSENNE_TWISTER_WORDS - 1], 1);
             }
         }
         w[0] = 0x8000_0000;
@@ -92,7 +92,7 @@ pub struct NumpyRngState {
 
 /// The state of torch's random generator on the CPU: the bytes of `torch.get_rng_state()`.
 #[derive(Clone, PartialEq, Eq)]
-pub struct TorchCpuState(pub(crate) Box<[u8; CPU_STATE_BYTES]>);
+pub struct TorchCpuState(pub(crate) Box<[u8; CPU_RNG_STATE_BYTES]>);
 
 impl fmt::Debug for TorchCpuState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -104,17 +104,17 @@ impl TorchCpuState {
     /// Creates the state of a CPU generator from untrusted bytes, which are checked. Fails if the
     /// size is wrong, the position fields contradict each other, or a word has more than 32 bits.
     pub(crate) fn new(bytes: &[u8]) -> Result<TorchCpuState, RngStateError> {
-        let bytes: Box<[u8; CPU_STATE_BYTES]> = bytes
+        let bytes: Box<[u8; CPU_RNG_STATE_BYTES]> = bytes
             .to_vec()
             .into_boxed_slice()
             .try_into()
             .map_err(|_| RngStateError::CpuStateSize { bytes: bytes.len() })?;
         let state = TorchCpuState(bytes);
         let (left, next) = (state.read_u64_at(8) as u32 as i32, state.read_u64_at(16));
-        if !(1..=TWISTER_WORDS as i32).contains(&left) || next > TWISTER_WORDS as u64 {
+        if !(1..=MERSENNE_TWISTER_WORDS as i32).contains(&left) || next > MERSENNE_TWISTER_WORDS as u64 {
             return Err(RngStateError::CpuPosition { left, next });
         }
-        match (0..TWISTER_WORDS).find(|i| state.read_u64_at(CPU_WORDS_OFFSET + 8 * i) > u64::from(u32::MAX)) {
+        match (0..MERSENNE_TWISTER_WORDS).find(|i| state.read_u64_at(CPU_WORDS_OFFSET + 8 * i) > u64::from(u32::MAX)) {
             Some(word) => Err(RngStateError::CpuWordTooWide { word }),
             None => Ok(state),
         }
@@ -135,7 +135,7 @@ impl TorchCpuState {
     /// Creates the state of a CPU generator that has drawn no number yet, with the words of
     /// `twister`. `seed` is the seed that torch reports.
     pub(crate) fn from_seed(seed: u64, twister: &MersenneTwister) -> TorchCpuState {
-        let mut bytes = Box::new([0u8; CPU_STATE_BYTES]);
+        let mut bytes = Box::new([0u8; CPU_RNG_STATE_BYTES]);
         bytes[..8].copy_from_slice(&seed.to_le_bytes());
         bytes[8..12].copy_from_slice(&1i32.to_le_bytes());
         bytes[12..16].copy_from_slice(&1i32.to_le_bytes());
@@ -148,7 +148,7 @@ impl TorchCpuState {
 
 /// The state of torch's random generator on one GPU: the bytes of `torch.cuda.get_rng_state()`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TorchCudaState(pub(crate) [u8; CUDA_STATE_BYTES]);
+pub struct TorchCudaState(pub(crate) [u8; CUDA_RNG_STATE_BYTES]);
 
 impl TorchCudaState {
     /// Creates the state of a CUDA generator from untrusted bytes, which are checked. Fails if the
@@ -167,7 +167,7 @@ impl TorchCudaState {
     /// Creates the state of a CUDA generator with the seed `seed` that has drawn no number yet
     /// (Philox offset 0).
     pub(crate) fn from_seed(seed: u64) -> TorchCudaState {
-        let mut bytes = [0u8; CUDA_STATE_BYTES];
+        let mut bytes = [0u8; CUDA_RNG_STATE_BYTES];
         bytes[..8].copy_from_slice(&seed.to_le_bytes());
         TorchCudaState(bytes)
     }
@@ -184,7 +184,7 @@ pub enum TorchCudaStates {
 
 impl TorchCudaStates {
     /// Returns the states of the CUDA generators in the order of the devices.
-    pub fn devices(&self) -> &[TorchCudaState] {
+    pub fn device_states(&self) -> &[TorchCudaState] {
         match self {
             TorchCudaStates::SingleDevice(state) => std::slice::from_ref(state),
             TorchCudaStates::PerDevice(states) => states,
@@ -256,7 +256,7 @@ impl RankRngStates {
                 [n.twister.to_bytes(), vec![n.has_gauss.into()], cached.to_le_bytes().to_vec()].concat()
             }
             StreamKind::TorchCpu => self.cpu.0.to_vec(),
-            StreamKind::TorchCuda => self.cuda.as_ref()?.devices().iter().flat_map(|d| d.0).collect(),
+            StreamKind::TorchCuda => self.cuda.as_ref()?.device_states().iter().flat_map(|d| d.0).collect(),
         };
         Some(Hash::digest(&bytes))
     }

@@ -207,15 +207,15 @@ fn prepared_directories_never_replace_other_directories() {
     fs::write(dir.join("trainer_state.json"), "{\"global_step\": 6}").expect("written");
     write_rank_files(&dir, RngFormat::Trainer, &[make_states(1), make_states(2)]);
     let options = ReconcileOptions::new(3, ReconcilePolicy::Reconcile);
-    let made = prepare::prepare_resume(&dir, &options).expect("made");
+    let made = prepare::prepare_resume_directory(&dir, &options).expect("made");
     assert_eq!(made.path, root.path().join("launch-w3/checkpoint-6"));
-    let again = prepare::prepare_resume(&dir, &options).expect("made again");
+    let again = prepare::prepare_resume_directory(&dir, &options).expect("made again");
     assert_eq!((again.path.clone(), again.decision.clone()), (made.path.clone(), made.decision));
     assert_eq!(fs::read(made.path.join("inner/weights")).expect("there"), b"w");
     let record = RngRecord::read(&made.path).expect("sound").expect("there");
     assert_eq!((record.decision.step, record.decision.generation), (6, 1));
     assert_eq!(
-        rank_files::read_all_ranks(&made.path, Some(3)).expect("whole").expect("there").ranks.len(),
+        rank_files::read_all_rank_states(&made.path, Some(3)).expect("whole").expect("there").ranks.len(),
         3
     );
     // a later step increments the generation
@@ -224,20 +224,20 @@ fn prepared_directories_never_replace_other_directories() {
     fs::write(later.join("trainer_state.json"), "{\"global_step\": 9}").expect("written");
     write_rank_files(&later, RngFormat::Trainer, &[make_states(1), make_states(2), make_states(3)]);
     let made =
-        prepare::prepare_resume(&later, &ReconcileOptions::new(2, ReconcilePolicy::Reconcile)).expect("made");
+        prepare::prepare_resume_directory(&later, &ReconcileOptions::new(2, ReconcilePolicy::Reconcile)).expect("made");
     assert_eq!(made.decision.expect("decided").generation, 2);
-    assert_eq!(prepare::prepare_resume(&later, &options).expect("fits").path, later);
+    assert_eq!(prepare::prepare_resume_directory(&later, &options).expect("fits").path, later);
     assert_eq!(prepare::find_newest_complete(root.path()).expect("listed").0, Some(later));
     // a directory that launch didn't make is not replaced
     fs::create_dir_all(root.path().join("launch-w5/checkpoint-6")).expect("made");
-    let rejected = prepare::prepare_rng(
+    let rejected = prepare::prepare_rng_states(
         &dir,
         &ReconcileOptions::new(5, ReconcilePolicy::Reconcile),
         &PrepareDestination::Sibling,
     );
     assert!(matches!(rejected, Err(CkptError::OutputRejected { .. })), "{rejected:?}");
     std::os::unix::fs::symlink("/etc/passwd", dir.join("link")).expect("linked");
-    let error = prepare::prepare_resume(&dir, &options).expect_err("a symlink");
+    let error = prepare::prepare_resume_directory(&dir, &options).expect_err("a symlink");
     let CkptError::Damaged { damage, .. } = &error else { panic!("{error:?}") };
     assert_eq!((damage.file.as_str(), &damage.reason), ("link", &DamageReason::NotRegularFile));
     let names = Directory::open(&root.path().join("launch-w3")).expect("open").list_names().expect("listed");
@@ -254,7 +254,7 @@ fn a_scheduler_next_to_fsdp_shards_is_rescaled() {
     let dir = root.path().join("state");
     crate::tests::copy_tree(std::path::Path::new(golden), &dir);
     let made =
-        prepare::prepare_resume(&dir, &ReconcileOptions::new(4, ReconcilePolicy::Reconcile)).expect("made");
+        prepare::prepare_resume_directory(&dir, &ReconcileOptions::new(4, ReconcilePolicy::Reconcile)).expect("made");
     insta::assert_snapshot!("scheduler_next_to_fsdp", made.lines.join("\n"));
 }
 
@@ -294,7 +294,7 @@ fn a_scheduler_that_counts_processes_is_rescaled() {
     });
     scheduler(6);
     let made =
-        prepare::prepare_resume(&dir, &ReconcileOptions::new(400, ReconcilePolicy::Reconcile)).expect("made");
+        prepare::prepare_resume_directory(&dir, &ReconcileOptions::new(400, ReconcilePolicy::Reconcile)).expect("made");
     insta::assert_snapshot!("scheduler_of_accelerate", made.lines.join("\n"));
     let directory = Directory::open(&made.path).expect("open");
     let file = crate::codec::torch_file::TorchFile::open(&directory, "scheduler.bin", &[]).expect("sound");
@@ -303,7 +303,7 @@ fn a_scheduler_that_counts_processes_is_rescaled() {
     // a scheduler with one count per step is unchanged
     scheduler(3);
     let made =
-        prepare::prepare_resume(&dir, &ReconcileOptions::new(4, ReconcilePolicy::Reconcile)).expect("made");
+        prepare::prepare_resume_directory(&dir, &ReconcileOptions::new(4, ReconcilePolicy::Reconcile)).expect("made");
     insta::assert_snapshot!("scheduler_unchanged", made.lines.join("\n"));
     let is_unchanged = |name: &str| {
         fs::read(made.path.join(name)).expect("there") == fs::read(dir.join(name)).expect("there")

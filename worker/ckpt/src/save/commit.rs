@@ -48,8 +48,8 @@ impl StagingDir {
     /// process holds the lock of `root`.
     pub fn create(root: &Path, step: u64, total_bytes: u64) -> Result<StagingDir> {
         disk::make_dirs(root)?;
-        let lock = disk::lock_dir(root)?;
-        remove_leftovers(root)?;
+        let lock = disk::try_lock_dir(root)?;
+        remove_save_leftovers(root)?;
         let needed = total_bytes.saturating_add(total_bytes / 1000).saturating_add(OVERHEAD_BYTES);
         disk::require_free_bytes(root, needed)?;
         let dir = root.join(make_staging_name(&step_dir_name(step)));
@@ -100,7 +100,7 @@ pub fn commit_save(
     facts: RunFacts,
     reports: Vec<ShardReport>,
 ) -> Result<CommittedCheckpoint> {
-    commit_save_by(staging, facts, reports, None, ReplaceMethod::AtomicExchange)
+    commit_save_replacing(staging, facts, reports, None, ReplaceMethod::AtomicExchange)
 }
 
 /// Completes a save as [`commit_save`] does, with parity files, which the ranks wrote with
@@ -111,12 +111,12 @@ pub fn commit_save_with_parity(
     reports: Vec<ShardReport>,
     parity: Vec<ParityFileReport>,
 ) -> Result<CommittedCheckpoint> {
-    commit_save_by(staging, facts, reports, Some(parity), ReplaceMethod::AtomicExchange)
+    commit_save_replacing(staging, facts, reports, Some(parity), ReplaceMethod::AtomicExchange)
 }
 
 /// Completes a save as [`commit_save`] does, with optional parity files, and replaces an existing
 /// checkpoint of this step by the method `swap`.
-pub(crate) fn commit_save_by(
+pub(crate) fn commit_save_replacing(
     staging: StagingDir,
     facts: RunFacts,
     reports: Vec<ShardReport>,
@@ -264,13 +264,13 @@ pub(crate) enum ReplaceMethod {
 /// `to` gets the name `from` instead. The caller must then remove this old directory.
 pub(crate) fn publish_directory(from: &Path, to: &Path, how: ReplaceMethod) -> Result<()> {
     let parent = disk::parent_dir(to);
-    if !disk::exists(to) {
+    if !disk::path_exists(to) {
         rename_path(from, to)?;
         return disk::sync_dir(&parent);
     }
     if how == ReplaceMethod::AtomicExchange {
         let swap = || renameat2(AT_FDCWD, from, AT_FDCWD, to, RenameFlags::RENAME_EXCHANGE);
-        match fault_points::run_between_points("rename", swap) {
+        match fault_points::run_between_fault_points("rename", swap) {
             Ok(()) => return disk::sync_dir(&parent),
             Err(Errno::EINVAL | Errno::ENOSYS | Errno::ENOTSUP) => {}
             Err(e) => return Err(CkptError::io("rename", from)(e)),
@@ -293,7 +293,7 @@ pub(crate) fn publish_directory(from: &Path, to: &Path, how: ReplaceMethod) -> R
 /// Renames a file or directory between two fault points, at which tests may kill the process. Does
 /// not sync the parent directory.
 fn rename_path(from: &Path, to: &Path) -> Result<()> {
-    fault_points::run_between_points("rename", || fs::rename(from, to)).map_err(CkptError::io("rename", from))
+    fault_points::run_between_fault_points("rename", || fs::rename(from, to)).map_err(CkptError::io("rename", from))
 }
 
 /// Replaces the file `latest` atomically and durably by one that names the checkpoint of `step`.
@@ -314,11 +314,11 @@ pub(crate) fn replace_file(root: &Path, new: &str, name: &str, content: &[u8]) -
 /// Removes what interrupted saves and removals have left in the checkpoint directory `root`, whose
 /// lock the caller must hold. If a save was interrupted while it replaced a checkpoint, and no
 /// checkpoint of this step is visible, gives the old checkpoint its name back.
-pub(crate) fn remove_leftovers(root: &Path) -> Result<()> {
+pub(crate) fn remove_save_leftovers(root: &Path) -> Result<()> {
     for name in Directory::open(root)?.list_names()? {
         let path = root.join(&name);
         if let Some(step) = name.strip_prefix(REPLACED_PREFIX).filter(|n| parse_step_dir_name(n).is_some()) {
-            match disk::exists(&root.join(step)) {
+            match disk::path_exists(&root.join(step)) {
                 true => remove_hidden_entry(&path)?,
                 false => {
                     rename_path(&path, &root.join(step))?;
@@ -350,7 +350,7 @@ pub fn prune_checkpoints(root: &Path, keep: u32) -> Result<Vec<PathBuf>> {
     if keep == 0 {
         return Ok(Vec::new());
     }
-    let _lock = disk::lock_dir(root)?;
+    let _lock = disk::try_lock_dir(root)?;
     // a damaged `latest` protects nothing; the newest checkpoints are kept in any case
     let protected = read_latest_step(root).unwrap_or(None);
     let mut removed = Vec::new();

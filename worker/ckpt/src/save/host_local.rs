@@ -16,7 +16,7 @@ use crate::error::{CkptError, Result, SaveProblem};
 use crate::format_constants::MANIFEST_FILE;
 pub use crate::layout::native::StorageHost;
 use crate::layout::native::{
-    HOST_ID_FILE, HOST_ID_LEN, HOST_NAME_MAX, Manifest, SAVING_PREFIX, step_dir_name, step_directories,
+    HOST_ID_FILE, HOST_ID_LEN, HOST_NAME_BYTES_MAX, Manifest, SAVING_PREFIX, step_dir_name, step_directories,
 };
 use serde::{Deserialize, Serialize};
 use std::io;
@@ -39,7 +39,7 @@ impl StorageHost {
             Some(id) => id,
             None => StorageHost::create_id(root)?,
         };
-        let name: String = name.chars().filter(|c| !c.is_control()).take(HOST_NAME_MAX / 4).collect();
+        let name: String = name.chars().filter(|c| !c.is_control()).take(HOST_NAME_BYTES_MAX / 4).collect();
         Ok(StorageHost { id, name: if name.is_empty() { "unnamed".into() } else { name } })
     }
 
@@ -62,7 +62,7 @@ impl StorageHost {
 /// # Errors
 /// Fails with [`CkptError::InvalidSave`] if the shards aren't a complete checkpoint, or a shard has
 /// no host.
-pub fn encode_manifest(
+pub fn encode_host_local_manifest(
     facts: RunFacts,
     reports: Vec<ShardReport>,
     hosts: Vec<StorageHost>,
@@ -159,14 +159,14 @@ pub fn read_manifest(path: &Path) -> Option<(String, Vec<u8>)> {
 /// Returns the path of a step's checkpoint in the checkpoint directory `root`, whether or not the
 /// checkpoint exists.
 pub fn checkpoint_path(root: &Path, step: u64) -> PathBuf {
-    step_directories::locate_step(root, step).unwrap_or_else(|| root.join(step_dir_name(step)))
+    step_directories::locate_step_checkpoint(root, step).unwrap_or_else(|| root.join(step_dir_name(step)))
 }
 
 /// Lists the directories in `root` that were prepared but not renamed, because a save was
 /// interrupted between the two phases of its commit. Returns the identity and the path of each. The
 /// list is empty if `root` does not exist.
 pub fn list_prepared_saves(root: &Path) -> Result<Vec<(ManifestId, PathBuf)>> {
-    if !disk::exists(root) {
+    if !disk::path_exists(root) {
         return Ok(Vec::new());
     }
     let mut found = Vec::new();
@@ -185,7 +185,7 @@ pub fn list_prepared_saves(root: &Path) -> Result<Vec<(ManifestId, PathBuf)>> {
 /// checkpoint directory `root`, renames `path` to the name of `step`, and updates `latest`. The
 /// caller must do so only if another host has completed this checkpoint.
 pub fn complete_prepared_save(root: &Path, path: &Path, step: u64) -> Result<()> {
-    let _lock = disk::lock_dir(root)?;
+    let _lock = disk::try_lock_dir(root)?;
     publish_directory(path, &root.join(step_dir_name(step)), ReplaceMethod::AtomicExchange)?;
     commit::update_latest(root, step)
 }

@@ -11,7 +11,7 @@
 use super::commit::assemble_manifest;
 use super::shard_writer::{ShardPlan, ShardReport, TensorPiece};
 use crate::catalog::RunFacts;
-use crate::codec::disk::{BLOCK, find_data};
+use crate::codec::disk::{BLOCK_BYTES, find_data};
 use crate::codec::json;
 use crate::error::{CkptError, DamageReason, Result};
 use crate::hash::Hash;
@@ -36,7 +36,7 @@ const RANKS_MAX: u32 = 1 << 21;
 /// The first bytes of the header of a memory copy: a name and the version of the format.
 const MAGIC: [u8; 16] = *b"launch copy   1\n";
 /// Number of bytes at the beginning of a header that the hash in the header covers.
-const HASHED_BYTES: usize = 64;
+const HASHED_HEADER_BYTES: usize = 64;
 /// The name of the memory store in error messages.
 const STORE_NAME: &str = "memory copies";
 
@@ -124,7 +124,7 @@ impl RegionHeader {
     /// Decodes the header at the beginning of `page`. Returns `None` if its hash, name or sizes are
     /// not valid.
     fn decode(page: &[u8]) -> Option<RegionHeader> {
-        let (hashed, rest) = page.split_at_checked(HASHED_BYTES)?;
+        let (hashed, rest) = page.split_at_checked(HASHED_HEADER_BYTES)?;
         let number = |at: usize| Some(u64::from_le_bytes(hashed.get(at..at + 8)?.try_into().ok()?));
         let is_valid = hashed.starts_with(&MAGIC) && rest.get(..32)? == Hash::digest(hashed).0;
         let header = RegionHeader {
@@ -179,7 +179,7 @@ impl MemoryStore {
     ) -> Result<u64> {
         let plan = ShardPlan::new(rank, id.world, pieces)?;
         let region = find_region(rank, id.sequence)?;
-        self.invalidate(region)?;
+        self.invalidate_region(region)?;
         let parts: Vec<&[u8]> =
             std::iter::once(plan.header.as_slice()).chain(plan.contents.iter().copied()).collect();
         let (shard_bytes, blocks) = self.write_blocks(region + COPY_HEADER_BYTES, &parts, threads)?;
@@ -211,7 +211,7 @@ impl MemoryStore {
             starts.push(total);
             total += part.len() as u64;
         }
-        let block = BLOCK as u64;
+        let block = BLOCK_BYTES as u64;
         let count = total.div_ceil(block) as usize;
         let hashes = map_indices(threads.max(1), count, Vec::new, |buffer: &mut Vec<u8>, i| {
             let at = i as u64 * block;
@@ -237,7 +237,7 @@ impl MemoryStore {
     /// Fails if the memory file cannot be read.
     pub fn list_copies(&self) -> Result<StoredCopies> {
         let mut copies = StoredCopies::default();
-        for region in self.list_regions()? {
+        for region in self.list_used_regions()? {
             let rank = (region / 2) as u32;
             match self.read_copy(region * REGION_BYTES)?.filter(|copy| copy.rank == rank) {
                 Some(copy) if copy.id.sequence % 2 == region % 2 => copies.complete.push(copy),
@@ -248,7 +248,7 @@ impl MemoryStore {
     }
 
     /// Lists the numbers of those regions of the memory file that contain data.
-    fn list_regions(&self) -> Result<Vec<u64>> {
+    fn list_used_regions(&self) -> Result<Vec<u64>> {
         let length = self.file.metadata().map_err(store_error("examine"))?.len();
         let (mut at, mut regions) = (0, Vec::new());
         while at < length {
@@ -290,7 +290,7 @@ impl MemoryStore {
     /// Reads the header of the region that begins at `offset` in the memory file. Returns `None` if
     /// the header is not valid.
     fn read_header(&self, offset: u64) -> Result<Option<RegionHeader>> {
-        let mut page = [0; HASHED_BYTES + 32];
+        let mut page = [0; HASHED_HEADER_BYTES + 32];
         match self.file.read_exact_at(&mut page, offset) {
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Ok(None),
             other => other.map(|()| RegionHeader::decode(&page)).map_err(store_error("read")),
@@ -332,13 +332,13 @@ impl MemoryStore {
 
     /// Invalidates the copy in the region for copy number `sequence` of the rank `rank`, before
     /// another copy is written to this region.
-    pub fn begin_image(&self, rank: u32, sequence: u64) -> Result<()> {
-        self.invalidate(find_region(rank, sequence)?)
+    pub fn invalidate_image(&self, rank: u32, sequence: u64) -> Result<()> {
+        self.invalidate_region(find_region(rank, sequence)?)
     }
 
     /// Frees the memory of all copies of ranks for which `keeps` returns false.
     pub fn free_copies(&self, keeps: impl Fn(u32) -> bool) -> Result<()> {
-        for region in self.list_regions()?.into_iter().filter(|region| !keeps((region / 2) as u32)) {
+        for region in self.list_used_regions()?.into_iter().filter(|region| !keeps((region / 2) as u32)) {
             let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
             let (start, length) = ((region * REGION_BYTES) as i64, REGION_BYTES as i64);
             let freed = fallocate(&*self.file, flags, start, length);
@@ -348,7 +348,7 @@ impl MemoryStore {
     }
 
     /// Overwrites the header of the region that begins at `offset` in the memory file with zeros.
-    fn invalidate(&self, offset: u64) -> Result<()> {
+    fn invalidate_region(&self, offset: u64) -> Result<()> {
         self.write_at(offset, &[0; COPY_HEADER_BYTES as usize])
     }
 

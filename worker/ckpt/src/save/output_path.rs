@@ -17,7 +17,7 @@ pub(crate) fn resolve_output_path(
     marker: &OutputMarker,
 ) -> Result<(PathBuf, String)> {
     let rejected = |problem| CkptError::output_rejected(out, problem);
-    let (parent, name) = match disk::exists(out) {
+    let (parent, name) = match disk::path_exists(out) {
         true => {
             let real = out.canonicalize().map_err(CkptError::io("look at", out))?;
             check_replaceable(&real, force, marker)?;
@@ -54,7 +54,7 @@ fn check_replaceable(out: &Path, force: bool, marker: &OutputMarker) -> Result<(
     let Some(record) = marker.read_record(&directory).ok().flatten() else {
         return rejected(OutputProblem::NotOurs { operation });
     };
-    let written = record.list_entries();
+    let written = record.list_recorded_entries();
     if let Some(file) = names.iter().find(|n| *n != marker.file && !written.contains(n.as_str())) {
         return rejected(OutputProblem::OtherFile { file: file.clone(), operation });
     }

@@ -15,11 +15,11 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 /// Limit on the size in bytes of the file with a record of written files.
-const RECORD_MAX: u64 = 256 << 20;
+const RECORD_BYTES_MAX: u64 = 256 << 20;
 /// The version of the records that this program writes. Version 1 had only names, no hashes.
-const VERSION: u32 = 2;
+const RECORD_VERSION: u32 = 2;
 /// How many levels of subdirectories of a copy are searched for new files.
-const DEPTH_MAX: u32 = 4;
+const SEARCH_DEPTH_MAX: u32 = 4;
 
 /// Identifies the operation that wrote a directory by the name and the format of the record in the
 /// directory.
@@ -149,7 +149,7 @@ impl OutputMarker {
         if directory.file_size(self.file)?.is_none() {
             return Ok(None);
         }
-        let mut text = directory.read_file(self.file, RECORD_MAX)?;
+        let mut text = directory.read_file(self.file, RECORD_BYTES_MAX)?;
         let parsed = self.parse_record(&mut text);
         parsed.map_err(|reason| CkptError::damaged(directory.path(), self.file, *reason))
     }
@@ -168,10 +168,10 @@ impl OutputMarker {
         match record.version {
             _ if record.format != self.format => Ok(None),
             0 | 1 => Ok(Some(record)),
-            VERSION if is_sealed => Ok(Some(record)),
-            VERSION => Err(Box::new(DamageReason::HashMismatch)),
+            RECORD_VERSION if is_sealed => Ok(Some(record)),
+            RECORD_VERSION => Err(Box::new(DamageReason::HashMismatch)),
             version => {
-                let reason = format!("the record has version {version}, newer than {VERSION}");
+                let reason = format!("the record has version {version}, newer than {RECORD_VERSION}");
                 Err(Box::new(reason.into()))
             }
         }
@@ -183,7 +183,7 @@ impl OutputMarker {
     /// Fails if `dir` has a file of this name, or I/O fails.
     pub(crate) fn write_record(&self, dir: &Path, mut record: OutputRecord) -> Result<()> {
         record.files.sort_by(|a, b| a.name.cmp(&b.name));
-        (record.version, record.blake3) = (VERSION, JsonSeal::empty_hash());
+        (record.version, record.blake3) = (RECORD_VERSION, JsonSeal::empty_hash());
         let mut text = serde_json::to_vec_pretty(&record).map_err(CkptError::invalid_save)?;
         text.push(b'\n');
         JsonSeal::INDENTED.seal(&mut text);
@@ -193,7 +193,7 @@ impl OutputMarker {
 
 impl OutputRecord {
     /// Lists the names of those entries of the directory that are, or contain, files of the record.
-    pub(crate) fn list_entries(&self) -> BTreeSet<&str> {
+    pub(crate) fn list_recorded_entries(&self) -> BTreeSet<&str> {
         self.files.iter().map(|f| f.name.split('/').next().unwrap_or_default()).collect()
     }
 }
@@ -209,7 +209,7 @@ pub(crate) fn update_records(copy: &Path, original: &Path, restored: &BTreeSet<S
     for marker in [GATHER_MARKER, CONVERT_MARKER] {
         let directory = Directory::open(copy)?;
         let Ok(Some(record)) = marker.read_record(&directory) else { continue };
-        if record.version < VERSION {
+        if record.version < RECORD_VERSION {
             continue;
         }
         let before = Directory::open(original)?;
@@ -248,7 +248,7 @@ fn list_updated_files(
         }
         files.insert(name.clone(), file);
     }
-    for (path, ..) in disk::list_file_states(copy.path(), DEPTH_MAX)? {
+    for (path, ..) in disk::list_file_states(copy.path(), SEARCH_DEPTH_MAX)? {
         let name = path.strip_prefix(copy.path()).ok().and_then(Path::to_str);
         let Some(name) = name.filter(|n| ![GATHER_MARKER.file, CONVERT_MARKER.file].contains(n)) else {
             continue;
@@ -295,8 +295,8 @@ mod tests {
         GATHER_MARKER.write_record(dir.path(), make_record()).expect("written");
         let directory = Directory::open(dir.path()).expect("exists");
         let record = GATHER_MARKER.read_record(&directory).expect("sound").expect("exists");
-        assert_eq!((record.step, record.tokens, record.version), (Some(7), None, VERSION));
-        assert_eq!(record.list_entries().into_iter().collect::<Vec<_>>(), ["a", "b"]);
+        assert_eq!((record.step, record.tokens, record.version), (Some(7), None, RECORD_VERSION));
+        assert_eq!(record.list_recorded_entries().into_iter().collect::<Vec<_>>(), ["a", "b"]);
         assert_eq!(record.files, make_record().files.into_iter().rev().collect::<Vec<_>>());
         assert!(CONVERT_MARKER.read_record(&directory).expect("no file").is_none());
         let text = std::fs::read(dir.path().join(GATHER_MARKER.file)).expect("there");

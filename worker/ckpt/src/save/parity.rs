@@ -9,12 +9,12 @@
 //! file is damaged at the position of this block.
 use super::shard_writer::ShardReport;
 use crate::codec::disk::{
-    self, BLOCK, BlockReader, BlockRequest, Directory, DiskBufferPool, FileWriter, Hashing, IoMode, WINDOW,
+    self, BLOCK_BYTES, BlockReader, BlockRequest, Directory, DiskBufferPool, FileWriter, HashMode, IoMode, WINDOW_BYTES,
     WrittenFile, stream_windows,
 };
 use crate::error::{CkptError, DamageReason, Result, SaveProblem};
 use crate::hash::Hash;
-use crate::layout::native::{FileEntry, Manifest, compute_stripe, parity_file_name};
+use crate::layout::native::{FileEntry, Manifest, compute_parity_stripe, parity_file_name};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::ops::Range;
@@ -22,7 +22,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 /// Number of blocks that are read at a time.
-const WINDOW_BLOCKS: u64 = (WINDOW / BLOCK) as u64;
+const WINDOW_BLOCKS: u64 = (WINDOW_BYTES / BLOCK_BYTES) as u64;
 
 /// What a rank reports to rank 0 about the parity file that it wrote.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -62,10 +62,10 @@ pub fn write_parity(
     }
     let directory = Directory::open(staging)?;
     let sizes: Vec<u64> = sorted.iter().map(|s| s.bytes).collect();
-    let (blocks, _) = compute_stripe(&sizes, rank);
+    let (blocks, _) = compute_parity_stripe(&sizes, rank);
     let file = parity_file_name(rank, world);
-    let mut out = FileWriter::create(staging.join(&file), IoMode::Direct, Hashing::Blocks)?;
-    let jobs = plan_reads(&sizes, blocks);
+    let mut out = FileWriter::create(staging.join(&file), IoMode::Direct, HashMode::Blocks)?;
+    let jobs = plan_block_reads(&sizes, blocks);
     let open = |i: usize| BlockReader::open(&directory, &sorted[i].file);
     let mut sum: Vec<u8> = Vec::new();
     let mut window = None;
@@ -76,7 +76,7 @@ pub fn write_parity(
             sum.clear();
         }
         window = Some(job.blocks.start);
-        for (block, content) in job.blocks.clone().zip(bytes.chunks(BLOCK)) {
+        for (block, content) in job.blocks.clone().zip(bytes.chunks(BLOCK_BYTES)) {
             if sorted[job.file].blocks.get(block as usize) != Some(&Hash::digest(content)) {
                 return Err(CkptError::damaged(
                     staging,
@@ -96,13 +96,13 @@ pub fn write_parity(
 /// Plans in which order the blocks with the indices `blocks` are read from all shards,
 /// [`WINDOW_BLOCKS`] at a time. Reads of the same blocks of all shards are adjacent. `sizes` are
 /// the sizes of the shards in bytes.
-fn plan_reads(sizes: &[u64], blocks: Range<u64>) -> Vec<BlockRequest> {
+fn plan_block_reads(sizes: &[u64], blocks: Range<u64>) -> Vec<BlockRequest> {
     let mut jobs = Vec::new();
     let mut start = blocks.start;
     while start < blocks.end {
         let end = (start + WINDOW_BLOCKS).min(blocks.end);
         for (file, &size) in sizes.iter().enumerate() {
-            let shard_end = size.div_ceil(BLOCK as u64).min(end);
+            let shard_end = size.div_ceil(BLOCK_BYTES as u64).min(end);
             if start < shard_end {
                 jobs.push(BlockRequest { file, size, blocks: start..shard_end });
             }
@@ -148,16 +148,16 @@ pub(crate) fn rebuild_from_parity(from: &Path, to: &Path) -> Result<RebuildRepor
     let set = CheckpointFiles::open(&directory, &manifest);
     for shard in 0..manifest.files.len() {
         let read = |block| set.read_or_rebuild_block(shard, block);
-        rewrite_if_damaged(&manifest.files[shard], set.shard_size(shard), to, &mut done, &read)?;
+        rewrite_file_if_damaged(&manifest.files[shard], set.shard_size(shard), to, &mut done, &read)?;
     }
     for (rank, entry) in manifest.parity.iter().flatten().enumerate() {
-        let (blocks, _) = compute_stripe(&set.sizes, rank as u32);
+        let (blocks, _) = compute_parity_stripe(&set.sizes, rank as u32);
         let size = set.parity.get(rank).and_then(read_file_size);
-        let read = |block: u64| match set.read_stripe_block(rank, block) {
+        let read = |block: u64| match set.read_parity_file_block(rank, block) {
             Some(bytes) => Some((bytes, false)),
             None => set.xor_shards(blocks.start + block, None).map(|bytes| (bytes, true)),
         };
-        rewrite_if_damaged(entry, size, to, &mut done, &read)?;
+        rewrite_file_if_damaged(entry, size, to, &mut done, &read)?;
     }
     Ok(done)
 }
@@ -227,13 +227,13 @@ impl<'m> CheckpointFiles<'m> {
     /// it is damaged or missing.
     fn read_parity_block(&self, block: u64) -> Option<Vec<u8>> {
         let rank =
-            (0..self.sizes.len()).find(|&r| compute_stripe(&self.sizes, r as u32).0.contains(&block))?;
-        self.read_stripe_block(rank, block - compute_stripe(&self.sizes, rank as u32).0.start)
+            (0..self.sizes.len()).find(|&r| compute_parity_stripe(&self.sizes, r as u32).0.contains(&block))?;
+        self.read_parity_file_block(rank, block - compute_parity_stripe(&self.sizes, rank as u32).0.start)
     }
 
     /// Reads block number `block` of the parity file of `rank`. Returns `None` if this block is
     /// damaged or missing.
-    fn read_stripe_block(&self, rank: usize, block: u64) -> Option<Vec<u8>> {
+    fn read_parity_file_block(&self, rank: usize, block: u64) -> Option<Vec<u8>> {
         let entry = self.manifest.parity.as_ref()?.get(rank)?;
         read_intact_block(self.parity.get(rank)?.as_ref(), entry, block)
     }
@@ -242,14 +242,14 @@ impl<'m> CheckpointFiles<'m> {
 /// Computes the length in bytes of block number `block` of a file of `size` bytes. Only the last
 /// block may be shorter than [`BLOCK`].
 fn compute_block_len(size: u64, block: u64) -> usize {
-    size.saturating_sub(block.saturating_mul(BLOCK as u64)).min(BLOCK as u64) as usize
+    size.saturating_sub(block.saturating_mul(BLOCK_BYTES as u64)).min(BLOCK_BYTES as u64) as usize
 }
 
 /// Reads block number `block` of a file if it is intact. Returns `None` if the block can't be read
 /// or does not match its hash.
 fn read_intact_block(file: Option<&File>, entry: &FileEntry, block: u64) -> Option<Vec<u8>> {
     let mut bytes = vec![0u8; compute_block_len(entry.bytes, block)];
-    file?.read_exact_at(&mut bytes, block * BLOCK as u64).ok()?;
+    file?.read_exact_at(&mut bytes, block * BLOCK_BYTES as u64).ok()?;
     (entry.blocks.get(block as usize) == Some(&Hash::digest(&bytes))).then_some(bytes)
 }
 
@@ -257,7 +257,7 @@ fn read_intact_block(file: Option<&File>, entry: &FileEntry, block: u64) -> Opti
 /// adds a line about the file to `done`. `size` is the size of the existing file, or `None` if the
 /// file is missing. `read` returns the block with the given index, and whether this block was
 /// rebuilt. If a block can't be rebuilt, reports the file as lost and leaves it unchanged.
-fn rewrite_if_damaged(
+fn rewrite_file_if_damaged(
     entry: &FileEntry,
     size: Option<u64>,
     to: &Path,
@@ -286,7 +286,7 @@ fn rewrite_if_damaged(
     }
     let path = to.join(&entry.name);
     disk::unlink(&path)?;
-    let mut out = FileWriter::create(path.clone(), IoMode::Direct, Hashing::Blocks)?;
+    let mut out = FileWriter::create(path.clone(), IoMode::Direct, HashMode::Blocks)?;
     for block in 0..count {
         let (bytes, _) =
             read(block).ok_or_else(|| CkptError::damaged(to, &entry.name, DamageReason::Changed))?;

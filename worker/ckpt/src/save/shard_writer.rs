@@ -1,5 +1,5 @@
 //! [`write_shard`]: writes a rank's shard to the staging directory of a save.
-use crate::codec::disk::{FileWriter, Hashing, IoMode, WrittenFile};
+use crate::codec::disk::{FileWriter, HashMode, IoMode, WrittenFile};
 use crate::codec::safetensors::{self, PlannedTensor};
 use crate::error::{CkptError, Result, SaveProblem};
 use crate::hash::Hash;
@@ -11,7 +11,7 @@ use std::ops::ControlFlow;
 use std::path::Path;
 
 /// The number of bytes between two calls of the progress function of [`write_shard_until`].
-const PROGRESS_BYTES: usize = 8 << 20;
+const PROGRESS_INTERVAL_BYTES: usize = 8 << 20;
 
 /// A piece of a tensor: consecutive elements that this rank stores.
 #[derive(Clone, Copy, Debug)]
@@ -129,11 +129,11 @@ pub fn write_shard_until(
 ) -> Result<Option<ShardReport>> {
     let plan = ShardPlan::new(rank, world, pieces)?;
     let file = shard_file_name(rank, world);
-    let mut writer = FileWriter::create(staging.join(&file), IoMode::Direct, Hashing::Blocks)?;
+    let mut writer = FileWriter::create(staging.join(&file), IoMode::Direct, HashMode::Blocks)?;
     writer.write(&plan.header)?;
     let mut written = 0;
     for bytes in &plan.contents {
-        for chunk in bytes.chunks(PROGRESS_BYTES) {
+        for chunk in bytes.chunks(PROGRESS_INTERVAL_BYTES) {
             if progress(written).is_break() {
                 return Ok(None);
             }
@@ -167,7 +167,7 @@ impl<'a> ShardPlan<'a> {
         }
         let pieces: Vec<&TensorPiece<'_>> = pieces.iter().filter(|p| p.data.len() > 0).collect();
         let shapes: Vec<[u64; 1]> = pieces.iter().map(|p| [p.data.len() as u64]).collect();
-        let key = |p: &TensorPiece<'_>| safetensors::piece_key(p.role, p.name, p.start_element);
+        let key = |p: &TensorPiece<'_>| safetensors::format_piece_key(p.role, p.name, p.start_element);
         let planned: Vec<PlannedTensor<'_>> = pieces
             .iter()
             .zip(&shapes)

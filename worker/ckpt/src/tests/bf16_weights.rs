@@ -156,7 +156,7 @@ fn conversion_keeps_bf16_in_native_and_writes_fp32_masters_for_deepspeed() {
     };
     let mut out = vec![0.0; 35];
     let request = ReadRequest { name: "a", role: TensorRole::Weight, start_element: 0, out: &mut out };
-    crate::TensorSource::read_many(&*zero, &mut [request]).expect("read");
+    crate::TensorSource::read_verified(&*zero, &mut [request]).expect("read");
     assert_eq!(out, widen_to_f32(&compute_bf16_values("a", &facts, 35)));
 }
 
@@ -211,7 +211,7 @@ proptest! {
         let mut requests: Vec<ReadRequest<'_>> = ranges.iter_mut().map(|(t, start, out)| ReadRequest {
             name: &tensors[*t].name, role: tensors[*t].role, start_element: *start, out,
         }).collect();
-        checkpoint.read_many(&mut requests).expect("read");
+        checkpoint.read_verified(&mut requests).expect("read");
         for (t, start, out) in ranges {
             let (role, name) = (tensors[t].role, &tensors[t].name);
             let expected = match role {

@@ -32,7 +32,7 @@ impl TensorSource for MemorySource {
     fn tensors(&self) -> Vec<TensorInfo> {
         self.tensors.iter().map(|(t, _)| t.clone()).collect()
     }
-    fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
+    fn read_verified(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
         for r in requests {
             let is_requested = |(t, _): &&(TensorInfo, Vec<f32>)| t.name == r.name && t.role == r.role;
             let (_, values) = self.tensors.iter().find(is_requested).expect("a known tensor");
@@ -122,7 +122,7 @@ fn assert_same_state(a: &dyn TensorSource, b: &dyn TensorSource, dtypes: bool) {
         let read = |s: &dyn TensorSource| {
             let mut out = vec![f32::NAN; t.element_count() as usize];
             let request = ReadRequest { name: &t.name, role: t.role, start_element: 0, out: &mut out };
-            s.read_many(&mut [request]).expect("readable");
+            s.read_verified(&mut [request]).expect("readable");
             out.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
         };
         assert_eq!(read(a), read(b), "{}/{}", t.role, t.name);
@@ -422,7 +422,7 @@ fn weights_only_become_a_native_checkpoint_of_weights_only() {
                 let mut out = vec![0f32; info.element_count() as usize];
                 let role = TensorRole::Weight;
                 let request = ReadRequest { name: &info.name, role, start_element: 0, out: &mut out };
-                source.read_many(&mut [request]).expect("sound");
+                source.read_verified(&mut [request]).expect("sound");
                 out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
             };
             assert_eq!(read(&*found), read(&*original), "{}", info.name);
@@ -455,7 +455,7 @@ impl TensorSource for ConstantSource {
         let with_role = |role| TensorInfo { role, ..self.0.clone() };
         [TensorRole::Weight, TensorRole::ExpAvg, TensorRole::ExpAvgSq].map(with_role).to_vec()
     }
-    fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
+    fn read_verified(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
         requests.iter_mut().for_each(|r| r.out.fill(1.5));
         Ok(())
     }

@@ -2,7 +2,7 @@
 use super::*;
 use crate::error::CkptError;
 use crate::layout::native::Checkpoint;
-use crate::{find_latest, list_checkpoints, open_newest, prune_checkpoints, verify_checkpoints};
+use crate::{find_latest_checkpoint, list_checkpoints, open_newest_native, prune_checkpoints, verify_checkpoints};
 use diagnostic::codes::checkpoint as codes;
 use std::fs;
 
@@ -24,7 +24,7 @@ fn read_and_check_tensors(path: &Path, facts: &RunFacts) -> Result<()> {
             "wrong data were returned"
         );
     }
-    assert_eq!(checkpoint.facts(), facts, "wrong facts were returned");
+    assert_eq!(checkpoint.run_facts(), facts, "wrong facts were returned");
     Ok(())
 }
 
@@ -134,15 +134,15 @@ fn partly_deleted_checkpoints_are_skipped() {
     let dir = make_memory_dir();
     let (path, _) = save_two_checkpoints(dir.path());
     fs::remove_file(path.join("shard-00001-of-00002.safetensors")).expect("removed");
-    let found = open_newest(dir.path()).expect("the older one");
-    assert_eq!(found.checkpoint.facts().step, 10);
+    let found = open_newest_native(dir.path()).expect("the older one");
+    assert_eq!(found.checkpoint.run_facts().step, 10);
     insta::assert_snapshot!("damage_skipped_checkpoint", format_error(&found.skipped[0], dir.path()));
     // a checkpoint without manifest is not listed, but `latest` still names it
     fs::remove_file(path.join("manifest.json")).expect("removed");
     assert_eq!(list_checkpoints(dir.path()).expect("listed").len(), 1);
-    assert!(matches!(find_latest(dir.path()), Err(CkptError::Missing { .. })));
-    assert_eq!(open_newest(dir.path()).expect("the older one").checkpoint.facts().step, 10);
-    let error = open_newest(&path).expect_err("no manifest");
+    assert!(matches!(find_latest_checkpoint(dir.path()), Err(CkptError::Missing { .. })));
+    assert_eq!(open_newest_native(dir.path()).expect("the older one").checkpoint.run_facts().step, 10);
+    let error = open_newest_native(&path).expect_err("no manifest");
     assert_eq!(error.code(), codes::CHECKPOINT_MANIFEST_MISSING, "{error}");
     assert!(!verify_checkpoints(dir.path()).expect("there").is_sound());
 }

@@ -10,7 +10,7 @@ use std::path::Path;
 
 const WEIGHTS: [(&str, &[u64]); 3] = [("a", &[7, 3]), ("big", &[1100, 1000]), ("z", &[1])];
 
-fn make_side<'a>(source: &'a dyn TensorSource, ties: &'a [TiedWeight]) -> DiffSide<'a> {
+fn make_diff_side<'a>(source: &'a dyn TensorSource, ties: &'a [TiedWeight]) -> DiffSide<'a> {
     DiffSide { source, ties }
 }
 
@@ -35,7 +35,7 @@ impl TensorSource for RenamedBf16Weights<'_> {
         });
         renamed.collect()
     }
-    fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
+    fn read_verified(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
         for request in requests {
             let names = self.inner.tensors().map(|t| t.name).collect::<Vec<_>>();
             let name = names.iter().find(|n| (self.rename)(n) == Some(request.name)).expect("a known name");
@@ -58,7 +58,7 @@ fn checkpoints_of_different_world_sizes_are_equal() {
         Checkpoint::open(&save_checkpoint(&dir.path().join("a"), &one).expect("saved").path).expect("open");
     let b =
         Checkpoint::open(&save_checkpoint(&dir.path().join("b"), &three).expect("saved").path).expect("open");
-    let report = diff_checkpoints(make_side(&a, &[]), make_side(&b, &[]), &DiffOptions::default(), |_, _| {})
+    let report = diff_checkpoints(make_diff_side(&a, &[]), make_diff_side(&b, &[]), &DiffOptions::default(), |_, _| {})
         .expect("read");
     assert!(report.is_equal(), "{report:?}");
     assert_eq!((report.compared, report.equal), (9, 9));
@@ -72,7 +72,7 @@ fn differences_between_two_steps_are_counted_exactly() {
     let b = Checkpoint::open(&save_checkpoint(dir.path(), &new).expect("saved").path).expect("open");
     let mut last = (0, 0);
     let options = DiffOptions { weights_only: true };
-    let report = diff_checkpoints(make_side(&a, &[]), make_side(&b, &[]), &options, |done, total| {
+    let report = diff_checkpoints(make_diff_side(&a, &[]), make_diff_side(&b, &[]), &options, |done, total| {
         last = (done, total)
     })
     .expect("read");
@@ -113,7 +113,7 @@ fn rounding_and_ties_are_recognized() {
     let ties = [TiedWeight { alias: "alias".into(), target: "big".into() }];
     let options = DiffOptions { weights_only: true };
     let report =
-        diff_checkpoints(make_side(&a, &ties), make_side(&b, &[]), &options, |_, _| {}).expect("read");
+        diff_checkpoints(make_diff_side(&a, &ties), make_diff_side(&b, &[]), &options, |_, _| {}).expect("read");
     assert_eq!(report.tied, ["weight/alias = weight/big in a"]);
     assert_eq!(report.only_a, ["weight/z"], "big is compared under its second name");
     assert_eq!(report.dtypes.len(), 2);
@@ -134,6 +134,6 @@ fn damage_is_an_error_and_not_a_difference() {
     std::fs::write(&shard, bytes).expect("written");
     let (a, b) = (Checkpoint::open(&a).expect("open"), Checkpoint::open(&b).expect("open"));
     assert!(
-        diff_checkpoints(make_side(&a, &[]), make_side(&b, &[]), &DiffOptions::default(), |_, _| {}).is_err()
+        diff_checkpoints(make_diff_side(&a, &[]), make_diff_side(&b, &[]), &DiffOptions::default(), |_, _| {}).is_err()
     );
 }

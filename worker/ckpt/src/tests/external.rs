@@ -51,7 +51,7 @@ pub(super) fn read_tensor(checkpoint: &ExternalCheckpoint, name: &str, role: Ten
     let infos = checkpoint.tensors();
     let info = infos.iter().find(|t| t.name == target && t.role == role).expect("there");
     let mut out = vec![0f32; info.element_count() as usize];
-    checkpoint.read_many(&mut [ReadRequest { name: target, role, start_element: 0, out: &mut out }])?;
+    checkpoint.read_verified(&mut [ReadRequest { name: target, role, start_element: 0, out: &mut out }])?;
     Ok(out)
 }
 
@@ -143,7 +143,7 @@ fn any_range_of_a_tensor_equals_that_part_of_the_whole() {
                 let mut out = vec![0f32; b - a];
                 let (name, role, start_element) = (info.name.as_str(), info.role, a as u64);
                 checkpoint
-                    .read_many(&mut [ReadRequest { name, role, start_element, out: &mut out }])
+                    .read_verified(&mut [ReadRequest { name, role, start_element, out: &mut out }])
                     .expect("sound");
                 assert_eq!(hash_values(&out), hash_values(&whole[a..b]), "{name} {a}..{b}");
             }
@@ -184,7 +184,7 @@ fn gathered_weights_are_those_of_the_reference() {
 
 /// Copies a golden ZeRO checkpoint to a temporary directory, so that a test may damage the copy.
 /// Returns the temporary directory, and the path of the tag in the copy.
-fn copy_golden(name: &str) -> (tempfile::TempDir, PathBuf) {
+fn copy_golden_checkpoint(name: &str) -> (tempfile::TempDir, PathBuf) {
     let dir = make_memory_dir();
     let tag = dir.path().join("global_step3");
     fs::create_dir(&tag).expect("made");
@@ -228,20 +228,20 @@ fn rewrite_members(path: &Path, mut change: impl FnMut(&str, &mut Vec<u8>)) {
 
 #[test]
 fn missing_and_misplaced_rank_files_are_named() {
-    let (dir, tag) = copy_golden("z2_padded");
+    let (dir, tag) = copy_golden_checkpoint("z2_padded");
     fs::remove_file(find_optimizer_file(&tag, 2)).expect("removed");
     insta::assert_snapshot!("external_optimizer_file_missing", expect_open_error(dir.path()));
     fs::copy(find_optimizer_file(&tag, 1), tag.join("zero_pp_rank_2_mp_rank_00_optim_states.pt"))
         .expect("copied");
     insta::assert_snapshot!("external_optimizer_file_of_another_rank", expect_open_error(dir.path()));
 
-    let (dir, tag) = copy_golden("z3_frozen");
+    let (dir, tag) = copy_golden_checkpoint("z3_frozen");
     fs::remove_file(tag.join("zero_pp_rank_3_mp_rank_00_model_states.pt")).expect("removed");
     insta::assert_snapshot!("external_model_file_missing", expect_open_error(dir.path()));
     fs::remove_file(tag.join("zero_pp_rank_0_mp_rank_00_model_states.pt")).expect("removed");
     insta::assert_snapshot!("external_model_file_of_rank_0_missing", expect_open_error(dir.path()));
 
-    let (dir, tag) = copy_golden("z2_frozen");
+    let (dir, tag) = copy_golden_checkpoint("z2_frozen");
     fs::write(tag.join("zero_pp_rank_0_mp_rank_01_optim_states.pt"), "").expect("written");
     insta::assert_snapshot!("external_model_parallel_file", expect_open_error(dir.path()));
     fs::remove_file(tag.join("zero_pp_rank_0_mp_rank_01_optim_states.pt")).expect("removed");
@@ -253,7 +253,7 @@ fn missing_and_misplaced_rank_files_are_named() {
 
 #[test]
 fn a_wrong_latest_is_an_error_and_a_stale_one_a_warning() {
-    let (dir, tag) = copy_golden("z1_tied");
+    let (dir, tag) = copy_golden_checkpoint("z1_tied");
     let latest = dir.path().join("latest");
     fs::write(&latest, "global_step9").expect("written");
     insta::assert_snapshot!("external_latest_dangling", expect_open_error(dir.path()));
@@ -277,7 +277,7 @@ fn a_wrong_latest_is_an_error_and_a_stale_one_a_warning() {
 
 #[test]
 fn rank_files_of_two_steps_are_an_error() {
-    let (dir, tag) = copy_golden("z2_frozen");
+    let (dir, tag) = copy_golden_checkpoint("z2_frozen");
     let mut changed = 0;
     rewrite_members(&find_optimizer_file(&tag, 1), |_, bytes| {
         if *bytes == 3f32.to_le_bytes() {
@@ -291,7 +291,7 @@ fn rank_files_of_two_steps_are_an_error() {
 
 #[test]
 fn pickles_with_commands_are_rejected_and_not_executed() {
-    let (dir, tag) = copy_golden("z2_frozen");
+    let (dir, tag) = copy_golden_checkpoint("z2_frozen");
     let marker = dir.path().join("executed");
     let command = format!("touch {}", marker.display());
     rewrite_members(&tag.join("mp_rank_00_model_states.pt"), |name, bytes| {
@@ -309,7 +309,7 @@ fn pickles_with_commands_are_rejected_and_not_executed() {
 
 #[test]
 fn a_flipped_bit_is_detected_or_harmless() {
-    let (dir, tag) = copy_golden("z3_frozen");
+    let (dir, tag) = copy_golden_checkpoint("z3_frozen");
     for path in [find_optimizer_file(&tag, 1), tag.join("zero_pp_rank_2_mp_rank_00_model_states.pt")] {
         let sound = fs::read(&path).expect("there");
         let (mut detected, mut harmless) = (0, 0);
@@ -335,7 +335,7 @@ fn a_flipped_bit_is_detected_or_harmless() {
 
 #[test]
 fn every_truncation_is_detected() {
-    let (dir, tag) = copy_golden("z2_frozen");
+    let (dir, tag) = copy_golden_checkpoint("z2_frozen");
     let path = find_optimizer_file(&tag, 1);
     let sound = fs::read(&path).expect("there");
     for len in (0..sound.len()).step_by(sound.len() / 40) {
@@ -525,7 +525,7 @@ fn verify_reports_every_damaged_file_of_an_external_checkpoint() {
     let report = crate::verify_checkpoints(&golden_path("z3_frozen")).expect("a report");
     assert!(report.is_sound() && report.notes.is_empty(), "{report:?}");
     assert_eq!(report.checkpoints[0].step, Some(3));
-    let (dir, tag) = copy_golden("z2_frozen");
+    let (dir, tag) = copy_golden_checkpoint("z2_frozen");
     fs::write(dir.path().join("rng_state_0.pth"), crate::tests::pack_zip(&[("rng/version", b"3")]))
         .expect("written");
     let report = crate::verify_checkpoints(dir.path()).expect("a report");

@@ -35,7 +35,7 @@ fn read_contents(found: &ExternalCheckpoint) -> Result<CheckpointContents, CkptE
         .filter(|(t, _)| t.dtype.is_float())
         .map(|(t, out)| ReadRequest { name: &t.name, role: t.role, start_element: 0, out })
         .collect();
-    found.read_many(&mut requests)?;
+    found.read_verified(&mut requests)?;
     let bits = values.into_iter().map(|v| v.into_iter().map(f32::to_bits).collect());
     let tensors = infos.into_iter().zip(bits).collect();
     Ok(CheckpointContents {

@@ -182,7 +182,7 @@ fn symlinks_and_pipes_are_rejected() {
 fn paths_without_a_checkpoint_are_diagnosed() {
     let dir = make_memory_dir();
     let error = |path: &Path| {
-        let error = crate::open_newest(path).expect_err("none");
+        let error = crate::open_newest_native(path).expect_err("none");
         assert!(error.is_checkpoint_at_fault());
         format_error(&error, dir.path())
     };

@@ -3,7 +3,7 @@
 use super::*;
 use crate::layout::native::StorageHost;
 use crate::save::host_local::{
-    PreparedSave, complete_prepared_save, encode_manifest, list_manifests, list_prepared_saves, read_manifest,
+    PreparedSave, complete_prepared_save, encode_host_local_manifest, list_manifests, list_prepared_saves, read_manifest,
 };
 use crate::{Checkpoint, CkptError, GatherOptions, gather_weights, verify_checkpoints};
 
@@ -29,7 +29,7 @@ fn prepare_on_both_hosts(roots: &[PathBuf; 2], hosts: &[StorageHost], facts: &Ru
         std::fs::copy(&from, to).expect("copied");
         std::fs::remove_file(from).expect("removed");
     }
-    let text = encode_manifest(facts.clone(), reports, hosts.to_vec(), &[0, 0, 1, 1]).expect("a manifest");
+    let text = encode_host_local_manifest(facts.clone(), reports, hosts.to_vec(), &[0, 0, 1, 1]).expect("a manifest");
     let prepare =
         |(s, h): (StagingDir, &StorageHost)| PreparedSave::prepare(s, &h.id, text.clone()).expect("prepared");
     stagings.into_iter().zip(hosts).map(prepare).collect()
@@ -42,7 +42,7 @@ fn assert_contains_with_remote(local: &Checkpoint, remote: &Checkpoint, facts: &
         let mut out = vec![f32::NAN; t.element_count() as usize];
         let mut requests =
             [crate::ReadRequest { name: &t.name, role: t.role, start_element: 0, out: &mut out }];
-        let read = local.read_many_with_fetcher(&mut requests, &mut |lacking, sink| {
+        let read = local.read_verified_with_fetcher(&mut requests, &mut |lacking, sink| {
             lacking.iter().try_for_each(|run| remote.read_blocks(run, sink))
         });
         read.expect("readable");
@@ -71,14 +71,14 @@ fn an_interrupted_host_completes_what_another_host_completed() {
     assert_eq!(left.len(), 1);
     assert_eq!(list_manifests(&roots[0]).expect("listed"), [left[0].0.clone()]);
     complete_prepared_save(&roots[1], &left[0].1, left[0].0.step).expect("completed");
-    let paths = roots.clone().map(|r| crate::find_latest(&r).expect("readable").expect("a latest"));
+    let paths = roots.clone().map(|r| crate::find_latest_checkpoint(&r).expect("readable").expect("a latest"));
     assert_eq!(done.path, paths[0]);
     let [a, b] = paths.clone().map(|p| Checkpoint::open(&p).expect("a part"));
     assert_contains_with_remote(&a, &b, &facts);
     assert_contains_with_remote(&b, &a, &facts);
     let (_, text) = read_manifest(&paths[0]).expect("whole");
     let nothing = Checkpoint::from_manifest(Path::new("/nowhere"), text, false).expect("a manifest");
-    assert_eq!(nothing.local_files(), [false; 4]);
+    assert_eq!(nothing.local_shard_flags(), [false; 4]);
 }
 
 #[test]
@@ -147,7 +147,7 @@ fn a_block_that_changed_in_transfer_is_rejected() {
     let mut out = [0f32; 7];
     let mut requests =
         [crate::ReadRequest { name: "v", role: TensorRole::Weight, start_element: 0, out: &mut out }];
-    let read = a.read_many_with_fetcher(&mut requests, &mut |lacking, sink| {
+    let read = a.read_verified_with_fetcher(&mut requests, &mut |lacking, sink| {
         lacking.iter().try_for_each(|run| {
             b.read_blocks(run, &mut |file, block, bytes| {
                 let mut wrong = bytes.to_vec();
@@ -173,8 +173,8 @@ fn manifests_with_invalid_hosts_are_rejected() {
         (twice, [0, 0, 1, 1]),
         (odd, [0, 0, 1, 1]),
     ] {
-        let rejected = encode_manifest(facts.clone(), reports.clone(), hosts, &host_of);
+        let rejected = encode_host_local_manifest(facts.clone(), reports.clone(), hosts, &host_of);
         assert!(matches!(rejected, Err(CkptError::InvalidSave(_))), "{rejected:?}");
     }
-    assert!(encode_manifest(facts, reports, hosts, &[0, 0, 1]).is_err(), "a shard on no host");
+    assert!(encode_host_local_manifest(facts, reports, hosts, &[0, 0, 1]).is_err(), "a shard on no host");
 }

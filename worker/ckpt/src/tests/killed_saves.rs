@@ -2,7 +2,7 @@
 use super::*;
 use crate::layout::native::Checkpoint;
 use crate::{
-    GatherOptions, fault_points, find_latest, gather_weights, list_checkpoints, prune_checkpoints,
+    GatherOptions, fault_points, find_latest_checkpoint, gather_weights, list_checkpoints, prune_checkpoints,
     verify_checkpoints,
 };
 use std::os::unix::process::ExitStatusExt;
@@ -33,7 +33,7 @@ fn run_scenario(scenario: &str, root: &Path) -> Result<()> {
     }
     let swap =
         if scenario == "two_steps" { ReplaceMethod::TwoRenames } else { ReplaceMethod::AtomicExchange };
-    save_checkpoint_by(root, &make_new_facts(scenario), swap)?;
+    save_checkpoint_replacing(root, &make_new_facts(scenario), swap)?;
     prune_checkpoints(root, 1).map(drop)
 }
 
@@ -99,7 +99,7 @@ fn is_new_state_visible(scenario: &str, root: &Path) -> bool {
     let listed = list_checkpoints(root).expect("listable");
     let holds = |path: &Path, facts: &RunFacts| {
         let checkpoint = Checkpoint::open(path).expect("complete");
-        let is_equal = checkpoint.facts() == facts;
+        let is_equal = checkpoint.run_facts() == facts;
         if is_equal {
             assert_contains_saved(&checkpoint, facts);
         }
@@ -112,7 +112,7 @@ fn is_new_state_visible(scenario: &str, root: &Path) -> bool {
         let report = verify_checkpoints(root).expect("verifiable");
         assert!(report.is_sound(), "{report:?}");
     }
-    if let Some(path) = find_latest(root).expect("`latest` is absent or valid") {
+    if let Some(path) = find_latest_checkpoint(root).expect("`latest` is absent or valid") {
         assert!(Checkpoint::open(&path).is_ok());
     }
     let later = make_facts(30, 1, WEIGHTS);
@@ -124,7 +124,7 @@ fn is_new_state_visible(scenario: &str, root: &Path) -> bool {
         "no files of the interrupted save remain"
     );
     assert_contains_saved(
-        &Checkpoint::open(&find_latest(root).expect("sound").expect("there")).expect("complete"),
+        &Checkpoint::open(&find_latest_checkpoint(root).expect("sound").expect("there")).expect("complete"),
         &later,
     );
     is_new

@@ -72,7 +72,7 @@ fn open_step(copies: &StoredCopies, step: u64) -> crate::Result<Checkpoint> {
 /// Reads every tensor of the checkpoint, and compares the values with those of the save.
 fn assert_contains(checkpoint: &Checkpoint, step: u64) {
     let facts = make_two_rank_facts(step);
-    assert_eq!(checkpoint.facts(), &facts);
+    assert_eq!(checkpoint.run_facts(), &facts);
     for (role, name, count) in list_tensors(&facts) {
         let mut out = vec![f32::NAN; count as usize];
         checkpoint.read_f32(name, role, 0..count, &mut out).expect("readable");
@@ -100,7 +100,7 @@ fn a_copy_that_was_cut_off_leaves_the_previous_one_whole() {
     let (store, _file) = make_store();
     (0..2).for_each(|rank| write_copy(&store, rank, 4, 0));
     (0..2).for_each(|rank| write_copy(&store, rank, 5, 1));
-    store.begin_image(1, 2).expect("begun");
+    store.invalidate_image(1, 2).expect("begun");
     store.write_image(1, 2, COPY_HEADER_BYTES, &[7; 100]).expect("written");
     let copies = store.list_copies().expect("listed");
     assert_eq!(copies.incomplete, [1]);
@@ -157,7 +157,7 @@ fn an_image_that_another_host_receives_is_the_same_copy() {
         let mut image = vec![0; bytes];
         store.read_image(rank, 0, 0, &mut image).expect("read");
         let (head, rest) = image.split_at(COPY_HEADER_BYTES as usize);
-        peer.begin_image(rank, 0).expect("begun");
+        peer.invalidate_image(rank, 0).expect("begun");
         peer.write_image(rank, 0, COPY_HEADER_BYTES, rest).expect("written");
         assert_eq!(peer.list_copies().expect("listed").incomplete, [rank]);
         peer.write_image(rank, 0, 0, head).expect("written");

@@ -27,7 +27,7 @@ mod watch;
 
 use crate::catalog::{ModelSpec, RunFacts, TextFile, WeightShape};
 use crate::error::{CkptError, Damage, Result};
-use crate::save::commit::commit_save_by;
+use crate::save::commit::commit_save_replacing;
 use crate::save::{CommittedCheckpoint, ReplaceMethod, ShardReport, StagingDir, TensorPiece, write_shard};
 use crate::tensor::TensorRole;
 use crate::verify::VerifyReport;
@@ -127,22 +127,22 @@ fn write_shards(staging: &Path, facts: &RunFacts) -> Result<Vec<ShardReport>> {
 
 /// Saves a complete checkpoint of `facts` to the checkpoint directory `root`.
 fn save_checkpoint(root: &Path, facts: &RunFacts) -> Result<CommittedCheckpoint> {
-    save_checkpoint_by(root, facts, ReplaceMethod::AtomicExchange)
+    save_checkpoint_replacing(root, facts, ReplaceMethod::AtomicExchange)
 }
 
 /// Saves a complete checkpoint of `facts` to the directory `root`, and replaces an existing
 /// checkpoint of this step by the method `swap`.
-fn save_checkpoint_by(root: &Path, facts: &RunFacts, swap: ReplaceMethod) -> Result<CommittedCheckpoint> {
+fn save_checkpoint_replacing(root: &Path, facts: &RunFacts, swap: ReplaceMethod) -> Result<CommittedCheckpoint> {
     let total = facts.model.weights.iter().map(|w| count_elements(w) * 12).sum();
     let staging = StagingDir::create(root, facts.step, total)?;
     let reports = write_shards(staging.path(), facts)?;
-    commit_save_by(staging, facts.clone(), reports, None, swap)
+    commit_save_replacing(staging, facts.clone(), reports, None, swap)
 }
 
 /// Asserts that the checkpoint contains exactly the tensors and facts that [`save_checkpoint`]
 /// wrote for `facts`.
 fn assert_contains_saved(checkpoint: &crate::Checkpoint, facts: &RunFacts) {
-    assert_eq!(checkpoint.facts(), facts);
+    assert_eq!(checkpoint.run_facts(), facts);
     assert_eq!(checkpoint.tensors().count(), facts.model.weights.len() * 3);
     for t in checkpoint.tensors() {
         let mut out = vec![f32::NAN; t.element_count() as usize];

@@ -1,7 +1,7 @@
 //! Tests that a repair with parity restores one lost or damaged file bit for bit.
 use super::*;
-use crate::codec::disk::BLOCK;
-use crate::layout::native::{Checkpoint, compute_stripe};
+use crate::codec::disk::BLOCK_BYTES;
+use crate::layout::native::{Checkpoint, compute_parity_stripe};
 use crate::save::{commit_save_with_parity, write_parity};
 use crate::{RepairOptions, repair_checkpoints, verify_checkpoints};
 use std::fs;
@@ -93,8 +93,8 @@ fn damage_of_several_files_is_rebuilt_unless_one_block_index_is_hit_twice() {
         fs::write(file, bytes).expect("written");
     };
     flip(&shard(0), 5);
-    flip(&shard(1), BLOCK + 5);
-    flip(&shard(2), 2 * BLOCK + 5);
+    flip(&shard(1), BLOCK_BYTES + 5);
+    flip(&shard(2), 2 * BLOCK_BYTES + 5);
     let report = repair_checkpoints(&path, &make_repair_options(dir.path())).expect("repaired");
     assert!(report.sound && report.rebuilt.len() == 3, "{report:?}");
     assert_same_files(&dir.path().join("out"), &good);
@@ -117,7 +117,7 @@ fn stripes_cover_the_longest_shard_for_any_shard_sizes() {
         vec![0, 0],
     ] {
         let (longest, world) = (sizes.iter().copied().max().unwrap_or(0), sizes.len() as u32);
-        let stripes: Vec<_> = (0..world).map(|r| compute_stripe(&sizes, r)).collect();
+        let stripes: Vec<_> = (0..world).map(|r| compute_parity_stripe(&sizes, r)).collect();
         assert_eq!(stripes.iter().map(|s| s.1).sum::<u64>(), longest, "{sizes:?}");
         assert_eq!(stripes[0].0.start, 0);
         assert!(stripes.windows(2).all(|w| w[0].0.end == w[1].0.start), "{sizes:?}");
@@ -164,7 +164,7 @@ fn a_directory_is_repaired_and_latest_names_the_newest_sound_step() {
     assert_eq!(list_entry_names(&made), ["latest", "step-00000001", "step-00000002"]);
     assert!(verify_checkpoints(&made).expect("there").is_sound());
     assert_contains_saved(
-        &crate::open_newest(&made).expect("whole").checkpoint,
+        &crate::open_newest_native(&made).expect("whole").checkpoint,
         &make_facts(2, 2, &[("a", &[4])]),
     );
     assert!(read_tree(&root) == before, "the original is unchanged");
@@ -212,8 +212,8 @@ fn a_kill_at_any_fault_point_leaves_a_complete_checkpoint() {
         save_checkpoint(dir.path(), &old).expect("saved");
         let run = run_child_test(name, &format!("{n}:{}", dir.path().display()));
         assert!(!run.status.success(), "point {n}");
-        let found = crate::open_newest(dir.path()).expect("a complete checkpoint").checkpoint;
-        let expected = make_facts(found.facts().step, 2, &[("a", &[9]), ("b", &[5])]);
+        let found = crate::open_newest_native(dir.path()).expect("a complete checkpoint").checkpoint;
+        let expected = make_facts(found.run_facts().step, 2, &[("a", &[9]), ("b", &[5])]);
         assert_contains_saved(&found, &expected);
         assert!(verify_checkpoints(found.path()).expect("there").is_sound(), "point {n}");
     }

@@ -2,7 +2,7 @@
 //! settings are parsed, and errors name unsupported settings.
 use super::format_error;
 use crate::error::AdapterConfigError;
-use crate::layout::peft::{AdapterConfig, open_adapters};
+use crate::layout::peft::{AdapterConfig, open_peft_adapters};
 use serde_json::{Value, json};
 use std::fs;
 
@@ -80,7 +80,7 @@ fn unsupported_settings_are_rejected_by_name() {
 #[test]
 fn directories_without_valid_adapters_are_rejected() {
     let dir = tempfile::tempdir().expect("directory");
-    let expect_open_error = || format_error(&open_adapters(dir.path()).expect_err("rejected"), dir.path());
+    let expect_open_error = || format_error(&open_peft_adapters(dir.path()).expect_err("rejected"), dir.path());
     let mut lines = vec![expect_open_error()];
     assert!(AdapterConfig::read(dir.path()).is_err());
     let header =

@@ -293,7 +293,7 @@ fn lost_rng_states_are_created_by_the_rule_and_others_are_kept() {
     for name in trainer_files.into_iter().chain(["model.safetensors"]) {
         fs::copy(golden_path("hf_ddp/checkpoint-3").join(name), path.join(name)).expect("copied");
     }
-    let good = rank_files::read_all_ranks(&path, None).expect("readable").expect("there");
+    let good = rank_files::read_all_rank_states(&path, None).expect("readable").expect("there");
     for cut in [false, true] {
         match cut {
             false => fs::remove_file(path.join("rng_state_1.pth")).expect("removed"),
@@ -303,7 +303,7 @@ fn lost_rng_states_are_created_by_the_rule_and_others_are_kept() {
         assert!(report.sound, "{report:#?}");
         assert_report(&format!("rng_state_of_rank_1_cut_{cut}"), &report, &path);
         let made = report.path.clone().expect("made");
-        let now = rank_files::read_all_ranks(&made, None).expect("readable").expect("there");
+        let now = rank_files::read_all_rank_states(&made, None).expect("readable").expect("there");
         assert_eq!(now.ranks.len(), 2);
         for kind in StreamKind::ALL {
             assert_eq!(

@@ -84,7 +84,7 @@ proptest! {
         let mut requests: Vec<ReadRequest<'_>> = ranges.iter_mut().map(|(t, start, out)| ReadRequest {
             name: &tensors[*t].name, role: tensors[*t].role, start_element: *start, out,
         }).collect();
-        checkpoint.read_many(&mut requests).expect("readable");
+        checkpoint.read_verified(&mut requests).expect("readable");
         for (t, start, out) in ranges {
             let t = &tensors[t];
             let expected = compute_values(t.role, &t.name, &facts, t.element_count());
@@ -111,7 +111,7 @@ fn ranges_across_blocks_windows_and_shards_are_read() {
         .iter_mut()
         .map(|(start, out)| ReadRequest { name: "big", role: TensorRole::ExpAvg, start_element: *start, out })
         .collect();
-    checkpoint.read_many(&mut requests).expect("readable");
+    checkpoint.read_verified(&mut requests).expect("readable");
     for (start, out) in parts {
         assert_eq!(out, expected[start as usize..start as usize + out.len()], "from {start}");
     }
@@ -158,14 +158,14 @@ fn reads_of_missing_tensors_and_ranges_are_rejected() {
         assert_eq!((elements, requested), (5, end));
     }
     assert!(checkpoint.read_f32("a", TensorRole::Weight, 0..2, &mut out).is_err());
-    checkpoint.require_model(&facts.model.weights).expect("the same");
+    checkpoint.require_matching_model(&facts.model.weights).expect("the same");
     let mut other = facts.model.weights.clone();
     other[0].shape = vec![6];
-    let shape = error(checkpoint.require_model(&other));
+    let shape = error(checkpoint.require_matching_model(&other));
     // the order of tensors doesn't matter
     let reversed: Vec<_> = facts.model.weights.iter().rev().cloned().collect();
-    checkpoint.require_model(&reversed).expect("the same");
-    let surplus = error(checkpoint.require_model(&[]));
+    checkpoint.require_matching_model(&reversed).expect("the same");
+    let surplus = error(checkpoint.require_matching_model(&[]));
     let text = [&shape, &surplus].map(|e| format_error(e, dir.path())).join("\n");
     insta::assert_snapshot!("roundtrip_other_model", text);
 }

@@ -3,7 +3,7 @@ use super::*;
 use crate::error::CkptError;
 use crate::layout::native::Checkpoint;
 use crate::save::commit_save;
-use crate::{find_latest, list_checkpoints, write_shard_until};
+use crate::{find_latest_checkpoint, list_checkpoints, write_shard_until};
 use std::fs;
 use std::ops::ControlFlow;
 
@@ -26,7 +26,7 @@ fn expect_commit_error(change: impl FnOnce(&mut RunFacts, &mut Vec<ShardReport>,
     assert!(matches!(error, CkptError::InvalidSave(_)), "{error:?}");
     assert_eq!(list_entry_names(dir.path()), ["latest", "step-00000001"], "no temporary files remain");
     assert_contains_saved(
-        &Checkpoint::open(&find_latest(dir.path()).expect("sound").expect("there")).expect("complete"),
+        &Checkpoint::open(&find_latest_checkpoint(dir.path()).expect("sound").expect("there")).expect("complete"),
         &old,
     );
     format_error(&error, dir.path())

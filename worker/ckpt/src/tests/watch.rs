@@ -5,8 +5,8 @@ use crate::watch::{CheckpointWatch, DirectoryReport, DirectoryStatus};
 use std::fs;
 use std::time::{Duration, Instant};
 
-const SETTLE: Duration = Duration::from_secs(2);
-const LIMIT: Duration = Duration::from_secs(60);
+const SETTLE_TIME: Duration = Duration::from_secs(2);
+const INCOMPLETE_REPORT_TIME: Duration = Duration::from_secs(60);
 
 /// A watch of a checkpoint directory with a simulated clock.
 struct TestWatch {
@@ -16,7 +16,7 @@ struct TestWatch {
 
 impl TestWatch {
     fn new(root: &Path) -> TestWatch {
-        TestWatch { watch: CheckpointWatch::new(root, SETTLE, LIMIT), now: Instant::now() }
+        TestWatch { watch: CheckpointWatch::new(root, SETTLE_TIME, INCOMPLETE_REPORT_TIME), now: Instant::now() }
     }
 
     /// Advances the simulated clock by `wait`, polls, and returns the reports.
@@ -29,7 +29,7 @@ impl TestWatch {
     /// checkpoint must be unchanged. Returns the reports of both polls.
     fn poll_now_and_after_settle_time(&mut self) -> Vec<DirectoryReport> {
         let mut sightings = self.poll_after(Duration::ZERO);
-        sightings.extend(self.poll_after(SETTLE));
+        sightings.extend(self.poll_after(SETTLE_TIME));
         sightings
     }
 }
@@ -55,7 +55,7 @@ fn a_native_checkpoint_is_reported_at_once_and_once() {
     let facts = make_facts(5, 2, &[("a", &[4])]);
     let staging = StagingDir::create(&root, 5, 0).expect("begun");
     let reports = write_shards(staging.path(), &facts).expect("written");
-    assert!(clock.poll_after(LIMIT).is_empty(), "a save in progress is not reported");
+    assert!(clock.poll_after(INCOMPLETE_REPORT_TIME).is_empty(), "a save in progress is not reported");
     crate::commit_save(staging, facts, reports).expect("complete");
     assert_eq!(expect_complete(&clock.poll_after(Duration::ZERO)), [("step-00000005".to_owned(), Some(5))]);
     assert!(clock.poll_now_and_after_settle_time().is_empty());
@@ -98,7 +98,7 @@ fn an_external_checkpoint_is_reported_after_its_last_file() {
             [(inside.to_owned(), lands)],
             "{name}"
         );
-        assert!(clock.poll_after(LIMIT).is_empty(), "{name} is reported once");
+        assert!(clock.poll_after(INCOMPLETE_REPORT_TIME).is_empty(), "{name} is reported once");
     }
 }
 
@@ -111,12 +111,12 @@ fn an_incomplete_checkpoint_is_reported_after_the_limit_and_again_when_complete(
     fs::remove_file(to.join(name)).expect("removed");
     let mut clock = TestWatch::new(dir.path());
     assert!(clock.poll_now_and_after_settle_time().is_empty());
-    let sightings = clock.poll_after(LIMIT);
+    let sightings = clock.poll_after(INCOMPLETE_REPORT_TIME);
     let [DirectoryReport { status: DirectoryStatus::Incomplete { why }, .. }] = &sightings[..] else {
         panic!("{sightings:?}")
     };
     insta::assert_snapshot!("watch_incomplete", replace_dir(&why.to_string(), dir.path()));
-    assert!(clock.poll_after(LIMIT).is_empty(), "one report");
+    assert!(clock.poll_after(INCOMPLETE_REPORT_TIME).is_empty(), "one report");
     fs::copy(golden_path("z2_padded/global_step3").join(name), to.join(name)).expect("copied");
     assert_eq!(expect_complete(&clock.poll_now_and_after_settle_time()).len(), 1);
     // after a checkpoint was removed, another checkpoint of its name is reported as a new one
@@ -135,7 +135,7 @@ fn an_accelerate_checkpoint_without_its_scheduler_is_reported_with_the_missing_f
     assert_eq!(expect_complete(&clock.poll_now_and_after_settle_time()).len(), 1);
     fs::remove_file(to.join("scheduler.bin")).expect("removed");
     assert!(clock.poll_now_and_after_settle_time().is_empty());
-    let sightings = clock.poll_after(LIMIT);
+    let sightings = clock.poll_after(INCOMPLETE_REPORT_TIME);
     assert!(
         matches!(&sightings[..], [DirectoryReport { status: DirectoryStatus::Complete { missing, .. }, .. }] if missing == &["scheduler"]),
         "{sightings:?}"

@@ -5,7 +5,7 @@ use super::native::verify_native;
 use super::non_finite_values::find_non_finite_values;
 use super::report::{CheckpointReport, VerifyReport, convert_to_damage};
 use super::scan;
-use crate::codec::disk::{Directory, exists};
+use crate::codec::disk::{Directory, path_exists};
 use crate::error::{CkptError, RemoteShard, Result};
 use crate::format_constants::{MANIFEST_FILE, RUN_WEIGHTS_DIR};
 use crate::layout::native::{
@@ -46,7 +46,7 @@ pub fn verify_checkpoints_with(path: &Path, options: VerifyOptions) -> Result<Ve
     let native = report
         .checkpoints
         .iter()
-        .filter(|c| exists(&c.path.join(MANIFEST_FILE)) && c.problems.is_empty() && c.elsewhere.is_empty());
+        .filter(|c| path_exists(&c.path.join(MANIFEST_FILE)) && c.problems.is_empty() && c.elsewhere.is_empty());
     for path in native.filter(|_| options.values).map(|c| c.path.clone()).collect::<Vec<_>>() {
         let lines = find_non_finite_values(&Checkpoint::open(&path)?)?;
         report.warnings.extend(lines.into_iter().map(|line| format!("{}: {line}", path.display())));
@@ -59,7 +59,7 @@ pub fn verify_checkpoints_with(path: &Path, options: VerifyOptions) -> Result<Ve
 /// for such values.
 fn verify_files(path: &Path, options: VerifyOptions) -> Result<VerifyReport> {
     let mut report = VerifyReport { path: path.to_owned(), ..VerifyReport::default() };
-    if !exists(path) {
+    if !path_exists(path) {
         return Err(CkptError::NotFound { path: path.to_owned() });
     }
     let name = path.file_name().unwrap_or_default().to_string_lossy();
@@ -67,13 +67,13 @@ fn verify_files(path: &Path, options: VerifyOptions) -> Result<VerifyReport> {
         verify_external(path, &name, options, &mut report)?;
         return Ok(report);
     }
-    if exists(&path.join(MANIFEST_FILE)) || step_directories::parse_step_dir_name(&name).is_some() {
+    if path_exists(&path.join(MANIFEST_FILE)) || step_directories::parse_step_dir_name(&name).is_some() {
         report.checkpoints.push(verify_native(path, step_directories::parse_step_dir_name(&name))?);
         return Ok(report);
     }
     let steps = step_directories::list_steps(path)?;
     for &step in &steps {
-        let path = step_directories::locate_step(path, step)
+        let path = step_directories::locate_step_checkpoint(path, step)
             .unwrap_or_else(|| path.join(step_directories::step_dir_name(step)));
         report.checkpoints.push(verify_native(&path, Some(step))?);
     }
@@ -90,7 +90,7 @@ fn verify_files(path: &Path, options: VerifyOptions) -> Result<VerifyReport> {
     if steps.is_empty() && latest.is_some_and(|text| !is_native(text)) {
         return Err(CkptError::not_a_checkpoint(path, diagnose_directory(path)));
     }
-    if steps.is_empty() && !exists(&path.join(LATEST_FILE)) {
+    if steps.is_empty() && !path_exists(&path.join(LATEST_FILE)) {
         return Err(CkptError::not_a_checkpoint(path, diagnose_directory(path)));
     }
     verify_latest(path, &steps, &mut report);
@@ -161,7 +161,7 @@ fn make_unreadable_report(path: &Path, name: &str, e: CkptError) -> Result<Check
 /// sorted, newest first.
 fn verify_latest(path: &Path, steps: &[u64], report: &mut VerifyReport) {
     match (
-        step_directories::find_latest(path).and_then(|_| step_directories::read_latest_step(path)),
+        step_directories::find_latest_checkpoint(path).and_then(|_| step_directories::read_latest_step(path)),
         steps.first(),
     ) {
         (Ok(Some(step)), Some(&newest)) if step < newest => report.warnings.push(format!(

@@ -17,7 +17,7 @@ const HOLE_BYTES_MAX: u64 = 16 << 30;
 
 /// The result of verifying files against the recorded hashes of gathers and conversions.
 #[derive(Default)]
-pub(super) struct RecordedFiles {
+pub(super) struct RecordedFileResults {
     /// Device and inode number of every file that matches its hash.
     verified: HashSet<(u64, u64)>,
     /// Total size of the files in `verified`, in bytes.
@@ -35,7 +35,7 @@ enum FileCheck {
     TooSparse,
 }
 
-impl RecordedFiles {
+impl RecordedFileResults {
     /// Returns true if the file at `path` matches its hash in a record.
     pub(super) fn is_verified(&self, path: &Path) -> bool {
         !self.verified.is_empty()
@@ -56,8 +56,8 @@ impl RecordedFiles {
 pub(super) fn verify_recorded_files(
     roots: &BTreeSet<&Path>,
     is_due: &dyn Fn(&str) -> bool,
-) -> Result<RecordedFiles> {
-    let mut found = RecordedFiles::default();
+) -> Result<RecordedFileResults> {
+    let mut found = RecordedFileResults::default();
     for root in roots {
         let directory = Directory::open(root)?;
         for marker in [GATHER_MARKER, CONVERT_MARKER] {
@@ -79,7 +79,7 @@ fn verify_record(
     directory: &Directory,
     record: &OutputRecord,
     (file, is_due): (&'static str, &dyn Fn(&str) -> bool),
-    found: &mut RecordedFiles,
+    found: &mut RecordedFileResults,
 ) {
     let absent = find_absent_directories(directory, record);
     for (name, count) in &absent {

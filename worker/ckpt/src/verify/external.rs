@@ -1,6 +1,6 @@
 //! Verifies checkpoints of other programs against the CRC-32s in their files and recorded BLAKE3
 //! hashes.
-use super::digests::{RecordedFiles, verify_recorded_files};
+use super::digests::{RecordedFileResults, verify_recorded_files};
 use super::report::CheckpointReport;
 use super::scan;
 use crate::catalog::{ExternalCheckpoint, StatePart, StoredFile, TensorSource, verify_all_spans};
@@ -56,7 +56,7 @@ pub(crate) fn verify_opened_checkpoint(
 }
 
 /// Verifies the files that gathers and conversions recorded in the directories of the checkpoint.
-fn verify_records(checkpoint: &ExternalCheckpoint) -> Result<RecordedFiles> {
+fn verify_records(checkpoint: &ExternalCheckpoint) -> Result<RecordedFileResults> {
     let names: BTreeSet<&str> = checkpoint.store.files.iter().map(|f| f.name.as_str()).collect();
     let is_due = |name: &str| !checkpoint.is_single_file || names.contains(name);
     verify_recorded_files(&[checkpoint.path(), checkpoint.facts().root.as_path()].into(), &is_due)
@@ -74,7 +74,7 @@ pub(super) fn add_record_problems(problems: &mut Vec<Damage>, recorded: Vec<Dama
 /// schedulers. Returns one report per scanned directory, and no report for a single file.
 fn scan_other_files(
     checkpoint: &ExternalCheckpoint,
-    recorded: &RecordedFiles,
+    recorded: &RecordedFileResults,
 ) -> Result<Vec<scan::ScanReport>> {
     if checkpoint.is_single_file {
         return Ok(Vec::new());

@@ -1,6 +1,6 @@
 //! Verifies the files of a native checkpoint against the hashes in its manifest.
 use super::report::{CheckpointReport, convert_to_damage};
-use crate::codec::disk::{BLOCK, BlockReader, BlockRequest, Directory, DiskBufferPool, stream_windows};
+use crate::codec::disk::{BLOCK_BYTES, BlockReader, BlockRequest, Directory, DiskBufferPool, stream_windows};
 use crate::codec::safetensors;
 use crate::error::{CkptError, Damage, DamageReason, RemoteShard, Result};
 use crate::format_constants::MANIFEST_FILE;
@@ -78,23 +78,23 @@ impl Shard<'_> {
         let size = match BlockReader::open(directory, &entry.name) {
             Ok(open) => open.size(),
             Err(e) => {
-                let tensors = self.list_tensors(0..u64::MAX);
+                let tensors = self.list_tensors_in_range(0..u64::MAX);
                 report.problems.push(Damage { tensors, ..convert_to_damage(&entry.name, e) });
                 return Ok(());
             }
         };
         // the size mismatch reports blocks that are only partly present
-        let readable = if size < entry.bytes { size / BLOCK as u64 } else { entry.blocks.len() as u64 };
+        let readable = if size < entry.bytes { size / BLOCK_BYTES as u64 } else { entry.blocks.len() as u64 };
         if size != entry.bytes {
             let mut damage = describe_size_mismatch(entry, size);
             if size < entry.bytes {
-                damage.tensors = self.list_tensors(readable * BLOCK as u64..u64::MAX);
+                damage.tensors = self.list_tensors_in_range(readable * BLOCK_BYTES as u64..u64::MAX);
             }
             report.problems.push(damage);
         }
         let tensors_in_block = |block: u64| {
-            let start = block * BLOCK as u64;
-            self.list_tensors(start..start + BLOCK as u64)
+            let start = block * BLOCK_BYTES as u64;
+            self.list_tensors_in_range(start..start + BLOCK_BYTES as u64)
         };
         let describe =
             |blocks: &Range<u64>, e: &CkptError| format!("blocks {}..{}: {e}", blocks.start, blocks.end);
@@ -109,9 +109,9 @@ impl Shard<'_> {
 
     /// Lists the labels `role/name` of the tensors with bytes in the byte range `bytes` of the
     /// shard, in the order of the manifest.
-    fn list_tensors(&self, bytes: Range<u64>) -> Vec<String> {
-        let first = self.pieces.partition_point(|p| p.bytes().end <= bytes.start);
-        let inside = self.pieces[first..].iter().take_while(|p| p.bytes().start < bytes.end);
+    fn list_tensors_in_range(&self, bytes: Range<u64>) -> Vec<String> {
+        let first = self.pieces.partition_point(|p| p.byte_range().end <= bytes.start);
+        let inside = self.pieces[first..].iter().take_while(|p| p.byte_range().start < bytes.end);
         let tensors: BTreeMap<usize, &TensorEntry> = inside.map(|p| (p.index, p.tensor)).collect();
         tensors.into_values().map(TensorEntry::label).collect()
     }
@@ -123,7 +123,7 @@ impl Shard<'_> {
             Ok((header, _)) => header,
             Err(e) => return Some(convert_to_damage("", e).reason),
         };
-        let entry = |p: &ShardPiece<'_>| (p.key(), (p.tensor.dtype, p.piece.count, p.bytes()));
+        let entry = |p: &ShardPiece<'_>| (p.header_key(), (p.tensor.dtype, p.piece.count, p.byte_range()));
         let mut expected: HashMap<_, _> =
             self.pieces.iter().filter(|p| p.piece.count > 0).map(entry).collect();
         for e in &header.entries {
@@ -184,7 +184,7 @@ fn verify_blocks(
     };
     let mut invalid: Vec<(u64, DamageReason)> = Vec::new();
     let holes = list_gaps(&stored, readable);
-    let mut zeros = ZeroBlocks::default();
+    let mut zeros = ZeroBlockHashes::default();
     for block in holes.into_iter().flatten() {
         let len = block_length(entry, block);
         report.blocks += 1;
@@ -203,7 +203,7 @@ fn verify_blocks(
                 return Ok(());
             }
         };
-        for (block, bytes) in job.blocks.clone().zip(window.chunks(BLOCK)) {
+        for (block, bytes) in job.blocks.clone().zip(window.chunks(BLOCK_BYTES)) {
             report.blocks += 1;
             report.bytes += bytes.len() as u64;
             if entry.blocks.get(block as usize) != Some(&Hash::digest(bytes)) {
@@ -225,7 +225,7 @@ fn verify_blocks(
 /// Returns the length in bytes of block number `block` of a file. The last block may be shorter
 /// than the others.
 fn block_length(entry: &FileEntry, block: u64) -> usize {
-    (entry.bytes - block * BLOCK as u64).min(BLOCK as u64) as usize
+    (entry.bytes - block * BLOCK_BYTES as u64).min(BLOCK_BYTES as u64) as usize
 }
 
 /// Lists the ranges up to `end` that the sorted ranges `stored` do not cover.
@@ -237,12 +237,12 @@ fn list_gaps(stored: &[Range<u64>], end: u64) -> Vec<Range<u64>> {
 
 /// Computes the hashes of blocks of zeros, so that holes of sparse files need not be read.
 #[derive(Default)]
-struct ZeroBlocks {
+struct ZeroBlockHashes {
     /// The length and the hash of the last block.
     last: Option<(usize, Hash)>,
 }
 
-impl ZeroBlocks {
+impl ZeroBlockHashes {
     /// Returns the hash of a block of `len` zero bytes. Computes the hash only if `len` differs
     /// from that of the previous call.
     fn hash(&mut self, len: usize) -> &Hash {

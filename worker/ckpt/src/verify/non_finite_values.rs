@@ -12,13 +12,13 @@ pub(crate) fn find_non_finite_values(source: &dyn TensorSource) -> Result<Vec<St
     for info in source.tensors().iter().filter(|i| i.dtype.is_float()) {
         let (mut nans, mut infinite, mut at) = (0u64, 0u64, 0);
         loop {
-            at = source.skip_zeros(info, at)?;
+            at = source.skip_file_holes(info, at)?;
             if at >= info.element_count() {
                 break;
             }
             buffer.resize((info.element_count() - at).min(CHUNK_ELEMENTS) as usize, 0.0);
             let (name, role, out) = (info.name.as_str(), info.role, buffer.as_mut_slice());
-            source.read_many(&mut [ReadRequest { name, role, start_element: at, out }])?;
+            source.read_verified(&mut [ReadRequest { name, role, start_element: at, out }])?;
             nans += buffer.iter().filter(|x| x.is_nan()).count() as u64;
             infinite += buffer.iter().filter(|x| x.is_infinite()).count() as u64;
             at += buffer.len() as u64;

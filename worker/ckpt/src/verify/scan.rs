@@ -1,6 +1,6 @@
 //! Checks every file of a directory separately, also if no checkpoint can be opened there. Verifies
 //! the CRC-32s of zip containers and the headers of safetensors files.
-use crate::codec::disk::{Directory, FILES_MAX, exists};
+use crate::codec::disk::{Directory, FILES_MAX, path_exists};
 use crate::codec::{safetensors, torch_legacy, zip};
 use crate::error::{CkptError, Damage, DamageReason, Result};
 use std::os::unix::fs::FileExt;
@@ -81,7 +81,7 @@ fn append_checkable_files(
         let name = if inside.is_empty() { name } else { format!("{inside}/{name}") };
         if directory.has_directory(&name)? {
             // another checkpoint in the same directory is verified separately
-            let is_checkpoint = exists(&directory.path().join(&name).join("latest"));
+            let is_checkpoint = path_exists(&directory.path().join(&name).join("latest"));
             if depth > 0 && !is_checkpoint {
                 append_checkable_files(directory, &name, depth - 1, limit, files)?;
             }

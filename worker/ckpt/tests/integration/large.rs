@@ -34,7 +34,7 @@ fn read_nonzero_elements(
     let name = format!("layers.{weight}.weight");
     let mut out = vec![f32::NAN; count as usize];
     found
-        .read_unchecked(&mut [ReadRequest {
+        .read_unverified(&mut [ReadRequest {
             name: &name,
             role: TensorRole::Weight,
             start_element: from,

@@ -40,7 +40,7 @@ impl LocalComm {
         let rank = self.position.rank;
         let call = call
             .map_err(|error| self.abort_on_error(CommError::InvalidArguments { rank, error }))?
-            .with_number(call_state.calls);
+            .with_call_number(call_state.calls);
         call_state.calls += 1;
         Ok((call_state, call))
     }

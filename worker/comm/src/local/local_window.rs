@@ -22,7 +22,7 @@ impl LocalWindow {
     /// Allocates a window of `len` elements, filled with zeros.
     pub(super) fn new(dtype: Dtype, len: usize) -> Self {
         let mut memory = Buf::zeroed_as(dtype, len);
-        let start = NonNull::from(memory.view_mut().bytes()).cast();
+        let start = NonNull::from(memory.view_mut().host_bytes_mut()).cast();
         LocalWindow { start, _memory: memory }
     }
 }

@@ -20,18 +20,18 @@ pub(super) const IN_PROGRESS: Status = ncclResult_t::ncclInProgress as Status;
 /// state which fields exist. NCCL 2.26 reads the traffic class, which was padding, for any
 /// `version`.
 pub(super) fn create_non_blocking_config() -> ncclConfig_t {
-    const UNDEFINED: c_int = c_int::MIN;
+    const UNDEFINED_OPTION: c_int = c_int::MIN;
     ncclConfig_t {
         size: size_of::<ncclConfig_t>(),
         magic: 0xcafe_beef,
         version: 21_800,
         blocking: 0,
-        cgaClusterSize: UNDEFINED,
-        minCTAs: UNDEFINED,
-        maxCTAs: UNDEFINED,
+        cgaClusterSize: UNDEFINED_OPTION,
+        minCTAs: UNDEFINED_OPTION,
+        maxCTAs: UNDEFINED_OPTION,
         netName: std::ptr::null(),
-        splitShare: UNDEFINED,
-        trafficClass: UNDEFINED,
+        splitShare: UNDEFINED_OPTION,
+        trafficClass: UNDEFINED_OPTION,
     }
 }
 

@@ -7,13 +7,13 @@
 //! they are done, and they run in order with the operations around them. Only pieces are
 //! transferred; the caller sums them in the same fixed order as on every other transport. Only
 //! [`Comm::reduce_scatter`] is summed by NCCL, in an order that depends on the number of ranks.
-use super::equal_parts::{EqualParts, intersect};
+use super::equal_parts::{EqualParts, intersect_ranges};
 use super::group::{CudaStream, NcclGroup, PeerBuffer};
 use super::library::NcclLibrary;
 use super::watchdog::Watchdog;
 use crate::{
     AbortReason, ArgumentError, Comm, CommError, LinkDelays, PartialSink, Result,
-    call::{BufferShape, CollectiveCall, GroupPosition, compute_offsets},
+    call::{BufferShape, CollectiveCall, GroupPosition, compute_part_offsets},
     local::DEFAULT_TIMEOUT,
     staged::StagedComm,
 };
@@ -63,8 +63,8 @@ impl NcclComm {
 
     /// Launches the GPU work that the calling thread has recorded, and returns the CUDA stream on
     /// which it runs. Fails if the GPU has failed, so that no invalid data is sent.
-    fn flushed_stream(&self) -> Result<CudaStream> {
-        Ok(CudaStream(self.cuda.flushed_stream()?))
+    fn flush_stream(&self) -> Result<CudaStream> {
+        Ok(CudaStream(self.cuda.flush_and_get_stream()?))
     }
 
     /// Enqueues several sends to peers and receives from peers, all of elements of type `dtype`.
@@ -76,7 +76,7 @@ impl NcclComm {
         self.cuda.make_current()?;
         // SAFETY: the callers pass addresses of views on this GPU. They are read and written in the
         // order of the stream, as is any later use of their memory.
-        unsafe { self.group.exchange(sends, receives, to_nccl_type(dtype), self.flushed_stream()?) }?;
+        unsafe { self.group.exchange(sends, receives, to_nccl_type(dtype), self.flush_stream()?) }?;
         Ok(())
     }
 
@@ -89,7 +89,7 @@ impl NcclComm {
         self.cuda.make_current()?;
         let (to, from, dtype) = (recv.address(), send.address(), to_nccl_type(send.dtype()));
         // SAFETY: see `exchange_parts`.
-        unsafe { self.group.all_gather(to, from, len, dtype, self.flushed_stream()?) }?;
+        unsafe { self.group.all_gather(to, from, len, dtype, self.flush_stream()?) }?;
         Ok(())
     }
 
@@ -101,10 +101,10 @@ impl NcclComm {
     /// longest one would need a second vector and a copy of the whole vector.
     fn gather_unequal_parts(&self, mut recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
         let (parts, me) = (EqualParts::new(counts), self.rank());
-        self.cuda.copy(recv.slice_mut(parts.owned(me)), send);
+        self.cuda.copy(recv.slice_mut(parts.owned_range(me)), send);
         let recv = recv.as_view();
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
-        for peer in 0..self.world() {
+        for peer in 0..self.world_size() {
             let buffer = |elements: Range<usize>| {
                 let part = recv.slice(elements);
                 PeerBuffer { peer, address: part.address(), len: part.len() }
@@ -128,9 +128,9 @@ impl NcclComm {
         parts: &EqualParts,
         scratch: &mut Buf,
     ) -> Result<()> {
-        let (me, len, world) = (self.rank(), parts.part_len(), self.world());
-        let (part, owned, remainder) = (parts.part(me), parts.owned(me), parts.remainder());
-        let summands = intersect(&owned, &remainder);
+        let (me, len, world) = (self.rank(), parts.part_len(), self.world_size());
+        let (part, owned, remainder) = (parts.equal_part(me), parts.owned_range(me), parts.remainder());
+        let summands = intersect_ranges(&owned, &remainder);
         let required = len + world * summands.len();
         if scratch.len() < required {
             *scratch = self.cuda.zeroed(Dtype::F32, required);
@@ -140,7 +140,7 @@ impl NcclComm {
             let (to, from) = (scratch.view().address(), send.address());
             // SAFETY: see `exchange_parts`.
             unsafe {
-                self.group.reduce_scatter(to, from, len, to_nccl_type(Dtype::F32), self.flushed_stream()?)
+                self.group.reduce_scatter(to, from, len, to_nccl_type(Dtype::F32), self.flush_stream()?)
             }?;
         }
         // the summands of rank r for this rank's elements of the remainder
@@ -168,7 +168,7 @@ impl NcclComm {
             }));
         }
         self.exchange_parts(&sends, &receives, Dtype::F32)?;
-        let mine = intersect(&owned, &part);
+        let mine = intersect_ranges(&owned, &part);
         if !mine.is_empty() {
             self.cuda.copy(
                 recv.slice_mut(mine.start - owned.start..mine.end - owned.start),
@@ -192,26 +192,26 @@ impl NcclComm {
     }
 
     /// Returns this rank and the number of ranks in its group.
-    fn position(&self) -> GroupPosition {
-        GroupPosition { rank: self.rank(), world: self.world() }
+    fn group_position(&self) -> GroupPosition {
+        GroupPosition { rank: self.rank(), world: self.world_size() }
     }
 
     /// Checks the arguments of a collective, and returns its call with the next call number. Fails
     /// if its arguments contradict each other, or if an earlier collective has failed.
     fn begin_call(&self, call: std::result::Result<CollectiveCall, ArgumentError>) -> Result<CollectiveCall> {
         let call = call.map_err(|error| CommError::InvalidArguments { rank: self.rank(), error })?;
-        self.watchdog.number_call(call)
+        self.watchdog.assign_call_number(call)
     }
 
     /// Lets the watchdog watch the work that this thread has enqueued for `call`.
-    fn watch(&self, call: CollectiveCall) {
-        self.watchdog.watch(call, self.cuda.record_event());
+    fn watch_enqueued_call(&self, call: CollectiveCall) {
+        self.watchdog.watch_call(call, self.cuda.record_event());
     }
 
     /// Runs the collective `run` of the transport between host memories. If this rank's NCCL has
     /// failed, returns that failure, because of which the transport was aborted.
-    fn run_on_host<T>(&self, run: impl FnOnce(&StagedComm) -> Result<T>) -> Result<T> {
-        self.watchdog.prefer_found_error(run(&self.host_comm))
+    fn run_host_collective<T>(&self, run: impl FnOnce(&StagedComm) -> Result<T>) -> Result<T> {
+        self.watchdog.replace_result_by_found_error(run(&self.host_comm))
     }
 }
 
@@ -232,7 +232,7 @@ fn list_peer_buffers(x: View, counts: &[usize]) -> Vec<PeerBuffer> {
         let address = x.address() + (start * element_bytes) as u64;
         (len > 0).then_some(PeerBuffer { peer, address, len })
     };
-    compute_offsets(counts).into_iter().zip(counts).enumerate().filter_map(part).collect()
+    compute_part_offsets(counts).into_iter().zip(counts).enumerate().filter_map(part).collect()
 }
 
 impl Comm for NcclComm {
@@ -240,8 +240,8 @@ impl Comm for NcclComm {
         self.group.rank()
     }
 
-    fn world(&self) -> usize {
-        self.group.world()
+    fn world_size(&self) -> usize {
+        self.group.world_size()
     }
 
     fn take_link_delays(&self) -> Option<LinkDelays> {
@@ -251,17 +251,17 @@ impl Comm for NcclComm {
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
         let recv_view = recv.as_view();
         if recv_view.is_on_host() && send.is_on_host() {
-            return self.run_on_host(|host| host.all_gather(recv, send, counts));
+            return self.run_host_collective(|host| host.all_gather(recv, send, counts));
         }
         let shapes = (BufferShape::new(recv_view), BufferShape::new(send));
-        let call = CollectiveCall::describe_all_gather(self.position(), shapes.0, shapes.1, counts);
+        let call = CollectiveCall::describe_all_gather(self.group_position(), shapes.0, shapes.1, counts);
         let call = self.begin_call(call)?;
         if counts.iter().all(|n| *n == send.len()) {
             self.gather_equal_parts(recv_view, send, send.len())?;
         } else {
             self.gather_unequal_parts(recv, send, counts)?;
         }
-        self.watch(call);
+        self.watch_enqueued_call(call);
         Ok(())
     }
 
@@ -273,7 +273,7 @@ impl Comm for NcclComm {
         sink: &mut PartialSink,
     ) -> Result<()> {
         let lens = partials.iter().map(View::len);
-        let position = self.position();
+        let position = self.group_position();
         let call = CollectiveCall::describe_reduce_scatter_ordered(position, lens, partial_counts, counts);
         let call = self.begin_call(call)?;
         let len = counts[self.rank()];
@@ -291,7 +291,7 @@ impl Comm for NcclComm {
         };
         let receives: Vec<_> = senders.enumerate().filter_map(receive).collect();
         self.exchange_parts(&sends, &receives, Dtype::F32)?;
-        self.watch(call);
+        self.watch_enqueued_call(call);
         let mut i = 0;
         for (rank, &n) in partial_counts.iter().enumerate() {
             for index in 0..n {
@@ -304,14 +304,14 @@ impl Comm for NcclComm {
 
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
         if recv.as_view().is_on_host() && send.is_on_host() {
-            return self.run_on_host(|host| host.reduce_scatter(recv, send, counts));
+            return self.run_host_collective(|host| host.reduce_scatter(recv, send, counts));
         }
         let lens = (recv.len(), send.len());
-        let call = CollectiveCall::describe_reduce_scatter(self.position(), lens.0, lens.1, counts);
+        let call = CollectiveCall::describe_reduce_scatter(self.group_position(), lens.0, lens.1, counts);
         let call = self.begin_call(call)?;
         let mut scratch = self.received.lock().unwrap_or_else(PoisonError::into_inner);
         self.reduce_scatter_unequal_parts(recv, send, &EqualParts::new(counts), &mut scratch)?;
-        self.watch(call);
+        self.watch_enqueued_call(call);
         Ok(())
     }
 
@@ -320,11 +320,11 @@ impl Comm for NcclComm {
     }
 
     fn all_reduce(&self, x: ViewMut) -> Result<()> {
-        self.run_on_host(|host| host.all_reduce(x))
+        self.run_host_collective(|host| host.all_reduce(x))
     }
 
     fn broadcast(&self, x: ViewMut, root: usize) -> Result<()> {
-        self.run_on_host(|host| host.broadcast(x, root))
+        self.run_host_collective(|host| host.broadcast(x, root))
     }
 
     fn all_to_all(
@@ -336,11 +336,11 @@ impl Comm for NcclComm {
     ) -> Result<()> {
         let recv_view = recv.as_view();
         if recv_view.is_on_host() && send.is_on_host() {
-            return self.run_on_host(|host| host.all_to_all(recv, recv_counts, send, send_counts));
+            return self.run_host_collective(|host| host.all_to_all(recv, recv_counts, send, send_counts));
         }
         let shapes = [BufferShape::new(recv_view), BufferShape::new(send)];
         let call = CollectiveCall::describe_all_to_all(
-            self.position(),
+            self.group_position(),
             shapes[0],
             recv_counts,
             shapes[1],
@@ -350,7 +350,7 @@ impl Comm for NcclComm {
         let (sends, receives) =
             (list_peer_buffers(send, send_counts), list_peer_buffers(recv_view, recv_counts));
         self.exchange_parts(&sends, &receives, send.dtype())?;
-        self.watch(call);
+        self.watch_enqueued_call(call);
         Ok(())
     }
 
@@ -361,15 +361,15 @@ impl Comm for NcclComm {
         send: &[u8],
         send_counts: &[usize],
     ) -> Result<()> {
-        self.run_on_host(|host| host.all_to_all_bytes(recv, recv_counts, send, send_counts))
+        self.run_host_collective(|host| host.all_to_all_bytes(recv, recv_counts, send, send_counts))
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        self.run_on_host(|host| host.all_gather_bytes(bytes))
+        self.run_host_collective(|host| host.all_gather_bytes(bytes))
     }
 
     fn barrier(&self) -> Result<()> {
-        self.run_on_host(|host| host.barrier())
+        self.run_host_collective(|host| host.barrier())
     }
 
     fn abort(&self, reason: &str) {

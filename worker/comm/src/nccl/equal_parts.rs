@@ -7,7 +7,7 @@
 //! allowed boundary that is nearest to an equal division, so these are few: at most half a block of
 //! the gradient norm at each end of a part. After a reduce-scatter, the sums of these elements move
 //! in the opposite direction. Of the remainder, each owner receives the summands of all ranks.
-use crate::call::compute_offsets;
+use crate::call::compute_part_offsets;
 use std::ops::Range;
 
 /// The length of an equal part, in elements, is a multiple of this number. Addresses of parts are
@@ -25,7 +25,7 @@ pub struct EqualParts {
 impl EqualParts {
     /// Divides a vector in which rank r has `counts[r]` elements, in rank order.
     pub fn new(counts: &[usize]) -> Self {
-        let owned = compute_offsets(counts).into_iter().zip(counts).map(|(start, len)| start..start + len);
+        let owned = compute_part_offsets(counts).into_iter().zip(counts).map(|(start, len)| start..start + len);
         let part_len = counts.iter().sum::<usize>() / counts.len() / PART_ALIGNMENT * PART_ALIGNMENT;
         EqualParts { owned: owned.collect(), part_len }
     }
@@ -36,7 +36,7 @@ impl EqualParts {
     }
 
     /// Returns the range of elements that `rank` has before the all-gather.
-    pub(super) fn owned(&self, rank: usize) -> Range<usize> {
+    pub(super) fn owned_range(&self, rank: usize) -> Range<usize> {
         self.owned[rank].clone()
     }
 
@@ -46,7 +46,7 @@ impl EqualParts {
     }
 
     /// Returns the range of the vector that is the equal part of `rank`.
-    pub(super) fn part(&self, rank: usize) -> Range<usize> {
+    pub(super) fn equal_part(&self, rank: usize) -> Range<usize> {
         rank * self.part_len..(rank + 1) * self.part_len
     }
 
@@ -63,14 +63,14 @@ impl EqualParts {
         if from == to {
             return Vec::new();
         }
-        let needed = [self.part(to), self.remainder()];
-        let common = needed.iter().map(|needed| intersect(&self.owned[from], needed));
+        let needed = [self.equal_part(to), self.remainder()];
+        let common = needed.iter().map(|needed| intersect_ranges(&self.owned[from], needed));
         common.filter(|elements| !elements.is_empty()).collect()
     }
 }
 
 /// Returns the elements that two ranges have in common.
-pub(super) fn intersect(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
+pub(super) fn intersect_ranges(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     a.start.max(b.start)..a.end.min(b.end).max(a.start.max(b.start))
 }
 
@@ -90,10 +90,10 @@ mod tests {
                 // how often this rank gets each element: by owning it or by a move
                 let mut copies = vec![0; total];
                 let moves = (0..world).flat_map(|from| parts.list_moves(from, rank));
-                for range in moves.chain([parts.owned(rank)]) {
+                for range in moves.chain([parts.owned_range(rank)]) {
                     copies[range].iter_mut().for_each(|n| *n += 1);
                 }
-                let is_needed = |i: usize| parts.part(rank).contains(&i) || i >= world * parts.part_len();
+                let is_needed = |i: usize| parts.equal_part(rank).contains(&i) || i >= world * parts.part_len();
                 for (i, n) in copies.into_iter().enumerate() {
                     prop_assert!(n == 1 || (n == 0 && !is_needed(i)), "element {i} of rank {rank}: {n}");
                 }

@@ -85,7 +85,7 @@ impl NcclGroup {
         host_comm: &dyn Comm,
         timeout: Duration,
     ) -> Result<NcclGroup> {
-        let (rank, world) = (host_comm.rank(), host_comm.world());
+        let (rank, world) = (host_comm.rank(), host_comm.world_size());
         let mut comm = ptr::null_mut();
         let mut config = create_non_blocking_config();
         // SAFETY: writes one handle; the configuration contains its size and version.
@@ -106,7 +106,7 @@ impl NcclGroup {
         let check_abort =
             || host_comm.abort_reason().map_or(Ok(()), |reason| Err(NcclError::Aborted(reason)));
         group
-            .wait_until_accepted_unless(&operation, &check_abort)
+            .wait_until_accepted_or_aborted(&operation, &check_abort)
             .inspect_err(|e| group.abort_communicator(e.clone()))?;
         Ok(group)
     }
@@ -160,7 +160,7 @@ impl NcclGroup {
     }
 
     /// Returns the number of ranks in the group.
-    pub fn world(&self) -> usize {
+    pub fn world_size(&self) -> usize {
         self.world
     }
 
@@ -175,11 +175,11 @@ impl NcclGroup {
     ///
     /// NCCL does not inform the peers. The caller must abort their communicators, too.
     pub fn abort(&self, reason: &str) {
-        self.abort_because(AbortReason::from_request(reason));
+        self.abort_with_reason(AbortReason::from_request(reason));
     }
 
     /// Aborts this rank's communicator because the group of ranks was aborted for `reason`.
-    pub(super) fn abort_because(&self, reason: AbortReason) {
+    pub(super) fn abort_with_reason(&self, reason: AbortReason) {
         self.abort_communicator(NcclError::Aborted(reason));
     }
 
@@ -197,7 +197,7 @@ impl NcclGroup {
 
     /// Calls the NCCL function `f` with this communicator. `function` is its name for errors. Fails
     /// if the communicator was aborted. A failed call aborts the communicator.
-    fn call_function(
+    fn call_nccl_function(
         &self,
         function: &str,
         f: impl FnOnce(&NcclFunctions, ncclComm_t) -> Status,
@@ -216,7 +216,7 @@ impl NcclGroup {
     /// reports an asynchronous error, aborts the communicator and fails with that error.
     fn poll_is_busy(&self, operation: &str) -> Result<bool> {
         let mut state = SUCCESS;
-        self.call_function(operation, |api, comm| {
+        self.call_nccl_function(operation, |api, comm| {
             // SAFETY: writes one number.
             let status = unsafe { (api.ncclCommGetAsyncError)(comm, &mut state) };
             if status == SUCCESS { state } else { status }
@@ -227,7 +227,7 @@ impl NcclGroup {
     /// Polls the communicator while the collective `operation` runs on the GPU, which was enqueued
     /// `running_for` ago. If the communicator reports an error, or the timeout has expired, aborts
     /// the communicator and fails.
-    pub(super) fn check_running(&self, operation: &str, running_for: Duration) -> Result<()> {
+    pub(super) fn check_running_call(&self, operation: &str, running_for: Duration) -> Result<()> {
         self.poll_is_busy(operation)?;
         if running_for < self.timeout {
             return Ok(());
@@ -240,12 +240,12 @@ impl NcclGroup {
     /// Polls until NCCL has accepted the latest call of the communicator. Fails after the timeout,
     /// or with the communicator's error.
     fn wait_until_accepted(&self, operation: &str) -> Result<()> {
-        self.wait_until_accepted_unless(operation, &|| Ok(()))
+        self.wait_until_accepted_or_aborted(operation, &|| Ok(()))
     }
 
     /// Polls until NCCL has accepted the latest call, or until `check_abort` fails. Also fails
     /// after the timeout, or with the communicator's error.
-    fn wait_until_accepted_unless(
+    fn wait_until_accepted_or_aborted(
         &self,
         operation: &str,
         check_abort: &dyn Fn() -> Result<()>,
@@ -276,12 +276,12 @@ impl NcclGroup {
 
     /// Calls the NCCL function `f`, which enqueues work on a stream, and waits until NCCL has
     /// accepted the call.
-    fn enqueue_call(
+    fn enqueue_and_wait_until_accepted(
         &self,
         function: &str,
         f: impl FnOnce(&NcclFunctions, ncclComm_t) -> Status,
     ) -> Result<()> {
-        self.call_function(function, f)?;
+        self.call_nccl_function(function, f)?;
         self.wait_until_accepted(function)
     }
 
@@ -302,7 +302,7 @@ impl NcclGroup {
         stream: CudaStream,
     ) -> Result<()> {
         let (from, to) = (to_pointer(send), to_pointer(recv));
-        self.enqueue_call("ncclAllGather", |api, comm| {
+        self.enqueue_and_wait_until_accepted("ncclAllGather", |api, comm| {
             // SAFETY: the caller's promise.
             unsafe { (api.ncclAllGather)(from, to, count, dtype, comm, stream.0.cast()) }
         })
@@ -324,7 +324,7 @@ impl NcclGroup {
         stream: CudaStream,
     ) -> Result<()> {
         let (from, to) = (to_pointer(send), to_pointer(recv));
-        self.enqueue_call("ncclReduceScatter", |api, comm| {
+        self.enqueue_and_wait_until_accepted("ncclReduceScatter", |api, comm| {
             // SAFETY: the caller's promise.
             unsafe {
                 (api.ncclReduceScatter)(from, to, count, dtype, ncclRedOp_t::ncclSum, comm, stream.0.cast())
@@ -353,22 +353,22 @@ impl NcclGroup {
         if let Some(peer) = peers.find(|peer| *peer >= self.world) {
             return Err(NcclError::PeerOutOfRange { peer, world: self.world });
         }
-        self.enqueue_call("ncclGroupEnd", |api, comm| {
+        self.enqueue_and_wait_until_accepted("ncclGroupEnd", |api, comm| {
             // SAFETY: the caller's promise. Calls between start and end are only recorded.
             unsafe {
                 let mut status = (api.ncclGroupStart)();
                 for &PeerBuffer { peer, address, len } in sends {
                     let next =
                         (api.ncclSend)(to_pointer(address), len, dtype, peer as c_int, comm, stream.0.cast());
-                    status = first_failed_status(status, next);
+                    status = select_failed_status(status, next);
                 }
                 for &PeerBuffer { peer, address, len } in receives {
                     let next =
                         (api.ncclRecv)(to_pointer(address), len, dtype, peer as c_int, comm, stream.0.cast());
-                    status = first_failed_status(status, next);
+                    status = select_failed_status(status, next);
                 }
                 // called after an error, too
-                first_failed_status(status, (api.ncclGroupEnd)())
+                select_failed_status(status, (api.ncclGroupEnd)())
             }
         })
     }
@@ -408,7 +408,7 @@ fn to_pointer(address: u64) -> *mut c_void {
 
 /// Combines the statuses of two NCCL calls: returns the first one that is an error. Without an
 /// error, returns "in progress" if a call is in progress, otherwise success.
-fn first_failed_status(first: Status, second: Status) -> Status {
+fn select_failed_status(first: Status, second: Status) -> Status {
     match first {
         SUCCESS | IN_PROGRESS if second != SUCCESS => second,
         _ => first,

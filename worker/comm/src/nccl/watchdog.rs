@@ -70,7 +70,7 @@ impl Watchdog {
         let thread = std::thread::Builder::new().name("nccl-watchdog".into()).spawn(move || {
             // without a context, events seem to be reached, and nothing is watched
             if cuda.make_current().is_ok() {
-                watched.run();
+                watched.run_watch_loop();
             }
         });
         let thread = thread.map_err(|error| CommError::Transport {
@@ -82,18 +82,18 @@ impl Watchdog {
 
     /// Returns `call` with the next call number of this communicator. Fails with the error that the
     /// watchdog has found, if it has found one.
-    pub(super) fn number_call(&self, call: CollectiveCall) -> Result<CollectiveCall> {
+    pub(super) fn assign_call_number(&self, call: CollectiveCall) -> Result<CollectiveCall> {
         let mut calls = self.shared.lock_calls();
         if let Some(error) = &calls.error {
             return Err(error.clone().into());
         }
         calls.count += 1;
-        Ok(call.with_number(calls.count - 1))
+        Ok(call.with_call_number(calls.count - 1))
     }
 
     /// Adds `call`, which is complete when its stream reaches the event `done`, to the watched
     /// collectives.
-    pub(super) fn watch(&self, call: CollectiveCall, done: Event) {
+    pub(super) fn watch_call(&self, call: CollectiveCall, done: Event) {
         let mut calls = self.shared.lock_calls();
         calls.forget_complete_calls();
         if calls.running.len() == MAX_RUNNING_CALLS {
@@ -106,7 +106,7 @@ impl Watchdog {
 
     /// Returns the error that the watchdog has found, or `result` if it has found none. An abort of
     /// the group that follows from such an error is thus reported as the error.
-    pub(super) fn prefer_found_error<T>(&self, result: Result<T>) -> Result<T> {
+    pub(super) fn replace_result_by_found_error<T>(&self, result: Result<T>) -> Result<T> {
         match &self.shared.lock_calls().error {
             Some(error) => Err(error.clone().into()),
             None => result,
@@ -133,7 +133,7 @@ impl WatchdogState {
     }
 
     /// Polls the communicator while collectives run, until the watchdog ends or finds an error.
-    fn run(&self) {
+    fn run_watch_loop(&self) {
         let mut calls = self.lock_calls();
         loop {
             calls.forget_complete_calls();
@@ -149,10 +149,10 @@ impl WatchdogState {
             drop(calls);
             if let Some(reason) = self.host_comm.abort_reason() {
                 // a peer has ended, so the work of this rank would never end
-                return self.group.abort_because(reason);
+                return self.group.abort_with_reason(reason);
             }
-            if let Err(error) = self.group.check_running(&operation, running_for) {
-                return self.report(error);
+            if let Err(error) = self.group.check_running_call(&operation, running_for) {
+                return self.record_error_and_abort(error);
             }
             calls = self.lock_calls();
             if !calls.is_ending {
@@ -164,7 +164,7 @@ impl WatchdogState {
 
     /// Records `error`, with which NCCL's communicator was aborted, and aborts the group of ranks.
     /// An abort that another rank or the caller requested is no error of this rank.
-    fn report(&self, error: NcclError) {
+    fn record_error_and_abort(&self, error: NcclError) {
         if matches!(error, NcclError::Aborted(_)) {
             return;
         }

@@ -59,7 +59,7 @@ impl ShmComm {
     /// `offset` is the chunk's position in that rank's bytes.
     ///
     /// Rank r sends `lens[r]` bytes. All ranks must pass the same `lens`.
-    pub(super) fn gather_chunks(
+    pub(super) fn gather_in_chunks(
         &self,
         call_state: &mut ShmCallState,
         call: &CollectiveCall,
@@ -74,7 +74,7 @@ impl ShmComm {
             let slot = call_state.next_slot();
             let range = compute_chunk_range(send.len(), offset, chunk_bytes);
             // SAFETY: this rank's slot of the next round.
-            unsafe { self.segment.slot_mut(rank, slot, 0, range.len()) }
+            unsafe { self.segment.slot_bytes_mut(rank, slot, 0, range.len()) }
                 .copy_from_slice(&send[range.clone()]);
             self.enter_round(call_state, call);
             take(rank, offset, &send[range]);
@@ -82,7 +82,7 @@ impl ShmComm {
             for peer in self.peers() {
                 let len = compute_chunk_range(lens[peer], offset, chunk_bytes).len();
                 // SAFETY: read within the round.
-                take(peer, offset, unsafe { self.segment.slot(peer, slot, 0, len) });
+                take(peer, offset, unsafe { self.segment.slot_bytes(peer, slot, 0, len) });
             }
             offset += chunk_bytes;
             if offset >= longest {
@@ -110,8 +110,8 @@ impl ShmComm {
             let slot = call_state.next_slot();
             let len = compute_chunk_range(total(self.position.rank), offset, chunk_bytes).len();
             // SAFETY: this rank's slot of the next round.
-            let to = unsafe { self.segment.slot_mut(self.position.rank, slot, 0, len) };
-            visit_ranges(&ranges[self.position.rank], offset, len, |position, range| {
+            let to = unsafe { self.segment.slot_bytes_mut(self.position.rank, slot, 0, len) };
+            visit_chunk_ranges(&ranges[self.position.rank], offset, len, |position, range| {
                 to[position..position + range.len()].copy_from_slice(&buf[range]);
             });
             self.enter_round(call_state, call);
@@ -119,8 +119,8 @@ impl ShmComm {
             for peer in self.peers() {
                 let len = compute_chunk_range(total(peer), offset, chunk_bytes).len();
                 // SAFETY: read within the round.
-                let from = unsafe { self.segment.slot(peer, slot, 0, len) };
-                visit_ranges(&ranges[peer], offset, len, |position, range| {
+                let from = unsafe { self.segment.slot_bytes(peer, slot, 0, len) };
+                visit_chunk_ranges(&ranges[peer], offset, len, |position, range| {
                     let n = range.len();
                     buf[range].copy_from_slice(&from[position..position + n]);
                 });
@@ -155,7 +155,7 @@ impl ShmComm {
                 let range = compute_chunk_range(messages[peer].len(), offset, chunk_bytes);
                 let start = self.compute_peer_chunk_offset(me, peer, chunk_bytes);
                 // SAFETY: this rank's slot of the next round.
-                let to = unsafe { self.segment.slot_mut(me, slot, start, range.len()) };
+                let to = unsafe { self.segment.slot_bytes_mut(me, slot, start, range.len()) };
                 messages[peer].copy_to(to, range.start);
             }
             self.enter_round(call_state, call);
@@ -164,7 +164,7 @@ impl ShmComm {
                 let range = compute_chunk_range(recv_ranges[peer].len(), offset, chunk_bytes);
                 let start = self.compute_peer_chunk_offset(peer, me, chunk_bytes);
                 // SAFETY: read within the round.
-                let from = unsafe { self.segment.slot(peer, slot, start, range.len()) };
+                let from = unsafe { self.segment.slot_bytes(peer, slot, start, range.len()) };
                 buf[recv_ranges[peer].start + range.start..][..range.len()].copy_from_slice(from);
             }
             offset = offset.saturating_add(chunk_bytes);
@@ -210,7 +210,7 @@ impl ShmComm {
 /// Calls `visit(position in the chunk, range)` for each contiguous range of memory in a chunk of a
 /// byte stream. The stream consists of `ranges`, one after another, and the chunk is its `len`
 /// bytes starting at `offset`.
-fn visit_ranges(
+fn visit_chunk_ranges(
     ranges: &[Range<usize>],
     offset: usize,
     len: usize,
@@ -243,7 +243,7 @@ mod tests {
         for offset in 0..=stream.len() {
             for len in 0..=stream.len() - offset {
                 let mut visited = Vec::new();
-                visit_ranges(&ranges, offset, len, |position, range| {
+                visit_chunk_ranges(&ranges, offset, len, |position, range| {
                     assert_eq!(position, visited.len());
                     visited.extend(range);
                 });

@@ -56,7 +56,7 @@ impl ShmComm {
         // Stage before it is known whether the peers' partials fit, too. That saves a round if they
         // do.
         let staging = self.segment.layout.staging_bytes;
-        if fits_staging(self.position.rank, partials.len(), counts, staging) {
+        if do_pieces_fit_staging(self.position.rank, partials.len(), counts, staging) {
             self.stage_partials(slot, partials, counts);
         }
         let partial_counts = self.gather_u64(call_state, call, partials.len() as u64)?;
@@ -66,14 +66,14 @@ impl ShmComm {
             return Err(self.abort_on_mismatch(mismatch));
         }
         let partial_counts: Vec<usize> = partial_counts.into_iter().map(|n| n as usize).collect();
-        if all_fit_staging(&partial_counts, counts, staging) {
-            self.deliver_staged(slot, partials, &partial_counts, counts, sink);
+        if do_all_ranks_fit_staging(&partial_counts, counts, staging) {
+            self.deliver_staged_pieces(slot, partials, &partial_counts, counts, sink);
             return Ok(());
         }
         for window in
             partition_into_windows(&partial_counts, counts, compute_max_window_elements(counts, staging))
         {
-            self.deliver_window(call_state, call, partials, &window, counts, sink)?;
+            self.exchange_and_deliver_window(call_state, call, partials, &window, counts, sink)?;
         }
         Ok(())
     }
@@ -90,7 +90,7 @@ impl ShmComm {
     /// the peers read them.
     fn stage_partials(&self, slot: usize, partials: &[&[f32]], counts: &[usize]) {
         let rank = self.position.rank;
-        let starts = crate::call::compute_offsets(counts);
+        let starts = crate::call::compute_part_offsets(counts);
         for (i, partial) in partials.iter().enumerate() {
             for peer in self.peers() {
                 let offset = self.compute_staged_offset(rank, i, peer, counts);
@@ -103,7 +103,7 @@ impl ShmComm {
 
     /// Passes this rank's piece of every vector of every rank to the caller's `sink`, in the order
     /// (rank, index). Reads the peers' pieces directly in their staging slots.
-    fn deliver_staged(
+    fn deliver_staged_pieces(
         &self,
         slot: usize,
         partials: &[&[f32]],
@@ -112,7 +112,7 @@ impl ShmComm {
         sink: &mut PartialSink,
     ) {
         let me = self.position.rank;
-        let start = crate::call::compute_offsets(counts)[me];
+        let start = crate::call::compute_part_offsets(counts)[me];
         for (rank, &n) in partial_counts.iter().enumerate() {
             if rank == me {
                 for (i, partial) in partials.iter().enumerate() {
@@ -131,7 +131,7 @@ impl ShmComm {
     /// Exchanges with the peers the pieces of the partial vectors that `window` selects, and then
     /// passes the pieces for this rank to the caller's callback. A private buffer collects the
     /// peers' pieces.
-    fn deliver_window(
+    fn exchange_and_deliver_window(
         &self,
         call_state: &mut ShmCallState,
         call: &CollectiveCall,
@@ -153,16 +153,16 @@ impl ShmComm {
             drop(scratch);
             scratch = Buf::zeroed(required);
         }
-        let recv = scratch.host_mut();
+        let recv = scratch.host_slice_mut();
         let received =
             self.exchange_window_pieces(call_state, call, partials, window, counts, &recv_starts, recv);
         if received.is_ok() {
-            let start = crate::call::compute_offsets(counts)[me];
+            let start = crate::call::compute_part_offsets(counts)[me];
             for (rank, indices) in window.iter().enumerate() {
                 for (k, i) in indices.clone().enumerate() {
                     let piece = match rank == me {
                         true => &partials[i][start..][..len],
-                        false => &scratch.host()[recv_starts[rank] + k * len..][..len],
+                        false => &scratch.host_slice()[recv_starts[rank] + k * len..][..len],
                     };
                     sink(rank, i, piece.into());
                 }
@@ -188,7 +188,7 @@ impl ShmComm {
         recv: &mut [f32],
     ) -> Result<()> {
         let (me, chunk_len) = (self.position.rank, self.count_peer_chunk_elements());
-        let starts = crate::call::compute_offsets(counts);
+        let starts = crate::call::compute_part_offsets(counts);
         let sent = &partials[window[me].clone()];
         let most_partials = window.iter().map(Range::len).max().unwrap_or(0);
         let longest = most_partials.saturating_mul(counts.iter().copied().max().unwrap_or(0));
@@ -212,7 +212,7 @@ impl ShmComm {
                 let chunk = unsafe { self.segment.slot_f32(peer, slot, start, range.len()) };
                 let to = &mut recv[recv_starts[peer]..][range];
                 let (to, chunk) = (bytemuck::cast_slice_mut(to), bytemuck::cast_slice(chunk));
-                streaming_copy::copy_bytes(to, chunk, bypass_cache);
+                streaming_copy::copy_bytes_streaming(to, chunk, bypass_cache);
             }
             offset = offset.saturating_add(chunk_len);
         }
@@ -229,15 +229,15 @@ fn count_staged_elements(rank: usize, counts: &[usize]) -> usize {
 
 /// Returns whether the pieces that `rank` sends for `partials` vectors fit into a staging slot of
 /// `staging` bytes.
-fn fits_staging(rank: usize, partials: usize, counts: &[usize], staging: usize) -> bool {
+fn do_pieces_fit_staging(rank: usize, partials: usize, counts: &[usize], staging: usize) -> bool {
     let slot = staging / size_of::<f32>();
     count_staged_elements(rank, counts).checked_mul(partials).is_some_and(|n| n <= slot)
 }
 
 /// Returns whether the pieces of every rank fit into a staging slot of `staging` bytes, if rank r
 /// sends pieces of `partial_counts[r]` vectors.
-fn all_fit_staging(partial_counts: &[usize], counts: &[usize], staging: usize) -> bool {
-    partial_counts.iter().enumerate().all(|(rank, &n)| fits_staging(rank, n, counts, staging))
+fn do_all_ranks_fit_staging(partial_counts: &[usize], counts: &[usize], staging: usize) -> bool {
+    partial_counts.iter().enumerate().all(|(rank, &n)| do_pieces_fit_staging(rank, n, counts, staging))
 }
 
 /// Computes how many elements a rank may collect in its private buffer at a time, if staging slots
@@ -258,7 +258,7 @@ pub fn count_assembly_elements(
     counts: &[usize],
     staging: usize,
 ) -> usize {
-    if all_fit_staging(partial_counts, counts, staging) {
+    if do_all_ranks_fit_staging(partial_counts, counts, staging) {
         return 0;
     }
     let peer_partials =

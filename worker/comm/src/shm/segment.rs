@@ -13,7 +13,7 @@
 //! never used as an offset. The file is sparse: pages take memory only after they are touched.
 use super::limits::ShmLimits;
 use crate::{
-    AbortReason, GroupError, Result, SharedMemoryError, abort_reason::FIXED_BYTES,
+    AbortReason, GroupError, Result, SharedMemoryError, abort_reason::FIXED_FIELDS_BYTES,
     shared_window::WindowMemory,
 };
 use nix::{
@@ -34,7 +34,7 @@ use std::{
 pub(super) const MAX_REASON_BYTES: usize = 512;
 
 /// The first word of a group's shared memory: "launchS" and the version of the layout.
-const MAGIC: u64 = u64::from_le_bytes(*b"launchS\x02");
+const SEGMENT_MAGIC: u64 = u64::from_le_bytes(*b"launchS\x02");
 const PAGE_BYTES: usize = 4096;
 const RANK_STATUS_BYTES: usize = 128;
 
@@ -60,7 +60,7 @@ pub(super) struct SegmentHeader {
 }
 
 const _: () = assert!(size_of::<SegmentHeader>() <= PAGE_BYTES);
-const _: () = assert!(MAX_REASON_BYTES > FIXED_BYTES);
+const _: () = assert!(MAX_REASON_BYTES > FIXED_FIELDS_BYTES);
 
 /// The state of one rank in the group's shared memory, which all ranks read and only this rank
 /// writes.
@@ -97,8 +97,8 @@ impl SegmentLayout {
     /// Computes where the parts of the shared memory are, for `world` ranks. `staging` is rounded
     /// up to whole pages. Fails if `world` or `staging` is out of range.
     pub(super) fn new(world: usize, staging: usize) -> std::result::Result<Self, GroupError> {
-        if !(1..=crate::MAX_WORLD).contains(&world) {
-            return Err(GroupError::WorldSize { world, limit: crate::MAX_WORLD });
+        if !(1..=crate::MAX_WORLD_SIZE).contains(&world) {
+            return Err(GroupError::WorldSize { world, limit: crate::MAX_WORLD_SIZE });
         }
         // a slot holds at least one cache line for each peer
         let (min, max) = (PAGE_BYTES.max(64 * world), 1 << 30);
@@ -155,7 +155,7 @@ impl WindowMapping {
     /// Maps a window of `len` bytes that begins at byte `position` of the file, a multiple of the
     /// page size. Enlarges the file so that it contains the window and one unused page.
     pub(super) fn open(fd: BorrowedFd<'_>, position: usize, len: usize) -> Result<Self> {
-        ensure_file_size(fd, position + len.next_multiple_of(PAGE_BYTES) + PAGE_BYTES)?;
+        grow_file_to(fd, position + len.next_multiple_of(PAGE_BYTES) + PAGE_BYTES)?;
         Ok(WindowMapping(FileMapping::new(fd, position, len.max(1))?))
     }
 
@@ -189,10 +189,10 @@ impl HeaderMapping {
     /// size yet. Fails if the file belongs to another program.
     pub(super) fn open(fd: BorrowedFd<'_>) -> Result<Self> {
         check_owner(fd)?;
-        ensure_file_size(fd, PAGE_BYTES)?;
+        grow_file_to(fd, PAGE_BYTES)?;
         seal_against_shrinking(fd)?;
         let mapping = HeaderMapping(FileMapping::new(fd, 0, PAGE_BYTES)?);
-        set_or_compare_word(&mapping.header().magic, MAGIC, "magic and layout version")?;
+        set_or_compare_word(&mapping.header().magic, SEGMENT_MAGIC, "magic and layout version")?;
         Ok(mapping)
     }
 
@@ -217,10 +217,10 @@ impl Segment {
     pub(super) fn open(fd: BorrowedFd<'_>, world: usize, limits: &ShmLimits) -> Result<Self> {
         let layout = SegmentLayout::new(world, limits.staging_bytes)?;
         check_owner(fd)?;
-        ensure_file_size(fd, layout.size)?;
+        grow_file_to(fd, layout.size)?;
         seal_against_shrinking(fd)?;
         let segment = Segment { mapping: FileMapping::new(fd, 0, layout.size)?, layout };
-        set_or_compare_word(&segment.header().magic, MAGIC, "magic and layout version")?;
+        set_or_compare_word(&segment.header().magic, SEGMENT_MAGIC, "magic and layout version")?;
         // From here on this is the segment of a group: a rank that cannot join aborts the group, so
         // that no peer waits for it.
         segment
@@ -301,7 +301,7 @@ impl Segment {
     /// slot: after `rank` has entered that round, and before this rank enters its next round. In
     /// between, `rank` does not write the slot. A peer that breaks this rule can corrupt numbers,
     /// but no addresses.
-    pub(super) unsafe fn slot(&self, rank: usize, slot: usize, start: usize, len: usize) -> &[u8] {
+    pub(super) unsafe fn slot_bytes(&self, rank: usize, slot: usize, start: usize, len: usize) -> &[u8] {
         // SAFETY: in bounds; all bytes are valid.
         unsafe { std::slice::from_raw_parts(self.locate_slot_bytes(rank, slot, start, len).as_ptr(), len) }
     }
@@ -314,7 +314,7 @@ impl Segment {
     /// The caller must obey the rules of [`Segment::slot`].
     pub(super) unsafe fn slot_f32(&self, rank: usize, slot: usize, start: usize, len: usize) -> &[f32] {
         // SAFETY: the caller's promise.
-        bytemuck::cast_slice(unsafe { self.slot(rank, slot, start * 4, len * 4) })
+        bytemuck::cast_slice(unsafe { self.slot_bytes(rank, slot, start * 4, len * 4) })
     }
 
     /// Returns `len` bytes of this rank's staging slot `slot`, starting at byte `start`, to write.
@@ -325,7 +325,7 @@ impl Segment {
     /// returned bytes after this rank has entered that round. While they are in use, no other slice
     /// of the same bytes may be in use.
     #[allow(clippy::mut_from_ref, reason = "the caller guarantees exclusive access to the shared memory")]
-    pub(super) unsafe fn slot_mut(&self, rank: usize, slot: usize, start: usize, len: usize) -> &mut [u8] {
+    pub(super) unsafe fn slot_bytes_mut(&self, rank: usize, slot: usize, start: usize, len: usize) -> &mut [u8] {
         // SAFETY: in bounds; exclusive by the caller's promise.
         unsafe {
             std::slice::from_raw_parts_mut(self.locate_slot_bytes(rank, slot, start, len).as_ptr(), len)
@@ -347,7 +347,7 @@ impl Segment {
         len: usize,
     ) -> &mut [f32] {
         // SAFETY: the caller's promise.
-        bytemuck::cast_slice_mut(unsafe { self.slot_mut(rank, slot, start * 4, len * 4) })
+        bytemuck::cast_slice_mut(unsafe { self.slot_bytes_mut(rank, slot, start * 4, len * 4) })
     }
 }
 
@@ -355,7 +355,7 @@ impl Segment {
 ///
 /// In contrast to `ftruncate`, the write cannot shrink the file of a peer with another size. The
 /// file stays sparse.
-fn ensure_file_size(fd: BorrowedFd<'_>, size: usize) -> Result<()> {
+fn grow_file_to(fd: BorrowedFd<'_>, size: usize) -> Result<()> {
     if read_file_size(fd)? >= size {
         return Ok(());
     }
@@ -407,7 +407,7 @@ mod tests {
 
     #[test]
     fn parts_of_the_layout_do_not_overlap() {
-        for world in [1, 2, 3, 8, 16, 100, crate::MAX_WORLD] {
+        for world in [1, 2, 3, 8, 16, 100, crate::MAX_WORLD_SIZE] {
             let l = SegmentLayout::new(world, 70_000).unwrap();
             assert_eq!(l.staging_bytes % PAGE_BYTES, 0);
             assert!(PAGE_BYTES + world * RANK_STATUS_BYTES <= l.tables);

@@ -10,7 +10,7 @@ pub(super) const MIN_STREAMING_BYTES: usize = 24 << 20;
 
 /// Copies `from` to `to`, which must have the same length. Bypasses the processor caches if
 /// `bypass_cache` is set and the processor supports such copies.
-pub(super) fn copy_bytes(to: &mut [u8], from: &[u8], bypass_cache: bool) {
+pub(super) fn copy_bytes_streaming(to: &mut [u8], from: &[u8], bypass_cache: bool) {
     assert_eq!(to.len(), from.len(), "a copy has one length");
     #[cfg(target_arch = "x86_64")]
     if bypass_cache {
@@ -53,7 +53,7 @@ mod x86_64 {
 
 #[cfg(test)]
 mod tests {
-    use super::copy_bytes;
+    use super::copy_bytes_streaming;
 
     #[test]
     fn copies_at_every_alignment_and_length() {
@@ -61,7 +61,7 @@ mod tests {
         for bypass_cache in [false, true] {
             for (start, len) in (0..70).flat_map(|s| [0, 1, 15, 63, 64, 65, 200, 300].map(|l| (s, l))) {
                 let mut to = vec![0xee; 400];
-                copy_bytes(&mut to[start..start + len], &from[3..3 + len], bypass_cache);
+                copy_bytes_streaming(&mut to[start..start + len], &from[3..3 + len], bypass_cache);
                 assert_eq!(&to[start..start + len], &from[3..3 + len]);
                 assert!(to[..start].iter().chain(&to[start + len..]).all(|&b| b == 0xee));
             }

@@ -1,7 +1,7 @@
 //! Tests of [`ShmComm`], with threads as ranks: invalid shared memory is rejected, and peers that
 //! break the protocol cause errors.
 use super::*;
-use crate::{CommError, GroupError, SharedMemoryError, abort_reason::FIXED_BYTES, call::GroupPosition};
+use crate::{CommError, GroupError, SharedMemoryError, abort_reason::FIXED_FIELDS_BYTES, call::GroupPosition};
 use device::Buf;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use std::{
@@ -102,7 +102,7 @@ fn a_long_abort_reason_is_cut_at_a_character() {
         }
         c.barrier().unwrap_err()
     });
-    let kept = "ä".repeat((segment::MAX_REASON_BYTES - FIXED_BYTES - 1) / 2);
+    let kept = "ä".repeat((segment::MAX_REASON_BYTES - FIXED_FIELDS_BYTES - 1) / 2);
     let error = CommError::Aborted(AbortReason::Requested { reason: format!("x{kept}") });
     assert_eq!(errors, [error.clone(), error]);
 }
@@ -184,7 +184,7 @@ fn run_with_invalid_length(
         }
         let slot = 1;
         c.segment.number_table(1, slot).iter().for_each(|w| w.store(number, SeqCst));
-        c.segment.enter_round(1, 1, call.with_number(0).to_words());
+        c.segment.enter_round(1, 1, call.with_call_number(0).to_words());
         while c.check_not_aborted().is_ok() {
             thread::yield_now();
         }

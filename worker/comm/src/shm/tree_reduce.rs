@@ -106,7 +106,7 @@ impl ShmComm {
         counts: &[usize],
     ) -> Result<()> {
         let (rank, world) = (self.position.rank, self.position.world);
-        let (starts, chunk_len) = (call::compute_offsets(counts), self.count_peer_chunk_elements());
+        let (starts, chunk_len) = (call::compute_part_offsets(counts), self.count_peer_chunk_elements());
         let longest = counts.iter().copied().max().unwrap_or(0);
         let mut offset = 0;
         loop {

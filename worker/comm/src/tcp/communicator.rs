@@ -76,7 +76,7 @@ fn reserve_scratch(scratch: &mut Buf, len: usize) -> &mut [f32] {
         *scratch = Buf::zeroed(0); // free the old buffer before allocating the new one
         *scratch = Buf::zeroed(len);
     }
-    &mut scratch.host_mut()[..len]
+    &mut scratch.host_slice_mut()[..len]
 }
 
 /// Guard that aborts the group if the caller's callback panics, so that peers do not wait for this
@@ -93,8 +93,8 @@ impl Drop for AbortOnPanic<'_> {
 
 impl TcpComm {
     /// Returns this rank and the number of ranks in its group.
-    pub(super) fn position(&self) -> GroupPosition {
-        GroupPosition { rank: self.topology.rank, world: self.topology.world() }
+    pub(super) fn group_position(&self) -> GroupPosition {
+        GroupPosition { rank: self.topology.rank, world: self.topology.world_size() }
     }
 
     /// Begins a collective: locks this rank's state and assigns the next number to the call. Fails
@@ -114,7 +114,7 @@ impl TcpComm {
         }
         let call = call
             .map_err(|error| self.abort_on_error(CommError::InvalidArguments { rank, error }))?
-            .with_number(call_state.calls);
+            .with_call_number(call_state.calls);
         call_state.calls += 1;
         Ok((call_state, call))
     }
@@ -146,7 +146,7 @@ impl TcpComm {
 
     /// Completes `buf` on all ranks over the network: each rank r initially has only the bytes
     /// `parts[r]`, and every rank then has all parts.
-    pub(super) fn replicate(
+    pub(super) fn replicate_parts(
         &self,
         connections: &mut [Option<DataConnection>],
         call: &CollectiveCall,
@@ -206,10 +206,10 @@ impl TcpComm {
         call: &CollectiveCall,
         number: u64,
     ) -> Result<Vec<u64>> {
-        let mut numbers = vec![0u64; self.world()];
+        let mut numbers = vec![0u64; self.world_size()];
         numbers[self.rank()] = number;
-        let parts = compute_consecutive_ranges(&vec![size_of::<u64>(); self.world()]);
-        self.replicate(connections, call, bytemuck::cast_slice_mut(&mut numbers), &parts)?;
+        let parts = compute_consecutive_ranges(&vec![size_of::<u64>(); self.world_size()]);
+        self.replicate_parts(connections, call, bytemuck::cast_slice_mut(&mut numbers), &parts)?;
         Ok(numbers)
     }
 
@@ -222,7 +222,7 @@ impl TcpComm {
 
     /// Exchanges the pieces of one part of an ordered reduce-scatter with the peers, and then
     /// passes the received pieces to the caller's callback.
-    pub(super) fn exchange_window(
+    pub(super) fn exchange_and_deliver_window(
         &self,
         call_state: &mut TcpCallState,
         call: &CollectiveCall,
@@ -274,16 +274,16 @@ impl TcpComm {
         let bytes = [bytemuck::cast_slice(send)];
         let message = |r: &Range<usize>| OutgoingMessage { parts: &bytes, range: r.start * 4..r.end * 4 };
         let messages: Vec<OutgoingMessage> = ranges.iter().map(message).collect();
-        let recv_lens: Vec<usize> = (0..self.world()).map(|r| if r == me { 0 } else { n * 4 }).collect();
+        let recv_lens: Vec<usize> = (0..self.world_size()).map(|r| if r == me { 0 } else { n * 4 }).collect();
         let recv_ranges = compute_consecutive_ranges(&recv_lens);
         let TcpCallState { connections, scratch, .. } = call_state;
-        let buf = reserve_scratch(scratch, n * (self.world() - 1));
+        let buf = reserve_scratch(scratch, n * (self.world_size() - 1));
         self.exchange_messages(connections, call, &messages, bytemuck::cast_slice_mut(buf), &recv_ranges)?;
         let addend = |r: usize| match r == me {
             true => &send[ranges[me].clone()],
             false => &buf[recv_ranges[r].start / 4..][..n],
         };
-        tree_sum(out, &(0..self.world()).map(addend).collect::<Vec<_>>());
+        tree_sum(out, &(0..self.world_size()).map(addend).collect::<Vec<_>>());
         Ok(())
     }
 
@@ -295,12 +295,12 @@ impl TcpComm {
         call: &CollectiveCall,
         x: &mut [f32],
     ) -> Result<()> {
-        let (world, me, n) = (self.world(), self.rank(), x.len());
+        let (world, me, n) = (self.world_size(), self.rank(), x.len());
         let TcpCallState { connections, scratch, .. } = call_state;
         let buf = reserve_scratch(scratch, world * n);
         buf[me * n..][..n].copy_from_slice(x);
         let parts = compute_consecutive_ranges(&vec![n * 4; world]);
-        self.replicate(connections, call, bytemuck::cast_slice_mut(buf), &parts)?;
+        self.replicate_parts(connections, call, bytemuck::cast_slice_mut(buf), &parts)?;
         let addends: Vec<&[f32]> = (0..world).map(|r| &buf[r * n..][..n]).collect();
         tree_sum(x, &addends);
         Ok(())
@@ -314,7 +314,7 @@ impl TcpComm {
         call: &CollectiveCall,
         x: &mut [f32],
     ) -> Result<()> {
-        let (world, me) = (self.world(), self.rank());
+        let (world, me) = (self.world_size(), self.rank());
         let block_len = self.compute_scratch_elements(0).max(world);
         for block in x.chunks_mut(block_len) {
             let shares: Vec<Range<usize>> =
@@ -324,7 +324,7 @@ impl TcpComm {
             block[shares[me].clone()].copy_from_slice(&sum);
             let parts: Vec<Range<usize>> = shares.iter().map(|s| s.start * 4..s.end * 4).collect();
             let block = bytemuck::cast_slice_mut(block);
-            self.replicate(&mut call_state.connections, call, block, &parts)?;
+            self.replicate_parts(&mut call_state.connections, call, block, &parts)?;
         }
         Ok(())
     }

@@ -28,10 +28,10 @@ use std::{
 const MAX_ACCEPTED_AT_ONCE: usize = 256;
 /// The largest number of unauthenticated connections from addresses of no known peer. A peer may
 /// connect from a different address than that on which it listens.
-const MAX_PENDING_UNKNOWN: usize = 32;
+const MAX_PENDING_FROM_UNKNOWN: usize = 32;
 /// The number of unauthenticated connections that are kept from one peer's address in addition to
 /// those that the ranks at this address need.
-const SPARE_PENDING: usize = 8;
+const SPARE_PENDING_PER_ADDRESS: usize = 8;
 /// The time limit of one handshake, from the new connection to the last message (WELCOME).
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time limit of one attempt to open a TCP connection.
@@ -76,7 +76,7 @@ impl ConnectionSetup<'_> {
         streams.extend(accepted?);
         for (_, _, stream) in &streams {
             self.set_stream_options(stream)
-                .map_err(CommError::from_failed_operation("set the options of a connection"))?;
+                .map_err(CommError::wrap_io_error("set the options of a connection"))?;
         }
         Ok(streams)
     }
@@ -100,7 +100,7 @@ impl ConnectionSetup<'_> {
         missing.dedup();
         CommError::JoinTimeout {
             rank: self.topology.rank,
-            world: self.topology.world(),
+            world: self.topology.world_size(),
             timeout: self.timeout,
             missing,
             last_failure: last_failure.map(Box::new),
@@ -233,7 +233,7 @@ impl ConnectionSetup<'_> {
     ) -> Result<AuthenticatedStreams> {
         listener
             .set_nonblocking(true)
-            .map_err(CommError::from_failed_operation("accept connections of peers"))?;
+            .map_err(CommError::wrap_io_error("accept connections of peers"))?;
         let mut missing: Vec<(u32, ConnectionKind)> = self
             .topology
             .remote_ranks()
@@ -303,7 +303,7 @@ impl PendingQuotas {
             let addresses: HashSet<IpAddr> = addresses.iter().map(|a| a.ip().to_canonical()).collect();
             for address in addresses {
                 // A peer may connect again before its first connection has failed.
-                *quotas.entry(address).or_insert(SPARE_PENDING) += 2;
+                *quotas.entry(address).or_insert(SPARE_PENDING_PER_ADDRESS) += 2;
             }
         }
         PendingQuotas(quotas)
@@ -311,16 +311,16 @@ impl PendingQuotas {
 
     /// Returns the quota for connections from `source`: the address under which they are counted,
     /// and their largest number. All unknown addresses are counted together, as `None`.
-    fn find(&self, source: IpAddr) -> (Option<IpAddr>, usize) {
+    fn find_quota(&self, source: IpAddr) -> (Option<IpAddr>, usize) {
         let source = source.to_canonical();
-        self.0.get(&source).map_or((None, MAX_PENDING_UNKNOWN), |quota| (Some(source), *quota))
+        self.0.get(&source).map_or((None, MAX_PENDING_FROM_UNKNOWN), |quota| (Some(source), *quota))
     }
 
     /// Adds `connection` to the queue `pending`, and closes the oldest connection of its source
     /// address if that address now exceeds its quota.
-    fn add(&self, connection: PendingConnection, pending: &mut VecDeque<PendingConnection>) {
-        let (source, quota) = self.find(connection.source);
-        let is_counted = |other: &PendingConnection| self.find(other.source).0 == source;
+    fn enqueue_connection(&self, connection: PendingConnection, pending: &mut VecDeque<PendingConnection>) {
+        let (source, quota) = self.find_quota(connection.source);
+        let is_counted = |other: &PendingConnection| self.find_quota(other.source).0 == source;
         if pending.iter().filter(|other| is_counted(other)).count() >= quota
             && let Some(oldest) = pending.iter().position(is_counted)
         {
@@ -342,7 +342,7 @@ fn accept_waiting_connections(
         if stream.set_nonblocking(true).is_err() || stream.set_nodelay(true).is_err() {
             continue;
         }
-        quotas.add(PendingConnection::new(stream, source.ip()), pending);
+        quotas.enqueue_connection(PendingConnection::new(stream, source.ip()), pending);
     }
 }
 
@@ -457,15 +457,15 @@ mod tests {
         let mut pending = VecDeque::new();
         let [peer, other_peer, unknown, other_unknown] =
             [[192, 0, 2, 1], [192, 0, 2, 2], [192, 0, 2, 7], [192, 0, 2, 8]];
-        quotas.add(create_pending(&listener, peer), &mut pending);
-        quotas.add(create_pending(&listener, unknown), &mut pending);
-        for _ in 0..2 * MAX_PENDING_UNKNOWN {
-            quotas.add(create_pending(&listener, other_unknown), &mut pending);
-            quotas.add(create_pending(&listener, other_peer), &mut pending);
+        quotas.enqueue_connection(create_pending(&listener, peer), &mut pending);
+        quotas.enqueue_connection(create_pending(&listener, unknown), &mut pending);
+        for _ in 0..2 * MAX_PENDING_FROM_UNKNOWN {
+            quotas.enqueue_connection(create_pending(&listener, other_unknown), &mut pending);
+            quotas.enqueue_connection(create_pending(&listener, other_peer), &mut pending);
         }
         let count = |source: [u8; 4]| pending.iter().filter(|p| p.source == IpAddr::from(source)).count();
         assert_eq!(count(peer), 1, "the peer keeps its connection");
-        assert_eq!(count(other_peer), SPARE_PENDING + 4);
-        assert_eq!((count(unknown), count(other_unknown)), (0, MAX_PENDING_UNKNOWN));
+        assert_eq!(count(other_peer), SPARE_PENDING_PER_ADDRESS + 4);
+        assert_eq!((count(unknown), count(other_unknown)), (0, MAX_PENDING_FROM_UNKNOWN));
     }
 }

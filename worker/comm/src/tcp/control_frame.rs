@@ -12,11 +12,11 @@ const HEADER_BYTES: usize = 3;
 pub(super) const MAX_FRAME_BYTES: usize = HEADER_BYTES + MAX_REASON_BYTES;
 /// The kind number of a heartbeat, a frame without a body that shows that the sending rank is
 /// alive.
-const HEARTBEAT: u8 = 1;
+const HEARTBEAT_KIND: u8 = 1;
 /// The kind number of an abort, a frame whose body is an encoded abort reason.
-const ABORT: u8 = 2;
+const ABORT_KIND: u8 = 2;
 /// The kind number of a farewell, a frame that a rank sends before it leaves its group cleanly.
-const FAREWELL: u8 = 3;
+const FAREWELL_KIND: u8 = 3;
 
 /// A frame of a control connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,10 +46,10 @@ impl ControlFrame {
     /// Encodes this frame to the bytes that are sent on a control connection.
     pub(super) fn encode(&self) -> Vec<u8> {
         let (kind, body) = match self {
-            ControlFrame::Heartbeat => (HEARTBEAT, Vec::new()),
+            ControlFrame::Heartbeat => (HEARTBEAT_KIND, Vec::new()),
             ControlFrame::Unknown(kind) => (*kind, Vec::new()),
-            ControlFrame::Abort(reason) => (ABORT, reason.encode(MAX_REASON_BYTES)),
-            ControlFrame::Farewell => (FAREWELL, Vec::new()),
+            ControlFrame::Abort(reason) => (ABORT_KIND, reason.encode(MAX_REASON_BYTES)),
+            ControlFrame::Farewell => (FAREWELL_KIND, Vec::new()),
         };
         let mut frame = vec![kind];
         frame.extend_from_slice(&(body.len() as u16).to_le_bytes());
@@ -68,9 +68,9 @@ impl ControlFrame {
         }
         let Some(body) = rest.get(..length) else { return FrameParse::Incomplete };
         let frame = match *kind {
-            HEARTBEAT => ControlFrame::Heartbeat,
-            ABORT => ControlFrame::Abort(AbortReason::decode(body)),
-            FAREWELL => ControlFrame::Farewell,
+            HEARTBEAT_KIND => ControlFrame::Heartbeat,
+            ABORT_KIND => ControlFrame::Abort(AbortReason::decode(body)),
+            FAREWELL_KIND => ControlFrame::Farewell,
             kind => ControlFrame::Unknown(kind),
         };
         FrameParse::Complete(frame, HEADER_BYTES + length)
@@ -98,8 +98,8 @@ mod tests {
 
     #[test]
     fn long_frames_are_invalid_and_unknown_kinds_are_skipped() {
-        assert_eq!(ControlFrame::parse(&[ABORT, 1, 4]), FrameParse::Invalid);
-        assert_eq!(ControlFrame::parse(&[ABORT, 0xff, 0xff]), FrameParse::Invalid);
+        assert_eq!(ControlFrame::parse(&[ABORT_KIND, 1, 4]), FrameParse::Invalid);
+        assert_eq!(ControlFrame::parse(&[ABORT_KIND, 0xff, 0xff]), FrameParse::Invalid);
         let unknown = [200, 2, 0, 1, 1, 7];
         assert_eq!(ControlFrame::parse(&unknown), FrameParse::Complete(ControlFrame::Unknown(200), 5));
     }

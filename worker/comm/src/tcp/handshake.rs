@@ -16,11 +16,11 @@ use crate::RejectReason;
 
 /// The first eight bytes of a connector's first message (HELLO) and of the answer (CHALLENGE),
 /// which identify the protocol.
-const MAGIC: [u8; 8] = *b"launchtc";
+const HANDSHAKE_MAGIC: [u8; 8] = *b"launchtc";
 /// The version of the protocol between ranks. Ranks with different versions reject each other.
-const VERSION: u32 = 3;
+const PROTOCOL_VERSION: u32 = 3;
 /// The value in the acceptor's answer (CHALLENGE) that accepts the connection.
-const ACCEPTED: u32 = 0;
+const ACCEPTED_NUMBER: u32 = 0;
 
 /// Size in bytes of the key, of a nonce, and of a message authentication code (MAC).
 pub(super) const SECRET_BYTES: usize = 32;
@@ -28,9 +28,9 @@ pub(super) const SECRET_BYTES: usize = 32;
 pub(super) const HELLO_BYTES: usize = 8 + 4 + 4 + SECRET_BYTES + 4 + 4 + 4 + SECRET_BYTES;
 /// Size in bytes of CHALLENGE, the answer to a HELLO, without its message authentication code
 /// (MAC).
-const ANSWER_BYTES: usize = 8 + 4 + SECRET_BYTES;
+const CHALLENGE_BYTES_WITHOUT_MAC: usize = 8 + 4 + SECRET_BYTES;
 /// Size in bytes of CHALLENGE, the answer to a HELLO, with its message authentication code (MAC).
-pub(super) const CHALLENGE_BYTES: usize = ANSWER_BYTES + SECRET_BYTES;
+pub(super) const CHALLENGE_BYTES: usize = CHALLENGE_BYTES_WITHOUT_MAC + SECRET_BYTES;
 
 /// What a connection between two ranks is used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,7 +78,7 @@ pub(super) fn encode_hello(
     let mut out = [0; HELLO_BYTES];
     let words = [id.rank, to, kind as u32].map(u32::to_le_bytes).concat();
     let parts: [&[u8]; 6] =
-        [&MAGIC, &VERSION.to_le_bytes(), &id.attempt.to_le_bytes(), &id.run, &words, nonce];
+        [&HANDSHAKE_MAGIC, &PROTOCOL_VERSION.to_le_bytes(), &id.attempt.to_le_bytes(), &id.run, &words, nonce];
     let mut end = 0;
     for part in parts {
         out[end..end + part.len()].copy_from_slice(part);
@@ -95,7 +95,7 @@ pub(super) fn check_hello(
     hello: &[u8; HELLO_BYTES],
 ) -> Option<Result<Hello, RejectReason>> {
     let (magic, rest) = hello.split_at(8);
-    if magic != MAGIC {
+    if magic != HANDSHAKE_MAGIC {
         return None;
     }
     let word = |at: usize| {
@@ -103,7 +103,7 @@ pub(super) fn check_hello(
         bytes.copy_from_slice(&rest[at..at + 4]);
         u32::from_le_bytes(bytes)
     };
-    if word(0) != VERSION {
+    if word(0) != PROTOCOL_VERSION {
         return Some(Err(RejectReason::OtherVersion));
     }
     if rest[8..8 + SECRET_BYTES] != id.run {
@@ -130,13 +130,13 @@ pub(super) fn encode_challenge(
     nonce: &[u8; SECRET_BYTES],
 ) -> [u8; CHALLENGE_BYTES] {
     let number = |reason| REJECTION_NUMBERS.iter().find(|(_, r)| *r == reason).map_or(u32::MAX, |(n, _)| *n);
-    let answer = answer.map_or_else(number, |()| ACCEPTED);
+    let answer = answer.map_or_else(number, |()| ACCEPTED_NUMBER);
     let mut out = [0; CHALLENGE_BYTES];
-    out[..8].copy_from_slice(&MAGIC);
+    out[..8].copy_from_slice(&HANDSHAKE_MAGIC);
     out[8..12].copy_from_slice(&answer.to_le_bytes());
-    out[12..ANSWER_BYTES].copy_from_slice(nonce);
-    let mac = compute_answer_mac(id, hello, &out[..ANSWER_BYTES]);
-    out[ANSWER_BYTES..].copy_from_slice(mac.as_bytes());
+    out[12..CHALLENGE_BYTES_WITHOUT_MAC].copy_from_slice(nonce);
+    let mac = compute_challenge_mac(id, hello, &out[..CHALLENGE_BYTES_WITHOUT_MAC]);
+    out[CHALLENGE_BYTES_WITHOUT_MAC..].copy_from_slice(mac.as_bytes());
     out
 }
 
@@ -161,20 +161,20 @@ pub(super) fn decode_challenge(
     hello: &[u8; HELLO_BYTES],
     challenge: &[u8; CHALLENGE_BYTES],
 ) -> ChallengeAnswer {
-    if challenge[..8] != MAGIC {
+    if challenge[..8] != HANDSHAKE_MAGIC {
         return ChallengeAnswer::OtherProtocol;
     }
     let mut word = [0; 4];
     word.copy_from_slice(&challenge[8..12]);
     let mut mac = [0; SECRET_BYTES];
-    mac.copy_from_slice(&challenge[ANSWER_BYTES..]);
-    if compute_answer_mac(id, hello, &challenge[..ANSWER_BYTES]) != mac {
+    mac.copy_from_slice(&challenge[CHALLENGE_BYTES_WITHOUT_MAC..]);
+    if compute_challenge_mac(id, hello, &challenge[..CHALLENGE_BYTES_WITHOUT_MAC]) != mac {
         return ChallengeAnswer::Unproven;
     }
     let number = u32::from_le_bytes(word);
     let reason = REJECTION_NUMBERS.iter().find(|(n, _)| *n == number);
     match (number, reason) {
-        (ACCEPTED, _) => ChallengeAnswer::Accepted,
+        (ACCEPTED_NUMBER, _) => ChallengeAnswer::Accepted,
         (_, Some((_, reason))) => ChallengeAnswer::Rejected(*reason),
         (_, None) => ChallengeAnswer::OtherProtocol,
     }
@@ -182,7 +182,7 @@ pub(super) fn decode_challenge(
 
 /// Computes the message authentication code (MAC) of CHALLENGE, the acceptor's answer to a HELLO.
 /// Comparing two MACs takes constant time.
-fn compute_answer_mac(id: &RankIdentity, hello: &[u8; HELLO_BYTES], answer: &[u8]) -> blake3::Hash {
+fn compute_challenge_mac(id: &RankIdentity, hello: &[u8; HELLO_BYTES], answer: &[u8]) -> blake3::Hash {
     let mut hasher = blake3::Hasher::new_keyed(&id.key);
     hasher.update(b"launch challenge").update(hello).update(answer).finalize()
 }

@@ -6,13 +6,13 @@ use std::{net::TcpStream, os::fd::AsRawFd, time::Duration};
 /// microsecond per connection.
 const MAX_MEASURED_LINKS: usize = 64;
 /// The number of bytes that are read from the start of the kernel's `struct tcp_info`.
-const INFO_BYTES: usize = 184;
+const TCP_INFO_BYTES: usize = 184;
 /// The byte offset of `tcpi_data_segs_out` in `struct tcp_info` (linux/tcp.h).
-const DATA_SEGMENTS_AT: usize = 156;
+const DATA_SEGMENTS_OFFSET: usize = 156;
 /// The byte offset of `tcpi_busy_time` in `struct tcp_info` (linux/tcp.h).
-const BUSY_AT: usize = 168;
+const BUSY_TIME_OFFSET: usize = 168;
 /// The byte offset of `tcpi_rwnd_limited` in `struct tcp_info` (linux/tcp.h).
-const WINDOW_LIMITED_AT: usize = 176;
+const WINDOW_LIMITED_OFFSET: usize = 176;
 
 /// The counters of a connection since it was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -67,8 +67,8 @@ impl LinkClock {
 /// Reads the kernel's counters of a TCP connection. Returns `None` if the kernel does not have
 /// them.
 fn read_counters(stream: &TcpStream) -> Option<LinkCounters> {
-    let mut info = [0u8; INFO_BYTES];
-    let mut length = INFO_BYTES as libc::socklen_t;
+    let mut info = [0u8; TCP_INFO_BYTES];
+    let mut length = TCP_INFO_BYTES as libc::socklen_t;
     // SAFETY: the kernel writes at most `length` bytes to the buffer, which has this size.
     let result = unsafe {
         libc::getsockopt(
@@ -79,12 +79,12 @@ fn read_counters(stream: &TcpStream) -> Option<LinkCounters> {
             &mut length,
         )
     };
-    if result != 0 || (length as usize) < INFO_BYTES {
+    if result != 0 || (length as usize) < TCP_INFO_BYTES {
         return None;
     }
     let number = |at: usize| info[at..].first_chunk().map(|bytes| u64::from_ne_bytes(*bytes));
-    let segments = info[DATA_SEGMENTS_AT..].first_chunk().map(|bytes| u32::from_ne_bytes(*bytes))?;
-    Some(LinkCounters { segments, busy_us: number(BUSY_AT)?, window_limited_us: number(WINDOW_LIMITED_AT)? })
+    let segments = info[DATA_SEGMENTS_OFFSET..].first_chunk().map(|bytes| u32::from_ne_bytes(*bytes))?;
+    Some(LinkCounters { segments, busy_us: number(BUSY_TIME_OFFSET)?, window_limited_us: number(WINDOW_LIMITED_OFFSET)? })
 }
 
 #[cfg(test)]

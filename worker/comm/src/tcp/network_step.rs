@@ -295,7 +295,7 @@ impl NetworkStep<'_> {
         missing.sort_unstable();
         CommError::Timeout {
             rank: self.topology.rank,
-            world: self.topology.world(),
+            world: self.topology.world_size(),
             collective: self.call.kind,
             call_number: self.call.number,
             timeout: self.timeout,

@@ -230,7 +230,7 @@ impl PeerMonitor {
             if let Some(reason) = self.health.shm.get().and_then(|shm| shm.abort_reason()) {
                 self.health.abort(&reason);
             }
-            self.check_silence();
+            self.abort_if_peer_is_silent();
         }
         self.wait_for_close();
     }
@@ -251,7 +251,7 @@ impl PeerMonitor {
     }
 
     /// Aborts the group if a peer has been silent for too long.
-    fn check_silence(&self) {
+    fn abort_if_peer_is_silent(&self) {
         let now_ms = self.health.elapsed_ms();
         for peer in self.peers.iter().filter(|p| p.is_open) {
             let heard_ms = self.health.last_heard_ms[peer.rank].load(SeqCst);

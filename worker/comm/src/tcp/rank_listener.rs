@@ -67,7 +67,7 @@ impl AbortHandle {
     /// if the operating system has no file descriptors left.
     pub fn new(rank: usize, world: usize) -> Result<Self> {
         let health =
-            GroupHealth::new(rank, world).map_err(CommError::from_failed_operation("create an eventfd"))?;
+            GroupHealth::new(rank, world).map_err(CommError::wrap_io_error("create an eventfd"))?;
         Ok(AbortHandle(Arc::new(health)))
     }
 
@@ -145,7 +145,7 @@ impl RankListener {
             run: *blake3::hash(group.run.as_bytes()).as_bytes(),
             attempt: group.attempt,
             rank: group.rank as u32,
-            world: topology.world() as u32,
+            world: topology.world_size() as u32,
         };
         let addresses: Vec<Vec<SocketAddr>> = group.members.iter().map(|m| m.addresses.clone()).collect();
         let setup = ConnectionSetup {
@@ -160,18 +160,18 @@ impl RankListener {
         drop(self.listener); // from here on other processes find the port closed
         let (data, control): (Vec<_>, Vec<_>) =
             streams.into_iter().partition(|(_, kind, _)| *kind == ConnectionKind::Data);
-        let mut connections: Vec<Option<DataConnection>> = (0..topology.world()).map(|_| None).collect();
+        let mut connections: Vec<Option<DataConnection>> = (0..topology.world_size()).map(|_| None).collect();
         for (rank, _, stream) in data {
             connections[rank as usize] = Some(DataConnection::new(stream));
         }
         let control = control.into_iter().map(|(rank, _, stream)| (rank as usize, stream)).collect();
         let (silence_timeout, join_timeout) = (limits.silence_timeout, limits.shm.join_timeout);
         let monitor = PeerMonitor::new(health.clone(), control, silence_timeout, join_timeout)
-            .map_err(CommError::from_failed_operation("set up the control connections"))?;
+            .map_err(CommError::wrap_io_error("set up the control connections"))?;
         let thread = std::thread::Builder::new()
             .name("comm-monitor".into())
             .spawn(|| monitor.run())
-            .map_err(CommError::from_failed_operation("start the thread that monitors the peers"))?;
+            .map_err(CommError::wrap_io_error("start the thread that monitors the peers"))?;
         let call_state = Mutex::new(TcpCallState {
             calls: 0,
             connections,
@@ -190,7 +190,7 @@ fn join_shared_memory(
     memory: Option<OwnedFd>,
     limits: TcpLimits,
 ) -> Result<Option<Arc<ShmComm>>> {
-    let (world, local_ranks) = (topology.world(), topology.local_ranks().to_vec());
+    let (world, local_ranks) = (topology.world_size(), topology.local_ranks().to_vec());
     if local_ranks.len() == 1 {
         return Ok(None);
     }

@@ -28,8 +28,8 @@ impl Topology {
     /// of range.
     pub(crate) fn new(rank: usize, hosts: &[usize]) -> Result<Self, GroupError> {
         let world = hosts.len();
-        if !(1..=crate::MAX_WORLD).contains(&world) {
-            return Err(GroupError::WorldSize { world, limit: crate::MAX_WORLD });
+        if !(1..=crate::MAX_WORLD_SIZE).contains(&world) {
+            return Err(GroupError::WorldSize { world, limit: crate::MAX_WORLD_SIZE });
         }
         if rank >= world {
             return Err(GroupError::RankOutOfRange { rank, world });
@@ -51,7 +51,7 @@ impl Topology {
     }
 
     /// Returns the number of ranks in the group.
-    pub(crate) fn world(&self) -> usize {
+    pub(crate) fn world_size(&self) -> usize {
         self.host_by_rank.len()
     }
 
@@ -73,7 +73,7 @@ impl Topology {
     /// Returns the ranks on other hosts in cyclic order, from the rank after this one to the rank
     /// before it. With this order, ranks do not all send to the same rank first.
     pub(crate) fn remote_ranks(&self) -> impl Iterator<Item = usize> + '_ {
-        let (me, world) = (self.rank, self.world());
+        let (me, world) = (self.rank, self.world_size());
         (1..world).map(move |i| (me + i) % world).filter(|r| !self.is_local(*r))
     }
 
@@ -137,7 +137,7 @@ mod tests {
     fn invalid_groups_are_rejected() {
         assert!(matches!(Topology::new(0, &[]), Err(GroupError::WorldSize { world: 0, .. })));
         assert!(matches!(Topology::new(2, &[0, 0]), Err(GroupError::RankOutOfRange { .. })));
-        let too_many = vec![0; crate::MAX_WORLD + 1];
+        let too_many = vec![0; crate::MAX_WORLD_SIZE + 1];
         assert!(matches!(Topology::new(0, &too_many), Err(GroupError::WorldSize { .. })));
     }
 }

@@ -9,9 +9,9 @@ use super::{
 use crate::{AbortReason, RejectReason};
 
 /// The rank that receives the bytes, as the parsers assume.
-const RECEIVER: u32 = 0;
+const RECEIVER_RANK: u32 = 0;
 /// The rank that sends the bytes, as the parsers assume.
-const SENDER: u32 = 1;
+const SENDER_RANK: u32 = 1;
 
 /// Returns the identity of rank `rank` in the example group of these functions, which has four
 /// ranks.
@@ -21,9 +21,9 @@ fn create_identity(rank: u32) -> RankIdentity {
 
 /// Creates two valid inputs, each with its name: the first message of a handshake (HELLO), and
 /// three frames of a control connection.
-pub(crate) fn create_seeds() -> [(&'static str, Vec<u8>); 2] {
+pub(crate) fn create_fuzz_seeds() -> [(&'static str, Vec<u8>); 2] {
     let nonce = [1; SECRET_BYTES];
-    let hello = handshake::encode_hello(&create_identity(SENDER), RECEIVER, ConnectionKind::Control, &nonce);
+    let hello = handshake::encode_hello(&create_identity(SENDER_RANK), RECEIVER_RANK, ConnectionKind::Control, &nonce);
     let abort = ControlFrame::Abort(AbortReason::RankFailed { rank: 2, message: "disk full".to_owned() });
     let frames = [ControlFrame::Heartbeat, abort, ControlFrame::Farewell];
     let frames = frames.iter().flat_map(ControlFrame::encode).collect();
@@ -51,10 +51,10 @@ pub(crate) fn parse_control_frames(mut bytes: &[u8]) -> Option<usize> {
 /// that answers it. Returns whether the HELLO is accepted. Panics if the CHALLENGE is accepted,
 /// because its sender has no key.
 pub(crate) fn parse_handshake(bytes: &[u8]) -> Result<bool, RejectReason> {
-    let identity = create_identity(RECEIVER);
+    let identity = create_identity(RECEIVER_RANK);
     if let Some(challenge) = bytes.first_chunk::<CHALLENGE_BYTES>() {
         let nonce = [2; SECRET_BYTES];
-        let hello = handshake::encode_hello(&identity, SENDER, ConnectionKind::Data, &nonce);
+        let hello = handshake::encode_hello(&identity, SENDER_RANK, ConnectionKind::Data, &nonce);
         let answer = handshake::decode_challenge(&identity, &hello, challenge);
         let is_proof = matches!(answer, ChallengeAnswer::Accepted | ChallengeAnswer::Rejected(_));
         assert!(!is_proof, "a challenge without the key is believed");

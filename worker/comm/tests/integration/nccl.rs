@@ -112,7 +112,7 @@ fn collectives_move_the_data() {
         run_ranks(world, |host_comm| {
             let group = NcclGroup::connect(&open_nccl(), host_comm, LONG_TIMEOUT).expect("connected");
             let (rank, stream, n) = (group.rank(), EmulatedNccl::new().create_stream(), 7);
-            assert_eq!((rank, group.world()), (host_comm.rank(), world));
+            assert_eq!((rank, group.world_size()), (host_comm.rank(), world));
             let wait = |operation: &str| {
                 group
                     .wait_until_done(operation, || EmulatedNccl::new().is_done(stream))
@@ -134,7 +134,7 @@ fn collectives_move_the_data() {
 /// Checks sends and receives between all ranks, in which rank r sends r + to + 1 bytes to rank
 /// `to`.
 fn check_exchange(group: &NcclGroup, stream: CudaStream, wait: &dyn Fn(&str)) {
-    let (rank, world) = (group.rank(), group.world());
+    let (rank, world) = (group.rank(), group.world_size());
     let mut sent: Vec<Vec<u8>> = (0..world).map(|to| vec![(rank * 16 + to) as u8; rank + to + 1]).collect();
     let mut received: Vec<Vec<u8>> = (0..world).map(|from| vec![255; rank + from + 1]).collect();
     let buffers = |messages: &mut Vec<Vec<u8>>| {

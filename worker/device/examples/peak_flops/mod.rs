@@ -13,13 +13,13 @@ const FMAS_PER_CHAIN: usize = 20_000;
 
 /// Function that computes several independent sequences of dependent multiply-adds (chains) in
 /// registers, and returns their sum.
-type Chains = fn(f32) -> f32;
+type FmaChainsFn = fn(f32) -> f32;
 
 /// Measures the peak rate of multiply-adds on `threads` threads during `time`, and returns the best
 /// rate in FLOP/s of all threads together. `instruction_set` begins with the name of the
 /// instruction set that is measured, as [`device::Cpu::describe`] returns it.
 pub(crate) fn measure_peak_flops(instruction_set: &str, threads: usize, time: Duration) -> f64 {
-    let (run_chains, flops) = select_chains(instruction_set);
+    let (run_chains, flops) = select_fma_chains_fn(instruction_set);
     let (barrier, end) = (Barrier::new(threads), Instant::now() + time);
     let measure = || {
         barrier.wait();
@@ -40,27 +40,27 @@ pub(crate) fn measure_peak_flops(instruction_set: &str, threads: usize, time: Du
 
 /// Returns the function that measures multiply-adds with `instruction_set`, and the number of
 /// floating-point operations of one call.
-fn select_chains(instruction_set: &str) -> (Chains, usize) {
+fn select_fma_chains_fn(instruction_set: &str) -> (FmaChainsFn, usize) {
     #[cfg(target_arch = "x86_64")]
     if instruction_set.starts_with("avx512") {
         // SAFETY: the backend detected the instructions.
-        return (|x| unsafe { x86::run_avx512_chains(x) }, 2 * FMAS_PER_CHAIN * x86::AVX512_CHAINS * 16);
+        return (|x| unsafe { x86::run_avx512_fma_chains(x) }, 2 * FMAS_PER_CHAIN * x86::AVX512_CHAIN_COUNT * 16);
     } else if instruction_set.starts_with("avx2") {
         // SAFETY: the backend detected the instructions.
-        return (|x| unsafe { x86::run_avx2_chains(x) }, 2 * FMAS_PER_CHAIN * x86::AVX2_CHAINS * 8);
+        return (|x| unsafe { x86::run_avx2_fma_chains(x) }, 2 * FMAS_PER_CHAIN * x86::AVX2_CHAIN_COUNT * 8);
     }
     let _ = instruction_set;
-    (run_portable_chains, 2 * FMAS_PER_CHAIN * PORTABLE_CHAINS)
+    (run_portable_fma_chains, 2 * FMAS_PER_CHAIN * PORTABLE_CHAIN_COUNT)
 }
 
 /// Number of independent sequences of multiply-adds (chains) without vector instructions: enough to
 /// hide their latency.
-const PORTABLE_CHAINS: usize = 64;
+const PORTABLE_CHAIN_COUNT: usize = 64;
 
 /// Computes several independent sequences of dependent multiply-adds (chains) with the target's
 /// baseline instructions, and returns their sum.
-fn run_portable_chains(x: f32) -> f32 {
-    let mut acc: [f32; PORTABLE_CHAINS] = std::array::from_fn(|i| i as f32);
+fn run_portable_fma_chains(x: f32) -> f32 {
+    let mut acc: [f32; PORTABLE_CHAIN_COUNT] = std::array::from_fn(|i| i as f32);
     for _ in 0..FMAS_PER_CHAIN {
         acc.iter_mut().for_each(|acc| *acc = *acc * x + x);
     }
@@ -74,15 +74,15 @@ mod x86 {
 
     /// Number of independent sequences of multiply-adds (chains) with AVX-512: enough to hide their
     /// latency, few enough for the registers.
-    pub(super) const AVX512_CHAINS: usize = 12;
-    pub(super) const AVX2_CHAINS: usize = 12;
+    pub(super) const AVX512_CHAIN_COUNT: usize = 12;
+    pub(super) const AVX2_CHAIN_COUNT: usize = 12;
 
     /// Computes several independent sequences of dependent multiply-adds (chains) in AVX-512
     /// registers, and returns their sum.
     #[target_feature(enable = "avx512f")]
-    pub(super) fn run_avx512_chains(x: f32) -> f32 {
+    pub(super) fn run_avx512_fma_chains(x: f32) -> f32 {
         let factor = _mm512_set1_ps(x);
-        let mut acc = [factor; AVX512_CHAINS];
+        let mut acc = [factor; AVX512_CHAIN_COUNT];
         for _ in 0..FMAS_PER_CHAIN {
             for acc in &mut acc {
                 *acc = _mm512_fmadd_ps(*acc, factor, factor);
@@ -94,9 +94,9 @@ mod x86 {
     /// Computes several independent sequences of dependent multiply-adds (chains) in AVX2
     /// registers, and returns their sum.
     #[target_feature(enable = "avx2,fma")]
-    pub(super) fn run_avx2_chains(x: f32) -> f32 {
+    pub(super) fn run_avx2_fma_chains(x: f32) -> f32 {
         let factor = _mm256_set1_ps(x);
-        let mut acc = [factor; AVX2_CHAINS];
+        let mut acc = [factor; AVX2_CHAIN_COUNT];
         for _ in 0..FMAS_PER_CHAIN {
             for acc in &mut acc {
                 *acc = _mm256_fmadd_ps(*acc, factor, factor);

@@ -1,7 +1,7 @@
 //! Functions (conformance cases) that run an op and its backward pass for one shape on the GPU and
 //! on the CPU, and compare the results. The cases of experts and fp8 have separate modules.
 use super::comparison::{
-    Backends, CaseResult, CaseRng, MaxErrors, make_f32_buffer, make_nan_values, make_typed_buffer,
+    Backends, CaseResult, CaseRng, MaxErrors, make_f32_buffer, make_nan_values, make_buffer_of_tested_type,
 };
 use super::error::ConformanceError;
 use crate::Dtype;
@@ -19,12 +19,12 @@ pub(super) fn compare_matmuls(backends: &Backends, seed: u64, m: usize, n: usize
     let mut rng = CaseRng::new(seed);
     for write in [WriteMode::Overwrite, WriteMode::Accumulate] {
         let buffers = [
-            make_typed_buffer(rng.draw_output(write, m * n)),
-            make_typed_buffer(rng.draw_output(write, m * k)),
-            make_f32_buffer(rng.draw_output(write, n * k)),
-            make_typed_buffer(rng.draw_vector(m * k)),
-            make_typed_buffer(rng.draw_vector(n * k)),
-            make_typed_buffer(rng.draw_vector(m * n)),
+            make_buffer_of_tested_type(rng.draw_initial_output(write, m * n)),
+            make_buffer_of_tested_type(rng.draw_initial_output(write, m * k)),
+            make_f32_buffer(rng.draw_initial_output(write, n * k)),
+            make_buffer_of_tested_type(rng.draw_vector(m * k)),
+            make_buffer_of_tested_type(rng.draw_vector(n * k)),
+            make_buffer_of_tested_type(rng.draw_vector(m * n)),
         ];
         errors += backends.compare(
             &format!("matmul {m} {n} {k} {write:?}"),
@@ -37,12 +37,12 @@ pub(super) fn compare_matmuls(backends: &Backends, seed: u64, m: usize, n: usize
         )?;
     }
     let buffers = [
-        make_typed_buffer(make_nan_values(m * n)),
-        make_typed_buffer(make_nan_values(m * n)),
-        make_typed_buffer(make_nan_values(m * k)),
-        make_typed_buffer(rng.draw_vector(m * k)),
-        make_typed_buffer(rng.draw_vector(n * k)),
-        make_typed_buffer(rng.draw_vector(n)),
+        make_buffer_of_tested_type(make_nan_values(m * n)),
+        make_buffer_of_tested_type(make_nan_values(m * n)),
+        make_buffer_of_tested_type(make_nan_values(m * k)),
+        make_buffer_of_tested_type(rng.draw_vector(m * k)),
+        make_buffer_of_tested_type(rng.draw_vector(n * k)),
+        make_buffer_of_tested_type(rng.draw_vector(n)),
         make_f32_buffer(rng.draw_vector(m * n)),
     ];
     errors += backends.compare(
@@ -70,10 +70,10 @@ pub(super) fn compare_norms(backends: &Backends, seed: u64, m: usize, d: usize) 
         errors += compare_layer_norm(backends, &mut rng, write, m, d)?;
     }
     let buffers = [
-        make_typed_buffer(rng.draw_vector(m * d)),
-        make_typed_buffer(rng.draw_vector(d)),
+        make_buffer_of_tested_type(rng.draw_vector(m * d)),
+        make_buffer_of_tested_type(rng.draw_vector(d)),
         make_f32_buffer(rng.draw_vector(d)),
-        make_typed_buffer(rng.draw_vector(m * d)),
+        make_buffer_of_tested_type(rng.draw_vector(m * d)),
     ];
     errors += backends.compare(&format!("bias {m} {d}"), buffers, |ops, [y, bias, dbias, dy]| {
         ops.bias_forward(y.view_mut(), bias.view(), m, d);
@@ -91,16 +91,16 @@ fn compare_rms_norm(
     m: usize,
     d: usize,
 ) -> CaseResult {
-    let dx = rng.draw_output(write, m * d);
+    let dx = rng.draw_initial_output(write, m * d);
     let buffers = [
-        make_typed_buffer(make_nan_values(m * d)),
+        make_buffer_of_tested_type(make_nan_values(m * d)),
         make_f32_buffer(make_nan_values(m)),
-        make_typed_buffer(rng.draw_vector(m * d)),
-        make_typed_buffer(rng.draw_vector(m * d)),
-        make_typed_buffer(rng.draw_vector(d)),
-        make_typed_buffer(dx),
+        make_buffer_of_tested_type(rng.draw_vector(m * d)),
+        make_buffer_of_tested_type(rng.draw_vector(m * d)),
+        make_buffer_of_tested_type(rng.draw_vector(d)),
+        make_buffer_of_tested_type(dx),
         make_f32_buffer(rng.draw_vector(d)),
-        make_typed_buffer(rng.draw_vector(m * d)),
+        make_buffer_of_tested_type(rng.draw_vector(m * d)),
     ];
     backends.compare(&format!("rmsnorm {m} {d}"), buffers, |ops, [y, rstd, x, delta, w, dx, dw, dy]| {
         ops.rmsnorm_forward(y.view_mut(), rstd.view_mut(), x.view(), w.view(), m, d, 1e-5);
@@ -120,18 +120,18 @@ fn compare_layer_norm(
     m: usize,
     d: usize,
 ) -> CaseResult {
-    let dx = rng.draw_output(write, m * d);
+    let dx = rng.draw_initial_output(write, m * d);
     let buffers = [
-        make_typed_buffer(make_nan_values(m * d)),
+        make_buffer_of_tested_type(make_nan_values(m * d)),
         make_f32_buffer(make_nan_values(2 * m)),
-        make_typed_buffer(rng.draw_vector(m * d)),
-        make_typed_buffer(rng.draw_vector(m * d)),
-        make_typed_buffer(rng.draw_vector(d)),
-        make_typed_buffer(rng.draw_vector(d)),
-        make_typed_buffer(dx),
+        make_buffer_of_tested_type(rng.draw_vector(m * d)),
+        make_buffer_of_tested_type(rng.draw_vector(m * d)),
+        make_buffer_of_tested_type(rng.draw_vector(d)),
+        make_buffer_of_tested_type(rng.draw_vector(d)),
+        make_buffer_of_tested_type(dx),
         make_f32_buffer(rng.draw_vector(d)),
         make_f32_buffer(rng.draw_vector(d)),
-        make_typed_buffer(rng.draw_vector(m * d)),
+        make_buffer_of_tested_type(rng.draw_vector(m * d)),
     ];
     backends.compare(
         &format!("layernorm {m} {d}"),
@@ -165,11 +165,11 @@ pub(super) fn compare_head_norm_and_rope(
     let stride = heads * head_dim + 2 * head_dim;
     let h = HeadLayout { rows, first_column: first, heads, head_dim, stride };
     let buffers = [
-        make_typed_buffer(rng.draw_vector(rows * stride)),
-        make_typed_buffer(make_nan_values(rows * heads * head_dim)),
+        make_buffer_of_tested_type(rng.draw_vector(rows * stride)),
+        make_buffer_of_tested_type(make_nan_values(rows * heads * head_dim)),
         make_f32_buffer(make_nan_values(rows * heads)),
-        make_typed_buffer(rng.draw_vector(head_dim)),
-        make_typed_buffer(rng.draw_vector(rows * stride)),
+        make_buffer_of_tested_type(rng.draw_vector(head_dim)),
+        make_buffer_of_tested_type(rng.draw_vector(rows * stride)),
         make_f32_buffer(rng.draw_vector(head_dim)),
     ];
     errors +=
@@ -182,8 +182,8 @@ pub(super) fn compare_head_norm_and_rope(
     let shape = RopeShape { b, t, heads, head_dim: 2 * half, stride };
     let angles: Vec<f32> = rng.draw_vector(t * half);
     let buffers = [
-        make_typed_buffer(rng.draw_vector(b * t * stride)),
-        make_typed_buffer(rng.draw_vector(b * t * stride)),
+        make_buffer_of_tested_type(rng.draw_vector(b * t * stride)),
+        make_buffer_of_tested_type(rng.draw_vector(b * t * stride)),
         make_f32_buffer(angles.iter().map(|a| a.cos()).collect()),
         make_f32_buffer(angles.iter().map(|a| a.sin()).collect()),
     ];
@@ -201,16 +201,16 @@ pub(super) fn compare_activations(backends: &Backends, seed: u64, m: usize, f: u
     let mut rng = CaseRng::new(seed);
     let mut large = |len| rng.draw_vector(len).iter().map(|x| x * 9.0).collect::<Vec<_>>();
     let buffers = [
-        make_typed_buffer(make_nan_values(m * f)),
-        make_typed_buffer(make_nan_values(m * f)),
-        make_typed_buffer(make_nan_values(m * 2 * f)),
-        make_typed_buffer(make_nan_values(m * 2 * f)),
-        make_typed_buffer(large(m * 2 * f)),
-        make_typed_buffer(large(m * f)),
-        make_typed_buffer(large(m * f)),
-        make_typed_buffer(large(m * f)),
-        make_typed_buffer(make_nan_values(m * f)),
-        make_typed_buffer(make_nan_values(m * f)),
+        make_buffer_of_tested_type(make_nan_values(m * f)),
+        make_buffer_of_tested_type(make_nan_values(m * f)),
+        make_buffer_of_tested_type(make_nan_values(m * 2 * f)),
+        make_buffer_of_tested_type(make_nan_values(m * 2 * f)),
+        make_buffer_of_tested_type(large(m * 2 * f)),
+        make_buffer_of_tested_type(large(m * f)),
+        make_buffer_of_tested_type(large(m * f)),
+        make_buffer_of_tested_type(large(m * f)),
+        make_buffer_of_tested_type(make_nan_values(m * f)),
+        make_buffer_of_tested_type(make_nan_values(m * f)),
     ];
     errors += backends.compare(
         &format!("activations {m} {f}"),
@@ -260,7 +260,7 @@ pub(super) fn compare_windowed_attention(
 
 /// Compares attention on the GPU with the CPU as the reference, where each query attends to a
 /// random number of positions before it.
-pub(super) fn compare_ragged_attention(backends: &Backends, seed: u64, shape: AttentionShape) -> CaseResult {
+pub(super) fn compare_attention_with_random_starts(backends: &Backends, seed: u64, shape: AttentionShape) -> CaseResult {
     let mut rng = CaseRng::new(seed);
     let starts: Vec<u32> = (0..shape.b * shape.t).map(|i| rng.draw_below(i % shape.t + 1) as u32).collect();
     compare_attention_with_starts(backends, seed, shape, &starts)
@@ -280,11 +280,11 @@ fn compare_attention_with_starts(
     let qkv = b * t * (heads + 2 * kv_heads) * head_dim;
     let o = b * t * heads * head_dim;
     let buffers = [
-        make_typed_buffer(make_nan_values(o)),
+        make_buffer_of_tested_type(make_nan_values(o)),
         make_f32_buffer(make_nan_values(b * heads * t)),
-        make_typed_buffer(make_nan_values(qkv)),
-        make_typed_buffer(rng.draw_vector(qkv)),
-        make_typed_buffer(rng.draw_vector(o)),
+        make_buffer_of_tested_type(make_nan_values(qkv)),
+        make_buffer_of_tested_type(rng.draw_vector(qkv)),
+        make_buffer_of_tested_type(rng.draw_vector(o)),
     ];
     errors += backends.compare(&format!("{shape:?}"), buffers, |ops, [o, lse, dqkv, qkv, d_o]| {
         ops.attention_forward(o.view_mut(), lse.view_mut(), qkv.view(), starts, shape);
@@ -303,14 +303,14 @@ pub(super) fn compare_classifier(backends: &Backends, seed: u64, shape: Classifi
         .map(|_| if rng.draw_below(5) == 0 { IGNORE_LABEL } else { rng.draw_below(v) as u32 })
         .collect();
     for dw_write in [WriteMode::Overwrite, WriteMode::Accumulate] {
-        let dw = rng.draw_output(dw_write, v * d);
+        let dw = rng.draw_initial_output(dw_write, v * d);
         let buffers = [
             make_f32_buffer(make_nan_values(m)),
             make_f32_buffer(make_nan_values(m)),
-            make_typed_buffer(make_nan_values(m * d)),
+            make_buffer_of_tested_type(make_nan_values(m * d)),
             make_f32_buffer(dw),
-            make_typed_buffer(rng.draw_vector(m * d)),
-            make_typed_buffer(rng.draw_vector(v * d)),
+            make_buffer_of_tested_type(rng.draw_vector(m * d)),
+            make_buffer_of_tested_type(rng.draw_vector(v * d)),
         ];
         errors +=
             backends.compare(&format!("{shape:?}"), buffers, |ops, [loss, loss_only, dx, dw, x, w]| {
@@ -329,10 +329,10 @@ pub(super) fn compare_embedding(backends: &Backends, seed: u64, m: usize, d: usi
     let mut rng = CaseRng::new(seed);
     let tokens: Vec<u32> = (0..m).map(|_| rng.draw_below(v) as u32).collect();
     let buffers = [
-        make_typed_buffer(make_nan_values(m * d)),
-        make_typed_buffer(rng.draw_vector(v * d)),
+        make_buffer_of_tested_type(make_nan_values(m * d)),
+        make_buffer_of_tested_type(rng.draw_vector(v * d)),
         make_f32_buffer(rng.draw_vector(v * d)),
-        make_typed_buffer(rng.draw_vector(m * d)),
+        make_buffer_of_tested_type(rng.draw_vector(m * d)),
     ];
     errors += backends.compare(&format!("embedding {m} {d} {v}"), buffers, |ops, [x, w, dw, dx]| {
         ops.embedding_forward(x.view_mut(), w.view(), &tokens, d);
@@ -347,9 +347,9 @@ pub(super) fn compare_vectors_and_optimizers(backends: &Backends, seed: u64, n: 
     let mut errors = MaxErrors::default();
     let mut rng = CaseRng::new(seed);
     let buffers = [
-        make_typed_buffer(rng.draw_vector(n)),
-        make_typed_buffer(rng.draw_vector(n)),
-        make_typed_buffer(rng.draw_vector(n)),
+        make_buffer_of_tested_type(rng.draw_vector(n)),
+        make_buffer_of_tested_type(rng.draw_vector(n)),
+        make_buffer_of_tested_type(rng.draw_vector(n)),
     ];
     let sums = RefCell::new(Vec::new());
     errors += backends.compare(&format!("elementwise ops {n}"), buffers, |ops, [y, x, z]| {
@@ -438,7 +438,7 @@ fn compare_vector_ops(backends: &Backends, rng: &mut CaseRng, n: usize) -> CaseR
         make_f32_buffer(make_nan_values(n)),
         make_f32_buffer(make_nan_values(n)),
         make_f32_buffer(make_nan_values(n)),
-        make_typed_buffer(rng.draw_vector(n)),
+        make_buffer_of_tested_type(rng.draw_vector(n)),
     ];
     let errors = backends.compare(
         &format!("vectors {n}"),
@@ -461,7 +461,7 @@ fn compare_vector_ops(backends: &Backends, rng: &mut CaseRng, n: usize) -> CaseR
             ops.clear(conv1d.view_mut());
             ops.transpose(conv1d.view_mut().slice(0..prefix), y.view().slice(0..prefix), rows, columns);
             ops.copy(copy.view_mut(), x.view());
-            ops.move_elements_down(copy.view_mut(), n / 3..n - n / 5, n / 4);
+            ops.move_elements_to_lower_index(copy.view_mut(), n / 3..n - n / 5, n / 4);
             ops.clear(cleared.view_mut());
             let parts = [x.view(), y.view().slice(0..n / 2), z.view()];
             let total = ops.sum_squares_by_block_concat(&parts).iter().sum();

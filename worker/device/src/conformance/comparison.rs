@@ -35,7 +35,7 @@ pub(super) struct CaseBuffer {
 }
 
 /// Describes a buffer whose elements have the type under test, such as activations or weights.
-pub(super) fn make_typed_buffer(values: Vec<f32>) -> CaseBuffer {
+pub(super) fn make_buffer_of_tested_type(values: Vec<f32>) -> CaseBuffer {
     CaseBuffer { values, varies_type: true }
 }
 
@@ -117,7 +117,7 @@ impl Backends<'_> {
             run(self.cuda, gpu.each_mut());
             for (i, (expected, actual)) in cpu.iter().zip(&gpu).enumerate() {
                 let error =
-                    compute_relative_error(&self.copy_to_host_as_f32(actual.view()), expected.view().host());
+                    compute_relative_error(&self.copy_to_host_as_f32(actual.view()), expected.view().host_slice());
                 if error > tolerance || error.is_nan() {
                     return Err(ConformanceError::BufferDiffers {
                         case: case.to_owned(),
@@ -152,7 +152,7 @@ impl Backends<'_> {
     pub(super) fn copy_to_host_as_f32(&self, from: View) -> Vec<f32> {
         let mut wide = self.cuda.zeroed(Dtype::F32, from.len());
         self.cuda.cast(wide.view_mut(), from);
-        self.cuda.clone_to_host(wide.view()).host().to_vec()
+        self.cuda.clone_to_host(wide.view()).host_slice().to_vec()
     }
 
     /// Rounds `values` to `dtype` on the GPU, and returns them as `f32`.
@@ -209,7 +209,7 @@ impl CaseRng {
 
     /// Returns `len` initial values for an output: random numbers if the op adds to its output, NaN
     /// if the op overwrites it.
-    pub(super) fn draw_output(&mut self, write: WriteMode, len: usize) -> Vec<f32> {
+    pub(super) fn draw_initial_output(&mut self, write: WriteMode, len: usize) -> Vec<f32> {
         match write {
             WriteMode::Overwrite => make_nan_values(len),
             WriteMode::Accumulate => self.draw_vector(len),
@@ -218,7 +218,7 @@ impl CaseRng {
 
     /// Draws the random seed of a conformance case, and a random dimension in `1..end` for each
     /// element of `ends`.
-    pub(super) fn draw_case<const N: usize>(&mut self, ends: [usize; N]) -> (u64, [usize; N]) {
+    pub(super) fn draw_seed_and_dims<const N: usize>(&mut self, ends: [usize; N]) -> (u64, [usize; N]) {
         (self.draw_number(), ends.map(|end| self.draw_in_range(1, end)))
     }
 

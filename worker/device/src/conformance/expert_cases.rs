@@ -1,6 +1,6 @@
 //! Compares the router, ops on the rows of tokens, and grouped matmuls of a mixture-of-experts
 //! layer on the GPU with the CPU, on one shape.
-use super::comparison::{Backends, CaseResult, CaseRng, make_f32_buffer, make_nan_values, make_typed_buffer};
+use super::comparison::{Backends, CaseResult, CaseRng, make_f32_buffer, make_nan_values, make_buffer_of_tested_type};
 use super::error::ConformanceError;
 use crate::ops::{RouterBackwardInputs, RouterShape, RowGroup, WriteMode};
 use std::cell::RefCell;
@@ -23,7 +23,7 @@ pub(super) fn compare_expert_ops(
         normalize_weights: seed.is_multiple_of(2),
     };
     let mut errors = compare_router(backends, &mut rng, shape)?;
-    errors += compare_expert_rows(backends, &mut rng, m, per_token, d)?;
+    errors += compare_expert_row_ops(backends, &mut rng, m, per_token, d)?;
     Ok(errors)
 }
 
@@ -38,8 +38,8 @@ fn compare_router(backends: &Backends, rng: &mut CaseRng, shape: RouterShape) ->
         make_f32_buffer(make_nan_values(m * experts)),
         make_f32_buffer(make_nan_values(m * experts_per_token)),
         make_f32_buffer(make_nan_values(m)),
-        make_typed_buffer(make_nan_values(m * experts)),
-        make_typed_buffer(logits),
+        make_buffer_of_tested_type(make_nan_values(m * experts)),
+        make_buffer_of_tested_type(logits),
         make_f32_buffer(rng.draw_vector(m * experts_per_token)),
     ];
     let selections = RefCell::new(Vec::new());
@@ -71,7 +71,7 @@ fn compare_router(backends: &Backends, rng: &mut CaseRng, shape: RouterShape) ->
 /// Compares the ops of a mixture-of-experts layer on rows of tokens (gather, combine, dot, scale)
 /// on the GPU with the CPU as the reference, for `m` tokens of `d` elements each, and `per_token`
 /// experts for each token.
-fn compare_expert_rows(
+fn compare_expert_row_ops(
     backends: &Backends,
     rng: &mut CaseRng,
     m: usize,
@@ -80,12 +80,12 @@ fn compare_expert_rows(
 ) -> CaseResult {
     let row_indices: Vec<u32> = (0..m * per_token).map(|_| rng.draw_below(m) as u32).collect();
     let buffers = [
-        make_typed_buffer(make_nan_values(m * per_token * d)),
-        make_typed_buffer(make_nan_values(m * d)),
-        make_typed_buffer(rng.draw_vector(m * d)),
+        make_buffer_of_tested_type(make_nan_values(m * per_token * d)),
+        make_buffer_of_tested_type(make_nan_values(m * d)),
+        make_buffer_of_tested_type(rng.draw_vector(m * d)),
         make_f32_buffer(make_nan_values(m)),
-        make_typed_buffer(rng.draw_vector(m * d)),
-        make_typed_buffer(rng.draw_vector(m * d)),
+        make_buffer_of_tested_type(rng.draw_vector(m * d)),
+        make_buffer_of_tested_type(rng.draw_vector(m * d)),
         make_f32_buffer(rng.draw_vector(m * per_token)),
         make_f32_buffer(rng.draw_vector(m)),
     ];
@@ -120,12 +120,12 @@ pub(super) fn compare_grouped_matmul(
         (at, matrix) = (at + size, matrix + n * k + 2);
     }
     let buffers = [
-        make_typed_buffer(make_nan_values(at * n)),
-        make_typed_buffer(make_nan_values(at * k)),
+        make_buffer_of_tested_type(make_nan_values(at * n)),
+        make_buffer_of_tested_type(make_nan_values(at * k)),
         make_f32_buffer(rng.draw_vector(matrix)),
-        make_typed_buffer(rng.draw_vector(at * k)),
-        make_typed_buffer(rng.draw_vector(at * n)),
-        make_typed_buffer(rng.draw_vector(matrix)),
+        make_buffer_of_tested_type(rng.draw_vector(at * k)),
+        make_buffer_of_tested_type(rng.draw_vector(at * n)),
+        make_buffer_of_tested_type(rng.draw_vector(matrix)),
     ];
     backends.compare(&format!("groups {sizes:?} {n} {k}"), buffers, |ops, [y, dx, dw, x, dy, w]| {
         ops.grouped_forward(y.view_mut(), x.view(), w.view(), &groups, n, k);

@@ -48,7 +48,7 @@ impl FixedCase {
             FixedCase::Window(window, shape) => {
                 cases::compare_windowed_attention(backends, seed, window, shape)
             }
-            FixedCase::Ragged(shape) => cases::compare_ragged_attention(backends, seed, shape),
+            FixedCase::Ragged(shape) => cases::compare_attention_with_random_starts(backends, seed, shape),
             FixedCase::Classifier(shape) => cases::compare_classifier(backends, seed, shape),
             FixedCase::Experts([m, count, per_token, d]) => {
                 expert_cases::compare_expert_ops(backends, seed, m, count, per_token, d)

@@ -1,6 +1,6 @@
 //! Compares fp8 matmuls on the GPU with the CPU, and the rounding of their operands bit by bit.
 use super::comparison::{
-    Backends, CaseResult, CaseRng, MaxErrors, make_f32_buffer, make_nan_values, make_typed_buffer,
+    Backends, CaseResult, CaseRng, MaxErrors, make_f32_buffer, make_nan_values, make_buffer_of_tested_type,
 };
 use super::error::ConformanceError;
 use crate::Buf;
@@ -28,10 +28,10 @@ pub(super) fn compare_matmuls(backends: &Backends, seed: u64, m: usize, n: usize
     for write in [WriteMode::Overwrite, WriteMode::Accumulate] {
         for (i, [left, right]) in OPERAND_FORMATS.into_iter().enumerate() {
             let buffers = [
-                make_typed_buffer(rng.draw_output(write, m * n)),
-                make_f32_buffer(rng.draw_output(write, m * n)),
-                make_typed_buffer(rng.draw_vector(m * k)),
-                make_typed_buffer(rng.draw_vector(k * n)),
+                make_buffer_of_tested_type(rng.draw_initial_output(write, m * n)),
+                make_f32_buffer(rng.draw_initial_output(write, m * n)),
+                make_buffer_of_tested_type(rng.draw_vector(m * k)),
+                make_buffer_of_tested_type(rng.draw_vector(k * n)),
             ];
             let case = format!("fp8 {left:?} {right:?} {m} {n} {k} {write:?}");
             errors += backends.compare_with_min_tolerance(
@@ -79,7 +79,7 @@ pub(super) fn compare_operand_rounding(backends: &Backends) -> CaseResult {
             let x = Fp8Operand { x: x.view(), format, transposed: false };
             let identity = Fp8Operand { x: identity.view(), format: Fp8Format::E4M3, transposed: false };
             ops.fp8_matmul(c.view_mut(), x, identity, m, n, n, WriteMode::Overwrite);
-            ops.clone_to_host(c.view()).host().to_vec()
+            ops.clone_to_host(c.view()).host_slice().to_vec()
         };
         let (expected, actual) = (run(&backends.cpu), run(backends.cuda));
         let same = |(w, g): (&f32, &f32)| w == g || (w.is_nan() && g.is_nan());

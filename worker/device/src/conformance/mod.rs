@@ -38,7 +38,7 @@ pub struct FamilyReport {
 /// The errors stem from rounding: operands are rounded once before an operation, and results once
 /// after the operation. Values that the forward pass keeps for the backward pass are also rounded
 /// once.
-const RUN_TOLERANCES: [(Dtype, usize, f64); 5] = [
+const RUN_SETTINGS: [(Dtype, usize, f64); 5] = [
     (Dtype::Bf16, 0, 2e-2),
     (Dtype::F32, 0, 1e-5),
     (Dtype::F32, 3, 1e-5),
@@ -47,21 +47,21 @@ const RUN_TOLERANCES: [(Dtype, usize, f64); 5] = [
 ];
 
 /// Number of families that are compared on random shapes only.
-const RANDOM_FAMILIES: usize = random_cases::FAMILIES.len();
+const RANDOM_FAMILY_COUNT: usize = random_cases::RANDOM_CASE_FAMILIES.len();
 /// The names of the families of operations that [`compare_family_with_cpu`] compares.
-pub const FAMILY_NAMES: [&str; RANDOM_FAMILIES + 2] = {
-    let mut names = [""; RANDOM_FAMILIES + 2];
+pub const FAMILY_NAMES: [&str; RANDOM_FAMILY_COUNT + 2] = {
+    let mut names = [""; RANDOM_FAMILY_COUNT + 2];
     let mut i = 0;
-    while i < RANDOM_FAMILIES {
-        names[i] = random_cases::FAMILIES[i].0;
+    while i < RANDOM_FAMILY_COUNT {
+        names[i] = random_cases::RANDOM_CASE_FAMILIES[i].0;
         i += 1;
     }
-    names[RANDOM_FAMILIES] = "boundary shapes";
-    names[RANDOM_FAMILIES + 1] = "fp8 matmul";
+    names[RANDOM_FAMILY_COUNT] = "boundary shapes";
+    names[RANDOM_FAMILY_COUNT + 1] = "fp8 matmul";
     names
 };
 /// The name of the family that [`compare_cudnn_attention_with_cpu`] compares.
-pub const CUDNN_ATTENTION: &str = "attention by cuDNN";
+pub const CUDNN_ATTENTION_FAMILY: &str = "attention by cuDNN";
 
 /// Compares every family of operations on the GPU with the CPU, each on `rounds` random shapes and
 /// on shapes that select the kernels' special cases. `seed` determines shapes and values.
@@ -72,13 +72,13 @@ pub fn compare_ops_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -> Vec<Family
 /// Compares one family of operations on the GPU with the CPU. `family` is its position in
 /// [`FAMILY_NAMES`]. Returns `None` if the GPU does not support the operations.
 pub fn compare_family_with_cpu(cuda: &Cuda, family: usize, seed: u64, rounds: usize) -> Option<FamilyReport> {
-    let backends = &Backends { cpu: Cpu::new(1), cuda, runs: &RUN_TOLERANCES };
+    let backends = &Backends { cpu: Cpu::new(1), cuda, runs: &RUN_SETTINGS };
     let name = FAMILY_NAMES[family];
-    if let Some((_, compare)) = random_cases::FAMILIES.get(family) {
+    if let Some((_, compare)) = random_cases::RANDOM_CASE_FAMILIES.get(family) {
         let mut rng = CaseRng::new(seed ^ ((family as u64 + 1) << 32));
         return Some(run_family(cuda, name, (0..rounds).map(|_| compare(backends, &mut rng))));
     }
-    if family == RANDOM_FAMILIES {
+    if family == RANDOM_FAMILY_COUNT {
         return Some(run_family(cuda, name, fixed_cases::compare_fixed_cases(backends)));
     }
     let mut rng = CaseRng::new(seed ^ (99 << 32));
@@ -88,7 +88,7 @@ pub fn compare_family_with_cpu(cuda: &Cuda, family: usize, seed: u64, rounds: us
 }
 
 /// The names of the realistic shapes that [`compare_realistic_shape_with_cpu`] compares.
-pub const REALISTIC_SHAPES: &[&str] = &realistic_cases::NAMES;
+pub const REALISTIC_SHAPE_NAMES: &[&str] = &realistic_cases::REALISTIC_CASE_NAMES;
 
 /// Compares operations on a shape of real models, in bf16, with the CPU, which computes on
 /// `threads` threads. `shape` is its position in [`REALISTIC_SHAPES`]. Sizes are divided by
@@ -99,21 +99,21 @@ pub fn compare_realistic_shape_with_cpu(
     divisor: usize,
     threads: usize,
 ) -> Option<FamilyReport> {
-    let backends = Backends { cpu: Cpu::new(threads), cuda, runs: &RUN_TOLERANCES[..1] };
-    let compare = || realistic_cases::compare_case(&backends, shape, divisor);
+    let backends = Backends { cpu: Cpu::new(threads), cuda, runs: &RUN_SETTINGS[..1] };
+    let compare = || realistic_cases::compare_realistic_case(&backends, shape, divisor);
     let mut is_supported = true;
     let results = std::iter::once_with(compare).filter_map(|result| {
         is_supported = result.is_some();
         result
     });
-    let report = run_family(cuda, REALISTIC_SHAPES[shape], results);
+    let report = run_family(cuda, REALISTIC_SHAPE_NAMES[shape], results);
     is_supported.then_some(report)
 }
 
 /// Compares attention by cuDNN ([`Cuda::set_attention_backend`]) with attention on the CPU, on
 /// `rounds` random shapes, on shapes of usual models, and with sliding windows.
 pub fn compare_cudnn_attention_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -> FamilyReport {
-    let types = [RUN_TOLERANCES[0], (Dtype::Bf16, 8, RUN_TOLERANCES[0].2)];
+    let types = [RUN_SETTINGS[0], (Dtype::Bf16, 8, RUN_SETTINGS[0].2)];
     let backends = Backends { cpu: Cpu::new(1), cuda, runs: &types };
     let mut rng = CaseRng::new(seed ^ (77 << 32));
     let mut shapes: Vec<(usize, AttentionShape)> = (0..rounds)
@@ -139,7 +139,7 @@ pub fn compare_cudnn_attention_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -
     let cases = shapes.into_iter().enumerate();
     run_family(
         cuda,
-        CUDNN_ATTENTION,
+        CUDNN_ATTENTION_FAMILY,
         cases.map(|(i, (window, shape))| {
             cases::compare_windowed_attention(&backends, i as u64, window, shape)
         }),

@@ -5,12 +5,12 @@ use crate::ops::{AttentionShape, ClassifierShape};
 
 /// Function that compares a family of ops on the GPU with the CPU for one random shape, and returns
 /// the errors.
-type RandomCase = fn(&Backends, &mut CaseRng) -> CaseResult;
+type RandomCaseFn = fn(&Backends, &mut CaseRng) -> CaseResult;
 
 /// The families of ops whose results on a GPU are compared with those on the CPU: the name of each
 /// family, and the function that compares a random case. The position of a family contributes to
 /// the seed of its shapes and values.
-pub(super) const FAMILIES: [(&str, RandomCase); 9] = [
+pub(super) const RANDOM_CASE_FAMILIES: [(&str, RandomCaseFn); 9] = [
     ("matmul", compare_random_matmuls),
     ("norms, bias", compare_random_norms),
     ("norms of heads, RoPE", compare_random_head_norm_and_rope),
@@ -24,26 +24,26 @@ pub(super) const FAMILIES: [(&str, RandomCase); 9] = [
 
 /// Compares the matmuls of a random shape on the GPU with the CPU as the reference.
 fn compare_random_matmuls(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
-    let (seed, [m, n, k]) = rng.draw_case([40, 40, 40]);
+    let (seed, [m, n, k]) = rng.draw_seed_and_dims([40, 40, 40]);
     cases::compare_matmuls(backends, seed, m, n, k)
 }
 
 /// Compares RMSNorm, LayerNorm and bias of a random shape on the GPU with the CPU as the reference.
 fn compare_random_norms(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
-    let (seed, [m, d]) = rng.draw_case([150, 90]);
+    let (seed, [m, d]) = rng.draw_seed_and_dims([150, 90]);
     cases::compare_norms(backends, seed, m, d)
 }
 
 /// Compares RMSNorm of each attention head and rotary position embeddings of a random shape on the
 /// GPU with the CPU as the reference.
 fn compare_random_head_norm_and_rope(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
-    let (seed, [rows, heads, head_dim, b]) = rng.draw_case([40, 5, 40, 3]);
+    let (seed, [rows, heads, head_dim, b]) = rng.draw_seed_and_dims([40, 5, 40, 3]);
     cases::compare_head_norm_and_rope(backends, seed, rows, heads, head_dim, b)
 }
 
 /// Compares SwiGLU, GeGLU and GELU of a random shape on the GPU with the CPU as the reference.
 fn compare_random_activations(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
-    let (seed, [m, f]) = rng.draw_case([20, 300]);
+    let (seed, [m, f]) = rng.draw_seed_and_dims([20, 300]);
     cases::compare_activations(backends, seed, m, f)
 }
 
@@ -68,7 +68,7 @@ fn compare_random_attention(backends: &Backends, rng: &mut CaseRng) -> CaseResul
 /// CPU as the reference. Some shapes also use softcap.
 fn compare_random_classifier(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let softcap = (rng.draw_below(2) == 0).then_some(3.0);
-    let (seed, [m, d, v]) = rng.draw_case([40, 40, 200]);
+    let (seed, [m, d, v]) = rng.draw_seed_and_dims([40, 40, 200]);
     cases::compare_classifier(backends, seed, ClassifierShape { m, d, v, softcap })
 }
 
@@ -76,29 +76,29 @@ fn compare_random_classifier(backends: &Backends, rng: &mut CaseRng) -> CaseResu
 /// shapes on the GPU with the CPU as the reference.
 fn compare_random_expert_ops(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let count = rng.draw_in_range(1, 70);
-    let (seed, [m, per_token, d]) = rng.draw_case([30, 5, 50]);
+    let (seed, [m, per_token, d]) = rng.draw_seed_and_dims([30, 5, 50]);
     let mut errors = expert_cases::compare_expert_ops(backends, seed, m, count, per_token.min(count), d)?;
     let sizes: Vec<usize> = (0..rng.draw_in_range(1, 5)).map(|_| rng.draw_below(9)).collect();
-    let (seed, [n, k]) = rng.draw_case([30, 30]);
+    let (seed, [n, k]) = rng.draw_seed_and_dims([30, 30]);
     errors += expert_cases::compare_grouped_matmul(backends, seed, &sizes, n, k)?;
     Ok(errors)
 }
 
 /// Compares the token embedding of a random shape on the GPU with the CPU as the reference.
 fn compare_random_embedding(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
-    let (seed, [m, d, v]) = rng.draw_case([120, 70, 50]);
+    let (seed, [m, d, v]) = rng.draw_seed_and_dims([120, 70, 50]);
     cases::compare_embedding(backends, seed, m, d, v)
 }
 
 /// Compares elementwise ops and optimizers on vectors of a random length on the GPU with the CPU as
 /// the reference.
 fn compare_random_vectors_and_optimizers(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
-    let (seed, [n]) = rng.draw_case([9000]);
+    let (seed, [n]) = rng.draw_seed_and_dims([9000]);
     cases::compare_vectors_and_optimizers(backends, seed, n)
 }
 
 /// Compares the fp8 matmuls of a random shape on the GPU with the CPU as the reference.
 pub(super) fn compare_random_fp8_matmuls(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
-    let (seed, [m, n, k]) = rng.draw_case([70, 4, 50]);
+    let (seed, [m, n, k]) = rng.draw_seed_and_dims([70, 4, 50]);
     fp8_cases::compare_matmuls(backends, seed, m, 16 * n, k)
 }

@@ -12,7 +12,7 @@ use crate::{Buf, Cuda, Dtype};
 
 /// The names of the shapes of real models on which the GPU is compared with the CPU. The number of
 /// a case is its position.
-pub(super) const NAMES: [&str; 13] = [
+pub(super) const REALISTIC_CASE_NAMES: [&str; 13] = [
     "matmul 4096 × 2048 × 2048",
     "norms 4096 × 4096",
     "norms of heads, RoPE 2048 × 32 × 128",
@@ -31,7 +31,7 @@ pub(super) const NAMES: [&str; 13] = [
 /// Compares the operations of the realistic shape with index `number` in [`NAMES`] on the GPU with
 /// the CPU. Sizes are divided by `divisor`, which is above 1 for slow GPUs. Returns `None` if the
 /// GPU does not support the operations.
-pub(super) fn compare_case(backends: &Backends, number: usize, divisor: usize) -> Option<CaseResult> {
+pub(super) fn compare_realistic_case(backends: &Backends, number: usize, divisor: usize) -> Option<CaseResult> {
     // multiples of 16, which fp8 and the kernels for aligned rows require
     let size = |n: usize| (n / divisor).next_multiple_of(16);
     let attention = |heads, kv_heads, head_dim| AttentionShape::new(1, size(2048), heads, kv_heads, head_dim);
@@ -144,7 +144,7 @@ fn compare_tails<const N: usize>(
     run(&backends.cpu, cpu.each_mut(), TAIL_ROWS);
     let mut gpu = Vec::with_capacity(N);
     for (tensor, tail) in tensors.iter().zip(&tails) {
-        gpu.push(OffsetBuf::aligned(fill_tail(backends.cuda, tensor, rows, tail)?));
+        gpu.push(OffsetBuf::aligned(alloc_tensor_with_tail(backends.cuda, tensor, rows, tail)?));
     }
     let mut gpu: [OffsetBuf; N] = gpu.try_into().unwrap_or_else(|_| unreachable!("one buffer per tensor"));
     run(backends.cuda, gpu.each_mut(), rows);
@@ -153,7 +153,7 @@ fn compare_tails<const N: usize>(
     for (i, (expected, actual)) in cpu.iter().zip(&gpu).enumerate() {
         let (tail, len) = (tails[i].len(), actual.view().len());
         let values = backends.copy_to_host_as_f32(actual.view().slice(len - tail..len));
-        let error = compute_relative_error(&values, expected.view().host());
+        let error = compute_relative_error(&values, expected.view().host_slice());
         let dtype = tensors[i].dtype;
         let (errors, tolerance) = match dtype {
             Dtype::F32 => (&mut errors.f32, 1e-5),
@@ -178,7 +178,7 @@ fn compare_tails<const N: usize>(
 
 /// Allocates a tensor of `rows` rows of zeros in GPU memory, and writes the values `tail` to its
 /// end.
-fn fill_tail(
+fn alloc_tensor_with_tail(
     cuda: &Cuda,
     tensor: &LargeTensor,
     rows: usize,

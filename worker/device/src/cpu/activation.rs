@@ -22,7 +22,7 @@ enum Activation {
 impl Activation {
     /// Returns the cost of computing this function for one element, as a multiple of the cost of
     /// copying an element.
-    fn cost(self) -> usize {
+    fn relative_cost(self) -> usize {
         match self {
             Activation::Silu => 4,
             Activation::Gelu => 8,
@@ -51,7 +51,7 @@ impl ActivationOps for Cpu {
         let len = y.len();
         expect_lens("gelu_forward", [("x", x.len(), len)]);
         let x = InputElements::from(x);
-        self.write_rows(len, Activation::Gelu.cost(), self.overwritten_rows(y, 1), |range, mut y| {
+        self.run_over_output_rows(len, Activation::Gelu.relative_cost(), self.as_rows_to_overwrite(y, 1), |range, mut y| {
             gelu(self.instruction_set, &mut y, &x.to_f32(self, range));
         });
     }
@@ -60,8 +60,8 @@ impl ActivationOps for Cpu {
         let len = dx.len();
         expect_lens("gelu_backward", [("dy", dy.len(), len), ("x", x.len(), len)]);
         let x = InputElements::from(x);
-        let outputs = (self.overwritten_rows(dx, 1), self.updated_rows(dy, 1));
-        self.write_rows(len, Activation::Gelu.cost(), outputs, |range, (mut dx, mut dy)| {
+        let outputs = (self.as_rows_to_overwrite(dx, 1), self.as_rows_to_update(dy, 1));
+        self.run_over_output_rows(len, Activation::Gelu.relative_cost(), outputs, |range, (mut dx, mut dy)| {
             gelu_gradient(self.instruction_set, &mut dx, &mut dy, &x.to_f32(self, range));
         });
     }
@@ -71,7 +71,7 @@ impl ActivationOps for Cpu {
 fn gated_forward(cpu: &Cpu, op: &str, activation: Activation, y: ViewMut, gate_up: View, [m, f]: [usize; 2]) {
     expect_lens(op, [("y", y.len(), m * f), ("gate_up", gate_up.len(), m * 2 * f)]);
     let gate_up = InputElements::from(gate_up);
-    cpu.write_rows(m, activation.cost() * f, cpu.overwritten_rows(y, f), |rows, mut y| {
+    cpu.run_over_output_rows(m, activation.relative_cost() * f, cpu.as_rows_to_overwrite(y, f), |rows, mut y| {
         let gate_up = gate_up.rows_to_f32(cpu, &rows, 2 * f);
         activate_gates(cpu.instruction_set, activation, &mut y, &gate_up, f);
     });
@@ -93,8 +93,8 @@ fn gated_backward(
         [("dgate_up", dgate_up.len(), pairs), ("dy", dy.len(), m * f), ("gate_up", gate_up.len(), pairs)];
     expect_lens(op, lens);
     let gate_up = InputElements::from(gate_up);
-    let outputs = (cpu.overwritten_rows(dgate_up, 2 * f), cpu.updated_rows(dy, f));
-    cpu.write_rows(m, activation.cost() * f, outputs, |rows, (mut dgate_up, mut dy)| {
+    let outputs = (cpu.as_rows_to_overwrite(dgate_up, 2 * f), cpu.as_rows_to_update(dy, f));
+    cpu.run_over_output_rows(m, activation.relative_cost() * f, outputs, |rows, (mut dgate_up, mut dy)| {
         let gate_up = gate_up.rows_to_f32(cpu, &rows, 2 * f);
         differentiate_gates(cpu.instruction_set, activation, &mut dgate_up, &mut dy, &gate_up, f);
     });

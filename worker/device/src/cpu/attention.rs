@@ -27,12 +27,12 @@ impl AttentionOps for Cpu {
     fn attention_forward(&self, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], shape: AttentionShape) {
         let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
         let g = AttentionLayout::new("attention_forward", o.len(), lse.len(), qkv.len(), starts, shape);
-        let (o, lse, qkv) = (self.as_output(o), DisjointSlices::new(lse.host()), InputElements::from(qkv));
+        let (o, lse, qkv) = (self.as_output(o), DisjointSlices::new(lse.host_slice_mut()), InputElements::from(qkv));
         let per_head = g.key_tile_count() * KEY_TILE * (head_dim + g.padded);
-        let mut packed_kv = self.scratch.take(b * kv_heads * per_head);
+        let mut packed_kv = self.scratch.borrow_buf(b * kv_heads * per_head);
         let packed_kv = &mut packed_kv[..b * kv_heads * per_head];
         let outputs = SliceRows::new(&mut *packed_kv, per_head);
-        self.write_each_row(b * kv_heads, per_head, outputs, |task, dst| {
+        self.run_over_each_output_row(b * kv_heads, per_head, outputs, |task, dst| {
             pack_keys_and_values(self.instruction_set, dst, qkv, g, task);
         });
         let (tiles, packed_kv) = (t.div_ceil(QUERY_TILE), &*packed_kv);
@@ -42,7 +42,7 @@ impl AttentionOps for Cpu {
             let (seq, h) = (head / heads, head % heads);
             let kv = &packed_kv[(seq * kv_heads + h / g.group) * per_head..][..per_head];
             let query = QueryTile { g, seq, h, rows: tile * QUERY_TILE..((tile + 1) * QUERY_TILE).min(t) };
-            let mut scratch = self.scratch.take(compute_scratch_len(g));
+            let mut scratch = self.scratch.borrow_buf(compute_scratch_len(g));
             attend(self.instruction_set, &o, &lse, query, qkv, starts, kv, &mut scratch);
         });
     }
@@ -60,7 +60,7 @@ impl AttentionOps for Cpu {
         let op = "attention_backward";
         let g = AttentionLayout::new(op, o.len(), lse.len(), qkv.len(), starts, shape);
         expect_lens(op, [("dqkv", dqkv.len(), qkv.len()), ("d_o", d_o.len(), o.len())]);
-        let (d_o, o, lse, qkv) = (d_o.into(), o.into(), lse.host(), qkv.into());
+        let (d_o, o, lse, qkv) = (d_o.into(), o.into(), lse.host_slice(), qkv.into());
         let inputs = AttentionBackwardInputs { d_o, o, lse, qkv, starts };
         differentiate_attention(self, self.as_output(dqkv), inputs, g);
     }

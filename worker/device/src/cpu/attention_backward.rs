@@ -45,7 +45,7 @@ pub(crate) fn differentiate_attention(
     let work = |dqkv: &mut [f32]| {
         let dqkv = DisjointSlices::new(dqkv);
         cpu.pool.run(b * kv_heads, &|task| {
-            let mut scratch = cpu.scratch.take(KeyHeadScratch::total_len(g));
+            let mut scratch = cpu.scratch.borrow_buf(KeyHeadScratch::total_len(g));
             let (seq, kv) = (task / kv_heads, task % kv_heads);
             differentiate_key_head(cpu.instruction_set, &dqkv, inputs, g, seq, kv, &mut scratch);
         });
@@ -140,7 +140,7 @@ fn differentiate_key_head_simd<S: Simd>(
         unsafe { dqkv.slice_mut(first..first + g.group * head_dim) }.fill(0.0);
     }
     for k0 in (0..t).step_by(KEY_TILE) {
-        task.load_keys(s, &mut tiles, k0);
+        task.load_keys_and_values(s, &mut tiles, k0);
         tiles.dk.fill(0.0);
         tiles.dv.fill(0.0);
         for h in kv * g.group..(kv + 1) * g.group {
@@ -151,7 +151,7 @@ fn differentiate_key_head_simd<S: Simd>(
                     continue;
                 }
                 let pair = TilePair { h, q0, rows, k0, starts };
-                task.load_queries(s, &mut tiles, &pair);
+                task.load_queries_and_output_gradients(s, &mut tiles, &pair);
                 task.compute_probabilities(s, &mut tiles, &pair);
                 task.compute_gradients(s, &mut tiles, &pair);
                 // SAFETY: as above.
@@ -261,7 +261,7 @@ impl KeyHeadTask<'_> {
 
     /// Copies the tile of keys and values whose first key is `k0` to the scratch matrices.
     #[inline(always)]
-    fn load_keys<S: Simd>(&self, s: S, tiles: &mut KeyHeadScratch, k0: usize) {
+    fn load_keys_and_values<S: Simd>(&self, s: S, tiles: &mut KeyHeadScratch, k0: usize) {
         let g = self.g;
         let keys = HeadSlice {
             data: self.inputs.qkv,
@@ -278,7 +278,7 @@ impl KeyHeadTask<'_> {
 
     /// Copies a tile of queries, and the gradients of their outputs, to the scratch matrices.
     #[inline(always)]
-    fn load_queries<S: Simd>(&self, s: S, tiles: &mut KeyHeadScratch, pair: &TilePair) {
+    fn load_queries_and_output_gradients<S: Simd>(&self, s: S, tiles: &mut KeyHeadScratch, pair: &TilePair) {
         let g = self.g;
         let height = pair.rows.next_multiple_of(S::TILE_ROWS);
         let queries = HeadSlice {

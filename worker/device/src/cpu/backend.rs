@@ -51,7 +51,7 @@ impl Cpu {
 
     /// Returns the bytes of scratch memory that the backend has allocated, in use or free.
     pub fn scratch_bytes(&self) -> usize {
-        self.scratch.bytes()
+        self.scratch.total_bytes()
     }
 
     /// Runs `work` on ranges of `0..rows` in parallel, and returns when all rows are done.

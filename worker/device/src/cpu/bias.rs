@@ -17,7 +17,7 @@ impl BiasOps for Cpu {
     fn bias_backward(&self, dbias: ViewMut, dy: View, m: usize, n: usize) {
         expect_lens("bias_backward", [("dbias", dbias.len(), n), ("dy", dy.len(), m * n)]);
         let dy = InputElements::from(dy);
-        self.write_and_sum_rows(m, (), [dbias.host()], |rows, (), sum| {
+        self.run_over_rows_and_sum(m, (), [dbias.host_slice_mut()], |rows, (), sum| {
             accumulate_rows(self.instruction_set, sum, &dy.rows_to_f32(self, &rows, n));
         });
     }
@@ -27,7 +27,7 @@ impl BiasOps for Cpu {
 pub(crate) fn add_bias_to_rows(cpu: &Cpu, y: ViewMut, bias: &[f32]) {
     let n = bias.len();
     let rows = y.len().checked_div(n).unwrap_or(0);
-    cpu.write_rows(rows, n, cpu.updated_rows(y, n), |_, mut y| add_bias(cpu.instruction_set, &mut y, bias));
+    cpu.run_over_output_rows(rows, n, cpu.as_rows_to_update(y, n), |_, mut y| add_bias(cpu.instruction_set, &mut y, bias));
 }
 
 multiversion! {

@@ -46,10 +46,10 @@ impl ClassifierOps for Cpu {
     ) {
         let ClassifierShape { m, d, v, .. } = shape;
         shape.check_arguments([loss.len(), x.len(), w.len()], labels, grads.as_ref());
-        let (loss, x, w) = (loss.host(), InputElements::from(x), InputElements::from(w));
+        let (loss, x, w) = (loss.host_slice_mut(), InputElements::from(x), InputElements::from(w));
         let mut grads = grads.map(|ClassifierGrads { dx, dw, dw_write, scale }| ClassifierBackwardOutputs {
             dx: self.as_output(dx),
-            dw: dw.host(),
+            dw: dw.host_slice_mut(),
             dw_write,
             scale,
         });
@@ -59,8 +59,8 @@ impl ClassifierOps for Cpu {
             g.dw.fill(0.0);
         }
         let rows = choose_classifier_chunk_rows(m, v);
-        let mut logits = self.scratch.take(rows * v);
-        let mut statistics = self.scratch.take(rows * LogitStatistics::FLOATS);
+        let mut logits = self.scratch.borrow_buf(rows * v);
+        let mut statistics = self.scratch.borrow_buf(rows * LogitStatistics::FLOAT_COUNT);
         for start in (0..m).step_by(rows.max(1)) {
             let rows = start..(start + rows).min(m);
             let shape = ClassifierShape { m: rows.len(), ..shape };
@@ -68,7 +68,7 @@ impl ClassifierOps for Cpu {
             let chunk = ClassifierChunk { cpu: self, x, w, labels, shape };
             let logits = &mut logits[..rows.len() * v];
             let statistics: &mut [LogitStatistics] =
-                bytemuck::cast_slice_mut(&mut statistics[..rows.len() * LogitStatistics::FLOATS]);
+                bytemuck::cast_slice_mut(&mut statistics[..rows.len() * LogitStatistics::FLOAT_COUNT]);
             chunk.forward(logits, statistics);
             for ((loss, statistics), &label) in loss[rows.clone()].iter_mut().zip(&*statistics).zip(labels) {
                 *loss = if label == IGNORE_LABEL { 0.0 } else { statistics.compute_loss() };
@@ -104,7 +104,7 @@ struct LogitStatistics {
 
 impl LogitStatistics {
     /// Size of a row's statistics, in `f32` elements.
-    const FLOATS: usize = size_of::<Self>() / size_of::<f32>();
+    const FLOAT_COUNT: usize = size_of::<Self>() / size_of::<f32>();
     /// The statistics of a row of logits before the first logit is added.
     const EMPTY: Self = LogitStatistics { max: f64::NEG_INFINITY, total: 0.0, label_logit: 0.0 };
 
@@ -146,7 +146,7 @@ impl ClassifierChunk<'_> {
             let shape = MatmulShape { m, n: block.len(), k: d, ldc: v, write: WriteMode::Overwrite };
             matmul_f32(self.cpu, &mut logits[block.start..], a, b, shape);
             let outputs = (SliceRows::new(&mut *statistics, 1), SliceRows::new(&mut *logits, v));
-            self.cpu.write_each_row(m, 4 * block.len(), outputs, |row, (statistics, logits)| {
+            self.cpu.run_over_each_output_row(m, 4 * block.len(), outputs, |row, (statistics, logits)| {
                 let (statistics, logits) = (&mut statistics[0], &mut logits[block.clone()]);
                 if let Some(cap) = self.shape.softcap {
                     cap_logits(self.cpu.instruction_set, logits, cap);
@@ -216,7 +216,7 @@ impl ClassifierChunk<'_> {
     ) {
         let cost = 4 * block.len();
         let outputs = SliceRows::new(logits, self.shape.v);
-        self.cpu.write_each_row(self.shape.m, cost, outputs, |row, logits| {
+        self.cpu.run_over_each_output_row(self.shape.m, cost, outputs, |row, logits| {
             let logits = &mut logits[block.clone()];
             if self.labels[row] == IGNORE_LABEL {
                 return logits.fill(0.0);

@@ -165,10 +165,10 @@ macro_rules! with_elements {
 pub(crate) use with_elements;
 
 multiversion! {
-    fn widen = widen_slice(format: HalfFormat, to: &mut [f32], from: &[u16])
+    fn widen_to_f32 = widen_slice(format: HalfFormat, to: &mut [f32], from: &[u16])
 }
 multiversion! {
-    fn round = round_slice(format: HalfFormat, to: &mut [u16], from: &[f32])
+    fn round_to_half = round_slice(format: HalfFormat, to: &mut [u16], from: &[f32])
 }
 
 /// Converts the 16-bit numbers of `from` to `f32` and writes them to `to`. The conversion is exact.
@@ -202,7 +202,7 @@ pub(crate) enum InputElements<'a> {
 impl<'a> From<View<'a>> for InputElements<'a> {
     fn from(v: View<'a>) -> Self {
         match v.dtype() {
-            Dtype::F32 => InputElements::F32(v.host()),
+            Dtype::F32 => InputElements::F32(v.host_slice()),
             Dtype::Bf16 => InputElements::Half(HalfFormat::Bf16, v.half_bits()),
             Dtype::F16 => InputElements::Half(HalfFormat::F16, v.half_bits()),
         }
@@ -233,8 +233,8 @@ impl<'a> InputElements<'a> {
         match self.slice(r) {
             InputElements::F32(x) => F32Input::Borrowed(x),
             InputElements::Half(format, x) => {
-                let mut wide = cpu.scratch.take(x.len());
-                widen(cpu.instruction_set, format, &mut wide[..x.len()], x);
+                let mut wide = cpu.scratch.borrow_buf(x.len());
+                widen_to_f32(cpu.instruction_set, format, &mut wide[..x.len()], x);
                 F32Input::Converted(wide, x.len())
             }
         }
@@ -255,7 +255,7 @@ impl<'a> InputElements<'a> {
     pub(crate) fn copy_to_f32(self, cpu: &Cpu, to: &mut [f32]) {
         match self {
             InputElements::F32(x) => to.copy_from_slice(x),
-            InputElements::Half(format, x) => widen(cpu.instruction_set, format, to, x),
+            InputElements::Half(format, x) => widen_to_f32(cpu.instruction_set, format, to, x),
         }
     }
 
@@ -324,7 +324,7 @@ impl<'a> OutputElements<'a> {
     pub(crate) fn new(cpu: &'a Cpu, v: ViewMut<'a>) -> Self {
         let len = v.len();
         let elements = match v.dtype() {
-            Dtype::F32 => OutputSlices::F32(DisjointSlices::new(v.host()), len),
+            Dtype::F32 => OutputSlices::F32(DisjointSlices::new(v.host_slice_mut()), len),
             Dtype::Bf16 => OutputSlices::Half(HalfFormat::Bf16, DisjointSlices::new(v.half_bits()), len),
             Dtype::F16 => OutputSlices::Half(HalfFormat::F16, DisjointSlices::new(v.half_bits()), len),
         };
@@ -357,9 +357,9 @@ impl<'a> OutputElements<'a> {
             OutputSlices::Half(format, x, _) => {
                 // SAFETY: guaranteed by the caller.
                 let to = unsafe { x.slice_mut(r) };
-                let mut wide = self.cpu.scratch.take(to.len());
+                let mut wide = self.cpu.scratch.borrow_buf(to.len());
                 if prior == PriorContents::Read {
-                    widen(self.cpu.instruction_set, *format, &mut wide[..to.len()], to);
+                    widen_to_f32(self.cpu.instruction_set, *format, &mut wide[..to.len()], to);
                 }
                 F32Output::Converted { instruction_set: self.cpu.instruction_set, format: *format, wide, to }
             }
@@ -385,7 +385,7 @@ impl<'a> OutputElements<'a> {
             // SAFETY: guaranteed by the caller.
             OutputSlices::F32(x, _) => work(unsafe { x.slice_mut(r) }),
             OutputSlices::Half(format, x, _) => {
-                let mut wide = cpu.scratch.take(r.len());
+                let mut wide = cpu.scratch.borrow_buf(r.len());
                 let wide = &mut wide[..r.len()];
                 // SAFETY: as above.
                 let to = unsafe { x.slice_mut(r) };
@@ -396,7 +396,7 @@ impl<'a> OutputElements<'a> {
                 let (to, from, format) = (DisjointSlices::new(to), &*wide, *format);
                 cpu.run_over_rows(from.len(), 1, |r| {
                     // SAFETY: each task writes a different range.
-                    round(cpu.instruction_set, format, unsafe { to.slice_mut(r.clone()) }, &from[r]);
+                    round_to_half(cpu.instruction_set, format, unsafe { to.slice_mut(r.clone()) }, &from[r]);
                 });
             }
         }
@@ -436,8 +436,8 @@ impl F32Output<'_> {
     /// is dropped. The task then continues with the rounded values.
     pub(crate) fn round_now(&mut self) {
         if let F32Output::Converted { instruction_set, format, wide, to } = self {
-            round(*instruction_set, *format, to, &wide[..to.len()]);
-            widen(*instruction_set, *format, &mut wide[..to.len()], to);
+            round_to_half(*instruction_set, *format, to, &wide[..to.len()]);
+            widen_to_f32(*instruction_set, *format, &mut wide[..to.len()], to);
         }
     }
 }
@@ -445,7 +445,7 @@ impl F32Output<'_> {
 impl Drop for F32Output<'_> {
     fn drop(&mut self) {
         if let F32Output::Converted { instruction_set, format, wide, to } = self {
-            round(*instruction_set, *format, to, &wide[..to.len()]);
+            round_to_half(*instruction_set, *format, to, &wide[..to.len()]);
         }
     }
 }
@@ -577,9 +577,9 @@ mod tests {
             let expected: Vec<u16> = x.iter().map(scalar).collect();
             for instruction_set in InstructionSet::list_available() {
                 let (mut rounded, mut wide) = (vec![0u16; x.len()], vec![0f32; x.len()]);
-                round(instruction_set, format, &mut rounded, &x);
+                round_to_half(instruction_set, format, &mut rounded, &x);
                 assert!(rounded == expected, "{format:?} {}", instruction_set.name());
-                widen(instruction_set, format, &mut wide, &rounded);
+                widen_to_f32(instruction_set, format, &mut wide, &rounded);
                 let widened = InputElements::Half(format, &rounded);
                 assert!((0..x.len()).all(|i| wide[i].to_bits() == widened.get(i).to_bits()), "{format:?}");
             }

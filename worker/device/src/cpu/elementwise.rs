@@ -14,7 +14,7 @@ impl VectorOps for Cpu {
         let len = y.len();
         expect_lens("cast", [("x", x.len(), len)]);
         let x = InputElements::from(x);
-        self.write_rows(len, 1, self.overwritten_rows(y, 1), |range, mut y| {
+        self.run_over_output_rows(len, 1, self.as_rows_to_overwrite(y, 1), |range, mut y| {
             y.copy_from_slice(&x.to_f32(self, range));
         });
     }
@@ -23,8 +23,8 @@ impl VectorOps for Cpu {
         rounding.check(&y);
         let len = y.len();
         expect_lens("round_stochastically", [("x", x.len(), len)]);
-        let x = x.host();
-        self.write_rows(len, 1, SliceRows::new(y.half_bits(), 1), |r, y| {
+        let x = x.host_slice();
+        self.run_over_output_rows(len, 1, SliceRows::new(y.half_bits(), 1), |r, y| {
             let first_element = rounding.first_element + r.start as u64;
             let rounding = StochasticRounding { first_element, ..*rounding };
             round_range(self.instruction_set, y, &x[r], rounding);
@@ -42,19 +42,19 @@ impl VectorOps for Cpu {
     }
 
     fn add_scalar(&self, y: ViewMut, s: f32) {
-        self.update_elements(y.host().into(), |_, y| y.iter_mut().for_each(|y| *y += s));
+        self.update_elements(y.host_slice_mut().into(), |_, y| y.iter_mut().for_each(|y| *y += s));
     }
 
     fn axpby(&self, y: ViewMut, a: f32, x: View, b: f32) {
         expect_lens("axpby", [("x", x.len(), y.len())]);
-        let x = x.host();
-        self.update_elements(y.host().into(), |r, y| {
+        let x = x.host_slice();
+        self.update_elements(y.host_slice_mut().into(), |r, y| {
             y.iter_mut().zip(&x[r]).for_each(|(y, x)| *y = a * *y + b * x);
         });
     }
 
     fn softcap(&self, y: ViewMut, cap: f32) {
-        self.update_elements(y.host().into(), |_, y| {
+        self.update_elements(y.host_slice_mut().into(), |_, y| {
             y.iter_mut().for_each(|y| *y = cap * libm::tanhf(*y / cap));
         });
     }
@@ -62,8 +62,8 @@ impl VectorOps for Cpu {
     fn transpose(&self, y: ViewMut, x: View, rows: usize, columns: usize) {
         let len = rows * columns;
         expect_lens("transpose", [("x", x.len(), len), ("y", y.len(), len)]);
-        let x = x.host();
-        self.write_each_row(columns, rows, SliceRows::new(y.host(), rows), |column, row| {
+        let x = x.host_slice();
+        self.run_over_each_output_row(columns, rows, SliceRows::new(y.host_slice_mut(), rows), |column, row| {
             row.iter_mut().enumerate().for_each(|(i, y)| *y = x[i * columns + column]);
         });
     }
@@ -97,16 +97,16 @@ impl VectorOps for Cpu {
 
     /// Returns the sum of squares of `x`, added in the order of the elements on the calling thread.
     fn sum_squares(&self, x: View) -> f64 {
-        x.host().iter().map(|v| f64::from(*v).powi(2)).sum()
+        x.host_slice().iter().map(|v| f64::from(*v).powi(2)).sum()
     }
 
     fn sum_squares_by_block(&self, out: &mut [f64], x: View) {
         let blocks = x.len().div_ceil(NORM_BLOCK_LEN);
         expect_lens("sum_squares_by_block", [("out", out.len(), blocks)]);
-        let x = x.host();
-        self.write_rows(blocks, NORM_BLOCK_LEN, SliceRows::new(out, 1), |range, out| {
+        let x = x.host_slice();
+        self.run_over_output_rows(blocks, NORM_BLOCK_LEN, SliceRows::new(out, 1), |range, out| {
             for (out, block) in out.iter_mut().zip(x.chunks(NORM_BLOCK_LEN).skip(range.start)) {
-                *out = sum_block(self.instruction_set, block);
+                *out = sum_squares_of_block(self.instruction_set, block);
             }
         });
     }
@@ -119,7 +119,7 @@ multiversion! {
     fn scale_slice = scale_vectors(y: &mut [f32], factor: f32)
 }
 multiversion! {
-    fn sum_block = sum_block_simd(x: &[f32]) -> f64
+    fn sum_squares_of_block = sum_squares_of_block_simd(x: &[f32]) -> f64
 }
 
 /// Adds `x` to `y` elementwise: `y += x`, on the calling thread.
@@ -142,7 +142,7 @@ fn scale_vectors<S: Simd>(s: S, y: &mut [f32], factor: f32) {
 /// lanes are added in the order of [`Simd::sum`]. Squares are exact, because the square of an `f32`
 /// is representable in `f64`.
 #[inline(always)]
-fn sum_block_simd<S: Simd>(_: S, x: &[f32]) -> f64 {
+fn sum_squares_of_block_simd<S: Simd>(_: S, x: &[f32]) -> f64 {
     let mut lanes = [0.0f64; LANES];
     let mut chunks = x.chunks_exact(LANES);
     for chunk in &mut chunks {

@@ -8,7 +8,7 @@ use crate::buffer::{View, ViewMut};
 use crate::ops::{EmbeddingOps, expect_lens};
 
 /// Number of columns of the embedding's gradient that one task of the backward pass sums.
-const TASK_COLUMNS: usize = 128;
+const COLUMNS_PER_TASK: usize = 128;
 
 impl EmbeddingOps for Cpu {
     fn embedding_forward(&self, x: ViewMut, w: View, tokens: &[u32], d: usize) {
@@ -19,10 +19,10 @@ impl EmbeddingOps for Cpu {
     /// sums some columns over all tokens, so every element is summed in the order of the tokens.
     fn embedding_backward(&self, dw: ViewMut, dx: View, tokens: &[u32], d: usize) {
         expect_lens("embedding_backward", [("dx", dx.len(), tokens.len() * d)]);
-        let (dw, dx) = (DisjointSlices::new(dw.host()), InputElements::from(dx));
-        self.pool.run(d.div_ceil(TASK_COLUMNS), &|task| {
-            let columns = task * TASK_COLUMNS..((task + 1) * TASK_COLUMNS).min(d);
-            let mut columns_dx = [0.0; TASK_COLUMNS];
+        let (dw, dx) = (DisjointSlices::new(dw.host_slice_mut()), InputElements::from(dx));
+        self.pool.run(d.div_ceil(COLUMNS_PER_TASK), &|task| {
+            let columns = task * COLUMNS_PER_TASK..((task + 1) * COLUMNS_PER_TASK).min(d);
+            let mut columns_dx = [0.0; COLUMNS_PER_TASK];
             let columns_dx = &mut columns_dx[..columns.len()];
             for (i, &token) in tokens.iter().enumerate() {
                 dx.slice(i * d + columns.start..i * d + columns.end).copy_to_f32(self, columns_dx);

@@ -26,10 +26,10 @@ impl RowOps for Cpu {
         let (op, terms) = ("combine_rows", row_indices.len());
         let per_row = terms.checked_div(m).unwrap_or(0);
         expect_lens(op, [("y", y.len(), m * d), ("row_indices", terms, m * per_row)]);
-        let weights = weights.map(View::host);
+        let weights = weights.map(View::host_slice);
         expect_lens(op, [("weights", weights.map_or(terms, <[f32]>::len), terms)]);
         let sum = WeightedRowSum { x: x.into(), weights, row_indices, d, write };
-        self.write_each_row(m, d * per_row.max(1), self.written_rows(y, d, write), |row, mut y| {
+        self.run_over_each_output_row(m, d * per_row.max(1), self.as_output_rows(y, d, write), |row, mut y| {
             sum_selected_rows(self.instruction_set, &mut y, row * per_row..(row + 1) * per_row, sum);
         });
     }
@@ -38,7 +38,7 @@ impl RowOps for Cpu {
         let rows = out.len();
         expect_lens("dot_rows", [("a", a.len(), rows * d), ("b", b.len(), rows * d)]);
         let (a, b) = (InputElements::from(a), InputElements::from(b));
-        self.write_rows(rows, d, SliceRows::new(out.host(), 1), |rows, out| {
+        self.run_over_output_rows(rows, d, SliceRows::new(out.host_slice_mut(), 1), |rows, out| {
             let (a, b) = (a.rows_to_f32(self, &rows, d), b.rows_to_f32(self, &rows, d));
             for (i, out) in out.iter_mut().enumerate() {
                 *out = dot(self.instruction_set, &a[i * d..][..d], &b[i * d..][..d]);
@@ -48,8 +48,8 @@ impl RowOps for Cpu {
 
     fn scale_rows(&self, x: ViewMut, factors: View, d: usize) {
         expect_lens("scale_rows", [("x", x.len(), factors.len() * d)]);
-        let factors = factors.host();
-        self.write_rows(factors.len(), d, self.updated_rows(x, d), |rows, mut x| {
+        let factors = factors.host_slice();
+        self.run_over_output_rows(factors.len(), d, self.as_rows_to_update(x, d), |rows, mut x| {
             for (x, factor) in x.chunks_exact_mut(d.max(1)).zip(&factors[rows]) {
                 x.iter_mut().for_each(|x| *x *= factor);
             }
@@ -62,7 +62,7 @@ impl RowOps for Cpu {
 pub(super) fn copy_selected_rows(cpu: &Cpu, op: &str, y: ViewMut, x: View, rows: &[u32], d: usize) {
     expect_lens(op, [("y", y.len(), rows.len() * d)]);
     let x = InputElements::from(x);
-    cpu.write_rows(rows.len(), d, cpu.overwritten_rows(y, d), |range, mut y| {
+    cpu.run_over_output_rows(rows.len(), d, cpu.as_rows_to_overwrite(y, d), |range, mut y| {
         for (y, &row) in y.chunks_exact_mut(d.max(1)).zip(&rows[range]) {
             x.slice(row as usize * d..(row as usize + 1) * d).copy_to_f32(cpu, y);
         }

@@ -27,7 +27,7 @@ impl Fp8Ops for Cpu {
         write: WriteMode,
     ) {
         Fp8Operand::check_matmul(c.len(), &a, &b, [m, n, k]);
-        let mut buffers = [m * k, k * n].map(|len| self.scratch.take(len.div_ceil(2)));
+        let mut buffers = [m * k, k * n].map(|len| self.scratch.borrow_buf(len.div_ceil(2)));
         let [buffer_a, buffer_b] = &mut buffers;
         let (rounded_a, rounded_b) = (round_to_fp8(self, buffer_a, a), round_to_fp8(self, buffer_b, b));
         let a = match a.transposed {
@@ -49,7 +49,7 @@ fn round_to_fp8<'a>(cpu: &Cpu, buffer: &'a mut [f32], matrix: Fp8Operand) -> Inp
     let scale = format.compute_scale(find_largest_magnitude(cpu, x));
     let to = &mut bytemuck::cast_slice_mut(buffer)[..x.len()];
     let outputs = SliceRows::new(&mut *to, 1);
-    cpu.write_rows(x.len(), 1, outputs, |range, to| {
+    cpu.run_over_output_rows(x.len(), 1, outputs, |range, to| {
         for (to, x) in to.iter_mut().zip(x.to_f32(cpu, range).iter()) {
             *to = f32_to_bf16(format.decode(format.encode(x / scale)) * scale);
         }
@@ -60,10 +60,10 @@ fn round_to_fp8<'a>(cpu: &Cpu, buffer: &'a mut [f32], matrix: Fp8Operand) -> Inp
 /// Returns the largest magnitude of the finite elements of `x`, or 0 if no element is finite.
 fn find_largest_magnitude(cpu: &Cpu, x: InputElements) -> f32 {
     let tasks = x.len().div_ceil(ELEMENTS_PER_TASK);
-    let mut maxima = cpu.scratch.take(tasks);
+    let mut maxima = cpu.scratch.borrow_buf(tasks);
     let maxima = &mut maxima[..tasks];
     let finite = |x: &f32| if x.is_finite() { x.abs() } else { 0.0 };
-    cpu.write_each_row(tasks, ELEMENTS_PER_TASK, SliceRows::new(&mut *maxima, 1), |task, maximum| {
+    cpu.run_over_each_output_row(tasks, ELEMENTS_PER_TASK, SliceRows::new(&mut *maxima, 1), |task, maximum| {
         let range = task * ELEMENTS_PER_TASK..((task + 1) * ELEMENTS_PER_TASK).min(x.len());
         maximum[0] = x.to_f32(cpu, range).iter().map(finite).fold(0.0, f32::max);
     });

@@ -18,8 +18,8 @@ impl GroupedMatmulOps for Cpu {
         expect_len("grouped_forward", "y", y.len(), x.len() / k * n);
         let (y, x, w) = (self.as_output(y), InputElements::from(x), InputElements::from(w));
         for_each_group(self, groups, |g| {
-            let a = Operand::from_rows(x.slice(g.elements(k)), k);
-            let b = Operand::from_rows(w.slice(g.matrix(n * k)), k);
+            let a = Operand::from_rows(x.slice(g.row_element_range(k)), k);
+            let b = Operand::from_rows(w.slice(g.matrix_element_range(n * k)), k);
             let shape = MatmulShape { m: g.rows.len(), n, k, ldc: n, write: WriteMode::Overwrite };
             // SAFETY: different groups have different rows.
             unsafe { matmul_at_offset(self, &y, g.rows.start * n, a, b, shape) };
@@ -39,8 +39,8 @@ impl GroupedMatmulOps for Cpu {
         expect_len("grouped_backward_input", "dy", dy.len(), dx.len() / k * n);
         let (dx, dy, w) = (self.as_output(dx), InputElements::from(dy), InputElements::from(w));
         for_each_group(self, groups, |g| {
-            let a = Operand::from_rows(dy.slice(g.elements(n)), n);
-            let b = Operand::from_transposed(w.slice(g.matrix(n * k)), k);
+            let a = Operand::from_rows(dy.slice(g.row_element_range(n)), n);
+            let b = Operand::from_transposed(w.slice(g.matrix_element_range(n * k)), k);
             let shape = MatmulShape { m: g.rows.len(), n: k, k: n, ldc: k, write: WriteMode::Overwrite };
             // SAFETY: different groups have different rows.
             unsafe { matmul_at_offset(self, &dx, g.rows.start * k, a, b, shape) };
@@ -62,12 +62,12 @@ impl GroupedMatmulOps for Cpu {
         let mut matrices: Vec<usize> = groups.iter().map(|g| g.matrix_offset).collect();
         matrices.sort_unstable();
         assert!(matrices.windows(2).all(|m| m[0] + n * k <= m[1]), "{op}: matrices overlap");
-        let (dw, dy, x) = (DisjointSlices::new(dw.host()), InputElements::from(dy), InputElements::from(x));
+        let (dw, dy, x) = (DisjointSlices::new(dw.host_slice_mut()), InputElements::from(dy), InputElements::from(x));
         for_each_group(self, groups, |g| {
             // SAFETY: the matrices do not overlap.
-            let dw = unsafe { dw.slice_mut(g.matrix(n * k)) };
-            let a = Operand::from_transposed(dy.slice(g.elements(n)), n);
-            let b = Operand::from_transposed(x.slice(g.elements(k)), k);
+            let dw = unsafe { dw.slice_mut(g.matrix_element_range(n * k)) };
+            let a = Operand::from_transposed(dy.slice(g.row_element_range(n)), n);
+            let b = Operand::from_transposed(x.slice(g.row_element_range(k)), k);
             let shape = MatmulShape { m: n, n: k, k: g.rows.len(), ldc: k, write: WriteMode::Overwrite };
             matmul_f32(self, dw, a, b, shape);
         });

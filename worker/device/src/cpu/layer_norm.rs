@@ -19,8 +19,8 @@ impl LayerNormOps for Cpu {
         check_lengths("layernorm_forward", &lens, stats.len(), norm.b.len(), m, d);
         let (x, w, b) = (InputElements::from(x), self.to_f32(norm.w), self.to_f32(norm.b));
         let params = F32LayerNormParams { w: &w, b: &b, eps: norm.eps };
-        let outputs = (self.overwritten_rows(y, d), SliceRows::new(stats.host(), 2));
-        self.write_rows(m, 3 * d, outputs, |rows, (mut y, stats)| {
+        let outputs = (self.as_rows_to_overwrite(y, d), SliceRows::new(stats.host_slice_mut(), 2));
+        self.run_over_output_rows(m, 3 * d, outputs, |rows, (mut y, stats)| {
             normalize(self.instruction_set, &mut y, stats, &x.rows_to_f32(self, &rows, d), params);
         });
     }
@@ -39,9 +39,9 @@ impl LayerNormOps for Cpu {
         check_lengths("add_layernorm_forward", &lens, stats.len(), norm.b.len(), m, d);
         let (delta, w, b) = (InputElements::from(delta), self.to_f32(norm.w), self.to_f32(norm.b));
         let params = F32LayerNormParams { w: &w, b: &b, eps: norm.eps };
-        let x = self.updated_rows(x, d);
-        let outputs = (self.overwritten_rows(y, d), SliceRows::new(stats.host(), 2), x);
-        self.write_rows(m, 4 * d, outputs, |rows, (mut y, stats, mut x)| {
+        let x = self.as_rows_to_update(x, d);
+        let outputs = (self.as_rows_to_overwrite(y, d), SliceRows::new(stats.host_slice_mut(), 2), x);
+        self.run_over_output_rows(m, 4 * d, outputs, |rows, (mut y, stats, mut x)| {
             add_slices(self.instruction_set, &mut x, &delta.rows_to_f32(self, &rows, d));
             x.round_now();
             normalize(self.instruction_set, &mut y, stats, &x, params);
@@ -65,8 +65,8 @@ impl LayerNormOps for Cpu {
         check_lengths(op, &lens, stats.len(), db.len(), m, d);
         expect_lens(op, [("dw", dw.len(), d)]);
         let (dy, x, w) = (InputElements::from(dy), InputElements::from(x), self.to_f32(w));
-        let (dx, stats) = (self.written_rows(dx, d, write), stats.host());
-        self.write_and_sum_rows(m, dx, [dw.host(), db.host()], |rows, mut dx, grads| {
+        let (dx, stats) = (self.as_output_rows(dx, d, write), stats.host_slice());
+        self.run_over_rows_and_sum(m, dx, [dw.host_slice_mut(), db.host_slice_mut()], |rows, mut dx, grads| {
             let (dy, x) = (dy.rows_to_f32(self, &rows, d), x.rows_to_f32(self, &rows, d));
             let stats = &stats[2 * rows.start..2 * rows.end];
             let inputs = LayerNormBackwardRows { dy: &dy, x: &x, w: &w, stats };

@@ -101,7 +101,7 @@ pub(crate) fn matmul_f32(cpu: &Cpu, c: &mut [f32], a: Operand, b: Operand, shape
     } else {
         0
     };
-    let mut packed = cpu.scratch.take(packed_len);
+    let mut packed = cpu.scratch.borrow_buf(packed_len);
     let c = DisjointSlices::new(c);
     for p0 in (0..k).step_by(block_depth) {
         let depth = p0..(p0 + block_depth).min(k);
@@ -283,7 +283,7 @@ impl MatmulPass<'_> {
             let rows = (panels_per_block * width).min(self.other.count - first);
             let block = PackBlock { first_row: first, rows, depth: self.depth.clone(), panel_width: width };
             let is_packed = !self.unpacked.is_unpacked(!self.left_is_shared);
-            let mut packed_other = cpu.scratch.take(if is_packed { block.packed_len() } else { 0 });
+            let mut packed_other = cpu.scratch.borrow_buf(if is_packed { block.packed_len() } else { 0 });
             if is_packed {
                 pack(cpu.instruction_set, &mut packed_other, self.other.operand, block);
             }
@@ -351,7 +351,7 @@ impl<'a> UnpackedOperand<'a> {
     /// Returns the address of element `first` of the operand for the micro-kernel, which reads
     /// `lines` runs of `len` elements from there. The runs are `stride` elements apart. Panics if a
     /// run is out of bounds.
-    fn get_run_address(&self, first: usize, lines: usize, len: usize) -> *const f32 {
+    fn get_checked_address(&self, first: usize, lines: usize, len: usize) -> *const f32 {
         self.data[first..first + (lines - 1) * self.stride + len].as_ptr()
     }
 }
@@ -412,7 +412,7 @@ fn multiply_block_tiles<S: Simd>(s: S, t: ResultBlock, a: OperandSource, b: Oper
                 OperandSource::InPlace(operand, i0, p) => {
                     let rows_above = S::TILE_ROWS - rows;
                     (
-                        operand.get_run_address(
+                        operand.get_checked_address(
                             (i0 + i - rows_above) * operand.stride + p,
                             S::TILE_ROWS,
                             t.k,
@@ -429,7 +429,7 @@ fn multiply_block_tiles<S: Simd>(s: S, t: ResultBlock, a: OperandSource, b: Oper
                 let (b, ldb) = match b {
                     OperandSource::Packed(b) => (b[j * t.k..].as_ptr(), S::TILE_COLUMNS),
                     OperandSource::InPlace(operand, j0, p) => {
-                        (operand.get_run_address(p * operand.stride + j0 + j, t.k, columns), operand.stride)
+                        (operand.get_checked_address(p * operand.stride + j0 + j, t.k, columns), operand.stride)
                     }
                 };
                 let tile = MicroTile {

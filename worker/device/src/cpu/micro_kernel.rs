@@ -87,7 +87,7 @@ pub(crate) unsafe fn multiply_small_matrices<S: Simd>(s: S, rows: usize, nvecs: 
         return;
     }
     // Panels of even width: 4 vectors are 2 + 2, not 3 + 1.
-    let panels = nvecs.div_ceil(S::TILE_VECTORS);
+    let panels = nvecs.div_ceil(S::TILE_ROW_VECTORS);
     let width = nvecs.div_ceil(panels);
     for i in (0..rows).step_by(S::TILE_ROWS) {
         let mut j = 0;

@@ -34,7 +34,7 @@ macro_rules! lanewise {
 impl Simd for Portable {
     type V = [f32; LANES];
     const TILE_ROWS: usize = if HAS_FMA { 6 } else { 2 };
-    const TILE_VECTORS: usize = 1;
+    const TILE_ROW_VECTORS: usize = 1;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::V {

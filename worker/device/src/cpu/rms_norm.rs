@@ -16,8 +16,8 @@ impl RmsNormOps for Cpu {
         let op = "rmsnorm_forward";
         check_lengths(op, &[("y", y.len()), ("x", x.len())], rstd.len(), w.len(), m, d);
         let (x, w) = (InputElements::from(x), self.to_f32(w));
-        let outputs = (self.overwritten_rows(y, d), SliceRows::new(rstd.host(), 1));
-        self.write_rows(m, 2 * d, outputs, |rows, (mut y, rstd)| {
+        let outputs = (self.as_rows_to_overwrite(y, d), SliceRows::new(rstd.host_slice_mut(), 1));
+        self.run_over_output_rows(m, 2 * d, outputs, |rows, (mut y, rstd)| {
             normalize(self.instruction_set, &mut y, rstd, &x.rows_to_f32(self, &rows, d), &w, eps);
         });
     }
@@ -36,9 +36,9 @@ impl RmsNormOps for Cpu {
         let lens = [("y", y.len()), ("x", x.len()), ("delta", delta.len())];
         check_lengths("add_rmsnorm_forward", &lens, rstd.len(), w.len(), m, d);
         let (delta, w) = (InputElements::from(delta), self.to_f32(w));
-        let x = self.updated_rows(x, d);
-        let outputs = (self.overwritten_rows(y, d), SliceRows::new(rstd.host(), 1), x);
-        self.write_rows(m, 3 * d, outputs, |rows, (mut y, rstd, mut x)| {
+        let x = self.as_rows_to_update(x, d);
+        let outputs = (self.as_rows_to_overwrite(y, d), SliceRows::new(rstd.host_slice_mut(), 1), x);
+        self.run_over_output_rows(m, 3 * d, outputs, |rows, (mut y, rstd, mut x)| {
             let delta = delta.rows_to_f32(self, &rows, d);
             match &mut x {
                 F32Output::Borrowed(x) => {
@@ -70,8 +70,8 @@ impl RmsNormOps for Cpu {
         check_lengths("rmsnorm_backward", &lens, rstd.len(), w.len(), m, d);
         expect_lens("rmsnorm_backward", [("dw", dw.len(), d)]);
         let (dy, x, w) = (InputElements::from(dy), InputElements::from(x), self.to_f32(w));
-        let (dx, rstd) = (self.written_rows(dx, d, write), rstd.host());
-        self.write_and_sum_rows(m, dx, [dw.host()], |rows, mut dx, dw| {
+        let (dx, rstd) = (self.as_output_rows(dx, d, write), rstd.host_slice());
+        self.run_over_rows_and_sum(m, dx, [dw.host_slice_mut()], |rows, mut dx, dw| {
             let (dy, x) = (dy.rows_to_f32(self, &rows, d), x.rows_to_f32(self, &rows, d));
             let inputs = RmsNormBackwardRows { dy: &dy, x: &x, w: &w, rstd: &rstd[rows] };
             differentiate(self.instruction_set, &mut dx, dw, inputs, write);

@@ -25,10 +25,10 @@ impl HeadNormOps for Cpu {
     ) {
         layout.check_norm_lengths("rmsnorm_heads_forward", x.len(), raw.len(), rstd.len(), w.len());
         let w = self.to_f32(w);
-        let x = self.updated_columns(x, head_columns(layout), layout.stride);
+        let x = self.as_columns_to_update(x, head_columns(layout), layout.stride);
         let outputs =
-            (x, self.overwritten_rows(raw, layout.width()), SliceRows::new(rstd.host(), layout.heads));
-        self.write_each_row(layout.rows, 3 * layout.width(), outputs, |_, (mut x, mut raw, rstd)| {
+            (x, self.as_rows_to_overwrite(raw, layout.width()), SliceRows::new(rstd.host_slice_mut(), layout.heads));
+        self.run_over_each_output_row(layout.rows, 3 * layout.width(), outputs, |_, (mut x, mut raw, rstd)| {
             raw.copy_from_slice(&x);
             normalize(self.instruction_set, &mut x, rstd, &raw, &w, eps);
         });
@@ -46,11 +46,11 @@ impl HeadNormOps for Cpu {
         let op = "rmsnorm_heads_backward";
         layout.check_norm_lengths(op, dx.len(), raw.len(), rstd.len(), w.len());
         expect_lens(op, [("dw", dw.len(), layout.head_dim)]);
-        let (raw, rstd, w) = (InputElements::from(raw), rstd.host(), self.to_f32(w));
+        let (raw, rstd, w) = (InputElements::from(raw), rstd.host_slice(), self.to_f32(w));
         let width = layout.width();
-        let dx = self.updated_columns(dx, head_columns(layout), layout.stride);
-        self.write_and_sum_rows(layout.rows, (), [dw.host()], |rows, (), dw| {
-            let mut dy = self.scratch.take(width);
+        let dx = self.as_columns_to_update(dx, head_columns(layout), layout.stride);
+        self.run_over_rows_and_sum(layout.rows, (), [dw.host_slice_mut()], |rows, (), dw| {
+            let mut dy = self.scratch.borrow_buf(width);
             for row in rows {
                 let heads = row * layout.heads..(row + 1) * layout.heads;
                 let row = row..row + 1;

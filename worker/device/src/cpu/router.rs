@@ -24,14 +24,14 @@ impl RouterOps for Cpu {
         let matrices = [("logits", logits.len()), ("probs", probs.len())];
         let lists = [("weights", weights.len()), ("chosen_experts", chosen_experts.len())];
         shape.check_arguments("router_forward", &matrices, &lists, lse.len());
-        let logits = logits.host();
+        let logits = logits.host_slice();
         let selections = (
-            SliceRows::new(weights.host(), experts_per_token),
+            SliceRows::new(weights.host_slice_mut(), experts_per_token),
             SliceRows::new(chosen_experts, experts_per_token),
         );
-        let outputs = (SliceRows::new(probs.host(), experts), SliceRows::new(lse.host(), 1), selections);
+        let outputs = (SliceRows::new(probs.host_slice_mut(), experts), SliceRows::new(lse.host_slice_mut(), 1), selections);
         let cost = (EXP_COST + experts_per_token) * experts;
-        self.write_each_row(m, cost, outputs, |row, (probs, lse, (weights, chosen))| {
+        self.run_over_each_output_row(m, cost, outputs, |row, (probs, lse, (weights, chosen))| {
             lse[0] = softmax(self.instruction_set, probs, &logits[row * experts..(row + 1) * experts]);
             select_experts(chosen, probs);
             let sum = if normalize_weights { chosen.iter().map(|&e| probs[e as usize]).sum() } else { 1.0 };
@@ -50,17 +50,17 @@ impl RouterOps for Cpu {
     ) {
         inputs.check_arguments(dlogits.len(), dweights.len(), shape);
         let RouterShape { m, experts, experts_per_token, normalize_weights } = shape;
-        let (probs, lse, dweights) = (inputs.probs.host(), inputs.lse.host(), dweights.host());
-        self.write_each_row(
+        let (probs, lse, dweights) = (inputs.probs.host_slice(), inputs.lse.host_slice(), dweights.host_slice());
+        self.run_over_each_output_row(
             m,
             EXP_COST * experts,
-            SliceRows::new(dlogits.host(), experts),
+            SliceRows::new(dlogits.host_slice_mut(), experts),
             |row, dlogits| {
                 let probs = &probs[row * experts..(row + 1) * experts];
                 let selected = row * experts_per_token..(row + 1) * experts_per_token;
                 let (dweights, chosen) = (&dweights[selected.clone()], &inputs.chosen_experts[selected]);
                 dlogits.copy_from_slice(inputs.balance_grad);
-                add_weight_gradients(dlogits, dweights, probs, chosen, normalize_weights);
+                add_expert_weight_gradients(dlogits, dweights, probs, chosen, normalize_weights);
                 softmax_backward(dlogits, probs, 2.0 * inputs.z_loss_coef * lse[row]);
             },
         );
@@ -81,7 +81,7 @@ fn select_experts(chosen: &mut [u32], probs: &[f32]) {
 
 /// Adds the gradient that flows back through the weights of the selected experts to `dprobs`, the
 /// gradient of the router's probabilities.
-fn add_weight_gradients(
+fn add_expert_weight_gradients(
     dprobs: &mut [f32],
     dweights: &[f32],
     probs: &[f32],

@@ -91,7 +91,7 @@ impl<A: RowOutputs, B: RowOutputs, C: RowOutputs> RowOutputs for (A, B, C) {
 impl Cpu {
     /// Divides the output `y` into rows of `width` elements, which tasks overwrite or add to,
     /// depending on `write`.
-    pub(super) fn written_rows<'a>(
+    pub(super) fn as_output_rows<'a>(
         &'a self,
         y: ViewMut<'a>,
         width: usize,
@@ -102,30 +102,30 @@ impl Cpu {
 
     /// Divides the output `y` into rows of `width` elements, which tasks overwrite without reading
     /// them.
-    pub(super) fn overwritten_rows<'a>(&'a self, y: ViewMut<'a>, width: usize) -> ElementRows<'a> {
-        self.written_rows(y, width, WriteMode::Overwrite)
+    pub(super) fn as_rows_to_overwrite<'a>(&'a self, y: ViewMut<'a>, width: usize) -> ElementRows<'a> {
+        self.as_output_rows(y, width, WriteMode::Overwrite)
     }
 
     /// Divides the output `y` into rows of `width` elements, which tasks read and write.
-    pub(super) fn updated_rows<'a>(&'a self, y: ViewMut<'a>, width: usize) -> ElementRows<'a> {
-        self.written_rows(y, width, WriteMode::Accumulate)
+    pub(super) fn as_rows_to_update<'a>(&'a self, y: ViewMut<'a>, width: usize) -> ElementRows<'a> {
+        self.as_output_rows(y, width, WriteMode::Accumulate)
     }
 
     /// Selects a range of columns of the output `y`, whose rows have `stride` elements, for tasks
     /// that read and write one row at a time.
-    pub(super) fn updated_columns<'a>(
+    pub(super) fn as_columns_to_update<'a>(
         &'a self,
         y: ViewMut<'a>,
         columns: Range<usize>,
         stride: usize,
     ) -> ElementRows<'a> {
         let (first, width) = (columns.start, columns.len());
-        ElementRows { first, width, stride, ..self.updated_rows(y, 0) }
+        ElementRows { first, width, stride, ..self.as_rows_to_update(y, 0) }
     }
 
     /// Runs `work` on blocks of the outputs' rows in parallel, and returns when all rows are done.
     /// Processing a row is assumed to cost as much as copying `cost` elements.
-    pub(super) fn write_rows<O: RowOutputs>(
+    pub(super) fn run_over_output_rows<O: RowOutputs>(
         &self,
         rows: usize,
         cost: usize,
@@ -141,7 +141,7 @@ impl Cpu {
 
     /// Runs `work` on each row of the outputs in parallel, and returns when all rows are done.
     /// Processing a row is assumed to cost as much as copying `cost` elements.
-    pub(super) fn write_each_row<O: RowOutputs>(
+    pub(super) fn run_over_each_output_row<O: RowOutputs>(
         &self,
         rows: usize,
         cost: usize,
@@ -159,7 +159,7 @@ impl Cpu {
     /// Runs `work` on ranges of the elements of `y` in parallel, to read and write them.
     pub(super) fn update_elements(&self, y: ViewMut, work: impl Fn(Range<usize>, &mut [f32]) + Sync) {
         let len = y.len();
-        self.write_rows(len, 1, self.updated_rows(y, 1), |range, mut y| work(range, &mut y));
+        self.run_over_output_rows(len, 1, self.as_rows_to_update(y, 1), |range, mut y| work(range, &mut y));
     }
 
     /// Runs `work` on chunks of the rows of the outputs in parallel, and adds the sums over all
@@ -168,7 +168,7 @@ impl Cpu {
     /// `work` also writes the chunk's rows of the outputs. It adds the chunk's contributions to its
     /// last argument, which contains one sum after another in the order of `totals`. The chunks'
     /// sums are added in order.
-    pub(super) fn write_and_sum_rows<O: RowOutputs, const N: usize>(
+    pub(super) fn run_over_rows_and_sum<O: RowOutputs, const N: usize>(
         &self,
         rows: usize,
         outputs: O,
@@ -177,7 +177,7 @@ impl Cpu {
     ) {
         let chunks = rows.div_ceil(ROWS_PER_PARTIAL_SUM);
         let width = totals.iter().map(|total| total.len()).sum();
-        let mut sums = self.scratch.take(chunks * width);
+        let mut sums = self.scratch.borrow_buf(chunks * width);
         let sums = &mut sums[..chunks * width];
         let parts = DisjointSlices::new(sums);
         self.pool.run(chunks, &|chunk| {

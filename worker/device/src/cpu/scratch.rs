@@ -22,7 +22,7 @@ pub(crate) struct ScratchPool {
 impl ScratchPool {
     /// Borrows a buffer of at least `len` elements with arbitrary content, and allocates one if no
     /// free buffer is large enough.
-    pub(crate) fn take(&self, len: usize) -> ScratchBuf<'_> {
+    pub(crate) fn borrow_buf(&self, len: usize) -> ScratchBuf<'_> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = (0..free.len()).filter(|&i| free[i].len() >= len).min_by_key(|&i| free[i].len());
         // If no buffer is large enough, the largest is freed, so that the pool does not grow with
@@ -50,7 +50,7 @@ impl ScratchPool {
     }
 
     /// Returns the number of bytes of all buffers of the pool, free or in use.
-    pub(crate) fn bytes(&self) -> usize {
+    pub(crate) fn total_bytes(&self) -> usize {
         self.bytes.load(Ordering::Relaxed)
     }
 }
@@ -64,13 +64,13 @@ pub(crate) struct ScratchBuf<'a> {
 impl Deref for ScratchBuf<'_> {
     type Target = [f32];
     fn deref(&self) -> &[f32] {
-        self.buf.as_ref().map_or(&[], |b| b.host())
+        self.buf.as_ref().map_or(&[], |b| b.host_slice())
     }
 }
 
 impl DerefMut for ScratchBuf<'_> {
     fn deref_mut(&mut self) -> &mut [f32] {
-        self.buf.as_mut().map_or(&mut [], |b| b.host_mut())
+        self.buf.as_mut().map_or(&mut [], |b| b.host_slice_mut())
     }
 }
 
@@ -89,12 +89,12 @@ mod tests {
     #[test]
     fn buffers_are_reused_and_replaced_by_larger_ones() {
         let scratch = ScratchPool::default();
-        let first = scratch.take(5000).as_ptr();
-        assert_eq!(scratch.take(4000).as_ptr(), first);
-        let bytes = scratch.bytes();
-        drop(scratch.take(9000));
+        let first = scratch.borrow_buf(5000).as_ptr();
+        assert_eq!(scratch.borrow_buf(4000).as_ptr(), first);
+        let bytes = scratch.total_bytes();
+        drop(scratch.borrow_buf(9000));
         assert_eq!(
-            scratch.bytes(),
+            scratch.total_bytes(),
             9000usize.next_multiple_of(1024) * 4,
             "a larger buffer replaces the one of {bytes} bytes"
         );

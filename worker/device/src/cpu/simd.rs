@@ -46,9 +46,9 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Number of rows of the tile of a matmul that the micro-kernel computes in registers.
     const TILE_ROWS: usize;
     /// Number of vectors in a row of the tile that the micro-kernel computes in registers.
-    const TILE_VECTORS: usize;
+    const TILE_ROW_VECTORS: usize;
     /// Number of elements in a row of the tile that the micro-kernel computes in registers.
-    const TILE_COLUMNS: usize = Self::TILE_VECTORS * LANES;
+    const TILE_COLUMNS: usize = Self::TILE_ROW_VECTORS * LANES;
 
     /// Returns a vector whose lanes are all `x`.
     fn splat(self, x: f32) -> Self::V;

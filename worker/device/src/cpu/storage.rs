@@ -11,7 +11,7 @@ impl Storage for Cpu {
         true
     }
 
-    fn zeroed_for(&self, _purpose: &'static str, dtype: Dtype, len: usize) -> Buf {
+    fn zeroed_with_purpose(&self, _purpose: &'static str, dtype: Dtype, len: usize) -> Buf {
         Buf::zeroed_as(dtype, len)
     }
 
@@ -26,16 +26,16 @@ impl Storage for Cpu {
             from.dtype(),
             to.dtype()
         );
-        to.bytes().copy_from_slice(from.bytes());
+        to.host_bytes_mut().copy_from_slice(from.host_bytes());
     }
 
     fn clear(&self, x: ViewMut) {
-        x.bytes().fill(0);
+        x.host_bytes_mut().fill(0);
     }
 
-    fn move_elements_down(&self, x: ViewMut, from: Range<usize>, to: usize) {
+    fn move_elements_to_lower_index(&self, x: ViewMut, from: Range<usize>, to: usize) {
         let size = x.dtype().size();
-        x.bytes().copy_within(from.start * size..from.end * size, to * size);
+        x.host_bytes_mut().copy_within(from.start * size..from.end * size, to * size);
     }
 
     fn peak_memory_bytes(&self) -> u64 {

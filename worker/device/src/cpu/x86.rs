@@ -33,7 +33,7 @@ impl Avx512 {
     ///
     /// The caller must ensure that the machine has the instructions.
     #[inline(always)]
-    pub(crate) unsafe fn assume() -> Self {
+    pub(crate) unsafe fn assume_supported() -> Self {
         Avx512(())
     }
 }
@@ -46,7 +46,7 @@ impl Avx2 {
     ///
     /// The caller must ensure that the machine has the instructions.
     #[inline(always)]
-    pub(crate) unsafe fn assume() -> Self {
+    pub(crate) unsafe fn assume_supported() -> Self {
         Avx2(())
     }
 }
@@ -87,7 +87,7 @@ fn mask_first_lanes(n: usize) -> __mmask16 {
 impl Simd for Avx512 {
     type V = __m512;
     const TILE_ROWS: usize = 8;
-    const TILE_VECTORS: usize = 3;
+    const TILE_ROW_VECTORS: usize = 3;
 
     #[inline(always)]
     fn splat(self, x: f32) -> __m512 {
@@ -175,7 +175,7 @@ fn mask_first_lanes_x2(n: usize) -> [__m256i; 2] {
 impl Simd for Avx2 {
     type V = [__m256; 2];
     const TILE_ROWS: usize = 6;
-    const TILE_VECTORS: usize = 1;
+    const TILE_ROW_VECTORS: usize = 1;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::V {

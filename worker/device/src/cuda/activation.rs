@@ -1,6 +1,6 @@
 //! Rotary position embedding and activation functions on a GPU.
-use super::backend::{Cuda, THREADS_PER_BLOCK, Work};
-use super::compile::ACTIVATION;
+use super::backend::{Cuda, THREADS_PER_BLOCK, LaunchSize};
+use super::compile::ACTIVATION_SOURCE;
 use super::launch::LaunchConfig;
 use super::tensor_arg::{TensorArg, are_vectorizable, f32_gpu_address};
 use crate::buffer::{Dtype, View, ViewMut};
@@ -44,8 +44,8 @@ fn rotate_heads(cuda: &Cuda, x: ViewMut, cos: View, sin: View, shape: RopeShape,
     let name = if is_vectorizable { select_kernel([c"rope_bf16", c"rope"], half, [x]) } else { c"rope" };
     let width = half.div_ceil(8).clamp(1, 32);
     let block = [width as u32, (THREADS_PER_BLOCK / width).min(heads.max(1)) as u32, 1];
-    let work = Work::Config(LaunchConfig { grid: [t as u32, b as u32, 1], block, shared: 0 });
-    cuda.launch(ACTIVATION, name, work, &[&x, &cos, &sin, &heads, &half, &stride, &sign]);
+    let work = LaunchSize::Config(LaunchConfig { grid: [t as u32, b as u32, 1], block, shared: 0 });
+    cuda.launch(ACTIVATION_SOURCE, name, work, &[&x, &cos, &sin, &heads, &half, &stride, &sign]);
 }
 
 impl ActivationOps for Cuda {
@@ -70,7 +70,7 @@ impl ActivationOps for Cuda {
         expect_lens("gelu_forward", [("x", n, y.len())]);
         let (y, x) = (TensorArg::from(&y), TensorArg::from(x));
         let name = select_kernel([c"gelu_forward_bf16", c"gelu_forward"], n, [x, y]);
-        self.launch(ACTIVATION, name, Work::ElementsBy8(n), &[&y, &x, &n]);
+        self.launch(ACTIVATION_SOURCE, name, LaunchSize::ElementsBy8(n), &[&y, &x, &n]);
     }
 
     fn gelu_backward(&self, dx: ViewMut, dy: ViewMut, x: View) {
@@ -78,7 +78,7 @@ impl ActivationOps for Cuda {
         expect_lens("gelu_backward", [("dy", dy.len(), dx.len()), ("x", n, dx.len())]);
         let (dx, dy, x) = (TensorArg::from(&dx), TensorArg::from(&dy), TensorArg::from(x));
         let name = select_kernel([c"gelu_backward_bf16", c"gelu_backward"], n, [dx, dy, x]);
-        self.launch(ACTIVATION, name, Work::ElementsBy8(n), &[&dx, &dy, &x, &n]);
+        self.launch(ACTIVATION_SOURCE, name, LaunchSize::ElementsBy8(n), &[&dx, &dy, &x, &n]);
     }
 }
 
@@ -88,7 +88,7 @@ fn gated_forward(cuda: &Cuda, names: KernelNames, y: ViewMut, gate_up: View, [m,
     expect_lens("gated_forward", [("y", y.len(), m * f), ("gate_up", gate_up.len(), m * 2 * f)]);
     let (y, gate_up) = (TensorArg::from(&y), TensorArg::from(gate_up));
     let name = select_kernel(names, f, [y, gate_up]);
-    cuda.launch(ACTIVATION, name, Work::RowBlocks { rows: m, width: f }, &[&y, &gate_up, &f]);
+    cuda.launch(ACTIVATION_SOURCE, name, LaunchSize::RowBlocks { rows: m, width: f }, &[&y, &gate_up, &f]);
 }
 
 /// Computes the gradient of [`gated_forward`] on the GPU, and overwrites `dy` with the output of
@@ -106,5 +106,5 @@ fn gated_backward(
     expect_lens(op, [("gate_up", gate_up.len(), pairs)]);
     let (d, dy, gate_up) = (TensorArg::from(&dgate_up), TensorArg::from(&dy), TensorArg::from(gate_up));
     let name = select_kernel(names, f, [d, dy, gate_up]);
-    cuda.launch(ACTIVATION, name, Work::RowBlocks { rows: m, width: f }, &[&d, &dy, &gate_up, &f]);
+    cuda.launch(ACTIVATION_SOURCE, name, LaunchSize::RowBlocks { rows: m, width: f }, &[&d, &dy, &gate_up, &f]);
 }

@@ -1,8 +1,8 @@
 //! Attention on a GPU, by cuDNN or by the built-in kernels. A block of a built-in kernel owns a
 //! tile of queries or keys. The built-in kernels use tensor cores if all tensors are bf16 and heads
 //! have at most 128 elements, and otherwise compute in f32.
-use super::backend::{Cuda, Work};
-use super::compile::{ATTENTION, FLASH, FLASH_HOPPER};
+use super::backend::{Cuda, LaunchSize};
+use super::compile::{ATTENTION_SOURCE, FLASH_SOURCE, FLASH_HOPPER_SOURCE};
 use super::cudnn::{AttentionOperands, AttentionPass};
 use super::launch::{KernelArg, LaunchConfig};
 use super::tensor_arg::{TensorArg, f32_gpu_address};
@@ -68,13 +68,13 @@ impl AttentionArg {
 /// Returns the grid and the shared memory of a kernel of attention.cu, which has one block per
 /// tile, head and sequence. Shared memory holds `row_tiles` tiles of rows and `score_tiles` tiles
 /// of scores. Panics if the GPU has too little shared memory.
-fn build_tiled_work(
+fn compute_tiled_launch_size(
     cuda: &Cuda,
     s: AttentionShape,
     heads: usize,
     row_tiles: usize,
     score_tiles: usize,
-) -> Work {
+) -> LaunchSize {
     let AttentionShape { b, t, head_dim, .. } = s;
     let floats = row_tiles * TILE_ROWS * (head_dim + 1) + score_tiles * TILE_ROWS * (TILE_ROWS + 1);
     let shared = floats * size_of::<f32>();
@@ -88,7 +88,7 @@ fn build_tiled_work(
         "attention: heads of {head_dim} elements need {shared} bytes of shared memory, but this GPU has {available}"
     );
     let grid = [t.div_ceil(TILE_ROWS) as u32, heads as u32, b as u32];
-    Work::Config(LaunchConfig { grid, block: [THREADS_PER_BLOCK, 1, 1], shared })
+    LaunchSize::Config(LaunchConfig { grid, block: [THREADS_PER_BLOCK, 1, 1], shared })
 }
 
 /// Kernel argument with the order in which the blocks of a kernel process heads and tiles. The
@@ -173,7 +173,7 @@ impl FlashKernel {
         let shape = AttentionArg::new(s);
         let arguments: Vec<&dyn KernelArg> =
             arguments.iter().copied().chain([&shape as &dyn KernelArg, &order]).collect();
-        cuda.launch(FLASH, self.names[dim_index][variant], Work::Config(config), &arguments);
+        cuda.launch(FLASH_SOURCE, self.names[dim_index][variant], LaunchSize::Config(config), &arguments);
     }
 
     /// Returns the order in which the kernel's blocks process heads and tiles for the attention
@@ -243,7 +243,7 @@ impl HopperKernel {
     /// Returns the number of threads and the bytes of shared memory of a block for heads of
     /// `head_dim` elements. Shared memory contains the rows that the block owns and the ring, each
     /// with statistics and first keys, barriers, and the bytes that align the tiles.
-    fn block_size(&self, head_dim: usize) -> (u32, usize) {
+    fn compute_block_resources(&self, head_dim: usize) -> (u32, usize) {
         let index = usize::from(head_dim > 64);
         let (rows, (tile_rows, tiles)) = (64 * self.warpgroups[index], self.ring[index]);
         let row_bytes = head_dim * size_of::<u16>();
@@ -264,12 +264,12 @@ impl HopperKernel {
             BlockOrder::new(s, 64 * self.warpgroups[index], self.is_by_keys, properties.l2_cache_bytes);
         let tiles = order.tiles * order.total_heads;
         assert!(tiles <= i32::MAX as usize, "attention: {s:?} exceeds the grid");
-        let (threads, shared) = self.block_size(s.head_dim);
+        let (threads, shared) = self.compute_block_resources(s.head_dim);
         let config = LaunchConfig { grid: [tiles as u32, 1, 1], block: [threads, 1, 1], shared };
         let shape = AttentionArg::new(s);
         let arguments: Vec<&dyn KernelArg> =
             arguments.iter().copied().chain([&shape as &dyn KernelArg, &order]).collect();
-        cuda.launch(FLASH_HOPPER, self.names[index], Work::Config(config), &arguments);
+        cuda.launch(FLASH_HOPPER_SOURCE, self.names[index], LaunchSize::Config(config), &arguments);
     }
 }
 
@@ -311,9 +311,9 @@ impl AttentionOps for Cuda {
             if uses_tensor_cores(&dtypes, s) {
                 return FLASH_FORWARD.launch(self, s, &[&o, &lse, &qkv, &starts]);
             }
-            let work = build_tiled_work(self, s, s.heads, 3, 1);
+            let work = compute_tiled_launch_size(self, s, s.heads, 3, 1);
             let shape = AttentionArg::new(s);
-            self.launch(ATTENTION, c"attention_forward", work, &[&o, &lse, &qkv, &starts, &shape]);
+            self.launch(ATTENTION_SOURCE, c"attention_forward", work, &[&o, &lse, &qkv, &starts, &shape]);
         };
         let operands = AttentionOperands { qkv: qkv.at, o: o.at, lse, ..AttentionOperands::default() };
         let is_bf16 = dtypes == [Dtype::Bf16; 2];
@@ -345,7 +345,7 @@ impl AttentionOps for Cuda {
             let (dots, starts) = (dots.address(), self.upload_input("starts", starts));
             let grid = [s.t.div_ceil(TILE_ROWS) as u32, s.heads as u32, s.b as u32];
             let config = LaunchConfig { grid, block: [8 * TILE_ROWS as u32, 1, 1], shared: 0 };
-            self.launch(ATTENTION, c"attention_delta", Work::Config(config), &[&dots, &d_o, &o, &shape]);
+            self.launch(ATTENTION_SOURCE, c"attention_delta", LaunchSize::Config(config), &[&dots, &d_o, &o, &shape]);
             if uses_tensor_cores(&dtypes, s) {
                 let arguments: [&dyn KernelArg; 6] = [&dqkv, &d_o, &qkv, &lse, &dots, &starts];
                 if uses_hopper_kernels(self, s, &[&dqkv, &d_o, &qkv]) {
@@ -356,10 +356,10 @@ impl AttentionOps for Cuda {
                 return FLASH_BACKWARD_KV.launch(self, s, &arguments);
             }
             let arguments: [&dyn KernelArg; 7] = [&dqkv, &d_o, &qkv, &lse, &dots, &starts, &shape];
-            let by_queries = build_tiled_work(self, s, s.heads, 4, 1);
-            self.launch(ATTENTION, c"attention_backward_q", by_queries, &arguments);
-            let by_keys = build_tiled_work(self, s, s.kv_heads, 4, 2);
-            self.launch(ATTENTION, c"attention_backward_kv", by_keys, &arguments);
+            let by_queries = compute_tiled_launch_size(self, s, s.heads, 4, 1);
+            self.launch(ATTENTION_SOURCE, c"attention_backward_q", by_queries, &arguments);
+            let by_keys = compute_tiled_launch_size(self, s, s.kv_heads, 4, 2);
+            self.launch(ATTENTION_SOURCE, c"attention_backward_kv", by_keys, &arguments);
         };
         let operands = AttentionOperands { qkv: qkv.at, o: o.at, lse, d_o: d_o.at, dqkv: dqkv.at };
         if !try_run_on_cudnn(self, is_bf16, s, starts, &operands, true, &run_built_in) {
@@ -384,7 +384,7 @@ fn try_run_on_cudnn(
     let Some(cudnn) = cuda.cudnn.get().filter(|_| shape.b * shape.t > 0) else { return false };
     let pass = AttentionPass::new(shape, starts, operands, is_bf16, is_backward);
     let enqueue = || cudnn.try_enqueue((&cuda.gpu, &cuda.profile), pass, operands, run_built_in);
-    cuda.gpu.attempt(enqueue).unwrap_or(true) // after a failure no kernel is launched
+    cuda.gpu.call_recording_failure(enqueue).unwrap_or(true) // after a failure no kernel is launched
 }
 
 #[cfg(test)]

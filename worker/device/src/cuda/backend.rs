@@ -186,15 +186,15 @@ impl Cuda {
 
     /// Issues all GPU calls that were recorded for CUDA graphs, and returns the CUDA stream (a
     /// `CUstream`) on which this thread's work runs. Fails if this or an earlier call failed.
-    pub fn flushed_stream(&self) -> std::result::Result<*mut std::ffi::c_void, DeviceError> {
+    pub fn flush_and_get_stream(&self) -> std::result::Result<*mut std::ffi::c_void, DeviceError> {
         self.gpu.status.check()?;
-        Ok(self.gpu.with_stream(CUstream::cast)?)
+        Ok(self.gpu.with_flushed_stream(CUstream::cast)?)
     }
 
     /// Returns the first failure of a GPU call and clears it. Until it is cleared, all later calls
     /// are skipped. The conformance comparison uses this to continue after a failure.
     pub fn take_status(&self) -> std::result::Result<(), DeviceError> {
-        self.gpu.status.take()
+        self.gpu.status.take_failure()
     }
 
     /// Starts to measure the GPU time of each operation that is enqueued from now on.
@@ -220,7 +220,7 @@ impl Cuda {
     /// memory if a call has failed.
     pub(super) fn alloc_scratch(&self, bytes: usize) -> DeviceMemory {
         self.gpu
-            .attempt(|| self.gpu.allocate_scratch(bytes))
+            .call_recording_failure(|| self.gpu.allocate_scratch(bytes))
             .unwrap_or_else(|| DeviceMemory::without_memory(&self.gpu))
     }
 
@@ -231,7 +231,7 @@ impl Cuda {
         let mut by_stream = self.lock_host_inputs();
         let inputs = by_stream.entry((self.gpu.stream().addr(), thread::current().id())).or_default();
         let upload = || inputs.upload_if_changed(&self.gpu, name, bytemuck::cast_slice(input));
-        self.gpu.attempt(upload).unwrap_or(0)
+        self.gpu.call_recording_failure(upload).unwrap_or(0)
     }
 
     /// Locks the map of the caches that hold recently uploaded kernel inputs.
@@ -246,7 +246,7 @@ impl Cuda {
         &self,
         source: KernelSource,
         name: &'static CStr,
-        work: Work,
+        work: LaunchSize,
         arguments: &[&dyn KernelArg],
     ) {
         let config = work.choose_launch_config(name, self.gpu.properties.multiprocessor_count);
@@ -257,7 +257,7 @@ impl Cuda {
             let find = || self.kernels.get_or_load_function(&self.gpu, source, name, config);
             self.gpu.retry_if_out_of_memory(find)
         };
-        let Some(function) = self.gpu.attempt(find_function) else { return };
+        let Some(function) = self.gpu.call_recording_failure(find_function) else { return };
         // SAFETY: each op passes the arguments of its kernel, and views of the length of its shape.
         let launch = || unsafe { self.gpu.launch(name, function, config, arguments) };
         self.run_profiled(|| name.to_string_lossy().into_owned(), launch);
@@ -265,16 +265,16 @@ impl Cuda {
 
     /// Returns true if cuBLASLt has an algorithm for this matmul.
     pub(super) fn has_matmul_algorithm(&self, matmul: &Matmul) -> bool {
-        self.gpu.attempt(|| self.cublas_lt.has_algorithm(&self.gpu, matmul)).unwrap_or(false)
+        self.gpu.call_recording_failure(|| self.cublas_lt.has_algorithm(&self.gpu, matmul)).unwrap_or(false)
     }
 
     /// Makes a GPU call, and measures its GPU time under the name `name` if measuring is enabled.
     pub(super) fn run_profiled(&self, name: impl FnOnce() -> String, call: impl FnOnce() -> Result<()>) {
-        self.gpu.attempt(|| self.profile.run(&self.gpu, name, call));
+        self.gpu.call_recording_failure(|| self.profile.run(&self.gpu, name, call));
     }
 
     /// Enqueues a matmul on this thread's stream.
-    pub(super) fn run_matmul(&self, matmul: &Matmul) {
+    pub(super) fn enqueue_matmul(&self, matmul: &Matmul) {
         self.run_profiled(|| matmul.describe(), || self.cublas_lt.enqueue(&self.gpu, matmul));
     }
 }
@@ -284,12 +284,12 @@ pub(super) const THREADS_PER_BLOCK: usize = 256;
 
 /// Returns the number of threads with which a kernel processes a row of `width` elements: whole
 /// warps, with eight elements per thread, up to a whole block.
-pub(super) fn choose_row_threads(width: usize) -> u32 {
+pub(super) fn choose_threads_per_row(width: usize) -> u32 {
     width.div_ceil(8).next_multiple_of(32).clamp(32, THREADS_PER_BLOCK) as u32
 }
 
 /// The amount of work of a kernel launch, which determines the numbers of blocks and threads.
-pub(super) enum Work {
+pub(super) enum LaunchSize {
     /// Work on this number of elements, of which each thread processes one at a time.
     Elements(usize),
     /// Work on this number of elements, of which each thread processes eight at a time.
@@ -304,7 +304,7 @@ pub(super) enum Work {
     Config(LaunchConfig),
 }
 
-impl Work {
+impl LaunchSize {
     /// Returns the numbers of blocks and threads with which the kernel `name` is launched for this
     /// work. Panics if there are too many rows for a grid.
     fn choose_launch_config(self, name: &CStr, multiprocessors: usize) -> LaunchConfig {
@@ -313,20 +313,20 @@ impl Work {
             Err(_) => panic!("{name:?}: {blocks} blocks of rows exceed the grid"),
         };
         let (grid, block) = match self {
-            Work::Config(config) => return config,
-            Work::ElementsBy8(len) => {
-                return Work::Elements(len.div_ceil(8)).choose_launch_config(name, multiprocessors);
+            LaunchSize::Config(config) => return config,
+            LaunchSize::ElementsBy8(len) => {
+                return LaunchSize::Elements(len.div_ceil(8)).choose_launch_config(name, multiprocessors);
             }
-            Work::Elements(len) => {
+            LaunchSize::Elements(len) => {
                 let blocks = len.div_ceil(THREADS_PER_BLOCK).min(multiprocessors * 16);
                 ([blocks as u32, 1, 1], [THREADS_PER_BLOCK as u32, 1, 1])
             }
-            Work::RowWarps { rows, width } if choose_row_threads(width) == 32 => {
+            LaunchSize::RowWarps { rows, width } if choose_threads_per_row(width) == 32 => {
                 let rows_per_block = THREADS_PER_BLOCK / 32;
                 (blocks_of_rows(rows.div_ceil(rows_per_block)), [32, rows_per_block as u32, 1])
             }
-            Work::RowBlocks { rows, width } | Work::RowWarps { rows, width } => {
-                (blocks_of_rows(rows), [choose_row_threads(width), 1, 1])
+            LaunchSize::RowBlocks { rows, width } | LaunchSize::RowWarps { rows, width } => {
+                (blocks_of_rows(rows), [choose_threads_per_row(width), 1, 1])
             }
         };
         LaunchConfig { grid, block, shared: 0 }

@@ -18,5 +18,5 @@ pub(super) use cudarc::{
 };
 pub(super) use cudnn::CudnnApi;
 pub(super) use driver::{Address, DriverApi};
-pub(super) use driver_graphs::{CaptureInfo, DriverGraphsApi};
+pub(super) use driver_graphs::{CaptureInfoFn, DriverGraphsApi};
 pub(super) use nvrtc::NvrtcApi;

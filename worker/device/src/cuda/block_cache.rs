@@ -4,7 +4,7 @@ use super::bindings::{Address, driver_sys::CUstream};
 use std::collections::{BTreeMap, HashMap};
 
 /// Minimum size in bytes of large blocks, whose sizes are multiples of [`LARGE_GRANULARITY`].
-const LARGE_BLOCK: usize = 1 << 20;
+const MIN_LARGE_BLOCK_BYTES: usize = 1 << 20;
 /// The size of a small block is a multiple of this number of bytes.
 const SMALL_GRANULARITY: usize = 512;
 /// The size of a large block is a multiple of this number of bytes, which is also the unit in which
@@ -27,13 +27,13 @@ pub(super) struct BlockCache {
 
 /// Returns the size in bytes of a new block for a request of `bytes` bytes.
 pub(super) fn round_block_size(bytes: usize) -> usize {
-    bytes.next_multiple_of(if bytes < LARGE_BLOCK { SMALL_GRANULARITY } else { LARGE_GRANULARITY })
+    bytes.next_multiple_of(if bytes < MIN_LARGE_BLOCK_BYTES { SMALL_GRANULARITY } else { LARGE_GRANULARITY })
 }
 
 impl BlockCache {
     /// Takes the smallest free block of the stream that has at least `bytes` bytes and is not much
     /// larger. Returns `None` if there is no such block.
-    pub(super) fn take(&mut self, bytes: usize, stream: CUstream) -> Option<Address> {
+    pub(super) fn take_fitting_block(&mut self, bytes: usize, stream: CUstream) -> Option<Address> {
         let needed = round_block_size(bytes);
         let blocks = self.free.get_mut(&stream.addr())?;
         let size = *blocks.range(needed..=needed + needed / MAX_WASTE_DIVISOR).next()?.0;
@@ -46,12 +46,12 @@ impl BlockCache {
     }
 
     /// Adds a new block of `bytes` bytes, which is in use.
-    pub(super) fn add(&mut self, at: Address, bytes: usize) {
+    pub(super) fn add_used_block(&mut self, at: Address, bytes: usize) {
         self.sizes.insert(at, bytes);
     }
 
     /// Marks a block as free for later work of the stream.
-    pub(super) fn put_back(&mut self, at: Address, stream: CUstream) {
+    pub(super) fn mark_free(&mut self, at: Address, stream: CUstream) {
         if let Some(bytes) = self.sizes.get(&at) {
             self.free.entry(stream.addr()).or_default().entry(*bytes).or_default().push(at);
         }
@@ -78,18 +78,18 @@ mod tests {
         let [one, other] = [1, 2].map(ptr::without_provenance_mut);
         let mut cache = BlockCache::default();
         for (at, bytes) in [(10, 1000), (20, 3 << 20)] {
-            assert_eq!(cache.take(bytes, one), None);
-            cache.add(at, round_block_size(bytes));
-            cache.put_back(at, one);
+            assert_eq!(cache.take_fitting_block(bytes, one), None);
+            cache.add_used_block(at, round_block_size(bytes));
+            cache.mark_free(at, one);
         }
-        assert_eq!(cache.take(1000, other), None, "the other stream is not ordered after the free");
-        assert_eq!((cache.take(300, one), cache.take(1 << 20, one)), (None, None), "too large");
-        assert_eq!((cache.take(1024, one), cache.take(1024, one)), (Some(10), None));
-        assert_eq!(cache.take((2 << 20) + 1, one), Some(20));
-        cache.put_back(20, other);
+        assert_eq!(cache.take_fitting_block(1000, other), None, "the other stream is not ordered after the free");
+        assert_eq!((cache.take_fitting_block(300, one), cache.take_fitting_block(1 << 20, one)), (None, None), "too large");
+        assert_eq!((cache.take_fitting_block(1024, one), cache.take_fitting_block(1024, one)), (Some(10), None));
+        assert_eq!(cache.take_fitting_block((2 << 20) + 1, one), Some(20));
+        cache.mark_free(20, other);
         assert_eq!(cache.take_free_blocks(), [20]);
-        cache.put_back(10, one);
-        assert_eq!((cache.take(3 << 20, other), cache.take_free_blocks()), (None, vec![10]));
+        cache.mark_free(10, one);
+        assert_eq!((cache.take_fitting_block(3 << 20, other), cache.take_free_blocks()), (None, vec![10]));
         assert!(cache.sizes.is_empty());
     }
 }

@@ -1,7 +1,7 @@
 //! The classifier (output layer and cross-entropy loss in one op) on the GPU. Logits are computed
 //! for one chunk of rows at a time, so that the full logits are never in memory.
-use super::backend::{Cuda, Work};
-use super::compile::CLASSIFIER;
+use super::backend::{Cuda, LaunchSize};
+use super::compile::CLASSIFIER_SOURCE;
 use super::launch::KernelArg;
 use super::matmul_operand::{MatmulOperand, matmul};
 use super::memory::DeviceMemory;
@@ -121,7 +121,7 @@ impl ClassifierOps for Cuda {
             let (loss, labels) = (loss + (start * 4) as u64, all_labels + (start * 4) as u64);
             let arguments: [&dyn KernelArg; 9] =
                 [&loss, &logits.address(), &labels, &v, &columns, &stride, &gradient_code, &cap, &scale];
-            self.launch(CLASSIFIER, kernel, Work::RowBlocks { rows: count, width: v }, &arguments);
+            self.launch(CLASSIFIER_SOURCE, kernel, LaunchSize::RowBlocks { rows: count, width: v }, &arguments);
             let Some(g) = &grads else { continue };
             let dx = MatmulOperand::from_rows(g.dx.as_view().slice(elements), d);
             matmul(self, dx, dlogits, w, [count, d, columns], WriteMode::Overwrite);

@@ -51,7 +51,7 @@ macro_rules! source {
 }
 
 /// Names and texts of the headers that kernel sources include.
-const HEADERS: [(&CStr, &str); 6] = [
+const KERNEL_HEADERS: [(&CStr, &str); 6] = [
     (c"common.cuh", include_str!("kernels/common.cuh")),
     (c"attention.cuh", include_str!("kernels/attention.cuh")),
     (c"blocks.cuh", include_str!("kernels/blocks.cuh")),
@@ -60,32 +60,32 @@ const HEADERS: [(&CStr, &str); 6] = [
     (c"flash_hopper.cuh", include_str!("kernels/flash_hopper.cuh")),
 ];
 /// Kernels of elementwise ops, dropout, sums of squares of blocks of elements, and optimizers.
-pub(super) const ELEMENTWISE: KernelSource = source!("elementwise.cu");
+pub(super) const ELEMENTWISE_SOURCE: KernelSource = source!("elementwise.cu");
 /// Kernels of RMSNorm, LayerNorm, bias, and sums over rows.
-pub(super) const NORM: KernelSource = source!("norm.cu");
+pub(super) const NORM_SOURCE: KernelSource = source!("norm.cu");
 /// Kernels of activation functions and rotary position embedding.
-pub(super) const ACTIVATION: KernelSource = source!("activation.cu");
+pub(super) const ACTIVATION_SOURCE: KernelSource = source!("activation.cu");
 /// Kernels of the token embedding, the router, and ops on the rows of tokens that experts process.
-pub(super) const EXPERT_ROWS: KernelSource = source!("expert_rows.cu");
+pub(super) const EXPERT_ROWS_SOURCE: KernelSource = source!("expert_rows.cu");
 /// Kernels of the cross-entropy loss.
-pub(super) const CLASSIFIER: KernelSource = source!("classifier.cu");
+pub(super) const CLASSIFIER_SOURCE: KernelSource = source!("classifier.cu");
 /// Kernels of attention in f32 arithmetic, for all element types.
-pub(super) const ATTENTION: KernelSource = source!("attention.cu");
+pub(super) const ATTENTION_SOURCE: KernelSource = source!("attention.cu");
 /// Kernels of attention for bf16 tensors, which use tensor cores.
-pub(super) const FLASH: KernelSource = source!("flash.cu");
+pub(super) const FLASH_SOURCE: KernelSource = source!("flash.cu");
 /// Kernels of attention for bf16 tensors on the tensor cores of Hopper GPUs.
-pub(super) const FLASH_HOPPER: KernelSource =
+pub(super) const FLASH_HOPPER_SOURCE: KernelSource =
     KernelSource { is_for_hopper: true, ..source!("flash_hopper.cu") };
 /// Kernels that quantize the operands of matmuls to fp8.
-pub(super) const FP8: KernelSource = source!("fp8.cu");
+pub(super) const FP8_SOURCE: KernelSource = source!("fp8.cu");
 /// All CUDA source files of this crate.
-pub(super) const SOURCES: [KernelSource; 9] =
-    [ELEMENTWISE, NORM, ACTIVATION, EXPERT_ROWS, CLASSIFIER, ATTENTION, FLASH, FLASH_HOPPER, FP8];
+pub(super) const KERNEL_SOURCES: [KernelSource; 9] =
+    [ELEMENTWISE_SOURCE, NORM_SOURCE, ACTIVATION_SOURCE, EXPERT_ROWS_SOURCE, CLASSIFIER_SOURCE, ATTENTION_SOURCE, FLASH_SOURCE, FLASH_HOPPER_SOURCE, FP8_SOURCE];
 
 /// Options for NVRTC in addition to the architecture. Option 177 suppresses the warning about a
 /// function of a header that a source does not use. With line information, compute-sanitizer
 /// reports the line of an error.
-const OPTIONS: [&CStr; 3] = [c"--std=c++17", c"--diag-suppress=177", c"--generate-line-info"];
+const NVRTC_OPTIONS: [&CStr; 3] = [c"--std=c++17", c"--diag-suppress=177", c"--generate-line-info"];
 
 /// The opened NVRTC library, which compiles kernels at run time.
 pub(super) struct Nvrtc {
@@ -122,9 +122,9 @@ impl Nvrtc {
     /// The error contains the compiler's messages.
     pub(super) fn compile(&self, source: KernelSource, architecture: &str) -> Result<Vec<u8>> {
         let (text, name) = (to_c_string(source.text), to_c_string(source.file));
-        let headers = HEADERS.map(|(_, text)| to_c_string(text));
+        let headers = KERNEL_HEADERS.map(|(_, text)| to_c_string(text));
         let texts = headers.each_ref().map(|text| text.as_ptr());
-        let names = HEADERS.map(|(name, _)| name.as_ptr());
+        let names = KERNEL_HEADERS.map(|(name, _)| name.as_ptr());
         let mut program = NvrtcProgram { nvrtc: self, handle: ptr::null_mut() };
         // SAFETY: every string ends in a zero; both arrays have as many elements as the count.
         unsafe {
@@ -132,14 +132,14 @@ impl Nvrtc {
                 &mut program.handle,
                 text.as_ptr(),
                 name.as_ptr(),
-                HEADERS.len() as c_int,
+                KERNEL_HEADERS.len() as c_int,
                 texts.as_ptr(),
                 names.as_ptr(),
             )
         }?;
         let architecture = to_c_string(&format!("--gpu-architecture={architecture}"));
         let mut options = vec![architecture.as_ptr()];
-        options.extend(OPTIONS.iter().map(|o| o.as_ptr()));
+        options.extend(NVRTC_OPTIONS.iter().map(|o| o.as_ptr()));
         // SAFETY: the array has as many elements as the count.
         let compiled = unsafe {
             self.library.nvrtcCompileProgram(program.handle, options.len() as c_int, options.as_ptr())
@@ -212,10 +212,10 @@ const IMAGE_MAGIC: &disk_cache::Magic = b"launch kernels 1";
 /// NVRTC's version.
 fn compute_cache_file_name(source: KernelSource, architecture: &str, version: (u32, u32)) -> String {
     let mut hasher = blake3::Hasher::new();
-    for part in HEADERS.map(|(_, text)| text).into_iter().chain([source.text, architecture]) {
+    for part in KERNEL_HEADERS.map(|(_, text)| text).into_iter().chain([source.text, architecture]) {
         hasher.update(&(part.len() as u64).to_le_bytes()).update(part.as_bytes());
     }
-    for option in OPTIONS {
+    for option in NVRTC_OPTIONS {
         hasher.update(option.to_bytes_with_nul());
     }
     let hash = hasher.finalize().to_hex();
@@ -227,7 +227,7 @@ fn compute_cache_file_name(source: KernelSource, architecture: &str, version: (u
 /// declared with `KERNEL` or `WIDE_KERNEL`.
 pub(super) fn list_kernel_names() -> impl Iterator<Item = (KernelSource, CString)> {
     let declared = |line: &'static str| line.strip_prefix("WIDE_").unwrap_or(line).strip_prefix("KERNEL ");
-    SOURCES.into_iter().flat_map(move |source| {
+    KERNEL_SOURCES.into_iter().flat_map(move |source| {
         let names = source.text.lines().filter_map(declared).filter_map(|rest| rest.split_once('('));
         names.map(move |(name, _)| (source, to_c_string(name)))
     })
@@ -245,7 +245,7 @@ pub(super) struct KernelModules {
     cache: Option<PathBuf>,
     /// The error of the first image that could not be written to the kernel cache.
     cache_error: OnceLock<CudaError>,
-    modules: [OnceLock<KernelModule>; SOURCES.len()],
+    modules: [OnceLock<KernelModule>; KERNEL_SOURCES.len()],
     /// The kernels that were launched, each with the configuration of its first launch.
     functions: Mutex<LaunchedFunctions>,
     /// The sources that NVRTC has compiled in this process, and the seconds that it needed.
@@ -357,7 +357,7 @@ impl KernelModules {
         let _guard = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
         let architecture = &gpu.properties.architecture();
         let images = std::thread::scope(|scope| {
-            let missing = SOURCES.iter().zip(&self.modules).filter(|(_, module)| module.get().is_none());
+            let missing = KERNEL_SOURCES.iter().zip(&self.modules).filter(|(_, module)| module.get().is_none());
             let compiling: Vec<_> = missing
                 .filter_map(|(source, module)| {
                     Some((source, module, source.find_architecture(architecture)?))
@@ -383,7 +383,7 @@ impl KernelModules {
     /// needed.
     fn get_or_load_module(&self, gpu: &GpuContext, source: KernelSource) -> Result<&KernelModule> {
         let _guard = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
-        let index = SOURCES.iter().position(|s| s.file == source.file).unwrap_or(0);
+        let index = KERNEL_SOURCES.iter().position(|s| s.file == source.file).unwrap_or(0);
         if let Some(module) = self.modules[index].get() {
             return Ok(module);
         }
@@ -422,22 +422,22 @@ mod tests {
 
     #[test]
     fn kernels_for_hopper_are_compiled_for_hopper_only() {
-        assert_eq!(FLASH_HOPPER.find_architecture("sm_90"), Some("sm_90a"));
-        assert_eq!(FLASH_HOPPER.find_architecture("sm_100"), None);
-        assert_eq!(FLASH_HOPPER.find_architecture("sm_80"), None);
-        assert_eq!(FLASH.find_architecture("sm_90"), Some("sm_90"));
+        assert_eq!(FLASH_HOPPER_SOURCE.find_architecture("sm_90"), Some("sm_90a"));
+        assert_eq!(FLASH_HOPPER_SOURCE.find_architecture("sm_100"), None);
+        assert_eq!(FLASH_HOPPER_SOURCE.find_architecture("sm_80"), None);
+        assert_eq!(FLASH_SOURCE.find_architecture("sm_90"), Some("sm_90"));
     }
 
     #[test]
     fn the_cache_name_depends_on_everything_that_decides_an_image() {
         let name = |source, architecture, version| compute_cache_file_name(source, architecture, version);
-        let one = name(ELEMENTWISE, "sm_90", (13, 0));
+        let one = name(ELEMENTWISE_SOURCE, "sm_90", (13, 0));
         assert!(one.starts_with("elementwise-sm_90-nvrtc13.0-") && one.ends_with(".cubin"), "{one}");
-        let changed = KernelSource { text: "KERNEL f() {}", ..ELEMENTWISE };
+        let changed = KernelSource { text: "KERNEL f() {}", ..ELEMENTWISE_SOURCE };
         for other in [
-            name(ELEMENTWISE, "sm_80", (13, 0)),
-            name(ELEMENTWISE, "sm_90a", (13, 0)),
-            name(ELEMENTWISE, "sm_90", (13, 1)),
+            name(ELEMENTWISE_SOURCE, "sm_80", (13, 0)),
+            name(ELEMENTWISE_SOURCE, "sm_90a", (13, 0)),
+            name(ELEMENTWISE_SOURCE, "sm_90", (13, 1)),
             name(changed, "sm_90", (13, 0)),
         ] {
             assert_ne!(one, other);

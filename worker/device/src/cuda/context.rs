@@ -1,7 +1,7 @@
 //! The CUDA context and streams of one open GPU ([`GpuContext`]), and calls that bypass the
 //! recording of CUDA graphs.
 use super::bindings::{
-    Address, CaptureInfo, DriverApi, DriverGraphsApi,
+    Address, CaptureInfoFn, DriverApi, DriverGraphsApi,
     driver_sys::{
         CUcontext, CUdevice, CUdevice_attribute, CUmemPool_attribute, CUmemoryPool, CUstream, CUstream_flags,
     },
@@ -21,7 +21,7 @@ use std::{
 const MIN_CAPABILITY: (u32, u32) = (8, 0);
 /// The text that errors contain in place of a function's name, if work failed on the GPU after it
 /// was enqueued.
-pub(super) const GPU_WORK: &str = "work on the GPU";
+pub(super) const GPU_WORK_LABEL: &str = "work on the GPU";
 
 /// The CUDA context and the streams of one open GPU.
 pub(super) struct GpuContext {
@@ -29,7 +29,7 @@ pub(super) struct GpuContext {
     /// The driver's functions for CUDA graphs, or the error that names the missing function.
     driver_graphs: Result<DriverGraphsApi>,
     /// The driver's function that reports nodes of a capture. Without it, graphs are not updated.
-    pub(super) capture_info: Option<CaptureInfo>,
+    pub(super) capture_info: Option<CaptureInfoFn>,
     /// The memory of a GPU without memory pools. `None` if the GPU has memory pools.
     pub(super) block_cache: Option<Mutex<BlockCache>>,
     pub(super) device: CUdevice,
@@ -84,7 +84,7 @@ impl GpuContext {
             download_stream: create_stream(&driver, 0)?,
             upload_stream: create_stream(&driver, 0)?,
             driver_graphs: DriverGraphsApi::open(paths).map(|(api, _)| api),
-            capture_info: CaptureInfo::open(paths),
+            capture_info: CaptureInfoFn::look_up(paths),
             block_cache: (!has_pools).then(Mutex::default),
             driver,
             device,
@@ -114,12 +114,12 @@ impl GpuContext {
     pub(super) fn synchronize_all_streams(&self) -> Result<()> {
         self.make_current()?;
         // SAFETY: no preconditions.
-        unsafe { self.driver.cuCtxSynchronize() }.map_err(|error| error.with_function(GPU_WORK))
+        unsafe { self.driver.cuCtxSynchronize() }.map_err(|error| error.with_function(GPU_WORK_LABEL))
     }
 
     /// Enqueues a fill of `bytes` bytes with zeros at the GPU address `at`. The call is issued to
     /// `stream` immediately, not recorded for a CUDA graph.
-    pub(super) fn issue_fill(&self, at: Address, bytes: usize, stream: CUstream) -> Result<()> {
+    pub(super) fn issue_zero_fill(&self, at: Address, bytes: usize, stream: CUstream) -> Result<()> {
         // SAFETY: the caller owns the range.
         unsafe { self.driver.cuMemsetD8Async(at, 0, bytes, stream) }
     }

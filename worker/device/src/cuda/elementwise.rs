@@ -1,7 +1,7 @@
 //! Ops on vectors on a GPU: elementwise ops, dropout, stochastic rounding, and sums of squares by
 //! block.
-use super::backend::{Cuda, Work};
-use super::compile::ELEMENTWISE;
+use super::backend::{Cuda, LaunchSize};
+use super::compile::ELEMENTWISE_SOURCE;
 use super::launch::{KernelArg, LaunchConfig};
 use super::memory::DeviceMemory;
 use super::tensor_arg::{TensorArg, f32_gpu_address};
@@ -30,42 +30,42 @@ impl VectorOps for Cuda {
             len => ((first + len - 1) / 4 - first / 4 + 1) as usize,
         };
         let (y, len, x) = (TensorArg::from(&y), x.len(), f32_gpu_address(x));
-        let work = Work::Elements(blocks);
-        self.launch(ELEMENTWISE, c"round_stochastically", work, &[&y, &x, &len, &blocks, &scalars]);
+        let work = LaunchSize::Elements(blocks);
+        self.launch(ELEMENTWISE_SOURCE, c"round_stochastically", work, &[&y, &x, &len, &blocks, &scalars]);
     }
 
     fn add(&self, y: ViewMut, x: View) {
         expect_lens("add", [("x", x.len(), y.len())]);
         let (y, len, x) = (TensorArg::from(&y), x.len(), TensorArg::from(x));
-        self.launch(ELEMENTWISE, c"add", Work::ElementsBy8(len), &[&y, &x, &len]);
+        self.launch(ELEMENTWISE_SOURCE, c"add", LaunchSize::ElementsBy8(len), &[&y, &x, &len]);
     }
 
     fn scale(&self, y: ViewMut, s: f32) {
         let (y, len) = (TensorArg::from(&y), y.len());
-        self.launch(ELEMENTWISE, c"scale", Work::ElementsBy8(len), &[&y, &len, &s]);
+        self.launch(ELEMENTWISE_SOURCE, c"scale", LaunchSize::ElementsBy8(len), &[&y, &len, &s]);
     }
 
     fn add_scalar(&self, y: ViewMut, s: f32) {
         let (y, len) = (TensorArg::from(&y), y.len());
-        self.launch(ELEMENTWISE, c"add_scalar", Work::Elements(len), &[&y, &len, &s]);
+        self.launch(ELEMENTWISE_SOURCE, c"add_scalar", LaunchSize::Elements(len), &[&y, &len, &s]);
     }
 
     fn axpby(&self, y: ViewMut, a: f32, x: View, b: f32) {
         expect_lens("axpby", [("x", x.len(), y.len())]);
         let (y, len, x) = (f32_gpu_address(y.as_view()), x.len(), f32_gpu_address(x));
-        self.launch(ELEMENTWISE, c"axpby", Work::Elements(len), &[&y, &x, &len, &a, &b]);
+        self.launch(ELEMENTWISE_SOURCE, c"axpby", LaunchSize::Elements(len), &[&y, &x, &len, &a, &b]);
     }
 
     fn softcap(&self, y: ViewMut, cap: f32) {
         let (y, len) = (f32_gpu_address(y.as_view()), y.len());
-        self.launch(ELEMENTWISE, c"softcap", Work::Elements(len), &[&y, &len, &cap]);
+        self.launch(ELEMENTWISE_SOURCE, c"softcap", LaunchSize::Elements(len), &[&y, &len, &cap]);
     }
 
     fn transpose(&self, y: ViewMut, x: View, rows: usize, columns: usize) {
         let len = rows * columns;
         expect_lens("transpose", [("x", x.len(), len), ("y", y.len(), len)]);
         let (y, x) = (f32_gpu_address(y.as_view()), f32_gpu_address(x));
-        self.launch(ELEMENTWISE, c"transpose", Work::Elements(len), &[&y, &x, &rows, &columns]);
+        self.launch(ELEMENTWISE_SOURCE, c"transpose", LaunchSize::Elements(len), &[&y, &x, &rows, &columns]);
     }
 
     fn dropout(&self, x: ViewMut, d: &SampleDropout) {
@@ -80,7 +80,7 @@ impl VectorOps for Cuda {
             unused: 0.0,
         };
         let (x, blocks) = (TensorArg::from(&x), samples * d.sample_len.div_ceil(4));
-        self.launch(ELEMENTWISE, c"dropout", Work::Elements(blocks), &[&x, &blocks, &scalars]);
+        self.launch(ELEMENTWISE_SOURCE, c"dropout", LaunchSize::Elements(blocks), &[&x, &blocks, &scalars]);
     }
 
     fn sum_squares(&self, x: View) -> f64 {
@@ -97,7 +97,7 @@ impl VectorOps for Cuda {
     fn sum_squares_by_block_concat(&self, vectors: &[View]) -> Vec<f64> {
         let mut out = vec![0.0f64; count_norm_blocks(vectors)];
         let sums = self.enqueue_sums_of_squares(vectors);
-        self.gpu.attempt(|| self.gpu.download_blocking(bytemuck::cast_slice_mut(&mut out), sums.address()));
+        self.gpu.call_recording_failure(|| self.gpu.download_blocking(bytemuck::cast_slice_mut(&mut out), sums.address()));
         out
     }
 
@@ -109,8 +109,8 @@ impl VectorOps for Cuda {
             staging = self.alloc_staging(Dtype::F32, len);
         }
         let sums = self.enqueue_sums_of_squares(vectors);
-        let done = self.gpu.attempt(|| {
-            let to = NonNull::from(staging.view_mut().bytes()).cast();
+        let done = self.gpu.call_recording_failure(|| {
+            let to = NonNull::from(staging.view_mut().host_bytes_mut()).cast();
             // SAFETY: both ranges have `count` sums, and the download owns the host's range until
             // the event.
             unsafe { self.gpu.download_async(to, sums.address(), count * size_of::<f64>()) }?;
@@ -136,7 +136,7 @@ impl Cuda {
             let count = count_norm_blocks(&[*x]);
             let config = LaunchConfig { grid: [count as u32, 1, 1], block: [256, 1, 1], shared: 0 };
             let arguments: [&dyn KernelArg; 4] = [&at, &TensorArg::from(*x), &x.len(), &NORM_BLOCK_LEN];
-            self.launch(ELEMENTWISE, c"sum_squares_by_block", Work::Config(config), &arguments);
+            self.launch(ELEMENTWISE_SOURCE, c"sum_squares_by_block", LaunchSize::Config(config), &arguments);
             at += (count * size_of::<f64>()) as u64;
         }
         sums
@@ -145,7 +145,7 @@ impl Cuda {
 
 /// Converts `len` elements of `x` to the element type of `y` and stores them in `y`.
 pub(super) fn convert_elements(cuda: &Cuda, y: TensorArg, x: TensorArg, len: usize) {
-    cuda.launch(ELEMENTWISE, c"cast", Work::ElementsBy8(len), &[&y, &x, &len]);
+    cuda.launch(ELEMENTWISE_SOURCE, c"cast", LaunchSize::ElementsBy8(len), &[&y, &x, &len]);
 }
 
 /// Scalar arguments of the kernel `dropout`. The layout is that of `DropoutScalars` in

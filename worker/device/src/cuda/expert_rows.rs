@@ -1,7 +1,7 @@
 //! Ops on the rows of matrices on a GPU: the token embedding, and gathering and combining the rows
 //! of tokens that experts process.
-use super::backend::{Cuda, Work};
-use super::compile::EXPERT_ROWS;
+use super::backend::{Cuda, LaunchSize};
+use super::compile::EXPERT_ROWS_SOURCE;
 use super::tensor_arg::TensorArg;
 use crate::buffer::{View, ViewMut};
 use crate::ops::{EmbeddingOps, RowOps, WriteMode, expect_lens};
@@ -18,11 +18,11 @@ impl EmbeddingOps for Cuda {
         expect_lens(op, [("dx", dx.len(), tokens.len() * d)]);
         check_row_indices(op, tokens, dw.len(), d);
         let RowsByToken { ids, starts, order } = group_by_token(tokens);
-        let rows = Work::RowBlocks { rows: ids.len(), width: d };
+        let rows = LaunchSize::RowBlocks { rows: ids.len(), width: d };
         let inputs = [("ids", ids), ("ids' rows", starts), ("rows by id", order)];
         let [ids, starts, order] = inputs.map(|(name, input)| self.upload_input(name, &input));
         let (dw, dx) = (TensorArg::from(&dw), TensorArg::from(dx));
-        self.launch(EXPERT_ROWS, c"embedding_backward", rows, &[&dw, &dx, &ids, &starts, &order, &d]);
+        self.launch(EXPERT_ROWS_SOURCE, c"embedding_backward", rows, &[&dw, &dx, &ids, &starts, &order, &d]);
     }
 }
 
@@ -50,22 +50,22 @@ impl RowOps for Cuda {
         let weights = weights.map_or(TensorArg::NONE, TensorArg::from);
         let (y, x, add) =
             (TensorArg::from(&y), TensorArg::from(x), i64::from(write == WriteMode::Accumulate));
-        let rows = Work::RowBlocks { rows: m, width: d };
-        self.launch(EXPERT_ROWS, c"combine_rows", rows, &[&y, &x, &weights, &indices, &per_row, &d, &add]);
+        let rows = LaunchSize::RowBlocks { rows: m, width: d };
+        self.launch(EXPERT_ROWS_SOURCE, c"combine_rows", rows, &[&y, &x, &weights, &indices, &per_row, &d, &add]);
     }
 
     fn dot_rows(&self, out: ViewMut, a: View, b: View, d: usize) {
         let rows = out.len();
         expect_lens("dot_rows", [("a", a.len(), rows * d), ("b", b.len(), rows * d)]);
         let (out, a, b) = (TensorArg::from(&out), TensorArg::from(a), TensorArg::from(b));
-        let rows = Work::RowBlocks { rows, width: d };
-        self.launch(EXPERT_ROWS, c"dot_rows", rows, &[&out, &a, &b, &d]);
+        let rows = LaunchSize::RowBlocks { rows, width: d };
+        self.launch(EXPERT_ROWS_SOURCE, c"dot_rows", rows, &[&out, &a, &b, &d]);
     }
 
     fn scale_rows(&self, x: ViewMut, factors: View, d: usize) {
         expect_lens("scale_rows", [("x", x.len(), factors.len() * d)]);
-        let rows = Work::RowBlocks { rows: factors.len(), width: d };
-        self.launch(EXPERT_ROWS, c"scale_rows", rows, &[&TensorArg::from(&x), &TensorArg::from(factors), &d]);
+        let rows = LaunchSize::RowBlocks { rows: factors.len(), width: d };
+        self.launch(EXPERT_ROWS_SOURCE, c"scale_rows", rows, &[&TensorArg::from(&x), &TensorArg::from(factors), &d]);
     }
 }
 
@@ -74,9 +74,9 @@ impl RowOps for Cuda {
 fn gather_selected_rows(cuda: &Cuda, op: &'static str, y: ViewMut, x: View, rows: &[u32], d: usize) {
     expect_lens(op, [("y", y.len(), rows.len() * d)]);
     check_row_indices(op, rows, x.len(), d);
-    let work = Work::RowBlocks { rows: rows.len(), width: d };
+    let work = LaunchSize::RowBlocks { rows: rows.len(), width: d };
     let (y, x, rows) = (TensorArg::from(&y), TensorArg::from(x), cuda.upload_input(op, rows));
-    cuda.launch(EXPERT_ROWS, c"gather_rows", work, &[&y, &x, &rows, &d]);
+    cuda.launch(EXPERT_ROWS_SOURCE, c"gather_rows", work, &[&y, &x, &rows, &d]);
 }
 
 /// Panics if a row index is out of bounds for a matrix of `len` elements in rows of `d` elements.

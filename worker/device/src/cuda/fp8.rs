@@ -1,8 +1,8 @@
 //! Matmuls in fp8 on a GPU: kernels quantize the operands, and cuBLASLt multiplies them. The
 //! quantized operands are contiguous along the summed dimension, as cuBLASLt requires, and their
 //! scales stay on the GPU.
-use super::backend::{Cuda, Work};
-use super::compile::FP8;
+use super::backend::{Cuda, LaunchSize};
+use super::compile::FP8_SOURCE;
 use super::launch::{KernelArg, LaunchConfig};
 use super::matmul::{InputFormat, Matmul, MatrixRef};
 use super::matmul_operand::{MatmulOperand, finish_empty_matmul, run_with_f32_result};
@@ -52,7 +52,7 @@ impl Fp8Ops for Cuda {
         let scales = [&left, &right].map(|quantized| (quantized.format, quantized.scales.address()));
         let run = |c: MatmulOperand, add| {
             let (inputs, output, c) = (InputFormat::Fp8(scales), c.dtype, c.to_matrix_ref());
-            self.run_matmul(&Matmul {
+            self.enqueue_matmul(&Matmul {
                 m,
                 n,
                 k: depth,
@@ -95,11 +95,11 @@ impl QuantizedMatrix {
         let (at, scale, code) = (elements.address(), scales.address(), format_code(format));
         let arguments: [&dyn KernelArg; 7] = [&at, &x, &scale, &rows, &columns, &depth, &code];
         if is_contiguous {
-            cuda.launch(FP8, c"quantize", Work::ElementsBy8(count * depth), &arguments);
+            cuda.launch(FP8_SOURCE, c"quantize", LaunchSize::ElementsBy8(count * depth), &arguments);
         } else {
             let tiles = depth.div_ceil(TILE_DEPTH) * count.div_ceil(TILE_WIDTH);
-            let work = build_work(tiles, MAX_THREADS_PER_BLOCK);
-            cuda.launch(FP8, c"quantize_and_transpose", work, &arguments);
+            let work = compute_launch_size(tiles, MAX_THREADS_PER_BLOCK);
+            cuda.launch(FP8_SOURCE, c"quantize_and_transpose", work, &arguments);
         }
         QuantizedMatrix { format, elements, scales }
     }
@@ -110,18 +110,18 @@ impl QuantizedMatrix {
 fn compute_scales(cuda: &Cuda, x: TensorArg, len: usize, format: Fp8Format) -> DeviceMemory {
     let count = len.div_ceil(8 * MAX_THREADS_PER_BLOCK).min(cuda.properties().multiprocessor_count * 4);
     let [parts, scales] = [count, 2].map(|len| cuda.alloc_scratch(len * size_of::<f32>()));
-    let work = build_work(count, len.div_ceil(8));
-    cuda.launch(FP8, c"compute_block_amax", work, &[&parts.address(), &x, &len]);
+    let work = compute_launch_size(count, len.div_ceil(8));
+    cuda.launch(FP8_SOURCE, c"compute_block_amax", work, &[&parts.address(), &x, &len]);
     let (at, parts, code) = (scales.address(), parts.address(), format_code(format));
-    cuda.launch(FP8, c"compute_scale", build_work(1, count), &[&at, &parts, &count, &code]);
+    cuda.launch(FP8_SOURCE, c"compute_scale", compute_launch_size(1, count), &[&at, &parts, &count, &code]);
     scales
 }
 
 /// Returns the launch size of a kernel with `blocks` blocks of about `threads` threads each,
 /// rounded up to whole warps.
-fn build_work(blocks: usize, threads: usize) -> Work {
+fn compute_launch_size(blocks: usize, threads: usize) -> LaunchSize {
     let threads = threads.next_multiple_of(32).min(MAX_THREADS_PER_BLOCK);
-    Work::Config(LaunchConfig { grid: [blocks as u32, 1, 1], block: [threads as u32, 1, 1], shared: 0 })
+    LaunchSize::Config(LaunchConfig { grid: [blocks as u32, 1, 1], block: [threads as u32, 1, 1], shared: 0 })
 }
 
 /// Returns the number that represents an fp8 format in kernel arguments, as fp8.cu defines it.

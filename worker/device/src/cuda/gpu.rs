@@ -1,10 +1,10 @@
 //! One open GPU ([`Gpu`]), and functions that enqueue calls on the current thread's stream.
 use super::bindings::{Address, driver_sys::CUstream};
-use super::context::{GPU_WORK, GpuContext};
+use super::context::{GPU_WORK_LABEL, GpuContext};
 use super::error::Result;
-use super::graphs::{CallBatch, GraphState, Graphs};
+use super::graphs::{CallBatch, GraphState, MainStreamGraphs};
 use super::launch::{KernelArg, KernelFunction, LaunchConfig};
-use super::launch_log::{log_call, log_kernel};
+use super::launch_log::{log_non_kernel_call, log_kernel};
 use super::library_search::LibrarySearchPaths;
 use super::status::DeviceStatus;
 use std::{
@@ -23,7 +23,7 @@ pub(super) struct Gpu {
     context: GpuContext,
     /// The recorded calls that are not issued to the main stream yet, and the CUDA graphs of this
     /// stream.
-    pub(super) graphs: Graphs,
+    pub(super) graphs: MainStreamGraphs,
     /// The first failure of a call that returns no error.
     pub(super) status: DeviceStatus,
 }
@@ -39,7 +39,7 @@ impl Deref for Gpu {
 impl Drop for Gpu {
     fn drop(&mut self) {
         if self.make_current().is_ok() {
-            self.graphs.lock().discard(self);
+            self.graphs.lock().discard_calls_and_graphs(self);
         }
     }
 }
@@ -50,7 +50,7 @@ impl Gpu {
     pub(super) fn open(paths: &LibrarySearchPaths, index: usize) -> Result<Arc<Gpu>> {
         Ok(Arc::new(Gpu {
             context: GpuContext::open(paths, index)?,
-            graphs: Graphs::default(),
+            graphs: MainStreamGraphs::default(),
             status: DeviceStatus::default(),
         }))
     }
@@ -58,12 +58,12 @@ impl Gpu {
     /// Locks the state of CUDA graphs if this thread's calls are recorded for a graph. Returns
     /// `None` if the calls are issued immediately.
     pub(super) fn lock_if_recording(&self) -> Option<MutexGuard<'_, GraphState>> {
-        (self.graphs.is_on() && self.stream() == self.main_stream).then(|| self.graphs.lock())
+        (self.graphs.is_enabled() && self.stream() == self.main_stream).then(|| self.graphs.lock())
     }
 
     /// Issues every recorded call to the GPU, and then runs `f` with this thread's stream. With
     /// graphs on, no other thread uses the main stream meanwhile.
-    pub(super) fn with_stream<T>(&self, f: impl FnOnce(CUstream) -> T) -> Result<T> {
+    pub(super) fn with_flushed_stream<T>(&self, f: impl FnOnce(CUstream) -> T) -> Result<T> {
         self.make_current()?;
         let mut recording = self.lock_if_recording();
         recording.as_mut().map_or(Ok(()), |state| state.flush_batch(self))?;
@@ -78,11 +78,11 @@ impl Gpu {
         issue: impl Fn(CUstream) -> Result<()>,
     ) -> Result<()> {
         self.make_current()?;
-        self.graphs.add_call();
+        self.graphs.count_call();
         match self.lock_if_recording() {
             Some(mut state) => {
                 record(&mut state.batch);
-                state.flush_full_batch(self)
+                state.flush_batch_if_full(self)
             }
             None => self.retry_if_out_of_memory(|| issue(self.stream())),
         }
@@ -91,8 +91,8 @@ impl Gpu {
     /// Makes a GPU call on behalf of an op that cannot return an error, and returns the call's
     /// value. Records a failure in the status of the GPU. Returns `None` if the call failed, or was
     /// not made because an earlier one failed.
-    pub(super) fn attempt<T>(&self, call: impl FnOnce() -> Result<T>) -> Option<T> {
-        if self.status.has_failed() { None } else { self.status.record(call()) }
+    pub(super) fn call_recording_failure<T>(&self, call: impl FnOnce() -> Result<T>) -> Option<T> {
+        if self.status.has_failed() { None } else { self.status.ok_or_record_failure(call()) }
     }
 
     /// Turns CUDA graphs on or off for the main stream, and issues the calls that were recorded for
@@ -107,8 +107,8 @@ impl Gpu {
         if bytes == 0 {
             return Ok(());
         }
-        log_call("fill", &[at, bytes as u64]);
-        self.enqueue(|batch| batch.push_fill(at, bytes), |stream| self.issue_fill(at, bytes, stream))
+        log_non_kernel_call("fill", &[at, bytes as u64]);
+        self.enqueue(|batch| batch.push_zero_fill(at, bytes), |stream| self.issue_zero_fill(at, bytes, stream))
     }
 
     /// Enqueues a copy of `bytes` from the host to the GPU address `at` on this thread's stream.
@@ -120,9 +120,9 @@ impl Gpu {
         if bytes.is_empty() {
             return Ok(());
         }
-        log_call("copy from the host", &[at, bytes.len() as u64]);
+        log_non_kernel_call("copy from the host", &[at, bytes.len() as u64]);
         // SAFETY: the caller's range at `at` is as long as `bytes`.
-        self.with_stream(|stream| unsafe {
+        self.with_flushed_stream(|stream| unsafe {
             self.driver.cuMemcpyHtoDAsync_v2(at, bytes.as_ptr().cast(), bytes.len(), stream)
         })?
     }
@@ -131,9 +131,9 @@ impl Gpu {
     /// complete.
     pub(super) fn download_blocking(&self, bytes: &mut [u8], at: Address) -> Result<()> {
         if !bytes.is_empty() {
-            log_call("copy to the host", &[at, bytes.len() as u64]);
+            log_non_kernel_call("copy to the host", &[at, bytes.len() as u64]);
             // SAFETY: the caller's range at `at` is as long as `bytes`.
-            self.with_stream(|stream| unsafe {
+            self.with_flushed_stream(|stream| unsafe {
                 self.driver.cuMemcpyDtoHAsync_v2(bytes.as_mut_ptr().cast(), at, bytes.len(), stream)
             })??;
         }
@@ -146,7 +146,7 @@ impl Gpu {
         if bytes == 0 {
             return Ok(());
         }
-        log_call("copy", &[to, from, bytes as u64]);
+        log_non_kernel_call("copy", &[to, from, bytes as u64]);
         self.enqueue(
             |batch| batch.push_copy(to, from, bytes),
             |stream| self.issue_copy(to, from, bytes, stream),
@@ -183,7 +183,7 @@ impl Gpu {
     /// here at the latest.
     pub(super) fn synchronize(&self) -> Result<()> {
         // SAFETY: the stream lives.
-        self.with_stream(|stream| unsafe { self.driver.cuStreamSynchronize(stream) })?
-            .map_err(|error| error.with_function(GPU_WORK))
+        self.with_flushed_stream(|stream| unsafe { self.driver.cuStreamSynchronize(stream) })?
+            .map_err(|error| error.with_function(GPU_WORK_LABEL))
     }
 }

@@ -11,7 +11,7 @@ use std::{
 };
 
 /// File name of NVML, the management library that belongs to the driver.
-const NVML: &str = "libnvidia-ml.so.1";
+const NVML_LIBRARY: &str = "libnvidia-ml.so.1";
 /// The number by which NVML identifies the clock of a GPU's multiprocessors.
 const NVML_CLOCK_SM: c_uint = 1;
 /// The number by which NVML identifies the clock of a GPU's memory.
@@ -51,7 +51,7 @@ pub struct GpuState {
 #[derive(Debug, thiserror::Error)]
 pub enum GpuStateError {
     /// NVML is not installed.
-    #[error("{NVML} was not found")]
+    #[error("{NVML_LIBRARY} was not found")]
     NotFound,
     /// NVML lacks a function.
     #[error(transparent)]
@@ -70,16 +70,16 @@ pub enum GpuStateError {
 }
 
 /// A function of NVML that queries one number of a device.
-type GetUint = unsafe extern "C" fn(*mut c_void, *mut c_uint) -> c_int;
+type GetUintFn = unsafe extern "C" fn(*mut c_void, *mut c_uint) -> c_int;
 /// A function of NVML that queries one number of a numbered part of a device, such as a clock.
-type GetNumbered = unsafe extern "C" fn(*mut c_void, c_uint, *mut c_uint) -> c_int;
+type GetNumberedUintFn = unsafe extern "C" fn(*mut c_void, c_uint, *mut c_uint) -> c_int;
 
 impl Cuda {
     /// Returns the GPU's clocks, temperature and power. Fails if NVML is not usable.
     pub fn query_state(&self) -> std::result::Result<GpuState, GpuStateError> {
         let bus_id = self.query_pci_bus_id()?;
-        let next_to_driver = self.properties().driver_path.with_file_name(NVML);
-        [Path::new(NVML), &next_to_driver]
+        let next_to_driver = self.properties().driver_path.with_file_name(NVML_LIBRARY);
+        [Path::new(NVML_LIBRARY), &next_to_driver]
             .into_iter()
             .find_map(|path| {
                 // SAFETY: NVML's initializers have no preconditions.
@@ -163,22 +163,22 @@ unsafe fn read_state(nvml: &libloading::Library, device: *mut c_void) -> GpuStat
     let numbered = |name: &[u8], number| {
         let mut value = 0;
         // SAFETY: the function has this type in nvml.h, and writes one integer.
-        let status = unsafe { nvml.get::<GetNumbered>(name).ok()?(device, number, &mut value) };
+        let status = unsafe { nvml.get::<GetNumberedUintFn>(name).ok()?(device, number, &mut value) };
         (status == 0).then_some(value)
     };
     let power = || {
         let mut milliwatts = 0;
         // SAFETY: the function has this type in nvml.h, and writes one integer.
         let status =
-            unsafe { nvml.get::<GetUint>(b"nvmlDeviceGetPowerUsage\0").ok()?(device, &mut milliwatts) };
+            unsafe { nvml.get::<GetUintFn>(b"nvmlDeviceGetPowerUsage\0").ok()?(device, &mut milliwatts) };
         (status == 0).then_some(f64::from(milliwatts) / 1e3)
     };
     let reasons = || {
-        type GetReasons = unsafe extern "C" fn(*mut c_void, *mut c_ulonglong) -> c_int;
+        type GetThrottleReasonsFn = unsafe extern "C" fn(*mut c_void, *mut c_ulonglong) -> c_int;
         let mut bits = 0;
         // SAFETY: the function has this type in nvml.h, and writes one integer.
         let status = unsafe {
-            nvml.get::<GetReasons>(b"nvmlDeviceGetCurrentClocksThrottleReasons\0").ok()?(device, &mut bits)
+            nvml.get::<GetThrottleReasonsFn>(b"nvmlDeviceGetCurrentClocksThrottleReasons\0").ok()?(device, &mut bits)
         };
         let reasons = THROTTLE_REASONS.iter().filter(|(bit, _)| bits & bit != 0).map(|(_, name)| *name);
         (status == 0).then(|| reasons.collect())

@@ -15,7 +15,7 @@ impl Cuda {
     /// Turns CUDA graphs on or off for the main stream. No other thread may use the stream
     /// meanwhile.
     pub fn set_graphs_enabled(&self, on: bool) {
-        self.gpu.attempt(|| self.gpu.set_graphs_enabled(on));
+        self.gpu.call_recording_failure(|| self.gpu.set_graphs_enabled(on));
     }
 
     /// Starts to measure whether training steps are faster with CUDA graphs. The next steps run
@@ -38,7 +38,7 @@ impl Cuda {
 
     /// Records the duration of a training step, and returns the next notice for the user about CUDA
     /// graphs or cuDNN. Implements [`crate::Storage::record_step_duration`].
-    pub(super) fn take_notice_after_step(&self, duration: Duration) -> Option<BackendNotice> {
+    pub(super) fn record_step_and_take_notice(&self, duration: Duration) -> Option<BackendNotice> {
         let mut tuner = self.lock_graph_tuner();
         if let Some(error) = self.gpu.graphs.lock().take_disable_reason() {
             *tuner = None;
@@ -52,7 +52,7 @@ impl Cuda {
         if let Some(notice) = self.cudnn.get().and_then(CudnnAttention::take_notice) {
             return Some(notice);
         }
-        let calls = self.gpu.graphs.count_calls();
+        let calls = self.gpu.graphs.enqueued_call_count();
         match tuner.as_mut()?.record_step(duration, calls) {
             GraphTuningDecision::Continue => None,
             GraphTuningDecision::NotNeeded { seconds_per_call } => {

@@ -66,7 +66,7 @@ pub struct GraphStats {
 }
 
 /// The GPU calls recorded for the main stream, and the CUDA graphs that replace repeated calls.
-pub(super) struct Graphs {
+pub(super) struct MainStreamGraphs {
     /// True if CUDA graphs are on for the main stream. The graph state has the same flag.
     on: Arc<AtomicBool>,
     /// Number of calls that were enqueued on any stream so far, in graphs or one by one.
@@ -114,28 +114,28 @@ pub(super) struct GraphState {
 // SAFETY: handles are only passed to the driver, which accepts them from any thread.
 unsafe impl Send for GraphState {}
 
-impl Default for Graphs {
+impl Default for MainStreamGraphs {
     fn default() -> Self {
         let on = Arc::<AtomicBool>::default();
         let state = Mutex::new(GraphState { on: on.clone(), ..GraphState::default() });
-        Graphs { on, calls: AtomicU64::new(0), state }
+        MainStreamGraphs { on, calls: AtomicU64::new(0), state }
     }
 }
 
-impl Graphs {
+impl MainStreamGraphs {
     /// Returns true if CUDA graphs are on for the main stream.
-    pub(super) fn is_on(&self) -> bool {
+    pub(super) fn is_enabled(&self) -> bool {
         self.on.load(Relaxed)
     }
 
     /// Returns the number of GPU calls that were enqueued on any stream so far, in graphs or one by
     /// one.
-    pub(super) fn count_calls(&self) -> u64 {
+    pub(super) fn enqueued_call_count(&self) -> u64 {
         self.calls.load(Relaxed)
     }
 
     /// Counts one GPU call that is being enqueued.
-    pub(super) fn add_call(&self) {
+    pub(super) fn count_call(&self) {
         self.calls.fetch_add(1, Relaxed);
     }
 
@@ -161,7 +161,7 @@ impl GraphState {
 
     /// Drops the recorded calls and the CUDA graphs, because the GPU is closed. Recorded calls are
     /// not issued, because the memory to which they would write has been freed.
-    pub(super) fn discard(&mut self, gpu: &GpuContext) {
+    pub(super) fn discard_calls_and_graphs(&mut self, gpu: &GpuContext) {
         self.batch.clear();
         self.destroy_graphs(gpu);
         self.release_idle_blocks(gpu);
@@ -175,7 +175,7 @@ impl GraphState {
     /// Returns how many CUDA graphs were launched and how many GPU calls were issued one by one, so
     /// far.
     pub(super) fn stats(&self) -> GraphStats {
-        GraphStats { enabled: self.is_on(), cached_graphs: self.graphs.len(), ..self.stats }
+        GraphStats { enabled: self.is_enabled(), cached_graphs: self.graphs.len(), ..self.stats }
     }
 
     /// Issues every recorded GPU call to the main stream. Fails with the error of a call, or with
@@ -187,7 +187,7 @@ impl GraphState {
             None => self.issue_batch(gpu),
         };
         self.batch.clear();
-        if !self.is_on() {
+        if !self.is_enabled() {
             self.release_idle_blocks(gpu);
         }
         issued
@@ -202,14 +202,14 @@ impl GraphState {
     }
 
     /// Issues the recorded calls if the batch has its maximum length or CUDA graphs are off.
-    pub(super) fn flush_full_batch(&mut self, gpu: &GpuContext) -> Result<()> {
-        if self.batch.len() >= MAX_BATCH_CALLS || !self.is_on() { self.flush_batch(gpu) } else { Ok(()) }
+    pub(super) fn flush_batch_if_full(&mut self, gpu: &GpuContext) -> Result<()> {
+        if self.batch.len() >= MAX_BATCH_CALLS || !self.is_enabled() { self.flush_batch(gpu) } else { Ok(()) }
     }
 
     /// Issues the recorded calls as a CUDA graph if one exists or can be built, otherwise call by
     /// call.
     fn issue_batch(&mut self, gpu: &GpuContext) -> Result<()> {
-        if !self.is_on() || self.batch.len() < MIN_BATCH_CALLS {
+        if !self.is_enabled() || self.batch.len() < MIN_BATCH_CALLS {
             return self.issue_directly(gpu);
         }
         let hash = self.batch.compute_hash();
@@ -317,7 +317,7 @@ impl GraphState {
         match ExecutableGraph::capture(gpu, &self.batch) {
             Ok(graph) => {
                 if self.graphs.len() >= MAX_GRAPHS {
-                    self.evict_oldest_graph(gpu);
+                    self.evict_least_recent_graph(gpu);
                 }
                 let (batch, last_launch) = (std::mem::take(&mut self.batch), self.stats.launches);
                 let cached = CachedGraph { batch, graph, structure_hash, last_launch, launches: 0 };
@@ -333,7 +333,7 @@ impl GraphState {
     }
 
     /// Destroys the cached CUDA graph whose last launch is the longest ago.
-    fn evict_oldest_graph(&mut self, gpu: &GpuContext) {
+    fn evict_least_recent_graph(&mut self, gpu: &GpuContext) {
         let oldest = self.graphs.iter().min_by_key(|(_, cached)| cached.last_launch).map(|(hash, _)| *hash);
         if let Some(evicted) = oldest.and_then(|hash| self.graphs.remove(&hash)) {
             self.wasted_graphs += usize::from(evicted.launches < 2);
@@ -353,7 +353,7 @@ impl GraphState {
             self.flush_batch(gpu)?; // recorded calls use the replaced blocks
         }
         for block in replaced {
-            gpu.free_to_pool(block.at, block.bytes, gpu.main_stream);
+            gpu.free_in_stream_order(block.at, block.bytes, gpu.main_stream);
         }
         match gpu.allocate_from_pool(block_bytes, gpu.main_stream) {
             Ok(at) => self.arena.add_block(PoolBlock { at, bytes: block_bytes }),
@@ -367,7 +367,7 @@ impl GraphState {
     /// blocks to the driver's pool.
     pub(super) fn free_scratch_range(&mut self, gpu: &GpuContext, at: Address) {
         self.arena.free_range(at);
-        if !self.is_on() {
+        if !self.is_enabled() {
             self.release_idle_blocks(gpu);
         }
     }
@@ -379,12 +379,12 @@ impl GraphState {
             self.flush_deferring_error(gpu);
         }
         for block in idle {
-            gpu.free_to_pool(block.at, block.bytes, gpu.main_stream);
+            gpu.free_in_stream_order(block.at, block.bytes, gpu.main_stream);
         }
     }
 
     /// Returns true if graphs are on.
-    pub(super) fn is_on(&self) -> bool {
+    pub(super) fn is_enabled(&self) -> bool {
         self.on.load(Relaxed)
     }
 

@@ -20,18 +20,18 @@ use std::{
 };
 
 /// The number of entries of the launch log, in which a new entry overwrites the oldest one.
-const ENTRIES: usize = 64;
+const ENTRY_COUNT: usize = 64;
 /// The number of 64-bit words of an entry of the launch log.
 const ENTRY_WORDS: usize = 64;
 /// The number of 64-bit words of an entry of the launch log that contain the call's name.
 const NAME_WORDS: usize = 8;
 /// The index of the first word of a call's arguments in an entry of the launch log. The words
 /// before are the number of the call, its name, and four words of the launch configuration.
-const FIRST_ARGUMENT: usize = 1 + NAME_WORDS + 4;
+const FIRST_ARGUMENT_WORD: usize = 1 + NAME_WORDS + 4;
 /// The number of 64-bit words of a call's arguments that an entry of the launch log can contain.
-const MAX_ARGUMENT_WORDS: usize = ENTRY_WORDS - FIRST_ARGUMENT;
+const MAX_ARGUMENT_WORDS: usize = ENTRY_WORDS - FIRST_ARGUMENT_WORD;
 /// The size in bytes of the file of the launch log.
-const LOG_BYTES: usize = ENTRIES * ENTRY_WORDS * size_of::<u64>();
+const LOG_BYTES: usize = ENTRY_COUNT * ENTRY_WORDS * size_of::<u64>();
 
 /// The launch log of this process, once it has been opened.
 static LAUNCH_LOG: OnceLock<LaunchLog> = OnceLock::new();
@@ -57,13 +57,13 @@ impl LaunchLog {
     fn words(&self) -> &[AtomicU64] {
         // SAFETY: the mapping has this size, is aligned to pages, and lives as long as self. It is
         // only accessed with atomic operations.
-        unsafe { std::slice::from_raw_parts(self.memory.as_mut_ptr().cast(), ENTRIES * ENTRY_WORDS) }
+        unsafe { std::slice::from_raw_parts(self.memory.as_mut_ptr().cast(), ENTRY_COUNT * ENTRY_WORDS) }
     }
 
     /// Writes an entry for one GPU call, in place of the oldest one.
-    fn write(&self, name: &[u8], config: LaunchConfig, arguments: impl Iterator<Item = u64>) {
+    fn write_entry(&self, name: &[u8], config: LaunchConfig, arguments: impl Iterator<Item = u64>) {
         let number = self.calls.fetch_add(1, Relaxed);
-        let first = number as usize % ENTRIES * ENTRY_WORDS;
+        let first = number as usize % ENTRY_COUNT * ENTRY_WORDS;
         let entry = &self.words()[first..first + ENTRY_WORDS];
         // A reader ignores an entry without a number, because it is incomplete.
         entry[0].store(0, Release);
@@ -76,12 +76,12 @@ impl LaunchLog {
         }
         let ([x, y, z], [bx, by, bz]) = (config.grid.map(u64::from), config.block.map(u64::from));
         let mut count = 0;
-        for (word, argument) in entry[FIRST_ARGUMENT..].iter().zip(arguments) {
+        for (word, argument) in entry[FIRST_ARGUMENT_WORD..].iter().zip(arguments) {
             word.store(argument, Relaxed);
             count += 1;
         }
         let shape = [x | y << 32, z | bx << 32, by | bz << 32, config.shared as u64 | count << 32];
-        for (word, value) in entry[1 + NAME_WORDS..FIRST_ARGUMENT].iter().zip(shape) {
+        for (word, value) in entry[1 + NAME_WORDS..FIRST_ARGUMENT_WORD].iter().zip(shape) {
             word.store(value, Relaxed);
         }
         entry[0].store(number + 1, Release);
@@ -102,15 +102,15 @@ pub(super) fn log_kernel(name: &[u8], config: LaunchConfig, arguments: &[&dyn Ke
             u64::from_le_bytes(word)
         })
     });
-    log.write(name, config, words);
+    log.write_entry(name, config, words);
 }
 
 /// Logs a GPU call that is not a kernel launch, such as a matmul, with the numbers that describe
 /// the call.
-pub(super) fn log_call(name: &'static str, numbers: &[u64]) {
+pub(super) fn log_non_kernel_call(name: &'static str, numbers: &[u64]) {
     if let Some(log) = LAUNCH_LOG.get() {
         let config = LaunchConfig { grid: [0; 3], block: [0; 3], shared: 0 };
-        log.write(name.as_bytes(), config, numbers.iter().copied());
+        log.write_entry(name.as_bytes(), config, numbers.iter().copied());
     }
 }
 
@@ -139,7 +139,7 @@ fn describe_entry(entry: &[u64]) -> String {
     };
     let count = (count as usize).min(MAX_ARGUMENT_WORDS);
     let format = |word: &u64| if *word < 1 << 24 { word.to_string() } else { format!("{word:#x}") };
-    let arguments: Vec<String> = entry[FIRST_ARGUMENT..FIRST_ARGUMENT + count].iter().map(format).collect();
+    let arguments: Vec<String> = entry[FIRST_ARGUMENT_WORD..FIRST_ARGUMENT_WORD + count].iter().map(format).collect();
     format!("{} {name}{config} ({})", entry[0], arguments.join(", "))
 }
 
@@ -160,15 +160,15 @@ mod tests {
         let (file, log) = create_log();
         assert_eq!(read_launch_log(file.path()).expect("a log"), Vec::<String>::new());
         let config = LaunchConfig { grid: [7, 2, 1], block: [32, 8, 1], shared: 512 };
-        log.write(b"rope_bf16", config, [5, 0x7f00_0000_1000].into_iter());
+        log.write_entry(b"rope_bf16", config, [5, 0x7f00_0000_1000].into_iter());
         let expected = "1 rope_bf16 grid 7×2×1 block 32×8×1 shared 512 (5, 0x7f0000001000)";
         assert_eq!(read_launch_log(file.path()).expect("a log"), [expected]);
-        for _ in 0..ENTRIES {
-            log.write(&[b'a'; 100], LaunchConfig { block: [0; 3], ..config }, 0..100);
+        for _ in 0..ENTRY_COUNT {
+            log.write_entry(&[b'a'; 100], LaunchConfig { block: [0; 3], ..config }, 0..100);
         }
         let calls = read_launch_log(file.path()).expect("a log");
-        assert_eq!(calls.len(), ENTRIES);
-        assert!(calls[0].starts_with("2 aaaa") && calls[ENTRIES - 1].starts_with("65 aaaa"), "{calls:?}");
+        assert_eq!(calls.len(), ENTRY_COUNT);
+        assert!(calls[0].starts_with("2 aaaa") && calls[ENTRY_COUNT - 1].starts_with("65 aaaa"), "{calls:?}");
         assert!(calls[0].ends_with(", 50)"), "{}", calls[0]);
     }
 
@@ -178,6 +178,6 @@ mod tests {
         std::fs::write(file.path(), [0xff; 700]).expect("written");
         assert_eq!(read_launch_log(file.path()).expect("a log").len(), 1);
         std::fs::write(file.path(), vec![0xff; LOG_BYTES * 2]).expect("written");
-        assert_eq!(read_launch_log(file.path()).expect("a log").len(), ENTRIES);
+        assert_eq!(read_launch_log(file.path()).expect("a log").len(), ENTRY_COUNT);
     }
 }

@@ -1,5 +1,5 @@
 //! Checks whether CUDA's libraries can be used on this machine, without opening a GPU.
-use super::compile::{KernelSource, Nvrtc, SOURCES};
+use super::compile::{KernelSource, Nvrtc, KERNEL_SOURCES};
 use super::error::Result;
 use super::library::CudaLibrary;
 use super::library_search::LibrarySearchPaths;
@@ -44,6 +44,6 @@ pub fn compile_kernel_sources(
     let nvrtc = Nvrtc::open(paths)?;
     let compiled_for =
         |source: &'static KernelSource| Some((source, source.find_architecture(architecture)?));
-    let sources = SOURCES.iter().filter_map(compiled_for);
+    let sources = KERNEL_SOURCES.iter().filter_map(compiled_for);
     sources.map(|(source, architecture)| Ok((source.file, nvrtc.compile(*source, architecture)?))).collect()
 }

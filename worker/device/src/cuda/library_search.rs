@@ -40,7 +40,7 @@ const SYSTEM_DIRECTORIES: [&str; 6] = [
 /// Directories into which CUDA toolkits are usually installed.
 const DEFAULT_TOOLKIT_ROOTS: [&str; 3] = ["/usr/local/cuda", "/usr/local/cuda-13", "/usr/local/cuda-12"];
 /// Maximum number of entries that are read from a directory that may contain CUDA's libraries.
-const MAX_ENTRIES: usize = 4096;
+const MAX_DIRECTORY_ENTRIES: usize = 4096;
 
 /// Text that stands for the dynamic loader's directories in the list of searched directories of
 /// [`CudaError::LibraryNotFound`].
@@ -69,7 +69,7 @@ impl LibrarySearchPaths {
 
     /// Returns two lists of the library's file names, best first: names of versions that the driver
     /// can use, and names of versions that are too new for the driver.
-    fn file_names(&self, library: CudaLibrary) -> (Vec<&'static str>, Vec<&'static str>) {
+    fn partition_file_names(&self, library: CudaLibrary) -> (Vec<&'static str>, Vec<&'static str>) {
         let newest = Some(self.driver_cuda_major.unwrap_or(u32::MAX));
         library.file_names().iter().partition(|name| parse_major_version(name) <= newest)
     }
@@ -99,12 +99,12 @@ impl LibrarySearchPaths {
     pub fn open(&self, library: CudaLibrary) -> Result<OpenLibrary, CudaError> {
         let mut searched = Vec::new();
         let mut rejected = Vec::new();
-        let (names, newer) = self.file_names(library);
+        let (names, newer) = self.partition_file_names(library);
         let mut open_in = |directory: &Path| {
             let opened =
                 names.iter().find_map(|name| open_library_file(&directory.join(name), &mut rejected));
             if opened.is_none() {
-                rejected.extend(newer.iter().filter_map(|name| self.reject_newer(directory.join(name))));
+                rejected.extend(newer.iter().filter_map(|name| self.find_too_new_file(directory.join(name))));
             }
             opened
         };
@@ -136,7 +136,7 @@ impl LibrarySearchPaths {
 
     /// Returns the library file at `path` as rejected, because its version is too new for the
     /// driver, or `None` if there is no such file.
-    fn reject_newer(&self, path: PathBuf) -> Option<RejectedLibrary> {
+    fn find_too_new_file(&self, path: PathBuf) -> Option<RejectedLibrary> {
         let driver_cuda_major = self.driver_cuda_major.filter(|_| path.exists())?;
         Some(RejectedLibrary { path, reason: RejectReason::NewerThanDriver { driver_cuda_major } })
     }
@@ -165,7 +165,7 @@ fn list_nvidia_package_directories(prefix: &Path) -> Vec<PathBuf> {
 /// read.
 fn list_sorted_entries(directory: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(directory) else { return Vec::new() };
-    let mut paths: Vec<PathBuf> = entries.take(MAX_ENTRIES).flatten().map(|entry| entry.path()).collect();
+    let mut paths: Vec<PathBuf> = entries.take(MAX_DIRECTORY_ENTRIES).flatten().map(|entry| entry.path()).collect();
     paths.sort();
     paths
 }
@@ -285,7 +285,7 @@ mod tests {
         assert_eq!(rejected[1].reason, RejectReason::NewerThanDriver { driver_cuda_major: 12 });
         // the driver and NCCL number their files differently
         for (library, name) in [(CudaLibrary::Driver, "libcuda.so.1"), (CudaLibrary::Nccl, "libnccl.so.2")] {
-            assert_eq!(paths.with_driver_version(12).file_names(library), (vec![name], vec![]));
+            assert_eq!(paths.with_driver_version(12).partition_file_names(library), (vec![name], vec![]));
         }
     }
 }

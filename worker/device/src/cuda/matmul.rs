@@ -21,7 +21,7 @@ use super::memory::DeviceMemory;
 use algorithm_search::{AlgorithmCandidate, AlgorithmSearch};
 use descriptors::{AlgorithmPreference, MatmulDescriptor};
 pub use plan_report::MatmulPlanReport;
-use plan_report::query_attributes;
+use plan_report::query_algorithm_attributes;
 use prepared::{LtHandle, MatmulPlan, MatrixLayouts, PreparedMatmul};
 use request::Key;
 pub(super) use request::{InputFormat, Matmul, MatrixRef, VaryingSize};
@@ -97,7 +97,7 @@ impl CublasLt {
         })?;
         let workspace = self.reserve_workspace(gpu, prepared.workspace_bytes)?;
         let prepared = PreparedMatmul { workspace, ..prepared };
-        matmul.log();
+        matmul.write_to_launch_log();
         let direct = prepared.clone();
         gpu.enqueue(|batch| batch.push_matmul(prepared), |stream| direct.issue(stream))
     }
@@ -144,7 +144,7 @@ impl CublasLt {
         }
         if let Some(plan) = plan {
             let layouts = MatrixLayouts::new(&self.lt.library, matmul, matmul.sizes())?;
-            if let Some(workspace) = self.check_algorithm(&plan, &layouts) {
+            if let Some(workspace) = self.query_algorithm_workspace(&plan, &layouts) {
                 return Ok(prepared(plan, Arc::new(layouts), workspace));
             }
         }
@@ -154,7 +154,7 @@ impl CublasLt {
 
     /// Returns the size in bytes of the workspace that the algorithm of `plan` needs for operands
     /// with these layouts. Returns `None` if the algorithm cannot compute the matmul.
-    fn check_algorithm(&self, plan: &MatmulPlan, layouts: &MatrixLayouts) -> Option<usize> {
+    fn query_algorithm_workspace(&self, plan: &MatmulPlan, layouts: &MatrixLayouts) -> Option<usize> {
         let [first, second, result] = layouts.handles;
         let mut checked = MaybeUninit::zeroed();
         // SAFETY: descriptors and layouts live; writes one result.
@@ -202,7 +202,7 @@ impl CublasLt {
         let plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
         let reports = plans.iter().map(|((key, _), plan)| MatmulPlanReport {
             matmul: format!("{key:?}"),
-            algorithm: plan.as_ref().map(|plan| query_attributes(&self.lt.library, &plan.algorithm)),
+            algorithm: plan.as_ref().map(|plan| query_algorithm_attributes(&self.lt.library, &plan.algorithm)),
             workspace_bytes: plan.as_ref().map_or(0, |plan| plan.workspace),
         });
         let mut reports: Vec<_> = reports.collect();
@@ -217,7 +217,7 @@ impl CublasLt {
         let lt = &self.lt.library;
         let [m, n, k, ..] = key.sizes;
         let mut plan = MatmulPlan {
-            descriptor: MatmulDescriptor::new(lt, key.transposed, matmul.call_pointers())?,
+            descriptor: MatmulDescriptor::new(lt, key.transposed, matmul.scale_and_bias_pointers())?,
             layouts: Arc::new(MatrixLayouts::new(lt, matmul, [m, n, k])?),
             algorithm: cublasLtMatmulAlgo_t { data: [0; 8] },
             workspace: 0,
@@ -316,7 +316,7 @@ impl CublasLt {
         let algorithm = (&candidate.algorithm, workspace.address(), candidate.workspace);
         let call =
             |stream| self.lt.issue_matmul(stream, &trial, &plan.descriptor, plan.layouts.handles, algorithm);
-        let run = || gpu.with_stream(call).is_ok_and(|issued| issued.is_ok());
+        let run = || gpu.with_flushed_stream(call).is_ok_and(|issued| issued.is_ok());
         if !run() {
             return Ok(None);
         }

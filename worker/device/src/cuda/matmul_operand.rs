@@ -116,9 +116,9 @@ fn matmul_with_operand_type(
         return false;
     }
     if is_direct {
-        cuda.run_matmul(&request(c, add));
+        cuda.enqueue_matmul(&request(c, add));
     } else {
-        run_with_f32_result(cuda, c, m * n, add, |c, add| cuda.run_matmul(&request(c, add)));
+        run_with_f32_result(cuda, c, m * n, add, |c, add| cuda.enqueue_matmul(&request(c, add)));
     }
     true
 }
@@ -158,7 +158,7 @@ pub(super) fn matmul_with_bias(
     let (inputs, output, bias) = (InputFormat::Same(a.dtype), c.dtype, Some(gpu_address(bias)));
     let [a, b, c] = [a, b, c].map(MatmulOperand::to_matrix_ref);
     let request = Matmul { m, n, k, a, b, c, inputs, output, add: false, bias, varying: None };
-    if cuda.has_matmul_algorithm(&request) { cuda.run_matmul(&request) } else { run_separately() }
+    if cuda.has_matmul_algorithm(&request) { cuda.enqueue_matmul(&request) } else { run_separately() }
 }
 
 /// Completes a matmul that has nothing to multiply, because `m`, `n` or `k` is 0. Returns true if
@@ -172,7 +172,7 @@ pub(super) fn finish_empty_matmul(
 ) -> bool {
     let len = m * n;
     if len > 0 && k == 0 && write == WriteMode::Overwrite {
-        cuda.gpu.attempt(|| cuda.gpu.enqueue_zero_fill(c.at, len * c.dtype.size()));
+        cuda.gpu.call_recording_failure(|| cuda.gpu.enqueue_zero_fill(c.at, len * c.dtype.size()));
     }
     len == 0 || k == 0
 }

@@ -90,7 +90,7 @@ impl MatmulOps for Cuda {
 impl GroupedMatmulOps for Cuda {
     fn grouped_forward(&self, mut y: ViewMut, x: View, w: View, groups: &[RowGroup], n: usize, k: usize) {
         for g in groups {
-            let (y, x, w) = (y.slice_mut(g.elements(n)), x.slice(g.elements(k)), w.slice(g.matrix(n * k)));
+            let (y, x, w) = (y.slice_mut(g.row_element_range(n)), x.slice(g.row_element_range(k)), w.slice(g.matrix_element_range(n * k)));
             let (a, b) = (MatmulOperand::from_rows(x, k), MatmulOperand::from_transposed(w, k));
             let operands = [MatmulOperand::from_rows(y.as_view(), n), a, b];
             self.multiply_group(operands, [g.rows.len(), n, k], VaryingSize::M);
@@ -107,8 +107,8 @@ impl GroupedMatmulOps for Cuda {
         k: usize,
     ) {
         for g in groups {
-            let (dx, dy) = (dx.slice_mut(g.elements(k)), dy.slice(g.elements(n)));
-            let w = MatmulOperand::from_rows(w.slice(g.matrix(n * k)), k);
+            let (dx, dy) = (dx.slice_mut(g.row_element_range(k)), dy.slice(g.row_element_range(n)));
+            let w = MatmulOperand::from_rows(w.slice(g.matrix_element_range(n * k)), k);
             let operands = [MatmulOperand::from_rows(dx.as_view(), k), MatmulOperand::from_rows(dy, n), w];
             self.multiply_group(operands, [g.rows.len(), k, n], VaryingSize::M);
         }
@@ -124,8 +124,8 @@ impl GroupedMatmulOps for Cuda {
         k: usize,
     ) {
         for g in groups {
-            let (dy, x) = (dy.slice(g.elements(n)), x.slice(g.elements(k)));
-            let dw = dw.slice_mut(g.matrix(n * k));
+            let (dy, x) = (dy.slice(g.row_element_range(n)), x.slice(g.row_element_range(k)));
+            let dw = dw.slice_mut(g.matrix_element_range(n * k));
             let (a, b) = (MatmulOperand::from_transposed(dy, n), MatmulOperand::from_rows(x, k));
             let operands = [MatmulOperand::from_rows(dw.as_view(), k), a, b];
             self.multiply_group(operands, [n, k, g.rows.len()], VaryingSize::K);

@@ -59,7 +59,7 @@ impl Gpu {
             if let Some(state) = &mut recording {
                 state.flush_deferring_error(self);
             }
-            self.free_to_pool(at, bytes, self.stream());
+            self.free_in_stream_order(at, bytes, self.stream());
         }
     }
 

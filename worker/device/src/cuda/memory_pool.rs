@@ -41,13 +41,13 @@ impl GpuContext {
             return Ok(at);
         };
         let mut cache = cache.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(at) = cache.take(bytes, stream) {
+        if let Some(at) = cache.take_fitting_block(bytes, stream) {
             return Ok(at);
         }
         let block_bytes = round_block_size(bytes);
         // SAFETY: writes one address.
         unsafe { self.driver.cuMemAlloc_v2(&mut at, block_bytes) }?;
-        cache.add(at, block_bytes);
+        cache.add_used_block(at, block_bytes);
         Ok(at)
     }
 
@@ -64,10 +64,10 @@ impl GpuContext {
 
     /// Frees `bytes` bytes at the address `at` in the order of `stream`. The driver's memory pool
     /// or, on a GPU without pools, the block cache keeps them for reuse.
-    pub(super) fn free_to_pool(&self, at: Address, bytes: usize, stream: CUstream) {
+    pub(super) fn free_in_stream_order(&self, at: Address, bytes: usize, stream: CUstream) {
         self.allocated_bytes.fetch_sub(bytes as u64, Relaxed);
         if let Some(cache) = &self.block_cache {
-            cache.lock().unwrap_or_else(PoisonError::into_inner).put_back(at, stream);
+            cache.lock().unwrap_or_else(PoisonError::into_inner).mark_free(at, stream);
             return;
         }
         // SAFETY: the address came from the pool and is freed once. An error here belongs to

@@ -1,8 +1,8 @@
 //! Ops on a GPU that normalize rows or sum over rows: RMSNorm, LayerNorm, RMSNorm of each attention
 //! head, and bias.
-use super::backend::{Cuda, Work, choose_row_threads};
+use super::backend::{Cuda, LaunchSize, choose_threads_per_row};
 use super::bindings::Address;
-use super::compile::NORM;
+use super::compile::NORM_SOURCE;
 use super::launch::{KernelArg, LaunchConfig};
 use super::tensor_arg::{TensorArg, are_vectorizable, f32_gpu_address};
 use crate::buffer::{Dtype, View, ViewMut};
@@ -64,7 +64,7 @@ fn select_kernel(
     tensors: &[(TensorArg, Dtype)],
     [general, one, up_to_four]: [&'static CStr; 3],
 ) -> &'static CStr {
-    match d.div_ceil(8 * choose_row_threads(d) as usize) {
+    match d.div_ceil(8 * choose_threads_per_row(d) as usize) {
         _ if !are_vectorizable(d, tensors) => general,
         0..=1 => one,
         2..=4 => up_to_four,
@@ -73,7 +73,7 @@ fn select_kernel(
 }
 
 /// Pairs each tensor with the type bf16, as the argument of [`are_vectorizable`].
-fn require_bf16<const N: usize>(tensors: [TensorArg; N]) -> [(TensorArg, Dtype); N] {
+fn pair_with_bf16<const N: usize>(tensors: [TensorArg; N]) -> [(TensorArg, Dtype); N] {
     tensors.map(|tensor| (tensor, Dtype::Bf16))
 }
 
@@ -109,20 +109,20 @@ fn sum_rows(cuda: &Cuda, out: Address, dy: TensorArg, factor: RowFactor, at: Row
         shared: 0,
     };
     // x is absent or has the layout of dy
-    let tensors = require_bf16([dy, x.or(dy)]);
+    let tensors = pair_with_bf16([dy, x.or(dy)]);
     let is_bf16 = at.are_vectorizable() && are_vectorizable(d, &tensors);
     let name = if is_bf16 { c"sum_rows_bf16" } else { c"sum_rows" };
     assert!(rows < 1 << 31, "sum_rows: {rows} rows exceed the grid");
     let arguments: [&dyn KernelArg; 6] = [&sums.address(), &dy, &x, &stats, &at, &factor_code];
-    cuda.launch(NORM, name, Work::Config(config), &arguments);
+    cuda.launch(NORM_SOURCE, name, LaunchSize::Config(config), &arguments);
     let config = LaunchConfig { grid: [d.div_ceil(32) as u32, 1, 1], block: [32, 32, 1], shared: 0 };
-    cuda.launch(NORM, c"add_partial_sums", Work::Config(config), &[&out, &sums.address(), &chunks, &d]);
+    cuda.launch(NORM_SOURCE, c"add_partial_sums", LaunchSize::Config(config), &[&out, &sums.address(), &chunks, &d]);
 }
 
 impl RmsNormOps for Cuda {
     fn rmsnorm_forward(&self, y: ViewMut, rstd: ViewMut, x: View, w: View, m: usize, d: usize, eps: f32) {
         expect_lens("rmsnorm_forward", [("x", x.len(), m * d)]);
-        normalize_rms(self, y, rstd, x.into(), TensorArg::NONE, w, [m, d], eps);
+        launch_rms_norm(self, y, rstd, x.into(), TensorArg::NONE, w, [m, d], eps);
     }
 
     fn add_rmsnorm_forward(
@@ -137,7 +137,7 @@ impl RmsNormOps for Cuda {
         eps: f32,
     ) {
         expect_lens("add_rmsnorm_forward", [("x", x.len(), m * d), ("delta", delta.len(), m * d)]);
-        normalize_rms(self, y, rstd, (&x).into(), delta.into(), w, [m, d], eps);
+        launch_rms_norm(self, y, rstd, (&x).into(), delta.into(), w, [m, d], eps);
     }
 
     fn rmsnorm_backward(
@@ -160,15 +160,15 @@ impl RmsNormOps for Cuda {
         sum_rows(self, f32_gpu_address(dw.as_view()), dy, RowFactor::RmsNormed(x, rstd), at);
         let (dx, add) = (TensorArg::from(&dx), i64::from(write == WriteMode::Accumulate));
         let names = [c"rmsnorm_backward", c"rmsnorm_backward_bf16", c"rmsnorm_backward_bf16_long"];
-        let [dy_type, x_type, w_type] = require_bf16([dy, x, w]);
+        let [dy_type, x_type, w_type] = pair_with_bf16([dy, x, w]);
         let name = select_kernel(d, &[(dx, Dtype::F32), dy_type, x_type, w_type], names);
-        let rows = Work::RowWarps { rows: m, width: d };
-        self.launch(NORM, name, rows, &[&dx, &dy, &x, &w, &rstd, &at, &add]);
+        let rows = LaunchSize::RowWarps { rows: m, width: d };
+        self.launch(NORM_SOURCE, name, rows, &[&dx, &dy, &x, &w, &rstd, &at, &add]);
     }
 }
 
 /// Computes RMSNorm of each row of `x`. If there is a `delta`, first adds it to `x` in place.
-fn normalize_rms(
+fn launch_rms_norm(
     cuda: &Cuda,
     y: ViewMut,
     rstd: ViewMut,
@@ -181,9 +181,9 @@ fn normalize_rms(
     expect_lens("rmsnorm_forward", [("y", y.len(), m * d), ("rstd", rstd.len(), m), ("w", w.len(), d)]);
     let (y, rstd, w) = (TensorArg::from(&y), f32_gpu_address(rstd.as_view()), TensorArg::from(w));
     let names = [c"rmsnorm_forward", c"rmsnorm_forward_bf16", c"rmsnorm_forward_bf16_long"];
-    let name = select_kernel(d, &require_bf16([y, x, delta.or(x), w]), names);
-    let rows = Work::RowWarps { rows: m, width: d };
-    cuda.launch(NORM, name, rows, &[&y, &rstd, &x, &delta, &w, &m, &d, &eps]);
+    let name = select_kernel(d, &pair_with_bf16([y, x, delta.or(x), w]), names);
+    let rows = LaunchSize::RowWarps { rows: m, width: d };
+    cuda.launch(NORM_SOURCE, name, rows, &[&y, &rstd, &x, &delta, &w, &m, &d, &eps]);
 }
 
 impl HeadNormOps for Cuda {
@@ -201,9 +201,9 @@ impl HeadNormOps for Cuda {
         let (x, raw, w) = (TensorArg::from(&x), TensorArg::from(&raw), TensorArg::from(w));
         let general = c"rmsnorm_heads_forward";
         let bf16 = if at.are_vectorizable() { c"rmsnorm_heads_forward_bf16" } else { general };
-        let name = select_kernel(at.d, &require_bf16([x, raw, w]), [general, bf16, general]);
-        let rows = Work::RowWarps { rows: at.count, width: at.d };
-        self.launch(NORM, name, rows, &[&x, &raw, &rstd, &w, &at, &eps]);
+        let name = select_kernel(at.d, &pair_with_bf16([x, raw, w]), [general, bf16, general]);
+        let rows = LaunchSize::RowWarps { rows: at.count, width: at.d };
+        self.launch(NORM_SOURCE, name, rows, &[&x, &raw, &rstd, &w, &at, &eps]);
     }
 
     fn rmsnorm_heads_backward(
@@ -224,16 +224,16 @@ impl HeadNormOps for Cuda {
         sum_rows(self, f32_gpu_address(dw.as_view()), d, RowFactor::RmsNormed(raw, rstd), at);
         let general = c"rmsnorm_backward";
         let bf16 = if at.are_vectorizable() { c"rmsnorm_heads_backward_bf16" } else { general };
-        let name = select_kernel(at.d, &require_bf16([d, raw, w]), [general, bf16, general]);
-        let rows = Work::RowWarps { rows: at.count, width: at.d };
-        self.launch(NORM, name, rows, &[&d, &d, &raw, &w, &rstd, &at, &0i64]);
+        let name = select_kernel(at.d, &pair_with_bf16([d, raw, w]), [general, bf16, general]);
+        let rows = LaunchSize::RowWarps { rows: at.count, width: at.d };
+        self.launch(NORM_SOURCE, name, rows, &[&d, &d, &raw, &w, &rstd, &at, &0i64]);
     }
 }
 
 impl LayerNormOps for Cuda {
     fn layernorm_forward(&self, y: ViewMut, stats: ViewMut, x: View, norm: LayerNormParams, m: usize) {
         expect_lens("layernorm_forward", [("x", x.len(), m * norm.w.len())]);
-        normalize_layer(self, y, stats, x.into(), TensorArg::NONE, norm, m);
+        launch_layer_norm(self, y, stats, x.into(), TensorArg::NONE, norm, m);
     }
 
     fn add_layernorm_forward(
@@ -247,7 +247,7 @@ impl LayerNormOps for Cuda {
     ) {
         let len = m * norm.w.len();
         expect_lens("add_layernorm_forward", [("x", x.len(), len), ("delta", delta.len(), len)]);
-        normalize_layer(self, y, stats, (&x).into(), delta.into(), norm, m);
+        launch_layer_norm(self, y, stats, (&x).into(), delta.into(), norm, m);
     }
 
     fn layernorm_backward(
@@ -271,15 +271,15 @@ impl LayerNormOps for Cuda {
         sum_rows(self, f32_gpu_address(db.as_view()), dy, RowFactor::One, at);
         let (dx, add) = (TensorArg::from(&dx), i64::from(write == WriteMode::Accumulate));
         let names = [c"layernorm_backward", c"layernorm_backward_bf16", c"layernorm_backward_bf16_long"];
-        let [dy_type, x_type, w_type] = require_bf16([dy, x, w]);
+        let [dy_type, x_type, w_type] = pair_with_bf16([dy, x, w]);
         let name = select_kernel(d, &[(dx, Dtype::F32), dy_type, x_type, w_type], names);
-        let rows = Work::RowWarps { rows: m, width: d };
-        self.launch(NORM, name, rows, &[&dx, &dy, &x, &w, &stats, &m, &d, &add]);
+        let rows = LaunchSize::RowWarps { rows: m, width: d };
+        self.launch(NORM_SOURCE, name, rows, &[&dx, &dy, &x, &w, &stats, &m, &d, &add]);
     }
 }
 
 /// Computes LayerNorm of each row of `x`. If there is a `delta`, first adds it to `x` in place.
-fn normalize_layer(
+fn launch_layer_norm(
     cuda: &Cuda,
     y: ViewMut,
     stats: ViewMut,
@@ -293,16 +293,16 @@ fn normalize_layer(
     let (w, b, stats) = (TensorArg::from(norm.w), TensorArg::from(norm.b), f32_gpu_address(stats.as_view()));
     let y = TensorArg::from(&y);
     let names = [c"layernorm_forward", c"layernorm_forward_bf16", c"layernorm_forward_bf16_long"];
-    let name = select_kernel(d, &require_bf16([y, x, delta.or(x), w, b]), names);
-    let rows = Work::RowWarps { rows: m, width: d };
-    cuda.launch(NORM, name, rows, &[&y, &stats, &x, &delta, &w, &b, &m, &d, &norm.eps]);
+    let name = select_kernel(d, &pair_with_bf16([y, x, delta.or(x), w, b]), names);
+    let rows = LaunchSize::RowWarps { rows: m, width: d };
+    cuda.launch(NORM_SOURCE, name, rows, &[&y, &stats, &x, &delta, &w, &b, &m, &d, &norm.eps]);
 }
 
 impl BiasOps for Cuda {
     fn bias_forward(&self, y: ViewMut, bias: View, m: usize, n: usize) {
         expect_lens("bias_forward", [("y", y.len(), m * n), ("bias", bias.len(), n)]);
-        let rows = Work::RowBlocks { rows: m, width: n };
-        self.launch(NORM, c"bias_forward", rows, &[&TensorArg::from(&y), &TensorArg::from(bias), &n]);
+        let rows = LaunchSize::RowBlocks { rows: m, width: n };
+        self.launch(NORM_SOURCE, c"bias_forward", rows, &[&TensorArg::from(&y), &TensorArg::from(bias), &n]);
     }
 
     fn bias_backward(&self, dbias: ViewMut, dy: View, m: usize, n: usize) {

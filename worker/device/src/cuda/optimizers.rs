@@ -1,7 +1,7 @@
 //! Updates of parameters by optimizers (AdamW, SGD, Lion, Nesterov momentum) on a GPU.
-use super::backend::{Cuda, Work};
+use super::backend::{Cuda, LaunchSize};
 use super::bindings::Address;
-use super::compile::ELEMENTWISE;
+use super::compile::ELEMENTWISE_SOURCE;
 use super::launch::KernelArg;
 use super::tensor_arg::{TensorArg, f32_gpu_address};
 use crate::buffer::{View, ViewMut};
@@ -22,8 +22,8 @@ impl OptimizerOps for Cuda {
         expect_lens("adamw", [("g", g.len(), len), avg, avg_sq]);
         let [avg, avg_sq] = [exp_avg, exp_avg_sq].map(|s| f32_gpu_address(s.as_view()));
         let (p, g, scalars) = (TensorArg::from(&p), TensorArg::from(g), hyper.compute_coefficients());
-        let work = Work::ElementsBy8(len);
-        self.launch(ELEMENTWISE, c"adamw", work, &[&p, &g, &avg, &avg_sq, &len, &scalars]);
+        let work = LaunchSize::ElementsBy8(len);
+        self.launch(ELEMENTWISE_SOURCE, c"adamw", work, &[&p, &g, &avg, &avg_sq, &len, &scalars]);
     }
 
     fn sgd(&self, p: ViewMut, g: View, momentum_buffer: ViewMut, hyper: &SgdHyperparams) {
@@ -37,7 +37,7 @@ impl OptimizerOps for Cuda {
         let (p, g) = (TensorArg::from(&p), TensorArg::from(g));
         let arguments: [&dyn KernelArg; 8] =
             [&p, &g, &buffer, &len, &hyper.grad_scale, &decay, &momentum, &lr];
-        self.launch(ELEMENTWISE, c"sgd", Work::Elements(len), &arguments);
+        self.launch(ELEMENTWISE_SOURCE, c"sgd", LaunchSize::Elements(len), &arguments);
     }
 
     fn lion(&self, p: ViewMut, g: View, exp_avg: ViewMut, hyper: &LionHyperparams) {
@@ -45,7 +45,7 @@ impl OptimizerOps for Cuda {
         expect_lens("lion", [("g", g.len(), len), ("exp_avg", exp_avg.len(), len)]);
         let (p, g, avg) = (TensorArg::from(&p), TensorArg::from(g), f32_gpu_address(exp_avg.as_view()));
         let scalars = hyper.compute_coefficients();
-        self.launch(ELEMENTWISE, c"lion", Work::Elements(len), &[&p, &g, &avg, &len, &scalars]);
+        self.launch(ELEMENTWISE_SOURCE, c"lion", LaunchSize::Elements(len), &[&p, &g, &avg, &len, &scalars]);
     }
 
     fn nesterov_momentum(&self, buffer: ViewMut, g: ViewMut, mu: f64, scale: f32) {
@@ -54,6 +54,6 @@ impl OptimizerOps for Cuda {
         let [buffer, g] = [buffer, g].map(|x| f32_gpu_address(x.as_view()));
         let (mu, one_minus_mu) = (mu as f32, (1.0 - mu) as f32);
         let arguments: [&dyn KernelArg; 6] = [&buffer, &g, &len, &mu, &one_minus_mu, &scale];
-        self.launch(ELEMENTWISE, c"nesterov_momentum", Work::Elements(len), &arguments);
+        self.launch(ELEMENTWISE_SOURCE, c"nesterov_momentum", LaunchSize::Elements(len), &arguments);
     }
 }

@@ -68,8 +68,8 @@ impl PinnedRing {
             Some(buf) => buf,
             None => gpu.allocate_pinned_buffer(Dtype::F32, size / size_of::<f32>())?,
         };
-        buf.view_mut().bytes()[..bytes.len()].copy_from_slice(bytes);
-        gpu.enqueue_upload(at, &buf.view().bytes()[..bytes.len()])?;
+        buf.view_mut().host_bytes_mut()[..bytes.len()].copy_from_slice(bytes);
+        gpu.enqueue_upload(at, &buf.view().host_bytes()[..bytes.len()])?;
         ring.push_back((buf, gpu.record_event()?));
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! The router of a mixture-of-experts layer on a GPU.
-use super::backend::{Cuda, Work};
-use super::compile::EXPERT_ROWS;
+use super::backend::{Cuda, LaunchSize};
+use super::compile::EXPERT_ROWS_SOURCE;
 use super::launch::{KernelArg, LaunchConfig};
 use super::tensor_arg::{TensorArg, f32_gpu_address};
 use crate::buffer::{View, ViewMut};
@@ -31,9 +31,9 @@ impl RouterOps for Cuda {
         let (logits, normalize) = (TensorArg::from(logits), i64::from(normalize_weights));
         let arguments: [&dyn KernelArg; 8] =
             [&probs, &weights, &lse, &indices.address(), &logits, &experts, &per_token, &normalize];
-        self.launch(EXPERT_ROWS, c"router_forward", assign_warp_to_each_row(shape), &arguments);
+        self.launch(EXPERT_ROWS_SOURCE, c"router_forward", compute_warp_per_row_launch_size(shape), &arguments);
         let chosen = bytemuck::cast_slice_mut(chosen_experts);
-        self.gpu.attempt(|| self.gpu.download_blocking(chosen, indices.address()));
+        self.gpu.call_recording_failure(|| self.gpu.download_blocking(chosen, indices.address()));
     }
 
     fn router_backward(
@@ -53,13 +53,13 @@ impl RouterOps for Cuda {
         let arguments: [&dyn KernelArg; 10] = [
             &dlogits, &dweights, &probs, &lse, &chosen, &balance, &experts, &per_token, &normalize, &twice_z,
         ];
-        self.launch(EXPERT_ROWS, c"router_backward", assign_warp_to_each_row(shape), &arguments);
+        self.launch(EXPERT_ROWS_SOURCE, c"router_backward", compute_warp_per_row_launch_size(shape), &arguments);
     }
 }
 
 /// Returns the launch size of a router kernel: one warp per row. Panics if the GPU does not support
 /// the number of experts.
-fn assign_warp_to_each_row(RouterShape { m, experts, .. }: RouterShape) -> Work {
+fn compute_warp_per_row_launch_size(RouterShape { m, experts, .. }: RouterShape) -> LaunchSize {
     assert!(experts <= MAX_EXPERTS, "router: {experts} experts exceed the GPU's maximum of {MAX_EXPERTS}");
-    Work::Config(LaunchConfig { grid: [m as u32, 1, 1], block: [32, 1, 1], shared: 0 })
+    LaunchSize::Config(LaunchConfig { grid: [m as u32, 1, 1], block: [32, 1, 1], shared: 0 })
 }

@@ -23,7 +23,7 @@ impl DeviceStatus {
 
     /// Returns the value of `result`, the result of a GPU call. If `result` is an error, returns
     /// `None`, and records the error unless an earlier one was recorded.
-    pub(super) fn record<T>(&self, result: Result<T, CudaError>) -> Option<T> {
+    pub(super) fn ok_or_record_failure<T>(&self, result: Result<T, CudaError>) -> Option<T> {
         result.map_err(|error| self.record_failure(error.into())).ok()
     }
 
@@ -43,7 +43,7 @@ impl DeviceStatus {
 
     /// Returns the first failure of a GPU call and clears it, so that later calls are executed
     /// again.
-    pub(super) fn take(&self) -> Result<(), DeviceError> {
+    pub(super) fn take_failure(&self) -> Result<(), DeviceError> {
         self.has_failed.store(false, Relaxed);
         self.lock().take().map_or(Ok(()), Err)
     }

@@ -25,7 +25,7 @@ impl Drop for ThreadStreamGuard<'_> {
 
 impl BackendEvent for streams::CudaEvent {
     fn make_stream_wait(&self) {
-        self.gpu().attempt(|| streams::CudaEvent::make_stream_wait(self));
+        self.gpu().call_recording_failure(|| streams::CudaEvent::make_stream_wait(self));
     }
 
     fn is_reached(&self) -> bool {
@@ -47,8 +47,8 @@ impl Storage for Cuda {
         self.gpu.status.check()
     }
 
-    fn zeroed_for(&self, purpose: &'static str, dtype: Dtype, len: usize) -> Buf {
-        let buf = self.gpu.attempt(|| self.try_zeroed(purpose, dtype, len));
+    fn zeroed_with_purpose(&self, purpose: &'static str, dtype: Dtype, len: usize) -> Buf {
+        let buf = self.gpu.call_recording_failure(|| self.try_zeroed(purpose, dtype, len));
         buf.unwrap_or_else(|| Buf::from_device_allocation(Arc::new(NoMemory), 0, dtype, len))
     }
 
@@ -73,13 +73,13 @@ impl Storage for Cuda {
             to.dtype()
         );
         match (to.as_view().is_on_host(), from.is_on_host()) {
-            (true, true) => to.bytes().copy_from_slice(from.bytes()),
+            (true, true) => to.host_bytes_mut().copy_from_slice(from.host_bytes()),
             (true, false) => {
-                self.gpu.attempt(|| self.gpu.download_blocking(to.bytes(), gpu_address(from)));
+                self.gpu.call_recording_failure(|| self.gpu.download_blocking(to.host_bytes_mut(), gpu_address(from)));
             }
             (false, true) => {
-                self.gpu.attempt(|| {
-                    self.gpu.enqueue_upload(gpu_address(to.as_view()), from.bytes())?;
+                self.gpu.call_recording_failure(|| {
+                    self.gpu.enqueue_upload(gpu_address(to.as_view()), from.host_bytes())?;
                     self.gpu.synchronize() // pinned memory is read when the copy runs
                 });
             }
@@ -99,7 +99,7 @@ impl Storage for Cuda {
 
     /// Moves elements to a lower position through scratch memory, because the ranges of a copy
     /// within the GPU must not overlap.
-    fn move_elements_down(&self, mut x: ViewMut, from: Range<usize>, to: usize) {
+    fn move_elements_to_lower_index(&self, mut x: ViewMut, from: Range<usize>, to: usize) {
         if from.start == to || from.is_empty() {
             return;
         }
@@ -107,31 +107,31 @@ impl Storage for Cuda {
         let scratch = self.alloc_scratch(bytes);
         let target = x.slice_mut(to..to + from.len()).as_view().address();
         let from = gpu_address(x.as_view().slice(from));
-        self.gpu.attempt(|| {
+        self.gpu.call_recording_failure(|| {
             self.gpu.enqueue_copy(scratch.address(), from, bytes)?;
             self.gpu.enqueue_copy(target, scratch.address(), bytes)
         });
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {
-        self.gpu.attempt(|| self.gpu.synchronize());
+        self.gpu.call_recording_failure(|| self.gpu.synchronize());
         self.status()
     }
 
     fn with_separate_stream(&self, work: &mut dyn FnMut()) {
-        let stream = self.gpu.attempt(|| self.gpu.create_thread_stream());
+        let stream = self.gpu.call_recording_failure(|| self.gpu.create_thread_stream());
         let _stream = stream.map(|stream| ThreadStreamGuard(self, stream));
         work();
     }
 
     fn record_event(&self) -> Event {
-        self.gpu.attempt(|| self.gpu.record_event()).map(Event::new).unwrap_or_default()
+        self.gpu.call_recording_failure(|| self.gpu.record_event()).map(Event::new).unwrap_or_default()
     }
 
     fn wait_event_timed(&self, event: &Event) {
-        let begin = self.gpu.attempt(|| self.gpu.record_timed_event());
+        let begin = self.gpu.call_recording_failure(|| self.gpu.record_timed_event());
         event.make_stream_wait();
-        let end = self.gpu.attempt(|| self.gpu.record_timed_event());
+        let end = self.gpu.call_recording_failure(|| self.gpu.record_timed_event());
         if let (Some(begin), Some(end)) = (begin, end) {
             self.timed_waits.lock().unwrap_or_else(PoisonError::into_inner).push([begin, end]);
         }
@@ -140,7 +140,7 @@ impl Storage for Cuda {
     fn take_stall_seconds(&self) -> f64 {
         let mut waits = self.timed_waits.lock().unwrap_or_else(PoisonError::into_inner);
         let mut total = 0.0;
-        waits.retain(|[begin, end]| match self.gpu.attempt(|| end.seconds_since(begin)) {
+        waits.retain(|[begin, end]| match self.gpu.call_recording_failure(|| end.seconds_since(begin)) {
             Some(Some(seconds)) => {
                 total += seconds;
                 false
@@ -165,7 +165,7 @@ impl Storage for Cuda {
         if from.is_empty() {
             return Event::default();
         }
-        let Some(earlier) = self.gpu.attempt(|| self.gpu.record_event()) else { return Event::default() };
+        let Some(earlier) = self.gpu.call_recording_failure(|| self.gpu.record_event()) else { return Event::default() };
         let is_download = to.as_view().is_on_host();
         let stream = if is_download { self.gpu.download_stream } else { self.gpu.upload_stream };
         let copy = || {
@@ -178,15 +178,15 @@ impl Storage for Cuda {
                 // them before the event.
                 unsafe { self.gpu.download_async(target, gpu_address(from), bytes) }?;
             } else {
-                self.gpu.enqueue_upload(gpu_address(to.as_view()), from.bytes())?;
+                self.gpu.enqueue_upload(gpu_address(to.as_view()), from.host_bytes())?;
             }
             self.gpu.record_event()
         };
-        self.gpu.run_on_stream(stream, || self.gpu.attempt(copy)).map(Event::new).unwrap_or_default()
+        self.gpu.run_on_stream(stream, || self.gpu.call_recording_failure(copy)).map(Event::new).unwrap_or_default()
     }
 
     fn record_step_duration(&self, duration: Duration) -> Option<BackendNotice> {
-        self.take_notice_after_step(duration)
+        self.record_step_and_take_notice(duration)
     }
 
     fn peak_memory_bytes(&self) -> u64 {

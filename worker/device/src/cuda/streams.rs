@@ -3,7 +3,7 @@ use super::bindings::{
     Address,
     driver_sys::{CUevent, CUevent_flags, CUresult, CUstream},
 };
-use super::context::{GPU_WORK, create_stream};
+use super::context::{GPU_WORK_LABEL, create_stream};
 use super::current_stream::{ThreadStreamSetting, restore_thread_stream};
 use super::error::Result;
 use super::gpu::Gpu;
@@ -45,7 +45,7 @@ impl Gpu {
         // SAFETY: writes one handle.
         unsafe { self.driver.cuEventCreate(&mut event.handle, flags as c_uint) }?;
         // SAFETY: event and stream live.
-        self.with_stream(|stream| unsafe { self.driver.cuEventRecord(event.handle, stream) })??;
+        self.with_flushed_stream(|stream| unsafe { self.driver.cuEventRecord(event.handle, stream) })??;
         Ok(event)
     }
 
@@ -60,7 +60,7 @@ impl Gpu {
             return Ok(());
         }
         // SAFETY: promised by the caller.
-        self.with_stream(|stream| unsafe {
+        self.with_flushed_stream(|stream| unsafe {
             self.driver.cuMemcpyDtoHAsync_v2(to.as_ptr().cast(), from, bytes, stream)
         })?
     }
@@ -118,7 +118,7 @@ impl CudaEvent {
     pub(super) fn make_stream_wait(&self) -> Result<()> {
         let gpu = &self.gpu;
         // SAFETY: event and stream live.
-        gpu.with_stream(|stream| unsafe { gpu.driver.cuStreamWaitEvent(stream, self.handle, 0) })?
+        gpu.with_flushed_stream(|stream| unsafe { gpu.driver.cuStreamWaitEvent(stream, self.handle, 0) })?
     }
 
     /// Blocks until the GPU has reached the event. Errors of the work before the event are returned
@@ -127,7 +127,7 @@ impl CudaEvent {
         self.gpu.make_current()?;
         // SAFETY: the event lives.
         unsafe { self.gpu.driver.cuEventSynchronize(self.handle) }
-            .map_err(|error| error.with_function(GPU_WORK))
+            .map_err(|error| error.with_function(GPU_WORK_LABEL))
     }
 
     /// Returns whether the GPU has reached the event. Fails if work before the event failed.
@@ -136,7 +136,7 @@ impl CudaEvent {
         // SAFETY: the event lives.
         match unsafe { self.gpu.driver.cuEventQuery(self.handle) } {
             Err(error) if error.has_driver_status(CUresult::CUDA_ERROR_NOT_READY) => Ok(false),
-            reached => reached.map(|()| true).map_err(|error| error.with_function(GPU_WORK)),
+            reached => reached.map(|()| true).map_err(|error| error.with_function(GPU_WORK_LABEL)),
         }
     }
 

@@ -156,12 +156,12 @@ pub struct RowGroup {
 impl RowGroup {
     /// Returns the index range of the elements of the group's rows, which have `width` elements
     /// each.
-    pub(crate) fn elements(&self, width: usize) -> Range<usize> {
+    pub(crate) fn row_element_range(&self, width: usize) -> Range<usize> {
         self.rows.start * width..self.rows.end * width
     }
 
     /// Returns the index range of the elements of the group's matrix, which has `len` elements.
-    pub(crate) fn matrix(&self, len: usize) -> Range<usize> {
+    pub(crate) fn matrix_element_range(&self, len: usize) -> Range<usize> {
         self.matrix_offset..self.matrix_offset + len
     }
 }

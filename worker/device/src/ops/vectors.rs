@@ -69,7 +69,7 @@ impl PendingBlockSums {
             PendingBlockSums::Copying(download, count) => (download, count),
         };
         let staging = download.wait()?.pop().expect("a download returns its buffer");
-        let sums = staging.view().bytes().chunks_exact(size_of::<f64>()).take(count);
+        let sums = staging.view().host_bytes().chunks_exact(size_of::<f64>()).take(count);
         let sums = sums.map(|bits| f64::from_ne_bytes(bits.try_into().expect("8 bytes"))).collect();
         Ok((sums, staging))
     }

@@ -44,7 +44,7 @@ fn every_op_matches_the_cpu() {
 fn download_as_f32(from: View) -> Vec<f32> {
     let mut wide = open_shared_gpu().zeroed(Dtype::F32, from.len());
     open_shared_gpu().cast(wide.view_mut(), from);
-    open_shared_gpu().clone_to_host(wide.view()).host().to_vec()
+    open_shared_gpu().clone_to_host(wide.view()).host_slice().to_vec()
 }
 
 /// Rounds values to `dtype` on the GPU, and returns them as `f32`.
@@ -84,7 +84,7 @@ fn classifier_pads_an_odd_vocabulary() {
         let calls = cuda.stop_profiling().expect("times").into_iter().map(|entry| entry.name);
         let mut matmuls: Vec<_> = calls.filter(|name| name.starts_with("matmul")).collect();
         matmuls.sort();
-        assert!(cuda.clone_to_host(dw.view()).host().iter().all(|x| f32::is_finite(*x)));
+        assert!(cuda.clone_to_host(dw.view()).host_slice().iter().all(|x| f32::is_finite(*x)));
         matmuls
     };
     let forward = |v| format!("matmul 16 × {v} × 8 (bf16 · bf16 → f32)");
@@ -222,7 +222,7 @@ fn the_fastest_algorithm_is_found_and_stored() {
         });
         let [y, x, w] = &mut buffers;
         cuda.matmul_forward(y.view_mut(), x.view(), w.view(), 8, 8, 8, write);
-        cuda.clone_to_host(y.view()).host().to_vec()
+        cuda.clone_to_host(y.view()).host_slice().to_vec()
     };
     let stored_choices = || {
         let files = std::fs::read_dir(cache.path()).expect("the cache").map(|e| e.expect("entry").path());
@@ -317,9 +317,9 @@ fn an_unwritable_kernel_cache_is_reported_and_harmless() {
 fn host_and_gpu_memory_are_not_interchangeable() {
     let (host, device) = (Buf::zeroed(4), open_shared_gpu().zeroed(Dtype::F32, 4));
     let panics = |f: &dyn Fn()| std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)).is_err();
-    assert!(panics(&|| assert_eq!(device.view().host(), [0.0; 4])));
+    assert!(panics(&|| assert_eq!(device.view().host_slice(), [0.0; 4])));
     assert!(panics(&|| open_shared_gpu().scale(Buf::zeroed(4).view_mut(), 1.0)));
-    assert!(!panics(&|| assert_eq!(host.view().host(), [0.0; 4])));
+    assert!(!panics(&|| assert_eq!(host.view().host_slice(), [0.0; 4])));
 }
 
 /// Returns the names of the kernels in a binary image (ELF), each with its bytes of static shared

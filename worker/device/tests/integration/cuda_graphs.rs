@@ -57,7 +57,7 @@ impl<'a> StepBuffers<'a> {
     /// Copies all buffers to the host and returns their bits.
     fn download_bits(&self) -> Vec<u32> {
         let copies = self.buffers.iter().map(|buf| self.cuda.clone_to_host(buf.view()));
-        copies.flat_map(|buf| buf.host().iter().map(|x| x.to_bits()).collect::<Vec<_>>()).collect()
+        copies.flat_map(|buf| buf.host_slice().iter().map(|x| x.to_bits()).collect::<Vec<_>>()).collect()
     }
 }
 
@@ -158,7 +158,7 @@ fn check_that_recorded_calls_precede_frees_and_reads() {
         cuda.with_separate_stream(&mut || {
             event.make_stream_wait();
             let copy = cuda.clone_to_device(sum.view());
-            assert_eq!(cuda.clone_to_host(copy.view()).host(), [7.0 * step as f32; 64]);
+            assert_eq!(cuda.clone_to_host(copy.view()).host_slice(), [7.0 * step as f32; 64]);
         });
     }
 }
@@ -181,7 +181,7 @@ fn check_that_growing_scratch_memory_keeps_results() {
         let [to, from] = &mut wide;
         cuda.bias_backward(x.view_mut().slice(0..8), y.view(), 8, 8);
         cuda.bias_backward(to.view_mut(), from.view(), 1, 9000);
-        [x, to].map(|buf| cuda.clone_to_host(buf.view()).host().to_vec())
+        [x, to].map(|buf| cuda.clone_to_host(buf.view()).host_slice().to_vec())
     });
     // SAFETY: no other thread runs; both GPUs are closed.
     unsafe { std::env::remove_var("EMULATED_GPU_LAG") };
@@ -199,7 +199,7 @@ fn check_that_unique_batches_make_no_graph() {
         cuda.synchronize().expect("no call failed");
     }
     let sum = f32::from((0..240).sum::<u16>());
-    assert_eq!(cuda.clone_to_host(buf.view()).host(), [sum; 8]);
+    assert_eq!(cuda.clone_to_host(buf.view()).host_slice(), [sum; 8]);
     assert_eq!((call_count("cuGraphInstantiate"), cuda.graph_stats().cached_graphs), (graphs_before, 0));
 }
 

@@ -25,7 +25,7 @@ fn open_gpu() -> Cuda {
 }
 
 /// Sets a variable of this process that configures the emulated GPU.
-fn configure(variable: &str, value: impl ToString) {
+fn set_emulator_variable(variable: &str, value: impl ToString) {
     // SAFETY: no other thread runs.
     unsafe { std::env::set_var(variable, value.to_string()) };
 }
@@ -57,7 +57,7 @@ fn run_steps_with_graphs(cuda: &Cuda) -> Vec<f32> {
         cuda.add_scalar(buf.view_mut(), f32::from(step));
         cuda.synchronize().expect("no call failed");
     }
-    cuda.clone_to_host(buf.view()).host().to_vec()
+    cuda.clone_to_host(buf.view()).host_slice().to_vec()
 }
 
 #[test]
@@ -106,8 +106,8 @@ fn a_gpu_without_memory_pools_keeps_freed_blocks() {
     if !is_own_process("cuda_library_faults::a_gpu_without_memory_pools_keeps_freed_blocks") {
         return;
     }
-    configure("EMULATED_GPU_POOLS", 0);
-    configure("EMULATED_GPU_MEMORY", 64 << 20);
+    set_emulator_variable("EMULATED_GPU_POOLS", 0);
+    set_emulator_variable("EMULATED_GPU_MEMORY", 64 << 20);
     let cuda = open_gpu();
     let free = || cuda.query_memory_info().expect("memory info").0;
     let before = free();
@@ -139,7 +139,7 @@ fn multiply_ones(cuda: &Cuda) -> Vec<f32> {
     drop(cuda.zeroed(Dtype::F32, 1 << 19));
     cuda.matmul_forward(y.view_mut(), x.view(), w.view(), 8, 8, 8, WriteMode::Overwrite);
     cuda.synchronize().expect("no call failed");
-    cuda.clone_to_host(y.view()).host().to_vec()
+    cuda.clone_to_host(y.view()).host_slice().to_vec()
 }
 
 #[test]
@@ -147,8 +147,8 @@ fn libraries_get_memory_that_the_pool_keeps() {
     if !is_own_process("cuda_library_faults::libraries_get_memory_that_the_pool_keeps") {
         return;
     }
-    configure("EMULATED_GPU_MEMORY", 8 << 20);
-    configure("EMULATED_GPU_LIBRARY_BYTES", 3 << 20);
+    set_emulator_variable("EMULATED_GPU_MEMORY", 8 << 20);
+    set_emulator_variable("EMULATED_GPU_LIBRARY_BYTES", 3 << 20);
     let cuda = open_gpu();
     // The pool keeps 6 of 8 MiB, and loading the first kernel takes 3. Then the pool keeps 2 of the
     // other 5 MiB with one block, and the first matmul takes 3.
@@ -164,8 +164,8 @@ fn memory_that_another_stream_frees_is_waited_for() {
     if !is_own_process("cuda_library_faults::memory_that_another_stream_frees_is_waited_for") {
         return;
     }
-    configure("EMULATED_GPU_MEMORY", 8 << 20);
-    configure("EMULATED_GPU_LAG", "side:20000");
+    set_emulator_variable("EMULATED_GPU_MEMORY", 8 << 20);
+    set_emulator_variable("EMULATED_GPU_LAG", "side:20000");
     let cuda = open_gpu();
     cuda.with_separate_stream(&mut || {
         let mut buf = cuda.zeroed(Dtype::F32, 6 << 18);

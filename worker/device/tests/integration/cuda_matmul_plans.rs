@@ -52,11 +52,11 @@ fn run_experts(cuda: &Cuda, counts: &[usize]) -> Vec<f32> {
         cuda.cast(wide.view_mut(), from.view());
         wide
     });
-    wide.iter().chain([&dw]).flat_map(|buf| cuda.clone_to_host(buf.view()).host().to_vec()).collect()
+    wide.iter().chain([&dw]).flat_map(|buf| cuda.clone_to_host(buf.view()).host_slice().to_vec()).collect()
 }
 
 /// Returns the numbers of rows of four experts in a step. Each step has other numbers.
-fn rows_of_step(step: usize) -> [usize; 4] {
+fn expert_rows_of_step(step: usize) -> [usize; 4] {
     [3 + 7 * step % 13, 17 + 5 * step % 14, 1 + step, 33 + 11 * step % 29]
 }
 
@@ -68,16 +68,16 @@ fn experts_of_any_size_use_the_algorithms_of_the_first_steps() {
     let cuda = open_gpu();
     cuda.enable_matmul_autotuning(); // does not apply to matmuls of experts
     let count_heuristics = || call_count("cublasLtMatmulAlgoGetHeuristic");
-    let first: Vec<_> = (0..2).map(|step| run_experts(&cuda, &rows_of_step(step))).collect();
+    let first: Vec<_> = (0..2).map(|step| run_experts(&cuda, &expert_rows_of_step(step))).collect();
     let (heuristics, matmuls) = (count_heuristics(), call_count("cublasLtMatmul"));
     assert!((1..=9).contains(&heuristics), "three matmuls in three buckets: {heuristics}");
     assert_eq!(matmuls, 2 * 3 * 4, "no matmul was timed");
-    let later: Vec<_> = (2..12).map(|step| run_experts(&cuda, &rows_of_step(step))).collect();
+    let later: Vec<_> = (2..12).map(|step| run_experts(&cuda, &expert_rows_of_step(step))).collect();
     assert_eq!(count_heuristics(), heuristics, "from the third step on, no algorithm is searched for");
     cuda.status().expect("no call failed");
     // SAFETY: no other thread runs.
     unsafe { std::env::set_var("BLAS_LACKS", "checked") };
-    let exact: Vec<_> = (0..12).map(|step| run_experts(&open_gpu(), &rows_of_step(step))).collect();
+    let exact: Vec<_> = (0..12).map(|step| run_experts(&open_gpu(), &expert_rows_of_step(step))).collect();
     assert_eq!([first, later].concat(), exact, "the algorithms of exactly these sizes");
 }
 

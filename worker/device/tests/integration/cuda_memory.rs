@@ -63,19 +63,19 @@ fn memory_is_freed_and_failures_are_typed() {
 /// recorded, and that calls are executed again after the failure was cleared.
 fn check_that_calls_do_nothing(cuda: &Cuda, failure: &DeviceError) {
     let free = cuda.query_memory_info().expect("memory info").0;
-    let mut absent = cuda.zeroed_for("a test", Dtype::F32, 1 << 16);
+    let mut absent = cuda.zeroed_with_purpose("a test", Dtype::F32, 1 << 16);
     assert_eq!(cuda.query_memory_info().expect("memory info").0, free);
     assert!(cuda.try_zeroed("a test", Dtype::F32, 1 << 40).is_err());
     cuda.scale(absent.view_mut(), 2.0);
     cuda.copy(absent.view_mut(), Buf::zeroed(1 << 16).view());
     let mut host = Buf::from_slice(&[3.0; 16]);
     cuda.copy(host.view_mut(), absent.view().slice(0..16));
-    assert_eq!(host.host(), [3.0; 16]);
+    assert_eq!(host.host_slice(), [3.0; 16]);
     assert_eq!(cuda.sum_squares(absent.view()), 0.0);
     let download = cuda.start_download(&[absent.view()], vec![Buf::zeroed(1 << 16)]);
     assert_eq!(download.wait().map(|_| ()), Err(failure.clone()));
     cuda.record_event().synchronize().expect("no event was recorded");
-    assert!(cuda.flushed_stream().is_err());
+    assert!(cuda.flush_and_get_stream().is_err());
     assert_eq!(cuda.synchronize(), Err(failure.clone()));
     drop(absent);
     assert_eq!(cuda.take_status(), Err(failure.clone()));

@@ -92,7 +92,7 @@ impl AttentionCase {
         [&*o, &*dqkv].map(|buf| {
             let mut wide = cuda.zeroed(Dtype::F32, buf.len());
             cuda.cast(wide.view_mut(), buf.view());
-            cuda.clone_to_host(wide.view()).host().to_vec()
+            cuda.clone_to_host(wide.view()).host_slice().to_vec()
         })
     }
 }

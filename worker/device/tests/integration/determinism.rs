@@ -20,7 +20,7 @@ struct ShiftedBuf {
 impl ShiftedBuf {
     fn new(x: &[f32], shift: usize) -> Self {
         let mut data = device::Buf::zeroed(x.len() + shift);
-        data.host_mut()[shift..].copy_from_slice(x);
+        data.host_slice_mut()[shift..].copy_from_slice(x);
         ShiftedBuf { data, shift }
     }
     fn view(&self) -> View<'_> {
@@ -31,7 +31,7 @@ impl ShiftedBuf {
         self.data.view_mut().slice(self.shift..len)
     }
     fn bits(&self) -> Vec<u32> {
-        self.view().host().iter().map(|x| x.to_bits()).collect()
+        self.view().host_slice().iter().map(|x| x.to_bits()).collect()
     }
 }
 

@@ -27,7 +27,7 @@ fn copy_to_unaligned_buf(cpu: &Cpu, dtype: Dtype, x: &[f32]) -> (Buf, Vec<f32>) 
     let (mut buf, mut wide) = (Buf::zeroed_as(dtype, padded.len()), Buf::zeroed(padded.len()));
     cpu.cast(buf.view_mut(), padded[..].into());
     cpu.cast(wide.view_mut(), buf.view());
-    (buf, wide.host()[1..].to_vec())
+    (buf, wide.host_slice()[1..].to_vec())
 }
 
 /// Compares matmuls with their definition `c[i, j] = Σ a[i, p]·b[p, j]` on rounded operands, for
@@ -71,7 +71,7 @@ fn matmuls_multiply_the_rounded_operands() {
                 cpu.fp8_matmul(c.view_mut().slice(1..len), left, right, m, n, k, write);
                 let mut got = Buf::zeroed(len);
                 cpu.cast(got.view_mut(), c.view());
-                for (at, (got, old)) in got.host()[1..].iter().zip(&old).enumerate() {
+                for (at, (got, old)) in got.host_slice()[1..].iter().zip(&old).enumerate() {
                     let (i, j) = (at / n, at % n);
                     let term = |p: usize| {
                         let x = a8[if a_transposed { p * m + i } else { i * k + p }];
@@ -100,7 +100,7 @@ fn operands_are_rounded() {
     let b = Fp8Operand { x: w.view(), format: Fp8Format::E4M3, transposed: true };
     cpu.fp8_matmul(in_fp8.view_mut(), a, b, 16, 16, 32, WriteMode::Overwrite);
     cpu.matmul_forward(in_f32.view_mut(), x.view(), w.view(), 16, 16, 32, WriteMode::Overwrite);
-    let worst = in_fp8.host().iter().zip(in_f32.host()).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    let worst = in_fp8.host_slice().iter().zip(in_f32.host_slice()).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
     assert!(worst > 1e-2 && worst < 0.3, "{worst}");
 }
 
@@ -119,7 +119,7 @@ fn nan_and_infinity_reach_the_results() {
         let a = Fp8Operand { x: x.view(), format, transposed: false };
         let b = Fp8Operand { x: w.view(), format: Fp8Format::E4M3, transposed: false };
         cpu.fp8_matmul(c.view_mut(), a, b, 3, 16, 4, WriteMode::Overwrite);
-        let (hit, rest): (Vec<_>, Vec<_>) = c.host().iter().enumerate().partition(|(i, _)| i / 16 == 1);
+        let (hit, rest): (Vec<_>, Vec<_>) = c.host_slice().iter().enumerate().partition(|(i, _)| i / 16 == 1);
         assert!(hit.iter().all(|(_, c)| !c.is_finite()), "{format:?} {poison}");
         assert!(rest.iter().all(|(_, c)| **c == 2.0), "{format:?} {poison}");
         let infinite = format == Fp8Format::E5M2 && poison.is_infinite();

@@ -84,7 +84,7 @@ fn matmul_rounds_once() {
                 run.cpu.matmul_backward_input(dx.view_mut(), pdy.view(), pw.view(), m, n, k, write);
                 run.cpu.matmul_backward_weight(dw.view_mut(), pdy.view(), px.view(), m, n, k, write);
                 out.0.extend([run.to_half_bits(&y), run.to_half_bits(&dx)]);
-                out.1.push(dw.host().to_vec());
+                out.1.push(dw.host_slice().to_vec());
             }
             out
         });
@@ -101,13 +101,13 @@ fn embedding_and_bias_round_once() {
         let (mut x, mut dw) = (run.make_buf(&dx), Buf::zeroed(v * d));
         run.cpu.embedding_forward(x.view_mut(), run.make_buf(&w).view(), &tokens, d);
         run.cpu.embedding_backward(dw.view_mut(), run.make_buf(&dx).view(), &tokens, d);
-        (vec![run.to_half_bits(&x)], vec![dw.host().to_vec()])
+        (vec![run.to_half_bits(&x)], vec![dw.host_slice().to_vec()])
     });
     assert_rounds_once("bias", |run| {
         let (mut y, mut dbias) = (run.make_buf(&dx), Buf::zeroed(d));
         run.cpu.bias_forward(y.view_mut(), run.make_buf(&w[..d]).view(), m, d);
         run.cpu.bias_backward(dbias.view_mut(), run.make_buf(&dx).view(), m, d);
-        (vec![run.to_half_bits(&y)], vec![dbias.host().to_vec()])
+        (vec![run.to_half_bits(&y)], vec![dbias.host_slice().to_vec()])
     });
 }
 
@@ -121,14 +121,14 @@ fn rms_norms_round_once() {
             (run.make_buf(&dy), Buf::zeroed(m), Buf::zeroed(d), run.make_buf(&w));
         let px = run.make_buf(&x);
         run.cpu.rmsnorm_forward(y.view_mut(), rstd.view_mut(), px.view(), pw.view(), m, d, eps);
-        let mut out = (vec![run.to_half_bits(&y)], vec![rstd.host().to_vec()]);
+        let mut out = (vec![run.to_half_bits(&y)], vec![rstd.host_slice().to_vec()]);
         for write in [WriteMode::Overwrite, WriteMode::Accumulate] {
             let (mut dx, dy) = (run.make_buf(&delta), run.make_buf(&dy));
             let (to, dw) = (dx.view_mut(), dw.view_mut());
             run.cpu.rmsnorm_backward(to, dw, dy.view(), px.view(), pw.view(), rstd.view(), m, d, write);
             out.0.push(run.to_half_bits(&dx));
         }
-        out.1.push(dw.host().to_vec());
+        out.1.push(dw.host_slice().to_vec());
         out
     });
     // The norm reads the sum after its rounding to 16 bits.
@@ -145,7 +145,7 @@ fn rms_norms_round_once() {
             let (y, rstd) = (y.view_mut(), rstd.view_mut());
             run.cpu.add_rmsnorm_forward(y, rstd, sum.view_mut(), pdelta.view(), pw.view(), m, d, eps);
         }
-        (vec![run.to_half_bits(&y), run.to_half_bits(&sum)], vec![rstd.host().to_vec()])
+        (vec![run.to_half_bits(&y), run.to_half_bits(&sum)], vec![rstd.host_slice().to_vec()])
     });
 }
 
@@ -163,7 +163,7 @@ fn rms_norms_of_heads_round_once() {
         run.cpu.rmsnorm_heads_forward(y, raw.view_mut(), rstd_view, pw.view(), h, 1e-6);
         let (to, dw_to) = (dx.view_mut(), dw.view_mut());
         run.cpu.rmsnorm_heads_backward(to, dw_to, raw.view(), rstd.view(), pw.view(), h);
-        let f32s = vec![rstd.host().to_vec(), dw.host().to_vec()];
+        let f32s = vec![rstd.host_slice().to_vec(), dw.host_slice().to_vec()];
         (vec![run.to_half_bits(&px), run.to_half_bits(&raw), run.to_half_bits(&dx)], f32s)
     });
 }
@@ -226,7 +226,7 @@ fn attention_rounds_once() {
             let o_values: Vec<f32> = {
                 let mut half = Buf::zeroed_as(run.dtype, o.len());
                 half.view_mut().half_bits().copy_from_slice(&o_bits);
-                run.convert_to_f32(&half).host().to_vec()
+                run.convert_to_f32(&half).host_slice().to_vec()
             };
             let (d, rounded_o) = (dqkv.view_mut(), run.make_buf(&o_values));
             run.cpu.attention_backward(
@@ -238,7 +238,7 @@ fn attention_rounds_once() {
                 &starts,
                 shape,
             );
-            (vec![o_bits, run.to_half_bits(&dqkv)], vec![lse.host().to_vec()])
+            (vec![o_bits, run.to_half_bits(&dqkv)], vec![lse.host_slice().to_vec()])
         });
     }
 }
@@ -263,7 +263,7 @@ fn classifier_rounds_once() {
             let (loss_to, px, pw) = (loss.view_mut(), px.view(), pw.view());
             let shape = ClassifierShape { m, d, v, softcap: cap };
             run.cpu.compute_classifier_loss(loss_to, px, pw, &labels, shape, Some(to));
-            (vec![run.to_half_bits(&dx)], vec![loss.host().to_vec(), dw.host().to_vec()])
+            (vec![run.to_half_bits(&dx)], vec![loss.host_slice().to_vec(), dw.host_slice().to_vec()])
         });
     }
 }
@@ -279,7 +279,7 @@ fn layer_norms_round_once() {
         let (mut y, mut stats) = (run.make_buf(&dy), Buf::zeroed(2 * m));
         let norm = LayerNormParams { w: pw.view(), b: pb.view(), eps };
         run.cpu.layernorm_forward(y.view_mut(), stats.view_mut(), px.view(), norm, m);
-        let mut out = (vec![run.to_half_bits(&y)], vec![stats.host().to_vec()]);
+        let mut out = (vec![run.to_half_bits(&y)], vec![stats.host_slice().to_vec()]);
         let (mut dw, mut db) = (Buf::zeroed(d), Buf::zeroed(d));
         for write in [WriteMode::Overwrite, WriteMode::Accumulate] {
             let (mut dx, dy) = (run.make_buf(&delta), run.make_buf(&dy));
@@ -287,7 +287,7 @@ fn layer_norms_round_once() {
             run.cpu.layernorm_backward(to, dw, db, dy.view(), px.view(), pw.view(), stats.view(), m, write);
             out.0.push(run.to_half_bits(&dx));
         }
-        out.1.extend([dw.host().to_vec(), db.host().to_vec()]);
+        out.1.extend([dw.host_slice().to_vec(), db.host_slice().to_vec()]);
         out
     });
     // The norm reads the sum after its rounding to 16 bits.
@@ -305,7 +305,7 @@ fn layer_norms_round_once() {
             let (y, stats) = (y.view_mut(), stats.view_mut());
             run.cpu.add_layernorm_forward(y, stats, sum.view_mut(), pdelta.view(), norm, m);
         }
-        (vec![run.to_half_bits(&y), run.to_half_bits(&sum)], vec![stats.host().to_vec()])
+        (vec![run.to_half_bits(&y), run.to_half_bits(&sum)], vec![stats.host_slice().to_vec()])
     });
 }
 
@@ -342,7 +342,7 @@ fn transposed_matrices_round_once() {
         run.cpu.conv1d_forward(y.view_mut(), px.view(), pw.view(), m, inp, out);
         run.cpu.conv1d_backward_input(dx.view_mut(), pdy.view(), pw.view(), m, inp, out);
         run.cpu.conv1d_backward_weight(dw.view_mut(), pdy.view(), px.view(), m, inp, out);
-        (vec![run.to_half_bits(&y), run.to_half_bits(&dx)], vec![dw.host().to_vec()])
+        (vec![run.to_half_bits(&y), run.to_half_bits(&dx)], vec![dw.host_slice().to_vec()])
     });
 }
 
@@ -365,11 +365,11 @@ fn matmuls_with_a_bias_round_once() {
                 let mut separate = [Buf::zeroed(m * n), Buf::zeroed(m * n)];
                 let [d, e] = &mut separate;
                 run.cpu.matmul_forward(d.view_mut(), px.view(), pw.view(), m, n, k, WriteMode::Overwrite);
-                assert!(d.host() == y[1].host());
+                assert!(d.host_slice() == y[1].host_slice());
                 run.cpu.bias_forward(d.view_mut(), pb.view(), m, n);
                 run.cpu.conv1d_forward(e.view_mut(), px.view(), pw.view(), m, k, n);
                 run.cpu.bias_forward(e.view_mut(), pb.view(), m, n);
-                assert!(d.host() == y[0].host() && e.host() == y[2].host());
+                assert!(d.host_slice() == y[0].host_slice() && e.host_slice() == y[2].host_slice());
             }
             (y.iter().map(|y| run.to_half_bits(y)).collect(), Vec::new())
         });
@@ -398,7 +398,7 @@ fn rows_of_experts_round_once() {
         run.cpu.dot_rows(dots.view_mut(), px.view(), pold.view(), d);
         run.cpu.scale_rows(scaled.view_mut(), (&weights[..m]).into(), d);
         out.0.push(run.to_half_bits(&scaled));
-        out.1.push(dots.host().to_vec());
+        out.1.push(dots.host_slice().to_vec());
         out
     });
 }
@@ -423,7 +423,7 @@ fn grouped_matmuls_round_once() {
             run.cpu.grouped_forward(y.view_mut(), px.view(), pw.view(), &groups, n, k);
             run.cpu.grouped_backward_input(dx.view_mut(), pdy.view(), pw.view(), &groups, n, k);
             run.cpu.grouped_backward_weight(dw.view_mut(), pdy.view(), px.view(), &groups, n, k);
-            (vec![run.to_half_bits(&y), run.to_half_bits(&dx)], vec![dw.host().to_vec()])
+            (vec![run.to_half_bits(&y), run.to_half_bits(&dx)], vec![dw.host_slice().to_vec()])
         });
     }
 }

@@ -66,7 +66,7 @@ fn attention_on_warpgroups_matches_attention_in_f32() {
             [o, lse, dqkv].map(|buf| {
                 let mut wide = cuda.zeroed(Dtype::F32, buf.len());
                 cuda.cast(wide.view_mut(), buf.view());
-                cuda.clone_to_host(wide.view()).host().to_vec()
+                cuda.clone_to_host(wide.view()).host_slice().to_vec()
             })
         });
         let [exact, rounded] = results;
@@ -156,7 +156,7 @@ macro_rules! product {
 
 /// Test kernels: the text after [`KERNEL_PROLOGUE`], and the error that the emulator reports. The
 /// error is `None` for a correct kernel.
-const KERNELS: [(&str, Option<&str>); 31] = [
+const TEST_KERNELS: [(&str, Option<&str>); 31] = [
     ("st.shared.u32 [%r1], %r0; bar.sync 0; ld.shared.u32 %r9, [%r3]; st.global.u32 [%rd1], %r9;", None),
     ("st.shared.u32 [%r1], %r0; bar.warp.sync -1; ld.shared.u32 %r9, [%r2];", None),
     ("st.shared.u32 [%r1], %r0; ld.shared.u32 %r9, [%r1]; st.shared.u32 [%r1], %r9;", None),
@@ -271,7 +271,7 @@ const KERNELS: [(&str, Option<&str>); 31] = [
 
 #[test]
 fn races_and_invalid_accesses_are_always_detected() {
-    for (i, (kernel, expected)) in KERNELS.iter().enumerate() {
+    for (i, (kernel, expected)) in TEST_KERNELS.iter().enumerate() {
         let test = "ptx::the_kernel_that_the_parent_process_selects_runs";
         let output = run_test_alone(test, "PTX_TEST_KERNEL", i.to_string());
         let stderr = String::from_utf8_lossy(&output.stderr);
@@ -289,7 +289,7 @@ fn races_and_invalid_accesses_are_always_detected() {
 #[test]
 fn the_kernel_that_the_parent_process_selects_runs() {
     let Ok(index) = std::env::var("PTX_TEST_KERNEL") else { return };
-    let (body, _) = KERNELS[index.parse::<usize>().expect("a number")];
+    let (body, _) = TEST_KERNELS[index.parse::<usize>().expect("a number")];
     let image = CString::new(format!("{KERNEL_PROLOGUE}{body}\nret;\n}}\n")).expect("a text");
     assert_eq!(launch_kernel(&image), 0);
 }
@@ -442,5 +442,5 @@ fn create_layer_buffers(cuda: &Cuda, m: usize, d: usize, shift: usize) -> Vec<Bu
 fn copy_to_host_as_f32(cuda: &Cuda, view: View) -> Vec<f32> {
     let mut wide = cuda.zeroed(Dtype::F32, view.len());
     cuda.cast(wide.view_mut(), view);
-    cuda.clone_to_host(wide.view()).host().to_vec()
+    cuda.clone_to_host(wide.view()).host_slice().to_vec()
 }

@@ -5,7 +5,7 @@ use diagnostic::{Diagnostic, codes};
 use std::{collections::VecDeque, ops::Range};
 
 /// The largest number of blocks (1 MiB each) that a rank sends, and that it receives, in one round.
-pub(super) const ROUND_BLOCKS: u64 = 8;
+pub(super) const MAX_BLOCKS_PER_ROUND: u64 = 8;
 
 /// Consecutive blocks of a file that one rank sends to another.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -56,11 +56,11 @@ impl<'h> FetchSchedule<'h> {
         let mut sends = vec![0u64; self.missing.len()];
         let mut round = Vec::new();
         for (to, queue) in self.missing.iter_mut().enumerate() {
-            let mut capacity = ROUND_BLOCKS;
+            let mut capacity = MAX_BLOCKS_PER_ROUND;
             while capacity > 0 {
                 let Some(run) = queue.front_mut() else { break };
                 let Some(from) = select_sender(&self.holders[run.file], to, &sends) else { break };
-                let count = capacity.min(ROUND_BLOCKS - sends[from]).min(run.blocks.end - run.blocks.start);
+                let count = capacity.min(MAX_BLOCKS_PER_ROUND - sends[from]).min(run.blocks.end - run.blocks.start);
                 let blocks = run.blocks.start..run.blocks.start + count;
                 run.blocks.start += count;
                 capacity -= count;
@@ -83,7 +83,7 @@ impl<'h> FetchSchedule<'h> {
 /// different senders.
 fn select_sender(holders: &[usize], to: usize, sends: &[u64]) -> Option<usize> {
     let rotated = (0..holders.len()).map(|i| holders[(i + to) % holders.len()]);
-    rotated.filter(|h| sends.get(*h).is_some_and(|n| *n < ROUND_BLOCKS)).min_by_key(|h| sends[*h])
+    rotated.filter(|h| sends.get(*h).is_some_and(|n| *n < MAX_BLOCKS_PER_ROUND)).min_by_key(|h| sends[*h])
 }
 
 #[cfg(test)]
@@ -113,8 +113,8 @@ mod tests {
                     let sum = |mine: &dyn Fn(&BlockTransfer) -> bool| -> u64 {
                         round.iter().filter(|t| mine(t)).map(|t| t.run.blocks.end - t.run.blocks.start).sum()
                     };
-                    prop_assert!(sum(&|t| t.to == rank) <= ROUND_BLOCKS);
-                    prop_assert!(sum(&|t| t.from == rank) <= ROUND_BLOCKS);
+                    prop_assert!(sum(&|t| t.to == rank) <= MAX_BLOCKS_PER_ROUND);
+                    prop_assert!(sum(&|t| t.from == rank) <= MAX_BLOCKS_PER_ROUND);
                 }
                 for t in round {
                     prop_assert!(holders[t.run.file].contains(&t.from));

@@ -50,7 +50,7 @@ impl HostLocalCheckpoint {
         path: &Path,
         hash: Option<&str>,
     ) -> Result<Self> {
-        let (rank, world) = (queue.comm().rank(), queue.comm().world());
+        let (rank, world) = (queue.comm().rank(), queue.comm().world_size());
         let found = if layout.is_directory_leader(rank) { host_local::read_manifest(path) } else { None };
         let hashes = all_gather_values(queue, Ok(found.as_ref().map(|(hash, _)| hash.clone())))?;
         let hash = hash.map(str::to_owned).or_else(|| hashes.iter().flatten().next().cloned());
@@ -64,7 +64,7 @@ impl HostLocalCheckpoint {
         let text = broadcast_bytes(queue, source, Ok(found.map(|(_, text)| text).unwrap_or_default()))?;
         let opened = Checkpoint::from_manifest(path, text, has_manifest(layout.find_directory_leader(rank)));
         let opened = opened.map_err(to_unreadable_checkpoint_error);
-        let readable_files = opened.as_ref().map(|c| c.local_files().to_vec()).map_err(Clone::clone);
+        let readable_files = opened.as_ref().map(|c| c.local_shard_flags().to_vec()).map_err(Clone::clone);
         let readable_files = all_gather_results(queue, readable_files.as_ref().map_err(Clone::clone))?;
         let readable_files: Vec<Vec<bool>> = readable_files.into_iter().collect::<Result<_>>()?;
         let checkpoint = opened?;
@@ -86,7 +86,7 @@ impl HostLocalCheckpoint {
 
     /// Combines the memory copies of shards on several hosts to one readable checkpoint. `holders`
     /// lists, for each shard, the ranks that can read it.
-    pub(crate) fn with_holders(
+    pub(crate) fn from_memory_copies(
         queue: &Arc<CollectiveQueue>,
         checkpoint: Checkpoint,
         holders: Vec<Vec<usize>>,
@@ -96,7 +96,7 @@ impl HostLocalCheckpoint {
     }
 
     /// Returns the checkpoint as this host sees it, with the manifest and the files on this host.
-    pub(crate) fn checkpoint(&self) -> &Checkpoint {
+    pub(crate) fn local_view(&self) -> &Checkpoint {
         &self.checkpoint
     }
 }
@@ -145,7 +145,7 @@ impl HostLocalCheckpoint {
         }
         let missing: Vec<Vec<BlockRange>> = requests.into_iter().map(|r| r.missing).collect();
         let is_needed = missing.iter().any(|m| !m.is_empty());
-        let blocks = self.checkpoint.block_counts();
+        let blocks = self.checkpoint.shard_block_counts();
         let mut schedule = FetchSchedule::new(missing, &self.holders, &blocks)?;
         let (mut read_error, mut sink_error) = (None, None);
         loop {
@@ -183,7 +183,7 @@ impl HostLocalCheckpoint {
         read_error: &mut Option<Diagnostic>,
     ) -> (Vec<u8>, Vec<usize>) {
         let mine: Vec<&BlockTransfer> = round.iter().filter(|t| t.from == rank).collect();
-        let mut counts = vec![0; self.queue.comm().world()];
+        let mut counts = vec![0; self.queue.comm().world_size()];
         for t in &mine {
             counts[t.to] += count_block_bytes(&t.run);
         }
@@ -213,7 +213,7 @@ impl HostLocalCheckpoint {
         send: Vec<u8>,
         send_counts: Vec<usize>,
     ) -> Result<ReceivedBlocks> {
-        let mut counts = vec![0; self.queue.comm().world()];
+        let mut counts = vec![0; self.queue.comm().world_size()];
         for t in round.iter().filter(|t| t.to == rank) {
             counts[t.from] += count_block_bytes(&t.run);
         }
@@ -290,13 +290,13 @@ impl TensorSource for HostLocalCheckpoint {
 
     /// Reads ranges of tensors. Collective: every rank must call it or
     /// [`HostLocalCheckpoint::serve_blocks`].
-    fn read_many(&self, requests: &mut [ckpt::ReadRequest<'_>]) -> ckpt::Result<()> {
+    fn read_verified(&self, requests: &mut [ckpt::ReadRequest<'_>]) -> ckpt::Result<()> {
         let fetch = |missing: Vec<BlockRange>, sink: &mut BlockSink<'_>| {
             let request = FetchRequest { end: false, missing };
             self.fetch_blocks(request, sink).map(drop).map_err(|e| self.record_fetch_error(e))
         };
         let mut has_fetched = false;
-        let read = self.checkpoint.read_many_with_fetcher(requests, &mut |missing, sink| {
+        let read = self.checkpoint.read_verified_with_fetcher(requests, &mut |missing, sink| {
             has_fetched = true;
             fetch(missing, sink)
         });
@@ -312,16 +312,16 @@ impl TensorSource for HostLocalCheckpoint {
         TensorSource::completed_steps(&self.checkpoint)
     }
 
-    fn weights_dtype(&self) -> Dtype {
-        self.checkpoint.weights_dtype()
+    fn default_export_dtype(&self) -> Dtype {
+        self.checkpoint.default_export_dtype()
     }
 
     fn training_state(&self) -> TrainingState {
         self.checkpoint.training_state()
     }
 
-    fn tokens(&self) -> Option<u64> {
-        TensorSource::tokens(&self.checkpoint)
+    fn trained_token_count(&self) -> Option<u64> {
+        TensorSource::trained_token_count(&self.checkpoint)
     }
 
     fn hf_config(&self) -> Option<&Map<String, Value>> {
@@ -348,7 +348,7 @@ pub(crate) fn build_unreachable_shard_error(
     let name = checkpoint.shard_sizes().nth(file).map(|(name, _)| name).unwrap_or_default();
     let host = checkpoint.shard_host(file);
     let what = match host {
-        Some(host) if layout.hosts().iter().any(|h| h.id == host.id) => {
+        Some(host) if layout.list_directory_hosts().iter().any(|h| h.id == host.id) => {
             format!("{name} is missing or damaged on host {host}")
         }
         Some(host) => format!("{name} is stored on host {host}, which is not part of this job"),

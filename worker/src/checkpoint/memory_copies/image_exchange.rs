@@ -9,7 +9,7 @@ use ckpt::memory_store::{COPY_HEADER_BYTES, MemoryStore};
 use std::ops::Range;
 
 /// The largest number of bytes of its memory copy that a rank sends in one round.
-const ROUND_BYTES: u64 = 4 << 20;
+const MAX_BYTES_PER_ROUND: u64 = 4 << 20;
 
 /// Sends this rank's memory copy number `sequence` to the ranks that keep it, and stores the copies
 /// that other ranks send. Returns the number of sent bytes. Does nothing if no other host keeps
@@ -21,7 +21,7 @@ pub(super) fn exchange_images(
     copies: usize,
     sequence: u64,
 ) -> Result<u64> {
-    let (rank, world) = (queue.comm().rank(), queue.comm().world());
+    let (rank, world) = (queue.comm().rank(), queue.comm().world_size());
     let keepers: Vec<Vec<usize>> = (0..world).map(|r| hosts.list_keepers(r, copies)).collect();
     if keepers.iter().all(Vec::is_empty) {
         return Ok(0);
@@ -31,7 +31,7 @@ pub(super) fn exchange_images(
     let sizes: Vec<u64> = sizes.iter().map(|sizes| sizes.first().copied().unwrap_or(0)).collect();
     let kept: Vec<usize> = (0..world).filter(|sender| keepers[*sender].contains(&rank)).collect();
     for sender in &kept {
-        store.begin_image(*sender as u32, sequence).map_err(to_unwritable_checkpoint_error)?;
+        store.invalidate_image(*sender as u32, sequence).map_err(to_unwritable_checkpoint_error)?;
     }
     let rounds = sizes.iter().map(|size| count_rounds(*size)).max().unwrap_or(0);
     let mut sent = 0;
@@ -72,7 +72,7 @@ pub(super) fn exchange_images(
 /// Returns the number of rounds in which a copy of `size` bytes is sent: its content in pieces, and
 /// then its header, which completes the copy.
 fn count_rounds(size: u64) -> u64 {
-    size.saturating_sub(COPY_HEADER_BYTES).div_ceil(ROUND_BYTES) + 1
+    size.saturating_sub(COPY_HEADER_BYTES).div_ceil(MAX_BYTES_PER_ROUND) + 1
 }
 
 /// Returns the byte range of a copy of `size` bytes that is sent in a round. The range is empty
@@ -82,8 +82,8 @@ fn find_chunk(size: u64, round: u64) -> Range<u64> {
     if round >= last {
         return 0..if round == last { COPY_HEADER_BYTES.min(size) } else { 0 };
     }
-    let start = COPY_HEADER_BYTES + round * ROUND_BYTES;
-    start..(start + ROUND_BYTES).min(size)
+    let start = COPY_HEADER_BYTES + round * MAX_BYTES_PER_ROUND;
+    start..(start + MAX_BYTES_PER_ROUND).min(size)
 }
 
 #[cfg(test)]
@@ -92,7 +92,7 @@ mod tests {
 
     #[test]
     fn each_byte_is_sent_once_and_the_header_last() {
-        for size in [0, 10, COPY_HEADER_BYTES, COPY_HEADER_BYTES + 1, 3 * ROUND_BYTES, 3 * ROUND_BYTES + 5000]
+        for size in [0, 10, COPY_HEADER_BYTES, COPY_HEADER_BYTES + 1, 3 * MAX_BYTES_PER_ROUND, 3 * MAX_BYTES_PER_ROUND + 5000]
         {
             let chunks: Vec<Range<u64>> =
                 (0..count_rounds(size)).map(|round| find_chunk(size, round)).collect();
@@ -100,7 +100,7 @@ mod tests {
             assert_eq!(*header, 0..COPY_HEADER_BYTES.min(size), "{size}");
             let mut at = COPY_HEADER_BYTES;
             for chunk in content {
-                assert!(chunk.start == at && chunk.end - chunk.start <= ROUND_BYTES, "{size}: {chunk:?}");
+                assert!(chunk.start == at && chunk.end - chunk.start <= MAX_BYTES_PER_ROUND, "{size}: {chunk:?}");
                 at = chunk.end;
             }
             assert_eq!(at, size.max(COPY_HEADER_BYTES));

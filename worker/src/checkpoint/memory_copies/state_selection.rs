@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// What a host reports about one complete memory copy of a rank's training state.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct CopyReport {
+pub(super) struct ReportedCopy {
     pub(super) id: CopyId,
     pub(super) rank: u32,
     /// The hash of the copy's description.
@@ -16,7 +16,7 @@ pub(super) struct CopyReport {
 /// The memory copies of training states that one host reports.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct HostCopies {
-    pub(super) copies: Vec<CopyReport>,
+    pub(super) copies: Vec<ReportedCopy>,
     /// The ranks of copies that are incomplete or damaged.
     pub(super) incomplete: Vec<u32>,
 }
@@ -34,13 +34,13 @@ pub(in crate::checkpoint) struct CompleteState {
 impl CompleteState {
     /// Returns the hash of the description of a rank's copy, or `None` if the state has no such
     /// rank.
-    pub(super) fn hash_of(&self, rank: u32) -> Option<Hash> {
+    pub(super) fn find_copy_hash(&self, rank: u32) -> Option<Hash> {
         self.hashes.get(rank as usize).copied()
     }
 
     /// Lists the ranks whose copies the host number `host` describes to all ranks, because no
     /// earlier host has a copy of them.
-    pub(super) fn list_ranks_sent_by(&self, host: usize) -> Vec<u32> {
+    pub(super) fn list_ranks_described_by(&self, host: usize) -> Vec<u32> {
         (0..self.id.world).filter(|rank| self.holders[*rank as usize].first() == Some(&host)).collect()
     }
 }
@@ -109,7 +109,7 @@ mod tests {
     /// Builds the report of a host with the copies `(rank, step, attempt)`. The hash of a copy
     /// depends only on these numbers.
     fn make_host(copies: &[(u32, u64, u32)], incomplete: &[u32]) -> HostCopies {
-        let report = |&(rank, step, attempt): &(u32, u64, u32)| CopyReport {
+        let report = |&(rank, step, attempt): &(u32, u64, u32)| ReportedCopy {
             id: make_id(step, attempt),
             rank,
             hash: Hash::digest(format!("{rank} {step} {attempt}").as_bytes()),
@@ -160,7 +160,7 @@ mod tests {
         assert_selected(&[empty.clone(), a], &[(8, 0, [&[1], &[1]])], &[]);
         assert_selected(&[empty], &[], &[]);
         let state = select_states(&[make_host(&[(0, 8, 0)], &[]), make_host(&[(0, 8, 0), (1, 8, 0)], &[])]);
-        assert_eq!([0, 1].map(|host| state.complete[0].list_ranks_sent_by(host)), [vec![0], vec![1]]);
+        assert_eq!([0, 1].map(|host| state.complete[0].list_ranks_described_by(host)), [vec![0], vec![1]]);
     }
 
     #[test]
@@ -176,7 +176,7 @@ mod tests {
         let mut other = good.clone();
         other.copies[1].hash = Hash::digest(b"other");
         assert_selected(&[good, other], &[(8, 0, [&[0, 1], &[0]])], &[]);
-        let outside = CopyReport { id: make_id(9, 0), rank: 2, hash: Hash::digest(b"") };
+        let outside = ReportedCopy { id: make_id(9, 0), rank: 2, hash: Hash::digest(b"") };
         assert_selected(&[HostCopies { copies: vec![outside], incomplete: vec![] }], &[], &[]);
     }
 }

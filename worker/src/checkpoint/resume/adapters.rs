@@ -10,7 +10,7 @@ use crate::{
 };
 use ckpt::{
     ExternalCheckpoint, TensorSource,
-    peft::{is_lora_matrix, open_adapters},
+    peft::{is_lora_matrix, open_peft_adapters},
 };
 use diagnostic::{Diagnostic, codes};
 use std::{
@@ -24,7 +24,7 @@ pub fn open_matching_adapters(
     directory: &Path,
     units: &[ParamUnit],
 ) -> diagnostic::Result<ExternalCheckpoint> {
-    let source = open_adapters(directory).map_err(|e| to_unreadable_adapters_error(e, LORA_FROM_KEY))?;
+    let source = open_peft_adapters(directory).map_err(|e| to_unreadable_adapters_error(e, LORA_FROM_KEY))?;
     let tensors = source.tensors();
     let mut stored: HashMap<&str, &[u64]> =
         tensors.iter().map(|t| (t.name.as_str(), t.shape.as_slice())).collect();

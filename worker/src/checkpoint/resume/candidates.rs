@@ -3,7 +3,7 @@ use super::weight_match::list_trained_names;
 use crate::{
     checkpoint::{
         host_local::{self, CheckpointCandidate},
-        memory_copies::HostMemory,
+        memory_copies::HostMemoryCopies,
         storage_topology::StorageTopology,
     },
     consensus::{all_gather_values, exchange_first_error},
@@ -25,7 +25,7 @@ pub struct CheckpointDirs<'a> {
     pub layout: &'a StorageTopology,
     /// The copies of the training state that hosts keep in their memory; `None` without
     /// `checkpoint.memory`.
-    pub memory: Option<&'a HostMemory>,
+    pub memory: Option<&'a HostMemoryCopies>,
 }
 
 /// Lists all checkpoints in `root`, newest first: those that rank 0 sees, or those of any host if
@@ -71,7 +71,7 @@ pub(super) fn find_named_checkpoint(
         return Ok(NamedCheckpoint::Native(newest));
     }
     let trained = list_trained_names(ready);
-    let found = ckpt::open_with_trained_names(path, Some(&trained)).map_err(|e| {
+    let found = ckpt::open_checkpoint_for_training(path, Some(&trained)).map_err(|e| {
         Error::from(Diagnostic::from(to_unreadable_checkpoint_error(e)).with_subject("resume.from"))
     });
     if let Some(e) = exchange_first_error(ready.trainer.engine.queue(), found.as_ref().err().cloned())? {

@@ -30,7 +30,7 @@ pub(super) fn find_master_weight_notice(
     match weights.updated {
         device::Dtype::F32 if has_weights(Dtype::BF16) => Some(format!(
             "the checkpoint has bf16 weights and no fp32 master weights: the {} start at their values",
-            if weights.has_masters() { "master weights" } else { "fp32 weights" }
+            if weights.has_master_weights() { "master weights" } else { "fp32 weights" }
         )),
         device::Dtype::Bf16 if has_weights(Dtype::F32) => Some(
             "train.master_weights is false: the checkpoint's fp32 weights are rounded once, to the nearest bf16"

@@ -1,11 +1,11 @@
 //! Resumes from the copies of the training state that hosts keep in their memory.
 use super::{
     candidates::CheckpointDirs,
-    native::{LoadError, ReadableCheckpoint, ResumeOrigin, load_opened, require_readable},
+    native::{LoadError, ReadableCheckpoint, ResumeOrigin, load_opened_checkpoint, require_readable_on_all_ranks},
     resume_point::{EventSink, MemoryResume, ResumePoint},
 };
 use crate::{
-    checkpoint::memory_copies::{CompleteState, HostMemory, StateSelection},
+    checkpoint::memory_copies::{CompleteState, HostMemoryCopies, StateSelection},
     error::Result,
     stages::UninitializedTrainer,
 };
@@ -16,7 +16,7 @@ use protocol::event::ResumeSource;
 const MAX_LISTED_STATES: usize = 2;
 
 /// The result of a search for copies of the training state in the memory of the hosts.
-pub(super) enum MemorySearch {
+pub(super) enum MemorySearchOutcome {
     /// The run resumed from copies in memory.
     Resumed(ResumePoint),
     /// The run must resume from disk. The text is the reason why newer copies in memory were not
@@ -26,7 +26,7 @@ pub(super) enum MemorySearch {
 
 /// The range of steps within which [`resume_from_memory`] tries training states in memory.
 #[derive(Clone, Copy)]
-pub(super) struct MemoryRange {
+pub(super) struct MemoryStepRange {
     /// The step of the next checkpoint on disk. States of earlier steps are not tried. `None` if
     /// there is no further checkpoint.
     pub(super) from: Option<u64>,
@@ -40,56 +40,56 @@ pub(super) struct MemoryRange {
 pub(super) fn resume_from_memory(
     ready: &mut UninitializedTrainer,
     dirs: &CheckpointDirs,
-    range: MemoryRange,
+    range: MemoryStepRange,
     data_digest: &str,
     events: &mut EventSink,
-) -> Result<MemorySearch> {
-    let Some(memory) = dirs.memory else { return Ok(MemorySearch::Unusable(None)) };
+) -> Result<MemorySearchOutcome> {
+    let Some(memory) = dirs.memory else { return Ok(MemorySearchOutcome::Unusable(None)) };
     let queue = ready.trainer.engine.queue().clone();
     let StateSelection { complete, unusable, .. } = memory.list_states(&queue)?;
     if complete.is_empty() && unusable.is_empty() {
         let reason = "no host has copies in memory".to_owned();
-        return Ok(MemorySearch::Unusable((memory.attempt() > 0).then_some(reason)));
+        return Ok(MemorySearchOutcome::Unusable((memory.attempt() > 0).then_some(reason)));
     }
     let is_in_range = |step: u64| Some(step) >= range.from && range.below.is_none_or(|below| step < below);
     let mut problems: Vec<(u64, String)> =
         unusable.into_iter().filter(|s| is_in_range(s.step)).map(|s| (s.step, s.reason)).collect();
     for state in complete.into_iter().filter(|state| is_in_range(state.id.step)) {
         // A step with an evaluation has two copies, so a problem may be that of the other one.
-        let reason = format_reason(&problems, Some(state.id.step.saturating_add(1)));
-        match load_state(ready, memory, &state, (data_digest, reason), events) {
+        let reason = format_unused_states_reason(&problems, Some(state.id.step.saturating_add(1)));
+        match load_memory_state(ready, memory, &state, (data_digest, reason), events) {
             Ok(resumed) => {
                 let next_sequence = state.id.sequence.saturating_add(1);
                 let memory = MemoryResume { is_source: true, newest_saved: None, next_sequence };
-                return Ok(MemorySearch::Resumed(ResumePoint { memory, ..resumed }));
+                return Ok(MemorySearchOutcome::Resumed(ResumePoint { memory, ..resumed }));
             }
             Err(LoadError::Fatal(e)) => return Err(e),
             Err(LoadError::Damaged(e)) => problems.push((state.id.step, e.to_string())),
         }
     }
-    Ok(MemorySearch::Unusable(format_reason(&problems, range.from)))
+    Ok(MemorySearchOutcome::Unusable(format_unused_states_reason(&problems, range.from)))
 }
 
 /// Resumes from the copies of `state` in the memory of the hosts. Collective: every rank must call
 /// it.
-fn load_state(
+fn load_memory_state(
     ready: &mut UninitializedTrainer,
-    memory: &HostMemory,
+    memory: &HostMemoryCopies,
     state: &CompleteState,
     (data_digest, reason): (&str, Option<String>),
     events: &mut EventSink,
 ) -> std::result::Result<ResumePoint, LoadError> {
     let queue = ready.trainer.engine.queue().clone();
     let opened = memory.open_state(&queue, state)?.map(|c| ReadableCheckpoint::HostLocal(Box::new(c)));
-    let opened = require_readable(ready, opened)?;
+    let opened = require_readable_on_all_ranks(ready, opened)?;
     let origin = ResumeOrigin { source: ResumeSource::Memory, reason };
-    load_opened(ready, &opened, &state.path(), data_digest, origin, events)
+    load_opened_checkpoint(ready, &opened, &state.path(), data_digest, origin, events)
 }
 
 /// Formats the reason why the newest training states in memory are not used. `problems` has the
 /// step and the problem of each state. Mentions only states of `step` and of later steps, or all
 /// states if `step` is `None`. Returns `None` if there are none.
-fn format_reason(problems: &[(u64, String)], step: Option<u64>) -> Option<String> {
+fn format_unused_states_reason(problems: &[(u64, String)], step: Option<u64>) -> Option<String> {
     let mut newer: Vec<&(u64, String)> = problems.iter().filter(|(at, _)| Some(*at) >= step).collect();
     newer.sort_by_key(|(at, _)| std::cmp::Reverse(*at));
     newer.dedup_by_key(|(at, _)| *at);
@@ -108,9 +108,9 @@ mod tests {
     #[test]
     fn a_reason_names_the_newest_states_that_are_not_used() {
         let problems = [(7, "a".to_owned()), (9, "b".to_owned()), (8, "c".to_owned())];
-        assert_eq!(format_reason(&problems, Some(10)), None);
-        assert_eq!(format_reason(&problems, Some(9)).as_deref(), Some("step 9 in memory is not used: b"));
+        assert_eq!(format_unused_states_reason(&problems, Some(10)), None);
+        assert_eq!(format_unused_states_reason(&problems, Some(9)).as_deref(), Some("step 9 in memory is not used: b"));
         let both = "step 9 in memory is not used: b; step 8 in memory is not used: c";
-        assert_eq!(format_reason(&problems, None).as_deref(), Some(both));
+        assert_eq!(format_unused_states_reason(&problems, None).as_deref(), Some(both));
     }
 }

@@ -63,9 +63,9 @@ pub(super) fn load_native(
     events: &mut EventSink,
 ) -> std::result::Result<ResumePoint, LoadError> {
     let opened = open_native(ready, dirs, candidate)?;
-    let opened = require_readable(ready, opened)?;
+    let opened = require_readable_on_all_ranks(ready, opened)?;
     let origin = ResumeOrigin { source: ResumeSource::Checkpoint, reason };
-    load_opened(ready, &opened, &candidate.path, data_digest, origin, events)
+    load_opened_checkpoint(ready, &opened, &candidate.path, data_digest, origin, events)
 }
 
 /// Where a native checkpoint is stored, and why it was selected.
@@ -76,7 +76,7 @@ pub(super) struct ResumeOrigin {
 
 /// Returns the checkpoint if every rank could open it. Otherwise fails on every rank with the first
 /// error. Collective: every rank must call it.
-pub(super) fn require_readable(
+pub(super) fn require_readable_on_all_ranks(
     ready: &UninitializedTrainer,
     opened: Result<ReadableCheckpoint>,
 ) -> std::result::Result<ReadableCheckpoint, LoadError> {
@@ -89,7 +89,7 @@ pub(super) fn require_readable(
 
 /// Loads a native checkpoint that every rank has opened. `path` names the checkpoint in events.
 /// Collective: every rank must call it.
-pub(super) fn load_opened(
+pub(super) fn load_opened_checkpoint(
     ready: &mut UninitializedTrainer,
     opened: &ReadableCheckpoint,
     path: &Path,
@@ -99,9 +99,9 @@ pub(super) fn load_opened(
 ) -> std::result::Result<ResumePoint, LoadError> {
     let (checkpoint, source): (&Checkpoint, &dyn TensorSource) = match opened {
         ReadableCheckpoint::Shared(c) => (c, &**c),
-        ReadableCheckpoint::HostLocal(c) => (c.checkpoint(), &**c),
+        ReadableCheckpoint::HostLocal(c) => (c.local_view(), &**c),
     };
-    let (facts, tensors) = (checkpoint.facts(), source.tensors());
+    let (facts, tensors) = (checkpoint.run_facts(), source.tensors());
     let units = ready.trainer.engine.clone_units();
     let weights_only = checkpoint.has_only_weights();
     require_compatible(checkpoint, &units, ready.trainer.optimizer.spec())?;
@@ -166,7 +166,7 @@ fn open_native(
 ) -> Result<Result<ReadableCheckpoint>> {
     if dirs.layout.is_shared() {
         return Ok(match Checkpoint::open(&candidate.path) {
-            Ok(checkpoint) => match checkpoint.local_files().iter().position(|is_here| !is_here) {
+            Ok(checkpoint) => match checkpoint.local_shard_flags().iter().position(|is_here| !is_here) {
                 None => Ok(ReadableCheckpoint::Shared(Box::new(checkpoint))),
                 Some(file) => Err(build_unreachable_shard_error(&checkpoint, file, dirs.layout).into()),
             },

@@ -17,7 +17,7 @@ use serde_json::Value;
 use std::path::Path;
 
 /// The key of job.yaml that names the directory of the pretrained model.
-const MODEL_FROM: &str = "train.model.from";
+const MODEL_FROM_KEY: &str = "train.model.from";
 
 /// Starts a run at step 0 with the weights of the pretrained model, or with random initial weights.
 /// Adapters get initial values, or the values from `train.lora.from`.
@@ -36,7 +36,7 @@ pub fn start_from_model(
         None => ready.initialise_params(|_| true),
     }
     load_adapters(&mut ready)?;
-    Ok(ready.start_at(Cursor::default()))
+    Ok(ready.start_at_position(Cursor::default()))
 }
 
 /// The open directory of a pretrained model. [`PretrainedModel::load_pretrained_weights`] reads its
@@ -52,7 +52,7 @@ impl PretrainedModel {
     /// Collective: every rank must call it.
     pub fn open(directory: Option<&Path>, comm: &dyn Comm) -> Result<Option<PretrainedModel>> {
         let Some(directory) = directory else { return Ok(None) };
-        let opened = open(directory).map_err(Error::from);
+        let opened = open_model_directory(directory).map_err(Error::from);
         // Keys are sorted, so equal configurations have equal texts.
         let config = opened
             .as_ref()
@@ -64,7 +64,7 @@ impl PretrainedModel {
             let message =
                 format!("rank {rank} finds another config.json in {} than rank 0", directory.display());
             return Err(Diagnostic::error(codes::training::MODEL_DIRECTORY_DIFFERS, message)
-                .with_subject(MODEL_FROM)
+                .with_subject(MODEL_FROM_KEY)
                 .with_field("path", directory.display().to_string())
                 .with_field("rank", rank)
                 .with_help("copy the same model directory to every host")
@@ -104,20 +104,20 @@ impl PretrainedModel {
 
 /// Opens the directory of a pretrained model. Fails if `directory` itself is not a Hugging Face
 /// directory.
-fn open(directory: &Path) -> diagnostic::Result<Box<ExternalCheckpoint>> {
+fn open_model_directory(directory: &Path) -> diagnostic::Result<Box<ExternalCheckpoint>> {
     let invalid = |what: &str, help: String| {
         let message = format!("{} {what}", directory.display());
         Diagnostic::error(codes::training::MODEL_DIRECTORY_INVALID, message)
-            .with_subject(MODEL_FROM)
+            .with_subject(MODEL_FROM_KEY)
             .with_field("path", directory.display().to_string())
             .with_help(help)
     };
     let found = ckpt::open_checkpoint(directory)
-        .map_err(|e| Diagnostic::from(e).with_category(Category::Job).with_subject(MODEL_FROM))?;
+        .map_err(|e| Diagnostic::from(e).with_category(Category::Job).with_subject(MODEL_FROM_KEY))?;
     match found {
         OpenedCheckpoint::External(source) if source.path() == directory => Ok(source),
         OpenedCheckpoint::External(source) => {
-            let help = format!("name one of them in `{MODEL_FROM}`, such as {}", source.path().display());
+            let help = format!("name one of them in `{MODEL_FROM_KEY}`, such as {}", source.path().display());
             Err(invalid("contains checkpoints but no weights itself", help))
         }
         OpenedCheckpoint::Native(_) => {

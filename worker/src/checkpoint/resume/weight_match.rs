@@ -14,9 +14,9 @@ use serde_json::{Map, Value};
 use std::collections::{BTreeSet, HashMap, HashSet};
 
 /// The largest number of names that an error message lists.
-const MAX_LISTED: usize = 4;
+const MAX_LISTED_NAMES: usize = 4;
 /// The number of elements of two stored weights that are read and compared at a time.
-const COMPARED_ELEMENTS: usize = 1 << 18;
+const COMPARE_CHUNK_ELEMENTS: usize = 1 << 18;
 
 /// Which tensors of an external checkpoint the job uses: how they are named, and which optimizer
 /// states there are.
@@ -51,8 +51,8 @@ pub(super) struct ModelRequirements<'a> {
 
 /// Formats names for a message, such as `a, b, c, d and 3 more`.
 pub(super) fn format_names<S: AsRef<str>>(names: &[S]) -> String {
-    let listed: Vec<&str> = names.iter().take(MAX_LISTED).map(AsRef::as_ref).collect();
-    match names.len().saturating_sub(MAX_LISTED) {
+    let listed: Vec<&str> = names.iter().take(MAX_LISTED_NAMES).map(AsRef::as_ref).collect();
+    match names.len().saturating_sub(MAX_LISTED_NAMES) {
         0 => listed.join(", "),
         more => format!("{} and {more} more", listed.join(", ")),
     }
@@ -87,7 +87,7 @@ pub(super) fn match_weights(
     source: &ExternalCheckpoint,
     required: &ModelRequirements<'_>,
 ) -> Result<WeightMatch> {
-    source.require_weights().map_err(to_unreadable_checkpoint_error)?;
+    source.require_all_weights().map_err(to_unreadable_checkpoint_error)?;
     let tensors = source.tensors();
     let stored: HashMap<(TensorRole, &str), &TensorInfo> =
         tensors.iter().map(|t| ((t.role, t.name.as_str()), t)).collect();
@@ -306,13 +306,13 @@ pub(super) fn check_alias_values(source: &ExternalCheckpoint, matched: &WeightMa
 
 /// Reads two weights with `elements` elements each, and returns whether they have the same bits.
 fn have_equal_values(source: &ExternalCheckpoint, a: &str, b: &str, elements: u64) -> Result<bool> {
-    let (mut a_values, mut b_values) = (vec![0f32; COMPARED_ELEMENTS], vec![0f32; COMPARED_ELEMENTS]);
+    let (mut a_values, mut b_values) = (vec![0f32; COMPARE_CHUNK_ELEMENTS], vec![0f32; COMPARE_CHUNK_ELEMENTS]);
     let role = TensorRole::Weight;
-    for start in (0..elements).step_by(COMPARED_ELEMENTS) {
-        let len = (elements - start).min(COMPARED_ELEMENTS as u64) as usize;
+    for start in (0..elements).step_by(COMPARE_CHUNK_ELEMENTS) {
+        let len = (elements - start).min(COMPARE_CHUNK_ELEMENTS as u64) as usize;
         let (a_values, b_values) = (&mut a_values[..len], &mut b_values[..len]);
         source
-            .read_many(&mut [
+            .read_verified(&mut [
                 ReadRequest { name: a, role, start_element: start, out: a_values },
                 ReadRequest { name: b, role, start_element: start, out: b_values },
             ])

@@ -10,7 +10,7 @@ use std::{fmt, path::PathBuf};
 
 /// What a sandbox process was doing when it failed, such as loading a tokenizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Step {
+pub enum InterpretationStep {
     /// Load a tokenizer.
     LoadTokenizer = 1,
     /// Compile a chat template.
@@ -25,17 +25,17 @@ pub enum Step {
     DecodeTokens = 6,
 }
 
-impl Step {
+impl InterpretationStep {
     /// Converts the number by which a sandbox process reports its kind of work, or returns `None`
     /// for an unknown number.
     pub(crate) fn from_number(number: u64) -> Option<Self> {
-        const STEPS: [Step; 6] = [
-            Step::LoadTokenizer,
-            Step::CompileTemplate,
-            Step::ReadRows,
-            Step::RenderChats,
-            Step::Tokenize,
-            Step::DecodeTokens,
+        const STEPS: [InterpretationStep; 6] = [
+            InterpretationStep::LoadTokenizer,
+            InterpretationStep::CompileTemplate,
+            InterpretationStep::ReadRows,
+            InterpretationStep::RenderChats,
+            InterpretationStep::Tokenize,
+            InterpretationStep::DecodeTokens,
         ];
         STEPS.into_iter().find(|step| *step as u64 == number)
     }
@@ -44,22 +44,22 @@ impl Step {
     /// a file.
     fn describe(self) -> &'static str {
         match self {
-            Step::LoadTokenizer => "load the tokenizer",
-            Step::CompileTemplate => "compile the chat template",
-            Step::ReadRows => "decode",
-            Step::RenderChats => "render the chat",
-            Step::Tokenize => "tokenize",
-            Step::DecodeTokens => "decode tokens with the tokenizer",
+            InterpretationStep::LoadTokenizer => "load the tokenizer",
+            InterpretationStep::CompileTemplate => "compile the chat template",
+            InterpretationStep::ReadRows => "decode",
+            InterpretationStep::RenderChats => "render the chat",
+            InterpretationStep::Tokenize => "tokenize",
+            InterpretationStep::DecodeTokens => "decode tokens with the tokenizer",
         }
     }
 
     /// Returns the key of job.yaml that names the file that this work uses: the tokenizer, the chat
     /// template or the data.
-    fn key(self) -> &'static str {
+    fn job_yaml_key(self) -> &'static str {
         match self {
-            Step::LoadTokenizer | Step::Tokenize | Step::DecodeTokens => TOKENIZER_KEY,
-            Step::CompileTemplate | Step::RenderChats => CHAT_TEMPLATE_KEY,
-            Step::ReadRows => FILES_KEY,
+            InterpretationStep::LoadTokenizer | InterpretationStep::Tokenize | InterpretationStep::DecodeTokens => TOKENIZER_KEY,
+            InterpretationStep::CompileTemplate | InterpretationStep::RenderChats => CHAT_TEMPLATE_KEY,
+            InterpretationStep::ReadRows => FILES_KEY,
         }
     }
 }
@@ -67,7 +67,7 @@ impl Step {
 /// The record that a library was interpreting when it failed, or the first of the records of which
 /// one failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RecordRange {
+pub struct FailedRecord {
     /// The record that was being interpreted, or the first of several such records.
     pub first: RecordPosition,
     /// Whether the failure belongs to exactly this record.
@@ -78,12 +78,12 @@ pub struct RecordRange {
 #[derive(Debug)]
 pub struct InterpretationError {
     /// What the library was doing when it failed.
-    pub step: Step,
+    pub step: InterpretationStep,
     /// The file that was interpreted.
     pub path: PathBuf,
     /// The record, or the first of several records, that the library was interpreting. Absent for a
     /// file without records.
-    pub records: Option<RecordRange>,
+    pub records: Option<FailedRecord>,
     /// The tokenizer or chat template with which a record was interpreted.
     pub rules: Option<PathBuf>,
     /// The error of the sandbox process.
@@ -100,7 +100,7 @@ impl InterpretationError {
             None => Diagnostic::error(codes::SANDBOX_FAILED, message),
         };
         let mut diagnostic =
-            diagnostic.with_subject(self.step.key()).with_field("path", self.path.display().to_string());
+            diagnostic.with_subject(self.step.job_yaml_key()).with_field("path", self.path.display().to_string());
         if let Some(range) = self.records {
             let (name, number) = range.first.diagnostic_field();
             diagnostic = diagnostic.with_field(name, number).with_field("is_exact", range.is_exact);
@@ -115,7 +115,7 @@ impl InterpretationError {
 impl fmt::Display for InterpretationError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "cannot {} {}", self.step.describe(), self.path.display())?;
-        if let Some(RecordRange { first, is_exact }) = self.records {
+        if let Some(FailedRecord { first, is_exact }) = self.records {
             let (name, _) = first.diagnostic_field();
             match is_exact {
                 true => write!(f, ":{first}")?,

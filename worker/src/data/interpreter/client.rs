@@ -1,12 +1,12 @@
 //! [`Interpreter`]: starts the sandbox process that interprets data, and sends it requests.
 use super::{
-    limits::{documents_limits, input_limits, largest_memory_bytes},
+    limits::{documents_request_limits, input_request_limits, max_request_memory_bytes},
     message::{
         CompileTemplateReply, DecodeTokensReply, Document, DocumentOptions, DocumentResult,
         LoadTokenizerReply, Request, TokenList, TokenizerFile,
     },
 };
-use crate::data::{error::Step, json_lines::MAX_LINE_BYTES};
+use crate::data::{error::InterpretationStep, json_lines::MAX_LINE_BYTES};
 use sandbox::{
     Confinement, RequestLimits, SandboxCommand, SandboxError, SandboxFailure, SandboxProcess, SandboxSettings,
 };
@@ -24,14 +24,14 @@ pub const SANDBOX_ROLE: &str = "sandbox";
 #[derive(Debug)]
 pub(crate) struct InterpreterFailure {
     /// The work during which the process failed. Absent if the process did not start to work.
-    pub(crate) step: Option<Step>,
+    pub(crate) step: Option<InterpretationStep>,
     /// The error of the process.
     pub(crate) error: SandboxError,
 }
 
 impl From<SandboxFailure> for InterpreterFailure {
     fn from(failure: SandboxFailure) -> Self {
-        InterpreterFailure { step: Step::from_number(failure.step), error: failure.error }
+        InterpreterFailure { step: InterpretationStep::from_number(failure.step), error: failure.error }
     }
 }
 
@@ -111,7 +111,7 @@ impl Interpreter {
     /// Converts tokens to text, in the sandbox process.
     pub(crate) fn decode_tokens(&self, tokens: &[u32]) -> Result<DecodeTokensReply, InterpreterFailure> {
         let request = Request::DecodeTokens { tokens: TokenList(tokens.to_vec()) };
-        self.open_stream().call(&request, &input_limits(size_of_val(tokens)))
+        self.open_stream().call(&request, &input_request_limits(size_of_val(tokens)))
     }
 
     /// Returns which kernel facilities confine the sandbox process, or `None` if no process was
@@ -144,7 +144,7 @@ impl Interpreter {
 
 /// Returns the request that loads a tokenizer from `files`, and the limits of the request.
 fn build_load_request(files: &[TokenizerFile]) -> (Request<'_>, RequestLimits) {
-    let limits = input_limits(files.iter().map(|(_, text)| text.len()).sum());
+    let limits = input_request_limits(files.iter().map(|(_, text)| text.len()).sum());
     (Request::LoadTokenizer { files: borrow_pairs(files) }, limits)
 }
 
@@ -152,7 +152,7 @@ fn build_load_request(files: &[TokenizerFile]) -> (Request<'_>, RequestLimits) {
 fn build_compile_request(template: &TemplateSource) -> (Request<'_>, RequestLimits) {
     let special_tokens = borrow_pairs(&template.special_tokens);
     let request = Request::CompileTemplate { source: &template.source, special_tokens };
-    (request, input_limits(template.source.len()))
+    (request, input_request_limits(template.source.len()))
 }
 
 /// Borrows both strings of each pair.
@@ -213,7 +213,7 @@ impl RequestStream<'_> {
         document: Document,
         options: DocumentOptions,
     ) -> Result<DocumentResult, InterpreterFailure> {
-        let limits = documents_limits([document.as_str().len()].into_iter(), self.threads);
+        let limits = documents_request_limits([document.as_str().len()].into_iter(), self.threads);
         let request = Request::Documents { documents: vec![document], options };
         let mut results: Vec<DocumentResult> = self.call(&request, &limits)?;
         match (results.pop(), results.is_empty()) {
@@ -226,7 +226,7 @@ impl RequestStream<'_> {
 impl Drop for RequestStream<'_> {
     fn drop(&mut self) {
         // The next stream must not receive the replies to the requests of this one.
-        if self.state.process.as_ref().is_some_and(|process| process.pending() > 0) {
+        if self.state.process.as_ref().is_some_and(|process| process.pending_requests() > 0) {
             self.state.process = None;
         }
     }
@@ -236,7 +236,7 @@ impl InterpreterState {
     /// Starts a sandbox process, and loads the current tokenizer and chat template in it.
     fn start_process(&self, threads: usize) -> Result<SandboxProcess, InterpreterFailure> {
         let settings =
-            SandboxSettings { threads: threads as u32, memory_bytes: largest_memory_bytes(MAX_LINE_BYTES) };
+            SandboxSettings { threads: threads as u32, memory_bytes: max_request_memory_bytes(MAX_LINE_BYTES) };
         let mut process = SandboxProcess::start(&build_sandbox_command(), &settings)?;
         let tokenizer = self.tokenizer.as_ref().map(|files| build_load_request(files));
         let template = self.template.as_ref().map(build_compile_request);
@@ -271,6 +271,6 @@ pub(super) fn build_sandbox_command() -> SandboxCommand {
         program: "/proc/self/exe".into(),
         name: "launch".into(),
         arguments: ["data::interpreter::tests::run_sandbox", "--exact", "--nocapture"].map(Into::into).into(),
-        variables: vec![(super::tests::IS_SANDBOX.into(), "1".into())],
+        variables: vec![(super::tests::SANDBOX_VARIABLE.into(), "1".into())],
     }
 }

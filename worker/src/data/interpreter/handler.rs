@@ -1,6 +1,6 @@
 //! The sandbox process: interprets tokenizers, chat templates and Parquet files.
 use super::{
-    limits::{REQUEST_TEXT_BYTES, document_cpu_time},
+    limits::{MAX_REQUEST_TEXT_BYTES, document_cpu_limit},
     message::{
         CompileTemplateReply, DecodeTokensReply, Document, DocumentOptions, DocumentResult,
         LoadTokenizerReply, OpenParquetReply, Request, RowsReply, TokenList,
@@ -11,7 +11,7 @@ use super::{
 };
 use crate::data::{
     byte_tokenizer,
-    error::{ChatProblem, ParquetProblem, RecordProblem, Step, TemplateFailure, TokenizerProblem},
+    error::{ChatProblem, ParquetProblem, RecordProblem, InterpretationStep, TemplateFailure, TokenizerProblem},
     json_lines::parse_chat_record,
     loss_masked_text::LossMaskedText,
     record::ChatRecord,
@@ -54,28 +54,28 @@ impl RequestHandler for DataHandler {
     fn handle(&mut self, request: &[u8], file: Option<File>, report_step: &mut ReportStep) -> Vec<u8> {
         // The caller reports an empty reply as an invalid one.
         let Ok(request) = rmp_serde::from_slice::<Request>(request) else { return Vec::new() };
-        let mut begin = |step: Step| report_step(step as u64);
+        let mut begin = |step: InterpretationStep| report_step(step as u64);
         match request {
             Request::LoadTokenizer { files } => {
-                begin(Step::LoadTokenizer);
+                begin(InterpretationStep::LoadTokenizer);
                 encode_reply(&self.interpreter.load_tokenizer(&files))
             }
             Request::CompileTemplate { source, special_tokens } => {
-                begin(Step::CompileTemplate);
+                begin(InterpretationStep::CompileTemplate);
                 encode_reply(&self.interpreter.compile_template(source, &special_tokens))
             }
             Request::Documents { documents, options } => {
                 encode_reply(&self.interpreter.interpret_documents(&documents, &options, &mut begin))
             }
             Request::OpenParquet { field, is_chat } => {
-                begin(Step::ReadRows);
+                begin(InterpretationStep::ReadRows);
                 encode_reply(&self.open_parquet(file, field, is_chat))
             }
             Request::ReadRows { rows, options } => {
                 encode_reply(&self.interpret_rows(rows, &options, &mut begin))
             }
             Request::DecodeTokens { tokens } => {
-                begin(Step::DecodeTokens);
+                begin(InterpretationStep::DecodeTokens);
                 encode_reply(&self.interpreter.decode_tokens(&tokens.0))
             }
         }
@@ -90,8 +90,8 @@ fn encode_reply(reply: &impl Serialize) -> Vec<u8> {
 
 /// Runs `work`, which calls a library, with a limit of CPU time for an input of `bytes` bytes. If
 /// the library panics, returns the message of the panic, converted by `convert`.
-fn run_library<T>(bytes: usize, convert: impl FnOnce(String) -> T, work: impl FnOnce() -> T) -> T {
-    let result = catch_unwind(AssertUnwindSafe(|| limit_cpu_time(document_cpu_time(bytes), work)));
+fn run_with_cpu_limit<T>(bytes: usize, convert: impl FnOnce(String) -> T, work: impl FnOnce() -> T) -> T {
+    let result = catch_unwind(AssertUnwindSafe(|| limit_cpu_time(document_cpu_limit(bytes), work)));
     result.unwrap_or_else(|_| convert(describe_panic()))
 }
 
@@ -121,14 +121,14 @@ impl DataHandler {
         &mut self,
         limit: u64,
         options: &DocumentOptions,
-        begin: &mut dyn FnMut(Step),
+        begin: &mut dyn FnMut(InterpretationStep),
     ) -> RowsReply {
-        begin(Step::ReadRows);
+        begin(InterpretationStep::ReadRows);
         let Some(rows) = &mut self.rows else { return RowsReply { rows: Vec::new(), at_end: true } };
         let (records, at_end) =
-            limit_cpu_time(document_cpu_time(REQUEST_TEXT_BYTES), || read_rows(rows, limit));
+            limit_cpu_time(document_cpu_limit(MAX_REQUEST_TEXT_BYTES), || read_rows(rows, limit));
         if records.iter().any(|record| matches!(record, Ok(RowRecord::Chat(..)))) {
-            begin(Step::RenderChats);
+            begin(InterpretationStep::RenderChats);
         }
         let interpreter = &self.interpreter;
         let prepare = |record| match record {
@@ -138,7 +138,7 @@ impl DataHandler {
             }
             Ok(RowRecord::Text(text)) => PreparedDocument::Text(text.into()),
             Ok(RowRecord::Chat(chat, bytes)) => {
-                run_library(bytes, reject_template_panic, || interpreter.render_chat(Ok(chat), options))
+                run_with_cpu_limit(bytes, reject_template_panic, || interpreter.render_chat(Ok(chat), options))
             }
         };
         let prepared = records.into_par_iter().map(prepare).collect();
@@ -176,7 +176,7 @@ impl DocumentInterpreter {
         let Some(tokenizer) = &self.tokenizer else {
             return DecodeTokensReply::Text(byte_tokenizer::decode(tokens));
         };
-        run_library(size_of_val(tokens), DecodeTokensReply::Failed, || match tokenizer.decode(tokens) {
+        run_with_cpu_limit(size_of_val(tokens), DecodeTokensReply::Failed, || match tokenizer.decode(tokens) {
             Ok(text) => DecodeTokensReply::Text(text),
             Err(error) => DecodeTokensReply::Failed(error.to_string()),
         })
@@ -187,16 +187,16 @@ impl DocumentInterpreter {
         &self,
         documents: &[Document<'a>],
         options: &DocumentOptions,
-        begin: &mut dyn FnMut(Step),
+        begin: &mut dyn FnMut(InterpretationStep),
     ) -> Vec<DocumentResult> {
         if documents.iter().any(|document| matches!(document, Document::ChatLine(_))) {
-            begin(Step::RenderChats);
+            begin(InterpretationStep::RenderChats);
         }
         let prepare = |document: &Document<'a>| match *document {
             Document::Text(text) => PreparedDocument::Text(text.into()),
             Document::ChatLine(line) => {
                 let render = || self.render_chat(parse_chat_record(line, options.field), options);
-                run_library(line.len(), reject_template_panic, render)
+                run_with_cpu_limit(line.len(), reject_template_panic, render)
             }
         };
         let prepared: Vec<PreparedDocument> = documents.par_iter().map(prepare).collect();
@@ -228,10 +228,10 @@ impl DocumentInterpreter {
         &self,
         documents: Vec<PreparedDocument>,
         options: &DocumentOptions,
-        begin: &mut dyn FnMut(Step),
+        begin: &mut dyn FnMut(InterpretationStep),
     ) -> Vec<DocumentResult> {
         if options.tokenize {
-            begin(Step::Tokenize);
+            begin(InterpretationStep::Tokenize);
         }
         let tokenize = |document: PreparedDocument| match document {
             PreparedDocument::Done(result) => result,
@@ -247,7 +247,7 @@ impl DocumentInterpreter {
         let Some(tokenizer) = &self.tokenizer else {
             return DocumentResult::Tokens(TokenList(byte_tokenizer::encode(text).collect()));
         };
-        run_library(text.len(), DocumentResult::TokenizerFailed, || to_result(tokenizer.encode(text)))
+        run_with_cpu_limit(text.len(), DocumentResult::TokenizerFailed, || to_document_result(tokenizer.encode(text)))
     }
 
     /// Converts a text to tokens, and marks the tokens that do not count for the loss.
@@ -259,8 +259,8 @@ impl DocumentInterpreter {
                 bytes.map(|(i, token)| mask(token, i, i + 1)).collect(),
             ));
         };
-        run_library(masked.text.len(), DocumentResult::TokenizerFailed, || {
-            to_result(tokenizer.encode_masked(masked, mask))
+        run_with_cpu_limit(masked.text.len(), DocumentResult::TokenizerFailed, || {
+            to_document_result(tokenizer.encode_masked(masked, mask))
         })
     }
 }
@@ -270,7 +270,7 @@ impl DocumentInterpreter {
 /// further rows to read.
 fn read_rows(rows: &mut ParquetRows, limit: u64) -> (Vec<Result<RowRecord, RecordProblem>>, bool) {
     let (mut records, mut bytes) = (Vec::new(), 0);
-    while bytes < REQUEST_TEXT_BYTES && (records.len() as u64) < limit {
+    while bytes < MAX_REQUEST_TEXT_BYTES && (records.len() as u64) < limit {
         let row = catch_unwind(AssertUnwindSafe(|| rows.next()));
         let row = row.unwrap_or_else(|_| Some(Err(RecordProblem::RowUnreadable(describe_panic()))));
         let Some(row) = row else { return (records, true) };
@@ -291,7 +291,7 @@ fn read_rows(rows: &mut ParquetRows, limit: u64) -> (Vec<Result<RowRecord, Recor
 
 /// Converts the tokens of a document, or the error of the tokenizer, to the result that is sent to
 /// the caller.
-fn to_result(tokens: tokenizers::Result<Vec<u32>>) -> DocumentResult {
+fn to_document_result(tokens: tokenizers::Result<Vec<u32>>) -> DocumentResult {
     match tokens {
         Ok(tokens) => DocumentResult::Tokens(TokenList(tokens)),
         Err(error) => DocumentResult::TokenizerFailed(error.to_string()),

@@ -5,7 +5,7 @@ use std::time::Duration;
 /// Memory that the sandbox process may use for a tokenizer, a template and short documents, in
 /// bytes. The largest tokenizers in use, with 262,144 tokens, need half of it. The small tokenizers
 /// of the tests reach a lower limit sooner.
-const MEMORY_BYTES: u64 = if cfg!(test) { 256 << 20 } else { 896 << 20 };
+const BASE_MEMORY_BYTES: u64 = if cfg!(test) { 256 << 20 } else { 896 << 20 };
 /// Total size in bytes of the documents for which [`MEMORY_BYTES`] is enough. More text needs
 /// additional memory.
 const SHORT_DOCUMENTS_BYTES: u64 = 1 << 20;
@@ -14,7 +14,7 @@ const SHORT_DOCUMENTS_BYTES: u64 = 1 << 20;
 const MEMORY_PER_TEXT_BYTE: u64 = 192;
 /// CPU time that the sandbox process may use for one document or another small piece of work. The
 /// tests wait for a shorter time.
-const CPU_TIME: Duration = Duration::from_millis(if cfg!(test) { 1500 } else { 3000 });
+const BASE_CPU_TIME: Duration = Duration::from_millis(if cfg!(test) { 1500 } else { 3000 });
 /// Additional CPU time that the sandbox process may use for each MiB of text. Tokenizing was
 /// measured to take 1 s.
 const CPU_TIME_PER_MIB: Duration = Duration::from_secs(8);
@@ -25,19 +25,19 @@ const LOAD_CPU_TIME_PER_MIB: Duration = Duration::from_millis(150);
 /// [`CPU_TIME_PER_MIB`].
 const CPU_TIME_PER_REQUEST: Duration = Duration::from_secs(8);
 /// Largest size of a reply without tokens, in bytes. Replies may contain a chat template.
-const REPLY_BYTES: u64 = 4 << 20;
+const BASE_REPLY_BYTES: u64 = 4 << 20;
 /// Bytes by which a reply may be larger for each byte of text in the request. A token has 4 bytes,
 /// and few tokenizers produce more tokens than the text has bytes.
 const REPLY_BYTES_PER_TEXT_BYTE: u64 = 16;
 /// Largest size of the text in a request for documents, in bytes. Only a single document may be
 /// longer.
-pub(crate) const REQUEST_TEXT_BYTES: usize = 4 << 20;
+pub(crate) const MAX_REQUEST_TEXT_BYTES: usize = 4 << 20;
 /// Largest number of records in a reply to a request for rows of a Parquet file.
-pub(crate) const RECORDS_PER_REPLY: u64 = 1 << 16;
+pub(crate) const MAX_RECORDS_PER_REPLY: u64 = 1 << 16;
 
 /// Returns the CPU time that the sandbox process may use for one document of `bytes` bytes.
-pub(super) fn document_cpu_time(bytes: usize) -> Duration {
-    CPU_TIME + scale_cpu_time(CPU_TIME_PER_MIB, bytes as u64)
+pub(super) fn document_cpu_limit(bytes: usize) -> Duration {
+    BASE_CPU_TIME + scale_cpu_time(CPU_TIME_PER_MIB, bytes as u64)
 }
 
 /// Returns the CPU time that the sandbox process may use for `bytes` bytes of input, at `per_mib`
@@ -48,37 +48,37 @@ fn scale_cpu_time(per_mib: Duration, bytes: u64) -> Duration {
 
 /// Returns the limits of a request whose input, such as the files of a tokenizer, has `bytes`
 /// bytes.
-pub(super) fn input_limits(bytes: usize) -> RequestLimits {
+pub(super) fn input_request_limits(bytes: usize) -> RequestLimits {
     RequestLimits {
-        cpu: CPU_TIME + scale_cpu_time(LOAD_CPU_TIME_PER_MIB, bytes as u64),
-        memory_bytes: MEMORY_BYTES,
-        reply_bytes: REPLY_BYTES + REPLY_BYTES_PER_TEXT_BYTE * bytes as u64,
+        cpu: BASE_CPU_TIME + scale_cpu_time(LOAD_CPU_TIME_PER_MIB, bytes as u64),
+        memory_bytes: BASE_MEMORY_BYTES,
+        reply_bytes: BASE_REPLY_BYTES + REPLY_BYTES_PER_TEXT_BYTE * bytes as u64,
     }
 }
 
 /// Returns the limits of a request for documents with the sizes `sizes` in bytes, of which up to
 /// `threads` are interpreted at the same time.
-pub(crate) fn documents_limits(sizes: impl Iterator<Item = usize>, threads: usize) -> RequestLimits {
+pub(crate) fn documents_request_limits(sizes: impl Iterator<Item = usize>, threads: usize) -> RequestLimits {
     let mut sizes: Vec<u64> = sizes.map(|size| size as u64).collect();
     sizes.sort_unstable_by(|a, b| b.cmp(a));
     let bytes: u64 = sizes.iter().sum();
     let at_once: u64 = sizes.iter().take(threads).sum();
-    let cpu = if sizes.len() == 1 { CPU_TIME } else { CPU_TIME_PER_REQUEST };
+    let cpu = if sizes.len() == 1 { BASE_CPU_TIME } else { CPU_TIME_PER_REQUEST };
     RequestLimits {
         cpu: cpu + scale_cpu_time(CPU_TIME_PER_MIB, bytes),
-        memory_bytes: MEMORY_BYTES + MEMORY_PER_TEXT_BYTE * at_once.saturating_sub(SHORT_DOCUMENTS_BYTES),
-        reply_bytes: REPLY_BYTES + REPLY_BYTES_PER_TEXT_BYTE * bytes,
+        memory_bytes: BASE_MEMORY_BYTES + MEMORY_PER_TEXT_BYTE * at_once.saturating_sub(SHORT_DOCUMENTS_BYTES),
+        reply_bytes: BASE_REPLY_BYTES + REPLY_BYTES_PER_TEXT_BYTE * bytes,
     }
 }
 
 /// Returns the limits of a request for rows of a Parquet file, whose sizes are not known.
-pub(crate) fn rows_limits(threads: usize) -> RequestLimits {
-    let size = REQUEST_TEXT_BYTES / threads.max(2);
-    documents_limits(std::iter::repeat_n(size, threads.max(2)), threads)
+pub(crate) fn rows_request_limits(threads: usize) -> RequestLimits {
+    let size = MAX_REQUEST_TEXT_BYTES / threads.max(2);
+    documents_request_limits(std::iter::repeat_n(size, threads.max(2)), threads)
 }
 
 /// Returns the largest memory, in bytes, that any request may use if the longest document has
 /// `longest_document` bytes.
-pub(super) fn largest_memory_bytes(longest_document: usize) -> u64 {
-    MEMORY_BYTES + MEMORY_PER_TEXT_BYTE * (longest_document + REQUEST_TEXT_BYTES) as u64
+pub(super) fn max_request_memory_bytes(longest_document: usize) -> u64 {
+    BASE_MEMORY_BYTES + MEMORY_PER_TEXT_BYTE * (longest_document + MAX_REQUEST_TEXT_BYTES) as u64
 }

@@ -19,9 +19,9 @@ const MAX_COLUMNS: usize = 4096;
 /// error.
 const MAX_DEPTH: usize = 32;
 /// Largest number of column names that an error message lists.
-const COLUMNS_LISTED: usize = 8;
+const MAX_LISTED_COLUMNS: usize = 8;
 /// Estimated size in bytes of a value in memory, in addition to its text.
-const VALUE_BYTES: usize = 64;
+const VALUE_OVERHEAD_BYTES: usize = 64;
 
 /// The content of one row of a Parquet file: a text or a chat.
 pub(crate) enum RowRecord {
@@ -94,7 +94,7 @@ fn select_read_columns(schema: &Type, field: &str, is_chat: bool) -> Result<Type
         return Err(ParquetProblem::TooManyColumns { count: columns.len(), limit: MAX_COLUMNS });
     }
     if !columns.iter().any(|c| c.name() == field) {
-        let present = columns.iter().take(COLUMNS_LISTED).map(|c| c.name().to_owned()).collect();
+        let present = columns.iter().take(MAX_LISTED_COLUMNS).map(|c| c.name().to_owned()).collect();
         return Err(ParquetProblem::ColumnMissing { column: field.to_owned(), present });
     }
     let is_read = |c: &&Arc<Type>| c.name() == field || (is_chat && c.name() == TOOLS_FIELD);
@@ -110,7 +110,7 @@ fn convert_field_to_value(field: Field, depth: usize, bytes: &mut usize) -> Resu
     if depth > MAX_DEPTH {
         return Err(RecordProblem::NestedTooDeep { limit: MAX_DEPTH });
     }
-    *bytes += VALUE_BYTES;
+    *bytes += VALUE_OVERHEAD_BYTES;
     Ok(match field {
         Field::Null => Value::from(()),
         Field::Bool(b) => b.into(),

@@ -1,6 +1,6 @@
 //! Compares the speed of interpreting documents in a sandbox process with the speed in the process
 //! of its caller.
-use super::{handler::DocumentInterpreter, limits::REQUEST_TEXT_BYTES, *};
+use super::{handler::DocumentInterpreter, limits::MAX_REQUEST_TEXT_BYTES, *};
 use crate::data::split::SplitFilter;
 use jobspec::LossTargets;
 use nix::sys::resource::{UsageWho, getrusage};
@@ -71,7 +71,7 @@ impl Work {
         let mut bytes = 0;
         for text in &self.documents {
             bytes += text.len();
-            if bytes > REQUEST_TEXT_BYTES {
+            if bytes > MAX_REQUEST_TEXT_BYTES {
                 batches.push(Vec::new());
                 bytes = text.len();
             }
@@ -123,7 +123,7 @@ impl Work {
             tokens += results.iter().map(count_tokens).sum::<usize>();
         };
         for (i, batch) in self.batches().into_iter().enumerate() {
-            let limits = documents_limits(batch.iter().map(|d| d.as_str().len()), THREADS);
+            let limits = documents_request_limits(batch.iter().map(|d| d.as_str().len()), THREADS);
             stream
                 .send(&Request::Documents { documents: batch, options: self.options() }, None, &limits)
                 .unwrap();

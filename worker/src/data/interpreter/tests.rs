@@ -3,7 +3,7 @@
 use super::*;
 use crate::data::{
     Dataset, Split, TextTokenizer, check_data,
-    error::{DataError, RecordPosition, RecordRange, Step},
+    error::{DataError, RecordPosition, FailedRecord, InterpretationStep},
 };
 use jobspec::{DataSource, DataSpec, LossTargets, RecordFormat, TokenizerSpec};
 use sandbox::SandboxError;
@@ -15,7 +15,7 @@ use std::{
 };
 
 /// Environment variable by which a process recognizes that it is the sandbox process of a test.
-pub(super) const IS_SANDBOX: &str = "LAUNCH_TEST_IS_SANDBOX";
+pub(super) const SANDBOX_VARIABLE: &str = "LAUNCH_TEST_IS_SANDBOX";
 /// The longest time that a job may take to report an error in these tests. The target is 10 s. The
 /// tests share the machine with others.
 const LONGEST_TIME: Duration = Duration::from_secs(30);
@@ -23,7 +23,7 @@ const LONGEST_TIME: Duration = Duration::from_secs(30);
 /// Runs the sandbox process of the tests. Does nothing in a usual run of the tests.
 #[test]
 fn run_sandbox() {
-    if std::env::var_os(IS_SANDBOX).is_some() {
+    if std::env::var_os(SANDBOX_VARIABLE).is_some() {
         std::process::exit(crate::data::run_sandbox().into());
     }
 }
@@ -75,10 +75,10 @@ fn expect_error(spec: &DataSpec, dir: &Path) -> DataError {
 
 /// Returns what an error states: the step of the work, the line or row, and the name of the
 /// exceeded limit.
-fn summarize(error: &DataError) -> (Step, Option<u64>, Option<&'static str>) {
+fn summarize(error: &DataError) -> (InterpretationStep, Option<u64>, Option<&'static str>) {
     let DataError::Uninterpretable(failure) = error else { panic!("{error:?}") };
     let position = failure.records.map(|range| match range {
-        RecordRange { first: RecordPosition::Line(number) | RecordPosition::Row(number), .. } => number,
+        FailedRecord { first: RecordPosition::Line(number) | RecordPosition::Row(number), .. } => number,
     });
     (failure.step, position, failure.error.exceeded_limit().map(|(name, _)| name))
 }
@@ -113,8 +113,8 @@ fn untrusted_templates_exceed_a_limit_and_name_their_record() {
             Some(error @ DataError::Uninterpretable(_)) => {
                 let (step, line, limit) = summarize(&error);
                 assert!(
-                    (step, line) == (Step::CompileTemplate, None)
-                        || (step, line) == (Step::RenderChats, Some(1)),
+                    (step, line) == (InterpretationStep::CompileTemplate, None)
+                        || (step, line) == (InterpretationStep::RenderChats, Some(1)),
                     "{name}: {error}"
                 );
                 let path = if line.is_some() { "a.jsonl:1 with" } else { "t.jinja" };
@@ -144,7 +144,7 @@ fn a_check_of_a_job_with_an_untrusted_template_ends_soon() {
     let report = check_data(&spec, &["c.jsonl".to_owned()], dir.path());
     assert!(began.elapsed() < LONGEST_TIME, "{:?}", began.elapsed());
     let [error] = &report.errors[..] else { panic!("{report:?}") };
-    assert_eq!(summarize(error), (Step::RenderChats, Some(1), Some("memory_limit_bytes")));
+    assert_eq!(summarize(error), (InterpretationStep::RenderChats, Some(1), Some("memory_limit_bytes")));
     let confinement = report.confinement.expect("a process ran");
     assert!(confinement.landlock && confinement.seccomp, "the kernel of the tests has both");
 }
@@ -174,12 +174,12 @@ fn untrusted_tokenizers_are_errors_that_name_their_record() {
         expect_error(&create_spec("a.jsonl", RecordFormat::Text, tokenizer), dir.path())
     };
     let error = open(build_tokenizer_json(Value::Null, slow_regex, None));
-    assert_eq!(summarize(&error), (Step::Tokenize, Some(2), Some("cpu_limit_s")), "{error}");
+    assert_eq!(summarize(&error), (InterpretationStep::Tokenize, Some(2), Some("cpu_limit_s")), "{error}");
     let normalizer = json!({"type": "Sequence", "normalizers": growing});
     let error = open(build_tokenizer_json(normalizer, Value::Null, None));
-    assert_eq!(summarize(&error), (Step::Tokenize, Some(1), Some("memory_limit_bytes")), "{error}");
+    assert_eq!(summarize(&error), (InterpretationStep::Tokenize, Some(1), Some("memory_limit_bytes")), "{error}");
     let error = open(build_tokenizer_json(huge_map, Value::Null, None));
-    assert_eq!(summarize(&error), (Step::LoadTokenizer, None, Some("memory_limit_bytes")), "{error}");
+    assert_eq!(summarize(&error), (InterpretationStep::LoadTokenizer, None, Some("memory_limit_bytes")), "{error}");
     for json in [
         build_tokenizer_json(Value::Null, Value::Null, Some(long_prefix)),
         build_tokenizer_json(short_map, Value::Null, None),
@@ -210,7 +210,7 @@ fn an_interpreter_recovers_from_a_failure() {
         assert_eq!(tokens, [0, 1, 0]);
         assert_eq!(tokenizer.decode(&[0, 3, 1, 77]).unwrap(), "a b");
         let error = tokenizer.encode("a x", &mut tokens).expect_err("too much memory");
-        assert_eq!(summarize(&error), (Step::Tokenize, None, Some("memory_limit_bytes")), "{error}");
+        assert_eq!(summarize(&error), (InterpretationStep::Tokenize, None, Some("memory_limit_bytes")), "{error}");
         tokenizer.end_sandbox_process();
     }
 }
@@ -234,7 +234,7 @@ fn an_abandoned_stream_does_not_affect_the_next_one() {
     assert_eq!(tokens_of("a"), [97]);
     let mut stream = interpreter.open_stream();
     let request = Request::Documents { documents: vec![Document::Text("abandoned")], options };
-    stream.send(&request, None, &documents_limits([9].into_iter(), 2)).unwrap();
+    stream.send(&request, None, &documents_request_limits([9].into_iter(), 2)).unwrap();
     drop(stream);
     assert_eq!(tokens_of("b"), [98]);
 }

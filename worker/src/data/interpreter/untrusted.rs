@@ -5,7 +5,7 @@
 //! if the process ends for another reason, such as a forbidden system call.
 use super::{
     client::{Interpreter, InterpreterFailure, TemplateSource},
-    limits::{RECORDS_PER_REPLY, input_limits, rows_limits},
+    limits::{MAX_RECORDS_PER_REPLY, input_request_limits, rows_request_limits},
     message::{Document, DocumentOptions, DocumentResult, OpenParquetReply, Request, RowsReply},
 };
 use crate::data::{split::SplitFilter, tokenizer_files::TOKENIZER_FILE};
@@ -38,7 +38,7 @@ pub(crate) struct UnusableInput {
 }
 
 /// Creates the error for an untrusted input that was rejected for the reason `reason`.
-fn reject(reason: &impl ToString) -> UnusableInput {
+fn build_unusable_input_error(reason: &impl ToString) -> UnusableInput {
     UnusableInput { reason: reason.to_string() }
 }
 
@@ -52,18 +52,18 @@ fn create_options(field: &str, loss_on: LossTargets) -> DocumentOptions<'_> {
 
 /// Converts a failure of the sandbox process to an error of its input. Panics unless a limit was
 /// exceeded or a library panicked.
-fn describe_failure(failure: InterpreterFailure) -> UnusableInput {
+fn to_unusable_input_error(failure: InterpreterFailure) -> UnusableInput {
     let error = failure.error;
     let is_expected = error.exceeded_limit().is_some() || matches!(error, SandboxError::Panicked { .. });
     assert!(is_expected, "the sandbox process failed without an exceeded limit: {error}");
-    reject(&error)
+    build_unusable_input_error(&error)
 }
 
 /// Fails if the result of interpreting a document reports that the document cannot be used.
-fn check_result(result: DocumentResult) -> Result<(), UnusableInput> {
+fn require_usable_result(result: DocumentResult) -> Result<(), UnusableInput> {
     match result {
-        DocumentResult::Invalid(problem) => Err(reject(&problem)),
-        DocumentResult::TokenizerFailed(message) => Err(reject(&message)),
+        DocumentResult::Invalid(problem) => Err(build_unusable_input_error(&problem)),
+        DocumentResult::TokenizerFailed(message) => Err(build_unusable_input_error(&message)),
         DocumentResult::Tokens(_) | DocumentResult::Valid | DocumentResult::Skipped => Ok(()),
     }
 }
@@ -73,12 +73,12 @@ pub(crate) fn interpret_chat_template(source: &str) -> Result<(), UnusableInput>
     let special_tokens = [("bos_token", "<s>"), ("eos_token", "</s>")];
     let special_tokens = special_tokens.map(|(name, text)| (name.to_owned(), text.to_owned()));
     let template = TemplateSource { source: source.to_owned(), special_tokens: special_tokens.into() };
-    let compiled = INTERPRETER.compile_template(template).map_err(describe_failure)?;
-    compiled.map_err(|failure| reject(&failure))?;
+    let compiled = INTERPRETER.compile_template(template).map_err(to_unusable_input_error)?;
+    compiled.map_err(|failure| build_unusable_input_error(&failure))?;
     for (chat, loss_on) in CHATS.into_iter().zip([LossTargets::Assistant, LossTargets::All]) {
         let options = create_options("messages", loss_on);
         let result = INTERPRETER.interpret_document(Document::ChatLine(chat), options);
-        check_result(result.map_err(describe_failure)?)?;
+        require_usable_result(result.map_err(to_unusable_input_error)?)?;
     }
     Ok(())
 }
@@ -86,15 +86,15 @@ pub(crate) fn interpret_chat_template(source: &str) -> Result<(), UnusableInput>
 /// Loads a tokenizer.json, tokenizes texts, and converts tokens to text.
 pub(crate) fn interpret_tokenizer(json: &str) -> Result<(), UnusableInput> {
     let files: Arc<[(String, String)]> = Arc::new([(TOKENIZER_FILE.to_owned(), json.to_owned())]);
-    let loaded = INTERPRETER.load_tokenizer(&files).map_err(describe_failure)?;
-    let info = loaded.map_err(|(_, problem)| reject(&problem))?;
+    let loaded = INTERPRETER.load_tokenizer(&files).map_err(to_unusable_input_error)?;
+    let info = loaded.map_err(|(_, problem)| build_unusable_input_error(&problem))?;
     for text in TEXTS {
         let options = create_options("text", LossTargets::All);
         let result = INTERPRETER.interpret_document(Document::Text(text), options);
-        check_result(result.map_err(describe_failure)?)?;
+        require_usable_result(result.map_err(to_unusable_input_error)?)?;
     }
     let tokens = [0, info.eod, info.vocab_size.saturating_sub(1), u32::MAX];
-    INTERPRETER.decode_tokens(&tokens).map_err(describe_failure)?;
+    INTERPRETER.decode_tokens(&tokens).map_err(to_unusable_input_error)?;
     Ok(())
 }
 
@@ -106,19 +106,19 @@ pub(crate) fn interpret_parquet(bytes: &[u8]) -> Result<(), UnusableInput> {
 
 /// Reads the rows of a Parquet file with the column `field`.
 fn interpret_rows(bytes: &[u8], field: &str, is_chat: bool) -> Result<(), UnusableInput> {
-    let memory = memfd_create(c"launch-untrusted", MFdFlags::MFD_CLOEXEC).map_err(|error| reject(&error))?;
+    let memory = memfd_create(c"launch-untrusted", MFdFlags::MFD_CLOEXEC).map_err(|error| build_unusable_input_error(&error))?;
     let mut file = File::from(memory);
-    file.write_all(bytes).map_err(|error| reject(&error))?;
+    file.write_all(bytes).map_err(|error| build_unusable_input_error(&error))?;
     let mut stream = INTERPRETER.open_stream();
     let open = Request::OpenParquet { field, is_chat };
-    stream.send(&open, Some(&file), &input_limits(0)).map_err(describe_failure)?;
-    let opened: OpenParquetReply = stream.receive().map_err(describe_failure)?;
-    opened.map_err(|problem| reject(&problem))?;
+    stream.send(&open, Some(&file), &input_request_limits(0)).map_err(to_unusable_input_error)?;
+    let opened: OpenParquetReply = stream.receive().map_err(to_unusable_input_error)?;
+    opened.map_err(|problem| build_unusable_input_error(&problem))?;
     let options = create_options(field, LossTargets::All);
     for _ in 0..MAX_ROW_REQUESTS {
-        let request = Request::ReadRows { rows: RECORDS_PER_REPLY, options };
-        let reply: RowsReply = stream.call(&request, &rows_limits(THREADS)).map_err(describe_failure)?;
-        reply.rows.into_iter().try_for_each(check_result)?;
+        let request = Request::ReadRows { rows: MAX_RECORDS_PER_REPLY, options };
+        let reply: RowsReply = stream.call(&request, &rows_request_limits(THREADS)).map_err(to_unusable_input_error)?;
+        reply.rows.into_iter().try_for_each(require_usable_result)?;
         if reply.at_end {
             break;
         }

@@ -38,7 +38,7 @@ impl Model {
     /// Applies rotary position embedding to q and k in `qkv`, in place, or its backward pass if
     /// `is_backward` is set. The backward pass replaces the gradients of the rotated q and k by
     /// those of q and k before the rotation. Does nothing without rotary embedding.
-    fn rotate(&self, input: &LayerInput, qkv: &mut Buf, is_backward: bool) {
+    fn apply_rotary_embedding(&self, input: &LayerInput, qkv: &mut Buf, is_backward: bool) {
         let sliding = self.sliding_rope_tables.as_ref().filter(|_| self.is_sliding_layer(input));
         let Some(tables) = sliding.or(self.rope_tables.as_ref()) else { return };
         let (ops, sizes, b, t) = (input.ops, self.config.sizes, input.batch.sequences, input.batch.seq_len);
@@ -71,12 +71,12 @@ impl Model {
         let ScratchBuffers { norm, norm_factors, mut lora, .. } = buffers.scratch.borrow_set_mut();
         let norm_in = self.find_input_norm(input, s.attention_in_norm.as_ref(), norm_factors);
         let x = norm_in.forward(input.x, norm, attention_in_stats);
-        self.linears.select(input, &s.qkv).forward(x, qkv.view_mut(), &mut lora);
+        self.linears.select_linear(input, &s.qkv).forward(x, qkv.view_mut(), &mut lora);
         self.qk_norm_forward(input, qkv, raw_qk, qk_rstd, norm_factors);
-        self.rotate(input, qkv, false);
+        self.apply_rotary_embedding(input, qkv, false);
         let (starts, shape) = (self.attention_starts(input), self.create_attention_shape(input));
         ops.attention_forward(attention.view_mut(), lse.view_mut(), qkv.view(), starts, shape);
-        let o = self.linears.select(input, &s.o);
+        let o = self.linears.select_linear(input, &s.o);
         match self.find_norm(input, s.attention_out_norm.as_ref(), norm_factors) {
             Some(norm_out) => {
                 o.forward(attention.view(), attention_out.view_mut(), &mut lora);
@@ -115,7 +115,7 @@ impl Model {
         } = buffers.saved.borrow_set_mut();
         let ScratchBuffers { norm, dnorm, dattention, dqkv, norm_factors, mut lora, .. } =
             buffers.scratch.borrow_set_mut();
-        let (qkv_linear, o) = (self.linears.select(input, &s.qkv), self.linears.select(input, &s.o));
+        let (qkv_linear, o) = (self.linears.select_linear(input, &s.qkv), self.linears.select_linear(input, &s.o));
         let branch = (s.attention_out_norm.as_ref(), &self.layer_dropout[input.layer].attention_out);
         let out = (attention_out.view(), attention_out_stats.view());
         let dout = self.branch_output_backward(input, branch, g, dx.as_view(), norm, out, norm_factors);
@@ -125,7 +125,7 @@ impl Model {
         let (starts, shape) = (self.attention_starts(input), self.create_attention_shape(input));
         let (dy, y) = (dattention.view(), attention.view());
         ops.attention_backward(dqkv.view_mut(), dy, y, lse.view(), qkv.view(), starts, shape);
-        self.rotate(input, dqkv, true);
+        self.apply_rotary_embedding(input, dqkv, true);
         self.qk_norm_backward(input, g, dqkv, (raw_qk.view(), qk_rstd.view()), norm_factors);
         qkv_linear.backward_bias(g, dqkv.view());
         let norm_in = self.find_input_norm(input, s.attention_in_norm.as_ref(), norm_factors);

@@ -29,7 +29,7 @@ impl Model {
     }
 
     /// Moves the model's constants, such as the tables of rotary embedding, to the device of `ops`.
-    pub fn move_to_device(&mut self, ops: &dyn Ops) {
+    pub fn move_constants_to_device(&mut self, ops: &dyn Ops) {
         for tables in [&mut self.rope_tables, &mut self.sliding_rope_tables].into_iter().flatten() {
             tables.move_to_device(ops);
         }
@@ -95,7 +95,7 @@ impl Model {
         mut dx: ViewMut,
         buffers: &mut LayerBuffers,
     ) {
-        for span in self.spans.list_accumulated_spans() {
+        for span in self.spans.list_norm_and_bias_spans() {
             input.ops.clear(grads.slice_mut(span));
         }
         self.mlp_backward(input, &mut grads, dx.reborrow(), buffers);
@@ -121,7 +121,7 @@ impl Model {
         let ScratchBuffers { norm: normed, norm_factors, head_stats, .. } = scratch.borrow_set_mut();
         let (norm, matrix) = self.select_head_params(input, norm_factors);
         let mut row = normed.view_mut().slice(0..d);
-        norm.forward(row.reborrow(), head_stats.view_mut().slice(0..self.config.norm_stats()), input.x);
+        norm.forward(row.reborrow(), head_stats.view_mut().slice(0..self.config.norm_stats_per_row()), input.x);
         input.ops.matmul_forward(out.reborrow(), row.as_view(), matrix, 1, v, d, WriteMode::Overwrite);
         if let Some(cap) = self.config.logit_softcap {
             input.ops.softcap(out, cap);

@@ -73,7 +73,7 @@ impl SavedBuffers<BufferSpec> {
         let (m, sizes, norms) = (b * t, config.sizes, config.norms);
         let rows_of = |norm: Option<&str>| if norm.is_some() { m } else { 0 };
         let (attention_out_rows, mlp_out_rows) = (rows_of(norms.attention_out), rows_of(norms.mlp_out));
-        let stats = |rows: usize| BufferSpec::f32(rows * config.norm_stats());
+        let stats = |rows: usize| BufferSpec::in_f32(rows * config.norm_stats_per_row());
         let heads = sizes.heads + sizes.kv_heads;
         let (raw_qk_width, qk_parts) = match config.qk_norm {
             None => (0, 0),
@@ -82,17 +82,17 @@ impl SavedBuffers<BufferSpec> {
         };
         SavedBuffers {
             attention_in_stats: stats(rows_of(norms.attention_in)),
-            qkv: BufferSpec::compute(m * sizes.qkv_width()),
-            attention: BufferSpec::compute(m * sizes.attention_width()),
-            lse: BufferSpec::f32(b * sizes.heads * t),
-            residual: BufferSpec::compute(m * sizes.hidden),
+            qkv: BufferSpec::in_compute_dtype(m * sizes.qkv_width()),
+            attention: BufferSpec::in_compute_dtype(m * sizes.attention_width()),
+            lse: BufferSpec::in_f32(b * sizes.heads * t),
+            residual: BufferSpec::in_compute_dtype(m * sizes.hidden),
             mlp_in_stats: stats(rows_of(norms.mlp_in)),
-            gate_up: BufferSpec::compute(m * config.gate_up_width()),
-            raw_qk: BufferSpec::compute(m * raw_qk_width),
-            qk_rstd: BufferSpec::f32(m * qk_parts),
-            attention_out: BufferSpec::compute(attention_out_rows * sizes.hidden),
+            gate_up: BufferSpec::in_compute_dtype(m * config.gate_up_width()),
+            raw_qk: BufferSpec::in_compute_dtype(m * raw_qk_width),
+            qk_rstd: BufferSpec::in_f32(m * qk_parts),
+            attention_out: BufferSpec::in_compute_dtype(attention_out_rows * sizes.hidden),
             attention_out_stats: stats(attention_out_rows),
-            mlp_out: BufferSpec::compute(mlp_out_rows * sizes.hidden),
+            mlp_out: BufferSpec::in_compute_dtype(mlp_out_rows * sizes.hidden),
             mlp_out_stats: stats(mlp_out_rows),
         }
     }
@@ -111,15 +111,15 @@ impl ScratchBuffers<BufferSpec> {
             if config.norm_kind == NormKind::RmsAddOne { sizes.hidden.max(qk_norm_width) } else { 0 };
         let experts = config.moe.as_ref().map_or(0, |moe| moe.shape.experts);
         ScratchBuffers {
-            norm: BufferSpec::compute(m * sizes.hidden),
-            dnorm: BufferSpec::compute(m * sizes.hidden),
-            act: BufferSpec::compute(m * config.dense_mlp_width()),
-            dgate_up: BufferSpec::compute(m * config.gate_up_width()),
-            dattention: BufferSpec::compute(m * sizes.attention_width()),
-            dqkv: BufferSpec::compute(m * sizes.qkv_width()),
-            norm_factors: BufferSpec::f32(factors),
-            router_logits: BufferSpec::f32(m * experts),
-            head_stats: BufferSpec::f32(m * config.norm_stats()),
+            norm: BufferSpec::in_compute_dtype(m * sizes.hidden),
+            dnorm: BufferSpec::in_compute_dtype(m * sizes.hidden),
+            act: BufferSpec::in_compute_dtype(m * config.dense_mlp_width()),
+            dgate_up: BufferSpec::in_compute_dtype(m * config.gate_up_width()),
+            dattention: BufferSpec::in_compute_dtype(m * sizes.attention_width()),
+            dqkv: BufferSpec::in_compute_dtype(m * sizes.qkv_width()),
+            norm_factors: BufferSpec::in_f32(factors),
+            router_logits: BufferSpec::in_f32(m * experts),
+            head_stats: BufferSpec::in_f32(m * config.norm_stats_per_row()),
             lora,
         }
     }

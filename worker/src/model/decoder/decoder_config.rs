@@ -334,7 +334,7 @@ impl DecoderConfig {
     }
 
     /// Returns how many numbers per row a norm of the residual stream saves for its backward pass.
-    pub(super) fn norm_stats(&self) -> usize {
+    pub(super) fn norm_stats_per_row(&self) -> usize {
         if self.norm_kind == NormKind::Layer { 2 } else { 1 }
     }
 
@@ -409,7 +409,7 @@ fn read_padding_token(fields: &HfConfigFields, vocab_size: usize) -> Option<u32>
 
 /// Builds the config.json of a model that job.yaml describes, from the keys that all decoder
 /// families share and `family_keys`.
-pub(in crate::model) fn list_decoder_config_keys(spec: &ModelSpec, family_keys: Value) -> Map<String, Value> {
+pub(in crate::model) fn build_decoder_config_json(spec: &ModelSpec, family_keys: Value) -> Map<String, Value> {
     let shared = json!({
         "attention_dropout": 0.0,
         "head_dim": spec.head_dim,

@@ -52,7 +52,7 @@ impl DecoderLayerSpans {
     /// Returns the ranges of the parameters of the layer's norms and biases in the flat vector. Ops
     /// add to the gradients of these tensors, so the gradients must be cleared before the backward
     /// pass.
-    pub(super) fn list_accumulated_spans(&self) -> impl Iterator<Item = Range<usize>> {
+    pub(super) fn list_norm_and_bias_spans(&self) -> impl Iterator<Item = Range<usize>> {
         let biases = self.list_linears().map(|linear| &linear.bias);
         let norms =
             [&self.attention_in_norm, &self.attention_out_norm, &self.mlp_in_norm, &self.mlp_out_norm];

@@ -41,12 +41,12 @@ impl Model {
         let ScratchBuffers { norm, act, norm_factors, mut lora, .. } = buffers.scratch.borrow_set_mut();
         let norm_in = self.find_input_norm(input, s.mlp_in_norm.as_ref(), norm_factors);
         let x = norm_in.add_forward(residual, input.x, norm, mlp_in_stats);
-        self.linears.select(input, &s.gate_up).forward(x, gate_up.view_mut(), &mut lora);
+        self.linears.select_linear(input, &s.gate_up).forward(x, gate_up.view_mut(), &mut lora);
         if y.is_none() && s.mlp_out_norm.is_none() {
             return;
         }
         self.activation_forward(input, act.view_mut(), gate_up.view());
-        let down = self.linears.select(input, &s.down);
+        let down = self.linears.select_linear(input, &s.down);
         let Some(norm_out) = self.find_norm(input, s.mlp_out_norm.as_ref(), norm_factors) else {
             if let Some(mut y) = y {
                 down.forward(act.view(), y.reborrow(), &mut lora);
@@ -81,7 +81,7 @@ impl Model {
             buffers.saved.borrow_set_mut();
         let ScratchBuffers { norm, dnorm, act, dgate_up, norm_factors, mut lora, .. } =
             buffers.scratch.borrow_set_mut();
-        let (up, down) = (self.linears.select(input, &s.gate_up), self.linears.select(input, &s.down));
+        let (up, down) = (self.linears.select_linear(input, &s.gate_up), self.linears.select_linear(input, &s.down));
         let branch = (s.mlp_out_norm.as_ref(), &self.layer_dropout[input.layer].mlp_out);
         let out = (mlp_out.view(), mlp_out_stats.view());
         let dout = self.branch_output_backward(input, branch, g, dx.as_view(), norm, out, norm_factors);

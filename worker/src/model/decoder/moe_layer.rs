@@ -126,7 +126,7 @@ impl<'a> MoeModel<'a> {
     ) {
         let (model, shape, router) = (self.model, self.config.shape, self.model.router_span());
         let (ops, m, d, experts) = (input.ops, input.batch.rows(), shape.hidden, shape.experts);
-        for span in model.spans.list_accumulated_spans().filter(|s| s.end <= router.start) {
+        for span in model.spans.list_norm_and_bias_spans().filter(|s| s.end <= router.start) {
             ops.clear(g.slice_mut(span));
         }
         let SavedBuffers { residual, mlp_in_stats, .. } = buffers.saved.borrow_set_mut();

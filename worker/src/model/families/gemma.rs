@@ -6,7 +6,7 @@
 //! layers.
 use crate::model::{
     decoder::{
-        Activation, DECODER_KEY_NAMES, DecoderConfig, LayerNorms, NormKind, QkNorm, list_decoder_config_keys,
+        Activation, DECODER_KEY_NAMES, DecoderConfig, LayerNorms, NormKind, QkNorm, build_decoder_config_json,
     },
     error::{ModelError, Result},
     family::ModelFamily,
@@ -38,7 +38,7 @@ pub(super) const GEMMA2: ModelFamily = ModelFamily {
     list_config_keys: |spec| {
         let family_keys =
             json!({"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096});
-        list_gemma_config_keys(spec, family_keys)
+        build_gemma_config_json(spec, family_keys)
     },
     key_names: DECODER_KEY_NAMES,
 };
@@ -64,7 +64,7 @@ pub(super) const GEMMA3: ModelFamily = ModelFamily {
         let parameters = json!({"full_attention": rope(spec.rope_theta), "sliding_attention": rope(10000.0)});
         let family_keys =
             json!({"sliding_window": 512, "sliding_window_pattern": 6, "rope_parameters": parameters});
-        let mut hf_config = list_gemma_config_keys(spec, family_keys);
+        let mut hf_config = build_gemma_config_json(spec, family_keys);
         for key in ["rope_theta", "rope_scaling"] {
             hf_config.remove(key);
         }
@@ -138,8 +138,8 @@ fn read_rope_configs(fields: &HfConfigFields) -> Result<(RopeConfig, Option<Rope
 
 /// Builds the keys and values of config.json for a Gemma model that job.yaml describes.
 /// `family_keys` are the keys in which Gemma 2 and Gemma 3 differ.
-fn list_gemma_config_keys(spec: &ModelSpec, family_keys: Value) -> Map<String, Value> {
-    let mut hf_config = list_decoder_config_keys(spec, family_keys);
+fn build_gemma_config_json(spec: &ModelSpec, family_keys: Value) -> Map<String, Value> {
+    let mut hf_config = build_decoder_config_json(spec, family_keys);
     hf_config.remove("hidden_act");
     hf_config.insert("hidden_activation".into(), "gelu_pytorch_tanh".into());
     hf_config.insert("query_pre_attn_scalar".into(), spec.head_dim.into());

@@ -116,7 +116,7 @@ fn read_config(fields: &HfConfigFields) -> Result<DecoderConfig> {
 }
 
 /// Builds the keys and values of config.json for a GPT-2 model that job.yaml describes.
-fn list_config_keys(spec: &ModelSpec) -> Map<String, Value> {
+fn build_config_json(spec: &ModelSpec) -> Map<String, Value> {
     take_entries(json!({
         "activation_function": "gelu_new",
         "attn_pdrop": 0.0,

@@ -1,6 +1,6 @@
 //! The model family Llama: Llama 1 to 3, and models with that architecture and optional biases.
 use crate::model::{
-    decoder::{DECODER_KEY_NAMES, DecoderConfig, list_decoder_config_keys},
+    decoder::{DECODER_KEY_NAMES, DecoderConfig, build_decoder_config_json},
     family::ModelFamily,
 };
 use serde_json::json;
@@ -18,7 +18,7 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
         Ok(config)
     },
     list_config_keys: |spec| {
-        list_decoder_config_keys(spec, json!({"attention_bias": false, "mlp_bias": false}))
+        build_decoder_config_json(spec, json!({"attention_bias": false, "mlp_bias": false}))
     },
     key_names: DECODER_KEY_NAMES,
 };

@@ -1,6 +1,6 @@
 //! The model family Mistral. Every layer attends to a sliding window if `sliding_window` is set.
 use crate::model::{
-    decoder::{DECODER_KEY_NAMES, DecoderConfig, list_decoder_config_keys},
+    decoder::{DECODER_KEY_NAMES, DecoderConfig, build_decoder_config_json},
     family::ModelFamily,
 };
 use serde_json::json;
@@ -14,6 +14,6 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
         config.read_sliding_window(fields)?;
         Ok(config)
     },
-    list_config_keys: |spec| list_decoder_config_keys(spec, json!({"sliding_window": null})),
+    list_config_keys: |spec| build_decoder_config_json(spec, json!({"sliding_window": null})),
     key_names: DECODER_KEY_NAMES,
 };

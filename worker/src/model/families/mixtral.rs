@@ -2,7 +2,7 @@
 //! `sliding_window` is set.
 use crate::model::{
     decoder::{
-        DECODER_KEY_NAMES, DecoderConfig, DecoderMoeConfig, ExpertTensorNames, list_decoder_config_keys,
+        DECODER_KEY_NAMES, DecoderConfig, DecoderMoeConfig, ExpertTensorNames, build_decoder_config_json,
     },
     family::ModelFamily,
 };
@@ -33,7 +33,7 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
             "router_jitter_noise": 0.0,
             "sliding_window": null,
         });
-        list_decoder_config_keys(spec, family_keys)
+        build_decoder_config_json(spec, family_keys)
     },
     key_names: DECODER_KEY_NAMES,
 };

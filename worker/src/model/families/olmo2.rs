@@ -1,7 +1,7 @@
 //! The model family OLMo 2. The outputs of attention and MLP are normalized instead of their
 //! inputs, and so are q and k, each over all heads of a token.
 use crate::model::{
-    decoder::{DECODER_KEY_NAMES, DecoderConfig, LayerNorms, QkNorm, list_decoder_config_keys},
+    decoder::{DECODER_KEY_NAMES, DecoderConfig, LayerNorms, QkNorm, build_decoder_config_json},
     family::ModelFamily,
 };
 use serde_json::json;
@@ -28,7 +28,7 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
         Ok(config)
     },
     list_config_keys: |spec| {
-        list_decoder_config_keys(spec, json!({"attention_bias": false, "pad_token_id": null}))
+        build_decoder_config_json(spec, json!({"attention_bias": false, "pad_token_id": null}))
     },
     key_names: DECODER_KEY_NAMES,
 };

@@ -1,7 +1,7 @@
 //! The model family Qwen2, which includes Qwen 2.5. The projections of q, k and v have biases, and
 //! some layers may attend to a sliding window.
 use crate::model::{
-    decoder::{DECODER_KEY_NAMES, DecoderConfig, list_decoder_config_keys},
+    decoder::{DECODER_KEY_NAMES, DecoderConfig, build_decoder_config_json},
     family::ModelFamily,
 };
 use serde_json::json;
@@ -18,7 +18,7 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
         Ok(config)
     },
     list_config_keys: |spec| {
-        list_decoder_config_keys(spec, json!({"use_sliding_window": false, "sliding_window": null}))
+        build_decoder_config_json(spec, json!({"use_sliding_window": false, "sliding_window": null}))
     },
     key_names: DECODER_KEY_NAMES,
 };

@@ -1,7 +1,7 @@
 //! The model family Qwen 3. Each head of q and k has an RMSNorm, and some layers may attend to a
 //! sliding window.
 use crate::model::{
-    decoder::{DECODER_KEY_NAMES, DecoderConfig, QkNorm, list_decoder_config_keys},
+    decoder::{DECODER_KEY_NAMES, DecoderConfig, QkNorm, build_decoder_config_json},
     family::ModelFamily,
 };
 use serde_json::json;
@@ -22,7 +22,7 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
     list_config_keys: |spec| {
         let family_keys =
             json!({"attention_bias": false, "use_sliding_window": false, "sliding_window": null});
-        list_decoder_config_keys(spec, family_keys)
+        build_decoder_config_json(spec, family_keys)
     },
     key_names: DECODER_KEY_NAMES,
 };

@@ -3,7 +3,7 @@
 use crate::model::{
     decoder::{
         DECODER_KEY_NAMES, DecoderConfig, DecoderMoeConfig, ExpertTensorNames, QkNorm,
-        list_decoder_config_keys,
+        build_decoder_config_json,
     },
     error::{ModelError, Result},
     family::ModelFamily,
@@ -50,7 +50,7 @@ fn read_config(fields: &HfConfigFields) -> Result<DecoderConfig> {
 }
 
 /// Builds the keys and values of config.json for a Qwen 3 MoE model that job.yaml describes.
-fn list_config_keys(spec: &ModelSpec) -> Map<String, Value> {
+fn build_config_json(spec: &ModelSpec) -> Map<String, Value> {
     let family_keys = json!({
         "attention_bias": false,
         "decoder_sparse_step": 1,
@@ -64,7 +64,7 @@ fn list_config_keys(spec: &ModelSpec) -> Map<String, Value> {
         "sliding_window": null,
         "use_sliding_window": false,
     });
-    list_decoder_config_keys(spec, family_keys)
+    build_decoder_config_json(spec, family_keys)
 }
 
 /// Reads the number of experts of a layer from `num_experts`, or from `num_local_experts`, its name

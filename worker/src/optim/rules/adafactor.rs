@@ -50,8 +50,8 @@ impl TensorDirection for Adafactor {
     ) {
         ops.scale(g.reborrow(), inputs.grad_scale);
         if inputs.shape.len() != 2 {
-            let mut exp_avg_sq = states.take(TensorRole::ExpAvgSqVector);
-            update_row_means(ops, exp_avg_sq.reborrow(), g.as_view(), 1, inputs);
+            let mut exp_avg_sq = states.take_state(TensorRole::ExpAvgSqVector);
+            update_row_square_means(ops, exp_avg_sq.reborrow(), g.as_view(), 1, inputs);
             divide_rows_by_roots(ops, g, exp_avg_sq.as_view(), 1, |_| 1.0);
         }
     }
@@ -86,13 +86,13 @@ fn normalize_matrix(
     mut states: StateViews,
     inputs: &UpdateInputs<'_>,
 ) -> Buf {
-    let allocate = || ops.zeroed_for(MEMORY_LABEL, Dtype::F32, g.len());
+    let allocate = || ops.zeroed_with_purpose(MEMORY_LABEL, Dtype::F32, g.len());
     let (mut by_column, mut normalized) = (allocate(), allocate());
     ops.transpose(by_column.view_mut(), g, rows, columns);
     let [mut row_means, mut column_means] =
-        [TensorRole::ExpAvgSqRow, TensorRole::ExpAvgSqCol].map(|role| states.take(role));
-    update_row_means(ops, row_means.reborrow(), g, columns, inputs);
-    update_row_means(ops, column_means.reborrow(), by_column.view(), rows, inputs);
+        [TensorRole::ExpAvgSqRow, TensorRole::ExpAvgSqCol].map(|role| states.take_state(role));
+    update_row_square_means(ops, row_means.reborrow(), g, columns, inputs);
+    update_row_square_means(ops, column_means.reborrow(), by_column.view(), rows, inputs);
     divide_rows_by_roots(ops, by_column.view_mut(), column_means.as_view(), rows, |_| 1.0);
     ops.transpose(normalized.view_mut(), by_column.view(), columns, rows);
     let compute_mean = |means: &[f32]| means.iter().map(|&m| f64::from(m)).sum::<f64>() / means.len() as f64;
@@ -102,8 +102,8 @@ fn normalize_matrix(
 
 /// Updates `means`, the moving averages of the mean square of each row of the gradient `g`. A row
 /// has `len` elements. `eps` is added to every square.
-fn update_row_means(ops: &dyn Ops, means: ViewMut, g: View, len: usize, inputs: &UpdateInputs<'_>) {
-    let mut squares = ops.zeroed_for(MEMORY_LABEL, Dtype::F32, means.len());
+fn update_row_square_means(ops: &dyn Ops, means: ViewMut, g: View, len: usize, inputs: &UpdateInputs<'_>) {
+    let mut squares = ops.zeroed_with_purpose(MEMORY_LABEL, Dtype::F32, means.len());
     ops.dot_rows(squares.view_mut(), g, g, len);
     ops.scale(squares.view_mut(), (1.0 / len as f64) as f32);
     ops.add_scalar(squares.view_mut(), inputs.group.eps as f32);
@@ -115,8 +115,8 @@ fn update_row_means(ops: &dyn Ops, means: ViewMut, g: View, len: usize, inputs: 
 /// first divided by `unit(means)`.
 fn divide_rows_by_roots(ops: &dyn Ops, x: ViewMut, means: View, len: usize, unit: impl Fn(&[f32]) -> f64) {
     let means = ops.clone_to_host(means);
-    let unit = unit(means.host());
-    let factors: Vec<f32> = means.host().iter().map(|&m| libm::sqrt(unit / f64::from(m)) as f32).collect();
+    let unit = unit(means.host_slice());
+    let factors: Vec<f32> = means.host_slice().iter().map(|&m| libm::sqrt(unit / f64::from(m)) as f32).collect();
     let factors = ops.clone_to_device(factors[..].into());
     ops.scale_rows(x, factors.view(), len);
 }
@@ -126,7 +126,7 @@ fn divide_rows_by_roots(ops: &dyn Ops, x: ViewMut, means: View, len: usize, unit
 fn update(ops: &dyn Ops, p: ViewMut, direction: View, mut states: StateViews, inputs: &UpdateInputs<'_>) {
     let keep = (1.0 - inputs.lr * inputs.group.weight_decay) as f32;
     let Some(beta1) = inputs.spec.beta1 else { return ops.axpby(p, keep, direction, -1.0) };
-    let mut exp_avg = states.take(TensorRole::ExpAvg);
+    let mut exp_avg = states.take_state(TensorRole::ExpAvg);
     ops.axpby(exp_avg.reborrow(), beta1 as f32, direction, (1.0 - beta1) as f32);
     ops.axpby(p, keep, exp_avg.as_view(), -1.0);
 }

@@ -39,6 +39,6 @@ pub(super) fn update_with_moments(
     let ((beta1, beta2), eps, weight_decay) =
         (inputs.group.betas, inputs.group.eps, inputs.group.weight_decay);
     let h = AdamWHyperparams { lr, beta1, beta2, eps, weight_decay, step, grad_scale };
-    let [exp_avg, exp_avg_sq] = roles.map(|role| states.take(role));
+    let [exp_avg, exp_avg_sq] = roles.map(|role| states.take_state(role));
     ops.adamw(p, g, exp_avg, exp_avg_sq, &h);
 }

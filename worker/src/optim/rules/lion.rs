@@ -24,5 +24,5 @@ impl UpdateRule for Lion {
 fn update(ops: &dyn Ops, p: ViewMut, g: View, mut states: StateViews, inputs: &UpdateInputs<'_>) {
     let ((beta1, beta2), weight_decay) = (inputs.group.betas, inputs.group.weight_decay);
     let h = LionHyperparams { lr: inputs.lr, beta1, beta2, weight_decay, grad_scale: inputs.grad_scale };
-    ops.lion(p, g, states.take(TensorRole::ExpAvg), &h);
+    ops.lion(p, g, states.take_state(TensorRole::ExpAvg), &h);
 }

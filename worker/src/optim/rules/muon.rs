@@ -17,7 +17,7 @@ use jobspec::OptimizerSpec;
 const NEWTON_SCHULZ_STEPS: usize = 5;
 /// The coefficients of the polynomial a·x + b·x³ + c·x⁵, which one Newton–Schulz iteration applies
 /// to the singular values.
-const COEFFICIENTS: (f32, f32, f32) = (3.4445, -4.7750, 2.0315);
+const NEWTON_SCHULZ_COEFFICIENTS: (f32, f32, f32) = (3.4445, -4.7750, 2.0315);
 /// The smallest norm by which a matrix is divided before its orthogonalization.
 const MIN_NORM: f64 = 1e-7;
 
@@ -58,7 +58,7 @@ impl TensorDirection for Muon {
 
     /// Updates the momentum with the gradient, and replaces the gradient by the Nesterov momentum.
     fn prepare_gradient(&self, ops: &dyn Ops, g: ViewMut, mut states: StateViews, inputs: &UpdateInputs<'_>) {
-        ops.nesterov_momentum(states.take(TensorRole::Momentum), g, inputs.group.momentum, inputs.grad_scale);
+        ops.nesterov_momentum(states.take_state(TensorRole::Momentum), g, inputs.group.momentum, inputs.grad_scale);
     }
 
     fn compute_direction(
@@ -84,7 +84,7 @@ fn update_matrix(ops: &dyn Ops, p: ViewMut, direction: View, _: StateViews, inpu
 /// values of the result are close to 1.
 fn orthogonalize(ops: &dyn Ops, x: View, rows: usize, columns: usize) -> Buf {
     let norm = ops.sum_squares(x).sqrt().max(MIN_NORM);
-    let allocate = |len: usize| ops.zeroed_for("Muon's matrices", Dtype::F32, len);
+    let allocate = |len: usize| ops.zeroed_with_purpose("Muon's matrices", Dtype::F32, len);
     let tall = rows > columns;
     let (m, n) = if tall { (columns, rows) } else { (rows, columns) };
     let mut wide = allocate(m * n);
@@ -94,7 +94,7 @@ fn orthogonalize(ops: &dyn Ops, x: View, rows: usize, columns: usize) -> Buf {
     }
     ops.scale(wide.view_mut(), (1.0 / norm) as f32);
     let (mut gram, mut square, mut next) = (allocate(m * m), allocate(m * m), allocate(m * n));
-    let (a, b, c) = COEFFICIENTS;
+    let (a, b, c) = NEWTON_SCHULZ_COEFFICIENTS;
     for _ in 0..NEWTON_SCHULZ_STEPS {
         ops.matmul_forward(gram.view_mut(), wide.view(), wide.view(), m, m, n, WriteMode::Overwrite);
         // the Gram matrix is symmetric, so it equals its transpose
@@ -117,7 +117,7 @@ mod tests {
 
     /// Orthogonalizes a matrix in host memory with the CPU backend, for tests.
     fn run_orthogonalize(ops: &dyn Ops, x: &[f32], rows: usize, columns: usize) -> Vec<f32> {
-        orthogonalize(ops, x.into(), rows, columns).host().to_vec()
+        orthogonalize(ops, x.into(), rows, columns).host_slice().to_vec()
     }
 
     /// Returns the transpose of `x[rows, columns]`.

@@ -27,6 +27,6 @@ fn update(ops: &dyn Ops, p: ViewMut, g: View, mut states: StateViews, inputs: &U
     let h = SgdHyperparams { lr: inputs.lr, momentum, weight_decay, grad_scale: inputs.grad_scale };
     let no_buffer: &mut [f32] = &mut [];
     let buffer =
-        if inputs.spec.momentum == 0.0 { no_buffer.into() } else { states.take(TensorRole::Momentum) };
+        if inputs.spec.momentum == 0.0 { no_buffer.into() } else { states.take_state(TensorRole::Momentum) };
     ops.sgd(p, g, buffer, &h);
 }

@@ -27,7 +27,7 @@ impl Trainer {
     /// Returns the index of the parameter unit with this rank's experts of layer `l`, or `None` if
     /// the layer has no experts.
     pub(in crate::train) fn expert_unit(&self, l: usize) -> Option<usize> {
-        self.experts.as_ref().and_then(|e| e.unit(l))
+        self.experts.as_ref().and_then(|e| e.expert_unit(l))
     }
 
     /// Runs the forward pass of an MoE layer, including the exchange of rows with other ranks. If

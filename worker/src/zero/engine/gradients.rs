@@ -45,7 +45,7 @@ impl ZeroEngine {
 
     /// Adds `gradient`, the whole gradient of parameter unit `u` for one micro-batch, to this
     /// rank's sums.
-    fn add_to_sums(&self, u: usize, micro_batch: usize, mut gradient: Buf) {
+    fn add_gradient_to_sums(&self, u: usize, micro_batch: usize, mut gradient: Buf) {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
         if !self.accumulates_in_place(u) {
             let owned = self.extract_trained_gradient(u, gradient);
@@ -88,7 +88,7 @@ impl ZeroEngine {
         if !self.reduces_during_backward() {
             if let (Some(g), Some(micro_batch)) = (gradient, self.schedule.find_micro_batch(self.rank, round))
             {
-                self.add_to_sums(u, micro_batch, g);
+                self.add_gradient_to_sums(u, micro_batch, g);
             }
             return Ok(());
         }
@@ -279,7 +279,7 @@ impl ZeroEngine {
             // the partial sums of the whole gradient are empty now, so their memory is reused
             false => lock_ignoring_poison(&self.shards[u].grads).take_buffer(self.ops.as_ref()),
             true => {
-                self.allocate_zeros(self.shards[u].unit.compute_trained_range(self.update_range(u)).len())
+                self.allocate_zeros(self.shards[u].unit.compute_trained_range(self.optimizer_range(u)).len())
             }
         };
         self.gather_trained(u, owned, whole)

@@ -51,5 +51,5 @@ pub(crate) fn start_from_pretrained(spec: &TrainSpec, comm: Arc<dyn Comm>) -> Ru
     let mut pretrained = PretrainedModel::open(spec.model.from.as_deref(), comm.as_ref()).unwrap().unwrap();
     let mut ready = build_trainer(spec, comm, 1);
     pretrained.load_pretrained_weights(&mut ready, &mut |event| panic!("{event:?}")).unwrap();
-    ready.start_at(Cursor::default())
+    ready.start_at_position(Cursor::default())
 }

@@ -132,9 +132,9 @@ pub(crate) fn assert_tensors_close(what: &str, ours: &[f32], theirs: &[f32]) {
 /// Calls `f` with the name and values of every parameter of a run of one rank.
 pub(crate) fn visit_params(running: &RunningTrainer, mut f: impl FnMut(&str, &[f32])) {
     for (u, s) in running.trainer.engine.shards.iter().enumerate() {
-        let p = running.trainer.engine.params(u);
+        let p = running.trainer.engine.lock_resident_params(u);
         for (i, spec) in s.unit.params.iter().enumerate() {
-            f(&spec.name, &p.host()[s.unit.tensor_range(i)]);
+            f(&spec.name, &p.host_slice()[s.unit.tensor_range(i)]);
         }
     }
 }
@@ -148,7 +148,7 @@ pub(crate) fn assert_golden_case(case: &GoldenCase, make: impl Fn(&GoldenCase) -
     assert_tensors_close("loss", &[outcome.loss as f32], &case.tensors["loss"]);
     assert_tensors_close(
         "loss_per_token",
-        running.trainer.activations.row_losses.host(),
+        running.trainer.activations.row_losses.host_slice(),
         &case.tensors["loss_per_token"],
     );
     assert_tensors_close("logits", &compute_logits(&running, case), &case.tensors["logits"]);
@@ -156,7 +156,7 @@ pub(crate) fn assert_golden_case(case: &GoldenCase, make: impl Fn(&GoldenCase) -
     for u in 0..running.trainer.engine.shards.len() {
         let g = running.trainer.engine.finish_gradient(u).unwrap();
         let unit = &running.trainer.engine.shards[u].unit;
-        let mut rest = g.host();
+        let mut rest = g.host_slice();
         for spec in unit.list_trained_params() {
             let (ours, after) = rest.split_at(spec.len());
             rest = after;
@@ -218,7 +218,7 @@ pub(crate) fn compute_logits(running: &RunningTrainer, case: &GoldenCase) -> Vec
         let mut w = Buf::zeroed(d);
         t.ops.cast(w.view_mut(), weights["model.norm.weight"].view());
         if number("query_pre_attn_scalar").is_some() {
-            w.host_mut().iter_mut().for_each(|w| *w += 1.0);
+            w.host_slice_mut().iter_mut().for_each(|w| *w += 1.0);
         }
         let eps = case.spec.model.rms_norm_eps as f32;
         t.ops.rmsnorm_forward(y, stats.view_mut().slice(0..m), x, w.view(), m, d, eps);
@@ -227,5 +227,5 @@ pub(crate) fn compute_logits(running: &RunningTrainer, case: &GoldenCase) -> Vec
     let head = heads.iter().find_map(|name| weights.get(*name)).unwrap().view().slice(0..v * d);
     t.ops.matmul_forward(out.view_mut(), normed.view(), head, m, v, d, WriteMode::Overwrite);
     let cap = number("final_logit_softcapping");
-    out.host().iter().map(|l| cap.map_or(*l, |cap| cap * (l / cap).tanh())).collect()
+    out.host_slice().iter().map(|l| cap.map_or(*l, |cap| cap * (l / cap).tanh())).collect()
 }

@@ -44,9 +44,9 @@ pub(crate) fn start_with_golden_weights(case: &GoldenCase) -> RunningTrainer {
     let running = build_trainer(&case.spec, comm, 1).start_fresh();
     let engine = &running.trainer.engine;
     for (u, s) in engine.shards.iter().enumerate() {
-        engine.with_resident(u, |p| {
+        engine.with_resident_params(u, |p| {
             for (i, spec) in s.unit.params.iter().enumerate() {
-                p.host_mut()[s.unit.tensor_range(i)].copy_from_slice(&case.tensors[&spec.name]);
+                p.host_slice_mut()[s.unit.tensor_range(i)].copy_from_slice(&case.tensors[&spec.name]);
             }
         });
         engine.refresh_compute_copy(u);

@@ -307,7 +307,7 @@ pub(crate) fn measure_slope_and_gradient_norm(running: &mut RunningTrainer, step
     let scale = (positions / outcome.targets as f64) as f32;
     let gradients: Vec<Vec<f32>> = (0..units)
         .map(|u| {
-            running.trainer.engine.finish_gradient(u).unwrap().host().iter().map(|g| g * scale).collect()
+            running.trainer.engine.finish_gradient(u).unwrap().host_slice().iter().map(|g| g * scale).collect()
         })
         .collect();
     let norm = gradients.iter().flatten().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
@@ -316,9 +316,9 @@ pub(crate) fn measure_slope_and_gradient_norm(running: &mut RunningTrainer, step
         for (u, gradient) in gradients.iter().enumerate() {
             let unit = running.trainer.engine.shards[u].unit.clone();
             let mut at = 0;
-            running.trainer.engine.with_resident(u, |params| {
+            running.trainer.engine.with_resident_params(u, |params| {
                 for s in unit.list_trained_segments(0..unit.len()) {
-                    for x in &mut params.host_mut()[s.flat] {
+                    for x in &mut params.host_slice_mut()[s.flat] {
                         *x += (by * f64::from(gradient[at]) / norm) as f32;
                         at += 1;
                     }
@@ -384,7 +384,7 @@ pub(crate) fn try_resume_newest_checkpoint(
     comm: Arc<dyn Comm>,
     root: &Path,
 ) -> worker::error::Result<(RunningTrainer, Vec<String>)> {
-    let (job, world) = (create_job_spec(spec, root, false), comm.world());
+    let (job, world) = (create_job_spec(spec, root, false), comm.world_size());
     let mut ready = build_trainer(spec, comm, 1);
     let dirs = CheckpointDirs {
         root,
@@ -402,7 +402,7 @@ pub(crate) fn try_resume_newest_checkpoint(
         Ok(())
     });
     let cursor = resumed?.expect("a checkpoint to resume from").cursor;
-    Ok((ready.start_at(cursor), notices))
+    Ok((ready.start_at_position(cursor), notices))
 }
 
 /// Asserts that the notices of a resume equal the snapshot `name`. `root` is the directory of the

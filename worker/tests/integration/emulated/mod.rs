@@ -171,6 +171,6 @@ pub(crate) fn resume_and_train(
         };
         let resumed =
             resume_from_checkpoint(&mut ready, &job, &dirs, SYNTHETIC_DATA_DIGEST, &mut |_| Ok(())).unwrap();
-        train_steps(&mut ready.start_at(resumed.unwrap().cursor), STEPS_AFTER_RESUME)
+        train_steps(&mut ready.start_at_position(resumed.unwrap().cursor), STEPS_AFTER_RESUME)
     }))
 }

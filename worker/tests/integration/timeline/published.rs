@@ -10,7 +10,7 @@ const LLAMA_8B: (&str, [u32; 6], bool) = ("llama", [128_256, 4096, 14336, 32, 32
 
 /// A training whose step is estimated: the name, the model, the ranks, the ZeRO stage, the
 /// micro-batches per rank, sequences per micro-batch and positions, and other settings.
-type Case = (&'static str, (&'static str, [u32; 6], bool), usize, u8, [u32; 3], Settings);
+type BenchmarkCase = (&'static str, (&'static str, [u32; 6], bool), usize, u8, [u32; 3], Settings);
 
 #[derive(Clone, Copy, Default)]
 struct Settings {
@@ -23,7 +23,7 @@ struct Settings {
 const DEFAULT: Settings = Settings { is_fast: false, graphs: false, recompute: false, h100: false };
 const FAST: Settings = Settings { is_fast: true, ..DEFAULT };
 
-const CASES: [Case; 27] = [
+const CASES: [BenchmarkCase; 27] = [
     // measured
     ("GPT-2 124M", GPT2, 1, 0, [1, 32, 1024], DEFAULT),
     ("Llama-3.2-1B", LLAMA_1B, 1, 0, [4, 8, 2048], DEFAULT),
@@ -63,7 +63,7 @@ const CASES: [Case; 27] = [
     ),
 ];
 
-fn create_spec((_, (family, sizes, tied), world, stage, batch, settings): Case) -> TrainSpec {
+fn create_spec((_, (family, sizes, tied), world, stage, batch, settings): BenchmarkCase) -> TrainSpec {
     let model = create_sized_model(family, sizes, tied, batch[2]);
     let global = batch[0] * batch[1] * world as u32;
     TrainSpec {
@@ -92,9 +92,9 @@ fn estimate_the_benchmarked_models() {
         let estimate = estimate_step(&create_spec(case), case.2);
         let ms = |ns: f64| format!("{:.1}", ns / 1e6);
         let [matmuls, attention, optimizer] =
-            ["matmuls", "attention", "optimizer"].map(|kind| estimate.part(&format!("main:{kind}")));
-        let idle = estimate.sum("main:idle");
-        let other = estimate.sum("main:") - matmuls - attention - optimizer - idle;
+            ["matmuls", "attention", "optimizer"].map(|kind| estimate.part_time(&format!("main:{kind}")));
+        let idle = estimate.sum_parts("main:idle");
+        let other = estimate.sum_parts("main:") - matmuls - attention - optimizer - idle;
         println!(
             "| {} | {}, {}, {} × ({} × {}) | {} | {:.0} | {:.1} % | {} | {} | {} | {} | {} | {} ({}) | {:.1} |",
             case.0,
@@ -111,7 +111,7 @@ fn estimate_the_benchmarked_models() {
             ms(other),
             ms(optimizer),
             ms(idle),
-            ms(estimate.part("side:collectives")),
+            ms(estimate.part_time("side:collectives")),
             ms(estimate.overlap),
             estimate.peak_bytes / f64::from(1 << 30),
         );

@@ -1,7 +1,7 @@
 //! [`measure_connection`]: the side of a measurement that opens the connections.
 use super::{
-    measurement_server::{FIRST_DATA_TIMEOUT, TRAILER_BYTES, Trailer, receive_data, send_data},
-    measuring_connection::{MeasureCommand, MeasuringEnd, open_connection, read_retransmits},
+    measurement_server::{FIRST_DATA_TIMEOUT, TRANSFER_REPORT_BYTES, TransferReport, receive_data, send_data},
+    measuring_connection::{MeasureCommand, MeasurementEndpoint, open_connection, read_retransmits},
 };
 use diagnostic::{Diagnostic, codes::host};
 use protocol::network_probe::{
@@ -16,12 +16,12 @@ use std::{
 };
 
 /// The largest number of round trips that are measured; the shortest one is reported.
-const ROUND_TRIPS: usize = 20;
+const MAX_ROUND_TRIPS: usize = 20;
 /// The time limit after which no further round trip is started.
-const ROUND_TRIPS_TIME: Duration = Duration::from_millis(300);
+const ROUND_TRIPS_TIME_LIMIT: Duration = Duration::from_millis(300);
 /// The longest time limit of a measured connection. A longer limit in a request is reduced to this
 /// value.
-const MAX_TIMEOUT: Duration = Duration::from_secs(60);
+const MAX_CONNECTION_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long an agent waits for the other agent's report after the end of a transfer.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long an agent reads data that still arrive after the end of a transfer.
@@ -31,8 +31,8 @@ const SMALL_SEGMENTS_TIME: Duration = Duration::from_millis(50);
 
 /// Connects to every address of the request, and measures round trips and transfers over the first
 /// address that is reachable. Errors are part of the result.
-pub(super) fn measure_connection(end: &MeasuringEnd, request: &MeasureRequest) -> Measurement {
-    let timeout = Duration::from_millis(request.timeout_ms).min(MAX_TIMEOUT);
+pub(super) fn measure_connection(end: &MeasurementEndpoint, request: &MeasureRequest) -> Measurement {
+    let timeout = Duration::from_millis(request.timeout_ms).min(MAX_CONNECTION_TIMEOUT);
     let open = |address: &SocketAddr| {
         let began = Instant::now();
         let stream = open_connection(end, *address, timeout, false)?;
@@ -78,12 +78,12 @@ fn measure_round_trip(mut stream: TcpStream, timeout: Duration) -> io::Result<f6
     stream.set_read_timeout(Some(timeout))?;
     MeasureCommand::Echo.write(&mut stream)?;
     let (began, mut shortest) = (Instant::now(), f64::INFINITY);
-    for number in 0..ROUND_TRIPS {
+    for number in 0..MAX_ROUND_TRIPS {
         let sent = Instant::now();
         stream.write_all(&[number as u8])?;
         stream.read_exact(&mut [0])?;
         shortest = shortest.min(sent.elapsed().as_secs_f64() * 1e3);
-        if began.elapsed() > ROUND_TRIPS_TIME {
+        if began.elapsed() > ROUND_TRIPS_TIME_LIMIT {
             break;
         }
     }
@@ -129,14 +129,14 @@ fn send_to_peer(mut stream: TcpStream, time: Duration) -> io::Result<Transfer> {
     let mut writer = stream.try_clone()?;
     let trailer = thread::scope(|scope| {
         scope.spawn(|| send_data(&mut writer, &is_done));
-        let trailer = Trailer::read(&mut stream);
+        let trailer = TransferReport::read(&mut stream);
         is_done.store(true, Ordering::Relaxed);
         // Also ends a write that waits for the other side.
         let retransmits = read_retransmits(&stream);
         _ = stream.shutdown(Shutdown::Both);
         trailer.map(|trailer| (trailer, retransmits))
     });
-    let (Trailer { bytes, nanoseconds, .. }, retransmits) = trailer?;
+    let (TransferReport { bytes, nanoseconds, .. }, retransmits) = trailer?;
     let segments = retransmits.map(|(_, size)| bytes / size + 1);
     Ok(Transfer {
         bytes,
@@ -154,7 +154,7 @@ fn receive_from_peer(mut stream: TcpStream, time: Duration) -> io::Result<Transf
     let (bytes, elapsed) = receive_data(&mut stream, time)?;
     let mut found = Transfer { bytes, seconds: elapsed.as_secs_f64(), ..Transfer::default() };
     stream.shutdown(Shutdown::Write)?;
-    if let Some(trailer) = drain_to_trailer(&mut stream) {
+    if let Some(trailer) = read_until_trailer(&mut stream) {
         found.retransmits = Some(trailer.retransmits);
         found.segments = Some(bytes / trailer.segment_bytes.max(1) + 1);
     }
@@ -163,7 +163,7 @@ fn receive_from_peer(mut stream: TcpStream, time: Duration) -> io::Result<Transf
 
 /// Reads the data that still arrive after a transfer, and returns the report ([`Trailer`]) that
 /// follows them. Returns `None` if the end does not arrive within [`DRAIN_TIMEOUT`].
-fn drain_to_trailer(stream: &mut TcpStream) -> Option<Trailer> {
+fn read_until_trailer(stream: &mut TcpStream) -> Option<TransferReport> {
     let deadline = Instant::now() + DRAIN_TIMEOUT;
     let mut buffer = vec![0; 256 << 10];
     let mut tail: Vec<u8> = Vec::new();
@@ -171,10 +171,10 @@ fn drain_to_trailer(stream: &mut TcpStream) -> Option<Trailer> {
         let rest = deadline.checked_duration_since(Instant::now()).filter(|rest| !rest.is_zero())?;
         stream.set_read_timeout(Some(rest)).ok()?;
         match stream.read(&mut buffer).ok()? {
-            0 => return Trailer::parse(tail.get(tail.len().checked_sub(TRAILER_BYTES)?..)?),
+            0 => return TransferReport::parse(tail.get(tail.len().checked_sub(TRANSFER_REPORT_BYTES)?..)?),
             count => {
-                tail.extend_from_slice(&buffer[count.saturating_sub(TRAILER_BYTES)..count]);
-                tail.drain(..tail.len().saturating_sub(TRAILER_BYTES));
+                tail.extend_from_slice(&buffer[count.saturating_sub(TRANSFER_REPORT_BYTES)..count]);
+                tail.drain(..tail.len().saturating_sub(TRANSFER_REPORT_BYTES));
             }
         }
     }

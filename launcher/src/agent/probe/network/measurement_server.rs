@@ -25,20 +25,20 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long the server waits for the end of a transfer after the time of the transfer has passed.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// The largest number of bytes that the server echoes on one connection.
-const MAX_ECHOES: usize = 1000;
+const MAX_ECHO_BYTES: usize = 1000;
 /// The size of the buffer for reading and writing data, in bytes.
 const BUFFER_BYTES: usize = 256 << 10;
 /// The pause after a failure to accept a connection, for example because too many files are open.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// The length of a [`Trailer`] in bytes.
-pub(super) const TRAILER_BYTES: usize = 40;
+pub(super) const TRANSFER_REPORT_BYTES: usize = 40;
 /// The bytes with which a [`Trailer`] begins, and which cannot occur in the transferred zeros.
-const TRAILER_MAGIC: &[u8; 8] = b"launchT1";
+const TRANSFER_REPORT_MAGIC: &[u8; 8] = b"launchT1";
 
 /// The report about a transfer, which the agent at one end sends to the agent at the other end
 /// after the data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Trailer {
+pub(super) struct TransferReport {
     /// The number of bytes that arrived, as the receiver reports it.
     pub(super) bytes: u64,
     /// The time from the first to the last byte, as the receiver reports it.
@@ -49,11 +49,11 @@ pub(super) struct Trailer {
     pub(super) segment_bytes: u64,
 }
 
-impl Trailer {
+impl TransferReport {
     /// Encodes the trailer as bytes.
-    fn to_bytes(self) -> [u8; TRAILER_BYTES] {
-        let mut bytes = [0; TRAILER_BYTES];
-        bytes[..8].copy_from_slice(TRAILER_MAGIC);
+    fn to_bytes(self) -> [u8; TRANSFER_REPORT_BYTES] {
+        let mut bytes = [0; TRANSFER_REPORT_BYTES];
+        bytes[..8].copy_from_slice(TRANSFER_REPORT_MAGIC);
         let numbers = [self.bytes, self.nanoseconds, self.retransmits, self.segment_bytes];
         for (target, number) in bytes[8..].chunks_exact_mut(8).zip(numbers) {
             target.copy_from_slice(&number.to_le_bytes());
@@ -62,18 +62,18 @@ impl Trailer {
     }
 
     /// Decodes a trailer from bytes. Returns `None` for other bytes.
-    pub(super) fn parse(bytes: &[u8]) -> Option<Trailer> {
-        let numbers = bytes.strip_prefix(TRAILER_MAGIC)?;
+    pub(super) fn parse(bytes: &[u8]) -> Option<TransferReport> {
+        let numbers = bytes.strip_prefix(TRANSFER_REPORT_MAGIC)?;
         let mut numbers = numbers.chunks_exact(8).map(|n| n.try_into().map(u64::from_le_bytes));
         let mut next = || numbers.next()?.ok();
-        Some(Trailer { bytes: next()?, nanoseconds: next()?, retransmits: next()?, segment_bytes: next()? })
+        Some(TransferReport { bytes: next()?, nanoseconds: next()?, retransmits: next()?, segment_bytes: next()? })
     }
 
     /// Reads a trailer from a connection and decodes it.
-    pub(super) fn read(stream: &mut TcpStream) -> io::Result<Trailer> {
-        let mut bytes = [0; TRAILER_BYTES];
+    pub(super) fn read(stream: &mut TcpStream) -> io::Result<TransferReport> {
+        let mut bytes = [0; TRANSFER_REPORT_BYTES];
         stream.read_exact(&mut bytes)?;
-        Trailer::parse(&bytes).ok_or_else(|| io::ErrorKind::InvalidData.into())
+        TransferReport::parse(&bytes).ok_or_else(|| io::ErrorKind::InvalidData.into())
     }
 }
 
@@ -86,7 +86,7 @@ pub(super) fn start_serving(listeners: Vec<TcpListener>, key: &HandshakeKey) -> 
         let accept = move || {
             loop {
                 match listener.accept() {
-                    Ok((stream, _)) => start_connection(stream, &active, &key),
+                    Ok((stream, _)) => start_connection_thread(stream, &active, &key),
                     Err(_) => thread::sleep(ACCEPT_PAUSE),
                 }
             }
@@ -98,7 +98,7 @@ pub(super) fn start_serving(listeners: Vec<TcpListener>, key: &HandshakeKey) -> 
 
 /// Starts a separate thread that serves a connection, unless [`MAX_CONNECTIONS`] connections are
 /// active.
-fn start_connection(stream: TcpStream, active: &Arc<AtomicUsize>, key: &HandshakeKey) {
+fn start_connection_thread(stream: TcpStream, active: &Arc<AtomicUsize>, key: &HandshakeKey) {
     if active.fetch_add(1, Ordering::Relaxed) >= MAX_CONNECTIONS {
         active.fetch_sub(1, Ordering::Relaxed);
         return;
@@ -106,7 +106,7 @@ fn start_connection(stream: TcpStream, active: &Arc<AtomicUsize>, key: &Handshak
     let (counter, key) = (active.clone(), key.clone());
     let serve = move || {
         // A failure ends only this connection; the other side reports it.
-        _ = serve_connection(&key, stream);
+        _ = authenticate_and_serve(&key, stream);
         counter.fetch_sub(1, Ordering::Relaxed);
     };
     if thread::Builder::new().name("measured".into()).spawn(serve).is_err() {
@@ -116,7 +116,7 @@ fn start_connection(stream: TcpStream, active: &Arc<AtomicUsize>, key: &Handshak
 
 /// Authenticates the agent at the other end of a connection, and executes the command that it
 /// sends.
-fn serve_connection(key: &HandshakeKey, stream: TcpStream) -> io::Result<()> {
+fn authenticate_and_serve(key: &HandshakeKey, stream: TcpStream) -> io::Result<()> {
     let mut stream = accept_connection(key, stream, AUTHENTICATION_TIMEOUT)?;
     stream.set_read_timeout(Some(IDLE_TIMEOUT))?;
     stream.set_write_timeout(Some(IDLE_TIMEOUT))?;
@@ -124,22 +124,22 @@ fn serve_connection(key: &HandshakeKey, stream: TcpStream) -> io::Result<()> {
     match MeasureCommand::read(&mut stream)? {
         MeasureCommand::Echo => {
             let mut byte = [0];
-            for _ in 0..MAX_ECHOES {
+            for _ in 0..MAX_ECHO_BYTES {
                 stream.read_exact(&mut byte)?;
                 stream.write_all(&byte)?;
             }
             Ok(())
         }
-        MeasureCommand::Receive(ms) => serve_receiving(stream, limit(ms)),
-        MeasureCommand::Send(ms) => serve_sending(stream, limit(ms)),
+        MeasureCommand::Receive(ms) => serve_receive_command(stream, limit(ms)),
+        MeasureCommand::Send(ms) => serve_send_command(stream, limit(ms)),
     }
 }
 
 /// Receives data for `time`, and reports to the other agent how many bytes arrived.
-fn serve_receiving(mut stream: TcpStream, time: Duration) -> io::Result<()> {
+fn serve_receive_command(mut stream: TcpStream, time: Duration) -> io::Result<()> {
     let (bytes, elapsed) = receive_data(&mut stream, time)?;
     let nanoseconds = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
-    stream.write_all(&Trailer { bytes, nanoseconds, ..Trailer::default() }.to_bytes())?;
+    stream.write_all(&TransferReport { bytes, nanoseconds, ..TransferReport::default() }.to_bytes())?;
     // Closing a connection with unread data would destroy the report on the other side.
     let deadline = Instant::now() + CLOSE_TIMEOUT;
     stream.set_read_timeout(Some(CLOSE_TIMEOUT))?;
@@ -150,7 +150,7 @@ fn serve_receiving(mut stream: TcpStream, time: Duration) -> io::Result<()> {
 
 /// Sends data until the other agent closes its direction of the connection, and then reports the
 /// number of retransmits.
-fn serve_sending(mut stream: TcpStream, time: Duration) -> io::Result<()> {
+fn serve_send_command(mut stream: TcpStream, time: Duration) -> io::Result<()> {
     stream.set_read_timeout(Some(FIRST_DATA_TIMEOUT + time + CLOSE_TIMEOUT))?;
     let is_done = AtomicBool::new(false);
     let mut writer = stream.try_clone()?;
@@ -165,7 +165,7 @@ fn serve_sending(mut stream: TcpStream, time: Duration) -> io::Result<()> {
         sender.join().is_ok()
     });
     let (retransmits, segment_bytes) = read_retransmits(&stream).unwrap_or_default();
-    stream.write_all(&Trailer { retransmits, segment_bytes, ..Trailer::default() }.to_bytes())?;
+    stream.write_all(&TransferReport { retransmits, segment_bytes, ..TransferReport::default() }.to_bytes())?;
     stream.shutdown(Shutdown::Write)
 }
 
@@ -215,9 +215,9 @@ mod tests {
 
     #[test]
     fn a_trailer_round_trips_and_zeros_are_none() {
-        let trailer = Trailer { bytes: 1, nanoseconds: 2, retransmits: u64::MAX, segment_bytes: 1448 };
-        assert_eq!(Trailer::parse(&trailer.to_bytes()), Some(trailer));
-        assert_eq!(Trailer::parse(&[0; TRAILER_BYTES]), None);
-        assert_eq!(Trailer::parse(TRAILER_MAGIC), None);
+        let trailer = TransferReport { bytes: 1, nanoseconds: 2, retransmits: u64::MAX, segment_bytes: 1448 };
+        assert_eq!(TransferReport::parse(&trailer.to_bytes()), Some(trailer));
+        assert_eq!(TransferReport::parse(&[0; TRANSFER_REPORT_BYTES]), None);
+        assert_eq!(TransferReport::parse(TRANSFER_REPORT_MAGIC), None);
     }
 }

@@ -16,13 +16,13 @@ use tokio::net::TcpSocket;
 pub(super) const SMALL_SEGMENT_BYTES: u32 = 536;
 /// The largest number of unsent bytes in the kernel's send buffer of a connection. A small number
 /// keeps the time short in which data remain on the way after the end of a transfer.
-const UNSENT_BYTES: u32 = 128 << 10;
+const MAX_UNSENT_BYTES: u32 = 128 << 10;
 /// The length of an encoded command (its kind and a duration), in bytes.
 const COMMAND_BYTES: usize = 9;
 
 /// The local address and the key with which an agent performs all its measurements.
 #[derive(Clone, Debug)]
-pub(super) struct MeasuringEnd {
+pub(super) struct MeasurementEndpoint {
     pub(super) key: HandshakeKey,
     /// The address of this host from which connections are opened.
     pub(super) address: IpAddr,
@@ -72,7 +72,7 @@ impl MeasureCommand {
 /// prove that they have the key. `timeout` limits both together. With `small_segments`, the
 /// connection uses segments of [`SMALL_SEGMENT_BYTES`] in both directions.
 pub(super) fn open_connection(
-    end: &MeasuringEnd,
+    end: &MeasurementEndpoint,
     target: SocketAddr,
     timeout: Duration,
     small_segments: bool,
@@ -120,7 +120,7 @@ fn into_blocking(stream: tokio::net::TcpStream) -> io::Result<TcpStream> {
     let stream = stream.into_std()?;
     stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
-    let unsent = UNSENT_BYTES;
+    let unsent = MAX_UNSENT_BYTES;
     // SAFETY: the option takes a number of 32 bits, and the descriptor is open.
     let result = unsafe {
         libc::setsockopt(

@@ -1,5 +1,5 @@
 //! [`ClientFailure`]: why OpenSSH's client could not connect to a host, or lost the connection.
-use super::client_log::ClientLog;
+use super::client_log::ClientLogParser;
 use crate::cluster::{
     ssh::{ssh_error::build_ssh_error, target::SshTarget},
     transport::ConnectionStage,
@@ -9,7 +9,7 @@ use protocol::control::ExitStatus;
 use std::{io, time::Duration};
 
 /// The exit code with which OpenSSH's client reports its own failures.
-const CLIENT_ERROR: u8 = 255;
+const CLIENT_ERROR_EXIT_CODE: u8 = 255;
 /// The largest number of output lines that an error about the client contains.
 const MAX_OUTPUT_LINES: usize = 3;
 
@@ -17,7 +17,7 @@ const MAX_OUTPUT_LINES: usize = 3;
 /// error code and the failed stage of the connection. The first entry with a matching text applies.
 ///
 /// The texts only select among failures. That the client has failed is known from its exit code.
-const CAUSES: &[(&[&str], Code, ConnectionStage)] = &[
+const FAILURE_PATTERNS: &[(&[&str], Code, ConnectionStage)] = &[
     (
         &["Bad configuration option", "bad configuration options", "Bad owner or permissions on"],
         ssh::SSH_CONFIG_INVALID,
@@ -54,12 +54,12 @@ const CAUSES: &[(&[&str], Code, ConnectionStage)] = &[
     (&["Connection timed out", "Operation timed out"], ssh::SSH_CONNECT_TIMEOUT, ConnectionStage::Tcp),
     (&["No route to host", "Network is unreachable"], ssh::SSH_NO_ROUTE, ConnectionStage::Tcp),
     (&["ssh: connect to host"], ssh::SSH_CONNECT_FAILED, ConnectionStage::Tcp),
-    (&CLOSED_TEXTS, ssh::SSH_HANDSHAKE_FAILED, ConnectionStage::HostKey),
+    (&SERVER_CLOSED_MESSAGES, ssh::SSH_HANDSHAKE_FAILED, ConnectionStage::HostKey),
 ];
 
 /// The texts by which OpenSSH's client reports that the server has closed the connection during the
 /// handshake.
-const CLOSED_TEXTS: [&str; 4] =
+const SERVER_CLOSED_MESSAGES: [&str; 4] =
     ["kex_exchange_identification", "Connection closed by", "Connection reset by", "banner line"];
 
 /// The explanation of a failure of OpenSSH's client.
@@ -79,30 +79,30 @@ pub(in crate::cluster::ssh) struct ClientFailure {
 impl ClientFailure {
     /// Explains why the client has ended, or returns `None` if `status` is the exit status of the
     /// remote command. `stderr` is what the remote command and the proxy command wrote.
-    pub(super) fn from_end(
+    pub(super) fn from_client_end(
         status: Option<ExitStatus>,
-        log: &ClientLog,
+        log: &ClientLogParser,
         stderr: &[u8],
         target: &SshTarget,
     ) -> Option<ClientFailure> {
         let (is_client_error, ending) = match status {
-            Some(ExitStatus::Code(code)) => (code == CLIENT_ERROR, format!("ended with exit code {code}")),
+            Some(ExitStatus::Code(code)) => (code == CLIENT_ERROR_EXIT_CODE, format!("ended with exit code {code}")),
             Some(ExitStatus::Signal(signal, _)) => (true, format!("was killed by signal {signal}")),
             None => (true, "closed its output".to_owned()),
         };
         if log.is_logged_in && (!is_client_error || log.has_exit_code || log.has_exit_signal) {
             return None;
         }
-        let output = collect_output(log, stderr);
+        let output = select_error_lines(log, stderr);
         let name = &target.name;
         if log.is_logged_in {
             let message = format!("the SSH connection to host {name} was lost: `ssh` {ending}");
             return Some(Self::new(ssh::SSH_CONNECTION_LOST, ConnectionStage::Agent, message, output, log));
         }
-        let is_exit_255 = status == Some(ExitStatus::Code(CLIENT_ERROR));
+        let is_exit_255 = status == Some(ExitStatus::Code(CLIENT_ERROR_EXIT_CODE));
         let has = |texts: &[&str]| is_exit_255 && log.messages().any(|m| texts.iter().any(|t| m.contains(t)));
-        let cause = CAUSES.iter().find(|(texts, ..)| has(texts));
-        let is_closed = cause.is_some_and(|(texts, ..)| *texts == CLOSED_TEXTS.as_slice());
+        let cause = FAILURE_PATTERNS.iter().find(|(texts, ..)| has(texts));
+        let is_closed = cause.is_some_and(|(texts, ..)| *texts == SERVER_CLOSED_MESSAGES.as_slice());
         let has_proxy = target.client_proxy().is_some();
         let (code, stage) = match cause {
             // The key exchange has ended, so the login failed.
@@ -120,15 +120,15 @@ impl ClientFailure {
     }
 
     /// Explains why the client has not logged in within `limit`.
-    pub(super) fn from_timeout(
+    pub(super) fn from_login_timeout(
         limit: Duration,
-        log: &ClientLog,
+        log: &ClientLogParser,
         stderr: &[u8],
         target: &SshTarget,
     ) -> ClientFailure {
         let message =
             format!("`ssh` did not log in to host {} within {} s", target.name, limit.as_secs_f64());
-        let output = collect_output(log, stderr);
+        let output = select_error_lines(log, stderr);
         Self::new(ssh::SSH_CLIENT_TIMEOUT, ConnectionStage::Authentication, message, output, log)
     }
 
@@ -138,7 +138,7 @@ impl ClientFailure {
         stage: ConnectionStage,
         message: String,
         output: Vec<String>,
-        log: &ClientLog,
+        log: &ClientLogParser,
     ) -> ClientFailure {
         let host_key = log.host_key.clone();
         ClientFailure { code, stage, message, output, host_key, is_closed_by_server: false }
@@ -167,7 +167,7 @@ impl ClientFailure {
 }
 
 /// Returns the last messages in the client's log or, without messages, the last lines of `stderr`.
-fn collect_output(log: &ClientLog, stderr: &[u8]) -> Vec<String> {
+fn select_error_lines(log: &ClientLogParser, stderr: &[u8]) -> Vec<String> {
     let mut lines: Vec<String> = log.messages().map(str::to_owned).collect();
     let text = String::from_utf8_lossy(stderr);
     let replace = |line: &str| line.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect();
@@ -185,8 +185,8 @@ mod tests {
 
     /// Returns the failure of a client that ended with `status` after it wrote these lines.
     fn explain(log_text: &str, status: Option<ExitStatus>, proxy: &str) -> Option<ClientFailure> {
-        let mut log = ClientLog::default();
-        log.add(log_text.as_bytes());
+        let mut log = ClientLogParser::default();
+        log.parse_chunk(log_text.as_bytes());
         let dir = tempfile::tempdir().expect("a directory");
         std::fs::write(dir.path().join("config"), proxy).expect("a file");
         let mut spec = crate::testing::sample_job().cluster.ssh;
@@ -195,7 +195,7 @@ mod tests {
         let resolver = crate::cluster::ssh::target::TargetResolver::new(&spec, dir.path());
         let host = jobspec::hosts::parse_hosts("h0").expect("a host").remove(0);
         let target = resolver.and_then(|resolver| resolver.resolve_target(&host)).expect("a target");
-        ClientFailure::from_end(status, &log, b"from the proxy\n", &target)
+        ClientFailure::from_client_end(status, &log, b"from the proxy\n", &target)
     }
 
     #[test]

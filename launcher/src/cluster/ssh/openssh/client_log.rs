@@ -9,7 +9,7 @@ const MAX_MESSAGES: usize = 24;
 const MAX_LINE_BYTES: usize = 1 << 10;
 
 /// The prefixes of lines of the client's log that look like warnings but report no problem.
-const IRRELEVANT_PREFIXES: [&str; 7] = [
+const IRRELEVANT_LINE_PREFIXES: [&str; 7] = [
     "OpenSSH_",
     "Authenticated to ",
     "Transferred: ",
@@ -21,7 +21,7 @@ const IRRELEVANT_PREFIXES: [&str; 7] = [
 
 /// The state of a connection as parsed from the log of OpenSSH's client.
 #[derive(Debug, Default)]
-pub(super) struct ClientLog {
+pub(super) struct ClientLogParser {
     /// The beginning of a line whose end has not arrived.
     unfinished: Vec<u8>,
     /// Whether the user is logged in, or an existing connection is shared.
@@ -36,14 +36,14 @@ pub(super) struct ClientLog {
     messages: VecDeque<String>,
 }
 
-impl ClientLog {
+impl ClientLogParser {
     /// Parses the next part of the log.
-    pub(super) fn add(&mut self, bytes: &[u8]) {
+    pub(super) fn parse_chunk(&mut self, bytes: &[u8]) {
         for byte in bytes {
             match byte {
                 b'\n' => {
                     let line = std::mem::take(&mut self.unfinished);
-                    self.add_line(String::from_utf8_lossy(&line).trim());
+                    self.parse_line(String::from_utf8_lossy(&line).trim());
                 }
                 byte if self.unfinished.len() < MAX_LINE_BYTES => self.unfinished.push(*byte),
                 _ => {}
@@ -52,7 +52,7 @@ impl ClientLog {
     }
 
     /// Parses one line of the log.
-    fn add_line(&mut self, line: &str) {
+    fn parse_line(&mut self, line: &str) {
         if line.starts_with("Authenticated to ") {
             self.is_logged_in = true;
         }
@@ -70,7 +70,7 @@ impl ClientLog {
             return;
         }
         let is_debug = line.starts_with("debug");
-        if line.is_empty() || is_debug || IRRELEVANT_PREFIXES.iter().any(|p| line.starts_with(p)) {
+        if line.is_empty() || is_debug || IRRELEVANT_LINE_PREFIXES.iter().any(|p| line.starts_with(p)) {
             return;
         }
         if self.messages.len() == MAX_MESSAGES {
@@ -91,25 +91,25 @@ mod tests {
 
     #[test]
     fn stages_and_messages_are_read_from_the_log() {
-        let mut log = ClientLog::default();
-        log.add(b"OpenSSH_9.2p1 Debian-2, OpenSSL 3.0.19\r\ndebug1: Connecting to h0\r\n");
-        log.add(b"debug1: Server host key: ssh-ed25519 SHA256:abc\r\ndebug1: Au");
+        let mut log = ClientLogParser::default();
+        log.parse_chunk(b"OpenSSH_9.2p1 Debian-2, OpenSSL 3.0.19\r\ndebug1: Connecting to h0\r\n");
+        log.parse_chunk(b"debug1: Server host key: ssh-ed25519 SHA256:abc\r\ndebug1: Au");
         assert!(!log.is_logged_in);
         assert_eq!(log.host_key, Some(("ssh-ed25519".to_owned(), "SHA256:abc".to_owned())));
-        log.add(b"thentication succeeded (publickey).\r\nsome \x1b problem\r\n");
+        log.parse_chunk(b"thentication succeeded (publickey).\r\nsome \x1b problem\r\n");
         assert!(log.is_logged_in && !log.has_exit_code);
-        log.add(b"debug1: client_input_channel_req: channel 0 rtype exit-status reply 0\r\n");
-        log.add(b"debug1: client_input_channel_req: channel 0 rtype exit-signal reply 0\r\n");
+        log.parse_chunk(b"debug1: client_input_channel_req: channel 0 rtype exit-status reply 0\r\n");
+        log.parse_chunk(b"debug1: client_input_channel_req: channel 0 rtype exit-signal reply 0\r\n");
         assert!(log.has_exit_code && log.has_exit_signal);
         assert_eq!(log.messages().collect::<Vec<_>>(), ["some \u{fffd} problem"]);
     }
 
     #[test]
     fn a_log_of_any_length_needs_bounded_memory() {
-        let mut log = ClientLog::default();
+        let mut log = ClientLogParser::default();
         for _ in 0..100 {
-            log.add(&[b'x'; 5000]);
-            log.add(b"\n");
+            log.parse_chunk(&[b'x'; 5000]);
+            log.parse_chunk(b"\n");
         }
         assert_eq!(log.messages().count(), MAX_MESSAGES);
         assert!(log.messages().all(|line| line.len() == MAX_LINE_BYTES));

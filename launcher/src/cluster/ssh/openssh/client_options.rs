@@ -75,7 +75,7 @@ impl ClientOptions {
             (proxy, ..) => u32::from(proxy.is_some()),
         };
         arguments.extend(jump_option.into_iter().flat_map(|option| ["-o".to_owned(), option]));
-        arguments.extend(build_destination(&address));
+        arguments.extend(build_destination_arguments(&address));
         ClientOptions {
             shown_command: format_command(&address, spec, config_file, &proxy),
             arguments,
@@ -115,7 +115,7 @@ fn build_common_arguments(spec: &SshSpec, config_file: Option<&Path>) -> Vec<Str
 }
 
 /// Builds the arguments that name a host. The name cannot be taken for an option.
-fn build_destination(host: &HostAddress) -> Vec<String> {
+fn build_destination_arguments(host: &HostAddress) -> Vec<String> {
     let mut arguments = Vec::new();
     if let Some(user) = &host.user {
         arguments.extend(["-l".to_owned(), user.clone()]);
@@ -142,7 +142,7 @@ fn find_jump(jump: &str, host: &HostAddress, settings: &SshHostSettings) -> Opti
 fn build_proxy_command(jump: &HostAddress, spec: &SshSpec, config_file: Option<&Path>) -> String {
     let mut words = vec!["ssh".to_owned()];
     words.extend(build_common_arguments(spec, config_file));
-    let destination = build_destination(jump);
+    let destination = build_destination_arguments(jump);
     let quoted = |words: &[String]| words.iter().map(|word| quote_word(word)).collect::<Vec<_>>().join(" ");
     format!("{} -W '[%h]:%p' {}", quoted(&words), quoted(&destination))
 }

@@ -25,7 +25,7 @@ const DEFAULT_HARDWARE_KEYS: [&str; 2] = ["id_ecdsa_sk", "id_ed25519_sk"];
 
 /// The keywords of the SSH configuration that only OpenSSH's client supports. Each one is given in
 /// lower case and as documented, with the values that require nothing.
-const KEYWORDS: &[(&str, &str, &[&str])] = &[
+const OPENSSH_ONLY_KEYWORDS: &[(&str, &str, &[&str])] = &[
     ("controlpath", "ControlPath", &["none"]),
     ("certificatefile", "CertificateFile", &["none"]),
     ("hostbasedauthentication", "HostbasedAuthentication", &["no", "false"]),
@@ -55,7 +55,7 @@ impl ClientRequirement {
 }
 
 /// The settings and files of a host that may require OpenSSH's client.
-pub(in crate::cluster::ssh) struct HostFiles<'a> {
+pub(in crate::cluster::ssh) struct HostSettingsAndFiles<'a> {
     /// The files of private keys.
     pub(in crate::cluster::ssh) keys: &'a [PathBuf],
     /// Whether `keys` are the default ones.
@@ -69,12 +69,12 @@ pub(in crate::cluster::ssh) struct HostFiles<'a> {
 
 /// Finds the first setting or file of a host that only OpenSSH's client supports. Proxies are not
 /// considered. May run `klist`.
-pub(in crate::cluster::ssh) fn find_requirement(
+pub(in crate::cluster::ssh) fn find_client_requirement(
     settings: &SshHostSettings,
-    files: &HostFiles<'_>,
+    files: &HostSettingsAndFiles<'_>,
 ) -> Option<ClientRequirement> {
-    find_keyword(settings)
-        .or_else(|| find_key_file(files))
+    find_openssh_only_keyword(settings)
+        .or_else(|| find_openssh_only_key(files))
         .or_else(|| {
             let known_hosts = files.known_hosts?;
             let has_authority = known_hosts.has_certificate_authority(files.known_hosts_name);
@@ -82,19 +82,19 @@ pub(in crate::cluster::ssh) fn find_requirement(
             has_authority.then(|| ClientRequirement::new(option()))
         })
         .or_else(|| {
-            let uses_kerberos = settings.other.get("gssapiauthentication").is_some_and(|v| is_yes(v));
+            let uses_kerberos = settings.other.get("gssapiauthentication").is_some_and(|v| is_switched_on(v));
             let option = "GSSAPIAuthentication yes, with a Kerberos ticket";
             (uses_kerberos && has_kerberos_ticket()).then(|| ClientRequirement::new(option))
         })
 }
 
 /// Returns whether a value of the configuration switches a setting on.
-fn is_yes(value: &str) -> bool {
+fn is_switched_on(value: &str) -> bool {
     ["yes", "true"].iter().any(|yes| value.eq_ignore_ascii_case(yes))
 }
 
 /// Finds the first keyword in a host's configuration that only OpenSSH's client supports.
-fn find_keyword(settings: &SshHostSettings) -> Option<ClientRequirement> {
+fn find_openssh_only_keyword(settings: &SshHostSettings) -> Option<ClientRequirement> {
     let requires = |(keyword, name, harmless): &(&str, &str, &[&str])| {
         let value = settings.other.get(*keyword)?;
         let is_harmless = harmless.iter().any(|harmless| value.eq_ignore_ascii_case(harmless));
@@ -102,13 +102,13 @@ fn find_keyword(settings: &SshHostSettings) -> Option<ClientRequirement> {
     };
     let methods = settings.other.get("preferredauthentications");
     let excludes_keys = methods.filter(|list| !list.split(',').any(|method| method == "publickey"));
-    KEYWORDS.iter().find_map(requires).or_else(|| {
+    OPENSSH_ONLY_KEYWORDS.iter().find_map(requires).or_else(|| {
         excludes_keys.map(|list| ClientRequirement::new(format!("PreferredAuthentications {list}")))
     })
 }
 
 /// Finds a key file that has a certificate, or whose private key is on a hardware key.
-fn find_key_file(files: &HostFiles<'_>) -> Option<ClientRequirement> {
+fn find_openssh_only_key(files: &HostSettingsAndFiles<'_>) -> Option<ClientRequirement> {
     for key in files.keys {
         let mut certificate = key.as_os_str().to_owned();
         certificate.push("-cert.pub");
@@ -143,7 +143,7 @@ fn is_hardware_key(key: &Path) -> bool {
 fn has_kerberos_ticket() -> bool {
     static FOUND: OnceLock<bool> = OnceLock::new();
     *FOUND.get_or_init(|| {
-        let klist = SupervisedChild::run(Command::new("klist").arg("-s"), KLIST_TIMEOUT);
+        let klist = SupervisedChild::run_to_end(Command::new("klist").arg("-s"), KLIST_TIMEOUT);
         klist.is_ok_and(|output| output.status.success())
     })
 }
@@ -156,14 +156,14 @@ mod tests {
     /// directory `dir`.
     fn find(config: &str, dir: &Path, keys: &[&str]) -> Option<String> {
         let keys: Vec<PathBuf> = keys.iter().map(|key| dir.join(key)).collect();
-        let files = HostFiles {
+        let files = HostSettingsAndFiles {
             keys: &keys,
             has_default_keys: keys.is_empty(),
             user_directory: dir,
             known_hosts: None,
             known_hosts_name: "a",
         };
-        find_requirement(&read_settings(config, "a"), &files).map(|found| found.option)
+        find_client_requirement(&read_settings(config, "a"), &files).map(|found| found.option)
     }
 
     #[test]

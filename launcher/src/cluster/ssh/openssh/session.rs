@@ -1,5 +1,5 @@
 //! [`OpenSshSession`]: a connection to a host that a process of OpenSSH's client carries.
-use super::{client_failure::ClientFailure, client_log::ClientLog, supervised_child::SupervisedChild};
+use super::{client_failure::ClientFailure, client_log::ClientLogParser, supervised_child::SupervisedChild};
 use crate::cluster::{
     ssh::{connection_progress::ConnectionProgress, ssh_error::build_ssh_error, target::SshTarget},
     transport::ConnectionStage,
@@ -56,7 +56,7 @@ impl OpenSshSession {
         target: &SshTarget,
         progress: &Arc<ConnectionProgress>,
     ) -> diagnostic::Result<OpenSshSession> {
-        let client = connect(target, progress)?;
+        let client = connect_with_retries(target, progress)?;
         Ok(OpenSshSession {
             target: target.clone(),
             progress: progress.clone(),
@@ -73,12 +73,12 @@ impl OpenSshSession {
     /// Runs a script of one line on the host. Blocks.
     pub(in crate::cluster::ssh) fn exec(&self, script: &str) -> diagnostic::Result<OpenSshChannel> {
         if self.client.borrow().has_ended.get() {
-            let client = connect(&self.target, &self.progress)?;
+            let client = connect_with_retries(&self.target, &self.progress)?;
             *self.client.borrow_mut() = Rc::new(client);
             self.progress.set_stage(ConnectionStage::Exec);
         }
         let client = self.client.borrow().clone();
-        client.absorb_output();
+        client.read_log_and_stderr();
         client.state.borrow_mut().stderr.clear();
         let mut channel = OpenSshChannel { client, timeout: self.timeout.clone() };
         // If the connection has ended, reading the answer fails with the reason.
@@ -88,7 +88,7 @@ impl OpenSshSession {
 }
 
 /// Connects to a host and logs in, with several attempts if the server closes the connection.
-fn connect(target: &SshTarget, progress: &Arc<ConnectionProgress>) -> diagnostic::Result<ClientProcess> {
+fn connect_with_retries(target: &SshTarget, progress: &Arc<ConnectionProgress>) -> diagnostic::Result<ClientProcess> {
     let mut delay = FIRST_RETRY_DELAY;
     let mut attempt = 1;
     loop {
@@ -118,8 +118,8 @@ fn build_resource_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
 
 /// The parts of the client's log and stderr that were read so far.
 #[derive(Default)]
-struct ClientOutput {
-    log: ClientLog,
+struct ClientLogAndStderr {
+    log: ClientLogParser,
     /// The first bytes of stderr since the last script.
     stderr: Vec<u8>,
     has_log_ended: bool,
@@ -136,7 +136,7 @@ pub(super) struct ClientProcess {
     /// The end of the log's pipe that the client opens by its path. Closed once the client has
     /// written to the log.
     log_writer: RefCell<Option<PipeWriter>>,
-    state: RefCell<ClientOutput>,
+    state: RefCell<ClientLogAndStderr>,
     has_ended: Cell<bool>,
 }
 
@@ -163,7 +163,7 @@ impl ClientProcess {
         let log_path = format!("/proc/{}/fd/{}", std::process::id(), log_writer.as_raw_fd());
         command.args(["-E", &log_path]).args(arguments).arg(REMOTE_COMMAND);
         // In the C locale. `SendEnv` of the configuration must not pass it on to the host.
-        let locale = std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(env::is_locale));
+        let locale = std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(env::is_locale_variable));
         locale.for_each(|(name, _)| _ = command.env_remove(name));
         command.stdin(OwnedFd::from(client_end.try_clone()?));
         command.stdout(OwnedFd::from(client_end)).stderr(Stdio::from(stderr_writer));
@@ -193,7 +193,7 @@ impl ClientProcess {
             if self.state.borrow().log.is_logged_in {
                 return Ok(());
             }
-            match self.poll(PollFlags::POLLIN, deadline) {
+            match self.poll_stream_and_output(PollFlags::POLLIN, deadline) {
                 Ok(true) => {
                     let mut byte = [0];
                     let flags = nix::sys::socket::MsgFlags::MSG_PEEK;
@@ -213,12 +213,12 @@ impl ClientProcess {
     /// Explains why the client did not log in within `limit`.
     fn explain_timeout(&self, limit: Duration, target: &SshTarget) -> ClientFailure {
         let state = self.state.borrow();
-        ClientFailure::from_timeout(limit, &state.log, &state.stderr, target)
+        ClientFailure::from_login_timeout(limit, &state.log, &state.stderr, target)
     }
 
     /// Waits until the stream has one of these events, or the client writes to its log or stderr.
     /// Returns whether the stream is ready. Fails after the deadline.
-    fn poll(&self, events: PollFlags, deadline: Instant) -> io::Result<bool> {
+    fn poll_stream_and_output(&self, events: PollFlags, deadline: Instant) -> io::Result<bool> {
         let remaining = deadline.saturating_duration_since(Instant::now());
         if remaining.is_zero() {
             return Err(io::ErrorKind::TimedOut.into());
@@ -234,7 +234,7 @@ impl ClientProcess {
         }
         let is_ready = fds[0].any().unwrap_or(false);
         drop(fds);
-        self.absorb_output();
+        self.read_log_and_stderr();
         Ok(is_ready)
     }
 
@@ -247,8 +247,8 @@ impl ClientProcess {
     }
 
     /// Reads and parses what the client has newly written to its log and to stderr. Never blocks.
-    fn absorb_output(&self) {
-        self.absorb_log();
+    fn read_log_and_stderr(&self) {
+        self.read_log();
         let mut state = self.state.borrow_mut();
         let state = &mut *state;
         let kept = &mut state.stderr;
@@ -259,13 +259,13 @@ impl ClientProcess {
     }
 
     /// Reads and parses what the client has newly written to its log. Never blocks.
-    pub(super) fn absorb_log(&self) {
+    pub(super) fn read_log(&self) {
         let mut state = self.state.borrow_mut();
         let state = &mut *state;
         let (log, mut has_begun) = (&mut state.log, false);
         state.has_log_ended |= read_available(&self.log, |bytes| {
             has_begun = true;
-            log.add(bytes);
+            log.parse_chunk(bytes);
         });
         if has_begun {
             self.log_writer.replace(None);
@@ -285,7 +285,7 @@ impl ClientProcess {
     /// Discards what was read from stderr so far, which is output of the client, a proxy command or
     /// the login shell.
     pub(super) fn discard_stderr(&self) {
-        self.absorb_output();
+        self.read_log_and_stderr();
         self.state.borrow_mut().stderr.clear();
     }
 
@@ -293,8 +293,8 @@ impl ClientProcess {
     /// the client still runs.
     fn wait_for_end(&self) -> Option<ExitStatus> {
         self.has_ended.set(true);
-        let status = self.child.wait(EXIT_TIMEOUT);
-        self.absorb_output();
+        let status = self.child.wait_timeout(EXIT_TIMEOUT);
+        self.read_log_and_stderr();
         status
     }
 
@@ -302,12 +302,12 @@ impl ClientProcess {
     fn explain_end(&self, target: &SshTarget) -> Option<ClientFailure> {
         let status = self.wait_for_end();
         let state = self.state.borrow();
-        ClientFailure::from_end(status, &state.log, &state.stderr, target)
+        ClientFailure::from_client_end(status, &state.log, &state.stderr, target)
     }
 
     /// Returns the exit status of the remote command, or `None` if the host did not report it,
     /// after the output has ended. Fails if the connection was lost.
-    pub(super) fn finish(&self, target: &SshTarget) -> diagnostic::Result<Option<ExitStatus>> {
+    pub(super) fn remote_exit_status(&self, target: &SshTarget) -> diagnostic::Result<Option<ExitStatus>> {
         if let Some(failure) = self.explain_end(target) {
             return Err(failure.into_diagnostic(target));
         }
@@ -358,7 +358,7 @@ impl OpenSshChannel {
 
     /// Repeats an operation on the nonblocking stream until it succeeds or the time limit is
     /// reached.
-    fn retry<T>(
+    fn retry_until_timeout<T>(
         &self,
         events: PollFlags,
         mut operation: impl FnMut(&UnixStream) -> io::Result<T>,
@@ -367,7 +367,7 @@ impl OpenSshChannel {
         loop {
             match operation(&self.client.stream) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    self.client.poll(events, deadline)?;
+                    self.client.poll_stream_and_output(events, deadline)?;
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 result => return result,
@@ -378,7 +378,7 @@ impl OpenSshChannel {
 
 impl Read for OpenSshChannel {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        match self.retry(PollFlags::POLLIN, |mut stream| stream.read(buffer)) {
+        match self.retry_until_timeout(PollFlags::POLLIN, |mut stream| stream.read(buffer)) {
             // The client has ended without reading all of its input.
             Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Ok(0),
             result => result,
@@ -388,7 +388,7 @@ impl Read for OpenSshChannel {
 
 impl Write for OpenSshChannel {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.retry(PollFlags::POLLOUT, |mut stream| stream.write(bytes))
+        self.retry_until_timeout(PollFlags::POLLOUT, |mut stream| stream.write(bytes))
     }
 
     fn flush(&mut self) -> io::Result<()> {

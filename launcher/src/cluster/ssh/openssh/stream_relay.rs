@@ -42,7 +42,7 @@ pub(in crate::cluster::ssh) fn relay_streams(
         let message = format!("the SSH connection to host {} was lost", target.name);
         build_ssh_error(target, ssh::SSH_CONNECTION_LOST, message).with_cause(&error).with_remedy()
     })?;
-    client.finish(target)
+    client.remote_exit_status(target)
 }
 
 /// The state of relaying the bytes of one agent.
@@ -66,7 +66,7 @@ impl StreamRelay<'_> {
         self.stderr.set_nonblocking(true)?;
         loop {
             let progressed = self.relay_input()? | self.relay_output()? | self.relay_stderr();
-            self.client.absorb_log();
+            self.client.read_log();
             if !self.has_output && self.from_host.is_empty() && self.from_stderr.is_empty() {
                 return Ok(());
             }

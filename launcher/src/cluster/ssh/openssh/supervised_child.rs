@@ -30,20 +30,20 @@ type ReapedStatus = Arc<Mutex<Option<ExitStatus>>>;
 static UNREAPED: Mutex<BTreeMap<u32, ReapedStatus>> = Mutex::new(BTreeMap::new());
 
 /// Locks a mutex, also after a thread has panicked while it held the lock.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+fn lock_ignoring_poison<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns the pids of the [`SupervisedChild`] processes that were not reaped.
 pub(in crate::cluster::ssh) fn list_running_children() -> Vec<u32> {
-    lock(&UNREAPED).keys().copied().collect()
+    lock_ignoring_poison(&UNREAPED).keys().copied().collect()
 }
 
 /// Records the exit status of a child process that another thread has reaped. The caller holds
 /// [`lock_children`]. Ignores processes that were not started here.
 pub(in crate::cluster::ssh) fn record_child_exit(pid: u32, status: ExitStatus) {
-    if let Some(reaped) = lock(&UNREAPED).remove(&pid) {
-        *lock(&reaped) = Some(status);
+    if let Some(reaped) = lock_ignoring_poison(&UNREAPED).remove(&pid) {
+        *lock_ignoring_poison(&reaped) = Some(status);
     }
 }
 
@@ -78,17 +78,17 @@ impl SupervisedChild {
         let _lock = lock_children();
         let child = command.spawn()?;
         let reaped = ReapedStatus::default();
-        lock(&UNREAPED).insert(child.id(), reaped.clone());
+        lock_ignoring_poison(&UNREAPED).insert(child.id(), reaped.clone());
         Ok((SupervisedChild { pid: child.id(), reaped }, child))
     }
 
     /// Runs a command to its end, and returns its exit status and its output. Kills the command and
     /// fails if it takes longer than `limit`, or if its output does not fit into a pipe.
-    pub(in crate::cluster::ssh) fn run(command: &mut Command, limit: Duration) -> io::Result<Output> {
+    pub(in crate::cluster::ssh) fn run_to_end(command: &mut Command, limit: Duration) -> io::Result<Output> {
         use std::{io::Read, os::unix::process::ExitStatusExt, process::Stdio};
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let (process, mut child) = SupervisedChild::spawn(command)?;
-        let status = process.wait(limit).ok_or(io::ErrorKind::TimedOut)?;
+        let status = process.wait_timeout(limit).ok_or(io::ErrorKind::TimedOut)?;
         // Kills descendants that hold the pipes.
         drop(process);
         let read = |pipe: Option<&mut dyn Read>| -> io::Result<Vec<u8>> {
@@ -109,12 +109,12 @@ impl SupervisedChild {
     pub(super) fn exit_status(&self) -> Option<ExitStatus> {
         let _lock = lock_children();
         // The lock is held, so a process without a recorded status was not reaped.
-        lock(&self.reaped).or_else(|| peek_exit_status(self.pid))
+        lock_ignoring_poison(&self.reaped).or_else(|| peek_exit_status(self.pid))
     }
 
     /// Waits for the end of the process, for at most `limit`. Returns the exit status, or `None` if
     /// the process still runs.
-    pub(super) fn wait(&self, limit: Duration) -> Option<ExitStatus> {
+    pub(super) fn wait_timeout(&self, limit: Duration) -> Option<ExitStatus> {
         let deadline = Instant::now() + limit;
         loop {
             match self.exit_status() {
@@ -128,7 +128,7 @@ impl SupervisedChild {
 impl Drop for SupervisedChild {
     fn drop(&mut self) {
         let _lock = lock_children();
-        if lock(&self.reaped).is_none() {
+        if lock_ignoring_poison(&self.reaped).is_none() {
             // The process was not reaped, so no other group can have its number.
             _ = killpg(Pid::from_raw(self.pid as i32), Signal::SIGKILL);
         }
@@ -170,7 +170,7 @@ mod tests {
     #[test]
     fn the_exit_status_is_known_before_and_after_the_child_is_reaped() {
         let (child, _) = SupervisedChild::spawn(Command::new("sh").args(["-c", "exit 7"])).expect("a child");
-        assert_eq!(child.wait(Duration::from_secs(20)), Some(ExitStatus::Code(7)));
+        assert_eq!(child.wait_timeout(Duration::from_secs(20)), Some(ExitStatus::Code(7)));
         assert!(list_running_children().contains(&child.pid), "not reaped yet");
         reap(&child);
         assert_eq!(child.exit_status(), Some(ExitStatus::Code(7)));
@@ -181,10 +181,10 @@ mod tests {
         let mut shell = Command::new("sh");
         shell.args(["-c", "sleep 100 & echo $!; wait"]).stdout(std::process::Stdio::piped());
         let (child, mut pipes) = SupervisedChild::spawn(&mut shell).expect("a child");
-        assert_eq!(child.wait(Duration::from_millis(20)), None);
+        assert_eq!(child.wait_timeout(Duration::from_millis(20)), None);
         let again = SupervisedChild { pid: child.pid, reaped: child.reaped.clone() };
         drop(child);
-        assert_eq!(again.wait(Duration::from_secs(20)), Some(ExitStatus::Signal(9, false)));
+        assert_eq!(again.wait_timeout(Duration::from_secs(20)), Some(ExitStatus::Signal(9, false)));
         // The pipe ends when the sleeping process has ended, too.
         let mut output = String::new();
         let stdout = pipes.stdout.as_mut().expect("a pipe");
@@ -195,10 +195,10 @@ mod tests {
     #[test]
     fn a_command_that_takes_too_long_is_killed() {
         let began = Instant::now();
-        let error = SupervisedChild::run(Command::new("sleep").arg("100"), Duration::from_millis(50));
+        let error = SupervisedChild::run_to_end(Command::new("sleep").arg("100"), Duration::from_millis(50));
         assert_eq!(error.expect_err("too slow").kind(), io::ErrorKind::TimedOut);
         assert!(began.elapsed() < Duration::from_secs(50));
-        let output = SupervisedChild::run(Command::new("echo").arg("a"), Duration::from_secs(20));
+        let output = SupervisedChild::run_to_end(Command::new("echo").arg("a"), Duration::from_secs(20));
         assert_eq!(output.expect("output").stdout, b"a\n");
     }
 }

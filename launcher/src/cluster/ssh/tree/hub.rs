@@ -1,5 +1,5 @@
 //! [`TreeHub`]: the controller's node of the tree, on a separate thread.
-use super::planner::{TreePlace, TreePlanner, TreeSource};
+use super::planner::{TreePlace, TreePlanner, ExecutableSource};
 use crate::{
     cluster::{
         ssh::connection_progress::ConnectionProgress,
@@ -38,7 +38,7 @@ const MAX_COMMANDS: usize = 1 << 17;
 const CHANNEL_CAPACITY: usize = 1024;
 /// The interval at which a thread that waits for a decision checks whether the start of its agent
 /// was cancelled.
-const GIVE_UP_INTERVAL: Duration = Duration::from_secs(2);
+const GIVE_UP_CHECK_INTERVAL: Duration = Duration::from_secs(2);
 /// The longest time for which the hub waits for an event.
 const MAX_SLEEP: Duration = Duration::from_secs(60);
 /// The number of lines of an agent's standard error that wait for their reader. Further ones are
@@ -50,7 +50,7 @@ const STDERR_CHUNK_BYTES: usize = 4 << 10;
 /// A command for the thread of the hub.
 enum HubCommand {
     /// Open the stream of an agent that is being started.
-    Open(OpenedStream),
+    Open(NewAgentStreams),
     /// Use the connection to an agent as a link.
     AddRoot { setup: Box<TreeSetup>, control: StdStream, stderr: StdStream },
     /// End a stream in both directions.
@@ -58,7 +58,7 @@ enum HubCommand {
 }
 
 /// The hub's ends of the streams of an agent that is about to be started.
-struct OpenedStream {
+struct NewAgentStreams {
     stream: StreamId,
     host: String,
     halves: StreamHalves,
@@ -114,7 +114,7 @@ impl SharedPlanner {
     }
 
     /// Changes the planner, and wakes the threads that wait for its decisions.
-    fn change(&self, change: impl FnOnce(&mut TreePlanner)) {
+    fn change_and_wake(&self, change: impl FnOnce(&mut TreePlanner)) {
         change(&mut self.lock());
         self.places.notify_one();
         self.sources.notify_one();
@@ -122,7 +122,7 @@ impl SharedPlanner {
 
     /// Waits on the condition variable `changed` until `decide` returns a decision, or
     /// `is_given_up` returns `true`. Checks `is_given_up` every [`GIVE_UP_INTERVAL`].
-    fn wait_for<T>(
+    fn wait_for_decision<T>(
         &self,
         changed: &Condvar,
         mut decide: impl FnMut(&mut TreePlanner) -> Option<T>,
@@ -138,7 +138,7 @@ impl SharedPlanner {
                 changed.notify_one();
                 return Some(decision);
             }
-            let waited = changed.wait_timeout(planner, GIVE_UP_INTERVAL);
+            let waited = changed.wait_timeout(planner, GIVE_UP_CHECK_INTERVAL);
             planner = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -186,12 +186,12 @@ impl TreeHub {
     }
 
     /// Opens the stream of an agent that is about to be started on a host.
-    pub(crate) fn open_stream(&self, host: &str, progress: Arc<ConnectionProgress>) -> TreeStream {
+    pub(crate) fn open_agent_stream(&self, host: &str, progress: Arc<ConnectionProgress>) -> TreeStream {
         let stream = self.streams.fetch_add(1, Ordering::Relaxed) + 1;
         let (near, halves) = StreamHalves::create_pair();
         let (stderr_writer, stderr) = tokio::io::duplex(STDERR_CAPACITY << 10);
         let first_agent = Arc::new(AtomicU64::new(0));
-        self.send(HubCommand::Open(OpenedStream {
+        self.send_command(HubCommand::Open(NewAgentStreams {
             stream,
             host: host.to_owned(),
             halves: near,
@@ -205,8 +205,8 @@ impl TreeHub {
     }
 
     /// Assigns the agent of a stream a place in the tree, if one is free now.
-    pub(crate) fn try_place(&self, stream: StreamId) -> Option<TreePlace> {
-        self.planner.lock().place(stream)
+    pub(crate) fn try_place_agent(&self, stream: StreamId) -> Option<TreePlace> {
+        self.planner.lock().place_agent(stream)
     }
 
     /// Waits until the agent of a stream gets a place in the tree. Returns `None` if the start was
@@ -216,7 +216,7 @@ impl TreeHub {
         stream: StreamId,
         is_given_up: impl Fn() -> bool,
     ) -> Option<TreePlace> {
-        self.planner.wait_for(&self.planner.places, |planner| planner.place(stream), is_given_up)
+        self.planner.wait_for_decision(&self.planner.places, |planner| planner.place_agent(stream), is_given_up)
     }
 
     /// Lists the agents to which the agent of a stream may connect now. The list is empty for an
@@ -227,17 +227,17 @@ impl TreeHub {
 
     /// Waits until another host or the controller can send the executable to a host. Returns `None`
     /// if the start was given up.
-    pub(crate) fn wait_for_source(&self, is_given_up: impl Fn() -> bool) -> Option<TreeSource> {
-        self.planner.wait_for(&self.planner.sources, TreePlanner::take_source, is_given_up)
+    pub(crate) fn wait_for_executable_source(&self, is_given_up: impl Fn() -> bool) -> Option<ExecutableSource> {
+        self.planner.wait_for_decision(&self.planner.sources, TreePlanner::reserve_executable_source, is_given_up)
     }
 
     /// Records that a transfer of the executable has ended.
-    pub(crate) fn return_source(&self, source: &TreeSource) {
-        self.planner.change(|planner| planner.return_source(source));
+    pub(crate) fn release_executable_source(&self, source: &ExecutableSource) {
+        self.planner.change_and_wake(|planner| planner.release_executable_source(source));
     }
 
     /// Builds the first message to an agent, which contains its place in the tree.
-    pub(crate) fn build_setup(&self, stream: StreamId, host: &str, parents: Vec<TreeParent>) -> TreeSetup {
+    pub(crate) fn build_first_message(&self, stream: StreamId, host: &str, parents: Vec<TreeParent>) -> TreeSetup {
         let host_lease_ms = self.settings.host_lease.as_millis() as u64;
         TreeSetup {
             stream,
@@ -257,16 +257,16 @@ impl TreeHub {
     /// Makes the connection to an agent a link of the tree, with the agent directly below the
     /// controller. The agent gets its place first. `stderr` carries the agent's standard error.
     pub(crate) fn add_root(&self, setup: TreeSetup, control: StdStream, stderr: StdStream) {
-        self.send(HubCommand::AddRoot { setup: Box::new(setup), control, stderr });
+        self.send_command(HubCommand::AddRoot { setup: Box::new(setup), control, stderr });
     }
 
     /// Ends the stream of an agent that could not be started.
-    pub(crate) fn abort(&self, stream: StreamId) {
-        self.send(HubCommand::Abort(stream));
+    pub(crate) fn abort_stream(&self, stream: StreamId) {
+        self.send_command(HubCommand::Abort(stream));
     }
 
     /// Sends a command to the thread of the hub.
-    fn send(&self, command: HubCommand) {
+    fn send_command(&self, command: HubCommand) {
         // An agent whose command does not fit counts as lost after the limit of its first message.
         _ = self.commands.try_send(command);
     }
@@ -380,12 +380,12 @@ impl HubLoop {
                     Some(command) => self.execute_command(command),
                     None => return,
                 },
-                Some((link, frame)) = self.frames.1.recv() => self.receive(link, frame),
+                Some((link, frame)) = self.frames.1.recv() => self.receive_from_link(link, frame),
                 Some(event) = self.events.1.recv() => self.handle_local_event(event),
                 () = sleep_until(due) => self.end_detached_streams(),
                 _ = heartbeats.tick() => {
                     self.links.send_heartbeats();
-                    for (stream, parents) in self.planner.lock().list_updates() {
+                    for (stream, parents) in self.planner.lock().list_parent_updates() {
                         self.router.send_parents(stream, parents);
                     }
                 }
@@ -405,15 +405,15 @@ impl HubLoop {
                 }
             }
             HubCommand::Abort(stream) => {
-                self.router.abort(stream);
+                self.router.abort_stream(stream);
                 self.end_stream(stream, None);
             }
         }
     }
 
     /// Registers the stream of an agent that is about to be started.
-    fn open_stream(&mut self, opened: OpenedStream) {
-        let OpenedStream { stream, host, halves, stderr, progress, first_agent } = opened;
+    fn open_stream(&mut self, opened: NewAgentStreams) {
+        let NewAgentStreams { stream, host, halves, stderr, progress, first_agent } = opened;
         self.router.open_stream(stream);
         let local = LocalStream::start(stream, halves, self.events.0.clone());
         let (sender, lines) = mpsc::channel(STDERR_CAPACITY);
@@ -438,7 +438,7 @@ impl HubLoop {
     }
 
     /// Handles a frame from a link, or the end of a link.
-    fn receive(&mut self, link: LinkId, frame: Option<TreeFrame>) {
+    fn receive_from_link(&mut self, link: LinkId, frame: Option<TreeFrame>) {
         if !self.links.record_input(link) {
             return;
         }
@@ -456,7 +456,7 @@ impl HubLoop {
     fn remove_root(&mut self, link: LinkId) {
         self.router.remove_child(link);
         if let Some(stream) = self.roots.remove(&link) {
-            self.router.abort(stream);
+            self.router.abort_stream(stream);
             self.end_stream(stream, None);
         }
     }
@@ -465,8 +465,8 @@ impl HubLoop {
     fn handle_local_event(&mut self, event: LocalStreamEvent) {
         match event {
             LocalStreamEvent::Written(stream, bytes) => self.router.write(stream, &bytes),
-            LocalStreamEvent::Closed(stream) => self.router.finish(stream),
-            LocalStreamEvent::Consumed(stream, count) => self.router.consume(stream, count),
+            LocalStreamEvent::Closed(stream) => self.router.finish_writing(stream),
+            LocalStreamEvent::Consumed(stream, count) => self.router.record_consumed_bytes(stream, count),
         }
     }
 
@@ -507,7 +507,7 @@ impl HubLoop {
                 }
             }
             RouterAction::Detached(stream) => {
-                self.planner.change(|planner| planner.mark_detached(stream));
+                self.planner.change_and_wake(|planner| planner.mark_detached(stream));
                 if let Some(state) = self.streams.get_mut(&stream) {
                     let now = Instant::now();
                     state.detached_at = Some(now);
@@ -515,7 +515,7 @@ impl HubLoop {
                 }
             }
             RouterAction::Ready(stream, addresses) => {
-                self.planner.change(|planner| planner.mark_ready(stream, addresses));
+                self.planner.change_and_wake(|planner| planner.mark_ready(stream, addresses));
                 // Lists that were sent while the agent had no way to the controller are lost.
                 let parents = self.planner.lock().list_parents_of(stream);
                 if !parents.is_empty() {
@@ -545,7 +545,7 @@ impl HubLoop {
                 let message = format!("lost host {name}: its connection to another host of the job ended");
                 let error =
                     Diagnostic::error(host::TREE_CONNECTION_LOST, message).with_subject(name).with_remedy();
-                self.router.abort(stream);
+                self.router.abort_stream(stream);
                 self.end_stream(stream, Some(error));
             }
         }
@@ -554,7 +554,7 @@ impl HubLoop {
     /// Ends the streams that connect the controller with an agent. `failure` is the reason, if the
     /// connection's thread has recorded none.
     fn end_stream(&mut self, stream: StreamId, failure: Option<Diagnostic>) {
-        self.planner.change(|planner| planner.remove(stream));
+        self.planner.change_and_wake(|planner| planner.remove_agent(stream));
         if let Some(state) = self.streams.remove(&stream) {
             if let Some(failure) = failure {
                 state.progress.record_end(Some(failure), None);

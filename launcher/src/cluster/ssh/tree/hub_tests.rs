@@ -17,7 +17,7 @@ impl AgentEnd {
     async fn connect(hub: &TreeHub, stream: StreamId) -> AgentEnd {
         let (near, far) = StdStream::pair().expect("a pair");
         let (stderr, _) = StdStream::pair().expect("a pair");
-        hub.add_root(hub.build_setup(stream, "h", Vec::new()), near, stderr);
+        hub.add_root(hub.build_first_message(stream, "h", Vec::new()), near, stderr);
         far.set_nonblocking(true).expect("a socket");
         let mut end = AgentEnd(UnixStream::from_std(far).expect("a socket"));
         end.receive_until(|frame| matches!(frame, TreeFrame::Setup(_))).await;
@@ -67,10 +67,10 @@ async fn an_agent_that_is_connected_late_learns_which_agents_became_ready_before
     };
     let hub = TreeHub::start(settings).expect("a hub");
     let streams: Vec<TreeStream> =
-        (0..4).map(|_| hub.open_stream("h", Arc::new(ConnectionProgress::new().0))).collect();
+        (0..4).map(|_| hub.open_agent_stream("h", Arc::new(ConnectionProgress::new().0))).collect();
     let [first, second, third, late] = [0, 1, 2, 3].map(|index| streams[index].id);
     for root in [first, second, third] {
-        assert_eq!(hub.try_place(root), Some(TreePlace::Root));
+        assert_eq!(hub.try_place_agent(root), Some(TreePlace::Root));
     }
     let mut parent = AgentEnd::connect(&hub, first).await;
     let place = hub.wait_for_place(late, || false).expect("a place");

@@ -18,10 +18,10 @@ const MAX_CONTROLLER_TRANSFERS: usize = 2;
 const MAX_ANCESTORS: usize = 8;
 /// The number of agents directly below the controller to which an agent may connect if no agent
 /// above it can be reached.
-const SPARE_PARENTS: usize = 4;
+const MAX_FALLBACK_PARENTS: usize = 4;
 
 /// The largest number of agents whose lists of possible parents are updated at once.
-const UPDATES_AT_ONCE: usize = 64;
+const MAX_PARENT_UPDATES_AT_ONCE: usize = 64;
 
 /// The place of an agent in the tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,7 +34,7 @@ pub(crate) enum TreePlace {
 
 /// The source from which a host gets the executable, which is another host or the controller.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum TreeSource {
+pub(crate) enum ExecutableSource {
     /// From the controller, over SSH.
     Controller,
     /// From the host of another agent.
@@ -94,46 +94,46 @@ impl TreePlanner {
     /// Places an agent in the tree, below the controller or, if that has enough agents, below the
     /// least loaded agent of the lowest depth. Returns `None` if the agent has to wait until
     /// another agent accepts agents.
-    pub(crate) fn place(&mut self, stream: StreamId) -> Option<TreePlace> {
+    pub(crate) fn place_agent(&mut self, stream: StreamId) -> Option<TreePlace> {
         if self.roots.len() < self.width {
             self.roots.insert(stream);
             self.agents.insert(stream, PlannedAgent::default());
             return Some(TreePlace::Root);
         }
         let (depth, _, parent) = *self.open.first()?;
-        self.change(parent, |agent| agent.children += 1);
+        self.change_agent(parent, |agent| agent.children += 1);
         let depth = depth + 1;
         self.agents.insert(stream, PlannedAgent { depth, parent: Some(parent), ..PlannedAgent::default() });
-        Some(TreePlace::Below(self.list_parents(parent)))
+        Some(TreePlace::Below(self.list_parents_below(parent)))
     }
 
     /// Lists the possible parents of the agent of a stream, to which it may connect. The list is
     /// empty for an agent that is connected with the controller.
     pub(crate) fn list_parents_of(&self, stream: StreamId) -> Vec<TreeParent> {
         let parent = self.agents.get(&stream).and_then(|agent| agent.parent);
-        parent.map(|parent| self.list_parents(parent)).unwrap_or_default()
+        parent.map(|parent| self.list_parents_below(parent)).unwrap_or_default()
     }
 
     /// Lists the possible parents of an agent below `parent`, which are `parent`, the agents above
     /// that, and some directly below the controller.
-    fn list_parents(&self, parent: StreamId) -> Vec<TreeParent> {
+    fn list_parents_below(&self, parent: StreamId) -> Vec<TreeParent> {
         let mut parents: Vec<TreeParent> = Vec::new();
         let mut next = Some(parent);
         while let Some(stream) = next.filter(|_| parents.len() < MAX_ANCESTORS) {
-            parents.extend(self.find_parent(stream));
+            parents.extend(self.to_tree_parent(stream));
             next = self.agents.get(&stream).and_then(|agent| agent.parent);
         }
         let known: Vec<StreamId> = parents.iter().map(|parent| parent.stream).collect();
         // Begins behind the agent's number, so that the agents below a lost one go to several.
         let others = self.roots.range(parent..).chain(self.roots.range(..parent));
-        let spares = others.filter(|root| !known.contains(root)).filter_map(|root| self.find_parent(*root));
-        parents.extend(spares.take(SPARE_PARENTS));
+        let spares = others.filter(|root| !known.contains(root)).filter_map(|root| self.to_tree_parent(*root));
+        parents.extend(spares.take(MAX_FALLBACK_PARENTS));
         parents
     }
 
     /// Returns an agent and the addresses at which it accepts other agents, or `None` if it accepts
     /// no agents.
-    fn find_parent(&self, stream: StreamId) -> Option<TreeParent> {
+    fn to_tree_parent(&self, stream: StreamId) -> Option<TreeParent> {
         let addresses = self.agents.get(&stream)?.addresses.clone()?;
         Some(TreeParent { stream, addresses })
     }
@@ -141,71 +141,71 @@ impl TreePlanner {
     /// Records that an agent accepts others at these addresses, and that its host has the
     /// executable.
     pub(crate) fn mark_ready(&mut self, stream: StreamId, addresses: Vec<SocketAddr>) {
-        self.change(stream, |agent| agent.addresses = Some(addresses));
+        self.change_agent(stream, |agent| agent.addresses = Some(addresses));
     }
 
     /// Lists a limited number of agents whose possible parents have changed, each with its new
     /// list. After a change, a round of calls lists every agent, so that each one knows several
     /// others that are alive. Without a change, the list is empty.
-    pub(crate) fn list_updates(&mut self) -> Vec<(StreamId, Vec<TreeParent>)> {
+    pub(crate) fn list_parent_updates(&mut self) -> Vec<(StreamId, Vec<TreeParent>)> {
         let first = match self.next_update {
             Some(stream) => stream,
             None if std::mem::take(&mut self.has_changed) => 0,
             None => return Vec::new(),
         };
         let mut rest = self.agents.range(first..).map(|(stream, agent)| (*stream, agent.parent));
-        let considered: Vec<_> = rest.by_ref().take(UPDATES_AT_ONCE).collect();
+        let considered: Vec<_> = rest.by_ref().take(MAX_PARENT_UPDATES_AT_ONCE).collect();
         self.next_update = rest.next().map(|(stream, _)| stream);
         let list =
-            |(stream, parent): (StreamId, Option<StreamId>)| Some((stream, self.list_parents(parent?)));
+            |(stream, parent): (StreamId, Option<StreamId>)| Some((stream, self.list_parents_below(parent?)));
         considered.into_iter().filter_map(list).filter(|(_, parents)| !parents.is_empty()).collect()
     }
 
     /// Records that an agent is no longer connected with the controller, so that it accepts no
     /// other agents.
     pub(crate) fn mark_detached(&mut self, stream: StreamId) {
-        self.change(stream, |agent| agent.addresses = None);
+        self.change_agent(stream, |agent| agent.addresses = None);
     }
 
     /// Removes an agent that has ended.
-    pub(crate) fn remove(&mut self, stream: StreamId) {
+    pub(crate) fn remove_agent(&mut self, stream: StreamId) {
         self.mark_detached(stream);
         self.roots.remove(&stream);
         if let Some(parent) = self.agents.remove(&stream).and_then(|agent| agent.parent) {
-            self.change(parent, |agent| agent.children = agent.children.saturating_sub(1));
+            self.change_agent(parent, |agent| agent.children = agent.children.saturating_sub(1));
         }
     }
 
     /// Chooses and reserves the source from which a host gets the executable. Returns `None` if all
     /// hosts that have it are busy.
-    pub(crate) fn take_source(&mut self) -> Option<TreeSource> {
+    pub(crate) fn reserve_executable_source(&mut self) -> Option<ExecutableSource> {
         match self.sources.first().copied() {
             Some((transfers, stream)) if transfers < MAX_TRANSFERS => {
-                let source = self.find_parent(stream)?;
-                self.change(stream, |agent| agent.transfers += 1);
-                Some(TreeSource::Agent(source))
+                let source = self.to_tree_parent(stream)?;
+                self.change_agent(stream, |agent| agent.transfers += 1);
+                Some(ExecutableSource::Agent(source))
             }
             _ if self.controller_transfers < MAX_CONTROLLER_TRANSFERS => {
                 self.controller_transfers += 1;
-                Some(TreeSource::Controller)
+                Some(ExecutableSource::Controller)
             }
             _ => None,
         }
     }
 
     /// Releases the source of the executable after a transfer has ended.
-    pub(crate) fn return_source(&mut self, source: &TreeSource) {
+    pub(crate) fn release_executable_source(&mut self, source: &ExecutableSource) {
         match source {
-            TreeSource::Controller => self.controller_transfers = self.controller_transfers.saturating_sub(1),
-            TreeSource::Agent(TreeParent { stream, .. }) => {
-                self.change(*stream, |agent| agent.transfers = agent.transfers.saturating_sub(1));
+            ExecutableSource::Controller => self.controller_transfers = self.controller_transfers.saturating_sub(1),
+            ExecutableSource::Agent(TreeParent { stream, .. }) => {
+                self.change_agent(*stream, |agent| agent.transfers = agent.transfers.saturating_sub(1));
             }
         }
     }
 
     /// Changes an agent, and updates its entries in the sorted sets from which parents and sources
     /// are chosen.
-    fn change(&mut self, stream: StreamId, change: impl FnOnce(&mut PlannedAgent)) {
+    fn change_agent(&mut self, stream: StreamId, change: impl FnOnce(&mut PlannedAgent)) {
         let Some(agent) = self.agents.get_mut(&stream) else { return };
         self.open.remove(&(agent.depth, agent.children, stream));
         self.sources.remove(&(agent.transfers, stream));

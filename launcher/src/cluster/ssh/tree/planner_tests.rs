@@ -15,7 +15,7 @@ fn build_address(stream: StreamId) -> Vec<SocketAddr> {
 /// Places this number of agents, each of which accepts others at once. Returns their places.
 fn place_agents(planner: &mut TreePlanner, count: StreamId) -> Vec<TreePlace> {
     let place = |stream| {
-        let place = planner.place(stream).expect("a place");
+        let place = planner.place_agent(stream).expect("a place");
         planner.mark_ready(stream, build_address(stream));
         place
     };
@@ -51,37 +51,37 @@ fn agents_are_placed_level_by_level_and_evenly() {
 #[test]
 fn no_agent_is_placed_below_one_that_is_lost_or_not_ready() {
     let mut planner = TreePlanner::new(1);
-    assert_eq!(planner.place(1), Some(TreePlace::Root));
-    assert_eq!(planner.place(2), None, "no agent accepts others yet");
+    assert_eq!(planner.place_agent(1), Some(TreePlace::Root));
+    assert_eq!(planner.place_agent(2), None, "no agent accepts others yet");
     planner.mark_ready(1, build_address(1));
-    assert_eq!(planner.place(2).map(|place| list_streams(&place)), Some(vec![1]));
+    assert_eq!(planner.place_agent(2).map(|place| list_streams(&place)), Some(vec![1]));
     planner.mark_ready(2, build_address(2));
     planner.mark_detached(2);
-    assert_eq!(planner.place(3), None);
+    assert_eq!(planner.place_agent(3), None);
     planner.mark_ready(2, build_address(2));
-    assert_eq!(planner.place(3).map(|place| list_streams(&place)), Some(vec![2, 1]));
-    planner.remove(3);
-    planner.remove(1);
-    assert_eq!(planner.place(4), Some(TreePlace::Root), "the place of a lost agent is free");
-    planner.remove(2);
-    assert_eq!(planner.place(5), None);
+    assert_eq!(planner.place_agent(3).map(|place| list_streams(&place)), Some(vec![2, 1]));
+    planner.remove_agent(3);
+    planner.remove_agent(1);
+    assert_eq!(planner.place_agent(4), Some(TreePlace::Root), "the place of a lost agent is free");
+    planner.remove_agent(2);
+    assert_eq!(planner.place_agent(5), None);
 }
 
 #[test]
 fn agents_learn_of_others_that_become_ready_or_are_lost() {
     let mut planner = TreePlanner::new(2);
-    assert_eq!([planner.place(1), planner.place(2)], [Some(TreePlace::Root), Some(TreePlace::Root)]);
+    assert_eq!([planner.place_agent(1), planner.place_agent(2)], [Some(TreePlace::Root), Some(TreePlace::Root)]);
     planner.mark_ready(1, build_address(1));
-    assert_eq!(planner.place(3).map(|place| list_streams(&place)), Some(vec![1]));
+    assert_eq!(planner.place_agent(3).map(|place| list_streams(&place)), Some(vec![1]));
     let list = |planner: &mut TreePlanner| -> Vec<(StreamId, Vec<StreamId>)> {
-        let updates = planner.list_updates().into_iter();
+        let updates = planner.list_parent_updates().into_iter();
         updates.map(|(stream, parents)| (stream, list_streams(&TreePlace::Below(parents)))).collect()
     };
     planner.mark_ready(2, build_address(2));
     assert_eq!(list(&mut planner), [(3, vec![1, 2])]);
     planner.mark_ready(3, build_address(3));
     assert_eq!(list(&mut planner), [], "no agent connects to agent 3 yet");
-    planner.remove(1);
+    planner.remove_agent(1);
     assert_eq!(list(&mut planner), [(3, vec![2])]);
     assert_eq!(list(&mut planner), [], "nothing has changed");
     // A round with many agents takes several calls, and each agent is listed once.
@@ -93,7 +93,7 @@ fn agents_learn_of_others_that_become_ready_or_are_lost() {
     }
     assert_eq!(
         (rounds.len(), rounds.iter().sum::<usize>()),
-        (1000usize.div_ceil(UPDATES_AT_ONCE), 1000 - 64)
+        (1000usize.div_ceil(MAX_PARENT_UPDATES_AT_ONCE), 1000 - 64)
     );
 }
 
@@ -103,11 +103,11 @@ fn the_number_of_hosts_that_send_the_executable_doubles() {
     let mut ready = 0;
     let mut rounds = Vec::new();
     while ready < 1000 {
-        let sources: Vec<TreeSource> = std::iter::from_fn(|| planner.take_source()).collect();
+        let sources: Vec<ExecutableSource> = std::iter::from_fn(|| planner.reserve_executable_source()).collect();
         for source in &sources {
-            planner.return_source(source);
+            planner.release_executable_source(source);
             ready += 1;
-            planner.place(ready);
+            planner.place_agent(ready);
             planner.mark_ready(ready, build_address(ready));
         }
         rounds.push(sources.len());
@@ -115,11 +115,11 @@ fn the_number_of_hosts_that_send_the_executable_doubles() {
     assert_eq!(rounds, [2, 4, 8, 16, 32, 64, 128, 256, 512]);
     let mut planner = TreePlanner::new(64);
     place_agents(&mut planner, 1);
-    let source = planner.take_source().expect("a source");
-    assert!(matches!(source, TreeSource::Agent(TreeParent { stream: 1, .. })), "{source:?}");
-    planner.remove(1);
-    planner.return_source(&source);
-    assert_eq!(planner.take_source(), Some(TreeSource::Controller));
+    let source = planner.reserve_executable_source().expect("a source");
+    assert!(matches!(source, ExecutableSource::Agent(TreeParent { stream: 1, .. })), "{source:?}");
+    planner.remove_agent(1);
+    planner.release_executable_source(&source);
+    assert_eq!(planner.reserve_executable_source(), Some(ExecutableSource::Controller));
 }
 
 /// Routers that are connected as a planner has decided. Links deliver frames at once.
@@ -138,7 +138,7 @@ impl RoutedTree {
         let mut tree = RoutedTree { routers: HashMap::new(), links: HashMap::new(), controller_frames: 0 };
         tree.routers.insert(0, TreeRouter::new_controller());
         for stream in 1..=agents {
-            let place = planner.place(stream).expect("a place");
+            let place = planner.place_agent(stream).expect("a place");
             planner.mark_ready(stream, build_address(stream));
             let parent = list_streams(&place).first().copied().unwrap_or(0);
             tree.router(0).open_stream(stream);
@@ -210,7 +210,7 @@ const LINK_RATE: f64 = 1e9;
 /// states how they were measured.
 const LOGIN_S: f64 = 0.15;
 /// The time from the end of a transfer until the started agent accepts other agents, in seconds.
-const START_S: f64 = 0.1;
+const AGENT_READY_S: f64 = 0.1;
 /// The CPU time of the controller for each host, in seconds.
 const CONTROLLER_CPU_S: f64 = 0.003;
 
@@ -218,13 +218,13 @@ const CONTROLLER_CPU_S: f64 = 0.003;
 #[derive(Clone, Debug, PartialEq)]
 enum StartEvent {
     LoggedIn,
-    Copied(TreeSource),
+    Copied(ExecutableSource),
     Ready(StreamId),
 }
 
 /// Simulates the start of agents on this number of hosts, of which none has the executable, and
 /// returns the time in seconds. Also returns the largest number of transfers by one host.
-fn compute_start(hosts: u64, fanout: usize, copies: usize) -> (f64, usize) {
+fn simulate_start_time(hosts: u64, fanout: usize, copies: usize) -> (f64, usize) {
     let mut planner = TreePlanner::new(fanout);
     let mut events: Vec<Option<StartEvent>> = Vec::new();
     let mut queue: BinaryHeap<Reverse<(u64, usize)>> = BinaryHeap::new();
@@ -242,7 +242,7 @@ fn compute_start(hosts: u64, fanout: usize, copies: usize) -> (f64, usize) {
     loop {
         // A host logs in when it has a turn and a place.
         while logins < fanout && started_logins < hosts {
-            let Some(_) = planner.place(next_stream) else { break };
+            let Some(_) = planner.place_agent(next_stream) else { break };
             (next_stream, started_logins, logins, placed) =
                 (next_stream + 1, started_logins + 1, logins + 1, placed + 1);
             cpu_free = cpu_free.max(now) + CONTROLLER_CPU_S;
@@ -250,11 +250,11 @@ fn compute_start(hosts: u64, fanout: usize, copies: usize) -> (f64, usize) {
             schedule(&mut events, &mut queue, cpu_free + LOGIN_S, StartEvent::LoggedIn);
         }
         while copying < copies && waiting > 0 {
-            let Some(source) = planner.take_source() else { break };
+            let Some(source) = planner.reserve_executable_source() else { break };
             (copying, waiting) = (copying + 1, waiting - 1);
             let share = match &source {
-                TreeSource::Controller => MAX_CONTROLLER_TRANSFERS,
-                TreeSource::Agent(parent) => {
+                ExecutableSource::Controller => MAX_CONTROLLER_TRANSFERS,
+                ExecutableSource::Agent(parent) => {
                     *sent.entry(parent.stream).or_default() += 1;
                     MAX_TRANSFERS
                 }
@@ -268,10 +268,10 @@ fn compute_start(hosts: u64, fanout: usize, copies: usize) -> (f64, usize) {
             // The turn is free once the transfer can wait with the other ones.
             StartEvent::LoggedIn => (logins, waiting) = (logins - 1, waiting + 1),
             StartEvent::Copied(source) => {
-                planner.return_source(&source);
+                planner.release_executable_source(&source);
                 copying -= 1;
                 let stream = ready_to_place.remove(0);
-                schedule(&mut events, &mut queue, now + START_S, StartEvent::Ready(stream));
+                schedule(&mut events, &mut queue, now + AGENT_READY_S, StartEvent::Ready(stream));
             }
             StartEvent::Ready(stream) => {
                 planner.mark_ready(stream, build_address(stream));
@@ -285,13 +285,13 @@ fn compute_start(hosts: u64, fanout: usize, copies: usize) -> (f64, usize) {
 
 #[test]
 fn ten_thousand_hosts_start_within_a_minute() {
-    let (seconds, most_sent) = compute_start(10_000, 64, 128);
+    let (seconds, most_sent) = simulate_start_time(10_000, 64, 128);
     println!("10,000 hosts: {seconds:.1} s, at most {most_sent} transfers by one host");
     assert!(seconds < 60.0, "{seconds}");
     let without_tree = 10_000.0 * EXECUTABLE_BITS / LINK_RATE;
     assert!(without_tree > 40.0 * seconds, "{without_tree} s without a tree");
     for hosts in [100, 1000] {
-        let (seconds, _) = compute_start(hosts, 64, 128);
+        let (seconds, _) = simulate_start_time(hosts, 64, 128);
         println!("{hosts} hosts: {seconds:.1} s");
         assert!(seconds < 20.0, "{hosts}: {seconds}");
     }

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 /// The number of bad transfers with different working partners from which on a host counts as
 /// faulty.
-const CONVICTING_TRANSFERS: usize = 2;
+const MIN_CONVICTING_TRANSFERS: usize = 2;
 /// How often a bad transfer is tested before it counts, because another load can disturb one test.
 const TESTS_OF_BAD_TRANSFER: u32 = 2;
 /// How often a bad transfer is tested if neither its sender nor its receiver is found to be faulty.
@@ -52,14 +52,14 @@ pub(super) enum TransferFault {
 impl FaultSearch {
     /// Adds the transfer from `sender` to `receiver`, which was tested `tests` times, and whether
     /// all of these tests were bad.
-    pub(super) fn add(&mut self, (sender, receiver): (usize, usize), is_bad: bool, tests: u32) {
+    pub(super) fn add_transfer(&mut self, (sender, receiver): (usize, usize), is_bad: bool, tests: u32) {
         self.transfers.insert((sender, receiver), TestedTransfer { is_bad, tests });
     }
 
     /// Returns whether `host` took part in a good transfer in this role.
-    fn works(&self, host: usize, role: TransferRole) -> bool {
+    fn has_good_transfer(&self, host: usize, role: TransferRole) -> bool {
         let is_good = |(pair, transfer): (&(usize, usize), &TestedTransfer)| {
-            !transfer.is_bad && select_role(*pair, role) == host
+            !transfer.is_bad && select_host_by_role(*pair, role) == host
         };
         self.transfers.iter().any(is_good)
     }
@@ -67,14 +67,14 @@ impl FaultSearch {
     /// Returns the bad transfers that are evidence against `host` in this role, because their other
     /// side is known to work.
     fn list_evidence(&self, host: usize, role: TransferRole) -> Vec<(usize, usize)> {
-        if self.works(host, role) {
+        if self.has_good_transfer(host, role) {
             return Vec::new();
         }
         let other = role.opposite();
         let is_evidence = |pair: &(usize, usize), transfer: &TestedTransfer| {
             transfer.is_bad
-                && select_role(*pair, role) == host
-                && self.works(select_role(*pair, other), other)
+                && select_host_by_role(*pair, role) == host
+                && self.has_good_transfer(select_host_by_role(*pair, other), other)
         };
         let evidence = self.transfers.iter().filter(|(pair, transfer)| is_evidence(pair, transfer));
         evidence.map(|(pair, _)| *pair).collect()
@@ -82,11 +82,11 @@ impl FaultSearch {
 
     /// Returns whether enough evidence shows that `host` is at fault in this role.
     fn is_convicted(&self, host: usize, role: TransferRole) -> bool {
-        self.list_evidence(host, role).len() >= CONVICTING_TRANSFERS
+        self.list_evidence(host, role).len() >= MIN_CONVICTING_TRANSFERS
     }
 
     /// Returns the pairs of all bad transfers.
-    fn list_bad(&self) -> Vec<(usize, usize)> {
+    fn list_bad_transfers(&self) -> Vec<(usize, usize)> {
         self.transfers.iter().filter(|(_, transfer)| transfer.is_bad).map(|(pair, _)| *pair).collect()
     }
 
@@ -95,12 +95,12 @@ impl FaultSearch {
     pub(super) fn find_faults(&self) -> Vec<TransferFault> {
         use TransferRole::{Receiver, Sender};
         let mut faults = Vec::new();
-        for (sender, receiver) in self.list_bad() {
+        for (sender, receiver) in self.list_bad_transfers() {
             let convicted = [(sender, Sender), (receiver, Receiver)]
                 .map(|(host, role)| self.is_convicted(host, role).then_some(TransferFault::Host(host, role)));
             faults.extend(convicted.iter().flatten());
             if convicted.iter().all(Option::is_none) {
-                let both_work = self.works(sender, Sender) && self.works(receiver, Receiver);
+                let both_work = self.has_good_transfer(sender, Sender) && self.has_good_transfer(receiver, Receiver);
                 faults.push(match both_work {
                     true => TransferFault::Path(sender, receiver),
                     false => TransferFault::Undetermined(sender, receiver),
@@ -121,13 +121,13 @@ impl FaultSearch {
         is_usable: impl Fn(usize, usize) -> bool,
     ) -> Vec<(usize, usize)> {
         let mut chosen = Vec::new();
-        for pair in self.list_bad() {
+        for pair in self.list_bad_transfers() {
             for role in [TransferRole::Sender, TransferRole::Receiver] {
-                chosen.extend(self.choose_test(select_role(pair, role), role, hosts, &is_usable));
+                chosen.extend(self.choose_test_of_host(select_host_by_role(pair, role), role, hosts, &is_usable));
             }
             let is_path_fault = [TransferRole::Sender, TransferRole::Receiver]
                 .into_iter()
-                .all(|role| !self.is_convicted(select_role(pair, role), role));
+                .all(|role| !self.is_convicted(select_host_by_role(pair, role), role));
             if is_path_fault && self.count_tests(pair) < TESTS_OF_BAD_PATH && is_usable(pair.0, pair.1) {
                 chosen.push(pair);
             }
@@ -139,14 +139,14 @@ impl FaultSearch {
 
     /// Returns the next transfer to test, to find out whether `host` works in this role: a transfer
     /// with a new partner that is known to work, or the repetition of a bad transfer.
-    fn choose_test(
+    fn choose_test_of_host(
         &self,
         host: usize,
         role: TransferRole,
         hosts: usize,
         is_usable: &impl Fn(usize, usize) -> bool,
     ) -> Option<(usize, usize)> {
-        if self.works(host, role) {
+        if self.has_good_transfer(host, role) {
             return None;
         }
         let pair = |partner: usize| match role {
@@ -154,7 +154,7 @@ impl FaultSearch {
             TransferRole::Receiver => (partner, host),
         };
         let evidence = self.list_evidence(host, role);
-        if evidence.len() >= CONVICTING_TRANSFERS {
+        if evidence.len() >= MIN_CONVICTING_TRANSFERS {
             // One confirmed transfer suffices: the others agree with it.
             let is_confirmed = evidence.iter().any(|pair| self.count_tests(*pair) >= TESTS_OF_BAD_TRANSFER);
             return evidence.into_iter().find(|pair| !is_confirmed && is_usable(pair.0, pair.1));
@@ -162,7 +162,7 @@ impl FaultSearch {
         let is_new = |partner: &usize| {
             let pair = pair(*partner);
             *partner != host
-                && self.works(*partner, role.opposite())
+                && self.has_good_transfer(*partner, role.opposite())
                 && !self.transfers.contains_key(&pair)
                 && is_usable(pair.0, pair.1)
         };
@@ -187,7 +187,7 @@ impl TransferRole {
 }
 
 /// Returns the host that has this role in a transfer.
-fn select_role((sender, receiver): (usize, usize), role: TransferRole) -> usize {
+fn select_host_by_role((sender, receiver): (usize, usize), role: TransferRole) -> usize {
     match role {
         TransferRole::Sender => sender,
         TransferRole::Receiver => receiver,

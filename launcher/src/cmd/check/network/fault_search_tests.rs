@@ -1,5 +1,5 @@
 use super::*;
-use crate::cmd::check::network::pair_rounds::{plan_rounds, select_disjoint};
+use crate::cmd::check::network::pair_rounds::{plan_rounds, select_disjoint_pairs};
 use proptest::prelude::*;
 
 /// The largest number of search rounds that may follow the rounds of [`plan_rounds`].
@@ -23,7 +23,7 @@ impl FaultyNetwork {
 
     /// Runs a [`FaultSearch`] on the network until the search needs no further test. Returns the
     /// faults and the number of tested pairs of hosts.
-    fn search(&self) -> (Vec<TransferFault>, usize) {
+    fn run_fault_search(&self) -> (Vec<TransferFault>, usize) {
         let mut tests: BTreeMap<(usize, usize), u32> = BTreeMap::new();
         let mut rounds = plan_rounds(self.hosts);
         rounds.reverse();
@@ -31,11 +31,11 @@ impl FaultyNetwork {
         loop {
             let mut search = FaultSearch::default();
             for (pair, count) in &tests {
-                search.add(*pair, self.is_bad(pair.0, pair.1), *count);
+                search.add_transfer(*pair, self.is_bad(pair.0, pair.1), *count);
             }
             let round = match rounds.pop() {
                 Some(round) => round,
-                None => select_disjoint(search.choose_tests(self.hosts, |_, _| true)),
+                None => select_disjoint_pairs(search.choose_tests(self.hosts, |_, _| true)),
             };
             if round.is_empty() || further == MAX_FURTHER_ROUNDS {
                 return (search.find_faults(), tests.values().sum::<u32>() as usize / 2);
@@ -84,7 +84,7 @@ impl FaultyNetwork {
 }
 
 /// Returns only the faults of hosts.
-fn select_hosts(faults: &[TransferFault]) -> Vec<TransferFault> {
+fn select_host_faults(faults: &[TransferFault]) -> Vec<TransferFault> {
     faults.iter().copied().filter(|fault| matches!(fault, TransferFault::Host(..))).collect()
 }
 
@@ -103,8 +103,8 @@ proptest! {
             receivers: receiver.map(|host| host % hosts).into_iter().collect(),
             paths: path.into_iter().filter(|(a, b)| a != b).collect(),
         };
-        let (found, tests) = network.search();
-        prop_assert_eq!(select_hosts(&found), select_hosts(&network.search_exhaustively()), "{:?}", &network);
+        let (found, tests) = network.run_fault_search();
+        prop_assert_eq!(select_host_faults(&found), select_host_faults(&network.search_exhaustively()), "{:?}", &network);
         prop_assert!(tests <= 4 * hosts, "{} tests", tests);
         // Every bad transfer that was tested is explained, and a path is blamed only if it is bad.
         for fault in found {
@@ -135,7 +135,7 @@ proptest! {
             .chain(network.receivers.iter().map(|host| TransferFault::Host(*host, TransferRole::Receiver)))
             .collect();
         expected.sort_unstable();
-        let (found, tests) = network.search();
+        let (found, tests) = network.run_fault_search();
         prop_assert_eq!(found, expected);
         let base: usize = plan_rounds(hosts).iter().map(Vec::len).sum();
         prop_assert!(tests <= base + 4 * faulty.len(), "{} tests, {} in the first rounds", tests, base);
@@ -145,7 +145,7 @@ proptest! {
 #[test]
 fn two_hosts_cannot_tell_the_sender_from_the_receiver() {
     let network = FaultyNetwork { hosts: 2, senders: vec![1], receivers: vec![], paths: vec![] };
-    let (found, tests) = network.search();
+    let (found, tests) = network.run_fault_search();
     assert_eq!((found, tests), (vec![TransferFault::Undetermined(1, 0)], 3));
 }
 
@@ -154,27 +154,27 @@ fn the_majority_of_three_hosts_finds_the_faulty_one() {
     let network = FaultyNetwork { hosts: 3, senders: vec![2], receivers: vec![2], paths: vec![] };
     let expected =
         [TransferRole::Sender, TransferRole::Receiver].map(|role| TransferFault::Host(2, role)).to_vec();
-    assert_eq!(network.search().0, expected);
+    assert_eq!(network.run_fault_search().0, expected);
 }
 
 #[test]
 fn a_path_between_working_hosts_is_at_fault() {
     let network = FaultyNetwork { hosts: 4, senders: vec![], receivers: vec![], paths: vec![(0, 3)] };
-    assert_eq!(network.search().0, [TransferFault::Path(0, 3)]);
+    assert_eq!(network.run_fault_search().0, [TransferFault::Path(0, 3)]);
 }
 
 #[test]
 fn if_nothing_works_no_host_is_blamed() {
     let network = FaultyNetwork { hosts: 3, senders: vec![0, 1, 2], receivers: vec![], paths: vec![] };
-    assert!(select_hosts(&network.search().0).is_empty());
+    assert!(select_host_faults(&network.run_fault_search().0).is_empty());
 }
 
 #[test]
 fn a_bad_test_that_does_not_repeat_blames_no_host() {
     let mut search = FaultSearch::default();
-    search.add((0, 1), true, 1);
-    search.add((1, 0), false, 1);
+    search.add_transfer((0, 1), true, 1);
+    search.add_transfer((1, 0), false, 1);
     assert_eq!(search.choose_tests(2, |_, _| true), [(0, 1)], "the bad transfer is repeated");
-    search.add((0, 1), false, 2);
+    search.add_transfer((0, 1), false, 2);
     assert_eq!((search.find_faults(), search.choose_tests(2, |_, _| true)), (vec![], vec![]));
 }

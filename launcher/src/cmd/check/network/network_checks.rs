@@ -3,7 +3,7 @@
 use super::{
     fault_search::{TransferFault, TransferRole},
     network_report::NetworkReport,
-    pair_measurements::{DirectedMeasurement, PairMeasurements, Property},
+    pair_measurements::{DirectedMeasurement, PairMeasurements, ConnectionProperty},
     rdma_checks::check_rdma,
 };
 use crate::cmd::check::check_report::{CheckReport, CheckResult};
@@ -23,7 +23,7 @@ const SLOWER_LINK_SHARE: f64 = 0.5;
 /// load can be the reason, because no second path confirms the measurement.
 const FAILED_PATH_SHARE: f64 = 0.25;
 /// The name of the checks of whole networks.
-const NETWORK: &str = "network";
+const NETWORK_CHECK_NAME: &str = "network";
 
 /// Adds the checks of the network to the report of `launch check`: the interface, the RDMA devices
 /// and the faults of each host, faults between two hosts, and a summary.
@@ -37,22 +37,22 @@ pub(in crate::cmd::check) fn add_network_checks(report: &mut CheckReport, networ
         host.checks.extend(check_ports(index, &network.pairs, &names));
         host.checks.extend(check_retransmits(index, &network.pairs));
     }
-    for property in Property::ALL {
-        for fault in network.pairs.search_faults(property).find_faults() {
-            let comparison = Comparison { property, pairs: &network.pairs, names: &names, known: &known };
+    for property in ConnectionProperty::ALL {
+        for fault in network.pairs.create_fault_search(property).find_faults() {
+            let comparison = PropertyComparison { property, pairs: &network.pairs, names: &names, known: &known };
             match fault {
                 TransferFault::Host(host, role) => {
-                    let check = comparison.describe_host(host, role);
+                    let check = comparison.create_host_fault_check(host, role);
                     report.hosts[host].checks.push(check);
                 }
-                TransferFault::Path(from, to) => report.checks.push(comparison.describe_path(from, to)),
+                TransferFault::Path(from, to) => report.checks.push(comparison.create_path_fault_check(from, to)),
                 TransferFault::Undetermined(from, to) => {
-                    report.checks.push(comparison.describe_undetermined(from, to));
+                    report.checks.push(comparison.create_undetermined_fault_check(from, to));
                 }
             }
         }
     }
-    report.checks.push(summarize(network, &names));
+    report.checks.push(create_summary_check(network, &names));
     report.network = Some(to_json(network, &names));
 }
 
@@ -80,16 +80,16 @@ fn check_interface(
     known: &[Option<&NetworkInspection>],
     names: &[String],
 ) -> CheckResult {
-    const NAME: &str = "interface";
+    const CHECK_NAME: &str = "interface";
     if let Some(error) = &inspection.error {
         let help = error.help().first().cloned().unwrap_or_else(|| "change `cluster.interface`".to_owned());
-        return CheckResult::failed(NAME, error.code(), error.to_string(), help);
+        return CheckResult::failed(CHECK_NAME, error.code(), error.to_string(), help);
     }
-    let Some(interface) = &inspection.interface else { return CheckResult::skipped(NAME) };
+    let Some(interface) = &inspection.interface else { return CheckResult::skipped(CHECK_NAME) };
     let found = describe_interface(interface);
     let others =
         || names.iter().zip(known).filter_map(|(name, i)| Some((name, i.as_ref()?.interface.as_ref()?)));
-    let warn = |text: String, help: &str| CheckResult::warn(NAME, codes::NETWORK_LINK_UNSUITABLE, text, help);
+    let warn = |text: String, help: &str| CheckResult::warn(CHECK_NAME, codes::NETWORK_LINK_UNSUITABLE, text, help);
     // Compared with the largest value: one host with another value is at fault either way.
     let largest_mtu = others().filter_map(|(name, other)| Some((other.mtu?, name))).max();
     let fastest = others().filter_map(|(name, other)| Some((other.speed_mbps?, name))).max();
@@ -105,7 +105,7 @@ fn check_interface(
         _ if interface.duplex.as_deref() == Some("half") => {
             warn(found, "enable autonegotiation on both ends of the cable")
         }
-        _ => CheckResult::ok(NAME, found),
+        _ => CheckResult::ok(CHECK_NAME, found),
     };
     let result = result.with_field("interface", interface.name.as_str());
     result.with_field("address", interface.address.to_string())
@@ -158,16 +158,16 @@ fn check_retransmits(host: usize, pairs: &PairMeasurements) -> Option<CheckResul
 
 /// The measurements of one property of connections, from which faults of hosts and paths are
 /// described.
-struct Comparison<'a> {
-    property: Property,
+struct PropertyComparison<'a> {
+    property: ConnectionProperty,
     pairs: &'a PairMeasurements,
     names: &'a [String],
     known: &'a [Option<&'a NetworkInspection>],
 }
 
-impl Comparison<'_> {
+impl PropertyComparison<'_> {
     /// Returns the values of all measured transfers in which `host` has this role.
-    fn list_own_values(&self, host: usize, role: TransferRole) -> Vec<((usize, usize), f64)> {
+    fn list_values_of_host(&self, host: usize, role: TransferRole) -> Vec<((usize, usize), f64)> {
         let mut values = self.pairs.list_values(self.property);
         values.retain(|((from, to), _)| host == if role == TransferRole::Sender { *from } else { *to });
         values
@@ -188,14 +188,14 @@ impl Comparison<'_> {
     }
 
     /// Creates the check result of a host that is at fault as sender or receiver.
-    fn describe_host(&self, host: usize, role: TransferRole) -> CheckResult {
-        let values = self.list_own_values(host, role);
+    fn create_host_fault_check(&self, host: usize, role: TransferRole) -> CheckResult {
+        let values = self.list_values_of_host(host, role);
         let count = values.len();
         let median = find_median(values.iter().map(|(_, value)| *value).collect()).unwrap_or(0.0);
         let others = self.find_median_of_others(&[host]).unwrap_or(0.0);
         let direction = if role == TransferRole::Sender { "to" } else { "from" };
         match self.property {
-            Property::Reachability => {
+            ConnectionProperty::Reachability => {
                 let error = values.iter().find_map(|(pair, _)| self.pairs.get(*pair)?.errors.first());
                 let subject = if role == TransferRole::Sender {
                     "no connections from it to"
@@ -206,14 +206,14 @@ impl Comparison<'_> {
                 let found = format!("{subject} {count} of {}{error}", format_count(count, "host"));
                 CheckResult::failed("reachability", codes::PEER_UNREACHABLE, found, UNREACHABLE_HELP)
             }
-            Property::Rate if values.iter().all(|(pair, _)| self.loses_large_packets(*pair)) => {
+            ConnectionProperty::Rate if values.iter().all(|(pair, _)| self.loses_large_packets(*pair)) => {
                 let found = format!(
                     "large packets {direction} {count} of {} vanish, small ones arrive",
                     format_count(count, "host")
                 );
-                self.describe_lost_packets(found)
+                self.create_lost_packets_check(found)
             }
-            Property::Rate => {
+            ConnectionProperty::Rate => {
                 let verb = if role == TransferRole::Sender { "sends" } else { "receives" };
                 let found = format!(
                     "{verb} {} {direction} {count} of {}, median of the others {}",
@@ -227,7 +227,7 @@ impl Comparison<'_> {
                     .with_field("bytes_per_second", median)
                     .with_field("median_of_others", others)
             }
-            Property::RoundTrip => {
+            ConnectionProperty::RoundTrip => {
                 let found = format!(
                     "{median:.2} ms {direction} {count} of {}, median of the others {others:.2} ms",
                     format_count(count, "host")
@@ -238,14 +238,14 @@ impl Comparison<'_> {
     }
 
     /// Creates the check result of a faulty path between two hosts that work with other hosts.
-    fn describe_path(&self, from: usize, to: usize) -> CheckResult {
+    fn create_path_fault_check(&self, from: usize, to: usize) -> CheckResult {
         let reason = "both hosts work with other hosts, so the path between them is at fault";
-        self.describe_direction((from, to), reason)
+        self.create_direction_check((from, to), reason)
     }
 
     /// Creates the check result of a bad transfer if the measurements do not show which side is at
     /// fault.
-    fn describe_undetermined(&self, from: usize, to: usize) -> CheckResult {
+    fn create_undetermined_fault_check(&self, from: usize, to: usize) -> CheckResult {
         let speed = |host: usize| Some(f64::from(self.known[host]?.interface.as_ref()?.speed_mbps?));
         let slower = match (speed(from), speed(to)) {
             (Some(first), Some(second)) if first < SLOWER_LINK_SHARE * second => Some((from, first)),
@@ -259,58 +259,58 @@ impl Comparison<'_> {
             }
             None => "the measurements do not show which of the two hosts is at fault".to_owned(),
         };
-        self.describe_direction((from, to), &reason)
+        self.create_direction_check((from, to), &reason)
     }
 
     /// Creates the check result of a bad transfer from one host to another; `reason` states why no
     /// single host is named.
-    fn describe_direction(&self, pair: (usize, usize), reason: &str) -> CheckResult {
+    fn create_direction_check(&self, pair: (usize, usize), reason: &str) -> CheckResult {
         let (from, to) = (&self.names[pair.0], &self.names[pair.1]);
         let direction = self.pairs.get(pair);
         let value = |pair| match self.property {
-            Property::Rate => {
+            ConnectionProperty::Rate => {
                 format_rate(self.pairs.get(pair).and_then(|d| d.transfer).map_or(0.0, |t| t.rate()))
             }
             _ => format!("{:.2} ms", self.pairs.get(pair).and_then(|d| d.round_trip_ms).unwrap_or(0.0)),
         };
         let compared = match self.find_median_of_others(&[pair.0, pair.1]) {
-            Some(_) if self.property == Property::Reachability => String::new(),
-            Some(others) if self.property == Property::Rate => {
+            Some(_) if self.property == ConnectionProperty::Reachability => String::new(),
+            Some(others) if self.property == ConnectionProperty::Rate => {
                 format!(", median of the others {}", format_rate(others))
             }
             Some(others) => format!(", median of the others {others:.2} ms"),
             None => format!(", in the other direction {}", value((pair.1, pair.0))),
         };
         let result = match self.property {
-            Property::Reachability => {
+            ConnectionProperty::Reachability => {
                 let error = direction.and_then(|direction| direction.errors.first());
                 let error = error.map_or_else(String::new, |error| format!(": {error}"));
                 let found = format!("{from} cannot connect to {to}{error}; {reason}");
-                CheckResult::failed(NETWORK, codes::PEER_UNREACHABLE, found, UNREACHABLE_HELP)
+                CheckResult::failed(NETWORK_CHECK_NAME, codes::PEER_UNREACHABLE, found, UNREACHABLE_HELP)
             }
-            Property::Rate if self.loses_large_packets(pair) => {
+            ConnectionProperty::Rate if self.loses_large_packets(pair) => {
                 let found = format!("large packets from {from} to {to} vanish, small ones arrive; {reason}");
-                self.describe_lost_packets(found)
+                self.create_lost_packets_check(found)
             }
-            Property::Rate => {
+            ConnectionProperty::Rate => {
                 let found = format!("{from} to {to}: {}{compared}; {reason}", value(pair));
                 let rate = direction.and_then(|d| d.transfer).map_or(0.0, |transfer| transfer.rate());
-                let usual = self.pairs.find_usual_value(Property::Rate).unwrap_or(0.0);
+                let usual = self.pairs.find_usual_value(ConnectionProperty::Rate).unwrap_or(0.0);
                 match rate < FAILED_PATH_SHARE * usual || rate == 0.0 {
-                    true => CheckResult::failed(NETWORK, codes::NETWORK_SLOW, found, SLOW_HELP),
-                    false => CheckResult::warn(NETWORK, codes::NETWORK_SLOW, found, SLOW_HELP),
+                    true => CheckResult::failed(NETWORK_CHECK_NAME, codes::NETWORK_SLOW, found, SLOW_HELP),
+                    false => CheckResult::warn(NETWORK_CHECK_NAME, codes::NETWORK_SLOW, found, SLOW_HELP),
                 }
             }
-            Property::RoundTrip => {
+            ConnectionProperty::RoundTrip => {
                 let found = format!("{from} to {to}: {}{compared}; {reason}", value(pair));
-                CheckResult::warn(NETWORK, codes::NETWORK_LATENCY_HIGH, found, LATENCY_HELP)
+                CheckResult::warn(NETWORK_CHECK_NAME, codes::NETWORK_LATENCY_HIGH, found, LATENCY_HELP)
             }
         };
         result.with_field("from", from.as_str()).with_field("to", to.as_str())
     }
 
     /// Creates the check result of a host or path that loses large packets.
-    fn describe_lost_packets(&self, found: String) -> CheckResult {
+    fn create_lost_packets_check(&self, found: String) -> CheckResult {
         let code: Code = codes::LARGE_PACKETS_LOST;
         let help = "set the same MTU on both hosts and all switches between them, and let ICMP pass";
         CheckResult::failed("large packets", code, found, help)
@@ -327,12 +327,12 @@ const LATENCY_HELP: &str = "check the route to the host, and whether its network
 
 /// Creates the check result that summarizes the measurements: the numbers of rounds and pairs, and
 /// the usual values.
-fn summarize(network: &NetworkReport, names: &[String]) -> CheckResult {
+fn create_summary_check(network: &NetworkReport, names: &[String]) -> CheckResult {
     let pairs: BTreeSet<(usize, usize)> =
         network.pairs.iter().map(|((a, b), _)| (a.min(b), a.max(b))).collect();
     let pairs = format_count(pairs.len(), "pair");
     let usual = |property| network.pairs.find_usual_value(property);
-    let values = match (usual(Property::Rate), usual(Property::RoundTrip)) {
+    let values = match (usual(ConnectionProperty::Rate), usual(ConnectionProperty::RoundTrip)) {
         (Some(rate), Some(ms)) => format!(": usually {}, round trip {ms:.2} ms", format_rate(rate)),
         _ => String::new(),
     };
@@ -342,9 +342,9 @@ fn summarize(network: &NetworkReport, names: &[String]) -> CheckResult {
         true => {
             let found = format!("{found}; the time limit ended the measurements");
             let help = "run the check on fewer hosts";
-            CheckResult::warn(NETWORK, codes::NETWORK_CHECK_INCOMPLETE, found, help)
+            CheckResult::warn(NETWORK_CHECK_NAME, codes::NETWORK_CHECK_INCOMPLETE, found, help)
         }
-        false => CheckResult::ok(NETWORK, found),
+        false => CheckResult::ok(NETWORK_CHECK_NAME, found),
     }
 }
 
@@ -360,8 +360,8 @@ fn to_json(network: &NetworkReport, names: &[String]) -> Value {
     json!({
         "rounds": network.rounds,
         "complete": !network.is_incomplete,
-        "usual_bytes_per_second": network.pairs.find_usual_value(Property::Rate),
-        "usual_round_trip_ms": network.pairs.find_usual_value(Property::RoundTrip),
+        "usual_bytes_per_second": network.pairs.find_usual_value(ConnectionProperty::Rate),
+        "usual_round_trip_ms": network.pairs.find_usual_value(ConnectionProperty::RoundTrip),
         "hosts": hosts.collect::<Vec<_>>(),
         "directions": network.pairs.to_json(names),
     })

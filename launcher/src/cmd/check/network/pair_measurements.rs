@@ -7,12 +7,12 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
 /// A transfer is slow if its rate is below this share of the usual rate.
-const SLOW_SHARE: f64 = 0.5;
+const MAX_SLOW_RATE_SHARE: f64 = 0.5;
 /// A round trip is long if it takes more than this multiple of the usual time, and exceeds the
 /// usual time by more than [`LONG_ROUND_TRIP_MS`].
-const LONG_FACTOR: f64 = 5.0;
+const LONG_ROUND_TRIP_FACTOR: f64 = 5.0;
 /// A round trip is long only if it exceeds the usual time by more than this time, in milliseconds.
-const LONG_ROUND_TRIP_MS: f64 = 1.0;
+const MIN_EXTRA_ROUND_TRIP_MS: f64 = 1.0;
 
 /// The best results of several tests of the connection from one host to another one.
 #[derive(Clone, Debug, Default)]
@@ -40,7 +40,7 @@ pub(super) struct PairMeasurements {
 
 /// A property of connections by which hosts are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Property {
+pub(super) enum ConnectionProperty {
     /// Whether connections can be opened.
     Reachability,
     /// The rate of transfers.
@@ -49,8 +49,8 @@ pub(super) enum Property {
     RoundTrip,
 }
 
-impl Property {
-    pub(super) const ALL: [Property; 3] = [Property::Reachability, Property::Rate, Property::RoundTrip];
+impl ConnectionProperty {
+    pub(super) const ALL: [ConnectionProperty; 3] = [ConnectionProperty::Reachability, ConnectionProperty::Rate, ConnectionProperty::RoundTrip];
 }
 
 impl PairMeasurements {
@@ -66,12 +66,12 @@ impl PairMeasurements {
             (forward.is_reached, forward.reached_ports) = (Some(reached > 0), reached);
             forward.errors = errors;
         }
-        keep_faster(&mut forward.transfer, found.sent);
+        keep_faster_transfer(&mut forward.transfer, found.sent);
         let round_trip = found.round_trip_ms;
         forward.round_trip_ms = [forward.round_trip_ms, round_trip].into_iter().flatten().reduce(f64::min);
         if found.received.is_some() || found.sent.is_some() {
             let back = self.directions.entry((peer, host)).or_default();
-            keep_faster(&mut back.transfer, found.received);
+            keep_faster_transfer(&mut back.transfer, found.received);
         }
     }
 
@@ -87,11 +87,11 @@ impl PairMeasurements {
 
     /// Returns the value of a property of each direction in which it was measured. The value of the
     /// reachability is 1 or 0.
-    pub(super) fn list_values(&self, property: Property) -> Vec<((usize, usize), f64)> {
+    pub(super) fn list_values(&self, property: ConnectionProperty) -> Vec<((usize, usize), f64)> {
         let value = |direction: &DirectedMeasurement| match property {
-            Property::Reachability => direction.is_reached.map(|is_reached| f64::from(u8::from(is_reached))),
-            Property::Rate => direction.transfer.map(|transfer| transfer.rate()),
-            Property::RoundTrip => direction.round_trip_ms,
+            ConnectionProperty::Reachability => direction.is_reached.map(|is_reached| f64::from(u8::from(is_reached))),
+            ConnectionProperty::Rate => direction.transfer.map(|transfer| transfer.rate()),
+            ConnectionProperty::RoundTrip => direction.round_trip_ms,
         };
         self.iter().filter_map(|(pair, direction)| Some((pair, value(direction)?))).collect()
     }
@@ -99,11 +99,11 @@ impl PairMeasurements {
     /// Returns the usual value of a property: the median of the best values of all hosts. One slow
     /// host of three slows down most pairs, but not the best values of the other two. Returns
     /// `None` if nothing was measured.
-    pub(super) fn find_usual_value(&self, property: Property) -> Option<f64> {
+    pub(super) fn find_usual_value(&self, property: ConnectionProperty) -> Option<f64> {
         let mut best: BTreeMap<usize, f64> = BTreeMap::new();
         let is_better = |new: f64, old: f64| match property {
-            Property::RoundTrip => new < old,
-            Property::Reachability | Property::Rate => new > old,
+            ConnectionProperty::RoundTrip => new < old,
+            ConnectionProperty::Reachability | ConnectionProperty::Rate => new > old,
         };
         for ((a, b), value) in self.list_values(property) {
             for host in [a, b] {
@@ -116,26 +116,26 @@ impl PairMeasurements {
         let mut values: Vec<f64> = best.into_values().collect();
         values.sort_by(f64::total_cmp);
         let middle = match property {
-            Property::RoundTrip => values.len().saturating_sub(1) / 2,
-            Property::Reachability | Property::Rate => values.len() / 2,
+            ConnectionProperty::RoundTrip => values.len().saturating_sub(1) / 2,
+            ConnectionProperty::Reachability | ConnectionProperty::Rate => values.len() / 2,
         };
         values.get(middle).copied()
     }
 
     /// Creates a search for the hosts and paths at which a property is bad, from the measurements
     /// so far.
-    pub(super) fn search_faults(&self, property: Property) -> FaultSearch {
+    pub(super) fn create_fault_search(&self, property: ConnectionProperty) -> FaultSearch {
         let mut search = FaultSearch::default();
         let usual = self.find_usual_value(property).unwrap_or(0.0);
         for (pair, value) in self.list_values(property) {
             let is_bad = match property {
-                Property::Reachability => value == 0.0,
-                Property::Rate => value == 0.0 || value < SLOW_SHARE * usual,
-                Property::RoundTrip => value > LONG_FACTOR * usual && value > usual + LONG_ROUND_TRIP_MS,
+                ConnectionProperty::Reachability => value == 0.0,
+                ConnectionProperty::Rate => value == 0.0 || value < MAX_SLOW_RATE_SHARE * usual,
+                ConnectionProperty::RoundTrip => value > LONG_ROUND_TRIP_FACTOR * usual && value > usual + MIN_EXTRA_ROUND_TRIP_MS,
             };
             let reverse = (pair.1, pair.0);
             let tests = [pair, reverse].map(|pair| self.get(pair).map_or(0, |direction| direction.tests));
-            search.add(pair, is_bad, tests[0].max(tests[1]));
+            search.add_transfer(pair, is_bad, tests[0].max(tests[1]));
         }
         search
     }
@@ -160,7 +160,7 @@ impl PairMeasurements {
 }
 
 /// Stores the transfer `new` in `known` if `known` is empty or slower.
-fn keep_faster(known: &mut Option<Transfer>, new: Option<Transfer>) {
+fn keep_faster_transfer(known: &mut Option<Transfer>, new: Option<Transfer>) {
     if let Some(new) = new
         && known.is_none_or(|known| new.rate() > known.rate())
     {
@@ -193,11 +193,11 @@ mod tests {
                 pairs.add(b, a, &Measurement { connections: vec![Ok(0.1)], ..Measurement::default() });
             }
         }
-        let faults = |property| pairs.search_faults(property).find_faults();
-        assert_eq!(faults(Property::Rate), [TransferFault::Host(2, TransferRole::Sender)]);
-        assert_eq!(faults(Property::Reachability), []);
-        assert_eq!(faults(Property::RoundTrip), []);
-        assert!(pairs.find_usual_value(Property::Rate).is_some_and(|rate| rate > 9e8));
+        let faults = |property| pairs.create_fault_search(property).find_faults();
+        assert_eq!(faults(ConnectionProperty::Rate), [TransferFault::Host(2, TransferRole::Sender)]);
+        assert_eq!(faults(ConnectionProperty::Reachability), []);
+        assert_eq!(faults(ConnectionProperty::RoundTrip), []);
+        assert!(pairs.find_usual_value(ConnectionProperty::Rate).is_some_and(|rate| rate > 9e8));
     }
 
     #[test]
@@ -206,7 +206,7 @@ mod tests {
         for (a, b, rate) in [(0, 1, 1000), (0, 2, 10), (1, 2, 12)] {
             pairs.add(a, b, &measure(rate, rate, 0.1));
         }
-        let found = pairs.search_faults(Property::Rate).find_faults();
+        let found = pairs.create_fault_search(ConnectionProperty::Rate).find_faults();
         let expected =
             [TransferRole::Sender, TransferRole::Receiver].map(|role| TransferFault::Host(2, role));
         assert_eq!(found, expected);
@@ -222,7 +222,7 @@ mod tests {
         }
         pairs.add(0, 2, &unreachable);
         pairs.add(1, 2, &unreachable);
-        let found = pairs.search_faults(Property::Reachability).find_faults();
+        let found = pairs.create_fault_search(ConnectionProperty::Reachability).find_faults();
         assert_eq!(found, [TransferFault::Host(2, TransferRole::Receiver)]);
         assert_eq!(pairs.get((0, 2)).map(|direction| direction.errors.len()), Some(1));
     }

@@ -35,7 +35,7 @@ pub(super) fn plan_rounds(hosts: usize) -> Vec<Vec<(usize, usize)>> {
 
 /// Selects, from the pairs `wanted`, pairs that can be measured at the same time because no host is
 /// in two of them. The order of the pairs decides. Each pair has its smaller host first.
-pub(super) fn select_disjoint(wanted: impl IntoIterator<Item = (usize, usize)>) -> Vec<(usize, usize)> {
+pub(super) fn select_disjoint_pairs(wanted: impl IntoIterator<Item = (usize, usize)>) -> Vec<(usize, usize)> {
     let mut busy = std::collections::BTreeSet::new();
     let mut selected = Vec::new();
     for (a, b) in wanted {
@@ -75,6 +75,6 @@ mod tests {
 
     #[test]
     fn tests_that_share_a_host_are_not_selected_together() {
-        assert_eq!(select_disjoint([(3, 1), (1, 2), (0, 2), (3, 4)]), [(1, 3), (0, 2)]);
+        assert_eq!(select_disjoint_pairs([(3, 1), (1, 2), (0, 2), (3, 4)]), [(1, 3), (0, 2)]);
     }
 }

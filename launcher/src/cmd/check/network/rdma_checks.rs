@@ -7,7 +7,7 @@ use diagnostic::{
 use protocol::network_probe::{NetworkInspection, RdmaDevice, RdmaPort, RdmaReport};
 
 /// The name of the check of RDMA devices in the report of `launch check`.
-const NAME: &str = "rdma";
+const CHECK_NAME: &str = "rdma";
 
 /// Checks the RDMA devices of a host: their number, state, rate and errors, and that programs can
 /// use them. `known` are the inspections of all hosts with the names `names`. Returns no check if
@@ -51,14 +51,14 @@ pub(super) fn check_rdma(
     }
     problems.extend(find_access_problems(report));
     if problems.is_empty() {
-        return vec![CheckResult::ok(NAME, describe_devices(&report.devices))];
+        return vec![CheckResult::ok(CHECK_NAME, describe_devices(&report.devices))];
     }
-    let warn = |(found, help)| CheckResult::warn(NAME, codes::RDMA_UNUSABLE, found, help);
+    let warn = |(found, help)| CheckResult::warn(CHECK_NAME, codes::RDMA_UNUSABLE, found, help);
     problems.into_iter().map(warn).collect()
 }
 
 /// Returns the name of a port's kind of network, such as `InfiniBand`, `RoCE` or `EFA`.
-fn describe_kind(device: &RdmaDevice, port: &RdmaPort) -> String {
+fn describe_port_kind(device: &RdmaDevice, port: &RdmaPort) -> String {
     match (device.driver.as_deref(), port.link_layer.as_str()) {
         (Some("efa"), _) => "EFA".to_owned(),
         (_, "Ethernet") => "RoCE".to_owned(),
@@ -72,7 +72,7 @@ fn describe_devices(devices: &[RdmaDevice]) -> String {
     for (device, port) in
         devices.iter().flat_map(|device| device.ports.iter().map(move |port| (device, port)))
     {
-        let kind = format!("{} {}", describe_kind(device, port), port.rate);
+        let kind = format!("{} {}", describe_port_kind(device, port), port.rate);
         match kinds.iter_mut().find(|(known, _)| *known == kind) {
             Some((_, count)) => *count += 1,
             None => kinds.push((kind, 1)),
@@ -88,7 +88,7 @@ fn parse_rate(rate: &str) -> Option<f64> {
 
 /// Returns the most important problem of a port with its remedy, or `None`.
 fn find_port_problem(device: &RdmaDevice, port: &RdmaPort) -> Option<(String, &'static str)> {
-    let kind = describe_kind(device, port);
+    let kind = describe_port_kind(device, port);
     if port.state != "ACTIVE" {
         let help = match kind.as_str() {
             "InfiniBand" if port.physical_state == "LinkUp" => "start the subnet manager of the fabric",

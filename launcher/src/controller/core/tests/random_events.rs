@@ -46,7 +46,7 @@ fn apply_event(harness: &mut CoreHarness, step: RandomEvent) -> Vec<ControllerAc
             StopRequest::Terminate
         })),
         RandomEvent::Exit(rank, code) => harness.report_worker_exit(rank, ExitStatus::Code(code)),
-        RandomEvent::Signal(rank) => harness.report_worker_exit(rank, KILLED),
+        RandomEvent::Signal(rank) => harness.report_worker_exit(rank, KILLED_STATUS),
         RandomEvent::Fatal(rank, code) => {
             let exit = WorkerExit::from_exit_code(code).unwrap_or(WorkerExit::Failed);
             harness.send_final_report(rank, exit)
@@ -86,7 +86,7 @@ proptest! {
             all_actions.extend(actions);
         }
         for rank in 0..4 {
-            all_actions.extend(harness.report_worker_exit(rank, DONE));
+            all_actions.extend(harness.report_worker_exit(rank, SUCCESS_STATUS));
         }
         all_actions.extend(harness.report_workers_ended(0));
         all_actions.extend(harness.report_workers_ended(1));

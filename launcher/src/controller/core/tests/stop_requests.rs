@@ -28,7 +28,7 @@ fn interrupt_gives_programs_a_grace_period_and_accepts_any_exit() {
     assert!(
         actions.contains(&ControllerAction::Send(0, ToAgent::Stop { attempt: 0, deadline_ms: Some(3000) }))
     );
-    for (rank, status) in [(0, DONE), (1, ExitStatus::Code(1)), (2, ExitStatus::Signal(15, false))] {
+    for (rank, status) in [(0, SUCCESS_STATUS), (1, ExitStatus::Code(1)), (2, ExitStatus::Signal(15, false))] {
         assert!(harness.report_worker_exit(rank, status).is_empty());
     }
     assert_eq!(find_outcome(&harness.report_workers_ended(0)).unwrap().exit_code, 130);
@@ -43,8 +43,8 @@ fn a_second_signal_kills_the_workers() {
             find_kill_messages(&harness.feed_input(ControllerInput::Stop(StopRequest::Terminate))),
             [(0, 0)]
         );
-        harness.report_worker_exit(0, KILLED);
-        harness.report_worker_exit(1, KILLED);
+        harness.report_worker_exit(0, KILLED_STATUS);
+        harness.report_worker_exit(1, KILLED_STATUS);
         let actions = harness.report_workers_ended(0);
         let outcome = find_outcome(&actions).unwrap();
         assert_eq!(
@@ -123,7 +123,7 @@ fn a_signal_after_a_failure_kills_at_once_and_keeps_the_failure() {
         find_kill_messages(&harness.feed_input(ControllerInput::Stop(StopRequest::Interrupt))),
         [(0, 0)]
     );
-    harness.report_worker_exit(1, KILLED);
+    harness.report_worker_exit(1, KILLED_STATUS);
     let actions = harness.report_workers_ended(0);
     assert_eq!(find_outcome(&actions).unwrap().exit_code, 1);
 }
@@ -151,7 +151,7 @@ fn a_save_that_fails_while_stopping_is_a_failure() {
 fn workers_that_finished_before_a_stop_request_are_a_success() {
     let mut harness = CoreHarness::with_running_workers(1, 1, true);
     harness.feed_input(ControllerInput::Stop(StopRequest::Interrupt));
-    harness.report_worker_exit(0, DONE);
+    harness.report_worker_exit(0, SUCCESS_STATUS);
     assert_eq!(find_outcome(&harness.report_workers_ended(0)).unwrap().exit_code, 0);
 }
 
@@ -159,8 +159,8 @@ fn workers_that_finished_before_a_stop_request_are_a_success() {
 fn a_kill_request_needs_no_second_signal() {
     let mut harness = CoreHarness::with_running_workers(1, 2, true);
     assert_eq!(find_kill_messages(&harness.feed_input(ControllerInput::Kill)), [(0, 0)]);
-    harness.report_worker_exit(0, KILLED);
-    harness.report_worker_exit(1, KILLED);
+    harness.report_worker_exit(0, KILLED_STATUS);
+    harness.report_worker_exit(1, KILLED_STATUS);
     let actions = harness.report_workers_ended(0);
     let outcome = find_outcome(&actions).unwrap();
     assert_eq!((outcome.exit_code, outcome.killed), (143, true));

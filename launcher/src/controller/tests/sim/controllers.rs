@@ -2,7 +2,7 @@
 //! simulated.
 use super::{
     AgentCore, ConnectionId, ControllerAction, ControllerCore, ControllerInput, FIRST_TOKEN, HostIndex,
-    SimEvent, SimRequest, Simulation, ToAgent, hosts::SimAgent, journals::JournalOrder,
+    SimEvent, SimRequest, Simulation, ToAgent, hosts::SimAgent, journals::JournalItem,
 };
 use crate::controller::{
     controller_events::ControllerEvents,
@@ -27,7 +27,7 @@ const MAX_CLOCK_STEP: Duration = Duration::from_secs(2);
 
 /// How long a controller waits after a pause for the message that another controller has replaced
 /// it.
-const NEWS_TIMEOUT: Duration = Duration::from_secs(1);
+const TAKEOVER_NEWS_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The index of a controller.
 pub(super) type ControllerIndex = usize;
@@ -66,7 +66,7 @@ pub(super) struct SimController {
     pub(super) events: ControllerEvents,
     /// The index of the journal to which this controller writes.
     pub(super) journal: usize,
-    pub(super) unwritten: Vec<JournalOrder>,
+    pub(super) unwritten: Vec<JournalItem>,
     pub(super) taken_memo: Option<StoredMemo>,
 }
 
@@ -112,14 +112,14 @@ impl Simulation {
 
     /// Starts a controller that takes over the run, unless another controller is running or the run
     /// has ended. A suspended controller does not count.
-    pub(super) fn attach(&mut self) {
+    pub(super) fn start_takeover_controller(&mut self) {
         let is_controlled = self.controllers.iter().any(|c| c.state == ControllerState::Alive);
         if self.outcome.is_some() || is_controlled {
             return;
         }
         let token = ControllerToken { epoch: self.controllers.len() as u64 + 1, id: self.rng.next_u64() };
         let setup = self.scenario.build_setup(token, self.hosts.len());
-        let placement = self.journal().iter().rev().find_map(|(event, _)| match event {
+        let placement = self.journal_lines().iter().rev().find_map(|(event, _)| match event {
             Event::Placement { attempt, hosts, .. } => Some((*attempt, hosts.clone())),
             _ => None,
         });
@@ -159,10 +159,10 @@ impl Simulation {
         if pause <= MAX_CLOCK_STEP {
             return self.process_delayed_events(index);
         }
-        self.controllers[index].lag += pause + NEWS_TIMEOUT;
+        self.controllers[index].lag += pause + TAKEOVER_NEWS_TIMEOUT;
         let heartbeats = self.controllers[index].core.build_heartbeats();
         self.execute_actions(index, heartbeats);
-        self.schedule_event(self.now + NEWS_TIMEOUT, SimEvent::ControlConfirmed(index));
+        self.schedule_event(self.now + TAKEOVER_NEWS_TIMEOUT, SimEvent::ControlConfirmed(index));
         Ok(())
     }
 
@@ -270,7 +270,7 @@ impl Simulation {
             }
             ControllerAction::RestoreEvent(event) => {
                 let line = (event.event, (CONTROLLER_STREAM, event.number));
-                self.order_journal(index, JournalOrder::Append(line));
+                self.queue_journal_item(index, JournalItem::Append(line));
             }
             ControllerAction::ReportTakeover { unattended } => {
                 let unattended_s = unattended.as_secs_f64();
@@ -307,10 +307,10 @@ impl Simulation {
             }
             ControllerAction::WorkerEvent { report, event, .. } => {
                 let order = match event {
-                    Some(event) => JournalOrder::Append((event, report)),
-                    None => JournalOrder::Skip(report),
+                    Some(event) => JournalItem::Append((event, report)),
+                    None => JournalItem::Skip(report),
                 };
-                self.order_journal(index, order);
+                self.queue_journal_item(index, order);
             }
             ControllerAction::End(outcome) => self.end_run(index, outcome),
             // Workers of the simulation have no collectives.
@@ -329,7 +329,7 @@ impl Simulation {
     fn end_run(&mut self, index: ControllerIndex, outcome: crate::controller::core::RunOutcome) {
         let (exit_code, step) = (outcome.exit_code, outcome.step);
         self.record_event(index, Event::Done { exit_code, step, seconds: 0.0 });
-        self.write_journal(index);
+        self.write_queued_items(index);
         for host in 0..self.hosts.len() {
             self.send_to_agent(index, host, ToAgent::End { exit_code: None });
             self.close_connection(index, host);
@@ -342,7 +342,7 @@ impl Simulation {
     fn record_event(&mut self, index: ControllerIndex, event: Event) {
         let time = self.now.as_secs_f64();
         let report = self.controllers[index].events.add(&event, time);
-        self.order_journal(index, JournalOrder::Append((event.clone(), report)));
+        self.queue_journal_item(index, JournalItem::Append((event.clone(), report)));
         self.reported.push(event);
     }
 
@@ -351,7 +351,7 @@ impl Simulation {
         let events = &self.controllers[index].events;
         let stored = StoredMemo {
             memo,
-            newest_event: events.newest(),
+            newest_event: events.newest_number(),
             unstored: events.collect_unstored(),
             job_file: None,
             directory: "/".into(),

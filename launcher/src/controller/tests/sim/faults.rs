@@ -103,8 +103,8 @@ impl Simulation {
                 }
                 true
             }
-            InjectedFault::HostUnlisted(host) => self.set_listed(host, false),
-            InjectedFault::HostListed(host) => self.set_listed(host, true),
+            InjectedFault::HostUnlisted(host) => self.set_host_listed(host, false),
+            InjectedFault::HostListed(host) => self.set_host_listed(host, true),
         };
         if has_effect {
             self.injected.push(fault);
@@ -119,7 +119,7 @@ impl Simulation {
 
     /// Adds a host to the list of hosts or removes the host from the list, and informs the
     /// controller of a change. Returns whether the list has changed.
-    fn set_listed(&mut self, host: HostIndex, listed: bool) -> bool {
+    fn set_host_listed(&mut self, host: HostIndex, listed: bool) -> bool {
         let changes = std::mem::replace(&mut self.listed[host], listed) != listed;
         if let Some(index) = self.find_live_controller().filter(|_| changes) {
             let listed = self.listed.clone();

@@ -15,7 +15,7 @@ pub(in crate::controller::tests) type JournalLine = (Event, ReportId);
 /// An item that a controller passes to its journal thread: a line to append, or a report that
 /// counts as stored.
 #[derive(Debug)]
-pub(super) enum JournalOrder {
+pub(super) enum JournalItem {
     Append(JournalLine),
     /// The report counts as stored.
     Skip(ReportId),
@@ -24,7 +24,7 @@ pub(super) enum JournalOrder {
 impl Simulation {
     /// Passes an item to the simulated journal thread of a controller, which writes it after a
     /// delay.
-    pub(super) fn order_journal(&mut self, index: ControllerIndex, order: JournalOrder) {
+    pub(super) fn queue_journal_item(&mut self, index: ControllerIndex, order: JournalItem) {
         self.controllers[index].unwritten.push(order);
         if self.controllers[index].unwritten.len() == 1 {
             // A disk may stall.
@@ -36,17 +36,17 @@ impl Simulation {
 
     /// Writes all items that a controller has passed to its journal thread, and informs the
     /// controller that they are stored.
-    pub(super) fn write_journal(&mut self, index: ControllerIndex) {
+    pub(super) fn write_queued_items(&mut self, index: ControllerIndex) {
         let mut stored: BTreeMap<u64, u64> = BTreeMap::new();
         for order in std::mem::take(&mut self.controllers[index].unwritten) {
             let report = match order {
-                JournalOrder::Append(line) => {
+                JournalItem::Append(line) => {
                     let report = line.1;
                     let journal = self.controllers[index].journal;
                     self.journals[journal].push(line);
                     report
                 }
-                JournalOrder::Skip(report) => report,
+                JournalItem::Skip(report) => report,
             };
             stored.insert(report.0, report.1);
         }
@@ -59,7 +59,7 @@ impl Simulation {
     pub(super) fn take_over_journal(&mut self, index: ControllerIndex) {
         let Some(stored) = self.controllers[index].taken_memo.take() else { return };
         let is_kept = |line: &&JournalLine| !is_void_restart(&line.0, stored.memo.restarts);
-        let lines: Vec<JournalLine> = self.journal().iter().filter(is_kept).cloned().collect();
+        let lines: Vec<JournalLine> = self.journal_lines().iter().filter(is_kept).cloned().collect();
         let mut summary = JournalSummary::default();
         for (event, report) in &lines {
             summary.add_event(event, Some(*report));
@@ -70,7 +70,7 @@ impl Simulation {
         let controller = &mut self.controllers[index];
         controller.journal = self.journals.len() - 1;
         let missing = journal.missing_events().cloned();
-        controller.events.continue_after(journaled.max(stored.newest_event), missing);
+        controller.events.continue_numbering_after(journaled.max(stored.newest_event), missing);
         self.takeovers += 1;
         self.feed_controller(index, ControllerInput::JournalTaken(Box::new(journal)));
         let listed = self.listed.clone();

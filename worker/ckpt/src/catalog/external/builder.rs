@@ -14,18 +14,18 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// The only Python classes and functions that the pickles of torch files may refer to.
-pub(crate) const GLOBALS: &[&[&str]] = &[TENSOR_GLOBALS, DTYPE_GLOBALS, PLAIN_GLOBALS];
+pub(crate) const ALLOWED_GLOBALS: &[&[&str]] = &[TENSOR_GLOBALS, DTYPE_GLOBALS, PLAIN_GLOBALS];
 
 /// Names of the weights that are trained by the job that reads the checkpoint. The names identify
 /// optimizer states that a file stores only by number.
-pub(crate) type TrainedNames = HashSet<String>;
+pub(crate) type TrainedWeightNames = HashSet<String>;
 
 /// Collects the files, tensors and facts that are found in the directory of another program's
 /// checkpoint.
 pub(crate) struct ExternalCheckpointBuilder {
     pub(crate) directory: Arc<Directory>,
     /// The weights that the job which reads the checkpoint trains; `None` if unknown.
-    pub(crate) trained: Option<TrainedNames>,
+    pub(crate) trained: Option<TrainedWeightNames>,
     pub(crate) facts: ExternalFacts,
     pub(crate) store: StoredFiles,
     pub(crate) entries: Vec<ExternalTensor>,
@@ -59,24 +59,24 @@ impl ExternalCheckpointBuilder {
     /// checkpoint. `name` is the file that contains them.
     pub(crate) fn require_tensor_capacity(&self, name: &str, count: usize) -> Result<()> {
         match self.entries.len().saturating_add(count) > TENSORS_MAX {
-            true => Err(self.damaged(name, DamageReason::TooManyTensors { limit: TENSORS_MAX })),
+            true => Err(self.damaged_file_error(name, DamageReason::TooManyTensors { limit: TENSORS_MAX })),
             false => Ok(()),
         }
     }
 
     /// Returns the error [`CkptError::Damaged`] for the file `file` of the directory.
-    pub(crate) fn damaged(&self, file: &str, reason: impl Into<DamageReason>) -> CkptError {
+    pub(crate) fn damaged_file_error(&self, file: &str, reason: impl Into<DamageReason>) -> CkptError {
         CkptError::damaged(self.directory.path(), file, reason)
     }
 
     /// Returns the error [`CkptError::Damaged`] for the file with the index `file` in
     /// [`StoredFiles`].
-    pub(crate) fn damaged_file(&self, file: usize, reason: impl Into<DamageReason>) -> CkptError {
-        self.damaged(&self.store.files[file].name, reason)
+    pub(crate) fn damaged_stored_file_error(&self, file: usize, reason: impl Into<DamageReason>) -> CkptError {
+        self.damaged_file_error(&self.store.files[file].name, reason)
     }
 
     /// Returns the error [`CkptError::Missing`] for the part `part` of the checkpoint.
-    pub(crate) fn missing(&self, part: impl Into<MissingPart>) -> CkptError {
+    pub(crate) fn missing_part_error(&self, part: impl Into<MissingPart>) -> CkptError {
         CkptError::missing(self.directory.path(), part)
     }
 
@@ -94,7 +94,7 @@ impl ExternalCheckpointBuilder {
 
     /// Adds a notice that the optimizer states with the unknown keys `keys` are ignored. Does
     /// nothing if `keys` is empty.
-    pub(crate) fn report_unknown_states<'k>(&mut self, keys: impl IntoIterator<Item = &'k String>) {
+    pub(crate) fn add_unknown_states_notice<'k>(&mut self, keys: impl IntoIterator<Item = &'k String>) {
         let keys: BTreeSet<&String> = keys.into_iter().collect();
         if !keys.is_empty() {
             let keys: Vec<String> = keys.into_iter().cloned().collect();
@@ -136,7 +136,7 @@ impl ExternalCheckpointBuilder {
 ///
 /// # Errors
 /// Fails if the step is negative, fractional or too large to be exact.
-pub(crate) fn to_whole_step(step: f64) -> std::result::Result<u64, InvalidStep> {
+pub(crate) fn convert_step_to_integer(step: f64) -> std::result::Result<u64, InvalidStep> {
     match step >= 0.0 && step.fract() == 0.0 && step < 9e15 {
         true => Ok(step as u64),
         false => Err(InvalidStep(step)),

@@ -25,12 +25,12 @@ const CONFIG_BYTES_MAX: u64 = 64 << 20;
 const TEXT_BYTES_MAX: u64 = 128 << 20;
 /// Limit on the total size of all tensors, as a multiple of the total size of their files. Tensors
 /// may share stored bytes, so their total size may exceed that of the files.
-const SHARED_BYTES_FACTOR: u64 = 2;
+const TENSOR_TO_FILE_BYTES_RATIO_MAX: u64 = 2;
 /// Number of bytes by which the total size of all tensors may exceed the limit that follows from
 /// [`SHARED_BYTES_FACTOR`]. A small checkpoint can need them for an expanded mask, for example.
-const SHARED_BYTES_MAX: u64 = 256 << 20;
+const TENSOR_BYTES_ALLOWANCE: u64 = 256 << 20;
 /// Names of the text files that a Hugging Face directory may contain in addition to the weights.
-const TEXT_FILES: [&str; 8] = [
+const HF_TEXT_FILE_NAMES: [&str; 8] = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -85,12 +85,12 @@ impl ExternalCheckpoint {
         facts.state.buffers = of_role(TensorRole::Buffer).map(|e| e.info.name.clone()).collect();
         facts.root = root.to_owned();
         let root = Directory::open(root)?;
-        let config = read_config(&root)?;
+        let config = read_hf_config(&root)?;
         let texts = read_text_files(&root)?;
         if config.is_none() {
             facts.missing.push(StatePart::Config);
         }
-        if !texts.iter().any(|t| t.name != TEXT_FILES[0]) {
+        if !texts.iter().any(|t| t.name != HF_TEXT_FILE_NAMES[0]) {
             facts.missing.push(StatePart::Tokenizer);
         }
         Ok(ExternalCheckpoint {
@@ -121,7 +121,7 @@ impl ExternalCheckpoint {
 
     /// Marks the checkpoint as a single file, so that other files in the same directory are not
     /// verified.
-    pub(crate) fn into_single_file(mut self) -> ExternalCheckpoint {
+    pub(crate) fn mark_as_single_file(mut self) -> ExternalCheckpoint {
         self.is_single_file = true;
         self
     }
@@ -150,9 +150,9 @@ impl ExternalCheckpoint {
     }
 
     /// Splits all read requests into reads that each concern a single part of a file.
-    fn resolve_requests<'a>(&'a self, requests: &'a mut [ReadRequest<'_>]) -> Result<Vec<PartRead<'a>>> {
+    fn split_requests_into_part_reads<'a>(&'a self, requests: &'a mut [ReadRequest<'_>]) -> Result<Vec<PartRead<'a>>> {
         let mut parts = Vec::new();
-        requests.iter_mut().try_for_each(|request| self.resolve_request(request, &mut parts))?;
+        requests.iter_mut().try_for_each(|request| self.append_part_reads(request, &mut parts))?;
         Ok(parts)
     }
 
@@ -164,7 +164,7 @@ impl ExternalCheckpoint {
     ///
     /// Fails if the tensor is unknown or is not of a floating-point dtype, or if the request
     /// reaches beyond the tensor's last element.
-    fn resolve_request<'a>(
+    fn append_part_reads<'a>(
         &'a self,
         request: &'a mut ReadRequest<'_>,
         parts: &mut Vec<PartRead<'a>>,
@@ -199,12 +199,12 @@ impl TensorSource for ExternalCheckpoint {
         self.entries.iter().map(|e| e.info.clone()).collect()
     }
 
-    fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
-        self.store.read_parts(self.resolve_requests(requests)?, true, &self.entries)
+    fn read_verified(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
+        self.store.read_parts(self.split_requests_into_part_reads(requests)?, true, &self.entries)
     }
 
-    fn read_unchecked(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
-        self.store.read_parts(self.resolve_requests(requests)?, false, &self.entries)
+    fn read_unverified(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
+        self.store.read_parts(self.split_requests_into_part_reads(requests)?, false, &self.entries)
     }
 
     fn verify_reads(&self, every_byte: bool) -> Result<()> {
@@ -231,7 +231,7 @@ impl TensorSource for ExternalCheckpoint {
         Err(CkptError::range_outside_tensor(&self.path, entry.info.label(), elements, end))
     }
 
-    fn skip_zeros(&self, info: &TensorInfo, start: u64) -> Result<u64> {
+    fn skip_file_holes(&self, info: &TensorInfo, start: u64) -> Result<u64> {
         let entry = self.find_tensor(&info.name, info.role)?;
         let parts = element_ranges::intersect_ranges(
             &entry.parts,
@@ -239,7 +239,7 @@ impl TensorSource for ExternalCheckpoint {
             start..info.element_count(),
         );
         for (i, range) in parts {
-            let next = self.store.skip_zeros(&entry.parts[i], entry.info.dtype, range.clone())?;
+            let next = self.store.skip_file_holes(&entry.parts[i], entry.info.dtype, range.clone())?;
             if next < range.end {
                 return Ok(next);
             }
@@ -264,7 +264,7 @@ impl TensorSource for ExternalCheckpoint {
         !states && !self.facts.is_training_state()
     }
 
-    fn ignored_optimizer(&self) -> Option<&str> {
+    fn ignored_optimizer_reason(&self) -> Option<&str> {
         self.facts.ignored_optimizer_reason()
     }
 
@@ -276,7 +276,7 @@ impl TensorSource for ExternalCheckpoint {
         &self.texts
     }
 
-    fn require_weights(&self) -> Result<()> {
+    fn require_all_weights(&self) -> Result<()> {
         match self.facts.lost.as_slice() {
             [] => Ok(()),
             lost => Err(CkptError::missing(&self.path, MissingPart::Weights(lost.to_vec()))),
@@ -297,7 +297,7 @@ fn index_tensors(
     entries: &[ExternalTensor],
 ) -> Result<HashMap<(TensorRole, String), usize>> {
     let stored = store.files.iter().fold(0u64, |sum, file| sum.saturating_add(file.size));
-    let bytes_max = stored.saturating_mul(SHARED_BYTES_FACTOR).saturating_add(SHARED_BYTES_MAX);
+    let bytes_max = stored.saturating_mul(TENSOR_TO_FILE_BYTES_RATIO_MAX).saturating_add(TENSOR_BYTES_ALLOWANCE);
     let (mut index, mut bytes) = (HashMap::new(), 0u64);
     for (i, entry) in entries.iter().enumerate() {
         let damaged = |reason: DamageReason| CkptError::damaged(path, entry.info.label(), reason);
@@ -312,7 +312,7 @@ fn index_tensors(
         if index.insert((entry.info.role, entry.info.name.clone()), i).is_some() {
             return Err(damaged("the tensor occurs twice".into()));
         }
-        bytes = bytes.saturating_add(entry.info.bytes());
+        bytes = bytes.saturating_add(entry.info.size_in_bytes());
         let file =
             || entry.parts.first().map_or_else(|| entry.info.label(), |p| store.files[p.file].name.clone());
         if i >= TENSORS_MAX {
@@ -331,7 +331,7 @@ fn index_tensors(
 
 /// Reads the model's `config.json` in the directory. Returns `None` if the directory does not have
 /// this file. Fails if the file is not a JSON object.
-fn read_config(directory: &Directory) -> Result<Option<Map<String, Value>>> {
+fn read_hf_config(directory: &Directory) -> Result<Option<Map<String, Value>>> {
     match read_json_if_exists(directory, CONFIG_FILE, CONFIG_BYTES_MAX)? {
         None => Ok(None),
         Some(LimitedValue::<CONFIG_VALUES_MAX>(Value::Object(map))) => Ok(Some(map)),
@@ -346,7 +346,7 @@ fn read_config(directory: &Directory) -> Result<Option<Map<String, Value>>> {
 /// text, or the files together have more than [`TEXT_BYTES_MAX`] bytes.
 fn read_text_files(directory: &Directory) -> Result<Vec<TextFile>> {
     let (mut texts, mut bytes_left) = (Vec::new(), TEXT_BYTES_MAX);
-    for name in TEXT_FILES {
+    for name in HF_TEXT_FILE_NAMES {
         if directory.file_size(name)?.is_some() {
             let text = String::from_utf8(directory.read_file(name, bytes_left)?)
                 .map_err(|_| CkptError::damaged(directory.path(), name, "the file is not UTF-8 text"))?;

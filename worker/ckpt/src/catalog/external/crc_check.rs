@@ -72,7 +72,7 @@ pub(crate) fn verify_all_spans(
         }
     }
     let mut tensors = list_tensors_in_spans(&damaged, entries);
-    let damage = |span| store.crc_damage(span, tensors.remove(&span).unwrap_or_default());
+    let damage = |span| store.crc_mismatch_damage(span, tensors.remove(&span).unwrap_or_default());
     Ok((bytes, spans.len() as u64, damaged.into_iter().map(damage).collect()))
 }
 
@@ -100,7 +100,7 @@ pub(crate) fn verify_read_spans(
     }
     for (f, s, span) in due {
         if span.partial_crcs.whole_crc(span.bytes.clone()) != span.crc {
-            return Err(store.crc_error((f, s), entries));
+            return Err(store.crc_mismatch_error((f, s), entries));
         }
         span.mark_verified();
     }

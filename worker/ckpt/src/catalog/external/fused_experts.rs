@@ -5,7 +5,7 @@
 //! separately. `experts.gate_up_proj` has the shape [experts, 2 × width, hidden], with the gate of
 //! each expert before its up projection. `experts.down_proj` has the shape [experts, hidden,
 //! width].
-use crate::catalog::model::ShapedWeight;
+use crate::catalog::model::BorrowedWeightShape;
 use crate::tensor::count_elements;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -39,17 +39,17 @@ pub(crate) struct FusedExperts {
 
 /// The name and the shape of each expert's matrices in one layer. The key is the number of the
 /// expert and the index of the matrix (0 for gate, 1 for up, 2 for down).
-type LayerMatrices<'a> = BTreeMap<(u64, usize), ShapedWeight<'a>>;
+type LayerMatrices<'a> = BTreeMap<(u64, usize), BorrowedWeightShape<'a>>;
 
 impl FusedExperts {
     /// Computes which fused weights the model has, if the files store each expert of a layer in
     /// separate tensors. Returns `None` if they have no separate experts, or if experts are missing
     /// or differ in shape.
-    pub(crate) fn detect(weights: &[ShapedWeight<'_>]) -> Option<FusedExperts> {
+    pub(crate) fn from_separate_experts(weights: &[BorrowedWeightShape<'_>]) -> Option<FusedExperts> {
         let mut fused = FusedExperts::default();
         let mut layers: BTreeMap<String, LayerMatrices<'_>> = BTreeMap::new();
         for &(name, shape) in weights {
-            match parse_expert_matrix(name) {
+            match parse_expert_matrix_name(name) {
                 Some((before, expert, matrix)) => {
                     let layer =
                         format!("{before}.experts").replacen(MOE_MODULE_NAMES.0, MOE_MODULE_NAMES.1, 1);
@@ -70,13 +70,13 @@ impl FusedExperts {
         }
         for (layer, matrices_of_layer) in &layers {
             let count = matrices_of_layer.len() as u64 / 3;
-            let select = |matrices: &[usize]| -> Option<Vec<ShapedWeight<'_>>> {
+            let select = |matrices: &[usize]| -> Option<Vec<BorrowedWeightShape<'_>>> {
                 let each = (0..count).flat_map(|e| matrices.iter().map(move |&m| (e, m)));
                 each.map(|key| matrices_of_layer.get(&key).copied()).collect()
             };
             let (gates, downs) = (select(&[0, 1])?, select(&[2])?);
             let (&[width, hidden], down) = (gates.first()?.1, downs.first()?.1) else { return None };
-            let have_shape = |list: &[ShapedWeight<'_>], shape: &[u64]| list.iter().all(|(_, s)| *s == shape);
+            let have_shape = |list: &[BorrowedWeightShape<'_>], shape: &[u64]| list.iter().all(|(_, s)| *s == shape);
             let is_complete = matrices_of_layer.len() as u64 == 3 * count && down == [hidden, width];
             if !is_complete || !have_shape(&gates, &[width, hidden]) || !have_shape(&downs, down) {
                 return None;
@@ -90,7 +90,7 @@ impl FusedExperts {
 
     /// Adds a weight of the model, which files store as the separate weights `parts`. Returns
     /// `None` if the number of elements overflows.
-    fn add_weight(&mut self, name: String, shape: Vec<u64>, parts: Vec<ShapedWeight<'_>>) -> Option<()> {
+    fn add_weight(&mut self, name: String, shape: Vec<u64>, parts: Vec<BorrowedWeightShape<'_>>) -> Option<()> {
         if parts.len() > 1 || parts.first().is_some_and(|(part, _)| *part != name) {
             let (mut members, mut at) = (Vec::with_capacity(parts.len()), 0u64);
             for (part, shape) in parts {
@@ -106,13 +106,13 @@ impl FusedExperts {
 
     /// Returns the parts of the model's weight `name` that files store as separate tensors, or
     /// `None` if files store the weight as one tensor of this name.
-    pub(crate) fn members(&self, name: &str) -> Option<&[FusedMember]> {
+    pub(crate) fn parts_of_weight(&self, name: &str) -> Option<&[FusedMember]> {
         self.members.get(name).map(Vec::as_slice)
     }
 
     /// Iterates over the names of the tensors in which files store the model's weight `name`.
     pub(crate) fn stored_names<'a>(&'a self, name: &'a str) -> impl Iterator<Item = String> + 'a {
-        let members = self.members(name);
+        let members = self.parts_of_weight(name);
         let unchanged = members.is_none().then(|| name.to_owned());
         members.into_iter().flatten().map(|m| m.name.clone()).chain(unchanged)
     }
@@ -121,7 +121,7 @@ impl FusedExperts {
 /// Parses the name of an expert's matrix, such as `model.layers.0.mlp.experts.3.up_proj.weight`.
 /// Returns the part of the name before `.experts.`, the number of the expert, and the index of the
 /// matrix: 0 for gate, 1 for up, 2 for down. Returns `None` for other names.
-pub(crate) fn parse_expert_matrix(name: &str) -> Option<(&str, u64, usize)> {
+pub(crate) fn parse_expert_matrix_name(name: &str) -> Option<(&str, u64, usize)> {
     let (before, rest) = name.split_once(".experts.")?;
     let [number, matrix, "weight"] = rest.split('.').collect::<Vec<_>>()[..] else { return None };
     let which = MATRIX_NAMES.iter().find_map(|names| names.iter().position(|n| *n == matrix))?;
@@ -149,7 +149,7 @@ mod tests {
 
     /// Calls [`FusedExperts::detect`] with `weights`, given as owned names and shapes.
     fn fuse_experts(weights: &[(String, Vec<u64>)]) -> Option<FusedExperts> {
-        FusedExperts::detect(&weights.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect::<Vec<_>>())
+        FusedExperts::from_separate_experts(&weights.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect::<Vec<_>>())
     }
 
     #[test]
@@ -170,12 +170,12 @@ mod tests {
                     shape("model.norm.weight", &[4]),
                 ]
             );
-            let up = &found.members("model.layers.0.mlp.experts.gate_up_proj").expect("parts")[21];
+            let up = &found.parts_of_weight("model.layers.0.mlp.experts.gate_up_proj").expect("parts")[21];
             let name = format!("model.layers.0.{module}.experts.10.{}.weight", matrices[1]);
             assert_eq!(*up, FusedMember { name, shape: vec![6, 4], elements: 21 * 24..22 * 24 });
-            let gate = found.members("model.layers.0.mlp.gate.weight");
+            let gate = found.parts_of_weight("model.layers.0.mlp.gate.weight");
             assert_eq!(gate.is_some(), module == "block_sparse_moe");
-            assert!(found.members("model.norm.weight").is_none());
+            assert!(found.parts_of_weight("model.norm.weight").is_none());
         }
     }
 

@@ -11,10 +11,10 @@ mod strided_cache;
 mod tensor_part;
 mod unfuse_experts;
 
-pub(crate) use builder::{ExternalCheckpointBuilder, GLOBALS, TrainedNames, to_whole_step};
+pub(crate) use builder::{ExternalCheckpointBuilder, ALLOWED_GLOBALS, TrainedWeightNames, convert_step_to_integer};
 pub use checkpoint::ExternalCheckpoint;
 pub(crate) use crc_check::verify_all_spans;
 pub use facts::{ExternalFacts, StatePart};
-pub(crate) use fused_experts::{FusedExperts, FusedMember, parse_expert_matrix};
+pub(crate) use fused_experts::{FusedExperts, FusedMember, parse_expert_matrix_name};
 pub(crate) use stored_files::{StepValue, StoredFile};
 pub(crate) use tensor_part::{ExternalTensor, TensorPart};

@@ -119,18 +119,18 @@ impl StoredFile {
         let (file, size) = OffsetReader::open(&self.directory, &self.name, scratch)?;
         match size == self.size {
             true => Ok(file),
-            false => Err(self.damaged(DamageReason::SizeMismatch { expected: self.size, found: size })),
+            false => Err(self.damaged_file_error(DamageReason::SizeMismatch { expected: self.size, found: size })),
         }
     }
 
     /// Returns [`CkptError::Damaged`] for this file.
-    fn damaged(&self, reason: impl Into<DamageReason>) -> CkptError {
+    fn damaged_file_error(&self, reason: impl Into<DamageReason>) -> CkptError {
         CkptError::damaged(self.directory.path(), &self.name, reason)
     }
 
     /// Reads the byte range `bytes` of the file and computes its CRC-32.
     pub(super) fn compute_crc(&self, open: &mut OffsetReader<'_>, bytes: Range<u64>) -> Result<u32> {
-        open.compute_crc(bytes).map_err(|e| self.read_error(e))
+        open.compute_crc(bytes).map_err(|e| self.convert_read_error(e))
     }
 
     /// Reads bytes of `span` from offset `at` of the file to `out`, and records their CRC-32 if the
@@ -147,21 +147,21 @@ impl StoredFile {
         }
         // read in pieces, so that each is hashed while it is in the CPU cache
         let mut hasher = crc32fast::Hasher::new();
-        open.read_into(at, out, |piece| hasher.update(piece)).map_err(|e| self.read_error(e))?;
+        open.read_into(at, out, |piece| hasher.update(piece)).map_err(|e| self.convert_read_error(e))?;
         span.partial_crcs.add_crc(at..at + out.len() as u64, hasher.finalize());
         Ok(())
     }
 
     /// Reads the bytes that begin at offset `at` of the file to `out`, without verification.
     fn read_bytes(&self, open: &mut OffsetReader<'_>, at: u64, out: &mut [u8]) -> Result<()> {
-        open.read_into(at, out, |_| {}).map_err(|e| self.read_error(e))
+        open.read_into(at, out, |_| {}).map_err(|e| self.convert_read_error(e))
     }
 
     /// Converts an I/O error of a read to a [`CkptError`] that names this file. The unexpected end
     /// of the file becomes [`DamageReason::Truncated`].
-    fn read_error(&self, e: io::Error) -> CkptError {
+    fn convert_read_error(&self, e: io::Error) -> CkptError {
         match e.kind() {
-            io::ErrorKind::UnexpectedEof => self.damaged(DamageReason::Truncated),
+            io::ErrorKind::UnexpectedEof => self.damaged_file_error(DamageReason::Truncated),
             _ => CkptError::io("read", &self.directory.path().join(&self.name))(e),
         }
     }
@@ -185,7 +185,7 @@ impl StoredFiles {
 
     /// Returns the [`Damage`] that describes a span (byte range) whose CRC-32 is wrong. `tensors`
     /// are the labels of the tensors with a part in the span.
-    pub(super) fn crc_damage(&self, (file, span): SpanPlace, tensors: Vec<String>) -> Damage {
+    pub(super) fn crc_mismatch_damage(&self, (file, span): SpanPlace, tensors: Vec<String>) -> Damage {
         let stored = &self.files[file];
         let reason = DamageReason::CrcMismatch { member: stored.spans[span].name.clone() };
         Damage { file: stored.name.clone(), block: None, tensors, reason }
@@ -193,9 +193,9 @@ impl StoredFiles {
 
     /// Returns the error [`CkptError::Damaged`] for a span (byte range) whose CRC-32 is wrong. The
     /// error names the tensors of `entries` that have a part in the span.
-    pub(super) fn crc_error(&self, span: SpanPlace, entries: &[ExternalTensor]) -> CkptError {
+    pub(super) fn crc_mismatch_error(&self, span: SpanPlace, entries: &[ExternalTensor]) -> CkptError {
         let tensors = list_tensors_in_spans(&[span], entries).remove(&span).unwrap_or_default();
-        CkptError::from_damage(self.files[span.0].directory.path(), self.crc_damage(span, tensors))
+        CkptError::from_damage(self.files[span.0].directory.path(), self.crc_mismatch_damage(span, tensors))
     }
 
     /// Carries out all read requests, in the order of their files and offsets. Verifies the span of
@@ -244,7 +244,7 @@ impl StoredFiles {
         }
         let crc = file.compute_crc(open, span.bytes.clone())?;
         if span.crc.is_some_and(|expected| expected != crc) {
-            return Err(self.crc_error((part.file, part.span), entries));
+            return Err(self.crc_mismatch_error((part.file, part.span), entries));
         }
         span.mark_verified();
         Ok(())
@@ -293,7 +293,7 @@ impl StoredFiles {
     /// Returns the index of the first element of `range` that is not in a hole of a sparse file, or
     /// the end of `range`. Elements in a hole are zero and need not be read. Returns the start of
     /// `range` if the part is not contiguous.
-    pub(super) fn skip_zeros(&self, part: &TensorPart, dtype: Dtype, range: Range<u64>) -> Result<u64> {
+    pub(super) fn skip_file_holes(&self, part: &TensorPart, dtype: Dtype, range: Range<u64>) -> Result<u64> {
         if part.strided.is_some() {
             return Ok(range.start);
         }

@@ -7,7 +7,7 @@ use crate::error::Result;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Limit on the total size of the cache in bytes. Spans that are larger are not cached.
-const BYTES_MAX: u64 = 256 << 20;
+const CACHE_BYTES_MAX: u64 = 256 << 20;
 
 /// A cache of the contents of file spans (byte ranges) with tensors whose elements are not
 /// contiguous, with a limit on its total size.
@@ -35,7 +35,7 @@ impl StridedCache {
         bytes: u64,
         read: impl FnOnce(&mut [u8]) -> Result<()>,
     ) -> Result<Option<Arc<[u8]>>> {
-        if bytes > BYTES_MAX {
+        if bytes > CACHE_BYTES_MAX {
             return Ok(None);
         }
         // holds the lock during the read, so that threads do not read a span twice
@@ -44,7 +44,7 @@ impl StridedCache {
             return Ok(Some(span.content.clone()));
         }
         let mut used: u64 = cached.iter().map(|span| span.content.len() as u64).sum();
-        while used + bytes > BYTES_MAX && !cached.is_empty() {
+        while used + bytes > CACHE_BYTES_MAX && !cached.is_empty() {
             used -= cached.remove(0).content.len() as u64;
         }
         let mut content = vec![0; bytes as usize];
@@ -71,11 +71,11 @@ mod tests {
             };
             cache.get_or_read((0, span), bytes, read).expect("read").map(|content| content[0])
         };
-        let half = BYTES_MAX / 2;
+        let half = CACHE_BYTES_MAX / 2;
         assert_eq!((get(1, half), get(2, half), get(1, half), reads.get()), (Some(1), Some(2), Some(1), 2));
         // the third span replaces the first
         assert_eq!((get(3, half), get(2, half), reads.get()), (Some(3), Some(2), 3));
         assert_eq!((get(1, half), reads.get()), (Some(1), 4));
-        assert_eq!((get(4, BYTES_MAX + 1), reads.get()), (None, 4));
+        assert_eq!((get(4, CACHE_BYTES_MAX + 1), reads.get()), (None, 4));
     }
 }

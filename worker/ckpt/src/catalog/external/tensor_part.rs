@@ -24,7 +24,7 @@ impl ExternalTensor {
         file: usize,
         view: &TensorView,
     ) -> ExternalTensor {
-        ExternalTensor::from_view_elements(name, role, &view.shape, file, view, 0..view.elements())
+        ExternalTensor::from_view_elements(name, role, &view.shape, file, view, 0..view.element_count())
     }
 
     /// Returns a tensor of the shape `shape` whose elements are the range `taken` of the elements

@@ -14,13 +14,13 @@ impl ExternalCheckpoint {
     /// that readers of `weights` reject it as an unexpected tensor. Does nothing if `weights` lists
     /// no separate experts, or lists experts that cannot be fused.
     pub fn unfuse_experts(&mut self, weights: &[(String, Vec<u64>)]) {
-        let Some(fused) = FusedExperts::detect(&borrow_weights(weights)) else { return };
+        let Some(fused) = FusedExperts::from_separate_experts(&borrow_weights(weights)) else { return };
         let shapes: HashMap<&str, &[u64]> = borrow_weights(&fused.weights).into_iter().collect();
         let has = |e: &ExternalTensor| shapes.get(e.info.name.as_str()) == Some(&e.info.shape.as_slice());
         let twice =
             |e: &ExternalTensor, m: &FusedMember| self.index.contains_key(&(e.info.role, m.name.clone()));
         let members = |e: &ExternalTensor| {
-            let members = fused.members(&e.info.name).filter(|_| has(e))?;
+            let members = fused.parts_of_weight(&e.info.name).filter(|_| has(e))?;
             (!members.iter().any(|m| twice(e, m))).then_some(members)
         };
         let before = std::mem::take(&mut self.entries);
@@ -34,7 +34,7 @@ impl ExternalCheckpoint {
         }
         let keys = self.entries.iter().map(|e| (e.info.role, e.info.name.clone()));
         self.index = keys.zip(0..).collect();
-        self.facts.rename_weights(&fused);
+        self.facts.rename_fused_weights(&fused);
     }
 }
 
@@ -55,7 +55,7 @@ fn extract_expert_tensor(entry: &ExternalTensor, member: &FusedMember) -> Extern
 impl ExternalFacts {
     /// Replaces the name of each fused weight by the names of its parts, in the parameter groups,
     /// the steps and the list of frozen weights.
-    fn rename_weights(&mut self, fused: &FusedExperts) {
+    fn rename_fused_weights(&mut self, fused: &FusedExperts) {
         let stored_names = |name: &String| fused.stored_names(name).collect::<Vec<_>>();
         let each = |names: &mut Vec<String>| *names = names.iter().flat_map(stored_names).collect();
         self.state.groups.iter_mut().for_each(|g| each(&mut g.names));
@@ -110,7 +110,7 @@ mod tests {
             assert_eq!(names.contains(&fused[0].0.to_owned()), !replaced, "{names:?}");
             let (mut out, name) = ([0.0; 6], "l.mlp.experts.1.up_proj.weight");
             let request = ReadRequest { name, role: TensorRole::Weight, start_element: 0, out: &mut out };
-            source.read_many(&mut [request]).expect("read");
+            source.read_verified(&mut [request]).expect("read");
             let first = if replaced { 18.0 } else { 0.0 };
             assert_eq!(out, std::array::from_fn(|i| first + i as f32));
         }

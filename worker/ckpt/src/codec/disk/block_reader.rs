@@ -3,7 +3,7 @@
 use super::buffer_pool::{AlignedBuffer, DiskBufferPool};
 use super::directory::Directory;
 use super::sparse::find_data;
-use super::units::{ALIGN, BLOCK, WINDOW, disable_direct_io};
+use super::units::{DIRECT_IO_ALIGNMENT, BLOCK_BYTES, WINDOW_BYTES, disable_direct_io};
 use crate::error::{CkptError, DamageReason, Result};
 use nix::fcntl::OFlag;
 use std::fs::File;
@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::sync_channel;
 
 /// Number of blocks per window, the unit of one read.
-const WINDOW_BLOCKS: u64 = (WINDOW / BLOCK) as u64;
+const WINDOW_BLOCKS: u64 = (WINDOW_BYTES / BLOCK_BYTES) as u64;
 
 /// An open file that is read in whole blocks.
 pub(crate) struct BlockReader {
@@ -59,7 +59,7 @@ impl BlockReader {
     /// Lists the ranges of blocks within `blocks` that contain data. The other blocks are in holes
     /// of a sparse file and consist of zeros.
     pub(crate) fn list_data_blocks(&self, blocks: Range<u64>) -> Vec<Range<u64>> {
-        let block = BLOCK as u64;
+        let block = BLOCK_BYTES as u64;
         let (mut at, end) = (blocks.start * block, self.size.min(blocks.end.saturating_mul(block)));
         let mut found: Vec<Range<u64>> = Vec::new();
         while at < end {
@@ -97,7 +97,7 @@ impl BlockReader {
         let len = (bytes.end - bytes.start) as usize;
         let mut done = 0;
         while done < len {
-            let end = if self.direct { len.next_multiple_of(ALIGN) } else { len };
+            let end = if self.direct { len.next_multiple_of(DIRECT_IO_ALIGNMENT) } else { len };
             match self.file.read_at(&mut window[done..end], self.base + bytes.start + done as u64) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(n) => done += n,
@@ -136,7 +136,7 @@ impl BlockRequest {
     /// Returns the byte range of the requested blocks in the file. If the last block would reach
     /// beyond the expected size of the file, the range ends at that size.
     fn byte_range(&self) -> Range<u64> {
-        let block = BLOCK as u64;
+        let block = BLOCK_BYTES as u64;
         self.blocks.start * block..(self.blocks.end * block).min(self.size)
     }
 }

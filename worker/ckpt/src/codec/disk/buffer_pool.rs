@@ -3,14 +3,14 @@
 //! A disk request is a list of contiguous ranges of physical memory. 2 MiB are 512 ranges in pages
 //! of 4 KiB, and one range in a huge page. On the disk of docs/benchmarks/checkpoints.md, huge
 //! pages increased the throughput from 1 to 3 GB/s.
-use super::units::WINDOW;
+use super::units::WINDOW_BYTES;
 use memmap2::{Advice, MmapMut};
 use std::io;
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Size of a huge page in bytes, on x86-64 and on AArch64 with pages of 4 KiB.
-const HUGE_PAGE: usize = 2 << 20;
+const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// Memory that begins at a multiple of the huge page size.
 #[derive(Debug)]
@@ -28,10 +28,10 @@ impl AlignedBuffer {
     fn new(size: usize) -> io::Result<AlignedBuffer> {
         // one huge page more than needed, so that the start can be aligned (untouched pages use no
         // memory)
-        let mut map = MmapMut::map_anon(size.next_multiple_of(HUGE_PAGE) + HUGE_PAGE)?;
+        let mut map = MmapMut::map_anon(size.next_multiple_of(HUGE_PAGE_BYTES) + HUGE_PAGE_BYTES)?;
         // a kernel without huge pages uses small ones
         let _ = map.advise(Advice::HugePage);
-        let start = map.as_mut_ptr().align_offset(HUGE_PAGE);
+        let start = map.as_mut_ptr().align_offset(HUGE_PAGE_BYTES);
         Ok(AlignedBuffer { map, start, size })
     }
 }
@@ -59,7 +59,7 @@ pub(crate) struct DiskBufferPool {
 
 impl Default for DiskBufferPool {
     fn default() -> DiskBufferPool {
-        DiskBufferPool::with_size(WINDOW)
+        DiskBufferPool::with_size(WINDOW_BYTES)
     }
 }
 
@@ -88,10 +88,10 @@ mod tests {
 
     #[test]
     fn buffers_are_aligned_to_huge_pages_and_reused() {
-        for size in [4096, HUGE_PAGE, HUGE_PAGE + 4096, 4 * HUGE_PAGE] {
+        for size in [4096, HUGE_PAGE_BYTES, HUGE_PAGE_BYTES + 4096, 4 * HUGE_PAGE_BYTES] {
             let buffers = DiskBufferPool::with_size(size);
             let mut one = buffers.take().expect("memory");
-            assert_eq!((one.len(), one.as_ptr() as usize % HUGE_PAGE), (size, 0));
+            assert_eq!((one.len(), one.as_ptr() as usize % HUGE_PAGE_BYTES), (size, 0));
             one.fill(7);
             let address = one.as_ptr();
             buffers.clone().give_back(one);

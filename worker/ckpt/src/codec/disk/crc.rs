@@ -6,7 +6,7 @@ use std::io;
 use std::ops::Range;
 
 /// A block of zeros, from whose CRC-32 the CRC-32 of longer runs of zeros is derived.
-const ZEROS: [u8; 4096] = [0; 4096];
+const ZERO_BLOCK: [u8; 4096] = [0; 4096];
 
 /// Computes the CRC-32 of two concatenated byte sequences from their CRC-32s. `second_bytes` is the
 /// length of the second sequence in bytes.
@@ -18,9 +18,9 @@ pub(crate) fn combine_crcs(first: u32, second: u32, second_bytes: u64) -> u32 {
 
 /// Computes the CRC-32 of `bytes` zeros. The time grows with the logarithm of `bytes`.
 fn compute_crc_of_zeros(bytes: u64) -> u32 {
-    let unit = ZEROS.len() as u64;
-    let mut crc = crc32fast::hash(&ZEROS[..(bytes % unit) as usize]);
-    let (mut power, mut power_bytes, mut left) = (crc32fast::hash(&ZEROS), unit, bytes / unit);
+    let unit = ZERO_BLOCK.len() as u64;
+    let mut crc = crc32fast::hash(&ZERO_BLOCK[..(bytes % unit) as usize]);
+    let (mut power, mut power_bytes, mut left) = (crc32fast::hash(&ZERO_BLOCK), unit, bytes / unit);
     while left > 0 {
         if left % 2 == 1 {
             crc = combine_crcs(crc, power, power_bytes);

@@ -22,6 +22,6 @@ pub(crate) fn hash_file(directory: &Directory, name: &str, scratch: &ReadBuffers
 pub(crate) fn hash_open_file(reader: &mut OffsetReader<'_>, size: u64) -> Result<Hash> {
     let mut hasher = FileHasher::default();
     let read = reader.for_each_piece(0..size, |piece| hasher.update(piece));
-    read.map_err(|e| reader.describe_error(e))?;
+    read.map_err(|e| reader.convert_read_error(e))?;
     Ok(hasher.finish())
 }

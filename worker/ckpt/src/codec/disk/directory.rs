@@ -50,7 +50,7 @@ pub(crate) fn remove_unless_directory(path: &Path) -> Result<()> {
 }
 
 /// Returns true if the path exists, even as a dangling symbolic link.
-pub(crate) fn exists(path: &Path) -> bool {
+pub(crate) fn path_exists(path: &Path) -> bool {
     path.symlink_metadata().is_ok()
 }
 
@@ -59,7 +59,7 @@ pub(crate) fn exists(path: &Path) -> bool {
 /// # Errors
 /// Fails if the path exists or the parent does not.
 pub(crate) fn make_dir(path: &Path) -> Result<()> {
-    fault_points::run_between_points("mkdir", || fs::create_dir(path))
+    fault_points::run_between_fault_points("mkdir", || fs::create_dir(path))
         .map_err(CkptError::io("create directory", path))
 }
 
@@ -98,7 +98,7 @@ pub(crate) fn parent_dir(path: &Path) -> PathBuf {
 /// Syncs a directory, which makes created, renamed and removed entries durable.
 pub(crate) fn sync_dir(path: &Path) -> Result<()> {
     let dir = open_directory(path).map_err(CkptError::io("open directory", path))?;
-    fault_points::run_between_points("fsync directory", || dir.sync_all())
+    fault_points::run_between_fault_points("fsync directory", || dir.sync_all())
         .map_err(CkptError::io("fsync directory", path))
 }
 
@@ -106,13 +106,13 @@ pub(crate) fn sync_dir(path: &Path) -> Result<()> {
 /// durable.
 pub(crate) fn sync_file_system(path: &Path) -> Result<()> {
     let dir = open_directory(path).map_err(CkptError::io("open directory", path))?;
-    fault_points::run_between_points("sync file system", || syncfs(&dir))
+    fault_points::run_between_fault_points("sync file system", || syncfs(&dir))
         .map_err(CkptError::io("sync the file system of", path))
 }
 
 /// Removes a file. Does nothing if the file does not exist.
 pub(crate) fn unlink(path: &Path) -> Result<()> {
-    match fault_points::run_between_points("unlink", || fs::remove_file(path)) {
+    match fault_points::run_between_fault_points("unlink", || fs::remove_file(path)) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => Err(CkptError::io("remove", path)(e)),
         _ => Ok(()),
     }
@@ -133,7 +133,7 @@ pub(crate) fn remove_tree(path: &Path) -> Result<()> {
             false => unlink(&entry.path())?,
         }
     }
-    match fault_points::run_between_points("rmdir", || fs::remove_dir(path)) {
+    match fault_points::run_between_fault_points("rmdir", || fs::remove_dir(path)) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => Err(CkptError::io("remove directory", path)(e)),
         _ => Ok(()),
     }
@@ -196,7 +196,7 @@ pub(crate) struct DirLock {
 /// # Errors
 /// Fails with [`CkptError::DirectoryBusy`] if another process holds the lock. On file systems
 /// without locks for directories, the call succeeds and nothing is locked.
-pub(crate) fn lock_dir(path: &Path) -> Result<DirLock> {
+pub(crate) fn try_lock_dir(path: &Path) -> Result<DirLock> {
     let dir = open_directory(path).map_err(CkptError::io("open directory", path))?;
     match Flock::lock(dir, FlockArg::LockExclusiveNonblock) {
         Ok(lock) => Ok(DirLock { _lock: Some(lock) }),
@@ -221,7 +221,7 @@ impl Directory {
     pub(crate) fn open(path: &Path) -> Result<Directory> {
         match open_directory(path) {
             Ok(fd) => Ok(Directory { fd, path: path.to_owned() }),
-            Err(e) if e.kind() == io::ErrorKind::NotADirectory && exists(path) => {
+            Err(e) if e.kind() == io::ErrorKind::NotADirectory && path_exists(path) => {
                 Err(CkptError::not_a_checkpoint(path, Diagnosis::NotADirectory))
             }
             Err(e) => Err(CkptError::io("open", path)(e)),

@@ -1,7 +1,7 @@
 //! [`FileWriter`]: writes a new file in large aligned pieces (windows), on a separate thread. A
 //! thread writes a window while the caller fills and hashes the next window.
 use super::buffer_pool::{AlignedBuffer, DiskBufferPool};
-use super::units::{ALIGN, BLOCK, disable_direct_io};
+use super::units::{DIRECT_IO_ALIGNMENT, BLOCK_BYTES, disable_direct_io};
 use crate::error::{CkptError, Result};
 use crate::fault_points;
 use crate::hash::{FileHasher, Hash};
@@ -24,7 +24,7 @@ pub(crate) enum IoMode {
 
 /// Which hashes a [`FileWriter`] computes of what it writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Hashing {
+pub(crate) enum HashMode {
     /// Computes no hashes.
     Off,
     /// Computes one hash for each [`BLOCK`].
@@ -45,19 +45,19 @@ pub(crate) struct WrittenFile {
 }
 
 /// The running hashes of everything that was written to a file so far.
-enum Hashes {
+enum RunningHashes {
     Off,
     Blocks(Vec<Hash>),
     File(Box<FileHasher>),
 }
 
-impl Hashes {
+impl RunningHashes {
     /// Creates the hashes of an empty file, of the kind that `hashing` requests.
-    fn new(hashing: Hashing) -> Hashes {
+    fn new(hashing: HashMode) -> RunningHashes {
         match hashing {
-            Hashing::Off => Hashes::Off,
-            Hashing::Blocks => Hashes::Blocks(Vec::new()),
-            Hashing::File => Hashes::File(Box::default()),
+            HashMode::Off => RunningHashes::Off,
+            HashMode::Blocks => RunningHashes::Blocks(Vec::new()),
+            HashMode::File => RunningHashes::File(Box::default()),
         }
     }
 
@@ -66,18 +66,18 @@ impl Hashes {
     /// than the others.
     fn add_block(&mut self, bytes: &[u8]) {
         match self {
-            Hashes::Off => {}
-            Hashes::Blocks(blocks) => blocks.push(Hash::digest(bytes)),
-            Hashes::File(hasher) => hasher.update(bytes),
+            RunningHashes::Off => {}
+            RunningHashes::Blocks(blocks) => blocks.push(Hash::digest(bytes)),
+            RunningHashes::File(hasher) => hasher.update(bytes),
         }
     }
 
     /// Returns the description of a file of `bytes` bytes with these hashes.
     fn describe_file(self, bytes: u64) -> WrittenFile {
         match self {
-            Hashes::Off => WrittenFile { bytes, blocks: Vec::new(), digest: None },
-            Hashes::Blocks(blocks) => WrittenFile { bytes, blocks, digest: None },
-            Hashes::File(hasher) => WrittenFile { bytes, blocks: Vec::new(), digest: Some(hasher.finish()) },
+            RunningHashes::Off => WrittenFile { bytes, blocks: Vec::new(), digest: None },
+            RunningHashes::Blocks(blocks) => WrittenFile { bytes, blocks, digest: None },
+            RunningHashes::File(hasher) => WrittenFile { bytes, blocks: Vec::new(), digest: Some(hasher.finish()) },
         }
     }
 }
@@ -87,7 +87,7 @@ const WINDOWS_PER_FILE: usize = 3;
 /// Size in bytes of the buffers through which a file is written, if many files are written at the
 /// same time. Windows of this size are only a little slower than windows of [`super::WINDOW`]
 /// bytes, and need a quarter of the memory.
-pub(crate) const SMALL_WINDOW: usize = 2 << 20;
+pub(crate) const SMALL_WINDOW_BYTES: usize = 2 << 20;
 
 /// A file to which the contents of filled buffers (windows) are appended.
 struct OutputFile {
@@ -113,7 +113,7 @@ impl OutputFile {
                 .open(path)
         };
         if io_mode == IoMode::Direct {
-            match fault_points::run_between_points("create", || open(OFlag::O_DIRECT)) {
+            match fault_points::run_between_fault_points("create", || open(OFlag::O_DIRECT)) {
                 Ok(file) => return Ok(OutputFile { file, direct: true, at: 0 }),
                 // the file system does not support O_DIRECT, but may have created the file
                 // nevertheless
@@ -121,7 +121,7 @@ impl OutputFile {
                 Err(e) => return Err(e),
             }
         }
-        let file = fault_points::run_between_points("create", || open(OFlag::empty()))?;
+        let file = fault_points::run_between_fault_points("create", || open(OFlag::empty()))?;
         Ok(OutputFile { file, direct: false, at: 0 })
     }
 
@@ -129,7 +129,7 @@ impl OutputFile {
     /// zeros to a multiple of [`ALIGN`]. Only for the last window of a file may `len` differ from a
     /// multiple of [`ALIGN`].
     fn append_window(&mut self, window: &mut [u8], len: usize) -> io::Result<()> {
-        let padded = len.next_multiple_of(ALIGN);
+        let padded = len.next_multiple_of(DIRECT_IO_ALIGNMENT);
         window[len..padded].fill(0);
         let mut done = 0;
         loop {
@@ -138,7 +138,7 @@ impl OutputFile {
                 self.at += end as u64;
                 return Ok(());
             }
-            match fault_points::run_between_points("write", || {
+            match fault_points::run_between_fault_points("write", || {
                 self.file.write_at(&window[done..end], self.at + done as u64)
             }) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
@@ -157,10 +157,10 @@ impl OutputFile {
     /// durable.
     fn finish(self, len: u64, sync: bool) -> io::Result<()> {
         if self.at > len {
-            fault_points::run_between_points("truncate", || self.file.set_len(len))?;
+            fault_points::run_between_fault_points("truncate", || self.file.set_len(len))?;
         }
         match sync {
-            true => fault_points::run_between_points("fsync file", || self.file.sync_all()),
+            true => fault_points::run_between_fault_points("fsync file", || self.file.sync_all()),
             false => Ok(()),
         }
     }
@@ -197,7 +197,7 @@ pub(crate) struct FileWriter {
     taken: usize,
     /// Bytes given to [`FileWriter::write`] so far.
     len: u64,
-    hashes: Hashes,
+    hashes: RunningHashes,
 }
 
 impl FileWriter {
@@ -205,7 +205,7 @@ impl FileWriter {
     ///
     /// # Errors
     /// Fails if the path exists.
-    pub(crate) fn create(path: PathBuf, io_mode: IoMode, hashing: Hashing) -> Result<FileWriter> {
+    pub(crate) fn create(path: PathBuf, io_mode: IoMode, hashing: HashMode) -> Result<FileWriter> {
         FileWriter::with_buffers(path, io_mode, hashing, DiskBufferPool::default())
     }
 
@@ -214,7 +214,7 @@ impl FileWriter {
     pub(crate) fn with_buffers(
         path: PathBuf,
         io_mode: IoMode,
-        hashing: Hashing,
+        hashing: HashMode,
         buffers: DiskBufferPool,
     ) -> Result<FileWriter> {
         let output = OutputFile::create(&path, io_mode).map_err(CkptError::io("create", &path))?;
@@ -227,7 +227,7 @@ impl FileWriter {
             buffers,
             taken: 1,
             len: 0,
-            hashes: Hashes::new(hashing),
+            hashes: RunningHashes::new(hashing),
         })
     }
 
@@ -240,12 +240,12 @@ impl FileWriter {
                 self.send_window().map_err(CkptError::io("write", &self.path))?;
             }
             // copied block by block, so that each block is hashed while it is in the CPU cache
-            let n = (BLOCK - self.filled % BLOCK).min(bytes.len());
+            let n = (BLOCK_BYTES - self.filled % BLOCK_BYTES).min(bytes.len());
             self.window[self.filled..self.filled + n].copy_from_slice(&bytes[..n]);
             self.filled += n;
             bytes = &bytes[n..];
-            if self.filled.is_multiple_of(BLOCK) {
-                self.hash_block(BLOCK);
+            if self.filled.is_multiple_of(BLOCK_BYTES) {
+                self.hash_block(BLOCK_BYTES);
             }
         }
         Ok(())
@@ -312,8 +312,8 @@ impl FileWriter {
     /// Writes the remaining bytes, returns the buffer to its pool and, with `sync`, makes the file
     /// durable.
     fn finish_file(mut self, sync: bool) -> Result<WrittenFile> {
-        if !self.filled.is_multiple_of(BLOCK) {
-            self.hash_block(self.filled % BLOCK);
+        if !self.filled.is_multiple_of(BLOCK_BYTES) {
+            self.hash_block(self.filled % BLOCK_BYTES);
         }
         let done = self.wait_for_writes().and_then(|mut output| {
             output.append_window(&mut self.window, self.filled)?;
@@ -347,7 +347,7 @@ fn spawn_writer_thread(mut output: OutputFile) -> io::Result<WindowWriter> {
 /// # Errors
 /// Fails if the path exists or a write fails.
 pub(crate) fn write_file(path: PathBuf, content: &[u8]) -> Result<u64> {
-    let mut file = FileWriter::create(path, IoMode::Buffered, Hashing::Off)?;
+    let mut file = FileWriter::create(path, IoMode::Buffered, HashMode::Off)?;
     file.write(content)?;
     Ok(file.finish()?.bytes)
 }
@@ -355,14 +355,14 @@ pub(crate) fn write_file(path: PathBuf, content: &[u8]) -> Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::codec::disk::units::WINDOW;
+    use crate::codec::disk::units::WINDOW_BYTES;
 
     /// Writes a file of `len` bytes in pieces of different sizes, through buffers of `window`
     /// bytes. Checks the content of the file and the returned hashes.
     fn assert_written_file(dir: &std::path::Path, io_mode: IoMode, window: usize, len: usize) {
         let bytes: Vec<u8> =
             (0..len).map(|i| (i as u32).wrapping_mul(0x9E37_79B9).to_le_bytes()[3]).collect();
-        for hashing in [Hashing::Off, Hashing::Blocks, Hashing::File] {
+        for hashing in [HashMode::Off, HashMode::Blocks, HashMode::File] {
             let path = dir.join(format!("{io_mode:?}-{window}-{len}-{hashing:?}"));
             let pool = DiskBufferPool::with_size(window);
             let mut writer = FileWriter::with_buffers(path.clone(), io_mode, hashing, pool).expect("made");
@@ -372,11 +372,11 @@ mod tests {
                 writer.write(now).expect("written");
                 (rest, n) = (later, n * 3 + 1);
             }
-            let blocks: Vec<Hash> = bytes.chunks(BLOCK).map(Hash::digest).collect();
+            let blocks: Vec<Hash> = bytes.chunks(BLOCK_BYTES).map(Hash::digest).collect();
             let expected = WrittenFile {
                 bytes: len as u64,
-                blocks: if hashing == Hashing::Blocks { blocks } else { Vec::new() },
-                digest: (hashing == Hashing::File).then(|| Hash::digest(&bytes)),
+                blocks: if hashing == HashMode::Blocks { blocks } else { Vec::new() },
+                digest: (hashing == HashMode::File).then(|| Hash::digest(&bytes)),
             };
             assert_eq!(writer.finish().expect("finished"), expected);
             assert!(std::fs::read(path).expect("read") == bytes, "{io_mode:?}, {len} bytes");
@@ -390,9 +390,9 @@ mod tests {
         for dir in dirs {
             let dir = dir.expect("a directory");
             for io_mode in [IoMode::Direct, IoMode::Buffered] {
-                for window in [SMALL_WINDOW, WINDOW] {
+                for window in [SMALL_WINDOW_BYTES, WINDOW_BYTES] {
                     for len in
-                        [0, 1, 4095, 4096, BLOCK - 1, BLOCK, window, window + 1, 4 * window + BLOCK + 5]
+                        [0, 1, 4095, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, window, window + 1, 4 * window + BLOCK_BYTES + 5]
                     {
                         assert_written_file(dir.path(), io_mode, window, len);
                     }
@@ -406,14 +406,14 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("file");
         let mut output = OutputFile::create(&path, IoMode::Direct).expect("made");
-        let mut window = vec![0; WINDOW];
+        let mut window = vec![0; WINDOW_BYTES];
         window.fill(7);
-        output.append_window(&mut window, WINDOW).expect("written");
+        output.append_window(&mut window, WINDOW_BYTES).expect("written");
         disable_direct_io(&output.file).expect("left");
         output.direct = false;
         output.append_window(&mut window, 4099).expect("written");
-        output.finish(WINDOW as u64 + 4099, true).expect("durable");
-        assert!(std::fs::read(&path).expect("read") == vec![7u8; WINDOW + 4099]);
+        output.finish(WINDOW_BYTES as u64 + 4099, true).expect("durable");
+        assert!(std::fs::read(&path).expect("read") == vec![7u8; WINDOW_BYTES + 4099]);
     }
 
     #[test]
@@ -422,7 +422,7 @@ mod tests {
         let path = dir.path().join("file");
         std::fs::write(&path, "other").expect("written");
         for io_mode in [IoMode::Direct, IoMode::Buffered] {
-            assert!(FileWriter::create(path.clone(), io_mode, Hashing::Off).is_err());
+            assert!(FileWriter::create(path.clone(), io_mode, HashMode::Off).is_err());
         }
         assert_eq!(std::fs::read(&path).expect("read"), b"other");
     }

@@ -17,11 +17,11 @@ pub(crate) use buffer_pool::DiskBufferPool;
 pub(crate) use crc::{combine_crcs, read_file_crc};
 pub(crate) use digest::{hash_file, hash_open_file};
 pub(crate) use directory::{
-    DirLock, Directory, FILES_MAX, FileState, exists, is_plain_file_name, list_file_states, lock_dir,
+    DirLock, Directory, FILES_MAX, FileState, path_exists, is_plain_file_name, list_file_states, try_lock_dir,
     make_dir, make_dirs, open_regular_file, parent_dir, remove_tree, remove_unless_directory,
     require_free_bytes, sync_dir, sync_file_system, unlink,
 };
-pub(crate) use file_writer::{FileWriter, Hashing, IoMode, SMALL_WINDOW, WrittenFile, write_file};
+pub(crate) use file_writer::{FileWriter, HashMode, IoMode, SMALL_WINDOW_BYTES, WrittenFile, write_file};
 pub(crate) use offset_reader::{OffsetReader, ReadBuffers};
 pub(crate) use sparse::find_data;
-pub(crate) use units::{BLOCK, WINDOW};
+pub(crate) use units::{BLOCK_BYTES, WINDOW_BYTES};

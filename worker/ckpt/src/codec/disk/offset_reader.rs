@@ -6,7 +6,7 @@ use super::buffer_pool::DiskBufferPool;
 use super::crc::compute_file_crc;
 use super::directory::Directory;
 use super::sparse::find_data;
-use super::units::ALIGN;
+use super::units::DIRECT_IO_ALIGNMENT;
 use crate::error::{CkptError, DamageReason, Result};
 use nix::fcntl::OFlag;
 use std::fs::File;
@@ -21,7 +21,7 @@ const DIRECT_READ_BYTES: usize = 2 << 20;
 /// used.
 const CACHED_READ_BYTES: usize = 256 << 10;
 /// The smallest range that is read with direct I/O, in bytes.
-const DIRECT_READ_MIN: u64 = 256 << 10;
+const DIRECT_READ_BYTES_MIN: u64 = 256 << 10;
 
 /// Buffers for reading files at any offset, which are reused from file to file.
 pub(crate) struct ReadBuffers {
@@ -122,7 +122,7 @@ impl<'a> OffsetReader<'a> {
 
     /// Converts an I/O error of a read to a [`CkptError`] that names this file. A file that ends
     /// early becomes [`DamageReason::Changed`].
-    pub(super) fn describe_error(&self, e: io::Error) -> CkptError {
+    pub(super) fn convert_read_error(&self, e: io::Error) -> CkptError {
         match e.kind() {
             io::ErrorKind::UnexpectedEof => {
                 CkptError::damaged(self.directory.path(), self.name, DamageReason::Changed)
@@ -188,7 +188,7 @@ impl<'a> OffsetReader<'a> {
     /// or the file system does not support O_DIRECT. The caller must then read through the page
     /// cache.
     fn try_read_direct(&mut self, bytes: Range<u64>, sink: &mut impl FnMut(&[u8])) -> io::Result<bool> {
-        if bytes.end - bytes.start < DIRECT_READ_MIN || matches!(self.direct, DirectFile::Unsupported) {
+        if bytes.end - bytes.start < DIRECT_READ_BYTES_MIN || matches!(self.direct, DirectFile::Unsupported) {
             return Ok(false);
         }
         if is_mostly_cached(&self.cached, &bytes) {
@@ -200,7 +200,7 @@ impl<'a> OffsetReader<'a> {
             self.direct = opened.map_or(DirectFile::Unsupported, |(file, _)| DirectFile::Open(file));
         }
         let DirectFile::Open(file) = &self.direct else { return Ok(false) };
-        let align = ALIGN as u64;
+        let align = DIRECT_IO_ALIGNMENT as u64;
         let start = bytes.start / align * align;
         let end = bytes.end.next_multiple_of(align);
         let range = (bytes.start - start) as usize..(bytes.end - start) as usize;
@@ -228,7 +228,7 @@ impl<'a> OffsetReader<'a> {
 /// Returns the offset at which a direct read from offset `at` ends: aligned for O_DIRECT, and at
 /// most [`DIRECT_READ_BYTES`] bytes after `at`.
 fn direct_read_end(at: u64) -> u64 {
-    at.saturating_add(DIRECT_READ_BYTES as u64) / ALIGN as u64 * ALIGN as u64
+    at.saturating_add(DIRECT_READ_BYTES as u64) / DIRECT_IO_ALIGNMENT as u64 * DIRECT_IO_ALIGNMENT as u64
 }
 
 /// The kernel's `struct cachestat_range`: the byte range about which the system call `cachestat` is
@@ -264,7 +264,7 @@ fn is_mostly_cached(file: &File, bytes: &Range<u64>) -> bool {
     // `found`
     let result =
         unsafe { libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), &raw const range, &raw mut found, 0) };
-    result != 0 || found.cached.saturating_mul(2 * ALIGN as u64) >= range.length
+    result != 0 || found.cached.saturating_mul(2 * DIRECT_IO_ALIGNMENT as u64) >= range.length
 }
 
 #[cfg(test)]

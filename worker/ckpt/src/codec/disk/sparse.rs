@@ -16,7 +16,7 @@ pub(crate) fn find_data(file: &File, bytes: Range<u64>) -> Range<u64> {
     let start = match seek(bytes.start, Whence::SeekData) {
         Ok(start) => start.clamp(bytes.start, bytes.end),
         // there is no data after this offset
-        Err(nix::Error::ENXIO) if has_at_least(file, bytes.end) => return bytes.end..bytes.end,
+        Err(nix::Error::ENXIO) if has_min_bytes(file, bytes.end) => return bytes.end..bytes.end,
         Err(_) => return bytes,
     };
     let end = seek(start, Whence::SeekHole).unwrap_or(bytes.end);
@@ -25,7 +25,7 @@ pub(crate) fn find_data(file: &File, bytes: Range<u64>) -> Range<u64> {
 
 /// Returns whether the file has at least `size` bytes. A range beyond the end of the file does not
 /// count as a hole, since a read of such a range must fail.
-fn has_at_least(file: &File, size: u64) -> bool {
+fn has_min_bytes(file: &File, size: u64) -> bool {
     file.metadata().is_ok_and(|m| m.len() >= size)
 }
 

@@ -6,11 +6,11 @@ use std::io;
 
 /// Size in bytes of a block, the unit in which files are hashed and verified. Each block has its
 /// own hash.
-pub(crate) const BLOCK: usize = 1 << 20;
+pub(crate) const BLOCK_BYTES: usize = 1 << 20;
 /// Size in bytes of a window, the unit in which files are read and written.
-pub(crate) const WINDOW: usize = 8 << 20;
+pub(crate) const WINDOW_BYTES: usize = 8 << 20;
 /// Required alignment of offsets, lengths and memory for O_DIRECT, in bytes.
-pub(crate) const ALIGN: usize = 4096;
+pub(crate) const DIRECT_IO_ALIGNMENT: usize = 4096;
 
 /// Turns O_DIRECT off for the open file `file`. Some file systems accept the flag when the file is
 /// opened, but reject a direct read or write.

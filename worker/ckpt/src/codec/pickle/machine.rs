@@ -1,7 +1,7 @@
 //! [`PickleMachine`]: executes the opcodes of a pickle, which build a tree of values and never run
 //! Python code.
 use super::tree::{
-    MEMO_MAX, NodeIndex, PickleCall, PickleNode, PickleTree, PickleValue, TextRange, VALUES_MAX,
+    MEMO_ENTRIES_MAX, NodeIndex, PickleCall, PickleNode, PickleTree, PickleValue, TextRange, VALUES_MAX,
 };
 use crate::error::PickleError;
 use crate::format_constants::PICKLE_BYTES_MAX;
@@ -373,8 +373,8 @@ impl<'a> PickleMachine<'a> {
     /// Stores the value on top of the stack in the pickle's memo, under the number `index`.
     fn store_memo(&mut self, index: usize) -> Result<()> {
         let value = self.peek()?;
-        if index >= MEMO_MAX {
-            return Err(PickleError::Limit { what: "memo entries", limit: MEMO_MAX });
+        if index >= MEMO_ENTRIES_MAX {
+            return Err(PickleError::Limit { what: "memo entries", limit: MEMO_ENTRIES_MAX });
         }
         if index >= self.memo.len() {
             self.memo.resize(index + 1, None);
@@ -476,19 +476,19 @@ impl<'a> PickleMachine<'a> {
             _ => None,
         };
         /// The error for arguments of `OrderedDict` that are not pairs.
-        const NOT_PAIRS: PickleError =
+        const NOT_PAIRS_ERROR: PickleError =
             PickleError::WrongType("makes an OrderedDict from values that are not pairs");
-        let list = match values(args).ok_or(NOT_PAIRS)? {
+        let list = match values(args).ok_or(NOT_PAIRS_ERROR)? {
             [] => return Ok(Vec::new()),
-            [list] => values(*list).ok_or(NOT_PAIRS)?,
-            _ => return Err(NOT_PAIRS),
+            [list] => values(*list).ok_or(NOT_PAIRS_ERROR)?,
+            _ => return Err(NOT_PAIRS_ERROR),
         };
         if list.len() > VALUES_MAX - self.pushed {
             return Err(PickleError::Limit { what: "values", limit: VALUES_MAX });
         }
         let pair = |&v: &PickleValue| match values(v) {
             Some(&[key, value]) => Ok((key, value)),
-            _ => Err(NOT_PAIRS),
+            _ => Err(NOT_PAIRS_ERROR),
         };
         let pairs: Vec<_> = list.iter().map(pair).collect::<Result<_>>()?;
         self.count_values(pairs.len())?;

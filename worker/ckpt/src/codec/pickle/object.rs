@@ -107,7 +107,7 @@ impl PythonObject {
 
     /// Creates an instance of the class `class`, given as `module.name`, with the attributes
     /// `attributes`.
-    pub(crate) fn instance<K: Into<String>>(
+    pub(crate) fn new_instance<K: Into<String>>(
         class: &str,
         attributes: impl IntoIterator<Item = (K, PythonObject)>,
     ) -> PythonObject {

@@ -1,5 +1,5 @@
 //! Tests in which malformed and malicious pickles are rejected.
-use super::tree::{MEMO_MAX, VALUES_MAX};
+use super::tree::{MEMO_ENTRIES_MAX, VALUES_MAX};
 use super::*;
 use crate::error::PickleError;
 use proptest::prelude::*;
@@ -159,9 +159,9 @@ fn copies_of_a_shared_list_are_counted() {
 #[test]
 fn memo_entries_are_limited() {
     let store = |index: u32| [&b"Nr"[..], &index.to_le_bytes(), b"."].concat();
-    assert!(parse_pickle(&store(MEMO_MAX as u32 - 1), GLOBALS).is_ok());
-    let error = PickleError::Limit { what: "memo entries", limit: MEMO_MAX };
-    assert_eq!(expect_rejection(&store(MEMO_MAX as u32)), error);
+    assert!(parse_pickle(&store(MEMO_ENTRIES_MAX as u32 - 1), GLOBALS).is_ok());
+    let error = PickleError::Limit { what: "memo entries", limit: MEMO_ENTRIES_MAX };
+    assert_eq!(expect_rejection(&store(MEMO_ENTRIES_MAX as u32)), error);
     assert_eq!(expect_rejection(&store(u32::MAX)), error);
     // an entry between two others was never stored
     assert_eq!(expect_rejection(b"Nq\x00q\x02h\x01."), PickleError::UnknownMemoEntry { index: 1 });

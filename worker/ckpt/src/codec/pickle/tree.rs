@@ -7,15 +7,15 @@ use serde_json::{Map, Number, Value as Json};
 /// Limit on the number of values that one pickle may push to the machine's stack.
 pub(crate) const VALUES_MAX: usize = 8 << 20;
 /// Limit on the number of values that a pickle may store in its memo for later use.
-pub(crate) const MEMO_MAX: usize = 4 << 20;
+pub(crate) const MEMO_ENTRIES_MAX: usize = 4 << 20;
 /// Limit on the total size of a pickle's values if each use of a shared value is counted. The unit
 /// is a value, or 8 bytes of text. The limit bounds the work of every reader that follows the
 /// values from the root.
-const EXPANDED_MAX: usize = 16 << 20;
+const EXPANDED_VALUES_MAX: usize = 16 << 20;
 /// Number of bytes of text that count as one value for the limit [`EXPANDED_MAX`].
 const TEXT_BYTES_PER_VALUE: u32 = 8;
 /// Limit on the number of values that are converted to JSON at a time.
-const JSON_MAX: usize = 100_000;
+const JSON_VALUES_MAX: usize = 100_000;
 
 /// Number of a [`PickleNode`] in its [`PickleTree`].
 pub(crate) type NodeIndex = u32;
@@ -150,9 +150,9 @@ impl PickleTree {
             if let NodeExtent::Known { height: h, size: s } = inner {
                 (height, size) = (height.max(h), size + s as usize);
             }
-            if size > EXPANDED_MAX {
+            if size > EXPANDED_VALUES_MAX {
                 let what = "values, counting each use of a shared one";
-                return Err(PickleError::Limit { what, limit: EXPANDED_MAX });
+                return Err(PickleError::Limit { what, limit: EXPANDED_VALUES_MAX });
             }
         }
         Ok(NodeExtent::Known { height: height + 1, size: size as u32 })
@@ -317,7 +317,7 @@ impl<'t> PickleView<'t> {
     /// Converts the value to JSON, for display. Objects become the name of their class. After
     /// [`JSON_MAX`] values, the rest becomes null or is left out.
     pub(crate) fn to_json(self) -> Json {
-        let mut left = JSON_MAX;
+        let mut left = JSON_VALUES_MAX;
         self.to_json_limited(&mut left)
     }
 

@@ -54,11 +54,11 @@ fn write_object(out: &mut Vec<u8>, value: &PythonObject) -> Result<()> {
         PythonObject::Tuple(items) => write_tuple(out, items)?,
         PythonObject::Dict(pairs) => {
             out.push(b'}');
-            write_items(out, pairs)?;
+            write_dict_items(out, pairs)?;
         }
         PythonObject::OrderedDict(pairs) => {
             write_call(out, "collections.OrderedDict", &[])?;
-            write_items(out, pairs)?;
+            write_dict_items(out, pairs)?;
         }
         PythonObject::Set(items) => {
             write_global(out, "__builtin__.set")?;
@@ -141,7 +141,7 @@ fn write_tuple(out: &mut Vec<u8>, items: &[PythonObject]) -> Result<()> {
 }
 
 /// Writes the opcodes that add the pairs `pairs` to the dict on top of the machine's stack.
-fn write_items(out: &mut Vec<u8>, pairs: &[(PythonObject, PythonObject)]) -> Result<()> {
+fn write_dict_items(out: &mut Vec<u8>, pairs: &[(PythonObject, PythonObject)]) -> Result<()> {
     for batch in pairs.chunks(BATCH_ITEMS) {
         out.push(b'(');
         for (key, value) in batch {

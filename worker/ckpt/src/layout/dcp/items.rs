@@ -2,11 +2,11 @@
 use super::item_kind::{DcpItemKind, ItemKeyParser};
 use super::metadata::{ItemContent, ItemMetadata, StorageLocation, TensorChunk, parse_metadata};
 use crate::catalog::{
-    ExternalCheckpointBuilder, ExternalTensor, GLOBALS, ParamGroupInfo, StoredFile, TensorPart, to_whole_step,
+    ExternalCheckpointBuilder, ExternalTensor, ALLOWED_GLOBALS, ParamGroupInfo, StoredFile, TensorPart, convert_step_to_integer,
 };
 use crate::codec::torch_file::{TensorView, TorchFile};
 use crate::error::{DcpError, MissingPart, Result, TorchFileError};
-use crate::format_constants::HYPER_VALUES_MAX;
+use crate::format_constants::HYPER_PARAMETER_VALUES_MAX;
 use crate::layout::hf::weights::parse_number;
 use crate::tensor::{Dtype, TensorRole, count_elements};
 use serde_json::{Map, Value as Json};
@@ -36,7 +36,7 @@ pub(crate) fn add_dcp_directory(builder: &mut ExternalCheckpointBuilder, inside:
     let within = |name: &str| if inside.is_empty() { name.to_owned() } else { format!("{inside}/{name}") };
     let name = within(METADATA_FILE);
     let input = builder.directory.read_file(&name, crate::format_constants::PICKLE_BYTES_MAX)?;
-    let items = parse_metadata(&input).map_err(|error| builder.damaged(&name, error))?;
+    let items = parse_metadata(&input).map_err(|error| builder.damaged_file_error(&name, error))?;
     let names = ItemKeyParser::new(&items);
     let mut read = read_all_items(builder, &items, within)?;
     let mut found = ItemCollector::default();
@@ -48,7 +48,7 @@ pub(crate) fn add_dcp_directory(builder: &mut ExternalCheckpointBuilder, inside:
     if let Some(&last) = ranks.last() {
         builder.facts.state.world = builder.facts.state.world.max(Some(last + 1));
     }
-    builder.report_unknown_states(&found.unknown);
+    builder.add_unknown_states_notice(&found.unknown);
     builder.facts.notices.append(&mut found.notices);
     let groups = found.into_param_groups();
     if !groups.is_empty() {
@@ -82,7 +82,7 @@ fn read_all_items(
 ) -> Result<HashMap<StorageLocation, ItemValue>> {
     let mut sorted: Vec<&StorageLocation> = list_storage_locations(items).collect();
     sorted.sort();
-    let (mut read, mut absent, mut values_left) = (HashMap::new(), Vec::new(), HYPER_VALUES_MAX);
+    let (mut read, mut absent, mut values_left) = (HashMap::new(), Vec::new(), HYPER_PARAMETER_VALUES_MAX);
     for in_file in sorted.chunk_by(|a, b| a.file == b.file) {
         let name = within(&in_file[0].file);
         if builder.directory.file_size(&name)?.is_none() {
@@ -102,7 +102,7 @@ fn read_all_items(
     }
     match absent.is_empty() {
         true => Ok(read),
-        false => Err(builder.missing(MissingPart::Files(absent))),
+        false => Err(builder.missing_part_error(MissingPart::Files(absent))),
     }
 }
 
@@ -123,12 +123,12 @@ impl ItemReader<'_> {
     /// file.
     fn read_item(&mut self, location: &StorageLocation) -> Result<ItemValue> {
         let size = self.stored.size;
-        let damaged = |error: DcpError| self.builder.damaged(&self.stored.name, error);
+        let damaged = |error: DcpError| self.builder.damaged_file_error(&self.stored.name, error);
         let Some(end) = location.offset.checked_add(location.length).filter(|&end| end <= size) else {
             let (offset, length) = (location.offset, location.length);
             return Err(damaged(DcpError::ItemTruncated { offset, length, size }));
         };
-        let torch = match TorchFile::open_range(&self.file, location.offset..end, GLOBALS) {
+        let torch = match TorchFile::open_range(&self.file, location.offset..end, ALLOWED_GLOBALS) {
             Ok(torch) => torch,
             // a value of an unknown class is ignored, but an unreadable item is damage
             Err(error) if error.is_forbidden_global() => return Ok(ItemValue::Forbidden(error)),
@@ -147,7 +147,7 @@ impl ItemReader<'_> {
         }
         let json = value.to_json_limited(&mut self.values_left);
         match self.values_left {
-            0 => Err(self.builder.damaged(&self.stored.name, DcpError::TooManyValues(HYPER_VALUES_MAX))),
+            0 => Err(self.builder.damaged_file_error(&self.stored.name, DcpError::TooManyValues(HYPER_PARAMETER_VALUES_MAX))),
             _ => Ok(ItemValue::Value(json)),
         }
     }
@@ -184,7 +184,7 @@ impl ItemCollector {
             }
             ItemContent::Tensor { dtype, shape, chunks } => {
                 let parts = self.collect_parts(&item.key, *dtype, shape, chunks, read);
-                let parts = parts.map_err(|error| builder.damaged(metadata, error))?;
+                let parts = parts.map_err(|error| builder.damaged_file_error(metadata, error))?;
                 self.collect_tensor(builder, metadata, kind, *dtype, shape, parts)
             }
         }
@@ -224,8 +224,8 @@ impl ItemCollector {
         match kind {
             DcpItemKind::State(name, key) if key == "step" => {
                 if let Some(step) = scalar(builder)? {
-                    let step = to_whole_step(step).map_err(|error| {
-                        builder.damaged(metadata, DcpError::Step { name: name.clone(), error })
+                    let step = convert_step_to_integer(step).map_err(|error| {
+                        builder.damaged_file_error(metadata, DcpError::Step { name: name.clone(), error })
                     })?;
                     builder.facts.state.steps.insert(name, step);
                 }
@@ -292,7 +292,7 @@ impl ItemCollector {
             if self.part_count > PARTS_MAX {
                 return Err(DcpError::TooManyRuns { key: key.to_owned(), limit: PARTS_MAX });
             }
-            let whole = TensorPart::new(file, &view, 0..view.elements(), 0);
+            let whole = TensorPart::new(file, &view, 0..view.element_count(), 0);
             parts.reserve_exact(count as usize);
             parts.extend(runs.map(|(start, taken)| whole.slice(taken, start)));
         }

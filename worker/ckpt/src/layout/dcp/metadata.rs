@@ -7,7 +7,7 @@ use crate::tensor::Dtype;
 use std::collections::HashMap;
 
 /// Python classes and functions that the pickle in `.metadata` may name.
-const GLOBALS: &[&[&str]] = &[
+const ALLOWED_GLOBALS: &[&[&str]] = &[
     DTYPE_GLOBALS,
     &[
         "collections.OrderedDict",
@@ -80,13 +80,13 @@ pub(crate) struct StorageLocation {
 /// Fails if the pickle is invalid, an item has no storage location, or a storage location belongs
 /// to no item.
 pub(crate) fn parse_metadata(input: &[u8]) -> Result<Vec<ItemMetadata>> {
-    let tree: PickleTree = pickle::parse_pickle(input, GLOBALS)?;
+    let tree: PickleTree = pickle::parse_pickle(input, ALLOWED_GLOBALS)?;
     let (class, _, root) = tree.root_value().as_object().ok_or(DcpError::NotMetadata { class: None })?;
     if class != "torch.distributed.checkpoint.metadata.Metadata" {
         return Err(DcpError::NotMetadata { class: Some(class) });
     }
-    let mut locations = read_locations(read_field(root, "storage_data")?)?;
-    let paths = read_paths(root.get("planner_data"))?;
+    let mut locations = read_storage_locations(read_field(root, "storage_data")?)?;
+    let paths = read_key_paths(root.get("planner_data"))?;
     let mut items = Vec::new();
     for (key, value) in read_field(root, "state_dict_metadata")?
         .as_pairs()
@@ -135,7 +135,7 @@ type StorageLocations = HashMap<(String, Option<Vec<u64>>), StorageLocation>;
 /// # Errors
 /// Fails if a description is invalid, two locations share bytes, or an item is stored in a
 /// transformed form.
-fn read_locations(value: PickleView<'_>) -> Result<StorageLocations> {
+fn read_storage_locations(value: PickleView<'_>) -> Result<StorageLocations> {
     let mut locations = HashMap::new();
     let mut taken: Vec<StorageLocation> = Vec::new();
     for (index, info) in value.as_pairs().ok_or(DcpError::InvalidField("storage_data"))? {
@@ -173,7 +173,7 @@ fn read_locations(value: PickleView<'_>) -> Result<StorageLocations> {
 /// Reads from the planner data a map from the flattened key of each entry to its nested keys.
 /// Returns `None` if nested keys are not recorded. Fails if nested keys do not match the flattened
 /// key.
-fn read_paths(planner: Option<PickleView<'_>>) -> Result<Option<HashMap<String, Vec<String>>>> {
+fn read_key_paths(planner: Option<PickleView<'_>>) -> Result<Option<HashMap<String, Vec<String>>>> {
     let Some(pairs) = planner.and_then(PickleView::as_pairs) else { return Ok(None) };
     let mut paths = HashMap::new();
     for (key, path) in pairs {

@@ -19,12 +19,12 @@ pub(super) fn collect_tensors(tag: &mut TagContents, stage: u8) -> Result<()> {
     if stage > 0 {
         collect_flat_groups(builder, optimizer, first, stage)?;
     }
-    collect_frozen(builder, model, first, stage)?;
-    collect_ties(builder, first);
-    collect_module(builder, *file, first, stage);
-    sort_by_module(builder, first);
+    collect_frozen_weights(builder, model, first, stage)?;
+    collect_tied_weights(builder, first);
+    collect_module_tensors(builder, *file, first, stage);
+    sort_in_module_order(builder, first);
     let shards = optimizer.values().flat_map(|(_, states)| &states.shards);
-    builder.report_unknown_states(shards.flat_map(|shard| &shard.unknown));
+    builder.add_unknown_states_notice(shards.flat_map(|shard| &shard.unknown));
     Ok(())
 }
 
@@ -61,7 +61,7 @@ fn collect_flat_groups(
     for (file, states) in optimizer.values() {
         if states.shards.len() != model.groups.len() {
             let (found, expected) = (states.shards.len(), model.groups.len());
-            return Err(builder.damaged_file(*file, DeepSpeedError::GroupCount { found, expected }));
+            return Err(builder.damaged_stored_file_error(*file, DeepSpeedError::GroupCount { found, expected }));
         }
     }
     let is_unpadded = optimizer.values().all(|(_, s)| s.is_unpadded);
@@ -75,7 +75,7 @@ fn collect_flat_groups(
             _ => partitions::locate_flat_params(group, &ranks, is_unpadded),
         };
         builder.entries.extend(entries.map_err(|error| {
-            builder.damaged("optimizer files", DeepSpeedError::Group { group: g, error })
+            builder.damaged_file_error("optimizer files", DeepSpeedError::Group { group: g, error })
         })?);
     }
     Ok(())
@@ -83,7 +83,7 @@ fn collect_flat_groups(
 
 /// Collects the frozen weights from the model files. For a frozen weight that the optimizer files
 /// contain, keeps the FP32 values of the optimizer and adds a notice.
-pub(super) fn collect_frozen(
+pub(super) fn collect_frozen_weights(
     builder: &mut ExternalCheckpointBuilder,
     models: &RankContents<ModelStates>,
     model: &ModelStates,
@@ -111,12 +111,12 @@ pub(super) fn collect_frozen(
         let mut slices = Vec::with_capacity(files.len());
         for (file, fragments) in files {
             let Some(view) = fragments.get(name.as_str()) else {
-                return Err(builder.damaged_file(*file, DeepSpeedError::FrozenMissing(name.clone())));
+                return Err(builder.damaged_stored_file_error(*file, DeepSpeedError::FrozenMissing(name.clone())));
             };
             slices.push((*file, *view));
         }
         let entry = partitions::locate_frozen_param(name, shape, &slices)
-            .map_err(|error| builder.damaged("model files", DeepSpeedError::Frozen(error)))?;
+            .map_err(|error| builder.damaged_file_error("model files", DeepSpeedError::Frozen(error)))?;
         builder.entries.push(entry);
         builder.facts.state.frozen.push(name.clone());
     }
@@ -125,7 +125,7 @@ pub(super) fn collect_frozen(
 
 /// Collects which weights are tied, that is, stored under one name and used under a second one
 /// (alias). If the alias of a tie is stored as a separate weight, adds a notice instead of the tie.
-pub(super) fn collect_ties(builder: &mut ExternalCheckpointBuilder, model: &ModelStates) {
+pub(super) fn collect_tied_weights(builder: &mut ExternalCheckpointBuilder, model: &ModelStates) {
     let stored = collected_weight_names(builder);
     for tie in &model.ties {
         if stored.contains(&tie.alias) {
@@ -145,7 +145,7 @@ pub(super) fn collect_ties(builder: &mut ExternalCheckpointBuilder, model: &Mode
 /// Records these weights as frozen in stages 1 to 3. Weights without values are recorded as lost,
 /// and aliases of collected weights as ties. `file` is the index of the model file in
 /// `StoredFiles`.
-pub(super) fn collect_module(
+pub(super) fn collect_module_tensors(
     builder: &mut ExternalCheckpointBuilder,
     file: usize,
     model: &ModelStates,
@@ -165,13 +165,13 @@ pub(super) fn collect_module(
             continue;
         } else if known.contains(name) {
             continue;
-        } else if stage == 3 && view.elements() == 0 {
+        } else if stage == 3 && view.element_count() == 0 {
             facts.lost.push(name.clone());
             continue;
         }
         let tie = targets.get(name.as_str()).filter(|target| known.contains(**target));
         // stage 0 does not list ties
-        let shared = (stage == 0 && view.elements() > 0).then(|| locations.get(&view.location())).flatten();
+        let shared = (stage == 0 && view.element_count() > 0).then(|| locations.get(&view.location())).flatten();
         if let Some(target) = tie.or(shared) {
             facts.state.ties.push(TiedWeight { alias: name.clone(), target: (*target).to_owned() });
             continue;
@@ -195,6 +195,6 @@ pub(super) fn collect_module(
 }
 
 /// Sorts the tensors in the order of the module in the model file, which is the order of the model.
-pub(super) fn sort_by_module(builder: &mut ExternalCheckpointBuilder, model: &ModelStates) {
+pub(super) fn sort_in_module_order(builder: &mut ExternalCheckpointBuilder, model: &ModelStates) {
     builder.sort_tensors(model.module.iter().map(|(name, _)| name.as_str()));
 }

@@ -8,7 +8,7 @@ use crate::tensor::Dtype;
 use std::collections::HashSet;
 
 /// Limit on the total size in bytes of the tensors that are copied from one file.
-const TENSORS_MAX: u64 = 64 << 20;
+const TENSOR_BYTES_MAX: u64 = 64 << 20;
 
 /// Collects the parts of a DeepSpeed checkpoint that a conversion copies unchanged, from the files
 /// of rank 0. Tensors in this state are read into memory. Entries that cannot be copied are dropped
@@ -18,7 +18,7 @@ pub(super) fn collect_passthrough(tag: &TagContents) -> Result<PassthroughState>
     let Some((file, model)) = tag.model.get(&0) else { return Ok(PassthroughState::default()) };
     let mut notices = Vec::new();
     let literal = |value: &PythonObject| {
-        TensorInliner { tag, file: *file, model, left: TENSORS_MAX }.inline_tensors(value)
+        TensorInliner { tag, file: *file, model, left: TENSOR_BYTES_MAX }.inline_tensors(value)
     };
     let mut dropped = model.passthrough.dropped.clone();
     let mut rest = Vec::new();
@@ -39,7 +39,7 @@ pub(super) fn collect_passthrough(tag: &TagContents) -> Result<PassthroughState>
         groups: collect_param_groups(tag, model)?,
         module_tensor_names: model.module.iter().map(|(name, _)| name.clone()).collect(),
         frozen_late: frozen_late.cloned().collect(),
-        precision: find_precision(model),
+        precision: find_compute_dtype(model),
         scheduler: scheduler.unwrap_or_default(),
         native_facts: None,
         skipped_steps: model.skipped,
@@ -53,7 +53,7 @@ pub(super) fn collect_passthrough(tag: &TagContents) -> Result<PassthroughState>
 
 /// Returns the dtype in which the model computed, which is that of the first trained parameter in
 /// the module. Without a trained parameter, returns the dtype of the module's first tensor.
-fn find_precision(model: &ModelStates) -> Option<Dtype> {
+fn find_compute_dtype(model: &ModelStates) -> Option<Dtype> {
     let trained = model.groups.iter().flatten().next().map(|(name, _)| name.as_str());
     let named = |name: &str| model.module.iter().find(|(n, _)| n == name).map(|(_, v)| v.dtype);
     trained.and_then(named).or_else(|| model.module.first().map(|(_, v)| v.dtype))
@@ -129,7 +129,7 @@ impl TensorInliner<'_> {
     /// more than `left` bytes or is unknown. Subtracts the number of copied bytes from `left`.
     fn inline_tensor(&mut self, t: &StoredTensor) -> Result<Option<PythonObject>> {
         let Some(view) = self.model.passthrough.tensors.get(t.storage) else { return Ok(None) };
-        let count = view.elements();
+        let count = view.element_count();
         let bytes = count.saturating_mul(view.dtype.size());
         let Some(left) = self.left.checked_sub(bytes) else { return Ok(None) };
         self.left = left;

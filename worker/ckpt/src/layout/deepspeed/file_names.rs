@@ -87,7 +87,7 @@ fn parse_number_after<'a>(text: &'a str, prefix: &str) -> Option<(u32, &'a str)>
 /// Parses `[bf16_|fp16_]zero_pp_rank_R_mp_rank_MM` at the start of `name`, and returns the
 /// data-parallel rank, the model-parallel rank, and the rest of the name. Returns `None` for other
 /// names.
-fn parse_ranks(name: &str) -> Option<(u32, u32, &str)> {
+fn parse_zero_ranks(name: &str) -> Option<(u32, u32, &str)> {
     let plain = name.strip_prefix("bf16_").or_else(|| name.strip_prefix("fp16_")).unwrap_or(name);
     let (rank, rest) = parse_number_after(plain, "zero_pp_rank_")?;
     let (mp, rest) = parse_number_after(rest, "_mp_rank_")?;
@@ -96,7 +96,7 @@ fn parse_ranks(name: &str) -> Option<(u32, u32, &str)> {
 
 /// Returns the kind of the DeepSpeed file with the name `name`.
 fn parse_file_kind(name: &str) -> DeepSpeedFileKind {
-    if let Some((rank, mp, rest)) = parse_ranks(name) {
+    if let Some((rank, mp, rest)) = parse_zero_ranks(name) {
         return match (rest, mp) {
             ("_model_states.pt", 0) => DeepSpeedFileKind::Model(rank),
             ("_optim_states.pt", 0) => DeepSpeedFileKind::Optimizer(rank),
@@ -119,7 +119,7 @@ fn parse_file_kind(name: &str) -> DeepSpeedFileKind {
 /// `zero_pp_rank_3_mp_rank_00_optim_states`, contains the rank that wrote the file. Returns `None`
 /// if the name contains no rank.
 pub(crate) fn parse_rank_in_root(root: &str) -> Option<u32> {
-    parse_ranks(root).map(|(rank, _, _)| rank)
+    parse_zero_ranks(root).map(|(rank, _, _)| rank)
 }
 
 /// Returns the step that the name of a DeepSpeed checkpoint's directory (tag) contains, such as

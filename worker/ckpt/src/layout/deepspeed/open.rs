@@ -7,7 +7,7 @@ use super::tag_directories::{
 };
 use super::{collect, stage0, universal};
 use crate::catalog::ExternalCheckpoint;
-use crate::codec::disk::{Directory, exists, parent_dir};
+use crate::codec::disk::{Directory, path_exists, parent_dir};
 use crate::error::{CkptError, Diagnosis, MissingPart, Result};
 use crate::layout::hf::companion_files;
 use std::path::Path;
@@ -23,7 +23,7 @@ pub(crate) fn open_deepspeed(path: &Path) -> Result<Option<ExternalCheckpoint>> 
         Some(_) => Some(read_latest(&directory, LATEST_UNIVERSAL_FILE)?),
         None => None,
     };
-    if let Some(tag) = universal.as_ref().filter(|_| !exists(&path.join(LATEST_FILE)) && !has_tags(path)) {
+    if let Some(tag) = universal.as_ref().filter(|_| !path_exists(&path.join(LATEST_FILE)) && !has_tags(path)) {
         return match universal::is_universal_directory(&path.join(tag)) {
             true => universal::open_universal(&path.join(tag), path, Vec::new()).map(Some),
             false => {
@@ -90,10 +90,10 @@ fn open_newest_tag(path: &Path, tags: &[String]) -> Result<ExternalCheckpoint> {
 /// first among the notices of the checkpoint.
 fn open_tag(given: &Path, path: &Path, root: &Path, notices: Vec<String>) -> Result<ExternalCheckpoint> {
     let mut tag = TagContents::load(path, notices)?;
-    let stage = tag.check_ranks()?;
-    let updates = tag.check_steps()?;
+    let stage = tag.check_rank_files()?;
+    let updates = tag.check_equal_steps()?;
     collect::collect_tensors(&mut tag, stage)?;
-    let Some((file, model)) = tag.model.get(&0) else { return Err(tag.builder.missing("the model file")) };
+    let Some((file, model)) = tag.model.get(&0) else { return Err(tag.builder.missing_part_error("the model file")) };
     if let (Some(done), Some(updates)) = (model.step, updates)
         && done.saturating_sub(model.skipped) as f64 != updates
     {
@@ -120,7 +120,7 @@ fn open_tag(given: &Path, path: &Path, root: &Path, notices: Vec<String>) -> Res
 /// Returns the name of the program that used DeepSpeed, such as HF Trainer, which is recognized by
 /// its files in the directory `root`.
 fn detect_program(root: &Path) -> &'static str {
-    let has = |name: &str| exists(&root.join(name));
+    let has = |name: &str| path_exists(&root.join(name));
     match () {
         () if has("trainer_state.json") => "HF Trainer with DeepSpeed",
         () if has("random_states_0.pkl") => "Accelerate with DeepSpeed",

@@ -20,7 +20,7 @@ pub(super) struct RankShard<'a> {
 impl RankShard<'_> {
     /// Returns the number of elements of the weights that the rank stores, padding included.
     fn len(&self) -> u64 {
-        self.shard.fp32.elements()
+        self.shard.fp32.element_count()
     }
 
     /// Returns the rank's flat array for the role `role`, or `None` if the rank has no such state.
@@ -115,7 +115,7 @@ fn locate_concatenated_parts(
 fn check_state_lengths(ranks: &[RankShard<'_>], role: TensorRole) -> Result<(), LayoutError> {
     for (r, rank) in ranks.iter().enumerate() {
         let Some(view) = rank.state_view(role) else { continue };
-        let (weights, states) = (rank.len(), view.elements());
+        let (weights, states) = (rank.len(), view.element_count());
         let padded = rank.shard.padding.map(|p| weights.saturating_add(p));
         let fits = states == weights || padded.map_or(states > weights, |p| p == states);
         if view.dtype != Dtype::F32 || !fits {
@@ -147,11 +147,11 @@ pub(super) fn locate_partitioned_params(
                 let view = rank.state_view(role).ok_or(LayoutError::StateMissing { rank: r, role })?;
                 let span = (r as u64 * share).min(count)..((r as u64 + 1) * share).min(count);
                 let end = offset.saturating_add(share);
-                if view.elements() < end || view.dtype != Dtype::F32 {
+                if view.element_count() < end || view.dtype != Dtype::F32 {
                     return Err(LayoutError::PartitionTooShort {
                         role,
                         rank: r,
-                        elements: view.elements(),
+                        elements: view.element_count(),
                         dtype: view.dtype,
                         name: name.clone(),
                         end,
@@ -166,7 +166,7 @@ pub(super) fn locate_partitioned_params(
             offset += share;
         }
         for (rank, shard) in ranks.iter().enumerate() {
-            let found = shard.state_view(role).map_or(offset, TensorView::elements);
+            let found = shard.state_view(role).map_or(offset, TensorView::element_count);
             if found != offset {
                 return Err(LayoutError::PartitionLength { role, rank, found, expected: offset });
             }
@@ -189,11 +189,11 @@ pub(super) fn locate_frozen_param(
     for (r, &(file, view)) in slices.iter().enumerate() {
         let start = (r as u64 * share).min(count);
         let len = share.min(count - start);
-        if view.elements() < len || view.elements() > share || view.dtype != slices[0].1.dtype {
+        if view.element_count() < len || view.element_count() > share || view.dtype != slices[0].1.dtype {
             return Err(LayoutError::SliceLength {
                 name: name.to_owned(),
                 rank: r,
-                elements: view.elements(),
+                elements: view.element_count(),
                 dtype: view.dtype,
                 expected: share,
             });

@@ -4,9 +4,9 @@ use crate::codec::torch_file::{TensorView, TorchFile};
 use std::cell::RefCell;
 
 /// Limit on the number of Python values that are copied from one file.
-const VALUES_MAX: usize = 1 << 20;
+const COPIED_VALUES_MAX: usize = 1 << 20;
 /// Keys of a model file whose values a conversion generates instead of copying them.
-const REGENERATED: [&str; 13] = [
+const REGENERATED_MODEL_KEYS: [&str; 13] = [
     "module",
     "buffer_names",
     "optimizer",
@@ -22,7 +22,7 @@ const REGENERATED: [&str; 13] = [
     "universal_checkpoint_info",
 ];
 /// Keys of an optimizer file whose values a conversion copies unchanged.
-const COPIED: [&str; 4] = ["loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"];
+const COPIED_OPTIMIZER_KEYS: [&str; 4] = ["loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"];
 
 /// Python values with their keys, in the order of the file.
 type NamedObjects = Vec<(String, PythonObject)>;
@@ -57,7 +57,7 @@ impl ModelPassthrough {
         let tensor = |value: PickleView<'_>| {
             let view = file.parse_tensor(value).ok().flatten().filter(TensorView::is_contiguous)?;
             let (dtype, shape) = (view.dtype, view.shape.clone());
-            let stored = view.elements();
+            let stored = view.element_count();
             let mut tensors = tensors.borrow_mut();
             tensors.push(view);
             Some(PythonObject::Tensor(StoredTensor {
@@ -68,11 +68,11 @@ impl ModelPassthrough {
             }))
         };
         let mut found = ModelPassthrough::default();
-        let mut left = VALUES_MAX;
+        let mut left = COPIED_VALUES_MAX;
         for (key, value) in file.value().as_pairs().into_iter().flatten() {
             let Some(key) = key.as_name() else { continue };
             let scheduler = key == "lr_scheduler";
-            if REGENERATED.contains(&key) && !scheduler {
+            if REGENERATED_MODEL_KEYS.contains(&key) && !scheduler {
                 continue;
             }
             match value.to_object(&mut left, &tensor) {
@@ -90,7 +90,7 @@ impl OptimizerPassthrough {
     /// Reads the values of an optimizer file that a conversion copies unchanged. `root` is the
     /// state of DeepSpeed's optimizer, and `base` the state of the torch optimizer that it wraps.
     pub(super) fn read(root: PickleView<'_>, base: PickleView<'_>) -> OptimizerPassthrough {
-        let mut left = VALUES_MAX;
+        let mut left = COPIED_VALUES_MAX;
         let mut copied = |v: PickleView<'_>| v.to_object(&mut left, &|_| None);
         let mut groups = Vec::new();
         let listed = match base.as_items() {
@@ -109,6 +109,6 @@ impl OptimizerPassthrough {
             groups.push((options, flats.unwrap_or_default()));
         }
         let kept = |key: &&str| Some(((*key).to_owned(), copied(root.get(key)?)?));
-        OptimizerPassthrough { other_entries: COPIED.iter().filter_map(kept).collect(), groups }
+        OptimizerPassthrough { other_entries: COPIED_OPTIMIZER_KEYS.iter().filter_map(kept).collect(), groups }
     }
 }

@@ -2,7 +2,7 @@
 //! tensors.
 use super::embedded_optimizer::EmbeddedOptimizer;
 use crate::catalog::{
-    ExternalCheckpointBuilder, ExternalTensor, ParamGroupInfo, ShapedWeight, to_whole_step,
+    ExternalCheckpointBuilder, ExternalTensor, ParamGroupInfo, BorrowedWeightShape, convert_step_to_integer,
 };
 use crate::codec::torch_file::TensorView;
 use crate::error::{DeepSpeedError, Result};
@@ -19,8 +19,8 @@ pub(super) fn add_embedded_optimizer(
     embedded: &EmbeddedOptimizer,
 ) -> Result<()> {
     let optimizer = &embedded.optimizer;
-    let weights: Vec<ShapedWeight<'_>> = builder.weights().collect();
-    let names = match optimizer.name_parameters(&weights, true) {
+    let weights: Vec<BorrowedWeightShape<'_>> = builder.weights().collect();
+    let names = match optimizer.find_parameter_names(&weights, true) {
         Ok(names) => names,
         Err(error) => {
             builder
@@ -34,8 +34,8 @@ pub(super) fn add_embedded_optimizer(
         }
     }
     apply_master_weights(file, embedded, &names, &mut builder.entries)
-        .map_err(|error| builder.damaged_file(file, error))?;
-    builder.report_unknown_states(&optimizer.unknown);
+        .map_err(|error| builder.damaged_stored_file_error(file, error))?;
+    builder.add_unknown_states_notice(&optimizer.unknown);
     let groups = optimizer.groups.iter().zip(names);
     builder.facts.state.groups =
         groups.map(|((hyper, _), names)| ParamGroupInfo { hyper: hyper.clone(), names }).collect();
@@ -56,8 +56,8 @@ fn add_param_states(
         builder.entries.push(ExternalTensor::from_whole_view(name, *role, file, view));
     }
     if let Some(step) = &state.step {
-        let step = to_whole_step(builder.store.read_step(file, step)?).map_err(|error| {
-            builder.damaged_file(file, DeepSpeedError::WeightStep { name: name.to_owned(), error })
+        let step = convert_step_to_integer(builder.store.read_step(file, step)?).map_err(|error| {
+            builder.damaged_stored_file_error(file, DeepSpeedError::WeightStep { name: name.to_owned(), error })
         })?;
         builder.facts.state.steps.insert(name.to_owned(), step);
     }

@@ -5,13 +5,13 @@ use crate::catalog::{ParamGroupInfo, StepValue, TiedWeight};
 use crate::codec::pickle::{PickleItems, PickleView, parse_shape};
 use crate::codec::torch_file::{DTYPE_GLOBALS, PLAIN_GLOBALS, TENSOR_GLOBALS, TensorView, TorchFile};
 use crate::error::DeepSpeedError;
-use crate::format_constants::{HYPER_VALUES_MAX, TENSORS_MAX};
+use crate::format_constants::{HYPER_PARAMETER_VALUES_MAX, TENSORS_MAX};
 use crate::tensor::{Dtype, TensorRole};
 use serde_json::{Map, Value as Json};
 use std::collections::HashMap;
 
 /// Python classes and functions that the pickles of model and optimizer files may name.
-pub(crate) const GLOBALS: &[&[&str]] = &[
+pub(crate) const ALLOWED_GLOBALS: &[&[&str]] = &[
     TENSOR_GLOBALS,
     DTYPE_GLOBALS,
     PLAIN_GLOBALS,
@@ -92,7 +92,7 @@ pub(crate) struct OptimizerStates {
     /// The rank's part of each flat group.
     pub(crate) shards: Vec<FlatGroupShard>,
     /// Hyper-parameters of each parameter group, and the indices of its flat groups.
-    pub(crate) groups: Vec<NumberedGroup>,
+    pub(crate) groups: Vec<NumberedParamGroup>,
     /// State of the loss scaler, or null if the scale is always 1.
     pub(crate) loss_scaler: Json,
     pub(crate) passthrough: OptimizerPassthrough,
@@ -100,7 +100,7 @@ pub(crate) struct OptimizerStates {
 
 /// A parameter group of torch's `state_dict`, which refers to parameters by number.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct NumberedGroup {
+pub(crate) struct NumberedParamGroup {
     /// Maps the name of each hyper-parameter to its value.
     pub(crate) hyper: Map<String, Json>,
     /// Numbers of the parameters in this group. In optimizer files, these are the indices of flat
@@ -108,7 +108,7 @@ pub(crate) struct NumberedGroup {
     pub(crate) ids: Vec<u64>,
 }
 
-impl NumberedGroup {
+impl NumberedParamGroup {
     /// Converts this group to one that refers to parameters by name. `model` has the names of the
     /// parameters in each flat group.
     pub(super) fn name_parameters(&self, model: &ModelStates) -> ParamGroupInfo {
@@ -290,14 +290,14 @@ pub(crate) fn read_zero_stage(value: PickleView<'_>) -> Option<u8> {
 
 /// Reads the parameter groups of an optimizer's `state_dict`. Returns an empty list if
 /// `param_groups` is missing.
-pub(crate) fn read_param_groups(optimizer: PickleView<'_>) -> Result<Vec<NumberedGroup>> {
+pub(crate) fn read_param_groups(optimizer: PickleView<'_>) -> Result<Vec<NumberedParamGroup>> {
     let Some(groups) = optimizer.get("param_groups") else { return Ok(Vec::new()) };
     let wrong = || DeepSpeedError::InvalidField("param_groups");
-    let mut values_left = HYPER_VALUES_MAX;
+    let mut values_left = HYPER_PARAMETER_VALUES_MAX;
     let one = |group: PickleView<'_>| {
         let hyper = group.to_json_map("params", &mut values_left).ok_or_else(wrong)?;
         let ids = group.get("params").and_then(PickleView::as_items).and_then(|i| i.to_counts());
-        Ok(NumberedGroup { hyper, ids: ids.ok_or_else(wrong)? })
+        Ok(NumberedParamGroup { hyper, ids: ids.ok_or_else(wrong)? })
     };
     groups.as_items().ok_or_else(wrong)?.iter().map(one).collect()
 }

@@ -1,8 +1,8 @@
 //! [`TagContents`]: reads all files of a DeepSpeed checkpoint (tag), and checks that they belong
 //! together.
 use super::file_names::{self, TagFiles};
-use super::states::{FlatGroupShard, GLOBALS, ModelStates, OptimizerStates};
-use crate::catalog::{ExternalCheckpointBuilder, ParamGroupInfo, to_whole_step};
+use super::states::{FlatGroupShard, ALLOWED_GLOBALS, ModelStates, OptimizerStates};
+use crate::catalog::{ExternalCheckpointBuilder, ParamGroupInfo, convert_step_to_integer};
 use crate::codec::torch_file::TorchFile;
 use crate::error::{DeepSpeedError, MissingPart, RANKS_LISTED_MAX, Result};
 use serde_json::Value as Json;
@@ -63,10 +63,10 @@ impl TagContents {
         name: &str,
         read: impl Fn(&TorchFile) -> std::result::Result<T, DeepSpeedError>,
     ) -> Result<(usize, T)> {
-        let (index, file) = self.builder.add_torch_file(name, GLOBALS)?;
-        let states = read(&file).map_err(|error| self.builder.damaged(name, error))?;
+        let (index, file) = self.builder.add_torch_file(name, ALLOWED_GLOBALS)?;
+        let states = read(&file).map_err(|error| self.builder.damaged_file_error(name, error))?;
         match file_names::parse_rank_in_root(&file.root).filter(|&written| written != rank) {
-            Some(written) => Err(self.builder.damaged(name, DeepSpeedError::WrongRank(written))),
+            Some(written) => Err(self.builder.damaged_file_error(name, DeepSpeedError::WrongRank(written))),
             None => Ok((index, states)),
         }
     }
@@ -84,16 +84,16 @@ impl TagContents {
         let ranks: Vec<u32> = absent.collect();
         match ranks.is_empty() {
             true => Ok(()),
-            false => Err(self.builder.missing(MissingPart::RankFiles { kind, ranks, world })),
+            false => Err(self.builder.missing_part_error(MissingPart::RankFiles { kind, ranks, world })),
         }
     }
 
     /// Checks that the files of all ranks belong together, and returns their ZeRO stage. Fails if a
     /// rank's file is missing, a file's rank is not below the world size, or the files contradict
     /// each other in stage or world size.
-    pub(super) fn check_ranks(&self) -> Result<u8> {
+    pub(super) fn check_rank_files(&self) -> Result<u8> {
         let Some((_, model)) = self.model.get(&0) else {
-            return Err(self.builder.missing("the model file of rank 0"));
+            return Err(self.builder.missing_part_error("the model file of rank 0"));
         };
         let world = model.world;
         let stage = match self.optimizer.values().next() {
@@ -109,7 +109,7 @@ impl TagContents {
         let optimizer = self.optimizer.range(world..).next().map(|(_, (file, _))| *file);
         let outside = optimizer.or(self.model.range(world..).next().map(|(_, (file, _))| *file));
         if let Some(file) = outside {
-            return Err(self.builder.damaged_file(file, DeepSpeedError::RankOutsideWorld(world)));
+            return Err(self.builder.damaged_stored_file_error(file, DeepSpeedError::RankOutsideWorld(world)));
         }
         for (file, states) in self.optimizer.values() {
             if states.stage != stage || states.partitions.iter().any(|&p| p != u64::from(world)) {
@@ -119,7 +119,7 @@ impl TagContents {
                     expected_stage: stage,
                     world,
                 };
-                return Err(self.builder.damaged_file(*file, error));
+                return Err(self.builder.damaged_stored_file_error(*file, error));
             }
         }
         Ok(stage)
@@ -128,7 +128,7 @@ impl TagContents {
     /// Checks that the files of all ranks have equal steps, and returns the optimizer step, or
     /// `None` if no optimizer file records a step. Fails if the optimizer files, or the model
     /// files, of two ranks have different steps.
-    pub(super) fn check_steps(&self) -> Result<Option<f64>> {
+    pub(super) fn check_equal_steps(&self) -> Result<Option<f64>> {
         let (mut updates, mut steps) = (Vec::new(), Vec::new());
         for (&rank, (file, states)) in &self.optimizer {
             // the groups of a rank may have different steps, since a group may have been added
@@ -156,7 +156,7 @@ impl TagContents {
         match steps.iter().find(|(.., found)| *found != expected) {
             Some(&(_, file, found)) => {
                 let error = DeepSpeedError::StepMismatch { found, rank, expected };
-                Err(self.builder.damaged_file(file, error))
+                Err(self.builder.damaged_stored_file_error(file, error))
             }
             None => Ok(()),
         }
@@ -196,9 +196,9 @@ impl TagContents {
     pub(super) fn read_shard_step(&self, file: usize, shard: &FlatGroupShard) -> Result<Option<f64>> {
         let Some(step) = &shard.step else { return Ok(None) };
         let step = self.builder.store.read_step(file, step)?;
-        match to_whole_step(step) {
+        match convert_step_to_integer(step) {
             Ok(_) => Ok(Some(step)),
-            Err(error) => Err(self.builder.damaged_file(file, DeepSpeedError::Step(error))),
+            Err(error) => Err(self.builder.damaged_stored_file_error(file, DeepSpeedError::Step(error))),
         }
     }
 }

@@ -7,10 +7,10 @@
 use super::collect;
 use super::file_names::TagFiles;
 use super::states::{
-    GLOBALS, ModelStates, NumberedGroup, read_loss_scaler, read_param_groups, read_zero_stage,
+    ALLOWED_GLOBALS, ModelStates, NumberedParamGroup, read_loss_scaler, read_param_groups, read_zero_stage,
 };
 use super::tag::TagContents;
-use crate::catalog::{ExternalCheckpoint, ExternalCheckpointBuilder, ExternalTensor, to_whole_step};
+use crate::catalog::{ExternalCheckpoint, ExternalCheckpointBuilder, ExternalTensor, convert_step_to_integer};
 use crate::codec::disk::Directory;
 use crate::codec::pickle::PickleView;
 use crate::codec::torch_file::{TensorView, TorchFile};
@@ -45,7 +45,7 @@ pub(crate) fn is_universal_directory(path: &Path) -> bool {
 /// The contents of `optimizer_state.pt` in a universal checkpoint, which apply to all weights.
 #[derive(Default)]
 struct OptimizerSettings {
-    groups: Vec<NumberedGroup>,
+    groups: Vec<NumberedParamGroup>,
     /// Maps the index of each flat group to the group's step. Only checkpoints of stage 3 record
     /// steps in this file.
     steps: BTreeMap<u64, f64>,
@@ -79,11 +79,11 @@ pub(crate) fn open_universal(path: &Path, root: &Path, notices: Vec<String>) -> 
         }
         tag.model.insert(rank, states);
     }
-    let mut settings = read_settings(&mut tag)?;
+    let mut settings = read_optimizer_settings(&mut tag)?;
     settings.is_of_deepspeed = !Directory::open(root)?.has_entry(CONVERT_RECORD_FILE)?;
     let (parameters, unknown) = read_parameters(&mut tag)?;
     let Some((_, model)) = tag.model.get(&0) else {
-        return Err(tag.builder.missing("the model file (mp_rank_00_model_states.pt or that of rank 0)"));
+        return Err(tag.builder.missing_part_error("the model file (mp_rank_00_model_states.pt or that of rank 0)"));
     };
     let stage = settings.stage.or(model.stage).unwrap_or(2);
     let groups = settings.groups.iter().map(|g| g.name_parameters(model)).collect();
@@ -97,14 +97,14 @@ pub(crate) fn open_universal(path: &Path, root: &Path, notices: Vec<String>) -> 
 }
 
 /// Reads the contents of `optimizer_state.pt`, and adds the file to the files of the checkpoint.
-fn read_settings(tag: &mut TagContents) -> Result<OptimizerSettings> {
+fn read_optimizer_settings(tag: &mut TagContents) -> Result<OptimizerSettings> {
     if tag.builder.directory.file_size(OPTIMIZER_STATE_FILE)?.is_none() {
         let part = format!("{OPTIMIZER_STATE_FILE}, which contains the hyper-parameters");
-        return Err(tag.builder.missing(part));
+        return Err(tag.builder.missing_part_error(part));
     }
-    let (index, file) = tag.builder.add_torch_file(OPTIMIZER_STATE_FILE, GLOBALS)?;
+    let (index, file) = tag.builder.add_torch_file(OPTIMIZER_STATE_FILE, ALLOWED_GLOBALS)?;
     let root = file.value();
-    let damaged = |error: DeepSpeedError| tag.builder.damaged(OPTIMIZER_STATE_FILE, error);
+    let damaged = |error: DeepSpeedError| tag.builder.damaged_file_error(OPTIMIZER_STATE_FILE, error);
     let inner = root.get("optimizer_state_dict");
     let groups = match root.get("param_groups") {
         Some(_) => read_param_groups(root),
@@ -184,7 +184,7 @@ fn read_parameters(tag: &mut TagContents) -> Result<(Vec<ParameterFiles>, BTreeS
                     None => fp32 = Some((index, view, is_shaped)),
                 }
             }
-            let missing = || tag.builder.missing(MissingPart::File(format!("{ZERO_DIR}/{name}/{FP32_FILE}")));
+            let missing = || tag.builder.missing_part_error(MissingPart::File(format!("{ZERO_DIR}/{name}/{FP32_FILE}")));
             let (index, view, is_shaped) = fp32.ok_or_else(missing)?;
             let (name, fp32) = (name.clone(), (index, view));
             parameters.push(ParameterFiles { name, fp32, is_shaped, states, step });
@@ -197,7 +197,7 @@ fn read_parameters(tag: &mut TagContents) -> Result<(Vec<ParameterFiles>, BTreeS
 /// thread that opens thousands of small files. Returns the results in the order of `paths`. Results
 /// after the first error may be absent.
 fn open_torch_files(directory: &Directory, paths: &[&str]) -> Vec<Result<TorchFile>> {
-    let open = |_: &mut (), i: usize| TorchFile::open(directory, paths[i], GLOBALS);
+    let open = |_: &mut (), i: usize| TorchFile::open(directory, paths[i], ALLOWED_GLOBALS);
     parallel::map_indices(THREADS_MAX, paths.len(), || (), open)
 }
 
@@ -212,7 +212,7 @@ fn read_parameter_file(
     path: &str,
     key: &str,
 ) -> Result<(usize, TensorView, bool)> {
-    let damaged = |error: DeepSpeedError| tag.builder.damaged(path, error);
+    let damaged = |error: DeepSpeedError| tag.builder.damaged_file_error(path, error);
     // torch names the directory inside of a file after the file that it writes
     if ["fp32", "exp_avg", "exp_avg_sq", "step"].iter().any(|other| file.root == *other && key != *other) {
         return Err(damaged(DeepSpeedError::FilesExchanged(file.root)));
@@ -254,18 +254,18 @@ fn collect_tensors(
             continue;
         }
         if let Some(role) = roles.iter().find(|r| one.states.iter().all(|(role, ..)| role != *r)) {
-            return Err(builder.missing(MissingPart::File(format!("{inside}/{role}.pt"))));
+            return Err(builder.missing_part_error(MissingPart::File(format!("{inside}/{role}.pt"))));
         }
         if any_step && one.step.is_none() {
-            return Err(builder.missing(MissingPart::File(format!("{inside}/step.pt"))));
+            return Err(builder.missing_part_error(MissingPart::File(format!("{inside}/step.pt"))));
         }
         let shape = known.map(|(_, shape)| shape.as_slice());
         let tensors = one.make_tensors(shape);
-        builder.entries.extend(tensors.map_err(|error| builder.damaged(&one.fp32_path(), error))?);
+        builder.entries.extend(tensors.map_err(|error| builder.damaged_file_error(&one.fp32_path(), error))?);
         let step = one.step.or_else(|| known.and_then(|(g, _)| settings.steps.get(g).copied()));
         if let Some(step) = step {
-            let step = to_whole_step(step);
-            let step = step.map_err(|error| builder.damaged(&inside, DeepSpeedError::Step(error)))?;
+            let step = convert_step_to_integer(step);
+            let step = step.map_err(|error| builder.damaged_file_error(&inside, DeepSpeedError::Step(error)))?;
             builder.facts.state.steps.insert(one.name.clone(), step);
         }
     }
@@ -274,19 +274,19 @@ fn collect_tensors(
     }
     let present: BTreeSet<&str> = parameters.iter().map(|h| h.name.as_str()).collect();
     if let Some(name) = shapes.keys().filter(|n| !present.contains(*n)).min() {
-        return Err(builder.missing(MissingPart::File(format!("{ZERO_DIR}/{name}"))));
+        return Err(builder.missing_part_error(MissingPart::File(format!("{ZERO_DIR}/{name}"))));
     }
     // slices of frozen weights are in the model files of all ranks, which may not have been copied
     let is_complete =
         stage < 3 || model.frozen_fragments.is_empty() || tag.model.len() as u64 >= u64::from(model.world);
     if is_complete && !model.frozen_fragments.is_empty() {
-        collect::collect_frozen(builder, &tag.model, model, stage)?;
+        collect::collect_frozen_weights(builder, &tag.model, model, stage)?;
     }
-    collect::collect_ties(builder, model);
+    collect::collect_tied_weights(builder, model);
     add_untrained_weights(builder, model, untrained)?;
-    collect::collect_module(builder, *file, model, stage);
-    collect::sort_by_module(builder, model);
-    builder.report_unknown_states(unknown);
+    collect::collect_module_tensors(builder, *file, model, stage);
+    collect::sort_in_module_order(builder, model);
+    builder.add_unknown_states_notice(unknown);
     Ok(())
 }
 
@@ -344,7 +344,7 @@ impl ParameterFiles {
         let expected = count_elements(shape).ok_or_else(impossible)?;
         let fp32 = std::iter::once((TensorRole::Weight, self.fp32.0, &self.fp32.1));
         let tensor = |(role, file, view): (TensorRole, usize, &TensorView)| {
-            let elements = view.elements();
+            let elements = view.element_count();
             if elements != expected {
                 let shape = shape.to_vec();
                 return Err(LayoutError::TensorLength { role, elements, shape, expected }.into());
@@ -367,9 +367,9 @@ fn add_untrained_weights(
     let in_module: HashMap<&str, &TensorView> = model.module.iter().map(|(n, v)| (n.as_str(), v)).collect();
     for one in untrained.into_iter().filter(|one| !known.contains(&one.name)) {
         let shape = in_module.get(one.name.as_str()).map(|view| view.shape.as_slice());
-        let shape = shape.filter(|s| count_elements(s) == Some(one.fp32.1.elements()));
+        let shape = shape.filter(|s| count_elements(s) == Some(one.fp32.1.element_count()));
         let tensors = one.make_tensors(shape);
-        builder.entries.extend(tensors.map_err(|error| builder.damaged(&one.fp32_path(), error))?);
+        builder.entries.extend(tensors.map_err(|error| builder.damaged_file_error(&one.fp32_path(), error))?);
         builder.facts.state.frozen.push(one.name.clone());
     }
     Ok(())

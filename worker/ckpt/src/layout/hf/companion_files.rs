@@ -1,6 +1,6 @@
 //! Reads the companion files of a training state, which store the scheduler, the loss scaler, the
 //! trainer state and the RNG states.
-use crate::catalog::{ExternalFacts, GLOBALS, StatePart};
+use crate::catalog::{ExternalFacts, ALLOWED_GLOBALS, StatePart};
 use crate::codec::disk::Directory;
 use crate::codec::json::parse_object;
 use crate::codec::torch_file::TorchFile;
@@ -9,13 +9,13 @@ use serde::Deserialize;
 use serde_json::Value as Json;
 
 /// Limit on the size of `trainer_state.json` in bytes. The file has the log of the whole run.
-const TRAINER_MAX: u64 = 256 << 20;
+const TRAINER_STATE_BYTES_MAX: u64 = 256 << 20;
 /// Name of HF Trainer's file with the step and the log of the run.
 pub(crate) const TRAINER_STATE_FILE: &str = "trainer_state.json";
 /// Names of the files with the state of the learning rate scheduler.
 const SCHEDULER_FILES: [&str; 2] = ["scheduler.pt", "scheduler.bin"];
 /// Name of the file with the state of torch's `GradScaler`, which FP16 training uses.
-const SCALER_FILE: &str = "scaler.pt";
+const GRAD_SCALER_FILE: &str = "scaler.pt";
 
 /// Returns true if the directory has `trainer_state.json`, which only HF Trainer writes.
 pub(crate) fn is_hf_trainer_directory(directory: &Directory) -> Result<bool> {
@@ -34,15 +34,15 @@ pub(crate) fn is_accelerate_directory(directory: &Directory) -> Result<bool> {
 /// scheduler and missing RNG states to `facts.missing`.
 pub(crate) fn add_companion_facts(facts: &mut ExternalFacts, directory: &Directory) -> Result<()> {
     if facts.state.scheduler.is_null() {
-        facts.state.scheduler = read_first_state(&SCHEDULER_FILES, facts, directory)?;
+        facts.state.scheduler = read_first_readable_state(&SCHEDULER_FILES, facts, directory)?;
     }
     if facts.state.loss_scaler.is_null() {
-        facts.state.loss_scaler = read_first_state(&[SCALER_FILE], facts, directory)?;
+        facts.state.loss_scaler = read_first_readable_state(&[GRAD_SCALER_FILE], facts, directory)?;
     }
     read_trainer_state(facts, directory)?;
     facts.rng_files = list_rng_files(directory)?;
     if facts.state.world.is_none() {
-        facts.state.world = compute_min_world(&facts.rng_files);
+        facts.state.world = compute_min_world_size(&facts.rng_files);
     }
     if facts.state.scheduler.is_null() {
         facts.missing.push(StatePart::Scheduler);
@@ -54,12 +54,12 @@ pub(crate) fn add_companion_facts(facts: &mut ExternalFacts, directory: &Directo
 /// Reads the first readable file of `names`, and returns its content as JSON. Skips files that do
 /// not exist. Skips files with classes that are not allowed, with a notice in `facts`. Returns null
 /// if no file is left.
-fn read_first_state(names: &[&str], facts: &mut ExternalFacts, directory: &Directory) -> Result<Json> {
+fn read_first_readable_state(names: &[&str], facts: &mut ExternalFacts, directory: &Directory) -> Result<Json> {
     for name in names {
         if directory.file_size(name)?.is_none() {
             continue;
         }
-        match TorchFile::open(directory, name, GLOBALS) {
+        match TorchFile::open(directory, name, ALLOWED_GLOBALS) {
             Ok(file) => return Ok(file.value().to_json()),
             // a state that contains objects of other libraries is ignored with a notice
             Err(CkptError::Damaged { damage, .. }) if damage.reason.is_forbidden_global() => {
@@ -105,7 +105,7 @@ pub(crate) fn read_global_step(directory: &Directory) -> Result<Option<u64>> {
     if directory.file_size(TRAINER_STATE_FILE)?.is_none() {
         return Ok(None);
     }
-    let text = directory.read_file(TRAINER_STATE_FILE, TRAINER_MAX)?;
+    let text = directory.read_file(TRAINER_STATE_FILE, TRAINER_STATE_BYTES_MAX)?;
     let damaged =
         |reason: Box<DamageReason>| CkptError::damaged(directory.path(), TRAINER_STATE_FILE, *reason);
     parse_global_step(&text).map(Some).map_err(damaged)
@@ -135,7 +135,7 @@ fn parse_rank_in_name(file: &str) -> Option<u32> {
 
 /// Computes the smallest world size of a run that could have written the RNG state files. Returns
 /// `None` for an empty list.
-fn compute_min_world(files: &[String]) -> Option<u32> {
+fn compute_min_world_size(files: &[String]) -> Option<u32> {
     let ranks = files.iter().filter_map(|f| parse_rank_in_name(f)?.checked_add(1)).max();
     let has_unnumbered = files.iter().any(|f| f == "rng_state.pth");
     // HF Trainer numbers the files only if there are several ranks

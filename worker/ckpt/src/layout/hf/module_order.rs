@@ -10,7 +10,7 @@ use std::collections::HashMap;
 /// The modules of each model family, in the order in which models register them. `*` stands for a
 /// number. The name of a parameter is the name of a module, optionally with `.weight` or `.bias`.
 /// Modules that a model lacks are skipped.
-const FAMILIES: &[&[&str]] = &[
+const FAMILY_MODULES: &[&[&str]] = &[
     // Llama, Mistral, Qwen2, Qwen3, Gemma, Phi-3, Mixtral and similar
     &[
         "model.embed_tokens",
@@ -128,7 +128,7 @@ const FAMILIES: &[&[&str]] = &[
 /// family matches.
 pub(crate) fn sort_in_registration_orders<'a>(names: &[&'a str]) -> Vec<Vec<&'a str>> {
     let mut orders: Vec<Vec<&str>> = Vec::new();
-    for positions in FAMILIES.iter().map(|family| ModulePositions::new(family)) {
+    for positions in FAMILY_MODULES.iter().map(|family| ModulePositions::new(family)) {
         let keyed: Option<Vec<(RegistrationKey, &str)>> =
             names.iter().map(|n| Some((positions.compute_sort_key(n)?, *n))).collect();
         let Some(mut keyed) = keyed else { continue };

@@ -3,13 +3,13 @@
 use super::param_matching;
 use super::weights::parse_number;
 use crate::catalog::{
-    ExternalCheckpointBuilder, ExternalTensor, FusedExperts, FusedMember, GLOBALS, ParamGroupInfo,
-    ShapedWeight, StepValue, borrow_weights, to_whole_step,
+    ExternalCheckpointBuilder, ExternalTensor, FusedExperts, FusedMember, ALLOWED_GLOBALS, ParamGroupInfo,
+    BorrowedWeightShape, StepValue, borrow_weights, convert_step_to_integer,
 };
 use crate::codec::pickle::PickleView;
 use crate::codec::torch_file::{TensorView, TorchFile};
 use crate::error::{MatchError, OptimizerStateError, Result};
-use crate::format_constants::HYPER_VALUES_MAX;
+use crate::format_constants::HYPER_PARAMETER_VALUES_MAX;
 use crate::tensor::TensorRole;
 use serde_json::{Map, Value as Json};
 use std::collections::{BTreeSet, HashMap};
@@ -62,7 +62,7 @@ impl OptimizerStateDict {
             }
         }
         let groups = root.get("param_groups").and_then(PickleView::as_items).ok_or(NoParamGroups)?;
-        let (mut seen, mut values_left) = (BTreeSet::new(), HYPER_VALUES_MAX);
+        let (mut seen, mut values_left) = (BTreeSet::new(), HYPER_PARAMETER_VALUES_MAX);
         for group in groups.iter() {
             let hyper = group.to_json_map("params", &mut values_left).ok_or(InvalidGroup)?;
             let params = group.get("params").and_then(PickleView::as_items).ok_or(InvalidGroup)?;
@@ -120,9 +120,9 @@ impl OptimizerStateDict {
     ///
     /// Fails if a recorded name or the shape of its state contradicts `weights`, or if numbered
     /// parameters cannot be assigned to `weights`.
-    pub(crate) fn name_parameters(
+    pub(crate) fn find_parameter_names(
         &self,
-        weights: &[ShapedWeight<'_>],
+        weights: &[BorrowedWeightShape<'_>],
         in_order: bool,
     ) -> std::result::Result<GroupNames, MatchError> {
         let name = |id: &ParamId| match id {
@@ -143,7 +143,7 @@ impl OptimizerStateDict {
     fn check_recorded_names(
         &self,
         names: Vec<Vec<String>>,
-        weights: &[ShapedWeight<'_>],
+        weights: &[BorrowedWeightShape<'_>],
     ) -> std::result::Result<GroupNames, MatchError> {
         let known: HashMap<&str, &[u64]> = weights.iter().copied().collect();
         for (group, shapes) in names.iter().zip(self.state_shapes()) {
@@ -182,9 +182,9 @@ type GroupNames = Vec<Vec<String>>;
 /// Reads the optimizer file `name`, and adds its states, steps and parameter groups to the builder.
 /// States that cannot be assigned to the builder's weights are skipped with a notice.
 pub(crate) fn add_optimizer_file(builder: &mut ExternalCheckpointBuilder, name: &str) -> Result<()> {
-    let (file, torch) = builder.add_torch_file(name, GLOBALS)?;
+    let (file, torch) = builder.add_torch_file(name, ALLOWED_GLOBALS)?;
     let optimizer =
-        OptimizerStateDict::read(&torch, torch.value()).map_err(|error| builder.damaged(name, error))?;
+        OptimizerStateDict::read(&torch, torch.value()).map_err(|error| builder.damaged_file_error(name, error))?;
     let weights: Vec<(String, Vec<u64>)> =
         builder.weights().map(|(n, s)| (n.to_owned(), s.to_vec())).collect();
     let borrowed = borrow_weights(&weights);
@@ -199,14 +199,14 @@ pub(crate) fn add_optimizer_file(builder: &mut ExternalCheckpointBuilder, name: 
 /// empty if the names are those of `weights`.
 fn match_listed_or_fused_names(
     optimizer: &OptimizerStateDict,
-    weights: &[ShapedWeight<'_>],
+    weights: &[BorrowedWeightShape<'_>],
 ) -> std::result::Result<(GroupNames, FusedExperts), MatchError> {
-    let listed = match optimizer.name_parameters(weights, false) {
+    let listed = match optimizer.find_parameter_names(weights, false) {
         Ok(names) => return Ok((names, FusedExperts::default())),
         Err(error) => error,
     };
-    let Some(fused) = FusedExperts::detect(weights) else { return Err(listed) };
-    match optimizer.name_parameters(&borrow_weights(&fused.weights), false) {
+    let Some(fused) = FusedExperts::from_separate_experts(weights) else { return Err(listed) };
+    match optimizer.find_parameter_names(&borrow_weights(&fused.weights), false) {
         Ok(names) => Ok((names, fused)),
         Err(error) => Err(MatchError::Fused { listed: Box::new(listed), fused: Box::new(error) }),
     }
@@ -221,12 +221,12 @@ fn add_trained_states(
     name: &str,
     file: usize,
     optimizer: OptimizerStateDict,
-    weights: &[ShapedWeight<'_>],
+    weights: &[BorrowedWeightShape<'_>],
     mut error: MatchError,
 ) -> Result<()> {
-    let is_trained = |w: &&ShapedWeight<'_>| builder.trained.as_ref().is_some_and(|t| t.contains(w.0));
+    let is_trained = |w: &&BorrowedWeightShape<'_>| builder.trained.as_ref().is_some_and(|t| t.contains(w.0));
     let (trained, frozen): (Vec<_>, Vec<_>) = weights.iter().partition(is_trained);
-    let trained: Vec<ShapedWeight<'_>> = trained.into_iter().copied().collect();
+    let trained: Vec<BorrowedWeightShape<'_>> = trained.into_iter().copied().collect();
     if builder.trained.is_some() && !frozen.is_empty() {
         match match_listed_or_fused_names(&optimizer, &trained) {
             Ok((names, fused)) => {
@@ -266,17 +266,17 @@ fn add_states(
             let Some(state) = optimizer.states.get(id) else { continue };
             for (role, view) in &state.tensors {
                 let entries = make_state_tensors(weight, *role, file, view, fused);
-                builder.entries.extend(entries.map_err(|error| builder.damaged(name, error))?);
+                builder.entries.extend(entries.map_err(|error| builder.damaged_file_error(name, error))?);
             }
             let Some(step) = &state.step else { continue };
-            let step = to_whole_step(builder.store.read_step(file, step)?).map_err(|error| {
+            let step = convert_step_to_integer(builder.store.read_step(file, step)?).map_err(|error| {
                 let weight = weight.clone();
-                builder.damaged(name, OptimizerStateError::Step { weight, error })
+                builder.damaged_file_error(name, OptimizerStateError::Step { weight, error })
             })?;
             builder.facts.state.steps.extend(fused.stored_names(weight).map(|name| (name, step)));
         }
     }
-    builder.report_unknown_states(&optimizer.unknown);
+    builder.add_unknown_states_notice(&optimizer.unknown);
     for ((hyper, _), names) in optimizer.groups.iter().zip(names) {
         let names = names.iter().flat_map(|weight| fused.stored_names(weight)).collect();
         builder.facts.state.groups.push(ParamGroupInfo { hyper: hyper.clone(), names });
@@ -293,11 +293,11 @@ fn make_state_tensors(
     view: &TensorView,
     fused: &FusedExperts,
 ) -> std::result::Result<Vec<ExternalTensor>, OptimizerStateError> {
-    let Some(members) = fused.members(weight) else {
+    let Some(members) = fused.parts_of_weight(weight) else {
         return Ok(vec![ExternalTensor::from_whole_view(weight, role, file, view)]);
     };
     let count = members.last().map_or(0, |m| m.elements.end);
-    if view.elements() != count {
+    if view.element_count() != count {
         return Err(OptimizerStateError::Elements {
             role,
             weight: weight.to_owned(),

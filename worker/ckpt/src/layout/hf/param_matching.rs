@@ -5,7 +5,7 @@
 //! parameter groups, and the shapes. The assignment is rejected if these contradict each other, or
 //! allow several assignments.
 use super::module_order;
-use crate::catalog::ShapedWeight;
+use crate::catalog::BorrowedWeightShape;
 use crate::error::MatchError;
 use std::collections::HashMap;
 
@@ -15,17 +15,17 @@ pub(crate) type StateShapes = Vec<Option<Vec<u64>>>;
 
 /// A rule by which a program divides weights into two parameter groups. It returns true for a
 /// weight of the first group.
-type GroupRule = fn(&ShapedWeight<'_>) -> bool;
+type GroupRule = fn(&BorrowedWeightShape<'_>) -> bool;
 
 /// The rules by which programs divide weights into parameter groups with and without weight decay.
 /// The first group has weight decay.
-const RULES: [GroupRule; 2] = [is_decayed_by_name, is_matrix];
+const GROUP_RULES: [GroupRule; 2] = [is_decayed_by_name, is_matrix];
 
 /// The names of the parameters of each parameter group.
 type GroupNames = Vec<Vec<String>>;
 
 /// The weights of each parameter group, according to one rule of [`RULES`].
-type Grouping<'a> = Vec<Vec<ShapedWeight<'a>>>;
+type Grouping<'a> = Vec<Vec<BorrowedWeightShape<'a>>>;
 
 /// Finds the weight to which each optimizer state belongs, and returns the names of the weights by
 /// group. `in_order` states whether `weights` are in the order of the model.
@@ -35,7 +35,7 @@ type Grouping<'a> = Vec<Vec<ShapedWeight<'a>>>;
 /// give different names.
 pub(crate) fn match_states_to_weights(
     groups: &[StateShapes],
-    weights: &[ShapedWeight<'_>],
+    weights: &[BorrowedWeightShape<'_>],
     in_order: bool,
 ) -> Result<GroupNames, MatchError> {
     let states: usize = groups.iter().map(Vec::len).sum();
@@ -70,10 +70,10 @@ pub(crate) fn match_states_to_weights(
 
 /// Lists the ways in which programs divide the weights `sequence` into `groups` parameter groups.
 /// Fails for more than two groups.
-fn list_groupings(groups: usize, sequence: Vec<ShapedWeight<'_>>) -> Result<Vec<Grouping<'_>>, MatchError> {
+fn list_groupings(groups: usize, sequence: Vec<BorrowedWeightShape<'_>>) -> Result<Vec<Grouping<'_>>, MatchError> {
     match groups {
         1 => Ok(vec![vec![sequence]]),
-        2 => Ok(RULES
+        2 => Ok(GROUP_RULES
             .iter()
             .map(|rule| {
                 let (first, second) = sequence.iter().partition(|w| rule(w));
@@ -90,7 +90,7 @@ fn list_groupings(groups: usize, sequence: Vec<ShapedWeight<'_>>) -> Result<Vec<
 /// only weight with its shape. Fails if the shapes do not match.
 fn match_candidate(
     groups: &[StateShapes],
-    candidate: &[Vec<ShapedWeight<'_>>],
+    candidate: &[Vec<BorrowedWeightShape<'_>>],
     in_order: bool,
 ) -> Result<GroupNames, MatchError> {
     let mut names = Vec::new();
@@ -112,7 +112,7 @@ fn match_candidate(
 fn match_by_position(
     group: usize,
     states: &StateShapes,
-    weights: &[ShapedWeight<'_>],
+    weights: &[BorrowedWeightShape<'_>],
 ) -> Result<Vec<String>, MatchError> {
     for (index, (state, (name, shape))) in states.iter().zip(weights).enumerate() {
         if let Some(found) = state.as_ref().filter(|s| s != shape) {
@@ -129,7 +129,7 @@ fn match_by_position(
 /// # Errors
 /// Fails if two weights have the same shape, a state has no shape, or no weight has the shape of a
 /// state.
-fn match_by_shape(states: &StateShapes, weights: &[ShapedWeight<'_>]) -> Result<Vec<String>, MatchError> {
+fn match_by_shape(states: &StateShapes, weights: &[BorrowedWeightShape<'_>]) -> Result<Vec<String>, MatchError> {
     let mut by_shape: HashMap<&[u64], &str> = HashMap::new();
     for (name, shape) in weights {
         if by_shape.insert(shape, name).is_some() {
@@ -148,7 +148,7 @@ fn match_by_shape(states: &StateShapes, weights: &[ShapedWeight<'_>]) -> Result<
 
 /// Returns true if HF Trainer applies weight decay to the weight. HF Trainer excludes biases and
 /// norms, by their names.
-fn is_decayed_by_name((name, _): &ShapedWeight<'_>) -> bool {
+fn is_decayed_by_name((name, _): &BorrowedWeightShape<'_>) -> bool {
     let lower = name.to_lowercase();
     let norm = |part: &str| {
         part == "norm"
@@ -162,7 +162,7 @@ fn is_decayed_by_name((name, _): &ShapedWeight<'_>) -> bool {
 
 /// Returns true for weights with at least two dimensions. Many programs apply weight decay only to
 /// such weights.
-fn is_matrix((_, shape): &ShapedWeight<'_>) -> bool {
+fn is_matrix((_, shape): &BorrowedWeightShape<'_>) -> bool {
     shape.len() >= 2
 }
 
@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     /// The weights of a model for tests, sorted by name as in a file.
-    const WEIGHTS: [ShapedWeight<'static>; 4] = [
+    const WEIGHTS: [BorrowedWeightShape<'static>; 4] = [
         ("lm_head.weight", &[8, 2]),
         ("model.embed_tokens.weight", &[8, 2]),
         ("model.layers.0.self_attn.q_proj.weight", &[2, 2]),
@@ -205,9 +205,9 @@ mod tests {
         for (model, weights) in models.iter().filter(|(name, _)| *name != "transformers") {
             let listed: Vec<(String, Vec<u64>)> =
                 serde_json::from_value(weights.clone()).expect("names and shapes");
-            let ordered: Vec<ShapedWeight<'_>> =
+            let ordered: Vec<BorrowedWeightShape<'_>> =
                 listed.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect();
-            let (first, second): (Vec<ShapedWeight<'_>>, Vec<_>) =
+            let (first, second): (Vec<BorrowedWeightShape<'_>>, Vec<_>) =
                 ordered.iter().partition(|w| is_decayed_by_name(w));
             let mut sorted = ordered.clone();
             sorted.sort_unstable();
@@ -254,7 +254,7 @@ mod tests {
         ] {
             assert_eq!(match_states_to_weights(&groups, &WEIGHTS, false), Err(expected));
         }
-        let unknown: [ShapedWeight<'_>; 2] = [("a.weight", &[2]), ("b.weight", &[2])];
+        let unknown: [BorrowedWeightShape<'_>; 2] = [("a.weight", &[2]), ("b.weight", &[2])];
         let unordered = match_states_to_weights(&[make_state_shapes(&[&[2], &[2]])], &unknown, false);
         assert_eq!(unordered, Err(MatchError::UnknownOrder));
         assert_eq!(
@@ -262,7 +262,7 @@ mod tests {
                 [0],
             ["a.weight", "b.weight"]
         );
-        let distinct: [ShapedWeight<'_>; 2] = [("a.weight", &[2, 1]), ("b.weight", &[1, 2])];
+        let distinct: [BorrowedWeightShape<'_>; 2] = [("a.weight", &[2, 1]), ("b.weight", &[1, 2])];
         assert_eq!(
             match_states_to_weights(&[make_state_shapes(&[&[1, 2], &[2, 1]])], &distinct, false)
                 .expect("by shape")[0],

@@ -1,6 +1,6 @@
 //! Reads weights in the Hugging Face layout: safetensors or `pytorch_model.bin`, each in one file
 //! or in shards with an index.
-use crate::catalog::{ExternalCheckpointBuilder, ExternalTensor, GLOBALS, TiedWeight};
+use crate::catalog::{ExternalCheckpointBuilder, ExternalTensor, ALLOWED_GLOBALS, TiedWeight};
 use crate::codec::disk::{Directory, is_plain_file_name};
 use crate::codec::json::{deserialize_map, parse_object};
 use crate::codec::pickle::PickleView;
@@ -20,7 +20,7 @@ const TORCH_FILE: &str = "pytorch_model.bin";
 /// Name of the torch file with the full weights of FSDP training.
 const FSDP_FILE: &str = "pytorch_model_fsdp.bin";
 /// Limit on the size of an index file, in bytes.
-const INDEX_MAX: u64 = 64 << 20;
+const INDEX_BYTES_MAX: u64 = 64 << 20;
 
 /// Names of weights files and of their indices, in order of preference.
 pub(crate) const WEIGHTS_FILES: [&str; 5] =
@@ -67,7 +67,7 @@ struct WeightIndex {
 /// Reads the index file `name`. Returns a map from the name of each tensor to the name of the file
 /// that stores it.
 pub(crate) fn read_weight_map(directory: &Directory, name: &str) -> Result<BTreeMap<String, String>> {
-    let text = directory.read_file(name, INDEX_MAX)?;
+    let text = directory.read_file(name, INDEX_BYTES_MAX)?;
     parse_weight_map(&text).map_err(|reason| CkptError::damaged(directory.path(), name, *reason))
 }
 
@@ -94,7 +94,7 @@ fn add_shards(builder: &mut ExternalCheckpointBuilder, index: &str) -> Result<()
     for (tensor, file) in &weight_map {
         if !is_plain_file_name(file) {
             let detail = format!("{tensor} is in {file:?}, which is not a valid file name");
-            return Err(builder.damaged(index, detail));
+            return Err(builder.damaged_file_error(index, detail));
         }
         files.entry(file).or_default().insert(tensor);
     }
@@ -105,7 +105,7 @@ fn add_shards(builder: &mut ExternalCheckpointBuilder, index: &str) -> Result<()
         }
     }
     if !absent.is_empty() {
-        return Err(builder.missing(MissingPart::IndexedShards {
+        return Err(builder.missing_part_error(MissingPart::IndexedShards {
             files: absent,
             total: files.len(),
             index: index.to_owned(),
@@ -132,7 +132,7 @@ fn check_indexed_tensors<'n>(
     let Some(expected) = expected else { return Ok(()) };
     let stored: BTreeSet<&str> = stored.collect();
     if let Some(lost) = expected.difference(&stored).next() {
-        return Err(builder.damaged(file, DamageReason::TensorMissing { tensor: (*lost).to_owned() }));
+        return Err(builder.damaged_file_error(file, DamageReason::TensorMissing { tensor: (*lost).to_owned() }));
     }
     let more: Vec<String> = stored.difference(expected).map(|n| (*n).to_owned()).collect();
     if !more.is_empty() {
@@ -170,22 +170,22 @@ fn add_torch_weights(
     name: &str,
     expected: Option<&BTreeSet<&str>>,
 ) -> Result<()> {
-    let (index, file) = builder.add_torch_file(name, GLOBALS)?;
+    let (index, file) = builder.add_torch_file(name, ALLOWED_GLOBALS)?;
     let root = file.value();
     // some programs save the weights as one entry of a larger dict
     let inner =
         ["state_dict", "model", "module", "model_state_dict"].into_iter().find_map(|key| root.get(key));
     let dict = inner.filter(|v| v.as_pairs().is_some()).unwrap_or(root);
-    let pairs = dict.as_pairs().ok_or_else(|| builder.damaged(name, "the file has no dict of tensors"))?;
+    let pairs = dict.as_pairs().ok_or_else(|| builder.damaged_file_error(name, "the file has no dict of tensors"))?;
     let mut found = Vec::new();
     for (key, value) in pairs {
         let key =
-            key.as_name().ok_or_else(|| builder.damaged(name, "the name of a tensor is not short text"))?;
-        let tensor = file.parse_tensor(value).map_err(|e| builder.damaged(name, e))?;
+            key.as_name().ok_or_else(|| builder.damaged_file_error(name, "the name of a tensor is not short text"))?;
+        let tensor = file.parse_tensor(value).map_err(|e| builder.damaged_file_error(name, e))?;
         found.extend(tensor.map(|view| (key.to_owned(), view)));
     }
     if found.is_empty() {
-        return Err(builder.damaged(name, "the file has no tensors"));
+        return Err(builder.damaged_file_error(name, "the file has no tensors"));
     }
     check_indexed_tensors(builder, name, expected, found.iter().map(|(n, _)| n.as_str()))?;
     builder.require_tensor_capacity(name, found.len())?;
@@ -198,7 +198,7 @@ fn add_torch_weights(
 fn add_tensors(builder: &mut ExternalCheckpointBuilder, file: usize, found: &[(String, TensorView)]) {
     let mut seen: HashMap<_, &str> = HashMap::new();
     for (name, view) in found {
-        if view.elements() > 0
+        if view.element_count() > 0
             && let Some(first) = seen.get(&view.location())
         {
             builder.facts.state.ties.push(TiedWeight { alias: name.clone(), target: (*first).to_owned() });

@@ -8,7 +8,7 @@ use crate::catalog::{
     PassthroughState, ReadRequest, RunFacts, TensorInfo, TensorSource, TextFile, TrainingState, WeightShape,
     require_same_model,
 };
-use crate::codec::disk::{BLOCK, BlockReader, BlockRequest, Directory, DiskBufferPool, stream_windows};
+use crate::codec::disk::{BLOCK_BYTES, BlockReader, BlockRequest, Directory, DiskBufferPool, stream_windows};
 use crate::error::{CkptError, Damage, DamageReason, MissingPart, RemoteShard, Result};
 use crate::hash::Hash;
 use crate::tensor::{Dtype, TensorRole, element_ranges};
@@ -82,7 +82,7 @@ impl Checkpoint {
     /// Fails with [`CkptError::NotFound`] if `path` does not exist. Fails with an error that names
     /// the file if the manifest or a shard is damaged or missing.
     pub fn open(path: &Path) -> Result<Checkpoint> {
-        if !crate::codec::disk::exists(path) {
+        if !crate::codec::disk::path_exists(path) {
             return Err(CkptError::NotFound { path: path.to_owned() });
         }
         let directory = Directory::open(path)?;
@@ -158,7 +158,7 @@ impl Checkpoint {
     }
 
     /// Returns, for each shard, whether the shard is stored on this host.
-    pub fn local_files(&self) -> &[bool] {
+    pub fn local_shard_flags(&self) -> &[bool] {
         &self.local_files
     }
 
@@ -169,7 +169,7 @@ impl Checkpoint {
     }
 
     /// Returns the number of 1 MiB blocks of each shard.
-    pub fn block_counts(&self) -> Vec<u64> {
+    pub fn shard_block_counts(&self) -> Vec<u64> {
         self.manifest.files.iter().map(|f| f.blocks.len() as u64).collect()
     }
 
@@ -191,7 +191,7 @@ impl Checkpoint {
     }
 
     /// Returns the facts about the run that saved the checkpoint.
-    pub fn facts(&self) -> &RunFacts {
+    pub fn run_facts(&self) -> &RunFacts {
         &self.manifest.facts
     }
 
@@ -223,7 +223,7 @@ impl Checkpoint {
 
     /// Fails if the model of the checkpoint differs from `weights` in the name or shape of a
     /// weight. The error names the first tensor that differs.
-    pub fn require_model(&self, weights: &[WeightShape]) -> Result<()> {
+    pub fn require_matching_model(&self, weights: &[WeightShape]) -> Result<()> {
         require_same_model(self.path(), &self.manifest.facts.model, weights)
     }
 
@@ -233,7 +233,7 @@ impl Checkpoint {
         if range.start > range.end || range.end - range.start != out.len() as u64 {
             return Err(CkptError::internal("the range of a read has another length than its buffer"));
         }
-        self.read_many(&mut [ReadRequest { name, role, start_element: range.start, out }])
+        self.read_verified(&mut [ReadRequest { name, role, start_element: range.start, out }])
     }
 
     /// Reads many ranges of tensors as F32 into the buffers of `requests`. Reads and verifies each
@@ -245,8 +245,8 @@ impl Checkpoint {
     /// damaged. Fails with [`CkptError::NoSuchTensor`] or [`CkptError::RangeOutsideTensor`] if a
     /// tensor or range does not exist, and with [`CkptError::ShardsOnOtherHosts`] if a needed shard
     /// is not on this host.
-    pub fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
-        self.read_many_with_fetcher(requests, &mut |remote, _| {
+    pub fn read_verified(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
+        self.read_verified_with_fetcher(requests, &mut |remote, _| {
             self.require_local_shards(|file| remote.iter().any(|run| run.file == file))
         })
     }
@@ -259,7 +259,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// Fails if a local block is damaged, a tensor or range does not exist, or `fetch` fails.
-    pub fn read_many_with_fetcher(
+    pub fn read_verified_with_fetcher(
         &self,
         requests: &mut [ReadRequest<'_>],
         fetch: &mut BlockFetcher<'_>,
@@ -283,7 +283,7 @@ impl Checkpoint {
     ) -> Result<()> {
         let mut reads = Vec::new();
         for request in requests.iter_mut() {
-            self.resolve_request(request, &mut reads)?;
+            self.append_byte_reads(request, &mut reads)?;
         }
         reads.sort_by_key(|w| (w.file, w.bytes.start));
         let (mut jobs, mut remote) = (Vec::new(), Vec::new());
@@ -291,7 +291,7 @@ impl Checkpoint {
             let file = in_file[0].file;
             let ranges = in_file.iter().map(|w| w.bytes.clone()).collect();
             let size = self.manifest.files[file].bytes;
-            for blocks in element_ranges::find_covering_blocks(ranges, BLOCK as u64) {
+            for blocks in element_ranges::find_covering_blocks(ranges, BLOCK_BYTES as u64) {
                 match self.local_files[file] {
                     true => jobs.push(BlockRequest { file, size, blocks }),
                     false => remote.push(BlockRange { file, blocks }),
@@ -299,9 +299,9 @@ impl Checkpoint {
             }
         }
         let mut scatter = BlockScatter { checkpoint: self, reads: &mut reads, first_pending: 0 };
-        let read = self.run_read_jobs(&jobs, &mut |f, block, bytes| scatter.accept_block(f, block, bytes));
+        let read = self.run_read_jobs(&jobs, &mut |f, block, bytes| scatter.scatter_block(f, block, bytes));
         scatter.first_pending = 0;
-        let fetched = fetch(remote, &mut |f, block, bytes| scatter.accept_block(f, block, bytes));
+        let fetched = fetch(remote, &mut |f, block, bytes| scatter.scatter_block(f, block, bytes));
         read.and(fetched)
     }
 
@@ -335,13 +335,13 @@ impl Checkpoint {
         };
         stream_windows(&self.buffers, jobs, open, |(job, read)| {
             let window = read.map_err(|e| self.convert_read_error(&job, e))?;
-            job.blocks.clone().zip(window.chunks(BLOCK)).try_for_each(|(b, bytes)| sink(job.file, b, bytes))
+            job.blocks.clone().zip(window.chunks(BLOCK_BYTES)).try_for_each(|(b, bytes)| sink(job.file, b, bytes))
         })
     }
 
     /// Divides a request into reads of byte ranges of shards, and appends these reads to `reads`.
     /// Fails if the tensor or the range does not exist.
-    fn resolve_request<'a>(
+    fn append_byte_reads<'a>(
         &self,
         request: &'a mut ReadRequest<'_>,
         reads: &mut Vec<ByteRead<'a>>,
@@ -425,24 +425,24 @@ impl TensorSource for Checkpoint {
         Checkpoint::tensors(self).collect()
     }
 
-    fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
-        Checkpoint::read_many(self, requests)
+    fn read_verified(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
+        Checkpoint::read_verified(self, requests)
     }
 
     fn read_passthrough(&self) -> Result<PassthroughState> {
-        let precision = (self.weights_dtype() == Dtype::BF16).then_some(Dtype::BF16);
+        let precision = (self.default_export_dtype() == Dtype::BF16).then_some(Dtype::BF16);
         Ok(PassthroughState {
-            native_facts: Some(Box::new(self.facts().clone())),
+            native_facts: Some(Box::new(self.run_facts().clone())),
             precision,
             ..PassthroughState::default()
         })
     }
 
     fn completed_steps(&self) -> Option<u64> {
-        Some(self.facts().step)
+        Some(self.run_facts().step)
     }
 
-    fn weights_dtype(&self) -> Dtype {
+    fn default_export_dtype(&self) -> Dtype {
         let weights =
             self.manifest.tensors.iter().filter(|t| t.role == TensorRole::Weight && t.element_count() > 0);
         let (narrow, wide): (Vec<_>, Vec<_>) = weights.partition(|t| t.dtype == Dtype::BF16);
@@ -452,13 +452,13 @@ impl TensorSource for Checkpoint {
     /// Returns whether the checkpoint has only weights: step 0, no optimizer states and no
     /// parameter groups. A training run always lists its parameter groups.
     fn has_only_weights(&self) -> bool {
-        let facts = self.facts();
+        let facts = self.run_facts();
         let states = || Checkpoint::tensors(self).any(|t| t.role.is_optimizer_state());
         facts.step == 0 && facts.groups.as_array().is_none_or(Vec::is_empty) && !states()
     }
 
     fn training_state(&self) -> TrainingState {
-        let facts = self.facts();
+        let facts = self.run_facts();
         let trained = facts.model.weights.iter().filter(|w| !facts.model.frozen.contains(&w.name));
         TrainingState {
             step: Some(facts.step),
@@ -478,23 +478,23 @@ impl TensorSource for Checkpoint {
         }
     }
 
-    fn tokens(&self) -> Option<u64> {
-        Some(self.facts().tokens)
+    fn trained_token_count(&self) -> Option<u64> {
+        Some(self.run_facts().tokens)
     }
 
     fn hf_config(&self) -> Option<&Map<String, Value>> {
-        self.facts().model.hf_config.as_object()
+        self.run_facts().model.hf_config.as_object()
     }
 
     fn adapter_config(&self) -> Option<&Value> {
-        self.facts().model.adapter.as_ref()
+        self.run_facts().model.adapter.as_ref()
     }
 
     fn exported_text_files(&self) -> &[TextFile] {
-        &self.facts().tokenizer
+        &self.run_facts().tokenizer
     }
 
-    fn require_weights(&self) -> Result<()> {
+    fn require_all_weights(&self) -> Result<()> {
         let state = |t: &&TensorEntry| !t.role.is_optimizer_state();
         let files: HashSet<usize> = self
             .manifest
@@ -531,9 +531,9 @@ struct BlockScatter<'s, 'a> {
 impl BlockScatter<'_, '_> {
     /// Verifies a block of the shard with index `file`, and copies its bytes to the buffers of all
     /// reads that overlap the block.
-    fn accept_block(&mut self, file: usize, block: u64, bytes: &[u8]) -> Result<()> {
+    fn scatter_block(&mut self, file: usize, block: u64, bytes: &[u8]) -> Result<()> {
         self.checkpoint.verify_block(file, block, bytes)?;
-        let at = block * BLOCK as u64;
+        let at = block * BLOCK_BYTES as u64;
         let end = at + bytes.len() as u64;
         let done = |w: &ByteRead<'_>| (w.file, w.bytes.end) <= (file, at) || w.file < file;
         while self.first_pending < self.reads.len() && done(&self.reads[self.first_pending]) {

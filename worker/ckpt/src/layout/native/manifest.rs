@@ -7,7 +7,7 @@
 use super::storage_host::StorageHost;
 use super::stripes;
 use crate::catalog::RunFacts;
-use crate::codec::disk::{BLOCK, Directory};
+use crate::codec::disk::{BLOCK_BYTES, Directory};
 use crate::codec::sealed_json::{JsonSeal, SealError};
 use crate::codec::{json, safetensors};
 use crate::error::{CkptError, Diagnosis, ManifestError, Result, SaveProblem, UnsupportedFeature};
@@ -162,7 +162,7 @@ impl Manifest {
             format: FORMAT_NAME.to_owned(),
             version: BASE_VERSION,
             facts,
-            block_bytes: BLOCK as u64,
+            block_bytes: BLOCK_BYTES as u64,
             hosts: Vec::new(),
             files,
             tensors,
@@ -288,7 +288,7 @@ impl Manifest {
     /// Returns the labels `role/name` of the tensors that have bytes in block number `block` of a
     /// shard.
     pub(crate) fn tensors_in_block(&self, file: usize, block: u64) -> Vec<String> {
-        let (start, end) = (block * BLOCK as u64, (block + 1) * BLOCK as u64);
+        let (start, end) = (block * BLOCK_BYTES as u64, (block + 1) * BLOCK_BYTES as u64);
         let inside = |t: &TensorEntry, e: &PieceEntry| {
             let bytes = e.byte_range(t.dtype);
             e.file == file && bytes.start < end && bytes.end > start
@@ -300,8 +300,8 @@ impl Manifest {
     /// Fails if parts of the manifest contradict each other or exceed a limit.
     pub(crate) fn check_consistency(&self) -> std::result::Result<(), ManifestError> {
         self.facts.check()?;
-        if self.block_bytes != BLOCK as u64 {
-            return Err(ManifestError::BlockSize { found: self.block_bytes, expected: BLOCK as u64 });
+        if self.block_bytes != BLOCK_BYTES as u64 {
+            return Err(ManifestError::BlockSize { found: self.block_bytes, expected: BLOCK_BYTES as u64 });
         }
         self.check_files()?;
         let version = self.compute_version();
@@ -342,7 +342,7 @@ impl Manifest {
             if file.name != shard_file_name(rank as u32, self.facts.world) {
                 return Err(ManifestError::ShardName { rank, name: file.name.clone() });
             }
-            if file.blocks.len() as u64 != file.bytes.div_ceil(BLOCK as u64) {
+            if file.blocks.len() as u64 != file.bytes.div_ceil(BLOCK_BYTES as u64) {
                 return Err(ManifestError::BlockCount {
                     file: file.name.clone(),
                     bytes: file.bytes,
@@ -468,7 +468,7 @@ impl Manifest {
                 }
             }
         }
-        shards.iter_mut().for_each(|pieces| pieces.sort_by_key(|p| (p.bytes().start, p.bytes().end)));
+        shards.iter_mut().for_each(|pieces| pieces.sort_by_key(|p| (p.byte_range().start, p.byte_range().end)));
         shards
     }
 }
@@ -484,12 +484,12 @@ pub(crate) struct ShardPiece<'m> {
 
 impl ShardPiece<'_> {
     /// Returns the byte range of the piece in its shard.
-    pub(crate) fn bytes(&self) -> Range<u64> {
+    pub(crate) fn byte_range(&self) -> Range<u64> {
         self.piece.byte_range(self.tensor.dtype)
     }
 
     /// Returns the name of the piece in the safetensors header of the shard.
-    pub(crate) fn key(&self) -> String {
-        safetensors::piece_key(self.tensor.role, &self.tensor.name, self.piece.start)
+    pub(crate) fn header_key(&self) -> String {
+        safetensors::format_piece_key(self.tensor.role, &self.tensor.name, self.piece.start)
     }
 }

@@ -15,7 +15,7 @@ pub(crate) use step_directories::{
     DELETING_PREFIX, LATEST_FILE, LATEST_TEMP_FILE, REPLACED_PREFIX, SAVING_PREFIX, encode_latest,
     read_latest_step,
 };
-pub use step_directories::{find_latest, list_checkpoints, parse_step_dir_name, step_dir_name};
+pub use step_directories::{find_latest_checkpoint, list_checkpoints, parse_step_dir_name, step_dir_name};
 pub use storage_host::StorageHost;
-pub(crate) use storage_host::{HOST_ID_FILE, HOST_ID_LEN, HOST_NAME_MAX};
-pub(crate) use stripes::{compute_stripe, parity_file_name};
+pub(crate) use storage_host::{HOST_ID_FILE, HOST_ID_LEN, HOST_NAME_BYTES_MAX};
+pub(crate) use stripes::{compute_parity_stripe, parity_file_name};

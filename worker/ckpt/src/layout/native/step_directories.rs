@@ -1,5 +1,5 @@
 //! Names and lists the checkpoints in a checkpoint directory, and reads its file `latest`.
-use crate::codec::disk::{Directory, exists};
+use crate::codec::disk::{Directory, path_exists};
 use crate::error::{CkptError, DamageReason, MissingPart, Result};
 use crate::format_constants::MANIFEST_FILE;
 use crate::hash::Hash;
@@ -39,7 +39,7 @@ pub(crate) fn encode_latest(step: u64) -> String {
 /// Finds the path of a step's checkpoint in the checkpoint directory `root`. Also finds a
 /// checkpoint whose replacement was interrupted. Returns `None` if there is no checkpoint of this
 /// step.
-pub(crate) fn locate_step(root: &Path, step: u64) -> Option<PathBuf> {
+pub(crate) fn locate_step_checkpoint(root: &Path, step: u64) -> Option<PathBuf> {
     let name = step_dir_name(step);
     [root.join(&name), root.join(format!("{REPLACED_PREFIX}{name}"))].into_iter().find(|p| has_manifest(p))
 }
@@ -67,16 +67,16 @@ pub(crate) fn list_steps(root: &Path) -> Result<Vec<u64>> {
 /// Lists steps and paths of the native checkpoints in the directory `root`, newest first: the
 /// subdirectories `step-…` with a manifest. The list is empty if `root` does not exist.
 pub fn list_checkpoints(root: &Path) -> Result<Vec<(u64, PathBuf)>> {
-    if !exists(root) {
+    if !path_exists(root) {
         return Ok(Vec::new());
     }
-    Ok(list_steps(root)?.into_iter().filter_map(|step| Some((step, locate_step(root, step)?))).collect())
+    Ok(list_steps(root)?.into_iter().filter_map(|step| Some((step, locate_step_checkpoint(root, step)?))).collect())
 }
 
 /// Reads the step that `latest` in the directory `root` names. Returns `None` if the file does not
 /// exist, and an error if its content does not match its hash.
 pub(crate) fn read_latest_step(root: &Path) -> Result<Option<u64>> {
-    if !exists(&root.join(LATEST_FILE)) {
+    if !path_exists(&root.join(LATEST_FILE)) {
         return Ok(None);
     }
     let text = Directory::open(root)?.read_file(LATEST_FILE, 4096)?;
@@ -89,9 +89,9 @@ pub(crate) fn read_latest_step(root: &Path) -> Result<Option<u64>> {
 
 /// Finds the path of the checkpoint that `latest` in the directory `root` names. Returns `None` if
 /// `latest` does not exist, and an error if the checkpoint does not exist.
-pub fn find_latest(root: &Path) -> Result<Option<PathBuf>> {
+pub fn find_latest_checkpoint(root: &Path) -> Result<Option<PathBuf>> {
     let Some(step) = read_latest_step(root)? else { return Ok(None) };
-    match locate_step(root, step) {
+    match locate_step_checkpoint(root, step) {
         Some(path) => Ok(Some(path)),
         None => Err(CkptError::missing(
             root,

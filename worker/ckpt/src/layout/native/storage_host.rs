@@ -11,7 +11,7 @@ pub(crate) const HOST_ID_FILE: &str = ".host";
 /// Number of hexadecimal digits of the id that identifies a host.
 pub(crate) const HOST_ID_LEN: usize = 32;
 /// Maximum length of a host's name in bytes.
-pub(crate) const HOST_NAME_MAX: usize = 255;
+pub(crate) const HOST_NAME_BYTES_MAX: usize = 255;
 
 /// A host that stores shards in a checkpoint directory that other hosts do not see.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -38,7 +38,7 @@ impl StorageHost {
     /// Fails if the id of the host is invalid, or its name is too long or has control characters.
     pub(crate) fn check(&self) -> std::result::Result<(), ManifestError> {
         let sound = is_host_id(&self.id)
-            && self.name.len() <= HOST_NAME_MAX
+            && self.name.len() <= HOST_NAME_BYTES_MAX
             && !self.name.chars().any(char::is_control);
         if sound { Ok(()) } else { Err(ManifestError::InvalidHost) }
     }

@@ -1,5 +1,5 @@
 //! Divides parity data among the ranks: which blocks each rank's parity file contains. Does no I/O.
-use crate::codec::disk::BLOCK;
+use crate::codec::disk::BLOCK_BYTES;
 use crate::error::ManifestError;
 use std::ops::Range;
 
@@ -11,8 +11,8 @@ pub(crate) fn parity_file_name(rank: u32, world: u32) -> String {
 
 /// Computes which blocks of the parity data `rank` stores, and the size of its parity file in
 /// bytes. `sizes` are the sizes of all shards in bytes.
-pub(crate) fn compute_stripe(sizes: &[u64], rank: u32) -> (Range<u64>, u64) {
-    let block = BLOCK as u64;
+pub(crate) fn compute_parity_stripe(sizes: &[u64], rank: u32) -> (Range<u64>, u64) {
+    let block = BLOCK_BYTES as u64;
     let longest = sizes.iter().copied().max().unwrap_or(0);
     let blocks = longest.div_ceil(block);
     let per_rank = blocks.div_ceil(sizes.len().max(1) as u64);
@@ -33,7 +33,7 @@ pub(crate) fn check_parity_files<'a>(
         return Err(ManifestError::ParityCount { parity: parity.len(), shards: sizes.len() });
     }
     for (rank, (name, size, count)) in (0..world).zip(parity) {
-        let (blocks, bytes) = compute_stripe(sizes, rank);
+        let (blocks, bytes) = compute_parity_stripe(sizes, rank);
         let fits =
             name == parity_file_name(rank, world) && size == bytes && count == blocks.end - blocks.start;
         if !fits {

@@ -133,7 +133,7 @@ pub(crate) fn check_random_collectives(
         let id = rng.next_u64();
         let kind = if step < 9 { step } else { rng.next_below(9) };
         check_random_collective(comm, kind, id, &mut rng, max).map_err(|e| {
-            let check = format!("rank {} of {}, step {step}, {}", comm.rank(), comm.world(), e.check);
+            let check = format!("rank {} of {}, step {step}, {}", comm.rank(), comm.world_size(), e.check);
             CheckFailure { check, ..e }
         })?;
     }
@@ -149,22 +149,22 @@ fn check_random_collective(
     max: usize,
 ) -> Result<(), CheckFailure> {
     match kind {
-        0 => check_all_gather(comm, id, &rng.draw_counts(comm.world(), max)),
+        0 => check_all_gather(comm, id, &rng.draw_counts(comm.world_size(), max)),
         1 => {
-            let counts = rng.draw_counts(comm.world(), max);
-            let partials: Vec<usize> = (0..comm.world()).map(|_| rng.next_below(4)).collect();
+            let counts = rng.draw_counts(comm.world_size(), max);
+            let partials: Vec<usize> = (0..comm.world_size()).map(|_| rng.next_below(4)).collect();
             check_reduce_scatter_ordered(comm, id, &counts, &partials)
         }
-        2 => check_reduce_scatter(comm, id, &rng.draw_counts(comm.world(), max)),
+        2 => check_reduce_scatter(comm, id, &rng.draw_counts(comm.world_size(), max)),
         3 => check_all_reduce(comm, id, rng.draw_len(max * 2)),
-        4 => check_broadcast(comm, id, rng.draw_len(max * 2), rng.next_below(comm.world())),
+        4 => check_broadcast(comm, id, rng.draw_len(max * 2), rng.next_below(comm.world_size())),
         5 => {
-            let world = comm.world();
+            let world = comm.world_size();
             let matrix: Vec<Vec<usize>> = (0..world).map(|_| rng.draw_counts(world, max)).collect();
             check_all_to_all(comm, id, &matrix)
         }
-        6 => check_all_gather_bytes(comm, id, &rng.draw_counts(comm.world(), max * 4)),
-        7 => check_shared_window(comm, id, &rng.draw_counts(comm.world(), max)),
+        6 => check_all_gather_bytes(comm, id, &rng.draw_counts(comm.world_size(), max * 4)),
+        7 => check_shared_window(comm, id, &rng.draw_counts(comm.world_size(), max)),
         _ => comm.barrier().map_err(to_named_failure("barrier")),
     }
 }
@@ -177,7 +177,7 @@ pub(crate) fn check_all_gather(comm: &dyn Comm, id: u64, counts: &[usize]) -> Re
     comm.all_gather(recv.view_mut(), send.view(), counts).map_err(to_named_failure("all_gather"))?;
     let expected: Vec<f32> =
         counts.iter().enumerate().flat_map(|(r, &n)| (0..n).map(move |i| compute_value(id, r, i))).collect();
-    check_equal("all_gather", recv.host(), expected.into_iter())?;
+    check_equal("all_gather", recv.host_slice(), expected.into_iter())?;
     check_all_gather_of_halves(comm, id, counts)
 }
 
@@ -188,7 +188,7 @@ fn check_all_gather_of_halves(comm: &dyn Comm, id: u64, counts: &[usize]) -> Res
     let mut recv = Buf::zeroed_as(Dtype::Bf16, counts.iter().sum());
     comm.all_gather(recv.view_mut(), send.view(), counts)
         .map_err(to_named_failure("all_gather of halves"))?;
-    check_equal_halves("all_gather", &recv, (0..comm.world()).flat_map(bits))
+    check_equal_halves("all_gather", &recv, (0..comm.world_size()).flat_map(bits))
 }
 
 /// Creates a buffer of bf16 elements with these bits.
@@ -230,7 +230,7 @@ pub(crate) fn check_reduce_scatter_ordered(
         if result.is_ok() {
             let expected: Vec<f32> =
                 (start..start + counts[me]).map(|k| compute_value(partial_id(i), rank, k)).collect();
-            result = check_equal(&format!("piece ({rank}, {i})"), piece.host(), expected.into_iter());
+            result = check_equal(&format!("piece ({rank}, {i})"), piece.host_slice(), expected.into_iter());
         }
     })
     .map_err(to_named_failure("reduce_scatter_ordered"))?;
@@ -250,8 +250,8 @@ pub(crate) fn check_reduce_scatter(comm: &dyn Comm, id: u64, counts: &[usize]) -
     comm.reduce_scatter(recv.view_mut(), send.view(), counts).map_err(to_named_failure("reduce_scatter"))?;
     let start = compute_offsets(counts)[comm.rank()];
     let expected = (start..start + counts[comm.rank()])
-        .map(|i| compute_tree_sum((0..comm.world()).map(|r| compute_value(id, r, i))));
-    check_equal("reduce_scatter", recv.host(), expected)
+        .map(|i| compute_tree_sum((0..comm.world_size()).map(|r| compute_value(id, r, i))));
+    check_equal("reduce_scatter", recv.host_slice(), expected)
 }
 
 pub(crate) fn check_all_reduce(comm: &dyn Comm, id: u64, len: usize) -> Result<(), CheckFailure> {
@@ -259,15 +259,15 @@ pub(crate) fn check_all_reduce(comm: &dyn Comm, id: u64, len: usize) -> Result<(
     comm.all_reduce(x.view_mut()).map_err(to_named_failure("all_reduce"))?;
     check_equal(
         "all_reduce",
-        x.host(),
-        (0..len).map(|i| compute_tree_sum((0..comm.world()).map(|r| compute_value(id, r, i)))),
+        x.host_slice(),
+        (0..len).map(|i| compute_tree_sum((0..comm.world_size()).map(|r| compute_value(id, r, i)))),
     )
 }
 
 pub(crate) fn check_broadcast(comm: &dyn Comm, id: u64, len: usize, root: usize) -> Result<(), CheckFailure> {
     let mut x = make_tensor(id, comm.rank(), len);
     comm.broadcast(x.view_mut(), root).map_err(to_named_failure("broadcast"))?;
-    check_equal("broadcast", x.host(), (0..len).map(|i| compute_value(id, root, i)))
+    check_equal("broadcast", x.host_slice(), (0..len).map(|i| compute_value(id, root, i)))
 }
 
 /// Checks an all-to-all in which rank `from` sends `matrix[from][to]` elements to rank `to`.
@@ -282,10 +282,10 @@ pub(crate) fn check_all_to_all(comm: &dyn Comm, id: u64, matrix: &[Vec<usize>]) 
         let start = compute_offsets(&matrix[r])[me];
         (start..start + matrix[r][me]).map(move |i| compute_value(id, r, i))
     };
-    let expected: Vec<f32> = (0..comm.world()).flat_map(from).collect();
-    check_equal("all_to_all", recv.host(), expected.iter().copied())?;
+    let expected: Vec<f32> = (0..comm.world_size()).flat_map(from).collect();
+    check_equal("all_to_all", recv.host_slice(), expected.iter().copied())?;
     let bits = |x: &f32| x.to_bits() as u16;
-    let sent_bits: Vec<u16> = send.host().iter().map(bits).collect();
+    let sent_bits: Vec<u16> = send.host_slice().iter().map(bits).collect();
     let (send, mut recv) = (make_half_tensor(&sent_bits), Buf::zeroed_as(Dtype::Bf16, recv.len()));
     let exchanged = comm.all_to_all(recv.view_mut(), &recv_counts, send.view(), &matrix[me]);
     exchanged.map_err(to_named_failure("all_to_all of halves"))?;
@@ -306,8 +306,8 @@ fn check_all_to_all_of_numbers(comm: &dyn Comm, id: u64, matrix: &[Vec<usize>]) 
     let me = comm.rank();
     let part = |from: usize, to: usize| (0..matrix[from][to]).map(move |i| compute_number(id, from, to, i));
     let recv_counts: Vec<usize> = matrix.iter().map(|row| row[me]).collect();
-    let send: Vec<u64> = (0..comm.world()).flat_map(|to| part(me, to)).collect();
-    let expected: Vec<u64> = (0..comm.world()).flat_map(|from| part(from, me)).collect();
+    let send: Vec<u64> = (0..comm.world_size()).flat_map(|to| part(me, to)).collect();
+    let expected: Vec<u64> = (0..comm.world_size()).flat_map(|from| part(from, me)).collect();
     let numbers =
         comm.all_to_all_u64(&recv_counts, &send, &matrix[me]).map_err(to_named_failure("all_to_all_u64"))?;
     if numbers != expected {
@@ -326,13 +326,13 @@ fn check_all_to_all_of_numbers(comm: &dyn Comm, id: u64, matrix: &[Vec<usize>]) 
 pub(crate) fn check_all_gather_bytes(comm: &dyn Comm, id: u64, lens: &[usize]) -> Result<(), CheckFailure> {
     let bytes = |r: usize| (0..lens[r]).map(|i| compute_value(id, r, i).to_bits() as u8).collect::<Vec<u8>>();
     let actual = comm.all_gather_bytes(&bytes(comm.rank())).map_err(to_named_failure("all_gather_bytes"))?;
-    let expected: Vec<Vec<u8>> = (0..comm.world()).map(bytes).collect();
+    let expected: Vec<Vec<u8>> = (0..comm.world_size()).map(bytes).collect();
     if actual != expected {
         return Err(make_failure("all_gather_bytes", "wrong bytes"));
     }
     let numbers = |r: usize| (0..lens[r] / 8).map(|i| compute_number(id, r, r, i)).collect::<Vec<u64>>();
     let actual = comm.all_gather_u64(&numbers(comm.rank())).map_err(to_named_failure("all_gather_u64"))?;
-    if actual != (0..comm.world()).map(numbers).collect::<Vec<_>>() {
+    if actual != (0..comm.world_size()).map(numbers).collect::<Vec<_>>() {
         return Err(make_failure("all_gather_u64", "wrong numbers"));
     }
     Ok(())
@@ -349,11 +349,11 @@ pub(crate) fn check_shared_window(comm: &dyn Comm, id: u64, counts: &[usize]) ->
     let total: usize = counts.iter().sum();
     // SAFETY: no rank writes before the next barrier.
     let before = unsafe { window.view.view() };
-    check_equal("shared_window before writing", before.host(), vec![0.0; total].into_iter())?;
+    check_equal("shared_window before writing", before.host_slice(), vec![0.0; total].into_iter())?;
     for id in [id, id.wrapping_add(1)] {
         comm.barrier().map_err(to_named_failure("barrier"))?;
         let mine = make_tensor(id, comm.rank(), counts[comm.rank()]);
-        window.owned.host_mut().copy_from_slice(mine.host());
+        window.owned.host_slice_mut().copy_from_slice(mine.host_slice());
         comm.barrier().map_err(to_named_failure("barrier"))?;
         let expected: Vec<f32> = counts
             .iter()
@@ -363,7 +363,7 @@ pub(crate) fn check_shared_window(comm: &dyn Comm, id: u64, counts: &[usize]) ->
         for _ in 0..2 {
             // SAFETY: every rank has written, and no rank writes before the next barrier.
             let view = unsafe { window.view.view() };
-            check_equal("shared_window", view.host(), expected.iter().copied())?;
+            check_equal("shared_window", view.host_slice(), expected.iter().copied())?;
             window.view.release_peer_pages();
         }
     }

@@ -155,7 +155,7 @@ fn run_case(case: &str, rank: usize, joined: comm::Result<ShmComm>) -> Result<()
 /// Checks all-gathers, reductions and broadcasts of tensors that are larger than the transport's
 /// staging memory, and therefore take several rounds.
 fn check_large_buffers(comm: &ShmComm) -> Result<(), CheckFailure> {
-    let world = comm.world();
+    let world = comm.world_size();
     let counts: Vec<usize> = (0..world).map(|r| 1_000_003 * (r % 3)).collect();
     checks::check_all_gather(comm, 1, &counts)?;
     checks::check_reduce_scatter(comm, 2, &counts)?;

@@ -163,9 +163,9 @@ fn run_mixed_collectives(comm: &TcpComm) -> Result<()> {
     comm.all_reduce(x.view_mut())?;
     comm.broadcast(x.view_mut(), 1)?;
     comm.all_gather_bytes(&[0; 100])?;
-    let mut gathered = Buf::zeroed(2000 * comm.world());
-    comm.all_gather(gathered.view_mut(), x.view().slice(0..2000), &vec![2000; comm.world()])?;
-    let (partials, counts) = (vec![1; comm.world()], vec![2000; comm.world()]);
+    let mut gathered = Buf::zeroed(2000 * comm.world_size());
+    comm.all_gather(gathered.view_mut(), x.view().slice(0..2000), &vec![2000; comm.world_size()])?;
+    let (partials, counts) = (vec![1; comm.world_size()], vec![2000; comm.world_size()]);
     comm.reduce_scatter_ordered(&[gathered.view()], &partials, &counts, &mut |_, _, _| ())?;
     comm.barrier()
 }

@@ -70,7 +70,7 @@ pub(super) use cuda_library;
 /// # Safety
 ///
 /// `text` must be null or a C string.
-pub(super) unsafe fn read_text(text: *const c_char) -> String {
+pub(super) unsafe fn copy_c_string(text: *const c_char) -> String {
     if text.is_null() {
         return "unknown error".to_owned();
     }

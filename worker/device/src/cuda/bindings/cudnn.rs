@@ -2,7 +2,7 @@
 use super::super::error::CudaError;
 use super::super::library::CudaLibrary;
 use super::super::library_search::{LibrarySearchPaths, OpenLibrary};
-use super::cuda_library::{Status, cuda_library, read_text};
+use super::cuda_library::{Status, cuda_library, copy_c_string};
 use cudarc::cudnn::sys::*;
 use std::{
     ffi::{CStr, c_char, c_void},
@@ -10,7 +10,7 @@ use std::{
 };
 
 /// Maximum size in bytes of an error message that is read from cuDNN.
-const MAX_MESSAGE: usize = 1 << 12;
+const MAX_MESSAGE_BYTES: usize = 1 << 12;
 
 cuda_library! {
     /// cuDNN's backend API, which compiles graphs of operations, from `libcudnn.so.9`.
@@ -43,11 +43,11 @@ impl CudnnApi {
     /// Returns cuDNN's description of a status code, and its message about the most recent failed
     /// call.
     fn describe_status(&self, status: Status) -> String {
-        let mut detail = vec![0u8; MAX_MESSAGE];
+        let mut detail = vec![0u8; MAX_MESSAGE_BYTES];
         // SAFETY: writes at most as many bytes as the buffer has; returns a static string or null.
         let name = unsafe {
             (self.cudnnGetLastErrorString)(detail.as_mut_ptr().cast(), detail.len());
-            read_text((self.cudnnGetErrorString)(status))
+            copy_c_string((self.cudnnGetErrorString)(status))
         };
         let detail = CStr::from_bytes_until_nul(&detail).map(CStr::to_string_lossy).unwrap_or_default();
         match detail.trim() {

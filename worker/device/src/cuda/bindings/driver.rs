@@ -2,7 +2,7 @@
 use super::super::error::CudaError;
 use super::super::library::CudaLibrary;
 use super::super::library_search::{LibrarySearchPaths, OpenLibrary};
-use super::cuda_library::{Status, cuda_library, read_text};
+use super::cuda_library::{Status, cuda_library, copy_c_string};
 use cudarc::driver::sys::*;
 use std::{
     ffi::{c_char, c_int, c_uint, c_void},
@@ -77,12 +77,12 @@ impl DriverApi {
 }
 
 /// A function of the driver that writes a text about a status code.
-type StatusTextFunction = unsafe extern "C" fn(Status, *mut *const c_char) -> Status;
+type StatusTextFn = unsafe extern "C" fn(Status, *mut *const c_char) -> Status;
 
 /// Returns the CUDA driver's name and description of the status code `status`.
 pub(super) fn describe_status(
-    name_function: StatusTextFunction,
-    text_function: StatusTextFunction,
+    name_function: StatusTextFn,
+    text_function: StatusTextFn,
     status: Status,
 ) -> String {
     let (mut name, mut text) = (ptr::null(), ptr::null());
@@ -90,6 +90,6 @@ pub(super) fn describe_status(
     unsafe {
         name_function(status, &mut name);
         text_function(status, &mut text);
-        format!("{}, {}", read_text(name), read_text(text))
+        format!("{}, {}", copy_c_string(name), copy_c_string(text))
     }
 }

@@ -36,7 +36,7 @@ impl DriverGraphsApi {
 }
 
 /// Type of the driver's function `cuStreamGetCaptureInfo_v2`, which exists since CUDA 11.3.
-type CaptureInfoV2 = unsafe extern "C" fn(
+type CaptureInfoV2Fn = unsafe extern "C" fn(
     CUstream,
     *mut CUstreamCaptureStatus,
     *mut cuuint64_t,
@@ -47,7 +47,7 @@ type CaptureInfoV2 = unsafe extern "C" fn(
 
 /// Type of the driver's function `cuStreamGetCaptureInfo_v3`, which exists since CUDA 12.3. The
 /// function also returns the data of the edges.
-type CaptureInfoV3 = unsafe extern "C" fn(
+type CaptureInfoV3Fn = unsafe extern "C" fn(
     CUstream,
     *mut CUstreamCaptureStatus,
     *mut cuuint64_t,
@@ -59,22 +59,22 @@ type CaptureInfoV3 = unsafe extern "C" fn(
 
 /// The driver's function that reports the state of a graph capture, in the newest version that the
 /// driver has.
-pub(in crate::cuda) enum CaptureInfo {
-    V2(CaptureInfoV2),
-    V3(CaptureInfoV3),
+pub(in crate::cuda) enum CaptureInfoFn {
+    V2(CaptureInfoV2Fn),
+    V3(CaptureInfoV3Fn),
 }
 
-impl CaptureInfo {
+impl CaptureInfoFn {
     /// Looks up the driver's function that reports the state of a graph capture. Returns `None` if
     /// the driver has no known version of it.
-    pub(in crate::cuda) fn open(paths: &LibrarySearchPaths) -> Option<CaptureInfo> {
+    pub(in crate::cuda) fn look_up(paths: &LibrarySearchPaths) -> Option<CaptureInfoFn> {
         let library = std::mem::ManuallyDrop::new(paths.open(CudaLibrary::Driver).ok()?.library);
         // SAFETY: cuda.h declares the functions with these types.
         unsafe {
             let v3 =
-                library.get::<CaptureInfoV3>(b"cuStreamGetCaptureInfo_v3\0").map(|f| CaptureInfo::V3(*f));
+                library.get::<CaptureInfoV3Fn>(b"cuStreamGetCaptureInfo_v3\0").map(|f| CaptureInfoFn::V3(*f));
             let v2 =
-                || library.get::<CaptureInfoV2>(b"cuStreamGetCaptureInfo_v2\0").map(|f| CaptureInfo::V2(*f));
+                || library.get::<CaptureInfoV2Fn>(b"cuStreamGetCaptureInfo_v2\0").map(|f| CaptureInfoFn::V2(*f));
             v3.or_else(|_| v2()).ok()
         }
     }
@@ -88,10 +88,10 @@ impl CaptureInfo {
         // call for the stream.
         unsafe {
             let result = match self {
-                CaptureInfo::V2(f) => {
+                CaptureInfoFn::V2(f) => {
                     f(stream, status.as_mut_ptr(), &mut id, &mut graph, &mut nodes, &mut count)
                 }
-                CaptureInfo::V3(f) => {
+                CaptureInfoFn::V3(f) => {
                     f(stream, status.as_mut_ptr(), &mut id, &mut graph, &mut nodes, &mut edges, &mut count)
                 }
             };

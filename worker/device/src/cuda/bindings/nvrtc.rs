@@ -2,7 +2,7 @@
 use super::super::error::CudaError;
 use super::super::library::CudaLibrary;
 use super::super::library_search::{LibrarySearchPaths, OpenLibrary};
-use super::cuda_library::{Status, cuda_library, read_text};
+use super::cuda_library::{Status, cuda_library, copy_c_string};
 use cudarc::nvrtc::sys::nvrtcProgram;
 use std::{
     ffi::{c_char, c_int},
@@ -32,6 +32,6 @@ impl NvrtcApi {
     /// Returns NVRTC's description of the status code `status`.
     fn describe_status(&self, status: Status) -> String {
         // SAFETY: returns a static string or null.
-        unsafe { read_text((self.nvrtcGetErrorString)(status)) }
+        unsafe { copy_c_string((self.nvrtcGetErrorString)(status)) }
     }
 }

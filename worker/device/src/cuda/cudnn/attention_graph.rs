@@ -39,7 +39,7 @@ const D_Q_SUMS_ID: i64 = 15;
 /// Maximum head dimension that cuDNN's backward pass of attention supports.
 const MAX_HEAD_DIM: usize = 128;
 /// Every head dimension that cuDNN supports is a multiple of this number.
-const HEAD_DIM_STEP: usize = 8;
+const HEAD_DIM_MULTIPLE: usize = 8;
 
 /// Which keys a query attends to, among the keys at or before the query's position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -141,13 +141,13 @@ impl AttentionTensorLayout {
 
     /// Returns the dimensions of a tensor with one vector for each token and head: `[b, heads, t,
     /// dim]`.
-    fn rows(&self, heads: i64) -> [i64; 4] {
+    fn row_dims(&self, heads: i64) -> [i64; 4] {
         [self.b, heads, self.t, self.dim]
     }
 
     /// Returns the strides of a tensor with the dimensions [`AttentionTensorLayout::rows`], in
     /// which each token is a row of `width` elements. The heads of a row are adjacent.
-    fn strides(&self, width: i64) -> [i64; 4] {
+    fn row_strides(&self, width: i64) -> [i64; 4] {
         [self.t * width, self.dim, width, 1]
     }
 
@@ -157,13 +157,13 @@ impl AttentionTensorLayout {
     }
 
     /// Returns the dimensions of the scores, one for each pair of query and key.
-    fn scores(&self) -> [i64; 4] {
+    fn score_dims(&self) -> [i64; 4] {
         [self.b, self.heads, self.t, self.t]
     }
 
     /// Returns the dimensions of a tensor with one element for each query and head: `[b, heads, t,
     /// 1]`.
-    fn per_query(&self) -> [i64; 4] {
+    fn per_query_dims(&self) -> [i64; 4] {
         [self.b, self.heads, self.t, 1]
     }
 }
@@ -183,7 +183,7 @@ impl AttentionPass {
             (shape.softcap.is_some(), UnsupportedAttention::Softcap),
             (shape.dropout.is_some(), UnsupportedAttention::Dropout),
             (shape.head_dim > MAX_HEAD_DIM, UnsupportedAttention::HeadDimTooLarge),
-            (!shape.head_dim.is_multiple_of(HEAD_DIM_STEP), UnsupportedAttention::HeadDimNotMultiple),
+            (!shape.head_dim.is_multiple_of(HEAD_DIM_MULTIPLE), UnsupportedAttention::HeadDimNotMultiple),
             (shape.t < 2, UnsupportedAttention::SequenceTooShort),
             (!operands.are_aligned(), UnsupportedAttention::Misaligned),
         ];
@@ -241,7 +241,7 @@ impl AttentionPass {
     pub(super) fn compute_plan_workspace(&self, cudnn: &Cudnn, properties: &str) -> Result<Option<usize>> {
         let kind = cudnnBackendDescriptorType_t::CUDNN_BACKEND_DEVICEPROP_DESCRIPTOR;
         let json = cudnnBackendAttributeName_t::CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION;
-        let gpu = Descriptor::new(&cudnn.library, kind)?.set(json, properties.as_bytes())?.finalize()?;
+        let gpu = Descriptor::new(&cudnn.library, kind)?.set_attribute(json, properties.as_bytes())?.finalize()?;
         let target = PlanTarget::Properties(gpu);
         let plan = create_attention_plans(&cudnn.library, self, target)?.next().transpose()?;
         let sums = self.list_extra_tensors().iter().map(|t| t.elements * size_of::<f32>()).sum::<usize>();
@@ -340,34 +340,34 @@ fn create_attention_plans(
 
 /// Adds the tensor of queries, keys or values to the graph, as a part of `qkv` or of the gradient
 /// of `qkv`.
-fn add_qkv_rows(
+fn add_qkv_tensor(
     g: &mut OperationGraph,
     id: i64,
     l: &AttentionTensorLayout,
     heads: i64,
 ) -> Result<GraphTensor> {
-    g.add_tensor(TensorLocation::Device(id), CUDNN_DATA_BFLOAT16, l.rows(heads), l.strides(l.qkv_width()))
+    g.add_tensor(TensorLocation::Device(id), CUDNN_DATA_BFLOAT16, l.row_dims(heads), l.row_strides(l.qkv_width()))
 }
 
 /// Adds the tensor of keys or values to the graph, transposed so that tokens are columns.
-fn add_qkv_columns(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Result<GraphTensor> {
-    let ([b, h, t, d], [x, y, z, w]) = (l.rows(l.kv_heads), l.strides(l.qkv_width()));
+fn add_transposed_qkv_tensor(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Result<GraphTensor> {
+    let ([b, h, t, d], [x, y, z, w]) = (l.row_dims(l.kv_heads), l.row_strides(l.qkv_width()));
     g.add_tensor(TensorLocation::Device(id), CUDNN_DATA_BFLOAT16, [b, h, d, t], [x, y, w, z])
 }
 
 /// Adds the tensor of the attention output, or of the output's gradient, to the graph.
 fn add_output(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Result<GraphTensor> {
-    g.add_tensor(TensorLocation::Device(id), CUDNN_DATA_BFLOAT16, l.rows(l.heads), l.strides(l.heads * l.dim))
+    g.add_tensor(TensorLocation::Device(id), CUDNN_DATA_BFLOAT16, l.row_dims(l.heads), l.row_strides(l.heads * l.dim))
 }
 
 /// Adds to the graph a tensor that has one `f32` for each query and head, and that is stored in GPU
 /// memory.
-fn add_per_query(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Result<GraphTensor> {
+fn add_per_query_tensor(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Result<GraphTensor> {
     g.add_tensor(
         TensorLocation::Device(id),
         CUDNN_DATA_FLOAT,
-        l.per_query(),
-        compute_packed_strides(l.per_query()),
+        l.per_query_dims(),
+        compute_packed_strides(l.per_query_dims()),
     )
 }
 
@@ -375,14 +375,14 @@ fn add_per_query(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> 
 /// −∞. Returns the masked scores.
 fn add_mask(g: &mut OperationGraph, mask: AttentionMask, scores: GraphTensor) -> Result<GraphTensor> {
     let masked = g.add_host_scalar(MASK_VALUE_ID)?;
-    let (query, key) = (g.add_index(scores, 2)?, g.add_index(scores, 3)?);
-    let is_causal = g.add_apply(CUDNN_POINTWISE_CMP_GE, CUDNN_DATA_BOOLEAN, query, Some(key))?;
+    let (query, key) = (g.add_index_along_axis(scores, 2)?, g.add_index_along_axis(scores, 3)?);
+    let is_causal = g.add_pointwise_result(CUDNN_POINTWISE_CMP_GE, CUDNN_DATA_BOOLEAN, query, Some(key))?;
     let scores = g.add_select(is_causal, scores, masked)?;
     let AttentionMask::Window(_) = mask else { return Ok(scores) };
-    let (query, key) = (g.add_index(scores, 2)?, g.add_index(scores, 3)?);
+    let (query, key) = (g.add_index_along_axis(scores, 2)?, g.add_index_along_axis(scores, 3)?);
     let window = g.add_host_scalar(WINDOW_ID)?;
-    let end = g.add_apply(CUDNN_POINTWISE_ADD, CUDNN_DATA_FLOAT, key, Some(window))?;
-    let is_in_window = g.add_apply(CUDNN_POINTWISE_CMP_GT, CUDNN_DATA_BOOLEAN, end, Some(query))?;
+    let end = g.add_pointwise_result(CUDNN_POINTWISE_ADD, CUDNN_DATA_FLOAT, key, Some(window))?;
+    let is_in_window = g.add_pointwise_result(CUDNN_POINTWISE_CMP_GT, CUDNN_DATA_BOOLEAN, end, Some(query))?;
     g.add_select(is_in_window, scores, masked)
 }
 
@@ -391,27 +391,27 @@ fn add_mask(g: &mut OperationGraph, mask: AttentionMask, scores: GraphTensor) ->
 fn add_forward(g: &mut OperationGraph, pass: &AttentionPass) -> Result<()> {
     let l = AttentionTensorLayout::new(pass.shape);
     let (q, k, v) = (
-        add_qkv_rows(g, Q_ID, &l, l.heads)?,
-        add_qkv_columns(g, K_ID, &l)?,
-        add_qkv_rows(g, V_ID, &l, l.kv_heads)?,
+        add_qkv_tensor(g, Q_ID, &l, l.heads)?,
+        add_transposed_qkv_tensor(g, K_ID, &l)?,
+        add_qkv_tensor(g, V_ID, &l, l.kv_heads)?,
     );
     let scale = g.add_host_scalar(SCALE_ID)?;
-    let scores = g.add_virtual_tensor(CUDNN_DATA_FLOAT, l.scores())?;
+    let scores = g.add_virtual_tensor(CUDNN_DATA_FLOAT, l.score_dims())?;
     g.add_matmul(q, k, scores)?;
-    let scores = g.add_apply(CUDNN_POINTWISE_MUL, CUDNN_DATA_FLOAT, scores, Some(scale))?;
+    let scores = g.add_pointwise_result(CUDNN_POINTWISE_MUL, CUDNN_DATA_FLOAT, scores, Some(scale))?;
     let scores = add_mask(g, pass.mask, scores)?;
 
-    let max = g.add_virtual_tensor(CUDNN_DATA_FLOAT, l.per_query())?;
+    let max = g.add_virtual_tensor(CUDNN_DATA_FLOAT, l.per_query_dims())?;
     g.add_reduce(CUDNN_REDUCE_TENSOR_MAX, scores, max)?;
-    let shifted = g.add_apply(CUDNN_POINTWISE_SUB, CUDNN_DATA_FLOAT, scores, Some(max))?;
-    let exponentials = g.add_apply(CUDNN_POINTWISE_EXP, CUDNN_DATA_FLOAT, shifted, None)?;
-    let sum = g.add_virtual_tensor(CUDNN_DATA_FLOAT, l.per_query())?;
+    let shifted = g.add_pointwise_result(CUDNN_POINTWISE_SUB, CUDNN_DATA_FLOAT, scores, Some(max))?;
+    let exponentials = g.add_pointwise_result(CUDNN_POINTWISE_EXP, CUDNN_DATA_FLOAT, shifted, None)?;
+    let sum = g.add_virtual_tensor(CUDNN_DATA_FLOAT, l.per_query_dims())?;
     g.add_reduce(CUDNN_REDUCE_TENSOR_ADD, exponentials, sum)?;
-    let log_sum = g.add_apply(CUDNN_POINTWISE_LOG, CUDNN_DATA_FLOAT, sum, None)?;
-    let lse = add_per_query(g, LSE_ID, &l)?;
+    let log_sum = g.add_pointwise_result(CUDNN_POINTWISE_LOG, CUDNN_DATA_FLOAT, sum, None)?;
+    let lse = add_per_query_tensor(g, LSE_ID, &l)?;
     g.add_pointwise(CUDNN_POINTWISE_ADD, max, Some(log_sum), lse)?;
 
-    let probabilities = g.add_apply(CUDNN_POINTWISE_DIV, CUDNN_DATA_BFLOAT16, exponentials, Some(sum))?;
+    let probabilities = g.add_pointwise_result(CUDNN_POINTWISE_DIV, CUDNN_DATA_BFLOAT16, exponentials, Some(sum))?;
     let o = add_output(g, O_ID, &l)?;
     g.add_matmul(probabilities, v, o)
 }
@@ -421,34 +421,34 @@ fn add_forward(g: &mut OperationGraph, pass: &AttentionPass) -> Result<()> {
 fn add_backward(g: &mut OperationGraph, pass: &AttentionPass) -> Result<()> {
     let l = AttentionTensorLayout::new(pass.shape);
     let (d_o, o) = (add_output(g, D_O_ID, &l)?, add_output(g, O_ID, &l)?);
-    let rows = l.rows(l.heads);
+    let rows = l.row_dims(l.heads);
     let terms =
         g.add_tensor(TensorLocation::Virtual, CUDNN_DATA_FLOAT, rows, compute_packed_strides(rows))?;
     g.add_pointwise(CUDNN_POINTWISE_MUL, d_o, Some(o), terms)?;
-    let dots = g.add_virtual_tensor(CUDNN_DATA_FLOAT, l.per_query())?;
+    let dots = g.add_virtual_tensor(CUDNN_DATA_FLOAT, l.per_query_dims())?;
     g.add_reduce(CUDNN_REDUCE_TENSOR_ADD, terms, dots)?;
     let keep_scale = g.add_host_scalar(KEEP_SCALE_ID)?;
-    let scaled_dots = add_per_query(g, DOTS_ID, &l)?;
+    let scaled_dots = add_per_query_tensor(g, DOTS_ID, &l)?;
     g.add_pointwise(CUDNN_POINTWISE_MUL, dots, Some(keep_scale), scaled_dots)?;
 
     let (q, k, v) =
-        (add_qkv_rows(g, Q_ID, &l, l.heads)?, add_qkv_columns(g, K_ID, &l)?, add_qkv_columns(g, V_ID, &l)?);
+        (add_qkv_tensor(g, Q_ID, &l, l.heads)?, add_transposed_qkv_tensor(g, K_ID, &l)?, add_transposed_qkv_tensor(g, V_ID, &l)?);
     let scale = g.add_host_scalar(SCALE_ID)?;
-    let scores = g.add_virtual_tensor(CUDNN_DATA_FLOAT, l.scores())?;
+    let scores = g.add_virtual_tensor(CUDNN_DATA_FLOAT, l.score_dims())?;
     g.add_matmul(q, k, scores)?;
-    let scores = g.add_apply(CUDNN_POINTWISE_MUL, CUDNN_DATA_FLOAT, scores, Some(scale))?;
-    let lse = add_per_query(g, LSE_ID, &l)?;
-    let shifted = g.add_apply(CUDNN_POINTWISE_SUB, CUDNN_DATA_FLOAT, scores, Some(lse))?;
+    let scores = g.add_pointwise_result(CUDNN_POINTWISE_MUL, CUDNN_DATA_FLOAT, scores, Some(scale))?;
+    let lse = add_per_query_tensor(g, LSE_ID, &l)?;
+    let shifted = g.add_pointwise_result(CUDNN_POINTWISE_SUB, CUDNN_DATA_FLOAT, scores, Some(lse))?;
     let shifted = add_mask(g, pass.mask, shifted)?;
-    let p = g.add_apply(CUDNN_POINTWISE_EXP, CUDNN_DATA_FLOAT, shifted, None)?;
+    let p = g.add_pointwise_result(CUDNN_POINTWISE_EXP, CUDNN_DATA_FLOAT, shifted, None)?;
     let p_transposed = g.add_transpose(CUDNN_DATA_BFLOAT16, p)?;
     add_kv_gradient(g, &l, p_transposed, d_o, D_V_ID)?;
 
-    let d_p = g.add_virtual_tensor(CUDNN_DATA_FLOAT, l.scores())?;
+    let d_p = g.add_virtual_tensor(CUDNN_DATA_FLOAT, l.score_dims())?;
     g.add_matmul(d_o, v, d_p)?;
-    let d_s = g.add_apply(CUDNN_POINTWISE_SUB, CUDNN_DATA_FLOAT, d_p, Some(scaled_dots))?;
-    let d_s = g.add_apply(CUDNN_POINTWISE_MUL, CUDNN_DATA_FLOAT, d_s, Some(p))?;
-    let d_s = g.add_apply(CUDNN_POINTWISE_MUL, CUDNN_DATA_FLOAT, d_s, Some(scale))?;
+    let d_s = g.add_pointwise_result(CUDNN_POINTWISE_SUB, CUDNN_DATA_FLOAT, d_p, Some(scaled_dots))?;
+    let d_s = g.add_pointwise_result(CUDNN_POINTWISE_MUL, CUDNN_DATA_FLOAT, d_s, Some(p))?;
+    let d_s = g.add_pointwise_result(CUDNN_POINTWISE_MUL, CUDNN_DATA_FLOAT, d_s, Some(scale))?;
     let d_s_transposed = g.add_transpose(CUDNN_DATA_BFLOAT16, d_s)?;
     add_kv_gradient(g, &l, d_s_transposed, q, D_K_ID)?;
 
@@ -460,7 +460,7 @@ fn add_backward(g: &mut OperationGraph, pass: &AttentionPass) -> Result<()> {
         compute_packed_strides(rows),
     )?;
     g.add_matmul(d_s, k, sums)?;
-    let d_q = add_qkv_rows(g, D_Q_ID, &l, l.heads)?;
+    let d_q = add_qkv_tensor(g, D_Q_ID, &l, l.heads)?;
     g.add_pointwise(CUDNN_POINTWISE_IDENTITY, sums, None, d_q)
 }
 
@@ -473,11 +473,11 @@ fn add_kv_gradient(
     b: GraphTensor,
     id: i64,
 ) -> Result<()> {
-    let gradient = add_qkv_rows(g, id, l, l.kv_heads)?;
+    let gradient = add_qkv_tensor(g, id, l, l.kv_heads)?;
     if l.heads == l.kv_heads {
         return g.add_matmul(a, b, gradient);
     }
-    let by_query_head = g.add_virtual_tensor(CUDNN_DATA_BFLOAT16, l.rows(l.heads))?;
+    let by_query_head = g.add_virtual_tensor(CUDNN_DATA_BFLOAT16, l.row_dims(l.heads))?;
     g.add_matmul(a, b, by_query_head)?;
     g.add_reduce(CUDNN_REDUCE_TENSOR_ADD, by_query_head, gradient)
 }

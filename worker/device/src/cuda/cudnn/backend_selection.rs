@@ -2,7 +2,7 @@
 //! ([`CudnnAttention`]). The decision follows the job's setting and timing.
 use super::super::error::{CudaError, Result};
 use super::super::gpu::Gpu;
-use super::super::launch_log::log_call;
+use super::super::launch_log::log_non_kernel_call;
 use super::super::library_search::LibrarySearchPaths;
 use super::super::profile::Profile;
 use super::attention_graph::{AttentionMask, AttentionOperands, AttentionPass, UnsupportedAttention};
@@ -235,7 +235,7 @@ impl CudnnAttention {
     ) -> Result<()> {
         let s = pass.shape;
         let sizes = [s.b, s.t, s.heads, s.kv_heads, s.head_dim].map(|size| size as u64);
-        log_call(
+        log_non_kernel_call(
             if pass.is_backward { "cuDNN attention backward" } else { "cuDNN attention forward" },
             &sizes,
         );

@@ -84,7 +84,7 @@ impl Descriptor {
     }
 
     /// Sets an attribute of the descriptor to `values`.
-    pub(super) fn set<T: AttributeValue>(
+    pub(super) fn set_attribute<T: AttributeValue>(
         self,
         attribute: cudnnBackendAttributeName_t,
         values: &[T],
@@ -106,7 +106,7 @@ impl Descriptor {
 
     /// Reads up to `values.len()` values of an attribute of the finalized descriptor, and returns
     /// the number of values of the attribute.
-    fn query<T: AttributeValue>(
+    fn query_attribute<T: AttributeValue>(
         &self,
         attribute: cudnnBackendAttributeName_t,
         values: &mut [T],
@@ -121,9 +121,9 @@ impl Descriptor {
     }
 
     /// Reads the value of an integer attribute of the finalized descriptor.
-    pub(super) fn query_int(&self, attribute: cudnnBackendAttributeName_t) -> Result<i64> {
+    pub(super) fn query_int_attribute(&self, attribute: cudnnBackendAttributeName_t) -> Result<i64> {
         let mut value = [0];
-        self.query(attribute, &mut value)?;
+        self.query_attribute(attribute, &mut value)?;
         Ok(value[0])
     }
 
@@ -137,7 +137,7 @@ impl Descriptor {
         // The library fills the descriptors behind the handles.
         let mut handles: Vec<_> = configs.iter().map(Descriptor::handle).collect();
         let attribute = cudnnBackendAttributeName_t::CUDNN_ATTR_ENGINEHEUR_RESULTS;
-        configs.truncate(self.query(attribute, &mut handles)?);
+        configs.truncate(self.query_attribute(attribute, &mut handles)?);
         Ok(configs)
     }
 }

@@ -11,7 +11,7 @@ use std::{ffi::c_void, ptr, sync::Arc};
 
 /// Status codes with which cuDNN rejects unsupported requests: `CUDNN_STATUS_NOT_SUPPORTED` and its
 /// sub-codes.
-const NOT_SUPPORTED: std::ops::Range<i32> = 3000..4000;
+const NOT_SUPPORTED_STATUSES: std::ops::Range<i32> = 3000..4000;
 
 /// The GPU for which cuDNN compiles an execution plan: the open GPU, or a described one.
 pub(super) enum PlanTarget {
@@ -29,11 +29,11 @@ pub(super) struct ExecutionPlan {
     /// The id and value of each scalar that the graph reads from host memory.
     scalars: Vec<(i64, Box<f32>)>,
     _config: Descriptor,
-    _source: Arc<PlanSource>,
+    _source: Arc<PlanDescriptors>,
 }
 
 /// The descriptors from which execution plans were created, which must exist as long as the plans.
-struct PlanSource {
+struct PlanDescriptors {
     _graph_descriptor: Descriptor,
     graph: OperationGraph,
 }
@@ -47,7 +47,7 @@ pub(super) fn create_graph_plans(
 ) -> Result<impl Iterator<Item = Result<ExecutionPlan>>> {
     let (source, configs) = match ok_if_supported(query_engine_configs(&graph, &target))? {
         Some((descriptor, configs)) => {
-            (Some(Arc::new(PlanSource { _graph_descriptor: descriptor, graph })), configs)
+            (Some(Arc::new(PlanDescriptors { _graph_descriptor: descriptor, graph })), configs)
         }
         None => (None, Vec::new()),
     };
@@ -61,7 +61,7 @@ pub(super) fn create_graph_plans(
 fn ok_if_supported<T>(result: Result<T>) -> Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),
-        Err(CudaError::Call { status, .. }) if NOT_SUPPORTED.contains(&status) => Ok(None),
+        Err(CudaError::Call { status, .. }) if NOT_SUPPORTED_STATUSES.contains(&status) => Ok(None),
         Err(error) => Err(error),
     }
 }
@@ -75,16 +75,16 @@ fn query_engine_configs(
     let library = &graph.library;
     let operations: Vec<_> = graph.operations.iter().map(Descriptor::handle).collect();
     let mut descriptor = Descriptor::new(library, CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR)?
-        .set(CUDNN_ATTR_OPERATIONGRAPH_OPS, &operations)?;
+        .set_attribute(CUDNN_ATTR_OPERATIONGRAPH_OPS, &operations)?;
     if let PlanTarget::Handle(handle) = target {
-        descriptor = descriptor.set(CUDNN_ATTR_OPERATIONGRAPH_HANDLE, &[*handle])?;
+        descriptor = descriptor.set_attribute(CUDNN_ATTR_OPERATIONGRAPH_HANDLE, &[*handle])?;
     }
     let descriptor = descriptor.finalize()?;
     let mut heuristics = Descriptor::new(library, CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR)?
-        .set(CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, &[descriptor.handle()])?
-        .set(CUDNN_ATTR_ENGINEHEUR_MODE, &[cudnnBackendHeurMode_t::CUDNN_HEUR_MODE_A])?;
+        .set_attribute(CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, &[descriptor.handle()])?
+        .set_attribute(CUDNN_ATTR_ENGINEHEUR_MODE, &[cudnnBackendHeurMode_t::CUDNN_HEUR_MODE_A])?;
     if let PlanTarget::Properties(properties) = target {
-        heuristics = heuristics.set(CUDNN_ATTR_ENGINEHEUR_DEVICEPROP, &[properties.handle()])?;
+        heuristics = heuristics.set_attribute(CUDNN_ATTR_ENGINEHEUR_DEVICEPROP, &[properties.handle()])?;
     }
     let configs = heuristics.finalize()?.query_engine_configs()?;
     Ok((descriptor, configs))
@@ -92,21 +92,21 @@ fn query_engine_configs(
 
 /// Compiles the execution plan for `config`, one of the engine configurations that cuDNN suggested.
 fn compile_plan(
-    source: &Arc<PlanSource>,
+    source: &Arc<PlanDescriptors>,
     config: Descriptor,
     scalars: &[(i64, f32)],
     target: &PlanTarget,
 ) -> Result<ExecutionPlan> {
     let plan = Descriptor::new(&source.graph.library, CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR)?
-        .set(CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, &[config.handle()])?;
+        .set_attribute(CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, &[config.handle()])?;
     let plan = match target {
-        PlanTarget::Handle(handle) => plan.set(CUDNN_ATTR_EXECUTION_PLAN_HANDLE, &[*handle])?,
+        PlanTarget::Handle(handle) => plan.set_attribute(CUDNN_ATTR_EXECUTION_PLAN_HANDLE, &[*handle])?,
         PlanTarget::Properties(properties) => {
-            plan.set(CUDNN_ATTR_EXECUTION_PLAN_DEVICEPROP, &[properties.handle()])?
+            plan.set_attribute(CUDNN_ATTR_EXECUTION_PLAN_DEVICEPROP, &[properties.handle()])?
         }
     };
     let plan = plan.finalize()?;
-    let workspace = usize::try_from(plan.query_int(CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE)?).unwrap_or(0);
+    let workspace = usize::try_from(plan.query_int_attribute(CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE)?).unwrap_or(0);
     let scalars = scalars.iter().map(|(id, value)| (*id, Box::new(*value))).collect();
     Ok(ExecutionPlan { plan, workspace, scalars, _config: config, _source: source.clone() })
 }
@@ -138,9 +138,9 @@ impl PreparedPlan {
         let bindings = self.tensors.iter().map(on_device).chain(self.plan.scalars.iter().map(on_host));
         let (ids, pointers): (Vec<i64>, Vec<*const c_void>) = bindings.unzip();
         let variant_pack = Descriptor::new(&self.cudnn.library, CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR)?
-            .set(CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, &ids)?
-            .set(CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, &pointers)?
-            .set(CUDNN_ATTR_VARIANT_PACK_WORKSPACE, &[ptr::without_provenance(self.workspace as usize)])?
+            .set_attribute(CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, &ids)?
+            .set_attribute(CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, &pointers)?
+            .set_attribute(CUDNN_ATTR_VARIANT_PACK_WORKSPACE, &[ptr::without_provenance(self.workspace as usize)])?
             .finalize()?;
         let library = &self.cudnn.library;
         self.cudnn.with_handle(|handle| {
@@ -155,7 +155,7 @@ impl PreparedPlan {
 
     /// Returns words that depend on the plan and its addresses, for hashing a batch of GPU calls.
     /// The words of different plans may be equal, but rarely are.
-    pub(in super::super) fn hash_words(&self) -> impl Iterator<Item = u64> {
+    pub(in super::super) fn list_words_to_hash(&self) -> impl Iterator<Item = u64> {
         let plan = Arc::as_ptr(&self.plan).addr() as u64;
         self.tensors.iter().map(|(_, at)| *at).chain([self.workspace, plan])
     }

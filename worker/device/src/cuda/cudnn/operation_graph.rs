@@ -71,13 +71,13 @@ impl OperationGraph {
             TensorLocation::Virtual => FIRST_VIRTUAL_ID + index as i64,
         };
         let descriptor = Descriptor::new(&self.library, CUDNN_BACKEND_TENSOR_DESCRIPTOR)?
-            .set(CUDNN_ATTR_TENSOR_DATA_TYPE, &[data_type])?
-            .set(CUDNN_ATTR_TENSOR_DIMENSIONS, &dims)?
-            .set(CUDNN_ATTR_TENSOR_STRIDES, &strides)?
-            .set(CUDNN_ATTR_TENSOR_UNIQUE_ID, &[id])?
-            .set(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, &[ALIGNMENT])?
-            .set(CUDNN_ATTR_TENSOR_IS_VIRTUAL, &[location == TensorLocation::Virtual])?
-            .set(CUDNN_ATTR_TENSOR_IS_BY_VALUE, &[matches!(location, TensorLocation::Host(_))])?;
+            .set_attribute(CUDNN_ATTR_TENSOR_DATA_TYPE, &[data_type])?
+            .set_attribute(CUDNN_ATTR_TENSOR_DIMENSIONS, &dims)?
+            .set_attribute(CUDNN_ATTR_TENSOR_STRIDES, &strides)?
+            .set_attribute(CUDNN_ATTR_TENSOR_UNIQUE_ID, &[id])?
+            .set_attribute(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, &[ALIGNMENT])?
+            .set_attribute(CUDNN_ATTR_TENSOR_IS_VIRTUAL, &[location == TensorLocation::Virtual])?
+            .set_attribute(CUDNN_ATTR_TENSOR_IS_BY_VALUE, &[matches!(location, TensorLocation::Host(_))])?;
         self.tensors.push(descriptor.finalize()?);
         Ok(GraphTensor { index, dims, strides })
     }
@@ -108,10 +108,10 @@ impl OperationGraph {
     ) -> Result<()> {
         let mut operation = Descriptor::new(&self.library, kind)?;
         if let Some((attribute, descriptor)) = descriptor {
-            operation = operation.set(attribute, &[descriptor.finalize()?.handle()])?;
+            operation = operation.set_attribute(attribute, &[descriptor.finalize()?.handle()])?;
         }
         for (attribute, tensor) in tensors {
-            operation = operation.set(*attribute, &[self.tensors[tensor.index].handle()])?;
+            operation = operation.set_attribute(*attribute, &[self.tensors[tensor.index].handle()])?;
         }
         self.operations.push(operation.finalize()?);
         Ok(())
@@ -126,10 +126,10 @@ impl OperationGraph {
         tensors: &[(cudnnBackendAttributeName_t, GraphTensor)],
     ) -> Result<()> {
         let mut descriptor = Descriptor::new(&self.library, CUDNN_BACKEND_POINTWISE_DESCRIPTOR)?
-            .set(CUDNN_ATTR_POINTWISE_MODE, &[mode])?
-            .set(CUDNN_ATTR_POINTWISE_MATH_PREC, &[precision])?;
+            .set_attribute(CUDNN_ATTR_POINTWISE_MODE, &[mode])?
+            .set_attribute(CUDNN_ATTR_POINTWISE_MATH_PREC, &[precision])?;
         if let Some(axis) = axis {
-            descriptor = descriptor.set(CUDNN_ATTR_POINTWISE_AXIS, &[axis])?;
+            descriptor = descriptor.set_attribute(CUDNN_ATTR_POINTWISE_AXIS, &[axis])?;
         }
         let descriptor = Some((CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR, descriptor));
         self.add_operation(CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR, descriptor, tensors)
@@ -154,7 +154,7 @@ impl OperationGraph {
 
     /// Adds the elementwise operation `mode(x, b)` to the graph, and returns its result. The result
     /// is a virtual tensor with the dimensions of `x`.
-    pub(super) fn add_apply(
+    pub(super) fn add_pointwise_result(
         &mut self,
         mode: cudnnPointwiseMode_t,
         data_type: cudnnDataType_t,
@@ -168,7 +168,7 @@ impl OperationGraph {
 
     /// Adds the operation that computes the index of each element of `x` along `axis`, and returns
     /// its result.
-    pub(super) fn add_index(&mut self, x: GraphTensor, axis: i64) -> Result<GraphTensor> {
+    pub(super) fn add_index_along_axis(&mut self, x: GraphTensor, axis: i64) -> Result<GraphTensor> {
         let y = self.add_virtual_tensor(CUDNN_DATA_INT32, x.dims)?;
         let tensors = [(CUDNN_ATTR_OPERATION_POINTWISE_XDESC, x), (CUDNN_ATTR_OPERATION_POINTWISE_YDESC, y)];
         self.add_elementwise(CUDNN_POINTWISE_GEN_INDEX, CUDNN_DATA_FLOAT, Some(axis), &tensors)?;
@@ -198,7 +198,7 @@ impl OperationGraph {
     /// heads than `a`, several heads of `a` share one head of `b`.
     pub(super) fn add_matmul(&mut self, a: GraphTensor, b: GraphTensor, c: GraphTensor) -> Result<()> {
         let descriptor = Descriptor::new(&self.library, CUDNN_BACKEND_MATMUL_DESCRIPTOR)?
-            .set(CUDNN_ATTR_MATMUL_COMP_TYPE, &[CUDNN_DATA_FLOAT])?;
+            .set_attribute(CUDNN_ATTR_MATMUL_COMP_TYPE, &[CUDNN_DATA_FLOAT])?;
         self.add_operation(
             CUDNN_BACKEND_OPERATION_MATMUL_DESCRIPTOR,
             Some((CUDNN_ATTR_OPERATION_MATMUL_DESC, descriptor)),
@@ -219,8 +219,8 @@ impl OperationGraph {
         y: GraphTensor,
     ) -> Result<()> {
         let descriptor = Descriptor::new(&self.library, CUDNN_BACKEND_REDUCTION_DESCRIPTOR)?
-            .set(CUDNN_ATTR_REDUCTION_OPERATOR, &[operator])?
-            .set(CUDNN_ATTR_REDUCTION_COMP_TYPE, &[CUDNN_DATA_FLOAT])?;
+            .set_attribute(CUDNN_ATTR_REDUCTION_OPERATOR, &[operator])?
+            .set_attribute(CUDNN_ATTR_REDUCTION_COMP_TYPE, &[CUDNN_DATA_FLOAT])?;
         self.add_operation(
             CUDNN_BACKEND_OPERATION_REDUCTION_DESCRIPTOR,
             Some((CUDNN_ATTR_OPERATION_REDUCTION_DESC, descriptor)),

@@ -5,10 +5,10 @@ use std::time::Duration;
 /// steps, algorithms are chosen and graphs are captured.
 const WARM_UP_STEPS: usize = 5;
 /// Number of steps of each phase of the measurement that are timed.
-const COUNTED_STEPS: usize = 9;
+const TIMED_STEPS: usize = 9;
 /// Number of steps in each of the two phases of the measurement: first without CUDA graphs, then
 /// with graphs.
-const STEPS_PER_PHASE: usize = WARM_UP_STEPS + COUNTED_STEPS;
+const STEPS_PER_PHASE: usize = WARM_UP_STEPS + TIMED_STEPS;
 
 /// The GPU time per call, in seconds, from which CUDA graphs are not tried. Issuing a call takes
 /// some µs, so a GPU with such long calls never waits for the next one. Large models also need the
@@ -47,7 +47,7 @@ impl GraphAutotuner {
                 GraphTuningDecision::Continue
             }
             STEPS_PER_PHASE => {
-                let calls = calls.saturating_sub(self.calls_before) as f64 / COUNTED_STEPS as f64;
+                let calls = calls.saturating_sub(self.calls_before) as f64 / TIMED_STEPS as f64;
                 let seconds_per_call = compute_median(&self.step_seconds[WARM_UP_STEPS..]) / calls.max(1.0);
                 if seconds_per_call >= LONG_CALL_SECONDS {
                     GraphTuningDecision::NotNeeded { seconds_per_call }

@@ -102,7 +102,7 @@ impl CallBatch {
     }
 
     /// Records a fill of `bytes` bytes at the GPU address `at` with zeros.
-    pub(in super::super) fn push_fill(&mut self, at: Address, bytes: usize) {
+    pub(in super::super) fn push_zero_fill(&mut self, at: Address, bytes: usize) {
         self.calls.push(RecordedCall::Fill { at, bytes });
     }
 
@@ -136,7 +136,7 @@ impl CallBatch {
             }
             RecordedCall::Matmul(matmul) => matmul.issue(gpu.main_stream),
             RecordedCall::CudnnPlan(plan) => plan.issue(gpu.main_stream),
-            RecordedCall::Fill { at, bytes } => gpu.issue_fill(*at, *bytes, gpu.main_stream),
+            RecordedCall::Fill { at, bytes } => gpu.issue_zero_fill(*at, *bytes, gpu.main_stream),
             RecordedCall::Copy { to, from, bytes } => gpu.issue_copy(*to, *from, *bytes, gpu.main_stream),
         }
     }
@@ -183,7 +183,7 @@ impl CallBatch {
 
     /// Runs `f` with the parameters of the recorded call number `call` in the form of a CUDA
     /// graph's kernel node. Returns `None` if the call is not a kernel.
-    pub(super) fn with_kernel_node<T>(
+    pub(super) fn with_kernel_node_params<T>(
         &self,
         call: usize,
         f: impl FnOnce(&CUDA_KERNEL_NODE_PARAMS) -> T,
@@ -230,8 +230,8 @@ impl CallBatch {
                 RecordedCall::Kernel { function, arguments, .. } => {
                     mix_into_hash(&mut hash, [function.0.addr() as u64, arguments.end as u64]);
                 }
-                RecordedCall::Matmul(matmul) => mix_into_hash(&mut hash, matmul.hash_words()),
-                RecordedCall::CudnnPlan(plan) => mix_into_hash(&mut hash, plan.hash_words()),
+                RecordedCall::Matmul(matmul) => mix_into_hash(&mut hash, matmul.list_words_to_hash()),
+                RecordedCall::CudnnPlan(plan) => mix_into_hash(&mut hash, plan.list_words_to_hash()),
                 RecordedCall::Fill { at, bytes } => mix_into_hash(&mut hash, [*at, *bytes as u64]),
                 RecordedCall::Copy { to, from, bytes } => {
                     mix_into_hash(&mut hash, [*to, *from, *bytes as u64])

@@ -66,7 +66,7 @@ impl ExecutableGraph {
             let update = |kernel: &_| unsafe {
                 driver.cuGraphExecKernelNodeSetParams_v2(self.executable, self.nodes[*call], kernel)
             };
-            batch.with_kernel_node(*call, update).unwrap_or(Ok(()))?;
+            batch.with_kernel_node_params(*call, update).unwrap_or(Ok(()))?;
         }
         Ok(())
     }

@@ -6,13 +6,13 @@ use std::{ffi::c_int, ptr, sync::Arc};
 /// GPU addresses of the scales and the bias of a matmul, which are part of cuBLASLt's descriptor
 /// although they differ from call to call.
 #[derive(Clone, Copy)]
-pub(super) struct CallPointers {
+pub(super) struct ScaleAndBiasPointers {
     /// GPU addresses of the scales of `a` and `b`; `None` unless the operands are fp8.
     pub(super) scales: Option<[Address; 2]>,
     pub(super) bias: Option<Address>,
 }
 
-impl CallPointers {
+impl ScaleAndBiasPointers {
     /// Returns true if there are no addresses.
     pub(super) fn is_empty(self) -> bool {
         self.scales.is_none() && self.bias.is_none()
@@ -31,7 +31,7 @@ impl MatmulDescriptor {
     pub(super) fn new(
         library: &Arc<CublasLtApi>,
         transposed: [bool; 2],
-        pointers: CallPointers,
+        pointers: ScaleAndBiasPointers,
     ) -> Result<Self> {
         use cublasLtMatmulDescAttributes_t::*;
         let (sums, scale_type) = (cublasComputeType_t::CUBLAS_COMPUTE_32F, cudaDataType_t::CUDA_R_32F);
@@ -39,22 +39,22 @@ impl MatmulDescriptor {
         // SAFETY: writes one handle.
         unsafe { library.cublasLtMatmulDescCreate(&mut descriptor.handle, sums, scale_type) }?;
         let [a, b] = transposed.map(|transposed| c_int::from(transposed).to_ne_bytes());
-        descriptor.set(CUBLASLT_MATMUL_DESC_TRANSA, &b)?;
-        descriptor.set(CUBLASLT_MATMUL_DESC_TRANSB, &a)?;
+        descriptor.set_attribute(CUBLASLT_MATMUL_DESC_TRANSA, &b)?;
+        descriptor.set_attribute(CUBLASLT_MATMUL_DESC_TRANSB, &a)?;
         if let Some(bias) = pointers.bias {
             let epilogue = cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as u32;
-            descriptor.set(CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue.to_ne_bytes())?;
-            descriptor.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.to_ne_bytes())?;
+            descriptor.set_attribute(CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue.to_ne_bytes())?;
+            descriptor.set_attribute(CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.to_ne_bytes())?;
         }
         if let Some([a, b]) = pointers.scales {
-            descriptor.set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &b.to_ne_bytes())?;
-            descriptor.set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &a.to_ne_bytes())?;
+            descriptor.set_attribute(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &b.to_ne_bytes())?;
+            descriptor.set_attribute(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &a.to_ne_bytes())?;
         }
         Ok(descriptor)
     }
 
     /// Sets an attribute of the matmul descriptor.
-    fn set(&self, attribute: cublasLtMatmulDescAttributes_t, value: &[u8]) -> Result<()> {
+    fn set_attribute(&self, attribute: cublasLtMatmulDescAttributes_t, value: &[u8]) -> Result<()> {
         let (at, len) = (value.as_ptr().cast(), value.len());
         // SAFETY: the value has `len` bytes.
         unsafe { self.library.cublasLtMatmulDescSetAttribute(self.handle, attribute, at, len) }

@@ -16,7 +16,7 @@ pub struct MatmulPlanReport {
 }
 
 /// Returns the attributes of an algorithm that the library reports.
-pub(super) fn query_attributes(
+pub(super) fn query_algorithm_attributes(
     library: &CublasLtApi,
     algorithm: &cublasLtMatmulAlgo_t,
 ) -> Vec<(&'static str, u64)> {

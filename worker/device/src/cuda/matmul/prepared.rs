@@ -155,7 +155,7 @@ impl PreparedMatmul {
     pub(in super::super) fn issue(&self, stream: CUstream) -> Result<()> {
         let PreparedMatmul { lt, matmul, plan, layouts, workspace, workspace_bytes } = self;
         // The plan's descriptor is shared between threads, so addresses need a separate one.
-        let pointers = matmul.call_pointers();
+        let pointers = matmul.scale_and_bias_pointers();
         let transposed = [matmul.a.transposed, matmul.b.transposed];
         let separate = (!pointers.is_empty())
             .then(|| MatmulDescriptor::new(&lt.library, transposed, pointers))
@@ -167,7 +167,7 @@ impl PreparedMatmul {
 
     /// Returns words that depend on the matmul and its addresses, for hashing a batch of GPU calls.
     /// The words of different matmuls may be equal, but rarely are.
-    pub(in super::super) fn hash_words(&self) -> [u64; 6] {
+    pub(in super::super) fn list_words_to_hash(&self) -> [u64; 6] {
         let Matmul { m, n, a, b, c, .. } = self.matmul;
         [m as u64, n as u64, a.at, b.at, c.at, self.workspace]
     }

@@ -1,8 +1,8 @@
 //! The description of a matmul that cuBLASLt must compute ([`Matmul`]), and the key under which its
 //! plan is stored.
 use super::super::bindings::{Address, cublas_lt_sys::cudaDataType};
-use super::super::launch_log::log_call;
-use super::descriptors::CallPointers;
+use super::super::launch_log::log_non_kernel_call;
+use super::descriptors::ScaleAndBiasPointers;
 use crate::buffer::Dtype;
 use crate::fp8::Fp8Format;
 use std::ffi::c_int;
@@ -105,12 +105,12 @@ impl Matmul {
 
     /// Logs the matmul in the launch log, with its sizes, addresses and strides, and CUDA's numbers
     /// of its types.
-    pub(super) fn log(&self) {
+    pub(super) fn write_to_launch_log(&self) {
         let [m, n, k] = [self.m, self.n, self.k].map(|size| size as u64);
         let matrices = [self.a, self.b, self.c].map(|matrix| [matrix.at, matrix.stride as u64]);
         let [[a, a_stride], [b, b_stride], [c, c_stride]] = matrices;
         let [a_type, b_type, c_type] = self.cuda_types().map(|data_type| data_type as u64);
-        log_call("matmul", &[m, n, k, a, b, c, a_stride, b_stride, c_stride, a_type, b_type, c_type]);
+        log_non_kernel_call("matmul", &[m, n, k, a, b, c, a_stride, b_stride, c_stride, a_type, b_type, c_type]);
     }
 
     /// Describes the matmul's shape and types for profiles: `matmul 8192 × 4096 × 1024 (bf16 · bf16
@@ -145,8 +145,8 @@ impl Matmul {
     }
 
     /// Returns the addresses of this matmul's scales and bias, which may differ from call to call.
-    pub(super) fn call_pointers(&self) -> CallPointers {
-        CallPointers { scales: self.inputs.scales(), bias: self.bias }
+    pub(super) fn scale_and_bias_pointers(&self) -> ScaleAndBiasPointers {
+        ScaleAndBiasPointers { scales: self.inputs.scales(), bias: self.bias }
     }
 }
 
