@@ -51,7 +51,10 @@ impl Filter {
     ///
     /// # Errors
     /// Fails if the directives are invalid.
-    pub fn from_directives_or_verbosity(directives: Option<&str>, verbosity: u8) -> Result<Filter, InvalidFilter> {
+    pub fn from_directives_or_verbosity(
+        directives: Option<&str>,
+        verbosity: u8,
+    ) -> Result<Filter, InvalidFilter> {
         match (directives.filter(|text| !text.trim().is_empty()), verbosity) {
             (Some(directives), _) => Filter::parse(directives),
             (None, 0 | 1) => Ok(Filter::default()),
@@ -82,7 +85,9 @@ mod tests {
 
     #[test]
     fn directives_take_precedence_over_the_verbosity() {
-        let select = |directives, verbosity| Filter::from_directives_or_verbosity(directives, verbosity).map(|f| f.directives);
+        let select = |directives, verbosity| {
+            Filter::from_directives_or_verbosity(directives, verbosity).map(|f| f.directives)
+        };
         assert_eq!(select(None, 0), Ok("info".into()));
         assert_eq!(select(Some(""), 2), Ok("debug".into()));
         assert_eq!(select(Some("agent=debug,info"), 3), Ok("agent=debug,info".into()));

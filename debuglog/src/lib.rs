@@ -7,14 +7,14 @@
 //! An event has a target, such as `controller::transport`, whose first part is the role of the
 //! process. Events contain no environment variables, keys or tokens.
 mod filter;
-mod sink;
+mod line_sink;
 mod variant_name;
 
 pub use filter::{DEFAULT_FILTER, Filter, InvalidFilter};
-pub use sink::{MAX_FILE_BYTES, PrintLine};
+pub use line_sink::{MAX_FILE_BYTES, PrintLine};
 pub use variant_name::variant_name;
 
-use sink::{LineSink, TerminalWriter};
+use line_sink::{LineSink, TerminalWriter};
 use std::{io, path::Path, sync::OnceLock};
 use tracing_subscriber::{Layer, fmt, layer::SubscriberExt};
 

@@ -47,7 +47,7 @@ fn lines_do_not_wait_for_a_file_whose_disk_stalls() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("agent.debug.log");
     nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
-    let sink = sink::LineSink::new();
+    let sink = line_sink::LineSink::new();
     let opened = std::thread::scope(|scope| {
         let opened = scope.spawn(|| sink.open_file(&path));
         std::thread::sleep(std::time::Duration::from_millis(100));

@@ -4,7 +4,6 @@
 //! machine that decides on actions. Module `driver` executes the actions and reports events to the
 //! state machine. Only module `process` starts processes, and only module `descendants` searches
 //! for processes that workers left.
-pub(crate) mod activation;
 mod activity;
 mod attach_socket;
 mod connect_back;
@@ -12,6 +11,7 @@ mod container;
 mod core;
 mod debug_log;
 mod driver;
+pub(crate) mod environment_activation;
 pub(crate) mod environment_changes;
 mod error_file;
 mod executable_cache;

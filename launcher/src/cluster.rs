@@ -22,7 +22,7 @@ pub(crate) use join::{NodeEnvironment, is_own_address, join_run};
 pub(crate) use provider::{Cluster, ClusterError, ClusterPreflight};
 pub(crate) use slurm::parse_untrusted_variables as parse_allocation_variables;
 pub(crate) use transport::{
-    ArrivalLimits, AgentHandle, AgentOutput, AgentProcess, ConnectionStage, RemoteConnection, StartStep,
+    AgentHandle, AgentOutput, AgentProcess, ArrivalLimits, ConnectionStage, RemoteConnection, StartStep,
     Transport,
 };
 

@@ -4,6 +4,7 @@
 //! `core` makes the decisions without I/O. `driver` executes them: it starts agents through a
 //! transport, exchanges messages with them over control connections, and reports events to the
 //! journal and to the user. `preparation` holds what an attempt needs before its workers start.
+mod attempt_preparation;
 mod control_file;
 mod controller_events;
 mod controller_identity;
@@ -19,7 +20,6 @@ mod job_file;
 mod journal;
 mod peer_exchange;
 mod policy;
-mod preparation;
 mod report_id;
 mod requeue;
 mod root_cause;

@@ -9,20 +9,20 @@ const NO_CORE_DUMP_LIMIT_BYTES: rlim_t = 1;
 
 /// The limits on core files with which this process was started; empty before
 /// [`disable_core_dumps`].
-static INHERITED: OnceLock<(rlim_t, rlim_t)> = OnceLock::new();
+static INHERITED_LIMITS: OnceLock<(rlim_t, rlim_t)> = OnceLock::new();
 
 /// Prevents core dumps of this process. Processes that it starts inherit the setting, unless they
 /// are started with [`restore_core_dumps`].
 pub(crate) fn disable_core_dumps() -> io::Result<()> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_CORE)?;
-    INHERITED.get_or_init(|| (soft, hard));
+    INHERITED_LIMITS.get_or_init(|| (soft, hard));
     Ok(setrlimit(Resource::RLIMIT_CORE, NO_CORE_DUMP_LIMIT_BYTES.min(hard), hard)?)
 }
 
 /// Makes `command` start its process with the core file limits with which this process was started.
 /// The function is called for workers, and for agents, which pass the limit on to their workers.
 pub(crate) fn restore_core_dumps_in_child(command: &mut Command) {
-    let Some((soft, hard)) = INHERITED.get().copied() else { return };
+    let Some((soft, hard)) = INHERITED_LIMITS.get().copied() else { return };
     // SAFETY: the closure makes one system call, which is allowed between fork and exec.
     unsafe { command.pre_exec(move || Ok(setrlimit(Resource::RLIMIT_CORE, soft, hard)?)) };
 }

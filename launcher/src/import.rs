@@ -8,9 +8,9 @@
 mod accelerate;
 mod command_line;
 mod deepspeed;
-mod draft;
 mod drop_in;
 mod import_options;
+mod job_draft;
 mod remaining_keys;
 mod torchrun;
 mod value_text;
@@ -21,9 +21,9 @@ pub(crate) use deepspeed::{
     convert_deepspeed_config,
     drop_in::{DeepSpeedCommand, DeepSpeedFiles},
 };
-pub(crate) use draft::{ImportNote, ImportedJob, ImportedNodes};
 pub(crate) use drop_in::DropInContext;
 pub(crate) use import_options::ImportOptions;
+pub(crate) use job_draft::{ImportNote, ImportedJob, ImportedNodes};
 pub(crate) use torchrun::{convert_torchrun_args, drop_in::convert_torchrun_command};
 
 #[cfg(test)]

@@ -121,8 +121,14 @@ fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) 
             between_hosts: master_address.is_some_and(|address| !address.is_loopback()) && hosts.len() > 1,
             on_cpus,
         };
-        let ranks =
-            HostWithFirstRank { host, capacity, group: group as u32, attempt: attempt.number, first_rank, threads };
+        let ranks = HostWithFirstRank {
+            host,
+            capacity,
+            group: group as u32,
+            attempt: attempt.number,
+            first_rank,
+            threads,
+        };
         host_plans.push(HostPlan {
             job: attempt_job.clone(),
             run: run.0.clone(),

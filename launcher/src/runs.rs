@@ -19,7 +19,7 @@ pub(crate) use controller_proof::open_controller;
 pub(crate) use controller_socket::{bind_controller_socket, connect_to_controller, is_peer_own_or_root};
 pub(crate) use process_identity::ProcessHandle;
 pub(crate) use registry::{
-    JOURNAL_FILE, RunLossReason, Run, RunState, list_runs, load_run, load_run_in_directory, parse_run_record,
+    JOURNAL_FILE, Run, RunLossReason, RunState, list_runs, load_run, load_run_in_directory, parse_run_record,
     record_end, register_run, register_takeover,
 };
 pub(crate) use select::{RunFilter, select_run};

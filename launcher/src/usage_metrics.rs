@@ -229,7 +229,9 @@ mod tests {
         assert!(!schedule.is_due());
         assert_eq!(schedule.list_due_metrics(&RunStatus { time: 7.0, ..status(2) }), None);
         let restarted = RunStatus { time: 9.0, attempt: 1, ..status(2) };
-        assert!(schedule.list_due_metrics(&restarted).is_some_and(|m| find(&m, "launch/restarts") == Some(1.0)));
+        assert!(
+            schedule.list_due_metrics(&restarted).is_some_and(|m| find(&m, "launch/restarts") == Some(1.0))
+        );
         schedule.next = Instant::now();
         assert_eq!(schedule.list_due_metrics(&restarted), None, "nothing new was measured");
         assert!(schedule.list_due_metrics(&RunStatus { time: 9.5, ..restarted }).is_some());

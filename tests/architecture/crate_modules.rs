@@ -250,8 +250,12 @@ impl CrateReader<'_> {
             Item::ForeignMod(i) => {
                 for item in &i.items {
                     match item {
-                        ForeignItem::Fn(f) => self.define_name(&f.sig.ident, ItemKind::Value, is_private(&f.vis)),
-                        ForeignItem::Static(s) => self.define_name(&s.ident, ItemKind::Value, is_private(&s.vis)),
+                        ForeignItem::Fn(f) => {
+                            self.define_name(&f.sig.ident, ItemKind::Value, is_private(&f.vis))
+                        }
+                        ForeignItem::Static(s) => {
+                            self.define_name(&s.ident, ItemKind::Value, is_private(&s.vis))
+                        }
                         _ => {}
                     }
                 }
@@ -262,7 +266,11 @@ impl CrateReader<'_> {
                     self.define_name(name, ItemKind::Macro, !is_exported);
                     if is_exported {
                         let import = Import { segments: self.build_item_path(name), is_private: false };
-                        self.krate.modules[ROOT_MODULE].imports.entry(name.to_string()).or_default().push(import);
+                        self.krate.modules[ROOT_MODULE]
+                            .imports
+                            .entry(name.to_string())
+                            .or_default()
+                            .push(import);
                     }
                 }
                 None => self.krate.modules[self.module].has_item_macros = true,

@@ -117,7 +117,9 @@ impl<'k> Resolver<'k> {
                 // an associated item, or a variant
                 PathTarget::Item { kind: ItemKind::Type, .. } => next.push(target),
                 PathTarget::Item { .. } => {}
-                PathTarget::External(path) if path.is_empty() => next.push(PathTarget::External(name.to_owned())),
+                PathTarget::External(path) if path.is_empty() => {
+                    next.push(PathTarget::External(name.to_owned()))
+                }
                 PathTarget::External(path) => next.push(PathTarget::External(format!("{path}::{name}"))),
             }
         }

@@ -203,7 +203,8 @@ fn workers_have_the_arguments_and_environment_of_the_original_programs() {
         let mut command = job_dir.launch_command(&words);
         command.env_clear().envs(build_environment(case, &python, &job_dir)).env("DUMP", &dump);
         let ran = command.output().unwrap();
-        let (original, ours) = (read_worker_dumps(&job_dir.path(&format!("originals/{number}"))), read_worker_dumps(&dump));
+        let (original, ours) =
+            (read_worker_dumps(&job_dir.path(&format!("originals/{number}"))), read_worker_dumps(&dump));
         let mut differences = Vec::new();
         if (code == 0) != ran.status.success() {
             differences.push(format!("exit code {:?} instead of {code}", ran.status.code()));

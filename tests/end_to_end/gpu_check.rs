@@ -224,7 +224,10 @@ fn the_attention_of_cudnn_is_checked_where_it_is_installed() {
 /// kernel that lacks a barrier then computes other numbers.
 #[test]
 fn the_order_of_threads_does_not_change_results() {
-    Check::new().set_variable("EMULATED_GPU_ORDER", "1").run(&["--quick", "--part-seconds", "240"]).expect_code(0);
+    Check::new()
+        .set_variable("EMULATED_GPU_ORDER", "1")
+        .run(&["--quick", "--part-seconds", "240"])
+        .expect_code(0);
 }
 
 #[test]

@@ -14,19 +14,19 @@ mod nccl_ranks;
 mod op_speed;
 mod part_filter;
 mod part_process;
+mod part_runner;
 mod parts;
 mod report_file;
 mod run_part;
-mod run_parts;
 mod table;
 mod throughput;
 mod timed_models;
 
 pub use part_filter::PartFilter;
 
+use part_runner::{RunOptions, run_parts};
 use parts::{PROFILES_GROUP, Part, list_parts, select_parts};
 use run_part::{open_gpu, run_part};
-use run_parts::{RunOptions, run_parts};
 use std::path::PathBuf;
 use throughput::measure_model;
 use timed_models::{describe_timed_models_as_json, find_model_by_number};

@@ -17,8 +17,8 @@ pub mod params;
 pub mod preflight;
 pub mod rng;
 pub mod runtime;
-pub mod stages;
 pub mod train;
+pub mod trainer_stages;
 pub mod untrusted;
 pub mod zero;
 

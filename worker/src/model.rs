@@ -6,8 +6,7 @@
 //! a whole unit as one flat vector, and the model writes gradients of whole units. The units are
 //! the embedding, the layers, and the head, in this order.
 mod activation_buffers;
-mod architecture;
-mod blocks;
+mod block_arguments;
 mod decoder;
 mod dropout_module;
 mod error;
@@ -20,12 +19,12 @@ mod linear_precision;
 pub mod lora;
 mod micro_batch;
 mod model_builder;
+mod model_sizes;
 pub mod moe;
 mod rotary_embedding;
 
 pub use activation_buffers::{ActivationBuffers, BufferSpec};
-pub use architecture::{ModelSizes, TiedWeight};
-pub use blocks::{HeadGrads, HeadInput, LayerBuffers, LayerInput};
+pub use block_arguments::{HeadGrads, HeadInput, LayerBuffers, LayerInput};
 pub use decoder::{Model, MoeModel};
 pub use error::{ModelError, Result};
 pub use families::MODEL_FAMILIES;
@@ -35,3 +34,4 @@ pub(crate) use model_builder::build_model_from_text;
 pub use model_builder::{
     ModelConfigSummary, build_model, build_model_with_router_losses, read_model_config_summary,
 };
+pub use model_sizes::{ModelSizes, TiedWeight};

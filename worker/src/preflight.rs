@@ -8,21 +8,21 @@ use crate::{
     model::{self, Model},
     param_groups::{self, LORA_FROM_KEY},
     params::ParamUnit,
-    stages::{resolve_lora, resolve_model},
+    trainer_stages::{resolve_lora, resolve_model},
 };
 use diagnostic::{Diagnostic, codes};
 use jobspec::{JobSpec, TrainSpec};
-use memory::MemoryEstimator;
+use memory_estimator::MemoryEstimator;
 use protocol::{
     preflight::{Preflight, PreflightReport},
     probe::LibraryReport,
 };
 use std::path::{Path, PathBuf};
 
-mod collectives;
-mod gradients;
-mod memory;
-mod parameters;
+mod collective_memory;
+mod gradient_memory;
+mod memory_estimator;
+mod parameter_memory;
 
 /// The preflight checks of the built-in training runtime, passed to the launcher by `main`.
 pub struct TrainPreflight;

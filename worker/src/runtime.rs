@@ -31,8 +31,8 @@ use crate::{
     consensus::require_on_all_ranks,
     data::TextTokenizer,
     error::{Error, Result, to_unwritable_checkpoint_error},
-    stages::{ResolvedSpec, UninitializedTrainer},
     train::running_trainer::RunningTrainer,
+    trainer_stages::{ResolvedSpec, UninitializedTrainer},
     zero::collective_queue::CollectiveQueue,
 };
 use ckpt::{StagingDir, TextFile};

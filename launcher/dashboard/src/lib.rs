@@ -7,9 +7,9 @@
 //! Run directories are untrusted input, because programs write into them: every file is read
 //! within limits, and the page shows every text from them as plain text.
 mod access;
-mod chunked_lines;
 mod dashboard;
 mod event_log;
+mod growing_file_reader;
 mod journal_line;
 mod live_metrics;
 mod log_files;
@@ -20,7 +20,7 @@ mod report;
 mod request;
 mod response;
 mod routes;
-mod run_numbers;
+mod run_progress;
 mod run_source;
 mod run_view;
 mod series;

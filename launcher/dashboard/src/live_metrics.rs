@@ -54,7 +54,11 @@ pub(crate) const LIVE_METRICS: [LiveMetric; 22] = [
         "Mean time per step for which collectives ran.",
         LiveMetricSource::Time(|times| times.collective_us),
     ),
-    new_live_metric("launch_rank_rss_bytes", "Resident memory.", LiveMetricSource::Worker(|w, _| w.rss as f64)),
+    new_live_metric(
+        "launch_rank_rss_bytes",
+        "Resident memory.",
+        LiveMetricSource::Worker(|w, _| w.rss as f64),
+    ),
     new_live_metric(
         "launch_rank_cpus",
         "Number of CPUs that the threads used on average.",
@@ -75,7 +79,11 @@ pub(crate) const LIVE_METRICS: [LiveMetric; 22] = [
         "Pages per second that were read from disks.",
         LiveMetricSource::Worker(|w, seconds| w.major_faults as f64 / seconds),
     ),
-    new_live_metric("launch_host_cpus", "CPUs of the host.", LiveMetricSource::Host(|h, _| Some(f64::from(h.cpus)))),
+    new_live_metric(
+        "launch_host_cpus",
+        "CPUs of the host.",
+        LiveMetricSource::Host(|h, _| Some(f64::from(h.cpus))),
+    ),
     new_live_metric(
         "launch_host_cpu_busy_ratio",
         "Share of the time for which the CPUs were busy.",

@@ -230,7 +230,9 @@ fn append_live_metrics(text: &mut String, runs: &[SharedRun]) {
                     escape_label_value(&run.info.run),
                     escape_label_value(&run.info.name)
                 );
-                labels.iter().for_each(|(label, v)| _ = write!(text, r#",{label}="{}""#, escape_label_value(v)));
+                labels
+                    .iter()
+                    .for_each(|(label, v)| _ = write!(text, r#",{label}="{}""#, escape_label_value(v)));
                 _ = writeln!(text, "}} {value:?}");
             }
         }

@@ -47,7 +47,8 @@ fn answer_log_list(dashboard: &Dashboard, request: &Request) -> Response {
 fn answer_log(dashboard: &Dashboard, request: &Request) -> Response {
     let number = |name: &str| request.parameter(name).and_then(|value| value.parse::<u64>().ok());
     let rank = number("rank").and_then(|rank| u32::try_from(rank).ok());
-    let path = list_requested_logs(dashboard, request).zip(rank).and_then(|(mut logs, rank)| logs.remove(&rank));
+    let path =
+        list_requested_logs(dashboard, request).zip(rank).and_then(|(mut logs, rank)| logs.remove(&rank));
     let Some(path) = path else { return Response::error(404, "no such log") };
     match read_log(dashboard.source(), &path, number("file").zip(number("end"))) {
         Ok(part) => Response::json(&part),
@@ -57,7 +58,9 @@ fn answer_log(dashboard: &Dashboard, request: &Request) -> Response {
 
 /// Answers with the lines of the logs that contain a text.
 fn answer_search(dashboard: &Dashboard, request: &Request) -> Response {
-    let Some(mut logs) = list_requested_logs(dashboard, request) else { return Response::error(404, "no such run") };
+    let Some(mut logs) = list_requested_logs(dashboard, request) else {
+        return Response::error(404, "no such run");
+    };
     if let Some(rank) = request.parameter("rank").and_then(|rank| rank.parse::<u32>().ok()) {
         logs.retain(|r, _| *r == rank);
     }
@@ -68,7 +71,10 @@ fn answer_search(dashboard: &Dashboard, request: &Request) -> Response {
 }
 
 /// Lists the log files of the run that a request names, by rank.
-fn list_requested_logs(dashboard: &Dashboard, request: &Request) -> Option<BTreeMap<u32, std::path::PathBuf>> {
+fn list_requested_logs(
+    dashboard: &Dashboard,
+    request: &Request,
+) -> Option<BTreeMap<u32, std::path::PathBuf>> {
     let run = dashboard.find_run(request.parameter("run")?)?;
     let directory = lock_ignoring_poison(&run).info.run_dir.join("logs");
     Some(list_logs(&directory))

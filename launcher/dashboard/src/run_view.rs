@@ -3,7 +3,7 @@ use crate::{
     event_log::EventLog,
     journal_line::{JournalLine, StepValues},
     rank_grid::{RankGrid, RankState},
-    run_numbers::{CheckpointSummary, RunProgress},
+    run_progress::{CheckpointSummary, RunProgress},
     series::Series,
 };
 use protocol::event::Event;
@@ -226,7 +226,9 @@ mod tests {
         view.add_journal_line(b"\0\0\0\0");
         view.add_journal_line(b"");
         assert_eq!(view.numbers.damaged_lines, 3);
-        view.add_journal_line(br#"{"event":"start","run":"r","run_dir":"/r","world":4294967295,"time":1e300}"#);
+        view.add_journal_line(
+            br#"{"event":"start","run":"r","run_dir":"/r","world":4294967295,"time":1e300}"#,
+        );
         assert_eq!(view.grid.world(), u32::MAX);
         (0..5000).for_each(|step| view.add_mark("reload", step, 0.0));
         assert_eq!(view.marks.len(), MAX_MARKS);

@@ -70,7 +70,11 @@ pub fn bind(dashboard: Arc<Dashboard>, port: u16) -> io::Result<BoundServer> {
     listener.set_nonblocking(true)?;
     let port = listener.local_addr()?.port();
     let streams = Arc::new(Semaphore::new(MAX_STREAMS));
-    Ok(BoundServer { listener, port, shared: ConnectionContext { dashboard, token: Token::create()?, streams } })
+    Ok(BoundServer {
+        listener,
+        port,
+        shared: ConnectionContext { dashboard, token: Token::create()?, streams },
+    })
 }
 
 impl BoundServer {
@@ -120,12 +124,14 @@ async fn serve_connection(mut stream: TcpStream, shared: ConnectionContext) -> i
         return send_response(&mut stream, &Response::error(error.status(), error), has_body).await;
     }
     if !matches!(request.method.as_str(), "GET" | "HEAD") {
-        return send_response(&mut stream, &Response::error(405, "only GET and HEAD are allowed"), has_body).await;
+        return send_response(&mut stream, &Response::error(405, "only GET and HEAD are allowed"), has_body)
+            .await;
     }
     if request.path == STREAM_PATH && has_body {
         return serve_stream(stream, shared, &request).await;
     }
-    let answer = spawn_blocking(move || routes::answer_request(&shared.dashboard, &shared.token, &request)).await;
+    let answer =
+        spawn_blocking(move || routes::answer_request(&shared.dashboard, &shared.token, &request)).await;
     let response = answer.unwrap_or_else(|_| Response::error(500, "internal error"));
     send_response(&mut stream, &response, has_body).await
 }

@@ -1,6 +1,6 @@
 //! [`TrackedRun`]: a run whose journal is read as it grows.
 use crate::{
-    chunked_lines::GrowingFileReader,
+    growing_file_reader::GrowingFileReader,
     journal_line::limit_value,
     log_files::read_log_ages,
     rank_grid::GridJson,

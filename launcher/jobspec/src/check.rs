@@ -9,9 +9,10 @@ mod train;
 use self::train::check_train;
 use crate::{
     env::is_probable_secret_name,
+    key_table::KEYS,
     keys::{
         decoder::JobDecoder,
-        info::{Condition, Rule},
+        key_info::{Condition, Rule},
     },
     secret_text::find_secret_option,
     spec::{
@@ -20,7 +21,6 @@ use crate::{
         job::JobSpec,
         run::VisibleDevices,
     },
-    table::KEYS,
 };
 use diagnostic::{Severity, codes::job as codes};
 
@@ -41,7 +41,8 @@ pub(crate) fn check_job(d: &mut JobDecoder, job: &JobSpec) {
 fn check_rules(d: &mut JobDecoder, job: &JobSpec) {
     let values = job.list_values();
     for key in KEYS.iter().filter(|key| !key.rules.is_empty()) {
-        let rule = key.rules.iter().filter(|rule| is_checkable(d, rule)).find(|rule| values.meets_conditions(rule));
+        let rule =
+            key.rules.iter().filter(|rule| is_checkable(d, rule)).find(|rule| values.meets_conditions(rule));
         let Some(rule) = rule.filter(|_| d.sources.is_key_given(&key.path)) else { continue };
         let (message, help) = (values.format_message(rule, &key.path), rule.format_help(key.name()));
         match rule.severity {
@@ -123,7 +124,10 @@ fn check_devices(d: &mut JobDecoder, job: &JobSpec) {
         d.report_error(codes::JOB_KEYS_CONFLICT, "cluster.master_port", message, "remove one of them");
     }
     let is_nccl = cluster.comm_backend == CommBackend::Nccl;
-    if d.are_keys_valid(&["cluster.devices", WORKERS_KEY, BACKEND_KEY]) && is_nccl && cluster.workers_per_gpu > 2 {
+    if d.are_keys_valid(&["cluster.devices", WORKERS_KEY, BACKEND_KEY])
+        && is_nccl
+        && cluster.workers_per_gpu > 2
+    {
         let message = format!(
             "`{BACKEND_KEY}: nccl` supports at most 2 workers on a GPU (1 before NCCL 2.30), `{WORKERS_KEY}` is {}",
             cluster.workers_per_gpu
@@ -136,7 +140,9 @@ fn check_devices(d: &mut JobDecoder, job: &JobSpec) {
 /// Warns about probable secrets, such as passwords, whose values the job itself contains: in
 /// variables of `run.env` and in arguments of `run.command`.
 fn warn_about_secrets(d: &mut JobDecoder, job: &JobSpec) {
-    for (name, _) in job.run.env.iter().filter(|(name, value)| is_probable_secret_name(name) && !value.is_empty()) {
+    for (name, _) in
+        job.run.env.iter().filter(|(name, value)| is_probable_secret_name(name) && !value.is_empty())
+    {
         d.report_warning(
             codes::JOB_SECRET_IN_FILE,
             &format!("run.env.{name}"),

@@ -4,8 +4,8 @@
 //! A deprecated name is not an alias. Aliases such as `nproc_per_node` are permanent, are listed in
 //! the table of keys, and cause no warning.
 use crate::{
+    key_table::{DEPRECATED_NAMES, DeprecatedName, canonicalize_key_path},
     keys::decoder::JobDecoder,
-    table::{DEPRECATED_NAMES, DeprecatedName, canonicalize_key_path},
     yaml::{
         scalar::resolve_scalar,
         source_map::join_key_path,

@@ -4,8 +4,8 @@
 //! first checkpoints used, which are the names in [`DEPRECATED`]. This module replaces these names
 //! by the present ones, for programs that read `launch plan --json`.
 use crate::{
+    key_table::{DEPRECATED_NAMES, DeprecatedName},
     spec::job::JobSpec,
-    table::{DEPRECATED_NAMES, DeprecatedName},
 };
 use serde_json::{Map, Value};
 

@@ -3,9 +3,10 @@
 pub(crate) mod choice;
 pub(crate) mod collections;
 pub(crate) mod decoder;
-pub(crate) mod info;
+pub(crate) mod job_values;
 pub(crate) mod key;
-pub(crate) mod names;
+pub(crate) mod key_info;
+pub(crate) mod nearest_name;
 pub(crate) mod numbers;
 pub(crate) mod record;
 pub(crate) mod schema;
@@ -13,4 +14,3 @@ pub(crate) mod section;
 pub(crate) mod text;
 pub(crate) mod units;
 pub(crate) mod value_type;
-pub(crate) mod values;

@@ -14,6 +14,7 @@ pub mod hosts;
 pub mod ids;
 mod input_file;
 mod key_json;
+mod key_table;
 mod keys;
 mod load;
 mod overrides;
@@ -23,12 +24,12 @@ mod reload;
 mod schema;
 mod secret_text;
 mod spec;
-mod table;
 mod yaml;
 
 pub use accelerators::{AcceleratorKind, AcceleratorTraits};
 pub use input_file::read_input_file;
-pub use keys::info::{Condition, KeyDefault, KeyInfo, Rule};
+pub use key_table::{DEPRECATED_NAMES, DeprecatedName, KEYS};
+pub use keys::key_info::{Condition, KeyDefault, KeyInfo, Rule};
 pub use load::{JobSource, load_job};
 pub use reference::update_reference;
 pub use reload::{ReloadChanges, ReloadTrainValues, ReloadValues, compare_jobs, list_key_values};
@@ -67,7 +68,6 @@ pub use spec::{
     },
     wrap::{RankSelection, WrapSpec},
 };
-pub use table::{DEPRECATED_NAMES, DeprecatedName, KEYS};
 pub use yaml::{
     document::{Document, DocumentItem, DocumentSyntax, DocumentValue},
     format::quote_yaml,

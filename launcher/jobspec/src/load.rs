@@ -2,14 +2,16 @@
 use crate::{
     check::check_job,
     deprecated,
+    key_table::{KEYS, canonicalize_key_path},
     keys::decoder::JobDecoder,
     overrides,
     spec::job::{JobSpec, make_job_name},
-    table::{KEYS, canonicalize_key_path},
     yaml::{
         parse::parse_yaml,
         source_map::{JobArgument, SourceMap},
-        text_file::{MAX_JOB_BYTES, check_characters, decode_utf8, file_error, read_limited_file, too_large_error},
+        text_file::{
+            MAX_JOB_BYTES, check_characters, decode_utf8, file_error, read_limited_file, too_large_error,
+        },
         value_error::ValueError,
     },
 };

@@ -1,7 +1,7 @@
 //! Applies `--set path=value` arguments to the YAML tree before the tree is decoded. The values are
 //! therefore checked like those in the file.
 use crate::{
-    table::canonicalize_key_path,
+    key_table::canonicalize_key_path,
     yaml::{
         parse::parse_yaml,
         source_map::{SourceMap, join_key_path},
@@ -99,7 +99,10 @@ fn parse_path(path: &str, source: u32) -> Result<Vec<(PathStep, SourceSpan)>, Va
             steps.push((PathStep::Index(number), span));
         }
         if steps.len() > MAX_PATH_STEPS {
-            return Err(invalid_override_error(span, format!("has a path of more than {MAX_PATH_STEPS} parts")));
+            return Err(invalid_override_error(
+                span,
+                format!("has a path of more than {MAX_PATH_STEPS} parts"),
+            ));
         }
     }
     Ok(steps)

@@ -1,6 +1,6 @@
 //! Prints a [`JobSpec`] as a job.yaml with every key, for `--dry-run`. A job that is loaded from
 //! this text equals the printed job.
-use crate::{keys::values::JobValues, spec::job::JobSpec, table::KEYS};
+use crate::{key_table::KEYS, keys::job_values::JobValues, spec::job::JobSpec};
 
 impl JobSpec {
     /// Formats the whole job as the text of a job.yaml. Leaves out keys that have no effect in this

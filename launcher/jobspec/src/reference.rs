@@ -1,7 +1,7 @@
 //! Generates the tables of docs/job.md from the declarations of keys.
 use crate::{
-    keys::info::{KeyDefault, KeyInfo, list_section_keys},
-    table::{DEPRECATED_NAMES, KEYS},
+    key_table::{DEPRECATED_NAMES, KEYS},
+    keys::key_info::{KeyDefault, KeyInfo, list_section_keys},
 };
 use std::fmt::Write as _;
 

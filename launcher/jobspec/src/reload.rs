@@ -2,8 +2,8 @@
 //! change while the job runs.
 use crate::{
     ids::Rank,
+    key_table::KEYS,
     spec::{checkpoint::SaveInterval, job::JobSpec, schedule::ScheduleSpec},
-    table::KEYS,
 };
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};

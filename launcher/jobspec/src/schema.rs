@@ -1,7 +1,7 @@
 //! The JSON Schema of job.yaml, with which editors complete and check jobs.
 use crate::{
-    keys::schema::{describe_value_at_path, describe_object},
-    table::KEYS,
+    key_table::KEYS,
+    keys::schema::{describe_object, describe_value_at_path},
 };
 use serde_json::{Value, json};
 
@@ -12,7 +12,8 @@ pub fn build_schema() -> Value {
     schema["$schema"] = json!("https://json-schema.org/draft/2020-12/schema");
     schema["title"] = json!("job.yaml of launch");
     // A job contains exactly one of a program and the built-in training.
-    schema["oneOf"] = json!([describe_value_at_path("run.command", json!({})), describe_value_at_path("train", json!({}))]);
+    schema["oneOf"] =
+        json!([describe_value_at_path("run.command", json!({})), describe_value_at_path("train", json!({}))]);
     let data = &mut schema["properties"]["train"]["properties"]["data"];
     data["anyOf"] = json!([{"required": ["files"]}, {"required": ["mixture"]}]);
     schema["properties"]["train"]["required"] = json!(["data"]);

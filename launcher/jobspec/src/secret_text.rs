@@ -66,7 +66,8 @@ fn hide_secrets_in_word(word: &str) -> String {
 pub(crate) fn find_secret_option<S: AsRef<str>>(words: &[S]) -> Option<&str> {
     let position = (0..words.len()).find(|&i| {
         let word = words[i].as_ref();
-        is_value_of_secret_option(words, i + 1) || (word.starts_with('-') && hide_secrets_in_word(word) != *word)
+        is_value_of_secret_option(words, i + 1)
+            || (word.starts_with('-') && hide_secrets_in_word(word) != *word)
     });
     position.map(|i| words[i].as_ref().split('=').next().unwrap_or_default())
 }
@@ -83,7 +84,9 @@ pub fn is_value_of_secret_option<S: AsRef<str>>(words: &[S], position: usize) ->
 fn is_secret_option(word: &str) -> bool {
     let name = word.trim_start_matches('-').replace('-', "_").to_ascii_uppercase();
     let ends_with_any = |ends: &[&str]| ends.iter().any(|end| name.ends_with(end));
-    word.starts_with('-') && ends_with_any(&SECRET_OPTION_SUFFIXES) && !ends_with_any(&TOKENIZER_OPTION_SUFFIXES)
+    word.starts_with('-')
+        && ends_with_any(&SECRET_OPTION_SUFFIXES)
+        && !ends_with_any(&TOKENIZER_OPTION_SUFFIXES)
 }
 
 /// Returns whether a word may be a secret, that is, neither an option nor a variable such as

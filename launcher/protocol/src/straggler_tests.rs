@@ -106,7 +106,9 @@ fn a_quota_that_stops_a_rank_in_some_of_its_short_steps_is_found() {
 #[test]
 fn both_ranks_of_a_slow_host_lead_to_one_report() {
     let mut noise = Noise(7);
-    let changes = run_detector(6, 300, |_, rank| (if rank >= 4 { 1.4 } else { 1.0 }) * (1.0 + 0.02 * noise.next_fraction()));
+    let changes = run_detector(6, 300, |_, rank| {
+        (if rank >= 4 { 1.4 } else { 1.0 }) * (1.0 + 0.02 * noise.next_fraction())
+    });
     assert_eq!(changes.len(), 1);
     assert!(changes[0].is_slow && changes[0].rank >= 4);
 }

@@ -64,8 +64,8 @@ impl WorkerStatus {
             Cow::Owned(text.trim_end_matches('\0').to_owned())
         };
         let (version, attempt) = (number(0) as u32, (number(0) >> 32) as u32);
-        let is_valid =
-            version == ENCODING_VERSION && number(CHECKSUM_OFFSET) == u64::from(crc32c::crc32c(&bytes[..CHECKSUM_OFFSET]));
+        let is_valid = version == ENCODING_VERSION
+            && number(CHECKSUM_OFFSET) == u64::from(crc32c::crc32c(&bytes[..CHECKSUM_OFFSET]));
         is_valid.then(|| WorkerStatus {
             attempt,
             step: number(8),

@@ -208,7 +208,8 @@ pub(super) async fn send_request_to_agent(
             Diagnostic::error(host::AGENT_UNREACHABLE, message).with_subject(&request.host).with_cause(error),
         )
     };
-    let found = connect_to_agent_socket(&request.key, &request.run, &request.host).map_err(|error| failed(&error))?;
+    let found =
+        connect_to_agent_socket(&request.key, &request.run, &request.host).map_err(|error| failed(&error))?;
     let stream = found.ok_or(AttachRejection::NoAgent)?;
     let connect = async {
         let stream = UnixStream::from_std(stream)?;

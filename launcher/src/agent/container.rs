@@ -153,9 +153,9 @@ impl<'a> WorkerContainer<'a> {
             .filter(|(name, _)| APPTAINER_REPLACED_VARIABLES.contains(&name.as_str()))
             .cloned()
             .collect();
-        worker
-            .env
-            .extend(replaced.into_iter().map(|(name, value)| (APPTAINER_VARIABLE_PREFIX.to_owned() + &name, value)));
+        worker.env.extend(
+            replaced.into_iter().map(|(name, value)| (APPTAINER_VARIABLE_PREFIX.to_owned() + &name, value)),
+        );
         self.append_job_options_and_image(words)
     }
 

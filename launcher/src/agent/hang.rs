@@ -77,7 +77,8 @@ pub(super) fn collect_evidence(request: EvidenceRequest) -> Vec<RankEvidence> {
     let begin = Instant::now();
     let directory = hook_directory.as_deref();
     let find = |worker: HangingWorker| {
-        let process = directory.and_then(|directory| HookProcess::find_for_rank(directory, worker.rank, &worker.tree));
+        let process =
+            directory.and_then(|directory| HookProcess::find_for_rank(directory, worker.rank, &worker.tree));
         let pid = process.as_ref().map_or(worker.pid, |process| process.pid());
         ObservedWorker { pid, process, thread: MainThread::observe(pid), answer: None, worker }
     };
@@ -89,7 +90,8 @@ pub(super) fn collect_evidence(request: EvidenceRequest) -> Vec<RankEvidence> {
         for subject in subjects.iter_mut().filter(|s| s.answer.is_none()) {
             subject.answer = subject.process.as_ref().and_then(HookProcess::read_answer);
         }
-        let is_waiting = |s: &ObservedWorker| s.answer.is_none() && s.process.is_some() && !s.thread.is_stopped();
+        let is_waiting =
+            |s: &ObservedWorker| s.answer.is_none() && s.process.is_some() && !s.thread.is_stopped();
         let elapsed = begin.elapsed();
         let may_end = !subjects.iter().any(is_waiting) || elapsed >= ANSWER_TIMEOUT;
         if may_end && elapsed >= CPU_TIME_WINDOW {

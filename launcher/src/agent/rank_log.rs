@@ -201,7 +201,9 @@ mod tests {
         let (warned, warnings) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
             let mut log = create_log(full, 1 << 20);
-            log.append(b"text\n", &WriteRetrySwitch::default(), |warning| _ = warned.send(warning.to_string()));
+            log.append(b"text\n", &WriteRetrySwitch::default(), |warning| {
+                _ = warned.send(warning.to_string())
+            });
         });
         let warning = warnings.recv().expect("a warning");
         assert!(warnings.recv_timeout(Duration::from_millis(200)).is_err(), "one warning");

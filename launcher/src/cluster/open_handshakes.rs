@@ -35,7 +35,10 @@ impl OpenHandshakes {
         let address = if self.count_connections_from(peer) >= MAX_CONNECTIONS_PER_ADDRESS {
             peer
         } else if self.connections.len() >= self.limit {
-            self.connections.iter().map(|(address, _)| *address).max_by_key(|address| self.count_connections_from(*address))?
+            self.connections
+                .iter()
+                .map(|(address, _)| *address)
+                .max_by_key(|address| self.count_connections_from(*address))?
         } else {
             return None;
         };

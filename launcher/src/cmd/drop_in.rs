@@ -25,7 +25,7 @@ use crate::{
 use clap::Args;
 use diagnostic::{Category, Diagnostic, codes::command};
 use jobspec::{AcceleratorKind, Document, DocumentSyntax, env, read_input_file};
-use original_program::{find_python, exec_original_program};
+use original_program::{exec_original_program, find_python};
 use protocol::control::HostInventory;
 use std::{
     collections::BTreeMap,

@@ -1,7 +1,7 @@
 //! [`NodeRole`]: whether this process runs a job alone, controls the nodes that join, or is one of
 //! these nodes. The options and the environment variables of the process decide.
 use super::prepare::{JobRequest, LoadedJob};
-use crate::cluster::{NodeEnvironment, find_cluster, detect_node_environment, is_own_address};
+use crate::cluster::{NodeEnvironment, detect_node_environment, find_cluster, is_own_address};
 use clap::Args;
 use diagnostic::{Diagnostic, codes::host};
 use jobspec::{

@@ -7,7 +7,7 @@ use super::{
     prepare::{JobArgs, JobRequest, PreparedJob, prepare_job},
 };
 use crate::{
-    agent::{activation::activate_environments, environment_changes::EnvironmentChanges},
+    agent::{environment_activation::activate_environments, environment_changes::EnvironmentChanges},
     cluster::{self, HostTarget},
     format::{format_ranges, format_rank_label, format_table, quote_shell_words},
     plan::MemoryCopyCost,
@@ -248,7 +248,8 @@ fn format_rank_rows(p: &PreparedJob) -> Vec<Vec<String>> {
 /// shown as `(by rank)`. A secret is shown only by its source.
 fn format_environment(p: &PreparedJob) -> String {
     let mut text = "environment of each worker:\n".to_owned();
-    let workers: Vec<_> = list_workers_with_hosts(p).map(|(_, worker)| add_master_variables(p, worker)).collect();
+    let workers: Vec<_> =
+        list_workers_with_hosts(p).map(|(_, worker)| add_master_variables(p, worker)).collect();
     let Some(first) = workers.first() else { return text };
     for (name, value) in first {
         let differs = workers.iter().any(|env| !env.contains(&(name.clone(), value.clone())));

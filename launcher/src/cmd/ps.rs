@@ -6,7 +6,7 @@ use super::{
 use crate::{
     clock::read_unix_time_ms,
     format::format_table,
-    runs::{self, RunLossReason, Run, RunFilter, RunState},
+    runs::{self, Run, RunFilter, RunLossReason, RunState},
 };
 use clap::Args;
 use diagnostic::{Diagnostic, codes::command, quantity::format_duration, terminal_text::filter_line};

@@ -2,7 +2,7 @@
 use super::{context::CommandContext, ps::resolve_run};
 use crate::{
     report::command_output,
-    runs::{self, RunLossReason, ProcessHandle, RunFilter, RunState},
+    runs::{self, ProcessHandle, RunFilter, RunLossReason, RunState},
 };
 use clap::Args;
 use diagnostic::{Diagnostic, codes::command};

@@ -23,7 +23,11 @@ pub(crate) struct ControllerEvents {
 impl ControllerEvents {
     /// Continues the numbering after the event with the number `newest`. `unstored` are the events
     /// of earlier controllers that the journal lacks, oldest first.
-    pub(crate) fn continue_numbering_after(&mut self, newest: u64, unstored: impl Iterator<Item = UnstoredEvent>) {
+    pub(crate) fn continue_numbering_after(
+        &mut self,
+        newest: u64,
+        unstored: impl Iterator<Item = UnstoredEvent>,
+    ) {
         self.newest = newest;
         unstored.for_each(|event| self.push_unstored(event));
     }

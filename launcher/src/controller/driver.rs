@@ -18,6 +18,7 @@ mod status;
 mod takeover;
 
 use super::{
+    attempt_preparation::{AttemptPreparation, HostInventories, PlanningAttempt},
     controller_events::ControllerEvents,
     controller_identity::ControllerIdentity,
     core::{
@@ -29,7 +30,6 @@ use super::{
     hostfile::FilteredHostfile,
     job_file::JobFile,
     journal::{Journal, JournalSummary, StoredReportReceiver},
-    preparation::{AttemptPreparation, HostInventories, PlanningAttempt},
     run_request::{AttachOptions, ResumePreparer, RunOptions, RunRequest},
     run_status::StatusKeeper,
     signals::SignalReceiver,

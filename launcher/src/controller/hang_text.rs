@@ -25,7 +25,10 @@ pub(super) fn describe_verdict(verdict: &HangVerdict) -> String {
             format_ranks_with_noun(&undetermined)
         )],
         HangKind::NotEntered => {
-            vec![format!("{} {has} not entered {collective}, in which {waiting}", format_ranks_with_noun(&not_entered))]
+            vec![format!(
+                "{} {has} not entered {collective}, in which {waiting}",
+                format_ranks_with_noun(&not_entered)
+            )]
         }
         HangKind::DifferentOrder => {
             vec![format!("ranks have called different collectives: {}", list_calls(verdict))]
@@ -41,7 +44,10 @@ pub(super) fn describe_verdict(verdict: &HangVerdict) -> String {
     };
     clauses.extend(join_items(&verdict.not_entered, |place| place.to_string()));
     if verdict.kind == HangKind::NotEntered && !not_entered.is_empty() && !undetermined.is_empty() {
-        clauses.push(format!("unknown whether {} {undetermined_has} entered it", format_ranks_with_noun(&undetermined)));
+        clauses.push(format!(
+            "unknown whether {} {undetermined_has} entered it",
+            format_ranks_with_noun(&undetermined)
+        ));
     }
     clauses.extend(join_items(&verdict.undetermined, |place| place.to_string()));
     let faults = join_items(&verdict.gpu_faults, RankGpuFault::to_string);

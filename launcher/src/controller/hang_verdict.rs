@@ -168,7 +168,10 @@ fn strip_backend(operation: &str) -> &str {
 }
 
 /// Returns the entry about a pending collective in the flight recorder of a rank.
-fn find_recorder_entry<'a>(p: &PendingCollective<'_>, evidence: &'a RankEvidence) -> Option<&'a CollectiveEntry> {
+fn find_recorder_entry<'a>(
+    p: &PendingCollective<'_>,
+    evidence: &'a RankEvidence,
+) -> Option<&'a CollectiveEntry> {
     evidence.entries.iter().find(|e| e.group == p.group && e.seq == p.seq && !e.p2p)
 }
 

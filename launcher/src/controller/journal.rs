@@ -196,7 +196,10 @@ impl Journal {
 
     /// Calls `work` on the journal's thread, with the open files of the journal and a function that
     /// records an error. Does nothing if the files are not open.
-    fn run_with_files(&self, work: impl FnOnce(&mut JournalFiles, &mut dyn FnMut(&io::Error)) + Send + 'static) {
+    fn run_with_files(
+        &self,
+        work: impl FnOnce(&mut JournalFiles, &mut dyn FnMut(&io::Error)) + Send + 'static,
+    ) {
         let (files, error) = (self.files.clone(), self.error.clone());
         self.thread.enqueue_job(0, move || {
             let set_error = |text| *error.lock().unwrap_or_else(PoisonError::into_inner) = text;

@@ -266,7 +266,9 @@ mod tests {
 
     fn complete(keeper: &mut StatusKeeper, mut event: Event) -> StragglerReport {
         let gpu = Some(rank_gpu(&event));
-        keeper.complete_straggler_event(&mut event, |rank| Some(RankPlacement { host: format!("node-{rank}"), gpu }));
+        keeper.complete_straggler_event(&mut event, |rank| {
+            Some(RankPlacement { host: format!("node-{rank}"), gpu })
+        });
         match event {
             Event::Straggler(report) => *report,
             other => panic!("{other:?}"),

@@ -1,7 +1,7 @@
 //! [`discover_accelerators`]: finds the accelerators of this machine from files of their drivers,
 //! without loading a library of a vendor.
 mod amd;
-mod device_tree;
+mod device_files;
 mod discovered;
 mod intel;
 mod mig_uuids;
@@ -12,7 +12,7 @@ mod tests;
 
 pub(super) use discovered::DiscoveredAccelerators;
 
-use device_tree::DeviceFiles;
+use device_files::DeviceFiles;
 use jobspec::AcceleratorKind;
 use mig_uuids::{MigUuids, read_mig_uuids};
 use nix::unistd::{AccessFlags, access};
@@ -60,8 +60,9 @@ fn discover_in_tree(
     numbered_nodes::list_hpus(tree, &mut found);
     numbered_nodes::list_neuron_cores(tree, variable, &mut found);
     found.accelerators.truncate(MAX_ACCELERATORS);
-    let select_other =
-        |name: String| UNSUPPORTED_DEVICE_PREFIXES.iter().any(|prefix| is_unsupported_device(&name, prefix)).then_some(name);
+    let select_other = |name: String| {
+        UNSUPPORTED_DEVICE_PREFIXES.iter().any(|prefix| is_unsupported_device(&name, prefix)).then_some(name)
+    };
     found.has_other_devices = !tree.select_entries("dev", select_other).is_empty();
     found
 }

@@ -30,8 +30,10 @@ pub(super) fn read_cgroup_limits(root: &Path) -> CgroupLimits {
         let mount = root.join("sys/fs/cgroup");
         if controllers.is_empty() {
             for directory in list_group_and_parents(&mount, group) {
-                limits
-                    .apply_lower_limits(read_cpu_quota_v2(&directory), read_number(&directory.join("memory.max")));
+                limits.apply_lower_limits(
+                    read_cpu_quota_v2(&directory),
+                    read_number(&directory.join("memory.max")),
+                );
             }
         } else if has("cpu") {
             // Inside a container the path of the group may be invisible. The root of the mount is
@@ -113,7 +115,8 @@ pub(crate) fn read_memory_usage(root: &Path) -> Option<(u64, u64)> {
             _ => return None,
         };
         let of_directory = |directory: &PathBuf| {
-            let limit = read_number(&directory.join(limit)).filter(|bytes| *bytes < MIN_UNLIMITED_BYTES_V1)?;
+            let limit =
+                read_number(&directory.join(limit)).filter(|bytes| *bytes < MIN_UNLIMITED_BYTES_V1)?;
             Some((limit, read_number(&directory.join(used))?))
         };
         list_group_and_parents(&mount, group).iter().filter_map(of_directory).min()

@@ -10,7 +10,8 @@ pub fn discover_local_host() -> io::Result<HostInventory> {
     let shm = nix::sys::statvfs::statvfs("/dev/shm").map_or(0, |fs| fs.blocks() * fs.fragment_size());
     let variable = |name: &str| std::env::var(name).ok();
     let mut found = discover_host_below(Path::new("/"), &variable)?;
-    if let Some(simulated) = accelerators::parse_simulated_accelerators(variable(env::LAUNCH_GPUS).as_deref()) {
+    if let Some(simulated) = accelerators::parse_simulated_accelerators(variable(env::LAUNCH_GPUS).as_deref())
+    {
         (found.accelerators, found.has_other_devices) = (simulated, false);
     }
     let reached_address = variable(env::SSH_CONNECTION).and_then(|text| parse_reached_address(&text));
@@ -32,8 +33,10 @@ fn discover_host_below(root: &Path, variable: &dyn Fn(&str) -> Option<String>) -
         )
     })?;
     let limits = cgroup::read_cgroup_limits(root);
-    let installed =
-        read_file_below_root(root, "proc/meminfo").ok().and_then(|text| parse_total_memory(&text)).unwrap_or(0);
+    let installed = read_file_below_root(root, "proc/meminfo")
+        .ok()
+        .and_then(|text| parse_total_memory(&text))
+        .unwrap_or(0);
     let memory = match limits.memory {
         Some(limit) if installed == 0 || limit < installed => limit,
         _ => installed,

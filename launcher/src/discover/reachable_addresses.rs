@@ -12,7 +12,8 @@ pub(crate) fn find_reachable_addresses(
 ) -> Vec<IpAddr> {
     let is_usable = |a: &&InterfaceAddress| !a.address.is_loopback() && is_routable(a.address);
     if let InterfaceSelector::Named(_) = interface {
-        let selected = known.iter().filter(is_usable).filter(|a| interface.allows_address(&a.interface, a.address));
+        let selected =
+            known.iter().filter(is_usable).filter(|a| interface.allows_address(&a.interface, a.address));
         let selected: Vec<IpAddr> = selected.map(|a| a.address).collect();
         if !selected.is_empty() {
             return selected;

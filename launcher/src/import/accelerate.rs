@@ -6,12 +6,12 @@ mod arguments;
 mod conversion;
 mod distributed_type;
 pub(super) mod drop_in;
-mod env;
 mod merged_config;
+mod worker_environment;
 
 use super::{
-    draft::{ImportedJob, JobDraft},
     import_options::{ImportErrors, ImportOptions, note_unnamed_hosts, set_command, set_hostfile},
+    job_draft::{ImportedJob, JobDraft},
     remaining_keys::RemainingKeys,
 };
 use diagnostic::{Diagnostic, Location, codes::command};
@@ -58,7 +58,7 @@ pub(crate) fn convert_accelerate_config(
     let named = has_mpi_hostfile || context.hostfile.is_some();
     let machines = set_processes(&mut draft, &mut keys, kind, cpu, named);
     set_master_port(&mut draft, &mut keys);
-    let names_hosts = env::set_environment(&mut draft, &mut keys, kind, cpu);
+    let names_hosts = worker_environment::set_environment(&mut draft, &mut keys, kind, cpu);
     if machines > 1 && !named && !names_hosts {
         note_unnamed_hosts(&mut draft, "num_machines", machines);
     }

@@ -9,8 +9,8 @@ mod unsupported_keys;
 mod zero;
 
 use super::{
-    draft::{ImportedJob, JobDraft},
     import_options::{ImportErrors, ImportOptions, build_python_command, count_slots, set_hostfile},
+    job_draft::{ImportedJob, JobDraft},
     remaining_keys::RemainingKeys,
     value_text,
 };

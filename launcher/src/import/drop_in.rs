@@ -4,8 +4,8 @@
 //! In contrast to an import, an option that a drop-in command cannot convert is an error.
 use super::{
     command_line::CommandLine,
-    draft::{ImportNote, ImportedJob, JobDraft, NoteKind},
     import_options::ImportErrors,
+    job_draft::{ImportNote, ImportedJob, JobDraft, NoteKind},
     value_text::format_yaml_list,
 };
 use diagnostic::{Diagnostic, codes::command};
@@ -73,7 +73,12 @@ impl ProgramForm {
 }
 
 /// Creates the error that the option `option` of `program`, such as `--tpu`, cannot be honoured.
-pub(super) fn create_unsupported_option_error(program: &str, option: &str, reason: impl AsRef<str>, help: &str) -> Diagnostic {
+pub(super) fn create_unsupported_option_error(
+    program: &str,
+    option: &str,
+    reason: impl AsRef<str>,
+    help: &str,
+) -> Diagnostic {
     let message = format!("launch does not support `{option}` of {program}: {}", reason.as_ref());
     let error = Diagnostic::error(command::DROP_IN_UNSUPPORTED, message).with_subject(option);
     if help.is_empty() { error } else { error.with_help(help) }
@@ -208,7 +213,9 @@ pub(super) fn set_console_ranks(
         Some(text) => {
             let ranks: Option<Vec<i64>> = text.split(',').map(|rank| rank.trim().parse().ok()).collect();
             let reason = || format!("`{}` is not a list of ranks such as 0,1", text.escape_debug());
-            Some(ranks.ok_or_else(|| create_unsupported_option_error(program, "--local-ranks-filter", reason(), ""))?)
+            Some(ranks.ok_or_else(|| {
+                create_unsupported_option_error(program, "--local-ranks-filter", reason(), "")
+            })?)
         }
     };
     let chosen = tee.iter().chain(&redirects).any(|streams| *streams != 0);
@@ -272,6 +279,8 @@ pub(super) fn finish_drop_in(
     };
     let (unsupported, notes): (Vec<ImportNote>, Vec<ImportNote>) =
         job.notes.into_iter().partition(|note| note.kind == NoteKind::NotConverted);
-    errors.extend(unsupported.iter().map(|note| create_unsupported_option_error(program, &note.key, &note.text, "")));
+    errors.extend(
+        unsupported.iter().map(|note| create_unsupported_option_error(program, &note.key, &note.text, "")),
+    );
     if errors.is_empty() { Ok(ImportedJob { job: job.job, notes, nodes: None }) } else { Err(errors) }
 }

@@ -1,6 +1,6 @@
 //! [`ImportOptions`]: the options of an import, and the hosts and the program that follow from
 //! them.
-use super::{draft::JobDraft, value_text};
+use super::{job_draft::JobDraft, value_text};
 use diagnostic::Diagnostic;
 use jobspec::hosts::{self, HostfileError};
 use std::path::Path;

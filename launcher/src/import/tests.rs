@@ -1,6 +1,6 @@
 //! Golden tests of imports. Each input in tests/import is converted, and the job and the notes are
 //! compared with golden files. `UPDATE_EXPECTED=1` rewrites the golden files.
-use super::{draft::NoteKind, import_options::ImportErrors, *};
+use super::{import_options::ImportErrors, job_draft::NoteKind, *};
 use diagnostic::{Diagnostic, codes::command};
 use jobspec::{Document, DocumentSyntax, JobSource, JobSpec};
 use std::{

@@ -4,8 +4,8 @@ pub(super) mod drop_in;
 
 use super::command_line::{CommandLine, CommandLineError};
 use super::{
-    draft::{ImportedJob, JobDraft},
     import_options::{ImportErrors, ImportOptions, note_unnamed_hosts, set_hostfile},
+    job_draft::{ImportedJob, JobDraft},
     value_text,
 };
 use arguments::parse_torchrun_args;
@@ -210,7 +210,9 @@ fn set_restarts_and_signals(draft: &mut JobDraft, given: &mut CommandLine) {
     if let Some(port) = given.take_last_value("master-port").filter(|port| port != "0") {
         draft.set_imported("--master-port", "cluster.master_port", value_text::format_whole_number(&port));
     }
-    let Some(signals) = given.take_last_value("signals-to-handle").filter(|s| s != DEFAULT_SIGNALS) else { return };
+    let Some(signals) = given.take_last_value("signals-to-handle").filter(|s| s != DEFAULT_SIGNALS) else {
+        return;
+    };
     for signal in
         signals.split(',').map(str::trim).filter(|s| !DEFAULT_SIGNALS.split(',').any(|default| default == *s))
     {

@@ -127,7 +127,9 @@ impl Batch {
 
 /// Formats tags as JSON. Shortens long values.
 pub(super) fn format_tags(tags: &BTreeMap<String, String>) -> Vec<Value> {
-    tags.iter().map(|(key, value)| json!({"key": key, "value": shorten_to_bytes(value, MAX_TAG_BYTES)})).collect()
+    tags.iter()
+        .map(|(key, value)| json!({"key": key, "value": shorten_to_bytes(value, MAX_TAG_BYTES)}))
+        .collect()
 }
 
 /// Formats the parameters of a run as the bodies of requests to `runs/log-batch`. Shortens long

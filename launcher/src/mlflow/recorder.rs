@@ -1,6 +1,6 @@
 //! [`MlflowRecorder`]: the thread that records a run with MLflow while the run continues.
 use super::{
-    run_recorder::{SendProgress, RecordError, RecordedRun, RunRecorder},
+    run_recorder::{RecordError, RecordedRun, RunRecorder, SendProgress},
     settings::MlflowSettings,
 };
 use diagnostic::quantity::format_duration;
@@ -165,7 +165,9 @@ impl Outage {
 
     /// Returns the pause before the next request.
     fn retry_pause(&self) -> Duration {
-        FIRST_RETRY_PAUSE.saturating_mul(1 << self.failures.saturating_sub(1).min(16)).min(LONGEST_RETRY_PAUSE)
+        FIRST_RETRY_PAUSE
+            .saturating_mul(1 << self.failures.saturating_sub(1).min(16))
+            .min(LONGEST_RETRY_PAUSE)
     }
 }
 

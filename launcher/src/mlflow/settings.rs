@@ -78,7 +78,8 @@ fn resolve_settings(
     let token = variable(MLFLOW_TRACKING_TOKEN);
     let is_insecure = variable(MLFLOW_TRACKING_INSECURE_TLS);
     let certificates = variable(MLFLOW_TRACKING_SERVER_CERT_PATH).map(PathBuf::from);
-    let unsupported = UNSUPPORTED_MLFLOW_VARIABLES.iter().filter(|name| read(name).is_some_and(|v| !v.is_empty()));
+    let unsupported =
+        UNSUPPORTED_MLFLOW_VARIABLES.iter().filter(|name| read(name).is_some_and(|v| !v.is_empty()));
     errors.extend(unsupported.map(|name| {
         build_variable_error(name, "is not supported")
             .with_help("use MLFLOW_TRACKING_TOKEN, or a user name and a password")
@@ -184,7 +185,9 @@ mod tests {
         let mut messages = vec![resolve(None, &[]).expect_err("no address")];
         messages.push(resolve(None, &[(MLFLOW_TRACKING_URI, "http://me:secret@h")]).expect_err("a password"));
         messages.push(resolve(None, &[(MLFLOW_TRACKING_URI, "sqlite:///m.db")]).expect_err("no server"));
-        messages.push(resolve(Some("http://a"), &[(UNSUPPORTED_MLFLOW_VARIABLES[1], "x")]).expect_err("unsupported"));
+        messages.push(
+            resolve(Some("http://a"), &[(UNSUPPORTED_MLFLOW_VARIABLES[1], "x")]).expect_err("unsupported"),
+        );
         messages.push(resolve(Some("http://a"), &[(MLFLOW_TRACKING_TOKEN, "a\nb")]).expect_err("two lines"));
         assert!(!format!("{messages:?}").contains("secret"), "{messages:?}");
         assert!(messages.iter().all(|errors| errors.len() == 1), "{messages:?}");

@@ -61,7 +61,11 @@ impl<'a> AcceleratorPool<'a> {
 
     /// Returns the names of the accelerators with the numbers `numbers`. Fails if there is no such
     /// accelerator, unless the accelerators of the host are `unknown`.
-    pub(super) fn list_names_of_numbers(&self, numbers: &[u32], unknown: bool) -> diagnostic::Result<Vec<String>> {
+    pub(super) fn list_names_of_numbers(
+        &self,
+        numbers: &[u32],
+        unknown: bool,
+    ) -> diagnostic::Result<Vec<String>> {
         if unknown {
             return Ok(numbers.iter().map(u32::to_string).collect());
         }

@@ -160,7 +160,8 @@ fn built_in_workers_have_a_gpu_each_unless_they_share() {
     let gpus = select_accelerators(&job, &inventory).expect("GPUs");
     assert_eq!(gpus.worker_capacity(), 4);
     assert!(
-        gpus.check_worker_count(&job, 4, &inventory).is_ok() && gpus.check_worker_count(&job, 5, &inventory).is_err()
+        gpus.check_worker_count(&job, 4, &inventory).is_ok()
+            && gpus.check_worker_count(&job, 5, &inventory).is_err()
     );
     job.cluster.devices = DeviceSelection::Auto;
     assert_eq!(select_accelerators(&job, &inventory).expect("no GPU").count(), 0);
@@ -224,7 +225,10 @@ fn each_kind_has_its_variable() {
         &build_host(AcceleratorKind::Npu, 2, &[]),
     )
     .expect("NPUs");
-    assert_eq!((npu.device_label_of_worker(1), npu.device_label_of_worker(2)), ("npu 1".to_owned(), "cpu".to_owned()));
+    assert_eq!(
+        (npu.device_label_of_worker(1), npu.device_label_of_worker(2)),
+        ("npu 1".to_owned(), "cpu".to_owned())
+    );
 }
 
 /// Checks that variables of the user restrict each kind, with the numbering of its runtime.
@@ -322,10 +326,16 @@ fn a_mixed_host_needs_a_choice() {
     let job = job_with_devices(DeviceSelection::Auto);
     assert!(auto.check_worker_count(&job, 3, &mixed).is_ok(), "the program chooses");
     assert!(!auto.computes_on_cpus());
-    assert_eq!((auto.device_label_of_worker(0), auto.build_env(VisibleDevices::All, 0)), ("unknown".into(), vec![]));
+    assert_eq!(
+        (auto.device_label_of_worker(0), auto.build_env(VisibleDevices::All, 0)),
+        ("unknown".into(), vec![])
+    );
     let mut one = job;
     one.run.visible_devices = VisibleDevices::One;
-    assert_eq!(auto.check_worker_count(&one, 1, &mixed).expect_err("mixed").code(), codes::ACCELERATORS_MIXED);
+    assert_eq!(
+        auto.check_worker_count(&one, 1, &mixed).expect_err("mixed").code(),
+        codes::ACCELERATORS_MIXED
+    );
     assert_eq!(select(DeviceSelection::List(vec![0])).expect_err("mixed").code(), codes::ACCELERATORS_MIXED);
     let chosen = |devices| select(devices).expect("a kind").count();
     assert_eq!(chosen(DeviceSelection::Cuda), 2);

@@ -118,9 +118,11 @@ fn build_framework_defaults(
 /// launcher, or whether the job or the user's environment contains a setting of DeepSpeed.
 fn uses_deepspeed(run: &RunSpec, inventory: &HostInventory) -> bool {
     let is_setting = |(name, value): &(String, String)| {
-        env::ACCELERATE_DEEPSPEED_VARIABLES.contains(&name.as_str()) && !matches!(value.as_str(), "" | "false")
+        env::ACCELERATE_DEEPSPEED_VARIABLES.contains(&name.as_str())
+            && !matches!(value.as_str(), "" | "false")
     };
-    let is_reference = run.env_from.iter().any(|(name, _)| env::ACCELERATE_DEEPSPEED_VARIABLES.contains(&name.as_str()));
+    let is_reference =
+        run.env_from.iter().any(|(name, _)| env::ACCELERATE_DEEPSPEED_VARIABLES.contains(&name.as_str()));
     let is_given = run.env.iter().chain(&inventory.inherited_env).any(is_setting);
     run.local_rank_argument || is_reference || is_given
 }

@@ -112,7 +112,9 @@ pub(super) const CASES: &[Case] = &[
     case_with_command_line("torchrun --nproc-per-node=2 dump.py --arg1 --arg2=3 x"),
     case_with_command_line("torchrun --nproc_per_node 2 dump.py -- --nnodes 3"),
     case_with_command_line("torchrun --standalone --nnodes=1 --nproc-per-node=2 dump.py"),
-    case_with_command_line("torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 --nnodes=1 --nproc-per-node=2 dump.py"),
+    case_with_command_line(
+        "torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 --nnodes=1 --nproc-per-node=2 dump.py",
+    ),
     Case {
         line: "torchrun --nnodes=1:1 --nproc-per-node=2 --max-restarts=3 --rdzv-id=100 --rdzv-backend=c10d dump.py",
         variables: &[],
@@ -132,7 +134,9 @@ pub(super) const CASES: &[Case] = &[
     case_with_variables("torchrun --nproc-per-node 2 dump.py", &[("EXIT_CODE", "7")]),
     case_with_variables("torchrun --nproc-per-node 2 dump.py", &[("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")]),
     case_with_command_line("accelerate launch --cpu dump.py --lr 1"),
-    case_with_command_line("accelerate launch --cpu --num_processes 1 --num-machines 1 --mixed-precision bf16 dump.py"),
+    case_with_command_line(
+        "accelerate launch --cpu --num_processes 1 --num-machines 1 --mixed-precision bf16 dump.py",
+    ),
     case_with_command_line("accelerate launch --cpu --num_processes 2 dump.py"),
     case_with_command_line("accelerate launch --num_processes 1 --cpu -m dump x"),
     case_with_command_line("accelerate launch --cpu --no_python ./dump.sh x"),
@@ -142,7 +146,9 @@ pub(super) const CASES: &[Case] = &[
     case_with_variables("accelerate launch --cpu dump.py", &[("RANK", "5"), ("MASTER_PORT", "1234")]),
     case_with_variables("accelerate launch --cpu dump.py", &[("EXIT_CODE", "7")]),
     case_with_command_line("accelerate launch --multi_gpu --num_processes 2 dump.py"),
-    case_with_command_line("accelerate launch --multi_gpu --num_processes 2 --mixed_precision fp16 --debug --role r dump.py"),
+    case_with_command_line(
+        "accelerate launch --multi_gpu --num_processes 2 --mixed_precision fp16 --debug --role r dump.py",
+    ),
     case_with_command_line(
         "accelerate launch --multi_gpu --num_processes 2 --num_cpu_threads_per_process 4 --enable_cpu_affinity dump.py",
     ),
@@ -161,13 +167,17 @@ pub(super) const CASES: &[Case] = &[
         "accelerate launch --use_deepspeed --num_processes 2 --zero_stage 3 --gradient_clipping 1 \
          --offload_optimizer_device cpu --mixed_precision bf16 dump.py",
     ),
-    case_with_command_line("accelerate launch --use_deepspeed --num_processes 2 --deepspeed_config_file ds.json dump.py"),
+    case_with_command_line(
+        "accelerate launch --use_deepspeed --num_processes 2 --deepspeed_config_file ds.json dump.py",
+    ),
     case_with_command_line(
         "accelerate launch --use_megatron_lm --num_processes 2 --megatron_lm_tp_degree 2 \
          --megatron_lm_no_load_optim False --megatron_lm_gradient_clipping 0.5 dump.py",
     ),
     case_with_command_line("accelerate launch --config_file fsdp.yaml dump.py x"),
-    case_with_command_line("accelerate launch --config_file fsdp.yaml --fsdp_offload_params true --mixed_precision no dump.py"),
+    case_with_command_line(
+        "accelerate launch --config_file fsdp.yaml --fsdp_offload_params true --mixed_precision no dump.py",
+    ),
     case_with_command_line("accelerate launch --config_file deepspeed.yaml --zero_stage 2 dump.py"),
     case_with_command_line("accelerate launch --config_file deepspeed.yaml --mixed_precision bf16 dump.py"),
     case_with_config("accelerate launch dump.py", CPU_CONFIG),
@@ -182,7 +192,9 @@ pub(super) const CASES: &[Case] = &[
     case_with_variables("deepspeed dump.py", &[("LOCAL_SIZE", "2")]),
     case_with_variables("deepspeed --include localhost:0,1 dump.py", &[("LOCAL_SIZE", "3")]),
     case_with_variables("deepspeed --exclude localhost:2 dump.py", &[("LOCAL_SIZE", "3")]),
-    case_with_command_line("deepspeed --hostfile hostfile --no_ssh --node_rank 0 --master_addr 127.0.0.1 dump.py"),
+    case_with_command_line(
+        "deepspeed --hostfile hostfile --no_ssh --node_rank 0 --master_addr 127.0.0.1 dump.py",
+    ),
     case_with_variables("deepspeed --num_gpus 2 dump.py", &[("EXIT_CODE", "7")]),
 ];
 

@@ -38,7 +38,8 @@ impl RunDirectoryDisk {
 
     /// Ends the freeze, so that blocked writes continue.
     pub(super) fn thaw(&self) {
-        run_command(&["fsfreeze", "--unfreeze", &self.directory.display().to_string()]).expect("a thawed disk");
+        run_command(&["fsfreeze", "--unfreeze", &self.directory.display().to_string()])
+            .expect("a thawed disk");
     }
 
     /// Fills the disk to the last byte.

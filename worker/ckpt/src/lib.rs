@@ -72,7 +72,9 @@ pub use layout::native::{
     parse_step_dir_name, step_dir_name,
 };
 pub use layout::peft;
-pub use open::{NewestCheckpoint, OpenedCheckpoint, open_checkpoint, open_newest_native, open_checkpoint_for_training};
+pub use open::{
+    NewestCheckpoint, OpenedCheckpoint, open_checkpoint, open_checkpoint_for_training, open_newest_native,
+};
 pub use repair::{RepairOptions, RepairReport, repair_checkpoints};
 pub use save::{
     CommittedCheckpoint, ParityFileReport, PieceElements, PieceReport, ShardReport, StagingDir, TensorPiece,

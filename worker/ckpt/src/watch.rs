@@ -5,7 +5,7 @@
 //! is missing, every file can be opened (a torch file ends with its zip directory), and no file has
 //! changed for a while. A native checkpoint gets its final name when it is complete.
 use crate::catalog::StatePart;
-use crate::codec::disk::{Directory, FileState, path_exists, list_file_states};
+use crate::codec::disk::{Directory, FileState, list_file_states, path_exists};
 use crate::error::Result;
 use crate::layout::deepspeed;
 use crate::layout::native::{list_checkpoints, parse_step_dir_name};

@@ -110,8 +110,12 @@ impl Comm for TcpComm {
         sink: &mut PartialSink,
     ) -> Result<()> {
         let lens = partials.iter().map(View::len);
-        let call =
-            CollectiveCall::describe_reduce_scatter_ordered(self.group_position(), lens, partial_counts, counts);
+        let call = CollectiveCall::describe_reduce_scatter_ordered(
+            self.group_position(),
+            lens,
+            partial_counts,
+            counts,
+        );
         let (mut call_state, call) = self.begin_call(call)?;
         let _guard = AbortOnPanic(self);
         let partials: Vec<&[u8]> = partials.iter().map(|p| bytemuck::cast_slice(p.host_slice())).collect();
@@ -132,7 +136,8 @@ impl Comm for TcpComm {
     }
 
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        let call = CollectiveCall::describe_reduce_scatter(self.group_position(), recv.len(), send.len(), counts);
+        let call =
+            CollectiveCall::describe_reduce_scatter(self.group_position(), recv.len(), send.len(), counts);
         let (mut call_state, call) = self.begin_call(call)?;
         let (recv, send) = (recv.host_slice_mut(), send.host_slice());
         let starts = call::compute_part_offsets(counts);
@@ -141,8 +146,9 @@ impl Comm for TcpComm {
         let mut offset = 0;
         loop {
             let chunk = |r: usize| counts[r].min(offset)..counts[r].min(offset + chunk_len);
-            let ranges: Vec<Range<usize>> =
-                (0..self.world_size()).map(|r| starts[r] + chunk(r).start..starts[r] + chunk(r).end).collect();
+            let ranges: Vec<Range<usize>> = (0..self.world_size())
+                .map(|r| starts[r] + chunk(r).start..starts[r] + chunk(r).end)
+                .collect();
             let out = &mut recv[chunk(self.rank())];
             self.reduce_scatter_ranges(&mut call_state, &call, send, &ranges, out)?;
             offset += chunk_len;

@@ -538,7 +538,8 @@ impl OpsBench<'_> {
             );
         });
         let mut qkv = make_random_buf(m * 3 * d);
-        let (cos, sin) = (make_random_buf(SEQUENCE_LEN * HEAD_DIM / 2), make_random_buf(SEQUENCE_LEN * HEAD_DIM / 2));
+        let (cos, sin) =
+            (make_random_buf(SEQUENCE_LEN * HEAD_DIM / 2), make_random_buf(SEQUENCE_LEN * HEAD_DIM / 2));
         self.report_bytes("rope forward, q and k", 4 * m * d, || {
             let (b, heads) = (m / SEQUENCE_LEN, 2 * HEADS);
             let shape = RopeShape { b, t: SEQUENCE_LEN, heads, head_dim: HEAD_DIM, stride: 3 * d };

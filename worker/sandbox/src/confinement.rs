@@ -1,6 +1,6 @@
 //! Restricts what a sandbox process can do, with resource limits, Landlock and seccomp.
 use crate::{
-    limits::{ARENA_BYTES, RequestLimits, TOTAL_SERVICE_STACK_BYTES, STACK_BYTES, SandboxSettings},
+    limits::{ARENA_BYTES, RequestLimits, STACK_BYTES, SandboxSettings, TOTAL_SERVICE_STACK_BYTES},
     system_calls::build_filters,
 };
 use landlock::{

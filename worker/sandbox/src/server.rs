@@ -90,7 +90,9 @@ fn serve_socket(
     let (mut reader, watched, reporter) = (socket.try_clone()?, socket.try_clone()?, socket.try_clone()?);
     spawn_service_thread("watch", move || exit_with_caller(&watched))?;
     spawn_service_thread("read", move || read_requests(&mut reader, &sender))?;
-    spawn_service_thread("watch-cpu", move || watch_cpu_time(|limit| exit_out_of_cpu_time(&reporter, limit)))?;
+    spawn_service_thread("watch-cpu", move || {
+        watch_cpu_time(|limit| exit_out_of_cpu_time(&reporter, limit))
+    })?;
     let mut handler = create_handler(&settings);
     send_reply(&socket, ReplyKind::Result, &[confinement.to_byte()])?;
     answer_requests(&socket, &requests, &limiter, handler.as_mut())

@@ -79,7 +79,8 @@ pub(crate) fn build_filters() -> Result<[BpfProgram; 2], BackendError> {
     let this_process =
         SeccompCondition::new(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, std::process::id().into())?;
     let abort = SeccompCondition::new(2, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, libc::SIGABRT as u64)?;
-    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = ALLOWED_SYSTEM_CALLS.iter().map(|&call| (call, Vec::new())).collect();
+    let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
+        ALLOWED_SYSTEM_CALLS.iter().map(|&call| (call, Vec::new())).collect();
     rules.extend(ENOSYS_SYSTEM_CALLS.iter().map(|&call| (call, Vec::new())));
     rules.insert(libc::SYS_clone, vec![masked(0, libc::CLONE_THREAD)?]);
     rules.insert(libc::SYS_prlimit64, vec![argument(0, 0)?]);

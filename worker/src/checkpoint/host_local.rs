@@ -59,7 +59,8 @@ pub(crate) fn commit_on_all_hosts(
     keep: u32,
 ) -> Result<(PathBuf, u64)> {
     let rank = queue.comm().rank();
-    let (hosts, host_indices) = (layout.list_directory_hosts().to_vec(), layout.list_directory_index_by_rank());
+    let (hosts, host_indices) =
+        (layout.list_directory_hosts().to_vec(), layout.list_directory_index_by_rank());
     let host_id =
         host_indices.get(rank).and_then(|h| hosts.get(*h)).map(|h| h.id.clone()).unwrap_or_default();
     let text = match rank {

@@ -14,8 +14,8 @@ pub(super) use state_selection::{CompleteState, StateSelection};
 use crate::{
     checkpoint::{
         host_local::HostLocalCheckpoint,
-        mapping::{OwnedRange, list_owned_ranges},
         shard_write::{RangeLabel, copy_into_memory},
+        tensor_mapping::{OwnedRange, list_owned_ranges},
     },
     consensus::{all_gather_values, broadcast_bytes},
     error::{Result, to_unreadable_checkpoint_error, to_unwritable_checkpoint_error},
@@ -31,7 +31,7 @@ use diagnostic::{Diagnostic, codes, quantity::format_bytes};
 use host_map::HostMap;
 use image_exchange::exchange_images;
 use jobspec::MemoryCopySpec;
-use state_selection::{ReportedCopy, HostCopies, select_states};
+use state_selection::{HostCopies, ReportedCopy, select_states};
 use std::{
     collections::HashMap,
     fmt,
@@ -142,8 +142,11 @@ impl CompleteState {
 
 /// Builds the report in which a host describes its memory copies to the other hosts.
 fn build_host_report(copies: &StoredCopies) -> HostCopies {
-    let report =
-        |copy: &ckpt::memory_store::StoredCopy| ReportedCopy { id: copy.id, rank: copy.rank, hash: copy.hash };
+    let report = |copy: &ckpt::memory_store::StoredCopy| ReportedCopy {
+        id: copy.id,
+        rank: copy.rank,
+        hash: copy.hash,
+    };
     HostCopies { copies: copies.complete.iter().map(report).collect(), incomplete: copies.incomplete.clone() }
 }
 

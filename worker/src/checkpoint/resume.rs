@@ -18,13 +18,13 @@ pub use resume_point::{EventSink, MemoryResume, ResumePoint};
 use crate::{
     checkpoint::host_local::CheckpointCandidate,
     error::{Error, Result},
-    stages::UninitializedTrainer,
+    trainer_stages::UninitializedTrainer,
 };
 use candidates::{NamedCheckpoint, find_named_checkpoint, list_candidates};
 use diagnostic::{Diagnostic, codes::training as codes};
 use external::load_external;
 use jobspec::{JobSpec, ResumeFrom};
-use memory::{MemoryStepRange, MemorySearchOutcome, resume_from_memory};
+use memory::{MemorySearchOutcome, MemoryStepRange, resume_from_memory};
 use native::{LoadError, load_native};
 use protocol::event::Event;
 use std::path::{Path, PathBuf};

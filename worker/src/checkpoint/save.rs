@@ -3,12 +3,12 @@
 use crate::{
     checkpoint::{
         host_local,
-        mapping::{build_checkpoint_model_spec, list_owned_ranges},
         memory_copies::{CopyCost, MemoryCopier},
         shard_write::{
             BackgroundWrite, RangeLabel, ShardWrite, join_thread, spawn_thread, write_in_foreground,
         },
         storage_topology::StorageTopology,
+        tensor_mapping::{build_checkpoint_model_spec, list_owned_ranges},
     },
     consensus::{all_gather_values, is_any_true},
     error::{Error, Result, to_unwritable_checkpoint_error},

@@ -1,7 +1,7 @@
 //! [`ShardWrite`]: writing this rank's shard of a checkpoint, on the calling thread or on a
 //! background thread.
 use crate::{
-    checkpoint::mapping::OwnedRange,
+    checkpoint::tensor_mapping::OwnedRange,
     error::{Result, build_thread_start_error},
 };
 use ckpt::{
@@ -96,7 +96,9 @@ impl BackgroundWrite {
 
     /// Waits for the writing thread to end. Returns its result, which is `None` after a
     /// cancellation, and the staging memory.
-    pub(super) fn finish(mut self) -> std::result::Result<(Option<ShardWriteResult>, Vec<Buf>), ThreadFailure> {
+    pub(super) fn finish(
+        mut self,
+    ) -> std::result::Result<(Option<ShardWriteResult>, Vec<Buf>), ThreadFailure> {
         match self.thread.take() {
             Some(thread) => join_thread(thread),
             None => Ok((None, Vec::new())),

@@ -1,11 +1,11 @@
 //! Tests that compare rendered chats with the output of transformers, and Parquet records with
 //! those that pyarrow wrote. The expected files are in tests/golden/data.
 use super::{
+    chat_record::ChatRecord,
     dataset::Dataset,
     interpreter::{
         CompiledTemplate, Document, DocumentOptions, DocumentResult, ParquetRows, RowRecord, TemplateSource,
     },
-    record::ChatRecord,
     split::SplitFilter,
     token_cache::NO_LOSS_BIT,
     *,

@@ -58,7 +58,9 @@ impl ChatTemplate {
             Ok(Err(failure)) => {
                 Err(DataError::InvalidChatTemplate { problem: ChatTemplateProblem::Syntax(failure) })
             }
-            Err(failure) => Err(to_data_error(failure, InterpretationStep::CompileTemplate, &path, None, None)),
+            Err(failure) => {
+                Err(to_data_error(failure, InterpretationStep::CompileTemplate, &path, None, None))
+            }
         }
     }
 

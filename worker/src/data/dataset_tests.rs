@@ -377,7 +377,12 @@ fn errors_render_with_message_cause_and_help() {
         tokenizer(TokenizerProblem::FileMissing),
         tokenizer(TokenizerProblem::FileUnreadable(TextFileError::NotUtf8 { offset: 7 })),
         template(ChatTemplateProblem::TokenizerHasNone),
-        interpretation(InterpretationStep::LoadTokenizer, None, None, SandboxError::OutOfMemory { limit_bytes: 896 << 20 }),
+        interpretation(
+            InterpretationStep::LoadTokenizer,
+            None,
+            None,
+            SandboxError::OutOfMemory { limit_bytes: 896 << 20 },
+        ),
         interpretation(
             InterpretationStep::Tokenize,
             Some(FailedRecord { first: RecordPosition::Line(3), is_exact: true }),

@@ -335,7 +335,10 @@ fn find_first_piece_length(bytes: &[u8]) -> usize {
     }
     // The byte after the cut begins a character. Invalid UTF-8 is cut anywhere; the reader rejects
     // it.
-    (MAX_PIECE_BYTES - 3..=MAX_PIECE_BYTES).rev().find(|&i| bytes[i] & 0xC0 != 0x80).unwrap_or(MAX_PIECE_BYTES)
+    (MAX_PIECE_BYTES - 3..=MAX_PIECE_BYTES)
+        .rev()
+        .find(|&i| bytes[i] & 0xC0 != 0x80)
+        .unwrap_or(MAX_PIECE_BYTES)
 }
 
 #[cfg(test)]

@@ -8,10 +8,11 @@
 use super::{
     byte_tokenizer,
     document_reader::{DocumentPart, RecordReadOptions},
-    error::{CacheOperation, DataError, RecordPosition, FailedRecord, InterpretationStep},
+    error::{CacheOperation, DataError, FailedRecord, InterpretationStep, RecordPosition},
     interpreter::{
-        Document, DocumentOptions, DocumentResult, InterpreterFailure, OpenParquetReply, MAX_RECORDS_PER_REPLY,
-        MAX_REQUEST_TEXT_BYTES, Request, RequestStream, RowsReply, documents_request_limits, rows_request_limits,
+        Document, DocumentOptions, DocumentResult, InterpreterFailure, MAX_RECORDS_PER_REPLY,
+        MAX_REQUEST_TEXT_BYTES, OpenParquetReply, Request, RequestStream, RowsReply,
+        documents_request_limits, rows_request_limits,
     },
     split::SplitFilter,
     token_cache::TokenCacheWriter,

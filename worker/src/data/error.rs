@@ -3,7 +3,7 @@ mod interpretation;
 mod keys;
 mod problems;
 
-pub use interpretation::{InterpretationError, FailedRecord, InterpretationStep};
+pub use interpretation::{FailedRecord, InterpretationError, InterpretationStep};
 pub(crate) use keys::FILES_KEY;
 pub use problems::{
     CacheDamage, CacheOperation, ChatProblem, ChatTemplateProblem, ParquetProblem, PatternProblem,

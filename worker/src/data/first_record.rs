@@ -1,7 +1,7 @@
 //! [`has_record`]: checks whether a data file has a record, and whether its first record is valid.
 use super::{
     document_reader::{DataFileFormat, RecordReadOptions, open_data_file, read_first_text_piece},
-    error::{DataError, RecordPosition, FailedRecord, InterpretationStep},
+    error::{DataError, FailedRecord, InterpretationStep, RecordPosition},
     interpreter::{
         Document, DocumentOptions, DocumentResult, Interpreter, InterpreterFailure, OpenParquetReply,
         Request, RowsReply, rows_request_limits,
@@ -46,8 +46,9 @@ fn has_line(
         };
         let result = interpreter.interpret_document(Document::ChatLine(text), build_check_options(options));
         let range = FailedRecord { first: position, is_exact: true };
-        let failed =
-            |failure| to_data_error(failure, InterpretationStep::RenderChats, path, Some(range), Some(template.path()));
+        let failed = |failure| {
+            to_data_error(failure, InterpretationStep::RenderChats, path, Some(range), Some(template.path()))
+        };
         require_valid_result(result.map_err(failed)?, path, position)
     })?;
     Ok(found)
@@ -95,7 +96,11 @@ fn build_check_options(options: RecordReadOptions<'_>) -> DocumentOptions<'_> {
 }
 
 /// Fails if `result`, the sandbox process's result of checking a record, is an error.
-fn require_valid_result(result: DocumentResult, path: &Path, position: RecordPosition) -> Result<(), DataError> {
+fn require_valid_result(
+    result: DocumentResult,
+    path: &Path,
+    position: RecordPosition,
+) -> Result<(), DataError> {
     match result {
         DocumentResult::Valid | DocumentResult::Skipped => Ok(()),
         DocumentResult::Invalid(problem) => Err(DataError::invalid_record(path, position, problem)),

@@ -1,8 +1,8 @@
 //! Reads JSON lines files, in which each line is an object and one field of the object is a text or
 //! a chat.
 use super::{
+    chat_record::{ChatRecord, TOOLS_FIELD},
     error::{DataError, RecordPosition, RecordProblem},
-    record::{ChatRecord, TOOLS_FIELD},
 };
 use minijinja::Value;
 use serde::de::{self, Deserialize, DeserializeSeed, IgnoredAny, MapAccess, Visitor};

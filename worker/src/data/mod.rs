@@ -8,6 +8,7 @@
 //!
 //! Tokenizers, chat templates and Parquet files are interpreted by libraries, in a sandbox process.
 mod byte_tokenizer;
+mod chat_record;
 mod chat_template;
 mod content_digests;
 mod dataset;
@@ -23,7 +24,6 @@ mod loss_masked_text;
 mod mixture;
 mod packer;
 mod preflight;
-mod record;
 mod split;
 mod token_cache;
 mod token_cache_builder;
@@ -35,15 +35,15 @@ pub(crate) use json_lines::{parse_chat_record, parse_text_record};
 
 pub use dataset::Dataset;
 pub use error::{
-    CacheDamage, CacheOperation, ChatProblem, ChatTemplateProblem, DataError, InterpretationError,
-    ParquetProblem, PatternProblem, RecordPosition, RecordProblem, FailedRecord, InterpretationStep, TemplateFailure,
-    TextFileError, TokenizerProblem,
+    CacheDamage, CacheOperation, ChatProblem, ChatTemplateProblem, DataError, FailedRecord,
+    InterpretationError, InterpretationStep, ParquetProblem, PatternProblem, RecordPosition, RecordProblem,
+    TemplateFailure, TextFileError, TokenizerProblem,
 };
 pub use file_patterns::FilePatternCache;
 pub use interpreter::SANDBOX_ROLE;
 pub use mixture::SampleOrder;
 pub use packer::IGNORE_INDEX;
-pub use preflight::{DataEstimate, DataCheckReport, check_data};
+pub use preflight::{DataCheckReport, DataEstimate, check_data};
 pub use split::Split;
 pub use tokenizer::TextTokenizer;
 

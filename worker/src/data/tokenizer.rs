@@ -7,7 +7,7 @@
 use super::{
     byte_tokenizer,
     error::{
-        ChatTemplateProblem, DataError, InterpretationError, FailedRecord, InterpretationStep, TextFileError,
+        ChatTemplateProblem, DataError, FailedRecord, InterpretationError, InterpretationStep, TextFileError,
         TokenizerProblem,
     },
     interpreter::{
@@ -80,7 +80,9 @@ impl TextTokenizer {
         workdir: &Path,
         interpreter: Arc<Interpreter>,
     ) -> Result<Self, DataError> {
-        let TokenizerSpec::File(path) = spec else { return Ok(Self::new_byte_tokenizer_with_interpreter(interpreter)) };
+        let TokenizerSpec::File(path) = spec else {
+            return Ok(Self::new_byte_tokenizer_with_interpreter(interpreter));
+        };
         let path = workdir.join(path);
         let path = if path.is_dir() { path.join(TOKENIZER_FILE) } else { path };
         let file = Some(FileTokenizer::open(path, &interpreter)?);
@@ -133,7 +135,11 @@ impl TextTokenizer {
         match result.map_err(|failure| self.to_tokenizer_error(failure, InterpretationStep::Tokenize))? {
             DocumentResult::Tokens(tokens) => out.extend(tokens.0),
             DocumentResult::TokenizerFailed(message) => return Err(DataError::TokenizerFailed { message }),
-            _ => return Err(self.to_tokenizer_error(SandboxError::InvalidReply.into(), InterpretationStep::Tokenize)),
+            _ => {
+                return Err(
+                    self.to_tokenizer_error(SandboxError::InvalidReply.into(), InterpretationStep::Tokenize)
+                );
+            }
         }
         Ok(())
     }

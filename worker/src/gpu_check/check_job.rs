@@ -3,11 +3,11 @@
 use crate::{
     error::Error,
     model::MicroBatch,
-    stages::{ResolvedSpec, UninitializedTrainer},
     train::{
         running_trainer::RunningTrainer,
         step::{RankStepReport, SampleSource},
     },
+    trainer_stages::{ResolvedSpec, UninitializedTrainer},
 };
 use comm::Comm;
 use device::{Cuda, Ops, storage::extract_panic_message};

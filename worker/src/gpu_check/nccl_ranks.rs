@@ -106,7 +106,9 @@ fn join_ranks(memory: OwnedFd, rank: usize) -> diagnostic::Result<Arc<dyn Comm>>
 fn run_rank_one_process(command: &PartCommand) -> diagnostic::Result<TrainingCurve> {
     let (mut curve, mut failure) = (None, None);
     let PartOutcome { end, output, .. } = run_part_process(command, RANK_TIMEOUT, |message| match message {
-        PartMessage::Details { name, value } if name == RANK_ONE_CURVE_NAME => curve = serde_json::from_value(value).ok(),
+        PartMessage::Details { name, value } if name == RANK_ONE_CURVE_NAME => {
+            curve = serde_json::from_value(value).ok()
+        }
         PartMessage::Failed { error } => failure = Some(*error),
         PartMessage::Details { .. } | PartMessage::Row(_) | PartMessage::Done => {}
     });

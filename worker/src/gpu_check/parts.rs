@@ -104,7 +104,12 @@ pub(super) fn list_parts(filter: PartFilter) -> Vec<Part> {
     }
     for (number, model) in select_timed_models(filter.tiny).0.iter().enumerate() {
         let seconds = model.expected_seconds;
-        add(format!("{PROFILES_GROUP}/{}", model.part_name), PartWork::Profile(number), seconds, 60 + 2 * seconds);
+        add(
+            format!("{PROFILES_GROUP}/{}", model.part_name),
+            PartWork::Profile(number),
+            seconds,
+            60 + 2 * seconds,
+        );
     }
     parts
 }
@@ -157,7 +162,8 @@ pub(super) fn select_parts(parts: Vec<Part>, only: &[String]) -> diagnostic::Res
         return Err(Diagnostic::error(codes::command::USAGE, message).with_help(help));
     }
     let is_selected = |part: &Part| {
-        only.is_empty() && !part.is_selected_by(PROFILES_GROUP) || only.iter().any(|name| part.is_selected_by(name))
+        only.is_empty() && !part.is_selected_by(PROFILES_GROUP)
+            || only.iter().any(|name| part.is_selected_by(name))
     };
     Ok(parts.into_iter().filter(is_selected).collect())
 }

@@ -1,6 +1,6 @@
 //! [`TimedModel`]: a model whose training `launch gpu-check` times, and the list of these models.
 use super::check_job::{build_check_job, require_train_section};
-use crate::{model, stages::resolve_model};
+use crate::{model, trainer_stages::resolve_model};
 use diagnostic::{Diagnostic, codes};
 use jobspec::{JobSpec, OffloadTarget, RecomputeMode, TrainSpec, ZeroSpec};
 use serde_json::{Value, json};

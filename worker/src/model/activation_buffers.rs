@@ -50,7 +50,8 @@ impl ActivationBuffers {
     /// Allocates a zeroed buffer for each declaration in `specs`, for a model that computes in the
     /// data type `compute`.
     pub fn new(ops: &dyn Ops, specs: &[BufferSpec], compute: Dtype) -> Self {
-        let allocate = |spec: &BufferSpec| ops.zeroed_with_purpose("activations", spec.dtype(compute), spec.len);
+        let allocate =
+            |spec: &BufferSpec| ops.zeroed_with_purpose("activations", spec.dtype(compute), spec.len);
         ActivationBuffers {
             names: specs.iter().map(|spec| spec.name).collect(),
             buffers: specs.iter().map(allocate).collect(),

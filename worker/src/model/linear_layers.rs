@@ -2,7 +2,7 @@
 //! and fp8.
 use super::{
     activation_buffers::BufferSpec,
-    blocks::LayerInput,
+    block_arguments::LayerInput,
     error::Result,
     linear_layout::{LayerLinears, LinearLayout},
     linear_precision::{LinearFormat, LinearPrecision, check_fp8_sizes},

@@ -1,6 +1,6 @@
 //! [`LinearLayout`]: where a layer's weight matrices are, in the flat vector of the layer's
 //! parameter unit.
-use super::{blocks::LayerInput, linear_precision::MatmulSizes};
+use super::{block_arguments::LayerInput, linear_precision::MatmulSizes};
 use std::ops::Range;
 
 /// Weight matrices of a layer that are computed together in one matmul, such as those of q, k and

@@ -9,7 +9,7 @@
 //! tensors.
 use super::{
     activation_buffers::{BufferSpec, declare_buffer_set},
-    blocks::LayerInput,
+    block_arguments::LayerInput,
     error::{ModelError, Result},
     hf_config::shorten_text,
     linear_layout::LayerLinears,

@@ -441,8 +441,8 @@ impl RouterStats {
             self.copied.synchronize()?;
         }
         let sums = self.count_sums();
-        let layers =
-            self.host_sums.view().host_slice()[copy * sums..(copy + 1) * sums].chunks_exact(self.shape.experts + 1);
+        let layers = self.host_sums.view().host_slice()[copy * sums..(copy + 1) * sums]
+            .chunks_exact(self.shape.experts + 1);
         let column = |e: usize| layers.clone().map(|layer| f64::from(layer[e])).sum::<f64>();
         let prob_sums: Vec<f64> = (0..self.shape.experts).map(column).collect();
         Ok(self.combine_losses(mean_selections, &prob_sums, column(self.shape.experts)))

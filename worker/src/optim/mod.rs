@@ -251,8 +251,14 @@ impl Optimizer {
             at = r.end;
             let param = &self.params[u][seg.param];
             if let Some(direction) = param.method.direction {
-                let inputs = param.build_update_inputs(&self.spec, &self.groups, &unit.params[seg.param].shape, step);
-                direction.prepare_gradient(ops, grad.slice_mut(r), states.select_sharded_states(seg.param), &inputs);
+                let inputs =
+                    param.build_update_inputs(&self.spec, &self.groups, &unit.params[seg.param].shape, step);
+                direction.prepare_gradient(
+                    ops,
+                    grad.slice_mut(r),
+                    states.select_sharded_states(seg.param),
+                    &inputs,
+                );
             }
         }
     }
@@ -285,7 +291,8 @@ impl Optimizer {
             let r = at..at + seg.flat.len();
             at = r.end;
             let param = &self.params[u][seg.param];
-            let inputs = param.build_update_inputs(&self.spec, &self.groups, &unit.params[seg.param].shape, step);
+            let inputs =
+                param.build_update_inputs(&self.spec, &self.groups, &unit.params[seg.param].shape, step);
             let UpdateMethod { direction, update } = param.method;
             let direction = direction.map(|direction| {
                 let whole = whole_grad.slice(unit.compute_trained_range(unit.tensor_range(seg.param)));

@@ -32,7 +32,12 @@ pub(super) fn connect_ranks_of_hosts(
     raise_open_file_limit(init.world as usize)?;
     let (address, reason) = find_listen_address(&init.job.cluster.interface)?;
     let bind = |port| RankListener::bind_to(SocketAddr::new(address, port));
-    let bound = init.job.cluster.ports.bind_first_free_port(bind).and_then(|endpoint| Ok((endpoint.address()?, endpoint)));
+    let bound = init
+        .job
+        .cluster
+        .ports
+        .bind_first_free_port(bind)
+        .and_then(|endpoint| Ok((endpoint.address()?, endpoint)));
     let (address, endpoint) = bound.map_err(|e| {
         let message = format!("cannot listen on {address} ({reason})");
         Diagnostic::error(codes::training::WORKER_LISTEN_FAILED, message)

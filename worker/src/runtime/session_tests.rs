@@ -106,7 +106,10 @@ fn a_rank_leaves_only_a_failed_attempt_and_only_if_the_agent_allows_it() {
     let (stream, _agent) = UnixStream::pair().unwrap();
     let session = AgentSession::new(stream);
     session.handle_message(abort(true));
-    assert!(!session.waits_to_leave_attempt(&aborted, &build_init(0)), "the process has no socket for later attempts");
+    assert!(
+        !session.waits_to_leave_attempt(&aborted, &build_init(0)),
+        "the process has no socket for later attempts"
+    );
 }
 
 #[test]

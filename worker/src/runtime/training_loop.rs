@@ -170,7 +170,11 @@ fn copy_and_evaluate(
 
 /// Copies the state to the memory of hosts if the job requires a copy after this step. Reports the
 /// cost of the first copy. Collective: every rank must call it.
-fn copy_to_memory_if_due(running: &mut RunningTrainer, run: &RunContext, saver: &mut CheckpointSaver) -> Result<()> {
+fn copy_to_memory_if_due(
+    running: &mut RunningTrainer,
+    run: &RunContext,
+    saver: &mut CheckpointSaver,
+) -> Result<()> {
     let is_first = !saver.has_copied_to_memory();
     match saver.copy_to_memory_if_due(running)? {
         Some(cost) if is_first && run.is_leader => {
@@ -427,7 +431,11 @@ fn is_stopping_after_save(
 
 /// Before a stopping run saves its last checkpoint, cancels the background save in progress if it
 /// is far from complete. Collective: every rank must call it.
-fn cancel_mostly_unwritten_save(running: &RunningTrainer, run: &RunContext, saver: &mut CheckpointSaver) -> Result<()> {
+fn cancel_mostly_unwritten_save(
+    running: &RunningTrainer,
+    run: &RunContext,
+    saver: &mut CheckpointSaver,
+) -> Result<()> {
     match saver.cancel_mostly_unwritten_save(running)? {
         Some(step) if run.is_leader => {
             let message = format!("cancelled the save of step {step}, because the run saves and stops");

@@ -12,8 +12,8 @@ use crate::{
     },
     error::Result,
     model::MicroBatch,
-    stages::ResolvedSpec,
     train::{generation::GenerationRequest, step::SampleSource},
+    trainer_stages::ResolvedSpec,
 };
 use comm::{Comm, local};
 use device::Cpu;

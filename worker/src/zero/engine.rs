@@ -12,7 +12,7 @@ use super::{
     collective_queue::{CollectiveQueue, PendingCollective},
     gather_retention::{self, PlannedFetch},
     micro_batch_sums::MicroBatchSums,
-    owner_groups::ExchangeBuffers,
+    owner_collectives::ExchangeBuffers,
     partition::Partition,
 };
 use crate::params::ParamUnit;
@@ -323,7 +323,11 @@ impl ZeroEngine {
     /// starting at element `at` of [`ZeroEngine::resident_range`]. Rounds to the nearest value if
     /// the parameters have 16 bits.
     pub fn write_resident_params(&self, u: usize, at: usize, values: View) {
-        copy_or_cast(self.ops.as_ref(), self.lock_resident_params_mut(u).view_mut().slice(at..at + values.len()), values);
+        copy_or_cast(
+            self.ops.as_ref(),
+            self.lock_resident_params_mut(u).view_mut().slice(at..at + values.len()),
+            values,
+        );
     }
 
     /// Converts the master weights of parameter unit `u` to the 16-bit copy for forward and
@@ -331,7 +335,11 @@ impl ZeroEngine {
     ///
     /// If several ranks store the whole unit, all of them must have changed the unit equally.
     pub fn refresh_compute_copy(&self, u: usize) {
-        self.shards[u].refresh_compute_copy(self.ops.as_ref(), self.resident_range(u), self.compute_copy_range(u));
+        self.shards[u].refresh_compute_copy(
+            self.ops.as_ref(),
+            self.resident_range(u),
+            self.compute_copy_range(u),
+        );
     }
 
     /// Runs `f` on the parameters of unit `u` that this rank always stores
@@ -513,7 +521,14 @@ impl ZeroEngine {
             let (s, buffers) = (&shards[u], &mut lock_ignoring_poison(&buffers));
             if stores_shard_only {
                 s.refresh_compute_copy(ops.as_ref(), resident, computed.clone());
-                return s.gather_in_place(comm, ops.as_ref(), buffers, s.select_compute_params(), owned, computed);
+                return s.gather_in_place(
+                    comm,
+                    ops.as_ref(),
+                    buffers,
+                    s.select_compute_params(),
+                    owned,
+                    computed,
+                );
             }
             s.gather_in_place(comm, ops.as_ref(), buffers, &s.params, owned, resident.clone())?;
             s.refresh_compute_copy(ops.as_ref(), resident, computed);

@@ -7,7 +7,7 @@ pub mod collective_queue;
 pub mod engine;
 pub mod gather_retention;
 pub mod micro_batch_sums;
-pub mod owner_groups;
+pub mod owner_collectives;
 pub mod partition;
 
 use jobspec::TrainSpec;

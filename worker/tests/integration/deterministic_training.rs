@@ -204,7 +204,8 @@ fn a_step_with_an_infinite_loss_changes_no_parameter_and_no_position() {
         let mut running = build_trainer(&spec, c, 1).start_fresh();
         let source = SyntheticSamples { vocab: spec.model.vocab_size };
         let diverged = (0..5).find_map(|_| {
-            let before = (running.position, running.trainer.engine.lock_resident_params(1).host_slice().to_vec());
+            let before =
+                (running.position, running.trainer.engine.lock_resident_params(1).host_slice().to_vec());
             let (o, _) = running.run_step(&source, Default::default()).unwrap();
             (!(o.loss.is_finite() && o.grad_norm.is_finite())).then_some(before)
         });

@@ -5,7 +5,7 @@ use crate::common::*;
 use diagnostic::codes;
 use jobspec::{LoraSpec, LoraTargets, ModelSpec, Precision, RecomputeMode, TrainSpec};
 use protocol::preflight::Preflight;
-use worker::{stages::ResolvedSpec, train::step::RankStepReport};
+use worker::{train::step::RankStepReport, trainer_stages::ResolvedSpec};
 
 /// Creates the `train.model` section of a tiny Llama. The dimensions of its layers' matrices are
 /// multiples of 16, as FP8 requires.

@@ -5,7 +5,7 @@ use crate::common::*;
 use ckpt::{Checkpoint, TensorRole};
 use jobspec::*;
 use std::collections::BTreeMap;
-use worker::{stages::ResolvedSpec, train::step::RankStepReport};
+use worker::{train::step::RankStepReport, trainer_stages::ResolvedSpec};
 
 /// Creates the `train` section of a model of two layers with six experts, two per token. No
 /// parameter is frozen.

@@ -11,8 +11,8 @@ use protocol::preflight::Preflight as _;
 use serde_json::Value;
 use std::{collections::BTreeMap, path::Path, sync::Arc};
 use worker::{
-    stages::ResolvedSpec,
     train::{running_trainer::RunningTrainer, step::RankStepReport},
+    trainer_stages::ResolvedSpec,
 };
 
 /// The directory names of the golden cases in tests/golden/tuned, which PyTorch computed.

@@ -3,7 +3,7 @@
 use crate::common::*;
 use jobspec::*;
 use std::path::Path;
-use worker::stages::ResolvedSpec;
+use worker::trainer_stages::ResolvedSpec;
 
 /// Creates the `train` section with optimizer states in files below `directory`, or in memory if
 /// `directory` is `None`. Some parameters are frozen.

@@ -288,7 +288,10 @@ fn a_timeline_consists_of_its_parts() {
                 overlap <= collective && (overlap > 0.0 || world == 1),
                 "{what}: {overlap} of {collective}"
             );
-            assert!(estimate.part_time("main:matmuls") > 0.4 * estimate.sum_parts("main:") || world > 1, "{what}");
+            assert!(
+                estimate.part_time("main:matmuls") > 0.4 * estimate.sum_parts("main:") || world > 1,
+                "{what}"
+            );
             assert!((0.05..0.9).contains(&estimate.mfu) || world > 1, "{what}: MFU {}", estimate.mfu);
             collectives.push(collective);
         }

@@ -1,5 +1,7 @@
 //! Errors in host names, host lists, hostfiles and filters of hosts.
-use super::limits::{MAX_BRACKET_PAIRS, MAX_RANGE_DIGITS, MAX_HOSTS, MAX_NAME_BYTES, MAX_SLOT_NUMBER, MAX_SLOTS_PER_HOST};
+use super::limits::{
+    MAX_BRACKET_PAIRS, MAX_HOSTS, MAX_NAME_BYTES, MAX_RANGE_DIGITS, MAX_SLOT_NUMBER, MAX_SLOTS_PER_HOST,
+};
 use diagnostic::{Code, codes};
 use thiserror::Error;
 

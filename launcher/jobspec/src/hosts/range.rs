@@ -2,7 +2,7 @@
 //! (`n[1-2].cluster`).
 use super::{
     error::{HostSyntaxError, HostSyntaxProblem},
-    limits::{MAX_BRACKET_PAIRS, MAX_RANGE_DIGITS, MAX_HOSTS, MAX_NAME_BYTES},
+    limits::{MAX_BRACKET_PAIRS, MAX_HOSTS, MAX_NAME_BYTES, MAX_RANGE_DIGITS},
 };
 
 /// Creates an error about the problem `problem` at byte `at` of the text.

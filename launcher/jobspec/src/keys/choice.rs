@@ -1,6 +1,6 @@
 //! Creates the [`ValueType`]s of keys whose values are keywords.
 use super::{
-    names::find_nearest_name,
+    nearest_name::find_nearest_name,
     value_type::{ValueType, choose_text_code},
 };
 use crate::yaml::{

@@ -1,7 +1,7 @@
 //! [`JobDecoder`]: reads values from the YAML tree of a job and collects all mistakes.
 use super::{
-    info::{KeyInfo, UnsetKeys, list_section_keys},
-    names::find_nearest_name,
+    key_info::{KeyInfo, UnsetKeys, list_section_keys},
+    nearest_name::find_nearest_name,
     value_type::{ValueType, wrong_type_error},
 };
 use crate::yaml::{

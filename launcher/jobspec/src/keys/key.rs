@@ -1,10 +1,10 @@
 //! [`Key`]: the declaration of one key, from which its value is decoded, printed and documented.
 use super::{
     decoder::{JobDecoder, JobSection},
-    info::{KeyDefault, KeyInfo, Rule, UnsetKeys},
-    section::{FieldDeclaration, FieldContext, first_paragraph},
+    job_values::JobValues,
+    key_info::{KeyDefault, KeyInfo, Rule, UnsetKeys},
+    section::{FieldContext, FieldDeclaration, first_paragraph},
     value_type::ValueType,
-    values::JobValues,
 };
 use crate::yaml::parse::parse_default_value;
 

@@ -1,12 +1,12 @@
 //! Creates the [`ValueType`]s of keys whose values are mappings with declared keys, like sections.
 use super::{
     decoder::JobDecoder,
-    info::{KeyDefault, KeyInfo},
-    names::find_nearest_name,
+    job_values::JobValues,
+    key_info::{KeyDefault, KeyInfo},
+    nearest_name::find_nearest_name,
     schema::describe_object,
     section::Section,
     value_type::{ReadResult, ValueType, add_article, wrong_type_error},
-    values::JobValues,
 };
 use crate::yaml::{
     format::{YamlText, format_map},
@@ -18,7 +18,10 @@ use diagnostic::codes::job as codes;
 /// Returns a [`ValueType`] that accepts mappings with the keys of the section `T`. `accepts`
 /// describes them in docs/job.md, and `expected` in messages. The error of a mapping contains the
 /// mistakes of all keys.
-pub(crate) fn record_type<T: Section + 'static>(accepts: &'static str, expected: &'static str) -> ValueType<T> {
+pub(crate) fn record_type<T: Section + 'static>(
+    accepts: &'static str,
+    expected: &'static str,
+) -> ValueType<T> {
     let mut table = Vec::new();
     T::declare(&mut table);
     let schema = describe_object(&table, "");

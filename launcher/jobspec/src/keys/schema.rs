@@ -1,5 +1,5 @@
 //! Builds JSON Schemas from declarations of keys.
-use super::info::{Condition, KeyDefault, KeyInfo, list_section_keys};
+use super::key_info::{Condition, KeyDefault, KeyInfo, list_section_keys};
 use diagnostic::Severity;
 use serde_json::{Map, Value, json};
 

@@ -1,8 +1,8 @@
 //! [`Section`]: a struct whose fields are keys of one section, and the macro that declares both.
 use super::{
     decoder::{JobDecoder, JobSection},
-    info::{KeyDefault, KeyInfo, Rule, UnsetKeys},
-    values::JobValues,
+    job_values::JobValues,
+    key_info::{KeyDefault, KeyInfo, Rule, UnsetKeys},
 };
 use crate::yaml::source_map::{SourceMap, join_key_path};
 use serde_json::json;

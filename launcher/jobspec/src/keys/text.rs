@@ -60,7 +60,9 @@ pub(crate) fn template_type(names: &'static [&'static str]) -> ValueType<String>
         Err(ValueError::new(codes::JOB_PLACEHOLDER_INVALID, node.span, message)
             .with_help(format!("the {noun} {}", quoted.join(" and "))))
     };
-    ValueType::new_single_line(accepts, json!({"type": "string", "pattern": pattern}), read, |t| quote_yaml(t))
+    ValueType::new_single_line(accepts, json!({"type": "string", "pattern": pattern}), read, |t| {
+        quote_yaml(t)
+    })
 }
 
 /// Describes the first wrong placeholder of a template; `None` if all are right.

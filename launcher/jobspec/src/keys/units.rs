@@ -24,8 +24,10 @@ pub(crate) fn duration_range_type(range: RangeInclusive<u64>, expected: &'static
 /// converts them to bytes. `expected` describes the sizes in messages.
 pub(crate) fn size_type(least: u64, expected: &'static str) -> ValueType<u64> {
     let example = "a size such as `512KiB`, `100MB`, `1GiB`";
-    number_with_unit_type("size", example, "B|[kK]B|[MGT]B|[KMGT]iB", "B", parse_size, |bytes| format!("{bytes}B"))
-        .restricted_to(expected, json!({}), move |bytes| *bytes >= least)
+    number_with_unit_type("size", example, "B|[kK]B|[MGT]B|[KMGT]iB", "B", parse_size, |bytes| {
+        format!("{bytes}B")
+    })
+    .restricted_to(expected, json!({}), move |bytes| *bytes >= least)
 }
 
 /// Returns a [`ValueType`] that accepts texts that consist of a number and a unit. `units` is a

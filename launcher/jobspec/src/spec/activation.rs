@@ -60,8 +60,7 @@ pub(crate) fn activation_type() -> ValueType<Vec<ActivationStep>> {
         object("modules", modules_type().schema),
         object("script", path_type().schema),
     ]});
-    let schema =
-        json!({"anyOf": [step, {"type": "array", "items": step, "minItems": 1, "maxItems": MAX_ACTIVATION_STEPS}]});
+    let schema = json!({"anyOf": [step, {"type": "array", "items": step, "minItems": 1, "maxItems": MAX_ACTIVATION_STEPS}]});
     let print = |steps: &Vec<ActivationStep>| match &steps[..] {
         [] => None,
         [only] => Some(YamlText::Line(only.to_yaml())),

@@ -3,9 +3,9 @@ use super::cluster::RUNS_PROGRAM;
 use crate::{
     keys::{
         choice::{choice_type, choices},
-        info::{Condition, Rule},
         key::Key,
-        numbers::{integer_at_least_type, boolean_type, integer_type},
+        key_info::{Condition, Rule},
+        numbers::{boolean_type, integer_at_least_type, integer_type},
         section::{optional_inner_section, section},
         text::{path_type, template_type},
         units::duration_type,

@@ -9,8 +9,8 @@ use crate::accelerators::AcceleratorKind;
 use crate::keys::{
     choice::{choice_type, choices, keywords_type},
     collections::{described_list_type, list_type},
-    info::{Condition, Rule},
     key::Key,
+    key_info::{Condition, Rule},
     numbers::integer_type,
     section::{inner_section, section},
     text::{formatted_text_type, path_type},
@@ -113,7 +113,8 @@ const DEVICE_RULES: &[Rule] = &[Rule::no_effect(&[
 .with_help("set `cluster.devices` to `cpu` or `cuda`")];
 /// The rules for keys that only have an effect in built-in training on GPUs: one rule for programs,
 /// and one for training on CPUs.
-const WORKERS_PER_GPU_RULES: &[Rule] = &[only_on_gpus_rule(&[RUNS_PROGRAM]), only_on_gpus_rule(&[TRAINS_ON_CPUS])];
+const WORKERS_PER_GPU_RULES: &[Rule] =
+    &[only_on_gpus_rule(&[RUNS_PROGRAM]), only_on_gpus_rule(&[TRAINS_ON_CPUS])];
 /// The rules that `comm_backend` only has an effect in built-in training on GPUs. On CPUs, workers
 /// communicate through the host, so only `nccl` is an error.
 const COMM_BACKEND_RULES: &[Rule] = &[
@@ -123,7 +124,8 @@ const COMM_BACKEND_RULES: &[Rule] = &[
 ];
 /// The rules that the directories of CUDA libraries have an effect only in built-in training on
 /// GPUs.
-const LIBRARY_RULES: &[Rule] = &[only_on_gpus_rule(&[RUNS_PROGRAM]), only_on_gpus_rule(&[TRAINS_ON_CPUS]).as_warning()];
+const LIBRARY_RULES: &[Rule] =
+    &[only_on_gpus_rule(&[RUNS_PROGRAM]), only_on_gpus_rule(&[TRAINS_ON_CPUS]).as_warning()];
 
 /// `cluster.interface`: the network interface on which a built-in worker listens for workers on
 /// other hosts.
@@ -250,7 +252,8 @@ choices! {
 
 /// Returns a [`ValueType`] that accepts `auto` and numbers of workers.
 fn workers_per_host_type() -> ValueType<WorkersPerHost> {
-    in_variant!(integer_type(1..=1024), WorkersPerHost::Exactly).or_keywords(&[("auto", WorkersPerHost::Auto)])
+    in_variant!(integer_type(1..=1024), WorkersPerHost::Exactly)
+        .or_keywords(&[("auto", WorkersPerHost::Auto)])
 }
 
 /// Returns a [`ValueType`] that accepts names of network interfaces, and networks as an address and

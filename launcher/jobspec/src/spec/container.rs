@@ -105,9 +105,12 @@ fn mount_type() -> ValueType<ContainerMount> {
 /// Returns a [`ValueType`] that accepts images of containers, as names or paths. An image cannot
 /// look like an option.
 fn image_type() -> ValueType<String> {
-    formatted_text_type("text", "a path or name of an image, which does not begin with `-`", "^[^-]", |image| {
-        !image.starts_with('-')
-    })
+    formatted_text_type(
+        "text",
+        "a path or name of an image, which does not begin with `-`",
+        "^[^-]",
+        |image| !image.starts_with('-'),
+    )
 }
 
 #[cfg(test)]

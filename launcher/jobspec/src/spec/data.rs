@@ -1,12 +1,12 @@
 //! `train.data`: the text, the tokenizer, and the division of tokens into samples.
 use super::data_source::{DataSource, data_sources};
 use crate::keys::{
+    job_values::JobValues,
     key::Key,
     numbers::{boolean_type, integer_type, share_type},
     section::section,
     text::path_type,
     value_type::{ValueType, in_variant},
-    values::JobValues,
 };
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};

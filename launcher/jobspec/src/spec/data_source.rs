@@ -4,14 +4,14 @@ use crate::{
         choice::{choice_type, choices},
         collections::described_list_type,
         decoder::{JobDecoder, JobSection},
-        info::{Condition, KeyDefault, KeyInfo, Rule},
+        job_values::JobValues,
         key::Key,
+        key_info::{Condition, KeyDefault, KeyInfo, Rule},
         numbers::positive_number_type,
         record::record_type,
-        section::{FieldDeclaration, FieldContext, Section, first_paragraph, field_without_key, section},
+        section::{FieldContext, FieldDeclaration, Section, field_without_key, first_paragraph, section},
         text::text_type,
         value_type::{ReadResult, ValueType, wrong_type_error},
-        values::JobValues,
     },
     yaml::{
         format::YamlText,
@@ -108,8 +108,8 @@ const MIXTURE_KEY: &str = "train.data.mixture";
 
 /// The rule that the settings of `files` conflict with `mixture`, because each source of a mixture
 /// has separate settings.
-const FILES_RULES: &[Rule] =
-    &[Rule::conflict(&[Condition::Given(MIXTURE_KEY)]).with_help("move the key into the sources of the mixture")];
+const FILES_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given(MIXTURE_KEY)])
+    .with_help("move the key into the sources of the mixture")];
 /// The rule that `train.data.loss_on: assistant` requires chats, for jobs with `train.data.files`.
 /// [`LOSS_RULES`] is the rule for sources of a mixture.
 const FILES_LOSS_RULES: &[Rule] = &[Rule::conflict(&[
@@ -186,8 +186,9 @@ impl<S> FieldDeclaration<S> for DataSources {
                 lines.for_each(|(name, line)| values.add(format!("{}.{name}", context.section), line));
             }
             sources => {
-                let block =
-                    sources.iter().map(|source| (source.name.clone(), YamlText::Block(list_source_values(source))));
+                let block = sources
+                    .iter()
+                    .map(|source| (source.name.clone(), YamlText::Block(list_source_values(source))));
                 values.add(MIXTURE_KEY.to_owned(), YamlText::Block(block.collect()));
             }
         }

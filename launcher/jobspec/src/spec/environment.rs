@@ -3,11 +3,11 @@ use crate::{
     env,
     keys::{
         decoder::{JobDecoder, JobSection},
-        info::{KeyDefault, KeyInfo},
-        section::{FieldDeclaration, FieldContext, first_paragraph},
+        job_values::JobValues,
+        key_info::{KeyDefault, KeyInfo},
+        section::{FieldContext, FieldDeclaration, first_paragraph},
         text::{path_type, text_type, verbatim_text_type},
         value_type::{ReadResult, ValueType, in_variant, wrong_type_error},
-        values::JobValues,
     },
     yaml::{
         format::{YamlText, format_map},

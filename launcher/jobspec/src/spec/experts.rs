@@ -96,9 +96,9 @@ fn read_placement(node: &YamlNode) -> ReadResult<ExpertPlacement> {
         YamlValue::Map(entries) if entries.is_empty() => Err(out_of_range_error(EXPECTED_PLACEMENT, node)),
         YamlValue::Map(entries) if entries.iter().all(|e| matches!(e.value.value, YamlValue::Map(_))) => {
             let experts = |node: &YamlNode| match &node.value {
-                YamlValue::Map(entries) => {
-                    read_numbered_map(entries, "the number of an expert", |node| rank_in_group_type().read(node))
-                }
+                YamlValue::Map(entries) => read_numbered_map(entries, "the number of an expert", |node| {
+                    rank_in_group_type().read(node)
+                }),
                 _ => Err(wrong_type_error("a mapping of experts to ranks", node)),
             };
             read_numbered_map(entries, "the number of a layer", experts).map(ExpertPlacement::Layers)

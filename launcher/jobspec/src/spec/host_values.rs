@@ -135,8 +135,9 @@ fn reject_duplicate_hosts(node: &YamlNode, texts: &[String]) -> ReadResult<()> {
 /// Returns a [`ValueType`] that accepts lists of DeepSpeed's filters. A single text is also
 /// accepted, as on DeepSpeed's command line.
 pub(crate) fn host_filters_type() -> ValueType<Vec<String>> {
-    let filters =
-        || described_list_type("list of text", "a list of filters such as `worker-0@worker-1:0,2`", text_type());
+    let filters = || {
+        described_list_type("list of text", "a list of filters such as `worker-0@worker-1:0,2`", text_type())
+    };
     let schema = json!({"anyOf": [text_type().schema, filters().schema]});
     let read = move |node: &YamlNode| match node.value {
         YamlValue::Text => text_type().read(node).map(|text| vec![text]),

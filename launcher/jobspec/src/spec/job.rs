@@ -10,11 +10,11 @@ use super::{
 use crate::{
     keys::{
         decoder::JobDecoder,
+        job_values::JobValues,
         key::Key,
         section::{Section, inner_section, optional_inner_section, section},
         text::formatted_text_type,
         value_type::ValueType,
-        values::JobValues,
     },
     yaml::tree::YamlNode,
 };

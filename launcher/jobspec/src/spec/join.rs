@@ -2,8 +2,8 @@
 use crate::{
     hosts::RendezvousAddress,
     keys::{
-        info::{Condition, Rule},
         key::Key,
+        key_info::{Condition, Rule},
         numbers::{boolean_type, integer_type},
         section::{default_section, field_without_key, section},
         text::{formatted_text_type, path_type},
@@ -55,7 +55,10 @@ impl JoinSpec {
 
 /// Returns a [`ValueType`] that accepts rendezvous addresses such as `host:29400`.
 fn rendezvous_type() -> ValueType<String> {
-    formatted_text_type("text: `HOST[:PORT]`", "an address such as `node-0.example.org:29400`", "^\\S+$", |text| {
-        text.parse::<RendezvousAddress>().is_ok()
-    })
+    formatted_text_type(
+        "text: `HOST[:PORT]`",
+        "an address such as `node-0.example.org:29400`",
+        "^\\S+$",
+        |text| text.parse::<RendezvousAddress>().is_ok(),
+    )
 }

@@ -1,8 +1,8 @@
 //! `train.lora`: low-rank adapters of the matrices of a model.
 use crate::keys::{
     collections::described_list_type,
-    info::{Condition, Rule},
     key::Key,
+    key_info::{Condition, Rule},
     numbers::{boolean_type, integer_type, positive_float_type, share_type},
     section::section,
     text::{path_type, text_type},
@@ -43,8 +43,11 @@ const NEW_ADAPTER_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("train.lo
 
 /// Returns a [`ValueType`] that accepts `all-linear` and lists of at least one matrix name.
 fn targets_type() -> ValueType<LoraTargets> {
-    let names =
-        described_list_type("list of module names", "a list of names such as `[q_proj, v_proj]`", text_type());
+    let names = described_list_type(
+        "list of module names",
+        "a list of names such as `[q_proj, v_proj]`",
+        text_type(),
+    );
     in_variant!(names.not_empty(), LoraTargets::Names).or_keywords(&[("all-linear", LoraTargets::AllLinear)])
 }
 

@@ -1,8 +1,8 @@
 //! `train.model`: the model that is trained.
 use super::families::{self, LEARNED_POSITION_FAMILIES};
 use crate::keys::{
-    info::{Condition, Rule},
     key::Key,
+    key_info::{Condition, Rule},
     numbers::{boolean_type, integer_type, positive_float_type, positive_number_type, share_type},
     section::section,
     text::{path_type, text_type},
@@ -86,7 +86,8 @@ const NEW_MODEL_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("train.mode
 /// The rule that rejects keys that do not apply to the job's model family, because the family has
 /// learned positions.
 const ROTARY_RULES: &[Rule] =
-    &[Rule::conflict(&[Condition::OneOf("train.model.family", LEARNED_POSITION_FAMILIES)]).with_help(FAMILY_HELP)];
+    &[Rule::conflict(&[Condition::OneOf("train.model.family", LEARNED_POSITION_FAMILIES)])
+        .with_help(FAMILY_HELP)];
 /// The advice of errors about keys that do not apply to model families with learned positions.
 pub(crate) const FAMILY_HELP: &str = "remove it; the family has LayerNorm, learned positions, and as many key heads \
     as query heads, of width `hidden_size` / `num_attention_heads`";

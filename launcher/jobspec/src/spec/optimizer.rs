@@ -3,9 +3,12 @@ use super::param_groups::{ParamGroupSpec, betas_type, patterns_type};
 use crate::keys::{
     choice::{choice_type, choices},
     collections::described_list_type,
-    info::{Condition, Rule},
     key::Key,
-    numbers::{non_negative_number_type, non_positive_number_type, positive_float_type, positive_number_type, share_type},
+    key_info::{Condition, Rule},
+    numbers::{
+        non_negative_number_type, non_positive_number_type, positive_float_type, positive_number_type,
+        share_type,
+    },
     record::record_type,
     section::section,
 };

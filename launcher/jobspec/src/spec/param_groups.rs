@@ -2,8 +2,8 @@
 //! decay rates.
 use crate::keys::{
     collections::{list_type, pair_type},
-    info::{Condition, Rule},
     key::Key,
+    key_info::{Condition, Rule},
     numbers::{non_negative_number_type, positive_float_type, positive_number_type, share_type},
     section::section,
     text::text_type,

@@ -153,8 +153,8 @@ mod tests {
         });
         assert_eq!(bound.ok(), tried.last().copied());
         assert!(tried.iter().all(|port| (20..=24).contains(port)) && tried.len() == 3);
-        let denied =
-            PortSelection::Range(1, 5).bind_first_free_port(|_| Err::<(), _>(io::ErrorKind::PermissionDenied.into()));
+        let denied = PortSelection::Range(1, 5)
+            .bind_first_free_port(|_| Err::<(), _>(io::ErrorKind::PermissionDenied.into()));
         assert_eq!(denied.expect_err("denied").kind(), io::ErrorKind::PermissionDenied);
         let mut candidates = PortSelection::Range(65_530, 65_535).candidate_ports();
         candidates.sort_unstable();

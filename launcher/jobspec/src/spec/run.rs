@@ -14,15 +14,15 @@ use crate::{
     keys::{
         choice::{choice_type, choices},
         collections::described_list_type,
-        info::{Condition, Rule},
+        job_values::JobValues,
         key::Key,
+        key_info::{Condition, Rule},
         numbers::{boolean_type, integer_type},
         record::record_type,
         section::{inner_section, section},
         text::{path_type, template_type, text_type},
-        units::{duration_type, duration_range_type, size_type},
+        units::{duration_range_type, duration_type, size_type},
         value_type::{ValueType, in_variant},
-        values::JobValues,
     },
 };
 use serde::{Deserialize, Serialize};
@@ -158,7 +158,8 @@ const PROGRAM_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.comm
 const ACTIVATE_RULES: &[Rule] = PROGRAM_RULES;
 
 /// The rules that warn about `run.activate_timeout` in a job that activates nothing.
-const ACTIVATE_TIMEOUT_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.activate")]).as_warning()];
+const ACTIVATE_TIMEOUT_RULES: &[Rule] =
+    &[Rule::no_effect(&[Condition::NotGiven("run.activate")]).as_warning()];
 
 /// The rule that rejects wrappers of built-in workers, which do not permit a process between them
 /// and their agent.
@@ -186,7 +187,10 @@ fn default_activate_timeout() -> u64 {
 
 /// Returns a [`ValueType`] that accepts the mapping of `run.container`.
 fn container_type() -> ValueType<ContainerSpec> {
-    record_type("mapping of `image`, `runtime`, `mounts` and `options`", "a mapping with `image` and `runtime`")
+    record_type(
+        "mapping of `image`, `runtime`, `mounts` and `options`",
+        "a mapping with `image` and `runtime`",
+    )
 }
 
 /// Returns a [`ValueType`] that accepts the items of `run.wrap`.
@@ -201,7 +205,8 @@ fn wrappers_type() -> ValueType<Vec<WrapSpec>> {
 
 /// The rule that warns about a lease in a job that runs only on this machine, where leases have no
 /// effect.
-const LEASE_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local"])]).as_warning()];
+const LEASE_RULES: &[Rule] =
+    &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local"])]).as_warning()];
 
 /// The rule that warns about a timeout for unattended workers in a job whose workers stop when the
 /// controller is lost.

@@ -44,8 +44,13 @@ fn read_command(node: &YamlNode) -> ReadResult<Vec<String>> {
 /// Returns a [`ValueType`] that accepts patterns of names of environment variables. A pattern
 /// consists of letters, digits, `_`, `*` for any text and `?` for any character.
 pub(crate) fn variable_pattern_type() -> ValueType<String> {
-    formatted_text_type("pattern", "a name or a pattern such as `HF_*`", "^[A-Za-z0-9_*?]{1,200}$", |pattern| {
-        let fits = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '*' || c == '?';
-        pattern.chars().all(fits) && pattern.len() <= 200
-    })
+    formatted_text_type(
+        "pattern",
+        "a name or a pattern such as `HF_*`",
+        "^[A-Za-z0-9_*?]{1,200}$",
+        |pattern| {
+            let fits = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '*' || c == '?';
+            pattern.chars().all(fits) && pattern.len() <= 200
+        },
+    )
 }

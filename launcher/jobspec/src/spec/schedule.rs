@@ -1,8 +1,8 @@
 //! `train.schedule`: how the learning rate changes over the steps.
 use crate::keys::{
     choice::{choice_type, choices},
-    info::{Condition, Rule},
     key::Key,
+    key_info::{Condition, Rule},
     numbers::{integer_at_least_type, non_negative_number_type},
     section::section,
 };

@@ -15,9 +15,9 @@ use super::{
 };
 use crate::keys::{
     choice::choice_type,
-    info::{Condition, Rule},
     key::Key,
-    numbers::{integer_at_least_type, boolean_type, positive_float_type},
+    key_info::{Condition, Rule},
+    numbers::{boolean_type, integer_at_least_type, positive_float_type},
     section::{inner_section, optional_inner_section, section},
 };
 use diagnostic::codes::job as codes;
@@ -133,7 +133,9 @@ const ATTENTION_RULES: &[Rule] = &[
         .with_message("`{key}: cudnn` requires `train.precision: bf16` or `fp8`")
         .with_help("set `train.precision: bf16` (or `fp8`), or use `attention: auto`"),
     Rule::conflict(&[ATTENTION_IS_CUDNN, Condition::OneOf("train.deterministic", &["true"])])
-        .with_message("`{key}: cudnn` requires `train.deterministic: false`, because its sums have no fixed order")
+        .with_message(
+            "`{key}: cudnn` requires `train.deterministic: false`, because its sums have no fixed order",
+        )
         .with_help("set `train.deterministic: false`, or use `attention: auto`"),
 ];
 

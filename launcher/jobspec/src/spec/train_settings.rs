@@ -4,9 +4,11 @@ use crate::{
     keys::{
         choice::choices,
         collections::described_list_type,
-        info::{Condition, Rule},
         key::Key,
-        numbers::{integer_at_least_type, boolean_type, integer_type, non_negative_float_type, positive_float_type},
+        key_info::{Condition, Rule},
+        numbers::{
+            boolean_type, integer_at_least_type, integer_type, non_negative_float_type, positive_float_type,
+        },
         section::{default_section, optional_inner_section, section},
         text::{path_type, text_type, verbatim_text_type},
         value_type::{ReadResult, ValueType, wrong_type_error},
@@ -52,7 +54,9 @@ const OFFLOAD_RULES: &[Rule] =
         .with_message(
             "`{optimizer: cpu}` has no effect in training on CPUs, whose optimizer states are in host memory",
         )
-        .with_help("remove it, name a directory to keep the states in files, or set `cluster.devices: cuda`")];
+        .with_help(
+            "remove it, name a directory to keep the states in files, or set `cluster.devices: cuda`",
+        )];
 
 /// `train.zero.offload`: where offloaded optimizer states are stored.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -146,7 +150,8 @@ section! {
 }
 
 /// The rule that warns about a key that only has an effect with `train.precision: fp16`.
-const FP16_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NoneOf("train.precision", &["fp16"])]).as_warning()];
+const FP16_RULES: &[Rule] =
+    &[Rule::no_effect(&[Condition::NoneOf("train.precision", &["fp16"])]).as_warning()];
 
 impl Default for LossScaleSpec {
     fn default() -> Self {

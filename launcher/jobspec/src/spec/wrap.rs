@@ -120,9 +120,11 @@ fn rank_selection_type() -> ValueType<RankSelection> {
         {"enum": ["all"]}, {"type": "integer", "minimum": 0},
         {"type": "string", "pattern": "^ *[0-9]+ *(- *[0-9]+ *)?(, *[0-9]+ *(- *[0-9]+ *)?)*$"},
     ]});
-    ValueType::new_single_line("`all` or ranks such as `0,3-5`", schema, read_rank_selection, |ranks| match ranks {
-        RankSelection::All => ranks.format(),
-        RankSelection::Ranges(_) => quote_yaml(&ranks.format()),
+    ValueType::new_single_line("`all` or ranks such as `0,3-5`", schema, read_rank_selection, |ranks| {
+        match ranks {
+            RankSelection::All => ranks.format(),
+            RankSelection::Ranges(_) => quote_yaml(&ranks.format()),
+        }
     })
     .with_expected(EXPECTED_RANKS)
 }

@@ -107,7 +107,9 @@ impl Document {
                 &json
             }
         };
-        match parse_yaml(yaml, SourceMap::JOB_FILE_INDEX, 0).map_err(|error| error.into_diagnostic(&sources))? {
+        match parse_yaml(yaml, SourceMap::JOB_FILE_INDEX, 0)
+            .map_err(|error| error.into_diagnostic(&sources))?
+        {
             Some(node) => Ok(Document { root: item_from_yaml(node), sources }),
             None => Err(file_error(codes::JOB_EMPTY, name, "the file is empty")),
         }

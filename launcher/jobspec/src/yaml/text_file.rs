@@ -78,8 +78,11 @@ pub(crate) fn check_characters(text: &str) -> Result<(), ValueError> {
     let control = |c: char| (c.is_ascii_control() && !matches!(c, '\t' | '\n' | '\r')) || c == '\u{feff}';
     match text.char_indices().find(|&(_, c)| control(c)) {
         Some((at, c)) => {
-            let span =
-                SourceSpan { source: SourceMap::JOB_FILE_INDEX, start: at as u32, end: (at + c.len_utf8()) as u32 };
+            let span = SourceSpan {
+                source: SourceMap::JOB_FILE_INDEX,
+                start: at as u32,
+                end: (at + c.len_utf8()) as u32,
+            };
             let message = format!("the text contains the control character U+{:04X}", c as u32);
             Err(ValueError::new(codes::JOB_CONTROL_CHARACTER, span, message)
                 .with_help("remove the character; the file must be plain text"))

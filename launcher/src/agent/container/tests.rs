@@ -101,7 +101,8 @@ fn directories_of_the_job_are_mounted_once() {
 #[test]
 fn unusable_mounts_are_rejected() {
     for (runtime, path, read_only) in [(Podman, "/no/such/path", false), (Charliecloud, "/usr", true)] {
-        let error = build_command_line(runtime, &[mount(path, path, read_only)], ContainerGpus::None).unwrap_err();
+        let error =
+            build_command_line(runtime, &[mount(path, path, read_only)], ContainerGpus::None).unwrap_err();
         assert_eq!((error.code(), error.subject()), (host::CONTAINER_MOUNT_UNUSABLE, Some(path)));
     }
 }
@@ -109,5 +110,8 @@ fn unusable_mounts_are_rejected() {
 #[test]
 fn names_have_only_permitted_characters() {
     assert_eq!(build_container_name("a b/ü", "-0-1"), "launch-a-b---0-1");
-    assert_eq!(build_container_name(&"x".repeat(500), "-0-1").len(), "launch-".len() + MAX_CONTAINER_NAME_BYTES);
+    assert_eq!(
+        build_container_name(&"x".repeat(500), "-0-1").len(),
+        "launch-".len() + MAX_CONTAINER_NAME_BYTES
+    );
 }

@@ -227,7 +227,10 @@ impl AgentCore {
         let since = self.unattended_since.or(self.controller_heard_at).unwrap_or(now);
         let unattended_ms = now.saturating_sub(since).as_millis() as u64;
         if self.unattended_since.is_none() {
-            self.send_if_connected(FromAgent::Released { token: Some(token), silent_ms: Some(unattended_ms) });
+            self.send_if_connected(FromAgent::Released {
+                token: Some(token),
+                silent_ms: Some(unattended_ms),
+            });
             self.out.push(AgentAction::Disconnect);
         }
         let Some(terms) = &mut self.terms else { return };

@@ -71,7 +71,8 @@ impl AgentCore {
 /// Returns whether the worker of a rank has equal plans in two attempts, apart from values that
 /// differ in every attempt.
 fn is_worker_unchanged(last: &HostPlan, next: &HostPlan, rank: Rank) -> bool {
-    let find = |plan: &HostPlan| plan.workers.iter().find(|w| w.rank == rank).cloned().map(remove_attempt_values);
+    let find =
+        |plan: &HostPlan| plan.workers.iter().find(|w| w.rank == rank).cloned().map(remove_attempt_values);
     // The checkpoint from which an attempt resumes is in the first message of each attempt.
     let job = |plan: &HostPlan| {
         let mut job = plan.job.clone();

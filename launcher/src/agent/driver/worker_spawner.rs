@@ -5,10 +5,10 @@
 //! stalls. Meanwhile the agent must send heartbeats.
 use crate::{
     agent::{
-        activation::activate_environments,
+        environment_activation::activate_environments,
         environment_changes::EnvironmentChanges,
         hang::StatusMemory,
-        process::{self, WorkerMemoryFiles, EnvironmentDifferences, OpenFileLimits, SpawnedWorker},
+        process::{self, EnvironmentDifferences, OpenFileLimits, SpawnedWorker, WorkerMemoryFiles},
     },
     background_thread::BackgroundThread,
 };
@@ -152,7 +152,13 @@ impl WorkerSpawner {
         self.run_on_thread(move || {
             let ExecSpawnRequest { id, worker, environment, file_limit } = request;
             let start = || {
-                process::spawn_worker_process(&worker, &environment, WorkerMemoryFiles::default(), file_limit, false)
+                process::spawn_worker_process(
+                    &worker,
+                    &environment,
+                    WorkerMemoryFiles::default(),
+                    file_limit,
+                    false,
+                )
             };
             let spawned = catch_panic(start, "the start of the command panicked");
             SpawnerResult::Exec(ExecSpawnResult { id, spawned })

@@ -319,8 +319,9 @@ pub(super) fn remove_replaced_defaults(
     let is_given = |name: &str| {
         run.env.iter().any(|(set, _)| set == name) || run.env_from.iter().any(|(set, _)| set == name)
     };
-    let is_replaced =
-        |name: &str| env::USER_OVERRIDABLE_VARIABLES.contains(&name) && changes.changes_variable(name) && !is_given(name);
+    let is_replaced = |name: &str| {
+        env::USER_OVERRIDABLE_VARIABLES.contains(&name) && changes.changes_variable(name) && !is_given(name)
+    };
     let mut worker = worker.clone();
     worker.env.retain(|(name, _)| !is_replaced(name));
     worker

@@ -118,8 +118,10 @@ impl HookDirectory {
             (env::TORCH_FR_DUMP_TEMP_FILE, dump),
         ];
         let given = |(new, old): (&str, &str)| is_given(new) || is_given(old);
-        let missing =
-            variables.into_iter().zip(env::OLD_FLIGHT_RECORDER_VARIABLES).filter(|((n, _), o)| !given((n, o)));
+        let missing = variables
+            .into_iter()
+            .zip(env::OLD_FLIGHT_RECORDER_VARIABLES)
+            .filter(|((n, _), o)| !given((n, o)));
         worker.env.extend(missing.map(|((name, value), _)| (name.to_owned(), value)));
     }
 

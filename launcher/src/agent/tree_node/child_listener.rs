@@ -55,7 +55,8 @@ impl ChildListener {
         setup: &TreeSetup,
         accepted: mpsc::Sender<NeighbourLink>,
     ) -> io::Result<ChildListener> {
-        let (mut ips, _) = sort_and_limit_addresses(find_reachable_addresses(&setup.interface, list_addresses()));
+        let (mut ips, _) =
+            sort_and_limit_addresses(find_reachable_addresses(&setup.interface, list_addresses()));
         if ips.iter().any(|ip| !ip.is_loopback()) {
             // On another host, a loopback address would be that of another agent.
             ips.retain(|ip| !ip.is_loopback());

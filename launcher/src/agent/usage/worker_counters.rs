@@ -41,7 +41,9 @@ impl WorkerCounters {
     /// start. Reads files below `root`.
     pub(super) fn measure(&mut self, root: &Path, workers: &[SampledWorker]) -> Vec<WorkerUsage> {
         let programs: Vec<u32> = workers.iter().filter(|w| w.is_program).map(|w| w.pid).collect();
-        if self.count.is_multiple_of(SAMPLES_PER_TREE_SEARCH) || programs.iter().any(|pid| !self.trees.contains_key(pid)) {
+        if self.count.is_multiple_of(SAMPLES_PER_TREE_SEARCH)
+            || programs.iter().any(|pid| !self.trees.contains_key(pid))
+        {
             let trees = if programs.is_empty() { Vec::new() } else { list_process_trees(&programs) };
             self.trees = programs.into_iter().zip(trees).collect();
         }
@@ -71,8 +73,10 @@ impl WorkerCounters {
 
 /// Reads the counters of the processes `pids` of a worker, whose first process is `leader`.
 fn read_counters(root: &Path, leader: u32, pids: &[i32]) -> ProcessCounters {
-    let mut sum =
-        ProcessCounters { throttled_us: read_throttled_us(root, leader).unwrap_or(0), ..ProcessCounters::default() };
+    let mut sum = ProcessCounters {
+        throttled_us: read_throttled_us(root, leader).unwrap_or(0),
+        ..ProcessCounters::default()
+    };
     for pid in pids.iter().take(MAX_PROCESSES) {
         let directory = root.join(format!("proc/{pid}"));
         let stat = fs::read_to_string(directory.join("stat")).unwrap_or_default();

@@ -26,7 +26,11 @@ pub(super) fn hash_job(job: &JobSpec) -> Vec<JobSettingHash> {
     };
     let keys = values.map(|(path, value)| JobSettingHash { hash: hash(&value), path });
     // A node of a run does not join a check, which would end it without an error, and vice versa.
-    let check = job.cluster.join.checks_hosts.then(|| JobSettingHash { path: CHECK_COMMAND_SUBJECT.to_owned(), hash: 0 });
+    let check = job
+        .cluster
+        .join
+        .checks_hosts
+        .then(|| JobSettingHash { path: CHECK_COMMAND_SUBJECT.to_owned(), hash: 0 });
     keys.chain(check).collect()
 }
 

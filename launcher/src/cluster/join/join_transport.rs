@@ -13,7 +13,7 @@ use crate::{
         local::start_local_agent,
         pending_agent::{AgentConnectionSlot, PendingAgent},
         provider::ClusterError,
-        transport::{ArrivalLimits, AgentHandle, AgentOutput, AgentProcess, RemoteConnection, Transport},
+        transport::{AgentHandle, AgentOutput, AgentProcess, ArrivalLimits, RemoteConnection, Transport},
     },
     leases::HELLO_TIMEOUT,
 };

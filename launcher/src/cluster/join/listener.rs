@@ -2,7 +2,7 @@
 //! connections of accepted nodes to the controller.
 use super::{
     job_hashes::find_differences,
-    node_table::{JoinCandidate, ConnectionNumber, JoinDecision, NodeTable},
+    node_table::{ConnectionNumber, JoinCandidate, JoinDecision, NodeTable},
 };
 use crate::{
     cluster::{

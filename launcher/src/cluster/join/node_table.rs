@@ -132,7 +132,12 @@ impl NodeTable {
     }
 
     /// Decides at the time `now` whether `candidate` may join with the node rank `rank`.
-    fn decide_join_with_rank(&mut self, rank: u32, candidate: &mut JoinCandidate, now: Instant) -> JoinDecision {
+    fn decide_join_with_rank(
+        &mut self,
+        rank: u32,
+        candidate: &mut JoinCandidate,
+        now: Instant,
+    ) -> JoinDecision {
         let Some(entry) = self.entries.get_mut(rank as usize) else { return JoinDecision::Full };
         let age = now.saturating_duration_since(candidate.arrived);
         match &entry.slot {

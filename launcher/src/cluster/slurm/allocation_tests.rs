@@ -90,7 +90,10 @@ fn the_workers_of_a_node_follow_gpus_and_tasks() {
     assert_eq!(node(Some(2), Some(4)).default_worker_count(false), Some(2));
     assert_eq!(node(Some(2), Some(0)).default_worker_count(true), Some(2));
     assert_eq!(node(Some(2), None).default_worker_count(true), Some(2));
-    assert_eq!((node(None, None).default_worker_count(true), node(None, None).default_worker_count(false)), (None, Some(1)));
+    assert_eq!(
+        (node(None, None).default_worker_count(true), node(None, None).default_worker_count(false)),
+        (None, Some(1))
+    );
 }
 
 #[test]

@@ -87,7 +87,10 @@ impl RejectionWarnings {
             None => {}
             Some(0) => self.step.add_warning_to_output(text),
             Some(n) => {
-                self.step.add_warning_to_output(format!("{text} ({} omitted)", format_count(n, "similar message")));
+                self.step.add_warning_to_output(format!(
+                    "{text} ({} omitted)",
+                    format_count(n, "similar message")
+                ));
             }
         }
     }

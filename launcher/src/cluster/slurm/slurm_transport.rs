@@ -156,7 +156,8 @@ fn is_withheld_from_srun(run: &RunSpec, name: &str) -> bool {
     let refers_to = |(_, source): &(String, EnvSource)| matches!(source, EnvSource::FromEnv(n) if n == name);
     // The patterns were checked with the job.
     let selects = |glob: &String| Glob::new(glob).is_ok_and(|glob| glob.compile_matcher().is_match(name));
-    run.env_from.iter().any(refers_to) || (env::is_probable_secret_name(name) && run.pass_env.iter().any(selects))
+    run.env_from.iter().any(refers_to)
+        || (env::is_probable_secret_name(name) && run.pass_env.iter().any(selects))
 }
 
 impl Transport for SlurmTransport {

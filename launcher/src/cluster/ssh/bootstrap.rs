@@ -13,7 +13,7 @@ use super::{
     ssh_error::build_ssh_error,
     ssh_session::{SshChannel, SshExecError, SshSession},
     target::SshTarget,
-    tree::{TreeHub, ExecutableSource},
+    tree::{ExecutableSource, TreeHub},
 };
 use crate::{
     cluster::transport::{ConnectionStage, StartStep},
@@ -437,7 +437,8 @@ impl AgentBootstrap<'_> {
     fn build_copy_error(&self, answer: &str, reader: &mut ChannelReader) -> Diagnostic {
         let (_, stderr) = reader.channel.wait_for_exit();
         let failure = classify_copy_failure(answer, &stderr);
-        let diagnostic = self.build_error(failure.code, failure.message + &format_output_tail(stderr.as_bytes()));
+        let diagnostic =
+            self.build_error(failure.code, failure.message + &format_output_tail(stderr.as_bytes()));
         match failure.help {
             Some(help) => diagnostic.with_help(help),
             None => diagnostic,

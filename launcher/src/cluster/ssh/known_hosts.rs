@@ -25,14 +25,14 @@ type FileStamp = Option<(u64, u64, u64, i64, i64)>;
 type KnownHostsCache = HashMap<Vec<PathBuf>, (Vec<FileStamp>, Arc<KnownHosts>)>;
 
 /// The content of the known_hosts files that this process has read.
-static CACHE: LazyLock<Mutex<KnownHostsCache>> = LazyLock::new(Mutex::default);
+static KNOWN_HOSTS_CACHE: LazyLock<Mutex<KnownHostsCache>> = LazyLock::new(Mutex::default);
 
 /// Reads a list of known_hosts files, or returns the cached content if the files have not changed
 /// since they were read.
 pub(super) fn read_cached(files: &[PathBuf]) -> diagnostic::Result<Arc<KnownHosts>> {
     let stamps: Vec<FileStamp> = files.iter().map(|file| read_file_stamp(file)).collect();
     // The cache is locked while reading, so that connections to many hosts read the files once.
-    let mut cache = CACHE.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut cache = KNOWN_HOSTS_CACHE.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some((_, known_hosts)) = cache.get(files).filter(|(cached, _)| *cached == stamps) {
         return Ok(known_hosts.clone());
     }
@@ -231,7 +231,8 @@ pub(super) fn append_key(file: &Path, name: &str, key_type: &str, key: &str) -> 
     if let Some(directory) = file.parent() {
         fs::DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
     }
-    let lacks_line_end = read_known_hosts_file(file).is_ok_and(|text| !text.is_empty() && !text.ends_with('\n'));
+    let lacks_line_end =
+        read_known_hosts_file(file).is_ok_and(|text| !text.is_empty() && !text.ends_with('\n'));
     let line = format!("{}{name} {key_type} {key}\n", if lacks_line_end { "\n" } else { "" });
     let mut file = OpenOptions::new().append(true).create(true).mode(0o600).open(file)?;
     file.write_all(line.as_bytes())?;

@@ -10,13 +10,13 @@
 mod client_failure;
 mod client_log;
 mod client_options;
-mod requirement;
+mod client_requirement;
 mod session;
 mod stream_relay;
 mod supervised_child;
 
 pub(super) use client_options::ClientOptions;
-pub(super) use requirement::{ClientRequirement, HostSettingsAndFiles, find_client_requirement};
+pub(super) use client_requirement::{ClientRequirement, HostSettingsAndFiles, find_client_requirement};
 pub(super) use session::{OpenSshChannel, OpenSshSession};
 pub(super) use stream_relay::relay_streams;
 pub(super) use supervised_child::{SupervisedChild, list_running_children, record_child_exit};

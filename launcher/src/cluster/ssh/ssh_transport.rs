@@ -7,7 +7,7 @@
 //! another one.
 use super::{
     bootstrap::{self, AgentStartInputs, Executable, RemoteAgent},
-    client_notice::{OpenSshNotice, NoticeStream, describe_client},
+    client_notice::{NoticeStream, OpenSshNotice, describe_client},
     connection_progress::ConnectionProgress,
     connection_threads::{ConnectionThreads, ThreadTask},
     openssh::{list_running_children, record_child_exit},
@@ -319,8 +319,12 @@ impl SshConnection {
                 let present = tree.list_parents(stream);
                 let parents = if present.is_empty() { planned } else { present };
                 let setup = tree.build_first_message(stream, &target.name, parents);
-                let start =
-                    AgentStartInputs { target, session, executable: self.executable, progress: &self.progress };
+                let start = AgentStartInputs {
+                    target,
+                    session,
+                    executable: self.executable,
+                    progress: &self.progress,
+                };
                 bootstrap::connect_with_neighbour(&start, agent, setup).map(|()| None)
             }
             TreePlace::Root => {
@@ -361,8 +365,12 @@ impl SshConnection {
                 turn = None;
             }
         };
-        let bootstrap =
-            AgentStartInputs { target, session: &session, executable: self.executable, progress: &self.progress };
+        let bootstrap = AgentStartInputs {
+            target,
+            session: &session,
+            executable: self.executable,
+            progress: &self.progress,
+        };
         let agent = bootstrap::start_remote_agent(&bootstrap, tree.map(Arc::as_ref), begin_copy)?;
         drop((turn, copy_turn));
         Ok((session, agent))

@@ -3,7 +3,9 @@
 use super::{
     config::{SshConfigLines, SshHostSettings, UnsupportedSshKeyword, expand_tilde},
     known_hosts::{self, KnownHosts, format_known_hosts_name},
-    openssh::{ClientOptions, ClientRequirement, HostSettingsAndFiles, SupervisedChild, find_client_requirement},
+    openssh::{
+        ClientOptions, ClientRequirement, HostSettingsAndFiles, SupervisedChild, find_client_requirement,
+    },
 };
 use diagnostic::{Diagnostic, codes::ssh};
 use jobspec::{
@@ -153,7 +155,9 @@ impl TargetResolver {
         if let Some(command) = settings.proxy_command.as_ref().filter(is_set)
             && self.spec.jump.is_none()
         {
-            return Err(TargetResolveError::Requirement(ClientRequirement::new(format!("ProxyCommand {command}"))));
+            return Err(TargetResolveError::Requirement(ClientRequirement::new(format!(
+                "ProxyCommand {command}"
+            ))));
         }
         let mut target = self.resolve_hop(host, settings, &self.spec)?;
         let jump = self.spec.jump.as_ref().or(settings.proxy_jump.as_ref());

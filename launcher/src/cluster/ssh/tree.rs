@@ -9,4 +9,4 @@ mod hub;
 mod planner;
 
 pub(super) use hub::{TreeHub, TreeSettings};
-pub(super) use planner::{TreePlace, ExecutableSource};
+pub(super) use planner::{ExecutableSource, TreePlace};

@@ -28,7 +28,9 @@ pub(super) fn check_accelerators(
                     scheduler";
         return Some(CheckResult::warn(CHECK_NAME, codes::ACCELERATORS_DENIED, found, help));
     }
-    if only_nvidia_gpus && list_accelerator_kinds(&first.accelerators).iter().all(|kind| *kind == AcceleratorKind::Cuda) {
+    if only_nvidia_gpus
+        && list_accelerator_kinds(&first.accelerators).iter().all(|kind| *kind == AcceleratorKind::Cuda)
+    {
         return None;
     }
     let chooses_kind = !matches!(job.cluster.devices, DeviceSelection::Auto | DeviceSelection::List(_));
@@ -45,7 +47,12 @@ pub(super) fn check_accelerators(
         CheckResult::warn(CHECK_NAME, codes::ACCELERATORS_MIXED, found, help)
     } else if found != first_found {
         let found = format!("{found}, {} has {first_found}", first.hostname);
-        CheckResult::warn(CHECK_NAME, codes::GPU_COUNT_DIFFERS, found, "look for a missing device on the host")
+        CheckResult::warn(
+            CHECK_NAME,
+            codes::GPU_COUNT_DIFFERS,
+            found,
+            "look for a missing device on the host",
+        )
     } else if let Some(slots) = slots.filter(|slots| *slots > count && count > 0) {
         let found = format!("{found}, but the hostfile declares {slots} slots");
         let help = "correct the slots; ranks share devices, unless the job computes on CPUs";

@@ -216,7 +216,12 @@ fn check_limits(host: &HostInspection) -> Vec<CheckResult> {
         Some((size, free)) => {
             CheckResult::ok(SHM_CHECK_NAME, format!("{} free of {}", format_bytes(free), format_bytes(size)))
         }
-        None => CheckResult::warn(SHM_CHECK_NAME, codes::SHARED_MEMORY_SMALL, "missing", "mount a tmpfs at /dev/shm"),
+        None => CheckResult::warn(
+            SHM_CHECK_NAME,
+            codes::SHARED_MEMORY_SMALL,
+            "missing",
+            "mount a tmpfs at /dev/shm",
+        ),
     });
     checks
 }

@@ -11,7 +11,7 @@ use super::probe::{ProbeSession, find_root_error};
 use diagnostic::{Diagnostic, codes::command};
 use jobspec::{HostSelection, JobSpec};
 use network_report::NetworkReport;
-use pair_measurements::{PairMeasurements, ConnectionProperty};
+use pair_measurements::{ConnectionProperty, PairMeasurements};
 use pair_rounds::{plan_rounds, select_disjoint_pairs};
 use protocol::{
     control::{FromAgent, JobKey, ToAgent},
@@ -104,7 +104,11 @@ pub(super) async fn measure_network(
 
 /// Measures the planned pairs of hosts round by round, and then as many further pairs as are needed
 /// to find the hosts at fault.
-async fn measure_rounds(sessions: &mut AgentSessions, targets: &NetworkCheckOptions, report: &mut NetworkReport) {
+async fn measure_rounds(
+    sessions: &mut AgentSessions,
+    targets: &NetworkCheckOptions,
+    report: &mut NetworkReport,
+) {
     // Only hosts that listen can be measured; the others have a failed check.
     let listens = |inspection: &Option<NetworkInspection>| {
         inspection.as_ref().is_some_and(|inspection| !inspection.listeners.is_empty())

@@ -48,8 +48,11 @@ fn shard_file_to_json(checkpoint: &Checkpoint, file: usize, name: &str, bytes: u
 /// Lists the shards of a checkpoint that are stored on other hosts, as text with the name and the
 /// host of each shard. Returns `None` if all shards are on this host.
 fn format_remote_shards(checkpoint: &Checkpoint) -> Option<String> {
-    let absent =
-        checkpoint.shard_sizes().zip(checkpoint.local_shard_flags()).enumerate().filter(|(_, (_, here))| !**here);
+    let absent = checkpoint
+        .shard_sizes()
+        .zip(checkpoint.local_shard_flags())
+        .enumerate()
+        .filter(|(_, (_, here))| !**here);
     let line = |(i, ((name, _), _)): (usize, ((&str, u64), &bool))| {
         let host = checkpoint.shard_host(i)?.to_string();
         Some(format!("{name} on host {}", filter_line(&host)))

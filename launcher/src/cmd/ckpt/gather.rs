@@ -68,7 +68,8 @@ pub(super) fn write_weights(
 ) -> diagnostic::Result<u8> {
     let found = open_checkpoint(dir)?;
     let source = found.source();
-    let report = run_with_progress("gathering", |progress| ckpt::gather_weights(source, out, options, progress))?;
+    let report =
+        run_with_progress("gathering", |progress| ckpt::gather_weights(source, out, options, progress))?;
     if !report.config {
         log_line(format_args!(
             "note: the checkpoint has no config.json; copy that of the model to the weights"

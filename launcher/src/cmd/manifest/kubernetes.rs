@@ -125,8 +125,11 @@ fn read_job_file(args: &KubernetesArgs) -> diagnostic::Result<String> {
 /// Makes a valid name of Kubernetes objects from the name of a job.
 fn make_object_name(name: &str) -> String {
     let lower = name.to_ascii_lowercase();
-    let safe: String =
-        lower.chars().take(MAX_JOB_NAME_CHARS).map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
+    let safe: String = lower
+        .chars()
+        .take(MAX_JOB_NAME_CHARS)
+        .map(|c| if c.is_ascii_alphanumeric() { c } else { '-' })
+        .collect();
     let safe = safe.trim_matches('-');
     match safe.chars().next() {
         Some(first) if first.is_ascii_alphabetic() => safe.to_owned(),
@@ -267,7 +270,8 @@ impl KubernetesManifest<'_> {
 
     /// Builds the container of a pod with the volume mounts `mounts`.
     fn build_container(&self, mounts: Vec<Value>) -> diagnostic::Result<Value> {
-        let mut command = vec!["launch".to_owned(), "run".to_owned(), format!("{JOB_FILE_DIRECTORY}/job.yaml")];
+        let mut command =
+            vec!["launch".to_owned(), "run".to_owned(), format!("{JOB_FILE_DIRECTORY}/job.yaml")];
         command.extend(self.args.job.set.iter().map(|set| format!("--set={set}")));
         let count = match self.nodes {
             NodeCount { min, max } if min < max => format!("{min}:{max}"),

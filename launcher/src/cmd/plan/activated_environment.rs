@@ -13,7 +13,12 @@ pub(super) fn format_changes(changes: &EnvironmentChanges, host: &str) -> String
     let mut text = format!("\nchanges of the environment by run.activate on {host}:\n");
     for (mark, variables) in [('+', &changes.added), ('~', &changes.changed)] {
         for (name, value) in variables {
-            _ = writeln!(text, "  {mark} {}={}", to_single_line(&to_printable_text(name)), to_single_line(&redact(name, value)));
+            _ = writeln!(
+                text,
+                "  {mark} {}={}",
+                to_single_line(&to_printable_text(name)),
+                to_single_line(&redact(name, value))
+            );
         }
     }
     for name in &changes.removed {

@@ -134,7 +134,9 @@ impl TestTree {
             }
             RouterAction::Deliver(stream, bytes) => received[stream as usize].received.extend(bytes),
             RouterAction::AddSpace(stream, count) => sent[stream as usize].space += count,
-            RouterAction::End(stream, end) if at == CONTROLLER_INDEX => self.ended[stream as usize] = Some(end),
+            RouterAction::End(stream, end) if at == CONTROLLER_INDEX => {
+                self.ended[stream as usize] = Some(end)
+            }
             _ => {}
         }
     }

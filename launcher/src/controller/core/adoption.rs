@@ -92,7 +92,9 @@ impl ControllerCore {
             FromAgent::Line { rank, stderr, text } => {
                 self.actions.push(ControllerAction::Line { rank, stderr, text });
             }
-            FromAgent::Failed { diagnostic, .. } => self.mark_host_not_adoptable(id, AgentEnd::Failed(diagnostic)),
+            FromAgent::Failed { diagnostic, .. } => {
+                self.mark_host_not_adoptable(id, AgentEnd::Failed(diagnostic))
+            }
             // The other messages only prove that the agent is alive, or are not expected.
             _ => {}
         }

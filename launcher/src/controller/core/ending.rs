@@ -2,7 +2,7 @@
 //! ends the run.
 use super::{
     ABORT_GRACE, AGENT_END_TIMEOUT, AgentEnd, AttemptState, ControllerAction, ControllerCore, FailureReason,
-    HostIndex, LEAVE_TIMEOUT, RootCause, RunOutcome, StopRequest, OUTPUT_TAIL_TIMEOUT, WorkerState,
+    HostIndex, LEAVE_TIMEOUT, OUTPUT_TAIL_TIMEOUT, RootCause, RunOutcome, StopRequest, WorkerState,
     build_attempt_end,
 };
 use crate::{

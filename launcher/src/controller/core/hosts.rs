@@ -3,7 +3,7 @@
 use super::host_state::{AgentConnectionState, HostIndex, HostState};
 use super::{
     AgentEnd, AttemptState, ControllerAction, ControllerCore, FailureReason, MAX_HOST_FAILURES,
-    RENDEZVOUS_BIND_TIMEOUT, PlannedWorker, RootCause, WorkerState,
+    PlannedWorker, RENDEZVOUS_BIND_TIMEOUT, RootCause, WorkerState,
 };
 use crate::{
     cluster::StartStep,
@@ -573,7 +573,8 @@ mod tests {
 
     #[test]
     fn a_node_that_is_lost_before_the_first_attempt_may_return() {
-        let arrival = ArrivalLimits { max_returns: 1, quarantine: Duration::ZERO, ..ArrivalLimits::default() };
+        let arrival =
+            ArrivalLimits { max_returns: 1, quarantine: Duration::ZERO, ..ArrivalLimits::default() };
         let mut setup = CoreSetup { arrival, ..create_setup(2, true) };
         setup.hosts.iter_mut().for_each(|host| host.remote = true);
         let mut harness = CoreHarness::with_setup(setup, 1);

@@ -208,7 +208,9 @@ impl ControllerCore {
     /// may not have received it.
     fn repeat_last_order(&mut self, now: Duration) {
         match self.state {
-            AttemptState::Stopping(_) | AttemptState::Draining { host_lost: false } => self.send_stop_to_workers(now),
+            AttemptState::Stopping(_) | AttemptState::Draining { host_lost: false } => {
+                self.send_stop_to_workers(now)
+            }
             AttemptState::Draining { host_lost: true } | AttemptState::Ending => {
                 let grace = if self.setup.builtin { ABORT_GRACE } else { self.setup.grace };
                 let reason = self.cause.as_ref().map(|cause| cause.message.clone());

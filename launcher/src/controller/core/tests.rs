@@ -207,7 +207,8 @@ fn a_worker_that_stops_without_a_request_is_a_failure() {
 #[test]
 fn a_dead_agent_is_a_failure_and_the_other_workers_are_killed() {
     let mut harness = CoreHarness::with_running_workers(2, 1, true);
-    let actions = harness.feed_input(ControllerInput::AgentGone { host: 1, end: AgentEnd::Exited(KILLED_STATUS) });
+    let actions =
+        harness.feed_input(ControllerInput::AgentGone { host: 1, end: AgentEnd::Exited(KILLED_STATUS) });
     assert_eq!(find_kill_messages(&actions), [(0, 500)]);
     let report = find_failure(&actions).expect("a failure");
     assert_eq!((report.rank, &report.reason), (None, &FailureReason::AgentLost));

@@ -4,9 +4,9 @@ use super::ControllerDriver;
 use crate::{
     connection::encode_frame,
     controller::{
+        attempt_preparation::{AttemptPreparation, PlanningAttempt, list_workers_by_host},
         controller_identity::draw_random_bytes,
         core::{ControllerInput, HostIndex},
-        preparation::{AttemptPreparation, PlanningAttempt, list_workers_by_host},
         root_cause::AgentEnd,
     },
     format::format_notice,

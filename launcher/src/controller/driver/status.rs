@@ -22,7 +22,10 @@ impl ControllerDriver {
         let find_placement = |rank: Rank| {
             let workers = plans.iter().flat_map(|plan| plan.workers.iter().map(move |worker| (plan, worker)));
             let (plan, worker) = workers.into_iter().find(|(_, worker)| worker.rank == rank)?;
-            Some(RankPlacement { host: plan.host.clone(), gpu: find_worker_gpu(&worker.env, worker.local_rank) })
+            Some(RankPlacement {
+                host: plan.host.clone(),
+                gpu: find_worker_gpu(&worker.env, worker.local_rank),
+            })
         };
         self.status.complete_straggler_event(event, find_placement);
     }

@@ -1,6 +1,6 @@
 //! Takes over a run from a lost controller: connects to its agents, and continues its journal and
 //! its other files.
-use super::{ControllerDriver, ControllerReplacement, EvictionAnswer, EventLoopEnd};
+use super::{ControllerDriver, ControllerReplacement, EventLoopEnd, EvictionAnswer};
 use crate::{
     clock::read_unix_time,
     cluster::{AgentHandle, AgentProcess},

@@ -1,5 +1,5 @@
 //! [`list_amd`]: lists the GPUs of AMD.
-use super::{device_tree::DeviceFiles, discovered::DiscoveredAccelerators};
+use super::{device_files::DeviceFiles, discovered::DiscoveredAccelerators};
 use jobspec::AcceleratorKind;
 use protocol::hardware::Accelerator;
 

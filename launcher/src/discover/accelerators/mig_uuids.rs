@@ -52,7 +52,8 @@ impl MigUuids {
 /// Runs `program -L`, and returns the UUIDs of the MIG instances that it lists. The result is empty
 /// if the program is missing, fails or exceeds [`TOOL_TIMEOUT`].
 pub(super) fn read_mig_uuids(program: &str) -> MigUuids {
-    run_and_read_output(program, NVIDIA_SMI_TIMEOUT).map_or_else(MigUuids::default, |text| MigUuids::parse(&text))
+    run_and_read_output(program, NVIDIA_SMI_TIMEOUT)
+        .map_or_else(MigUuids::default, |text| MigUuids::parse(&text))
 }
 
 /// Runs `program -L` in a separate process group for at most `limit`, and returns its output.

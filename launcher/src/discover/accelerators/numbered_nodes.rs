@@ -1,6 +1,6 @@
 //! Lists the accelerators whose drivers create a numbered device node for each (Ascend NPUs, Gaudi
 //! HPUs and AWS NeuronCores).
-use super::{device_tree::DeviceFiles, discovered::DiscoveredAccelerators};
+use super::{device_files::DeviceFiles, discovered::DiscoveredAccelerators};
 use jobspec::{AcceleratorKind, env};
 use protocol::hardware::Accelerator;
 
@@ -70,7 +70,11 @@ pub(super) fn list_neuron_cores(
 /// Returns the number of logical NeuronCores of the device with the number `device`, or `None` if
 /// the driver does not state it. Devices of the second and later generations of Trainium combine
 /// two physical cores to a logical core, unless an environment variable states another number.
-fn count_cores(tree: &DeviceFiles<'_>, device: u32, variable: &dyn Fn(&str) -> Option<String>) -> Option<u32> {
+fn count_cores(
+    tree: &DeviceFiles<'_>,
+    device: u32,
+    variable: &dyn Fn(&str) -> Option<String>,
+) -> Option<u32> {
     let directory = format!("sys/devices/virtual/neuron_device/neuron{device}");
     let listed = || Some(tree.list_numbers(&directory, "neuron_core").len() as u32);
     let physical = tree.read_value::<u32>(format!("{directory}/core_count")).or_else(listed);

@@ -3,17 +3,18 @@ use super::{
     TPU_KEYS,
     arguments::{ACCELERATE_OPTIONS, find_section},
     distributed_type::DistributedType,
-    env::set_environment,
     merged_config::MergedConfig,
+    worker_environment::set_environment,
 };
 use crate::import::{
     command_line::CommandLine,
-    draft::{ImportedNodes, JobDraft},
     drop_in::{
         DropInContext, OptionEffect::NoEffect, OptionRule, ProgramForm, apply_rules, build_env_command,
-        check_worker_count, create_unsupporcreate_several_machines_errort_several_machines, set_console_ranks, set_local_job, set_thread_count,
+        check_worker_count, create_unsupporcreate_several_machines_errort_several_machines,
+        set_console_ranks, set_local_job, set_thread_count,
     },
     import_options::{ImportErrors, set_hostfile},
+    job_draft::{ImportedNodes, JobDraft},
     remaining_keys::RemainingKeys,
 };
 use diagnostic::Diagnostic;
@@ -168,7 +169,9 @@ impl AccelerateConversion<'_> {
         given: &CommandLine,
     ) -> Result<ProcessCount, Diagnostic> {
         const OPTION_NAME: &str = "--num_processes";
-        let reject = |reason: &str, help: &str| Err(create_unsupported_option_error(PROGRAM_NAME, OPTION_NAME, reason, help));
+        let reject = |reason: &str, help: &str| {
+            Err(create_unsupported_option_error(PROGRAM_NAME, OPTION_NAME, reason, help))
+        };
         let requested = match merged.value("num_processes") {
             Some(item) => read_integer(item).unwrap_or_default(),
             None if !self.has_config => self.context.gpus as i64,
@@ -239,17 +242,24 @@ impl AccelerateConversion<'_> {
             .iter()
             .for_each(|name| _ = given.take_last_value(name));
         let Ok(count) = machines.to_string().parse::<NodeCount>() else {
-            return Err(create_unsupported_option_error(PROGRAM_NAME, "--num_machines", format!("{machines} is too large"), ""));
+            return Err(create_unsupported_option_error(
+                PROGRAM_NAME,
+                "--num_machines",
+                format!("{machines} is too large"),
+                "",
+            ));
         };
         let rank = rank.as_deref().map_or(Some(0), |rank| rank.trim().parse().ok());
         let reason = || format!("the rank is not a number below {machines}");
         let rank = rank.filter(|rank| *rank < count.max);
-        let rank = rank.ok_or_else(|| create_unsupported_option_error(PROGRAM_NAME, "--machine_rank", reason(), ""))?;
+        let rank = rank
+            .ok_or_else(|| create_unsupported_option_error(PROGRAM_NAME, "--machine_rank", reason(), ""))?;
         let mut rendezvous: Option<RendezvousAddress> = None;
         if let Some(text) = address {
             let reason = format!("`{}` is not a host", text.escape_debug());
-            rendezvous =
-                Some(text.parse().map_err(|_| create_unsupported_option_error(PROGRAM_NAME, "--main_process_ip", reason, ""))?);
+            rendezvous = Some(text.parse().map_err(|_| {
+                create_unsupported_option_error(PROGRAM_NAME, "--main_process_ip", reason, "")
+            })?);
         }
         let port = merged.value("main_process_port").and_then(read_integer).filter(|port| *port > 0);
         if let (Some(rendezvous), Some(port)) =
@@ -272,7 +282,12 @@ impl AccelerateConversion<'_> {
         let (module, no_python) = (given.take_flag("module"), given.take_flag("no_python"));
         if module && no_python {
             let reason = "it contradicts `--no_python`, as in Accelerate";
-            return Err(create_unsupported_option_error(PROGRAM_NAME, "--module", reason, "remove one of them"));
+            return Err(create_unsupported_option_error(
+                PROGRAM_NAME,
+                "--module",
+                reason,
+                "remove one of them",
+            ));
         }
         let form = ProgramForm { module, no_python, unbuffered: !self.is_simple() };
         let mut command = form.build_command(self.context.python, &given.program);
@@ -324,11 +339,21 @@ impl AccelerateConversion<'_> {
         let numbers: Option<Vec<u32>> = ids.split(',').map(|id| id.trim().parse().ok()).collect();
         let Some(numbers) = numbers else {
             let reason = format!("`{}` is not a list of numbers", ids.escape_debug());
-            return Err(create_unsupported_option_error(PROGRAM_NAME, OPTION_NAME, reason, "set CUDA_VISIBLE_DEVICES instead"));
+            return Err(create_unsupported_option_error(
+                PROGRAM_NAME,
+                OPTION_NAME,
+                reason,
+                "set CUDA_VISIBLE_DEVICES instead",
+            ));
         };
         if numbers.len() < 2 && self.kind.distributed == DistributedType::Gpu && self.has_config {
             let reason = "a job on several GPUs requires at least two";
-            return Err(create_unsupported_option_error(PROGRAM_NAME, OPTION_NAME, reason, "list more, or use `--gpu_ids all`"));
+            return Err(create_unsupported_option_error(
+                PROGRAM_NAME,
+                OPTION_NAME,
+                reason,
+                "list more, or use `--gpu_ids all`",
+            ));
         }
         let numbers: Vec<String> = numbers.iter().map(u32::to_string).collect();
         draft.set_imported(OPTION_NAME, "cluster.devices", format!("[{}]", numbers.join(", ")));

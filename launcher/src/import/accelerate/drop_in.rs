@@ -9,20 +9,21 @@ use super::{
 };
 use crate::import::{
     command_line::{CommandLine, CommandLineError},
-    draft::{ImportedJob, JobDraft},
     drop_in::{
         DropInContext, OptionEffect,
         OptionEffect::{NoEffect, Rejected},
-        OptionRule, apply_rules, finish_drop_in, create_unsupported_option_error,
+        OptionRule, apply_rules, create_unsupported_option_error, finish_drop_in,
     },
     import_options::ImportErrors,
+    job_draft::{ImportedJob, JobDraft},
     remaining_keys::RemainingKeys,
 };
 use jobspec::{Document, DocumentValue, env};
 use std::path::{Path, PathBuf};
 
 /// The reason to reject options for TPUs.
-const TPU_REJECTION: OptionRule = ("tpu", &[], Rejected("launch doesn't run on TPUs", "use `accelerate` itself"));
+const TPU_REJECTION: OptionRule =
+    ("tpu", &[], Rejected("launch doesn't run on TPUs", "use `accelerate` itself"));
 /// The reason to reject options for SageMaker.
 const SAGEMAKER_REJECTION: OptionEffect =
     Rejected("launch doesn't submit jobs to SageMaker", "use `accelerate` itself");
@@ -115,7 +116,12 @@ impl AccelerateCommand {
         conversion.set_variables(&mut draft, &mut given, &merged, &fields, &processes)?;
         apply_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, UNSUPPORTED_OPTION_RULES);
         for (name, _) in given.take_remaining() {
-            errors.push(create_unsupported_option_error(PROGRAM_NAME, &format!("--{name}"), "launch does not handle it", ""));
+            errors.push(create_unsupported_option_error(
+                PROGRAM_NAME,
+                &format!("--{name}"),
+                "launch does not handle it",
+                "",
+            ));
         }
         match errors.is_empty() {
             true => finish_drop_in(draft, PROGRAM_NAME, errors).map(|job| ImportedJob { nodes, ..job }),
@@ -138,11 +144,21 @@ fn select_launch_kind(
     if [multi, cpu, is_tpu, deepspeed, fsdp].iter().filter(|given| **given).count() > 1 {
         let reason =
             "only one of `--cpu`, `--multi_gpu`, `--tpu`, `--use_deepspeed`, `--use_fsdp` can be given";
-        return Err(vec![create_unsupported_option_error(PROGRAM_NAME, "--cpu", reason, "remove the others")]);
+        return Err(vec![create_unsupported_option_error(
+            PROGRAM_NAME,
+            "--cpu",
+            reason,
+            "remove the others",
+        )]);
     }
     if parallelism && !fsdp {
         let reason = "it requires `--use_fsdp` and `--fsdp_version 2`";
-        return Err(vec![create_unsupported_option_error(PROGRAM_NAME, "--use_parallelism_config", reason, "")]);
+        return Err(vec![create_unsupported_option_error(
+            PROGRAM_NAME,
+            "--use_parallelism_config",
+            reason,
+            "",
+        )]);
     }
     let mut distributed = match (deepspeed, fsdp, megatron, multi) {
         (true, ..) => DistributedType::DeepSpeed,

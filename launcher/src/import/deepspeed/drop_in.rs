@@ -3,14 +3,14 @@
 use super::arguments::DEEPSPEED_OPTIONS;
 use crate::import::{
     command_line::{CommandLine, CommandLineError},
-    draft::{ImportedJob, JobDraft},
     drop_in::{
         DropInContext,
         OptionEffect::{NoEffect, Rejected},
-        OptionRule, ProgramForm, apply_rules, check_worker_count, finish_drop_in, create_unsupported_option_error,
-        create_several_machines_error, set_local_job,
+        OptionRule, ProgramForm, apply_rules, check_worker_count, create_several_machines_error,
+        create_unsupported_option_error, finish_drop_in, set_local_job,
     },
     import_options::{ImportErrors, set_hostfile},
+    job_draft::{ImportedJob, JobDraft},
     value_text::format_yaml_list,
 };
 use diagnostic::Diagnostic;
@@ -152,7 +152,12 @@ impl DeepSpeedCommand {
         set_master_port_and_log_dir(&mut draft, &mut given);
         apply_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, UNSUPPORTED_OPTION_RULES);
         for (name, _) in given.take_remaining() {
-            errors.push(create_unsupported_option_error(PROGRAM_NAME, &format!("--{name}"), "launch does not handle it", ""));
+            errors.push(create_unsupported_option_error(
+                PROGRAM_NAME,
+                &format!("--{name}"),
+                "launch does not handle it",
+                "",
+            ));
         }
         match errors.is_empty() {
             true => finish_drop_in(draft, PROGRAM_NAME, errors),
@@ -205,8 +210,9 @@ fn select_resources(
     let option = if exclude.is_some() { "--exclude" } else { "--include" };
     let include: Vec<String> = include.into_iter().collect();
     let exclude: Vec<String> = exclude.into_iter().collect();
-    let mut left = filter_hosts(&pool, &include, &exclude)
-        .map_err(|error| create_unsupported_option_error(PROGRAM_NAME, option, error.to_string(), "slots count from 0"))?;
+    let mut left = filter_hosts(&pool, &include, &exclude).map_err(|error| {
+        create_unsupported_option_error(PROGRAM_NAME, option, error.to_string(), "slots count from 0")
+    })?;
     if nodes > 0 {
         left.truncate(nodes as usize);
     }
@@ -240,7 +246,12 @@ fn parse_hostfile_slots(text: &str) -> Result<Vec<(String, HostSlots)>, Diagnost
         Err(errors) => {
             let reason =
                 errors.first().map(|error| format!("line {}: {error}", error.line)).unwrap_or_default();
-            Err(create_unsupported_option_error(PROGRAM_NAME, "--hostfile", reason, "a line is `host slots=N`"))
+            Err(create_unsupported_option_error(
+                PROGRAM_NAME,
+                "--hostfile",
+                reason,
+                "a line is `host slots=N`",
+            ))
         }
     }
 }
@@ -308,7 +319,12 @@ fn set_hosts(
         other => {
             let option = format!("--launcher {}", other.escape_debug());
             let help = "remove `--launcher`; launch connects over SSH";
-            return Err(create_unsupported_option_error(PROGRAM_NAME, &option, "launch does not use MPI", help));
+            return Err(create_unsupported_option_error(
+                PROGRAM_NAME,
+                &option,
+                "launch does not use MPI",
+                help,
+            ));
         }
     }
     for name in ["include", "exclude"] {
@@ -347,7 +363,12 @@ fn set_file_variables(draft: &mut JobDraft, files: &[String], errors: &mut Impor
             None => {
                 let shown: String = line.chars().take(60).flat_map(char::escape_debug).collect();
                 let reason = format!("the line `{shown}` is not `NAME=VALUE`");
-                errors.push(create_unsupported_option_error(PROGRAM_NAME, ".deepspeed_env", reason, "correct the line"));
+                errors.push(create_unsupported_option_error(
+                    PROGRAM_NAME,
+                    ".deepspeed_env",
+                    reason,
+                    "correct the line",
+                ));
             }
         }
     }

@@ -2,7 +2,7 @@
 //!
 //! For each setting that the configuration does not contain, the job gets DeepSpeed's default.
 use super::unsupported_keys::AUTO_VALUE_REASON;
-use crate::import::{draft::JobDraft, remaining_keys::RemainingKeys, value_text::format_yaml_number};
+use crate::import::{job_draft::JobDraft, remaining_keys::RemainingKeys, value_text::format_yaml_number};
 use jobspec::DocumentValue;
 
 /// The learning rate that DeepSpeed uses if the configuration contains none.
@@ -259,7 +259,11 @@ fn take_integer_unless_auto(
 ) -> Option<i128> {
     if params.is_auto(name) {
         params.take(name);
-        draft.add_not_converted_note(&params.path(name), AUTO_VALUE_REASON, "see `train.schedule` in docs/job.md");
+        draft.add_not_converted_note(
+            &params.path(name),
+            AUTO_VALUE_REASON,
+            "see `train.schedule` in docs/job.md",
+        );
         return None;
     }
     params.take_integer(name, 0)

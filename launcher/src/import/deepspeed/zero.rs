@@ -1,6 +1,6 @@
 //! Converts `zero_optimization`, the ZeRO settings of a DeepSpeed configuration, to keys of a job.
 use super::unsupported_keys::UNSUPPORTED_ZERO_KEYS;
-use crate::import::{draft::JobDraft, remaining_keys::RemainingKeys, value_text::format_for_note};
+use crate::import::{job_draft::JobDraft, remaining_keys::RemainingKeys, value_text::format_for_note};
 use jobspec::DocumentValue;
 
 /// Converts DeepSpeed's ZeRO stage, and its settings for offloading and for gathering 16-bit
@@ -67,11 +67,17 @@ fn convert_offload(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
                 let yaml = format!("{{optimizer: {}}}", jobspec::quote_yaml(path));
                 draft.set_imported(&inner.path("nvme_path"), OFFLOAD_KEY, yaml);
             }
-            ("nvme", true, None) => draft.add_not_converted_note(&from, "`nvme_path` is missing", OFFLOAD_ADVICE),
-            (_, true, _) => {
-                draft.add_not_converted_note(&from, build_offload_reason("optimizer states", &device), OFFLOAD_ADVICE)
+            ("nvme", true, None) => {
+                draft.add_not_converted_note(&from, "`nvme_path` is missing", OFFLOAD_ADVICE)
             }
-            (_, false, _) => draft.add_not_converted_note(&from, build_offload_reason("parameters", &device), ""),
+            (_, true, _) => draft.add_not_converted_note(
+                &from,
+                build_offload_reason("optimizer states", &device),
+                OFFLOAD_ADVICE,
+            ),
+            (_, false, _) => {
+                draft.add_not_converted_note(&from, build_offload_reason("parameters", &device), "")
+            }
         }
         let (rest, errors) = inner.into_untaken();
         part.errors.extend(errors);

@@ -6,14 +6,14 @@ use super::{
 };
 use crate::import::{
     command_line::{CommandLine, CommandLineError},
-    draft::{ImportedJob, ImportedNodes, JobDraft},
     drop_in::{
         DropInContext,
         OptionEffect::{NoEffect, Rejected},
-        OptionRule, ProgramForm, apply_rules, build_env_command, check_worker_count, finish_drop_in,
-        create_unsupported_option_error, set_console_ranks, set_local_job, set_thread_count,
+        OptionRule, ProgramForm, apply_rules, build_env_command, check_worker_count,
+        create_unsupported_option_error, finish_drop_in, set_console_ranks, set_local_job, set_thread_count,
     },
     import_options::ImportErrors,
+    job_draft::{ImportedJob, ImportedNodes, JobDraft},
 };
 use diagnostic::Diagnostic;
 use jobspec::{
@@ -136,7 +136,12 @@ fn take_nodes(given: &mut CommandLine) -> Result<Option<ImportedNodes>, Diagnost
     }
     let is_static = backend == "static";
     let invalid = |option: &str, text: &str| {
-        create_unsupported_option_error(PROGRAM_NAME, option, format!("`{}` is not `HOST:PORT`", text.escape_debug()), "")
+        create_unsupported_option_error(
+            PROGRAM_NAME,
+            option,
+            format!("`{}` is not `HOST:PORT`", text.escape_debug()),
+            "",
+        )
     };
     let rendezvous = match (endpoint, given.last_value("master-addr")) {
         (Some(text), _) => Some(text.parse().map_err(|_| invalid("--rdzv-endpoint", &text))?),
@@ -164,11 +169,21 @@ fn count_workers(given: &mut CommandLine, context: &DropInContext<'_>) -> Result
         Some("auto") => context.gpus as i64,
         Some("gpu") if context.gpus > 0 && context.kind.is_cuda_device() => context.gpus as i64,
         Some("gpu") => {
-            return Err(create_unsupported_option_error(PROGRAM_NAME, OPTION_NAME, "this machine has no GPU", "use a number, or `cpu`"));
+            return Err(create_unsupported_option_error(
+                PROGRAM_NAME,
+                OPTION_NAME,
+                "this machine has no GPU",
+                "use a number, or `cpu`",
+            ));
         }
         Some("xpu") if context.gpus > 0 && context.kind == AcceleratorKind::Xpu => context.gpus as i64,
         Some("xpu") => {
-            return Err(create_unsupported_option_error(PROGRAM_NAME, OPTION_NAME, "this machine has no XPU", "use a number, or `cpu`"));
+            return Err(create_unsupported_option_error(
+                PROGRAM_NAME,
+                OPTION_NAME,
+                "this machine has no XPU",
+                "use a number, or `cpu`",
+            ));
         }
         Some(number) => number.trim().parse().unwrap_or_default(),
     };
@@ -272,7 +287,8 @@ fn set_master_address(draft: &mut JobDraft, given: &mut CommandLine, is_joining:
     if port != "0" {
         draft.set_imported("--rdzv-endpoint", "cluster.master_port", quote_number(port));
     }
-    if given.take_last_value("master-addr").is_some_and(|address| !LOOPBACK_NAMES.contains(&address.as_str())) {
+    if given.take_last_value("master-addr").is_some_and(|address| !LOOPBACK_NAMES.contains(&address.as_str()))
+    {
         draft.add_key_note("--master-addr", NOTE_REASON, "");
     }
 }

@@ -93,7 +93,11 @@ impl AdmissionPolicy {
 
     /// Decides by the address of a client whether to accept the client's connection.
     /// `is_loopback_allowed` admits every client that uses the loopback address.
-    fn admit_by_address(&self, ip: IpAddr, is_loopback_allowed: bool) -> Result<AdmissionReason, AdmissionError> {
+    fn admit_by_address(
+        &self,
+        ip: IpAddr,
+        is_loopback_allowed: bool,
+    ) -> Result<AdmissionReason, AdmissionError> {
         let ip = ip.to_canonical();
         match self.allowed.contains(&ip) || (is_loopback_allowed && ip.is_loopback()) {
             true => Ok(AdmissionReason::Address),
@@ -137,7 +141,8 @@ mod tests {
         assert_eq!(admission.admit(absent, local), Err(AdmissionError::Closed));
         admission.uid = 4_000_000_000;
         let uid = nix::unistd::geteuid().as_raw();
-        let expected = if uid == 0 { Ok(AdmissionReason::User) } else { Err(AdmissionError::OtherUser { uid }) };
+        let expected =
+            if uid == 0 { Ok(AdmissionReason::User) } else { Err(AdmissionError::OtherUser { uid }) };
         assert_eq!(admission.admit(peer, local), expected);
     }
 

@@ -239,14 +239,19 @@ impl TorchFile {
                 self.parse_rebuild_arguments(args.ok_or(UNKNOWN_TENSOR_FORM_ERROR)?, None).map(Some)
             }
             "torch._utils._rebuild_tensor_v3" => {
-                let dtype =
-                    arg(6).and_then(PickleView::as_global).and_then(parse_dtype).ok_or(UNKNOWN_TENSOR_FORM_ERROR)?;
+                let dtype = arg(6)
+                    .and_then(PickleView::as_global)
+                    .and_then(parse_dtype)
+                    .ok_or(UNKNOWN_TENSOR_FORM_ERROR)?;
                 self.parse_rebuild_arguments(args.ok_or(UNKNOWN_TENSOR_FORM_ERROR)?, Some(dtype)).map(Some)
             }
             "torch._utils._rebuild_parameter" => self.parse_tensor(arg(0).ok_or(UNKNOWN_TENSOR_FORM_ERROR)?),
             "torch._tensor._rebuild_from_type_v2" => match arg(0).and_then(PickleView::as_global) {
                 Some("torch._utils._rebuild_tensor_v2") => self
-                    .parse_rebuild_arguments(arg(2).and_then(PickleView::as_items).ok_or(UNKNOWN_TENSOR_FORM_ERROR)?, None)
+                    .parse_rebuild_arguments(
+                        arg(2).and_then(PickleView::as_items).ok_or(UNKNOWN_TENSOR_FORM_ERROR)?,
+                        None,
+                    )
                     .map(Some),
                 _ => Err(UNKNOWN_TENSOR_FORM_ERROR),
             },
@@ -326,8 +331,10 @@ impl TorchFile {
             Some(view) => {
                 let part = |i: usize| view.as_items().and_then(|v| v.get(i)).and_then(PickleView::as_count);
                 let (start, count) = part(1).zip(part(2)).ok_or(UNKNOWN_TENSOR_FORM_ERROR)?;
-                let end =
-                    start.checked_add(count).filter(|&end| end <= count_of_dtype).ok_or(UNKNOWN_TENSOR_FORM_ERROR)?;
+                let end = start
+                    .checked_add(count)
+                    .filter(|&end| end <= count_of_dtype)
+                    .ok_or(UNKNOWN_TENSOR_FORM_ERROR)?;
                 start..end
             }
         };

@@ -122,9 +122,9 @@ impl ConvertOutput {
     /// directory of the caller, which has no `.done`.
     fn append_to_finished_list(&mut self, text: &str) -> Result<()> {
         match &mut self.record {
-            Some(file) => {
-                file.write_all(text.as_bytes()).map_err(CkptError::io("write", &self.dir.join(FINISHED_FILES_LIST)))
-            }
+            Some(file) => file
+                .write_all(text.as_bytes())
+                .map_err(CkptError::io("write", &self.dir.join(FINISHED_FILES_LIST))),
             None => Ok(()),
         }
     }
@@ -194,14 +194,20 @@ fn require_space(dir: &Path, bytes: u64) -> Result<()> {
 /// Reads the description of the interrupted conversion whose hidden directory is `dir`. Returns
 /// `None` if `dir` has no valid description.
 fn read_task(dir: &Path) -> Option<Value> {
-    let task = read_json::<LimitedValue<TASK_VALUES_MAX>>(&Directory::open(dir).ok()?, CONVERSION_TASK_FILE, 1 << 20);
+    let task = read_json::<LimitedValue<TASK_VALUES_MAX>>(
+        &Directory::open(dir).ok()?,
+        CONVERSION_TASK_FILE,
+        1 << 20,
+    );
     task.ok().map(|task| task.0)
 }
 
 /// Reads the list of completed files, `.done`, in `dir`, and returns the records by path. Ignores
 /// truncated lines.
 fn read_finished_files(dir: &Path) -> HashMap<String, FinishedFile> {
-    let text = Directory::open(dir).and_then(|f| f.read_file(FINISHED_FIFINISHED_FILES_LIST_BYTES_MAX_BYTES_MAX)).unwrap_or_default();
+    let text = Directory::open(dir)
+        .and_then(|f| f.read_file(FINISHED_FIFINISHED_FILES_LIST_BYTES_MAX_BYTES_MAX))
+        .unwrap_or_default();
     let lines = text.split(|&b| b == b'\n').filter_map(|l| serde_json::from_slice::<FinishedFile>(l).ok());
     lines.map(|f| (f.path.clone(), f)).collect()
 }
@@ -230,7 +236,8 @@ pub(crate) fn compute_source_fingerprint(path: &Path) -> Result<String> {
     let line = |(path, size, seconds, nanoseconds): disk::FileState| {
         format!("{} {size} {seconds} {nanoseconds}", path.display())
     };
-    let mut lines: Vec<String> = disk::list_file_states(path, SOURCE_DEPTH_MAX)?.into_iter().map(line).collect();
+    let mut lines: Vec<String> =
+        disk::list_file_states(path, SOURCE_DEPTH_MAX)?.into_iter().map(line).collect();
     lines.sort();
     Ok(Hash::digest(lines.join("\n").as_bytes()).to_hex())
 }

@@ -8,7 +8,8 @@ use super::source_state::SourceState;
 use super::write_steps::{StepData, WINDOW_ELEMENTS, WriteStep, plan_storage_steps};
 use crate::catalog::{TensorInfo, TensorSource, build_span_requests};
 use crate::codec::disk::{
-    self, Directory, DiskBufferPool, FileWriter, HashMode, IoMode, ReadBuffers, SMALL_WINDOW_BYTES, WrittenFile,
+    self, Directory, DiskBufferPool, FileWriter, HashMode, IoMode, ReadBuffers, SMALL_WINDOW_BYTES,
+    WrittenFile,
 };
 use crate::codec::narrow::NarrowingBuffers;
 use crate::codec::safetensors::{self, PlannedTensor};
@@ -222,8 +223,13 @@ impl SharedWriteState<'_> {
                 (done.bytes, done.shard) = (shard.bytes, Some(shard));
             }
             FileContent::Torch(plan) => {
-                let writer =
-                    TorchWriter::create(path, file.file_stem(), &plan.value, plan.size_in_bytes(), &self.buffers)?;
+                let writer = TorchWriter::create(
+                    path,
+                    file.file_stem(),
+                    &plan.value,
+                    plan.size_in_bytes(),
+                    &self.buffers,
+                )?;
                 let written = self.write_torch_file(plan, writer)?;
                 (done.bytes, done.blake3) = (written.bytes, written.digest);
             }
@@ -287,8 +293,12 @@ impl SharedWriteState<'_> {
             .collect();
         let header =
             safetensors::encode_shard_header(rank, self.world, &planned).map_err(CkptError::invalid_save)?;
-        let mut writer =
-            FileWriter::with_buffers(path.to_owned(), IoMode::Direct, HashMode::Blocks, self.buffers.clone())?;
+        let mut writer = FileWriter::with_buffers(
+            path.to_owned(),
+            IoMode::Direct,
+            HashMode::Blocks,
+            self.buffers.clone(),
+        )?;
         writer.write(&header)?;
         let runs = pieces.chunk_by(|a, b| a.dtype == b.dtype).map(|run| {
             let spans: Vec<StorageSpan> =

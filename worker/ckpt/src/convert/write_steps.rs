@@ -80,7 +80,12 @@ pub(super) fn plan_storage_steps(dtype: Dtype, spans: &[StorageSpan]) -> Vec<Wri
 
 /// Adds steps to `steps` that write the elements `rest` of a source tensor, converted to `dtype`,
 /// or zeros if `tensor` is `None`. Fills the last step first, if it is not full.
-fn push_element_steps(steps: &mut Vec<WriteStep<'_>>, dtype: Dtype, tensor: Option<usize>, mut rest: Range<u64>) {
+fn push_element_steps(
+    steps: &mut Vec<WriteStep<'_>>,
+    dtype: Dtype,
+    tensor: Option<usize>,
+    mut rest: Range<u64>,
+) {
     while !rest.is_empty() {
         if !matches!(steps.last(), Some(WriteStep::Window { elements, .. }) if *elements < WINDOW_ELEMENTS) {
             steps.push(WriteStep::Window { dtype, parts: Vec::new(), elements: 0 });

@@ -2,7 +2,9 @@
 //! scheduler files.
 use super::read_failure::ReadFailure;
 use super::torch_file::TorchFileError;
-use crate::format_constants::{CPU_RNG_STATE_BYTES, CUDA_RNG_STATE_BYTES, SCHEDULER_FILE, MERSENNE_TWISTER_WORDS};
+use crate::format_constants::{
+    CPU_RNG_STATE_BYTES, CUDA_RNG_STATE_BYTES, MERSENNE_TWISTER_WORDS, SCHEDULER_FILE,
+};
 use crate::stream_kind::StreamKind;
 use diagnostic::{Code, codes::checkpoint as codes};
 

@@ -67,7 +67,10 @@ fn has_training_state(path: &Path, directory: &Directory) -> Result<bool> {
 
 /// Opens the checkpoint whose files are directly in the directory `path`. Returns `None` if the
 /// directory has no weights.
-fn open_checkpoint_directory(path: &Path, trained: Option<&TrainedWeightNames>) -> Result<Option<ExternalCheckpoint>> {
+fn open_checkpoint_directory(
+    path: &Path,
+    trained: Option<&TrainedWeightNames>,
+) -> Result<Option<ExternalCheckpoint>> {
     if let Some(found) = deepspeed::open_deepspeed(path)? {
         return Ok(Some(found));
     }

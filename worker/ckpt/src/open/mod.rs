@@ -5,4 +5,6 @@ mod opened;
 
 pub(crate) use detect::open_external_checkpoint;
 pub(crate) use diagnose::diagnose_directory;
-pub use opened::{NewestCheckpoint, OpenedCheckpoint, open_checkpoint, open_newest_native, open_checkpoint_for_training};
+pub use opened::{
+    NewestCheckpoint, OpenedCheckpoint, open_checkpoint, open_checkpoint_for_training, open_newest_native,
+};

@@ -75,7 +75,10 @@ pub fn open_checkpoint(path: &Path) -> Result<OpenedCheckpoint> {
 /// with the names `trained`. HF Trainer and Accelerate store optimizer states by number. If some
 /// weights were frozen, assigning the states to weights needs the names in `trained`. With `None`,
 /// the result is that of [`open_checkpoint`].
-pub fn open_checkpoint_for_training(path: &Path, trained: Option<&HashSet<String>>) -> Result<OpenedCheckpoint> {
+pub fn open_checkpoint_for_training(
+    path: &Path,
+    trained: Option<&HashSet<String>>,
+) -> Result<OpenedCheckpoint> {
     let native = path_exists(&path.join(MANIFEST_FILE))
         || !path_exists(path)
         || (path.is_dir() && !list_checkpoints(path)?.is_empty());

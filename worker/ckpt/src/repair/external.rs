@@ -1,7 +1,7 @@
 //! Repairs checkpoints of other programs: flipped bits, DeepSpeed's files, weights and random
 //! generator states. Of several checkpoints, repairs the newest one that can be completed.
-use super::loss::{RepairLoss, format_reason};
 use super::repair_dir::{RepairDir, join_subpath, list_files_recursively};
+use super::repair_loss::{RepairLoss, format_reason};
 use super::sound::open_if_sound;
 use super::{bit_flips, model_files, universal, weights};
 use crate::codec::disk::{self, Directory};

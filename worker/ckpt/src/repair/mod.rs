@@ -6,12 +6,12 @@
 //! complete copy gets its final name at the end.
 mod bit_flips;
 mod external;
-mod loss;
 mod lost_model_files;
 mod model_files;
 mod native;
 mod repair_checkpoints;
 mod repair_dir;
+mod repair_loss;
 mod sound;
 mod universal;
 mod weights;

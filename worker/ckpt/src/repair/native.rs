@@ -1,7 +1,7 @@
 //! Repairs native checkpoints: rebuilds blocks from parity, and points `latest` to the newest
 //! complete checkpoint.
-use super::loss::RepairLoss;
 use super::repair_dir::{RepairDir, join_subpath};
+use super::repair_loss::RepairLoss;
 use super::weights;
 use crate::codec::disk;
 use crate::error::Result;

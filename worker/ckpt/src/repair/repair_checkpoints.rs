@@ -1,6 +1,6 @@
 //! Repairs a checkpoint or a directory of checkpoints.
-use super::loss::{RepairLoss, format_reason};
 use super::repair_dir::RepairDir;
+use super::repair_loss::{RepairLoss, format_reason};
 use super::{external, native};
 use crate::codec::disk::{self, path_exists};
 use crate::error::{CkptError, Damage, DamageReason, OutputProblem, Result};

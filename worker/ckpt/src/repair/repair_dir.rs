@@ -1,5 +1,5 @@
 //! [`RepairDir`]: the hidden copy of a checkpoint in which the repair takes place.
-use super::loss::RepairLoss;
+use super::repair_loss::RepairLoss;
 use crate::codec::disk::{self, Directory};
 use crate::error::{CkptError, Result};
 use std::collections::BTreeSet;

@@ -1,5 +1,5 @@
 //! Opens a checkpoint only if every byte is intact and all values are finite.
-use super::loss::format_reason;
+use super::repair_loss::format_reason;
 use crate::catalog::ExternalCheckpoint;
 use crate::open::{diagnose_directory, open_external_checkpoint};
 use crate::verify::{find_non_finite_values, verify_opened_checkpoint};

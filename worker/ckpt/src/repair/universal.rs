@@ -1,6 +1,6 @@
 //! Repairs DeepSpeed's universal checkpoints with the ZeRO checkpoints of the same training state.
-use super::loss::RepairLoss;
 use super::repair_dir::{RepairDir, join_subpath, list_files_recursively};
+use super::repair_loss::RepairLoss;
 use super::sound::open_if_sound;
 use crate::catalog::ExternalCheckpoint;
 use crate::codec::disk::{self, Directory, path_exists};
@@ -100,8 +100,11 @@ fn list_candidate_paths(repair_dir: &RepairDir, tag: &str, name: &str) -> Result
     let mut places =
         vec![disk::parent_dir(&repair_dir.dir.join(join_subpath(tag, "x"))).with_file_name(name)];
     let parent = disk::parent_dir(&disk::parent_dir(&at));
-    for sibling in
-        Directory::open(&parent)?.list_names()?.into_iter().filter(|n| !n.starts_with('.')).take(SIBLING_DIRS_MAX)
+    for sibling in Directory::open(&parent)?
+        .list_names()?
+        .into_iter()
+        .filter(|n| !n.starts_with('.'))
+        .take(SIBLING_DIRS_MAX)
     {
         places.push(parent.join(sibling).join(name));
     }

@@ -1,7 +1,7 @@
 //! Repairs weights in Hugging Face's layout: rebuilds a lost index, or gathers lost weights from
 //! the training state.
-use super::loss::{RepairLoss, format_reason};
 use super::repair_dir::{RepairDir, join_subpath};
+use super::repair_loss::{RepairLoss, format_reason};
 use super::sound::open_if_sound;
 use crate::catalog::TensorSource;
 use crate::codec::disk::Directory;

@@ -36,7 +36,11 @@ pub(crate) struct CreatedRngFiles {
 /// # Errors
 /// Fails if `world` exceeds [`CREATED_RANKS_MAX`], the files of two programs are mixed, or I/O
 /// fails.
-pub(crate) fn create_missing_rng_files(path: &Path, world: u32, step: u64) -> Result<Option<CreatedRngFiles>> {
+pub(crate) fn create_missing_rng_files(
+    path: &Path,
+    world: u32,
+    step: u64,
+) -> Result<Option<CreatedRngFiles>> {
     if world > CREATED_RANKS_MAX {
         let error = RngFilesError::TooManyRanks { world, limit: CREATED_RANKS_MAX };
         return Err(CkptError::damaged(path, "RNG state files", error));

@@ -265,7 +265,8 @@ impl HfCheckpoint {
         let opened = Directory::open(dir)?;
         let trainer = read_global_step(&opened)?;
         let state = deepspeed::open_deepspeed(dir)?;
-        let stored = rank_files::read_all_rank_states(dir, state.as_ref().and_then(|s| s.facts().state.world))?;
+        let stored =
+            rank_files::read_all_rank_states(dir, state.as_ref().and_then(|s| s.facts().state.world))?;
         if trainer.is_none() && state.is_none() && stored.is_none() && !is_accelerate_directory(&opened)? {
             return Err(not(Diagnosis::NoTrainerState));
         }

@@ -189,7 +189,9 @@ impl RngRecord {
     /// Fails if the record is damaged or of another version.
     pub fn read(path: &Path) -> Result<Option<RngRecord>> {
         let directory = Directory::open(path)?;
-        let Some(record) = read_json_if_exists::<RngRecord>(&directory, RNG_RECORD_FILE, RNG_RECORD_BYTES_MAX)? else {
+        let Some(record) =
+            read_json_if_exists::<RngRecord>(&directory, RNG_RECORD_FILE, RNG_RECORD_BYTES_MAX)?
+        else {
             return Ok(None);
         };
         match record.version {

@@ -358,7 +358,8 @@ fn expand_cuda_states(states: &mut RankRngStates, old: &[RankRngStates], options
     if options.world == 1 && options.gpus.is_none() {
         return;
     }
-    let visible = old.iter().filter_map(|s| s.cuda.as_ref()).map(|c| c.device_states().len()).max().unwrap_or(1);
+    let visible =
+        old.iter().filter_map(|s| s.cuda.as_ref()).map(|c| c.device_states().len()).max().unwrap_or(1);
     // if each old rank used a separate GPU of one host, so do the new ranks
     let devices = if visible == old.len() { options.world as usize } else { visible };
     states.cuda = Some(TorchCudaStates::PerDevice(vec![state; options.gpus.map_or(devices, |g| g as usize)]));

@@ -69,7 +69,8 @@ impl PreparedRecord {
     /// Reads the record of a prepared directory. Returns `None` if the directory has no valid
     /// record.
     pub(super) fn read(dir: &Path) -> Option<PreparedRecord> {
-        let record: PreparedRecord = read_json(&Directory::open(dir).ok()?, PREPARED_RECORD_FILE, PREPARED_RECORD_BYTES_MAX).ok()?;
+        let record: PreparedRecord =
+            read_json(&Directory::open(dir).ok()?, PREPARED_RECORD_FILE, PREPARED_RECORD_BYTES_MAX).ok()?;
         (record.format == PREPARED_RECORD_FORMAT && record.version == 1).then_some(record)
     }
 

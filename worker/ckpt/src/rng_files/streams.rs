@@ -114,7 +114,9 @@ impl TorchCpuState {
         if !(1..=MERSENNE_TWISTER_WORDS as i32).contains(&left) || next > MERSENNE_TWISTER_WORDS as u64 {
             return Err(RngStateError::CpuPosition { left, next });
         }
-        match (0..MERSENNE_TWISTER_WORDS).find(|i| state.read_u64_at(CPU_WORDS_OFFSET + 8 * i) > u64::from(u32::MAX)) {
+        match (0..MERSENNE_TWISTER_WORDS)
+            .find(|i| state.read_u64_at(CPU_WORDS_OFFSET + 8 * i) > u64::from(u32::MAX))
+        {
             Some(word) => Err(RngStateError::CpuWordTooWide { word }),
             None => Ok(state),
         }

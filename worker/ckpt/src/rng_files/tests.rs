@@ -224,7 +224,8 @@ fn prepared_directories_never_replace_other_directories() {
     fs::write(later.join("trainer_state.json"), "{\"global_step\": 9}").expect("written");
     write_rank_files(&later, RngFormat::Trainer, &[make_states(1), make_states(2), make_states(3)]);
     let made =
-        prepare::prepare_resume_directory(&later, &ReconcileOptions::new(2, ReconcilePolicy::Reconcile)).expect("made");
+        prepare::prepare_resume_directory(&later, &ReconcileOptions::new(2, ReconcilePolicy::Reconcile))
+            .expect("made");
     assert_eq!(made.decision.expect("decided").generation, 2);
     assert_eq!(prepare::prepare_resume_directory(&later, &options).expect("fits").path, later);
     assert_eq!(prepare::find_newest_complete(root.path()).expect("listed").0, Some(later));
@@ -253,8 +254,8 @@ fn a_scheduler_next_to_fsdp_shards_is_rescaled() {
     let root = tempfile::tempdir().expect("a directory");
     let dir = root.path().join("state");
     crate::tests::copy_tree(std::path::Path::new(golden), &dir);
-    let made =
-        prepare::prepare_resume_directory(&dir, &ReconcileOptions::new(4, ReconcilePolicy::Reconcile)).expect("made");
+    let made = prepare::prepare_resume_directory(&dir, &ReconcileOptions::new(4, ReconcilePolicy::Reconcile))
+        .expect("made");
     insta::assert_snapshot!("scheduler_next_to_fsdp", made.lines.join("\n"));
 }
 
@@ -294,7 +295,8 @@ fn a_scheduler_that_counts_processes_is_rescaled() {
     });
     scheduler(6);
     let made =
-        prepare::prepare_resume_directory(&dir, &ReconcileOptions::new(400, ReconcilePolicy::Reconcile)).expect("made");
+        prepare::prepare_resume_directory(&dir, &ReconcileOptions::new(400, ReconcilePolicy::Reconcile))
+            .expect("made");
     insta::assert_snapshot!("scheduler_of_accelerate", made.lines.join("\n"));
     let directory = Directory::open(&made.path).expect("open");
     let file = crate::codec::torch_file::TorchFile::open(&directory, "scheduler.bin", &[]).expect("sound");
@@ -302,8 +304,8 @@ fn a_scheduler_that_counts_processes_is_rescaled() {
     assert_eq!((count("last_epoch"), count("_step_count")), (Some(1200), Some(1201)));
     // a scheduler with one count per step is unchanged
     scheduler(3);
-    let made =
-        prepare::prepare_resume_directory(&dir, &ReconcileOptions::new(4, ReconcilePolicy::Reconcile)).expect("made");
+    let made = prepare::prepare_resume_directory(&dir, &ReconcileOptions::new(4, ReconcilePolicy::Reconcile))
+        .expect("made");
     insta::assert_snapshot!("scheduler_unchanged", made.lines.join("\n"));
     let is_unchanged = |name: &str| {
         fs::read(made.path.join(name)).expect("there") == fs::read(dir.join(name)).expect("there")

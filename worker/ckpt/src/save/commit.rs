@@ -293,7 +293,8 @@ pub(crate) fn publish_directory(from: &Path, to: &Path, how: ReplaceMethod) -> R
 /// Renames a file or directory between two fault points, at which tests may kill the process. Does
 /// not sync the parent directory.
 fn rename_path(from: &Path, to: &Path) -> Result<()> {
-    fault_points::run_between_fault_points("rename", || fs::rename(from, to)).map_err(CkptError::io("rename", from))
+    fault_points::run_between_fault_points("rename", || fs::rename(from, to))
+        .map_err(CkptError::io("rename", from))
 }
 
 /// Replaces the file `latest` atomically and durably by one that names the checkpoint of `step`.

@@ -9,8 +9,8 @@
 //! file is damaged at the position of this block.
 use super::shard_writer::ShardReport;
 use crate::codec::disk::{
-    self, BLOCK_BYTES, BlockReader, BlockRequest, Directory, DiskBufferPool, FileWriter, HashMode, IoMode, WINDOW_BYTES,
-    WrittenFile, stream_windows,
+    self, BLOCK_BYTES, BlockReader, BlockRequest, Directory, DiskBufferPool, FileWriter, HashMode, IoMode,
+    WINDOW_BYTES, WrittenFile, stream_windows,
 };
 use crate::error::{CkptError, DamageReason, Result, SaveProblem};
 use crate::hash::Hash;
@@ -226,8 +226,8 @@ impl<'m> CheckpointFiles<'m> {
     /// Reads the parity block that protects block number `block` of every shard. Returns `None` if
     /// it is damaged or missing.
     fn read_parity_block(&self, block: u64) -> Option<Vec<u8>> {
-        let rank =
-            (0..self.sizes.len()).find(|&r| compute_parity_stripe(&self.sizes, r as u32).0.contains(&block))?;
+        let rank = (0..self.sizes.len())
+            .find(|&r| compute_parity_stripe(&self.sizes, r as u32).0.contains(&block))?;
         self.read_parity_file_block(rank, block - compute_parity_stripe(&self.sizes, rank as u32).0.start)
     }
 

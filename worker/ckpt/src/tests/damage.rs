@@ -2,7 +2,9 @@
 use super::*;
 use crate::error::CkptError;
 use crate::layout::native::Checkpoint;
-use crate::{find_latest_checkpoint, list_checkpoints, open_newest_native, prune_checkpoints, verify_checkpoints};
+use crate::{
+    find_latest_checkpoint, list_checkpoints, open_newest_native, prune_checkpoints, verify_checkpoints,
+};
 use diagnostic::codes::checkpoint as codes;
 use std::fs;
 

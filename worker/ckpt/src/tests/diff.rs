@@ -58,8 +58,13 @@ fn checkpoints_of_different_world_sizes_are_equal() {
         Checkpoint::open(&save_checkpoint(&dir.path().join("a"), &one).expect("saved").path).expect("open");
     let b =
         Checkpoint::open(&save_checkpoint(&dir.path().join("b"), &three).expect("saved").path).expect("open");
-    let report = diff_checkpoints(make_diff_side(&a, &[]), make_diff_side(&b, &[]), &DiffOptions::default(), |_, _| {})
-        .expect("read");
+    let report = diff_checkpoints(
+        make_diff_side(&a, &[]),
+        make_diff_side(&b, &[]),
+        &DiffOptions::default(),
+        |_, _| {},
+    )
+    .expect("read");
     assert!(report.is_equal(), "{report:?}");
     assert_eq!((report.compared, report.equal), (9, 9));
 }
@@ -72,10 +77,11 @@ fn differences_between_two_steps_are_counted_exactly() {
     let b = Checkpoint::open(&save_checkpoint(dir.path(), &new).expect("saved").path).expect("open");
     let mut last = (0, 0);
     let options = DiffOptions { weights_only: true };
-    let report = diff_checkpoints(make_diff_side(&a, &[]), make_diff_side(&b, &[]), &options, |done, total| {
-        last = (done, total)
-    })
-    .expect("read");
+    let report =
+        diff_checkpoints(make_diff_side(&a, &[]), make_diff_side(&b, &[]), &options, |done, total| {
+            last = (done, total)
+        })
+        .expect("read");
     assert_eq!(last, (1_100_022, 1_100_022));
     let names: Vec<&str> = report.different.iter().map(|d| d.tensor.as_str()).collect();
     assert_eq!(names, ["weight/a", "weight/big", "weight/z"], "no moments");
@@ -112,8 +118,8 @@ fn rounding_and_ties_are_recognized() {
     };
     let ties = [TiedWeight { alias: "alias".into(), target: "big".into() }];
     let options = DiffOptions { weights_only: true };
-    let report =
-        diff_checkpoints(make_diff_side(&a, &ties), make_diff_side(&b, &[]), &options, |_, _| {}).expect("read");
+    let report = diff_checkpoints(make_diff_side(&a, &ties), make_diff_side(&b, &[]), &options, |_, _| {})
+        .expect("read");
     assert_eq!(report.tied, ["weight/alias = weight/big in a"]);
     assert_eq!(report.only_a, ["weight/z"], "big is compared under its second name");
     assert_eq!(report.dtypes.len(), 2);
@@ -134,6 +140,12 @@ fn damage_is_an_error_and_not_a_difference() {
     std::fs::write(&shard, bytes).expect("written");
     let (a, b) = (Checkpoint::open(&a).expect("open"), Checkpoint::open(&b).expect("open"));
     assert!(
-        diff_checkpoints(make_diff_side(&a, &[]), make_diff_side(&b, &[]), &DiffOptions::default(), |_, _| {}).is_err()
+        diff_checkpoints(
+            make_diff_side(&a, &[]),
+            make_diff_side(&b, &[]),
+            &DiffOptions::default(),
+            |_, _| {}
+        )
+        .is_err()
     );
 }

@@ -2,7 +2,9 @@
 //! of a layer as one fused tensor, while the weights file stores each expert.
 use super::external::{open_external, read_tensor};
 use super::make_memory_dir;
-use crate::catalog::{ExternalCheckpoint, ExternalCheckpointBuilder, ExternalTensor, ALLOWED_GLOBALS, TensorSource};
+use crate::catalog::{
+    ALLOWED_GLOBALS, ExternalCheckpoint, ExternalCheckpointBuilder, ExternalTensor, TensorSource,
+};
 use crate::convert::{ConvertOptions, ConvertTarget, convert_checkpoint};
 use crate::layout::hf::optimizer_state::{OptimizerStateDict, ParamId};
 use crate::open::open_checkpoint;

@@ -3,7 +3,8 @@
 use super::*;
 use crate::layout::native::StorageHost;
 use crate::save::host_local::{
-    PreparedSave, complete_prepared_save, encode_host_local_manifest, list_manifests, list_prepared_saves, read_manifest,
+    PreparedSave, complete_prepared_save, encode_host_local_manifest, list_manifests, list_prepared_saves,
+    read_manifest,
 };
 use crate::{Checkpoint, CkptError, GatherOptions, gather_weights, verify_checkpoints};
 
@@ -29,7 +30,8 @@ fn prepare_on_both_hosts(roots: &[PathBuf; 2], hosts: &[StorageHost], facts: &Ru
         std::fs::copy(&from, to).expect("copied");
         std::fs::remove_file(from).expect("removed");
     }
-    let text = encode_host_local_manifest(facts.clone(), reports, hosts.to_vec(), &[0, 0, 1, 1]).expect("a manifest");
+    let text = encode_host_local_manifest(facts.clone(), reports, hosts.to_vec(), &[0, 0, 1, 1])
+        .expect("a manifest");
     let prepare =
         |(s, h): (StagingDir, &StorageHost)| PreparedSave::prepare(s, &h.id, text.clone()).expect("prepared");
     stagings.into_iter().zip(hosts).map(prepare).collect()
@@ -71,7 +73,8 @@ fn an_interrupted_host_completes_what_another_host_completed() {
     assert_eq!(left.len(), 1);
     assert_eq!(list_manifests(&roots[0]).expect("listed"), [left[0].0.clone()]);
     complete_prepared_save(&roots[1], &left[0].1, left[0].0.step).expect("completed");
-    let paths = roots.clone().map(|r| crate::find_latest_checkpoint(&r).expect("readable").expect("a latest"));
+    let paths =
+        roots.clone().map(|r| crate::find_latest_checkpoint(&r).expect("readable").expect("a latest"));
     assert_eq!(done.path, paths[0]);
     let [a, b] = paths.clone().map(|p| Checkpoint::open(&p).expect("a part"));
     assert_contains_with_remote(&a, &b, &facts);

@@ -132,7 +132,11 @@ fn save_checkpoint(root: &Path, facts: &RunFacts) -> Result<CommittedCheckpoint>
 
 /// Saves a complete checkpoint of `facts` to the directory `root`, and replaces an existing
 /// checkpoint of this step by the method `swap`.
-fn save_checkpoint_replacing(root: &Path, facts: &RunFacts, swap: ReplaceMethod) -> Result<CommittedCheckpoint> {
+fn save_checkpoint_replacing(
+    root: &Path,
+    facts: &RunFacts,
+    swap: ReplaceMethod,
+) -> Result<CommittedCheckpoint> {
     let total = facts.model.weights.iter().map(|w| count_elements(w) * 12).sum();
     let staging = StagingDir::create(root, facts.step, total)?;
     let reports = write_shards(staging.path(), facts)?;

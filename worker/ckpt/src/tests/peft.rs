@@ -80,7 +80,8 @@ fn unsupported_settings_are_rejected_by_name() {
 #[test]
 fn directories_without_valid_adapters_are_rejected() {
     let dir = tempfile::tempdir().expect("directory");
-    let expect_open_error = || format_error(&open_peft_adapters(dir.path()).expect_err("rejected"), dir.path());
+    let expect_open_error =
+        || format_error(&open_peft_adapters(dir.path()).expect_err("rejected"), dir.path());
     let mut lines = vec![expect_open_error()];
     assert!(AdapterConfig::read(dir.path()).is_err());
     let header =

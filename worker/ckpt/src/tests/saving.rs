@@ -26,7 +26,8 @@ fn expect_commit_error(change: impl FnOnce(&mut RunFacts, &mut Vec<ShardReport>,
     assert!(matches!(error, CkptError::InvalidSave(_)), "{error:?}");
     assert_eq!(list_entry_names(dir.path()), ["latest", "step-00000001"], "no temporary files remain");
     assert_contains_saved(
-        &Checkpoint::open(&find_latest_checkpoint(dir.path()).expect("sound").expect("there")).expect("complete"),
+        &Checkpoint::open(&find_latest_checkpoint(dir.path()).expect("sound").expect("there"))
+            .expect("complete"),
         &old,
     );
     format_error(&error, dir.path())

@@ -16,7 +16,10 @@ struct TestWatch {
 
 impl TestWatch {
     fn new(root: &Path) -> TestWatch {
-        TestWatch { watch: CheckpointWatch::new(root, SETTLE_TIME, INCOMPLETE_REPORT_TIME), now: Instant::now() }
+        TestWatch {
+            watch: CheckpointWatch::new(root, SETTLE_TIME, INCOMPLETE_REPORT_TIME),
+            now: Instant::now(),
+        }
     }
 
     /// Advances the simulated clock by `wait`, polls, and returns the reports.

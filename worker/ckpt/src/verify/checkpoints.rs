@@ -43,10 +43,9 @@ pub fn verify_checkpoints_with(path: &Path, options: VerifyOptions) -> Result<Ve
         };
         report.notes.extend(c.elsewhere.iter().map(note));
     }
-    let native = report
-        .checkpoints
-        .iter()
-        .filter(|c| path_exists(&c.path.join(MANIFEST_FILE)) && c.problems.is_empty() && c.elsewhere.is_empty());
+    let native = report.checkpoints.iter().filter(|c| {
+        path_exists(&c.path.join(MANIFEST_FILE)) && c.problems.is_empty() && c.elsewhere.is_empty()
+    });
     for path in native.filter(|_| options.values).map(|c| c.path.clone()).collect::<Vec<_>>() {
         let lines = find_non_finite_values(&Checkpoint::open(&path)?)?;
         report.warnings.extend(lines.into_iter().map(|line| format!("{}: {line}", path.display())));

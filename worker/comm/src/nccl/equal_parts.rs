@@ -25,7 +25,8 @@ pub struct EqualParts {
 impl EqualParts {
     /// Divides a vector in which rank r has `counts[r]` elements, in rank order.
     pub fn new(counts: &[usize]) -> Self {
-        let owned = compute_part_offsets(counts).into_iter().zip(counts).map(|(start, len)| start..start + len);
+        let owned =
+            compute_part_offsets(counts).into_iter().zip(counts).map(|(start, len)| start..start + len);
         let part_len = counts.iter().sum::<usize>() / counts.len() / PART_ALIGNMENT * PART_ALIGNMENT;
         EqualParts { owned: owned.collect(), part_len }
     }

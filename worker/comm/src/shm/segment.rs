@@ -325,7 +325,13 @@ impl Segment {
     /// returned bytes after this rank has entered that round. While they are in use, no other slice
     /// of the same bytes may be in use.
     #[allow(clippy::mut_from_ref, reason = "the caller guarantees exclusive access to the shared memory")]
-    pub(super) unsafe fn slot_bytes_mut(&self, rank: usize, slot: usize, start: usize, len: usize) -> &mut [u8] {
+    pub(super) unsafe fn slot_bytes_mut(
+        &self,
+        rank: usize,
+        slot: usize,
+        start: usize,
+        len: usize,
+    ) -> &mut [u8] {
         // SAFETY: in bounds; exclusive by the caller's promise.
         unsafe {
             std::slice::from_raw_parts_mut(self.locate_slot_bytes(rank, slot, start, len).as_ptr(), len)

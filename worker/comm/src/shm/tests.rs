@@ -1,7 +1,9 @@
 //! Tests of [`ShmComm`], with threads as ranks: invalid shared memory is rejected, and peers that
 //! break the protocol cause errors.
 use super::*;
-use crate::{CommError, GroupError, SharedMemoryError, abort_reason::FIXED_FIELDS_BYTES, call::GroupPosition};
+use crate::{
+    CommError, GroupError, SharedMemoryError, abort_reason::FIXED_FIELDS_BYTES, call::GroupPosition,
+};
 use device::Buf;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use std::{

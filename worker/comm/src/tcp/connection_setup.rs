@@ -231,9 +231,7 @@ impl ConnectionSetup<'_> {
         deadline: Instant,
         stop: &AtomicBool,
     ) -> Result<AuthenticatedStreams> {
-        listener
-            .set_nonblocking(true)
-            .map_err(CommError::wrap_io_error("accept connections of peers"))?;
+        listener.set_nonblocking(true).map_err(CommError::wrap_io_error("accept connections of peers"))?;
         let mut missing: Vec<(u32, ConnectionKind)> = self
             .topology
             .remote_ranks()

@@ -77,8 +77,14 @@ pub(super) fn encode_hello(
 ) -> [u8; HELLO_BYTES] {
     let mut out = [0; HELLO_BYTES];
     let words = [id.rank, to, kind as u32].map(u32::to_le_bytes).concat();
-    let parts: [&[u8]; 6] =
-        [&HANDSHAKE_MAGIC, &PROTOCOL_VERSION.to_le_bytes(), &id.attempt.to_le_bytes(), &id.run, &words, nonce];
+    let parts: [&[u8]; 6] = [
+        &HANDSHAKE_MAGIC,
+        &PROTOCOL_VERSION.to_le_bytes(),
+        &id.attempt.to_le_bytes(),
+        &id.run,
+        &words,
+        nonce,
+    ];
     let mut end = 0;
     for part in parts {
         out[end..end + part.len()].copy_from_slice(part);

@@ -84,7 +84,11 @@ fn read_counters(stream: &TcpStream) -> Option<LinkCounters> {
     }
     let number = |at: usize| info[at..].first_chunk().map(|bytes| u64::from_ne_bytes(*bytes));
     let segments = info[DATA_SEGMENTS_OFFSET..].first_chunk().map(|bytes| u32::from_ne_bytes(*bytes))?;
-    Some(LinkCounters { segments, busy_us: number(BUSY_TIME_OFFSET)?, window_limited_us: number(WINDOW_LIMITED_OFFSET)? })
+    Some(LinkCounters {
+        segments,
+        busy_us: number(BUSY_TIME_OFFSET)?,
+        window_limited_us: number(WINDOW_LIMITED_OFFSET)?,
+    })
 }
 
 #[cfg(test)]

@@ -66,8 +66,7 @@ impl AbortHandle {
     /// Creates a handle for `rank` of `world` ranks, to be passed to [`RankListener::join`]. Fails
     /// if the operating system has no file descriptors left.
     pub fn new(rank: usize, world: usize) -> Result<Self> {
-        let health =
-            GroupHealth::new(rank, world).map_err(CommError::wrap_io_error("create an eventfd"))?;
+        let health = GroupHealth::new(rank, world).map_err(CommError::wrap_io_error("create an eventfd"))?;
         Ok(AbortHandle(Arc::new(health)))
     }
 

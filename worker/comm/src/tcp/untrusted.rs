@@ -23,7 +23,12 @@ fn create_identity(rank: u32) -> RankIdentity {
 /// three frames of a control connection.
 pub(crate) fn create_fuzz_seeds() -> [(&'static str, Vec<u8>); 2] {
     let nonce = [1; SECRET_BYTES];
-    let hello = handshake::encode_hello(&create_identity(SENDER_RANK), RECEIVER_RANK, ConnectionKind::Control, &nonce);
+    let hello = handshake::encode_hello(
+        &create_identity(SENDER_RANK),
+        RECEIVER_RANK,
+        ConnectionKind::Control,
+        &nonce,
+    );
     let abort = ControlFrame::Abort(AbortReason::RankFailed { rank: 2, message: "disk full".to_owned() });
     let frames = [ControlFrame::Heartbeat, abort, ControlFrame::Farewell];
     let frames = frames.iter().flat_map(ControlFrame::encode).collect();

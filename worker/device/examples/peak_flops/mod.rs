@@ -44,7 +44,10 @@ fn select_fma_chains_fn(instruction_set: &str) -> (FmaChainsFn, usize) {
     #[cfg(target_arch = "x86_64")]
     if instruction_set.starts_with("avx512") {
         // SAFETY: the backend detected the instructions.
-        return (|x| unsafe { x86::run_avx512_fma_chains(x) }, 2 * FMAS_PER_CHAIN * x86::AVX512_CHAIN_COUNT * 16);
+        return (
+            |x| unsafe { x86::run_avx512_fma_chains(x) },
+            2 * FMAS_PER_CHAIN * x86::AVX512_CHAIN_COUNT * 16,
+        );
     } else if instruction_set.starts_with("avx2") {
         // SAFETY: the backend detected the instructions.
         return (|x| unsafe { x86::run_avx2_fma_chains(x) }, 2 * FMAS_PER_CHAIN * x86::AVX2_CHAIN_COUNT * 8);

@@ -1,7 +1,7 @@
 //! Functions (conformance cases) that run an op and its backward pass for one shape on the GPU and
 //! on the CPU, and compare the results. The cases of experts and fp8 have separate modules.
 use super::comparison::{
-    Backends, CaseResult, CaseRng, MaxErrors, make_f32_buffer, make_nan_values, make_buffer_of_tested_type,
+    Backends, CaseResult, CaseRng, MaxErrors, make_buffer_of_tested_type, make_f32_buffer, make_nan_values,
 };
 use super::error::ConformanceError;
 use crate::Dtype;
@@ -260,7 +260,11 @@ pub(super) fn compare_windowed_attention(
 
 /// Compares attention on the GPU with the CPU as the reference, where each query attends to a
 /// random number of positions before it.
-pub(super) fn compare_attention_with_random_starts(backends: &Backends, seed: u64, shape: AttentionShape) -> CaseResult {
+pub(super) fn compare_attention_with_random_starts(
+    backends: &Backends,
+    seed: u64,
+    shape: AttentionShape,
+) -> CaseResult {
     let mut rng = CaseRng::new(seed);
     let starts: Vec<u32> = (0..shape.b * shape.t).map(|i| rng.draw_below(i % shape.t + 1) as u32).collect();
     compare_attention_with_starts(backends, seed, shape, &starts)

@@ -116,8 +116,10 @@ impl Backends<'_> {
             let mut gpu = buffers.map(|(dtype, values)| self.copy_to_gpu(dtype, &values, offset));
             run(self.cuda, gpu.each_mut());
             for (i, (expected, actual)) in cpu.iter().zip(&gpu).enumerate() {
-                let error =
-                    compute_relative_error(&self.copy_to_host_as_f32(actual.view()), expected.view().host_slice());
+                let error = compute_relative_error(
+                    &self.copy_to_host_as_f32(actual.view()),
+                    expected.view().host_slice(),
+                );
                 if error > tolerance || error.is_nan() {
                     return Err(ConformanceError::BufferDiffers {
                         case: case.to_owned(),

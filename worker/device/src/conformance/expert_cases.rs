@@ -1,6 +1,8 @@
 //! Compares the router, ops on the rows of tokens, and grouped matmuls of a mixture-of-experts
 //! layer on the GPU with the CPU, on one shape.
-use super::comparison::{Backends, CaseResult, CaseRng, make_f32_buffer, make_nan_values, make_buffer_of_tested_type};
+use super::comparison::{
+    Backends, CaseResult, CaseRng, make_buffer_of_tested_type, make_f32_buffer, make_nan_values,
+};
 use super::error::ConformanceError;
 use crate::ops::{RouterBackwardInputs, RouterShape, RowGroup, WriteMode};
 use std::cell::RefCell;

@@ -1,6 +1,6 @@
 //! Compares fp8 matmuls on the GPU with the CPU, and the rounding of their operands bit by bit.
 use super::comparison::{
-    Backends, CaseResult, CaseRng, MaxErrors, make_f32_buffer, make_nan_values, make_buffer_of_tested_type,
+    Backends, CaseResult, CaseRng, MaxErrors, make_buffer_of_tested_type, make_f32_buffer, make_nan_values,
 };
 use super::error::ConformanceError;
 use crate::Buf;

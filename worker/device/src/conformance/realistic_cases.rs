@@ -31,7 +31,11 @@ pub(super) const REALISTIC_CASE_NAMES: [&str; 13] = [
 /// Compares the operations of the realistic shape with index `number` in [`NAMES`] on the GPU with
 /// the CPU. Sizes are divided by `divisor`, which is above 1 for slow GPUs. Returns `None` if the
 /// GPU does not support the operations.
-pub(super) fn compare_realistic_case(backends: &Backends, number: usize, divisor: usize) -> Option<CaseResult> {
+pub(super) fn compare_realistic_case(
+    backends: &Backends,
+    number: usize,
+    divisor: usize,
+) -> Option<CaseResult> {
     // multiples of 16, which fp8 and the kernels for aligned rows require
     let size = |n: usize| (n / divisor).next_multiple_of(16);
     let attention = |heads, kv_heads, head_dim| AttentionShape::new(1, size(2048), heads, kv_heads, head_dim);

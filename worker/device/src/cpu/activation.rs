@@ -51,9 +51,14 @@ impl ActivationOps for Cpu {
         let len = y.len();
         expect_lens("gelu_forward", [("x", x.len(), len)]);
         let x = InputElements::from(x);
-        self.run_over_output_rows(len, Activation::Gelu.relative_cost(), self.as_rows_to_overwrite(y, 1), |range, mut y| {
-            gelu(self.instruction_set, &mut y, &x.to_f32(self, range));
-        });
+        self.run_over_output_rows(
+            len,
+            Activation::Gelu.relative_cost(),
+            self.as_rows_to_overwrite(y, 1),
+            |range, mut y| {
+                gelu(self.instruction_set, &mut y, &x.to_f32(self, range));
+            },
+        );
     }
 
     fn gelu_backward(&self, dx: ViewMut, dy: ViewMut, x: View) {
@@ -61,9 +66,14 @@ impl ActivationOps for Cpu {
         expect_lens("gelu_backward", [("dy", dy.len(), len), ("x", x.len(), len)]);
         let x = InputElements::from(x);
         let outputs = (self.as_rows_to_overwrite(dx, 1), self.as_rows_to_update(dy, 1));
-        self.run_over_output_rows(len, Activation::Gelu.relative_cost(), outputs, |range, (mut dx, mut dy)| {
-            gelu_gradient(self.instruction_set, &mut dx, &mut dy, &x.to_f32(self, range));
-        });
+        self.run_over_output_rows(
+            len,
+            Activation::Gelu.relative_cost(),
+            outputs,
+            |range, (mut dx, mut dy)| {
+                gelu_gradient(self.instruction_set, &mut dx, &mut dy, &x.to_f32(self, range));
+            },
+        );
     }
 }
 
@@ -71,10 +81,15 @@ impl ActivationOps for Cpu {
 fn gated_forward(cpu: &Cpu, op: &str, activation: Activation, y: ViewMut, gate_up: View, [m, f]: [usize; 2]) {
     expect_lens(op, [("y", y.len(), m * f), ("gate_up", gate_up.len(), m * 2 * f)]);
     let gate_up = InputElements::from(gate_up);
-    cpu.run_over_output_rows(m, activation.relative_cost() * f, cpu.as_rows_to_overwrite(y, f), |rows, mut y| {
-        let gate_up = gate_up.rows_to_f32(cpu, &rows, 2 * f);
-        activate_gates(cpu.instruction_set, activation, &mut y, &gate_up, f);
-    });
+    cpu.run_over_output_rows(
+        m,
+        activation.relative_cost() * f,
+        cpu.as_rows_to_overwrite(y, f),
+        |rows, mut y| {
+            let gate_up = gate_up.rows_to_f32(cpu, &rows, 2 * f);
+            activate_gates(cpu.instruction_set, activation, &mut y, &gate_up, f);
+        },
+    );
 }
 
 /// Computes the gradient of the gated linear unit [`gated_forward`], and writes it to `dgate_up`.

@@ -27,7 +27,8 @@ impl AttentionOps for Cpu {
     fn attention_forward(&self, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], shape: AttentionShape) {
         let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
         let g = AttentionLayout::new("attention_forward", o.len(), lse.len(), qkv.len(), starts, shape);
-        let (o, lse, qkv) = (self.as_output(o), DisjointSlices::new(lse.host_slice_mut()), InputElements::from(qkv));
+        let (o, lse, qkv) =
+            (self.as_output(o), DisjointSlices::new(lse.host_slice_mut()), InputElements::from(qkv));
         let per_head = g.key_tile_count() * KEY_TILE * (head_dim + g.padded);
         let mut packed_kv = self.scratch.borrow_buf(b * kv_heads * per_head);
         let packed_kv = &mut packed_kv[..b * kv_heads * per_head];

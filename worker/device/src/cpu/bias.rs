@@ -27,7 +27,9 @@ impl BiasOps for Cpu {
 pub(crate) fn add_bias_to_rows(cpu: &Cpu, y: ViewMut, bias: &[f32]) {
     let n = bias.len();
     let rows = y.len().checked_div(n).unwrap_or(0);
-    cpu.run_over_output_rows(rows, n, cpu.as_rows_to_update(y, n), |_, mut y| add_bias(cpu.instruction_set, &mut y, bias));
+    cpu.run_over_output_rows(rows, n, cpu.as_rows_to_update(y, n), |_, mut y| {
+        add_bias(cpu.instruction_set, &mut y, bias)
+    });
 }
 
 multiversion! {

@@ -63,9 +63,14 @@ impl VectorOps for Cpu {
         let len = rows * columns;
         expect_lens("transpose", [("x", x.len(), len), ("y", y.len(), len)]);
         let x = x.host_slice();
-        self.run_over_each_output_row(columns, rows, SliceRows::new(y.host_slice_mut(), rows), |column, row| {
-            row.iter_mut().enumerate().for_each(|(i, y)| *y = x[i * columns + column]);
-        });
+        self.run_over_each_output_row(
+            columns,
+            rows,
+            SliceRows::new(y.host_slice_mut(), rows),
+            |column, row| {
+                row.iter_mut().enumerate().for_each(|(i, y)| *y = x[i * columns + column]);
+            },
+        );
     }
 
     fn dropout(&self, x: ViewMut, d: &SampleDropout) {

@@ -29,9 +29,14 @@ impl RowOps for Cpu {
         let weights = weights.map(View::host_slice);
         expect_lens(op, [("weights", weights.map_or(terms, <[f32]>::len), terms)]);
         let sum = WeightedRowSum { x: x.into(), weights, row_indices, d, write };
-        self.run_over_each_output_row(m, d * per_row.max(1), self.as_output_rows(y, d, write), |row, mut y| {
-            sum_selected_rows(self.instruction_set, &mut y, row * per_row..(row + 1) * per_row, sum);
-        });
+        self.run_over_each_output_row(
+            m,
+            d * per_row.max(1),
+            self.as_output_rows(y, d, write),
+            |row, mut y| {
+                sum_selected_rows(self.instruction_set, &mut y, row * per_row..(row + 1) * per_row, sum);
+            },
+        );
     }
 
     fn dot_rows(&self, out: ViewMut, a: View, b: View, d: usize) {

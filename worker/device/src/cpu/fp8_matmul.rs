@@ -63,9 +63,14 @@ fn find_largest_magnitude(cpu: &Cpu, x: InputElements) -> f32 {
     let mut maxima = cpu.scratch.borrow_buf(tasks);
     let maxima = &mut maxima[..tasks];
     let finite = |x: &f32| if x.is_finite() { x.abs() } else { 0.0 };
-    cpu.run_over_each_output_row(tasks, ELEMENTS_PER_TASK, SliceRows::new(&mut *maxima, 1), |task, maximum| {
-        let range = task * ELEMENTS_PER_TASK..((task + 1) * ELEMENTS_PER_TASK).min(x.len());
-        maximum[0] = x.to_f32(cpu, range).iter().map(finite).fold(0.0, f32::max);
-    });
+    cpu.run_over_each_output_row(
+        tasks,
+        ELEMENTS_PER_TASK,
+        SliceRows::new(&mut *maxima, 1),
+        |task, maximum| {
+            let range = task * ELEMENTS_PER_TASK..((task + 1) * ELEMENTS_PER_TASK).min(x.len());
+            maximum[0] = x.to_f32(cpu, range).iter().map(finite).fold(0.0, f32::max);
+        },
+    );
     maxima.iter().copied().fold(0.0, f32::max)
 }

@@ -62,7 +62,8 @@ impl GroupedMatmulOps for Cpu {
         let mut matrices: Vec<usize> = groups.iter().map(|g| g.matrix_offset).collect();
         matrices.sort_unstable();
         assert!(matrices.windows(2).all(|m| m[0] + n * k <= m[1]), "{op}: matrices overlap");
-        let (dw, dy, x) = (DisjointSlices::new(dw.host_slice_mut()), InputElements::from(dy), InputElements::from(x));
+        let (dw, dy, x) =
+            (DisjointSlices::new(dw.host_slice_mut()), InputElements::from(dy), InputElements::from(x));
         for_each_group(self, groups, |g| {
             // SAFETY: the matrices do not overlap.
             let dw = unsafe { dw.slice_mut(g.matrix_element_range(n * k)) };

@@ -66,13 +66,18 @@ impl LayerNormOps for Cpu {
         expect_lens(op, [("dw", dw.len(), d)]);
         let (dy, x, w) = (InputElements::from(dy), InputElements::from(x), self.to_f32(w));
         let (dx, stats) = (self.as_output_rows(dx, d, write), stats.host_slice());
-        self.run_over_rows_and_sum(m, dx, [dw.host_slice_mut(), db.host_slice_mut()], |rows, mut dx, grads| {
-            let (dy, x) = (dy.rows_to_f32(self, &rows, d), x.rows_to_f32(self, &rows, d));
-            let stats = &stats[2 * rows.start..2 * rows.end];
-            let inputs = LayerNormBackwardRows { dy: &dy, x: &x, w: &w, stats };
-            let (dw, db) = grads.split_at_mut(d);
-            differentiate(self.instruction_set, &mut dx, dw, db, inputs, write);
-        });
+        self.run_over_rows_and_sum(
+            m,
+            dx,
+            [dw.host_slice_mut(), db.host_slice_mut()],
+            |rows, mut dx, grads| {
+                let (dy, x) = (dy.rows_to_f32(self, &rows, d), x.rows_to_f32(self, &rows, d));
+                let stats = &stats[2 * rows.start..2 * rows.end];
+                let inputs = LayerNormBackwardRows { dy: &dy, x: &x, w: &w, stats };
+                let (dw, db) = grads.split_at_mut(d);
+                differentiate(self.instruction_set, &mut dx, dw, db, inputs, write);
+            },
+        );
     }
 }
 

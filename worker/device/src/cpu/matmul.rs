@@ -428,9 +428,10 @@ fn multiply_block_tiles<S: Simd>(s: S, t: ResultBlock, a: OperandSource, b: Oper
                 let columns = S::TILE_COLUMNS.min(t.columns - j);
                 let (b, ldb) = match b {
                     OperandSource::Packed(b) => (b[j * t.k..].as_ptr(), S::TILE_COLUMNS),
-                    OperandSource::InPlace(operand, j0, p) => {
-                        (operand.get_checked_address(p * operand.stride + j0 + j, t.k, columns), operand.stride)
-                    }
+                    OperandSource::InPlace(operand, j0, p) => (
+                        operand.get_checked_address(p * operand.stride + j0 + j, t.k, columns),
+                        operand.stride,
+                    ),
                 };
                 let tile = MicroTile {
                     depth: t.k,

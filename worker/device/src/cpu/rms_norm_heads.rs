@@ -26,12 +26,20 @@ impl HeadNormOps for Cpu {
         layout.check_norm_lengths("rmsnorm_heads_forward", x.len(), raw.len(), rstd.len(), w.len());
         let w = self.to_f32(w);
         let x = self.as_columns_to_update(x, head_columns(layout), layout.stride);
-        let outputs =
-            (x, self.as_rows_to_overwrite(raw, layout.width()), SliceRows::new(rstd.host_slice_mut(), layout.heads));
-        self.run_over_each_output_row(layout.rows, 3 * layout.width(), outputs, |_, (mut x, mut raw, rstd)| {
-            raw.copy_from_slice(&x);
-            normalize(self.instruction_set, &mut x, rstd, &raw, &w, eps);
-        });
+        let outputs = (
+            x,
+            self.as_rows_to_overwrite(raw, layout.width()),
+            SliceRows::new(rstd.host_slice_mut(), layout.heads),
+        );
+        self.run_over_each_output_row(
+            layout.rows,
+            3 * layout.width(),
+            outputs,
+            |_, (mut x, mut raw, rstd)| {
+                raw.copy_from_slice(&x);
+                normalize(self.instruction_set, &mut x, rstd, &raw, &w, eps);
+            },
+        );
     }
 
     fn rmsnorm_heads_backward(

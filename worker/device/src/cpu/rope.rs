@@ -22,10 +22,15 @@ fn rotate_heads(cpu: &Cpu, x: ViewMut, cos: View, sin: View, shape: RopeShape, s
     shape.check_lengths(x.len(), cos.len(), sin.len());
     let RopeShape { b, t, heads, head_dim, stride } = shape;
     let (cos, sin, width) = (cos.host_slice(), sin.host_slice(), heads * head_dim);
-    cpu.run_over_each_output_row(b * t, width, cpu.as_columns_to_update(x, 0..width, stride), |row, mut x| {
-        let angles = row % t * head_dim / 2..(row % t + 1) * head_dim / 2;
-        rotate_row(cpu.instruction_set, &mut x, &cos[angles.clone()], &sin[angles], sign);
-    });
+    cpu.run_over_each_output_row(
+        b * t,
+        width,
+        cpu.as_columns_to_update(x, 0..width, stride),
+        |row, mut x| {
+            let angles = row % t * head_dim / 2..(row % t + 1) * head_dim / 2;
+            rotate_row(cpu.instruction_set, &mut x, &cos[angles.clone()], &sin[angles], sign);
+        },
+    );
 }
 
 multiversion! {

@@ -29,7 +29,11 @@ impl RouterOps for Cpu {
             SliceRows::new(weights.host_slice_mut(), experts_per_token),
             SliceRows::new(chosen_experts, experts_per_token),
         );
-        let outputs = (SliceRows::new(probs.host_slice_mut(), experts), SliceRows::new(lse.host_slice_mut(), 1), selections);
+        let outputs = (
+            SliceRows::new(probs.host_slice_mut(), experts),
+            SliceRows::new(lse.host_slice_mut(), 1),
+            selections,
+        );
         let cost = (EXP_COST + experts_per_token) * experts;
         self.run_over_each_output_row(m, cost, outputs, |row, (probs, lse, (weights, chosen))| {
             lse[0] = softmax(self.instruction_set, probs, &logits[row * experts..(row + 1) * experts]);
@@ -50,7 +54,8 @@ impl RouterOps for Cpu {
     ) {
         inputs.check_arguments(dlogits.len(), dweights.len(), shape);
         let RouterShape { m, experts, experts_per_token, normalize_weights } = shape;
-        let (probs, lse, dweights) = (inputs.probs.host_slice(), inputs.lse.host_slice(), dweights.host_slice());
+        let (probs, lse, dweights) =
+            (inputs.probs.host_slice(), inputs.lse.host_slice(), dweights.host_slice());
         self.run_over_each_output_row(
             m,
             EXP_COST * experts,

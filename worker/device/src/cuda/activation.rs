@@ -1,5 +1,5 @@
 //! Rotary position embedding and activation functions on a GPU.
-use super::backend::{Cuda, THREADS_PER_BLOCK, LaunchSize};
+use super::backend::{Cuda, LaunchSize, THREADS_PER_BLOCK};
 use super::compile::ACTIVATION_SOURCE;
 use super::launch::LaunchConfig;
 use super::tensor_arg::{TensorArg, are_vectorizable, f32_gpu_address};
@@ -106,5 +106,10 @@ fn gated_backward(
     expect_lens(op, [("gate_up", gate_up.len(), pairs)]);
     let (d, dy, gate_up) = (TensorArg::from(&dgate_up), TensorArg::from(&dy), TensorArg::from(gate_up));
     let name = select_kernel(names, f, [d, dy, gate_up]);
-    cuda.launch(ACTIVATION_SOURCE, name, LaunchSize::RowBlocks { rows: m, width: f }, &[&d, &dy, &gate_up, &f]);
+    cuda.launch(
+        ACTIVATION_SOURCE,
+        name,
+        LaunchSize::RowBlocks { rows: m, width: f },
+        &[&d, &dy, &gate_up, &f],
+    );
 }

@@ -2,7 +2,7 @@
 //! tile of queries or keys. The built-in kernels use tensor cores if all tensors are bf16 and heads
 //! have at most 128 elements, and otherwise compute in f32.
 use super::backend::{Cuda, LaunchSize};
-use super::compile::{ATTENTION_SOURCE, FLASH_SOURCE, FLASH_HOPPER_SOURCE};
+use super::compile::{ATTENTION_SOURCE, FLASH_HOPPER_SOURCE, FLASH_SOURCE};
 use super::cudnn::{AttentionOperands, AttentionPass};
 use super::launch::{KernelArg, LaunchConfig};
 use super::tensor_arg::{TensorArg, f32_gpu_address};
@@ -345,7 +345,12 @@ impl AttentionOps for Cuda {
             let (dots, starts) = (dots.address(), self.upload_input("starts", starts));
             let grid = [s.t.div_ceil(TILE_ROWS) as u32, s.heads as u32, s.b as u32];
             let config = LaunchConfig { grid, block: [8 * TILE_ROWS as u32, 1, 1], shared: 0 };
-            self.launch(ATTENTION_SOURCE, c"attention_delta", LaunchSize::Config(config), &[&dots, &d_o, &o, &shape]);
+            self.launch(
+                ATTENTION_SOURCE,
+                c"attention_delta",
+                LaunchSize::Config(config),
+                &[&dots, &d_o, &o, &shape],
+            );
             if uses_tensor_cores(&dtypes, s) {
                 let arguments: [&dyn KernelArg; 6] = [&dqkv, &d_o, &qkv, &lse, &dots, &starts];
                 if uses_hopper_kernels(self, s, &[&dqkv, &d_o, &qkv]) {

@@ -82,9 +82,20 @@ mod tests {
             cache.add_used_block(at, round_block_size(bytes));
             cache.mark_free(at, one);
         }
-        assert_eq!(cache.take_fitting_block(1000, other), None, "the other stream is not ordered after the free");
-        assert_eq!((cache.take_fitting_block(300, one), cache.take_fitting_block(1 << 20, one)), (None, None), "too large");
-        assert_eq!((cache.take_fitting_block(1024, one), cache.take_fitting_block(1024, one)), (Some(10), None));
+        assert_eq!(
+            cache.take_fitting_block(1000, other),
+            None,
+            "the other stream is not ordered after the free"
+        );
+        assert_eq!(
+            (cache.take_fitting_block(300, one), cache.take_fitting_block(1 << 20, one)),
+            (None, None),
+            "too large"
+        );
+        assert_eq!(
+            (cache.take_fitting_block(1024, one), cache.take_fitting_block(1024, one)),
+            (Some(10), None)
+        );
         assert_eq!(cache.take_fitting_block((2 << 20) + 1, one), Some(20));
         cache.mark_free(20, other);
         assert_eq!(cache.take_free_blocks(), [20]);

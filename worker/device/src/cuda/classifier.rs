@@ -121,7 +121,12 @@ impl ClassifierOps for Cuda {
             let (loss, labels) = (loss + (start * 4) as u64, all_labels + (start * 4) as u64);
             let arguments: [&dyn KernelArg; 9] =
                 [&loss, &logits.address(), &labels, &v, &columns, &stride, &gradient_code, &cap, &scale];
-            self.launch(CLASSIFIER_SOURCE, kernel, LaunchSize::RowBlocks { rows: count, width: v }, &arguments);
+            self.launch(
+                CLASSIFIER_SOURCE,
+                kernel,
+                LaunchSize::RowBlocks { rows: count, width: v },
+                &arguments,
+            );
             let Some(g) = &grads else { continue };
             let dx = MatmulOperand::from_rows(g.dx.as_view().slice(elements), d);
             matmul(self, dx, dlogits, w, [count, d, columns], WriteMode::Overwrite);

@@ -79,8 +79,17 @@ pub(super) const FLASH_HOPPER_SOURCE: KernelSource =
 /// Kernels that quantize the operands of matmuls to fp8.
 pub(super) const FP8_SOURCE: KernelSource = source!("fp8.cu");
 /// All CUDA source files of this crate.
-pub(super) const KERNEL_SOURCES: [KernelSource; 9] =
-    [ELEMENTWISE_SOURCE, NORM_SOURCE, ACTIVATION_SOURCE, EXPERT_ROWS_SOURCE, CLASSIFIER_SOURCE, ATTENTION_SOURCE, FLASH_SOURCE, FLASH_HOPPER_SOURCE, FP8_SOURCE];
+pub(super) const KERNEL_SOURCES: [KernelSource; 9] = [
+    ELEMENTWISE_SOURCE,
+    NORM_SOURCE,
+    ACTIVATION_SOURCE,
+    EXPERT_ROWS_SOURCE,
+    CLASSIFIER_SOURCE,
+    ATTENTION_SOURCE,
+    FLASH_SOURCE,
+    FLASH_HOPPER_SOURCE,
+    FP8_SOURCE,
+];
 
 /// Options for NVRTC in addition to the architecture. Option 177 suppresses the warning about a
 /// function of a header that a source does not use. With line information, compute-sanitizer
@@ -357,7 +366,8 @@ impl KernelModules {
         let _guard = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
         let architecture = &gpu.properties.architecture();
         let images = std::thread::scope(|scope| {
-            let missing = KERNEL_SOURCES.iter().zip(&self.modules).filter(|(_, module)| module.get().is_none());
+            let missing =
+                KERNEL_SOURCES.iter().zip(&self.modules).filter(|(_, module)| module.get().is_none());
             let compiling: Vec<_> = missing
                 .filter_map(|(source, module)| {
                     Some((source, module, source.find_architecture(architecture)?))

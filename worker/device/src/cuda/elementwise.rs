@@ -97,7 +97,9 @@ impl VectorOps for Cuda {
     fn sum_squares_by_block_concat(&self, vectors: &[View]) -> Vec<f64> {
         let mut out = vec![0.0f64; count_norm_blocks(vectors)];
         let sums = self.enqueue_sums_of_squares(vectors);
-        self.gpu.call_recording_failure(|| self.gpu.download_blocking(bytemuck::cast_slice_mut(&mut out), sums.address()));
+        self.gpu.call_recording_failure(|| {
+            self.gpu.download_blocking(bytemuck::cast_slice_mut(&mut out), sums.address())
+        });
         out
     }
 

@@ -51,7 +51,12 @@ impl RowOps for Cuda {
         let (y, x, add) =
             (TensorArg::from(&y), TensorArg::from(x), i64::from(write == WriteMode::Accumulate));
         let rows = LaunchSize::RowBlocks { rows: m, width: d };
-        self.launch(EXPERT_ROWS_SOURCE, c"combine_rows", rows, &[&y, &x, &weights, &indices, &per_row, &d, &add]);
+        self.launch(
+            EXPERT_ROWS_SOURCE,
+            c"combine_rows",
+            rows,
+            &[&y, &x, &weights, &indices, &per_row, &d, &add],
+        );
     }
 
     fn dot_rows(&self, out: ViewMut, a: View, b: View, d: usize) {
@@ -65,7 +70,12 @@ impl RowOps for Cuda {
     fn scale_rows(&self, x: ViewMut, factors: View, d: usize) {
         expect_lens("scale_rows", [("x", x.len(), factors.len() * d)]);
         let rows = LaunchSize::RowBlocks { rows: factors.len(), width: d };
-        self.launch(EXPERT_ROWS_SOURCE, c"scale_rows", rows, &[&TensorArg::from(&x), &TensorArg::from(factors), &d]);
+        self.launch(
+            EXPERT_ROWS_SOURCE,
+            c"scale_rows",
+            rows,
+            &[&TensorArg::from(&x), &TensorArg::from(factors), &d],
+        );
     }
 }
 

@@ -4,7 +4,7 @@ use super::context::{GPU_WORK_LABEL, GpuContext};
 use super::error::Result;
 use super::graphs::{CallBatch, GraphState, MainStreamGraphs};
 use super::launch::{KernelArg, KernelFunction, LaunchConfig};
-use super::launch_log::{log_non_kernel_call, log_kernel};
+use super::launch_log::{log_kernel, log_non_kernel_call};
 use super::library_search::LibrarySearchPaths;
 use super::status::DeviceStatus;
 use std::{
@@ -108,7 +108,10 @@ impl Gpu {
             return Ok(());
         }
         log_non_kernel_call("fill", &[at, bytes as u64]);
-        self.enqueue(|batch| batch.push_zero_fill(at, bytes), |stream| self.issue_zero_fill(at, bytes, stream))
+        self.enqueue(
+            |batch| batch.push_zero_fill(at, bytes),
+            |stream| self.issue_zero_fill(at, bytes, stream),
+        )
     }
 
     /// Enqueues a copy of `bytes` from the host to the GPU address `at` on this thread's stream.

@@ -178,7 +178,9 @@ unsafe fn read_state(nvml: &libloading::Library, device: *mut c_void) -> GpuStat
         let mut bits = 0;
         // SAFETY: the function has this type in nvml.h, and writes one integer.
         let status = unsafe {
-            nvml.get::<GetThrottleReasonsFn>(b"nvmlDeviceGetCurrentClocksThrottleReasons\0").ok()?(device, &mut bits)
+            nvml.get::<GetThrottleReasonsFn>(b"nvmlDeviceGetCurrentClocksThrottleReasons\0").ok()?(
+                device, &mut bits,
+            )
         };
         let reasons = THROTTLE_REASONS.iter().filter(|(bit, _)| bits & bit != 0).map(|(_, name)| *name);
         (status == 0).then(|| reasons.collect())

@@ -139,7 +139,8 @@ fn describe_entry(entry: &[u64]) -> String {
     };
     let count = (count as usize).min(MAX_ARGUMENT_WORDS);
     let format = |word: &u64| if *word < 1 << 24 { word.to_string() } else { format!("{word:#x}") };
-    let arguments: Vec<String> = entry[FIRST_ARGUMENT_WORD..FIRST_ARGUMENT_WORD + count].iter().map(format).collect();
+    let arguments: Vec<String> =
+        entry[FIRST_ARGUMENT_WORD..FIRST_ARGUMENT_WORD + count].iter().map(format).collect();
     format!("{} {name}{config} ({})", entry[0], arguments.join(", "))
 }
 

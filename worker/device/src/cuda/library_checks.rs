@@ -1,5 +1,5 @@
 //! Checks whether CUDA's libraries can be used on this machine, without opening a GPU.
-use super::compile::{KernelSource, Nvrtc, KERNEL_SOURCES};
+use super::compile::{KERNEL_SOURCES, KernelSource, Nvrtc};
 use super::error::Result;
 use super::library::CudaLibrary;
 use super::library_search::LibrarySearchPaths;

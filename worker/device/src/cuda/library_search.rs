@@ -165,7 +165,8 @@ fn list_nvidia_package_directories(prefix: &Path) -> Vec<PathBuf> {
 /// read.
 fn list_sorted_entries(directory: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(directory) else { return Vec::new() };
-    let mut paths: Vec<PathBuf> = entries.take(MAX_DIRECTORY_ENTRIES).flatten().map(|entry| entry.path()).collect();
+    let mut paths: Vec<PathBuf> =
+        entries.take(MAX_DIRECTORY_ENTRIES).flatten().map(|entry| entry.path()).collect();
     paths.sort();
     paths
 }

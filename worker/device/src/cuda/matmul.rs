@@ -202,7 +202,9 @@ impl CublasLt {
         let plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
         let reports = plans.iter().map(|((key, _), plan)| MatmulPlanReport {
             matmul: format!("{key:?}"),
-            algorithm: plan.as_ref().map(|plan| query_algorithm_attributes(&self.lt.library, &plan.algorithm)),
+            algorithm: plan
+                .as_ref()
+                .map(|plan| query_algorithm_attributes(&self.lt.library, &plan.algorithm)),
             workspace_bytes: plan.as_ref().map_or(0, |plan| plan.workspace),
         });
         let mut reports: Vec<_> = reports.collect();

@@ -90,7 +90,11 @@ impl MatmulOps for Cuda {
 impl GroupedMatmulOps for Cuda {
     fn grouped_forward(&self, mut y: ViewMut, x: View, w: View, groups: &[RowGroup], n: usize, k: usize) {
         for g in groups {
-            let (y, x, w) = (y.slice_mut(g.row_element_range(n)), x.slice(g.row_element_range(k)), w.slice(g.matrix_element_range(n * k)));
+            let (y, x, w) = (
+                y.slice_mut(g.row_element_range(n)),
+                x.slice(g.row_element_range(k)),
+                w.slice(g.matrix_element_range(n * k)),
+            );
             let (a, b) = (MatmulOperand::from_rows(x, k), MatmulOperand::from_transposed(w, k));
             let operands = [MatmulOperand::from_rows(y.as_view(), n), a, b];
             self.multiply_group(operands, [g.rows.len(), n, k], VaryingSize::M);

@@ -116,7 +116,12 @@ fn sum_rows(cuda: &Cuda, out: Address, dy: TensorArg, factor: RowFactor, at: Row
     let arguments: [&dyn KernelArg; 6] = [&sums.address(), &dy, &x, &stats, &at, &factor_code];
     cuda.launch(NORM_SOURCE, name, LaunchSize::Config(config), &arguments);
     let config = LaunchConfig { grid: [d.div_ceil(32) as u32, 1, 1], block: [32, 32, 1], shared: 0 };
-    cuda.launch(NORM_SOURCE, c"add_partial_sums", LaunchSize::Config(config), &[&out, &sums.address(), &chunks, &d]);
+    cuda.launch(
+        NORM_SOURCE,
+        c"add_partial_sums",
+        LaunchSize::Config(config),
+        &[&out, &sums.address(), &chunks, &d],
+    );
 }
 
 impl RmsNormOps for Cuda {

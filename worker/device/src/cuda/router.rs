@@ -31,7 +31,12 @@ impl RouterOps for Cuda {
         let (logits, normalize) = (TensorArg::from(logits), i64::from(normalize_weights));
         let arguments: [&dyn KernelArg; 8] =
             [&probs, &weights, &lse, &indices.address(), &logits, &experts, &per_token, &normalize];
-        self.launch(EXPERT_ROWS_SOURCE, c"router_forward", compute_warp_per_row_launch_size(shape), &arguments);
+        self.launch(
+            EXPERT_ROWS_SOURCE,
+            c"router_forward",
+            compute_warp_per_row_launch_size(shape),
+            &arguments,
+        );
         let chosen = bytemuck::cast_slice_mut(chosen_experts);
         self.gpu.call_recording_failure(|| self.gpu.download_blocking(chosen, indices.address()));
     }
@@ -53,7 +58,12 @@ impl RouterOps for Cuda {
         let arguments: [&dyn KernelArg; 10] = [
             &dlogits, &dweights, &probs, &lse, &chosen, &balance, &experts, &per_token, &normalize, &twice_z,
         ];
-        self.launch(EXPERT_ROWS_SOURCE, c"router_backward", compute_warp_per_row_launch_size(shape), &arguments);
+        self.launch(
+            EXPERT_ROWS_SOURCE,
+            c"router_backward",
+            compute_warp_per_row_launch_size(shape),
+            &arguments,
+        );
     }
 }
 

@@ -75,7 +75,9 @@ impl Storage for Cuda {
         match (to.as_view().is_on_host(), from.is_on_host()) {
             (true, true) => to.host_bytes_mut().copy_from_slice(from.host_bytes()),
             (true, false) => {
-                self.gpu.call_recording_failure(|| self.gpu.download_blocking(to.host_bytes_mut(), gpu_address(from)));
+                self.gpu.call_recording_failure(|| {
+                    self.gpu.download_blocking(to.host_bytes_mut(), gpu_address(from))
+                });
             }
             (false, true) => {
                 self.gpu.call_recording_failure(|| {
@@ -165,7 +167,9 @@ impl Storage for Cuda {
         if from.is_empty() {
             return Event::default();
         }
-        let Some(earlier) = self.gpu.call_recording_failure(|| self.gpu.record_event()) else { return Event::default() };
+        let Some(earlier) = self.gpu.call_recording_failure(|| self.gpu.record_event()) else {
+            return Event::default();
+        };
         let is_download = to.as_view().is_on_host();
         let stream = if is_download { self.gpu.download_stream } else { self.gpu.upload_stream };
         let copy = || {
@@ -182,7 +186,10 @@ impl Storage for Cuda {
             }
             self.gpu.record_event()
         };
-        self.gpu.run_on_stream(stream, || self.gpu.call_recording_failure(copy)).map(Event::new).unwrap_or_default()
+        self.gpu
+            .run_on_stream(stream, || self.gpu.call_recording_failure(copy))
+            .map(Event::new)
+            .unwrap_or_default()
     }
 
     fn record_step_duration(&self, duration: Duration) -> Option<BackendNotice> {

@@ -100,7 +100,8 @@ fn operands_are_rounded() {
     let b = Fp8Operand { x: w.view(), format: Fp8Format::E4M3, transposed: true };
     cpu.fp8_matmul(in_fp8.view_mut(), a, b, 16, 16, 32, WriteMode::Overwrite);
     cpu.matmul_forward(in_f32.view_mut(), x.view(), w.view(), 16, 16, 32, WriteMode::Overwrite);
-    let worst = in_fp8.host_slice().iter().zip(in_f32.host_slice()).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    let worst =
+        in_fp8.host_slice().iter().zip(in_f32.host_slice()).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
     assert!(worst > 1e-2 && worst < 0.3, "{worst}");
 }
 

@@ -60,7 +60,8 @@ impl<'h> FetchSchedule<'h> {
             while capacity > 0 {
                 let Some(run) = queue.front_mut() else { break };
                 let Some(from) = select_sender(&self.holders[run.file], to, &sends) else { break };
-                let count = capacity.min(MAX_BLOCKS_PER_ROUND - sends[from]).min(run.blocks.end - run.blocks.start);
+                let count =
+                    capacity.min(MAX_BLOCKS_PER_ROUND - sends[from]).min(run.blocks.end - run.blocks.start);
                 let blocks = run.blocks.start..run.blocks.start + count;
                 run.blocks.start += count;
                 capacity -= count;

@@ -92,15 +92,24 @@ mod tests {
 
     #[test]
     fn each_byte_is_sent_once_and_the_header_last() {
-        for size in [0, 10, COPY_HEADER_BYTES, COPY_HEADER_BYTES + 1, 3 * MAX_BYTES_PER_ROUND, 3 * MAX_BYTES_PER_ROUND + 5000]
-        {
+        for size in [
+            0,
+            10,
+            COPY_HEADER_BYTES,
+            COPY_HEADER_BYTES + 1,
+            3 * MAX_BYTES_PER_ROUND,
+            3 * MAX_BYTES_PER_ROUND + 5000,
+        ] {
             let chunks: Vec<Range<u64>> =
                 (0..count_rounds(size)).map(|round| find_chunk(size, round)).collect();
             let (header, content) = chunks.split_last().unwrap();
             assert_eq!(*header, 0..COPY_HEADER_BYTES.min(size), "{size}");
             let mut at = COPY_HEADER_BYTES;
             for chunk in content {
-                assert!(chunk.start == at && chunk.end - chunk.start <= MAX_BYTES_PER_ROUND, "{size}: {chunk:?}");
+                assert!(
+                    chunk.start == at && chunk.end - chunk.start <= MAX_BYTES_PER_ROUND,
+                    "{size}: {chunk:?}"
+                );
                 at = chunk.end;
             }
             assert_eq!(at, size.max(COPY_HEADER_BYTES));

@@ -1,12 +1,12 @@
 //! Opens and loads the pretrained adapters in the directory that `train.lora.from` names.
 use super::weight_match::TensorMismatches;
 use crate::{
-    checkpoint::mapping::{ReadPlan, read_owned_ranges, sync_replicas},
+    checkpoint::tensor_mapping::{ReadPlan, read_owned_ranges, sync_replicas},
     consensus::require_on_all_ranks,
     error::{Result, to_unreadable_adapters_error, to_unreadable_checkpoint_error},
     param_groups::LORA_FROM_KEY,
     params::ParamUnit,
-    stages::UninitializedTrainer,
+    trainer_stages::UninitializedTrainer,
 };
 use ckpt::{
     ExternalCheckpoint, TensorSource,

@@ -8,7 +8,7 @@ use crate::{
     },
     consensus::{all_gather_values, exchange_first_error},
     error::{Error, Result, to_unreadable_checkpoint_error},
-    stages::UninitializedTrainer,
+    trainer_stages::UninitializedTrainer,
 };
 use ckpt::{ExternalCheckpoint, OpenedCheckpoint};
 use diagnostic::Diagnostic;

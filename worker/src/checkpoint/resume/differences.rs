@@ -1,7 +1,7 @@
 //! Notices about differences between a job and the checkpoint from which it resumes. The job's
 //! values apply, and every difference is reported.
 use super::weight_match::format_names;
-use crate::{optim::ParamGroup, params::ParamUnit, stages::UninitializedTrainer};
+use crate::{optim::ParamGroup, params::ParamUnit, trainer_stages::UninitializedTrainer};
 use ckpt::{Dtype, RunFacts, TensorInfo, TensorRole};
 use jobspec::{Precision, ScheduleName};
 use serde::Deserialize;

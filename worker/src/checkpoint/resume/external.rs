@@ -11,13 +11,13 @@ use super::{
     },
 };
 use crate::{
-    checkpoint::mapping::{ReadPlan, read_on_all_ranks},
+    checkpoint::tensor_mapping::{ReadPlan, read_on_all_ranks},
     consensus::require_on_all_ranks,
     error::{Result, build_checkpoint_error},
     optim::{ParamGroup, schedule::compute_learning_rate},
     params::ParamUnit,
-    stages::UninitializedTrainer,
     train::{loss_scale::LossScaleState, running_trainer::Cursor},
+    trainer_stages::UninitializedTrainer,
 };
 use ckpt::{ExternalCheckpoint, LossScale, TensorSource, peft::is_lora_matrix};
 use diagnostic::{Diagnostic, codes::training as codes};

@@ -1,13 +1,15 @@
 //! Resumes from the copies of the training state that hosts keep in their memory.
 use super::{
     candidates::CheckpointDirs,
-    native::{LoadError, ReadableCheckpoint, ResumeOrigin, load_opened_checkpoint, require_readable_on_all_ranks},
+    native::{
+        LoadError, ReadableCheckpoint, ResumeOrigin, load_opened_checkpoint, require_readable_on_all_ranks,
+    },
     resume_point::{EventSink, MemoryResume, ResumePoint},
 };
 use crate::{
     checkpoint::memory_copies::{CompleteState, HostMemoryCopies, StateSelection},
     error::Result,
-    stages::UninitializedTrainer,
+    trainer_stages::UninitializedTrainer,
 };
 use protocol::event::ResumeSource;
 
@@ -109,7 +111,10 @@ mod tests {
     fn a_reason_names_the_newest_states_that_are_not_used() {
         let problems = [(7, "a".to_owned()), (9, "b".to_owned()), (8, "c".to_owned())];
         assert_eq!(format_unused_states_reason(&problems, Some(10)), None);
-        assert_eq!(format_unused_states_reason(&problems, Some(9)).as_deref(), Some("step 9 in memory is not used: b"));
+        assert_eq!(
+            format_unused_states_reason(&problems, Some(9)).as_deref(),
+            Some("step 9 in memory is not used: b")
+        );
         let both = "step 9 in memory is not used: b; step 8 in memory is not used: c";
         assert_eq!(format_unused_states_reason(&problems, None).as_deref(), Some(both));
     }

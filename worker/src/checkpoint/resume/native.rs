@@ -10,12 +10,12 @@ use super::{
 use crate::{
     checkpoint::{
         host_local::{CheckpointCandidate, HostLocalCheckpoint, build_unreachable_shard_error},
-        mapping::{ReadPlan, find_params_without_state, read_on_all_ranks, require_compatible},
+        tensor_mapping::{ReadPlan, find_params_without_state, read_on_all_ranks, require_compatible},
     },
     consensus::exchange_first_error,
     error::{Error, Result, build_checkpoint_error, to_unreadable_checkpoint_error},
-    stages::UninitializedTrainer,
     train::{loss_scale::LossScaleState, running_trainer::Cursor},
+    trainer_stages::UninitializedTrainer,
 };
 use ckpt::{Checkpoint, RunFacts, TensorSource};
 use diagnostic::{Diagnostic, codes::training as codes};

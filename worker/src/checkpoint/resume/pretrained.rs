@@ -7,8 +7,8 @@ use super::{
 use crate::{
     consensus::exchange_values_without_queue,
     error::{Error, Result},
-    stages::UninitializedTrainer,
     train::running_trainer::{Cursor, RunningTrainer},
+    trainer_stages::UninitializedTrainer,
 };
 use ckpt::{ExternalCheckpoint, OpenedCheckpoint, TensorSource, TextFile, peft::is_lora_matrix};
 use comm::Comm;

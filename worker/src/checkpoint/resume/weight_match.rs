@@ -5,7 +5,7 @@ use crate::{
     model::{Model, TiedWeight},
     optim::list_state_roles,
     params::ParamUnit,
-    stages::UninitializedTrainer,
+    trainer_stages::UninitializedTrainer,
 };
 use ckpt::{ExternalCheckpoint, ReadRequest, TensorInfo, TensorRole, TensorSource};
 use diagnostic::{Diagnostic, codes::training as codes};
@@ -306,7 +306,8 @@ pub(super) fn check_alias_values(source: &ExternalCheckpoint, matched: &WeightMa
 
 /// Reads two weights with `elements` elements each, and returns whether they have the same bits.
 fn have_equal_values(source: &ExternalCheckpoint, a: &str, b: &str, elements: u64) -> Result<bool> {
-    let (mut a_values, mut b_values) = (vec![0f32; COMPARE_CHUNK_ELEMENTS], vec![0f32; COMPARE_CHUNK_ELEMENTS]);
+    let (mut a_values, mut b_values) =
+        (vec![0f32; COMPARE_CHUNK_ELEMENTS], vec![0f32; COMPARE_CHUNK_ELEMENTS]);
     let role = TensorRole::Weight;
     for start in (0..elements).step_by(COMPARE_CHUNK_ELEMENTS) {
         let len = (elements - start).min(COMPARE_CHUNK_ELEMENTS as u64) as usize;

@@ -57,7 +57,9 @@ impl InterpretationStep {
     /// template or the data.
     fn job_yaml_key(self) -> &'static str {
         match self {
-            InterpretationStep::LoadTokenizer | InterpretationStep::Tokenize | InterpretationStep::DecodeTokens => TOKENIZER_KEY,
+            InterpretationStep::LoadTokenizer
+            | InterpretationStep::Tokenize
+            | InterpretationStep::DecodeTokens => TOKENIZER_KEY,
             InterpretationStep::CompileTemplate | InterpretationStep::RenderChats => CHAT_TEMPLATE_KEY,
             InterpretationStep::ReadRows => FILES_KEY,
         }
@@ -99,8 +101,9 @@ impl InterpretationError {
                 .with_help("check that the file comes from a source that you trust"),
             None => Diagnostic::error(codes::SANDBOX_FAILED, message),
         };
-        let mut diagnostic =
-            diagnostic.with_subject(self.step.job_yaml_key()).with_field("path", self.path.display().to_string());
+        let mut diagnostic = diagnostic
+            .with_subject(self.step.job_yaml_key())
+            .with_field("path", self.path.display().to_string());
         if let Some(range) = self.records {
             let (name, number) = range.first.diagnostic_field();
             diagnostic = diagnostic.with_field(name, number).with_field("is_exact", range.is_exact);

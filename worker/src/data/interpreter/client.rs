@@ -235,8 +235,10 @@ impl Drop for RequestStream<'_> {
 impl InterpreterState {
     /// Starts a sandbox process, and loads the current tokenizer and chat template in it.
     fn start_process(&self, threads: usize) -> Result<SandboxProcess, InterpreterFailure> {
-        let settings =
-            SandboxSettings { threads: threads as u32, memory_bytes: max_request_memory_bytes(MAX_LINE_BYTES) };
+        let settings = SandboxSettings {
+            threads: threads as u32,
+            memory_bytes: max_request_memory_bytes(MAX_LINE_BYTES),
+        };
         let mut process = SandboxProcess::start(&build_sandbox_command(), &settings)?;
         let tokenizer = self.tokenizer.as_ref().map(|files| build_load_request(files));
         let template = self.template.as_ref().map(build_compile_request);

@@ -11,10 +11,12 @@ use super::{
 };
 use crate::data::{
     byte_tokenizer,
-    error::{ChatProblem, ParquetProblem, RecordProblem, InterpretationStep, TemplateFailure, TokenizerProblem},
+    chat_record::ChatRecord,
+    error::{
+        ChatProblem, InterpretationStep, ParquetProblem, RecordProblem, TemplateFailure, TokenizerProblem,
+    },
     json_lines::parse_chat_record,
     loss_masked_text::LossMaskedText,
-    record::ChatRecord,
     tokenizer_files::TOKENIZER_FILE,
 };
 use jobspec::LossTargets;
@@ -137,9 +139,9 @@ impl DataHandler {
                 PreparedDocument::Done(DocumentResult::Skipped)
             }
             Ok(RowRecord::Text(text)) => PreparedDocument::Text(text.into()),
-            Ok(RowRecord::Chat(chat, bytes)) => {
-                run_with_cpu_limit(bytes, reject_template_panic, || interpreter.render_chat(Ok(chat), options))
-            }
+            Ok(RowRecord::Chat(chat, bytes)) => run_with_cpu_limit(bytes, reject_template_panic, || {
+                interpreter.render_chat(Ok(chat), options)
+            }),
         };
         let prepared = records.into_par_iter().map(prepare).collect();
         RowsReply { rows: interpreter.tokenize(prepared, options, begin), at_end }
@@ -176,9 +178,11 @@ impl DocumentInterpreter {
         let Some(tokenizer) = &self.tokenizer else {
             return DecodeTokensReply::Text(byte_tokenizer::decode(tokens));
         };
-        run_with_cpu_limit(size_of_val(tokens), DecodeTokensReply::Failed, || match tokenizer.decode(tokens) {
-            Ok(text) => DecodeTokensReply::Text(text),
-            Err(error) => DecodeTokensReply::Failed(error.to_string()),
+        run_with_cpu_limit(size_of_val(tokens), DecodeTokensReply::Failed, || {
+            match tokenizer.decode(tokens) {
+                Ok(text) => DecodeTokensReply::Text(text),
+                Err(error) => DecodeTokensReply::Failed(error.to_string()),
+            }
         })
     }
 
@@ -247,7 +251,9 @@ impl DocumentInterpreter {
         let Some(tokenizer) = &self.tokenizer else {
             return DocumentResult::Tokens(TokenList(byte_tokenizer::encode(text).collect()));
         };
-        run_with_cpu_limit(text.len(), DocumentResult::TokenizerFailed, || to_document_result(tokenizer.encode(text)))
+        run_with_cpu_limit(text.len(), DocumentResult::TokenizerFailed, || {
+            to_document_result(tokenizer.encode(text))
+        })
     }
 
     /// Converts a text to tokens, and marks the tokens that do not count for the loss.

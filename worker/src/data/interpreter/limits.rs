@@ -66,7 +66,8 @@ pub(crate) fn documents_request_limits(sizes: impl Iterator<Item = usize>, threa
     let cpu = if sizes.len() == 1 { BASE_CPU_TIME } else { CPU_TIME_PER_REQUEST };
     RequestLimits {
         cpu: cpu + scale_cpu_time(CPU_TIME_PER_MIB, bytes),
-        memory_bytes: BASE_MEMORY_BYTES + MEMORY_PER_TEXT_BYTE * at_once.saturating_sub(SHORT_DOCUMENTS_BYTES),
+        memory_bytes: BASE_MEMORY_BYTES
+            + MEMORY_PER_TEXT_BYTE * at_once.saturating_sub(SHORT_DOCUMENTS_BYTES),
         reply_bytes: BASE_REPLY_BYTES + REPLY_BYTES_PER_TEXT_BYTE * bytes,
     }
 }

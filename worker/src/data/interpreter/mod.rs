@@ -15,7 +15,9 @@ pub(crate) mod untrusted;
 pub use client::SANDBOX_ROLE;
 pub(crate) use client::{Interpreter, InterpreterFailure, RequestStream, TemplateSource};
 pub(crate) use handler::create_handler;
-pub(crate) use limits::{MAX_RECORDS_PER_REPLY, MAX_REQUEST_TEXT_BYTES, documents_request_limits, rows_request_limits};
+pub(crate) use limits::{
+    MAX_RECORDS_PER_REPLY, MAX_REQUEST_TEXT_BYTES, documents_request_limits, rows_request_limits,
+};
 pub(crate) use message::{
     DecodeTokensReply, Document, DocumentOptions, DocumentResult, OpenParquetReply, Request, RowsReply,
     TokenizerFile, TokenizerInfo,

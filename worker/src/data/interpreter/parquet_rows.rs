@@ -1,8 +1,8 @@
 //! [`ParquetRows`]: reads the rows of a Parquet file as records. Memory holds one page of each
 //! column that is read.
 use crate::data::{
+    chat_record::{ChatRecord, TOOLS_FIELD},
     error::{ParquetProblem, RecordProblem},
-    record::{ChatRecord, TOOLS_FIELD},
 };
 use minijinja::Value;
 use parquet::{

@@ -10,9 +10,9 @@
 //! before it, followed by the generation prompt. The reply is the difference of the two texts. The
 //! record is rejected if these texts are not prefixes of the whole text.
 use crate::data::{
+    chat_record::ChatRecord,
     error::{ChatProblem, TemplateFailure},
     loss_masked_text::LossMaskedText,
-    record::ChatRecord,
 };
 use jobspec::LossTargets;
 use minijinja::{Environment, Error, ErrorKind, Value, context, syntax::SyntaxConfig, value::Kwargs};

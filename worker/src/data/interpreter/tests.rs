@@ -3,7 +3,7 @@
 use super::*;
 use crate::data::{
     Dataset, Split, TextTokenizer, check_data,
-    error::{DataError, RecordPosition, FailedRecord, InterpretationStep},
+    error::{DataError, FailedRecord, InterpretationStep, RecordPosition},
 };
 use jobspec::{DataSource, DataSpec, LossTargets, RecordFormat, TokenizerSpec};
 use sandbox::SandboxError;
@@ -177,9 +177,17 @@ fn untrusted_tokenizers_are_errors_that_name_their_record() {
     assert_eq!(summarize(&error), (InterpretationStep::Tokenize, Some(2), Some("cpu_limit_s")), "{error}");
     let normalizer = json!({"type": "Sequence", "normalizers": growing});
     let error = open(build_tokenizer_json(normalizer, Value::Null, None));
-    assert_eq!(summarize(&error), (InterpretationStep::Tokenize, Some(1), Some("memory_limit_bytes")), "{error}");
+    assert_eq!(
+        summarize(&error),
+        (InterpretationStep::Tokenize, Some(1), Some("memory_limit_bytes")),
+        "{error}"
+    );
     let error = open(build_tokenizer_json(huge_map, Value::Null, None));
-    assert_eq!(summarize(&error), (InterpretationStep::LoadTokenizer, None, Some("memory_limit_bytes")), "{error}");
+    assert_eq!(
+        summarize(&error),
+        (InterpretationStep::LoadTokenizer, None, Some("memory_limit_bytes")),
+        "{error}"
+    );
     for json in [
         build_tokenizer_json(Value::Null, Value::Null, Some(long_prefix)),
         build_tokenizer_json(short_map, Value::Null, None),
@@ -210,7 +218,11 @@ fn an_interpreter_recovers_from_a_failure() {
         assert_eq!(tokens, [0, 1, 0]);
         assert_eq!(tokenizer.decode(&[0, 3, 1, 77]).unwrap(), "a b");
         let error = tokenizer.encode("a x", &mut tokens).expect_err("too much memory");
-        assert_eq!(summarize(&error), (InterpretationStep::Tokenize, None, Some("memory_limit_bytes")), "{error}");
+        assert_eq!(
+            summarize(&error),
+            (InterpretationStep::Tokenize, None, Some("memory_limit_bytes")),
+            "{error}"
+        );
         tokenizer.end_sandbox_process();
     }
 }

@@ -106,7 +106,8 @@ pub(crate) fn interpret_parquet(bytes: &[u8]) -> Result<(), UnusableInput> {
 
 /// Reads the rows of a Parquet file with the column `field`.
 fn interpret_rows(bytes: &[u8], field: &str, is_chat: bool) -> Result<(), UnusableInput> {
-    let memory = memfd_create(c"launch-untrusted", MFdFlags::MFD_CLOEXEC).map_err(|error| build_unusable_input_error(&error))?;
+    let memory = memfd_create(c"launch-untrusted", MFdFlags::MFD_CLOEXEC)
+        .map_err(|error| build_unusable_input_error(&error))?;
     let mut file = File::from(memory);
     file.write_all(bytes).map_err(|error| build_unusable_input_error(&error))?;
     let mut stream = INTERPRETER.open_stream();
@@ -117,7 +118,8 @@ fn interpret_rows(bytes: &[u8], field: &str, is_chat: bool) -> Result<(), Unusab
     let options = create_options(field, LossTargets::All);
     for _ in 0..MAX_ROW_REQUESTS {
         let request = Request::ReadRows { rows: MAX_RECORDS_PER_REPLY, options };
-        let reply: RowsReply = stream.call(&request, &rows_request_limits(THREADS)).map_err(to_unusable_input_error)?;
+        let reply: RowsReply =
+            stream.call(&request, &rows_request_limits(THREADS)).map_err(to_unusable_input_error)?;
         reply.rows.into_iter().try_for_each(require_usable_result)?;
         if reply.at_end {
             break;

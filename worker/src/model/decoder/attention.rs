@@ -4,7 +4,7 @@ use super::{
     decoder_buffers::{SavedBuffers, ScratchBuffers},
     model::Model,
 };
-use crate::model::blocks::{LayerBuffers, LayerInput};
+use crate::model::block_arguments::{LayerBuffers, LayerInput};
 use device::{
     Buf, ViewMut,
     ops::{AttentionShape, RopeShape},
@@ -115,7 +115,8 @@ impl Model {
         } = buffers.saved.borrow_set_mut();
         let ScratchBuffers { norm, dnorm, dattention, dqkv, norm_factors, mut lora, .. } =
             buffers.scratch.borrow_set_mut();
-        let (qkv_linear, o) = (self.linears.select_linear(input, &s.qkv), self.linears.select_linear(input, &s.o));
+        let (qkv_linear, o) =
+            (self.linears.select_linear(input, &s.qkv), self.linears.select_linear(input, &s.o));
         let branch = (s.attention_out_norm.as_ref(), &self.layer_dropout[input.layer].attention_out);
         let out = (attention_out.view(), attention_out_stats.view());
         let dout = self.branch_output_backward(input, branch, g, dx.as_view(), norm, out, norm_factors);

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::model::{
     activation_buffers::{ActivationBuffers, BufferSpec, list_buffers},
-    blocks::{HeadGrads, HeadInput, LayerBuffers, LayerInput},
+    block_arguments::{HeadGrads, HeadInput, LayerBuffers, LayerInput},
     micro_batch::MicroBatch,
 };
 use device::{
@@ -121,7 +121,11 @@ impl Model {
         let ScratchBuffers { norm: normed, norm_factors, head_stats, .. } = scratch.borrow_set_mut();
         let (norm, matrix) = self.select_head_params(input, norm_factors);
         let mut row = normed.view_mut().slice(0..d);
-        norm.forward(row.reborrow(), head_stats.view_mut().slice(0..self.config.norm_stats_per_row()), input.x);
+        norm.forward(
+            row.reborrow(),
+            head_stats.view_mut().slice(0..self.config.norm_stats_per_row()),
+            input.x,
+        );
         input.ops.matmul_forward(out.reborrow(), row.as_view(), matrix, 1, v, d, WriteMode::Overwrite);
         if let Some(cap) = self.config.logit_softcap {
             input.ops.softcap(out, cap);

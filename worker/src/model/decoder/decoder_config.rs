@@ -3,9 +3,9 @@
 use super::decoder_moe_config::DecoderMoeConfig;
 use crate::{
     model::{
-        architecture::ModelSizes,
         error::Result,
         hf_config::{ConfigKeyNames, HfConfigFields, invalid_value_error, take_entries},
+        model_sizes::ModelSizes,
         rotary_embedding::RopeConfig,
     },
     params::ParamInit,
@@ -409,7 +409,10 @@ fn read_padding_token(fields: &HfConfigFields, vocab_size: usize) -> Option<u32>
 
 /// Builds the config.json of a model that job.yaml describes, from the keys that all decoder
 /// families share and `family_keys`.
-pub(in crate::model) fn build_decoder_config_json(spec: &ModelSpec, family_keys: Value) -> Map<String, Value> {
+pub(in crate::model) fn build_decoder_config_json(
+    spec: &ModelSpec,
+    family_keys: Value,
+) -> Map<String, Value> {
     let shared = json!({
         "attention_dropout": 0.0,
         "head_dim": spec.head_dim,

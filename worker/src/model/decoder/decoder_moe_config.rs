@@ -1,8 +1,8 @@
 //! [`DecoderMoeConfig`]: the sizes and names of the experts of a decoder, read from config.json.
 use crate::model::{
-    architecture::ModelSizes,
     error::Result,
     hf_config::{HfConfigFields, invalid_value_error},
+    model_sizes::ModelSizes,
     moe::{ExpertShape, RouterLossCoefficients, select_router_loss_coefficients},
 };
 use jobspec::ExpertsSpec;

@@ -5,7 +5,7 @@ use super::{
     decoder_config::Activation,
     model::Model,
 };
-use crate::model::blocks::{LayerBuffers, LayerInput};
+use crate::model::block_arguments::{LayerBuffers, LayerInput};
 use device::{View, ViewMut};
 
 impl Model {
@@ -81,7 +81,8 @@ impl Model {
             buffers.saved.borrow_set_mut();
         let ScratchBuffers { norm, dnorm, act, dgate_up, norm_factors, mut lora, .. } =
             buffers.scratch.borrow_set_mut();
-        let (up, down) = (self.linears.select_linear(input, &s.gate_up), self.linears.select_linear(input, &s.down));
+        let (up, down) =
+            (self.linears.select_linear(input, &s.gate_up), self.linears.select_linear(input, &s.down));
         let branch = (s.mlp_out_norm.as_ref(), &self.layer_dropout[input.layer].mlp_out);
         let out = (mlp_out.view(), mlp_out_stats.view());
         let dout = self.branch_output_backward(input, branch, g, dx.as_view(), norm, out, norm_factors);

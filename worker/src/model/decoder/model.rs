@@ -5,13 +5,13 @@ use super::{
 };
 use crate::{
     model::{
-        architecture::{ModelSizes, TiedWeight},
         dropout_module::DropoutModule,
         error::{ModelError, Result},
         hf_config::ConfigKeyNames,
         linear_layers::LinearLayers,
         linear_layout::LayerLinears,
         lora::LoraConfig,
+        model_sizes::{ModelSizes, TiedWeight},
         moe::select_router_loss_coefficients,
         rotary_embedding::RopeTables,
     },

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::model::{
     activation_buffers::ActivationBuffers,
-    blocks::{LayerBuffers, LayerInput},
+    block_arguments::{LayerBuffers, LayerInput},
     moe::{ExpertOutputGrads, ExpertShape, RouterLossCoefficients, RouterOutput},
 };
 use crate::params::{ParamInit, ParamSpec};

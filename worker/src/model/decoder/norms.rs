@@ -4,7 +4,7 @@ use super::{
     model::Model,
     row_norm::{InputNorm, RowNorm},
 };
-use crate::model::{blocks::LayerInput, dropout_module::DropoutModule};
+use crate::model::{block_arguments::LayerInput, dropout_module::DropoutModule};
 use device::{
     Buf, Ops, View, ViewMut,
     ops::{HeadLayout, WriteMode},

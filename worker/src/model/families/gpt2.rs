@@ -1,12 +1,12 @@
 //! The model family GPT-2: learned positions, LayerNorm, GELU, and matrices stored as `[in, out]`.
 use crate::model::{
-    architecture::ModelSizes,
     decoder::{
         Activation, DecoderConfig, DropoutConfig, LayerNorms, LearnedPositions, NormKind, TensorNames,
     },
     error::Result,
     family::ModelFamily,
     hf_config::{ConfigKeyNames, HfConfigFields, invalid_value_error, take_entries},
+    model_sizes::ModelSizes,
 };
 use jobspec::ModelSpec;
 use serde_json::{Map, Value, json};

@@ -116,7 +116,8 @@ fn update_row_square_means(ops: &dyn Ops, means: ViewMut, g: View, len: usize, i
 fn divide_rows_by_roots(ops: &dyn Ops, x: ViewMut, means: View, len: usize, unit: impl Fn(&[f32]) -> f64) {
     let means = ops.clone_to_host(means);
     let unit = unit(means.host_slice());
-    let factors: Vec<f32> = means.host_slice().iter().map(|&m| libm::sqrt(unit / f64::from(m)) as f32).collect();
+    let factors: Vec<f32> =
+        means.host_slice().iter().map(|&m| libm::sqrt(unit / f64::from(m)) as f32).collect();
     let factors = ops.clone_to_device(factors[..].into());
     ops.scale_rows(x, factors.view(), len);
 }

@@ -58,7 +58,12 @@ impl TensorDirection for Muon {
 
     /// Updates the momentum with the gradient, and replaces the gradient by the Nesterov momentum.
     fn prepare_gradient(&self, ops: &dyn Ops, g: ViewMut, mut states: StateViews, inputs: &UpdateInputs<'_>) {
-        ops.nesterov_momentum(states.take_state(TensorRole::Momentum), g, inputs.group.momentum, inputs.grad_scale);
+        ops.nesterov_momentum(
+            states.take_state(TensorRole::Momentum),
+            g,
+            inputs.group.momentum,
+            inputs.grad_scale,
+        );
     }
 
     fn compute_direction(

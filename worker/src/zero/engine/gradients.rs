@@ -3,7 +3,7 @@
 use super::super::{
     MicroBatchSchedule, ShardingPolicy,
     micro_batch_sums::{MicroBatchRange, MicroBatchSums, merge_into_aligned_ranges},
-    owner_groups::list_group_ranges,
+    owner_collectives::list_group_ranges,
 };
 use super::{REDUCTIONS_IN_FLIGHT, ZeroEngine, lock_ignoring_poison};
 use comm::{Comm, Result};

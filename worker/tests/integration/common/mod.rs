@@ -22,11 +22,11 @@ use worker::{
     },
     error::Result,
     model::MicroBatch,
-    stages::{ResolvedSpec, UninitializedTrainer},
     train::{
         running_trainer::RunningTrainer,
         step::{RankStepReport, SampleSource, StepOutcome},
     },
+    trainer_stages::{ResolvedSpec, UninitializedTrainer},
 };
 
 /// The digest of the synthetic training data, which tests store in checkpoints and resume with.
@@ -307,7 +307,15 @@ pub(crate) fn measure_slope_and_gradient_norm(running: &mut RunningTrainer, step
     let scale = (positions / outcome.targets as f64) as f32;
     let gradients: Vec<Vec<f32>> = (0..units)
         .map(|u| {
-            running.trainer.engine.finish_gradient(u).unwrap().host_slice().iter().map(|g| g * scale).collect()
+            running
+                .trainer
+                .engine
+                .finish_gradient(u)
+                .unwrap()
+                .host_slice()
+                .iter()
+                .map(|g| g * scale)
+                .collect()
         })
         .collect();
     let norm = gradients.iter().flatten().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();

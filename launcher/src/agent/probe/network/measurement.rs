@@ -1,6 +1,8 @@
 //! [`measure_connection`]: the side of a measurement that opens the connections.
 use super::{
-    measurement_server::{FIRST_DATA_TIMEOUT, TRANSFER_REPORT_BYTES, TransferReport, receive_data, send_data},
+    measurement_server::{
+        FIRST_DATA_TIMEOUT, TRANSFER_REPORT_BYTES, TransferReport, receive_data, send_data,
+    },
     measuring_connection::{MeasureCommand, MeasurementEndpoint, open_connection, read_retransmits},
 };
 use diagnostic::{Diagnostic, codes::host};

@@ -66,7 +66,12 @@ impl TransferReport {
         let numbers = bytes.strip_prefix(TRANSFER_REPORT_MAGIC)?;
         let mut numbers = numbers.chunks_exact(8).map(|n| n.try_into().map(u64::from_le_bytes));
         let mut next = || numbers.next()?.ok();
-        Some(TransferReport { bytes: next()?, nanoseconds: next()?, retransmits: next()?, segment_bytes: next()? })
+        Some(TransferReport {
+            bytes: next()?,
+            nanoseconds: next()?,
+            retransmits: next()?,
+            segment_bytes: next()?,
+        })
     }
 
     /// Reads a trailer from a connection and decodes it.
@@ -165,7 +170,8 @@ fn serve_send_command(mut stream: TcpStream, time: Duration) -> io::Result<()> {
         sender.join().is_ok()
     });
     let (retransmits, segment_bytes) = read_retransmits(&stream).unwrap_or_default();
-    stream.write_all(&TransferReport { retransmits, segment_bytes, ..TransferReport::default() }.to_bytes())?;
+    stream
+        .write_all(&TransferReport { retransmits, segment_bytes, ..TransferReport::default() }.to_bytes())?;
     stream.shutdown(Shutdown::Write)
 }
 

@@ -86,7 +86,9 @@ impl ClientFailure {
         target: &SshTarget,
     ) -> Option<ClientFailure> {
         let (is_client_error, ending) = match status {
-            Some(ExitStatus::Code(code)) => (code == CLIENT_ERROR_EXIT_CODE, format!("ended with exit code {code}")),
+            Some(ExitStatus::Code(code)) => {
+                (code == CLIENT_ERROR_EXIT_CODE, format!("ended with exit code {code}"))
+            }
             Some(ExitStatus::Signal(signal, _)) => (true, format!("was killed by signal {signal}")),
             None => (true, "closed its output".to_owned()),
         };

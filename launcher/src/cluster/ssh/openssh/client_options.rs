@@ -1,5 +1,5 @@
 //! [`ClientOptions`]: the command line of OpenSSH's client for one host.
-use super::requirement::ClientRequirement;
+use super::client_requirement::ClientRequirement;
 use crate::cluster::ssh::config::SshHostSettings;
 use jobspec::{
     KnownHosts as KnownHostsPolicy, SshSpec,

@@ -88,7 +88,10 @@ impl OpenSshSession {
 }
 
 /// Connects to a host and logs in, with several attempts if the server closes the connection.
-fn connect_with_retries(target: &SshTarget, progress: &Arc<ConnectionProgress>) -> diagnostic::Result<ClientProcess> {
+fn connect_with_retries(
+    target: &SshTarget,
+    progress: &Arc<ConnectionProgress>,
+) -> diagnostic::Result<ClientProcess> {
     let mut delay = FIRST_RETRY_DELAY;
     let mut attempt = 1;
     loop {
@@ -163,7 +166,8 @@ impl ClientProcess {
         let log_path = format!("/proc/{}/fd/{}", std::process::id(), log_writer.as_raw_fd());
         command.args(["-E", &log_path]).args(arguments).arg(REMOTE_COMMAND);
         // In the C locale. `SendEnv` of the configuration must not pass it on to the host.
-        let locale = std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(env::is_locale_variable));
+        let locale =
+            std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(env::is_locale_variable));
         locale.for_each(|(name, _)| _ = command.env_remove(name));
         command.stdin(OwnedFd::from(client_end.try_clone()?));
         command.stdout(OwnedFd::from(client_end)).stderr(Stdio::from(stderr_writer));

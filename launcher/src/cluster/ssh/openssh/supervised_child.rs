@@ -27,7 +27,7 @@ const WAIT_INTERVAL: Duration = Duration::from_millis(5);
 type ReapedStatus = Arc<Mutex<Option<ExitStatus>>>;
 
 /// The child processes that run or were not yet reaped, by pid.
-static UNREAPED: Mutex<BTreeMap<u32, ReapedStatus>> = Mutex::new(BTreeMap::new());
+static UNREAPED_CHILDREN: Mutex<BTreeMap<u32, ReapedStatus>> = Mutex::new(BTreeMap::new());
 
 /// Locks a mutex, also after a thread has panicked while it held the lock.
 fn lock_ignoring_poison<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -36,13 +36,13 @@ fn lock_ignoring_poison<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Returns the pids of the [`SupervisedChild`] processes that were not reaped.
 pub(in crate::cluster::ssh) fn list_running_children() -> Vec<u32> {
-    lock_ignoring_poison(&UNREAPED).keys().copied().collect()
+    lock_ignoring_poison(&UNREAPED_CHILDREN).keys().copied().collect()
 }
 
 /// Records the exit status of a child process that another thread has reaped. The caller holds
 /// [`lock_children`]. Ignores processes that were not started here.
 pub(in crate::cluster::ssh) fn record_child_exit(pid: u32, status: ExitStatus) {
-    if let Some(reaped) = lock_ignoring_poison(&UNREAPED).remove(&pid) {
+    if let Some(reaped) = lock_ignoring_poison(&UNREAPED_CHILDREN).remove(&pid) {
         *lock_ignoring_poison(&reaped) = Some(status);
     }
 }
@@ -78,7 +78,7 @@ impl SupervisedChild {
         let _lock = lock_children();
         let child = command.spawn()?;
         let reaped = ReapedStatus::default();
-        lock_ignoring_poison(&UNREAPED).insert(child.id(), reaped.clone());
+        lock_ignoring_poison(&UNREAPED_CHILDREN).insert(child.id(), reaped.clone());
         Ok((SupervisedChild { pid: child.id(), reaped }, child))
     }
 

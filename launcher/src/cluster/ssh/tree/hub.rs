@@ -1,5 +1,5 @@
 //! [`TreeHub`]: the controller's node of the tree, on a separate thread.
-use super::planner::{TreePlace, TreePlanner, ExecutableSource};
+use super::planner::{ExecutableSource, TreePlace, TreePlanner};
 use crate::{
     cluster::{
         ssh::connection_progress::ConnectionProgress,
@@ -216,7 +216,11 @@ impl TreeHub {
         stream: StreamId,
         is_given_up: impl Fn() -> bool,
     ) -> Option<TreePlace> {
-        self.planner.wait_for_decision(&self.planner.places, |planner| planner.place_agent(stream), is_given_up)
+        self.planner.wait_for_decision(
+            &self.planner.places,
+            |planner| planner.place_agent(stream),
+            is_given_up,
+        )
     }
 
     /// Lists the agents to which the agent of a stream may connect now. The list is empty for an
@@ -227,8 +231,15 @@ impl TreeHub {
 
     /// Waits until another host or the controller can send the executable to a host. Returns `None`
     /// if the start was given up.
-    pub(crate) fn wait_for_executable_source(&self, is_given_up: impl Fn() -> bool) -> Option<ExecutableSource> {
-        self.planner.wait_for_decision(&self.planner.sources, TreePlanner::reserve_executable_source, is_given_up)
+    pub(crate) fn wait_for_executable_source(
+        &self,
+        is_given_up: impl Fn() -> bool,
+    ) -> Option<ExecutableSource> {
+        self.planner.wait_for_decision(
+            &self.planner.sources,
+            TreePlanner::reserve_executable_source,
+            is_given_up,
+        )
     }
 
     /// Records that a transfer of the executable has ended.
@@ -237,7 +248,12 @@ impl TreeHub {
     }
 
     /// Builds the first message to an agent, which contains its place in the tree.
-    pub(crate) fn build_first_message(&self, stream: StreamId, host: &str, parents: Vec<TreeParent>) -> TreeSetup {
+    pub(crate) fn build_first_message(
+        &self,
+        stream: StreamId,
+        host: &str,
+        parents: Vec<TreeParent>,
+    ) -> TreeSetup {
         let host_lease_ms = self.settings.host_lease.as_millis() as u64;
         TreeSetup {
             stream,

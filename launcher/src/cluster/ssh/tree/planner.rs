@@ -126,7 +126,8 @@ impl TreePlanner {
         let known: Vec<StreamId> = parents.iter().map(|parent| parent.stream).collect();
         // Begins behind the agent's number, so that the agents below a lost one go to several.
         let others = self.roots.range(parent..).chain(self.roots.range(..parent));
-        let spares = others.filter(|root| !known.contains(root)).filter_map(|root| self.to_tree_parent(*root));
+        let spares =
+            others.filter(|root| !known.contains(root)).filter_map(|root| self.to_tree_parent(*root));
         parents.extend(spares.take(MAX_FALLBACK_PARENTS));
         parents
     }
@@ -196,7 +197,9 @@ impl TreePlanner {
     /// Releases the source of the executable after a transfer has ended.
     pub(crate) fn release_executable_source(&mut self, source: &ExecutableSource) {
         match source {
-            ExecutableSource::Controller => self.controller_transfers = self.controller_transfers.saturating_sub(1),
+            ExecutableSource::Controller => {
+                self.controller_transfers = self.controller_transfers.saturating_sub(1)
+            }
             ExecutableSource::Agent(TreeParent { stream, .. }) => {
                 self.change_agent(*stream, |agent| agent.transfers = agent.transfers.saturating_sub(1));
             }

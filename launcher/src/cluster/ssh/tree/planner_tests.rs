@@ -70,7 +70,10 @@ fn no_agent_is_placed_below_one_that_is_lost_or_not_ready() {
 #[test]
 fn agents_learn_of_others_that_become_ready_or_are_lost() {
     let mut planner = TreePlanner::new(2);
-    assert_eq!([planner.place_agent(1), planner.place_agent(2)], [Some(TreePlace::Root), Some(TreePlace::Root)]);
+    assert_eq!(
+        [planner.place_agent(1), planner.place_agent(2)],
+        [Some(TreePlace::Root), Some(TreePlace::Root)]
+    );
     planner.mark_ready(1, build_address(1));
     assert_eq!(planner.place_agent(3).map(|place| list_streams(&place)), Some(vec![1]));
     let list = |planner: &mut TreePlanner| -> Vec<(StreamId, Vec<StreamId>)> {
@@ -103,7 +106,8 @@ fn the_number_of_hosts_that_send_the_executable_doubles() {
     let mut ready = 0;
     let mut rounds = Vec::new();
     while ready < 1000 {
-        let sources: Vec<ExecutableSource> = std::iter::from_fn(|| planner.reserve_executable_source()).collect();
+        let sources: Vec<ExecutableSource> =
+            std::iter::from_fn(|| planner.reserve_executable_source()).collect();
         for source in &sources {
             planner.release_executable_source(source);
             ready += 1;

@@ -100,7 +100,8 @@ impl FaultSearch {
                 .map(|(host, role)| self.is_convicted(host, role).then_some(TransferFault::Host(host, role)));
             faults.extend(convicted.iter().flatten());
             if convicted.iter().all(Option::is_none) {
-                let both_work = self.has_good_transfer(sender, Sender) && self.has_good_transfer(receiver, Receiver);
+                let both_work =
+                    self.has_good_transfer(sender, Sender) && self.has_good_transfer(receiver, Receiver);
                 faults.push(match both_work {
                     true => TransferFault::Path(sender, receiver),
                     false => TransferFault::Undetermined(sender, receiver),
@@ -123,7 +124,12 @@ impl FaultSearch {
         let mut chosen = Vec::new();
         for pair in self.list_bad_transfers() {
             for role in [TransferRole::Sender, TransferRole::Receiver] {
-                chosen.extend(self.choose_test_of_host(select_host_by_role(pair, role), role, hosts, &is_usable));
+                chosen.extend(self.choose_test_of_host(
+                    select_host_by_role(pair, role),
+                    role,
+                    hosts,
+                    &is_usable,
+                ));
             }
             let is_path_fault = [TransferRole::Sender, TransferRole::Receiver]
                 .into_iter()

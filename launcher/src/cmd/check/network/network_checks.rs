@@ -3,7 +3,7 @@
 use super::{
     fault_search::{TransferFault, TransferRole},
     network_report::NetworkReport,
-    pair_measurements::{DirectedMeasurement, PairMeasurements, ConnectionProperty},
+    pair_measurements::{ConnectionProperty, DirectedMeasurement, PairMeasurements},
     rdma_checks::check_rdma,
 };
 use crate::cmd::check::check_report::{CheckReport, CheckResult};
@@ -39,13 +39,16 @@ pub(in crate::cmd::check) fn add_network_checks(report: &mut CheckReport, networ
     }
     for property in ConnectionProperty::ALL {
         for fault in network.pairs.create_fault_search(property).find_faults() {
-            let comparison = PropertyComparison { property, pairs: &network.pairs, names: &names, known: &known };
+            let comparison =
+                PropertyComparison { property, pairs: &network.pairs, names: &names, known: &known };
             match fault {
                 TransferFault::Host(host, role) => {
                     let check = comparison.create_host_fault_check(host, role);
                     report.hosts[host].checks.push(check);
                 }
-                TransferFault::Path(from, to) => report.checks.push(comparison.create_path_fault_check(from, to)),
+                TransferFault::Path(from, to) => {
+                    report.checks.push(comparison.create_path_fault_check(from, to))
+                }
                 TransferFault::Undetermined(from, to) => {
                     report.checks.push(comparison.create_undetermined_fault_check(from, to));
                 }
@@ -89,7 +92,8 @@ fn check_interface(
     let found = describe_interface(interface);
     let others =
         || names.iter().zip(known).filter_map(|(name, i)| Some((name, i.as_ref()?.interface.as_ref()?)));
-    let warn = |text: String, help: &str| CheckResult::warn(CHECK_NAME, codes::NETWORK_LINK_UNSUITABLE, text, help);
+    let warn =
+        |text: String, help: &str| CheckResult::warn(CHECK_NAME, codes::NETWORK_LINK_UNSUITABLE, text, help);
     // Compared with the largest value: one host with another value is at fault either way.
     let largest_mtu = others().filter_map(|(name, other)| Some((other.mtu?, name))).max();
     let fastest = others().filter_map(|(name, other)| Some((other.speed_mbps?, name))).max();

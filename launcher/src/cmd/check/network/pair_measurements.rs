@@ -50,7 +50,8 @@ pub(super) enum ConnectionProperty {
 }
 
 impl ConnectionProperty {
-    pub(super) const ALL: [ConnectionProperty; 3] = [ConnectionProperty::Reachability, ConnectionProperty::Rate, ConnectionProperty::RoundTrip];
+    pub(super) const ALL: [ConnectionProperty; 3] =
+        [ConnectionProperty::Reachability, ConnectionProperty::Rate, ConnectionProperty::RoundTrip];
 }
 
 impl PairMeasurements {
@@ -89,7 +90,9 @@ impl PairMeasurements {
     /// reachability is 1 or 0.
     pub(super) fn list_values(&self, property: ConnectionProperty) -> Vec<((usize, usize), f64)> {
         let value = |direction: &DirectedMeasurement| match property {
-            ConnectionProperty::Reachability => direction.is_reached.map(|is_reached| f64::from(u8::from(is_reached))),
+            ConnectionProperty::Reachability => {
+                direction.is_reached.map(|is_reached| f64::from(u8::from(is_reached)))
+            }
             ConnectionProperty::Rate => direction.transfer.map(|transfer| transfer.rate()),
             ConnectionProperty::RoundTrip => direction.round_trip_ms,
         };
@@ -131,7 +134,9 @@ impl PairMeasurements {
             let is_bad = match property {
                 ConnectionProperty::Reachability => value == 0.0,
                 ConnectionProperty::Rate => value == 0.0 || value < MAX_SLOW_RATE_SHARE * usual,
-                ConnectionProperty::RoundTrip => value > LONG_ROUND_TRIP_FACTOR * usual && value > usual + MIN_EXTRA_ROUND_TRIP_MS,
+                ConnectionProperty::RoundTrip => {
+                    value > LONG_ROUND_TRIP_FACTOR * usual && value > usual + MIN_EXTRA_ROUND_TRIP_MS
+                }
             };
             let reverse = (pair.1, pair.0);
             let tests = [pair, reverse].map(|pair| self.get(pair).map_or(0, |direction| direction.tests));

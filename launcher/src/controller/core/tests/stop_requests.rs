@@ -28,7 +28,8 @@ fn interrupt_gives_programs_a_grace_period_and_accepts_any_exit() {
     assert!(
         actions.contains(&ControllerAction::Send(0, ToAgent::Stop { attempt: 0, deadline_ms: Some(3000) }))
     );
-    for (rank, status) in [(0, SUCCESS_STATUS), (1, ExitStatus::Code(1)), (2, ExitStatus::Signal(15, false))] {
+    for (rank, status) in [(0, SUCCESS_STATUS), (1, ExitStatus::Code(1)), (2, ExitStatus::Signal(15, false))]
+    {
         assert!(harness.report_worker_exit(rank, status).is_empty());
     }
     assert_eq!(find_outcome(&harness.report_workers_ended(0)).unwrap().exit_code, 130);

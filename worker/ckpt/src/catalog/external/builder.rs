@@ -71,7 +71,11 @@ impl ExternalCheckpointBuilder {
 
     /// Returns the error [`CkptError::Damaged`] for the file with the index `file` in
     /// [`StoredFiles`].
-    pub(crate) fn damaged_stored_file_error(&self, file: usize, reason: impl Into<DamageReason>) -> CkptError {
+    pub(crate) fn damaged_stored_file_error(
+        &self,
+        file: usize,
+        reason: impl Into<DamageReason>,
+    ) -> CkptError {
         self.damaged_file_error(&self.store.files[file].name, reason)
     }
 

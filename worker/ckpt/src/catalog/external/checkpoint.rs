@@ -150,7 +150,10 @@ impl ExternalCheckpoint {
     }
 
     /// Splits all read requests into reads that each concern a single part of a file.
-    fn split_requests_into_part_reads<'a>(&'a self, requests: &'a mut [ReadRequest<'_>]) -> Result<Vec<PartRead<'a>>> {
+    fn split_requests_into_part_reads<'a>(
+        &'a self,
+        requests: &'a mut [ReadRequest<'_>],
+    ) -> Result<Vec<PartRead<'a>>> {
         let mut parts = Vec::new();
         requests.iter_mut().try_for_each(|request| self.append_part_reads(request, &mut parts))?;
         Ok(parts)
@@ -297,7 +300,8 @@ fn index_tensors(
     entries: &[ExternalTensor],
 ) -> Result<HashMap<(TensorRole, String), usize>> {
     let stored = store.files.iter().fold(0u64, |sum, file| sum.saturating_add(file.size));
-    let bytes_max = stored.saturating_mul(TENSOR_TO_FILE_BYTES_RATIO_MAX).saturating_add(TENSOR_BYTES_ALLOWANCE);
+    let bytes_max =
+        stored.saturating_mul(TENSOR_TO_FILE_BYTES_RATIO_MAX).saturating_add(TENSOR_BYTES_ALLOWANCE);
     let (mut index, mut bytes) = (HashMap::new(), 0u64);
     for (i, entry) in entries.iter().enumerate() {
         let damaged = |reason: DamageReason| CkptError::damaged(path, entry.info.label(), reason);

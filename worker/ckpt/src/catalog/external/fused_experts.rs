@@ -76,7 +76,8 @@ impl FusedExperts {
             };
             let (gates, downs) = (select(&[0, 1])?, select(&[2])?);
             let (&[width, hidden], down) = (gates.first()?.1, downs.first()?.1) else { return None };
-            let have_shape = |list: &[BorrowedWeightShape<'_>], shape: &[u64]| list.iter().all(|(_, s)| *s == shape);
+            let have_shape =
+                |list: &[BorrowedWeightShape<'_>], shape: &[u64]| list.iter().all(|(_, s)| *s == shape);
             let is_complete = matrices_of_layer.len() as u64 == 3 * count && down == [hidden, width];
             if !is_complete || !have_shape(&gates, &[width, hidden]) || !have_shape(&downs, down) {
                 return None;
@@ -90,7 +91,12 @@ impl FusedExperts {
 
     /// Adds a weight of the model, which files store as the separate weights `parts`. Returns
     /// `None` if the number of elements overflows.
-    fn add_weight(&mut self, name: String, shape: Vec<u64>, parts: Vec<BorrowedWeightShape<'_>>) -> Option<()> {
+    fn add_weight(
+        &mut self,
+        name: String,
+        shape: Vec<u64>,
+        parts: Vec<BorrowedWeightShape<'_>>,
+    ) -> Option<()> {
         if parts.len() > 1 || parts.first().is_some_and(|(part, _)| *part != name) {
             let (mut members, mut at) = (Vec::with_capacity(parts.len()), 0u64);
             for (part, shape) in parts {
@@ -149,7 +155,9 @@ mod tests {
 
     /// Calls [`FusedExperts::detect`] with `weights`, given as owned names and shapes.
     fn fuse_experts(weights: &[(String, Vec<u64>)]) -> Option<FusedExperts> {
-        FusedExperts::from_separate_experts(&weights.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect::<Vec<_>>())
+        FusedExperts::from_separate_experts(
+            &weights.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect::<Vec<_>>(),
+        )
     }
 
     #[test]

@@ -11,7 +11,9 @@ mod strided_cache;
 mod tensor_part;
 mod unfuse_experts;
 
-pub(crate) use builder::{ExternalCheckpointBuilder, ALLOWED_GLOBALS, TrainedWeightNames, convert_step_to_integer};
+pub(crate) use builder::{
+    ALLOWED_GLOBALS, ExternalCheckpointBuilder, TrainedWeightNames, convert_step_to_integer,
+};
 pub use checkpoint::ExternalCheckpoint;
 pub(crate) use crc_check::verify_all_spans;
 pub use facts::{ExternalFacts, StatePart};

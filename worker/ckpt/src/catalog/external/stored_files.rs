@@ -119,7 +119,9 @@ impl StoredFile {
         let (file, size) = OffsetReader::open(&self.directory, &self.name, scratch)?;
         match size == self.size {
             true => Ok(file),
-            false => Err(self.damaged_file_error(DamageReason::SizeMismatch { expected: self.size, found: size })),
+            false => {
+                Err(self.damaged_file_error(DamageReason::SizeMismatch { expected: self.size, found: size }))
+            }
         }
     }
 

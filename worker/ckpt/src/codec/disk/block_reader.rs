@@ -2,8 +2,8 @@
 //! uses the previous blocks.
 use super::buffer_pool::{AlignedBuffer, DiskBufferPool};
 use super::directory::Directory;
+use super::io_units::{BLOCK_BYTES, DIRECT_IO_ALIGNMENT, WINDOW_BYTES, disable_direct_io};
 use super::sparse::find_data;
-use super::units::{DIRECT_IO_ALIGNMENT, BLOCK_BYTES, WINDOW_BYTES, disable_direct_io};
 use crate::error::{CkptError, DamageReason, Result};
 use nix::fcntl::OFlag;
 use std::fs::File;

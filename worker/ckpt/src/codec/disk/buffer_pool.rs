@@ -3,7 +3,7 @@
 //! A disk request is a list of contiguous ranges of physical memory. 2 MiB are 512 ranges in pages
 //! of 4 KiB, and one range in a huge page. On the disk of docs/benchmarks/checkpoints.md, huge
 //! pages increased the throughput from 1 to 3 GB/s.
-use super::units::WINDOW_BYTES;
+use super::io_units::WINDOW_BYTES;
 use memmap2::{Advice, MmapMut};
 use std::io;
 use std::ops::{Deref, DerefMut};

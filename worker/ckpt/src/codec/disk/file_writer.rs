@@ -1,7 +1,7 @@
 //! [`FileWriter`]: writes a new file in large aligned pieces (windows), on a separate thread. A
 //! thread writes a window while the caller fills and hashes the next window.
 use super::buffer_pool::{AlignedBuffer, DiskBufferPool};
-use super::units::{DIRECT_IO_ALIGNMENT, BLOCK_BYTES, disable_direct_io};
+use super::io_units::{BLOCK_BYTES, DIRECT_IO_ALIGNMENT, disable_direct_io};
 use crate::error::{CkptError, Result};
 use crate::fault_points;
 use crate::hash::{FileHasher, Hash};
@@ -77,7 +77,9 @@ impl RunningHashes {
         match self {
             RunningHashes::Off => WrittenFile { bytes, blocks: Vec::new(), digest: None },
             RunningHashes::Blocks(blocks) => WrittenFile { bytes, blocks, digest: None },
-            RunningHashes::File(hasher) => WrittenFile { bytes, blocks: Vec::new(), digest: Some(hasher.finish()) },
+            RunningHashes::File(hasher) => {
+                WrittenFile { bytes, blocks: Vec::new(), digest: Some(hasher.finish()) }
+            }
         }
     }
 }
@@ -355,7 +357,7 @@ pub(crate) fn write_file(path: PathBuf, content: &[u8]) -> Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::codec::disk::units::WINDOW_BYTES;
+    use crate::codec::disk::io_units::WINDOW_BYTES;
 
     /// Writes a file of `len` bytes in pieces of different sizes, through buffers of `window`
     /// bytes. Checks the content of the file and the returned hashes.
@@ -391,9 +393,17 @@ mod tests {
             let dir = dir.expect("a directory");
             for io_mode in [IoMode::Direct, IoMode::Buffered] {
                 for window in [SMALL_WINDOW_BYTES, WINDOW_BYTES] {
-                    for len in
-                        [0, 1, 4095, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, window, window + 1, 4 * window + BLOCK_BYTES + 5]
-                    {
+                    for len in [
+                        0,
+                        1,
+                        4095,
+                        4096,
+                        BLOCK_BYTES - 1,
+                        BLOCK_BYTES,
+                        window,
+                        window + 1,
+                        4 * window + BLOCK_BYTES + 5,
+                    ] {
                         assert_written_file(dir.path(), io_mode, window, len);
                     }
                 }

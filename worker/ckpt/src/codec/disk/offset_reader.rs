@@ -5,8 +5,8 @@
 use super::buffer_pool::DiskBufferPool;
 use super::crc::compute_file_crc;
 use super::directory::Directory;
+use super::io_units::DIRECT_IO_ALIGNMENT;
 use super::sparse::find_data;
-use super::units::DIRECT_IO_ALIGNMENT;
 use crate::error::{CkptError, DamageReason, Result};
 use nix::fcntl::OFlag;
 use std::fs::File;

@@ -2,7 +2,8 @@
 use super::item_kind::{DcpItemKind, ItemKeyParser};
 use super::metadata::{ItemContent, ItemMetadata, StorageLocation, TensorChunk, parse_metadata};
 use crate::catalog::{
-    ExternalCheckpointBuilder, ExternalTensor, ALLOWED_GLOBALS, ParamGroupInfo, StoredFile, TensorPart, convert_step_to_integer,
+    ALLOWED_GLOBALS, ExternalCheckpointBuilder, ExternalTensor, ParamGroupInfo, StoredFile, TensorPart,
+    convert_step_to_integer,
 };
 use crate::codec::torch_file::{TensorView, TorchFile};
 use crate::error::{DcpError, MissingPart, Result, TorchFileError};
@@ -147,7 +148,9 @@ impl ItemReader<'_> {
         }
         let json = value.to_json_limited(&mut self.values_left);
         match self.values_left {
-            0 => Err(self.builder.damaged_file_error(&self.stored.name, DcpError::TooManyValues(HYPER_PARAMETER_VALUES_MAX))),
+            0 => Err(self
+                .builder
+                .damaged_file_error(&self.stored.name, DcpError::TooManyValues(HYPER_PARAMETER_VALUES_MAX))),
             _ => Ok(ItemValue::Value(json)),
         }
     }

@@ -61,7 +61,9 @@ fn collect_flat_groups(
     for (file, states) in optimizer.values() {
         if states.shards.len() != model.groups.len() {
             let (found, expected) = (states.shards.len(), model.groups.len());
-            return Err(builder.damaged_stored_file_error(*file, DeepSpeedError::GroupCount { found, expected }));
+            return Err(
+                builder.damaged_stored_file_error(*file, DeepSpeedError::GroupCount { found, expected })
+            );
         }
     }
     let is_unpadded = optimizer.values().all(|(_, s)| s.is_unpadded);
@@ -111,7 +113,9 @@ pub(super) fn collect_frozen_weights(
         let mut slices = Vec::with_capacity(files.len());
         for (file, fragments) in files {
             let Some(view) = fragments.get(name.as_str()) else {
-                return Err(builder.damaged_stored_file_error(*file, DeepSpeedError::FrozenMissing(name.clone())));
+                return Err(
+                    builder.damaged_stored_file_error(*file, DeepSpeedError::FrozenMissing(name.clone()))
+                );
             };
             slices.push((*file, *view));
         }
@@ -171,7 +175,8 @@ pub(super) fn collect_module_tensors(
         }
         let tie = targets.get(name.as_str()).filter(|target| known.contains(**target));
         // stage 0 does not list ties
-        let shared = (stage == 0 && view.element_count() > 0).then(|| locations.get(&view.location())).flatten();
+        let shared =
+            (stage == 0 && view.element_count() > 0).then(|| locations.get(&view.location())).flatten();
         if let Some(target) = tie.or(shared) {
             facts.state.ties.push(TiedWeight { alias: name.clone(), target: (*target).to_owned() });
             continue;

@@ -7,7 +7,7 @@ use super::tag_directories::{
 };
 use super::{collect, stage0, universal};
 use crate::catalog::ExternalCheckpoint;
-use crate::codec::disk::{Directory, path_exists, parent_dir};
+use crate::codec::disk::{Directory, parent_dir, path_exists};
 use crate::error::{CkptError, Diagnosis, MissingPart, Result};
 use crate::layout::hf::companion_files;
 use std::path::Path;
@@ -23,7 +23,8 @@ pub(crate) fn open_deepspeed(path: &Path) -> Result<Option<ExternalCheckpoint>> 
         Some(_) => Some(read_latest(&directory, LATEST_UNIVERSAL_FILE)?),
         None => None,
     };
-    if let Some(tag) = universal.as_ref().filter(|_| !path_exists(&path.join(LATEST_FILE)) && !has_tags(path)) {
+    if let Some(tag) = universal.as_ref().filter(|_| !path_exists(&path.join(LATEST_FILE)) && !has_tags(path))
+    {
         return match universal::is_universal_directory(&path.join(tag)) {
             true => universal::open_universal(&path.join(tag), path, Vec::new()).map(Some),
             false => {
@@ -93,7 +94,9 @@ fn open_tag(given: &Path, path: &Path, root: &Path, notices: Vec<String>) -> Res
     let stage = tag.check_rank_files()?;
     let updates = tag.check_equal_steps()?;
     collect::collect_tensors(&mut tag, stage)?;
-    let Some((file, model)) = tag.model.get(&0) else { return Err(tag.builder.missing_part_error("the model file")) };
+    let Some((file, model)) = tag.model.get(&0) else {
+        return Err(tag.builder.missing_part_error("the model file"));
+    };
     if let (Some(done), Some(updates)) = (model.step, updates)
         && done.saturating_sub(model.skipped) as f64 != updates
     {

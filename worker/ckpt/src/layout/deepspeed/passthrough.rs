@@ -109,6 +109,9 @@ impl OptimizerPassthrough {
             groups.push((options, flats.unwrap_or_default()));
         }
         let kept = |key: &&str| Some(((*key).to_owned(), copied(root.get(key)?)?));
-        OptimizerPassthrough { other_entries: COPIED_OPTIMIZER_KEYS.iter().filter_map(kept).collect(), groups }
+        OptimizerPassthrough {
+            other_entries: COPIED_OPTIMIZER_KEYS.iter().filter_map(kept).collect(),
+            groups,
+        }
     }
 }

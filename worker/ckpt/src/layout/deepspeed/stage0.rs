@@ -2,7 +2,7 @@
 //! tensors.
 use super::embedded_optimizer::EmbeddedOptimizer;
 use crate::catalog::{
-    ExternalCheckpointBuilder, ExternalTensor, ParamGroupInfo, BorrowedWeightShape, convert_step_to_integer,
+    BorrowedWeightShape, ExternalCheckpointBuilder, ExternalTensor, ParamGroupInfo, convert_step_to_integer,
 };
 use crate::codec::torch_file::TensorView;
 use crate::error::{DeepSpeedError, Result};
@@ -57,7 +57,8 @@ fn add_param_states(
     }
     if let Some(step) = &state.step {
         let step = convert_step_to_integer(builder.store.read_step(file, step)?).map_err(|error| {
-            builder.damaged_stored_file_error(file, DeepSpeedError::WeightStep { name: name.to_owned(), error })
+            builder
+                .damaged_stored_file_error(file, DeepSpeedError::WeightStep { name: name.to_owned(), error })
         })?;
         builder.facts.state.steps.insert(name.to_owned(), step);
     }

@@ -1,7 +1,7 @@
 //! [`TagContents`]: reads all files of a DeepSpeed checkpoint (tag), and checks that they belong
 //! together.
 use super::file_names::{self, TagFiles};
-use super::states::{FlatGroupShard, ALLOWED_GLOBALS, ModelStates, OptimizerStates};
+use super::states::{ALLOWED_GLOBALS, FlatGroupShard, ModelStates, OptimizerStates};
 use crate::catalog::{ExternalCheckpointBuilder, ParamGroupInfo, convert_step_to_integer};
 use crate::codec::torch_file::TorchFile;
 use crate::error::{DeepSpeedError, MissingPart, RANKS_LISTED_MAX, Result};
@@ -109,7 +109,9 @@ impl TagContents {
         let optimizer = self.optimizer.range(world..).next().map(|(_, (file, _))| *file);
         let outside = optimizer.or(self.model.range(world..).next().map(|(_, (file, _))| *file));
         if let Some(file) = outside {
-            return Err(self.builder.damaged_stored_file_error(file, DeepSpeedError::RankOutsideWorld(world)));
+            return Err(self
+                .builder
+                .damaged_stored_file_error(file, DeepSpeedError::RankOutsideWorld(world)));
         }
         for (file, states) in self.optimizer.values() {
             if states.stage != stage || states.partitions.iter().any(|&p| p != u64::from(world)) {

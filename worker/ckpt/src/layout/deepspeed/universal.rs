@@ -10,7 +10,9 @@ use super::states::{
     ALLOWED_GLOBALS, ModelStates, NumberedParamGroup, read_loss_scaler, read_param_groups, read_zero_stage,
 };
 use super::tag::TagContents;
-use crate::catalog::{ExternalCheckpoint, ExternalCheckpointBuilder, ExternalTensor, convert_step_to_integer};
+use crate::catalog::{
+    ExternalCheckpoint, ExternalCheckpointBuilder, ExternalTensor, convert_step_to_integer,
+};
 use crate::codec::disk::Directory;
 use crate::codec::pickle::PickleView;
 use crate::codec::torch_file::{TensorView, TorchFile};
@@ -83,7 +85,9 @@ pub(crate) fn open_universal(path: &Path, root: &Path, notices: Vec<String>) -> 
     settings.is_of_deepspeed = !Directory::open(root)?.has_entry(CONVERT_RECORD_FILE)?;
     let (parameters, unknown) = read_parameters(&mut tag)?;
     let Some((_, model)) = tag.model.get(&0) else {
-        return Err(tag.builder.missing_part_error("the model file (mp_rank_00_model_states.pt or that of rank 0)"));
+        return Err(tag
+            .builder
+            .missing_part_error("the model file (mp_rank_00_model_states.pt or that of rank 0)"));
     };
     let stage = settings.stage.or(model.stage).unwrap_or(2);
     let groups = settings.groups.iter().map(|g| g.name_parameters(model)).collect();
@@ -184,7 +188,9 @@ fn read_parameters(tag: &mut TagContents) -> Result<(Vec<ParameterFiles>, BTreeS
                     None => fp32 = Some((index, view, is_shaped)),
                 }
             }
-            let missing = || tag.builder.missing_part_error(MissingPart::File(format!("{ZERO_DIR}/{name}/{FP32_FILE}")));
+            let missing = || {
+                tag.builder.missing_part_error(MissingPart::File(format!("{ZERO_DIR}/{name}/{FP32_FILE}")))
+            };
             let (index, view, is_shaped) = fp32.ok_or_else(missing)?;
             let (name, fp32) = (name.clone(), (index, view));
             parameters.push(ParameterFiles { name, fp32, is_shaped, states, step });
@@ -265,7 +271,8 @@ fn collect_tensors(
         let step = one.step.or_else(|| known.and_then(|(g, _)| settings.steps.get(g).copied()));
         if let Some(step) = step {
             let step = convert_step_to_integer(step);
-            let step = step.map_err(|error| builder.damaged_file_error(&inside, DeepSpeedError::Step(error)))?;
+            let step =
+                step.map_err(|error| builder.damaged_file_error(&inside, DeepSpeedError::Step(error)))?;
             builder.facts.state.steps.insert(one.name.clone(), step);
         }
     }

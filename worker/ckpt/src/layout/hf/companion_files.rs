@@ -1,6 +1,6 @@
 //! Reads the companion files of a training state, which store the scheduler, the loss scaler, the
 //! trainer state and the RNG states.
-use crate::catalog::{ExternalFacts, ALLOWED_GLOBALS, StatePart};
+use crate::catalog::{ALLOWED_GLOBALS, ExternalFacts, StatePart};
 use crate::codec::disk::Directory;
 use crate::codec::json::parse_object;
 use crate::codec::torch_file::TorchFile;
@@ -54,7 +54,11 @@ pub(crate) fn add_companion_facts(facts: &mut ExternalFacts, directory: &Directo
 /// Reads the first readable file of `names`, and returns its content as JSON. Skips files that do
 /// not exist. Skips files with classes that are not allowed, with a notice in `facts`. Returns null
 /// if no file is left.
-fn read_first_readable_state(names: &[&str], facts: &mut ExternalFacts, directory: &Directory) -> Result<Json> {
+fn read_first_readable_state(
+    names: &[&str],
+    facts: &mut ExternalFacts,
+    directory: &Directory,
+) -> Result<Json> {
     for name in names {
         if directory.file_size(name)?.is_none() {
             continue;

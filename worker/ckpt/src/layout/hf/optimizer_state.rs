@@ -3,8 +3,8 @@
 use super::param_matching;
 use super::weights::parse_number;
 use crate::catalog::{
-    ExternalCheckpointBuilder, ExternalTensor, FusedExperts, FusedMember, ALLOWED_GLOBALS, ParamGroupInfo,
-    BorrowedWeightShape, StepValue, borrow_weights, convert_step_to_integer,
+    ALLOWED_GLOBALS, BorrowedWeightShape, ExternalCheckpointBuilder, ExternalTensor, FusedExperts,
+    FusedMember, ParamGroupInfo, StepValue, borrow_weights, convert_step_to_integer,
 };
 use crate::codec::pickle::PickleView;
 use crate::codec::torch_file::{TensorView, TorchFile};
@@ -183,8 +183,8 @@ type GroupNames = Vec<Vec<String>>;
 /// States that cannot be assigned to the builder's weights are skipped with a notice.
 pub(crate) fn add_optimizer_file(builder: &mut ExternalCheckpointBuilder, name: &str) -> Result<()> {
     let (file, torch) = builder.add_torch_file(name, ALLOWED_GLOBALS)?;
-    let optimizer =
-        OptimizerStateDict::read(&torch, torch.value()).map_err(|error| builder.damaged_file_error(name, error))?;
+    let optimizer = OptimizerStateDict::read(&torch, torch.value())
+        .map_err(|error| builder.damaged_file_error(name, error))?;
     let weights: Vec<(String, Vec<u64>)> =
         builder.weights().map(|(n, s)| (n.to_owned(), s.to_vec())).collect();
     let borrowed = borrow_weights(&weights);

@@ -70,7 +70,10 @@ pub(crate) fn match_states_to_weights(
 
 /// Lists the ways in which programs divide the weights `sequence` into `groups` parameter groups.
 /// Fails for more than two groups.
-fn list_groupings(groups: usize, sequence: Vec<BorrowedWeightShape<'_>>) -> Result<Vec<Grouping<'_>>, MatchError> {
+fn list_groupings(
+    groups: usize,
+    sequence: Vec<BorrowedWeightShape<'_>>,
+) -> Result<Vec<Grouping<'_>>, MatchError> {
     match groups {
         1 => Ok(vec![vec![sequence]]),
         2 => Ok(GROUP_RULES
@@ -129,7 +132,10 @@ fn match_by_position(
 /// # Errors
 /// Fails if two weights have the same shape, a state has no shape, or no weight has the shape of a
 /// state.
-fn match_by_shape(states: &StateShapes, weights: &[BorrowedWeightShape<'_>]) -> Result<Vec<String>, MatchError> {
+fn match_by_shape(
+    states: &StateShapes,
+    weights: &[BorrowedWeightShape<'_>],
+) -> Result<Vec<String>, MatchError> {
     let mut by_shape: HashMap<&[u64], &str> = HashMap::new();
     for (name, shape) in weights {
         if by_shape.insert(shape, name).is_some() {

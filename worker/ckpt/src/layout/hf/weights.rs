@@ -1,6 +1,6 @@
 //! Reads weights in the Hugging Face layout: safetensors or `pytorch_model.bin`, each in one file
 //! or in shards with an index.
-use crate::catalog::{ExternalCheckpointBuilder, ExternalTensor, ALLOWED_GLOBALS, TiedWeight};
+use crate::catalog::{ALLOWED_GLOBALS, ExternalCheckpointBuilder, ExternalTensor, TiedWeight};
 use crate::codec::disk::{Directory, is_plain_file_name};
 use crate::codec::json::{deserialize_map, parse_object};
 use crate::codec::pickle::PickleView;
@@ -132,7 +132,9 @@ fn check_indexed_tensors<'n>(
     let Some(expected) = expected else { return Ok(()) };
     let stored: BTreeSet<&str> = stored.collect();
     if let Some(lost) = expected.difference(&stored).next() {
-        return Err(builder.damaged_file_error(file, DamageReason::TensorMissing { tensor: (*lost).to_owned() }));
+        return Err(
+            builder.damaged_file_error(file, DamageReason::TensorMissing { tensor: (*lost).to_owned() })
+        );
     }
     let more: Vec<String> = stored.difference(expected).map(|n| (*n).to_owned()).collect();
     if !more.is_empty() {
@@ -176,11 +178,13 @@ fn add_torch_weights(
     let inner =
         ["state_dict", "model", "module", "model_state_dict"].into_iter().find_map(|key| root.get(key));
     let dict = inner.filter(|v| v.as_pairs().is_some()).unwrap_or(root);
-    let pairs = dict.as_pairs().ok_or_else(|| builder.damaged_file_error(name, "the file has no dict of tensors"))?;
+    let pairs =
+        dict.as_pairs().ok_or_else(|| builder.damaged_file_error(name, "the file has no dict of tensors"))?;
     let mut found = Vec::new();
     for (key, value) in pairs {
-        let key =
-            key.as_name().ok_or_else(|| builder.damaged_file_error(name, "the name of a tensor is not short text"))?;
+        let key = key
+            .as_name()
+            .ok_or_else(|| builder.damaged_file_error(name, "the name of a tensor is not short text"))?;
         let tensor = file.parse_tensor(value).map_err(|e| builder.damaged_file_error(name, e))?;
         found.extend(tensor.map(|view| (key.to_owned(), view)));
     }

@@ -335,7 +335,10 @@ impl Checkpoint {
         };
         stream_windows(&self.buffers, jobs, open, |(job, read)| {
             let window = read.map_err(|e| self.convert_read_error(&job, e))?;
-            job.blocks.clone().zip(window.chunks(BLOCK_BYTES)).try_for_each(|(b, bytes)| sink(job.file, b, bytes))
+            job.blocks
+                .clone()
+                .zip(window.chunks(BLOCK_BYTES))
+                .try_for_each(|(b, bytes)| sink(job.file, b, bytes))
         })
     }
 

@@ -4,8 +4,8 @@
 //! The file begins with `{"blake3":"<64 hex digits>",`. The hash covers the whole file with zeros
 //! in place of these digits, so that every flipped bit is detected. A hash is not a signature, so
 //! all contents are checked as untrusted input.
+use super::parity_stripes;
 use super::storage_host::StorageHost;
-use super::stripes;
 use crate::catalog::RunFacts;
 use crate::codec::disk::{BLOCK_BYTES, Directory};
 use crate::codec::sealed_json::{JsonSeal, SealError};
@@ -311,7 +311,7 @@ impl Manifest {
         if let Some(parity) = &self.parity {
             let sizes: Vec<u64> = self.files.iter().map(|f| f.bytes).collect();
             let given = parity.iter().map(|f| (f.name.as_str(), f.bytes, f.blocks.len() as u64));
-            stripes::check_parity_files(&sizes, given)?;
+            parity_stripes::check_parity_files(&sizes, given)?;
         }
         self.check_hosts()?;
         let mut spans: Vec<Vec<Range<u64>>> = vec![Vec::new(); self.files.len()];
@@ -468,7 +468,9 @@ impl Manifest {
                 }
             }
         }
-        shards.iter_mut().for_each(|pieces| pieces.sort_by_key(|p| (p.byte_range().start, p.byte_range().end)));
+        shards
+            .iter_mut()
+            .for_each(|pieces| pieces.sort_by_key(|p| (p.byte_range().start, p.byte_range().end)));
         shards
     }
 }

@@ -70,7 +70,10 @@ pub fn list_checkpoints(root: &Path) -> Result<Vec<(u64, PathBuf)>> {
     if !path_exists(root) {
         return Ok(Vec::new());
     }
-    Ok(list_steps(root)?.into_iter().filter_map(|step| Some((step, locate_step_checkpoint(root, step)?))).collect())
+    Ok(list_steps(root)?
+        .into_iter()
+        .filter_map(|step| Some((step, locate_step_checkpoint(root, step)?)))
+        .collect())
 }
 
 /// Reads the step that `latest` in the directory `root` names. Returns `None` if the file does not

@@ -73,8 +73,9 @@ impl CaptureInfoFn {
         unsafe {
             let v3 =
                 library.get::<CaptureInfoV3Fn>(b"cuStreamGetCaptureInfo_v3\0").map(|f| CaptureInfoFn::V3(*f));
-            let v2 =
-                || library.get::<CaptureInfoV2Fn>(b"cuStreamGetCaptureInfo_v2\0").map(|f| CaptureInfoFn::V2(*f));
+            let v2 = || {
+                library.get::<CaptureInfoV2Fn>(b"cuStreamGetCaptureInfo_v2\0").map(|f| CaptureInfoFn::V2(*f))
+            };
             v3.or_else(|_| v2()).ok()
         }
     }

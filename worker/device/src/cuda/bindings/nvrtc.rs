@@ -2,7 +2,7 @@
 use super::super::error::CudaError;
 use super::super::library::CudaLibrary;
 use super::super::library_search::{LibrarySearchPaths, OpenLibrary};
-use super::cuda_library::{Status, cuda_library, copy_c_string};
+use super::cuda_library::{Status, copy_c_string, cuda_library};
 use cudarc::nvrtc::sys::nvrtcProgram;
 use std::{
     ffi::{c_char, c_int},

@@ -241,7 +241,8 @@ impl AttentionPass {
     pub(super) fn compute_plan_workspace(&self, cudnn: &Cudnn, properties: &str) -> Result<Option<usize>> {
         let kind = cudnnBackendDescriptorType_t::CUDNN_BACKEND_DEVICEPROP_DESCRIPTOR;
         let json = cudnnBackendAttributeName_t::CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION;
-        let gpu = Descriptor::new(&cudnn.library, kind)?.set_attribute(json, properties.as_bytes())?.finalize()?;
+        let gpu =
+            Descriptor::new(&cudnn.library, kind)?.set_attribute(json, properties.as_bytes())?.finalize()?;
         let target = PlanTarget::Properties(gpu);
         let plan = create_attention_plans(&cudnn.library, self, target)?.next().transpose()?;
         let sums = self.list_extra_tensors().iter().map(|t| t.elements * size_of::<f32>()).sum::<usize>();
@@ -346,18 +347,32 @@ fn add_qkv_tensor(
     l: &AttentionTensorLayout,
     heads: i64,
 ) -> Result<GraphTensor> {
-    g.add_tensor(TensorLocation::Device(id), CUDNN_DATA_BFLOAT16, l.row_dims(heads), l.row_strides(l.qkv_width()))
+    g.add_tensor(
+        TensorLocation::Device(id),
+        CUDNN_DATA_BFLOAT16,
+        l.row_dims(heads),
+        l.row_strides(l.qkv_width()),
+    )
 }
 
 /// Adds the tensor of keys or values to the graph, transposed so that tokens are columns.
-fn add_transposed_qkv_tensor(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Result<GraphTensor> {
+fn add_transposed_qkv_tensor(
+    g: &mut OperationGraph,
+    id: i64,
+    l: &AttentionTensorLayout,
+) -> Result<GraphTensor> {
     let ([b, h, t, d], [x, y, z, w]) = (l.row_dims(l.kv_heads), l.row_strides(l.qkv_width()));
     g.add_tensor(TensorLocation::Device(id), CUDNN_DATA_BFLOAT16, [b, h, d, t], [x, y, w, z])
 }
 
 /// Adds the tensor of the attention output, or of the output's gradient, to the graph.
 fn add_output(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Result<GraphTensor> {
-    g.add_tensor(TensorLocation::Device(id), CUDNN_DATA_BFLOAT16, l.row_dims(l.heads), l.row_strides(l.heads * l.dim))
+    g.add_tensor(
+        TensorLocation::Device(id),
+        CUDNN_DATA_BFLOAT16,
+        l.row_dims(l.heads),
+        l.row_strides(l.heads * l.dim),
+    )
 }
 
 /// Adds to the graph a tensor that has one `f32` for each query and head, and that is stored in GPU
@@ -382,7 +397,8 @@ fn add_mask(g: &mut OperationGraph, mask: AttentionMask, scores: GraphTensor) ->
     let (query, key) = (g.add_index_along_axis(scores, 2)?, g.add_index_along_axis(scores, 3)?);
     let window = g.add_host_scalar(WINDOW_ID)?;
     let end = g.add_pointwise_result(CUDNN_POINTWISE_ADD, CUDNN_DATA_FLOAT, key, Some(window))?;
-    let is_in_window = g.add_pointwise_result(CUDNN_POINTWISE_CMP_GT, CUDNN_DATA_BOOLEAN, end, Some(query))?;
+    let is_in_window =
+        g.add_pointwise_result(CUDNN_POINTWISE_CMP_GT, CUDNN_DATA_BOOLEAN, end, Some(query))?;
     g.add_select(is_in_window, scores, masked)
 }
 
@@ -411,7 +427,8 @@ fn add_forward(g: &mut OperationGraph, pass: &AttentionPass) -> Result<()> {
     let lse = add_per_query_tensor(g, LSE_ID, &l)?;
     g.add_pointwise(CUDNN_POINTWISE_ADD, max, Some(log_sum), lse)?;
 
-    let probabilities = g.add_pointwise_result(CUDNN_POINTWISE_DIV, CUDNN_DATA_BFLOAT16, exponentials, Some(sum))?;
+    let probabilities =
+        g.add_pointwise_result(CUDNN_POINTWISE_DIV, CUDNN_DATA_BFLOAT16, exponentials, Some(sum))?;
     let o = add_output(g, O_ID, &l)?;
     g.add_matmul(probabilities, v, o)
 }
@@ -431,8 +448,11 @@ fn add_backward(g: &mut OperationGraph, pass: &AttentionPass) -> Result<()> {
     let scaled_dots = add_per_query_tensor(g, DOTS_ID, &l)?;
     g.add_pointwise(CUDNN_POINTWISE_MUL, dots, Some(keep_scale), scaled_dots)?;
 
-    let (q, k, v) =
-        (add_qkv_tensor(g, Q_ID, &l, l.heads)?, add_transposed_qkv_tensor(g, K_ID, &l)?, add_transposed_qkv_tensor(g, V_ID, &l)?);
+    let (q, k, v) = (
+        add_qkv_tensor(g, Q_ID, &l, l.heads)?,
+        add_transposed_qkv_tensor(g, K_ID, &l)?,
+        add_transposed_qkv_tensor(g, V_ID, &l)?,
+    );
     let scale = g.add_host_scalar(SCALE_ID)?;
     let scores = g.add_virtual_tensor(CUDNN_DATA_FLOAT, l.score_dims())?;
     g.add_matmul(q, k, scores)?;

@@ -106,7 +106,8 @@ fn compile_plan(
         }
     };
     let plan = plan.finalize()?;
-    let workspace = usize::try_from(plan.query_int_attribute(CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE)?).unwrap_or(0);
+    let workspace =
+        usize::try_from(plan.query_int_attribute(CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE)?).unwrap_or(0);
     let scalars = scalars.iter().map(|(id, value)| (*id, Box::new(*value))).collect();
     Ok(ExecutionPlan { plan, workspace, scalars, _config: config, _source: source.clone() })
 }
@@ -140,7 +141,10 @@ impl PreparedPlan {
         let variant_pack = Descriptor::new(&self.cudnn.library, CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR)?
             .set_attribute(CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, &ids)?
             .set_attribute(CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, &pointers)?
-            .set_attribute(CUDNN_ATTR_VARIANT_PACK_WORKSPACE, &[ptr::without_provenance(self.workspace as usize)])?
+            .set_attribute(
+                CUDNN_ATTR_VARIANT_PACK_WORKSPACE,
+                &[ptr::without_provenance(self.workspace as usize)],
+            )?
             .finalize()?;
         let library = &self.cudnn.library;
         self.cudnn.with_handle(|handle| {

@@ -110,7 +110,10 @@ impl Matmul {
         let matrices = [self.a, self.b, self.c].map(|matrix| [matrix.at, matrix.stride as u64]);
         let [[a, a_stride], [b, b_stride], [c, c_stride]] = matrices;
         let [a_type, b_type, c_type] = self.cuda_types().map(|data_type| data_type as u64);
-        log_non_kernel_call("matmul", &[m, n, k, a, b, c, a_stride, b_stride, c_stride, a_type, b_type, c_type]);
+        log_non_kernel_call(
+            "matmul",
+            &[m, n, k, a, b, c, a_stride, b_stride, c_stride, a_type, b_type, c_type],
+        );
     }
 
     /// Describes the matmul's shape and types for profiles: `matmul 8192 × 4096 × 1024 (bf16 · bf16

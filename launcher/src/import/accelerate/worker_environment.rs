@@ -2,7 +2,7 @@
 //! a worker.
 use super::distributed_type::DistributedType;
 use crate::import::{
-    draft::JobDraft, import_options::set_hostfile, remaining_keys::RemainingKeys, value_text,
+    import_options::set_hostfile, job_draft::JobDraft, remaining_keys::RemainingKeys, value_text,
 };
 use std::path::Path;
 
@@ -373,7 +373,9 @@ fn set_parallelism_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>)
     const VARIABLE_PREFIX: &str = "parallelism_config_";
     draft.set_env("parallelism_config", "ACCELERATE_USE_PARALLELISM_CONFIG", "true");
     let above_one = |size: &str| {
-        part.peek_integer(&format!("{VARIABLE_PREFIX}{size}")).or(part.peek_integer(size)).is_some_and(|n| n > 1)
+        part.peek_integer(&format!("{VARIABLE_PREFIX}{size}"))
+            .or(part.peek_integer(size))
+            .is_some_and(|n| n > 1)
     };
     let (context, sequence) = (above_one("cp_size"), above_one("sp_size"));
     set_variables_by_rules(draft, &mut part, VARIABLE_PREFIX, PARALLELISM_RULES);

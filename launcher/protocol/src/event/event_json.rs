@@ -1,8 +1,8 @@
 //! Converts events to JSON and back. Schema 2 is the present form, and schema 1 has the names of
 //! earlier releases.
 use super::{
+    event_schema::EventSchema,
     run_event::{Event, FailureReport},
-    schema::EventSchema,
 };
 use diagnostic::Code;
 use serde::{Deserialize, Serialize};

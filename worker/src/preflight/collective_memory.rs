@@ -1,8 +1,10 @@
 //! Estimates how much memory collectives need, in addition to the data that they transfer.
-use super::memory::MemoryEstimator;
+use super::memory_estimator::MemoryEstimator;
 use crate::{
     runtime::STAGING_BYTES,
-    zero::{ShardingPolicy, micro_batch_sums::merge_into_aligned_ranges, owner_groups, partition::Partition},
+    zero::{
+        ShardingPolicy, micro_batch_sums::merge_into_aligned_ranges, owner_collectives, partition::Partition,
+    },
 };
 use device::Dtype;
 
@@ -19,7 +21,7 @@ impl MemoryEstimator<'_> {
         for unit in self.units {
             let shard = Partition::new(unit, self.world).range(rank);
             let lengths = (shard.len(), unit.compute_trained_range(shard).len());
-            let of_unit = owner_groups::compute_exchange_buffer_lengths(unit, &schedule, rank, lengths);
+            let of_unit = owner_collectives::compute_exchange_buffer_lengths(unit, &schedule, rank, lengths);
             gathered = gathered.max(of_unit.0);
             (sent, received) = (sent.max(of_unit.1), received.max(of_unit.2));
         }

@@ -1,6 +1,6 @@
 //! Estimates the peak memory of those parameters that a rank gets from other ranks, in buffers or
 //! through shared memory.
-use super::memory::MemoryEstimator;
+use super::memory_estimator::MemoryEstimator;
 use crate::{
     model::MoeModel,
     param_groups::find_first_backward_layer,

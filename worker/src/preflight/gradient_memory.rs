@@ -1,6 +1,6 @@
 //! Estimates the peak memory of gradients: of their sums, and of the buffers in which they are
 //! computed and reduced.
-use super::memory::MemoryEstimator;
+use super::memory_estimator::MemoryEstimator;
 use crate::{
     param_groups::find_first_backward_layer,
     params::ParamUnit,
@@ -9,7 +9,7 @@ use crate::{
         buffer_pool::BufferPoolEstimate,
         engine::REDUCTIONS_IN_FLIGHT,
         micro_batch_sums::{MicroBatchRange, count_peak_buffers},
-        owner_groups,
+        owner_collectives,
     },
 };
 use std::collections::VecDeque;
@@ -56,7 +56,7 @@ impl MemoryEstimator<'_> {
         let shards = self.units.iter().zip(self.list_trained_shard_lengths(rank));
         let sums = shards.map(|(u, shard)| match policy.sums_in_arrival_order {
             true => shard,
-            false => shard * owner_groups::count_peak_owner_buffers(&schedule, u.owners),
+            false => shard * owner_collectives::count_peak_owner_buffers(&schedule, u.owners),
         });
         sums.sum::<usize>()
             + self.count_written_gradient_elements(policy, rank, REDUCTIONS_IN_FLIGHT, |_| true)
@@ -101,7 +101,8 @@ impl MemoryEstimator<'_> {
                     if unit.is_all_trained() || !is_trained(u) { None } else { take(&mut buffers, u) };
                 buffers.release_gradient(mixed, false);
                 buffers.release_stack(
-                    unit.trained_len() * owner_groups::count_peak_group_buffers(&schedule, unit.owners, rank),
+                    unit.trained_len()
+                        * owner_collectives::count_peak_group_buffers(&schedule, unit.owners, rank),
                 );
             }
             if is_trained(0) {

@@ -1,5 +1,5 @@
 //! [`JobValues`]: the values of all keys of a job in YAML.
-use super::info::{KeyInfo, Rule};
+use super::key_info::{KeyInfo, Rule};
 use crate::yaml::{format::YamlText, parse::parse_default_value};
 use std::fmt::Write as _;
 

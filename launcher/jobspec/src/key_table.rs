@@ -1,7 +1,7 @@
 //! The table of all keys of job.yaml, which is built from their declarations.
 use crate::{
     keys::{
-        info::{KeyInfo, list_section_keys},
+        key_info::{KeyInfo, list_section_keys},
         section::Section as _,
     },
     spec::job::JobSpec,

@@ -208,8 +208,10 @@ impl ActivationResultParser<'_> {
                 Err(self.build_error(codes::ACTIVATION_FAILED, &message, &printed))
             }
             (_, _, status) => {
-                let message =
-                    format!("the login shell {} before the environment was read", describe_shell_exit(status));
+                let message = format!(
+                    "the login shell {} before the environment was read",
+                    describe_shell_exit(status)
+                );
                 let error = self.build_error(codes::ACTIVATION_FAILED, &message, &printed);
                 Err(add_exit_status(error, status))
             }
@@ -301,7 +303,8 @@ fn take_last_lines(printed: &[u8]) -> Vec<String> {
     let text = String::from_utf8_lossy(printed);
     let lines: Vec<&str> = text.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
     let shorten = |line: &&str| {
-        let end = (0..=line.len().min(MAX_ERROR_LINE_BYTES)).rev().find(|i| line.is_char_boundary(*i)).unwrap_or(0);
+        let end =
+            (0..=line.len().min(MAX_ERROR_LINE_BYTES)).rev().find(|i| line.is_char_boundary(*i)).unwrap_or(0);
         hide_secret_values(&diagnostic::terminal_text::filter_line(&line[..end]))
     };
     lines[lines.len().saturating_sub(MAX_ERROR_OUTPUT_LINES)..].iter().map(shorten).collect()
@@ -348,7 +351,12 @@ mod tests {
         assert_eq!(text(&changes, "A").as_deref(), Some("two\nlines"));
         assert_eq!((text(&changes, "B"), text(&changes, "C")), (Some("it's".into()), Some("0".into())));
         assert_eq!(changes.removed, ["PATH"]);
-        assert!(!changes.changes_variable("PWD") && !changes.changes_variable("SHLVL") && changes.changes_variable("A"), "{changes:?}");
+        assert!(
+            !changes.changes_variable("PWD")
+                && !changes.changes_variable("SHLVL")
+                && changes.changes_variable("A"),
+            "{changes:?}"
+        );
         assert!(changes.added.keys().all(|name| !name.to_string_lossy().starts_with("__launch")));
     }
 

@@ -6,7 +6,7 @@ use crate::{
     model::{Model, MoeModel},
     optim::{Optimizer, list_state_roles},
     params::{ParamSpec, ParamUnit, Segment, list_tensors_in_canonical_order},
-    stages::UninitializedTrainer,
+    trainer_stages::UninitializedTrainer,
     zero::engine::{ZeroEngine, copy_or_cast},
 };
 use ckpt::{
@@ -168,7 +168,8 @@ pub fn list_owned_ranges<'a>(
 /// if the checkpoint contains more than weights, and its optimizer states are not those of
 /// `optimizer`.
 pub fn require_compatible(ckpt: &Checkpoint, units: &[ParamUnit], optimizer: &OptimizerSpec) -> Result<()> {
-    ckpt.require_matching_model(&list_canonical_weight_shapes(units)).map_err(to_unreadable_checkpoint_error)?;
+    ckpt.require_matching_model(&list_canonical_weight_shapes(units))
+        .map_err(to_unreadable_checkpoint_error)?;
     let roles = list_state_roles(optimizer);
     if ckpt.has_only_weights() {
         return Ok(());
