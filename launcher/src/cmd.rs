@@ -54,11 +54,11 @@ pub(crate) enum LaunchCommand {
     Logs(logs::LogsArgs),
     /// Show the events of a run
     Events(events::EventsArgs),
-    /// Show a run live on the whole terminal
+    /// Show a run live in a full-screen view
     Top(top::TopArgs),
     /// Serve a page on this machine that shows runs live, and their metrics
     Serve(serve::ServeArgs),
-    /// Write what the page of `launch serve` shows of runs to one HTML file
+    /// Write the page of `launch serve`, with the data of runs, to one HTML file
     Report(report::ReportArgs),
     /// Save and stop a run, or kill it
     Stop(stop::StopArgs),

@@ -43,8 +43,8 @@ pub(crate) struct ImportFileArgs {
     /// Hostfile of DeepSpeed or Open MPI that names the hosts of the job
     #[arg(long, value_name = "FILE")]
     hostfile: Option<PathBuf>,
-    /// Program that the job runs, and its arguments [default: a placeholder for `accelerate`; for
-    /// `deepspeed` no program, but the built-in training]
+    /// Program that the job runs, and its arguments [default: with `accelerate` a placeholder; with
+    /// `deepspeed` none, so that the job uses the built-in training]
     #[arg(last = true, value_name = "PROGRAM")]
     program: Vec<String>,
 }

@@ -14,8 +14,8 @@ use std::{
 /// Arguments of `launch man`.
 #[derive(Debug, Args)]
 pub(crate) struct ManArgs {
-    /// Directory for one page per command, which is created if it does not exist [default: print
-    /// the page of `launch`]
+    /// Directory to which the page of each command is written; created if it does not exist
+    /// [default: print the page of `launch`]
     #[arg(value_name = "DIR")]
     dir: Option<PathBuf>,
 }

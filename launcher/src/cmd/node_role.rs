@@ -14,7 +14,7 @@ use std::path::PathBuf;
 /// The options of a command that is started once on each node.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct NodeArgs {
-    /// Number of nodes, with node 0: N or MIN:MAX; start launch once on each node
+    /// Number of nodes, including node 0: N or MIN:MAX; start launch once on each node
     /// [default: from the environment, else `cluster.join.nodes`]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(NodeCount))]
     pub(crate) nodes: Option<NodeCount>,
@@ -30,7 +30,7 @@ pub(crate) struct NodeArgs {
     /// `cluster.join.key_file`]
     #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
     pub(crate) key_file: Option<PathBuf>,
-    /// Use no key: every process that reaches node 0 can join, and can run programs
+    /// Use no key: every process that reaches node 0 can join, and can run programs as this user
     #[arg(long)]
     pub(crate) insecure: bool,
 }

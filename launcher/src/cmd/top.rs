@@ -15,8 +15,8 @@ const MAX_JOURNAL_READ_TIME: Duration = Duration::from_millis(200);
 /// Arguments of `launch top`.
 #[derive(Debug, Args)]
 pub(crate) struct TopArgs {
-    /// Name of a run or its first characters, name of a job, or run directory [default: an active
-    /// run, or the newest run]
+    /// Name of a run or its first characters, name of a job, or run directory
+    /// [default: the only active run, or the newest run if none is active]
     #[arg(value_name = "RUN")]
     run: Option<String>,
 }

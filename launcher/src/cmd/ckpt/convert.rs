@@ -51,8 +51,9 @@ pub(super) struct ConvertArgs {
     /// native` [default: that of the source]
     #[arg(long, value_enum)]
     dtype: Option<DtypeOption>,
-    /// Assign parameters for which the checkpoint records no group to optimizer group N, counted
-    /// from 0, if their names match PATTERN; repeatable; without a match, the group is 0
+    /// Assign the parameters that match PATTERN to optimizer group N, counted from 0, if the
+    /// checkpoint does not record their group; repeatable; parameters without a match are in
+    /// group 0
     #[arg(long = "group", value_name = "PATTERN=N", value_parser = parse_group_rule)]
     groups: Vec<OptimizerGroupRule>,
     /// Memory limit, not counting the metadata of the result: 64MiB or more, or 256MB or more with

@@ -36,7 +36,7 @@ pub(super) struct RngArgs {
     #[arg(long, value_name = "N")]
     pub(super) seed: Option<u64>,
     /// Number of GPUs that each of the M ranks sees [default: M if each rank of the checkpoint saw
-    /// as many GPUs as there were ranks, else that number, unchanged]
+    /// as many GPUs as the checkpoint has ranks, else the number of GPUs that each rank saw]
     #[arg(long, value_name = "G", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(super) gpus: Option<u32>,
     /// Kinds of streams that must be equal on all ranks; different streams are an error

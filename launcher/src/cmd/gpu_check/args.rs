@@ -39,8 +39,7 @@ pub struct GpuCheckArgs {
     /// Write all results to a JSON file, after every part
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
-    /// Do not repeat the parts that have passed in an earlier check, whose results are in a file of
-    /// --report
+    /// Skip the parts that have passed in an earlier check; FILE is the --report of that check
     #[arg(long = "continue", value_name = "FILE")]
     pub resume: Option<PathBuf>,
     /// Run one part in this process, and print its results as messages

@@ -45,7 +45,7 @@ pub(super) struct KubernetesArgs {
     /// Container image, with launch in its PATH
     #[arg(long)]
     image: String,
-    /// Object that runs the pods
+    /// Kind of object that creates the pods
     #[arg(long, default_value = "jobset")]
     kind: WorkloadKind,
     /// Number of nodes, one pod each: N or MIN:MAX [default: cluster.join.nodes]
