@@ -74,13 +74,14 @@ section! {
     ///
     /// Each host keeps the copies of its workers, which survive the workers.
     pub struct MemoryCopySpec at "checkpoint.memory", rules BUILT_IN_ONLY_RULES;
-    /// The number of other hosts that keep a copy of each worker's state; 0: only its own host.
+    /// The number of other hosts that keep a copy of each worker's state; with 0, only the worker's
+    /// host keeps a copy.
     ///
     /// With 1 or more, the copies survive the loss of a host.
     pub copies: u32 = Key::new(integer_type(0..=MAX_MEMORY_COPIES), "1");
     /// The number of steps from one copy to the next.
     pub every: u64 = Key::new(integer_at_least_type(1), "1");
-    /// Keep the processes of workers on CPUs that did not fail when an attempt ends.
+    /// When an attempt ends, keep the processes of the CPU workers that did not fail.
     ///
     /// Otherwise, and on GPUs, a restart starts all workers again.
     #[serde(default = "keeps_workers_by_default")]

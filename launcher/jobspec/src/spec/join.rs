@@ -17,7 +17,7 @@ section! {
     /// How the hosts of a job with `hosts: join` find each other.
     #[derive(Eq)]
     pub struct JoinSpec at "cluster.join", rules JOIN_RULES;
-    /// The number of nodes, with node 0; the user starts launch once on each node.
+    /// The number of nodes, including node 0; the user starts launch once on each node.
     pub nodes: Option<u32> = Key::optional(integer_type(1..=16_384), "from `--nodes` or the environment");
     /// The address of node 0, to which the other nodes connect; the default port is 29400.
     pub rendezvous: Option<String> = Key::optional(rendezvous_type(), "from `--rendezvous` or the environment");
@@ -25,7 +25,7 @@ section! {
     pub key_file: Option<PathBuf> = Key::optional(path_type(), "from `--key-file` or `LAUNCH_KEY_FILE`");
     /// Let every process that reaches node 0 join, without a key.
     pub insecure: bool = Key::new(boolean_type(), "false");
-    /// How long node 0 waits for the other nodes, and these for node 0.
+    /// How long node 0 waits for the other nodes, and the other nodes wait for node 0.
     pub timeout_ms: u64 = Key::new(duration_range_type(1000..=MAX_TIMEOUT_MS, "a duration from `1s` to `7d`"), "10m");
     /// How long node 0 waits for more nodes once `run.min_hosts` nodes have joined.
     pub last_call_ms: u64 = Key::new(duration_range_type(0..=MAX_TIMEOUT_MS, "a duration of at most `7d`"), "30s");

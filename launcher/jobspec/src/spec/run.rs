@@ -73,7 +73,7 @@ section! {
     /// The agents run outside, and supervise the containers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub container: Option<ContainerSpec> = Key::optional(container_type(), "none").with_rules(CONTAINER_RULES);
-    /// The rank that gets the terminal in which launch runs, such as for `breakpoint()`.
+    /// The rank that gets the terminal in which launch runs, for example for `breakpoint()`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub terminal: Option<Rank> = Key::optional(integer_type(0..=u64::from(u32::MAX) - 1), "none").with_rules(TERMINAL_RULES);
     /// The binding of workers to CPUs.

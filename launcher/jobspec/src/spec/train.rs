@@ -88,7 +88,7 @@ section! {
     /// Each item is a name pattern.
     #[serde(default)]
     pub freeze: Vec<String> = Key::new(patterns_type().hidden_if_empty(), "[]");
-    /// The parameters that are trained, instead of all; not with `freeze`.
+    /// The parameters that are trained, while all others are frozen; not with `freeze`.
     ///
     /// Each item is a name pattern. If the list is empty, all parameters are trained except those
     /// of `freeze`.
