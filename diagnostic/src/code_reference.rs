@@ -33,7 +33,8 @@ pub fn render_code_reference() -> String {
     let mut text = String::from(
         "# Errors\n\nEvery error and warning of `launch` has a stable code. Messages show it in brackets\n\
          (`error[usage]: …`), `--json` prints it as `code`, and `launch explain CODE` prints the entry below.\n\
-         The tables in `diagnostic/src/codes/` are the source of this page.\n\n",
+         A warning does not end a command. The exit code in its entry applies only if launch reports the same\n\
+         code as an error. The tables in `diagnostic/src/codes/` are the source of this page.\n\n",
     );
     for (title, list) in codes::AREAS {
         _ = write!(text, "## {title}\n\n");

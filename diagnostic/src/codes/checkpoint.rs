@@ -38,7 +38,7 @@ codes! {
     }
     CHECKPOINT_LATEST_DANGLING: Checkpoint = "checkpoint-latest-dangling" {
         summary: "`latest` names a checkpoint that does not exist or cannot be read.",
-        cause: "The checkpoint was deleted or not copied, or it is a symbolic link.",
+        cause: "The checkpoint was deleted or not copied, or its directory is a symbolic link.",
         remedy: "Restore the checkpoint, or give the path of another one.",
     }
     CHECKPOINT_SHARD_MISSING: Checkpoint = "checkpoint-shard-missing" {
@@ -282,7 +282,7 @@ codes! {
         remedy: "Resume with as many ranks as saved the checkpoint, or use `resume.rng: reconcile`.",
     }
     RNG_OWNER_UNKNOWN: Checkpoint = "rng-owner-unknown" {
-        summary: "An RNG stream belongs to an owner, such as an expert, that no saved rank has.",
+        summary: "An RNG stream belongs to an owner, such as an expert, and no rank of the checkpoint has this owner.",
         cause: "The owners of the old and new ranks are missing or do not match.",
         remedy: "Give the owners of all ranks.",
     }

@@ -55,7 +55,7 @@ codes! {
     }
     EXECUTABLE_UNKNOWN: Failed = "executable-unknown" {
         summary: "The path of launch's own executable could not be determined.",
-        cause: "/proc is not mounted, or the executable was removed while it ran.",
+        cause: "/proc is not mounted, or the executable was removed while launch was running.",
         remedy: "Mount /proc, or call launch by its installed path.",
     }
 
@@ -91,7 +91,7 @@ codes! {
         remedy: "End other commands of `launch exec`, or log in to the host of the rank.",
     }
     EXEC_INTERRUPTED: Cluster = "exec-interrupted" {
-        summary: "A command of `launch exec` was ended before its exit code was known.",
+        summary: "`launch exec` lost its connection before the exit code of the command was known.",
         cause: "The controller or the agent of the host has ended.",
         remedy: "Check the run with `launch ps`.",
     }
@@ -101,9 +101,9 @@ codes! {
         remedy: "Run `launch attach RUN` to start another controller.",
     }
     RUN_ON_OTHER_HOST: Cluster = "run-on-other-host" {
-        summary: "The controller of the run is on another machine, and the run can only be stopped on that machine.",
+        summary: "The controller of the run is on another machine, and the command works only on that machine.",
         cause: "The run was started on another machine that shares the run directory.",
-        remedy: "Run the suggested command, which stops the run over SSH.",
+        remedy: "Run the suggested command, which runs launch on the other machine over SSH.",
     }
     RUN_SIGNAL_FAILED: Failed = "run-signal-failed" {
         summary: "No signal could be sent to the controller of a run.",

@@ -116,7 +116,7 @@ codes! {
         remedy: "Install the same build of launch on every node.",
     }
     JOIN_NODES_INVALID: Usage = "join-nodes-invalid" {
-        summary: "The number of nodes is missing, or the number of nodes or of this node is not valid.",
+        summary: "The number of nodes is missing or not valid, or the number of this node is not valid.",
         cause: "An option or an environment variable is missing or malformed, or the number of this node is not below the number of nodes.",
         remedy: "Start launch once on each node, with `--nodes N --node-rank K` and K from 0 to N - 1.",
     }
@@ -127,7 +127,7 @@ codes! {
     }
     JOIN_KEY_MISSING: Usage = "join-key-missing" {
         summary: "The nodes of a job have no key with which they recognize each other.",
-        cause: "This process is one node of several, and no option, environment variable or key of the job names a key file or allows nodes without a key.",
+        cause: "This process is one of several nodes. No option, environment variable or key of the job names a key file, or allows nodes without a key.",
         remedy: "Give every node a file with the same key: `--key-file FILE`, or set `LAUNCH_KEY_FILE`.",
     }
     JOIN_KEY_INVALID: Usage = "join-key-invalid" {
@@ -137,7 +137,7 @@ codes! {
     }
     JOIN_OPTION_UNSUPPORTED: Usage = "join-option-unsupported" {
         summary: "An option or key cannot be used in a job whose nodes join.",
-        cause: "`cluster.hosts` names other hosts than nodes that join, or the option requires that launch starts processes on the other nodes or outlives node 0.",
+        cause: "`cluster.hosts` selects hosts that do not join. Or the option requires that launch starts processes on the other nodes, or that the job outlives node 0.",
         remedy: "Remove the option. If the job names hosts, but its nodes are to join, set `cluster.hosts: join`.",
     }
     JOIN_STARTED_PER_WORKER: Usage = "join-started-per-worker" {
@@ -157,7 +157,7 @@ codes! {
     }
     JOIN_REJECTED: Cluster = "join-rejected" {
         summary: "Node 0 does not accept another node.",
-        cause: "The node has another key, job, number of nodes or version of launch than node 0, or the rank of another node, or all nodes have joined.",
+        cause: "The key, the job, the number of nodes or the version of launch differs from that of node 0, another node has the same rank, or all nodes have already joined.",
         remedy: "Start every node with the same build of launch, job, key file and number of nodes. Give each node a different rank.",
     }
     JOIN_NODE_LOST: Cluster = "join-node-lost" {
@@ -321,7 +321,7 @@ codes! {
 
     MEMORY_COPIES_UNPLACED: Cluster = "memory-copies-unplaced" {
         summary: "The job has too few hosts for the copies that `checkpoint.memory.copies` requires, so fewer copies are kept. This is a warning.",
-        cause: "Each of these copies is kept by another host than that of the worker, and the attempt has too few other hosts.",
+        cause: "Each copy must be kept by a host other than that of the worker, and the attempt has too few other hosts.",
         remedy: "Lower `checkpoint.memory.copies`, or use more hosts.",
     }
 
@@ -353,7 +353,7 @@ codes! {
     }
     GPU_INDEX_UNKNOWN: Job = "gpu-index-unknown" {
         summary: "The job names a GPU that the host does not have.",
-        cause: "GPUs and other accelerators are numbered from 0, those of NVIDIA in the order of the PCI bus, among those that launch may use.",
+        cause: "The numbers count from 0 the GPUs or other accelerators of the host that launch may use. GPUs of NVIDIA are counted in the order of the PCI bus.",
         remedy: "Name GPUs that exist on every host. `launch check` shows the number of GPUs of each host.",
     }
     GPU_REQUIRED: Job = "gpu-required" {
@@ -378,7 +378,7 @@ codes! {
     }
     ACCELERATORS_UNNAMED: Job = "accelerators-unnamed" {
         summary: "Workers cannot be assigned to accelerators, because the names of the accelerators are unknown.",
-        cause: "The driver does not state the numbers, or the vendor's tool that lists UUIDs is missing or failed.",
+        cause: "The driver does not provide the numbers of the devices, or the vendor's tool that lists UUIDs is missing or failed.",
         remedy: "Run the tool that the message names on the host. With `run.visible_devices: all`, no names are needed.",
     }
     ACCELERATORS_SHARED: Job = "accelerators-shared" {
@@ -489,7 +489,7 @@ codes! {
         remedy: "Check the cable, the port and the switch; look for errors in `ip -s link` and `ethtool -S`.",
     }
     LARGE_PACKETS_LOST: Cluster = "large-packets-lost" {
-        summary: "Large packets between two hosts vanish, and small ones arrive.",
+        summary: "Large packets between two hosts are lost, although small packets arrive.",
         cause: "The MTU of a switch or host is smaller than that of the sender, or a firewall drops ICMP messages.",
         remedy: "Set the same MTU on all hosts and switches, and let ICMP pass.",
     }

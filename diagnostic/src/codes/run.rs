@@ -38,7 +38,7 @@ codes! {
         remedy: "Check the state of the process with `ps -o stat`, the memory of the host, and its file systems.",
     }
     WORKER_LOST: Failed = "worker-lost" {
-        summary: "An agent reported the end of its workers, but not the exit result of one of them.",
+        summary: "An agent reported the end of its workers, but the exit result of one worker is missing.",
         cause: "A bug of launch.",
         remedy: "Report the message, the version and the logs.",
     }
@@ -89,7 +89,7 @@ codes! {
     }
     RUN_NOT_ATTACHABLE: Cluster = "run-not-attachable" {
         summary: "A controller on this machine cannot take over the run.",
-        cause: "The job does not outlive its controller, no agent of the run is alive, no worker was started, or workers are on another machine, on which the run was started. Workers on the machine on which the run was started end when this machine is restarted.",
+        cause: "The job does not outlive its controller, no agent of the run is alive, or no worker was started. If the machine on which the run was started also has workers of the run, only a controller on that machine can take over the run, and a restart of that machine ends these workers.",
         remedy: "If the message names another machine, run the command there. Otherwise start the job again, with `run.on_controller_loss: continue`, so that the job outlives its controller.",
     }
     RUN_HAS_CONTROLLER: Cluster = "run-has-controller" {
@@ -109,7 +109,7 @@ codes! {
     }
     CONTROLLER_REPLACED: Cluster = "controller-replaced" {
         summary: "The hosts of a run no longer obey this controller. The run continues.",
-        cause: "This controller was suspended or cut off from the hosts. In the meantime, `launch attach` has started another controller, or the hosts continue without a controller.",
+        cause: "This controller was suspended or cut off from the hosts. In the meantime, `launch attach` has started another controller, or the workers have continued without a controller.",
         remedy: "Use the other controller. If the run has none, run `launch attach RUN`.",
     }
     AGENT_VERSION_MISMATCH: Cluster = "agent-version-mismatch" {
@@ -139,7 +139,7 @@ codes! {
         remedy: "List the listeners with `ss -ltnp`, or use `cluster.master_port: auto`.",
     }
     RENDEZVOUS_TIMEOUT: Cluster = "rendezvous-timeout" {
-        summary: "The host of rank 0 did not bind the rendezvous in time.",
+        summary: "The host of rank 0 did not bind the port of the rendezvous in time.",
         cause: "The agent of that host is blocked, or the host is overloaded.",
         remedy: "Check the host, then start the job again.",
     }
@@ -159,7 +159,7 @@ codes! {
         remedy: "Shorten `run.env` or the command, or use fewer workers per host.",
     }
     RANDOM_UNAVAILABLE: Cluster = "random-unavailable" {
-        summary: "The operating system gave no random numbers for the key of the job.",
+        summary: "The operating system did not provide random numbers for the key of the job.",
         cause: "The kernel rejected the system call `getrandom`, for example because of a seccomp filter.",
         remedy: "Permit the controller to call `getrandom`.",
     }
@@ -180,7 +180,7 @@ codes! {
         remedy: "Raise the hard limit, or use fewer hosts.",
     }
     INTERNAL: Failed = "internal" {
-        summary: "launch reached a state that its authors considered impossible.",
+        summary: "launch reached a state that should be impossible.",
         cause: "A bug of launch.",
         remedy: "Report the message, the version and the job file.",
     }

@@ -51,7 +51,7 @@ codes! {
     }
     SSH_CLIENT_TIMEOUT: Cluster = "ssh-client-timeout" {
         summary: "The program `ssh` did not log in to a host in time.",
-        cause: "The limit is twice `cluster.ssh.connect_timeout`, and the same again for each jump host. The proxy command, a Kerberos server, a hardware key or the host does not answer.",
+        cause: "The limit is twice `cluster.ssh.connect_timeout`, plus the same time for each jump host. The proxy command, a Kerberos server, a hardware key or the host does not answer.",
         remedy: "Run the `ssh` command that the message names, or raise `cluster.ssh.connect_timeout`.",
     }
     SSH_PROXY_FAILED: Cluster = "ssh-proxy-failed" {

@@ -146,7 +146,7 @@ codes! {
         remedy: "Set `checkpoint.dir` to a directory that is writable on every host.",
     }
     STORAGE_NOT_SHARED: Cluster = "storage-not-shared" {
-        summary: "The hosts do not share the checkpoint directory. Without `checkpoint.require_shared`, this is a warning of `launch check`.",
+        summary: "The hosts do not share the checkpoint directory. In `launch check`, this is a warning. In a job with `checkpoint.require_shared: true`, this is an error.",
         cause: "`checkpoint.dir` is on a local disk, or the shared file system is not mounted on every host.",
         remedy: "Put `checkpoint.dir` on storage that all hosts share, or set `checkpoint.require_shared: false`.",
     }
