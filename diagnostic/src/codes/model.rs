@@ -68,7 +68,7 @@ codes! {
     }
     LORA_TARGET_UNKNOWN: Job = "lora-target-unknown" {
         summary: "A LoRA target does not name a matrix that can have an adapter.",
-        cause: "The name belongs to another model family, or to an expert, a router, an embedding or the head.",
+        cause: "The name belongs to another model family, or to an expert, a router, the embedding or the output layer.",
         remedy: "Use names that the message lists, or `train.lora.targets: all-linear`.",
     }
 }
