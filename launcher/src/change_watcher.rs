@@ -210,7 +210,7 @@ mod tests {
         tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime").block_on(test);
     }
 
-    /// Panics if the watcher reports no change before [`LIMIT`].
+    /// Panics if the watcher reports no change before [`CHANGE_TIMEOUT`].
     async fn expect_change(watcher: &mut ChangeWatcher, what: &str) {
         let began = Instant::now();
         watcher.wait_for_change(CHANGE_TIMEOUT).await;

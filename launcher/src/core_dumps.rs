@@ -12,7 +12,7 @@ const NO_CORE_DUMP_LIMIT_BYTES: rlim_t = 1;
 static INHERITED_LIMITS: OnceLock<(rlim_t, rlim_t)> = OnceLock::new();
 
 /// Prevents core dumps of this process. Processes that it starts inherit the setting, unless they
-/// are started with [`restore_core_dumps`].
+/// are started with [`restore_core_dumps_in_child`].
 pub(crate) fn disable_core_dumps() -> io::Result<()> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_CORE)?;
     INHERITED_LIMITS.get_or_init(|| (soft, hard));
@@ -31,7 +31,7 @@ pub(crate) fn restore_core_dumps_in_child(command: &mut Command) {
 mod tests {
     use super::*;
 
-    /// Checks that [`restore_core_dumps`] gives a child process the limit that this process had at
+    /// Checks that [`restore_core_dumps_in_child`] gives a child process the limit that this process had at
     /// its start. The test changes the limits of this process, so no other test may check them.
     #[test]
     fn a_child_has_the_limits_that_this_process_had() {

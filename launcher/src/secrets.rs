@@ -110,7 +110,7 @@ pub(crate) fn redact_job_secrets(job: &JobSpec) -> JobSpec {
 
 /// Returns the variables of `environment` whose names match `run.pass_env`, sorted by name. Leaves
 /// out variables that launch or `run.env` sets, those that select GPUs, and those of
-/// [`USER_OVERRIDABLE`]. Fails if a pattern is not valid, or if too many variables match.
+/// [`USER_OVERRIDABLE_VARIABLES`]. Fails if a pattern is not valid, or if too many variables match.
 pub(crate) fn select_passed_variables(
     run: &RunSpec,
     environment: impl Iterator<Item = (OsString, OsString)>,

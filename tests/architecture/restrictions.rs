@@ -119,7 +119,7 @@ const RESTRICTION_EXCEPTIONS: &[(&str, &str, &str)] = &[
     ("launcher/src/cmd/manifest.rs", "Slurm", "the name of a subcommand"),
     ("launcher/src/executable.rs", "stdout()", "the script that copies it to a host reads the hash"),
     ("launcher/src/executable.rs", "stderr()", "that script passes the error on"),
-    ("worker/src/data/record.rs", "minijinja::", "the type of a JSON value; nothing is interpreted"),
+    ("worker/src/data/chat_record.rs", "minijinja::", "the type of a JSON value; nothing is interpreted"),
     ("worker/src/data/json_lines.rs", "minijinja::", "the type of a JSON value; nothing is interpreted"),
     (
         "launcher/src/agent/driver/controller_messages.rs",

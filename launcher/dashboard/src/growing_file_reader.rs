@@ -1,4 +1,4 @@
-//! [`ChunkedLines`]: reads the lines of a growing file in parts, within a limit for each call.
+//! [`GrowingFileReader`]: reads the lines of a growing file in parts, within a limit for each call.
 use crate::run_source::RunSource;
 use std::{
     fs::File,
@@ -25,7 +25,7 @@ pub(crate) struct GrowingFileReader {
     is_skipping: bool,
 }
 
-/// The result of one call of [`ChunkedLines::read`].
+/// The result of one call of [`GrowingFileReader::read`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct ReadProgress {
     /// Whether the file was replaced or truncated, so that the next call begins at its start.

@@ -1,4 +1,4 @@
-//! [`RunNumbers`]: the progress of a run, such as its step and loss, which the page, the metrics
+//! [`RunProgress`]: the progress of a run, such as its step and loss, which the page, the metrics
 //! and the terminal show.
 use serde::Serialize;
 use serde_json::Value;

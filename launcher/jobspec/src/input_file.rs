@@ -24,7 +24,7 @@ const CHUNK_BYTES: usize = 64 << 10;
 
 /// Reads at most `limit + 1` bytes of the file at `path`. The additional byte shows the caller that
 /// the file is longer than `limit`. A pipe, such as that of `<(command)` in a shell, must provide
-/// data within [`PIPE_TIMEOUT`].
+/// data within [`MAX_PIPE_PAUSE`].
 pub fn read_input_file(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     read_with_timeout(path, limit, MAX_PIPE_PAUSE)
 }

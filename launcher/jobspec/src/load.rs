@@ -24,9 +24,9 @@ const COMMAND_LINE_NAME: &str = "the command line";
 /// The file or text from which a job is loaded.
 #[derive(Clone, Debug)]
 pub enum JobSource {
-    /// The file at this path. Loading fails if the file has more than [`MAX_JOB`] bytes.
+    /// The file at this path. Loading fails if the file has more than [`MAX_JOB_BYTES`] bytes.
     File(PathBuf),
-    /// A text in memory. Loading fails if the text has more than [`MAX_JOB`] bytes.
+    /// A text in memory. Loading fails if the text has more than [`MAX_JOB_BYTES`] bytes.
     Text {
         /// The file name that messages show. A job without the key `name` is named after this file.
         name: String,
@@ -85,7 +85,7 @@ pub fn load_job(
 }
 
 /// Loads a job from `text`, the first text of `sources`. Returns what [`load_job`] returns. The
-/// caller must already have checked that the text has at most [`MAX_JOB`] bytes, and removed a byte
+/// caller must already have checked that the text has at most [`MAX_JOB_BYTES`] bytes, and removed a byte
 /// order mark.
 fn load_job_text(
     mut sources: SourceMap,

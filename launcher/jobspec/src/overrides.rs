@@ -77,7 +77,7 @@ fn parse_override_value(text: &str, source: u32, base: u32) -> Result<YamlNode, 
 
 /// Splits a path such as `a.b[2].c` into steps. Each step has its span in the `--set` argument.
 /// `source` is the index of the argument in the [`SourceMap`]. Fails if there are more than
-/// [`MAX_STEPS`].
+/// [`MAX_PATH_STEPS`].
 fn parse_path(path: &str, source: u32) -> Result<Vec<(PathStep, SourceSpan)>, ValueError> {
     let mut steps = Vec::new();
     let mut at = 0;

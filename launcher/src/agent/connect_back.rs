@@ -28,7 +28,7 @@ pub(super) async fn connect_back(invitation: &Invitation) -> diagnostic::Result<
     race_controller_addresses(invitation, &cluster::read_host_name()).await
 }
 
-/// Tries all addresses of the controller in parallel, each started [`ATTEMPT_DELAY`] after the
+/// Tries all addresses of the controller in parallel, each started [`NEXT_ADDRESS_DELAY`] after the
 /// previous one, and returns the first connection that succeeds.
 ///
 /// Returns the first connection on which the controller proves that it has the job's key, and drops

@@ -1,4 +1,4 @@
-//! [`evaluate_activation`]: activates the environments of `run.activate` in a login shell, and
+//! [`activate_environments`]: activates the environments of `run.activate` in a login shell, and
 //! returns how they change the environment of workers.
 use super::{
     environment_changes::EnvironmentChanges,

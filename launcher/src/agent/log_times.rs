@@ -45,7 +45,7 @@ impl LogTimesWriter {
     }
 
     /// Records that the log currently has a size of `bytes` bytes. Does nothing within
-    /// [`MIN_INTERVAL`] of the last recorded size, or if the file of times has reached
+    /// [`MIN_RECORD_INTERVAL`] of the last recorded size, or if the file of times has reached
     /// [`MAX_FILE_BYTES`].
     ///
     /// The caller must call this function before each write to the log.

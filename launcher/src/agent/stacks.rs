@@ -86,7 +86,7 @@ fn describe_threads(pid: i32) -> String {
     text
 }
 
-/// Reads a file and truncates the text to [`MAX_BYTES`]. Returns an empty text if the file cannot
+/// Reads a file and truncates the text to [`MAX_TEXT_BYTES`]. Returns an empty text if the file cannot
 /// be read.
 fn read_truncated(path: &Path) -> String {
     let bytes = fs::read(path).unwrap_or_default();

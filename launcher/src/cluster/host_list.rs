@@ -97,7 +97,7 @@ fn parse_host_list(texts: &[String]) -> Result<Vec<ClusterHost>, Vec<Diagnostic>
     Ok(hosts)
 }
 
-/// Reads the text of a hostfile. Fails if the file is larger than [`MAX_HOSTFILE`] bytes.
+/// Reads the text of a hostfile. Fails if the file is larger than [`MAX_HOSTFILE_BYTES`] bytes.
 pub(crate) fn read_hostfile(file: &Path) -> diagnostic::Result<String> {
     let path = file.display().to_string();
     let unreadable = |message: String| {
@@ -112,7 +112,7 @@ pub(crate) fn read_hostfile(file: &Path) -> diagnostic::Result<String> {
     String::from_utf8(bytes).map_err(|_| unreadable(format!("the hostfile {path} is not UTF-8 text")))
 }
 
-/// Parses the text of a hostfile. The error contains the first [`MAX_REPORTED`] mistakes. Messages
+/// Parses the text of a hostfile. The error contains the first [`MAX_REPORTED_ERRORS`] mistakes. Messages
 /// name the path `file`.
 pub(crate) fn parse_hostfile_entries(file: &Path, text: &str) -> Result<Vec<ClusterHost>, Vec<Diagnostic>> {
     let entries = parse_hostfile(text).map_err(|errors| {

@@ -99,7 +99,7 @@ impl<S: AsyncRead + Unpin> EncryptedStream<S> {
 }
 
 /// Encrypts the plaintext `text` as the record with the number `number`. Fails if the text is
-/// longer than [`MAX_RECORD_TEXT`].
+/// longer than [`MAX_PLAINTEXT_BYTES`].
 fn encrypt_record(keys: &StatelessTransportState, number: u64, text: &[u8]) -> io::Result<Vec<u8>> {
     let mut record = vec![0; HEADER_BYTES + text.len() + TAG_BYTES];
     let (header, ciphertext) = record.split_at_mut(HEADER_BYTES);

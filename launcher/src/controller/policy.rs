@@ -149,8 +149,8 @@ impl RestartHistory {
         self.last.is_some_and(|last| last.step == end.step && !last.saved && !end.saved)
     }
 
-    /// Returns the pause before the next restart. The pause is [`FIRST_PAUSE`], doubled for each
-    /// restart in a row without progress, but at most [`LONGEST_PAUSE`]. The jitter then shortens
+    /// Returns the pause before the next restart. The pause is [`FIRST_RESTART_PAUSE`], doubled for each
+    /// restart in a row without progress, but at most [`LONGEST_RESTART_PAUSE`]. The jitter then shortens
     /// or lengthens it by up to the fraction [`MAX_JITTER`]. `chance` is a random number from 0 to
     /// 1 that selects the jitter.
     ///

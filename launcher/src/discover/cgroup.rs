@@ -1,4 +1,4 @@
-//! [`read_limits`]: reads the limits that Linux control groups impose on this process. Supports
+//! [`read_cgroup_limits`]: reads the limits that Linux control groups impose on this process. Supports
 //! version 2, and version 1 with the controllers cpu and memory.
 use std::{
     fs,

@@ -1,4 +1,4 @@
-//! [`discover_local`]: reads the inventory of this machine from /proc, /sys, /dev and the
+//! [`discover_local_host`]: reads the inventory of this machine from /proc, /sys, /dev and the
 //! environment.
 use super::{accelerators, addresses::list_addresses, cgroup, cpu_list::parse_cpu_list, topology};
 use jobspec::env;

@@ -45,7 +45,7 @@ pub(crate) fn inspect_rdma(root: &Path) -> RdmaReport {
     }
 }
 
-/// Lists at most [`MAX_DEVICES`] entries of a directory whose names `selects` accepts, with numbers
+/// Lists at most [`MAX_DEVICES_OR_PORTS`] entries of a directory whose names `selects` accepts, with numbers
 /// in numeric order. Returns nothing if the directory does not exist.
 fn list_entries_in_order(directory: &Path, selects: impl Fn(&str) -> bool) -> Vec<PathBuf> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();

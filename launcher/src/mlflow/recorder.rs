@@ -71,7 +71,7 @@ impl SharedRecorderState {
     }
 
     /// Waits for `pause`, or until the run ends. At the end of the run, waits at most
-    /// [`LAST_PAUSE`].
+    /// [`FINAL_RETRY_PAUSE`].
     fn wait_for_pause_or_end(&self, pause: Duration) {
         let state = self.lock();
         let pause = if state.is_ending { pause.min(FINAL_RETRY_PAUSE) } else { pause };

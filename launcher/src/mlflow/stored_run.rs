@@ -1,4 +1,4 @@
-//! [`StoredRun`]: the run of MLflow that records a run of launch, as the file `mlflow.json` of the
+//! [`StoredMlflowRun`]: the run of MLflow that records a run of launch, as the file `mlflow.json` of the
 //! run directory stores it.
 use super::journal_reader::JournalPosition;
 use crate::runs::{read_private_file, replace_volatile_file, write_atomically};

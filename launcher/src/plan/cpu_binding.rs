@@ -101,7 +101,7 @@ fn bind_to_cores(cores: &[&CpuCore], gpu_nodes: &[Option<u32>]) -> Option<Vec<Wo
 }
 
 /// Divides `units`, which are cores or single CPUs, into equal shares, one for each worker. The
-/// share of a worker is within the NUMA nodes that [`assign_nodes`] assigns to the worker. Returns
+/// share of a worker is within the NUMA nodes that [`assign_numa_nodes`] assigns to the worker. Returns
 /// `None` if a share would be empty.
 fn divide_within_nodes<'c>(
     units: &[&'c CpuCore],

@@ -26,7 +26,7 @@ use std::{
 };
 
 /// The longest time during training in which no line about a step is shown. After this time, the
-/// next step gets a line, even if the step is not one of the [`STEP_LINES`]. Applies only without a
+/// next step gets a line, even if the step is not one of the [`STEP_LINE_COUNT`]. Applies only without a
 /// progress bar.
 const STEP_LINE_INTERVAL: Duration = Duration::from_secs(10);
 /// The approximate number of lines about steps that are shown during a run without a progress bar.
@@ -252,7 +252,7 @@ impl RunView {
     // ---- steps ----
 
     /// Records the metrics of a step and updates the progress bar. Without a progress bar and
-    /// `--json`, writes lines about some steps (see [`STEP_LINES`] and [`STEP_LINE_INTERVAL`]).
+    /// `--json`, writes lines about some steps (see [`STEP_LINE_COUNT`] and [`STEP_LINE_INTERVAL`]).
     fn show_step(&mut self, event: &Event) {
         let Event::Step { step, loss, grad_norm, lr, tokens_per_s, exposed_comm_s, .. } = event else {
             return;
@@ -384,7 +384,7 @@ impl RunView {
 }
 
 /// Formats the share of a step in which computation waits for collectives. Returns an empty text if
-/// the share is less than [`SHOWN_EXPOSED_SHARE`].
+/// the share is less than [`MIN_SHOWN_EXPOSED_SHARE`].
 ///
 /// `exposed` is the waiting time, and `step` the duration of the step, both in seconds.
 fn format_exposed_share(exposed: f64, step: f64) -> String {

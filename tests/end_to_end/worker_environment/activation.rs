@@ -51,7 +51,7 @@ const RUN_SECTION: &str = "run:
   env: {FROM_JOB: job}
 ";
 
-/// Checks the results of the ranks in a job directory with the job [`RUN`].
+/// Checks the results of the ranks in a job directory with the job [`RUN_SECTION`].
 fn assert_activated(job_dir: &JobDirectory, ranks: u32) {
     for rank in 0..ranks {
         let text = fs::read(job_dir.path(&format!("rank-{rank}.json"))).unwrap();

@@ -92,7 +92,7 @@ struct SparseStorage {
 
 impl SparseStorage {
     /// Creates the storage that holds the elements `range` of the test data with the role `role`
-    /// (see [`compute_value`]).
+    /// (see [`compute_test_element`]).
     fn new(range: std::ops::Range<u64>, role: u64) -> SparseStorage {
         let first = range.start.next_multiple_of(NONZERO_DISTANCE);
         let marked = (first..range.end).step_by(NONZERO_DISTANCE as usize);

@@ -118,7 +118,7 @@ impl AbortReason {
     /// Encodes this reason in at most `limit` bytes for transmission to the peers. A text that does
     /// not fit is cut at a character boundary.
     ///
-    /// `limit` must be at least [`FIXED_BYTES`].
+    /// `limit` must be at least [`FIXED_FIELDS_BYTES`].
     pub(crate) fn encode(&self, limit: usize) -> Vec<u8> {
         let (kind, rank, observer, silence, text): (u8, usize, usize, Duration, &str) = match self {
             AbortReason::Lost => (0, 0, 0, Duration::ZERO, ""),

@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 /// group.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GroupError {
-    /// The number of ranks is 0 or above [`crate::MAX_WORLD`].
+    /// The number of ranks is 0 or above [`crate::MAX_WORLD_SIZE`].
     #[error("a group has 1 to {limit} ranks, not {world}")]
     WorldSize {
         /// The number of ranks that the caller requested.

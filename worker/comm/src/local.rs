@@ -42,7 +42,7 @@ const MAX_SINGLE_EXCHANGE_LEN: usize = 1024;
 ///
 /// # Panics
 ///
-/// Panics if `world` is 0 or above [`crate::MAX_WORLD`].
+/// Panics if `world` is 0 or above [`crate::MAX_WORLD_SIZE`].
 pub fn create_group(world: usize) -> Vec<LocalComm> {
     create_group_with_timeout(world, DEFAULT_TIMEOUT)
 }

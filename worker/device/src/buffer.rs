@@ -92,7 +92,7 @@ impl ElementRange {
 }
 
 /// Generates the methods `len`, `is_empty` and `dtype`, which buffers and views have in common.
-macro_rules! describe_elements {
+macro_rules! define_element_accessors {
     ($($type:ty),*) => {$(
         impl $type {
             /// Returns the number of elements.
@@ -113,7 +113,7 @@ macro_rules! describe_elements {
     )*};
 }
 
-describe_elements!(Buf, View<'_>, ViewMut<'_>);
+define_element_accessors!(Buf, View<'_>, ViewMut<'_>);
 
 /// A buffer with its memory, either on the host (aligned to [`BUFFER_ALIGNMENT`]) or on a GPU.
 pub struct Buf {

@@ -26,7 +26,7 @@ pub trait Storage: Send + Sync {
     /// of the memory, such as `gradients`. If the memory is full, records the failure and returns a
     /// buffer without memory, which later calls do not access.
     fn zeroed_with_purpose(&self, purpose: &'static str, dtype: Dtype, len: usize) -> Buf;
-    /// Allocates `len` zeros in the memory in which ops compute, with [`Storage::zeroed_for`].
+    /// Allocates `len` zeros in the memory in which ops compute, with [`Storage::zeroed_with_purpose`].
     /// Out-of-memory errors name the current step as the purpose.
     fn zeroed(&self, dtype: Dtype, len: usize) -> Buf {
         self.zeroed_with_purpose("this step", dtype, len)

@@ -33,7 +33,7 @@ pub fn limit_cpu_time<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
     work()
 }
 
-/// The entry of a piece of work in the list of work with a limit of CPU time ([`RUNNING`]).
+/// The entry of a piece of work in the list of work with a limit of CPU time ([`RUNNING_WORK`]).
 /// Dropping this value removes the entry, also after a panic.
 struct WorkRegistration(u64);
 

@@ -8,7 +8,7 @@
 //! **Held-out split.** A piece of text is held out if a hash of its content is below the share. The
 //! split therefore does not depend on neighbouring pieces, the name of the file or the order of
 //! files, and it does not change when files are added. A record is one piece. Text files are cut
-//! into pieces of at most [`PIECE_BYTES`] bytes, after the last newline or otherwise between
+//! into pieces of at most [`MAX_PIECE_BYTES`] bytes, after the last newline or otherwise between
 //! characters, so that a few long files can be split, too. Adjacent pieces on the same side form
 //! one document.
 use super::{
@@ -324,7 +324,7 @@ fn read_until_full(input: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize
 }
 
 /// Returns the length in bytes of the first piece of `bytes`, the unit that is assigned to training
-/// or evaluation data. The caller must pass more than [`PIECE_BYTES`] bytes, or the whole rest of
+/// or evaluation data. The caller must pass more than [`MAX_PIECE_BYTES`] bytes, or the whole rest of
 /// the file.
 fn find_first_piece_length(bytes: &[u8]) -> usize {
     if bytes.len() <= MAX_PIECE_BYTES {

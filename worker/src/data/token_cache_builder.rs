@@ -202,7 +202,7 @@ fn wait_for_build_lock(
 }
 
 /// Removes the temporary files of killed processes, and the least recently used token caches beyond
-/// [`CACHES_KEPT`]. Ignores errors, because stale files only take disk space.
+/// [`MAX_KEPT_CACHES`]. Ignores errors, because stale files only take disk space.
 ///
 /// `current_stem` is the file name of this process's cache without extension. This cache is never
 /// removed. `is_locked` states whether this process holds the lock of this cache.

@@ -1,4 +1,4 @@
-//! [`SecondRank`]: two ranks that share a GPU and exchange data with NCCL. Each is a process,
+//! [`TwoRankTraining`]: two ranks that share a GPU and exchange data with NCCL. Each is a process,
 //! because two ranks in one CUDA context can block each other: a kernel of NCCL waits for the other
 //! rank, whose next call waits until the context is idle.
 use super::{

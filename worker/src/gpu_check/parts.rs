@@ -153,7 +153,7 @@ fn to_part_name(family: &str) -> String {
 }
 
 /// Returns those of `parts` that `only` selects, in the order of `parts`. An empty `only` selects
-/// every part except those of the group [`PROFILES`]. Fails if an element of `only` selects no
+/// every part except those of the group [`PROFILES_GROUP`]. Fails if an element of `only` selects no
 /// part.
 pub(super) fn select_parts(parts: Vec<Part>, only: &[String]) -> diagnostic::Result<Vec<Part>> {
     if let Some(unknown) = only.iter().find(|name| !parts.iter().any(|part| part.is_selected_by(name))) {

@@ -1,4 +1,4 @@
-//! [`MemoryPlan`]: estimates the peak memory of each rank, by purpose.
+//! [`MemoryEstimator`]: estimates the peak memory of each rank, by purpose.
 use crate::{
     model::Model,
     optim::{

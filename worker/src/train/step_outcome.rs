@@ -99,7 +99,7 @@ fn pack_two_u32(high: u64, low: u64) -> u64 {
     (high.min(limit) << 32) | low.min(limit)
 }
 
-/// Unpacks the two 32-bit numbers that [`join_halves`] packed into one word.
+/// Unpacks the two 32-bit numbers that [`pack_two_u32`] packed into one word.
 fn unpack_two_u32(word: u64) -> (u64, u64) {
     (word >> 32, word & u64::from(u32::MAX))
 }

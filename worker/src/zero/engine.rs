@@ -307,7 +307,7 @@ impl ZeroEngine {
     }
 
     /// Writes `values` to the 16-bit copy of parameter unit `u` for forward and backward passes,
-    /// starting at element `at` of [`ZeroEngine::compute_range`]. Does nothing if no such copy is
+    /// starting at element `at` of [`ZeroEngine::compute_copy_range`]. Does nothing if no such copy is
     /// stored.
     pub fn update_compute_copy(&self, u: usize, at: usize, values: View) {
         if let Some(compute_copy) = &self.shards[u].compute_copy {

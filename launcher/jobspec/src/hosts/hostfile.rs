@@ -179,7 +179,7 @@ fn set_once<T>(option: &mut Option<T>, value: T, at: usize, key: &str) -> Result
     }
 }
 
-/// Parses a number of slots from 1 to [`MAX_SLOTS`]. `at` is the byte offset of `text` in the line,
+/// Parses a number of slots from 1 to [`MAX_SLOTS_PER_HOST`]. `at` is the byte offset of `text` in the line,
 /// and becomes the position of the error.
 fn parse_slot_count(text: &str, at: usize) -> Result<u32, LocatedProblem> {
     let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());

@@ -57,14 +57,14 @@ const MAX_SIGNAL_TIME_MS: u64 = 65_535_000;
 /// The longest `slurm.time`, in milliseconds: a hundred years.
 const MAX_TIME_LIMIT_MS: u64 = 36_525 * 86_400_000;
 
-/// Returns a [`ValueType`] that accepts durations from one minute to [`MAX_TIME`], and converts
+/// Returns a [`ValueType`] that accepts durations from one minute to [`MAX_TIME_LIMIT_MS`], and converts
 /// them to milliseconds.
 fn time_limit_type() -> ValueType<u64> {
     duration_range_type(60_000..=MAX_TIME_LIMIT_MS, "a duration from `1m` to a hundred years")
         .documented_as("duration of 1m or more")
 }
 
-/// Returns a [`ValueType`] that accepts durations from one second to [`MAX_SIGNAL_TIME`], and
+/// Returns a [`ValueType`] that accepts durations from one second to [`MAX_SIGNAL_TIME_MS`], and
 /// converts them to milliseconds.
 fn signal_time_type() -> ValueType<u64> {
     duration_range_type(1000..=MAX_SIGNAL_TIME_MS, "a duration from `1s` to `65535s`")

@@ -247,7 +247,7 @@ impl<'t> YamlTreeBuilder<'t> {
     }
 
     /// Counts `nodes` nodes and `bytes` bytes of scalars that are added to the tree. Fails if the
-    /// tree then has more than [`MAX_NODES`] nodes or [`MAX_BYTES`] bytes of scalars. The error
+    /// tree then has more than [`MAX_NODES`] nodes or [`MAX_SCALAR_BYTES`] bytes of scalars. The error
     /// points at `span`.
     fn charge_budget(&mut self, nodes: usize, bytes: usize, span: SourceSpan) -> Result<(), ValueError> {
         self.nodes += nodes;

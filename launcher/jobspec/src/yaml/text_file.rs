@@ -12,7 +12,7 @@ pub(crate) fn file_error(code: Code, name: &str, message: impl Into<String>) -> 
     Diagnostic::error(code, message).with_location(Location::File { file: name.to_owned() })
 }
 
-/// Reads a whole file of limited size. Fails if the file is larger than [`MAX_JOB`] bytes. Messages
+/// Reads a whole file of limited size. Fails if the file is larger than [`MAX_JOB_BYTES`] bytes. Messages
 /// name the file `name`, and describe it as `what`, such as `job file`.
 pub(crate) fn read_limited_file(path: &Path, name: &str, what: &str) -> diagnostic::Result<Vec<u8>> {
     let cannot_read = |error: std::io::Error| match error.kind() {
@@ -41,7 +41,7 @@ pub(crate) fn read_limited_file(path: &Path, name: &str, what: &str) -> diagnost
     Ok(bytes)
 }
 
-/// Creates the error that the file `name` has more than [`MAX_JOB`] bytes. `bytes` is a lower bound
+/// Creates the error that the file `name` has more than [`MAX_JOB_BYTES`] bytes. `bytes` is a lower bound
 /// of the file's size, because the reader stops one byte above the limit.
 pub(crate) fn too_large_error(name: &str, what: &str, bytes: u64) -> Diagnostic {
     let mib = bytes as f64 / MAX_JOB_BYTES as f64;

@@ -98,7 +98,7 @@ impl YamlNode {
     }
 }
 
-/// Returns the first [`MAX_EXCERPT`] characters of a text, with control characters escaped. A
+/// Returns the first [`MAX_EXCERPT_CHARS`] characters of a text, with control characters escaped. A
 /// longer text ends with `…`.
 pub(crate) fn make_excerpt(text: &str) -> String {
     let mut out: String = text

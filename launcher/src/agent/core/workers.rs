@@ -208,7 +208,7 @@ impl AgentCore {
     }
 
     /// Sends the reports of ended workers that are due at `now` to the controller, in the order in
-    /// which the workers ended. See [`Self::report_due_at`]. A report that is not due delays the
+    /// which the workers ended. See [`Self::exit_report_time`]. A report that is not due delays the
     /// reports of workers that ended later.
     pub(super) fn report_ended_workers(&mut self, now: Duration) {
         while let Some(&rank) = self.unreported.front() {

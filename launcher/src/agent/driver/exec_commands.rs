@@ -178,7 +178,7 @@ impl AgentDriver {
     }
 
     /// Terminates a command of `launch exec` whose client has ended. The command gets SIGTERM, and
-    /// SIGKILL after [`CANCEL_GRACE`]. Its output is no longer read.
+    /// SIGKILL after [`CANCEL_GRACE_PERIOD`]. Its output is no longer read.
     fn cancel_exec_command(&mut self, id: ExecId) {
         let Some(command) = self.exec.commands.get_mut(&id) else { return };
         command.is_cancelled = true;

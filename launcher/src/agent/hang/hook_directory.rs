@@ -274,7 +274,7 @@ fn limit_groups(mut groups: Vec<GroupCounters>) -> Vec<GroupCounters> {
     groups
 }
 
-/// Truncates a text to [`MAX_TEXT`].
+/// Truncates a text to [`MAX_TEXT_BYTES`].
 fn limit_text(text: &mut String) {
     text.truncate(text.floor_char_boundary(MAX_TEXT_BYTES));
 }

@@ -1,4 +1,4 @@
-//! [`GpuReader`]: reads what the GPUs of this host do, from NVIDIA's library or AMD's driver.
+//! [`GpuUsageReader`]: reads what the GPUs of this host do, from NVIDIA's library or AMD's driver.
 use crate::agent::probe::nvml::{NVML_LIBRARY, Nvml};
 use protocol::control::GpuUsage;
 use std::{fs, path::Path};

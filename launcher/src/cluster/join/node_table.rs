@@ -31,7 +31,7 @@ pub(super) struct JoinCandidate {
     pub(super) rank: Option<u32>,
     pub(super) arrived: Instant,
     /// How often bytes had arrived from the joined node with the same rank when this candidate had
-    /// waited for [`SETTLE_TIME`]; `None` while the candidate has waited for a shorter time. If
+    /// waited for [`LATE_MESSAGE_TIME`]; `None` while the candidate has waited for a shorter time. If
     /// more bytes arrive, the joined node is alive.
     baseline: Option<u64>,
 }
@@ -123,7 +123,7 @@ impl NodeTable {
     }
 
     /// Decides at the time `now` whether `candidate`, a node that asks to join, may do so. The
-    /// caller repeats the question while the answer is [`Decision::Wait`].
+    /// caller repeats the question while the answer is [`JoinDecision::Wait`].
     pub(super) fn decide_join(&mut self, candidate: &mut JoinCandidate, now: Instant) -> JoinDecision {
         match candidate.rank {
             Some(rank) => self.decide_join_with_rank(rank, candidate, now),

@@ -1,4 +1,4 @@
-//! [`describes_process`]: finds the environment variables by which launchers such as mpirun
+//! [`is_process_variable`]: finds the environment variables by which launchers such as mpirun
 //! describe one process.
 //!
 //! launch is one process of a node, and its workers inherit its environment. Libraries that find

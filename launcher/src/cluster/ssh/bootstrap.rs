@@ -188,7 +188,7 @@ fn build_join_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
 }
 
 /// Returns the time limit for copying an executable of this size to a host and starting it. The
-/// copy counts at [`MIN_COPY_RATE`], in addition to the limit for a start without a copy.
+/// copy counts at [`MIN_COPY_BYTES_PER_SECOND`], in addition to the limit for a start without a copy.
 fn compute_copy_limit(size: u64) -> Duration {
     HELLO_TIMEOUT + Duration::from_secs(size.div_ceil(MIN_COPY_BYTES_PER_SECOND))
 }

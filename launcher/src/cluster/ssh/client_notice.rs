@@ -1,4 +1,4 @@
-//! [`ClientNotice`]: informs the user once that OpenSSH's client was chosen, and why.
+//! [`OpenSshNotice`]: informs the user once that OpenSSH's client was chosen, and why.
 use super::target::SshTarget;
 use crate::cluster::transport::AgentOutput;
 use std::{

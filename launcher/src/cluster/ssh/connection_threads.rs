@@ -20,7 +20,7 @@ pub(super) trait ThreadTask: Send + 'static {
 /// A pool of threads that execute blocking tasks in the order of their submission.
 #[derive(Debug)]
 pub(super) struct ConnectionThreads<T> {
-    /// The largest number of threads, without those in [`ConnectionThreads::run_long`].
+    /// The largest number of threads, without those in [`ConnectionThreads::run_without_thread_limit`].
     limit: usize,
     state: Mutex<ThreadsState<T>>,
 }
@@ -30,7 +30,7 @@ pub(super) struct ConnectionThreads<T> {
 struct ThreadsState<T> {
     /// The tasks that wait for a thread.
     waiting: VecDeque<T>,
-    /// The number of threads, and how many of them are in [`ConnectionThreads::run_long`].
+    /// The number of threads, and how many of them are in [`ConnectionThreads::run_without_thread_limit`].
     threads: usize,
     long: usize,
 }

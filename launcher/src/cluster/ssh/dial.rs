@@ -20,7 +20,7 @@ const STACK_BYTES: usize = 64 << 10;
 type ConnectAttempt = (SocketAddr, io::Result<TcpStream>);
 
 /// Tries several addresses in parallel, and opens a TCP connection to the first one that accepts
-/// it. Tries the next address as soon as one has failed, or after [`ATTEMPT_DELAY`], while the
+/// it. Tries the next address as soon as one has failed, or after [`NEXT_ADDRESS_DELAY`], while the
 /// earlier ones are still tried. Returns the last error and its address if no address accepts a
 /// connection before `deadline`, and `None` without addresses.
 pub(super) fn connect_to_any(

@@ -291,7 +291,7 @@ fn format_group_table(groups: &Value) -> String {
     if groups.is_empty() { String::new() } else { format_table(&rows) }
 }
 
-/// Formats `text`, which comes from a file, as one table cell of at most [`CELL_CHARS_MAX`]
+/// Formats `text`, which comes from a file, as one table cell of at most [`MAX_CELL_CHARS`]
 /// characters.
 fn format_cell(text: &str) -> String {
     let mut cell: String = text.chars().take(MAX_CELL_CHARS).collect();

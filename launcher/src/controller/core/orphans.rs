@@ -55,7 +55,7 @@ impl ControllerCore {
         self.orphans.as_ref().map_or(Duration::ZERO, |orphans| orphans.until)
     }
 
-    /// Returns the time at which [`ControllerCore::check_orphans`] is due, or `None` if no check is
+    /// Returns the time at which [`ControllerCore::retry_eviction`] is due, or `None` if no check is
     /// due.
     pub(super) fn find_next_eviction(&self) -> Option<Duration> {
         let repetition = self.orphans.as_ref().map(|orphans| orphans.next_eviction.min(orphans.until));

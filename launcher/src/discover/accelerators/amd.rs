@@ -1,4 +1,4 @@
-//! [`list_amd`]: lists the GPUs of AMD.
+//! [`list_amd_gpus`]: lists the GPUs of AMD.
 use super::{device_files::DeviceFiles, discovered::DiscoveredAccelerators};
 use jobspec::AcceleratorKind;
 use protocol::hardware::Accelerator;

@@ -1,4 +1,4 @@
-//! [`DeviceTree`]: reads the files of device drivers with limits, because a container can replace
+//! [`DeviceFiles`]: reads the files of device drivers with limits, because a container can replace
 //! them.
 use std::{
     fs::{self, File, OpenOptions},

@@ -50,7 +50,7 @@ impl MigUuids {
 }
 
 /// Runs `program -L`, and returns the UUIDs of the MIG instances that it lists. The result is empty
-/// if the program is missing, fails or exceeds [`TOOL_TIMEOUT`].
+/// if the program is missing, fails or exceeds [`NVIDIA_SMI_TIMEOUT`].
 pub(super) fn read_mig_uuids(program: &str) -> MigUuids {
     run_and_read_output(program, NVIDIA_SMI_TIMEOUT)
         .map_or_else(MigUuids::default, |text| MigUuids::parse(&text))

@@ -1,4 +1,4 @@
-//! [`list_nvidia`]: lists the GPUs of NVIDIA and their MIG instances.
+//! [`list_nvidia_gpus`]: lists the GPUs of NVIDIA and their MIG instances.
 use super::{device_files::DeviceFiles, discovered::DiscoveredAccelerators, mig_uuids::MigUuids};
 use jobspec::AcceleratorKind;
 use protocol::hardware::Accelerator;

@@ -1,4 +1,4 @@
-//! [`Conversion`]: the steps that convert a command line of `accelerate launch` to a job.
+//! [`AccelerateConversion`]: the steps that convert a command line of `accelerate launch` to a job.
 use super::{
     TPU_KEYS,
     arguments::{ACCELERATE_OPTIONS, find_section},
@@ -419,7 +419,7 @@ impl AccelerateConversion<'_> {
     }
 }
 
-/// The keys of a configuration that other functions convert. [`Conversion::set_variables`] must not
+/// The keys of a configuration that other functions convert. [`AccelerateConversion::set_variables`] must not
 /// report them as unknown.
 const HANDLED_KEYS: [&str; 13] = [
     "compute_environment",

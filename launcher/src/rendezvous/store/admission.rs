@@ -1,4 +1,4 @@
-//! [`Admission`]: decides which connections the rendezvous store accepts.
+//! [`AdmissionPolicy`]: decides which connections the rendezvous store accepts.
 //!
 //! torch's protocol has no authentication. A client on this machine is admitted if its socket
 //! belongs to this user or to root. A client on another machine cannot prove its user, so it is

@@ -43,12 +43,12 @@ pub(super) struct RendezvousStore {
     waiters: HashMap<StoreKey, Vec<ClientId>>,
     /// Maps the key of each barrier to the clients that wait at the barrier.
     arrived: HashMap<StoreKey, Vec<ClientId>>,
-    /// The number of bytes of all keys, values, queues and waits, which [`MAX_TOTAL`] limits.
+    /// The number of bytes of all keys, values, queues and waits, which [`MAX_STORE_BYTES`] limits.
     bytes: usize,
 }
 
 impl RendezvousStore {
-    /// Returns the total number of bytes of all keys, values, queues and waits. [`MAX_TOTAL`]
+    /// Returns the total number of bytes of all keys, values, queues and waits. [`MAX_STORE_BYTES`]
     /// limits this number.
     pub(super) fn total_bytes(&self) -> usize {
         self.bytes
@@ -205,7 +205,7 @@ impl RendezvousStore {
     }
 
     /// Updates the number of bytes in use when an entry of `before` bytes is replaced by one of
-    /// `after` bytes. Fails, without a change, if the result exceeds [`MAX_TOTAL`].
+    /// `after` bytes. Fails, without a change, if the result exceeds [`MAX_STORE_BYTES`].
     fn account_bytes(&mut self, before: usize, after: usize) -> Result<(), StoreClientError> {
         let bytes = self.bytes - before + after;
         if bytes > MAX_STORE_BYTES {
@@ -381,13 +381,13 @@ impl RendezvousStore {
 }
 
 /// Returns how many bytes a key with its value, or an item of a queue, contributes to the size of
-/// the store, which [`MAX_TOTAL`] limits.
+/// the store, which [`MAX_STORE_BYTES`] limits.
 fn compute_entry_bytes(key: &[u8], value: &[u8]) -> usize {
     key.len() + value.len() + ENTRY_OVERHEAD_BYTES
 }
 
 /// Returns how many bytes a wait for `keys` contributes to the size of the store, which
-/// [`MAX_TOTAL`] limits. The store holds each key twice: by client and by key.
+/// [`MAX_STORE_BYTES`] limits. The store holds each key twice: by client and by key.
 fn compute_wait_bytes(keys: &[StoreKey]) -> usize {
     keys.iter().map(|key| 2 * key.len() + ENTRY_OVERHEAD_BYTES).sum()
 }
@@ -397,7 +397,7 @@ fn count_items(queue: &VecDeque<StoreValue>) -> i64 {
     queue.len() as i64
 }
 
-/// Fails if a reply of this many bytes would exceed [`MAX_MESSAGE`].
+/// Fails if a reply of this many bytes would exceed [`MAX_MESSAGE_BYTES`].
 fn check_reply_length(bytes: usize) -> Result<(), StoreClientError> {
     match bytes > MAX_MESSAGE_BYTES {
         true => Err(StoreClientError::ReplyTooLong(bytes)),

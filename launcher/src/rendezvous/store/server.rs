@@ -364,7 +364,7 @@ impl ClientConnection {
 
     /// Executes every complete request in `input` and removes it. Fails if the client violates the
     /// protocol or a limit, or if the buffers of all connections and the store together exceed
-    /// [`MAX_TOTAL`] bytes.
+    /// [`MAX_STORE_BYTES`] bytes.
     async fn handle_requests(&mut self) -> Result<(), StoreClientError> {
         let mut consumed = 0;
         while self.input.len() - consumed >= self.needed {

@@ -135,7 +135,7 @@ impl RequestParser<'_> {
         })
     }
 
-    /// Parses the handshake, which has to contain [`MAGIC`].
+    /// Parses the handshake, which has to contain [`HANDSHAKE_MAGIC`].
     fn read_magic(&mut self) -> Result<StoreRequest, RequestParseStop> {
         match u32::from_le_bytes(self.read_array()?) {
             HANDSHAKE_MAGIC => Ok(StoreRequest::Validate),
@@ -178,13 +178,13 @@ impl RequestParser<'_> {
         Ok(length as usize)
     }
 
-    /// Parses a key: its length, then its bytes. Fails if the key is longer than [`MAX_KEY`].
+    /// Parses a key: its length, then its bytes. Fails if the key is longer than [`MAX_KEY_BYTES`].
     fn read_key(&mut self) -> Result<StoreKey, RequestParseStop> {
         let length = self.read_length(RequestLengthField::Key, MAX_KEY_BYTES)?;
         self.read_bytes(length)
     }
 
-    /// Parses a value: its length, then its bytes. Fails if the value is longer than [`MAX_VALUE`].
+    /// Parses a value: its length, then its bytes. Fails if the value is longer than [`MAX_VALUE_BYTES`].
     fn read_value(&mut self) -> Result<StoreValue, RequestParseStop> {
         let length = self.read_length(RequestLengthField::Value, MAX_VALUE_BYTES)?;
         self.read_bytes(length)
@@ -198,13 +198,13 @@ impl RequestParser<'_> {
         Ok(if copies { bytes.to_vec() } else { Vec::new() })
     }
 
-    /// Parses a list of keys. Fails if the list has more than [`MAX_KEYS`] keys.
+    /// Parses a list of keys. Fails if the list has more than [`MAX_KEYS_PER_REQUEST`] keys.
     fn read_keys(&mut self) -> Result<Vec<StoreKey>, RequestParseStop> {
         self.read_list(8, Self::read_key)
     }
 
     /// Parses a list: the number of its items, then each item with the function `item`. An item
-    /// must be at least `min_bytes` bytes long. Fails if the list has more than [`MAX_KEYS`] items.
+    /// must be at least `min_bytes` bytes long. Fails if the list has more than [`MAX_KEYS_PER_REQUEST`] items.
     /// Returns an empty list if `copies` is not set.
     fn read_list<T>(
         &mut self,

@@ -97,7 +97,7 @@ fn run_event_loop(source: &dyn TopSource, terminal: &mut ratatui::DefaultTermina
     Ok(())
 }
 
-/// Waits for input for [`KEY_INTERVAL`] and returns all events that have arrived. Fails if the
+/// Waits for input for [`KEY_WAIT_INTERVAL`] and returns all events that have arrived. Fails if the
 /// terminal was closed.
 fn read_events() -> io::Result<Vec<Event>> {
     let stdin = io::stdin();

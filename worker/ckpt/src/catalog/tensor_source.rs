@@ -66,8 +66,8 @@ pub trait TensorSource: Sync {
         self.read_verified(requests)
     }
 
-    /// Verifies all bytes that [`TensorSource::read_unchecked`] has read, or all stored bytes if
-    /// `every_byte` is true. By default does nothing, since `read_unchecked` verifies by default.
+    /// Verifies all bytes that [`TensorSource::read_unverified`] has read, or all stored bytes if
+    /// `every_byte` is true. By default does nothing, since `read_unverified` verifies by default.
     fn verify_reads(&self, every_byte: bool) -> Result<()> {
         let _ = every_byte;
         Ok(())

@@ -165,7 +165,7 @@ fn locate_central_directory(
 
 /// Parses the entry of the central directory at the beginning of `bytes`. Returns the member and
 /// the entry's length in bytes. The range `data` of the member begins at the local header, until
-/// [`locate_data`] finds the content.
+/// [`locate_member_data`] finds the content.
 fn parse_directory_entry(bytes: &[u8]) -> Result<(ZipMember, usize)> {
     let damaged = || ZipError::DirectoryDamaged;
     if bytes.len() < DIRECTORY_ENTRY_BYTES || !bytes.starts_with(b"PK\x01\x02") {

@@ -18,7 +18,7 @@ const COMPANION_FILE_MARKERS: [&str; 3] = ["trainer_state.json", "random_states_
 
 /// Plans links to the companion files of the source checkpoint, such as scheduler and RNG state
 /// files. Adds a notice to `state` if the source has RNG state files for a different number of
-/// ranks than the plan. Does nothing if the source has no file of [`PROGRAM_MARKERS`].
+/// ranks than the plan. Does nothing if the source has no file of [`COMPANION_FILE_MARKERS`].
 pub(super) fn add_companion_files(
     source: &dyn TensorSource,
     state: &mut SourceState,

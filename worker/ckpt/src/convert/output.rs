@@ -231,7 +231,7 @@ fn describe_task(source: &dyn TensorSource, options: &ConvertOptions) -> Result<
 }
 
 /// Computes a digest of the paths, sizes and modification times of all files below `path`, at most
-/// [`DEPTH_MAX`] levels deep.
+/// [`SOURCE_DEPTH_MAX`] levels deep.
 pub(crate) fn compute_source_fingerprint(path: &Path) -> Result<String> {
     let line = |(path, size, seconds, nanoseconds): disk::FileState| {
         format!("{} {size} {seconds} {nanoseconds}", path.display())

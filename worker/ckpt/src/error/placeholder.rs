@@ -1,4 +1,4 @@
-//! [`Placeholder`]: a small file that a failed download or checkout left in place of a weights
+//! [`PlaceholderFile`]: a small file that a failed download or checkout left in place of a weights
 //! file.
 
 /// A small file that a failed download or checkout left in place of the real file.

@@ -229,7 +229,7 @@ impl ReconcileError {
     }
 }
 
-/// Formats a list of ranks, of which at most [`RANKS_LISTED`] are shown.
+/// Formats a list of ranks, of which at most [`CONFLICTING_RANKS_LISTED_MAX`] are shown.
 fn format_ranks(ranks: &[usize]) -> String {
     ranks.iter().take(CONFLICTING_RANKS_LISTED_MAX).map(usize::to_string).collect::<Vec<_>>().join(", ")
 }

@@ -181,7 +181,7 @@ impl GatherPlan {
         Ok(texts)
     }
 
-    /// Returns the content of [`INDEX_FILE`]: the file of each tensor by its name, and the total
+    /// Returns the content of [`WEIGHT_INDEX_FILE`]: the file of each tensor by its name, and the total
     /// numbers of parameters and bytes.
     fn make_weight_index(&self) -> Value {
         let file_of = |(name, group): &(String, Vec<usize>)| {

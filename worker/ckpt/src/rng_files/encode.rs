@@ -174,7 +174,7 @@ impl ZipWriter {
     }
 
     /// Adds the member `name` with the content `data`. With `aligned`, the content begins at a
-    /// multiple of [`ALIGNMENT`] in the file.
+    /// multiple of [`TENSOR_DATA_ALIGNMENT`] in the file.
     pub(super) fn add_member(&mut self, name: &str, data: &[u8], aligned: bool) {
         let name = format!("{}/{name}", self.root);
         let at = self.file.len() as u32;

@@ -16,7 +16,7 @@ use std::path::Path;
 const READ_RANKS_MAX: u32 = 1 << 16;
 /// Name of the file that records how `launch` created the random generator states of a directory.
 pub const RNG_RECORD_FILE: &str = "launch_rng.json";
-/// Limit on the size in bytes of the file [`RECORD_FILE`].
+/// Limit on the size in bytes of the file [`RNG_RECORD_FILE`].
 const RNG_RECORD_BYTES_MAX: u64 = 1 << 20;
 
 /// The random generator states of all ranks, as a checkpoint directory stores them.
@@ -70,7 +70,7 @@ pub(crate) fn parse_rank_file_name(name: &str) -> Option<(RngFormat, u32)> {
     }
 }
 
-/// Returns true if the file `name` contains random generator states or is [`RECORD_FILE`]. These
+/// Returns true if the file `name` contains random generator states or is [`RNG_RECORD_FILE`]. These
 /// files depend on the number of ranks.
 pub(super) fn is_rng_file(name: &str) -> bool {
     parse_rank_file_name(name).is_some() || name == RNG_RECORD_FILE

@@ -16,9 +16,9 @@ use std::path::Path;
 /// the preparation. A later start with the same world size reuses a directory with a matching
 /// record.
 pub(super) const PREPARED_RECORD_FILE: &str = "launch_prepared.json";
-/// Limit on the size in bytes of the file [`RECORD_FILE`].
+/// Limit on the size in bytes of the file [`PREPARED_RECORD_FILE`].
 const PREPARED_RECORD_BYTES_MAX: u64 = 1 << 20;
-/// The value of the field `format` in the file [`RECORD_FILE`].
+/// The value of the field `format` in the file [`PREPARED_RECORD_FILE`].
 const PREPARED_RECORD_FORMAT: &str = "launch prepared checkpoint";
 /// Name of the file in which DeepSpeed stores the name of the newest checkpoint (tag).
 const LATEST_FILE: &str = "latest";

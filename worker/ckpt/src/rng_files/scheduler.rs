@@ -106,7 +106,7 @@ fn read_completed_steps(directory: &Directory) -> Result<Option<u64>> {
 /// Returns the bytes of the pickle that the scheduler file contains.
 ///
 /// # Errors
-/// Fails if the file has no pickle, contains tensors, or is larger than [`SCHEDULER_MAX`].
+/// Fails if the file has no pickle, contains tensors, or is larger than [`SCHEDULER_BYTES_MAX`].
 fn read_scheduler_pickle(directory: &Directory, file: &TorchFile) -> Result<Vec<u8>> {
     let damaged = |why: &str| CkptError::damaged(directory.path(), SCHEDULER_FILE, why);
     let pickle = file.members.iter().find(|m| m.name == format!("{}/data.pkl", file.root));

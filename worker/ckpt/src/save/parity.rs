@@ -240,7 +240,7 @@ impl<'m> CheckpointFiles<'m> {
 }
 
 /// Computes the length in bytes of block number `block` of a file of `size` bytes. Only the last
-/// block may be shorter than [`BLOCK`].
+/// block may be shorter than [`BLOCK_BYTES`].
 fn compute_block_len(size: u64, block: u64) -> usize {
     size.saturating_sub(block.saturating_mul(BLOCK_BYTES as u64)).min(BLOCK_BYTES as u64) as usize
 }

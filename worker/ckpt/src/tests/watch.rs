@@ -28,7 +28,7 @@ impl TestWatch {
         self.watch.poll(self.now).expect("listed")
     }
 
-    /// Polls twice: immediately, and again after [`SETTLE`], the time for which a complete
+    /// Polls twice: immediately, and again after [`SETTLE_TIME`], the time for which a complete
     /// checkpoint must be unchanged. Returns the reports of both polls.
     fn poll_now_and_after_settle_time(&mut self) -> Vec<DirectoryReport> {
         let mut sightings = self.poll_after(Duration::ZERO);

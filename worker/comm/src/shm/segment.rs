@@ -311,7 +311,7 @@ impl Segment {
     ///
     /// # Safety
     ///
-    /// The caller must obey the rules of [`Segment::slot`].
+    /// The caller must obey the rules of [`Segment::slot_bytes`].
     pub(super) unsafe fn slot_f32(&self, rank: usize, slot: usize, start: usize, len: usize) -> &[f32] {
         // SAFETY: the caller's promise.
         bytemuck::cast_slice(unsafe { self.slot_bytes(rank, slot, start * 4, len * 4) })
@@ -343,7 +343,7 @@ impl Segment {
     ///
     /// # Safety
     ///
-    /// The caller must obey the rules of [`Segment::slot_mut`].
+    /// The caller must obey the rules of [`Segment::slot_bytes_mut`].
     #[allow(clippy::mut_from_ref, reason = "the caller guarantees exclusive access to the shared memory")]
     pub(super) unsafe fn slot_f32_mut(
         &self,

@@ -78,7 +78,7 @@ pub(super) struct Backends<'a> {
     pub(super) cpu: Cpu,
     pub(super) cuda: &'a Cuda,
     /// Element type, offset in memory and tolerated error of each run, as in
-    /// [`super::RUN_TOLERANCES`].
+    /// [`super::RUN_SETTINGS`].
     pub(super) runs: &'a [(Dtype, usize, f64)],
 }
 

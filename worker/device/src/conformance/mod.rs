@@ -91,7 +91,7 @@ pub fn compare_family_with_cpu(cuda: &Cuda, family: usize, seed: u64, rounds: us
 pub const REALISTIC_SHAPE_NAMES: &[&str] = &realistic_cases::REALISTIC_CASE_NAMES;
 
 /// Compares operations on a shape of real models, in bf16, with the CPU, which computes on
-/// `threads` threads. `shape` is its position in [`REALISTIC_SHAPES`]. Sizes are divided by
+/// `threads` threads. `shape` is its position in [`REALISTIC_SHAPE_NAMES`]. Sizes are divided by
 /// `divisor`. Returns `None` if the GPU does not support the operations.
 pub fn compare_realistic_shape_with_cpu(
     cuda: &Cuda,

@@ -108,7 +108,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Prefetches the cache line at `p`, which may be an invalid address.
     fn prefetch(self, p: *const f32);
     /// Computes a tile of a matmul in registers, with [`Simd::TILE_ROWS`] rows and `nv` vectors per
-    /// row, at most [`Simd::TILE_VECTORS`].
+    /// row, at most [`Simd::TILE_ROW_VECTORS`].
     ///
     /// # Safety
     ///

@@ -84,7 +84,7 @@ struct CachedGraph {
     launches: u64,
 }
 
-/// The lock-protected state of [`Graphs`]: recorded calls, cached CUDA graphs, and scratch memory
+/// The lock-protected state of [`MainStreamGraphs`]: recorded calls, cached CUDA graphs, and scratch memory
 /// of the main stream.
 #[derive(Default)]
 pub(super) struct GraphState {

@@ -6,7 +6,7 @@ use std::time::Duration;
 /// bytes. The largest tokenizers in use, with 262,144 tokens, need half of it. The small tokenizers
 /// of the tests reach a lower limit sooner.
 const BASE_MEMORY_BYTES: u64 = if cfg!(test) { 256 << 20 } else { 896 << 20 };
-/// Total size in bytes of the documents for which [`MEMORY_BYTES`] is enough. More text needs
+/// Total size in bytes of the documents for which [`BASE_MEMORY_BYTES`] is enough. More text needs
 /// additional memory.
 const SHORT_DOCUMENTS_BYTES: u64 = 1 << 20;
 /// Additional memory in bytes that the sandbox process may use for each byte of text that is being

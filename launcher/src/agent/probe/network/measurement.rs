@@ -163,7 +163,7 @@ fn receive_from_peer(mut stream: TcpStream, time: Duration) -> io::Result<Transf
     Ok(found)
 }
 
-/// Reads the data that still arrive after a transfer, and returns the report ([`Trailer`]) that
+/// Reads the data that still arrive after a transfer, and returns the report ([`TransferReport`]) that
 /// follows them. Returns `None` if the end does not arrive within [`DRAIN_TIMEOUT`].
 fn read_until_trailer(stream: &mut TcpStream) -> Option<TransferReport> {
     let deadline = Instant::now() + DRAIN_TIMEOUT;

@@ -30,9 +30,9 @@ const MAX_ECHO_BYTES: usize = 1000;
 const BUFFER_BYTES: usize = 256 << 10;
 /// The pause after a failure to accept a connection, for example because too many files are open.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// The length of a [`Trailer`] in bytes.
+/// The length of a [`TransferReport`] in bytes.
 pub(super) const TRANSFER_REPORT_BYTES: usize = 40;
-/// The bytes with which a [`Trailer`] begins, and which cannot occur in the transferred zeros.
+/// The bytes with which a [`TransferReport`] begins, and which cannot occur in the transferred zeros.
 const TRANSFER_REPORT_MAGIC: &[u8; 8] = b"launchT1";
 
 /// The report about a transfer, which the agent at one end sends to the agent at the other end

@@ -1,4 +1,4 @@
-//! [`ClientLog`]: what the log of OpenSSH's client reports about a connection.
+//! [`ClientLogParser`]: what the log of OpenSSH's client reports about a connection.
 //!
 //! The client writes its log in English only, and runs with `LogLevel=DEBUG1` in the C locale.
 use std::collections::VecDeque;

@@ -1,4 +1,4 @@
-//! [`find_requirement`]: finds what in the SSH configuration of a host only OpenSSH's client
+//! [`find_client_requirement`]: finds what in the SSH configuration of a host only OpenSSH's client
 //! supports.
 use super::supervised_child::SupervisedChild;
 use crate::cluster::ssh::{

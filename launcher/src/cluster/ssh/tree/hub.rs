@@ -121,7 +121,7 @@ impl SharedPlanner {
     }
 
     /// Waits on the condition variable `changed` until `decide` returns a decision, or
-    /// `is_given_up` returns `true`. Checks `is_given_up` every [`GIVE_UP_INTERVAL`].
+    /// `is_given_up` returns `true`. Checks `is_given_up` every [`GIVE_UP_CHECK_INTERVAL`].
     fn wait_for_decision<T>(
         &self,
         changed: &Condvar,

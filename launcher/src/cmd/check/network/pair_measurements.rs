@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 /// A transfer is slow if its rate is below this share of the usual rate.
 const MAX_SLOW_RATE_SHARE: f64 = 0.5;
 /// A round trip is long if it takes more than this multiple of the usual time, and exceeds the
-/// usual time by more than [`LONG_ROUND_TRIP_MS`].
+/// usual time by more than [`MIN_EXTRA_ROUND_TRIP_MS`].
 const LONG_ROUND_TRIP_FACTOR: f64 = 5.0;
 /// A round trip is long only if it exceeds the usual time by more than this time, in milliseconds.
 const MIN_EXTRA_ROUND_TRIP_MS: f64 = 1.0;

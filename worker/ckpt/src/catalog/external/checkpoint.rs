@@ -27,7 +27,7 @@ const TEXT_BYTES_MAX: u64 = 128 << 20;
 /// may share stored bytes, so their total size may exceed that of the files.
 const TENSOR_TO_FILE_BYTES_RATIO_MAX: u64 = 2;
 /// Number of bytes by which the total size of all tensors may exceed the limit that follows from
-/// [`SHARED_BYTES_FACTOR`]. A small checkpoint can need them for an expanded mask, for example.
+/// [`TENSOR_TO_FILE_BYTES_RATIO_MAX`]. A small checkpoint can need them for an expanded mask, for example.
 const TENSOR_BYTES_ALLOWANCE: u64 = 256 << 20;
 /// Names of the text files that a Hugging Face directory may contain in addition to the weights.
 const HF_TEXT_FILE_NAMES: [&str; 8] = [
@@ -346,7 +346,7 @@ fn read_hf_config(directory: &Directory) -> Result<Option<Map<String, Value>>> {
     }
 }
 
-/// Reads those of the [`TEXT_FILES`] that exist in the directory. Fails if a file is not UTF-8
+/// Reads those of the [`HF_TEXT_FILE_NAMES`] that exist in the directory. Fails if a file is not UTF-8
 /// text, or the files together have more than [`TEXT_BYTES_MAX`] bytes.
 fn read_text_files(directory: &Directory) -> Result<Vec<TextFile>> {
     let (mut texts, mut bytes_left) = (Vec::new(), TEXT_BYTES_MAX);

@@ -27,7 +27,7 @@ pub(crate) enum IoMode {
 pub(crate) enum HashMode {
     /// Computes no hashes.
     Off,
-    /// Computes one hash for each [`BLOCK`].
+    /// Computes one hash for each [`BLOCK_BYTES`].
     Blocks,
     /// Computes one hash of the whole file.
     File,
@@ -38,9 +38,9 @@ pub(crate) enum HashMode {
 pub(crate) struct WrittenFile {
     /// Size in bytes.
     pub(crate) bytes: u64,
-    /// The hash of each block. Empty unless requested with [`Hashing::Blocks`].
+    /// The hash of each block. Empty unless requested with [`HashMode::Blocks`].
     pub(crate) blocks: Vec<Hash>,
-    /// The hash of the whole file, if requested with [`Hashing::File`].
+    /// The hash of the whole file, if requested with [`HashMode::File`].
     pub(crate) digest: Option<Hash>,
 }
 
@@ -87,7 +87,7 @@ impl RunningHashes {
 /// Number of buffers in memory per file that is written: one is filled, one waits, one is written.
 const WINDOWS_PER_FILE: usize = 3;
 /// Size in bytes of the buffers through which a file is written, if many files are written at the
-/// same time. Windows of this size are only a little slower than windows of [`super::WINDOW`]
+/// same time. Windows of this size are only a little slower than windows of [`super::WINDOW_BYTES`]
 /// bytes, and need a quarter of the memory.
 pub(crate) const SMALL_WINDOW_BYTES: usize = 2 << 20;
 
@@ -128,8 +128,8 @@ impl OutputFile {
     }
 
     /// Appends the first `len` bytes of `window` to the file. With O_DIRECT, pads the bytes with
-    /// zeros to a multiple of [`ALIGN`]. Only for the last window of a file may `len` differ from a
-    /// multiple of [`ALIGN`].
+    /// zeros to a multiple of [`DIRECT_IO_ALIGNMENT`]. Only for the last window of a file may `len` differ from a
+    /// multiple of [`DIRECT_IO_ALIGNMENT`].
     fn append_window(&mut self, window: &mut [u8], len: usize) -> io::Result<()> {
         let padded = len.next_multiple_of(DIRECT_IO_ALIGNMENT);
         window[len..padded].fill(0);

@@ -12,7 +12,7 @@ pub(crate) const MEMO_ENTRIES_MAX: usize = 4 << 20;
 /// is a value, or 8 bytes of text. The limit bounds the work of every reader that follows the
 /// values from the root.
 const EXPANDED_VALUES_MAX: usize = 16 << 20;
-/// Number of bytes of text that count as one value for the limit [`EXPANDED_MAX`].
+/// Number of bytes of text that count as one value for the limit [`EXPANDED_VALUES_MAX`].
 const TEXT_BYTES_PER_VALUE: u32 = 8;
 /// Limit on the number of values that are converted to JSON at a time.
 const JSON_VALUES_MAX: usize = 100_000;
@@ -101,7 +101,7 @@ impl PickleTree {
     }
 
     /// Fails if a value contains itself, values are nested deeper than [`PICKLE_DEPTH_MAX`] levels,
-    /// or the values exceed [`EXPANDED_MAX`] with each use of a shared value counted.
+    /// or the values exceed [`EXPANDED_VALUES_MAX`] with each use of a shared value counted.
     pub(super) fn check_structure(&self) -> Result<(), PickleError> {
         let PickleValue::Node(root) = self.root else { return Ok(()) };
         let mut extents = vec![NodeExtent::Unvisited; self.nodes.len()];
@@ -135,7 +135,7 @@ impl PickleTree {
     }
 
     /// Computes the nesting height and the size of `node` from those of its children, which must be
-    /// known. Fails if the size exceeds [`EXPANDED_MAX`].
+    /// known. Fails if the size exceeds [`EXPANDED_VALUES_MAX`].
     fn compute_extent(&self, node: &PickleNode, extents: &[NodeExtent]) -> Result<NodeExtent, PickleError> {
         let text = match node {
             PickleNode::Str(range) => range.length / TEXT_BYTES_PER_VALUE,
@@ -169,7 +169,7 @@ enum NodeExtent {
     Known {
         /// Number of nodes on the longest path downwards.
         height: u32,
-        /// Size of the value, in the unit of [`EXPANDED_MAX`].
+        /// Size of the value, in the unit of [`EXPANDED_VALUES_MAX`].
         size: u32,
     },
 }
@@ -315,7 +315,7 @@ impl<'t> PickleView<'t> {
     }
 
     /// Converts the value to JSON, for display. Objects become the name of their class. After
-    /// [`JSON_MAX`] values, the rest becomes null or is left out.
+    /// [`JSON_VALUES_MAX`] values, the rest becomes null or is left out.
     pub(crate) fn to_json(self) -> Json {
         let mut left = JSON_VALUES_MAX;
         self.to_json_limited(&mut left)

@@ -45,7 +45,7 @@ pub(crate) struct ModelPassthrough {
 pub(crate) struct OptimizerPassthrough {
     /// For each parameter group, its hyper-parameters and the indices of its flat groups.
     pub(super) groups: Vec<(NamedObjects, Vec<u64>)>,
-    /// The entries of the file whose keys are in [`COPIED`].
+    /// The entries of the file whose keys are in [`COPIED_OPTIMIZER_KEYS`].
     pub(super) other_entries: NamedObjects,
 }
 

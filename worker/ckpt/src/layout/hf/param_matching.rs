@@ -24,7 +24,7 @@ const GROUP_RULES: [GroupRule; 2] = [is_decayed_by_name, is_matrix];
 /// The names of the parameters of each parameter group.
 type GroupNames = Vec<Vec<String>>;
 
-/// The weights of each parameter group, according to one rule of [`RULES`].
+/// The weights of each parameter group, according to one rule of [`GROUP_RULES`].
 type Grouping<'a> = Vec<Vec<BorrowedWeightShape<'a>>>;
 
 /// Finds the weight to which each optimizer state belongs, and returns the names of the weights by

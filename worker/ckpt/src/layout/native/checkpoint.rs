@@ -106,7 +106,7 @@ impl Checkpoint {
     /// Opens a host-local checkpoint from the text of its manifest, which another host may have
     /// sent. If `has_directory` is true, opens the directory `path`, from which reads take the
     /// shards of this host. If false, all shards count as remote. Only
-    /// [`Checkpoint::read_many_with_fetcher`] can read remote shards.
+    /// [`Checkpoint::read_verified_with_fetcher`] can read remote shards.
     pub fn from_manifest(path: &Path, text: Vec<u8>, has_directory: bool) -> Result<Checkpoint> {
         let manifest = Manifest::parse(path, text)?;
         let directory = if has_directory { Some(Directory::open(path)?) } else { None };
@@ -228,7 +228,7 @@ impl Checkpoint {
     }
 
     /// Reads the elements `range` of one tensor as F32 into `out`, which must have the length of
-    /// the range. For many ranges [`Checkpoint::read_many`] is faster: it reads each block once.
+    /// the range. For many ranges [`Checkpoint::read_verified`] is faster: it reads each block once.
     pub fn read_f32(&self, name: &str, role: TensorRole, range: Range<u64>, out: &mut [f32]) -> Result<()> {
         if range.start > range.end || range.end - range.start != out.len() as u64 {
             return Err(CkptError::internal("the range of a read has another length than its buffer"));
