@@ -108,6 +108,6 @@ fn run_other_task_and_exit() {
 }
 
 libfuzzer_sys::fuzz_target!(
-    init: run_other_role(),
-    |bytes: &[u8]| TARGET(bytes)
+    init: run_other_task_and_exit(),
+    |bytes: &[u8]| SELECTED_TARGET(bytes)
 );

@@ -128,10 +128,10 @@ macro_rules! declare_buffer_set {
         }
 
         impl<T> $crate::model::activation_buffers::BufferSet<T> for $set<T> {
-            fn take_fields(values: &mut impl Iterator<Item = T>) -> Self {
+            fn from_values(values: &mut impl Iterator<Item = T>) -> Self {
                 $set {
                     $($field: values.next().expect("each field of the set has a value"),)*
-                    $($nested: $crate::model::activation_buffers::BufferSet::take_fields(values),)?
+                    $($nested: $crate::model::activation_buffers::BufferSet::from_values(values),)?
                 }
             }
 

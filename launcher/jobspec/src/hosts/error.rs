@@ -144,7 +144,7 @@ pub enum HostfileProblem {
     },
     /// Too many lines name a host without stating its slots. Each such line stands for one slot,
     /// and the number of slots is limited. The variant contains the host's name.
-    #[error("{0} has more than {MAX_SLOTS} slots")]
+    #[error("{0} has more than {MAX_SLOTS_PER_HOST} slots")]
     TooManySlots(String),
     /// An option has no `=`. The variant contains the option.
     #[error("`{0}` is not KEY=VALUE, as in `slots=8`")]

@@ -90,7 +90,7 @@ impl<S, T: 'static> Key<S, T> {
     }
 
     /// Marks the key as reloadable, so that an edited value takes effect while the job runs.
-    pub(crate) fn as_reloadable(self) -> Self {
+    pub(crate) fn into_reloadable(self) -> Self {
         Key { reloadable: true, ..self }
     }
 

@@ -141,7 +141,7 @@ impl Rule {
     }
 
     /// Changes the rule to report a warning instead of an error.
-    pub(crate) const fn as_warning(self) -> Rule {
+    pub(crate) const fn into_warning(self) -> Rule {
         Rule { severity: Severity::Warning, ..self }
     }
 

@@ -125,13 +125,13 @@ macro_rules! section {
             const PATH: &'static str = $path;
             const DOC: &'static str = concat!($($section_doc, "\n"),+);
 
-            fn declare(table: &mut Vec<crate::keys::info::KeyInfo>) {
-                use crate::keys::section::{Entry, FieldContext, entry_of};
-                let rules: &[&'static [crate::keys::info::Rule]] = &[$($rules)?];
+            fn declare(table: &mut Vec<crate::keys::key_info::KeyInfo>) {
+                use crate::keys::section::{FieldDeclaration, FieldContext, check_entry_type};
+                let rules: &[&'static [crate::keys::key_info::Rule]] = &[$($rules)?];
                 let rules = rules.first().copied().unwrap_or_default();
                 $(
                     let context = FieldContext::new($path, stringify!($field), concat!($($doc, "\n"),+), rules);
-                    Entry::<Self>::declare(&entry_of::<Self, $type, _>($entry), context, table);
+                    FieldDeclaration::<Self>::declare(&check_entry_type::<Self, $type, _>($entry), context, table);
                 )+
             }
 
@@ -139,37 +139,37 @@ macro_rules! section {
                 d: &mut crate::keys::decoder::JobDecoder,
                 section: &crate::keys::decoder::JobSection<'_>,
             ) -> Self {
-                use crate::keys::section::{Entry, FieldContext, entry_of};
+                use crate::keys::section::{FieldDeclaration, FieldContext, check_entry_type};
                 $(
                     let context = FieldContext::new($path, stringify!($field), "", &[]);
-                    let entry = entry_of::<Self, $type, _>($entry);
-                    let $field = Entry::<Self>::decode(&entry, context, d, section);
+                    let entry = check_entry_type::<Self, $type, _>($entry);
+                    let $field = FieldDeclaration::<Self>::decode(&entry, context, d, section);
                 )+
                 $name { $($field),+ }
             }
 
             fn fill_defaults(
                 &mut self,
-                unset: &crate::keys::info::UnsetKeys,
-                values: &crate::keys::values::JobValues,
+                unset: &crate::keys::key_info::UnsetKeys,
+                values: &crate::keys::job_values::JobValues,
             ) {
-                use crate::keys::section::{Entry, FieldContext, entry_of};
+                use crate::keys::section::{FieldDeclaration, FieldContext, check_entry_type};
                 $(
                     let context = FieldContext::new($path, stringify!($field), "", &[]);
-                    let entry = entry_of::<Self, $type, _>($entry);
-                    if let Some(value) = Entry::<Self>::compute_default(&entry, context, self, unset, values) {
+                    let entry = check_entry_type::<Self, $type, _>($entry);
+                    if let Some(value) = FieldDeclaration::<Self>::compute_default(&entry, context, self, unset, values) {
                         self.$field = value;
                     }
-                    Entry::<Self>::fill_inner(&entry, &mut self.$field, unset, values);
+                    FieldDeclaration::<Self>::fill_inner_defaults(&entry, &mut self.$field, unset, values);
                 )+
             }
 
-            fn print(&self, values: &mut crate::keys::values::JobValues) {
-                use crate::keys::section::{Entry, FieldContext, entry_of};
+            fn print(&self, values: &mut crate::keys::job_values::JobValues) {
+                use crate::keys::section::{FieldDeclaration, FieldContext, check_entry_type};
                 $(
                     let context = FieldContext::new($path, stringify!($field), "", &[]);
-                    let entry = entry_of::<Self, $type, _>($entry);
-                    Entry::<Self>::print(&entry, context, self, &self.$field, values);
+                    let entry = check_entry_type::<Self, $type, _>($entry);
+                    FieldDeclaration::<Self>::print(&entry, context, self, &self.$field, values);
                 )+
             }
         }

@@ -34,7 +34,7 @@ section! {
         "runs/{name}/checkpoints",
     ).ignoring_section_rules().with_rules(RESUME_AUTO_ONLY_RULES);
     /// The number of steps, or the time, between checkpoints.
-    pub every: SaveInterval = Key::new(save_interval_type(), "100").as_reloadable();
+    pub every: SaveInterval = Key::new(save_interval_type(), "100").into_reloadable();
     /// The number of newest complete checkpoints that are kept; 0 keeps all.
     pub keep: u32 = Key::new(integer_at_least_type(0), "3");
     /// Write checkpoints while training continues.
@@ -154,7 +154,7 @@ section! {
 
 /// The rule for keys that, in a job that runs a program, only have an effect with `resume.from`.
 const RNG_RULES: &[Rule] = &[Rule::no_effect(&[RUNS_PROGRAM, Condition::OneOf("resume.from", &["never"])])
-    .as_warning()
+    .into_warning()
     .with_message("`{key}` has no effect without `resume.from`")
     .with_help("set `resume.from`, or remove the key")];
 

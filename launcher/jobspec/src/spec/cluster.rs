@@ -120,12 +120,12 @@ const WORKERS_PER_GPU_RULES: &[Rule] =
 const COMM_BACKEND_RULES: &[Rule] = &[
     only_on_gpus_rule(&[RUNS_PROGRAM]),
     only_on_gpus_rule(&[TRAINS_ON_CPUS, Condition::OneOf("cluster.comm_backend", &["nccl"])]),
-    only_on_gpus_rule(&[TRAINS_ON_CPUS]).as_warning(),
+    only_on_gpus_rule(&[TRAINS_ON_CPUS]).into_warning(),
 ];
 /// The rules that the directories of CUDA libraries have an effect only in built-in training on
 /// GPUs.
 const LIBRARY_RULES: &[Rule] =
-    &[only_on_gpus_rule(&[RUNS_PROGRAM]), only_on_gpus_rule(&[TRAINS_ON_CPUS]).as_warning()];
+    &[only_on_gpus_rule(&[RUNS_PROGRAM]), only_on_gpus_rule(&[TRAINS_ON_CPUS]).into_warning()];
 
 /// `cluster.interface`: the network interface on which a built-in worker listens for workers on
 /// other hosts.

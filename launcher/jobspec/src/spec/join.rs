@@ -35,7 +35,7 @@ section! {
 
 /// The rule for keys that only have an effect in jobs whose hosts join.
 const JOIN_RULES: &[Rule] =
-    &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local", "slurm"])]).as_warning()];
+    &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local", "slurm"])]).into_warning()];
 /// The longest wait for other nodes, in milliseconds.
 const MAX_TIMEOUT_MS: u64 = 7 * 86_400_000;
 

@@ -152,14 +152,14 @@ fn lease_type() -> ValueType<u64> {
 }
 
 /// The rule that warns about a key that has no effect in a job without a program (`run.command`).
-const PROGRAM_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")]).as_warning()];
+const PROGRAM_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")]).into_warning()];
 
 /// The rules that warn about activated environments, which the built-in training does not use.
 const ACTIVATE_RULES: &[Rule] = PROGRAM_RULES;
 
 /// The rules that warn about `run.activate_timeout` in a job that activates nothing.
 const ACTIVATE_TIMEOUT_RULES: &[Rule] =
-    &[Rule::no_effect(&[Condition::NotGiven("run.activate")]).as_warning()];
+    &[Rule::no_effect(&[Condition::NotGiven("run.activate")]).into_warning()];
 
 /// The rule that rejects wrappers of built-in workers, which do not permit a process between them
 /// and their agent.
@@ -175,7 +175,7 @@ const TERMINAL_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.com
 
 /// The rule that warns about the selection of shown ranks in a job in which one rank has the
 /// terminal.
-const SHOW_RULES: &[Rule] = &[Rule::no_effect(&[Condition::Given("run.terminal")]).as_warning()];
+const SHOW_RULES: &[Rule] = &[Rule::no_effect(&[Condition::Given("run.terminal")]).into_warning()];
 
 /// The largest value of `run.activate_timeout`, in milliseconds.
 const MAX_ACTIVATE_TIMEOUT_MS: u64 = 3_600_000;
@@ -206,12 +206,12 @@ fn wrappers_type() -> ValueType<Vec<WrapSpec>> {
 /// The rule that warns about a lease in a job that runs only on this machine, where leases have no
 /// effect.
 const LEASE_RULES: &[Rule] =
-    &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local"])]).as_warning()];
+    &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local"])]).into_warning()];
 
 /// The rule that warns about a timeout for unattended workers in a job whose workers stop when the
 /// controller is lost.
 const CONTROLLER_TIMEOUT_RULES: &[Rule] =
-    &[Rule::no_effect(&[Condition::OneOf("run.on_controller_loss", &["stop"])]).as_warning()];
+    &[Rule::no_effect(&[Condition::OneOf("run.on_controller_loss", &["stop"])]).into_warning()];
 
 section! {
     /// The settings of workers' logs and of the console.
@@ -222,7 +222,7 @@ section! {
     pub show: Vec<Rank> = Key::new(
         described_list_type("list of integers", "a list of ranks", integer_type(0..=u64::from(u32::MAX) - 1)),
         "[0]",
-    ).as_reloadable().with_rules(SHOW_RULES);
+    ).into_reloadable().with_rules(SHOW_RULES);
     /// Show `[rank N]` before each line, and deduplicate equal lines of several ranks.
     pub prefix: bool = Key::new(boolean_type(), "true");
     /// The maximum size of a rank's log, at least `4KiB`; output beyond this size is not stored.

@@ -19,12 +19,12 @@ section! {
     /// The learning rate at the end; not with `constant`.
     pub min_lr: f64 = Key::computed(non_negative_number_type(), "a tenth of `optimizer.lr`", |_, v| {
         v.number("train.optimizer.lr") / 10.0
-    }).with_rules(MIN_LR_RULES).as_reloadable();
+    }).with_rules(MIN_LR_RULES).into_reloadable();
     /// The number of steps of the final decay of `wsd`.
     pub decay_steps: u64 = Key::computed(integer_at_least_type(1), "a fifth of `steps` with `wsd`", |schedule: &ScheduleSpec, v| {
         let steps = v.get("train.steps").and_then(|steps| steps.parse::<u64>().ok()).unwrap_or(0);
         if schedule.name == ScheduleName::Wsd { (steps / 5).max(1) } else { 0 }
-    }).with_rules(DECAY_RULES).as_reloadable();
+    }).with_rules(DECAY_RULES).into_reloadable();
 }
 
 /// The path in job.yaml of the key that names the schedule of the learning rate.

@@ -61,7 +61,7 @@ section! {
     pub steps: u64 = Key::new(
         integer_at_least_type(0).described_as("integer of 1 or more, or 0 with `model.from`"),
         "200",
-    ).with_rules(STEPS_RULES).as_reloadable();
+    ).with_rules(STEPS_RULES).into_reloadable();
     /// The seed of the initial weights and the order of the data.
     pub seed: u64 = Key::new(integer_at_least_type(0), "1234");
     /// The activations that the backward pass recomputes.
@@ -111,7 +111,7 @@ const MASTER_WEIGHTS_RULES: &[Rule] = &[
     .with_message("`{key}: false` requires `train.precision: bf16` or `fp8`")
     .with_help("remove it, or set `train.precision: bf16`"),
     Rule::no_effect(&[Condition::NoneOf("train.precision", &["bf16", "fp8"])])
-        .as_warning()
+        .into_warning()
         .with_help("remove it, or set `train.precision: bf16`"),
 ];
 

@@ -50,7 +50,7 @@ section! {
 /// The rule that warns about offloading to host memory in training on CPUs, where it has no effect.
 const OFFLOAD_RULES: &[Rule] =
     &[Rule::no_effect(&[TRAINS_ON_CPUS, Condition::OneOf("train.zero.offload", &["{optimizer: cpu}"])])
-        .as_warning()
+        .into_warning()
         .with_message(
             "`{optimizer: cpu}` has no effect in training on CPUs, whose optimizer states are in host memory",
         )
@@ -151,7 +151,7 @@ section! {
 
 /// The rule that warns about a key that only has an effect with `train.precision: fp16`.
 const FP16_RULES: &[Rule] =
-    &[Rule::no_effect(&[Condition::NoneOf("train.precision", &["fp16"])]).as_warning()];
+    &[Rule::no_effect(&[Condition::NoneOf("train.precision", &["fp16"])]).into_warning()];
 
 impl Default for LossScaleSpec {
     fn default() -> Self {
@@ -238,7 +238,7 @@ section! {
     /// The settings of evaluations during training.
     pub struct EvalSpec at "train.eval";
     /// The number of steps between evaluations; an evaluation always follows the last step.
-    pub every: u64 = Key::new(integer_at_least_type(1), "50").as_reloadable();
+    pub every: u64 = Key::new(integer_at_least_type(1), "50").into_reloadable();
     /// The text for the evaluation; `[]`: the held-out share of the data.
     ///
     /// The items are paths and globs.

@@ -10,7 +10,7 @@ use crate::import::{
     command_line::CommandLine,
     drop_in::{
         DropInContext, OptionEffect::NoEffect, OptionRule, ProgramForm, apply_rules, build_env_command,
-        check_worker_count, create_unsupporcreate_several_machines_errort_several_machines,
+        check_worker_count, create_several_machines_error, create_unsupported_option_error,
         set_console_ranks, set_local_job, set_thread_count,
     },
     import_options::{ImportErrors, set_hostfile},

@@ -20,7 +20,7 @@ pub(crate) enum StoreClientError {
     LengthAboveLimit { field: RequestLengthField, length: u64, limit: u64 },
     #[error("a request is longer than {MAX_MESSAGE_BYTES} bytes")]
     RequestTooLong,
-    #[error("requested {0} bytes at once; the limit is {MAX_MESSAGE}")]
+    #[error("requested {0} bytes at once; the limit is {MAX_MESSAGE_BYTES}")]
     ReplyTooLong(usize),
     #[error("a value would be longer than {MAX_VALUE_BYTES} bytes")]
     ValueTooLong,

@@ -206,7 +206,7 @@ fn read_task(dir: &Path) -> Option<Value> {
 /// truncated lines.
 fn read_finished_files(dir: &Path) -> HashMap<String, FinishedFile> {
     let text = Directory::open(dir)
-        .and_then(|f| f.read_file(FINISHED_FIFINISHED_FILES_LIST_BYTES_MAX_BYTES_MAX))
+        .and_then(|f| f.read_file(FINISHED_FILES_LIST, FINISHED_FILES_LIST_BYTES_MAX))
         .unwrap_or_default();
     let lines = text.split(|&b| b == b'\n').filter_map(|l| serde_json::from_slice::<FinishedFile>(l).ok());
     lines.map(|f| (f.path.clone(), f)).collect()

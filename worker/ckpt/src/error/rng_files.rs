@@ -51,13 +51,13 @@ pub enum RngStateError {
     #[error("the state of NumPy's generator is not one of MT19937")]
     NumpyGenerator,
     /// The state of a Mersenne Twister claims that more than its 624 words are used.
-    #[error("position {position} is outside of a Mersenne Twister of {TWISTER_WORDS} words")]
+    #[error("position {position} is outside of a Mersenne Twister of {MERSENNE_TWISTER_WORDS} words")]
     TwisterPosition {
         /// The number of used words that the file states.
         position: u64,
     },
     /// The state of torch's CPU generator has a wrong size.
-    #[error("torch's CPU state has {bytes} bytes, expected {CPU_STATE_BYTES}")]
+    #[error("torch's CPU state has {bytes} bytes, expected {CPU_RNG_STATE_BYTES}")]
     CpuStateSize {
         /// Size of the state in bytes.
         bytes: usize,
@@ -78,7 +78,7 @@ pub enum RngStateError {
         word: usize,
     },
     /// The state of a CUDA generator has a wrong size.
-    #[error("torch's CUDA state has {bytes} bytes, expected {CUDA_STATE_BYTES}")]
+    #[error("torch's CUDA state has {bytes} bytes, expected {CUDA_RNG_STATE_BYTES}")]
     CudaStateSize {
         /// Size of the state in bytes.
         bytes: usize,

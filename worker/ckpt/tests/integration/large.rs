@@ -73,7 +73,7 @@ fn files_larger_than_4_gib_are_read_in_bounded_memory() {
     for (weight, from) in [(15, per - 5_000_000), (16, 0), (16, (ELEMENTS - 1) % per - 5_000_000)] {
         let flat = weight as u64 * per + from;
         let expected: Vec<(u64, f32)> = (0..5_000_000)
-            .map(|i| (from + i, sparse_zero::compute_value(flat + i, 0)))
+            .map(|i| (from + i, sparse_zero::compute_test_element(flat + i, 0)))
             .filter(|(_, v)| *v != 0.0)
             .collect();
         assert_eq!(

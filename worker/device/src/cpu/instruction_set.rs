@@ -65,13 +65,13 @@ macro_rules! multiversion {
             #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
             fn avx512($($arg: $ty),*) $(-> $out)? {
                 // SAFETY: only machines with these features call this function.
-                $body(unsafe { $crate::cpu::x86::Avx512::assume() }, $($arg),*)
+                $body(unsafe { $crate::cpu::x86::Avx512::assume_supported() }, $($arg),*)
             }
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma")]
             fn avx2($($arg: $ty),*) $(-> $out)? {
                 // SAFETY: only machines with these features call this function.
-                $body(unsafe { $crate::cpu::x86::Avx2::assume() }, $($arg),*)
+                $body(unsafe { $crate::cpu::x86::Avx2::assume_supported() }, $($arg),*)
             }
             match instruction_set {
                 #[cfg(target_arch = "x86_64")]

@@ -44,7 +44,7 @@ impl KernelSource {
 
 /// Creates a [`KernelSource`] with the text of a file in `kernels/`, which is included at compile
 /// time.
-macro_rules! source {
+macro_rules! kernel_source {
     ($file:literal) => {
         KernelSource { file: $file, text: include_str!(concat!("kernels/", $file)), is_for_hopper: false }
     };
@@ -60,24 +60,24 @@ const KERNEL_HEADERS: [(&CStr, &str); 6] = [
     (c"flash_hopper.cuh", include_str!("kernels/flash_hopper.cuh")),
 ];
 /// Kernels of elementwise ops, dropout, sums of squares of blocks of elements, and optimizers.
-pub(super) const ELEMENTWISE_SOURCE: KernelSource = source!("elementwise.cu");
+pub(super) const ELEMENTWISE_SOURCE: KernelSource = kernel_source!("elementwise.cu");
 /// Kernels of RMSNorm, LayerNorm, bias, and sums over rows.
-pub(super) const NORM_SOURCE: KernelSource = source!("norm.cu");
+pub(super) const NORM_SOURCE: KernelSource = kernel_source!("norm.cu");
 /// Kernels of activation functions and rotary position embedding.
-pub(super) const ACTIVATION_SOURCE: KernelSource = source!("activation.cu");
+pub(super) const ACTIVATION_SOURCE: KernelSource = kernel_source!("activation.cu");
 /// Kernels of the token embedding, the router, and ops on the rows of tokens that experts process.
-pub(super) const EXPERT_ROWS_SOURCE: KernelSource = source!("expert_rows.cu");
+pub(super) const EXPERT_ROWS_SOURCE: KernelSource = kernel_source!("expert_rows.cu");
 /// Kernels of the cross-entropy loss.
-pub(super) const CLASSIFIER_SOURCE: KernelSource = source!("classifier.cu");
+pub(super) const CLASSIFIER_SOURCE: KernelSource = kernel_source!("classifier.cu");
 /// Kernels of attention in f32 arithmetic, for all element types.
-pub(super) const ATTENTION_SOURCE: KernelSource = source!("attention.cu");
+pub(super) const ATTENTION_SOURCE: KernelSource = kernel_source!("attention.cu");
 /// Kernels of attention for bf16 tensors, which use tensor cores.
-pub(super) const FLASH_SOURCE: KernelSource = source!("flash.cu");
+pub(super) const FLASH_SOURCE: KernelSource = kernel_source!("flash.cu");
 /// Kernels of attention for bf16 tensors on the tensor cores of Hopper GPUs.
 pub(super) const FLASH_HOPPER_SOURCE: KernelSource =
-    KernelSource { is_for_hopper: true, ..source!("flash_hopper.cu") };
+    KernelSource { is_for_hopper: true, ..kernel_source!("flash_hopper.cu") };
 /// Kernels that quantize the operands of matmuls to fp8.
-pub(super) const FP8_SOURCE: KernelSource = source!("fp8.cu");
+pub(super) const FP8_SOURCE: KernelSource = kernel_source!("fp8.cu");
 /// All CUDA source files of this crate.
 pub(super) const KERNEL_SOURCES: [KernelSource; 9] = [
     ELEMENTWISE_SOURCE,

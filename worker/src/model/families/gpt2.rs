@@ -16,7 +16,7 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "gpt2",
     architecture: "GPT2LMHeadModel",
     read_config,
-    list_config_keys,
+    list_config_keys: build_config_json,
     key_names: KEY_NAMES,
 };
 

@@ -17,7 +17,7 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "qwen3_moe",
     architecture: "Qwen3MoeForCausalLM",
     read_config,
-    list_config_keys,
+    list_config_keys: build_config_json,
     key_names: DECODER_KEY_NAMES,
 };
 

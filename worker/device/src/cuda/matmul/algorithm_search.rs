@@ -51,7 +51,7 @@ impl AlgorithmCandidate {
     }
 
     /// Returns cuBLASLt's representation of the algorithm as bytes, for storing it in a file.
-    fn to_bytes(&self) -> &[u8] {
+    fn as_bytes(&self) -> &[u8] {
         bytemuck::cast_slice(&self.algorithm.data)
     }
 }
@@ -104,7 +104,7 @@ impl AlgorithmSearch {
         let Some((_, best)) = best else { return Ok(candidates[0]) };
         if let Some(path) = path {
             // A failure is harmless: the next process searches again.
-            let _ = disk_cache::write_cache_file(&path, ALGORITHM_MAGIC, best.to_bytes());
+            let _ = disk_cache::write_cache_file(&path, ALGORITHM_MAGIC, best.as_bytes());
         }
         Ok(best)
     }
@@ -130,5 +130,5 @@ fn lock_directory(directory: &Path) -> Option<File> {
 /// that equals it. Returns `None` if the file is invalid or names no candidate.
 fn read_stored_choice(path: &Path, candidates: &[AlgorithmCandidate]) -> Option<AlgorithmCandidate> {
     let algorithm = disk_cache::read_cache_file(path, ALGORITHM_MAGIC)?;
-    candidates.iter().find(|one| one.to_bytes() == algorithm).copied()
+    candidates.iter().find(|one| one.as_bytes() == algorithm).copied()
 }
