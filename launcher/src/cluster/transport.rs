@@ -78,12 +78,19 @@ pub(crate) struct ArrivalLimits {
     /// The largest number of times that an agent is awaited again after its host was lost before an
     /// attempt began.
     pub(crate) max_returns: u32,
+    /// Whether lost hosts are reached again while the job runs, so that they become spare hosts.
+    pub(crate) reconnects_while_running: bool,
 }
 
 impl Default for ArrivalLimits {
     /// Returns the limits for transports that start the agents themselves, such as SSH.
     fn default() -> ArrivalLimits {
-        ArrivalLimits { hello_timeout: HELLO_TIMEOUT, quarantine: LOST_HOST_QUARANTINE, max_returns: 0 }
+        ArrivalLimits {
+            hello_timeout: HELLO_TIMEOUT,
+            quarantine: LOST_HOST_QUARANTINE,
+            max_returns: 0,
+            reconnects_while_running: false,
+        }
     }
 }
 

@@ -12,6 +12,8 @@ mod adoption_state;
 mod attach_failure;
 mod ending;
 mod hang_evidence;
+mod host_return;
+mod host_selection;
 pub(super) mod host_state;
 mod hosts;
 mod memo;
@@ -68,7 +70,8 @@ pub(crate) const OUTPUT_TAIL_TIMEOUT: Duration = Duration::from_secs(1);
 /// SIGKILL is due.
 pub(crate) const AGENT_END_TIMEOUT: Duration = Duration::from_secs(10);
 /// The number of attempts that may fail because of one host before the host is excluded, if the
-/// other hosts suffice for the job.
+/// other hosts suffice for the job. With copies in memory, attempts that brought progress do not
+/// count.
 pub(crate) const MAX_HOST_FAILURES: u32 = 2;
 
 /// The phase of the current attempt.
@@ -205,8 +208,14 @@ pub(crate) struct ControllerCore {
     /// The report that is being processed, with its age. `None` if the input is not a report, or if
     /// the report has been recorded.
     current_report: Option<(ReportId, Duration)>,
-    /// How many hosts of the list [`ControllerCore::try_prepare_attempt`] has examined.
-    scanned: HostIndex,
+    /// The time of the next connection with a lost host while the job runs; `None` if no host is
+    /// lost.
+    next_return: Option<Duration>,
+    /// The order in which [`ControllerCore::try_prepare_attempt`] examines the hosts; empty for the
+    /// order of the list.
+    scan_order: Vec<HostIndex>,
+    /// How many hosts [`ControllerCore::try_prepare_attempt`] has examined.
+    scanned: usize,
     /// How many of the examined hosts take part in the next attempt.
     scanned_joined: usize,
     actions: Vec<ControllerAction>,
@@ -263,6 +272,8 @@ impl ControllerCore {
             unlisted: 0,
             streams: BTreeMap::new(),
             current_report: None,
+            next_return: None,
+            scan_order: Vec::new(),
             scanned: 0,
             scanned_joined: 0,
             actions: Vec::new(),
@@ -304,7 +315,9 @@ impl ControllerCore {
         };
         let heartbeat = self.any_remote.then_some(self.next_heartbeat);
         let (lease, eviction) = (self.leases.find_next_check(), self.find_next_eviction());
-        [suspect, tail, backoff, heartbeat, self.phase_deadline, lease, eviction].into_iter().flatten().min()
+        let deadlines =
+            [suspect, tail, backoff, heartbeat, self.phase_deadline, lease, eviction, self.next_return];
+        deadlines.into_iter().flatten().min()
     }
 
     /// Processes an input and returns the actions that the driver has to execute. `now` is the time
@@ -390,6 +403,7 @@ impl ControllerCore {
             self.handle_phase_timeout(now);
         }
         self.retry_eviction(now);
+        self.reconnect_lost_hosts(now);
         let earliest = self.find_orphan_deadline();
         if matches!(self.state, AttemptState::Backoff { until } if now >= until.max(earliest)) {
             self.begin_next_attempt(now);

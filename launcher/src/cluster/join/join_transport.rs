@@ -147,6 +147,7 @@ impl Transport for JoinTransport {
             hello_timeout: self.timeout + HELLO_TIMEOUT,
             quarantine: Duration::ZERO,
             max_returns: MAX_REJOINS,
+            reconnects_while_running: false,
         }
     }
 }

@@ -46,7 +46,7 @@ impl JoinCandidate {
 /// The decision of node 0 about a node that asks to join.
 pub(super) enum JoinDecision {
     /// The node joins with this rank, and its connection fills this slot. The caller must call
-    /// [`NodeTable::release`] afterwards.
+    /// [`NodeTable::release_claims`] afterwards.
     Take(AgentConnectionSlot, u32),
     /// The node has to wait, because its place is not free yet. The caller asks again.
     Wait,

@@ -17,7 +17,9 @@ use super::{
     tree::{TreeHub, TreePlace, TreeSettings},
 };
 use crate::{
-    cluster::transport::{AgentHandle, AgentProcess, DESCRIPTORS_PER_CONNECTION, StartStep, Transport},
+    cluster::transport::{
+        AgentHandle, AgentProcess, ArrivalLimits, DESCRIPTORS_PER_CONNECTION, StartStep, Transport,
+    },
     connection::tree::StreamId,
 };
 use diagnostic::{
@@ -194,6 +196,10 @@ fn into_async_stream(stream: StdStream) -> io::Result<UnixStream> {
 impl Transport for SshTransport {
     fn start_agents(&mut self, hosts: &[String]) -> Vec<diagnostic::Result<AgentProcess>> {
         hosts.iter().map(|name| self.begin_agent_start(name)).collect()
+    }
+
+    fn arrival_limits(&self) -> ArrivalLimits {
+        ArrivalLimits { reconnects_while_running: true, ..ArrivalLimits::default() }
     }
 
     fn count_descriptors(&self, hosts: usize) -> u64 {

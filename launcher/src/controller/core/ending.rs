@@ -149,7 +149,10 @@ impl ControllerCore {
         self.state = AttemptState::Ending;
         // A rank that was aborted because a peer failed is no evidence against its own host.
         let blames_host = !matches!(cause.reason, FailureReason::AbortedByPeer);
-        self.hosts[cause.host].failures += u32::from(had_started && blames_host);
+        if had_started && blames_host {
+            let advanced = self.attempt_saved || self.attempt_step > self.history.furthest_step;
+            self.count_host_failure(cause.host, advanced);
+        }
         self.no_restart = None;
         if had_started && !stopping {
             let jitter = self.compute_jitter();

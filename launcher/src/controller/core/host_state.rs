@@ -41,8 +41,18 @@ pub(super) struct HostState {
     /// The most recent step of the agent's start that the transport has reported; `None` if it has
     /// reported no step.
     pub(super) start_step: Option<StartStep>,
-    /// The number of attempts that failed because of this host.
+    /// The number of attempts that failed because of this host. With copies in memory, the number
+    /// of such attempts since the last attempt that brought progress.
     pub(super) failures: u32,
+    /// Whether the agent keeps copies of the training state in memory, from which the next attempt
+    /// resumes.
+    pub(super) keeps_copies: bool,
+    /// Whether the agent was started to reach a lost host again while the job runs.
+    pub(super) is_returning: bool,
+    /// How often in a row the lost host was not reached again.
+    pub(super) failed_returns: u32,
+    /// For a lost host, the time of the next connection with it while the job runs.
+    pub(super) return_at: Duration,
     /// How often the controller has waited again for the agent of the host, because the host was
     /// lost before an attempt began.
     pub(super) returns: u32,

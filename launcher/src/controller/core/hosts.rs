@@ -2,15 +2,15 @@
 //! joined, which are lost, and which hosts an attempt uses.
 use super::host_state::{AgentConnectionState, HostIndex, HostState};
 use super::{
-    AgentEnd, AttemptState, ControllerAction, ControllerCore, FailureReason, MAX_HOST_FAILURES,
-    PlannedWorker, RENDEZVOUS_BIND_TIMEOUT, RootCause, WorkerState,
+    AgentEnd, AttemptState, ControllerAction, ControllerCore, FailureReason, PlannedWorker,
+    RENDEZVOUS_BIND_TIMEOUT, RootCause, WorkerState,
 };
 use crate::{
     cluster::StartStep,
     controller::{peer_exchange::PeerExchange, root_cause::AgentLabel},
     leases::{AGENT_LEASE, ATTACH_TIMEOUT, HEARTBEAT_INTERVAL},
 };
-use diagnostic::{Diagnostic, codes::run, quantity::format_count};
+use diagnostic::{Diagnostic, codes::run};
 use jobspec::ids::Rank;
 use protocol::{
     control::{HostInventory, PROTOCOL_VERSION, RendezvousRequest, ToAgent},
@@ -68,7 +68,7 @@ impl ControllerCore {
     pub(super) fn send_hello(&mut self, now: Duration, id: HostIndex) {
         let host = &mut self.hosts[id];
         (host.agent, host.last_heard, host.pid) = (AgentConnectionState::Starting, now, 0);
-        host.start_step = None;
+        (host.start_step, host.is_returning) = (None, false);
         self.schedule_lease_check(id);
         self.actions.push(ControllerAction::SendHello(id));
     }
@@ -106,6 +106,7 @@ impl ControllerCore {
                 .with_help("install the same build of launch on every host");
             return self.handle_agent_failure(now, id, error);
         }
+        self.record_return(id);
         if self.setup.hosts[id].remote {
             // From the first heartbeat on, the agent ends its workers when the controller is
             // silent.
@@ -130,65 +131,6 @@ impl ControllerCore {
         let exit_code = if joining { exit::CLUSTER } else { exit::FAILED };
         let cause = self.build_agent_end_cause(id, AgentEnd::Failed(diagnostic)).with_exit_code(exit_code);
         self.fail_attempt(now, cause);
-    }
-
-    /// Begins the preparation of an attempt if as many hosts have joined as the job uses, or if no
-    /// further host can join. In the second case, fails the attempt if fewer hosts have joined than
-    /// `run.min_hosts` requires. Does nothing while hosts may still join, or if the core does not
-    /// wait for agents.
-    ///
-    /// Each call continues at the host at which the previous call stopped. So the cost of joining
-    /// is constant per host.
-    pub(super) fn try_prepare_attempt(&mut self, now: Duration) {
-        if self.state != AttemptState::Joining {
-            return;
-        }
-        while self.scanned < self.hosts.len() && self.scanned_joined < self.setup.use_hosts {
-            let host = &self.hosts[self.scanned];
-            match host.agent {
-                AgentConnectionState::Starting => return,
-                AgentConnectionState::Joined if !host.excluded => self.scanned_joined += 1,
-                AgentConnectionState::Joined
-                | AgentConnectionState::NotStarted
-                | AgentConnectionState::Lost => {}
-            }
-            self.scanned += 1;
-        }
-        if self.scanned_joined < self.setup.min_hosts {
-            return self.fail_with_too_few_hosts(now);
-        }
-        let joined = |id: &HostIndex| {
-            self.hosts[*id].agent == AgentConnectionState::Joined && !self.hosts[*id].excluded
-        };
-        self.members = (0..self.scanned).filter(joined).collect();
-        self.state = AttemptState::Preparing;
-        // Preparing a checkpoint that programs resume from may take long.
-        (self.phase_deadline, self.planned) = (None, None);
-        self.actions.push(ControllerAction::Prepare {
-            attempt: self.attempt,
-            restarts: self.history.used,
-            hosts: self.members.clone(),
-            resume: self.checkpoint.clone(),
-        });
-    }
-
-    /// Makes the next call of [`ControllerCore::try_prepare_attempt`] examine all hosts again.
-    pub(super) fn restart_host_scan(&mut self) {
-        (self.scanned, self.scanned_joined) = (0, 0);
-    }
-
-    /// Fails the attempt because fewer hosts have joined than `run.min_hosts` requires.
-    fn fail_with_too_few_hosts(&mut self, now: Duration) {
-        let (available, required) = (self.scanned_joined as u64, self.setup.min_hosts as u64);
-        let previous =
-            self.last_failure.as_ref().map_or_else(String::new, |c| format!("; the last failure was: {c}"));
-        let (hosts, verb) = (format_count(available, "host"), if available == 1 { "is" } else { "are" });
-        let message = format!("{hosts} {verb} available, but `run.min_hosts` requires {required}{previous}");
-        let host = (0..self.hosts.len())
-            .find(|id| self.hosts[*id].agent != AgentConnectionState::Joined)
-            .unwrap_or(0);
-        let reason = FailureReason::TooFewHosts { available, required };
-        self.fail_attempt(now, RootCause::new(host, reason, message).with_exit_code(exit::CLUSTER));
     }
 
     /// Returns whether the attempt `attempt` is the current one and is being planned.
@@ -233,12 +175,13 @@ impl ControllerCore {
     fn start_attempt(&mut self, now: Duration, plan: Vec<Vec<PlannedWorker>>, port: u16) {
         self.phase_deadline = None;
         self.workers.clear();
+        self.hosts.iter_mut().for_each(|host| host.keeps_copies = false);
         for (&id, planned) in self.members.iter().zip(plan) {
             let first = self.workers.len() as Rank;
             let workers = planned.into_iter().map(|worker| WorkerState::new(id, worker.log));
             self.workers.extend(workers);
             let host = &mut self.hosts[id];
-            (host.active, host.running) = (true, 0);
+            (host.active, host.running, host.keeps_copies) = (true, 0, self.setup.has_memory_copies);
             host.ranks = first..self.workers.len() as Rank;
         }
         (self.active_hosts, self.running, self.stalled) = (self.members.len(), 0, 0);
@@ -300,11 +243,15 @@ impl ControllerCore {
         if matches!(self.hosts[id].agent, AgentConnectionState::Lost | AgentConnectionState::NotStarted) {
             return;
         }
+        if self.handle_failed_return(now, id) {
+            return;
+        }
         let remote = self.setup.hosts[id].remote;
         let host = &mut self.hosts[id];
-        host.agent = AgentConnectionState::Lost;
+        (host.agent, host.keeps_copies) = (AgentConnectionState::Lost, false);
         host.quarantined_until = if remote { now + self.setup.arrival.quarantine } else { now };
         let was_active = host.active;
+        self.schedule_return(now, id);
         self.renew_leases_behind_host(now, id);
         self.guard_against_orphans(now, id, &end);
         let cause = self.build_agent_end_cause(id, end);
@@ -341,9 +288,7 @@ impl ControllerCore {
         }
         match self.state {
             AttemptState::Joining => {
-                if id < self.scanned {
-                    self.restart_host_scan();
-                }
+                self.restart_host_scan();
                 self.hosts[id].failures += 1;
                 if self.has_enough_hosts() {
                     self.emit_notice(format!("{}; the run continues without it", cause.message));
@@ -493,57 +438,6 @@ impl ControllerCore {
         for host in self.hosts.iter_mut().filter(|host| host.inner_host == Some(lost)) {
             (host.inner_host, host.last_heard) = (None, now);
         }
-    }
-
-    /// Begins the next attempt. Excludes each host that made [`MAX_HOST_FAILURES`] attempts fail,
-    /// if the other hosts are enough. If fewer hosts have joined than the job uses, starts the
-    /// agents of the other hosts that are not excluded, except hosts in quarantine.
-    pub(super) fn begin_next_attempt(&mut self, now: Duration) {
-        self.state = AttemptState::Joining;
-        self.restart_host_scan();
-        let failing = (0..self.hosts.len()).filter(|id| {
-            let host = &self.hosts[*id];
-            host.failures >= MAX_HOST_FAILURES && !host.excluded
-        });
-        for id in failing.collect::<Vec<_>>() {
-            let others = (0..self.hosts.len()).filter(|o| *o != id && !self.hosts[*o].excluded);
-            let usable =
-                |o: &HostIndex| self.hosts[*o].is_connected() || self.hosts[*o].failures < MAX_HOST_FAILURES;
-            if others.filter(usable).count() >= self.setup.min_hosts {
-                self.hosts[id].excluded = true;
-                let label = self.format_host_label(id);
-                self.emit_notice(format!(
-                    "{label} made {MAX_HOST_FAILURES} attempts fail; the run continues without it"
-                ));
-            }
-        }
-        let is_usable = |host: &&HostState| host.agent == AgentConnectionState::Joined && !host.excluded;
-        if self.hosts.iter().filter(is_usable).count() < self.setup.use_hosts {
-            let absent = |id: &HostIndex| {
-                let host = &self.hosts[*id];
-                matches!(host.agent, AgentConnectionState::Lost | AgentConnectionState::NotStarted)
-                    && !host.excluded
-                    && now >= host.quarantined_until
-            };
-            for id in (0..self.hosts.len()).filter(absent).collect::<Vec<_>>() {
-                self.start_agent(now, id);
-            }
-        }
-        self.release_unlisted_hosts(now);
-        self.try_prepare_attempt(now);
-    }
-
-    /// Returns when the next attempt may begin: after the pause and, if the job needs more hosts
-    /// than have joined, after the quarantine of the lost hosts.
-    pub(super) fn compute_next_attempt_time(&self, now: Duration, pause: Duration) -> Duration {
-        let is_usable = |host: &&HostState| host.agent == AgentConnectionState::Joined && !host.excluded;
-        if self.hosts.iter().filter(is_usable).count() >= self.setup.use_hosts {
-            return now + pause;
-        }
-        let lost =
-            self.hosts.iter().filter(|host| host.agent == AgentConnectionState::Lost && !host.excluded);
-        let quarantine = lost.map(|host| host.quarantined_until).max();
-        (now + pause).max(quarantine.unwrap_or_default())
     }
 
     /// Returns the host name that the machine reports or, before its agent's hello, the name in the

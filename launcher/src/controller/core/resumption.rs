@@ -153,6 +153,7 @@ impl ControllerCore {
         for (id, ranks, was_started) in &members {
             let host = &mut self.hosts[*id];
             (host.active, host.running, host.ranks) = (*was_started, 0, ranks.clone());
+            host.keeps_copies = *was_started && self.setup.has_memory_copies;
         }
         self.members = members.iter().map(|(id, ..)| *id).collect();
         self.active_hosts = members.iter().filter(|(.., was_started)| *was_started).count();

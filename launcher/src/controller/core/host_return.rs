@@ -1,0 +1,77 @@
+//! Reaches lost hosts again while the job runs, so that they become spare hosts.
+use super::{
+    AttemptState, ControllerCore,
+    host_state::{AgentConnectionState, HostIndex},
+};
+use std::time::Duration;
+
+/// By how much the time between two attempts to reach a lost host may grow, as a power of two.
+const MAX_DOUBLINGS: u32 = 5;
+/// How long a due connection is deferred while the job is not running.
+const DEFERRAL: Duration = Duration::from_secs(1);
+
+impl ControllerCore {
+    /// Schedules the next connection with a host that was lost: after its quarantine, and after
+    /// twice the previous time for each time that the host was not reached.
+    pub(super) fn schedule_return(&mut self, now: Duration, id: HostIndex) {
+        if !self.setup.arrival.reconnects_while_running || !self.setup.hosts[id].remote {
+            return;
+        }
+        let host = &mut self.hosts[id];
+        let wait = self.setup.arrival.quarantine * (1 << host.failed_returns.min(MAX_DOUBLINGS));
+        host.failed_returns = host.failed_returns.saturating_add(1);
+        host.return_at = now + wait;
+        self.next_return = Some(self.next_return.map_or(host.return_at, |next| next.min(host.return_at)));
+    }
+
+    /// Starts the agents of lost hosts whose time has come. Defers this while the job does not run,
+    /// because the selection of hosts for the next attempt then starts the agents that it needs.
+    pub(super) fn reconnect_lost_hosts(&mut self, now: Duration) {
+        if self.next_return.is_none_or(|at| now < at) {
+            return;
+        }
+        if self.state != AttemptState::Running || self.killed {
+            self.next_return = Some(now + DEFERRAL);
+            return;
+        }
+        self.next_return = None;
+        for id in 0..self.hosts.len() {
+            let host = &self.hosts[id];
+            if host.agent != AgentConnectionState::Lost || host.excluded || host.unlisted {
+                continue;
+            }
+            let at = host.return_at.max(host.quarantined_until);
+            if now >= at {
+                self.start_agent(now, id);
+                self.hosts[id].is_returning = true;
+            } else {
+                self.next_return = Some(self.next_return.map_or(at, |next| next.min(at)));
+            }
+        }
+    }
+
+    /// Processes the hello of a host that was lost before.
+    pub(super) fn record_return(&mut self, id: HostIndex) {
+        let host = &mut self.hosts[id];
+        host.failed_returns = 0;
+        if std::mem::take(&mut host.is_returning) {
+            let label = self.format_host_label(id);
+            self.emit_notice(format!("{label} is available again, as a spare host"));
+        }
+    }
+
+    /// Processes the end of an agent that was started to reach a lost host again. Returns `false`
+    /// for other agents. The user was told already that the host is lost.
+    pub(super) fn handle_failed_return(&mut self, now: Duration, id: HostIndex) -> bool {
+        if !std::mem::take(&mut self.hosts[id].is_returning) {
+            return false;
+        }
+        self.hosts[id].agent = AgentConnectionState::Lost;
+        self.schedule_return(now, id);
+        if self.state == AttemptState::Joining {
+            self.restart_host_scan();
+            self.try_prepare_attempt(now);
+        }
+        true
+    }
+}

@@ -1,0 +1,163 @@
+//! Selects the hosts of an attempt among those whose agents have joined.
+use super::{
+    AttemptState, ControllerAction, ControllerCore, FailureReason, MAX_HOST_FAILURES, RootCause,
+    host_state::{AgentConnectionState, HostIndex, HostState},
+};
+use diagnostic::quantity::format_count;
+use protocol::exit;
+use std::time::Duration;
+
+impl ControllerCore {
+    /// Begins the preparation of an attempt if as many hosts have joined as the job uses, or if no
+    /// further host can join. In the second case, fails the attempt if fewer hosts have joined than
+    /// `run.min_hosts` requires. Does nothing while hosts may still join, or if the core does not
+    /// wait for agents.
+    ///
+    /// Each call continues at the host at which the previous call stopped. So the cost of joining
+    /// is constant per host.
+    pub(super) fn try_prepare_attempt(&mut self, now: Duration) {
+        if self.state != AttemptState::Joining {
+            return;
+        }
+        while self.scanned < self.hosts.len() && self.scanned_joined < self.setup.use_hosts {
+            let host = &self.hosts[self.find_scanned_host(self.scanned)];
+            match host.agent {
+                AgentConnectionState::Starting => return,
+                AgentConnectionState::Joined if !host.excluded => self.scanned_joined += 1,
+                AgentConnectionState::Joined
+                | AgentConnectionState::NotStarted
+                | AgentConnectionState::Lost => {}
+            }
+            self.scanned += 1;
+        }
+        if self.scanned_joined < self.setup.min_hosts {
+            return self.fail_with_too_few_hosts(now);
+        }
+        let joined = |id: &HostIndex| {
+            self.hosts[*id].agent == AgentConnectionState::Joined && !self.hosts[*id].excluded
+        };
+        let scanned = (0..self.scanned).map(|position| self.find_scanned_host(position));
+        self.members = scanned.filter(joined).collect();
+        // Ranks follow the order of the list of hosts.
+        self.members.sort_unstable();
+        self.state = AttemptState::Preparing;
+        // Preparing a checkpoint that programs resume from may take long.
+        (self.phase_deadline, self.planned) = (None, None);
+        self.actions.push(ControllerAction::Prepare {
+            attempt: self.attempt,
+            restarts: self.history.used,
+            hosts: self.members.clone(),
+            resume: self.checkpoint.clone(),
+        });
+    }
+
+    /// Makes the next call of [`ControllerCore::try_prepare_attempt`] examine all hosts again.
+    ///
+    /// Hosts whose agents keep copies of the training state in memory come first, because without
+    /// them the run would repeat steps. Hosts that are being reached again in the background come
+    /// last, because no attempt waits for them if the others are enough.
+    pub(super) fn restart_host_scan(&mut self) {
+        (self.scanned, self.scanned_joined) = (0, 0);
+        self.scan_order.clear();
+        let is_special = |host: &HostState| host.keeps_copies || host.is_returning;
+        if self.hosts.iter().any(is_special) {
+            self.scan_order.extend(0..self.hosts.len());
+            let hosts = &self.hosts;
+            self.scan_order.sort_by_key(|id| (hosts[*id].is_returning, !hosts[*id].keeps_copies));
+        }
+    }
+
+    /// Returns the host at a position in the order in which hosts are examined.
+    fn find_scanned_host(&self, position: usize) -> HostIndex {
+        self.scan_order.get(position).copied().unwrap_or(position)
+    }
+
+    /// Fails the attempt because fewer hosts have joined than `run.min_hosts` requires.
+    fn fail_with_too_few_hosts(&mut self, now: Duration) {
+        let (available, required) = (self.scanned_joined as u64, self.setup.min_hosts as u64);
+        let previous =
+            self.last_failure.as_ref().map_or_else(String::new, |c| format!("; the last failure was: {c}"));
+        let (hosts, verb) = (format_count(available, "host"), if available == 1 { "is" } else { "are" });
+        let message = format!("{hosts} {verb} available, but `run.min_hosts` requires {required}{previous}");
+        let host = (0..self.hosts.len())
+            .find(|id| self.hosts[*id].agent != AgentConnectionState::Joined)
+            .unwrap_or(0);
+        let reason = FailureReason::TooFewHosts { available, required };
+        self.fail_attempt(now, RootCause::new(host, reason, message).with_exit_code(exit::CLUSTER));
+    }
+
+    /// Begins the next attempt. Excludes each host that made [`MAX_HOST_FAILURES`] attempts fail,
+    /// if the other hosts are enough. If fewer hosts have joined than the job uses, starts the
+    /// agents of the other hosts that are not excluded, except hosts in quarantine.
+    pub(super) fn begin_next_attempt(&mut self, now: Duration) {
+        self.state = AttemptState::Joining;
+        self.exclude_failing_hosts();
+        let is_usable = |host: &&HostState| host.agent == AgentConnectionState::Joined && !host.excluded;
+        if self.hosts.iter().filter(is_usable).count() < self.setup.use_hosts {
+            let absent = |id: &HostIndex| {
+                let host = &self.hosts[*id];
+                matches!(host.agent, AgentConnectionState::Lost | AgentConnectionState::NotStarted)
+                    && !host.excluded
+                    && now >= host.quarantined_until
+            };
+            for id in (0..self.hosts.len()).filter(absent).collect::<Vec<_>>() {
+                self.start_agent(now, id);
+            }
+        }
+        self.restart_host_scan();
+        self.release_unlisted_hosts(now);
+        self.try_prepare_attempt(now);
+    }
+
+    /// Excludes each host that made [`MAX_HOST_FAILURES`] attempts fail, if the other hosts are
+    /// enough.
+    fn exclude_failing_hosts(&mut self) {
+        let failing = (0..self.hosts.len()).filter(|id| {
+            let host = &self.hosts[*id];
+            host.failures >= MAX_HOST_FAILURES && !host.excluded
+        });
+        for id in failing.collect::<Vec<_>>() {
+            let others = (0..self.hosts.len()).filter(|o| *o != id && !self.hosts[*o].excluded);
+            let usable =
+                |o: &HostIndex| self.hosts[*o].is_connected() || self.hosts[*o].failures < MAX_HOST_FAILURES;
+            if others.filter(usable).count() >= self.setup.min_hosts {
+                self.hosts[id].excluded = true;
+                let label = self.format_host_label(id);
+                self.emit_notice(format!(
+                    "{label} made {MAX_HOST_FAILURES} attempts fail; the run continues without it"
+                ));
+            }
+        }
+    }
+
+    /// Counts the failure of an attempt against the host `id` that caused it.
+    ///
+    /// With copies in memory, a restart takes a moment. A host then only counts as failing if its
+    /// attempts bring no progress: `advanced` states whether the attempt has passed all steps of
+    /// the earlier ones or completed a checkpoint.
+    pub(super) fn count_host_failure(&mut self, id: HostIndex, advanced: bool) {
+        if !(self.setup.has_memory_copies && advanced) {
+            self.hosts[id].failures += 1;
+            return;
+        }
+        for member in &self.members {
+            self.hosts[*member].failures = 0;
+        }
+    }
+
+    /// Returns when the next attempt may begin: after the pause and, if the job needs more hosts
+    /// than have joined, after the quarantine of as many lost hosts as are missing.
+    pub(super) fn compute_next_attempt_time(&self, now: Duration, pause: Duration) -> Duration {
+        let is_usable = |host: &&HostState| host.agent == AgentConnectionState::Joined && !host.excluded;
+        let usable = self.hosts.iter().filter(is_usable).count();
+        let Some(last_missing) = self.setup.use_hosts.saturating_sub(usable).checked_sub(1) else {
+            return now + pause;
+        };
+        let lost =
+            self.hosts.iter().filter(|host| host.agent == AgentConnectionState::Lost && !host.excluded);
+        let mut ends: Vec<Duration> = lost.map(|host| host.quarantined_until).collect();
+        ends.sort_unstable();
+        let quarantine = ends.get(last_missing).or(ends.last()).copied();
+        (now + pause).max(quarantine.unwrap_or_default())
+    }
+}
