@@ -70,7 +70,7 @@ fn open_regular_with_flags(path: &Path, flags: i32, is_accepted: fn(&Metadata) -
         return Err(io::Error::other("not a regular file"));
     }
     if !is_accepted(&metadata) {
-        return Err(io::Error::other("expected a regular file that only this user can write"));
+        return Err(io::Error::other("expected a regular file of this user that not all users can write"));
     }
     Ok(file)
 }

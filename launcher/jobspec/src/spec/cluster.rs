@@ -73,7 +73,7 @@ section! {
         "auto",
     );
     /// The process that serves the rendezvous store of a program.
-    pub store: StoreHost = Key::new(choice_type(), "agent");
+    pub store: StoreHost = Key::new(choice_type(), "agent").with_rules(STORE_RULES);
     /// The network through which the workers of different hosts reach each other.
     pub interface: InterfaceSelector = Key::new(
         in_variant!(interface_name_type(), InterfaceSelector::Named)
@@ -103,6 +103,9 @@ const fn only_on_gpus_rule(when: &'static [Condition]) -> Rule {
         .with_message("`{key}` has no effect except in built-in training on GPUs")
         .with_help("set `cluster.devices: cuda`, or remove the key")
 }
+
+/// The rule that warns about `cluster.store` in a built-in training, which needs no store.
+const STORE_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")]).into_warning()];
 
 /// The rule that only programs use accelerators other than the GPUs of NVIDIA.
 const DEVICE_RULES: &[Rule] = &[Rule::no_effect(&[

@@ -138,7 +138,11 @@ impl SimScenario {
             use_all_listed: self.use_hosts == self.hosts && self.min_hosts < self.use_hosts,
             min_hosts: self.min_hosts,
             seed: self.seed,
-            arrival: ArrivalLimits::default(),
+            // Half of the simulated transports reach lost hosts again while the job runs.
+            arrival: ArrivalLimits {
+                reconnects_while_running: self.seed % 2 == 1,
+                ..ArrivalLimits::default()
+            },
             run_dir: "/run".into(),
         }
     }
