@@ -1,4 +1,5 @@
-//! [`Filter`]: selects by target and level which events of a process are logged.
+//! [`Filter`]: the log filter of a process, which selects by target and level the `tracing` events
+//! that the debug log contains.
 use std::{error::Error, fmt};
 use tracing_subscriber::EnvFilter;
 
@@ -13,7 +14,7 @@ pub struct Filter {
     directives: String,
 }
 
-/// The error that the directives of a log filter are not valid.
+/// The error that a text is not a valid list of log filter directives.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InvalidFilter {
     /// The parser's message, which states why the directives are not valid.
@@ -68,7 +69,7 @@ impl Filter {
         &self.directives
     }
 
-    /// Returns whether the filter logs nothing.
+    /// Returns whether the filter is `off`, so that no event is logged.
     pub(crate) fn is_off(&self) -> bool {
         self.directives.trim().eq_ignore_ascii_case("off")
     }

@@ -18,11 +18,13 @@ use line_sink::{LineSink, TerminalWriter};
 use std::{io, path::Path, sync::OnceLock};
 use tracing_subscriber::{Layer, fmt, layer::SubscriberExt};
 
-/// The debug log of this process; empty before [`start`].
+/// The log filter of this process, and the sink that writes its debug log; empty until [`start`] is
+/// called.
 static LOG: OnceLock<(Filter, LineSink)> = OnceLock::new();
 
-/// Starts the debug log of this process. Lines are collected until [`open_file`]. With `print`,
-/// each line is also printed. Does nothing if the log was started before.
+/// Starts the debug log of this process with a filter of events. Lines are collected until
+/// [`open_file`]. With `print`, each line is also printed. Does nothing if the log was started
+/// before.
 pub fn start(filter: &Filter, print: Option<PrintLine>) {
     let sink = LineSink::new();
     if LOG.set((filter.clone(), sink.clone())).is_err() {
@@ -36,9 +38,9 @@ pub fn start(filter: &Filter, print: Option<PrintLine>) {
     _ = tracing::subscriber::set_global_default(subscriber);
 }
 
-/// Opens `path` as the file of the debug log, for appending, and writes the lines that were
-/// collected so far. Starts the thread that writes the file. Does nothing without [`start`], or if
-/// a file is open.
+/// Opens `path` as the debug log file of this process, for appending, and writes the lines that
+/// were collected in memory so far. Starts the thread that writes the file. Does nothing without
+/// [`start`], or if a file is open.
 ///
 /// # Errors
 /// Fails if the directory or the file cannot be created, or if the thread cannot be started.
@@ -49,14 +51,15 @@ pub fn open_file(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Returns the directives of the debug log's filter, such as `agent=debug,info`. This process
+/// Returns the directives of this process's log filter, such as `agent=debug,info`. This process
 /// passes them to the processes that it starts. Returns [`DEFAULT_FILTER`] if [`start`] was not
 /// called.
 pub fn filter_directives() -> String {
     LOG.get().map_or_else(|| DEFAULT_FILTER.to_owned(), |(filter, _)| filter.directives().to_owned())
 }
 
-/// When dropped, waits until the queued lines of the debug log are written to its file.
+/// A guard that, when dropped at the end of a process, waits until the queued lines of the debug
+/// log are written to its file.
 #[derive(Debug)]
 pub struct FlushOnDrop;
 

@@ -1,4 +1,5 @@
-//! [`LineSink`]: collects log lines, and writes them to a file on a separate thread.
+//! [`LineSink`]: collects the lines of the debug log, and writes them to a file on a separate
+//! thread.
 use std::{
     fs::{self, File, OpenOptions},
     io::{self, Write},
@@ -15,11 +16,11 @@ use std::{
 };
 use tracing_subscriber::fmt::MakeWriter;
 
-/// The size limit of a log file, in bytes. A full file is renamed to `NAME.1`, which replaces an
-/// older one.
+/// The size limit of a debug log file, in bytes. A full file is renamed to `NAME.1`, which replaces
+/// an older one.
 pub const MAX_FILE_BYTES: u64 = 8 << 20;
-/// The largest number of lines that wait in memory, in the queue of the thread that writes the file
-/// or, before a file is open, in the list of collected lines. Further lines are dropped.
+/// The largest number of log lines that wait in memory: in the queue of the thread that writes the
+/// file or, before a file is open, in a list. Further lines are dropped.
 const MAX_QUEUED_LINES: usize = 1024;
 /// How long a process that is about to end waits until its queued log lines are written.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
@@ -41,7 +42,8 @@ enum PendingLines {
     Thread(SyncSender<WriterRequest>),
 }
 
-/// Accepts log lines without blocking, and passes them to the thread that writes the file.
+/// Accepts lines of the debug log without blocking, and passes them to the thread that writes the
+/// file.
 #[derive(Clone)]
 pub(crate) struct LineSink {
     destination: Arc<Mutex<PendingLines>>,
@@ -50,14 +52,14 @@ pub(crate) struct LineSink {
 }
 
 impl LineSink {
-    /// Creates a sink that collects lines in memory.
+    /// Creates a sink that collects log lines in memory until [`LineSink::open_file`] is called.
     pub(crate) fn new() -> LineSink {
         let destination = Arc::new(Mutex::new(PendingLines::Memory(Vec::new())));
         LineSink { destination, dropped: Arc::new(AtomicU64::new(0)) }
     }
 
-    /// Opens the file, writes the collected lines and starts the writing thread. Does nothing if a
-    /// file is open.
+    /// Opens the log file at `path`, starts the thread that writes it, and first writes the lines
+    /// that were collected in memory. Does nothing if a file is open.
     ///
     /// Blocks while the disk stalls. Meanwhile, lines are collected in memory.
     pub(crate) fn open_file(&self, path: &Path) -> io::Result<()> {
@@ -79,7 +81,8 @@ impl LineSink {
         Ok(())
     }
 
-    /// Waits until the lines so far are written, but at most for [`FLUSH_TIMEOUT`].
+    /// Waits until all lines that were queued so far are written to the file, but at most for
+    /// [`FLUSH_TIMEOUT`].
     pub(crate) fn flush(&self) {
         let sender = match &*self.lock() {
             PendingLines::Thread(sender) => sender.clone(),
@@ -91,7 +94,8 @@ impl LineSink {
         }
     }
 
-    /// Queues a line. Drops and counts the line if the queue is full.
+    /// Queues a log line for the thread that writes the file, without blocking. Drops and counts
+    /// the line if the queue is full.
     fn push(&self, line: &[u8]) {
         let is_queued = match &mut *self.lock() {
             PendingLines::Memory(lines) if lines.len() < MAX_QUEUED_LINES => {
@@ -106,14 +110,15 @@ impl LineSink {
         }
     }
 
-    /// Locks the destination, also after a thread panicked while it held the lock.
+    /// Locks the place where log lines wait ([`PendingLines`]), also after a thread panicked while
+    /// it held the lock.
     fn lock(&self) -> MutexGuard<'_, PendingLines> {
         self.destination.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }
 
-/// Writes the lines that arrive through `requests` to `file`, until all senders of requests are
-/// dropped. Before a line, reports how many lines were dropped.
+/// Runs on the writing thread: writes the log lines that arrive through `requests` to `file`, until
+/// all senders of requests are dropped. Before a line, reports how many lines were dropped.
 fn write_received_lines(file: &mut CappedFile, requests: &Receiver<WriterRequest>, dropped: &AtomicU64) {
     for request in requests {
         match dropped.swap(0, Ordering::Relaxed) {
@@ -130,7 +135,7 @@ fn write_received_lines(file: &mut CappedFile, requests: &Receiver<WriterRequest
 /// The permissions of a new log file. Only the user can read the file.
 const FILE_MODE: u32 = 0o600;
 
-/// A log file whose size is limited.
+/// A log file whose size is limited: a full file is renamed to `NAME.1`, and a new one is begun.
 struct CappedFile {
     path: PathBuf,
     file: File,
@@ -139,7 +144,8 @@ struct CappedFile {
 }
 
 impl CappedFile {
-    /// Opens a file for appending. Creates the file and its directory if they do not exist.
+    /// Opens a log file of at most `max_bytes` bytes for appending. Creates the file and its
+    /// directory if they do not exist.
     fn open(path: &Path, max_bytes: u64) -> io::Result<CappedFile> {
         if let Some(directory) = path.parent() {
             fs::create_dir_all(directory)?;
@@ -167,8 +173,8 @@ impl CappedFile {
     }
 }
 
-/// Passes a log line to a [`LineSink`]. The subscriber of `tracing` writes each whole line with a
-/// single call.
+/// A writer that passes each log line to a [`LineSink`]. The subscriber of `tracing` writes each
+/// whole line with a single call.
 pub(crate) struct LineWriter<'a>(&'a LineSink);
 
 impl Write for LineWriter<'_> {
@@ -190,10 +196,11 @@ impl<'a> MakeWriter<'a> for LineSink {
     }
 }
 
-/// A function that prints a line of the debug log on the terminal.
+/// A function that prints a line of the debug log on the terminal of this process.
 pub type PrintLine = fn(&str);
 
-/// Prints log lines on the terminal.
+/// A writer that prints log lines on the terminal by calling a function, for the subscriber of
+/// `tracing`.
 #[derive(Clone, Copy)]
 pub(crate) struct TerminalWriter(pub(crate) PrintLine);
 

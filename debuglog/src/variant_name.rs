@@ -1,7 +1,9 @@
-//! [`variant_name`]: returns the name of an enum's variant, without the values in the variant.
+//! [`variant_name`]: returns the name of an enum value's variant, without the fields, for log
+//! lines.
 use std::fmt::{self, Debug, Write};
 
-/// Collects the first identifier of the text that is written to it, and ignores the rest.
+/// A `fmt::Write` that keeps the first identifier of the text that is written to it, and ignores
+/// the rest.
 struct FirstWordWriter(String);
 
 impl Write for FirstWordWriter {
@@ -17,8 +19,8 @@ impl Write for FirstWordWriter {
     }
 }
 
-/// Returns the name of an enum's variant, such as `Start`. Does not format the values in the
-/// variant, which may be secret.
+/// Returns the name of the variant of an enum value, such as `Start`, from its `Debug` output. Does
+/// not format the values in the variant, which may be secret.
 pub fn variant_name(value: &impl Debug) -> String {
     let mut word = FirstWordWriter(String::new());
     // The error only ends the formatting after the name.
