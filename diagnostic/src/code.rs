@@ -1,9 +1,10 @@
-//! [`Code`]: the stable name of one kind of error, with its explanation and exit code.
+//! [`Code`]: the stable name of one kind of error, such as `ssh-host-key-unknown`, with its
+//! explanation and exit code.
 use serde::{Deserialize, Serialize, Serializer};
 use std::fmt;
 
-/// The kind of failure that a diagnostic reports. The category decides the exit code of `launch`
-/// (docs/cli.md).
+/// The kind of failure (usage, job, cluster, checkpoint or other) that a diagnostic reports. The
+/// category decides the exit code of `launch` (docs/cli.md).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Category {
@@ -47,8 +48,9 @@ pub struct CodeInfo {
     pub remedy: &'static str,
 }
 
-/// The stable name of one kind of error. Two codes are equal if their names are equal. A code is
-/// serialized as its name; module `codes` finds the code of a name.
+/// The stable name of one kind of error, such as `ssh-host-key-unknown`, by which users and
+/// programs recognize it. Two codes are equal if their names are equal. A code is serialized as its
+/// name; module `codes` finds the code of a name.
 #[derive(Clone, Copy)]
 pub struct Code(&'static CodeInfo);
 

@@ -22,7 +22,7 @@ pub mod slurm;
 pub mod ssh;
 pub mod training;
 
-/// The areas of the product, each with its title and its diagnostic codes, in the order of
+/// All diagnostic codes, grouped by area of the product such as "Slurm" or "Data", in the order of
 /// docs/errors.md.
 pub(crate) const AREAS: &[(&str, &[Code])] = &[
     ("Command line", command::ALL),

@@ -1,4 +1,4 @@
-//! [`Diagnostic`]: an error, a warning or a note as a value, with its JSON form.
+//! [`Diagnostic`]: an error, a warning or a note for the user as a value, with its JSON form.
 use crate::{
     code::{Category, Code},
     location::Location,
@@ -26,7 +26,8 @@ pub enum Severity {
 #[serde(transparent)]
 pub struct Diagnostic(Box<DiagnosticData>);
 
-/// The data of a [`Diagnostic`]. The serialized form has the names of these fields.
+/// The data of a [`Diagnostic`], which is boxed so that a `Result` stays small. The serialized form
+/// has the names of these fields.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct DiagnosticData {
     code: Code,
@@ -65,7 +66,8 @@ impl Diagnostic {
         Self::new(code, Severity::Note, message.into())
     }
 
-    /// Creates a diagnostic without a subject, fields, help or causes.
+    /// Creates a diagnostic with a severity, a code and a message, but without a subject, fields,
+    /// help or causes.
     fn new(code: Code, severity: Severity, message: String) -> Self {
         Diagnostic(Box::new(DiagnosticData {
             code,
@@ -88,7 +90,8 @@ impl Diagnostic {
         self
     }
 
-    /// Sets the location of the mistake: a place in a file, or an argument of the command line.
+    /// Sets the location of the mistake that the diagnostic reports: a place in a file, or an
+    /// argument of the command line.
     pub fn with_location(mut self, location: Location) -> Self {
         self.0.location = Some(location);
         self
@@ -108,8 +111,8 @@ impl Diagnostic {
         self
     }
 
-    /// Adds advice for the user: the remedy that the explanation of the diagnostic's code contains.
-    /// The remedy loses its full stop, and begins in lower case.
+    /// Adds advice for the user: the remedy from the explanation of the diagnostic's code. The
+    /// remedy loses its full stop, and begins in lower case.
     pub fn with_remedy(self) -> Self {
         let remedy = self.0.code.info().remedy.trim_end_matches('.');
         let mut chars = remedy.chars();
@@ -123,8 +126,8 @@ impl Diagnostic {
         self.with_help(help)
     }
 
-    /// Adds the messages of `error`, the cause of this diagnostic, and of all sources of `error`,
-    /// outermost first.
+    /// Adds the messages of `error`, the cause of this diagnostic, and of all errors that caused
+    /// `error`, outermost first.
     pub fn with_cause(mut self, error: &dyn Error) -> Self {
         let mut next = Some(error);
         while let Some(error) = next {
@@ -134,8 +137,8 @@ impl Diagnostic {
         self
     }
 
-    /// Adds `detail` to the diagnostics that this diagnostic summarizes. For example, each mistake
-    /// in a job file is a detail of the error that rejects the file.
+    /// Adds `detail` to the list of the diagnostics that this diagnostic summarizes. For example,
+    /// each mistake in a job file is a detail of the error that rejects the file.
     pub fn with_detail(mut self, detail: Diagnostic) -> Self {
         self.0.details.push(detail);
         self
@@ -148,7 +151,7 @@ impl Diagnostic {
         self
     }
 
-    /// Replaces the message, and keeps the code, the fields and all other parts.
+    /// Replaces the message of the diagnostic, and keeps its code, fields and all other data.
     pub fn with_message(mut self, message: impl Into<String>) -> Self {
         self.0.message = message.into();
         self

@@ -1,4 +1,5 @@
-//! Crate `diagnostic`: the error value that every crate of the product reports.
+//! Crate `diagnostic`: the type of errors, warnings and notes that every crate of the product
+//! reports to the user.
 //!
 //! A [`Diagnostic`] holds a stable [`Code`], a subject, structured fields, help and causes.
 //! [`render()`] turns a diagnostic into text for the terminal, and [`Diagnostic::to_json`] into the

@@ -61,8 +61,8 @@ impl Location {
         }
     }
 
-    /// Returns the column of the first wrong character, counted from 1; 0 for a mistake in a whole
-    /// file or argument.
+    /// Returns the column of the first wrong character, counted from 1; 0 if the location is a
+    /// whole file or argument.
     pub fn column(&self) -> u32 {
         match self {
             Location::File { .. } | Location::Argument { .. } => 0,

@@ -62,7 +62,7 @@ fn render_one(diagnostic: &Diagnostic, color: bool) -> String {
     }
 }
 
-/// Renders the severity, code, message, causes and help of a diagnostic that has no location.
+/// Renders a diagnostic that has no location: its severity, code, message, causes and help.
 fn render_without_source(diagnostic: &Diagnostic, color: bool) -> String {
     let (name, style) = match diagnostic.severity() {
         Severity::Error => ("error", "\x1b[1;31m"),
@@ -86,8 +86,8 @@ fn append_notes(text: &mut String, diagnostic: &Diagnostic) {
     }
 }
 
-/// Renders a diagnostic with the source line that its location points at. The line is left out if
-/// it is longer than [`MAX_SHOWN_LINE_CHARS`].
+/// Renders a diagnostic together with the source line that its location points at, and a caret
+/// below the mistake. The line is left out if it is longer than [`MAX_SHOWN_LINE_CHARS`].
 fn render_with_source(diagnostic: &Diagnostic, location: &Location, color: bool) -> String {
     let renderer = if color { Renderer::styled() } else { Renderer::plain() };
     let level = match diagnostic.severity() {
@@ -138,8 +138,8 @@ fn render_with_source(diagnostic: &Diagnostic, location: &Location, color: bool)
     format!("{}\n", renderer.render(&[group]))
 }
 
-/// Replaces unprintable characters in the file name and source line of a location. The columns stay
-/// the same.
+/// Returns a location whose file name and source line have no unprintable characters, for printing
+/// on a terminal. The columns stay the same.
 fn filter_location_text(location: &Location) -> Location {
     match location {
         Location::File { file } => Location::File { file: filter_line(file) },
@@ -157,8 +157,9 @@ fn filter_location_text(location: &Location) -> Location {
     }
 }
 
-/// Returns the byte range in `text` of the `width` characters that begin at character `column`,
-/// counted from 1. If `text` has fewer characters, the range ends at the end of `text`.
+/// Returns which bytes of `text` are the `width` characters that begin at character `column`
+/// (counted from 1), as a byte range. If `text` has fewer characters, the range ends at the end of
+/// `text`.
 fn compute_byte_range(text: &str, column: u32, width: u32) -> std::ops::Range<usize> {
     let at = |chars: usize| text.char_indices().nth(chars).map_or(text.len(), |(byte, _)| byte);
     let first = column.saturating_sub(1) as usize;

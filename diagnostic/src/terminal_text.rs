@@ -1,16 +1,18 @@
-//! Filters text from files, other processes and other hosts before it is printed. No other module
-//! filters text. Without the filter, such text could move the cursor, hide other text, set the
-//! window title, or change the order in which characters are shown.
+//! Removes control characters from text of files, other processes and other hosts before it is
+//! printed on the terminal. No other module filters text. Without the filter, such text could move
+//! the cursor, hide other text, set the window title, or change the order in which characters are
+//! shown.
 use std::{borrow::Cow, fmt::Write};
 
 /// The character that is printed instead of an unprintable one.
 const REPLACEMENT_CHAR: char = char::REPLACEMENT_CHARACTER;
-/// The control sequence that ends all colors.
+/// The terminal control sequence that resets text to the default color.
 const COLOR_RESET: &str = "\x1b[0m";
 
-/// Returns whether `c` is a control character, or changes the direction or layout of text. Such
-/// characters are control characters (C0, DEL and C1, including line breaks and tabs), line
-/// separators, bidirectional controls, deprecated format controls, annotations and tags.
+/// Returns whether `c` must not be printed on a terminal: whether it is a control character, or
+/// changes the direction or layout of text. Such characters are C0, DEL and C1 (including line
+/// breaks and tabs), line separators, bidirectional controls, deprecated format controls,
+/// annotations and tags.
 pub fn is_unprintable(c: char) -> bool {
     c.is_control()
         || matches!(c,
@@ -43,8 +45,8 @@ pub fn filter_colored_text(text: &str) -> String {
     filtered
 }
 
-/// Appends `line` to `filtered`, with its unprintable characters other than color sequences
-/// replaced.
+/// Appends `line` to `filtered`, and replaces its unprintable characters, except for color
+/// sequences, by U+FFFD.
 fn append_filtered_colored_line(line: &str, filtered: &mut String) {
     let (mut rest, mut is_colored) = (line, false);
     while let Some(at) = rest.find(|c: char| is_unprintable(c) && c != '\t') {
@@ -69,16 +71,16 @@ fn append_filtered_colored_line(line: &str, filtered: &mut String) {
     }
 }
 
-/// Returns the length of the color sequence (SGR) at the start of `text`, in bytes; `None` if
-/// `text` does not begin with such a sequence.
+/// Returns the length in bytes of the color sequence (SGR, `ESC [ … m`) at the start of `text`;
+/// `None` if `text` does not begin with one.
 fn measure_color_sequence(text: &str) -> Option<usize> {
     let body = text.strip_prefix("\x1b[")?;
     let end = body.find(|c: char| !c.is_ascii_digit() && c != ';')?;
     body[end..].starts_with('m').then_some(2 + end + 1)
 }
 
-/// Replaces unprintable characters in the text of a JSON document by escapes (`\u202e`), which do
-/// not change the value. Keeps the line breaks and tabs between values.
+/// Escapes unprintable characters in the text of a JSON document as `\u202e`, so that the text can
+/// be printed and has the same value. Keeps the line breaks and tabs between values.
 pub fn escape_unprintable_in_json(json: &str) -> Cow<'_, str> {
     let is_escaped = |c: char| is_unprintable(c) && !matches!(c, '\n' | '\r' | '\t');
     if !json.contains(is_escaped) {
