@@ -1,4 +1,4 @@
-//! Decides which HTTP requests to the dashboard are answered: those that contain its token and are
+//! Decides which HTTP requests the dashboard answers: those that contain its secret token and are
 //! addressed to a loopback name of this machine.
 use crate::request::Request;
 use std::io;
@@ -7,7 +7,8 @@ use subtle::ConstantTimeEq;
 /// The number of random bytes in the token of a dashboard.
 const TOKEN_BYTES: usize = 32;
 
-/// The secret that every request must contain. The text of a token consists of hexadecimal digits.
+/// The secret that every HTTP request to the dashboard must contain, in the query or in the header
+/// `Authorization`. The text of a token consists of hexadecimal digits.
 #[derive(Clone)]
 pub(crate) struct Token(String);
 
@@ -27,7 +28,7 @@ pub(crate) enum AccessError {
 }
 
 impl AccessError {
-    /// Returns the HTTP status of the response to the rejected request.
+    /// Returns the status of the HTTP response to the rejected request.
     pub(crate) fn status(self) -> u16 {
         match self {
             AccessError::OtherHost | AccessError::OtherSite => 403,
@@ -37,13 +38,14 @@ impl AccessError {
 }
 
 impl Token {
-    /// Creates a random token.
+    /// Creates a random token for a dashboard that starts.
     pub(crate) fn create() -> io::Result<Token> {
         let mut bytes = [0; TOKEN_BYTES];
         getrandom::fill(&mut bytes).map_err(io::Error::other)?;
         Ok(Token(bytes.iter().map(|byte| format!("{byte:02x}")).collect()))
     }
 
+    /// Returns the token as text, as it appears in the URL of the page.
     pub(crate) fn as_str(&self) -> &str {
         &self.0
     }
@@ -54,8 +56,8 @@ impl Token {
         self.0.as_bytes().ct_eq(text.as_bytes()).into()
     }
 
-    /// Fails if a request has no valid token, is addressed to another machine, or comes from a page
-    /// of another site.
+    /// Fails if an HTTP request has no valid token, is addressed to another machine, or comes from
+    /// a page of another site.
     pub(crate) fn check_request(&self, request: &Request) -> Result<(), AccessError> {
         let host = request.host.as_deref().ok_or(AccessError::OtherHost)?;
         if !is_loopback_name(host) {

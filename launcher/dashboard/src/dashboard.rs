@@ -1,5 +1,5 @@
-//! [`Dashboard`]: the source of the runs that a dashboard shows, and the state of those whose
-//! journals are read.
+//! [`Dashboard`]: the runs that the dashboard shows, and the state of those whose journals (files
+//! of events) it reads.
 use crate::{
     run_source::{RunInfo, RunSource},
     tracked_run::TrackedRun,
@@ -10,19 +10,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The largest number of runs whose state is kept in memory. The runs that were not used for the
-/// longest time are dropped first.
+/// The largest number of runs whose state the dashboard keeps in memory. The runs that were not
+/// used for the longest time are dropped first.
 const MAX_TRACKED_RUNS: usize = 64;
-/// How long a list of runs is reused before the runs are listed again.
+/// How long the dashboard reuses a list of runs before it lists the runs again.
 const RUN_LIST_LIFETIME: Duration = Duration::from_secs(2);
-/// The largest number of runs that are listed.
+/// The largest number of runs that the dashboard lists.
 const MAX_LISTED_RUNS: usize = 500;
 
-/// The state of a run, which several connections share.
+/// The state of a run that the dashboard reads, behind a mutex and shared by several HTTP
+/// connections.
 pub(crate) type SharedRun = Arc<Mutex<TrackedRun>>;
 
-/// The data behind the pages of a dashboard: the source of runs, and the state of the runs that
-/// were shown recently.
+/// The data behind the pages of a dashboard: the source that lists runs and opens their files, and
+/// the state of the runs that were shown recently.
 pub struct Dashboard {
     source: Box<dyn RunSource>,
     /// The list of runs and the time at which it was made.
@@ -43,16 +44,17 @@ pub(crate) fn lock_ignoring_poison<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Dashboard {
-    /// Creates a dashboard of the runs of `source`.
+    /// Creates a dashboard of the runs that `source` lists.
     pub fn new(source: Box<dyn RunSource>) -> Dashboard {
         Dashboard { source, listed: Mutex::default(), tracked: Mutex::default() }
     }
 
+    /// Returns the source that lists the runs and opens their files.
     pub(crate) fn source(&self) -> &dyn RunSource {
         &*self.source
     }
 
-    /// Lists the runs, from the newest to the oldest.
+    /// Lists the runs that the dashboard can show, from the newest to the oldest.
     pub(crate) fn list_runs(&self) -> Arc<Vec<RunInfo>> {
         let mut listed = lock_ignoring_poison(&self.listed);
         if let Some((at, runs)) = &*listed
@@ -67,8 +69,8 @@ impl Dashboard {
         runs
     }
 
-    /// Returns the state of the run with this ID. Begins to track the run if no state is kept.
-    /// Returns `None` if there is no such run.
+    /// Returns the state of the run with the ID `run`, and begins to track the run if the dashboard
+    /// does not know its state yet. Returns `None` if there is no such run.
     pub(crate) fn find_run(&self, run: &str) -> Option<SharedRun> {
         if let Some((used, shared)) = lock_ignoring_poison(&self.tracked).get_mut(run) {
             *used = Instant::now();
@@ -86,8 +88,8 @@ impl Dashboard {
         Some(shared)
     }
 
-    /// Reads the journal of a run until its end or until `limit` has passed, and returns the state
-    /// of the run.
+    /// Reads the journal (the file of events) of a run to its end, but for at most the time
+    /// `limit`, and returns the state of the run.
     pub(crate) fn load_run(&self, run: &str, limit: Duration) -> Option<SharedRun> {
         let (shared, end) = (self.find_run(run)?, Instant::now() + limit);
         while !lock_ignoring_poison(&shared).refresh(self.source()) && Instant::now() < end {}

@@ -1,14 +1,16 @@
-//! [`EventLog`]: the newest events of a run, numbered.
+//! [`EventLog`]: the newest events of a run, with consecutive numbers, for the page of the
+//! dashboard.
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::VecDeque;
 
-/// The largest number of events of a run that are kept.
+/// The largest number of events of a run that the dashboard keeps in memory.
 const MAX_EVENTS: usize = 1000;
-/// The largest size of all kept events, in bytes of their JSON.
+/// The largest total size of the events of a run that the dashboard keeps in memory, in bytes of
+/// JSON.
 const MAX_BYTES: usize = 4 << 20;
 
-/// An event of a run, numbered in the order of the log.
+/// An event of a run as JSON, with its number in the order in which the events were added.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct NumberedEvent {
     /// The number of the event among those of the log, from 1.
@@ -19,7 +21,7 @@ pub(crate) struct NumberedEvent {
     bytes: usize,
 }
 
-/// The newest events of a run, except for `step` events.
+/// The newest events of a run that the dashboard keeps in memory. `step` events are not among them.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct EventLog {
     events: VecDeque<NumberedEvent>,
@@ -28,7 +30,7 @@ pub(crate) struct EventLog {
 }
 
 impl EventLog {
-    /// Adds an event. Removes the oldest events if there are too many.
+    /// Adds an event of the run, given as JSON. Removes the oldest events if there are too many.
     pub(crate) fn add(&mut self, event: Value) {
         self.count += 1;
         let bytes = event.to_string().len();
@@ -44,7 +46,8 @@ impl EventLog {
         self.events.iter().filter(|event| event.number > number).collect()
     }
 
-    /// Returns the number of events that were ever added, including those that are no longer kept.
+    /// Returns the number of events that were ever added to the log, including those that it no
+    /// longer keeps.
     pub(crate) fn added_count(&self) -> u64 {
         self.count
     }

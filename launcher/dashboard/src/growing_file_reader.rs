@@ -1,4 +1,5 @@
-//! [`GrowingFileReader`]: reads the lines of a growing file in parts, within a limit for each call.
+//! [`GrowingFileReader`]: reads the lines of a file that another process extends, such as a
+//! journal, with a limit on the bytes per call.
 use crate::run_source::RunSource;
 use std::{
     fs::File,
@@ -13,7 +14,7 @@ const BUFFER_BYTES: usize = 256 << 10;
 /// and the line counts as damaged.
 const MAX_LINE_BYTES: usize = 1 << 20;
 
-/// A reader of the lines of a file that grows, and that may be replaced by another file.
+/// A reader of the lines of a file that another process extends, and may replace by another file.
 #[derive(Debug)]
 pub(crate) struct GrowingFileReader {
     path: PathBuf,
@@ -25,7 +26,8 @@ pub(crate) struct GrowingFileReader {
     is_skipping: bool,
 }
 
-/// The result of one call of [`GrowingFileReader::read`].
+/// How far one call of [`GrowingFileReader::read_lines`] has read the file, and whether the file
+/// was replaced.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct ReadProgress {
     /// Whether the file was replaced or truncated, so that the next call begins at its start.
@@ -37,12 +39,14 @@ pub(crate) struct ReadProgress {
 }
 
 impl GrowingFileReader {
+    /// Creates a reader that starts at the beginning of the file at `path`, and opens the file at
+    /// the first read.
     pub(crate) fn new(path: PathBuf) -> GrowingFileReader {
         GrowingFileReader { path, file: None, offset: 0, unfinished: Vec::new(), is_skipping: false }
     }
 
-    /// Reads at most about `limit` bytes, and passes each complete line to `on_line`, without its
-    /// line end. Passes an empty line in place of a line that is too long.
+    /// Reads about `limit` more bytes of the file, and passes each complete line, without its line
+    /// end, to `on_line`. Passes an empty line in place of a line that is too long.
     pub(crate) fn read_lines(
         &mut self,
         source: &dyn RunSource,
@@ -73,7 +77,8 @@ impl GrowingFileReader {
         Ok(ReadProgress { is_replaced, is_at_end, share: share.min(1.0) })
     }
 
-    /// Passes the complete lines of the next bytes of the file to `on_line`.
+    /// Splits `bytes`, the next bytes of the file, into lines, and passes each line that is
+    /// complete to `on_line`.
     fn split_lines(&mut self, mut bytes: &[u8], on_line: &mut dyn FnMut(&[u8])) {
         while let Some(length) = bytes.iter().position(|b| *b == b'\n') {
             let (line, rest) = (&bytes[..length], &bytes[length + 1..]);

@@ -1,21 +1,23 @@
-//! [`JournalLine`]: a line of `events.jsonl`, parsed within limits.
+//! [`JournalLine`]: a line of a run's journal (`events.jsonl`), parsed with limits on the size of
+//! its values.
 use protocol::event::{Event, TimedEvent};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-/// The longest text of an event that is kept, in bytes. The rest of a longer text is replaced by an
-/// ellipsis.
+/// The longest text in an event that the dashboard keeps, in bytes. The rest of a longer text is
+/// replaced by an ellipsis.
 const MAX_TEXT_BYTES: usize = 4096;
-/// The largest number of entries of a list or an object of an event that are kept.
+/// The largest number of entries of one list or object in an event that the dashboard keeps.
 const MAX_COLLECTION_ENTRIES: usize = 256;
-/// The largest number of values of one event that are kept.
+/// The largest number of JSON values of one event that the dashboard keeps.
 const MAX_EVENT_VALUES: usize = 4096;
-/// The number of bytes at the start of a line in which the kind of the event is expected.
+/// The number of bytes at the start of a journal line that are searched for the kind of the event.
 const KIND_SEARCH_BYTES: usize = 64;
-/// The text by which a line with a `step` event is recognized.
+/// The text by which a journal line is recognized as a `step` event without parsing its JSON.
 const STEP_KIND: &[u8] = br#""event":"step""#;
 
-/// The values of a `step` event, such as the loss and the learning rate.
+/// The values of a `step` event (the report about one optimizer step), such as the loss and the
+/// learning rate.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 pub(crate) struct StepValues {
     pub(crate) time: f64,
@@ -30,7 +32,8 @@ pub(crate) struct StepValues {
     pub(crate) exposed_comm_s: f64,
 }
 
-/// A line of a journal.
+/// A parsed line of a run's journal (`events.jsonl`): a `step` event, another event, or one of
+/// another version of launch.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum JournalLine {
     /// A `step` event.
@@ -47,8 +50,8 @@ pub(crate) enum JournalLine {
 }
 
 impl JournalLine {
-    /// Parses a line. Returns `None` if the line is damaged: not a JSON object with the fields
-    /// `event` and `time`.
+    /// Parses a line of a run's journal (`events.jsonl`). Returns `None` if the line is damaged:
+    /// not a JSON object with the fields `event` and `time`.
     pub(crate) fn parse(line: &[u8]) -> Option<JournalLine> {
         let prefix = &line[..line.len().min(KIND_SEARCH_BYTES)];
         if prefix.windows(STEP_KIND.len()).any(|part| part == STEP_KIND)
@@ -68,8 +71,8 @@ impl JournalLine {
     }
 }
 
-/// Shortens the long texts, lists and objects in a JSON value. `values_left` is the number of
-/// values that may still be kept.
+/// Shortens the long texts, lists and objects in a JSON value from an untrusted file, and drops
+/// values above a total number. `values_left` is the number of values that may still be kept.
 pub(crate) fn limit_value(value: Value, values_left: &mut usize) -> Value {
     *values_left = values_left.saturating_sub(1);
     if *values_left == 0 {
@@ -90,7 +93,8 @@ pub(crate) fn limit_value(value: Value, values_left: &mut usize) -> Value {
     }
 }
 
-/// Shortens a text to at most `limit` bytes and an ellipsis.
+/// Shortens a text that is longer than `limit` bytes to at most `limit` bytes, and appends an
+/// ellipsis.
 pub(crate) fn truncate_text(mut text: String, limit: usize) -> String {
     if text.len() > limit {
         text.truncate(text.floor_char_boundary(limit));

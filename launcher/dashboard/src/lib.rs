@@ -1,4 +1,5 @@
-//! Crate `dashboard`: shows what runs do, from the files of their run directories.
+//! Crate `dashboard`: shows the state and the curves of runs on a web page and as metrics, from the
+//! files of their run directories.
 //!
 //! [`bind`] opens a server of a page, its data and metrics for browsers and monitoring systems of
 //! this machine. [`write_report`] writes the page with the data of runs as one HTML file. Both get

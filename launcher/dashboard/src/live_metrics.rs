@@ -1,18 +1,20 @@
-//! The metrics of ranks, hosts and GPUs, whose values are the newest measurements of a run.
+//! The Prometheus metrics of each rank, host and GPU, whose values are the newest measurements of
+//! an active run.
 use protocol::{
     control::{GpuUsage, HostUsage, WorkerUsage},
     run_status::RunStatus,
     step_times::RankTimes,
 };
 
-/// A metric of type gauge that each rank, host or GPU of a run has.
+/// A Prometheus metric (a gauge) that each rank, host or GPU of an active run has, such as
+/// `launch_rank_rss_bytes`.
 pub(crate) struct LiveMetric {
     pub(crate) name: &'static str,
     pub(crate) help: &'static str,
     value: LiveMetricSource,
 }
 
-/// The function that reads the value of a live metric from the measurements of a rank, host or GPU.
+/// The function that reads the value of a metric from the measurements of a rank, a host or a GPU.
 enum LiveMetricSource {
     /// A time of a rank in microseconds, summed over several steps. The metric is the mean per step
     /// in seconds.
@@ -28,11 +30,13 @@ enum LiveMetricSource {
 /// One value of a metric with its labels, such as the rank or host, as pairs of name and value.
 pub(crate) type LabeledValue = (Vec<(&'static str, String)>, f64);
 
+/// Creates the metric `name`, whose description is `help` and whose values the function in `value`
+/// reads.
 const fn new_live_metric(name: &'static str, help: &'static str, value: LiveMetricSource) -> LiveMetric {
     LiveMetric { name, help, value }
 }
 
-/// The metrics of ranks, hosts and GPUs.
+/// All Prometheus metrics of ranks, hosts and GPUs.
 pub(crate) const LIVE_METRICS: [LiveMetric; 22] = [
     new_live_metric(
         "launch_rank_step_seconds",
@@ -147,7 +151,8 @@ pub(crate) const LIVE_METRICS: [LiveMetric; 22] = [
 ];
 
 impl LiveMetric {
-    /// Lists the values of the metric for all ranks, hosts or GPUs of a run.
+    /// Lists the values of the metric for all ranks, hosts or GPUs of a run, with labels such as
+    /// the rank.
     pub(crate) fn list_samples(&self, status: &RunStatus) -> Vec<LabeledValue> {
         let rank_label = |rank: u32| vec![("rank", rank.to_string())];
         let hosts = status

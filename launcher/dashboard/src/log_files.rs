@@ -1,4 +1,4 @@
-//! Reads the end of the logs of ranks, and searches in them.
+//! Reads the end of the log files of ranks, and searches in them.
 use crate::{journal_line::truncate_text, run_source::RunSource};
 use diagnostic::terminal_text::filter_line;
 use serde::Serialize;
@@ -11,25 +11,27 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-/// The number of bytes at the end of a log that are returned at first.
+/// The number of bytes at the end of a log file that the first request for this log returns.
 const TAIL_BYTES: u64 = 64 << 10;
-/// The largest number of bytes of a log that one request returns.
+/// The largest number of bytes of a log file that one request returns.
 const MAX_READ_BYTES: u64 = 256 << 10;
-/// The longest line that is returned, in bytes. The rest of a longer line is replaced by an
-/// ellipsis.
+/// The longest line of a log file that is returned, in bytes. The rest of a longer line is replaced
+/// by an ellipsis.
 const MAX_LINE_BYTES: usize = 4 << 10;
-/// The largest number of entries of a log directory that are read.
+/// The largest number of entries of a run's log directory that are read.
 const MAX_DIR_ENTRIES: usize = 64 << 10;
-/// The largest number of lines that a search returns.
+/// The largest number of lines that a search in log files returns.
 const MAX_MATCHES: usize = 500;
-/// The largest number of bytes that a search reads.
+/// The largest number of bytes of log files that one search reads.
 const MAX_SEARCH_BYTES: u64 = 64 << 20;
-/// The longest text that is searched for, in bytes.
+/// The longest text that a user can search for in log files, in bytes.
 const MAX_PATTERN_BYTES: usize = 256;
-/// The prefix of the files with the console output of ranks on other hosts.
+/// The file name prefix of logs whose ranks run on other hosts: the controller writes the console
+/// output of such ranks to these files.
 const STREAMED_PREFIX: &str = "streamed-";
 
-/// Consecutive lines of a log, with the position at which the next request continues.
+/// Consecutive lines of a rank's log file, with the file position at which the next request
+/// continues.
 #[derive(Debug, Default, PartialEq, Serialize)]
 pub(crate) struct LogPart {
     /// Lines without unprintable characters.
@@ -42,14 +44,14 @@ pub(crate) struct LogPart {
     pub(crate) is_cut: bool,
 }
 
-/// A line that a search found.
+/// A line of a rank's log that contains the searched text.
 #[derive(Debug, PartialEq, Serialize)]
 pub(crate) struct LogMatch {
     rank: u32,
     line: String,
 }
 
-/// The result of a search.
+/// The log lines that a search has found, and whether the search ended early at a limit.
 #[derive(Debug, Default, PartialEq, Serialize)]
 pub(crate) struct LogMatches {
     pub(crate) matches: Vec<LogMatch>,
@@ -57,8 +59,8 @@ pub(crate) struct LogMatches {
     pub(crate) is_cut: bool,
 }
 
-/// Lists the newest log of each rank in the directory `logs`. If the log of a rank is on another
-/// host, lists the copy of its console output.
+/// Finds the newest log file of each rank in the directory `logs` of a run. If the log of a rank is
+/// on another host, lists the copy of its console output.
 pub(crate) fn list_logs(logs: &Path) -> BTreeMap<u32, PathBuf> {
     let (mut found, mut copies) = (BTreeMap::new(), BTreeMap::new());
     for entry in fs::read_dir(logs).into_iter().flatten().flatten().take(MAX_DIR_ENTRIES) {
@@ -75,15 +77,15 @@ pub(crate) fn list_logs(logs: &Path) -> BTreeMap<u32, PathBuf> {
     found
 }
 
-/// Returns how long ago each rank wrote to its log, for the first `limit` logs.
+/// Returns how long ago each rank wrote to its log file, for the first `limit` logs.
 pub(crate) fn read_log_ages(logs: &Path, limit: usize) -> BTreeMap<u32, Duration> {
     let now = SystemTime::now();
     let age = |path: &Path| now.duration_since(fs::symlink_metadata(path).ok()?.modified().ok()?).ok();
     list_logs(logs).into_iter().take(limit).filter_map(|(rank, path)| Some((rank, age(&path)?))).collect()
 }
 
-/// Reads the end of a log, or only the lines that were added after `position`, which is the
-/// identity of the file and the end of the part that an earlier call returned.
+/// Reads the last lines of a rank's log file, or only the lines that were added since an earlier
+/// call, which `position` (file identity and end offset) describes.
 pub(crate) fn read_log(
     source: &dyn RunSource,
     path: &Path,
@@ -111,8 +113,8 @@ pub(crate) fn read_log(
     Ok(part)
 }
 
-/// Searches for a text in the logs of ranks, without regard to the case of ASCII letters. Returns
-/// the newest matches of each log.
+/// Searches for a text in the log files of ranks, without regard to the case of ASCII letters.
+/// Returns the newest matches of each log.
 pub(crate) fn search_logs(
     source: &dyn RunSource,
     logs: &BTreeMap<u32, PathBuf>,
@@ -151,19 +153,20 @@ fn read_end_of_file(source: &dyn RunSource, path: &Path, limit: u64) -> io::Resu
     Ok(bytes)
 }
 
-/// Returns whether `line` contains `pattern`, which must not be empty.
+/// Returns whether `line` contains `pattern`, without regard to the case of ASCII letters.
 fn contains_ignoring_case(line: &[u8], pattern: &[u8]) -> bool {
     line.windows(pattern.len()).any(|part| part.eq_ignore_ascii_case(pattern))
 }
 
-/// Returns a line as text of limited length without color sequences and unprintable characters.
+/// Converts a line of a log to text of limited length, without color sequences and unprintable
+/// characters.
 pub(crate) fn format_line(line: &[u8]) -> String {
     let line = &line[..line.len().min(4 * MAX_LINE_BYTES)];
     let text = String::from_utf8_lossy(line.strip_suffix(b"\r").unwrap_or(line));
     truncate_text(filter_line(&remove_colors(&text).replace('\t', "    ")), MAX_LINE_BYTES)
 }
 
-/// Removes color sequences (`ESC [ … m`).
+/// Removes the terminal color sequences (`ESC [ … m`) from a text.
 fn remove_colors(text: &str) -> String {
     let mut plain = String::with_capacity(text.len());
     let mut rest = text;

@@ -1,4 +1,4 @@
-//! Formats the numbers of runs as metrics: in the format of OpenMetrics or of Prometheus.
+//! Formats the progress of runs and their newest measurements as Prometheus or OpenMetrics text.
 use crate::{
     dashboard::{Dashboard, SharedRun, lock_ignoring_poison},
     live_metrics::LIVE_METRICS,
@@ -10,7 +10,7 @@ use std::{fmt::Write, time::Duration};
 
 /// The largest number of runs whose metrics are exported.
 const MAX_EXPORTED_RUNS: usize = 32;
-/// How long a request for metrics waits until the journal of a run is read.
+/// How long a request for metrics waits until the journal (file of events) of a run is read.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A text format in which metrics are exported.
@@ -29,7 +29,8 @@ enum MetricType {
     Counter,
 }
 
-/// A metric that each run has, with the function that reads its value.
+/// A Prometheus metric with one value per run, such as its step, and the function that reads this
+/// value.
 struct RunMetric {
     /// The name without the suffix `_total` of counters.
     name: &'static str,
@@ -39,7 +40,7 @@ struct RunMetric {
     value: fn(&TrackedRun) -> Option<f64>,
 }
 
-/// The metrics that each run has.
+/// All Prometheus metrics that have one value per run.
 const RUN_METRICS: [RunMetric; 19] = [
     RunMetric {
         name: "launch_run_active",
@@ -158,7 +159,7 @@ const RUN_METRICS: [RunMetric; 19] = [
 ];
 
 impl MetricsFormat {
-    /// Returns the value of the header `Content-Type` for metrics in this format.
+    /// Returns the value of the HTTP header `Content-Type` for metrics in this format.
     pub(crate) fn content_type(self) -> &'static str {
         match self {
             MetricsFormat::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
@@ -167,12 +168,14 @@ impl MetricsFormat {
     }
 }
 
-/// Formats the metrics of runs for a file that Prometheus's node exporter reads.
+/// Formats the metrics of the runs as the content of a file that the textfile collector of
+/// Prometheus's node exporter reads.
 pub fn format_textfile(dashboard: &Dashboard) -> String {
     format_metrics(dashboard, MetricsFormat::Prometheus)
 }
 
-/// Formats the metrics of the active runs, of runs that the user has named, and of the newest run.
+/// Formats the metrics of the active runs, of the runs that the user has named on the command line,
+/// and of the newest run.
 pub(crate) fn format_metrics(dashboard: &Dashboard, format: MetricsFormat) -> String {
     let listed = dashboard.list_runs();
     let shown = listed.iter().enumerate().filter(|(at, info)| *at == 0 || info.is_active || info.is_named);
@@ -212,7 +215,8 @@ pub(crate) fn format_metrics(dashboard: &Dashboard, format: MetricsFormat) -> St
     text
 }
 
-/// Appends the metrics of the ranks, hosts and GPUs of active runs. All of them are gauges.
+/// Appends the metrics of each rank, host and GPU of the active runs to `text`. All of them are
+/// gauges.
 fn append_live_metrics(text: &mut String, runs: &[SharedRun]) {
     for metric in &LIVE_METRICS {
         let (name, help) = (metric.name, metric.help);
@@ -239,7 +243,7 @@ fn append_live_metrics(text: &mut String, runs: &[SharedRun]) {
     }
 }
 
-/// Escapes the special characters in the value of a label.
+/// Escapes the special characters in the value of a Prometheus label.
 fn escape_label_value(value: &str) -> String {
     let value: String =
         value.chars().map(|c| if c.is_control() && c != '\n' { '\u{fffd}' } else { c }).collect();

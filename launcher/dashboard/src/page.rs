@@ -1,11 +1,11 @@
-//! The page of the dashboard, whose HTML, script and style sheet are embedded in the executable.
+//! The HTML page of the dashboard; its HTML, script and style sheet are embedded in the executable.
 use crate::access::Token;
 
-/// The HTML of the page of the dashboard. `{head}` and `{body}` stand for the elements that load or
-/// contain the style, the script and the data.
+/// The HTML of the dashboard's page, before elements are inserted. `{head}` and `{body}` stand for
+/// the elements that load or contain the style, the script and the data.
 const HTML: &str = include_str!("page/index.html");
-/// The JavaScript of the page, wrapped in one function so that its names are not global. All texts
-/// from runs are written as text nodes, never as markup.
+/// The JavaScript of the dashboard's page, wrapped in one function so that its names are not
+/// global. All texts from runs are written as text nodes, never as markup.
 pub(crate) const SCRIPT: &str = concat!(
     "\"use strict\";\n(() => {\n",
     include_str!("page/elements.js"),
@@ -20,12 +20,13 @@ pub(crate) const SCRIPT: &str = concat!(
     include_str!("page/page.js"),
     "})();\n",
 );
-/// The style sheet (CSS) of the page.
+/// The style sheet (CSS) of the dashboard's page.
 pub(crate) const STYLE: &str = include_str!("page/style.css");
-/// The icon of the page, as SVG.
+/// The icon of the dashboard's page, as SVG.
 pub(crate) const ICON: &str = include_str!("page/favicon.svg");
 
-/// Formats the page that loads its files and its data from the server.
+/// Formats the HTML of the page that loads its script, its style sheet and the data of runs from
+/// the dashboard's server.
 pub(crate) fn format_live_page(token: &Token) -> String {
     let token = token.as_str();
     let head = format!(
@@ -34,8 +35,8 @@ pub(crate) fn format_live_page(token: &Token) -> String {
     fill_page_template(&head, &format!(r#"<script src="app.js?token={token}"></script>"#))
 }
 
-/// Formats the page with its files and with `data`, a JSON text. Browsers run only the script with
-/// `nonce`, and load nothing.
+/// Formats a self-contained HTML page, which includes the script, the style sheet, and the data of
+/// runs in `data` (JSON text). Browsers run only the script with `nonce`, and load nothing.
 pub(crate) fn format_static_page(nonce: &str, data: &str) -> String {
     let policy = format!("default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'");
     let head = format!(
@@ -49,7 +50,7 @@ pub(crate) fn format_static_page(nonce: &str, data: &str) -> String {
     fill_page_template(&head, &body)
 }
 
-/// Inserts elements into the head and the body of the HTML of the page.
+/// Inserts elements into the head and the body of the dashboard's HTML, and returns the page.
 fn fill_page_template(head: &str, body: &str) -> String {
     let (before, rest) = HTML.split_once("{head}").unwrap_or((HTML, ""));
     let (middle, after) = rest.split_once("{body}").unwrap_or((rest, ""));

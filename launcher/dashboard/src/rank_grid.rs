@@ -1,13 +1,15 @@
-//! [`RankGrid`]: the ranks of a run by host, each with its state, as the events show them.
+//! [`RankGrid`]: the hosts and ranks of a run, and what each rank does according to the events of
+//! the run.
 use crate::journal_line::truncate_text;
 use serde::Serialize;
 use std::{collections::BTreeMap, time::Duration};
 
-/// The largest number of ranks whose states are kept. Further ranks are only counted.
+/// The largest number of ranks of a run whose states the dashboard keeps. Further ranks are only
+/// counted.
 pub(crate) const MAX_RANKS: u32 = 16 << 10;
-/// The largest number of hosts that are kept.
+/// The largest number of hosts of a run that the dashboard keeps.
 const MAX_HOSTS: usize = 4096;
-/// The longest name of a host that is kept, in bytes.
+/// The longest name of a host that the dashboard keeps, in bytes.
 const MAX_HOST_BYTES: usize = 256;
 
 /// What a rank does, according to the events of the run.
@@ -26,7 +28,8 @@ pub enum RankState {
 }
 
 impl RankState {
-    /// Returns the letter that stands for the state in the JSON of the page.
+    /// Returns the letter that stands for the state of a rank in the JSON that the page of the
+    /// dashboard receives.
     fn letter(self) -> char {
         match self {
             RankState::Starting => 's',
@@ -38,7 +41,7 @@ impl RankState {
     }
 }
 
-/// A host and the ranks on it.
+/// A host of a run, and the consecutive ranks on it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct HostRow {
     pub(crate) host: String,
@@ -46,7 +49,8 @@ pub(crate) struct HostRow {
     pub(crate) workers: u32,
 }
 
-/// The ranks of the current attempt of a run.
+/// The hosts and ranks of the current attempt (start of all workers) of a run, with the state of
+/// each rank.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct RankGrid {
     world: u32,
@@ -58,7 +62,7 @@ pub(crate) struct RankGrid {
     notices: BTreeMap<u32, u32>,
 }
 
-/// The rank grid in the JSON form that the page receives.
+/// The JSON form of a [`RankGrid`], which the page of the dashboard receives.
 #[derive(Debug, Serialize)]
 pub(crate) struct GridJson<'a> {
     world: u32,
@@ -72,14 +76,15 @@ pub(crate) struct GridJson<'a> {
 }
 
 impl RankGrid {
-    /// Resets the grid for a new attempt with `world` workers on one host, whose name may be
-    /// unknown.
+    /// Resets the grid for a new attempt (start of all workers), whose `world` workers are all on
+    /// one host.
     pub(crate) fn begin_attempt_on_one_host(&mut self, world: u32, host: &str) {
         self.begin_attempt(world, &[host.to_owned()], &[world]);
     }
 
-    /// Resets the grid for a new attempt with `world` workers. `workers` is the number of workers
-    /// of each host. If it does not match `hosts`, all ranks are in one row, which names all hosts.
+    /// Resets the grid for a new attempt (start of all workers) with `world` workers on the hosts
+    /// `hosts`. `workers` is the number of workers of each host. If it does not match `hosts`, all
+    /// ranks are in one row, which names all hosts.
     pub(crate) fn begin_attempt(&mut self, world: u32, hosts: &[String], workers: &[u32]) {
         self.world = world;
         self.states = vec![RankState::Starting; world.min(MAX_RANKS) as usize];
@@ -99,12 +104,13 @@ impl RankGrid {
         }
     }
 
-    /// Sets the state of all ranks.
+    /// Sets all ranks to the state `state`.
     pub(crate) fn set_all_states(&mut self, state: RankState) {
         self.states.fill(state);
     }
 
-    /// Records the end of an attempt. `rank` is the root cause, if a worker is.
+    /// Records that a failure has ended the attempt: marks all ranks as ended, and the rank that
+    /// caused the failure as failed. `rank` is the root cause, if a worker is.
     pub(crate) fn record_failure(&mut self, rank: Option<u32>) {
         self.set_all_states(RankState::Ended);
         let Some(rank) = rank.filter(|rank| *rank < MAX_RANKS) else { return };
@@ -114,21 +120,22 @@ impl RankGrid {
         *self.failures.entry(rank).or_default() += 1;
     }
 
-    /// Records the end of the run. Keeps the failed ranks.
+    /// Records the end of the run: marks all ranks except failed ones as done or, without success,
+    /// as ended.
     pub(crate) fn record_end(&mut self, is_success: bool) {
         let end = if is_success { RankState::Done } else { RankState::Ended };
         self.states.iter_mut().filter(|state| **state != RankState::Failed).for_each(|state| *state = end);
     }
 
-    /// Counts a message that a rank reported.
+    /// Counts one message that the rank `rank` has reported to the user.
     pub(crate) fn record_notice(&mut self, rank: u32) {
         if rank < MAX_RANKS {
             *self.notices.entry(rank).or_default() += 1;
         }
     }
 
-    /// Returns the grid in the JSON form that the page receives. `output_ages` is the time since
-    /// the last output of each rank with a log.
+    /// Returns the hosts and the states of the ranks in the JSON form that the page of the
+    /// dashboard receives. `output_ages` is the time since the last output of each rank with a log.
     pub(crate) fn to_json(&self, output_ages: &BTreeMap<u32, Duration>) -> GridJson<'_> {
         GridJson {
             world: self.world,
@@ -140,18 +147,22 @@ impl RankGrid {
         }
     }
 
+    /// Returns the hosts of the run with their ranks.
     pub(crate) fn hosts(&self) -> &[HostRow] {
         &self.hosts
     }
 
+    /// Returns the state of each rank, in the order of the ranks.
     pub(crate) fn states(&self) -> &[RankState] {
         &self.states
     }
 
+    /// Returns the number of workers of the current attempt.
     pub(crate) fn world(&self) -> u32 {
         self.world
     }
 
+    /// Returns the number of hosts that the grid contains.
     pub(crate) fn host_count(&self) -> usize {
         self.hosts.len()
     }

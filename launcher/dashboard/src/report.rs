@@ -1,4 +1,5 @@
-//! Formats the page with the data of runs as one HTML file.
+//! Formats a report about runs: the page of the dashboard with the data of the runs, as one HTML
+//! file.
 use crate::{
     dashboard::{Dashboard, lock_ignoring_poison},
     log_files::{list_logs, read_log},
@@ -10,15 +11,16 @@ use std::{io, time::Duration};
 
 /// The largest number of runs in a report.
 pub const MAX_REPORT_RUNS: usize = 4;
-/// How long the creation of a report waits until the journal of a run is read.
+/// How long the creation of a report waits until the journal (file of events) of a run is read.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
-/// The largest number of ranks whose logs are in a report.
+/// The largest number of ranks whose log lines are included in a report about a run.
 const MAX_LOGS: usize = 16;
 /// The number of random bytes in the nonce that allows browsers to run the script of a report.
 const NONCE_BYTES: usize = 16;
 
-/// Formats a report about the runs with these IDs: an HTML file that needs no other file. Fails if
-/// a run does not exist, or has a journal that takes too long to read.
+/// Formats a report about the runs with the IDs `runs`: the page of the dashboard with its data, as
+/// one self-contained HTML file. Fails if a run does not exist, or has a journal that takes too
+/// long to read.
 pub fn format_report(dashboard: &Dashboard, runs: &[String]) -> io::Result<String> {
     let runs: Vec<Value> = runs
         .iter()
@@ -32,8 +34,8 @@ pub fn format_report(dashboard: &Dashboard, runs: &[String]) -> io::Result<Strin
     Ok(format_static_page(&nonce, &data))
 }
 
-/// Collects the data of a run and the last lines of its logs, as JSON. The logs of failed ranks
-/// come first.
+/// Collects the data of a run that a report contains, including the last log lines of its ranks, as
+/// JSON. The logs of failed ranks come first.
 fn collect_run_data(dashboard: &Dashboard, run: &str) -> io::Result<Value> {
     let missing = || io::Error::new(io::ErrorKind::NotFound, format!("there is no run {run}"));
     let shared = dashboard.load_run(run, LOAD_TIMEOUT).ok_or_else(missing)?;

@@ -1,14 +1,15 @@
-//! [`Request`]: the head of an HTTP request, parsed within limits.
+//! [`Request`]: the head (request line and headers) of an HTTP request to the dashboard, parsed
+//! within limits.
 use std::borrow::Cow;
 
-/// The largest size of the head of a request, in bytes.
+/// The largest size of the head (request line and headers) of an HTTP request, in bytes.
 pub(crate) const MAX_HEAD_BYTES: usize = 8 << 10;
-/// The largest number of headers of a request.
+/// The largest number of headers of an HTTP request that is accepted.
 const MAX_HEADERS: usize = 64;
-/// The largest number of parameters of a query.
+/// The largest number of parameters in the query of an HTTP request that is accepted.
 const MAX_PARAMETERS: usize = 32;
 
-/// The path, query parameters and relevant headers of an HTTP request.
+/// An HTTP request to the dashboard: its method, path, query parameters and relevant headers.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Request {
     pub(crate) method: String,
@@ -26,7 +27,7 @@ pub(crate) struct Request {
     pub(crate) accept: String,
 }
 
-/// Why a request is rejected before its path is read.
+/// The reasons why an HTTP request is rejected because its head is malformed or too large.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum RequestError {
     #[error("the head of the request is not valid HTTP/1.1")]
@@ -66,7 +67,8 @@ impl Request {
         Ok(Some(request))
     }
 
-    /// Records the value of a header that the dashboard uses. `name` is in lower case.
+    /// Stores the value of an HTTP header if the dashboard uses this header. `name` is in lower
+    /// case.
     fn add_header(&mut self, name: &str, value: &str) -> Result<(), RequestError> {
         let single = match name {
             "host" => &mut self.host,
@@ -95,23 +97,23 @@ impl Request {
         Ok(())
     }
 
-    /// Returns the first value of a parameter of the query.
+    /// Returns the first value of a parameter in the query of the request.
     pub(crate) fn parameter(&self, name: &str) -> Option<&str> {
         self.parameters.iter().find(|(n, _)| n == name).map(|(_, value)| value.as_str())
     }
 
-    /// Returns all values of a parameter of the query.
+    /// Returns all values of a parameter in the query of the request.
     pub(crate) fn list_parameter_values<'r>(&'r self, name: &'r str) -> impl Iterator<Item = &'r str> {
         self.parameters.iter().filter(move |(n, _)| n == name).map(|(_, value)| value.as_str())
     }
 }
 
-/// Splits the target of a request (`/path?query`) into path and query.
+/// Splits the target of an HTTP request (`/path?query`) into path and query.
 fn split_target(target: &str) -> (&str, &str) {
     target.split_once('?').unwrap_or((target, ""))
 }
 
-/// Parses the parameters of a query.
+/// Parses the query of an HTTP request (`name=value&name=value`) into pairs of name and value.
 fn parse_query(query: &str) -> Vec<(String, String)> {
     let pairs = query.split('&').filter(|pair| !pair.is_empty()).take(MAX_PARAMETERS);
     let split = |pair: &str| {
@@ -121,7 +123,8 @@ fn parse_query(query: &str) -> Vec<(String, String)> {
     pairs.map(split).collect()
 }
 
-/// Decodes `%XX` and `+` in a text of the query. Replaces bytes that are not UTF-8 by U+FFFD.
+/// Decodes `%XX` and `+` in a name or value of an HTTP query. Replaces bytes that are not UTF-8 by
+/// U+FFFD.
 fn decode_query_text(text: &str) -> String {
     let (mut bytes, mut rest) = (Vec::with_capacity(text.len()), text.as_bytes());
     while let Some((first, tail)) = rest.split_first() {

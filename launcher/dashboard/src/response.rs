@@ -1,11 +1,12 @@
-//! [`Response`]: an answer with the headers that protect the page.
+//! [`Response`]: an HTTP response of the dashboard, with headers that protect the page from other
+//! sites.
 
 /// The value of the header `Content-Security-Policy`, which allows browsers to load only files of
 /// this server.
 const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; \
                                        img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
-/// An HTTP response to a request.
+/// An HTTP response of the dashboard: status, content type and body.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Response {
     pub(crate) status: u16,
@@ -14,17 +15,18 @@ pub(crate) struct Response {
 }
 
 impl Response {
+    /// Creates a response with status 200, the content type `content_type` and the body `body`.
     pub(crate) fn new(content_type: &'static str, body: impl Into<Vec<u8>>) -> Response {
         Response { status: 200, content_type, body: body.into() }
     }
 
-    /// Creates a response that reports an error, with `message` as its text.
+    /// Creates an HTTP response with the error status `status`, and `message` as its text.
     pub(crate) fn error(status: u16, message: impl std::fmt::Display) -> Response {
         let body = format!("{message}\n").into_bytes();
         Response { status, content_type: "text/plain; charset=utf-8", body }
     }
 
-    /// Creates a response whose body is `value` as JSON.
+    /// Creates an HTTP response whose body is `value` as JSON.
     pub(crate) fn json(value: &impl serde::Serialize) -> Response {
         match serde_json::to_vec(value) {
             Ok(body) => Response::new("application/json", body),
@@ -32,8 +34,8 @@ impl Response {
         }
     }
 
-    /// Formats the head (status line and headers) of the response. Without `length`, the body ends
-    /// with the connection.
+    /// Formats the head (status line and headers) of an HTTP response. Without `length`, the body
+    /// ends with the connection.
     pub(crate) fn format_head(status: u16, content_type: &str, length: Option<usize>) -> String {
         let reason = match status {
             200 => "OK",

@@ -1,4 +1,5 @@
-//! Answers the HTTP requests that have passed the access check.
+//! Builds the responses to HTTP requests that contain the dashboard's token: the page, metrics,
+//! runs and logs.
 use crate::{
     access::Token,
     dashboard::{Dashboard, lock_ignoring_poison},
@@ -11,11 +12,11 @@ use crate::{
 use serde_json::json;
 use std::collections::BTreeMap;
 
-/// The path of the stream of server-sent events, which the server module answers.
+/// The URL path of the stream of server-sent events, by which the page receives new data.
 pub(crate) const STREAM_PATH: &str = "/api/stream";
 
-/// Answers a request with the page, a file of the page, metrics, runs or logs. Reads files, so the
-/// caller must be allowed to block.
+/// Returns the response to an HTTP request: the page or one of its files, metrics, the list of
+/// runs, or logs. Reads files, so the caller must be allowed to block.
 pub(crate) fn answer_request(dashboard: &Dashboard, token: &Token, request: &Request) -> Response {
     match request.path.as_str() {
         "/" | "/index.html" => Response::new("text/html; charset=utf-8", page::format_live_page(token)),
@@ -35,7 +36,7 @@ pub(crate) fn answer_request(dashboard: &Dashboard, token: &Token, request: &Req
     }
 }
 
-/// Answers with the list of the ranks that have a log on this machine.
+/// Responds with the list of the ranks of a run that have a log file on this machine.
 fn answer_log_list(dashboard: &Dashboard, request: &Request) -> Response {
     match list_requested_logs(dashboard, request) {
         Some(logs) => Response::json(&logs.keys().collect::<Vec<_>>()),
@@ -43,7 +44,8 @@ fn answer_log_list(dashboard: &Dashboard, request: &Request) -> Response {
     }
 }
 
-/// Answers with the end of a rank's log, or with the lines that were added since an earlier answer.
+/// Responds with the last lines of a rank's log, or with the lines that were added since an earlier
+/// response.
 fn answer_log(dashboard: &Dashboard, request: &Request) -> Response {
     let number = |name: &str| request.parameter(name).and_then(|value| value.parse::<u64>().ok());
     let rank = number("rank").and_then(|rank| u32::try_from(rank).ok());
@@ -56,7 +58,7 @@ fn answer_log(dashboard: &Dashboard, request: &Request) -> Response {
     }
 }
 
-/// Answers with the lines of the logs that contain a text.
+/// Responds with the log lines of a run that contain the text that the request searches for.
 fn answer_search(dashboard: &Dashboard, request: &Request) -> Response {
     let Some(mut logs) = list_requested_logs(dashboard, request) else {
         return Response::error(404, "no such run");
@@ -70,7 +72,7 @@ fn answer_search(dashboard: &Dashboard, request: &Request) -> Response {
     }
 }
 
-/// Lists the log files of the run that a request names, by rank.
+/// Lists the log files, by rank, of the run that an HTTP request names.
 fn list_requested_logs(
     dashboard: &Dashboard,
     request: &Request,

@@ -1,4 +1,4 @@
-//! [`RunSource`]: where the dashboard gets the list of runs and their files from.
+//! [`RunSource`]: the trait by which the dashboard lists the user's runs and opens their files.
 use serde::Serialize;
 use std::{
     fs::File,
@@ -6,7 +6,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// A run with its state, as its record and its controller's process show it.
+/// What is known about a run without reading its journal: its ID, job name, state, start and run
+/// directory.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RunInfo {
     /// The ID of the run.
@@ -31,10 +32,10 @@ pub struct RunInfo {
     pub run_dir: PathBuf,
 }
 
-/// Lists runs and opens their files. The implementation decides which runs and files this user may
-/// read.
+/// Lists the runs that the dashboard may show, and opens the files of their run directories. The
+/// implementation decides which runs and files this user may read.
 pub trait RunSource: Send + Sync {
-    /// Lists the runs, from the newest to the oldest.
+    /// Lists the runs that this user may see, from the newest to the oldest.
     fn list_runs(&self) -> Vec<RunInfo>;
 
     /// Loads the current state of a run that [`RunSource::list_runs`] has returned. Returns `None`

@@ -1,4 +1,5 @@
-//! [`RunView`]: the state of a run, built from the lines of its journal.
+//! [`RunView`]: the state of a run as the dashboard shows it, built from the lines of the run's
+//! journal (`events.jsonl`).
 use crate::{
     event_log::EventLog,
     journal_line::{JournalLine, StepValues},
@@ -11,16 +12,19 @@ use serde::Serialize;
 use serde_json::Value;
 use std::collections::VecDeque;
 
-/// The largest number of curve marks of a run that are kept. The oldest are removed first.
+/// The largest number of curve marks (such as checkpoints and restarts) of a run that the dashboard
+/// keeps. The oldest are removed first.
 const MAX_MARKS: usize = 1000;
 
-/// The names of the curves of a run. The order is that of the page.
+/// The names of the curves over the optimizer steps that the dashboard keeps of each run. The order
+/// is that of the page.
 pub(crate) const SERIES_NAMES: [&str; SERIES_COUNT] =
     ["loss", "eval_loss", "tokens_per_s", "step_s", "grad_norm", "lr", "peak_rss", "exposed_comm_s"];
-/// The number of curves of a run.
+/// The number of curves over the optimizer steps that the dashboard keeps of each run.
 pub(crate) const SERIES_COUNT: usize = 8;
 
-/// A step of the curves at which something happened, such as a restart or a checkpoint.
+/// A mark in the curves of a run: the optimizer step at which, for example, a restart or a
+/// checkpoint happened.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct CurveMark {
     /// The kind of the mark: `restart`, `resume`, `checkpoint`, `reload` or `failure`.
@@ -29,7 +33,7 @@ pub(crate) struct CurveMark {
     time: f64,
 }
 
-/// The state of a run, as the lines of its journal describe it.
+/// The state of a run as the dashboard shows it: its progress, curves, newest events and ranks.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RunView {
     pub(crate) numbers: RunProgress,
@@ -47,13 +51,13 @@ pub(crate) struct RunView {
 }
 
 impl RunView {
-    /// Creates the state of a run without events. `is_training` is whether the job is a built-in
-    /// training, and `host` the name of its host if it has only one.
+    /// Creates the state of a run of whose journal no line was read yet. `is_training` is whether
+    /// the job is a built-in training, and `host` the name of its host if it has only one.
     pub(crate) fn new(is_training: bool, host: &str) -> RunView {
         RunView { is_training, host: host.to_owned(), ..RunView::default() }
     }
 
-    /// Updates the state with a line of the journal.
+    /// Updates the state of the run with the next line of its journal (`events.jsonl`).
     pub(crate) fn add_journal_line(&mut self, line: &[u8]) {
         if line.iter().all(u8::is_ascii_whitespace) && !line.is_empty() {
             return;
@@ -73,6 +77,7 @@ impl RunView {
         }
     }
 
+    /// Updates the progress and the curves of the run with the values of a `step` event.
     fn add_step(&mut self, step: &StepValues) {
         let numbers = &mut self.numbers;
         let previous = numbers.step.zip(numbers.time);
@@ -107,6 +112,7 @@ impl RunView {
         }
     }
 
+    /// Updates the state of the run with an event other than `step`.
     fn add_event(&mut self, event: Event, time: f64, json: &Value) {
         let numbers = &mut self.numbers;
         match event {
@@ -164,20 +170,23 @@ impl RunView {
         }
     }
 
-    /// Marks all ranks of a program as running at the start of an attempt. Programs do not report
-    /// that they have started.
+    /// Marks all ranks as running, if the job runs a program, at the start of an attempt. Programs
+    /// do not report that they have started.
     fn mark_ranks_running(&mut self) {
         if !self.is_training {
             self.grid.set_all_states(RankState::Running);
         }
     }
 
+    /// Records a failure of the run: in the states of its ranks, as its newest failure, and as a
+    /// mark in its curves.
     fn add_failure(&mut self, kind: &'static str, rank: Option<u32>, time: f64, json: &Value) {
         self.grid.record_failure(rank);
         self.numbers.failure = Some(json.clone());
         self.add_mark(kind, self.numbers.step.unwrap_or(0), time);
     }
 
+    /// Adds a mark to the curves of the run, and drops the oldest mark if there are too many.
     fn add_mark(&mut self, kind: &'static str, step: u64, time: f64) {
         self.mark_count += 1;
         self.marks.push_back(CurveMark { kind, step, time });

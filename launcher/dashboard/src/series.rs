@@ -1,7 +1,8 @@
-//! [`Series`]: a curve that is reduced to a limited number of points, and keeps its extreme values.
+//! [`Series`]: a curve over the optimizer steps of a run, reduced to a limited number of points but
+//! with its extreme values.
 use serde::Serialize;
 
-/// The largest number of buckets of a series.
+/// The largest number of buckets (ranges of steps) into which a curve is divided.
 pub(crate) const MAX_BUCKETS: usize = 1024;
 
 /// The value of a curve at one optimizer step.
@@ -27,8 +28,9 @@ pub(crate) struct Bucket {
     max: Point,
 }
 
-/// The values of a quantity over the optimizer steps, downsampled while they arrive. Steps are
-/// divided into buckets of equal width. The width doubles when there are too many buckets.
+/// A curve: the values of a quantity over the optimizer steps of a run, downsampled while they
+/// arrive. Steps are divided into buckets of equal width. The width doubles when there are too many
+/// buckets.
 #[derive(Clone, Debug)]
 pub(crate) struct Series {
     /// The number of steps in a bucket, a power of two.
@@ -39,7 +41,7 @@ pub(crate) struct Series {
     generation: u64,
 }
 
-/// The part of a series that a reader, such as the page, has not received yet.
+/// The part of a curve that a reader, such as the page of the dashboard, has not received yet.
 #[derive(Debug, PartialEq, Serialize)]
 pub(crate) struct SeriesUpdate {
     /// The generation of the series.
@@ -51,8 +53,8 @@ pub(crate) struct SeriesUpdate {
     buckets: Vec<Vec<f64>>,
 }
 
-/// How much of a series a reader has received: the generation (version of the earlier buckets), and
-/// the number of buckets.
+/// How much of a curve a reader has received: its generation (the version of all buckets but the
+/// last), and the number of buckets.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct SeriesPosition {
     generation: u64,
@@ -66,11 +68,12 @@ impl Default for Series {
 }
 
 impl Bucket {
+    /// Creates a bucket that contains one point.
     fn new(index: u64, point: Point) -> Bucket {
         Bucket { index, first: point, last: point, min: point, max: point }
     }
 
-    /// Merges into this bucket another one whose points were added later.
+    /// Merges into this bucket (range of steps) another one whose points were added later.
     fn merge(&mut self, later: &Bucket) {
         if later.first.step < self.first.step {
             self.first = later.first;
@@ -86,7 +89,7 @@ impl Bucket {
         }
     }
 
-    /// Lists the kept points of the bucket by step, each once.
+    /// Lists the points that the bucket keeps in ascending order of their steps, each point once.
     pub(crate) fn list_points(&self) -> Vec<Point> {
         let (first, last) = (self.first, self.last);
         let mut middle = [self.min, self.max];
@@ -115,7 +118,7 @@ impl Series {
         }
     }
 
-    /// Adds a bucket before the last one, which is necessary when a run repeats steps after a
+    /// Adds a bucket before the last one of the curve, because the run repeats steps after a
     /// restart.
     fn add_earlier_bucket(&mut self, bucket: &Bucket) {
         self.generation += 1;
@@ -125,7 +128,8 @@ impl Series {
         }
     }
 
-    /// Doubles the width of the buckets, and merges each two that then cover the same steps.
+    /// Doubles the number of steps per bucket, and merges each two buckets that then cover the same
+    /// steps.
     fn double_bucket_width(&mut self) {
         self.generation += 1;
         self.width = self.width.saturating_mul(2);
@@ -140,7 +144,7 @@ impl Series {
         self.buckets = merged;
     }
 
-    /// Returns the point with the largest step.
+    /// Returns the point of the curve with the largest step.
     #[cfg(test)]
     pub(crate) fn last_point(&self) -> Option<Point> {
         self.buckets.last().map(|bucket| bucket.last)
@@ -151,13 +155,13 @@ impl Series {
         self.buckets.is_empty()
     }
 
-    /// Returns the kept points in ascending order of their buckets.
+    /// Returns the points that the curve keeps, in ascending order of their buckets.
     pub(crate) fn list_points(&self) -> Vec<Point> {
         self.buckets.iter().flat_map(Bucket::list_points).collect()
     }
 
-    /// Returns the buckets that a reader at `position` lacks, and moves `position` to the end of
-    /// the series. Returns `None` if the series is empty.
+    /// Returns the buckets of the curve that a reader at `position` has not received, and moves
+    /// `position` to the end of the curve. Returns `None` if the series is empty.
     pub(crate) fn take_update(&self, position: &mut SeriesPosition) -> Option<SeriesUpdate> {
         if self.buckets.is_empty() {
             return None;

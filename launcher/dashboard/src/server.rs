@@ -1,4 +1,4 @@
-//! Serves the dashboard over HTTP on a loopback address.
+//! Serves the dashboard over HTTP on a loopback address of this machine.
 use crate::{
     access::Token,
     dashboard::Dashboard,
@@ -24,21 +24,22 @@ use tokio::{
 /// The largest number of connections that are served at the same time. Further connections are
 /// closed.
 const MAX_CONNECTIONS: usize = 64;
-/// The largest number of event streams at the same time, which leaves connections for other
-/// requests.
+/// The largest number of pages that receive server-sent events at the same time. It is below
+/// [`MAX_CONNECTIONS`], so that other requests are still served.
 const MAX_STREAMS: usize = 32;
-/// The largest number of threads that read files.
+/// The largest number of threads of the dashboard's server that read files.
 const MAX_READER_THREADS: usize = 8;
-/// The time in which a client must send the head of a request.
+/// The time within which a client must send the head (request line and headers) of an HTTP request.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
-/// The time in which a client must receive a response, or a message of a stream.
+/// The time within which a client must receive an HTTP response, or one message of an event stream.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(15);
-/// The interval at which a stream looks for new data.
+/// The interval at which the server looks for new data of the runs that a page shows, to send it as
+/// server-sent events.
 const STREAM_INTERVAL: Duration = Duration::from_millis(500);
-/// The number of intervals without new data after which the server sends a comment on a stream, to
-/// detect a closed connection.
+/// The number of intervals without new data after which the server sends a comment on an event
+/// stream, to detect a closed connection.
 const QUIET_INTERVALS_BEFORE_COMMENT: u32 = 20;
-/// The pause after an error of `accept`, for example because of too many open files.
+/// The pause of the server after an error of `accept`, for example because of too many open files.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
 /// A server of the dashboard whose port is bound, but which serves no requests yet.
@@ -49,7 +50,8 @@ pub struct BoundServer {
     shared: ConnectionContext,
 }
 
-/// The state that all connections of the server share.
+/// The dashboard, its token and the number of open streams: the state that all HTTP connections
+/// share.
 #[derive(Clone)]
 struct ConnectionContext {
     dashboard: Arc<Dashboard>,
@@ -63,8 +65,8 @@ impl std::fmt::Debug for ConnectionContext {
     }
 }
 
-/// Binds a port of the loopback address 127.0.0.1, and creates the token of the dashboard. Port 0
-/// binds a free port.
+/// Binds a port of the loopback address 127.0.0.1, and creates the token that requests must
+/// contain. Port 0 binds a free port.
 pub fn bind(dashboard: Arc<Dashboard>, port: u16) -> io::Result<BoundServer> {
     let listener = StdListener::bind((Ipv4Addr::LOCALHOST, port))?;
     listener.set_nonblocking(true)?;
@@ -78,12 +80,13 @@ pub fn bind(dashboard: Arc<Dashboard>, port: u16) -> io::Result<BoundServer> {
 }
 
 impl BoundServer {
-    /// Returns the URL of the page, which contains the token. `path` begins with `/`.
+    /// Returns the URL of the dashboard's page at `path`, which contains the token. `path` begins
+    /// with `/`.
     pub fn page_url(&self, path: &str) -> String {
         format!("http://127.0.0.1:{}{path}?token={}", self.port, self.shared.token.as_str())
     }
 
-    /// Serves requests until the process ends. Fails if the event loop cannot be started.
+    /// Serves HTTP requests until the process ends. Fails if the event loop cannot be started.
     pub fn run(self) -> io::Result<()> {
         let mut builder = tokio::runtime::Builder::new_current_thread();
         let runtime = builder.enable_io().enable_time().max_blocking_threads(MAX_READER_THREADS).build()?;
@@ -108,7 +111,7 @@ impl BoundServer {
     }
 }
 
-/// Reads the request of one connection, and answers it.
+/// Reads the HTTP request of one connection, checks its token, and sends the response.
 async fn serve_connection(mut stream: TcpStream, shared: ConnectionContext) -> io::Result<()> {
     let request = match timeout(HEAD_TIMEOUT, read_request(&mut stream)).await {
         Ok(Ok(Some(request))) => request,
@@ -136,8 +139,8 @@ async fn serve_connection(mut stream: TcpStream, shared: ConnectionContext) -> i
     send_response(&mut stream, &response, has_body).await
 }
 
-/// Reads and parses the head of a request. Returns `None` if the client sends nothing. Fails with
-/// the answer to an invalid request.
+/// Reads and parses the head (request line and headers) of an HTTP request. Returns `None` if the
+/// client sends nothing. Fails with the answer to an invalid request.
 async fn read_request(stream: &mut TcpStream) -> Result<Option<Request>, Response> {
     let (mut head, mut length) = (vec![0; MAX_HEAD_BYTES], 0);
     loop {
@@ -157,7 +160,7 @@ async fn read_request(stream: &mut TcpStream) -> Result<Option<Request>, Respons
     }
 }
 
-/// Sends a response, and closes the connection.
+/// Sends an HTTP response to the client, and closes the connection.
 async fn send_response(stream: &mut TcpStream, response: &Response, has_body: bool) -> io::Result<()> {
     let head = Response::format_head(response.status, response.content_type, Some(response.body.len()));
     write_with_timeout(stream, head.as_bytes()).await?;
@@ -167,13 +170,13 @@ async fn send_response(stream: &mut TcpStream, response: &Response, has_body: bo
     stream.shutdown().await
 }
 
-/// Writes bytes to a client within [`WRITE_TIMEOUT`]. Fails if the client does not receive them in
-/// time.
+/// Sends bytes to a client, and fails if the client does not receive them within [`WRITE_TIMEOUT`].
 async fn write_with_timeout(stream: &mut TcpStream, bytes: &[u8]) -> io::Result<()> {
     timeout(WRITE_TIMEOUT, stream.write_all(bytes)).await.map_err(|_| io::ErrorKind::TimedOut)?
 }
 
-/// Sends the changes of runs as server-sent events, until the client closes the connection.
+/// Sends the changes of the requested runs to a page as server-sent events, until the client closes
+/// the connection.
 async fn serve_stream(mut stream: TcpStream, shared: ConnectionContext, request: &Request) -> io::Result<()> {
     let Ok(_permit) = shared.streams.clone().try_acquire_owned() else {
         return send_response(&mut stream, &Response::error(503, "too many pages are open"), true).await;
@@ -202,8 +205,8 @@ async fn serve_stream(mut stream: TcpStream, shared: ConnectionContext, request:
     }
 }
 
-/// Returns whether the client closes the connection within `interval`. Waits for the whole interval
-/// if it does not.
+/// Waits until the client closes the connection, but at most for the time `interval`, and returns
+/// whether the client has closed the connection.
 async fn is_closed_within(stream: &mut TcpStream, interval: Duration) -> bool {
     let mut byte = [0];
     matches!(timeout(interval, stream.read(&mut byte)).await, Ok(Ok(0) | Err(_)))

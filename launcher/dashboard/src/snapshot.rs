@@ -1,4 +1,4 @@
-//! [`RunSnapshot`]: the present state of a run, for views that are not a browser.
+//! [`RunSnapshot`]: the present state of a run, for terminal views.
 use crate::{
     dashboard::{Dashboard, lock_ignoring_poison},
     log_files::{list_logs, read_log},
@@ -10,10 +10,10 @@ use protocol::run_status::RunStatus;
 use serde_json::Value;
 use std::time::Duration;
 
-/// The largest number of events of a snapshot.
+/// The largest number of events in a snapshot of a run.
 const MAX_EVENTS: usize = 500;
 
-/// A host and its ranks.
+/// A host of a run, and the consecutive ranks on it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SnapshotHost {
     /// The name of the host.
@@ -24,7 +24,7 @@ pub struct SnapshotHost {
     pub workers: u32,
 }
 
-/// The present state of a run.
+/// The present state of a run: its progress, hosts, ranks, measurements, newest events and losses.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RunSnapshot {
     /// The run and its state.
@@ -66,8 +66,8 @@ pub struct RunSnapshot {
 }
 
 impl Dashboard {
-    /// Reads the journal of a run until its end or until `limit` has passed, and returns a snapshot
-    /// of the run. Returns `None` if there is no such run.
+    /// Reads the journal (file of events) of a run to its end, but for at most the time `limit`,
+    /// and returns the present state of the run. Returns `None` if there is no such run.
     pub fn take_snapshot(&self, run: &str, limit: Duration) -> Option<RunSnapshot> {
         let shared = self.load_run(run, limit)?;
         let tracked = lock_ignoring_poison(&shared);
@@ -100,8 +100,8 @@ impl Dashboard {
         })
     }
 
-    /// Reads the end of the log of a rank, without unprintable characters. Returns `None` if the
-    /// log is not on this machine.
+    /// Reads the last lines of a rank's log file, without unprintable characters. Returns `None` if
+    /// the log is not on this machine.
     pub fn read_log_end(&self, run: &str, rank: u32) -> Option<Vec<String>> {
         let shared = self.find_run(run)?;
         let directory = lock_ignoring_poison(&shared).info.run_dir.join("logs");

@@ -1,4 +1,5 @@
-//! [`StatusJson`]: the newest measurements of a run, in the JSON form that the page receives.
+//! [`StatusJson`]: the newest measurements of a run (step times, usage of hosts, slow ranks), in
+//! the JSON form that the page receives.
 use protocol::{
     event::StragglerReport,
     run_status::{HostStatus, RunStatus},
@@ -6,11 +7,12 @@ use protocol::{
 };
 use serde::Serialize;
 
-/// The largest number of ranks whose times are sent to the page.
+/// The largest number of ranks whose step times are sent to the page.
 const MAX_RANKS: usize = 16 << 10;
 
-/// The newest measurements of a run, in the JSON form that the page receives. The times of the
-/// ranks are lists by rank, which are shorter than a list of objects.
+/// The newest measurements of a run (step times, usage of hosts, slow ranks), in the JSON form that
+/// the page of the dashboard receives. The times of the ranks are lists by rank, which are shorter
+/// than a list of objects.
 #[derive(Debug, Serialize)]
 pub(crate) struct StatusJson<'a> {
     time: f64,
@@ -30,6 +32,7 @@ pub(crate) struct StatusJson<'a> {
 }
 
 impl StatusJson<'_> {
+    /// Converts the measurements in a run's status file to the JSON form that the page receives.
     pub(crate) fn new(status: &RunStatus) -> StatusJson<'_> {
         let times = &status.step_times;
         let steps = times.steps.max(1) as f64;

@@ -1,4 +1,5 @@
-//! Reads the newest measurements of a run from its status file, within limits.
+//! Reads the newest measurements of a run (step times, usage of hosts, slow ranks) from its status
+//! file, within limits.
 use crate::{journal_line::truncate_text, run_source::RunSource};
 use protocol::run_status::{RunStatus, STATUS_FILE, STATUS_VERSION};
 use std::{
@@ -7,18 +8,20 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-/// The largest size of a status file, in bytes. A longer file is not shown.
+/// The largest size of a run's status file that is read, in bytes. A longer file is not shown.
 const MAX_STATUS_BYTES: u64 = 8 << 20;
-/// The largest number of hosts that are shown.
+/// The largest number of hosts whose measurements are shown.
 const MAX_HOSTS: usize = 4096;
 /// The largest number of slow ranks that are shown.
 const MAX_STRAGGLERS: usize = 64;
-/// The longest text that is shown, in bytes.
+/// The longest text from a status file that is shown, in bytes.
 const MAX_TEXT_BYTES: usize = 1024;
-/// The age in seconds above which the measurements of an active run are not shown.
+/// The age in seconds above which the measurements in a status file are not shown, although the run
+/// is active.
 const MAX_AGE_S: f64 = 60.0;
 
-/// Reads the status file of a run. Returns `None` if the file is missing, too long or damaged.
+/// Reads the newest measurements of a run from the status file in its run directory. Returns `None`
+/// if the file is missing, too long or damaged.
 pub(crate) fn read_status(source: &dyn RunSource, run_dir: &Path) -> Option<RunStatus> {
     let mut bytes = Vec::new();
     let file = source.open_file(&run_dir.join(STATUS_FILE)).ok()?;
@@ -29,8 +32,8 @@ pub(crate) fn read_status(source: &dyn RunSource, run_dir: &Path) -> Option<RunS
     parse_status(&bytes)
 }
 
-/// Parses the content of a status file. Shortens its lists and texts. Returns `None` for another
-/// version or damaged content.
+/// Parses the content of a run's status file, which contains its newest measurements. Shortens its
+/// lists and texts. Returns `None` for another version or damaged content.
 pub(crate) fn parse_status(bytes: &[u8]) -> Option<RunStatus> {
     let mut status: RunStatus = serde_json::from_slice(bytes).ok()?;
     if status.version != STATUS_VERSION {
@@ -50,7 +53,8 @@ pub(crate) fn parse_status(bytes: &[u8]) -> Option<RunStatus> {
     Some(status)
 }
 
-/// Returns whether measurements are recent enough to be those of an active run.
+/// Returns whether measurements of a run are at most a minute old, so that they describe its
+/// present state.
 pub(crate) fn is_recent(status: &RunStatus) -> bool {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
     (now - status.time).abs() < MAX_AGE_S

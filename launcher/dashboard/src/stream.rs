@@ -1,11 +1,11 @@
-//! [`RunStream`]: the messages of a stream of server-sent events, which keep a page up to date.
+//! [`RunStream`]: creates the server-sent events that keep a page of the dashboard up to date.
 use crate::{
     dashboard::{Dashboard, lock_ignoring_poison},
     tracked_run::RunPosition,
 };
 use std::collections::BTreeMap;
 
-/// The largest number of runs that one page shows at once.
+/// The largest number of runs that one page of the dashboard shows at once.
 pub(crate) const MAX_STREAM_RUNS: usize = 4;
 
 /// The runs that a page shows, and how much of each run was already sent to the page.
@@ -15,14 +15,15 @@ pub(crate) struct RunStream {
 }
 
 impl RunStream {
-    /// Creates the stream of a page that shows these runs, and that has no data yet.
+    /// Creates the stream for a page that shows the runs with the IDs `runs`, and that has received
+    /// no data yet.
     pub(crate) fn new<'r>(runs: impl Iterator<Item = &'r str>) -> RunStream {
         let positions = runs.take(MAX_STREAM_RUNS).map(|run| (run.to_owned(), RunPosition::default()));
         RunStream { positions: positions.collect() }
     }
 
-    /// Reads new data of the runs, and returns it as messages for the page. Also returns whether a
-    /// journal has more data that can be read at once. Blocks while it reads.
+    /// Reads new data of the runs that the page shows, and returns it as server-sent events. Also
+    /// returns whether a journal has more data that can be read at once. Blocks while it reads.
     pub(crate) fn build_messages(&mut self, dashboard: &Dashboard) -> (String, bool) {
         let (mut messages, mut has_more) = (String::new(), false);
         for (run, position) in &mut self.positions {
@@ -42,7 +43,8 @@ impl RunStream {
     }
 }
 
-/// Formats a value as a server-sent event. JSON contains no line breaks.
+/// Formats a server-sent event of the type `kind` with `value` as its JSON data. JSON contains no
+/// line breaks.
 fn format_message(kind: &str, value: &impl serde::Serialize) -> String {
     let json = serde_json::to_string(value).unwrap_or_default();
     format!("event: {kind}\ndata: {json}\n\n")

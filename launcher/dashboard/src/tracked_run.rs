@@ -1,4 +1,5 @@
-//! [`TrackedRun`]: a run whose journal is read as it grows.
+//! [`TrackedRun`]: a run whose journal (file of events) the dashboard reads while the run extends
+//! it.
 use crate::{
     growing_file_reader::GrowingFileReader,
     journal_line::limit_value,
@@ -19,18 +20,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The largest number of bytes of a journal that one refresh reads.
+/// The largest number of bytes of a run's journal (file of events) that one refresh reads.
 const REFRESH_BYTES: u64 = 4 << 20;
-/// The largest size of a `job.json` that is shown, in bytes. A longer file is not shown.
+/// The largest size of a run's `job.json` that is read, in bytes. A longer file is not shown.
 const MAX_JOB_BYTES: u64 = 4 << 20;
-/// The largest number of values of a job that are shown.
+/// The largest number of values of a run's job that the page shows.
 const MAX_JOB_VALUES: usize = 20_000;
-/// The interval at which the state of a run and the times of the last writes to its logs are read.
+/// The interval at which the dashboard reads again whether a run is active, its measurements, and
+/// when its logs were last written.
 const STATE_INTERVAL: Duration = Duration::from_secs(2);
-/// The largest number of logs for which the time of the last write is determined.
+/// The largest number of log files of a run for which the time of the last write is read.
 const MAX_LOGS_WITH_AGE: usize = 4096;
 
-/// A run, the state that its journal records, and its job.
+/// A run that the dashboard shows: its state according to its journal (file of events), its job,
+/// and its newest measurements.
 #[derive(Debug)]
 pub(crate) struct TrackedRun {
     pub(crate) info: RunInfo,
@@ -52,7 +55,7 @@ pub(crate) struct TrackedRun {
     next_state: Instant,
 }
 
-/// How much of the data of a run a reader, such as a page, has received.
+/// How much of the data of a run a reader, such as a page of the dashboard, has received.
 #[derive(Debug, Default)]
 pub(crate) struct RunPosition {
     epoch: u64,
@@ -62,7 +65,7 @@ pub(crate) struct RunPosition {
     marks: u64,
 }
 
-/// The data of a run that a reader, such as a page, has not received yet.
+/// The data of a run that a reader, such as a page of the dashboard, has not received yet.
 #[derive(Debug, Serialize)]
 pub(crate) struct RunUpdate<'a> {
     /// Whether the reader must drop what it has of the run.
@@ -86,6 +89,7 @@ pub(crate) struct RunUpdate<'a> {
 }
 
 impl TrackedRun {
+    /// Creates the state of the run `info` before its journal is read, and reads its job.
     pub(crate) fn new(source: &dyn RunSource, info: RunInfo) -> TrackedRun {
         let job = read_job(source, &info).unwrap_or_default();
         let view = create_view(&job, &info);
@@ -105,8 +109,8 @@ impl TrackedRun {
         }
     }
 
-    /// Reads the next part of the journal and, from time to time, the state of the run. Returns
-    /// whether the journal was read to its end.
+    /// Reads the next lines of the run's journal (file of events) and, every few seconds, whether
+    /// the run is active, and its measurements. Returns whether the journal was read to its end.
     pub(crate) fn refresh(&mut self, source: &dyn RunSource) -> bool {
         if Instant::now() >= self.next_state {
             self.refresh_state(source);
@@ -130,6 +134,8 @@ impl TrackedRun {
         self.is_loaded
     }
 
+    /// Reads again whether the run is active, its newest measurements, and when its ranks last
+    /// wrote to their logs.
     fn refresh_state(&mut self, source: &dyn RunSource) {
         self.next_state = Instant::now() + STATE_INTERVAL;
         if let Some(info) = source.reload_run(&self.info).filter(|info| *info != self.info) {
@@ -149,8 +155,8 @@ impl TrackedRun {
         }
     }
 
-    /// Returns the data that a reader at `position` lacks, and moves `position` to the present
-    /// state. Returns `None` if nothing has changed.
+    /// Returns the data of the run that a reader at `position` has not received, and moves
+    /// `position` to the present state. Returns `None` if nothing has changed.
     pub(crate) fn take_update(&self, position: &mut RunPosition) -> Option<RunUpdate<'_>> {
         if (position.epoch, position.version) == (self.epoch, self.version) {
             return None;
@@ -183,12 +189,12 @@ impl TrackedRun {
     }
 }
 
-/// Creates the view of a run without events.
+/// Creates the state of a run of whose journal (file of events) no line was read yet.
 fn create_view(job: &Value, info: &RunInfo) -> RunView {
     RunView::new(!job["job"]["train"].is_null(), &info.host)
 }
 
-/// Reads the `job.json` of a run.
+/// Reads the job of a run from the `job.json` in its run directory, with limits on the size.
 fn read_job(source: &dyn RunSource, info: &RunInfo) -> Option<Value> {
     let mut bytes = Vec::new();
     let file = source.open_file(&info.run_dir.join("job.json")).ok()?;

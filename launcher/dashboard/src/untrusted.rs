@@ -4,15 +4,16 @@ use crate::{log_files::format_line, request::Request, run_view::RunView, status_
 /// The result of a parser: success, or its first error.
 pub type ParseResult = Result<(), Box<dyn std::error::Error + Send + Sync>>;
 
-/// Parses bytes as the lines of a journal, and updates the state of a run with them. Never fails,
-/// because damaged lines are counted.
+/// Parses bytes as the lines of a run's journal (file of events), and updates the state of a run
+/// with them. Never fails, because damaged lines are counted.
 pub fn parse_journal(bytes: &[u8]) -> ParseResult {
     let mut view = RunView::new(true, "host");
     bytes.split(|b| *b == b'\n').for_each(|line| view.add_journal_line(line));
     Ok(())
 }
 
-/// Parses bytes as the newest measurements of a run. Fails if the file would not be shown.
+/// Parses bytes as a run's status file, which contains its newest measurements. Fails if the file
+/// would not be shown.
 pub fn parse_run_status(bytes: &[u8]) -> ParseResult {
     parse_status(bytes).map(drop).ok_or_else(|| "the measurements are not valid".into())
 }
@@ -22,7 +23,8 @@ pub fn parse_http_request(bytes: &[u8]) -> ParseResult {
     Request::parse(bytes).map(drop).map_err(Into::into)
 }
 
-/// Formats bytes as the lines of a log. Never fails, because unprintable characters are replaced.
+/// Formats bytes as the lines of a rank's log. Never fails, because unprintable characters are
+/// replaced.
 pub fn format_log(bytes: &[u8]) -> ParseResult {
     bytes.split(|b| *b == b'\n').for_each(|line| drop(format_line(line)));
     Ok(())
