@@ -16,10 +16,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::path::PathBuf;
 
-/// The largest number of items of `run.activate`.
+/// The largest number of items of `run.activate` (environments that are activated on each host).
 const MAX_ACTIVATION_STEPS: usize = 16;
 
-/// An item of `run.activate`: an environment that is activated on each host of the job.
+/// An item of `run.activate`: an environment that is activated on each host of the job, such as a
+/// virtual environment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ActivationStep {
@@ -34,7 +35,7 @@ pub enum ActivationStep {
 }
 
 impl ActivationStep {
-    /// Returns the key of the step, such as `venv`, and its value in YAML.
+    /// Returns the activation step as a pair of its key, such as `venv`, and its value in YAML.
     fn to_key_and_value(&self) -> (String, String) {
         let (key, value) = match self {
             ActivationStep::Venv(directory) => ("venv", path_type().print_line(directory)),
@@ -45,13 +46,14 @@ impl ActivationStep {
         (key.to_owned(), value)
     }
 
-    /// Formats the step as a mapping on one line of YAML, such as `{venv: env}`.
+    /// Formats the activation step as a mapping on one line of YAML, such as `{venv: env}`.
     pub fn to_yaml(&self) -> String {
         format_map([self.to_key_and_value()])
     }
 }
 
-/// Returns a [`ValueType`] that accepts one step, such as `{venv: path}`, or a list of steps.
+/// Returns the value type ([`ValueType`]) of `run.activate`: one environment to activate, such as
+/// `{venv: path}`, or a list of them.
 pub(crate) fn activation_type() -> ValueType<Vec<ActivationStep>> {
     let object = |key: &str, value: serde_json::Value| json!({"type": "object", "properties": {key: value}, "required": [key], "additionalProperties": false});
     let step = json!({"anyOf": [
@@ -76,8 +78,8 @@ const DOCUMENTED_VALUES: &str =
 const EXPECTED_VALUES: &str =
     "`{venv: path}`, `{conda: name}`, `{modules: [name]}`, `{script: path}`, or a list of these";
 
-/// Returns a [`ValueType`] that accepts names of environments and modules, which commands get as
-/// arguments.
+/// Returns the value type ([`ValueType`]) of names of Conda environments and modules, which
+/// commands get as arguments.
 fn environment_name_type() -> ValueType<String> {
     let expected = "a name of letters, digits and `_-.,:/@+~`";
     formatted_text_type("name", expected, "^[A-Za-z0-9_.,:/@+~][A-Za-z0-9_.,:/@+~-]{0,254}$", |name| {
@@ -86,7 +88,8 @@ fn environment_name_type() -> ValueType<String> {
     })
 }
 
-/// Returns a [`ValueType`] that accepts lists of names of modules.
+/// Returns the value type ([`ValueType`]) of lists of names of environment modules in
+/// `run.activate`.
 fn modules_type() -> ValueType<Vec<String>> {
     list_type("list of names", environment_name_type()).not_empty()
 }
@@ -108,7 +111,7 @@ fn read_activation(node: &YamlNode) -> ReadResult<Vec<ActivationStep>> {
     }
 }
 
-/// Reads one step: a mapping with one key.
+/// Reads one item of `run.activate`, which is a mapping with one key such as `{venv: path}`.
 fn read_step(node: &YamlNode) -> ReadResult<ActivationStep> {
     const EXPECTED_STEP: &str = "a mapping with one of the keys `venv`, `conda`, `modules` and `script`";
     let YamlValue::Map(entries) = &node.value else { return Err(wrong_type_error(EXPECTED_STEP, node)) };

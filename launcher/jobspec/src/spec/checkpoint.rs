@@ -1,4 +1,5 @@
-//! `checkpoint` and `resume`: when and where a job saves, and from which checkpoint it resumes.
+//! `checkpoint` and `resume`: when and where a job saves checkpoints, and from which checkpoint it
+//! resumes.
 use super::cluster::RUNS_PROGRAM;
 use crate::{
     keys::{
@@ -58,12 +59,12 @@ section! {
     ]);
 }
 
-/// The advice to remove a key of `checkpoint` from a job that runs a program.
+/// The advice to remove a key of `checkpoint`, for jobs that run a program.
 const REMOVE_KEY_HELP: &str = "remove it; the program saves its own checkpoints";
-/// The rule for keys that only have an effect in the built-in training.
+/// The rule that a key only has an effect in the built-in training, and is an error in a job that
+/// runs a program.
 const BUILT_IN_ONLY_RULES: &[Rule] = &[Rule::no_effect(&[RUNS_PROGRAM]).with_help(REMOVE_KEY_HELP)];
-/// The rule for keys that, in a job that runs a program, only have an effect with `resume.from:
-/// auto`.
+/// The rule that a key, in a job that runs a program, only has an effect with `resume.from: auto`.
 const RESUME_AUTO_ONLY_RULES: &[Rule] =
     &[Rule::no_effect(&[RUNS_PROGRAM, Condition::NoneOf("resume.from", &["auto"])])
         .with_message("`{key}` has no effect in a job with `run.command` without `resume.from: auto`")
@@ -111,7 +112,8 @@ pub enum SaveInterval {
     Duration(u64),
 }
 
-/// Returns a [`ValueType`] that accepts a number of steps, a duration, or `never`.
+/// Returns the value type ([`ValueType`]) of `checkpoint.every`: a number of steps, a duration, or
+/// `never`.
 fn save_interval_type() -> ValueType<SaveInterval> {
     let schema = json!({"anyOf": [
         {"enum": ["never"]}, integer_at_least_type::<u64>(1).schema, duration_type().schema,
@@ -152,13 +154,14 @@ section! {
     pub rng: RngPolicy = Key::new(choice_type(), "reconcile").with_rules(RNG_RULES);
 }
 
-/// The rule for keys that, in a job that runs a program, only have an effect with `resume.from`.
+/// The rule that a key, in a job that runs a program, only has an effect with `resume.from`.
 const RNG_RULES: &[Rule] = &[Rule::no_effect(&[RUNS_PROGRAM, Condition::OneOf("resume.from", &["never"])])
     .into_warning()
     .with_message("`{key}` has no effect without `resume.from`")
     .with_help("set `resume.from`, or remove the key")];
 
-/// Returns a [`ValueType`] that accepts `auto`, `never`, and paths of checkpoints.
+/// Returns the value type ([`ValueType`]) of `resume.from`: `auto`, `never`, or the path of a
+/// checkpoint.
 fn resume_from_type() -> ValueType<ResumeFrom> {
     in_variant!(path_type(), ResumeFrom::Path)
         .or_keywords(&[("auto", ResumeFrom::Auto), ("never", ResumeFrom::Never)])

@@ -88,15 +88,16 @@ section! {
 
 /// The largest number of hosts in `cluster.use_hosts` and `run.min_hosts`.
 pub(crate) const MAX_HOST_COUNT: u64 = 65_536;
-/// The largest number of GPUs on a host. GPU numbers in `cluster.devices` are below this value.
+/// The largest number of GPUs on a host that `cluster.devices` can select. GPU numbers are below
+/// this value.
 const MAX_GPUS_PER_HOST: u64 = 1024;
 
-/// The condition that built-in workers compute on CPUs.
+/// The condition, for rules about keys, that built-in workers compute on CPUs.
 pub(crate) const TRAINS_ON_CPUS: Condition = Condition::OneOf("cluster.devices", &["auto", "cpu"]);
-/// The condition that the job runs a program.
+/// The condition, for rules about keys, that the job runs a program (`run.command`).
 pub(crate) const RUNS_PROGRAM: Condition = Condition::Given("run.command");
 
-/// Creates the rule for keys that only have an effect in built-in training on GPUs. `when` are the
+/// Creates the rule that a key only has an effect in built-in training on GPUs. `when` are the
 /// conditions under which a job is no such training.
 const fn only_on_gpus_rule(when: &'static [Condition]) -> Rule {
     Rule::no_effect(when)
@@ -104,22 +105,19 @@ const fn only_on_gpus_rule(when: &'static [Condition]) -> Rule {
         .with_help("set `cluster.devices: cuda`, or remove the key")
 }
 
-/// The rule that warns about `cluster.store` in a built-in training, which needs no store.
-const STORE_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")]).into_warning()];
-
-/// The rule that only programs use accelerators other than the GPUs of NVIDIA.
+/// The rule that the built-in training cannot use accelerators other than GPUs of NVIDIA.
 const DEVICE_RULES: &[Rule] = &[Rule::no_effect(&[
     Condition::NotGiven("run.command"),
     Condition::OneOf("cluster.devices", &["rocm", "xpu", "npu", "hpu", "neuron"]),
 ])
 .with_message("the built-in training computes on CPUs or GPUs of NVIDIA only")
 .with_help("set `cluster.devices` to `cpu` or `cuda`")];
-/// The rules for keys that only have an effect in built-in training on GPUs: one rule for programs,
-/// and one for training on CPUs.
+/// The rules that a key only has an effect in built-in training on GPUs, and is an error in other
+/// jobs.
 const WORKERS_PER_GPU_RULES: &[Rule] =
     &[only_on_gpus_rule(&[RUNS_PROGRAM]), only_on_gpus_rule(&[TRAINS_ON_CPUS])];
-/// The rules that `comm_backend` only has an effect in built-in training on GPUs. On CPUs, workers
-/// communicate through the host, so only `nccl` is an error.
+/// The rules that `cluster.comm_backend` only has an effect in built-in training on GPUs. On CPUs,
+/// workers communicate through the host, so only `nccl` is an error.
 const COMM_BACKEND_RULES: &[Rule] = &[
     only_on_gpus_rule(&[RUNS_PROGRAM]),
     only_on_gpus_rule(&[TRAINS_ON_CPUS, Condition::OneOf("cluster.comm_backend", &["nccl"])]),
@@ -150,8 +148,9 @@ impl ClusterSpec {
     }
 }
 impl InterfaceSelector {
-    /// Returns whether a worker may listen at `address`, an address of the network interface
-    /// `interface`. [`InterfaceSelector::Auto`] allows every address.
+    /// Returns whether a worker may listen at `address`, an IP address of the network interface
+    /// `interface`, according to `cluster.interface`. [`InterfaceSelector::Auto`] allows every
+    /// address.
     pub fn allows_address(&self, interface: &str, address: IpAddr) -> bool {
         match self {
             InterfaceSelector::Auto => true,
@@ -162,7 +161,7 @@ impl InterfaceSelector {
         }
     }
 
-    /// Returns whether `text` is a possible name of an interface, or a network such as
+    /// Returns whether `text` can be the name of a network interface, or is a network such as
     /// `10.1.0.0/16`.
     pub fn is_valid_name(text: &str) -> bool {
         match text.split_once('/') {
@@ -179,8 +178,7 @@ impl InterfaceSelector {
     }
 }
 
-/// Returns whether `address` belongs to a network, which is given by an address and a prefix length
-/// in bits.
+/// Returns whether an IP address belongs to a network such as `10.1.0.0/16`.
 fn is_in_network(address: IpAddr, (network, bits): (&str, &str)) -> bool {
     let (Ok(network), Ok(bits)) = (network.parse::<IpAddr>(), bits.parse::<u32>()) else { return false };
     match (address, network) {
@@ -253,14 +251,15 @@ choices! {
     }
 }
 
-/// Returns a [`ValueType`] that accepts `auto` and numbers of workers.
+/// Returns the value type ([`ValueType`]) of `cluster.workers_per_host`: `auto` or a number of
+/// workers.
 fn workers_per_host_type() -> ValueType<WorkersPerHost> {
     in_variant!(integer_type(1..=1024), WorkersPerHost::Exactly)
         .or_keywords(&[("auto", WorkersPerHost::Auto)])
 }
 
-/// Returns a [`ValueType`] that accepts names of network interfaces, and networks as an address and
-/// a prefix length.
+/// Returns the value type ([`ValueType`]) of names of network interfaces, and of networks as an
+/// address and a prefix length, for `cluster.interface`.
 fn interface_name_type() -> ValueType<String> {
     let expected = "the name of an interface or a network such as `10.1.0.0/16`";
     formatted_text_type(
@@ -271,8 +270,8 @@ fn interface_name_type() -> ValueType<String> {
     )
 }
 
-/// Returns a [`ValueType`] that accepts `auto`, `cpu`, names of kinds of accelerators such as
-/// `cuda`, and lists of different GPU numbers.
+/// Returns the value type ([`ValueType`]) of `cluster.devices`: `auto`, `cpu`, a kind of
+/// accelerators such as `cuda`, or a list of different GPU numbers.
 fn devices_type() -> ValueType<DeviceSelection> {
     let schema = json!({"anyOf": [
         device_keywords_type().schema,
@@ -289,7 +288,8 @@ fn devices_type() -> ValueType<DeviceSelection> {
     )
 }
 
-/// Returns a [`ValueType`] that accepts the keywords of `cluster.devices`.
+/// Returns the value type ([`ValueType`]) of those values of `cluster.devices` that are keywords,
+/// such as `cpu`.
 fn device_keywords_type() -> ValueType<DeviceSelection> {
     use AcceleratorKind::{Hpu, Neuron, Npu, Rocm, Xpu};
     let kind = |kind: AcceleratorKind| (kind.traits().name, DeviceSelection::Kind(kind));
@@ -305,7 +305,7 @@ fn device_keywords_type() -> ValueType<DeviceSelection> {
     ])
 }
 
-/// Returns a [`ValueType`] that accepts lists of GPU numbers.
+/// Returns the value type ([`ValueType`]) of lists of GPU numbers in `cluster.devices`.
 fn gpu_numbers_type() -> ValueType<Vec<u32>> {
     described_list_type("list of integers", "a list of GPU numbers", integer_type(0..=MAX_GPUS_PER_HOST - 1))
 }

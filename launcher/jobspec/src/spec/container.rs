@@ -46,7 +46,7 @@ choices! {
 }
 
 impl ContainerRuntime {
-    /// Returns the name of the runtime's program.
+    /// Returns the name of the executable of the container runtime, such as `docker`.
     pub fn program(self) -> &'static str {
         match self {
             ContainerRuntime::Apptainer => "apptainer",
@@ -83,14 +83,15 @@ impl ContainerMount {
         (fits(&source) && fits(&target)).then_some(ContainerMount { source, target, read_only })
     }
 
-    /// Formats the mount as in a job file.
+    /// Formats the mount as in a job file, such as `/data:/mnt:ro`.
     pub fn format(&self) -> String {
         let target = if self.target == self.source { String::new() } else { format!(":{}", self.target) };
         format!("{}{target}{}", self.source, if self.read_only { ":ro" } else { "" })
     }
 }
 
-/// Returns a [`ValueType`] that accepts mounts such as `/data:/mnt:ro`.
+/// Returns the value type ([`ValueType`]) of an item of `run.container.mounts`, such as
+/// `/data:/mnt:ro`.
 fn mount_type() -> ValueType<ContainerMount> {
     let expected = "absolute paths such as \"/data\" or \"/data:/mnt:ro\", without commas";
     formatted_text_type("mount", expected, "^/[^:,]*(:/[^:,]*)?(:ro)?$", |text| {
@@ -102,8 +103,8 @@ fn mount_type() -> ValueType<ContainerMount> {
     )
 }
 
-/// Returns a [`ValueType`] that accepts images of containers, as names or paths. An image cannot
-/// look like an option.
+/// Returns the value type ([`ValueType`]) of `run.container.image`: the image of a container, as a
+/// name or path. An image cannot look like an option.
 fn image_type() -> ValueType<String> {
     formatted_text_type(
         "text",

@@ -50,14 +50,15 @@ pub enum TokenizerSpec {
     File(PathBuf),
 }
 
-/// Returns a [`ValueType`] that accepts `bytes` and paths of tokenizer.json files.
+/// Returns the value type ([`ValueType`]) of `train.data.tokenizer`: `bytes` or the path of a
+/// tokenizer.json file.
 fn tokenizer_type() -> ValueType<TokenizerSpec> {
     in_variant!(path_type().documented_as("path of a tokenizer.json"), TokenizerSpec::File)
         .or_keywords(&[("bytes", TokenizerSpec::Bytes)])
 }
 
-/// Returns tokenizer.json in the directory of the pretrained model, or the byte tokenizer for a new
-/// model.
+/// Returns the default of `train.data.tokenizer`: tokenizer.json of the pretrained model, or the
+/// byte tokenizer for a new model.
 fn default_tokenizer(_: &DataSpec, values: &JobValues) -> TokenizerSpec {
     match values.text("train.model.from") {
         Some(directory) => TokenizerSpec::File(Path::new(&directory).join("tokenizer.json")),

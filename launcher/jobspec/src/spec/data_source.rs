@@ -1,4 +1,4 @@
-//! [`DataSource`]: the files of `train.data`, or one source of its mixture.
+//! [`DataSource`]: the files of `train.data`, or one weighted source of its mixture.
 use crate::{
     keys::{
         choice::{choice_type, choices},
@@ -53,8 +53,8 @@ section! {
         }).with_rules(LOSS_RULES);
 }
 
-/// The rule that `loss_on: assistant` requires chats, because only chats have messages of an
-/// assistant.
+/// The rule that `loss_on: assistant` requires `format: chat`, because only chats have messages of
+/// an assistant.
 const LOSS_RULES: &[Rule] =
     &[Rule::conflict(&[Condition::NoneOf("format", &["chat"]), Condition::OneOf("loss_on", &["assistant"])])
         .with_message("has `loss_on: assistant`, which requires `format: chat`")
@@ -71,8 +71,8 @@ choices! {
 }
 
 impl RecordFormat {
-    /// Returns the default of the key `field`, the name of the record field with the text or the
-    /// messages.
+    /// Returns the default of the key `field`: the name of the field of each record that contains
+    /// the text or the messages.
     pub fn default_field(self) -> &'static str {
         match self {
             RecordFormat::Text => "text",
@@ -80,7 +80,8 @@ impl RecordFormat {
         }
     }
 
-    /// Returns the default of the key `loss_on`, which depends on the format of the records.
+    /// Returns the default of the key `loss_on`: which tokens count for the loss, depending on the
+    /// format of the records.
     fn default_loss_targets(self) -> LossTargets {
         match self {
             RecordFormat::Text => LossTargets::All,
@@ -106,8 +107,8 @@ const MAX_SOURCES: usize = 64;
 const FILES_KEY: &str = "train.data.files";
 const MIXTURE_KEY: &str = "train.data.mixture";
 
-/// The rule that the settings of `files` conflict with `mixture`, because each source of a mixture
-/// has separate settings.
+/// The rule that the keys for the files of a single data source conflict with `train.data.mixture`,
+/// whose sources have these keys themselves.
 const FILES_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given(MIXTURE_KEY)])
     .with_help("move the key into the sources of the mixture")];
 /// The rule that `train.data.loss_on: assistant` requires chats, for jobs with `train.data.files`.
@@ -119,10 +120,11 @@ const FILES_LOSS_RULES: &[Rule] = &[Rule::conflict(&[
 .with_message("`train.data.loss_on: assistant` requires `train.data.format: chat`")
 .with_help("set `train.data.format: chat`, or remove `loss_on`")];
 
-/// The declaration of the data sources of a job: either `files` with its settings, or `mixture`.
+/// The declaration of the field with the data sources of a job, which are given by
+/// `train.data.files` or `train.data.mixture`.
 pub(crate) struct DataSources;
 
-/// Declares the keys of `train.data` that describe data sources: `files` with its settings, and
+/// Declares the keys of `train.data` that describe data sources: `files` with its settings, or
 /// `mixture`.
 pub(crate) fn data_sources() -> DataSources {
     DataSources
@@ -195,14 +197,15 @@ impl<S> FieldDeclaration<S> for DataSources {
     }
 }
 
-/// Returns the keys and YAML values of a data source.
+/// Returns the keys of one data source with their values in YAML.
 fn list_source_values(source: &DataSource) -> Vec<(String, YamlText)> {
     let mut values = JobValues::default();
     source.print(&mut values);
     values.list_lines().into_iter().map(|(name, line)| (name, YamlText::Line(line))).collect()
 }
 
-/// Returns a [`ValueType`] that accepts mappings of names to data sources.
+/// Returns the value type ([`ValueType`]) of `train.data.mixture`: a mapping of names to data
+/// sources.
 fn mixture_type() -> ValueType<Vec<DataSource>> {
     let source = record_type::<DataSource>("source", EXPECTED_SOURCE).schema;
     let schema = json!({
@@ -239,7 +242,7 @@ fn read_mixture(node: &YamlNode) -> ReadResult<Vec<DataSource>> {
     ValueError::merge(errors).map_or(Ok(read), Err)
 }
 
-/// Reads one source of a mixture and its name.
+/// Reads one source of `train.data.mixture` and its name.
 fn read_named_source(entry: &YamlEntry) -> ReadResult<DataSource> {
     let fits = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     if entry.key.is_empty() || entry.key.len() > 64 || !entry.key.chars().all(fits) {

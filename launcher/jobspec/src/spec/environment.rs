@@ -30,7 +30,8 @@ pub enum EnvSource {
     FromFile(PathBuf),
 }
 
-/// The environment variables that launch sets itself. Each has advice on what to use instead.
+/// The environment variables that launch sets for workers, and that `run.env` therefore cannot set.
+/// Each has advice on what to use instead.
 const RESERVED_VARIABLES: &[(&str, &str)] = &[
     (env::RANK, "the value differs between workers"),
     (env::LOCAL_RANK, "the value differs between workers"),
@@ -60,30 +61,32 @@ const RESERVED_VARIABLES: &[(&str, &str)] = &[
     (env::LAUNCH_STATUS_FD, "the variable is internal to launch"),
 ];
 
-/// Returns whether launch sets the environment variable `name` itself. `run.env` cannot set such a
-/// variable.
+/// Returns whether launch sets the environment variable `name` for workers, so that `run.env`
+/// cannot set it.
 pub fn is_reserved_variable(name: &str) -> bool {
     RESERVED_VARIABLES.iter().any(|(reserved, _)| *reserved == name)
 }
 
-/// The variables of `run.env`: those with a value in the job, and those whose values are read from
-/// another source.
+/// The environment variables of `run.env`: those whose values the job contains, and those whose
+/// values are read from a file or from launch's environment.
 type Environment = (Vec<(String, String)>, Vec<(String, EnvSource)>);
 
-/// The declaration of the field `env`: the variables whose values are written in the job.
+/// The declaration of the field `env`: the environment variables of the key `run.env` whose values
+/// are written in the job.
 pub(crate) struct EnvironmentValues;
 
-/// The declaration of the field `env_from`: the variables of the key `env` whose values are read
-/// from another source.
+/// The declaration of the field `env_from`: the environment variables of the key `run.env` whose
+/// values are read from a file or from launch's environment.
 pub(crate) struct EnvironmentSources;
 
-/// Declares the key `env`. The field contains only the variables whose values are written in the
-/// job.
+/// Declares the key `run.env`. The field contains only the environment variables whose values are
+/// written in the job.
 pub(crate) fn environment() -> EnvironmentValues {
     EnvironmentValues
 }
 
-/// Declares the field of the variables of the key `env` whose values are read from another source.
+/// Declares the field for the environment variables of `run.env` whose values are read from a file
+/// or from launch's environment.
 pub(crate) fn environment_sources() -> EnvironmentSources {
     EnvironmentSources
 }
@@ -133,7 +136,8 @@ impl<S> FieldDeclaration<S> for EnvironmentSources {
     }
 }
 
-/// Returns a [`ValueType`] that accepts mappings of names to values, or to the sources of values.
+/// Returns the value type ([`ValueType`]) of `run.env`: a mapping of names of environment variables
+/// to values, or to the sources of values.
 fn environment_type() -> ValueType<Environment> {
     let source = |key: &str, schema: Value| json!({"type": "object", "properties": {key: schema}, "required": [key], "additionalProperties": false});
     let value = json!({"anyOf": [
@@ -150,7 +154,7 @@ fn environment_type() -> ValueType<Environment> {
     })
 }
 
-/// Formats the variables as a block with a line for each.
+/// Formats environment variables as the YAML value of `run.env`, one line for each.
 fn print_environment(env: &[(String, String)], env_from: &[(String, EnvSource)]) -> YamlText {
     let from = |key: &str, value: String| format_map([(key.to_owned(), value)]);
     let sources = env_from.iter().map(|(name, source)| match source {
@@ -162,12 +166,14 @@ fn print_environment(env: &[(String, String)], env_from: &[(String, EnvSource)])
     if lines.is_empty() { YamlText::Line("{}".to_owned()) } else { YamlText::Block(lines) }
 }
 
-/// Lists the environment variables that launch sets itself.
+/// Lists the environment variables that launch sets for workers, and that `run.env` therefore
+/// cannot set.
 fn list_reserved_variables() -> Vec<&'static str> {
     RESERVED_VARIABLES.iter().map(|(name, _)| *name).collect()
 }
 
-/// Reads `run.env`. The error contains the mistakes of all its entries.
+/// Reads the value of the key `run.env` from YAML. The error contains the mistakes of all its
+/// entries.
 fn read_environment(node: &YamlNode) -> ReadResult<Environment> {
     let YamlValue::Map(entries) = &node.value else {
         return Err(wrong_type_error("a mapping of names to text", node));
@@ -206,8 +212,8 @@ fn read_env_source(entry: &YamlEntry, from: &[YamlEntry]) -> ReadResult<EnvSourc
     }
 }
 
-/// Fails if the name of an entry is not a valid name of an environment variable, or if launch sets
-/// the variable itself.
+/// Fails if the name of an entry of `run.env` is not a valid name of an environment variable, or if
+/// launch sets the variable itself.
 fn check_variable_name(entry: &YamlEntry) -> ReadResult<()> {
     let name = &entry.key;
     let error = |code, message: String, help: &str| {

@@ -55,8 +55,8 @@ pub enum ExpertPlacement {
 /// The phrase by which docs/job.md and messages describe the values of `train.experts.placement`.
 const EXPECTED_PLACEMENT: &str = "`balanced`, experts with their ranks, or layers with such mappings";
 
-/// Returns a [`ValueType`] that accepts `balanced`, a mapping of experts to ranks, or a mapping of
-/// layers to such mappings.
+/// Returns the value type ([`ValueType`]) of `train.experts.placement`: `balanced`, a mapping of
+/// experts to ranks, or a mapping of layers to such mappings.
 fn placement_type() -> ValueType<ExpertPlacement> {
     let numbered = |values| {
         json!({"type": "object", "minProperties": 1, "propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"},
@@ -78,12 +78,13 @@ fn placement_type() -> ValueType<ExpertPlacement> {
     })
 }
 
-/// Formats a mapping of experts to ranks as YAML on one line.
+/// Formats a mapping of expert numbers to ranks as YAML on one line.
 fn format_ranks(ranks: &BTreeMap<u32, u32>) -> String {
     format_map(ranks.iter().map(|(expert, rank)| (expert.to_string(), rank.to_string())))
 }
 
-/// Returns a [`ValueType`] that accepts ranks within an expert-parallel group.
+/// Returns the value type ([`ValueType`]) of ranks within an expert-parallel group, in
+/// `train.experts.placement`.
 fn rank_in_group_type() -> ValueType<u32> {
     integer_type(0..=1023)
 }
@@ -111,8 +112,9 @@ fn read_placement(node: &YamlNode) -> ReadResult<ExpertPlacement> {
     }
 }
 
-/// Reads a mapping whose keys are numbers. The function `read` reads each value. The error contains
-/// the mistakes of all entries. `what` describes the keys in messages.
+/// Reads a YAML mapping whose keys are numbers, such as those of experts or layers. The function
+/// `read` reads each value. The error contains the mistakes of all entries. `what` describes the
+/// keys in messages.
 fn read_numbered_map<T>(
     entries: &[YamlEntry],
     what: &str,

@@ -1,10 +1,10 @@
 //! The properties of model families that determine defaults and checks of `train.model`.
 
-/// The family of a new model whose job does not name one.
+/// The model family of a new model whose job does not name one.
 pub(crate) const DEFAULT_FAMILY: &str = "llama";
-/// The families with learned positions and LayerNorm in place of rotary embeddings and RMSNorm.
-/// Their heads have the width `hidden_size` / `num_attention_heads`, and there are as many key
-/// heads as query heads.
+/// The model families with learned positions and LayerNorm in place of rotary embeddings and
+/// RMSNorm. Their heads have the width `hidden_size` / `num_attention_heads`, and there are as many
+/// key heads as query heads.
 pub(crate) const LEARNED_POSITION_FAMILIES: &[&str] = &["gpt2"];
 /// The text by which docs/job.md describes the defaults of `intermediate_size`.
 pub(crate) const INTERMEDIATE_SIZE_DEFAULT_TEXT: &str =
@@ -12,17 +12,18 @@ pub(crate) const INTERMEDIATE_SIZE_DEFAULT_TEXT: &str =
 /// The text by which docs/job.md describes the defaults of `tie_word_embeddings`.
 pub(crate) const TIED_EMBEDDINGS_DEFAULT_TEXT: &str = "`false`; `true` with `gpt2` and `gemma…`";
 
-/// Returns whether a family has learned positions and LayerNorm.
+/// Returns whether the models of a family have learned positions and LayerNorm, as GPT-2.
 pub(crate) fn has_learned_positions(family: &str) -> bool {
     LEARNED_POSITION_FAMILIES.contains(&family)
 }
 
-/// Returns whether the embedding and the output layer of a family share one matrix by default.
+/// Returns whether, by default, the embedding and the output layer of the models of a family share
+/// one matrix.
 pub(crate) fn ties_embeddings(family: &str) -> bool {
     has_learned_positions(family) || family.starts_with("gemma")
 }
 
-/// Returns the default width of the feed-forward network of a family.
+/// Returns the default width of the feed-forward networks in the models of a family.
 pub(crate) fn default_intermediate_size(family: &str, hidden_size: u32) -> u32 {
     match has_learned_positions(family) {
         true => 4 * hidden_size,

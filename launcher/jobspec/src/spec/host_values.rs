@@ -1,4 +1,5 @@
-//! [`ValueType`]s for `cluster.hosts`, for filters of hosts, and for the names of users and hosts.
+//! The value types ([`ValueType`]) of `cluster.hosts`, of filters of hosts, and of the names of
+//! users and hosts.
 use crate::{
     hosts::{MAX_HOSTS, parse_hosts},
     keys::{
@@ -36,11 +37,11 @@ pub enum HostSelection {
     File(PathBuf),
 }
 
-/// The description of the values of `cluster.hosts` in messages.
+/// The phrase by which messages describe the values of `cluster.hosts`.
 const EXPECTED_HOSTS: &str = "`auto`, `local`, `slurm`, `join`, a list of hosts, or `{file: hostfile}`";
 
-/// Returns a [`ValueType`] that accepts `auto`, `local`, `slurm`, `join`, lists of hosts, and
-/// `{file: hostfile}`.
+/// Returns the value type ([`ValueType`]) of `cluster.hosts`: `auto`, `local`, `slurm`, `join`, a
+/// list of hosts, or `{file: hostfile}`.
 pub(crate) fn host_selection_type() -> ValueType<HostSelection> {
     let file = json!({"file": path_type().schema});
     let schema = json!({"anyOf": [
@@ -58,7 +59,8 @@ pub(crate) fn host_selection_type() -> ValueType<HostSelection> {
     })
 }
 
-/// Returns a [`ValueType`] that accepts the keywords of `cluster.hosts`.
+/// Returns the value type ([`ValueType`]) of those values of `cluster.hosts` that are keywords,
+/// such as `slurm`.
 fn host_keywords_type() -> ValueType<HostSelection> {
     keywords_type(vec![
         ("auto", HostSelection::Auto),
@@ -90,7 +92,8 @@ fn read_hosts(node: &YamlNode) -> ReadResult<HostSelection> {
     }
 }
 
-/// Reads a text that names one or several hosts. Checks the text, but returns it unchanged.
+/// Reads an item of the list `cluster.hosts`: a text that names one or several hosts, such as
+/// `node-[01-16]`. Checks the text, but returns it unchanged.
 fn read_host(node: &YamlNode) -> ReadResult<String> {
     let text = match node.value {
         // A number may be the name of a host.
@@ -109,8 +112,8 @@ fn read_host(node: &YamlNode) -> ReadResult<String> {
     }
 }
 
-/// Fails if the texts of a list name a host twice, or more than [`MAX_HOSTS`] hosts. `node` is the
-/// list.
+/// Fails if the texts of the list `cluster.hosts` together name a host twice, or more than
+/// [`MAX_HOSTS`] hosts. `node` is the list.
 fn reject_duplicate_hosts(node: &YamlNode, texts: &[String]) -> ReadResult<()> {
     let YamlValue::List(items) = &node.value else { return Ok(()) };
     let mut names = HashSet::new();
@@ -132,8 +135,9 @@ fn reject_duplicate_hosts(node: &YamlNode, texts: &[String]) -> ReadResult<()> {
     Ok(())
 }
 
-/// Returns a [`ValueType`] that accepts lists of DeepSpeed's filters. A single text is also
-/// accepted, as on DeepSpeed's command line.
+/// Returns the value type ([`ValueType`]) of `cluster.include` and `cluster.exclude`: lists of
+/// filters of hosts as in DeepSpeed. A single text is also accepted, as on DeepSpeed's command
+/// line.
 pub(crate) fn host_filters_type() -> ValueType<Vec<String>> {
     let filters = || {
         described_list_type("list of text", "a list of filters such as `worker-0@worker-1:0,2`", text_type())
@@ -146,14 +150,16 @@ pub(crate) fn host_filters_type() -> ValueType<Vec<String>> {
     ValueType::new("list of text", schema, read, move |list| filters().print(list))
 }
 
-/// Returns a [`ValueType`] that accepts login names that [`parse_hosts`] accepts before an `@`.
+/// Returns the value type ([`ValueType`]) of login names, which may also be written before the `@`
+/// of a host.
 pub(crate) fn user_name_type() -> ValueType<String> {
     formatted_text_type("text", "a user name", "^[^@:\\s]+$", |name| {
         parse_hosts(&format!("{name}@host")).is_ok_and(|hosts| hosts.len() == 1)
     })
 }
 
-/// Returns a [`ValueType`] that accepts texts that name exactly one host.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept a text that names exactly
+/// one host.
 pub(crate) fn one_host_type() -> ValueType<String> {
     formatted_text_type("text: `[user@]host[:port]`", "one host: `[user@]host[:port]`", "^\\S+$", |text| {
         parse_hosts(text).is_ok_and(|hosts| hosts.len() == 1)

@@ -56,7 +56,8 @@ impl JobSpec {
         job
     }
 
-    /// Returns the values of all keys in YAML, also of keys that have no effect in this job.
+    /// Returns the values of all keys of the job in YAML, including keys that have no effect in
+    /// this job.
     pub(crate) fn list_values(&self) -> JobValues {
         let mut values = JobValues::default();
         self.print(&mut values);
@@ -67,7 +68,8 @@ impl JobSpec {
 /// The largest length of a job's name, in bytes. A longer name is rejected.
 const MAX_NAME_BYTES: usize = 100;
 
-/// Returns a [`ValueType`] that accepts job names that are safe as a component of a path.
+/// Returns the value type ([`ValueType`]) of the key `name`: a job name that is safe as a component
+/// of a path.
 fn job_name_type() -> ValueType<String> {
     let expected = "a file name of at most 100 letters, digits, `.`, `_` and `-` that begins with a letter, a digit or `_`";
     let accepts = "text: letters, digits, `.`, `_`, `-`";
@@ -76,13 +78,14 @@ fn job_name_type() -> ValueType<String> {
     })
 }
 
-/// Returns whether the name of a job, which is a part of paths, may contain the character `c`.
+/// Returns whether the name of a job may contain the character `c`, because the character is safe
+/// in a path.
 fn is_safe_in_path(c: char) -> bool {
     c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-')
 }
 
-/// Makes a valid job name from `text`, by replacing the characters that a name may not contain by
-/// `-`. Returns `default` if no character is left.
+/// Makes a valid job name from `text`, by replacing the characters that a job name may not contain
+/// by `-`. Returns `default` if no character is left.
 pub fn make_job_name(text: &str, default: &str) -> String {
     let safe: String =
         text.chars().take(MAX_NAME_BYTES).map(|c| if is_safe_in_path(c) { c } else { '-' }).collect();

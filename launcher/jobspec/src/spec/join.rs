@@ -33,27 +33,28 @@ section! {
     pub checks_hosts: bool = field_without_key();
 }
 
-/// The rule for keys that only have an effect in jobs whose hosts join.
+/// The rule that a key only has an effect in jobs with `cluster.hosts: join`.
 const JOIN_RULES: &[Rule] =
     &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local", "slurm"])]).into_warning()];
-/// The longest wait for other nodes, in milliseconds.
+/// The longest time that a job may wait for other nodes to join, in milliseconds.
 const MAX_TIMEOUT_MS: u64 = 7 * 86_400_000;
 
 impl Default for JoinSpec {
-    /// Returns the settings of a job without a `cluster.join` section.
+    /// Returns the values that `cluster.join` has if a job does not contain the section.
     fn default() -> Self {
         default_section()
     }
 }
 
 impl JoinSpec {
-    /// Returns whether a key of the section differs from its default.
+    /// Returns whether a key of the section `cluster.join` differs from its default.
     pub(crate) fn differs_from_default(&self) -> bool {
         *self != JoinSpec::default()
     }
 }
 
-/// Returns a [`ValueType`] that accepts rendezvous addresses such as `host:29400`.
+/// Returns the value type ([`ValueType`]) of `cluster.join.rendezvous`: the address at which node 0
+/// listens for the other nodes, such as `host:29400`.
 fn rendezvous_type() -> ValueType<String> {
     formatted_text_type(
         "text: `HOST[:PORT]`",

@@ -36,12 +36,13 @@ section! {
     pub targets: LoraTargets = Key::new(targets_type(), "all-linear");
 }
 
-/// The rule for keys that conflict with `train.lora.from`, because the adapter_config.json of the
-/// existing adapters determines their values.
+/// The rule that a key conflicts with `train.lora.from`, because the adapter_config.json of the
+/// existing adapters determines its value.
 const NEW_ADAPTER_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("train.lora.from")])
     .with_help("remove it; adapter_config.json of the directory has {name}")];
 
-/// Returns a [`ValueType`] that accepts `all-linear` and lists of at least one matrix name.
+/// Returns the value type ([`ValueType`]) of `train.lora.targets`: `all-linear` or a list of at
+/// least one matrix name.
 fn targets_type() -> ValueType<LoraTargets> {
     let names = described_list_type(
         "list of module names",
@@ -61,7 +62,8 @@ pub enum LoraTargets {
 }
 
 impl LoraSpec {
-    /// Returns a copy of the settings in which `from` is joined to `workdir`.
+    /// Returns a copy of the settings in which the path `from` is joined to the working directory
+    /// `workdir`.
     pub fn resolve_paths(&self, workdir: &Path) -> LoraSpec {
         LoraSpec { from: self.from.as_ref().map(|f| workdir.join(f)), ..self.clone() }
     }

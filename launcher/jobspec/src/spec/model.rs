@@ -79,12 +79,12 @@ section! {
     pub initializer_range: f64 = Key::new(positive_float_type(), "0.02");
 }
 
-/// The rule for keys that conflict with `train.model.from`, because the config.json of the
-/// pretrained model determines their values.
+/// The rule that a key conflicts with `train.model.from`, because the config.json of the pretrained
+/// model determines its value.
 const NEW_MODEL_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("train.model.from")])
     .with_help("remove it; config.json of the directory has {name}")];
-/// The rule that rejects keys that do not apply to the job's model family, because the family has
-/// learned positions.
+/// The rule that rejects a key about rotary embeddings in jobs whose model family has learned
+/// positions.
 const ROTARY_RULES: &[Rule] =
     &[Rule::conflict(&[Condition::OneOf("train.model.family", LEARNED_POSITION_FAMILIES)])
         .with_help(FAMILY_HELP)];
@@ -93,13 +93,15 @@ pub(crate) const FAMILY_HELP: &str = "remove it; the family has LayerNorm, learn
     as query heads, of width `hidden_size` / `num_attention_heads`";
 
 impl ModelSpec {
-    /// Returns a copy of the settings in which `from` is joined to `workdir`.
+    /// Returns a copy of the settings in which the path `from` is joined to the working directory
+    /// `workdir`.
     pub fn resolve_paths(&self, workdir: &Path) -> ModelSpec {
         ModelSpec { from: self.from.as_ref().map(|f| workdir.join(f)), ..self.clone() }
     }
 }
 
-/// Returns a [`ValueType`] that accepts sizes from 1 and `auto`. The value `auto` becomes 0.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept sizes from 1 and `auto`.
+/// The value `auto` becomes 0.
 fn size_or_auto_type() -> ValueType<u32> {
     integer_type(1..=1 << 24).or_keywords(&[("auto", 0)])
 }

@@ -1,4 +1,4 @@
-//! `observe`: the services that record what the job does.
+//! `observe`: the services, such as MLflow, that record what the job does.
 use crate::keys::{
     key::Key,
     section::{optional_inner_section, section},
@@ -9,7 +9,7 @@ use serde_json::json;
 
 /// The largest length of the address of a server, in bytes.
 const MAX_URI_BYTES: usize = 2048;
-/// The largest length of the name of an experiment or of a run, in bytes.
+/// The largest length of the name of an MLflow experiment or run, in bytes.
 const MAX_NAME_BYTES: usize = 500;
 
 section! {
@@ -33,13 +33,13 @@ section! {
 }
 
 impl ObserveSpec {
-    /// Returns whether the job names no service that records it.
+    /// Returns whether the job names no service, such as MLflow, that records it.
     pub(crate) fn is_empty(&self) -> bool {
         self.mlflow.is_none()
     }
 }
 
-/// Returns a [`ValueType`] that accepts names of experiments and runs.
+/// Returns the value type ([`ValueType`]) of names of experiments and runs in MLflow.
 fn name_type() -> ValueType<String> {
     let expected = "text of at most 500 bytes";
     text_type()
@@ -47,7 +47,7 @@ fn name_type() -> ValueType<String> {
         .documented_as(expected)
 }
 
-/// Returns a [`ValueType`] that accepts addresses of servers.
+/// Returns the value type ([`ValueType`]) of addresses of MLflow servers.
 fn server_address_type() -> ValueType<String> {
     let expected = "an address such as `https://mlflow.example.com:5000`, without a user name";
     formatted_text_type(

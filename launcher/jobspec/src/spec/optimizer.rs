@@ -94,7 +94,7 @@ const EPS_DEFAULT_TEXT: &str = "1e-8; with `adafactor` 1e-30";
 const MOMENTUM_DEFAULT_TEXT: &str = "0.9 with `sgd`, 0.95 with `muon`";
 
 impl OptimizerName {
-    /// Returns the default of `betas`, the decay rates of the optimizer's moments.
+    /// Returns the optimizer's default of the key `betas`: the decay rates of its moments.
     fn default_betas(self) -> (f64, f64) {
         if self == OptimizerName::Lion { (0.9, 0.99) } else { (0.9, 0.95) }
     }
@@ -104,7 +104,7 @@ impl OptimizerName {
         if self == OptimizerName::Adafactor { 1e-30 } else { 1e-8 }
     }
 
-    /// Returns the default momentum; 0 for an optimizer without momentum.
+    /// Returns the optimizer's default of the key `momentum`; 0 for an optimizer without momentum.
     fn default_momentum(self) -> f64 {
         match self {
             OptimizerName::Sgd => 0.9,
@@ -113,7 +113,8 @@ impl OptimizerName {
         }
     }
 
-    /// Returns whether the optimizer has the hyper-parameter `key`: `betas`, `eps` or `momentum`.
+    /// Returns whether the optimizer has the hyper-parameter that the key `key` sets: `betas`,
+    /// `eps` or `momentum`.
     pub(crate) fn has_hyper_parameter(self, key: &str) -> bool {
         let rules = match key {
             "betas" => BETAS_RULES,

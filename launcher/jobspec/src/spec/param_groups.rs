@@ -1,5 +1,5 @@
-//! Declares the keys of an item of `train.optimizer.groups`, and [`ValueType`]s for patterns and
-//! decay rates.
+//! Declares the keys of an item of `train.optimizer.groups`, and the value types ([`ValueType`]) of
+//! name patterns and decay rates.
 use crate::keys::{
     collections::{list_type, pair_type},
     key::Key,
@@ -34,15 +34,16 @@ section! {
 /// The text by which docs/job.md describes the default of a hyper-parameter in
 /// `train.optimizer.groups`.
 const UNCHANGED_DEFAULT_TEXT: &str = "the value of `train.optimizer`";
-/// The rule that a group has `lr` or `lr_scale`, but not both.
+/// The rule that an item of `train.optimizer.groups` has `lr` or `lr_scale`, but not both.
 const LR_SCALE_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("lr")]).with_help("keep one of them")];
 
-/// Returns a [`ValueType`] that accepts lists of patterns of parameter names.
+/// Returns the value type ([`ValueType`]) of lists of patterns that select parameters by name.
 pub(crate) fn patterns_type() -> ValueType<Vec<String>> {
     list_type("list of patterns", text_type())
 }
 
-/// Returns a [`ValueType`] that accepts decay rates of moments: two numbers from 0 to below 1.
+/// Returns the value type ([`ValueType`]) of `betas`, the decay rates of an optimizer's moments:
+/// two numbers from 0 to below 1.
 pub(crate) fn betas_type() -> ValueType<(f64, f64)> {
     pair_type("two numbers from 0 to below 1", "a list of two numbers from 0 to below 1", share_type())
 }

@@ -32,7 +32,7 @@ impl PortSelection {
         (1..=last).contains(&first).then_some(PortSelection::Range(first, last))
     }
 
-    /// Returns whether launch may listen on the port `port`.
+    /// Returns whether `cluster.ports` allows launch to listen on the port `port`.
     pub fn contains(self, port: u16) -> bool {
         match self {
             PortSelection::Any => true,
@@ -40,8 +40,8 @@ impl PortSelection {
         }
     }
 
-    /// Splits a range into at most `parts` ranges of about equal length, which together contain all
-    /// ports. Any port is a single part.
+    /// Splits the range of ports into at most `parts` ranges of about equal length, which together
+    /// contain all ports. Any port is a single part.
     pub fn split(self, parts: usize) -> Vec<PortSelection> {
         let PortSelection::Range(first, last) = self else { return vec![self] };
         let (first, count) = (usize::from(first), usize::from(last - first) + 1);
@@ -52,8 +52,8 @@ impl PortSelection {
             .collect()
     }
 
-    /// Returns the ports to try: 0 for any port, or every port of the range. Processes with
-    /// different process ids begin at different ports.
+    /// Returns the ports that a process tries to bind: 0 for any port, or every port of the range.
+    /// Processes with different process ids begin at different ports.
     pub fn candidate_ports(self) -> Vec<u16> {
         match self {
             PortSelection::Any => vec![0],
@@ -66,9 +66,9 @@ impl PortSelection {
         }
     }
 
-    /// Calls `bind` for one port after another until a port is free, and returns the result of that
-    /// call. Port 0 stands for any port. Fails if `bind` fails for another reason, or if all ports
-    /// of the range are in use.
+    /// Calls `bind` with one allowed port after another until a port is free, and returns the
+    /// result of that call. Port 0 stands for any port. Fails if `bind` fails for another reason,
+    /// or if all ports of the range are in use.
     pub fn bind_first_free_port<T>(self, mut bind: impl FnMut(u16) -> io::Result<T>) -> io::Result<T> {
         for port in self.candidate_ports() {
             match bind(port) {
@@ -80,7 +80,7 @@ impl PortSelection {
         Err(io::Error::new(io::ErrorKind::AddrInUse, message))
     }
 
-    /// Formats the selection as in job.yaml.
+    /// Formats the allowed ports as in job.yaml: `any` or a range.
     fn format(self) -> String {
         match self {
             PortSelection::Any => "any".to_owned(),
@@ -89,7 +89,7 @@ impl PortSelection {
     }
 }
 
-/// Returns a [`ValueType`] that accepts `any` and ranges of port numbers.
+/// Returns the value type ([`ValueType`]) of `cluster.ports`: `any` or a range of port numbers.
 pub(crate) fn ports_type() -> ValueType<PortSelection> {
     const EXPECTED: &str = "`any` or range of ports such as `20000-20100`";
     let schema = json!({"type": "string", "pattern": "^(any|[0-9]{1,5}-[0-9]{1,5})$"});

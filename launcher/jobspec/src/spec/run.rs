@@ -133,44 +133,49 @@ section! {
     pub logs: LogsSpec = inner_section();
 }
 
-/// The default of [`RunSpec::hang_timeout_ms`] for the built-in training on GPUs. A rank that waits
-/// for its GPU cannot notice that the GPU or a peer hangs.
+/// The default of `run.hang_timeout` in milliseconds for the built-in training on GPUs. A rank that
+/// waits for its GPU cannot notice that the GPU or a peer hangs.
 const GPU_HANG_TIMEOUT_MS: u64 = 10 * 60 * 1000;
 
-/// Computes the default of `run.hang_timeout`. Programs have none, because an idle program, such as
-/// a server or a debugger, is not a hang.
+/// Computes the default of `run.hang_timeout` in milliseconds; `None` for programs and for training
+/// on CPUs. Programs have none, because an idle program, such as a server or a debugger, is not a
+/// hang.
 fn default_hang_timeout(values: &JobValues) -> Option<u64> {
     let trains = values.get("run.command").is_none();
     let has_gpus = !matches!(values.get("cluster.devices"), None | Some("auto" | "cpu"));
     (trains && has_gpus).then_some(GPU_HANG_TIMEOUT_MS)
 }
 
-/// Returns a [`ValueType`] that accepts leases, which are durations of at least 2 s. A lease is
-/// longer than the interval of heartbeats.
+/// Returns the value type ([`ValueType`]) of leases (the time after which a silent host or
+/// controller counts as lost): durations of at least 2 s. A lease is longer than the interval of
+/// heartbeats.
 fn lease_type() -> ValueType<u64> {
     duration_range_type(2000..=u64::MAX, "a duration of 2s or more").documented_as("duration of 2s or more")
 }
 
-/// The rule that warns about a key that has no effect in a job without a program (`run.command`).
+/// The rule that warns about a key that has no effect in the built-in training, which runs no
+/// program (`run.command`).
 const PROGRAM_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")]).into_warning()];
 
-/// The rules that warn about activated environments, which the built-in training does not use.
+/// The rules that warn about the key `run.activate` in the built-in training, which uses no
+/// activated environment.
 const ACTIVATE_RULES: &[Rule] = PROGRAM_RULES;
 
 /// The rules that warn about `run.activate_timeout` in a job that activates nothing.
 const ACTIVATE_TIMEOUT_RULES: &[Rule] =
     &[Rule::no_effect(&[Condition::NotGiven("run.activate")]).into_warning()];
 
-/// The rule that rejects wrappers of built-in workers, which do not permit a process between them
-/// and their agent.
+/// The rule that rejects the key `run.wrap` in the built-in training, because no process may be
+/// between a built-in worker and its agent.
 const WRAP_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")])
     .with_message("`{key}` starts only programs; the built-in training cannot be wrapped")];
 
-/// The rule that rejects a container for built-in workers, which share memory with their agent.
+/// The rule that rejects the key `run.container` in the built-in training, because built-in workers
+/// share memory with their agent.
 const CONTAINER_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")])
     .with_message("`{key}` contains only programs; the built-in training runs without a container")];
 
-/// The rule that rejects a terminal for the built-in training, which reads no input.
+/// The rule that rejects the key `run.terminal` in the built-in training, which reads no input.
 const TERMINAL_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")])];
 
 /// The rule that warns about the selection of shown ranks in a job in which one rank has the
@@ -185,7 +190,7 @@ fn default_activate_timeout() -> u64 {
     60_000
 }
 
-/// Returns a [`ValueType`] that accepts the mapping of `run.container`.
+/// Returns the value type ([`ValueType`]) of `run.container`: a mapping that describes a container.
 fn container_type() -> ValueType<ContainerSpec> {
     record_type(
         "mapping of `image`, `runtime`, `mounts` and `options`",
@@ -193,7 +198,8 @@ fn container_type() -> ValueType<ContainerSpec> {
     )
 }
 
-/// Returns a [`ValueType`] that accepts the items of `run.wrap`.
+/// Returns the value type ([`ValueType`]) of `run.wrap`: a list of programs that start workers,
+/// each with the ranks of these workers.
 fn wrappers_type() -> ValueType<Vec<WrapSpec>> {
     let item = record_type("mapping of `ranks` and `command`", "a mapping of `ranks` and `command`");
     described_list_type(
@@ -203,8 +209,8 @@ fn wrappers_type() -> ValueType<Vec<WrapSpec>> {
     )
 }
 
-/// The rule that warns about a lease in a job that runs only on this machine, where leases have no
-/// effect.
+/// The rule that warns about the lease of hosts or controllers in a job that runs only on this
+/// machine, where leases have no effect.
 const LEASE_RULES: &[Rule] =
     &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local"])]).into_warning()];
 

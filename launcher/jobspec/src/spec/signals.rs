@@ -39,7 +39,7 @@ choices! {
     }
 }
 
-/// Returns a [`ValueType`] that accepts mappings of signals to actions.
+/// Returns the value type ([`ValueType`]) of `run.signals`: a mapping of signals to actions.
 pub(crate) fn signals_type() -> ValueType<Signals> {
     let action = choice_type::<SignalAction>().schema;
     let schema = json!({

@@ -45,7 +45,7 @@ section! {
 }
 
 impl Default for SlurmSpec {
-    /// Returns the options of a job without a `slurm` section.
+    /// Returns the values that the section `slurm` has if a job does not contain it.
     fn default() -> Self {
         default_section()
     }
@@ -57,20 +57,21 @@ const MAX_SIGNAL_TIME_MS: u64 = 65_535_000;
 /// The longest `slurm.time`, in milliseconds: a hundred years.
 const MAX_TIME_LIMIT_MS: u64 = 36_525 * 86_400_000;
 
-/// Returns a [`ValueType`] that accepts durations from one minute to [`MAX_TIME_LIMIT_MS`], and converts
-/// them to milliseconds.
+/// Returns the value type ([`ValueType`]) of `slurm.time`: a duration from one minute to
+/// [`MAX_TIME_LIMIT_MS`], which is converted to milliseconds.
 fn time_limit_type() -> ValueType<u64> {
     duration_range_type(60_000..=MAX_TIME_LIMIT_MS, "a duration from `1m` to a hundred years")
         .documented_as("duration of 1m or more")
 }
 
-/// Returns a [`ValueType`] that accepts durations from one second to [`MAX_SIGNAL_TIME_MS`], and
-/// converts them to milliseconds.
+/// Returns the value type ([`ValueType`]) of `slurm.signal_time`: a duration from one second to
+/// [`MAX_SIGNAL_TIME_MS`], which is converted to milliseconds.
 fn signal_time_type() -> ValueType<u64> {
     duration_range_type(1000..=MAX_SIGNAL_TIME_MS, "a duration from `1s` to `65535s`")
 }
 
-/// Returns a [`ValueType`] that accepts names of partitions, accounts or QOS, separated by commas.
+/// Returns the value type ([`ValueType`]) of keys of `slurm` that accept names of partitions,
+/// accounts or QOS, separated by commas.
 fn slurm_names_type() -> ValueType<String> {
     let expected = "a name of letters, digits and `_-.,:/@+`";
     formatted_text_type("text", expected, "^[A-Za-z0-9_.,:/@+][A-Za-z0-9_.,:/@+-]{0,254}$", |name| {
@@ -79,15 +80,16 @@ fn slurm_names_type() -> ValueType<String> {
     })
 }
 
-/// Returns a [`ValueType`] that accepts options of sbatch, such as `--constraint=a100`. Each option
-/// becomes one line of the batch script.
+/// Returns the value type ([`ValueType`]) of an option of sbatch, such as `--constraint=a100`. Each
+/// option becomes one line of the batch script.
 fn sbatch_option_type() -> ValueType<String> {
     formatted_text_type("text", "an option of sbatch such as \"--constraint=a100\"", "^--.+$", |option| {
         option.starts_with("--") && option.len() > 2 && option.len() <= 1024
     })
 }
 
-/// The options that launch sets itself for the step of the agents.
+/// The options of srun that launch sets itself when it starts the agents, and that a job therefore
+/// cannot set.
 const RESERVED_STEP_OPTIONS: &[&str] = &[
     "bcast",
     "cpu-bind",
@@ -110,8 +112,8 @@ const RESERVED_STEP_OPTIONS: &[&str] = &[
     "wait",
 ];
 
-/// Returns a [`ValueType`] that accepts options of srun, such as `--container-image=IMAGE`, except
-/// those that launch sets itself and their abbreviations.
+/// Returns the value type ([`ValueType`]) of an option of srun, such as `--container-image=IMAGE`,
+/// which must not be (an abbreviation of) an option that launch sets itself.
 fn srun_option_type() -> ValueType<String> {
     let expected = "an option of srun such as \"--container-image=IMAGE\" that launch does not set itself";
     formatted_text_type("text", expected, "^--.+$", |option| {

@@ -62,7 +62,8 @@ pub enum SshConfig {
     File(PathBuf),
 }
 
-/// Returns a [`ValueType`] that accepts `default`, `none`, and paths of configuration files.
+/// Returns the value type ([`ValueType`]) of `cluster.ssh.config`: `default`, `none`, or the path
+/// of an SSH configuration file.
 fn ssh_config_type() -> ValueType<SshConfig> {
     in_variant!(path_type(), SshConfig::File)
         .or_keywords(&[("default", SshConfig::Default), ("none", SshConfig::None)])

@@ -26,7 +26,8 @@ section! {
     pub steps: u32 = Key::new(integer_type(1..=MAX_STRAGGLER_STEPS), "10");
 }
 
-/// Returns a [`ValueType`] that accepts numbers above 0 and below 1, and percentages such as `10%`.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept numbers above 0 and below
+/// 1, and percentages such as `10%`.
 fn positive_share_type() -> ValueType<f64> {
     const EXPECTED: &str = "a number above 0 and below 1, or a percentage such as `10%`";
     let schema = json!({"anyOf": [
@@ -44,7 +45,8 @@ fn positive_share_type() -> ValueType<f64> {
     .with_expected(EXPECTED)
 }
 
-/// Returns the share that a percentage such as `10%` stands for; `None` for another value.
+/// Returns the number from 0 to 1 that a percentage such as `10%` stands for; `None` for other
+/// text.
 fn parse_percentage(node: &YamlNode) -> Option<f64> {
     let digits = node.raw.strip_suffix('%').filter(|_| matches!(node.value, YamlValue::Text))?;
     let is_number = digits.starts_with(|c: char| c.is_ascii_digit())
@@ -53,7 +55,8 @@ fn parse_percentage(node: &YamlNode) -> Option<f64> {
 }
 
 impl Default for StragglerSpec {
-    /// Returns the values of stored jobs of earlier versions, which do not have the section.
+    /// Returns the values of the section `run.straggler` for stored jobs of earlier versions, which
+    /// do not have the section.
     fn default() -> Self {
         StragglerSpec { share: Some(0.1), steps: 10 }
     }

@@ -101,8 +101,8 @@ section! {
     pub lora: Option<LoraSpec> = optional_inner_section();
 }
 
-/// The rules that `master_weights` only applies to 16-bit precisions, and cannot be `false` with
-/// fp16. The range of fp16 is too small for training without master weights.
+/// The rules that `train.master_weights` only applies to 16-bit precisions, and cannot be `false`
+/// with fp16. The range of fp16 is too small for training without master weights.
 const MASTER_WEIGHTS_RULES: &[Rule] = &[
     Rule::conflict(&[
         Condition::OneOf("train.precision", &["fp16"]),
@@ -139,7 +139,7 @@ const ATTENTION_RULES: &[Rule] = &[
         .with_help("set `train.deterministic: false`, or use `attention: auto`"),
 ];
 
-/// The condition that the job sets `train.attention: cudnn`, which requires attention by cuDNN.
+/// The condition, for rules about keys, that the job sets `train.attention: cudnn`.
 const ATTENTION_IS_CUDNN: Condition = Condition::OneOf("train.attention", &["cudnn"]);
 
 /// Returns `true`, the default of switches that are absent from jobs stored by earlier releases.
@@ -152,8 +152,8 @@ fn enabled_by_default() -> bool {
 mod numerics {
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-    /// The form in which a checkpoint manifest stores `train.deterministic`: the field `numerics`,
-    /// whose value is a name instead of a boolean.
+    /// The name by which a checkpoint manifest stores `train.deterministic`, in the field
+    /// `numerics`.
     #[derive(Serialize, Deserialize)]
     enum Numerics {
         Reproducible,

@@ -47,7 +47,8 @@ section! {
     ).with_rules(OFFLOAD_RULES);
 }
 
-/// The rule that warns about offloading to host memory in training on CPUs, where it has no effect.
+/// The rule that warns about offloading to host memory (`train.zero.offload`) in training on CPUs,
+/// where it has no effect.
 const OFFLOAD_RULES: &[Rule] =
     &[Rule::no_effect(&[TRAINS_ON_CPUS, Condition::OneOf("train.zero.offload", &["{optimizer: cpu}"])])
         .into_warning()
@@ -83,7 +84,8 @@ impl From<OffloadTarget> for PathBuf {
     }
 }
 
-/// Returns a [`ValueType`] that accepts `{optimizer: cpu}` and `{optimizer: path}`.
+/// Returns the value type ([`ValueType`]) of `train.zero.offload`, without the keyword `none`:
+/// `{optimizer: cpu}` or `{optimizer: path}`.
 fn offload_target_type() -> ValueType<OffloadTarget> {
     let schema = json!({
         "type": "object",
@@ -199,7 +201,7 @@ pub enum CudaGraphMode {
 }
 
 impl CudaGraphMode {
-    /// Returns the name of the mode in job.yaml: `auto`, `true` or `false`.
+    /// Returns the value of `train.cuda_graphs` in job.yaml: `auto`, `true` or `false`.
     pub fn name(self) -> &'static str {
         match self {
             CudaGraphMode::Auto => "auto",
@@ -209,7 +211,7 @@ impl CudaGraphMode {
     }
 }
 
-/// Returns a [`ValueType`] that accepts `auto`, `true` and `false`.
+/// Returns the value type ([`ValueType`]) of `train.cuda_graphs`: `auto`, `true` or `false`.
 pub(crate) fn cuda_graph_mode_type() -> ValueType<CudaGraphMode> {
     let mode = |on| if on { CudaGraphMode::Always } else { CudaGraphMode::Never };
     boolean_type()

@@ -28,14 +28,16 @@ section! {
 }
 
 impl WrapSpec {
-    /// Returns the words that precede the command of one worker, with the placeholders replaced by
-    /// `values`. Other text in braces is unchanged, because profilers have placeholders, too.
+    /// Returns the words that start the command of one worker (the wrapper and its arguments), with
+    /// the placeholders replaced by `values`. Other text in braces is unchanged, because profilers
+    /// have placeholders, too.
     pub fn expand_words(&self, values: &[(&str, String)]) -> Vec<String> {
         self.command.iter().map(|word| expand_placeholders(word, values)).collect()
     }
 }
 
-/// Replaces each placeholder in `word` by its value. Values are not searched for placeholders.
+/// Replaces each placeholder, such as `{rank}`, in `word` by its value. Values are not searched for
+/// placeholders.
 fn expand_placeholders(word: &str, values: &[(&str, String)]) -> String {
     let (mut text, mut rest) = (String::new(), word);
     while let Some(open) = rest.find('{') {
@@ -59,7 +61,7 @@ fn expand_placeholders(word: &str, values: &[(&str, String)]) -> String {
     text + rest
 }
 
-/// The largest number of ranges in a selection of ranks.
+/// The largest number of ranges of ranks in a selection such as `0,3-5`.
 const MAX_RANK_RANGES: usize = 1024;
 
 /// A selection of ranks, such as `all` or `0,3-5`.
@@ -73,7 +75,7 @@ pub enum RankSelection {
 }
 
 impl RankSelection {
-    /// Returns whether the selection contains a rank.
+    /// Returns whether the selection contains the rank `rank`.
     pub fn contains(&self, rank: Rank) -> bool {
         match self {
             RankSelection::All => true,
@@ -91,7 +93,7 @@ impl RankSelection {
         }
     }
 
-    /// Formats the selection as in a job file.
+    /// Formats the selection of ranks as in a job file, such as `0,3-5`.
     pub fn format(&self) -> String {
         let RankSelection::Ranges(ranges) = self else { return "all".to_owned() };
         let range = |(first, last): &(Rank, Rank)| match first == last {
@@ -101,7 +103,7 @@ impl RankSelection {
         ranges.iter().map(range).collect::<Vec<_>>().join(",")
     }
 
-    /// Parses ranges such as `0,3-5`. Returns `None` for another text.
+    /// Parses ranges of ranks such as `0,3-5`. Returns `None` for another text.
     fn parse_ranges(text: &str) -> Option<RankSelection> {
         let parse = |text: &str| text.trim().parse::<Rank>().ok().filter(|rank| *rank < Rank::MAX);
         let range = |part: &str| {
@@ -114,7 +116,8 @@ impl RankSelection {
     }
 }
 
-/// Returns a [`ValueType`] that accepts `all`, a rank, and ranges of ranks.
+/// Returns the value type ([`ValueType`]) of a selection of ranks: `all`, a rank, or ranges of
+/// ranks.
 fn rank_selection_type() -> ValueType<RankSelection> {
     let schema = json!({"anyOf": [
         {"enum": ["all"]}, {"type": "integer", "minimum": 0},
@@ -132,7 +135,7 @@ fn rank_selection_type() -> ValueType<RankSelection> {
 /// The phrase by which messages describe a selection of ranks.
 const EXPECTED_RANKS: &str = "`all`, or ranks such as \"0,3-5\"";
 
-/// Reads a selection of ranks from YAML.
+/// Reads a selection of ranks, such as `all` or `0,3-5`, from YAML.
 fn read_rank_selection(node: &YamlNode) -> ReadResult<RankSelection> {
     match node.value {
         YamlValue::Text if node.raw == "all" => Ok(RankSelection::All),
