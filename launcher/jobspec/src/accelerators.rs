@@ -25,8 +25,8 @@ pub enum AcceleratorKind {
     Neuron,
 }
 
-/// The properties of a kind of accelerator: the names that are shown to users, and the interface of
-/// its runtime.
+/// The properties of a kind of accelerator, such as NVIDIA's GPUs: its names for users, and the
+/// environment variables of its runtime.
 #[derive(Debug)]
 pub struct AcceleratorTraits {
     /// The name of the kind in job.yaml, in the torch device and in `launch plan`, e.g. `npu`.
@@ -48,7 +48,7 @@ pub struct AcceleratorTraits {
     pub tool: &'static str,
 }
 
-/// The properties of each kind, in the order of [`AcceleratorKind::ALL`].
+/// The properties of all kinds of accelerators, in the order of [`AcceleratorKind::ALL`].
 const KIND_TRAITS: [AcceleratorTraits; 7] = [
     AcceleratorTraits {
         name: "cuda",
@@ -128,13 +128,14 @@ impl AcceleratorKind {
     pub const ALL: [AcceleratorKind; 7] =
         [Self::Cuda, Self::Mig, Self::Rocm, Self::Xpu, Self::Npu, Self::Hpu, Self::Neuron];
 
-    /// Returns the properties of this kind.
+    /// Returns the properties of this kind of accelerator, such as the environment variable that
+    /// selects accelerators.
     pub const fn traits(self) -> &'static AcceleratorTraits {
         &KIND_TRAITS[self as usize]
     }
 
-    /// Returns whether programs use accelerators of this kind as CUDA devices. torch also calls the
-    /// GPUs of AMD CUDA devices.
+    /// Returns whether programs use accelerators of this kind as CUDA devices
+    /// (`torch.device("cuda")`). torch also calls the GPUs of AMD CUDA devices.
     pub const fn is_cuda_device(self) -> bool {
         matches!(self, Self::Cuda | Self::Mig | Self::Rocm)
     }

@@ -1,4 +1,5 @@
-//! Checks that the values of a job fit together, without reading data and without asking a host.
+//! Checks that the values of a job's keys fit together, without reading data and without asking a
+//! host.
 //!
 //! A setting that cannot be honoured is an error. A setting without effect is an error if it would
 //! mislead the user about the result or the safety of the run. Other settings without effect are
@@ -24,8 +25,9 @@ use crate::{
 };
 use diagnostic::{Severity, codes::job as codes};
 
-/// Checks that the values of a decoded job fit together. Errors and warnings are reported to `d`. A
-/// check is skipped if decoding already reported an error for a key that the check reads.
+/// Checks that the values of a job's keys fit together, after job.yaml was decoded. Errors and
+/// warnings are reported to `d`. A check is skipped if decoding already reported an error for a key
+/// that the check reads.
 pub(crate) fn check_job(d: &mut JobDecoder, job: &JobSpec) {
     check_run_or_train(d, job);
     check_rules(d, job);
@@ -36,8 +38,8 @@ pub(crate) fn check_job(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Checks the job against the rules that its keys declare. If several rules of a key apply, only
-/// the first one is reported.
+/// Checks a job against the rules that the declarations of keys contain, such as "`momentum` has no
+/// effect with AdamW". If several rules of a key apply, only the first one is reported.
 fn check_rules(d: &mut JobDecoder, job: &JobSpec) {
     let values = job.list_values();
     for key in KEYS.iter().filter(|key| !key.rules.is_empty()) {
@@ -52,9 +54,9 @@ fn check_rules(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Returns whether a rule can be checked, that is, whether the keys in its conditions have no
-/// errors. A condition that only asks whether a key is given does not need a correct value, except
-/// for `run.command`.
+/// Returns whether a rule about keys can be checked, that is, whether the keys in its conditions
+/// have no errors. A condition that only asks whether a key is given does not need a correct value,
+/// except for `run.command`.
 fn is_checkable(d: &JobDecoder, rule: &Rule) -> bool {
     rule.when.iter().all(|condition| match condition {
         Condition::Given(key) | Condition::NotGiven(key) if *key != "run.command" => true,
@@ -100,7 +102,7 @@ fn check_program_resume(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Checks that the selected devices are compatible with `run.visible_devices` and
+/// Checks that the devices of a job are compatible with `run.visible_devices` and
 /// `cluster.comm_backend`, and the rendezvous port with `cluster.ports`.
 fn check_devices(d: &mut JobDecoder, job: &JobSpec) {
     const VISIBLE_KEY: &str = "run.visible_devices";
@@ -137,8 +139,8 @@ fn check_devices(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Warns about probable secrets, such as passwords, whose values the job itself contains: in
-/// variables of `run.env` and in arguments of `run.command`.
+/// Warns about probable secrets, such as passwords, that the job file contains in `run.env` or in
+/// arguments of `run.command`.
 fn warn_about_secrets(d: &mut JobDecoder, job: &JobSpec) {
     for (name, _) in
         job.run.env.iter().filter(|(name, value)| is_probable_secret_name(name) && !value.is_empty())

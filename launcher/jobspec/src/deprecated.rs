@@ -1,5 +1,5 @@
-//! Accepts previous names of keys and values. [`rewrite_deprecated_names`] replaces them by the
-//! present names and warns.
+//! Accepts deprecated names (names of earlier releases) of keys and values in job.yaml.
+//! [`rewrite_deprecated_names`] replaces them by the present names and warns.
 //!
 //! A deprecated name is not an alias. Aliases such as `nproc_per_node` are permanent, are listed in
 //! the table of keys, and cause no warning.
@@ -14,8 +14,8 @@ use crate::{
 };
 use diagnostic::{Diagnostic, codes::job as codes};
 
-/// Replaces deprecated names in the YAML tree by the present names. Adds a warning for each use.
-/// Adds an error for a key that is given by both of its names.
+/// Replaces the deprecated names of keys and values in the YAML tree of a job by the present names.
+/// Adds a warning for each use. Adds an error for a key that is given by both of its names.
 pub(crate) fn rewrite_deprecated_names(decoder: &mut JobDecoder, root: &mut YamlNode) {
     for name in DEPRECATED_NAMES.iter() {
         if let Some(entries) = find_section_entries(root, name.section) {
@@ -24,8 +24,8 @@ pub(crate) fn rewrite_deprecated_names(decoder: &mut JobDecoder, root: &mut Yaml
     }
 }
 
-/// Returns the entries of the section with the path `section` in the YAML tree; `None` if the job
-/// does not contain the section.
+/// Returns the entries of the section `section` (a path such as `train.batch`) in the YAML tree of
+/// a job; `None` if the job does not contain the section.
 fn find_section_entries<'n>(root: &'n mut YamlNode, section: &str) -> Option<&'n mut Vec<YamlEntry>> {
     let mut node = root;
     for name in section.split('.') {

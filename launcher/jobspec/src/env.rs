@@ -76,7 +76,7 @@ pub const CROSS_SIZE: &str = "CROSS_SIZE";
 /// Environment variable that launch sets for programs of jobs with `resume.from`: the directory of
 /// the checkpoint to resume from. The value is empty if there is no checkpoint.
 pub const LAUNCH_RESUME_FROM: &str = "LAUNCH_RESUME_FROM";
-/// Variables that launch sets for programs only if they are absent from the user's environment.
+/// The environment variables that launch sets for programs only if the user has not set them.
 pub const USER_OVERRIDABLE_VARIABLES: [&str; 6] = [
     OMP_NUM_THREADS,
     PYTHONUNBUFFERED,
@@ -91,13 +91,14 @@ pub const CUDA_VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
 /// Environment variable that launch sets when it selects GPUs by number: makes CUDA number GPUs in
 /// the order of the PCI bus.
 pub const CUDA_DEVICE_ORDER: &str = "CUDA_DEVICE_ORDER";
-/// The list of the GPUs that a ROCm process can use. ROCm reads [`CUDA_VISIBLE_DEVICES`] only if
-/// this variable is not set.
+/// Environment variable of AMD's HIP: the list of the GPUs that a process can use. ROCm reads
+/// [`CUDA_VISIBLE_DEVICES`] only if this variable is not set.
 pub const HIP_VISIBLE_DEVICES: &str = "HIP_VISIBLE_DEVICES";
-/// The list of the GPUs that ROCm shows to a process, by number or UUID. [`HIP_VISIBLE_DEVICES`]
-/// counts the GPUs of this list.
+/// Environment variable of AMD's ROCm runtime: the list of the GPUs that a process can use, by
+/// number or UUID. [`HIP_VISIBLE_DEVICES`] counts the GPUs of this list.
 pub const ROCR_VISIBLE_DEVICES: &str = "ROCR_VISIBLE_DEVICES";
-/// The list of the GPUs, or of their tiles, that a process can use through Intel's Level Zero.
+/// Environment variable of Intel's Level Zero: the list of the GPUs, or of their tiles, that a
+/// process can use.
 pub const ZE_AFFINITY_MASK: &str = "ZE_AFFINITY_MASK";
 /// Environment variable that launch reads: `COMPOSITE` makes Level Zero number GPUs instead of
 /// tiles.
@@ -105,17 +106,19 @@ pub const ZE_FLAT_DEVICE_HIERARCHY: &str = "ZE_FLAT_DEVICE_HIERARCHY";
 /// Environment variable that launch sets for programs of jobs with `cluster.devices: cpu` on hosts
 /// with GPUs of Intel: the devices that a process can use through SYCL.
 pub const ONEAPI_DEVICE_SELECTOR: &str = "ONEAPI_DEVICE_SELECTOR";
-/// The list of the Ascend NPUs that a process can use.
+/// Environment variable of Huawei's Ascend runtime: the list of the NPUs that a process can use.
 pub const ASCEND_RT_VISIBLE_DEVICES: &str = "ASCEND_RT_VISIBLE_DEVICES";
-/// The list of the Gaudi accelerators that a process can use, by module id.
+/// Environment variable of Intel's Gaudi runtime: the list of the Gaudi accelerators that a process
+/// can use, by module id.
 pub const HABANA_VISIBLE_MODULES: &str = "HABANA_VISIBLE_MODULES";
-/// The list of the NeuronCores that a process can use. The list may contain ranges.
+/// Environment variable of AWS's Neuron runtime: the list of the NeuronCores that a process can
+/// use. The list may contain ranges.
 pub const NEURON_RT_VISIBLE_CORES: &str = "NEURON_RT_VISIBLE_CORES";
 /// Environment variable that launch reads: how many physical NeuronCores form a logical NeuronCore.
 pub const NEURON_LOGICAL_NC_CONFIG: &str = "NEURON_LOGICAL_NC_CONFIG";
 /// Environment variable that launch reads: an older name of [`NEURON_LOGICAL_NC_CONFIG`].
 pub const NEURON_RT_VIRTUAL_CORE_SIZE: &str = "NEURON_RT_VIRTUAL_CORE_SIZE";
-/// The variables that restrict which accelerators a process can use, for each vendor.
+/// The environment variables of all vendors that restrict which accelerators a process can use.
 pub const DEVICE_VARIABLES: [&str; 7] = [
     CUDA_VISIBLE_DEVICES,
     HIP_VISIBLE_DEVICES,
@@ -133,8 +136,8 @@ pub const GLOO_SOCKET_IFNAME: &str = "GLOO_SOCKET_IFNAME";
 /// Environment variable that launch sets for programs on several hosts: the interface of
 /// TensorPipe.
 pub const TP_SOCKET_IFNAME: &str = "TP_SOCKET_IFNAME";
-/// The variables that select network interfaces. launch does not replace values of the user or of
-/// the host.
+/// The environment variables that select the network interfaces of NCCL, Gloo and TensorPipe.
+/// launch does not replace values of the user or of the host.
 pub const INTERFACE_VARIABLES: [&str; 3] = [NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME];
 /// Environment variable that launch sets for programs on hosts without accelerators unless the user
 /// sets the variable: makes Accelerate connect its workers on CPUs. Without the variable, each
@@ -144,8 +147,9 @@ pub const ACCELERATE_USE_CPU: &str = "ACCELERATE_USE_CPU";
 pub const ACCELERATE_USE_DEEPSPEED: &str = "ACCELERATE_USE_DEEPSPEED";
 /// Environment variable that launch reads: the device on which DeepSpeed computes, such as `cpu`.
 pub const DS_ACCELERATOR: &str = "DS_ACCELERATOR";
-/// The variables by which launch recognizes that a program of Accelerate uses DeepSpeed. Such
-/// programs do not get [`ACCELERATE_USE_CPU`], with which Accelerate would ignore DeepSpeed.
+/// The environment variables by which launch recognizes that a program of Accelerate uses
+/// DeepSpeed. Such programs do not get [`ACCELERATE_USE_CPU`], with which Accelerate would ignore
+/// DeepSpeed.
 pub const ACCELERATE_DEEPSPEED_VARIABLES: [&str; 2] = [ACCELERATE_USE_DEEPSPEED, DS_ACCELERATOR];
 /// Environment variable that launch sets for programs unless the user sets the variable:
 /// `address:port` at which process 0 of JAX listens for the others.
@@ -164,7 +168,8 @@ pub const JAX_LOCAL_DEVICE_IDS: &str = "JAX_LOCAL_DEVICE_IDS";
 pub const XDG_STATE_HOME: &str = "XDG_STATE_HOME";
 /// Environment variable that launch reads: the user's home directory.
 pub const HOME: &str = "HOME";
-/// The directory of temporary files. Set for Charliecloud, which mounts it at `/tmp`.
+/// Environment variable: the directory of temporary files. Set for Charliecloud, which mounts it at
+/// `/tmp`.
 pub const TMPDIR: &str = "TMPDIR";
 /// Environment variable that launch reads: the name of the user. Set for Charliecloud, which needs
 /// it.
@@ -220,8 +225,8 @@ pub fn is_interface_variable(name: &str) -> bool {
     INTERFACE_VARIABLES.contains(&name)
 }
 
-/// Returns whether the value of the variable `name` is probably a secret, such as a token or a
-/// password. Only the name is examined.
+/// Returns whether the value of the environment variable `name` is probably a secret, such as a
+/// token or a password. Only the name is examined.
 pub fn is_probable_secret_name(name: &str) -> bool {
     const SECRET_PARTS: [&str; 7] =
         ["TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "PRIVATE_KEY", "CREDENTIAL"];
@@ -247,7 +252,8 @@ pub const MLFLOW_TRACKING_INSECURE_TLS: &str = "MLFLOW_TRACKING_INSECURE_TLS";
 /// Environment variable that the controller reads: a file with the certificates that identify the
 /// MLflow server.
 pub const MLFLOW_TRACKING_SERVER_CERT_PATH: &str = "MLFLOW_TRACKING_SERVER_CERT_PATH";
-/// Variables of MLflow's client that launch does not support: further ways to authenticate.
+/// Environment variables of MLflow's client that launch does not support: further ways to
+/// authenticate.
 pub const UNSUPPORTED_MLFLOW_VARIABLES: [&str; 3] =
     ["MLFLOW_TRACKING_CLIENT_CERT_PATH", "MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4"];
 
@@ -277,7 +283,7 @@ pub const TORCH_FR_DUMP_ON_TIMEOUT: &str = "TORCH_FR_DUMP_ON_TIMEOUT";
 /// Environment variable that launch sets in the same jobs as `TORCH_FR_BUFFER_SIZE`: the path of
 /// the file for the recorded collectives, to which torch appends the rank.
 pub const TORCH_FR_DUMP_TEMP_FILE: &str = "TORCH_FR_DUMP_TEMP_FILE";
-/// The names that earlier versions of torch read instead of `TORCH_FR_BUFFER_SIZE`,
+/// The environment variables that earlier versions of torch read instead of `TORCH_FR_BUFFER_SIZE`,
 /// `TORCH_FR_DUMP_ON_TIMEOUT` and `TORCH_FR_DUMP_TEMP_FILE`.
 pub const OLD_FLIGHT_RECORDER_VARIABLES: [&str; 3] =
     ["TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"];
@@ -287,8 +293,9 @@ pub const LAUNCH_HANG_DIR: &str = "LAUNCH_HANG_DIR";
 /// Environment variable that launch sets together with `LAUNCH_HANG_DIR`: the number of the signal
 /// that makes Python write its stacks.
 pub const LAUNCH_HANG_SIGNAL: &str = "LAUNCH_HANG_SIGNAL";
-/// Environment variable that launch sets together with `LAUNCH_HANG_DIR`: the interval at which the
-/// hang hook publishes counters, in milliseconds.
+/// Environment variable that launch sets together with `LAUNCH_HANG_DIR`: the interval in
+/// milliseconds at which the hang hook (launch's Python module in the worker) publishes the numbers
+/// of collectives.
 pub const LAUNCH_HANG_INTERVAL_MS: &str = "LAUNCH_HANG_INTERVAL_MS";
 /// Environment variable that launch sets for commands of `launch exec`: the process id of the
 /// worker next to which the command runs.
@@ -298,10 +305,11 @@ pub const LAUNCH_WORKER_PID: &str = "LAUNCH_WORKER_PID";
 /// controller reached the host.
 pub const SSH_CONNECTION: &str = "SSH_CONNECTION";
 /// Environment variable for tests: `RANK:N` makes the worker of rank `RANK` kill itself at its N-th
-/// fault point, and `RANK:loop@STEPS` lets it loop endlessly after so many steps (docs/testing.md).
+/// fault point (a place where tests inject failures), and `RANK:loop@STEPS` lets it loop endlessly
+/// after so many steps (docs/testing.md).
 pub const LAUNCH_FAULT: &str = "LAUNCH_FAULT";
 /// Environment variable for tests: a file to which every worker appends the number of fault points
-/// that it has passed.
+/// (places where tests inject failures) that it has passed.
 pub const LAUNCH_FAULT_COUNT: &str = "LAUNCH_FAULT_COUNT";
 /// Environment variable that an agent in a Slurm step reads: the name of the agent's node.
 pub const SLURMD_NODENAME: &str = "SLURMD_NODENAME";
@@ -313,7 +321,8 @@ pub const SLURM_STEP_ID: &str = "SLURM_STEP_ID";
 pub const LAUNCH_NODES: &str = "LAUNCH_NODES";
 /// Environment variable that launch reads: the number of this node, from 0 (`--node-rank`).
 pub const LAUNCH_NODE_RANK: &str = "LAUNCH_NODE_RANK";
-/// Environment variable that launch reads: the address at which nodes meet (`--rendezvous`).
+/// Environment variable that launch reads: the address at which node 0 listens for the other nodes
+/// (`--rendezvous`).
 pub const LAUNCH_RENDEZVOUS: &str = "LAUNCH_RENDEZVOUS";
 /// Environment variable that launch reads: the file with the key that the nodes share
 /// (`--key-file`).

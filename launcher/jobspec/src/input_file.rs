@@ -1,4 +1,4 @@
-//! [`read_input_file`]: reads a file that the user names, which may be a pipe.
+//! [`read_input_file`]: reads a file that the user names on the command line, which may be a pipe.
 use nix::{
     errno::Errno,
     fcntl::OFlag,
@@ -12,12 +12,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The longest pause between two pieces of data of a pipe. Reading fails after a longer one.
+/// The longest time for which a pipe may provide no data. Reading fails after a longer pause.
 const MAX_PIPE_PAUSE: Duration = Duration::from_secs(5);
-/// The time limit for reading a whole pipe, in multiples of the longest pause in its data.
+/// The time limit for reading a whole pipe, as a multiple of the longest time for which it may
+/// provide no data.
 const TOTAL_TIME_FACTOR: u32 = 12;
-/// The flags of `open`: do not wait for the writer of a pipe, and do not make a terminal the
-/// controlling one.
+/// The flags for opening a file that the user names: do not wait for the writer of a pipe, and do
+/// not make a terminal the controlling one.
 const OPEN_FLAGS: OFlag = OFlag::O_NONBLOCK.union(OFlag::O_NOCTTY);
 /// The largest number of bytes that one read from a pipe returns.
 const CHUNK_BYTES: usize = 64 << 10;
@@ -29,8 +30,8 @@ pub fn read_input_file(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     read_with_timeout(path, limit, MAX_PIPE_PAUSE)
 }
 
-/// Reads at most `limit + 1` bytes of the file at `path`, with a time limit for pipes. If the file
-/// is a pipe, fails when the pipe provides no data for the time `timeout`.
+/// Reads at most `limit + 1` bytes of the file at `path`, and fails if the file is a pipe that
+/// provides no data for the time `timeout`.
 fn read_with_timeout(path: &Path, limit: u64, timeout: Duration) -> io::Result<Vec<u8>> {
     let file = OpenOptions::new().read(true).custom_flags(OPEN_FLAGS.bits()).open(path)?;
     if !file.metadata()?.is_file() {
@@ -41,8 +42,7 @@ fn read_with_timeout(path: &Path, limit: u64, timeout: Duration) -> io::Result<V
     Ok(bytes)
 }
 
-/// Reads a pipe, a terminal or another special file to its end, or until it has provided more than
-/// `limit` bytes.
+/// Reads a pipe, a terminal or another special file to its end, but at most `limit + 1` bytes.
 fn read_pipe(mut file: &File, limit: u64, timeout: Duration) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let mut chunk = vec![0; CHUNK_BYTES];

@@ -9,14 +9,14 @@ use crate::{
 };
 use serde_json::{Map, Value};
 
-/// The suffixes that the name of a serialized field may have in addition to the name of its key:
-/// none, or `_ms` for a duration in milliseconds.
+/// The suffixes that a field of the serialized job may have in addition to the name of its key in
+/// job.yaml: none, or `_ms` for a duration in milliseconds.
 const FIELD_SUFFIXES: [&str; 2] = ["", "_ms"];
 
 impl JobSpec {
-    /// Converts the job to JSON in which each key has its present name, also if the serialized
-    /// field has a deprecated one. The result cannot be deserialized to a [`JobSpec`], because the
-    /// serialized form has other names.
+    /// Converts the job to JSON whose fields have the present names of the keys in job.yaml,
+    /// although the serialized form has deprecated ones. The result cannot be deserialized to a
+    /// [`JobSpec`], because the serialized form has other names.
     pub fn to_key_json(&self) -> Value {
         let mut job = serde_json::to_value(self).unwrap_or(Value::Null);
         for name in DEPRECATED_NAMES.iter() {
@@ -29,8 +29,8 @@ impl JobSpec {
     }
 }
 
-/// Renames a field that has a deprecated name in `fields`, the serialized form of a section.
-/// Replaces the field's value if the value was renamed, too.
+/// Gives the field with a deprecated name in `fields`, a section of the serialized job, its present
+/// name. Replaces the field's value if the value was renamed, too.
 fn rename_field(fields: &mut Map<String, Value>, name: &DeprecatedName) {
     for suffix in FIELD_SUFFIXES {
         let Some(value) = fields.remove(&format!("{}{suffix}", name.old)) else { continue };
@@ -40,8 +40,8 @@ fn rename_field(fields: &mut Map<String, Value>, name: &DeprecatedName) {
     }
 }
 
-/// Converts a value of job.yaml to its serialized form. `true` and `false` become booleans. A
-/// keyword becomes the name of an enum variant, by a capital first letter.
+/// Converts a value from its form in job.yaml to its form in the serialized job. `true` and `false`
+/// become booleans. A keyword becomes the name of an enum variant, by a capital first letter.
 fn serialize_value(value: &str) -> Value {
     match value {
         "true" => Value::Bool(true),

@@ -17,8 +17,9 @@ pub static KEYS: LazyLock<Vec<KeyInfo>> = LazyLock::new(|| {
     table
 });
 
-/// Converts the path of a key to the path under which docs/job.md documents the key. The last part
-/// of `path` may be an alias or a deprecated name. An unknown path is returned unchanged.
+/// Converts the path of a key of job.yaml to the path under which docs/job.md documents the key.
+/// The last part of `path` may be an alias or a deprecated name. An unknown path is returned
+/// unchanged.
 pub(crate) fn canonicalize_key_path(path: &str) -> String {
     let (section, name) = path.rsplit_once('.').unwrap_or(("", path));
     let keys = || list_section_keys(&KEYS, section);
@@ -27,7 +28,8 @@ pub(crate) fn canonicalize_key_path(path: &str) -> String {
     key.map_or_else(|| path.to_owned(), |key| key.path.clone())
 }
 
-/// A deprecated name of a key, deprecated names of its values, or both.
+/// A deprecated name of a key of job.yaml (a name of an earlier release), deprecated names of its
+/// values, or both.
 #[derive(Debug)]
 pub struct DeprecatedName {
     /// The section of the key, e.g. `cluster.ssh`.
@@ -41,18 +43,18 @@ pub struct DeprecatedName {
 }
 
 impl DeprecatedName {
-    /// Returns the path that the key had before it was renamed, e.g. `run.grace`.
+    /// Returns the path that the key had before it was renamed, such as `run.grace`.
     pub fn old_path(&self) -> String {
         join_key_path(self.section, self.old)
     }
 
-    /// Returns the present path of the key, e.g. `run.grace_period`.
+    /// Returns the present path of the key, such as `run.grace_period`.
     pub fn new_path(&self) -> String {
         join_key_path(self.section, self.new)
     }
 }
 
-/// All deprecated names, in the order of the table of keys.
+/// All deprecated names of keys of job.yaml and their values, in the order of the table of keys.
 pub static DEPRECATED_NAMES: LazyLock<Vec<DeprecatedName>> = LazyLock::new(|| {
     let is_renamed = |key: &&KeyInfo| key.deprecated.is_some() || !key.deprecated_values.is_empty();
     let name = |key: &'static KeyInfo| {

@@ -1,5 +1,6 @@
-//! The types by which keys of job.yaml are declared. The declaration of a key determines how its
-//! value is decoded, printed, checked and documented, and its part of the JSON Schema.
+//! The types by which the keys of job.yaml are declared, read, printed and documented. The
+//! declaration of a key determines how its value is decoded, printed, checked and documented, and
+//! its part of the JSON Schema.
 pub(crate) mod choice;
 pub(crate) mod collections;
 pub(crate) mod decoder;

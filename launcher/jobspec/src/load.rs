@@ -18,7 +18,8 @@ use crate::{
 use diagnostic::{Diagnostic, Location, codes::job as codes};
 use std::path::{Path, PathBuf};
 
-/// The name by which messages refer to a job without a job file.
+/// The name by which messages refer to a job that was made from command-line arguments instead of a
+/// job file.
 const COMMAND_LINE_NAME: &str = "the command line";
 
 /// The file or text from which a job is loaded.
@@ -54,8 +55,8 @@ impl JobSource {
     }
 }
 
-/// Loads and checks the job in `source`, after the `--set` arguments in `overrides` were applied to
-/// it in the given order.
+/// Reads, decodes and checks the job in `source`, after applying the `--set path=value` arguments
+/// in `overrides`.
 ///
 /// Relative paths in the job stay relative, except `run.workdir`, which becomes absolute. Returns
 /// the job, the locations of its keys, and warnings. The error is a list of all mistakes, in the
@@ -84,9 +85,9 @@ pub fn load_job(
     load_job_text(sources, &name, text, overrides)
 }
 
-/// Loads a job from `text`, the first text of `sources`. Returns what [`load_job`] returns. The
-/// caller must already have checked that the text has at most [`MAX_JOB_BYTES`] bytes, and removed a byte
-/// order mark.
+/// Decodes and checks a job from its YAML text, after applying the `--set path=value` arguments in
+/// `overrides`. Returns what [`load_job`] returns. The caller must already have checked that the
+/// text has at most [`MAX_JOB_BYTES`] bytes, and removed a byte order mark.
 fn load_job_text(
     mut sources: SourceMap,
     name: &str,

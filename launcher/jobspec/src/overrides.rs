@@ -1,5 +1,5 @@
-//! Applies `--set path=value` arguments to the YAML tree before the tree is decoded. The values are
-//! therefore checked like those in the file.
+//! Applies `--set path=value` arguments to the YAML tree of a job before the tree is decoded. The
+//! values are therefore checked like those in the file.
 use crate::{
     key_table::canonicalize_key_path,
     yaml::{
@@ -21,8 +21,8 @@ enum PathStep {
     Index(usize),
 }
 
-/// Applies one `--set` argument, `text` of the form `path=value`, to the tree `root`. The value is
-/// parsed as YAML. Also adds the text of the argument to `sources`, so that errors can point at it.
+/// Applies one `--set path=value` argument to the YAML tree of a job. The value is parsed as YAML.
+/// Also adds the text of the argument to `sources`, so that errors can point at it.
 pub(crate) fn apply_override(
     root: &mut YamlNode,
     sources: &mut SourceMap,
@@ -47,13 +47,14 @@ pub(crate) fn apply_override(
         .map_err(|error| override_diagnostic(sources, Some(&subject), error))
 }
 
-/// Creates the error of a malformed `--set` argument. `span` is the wrong part of the argument.
+/// Creates the error that a `--set path=value` argument is malformed. `span` is the wrong part of
+/// the argument.
 fn invalid_override_error(span: SourceSpan, message: impl Into<String>) -> ValueError {
     ValueError::new(codes::SET_ARGUMENT_INVALID, span, message)
 }
 
-/// Converts an error about the value of a `--set` argument to a diagnostic. `path` is the
-/// documented path of the key, if known.
+/// Converts an error about a `--set path=value` argument to a diagnostic. `path` is the documented
+/// path of the key, if known.
 fn override_diagnostic(sources: &SourceMap, path: Option<&str>, error: ValueError) -> Diagnostic {
     let code = error.code;
     let mut list = error.into_diagnostics(sources, path, "`--set` ").into_iter();
@@ -75,9 +76,9 @@ fn parse_override_value(text: &str, source: u32, base: u32) -> Result<YamlNode, 
     Ok(parse_yaml(text, source, base)?.unwrap_or(empty))
 }
 
-/// Splits a path such as `a.b[2].c` into steps. Each step has its span in the `--set` argument.
-/// `source` is the index of the argument in the [`SourceMap`]. Fails if there are more than
-/// [`MAX_PATH_STEPS`].
+/// Splits the path in a `--set path=value` argument, such as `a.b[2].c`, into the names of keys and
+/// the indices of list items. Each step has its span in the `--set` argument. `source` is the index
+/// of the argument in the [`SourceMap`]. Fails if there are more than [`MAX_PATH_STEPS`].
 fn parse_path(path: &str, source: u32) -> Result<Vec<(PathStep, SourceSpan)>, ValueError> {
     let mut steps = Vec::new();
     let mut at = 0;
@@ -108,8 +109,9 @@ fn parse_path(path: &str, source: u32) -> Result<Vec<(PathStep, SourceSpan)>, Va
     Ok(steps)
 }
 
-/// Sets the value at the path `steps` below `root`, and replaces an existing value. Keys that are
-/// absent are added. An index equal to the length of a list appends an item.
+/// Replaces or adds the value at a path (names of keys and indices of list items) in the YAML tree
+/// `root` of a job. Keys that are absent are added. An index equal to the length of a list appends
+/// an item.
 fn set_value(
     root: &mut YamlNode,
     steps: Vec<(PathStep, SourceSpan)>,
@@ -161,9 +163,8 @@ fn set_value(
     Ok(())
 }
 
-/// Finds the entry of the key `path` in a mapping, under any of the key's names, so that its value
-/// can be replaced. If `entries` lacks the key, adds an entry with the name and span of the
-/// override.
+/// Finds the entry of the key `path` in a YAML mapping under any of the key's names. If `entries`
+/// lacks the key, adds an entry with the name and span of the override.
 fn find_or_insert_entry<'e>(
     entries: &'e mut Vec<YamlEntry>,
     name: &str,

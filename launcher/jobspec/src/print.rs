@@ -3,13 +3,14 @@
 use crate::{key_table::KEYS, keys::job_values::JobValues, spec::job::JobSpec};
 
 impl JobSpec {
-    /// Formats the whole job as the text of a job.yaml. Leaves out keys that have no effect in this
-    /// job, such as `momentum` with AdamW.
+    /// Formats the job as the text of a job.yaml with all keys that have an effect in this job,
+    /// defaults included. For example, `momentum` is left out with AdamW.
     pub fn to_yaml(&self) -> String {
         self.list_used_values().to_yaml()
     }
 
-    /// Returns the values, in YAML, of those keys that have an effect in this job.
+    /// Returns the YAML values of the keys that have an effect in this job (not, for example,
+    /// `momentum` with AdamW).
     pub(crate) fn list_used_values(&self) -> JobValues {
         self.list_values().without_unused_keys(&KEYS)
     }

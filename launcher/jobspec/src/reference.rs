@@ -1,4 +1,4 @@
-//! Generates the tables of docs/job.md from the declarations of keys.
+//! Generates the tables of keys in docs/job.md from the declarations of the keys.
 use crate::{
     key_table::{DEPRECATED_NAMES, KEYS},
     keys::key_info::{KeyDefault, KeyInfo, list_section_keys},
@@ -9,8 +9,8 @@ use std::fmt::Write as _;
 const MAX_ROW_CHARS: usize = 200;
 
 /// Replaces the tables of keys in `page`, the text of docs/job.md, by tables that are generated
-/// from the present declarations. A table follows a line `<!-- keys: SECTION -->`, or `<!--
-/// deprecated names -->`.
+/// from the declarations. A table follows a line `<!-- keys: SECTION -->`, or `<!-- deprecated
+/// names -->`.
 pub fn update_reference(page: &str) -> String {
     let mut updated = String::new();
     let mut lines = page.lines().peekable();
@@ -31,7 +31,8 @@ pub fn update_reference(page: &str) -> String {
     updated
 }
 
-/// Formats the table in docs/job.md of the keys directly within the section `section`.
+/// Formats the table in docs/job.md that describes the keys directly within the section `section`
+/// of job.yaml.
 fn format_key_table(section: &str) -> String {
     let mut table = String::from("| key | type | default | meaning |\n|---|---|---|---|\n");
     for key in list_section_keys(&KEYS, section).filter(|key| key.default != KeyDefault::Section) {
@@ -61,7 +62,7 @@ fn format_key_meaning(key: &KeyInfo) -> String {
     if is_name { phrase.to_owned() } else { format!("{} {rest}", word.to_lowercase()).trim_end().to_owned() }
 }
 
-/// Lists the aliases of a key, and states whether the key is reloadable.
+/// Formats the notes about a key in docs/job.md: whether the key is reloadable, and its aliases.
 fn format_key_notes(key: &KeyInfo) -> String {
     let mut notes = String::new();
     if key.reloadable {
@@ -73,7 +74,7 @@ fn format_key_notes(key: &KeyInfo) -> String {
     notes
 }
 
-/// Formats the table in docs/job.md of deprecated names of keys and values.
+/// Formats the table in docs/job.md that lists the deprecated names of keys and values.
 fn format_deprecated_names() -> String {
     let mut table = String::from("| deprecated key | deprecated value | use instead |\n|---|---|---|\n");
     for name in DEPRECATED_NAMES.iter() {

@@ -8,7 +8,7 @@ use crate::{
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The values of the reloadable keys of a job, which may change while the job runs.
+/// The values of a job's reloadable keys, that is, of those that may change while the job runs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ReloadValues {
     /// `run.logs.show`: the ranks whose output is shown. In events and journals the field is named
@@ -21,7 +21,8 @@ pub struct ReloadValues {
     pub train: Option<ReloadTrainValues>,
 }
 
-/// The values of the reloadable keys of `train`.
+/// The values of the reloadable keys of `train`, that is, of those that may change while the job
+/// runs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ReloadTrainValues {
     /// `train.steps`: the number of steps, at which the schedule also ends.
@@ -48,7 +49,7 @@ pub struct ReloadChanges {
 }
 
 impl ReloadValues {
-    /// Returns the values of the reloadable keys of `job`.
+    /// Returns the values of those keys of `job` that may change while the job runs.
     pub fn from_job(job: &JobSpec) -> ReloadValues {
         let train = job.train.as_ref().map(|t| ReloadTrainValues {
             steps: t.steps,
@@ -59,7 +60,7 @@ impl ReloadValues {
         ReloadValues { log_ranks: job.run.logs.show.clone(), checkpoint_every: job.checkpoint.every, train }
     }
 
-    /// Sets the reloadable keys of `job` to these values.
+    /// Sets those keys of `job` that may change while the job runs to these values.
     pub fn apply_to(&self, job: &mut JobSpec) {
         job.run.logs.show.clone_from(&self.log_ranks);
         job.checkpoint.every = self.checkpoint_every;
@@ -98,12 +99,13 @@ pub fn compare_jobs(running: &JobSpec, file: &JobSpec) -> ReloadChanges {
     ReloadChanges { changed, not_reloadable, values }
 }
 
-/// Returns the values of a job's keys in YAML, by path.
+/// Returns the values of those keys that have an effect in a job, as YAML text by the path of the
+/// key.
 pub fn list_key_values(job: &JobSpec) -> BTreeMap<String, String> {
     job.list_used_values().list_lines().into_iter().collect()
 }
 
-/// Returns whether a new value of the key `path` takes effect while the job runs.
+/// Returns whether the key `path` may change while the job runs.
 fn is_reloadable(path: &str) -> bool {
     KEYS.iter().any(|key| key.reloadable && key.path == path)
 }

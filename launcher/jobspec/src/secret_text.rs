@@ -1,16 +1,16 @@
-//! [`hide_secret_values`] and [`hide_secret_arguments`]: hide secrets in text and in command lines
-//! that are printed or stored.
+//! [`hide_secret_values`] and [`hide_secret_arguments`]: hide secrets in text and command lines
+//! before they are printed or stored.
 use crate::env::is_probable_secret_name;
 
 /// The text before the name of an environment variable in an argument such as `--set
-/// run.env.NAME=value`.
+/// run.env.NAME=value`, whose value may be a secret.
 const ENV_KEY_PREFIX: &str = "run.env.";
-/// The texts by which a name, in lower case, counts as the name of a secret. No key of job.yaml
-/// contains one of them.
+/// The texts by which a name is recognized as the name of a secret, compared in lower case. No key
+/// of job.yaml contains one of them.
 const SECRET_NAME_PARTS: [&str; 6] = ["secret", "password", "passwd", "api_key", "private_key", "credential"];
 
-/// The endings that mark the name of an option as secret, so that the option's value is hidden.
-/// Names are compared in upper case, with `_` for `-`.
+/// The endings by which a command-line option such as `--api-key` is recognized as one whose value
+/// is a secret. Names are compared in upper case, with `_` for `-`.
 const SECRET_OPTION_SUFFIXES: [&str; 10] = [
     "TOKEN",
     "SECRET",
@@ -23,8 +23,8 @@ const SECRET_OPTION_SUFFIXES: [&str; 10] = [
     "APIKEY",
     "_KEY",
 ];
-/// The endings of the names of options whose values are special tokens of a tokenizer, such as
-/// `--eos-token`. These values are not secret.
+/// The endings of command-line options such as `--eos-token`, whose values are special tokens of a
+/// tokenizer and no secrets.
 const TOKENIZER_OPTION_SUFFIXES: [&str; 10] = [
     "BOS_TOKEN",
     "CLS_TOKEN",
@@ -37,7 +37,7 @@ const TOKENIZER_OPTION_SUFFIXES: [&str; 10] = [
     "STOP_TOKEN",
     "UNK_TOKEN",
 ];
-/// The text that replaces an argument that is a secret.
+/// The text that replaces a secret argument in a command line that is printed.
 const HIDDEN_ARGUMENT_TEXT: &str = "***";
 
 /// Returns a copy of a command line without secrets: without the values of options such as
@@ -50,8 +50,8 @@ pub fn hide_secret_arguments<S: AsRef<str>>(words: &[S]) -> Vec<String> {
     words.iter().enumerate().map(hide).collect()
 }
 
-/// Hides the secrets in a word of a command line. The value of an option with `=` is the whole rest
-/// of the word.
+/// Hides the secrets in one argument of a command line, such as the value in `--token=value`. The
+/// value of an option with `=` is the whole rest of the word.
 fn hide_secrets_in_word(word: &str) -> String {
     match word.split_once('=') {
         Some((option, value)) if is_secret_option(option) && may_be_secret_argument(value) => {
@@ -89,13 +89,14 @@ fn is_secret_option(word: &str) -> bool {
         && !ends_with_any(&TOKENIZER_OPTION_SUFFIXES)
 }
 
-/// Returns whether a word may be a secret, that is, neither an option nor a variable such as
-/// `$NAME` nor a placeholder.
+/// Returns whether the argument after a secret option may be the secret: whether it is not another
+/// option, a variable such as `$NAME`, or a placeholder.
 fn may_be_secret_argument(word: &str) -> bool {
     !word.is_empty() && !word.starts_with("--") && !is_placeholder(word)
 }
 
-/// Returns whether a whole word is a variable or a placeholder: `$NAME`, `${NAME}` or `{NAME}`.
+/// Returns whether an argument as a whole is a variable or a placeholder: `$NAME`, `${NAME}` or
+/// `{NAME}`.
 fn is_placeholder(word: &str) -> bool {
     let variable = word.strip_prefix('$');
     let rest = variable.unwrap_or(word);
@@ -104,9 +105,9 @@ fn is_placeholder(word: &str) -> bool {
     braced.or(variable).is_some_and(is_name)
 }
 
-/// Replaces each character of a value by `*` if the value follows a name that suggests a secret, as
-/// in `HF_TOKEN: value`, `--set=run.env.HF_TOKEN=value` or `--token value`. Recognizes the syntax
-/// of a line of YAML, of an override and of an option. The columns of other text stay the same.
+/// Replaces each character of a secret value by `*`, where a name that suggests a secret precedes
+/// the value, as in `HF_TOKEN: value` or `--token value`. Recognizes the syntax of a line of YAML,
+/// of an override and of an option. The columns of other text stay the same.
 pub fn hide_secret_values(text: &str) -> String {
     let mut hidden = String::with_capacity(text.len());
     let mut rest = text;
@@ -136,14 +137,14 @@ pub fn hide_secret_values(text: &str) -> String {
     hidden
 }
 
-/// Returns whether a character can be part of a name.
+/// Returns whether a character can be part of the name of a variable, key or option.
 fn is_name_character(c: char) -> bool {
     c.is_ascii_alphanumeric() || matches!(c, '_' | '-')
 }
 
-/// Returns whether a name suggests that the value after it is a secret. A lower-case name that only
-/// contains `token` or `key` may be a key of job.yaml, and counts as secret only if it is a
-/// variable in `run.env`.
+/// Returns whether the name of a variable, key or option suggests that the value after it is a
+/// secret. A lower-case name that only contains `token` or `key` may be a key of job.yaml, and
+/// counts as secret only if it is a variable in `run.env`.
 fn is_secret_name(name: &str, is_variable: bool) -> bool {
     let name = name.replace('-', "_");
     let is_lower_case = name.chars().any(|c| c.is_ascii_lowercase());
@@ -151,8 +152,9 @@ fn is_secret_name(name: &str, is_variable: bool) -> bool {
     is_probable_secret_name(&name) && (is_variable || !is_lower_case || is_specific)
 }
 
-/// Finds the value in `text`, the text after a name, and returns its byte offset. Returns `None` if
-/// no value follows, or if the value is a reference such as `{from_env: NAME}`.
+/// Returns the byte offset of the value in `text`, which follows a name as in `: value` or
+/// `=value`. Returns `None` if no value follows, or if the value is a reference such as `{from_env:
+/// NAME}`.
 fn find_value_start(text: &str) -> Option<usize> {
     let after_quote = text.trim_start_matches(['"', '\'']).trim_start_matches(' ');
     let value = after_quote.strip_prefix([':', '='])?.trim_start_matches(' ');
@@ -160,8 +162,9 @@ fn find_value_start(text: &str) -> Option<usize> {
     is_value.then_some(text.len() - value.len())
 }
 
-/// Finds the value in `text`, the text after the name of an option, and returns its byte offset.
-/// Recognizes `--token=value`, `--token value`, `[--token, value]` and `["--token", "value"]`.
+/// Returns the byte offset of the value in `text`, which follows the name of an option as in `
+/// value` or `=value`. Recognizes `--token=value`, `--token value`, `[--token, value]` and
+/// `["--token", "value"]`.
 fn find_option_value_start(text: &str) -> Option<usize> {
     let value = match text.strip_prefix('=') {
         Some(value) => value,
@@ -173,9 +176,9 @@ fn find_option_value_start(text: &str) -> Option<usize> {
     (start > 0 && may_be_secret_argument(&value[..end])).then_some(start)
 }
 
-/// Returns the length in bytes of the option value with which the text `value` begins. `before` is
-/// the text before the value. A value that is quoted, alone or with its option, ends at the quote.
-/// Another value ends at a space or a quote and, in a list, at the next separator.
+/// Returns the length in bytes of the value of a command-line option at the start of `value`.
+/// `before` is the text before the value. A value that is quoted, alone or with its option, ends at
+/// the quote. Another value ends at a space or a quote and, in a list, at the next separator.
 fn measure_option_value(value: &str, before: &str) -> usize {
     let line = value.find('\n').unwrap_or(value.len());
     let before_option = before.strip_suffix('=').map(|option| option.trim_end_matches(is_name_character));
@@ -187,8 +190,8 @@ fn measure_option_value(value: &str, before: &str) -> usize {
     end.unwrap_or(line).min(line)
 }
 
-/// Returns the length in bytes of the value with which `text` begins. In a flow mapping, a plain
-/// value ends before the next separator.
+/// Returns the length in bytes of the YAML or shell value at the start of `text`. In a flow
+/// mapping, a plain value ends before the next separator.
 fn measure_value(text: &str, in_mapping: bool) -> usize {
     let line = text.find('\n').unwrap_or(text.len());
     let quoted = text.chars().next().filter(|quote| matches!(quote, '"' | '\''));

@@ -1,5 +1,5 @@
-//! Reads and writes YAML. Values are trees with the spans of text that they were read from, so that
-//! errors can point at the text.
+//! Reads and writes YAML: job files, and configuration files of other programs. Values are trees
+//! with the spans of text that they were read from, so that errors can point at the text.
 pub(crate) mod document;
 pub(crate) mod format;
 pub(crate) mod parse;

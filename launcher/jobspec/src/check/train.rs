@@ -179,8 +179,8 @@ fn check_vocabulary_and_positions(d: &mut JobDecoder, train: &TrainSpec) {
     check_held_out(d, train);
 }
 
-/// Checks that `train.eval` has text to evaluate on. Warns if no evaluation uses the held-out
-/// share.
+/// Checks that a job with evaluations (`train.eval`) has held-out text to evaluate on. Warns if no
+/// evaluation uses the held-out share.
 fn check_held_out(d: &mut JobDecoder, train: &TrainSpec) {
     const HELD_OUT_KEY: &str = "train.data.held_out";
     let share = train.data.held_out;
@@ -210,7 +210,7 @@ fn check_held_out(d: &mut JobDecoder, train: &TrainSpec) {
     }
 }
 
-/// Checks that `train.eval.sample` has a prompt.
+/// Checks that a job that generates text after evaluations (`train.eval.sample`) has a prompt.
 fn check_prompt(d: &mut JobDecoder, train: &TrainSpec) {
     const SAMPLE_KEY: &str = "train.eval.sample";
     let sample = train.eval.as_ref().and_then(|eval| eval.sample.as_ref());
@@ -221,8 +221,8 @@ fn check_prompt(d: &mut JobDecoder, train: &TrainSpec) {
     }
 }
 
-/// Checks `train.freeze`, `train.train_only`, `train.lora` and the hyper-parameters of parameter
-/// groups.
+/// Checks the keys that select trained parameters: `train.freeze`, `train.train_only`, `train.lora`
+/// and the parameter groups of the optimizer.
 fn check_trained_params(d: &mut JobDecoder, train: &TrainSpec) {
     const FREEZE_KEY: &str = "train.freeze";
     const TRAIN_ONLY_KEY: &str = "train.train_only";

@@ -101,8 +101,8 @@ fn parse_port(text: &str, at: usize) -> Result<u16, HostSyntaxError> {
     port.ok_or(HostSyntaxError { at, problem: HostSyntaxProblem::PortInvalid })
 }
 
-/// Fails if a login name is empty, is longer than [`MAX_NAME`] bytes, or could be misinterpreted by
-/// ssh or a shell.
+/// Fails if a login name is empty, is longer than [`MAX_NAME_BYTES`] bytes, or could be
+/// misinterpreted by ssh or a shell.
 pub(super) fn check_user_name(user: &str) -> Result<(), HostSyntaxProblem> {
     let is_allowed = |c: char| c.is_alphanumeric() || "._-\\$+".contains(c);
     match () {
@@ -113,8 +113,8 @@ pub(super) fn check_user_name(user: &str) -> Result<(), HostSyntaxProblem> {
     }
 }
 
-/// Fails if a name is empty, is longer than [`MAX_NAME`] bytes, or is neither a hostname nor an
-/// IPv6 address.
+/// Fails if a host name is empty, is longer than [`MAX_NAME_BYTES`] bytes, or is neither a hostname
+/// nor an IPv6 address.
 fn check_host_name(name: &str) -> Result<(), HostSyntaxProblem> {
     if name.is_empty() {
         return Err(HostSyntaxProblem::NameEmpty);

@@ -15,14 +15,14 @@ pub struct HostSyntaxError {
     pub problem: HostSyntaxProblem,
 }
 
-/// The kinds of mistakes in host names and lists of hosts. Each error text is a predicate, such as
+/// The kinds of mistakes in a host name or a list of hosts. Each error text is a predicate, such as
 /// "names no host". The caller puts the name of the key or option in front.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum HostSyntaxProblem {
     /// No login name precedes the `@`.
     #[error("has no user before the `@`")]
     UserEmpty,
-    /// The login name is longer than [`MAX_NAME`].
+    /// The login name is longer than [`MAX_NAME_BYTES`].
     #[error("has a user of more than {MAX_NAME_BYTES} bytes")]
     UserTooLong,
     /// The login name contains characters that ssh or a shell could misinterpret.
@@ -31,7 +31,7 @@ pub enum HostSyntaxProblem {
     /// The text has no host name where one is expected.
     #[error("names no host")]
     NameEmpty,
-    /// A host name is longer than [`MAX_NAME`].
+    /// A host name is longer than [`MAX_NAME_BYTES`].
     #[error("has a name of more than {MAX_NAME_BYTES} bytes")]
     NameTooLong,
     /// A name contains a character that is not allowed in host names. The variant contains the
@@ -74,7 +74,7 @@ pub enum HostSyntaxProblem {
 }
 
 impl HostSyntaxError {
-    /// Returns the diagnostic code of the error.
+    /// Returns the diagnostic code with which this mistake is reported to the user.
     pub fn code(&self) -> Code {
         use HostSyntaxProblem::*;
         match self.problem {
@@ -85,14 +85,14 @@ impl HostSyntaxError {
         }
     }
 
-    /// Moves the byte position of the error by `by`. This converts a position in a part of a text
-    /// to a position in the whole text, if the part begins at byte `by`.
+    /// Adds `by` to the byte position of the error. This converts a position in a part of a text to
+    /// a position in the whole text, if the part begins at byte `by`.
     pub(super) fn shift_by(self, by: usize) -> Self {
         HostSyntaxError { at: self.at + by, ..self }
     }
 }
 
-/// A mistake in a line of a hostfile.
+/// A mistake in a line of a hostfile, with the number of the line and the position in it.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{problem}")]
 pub struct HostfileError {
@@ -105,7 +105,7 @@ pub struct HostfileError {
 }
 
 impl HostfileError {
-    /// Returns the diagnostic code of the error.
+    /// Returns the diagnostic code with which this mistake is reported to the user.
     pub fn code(&self) -> Code {
         codes::job::HOSTFILE_INVALID
     }
@@ -168,7 +168,7 @@ pub enum HostfileProblem {
     },
 }
 
-/// A mistake in `cluster.include` or `cluster.exclude`.
+/// A mistake in a filter of hosts (`cluster.include` or `cluster.exclude`).
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{problem}")]
 pub struct FilterError {
@@ -182,7 +182,7 @@ pub struct FilterError {
 }
 
 impl FilterError {
-    /// Returns the diagnostic code of the error.
+    /// Returns the diagnostic code with which this mistake is reported to the user.
     pub fn code(&self) -> Code {
         match self.problem {
             FilterProblem::IncludeAndExclude => codes::job::JOB_KEYS_CONFLICT,
@@ -191,7 +191,7 @@ impl FilterError {
     }
 }
 
-/// The kinds of mistakes in a filter of hosts.
+/// The kinds of mistakes in a filter of hosts (`cluster.include` or `cluster.exclude`).
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum FilterProblem {
     /// `cluster.include` and `cluster.exclude` are both given.

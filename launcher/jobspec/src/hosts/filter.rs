@@ -7,7 +7,8 @@ use super::{
 };
 use std::collections::{BTreeMap, HashMap};
 
-/// The slots (places of workers) of one host that a job uses.
+/// The slots (places of workers) of one host that a job uses: all, the first ones, or selected
+/// ones.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HostSlots {
     /// All slots of the host. Their number follows from the job or from the hardware of the host.
@@ -19,7 +20,8 @@ pub enum HostSlots {
 }
 
 impl HostSlots {
-    /// Returns the number of slots, or `None` if the host decides the number ([`HostSlots::Auto`]).
+    /// Returns the number of slots (places of workers) on the host; `None` if it follows from the
+    /// hardware of the host ([`HostSlots::Auto`]).
     pub fn count(&self) -> Option<u32> {
         match self {
             HostSlots::Auto => None,
@@ -29,14 +31,17 @@ impl HostSlots {
     }
 }
 
-/// A host that filters have selected: its index in the list of all hosts, and its selected slots.
+/// A host that passed the filters: its index in the list of all hosts, and its selected slots
+/// (places of workers).
 pub type SelectedHost = (usize, HostSlots);
 
-/// The slots that filters name, by the index of their host. An empty list stands for all slots.
+/// The slots (places of workers) that filters name, by the index of their host in the list of all
+/// hosts. An empty list stands for all slots.
 type SlotsByHostIndex = BTreeMap<usize, Vec<u32>>;
 
-/// Selects those of `hosts` that the filters `include` name, or that the filters `exclude` do not
-/// name. Each host is given by name and slots. Returns the remaining hosts in the order of `hosts`.
+/// Selects the hosts that the filters in `include` name, or, if there are none, the hosts that the
+/// filters in `exclude` do not name. Each host is given by name and slots. Returns the remaining
+/// hosts in the order of `hosts`.
 ///
 /// A filter names a host by its whole name, including the port (`a:2222`). A further colon
 /// introduces slots. Fails if `include` and `exclude` both contain filters, if a filter is not
@@ -82,7 +87,8 @@ pub fn filter_hosts(
     }
 }
 
-/// Lists the numbers of the slots, counted from 0, or returns `None` for [`HostSlots::Auto`].
+/// Lists the numbers of a host's slots (places of workers), counted from 0; returns `None` for
+/// [`HostSlots::Auto`].
 fn list_slot_numbers(slots: &HostSlots) -> Option<Vec<u32>> {
     match slots {
         HostSlots::Auto => None,
@@ -91,8 +97,9 @@ fn list_slot_numbers(slots: &HostSlots) -> Option<Vec<u32>> {
     }
 }
 
-/// Parses the filter `text`, and adds the hosts and slots that it names to `named`. `by_name`
-/// contains the index in `hosts` of each host name. Fails if `hosts` lacks a host or a slot.
+/// Parses one filter of hosts, such as `worker-0@worker-1:0,2`, and adds the hosts and slots that
+/// it names to `named`. `by_name` contains the index in `hosts` of each host name. Fails if `hosts`
+/// lacks a host or a slot.
 fn parse_filter(
     hosts: &[(String, HostSlots)],
     by_name: &HashMap<&str, usize>,
@@ -126,9 +133,9 @@ fn expand_host_name(text: &str) -> Result<Vec<String>, FilterProblem> {
     }
 }
 
-/// Adds the slots `these` of the host with index `index` to `named`. An empty list stands for all
-/// slots. Fails if the host lacks one of the slots, or if filters name the host both with and
-/// without slots.
+/// Adds the slots with the numbers `these` of one host, whose index in the list of hosts is
+/// `index`, to the slots `named` that filters name. An empty list stands for all slots. Fails if
+/// the host lacks one of the slots, or if filters name the host both with and without slots.
 fn add_slots(
     (host, slots): &(String, HostSlots),
     index: usize,
@@ -154,7 +161,8 @@ fn add_slots(
     Ok(())
 }
 
-/// Parses a list of slots such as `0,2-3` into ascending numbers without duplicates.
+/// Parses the slots in a filter of hosts, such as `0,2-3`, into ascending numbers without
+/// duplicates.
 fn parse_slots(text: &str) -> Result<Vec<u32>, FilterProblem> {
     let mut slots = Vec::new();
     for part in text.split(',') {

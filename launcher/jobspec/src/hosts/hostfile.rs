@@ -12,7 +12,7 @@ pub const MAX_HOSTFILE_BYTES: usize = 4 << 20;
 /// The largest number of mistakes that are reported for one hostfile. After that, parsing stops.
 const MAX_ERRORS: usize = 20;
 
-/// A host that a hostfile names, with its slots.
+/// A host that a hostfile names, with its number of slots (places of workers).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostfileEntry {
     /// The name of the host, with the login name and port that the file gives.
@@ -55,12 +55,12 @@ struct HostfileParser {
     by_name: HashMap<String, (usize, bool)>,
 }
 
-/// The byte offset of a mistake in a line of a hostfile, and the kind of the mistake.
+/// A mistake in a line of a hostfile: its byte offset in the line, and its kind.
 type LocatedProblem = (usize, HostfileProblem);
 
 impl HostfileParser {
-    /// Parses the line `line` with the number `number`, and adds the hosts on the line to
-    /// `self.hosts`. Empty lines and comments add no host.
+    /// Parses one line of a hostfile, which has the number `number`, and adds the hosts on the line
+    /// to `self.hosts`. Empty lines and comments add no host.
     fn parse_line(&mut self, number: u32, line: &str) -> Result<(), LocatedProblem> {
         let content = line.split('#').next().unwrap_or("");
         let trimmed = content.trim_start();
@@ -85,10 +85,10 @@ impl HostfileParser {
         Ok(())
     }
 
-    /// Adds `host`, which line `line` of the hostfile names, to the hosts of the file. If an
-    /// earlier line named the host, and neither line states the slots, the host gets one more slot,
-    /// as in Open MPI. `at` is the byte offset of the host in the line, and becomes the position of
-    /// an error.
+    /// Adds a host, which the hostfile names in line `line`, to the hosts that were parsed so far.
+    /// If an earlier line named the host, and neither line states the slots, the host gets one more
+    /// slot, as in Open MPI. `at` is the byte offset of the host in the line, and becomes the
+    /// position of an error.
     fn add_host(
         &mut self,
         host: HostAddress,
@@ -169,9 +169,8 @@ impl HostfileLineOptions {
     }
 }
 
-/// Sets `option`, an option of a hostfile line, to `value`, which is allowed only once per line.
-/// Fails if the option was set before. The error contains `key`, the name of the option, and `at`,
-/// its byte offset in the line.
+/// Sets an option of a hostfile line to `value`, and fails if the line has set the option before.
+/// The error contains `key`, the name of the option, and `at`, its byte offset in the line.
 fn set_once<T>(option: &mut Option<T>, value: T, at: usize, key: &str) -> Result<(), LocatedProblem> {
     match option.replace(value) {
         None => Ok(()),
@@ -179,8 +178,9 @@ fn set_once<T>(option: &mut Option<T>, value: T, at: usize, key: &str) -> Result
     }
 }
 
-/// Parses a number of slots from 1 to [`MAX_SLOTS_PER_HOST`]. `at` is the byte offset of `text` in the line,
-/// and becomes the position of the error.
+/// Parses a host's number of slots (places of workers), which must be from 1 to
+/// [`MAX_SLOTS_PER_HOST`]. `at` is the byte offset of `text` in the line, and becomes the position
+/// of the error.
 fn parse_slot_count(text: &str, at: usize) -> Result<u32, LocatedProblem> {
     let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
     let number = text.parse::<u32>().ok().filter(|n| digits && (1..=MAX_SLOTS_PER_HOST).contains(n));

@@ -4,7 +4,8 @@
 pub const MAX_HOSTS: usize = 16_384;
 /// The longest name of a host or user, in bytes. DNS allows 253 bytes.
 pub const MAX_NAME_BYTES: usize = 255;
-/// The largest slot number that a filter of hosts may contain. Slots are numbered from 0.
+/// The largest slot number that a filter of hosts may contain; a slot is the place of one worker on
+/// a host. Slots are numbered from 0.
 pub(super) const MAX_SLOT_NUMBER: u32 = 1023;
 /// The largest number of slots (places of workers) that a hostfile or filter may give a host.
 pub(super) const MAX_SLOTS_PER_HOST: u32 = 1024;

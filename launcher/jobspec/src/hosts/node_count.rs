@@ -2,7 +2,8 @@
 use super::limits::MAX_HOSTS;
 use std::{fmt, str::FromStr};
 
-/// The number of nodes of a job: exactly `N`, or from `MIN` to `MAX`.
+/// The number of nodes (machines on which the user starts launch) that form one job: exactly `N`,
+/// or from `MIN` to `MAX`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NodeCount {
     /// The smallest number of nodes with which the job can begin.
@@ -34,7 +35,7 @@ impl NodeCount {
 impl FromStr for NodeCount {
     type Err = InvalidNodeCount;
 
-    /// Parses `N` or `MIN:MAX`.
+    /// Parses a number of nodes that is written as `N` or `MIN:MAX`.
     fn from_str(text: &str) -> Result<NodeCount, InvalidNodeCount> {
         let (min, max) = text.split_once(':').unwrap_or((text, text));
         let parse = |text: &str| text.trim().parse().ok().filter(|n| (1..=MAX_HOSTS as u32).contains(n));

@@ -5,12 +5,13 @@ use super::{
     limits::{MAX_BRACKET_PAIRS, MAX_HOSTS, MAX_NAME_BYTES, MAX_RANGE_DIGITS},
 };
 
-/// Creates an error about the problem `problem` at byte `at` of the text.
+/// Creates an error about a mistake in a list of host names, which is at byte `at` of the text.
 fn range_error(at: usize, problem: HostSyntaxProblem) -> HostSyntaxError {
     HostSyntaxError { at, problem }
 }
 
-/// Splits a text at the commas outside of brackets. Fails if brackets are nested or not balanced.
+/// Splits a list of host names at the commas outside of brackets, such as `n[1,3],m` into `n[1,3]`
+/// and `m`. Fails if brackets are nested or not balanced.
 pub(super) fn split_outside_brackets(text: &str) -> Result<Vec<&str>, HostSyntaxError> {
     let (mut parts, mut begin, mut open) = (Vec::new(), 0, None);
     for (at, c) in text.char_indices() {
@@ -50,8 +51,8 @@ pub fn expand_ranges(text: &str) -> Result<Vec<String>, HostSyntaxError> {
     Ok(names)
 }
 
-/// Creates the error that a text stands for more than [`MAX_HOSTS`] hosts. `at` is the byte offset
-/// of the mistake.
+/// Creates the error that a list of host names stands for more than [`MAX_HOSTS`] hosts. `at` is
+/// the byte offset of the mistake.
 fn too_many_hosts_error(at: usize) -> HostSyntaxError {
     range_error(at, HostSyntaxProblem::TooManyHosts)
 }
@@ -87,10 +88,10 @@ fn expand_name(text: &str) -> Result<Vec<String>, HostSyntaxError> {
     Ok(names)
 }
 
-/// Fails if appending the text `piece` would make the first of `names` longer than [`MAX_NAME`]
-/// bytes. The other names are not examined, because their lengths differ by a few digits at most.
-/// The check avoids the cost of appending a long text to thousands of names. `at` becomes the
-/// position of the error.
+/// Fails if the first of the host names `names` would be longer than [`MAX_NAME_BYTES`] bytes after
+/// appending `piece`. The other names are not examined, because their lengths differ by a few
+/// digits at most. The check avoids the cost of appending a long text to thousands of names. `at`
+/// becomes the position of the error.
 fn check_name_length(names: &[String], piece: &str, at: usize) -> Result<(), HostSyntaxError> {
     match names.first().is_some_and(|name| name.len() + piece.len() > MAX_NAME_BYTES) {
         true => Err(range_error(at, HostSyntaxProblem::NameTooLong)),
@@ -98,9 +99,10 @@ fn check_name_length(names: &[String], piece: &str, at: usize) -> Result<(), Hos
     }
 }
 
-/// Expands `01-03,07` into 01, 02, 03 and 07. The numbers of a range are padded with zeros to the
-/// width of its first number. `at` is the byte offset of `text` in the whole name, and is added to
-/// the position of an error. Fails if there are more than [`MAX_HOSTS`] numbers.
+/// Expands the numbers in the brackets of a host name, such as `01-03,07`, into the list 01, 02, 03
+/// and 07. The numbers of a range are padded with zeros to the width of its first number. `at` is
+/// the byte offset of `text` in the whole name, and is added to the position of an error. Fails if
+/// there are more than [`MAX_HOSTS`] numbers.
 fn expand_numbers(text: &str, at: usize) -> Result<Vec<String>, HostSyntaxError> {
     let mut numbers = Vec::new();
     let mut place = at;

@@ -2,9 +2,10 @@
 //! nodes connect.
 use std::{fmt, net::Ipv6Addr, str::FromStr};
 
-/// The port of a rendezvous address that is written without a port.
+/// The port that is used if a rendezvous address (where node 0 listens for the other nodes) is
+/// written without a port.
 const DEFAULT_PORT: u16 = 29400;
-/// The length of the longest name of a host, in bytes.
+/// The length of the longest host name that a rendezvous address may contain, in bytes.
 const MAX_NAME_BYTES: usize = 255;
 
 /// The host and port at which node 0 listens for the other nodes.
@@ -30,7 +31,7 @@ impl fmt::Display for InvalidRendezvousAddress {
 impl std::error::Error for InvalidRendezvousAddress {}
 
 impl RendezvousAddress {
-    /// Creates a rendezvous address with the default port.
+    /// Creates the rendezvous address of the host `host` with the default port.
     pub fn with_default_port(host: &str) -> RendezvousAddress {
         RendezvousAddress { host: host.to_owned(), port: DEFAULT_PORT }
     }

@@ -1,4 +1,4 @@
-//! Creates the [`ValueType`]s of keys whose values are keywords.
+//! Creates the value types ([`ValueType`]) of keys of job.yaml whose values are keywords.
 use super::{
     nearest_name::find_nearest_name,
     value_type::{ValueType, choose_text_code},
@@ -49,7 +49,8 @@ macro_rules! choices {
 }
 pub(crate) use choices;
 
-/// Returns a [`ValueType`] that accepts the keywords of the enum `T`.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept the keywords of the enum
+/// `T`.
 pub(crate) fn choice_type<T: Choice>() -> ValueType<T> {
     let docs: Vec<String> =
         T::CHOICES.iter().map(|(.., doc)| doc.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
@@ -59,8 +60,9 @@ pub(crate) fn choice_type<T: Choice>() -> ValueType<T> {
     values
 }
 
-/// Returns a [`ValueType`] that accepts keywords, each of which stands for a value. The error for
-/// any other text suggests the most similar keyword.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept one of several keywords,
+/// each of which stands for a value. The error for any other text suggests the most similar
+/// keyword.
 pub(crate) fn keywords_type<T: Clone + PartialEq + 'static>(values: Vec<(&'static str, T)>) -> ValueType<T> {
     let names: Vec<&'static str> = values.iter().map(|(name, _)| *name).collect();
     let (accepts, schema) = (format_choices(&names), json!({"enum": names}));

@@ -1,4 +1,4 @@
-//! Creates the [`ValueType`]s of keys whose values are lists.
+//! Creates the value types ([`ValueType`]) of keys of job.yaml whose values are lists.
 use super::value_type::{ReadResult, ValueType, wrong_type_error};
 use crate::yaml::{
     format::{YamlText, format_list},
@@ -7,14 +7,16 @@ use crate::yaml::{
 };
 use serde_json::json;
 
-/// Returns a [`ValueType`] that accepts lists whose items have the type `item`. `accepts` describes
-/// the list, such as `list of paths`. The error of a list contains the mistakes of all items.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept lists of items of the
+/// type `item`. `accepts` describes the list, such as `list of paths`. The error of a list contains
+/// the mistakes of all items.
 pub(crate) fn list_type<T: 'static>(accepts: &'static str, item: ValueType<T>) -> ValueType<Vec<T>> {
     described_list_type(accepts, format!("a {accepts}"), item)
 }
 
-/// Returns a [`ValueType`] that accepts lists whose items have the type `item`. `expected`
-/// describes the list in messages, and `accepts` in docs/job.md.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept lists of items of the
+/// type `item`, with one description for messages (`expected`) and another one for docs/job.md
+/// (`accepts`).
 pub(crate) fn described_list_type<T: 'static>(
     accepts: &'static str,
     expected: impl Into<String>,
@@ -30,7 +32,8 @@ pub(crate) fn described_list_type<T: 'static>(
     ValueType::new(accepts, schema, read, print).with_expected(expected)
 }
 
-/// Reads a list whose items have the type `item`. `expected` describes the list in messages.
+/// Reads a YAML list whose items have the type `item`, and collects the mistakes of all items.
+/// `expected` describes the list in messages.
 fn read_list<T: 'static>(expected: &str, item: &ValueType<T>, node: &YamlNode) -> ReadResult<Vec<T>> {
     let one_item = |text: &str| format!("write a list of one item as [{text}]");
     match &node.value {
@@ -55,8 +58,9 @@ fn read_list<T: 'static>(expected: &str, item: &ValueType<T>, node: &YamlNode) -
     }
 }
 
-/// Returns a [`ValueType`] that accepts lists of exactly two items of the type `item`. `accepts`
-/// describes the pair in docs/job.md, and `expected` in messages.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept lists of exactly two
+/// items of the type `item`. `accepts` describes the pair in docs/job.md, and `expected` in
+/// messages.
 pub(crate) fn pair_type<T: Clone + 'static>(
     accepts: &'static str,
     expected: &'static str,

@@ -11,10 +11,11 @@ use crate::yaml::{
 };
 use diagnostic::{Code, Diagnostic, codes::job as codes};
 
-/// The largest number of errors that are collected for one job. Further errors are dropped.
+/// The largest number of errors that are reported for one job file. Further errors are dropped.
 const MAX_ERRORS: usize = 200;
 
-/// Reads the values of a job, and collects the errors and warnings about them.
+/// Reads the values of a job's keys from its YAML tree, and collects the errors and warnings about
+/// them.
 pub(crate) struct JobDecoder {
     pub(crate) sources: SourceMap,
     pub(crate) errors: Vec<Diagnostic>,
@@ -30,7 +31,8 @@ pub(crate) struct JobDecoder {
     table: &'static [KeyInfo],
 }
 
-/// The entries of one section of the job. A section that the job does not contain has no entries.
+/// A section of a job, such as `train.batch`, with its keys and their YAML values. A section that
+/// the job does not contain has no entries.
 #[derive(Clone, Copy)]
 pub(crate) struct JobSection<'n> {
     path: &'static str,
@@ -39,24 +41,26 @@ pub(crate) struct JobSection<'n> {
 }
 
 impl JobSection<'_> {
-    /// Returns a section that the job does not contain.
+    /// Returns the section `path` of a job that does not contain this section.
     pub(crate) fn absent(path: &'static str) -> JobSection<'static> {
         JobSection { path, entries: &[], given: false }
     }
 
-    /// Returns the value of the key `name`; `None` if the section does not contain it.
+    /// Returns the YAML value of the key `name` of this section; `None` if the job does not contain
+    /// the key.
     pub(crate) fn find_value(&self, name: &str) -> Option<&YamlNode> {
         self.entries.iter().find(|entry| entry.key == name).map(|entry| &entry.value)
     }
 
-    /// Returns whether the job contains the section.
+    /// Returns whether the job contains this section.
     pub(crate) fn is_given(&self) -> bool {
         self.given
     }
 }
 
 impl JobDecoder {
-    /// Creates a decoder of the keys in `table`, for a job with the texts `sources`.
+    /// Creates a decoder of a job whose texts are in `sources`, and whose keys are declared in
+    /// `table`.
     pub(crate) fn new(sources: SourceMap, table: &'static [KeyInfo]) -> Self {
         JobDecoder {
             sources,
@@ -69,9 +73,9 @@ impl JobDecoder {
         }
     }
 
-    /// Calls `decode` for the entries of a mapping that is part of a key's value, such as an item
-    /// of a list. Returns the result, the keys without a value, and the errors, which have no
-    /// location yet.
+    /// Calls `decode` to read the entries of a mapping that is part of a key's value, such as an
+    /// item of a list of parameter groups. Returns the result, the keys without a value, and the
+    /// errors, which have no location yet.
     pub(crate) fn decode_record<T>(
         entries: &[YamlEntry],
         decode: impl FnOnce(&mut JobDecoder, &JobSection<'_>) -> T,
@@ -82,14 +86,14 @@ impl JobDecoder {
         (value, decoder.unset, decoder.record_errors.unwrap_or_default())
     }
 
-    /// Returns the keys at the top level of the job as a section. Reports unknown and duplicate
-    /// keys there.
+    /// Returns the top level of the job as a section, whose keys can be read. Reports unknown and
+    /// duplicate keys there.
     pub(crate) fn root_section<'n>(&mut self, root: &'n YamlNode) -> JobSection<'n> {
         self.open_section_node("", Some(root))
     }
 
-    /// Returns the keys of the section `path`, which is directly within `parent`. Reports unknown
-    /// and duplicate keys in the section.
+    /// Returns the section `path`, which is directly within the section `parent`, so that its keys
+    /// can be read. Reports unknown and duplicate keys in the section.
     pub(crate) fn open_section<'n>(&mut self, parent: &JobSection<'n>, path: &'static str) -> JobSection<'n> {
         let node = find_inner_section(parent, path);
         self.open_section_node(path, node)
@@ -100,8 +104,8 @@ impl JobDecoder {
         find_inner_section(parent, path).is_none_or(|n| matches!(n.value, YamlValue::Null))
     }
 
-    /// Returns the keys of the section `path`, whose value is `node`. Reports a value that is not a
-    /// mapping, and unknown and duplicate keys.
+    /// Returns the section `path`, whose YAML value is `node`, so that its keys can be read.
+    /// Reports a value that is not a mapping, and unknown and duplicate keys.
     fn open_section_node<'n>(&mut self, path: &'static str, node: Option<&'n YamlNode>) -> JobSection<'n> {
         let entries: &[YamlEntry] = match node {
             None => &[],
@@ -115,8 +119,8 @@ impl JobDecoder {
         JobSection { path, entries, given: node.is_some() }
     }
 
-    /// Reports the unknown keys of a section, and the keys that are given both by their name and by
-    /// an alias.
+    /// Reports the keys of a section that are unknown, and those that are given twice, by their
+    /// name and by an alias.
     fn check_key_names(&mut self, section: &'static str, entries: &[YamlEntry]) {
         let table = self.table;
         let mut known_names: Vec<&str> = Vec::new();
@@ -135,8 +139,8 @@ impl JobDecoder {
         }
     }
 
-    /// Reports that the key of `entry` is unknown. The advice is a similar name, or else a list of
-    /// the section's keys.
+    /// Reports that the key of `entry` in the section `section` is unknown. The advice is a similar
+    /// name, or else a list of the section's keys.
     fn report_unknown_key(&mut self, section: &'static str, entry: &YamlEntry) {
         if self.errors.len() >= MAX_ERRORS {
             return;
@@ -200,16 +204,17 @@ impl JobDecoder {
         self.push_error(error);
     }
 
-    /// Adds a warning about the key `path` to those of the job. `help` is the advice for the user,
-    /// and may be empty.
+    /// Adds a warning about the key `path` to the warnings about the job. `help` is the advice for
+    /// the user, and may be empty.
     pub(crate) fn report_warning(&mut self, code: Code, path: &str, message: impl Into<String>, help: &str) {
         let warning =
             self.sources.add_location(with_subject_and_help(Diagnostic::warning(code, message), path, help));
         self.warnings.push(warning);
     }
 
-    /// Adds an error to those of the job. Drops the error if there are already [`MAX_ERRORS`]. If
-    /// the job uses the deprecated name of the key, adds advice that mentions this name.
+    /// Adds an error to the errors about the job. Drops the error if there are already
+    /// [`MAX_ERRORS`]. If the job uses the deprecated name of the key, adds advice that mentions
+    /// this name.
     pub(crate) fn push_error(&mut self, error: Diagnostic) {
         if self.errors.len() >= MAX_ERRORS {
             return;
@@ -221,28 +226,28 @@ impl JobDecoder {
         });
     }
 
-    /// Returns whether the keys `paths` have no errors. If a key has an error, its decoded value
-    /// may be a default instead of the value in the job.
+    /// Returns whether no error was reported for any of the keys `paths`. If a key has an error,
+    /// its decoded value may be a default instead of the value in the job.
     pub(crate) fn are_keys_valid(&self, paths: &[&str]) -> bool {
         !self.errors.iter().any(|error| paths.contains(&error.subject().unwrap_or_default()))
     }
 }
 
-/// Sets the subject of a diagnostic to `path`, and adds the advice `help`. An empty text is
-/// skipped.
+/// Sets the subject of a diagnostic to the path of a key, and adds the advice `help` for the user.
+/// An empty text is skipped.
 fn with_subject_and_help(diagnostic: Diagnostic, path: &str, help: &str) -> Diagnostic {
     let diagnostic = if path.is_empty() { diagnostic } else { diagnostic.with_subject(path) };
     if help.is_empty() { diagnostic } else { diagnostic.with_help(help) }
 }
 
-/// Returns the value of the section `path`, which is directly within `parent`.
+/// Returns the YAML value of the section `path`, which is directly within the section `parent`.
 fn find_inner_section<'n>(parent: &JobSection<'n>, path: &str) -> Option<&'n YamlNode> {
     let name = path.rsplit('.').next()?;
     parent.entries.iter().find(|entry| entry.key == name).map(|entry| &entry.value)
 }
 
-/// Returns the path of the only key whose last name or alias is `name`. Returns `None` if no key or
-/// several keys match.
+/// Returns the path of the only key in the whole job.yaml whose last name or alias is `name`.
+/// Returns `None` if no key or several keys match.
 fn find_key_by_last_name<'t>(table: &'t [KeyInfo], name: &str) -> Option<&'t str> {
     let mut found = table.iter().filter(|key| key.has_name(name));
     let first = found.next()?;

@@ -1,4 +1,5 @@
-//! [`JobValues`]: the values of all keys of a job in YAML.
+//! [`JobValues`]: the values of all keys of a job as YAML text, from which a job is printed and
+//! rules are checked.
 use super::key_info::{KeyInfo, Rule};
 use crate::yaml::{format::YamlText, parse::parse_default_value};
 use std::fmt::Write as _;
@@ -13,13 +14,12 @@ pub(crate) struct JobValues {
 }
 
 impl JobValues {
-    /// Appends the value `value` of the key `path`.
+    /// Appends the key `path` with the YAML text `value`.
     pub(crate) fn add(&mut self, path: String, value: YamlText) {
         self.values.push((path, value));
     }
 
-    /// Adds the entries of the block `more` to the value of the key `path`, which is a block or
-    /// `{}`.
+    /// Adds the entries in `more` to the value of the key `path`, which is a mapping in YAML.
     pub(crate) fn add_entries(&mut self, path: &str, more: YamlText) {
         let YamlText::Block(more) = more else { return };
         match self.values.iter_mut().find(|(of, _)| of == path) {
@@ -29,8 +29,8 @@ impl JobValues {
         }
     }
 
-    /// Returns the value of the key `path`; an empty text for a block. Returns `None` if the key
-    /// has no value.
+    /// Returns the YAML text of the value of the key `path`; an empty text if the value has several
+    /// lines. Returns `None` if the key has no value.
     pub(crate) fn get(&self, path: &str) -> Option<&str> {
         self.values.iter().find(|(of, _)| of == path).map(|(_, value)| match value {
             YamlText::Line(value) => value.as_str(),
@@ -50,12 +50,14 @@ impl JobValues {
         self.get(path).and_then(parse_default_value).map(|node| node.raw)
     }
 
-    /// Returns whether a rule applies to the job, because all of the rule's conditions hold.
+    /// Returns whether all conditions of a rule about keys hold for the values of this job, so that
+    /// the rule applies.
     pub(crate) fn meets_conditions(&self, rule: &Rule) -> bool {
         rule.when.iter().all(|condition| condition.holds(self.get(condition.key())))
     }
 
-    /// Formats the error message or warning of `rule`, which applies to the key `path` of this job.
+    /// Formats the error message or warning of `rule`, a rule about the key `path` that applies to
+    /// this job.
     pub(crate) fn format_message(&self, rule: &Rule, path: &str) -> String {
         rule.format_message(path, rule.when.last().and_then(|condition| self.get(condition.key())))
     }
@@ -75,8 +77,8 @@ impl JobValues {
         self
     }
 
-    /// Lists the values as pairs of path and value in YAML. Entries of a block have paths below the
-    /// key.
+    /// Lists the values that fit on one line, as pairs of the key's path and the value in YAML.
+    /// Entries of a block have paths below the key.
     pub(crate) fn list_lines(&self) -> Vec<(String, String)> {
         fn add_lines(path: &str, value: &YamlText, lines: &mut Vec<(String, String)>) {
             match value {
@@ -93,7 +95,7 @@ impl JobValues {
         lines
     }
 
-    /// Formats the values of all keys as the text of a job.yaml.
+    /// Formats the keys and their values as the text of a job.yaml.
     pub(crate) fn to_yaml(&self) -> String {
         let (mut yaml, mut open) = (String::new(), Vec::<&str>::new());
         for (path, value) in &self.values {
@@ -110,7 +112,7 @@ impl JobValues {
     }
 }
 
-/// Appends the key `name` and its value to `yaml`, indented for a key within `depth` nested
+/// Appends a key and its value to the text of a job.yaml, indented for a key within `depth` nested
 /// sections.
 fn write_value(yaml: &mut String, depth: usize, name: &str, value: &YamlText) {
     let indent = 2 * depth;

@@ -1,4 +1,5 @@
-//! [`Key`]: the declaration of one key, from which its value is decoded, printed and documented.
+//! [`Key`]: the declaration of one key of job.yaml, from which its value is decoded, printed and
+//! documented.
 use super::{
     decoder::{JobDecoder, JobSection},
     job_values::JobValues,
@@ -8,7 +9,8 @@ use super::{
 };
 use crate::yaml::parse::parse_default_value;
 
-/// The declaration of a key with values of type `T` in the section `S`.
+/// The declaration of a key of job.yaml: the values that it accepts, its default, its names, and
+/// the rules about other keys.
 pub(crate) struct Key<S, T> {
     values: ValueType<T>,
     default: DefaultValue<S, T>,
@@ -20,8 +22,8 @@ pub(crate) struct Key<S, T> {
     rules: &'static [Rule],
 }
 
-/// A function that computes the default of a key from the section of the key and the values of
-/// other keys.
+/// A function that computes the default of a key from its section and from the values of other
+/// keys.
 type ComputeFn<S, T> = fn(&S, &JobValues) -> T;
 
 /// The default of a key: a fixed value, or a function that computes the value.
@@ -34,12 +36,13 @@ enum DefaultValue<S, T> {
 }
 
 impl<S, T: 'static> Key<S, T> {
-    /// Declares a key with a fixed default. `default` is the default as YAML text.
+    /// Declares a key of job.yaml with a fixed default. `default` is the default as YAML text.
     pub(crate) fn new(values: ValueType<T>, default: &'static str) -> Self {
         Self::with_default(values, DefaultValue::Yaml(default))
     }
 
-    /// Declares a key whose default is computed. `words` describes the computation.
+    /// Declares a key of job.yaml whose default is computed from other keys. `words` describes the
+    /// computation.
     pub(crate) fn computed(values: ValueType<T>, words: &'static str, compute: ComputeFn<S, T>) -> Self
     where
         T: Default,
@@ -48,8 +51,8 @@ impl<S, T: 'static> Key<S, T> {
         Self::with_default(values, DefaultValue::Computed { words, placeholder: T::default, compute })
     }
 
-    /// Declares a key without a default. A job that contains the key's section must contain the
-    /// key.
+    /// Declares a key of job.yaml that has no default. A job that contains the key's section must
+    /// contain the key.
     pub(crate) fn required(values: ValueType<T>) -> Self
     where
         T: Default,
@@ -60,7 +63,8 @@ impl<S, T: 'static> Key<S, T> {
         Self::with_default(values, default)
     }
 
-    /// Declares a key with a default, and without aliases, deprecated names and rules.
+    /// Creates the declaration of a key with the default `default`, and without aliases, deprecated
+    /// names and rules.
     fn with_default(values: ValueType<T>, default: DefaultValue<S, T>) -> Self {
         Key {
             values,
@@ -74,7 +78,7 @@ impl<S, T: 'static> Key<S, T> {
         }
     }
 
-    /// Adds aliases: other permanent names of the key.
+    /// Adds aliases of the key: other names that are permanently accepted.
     pub(crate) fn with_aliases(self, aliases: &'static [&'static str]) -> Self {
         Key { aliases, ..self }
     }
@@ -94,20 +98,20 @@ impl<S, T: 'static> Key<S, T> {
         Key { reloadable: true, ..self }
     }
 
-    /// Exempts the key from the rules that its section applies to every key.
+    /// Exempts the key from the rules that its section declares for all of its keys.
     pub(crate) fn ignoring_section_rules(self) -> Self {
         Key { ignores_section_rules: true, ..self }
     }
 
-    /// Adds rules about combinations with other keys in which this key is an error or has no
-    /// effect.
+    /// Adds rules about other keys: combinations in which this key is an error or has no effect.
     pub(crate) fn with_rules(self, rules: &'static [Rule]) -> Self {
         Key { rules, ..self }
     }
 }
 
 impl<S, T: Clone + 'static> Key<S, Option<T>> {
-    /// Declares a key that a job may omit. `words` describes in docs/job.md what then applies.
+    /// Declares a key of job.yaml that has no default and that a job may omit. `words` describes in
+    /// docs/job.md what then applies.
     pub(crate) fn optional(values: ValueType<T>, words: &'static str) -> Self {
         Key::computed(values.optional(), words, |_, _| None)
     }

@@ -1,11 +1,11 @@
-//! [`KeyInfo`]: the declaration of a key without its Rust type, and [`Rule`]s about keys that do
-//! not fit together.
+//! [`KeyInfo`]: the declaration of a key of job.yaml without its Rust type, and [`Rule`]s about
+//! keys that do not fit together.
 use diagnostic::{Code, Severity, codes::job as codes};
 use serde_json::Value;
 use std::collections::BTreeSet;
 
-/// The paths of the keys that are absent from a job, and whose defaults are computed when the other
-/// values are known.
+/// The paths of the keys that a job does not contain, and whose defaults are computed after all
+/// other keys were read.
 pub(crate) type UnsetKeys = BTreeSet<String>;
 
 /// One key of job.yaml: the values that it accepts, its default, its names and its documentation.
@@ -47,25 +47,25 @@ pub enum KeyDefault {
 }
 
 impl KeyInfo {
-    /// Splits the path of the key into the path of its section and the last name, such as
-    /// `train.batch` and `global`. The section `""` is the top level of the job.
+    /// Splits the path of the key into the path of its section and the last name:
+    /// `train.batch.global` into `train.batch` and `global`. The section `""` is the top level of
+    /// the job.
     pub fn split_path(&self) -> (&str, &str) {
         self.path.rsplit_once('.').unwrap_or(("", &self.path))
     }
 
-    /// Returns the last part of the key's path.
+    /// Returns the last part of the key's path: `global` for `train.batch.global`.
     pub fn name(&self) -> &str {
         self.split_path().1
     }
 
-    /// Returns whether `name` is an alias of the key, or the name of the key, which is the last
-    /// part of its path.
+    /// Returns whether `name` is the last part of the key's path, or one of its aliases.
     pub(crate) fn has_name(&self, name: &str) -> bool {
         self.name() == name || self.aliases.contains(&name)
     }
 }
 
-/// Returns the keys directly within the section `section`.
+/// Returns the keys in `table` that are directly within the section `section`.
 pub(crate) fn list_section_keys<'t>(
     table: &'t [KeyInfo],
     section: &str,
@@ -73,7 +73,8 @@ pub(crate) fn list_section_keys<'t>(
     table.iter().filter(move |key| key.split_path().0 == section)
 }
 
-/// A condition on the value of one key, which is a part of a [`Rule`].
+/// A condition on the value of one key of a job. The [`Rule`] that contains it applies only to jobs
+/// that meet it.
 #[derive(Clone, Copy, Debug)]
 pub enum Condition {
     /// The key has a value. A key with a default always has one.
@@ -87,7 +88,7 @@ pub enum Condition {
 }
 
 impl Condition {
-    /// Returns the path of the key that the condition is about.
+    /// Returns the path of the key whose value the condition examines.
     pub(crate) fn key(&self) -> &'static str {
         match *self {
             Condition::Given(key)
@@ -97,8 +98,8 @@ impl Condition {
         }
     }
 
-    /// Returns whether the condition holds for a job in which its key has the value `value`, in
-    /// YAML.
+    /// Returns whether the condition holds for a job in which the examined key has the YAML text
+    /// `value`; `None` if the key has no value.
     pub(crate) fn holds(&self, value: Option<&str>) -> bool {
         match self {
             Condition::Given(_) => value.is_some(),
@@ -109,8 +110,8 @@ impl Condition {
     }
 }
 
-/// A rule about a key: the conditions on other keys under which the key is an error or has no
-/// effect.
+/// A rule that a key of job.yaml is an error or has no effect in jobs in which other keys have
+/// certain values.
 #[derive(Clone, Copy, Debug)]
 pub struct Rule {
     /// The conditions under which the rule applies. All of them must hold.
@@ -127,20 +128,20 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// Creates the rule that a key has no effect if all conditions in `when` hold. A job to which
-    /// the rule applies is rejected.
+    /// Creates the rule that a key of job.yaml has no effect, and is an error, in jobs that meet
+    /// all conditions in `when`. A job to which the rule applies is rejected.
     pub(crate) const fn no_effect(when: &'static [Condition]) -> Rule {
         let code = codes::JOB_KEY_HAS_NO_EFFECT;
         Rule { when, severity: Severity::Error, code, text: None, help: "remove it" }
     }
 
-    /// Creates the rule that a key contradicts other keys if all conditions in `when` hold. A job
-    /// to which the rule applies is rejected.
+    /// Creates the rule that a key of job.yaml contradicts other keys in jobs that meet all
+    /// conditions in `when`. A job to which the rule applies is rejected.
     pub(crate) const fn conflict(when: &'static [Condition]) -> Rule {
         Rule { code: codes::JOB_KEYS_CONFLICT, ..Rule::no_effect(when) }
     }
 
-    /// Changes the rule to report a warning instead of an error.
+    /// Changes the rule to cause a warning instead of an error.
     pub(crate) const fn into_warning(self) -> Rule {
         Rule { severity: Severity::Warning, ..self }
     }
@@ -161,20 +162,19 @@ impl Rule {
         Rule { help, ..self }
     }
 
-    /// Returns whether the rule applies to the key `path` regardless of the key's value. If such a
-    /// rule applies, the printed job omits the key.
+    /// Returns whether the conditions of the rule do not examine the key `path` itself, so that the
+    /// rule concerns each value of this key. If such a rule applies, the printed job omits the key.
     pub(crate) fn concerns_every_value(&self, path: &str) -> bool {
         self.when.iter().all(|condition| condition.key() != path)
     }
 
-    /// Returns the rule's advice for the user, with `name`, the last part of the key's path, in
-    /// place of `{name}`.
+    /// Returns the rule's advice for the user, with the name `name` of the key inserted.
     pub(crate) fn format_help(&self, name: &str) -> String {
         self.help.replace("{name}", name)
     }
 
-    /// Formats the error message or warning of this rule for a job in which it applies to the key
-    /// `path`. `value` is the value of the key that the last condition names.
+    /// Formats the error message or warning for a job in which the key `path` violates this rule.
+    /// `value` is the value of the key that the last condition names.
     pub(crate) fn format_message(&self, path: &str, value: Option<&str>) -> String {
         let is_conflict = self.code == codes::JOB_KEYS_CONFLICT;
         let effect = if is_conflict { "does not apply to" } else { "has no effect with" };

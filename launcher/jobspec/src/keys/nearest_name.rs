@@ -1,7 +1,7 @@
 //! Finds the known name that is most similar to a misspelled name.
 
-/// Returns the name that is most similar to `word`. Returns `None` if `word` is not likely to be a
-/// misspelling of any of the names.
+/// Returns the name among `names` that is most similar to the misspelled word `word`. Returns
+/// `None` if `word` is not likely to be a misspelling of any of the names.
 pub(crate) fn find_nearest_name<'n>(word: &str, names: impl Iterator<Item = &'n str>) -> Option<&'n str> {
     const MAX_WORD_CHARS: usize = 80;
     if word.len() > MAX_WORD_CHARS {

@@ -1,4 +1,5 @@
-//! Creates the [`ValueType`]s of keys whose values are integers, other numbers or booleans.
+//! Creates the value types ([`ValueType`]) of keys of job.yaml whose values are integers, other
+//! numbers or booleans.
 use super::value_type::{ReadResult, ValueType, out_of_range_error, wrong_type_error};
 use crate::yaml::{
     format::format_number,
@@ -9,7 +10,7 @@ use diagnostic::codes::job as codes;
 use serde_json::json;
 use std::{fmt::Display, ops::RangeInclusive};
 
-/// An unsigned integer type that the value of a key can have.
+/// An unsigned integer type that the value of a key of job.yaml can have.
 pub(crate) trait Integer: TryFrom<u64> + Display + Copy + 'static {
     /// The largest value of the integer type.
     const LARGEST: u64;
@@ -31,7 +32,7 @@ impl Integer for u64 {
     const LARGEST: u64 = u64::MAX;
 }
 
-/// Returns a [`ValueType`] that accepts integers in `range`.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept integers in `range`.
 pub(crate) fn integer_type<T: Integer>(range: RangeInclusive<u64>) -> ValueType<T> {
     let (low, high) = (*range.start(), *range.end());
     let expected = format!("an integer from {low} to {high}");
@@ -39,8 +40,8 @@ pub(crate) fn integer_type<T: Integer>(range: RangeInclusive<u64>) -> ValueType<
     build_integer(low, high, accepts, expected, json!({"type": "integer", "minimum": low, "maximum": high}))
 }
 
-/// Returns a [`ValueType`] that accepts integers from `low` up to the largest value of the type
-/// `T`.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept integers from `low` up to
+/// the largest value of the type `T`.
 pub(crate) fn integer_at_least_type<T: Integer>(low: u64) -> ValueType<T> {
     let accepts = format!("integer of {low} or more");
     let expected = match T::LARGEST {
@@ -51,7 +52,8 @@ pub(crate) fn integer_at_least_type<T: Integer>(low: u64) -> ValueType<T> {
     build_integer(low, T::LARGEST, accepts, expected, schema)
 }
 
-/// Builds a [`ValueType`] that accepts integers from `low` to `high`.
+/// Builds the value type ([`ValueType`]) of keys that accept integers from `low` to `high`, from
+/// its descriptions and JSON Schema.
 fn build_integer<T: Integer>(
     low: u64,
     high: u64,
@@ -70,8 +72,8 @@ fn build_integer<T: Integer>(
     ValueType::new_single_line(accepts, schema, read, T::to_string).with_expected(expected)
 }
 
-/// Creates the error that `node` is not an accepted integer. `expected` describes the accepted
-/// ones.
+/// Creates the error that a YAML value is not an accepted integer, with the integer that the user
+/// probably meant. `expected` describes the accepted ones.
 fn integer_error(expected: &str, node: &YamlNode) -> ValueError {
     let code = match node.value {
         YamlValue::Int(_) => codes::JOB_VALUE_OUT_OF_RANGE,
@@ -84,8 +86,8 @@ fn integer_error(expected: &str, node: &YamlNode) -> ValueError {
     }
 }
 
-/// Returns the integer that the user most likely meant by `1e3`, `1_000`, `"8"` or `4.0`; `None`
-/// for other values.
+/// Returns the integer that the user most likely meant by a wrong value such as `1e3`, `1_000`,
+/// `"8"` or `4.0`; `None` for other values.
 fn guess_intended_integer(node: &YamlNode) -> Option<u64> {
     match node.value {
         YamlValue::Float(x) if x.fract() == 0.0 && (0.0..1e15).contains(&x) => Some(x as u64),
@@ -94,8 +96,9 @@ fn guess_intended_integer(node: &YamlNode) -> Option<u64> {
     }
 }
 
-/// Returns a [`ValueType`] that accepts finite numbers for which `fits` returns true. `accepts`
-/// describes them, and `schema` has the keywords of JSON Schema for their range.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept finite numbers for which
+/// `fits` returns true. `accepts` describes them, and `schema` has the keywords of JSON Schema for
+/// their range.
 fn number_type(accepts: &'static str, schema: serde_json::Value, fits: fn(f64) -> bool) -> ValueType<f64> {
     let expected = format!("a {accepts}");
     let read = move |node: &YamlNode| {
@@ -109,49 +112,51 @@ fn number_type(accepts: &'static str, schema: serde_json::Value, fits: fn(f64) -
     ValueType::new_single_line(accepts, schema, read, |x| format_number(*x))
 }
 
-/// Returns a [`ValueType`] that accepts numbers above 0.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept numbers above 0.
 pub(crate) fn positive_number_type() -> ValueType<f64> {
     number_type("number above 0", json!({"type": "number", "exclusiveMinimum": 0}), |x| x > 0.0)
 }
 
-/// Returns a [`ValueType`] that accepts numbers that are above 0 and finite as f32, because kernels
-/// compute with f32.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept numbers that are above 0
+/// and within the range of f32, because kernels compute with f32.
 pub(crate) fn positive_float_type() -> ValueType<f64> {
     number_type("number above 0", json!({"type": "number", "exclusiveMinimum": 0}), |x| {
         x as f32 > 0.0 && (x as f32).is_finite()
     })
 }
 
-/// Returns a [`ValueType`] that accepts numbers of 0 or more.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept numbers of 0 or more.
 pub(crate) fn non_negative_number_type() -> ValueType<f64> {
     number_type("number of 0 or more", json!({"type": "number", "minimum": 0}), |x| x >= 0.0)
 }
 
-/// Returns a [`ValueType`] that accepts numbers of 0 or more that are finite as f32.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept numbers of 0 or more
+/// within the range of f32.
 pub(crate) fn non_negative_float_type() -> ValueType<f64> {
     number_type("number of 0 or more", json!({"type": "number", "minimum": 0}), |x| {
         x >= 0.0 && (x as f32).is_finite()
     })
 }
 
-/// Returns a [`ValueType`] that accepts numbers of 0 or less.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept numbers of 0 or less.
 pub(crate) fn non_positive_number_type() -> ValueType<f64> {
     number_type("number of 0 or less", json!({"type": "number", "maximum": 0}), |x| x <= 0.0)
 }
 
-/// Returns a [`ValueType`] that accepts shares: numbers from 0 to below 1.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept shares: numbers from 0 to
+/// below 1.
 pub(crate) fn share_type() -> ValueType<f64> {
     let schema = json!({"type": "number", "minimum": 0, "exclusiveMaximum": 1});
     number_type("number from 0 to below 1", schema, |x| (0.0..1.0).contains(&x))
 }
 
-/// Returns a [`ValueType`] that accepts `true` and `false`.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept `true` and `false`.
 pub(crate) fn boolean_type() -> ValueType<bool> {
     ValueType::new_single_line("`true` or `false`", json!({"type": "boolean"}), read_boolean, bool::to_string)
 }
 
-/// Reads `true` or `false`. For another spelling, such as `yes` or `0`, the error suggests the
-/// right one.
+/// Reads a YAML value that must be `true` or `false`. For another spelling, such as `yes` or `0`,
+/// the error suggests the right one.
 fn read_boolean(node: &YamlNode) -> ReadResult<bool> {
     match node.value {
         YamlValue::Bool(b) => Ok(b),

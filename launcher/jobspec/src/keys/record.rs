@@ -1,4 +1,5 @@
-//! Creates the [`ValueType`]s of keys whose values are mappings with declared keys, like sections.
+//! Creates the value types ([`ValueType`]) of keys of job.yaml whose values are mappings with
+//! declared keys, such as the items of `train.optimizer.groups`.
 use super::{
     decoder::JobDecoder,
     job_values::JobValues,
@@ -15,9 +16,9 @@ use crate::yaml::{
 };
 use diagnostic::codes::job as codes;
 
-/// Returns a [`ValueType`] that accepts mappings with the keys of the section `T`. `accepts`
-/// describes them in docs/job.md, and `expected` in messages. The error of a mapping contains the
-/// mistakes of all keys.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept mappings with the keys
+/// that the struct `T` declares. `accepts` describes them in docs/job.md, and `expected` in
+/// messages. The error of a mapping contains the mistakes of all keys.
 pub(crate) fn record_type<T: Section + 'static>(
     accepts: &'static str,
     expected: &'static str,
@@ -37,7 +38,8 @@ pub(crate) fn record_type<T: Section + 'static>(
     ValueType::new(accepts, schema, read, print).with_expected(expected)
 }
 
-/// Reads a mapping with the keys of the section `T`, which `table` lists.
+/// Reads a YAML mapping whose keys the struct `T` declares and `table` lists, and checks the rules
+/// about these keys.
 fn read_record<T: Section>(table: &[KeyInfo], node: &YamlNode, entries: &[YamlEntry]) -> ReadResult<T> {
     let (mut value, unset, mut errors) = JobDecoder::decode_record(entries, T::decode);
     let is_known = |entry: &&YamlEntry| table.iter().any(|key| key.has_name(&entry.key));
@@ -69,7 +71,7 @@ fn read_record<T: Section>(table: &[KeyInfo], node: &YamlNode, entries: &[YamlEn
     ValueError::merge(errors).map_or(Ok(value), Err)
 }
 
-/// Creates the error that the key of `entry` is unknown, because `table` does not contain it.
+/// Creates the error that a mapping contains the key of `entry`, which is not declared in `table`.
 fn unknown_key_error(table: &[KeyInfo], entry: &YamlEntry) -> ValueError {
     let message = format!("has the unknown key `{}`", make_excerpt(&entry.key));
     let error = ValueError::new(codes::JOB_KEY_UNKNOWN, entry.key_span, message);

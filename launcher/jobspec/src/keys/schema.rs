@@ -1,9 +1,9 @@
-//! Builds JSON Schemas from declarations of keys.
+//! Builds JSON Schemas from the declarations of keys of job.yaml.
 use super::key_info::{Condition, KeyDefault, KeyInfo, list_section_keys};
 use diagnostic::Severity;
 use serde_json::{Map, Value, json};
 
-/// Builds the JSON Schema of the section `section` and its inner sections, with every key under all
+/// Builds the JSON Schema of a section of job.yaml and its inner sections, with every key under all
 /// of its names. Other keys are not allowed.
 pub(crate) fn describe_object(table: &[KeyInfo], section: &str) -> Value {
     let mut properties = Map::new();
@@ -34,7 +34,8 @@ pub(crate) fn describe_object(table: &[KeyInfo], section: &str) -> Value {
     object
 }
 
-/// Builds the JSON Schema of a key's value, with the meaning and default of the key.
+/// Builds the JSON Schema of the value of one key of job.yaml, with the meaning and default of the
+/// key.
 fn describe_key(table: &[KeyInfo], key: &KeyInfo) -> Value {
     let mut schema = key.schema.clone();
     if key.default == KeyDefault::Section {
@@ -56,8 +57,8 @@ fn describe_key(table: &[KeyInfo], key: &KeyInfo) -> Value {
     schema
 }
 
-/// Builds the JSON Schema of a key under its deprecated name, whose values may have deprecated
-/// names, too.
+/// Builds the JSON Schema of a key of job.yaml under its deprecated name, from the schema of its
+/// present name.
 fn describe_deprecated_key(key: &KeyInfo, schema: &Value) -> Value {
     let values: Vec<&str> = key.deprecated_values.iter().map(|(old, _)| *old).collect();
     let mut schema =
@@ -67,8 +68,8 @@ fn describe_deprecated_key(key: &KeyInfo, schema: &Value) -> Value {
     schema
 }
 
-/// Builds a JSON Schema for each rule that rejects jobs: it does not allow the key of the rule in
-/// jobs that meet the conditions.
+/// Builds a JSON Schema for each rule about keys that rejects jobs: it forbids the key in jobs that
+/// meet the conditions of the rule.
 fn describe_rules(table: &[KeyInfo]) -> Vec<Value> {
     let mut rules: Vec<(Vec<Value>, Value)> = Vec::new();
     for key in table {
@@ -85,7 +86,7 @@ fn describe_rules(table: &[KeyInfo]) -> Vec<Value> {
     rules.into_iter().map(|(when, then)| json!({"if": {"allOf": when}, "then": then})).collect()
 }
 
-/// Builds a JSON Schema that accepts the jobs in which `condition` holds.
+/// Builds the JSON Schema that a job matches if `condition`, which examines one key, holds.
 fn describe_condition(table: &[KeyInfo], condition: &Condition) -> Value {
     let key = condition.key();
     let default = table.iter().find(|of| of.path == key).map(|of| of.default);
@@ -110,7 +111,7 @@ fn describe_condition(table: &[KeyInfo], condition: &Condition) -> Value {
     }
 }
 
-/// Builds a JSON Schema that accepts the jobs that do not contain `key` under any of its names.
+/// Builds the JSON Schema that a job matches if it does not contain `key` under any of its names.
 fn describe_forbidden_key(key: &KeyInfo) -> Value {
     let (section, name) = key.split_path();
     let names = std::iter::once(name).chain(key.aliases.iter().copied()).chain(key.deprecated);
@@ -122,7 +123,7 @@ fn describe_forbidden_key(key: &KeyInfo) -> Value {
     schema
 }
 
-/// Adds the properties of the JSON Schema `other` to those of `schema`, also within inner objects.
+/// Adds the properties in the JSON Schema `other` to those in `schema`, recursively.
 fn merge_properties(schema: &mut Value, other: Value) {
     match (schema, other) {
         (Value::Object(schema), Value::Object(other)) => {
@@ -137,7 +138,7 @@ fn merge_properties(schema: &mut Value, other: Value) {
     }
 }
 
-/// Builds a JSON Schema that accepts the jobs whose key `path` is present and has a value that
+/// Builds the JSON Schema that a job matches if it contains the key `path` with a value that
 /// matches `schema`.
 pub(crate) fn describe_value_at_path(path: &str, schema: Value) -> Value {
     path.rsplit('.').fold(
@@ -146,7 +147,7 @@ pub(crate) fn describe_value_at_path(path: &str, schema: Value) -> Value {
     )
 }
 
-/// Converts a scalar in YAML to JSON: a boolean, a number or a text.
+/// Converts a scalar that is written in YAML to the JSON value: a boolean, a number or a text.
 fn convert_scalar_to_json(text: &str) -> Value {
     serde_json::from_str(text).unwrap_or_else(|_| json!(text))
 }

@@ -1,4 +1,5 @@
-//! [`Section`]: a struct whose fields are keys of one section, and the macro that declares both.
+//! [`Section`]: the trait of structs whose fields are the keys of one section of job.yaml, and the
+//! macro that declares such structs.
 use super::{
     decoder::{JobDecoder, JobSection},
     job_values::JobValues,
@@ -8,29 +9,32 @@ use crate::yaml::source_map::{SourceMap, join_key_path};
 use serde_json::json;
 use std::marker::PhantomData;
 
-/// A section of job.yaml. [`section!`](crate::keys::section::section) implements the trait.
+/// A struct whose fields are the keys of one section of job.yaml, such as `train.batch`.
+/// [`section!`](crate::keys::section::section) implements the trait.
 pub(crate) trait Section: Sized {
-    /// The path of the section; empty for the whole job.
+    /// The path of the section, such as `train.batch`; empty for the whole job.
     const PATH: &'static str;
     /// The text of the section's documentation comment, which describes the section in docs/job.md.
     const DOC: &'static str;
 
-    /// Appends the keys of the section to the table of keys.
+    /// Appends the declarations of the section's keys to `table`, the table of all keys of
+    /// job.yaml.
     fn declare(table: &mut Vec<KeyInfo>);
 
-    /// Decodes the values of the section's keys from the job. Keys whose defaults are computed get
-    /// a placeholder.
+    /// Reads the values of the section's keys from the YAML of the job. Keys whose defaults are
+    /// computed get a placeholder.
     fn decode(d: &mut JobDecoder, section: &JobSection<'_>) -> Self;
 
-    /// Replaces the provisional values of the keys in `unset` by computed defaults. `values` has
-    /// the values of the other keys.
+    /// Computes the defaults of the keys whose paths are in `unset`, because the job does not
+    /// contain them. `values` has the values of the other keys.
     fn fill_defaults(&mut self, unset: &UnsetKeys, values: &JobValues);
 
-    /// Appends to `values` the YAML texts of the values of the section's keys.
+    /// Appends the section's keys and their values as YAML text to `values`.
     fn print(&self, values: &mut JobValues);
 }
 
-/// The context in which a field is declared: its section, its name and its documentation.
+/// Where a field of a section struct is declared: the path of its section, its name and its
+/// documentation.
 #[derive(Clone, Copy)]
 pub(crate) struct FieldContext {
     pub(crate) section: &'static str,
@@ -40,8 +44,8 @@ pub(crate) struct FieldContext {
 }
 
 impl FieldContext {
-    /// Creates the context of the field `field`, which is declared in the section `section`. The
-    /// name of its key is that of the field without the unit of milliseconds.
+    /// Creates the context of the field `field`, which is declared in the struct of the section
+    /// `section`. The name of its key is that of the field without the unit of milliseconds.
     pub(crate) fn new(
         section: &'static str,
         field: &'static str,
@@ -53,7 +57,7 @@ impl FieldContext {
         FieldContext { section, name, doc, section_rules }
     }
 
-    /// Returns the path of the field's key, such as `run.grace_period`.
+    /// Returns the path in job.yaml of the field's key, such as `run.grace_period`.
     pub(crate) fn path(&self) -> String {
         join_key_path(self.section, self.name)
     }
@@ -66,19 +70,20 @@ pub(crate) fn first_paragraph(doc: &str) -> String {
     text.strip_suffix('.').unwrap_or(&text).to_owned()
 }
 
-/// The declaration of one field of the section struct `S`, which is usually a key or an inner
+/// The declaration of one field of the section struct `S`: usually a key of job.yaml or an inner
 /// section.
 pub(crate) trait FieldDeclaration<S> {
-    /// The Rust type of the field that the entry declares.
+    /// The Rust type of the declared field.
     type Value;
 
-    /// Appends the keys of the field to the table of keys.
+    /// Appends the keys that the field stands for to `table`, the table of all keys of job.yaml.
     fn declare(&self, context: FieldContext, table: &mut Vec<KeyInfo>);
 
-    /// Decodes the value of the field from the section.
+    /// Reads the value of the field from the YAML of its section.
     fn decode(&self, context: FieldContext, d: &mut JobDecoder, section: &JobSection<'_>) -> Self::Value;
 
-    /// Returns the computed default of the field if its key is in `unset`; otherwise `None`.
+    /// Computes the default of the field if the job does not contain its key, whose path is then in
+    /// `unset`; otherwise returns `None`.
     fn compute_default(
         &self,
         _context: FieldContext,
@@ -89,21 +94,23 @@ pub(crate) trait FieldDeclaration<S> {
         None
     }
 
-    /// Computes the defaults of the keys within the value, for fields whose value is a section.
+    /// Computes the missing defaults of the keys within the field's value, if the field is an inner
+    /// section.
     fn fill_inner_defaults(&self, _value: &mut Self::Value, _unset: &UnsetKeys, _values: &JobValues) {}
 
-    /// Appends to `values` the YAML texts of the values of the field's keys. `owner` is the
-    /// section.
+    /// Appends the keys that the field stands for, with their values as YAML text, to `values`.
+    /// `owner` is the section.
     fn print(&self, context: FieldContext, owner: &S, value: &Self::Value, values: &mut JobValues);
 }
 
-/// Returns `entry` unchanged, and lets the compiler check the type of the field. The bounds make
-/// the compiler check that `entry` declares a field of the type `V` in the section `S`.
+/// Returns `entry` unchanged, and makes the compiler check that `entry` declares a field of the
+/// type `V` in the section struct `S`.
 pub(crate) fn check_entry_type<S, V, E: FieldDeclaration<S, Value = V>>(entry: E) -> E {
     entry
 }
 
-/// Declares a section: a struct, and for each field how its key is decoded, printed and documented.
+/// Declares a section of job.yaml: a struct, and for each field how its key is decoded, printed and
+/// documented.
 ///
 /// The documentation comment of a field is the documentation of its key. Its first paragraph is the
 /// meaning in docs/job.md. The name of the key is that of the field, without `_ms`.
@@ -198,18 +205,21 @@ impl<S, T: Default> FieldDeclaration<S> for FieldWithoutKey<T> {
     fn print(&self, _context: FieldContext, _owner: &S, _value: &T, _values: &mut JobValues) {}
 }
 
-/// The declaration of a field that is a section within another section, such as `train.batch`.
+/// The declaration of a field that is a section within another section of job.yaml, such as
+/// `train.batch`.
 pub(crate) struct InnerSection<T> {
     is_printed: fn(&T) -> bool,
 }
 
-/// Declares a field that is an inner section, such as `train.batch` within `train`.
+/// Declares a field that is a section within another section of job.yaml, such as `train.batch`
+/// within `train`.
 pub(crate) fn inner_section<T: Section>() -> InnerSection<T> {
     InnerSection { is_printed: |_| true }
 }
 
 impl<T> InnerSection<T> {
-    /// Makes the printed job omit the section unless `is_printed` returns true.
+    /// Makes the printed job (`--dry-run`) contain the section only if `is_printed` returns true
+    /// for its value.
     pub(crate) fn printed_if(self, is_printed: fn(&T) -> bool) -> InnerSection<T> {
         InnerSection { is_printed }
     }
@@ -239,21 +249,22 @@ impl<S, T: Section> FieldDeclaration<S> for InnerSection<T> {
     }
 }
 
-/// The declaration of a field that is an inner section, such as `train.eval`, and that a job may
-/// leave out.
+/// The declaration of a field that is an inner section of job.yaml that a job may omit, such as
+/// `train.eval`.
 pub(crate) struct OptionalInnerSection<T> {
     accepts_null: bool,
     section: PhantomData<T>,
 }
 
-/// Declares a field that is an inner section, such as `train.eval` within `train`, and that a job
-/// may omit. The value `null` stands for an absent section.
+/// Declares a field that is an inner section of job.yaml that a job may omit, such as `train.eval`
+/// within `train`. The value `null` stands for an absent section.
 pub(crate) fn optional_inner_section<T: Section>() -> OptionalInnerSection<T> {
     OptionalInnerSection { accepts_null: true, section: PhantomData }
 }
 
 impl<T> OptionalInnerSection<T> {
-    /// Rejects the value `null` for the section.
+    /// Makes the value `null` of the section an error, although `null` otherwise stands for an
+    /// absent section.
     pub(crate) fn rejecting_null(self) -> OptionalInnerSection<T> {
         OptionalInnerSection { accepts_null: false, ..self }
     }
@@ -289,8 +300,8 @@ impl<S, T: Section> FieldDeclaration<S> for OptionalInnerSection<T> {
     }
 }
 
-/// Creates the table entry (documentation and JSON Schema) of the section `T` itself. `types` are
-/// the types of the section's value in JSON Schema.
+/// Creates the entry of the section `T` in the table of keys, with its documentation and JSON
+/// Schema. `types` are the types of the section's value in JSON Schema.
 fn section_key_info<T: Section>(types: &[&str]) -> KeyInfo {
     KeyInfo {
         path: T::PATH.to_owned(),
@@ -306,7 +317,7 @@ fn section_key_info<T: Section>(types: &[&str]) -> KeyInfo {
     }
 }
 
-/// Returns a section with the default of every key, for a job that does not contain the section.
+/// Returns the value that a section has if the job does not contain it: each key has its default.
 pub(crate) fn default_section<T: Section>() -> T {
     let mut decoder = JobDecoder::new(SourceMap::new("", ""), &[]);
     let mut section = T::decode(&mut decoder, &JobSection::absent(T::PATH));

@@ -1,4 +1,4 @@
-//! Creates the [`ValueType`]s of keys whose values are texts or paths.
+//! Creates the value types ([`ValueType`]) of keys of job.yaml whose values are texts or paths.
 use super::value_type::{ReadResult, ValueType, out_of_range_error, wrong_format_error, wrong_type_error};
 use crate::yaml::{
     format::quote_yaml,
@@ -9,30 +9,31 @@ use diagnostic::codes::job as codes;
 use serde_json::json;
 use std::path::PathBuf;
 
-/// Returns a [`ValueType`] that accepts texts that are not empty and have no control characters,
-/// line breaks and tabs included.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept texts that are not empty
+/// and have no control characters, line breaks and tabs included.
 pub(crate) fn text_type() -> ValueType<String> {
     let schema = json!({"type": "string", "minLength": 1});
     ValueType::new_single_line("text", schema, read_text, |t| quote_yaml(t)).with_expected("text")
 }
 
-/// Returns a [`ValueType`] that accepts any scalar, also a number or boolean, and reads it as the
-/// text that the job file contains. Arguments and values of variables may look like numbers. Line
-/// breaks are allowed.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept any scalar, also a number
+/// or boolean, which is read as the text that the job file contains. Arguments and values of
+/// variables may look like numbers. Line breaks are allowed.
 pub(crate) fn verbatim_text_type() -> ValueType<String> {
     let schema = json!({"type": ["string", "number", "boolean"]});
     let quote = |text: &String| quote_yaml(text);
     ValueType::new_single_line("text", schema, read_verbatim, quote).with_expected("text")
 }
 
-/// Returns a [`ValueType`] that accepts paths, which are texts without control characters.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept paths, which are texts
+/// without control characters.
 pub(crate) fn path_type() -> ValueType<PathBuf> {
     text_type().documented_as("path").convert(PathBuf::from, |path| Some(path.to_string_lossy().into_owned()))
 }
 
-/// Returns a [`ValueType`] that accepts texts for which `fits` returns true. `pattern` is the
-/// regular expression of the format in JSON Schema, and `fits` is the exact check. `expected`
-/// describes the format in messages.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept texts for which `fits`
+/// returns true. `pattern` is the regular expression of the format in JSON Schema, and `fits` is
+/// the exact check. `expected` describes the format in messages.
 pub(crate) fn formatted_text_type(
     accepts: &'static str,
     expected: &'static str,
@@ -47,8 +48,9 @@ pub(crate) fn formatted_text_type(
     ValueType::new_single_line(accepts, schema, read, |t| quote_yaml(t)).with_expected(expected)
 }
 
-/// Returns a [`ValueType`] that accepts texts which may contain placeholders such as `{run}`. A
-/// placeholder that is not in `names`, and a brace without a counterpart, are errors.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept texts which may contain
+/// placeholders such as `{run}`. A placeholder that is not in `names`, and a brace without a
+/// counterpart, are errors.
 pub(crate) fn template_type(names: &'static [&'static str]) -> ValueType<String> {
     let quoted: Vec<String> = names.iter().map(|name| format!("`{{{name}}}`")).collect();
     let accepts = format!("path with {}", quoted.join(" and "));
@@ -65,7 +67,8 @@ pub(crate) fn template_type(names: &'static [&'static str]) -> ValueType<String>
     })
 }
 
-/// Describes the first wrong placeholder of a template; `None` if all are right.
+/// Describes the first placeholder (such as `{run}`) of a text that is not among `names` or
+/// malformed; `None` if there is no such placeholder.
 fn find_wrong_placeholder(text: &str, names: &[&str]) -> Option<String> {
     let mut rest = text;
     while let Some(open) = rest.find(['{', '}']) {
@@ -83,7 +86,7 @@ fn find_wrong_placeholder(text: &str, names: &[&str]) -> Option<String> {
     None
 }
 
-/// Reads the value `node` as text that is not empty. Rejects control characters, including line
+/// Reads a YAML value as text that is not empty and has no control characters, including line
 /// breaks and tabs.
 pub(crate) fn read_text(node: &YamlNode) -> ReadResult<String> {
     match node.value {
@@ -101,8 +104,8 @@ pub(crate) fn read_text(node: &YamlNode) -> ReadResult<String> {
     }
 }
 
-/// Reads the scalar `node`, also a number or boolean, as the text that the job file contains. NUL
-/// is an error.
+/// Reads a YAML scalar, also a number or boolean, as the text that the job file contains. NUL is an
+/// error.
 pub(crate) fn read_verbatim(node: &YamlNode) -> ReadResult<String> {
     match node.value {
         YamlValue::List(_) | YamlValue::Map(_) => Err(wrong_type_error("text", node)),

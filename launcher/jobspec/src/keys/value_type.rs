@@ -1,4 +1,5 @@
-//! [`ValueType`]: the values that a key accepts, with their YAML form and JSON Schema.
+//! [`ValueType`]: the values that a key of job.yaml accepts, and how they are read from YAML,
+//! printed, and described.
 use crate::yaml::{
     format::YamlText,
     tree::{YamlNode, YamlValue},
@@ -7,14 +8,17 @@ use crate::yaml::{
 use diagnostic::{Code, codes::job as codes};
 use serde_json::{Value, json};
 
-/// The result of reading a value: the value, or why the YAML node is not such a value.
+/// The result of reading the value of a key from YAML: the value, or the mistake in it.
 pub(crate) type ReadResult<T> = Result<T, ValueError>;
 
+/// A function that reads a value of type `T` from YAML.
 type ReadFn<T> = Box<dyn Fn(&YamlNode) -> ReadResult<T>>;
+/// A function that formats a value of type `T` as YAML; `None` if the key is omitted for this
+/// value.
 type PrintFn<T> = Box<dyn Fn(&T) -> Option<YamlText>>;
 
-/// The type of the value of a key, which determines the accepted values and how they are read,
-/// printed and described.
+/// The values that a key of job.yaml accepts: functions that read and print them, and descriptions
+/// for messages, docs/job.md and the JSON Schema.
 pub(crate) struct ValueType<T> {
     read: ReadFn<T>,
     print: PrintFn<T>,
@@ -27,8 +31,8 @@ pub(crate) struct ValueType<T> {
 }
 
 impl<T: 'static> ValueType<T> {
-    /// Creates a [`ValueType`] from the functions that read a value from YAML and print it. In
-    /// messages, an article precedes `accepts`.
+    /// Creates the type of a key's values from the functions that read a value from YAML and print
+    /// it. In messages, an article precedes `accepts`.
     pub(crate) fn new(
         accepts: impl Into<String>,
         schema: Value,
@@ -40,7 +44,7 @@ impl<T: 'static> ValueType<T> {
         ValueType { read: Box::new(read), print: Box::new(print), accepts, expected, schema }
     }
 
-    /// Creates a [`ValueType`] whose values are printed on one line of YAML.
+    /// Creates the type of a key's values, each of which is printed on one line of YAML.
     pub(crate) fn new_single_line(
         accepts: impl Into<String>,
         schema: Value,
@@ -50,7 +54,7 @@ impl<T: 'static> ValueType<T> {
         Self::new(accepts, schema, read, move |value| Some(YamlText::Line(print(value))))
     }
 
-    /// Reads a value of this type from the YAML node `node`. Fails if the node is not such a value.
+    /// Reads a value of this type from YAML. Fails if the node is not such a value.
     pub(crate) fn read(&self, node: &YamlNode) -> ReadResult<T> {
         (self.read)(node)
     }
@@ -75,8 +79,8 @@ impl<T: 'static> ValueType<T> {
         self
     }
 
-    /// Sets the phrase that describes the accepted values, in docs/job.md and in error messages. In
-    /// the error about a part of a value, such as an item of a list, the phrase stays the same.
+    /// Sets the phrase that describes the accepted values, for both docs/job.md and error messages.
+    /// In the error about a part of a value, such as an item of a list, the phrase stays the same.
     pub(crate) fn described_as(self, accepts: &'static str) -> Self {
         let expected = add_article(accepts);
         let message = expected.clone();
@@ -85,16 +89,16 @@ impl<T: 'static> ValueType<T> {
         ValueType { read, print, accepts: accepts.to_owned(), expected, schema }
     }
 
-    /// Sets the phrase that describes the accepted values in docs/job.md, but not the phrase in
-    /// messages.
+    /// Sets the phrase that describes the accepted values in docs/job.md, and leaves the phrase for
+    /// error messages unchanged.
     pub(crate) fn documented_as(mut self, accepts: &str) -> Self {
         accepts.clone_into(&mut self.accepts);
         self
     }
 
-    /// Converts the type to one whose values have the Rust type `U`. `from` converts a value after
-    /// it was read, and `to` converts it back to print it. A value for which `to` returns `None` is
-    /// not printed.
+    /// Converts the type to one whose values have the Rust type `U`. The function `from` converts a
+    /// value after it was read, and `to` converts it back to print it. A value for which `to`
+    /// returns `None` is not printed.
     pub(crate) fn convert<U: 'static>(
         self,
         from: impl Fn(T) -> U + 'static,
@@ -110,8 +114,8 @@ impl<T: 'static> ValueType<T> {
         }
     }
 
-    /// Restricts the type to the values for which `fits` returns true. `expected` describes them in
-    /// messages, and `schema` has the additional keywords of the JSON Schema.
+    /// Restricts the accepted values to those for which `fits` returns true. `expected` describes
+    /// them in messages, and `schema` has the additional keywords of the JSON Schema.
     pub(crate) fn restricted_to(
         self,
         expected: impl Into<String>,
@@ -133,8 +137,8 @@ impl<T: 'static> ValueType<T> {
 }
 
 impl<T: Clone + 'static> ValueType<T> {
-    /// Converts the type to one whose values are optional. `None` is written by leaving out the
-    /// key.
+    /// Converts the type to one whose values are `Option`s, where `None` is written by leaving out
+    /// the key.
     pub(crate) fn optional(self) -> ValueType<Option<T>> {
         self.convert(Some, Clone::clone)
     }
@@ -146,7 +150,7 @@ impl<T: Clone + PartialEq + 'static> ValueType<T> {
         self.optional().or_keywords(&[(keyword, None)])
     }
 
-    /// Extends the type by keywords, each of which stands for a value.
+    /// Makes the type also accept keywords, each of which stands for a value.
     pub(crate) fn or_keywords(self, keywords: &[(&'static str, T)]) -> Self {
         let (keywords, printed) = (keywords.to_vec(), keywords.to_vec());
         let names: Vec<&'static str> = keywords.iter().map(|(name, _)| *name).collect();
@@ -170,14 +174,14 @@ impl<T: Clone + PartialEq + 'static> ValueType<T> {
 }
 
 impl<T: 'static> ValueType<Vec<T>> {
-    /// Restricts the type to lists that are not empty. An empty list in a decoded job is printed by
-    /// leaving out the key.
+    /// Restricts the accepted values to lists that are not empty. An empty list in a decoded job is
+    /// printed by leaving out the key.
     pub(crate) fn not_empty(self) -> Self {
         let expected = self.expected.clone();
         self.restricted_to(expected, json!({"minItems": 1}), |list| !list.is_empty()).hidden_if_empty()
     }
 
-    /// Makes printed jobs leave out the key if its value is an empty list.
+    /// Makes printed jobs (`--dry-run`) omit the key if its value is an empty list.
     pub(crate) fn hidden_if_empty(self) -> Self {
         let ValueType { read, print, accepts, expected, schema } = self;
         let print: PrintFn<Vec<T>> = Box::new(move |list| if list.is_empty() { None } else { print(list) });
@@ -185,7 +189,7 @@ impl<T: 'static> ValueType<Vec<T>> {
     }
 }
 
-/// Wraps the values of a [`ValueType`] in an enum variant with one field.
+/// Converts a [`ValueType`] to one whose values are wrapped in an enum variant with one field.
 macro_rules! in_variant {
     ($values:expr, $variant:path) => {
         $values.convert($variant, |value| match value {
@@ -212,26 +216,26 @@ pub(super) fn add_article(noun: &str) -> String {
     }
 }
 
-/// Creates the error that a YAML value has the wrong type. The message is "must be `expected`,
-/// found …".
+/// Creates the error that a value in job.yaml has the wrong type, such as a list instead of a
+/// number. The message is "must be `expected`, found …".
 pub(crate) fn wrong_type_error(expected: impl Into<String>, node: &YamlNode) -> ValueError {
     ValueError::unexpected(codes::JOB_VALUE_TYPE, expected, node)
 }
 
-/// Creates the error that a YAML value has the right type, but is outside of the allowed range.
-/// `expected` describes the range.
+/// Creates the error that a value in job.yaml has the right type, but is outside of the allowed
+/// range. `expected` describes the range.
 pub(crate) fn out_of_range_error(expected: impl Into<String>, node: &YamlNode) -> ValueError {
     ValueError::unexpected(codes::JOB_VALUE_OUT_OF_RANGE, expected, node)
 }
 
-/// Creates the error that `node` is not text in the format that `expected` describes. Text in
-/// another format and values that are not text get different codes.
+/// Creates the error that a value in job.yaml is not text in the format that `expected` describes.
+/// Text in another format and values that are not text get different codes.
 pub(crate) fn wrong_format_error(expected: impl Into<String>, node: &YamlNode) -> ValueError {
     ValueError::unexpected(choose_text_code(node, codes::JOB_VALUE_FORMAT), expected, node)
 }
 
-/// Returns the diagnostic code of an error about the value `node`, which is `code` if the node is
-/// text. Otherwise returns the code of a value of the wrong type.
+/// Returns the diagnostic code of an error about a value in job.yaml: `code` if the value is text,
+/// otherwise the code of a value of the wrong type.
 pub(crate) fn choose_text_code(node: &YamlNode, code: Code) -> Code {
     if matches!(node.value, YamlValue::Text) { code } else { codes::JOB_VALUE_TYPE }
 }

@@ -11,7 +11,7 @@ use diagnostic::{
 };
 use std::path::Path;
 
-/// The syntax in which a document is written.
+/// The syntax in which a configuration file of another program is written: YAML or JSON.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DocumentSyntax {
     /// YAML 1.2, with the restrictions that apply to job.yaml.
@@ -28,7 +28,7 @@ pub struct Document {
     pub root: DocumentItem,
 }
 
-/// A value of a document, with its text and its position in the file.
+/// A value in a parsed configuration file, with its text and its position in the file.
 #[derive(Clone, Debug)]
 pub struct DocumentItem {
     /// The value, with its type.
@@ -38,7 +38,7 @@ pub struct DocumentItem {
     span: SourceSpan,
 }
 
-/// The value of a document item: a scalar, a list or a mapping.
+/// A value in a parsed configuration file: a scalar, a list or a mapping.
 #[derive(Clone, Debug)]
 pub enum DocumentValue {
     /// `null`, `~` or an empty value.
@@ -58,8 +58,8 @@ pub enum DocumentValue {
 }
 
 impl DocumentItem {
-    /// Creates a document value that is not part of the file, such as one from a command line. Its
-    /// position is that of `neighbor`, a value of the document to which the new value is added.
+    /// Creates a value that is not part of the file, such as one from a command line. Its position
+    /// is that of `neighbor`, a value of the file to which the new value is added.
     pub fn with_position_of(neighbor: &DocumentItem, value: DocumentValue, text: String) -> DocumentItem {
         DocumentItem { value, text, span: neighbor.span }
     }
@@ -78,16 +78,16 @@ impl DocumentItem {
 }
 
 impl Document {
-    /// Reads and parses the file at `path`. Fails if the file is larger than 1 MiB, empty or
-    /// malformed.
+    /// Reads and parses the configuration file of another program at `path`. Fails if the file is
+    /// larger than 1 MiB, empty or malformed.
     pub fn read(path: &Path, syntax: DocumentSyntax) -> diagnostic::Result<Self> {
         let name = path.display().to_string();
         let text = decode_utf8(&name, read_limited_file(path, &name, "file")?)?;
         Document::parse(&name, &text, syntax)
     }
 
-    /// Parses `text`, the content of the file that messages call `name`. Fails if the text is
-    /// larger than 1 MiB, empty or malformed.
+    /// Parses `text`, the content of a configuration file of another program that messages call
+    /// `name`. Fails if the text is larger than 1 MiB, empty or malformed.
     pub fn parse(name: &str, text: &str, syntax: DocumentSyntax) -> diagnostic::Result<Self> {
         let json;
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
@@ -115,18 +115,18 @@ impl Document {
         }
     }
 
-    /// Returns the location of `item` in this document, for diagnostics.
+    /// Returns the position of the value `item` in this file, for diagnostics.
     pub fn location(&self, item: &DocumentItem) -> Location {
         self.sources.locate_span(item.span)
     }
 
-    /// Returns the file name that messages show for this document.
+    /// Returns the name of this file, as messages show it.
     pub fn file(&self) -> &str {
         self.sources.file()
     }
 }
 
-/// Converts a YAML node and its children to document items.
+/// Converts a YAML node and its children to values of a [`Document`].
 fn item_from_yaml(node: YamlNode) -> DocumentItem {
     let value = match node.value {
         YamlValue::Null => DocumentValue::Null,
@@ -147,12 +147,12 @@ fn begins_with_brace(text: &str) -> bool {
     blank_out_comments(text).trim_start().starts_with('{')
 }
 
-/// Replaces comments and tabs by spaces, so that a YAML parser accepts the result. Quoted strings
-/// stay unchanged. The length in bytes does not change either, so spans of the result are valid in
-/// `text`.
+/// Replaces comments and tabs in a JSON file by spaces, so that a YAML parser accepts the result.
+/// Quoted strings stay unchanged. The length in bytes does not change either, so spans of the
+/// result are valid in `text`.
 fn blank_out_comments(text: &str) -> String {
-    /// The context of the current character: outside of strings and comments, within a quoted
-    /// string, or within a line or block comment.
+    /// The kind of text at the current character: code, a quoted string, or a line or block
+    /// comment.
     #[derive(PartialEq)]
     enum LexerState {
         Code,

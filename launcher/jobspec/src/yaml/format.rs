@@ -1,8 +1,8 @@
-//! Formats values as YAML, in the form in which `--dry-run` prints them.
+//! Formats values as YAML, in the form in which `--dry-run` prints the job.
 use super::{scalar::resolve_scalar, tree::YamlValue};
 use std::fmt::Write as _;
 
-/// The YAML text of a value: one line, or a block of entries.
+/// The YAML text of a key's value: one line, or a block of keys and values.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum YamlText {
     /// YAML on one line.
@@ -50,8 +50,8 @@ pub(crate) fn format_map(entries: impl IntoIterator<Item = (String, String)>) ->
     format!("{{{}}}", entries.join(", "))
 }
 
-/// Formats a duration, given in milliseconds, as `90s`. A duration that is not a whole number of
-/// seconds becomes `1500ms`.
+/// Formats a duration in milliseconds as in a job file, such as `90s`. A duration that is not a
+/// whole number of seconds becomes `1500ms`.
 pub(crate) fn format_duration(ms: u64) -> String {
     if ms.is_multiple_of(1000) { format!("{}s", ms / 1000) } else { format!("{ms}ms") }
 }

@@ -1,4 +1,5 @@
-//! Parses YAML text into a tree of nodes. Each node has the span of text that it was read from.
+//! Parses YAML text into a tree of nodes ([`YamlNode`]). Each node has the span of text that it was
+//! read from.
 //!
 //! The language is YAML 1.2 with the core schema, in which `yes` is text and `0o17` is an integer.
 //! A text is one document whose keys are text. Duplicate keys, tags and merge keys are errors. The
@@ -37,13 +38,13 @@ pub(crate) fn parse_yaml(text: &str, source: u32, base: u32) -> Result<Option<Ya
     Ok(builder.root)
 }
 
-/// Parses the YAML text of a key's default, which the key's declaration contains. Returns `None` if
-/// the text is not valid.
+/// Parses the YAML text of a key's default, which the declaration of the key contains. Returns
+/// `None` if the text is not valid.
 pub(crate) fn parse_default_value(text: &str) -> Option<YamlNode> {
     parse_yaml(text, u32::MAX, 0).ok().flatten()
 }
 
-/// A list or mapping whose end the parser has not reached yet.
+/// A list or mapping in a YAML text whose end the parser has not reached yet.
 struct OpenNode {
     start: u32,
     flow: bool,
@@ -51,13 +52,13 @@ struct OpenNode {
     kind: OpenCollection,
 }
 
-/// The children of an unfinished list or mapping ([`OpenNode`]) that have been read so far.
+/// The items or entries of an unfinished YAML list or mapping that have been read so far.
 enum OpenCollection {
     List(Vec<YamlNode>),
     Map { entries: Vec<YamlEntry>, seen: HashMap<String, SourceSpan>, key: Option<(String, SourceSpan)> },
 }
 
-/// Builds the tree of nodes from the events of the YAML parser.
+/// Builds the tree of nodes of a YAML text from the events of the YAML parser.
 struct YamlTreeBuilder<'t> {
     text: &'t str,
     source: u32,
@@ -75,6 +76,7 @@ struct YamlTreeBuilder<'t> {
 }
 
 impl<'t> YamlTreeBuilder<'t> {
+    /// Creates a builder for the tree of `text`.
     fn new(text: &'t str, source: u32, base: u32) -> Self {
         let offsets = if text.is_ascii() {
             Vec::new()
@@ -95,7 +97,7 @@ impl<'t> YamlTreeBuilder<'t> {
         }
     }
 
-    /// Converts the index of a character to its byte offset in `text`.
+    /// Converts the index of a character in the YAML text to its byte offset.
     fn find_byte_offset(&self, index: usize) -> u32 {
         if self.offsets.is_empty() {
             index.min(self.text.len()) as u32
@@ -104,20 +106,20 @@ impl<'t> YamlTreeBuilder<'t> {
         }
     }
 
-    /// Converts a span in characters, as the parser counts, to a span in bytes.
+    /// Converts a span that the YAML parser counts in characters to a span in bytes.
     fn to_byte_span(&self, span: YamlSpan) -> SourceSpan {
         let (start, end) =
             (self.find_byte_offset(span.start.index()), self.find_byte_offset(span.end.index()));
         self.make_span(start, end.max(start))
     }
 
-    /// Creates the [`SourceSpan`] of the bytes `start..end` of `text`.
+    /// Creates the [`SourceSpan`] of the bytes `start..end` of the YAML text.
     fn make_span(&self, start: u32, end: u32) -> SourceSpan {
         SourceSpan { source: self.source, start: self.base + start, end: self.base + end }
     }
 
-    /// Adds what one event of the YAML parser describes, such as a scalar or the start of a list,
-    /// to the tree. Fails if the event is not supported or exceeds a limit.
+    /// Extends the tree by what one event of the YAML parser describes, such as a scalar or the
+    /// start of a list. Fails if the event is not supported or exceeds a limit.
     fn add_event(&mut self, event: Event<'_>, at: YamlSpan) -> Result<(), ValueError> {
         let span = self.to_byte_span(at);
         match event {
@@ -160,7 +162,7 @@ impl<'t> YamlTreeBuilder<'t> {
         }
     }
 
-    /// Opens a list or mapping, to which the nodes that follow are added.
+    /// Begins a list or mapping, to which the nodes that follow are added.
     fn begin_collection(
         &mut self,
         kind: OpenCollection,
@@ -203,8 +205,8 @@ impl<'t> YamlTreeBuilder<'t> {
         self.add_node(YamlNode { span, value, raw: String::new() }, open.anchor)
     }
 
-    /// Adds a complete node to its parent as a key, a value or an item. A node without a parent
-    /// becomes the root.
+    /// Adds a complete node to the innermost open list or mapping, as a key, a value or an item. A
+    /// node without a parent becomes the root.
     fn add_node(&mut self, node: YamlNode, anchor: usize) -> Result<(), ValueError> {
         if anchor != 0 {
             let (nodes, bytes, _) = node.measure();
@@ -246,8 +248,8 @@ impl<'t> YamlTreeBuilder<'t> {
         self.add_node(node, 0)
     }
 
-    /// Counts `nodes` nodes and `bytes` bytes of scalars that are added to the tree. Fails if the
-    /// tree then has more than [`MAX_NODES`] nodes or [`MAX_SCALAR_BYTES`] bytes of scalars. The error
+    /// Counts `nodes` nodes and `bytes` bytes of scalars as added to the tree. Fails if the tree
+    /// then has more than [`MAX_NODES`] nodes or [`MAX_SCALAR_BYTES`] bytes of scalars. The error
     /// points at `span`.
     fn charge_budget(&mut self, nodes: usize, bytes: usize, span: SourceSpan) -> Result<(), ValueError> {
         self.nodes += nodes;
@@ -282,7 +284,7 @@ impl<'t> YamlTreeBuilder<'t> {
     }
 }
 
-/// Fails if a node has a YAML tag such as `!name`.
+/// Fails if a YAML value has a tag such as `!name`.
 fn reject_tag(tagged: bool, span: SourceSpan) -> Result<(), ValueError> {
     if tagged {
         return Err(ValueError::new(
@@ -295,21 +297,21 @@ fn reject_tag(tagged: bool, span: SourceSpan) -> Result<(), ValueError> {
     Ok(())
 }
 
-/// Creates the error that the value at `span` is nested too deeply.
+/// Creates the error that the YAML value at `span` is nested too deeply.
 fn too_deep_error(span: SourceSpan) -> ValueError {
     let message = format!("the file is nested more than {MAX_DEPTH} levels deep at this value");
     ValueError::new(codes::JOB_NESTING_TOO_DEEP, span, message)
 }
 
-/// Creates the error that the key at `span` is a list or a mapping.
+/// Creates the error that the YAML key at `span` is a list or a mapping.
 fn collection_as_key_error(span: SourceSpan) -> ValueError {
     ValueError::new(codes::JOB_YAML_UNSUPPORTED, span, "a list or mapping is used as a key")
         .with_help("keys must be text")
 }
 
-/// Converts the node of a key to text and span, and adds the key to `seen`, the keys of the mapping
-/// so far. Fails if the node is a list, a mapping, empty or a merge key, or if `seen` already
-/// contains the key.
+/// Converts the node of a mapping's key to the text and the position of the key, and adds the key
+/// to `seen`, the keys of the mapping so far. Fails if the node is a list, a mapping, empty or a
+/// merge key, or if `seen` already contains the key.
 fn convert_key_node(
     node: YamlNode,
     seen: &mut HashMap<String, SourceSpan>,

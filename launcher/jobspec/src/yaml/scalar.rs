@@ -38,8 +38,9 @@ fn parse_integer(text: &str) -> Option<i128> {
     }
 }
 
-/// Parses a decimal number that matches `[-+]? ( \. [0-9]+ | [0-9]+ ( \. [0-9]* )? ) ( [eE] [-+]?
-/// [0-9]+ )?`, or an infinity (`[-+]?\.inf`). Returns `None` for other text.
+/// Parses a decimal floating-point number of YAML's core schema, such as `-1.5e3`, or an infinity
+/// (`.inf`). Numbers match `[-+]? ( \. [0-9]+ | [0-9]+ ( \. [0-9]* )? ) ( [eE] [-+]? [0-9]+ )?`.
+/// Returns `None` for other text.
 fn parse_float(text: &str) -> Option<f64> {
     let unsigned = text.strip_prefix(['-', '+']).unwrap_or(text);
     if matches!(unsigned, ".inf" | ".Inf" | ".INF") {

@@ -4,7 +4,7 @@ use crate::secret_text::hide_secret_values;
 use diagnostic::{Diagnostic, Location};
 use std::{collections::BTreeMap, ops::Range};
 
-/// A command-line argument from which a part of a job was made.
+/// A command-line argument from which a part of a job's text was made.
 #[derive(Clone, Debug)]
 pub struct JobArgument {
     /// The bytes of the job's text that were made from the argument.
@@ -13,8 +13,8 @@ pub struct JobArgument {
     pub argument: String,
 }
 
-/// A text that contains keys of the job: the job file, a text made from command-line arguments, or
-/// a `--set` argument.
+/// A whole text that contains keys of the job: the job file, a text made from command-line
+/// arguments, or a `--set` argument.
 #[derive(Clone, Debug)]
 enum SourceText {
     File { name: String, text: String },
@@ -22,7 +22,8 @@ enum SourceText {
     Override { text: String },
 }
 
-/// Where a key is written: the span of its name, and the span that messages point at.
+/// Where a key is written in a job's text: the span of its name, and the span that messages point
+/// at.
 #[derive(Clone, Copy, Debug)]
 struct KeySpans {
     name: SourceSpan,
@@ -31,7 +32,8 @@ struct KeySpans {
     shown: SourceSpan,
 }
 
-/// The locations of the keys of a loaded job. Diagnostics about a key point at its location.
+/// The texts that a job was read from, and the position of every key in them, at which diagnostics
+/// about a key point.
 #[derive(Clone, Debug)]
 pub struct SourceMap {
     texts: Vec<SourceText>,
@@ -42,15 +44,15 @@ impl SourceMap {
     /// The index of the job file's text among the texts of a [`SourceMap`].
     pub(crate) const JOB_FILE_INDEX: u32 = 0;
 
-    /// Creates a map with the text of the job file, and without keys. `name` is the name of the
-    /// file.
+    /// Creates a map of a job file with the content `text`, in which no keys are recorded yet.
+    /// `name` is the name of the file.
     pub(crate) fn new(name: &str, text: &str) -> Self {
         let texts = vec![SourceText::File { name: name.to_owned(), text: text.to_owned() }];
         SourceMap { texts, keys: BTreeMap::new() }
     }
 
-    /// Creates a map without keys for a job that was made from command-line arguments. `name` is
-    /// the name of the command line in messages.
+    /// Creates a map of a job that was made from command-line arguments, in which no keys are
+    /// recorded yet. `name` is the name of the command line in messages.
     pub(crate) fn from_command_line(name: &str, text: &str, arguments: Vec<JobArgument>) -> Self {
         let text = SourceText::CommandLine { name: name.to_owned(), text: text.to_owned(), arguments };
         SourceMap { texts: vec![text], keys: BTreeMap::new() }
@@ -62,8 +64,8 @@ impl SourceMap {
         self.texts.len() as u32 - 1
     }
 
-    /// Records the spans of all keys and list items of the YAML tree `root`. `canonical` converts
-    /// the path of a key to its documented path.
+    /// Records the positions of all keys and list items of the YAML tree `root`. `canonical`
+    /// converts the path of a key to its documented path.
     pub(crate) fn index_keys(&mut self, root: &YamlNode, canonical: impl Fn(&str) -> String) {
         let mut pending: Vec<(String, &YamlNode)> = vec![(String::new(), root)];
         while let Some((path, node)) = pending.pop() {
@@ -87,8 +89,8 @@ impl SourceMap {
         }
     }
 
-    /// Records where the key or list item with the path `path` is written. `name` is the span of
-    /// the key's name. For a list item, `name` is the span of the item.
+    /// Records the position of the key or list item with the path `path`. `name` is the span of the
+    /// key's name. For a list item, `name` is the span of the item.
     fn record_key_spans(&mut self, path: &str, name: SourceSpan, value: &YamlNode) {
         let text = self.find_span_text(value.span);
         let is_collection = matches!(value.value, YamlValue::Map(_) | YamlValue::List(_));
@@ -102,9 +104,9 @@ impl SourceMap {
         self.keys.contains_key(path)
     }
 
-    /// Returns the location of the value of the key `path`. If the job does not contain the key,
-    /// returns the location of the nearest section around it that the job contains, or else of the
-    /// whole file.
+    /// Returns the location, for diagnostics, at which the value of the key `path` is written. If
+    /// the job does not contain the key, returns the location of the nearest section around it that
+    /// the job contains, or else of the whole file.
     pub fn locate_key(&self, path: &str) -> Location {
         if let Some(spans) = self.keys.get(path) {
             return self.locate_span(spans.shown);
@@ -119,8 +121,8 @@ impl SourceMap {
         Location::File { file: self.file().to_owned() }
     }
 
-    /// Adds a location to `diagnostic`, whose subject must be the path of a key: the place where
-    /// the key is written. Returns a diagnostic that already has a location unchanged.
+    /// Adds the place where a key is written to `diagnostic`, whose subject is the path of that
+    /// key. Returns a diagnostic that already has a location unchanged.
     pub fn add_location(&self, diagnostic: Diagnostic) -> Diagnostic {
         if diagnostic.location().is_some() {
             return diagnostic;
@@ -129,7 +131,7 @@ impl SourceMap {
         diagnostic.with_location(location)
     }
 
-    /// Returns the name of the job file, which messages show.
+    /// Returns the name of the job file, as messages show it.
     pub fn file(&self) -> &str {
         match &self.texts[0] {
             SourceText::File { name, .. } | SourceText::CommandLine { name, .. } => name,
@@ -137,7 +139,7 @@ impl SourceMap {
         }
     }
 
-    /// Converts `span`, a range of bytes in one of the texts, to a location for diagnostics. If the
+    /// Converts a range of bytes in one of the job's texts to a location for diagnostics. If the
     /// span has several lines, the location covers the first line. In a text made from command-line
     /// arguments, the location is the argument. The text of the location does not contain values of
     /// secret variables.
@@ -172,7 +174,8 @@ impl SourceMap {
         }
     }
 
-    /// Returns the text of a span, or an empty text if the span is not valid.
+    /// Returns the part of a job's text that `span` covers, or an empty text if the span is not
+    /// valid.
     fn find_span_text(&self, span: SourceSpan) -> &str {
         let text = match self.texts.get(span.source as usize) {
             Some(
@@ -191,8 +194,8 @@ pub(crate) fn join_key_path(parent: &str, key: &str) -> String {
     if parent.is_empty() { key.to_owned() } else { format!("{parent}.{key}") }
 }
 
-/// Returns the line and the column of the start of a span, counted from 1, its width in characters,
-/// and the text of the line. The width is at least 1, and only covers the first line.
+/// Returns the position of a span in `text`: line and column, counted from 1, its width in
+/// characters, and the text of the line. The width is at least 1, and only covers the first line.
 fn compute_position(text: &str, span: SourceSpan) -> (u32, u32, u32, String) {
     let start = floor_char_boundary(text, span.start as usize);
     let end = floor_char_boundary(text, span.end as usize).max(start);
@@ -204,7 +207,7 @@ fn compute_position(text: &str, span: SourceSpan) -> (u32, u32, u32, String) {
     (line, column, width, text[line_start..line_end].trim_end().to_owned())
 }
 
-/// Returns the last character boundary of `text` at or before byte `at`.
+/// Returns the last character boundary of `text` at or before the byte offset `at`.
 fn floor_char_boundary(text: &str, at: usize) -> usize {
     let mut at = at.min(text.len());
     while !text.is_char_boundary(at) {

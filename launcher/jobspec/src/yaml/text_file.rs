@@ -7,13 +7,13 @@ use std::path::Path;
 /// The largest size of a job file, in bytes.
 pub const MAX_JOB_BYTES: u64 = 1 << 20;
 
-/// Creates an error about the file `name` that has no position in the file.
+/// Creates an error about the file `name` as a whole, without a position in the file.
 pub(crate) fn file_error(code: Code, name: &str, message: impl Into<String>) -> Diagnostic {
     Diagnostic::error(code, message).with_location(Location::File { file: name.to_owned() })
 }
 
-/// Reads a whole file of limited size. Fails if the file is larger than [`MAX_JOB_BYTES`] bytes. Messages
-/// name the file `name`, and describe it as `what`, such as `job file`.
+/// Reads a whole file, and fails if it is larger than [`MAX_JOB_BYTES`] bytes. Messages name the
+/// file `name`, and describe it as `what`, such as `job file`.
 pub(crate) fn read_limited_file(path: &Path, name: &str, what: &str) -> diagnostic::Result<Vec<u8>> {
     let cannot_read = |error: std::io::Error| match error.kind() {
         std::io::ErrorKind::NotFound => {
@@ -52,8 +52,8 @@ pub(crate) fn too_large_error(name: &str, what: &str, bytes: u64) -> Diagnostic 
         .with_help("check that the path is correct")
 }
 
-/// Converts the content of the file `name` to text. Fails if a byte is not UTF-8. The error states
-/// the position of the first such byte.
+/// Converts the content of the file `name` from UTF-8 to text. Fails if a byte is not UTF-8. The
+/// error states the position of the first such byte.
 pub(crate) fn decode_utf8(name: &str, bytes: Vec<u8>) -> diagnostic::Result<String> {
     String::from_utf8(bytes).map_err(|error| {
         let at = error.utf8_error().valid_up_to();
@@ -72,8 +72,8 @@ pub(crate) fn decode_utf8(name: &str, bytes: Vec<u8>) -> diagnostic::Result<Stri
     })
 }
 
-/// Fails if the text contains control characters other than tabs and line breaks. YAML does not
-/// allow them, and a parser may take NUL for the end of the file.
+/// Fails if the text of a file contains control characters other than tabs and line breaks. YAML
+/// does not allow them, and a parser may take NUL for the end of the file.
 pub(crate) fn check_characters(text: &str) -> Result<(), ValueError> {
     let control = |c: char| (c.is_ascii_control() && !matches!(c, '\t' | '\n' | '\r')) || c == '\u{feff}';
     match text.char_indices().find(|&(_, c)| control(c)) {

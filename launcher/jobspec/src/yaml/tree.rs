@@ -1,6 +1,6 @@
-//! [`YamlNode`]: a tree of YAML values. Each value has the span of text that it was read from.
+//! [`YamlNode`]: a YAML value with its children, and with the span of text that it was read from.
 
-/// The largest number of characters of a value that a message quotes.
+/// The largest number of characters of a value that an error message quotes.
 const MAX_EXCERPT_CHARS: usize = 60;
 
 /// A part of a text: the bytes `start..end` of the text with the index `source` in the
@@ -12,7 +12,7 @@ pub(crate) struct SourceSpan {
     pub(crate) end: u32,
 }
 
-/// A value in the tree of a YAML text, with the span of text that the value was read from.
+/// A value in a parsed YAML text, with its position in the text.
 #[derive(Clone, Debug)]
 pub(crate) struct YamlNode {
     pub(crate) span: SourceSpan,
@@ -22,7 +22,7 @@ pub(crate) struct YamlNode {
     pub(crate) raw: String,
 }
 
-/// The value of a node, with its type.
+/// The value of a YAML node: a scalar, a list or a mapping.
 #[derive(Clone, Debug)]
 pub(crate) enum YamlValue {
     Null,
@@ -34,7 +34,7 @@ pub(crate) enum YamlValue {
     Map(Vec<YamlEntry>),
 }
 
-/// One key of a mapping and its value.
+/// One key of a YAML mapping, with its position and its value.
 #[derive(Clone, Debug)]
 pub(crate) struct YamlEntry {
     pub(crate) key: String,
@@ -76,8 +76,8 @@ impl YamlNode {
         }
     }
 
-    /// Returns the number of nodes of the tree below this node, the bytes of its scalars and keys,
-    /// and its depth in levels. The node itself counts.
+    /// Returns the size of the tree that begins at this node: the number of nodes, the bytes of all
+    /// scalars and keys, and the depth in levels. The node itself counts.
     pub(super) fn measure(&self) -> (usize, usize, usize) {
         let (mut nodes, mut bytes, mut depth) = (0, 0, 0);
         let mut todo = vec![(self, 1)];
@@ -98,8 +98,8 @@ impl YamlNode {
     }
 }
 
-/// Returns the first [`MAX_EXCERPT_CHARS`] characters of a text, with control characters escaped. A
-/// longer text ends with `…`.
+/// Returns the first [`MAX_EXCERPT_CHARS`] characters of a text for an error message, with control
+/// characters escaped. A longer text ends with `…`.
 pub(crate) fn make_excerpt(text: &str) -> String {
     let mut out: String = text
         .chars()

@@ -1,12 +1,12 @@
-//! [`ValueError`]: a mistake in a value or in YAML text, which is found before it is known to which
-//! key the value belongs.
+//! [`ValueError`]: a mistake in a value or in YAML text, without the key that the value belongs to,
+//! which the caller adds.
 use super::{
     source_map::SourceMap,
     tree::{SourceSpan, YamlNode, YamlValue},
 };
 use diagnostic::{Code, Diagnostic, codes};
 
-/// A mistake in a value, with the span of the text that contains the mistake.
+/// A mistake in a value of a job, with the span of the text that contains the mistake.
 #[derive(Clone, Debug)]
 pub(crate) struct ValueError {
     pub(crate) code: Code,
@@ -19,7 +19,8 @@ pub(crate) struct ValueError {
     others: Vec<ValueError>,
 }
 
-/// The kinds of mistakes in a value. Each text is a predicate, which follows the name of the key.
+/// The kinds of mistakes in a value of a job. Each text is a predicate, which follows the name of
+/// the key.
 #[derive(Clone, Debug)]
 enum ValueMistake {
     /// Any wrong value: "must be {expected}, found {found}".
@@ -31,14 +32,15 @@ enum ValueMistake {
 }
 
 impl ValueError {
-    /// Creates an error whose text is `message`, such as "names GPU 0 twice".
+    /// Creates an error about the value at `span`, whose text is `message`, such as "names GPU 0
+    /// twice".
     pub(crate) fn new(code: Code, span: SourceSpan, message: impl Into<String>) -> Self {
         Self::with_mistake(code, span, ValueMistake::Other(message.into()))
     }
 
-    /// Creates the error that the value `node` is not what `expected` describes. The text is "must
-    /// be `expected`, found …". If the value is `null`, the error has the code `job-value-missing`
-    /// and other advice.
+    /// Creates the error that the YAML value `node` is not what `expected` describes. The text is
+    /// "must be `expected`, found …". If the value is `null`, the error has the code
+    /// `job-value-missing` and other advice.
     pub(crate) fn unexpected(code: Code, expected: impl Into<String>, node: &YamlNode) -> Self {
         let expected = expected.into();
         match node.value {
@@ -55,6 +57,7 @@ impl ValueError {
         }
     }
 
+    /// Creates an error about the value at `span` from the kind of mistake.
     fn with_mistake(code: Code, span: SourceSpan, what: ValueMistake) -> Self {
         ValueError { code, span, part: String::new(), what: Box::new(what), help: None, others: Vec::new() }
     }
@@ -69,14 +72,15 @@ impl ValueError {
         })
     }
 
-    /// States which part of the value is wrong, so that the text becomes "`part` must be …".
+    /// Names the wrong part of the value, such as `item 2`, so that the error text becomes "`part`
+    /// must be …".
     pub(crate) fn in_part(mut self, part: &str) -> Self {
         self.part = if self.part.is_empty() { part.to_owned() } else { format!("{part} {}", self.part) };
         self.others = self.others.into_iter().map(|error| error.in_part(part)).collect();
         self
     }
 
-    /// Adds keywords to the accepted values, so that the text becomes "must be `keyword` or …".
+    /// Adds keywords to the accepted values that the error text names: "must be `keyword` or …".
     /// Does nothing if the error is about a part of the value.
     pub(crate) fn with_keywords(mut self, keywords: &[&str]) -> Self {
         if let (true, ValueMistake::Unexpected { expected, .. } | ValueMistake::Missing { expected }) =
@@ -99,13 +103,13 @@ impl ValueError {
         self
     }
 
-    /// Sets the advice for the user, and replaces earlier advice.
+    /// Sets the advice that the error gives the user, and replaces earlier advice.
     pub(crate) fn with_help(mut self, help: impl Into<String>) -> Self {
         self.help = Some(help.into());
         self
     }
 
-    /// Returns the text of the error without the name of the key, which the caller puts in front.
+    /// Formats the error text without the name of the key, which the caller puts in front.
     fn format_message(&self) -> String {
         let text = match &*self.what {
             ValueMistake::Unexpected { expected, found } => format!("must be {expected}, found {found}"),
@@ -144,7 +148,7 @@ impl ValueError {
             .collect()
     }
 
-    /// Converts an error that concerns a whole YAML text, and not a key, to a diagnostic without a
+    /// Converts an error about a whole YAML text, and not about one key, to a diagnostic without a
     /// subject.
     pub(crate) fn into_diagnostic(self, sources: &SourceMap) -> Diagnostic {
         let code = self.code;
