@@ -43,7 +43,8 @@ use std::{
 /// The version of the control messages, which changes with every change of a message. All processes
 /// run the same executable, so a different version means that two builds are mixed.
 pub const PROTOCOL_VERSION: u32 = 13;
-/// The largest body of a frame, in bytes. Neither side sends or accepts a longer one.
+/// The largest body of a frame (one message on the connection of a controller and an agent), in
+/// bytes. Neither side sends or accepts a longer one.
 pub const MAX_FRAME_BYTES: u32 = 16 << 20;
 
 /// A message from the controller to an agent.
@@ -167,8 +168,9 @@ pub struct RendezvousRequest {
 }
 
 impl RendezvousRequest {
-    /// Returns the port of JAX's coordinator for the rendezvous port `port`: the next port, or the
-    /// previous one if there is none. Rank 0 binds it if the program uses JAX.
+    /// Returns the port of JAX's coordinator (process 0, at which the other processes register) for
+    /// the rendezvous port `port`: the next port, or the previous one if there is none. Rank 0
+    /// binds it if the program uses JAX.
     pub fn coordinator_port(port: u16) -> u16 {
         port.checked_add(1).unwrap_or(port - 1)
     }
@@ -381,8 +383,8 @@ pub enum FromAgent {
 }
 
 impl FromAgent {
-    /// Returns whether the message may be lost, because the next message of the same kind replaces
-    /// it.
+    /// Returns whether the message may be lost, because the agent soon sends a newer one of the
+    /// same kind, such as a heartbeat.
     pub fn is_transient(&self) -> bool {
         matches!(
             self,
@@ -394,7 +396,7 @@ impl FromAgent {
     }
 }
 
-/// A message from an agent to a built-in worker.
+/// A message from an agent to a worker of the built-in training.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ToWorker {
     /// The identity and the job of the worker. The first message of the agent, and the first
@@ -422,7 +424,8 @@ pub enum ToWorker {
     Peers(WorkerPeers),
 }
 
-/// The identity and the job of a built-in worker.
+/// The first message to a worker of the built-in training: its rank, the size of the job, and the
+/// job itself.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WorkerInit {
     /// The [`PROTOCOL_VERSION`] of the agent.
@@ -449,7 +452,7 @@ pub struct WorkerInit {
     pub job: JobSpec,
 }
 
-/// A message from a built-in worker to its agent.
+/// A message from a worker of the built-in training to its agent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum FromWorker {
     /// The first message of the worker.

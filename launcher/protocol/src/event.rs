@@ -1,4 +1,5 @@
-//! Events of a run, as data for the terminal, `--json` and the journal.
+//! Events of a run, such as a step or a failure, as data for the terminal, `--json` and the journal
+//! (the run's file of events).
 //!
 //! Events travel from a worker through its agent to the controller, which prints and stores them.
 //! docs/events.md documents every event and field. A test compares docs/events.md with this module.

@@ -1,23 +1,24 @@
-//! Exit codes of `launch` (docs/cli.md lists them), and [`WorkerExit`].
+//! The exit codes of `launch` (docs/cli.md lists them), and the reasons for which workers of the
+//! built-in training exit.
 use serde::{Deserialize, Serialize};
 
 /// The exit code of `launch` for a run that succeeded.
 pub const DONE: u8 = 0;
 /// The exit code of `launch` for a run that failed. The root cause was reported.
 pub const FAILED: u8 = 1;
-/// The exit code for a command line or a job file that is not valid.
+/// The exit code of `launch` for a command line or a job file that is not valid.
 pub const USAGE: u8 = 2;
-/// The exit code of a run that cannot start or continue, because a host, device, storage or port is
-/// not available.
+/// The exit code of `launch` for a run that cannot start or continue, because a host, device,
+/// storage or port is not available.
 pub const CLUSTER: u8 = 3;
-/// The exit code of a run or command whose checkpoint is not usable.
+/// The exit code of `launch` for a run or command whose checkpoint is not usable.
 pub const CHECKPOINT: u8 = 4;
-/// The exit code of a run that SIGINT stopped after saving a checkpoint.
+/// The exit code of `launch` for a run that SIGINT stopped after saving a checkpoint.
 pub const INTERRUPTED: u8 = 130;
-/// The exit code of a run that SIGTERM stopped after saving a checkpoint.
+/// The exit code of `launch` for a run that SIGTERM stopped after saving a checkpoint.
 pub const TERMINATED: u8 = 143;
 
-/// The reason why a built-in worker exits. The exit code of its process is
+/// The reason why a worker of the built-in training exits. The exit code of its process is
 /// [`WorkerExit::exit_code`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum WorkerExit {
@@ -38,7 +39,7 @@ pub enum WorkerExit {
 }
 
 impl WorkerExit {
-    /// Returns the exit code of the worker's process.
+    /// Returns the exit code with which a worker's process ends for this reason.
     pub fn exit_code(self) -> u8 {
         match self {
             WorkerExit::Done => DONE,
@@ -51,8 +52,8 @@ impl WorkerExit {
         }
     }
 
-    /// Returns the reason for which a worker exits with the exit code `code`. Returns `None` for a
-    /// code that no reason has, such as the code of a panic.
+    /// Returns the reason for which a worker of the built-in training exits with the exit code
+    /// `code`. Returns `None` for a code that no reason has, such as the code of a panic.
     pub fn from_exit_code(code: u8) -> Option<Self> {
         use WorkerExit::*;
         [Done, Stopped, Failed, BadJob, Cluster, Checkpoint, Aborted]

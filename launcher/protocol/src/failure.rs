@@ -6,7 +6,7 @@ use diagnostic::{Code, codes::run};
 use jobspec::ids::Rank;
 use serde::{Deserialize, Serialize};
 
-/// The reason why an attempt or the whole run failed.
+/// The reason why a run, or an attempt (one start of all workers), failed.
 ///
 /// The JSON form is an object tagged by `kind`, such as `{"kind": "exit", "code": 3}`.
 /// docs/events.md lists every kind with its fields.
@@ -130,7 +130,7 @@ pub enum FailureReason {
 }
 
 impl FailureReason {
-    /// Returns the diagnostic code of the reason, which `launch explain` explains.
+    /// Returns the diagnostic code of this reason, which `launch explain` explains.
     pub fn code(&self) -> Code {
         match self {
             FailureReason::Exit { .. } => run::WORKER_EXITED,

@@ -1,4 +1,5 @@
-//! Frames of control connections: a little-endian u32 length, then a MessagePack body.
+//! Encodes and decodes frames, the messages between a controller and an agent: a little-endian u32
+//! length, then a MessagePack body.
 //!
 //! Both sides write frames with [`encode_frame`]. A reader first takes [`HEADER_BYTES`] bytes, and
 //! passes them to [`decode_body_length`]. It then reads a body of that length, and passes the body
@@ -8,10 +9,12 @@ use diagnostic::{Code, Diagnostic, codes};
 use serde::{Serialize, de::DeserializeOwned};
 use std::io;
 
-/// The size of the header of a frame, in bytes. The header is the length of the body.
+/// The size in bytes of the header of a frame (a message between a controller and an agent). The
+/// header is the length of the body.
 pub const HEADER_BYTES: usize = 4;
 
-/// An error in the frames of a control connection, after which the connection cannot be used.
+/// An error in the messages (frames) between a controller and an agent, after which their
+/// connection cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum FrameError {
     /// Reading from or writing to the stream failed.
@@ -70,8 +73,8 @@ impl From<FrameError> for Diagnostic {
     }
 }
 
-/// Encodes `message` as a frame, with header and body. Fails if the body is longer than
-/// [`MAX_FRAME_BYTES`].
+/// Encodes `message` as a frame: a header with the length, and a MessagePack body. Fails if the
+/// body is longer than [`MAX_FRAME_BYTES`].
 pub fn encode_frame<T: Serialize>(message: &T) -> Result<Vec<u8>, FrameError> {
     let body = rmp_serde::to_vec_named(message).map_err(FrameError::Encode)?;
     let length = u32::try_from(body.len()).ok().filter(|n| *n <= MAX_FRAME_BYTES);
@@ -82,8 +85,8 @@ pub fn encode_frame<T: Serialize>(message: &T) -> Result<Vec<u8>, FrameError> {
     Ok(frame)
 }
 
-/// Decodes a header into the length of the body, in bytes. Fails if the length is above
-/// [`MAX_FRAME_BYTES`].
+/// Decodes the header of a frame, which contains the length of the body in bytes. Fails if the
+/// length is above [`MAX_FRAME_BYTES`].
 pub fn decode_body_length(header: [u8; HEADER_BYTES]) -> Result<u32, FrameError> {
     match u32::from_le_bytes(header) {
         n if n > MAX_FRAME_BYTES => Err(FrameError::TooLong { bytes: u64::from(n) }),
@@ -91,8 +94,8 @@ pub fn decode_body_length(header: [u8; HEADER_BYTES]) -> Result<u32, FrameError>
     }
 }
 
-/// Decodes the body of a frame as a message of type `T`. Fails if the body is not exactly one such
-/// message.
+/// Decodes the MessagePack body of a frame as a message of type `T`. Fails if the body is not
+/// exactly one such message.
 pub fn decode_body<T: DeserializeOwned>(body: &[u8]) -> Result<T, FrameError> {
     let mut rest = body;
     let message = rmp_serde::from_read::<_, T>(&mut rest).map_err(FrameError::Decode)?;

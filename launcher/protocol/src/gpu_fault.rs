@@ -1,4 +1,4 @@
-//! [`GpuFault`]: an error of a GPU that its driver has reported.
+//! [`GpuFault`]: an error of a GPU (Xid) that NVIDIA's driver has reported in the kernel log.
 use serde::{Deserialize, Serialize};
 
 /// An error of a GPU that NVIDIA's driver reported in the kernel log. NVIDIA calls such errors Xid.

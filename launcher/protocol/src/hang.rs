@@ -1,11 +1,12 @@
-//! Hangs: what agents collect about the ranks of a job that hangs, and the verdict of the
-//! controller.
+//! The data about a hang: what agents collect about the ranks of a job that makes no progress, and
+//! the controller's verdict on the cause.
 use crate::gpu_fault::GpuFault;
 use jobspec::ids::Rank;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The evidence that an agent has collected about one rank of a job that hangs.
+/// What an agent has collected about one rank of a job that hangs: its collectives, its Python
+/// stack, and the state of its main thread.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankEvidence {
     /// The rank.
@@ -54,7 +55,8 @@ pub struct GroupCounters {
     pub completed: i64,
 }
 
-/// A collective that a rank has entered, as torch's flight recorder has recorded it.
+/// A collective that a rank has entered, as torch's flight recorder (its record of collectives)
+/// contains it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CollectiveEntry {
     /// The name of the process group.
@@ -73,7 +75,7 @@ pub struct CollectiveEntry {
     pub dtypes: String,
 }
 
-/// A frame of a Python stack.
+/// A frame of a Python stack: function, file and line.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StackFrame {
     /// The path of the source file.
@@ -84,7 +86,7 @@ pub struct StackFrame {
     pub function: String,
 }
 
-/// The state of a thread in `/proc`.
+/// The state of a thread according to `/proc`, such as the system call in which the thread waits.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ThreadState {
     /// The letter of the state, such as `S`.
@@ -117,7 +119,8 @@ pub enum WaitKind {
     Other,
 }
 
-/// The result of a diagnosis: why the ranks of a job wait.
+/// Why the ranks of a job hang: the collective in which they wait, and which ranks have not entered
+/// it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HangVerdict {
     /// The kind of hang.
@@ -161,7 +164,8 @@ pub struct RankGpuFault {
     pub fault: GpuFault,
 }
 
-/// The content of the file `hang-ATTEMPT.json` in the run directory.
+/// The content of the file `hang-ATTEMPT.json` in the run directory: the verdict on a hang, and
+/// what agents have collected about the ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HangFile {
     /// The result of the diagnosis.
@@ -171,7 +175,8 @@ pub struct HangFile {
 }
 
 impl HangFile {
-    /// Returns the name of the file of an attempt in the run directory.
+    /// Returns the name of the file, in the run directory, about a hang in the attempt (start of
+    /// all workers) with the number `attempt`.
     pub fn name(attempt: u32) -> String {
         format!("hang-{attempt}.json")
     }
@@ -194,7 +199,7 @@ pub enum HangKind {
     Unknown,
 }
 
-/// A collective in which ranks are waiting.
+/// A collective in which ranks of a job that hangs are waiting.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WaitingCollective {
     /// The name of the process group.
@@ -205,7 +210,7 @@ pub struct WaitingCollective {
     pub operation: Option<String>,
 }
 
-/// Where in its program a rank is, and what it does there.
+/// Where in its program a rank of a job that hangs is, and what it does there.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankPosition {
     /// The rank.
@@ -222,7 +227,7 @@ pub struct RankPosition {
     pub task: Option<String>,
 }
 
-/// What the main thread of a rank does.
+/// What the main thread of a rank of a job that hangs does.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "kind")]
 pub enum RankActivity {

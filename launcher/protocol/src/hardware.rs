@@ -3,7 +3,7 @@
 use jobspec::AcceleratorKind;
 use serde::{Deserialize, Serialize};
 
-/// The CPU cores of a host that a job may use, with their NUMA nodes.
+/// The CPU cores of a host that a job may use, each with its hardware threads and its NUMA node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuTopology {
     /// The cores, sorted by NUMA node and then by their first CPU.
@@ -21,14 +21,14 @@ pub struct CpuCore {
 }
 
 impl CpuTopology {
-    /// Creates a topology in which each CPU is a separate core of NUMA node 0. Callers use such a
-    /// topology if that of a host is unknown or not valid.
+    /// Creates a topology in which each CPU is a separate core of NUMA node 0, for a host whose
+    /// topology is unknown or not valid.
     pub fn with_one_core_per_cpu(cpus: &[u32]) -> CpuTopology {
         CpuTopology { cores: cpus.iter().map(|cpu| CpuCore { cpus: vec![*cpu], numa_node: 0 }).collect() }
     }
 
-    /// Returns whether the cores of this topology consist of exactly the CPUs in `cpus`, each of
-    /// them once. The caller must pass `cpus` in ascending order without duplicates. The controller
+    /// Returns whether the cores of this topology contain exactly the CPUs in `cpus`, each of them
+    /// once. The caller must pass `cpus` in ascending order without duplicates. The controller
     /// calls this function because the inventory that an agent reports is untrusted input.
     pub fn covers_exactly(&self, cpus: &[u32]) -> bool {
         let mut core_cpus: Vec<u32> = self.cores.iter().flat_map(|core| core.cpus.iter().copied()).collect();
@@ -56,7 +56,7 @@ pub struct Accelerator {
     pub number: Option<u32>,
 }
 
-/// Returns the kinds of accelerators, each once and in ascending order.
+/// Returns the kinds (such as `cuda`) of the accelerators, each once and in ascending order.
 pub fn list_accelerator_kinds(accelerators: &[Accelerator]) -> Vec<AcceleratorKind> {
     let mut kinds: Vec<AcceleratorKind> = accelerators.iter().map(|a| a.kind).collect();
     kinds.sort_unstable();
@@ -65,7 +65,7 @@ pub fn list_accelerator_kinds(accelerators: &[Accelerator]) -> Vec<AcceleratorKi
 }
 
 impl Accelerator {
-    /// Creates an accelerator of which only the kind is known.
+    /// Creates an accelerator of which nothing but the kind is known.
     pub fn new(kind: AcceleratorKind) -> Accelerator {
         Accelerator { kind, ..Accelerator::default() }
     }

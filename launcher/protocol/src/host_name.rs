@@ -1,13 +1,14 @@
 //! Reads the hostname by which a machine identifies itself in messages.
 use std::{fs, io, path::Path};
 
-/// Reads the host name of this machine. Returns an empty text if `/proc` is not readable.
+/// Reads the hostname of this machine from `/proc`. Returns an empty text if `/proc` is not
+/// readable.
 pub fn read_host_name() -> String {
     read_host_name_below(Path::new("/")).unwrap_or_default()
 }
 
-/// Reads the hostname from `/proc` below the directory `root`. The error contains the path of the
-/// file.
+/// Reads the hostname of a machine from its `/proc` below the directory `root`, which tests
+/// replace. The error contains the path of the file.
 pub fn read_host_name_below(root: &Path) -> io::Result<String> {
     let path = "proc/sys/kernel/hostname";
     let name = fs::read_to_string(root.join(path));

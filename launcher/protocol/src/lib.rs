@@ -1,4 +1,4 @@
-//! Crate `protocol`: the data that controller, agents and workers exchange.
+//! Crate `protocol`: the messages and events that controller, agents and workers exchange.
 //!
 //! The crate contains the control messages and the events. All types are plain data that can be
 //! printed, compared and serialized. The job itself is in crate `jobspec`.

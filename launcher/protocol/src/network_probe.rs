@@ -9,17 +9,17 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-/// The largest number of ports of one host to which connections are measured. Of a larger range,
-/// evenly spaced ports are used.
+/// The largest number of ports of one host that `launch check --network` measures connections to.
+/// Of a larger range, evenly spaced ports are used.
 pub const MAX_MEASURED_PORTS: usize = 4;
-/// The longest duration of a measured transfer in one direction, in milliseconds. A longer time in
-/// a request is reduced to this value.
+/// The longest duration of a transfer that `launch check --network` measures, in one direction, in
+/// milliseconds. A longer time in a request is reduced to this value.
 pub const MAX_TRANSFER_MS: u64 = 10_000;
 /// The largest number of connections that transfer data at the same time in one measurement.
 pub const MAX_STREAMS: u32 = 4;
 
-/// A request that an agent inspect its network, and let other agents measure connections to it
-/// until the agent ends.
+/// A request of `launch check --network` that an agent inspect the network of its host, and accept
+/// connections of other agents that measure the network.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct NetworkRequest {
     /// The secret with which the agents prove to each other that they belong to the job.
@@ -32,7 +32,8 @@ pub struct NetworkRequest {
     pub ports: PortSelection,
 }
 
-/// The network of one host, and the addresses to which other agents connect for measurements.
+/// What `launch check --network` found about the network of one host, and the addresses to which
+/// other agents connect for measurements.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct NetworkInspection {
     /// The interface that workers use for other hosts; `None` if no interface is suitable.
@@ -64,7 +65,7 @@ pub struct NetworkInterface {
     pub error_counters: BTreeMap<String, u64>,
 }
 
-/// The InfiniBand, RoCE and EFA devices of a host.
+/// The InfiniBand, RoCE and EFA devices of a host, as `launch check --network` found them.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct RdmaReport {
     /// The devices, ordered by name.
@@ -88,7 +89,7 @@ pub struct RdmaDevice {
     pub ports: Vec<RdmaPort>,
 }
 
-/// A port of an RDMA device.
+/// A port of an RDMA device (InfiniBand, RoCE or EFA) with its state.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct RdmaPort {
     /// The number of the port, from 1.
@@ -107,7 +108,8 @@ pub struct RdmaPort {
     pub error_counters: BTreeMap<String, u64>,
 }
 
-/// A request that an agent measure the connection to the agent of another host.
+/// A request of `launch check --network` that an agent measure the connection to the agent of
+/// another host.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MeasureRequest {
     /// The addresses at which the other agent listens. At most [`MAX_MEASURED_PORTS`] are used.
@@ -121,7 +123,8 @@ pub struct MeasureRequest {
     pub streams: u32,
 }
 
-/// What an agent measured about the connection to the agent of another host.
+/// What an agent measured about the connection to the agent of another host: reachability,
+/// round-trip time, and transfers in both directions.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Measurement {
     /// For each requested address, the error of connecting to it, or the time in milliseconds.
@@ -134,7 +137,7 @@ pub struct Measurement {
     pub received: Option<Transfer>,
 }
 
-/// The amount, duration and losses of a transfer in one direction.
+/// The amount, duration and losses of a measured transfer in one direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Transfer {
     /// The number of bytes that the receiver got.
@@ -150,7 +153,7 @@ pub struct Transfer {
 }
 
 impl Transfer {
-    /// Returns the transfer rate in bytes per second; 0 if no data arrived.
+    /// Returns the rate of the transfer in bytes per second; 0 if no data arrived.
     pub fn rate(&self) -> f64 {
         if self.bytes > 0 && self.seconds > 0.0 { self.bytes as f64 / self.seconds } else { 0.0 }
     }

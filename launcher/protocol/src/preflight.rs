@@ -1,4 +1,5 @@
-//! [`Preflight`]: checks of a job that crate `worker` performs before any process is started.
+//! [`Preflight`]: checks that crate `worker` performs on a job with built-in training before any
+//! process is started.
 //!
 //! Crate `launcher` does not depend on crate `worker`. The `main` function of the executable passes
 //! an implementation of this trait to the launcher.
@@ -7,7 +8,8 @@ use diagnostic::Diagnostic;
 use jobspec::{JobSpec, ids::Rank};
 use std::path::PathBuf;
 
-/// The estimated peak memory of one rank: GPU memory in training on GPUs, otherwise host memory.
+/// The estimated peak memory of one rank: GPU memory in training on GPUs, host memory in training
+/// on CPUs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemoryEstimate {
     /// The rank whose memory is estimated.
@@ -19,8 +21,9 @@ pub struct MemoryEstimate {
     pub total: u64,
 }
 
-/// The results of the preflight checks of a job. The subject of each diagnostic is the path of a
-/// key, e.g. `train.batch.global`.
+/// The results of the checks of a job before any process is started: errors, warnings, and
+/// estimates of memory. The subject of each diagnostic is the path of a key, e.g.
+/// `train.batch.global`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PreflightReport {
     /// Errors, because of which the job must not start.
@@ -36,7 +39,7 @@ pub struct PreflightReport {
     pub state_bytes: Vec<u64>,
 }
 
-/// Checks of a job with a `train` section that need no running workers.
+/// Checks of a job with built-in training (section `train`) that need no running workers.
 pub trait Preflight: Sync {
     /// Checks that built-in training on GPUs can use the GPUs of this machine. The error lists the
     /// libraries and directories that were searched.
@@ -44,7 +47,7 @@ pub trait Preflight: Sync {
     /// Opens the libraries that training on GPUs uses on this machine, and returns the result for
     /// each library. The libraries are searched in `directories` first.
     fn inspect_gpu_libraries(&self, directories: &[PathBuf]) -> Vec<LibraryReport>;
-    /// Checks the job against the data, tokenizer and model that it names, for `world` workers of
+    /// Checks that the job fits the data, tokenizer and model that it names, for `world` workers of
     /// `threads` threads each. Writes no files.
     fn check_job(&self, job: &JobSpec, world: u32, threads: u32) -> PreflightReport;
 }

@@ -1,4 +1,4 @@
-//! The requests of `launch check` to an agent, and the agent's answers.
+//! The requests of `launch check` to the agent of a host, and the agent's answers.
 use crate::{
     hardware::Accelerator,
     network_probe::{MeasureRequest, Measurement, NetworkInspection, NetworkRequest},
@@ -8,7 +8,8 @@ use jobspec::PortSelection;
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf};
 
-/// The largest number of peers in one [`ProbeRequest::Connect`].
+/// The largest number of other hosts to which one [`ProbeRequest::Connect`] tells an agent to
+/// connect.
 pub const MAX_PEERS: usize = 64;
 
 /// A request of `launch check` to an agent.
@@ -135,7 +136,7 @@ pub struct DirectoryInspection {
     pub writable: diagnostic::Result<()>,
 }
 
-/// The result of opening one library that training on GPUs uses.
+/// The result of opening one library, such as cuBLAS, that the built-in training on GPUs uses.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LibraryReport {
     /// The name of the library as its vendor writes it, e.g. `cuBLASLt`; `driver` for the library
@@ -147,7 +148,7 @@ pub struct LibraryReport {
     pub result: diagnostic::Result<(String, PathBuf)>,
 }
 
-/// The GPUs of a host with their driver and libraries, as its agent reports them.
+/// The NVIDIA GPUs of a host with their driver and libraries, as `launch check` found them.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct GpuReport {
     /// The number of device nodes `/dev/nvidiaN` on the host.

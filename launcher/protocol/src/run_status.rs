@@ -1,14 +1,16 @@
-//! [`RunStatus`]: the newest measurements of a run, which its controller writes to a file.
+//! [`RunStatus`]: the newest measurements of a run, which its controller writes to the run's status
+//! file.
 use crate::{control::HostUsage, event::StragglerReport, step_times::StepTimes};
 use serde::{Deserialize, Serialize};
 
-/// The name of the status file in a run directory.
+/// The name of the file in a run directory that contains the run's newest measurements.
 pub const STATUS_FILE: &str = "status.json";
-/// The version of the format of the status file.
+/// The version of the format of the file with a run's newest measurements.
 pub const STATUS_VERSION: u32 = 1;
 
-/// The newest measurements of a run. The journal does not contain them, because their number would
-/// grow with the number of ranks and steps.
+/// The newest measurements of a run, as its status file contains them: step times of the ranks,
+/// usage of the hosts, and slow ranks. The journal does not contain them, because their number
+/// would grow with the number of ranks and steps.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct RunStatus {
@@ -26,7 +28,7 @@ pub struct RunStatus {
     pub stragglers: Vec<StragglerReport>,
 }
 
-/// The newest usage of a host.
+/// The newest measurement of how much of a host's CPUs, memory, disks, network and GPUs is in use.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct HostStatus {

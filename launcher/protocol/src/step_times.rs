@@ -1,4 +1,5 @@
-//! [`RankTimes`]: how long the steps of a rank took, and for how long the rank waited in them.
+//! [`RankTimes`]: how long the optimizer steps of a rank took, and for how long the rank waited in
+//! them.
 use jobspec::ids::Rank;
 use serde::{Deserialize, Serialize};
 
@@ -6,7 +7,8 @@ use serde::{Deserialize, Serialize};
 /// out.
 pub const MAX_TIMED_RANKS: usize = 16 << 10;
 
-/// The times of one rank in one step, or their sums over several steps. A time is in microseconds.
+/// How long one rank computed and waited in one optimizer step, or in several steps together. A
+/// time is in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankTimes {
     /// The duration of the step. All ranks wait for each other, so the durations are about equal.
@@ -21,8 +23,8 @@ pub struct RankTimes {
     pub links: Option<LinkTimes>,
 }
 
-/// The times between the sending of data by a rank and its receipt on other hosts. A time is in
-/// microseconds.
+/// How long data of a rank was on its way over the network to other hosts, on the slowest and on
+/// the fastest connection. A time is in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LinkTimes {
     /// The rank to which data was on its way for the longest time.
@@ -33,7 +35,7 @@ pub struct LinkTimes {
     pub fastest_us: u64,
 }
 
-/// The times of all ranks, summed over consecutive steps.
+/// The times of all ranks, summed over consecutive optimizer steps.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepTimes {
     /// The number of optimizer steps that were done after the last of the summed steps.
@@ -51,7 +53,7 @@ impl RankTimes {
         self.step_us.saturating_sub(self.waiting_us)
     }
 
-    /// Adds the times of a later step.
+    /// Adds the times of the same rank in a later step to these times.
     pub fn add(&mut self, later: &RankTimes) {
         self.step_us = self.step_us.saturating_add(later.step_us);
         self.waiting_us = self.waiting_us.saturating_add(later.waiting_us);
@@ -65,8 +67,8 @@ impl RankTimes {
 }
 
 impl LinkTimes {
-    /// Returns the sum of these network times and those of a later step. The peer is that of the
-    /// longer time.
+    /// Returns the sum of these network times and those of the same rank in a later step. The peer
+    /// is that of the longer time.
     fn plus(&self, later: &LinkTimes) -> LinkTimes {
         let slowest = if later.slowest_us > self.slowest_us { later } else { self };
         LinkTimes {
@@ -78,8 +80,8 @@ impl LinkTimes {
 }
 
 impl StepTimes {
-    /// Adds the times of the next step, after which `step` steps are done. Begins again if the
-    /// number of ranks has changed.
+    /// Adds the times of all ranks in the next optimizer step, after which `step` steps are done.
+    /// Begins again if the number of ranks has changed.
     pub fn add_step(&mut self, step: u64, ranks: &[RankTimes]) {
         let ranks = &ranks[..ranks.len().min(MAX_TIMED_RANKS)];
         if self.ranks.len() != ranks.len() {
@@ -90,7 +92,7 @@ impl StepTimes {
         self.steps += 1;
     }
 
-    /// Returns the mean duration of a step in microseconds; 0 without steps.
+    /// Returns the mean duration of an optimizer step in microseconds; 0 if no step was added.
     pub fn mean_step_us(&self) -> u64 {
         let longest = self.ranks.iter().map(|times| times.step_us).max().unwrap_or(0);
         longest / self.steps.max(1)

@@ -1,4 +1,5 @@
-//! [`StragglerDetector`]: finds the rank that makes all others wait, from the times of the steps.
+//! [`StragglerDetector`]: finds a rank that makes all others wait, from the step times of all
+//! ranks.
 //!
 //! All ranks of a synchronous training wait for each other, so every rank has the same step time.
 //! The rank that slows the others down is the one that waits least: its own work takes longest.
@@ -9,24 +10,26 @@ use crate::step_times::{LinkTimes, RankTimes};
 use jobspec::ids::Rank;
 use serde::{Deserialize, Serialize};
 
-/// The shortest time over which ranks are compared, in microseconds. Shorter steps are summed. The
-/// kernel enforces CPU quotas in periods of 100 ms, so a rank with a quota is slow only in some of
-/// its short steps.
+/// The shortest time over which the ranks are compared to find a slow one, in microseconds. Shorter
+/// steps are summed. The kernel enforces CPU quotas in periods of 100 ms, so a rank with a quota is
+/// slow only in some of its short steps.
 pub const MIN_WINDOW_US: u64 = 250_000;
-/// The number by which the count of slow windows of a rank decreases after a window in which the
-/// rank was not slow. A rank that is slow in most windows is found even if there is noise.
+/// The number by which a rank's count of slow windows (comparisons in which it was slow) decreases
+/// after a window in which it was not slow. A rank that is slow in most windows is found even if
+/// there is noise.
 const FAST_WINDOW_PENALTY: u32 = 2;
-/// The fraction of the reporting threshold below which a straggler counts as recovered.
+/// A slow rank counts as recovered if it costs less than this fraction of the step time that makes
+/// a rank count as slow.
 const RECOVERY_FACTOR: f64 = 0.5;
 /// The factor by which the network times of a rank must exceed those of the others for the rank's
 /// network to count as slow.
 const MIN_NETWORK_FACTOR: u64 = 2;
-/// The smallest network delay per step, in microseconds, for which the network of a rank can count
-/// as slow. A thread that waits for a busy CPU receives data later by several time slices of the
-/// scheduler.
+/// The smallest delay per step by which the network of a rank must slow down the others to count as
+/// slow, in microseconds. A thread that waits for a busy CPU receives data later by several time
+/// slices of the scheduler.
 const MIN_NETWORK_DELAY_US: u64 = 20_000;
 
-/// The thresholds above which a slow rank is reported.
+/// The thresholds above which a slow rank is reported (`run.straggler`).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StragglerRules {
     /// The share of the step time that a rank must cost, from 0 to 1.
@@ -35,7 +38,7 @@ pub struct StragglerRules {
     pub steps: u32,
 }
 
-/// What is slow about a rank.
+/// What makes a rank slow: its work, or its network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StragglerKind {
@@ -45,7 +48,7 @@ pub enum StragglerKind {
     Network,
 }
 
-/// A rank that began or ceased to slow down the others.
+/// The finding that a rank began or ceased to slow down the others.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StragglerChange {
     /// Whether the rank is slow from now on. Otherwise it is no longer slow.
@@ -62,7 +65,7 @@ pub struct StragglerChange {
     pub step_s: f64,
 }
 
-/// Detects, from the times of the steps, a rank whose work or network slows down the others.
+/// Detects, from the step times of all ranks, a rank whose work or network slows down the others.
 #[derive(Clone, Debug)]
 pub struct StragglerDetector {
     rules: StragglerRules,
@@ -74,7 +77,8 @@ pub struct StragglerDetector {
     network: SlownessCounts,
 }
 
-/// How often each rank was slow, either by its work or by its network.
+/// How often each rank was slow in the recent windows (groups of steps that are compared), either
+/// by its work or by its network.
 #[derive(Clone, Debug, Default)]
 struct SlownessCounts {
     ranks: Vec<SlowWindows>,
@@ -82,7 +86,8 @@ struct SlownessCounts {
     reported: Option<(Rank, u32)>,
 }
 
-/// How often, and by how much, one rank was slow in the recent windows of steps.
+/// How often, and by how much, one rank was slow in the recent windows (groups of steps that are
+/// compared).
 #[derive(Clone, Copy, Debug, Default)]
 struct SlowWindows {
     /// The number of windows in which the rank was slow, less those in which it was not.
@@ -94,14 +99,14 @@ struct SlowWindows {
 }
 
 impl StragglerDetector {
-    /// Creates a detector that has seen no step.
+    /// Creates a detector that reports ranks above the thresholds in `rules`.
     pub fn new(rules: StragglerRules) -> StragglerDetector {
         let (work, network) = (SlownessCounts::default(), SlownessCounts::default());
         StragglerDetector { rules, window: Vec::new(), window_steps: 0, work, network }
     }
 
-    /// Adds the times of all ranks in a step, after which `step` steps are done. Returns the ranks
-    /// that began or ceased to slow down the others.
+    /// Adds the times of all ranks in one optimizer step, after which `step` steps are done.
+    /// Returns the ranks that began or ceased to slow down the others.
     pub fn add_step(&mut self, step: u64, ranks: &[RankTimes]) -> Vec<StragglerChange> {
         if self.window.len() != ranks.len() {
             *self = StragglerDetector::new(self.rules);
@@ -140,9 +145,9 @@ impl StragglerDetector {
 }
 
 impl SlownessCounts {
-    /// Adds a window of steps, in which each rank has cost the others a share of the time. Returns
-    /// whether a rank became slow, the rank, and the mean share that it costs; `None` if nothing
-    /// has changed.
+    /// Adds the result of one window (group of steps): `shares` contains, for each rank, the share
+    /// of the time for which the others waited for it. Returns whether a rank became slow, the
+    /// rank, and the mean share that it costs; `None` if nothing has changed.
     fn add_window(&mut self, rules: &StragglerRules, shares: &[f64]) -> Option<(bool, Rank, f64)> {
         self.ranks.resize(shares.len(), SlowWindows::default());
         self.ranks.iter_mut().zip(shares).for_each(|(rank, share)| rank.add_window(rules, *share));
@@ -161,6 +166,8 @@ impl SlownessCounts {
 }
 
 impl SlowWindows {
+    /// Adds the result of one window (group of steps), in which the others waited for the rank for
+    /// the share `share` of the time.
     fn add_window(&mut self, rules: &StragglerRules, share: f64) {
         self.count = match share >= rules.share {
             true => (self.count + 1).min(rules.steps),
@@ -172,14 +179,16 @@ impl SlowWindows {
         };
     }
 
+    /// Returns the mean share of the time for which the others waited for the rank while it was
+    /// slow.
     fn mean_share(&self) -> f64 {
         self.share_sum / f64::from(self.windows.max(1))
     }
 }
 
-/// Computes for each rank the share of the window that its work costs: by how much the window would
-/// be shorter if the rank worked as fast as the median of the others. A rank with more
-/// micro-batches than others may take longer in proportion.
+/// Computes, for each rank, by which share a window (group of steps) would be shorter if the rank
+/// worked as fast as the median of the others. A rank with more micro-batches than others may take
+/// longer in proportion.
 fn compute_work_shares(ranks: &[RankTimes], window_us: u64) -> Vec<f64> {
     let work: Vec<u64> = ranks.iter().map(RankTimes::work_us).collect();
     let batches = |rank: usize| ranks[rank].micro_batches.max(1);
@@ -189,9 +198,9 @@ fn compute_work_shares(ranks: &[RankTimes], window_us: u64) -> Vec<f64> {
     excesses.map(|excess| excess as f64 / window_us as f64).collect()
 }
 
-/// Computes for each rank the share of the time of the window that its slow network costs. The
-/// network of a rank is slow if data is long on its way to all other hosts, or if data from most
-/// other ranks is long on its way to the rank, but not to others.
+/// Computes, for each rank, the share of the time of a window (group of steps) for which its slow
+/// network makes others wait. The network of a rank is slow if data is long on its way to all other
+/// hosts, or if data from most other ranks is long on its way to the rank, but not to others.
 ///
 /// With two hosts, it cannot be found out which of them is slow. The shares are then 0. Delays in
 /// the window below `min_delay_us` are ignored.
@@ -239,7 +248,7 @@ fn compute_excesses(values: &[u64]) -> Vec<u64> {
     values.iter().map(excess).collect()
 }
 
-/// Returns the lower median of the values; 0 if there are none.
+/// Returns the lower median of the values; 0 if there are no values.
 fn find_lower_median(mut values: Vec<u64>) -> u64 {
     if values.is_empty() {
         return 0;

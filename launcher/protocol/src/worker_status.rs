@@ -1,21 +1,23 @@
-//! [`WorkerStatus`]: what a built-in worker does, in a form that its agent reads from shared memory
-//! without the help of the worker, which may be stopped or stuck.
+//! [`WorkerStatus`]: what a worker of the built-in training does, in a form that its agent reads
+//! from shared memory even if the worker is stuck.
 use std::borrow::Cow;
 
-/// The size of an encoded status in bytes. The status of the worker with local rank r begins at
-/// byte r × `STATUS_BYTES` of the shared memory.
+/// The size in bytes of a worker's status in the shared memory. The status of the worker with local
+/// rank r begins at byte r × `STATUS_BYTES` of the shared memory.
 pub const STATUS_BYTES: usize = 128;
-/// The version of the encoding of a status.
+/// The version of the form in which a worker's status is stored in the shared memory.
 const ENCODING_VERSION: u32 = 1;
-/// The byte ranges of the name of the collective and of the task in an encoded status.
+/// The bytes of an encoded worker status that contain the name of the last collective.
 const COLLECTIVE_RANGE: std::ops::Range<usize> = 32..64;
+/// The bytes of an encoded worker status that contain the worker's task.
 const TASK_RANGE: std::ops::Range<usize> = 64..120;
-/// The offset of the checksum, which covers all earlier bytes.
+/// The byte offset, in an encoded worker status, of the checksum of all earlier bytes.
 const CHECKSUM_OFFSET: usize = 120;
 /// The value that encodes an unknown number of completed collectives.
 const UNKNOWN_COUNT: u64 = u64::MAX;
 
-/// What a built-in worker does: its task, and the numbers of its collectives.
+/// What a worker of the built-in training does: its step, its task, and how many collectives it has
+/// entered and completed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WorkerStatus {
     /// The number of the attempt.
@@ -34,7 +36,7 @@ pub struct WorkerStatus {
 }
 
 impl WorkerStatus {
-    /// Encodes the status. Truncates long texts.
+    /// Encodes the status as bytes for the shared memory. Truncates long texts.
     pub fn encode(&self) -> [u8; STATUS_BYTES] {
         let mut bytes = [0; STATUS_BYTES];
         bytes[0..4].copy_from_slice(&ENCODING_VERSION.to_le_bytes());
@@ -52,7 +54,8 @@ impl WorkerStatus {
         bytes
     }
 
-    /// Decodes a status. Returns `None` if the worker has written none, or is just writing it.
+    /// Decodes the status that a worker has written to the shared memory. Returns `None` if the
+    /// worker has written none, or is just writing it.
     pub fn decode(bytes: &[u8; STATUS_BYTES]) -> Option<WorkerStatus> {
         let number = |at: usize| {
             let mut number = [0; 8];

@@ -5,16 +5,18 @@ use diagnostic::Diagnostic;
 use jobspec::ids::Rank;
 use serde::{Deserialize, Serialize};
 
-/// The number of one command of `launch exec` in its controller, from 1.
+/// The number by which a controller identifies one command of `launch exec`, from 1.
 pub type ExecId = u64;
 
-/// The number of bytes of a command's output that may be on the way from the agent to the client.
-/// The agent reads more output only after the client has written earlier output.
+/// The largest number of bytes of a command's output that may be on the way from the agent to the
+/// `launch exec` process. The agent reads more output only after the process has written earlier
+/// output.
 pub const EXEC_WINDOW_BYTES: u32 = 256 << 10;
-/// The largest number of bytes of output in one message.
+/// The largest number of bytes of a command's output in one message of `launch exec`.
 pub const EXEC_CHUNK_BYTES: u32 = 16 << 10;
 
-/// A request about a command of `launch exec`.
+/// A request of `launch exec` to an agent: start a command next to a worker, send more of its
+/// output, or end it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ExecRequest {
     /// Runs a command next to the worker of a rank.
@@ -35,7 +37,8 @@ pub enum ExecRequest {
     Cancel,
 }
 
-/// An answer to [`ExecRequest::Start`].
+/// An answer to [`ExecRequest::Start`]: output of the command, how the command ended, or why it
+/// could not be started.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ExecReply {
     /// Output of the command, of at most [`EXEC_CHUNK_BYTES`].
@@ -52,7 +55,7 @@ pub enum ExecReply {
 }
 
 impl ExecReply {
-    /// Returns whether no other message about the command follows.
+    /// Returns whether this is the last message about the command.
     pub fn is_last(&self) -> bool {
         !matches!(self, ExecReply::Output { .. })
     }

@@ -4,7 +4,7 @@ use super::InterfaceAddress;
 use jobspec::InterfaceSelector;
 use std::net::IpAddr;
 
-/// Selects the address of a host for the traffic between hosts, from all addresses of the host.
+/// Selects, from all IP addresses of a host, the one at which other hosts connect to its workers.
 ///
 /// Link-local addresses are never selected, because they are valid only together with an interface,
 /// or belong to a management controller. IPv4 addresses are preferred to IPv6 addresses. With
@@ -27,8 +27,8 @@ pub fn select_host_address<'a>(
     at_reached.or_else(|| candidates().min_by_key(|a| a.address.is_ipv6()))
 }
 
-/// Returns whether an address can be used without naming an interface: whether the address is
-/// neither unspecified nor link-local.
+/// Returns whether other hosts can use an IP address without naming an interface, that is, whether
+/// the address is neither unspecified nor link-local.
 pub fn is_routable(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(v4) => !v4.is_unspecified() && !v4.is_link_local(),

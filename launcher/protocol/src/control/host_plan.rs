@@ -1,9 +1,10 @@
-//! [`HostPlan`]: the workers of one host in one attempt.
+//! [`HostPlan`]: the workers of one host in one attempt (one start of all workers of a run).
 use jobspec::{JobSpec, ids::Rank};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// The workers that the agent of one host is to run in one attempt.
+/// What the agent of one host is to run in one attempt (one start of all workers of a run): the
+/// workers, each with its command and environment.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct HostPlan {
     /// The job, which the agent passes to its built-in workers.

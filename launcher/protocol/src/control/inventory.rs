@@ -1,10 +1,12 @@
-//! [`HostInventory`]: the hardware and environment of a host.
+//! [`HostInventory`]: the hardware of a host (CPUs, memory, network, accelerators) and its relevant
+//! environment variables.
 use crate::hardware::{Accelerator, CpuTopology};
 use jobspec::env::{is_device_variable, is_interface_variable};
 use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
 
-/// The hardware and environment of one machine, as discovered by its agent or by the controller.
+/// The hardware of one machine (CPUs, memory, network, accelerators) and its relevant environment
+/// variables, as its agent or the controller has discovered them.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HostInventory {
     /// The hostname, which is displayed but never resolved to an address.
@@ -51,25 +53,27 @@ pub struct HostInventory {
 }
 
 impl HostInventory {
-    /// Creates the inventory of a machine of which only the name is known.
+    /// Creates the inventory of a machine of which only the hostname is known.
     pub fn unknown(host: &str) -> HostInventory {
         HostInventory { host: host.to_owned(), ..HostInventory::default() }
     }
 
-    /// Returns whether the inventory contains only the name, because no agent has reported it yet.
+    /// Returns whether the inventory contains only the hostname, because no agent has reported the
+    /// hardware yet.
     pub fn is_unknown(&self) -> bool {
         self.cpus.is_empty()
     }
 
-    /// Removes the environment variables that an agent does not report to the controller, which are
-    /// all except those that select devices and network interfaces.
+    /// Removes all environment variables from the inventory except those that select devices and
+    /// network interfaces, because an agent reports no others to the controller.
     pub fn into_report(mut self) -> HostInventory {
         self.inherited_env.retain(|(name, _)| is_device_variable(name) || is_interface_variable(name));
         self
     }
 
-    /// Converts the report of an agent to the inventory of its host. A topology that does not match
-    /// the CPUs is replaced by one core per CPU. The variables in `user_env`, which are from the
+    /// Converts the inventory that an agent has reported, which is untrusted input, to the
+    /// inventory that the controller uses for the agent's host. A topology that does not match the
+    /// CPUs is replaced by one core per CPU. The variables in `user_env`, which are from the
     /// controller's environment, replace those of the report. Only the variables that select
     /// devices and network interfaces are taken from the report.
     pub fn from_report(report: HostInventory, user_env: &[(String, String)]) -> HostInventory {
@@ -84,8 +88,9 @@ impl HostInventory {
         inventory
     }
 
-    /// Returns how many threads can run at the same time: the number of CPUs, or the limit on CPU
-    /// time if it is lower. The limit is rounded down to whole CPUs, but to at least 1.
+    /// Returns how many threads can run on the host at the same time: the number of CPUs, or the
+    /// limit on CPU time if it is lower. The limit is rounded down to whole CPUs, but to at least
+    /// 1.
     pub fn usable_cpus(&self) -> u32 {
         let cpus = self.cpus.len() as u32;
         self.quota.map_or(cpus, |quota| cpus.min(quota.floor().max(1.0) as u32))

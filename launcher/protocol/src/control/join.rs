@@ -1,8 +1,10 @@
-//! The messages with which a node joins a run, before the control messages of its agent.
+//! The messages with which a node (a machine on which the user starts launch) joins the run of node
+//! 0.
 use diagnostic::Diagnostic;
 use serde::{Deserialize, Serialize};
 
-/// The request of a node to join a run: the first message on its connection to node 0.
+/// The request of a node (a machine on which the user started launch) to join a run: the first
+/// message on its connection to node 0.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct JoinRequest {
     /// The version of the control protocol ([`PROTOCOL_VERSION`](super::PROTOCOL_VERSION)).
@@ -19,7 +21,8 @@ pub struct JoinRequest {
     pub job: Vec<JobSettingHash>,
 }
 
-/// The path of a key of job.yaml, with a hash of its value.
+/// The path of a key of job.yaml with a hash of its value, by which node 0 checks that a joining
+/// node has the same job.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct JobSettingHash {
     /// The path of the key.
@@ -28,7 +31,7 @@ pub struct JobSettingHash {
     pub hash: u64,
 }
 
-/// The answer of node 0 to a [`JoinRequest`].
+/// The answer of node 0 to a node that wants to join its run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum JoinAnswer {
     /// The node takes part in the run. The control messages of its agent follow.

@@ -1,9 +1,10 @@
-//! [`WorkerPeers`]: how the built-in workers of an attempt reach and authenticate each other.
+//! [`WorkerPeers`]: how the workers of the built-in training reach and authenticate each other in
+//! one attempt (one start of all workers).
 use serde::{Deserialize, Serialize};
 use std::{fmt, net::SocketAddr};
 
-/// The addresses of the built-in workers of one attempt, and the key with which the workers
-/// authenticate each other.
+/// The addresses of all workers of the built-in training in one attempt (one start of all workers),
+/// and the key with which they authenticate each other.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerPeers {
     /// The attempt that the addresses belong to.
@@ -16,7 +17,8 @@ pub struct WorkerPeers {
     pub nccl_id: Option<Vec<u8>>,
 }
 
-/// The host and the addresses of one worker.
+/// The host of one worker of the built-in training, and the addresses at which the worker can be
+/// reached.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerAddresses {
     /// The index of the worker's host. Workers with the same index run on one host, and therefore
@@ -30,8 +32,8 @@ pub struct WorkerAddresses {
 /// worker with more addresses is ignored, and an invitation of a controller with more is rejected.
 pub const MAX_ADDRESSES: usize = 16;
 
-/// The secret key of one attempt or of one run, with which the processes of the job authenticate
-/// each other. `Debug` does not print the secret.
+/// A secret key with which the processes of a job authenticate each other: that of a run, or of one
+/// attempt (one start of all workers). `Debug` does not print the secret.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobKey(pub [u8; 32]);
 

@@ -1,6 +1,7 @@
-//! Types of the messages by which agents survive the loss of their controller and then obey a new
-//! one. They are the terms on which an agent obeys a controller, the token that distinguishes the
-//! controllers of a run, and the messages with which a new controller takes over the agents.
+//! Types of the messages by which agents survive the loss of their controller, and later obey a new
+//! controller of the run. They are the terms on which an agent obeys a controller, the token that
+//! distinguishes the controllers of a run, and the messages with which a new controller takes over
+//! the agents.
 use super::{
     host_plan::HostPlan,
     inventory::HostInventory,
@@ -10,8 +11,9 @@ use diagnostic::Diagnostic;
 use jobspec::ControllerLossAction;
 use serde::{Deserialize, Serialize};
 
-/// Identifies one of the successive controllers of a run. An agent obeys the controller with the
-/// greatest token that it has accepted, and no other.
+/// Identifies one of the successive controllers of a run, so that agents can decide which of them
+/// to obey. An agent obeys the controller with the greatest token that it has accepted, and no
+/// other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct ControllerToken {
     /// The number of the controller in the order in which controllers took over the run, from 1.
@@ -47,9 +49,9 @@ pub struct SupervisionTerms {
     pub controller_timeout_ms: u64,
 }
 
-/// A request to the agent that is already running on a host: obey another controller, or end. The
-/// controller sends this message first on a connection to a new `launch agent` process, which
-/// forwards the message to the running agent.
+/// A request of a new controller to the agent that is already running on a host: obey the new
+/// controller, or end. The controller sends this message first on a connection to a new `launch
+/// agent` process, which forwards the message to the running agent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AttachRequest {
     /// The version of the control protocol.
@@ -69,7 +71,8 @@ pub struct AttachRequest {
     pub purpose: AttachPurpose,
 }
 
-/// What an agent is to do on an [`AttachRequest`]: obey the new controller, or end.
+/// What a new controller requests of a running agent in an [`AttachRequest`]: obey the controller,
+/// or end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AttachPurpose {
     /// The agent is to obey the new controller.
@@ -82,7 +85,7 @@ pub enum AttachPurpose {
     },
 }
 
-/// The reason why an agent does not comply with an [`AttachRequest`].
+/// The reason why a running agent does not obey the controller that has sent an [`AttachRequest`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum AttachRejection {
     /// No agent of the run is alive on the host.

@@ -1,5 +1,5 @@
-//! Converts events to JSON and back. Schema 2 is the present form, and schema 1 has the names of
-//! earlier releases.
+//! Converts events of a run to JSON and back, in the present form (schema 2) and in that of earlier
+//! releases (schema 1), which has other names.
 use super::{
     event_schema::EventSchema,
     run_event::{Event, FailureReport},
@@ -9,13 +9,16 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::path::PathBuf;
 
-/// The events that schema 2 renamed, as pairs of the name in schema 1 and the name in schema 2.
+/// The events that schema 2 of the JSON form has renamed, as pairs of the name in schema 1 and the
+/// name in schema 2.
 const RENAMED_EVENTS: [(&str, &str); 2] = [("placed", "placement"), ("gathered", "gather")];
-/// The fields that schema 2 renamed, as pairs of the name in schema 1 and the name in schema 2.
+/// The fields of events that schema 2 of the JSON form has renamed, as pairs of the name in schema
+/// 1 and the name in schema 2.
 const RENAMED_FIELDS: [(&str, &str); 3] =
     [("epoch", "attempt"), ("left", "restarts_left"), ("cause", "message")];
 
-/// An event with the time at which it was recorded. The journal stores events in this form.
+/// An event of a run with the time at which it was recorded. The journal stores events in this
+/// form.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TimedEvent {
     /// The event.
@@ -25,17 +28,18 @@ pub struct TimedEvent {
 }
 
 impl Event {
-    /// Formats the event as a JSON object on one line, without a line break.
+    /// Formats the event as a JSON object on one line, without a line break and without its time.
     pub fn to_json(&self, schema: EventSchema) -> serde_json::Result<String> {
         format_line(self, schema, None)
     }
 
-    /// Formats the event as a JSON object on one line, with the field `time` in seconds since 1970.
+    /// Formats the event as a JSON object on one line, with its time in the field `time` (in
+    /// seconds since 1970).
     pub fn to_json_at(&self, schema: EventSchema, time: f64) -> serde_json::Result<String> {
         format_line(self, schema, Some(time))
     }
 
-    /// Parses the JSON object of an event in schema 1 or 2.
+    /// Parses an event from its JSON object in schema 1 or 2.
     pub fn from_json(line: &str) -> serde_json::Result<Event> {
         let mut object: Map<String, Value> = serde_json::from_str(line)?;
         upgrade_to_schema_2(&mut object);
@@ -44,7 +48,8 @@ impl Event {
 }
 
 impl TimedEvent {
-    /// Parses a line of a journal in schema 1 or 2.
+    /// Parses a line of a run's journal (its file of events), in schema 1 or 2, into the event and
+    /// its time.
     pub fn from_json(line: &str) -> serde_json::Result<TimedEvent> {
         #[derive(Deserialize)]
         struct EventTime {
@@ -74,8 +79,8 @@ fn format_line(event: &Event, schema: EventSchema, time: Option<f64>) -> serde_j
     }
 }
 
-/// Renames an event and its fields from their names in schema 1 to those in schema 2. An object
-/// that already has the names of schema 2 stays unchanged.
+/// Renames an event and its fields in a JSON object from their names in schema 1 to those in schema
+/// 2. An object that already has the names of schema 2 stays unchanged.
 fn upgrade_to_schema_2(object: &mut Map<String, Value>) {
     if let Some(Value::String(name)) = object.get_mut("event")
         && let Some((_, new)) = RENAMED_EVENTS.iter().find(|(old, _)| old == name)
@@ -101,8 +106,8 @@ struct EventLineV2<'a> {
     time: Option<f64>,
 }
 
-/// Fields of the JSON object that are computed from the event: the code of a failure, and values
-/// under their deprecated names.
+/// Fields that the JSON object of an event has in addition: the code of a failure, and values under
+/// their deprecated names.
 #[derive(Default, Serialize)]
 #[serde(default)]
 struct DerivedFields<'a> {
@@ -117,6 +122,7 @@ struct DerivedFields<'a> {
 }
 
 impl<'a> DerivedFields<'a> {
+    /// Computes the additional fields in the JSON object of `event`.
     fn from_event(event: &'a Event) -> Self {
         let of_failure = |failure: &'a FailureReport| DerivedFields {
             code: Some(failure.reason.code()),
@@ -136,7 +142,7 @@ impl<'a> DerivedFields<'a> {
     }
 }
 
-/// The JSON object of an event in schema 1.
+/// The JSON object of an event in schema 1, the form of earlier releases.
 #[derive(Serialize)]
 struct EventLineV1<'a> {
     #[serde(flatten)]
@@ -145,8 +151,8 @@ struct EventLineV1<'a> {
     time: Option<f64>,
 }
 
-/// An event in the JSON form of schema 1, in which some events have other names or fields than in
-/// schema 2.
+/// An event in the JSON form of schema 1 (that of earlier releases), in which some events have
+/// other names or fields than in schema 2.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum EventV1<'a> {
@@ -154,7 +160,8 @@ enum EventV1<'a> {
     Unchanged(&'a Event),
 }
 
-/// The JSON form in schema 1 of the events whose names or fields schema 2 has changed.
+/// The JSON form of those events whose names or fields differ between schema 1 and schema 2, in
+/// schema 1.
 #[derive(Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 enum RenamedEventV1<'a> {
@@ -182,7 +189,7 @@ enum RenamedEventV1<'a> {
     },
 }
 
-/// A [`FailureReport`] in the form of schema 1.
+/// A [`FailureReport`] in the JSON form of schema 1, that of earlier releases.
 #[derive(Serialize)]
 struct FailureReportV1<'a> {
     rank: Option<u32>,

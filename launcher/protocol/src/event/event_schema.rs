@@ -1,7 +1,7 @@
-//! [`EventSchema`]: the versions of the JSON form of events.
+//! [`EventSchema`]: the versions of the JSON form in which events of a run are printed.
 use std::str::FromStr;
 
-/// The version of the JSON form of events (`--json-schema`).
+/// A version of the JSON form of events, which the option `--json-schema` selects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum EventSchema {
     /// The form that earlier releases printed, without the field `schema`.
@@ -13,7 +13,8 @@ pub enum EventSchema {
 }
 
 impl EventSchema {
-    /// Returns the number of the version, which is the value of the field `schema`.
+    /// Returns the number of the version, which the JSON objects of events contain in the field
+    /// `schema`.
     pub fn number(self) -> u8 {
         match self {
             EventSchema::V1 => 1,

@@ -1,4 +1,4 @@
-//! [`Event`]: one event of a run, with its fields.
+//! [`Event`]: one event of a run, such as a step, a checkpoint or a failure, with its fields.
 use super::straggler_report::{StepTimesReport, StragglerReport};
 use crate::failure::FailureReason;
 use diagnostic::Diagnostic;
@@ -6,7 +6,7 @@ use jobspec::{ReloadValues, ids::Rank};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// The place from which the state is read when training resumes.
+/// The place from which the training state is read when a run resumes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ResumeSource {
@@ -17,8 +17,9 @@ pub enum ResumeSource {
     Memory,
 }
 
-/// An event of a run. Other programs read the JSON names of events and fields. Fields may be added,
-/// but renaming one requires a new [`EventSchema`](super::EventSchema).
+/// An event of a run, such as a step, a checkpoint or a failure, for the terminal, `--json` and the
+/// journal (the file of events). Other programs read the JSON names of events and fields. Fields
+/// may be added, but renaming one requires a new [`EventSchema`](super::EventSchema).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event {
@@ -205,12 +206,13 @@ pub enum Event {
 }
 
 impl Event {
-    /// Creates a notice with `message` and without a diagnostic.
+    /// Creates a notice, which is a message to the user, without a diagnostic.
     pub fn new_notice(rank: Option<Rank>, message: impl Into<String>) -> Event {
         Event::Notice { rank, message: message.into(), diagnostics: Vec::new() }
     }
 
-    /// Creates a notice with `message` that contains `diagnostic`, a warning or an error.
+    /// Creates a notice, which is a message to the user, with `diagnostic`, the warning or error
+    /// that it is about.
     pub fn new_diagnostic_notice(
         rank: Option<Rank>,
         message: impl Into<String>,
@@ -220,7 +222,8 @@ impl Event {
     }
 }
 
-/// The root cause of a failed attempt or run.
+/// The root cause of a failed run, or of a failed attempt (one start of all workers): which worker
+/// or host failed, and why.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct FailureReport {
     /// The rank of the worker that failed; `None` if no worker failed.

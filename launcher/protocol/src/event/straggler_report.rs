@@ -1,5 +1,5 @@
-//! [`StragglerReport`]: the event about a rank that slows down the others, and
-//! [`StepTimesReport`], the event with the times of the steps.
+//! [`StragglerReport`]: the event about a rank that slows down the others, and [`StepTimesReport`],
+//! the event with the step times of the ranks.
 use crate::{
     step_times::{RankTimes, StepTimes},
     straggler::{StragglerChange, StragglerKind},
@@ -17,7 +17,7 @@ pub enum StragglerState {
     Recovered,
 }
 
-/// A rank that began or ceased to slow down the others.
+/// The event that a rank began or ceased to slow down the other ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StragglerReport {
     /// Whether the rank is slow.
@@ -85,7 +85,8 @@ pub enum StragglerReason {
     Unknown,
 }
 
-/// Statistics over the ranks of their times in the newest steps.
+/// The event with the smallest, median and largest step time, work time and waiting time among all
+/// ranks in the newest steps.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepTimesReport {
     /// The number of optimizer steps that are done.
@@ -105,7 +106,7 @@ pub struct StepTimesReport {
     pub slowest_rank: Rank,
 }
 
-/// The smallest, the median and the largest time of the ranks, in seconds.
+/// The smallest, the median and the largest of a time that each rank has measured, in seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TimeRange {
     /// The smallest time.
@@ -117,7 +118,7 @@ pub struct TimeRange {
 }
 
 impl StragglerReport {
-    /// Creates a report from a change that the straggler detector of rank 0 has found. The
+    /// Creates the event from a change that the straggler detector of rank 0 has found. The
     /// controller adds host, reason and message.
     pub fn new(change: &StragglerChange) -> StragglerReport {
         StragglerReport {
@@ -135,8 +136,8 @@ impl StragglerReport {
 }
 
 impl StepTimesReport {
-    /// Computes the statistics over the ranks from the times of all ranks. Returns `None` for times
-    /// without steps or ranks.
+    /// Computes the statistics over all ranks from the step times of each rank. Returns `None` for
+    /// times without steps or ranks.
     pub fn from_times(times: &StepTimes) -> Option<StepTimesReport> {
         let steps = Some(times.steps).filter(|steps| *steps > 0)?;
         let range = |time: fn(&RankTimes) -> u64| {
