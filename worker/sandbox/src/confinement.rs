@@ -9,7 +9,7 @@ use landlock::{
 use nix::sys::resource::{Resource, UsageWho, getrusage, setrlimit};
 use std::io;
 
-/// Limit on the open files of a sandbox process, which needs its socket and the files that it
+/// Limit on the open files of a sandbox process, which needs only its socket and the files that it
 /// receives.
 const MAX_OPEN_FILES: u64 = 64;
 
@@ -60,8 +60,8 @@ pub(crate) fn confine(settings: &SandboxSettings) -> io::Result<(Confinement, Re
     Ok((Confinement { landlock, seccomp }, limiter))
 }
 
-/// Sets the resource limits of this process that hold until it ends. Returns the object that limits
-/// single requests.
+/// Sets the resource limits (memory, files, stacks) that hold for the life of this sandbox process.
+/// Returns the object that limits single requests.
 fn limit_resources(settings: &SandboxSettings) -> io::Result<RequestLimiter> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let threads = u64::from(settings.threads);
@@ -86,14 +86,15 @@ fn limit_resources(settings: &SandboxSettings) -> io::Result<RequestLimiter> {
     Ok(RequestLimiter { idle_bytes, memory_bytes })
 }
 
-/// Returns the value in bytes of the line `field` in `status`, the content of /proc/self/status.
+/// Returns the value in bytes of the line that begins with `field` in `status`, the content of
+/// /proc/self/status.
 fn find_status_bytes(status: &str, field: &str) -> io::Result<u64> {
     let size = status.lines().find_map(|line| line.strip_prefix(field)?.strip_suffix("kB"));
     let kibibytes = size.and_then(|size| size.trim().parse::<u64>().ok());
     kibibytes.map(|kibibytes| kibibytes << 10).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
-/// Sets the memory and the CPU time that the sandbox process may use for each request.
+/// Limits the memory and the CPU time of the sandbox process for each request that it handles.
 pub(crate) struct RequestLimiter {
     /// Memory that the process needs without a request, stacks included, in bytes.
     idle_bytes: u64,
@@ -102,7 +103,7 @@ pub(crate) struct RequestLimiter {
 }
 
 impl RequestLimiter {
-    /// Sets the limits of memory and CPU time for the next request of the sandbox process.
+    /// Sets the limits of memory and CPU time of this process for the request that it handles next.
     pub(crate) fn limit_request(&self, limits: &RequestLimits) -> io::Result<()> {
         let memory = limits.memory_bytes.saturating_add(self.idle_bytes).min(self.memory_bytes);
         setrlimit(Resource::RLIMIT_DATA, memory, self.memory_bytes)?;
@@ -128,8 +129,8 @@ fn deny_paths_and_network() -> bool {
     matches!(restrict(), Ok(RulesetStatus::FullyEnforced | RulesetStatus::PartiallyEnforced))
 }
 
-/// Denies the system calls that a sandbox process does not need, by seccomp. Returns false if the
-/// kernel has no seccomp.
+/// Denies this process the system calls that a sandbox process does not need, by seccomp. Returns
+/// false if the kernel has no seccomp.
 fn deny_system_calls() -> bool {
     build_filters()
         .is_ok_and(|filters| filters.iter().all(|filter| seccompiler::apply_filter(filter).is_ok()))

@@ -1,5 +1,5 @@
-//! [`limit_cpu_time`]: ends a sandbox process if one of its threads spends too much CPU time on a
-//! part of a request.
+//! [`limit_cpu_time`]: ends a sandbox process if one piece of work on one of its threads needs too
+//! much CPU time.
 use std::{
     sync::{
         Mutex, PoisonError,
@@ -9,10 +9,11 @@ use std::{
     time::Duration,
 };
 
-/// Interval between two checks of whether work has exceeded its limit of CPU time.
+/// Interval at which a sandbox process checks whether a piece of work has exceeded its limit of CPU
+/// time.
 const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Work that runs on a thread, and the CPU time that it may use.
+/// A piece of work that runs on one thread of a sandbox process, and the CPU time that it may use.
 struct LimitedWork {
     id: u64,
     /// The clock of the thread's CPU time.
@@ -22,23 +23,23 @@ struct LimitedWork {
     limit: Duration,
 }
 
-/// All work with a limit of CPU time that is running in this process.
+/// All pieces of work with a limit of CPU time that are running in this process.
 static RUNNING_WORK: Mutex<Vec<LimitedWork>> = Mutex::new(Vec::new());
 
-/// Runs `work` on this thread, and ends the sandbox process with
-/// [`SandboxError::OutOfCpuTime`](crate::SandboxError::OutOfCpuTime) if the work needs more CPU
-/// time than `limit`. Outside of a sandbox process, the limit has no effect.
+/// Runs `work` on this thread, and ends the sandbox process if the work needs more CPU time than
+/// `limit`. Outside of a sandbox process, the limit has no effect.
 pub fn limit_cpu_time<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
     let _registered = WorkRegistration::new(limit);
     work()
 }
 
-/// The entry of a piece of work in the list of work with a limit of CPU time ([`RUNNING_WORK`]).
+/// The entry of a piece of work in [`RUNNING_WORK`], the list of work with a limit of CPU time.
 /// Dropping this value removes the entry, also after a panic.
 struct WorkRegistration(u64);
 
 impl WorkRegistration {
-    /// Adds an entry for work that begins now on this thread and may use `limit` of CPU time.
+    /// Adds an entry for a piece of work that begins now on this thread and may use the CPU time
+    /// `limit`.
     fn new(limit: Duration) -> Self {
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
@@ -58,8 +59,8 @@ impl Drop for WorkRegistration {
     }
 }
 
-/// Blocks until some work exceeds its limit of CPU time, and then calls `report` with the limit
-/// while the work is still registered. `report` must end the process.
+/// Blocks until some work with a limit of CPU time exceeds it, and then calls `report` with the
+/// limit. `report` must end the process.
 pub(crate) fn watch_cpu_time(report: impl Fn(Duration) -> std::convert::Infallible) {
     loop {
         thread::sleep(CHECK_INTERVAL);
@@ -70,7 +71,7 @@ pub(crate) fn watch_cpu_time(report: impl Fn(Duration) -> std::convert::Infallib
     }
 }
 
-/// Returns the clock that measures the CPU time of this thread.
+/// Returns the id of the clock that measures the CPU time of the calling thread.
 fn find_thread_clock() -> libc::clockid_t {
     let mut clock = libc::CLOCK_THREAD_CPUTIME_ID;
     // SAFETY: the thread is this thread, and `clock` is valid for the write. After a failure
@@ -79,8 +80,8 @@ fn find_thread_clock() -> libc::clockid_t {
     clock
 }
 
-/// Reads the CPU time that `clock`, the clock of a thread, shows. Returns zero if the thread of the
-/// clock has ended.
+/// Returns the CPU time that a thread has used, which its clock `clock` measures. Returns zero if
+/// the thread of the clock has ended.
 fn read_clock(clock: libc::clockid_t) -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` is valid for the write. After a failure `time` is unchanged.

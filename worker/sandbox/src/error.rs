@@ -54,7 +54,7 @@ pub enum SandboxError {
     InvalidReply,
 }
 
-/// Why a request to a sandbox process failed, and at which step of its work.
+/// Why a request to a sandbox process failed, and during which step of the request.
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
 pub struct SandboxFailure {
@@ -67,8 +67,8 @@ pub struct SandboxFailure {
 }
 
 impl SandboxError {
-    /// Returns the name and the value of the limit that the work exceeded, for a diagnostic.
-    /// Returns `None` for other errors.
+    /// Returns the name and the value of the limit that was exceeded, for a diagnostic. Returns
+    /// `None` for errors of another kind.
     pub fn exceeded_limit(&self) -> Option<(&'static str, u64)> {
         match *self {
             SandboxError::OutOfMemory { limit_bytes } => Some(("memory_limit_bytes", limit_bytes)),
@@ -80,7 +80,7 @@ impl SandboxError {
         }
     }
 
-    /// Combines this error with `step`, the number of the step at which the request failed.
+    /// Combines this error with the number of the step of the request during which it occurred.
     pub(crate) fn in_step(self, step: u64) -> SandboxFailure {
         SandboxFailure { step, error: self }
     }

@@ -7,13 +7,14 @@ use crate::{
 };
 use std::time::Duration;
 
-/// Size of the header of a request, in bytes.
+/// Size in bytes of the header of a request to a sandbox process.
 pub(crate) const REQUEST_HEADER_BYTES: usize = 32;
-/// Size of the header of a reply, in bytes.
+/// Size in bytes of the header of a reply of a sandbox process.
 pub(crate) const REPLY_HEADER_BYTES: usize = 16;
-/// Size in bytes of the settings, the first message from the caller to the sandbox process.
+/// Size in bytes of the settings (threads and memory), the first message from the caller to a
+/// sandbox process.
 pub(crate) const SETTINGS_BYTES: usize = 16;
-/// Limit on the length of a panic message in a reply, in bytes.
+/// Limit on the length of a panic message in a reply of a sandbox process, in bytes.
 pub(crate) const MAX_PANIC_BYTES: usize = 4096;
 /// Limit on the progress reports that a sandbox process may send per request. The caller rejects a
 /// reply after more reports as invalid.
@@ -37,7 +38,8 @@ pub(crate) enum ReplyKind {
 }
 
 impl ReplyKind {
-    /// Returns the kind of reply with the number `number`, or `None` if there is no such kind.
+    /// Returns the kind of reply that has the number `number` in a header; `None` if there is no
+    /// such kind.
     fn from_number(number: u64) -> Option<Self> {
         let kinds = [
             ReplyKind::Result,
@@ -66,22 +68,22 @@ fn encode_u64s<const N: usize, const BYTES: usize>(numbers: [u64; N]) -> [u8; BY
     bytes
 }
 
-/// Encodes the settings of a sandbox process.
+/// Encodes the settings (threads and memory) with which a sandbox process starts.
 pub(crate) fn encode_settings(settings: &SandboxSettings) -> [u8; SETTINGS_BYTES] {
     encode_u64s([settings.threads.into(), settings.memory_bytes])
 }
 
-/// Decodes the settings of a sandbox process.
+/// Decodes the settings (threads and memory) with which a sandbox process starts.
 pub(crate) fn decode_settings(bytes: &[u8; SETTINGS_BYTES]) -> SandboxSettings {
     SandboxSettings { threads: read_u64(bytes, 0) as u32, memory_bytes: read_u64(bytes, 8) }
 }
 
-/// Encodes the header of a request whose body has `length` bytes.
+/// Encodes the header of a request to a sandbox process: the length of the body and the limits.
 pub(crate) fn encode_request_header(length: usize, limits: &RequestLimits) -> [u8; REQUEST_HEADER_BYTES] {
     encode_u64s([length as u64, limits.cpu_seconds(), limits.memory_bytes, limits.reply_bytes])
 }
 
-/// Decodes the header of a request: the length of its body and its limits.
+/// Decodes the header of a request to a sandbox process: the length of its body and its limits.
 pub(crate) fn decode_request_header(bytes: &[u8; REQUEST_HEADER_BYTES]) -> (usize, RequestLimits) {
     let limits = RequestLimits {
         cpu: Duration::from_secs(read_u64(bytes, 8)),
@@ -91,7 +93,7 @@ pub(crate) fn decode_request_header(bytes: &[u8; REQUEST_HEADER_BYTES]) -> (usiz
     (read_u64(bytes, 0) as usize, limits)
 }
 
-/// Encodes the header of a reply whose body has `length` bytes.
+/// Encodes the header of a reply of a sandbox process: its kind and the length of its body.
 pub(crate) fn encode_reply_header(kind: ReplyKind, length: usize) -> [u8; REPLY_HEADER_BYTES] {
     encode_u64s([kind as u64, length as u64])
 }
@@ -115,7 +117,7 @@ impl FrameDecoder {
         self.progress.0
     }
 
-    /// Returns the buffer to which the caller must append the bytes that arrive next, and the
+    /// Returns the buffer to which the caller must append the next bytes of a reply, and the
     /// largest number of bytes to append.
     pub(crate) fn next_read_buffer(&mut self) -> (&mut Vec<u8>, usize) {
         match self.body {
@@ -130,9 +132,9 @@ impl FrameDecoder {
         }
     }
 
-    /// Returns the reply if its last byte has been appended to the buffer. Fails if the reply is an
-    /// error, is malformed, or is longer than `reply_bytes`. No memory is allocated for a rejected
-    /// reply.
+    /// Returns the reply of the sandbox process if all of its bytes have arrived; otherwise `None`.
+    /// Fails if the reply is an error, is malformed, or is longer than `reply_bytes`. No memory is
+    /// allocated for a rejected reply.
     pub(crate) fn take_reply(&mut self, reply_bytes: u64) -> Result<Option<Vec<u8>>, SandboxError> {
         if self.body.is_none() && self.header.len() == REPLY_HEADER_BYTES {
             self.body = Some(decode_reply_header(&self.header, reply_bytes)?);
@@ -161,8 +163,8 @@ impl FrameDecoder {
     }
 }
 
-/// Decodes the header of a reply: its kind and the length of its body. Fails if the body is longer
-/// than its kind allows.
+/// Decodes the header of a reply of a sandbox process: its kind and the length of its body. Fails
+/// if the body is longer than its kind allows.
 fn decode_reply_header(header: &[u8], reply_bytes: u64) -> Result<(ReplyKind, usize), SandboxError> {
     let (kind, length) = (ReplyKind::from_number(read_u64(header, 0)), read_u64(header, 8));
     let kind = kind.ok_or(SandboxError::InvalidReply)?;

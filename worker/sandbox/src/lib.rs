@@ -1,5 +1,5 @@
-//! Crate `sandbox`: runs libraries that interpret untrusted files in a confined process of the same
-//! executable.
+//! Crate `sandbox`: runs libraries that interpret untrusted files in a process without access to
+//! files and network (a sandbox process).
 //!
 //! The process has a limit of memory, of CPU time per request and of bytes per reply. It opens no
 //! file, has no network, starts no process, and gets no environment variables. Requests, replies

@@ -1,24 +1,26 @@
-//! The limits of a sandbox process: those for its whole life, and those for one request.
+//! The limits of a sandbox process: those for its whole life, and those for a single request.
 use std::time::Duration;
 
 /// Stack size in bytes of each thread of a sandbox process that interprets files. Deeper recursion
 /// ends the process.
 pub const STACK_BYTES: usize = 4 << 20;
-/// Stack size in bytes of each service thread of a sandbox process. Such threads read requests and
-/// check limits, but do not interpret files.
+/// Stack size in bytes of those threads of a sandbox process that read requests and check limits,
+/// but do not interpret files.
 pub(crate) const SERVICE_STACK_BYTES: usize = 512 << 10;
-/// Total size in bytes of the stacks of all service threads of a sandbox process.
+/// Total size in bytes of the stacks of all threads of a sandbox process that read requests and
+/// check limits.
 pub(crate) const TOTAL_SERVICE_STACK_BYTES: u64 = 4 * SERVICE_STACK_BYTES as u64;
-/// Address space in bytes that a memory allocator may reserve for each thread without using it.
+/// Address space in bytes that a memory allocator may reserve for each thread of a sandbox process
+/// without using it.
 pub(crate) const ARENA_BYTES: u64 = 128 << 20;
-/// Limit on the requests that wait in a sandbox process while it handles another one.
+/// Limit on the number of requests that wait in a sandbox process while it handles another one.
 pub(crate) const MAX_QUEUED_REQUESTS: usize = 2;
-/// The part of the time limit for a reply that does not depend on the CPU time that the request may
-/// use. The limit of CPU time ends a process that computes, so this limit ends only a process that
-/// is blocked.
+/// The constant part of the time that a caller waits for a reply, to which a multiple of the
+/// request's CPU time is added. The limit of CPU time ends a process that computes, so this limit
+/// ends only a process that is blocked.
 pub(crate) const BASE_REPLY_TIMEOUT: Duration = Duration::from_secs(60);
-/// The number of seconds that the time limit for a reply contains for each second of CPU time that
-/// the request may use.
+/// The factor by which a request's limit of CPU time is multiplied to get the variable part of the
+/// time that the caller waits for the reply.
 pub(crate) const REPLY_TIMEOUT_PER_CPU_SECOND: u32 = 8;
 
 /// The settings with which a sandbox process starts: its number of threads and its largest memory.
@@ -42,7 +44,7 @@ pub struct RequestLimits {
 }
 
 impl RequestLimits {
-    /// Returns the limit of CPU time in whole seconds, rounded up, at least 1.
+    /// Returns the limit of CPU time of the request in whole seconds, rounded up, at least 1.
     pub(crate) fn cpu_seconds(&self) -> u64 {
         (self.cpu.as_secs() + u64::from(self.cpu.subsec_nanos() > 0)).max(1)
     }

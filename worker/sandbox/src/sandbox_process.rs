@@ -1,4 +1,5 @@
-//! [`SandboxProcess`]: starts a sandbox process, sends it requests and receives its replies.
+//! [`SandboxProcess`]: starts a sandbox process, which interprets untrusted files without access to
+//! the system, sends it requests, and receives its replies.
 use crate::{
     confinement::Confinement,
     error::{SandboxError, SandboxFailure},
@@ -29,19 +30,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The longest single wait for the sandbox process's socket. A longer pause, during which this
-/// process itself was stopped, counts only as this long.
+/// The longest single wait of the caller for data from a sandbox process. A longer pause, during
+/// which this process itself was stopped, counts only as this long.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// How long the caller waits until a sandbox process that has closed its socket has ended.
+/// How long the caller waits for the end of a sandbox process that has closed its socket.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval between two checks of whether a sandbox process has ended.
 const END_POLL_INTERVAL: Duration = Duration::from_millis(5);
-/// The limits of CPU time, memory and reply size while a sandbox process starts, before it
-/// interprets any file.
+/// The limits of CPU time, memory and reply size that hold until a sandbox process has started.
 const START_LIMITS: RequestLimits =
     RequestLimits { cpu: Duration::from_secs(10), memory_bytes: 0, reply_bytes: 1 };
 
-/// The command that starts a sandbox process.
+/// The command that starts a sandbox process: the executable, its arguments and its environment.
 #[derive(Clone, Debug)]
 pub struct SandboxCommand {
     /// The path of the program's executable file.
@@ -54,7 +54,8 @@ pub struct SandboxCommand {
     pub variables: Vec<(OsString, OsString)>,
 }
 
-/// A running sandbox process, as its caller sees it. Dropping the value ends the process.
+/// A running sandbox process, as its caller sees it: the process, its socket, and the requests that
+/// are not answered yet. Dropping the value ends the process.
 ///
 /// Requests are answered in order. A caller may send requests before it has received the replies to
 /// earlier ones. After an error other than [`SandboxError::Panicked`] and
@@ -78,7 +79,8 @@ pub struct SandboxProcess {
 }
 
 impl SandboxProcess {
-    /// Starts a sandbox process and waits until it is confined.
+    /// Starts a sandbox process, and waits until the process has given up its access to files,
+    /// network and system calls.
     pub fn start(command: &SandboxCommand, settings: &SandboxSettings) -> Result<Self, SandboxError> {
         let (socket, other) = UnixStream::pair().map_err(SandboxError::NotStarted)?;
         let child = Command::new(&command.program)
@@ -111,7 +113,8 @@ impl SandboxProcess {
         Ok(process)
     }
 
-    /// Sends the settings to the new process, and receives which kernel facilities confine it.
+    /// Sends the settings (threads and memory) to the new process, and receives which kernel
+    /// facilities confine it.
     fn exchange_settings(&mut self, settings: &SandboxSettings) -> Result<(), SandboxError> {
         // The socket has capacity for the settings.
         self.socket.write_all(&encode_settings(settings)).map_err(SandboxError::NotStarted)?;
@@ -127,13 +130,14 @@ impl SandboxProcess {
         self.confinement
     }
 
-    /// Returns the number of requests whose replies the caller has not received yet.
+    /// Returns the number of requests to the sandbox process whose replies the caller has not
+    /// received yet.
     pub fn pending_requests(&self) -> usize {
         self.pending.len() + self.replies.len()
     }
 
-    /// Sends a request, and with it the open file `file`, if there is one. While the process cannot
-    /// accept more bytes, reads the replies that arrive. If the process fails,
+    /// Sends a request to the sandbox process, and with it the open file `file`, if given. While
+    /// the process cannot accept more bytes, reads the replies that arrive. If the process fails,
     /// [`SandboxProcess::receive`] returns the reason after the replies that precede it.
     pub fn send(&mut self, body: &[u8], file: Option<&File>, limits: &RequestLimits) {
         let header = encode_request_header(body.len(), limits);
@@ -160,7 +164,7 @@ impl SandboxProcess {
         }
     }
 
-    /// Receives the reply to the oldest request.
+    /// Waits for the reply to the oldest request, and returns the reply.
     pub fn receive(&mut self) -> Result<Vec<u8>, SandboxFailure> {
         loop {
             if let Some(reply) = self.replies.pop_front() {
@@ -174,8 +178,9 @@ impl SandboxProcess {
         }
     }
 
-    /// Waits for the socket, and decodes the replies that have arrived. Queues a failure after
-    /// these replies, because they may arrive together with the end of the process.
+    /// Waits for the socket of the sandbox process, and decodes the replies that have arrived.
+    /// Queues a failure after these replies, because they may arrive together with the end of the
+    /// process.
     fn wait_and_read_replies(&mut self, events: PollFlags) {
         if let Err(failure) = self.wait_for_socket(events).and_then(|()| self.read_replies()) {
             self.has_failed = true;
@@ -184,8 +189,8 @@ impl SandboxProcess {
         }
     }
 
-    /// Waits until bytes have arrived at the socket or can be sent. Kills the process if the wait
-    /// for the next reply takes too long.
+    /// Waits until the socket of the sandbox process has received bytes or can send some. Kills the
+    /// process if the wait for the next reply takes too long.
     fn wait_for_socket(&mut self, events: PollFlags) -> Result<(), SandboxFailure> {
         loop {
             let began = Instant::now();
@@ -202,7 +207,7 @@ impl SandboxProcess {
         }
     }
 
-    /// Reads the bytes that have arrived, and decodes complete replies.
+    /// Reads the bytes that the sandbox process has sent, and decodes complete replies.
     fn read_replies(&mut self) -> Result<(), SandboxFailure> {
         while let Some(limits) = self.pending.front().copied() {
             let (buffer, missing) = self.decoder.next_read_buffer();
@@ -237,7 +242,8 @@ impl SandboxProcess {
         self.child.id()
     }
 
-    /// Shuts down the socket, so that the sandbox process ends as if its caller had ended.
+    /// Shuts down the socket, so that the sandbox process ends as if its caller had ended. Tests
+    /// use this function.
     #[cfg(test)]
     pub(crate) fn shut_down_socket(&self) {
         self.socket.shutdown(std::net::Shutdown::Both).expect("the socket is open");
@@ -257,13 +263,14 @@ impl SandboxProcess {
         SandboxError::Ended("it closed its socket".to_owned())
     }
 
-    /// Kills the process because of `error`. Returns `error` as the failure of the oldest request.
+    /// Kills the sandbox process because of `error`, and returns `error` as the failure of the
+    /// oldest request.
     fn kill_because_of(&mut self, error: SandboxError) -> SandboxFailure {
         self.kill();
         error.in_step(self.decoder.current_step())
     }
 
-    /// Kills the process, and waits until it has ended.
+    /// Kills the sandbox process, and waits until it has ended.
     fn kill(&mut self) {
         // A process that has ended cannot be killed.
         _ = self.child.kill();

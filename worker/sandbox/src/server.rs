@@ -40,22 +40,23 @@ const EXIT_DONE: u8 = 0;
 /// an exceeded limit.
 const EXIT_FAILED: u8 = 1;
 
-/// The message and the source location of the last panic.
+/// The message and the source location of the last panic in this sandbox process.
 static LAST_PANIC: Mutex<String> = Mutex::new(String::new());
 
-/// A callback that reports to the caller that the step with the given number of the current request
-/// begins. An error of the request names the last reported step.
+/// A callback by which a request handler reports to the caller that it begins the step with the
+/// given number of the current request. An error of the request names the last reported step.
 pub type ReportStep<'a> = dyn FnMut(u64) + 'a;
 
-/// The code that interprets requests in a sandbox process.
+/// The code that interprets requests in a sandbox process, such as parsing a file.
 pub trait RequestHandler {
-    /// Interprets the request `request` and returns the reply. `file` is the file that came with
-    /// the request. A panic becomes an error of the caller, and the handler then gets the next
-    /// request. No work with a limit of CPU time may run during a call of `report_step`.
+    /// Interprets the request `request`, such as parsing `file`, the file that came with the
+    /// request, and returns the reply. A panic becomes an error of the caller, and the handler then
+    /// gets the next request. No work with a limit of CPU time may run during a call of
+    /// `report_step`.
     fn handle(&mut self, request: &[u8], file: Option<File>, report_step: &mut ReportStep) -> Vec<u8>;
 }
 
-/// A received request of the sandbox process, with its file and its limits.
+/// A request that the sandbox process has received, with its file and its limits.
 struct Request {
     body: Vec<u8>,
     file: Option<File>,
@@ -73,7 +74,8 @@ pub fn serve(create_handler: impl FnOnce(&SandboxSettings) -> Box<dyn RequestHan
     }
 }
 
-/// Answers the requests that arrive at `socket`.
+/// Confines this process, creates the request handler, and answers the requests that arrive at
+/// `socket` until the caller closes it.
 fn serve_socket(
     mut socket: UnixStream,
     create_handler: impl FnOnce(&SandboxSettings) -> Box<dyn RequestHandler>,
@@ -106,7 +108,8 @@ fn exit_out_of_cpu_time(socket: &UnixStream, limit: Duration) -> Infallible {
     process::exit(EXIT_FAILED.into())
 }
 
-/// Starts a service thread of the sandbox process, which does not interpret files.
+/// Starts a thread of the sandbox process that serves requests or limits, but does not interpret
+/// files.
 fn spawn_service_thread(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
     thread::Builder::new().name(name.to_owned()).stack_size(SERVICE_STACK_BYTES).spawn(run).map(drop)
 }
@@ -139,8 +142,8 @@ fn record_panic(info: &panic::PanicHookInfo) {
     *LAST_PANIC.lock().unwrap_or_else(PoisonError::into_inner) = message + &place;
 }
 
-/// Blocks until the caller has closed the socket, and then ends the process, even in the middle of
-/// a request.
+/// Blocks until the caller has closed the socket, and then ends the sandbox process, even in the
+/// middle of a request.
 fn exit_with_caller(socket: &UnixStream) {
     // A closed connection is reported without being requested.
     let mut watched = [PollFd::new(socket.as_fd(), PollFlags::empty())];
@@ -148,8 +151,8 @@ fn exit_with_caller(socket: &UnixStream) {
     process::exit(EXIT_DONE.into());
 }
 
-/// Reads requests from the socket, and passes them through `sender` to the thread that answers
-/// them. Returns when the socket is closed.
+/// Reads requests of the caller from the socket, and passes them through `sender` to the thread
+/// that answers them. Returns when the socket is closed.
 fn read_requests(socket: &mut UnixStream, sender: &SyncSender<Request>) {
     while let Ok(request) = read_request(socket) {
         if sender.send(request).is_err() {
@@ -158,7 +161,7 @@ fn read_requests(socket: &mut UnixStream, sender: &SyncSender<Request>) {
     }
 }
 
-/// Reads one request and the file that comes with it.
+/// Reads one request of the caller, and the open file that was sent with it.
 fn read_request(socket: &mut UnixStream) -> io::Result<Request> {
     let (mut header, mut filled, mut file) = ([0; REQUEST_HEADER_BYTES], 0, None);
     while filled < header.len() {
@@ -175,8 +178,8 @@ fn read_request(socket: &mut UnixStream) -> io::Result<Request> {
     Ok(Request { body, file, limits })
 }
 
-/// Reads bytes of a request's header into `buffer`. Returns their number, and the file that came
-/// with them, if there is one.
+/// Reads bytes of a request's header into `buffer`, and receives the open file that was sent with
+/// them. Returns the number of bytes, and the file if there is one.
 fn receive_with_file(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usize, Option<File>)> {
     let mut control = cmsg_space!(RawFd);
     let mut parts = [IoSliceMut::new(buffer)];
@@ -192,7 +195,8 @@ fn receive_with_file(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usiz
     Ok((message.bytes, file))
 }
 
-/// Answers requests in the order of their arrival, until the socket is closed.
+/// Answers the requests that arrive through `requests`, one after another, until the socket is
+/// closed.
 fn answer_requests(
     socket: &UnixStream,
     requests: &Receiver<Request>,
@@ -215,7 +219,7 @@ fn answer_requests(
     Ok(())
 }
 
-/// Returns the message and the source location of the last panic of this process.
+/// Returns, and forgets, the message and the source location of the last panic in this process.
 pub fn take_panic_message() -> String {
     let mut last = LAST_PANIC.lock().unwrap_or_else(PoisonError::into_inner);
     let mut message = std::mem::take(&mut *last);
@@ -223,7 +227,7 @@ pub fn take_panic_message() -> String {
     message
 }
 
-/// Sends a reply to the caller.
+/// Sends a reply of the given kind to the caller.
 fn send_reply(mut socket: &UnixStream, kind: ReplyKind, body: &[u8]) -> io::Result<()> {
     socket.write_all(&encode_reply_header(kind, body.len()))?;
     socket.write_all(body)

@@ -1,4 +1,4 @@
-//! The system calls that a sandbox process may use.
+//! The system calls that the seccomp filters allow a sandbox process.
 use seccompiler::{
     BackendError, BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
     SeccompRule, TargetArch,
@@ -55,8 +55,9 @@ const ALLOWED_SYSTEM_CALLS: &[i64] = &[
     libc::SYS_poll,
 ];
 
-/// System calls that the filter rejects with ENOSYS, as a kernel without these calls does. The C
-/// library and std then use older system calls, whose arguments the filter can check.
+/// System calls that the seccomp filter answers with the error ENOSYS, as a kernel without these
+/// calls does. The C library and std then use older system calls, whose arguments the filter can
+/// check.
 const ENOSYS_SYSTEM_CALLS: [i64; 2] = [libc::SYS_clone3, libc::SYS_statx];
 /// The option `PR_SET_VMA` of the system call `prctl`, with which allocators name their memory.
 const PR_SET_VMA: u64 = 0x5356_4d41;
