@@ -132,7 +132,7 @@ fn write_received_lines(file: &mut CappedFile, requests: &Receiver<WriterRequest
     }
 }
 
-/// The permissions of a new log file. Only the user can read the file.
+/// The permissions with which a debug log file is created. Only the user can read the file.
 const FILE_MODE: u32 = 0o600;
 
 /// A log file whose size is limited: a full file is renamed to `NAME.1`, and a new one is begun.
@@ -155,8 +155,8 @@ impl CappedFile {
         Ok(CappedFile { path: path.to_owned(), file, bytes, max_bytes })
     }
 
-    /// Appends a line to the log file. If the file would exceed its limit, renames it and begins a
-    /// new file. Ignores errors, because a full disk must not end the process.
+    /// Appends a line to the log file. If the file would exceed its limit, renames it first and
+    /// begins a new file. Ignores errors, because a full disk must not end the process.
     fn write_line(&mut self, line: &[u8]) {
         if self.bytes > 0 && self.bytes + line.len() as u64 > self.max_bytes {
             let mut older = self.path.clone().into_os_string();

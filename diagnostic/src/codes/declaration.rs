@@ -1,6 +1,7 @@
 //! The macro that declares the diagnostic codes of one area of the product, such as checkpoints.
 
-/// Declares the codes of one area: a constant for each code, and the list `ALL` of these codes.
+/// Declares the diagnostic codes of one area of the product (such as SSH): a constant for each
+/// code, and the list `ALL` of these codes.
 macro_rules! codes {
     ($($constant:ident: $category:ident = $name:literal {
         summary: $summary:literal, cause: $cause:literal, remedy: $remedy:literal $(,)?

@@ -41,7 +41,7 @@ impl EventLog {
         }
     }
 
-    /// Returns the kept events whose number is above `number`.
+    /// Returns those events in the log whose number is above `number`, oldest first.
     pub(crate) fn list_after(&self, number: u64) -> Vec<&NumberedEvent> {
         self.events.iter().filter(|event| event.number > number).collect()
     }

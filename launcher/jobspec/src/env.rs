@@ -48,11 +48,11 @@ pub const TORCHELASTIC_ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
 /// Environment variable that launch sets for built-in workers that share a GPU and use NCCL:
 /// permits several ranks on one GPU. NCCL supports this from version 2.30 on.
 pub const NCCL_MULTI_RANK_GPU_ENABLE: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
-/// Environment variable that launch sets for parts of `launch gpu-check` in which ranks share a
-/// GPU: the largest number of blocks of NCCL's kernels.
+/// Environment variable that launch sets for those processes of `launch gpu-check` in which ranks
+/// share a GPU: the largest number of blocks of NCCL's kernels.
 pub const NCCL_MAX_CTAS: &str = "NCCL_MAX_CTAS";
-/// Environment variable that launch sets for parts of `launch gpu-check` in which ranks share a
-/// GPU: whether the driver loads all kernels at once (`EAGER`).
+/// Environment variable that launch sets for those processes of `launch gpu-check` in which ranks
+/// share a GPU: whether the driver loads all kernels at once (`EAGER`).
 pub const CUDA_MODULE_LOADING: &str = "CUDA_MODULE_LOADING";
 /// Environment variable that `launch gpu-check` sets after a failure: with `1`, each launch of a
 /// kernel waits for its end.
@@ -195,8 +195,8 @@ pub const CONDA_PREFIX: &str = "CONDA_PREFIX";
 /// Environment variable that launch reads: the directory of a CUDA toolkit, in which the CUDA
 /// libraries are searched.
 pub const CUDA_HOME: &str = "CUDA_HOME";
-/// Environment variable that launch reads: the directory of a CUDA toolkit. This is an older name
-/// of [`CUDA_HOME`].
+/// Environment variable that launch reads: the directory of a CUDA toolkit, which is searched for
+/// the CUDA libraries. This is an older name of [`CUDA_HOME`].
 pub const CUDA_PATH: &str = "CUDA_PATH";
 /// Environment variable that `launch torchrun` reads: the Python that runs scripts.
 pub const PYTHON_EXEC: &str = "PYTHON_EXEC";

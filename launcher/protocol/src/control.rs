@@ -40,8 +40,9 @@ use std::{
     path::PathBuf,
 };
 
-/// The version of the control messages, which changes with every change of a message. All processes
-/// run the same executable, so a different version means that two builds are mixed.
+/// The version of the control messages between controller, agents and workers, which changes with
+/// every change of a message. All processes run the same executable, so a different version means
+/// that two builds are mixed.
 pub const PROTOCOL_VERSION: u32 = 13;
 /// The largest body of a frame (one message on the connection of a controller and an agent), in
 /// bytes. Neither side sends or accepts a longer one.

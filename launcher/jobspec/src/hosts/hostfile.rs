@@ -47,7 +47,8 @@ pub fn parse_hostfile(text: &str) -> Result<Vec<HostfileEntry>, Vec<HostfileErro
     }
 }
 
-/// Parses a hostfile line by line, and holds the hosts of the lines that have been parsed so far.
+/// A parser that reads a hostfile line by line, and holds the hosts of the lines that have been
+/// parsed so far.
 #[derive(Default)]
 struct HostfileParser {
     hosts: Vec<HostfileEntry>,

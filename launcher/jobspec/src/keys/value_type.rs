@@ -64,8 +64,8 @@ impl<T: 'static> ValueType<T> {
         (self.print)(value)
     }
 
-    /// Formats a value as YAML on one line. Returns an empty text for a value that has no such
-    /// form.
+    /// Formats a value of this type as YAML on one line. Returns an empty text for a value that has
+    /// no such form.
     pub(crate) fn print_line(&self, value: &T) -> String {
         match (self.print)(value) {
             Some(YamlText::Line(line)) => line,

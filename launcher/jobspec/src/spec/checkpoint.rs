@@ -95,8 +95,9 @@ fn keeps_workers_by_default() -> bool {
     true
 }
 
-/// The largest value of `checkpoint.memory.copies`. More copies than this protect against failures
-/// that are less likely than the loss of all hosts.
+/// The largest number of other hosts that a job can make keep a copy of each worker's state
+/// (`checkpoint.memory.copies`). More copies than this protect against failures that are less
+/// likely than the loss of all hosts.
 const MAX_MEMORY_COPIES: u64 = 8;
 
 /// `checkpoint.every`: the interval between checkpoints. A checkpoint is always saved at the end of
