@@ -108,8 +108,8 @@ fn exit_out_of_cpu_time(socket: &UnixStream, limit: Duration) -> Infallible {
     process::exit(EXIT_FAILED.into())
 }
 
-/// Starts a thread of the sandbox process that serves requests or limits, but does not interpret
-/// files.
+/// Starts a thread of the sandbox process that reads requests or checks limits, and does not
+/// interpret files.
 fn spawn_service_thread(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
     thread::Builder::new().name(name.to_owned()).stack_size(SERVICE_STACK_BYTES).spawn(run).map(drop)
 }

@@ -83,8 +83,8 @@ section! {
 /// model determines its value.
 const NEW_MODEL_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("train.model.from")])
     .with_help("remove it; config.json of the directory has {name}")];
-/// The rule that rejects a key about rotary embeddings in jobs whose model family has learned
-/// positions.
+/// The rule that rejects `rope_theta` and `rms_norm_eps` in jobs whose model family has learned
+/// positions and LayerNorm, as `gpt2`.
 const ROTARY_RULES: &[Rule] =
     &[Rule::conflict(&[Condition::OneOf("train.model.family", LEARNED_POSITION_FAMILIES)])
         .with_help(FAMILY_HELP)];
