@@ -111,8 +111,9 @@ fn print_rates(ranks: usize, rates: &[Vec<f64>; 6]) {
     );
 }
 
-/// Runs `f(rank, part)` in one thread per part and waits for all threads. Returns the results in
-/// the order of the ranks. If some calls fail, returns the error of the lowest rank that failed.
+/// Calls `f(rank, part)` for each part of the benchmark's weight, one call per rank in a separate
+/// thread, and waits for all threads. Returns the results in the order of the ranks. If some calls
+/// fail, returns the error of the lowest rank that failed.
 fn run_on_each_part<T: Send>(
     parts: &[&[f32]],
     f: impl Fn(usize, &[f32]) -> Result<T, Error> + Sync,
@@ -153,8 +154,8 @@ fn read_direct(path: &Path, len: usize) -> Result<(), Error> {
     Ok(())
 }
 
-/// Saves the concatenation of `parts` as the only weight of a checkpoint. Each part is saved by one
-/// rank in a separate thread. Returns the path of the checkpoint.
+/// Saves a checkpoint with a single weight, of which each rank (a thread) saves one of `parts`.
+/// Returns the path of the checkpoint.
 fn save_checkpoint(dir: &Path, parts: &[&[f32]], step: u64) -> Result<std::path::PathBuf, Error> {
     let total: usize = parts.iter().map(|p| p.len()).sum();
     let world = parts.len() as u32;

@@ -13,8 +13,8 @@ use std::path::Path;
 /// Number of elements of each weight of the test checkpoint, except the last one, which may be
 /// smaller.
 const WEIGHT_ELEMENTS: u64 = 64 << 20;
-/// Bytes that the test checkpoint has per parameter: FP32 weight, both moments of Adam, and the
-/// module's BF16 weight.
+/// Bytes that the test checkpoint stores per parameter: the FP32 weight, both moments of Adam, and
+/// the BF16 weight in the model file.
 const BYTES_PER_PARAM: u64 = 14;
 /// The distance between two nonzero elements in the concatenated weights of the test checkpoint, in
 /// elements.
@@ -39,8 +39,8 @@ pub(crate) fn list_weight_shapes(elements: u64) -> Vec<[u64; 2]> {
     whole.chain((rest != 0).then_some([1, rest])).collect()
 }
 
-/// Computes element `i` of the test data: of the concatenated weights (`role` 0), first moments (1)
-/// or second moments (2).
+/// Computes element `i` of the test data: of all weights one after another (`role` 0), of Adam's
+/// first moments (1) or of its second moments (2).
 pub(crate) fn compute_test_element(i: u64, role: u64) -> f32 {
     if i.is_multiple_of(NONZERO_DISTANCE) { (3 * (i / NONZERO_DISTANCE) + role + 1) as f32 } else { 0.0 }
 }
@@ -83,7 +83,8 @@ pub(crate) fn write_checkpoint(dir: &Path, elements: u64, ranks: u64, moments: b
     std::fs::write(dir.join("latest"), "global_step3")
 }
 
-/// A tensor's storage that contains only zeros, except for a few F32 numbers.
+/// The content of a tensor's storage in a torch file: zeros, except for a few F32 numbers at given
+/// places.
 struct SparseStorage {
     bytes: u64,
     /// Byte offset and little-endian bytes of each nonzero number, in ascending order of offsets.
@@ -91,8 +92,8 @@ struct SparseStorage {
 }
 
 impl SparseStorage {
-    /// Creates the storage that holds the elements `range` of the test data with the role `role`
-    /// (see [`compute_test_element`]).
+    /// Creates the storage that holds the elements `range` of the weights or moments of the test
+    /// data (`role`, see [`compute_test_element`]).
     fn new(range: std::ops::Range<u64>, role: u64) -> SparseStorage {
         let first = range.start.next_multiple_of(NONZERO_DISTANCE);
         let marked = (first..range.end).step_by(NONZERO_DISTANCE as usize);
@@ -191,7 +192,8 @@ fn write_torch_file(path: &Path, root: &str, pickle: &[u8], storages: Vec<Sparse
     file.write_all_at(&directory, start)
 }
 
-/// Encodes Python values as a pickle of protocol 2, with only those opcodes that torch files need.
+/// An encoder of Python values as a pickle of protocol 2, with only those opcodes that torch files
+/// need.
 struct PickleWriter(Vec<u8>);
 
 /// A function that writes one value to a pickle.
@@ -261,8 +263,8 @@ fn write_none(p: &mut PickleWriter) {
     p.0.push(b'N');
 }
 
-/// Encodes the content of a rank's optimizer file as a pickle. `part` is the number of elements
-/// that the rank stores. The pickle refers to Adam's moments if `moments` is true.
+/// Encodes the content of a rank's DeepSpeed optimizer file as a pickle. `part` is the number of
+/// elements that the rank stores. The pickle refers to Adam's moments if `moments` is true.
 fn encode_optimizer_pickle(part: u64, ranks: u64, moments: bool) -> Vec<u8> {
     let flat = |role: u64| move |p: &mut PickleWriter| p.write_tensor("FloatStorage", role, part, 0, &[part]);
     let (weights, first, second) = (flat(0), flat(1), flat(2));
@@ -293,8 +295,8 @@ fn encode_optimizer_pickle(part: u64, ranks: u64, moments: bool) -> Vec<u8> {
     encode_dict(&[("optimizer_state_dict", &optimizer), ("ds_version", &|p| p.write_text("0.19.8"))])
 }
 
-/// Encodes the content of the model file as a pickle. `shapes` are the shapes of the weights, and
-/// `elements` is the number of elements of all weights.
+/// Encodes the content of the DeepSpeed model file as a pickle. `shapes` are the shapes of the
+/// weights, and `elements` is the number of elements of all weights.
 fn encode_model_pickle(shapes: &[[u64; 2]], elements: u64, ranks: u64) -> Vec<u8> {
     let named = |p: &mut PickleWriter, value: &dyn Fn(&mut PickleWriter, usize)| {
         p.0.extend(b"}(");

@@ -10,13 +10,14 @@ use std::collections::{HashMap, HashSet};
 
 /// Limit on the number of JSON values in a model's config.
 pub(crate) const CONFIG_VALUES_MAX: usize = 1 << 18;
-/// Limit on the number of JSON values in those parts of the training state that have entries for
-/// all weights.
+/// Limit on the number of JSON values in each part of the training state that has entries for all
+/// weights.
 const STATE_VALUES_MAX: usize = 2 * TENSORS_MAX;
 /// Limit on the number of text files that are stored with a checkpoint.
 const TEXT_FILES_MAX: usize = 64;
 
-/// Name, role, dtype and shape of a tensor as a whole. Several files may store its elements.
+/// Name, role (weight, optimizer state or buffer), dtype and shape of a tensor of a checkpoint.
+/// Several files may store its elements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorInfo {
     /// Name in the Hugging Face model.
@@ -35,12 +36,12 @@ impl TensorInfo {
         self.shape.iter().product()
     }
 
-    /// Formats the label `role/name` of the tensor.
+    /// Formats the label `role/name` of the tensor, such as `weight/lm_head.weight`.
     pub(crate) fn label(&self) -> String {
         tensor_label(self.role, &self.name)
     }
 
-    /// Returns the size of all elements in bytes.
+    /// Returns the size of all elements of the tensor in bytes.
     pub fn size_in_bytes(&self) -> u64 {
         self.element_count() * self.dtype.size()
     }
@@ -67,8 +68,9 @@ pub struct TiedWeight {
     pub target: String,
 }
 
-/// Description of the model whose weights a checkpoint stores. Readers check the tensors against
-/// this description, and an export writes a Hugging Face directory from it.
+/// The description of the model whose weights a checkpoint stores: names and shapes of its weights,
+/// its config, and its tokenizer. Readers check the tensors against this description, and an export
+/// writes a Hugging Face directory from it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelSpec {
@@ -106,8 +108,8 @@ pub struct TextFile {
     pub text: String,
 }
 
-/// What a manifest records about the run that wrote the checkpoint, and about the training state of
-/// that run. The caller of a save provides these facts.
+/// What a checkpoint's manifest records about the run that wrote the checkpoint, and about its
+/// training state. The caller of a save provides these facts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunFacts {
@@ -148,8 +150,8 @@ pub struct RunFacts {
 /// the run's step (the step lag).
 pub(crate) const STEP_LAG_KEY: &str = "late";
 
-/// Fails if `tensors` has an invalid or repeated name, or a shape with too many dimensions or
-/// elements. `kind` (weight or buffer) precedes the tensor's name in the error.
+/// Fails if a tensor in `tensors` has an invalid or repeated name, or a shape with too many
+/// dimensions or elements. `kind` (weight or buffer) precedes the tensor's name in the error.
 fn check_tensor_list(kind: &str, tensors: &[WeightShape]) -> std::result::Result<(), ManifestError> {
     let mut seen = HashSet::new();
     for t in tensors {
@@ -168,7 +170,8 @@ fn check_tensor_list(kind: &str, tensors: &[WeightShape]) -> std::result::Result
 }
 
 impl ModelSpec {
-    /// Fails if the parts of the model contradict each other, such as a tie to a missing weight.
+    /// Fails if the parts of the model's description contradict each other, such as a tied weight
+    /// that refers to a missing weight.
     pub(crate) fn check(&self) -> std::result::Result<(), ManifestError> {
         if !self.hf_config.is_object() {
             return Err(ManifestError::ConfigNotAnObject);
@@ -196,7 +199,7 @@ impl ModelSpec {
     /// `other`. Each text gives the name and shape there, or states that the weight is missing.
     /// Returns `None` if both have the same weights, in any order.
     pub(crate) fn find_first_difference(&self, other: &[WeightShape]) -> Option<(String, String, String)> {
-        /// Returns an index of the tensors by their names.
+        /// Returns a map from the name of each tensor to the tensor.
         fn index_by_name(tensors: &[WeightShape]) -> HashMap<&str, &WeightShape> {
             tensors.iter().map(|w| (w.name.as_str(), w)).collect()
         }
@@ -212,13 +215,13 @@ impl ModelSpec {
 }
 
 impl RunFacts {
-    /// Returns how many updates a weight has had: the step of the run, minus the updates that it
-    /// missed while it was frozen.
+    /// Returns how many optimizer updates a weight has received: the step of the run, minus the
+    /// updates that it missed while it was frozen.
     pub(crate) fn count_updates(&self, weight: &str) -> u64 {
         self.step.saturating_sub(self.cursor[STEP_LAG_KEY][weight].as_u64().unwrap_or(0))
     }
 
-    /// Fails if a checkpoint with these facts could not be read or exported: if the model is
+    /// Fails if a checkpoint with this description could not be read or exported: if the model is
     /// inconsistent, the world size is 0, or the name of a tokenizer file is unsafe or repeated.
     pub(crate) fn check(&self) -> std::result::Result<(), ManifestError> {
         self.model.check()?;
@@ -235,8 +238,9 @@ impl RunFacts {
     }
 }
 
-/// Fails if the weights of the model `stored` differ from `wanted` in name or shape. The error
-/// names the first tensor that differs, and the checkpoint at `path` that stores the model.
+/// Fails if the weights of the stored model `stored` differ from those of the model `wanted` in
+/// name or shape. The error names the first tensor that differs, and the checkpoint at `path` that
+/// stores the model.
 pub(crate) fn require_same_model(
     path: &std::path::Path,
     stored: &ModelSpec,
@@ -250,10 +254,10 @@ pub(crate) fn require_same_model(
     }
 }
 
-/// Borrowed name and shape of a weight.
+/// References to the name and the shape of a weight.
 pub(crate) type BorrowedWeightShape<'a> = (&'a str, &'a [u64]);
 
-/// Returns references to the names and shapes in `weights`.
+/// Returns references to the name and the shape of each weight in `weights`.
 pub(crate) fn borrow_weights(weights: &[(String, Vec<u64>)]) -> Vec<BorrowedWeightShape<'_>> {
     weights.iter().map(|(name, shape)| (name.as_str(), shape.as_slice())).collect()
 }

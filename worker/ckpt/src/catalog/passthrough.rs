@@ -1,13 +1,14 @@
-//! [`PassthroughState`]: parts of a checkpoint that [`crate::TrainingState`] cannot represent, and
-//! that a conversion copies unchanged.
+//! [`PassthroughState`]: parts of a checkpoint that have no place in the state common to all
+//! formats ([`crate::TrainingState`]), and that a conversion copies unchanged.
 use super::model::RunFacts;
 use super::training_state::ParamGroupInfo;
 use crate::codec::pickle::PythonObject;
 use crate::tensor::Dtype;
 use std::collections::BTreeMap;
 
-/// Parts of a checkpoint that [`crate::TrainingState`] cannot represent, and that a conversion
-/// copies unchanged. Fields that the format of the checkpoint lacks are empty.
+/// Parts of a checkpoint that have no place in the state common to all formats
+/// ([`crate::TrainingState`]), and that a conversion copies unchanged. Fields that the format of
+/// the checkpoint lacks are empty.
 #[derive(Clone, Debug, Default)]
 pub struct PassthroughState {
     /// The parameter groups in the order of the optimizer, including values that JSON cannot
@@ -43,14 +44,14 @@ pub struct PassthroughState {
 }
 
 impl PassthroughState {
-    /// Returns the entry with the key `key` of DeepSpeed's model file, or `None` if there is no
-    /// such entry.
+    /// Returns the Python object that DeepSpeed's model file contains under the key `key`, or
+    /// `None` if there is no such key.
     pub(crate) fn model_entry(&self, key: &str) -> Option<&PythonObject> {
         self.model_entries.iter().find(|(k, _)| k == key).map(|(_, value)| value)
     }
 
-    /// Returns the entry with the key `key` of DeepSpeed's optimizer file, or `None` if there is no
-    /// such entry.
+    /// Returns the Python object that DeepSpeed's optimizer file contains under the key `key`, or
+    /// `None` if there is no such key.
     pub(crate) fn optimizer_entry(&self, key: &str) -> Option<&PythonObject> {
         self.optimizer_entries.iter().find(|(k, _)| k == key).map(|(_, value)| value)
     }
@@ -68,8 +69,8 @@ pub struct ParamGroup {
 }
 
 impl ParamGroup {
-    /// Converts a parameter group of a [`crate::TrainingState`] to this type. `steps` maps the
-    /// names of weights to their update counts.
+    /// Converts a parameter group with hyper-parameters in JSON to a parameter group with Python
+    /// objects. `steps` maps the names of weights to their update counts.
     pub(crate) fn from_info(group: &ParamGroupInfo, steps: &BTreeMap<String, u64>) -> ParamGroup {
         ParamGroup {
             names: group.names.clone(),

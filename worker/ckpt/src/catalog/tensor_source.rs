@@ -9,7 +9,8 @@ use serde_json::{Map, Value};
 use std::ops::Range;
 use std::path::Path;
 
-/// A request to read consecutive elements of a tensor as F32.
+/// A request to read consecutive elements of a tensor of a checkpoint into a buffer, converted to
+/// F32.
 #[derive(Debug)]
 pub struct ReadRequest<'a> {
     /// Name of the tensor.
@@ -22,9 +23,8 @@ pub struct ReadRequest<'a> {
     pub out: &'a mut [f32],
 }
 
-/// Creates read requests that fill `buffer` with the elements of `spans`, one span after another,
-/// and resizes the buffer to fit. A span is a range of elements of a tensor. A span without a
-/// tensor is filled with zeros.
+/// Resizes `buffer`, and creates requests that fill it with the elements of `spans` (ranges of
+/// tensors), one range after another. A span without a tensor is filled with zeros.
 pub(crate) fn build_span_requests<'a>(
     spans: impl Iterator<Item = (Option<&'a TensorInfo>, Range<u64>)> + Clone,
     buffer: &'a mut Vec<f32>,
@@ -51,30 +51,32 @@ pub trait TensorSource: Sync {
     /// Returns the path of the checkpoint.
     fn path(&self) -> &Path;
 
-    /// Returns the descriptions of all tensors, weights first.
+    /// Returns the descriptions (name, role, dtype and shape) of all tensors, weights first.
     fn tensors(&self) -> Vec<TensorInfo>;
 
-    /// Reads the elements of all requests as F32 into their buffers, and verifies the stored bytes.
-    /// After an error the contents of the buffers are undefined.
+    /// Reads the elements that all requests ask for into the buffers of the requests, as F32, and
+    /// verifies the stored bytes. After an error the contents of the buffers are undefined.
     fn read_verified(&self, requests: &mut [ReadRequest<'_>]) -> Result<()>;
 
-    /// Reads the elements of all requests as F32 into their buffers, and may leave the verification
-    /// of the stored bytes to [`TensorSource::verify_reads`]. Each byte is then read only once. The
-    /// caller must later call [`TensorSource::verify_reads`], and must discard the elements if that
-    /// call fails.
+    /// Reads the elements that all requests ask for into the buffers of the requests, as F32, and
+    /// may leave the verification of the stored bytes to [`TensorSource::verify_reads`]. Each byte
+    /// is then read only once. The caller must later call [`TensorSource::verify_reads`], and must
+    /// discard the elements if that call fails.
     fn read_unverified(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
         self.read_verified(requests)
     }
 
-    /// Verifies all bytes that [`TensorSource::read_unverified`] has read, or all stored bytes if
-    /// `every_byte` is true. By default does nothing, since `read_unverified` verifies by default.
+    /// Verifies the checksums of all bytes that [`TensorSource::read_unverified`] has read, or of
+    /// all stored bytes if `every_byte` is true. By default does nothing, since `read_unverified`
+    /// verifies by default.
     fn verify_reads(&self, every_byte: bool) -> Result<()> {
         let _ = every_byte;
         Ok(())
     }
 
-    /// Reads elements of a tensor starting at `start_element` into `out`, as stored little-endian
-    /// bytes. The length of `out` determines the number of elements. Supports any dtype.
+    /// Reads elements of a tensor, starting with `start_element`, into `out`, as the little-endian
+    /// bytes in which the checkpoint stores them. The length of `out` determines the number of
+    /// elements. Supports any dtype.
     ///
     /// # Errors
     /// Fails with [`UnsupportedFeature::NotFloat`] if the format has only tensors that are read as
@@ -93,7 +95,7 @@ pub trait TensorSource: Sync {
         Ok(start)
     }
 
-    /// Returns those parts of the checkpoint that a conversion copies unchanged.
+    /// Returns those parts of the checkpoint that a conversion to another format copies unchanged.
     fn read_passthrough(&self) -> Result<PassthroughState> {
         Ok(PassthroughState::default())
     }
@@ -107,7 +109,8 @@ pub trait TensorSource: Sync {
         Dtype::F32
     }
 
-    /// Returns the state that is needed to resume the training, except its tensors.
+    /// Returns the state that is needed to resume the training, without the tensors: step,
+    /// parameter groups, scheduler and so on.
     fn training_state(&self) -> TrainingState;
 
     /// Returns true for a checkpoint that has weights and no part of a training state.
@@ -115,8 +118,8 @@ pub trait TensorSource: Sync {
         false
     }
 
-    /// Returns the reason why [`TensorSource::tensors`] omits the optimizer states of the
-    /// checkpoint. Returns `None` if no optimizer state is omitted.
+    /// Returns the reason why [`TensorSource::tensors`] does not list the optimizer states that the
+    /// checkpoint has. Returns `None` if no optimizer state is omitted.
     fn ignored_optimizer_reason(&self) -> Option<&str> {
         None
     }
@@ -138,7 +141,8 @@ pub trait TensorSource: Sync {
         None
     }
 
-    /// Returns the tokenizer's files and other text files that are exported with the weights.
+    /// Returns the files of the tokenizer and other text files that an export writes next to the
+    /// weights.
     fn exported_text_files(&self) -> &[TextFile] {
         &[]
     }

@@ -62,9 +62,10 @@ pub struct LossScale {
 }
 
 impl TrainingState {
-    /// Returns a warning if a weight has more updates than the run has steps. Such a state was
-    /// mixed from the files of two checkpoints. Returns `None` if every weight has exactly one
-    /// update more than the run, since DeepSpeed can initialize optimizer states by a first update.
+    /// Returns a warning if a weight is recorded to have more optimizer updates than the run has
+    /// steps. Such a state was mixed from the files of two checkpoints. Returns `None` if every
+    /// weight has exactly one update more than the run, since DeepSpeed can initialize optimizer
+    /// states by a first update.
     pub(crate) fn find_impossible_steps(&self) -> Option<String> {
         let run = self.step?;
         if self.steps.values().all(|updates| Some(*updates) == run.checked_add(1)) {
@@ -79,8 +80,8 @@ impl TrainingState {
         Some(format!("{name} has {updates} updates{others}, but the run is at step {run}"))
     }
 
-    /// Parses the dynamic loss scale from `loss_scaler`, in the format of any supported program.
-    /// Returns `None` if there is no loss scale or a constant one.
+    /// Parses the state of the dynamic loss scale from `loss_scaler`, the JSON form of the loss
+    /// scaler of any supported program. Returns `None` if there is no loss scale or a constant one.
     pub fn parse_loss_scale(&self) -> Option<LossScale> {
         let number = |key: &str| self.loss_scaler.get(key).and_then(Value::as_f64);
         let count = |key: &str| number(key).filter(|n| (0.0..9e15).contains(n)).map(|n| n as u64);

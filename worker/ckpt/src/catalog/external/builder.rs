@@ -1,5 +1,5 @@
 //! [`ExternalCheckpointBuilder`]: collects what is found in the directory of another program's
-//! checkpoint: files, tensors and facts.
+//! checkpoint: files, tensors, and other information, such as the step.
 use super::checkpoint::ExternalCheckpoint;
 use super::facts::{ExternalFacts, StatePart};
 use super::stored_files::StoredFiles;
@@ -16,12 +16,12 @@ use std::sync::Arc;
 /// The only Python classes and functions that the pickles of torch files may refer to.
 pub(crate) const ALLOWED_GLOBALS: &[&[&str]] = &[TENSOR_GLOBALS, DTYPE_GLOBALS, PLAIN_GLOBALS];
 
-/// Names of the weights that are trained by the job that reads the checkpoint. The names identify
-/// optimizer states that a file stores only by number.
+/// Names of the weights that are trained by the job that reads another program's checkpoint. The
+/// names identify optimizer states that a file stores only by number.
 pub(crate) type TrainedWeightNames = HashSet<String>;
 
-/// Collects the files, tensors and facts that are found in the directory of another program's
-/// checkpoint.
+/// Collects the files, the tensors and other information, such as the step, that are found in the
+/// directory of another program's checkpoint.
 pub(crate) struct ExternalCheckpointBuilder {
     pub(crate) directory: Arc<Directory>,
     /// The weights that the job which reads the checkpoint trains; `None` if unknown.
@@ -32,7 +32,7 @@ pub(crate) struct ExternalCheckpointBuilder {
 }
 
 impl ExternalCheckpointBuilder {
-    /// Opens the directory at `path`, without reading any file.
+    /// Opens the checkpoint directory at `path`, without reading any file.
     pub(crate) fn new(path: &Path) -> Result<ExternalCheckpointBuilder> {
         Ok(ExternalCheckpointBuilder {
             directory: Arc::new(Directory::open(path)?),
@@ -43,9 +43,9 @@ impl ExternalCheckpointBuilder {
         })
     }
 
-    /// Opens a torch file of the directory and adds it to the files of the checkpoint. Returns the
-    /// file's index in [`StoredFiles`], and the parsed file. `globals` lists the classes and
-    /// functions that the file may name.
+    /// Opens a torch file of the checkpoint directory and adds it to the checkpoint's list of
+    /// files. Returns the file's index in [`StoredFiles`], and the parsed file. `globals` lists the
+    /// classes and functions that the file may name.
     pub(crate) fn add_torch_file(
         &mut self,
         name: &str,
@@ -64,13 +64,14 @@ impl ExternalCheckpointBuilder {
         }
     }
 
-    /// Returns the error [`CkptError::Damaged`] for the file `file` of the directory.
+    /// Returns the error [`CkptError::Damaged`] for the file named `file` in the checkpoint
+    /// directory.
     pub(crate) fn damaged_file_error(&self, file: &str, reason: impl Into<DamageReason>) -> CkptError {
         CkptError::damaged(self.directory.path(), file, reason)
     }
 
-    /// Returns the error [`CkptError::Damaged`] for the file with the index `file` in
-    /// [`StoredFiles`].
+    /// Returns the error [`CkptError::Damaged`] for the file number `file` of the list of files
+    /// that contain tensors ([`StoredFiles`]).
     pub(crate) fn damaged_stored_file_error(
         &self,
         file: usize,
@@ -79,25 +80,25 @@ impl ExternalCheckpointBuilder {
         self.damaged_file_error(&self.store.files[file].name, reason)
     }
 
-    /// Returns the error [`CkptError::Missing`] for the part `part` of the checkpoint.
+    /// Returns the error [`CkptError::Missing`], which reports that the checkpoint lacks `part`.
     pub(crate) fn missing_part_error(&self, part: impl Into<MissingPart>) -> CkptError {
         CkptError::missing(self.directory.path(), part)
     }
 
-    /// Adds `line` to the checkpoint's notices for the user.
+    /// Adds `line` to the messages that are shown to the user when the checkpoint is read.
     pub(crate) fn add_notice(&mut self, line: impl Into<String>) {
         self.facts.notices.push(line.into());
     }
 
-    /// Records that the checkpoint's optimizer states are ignored. `notice` states the reason to
-    /// the user. The first such notice also becomes the reason in the facts.
+    /// Records that the checkpoint has optimizer states that are ignored. `notice` states the
+    /// reason to the user. The first such notice also becomes the reason in the facts.
     pub(crate) fn record_skipped_optimizer(&mut self, notice: String) {
         self.facts.ignored_optimizer.get_or_insert_with(|| notice.clone());
         self.add_notice(notice);
     }
 
-    /// Adds a notice that the optimizer states with the unknown keys `keys` are ignored. Does
-    /// nothing if `keys` is empty.
+    /// Adds a message for the user that lists the optimizer states that are ignored because their
+    /// keys are unknown. Does nothing if `keys` is empty.
     pub(crate) fn add_unknown_states_notice<'k>(&mut self, keys: impl IntoIterator<Item = &'k String>) {
         let keys: BTreeSet<&String> = keys.into_iter().collect();
         if !keys.is_empty() {
@@ -106,14 +107,14 @@ impl ExternalCheckpointBuilder {
         }
     }
 
-    /// Iterates over the names and shapes of the weights that were added so far.
+    /// Iterates over the names and shapes of the weights that were added to the builder so far.
     pub(crate) fn weights(&self) -> impl Iterator<Item = (&str, &[u64])> {
         let weights = self.entries.iter().filter(|e| e.info.role == TensorRole::Weight);
         weights.map(|e| (e.info.name.as_str(), e.info.shape.as_slice()))
     }
 
-    /// Sorts the tensors by the position of their names in `order`. Tensors whose names are not in
-    /// `order` come last, in their previous order.
+    /// Sorts the tensors of the checkpoint by the positions of their names in `order`. Tensors
+    /// whose names are not in `order` come last, in their previous order.
     pub(crate) fn sort_tensors<'n>(&mut self, order: impl IntoIterator<Item = &'n str>) {
         let position: HashMap<&str, usize> = order.into_iter().zip(0..).collect();
         self.entries.sort_by_key(|e| position.get(e.info.name.as_str()).copied().unwrap_or(usize::MAX));
@@ -126,8 +127,8 @@ impl ExternalCheckpointBuilder {
         self.finish_with_paths(&path, &path)
     }
 
-    /// Builds the [`ExternalCheckpoint`] with the checkpoint path `path`, and reads the config and
-    /// the tokenizer from the directory `root`.
+    /// Builds the [`ExternalCheckpoint`] with the checkpoint path `path`, and reads `config.json`
+    /// and the tokenizer from the directory `root`.
     pub(crate) fn finish_with_paths(mut self, path: &Path, root: &Path) -> Result<ExternalCheckpoint> {
         if !self.entries.iter().any(|e| e.info.role.is_optimizer_state()) {
             self.facts.missing.insert(0, StatePart::OptimizerState);

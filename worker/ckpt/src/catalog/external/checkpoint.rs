@@ -23,11 +23,13 @@ const CONFIG_FILE: &str = "config.json";
 const CONFIG_BYTES_MAX: u64 = 64 << 20;
 /// Limit on the total size in bytes of the text files that are exported with the weights.
 const TEXT_BYTES_MAX: u64 = 128 << 20;
-/// Limit on the total size of all tensors, as a multiple of the total size of their files. Tensors
-/// may share stored bytes, so their total size may exceed that of the files.
+/// Limit on the total size that a checkpoint's tensors may claim to have, as a multiple of the
+/// total size of the files that store them. Tensors may share stored bytes, so their total size may
+/// exceed that of the files.
 const TENSOR_TO_FILE_BYTES_RATIO_MAX: u64 = 2;
 /// Number of bytes by which the total size of all tensors may exceed the limit that follows from
-/// [`TENSOR_TO_FILE_BYTES_RATIO_MAX`]. A small checkpoint can need them for an expanded mask, for example.
+/// [`TENSOR_TO_FILE_BYTES_RATIO_MAX`]. A small checkpoint can need them for an expanded mask, for
+/// example.
 const TENSOR_BYTES_ALLOWANCE: u64 = 256 << 20;
 /// Names of the text files that a Hugging Face directory may contain in addition to the weights.
 const HF_TEXT_FILE_NAMES: [&str; 8] = [
@@ -41,7 +43,7 @@ const HF_TEXT_FILE_NAMES: [&str; 8] = [
     "chat_template.jinja",
 ];
 
-/// An open checkpoint that another program wrote.
+/// An open checkpoint that another program, such as DeepSpeed or PyTorch, wrote.
 pub struct ExternalCheckpoint {
     path: PathBuf,
     pub(super) facts: ExternalFacts,
@@ -66,8 +68,8 @@ impl fmt::Debug for ExternalCheckpoint {
 }
 
 impl ExternalCheckpoint {
-    /// Creates a checkpoint with the tensors `entries`, and reads `config.json` and the tokenizer
-    /// from the directory `root`.
+    /// Creates an open checkpoint with the tensors `entries`, and reads `config.json` and the
+    /// tokenizer from the directory `root`.
     ///
     /// # Errors
     /// Fails if a tensor is invalid, the tensors exceed a limit, or a file of `root` is invalid.
@@ -106,32 +108,33 @@ impl ExternalCheckpoint {
         })
     }
 
-    /// Sets those parts of the state that a conversion copies unchanged, and returns the
-    /// checkpoint.
+    /// Sets those parts of the checkpoint that a conversion to another format copies unchanged, and
+    /// returns the checkpoint.
     pub(crate) fn with_passthrough(mut self, passthrough: PassthroughState) -> ExternalCheckpoint {
         self.passthrough = passthrough;
         self
     }
 
-    /// Returns the facts that the checkpoint records or that follow from its files, such as its
-    /// step.
+    /// Returns what is known about the checkpoint in addition to its tensors, such as its step and
+    /// the program that wrote it.
     pub fn facts(&self) -> &ExternalFacts {
         &self.facts
     }
 
-    /// Marks the checkpoint as a single file, so that other files in the same directory are not
-    /// verified.
+    /// Marks the checkpoint as a single file of weights, so that other files in the same directory
+    /// are not verified.
     pub(crate) fn mark_as_single_file(mut self) -> ExternalCheckpoint {
         self.is_single_file = true;
         self
     }
 
-    /// Appends `lines` to the warnings in the facts about the checkpoint.
+    /// Appends `lines` to the warnings about the checkpoint, such as a stale file `latest`.
     pub(crate) fn add_warnings(&mut self, lines: Vec<String>) {
         self.facts.warnings.extend(lines);
     }
 
-    /// Inserts `lines` before the notices in the facts about the checkpoint.
+    /// Inserts `lines` at the beginning of the messages that are shown to the user when the
+    /// checkpoint is read.
     pub(crate) fn prepend_notices(&mut self, mut lines: Vec<String>) {
         lines.append(&mut self.facts.notices);
         self.facts.notices = lines;
@@ -142,14 +145,15 @@ impl ExternalCheckpoint {
         self.store.files.iter().map(|f| (f.name.as_str(), f.size))
     }
 
-    /// Returns the tensor with the name `name` and the role `role`. Fails with
-    /// [`CkptError::NoSuchTensor`] if the checkpoint does not have the tensor.
+    /// Returns the tensor with the name `name` and the role `role` (weight, optimizer state or
+    /// buffer). Fails with [`CkptError::NoSuchTensor`] if the checkpoint does not have the tensor.
     fn find_tensor(&self, name: &str, role: TensorRole) -> Result<&ExternalTensor> {
         let index = self.index.get(&(role, name.to_owned()));
         index.map(|&i| &self.entries[i]).ok_or_else(|| CkptError::no_such_tensor(&self.path, role, name))
     }
 
-    /// Splits all read requests into reads that each concern a single part of a file.
+    /// Divides all read requests where they cross from one stored part of a tensor to the next, so
+    /// that each resulting read concerns a single part of a file.
     fn split_requests_into_part_reads<'a>(
         &'a self,
         requests: &'a mut [ReadRequest<'_>],
@@ -159,9 +163,9 @@ impl ExternalCheckpoint {
         Ok(parts)
     }
 
-    /// Splits a read request into reads that each concern a single part of a file, and appends
-    /// these reads to `parts`. Each stored part of the tensor that has some of the requested
-    /// elements gets one read.
+    /// Divides one read request into reads that each concern a single stored part of the tensor,
+    /// and appends these reads to `parts`. Each stored part of the tensor that has some of the
+    /// requested elements gets one read.
     ///
     /// # Errors
     ///
@@ -287,8 +291,8 @@ impl TensorSource for ExternalCheckpoint {
     }
 }
 
-/// Checks the tensors `entries`, and creates an index of them by role and name. `path` is the path
-/// of the checkpoint, for errors.
+/// Checks the tensors `entries`, and creates an index of them by role (weight, optimizer state or
+/// buffer) and name. `path` is the path of the checkpoint, for errors.
 ///
 /// # Errors
 /// Fails if a tensor's name or shape is invalid, its parts do not cover it exactly once, or two
@@ -333,8 +337,8 @@ fn index_tensors(
     Ok(index)
 }
 
-/// Reads the model's `config.json` in the directory. Returns `None` if the directory does not have
-/// this file. Fails if the file is not a JSON object.
+/// Reads the model's `config.json` in the directory, and returns `None` if the file does not exist.
+/// Fails if the file is not a JSON object.
 fn read_hf_config(directory: &Directory) -> Result<Option<Map<String, Value>>> {
     match read_json_if_exists(directory, CONFIG_FILE, CONFIG_BYTES_MAX)? {
         None => Ok(None),
@@ -346,8 +350,9 @@ fn read_hf_config(directory: &Directory) -> Result<Option<Map<String, Value>>> {
     }
 }
 
-/// Reads those of the [`HF_TEXT_FILE_NAMES`] that exist in the directory. Fails if a file is not UTF-8
-/// text, or the files together have more than [`TEXT_BYTES_MAX`] bytes.
+/// Reads the text files of the tokenizer and the model that exist in the directory, of those that
+/// [`HF_TEXT_FILE_NAMES`] lists. Fails if a file is not UTF-8 text, or the files together have more
+/// than [`TEXT_BYTES_MAX`] bytes.
 fn read_text_files(directory: &Directory) -> Result<Vec<TextFile>> {
     let (mut texts, mut bytes_left) = (Vec::new(), TEXT_BYTES_MAX);
     for name in HF_TEXT_FILE_NAMES {

@@ -24,7 +24,8 @@ const THREADS_MAX: usize = 16;
 /// costs more than it saves.
 const THREAD_MIN_BYTES: u64 = 1 << 20;
 
-/// A piece of a [`CrcSpan`] that one thread verifies as one unit of work.
+/// A piece of a [`CrcSpan`] (a byte range of a file with one stored CRC-32) that one thread
+/// verifies as one unit of work.
 struct SpanPiece {
     /// Index of the file in [`StoredFiles`].
     file: usize,
@@ -34,8 +35,8 @@ struct SpanPiece {
     bytes: Range<u64>,
 }
 
-/// Divides the byte range `bytes` of a span into pieces of [`PIECE_BYTES`], or into larger pieces
-/// if there would be more than [`PIECES_MAX`].
+/// Divides a byte range of a file into pieces of [`PIECE_BYTES`] bytes, or into at most
+/// [`PIECES_MAX`] larger pieces.
 fn split_into_pieces(file: usize, span: usize, bytes: Range<u64>) -> impl Iterator<Item = SpanPiece> {
     let end = bytes.end;
     let size = PIECE_BYTES.max((end - bytes.start).div_ceil(PIECES_MAX));
@@ -43,9 +44,9 @@ fn split_into_pieces(file: usize, span: usize, bytes: Range<u64>) -> impl Iterat
     bytes.step_by(size as usize).map(piece)
 }
 
-/// Verifies the CRC-32 of every [`CrcSpan`] of every file in `store`, except files for which `skip`
-/// is true. Returns the number of verified bytes, the number of spans, and a [`Damage`] for each
-/// span whose CRC-32 is wrong. A damage names the tensors of `entries` in its span.
+/// Verifies every CRC-32 that is stored in the files `store`, except in files for which `skip` is
+/// true. Returns the number of verified bytes, the number of spans, and a [`Damage`] for each span
+/// whose CRC-32 is wrong. A damage names the tensors of `entries` in its span.
 ///
 /// # Errors
 /// Fails if a file cannot be read. A wrong CRC-32 is damage, not an error.
@@ -76,9 +77,9 @@ pub(crate) fn verify_all_spans(
     Ok((bytes, spans.len() as u64, damaged.into_iter().map(damage).collect()))
 }
 
-/// Completes the verification of every [`CrcSpan`] from which bytes were read unverified, and of
-/// all other unverified spans if `every_span` is true. Reads only the bytes that were not read
-/// before, and marks the spans as verified.
+/// Completes the verification of every file range with a stored CRC-32 ([`CrcSpan`]) from which
+/// bytes were read unverified, and of all other unverified ranges if `every_span` is true. Reads
+/// only the bytes that were not read before, and marks the spans as verified.
 ///
 /// # Errors
 /// Fails at the first span whose content does not match its CRC-32, with an error that names the
@@ -107,14 +108,15 @@ pub(crate) fn verify_read_spans(
     Ok(())
 }
 
-/// Iterates over the spans (byte ranges with a CRC-32) of all files. Each item is the file's index
-/// in `store`, the span's index in the file, and the span.
+/// Iterates over the byte ranges with a stored CRC-32 (spans) of all files. Each item is the file's
+/// index in `store`, the span's index in the file, and the span.
 fn list_spans(store: &StoredFiles) -> impl Iterator<Item = (usize, usize, &CrcSpan)> {
     let files = store.files.iter().enumerate();
     files.flat_map(|(f, file)| file.spans.iter().enumerate().map(move |(s, span)| (f, s, span)))
 }
 
-/// Computes the CRC-32 of each of `pieces` with several threads. Returns them in the same order.
+/// Computes the CRC-32 of each of `pieces` (byte ranges of files) with several threads. Returns
+/// them in the same order.
 ///
 /// # Errors
 /// Fails with the error of the first piece in the list that cannot be read.
@@ -134,9 +136,9 @@ fn compute_crcs<'a>(store: &'a StoredFiles, pieces: &[SpanPiece]) -> Result<Vec<
     parallel::map_indices(thread_count(bytes), pieces.len(), no_file, compute).into_iter().collect()
 }
 
-/// Returns the number of threads with which `bytes` bytes are verified. The number is that of the
-/// CPU cores plus 1, but at most [`THREADS_MAX`], and smaller if a thread would get fewer than
-/// [`THREAD_MIN_BYTES`].
+/// Returns the number of threads with which checksums of `bytes` bytes are verified. The number is
+/// that of the CPU cores plus 1, but at most [`THREADS_MAX`], and smaller if a thread would get
+/// fewer than [`THREAD_MIN_BYTES`].
 fn thread_count(bytes: u64) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     (cores + 1).min(THREADS_MAX).min((bytes / THREAD_MIN_BYTES) as usize + 1)

@@ -42,8 +42,8 @@ impl Serialize for StatePart {
     }
 }
 
-/// Facts about another program's checkpoint that are not tensors, and that the checkpoint records
-/// or that follow from its files.
+/// Information about another program's checkpoint that is not in its tensors, such as the program,
+/// the step, and parts that are missing.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct ExternalFacts {
     /// The program and layout, such as `DeepSpeed` or `HF Trainer with DeepSpeed`.
@@ -78,14 +78,14 @@ pub struct ExternalFacts {
 }
 
 impl ExternalFacts {
-    /// Returns why an existing optimizer state is ignored, or `None` if no optimizer state is
-    /// ignored.
+    /// Returns why the checkpoint's optimizer state is ignored, or `None` if it is not ignored or
+    /// does not exist.
     pub fn ignored_optimizer_reason(&self) -> Option<&str> {
         self.ignored_optimizer.as_deref()
     }
 
-    /// Returns true if the checkpoint was saved for resuming, even if parts of the state are
-    /// missing.
+    /// Returns true if the checkpoint was saved to resume a training, even if parts of the training
+    /// state are missing.
     pub fn is_training_state(&self) -> bool {
         self.state.step.unwrap_or(0) > 0
             || self.ignored_optimizer_reason().is_some()

@@ -1,5 +1,5 @@
-//! [`FusedExperts`]: translates between experts stored as one tensor per layer (fused) and experts
-//! stored as one tensor each.
+//! [`FusedExperts`]: translates between two ways to store the experts of a mixture-of-experts
+//! layer: one tensor for all experts (fused), and one tensor per expert.
 //!
 //! Recent versions of transformers train fused experts, while files of weights store each expert
 //! separately. `experts.gate_up_proj` has the shape [experts, 2 × width, hidden], with the gate of
@@ -12,11 +12,12 @@ use std::ops::Range;
 
 /// Names of an expert's three matrices (gate, up, down) in files of the supported model families.
 const MATRIX_NAMES: [[&str; 3]; 2] = [["gate_proj", "up_proj", "down_proj"], ["w1", "w3", "w2"]];
-/// The part of a weight's name that stands for the mixture-of-experts layer: first in files of
-/// Mixtral, then in the model.
+/// How a weight's name denotes the mixture-of-experts layer: first in files of Mixtral, then in the
+/// model.
 const MOE_MODULE_NAMES: (&str, &str) = (".block_sparse_moe.", ".mlp.");
 
-/// A separate tensor in a file that becomes a part of a fused tensor of the model.
+/// A tensor of a single expert in a file that becomes a part of a fused tensor (all experts of a
+/// layer) of the model.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct FusedMember {
     /// Name under which files store this part of the fused tensor.
@@ -26,8 +27,8 @@ pub(crate) struct FusedMember {
     pub(crate) elements: Range<u64>,
 }
 
-/// The weights of a model with fused experts, and the separate tensors in which files store the
-/// parts of these weights.
+/// The weights of a model that combine all experts of a layer (fused), and the tensors of single
+/// experts in which files store the parts of these weights.
 #[derive(Debug, Default)]
 pub(crate) struct FusedExperts {
     /// Name and shape of each weight of the model.
@@ -37,14 +38,14 @@ pub(crate) struct FusedExperts {
     members: HashMap<String, Vec<FusedMember>>,
 }
 
-/// The name and the shape of each expert's matrices in one layer. The key is the number of the
-/// expert and the index of the matrix (0 for gate, 1 for up, 2 for down).
+/// The names and the shapes of the matrices of every expert in one layer. The key is the number of
+/// the expert and the index of the matrix (0 for gate, 1 for up, 2 for down).
 type LayerMatrices<'a> = BTreeMap<(u64, usize), BorrowedWeightShape<'a>>;
 
 impl FusedExperts {
-    /// Computes which fused weights the model has, if the files store each expert of a layer in
-    /// separate tensors. Returns `None` if they have no separate experts, or if experts are missing
-    /// or differ in shape.
+    /// Finds out which weights of the model combine all experts of a layer, if the files store each
+    /// expert in separate tensors. Returns `None` if they have no separate experts, or if experts
+    /// are missing or differ in shape.
     pub(crate) fn from_separate_experts(weights: &[BorrowedWeightShape<'_>]) -> Option<FusedExperts> {
         let mut fused = FusedExperts::default();
         let mut layers: BTreeMap<String, LayerMatrices<'_>> = BTreeMap::new();
@@ -89,7 +90,7 @@ impl FusedExperts {
         Some(fused)
     }
 
-    /// Adds a weight of the model, which files store as the separate weights `parts`. Returns
+    /// Adds the weight of the model that files store as the separate tensors `parts`. Returns
     /// `None` if the number of elements overflows.
     fn add_weight(
         &mut self,
@@ -110,7 +111,7 @@ impl FusedExperts {
         Some(())
     }
 
-    /// Returns the parts of the model's weight `name` that files store as separate tensors, or
+    /// Returns the tensors of single experts in which files store the model's weight `name`, or
     /// `None` if files store the weight as one tensor of this name.
     pub(crate) fn parts_of_weight(&self, name: &str) -> Option<&[FusedMember]> {
         self.members.get(name).map(Vec::as_slice)

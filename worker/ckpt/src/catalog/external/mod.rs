@@ -1,5 +1,5 @@
-//! Checkpoints of other programs: what they contain, and where in their files each tensor is
-//! stored.
+//! Checkpoints of other programs, such as DeepSpeed and PyTorch: what they contain, and where in
+//! their files each tensor is stored.
 mod builder;
 mod checkpoint;
 mod crc_check;

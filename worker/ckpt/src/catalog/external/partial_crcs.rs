@@ -1,5 +1,5 @@
-//! [`PartialCrcs`]: computes the CRC-32 of a span of a file from the CRC-32s of its pieces, which
-//! are read in any order.
+//! [`PartialCrcs`]: computes the CRC-32 of a byte range of a file from the CRC-32s of its pieces,
+//! which are read in any order.
 //!
 //! A conversion therefore reads each byte only once.
 use crate::codec::disk::combine_crcs;
@@ -7,12 +7,12 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// The CRC-32s of those pieces of a file span that were read so far, by the offset of the piece.
-/// Adjacent pieces are merged.
+/// The CRC-32s of those pieces of a file's byte range that were read so far, by the offset of each
+/// piece. Adjacent pieces are merged.
 #[derive(Default)]
 pub(super) struct PartialCrcs(Mutex<BTreeMap<u64, CrcPiece>>);
 
-/// A piece of a span that was read: where it ends, and its CRC-32.
+/// A piece of a file's byte range that was read: the offset of its end, and its CRC-32.
 #[derive(Clone, Copy)]
 struct CrcPiece {
     /// Offset in the file at which the piece ends.
@@ -21,14 +21,15 @@ struct CrcPiece {
 }
 
 impl PartialCrcs {
-    /// Locks and returns the map of pieces, even if another thread panicked while it held the lock.
+    /// Locks and returns the map of the pieces that were read, even if another thread panicked
+    /// while it held the lock.
     fn lock_pieces(&self) -> std::sync::MutexGuard<'_, BTreeMap<u64, CrcPiece>> {
         // each update is a single insertion or removal, so a poisoned map is consistent
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Records that the bytes in the range `bytes` have the CRC-32 `crc`. Ignores an empty range,
-    /// and a range that overlaps an earlier range.
+    /// Records that the bytes of the file in the range `bytes` have the CRC-32 `crc`. Ignores an
+    /// empty range, and a range that overlaps an earlier range.
     pub(super) fn add_crc(&self, bytes: Range<u64>, crc: u32) {
         if bytes.is_empty() {
             return;
@@ -51,12 +52,12 @@ impl PartialCrcs {
         pieces.insert(start, piece);
     }
 
-    /// Returns true if no range was added.
+    /// Returns true if no piece of the byte range was read yet.
     pub(super) fn is_empty(&self) -> bool {
         self.lock_pieces().is_empty()
     }
 
-    /// Lists the byte ranges of `span` that no piece covers.
+    /// Lists the parts of the byte range `span` of which no CRC-32 was recorded yet.
     pub(super) fn find_gaps(&self, span: Range<u64>) -> Vec<Range<u64>> {
         let (mut gaps, mut at) = (Vec::new(), span.start);
         for (&start, piece) in self.lock_pieces().iter() {
@@ -71,7 +72,8 @@ impl PartialCrcs {
         gaps
     }
 
-    /// Returns the CRC-32 of `span`, or `None` if the pieces do not cover the whole span yet.
+    /// Returns the CRC-32 of the byte range `span`, or `None` if the CRC-32 of some part of it was
+    /// not recorded yet.
     pub(super) fn whole_crc(&self, span: Range<u64>) -> Option<u32> {
         if span.is_empty() {
             return Some(0);

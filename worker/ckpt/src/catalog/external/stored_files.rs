@@ -19,8 +19,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Number of bytes of 16-bit floats that are read from a file and converted at a time.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// The place of a span (a byte range of a file that contains tensors): the index of the file in
-/// [`StoredFiles`], and the index of the span in the file.
+/// The place of a byte range with one CRC-32 (a span): the index of the file in [`StoredFiles`],
+/// and the index of the span in the file.
 pub(super) type SpanPlace = (usize, usize);
 
 /// The files of another program's checkpoint that contain tensors.
@@ -55,12 +55,13 @@ pub(super) struct CrcSpan {
 }
 
 impl CrcSpan {
-    /// Returns true if the bytes of the span need no further verification.
+    /// Returns true if the bytes need no further verification: because they matched their CRC-32,
+    /// or because the file stores none for them.
     pub(super) fn is_verified(&self) -> bool {
         self.verified.load(Ordering::Acquire)
     }
 
-    /// Records that the bytes of the span match its CRC-32, so that they are not verified again.
+    /// Records that the bytes match their stored CRC-32, so that they are not verified again.
     pub(super) fn mark_verified(&self) {
         self.verified.store(true, Ordering::Release);
     }
@@ -87,8 +88,8 @@ impl StoredFile {
         StoredFile { directory, name, size, spans: Vec::new() }
     }
 
-    /// Adds a span (a byte range that contains tensors) for each of `members`, which are zip
-    /// members or tensor storages. Returns the index of the first added span.
+    /// Adds a byte range that contains tensors (a span) to the file for each of `members`, which
+    /// are zip members or tensor storages. Returns the index of the first added span.
     pub(crate) fn add_spans(&mut self, members: Vec<ZipMember>) -> usize {
         let first = self.spans.len();
         self.spans.extend(members.into_iter().map(|m| CrcSpan {
@@ -106,12 +107,12 @@ impl StoredFile {
         self.spans.iter().all(|span| span.crc.is_some() || span.bytes.is_empty())
     }
 
-    /// Returns the open directory that contains the file.
+    /// Returns the open directory that contains this file.
     pub(crate) fn directory(&self) -> &Directory {
         &self.directory
     }
 
-    /// Opens the file for reads at any offset, which use the buffers of `scratch`.
+    /// Opens this file for reads at any offset, through the reusable buffers `scratch`.
     ///
     /// # Errors
     /// Fails if the size has changed since the checkpoint was opened.
@@ -125,7 +126,7 @@ impl StoredFile {
         }
     }
 
-    /// Returns [`CkptError::Damaged`] for this file.
+    /// Returns the error [`CkptError::Damaged`] for this file, with the reason `reason`.
     fn damaged_file_error(&self, reason: impl Into<DamageReason>) -> CkptError {
         CkptError::damaged(self.directory.path(), &self.name, reason)
     }
@@ -135,8 +136,8 @@ impl StoredFile {
         open.compute_crc(bytes).map_err(|e| self.convert_read_error(e))
     }
 
-    /// Reads bytes of `span` from offset `at` of the file to `out`, and records their CRC-32 if the
-    /// span is not verified yet.
+    /// Reads bytes of the byte range `span` of this file, from offset `at` on, into `out`, and
+    /// records their CRC-32 if the range is not verified yet.
     fn read_and_record_crc(
         &self,
         open: &mut OffsetReader<'_>,
@@ -154,7 +155,7 @@ impl StoredFile {
         Ok(())
     }
 
-    /// Reads the bytes that begin at offset `at` of the file to `out`, without verification.
+    /// Fills `out` with the bytes of the file that begin at offset `at`, without verification.
     fn read_bytes(&self, open: &mut OffsetReader<'_>, at: u64, out: &mut [u8]) -> Result<()> {
         open.read_into(at, out, |_| {}).map_err(|e| self.convert_read_error(e))
     }
@@ -170,8 +171,8 @@ impl StoredFile {
 }
 
 impl StoredFiles {
-    /// Adds the file `name` of `size` bytes in `directory`, and a span for each of its members.
-    /// Returns the index of the file.
+    /// Adds the file `name` of `size` bytes in `directory` to the list of files, with the byte
+    /// ranges of its tensors `members`. Returns the index of the file.
     pub(crate) fn add_file(
         &mut self,
         directory: &Arc<Directory>,
@@ -185,24 +186,25 @@ impl StoredFiles {
         self.files.len() - 1
     }
 
-    /// Returns the [`Damage`] that describes a span (byte range) whose CRC-32 is wrong. `tensors`
-    /// are the labels of the tensors with a part in the span.
+    /// Returns the [`Damage`] that reports a byte range of a file whose content does not match its
+    /// stored CRC-32. `tensors` are the labels of the tensors with a part in the span.
     pub(super) fn crc_mismatch_damage(&self, (file, span): SpanPlace, tensors: Vec<String>) -> Damage {
         let stored = &self.files[file];
         let reason = DamageReason::CrcMismatch { member: stored.spans[span].name.clone() };
         Damage { file: stored.name.clone(), block: None, tensors, reason }
     }
 
-    /// Returns the error [`CkptError::Damaged`] for a span (byte range) whose CRC-32 is wrong. The
-    /// error names the tensors of `entries` that have a part in the span.
+    /// Returns the error [`CkptError::Damaged`] for a byte range of a file whose content does not
+    /// match its stored CRC-32. The error names the tensors of `entries` that have a part in the
+    /// span.
     pub(super) fn crc_mismatch_error(&self, span: SpanPlace, entries: &[ExternalTensor]) -> CkptError {
         let tensors = list_tensors_in_spans(&[span], entries).remove(&span).unwrap_or_default();
         CkptError::from_damage(self.files[span.0].directory.path(), self.crc_mismatch_damage(span, tensors))
     }
 
-    /// Carries out all read requests, in the order of their files and offsets. Verifies the span of
-    /// a part before the part is read if `checked` is true or the part is not contiguous. An error
-    /// about a span names the tensors of `entries` in the span.
+    /// Carries out all read requests in the order of the files and offsets from which they read.
+    /// Verifies the span of a part before the part is read if `checked` is true or the part is not
+    /// contiguous. An error about a span names the tensors of `entries` in the span.
     ///
     /// If `checked` is false, the caller must verify the read spans after the last read with
     /// [`super::crc_check::verify_read_spans`], and must discard the elements if that fails.
@@ -231,8 +233,8 @@ impl StoredFiles {
         Ok(())
     }
 
-    /// Verifies the CRC-32 of the span that contains `part`, unless it was verified before. Fails
-    /// if the content does not match.
+    /// Verifies the stored CRC-32 of the byte range that contains the tensor part `part`, unless it
+    /// was verified before. Fails if the content does not match.
     fn verify_span_of(
         &self,
         part: &TensorPart,
@@ -252,9 +254,9 @@ impl StoredFiles {
         Ok(())
     }
 
-    /// Returns the content of the whole span that contains a part with strides, from the cache or
-    /// else from the file. Returns `None` for contiguous parts, and if the span is too large for
-    /// the cache. The caller must have verified the span.
+    /// Returns the content of the whole byte range (span) that contains a non-contiguous part of a
+    /// tensor, from the cache or else from the file. Returns `None` for contiguous parts, and if
+    /// the span is too large for the cache. The caller must have verified the span.
     fn load_strided_span(&self, part: &TensorPart, open: &mut OffsetReader<'_>) -> Result<Option<Arc<[u8]>>> {
         if part.strided.is_none() {
             return Ok(None);
@@ -292,9 +294,9 @@ impl StoredFiles {
         })
     }
 
-    /// Returns the index of the first element of `range` that is not in a hole of a sparse file, or
-    /// the end of `range`. Elements in a hole are zero and need not be read. Returns the start of
-    /// `range` if the part is not contiguous.
+    /// Returns the index of the first element in `range` of a tensor that is not in a hole of a
+    /// sparse file, or the end of `range` if every element is in a hole. Elements in a hole are
+    /// zero and need not be read. Returns the start of `range` if the part is not contiguous.
     pub(super) fn skip_file_holes(&self, part: &TensorPart, dtype: Dtype, range: Range<u64>) -> Result<u64> {
         if part.strided.is_some() {
             return Ok(range.start);
@@ -305,7 +307,8 @@ impl StoredFiles {
         Ok(range.end.min(range.start + (data.start - first) / size))
     }
 
-    /// Reads the optimizer step of a parameter, which is stored in the file with index `file`.
+    /// Reads the optimizer step of a parameter, which is stored in the file number `file` of the
+    /// list.
     pub(crate) fn read_step(&self, file: usize, step: &StepValue) -> Result<f64> {
         match step {
             StepValue::Number(number) => Ok(*number),
@@ -313,13 +316,13 @@ impl StoredFiles {
         }
     }
 
-    /// Reads the first element of the tensor `view` of the file with index `file`, as F32. Verifies
-    /// the span of the tensor first.
+    /// Reads the first element of the tensor `view`, which is stored in the file number `file` of
+    /// the list, as F32. Verifies the span of the tensor first.
     pub(crate) fn read_scalar(&self, file: usize, view: &TensorView) -> Result<f32> {
         self.read_first_element(&TensorPart::new(file, view, 0..1, 0), view.dtype)
     }
 
-    /// Reads the first element of a part as F32. Verifies the span of the part first.
+    /// Reads the first element of a tensor part as F32. Verifies the span of the part first.
     pub(crate) fn read_first_element(&self, part: &TensorPart, dtype: Dtype) -> Result<f32> {
         let mut out = [0.0];
         let range = part.start..part.start + 1;
@@ -328,8 +331,8 @@ impl StoredFiles {
     }
 }
 
-/// Lists, for each of `spans` (byte ranges of files), those tensors of `entries` that have a part
-/// in the span.
+/// Lists for each of `spans` (byte ranges of files) those of the tensors `entries` that have
+/// elements in the range.
 pub(super) fn list_tensors_in_spans(
     spans: &[SpanPlace],
     entries: &[ExternalTensor],
@@ -346,8 +349,8 @@ pub(super) fn list_tensors_in_spans(
     found
 }
 
-/// Reads the elements that `w` requests from the span `span`, and stores them as F32 in `w.out`.
-/// `buffer` is scratch memory, whose content is overwritten.
+/// Reads the elements that the request `w` asks for from the byte range `span` of a file, and
+/// stores them as F32 in `w.out`. `buffer` is scratch memory, whose content is overwritten.
 fn read_part(
     file: &StoredFile,
     open: &mut OffsetReader<'_>,
@@ -381,7 +384,7 @@ fn read_part(
     })
 }
 
-/// Copies the bytes of `content` that begin at offset `at` to `out`.
+/// Copies the bytes of `content` that begin at offset `at` to `out`, which they fill.
 fn copy_bytes(content: &[u8], at: u64, out: &mut [u8]) -> Result<()> {
     let outside = || CkptError::internal("an element is outside of its span");
     let at = usize::try_from(at).map_err(|_| outside())?;
@@ -390,8 +393,8 @@ fn copy_bytes(content: &[u8], at: u64, out: &mut [u8]) -> Result<()> {
     Ok(())
 }
 
-/// Copies the elements that `w` requests from `content`, the content of their span, to `w.out` as
-/// F32.
+/// Copies the elements that the request `w` asks for, which are not contiguous, from `content` to
+/// `w.out` as F32.
 fn copy_strided_part(content: &[u8], w: &mut PartRead<'_>) -> Result<()> {
     let size = w.dtype.size();
     let (mut done, mut bytes) = (0, Vec::new());

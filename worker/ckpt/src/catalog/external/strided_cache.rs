@@ -1,5 +1,5 @@
-//! [`StridedCache`]: caches whole file spans that contain tensors whose elements are not
-//! contiguous.
+//! [`StridedCache`]: caches the content of byte ranges of files that contain tensors whose elements
+//! are not contiguous.
 //!
 //! Such a tensor is read element by element, which would need a system call for each element. The
 //! cache holds whole spans in memory instead.
@@ -9,12 +9,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Limit on the total size of the cache in bytes. Spans that are larger are not cached.
 const CACHE_BYTES_MAX: u64 = 256 << 20;
 
-/// A cache of the contents of file spans (byte ranges) with tensors whose elements are not
-/// contiguous, with a limit on its total size.
+/// A cache of the contents of byte ranges of files (spans) with tensors whose elements are not
+/// contiguous.
 #[derive(Default)]
 pub(super) struct StridedCache(Mutex<Vec<CachedSpan>>);
 
-/// A file span (byte range) in the cache, with its place and its content.
+/// A byte range of a file (span) in the cache: its place and its content.
 struct CachedSpan {
     /// Index of the file in `StoredFiles`, and index of the span in the file.
     place: (usize, usize),
@@ -22,10 +22,10 @@ struct CachedSpan {
 }
 
 impl StridedCache {
-    /// Returns the content of the file span at `place`, which has `bytes` bytes, from the cache or
-    /// else by a call of `read`. If the span is not cached, calls `read` with a buffer that `read`
-    /// must fill, and removes the spans that were cached first if the cache is full. Returns `None`
-    /// without a call of `read` if the span is larger than the cache.
+    /// Returns the content of the byte range of a file (span) at `place`, which has `bytes` bytes,
+    /// from the cache or else by a call of `read`. If the span is not cached, calls `read` with a
+    /// buffer that `read` must fill, and removes the spans that were cached first if the cache is
+    /// full. Returns `None` without a call of `read` if the span is larger than the cache.
     ///
     /// # Errors
     /// Fails if `read` fails.

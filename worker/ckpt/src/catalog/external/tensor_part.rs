@@ -1,5 +1,5 @@
-//! [`ExternalTensor`] and [`TensorPart`]: a tensor of another program's checkpoint, and where
-//! consecutive elements of it are stored.
+//! [`ExternalTensor`] and [`TensorPart`]: a tensor of another program's checkpoint, and the places
+//! in files where its elements are stored.
 use crate::catalog::model::TensorInfo;
 use crate::codec::safetensors::SafetensorsEntry;
 use crate::codec::torch_file::TensorView;
@@ -16,8 +16,8 @@ pub(crate) struct ExternalTensor {
 }
 
 impl ExternalTensor {
-    /// Returns a tensor whose elements are those of the view `view`, in order. `file` is the index
-    /// of the view's file in `StoredFiles`.
+    /// Creates the description of a tensor of the checkpoint that consists of all elements of the
+    /// torch tensor `view`, in order. `file` is the index of the view's file in `StoredFiles`.
     pub(crate) fn from_whole_view(
         name: &str,
         role: TensorRole,
@@ -27,8 +27,9 @@ impl ExternalTensor {
         ExternalTensor::from_view_elements(name, role, &view.shape, file, view, 0..view.element_count())
     }
 
-    /// Returns a tensor of the shape `shape` whose elements are the range `taken` of the elements
-    /// of `view`. `file` is the index of the view's file in `StoredFiles`.
+    /// Creates the description of a tensor of the shape `shape` whose elements are the range
+    /// `taken` of the elements of the torch tensor `view`. `file` is the index of the view's file
+    /// in `StoredFiles`.
     pub(crate) fn from_view_elements(
         name: &str,
         role: TensorRole,
@@ -41,8 +42,8 @@ impl ExternalTensor {
         ExternalTensor::from_parts(name, role, view.dtype, shape, part.into_iter().collect())
     }
 
-    /// Returns the tensor that `entry` describes, in the safetensors file with the index `file` in
-    /// `StoredFiles`. The elements of the tensor are the whole span `span` of this file.
+    /// Creates the description of a tensor from `entry`, its entry in the header of a safetensors
+    /// file. The elements of the tensor are the whole span `span` of this file.
     pub(crate) fn from_whole_span(
         entry: SafetensorsEntry,
         role: TensorRole,
@@ -56,8 +57,8 @@ impl ExternalTensor {
         ExternalTensor { info: TensorInfo { name, role, dtype, shape }, parts }
     }
 
-    /// Returns a tensor whose elements are stored in `parts`, which must be sorted by their first
-    /// element.
+    /// Creates the description of a tensor whose elements are stored in `parts`, which must be
+    /// sorted by their first element.
     pub(crate) fn from_parts(
         name: &str,
         role: TensorRole,
@@ -95,7 +96,7 @@ pub(crate) struct TensorPart {
     pub(super) strided: Option<Arc<StridedLayout>>,
 }
 
-/// The shape and the strides of a part whose elements are not contiguous in the file.
+/// The shape and the strides of a tensor part whose elements are not contiguous in the file.
 #[derive(Debug)]
 pub(super) struct StridedLayout {
     shape: Vec<u64>,
@@ -103,9 +104,9 @@ pub(super) struct StridedLayout {
 }
 
 impl TensorPart {
-    /// Creates a part of a tensor from the range `taken` of the elements of `view`. The first of
-    /// these elements has the index `start` in the tensor. `file` is the index of the view's file
-    /// in `StoredFiles`.
+    /// Describes where the file stores the range `taken` of the elements of the torch tensor
+    /// `view`, as a part of a tensor. The first of these elements has the index `start` in the
+    /// tensor. `file` is the index of the view's file in `StoredFiles`.
     pub(crate) fn new(file: usize, view: &TensorView, taken: Range<u64>, start: u64) -> TensorPart {
         let contiguous = view.is_contiguous();
         let strided = || Arc::new(StridedLayout { shape: view.shape.clone(), strides: view.strides.clone() });
@@ -120,7 +121,7 @@ impl TensorPart {
         }
     }
 
-    /// Returns the elements `taken` of this tensor as a part of another tensor, in which they begin
+    /// Returns the elements `taken` of this part as a part of another tensor, in which they begin
     /// at index `start`. The elements must be in this part.
     pub(crate) fn slice(&self, taken: Range<u64>, start: u64) -> TensorPart {
         let before = taken.start - self.start;

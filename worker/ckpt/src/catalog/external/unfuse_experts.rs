@@ -8,11 +8,11 @@ use crate::tensor::element_ranges;
 use std::collections::HashMap;
 
 impl ExternalCheckpoint {
-    /// Divides fused expert tensors and their optimizer states into the tensors of single experts
-    /// that `weights` lists by name and shape. Renames other weights whose names differ between a
-    /// model with fused experts and `weights`. A tensor that exists in both forms stays fused, so
-    /// that readers of `weights` reject it as an unexpected tensor. Does nothing if `weights` lists
-    /// no separate experts, or lists experts that cannot be fused.
+    /// Divides tensors with all experts of a layer, and their optimizer states, into the tensors of
+    /// single experts that `weights` lists by name and shape. Renames other weights whose names
+    /// differ between a model with fused experts and `weights`. A tensor that exists in both forms
+    /// stays fused, so that readers of `weights` reject it as an unexpected tensor. Does nothing if
+    /// `weights` lists no separate experts, or lists experts that cannot be fused.
     pub fn unfuse_experts(&mut self, weights: &[(String, Vec<u64>)]) {
         let Some(fused) = FusedExperts::from_separate_experts(&borrow_weights(weights)) else { return };
         let shapes: HashMap<&str, &[u64]> = borrow_weights(&fused.weights).into_iter().collect();
@@ -38,7 +38,8 @@ impl ExternalCheckpoint {
     }
 }
 
-/// Returns that part of the fused tensor `entry` that `member` describes, as a separate tensor.
+/// Returns the description of the tensor of a single expert, which is the part `member` of the
+/// fused tensor `entry`.
 fn extract_expert_tensor(entry: &ExternalTensor, member: &FusedMember) -> ExternalTensor {
     let mut info = entry.info.clone();
     (info.name, info.shape) = (member.name.clone(), member.shape.clone());
@@ -53,8 +54,8 @@ fn extract_expert_tensor(entry: &ExternalTensor, member: &FusedMember) -> Extern
 }
 
 impl ExternalFacts {
-    /// Replaces the name of each fused weight by the names of its parts, in the parameter groups,
-    /// the steps and the list of frozen weights.
+    /// Replaces the name of each weight that contains all experts of a layer by the names of its
+    /// parts, in the parameter groups, the steps and the list of frozen weights.
     fn rename_fused_weights(&mut self, fused: &FusedExperts) {
         let stored_names = |name: &String| fused.stored_names(name).collect::<Vec<_>>();
         let each = |names: &mut Vec<String>| *names = names.iter().flat_map(stored_names).collect();
