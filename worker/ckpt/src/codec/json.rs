@@ -151,7 +151,7 @@ impl<'de, T: Deserialize<'de>, const N: usize> Visitor<'de> for MapVisitor<T, N>
     }
 }
 
-/// Deserializes a JSON value and counts the values in it, to enforce a limit.
+/// Deserializes a JSON value, and fails if it contains more than a given number of values.
 #[derive(Clone, Copy)]
 struct ValueSeed<'a> {
     /// Number of values that may still be deserialized.

@@ -30,9 +30,9 @@ impl NarrowingBuffers {
     }
 }
 
-/// Returns the index of a finite value of `wide` that became infinite in `narrow`, the result of
-/// converting `wide` to `dtype`. Returns `None` if there is no such value, or the dtype does not
-/// have 16 bits.
+/// Returns the index of a value that is finite in `wide` and infinite in `narrow`, the result of
+/// its conversion to the 16-bit dtype `dtype`. Returns `None` if there is no such value, or the
+/// dtype does not have 16 bits.
 pub(crate) fn find_overflow(dtype: Dtype, wide: &[f32], narrow: &[u8]) -> Option<usize> {
     let infinity = match dtype {
         Dtype::BF16 => bf16::INFINITY.to_bits(),

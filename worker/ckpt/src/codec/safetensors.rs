@@ -125,8 +125,9 @@ impl<'de> Deserialize<'de> for RawDtype {
 }
 
 impl RawHeader {
-    /// Checks that the header describes exactly the bytes of the file, and converts it. `data` is
-    /// the offset of the first byte after the header, and `size` the file's size in bytes.
+    /// Checks that the header describes exactly the bytes of the file, and converts it to the
+    /// checked form. `data` is the offset of the first byte after the header, and `size` the file's
+    /// size in bytes.
     fn validate(self, data: u64, size: u64) -> Result<SafetensorsHeader> {
         let mut entries = Vec::with_capacity(self.entries.len());
         for (name, raw) in self.entries {
@@ -171,7 +172,7 @@ impl RawHeader {
     }
 }
 
-/// Fails if two tensors of the file have the same name.
+/// Fails if two tensors of the safetensors file have the same name.
 fn check_unique_names(entries: &[SafetensorsEntry]) -> Result<()> {
     let mut names: Vec<&str> = entries.iter().map(|e| e.name.as_str()).collect();
     names.sort_unstable();
@@ -276,15 +277,15 @@ pub(crate) fn encode_header(metadata: &[(&str, String)], tensors: &[PlannedTenso
     Ok(bytes)
 }
 
-/// Encodes the header of the file in which rank `rank` stores its part of a native checkpoint.
-/// `world` is the number of ranks.
+/// Encodes the header of the safetensors file in which rank `rank` stores its part of a native
+/// checkpoint (one in launch's own format). `world` is the number of ranks.
 pub(crate) fn encode_shard_header(rank: u32, world: u32, pieces: &[PlannedTensor<'_>]) -> Result<Vec<u8>> {
     let metadata =
         [("format", "launch shard".to_owned()), ("rank", rank.to_string()), ("world", world.to_string())];
     encode_header(&metadata, pieces)
 }
 
-/// Returns the name `role/name@start` under which a rank's file of a native checkpoint stores a
+/// Formats the name `role/name@start` under which a rank's file of a native checkpoint stores a
 /// part of a tensor. `start` is the index of the piece's first element in the tensor.
 pub(crate) fn format_piece_key(role: TensorRole, name: &str, start: u64) -> String {
     format!("{role}/{name}@{start}")

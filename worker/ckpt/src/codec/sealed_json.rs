@@ -1,19 +1,19 @@
-//! [`JsonSeal`]: a BLAKE3 hash at the beginning of a JSON file, which detects every flipped bit of
-//! the file. The hash is computed over the whole file, with zeros in place of the hash. It is not a
-//! signature.
+//! [`JsonSeal`]: writes and verifies a BLAKE3 hash at the beginning of a JSON text, which detects
+//! every flipped bit of the text. The hash is computed over the whole file, with zeros in place of
+//! the hash. It is not a signature.
 use crate::hash::Hash;
 use std::ops::Range;
 
 /// Number of hexadecimal digits of the hash in a sealed JSON file.
 const HASH_DIGITS: usize = 64;
 
-/// The position of the hash within a JSON text that the hash protects.
+/// The position at which a JSON text contains the BLAKE3 hash of itself.
 pub(crate) struct JsonSeal {
     /// The text before the hash, with which the file must begin.
     start: &'static str,
 }
 
-/// Why a JSON text that should contain a matching hash is rejected.
+/// Why a JSON text that should contain the hash of itself is rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SealError {
     /// The text is too short for a hash.
@@ -23,13 +23,13 @@ pub(crate) enum SealError {
 }
 
 impl JsonSeal {
-    /// The position of the hash in a JSON text without spaces.
+    /// The position of the hash in a JSON text that is written without spaces.
     pub(crate) const COMPACT: JsonSeal = JsonSeal { start: "{\"blake3\":\"" };
-    /// The position of the hash in an indented JSON text.
+    /// The position of the hash in a JSON text that is written with indentation.
     pub(crate) const INDENTED: JsonSeal = JsonSeal { start: "{\n  \"blake3\": \"" };
 
-    /// Returns the zeros that a JSON text must contain in place of its hash while the hash is
-    /// computed.
+    /// Returns the digits (zeros) that a JSON text must contain in place of its hash while the hash
+    /// is computed.
     pub(crate) fn empty_hash() -> String {
         "0".repeat(HASH_DIGITS)
     }
@@ -39,13 +39,13 @@ impl JsonSeal {
         self.start.len()..self.start.len() + HASH_DIGITS
     }
 
-    /// Returns true if the text begins with a hash, whether or not the hash matches the text.
+    /// Returns true if the JSON text begins with a hash, whether or not the hash matches the text.
     pub(crate) fn has_hash(&self, text: &[u8]) -> bool {
         text.starts_with(self.start.as_bytes()) && text.len() > self.digit_range().end
     }
 
-    /// Computes the hash of the text and writes it to its place in the text. Does nothing if the
-    /// text is too short.
+    /// Computes the hash of the JSON text and writes it to its place in the text. Does nothing if
+    /// the text is too short.
     pub(crate) fn seal(&self, text: &mut [u8]) {
         if text.get_mut(self.digit_range()).map(|hex| hex.fill(b'0')).is_some() {
             let hash = Hash::digest(text).to_hex();
@@ -53,7 +53,7 @@ impl JsonSeal {
         }
     }
 
-    /// Verifies the hash in the text, and replaces it by zeros. Returns the hash.
+    /// Verifies the hash in the JSON text, and replaces it by zeros. Returns the hash.
     pub(crate) fn unseal(&self, text: &mut [u8]) -> Result<String, SealError> {
         let stored = text.get(self.digit_range()).ok_or(SealError::Truncated)?.to_owned();
         text[self.digit_range()].fill(b'0');

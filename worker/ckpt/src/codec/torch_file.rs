@@ -1,5 +1,6 @@
-//! [`TorchFile`]: reads files that `torch.save` wrote. Such a file is a zip container with a pickle
-//! of the values and one member per storage, or has the legacy format.
+//! [`TorchFile`]: reads files that `torch.save` wrote: the pickled values, and where the elements
+//! of tensors are stored. Such a file is a zip container with a pickle of the values and one member
+//! per storage, or has the legacy format.
 //!
 //! Tensors become byte ranges of the file. This module does not read the data of tensors.
 use super::disk::Directory;
@@ -55,8 +56,8 @@ pub(crate) const DTYPE_GLOBALS: &[&str] = &[
     "torch.uint64",
     "torch.uint8",
 ];
-/// Python classes and functions of plain values that programs save in addition to tensors. The
-/// reader never calls them.
+/// Python classes and functions, other than those of tensors, that the pickles of supported
+/// programs refer to. The reader never calls them.
 pub(crate) const PLAIN_GLOBALS: &[&str] = &[
     "__builtin__.set",
     "__builtin__.complex",
@@ -87,8 +88,8 @@ const SMALL_FILE_BYTES: u64 = 64 << 10;
 /// tensor). Programs save small buffers in this way, such as an expanded mask.
 const EXPANDED_ELEMENTS_MAX: u64 = 1 << 20;
 
-/// The contents of a torch file: its values, and the byte ranges of the storages to which tensors
-/// refer.
+/// The contents of a torch file: its values, and the byte ranges of the storages (flat arrays) to
+/// which its tensors refer.
 pub(crate) struct TorchFile {
     /// Size of the file in bytes.
     pub(crate) size: u64,
@@ -103,7 +104,8 @@ pub(crate) struct TorchFile {
     tree: PickleTree,
 }
 
-/// A tensor in a torch file: a range of elements of one storage, with strides.
+/// A tensor in a torch file: a range of elements of one storage (a flat array), with shape and
+/// strides.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct TensorView {
     pub(crate) dtype: Dtype,
@@ -117,13 +119,13 @@ pub(crate) struct TensorView {
 }
 
 impl TensorView {
-    /// Returns the number of elements of the view, which is the product of its dimensions.
+    /// Returns the number of elements of the tensor, which is the product of its dimensions.
     pub(crate) fn element_count(&self) -> u64 {
         count_elements(&self.shape).unwrap_or(0)
     }
 
-    /// Returns the location of the tensor's elements in the file: the member, the offset, the shape
-    /// and the strides. Tensors of one file with equal locations share their elements.
+    /// Returns where the file stores the tensor's elements: the zip member, the offset in it, the
+    /// shape and the strides. Tensors of one file with equal locations share their elements.
     pub(crate) fn location(&self) -> (usize, u64, &[u64], &[u64]) {
         (self.member, self.offset, &self.shape, &self.strides)
     }
@@ -211,8 +213,8 @@ impl TorchFile {
         Ok(TorchFile::from_parts(size, root, members, tree))
     }
 
-    /// Creates a [`TorchFile`] from the members of its container and its parsed pickle. The members
-    /// in the container's directory `data` are the storages.
+    /// Creates a [`TorchFile`] from the members of its zip container and its parsed pickle. The
+    /// members in the container's directory `data` are the storages.
     fn from_parts(size: u64, root: String, members: Vec<ZipMember>, tree: PickleTree) -> TorchFile {
         let keys = if root.is_empty() { "data/".to_owned() } else { format!("{root}/data/") };
         let key = |(i, m): (usize, &ZipMember)| Some((m.name.strip_prefix(&keys)?.to_owned(), i));
@@ -225,8 +227,8 @@ impl TorchFile {
         self.tree.root_value()
     }
 
-    /// Returns the tensor that a value describes, or `None` if the value does not describe a
-    /// tensor.
+    /// Returns the tensor that a pickled value describes, or `None` if the value does not describe
+    /// a tensor.
     ///
     /// # Errors
     /// Fails if the description is invalid, or the tensor reaches beyond its storage.
@@ -259,8 +261,9 @@ impl TorchFile {
         }
     }
 
-    /// Parses the arguments `(storage, offset, size, stride, …)` of a function that rebuilds a
-    /// tensor. `dtype` is the tensor's dtype if the storage is untyped, and `None` otherwise.
+    /// Parses the arguments `(storage, offset, size, stride, …)` of a torch function that rebuilds
+    /// a tensor from a pickle. `dtype` is the tensor's dtype if the storage is untyped, and `None`
+    /// otherwise.
     fn parse_rebuild_arguments(&self, args: PickleItems<'_>, dtype: Option<Dtype>) -> Result<TensorView> {
         let counts = |i: usize| {
             let value = args.get(i).ok_or(UNKNOWN_TENSOR_FORM_ERROR)?;
@@ -297,10 +300,11 @@ impl TorchFile {
         Ok(TensorView { dtype, shape, strides, member, offset })
     }
 
-    /// Parses the description of a storage, `('storage', class, key, device, elements[, view])`,
-    /// where a view is `(key, first element, elements)`. Returns the dtype, the index of the
-    /// storage's member, and the range of elements that the tensor may use. `untyped` is the dtype
-    /// of the tensor if the storage is untyped, and `None` otherwise.
+    /// Parses the description of a storage in a pickle,
+    /// `('storage', class, key, device, elements[, view])`, where a view is
+    /// `(key, first element, elements)`. Returns the dtype, the index of the storage's member, and
+    /// the range of elements that the tensor may use. `untyped` is the dtype of the tensor if the
+    /// storage is untyped, and `None` otherwise.
     fn resolve_storage(
         &self,
         id: PickleItems<'_>,
@@ -346,7 +350,7 @@ impl TorchFile {
 /// states it.
 const UNTYPED_STORAGE_CLASS: &str = "torch.storage.UntypedStorage";
 
-/// Copies the bytes of `content` starting at offset `at` into `out`. Fails if `content` is too
+/// Fills `out` with the bytes of `content` that begin at offset `at`. Fails if `content` is too
 /// short.
 pub(crate) fn copy_content(content: &[u8], at: u64, out: &mut [u8]) -> std::io::Result<()> {
     let start = usize::try_from(at).ok();
@@ -369,7 +373,7 @@ pub(crate) fn parse_dtype(global: &str) -> Option<Dtype> {
 /// Result of reading a torch file.
 type Result<T> = std::result::Result<T, TorchFileError>;
 
-/// The error for a tensor that a pickle describes in an unknown way.
+/// The error for a tensor that a pickle describes in a way that is not supported.
 const UNKNOWN_TENSOR_FORM_ERROR: TorchFileError = TorchFileError::UnknownTensorForm;
 
 /// Returns the dtype of the elements of the storage class `class`: U8 for untyped storages, and
@@ -381,8 +385,8 @@ fn storage_dtype(class: &str) -> Option<Dtype> {
     }
 }
 
-/// Reads the content of a member of the container. Fails if the member has more than `max` bytes,
-/// or does not match its CRC-32.
+/// Reads the content of one member of a torch file's zip container. Fails if the member has more
+/// than `max` bytes, or does not match its CRC-32.
 fn read_member(
     member: &ZipMember,
     max: u64,

@@ -10,16 +10,16 @@ use std::collections::HashMap;
 /// The first bytes of a torch file in the legacy format: the pickle of a magic number.
 pub(crate) const MAGIC: &[u8] =
     &[0x80, 0x02, 0x8a, 0x0a, 0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19, 0x2e];
-/// The only version number of torch's legacy file format.
+/// The only version number that files in torch's legacy format have.
 const FORMAT_VERSION: i64 = 1001;
-/// Number of bytes that are read first to parse a pickle of a file in the legacy format. Longer
-/// pickles need further reads, since the file does not state their length.
+/// Number of bytes that are read first to parse one of the pickles of a file in torch's legacy
+/// format. Longer pickles need further reads, since the file does not state their length.
 const FIRST_READ_BYTES: u64 = 64 << 10;
-/// Limit on the number of storages of a file in the legacy format.
+/// Limit on the number of storages (flat arrays of tensors) of a file in torch's legacy format.
 const STORAGES_MAX: usize = 1 << 20;
 
 /// The contents of a torch file in the legacy format: its values, and the byte ranges of its
-/// storages.
+/// storages (flat arrays of tensors).
 pub(super) struct LegacyFile {
     pub(super) tree: PickleTree,
     /// The storages, as members without CRC-32s.
@@ -29,10 +29,10 @@ pub(super) struct LegacyFile {
 /// The result of reading a torch file in the legacy format.
 type Result<T> = std::result::Result<T, TorchFileError>;
 
-/// Reads the values of a file of `size` bytes that begins with [`MAGIC`], and locates the storages.
-/// `read_at(offset, buffer)` must fill the buffer with the bytes at the offset. `globals` lists the
-/// classes and functions that the pickles may name. `width(class)` must return the bytes per
-/// element of a storage class, or `None` for an unknown class.
+/// Parses a torch file of `size` bytes in the legacy format, and finds out where its storages
+/// begin. `read_at(offset, buffer)` must fill the buffer with the bytes at the offset. `globals`
+/// lists the classes and functions that the pickles may name. `width(class)` must return the bytes
+/// per element of a storage class, or `None` for an unknown class.
 pub(super) fn parse_legacy_file(
     size: u64,
     read_at: &mut impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,
@@ -68,8 +68,9 @@ pub(super) fn parse_legacy_file(
     }
 }
 
-/// Finds the data of the storage `key`. At offset `at`, the file has the number of elements, and
-/// then the data of `bytes` bytes. Moves `at` to the end of the data.
+/// Finds the byte range of the data of the storage with the key `key` in the file. At offset `at`,
+/// the file has the number of elements, and then the data of `bytes` bytes. Moves `at` to the end
+/// of the data.
 ///
 /// # Errors
 ///
@@ -99,9 +100,9 @@ fn locate_storage(
     Ok(ZipMember { name: format!("data/{key}"), data: start..end, crc: None })
 }
 
-/// Maps the key of each storage to which the pickled values refer to the storage's number of
-/// elements and its size in bytes. `width(class)` must return the bytes per element of a storage
-/// class, or `None` for an unknown class.
+/// Lists the storages that the pickled values refer to: by the key of the storage, the number of
+/// its elements and its size in bytes. `width(class)` must return the bytes per element of a
+/// storage class, or `None` for an unknown class.
 fn list_described_storages(
     tree: &PickleTree,
     width: impl Fn(&str) -> Option<u64>,

@@ -22,7 +22,8 @@ const MEMBER_FLAGS: u16 = 0x0808;
 /// files faster.
 const DIRECT_IO_BYTES_MIN: u64 = 1 << 20;
 
-/// What the central directory of the container lists about a completed member.
+/// The entry of a completed zip member in the list of members at the end of the container: name,
+/// CRC-32, size and offset.
 struct WrittenMember {
     name: String,
     /// Offset of the local header in the file.
@@ -47,8 +48,8 @@ pub(crate) struct TorchWriter {
 }
 
 impl TorchWriter {
-    /// Creates a torch file that contains `value`, and writes everything that precedes the
-    /// storages. The caller must then write every storage of `value`. `size` is the approximate
+    /// Creates a torch file that contains `value`, and writes everything that precedes the data of
+    /// the tensors. The caller must then write every storage of `value`. `size` is the approximate
     /// size of the complete file in bytes. `root` is the directory inside of the container, which
     /// torch names after the file without its extension.
     ///
@@ -70,9 +71,9 @@ impl TorchWriter {
         Ok(writer)
     }
 
-    /// Creates a torch file without members. The caller must add every member with
-    /// [`TorchWriter::begin_member`], except `version` and `.data/serialization_id`, which
-    /// [`TorchWriter::finish`] writes. `size` is the approximate size of the complete file in
+    /// Creates a torch file (a zip container) that has no members yet. The caller must add every
+    /// member with [`TorchWriter::begin_member`], except `version` and `.data/serialization_id`,
+    /// which [`TorchWriter::finish`] writes. `size` is the approximate size of the complete file in
     /// bytes.
     pub(crate) fn create_empty(
         path: PathBuf,
@@ -85,30 +86,31 @@ impl TorchWriter {
         Ok(TorchWriter { out, root: root.into(), at: 0, members: Vec::new(), storages: 0, open: None })
     }
 
-    /// Appends `bytes` that belong to no member, such as headers, to the file.
+    /// Appends `bytes` that belong to no zip member, such as headers, to the file.
     fn write_bytes(&mut self, bytes: &[u8]) -> Result<()> {
         self.out.write(bytes)?;
         self.at += bytes.len() as u64;
         Ok(())
     }
 
-    /// Writes a member with the name `name` and the content `bytes`.
+    /// Writes a zip member with the name `name` and the content `bytes`.
     fn write_member(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
         self.begin_member(name)?;
         self.write(bytes)?;
         self.end_member()
     }
 
-    /// Begins the member that contains the next storage. The caller must write the storages in the
-    /// order of their indices, and end each member before the next one begins.
+    /// Begins the zip member that contains the data of the next storage (flat array of a tensor).
+    /// The caller must write the storages in the order of their indices, and end each member before
+    /// the next one begins.
     pub(crate) fn begin_storage(&mut self) -> Result<()> {
         let name = format!("data/{}", self.storages);
         self.storages += 1;
         self.begin_member(&name)
     }
 
-    /// Begins a member with the name `name` in the root directory of the container. The caller must
-    /// have ended the previous member.
+    /// Begins a zip member with the name `name` in the root directory of the container. The caller
+    /// must have ended the previous member.
     pub(crate) fn begin_member(&mut self, name: &str) -> Result<()> {
         let name = format!("{}/{name}", self.root);
         let at = self.at;
@@ -132,7 +134,7 @@ impl TorchWriter {
         Ok(())
     }
 
-    /// Appends bytes to the most recently begun member of the container.
+    /// Appends bytes to the zip member that was begun last.
     ///
     /// # Errors
     /// Fails if no member is open, or a write fails.
@@ -147,8 +149,8 @@ impl TorchWriter {
         self.write_bytes(bytes)
     }
 
-    /// Ends the most recently begun member of the container, and writes the member's CRC-32 and
-    /// size in a data descriptor. Fails if no member is open.
+    /// Ends the zip member that was begun last, and writes its CRC-32 and size in a data
+    /// descriptor. Fails if no member is open.
     pub(crate) fn end_member(&mut self) -> Result<()> {
         let Some((name, at, size, hasher)) = self.open.take() else {
             return Err(CkptError::internal("no zip member is open"));
@@ -166,9 +168,9 @@ impl TorchWriter {
         self.write_bytes(&descriptor)
     }
 
-    /// Completes the file: writes the remaining members and the central directory. The caller must
-    /// have ended the previous member. The file is durable only after its file system has been
-    /// synced. Returns the size and the hash of the file.
+    /// Completes the file: writes the remaining zip members and the central directory (the list of
+    /// members). The caller must have ended the previous member. The file is durable only after its
+    /// file system has been synced. Returns the size and the hash of the file.
     pub(crate) fn finish(mut self) -> Result<WrittenFile> {
         self.write_member("version", b"3\n")?;
         let id = self.members.iter().fold(crc32fast::Hasher::new(), |mut h, m| {
@@ -190,7 +192,7 @@ impl TorchWriter {
     }
 }
 
-/// Appends to `out` the entry of the central directory that describes the member `m`.
+/// Appends to `out` the entry of a zip container's central directory that describes the member `m`.
 fn append_directory_entry(out: &mut Vec<u8>, m: &WrittenMember) {
     let wide = m.size >= ZIP64_MIN || m.at >= ZIP64_MIN;
     let mut extra = Vec::new();

@@ -1,5 +1,6 @@
-//! Reads the directory of zip containers that torch writes. Such containers have stored
-//! (uncompressed) members, zip64 sizes, and CRC-32s in the central directory.
+//! Reads the list of members (central directory) of the zip containers that torch writes. Such
+//! containers have stored (uncompressed) members, zip64 sizes, and CRC-32s in the central
+//! directory.
 use super::disk::read_file_crc;
 use super::placeholder;
 use crate::error::ZipError;
@@ -17,12 +18,13 @@ const ZIP64_LOCATOR_BYTES: u64 = 20;
 /// Size in bytes of an entry of the central directory, without the name, the extra field and the
 /// comment.
 const DIRECTORY_ENTRY_BYTES: usize = 46;
-/// Size in bytes of the header before a member's data, without the name and the extra field.
+/// Size in bytes of the header before the data of a zip member, without the name and the extra
+/// field.
 const LOCAL_HEADER_BYTES: usize = 30;
 /// Limit on the number of members of a zip container.
 const MEMBERS_MAX: usize = 2 * TENSORS_MAX;
 
-/// A member of a zip container: its name, where its content is, and its CRC-32.
+/// A member of a zip container: its name, the byte range of its content, and its CRC-32.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ZipMember {
     pub(crate) name: String,
@@ -97,14 +99,14 @@ fn read_u16_zero_padded(bytes: &[u8], at: usize) -> u64 {
     bytes.get(at..at + 2).map_or(0, |b| u64::from(u16::from_le_bytes([b[0], b[1]])))
 }
 
-/// Reads a little-endian u32 from `bytes` at offset `at`, which may be beyond the end. Missing
-/// 16-bit halves count as 0.
+/// Reads a little-endian u32 from `bytes` at offset `at`, in which 16-bit halves beyond the end of
+/// `bytes` count as 0.
 fn read_u32_zero_padded(bytes: &[u8], at: usize) -> u64 {
     read_u16_zero_padded(bytes, at) | read_u16_zero_padded(bytes, at + 2) << 16
 }
 
-/// Reads a little-endian u64 from `bytes` at offset `at`, which may be beyond the end. Missing
-/// 16-bit quarters count as 0.
+/// Reads a little-endian u64 from `bytes` at offset `at`, in which 16-bit quarters beyond the end
+/// of `bytes` count as 0.
 fn read_u64_zero_padded(bytes: &[u8], at: usize) -> u64 {
     read_u32_zero_padded(bytes, at) | read_u32_zero_padded(bytes, at + 4) << 32
 }
@@ -163,9 +165,9 @@ fn locate_central_directory(
     }
 }
 
-/// Parses the entry of the central directory at the beginning of `bytes`. Returns the member and
-/// the entry's length in bytes. The range `data` of the member begins at the local header, until
-/// [`locate_member_data`] finds the content.
+/// Parses the entry of a zip container's central directory at the beginning of `bytes`. Returns the
+/// member and the entry's length in bytes. The range `data` of the member begins at the local
+/// header, until [`locate_member_data`] finds the content.
 fn parse_directory_entry(bytes: &[u8]) -> Result<(ZipMember, usize)> {
     let damaged = || ZipError::DirectoryDamaged;
     if bytes.len() < DIRECTORY_ENTRY_BYTES || !bytes.starts_with(b"PK\x01\x02") {
@@ -206,8 +208,8 @@ fn parse_directory_entry(bytes: &[u8]) -> Result<(ZipMember, usize)> {
     Ok((ZipMember { name: name.to_owned(), data, crc: Some(read_u32_zero_padded(bytes, 16) as u32) }, used))
 }
 
-/// Returns the 64-bit numbers in the zip64 field of a member's extra fields. Returns an empty list
-/// if there is no zip64 field.
+/// Returns the 64-bit numbers in the zip64 field of a zip member's extra fields. Returns an empty
+/// list if there is no zip64 field.
 fn parse_zip64_fields(mut extra: &[u8]) -> Vec<u64> {
     while extra.len() >= 4 {
         let (id, len) = (read_u16_zero_padded(extra, 0), read_u16_zero_padded(extra, 2) as usize);
@@ -220,7 +222,7 @@ fn parse_zip64_fields(mut extra: &[u8]) -> Vec<u64> {
     Vec::new()
 }
 
-/// Fails if the name of a member is unsafe as a path or in messages, or too long.
+/// Fails if the name of a zip member is too long, or unsafe as a path or in messages.
 fn check_member_name(name: &str) -> Result<()> {
     let outside = name.starts_with('/')
         || name.contains(['\\', '\0'])
@@ -232,8 +234,9 @@ fn check_member_name(name: &str) -> Result<()> {
     }
 }
 
-/// Returns the byte range of a member's content, which follows the member's local header. Fails if
-/// the header does not match the member, or if the content ends after the offset `limit`.
+/// Returns the byte range of a zip member's content, which follows the header in front of it (local
+/// header). Fails if the header does not match the member, or if the content ends after the offset
+/// `limit`.
 fn locate_member_data(
     member: &ZipMember,
     limit: u64,

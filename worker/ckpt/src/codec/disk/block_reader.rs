@@ -1,5 +1,5 @@
-//! Reads files sequentially, in whole blocks. A thread reads ahead while the caller verifies and
-//! uses the previous blocks.
+//! Reads files sequentially, in whole blocks of 1 MiB. A thread reads ahead while the caller
+//! verifies and uses the previous blocks.
 use super::buffer_pool::{AlignedBuffer, DiskBufferPool};
 use super::directory::Directory;
 use super::io_units::{BLOCK_BYTES, DIRECT_IO_ALIGNMENT, WINDOW_BYTES, disable_direct_io};
@@ -13,10 +13,10 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::sync_channel;
 
-/// Number of blocks per window, the unit of one read.
+/// Number of blocks in a window, the group of blocks that is read at once.
 const WINDOW_BLOCKS: u64 = (WINDOW_BYTES / BLOCK_BYTES) as u64;
 
-/// An open file that is read in whole blocks.
+/// An open file that is read in whole blocks of 1 MiB.
 pub(crate) struct BlockReader {
     file: File,
     directory: PathBuf,
@@ -56,8 +56,8 @@ impl BlockReader {
         self.size
     }
 
-    /// Lists the ranges of blocks within `blocks` that contain data. The other blocks are in holes
-    /// of a sparse file and consist of zeros.
+    /// Lists those ranges of the block numbers `blocks` that contain data. The other blocks are in
+    /// holes of a sparse file and consist of zeros.
     pub(crate) fn list_data_blocks(&self, blocks: Range<u64>) -> Vec<Range<u64>> {
         let block = BLOCK_BYTES as u64;
         let (mut at, end) = (blocks.start * block, self.size.min(blocks.end.saturating_mul(block)));
@@ -77,8 +77,8 @@ impl BlockReader {
         found
     }
 
-    /// Reads the byte range `bytes` of the file into the beginning of `window`. The range must
-    /// begin at a block boundary.
+    /// Reads the byte range `bytes` of the file into the beginning of the buffer `window`. The
+    /// range must begin at a block boundary.
     ///
     /// # Errors
     /// Fails with [`DamageReason::Truncated`] if the file ends within the range.
@@ -91,8 +91,8 @@ impl BlockReader {
         }
     }
 
-    /// Reads the byte range `bytes` of the file into the beginning of `window`, without O_DIRECT if
-    /// the file system rejects a direct read.
+    /// Reads the byte range `bytes` of the file into the beginning of the buffer `window`, and
+    /// turns O_DIRECT off if the file system rejects a direct read.
     fn fill_window(&mut self, bytes: Range<u64>, window: &mut [u8]) -> io::Result<()> {
         let len = (bytes.end - bytes.start) as usize;
         let mut done = 0;
@@ -125,7 +125,7 @@ pub(crate) struct BlockRequest {
 }
 
 impl BlockRequest {
-    /// Splits the request into requests of at most one window each.
+    /// Splits the request into requests that each fit into one read buffer (window).
     fn split_into_windows(&self) -> impl Iterator<Item = BlockRequest> + '_ {
         self.blocks
             .clone()
@@ -141,11 +141,12 @@ impl BlockRequest {
     }
 }
 
-/// A request for one window, with the bytes of the blocks that were read or with the read error.
+/// A request for at most one window (a group of blocks), with the bytes that were read or the read
+/// error.
 pub(crate) type WindowResult<'a> = (BlockRequest, std::result::Result<&'a [u8], &'a CkptError>);
 
-/// Reads the blocks of all requests in order, and calls `sink` once per window with the blocks of
-/// the window. `open(i)` must open the file with index `i`, and is called only if the previous
+/// Reads the blocks of all requests in order, and calls `sink` for each window (group of blocks)
+/// that was read. `open(i)` must open the file with index `i`, and is called only if the previous
 /// request was for another file. A thread reads the next window while `sink` runs.
 ///
 /// # Errors

@@ -9,10 +9,10 @@ use std::io;
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Size of a huge page in bytes, on x86-64 and on AArch64 with pages of 4 KiB.
+/// Size of a huge page in bytes on x86-64, and on AArch64 with pages of 4 KiB.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// Memory that begins at a multiple of the huge page size.
+/// A buffer that begins at a multiple of the huge page size.
 #[derive(Debug)]
 pub(crate) struct AlignedBuffer {
     map: MmapMut,
@@ -69,14 +69,15 @@ impl DiskBufferPool {
         DiskBufferPool { size, free: Arc::default() }
     }
 
-    /// Takes a buffer out of the pool, or allocates a buffer if the pool is empty. The content of
-    /// the buffer is arbitrary.
+    /// Takes a buffer out of the pool, or allocates one if the pool is empty. The content of the
+    /// buffer is arbitrary.
     pub(crate) fn take(&self) -> io::Result<AlignedBuffer> {
         let free = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
         free.map_or_else(|| AlignedBuffer::new(self.size), Ok)
     }
 
-    /// Returns a buffer to the pool, so that the next [`DiskBufferPool::take`] reuses the memory.
+    /// Puts a buffer back into the pool, so that the next [`DiskBufferPool::take`] reuses its
+    /// memory.
     pub(crate) fn give_back(&self, buffer: AlignedBuffer) {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
     }

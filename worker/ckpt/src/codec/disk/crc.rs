@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 
-/// A block of zeros, from whose CRC-32 the CRC-32 of longer runs of zeros is derived.
+/// A block of zeros, from whose CRC-32 the CRC-32s of longer sequences of zeros are derived.
 const ZERO_BLOCK: [u8; 4096] = [0; 4096];
 
 /// Computes the CRC-32 of two concatenated byte sequences from their CRC-32s. `second_bytes` is the
@@ -16,7 +16,8 @@ pub(crate) fn combine_crcs(first: u32, second: u32, second_bytes: u64) -> u32 {
     hasher.finalize()
 }
 
-/// Computes the CRC-32 of `bytes` zeros. The time grows with the logarithm of `bytes`.
+/// Computes the CRC-32 of a sequence of `bytes` zero bytes. The time grows with the logarithm of
+/// `bytes`.
 fn compute_crc_of_zeros(bytes: u64) -> u32 {
     let unit = ZERO_BLOCK.len() as u64;
     let mut crc = crc32fast::hash(&ZERO_BLOCK[..(bytes % unit) as usize]);
@@ -34,8 +35,9 @@ fn compute_crc_of_zeros(bytes: u64) -> u32 {
     crc
 }
 
-/// Computes the CRC-32 of the byte range `bytes` of `file`. `hash_data(range, hasher)` must add the
-/// bytes of a range to the hasher, and is not called for holes of the file, which consist of zeros.
+/// Computes the CRC-32 of the byte range `bytes` of `file`, without reading the holes of a sparse
+/// file. `hash_data(range, hasher)` must add the bytes of a range to the hasher, and is not called
+/// for holes of the file, which consist of zeros.
 ///
 /// # Errors
 /// Fails with the first error that `hash_data` returns.
@@ -56,8 +58,8 @@ pub(crate) fn compute_file_crc<E>(
     Ok(crc)
 }
 
-/// Computes the CRC-32 of the byte range `bytes` of `file`, which is read in pieces of the size of
-/// `buffer`.
+/// Reads the byte range `bytes` of `file`, in pieces of the size of `buffer`, and computes its
+/// CRC-32.
 pub(crate) fn read_file_crc(file: &File, bytes: Range<u64>, buffer: &mut [u8]) -> io::Result<u32> {
     use std::os::unix::fs::FileExt;
     compute_file_crc(file, bytes, |data, hasher| {

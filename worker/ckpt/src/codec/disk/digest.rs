@@ -4,8 +4,8 @@ use super::offset_reader::{OffsetReader, ReadBuffers};
 use crate::error::Result;
 use crate::hash::{FileHasher, Hash};
 
-/// Computes the hash of the file `name` in `directory`. Returns the file's size in bytes, and the
-/// hash.
+/// Computes the BLAKE3 hash of the whole file `name` in `directory`. Returns the file's size in
+/// bytes, and the hash.
 ///
 /// # Errors
 /// Fails if the file is missing, is not a regular file, or cannot be read.
@@ -14,8 +14,8 @@ pub(crate) fn hash_file(directory: &Directory, name: &str, scratch: &ReadBuffers
     Ok((size, hash_open_file(&mut reader, size)?))
 }
 
-/// Computes the hash of the open file in `reader`, which has `size` bytes. Reads the holes of a
-/// sparse file as zeros.
+/// Computes the BLAKE3 hash of the open file in `reader`, which has `size` bytes. Reads the holes
+/// of a sparse file as zeros.
 ///
 /// # Errors
 /// Fails if the file has fewer bytes, or a read fails.

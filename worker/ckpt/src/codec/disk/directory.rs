@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 /// Limit on the number of files of one checkpoint.
 pub(crate) const FILES_MAX: usize = 1 << 20;
 
-/// Opens the directory at `path`. Symbolic links are followed. A FIFO or device at the path is an
+/// Opens the directory at `path`, following symbolic links. A FIFO or device at the path is an
 /// error, and is not opened.
 fn open_directory(path: &Path) -> io::Result<File> {
     let flags = OFlag::O_DIRECTORY | OFlag::O_NONBLOCK;
@@ -41,7 +41,8 @@ pub(crate) fn open_regular_file(path: &Path) -> Result<File> {
     open().map_err(CkptError::io("open", path))
 }
 
-/// Removes `path` unless it is a directory or does not exist. Does not follow a symbolic link.
+/// Removes the file or symbolic link at `path`. Does nothing if `path` is a directory or does not
+/// exist.
 pub(crate) fn remove_unless_directory(path: &Path) -> Result<()> {
     match path.symlink_metadata() {
         Ok(m) if !m.is_dir() => unlink(path),
@@ -191,7 +192,7 @@ pub(crate) struct DirLock {
     _lock: Option<Flock<File>>,
 }
 
-/// Locks a directory exclusively, without waiting.
+/// Tries to lock the directory at `path` exclusively, without waiting.
 ///
 /// # Errors
 /// Fails with [`CkptError::DirectoryBusy`] if another process holds the lock. On file systems
@@ -275,7 +276,7 @@ impl Directory {
         }
     }
 
-    /// Opens the subdirectory in which the last component of the relative path `name` is located.
+    /// Opens the subdirectory that directly contains the entry with the relative path `name`.
     /// Returns this subdirectory (an inner `None` stands for `self`) and the last component.
     /// Returns `None` if a subdirectory does not exist.
     ///
@@ -313,8 +314,8 @@ impl Directory {
         Err(CkptError::damaged(&self.path, name, DamageReason::NotRegularFile))
     }
 
-    /// Opens a regular file for reading, with the flags `extra` added. Returns the file and its
-    /// size in bytes.
+    /// Opens the regular file `name` of the directory for reading, with the additional open flags
+    /// `extra`. Returns the file and its size in bytes.
     ///
     /// # Errors
     /// Fails if the file is missing, is not a regular file (symbolic links are not followed), or
@@ -343,7 +344,7 @@ impl Directory {
         Ok((File::from(fd), st.st_size.max(0) as u64))
     }
 
-    /// Reads a whole file into memory.
+    /// Reads the whole file `name` of the directory into memory.
     ///
     /// # Errors
     /// Fails if the file is missing, has more than `cap` bytes, or changes during the read.
@@ -363,7 +364,7 @@ impl Directory {
         Ok(content)
     }
 
-    /// Lists the names of the entries of the subdirectory `name`, sorted.
+    /// Lists the names of the entries of the subdirectory `name`, in sorted order.
     ///
     /// # Errors
     /// Fails if the subdirectory does not exist, is not a directory, or cannot be read.
@@ -395,7 +396,7 @@ impl Directory {
         Ok(names)
     }
 
-    /// Lists the names of those subdirectories for which `parse_number` returns a number, lowest
+    /// Lists the names of those subdirectories in whose names `parse_number` finds a number, lowest
     /// number first.
     pub(crate) fn list_numbered_directories(
         &self,

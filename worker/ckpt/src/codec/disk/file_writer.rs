@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
-/// Whether files are written through the page cache or directly.
+/// Whether a file is written through the page cache or directly (O_DIRECT).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum IoMode {
     /// Writes with O_DIRECT, which bypasses the page cache, if the file system supports it.
@@ -22,7 +22,7 @@ pub(crate) enum IoMode {
     Buffered,
 }
 
-/// Which hashes a [`FileWriter`] computes of what it writes.
+/// Which hashes a [`FileWriter`] computes of the content that it writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HashMode {
     /// Computes no hashes.
@@ -44,7 +44,8 @@ pub(crate) struct WrittenFile {
     pub(crate) digest: Option<Hash>,
 }
 
-/// The running hashes of everything that was written to a file so far.
+/// The hashes of everything that was written to a file so far, either one per block or one of the
+/// whole file.
 enum RunningHashes {
     Off,
     Blocks(Vec<Hash>),
@@ -52,7 +53,8 @@ enum RunningHashes {
 }
 
 impl RunningHashes {
-    /// Creates the hashes of an empty file, of the kind that `hashing` requests.
+    /// Creates the hashes of an empty file, of the kind (per block or of the whole file) that
+    /// `hashing` requests.
     fn new(hashing: HashMode) -> RunningHashes {
         match hashing {
             HashMode::Off => RunningHashes::Off,
@@ -61,9 +63,8 @@ impl RunningHashes {
         }
     }
 
-    /// Hashes `bytes`, the next block of the file, and adds the result to the block hashes or to
-    /// the running hash of the file, depending on the kind of hashes. The last block may be shorter
-    /// than the others.
+    /// Adds `bytes`, the next block of the file, to the hashes. The last block may be shorter than
+    /// the others.
     fn add_block(&mut self, bytes: &[u8]) {
         match self {
             RunningHashes::Off => {}
@@ -72,7 +73,7 @@ impl RunningHashes {
         }
     }
 
-    /// Returns the description of a file of `bytes` bytes with these hashes.
+    /// Returns the size `bytes` and these hashes as the description of a completed file.
     fn describe_file(self, bytes: u64) -> WrittenFile {
         match self {
             RunningHashes::Off => WrittenFile { bytes, blocks: Vec::new(), digest: None },
@@ -127,9 +128,9 @@ impl OutputFile {
         Ok(OutputFile { file, direct: false, at: 0 })
     }
 
-    /// Appends the first `len` bytes of `window` to the file. With O_DIRECT, pads the bytes with
-    /// zeros to a multiple of [`DIRECT_IO_ALIGNMENT`]. Only for the last window of a file may `len` differ from a
-    /// multiple of [`DIRECT_IO_ALIGNMENT`].
+    /// Appends the first `len` bytes of the buffer `window` to the file. With O_DIRECT, pads the
+    /// bytes with zeros to a multiple of [`DIRECT_IO_ALIGNMENT`]. Only for the last window of a
+    /// file may `len` differ from a multiple of [`DIRECT_IO_ALIGNMENT`].
     fn append_window(&mut self, window: &mut [u8], len: usize) -> io::Result<()> {
         let padded = len.next_multiple_of(DIRECT_IO_ALIGNMENT);
         window[len..padded].fill(0);
@@ -155,8 +156,8 @@ impl OutputFile {
         }
     }
 
-    /// Truncates the file to `len` bytes, which removes the padding. With `sync`, makes the content
-    /// durable.
+    /// Truncates the file to `len` bytes, which removes the padding that O_DIRECT requires. With
+    /// `sync`, makes the content durable.
     fn finish(self, len: u64, sync: bool) -> io::Result<()> {
         if self.at > len {
             fault_points::run_between_fault_points("truncate", || self.file.set_len(len))?;
@@ -168,7 +169,8 @@ impl OutputFile {
     }
 }
 
-/// On which thread a [`FileWriter`] writes: on the calling one, or on a separate one.
+/// Where a [`FileWriter`] writes full buffers to the file: on the calling thread, or on a separate
+/// one.
 enum WindowWriter {
     /// The calling thread writes. Used for files of up to one window.
     Inline(OutputFile),
@@ -185,8 +187,8 @@ enum WindowWriter {
     Closed,
 }
 
-/// Writes a new file in large aligned windows, and computes hashes of the content if requested. No
-/// byte is durable before [`FileWriter::finish`].
+/// Writes a new file in large aligned pieces (windows), and computes hashes of the content if
+/// requested. No byte is durable before [`FileWriter::finish`].
 pub(crate) struct FileWriter {
     path: PathBuf,
     writer: WindowWriter,
@@ -203,7 +205,8 @@ pub(crate) struct FileWriter {
 }
 
 impl FileWriter {
-    /// Creates a file at `path`. The writer computes the hashes that `hashing` requests.
+    /// Creates the file at `path`, to which the writer will write. The writer computes the hashes
+    /// that `hashing` requests.
     ///
     /// # Errors
     /// Fails if the path exists.
@@ -211,8 +214,8 @@ impl FileWriter {
         FileWriter::with_buffers(path, io_mode, hashing, DiskBufferPool::default())
     }
 
-    /// Creates a file as [`FileWriter::create`] does, with buffers that are taken from the pool
-    /// `buffers` and returned there.
+    /// Creates a file as [`FileWriter::create`] does, but takes the write buffers from the pool
+    /// `buffers` and returns them there at the end.
     pub(crate) fn with_buffers(
         path: PathBuf,
         io_mode: IoMode,
@@ -233,8 +236,8 @@ impl FileWriter {
         })
     }
 
-    /// Appends bytes to the file. The bytes are collected in a window and written when the window
-    /// is full, so an error may concern bytes of an earlier call.
+    /// Appends bytes to the file, through a buffer (window) that is written when it is full. An
+    /// error may therefore concern bytes of an earlier call.
     pub(crate) fn write(&mut self, mut bytes: &[u8]) -> Result<()> {
         self.len += bytes.len() as u64;
         while !bytes.is_empty() {
@@ -253,12 +256,13 @@ impl FileWriter {
         Ok(())
     }
 
-    /// Hashes the last `n` bytes that were copied to the current buffer, if hashes were requested.
+    /// Adds the last `n` bytes that were copied to the current buffer to the hashes, if hashes were
+    /// requested.
     fn hash_block(&mut self, n: usize) {
         self.hashes.add_block(&self.window[self.filled - n..self.filled]);
     }
 
-    /// Passes the filled buffer to the writing thread, and continues with an empty one. Starts the
+    /// Passes the full buffer to the writing thread, and continues with an empty one. Starts the
     /// thread at the first call. Blocks while all other windows wait to be written.
     fn send_window(&mut self) -> io::Result<()> {
         if let WindowWriter::Inline(_) = self.writer
@@ -286,7 +290,8 @@ impl FileWriter {
             .unwrap_or_else(|| io::Error::other("the writing thread ended early")))
     }
 
-    /// Waits until the writing thread has written everything and has ended, and returns the file.
+    /// Waits until the writing thread has written all full buffers and has ended, and returns the
+    /// file.
     fn wait_for_writes(&mut self) -> io::Result<OutputFile> {
         match std::mem::replace(&mut self.writer, WindowWriter::Closed) {
             WindowWriter::Inline(output) => Ok(output),
@@ -300,19 +305,19 @@ impl FileWriter {
         }
     }
 
-    /// Writes the remaining bytes, and makes the file durable.
+    /// Writes the remaining bytes of the buffer, and makes the file durable with fsync.
     pub(crate) fn finish(self) -> Result<WrittenFile> {
         self.finish_file(true)
     }
 
-    /// Writes the remaining bytes without making the file durable. After many files were written,
-    /// one call of [`super::sync_file_system`] makes all of them durable.
+    /// Writes the remaining bytes of the buffer, without making the file durable. After many files
+    /// were written, one call of [`super::sync_file_system`] makes all of them durable.
     pub(crate) fn finish_unsynced(self) -> Result<WrittenFile> {
         self.finish_file(false)
     }
 
-    /// Writes the remaining bytes, returns the buffer to its pool and, with `sync`, makes the file
-    /// durable.
+    /// Writes the remaining bytes of the buffer, returns the buffer to its pool, and makes the file
+    /// durable if `sync` is true.
     fn finish_file(mut self, sync: bool) -> Result<WrittenFile> {
         if !self.filled.is_multiple_of(BLOCK_BYTES) {
             self.hash_block(self.filled % BLOCK_BYTES);

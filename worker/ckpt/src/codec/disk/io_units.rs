@@ -4,8 +4,8 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use std::fs::File;
 use std::io;
 
-/// Size in bytes of a block, the unit in which files are hashed and verified. Each block has its
-/// own hash.
+/// Size in bytes of a block, the unit in which the files of checkpoints are hashed and verified.
+/// Each block has its own hash.
 pub(crate) const BLOCK_BYTES: usize = 1 << 20;
 /// Size in bytes of a window, the unit in which files are read and written.
 pub(crate) const WINDOW_BYTES: usize = 8 << 20;

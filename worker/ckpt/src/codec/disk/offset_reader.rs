@@ -20,7 +20,7 @@ const DIRECT_READ_BYTES: usize = 2 << 20;
 /// Size in bytes of one read from the page cache. The bytes stay in the CPU cache until they are
 /// used.
 const CACHED_READ_BYTES: usize = 256 << 10;
-/// The smallest range that is read with direct I/O, in bytes.
+/// The smallest byte range, in bytes, that is read with direct I/O.
 const DIRECT_READ_BYTES_MIN: u64 = 256 << 10;
 
 /// Buffers for reading files at any offset, which are reused from file to file.
@@ -46,7 +46,7 @@ pub(crate) struct OffsetReader<'a> {
     scratch: &'a ReadBuffers,
 }
 
-/// The second file descriptor of an [`OffsetReader`], which is opened with O_DIRECT.
+/// The second file descriptor of an [`OffsetReader`], which is used for direct I/O (O_DIRECT).
 enum DirectFile {
     /// The file has not been opened with O_DIRECT yet.
     Unopened,
@@ -71,7 +71,7 @@ impl<'a> OffsetReader<'a> {
     }
 
     /// Reads the byte range `bytes` of the file in consecutive pieces of at most
-    /// [`DIRECT_READ_BYTES`], and passes the bytes of each piece to `sink` in order.
+    /// [`DIRECT_READ_BYTES`] bytes, and passes each piece to `sink` in order.
     ///
     /// # Errors
     ///
@@ -93,8 +93,8 @@ impl<'a> OffsetReader<'a> {
         Ok(())
     }
 
-    /// Computes the CRC-32 of the byte range `bytes` of the file. Does not read the holes of a
-    /// sparse file.
+    /// Reads the byte range `bytes` of the file and computes its CRC-32. Does not read the holes of
+    /// a sparse file.
     ///
     /// # Errors
     /// Fails if the range reaches beyond the end of the file, or a read fails.
@@ -104,12 +104,13 @@ impl<'a> OffsetReader<'a> {
         compute_file_crc(&file, bytes, |data, hasher| self.for_each_piece(data, |piece| hasher.update(piece)))
     }
 
-    /// Returns the first part of the byte range `bytes` that is not in a hole of a sparse file.
+    /// Returns the first part of the byte range `bytes` of the file that is not in a hole of a
+    /// sparse file.
     pub(crate) fn find_data(&self, bytes: Range<u64>) -> Range<u64> {
         find_data(&self.cached, bytes)
     }
 
-    /// Counts the bytes of the byte range `bytes` that are in holes of a sparse file.
+    /// Counts how many bytes of the byte range `bytes` are in holes of a sparse file.
     pub(crate) fn count_hole_bytes(&self, bytes: Range<u64>) -> u64 {
         let (mut at, mut holes) = (bytes.start, 0);
         while at < bytes.end {
@@ -166,8 +167,8 @@ impl<'a> OffsetReader<'a> {
         Ok(())
     }
 
-    /// Reads the byte range `bytes` through the page cache, and passes the pieces to `sink` in
-    /// order.
+    /// Reads the byte range `bytes` of the file through the page cache, and passes the pieces to
+    /// `sink` in order.
     fn read_cached(&mut self, bytes: Range<u64>, sink: &mut impl FnMut(&[u8])) -> io::Result<()> {
         let mut buffer = self.scratch.buffers.take()?;
         let mut at = bytes.start;
@@ -181,8 +182,9 @@ impl<'a> OffsetReader<'a> {
         Ok(())
     }
 
-    /// Reads the byte range `bytes` with direct I/O and passes its bytes to `sink` in one call.
-    /// Returns true if that was possible. The caller must limit the range with [`direct_read_end`].
+    /// Tries to read the byte range `bytes` of the file with direct I/O, and passes its bytes to
+    /// `sink` in one call. Returns true if that was possible. The caller must limit the range with
+    /// [`direct_read_end`].
     ///
     /// Returns false without a call of `sink` if the range is small, at least half of it is cached,
     /// or the file system does not support O_DIRECT. The caller must then read through the page
@@ -239,8 +241,8 @@ struct CachestatRange {
     length: u64,
 }
 
-/// The kernel's `struct cachestat`, the result of that system call: how many pages of the range are
-/// cached, and in which state.
+/// The kernel's `struct cachestat`, the result of the system call `cachestat`: how many pages of a
+/// byte range are in the page cache, and in which state.
 #[repr(C)]
 #[derive(Default)]
 struct Cachestat {

@@ -1,5 +1,5 @@
-//! [`PickleMachine`]: executes the opcodes of a pickle, which build a tree of values and never run
-//! Python code.
+//! [`PickleMachine`]: parses a pickle by executing its opcodes, which build a tree of values and
+//! never run Python code.
 use super::tree::{
     MEMO_ENTRIES_MAX, NodeIndex, PickleCall, PickleNode, PickleTree, PickleValue, TextRange, VALUES_MAX,
 };
@@ -26,9 +26,9 @@ pub(crate) fn parse_pickle(input: &[u8], globals: &[&[&'static str]]) -> Result<
     Ok(tree)
 }
 
-/// Parses the pickle at the beginning of `input`, which may have more bytes after the pickle.
-/// Returns the values of the pickle and its length in bytes. `globals` lists the classes and
-/// functions that the pickle may name, as `module.name`.
+/// Parses the pickle at the beginning of `input`, which may be followed by more bytes. Returns the
+/// values of the pickle and its length in bytes. `globals` lists the classes and functions that the
+/// pickle may name, as `module.name`.
 pub(crate) fn parse_first_pickle(input: &[u8], globals: &[&[&'static str]]) -> Result<(PickleTree, usize)> {
     let mut machine = PickleMachine {
         input,
@@ -72,8 +72,8 @@ struct PickleMachine<'a> {
 }
 
 impl<'a> PickleMachine<'a> {
-    /// Executes all opcodes up to the end of the pickle, and returns the pickled value, which is
-    /// then on top of the stack.
+    /// Executes all opcodes up to the end of the pickle, and returns the pickled value, which the
+    /// last opcode takes from the top of the stack.
     fn run(&mut self) -> Result<PickleValue> {
         loop {
             let op = self.take_bytes(1)?[0];
@@ -84,7 +84,7 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Executes the opcode `op`, whose arguments are read from the input.
+    /// Executes the pickle opcode `op`, whose arguments are read from the input.
     fn execute_opcode(&mut self, op: u8) -> Result<()> {
         match op {
             0x80 => self.check_protocol(),
@@ -162,8 +162,8 @@ impl<'a> PickleMachine<'a> {
         Ok(())
     }
 
-    /// Adds `n` to the number of values that the pickle has pushed or copied. Fails if the number
-    /// exceeds [`VALUES_MAX`].
+    /// Adds `n` to the number of values that the pickle has pushed to the stack or copied. Fails if
+    /// the number exceeds [`VALUES_MAX`].
     fn count_values(&mut self, n: usize) -> Result<()> {
         self.pushed = self.pushed.saturating_add(n);
         match self.pushed > VALUES_MAX {
@@ -172,7 +172,8 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Adds a node to the tree of values and pushes a reference to it.
+    /// Adds a node (a value that does not fit into a machine word) to the tree of values, and
+    /// pushes a reference to it.
     fn push_node(&mut self, node: PickleNode) -> Result<()> {
         let id = NodeIndex::try_from(self.nodes.len()).map_err(|_| PickleError::SizeOverflow)?;
         self.push(PickleValue::Node(id))?;
@@ -180,8 +181,8 @@ impl<'a> PickleMachine<'a> {
         Ok(())
     }
 
-    /// Returns the height that the stack had when the last mark was set. Values below that height
-    /// must not be popped.
+    /// Returns the height that the stack had when the most recent mark was set on it. Values below
+    /// that height must not be popped.
     fn last_mark_height(&self) -> usize {
         self.marks.last().copied().unwrap_or(0)
     }
@@ -200,8 +201,8 @@ impl<'a> PickleMachine<'a> {
         Ok(value)
     }
 
-    /// Returns the node to which a value refers, or `None` if the value is not a reference to a
-    /// node.
+    /// Returns the node of the tree to which a value refers, or `None` if the value is not a
+    /// reference to a node.
     fn node(&self, value: PickleValue) -> Option<&PickleNode> {
         match value {
             PickleValue::Node(id) => self.nodes.get(id as usize),
@@ -209,8 +210,8 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Returns the node to which the value on top of the stack refers, without popping the value.
-    /// Fails if the value on top is not a node.
+    /// Returns the node of the tree to which the value on top of the stack refers, without popping
+    /// the value. Fails if the value on top is not a node.
     fn peek_node(&mut self) -> Result<&mut PickleNode> {
         match self.peek()? {
             PickleValue::Node(id) => self.nodes.get_mut(id as usize).ok_or(PickleError::StackUnderflow),
@@ -218,7 +219,8 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Records a mark at the current height of the stack. Fails if there are [`VALUES_MAX`] marks.
+    /// Records a mark at the current height of the stack, from which a later opcode takes its
+    /// arguments. Fails if there are [`VALUES_MAX`] marks.
     fn push_mark(&mut self) -> Result<()> {
         if self.marks.len() >= VALUES_MAX {
             return Err(PickleError::Limit { what: "marks", limit: VALUES_MAX });
@@ -227,7 +229,8 @@ impl<'a> PickleMachine<'a> {
         Ok(())
     }
 
-    /// Pops the last mark and every value above it. Returns the values in the order of the stack.
+    /// Pops the most recent mark and every value above it. Returns the values in the order of the
+    /// stack.
     fn pop_mark(&mut self) -> Result<Vec<PickleValue>> {
         let mark = self.marks.pop().ok_or(PickleError::StackUnderflow)?;
         Ok(self.stack.split_off(mark))
@@ -241,8 +244,8 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Takes the length of a frame from the input, and fails if the frame is longer than the rest
-    /// of the input.
+    /// Takes the length of a frame (a block of opcodes) from the input, and fails if the frame is
+    /// longer than the rest of the input.
     fn check_frame(&mut self) -> Result<()> {
         let (len, left) = (self.take_size(8)?, self.input.len() - self.at);
         match len <= left {
@@ -291,15 +294,16 @@ impl<'a> PickleMachine<'a> {
         self.push_node(PickleNode::Str(TextRange { start, length }))
     }
 
-    /// Skips a byte string in the input, and pushes a placeholder without its content. The input
-    /// states the length in `width` bytes.
+    /// Skips a byte string in the input, and pushes a placeholder instead of it, because its
+    /// content is never needed. The input states the length in `width` bytes.
     fn push_bytes(&mut self, width: usize) -> Result<()> {
         let len = self.take_size(width)?;
         self.take_bytes(len)?;
         self.push_node(PickleNode::Bytes)
     }
 
-    /// Pops the values above the last mark and pushes the collection that `make` builds from them.
+    /// Pops the values above the last mark and pushes the list, tuple, set or dict that `make`
+    /// builds from them.
     fn push_marked_collection(&mut self, make: impl Fn(Vec<PickleValue>) -> PickleNode) -> Result<()> {
         let values = self.pop_mark()?;
         self.push_node(make(values))
@@ -531,7 +535,8 @@ impl<'a> PickleMachine<'a> {
     }
 }
 
-/// Groups `values`, alternating keys and values, into pairs. Fails if the last key has no value.
+/// Groups `values`, in which keys and values alternate, into pairs. Fails if the last key has no
+/// value.
 fn pair_up(values: &[PickleValue]) -> Result<Vec<(PickleValue, PickleValue)>> {
     let (pairs, rest) = values.as_chunks::<2>();
     match rest.is_empty() {

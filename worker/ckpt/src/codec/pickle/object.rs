@@ -1,5 +1,5 @@
-//! [`PythonObject`]: a Python value in memory, which is read from one torch file and written to
-//! another.
+//! [`PythonObject`]: a Python value in memory, which was read from a torch file or will be written
+//! to one.
 use super::tree::{PickleCall, PickleNode, PickleValue, PickleView, parse_shape};
 use crate::tensor::Dtype;
 use serde_json::Value as Json;
@@ -61,7 +61,8 @@ pub enum PythonObject {
     },
 }
 
-/// A contiguous tensor of a torch file that begins at the start of its storage.
+/// A contiguous tensor that a torch file contains, whose elements begin at the start of its storage
+/// (a flat array).
 #[derive(Clone, Debug, PartialEq)]
 pub struct StoredTensor {
     /// Index of the storage in its file.
@@ -72,8 +73,8 @@ pub struct StoredTensor {
     pub(crate) shape: Vec<u64>,
 }
 
-/// Python classes of which pickles create objects with `__new__` without arguments. Objects of all
-/// other classes become recorded calls.
+/// Names of the Python classes of which pickles may create objects by `__new__` without arguments.
+/// Objects of all other classes become recorded calls.
 const NEW_WITHOUT_ARGS_CLASSES: [&str; 3] = [
     "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -115,8 +116,8 @@ impl PythonObject {
         PythonObject::Instance { class: class.to_owned(), state }
     }
 
-    /// Returns the value that a dict has for the string key `key`, or `None` if the key is missing
-    /// or the object is not a dict.
+    /// Returns the value that a Python dict has for the string key `key`, or `None` if the key is
+    /// missing or the object is not a dict.
     pub(crate) fn get(&self, key: &str) -> Option<&PythonObject> {
         match self {
             PythonObject::Dict(pairs) | PythonObject::OrderedDict(pairs) => pairs
@@ -128,7 +129,8 @@ impl PythonObject {
         }
     }
 
-    /// Sets the value of the string key `key` of a dict. Does nothing if the object is not a dict.
+    /// Sets the value of the string key `key` of a Python dict. Does nothing if the object is not a
+    /// dict.
     pub(crate) fn set(&mut self, key: &str, value: PythonObject) {
         if let PythonObject::Dict(pairs) | PythonObject::OrderedDict(pairs) = self {
             match pairs.iter_mut().find(|(k, _)| matches!(k, PythonObject::Str(s) if s == key)) {
@@ -184,10 +186,10 @@ impl PythonObject {
 }
 
 impl PickleView<'_> {
-    /// Copies the value into a [`PythonObject`], and subtracts the number of copied values from
-    /// `left`. `tensor` converts the objects that represent tensors. Returns `None` if a part was
-    /// dropped on reading (bytes, integers beyond 64 bits), if a part cannot be converted, or if
-    /// more than `left` values would be copied.
+    /// Copies the value of a parsed pickle into a [`PythonObject`], and subtracts the number of
+    /// copied values from the budget `left`. `tensor` converts the objects that represent tensors.
+    /// Returns `None` if a part was dropped on reading (bytes, integers beyond 64 bits), if a part
+    /// cannot be converted, or if more than `left` values would be copied.
     pub(crate) fn to_object(
         self,
         left: &mut usize,
@@ -221,8 +223,8 @@ impl PickleView<'_> {
         })
     }
 
-    /// Copies a recorded call into a [`PythonObject`], and subtracts the number of copied values
-    /// from `left`.
+    /// Copies a call that a parsed pickle records into a [`PythonObject`], and subtracts the number
+    /// of copied values from the budget `left`.
     fn call_to_object(
         self,
         call: &PickleCall,

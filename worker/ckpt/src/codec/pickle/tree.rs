@@ -1,23 +1,24 @@
-//! [`PickleTree`]: all values of a parsed pickle.
+//! [`PickleTree`]: all values of a parsed pickle, and views through which they are read.
 use crate::error::PickleError;
 use crate::format_constants::{NAME_BYTES_MAX, PICKLE_DEPTH_MAX};
 use crate::tensor::DIMENSIONS_MAX;
 use serde_json::{Map, Number, Value as Json};
 
-/// Limit on the number of values that one pickle may push to the machine's stack.
+/// Limit on the number of values that one pickle may push to the stack of the machine that parses
+/// it.
 pub(crate) const VALUES_MAX: usize = 8 << 20;
 /// Limit on the number of values that a pickle may store in its memo for later use.
 pub(crate) const MEMO_ENTRIES_MAX: usize = 4 << 20;
-/// Limit on the total size of a pickle's values if each use of a shared value is counted. The unit
-/// is a value, or 8 bytes of text. The limit bounds the work of every reader that follows the
-/// values from the root.
+/// Limit on the total size of a pickle's values if a shared value is counted each time that it is
+/// used. The unit is a value, or 8 bytes of text. The limit bounds the work of every reader that
+/// follows the values from the root.
 const EXPANDED_VALUES_MAX: usize = 16 << 20;
-/// Number of bytes of text that count as one value for the limit [`EXPANDED_VALUES_MAX`].
+/// Number of bytes of text that count as one value in the limit [`EXPANDED_VALUES_MAX`].
 const TEXT_BYTES_PER_VALUE: u32 = 8;
 /// Limit on the number of values that are converted to JSON at a time.
 const JSON_VALUES_MAX: usize = 100_000;
 
-/// Number of a [`PickleNode`] in its [`PickleTree`].
+/// The index of a [`PickleNode`] in the list of nodes of its [`PickleTree`].
 pub(crate) type NodeIndex = u32;
 
 /// A value of a pickle: the value itself if it fits into a machine word, otherwise a reference to a
@@ -52,7 +53,7 @@ pub(crate) enum PickleNode {
     Persistent(PickleValue),
 }
 
-/// A call of a class or function, which is only recorded, never made.
+/// A call of a Python class or function in a pickle, which is only recorded and never executed.
 #[derive(Debug)]
 pub(crate) struct PickleCall {
     /// The class or function, as `module.name`.
@@ -62,7 +63,7 @@ pub(crate) struct PickleCall {
     pub(super) state: PickleValue,
 }
 
-/// The byte range of a string of the pickle in the tree's common text buffer.
+/// The byte range of a string within the buffer that holds all texts of a parsed pickle.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TextRange {
     pub(super) start: u32,
@@ -70,7 +71,7 @@ pub(crate) struct TextRange {
 }
 
 impl TextRange {
-    /// Returns the part of `texts` that this range covers.
+    /// Returns the part of `texts` that this byte range covers.
     pub(super) fn slice_text(self, texts: &str) -> &str {
         texts.get(self.start as usize..(self.start + self.length) as usize).unwrap_or_default()
     }
@@ -100,8 +101,8 @@ impl PickleTree {
         })
     }
 
-    /// Fails if a value contains itself, values are nested deeper than [`PICKLE_DEPTH_MAX`] levels,
-    /// or the values exceed [`EXPANDED_VALUES_MAX`] with each use of a shared value counted.
+    /// Fails if a value of the pickle contains itself, if values are nested deeper than
+    /// [`PICKLE_DEPTH_MAX`] levels, or if the values exceed [`EXPANDED_VALUES_MAX`] in total.
     pub(super) fn check_structure(&self) -> Result<(), PickleError> {
         let PickleValue::Node(root) = self.root else { return Ok(()) };
         let mut extents = vec![NodeExtent::Unvisited; self.nodes.len()];
@@ -134,8 +135,8 @@ impl PickleTree {
         Ok(())
     }
 
-    /// Computes the nesting height and the size of `node` from those of its children, which must be
-    /// known. Fails if the size exceeds [`EXPANDED_VALUES_MAX`].
+    /// Computes the nesting height and the size (in values) of the node `node` from those of its
+    /// children, which must be known. Fails if the size exceeds [`EXPANDED_VALUES_MAX`].
     fn compute_extent(&self, node: &PickleNode, extents: &[NodeExtent]) -> Result<NodeExtent, PickleError> {
         let text = match node {
             PickleNode::Str(range) => range.length / TEXT_BYTES_PER_VALUE,
@@ -159,7 +160,8 @@ impl PickleTree {
     }
 }
 
-/// The nesting height and the size of a node, which [`PickleTree::check_structure`] computes.
+/// The nesting height and the size (in values) of a node, as far as [`PickleTree::check_structure`]
+/// has computed them.
 #[derive(Clone, Copy)]
 enum NodeExtent {
     Unvisited,
@@ -188,8 +190,8 @@ impl PickleNode {
     }
 }
 
-/// A value together with its tree, through which the value is read. Accessors return `None` if the
-/// value has another type.
+/// A view of one value of a parsed pickle, through which the value and the values in it are read.
+/// Accessors return `None` if the value has another type.
 #[derive(Clone, Copy)]
 pub(crate) struct PickleView<'t> {
     tree: &'t PickleTree,
@@ -202,8 +204,8 @@ impl<'t> PickleView<'t> {
         PickleView { value, ..self }
     }
 
-    /// Returns the node to which the value refers, or `None` if the value itself fits into a
-    /// machine word.
+    /// Returns the node of the tree to which the value refers, or `None` if the value itself fits
+    /// into a machine word.
     pub(super) fn node(self) -> Option<&'t PickleNode> {
         match self.value {
             PickleValue::Node(id) => self.tree.nodes.get(id as usize),
@@ -252,7 +254,8 @@ impl<'t> PickleView<'t> {
         self.as_str().filter(|text| text.len() <= NAME_BYTES_MAX)
     }
 
-    /// Returns the name (`module.name`) of a class or function, or `None` for other types.
+    /// Returns the name (`module.name`) of a pickled Python class or function, or `None` for other
+    /// types.
     pub(crate) fn as_global(self) -> Option<&'static str> {
         match self.node()? {
             PickleNode::Global(name) => Some(name),
@@ -260,8 +263,8 @@ impl<'t> PickleView<'t> {
         }
     }
 
-    /// Returns the id of a reference to data outside of the pickle, or `None` for other types. In
-    /// torch files, the id describes a storage.
+    /// Returns the id by which the pickle refers to data outside of it, such as a tensor storage,
+    /// or `None` for other types. In torch files, the id describes a storage.
     pub(crate) fn as_persistent_id(self) -> Option<PickleView<'t>> {
         match self.node()? {
             PickleNode::Persistent(v) => Some(self.with_value(*v)),
@@ -303,8 +306,8 @@ impl<'t> PickleView<'t> {
         }
     }
 
-    /// Returns the class or function, the arguments, and the state of an object that a call made,
-    /// or `None` for other types.
+    /// Returns the class or function, the arguments, and the state of a pickled object that a call
+    /// creates, or `None` for other types.
     pub(crate) fn as_object(self) -> Option<(&'static str, PickleView<'t>, PickleView<'t>)> {
         match self.node()? {
             PickleNode::Object(call) => {
@@ -321,9 +324,9 @@ impl<'t> PickleView<'t> {
         self.to_json_limited(&mut left)
     }
 
-    /// Converts a dict to JSON, as [`PickleView::to_json`] does, without the string key `skipped`.
-    /// Subtracts the number of converted values from `left`. Returns `None` for other types, and
-    /// for a dict of `left` or more values.
+    /// Converts a dict to JSON and leaves out the entry with the string key `skipped`. Subtracts
+    /// the number of converted values from `left`. Returns `None` for other types, and for a dict
+    /// of `left` or more values.
     pub(crate) fn to_json_map(self, skipped: &str, left: &mut usize) -> Option<Map<String, Json>> {
         let mut map = Map::new();
         for (key, value) in self.as_pairs()?.filter(|(key, _)| key.as_str() != Some(skipped)) {
@@ -341,8 +344,8 @@ impl<'t> PickleView<'t> {
         }
     }
 
-    /// Converts the value to JSON, and subtracts the number of converted values from `left`. Values
-    /// beyond `left` become null or are left out.
+    /// Converts the value to JSON, and subtracts the number of converted values from the budget
+    /// `left`. Values beyond `left` become null or are left out.
     pub(crate) fn to_json_limited(self, left: &mut usize) -> Json {
         if *left == 0 {
             return Json::Null;
@@ -391,15 +394,15 @@ impl<'t> PickleItems<'t> {
         self.values.iter().map(move |&value| PickleView { tree: self.tree, value })
     }
 
-    /// Returns all items as sizes or counts, or `None` if one of them is not a non-negative
-    /// integer.
+    /// Returns all items as non-negative integers (sizes or counts), or `None` if one of them is
+    /// not such a number.
     pub(crate) fn to_counts(self) -> Option<Vec<u64>> {
         self.iter().map(PickleView::as_count).collect()
     }
 }
 
-/// Returns the sizes in a `torch.Size`, list or tuple. Returns `None` for other values, and for
-/// more than [`DIMENSIONS_MAX`] sizes.
+/// Returns the sizes of the dimensions in a `torch.Size`, list or tuple. Returns `None` for other
+/// values, and for more than [`DIMENSIONS_MAX`] sizes.
 pub(crate) fn parse_shape(value: PickleView<'_>) -> Option<Vec<u64>> {
     let sizes = match value.as_object() {
         Some(("torch.Size", args, _)) => args.as_items()?.get(0)?.as_items()?,

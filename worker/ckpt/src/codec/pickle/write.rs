@@ -21,7 +21,8 @@ pub(crate) fn encode_pickle(value: &PythonObject) -> Result<Vec<u8>> {
     Ok(out)
 }
 
-/// Returns the name of torch's storage class for a dtype, or `None` if torch has none.
+/// Returns the name of torch's storage class for a dtype, such as `FloatStorage`, or `None` if
+/// torch has none.
 pub(crate) fn torch_storage_class(dtype: Dtype) -> Option<&'static str> {
     Some(match dtype {
         Dtype::BF16 => "torch.BFloat16Storage",
@@ -38,8 +39,8 @@ pub(crate) fn torch_storage_class(dtype: Dtype) -> Option<&'static str> {
     })
 }
 
-/// Writes any value except a tensor with literal elements, which must have been moved to a storage
-/// before.
+/// Writes any Python value to a pickle, except a tensor with literal elements, which must have been
+/// moved to a storage before.
 fn write_object(out: &mut Vec<u8>, value: &PythonObject) -> Result<()> {
     match value {
         PythonObject::None => out.push(b'N'),
@@ -84,7 +85,7 @@ fn write_object(out: &mut Vec<u8>, value: &PythonObject) -> Result<()> {
     Ok(())
 }
 
-/// Writes an integer with the shortest opcode that can encode it.
+/// Writes an integer to a pickle with the shortest opcode that can encode it.
 fn write_int(out: &mut Vec<u8>, i: i64) {
     if let Ok(b) = u8::try_from(i) {
         out.extend([b'K', b]);
@@ -100,7 +101,7 @@ fn write_int(out: &mut Vec<u8>, i: i64) {
     }
 }
 
-/// Writes a string. Fails if it has more than 4 GiB.
+/// Writes a string to a pickle. Fails if it has more than 4 GiB.
 fn write_text(out: &mut Vec<u8>, s: &str) -> Result<()> {
     let len = u32::try_from(s.len()).map_err(|_| EncodeError::TextTooLong)?;
     out.push(b'X');
@@ -109,7 +110,7 @@ fn write_text(out: &mut Vec<u8>, s: &str) -> Result<()> {
     Ok(())
 }
 
-/// Writes a list, whose items are appended in batches of [`BATCH_ITEMS`].
+/// Writes a list to a pickle, whose items are appended in batches of [`BATCH_ITEMS`] items.
 fn write_list(out: &mut Vec<u8>, items: &[PythonObject]) -> Result<()> {
     out.push(b']');
     for batch in items.chunks(BATCH_ITEMS) {
@@ -122,7 +123,7 @@ fn write_list(out: &mut Vec<u8>, items: &[PythonObject]) -> Result<()> {
     Ok(())
 }
 
-/// Writes a tuple. Tuples of up to three items have a short opcode without a mark.
+/// Writes a tuple to a pickle. Tuples of up to three items have a short opcode without a mark.
 fn write_tuple(out: &mut Vec<u8>, items: &[PythonObject]) -> Result<()> {
     if items.len() > 3 {
         out.push(b'(');
@@ -140,7 +141,7 @@ fn write_tuple(out: &mut Vec<u8>, items: &[PythonObject]) -> Result<()> {
     Ok(())
 }
 
-/// Writes the opcodes that add the pairs `pairs` to the dict on top of the machine's stack.
+/// Writes the opcodes that add the pairs `pairs` to the dict on top of the unpickler's stack.
 fn write_dict_items(out: &mut Vec<u8>, pairs: &[(PythonObject, PythonObject)]) -> Result<()> {
     for batch in pairs.chunks(BATCH_ITEMS) {
         out.push(b'(');
@@ -153,7 +154,7 @@ fn write_dict_items(out: &mut Vec<u8>, pairs: &[(PythonObject, PythonObject)]) -
     Ok(())
 }
 
-/// Writes a reference to the class or function `module.name`.
+/// Writes a reference to the Python class or function `module.name` to a pickle.
 fn write_global(out: &mut Vec<u8>, name: &str) -> Result<()> {
     let (module, name) = name
         .rsplit_once('.')
@@ -167,7 +168,7 @@ fn write_global(out: &mut Vec<u8>, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// Writes the call of the function `function` with positional arguments.
+/// Writes the call of the Python function `function` with positional arguments to a pickle.
 fn write_call(out: &mut Vec<u8>, function: &str, args: &[PythonObject]) -> Result<()> {
     write_global(out, function)?;
     write_tuple(out, args)?;
@@ -175,13 +176,13 @@ fn write_call(out: &mut Vec<u8>, function: &str, args: &[PythonObject]) -> Resul
     Ok(())
 }
 
-/// Writes a tuple of unsigned integers, such as the shape or the strides of a tensor.
+/// Writes a tuple of unsigned integers, such as the shape or the strides of a tensor, to a pickle.
 fn write_integer_tuple(out: &mut Vec<u8>, sizes: &[u64]) -> Result<()> {
     write_tuple(out, &sizes.iter().map(|&n| PythonObject::from_count(n)).collect::<Vec<_>>())
 }
 
-/// Writes a reference to a tensor: the call `_rebuild_tensor_v2(storage, 0, size, stride, False,
-/// OrderedDict())`.
+/// Writes a reference to a tensor to a pickle: the call
+/// `_rebuild_tensor_v2(storage, 0, size, stride, False, OrderedDict())`.
 fn write_tensor(out: &mut Vec<u8>, t: &StoredTensor) -> Result<()> {
     let class = torch_storage_class(t.dtype).ok_or(EncodeError::NoStorageClass(t.dtype))?;
     write_global(out, "torch._utils._rebuild_tensor_v2")?;
